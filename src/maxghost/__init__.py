@@ -1,0 +1,1 @@
+"""maxghost: train language models and learn what every training example was worth."""

@@ -1,0 +1,155 @@
+"""Every configuration key: its default, its type, its help line and its limits.
+
+The YAML a user writes is flat; here each component owns one frozen section and receives only that section.
+A key is one dataclass field made by `key(...)`; `maxghost train --help` and `configs/base.yml` are written from these fields.
+Nothing in this package imports JAX, so that a wrong key is reported before JAX starts.
+"""
+
+import dataclasses
+from typing import Any
+
+
+def key(default: Any, help: str, *, choices: tuple = (), minimum: float | None = None, maximum: float | None = None):
+  """A config field: `help` is one line with the unit; `choices` or `minimum`/`maximum` bound the value."""
+  metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
+  if isinstance(default, (list, dict)):
+    raise TypeError("config defaults are immutable: use a tuple")
+  return dataclasses.field(default=default, metadata=metadata)
+
+
+def section(cls):
+  return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
+
+
+@section
+class RunConfig:
+  """Where a run lives and how long it is."""
+
+  run_name: str = key("base", "name of the run; its folder is <base_output_directory>/<run_name>")
+  base_output_directory: str = key("runs", "folder that holds the runs")
+  steps: int = key(240, "training steps in all", minimum=1)
+  log_period: int = key(1, "print a step line every this many steps", minimum=1)
+  eval_interval: int = key(80, "evaluate on the validation documents every this many steps; -1 = never", minimum=-1)
+  eval_steps: int = key(4, "batches per evaluation", minimum=1)
+  init_weights_seed: int = key(0, "seed of the initial weights and of dropout", minimum=0)
+  data_shuffle_seed: int = key(0, "seed of the document order and of the train/validation split", minimum=0)
+  enable_tensorboard: bool = key(True, "write TensorBoard event files")
+  jax_cache_dir: str = key("", "folder for JAX's persistent compilation cache; empty = none")
+
+
+@section
+class ModelConfig:
+  """The decoder-only transformer."""
+
+  model_name: str = key("default", "a file of configs/models/ (without .yml) laid over the base; default = none")
+  decoder_block: str = key("llama2", "architecture family", choices=("llama2",))
+  base_emb_dim: int = key(256, "embed dim D", minimum=1)
+  base_num_query_heads: int = key(4, "query heads H", minimum=1)
+  base_num_kv_heads: int = key(2, "key/value heads K; divides the query heads", minimum=1)
+  head_dim: int = key(64, "width h of one head", minimum=1)
+  base_mlp_dim: int = key(768, "width F of the feed-forward layer", minimum=1)
+  base_num_decoder_layers: int = key(4, "layers L", minimum=1)
+  vocab_size: int = key(259, "vocabulary V; must hold the tokenizer's ids", minimum=2)
+  mlp_activations: tuple[str, ...] = key(("silu", "linear"), "activations of the gated feed-forward layer: gate, up")
+  logits_via_embedding: bool = key(False, "tie the output projection to the token embedding")
+  normalization_layer_epsilon: float = key(1e-5, "epsilon of the norms", minimum=0.0)
+  rope_max_timescale: float = key(10000.0, "longest wavelength of the rotary embedding", minimum=1.0)
+  dropout_rate: float = key(0.0, "dropout on the residual branches", minimum=0.0, maximum=0.999)
+  dtype: str = key("float32", "compute dtype", choices=("float32", "bfloat16", "float64"))
+  weight_dtype: str = key("float32", "parameter dtype", choices=("float32", "bfloat16", "float64"))
+  matmul_precision: str = key("default", "precision of matrix products", choices=("default", "high", "highest"))
+  attention: str = key(
+    "autoselected", "attention kernel; autoselected = blockwise on CPU, else dot_product",
+    choices=("autoselected", "dot_product", "blockwise"),
+  )
+  scan_layers: bool = key(True, "stack the layers and run them with one lax.scan")
+  remat_policy: str = key(
+    "minimal", "what the backward pass recomputes: none saves all, minimal saves matmul outputs, full saves layer inputs only",
+    choices=("none", "minimal", "full"),
+  )
+  z_loss_multiplier: float = key(0.0, "weight of the squared log-partition added to each token's loss", minimum=0.0)
+
+
+@section
+class DataConfig:
+  """What is read, how it is split, tokenized and packed."""
+
+  dataset_type: str = key("stdlib", "source of the documents", choices=("stdlib", "synthetic"))
+  dataset_domains: tuple[str, ...] = key(
+    (), "domains to train on; empty = all the source has (stdlib: code, docstrings, manual, tables)"
+  )
+  dataset_domain_bytes: int = key(2_000_000, "cap on the bytes read per domain; 0 = no cap", minimum=0)
+  tokenizer_type: str = key("byte", "tokenizer", choices=("byte",))
+  max_target_length: int = key(256, "sequence length T, tokens per row", minimum=2)
+  per_device_batch_size: int = key(16, "rows per device and step", minimum=1)
+  packing: bool = key(True, "pack several documents into a row, with segment ids")
+  add_bos: bool = key(True, "put a begin-of-document token before each document")
+  add_eos: bool = key(True, "put an end-of-document token after each document")
+  ghost_val_domain: str = key("manual", "domain whose held-out documents form the validation set")
+  ghost_val_fraction: float = key(
+    0.25, "share of the validation domain's documents held out, chosen by document id", minimum=0.0, maximum=1.0
+  )
+
+
+@section
+class OptimizerConfig:
+  """AdamW or SGD and their schedule."""
+
+  opt_type: str = key("adamw", "optimizer", choices=("adamw", "sgd"))
+  learning_rate: float = key(3e-3, "peak learning rate", minimum=0.0)
+  lr_schedule_type: str = key(
+    "cosine", "cosine decay, or wsd = warmup, stable, decay", choices=("cosine", "wsd", "constant")
+  )
+  warmup_steps_fraction: float = key(0.1, "share of the steps spent warming up", minimum=0.0, maximum=1.0)
+  wsd_decay_steps_fraction: float = key(0.1, "wsd: share of the steps spent decaying", minimum=0.0, maximum=1.0)
+  learning_rate_final_fraction: float = key(0.1, "final over peak learning rate", minimum=0.0, maximum=1.0)
+  adam_b1: float = key(0.9, "decay of the first moment", minimum=0.0, maximum=0.999999)
+  adam_b2: float = key(0.95, "decay of the second moment", minimum=0.0, maximum=0.999999)
+  adam_eps: float = key(1e-8, "added to the root of the second moment", minimum=0.0)
+  adam_weight_decay: float = key(0.1, "decoupled weight decay", minimum=0.0)
+  gradient_clipping_threshold: float = key(1.0, "largest global gradient norm; 0 = no clipping", minimum=0.0)
+
+
+@section
+class GhostConfig:
+  """Per-example scores: what is scored, along which direction."""
+
+  ghost_enabled: bool = key(True, "score every training document in every step")
+  ghost_schedule: str = key("two_pass", "how validation and training share a step", choices=("two_pass",))
+  ghost_direction: str = key(
+    "auto", "sgd = validation gradient, adam = through this step's AdamW preconditioner, auto = the optimizer's own",
+    choices=("auto", "sgd", "adam"),
+  )
+  ghost_val_batch_size: int = key(2, "validation rows per step", minimum=1)
+  ghost_val_refresh_steps: int = key(20, "draw new validation rows every this many steps; 0 = keep the first", minimum=0)
+  ghost_exclude: tuple[str, ...] = key((), "path patterns (fnmatch) of parameters left unscored on purpose")
+  ghost_log_period: int = key(20, "steps per score file", minimum=1)
+
+
+@section
+class CheckpointConfig:
+  """Saving and resuming."""
+
+  enable_checkpointing: bool = key(True, "save checkpoints and resume from the newest good one")
+  checkpoint_period: int = key(80, "save every this many steps", minimum=1)
+  max_num_checkpoints_to_keep: int = key(2, "older checkpoints are removed; 0 = keep all", minimum=0)
+  async_checkpointing: bool = key(True, "write checkpoints in the background")
+
+
+@section
+class Config:
+  """All sections. Built by `maxghost.config.load`; validated at construction."""
+
+  run: RunConfig = RunConfig()
+  model: ModelConfig = ModelConfig()
+  data: DataConfig = DataConfig()
+  optimizer: OptimizerConfig = OptimizerConfig()
+  ghost: GhostConfig = GhostConfig()
+  checkpoint: CheckpointConfig = CheckpointConfig()
+
+  def flat(self) -> dict[str, Any]:
+    """Every key and its value, in the order of the sections."""
+    return {f.name: getattr(part, f.name) for part in self.sections() for f in dataclasses.fields(part)}
+
+  def sections(self) -> tuple:
+    return tuple(getattr(self, f.name) for f in dataclasses.fields(self))
