@@ -1,0 +1,45 @@
+"""What a wrong configuration raises, and the search for the name that was meant."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+  """A mistake of the user: one clear line per problem (what is wrong, the value, the fix).
+
+  `problems` holds the lines; the message is the lines joined. The doors print them and exit with code 2.
+  """
+
+  def __init__(self, *problems: str):
+    self.problems = tuple(problems)
+    super().__init__("\n".join(problems))
+
+  def __reduce__(self):
+    return type(self), self.problems
+
+
+def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
+  """The valid names most like `name`, best first; names about as good as the best one are kept with it.
+
+  Capitals and `-` against `_` do not count. When nothing is alike, names that contain `name` are taken.
+  """
+  plain = {candidate.lower().replace("-", "_"): candidate for candidate in valid}
+  wanted = name.lower().replace("-", "_")
+  matcher = difflib.SequenceMatcher(b=wanted)
+  scored = []
+  for candidate in plain:
+    matcher.set_seq1(candidate)
+    if matcher.real_quick_ratio() >= 0.6 and matcher.quick_ratio() >= 0.6:
+      scored.append((matcher.ratio(), candidate))
+  scored = sorted((pair for pair in scored if pair[0] >= 0.6), key=lambda pair: (-pair[0], pair[1]))
+  if scored:
+    return [plain[candidate] for ratio, candidate in scored[:limit] if ratio >= scored[0][0] - 0.05]
+  return [plain[candidate] for candidate in plain if len(wanted) >= 2 and wanted in candidate][:limit]
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+  """`; did you mean 'steps'?`, or nothing when no valid name is near."""
+  names = [f"'{found}'" for found in nearest(name, valid)]
+  if not names:
+    return ""
+  return "; did you mean " + " or ".join(filter(None, [", ".join(names[:-1]), names[-1]])) + "?"

@@ -1,0 +1,303 @@
+"""Reading a configuration: schema defaults, then a YAML, then a model file, then `key=value` texts.
+
+Reading is pure: it opens the YAML files and changes nothing, and imports no JAX. Every problem of every source is
+collected first and raised as one ConfigError. Each value remembers where it came from.
+"""
+
+import dataclasses
+import difflib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import maxghost
+from maxghost.config import values
+from maxghost.config.errors import ConfigError, did_you_mean
+from maxghost.config.schema import Config
+from maxghost.config.validate import cross_problems
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+# A saved configuration holds every value as it was used, the model file's included. This word in it says so: reading it
+# back does not lay the model file over the values again.
+RESOLVED = "config_is_resolved"
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+  """One value as it was written: where, and the YAML node (None where the text is not YAML: `problem` says why)."""
+
+  origin: str
+  node: yaml.Node | None
+  problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+  """A configuration, the origin of each value ("configs/base.yml:12", "command line", "default") and notes.
+
+  `notes` are lines on values that were given but are overridden; the doors print them.
+  """
+
+  config: Config
+  origins: dict[str, str]
+  notes: tuple[str, ...] = ()
+
+
+def fields() -> dict[str, dataclasses.Field]:
+  """Every key of the schema and its dataclass field, in the order of the sections."""
+  return {item.name: item for part in dataclasses.fields(Config) for item in dataclasses.fields(part.type)}
+
+
+def config_dir() -> Path:
+  """The folder of the shipped configurations: inside the wheel, or in the repository of an editable install."""
+  package = Path(maxghost.__file__).resolve().parent
+  inside = package / "configs"
+  return inside if inside.is_dir() else package.parents[1] / "configs"
+
+
+def load(path: str | os.PathLike | None = None, *overrides: str, base_dir: str | os.PathLike | None = None) -> Config:
+  """The validated configuration of a YAML file and `key=value` texts; without any, the defaults (= configs/base.yml).
+
+  Precedence: defaults < the YAML < the model file of `model_name` < `overrides` (a later one wins). The YAML may hold
+  any subset of the keys. The model file is `models/<model_name>.yml`, searched in `base_dir` (default: the YAML's
+  folder), then among the shipped configurations. A `path` of the form `key=value` counts as an override.
+  Raises ConfigError with one line per problem.
+  """
+  return load_with_origins(path, *overrides, base_dir=base_dir).config
+
+
+def load_with_origins(path=None, *overrides: str, base_dir=None) -> Loaded:
+  """As `load`, with the origin of each value."""
+  if path is not None and "=" in os.fspath(path) and not os.path.exists(path):
+    path, overrides = None, (os.fspath(path), *overrides)
+  problems: list[str] = []
+  notes: list[str] = []
+  base = _read_yaml(Path(path), problems) if path is not None else {}
+  command = _read_overrides(overrides, problems, notes)
+  resolved = base.pop(RESOLVED, None)
+  model = {}
+  model_name = command.get("model_name") or (None if resolved else base.get("model_name"))
+  if model_name is not None and isinstance(model_name.node, yaml.ScalarNode):
+    folders = [Path(base_dir)] if base_dir is not None else [Path(path).parent] if path is not None else []
+    model = _read_model_file(model_name, [*folders, config_dir()], problems)
+  return _resolve((base, model, command), problems, notes)
+
+
+def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
+  """The keys of a flat YAML file, with duplicates, syntax errors and a missing file reported in `problems`."""
+  try:
+    root = yaml.compose(path.read_bytes(), Loader=yaml.SafeLoader)
+  except OSError as error:
+    reason = {FileNotFoundError: "does not exist", IsADirectoryError: "is a folder"}.get(type(error), error.strerror)
+    problems.append(f"config file {path} {reason}{_nearest_file(path)}")
+    return {}
+  except yaml.YAMLError as error:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{path}:{mark.line + 1}" if mark else str(path)
+    problems.append(f"{where} is not YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}")
+    return {}
+  if root is None:
+    return {}
+  if not isinstance(root, yaml.MappingNode):
+    problems.append(f"{path} does not hold `key: value` lines")
+    return {}
+  given: dict[str, Given] = {}
+  for key_node, node in root.value:
+    key, line = str(key_node.value), key_node.start_mark.line + 1
+    if key in given:
+      first = given[key].origin.rpartition(":")[2]
+      problems.append(f"{key} is given twice in {path}, in lines {first} and {line}; remove one")
+      continue
+    given[key] = Given(f"{path}:{line}", node)
+  return given
+
+
+def _nearest_file(path: Path) -> str:
+  """`; nearest is X` for a missing YAML file, looking in its folder and among the shipped configurations."""
+  for folder in (path.parent, config_dir()):
+    names = sorted(found.name for found in folder.glob("*.y*ml")) if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+    if near:
+      return f"; nearest is {folder / near[0]}"
+  return ""
+
+
+def _read_overrides(texts: tuple[str, ...], problems: list[str], notes: list[str]) -> dict[str, Given]:
+  """The keys of `key=value` texts. A value is YAML, except that plain text needs no quotes."""
+  given: dict[str, Given] = {}
+  seen: dict[str, str] = {}
+  kinds = {name: field.type for name, field in fields().items()}
+  for text in texts:
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+      problems.append(f"'{text}' ({COMMAND_LINE}) is not of the form key=value")
+      continue
+    if key in seen and seen[key] != value:
+      notes.append(f"{key}={seen[key]} ({COMMAND_LINE}) is overridden by the later {key}={value}")
+    seen[key] = value
+    given[key] = _read_override(value, kinds.get(key))
+  return given
+
+
+def _read_override(text: str, kind: Any) -> Given:
+  plain = yaml.ScalarNode("tag:yaml.org,2002:str", text, style=None)
+  looks_yaml = text[:1] in ("'", '"') or (not values.is_text(kind) and text[:1] == "[") or text in ("null", "~")
+  if not looks_yaml:
+    return Given(COMMAND_LINE, plain)
+  try:
+    return Given(COMMAND_LINE, yaml.compose(text, Loader=yaml.SafeLoader))
+  except yaml.YAMLError:
+    if values.is_text(kind):  # a text that merely starts with a quote, such as '"Yes," he said'
+      return Given(COMMAND_LINE, plain)
+    return Given(COMMAND_LINE, None, f"'{text}' is not a YAML list; write a,b or quote the items")
+
+
+def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> dict[str, Given]:
+  model_name = name.node.value
+  if model_name == "default":
+    return {}
+  available: dict[str, Path] = {}
+  for folder in folders:
+    for path in sorted((folder / "models").glob("*.yml")):
+      available.setdefault(path.stem, path)
+  if model_name not in available:
+    hint = did_you_mean(model_name, available) or f"; there are {', '.join(['default', *sorted(available)])}"
+    problems.append(f"model_name={values.shown(model_name)} ({name.origin}) has no file models/{model_name}.yml{hint}")
+    return {}
+  given = _read_yaml(available[model_name], problems)
+  own = given.pop("model_name", None)
+  if own is not None and getattr(own.node, "value", None) != model_name:
+    problems.append(f"model_name in {own.origin} must be {model_name}, the name of the file; remove it")
+  return given
+
+
+def _resolve(layers: tuple[dict[str, Given], ...], problems: list[str], notes: list[str]) -> Loaded:
+  """Lays the layers over the defaults, each value as the type of its key, and validates. Raises ConfigError."""
+  known = fields()
+  flat = {name: field.default for name, field in known.items()}
+  origins = dict.fromkeys(known, DEFAULT)
+  broken: set[str] = set()
+  base = layers[0]
+  for layer in layers:
+    for key, given in layer.items():
+      if key not in known:
+        problems.append(f"unknown key '{key}' ({given.origin}){did_you_mean(key, known)}")
+        continue
+      problem, value = _convert(known[key], given)
+      if problem:
+        problems.append(problem)
+        broken.add(key)
+        continue
+      if layer is layers[1] and key in base and key not in broken and value != flat[key] != known[key].default:
+        notes.append(
+          f"{key}={values.shown(flat[key])} ({origins[key]}) is overridden by {values.shown(value)} of the model file "
+          f"({given.origin}); give {key}= on the command line to keep it"
+        )
+      flat[key], origins[key] = value, given.origin
+  sound = {key: value for key, value in flat.items() if key not in broken}
+  problems.extend(cross_problems(sound))
+  if problems:
+    raise ConfigError(*problems)
+  return Loaded(_build(flat), origins, tuple(notes))
+
+
+def _convert(field: dataclasses.Field, given: Given) -> tuple[str, Any]:
+  """("", value) or (problem, None) for one given value."""
+  if given.node is None:
+    return f"{field.name} ({given.origin}): {given.problem}", None
+  text = _node_text(given.node)
+  try:
+    value = values.from_node(given.node, field.type)
+  except values.WrongTypeError as error:
+    return f"{field.name}={text} ({given.origin}) is not of type {error}", None
+  wrong = values.limit_problems(field, value)
+  return (f"{field.name}={values.shown(value)} ({given.origin}){wrong[0]}", None) if wrong else ("", value)
+
+
+def _node_text(node: yaml.Node) -> str:
+  if isinstance(node, yaml.ScalarNode):
+    return f"'{node.value}'" if node.tag != values.NULL_TAG or node.value else "nothing"
+  if isinstance(node, yaml.SequenceNode):
+    return "[" + ", ".join(_node_text(item) for item in node.value) + "]"
+  return "{...}"
+
+
+def _build(flat: dict[str, Any]) -> Config:
+  parts = {}
+  for part in dataclasses.fields(Config):
+    parts[part.name] = part.type(**{item.name: flat[item.name] for item in dataclasses.fields(part.type)})
+  return Config(**parts)
+
+
+def replace(cfg: Config, **changes: Any) -> Config:
+  """A copy with some keys changed, validated as `load` does. Lists become tuples, ints become floats where due.
+
+  `model_name` cannot be changed here, because its file is laid by `load`. Raises ConfigError.
+  """
+  known = fields()
+  flat = cfg.flat()
+  problems = []
+  broken = set()
+  for key, value in changes.items():
+    if key not in known:
+      problems.append(f"unknown key '{key}'{did_you_mean(key, known)}")
+      continue
+    if key == "model_name" and value != cfg.model.model_name:
+      problems.append(f"model_name={values.shown(value)} cannot be set by replace; use load with model_name={value}")
+      continue
+    try:
+      flat[key] = values.from_python(value, known[key].type)
+    except values.WrongTypeError as error:
+      problems.append(f"{key}={value!r} is not of type {error}")
+      broken.add(key)
+  flat_problems = value_problems({key: value for key, value in flat.items() if key not in broken})
+  if problems or flat_problems:
+    raise ConfigError(*problems, *flat_problems)
+  return _build(flat)
+
+
+def value_problems(flat: dict[str, Any]) -> list[str]:
+  """What is wrong with values that have their types: limits and choices of each key, then the checks across keys."""
+  known = fields()
+  problems, sound = [], {}
+  for key, value in flat.items():
+    wrong = values.limit_problems(known[key], value)
+    problems.extend(f"{key}={values.shown(value)}{text}" for text in wrong)
+    if not wrong:
+      sound[key] = value
+  return problems + cross_problems(sound)
+
+
+def differing_keys(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
+  """The keys whose values differ: key -> (value in `a`, value in `b`), in the order of the schema."""
+  other = b.flat()
+  return {key: (value, other[key]) for key, value in a.flat().items() if value != other[key]}
+
+
+def to_text(cfg: Config) -> str:
+  """The configuration as a flat YAML of every key; `load` of it gives an equal Config."""
+  lines = ["# Every value of a run, as it was used: the model file and the command line are already in it.\n"]
+  lines.append(f"{RESOLVED}: true\n")
+  lines.extend(values.to_yaml(key, value) for key, value in cfg.flat().items())
+  return "".join(lines)
+
+
+def save(cfg: Config, path: str | os.PathLike) -> None:
+  """Writes `to_text(cfg)` to `path`, atomically: a reader sees the old file or the whole new one. Raises OSError."""
+  path = Path(path)
+  handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+  try:
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+      file.write(to_text(cfg))
+      file.flush()
+      os.fsync(file.fileno())
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, path)
+  except BaseException:
+    Path(temporary).unlink(missing_ok=True)
+    raise

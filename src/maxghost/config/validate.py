@@ -1,0 +1,117 @@
+"""Checks across keys: one plain function per question.
+
+To add a check, write a function of the values and put it on `CHECKS`. It reads keys as attributes (`v.steps`) and
+yields one line per problem: the keys with their values, the limit, and values that work. A check that reads a key whose
+own value is already wrong is left out, so it may trust types, bounds and choices.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from maxghost.config.values import shown
+
+BYTE_TOKENIZER_IDS = 259  # 256 bytes, and the begin, end and padding ids
+
+
+class Values:
+  """Read access to the sound values by key; asking for a broken one stops the check."""
+
+  def __init__(self, values: dict[str, Any]):
+    self._values = values
+
+  def __getattr__(self, name: str) -> Any:
+    try:
+      return self._values[name]
+    except KeyError:
+      raise UnsoundError(name) from None
+
+
+class UnsoundError(LookupError):
+  """A check asked for a key whose value is already known to be wrong."""
+
+
+def heads(v: Values) -> Iterator[str]:
+  num_heads, num_kv = v.base_num_query_heads, v.base_num_kv_heads
+  if num_heads % num_kv:
+    divisors = [str(k) for k in range(1, num_heads + 1) if num_heads % k == 0]
+    down, up = num_heads - num_heads % num_kv, num_heads + num_kv - num_heads % num_kv
+    more = f"{down} or {up}" if down else str(up)
+    yield (
+      f"base_num_query_heads={num_heads} is not a multiple of base_num_kv_heads={num_kv}; "
+      f"use base_num_query_heads={more}, or base_num_kv_heads={' or '.join(divisors)}"
+    )
+
+
+def rotary_head_dim(v: Values) -> Iterator[str]:
+  if v.head_dim % 2:
+    yield f"head_dim={v.head_dim} is odd, but the rotary embedding turns pairs; use {v.head_dim + 1}"
+
+
+def mlp_activations(v: Values) -> Iterator[str]:
+  if len(v.mlp_activations) != 2:
+    yield (
+      f"mlp_activations={shown(v.mlp_activations)} has {len(v.mlp_activations)} names, but the gated feed-forward layer "
+      "needs two, gate and up; use [silu, linear] or [gelu, linear]"
+    )
+
+
+def vocabulary(v: Values) -> Iterator[str]:
+  if v.tokenizer_type == "byte" and v.vocab_size < BYTE_TOKENIZER_IDS:
+    yield (
+      f"vocab_size={v.vocab_size} is too small for tokenizer_type=byte, which has {BYTE_TOKENIZER_IDS} ids; "
+      f"use {BYTE_TOKENIZER_IDS} or more"
+    )
+
+
+def schedule(v: Values) -> Iterator[str]:
+  warmup, decay = v.warmup_steps_fraction, v.wsd_decay_steps_fraction
+  if v.lr_schedule_type == "wsd" and warmup + decay > 1:
+    yield (
+      f"warmup_steps_fraction={shown(warmup)} and wsd_decay_steps_fraction={shown(decay)} together exceed 1; "
+      f"use wsd_decay_steps_fraction={shown(round(1 - warmup, 6))} or less"
+    )
+
+
+def evaluation(v: Values) -> Iterator[str]:
+  if v.eval_interval == 0:
+    yield "eval_interval=0 is no interval; use -1 for never, or the number of steps between evaluations"
+
+
+def ghost_direction(v: Values) -> Iterator[str]:
+  if v.ghost_enabled and v.ghost_direction == "adam" and v.opt_type == "sgd":
+    yield (
+      "ghost_direction=adam contradicts opt_type=sgd, which has no preconditioner; "
+      "use ghost_direction=auto or sgd, or opt_type=adamw"
+    )
+
+
+def ghost_validation(v: Values) -> Iterator[str]:
+  if v.ghost_enabled and v.ghost_val_fraction in (0.0, 1.0):
+    lacking = "validation documents to score against" if v.ghost_val_fraction == 0.0 else "documents of it to train on"
+    yield (
+      f"ghost_val_fraction={shown(v.ghost_val_fraction)} leaves no {lacking}, but ghost_enabled=true; "
+      "use a share such as 0.25, or ghost_enabled=false"
+    )
+
+
+CHECKS: list[Callable[[Values], Iterator[str]]] = [
+  heads,
+  rotary_head_dim,
+  mlp_activations,
+  vocabulary,
+  schedule,
+  evaluation,
+  ghost_direction,
+  ghost_validation,
+]
+
+
+def cross_problems(values: dict[str, Any]) -> list[str]:
+  """The lines of every check over the sound values (`values` leaves out the keys that are already known wrong)."""
+  problems = []
+  for check in CHECKS:
+    try:
+      problems.extend(check(Values(values)))
+    except UnsoundError:
+      continue
+  return problems

@@ -1,0 +1,188 @@
+"""One value of the configuration: from YAML to the type of its key, back to YAML, and its limits.
+
+The key's type leads, not YAML's guess: `learning_rate: 1e-3` is a float although YAML 1.1 reads a string there, and
+`run_name: 7` is the text "7". A quoted value is text and nothing else.
+"""
+
+import math
+import numbers
+import re
+import types
+import typing
+from dataclasses import Field
+from typing import Any
+
+import yaml
+
+from maxghost.config.errors import did_you_mean
+
+NULL_TAG = "tag:yaml.org,2002:null"
+WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+INT = re.compile(r"[-+]?[0-9][0-9_]*")
+# 1e5 is a whole number and a common way to write one; 1.5e3 and 5.0 are not accepted for an int.
+INT_EXPONENT = re.compile(r"[-+]?[0-9]+[eE]\+?[0-9]{1,2}")
+
+
+class WrongTypeError(Exception):
+  """The value does not have the type of its key; the text says what is expected."""
+
+
+def is_union(kind: Any) -> bool:
+  return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
+def is_tuple(kind: Any) -> bool:
+  return typing.get_origin(kind) is tuple
+
+
+def is_text(kind: Any) -> bool:
+  """Whether the key holds text, perhaps optional."""
+  return kind is str or (is_union(kind) and set(typing.get_args(kind)) == {str, type(None)})
+
+
+def type_name(kind: Any) -> str:
+  """The type in words: `int`, `list of str`, `float or null`."""
+  if is_union(kind):
+    return " or ".join(type_name(part) for part in typing.get_args(kind))
+  if is_tuple(kind):
+    parts = typing.get_args(kind)
+    if len(parts) == 2 and parts[1] is Ellipsis:
+      return f"list of {type_name(parts[0])}"
+    return "list of (" + ", ".join(type_name(part) for part in parts) + ")"
+  return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))
+
+
+def item_kinds(kind: Any, count: int) -> tuple:
+  """The type of each of `count` items of a tuple type. Raises WrongTypeError when the count does not fit."""
+  parts = typing.get_args(kind)
+  if len(parts) == 2 and parts[1] is Ellipsis:
+    return (parts[0],) * count
+  if len(parts) != count:
+    raise WrongTypeError(type_name(kind))
+  return parts
+
+
+def from_node(node: yaml.Node, kind: Any) -> Any:
+  """The value of a YAML node as `kind`. Raises WrongTypeError."""
+  if is_union(kind):
+    for part in typing.get_args(kind):
+      try:
+        return from_node(node, part)
+      except WrongTypeError:
+        continue
+    raise WrongTypeError(type_name(kind))
+  if is_tuple(kind):
+    if not isinstance(node, yaml.SequenceNode):
+      if isinstance(node, yaml.ScalarNode) and node.tag != NULL_TAG and node.style is None:
+        return from_commas(node.value, kind)
+      raise WrongTypeError(type_name(kind))
+    kinds = item_kinds(kind, len(node.value))
+    return tuple(from_node(item, part) for item, part in zip(node.value, kinds, strict=True))
+  if not isinstance(node, yaml.ScalarNode):
+    raise WrongTypeError(type_name(kind))
+  return from_scalar(node.value, kind, quoted=node.style is not None, null=node.tag == NULL_TAG)
+
+
+def from_commas(text: str, kind: Any) -> tuple:
+  """A tuple from `a,b`; the empty text is the empty tuple. Raises WrongTypeError."""
+  items = [item.strip() for item in text.split(",")] if text.strip() else []
+  kinds = item_kinds(kind, len(items))
+  return tuple(from_scalar(item, part) for item, part in zip(items, kinds, strict=True))
+
+
+def from_scalar(text: str, kind: Any, quoted: bool = False, null: bool = False) -> Any:
+  """A plain value from its text. Raises WrongTypeError."""
+  if kind is str and not null:
+    return text
+  if kind is type(None) and not quoted and (null or text.lower() == "none"):
+    return None
+  if kind in (bool, int, float) and not quoted:
+    text = text.strip()
+    if kind is bool and text.lower() in WORDS:
+      return WORDS[text.lower()]
+    if kind is int and INT.fullmatch(text):
+      return int(text)
+    if kind is int and INT_EXPONENT.fullmatch(text):
+      base, _, exponent = text.lower().partition("e")
+      return int(base) * 10 ** int(exponent)
+    if kind is float:
+      return finite_float(text)
+  raise WrongTypeError(type_name(kind))
+
+
+def finite_float(text: str) -> float:
+  try:
+    value = float(text)
+  except ValueError:
+    raise WrongTypeError("float") from None
+  if not math.isfinite(value):
+    raise WrongTypeError("finite float")
+  return value
+
+
+def from_python(value: Any, kind: Any) -> Any:
+  """A value given in Python as `kind`: a list becomes a tuple, an int a float. Raises WrongTypeError."""
+  if is_union(kind):
+    for part in typing.get_args(kind):
+      try:
+        return from_python(value, part)
+      except WrongTypeError:
+        continue
+    raise WrongTypeError(type_name(kind))
+  if is_tuple(kind):
+    if not isinstance(value, (list, tuple)):
+      raise WrongTypeError(type_name(kind))
+    kinds = item_kinds(kind, len(value))
+    return tuple(from_python(item, part) for item, part in zip(value, kinds, strict=True))
+  if kind in (str, bool, type(None)) and type(value) is kind:
+    return value
+  if kind is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+    return int(value)
+  if kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
+    return float(value)
+  raise WrongTypeError(type_name(kind))
+
+
+def shown(value: Any) -> str:
+  """The value as a user writes it after `key=`: text quoted only where it must be, tuples as `[a, b]`."""
+  if isinstance(value, (list, tuple)):
+    return "[" + ", ".join(shown(item) for item in value) + "]"
+  if isinstance(value, bool) or value is None:
+    return {True: "true", False: "false", None: "null"}[value]
+  if isinstance(value, str):
+    return value if re.fullmatch(r"[\w./:@%+*-]+", value) else f"'{value}'"
+  return repr(value)
+
+
+def to_yaml(key: str, value: Any) -> str:
+  """One `key: value` entry of a YAML file, with its line end; reading it gives the value back exactly."""
+  plain = [_lists(item) for item in value] if isinstance(value, tuple) else value
+  style = isinstance(plain, list)  # a list stays on its line; a top-level `{key: value}` never does
+  text = yaml.safe_dump(plain, default_flow_style=style, width=2**30, allow_unicode=True)
+  return f"{key}: {text.removesuffix('...' + chr(10))}"
+
+
+def _lists(value: Any) -> Any:
+  return [_lists(item) for item in value] if isinstance(value, tuple) else value
+
+
+def limit_problems(field: Field, value: Any) -> list[str]:
+  """What is wrong with a value of the right type: a choice that does not exist, a number out of its bounds.
+
+  The bounds and choices of a list hold for each of its items; null is bound by nothing. Each text goes behind
+  `key=value (origin)`.
+  """
+  choices, minimum, maximum = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
+  problems = []
+  for item in value if isinstance(value, tuple) else (value,):
+    who = f" holds {shown(item)}, which" if isinstance(value, tuple) else ""
+    if item is None or isinstance(item, tuple):
+      continue
+    if choices and item not in choices:
+      hint = did_you_mean(item, choices) if isinstance(item, str) else ""
+      problems.append(f"{who} is not one of {', '.join(shown(choice) for choice in choices)}{hint}")
+    elif minimum is not None and item < minimum:
+      problems.append(f"{who} is below the least allowed value {shown(minimum)}")
+    elif maximum is not None and item > maximum:
+      problems.append(f"{who} is above the greatest allowed value {shown(maximum)}")
+  return problems
