@@ -4,6 +4,7 @@ Reading is pure: it opens the YAML files and changes nothing, and imports no JAX
 collected first and raised as one ConfigError. Each value remembers where it came from.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -17,7 +18,7 @@ import maxghost
 from maxghost.config import values
 from maxghost.config.errors import ConfigError, did_you_mean
 from maxghost.config.schema import Config
-from maxghost.config.validate import cross_problems
+from maxghost.config.validate import cross_problems, value_problems
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -242,35 +243,20 @@ def replace(cfg: Config, **changes: Any) -> Config:
   known = fields()
   flat = cfg.flat()
   problems = []
-  broken = set()
   for key, value in changes.items():
     if key not in known:
       problems.append(f"unknown key '{key}'{did_you_mean(key, known)}")
-      continue
-    if key == "model_name" and value != cfg.model.model_name:
+    elif key == "model_name" and value != cfg.model.model_name:
       problems.append(f"model_name={values.shown(value)} cannot be set by replace; use load with model_name={value}")
-      continue
-    try:
-      flat[key] = values.from_python(value, known[key].type)
-    except values.WrongTypeError as error:
-      problems.append(f"{key}={value!r} is not of type {error}")
-      broken.add(key)
-  flat_problems = value_problems({key: value for key, value in flat.items() if key not in broken})
-  if problems or flat_problems:
-    raise ConfigError(*problems, *flat_problems)
+    else:
+      # A value of the wrong type stays as it is: value_problems names it.
+      with contextlib.suppress(values.WrongTypeError):
+        value = values.from_python(value, known[key].type)
+      flat[key] = value
+  problems.extend(value_problems(flat, known))
+  if problems:
+    raise ConfigError(*problems)
   return _build(flat)
-
-
-def value_problems(flat: dict[str, Any]) -> list[str]:
-  """What is wrong with values that have their types: limits and choices of each key, then the checks across keys."""
-  known = fields()
-  problems, sound = [], {}
-  for key, value in flat.items():
-    wrong = values.limit_problems(known[key], value)
-    problems.extend(f"{key}={values.shown(value)}{text}" for text in wrong)
-    if not wrong:
-      sound[key] = value
-  return problems + cross_problems(sound)
 
 
 def differing_keys(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:

@@ -1,12 +1,17 @@
 """Every configuration key: its default, its type, its help line and its limits.
 
 The YAML a user writes is flat; here each component owns one frozen section and receives only that section.
-A key is one dataclass field made by `key(...)`; `maxghost train --help` and `configs/base.yml` are written from these fields.
+A key is one dataclass field made by `key(...)`; `maxghost train --help` and `configs/base.yml` are written from these
+fields. To add one: its field here, its reader in the same change, `python -m maxghost.config.write_base`, and a check in
+validate.py where it can contradict another key.
 Nothing in this package imports JAX, so that a wrong key is reported before JAX starts.
 """
 
 import dataclasses
 from typing import Any
+
+from maxghost.config.errors import ConfigError
+from maxghost.config.validate import value_problems
 
 
 def key(default: Any, help: str, *, choices: tuple = (), minimum: float | None = None, maximum: float | None = None):
@@ -50,7 +55,11 @@ class ModelConfig:
   base_mlp_dim: int = key(768, "width F of the feed-forward layer", minimum=1)
   base_num_decoder_layers: int = key(4, "layers L", minimum=1)
   vocab_size: int = key(259, "vocabulary V; must hold the tokenizer's ids", minimum=2)
-  mlp_activations: tuple[str, ...] = key(("silu", "linear"), "activations of the gated feed-forward layer: gate, up")
+  mlp_activations: tuple[str, ...] = key(
+    ("silu", "linear"),
+    "activations of the feed-forward branches, multiplied: gate, up; or a single one",
+    choices=("silu", "gelu", "relu", "linear"),
+  )
   logits_via_embedding: bool = key(False, "tie the output projection to the token embedding")
   normalization_layer_epsilon: float = key(1e-5, "epsilon of the norms", minimum=0.0)
   rope_max_timescale: float = key(10000.0, "longest wavelength of the rotary embedding", minimum=1.0)
@@ -59,12 +68,14 @@ class ModelConfig:
   weight_dtype: str = key("float32", "parameter dtype", choices=("float32", "bfloat16", "float64"))
   matmul_precision: str = key("default", "precision of matrix products", choices=("default", "high", "highest"))
   attention: str = key(
-    "autoselected", "attention kernel; autoselected = blockwise on CPU, else dot_product",
+    "autoselected",
+    "attention kernel; autoselected = blockwise on CPU, else dot_product",
     choices=("autoselected", "dot_product", "blockwise"),
   )
   scan_layers: bool = key(True, "stack the layers and run them with one lax.scan")
   remat_policy: str = key(
-    "minimal", "what the backward pass recomputes: none saves all, minimal saves matmul outputs, full saves layer inputs only",
+    "minimal",
+    "what the backward pass recomputes: none saves all, minimal saves matmul outputs, full saves layer inputs only",
     choices=("none", "minimal", "full"),
   )
   z_loss_multiplier: float = key(0.0, "weight of the squared log-partition added to each token's loss", minimum=0.0)
@@ -117,11 +128,14 @@ class GhostConfig:
   ghost_enabled: bool = key(True, "score every training document in every step")
   ghost_schedule: str = key("two_pass", "how validation and training share a step", choices=("two_pass",))
   ghost_direction: str = key(
-    "auto", "sgd = validation gradient, adam = through this step's AdamW preconditioner, auto = the optimizer's own",
+    "auto",
+    "sgd = validation gradient, adam = through this step's AdamW preconditioner, auto = the optimizer's own",
     choices=("auto", "sgd", "adam"),
   )
   ghost_val_batch_size: int = key(2, "validation rows per step", minimum=1)
-  ghost_val_refresh_steps: int = key(20, "draw new validation rows every this many steps; 0 = keep the first", minimum=0)
+  ghost_val_refresh_steps: int = key(
+    20, "draw new validation rows every this many steps; 0 = keep the first", minimum=0
+  )
   ghost_exclude: tuple[str, ...] = key((), "path patterns (fnmatch) of parameters left unscored on purpose")
   ghost_log_period: int = key(20, "steps per score file", minimum=1)
 
@@ -138,7 +152,7 @@ class CheckpointConfig:
 
 @section
 class Config:
-  """All sections. Built by `maxghost.config.load`; validated at construction."""
+  """All sections. Built by `maxghost.config.load`; validated at construction. Raises ConfigError."""
 
   run: RunConfig = RunConfig()
   model: ModelConfig = ModelConfig()
@@ -146,6 +160,12 @@ class Config:
   optimizer: OptimizerConfig = OptimizerConfig()
   ghost: GhostConfig = GhostConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
+
+  def __post_init__(self):
+    known = {f.name: f for part in self.sections() for f in dataclasses.fields(part)}
+    problems = value_problems(self.flat(), known)
+    if problems:
+      raise ConfigError(*problems)
 
   def flat(self) -> dict[str, Any]:
     """Every key and its value, in the order of the sections."""

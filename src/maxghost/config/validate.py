@@ -6,9 +6,10 @@ own value is already wrong is left out, so it may trust types, bounds and choice
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import Field
 from typing import Any
 
-from maxghost.config.values import shown
+from maxghost.config.values import WrongTypeError, from_python, limit_problems, shown
 
 BYTE_TOKENIZER_IDS = 259  # 256 bytes, and the begin, end and padding ids
 
@@ -48,10 +49,10 @@ def rotary_head_dim(v: Values) -> Iterator[str]:
 
 
 def mlp_activations(v: Values) -> Iterator[str]:
-  if len(v.mlp_activations) != 2:
+  if len(v.mlp_activations) not in (1, 2):
     yield (
-      f"mlp_activations={shown(v.mlp_activations)} has {len(v.mlp_activations)} names, but the gated feed-forward layer "
-      "needs two, gate and up; use [silu, linear] or [gelu, linear]"
+      f"mlp_activations={shown(v.mlp_activations)} has {len(v.mlp_activations)} names, but the feed-forward layer has "
+      "two branches, gate and up, or one; use [silu, linear], or a single name such as [gelu]"
     )
 
 
@@ -115,3 +116,22 @@ def cross_problems(values: dict[str, Any]) -> list[str]:
     except UnsoundError:
       continue
   return problems
+
+
+def value_problems(flat: dict[str, Any], fields: dict[str, Field]) -> list[str]:
+  """Everything wrong with values given in Python: types, limits and choices of each key, then the cross-key checks."""
+  problems, sound = [], {}
+  for key, value in flat.items():
+    field = fields[key]
+    try:
+      if isinstance(value, list):
+        raise WrongTypeError("tuple (a frozen configuration holds no lists)")
+      sound[key] = from_python(value, field.type)
+    except WrongTypeError as error:
+      problems.append(f"{key}={value!r} is not of type {error}")
+      continue
+    wrong = limit_problems(field, sound[key])
+    if wrong:
+      problems.extend(f"{key}={shown(value)}{text}" for text in wrong)
+      del sound[key]
+  return problems + cross_problems(sound)

@@ -1,0 +1,134 @@
+"""The console script `maxghost` and what its doors share: reading arguments, reporting mistakes in one line each.
+
+A door is a module with `main(argv: list[str] | None = None) -> int`. One that takes a configuration is written
+`def main(argv=None): return cli.run_door(_run, argv, "train")`, with JAX imported inside `_run`: a wrong key is then
+reported before JAX starts.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from maxghost.config import Config, ConfigError, did_you_mean, fields, load_with_origins
+from maxghost.config.help import list_values, print_help
+
+USER_ERROR = 2
+
+# verb -> (module, what it does). A verb is offered when its module exists in this installation.
+VERBS = {
+  "train": ("maxghost.train", "train a model and score every training example"),
+  "report": ("maxghost.report", "tables and report.html of a run"),
+  "scores": ("maxghost.scores", "query the scores of a run"),
+  "generate": ("maxghost.generate", "continue a prompt with a trained model"),
+  "attribute": ("maxghost.attribute", "score a corpus against queries at fixed checkpoints"),
+  "data": ("maxghost.data.__main__", "prepare a corpus for training"),
+  "train_compile": ("maxghost.train_compile", "compile the step for a topology: memory and shardings, without devices"),
+}
+
+USAGE = """\
+usage: maxghost {verb} [config.yml] [key=value ...]
+       maxghost {verb} --help [key]      all keys, or one in full
+       maxghost {verb} [...] --print_config   every value and where it comes from; nothing runs"""
+
+
+def guard(work: Callable[[], int | None]) -> int:
+  """Runs `work`; a ConfigError becomes one line per problem on stderr and exit code 2, without a traceback."""
+  try:
+    return work() or 0
+  except ConfigError as error:
+    for problem in error.problems or (str(error),):
+      print(f"maxghost: {problem}", file=sys.stderr)
+    return USER_ERROR
+
+
+def run_door(work: Callable[[Config], int | None], argv: Sequence[str] | None = None, verb: str = "train") -> int:
+  """Parses `[config.yml] [key=value ...] [--print_config] [--help [key]]` and runs `work(cfg)`.
+
+  argv: the arguments behind the program's name; None takes sys.argv's.
+  Returns the exit code of `work` (None = 0), or 2 where the input is wrong; nothing has been written then.
+  """
+  arguments = list(sys.argv[1:] if argv is None else argv)
+  return guard(lambda: _run_door(work, arguments, verb))
+
+
+def _run_door(work: Callable[[Config], int | None], arguments: list[str], verb: str) -> int | None:
+  for flag in ("--help", "-h"):
+    if flag in arguments:
+      rest = arguments[arguments.index(flag) + 1 :]
+      print_help(rest[0].partition("=")[0] if rest else None, usage=USAGE.format(verb=verb))
+      return 0
+  print_config = "--print_config" in arguments
+  path, overrides = split_arguments([text for text in arguments if text != "--print_config"])
+  loaded = load_with_origins(path, *overrides)
+  for note in loaded.notes:
+    print(f"maxghost: note: {note}", file=sys.stderr)
+  if print_config:
+    print(list_values(loaded))
+    return 0
+  return work(loaded.config)
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+  """(path of the YAML or None, key=value texts). Raises ConfigError for a flag or for a second path."""
+  paths, overrides, problems = [], [], []
+  for text in arguments:
+    if text.startswith("-"):
+      key, equals, value = text.lstrip("-").partition("=")
+      key = key.replace("-", "_")
+      if key in fields():
+        problems.append(f"'{text}': keys are written without dashes: {key}={value if equals else 'VALUE'}")
+      else:
+        problems.append(f"unknown flag '{text}'{did_you_mean(key, ['help', 'print_config', *fields()])}")
+    elif "=" in text:
+      overrides.append(text)
+    else:
+      paths.append(text)
+  if len(paths) > 1:
+    problems.append(f"more than one config file: {', '.join(paths)}; give one, and key=value for the rest")
+  if problems:
+    raise ConfigError(*problems)
+  return (paths[0] if paths else None), overrides
+
+
+def available_verbs() -> dict[str, tuple[str, str]]:
+  """The verbs whose module exists; nothing but the `maxghost` package itself is imported to find out."""
+  return {verb: entry for verb, entry in VERBS.items() if _exists(entry[0])}
+
+
+def _exists(module: str) -> bool:
+  package = module.removesuffix(".__main__")
+  spec = importlib.util.find_spec(package)
+  if spec is None or package == module:
+    return spec is not None
+  return any((Path(folder) / "__main__.py").is_file() for folder in spec.submodule_search_locations or ())
+
+
+def main(argv: list[str] | None = None) -> int:
+  """`maxghost VERB ...`: hands the remaining arguments to the verb's module."""
+  arguments = list(sys.argv[1:] if argv is None else argv)
+  verbs = available_verbs()
+  if not arguments or arguments[0] in ("-h", "--help", "help"):
+    print(overview(verbs))
+    return 0 if arguments else USER_ERROR
+  verb, rest = arguments[0], arguments[1:]
+  if verb not in verbs:
+    hint = did_you_mean(verb, verbs) or f"; there are {', '.join(verbs)}"
+    return guard(lambda: _fail(f"unknown command '{verb}'{hint}"))
+  return guard(lambda: importlib.import_module(verbs[verb][0]).main(rest))
+
+
+def _fail(problem: str) -> int:
+  raise ConfigError(problem)
+
+
+def overview(verbs: dict[str, tuple[str, str]]) -> str:
+  """The commands and what each does."""
+  width = max(map(len, verbs), default=0)
+  lines = ["usage: maxghost COMMAND [...]", "", *(f"  {verb:<{width}}  {about}" for verb, (_, about) in verbs.items())]
+  return "\n".join([*lines, "", "maxghost COMMAND --help explains a command; maxghost train --help lists every key."])
+
+
+if __name__ == "__main__":
+  sys.exit(main())

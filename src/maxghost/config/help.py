@@ -1,0 +1,120 @@
+"""The list of keys and the explanation of one, from the fields of the schema."""
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+from maxghost.config import values
+from maxghost.config.errors import ConfigError, did_you_mean
+from maxghost.config.load import Loaded, fields
+from maxghost.config.schema import Config
+
+
+def limits(field: dataclasses.Field) -> str:
+  """The choices or bounds of a key in words, such as `one of a, b` or `1 or more`; empty when there are none."""
+  choices, minimum, maximum = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
+  if choices:
+    each = "each one of " if values.is_tuple(field.type) else "one of "
+    return each + ", ".join(values.shown(choice) for choice in choices)
+  low, high = (None if bound is None else f"{bound:g}" for bound in (minimum, maximum))
+  if low and high:
+    return f"from {low} to {high}"
+  return f"{low} or more" if low else f"{high} or less" if high else ""
+
+
+def default_text(field: dataclasses.Field) -> str:
+  """The default as it would be written in the YAML; `''` for empty text."""
+  return values.shown(field.default)
+
+
+def sections() -> Iterator[tuple[str, type, tuple[dataclasses.Field, ...]]]:
+  """(name, dataclass, keys) of every section."""
+  for part in dataclasses.fields(Config):
+    yield part.name, part.type, dataclasses.fields(part.type)
+
+
+def first_line(cls: type) -> str:
+  return (cls.__doc__ or "").strip().partition("\n")[0]
+
+
+def print_help(key: str | None = None, file: TextIO | None = None, usage: str = "") -> None:
+  """Prints all keys by section, or explains one `key`; with colours and columns when `file` is a terminal.
+
+  usage: lines printed above the list. Raises ConfigError for a key that does not exist.
+  """
+  file = file or sys.stdout
+  if key is not None:
+    print(explain(key), file=file)
+  elif file.isatty():
+    _print_rich(file, usage)
+  else:
+    print(plain_list(usage), file=file)
+
+
+def explain(key: str) -> str:
+  """One key in full: help, type, default, limits, section. Raises ConfigError with the nearest valid name."""
+  known = fields()
+  if key not in known:
+    raise ConfigError(f"unknown key '{key}'{did_you_mean(key, known)}")
+  section, cls = next((name, cls) for name, cls, items in sections() if any(item.name == key for item in items))
+  field = known[key]
+  rows = [
+    ("type", values.type_name(field.type)),
+    ("default", default_text(field)),
+    ("limits", limits(field) or "none"),
+    ("section", f"{section}: {first_line(cls)}"),
+    ("example", f"{key}={values.shown(field.metadata['choices'][-1] if field.metadata['choices'] else field.default)}"),
+  ]
+  return "\n".join([key, f"  {field.metadata['help']}", *(f"  {name + ':':<9}{text}" for name, text in rows)])
+
+
+def plain_list(usage: str = "") -> str:
+  """Every key with default and help as plain text, one key a line."""
+  width = max(len(name) for name in fields())
+  lines = [usage, ""] if usage else []
+  for name, cls, items in sections():
+    lines.append(f"{name}: {first_line(cls)}")
+    for item in items:
+      lines.append(f"  {item.name:<{width}}  {item.metadata['help']} {_bracket(item)}")
+    lines.append("")
+  return "\n".join(lines).rstrip()
+
+
+def _bracket(field: dataclasses.Field) -> str:
+  return f"[{'; '.join(filter(None, [values.type_name(field.type), limits(field), f'default {default_text(field)}']))}]"
+
+
+def _print_rich(file: TextIO, usage: str) -> None:
+  from rich.console import Console
+  from rich.table import Table
+  from rich.text import Text
+
+  console = Console(file=file)
+  if usage:
+    console.print(Text(usage))
+  for name, cls, items in sections():
+    console.print(Text.assemble("\n", (name, "bold"), f"  {first_line(cls)}"))
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 1), pad_edge=True)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(style="green", max_width=24, overflow="fold")
+    table.add_column(overflow="fold")
+    for item in items:
+      bound = limits(item)
+      about = Text.assemble(item.metadata["help"], (f"  ({bound})" if bound else "", "dim"))
+      table.add_row(item.name, Text(default_text(item)), about)
+    console.print(table)
+
+
+def list_values(loaded: Loaded, changed_only: bool = False) -> str:
+  """Every key, its value and where the value came from, by section. `changed_only` leaves out what is default."""
+  flat = loaded.config.flat()
+  rows = {name: (f"{name}: {values.shown(flat[name])}", loaded.origins[name]) for name in flat}
+  width = min(60, max(len(text) for text, _ in rows.values()))
+  lines = []
+  for section, _, items in sections():
+    chosen = [rows[item.name] for item in items if not (changed_only and loaded.origins[item.name] == "default")]
+    if chosen:
+      lines.append(f"# {section}")
+      lines.extend(f"{text:<{width}}  # {origin}" for text, origin in chosen)
+  return "\n".join(lines)
