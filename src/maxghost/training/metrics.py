@@ -1,0 +1,124 @@
+"""What a step is measured by: the names, metrics.jsonl and TensorBoard.
+
+metrics.jsonl holds one JSON object per step, in order, each step once however often the run was interrupted: a
+checkpoint remembers how long the file was, and resuming cuts it back to that length. Names are MaxText's where it
+has the metric: learning/*, perf/*, eval/*; ghost/* is new, one value per validation set.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# Metrics of a step that must be finite; the first one that is not stops the run.
+FINITE_METRICS = ("loss", "grad_norm", "param_norm", "val_loss")
+
+# The columns that add up to -<grad L_val, update>: what first order predicts of one step's drop of the validation loss.
+PREDICTED_COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
+
+
+class NonFiniteMetricError(RuntimeError):
+  """A loss or norm became NaN or infinite. `step` is 0-based; `metric` is the name in the step's output."""
+
+  def __init__(self, step: int, metric: str, value: float):
+    super().__init__(f"step {step}: {metric} is {value}")
+    self.step, self.metric, self.value = step, metric, value
+
+
+def check_finite(step: int, outputs: Mapping[str, Any]) -> None:
+  """Raises NonFiniteMetricError for the first metric of FINITE_METRICS that holds a NaN or an infinity."""
+  for name in FINITE_METRICS:
+    if name not in outputs:
+      continue
+    for value in outputs[name].reshape(-1):
+      if not math.isfinite(value):
+        raise NonFiniteMetricError(step, name, float(value))
+
+
+def perplexity(loss: float) -> float:
+  """exp(loss), loss in nats per token; infinite where that overflows."""
+  return math.exp(loss) if loss < 709.0 else math.inf
+
+
+def learning_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
+  """The learning/* part of a record from the host copies of a step's scalar outputs."""
+  loss = float(outputs["loss"])
+  record = {
+    "learning/loss": loss,
+    "learning/perplexity": perplexity(loss),
+    "learning/total_weights": int(outputs["tokens"]),
+    "learning/grad_norm": float(outputs["grad_norm"]),
+    "learning/param_norm": float(outputs["param_norm"]),
+    "learning/current_learning_rate": float(outputs["learning_rate"]),
+  }
+  if "clip_factor" in outputs:
+    record["learning/clip_factor"] = float(outputs["clip_factor"])
+  return record
+
+
+def ghost_metrics(outputs: Mapping[str, Any], val_sets: tuple[str, ...]) -> dict[str, float]:
+  """The ghost/* part, in nats: val_loss before the update, the predicted drop and its columns, the self-check.
+
+  `ghost/actual_drop/<set>` is added by the loop one step later, when the next validation loss is known.
+  """
+  record = {}
+  for k, name in enumerate(val_sets):
+    record[f"ghost/val_loss/{name}"] = float(outputs["val_loss"][k])
+    record[f"ghost/predicted_drop/{name}"] = sum(float(outputs[column][k]) for column in PREDICTED_COLUMNS)
+    for column in (*PREDICTED_COLUMNS, "check_rel_err"):
+      record[f"ghost/{column}/{name}"] = float(outputs[column][k])
+  return record
+
+
+class MetricsLog:
+  """metrics.jsonl: `append` writes one whole line; `position` is its length in bytes after a flush to disk."""
+
+  def __init__(self, path: Path):
+    self._path = Path(path)
+    self._file = open(self._path, "ab")  # noqa: SIM115 - open as long as the run
+
+  def append(self, record: Mapping[str, Any]) -> None:
+    # JSON has no NaN: a self-check of nothing (0/0) becomes null. Losses and norms are finite here.
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    self._file.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
+    self._file.flush()
+
+  def position(self) -> int:
+    self._file.flush()
+    os.fsync(self._file.fileno())
+    return os.path.getsize(self._path)
+
+  def restore(self, num_bytes: int) -> None:
+    """Cuts the file back to a position. Raises ValueError where the file is shorter than that."""
+    size = os.path.getsize(self._path)
+    if size < num_bytes:
+      raise ValueError(
+        f"{self._path} has {size} bytes, but the checkpoint was made when it had {num_bytes}: records are missing; "
+        "put the file back, or start a new run_name"
+      )
+    self._file.truncate(num_bytes)
+
+  def close(self) -> None:
+    self._file.close()
+
+
+class TensorBoardLog:
+  """Event files for TensorBoard. `first_step`: what earlier event files hold from this step on is purged."""
+
+  def __init__(self, path: Path, first_step: int):
+    from tensorboardX import SummaryWriter  # 0.4 s of import, not needed where TensorBoard is off
+
+    self._writer = SummaryWriter(logdir=str(path), purge_step=first_step)
+
+  def append(self, record: Mapping[str, Any]) -> None:
+    for name, value in record.items():
+      if isinstance(value, (int, float)) and name != "step":
+        self._writer.add_scalar(name, value, record["step"])
+
+  def flush(self) -> None:
+    self._writer.flush()
+
+  def close(self) -> None:
+    self._writer.close()

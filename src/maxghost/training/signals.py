@@ -1,0 +1,49 @@
+"""SIGTERM and Ctrl-C: finish the running step, save, stop. A second Ctrl-C stops at once."""
+
+import os
+import signal
+import threading
+
+# SIGTERM is a request that was fulfilled, so the program succeeded; for Ctrl-C the shell's own convention, 128 + 2.
+EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}
+
+
+class StopSignals:
+  """While active, the first SIGTERM or SIGINT only sets `requested`; the loop looks at it between steps.
+
+  A second SIGINT raises KeyboardInterrupt in the main thread; further SIGTERMs change nothing, because schedulers
+  repeat them. Outside the main thread Python cannot install handlers, and the object stays idle.
+  """
+
+  def __init__(self):
+    self.requested: signal.Signals | None = None
+    self._previous: dict = {}
+
+  def __enter__(self) -> "StopSignals":
+    if threading.current_thread() is threading.main_thread():
+      for number in EXIT_CODES:
+        self._previous[number] = signal.signal(number, self._handle)
+    return self
+
+  def __exit__(self, *exception) -> None:
+    for number, handler in self._previous.items():
+      signal.signal(number, handler)
+    self._previous = {}
+
+  @property
+  def exit_code(self) -> int:
+    return EXIT_CODES[self.requested]
+
+  @property
+  def name(self) -> str:
+    return "Ctrl-C" if self.requested == signal.SIGINT else self.requested.name
+
+  def _handle(self, number: int, frame) -> None:
+    if self.requested is not None:
+      if number == signal.SIGINT:
+        raise KeyboardInterrupt
+      return
+    self.requested = signal.Signals(number)
+    more = "; Ctrl-C again stops at once, without saving" if number == signal.SIGINT else ""
+    # os.write, not print: a handler may run in the middle of a print of the same stream.
+    os.write(2, f"\nmaxghost: {self.name} received, finishing the step and saving{more}\n".encode())
