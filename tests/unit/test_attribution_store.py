@@ -1,0 +1,252 @@
+"""The score log: exactly once across crashes, damaged files, several processes, bad input. K = 2 sets, N = 3 rows."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from maxghost import attribution
+from maxghost.attribution import format as fmt
+from maxghost.attribution.store import ScoreWriter
+from maxghost.config import ConfigError
+
+SETS = ("manual", "exams")
+PERIOD = 5
+
+
+def append_step(writer, step, process_index=0):
+  """A step whose numbers depend on the step and process only; step % 4 + 1 documents."""
+  rng = np.random.default_rng([step, process_index])
+  num = step % 4 + 1
+  rows = {
+    "tokens": rng.integers(1, 99, num), "loss": rng.normal(size=num), "dot": rng.normal(size=(num, 2)),
+    "contribution": rng.normal(size=(num, 2)), "chunk": rng.integers(0, 7, num),
+  }
+  documents = [(f"d{rng.integers(3)}", f"folder/é{rng.integers(5)}.py", int(rng.integers(1 << 40))) for _ in range(num)]
+  modules = {"names": ["mlp/wo", "head"], "domains": ["d0", "d1", "d2"], "contribution": rng.normal(size=(2, 4, 3, 2))}
+  record = {"step": step, "loss": step / 7, "learning_rate": 1e-3, "val_loss": [step, step + 0.5], "momentum": [1, -1]}
+  writer.append(record, rows, documents, modules=modules)
+
+
+def columns(run_dir):
+  log = attribution.load(run_dir)
+  assert not log.messages
+  modules = list(log.modules())
+  names = ("step", "domain", "path", "offset", "chunk", "tokens", "loss", "dot", "contribution")
+  return {
+    **{name: log[name] for name in names},
+    "steps": log.steps, "modules": np.concatenate([m.contribution_SMLDK for m in modules]),
+  }
+
+
+def assert_same(a, b):
+  assert a.keys() == b.keys()
+  for name in a:
+    assert a[name].tobytes() == b[name].tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  run_dir = tmp_path_factory.mktemp("whole")
+  writer = ScoreWriter(run_dir, SETS, period=PERIOD)
+  for step in range(23):
+    append_step(writer, step)
+  writer.close()
+  return run_dir
+
+
+def test_columns_come_back_as_they_were_given(whole):
+  log = attribution.load(whole)
+  rng = np.random.default_rng([6, 0])
+  tokens, loss = rng.integers(1, 99, 3), rng.normal(size=3)
+  dot, contribution = rng.normal(size=(3, 2)), rng.normal(size=(3, 2))
+  at = log["step"] == 6
+  np.testing.assert_array_equal(log["tokens"][at], tokens)
+  np.testing.assert_array_equal(log["loss"][at], loss.astype(np.float32))
+  np.testing.assert_array_equal(log["dot"][at], dot.astype(np.float32))
+  np.testing.assert_array_equal(log["contribution"][at], contribution.astype(np.float32))
+  chunk = rng.integers(0, 7, 3)
+  np.testing.assert_array_equal(log["chunk"][at], chunk)
+  documents = [(f"d{rng.integers(3)}", f"folder/é{rng.integers(5)}.py", int(rng.integers(1 << 40))) for _ in range(3)]
+  assert list(zip(log["domain"][at], log["path"][at], log["offset"][at], strict=True)) == documents
+  assert log.steps["step"].tolist() == list(range(23))
+  assert log.steps["val_loss"][9].tolist() == [9, 9.5]
+  assert np.isnan(log.steps["unscored"]).all()
+  assert log.num_rows == sum(step % 4 + 1 for step in range(23))
+
+
+def test_files_are_plain_npz_with_schema_and_units(whole):
+  names = sorted(os.listdir(whole / "ghost"))
+  assert names == [f"dot_prod_log_iter_{step}.npz" for step in (14, 19, 22, 4, 9)]
+  with np.load(whole / "ghost" / "dot_prod_log_iter_9.npz") as file:
+    meta = json.loads(str(file["meta"]))
+    assert meta["schema_version"] == 1 and meta["val_sets"] == list(SETS)
+    assert set(file["rows"].dtype.names) | set(file["steps"].dtype.names) == set(meta["units"])
+    assert file["rows"]["step"].tolist() == [s for s in range(5, 10) for _ in range(s % 4 + 1)]
+
+
+@pytest.mark.parametrize("checkpoint", [None, 0, 4, 6, 9, 11])
+@pytest.mark.parametrize("crash", [12, 14, 17])
+def test_a_crash_loses_and_doubles_nothing(whole, tmp_path, checkpoint, crash):
+  writer = ScoreWriter(tmp_path, SETS, period=PERIOD)
+  position = None
+  for step in range(crash + 1):
+    append_step(writer, step)
+    if step == checkpoint:
+      position = json.loads(json.dumps(writer.position()))
+  writer._queue.join()  # the process dies here: what is pending in memory is lost
+  for _ in range(2):  # dying once more right after the restore changes nothing
+    writer = ScoreWriter(tmp_path, SETS, period=PERIOD)
+    writer.restore(position)
+  for step in range(0 if checkpoint is None else checkpoint + 1, 23):
+    append_step(writer, step)
+  writer.close()
+  assert sorted(os.listdir(tmp_path / "ghost")) == sorted(os.listdir(whole / "ghost"))
+  assert_same(columns(tmp_path), columns(whole))
+
+
+def test_an_older_checkpoint_than_the_last_flush(whole, tmp_path):
+  writer = ScoreWriter(tmp_path, SETS, period=PERIOD)
+  for step in range(23):
+    append_step(writer, step)
+    if step in (6, 8, 13):
+      position = writer.position()
+    if step == 6:
+      old = position
+  writer.close()
+  writer = ScoreWriter(tmp_path, SETS, period=PERIOD)
+  writer.restore(old)
+  for step in range(7, 23):
+    append_step(writer, step)
+  writer.close()
+  assert_same(columns(tmp_path), columns(whole))
+
+
+def test_an_early_flush_is_not_counted_twice(whole, tmp_path):
+  """The file of a flush may survive a crash beside the file of the whole interval."""
+  writer = ScoreWriter(tmp_path, SETS, period=PERIOD)
+  for step in range(23):
+    append_step(writer, step)
+    if step == 7:
+      writer.flush()
+      early = (tmp_path / "ghost" / "dot_prod_log_iter_7.npz").read_bytes()
+  writer.close()
+  assert not (tmp_path / "ghost" / "dot_prod_log_iter_7.npz").exists()
+  (tmp_path / "ghost" / "dot_prod_log_iter_7.npz").write_bytes(early)
+  assert_same(columns(tmp_path), columns(whole))
+
+
+def test_files_missing_since_the_checkpoint_are_said(tmp_path, capsys):
+  writer = ScoreWriter(tmp_path, SETS, period=PERIOD)
+  for step in range(12):
+    append_step(writer, step)
+  position = writer.position()
+  writer.close()
+  (tmp_path / "ghost" / "dot_prod_log_iter_4.npz").unlink()
+  ScoreWriter(tmp_path, SETS, period=PERIOD).restore(position)
+  assert "num_steps=7 up to step 11, the checkpoint counted 12" in capsys.readouterr().err
+
+
+def test_a_file_cut_short_is_used_up_to_its_last_whole_row(whole, tmp_path):
+  (tmp_path / "ghost").mkdir()
+  data = (whole / "ghost" / "dot_prod_log_iter_19.npz").read_bytes()
+  with np.load(whole / "ghost" / "dot_prod_log_iter_19.npz") as file:
+    rows = file["rows"]
+  end = data.index(rows.tobytes())
+  size, num = rows.itemsize, len(rows)
+  for kept, cut in ((0, 0), (0, 1), (3, 3 * size + 5), (num - 1, num * size - 1), (num, num * size)):
+    (tmp_path / "ghost" / "dot_prod_log_iter_19.npz").write_bytes(data[:end + cut])
+    log = attribution.load(tmp_path)
+    np.testing.assert_array_equal(log["tokens"], rows["tokens"][:kept])
+    assert bool(log.messages) == (kept < len(rows))
+    assert not log.messages or f"its first {kept} of {len(rows)} rows are used" in log.messages[0]
+
+
+def test_a_useless_file_is_skipped_and_said(whole, tmp_path):
+  (tmp_path / "ghost").mkdir()
+  data = (whole / "ghost" / "dot_prod_log_iter_9.npz").read_bytes()
+  (tmp_path / "ghost" / "dot_prod_log_iter_9.npz").write_bytes(data)
+  expected = attribution.load(tmp_path)["dot"]
+  for bad in (b"", b"PK\x03\x04", data[:400], data[:1500], b"\0" * 999):
+    (tmp_path / "ghost" / "dot_prod_log_iter_4.npz").write_bytes(bad)
+    log = attribution.load(tmp_path)
+    np.testing.assert_array_equal(log["dot"], expected)
+    assert len(log.messages) == 1 and "dot_prod_log_iter_4.npz" in log.messages[0]
+  (tmp_path / "ghost" / "dot_prod_log_iter_9.npz").unlink()
+  with pytest.raises(ConfigError, match="none of 1 score files is readable"):
+    attribution.load(tmp_path)
+
+
+def test_a_newer_schema_is_refused(whole, tmp_path, monkeypatch):
+  monkeypatch.setattr(fmt, "SCHEMA_VERSION", 0)
+  with pytest.raises(ConfigError, match="schema_version=1, this maxghost reads up to 0; update"):
+    attribution.load(whole)
+
+
+def test_processes_are_merged(tmp_path):
+  for process_index in (0, 1, 11):
+    writer = ScoreWriter(tmp_path, SETS, process_index=process_index, period=PERIOD)
+    writer.restore(None)
+    for step in range(7):
+      append_step(writer, step, process_index)
+    writer.close()
+  assert (tmp_path / "ghost" / "dot_prod_log_iter_4_p11.npz").exists()
+  log = attribution.load(tmp_path)
+  assert log.num_rows == 3 * sum(step % 4 + 1 for step in range(7))
+  assert log.steps["step"].tolist() == list(range(7))
+  ScoreWriter(tmp_path, SETS, process_index=1, period=PERIOD).restore(None)
+  assert attribution.load(tmp_path).num_rows == 2 * sum(step % 4 + 1 for step in range(7))
+
+
+def test_closing_record(tmp_path):
+  writer = ScoreWriter(tmp_path, ("manual",), period=2)
+  rows = {"tokens": np.array([3]), "loss": np.array([1.0]), "dot": np.array([2.0]), "contribution": np.array([0.5])}
+  for step in (0, 1):
+    writer.append({"step": step, "val_loss": 5.0 - step}, rows, [("code", "a.py", 0)])
+  writer.append({"step": 2, "prev_val_loss": [3.5]}, {}, [])
+  writer.close()
+  log = attribution.load(tmp_path)
+  assert log.steps["prev_val_loss"][2, 0] == 3.5 and np.isnan(log.steps["val_loss"][2, 0])
+  assert log["contribution"].tolist() == [[0.5], [0.5]]
+
+
+def test_wrong_use_is_refused(tmp_path, whole):
+  writer = ScoreWriter(tmp_path, SETS, period=PERIOD)
+  append_step(writer, 3)
+  with pytest.raises(ValueError, match="step=3: the score log already holds step 3"):
+    append_step(writer, 3)
+  with pytest.raises(ValueError, match="unknown step column 'lerning_rate'; did you mean 'learning_rate'"):
+    writer.append({"step": 4, "lerning_rate": 1.0}, {}, [])
+  rows = {"tokens": [1], "loss": [1.0], "dot": [[1.0, 2.0]]}
+  with pytest.raises(ValueError, match="lack the columns contribution"):
+    writer.append({"step": 4}, rows, [("a", "b", 0)])
+  with pytest.raises(ValueError, match=r"'contribution' has shape \(1,\), expected \(1, 2\)"):
+    writer.append({"step": 4}, rows | {"contribution": [1.0]}, [("a", "b", 0)])
+  with pytest.raises(ValueError, match="is already there: call restore"):
+    append_step(ScoreWriter(whole, SETS), 30)
+  with pytest.raises(ConfigError, match="validation sets manual, exams, this run against manual;"):
+    ScoreWriter(whole, ("manual",), period=PERIOD).restore({"step": 22, "num_steps": 23, "num_rows": 1})
+
+
+def test_an_error_of_the_disk_reaches_the_caller(tmp_path):
+  writer = ScoreWriter(tmp_path, SETS, period=1)
+  (tmp_path / "ghost").write_text("a file where the folder should be")
+  append_step(writer, 0)
+  with pytest.raises(OSError, match="could not be written"):
+    writer.flush()
+
+
+def test_foreign_folders(tmp_path):
+  with pytest.raises(ConfigError, match="no such folder"):
+    attribution.load(tmp_path / "nowhere")
+  with pytest.raises(ConfigError, match="not a run of maxghost"):
+    attribution.load(tmp_path)
+  (tmp_path / "config.yml").write_text("steps: 3\n")
+  with pytest.raises(ConfigError, match="no score files"):
+    attribution.load(tmp_path)
+
+
+def test_unknown_column(whole):
+  with pytest.raises(ConfigError, match="'contribtion'; did you mean 'contribution'"):
+    attribution.load(whole)["contribtion"]
