@@ -2,8 +2,8 @@
 
 The YAML a user writes is flat; here each component owns one frozen section and receives only that section.
 A key is one dataclass field made by `key(...)`; `maxghost train --help` and `configs/base.yml` are written from these
-fields. To add one: its field here, its reader in the same change, `python -m maxghost.config.write_base`, and a check in
-validate.py where it can contradict another key.
+fields. To add one: its field here, its reader in the same change, a check in validate.py where it can contradict another
+key, and `python -m maxghost.config.write_base`.
 Nothing in this package imports JAX, so that a wrong key is reported before JAX starts.
 """
 
@@ -36,8 +36,10 @@ class RunConfig:
   log_period: int = key(1, "print a step line every this many steps", minimum=1)
   eval_interval: int = key(80, "evaluate on the validation documents every this many steps; -1 = never", minimum=-1)
   eval_steps: int = key(4, "batches per evaluation", minimum=1)
-  init_weights_seed: int = key(0, "seed of the initial weights and of dropout", minimum=0)
-  data_shuffle_seed: int = key(0, "seed of the document order and of the train/validation split", minimum=0)
+  init_weights_seed: int = key(0, "seed of the initial weights and of dropout", minimum=0, maximum=2**32 - 1)
+  data_shuffle_seed: int = key(
+    0, "seed of the document order and of the train/validation split", minimum=0, maximum=2**32 - 1
+  )
   enable_tensorboard: bool = key(True, "write TensorBoard event files")
   jax_cache_dir: str = key("", "folder for JAX's persistent compilation cache; empty = none")
 
@@ -94,6 +96,15 @@ class DataConfig:
   max_target_length: int = key(256, "sequence length T, tokens per row", minimum=2)
   per_device_batch_size: int = key(16, "rows per device and step", minimum=1)
   packing: bool = key(True, "pack several documents into a row, with segment ids")
+  max_segments_per_seq: int = key(
+    -1, "documents a packed row can hold; -1 = one per 32 tokens, at most 32", minimum=-1
+  )
+  shuffle_window_bytes: int = key(
+    8_388_608, "text read, shuffled and packed together; larger mixes better and takes more memory", minimum=1
+  )
+  dataset_shards: int = key(
+    1, "streams the documents are dealt to; with a multiple of the processes, each process reads only its own", minimum=1
+  )
   add_bos: bool = key(True, "put a begin-of-document token before each document")
   add_eos: bool = key(True, "put an end-of-document token after each document")
   ghost_val_domain: str = key("manual", "domain whose held-out documents form the validation set")

@@ -1,0 +1,19 @@
+"""Documents to packed batches, every segment traceable to its document. No module in here imports JAX when imported."""
+
+from maxghost.data.dataset import Dataset, DomainSummary, load_dataset
+from maxghost.data.reader import TrainIterator, merge_states
+from maxghost.data.sources.base import DocumentList, Source
+from maxghost.data.types import Batch, Document, DocumentId
+
+__all__ = [
+  "Batch",
+  "Dataset",
+  "Document",
+  "DocumentId",
+  "DocumentList",
+  "DomainSummary",
+  "Source",
+  "TrainIterator",
+  "load_dataset",
+  "merge_states",
+]

@@ -1,0 +1,72 @@
+"""Stable 64-bit hashes and pseudo-random orders: the same on every machine, process and NumPy version."""
+
+import hashlib
+
+import numpy as np
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def text_hash(*parts: str | bytes) -> int:
+  """A 64-bit hash of the parts in order; ("ab", "c") and ("a", "bc") differ."""
+  digest = hashlib.blake2b(digest_size=8)
+  for part in parts:
+    raw = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
+    digest.update(len(raw).to_bytes(8, "little"))
+    digest.update(raw)
+  return int.from_bytes(digest.digest(), "little")
+
+
+def content_hash(text: bytes) -> bytes:
+  """128 bits that tell byte-identical documents from all others."""
+  return hashlib.blake2b(text, digest_size=16).digest()
+
+
+def mix(x: np.ndarray | int) -> np.ndarray:
+  """SplitMix64's finalizer: a bijection of uint64 whose output bits each depend on all input bits.
+
+  Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+  """
+  with np.errstate(over="ignore"):
+    x = np.asarray(x).astype(np.uint64) + _GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+def combine(*values: np.ndarray | int) -> np.ndarray:
+  """One uint64 hash of several integers (arrays broadcast)."""
+  state = np.uint64(0)
+  for value in values:
+    state = mix(np.asarray(value).astype(np.uint64) ^ state)
+  return state
+
+
+def permutation(size: int, *seeds: int) -> np.ndarray:
+  """int64[size]: a pseudo-random order of 0..size-1 held in memory; a function of the seeds alone."""
+  return np.argsort(combine(*seeds, np.arange(size)), kind="stable")
+
+
+def shuffled_index(positions: np.ndarray, size: int, *seeds: int) -> np.ndarray:
+  """Elements at `positions` of a pseudo-random order of 0..size-1, without storing that order.
+
+  positions: int64[n], each in [0, size). Returns int64[n]. A four-round Feistel network on the next even number of
+  bits, walked until it lands below `size` (fewer than four steps on average).
+  """
+  if size <= 1:
+    return np.zeros_like(positions)
+  half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+  mask = np.uint64((1 << int(half)) - 1)
+  keys = [combine(*seeds, number) for number in range(4)]
+  out = np.array(positions, np.uint64)
+  todo = np.arange(out.size)
+  while todo.size:
+    left, right = out[todo] >> half, out[todo] & mask
+    for round_key in keys:
+      left, right = right, left ^ (mix(right ^ round_key) & mask)
+    value = (left << half) | right
+    out[todo] = value
+    todo = todo[value >= np.uint64(size)]
+  return out.astype(np.int64)
