@@ -5,10 +5,12 @@ A door is a module with `main(argv: list[str] | None = None) -> int`. One that t
 reported before JAX starts.
 """
 
+import contextlib
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from maxghost.config import Config, ConfigError, did_you_mean, fields, load_with_origins
@@ -54,20 +56,33 @@ def run_door(work: Callable[[Config], int | None], argv: Sequence[str] | None = 
 
 
 def _run_door(work: Callable[[Config], int | None], arguments: list[str], verb: str) -> int | None:
-  for flag in ("--help", "-h"):
-    if flag in arguments:
-      rest = arguments[arguments.index(flag) + 1 :]
-      print_help(rest[0].partition("=")[0] if rest else None, usage=USAGE.format(verb=verb))
+  for position, text in enumerate(arguments):
+    flag, _, key = text.partition("=")
+    if flag in ("--help", "-h"):
+      key = key or next(iter(arguments[position + 1 :]), "").partition("=")[0]
+      with quiet_pipe():
+        print_help(key or None, usage=USAGE.format(verb=verb))
       return 0
-  print_config = "--print_config" in arguments
-  path, overrides = split_arguments([text for text in arguments if text != "--print_config"])
+  flags = {"--print_config", "--print-config"}
+  path, overrides = split_arguments([text for text in arguments if text not in flags])
   loaded = load_with_origins(path, *overrides)
   for note in loaded.notes:
     print(f"maxghost: note: {note}", file=sys.stderr)
-  if print_config:
-    print(list_values(loaded))
+  if flags.intersection(arguments):
+    with quiet_pipe():
+      print(list_values(loaded))
     return 0
   return work(loaded.config)
+
+
+@contextlib.contextmanager
+def quiet_pipe() -> Iterator[None]:
+  """Lets `| head` close the output early without a traceback."""
+  try:
+    yield
+    sys.stdout.flush()
+  except BrokenPipeError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed there at exit
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -110,7 +125,8 @@ def main(argv: list[str] | None = None) -> int:
   arguments = list(sys.argv[1:] if argv is None else argv)
   verbs = available_verbs()
   if not arguments or arguments[0] in ("-h", "--help", "help"):
-    print(overview(verbs))
+    with quiet_pipe():
+      print(overview(verbs))
     return 0 if arguments else USER_ERROR
   verb, rest = arguments[0], arguments[1:]
   if verb not in verbs:

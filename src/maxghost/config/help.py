@@ -17,7 +17,7 @@ def limits(field: dataclasses.Field) -> str:
   if choices:
     each = "each one of " if values.is_tuple(field.type) else "one of "
     return each + ", ".join(values.shown(choice) for choice in choices)
-  low, high = (None if bound is None else f"{bound:g}" for bound in (minimum, maximum))
+  low, high = (None if bound is None else str(bound).removesuffix(".0") for bound in (minimum, maximum))
   if low and high:
     return f"from {low} to {high}"
   return f"{low} or more" if low else f"{high} or less" if high else ""
@@ -109,7 +109,7 @@ def _print_rich(file: TextIO, usage: str) -> None:
 def list_values(loaded: Loaded, changed_only: bool = False) -> str:
   """Every key, its value and where the value came from, by section. `changed_only` leaves out what is default."""
   flat = loaded.config.flat()
-  rows = {name: (f"{name}: {values.shown(flat[name])}", loaded.origins[name]) for name in flat}
+  rows = {name: (values.to_yaml(name, flat[name]).rstrip("\n"), loaded.origins[name]) for name in flat}
   width = min(60, max(len(text) for text, _ in rows.values()))
   lines = []
   for section, _, items in sections():

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import difflib
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def load_with_origins(path=None, *overrides: str, base_dir=None) -> Loaded:
   notes: list[str] = []
   base = _read_yaml(Path(path), problems) if path is not None else {}
   command = _read_overrides(overrides, problems, notes)
-  resolved = base.pop(RESOLVED, None)
+  resolved = RESOLVED in base and _node_text(base.pop(RESOLVED).node) == "'true'"
   model = {}
   model_name = command.get("model_name") or (None if resolved else base.get("model_name"))
   if model_name is not None and isinstance(model_name.node, yaml.ScalarNode):
@@ -93,13 +92,17 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
   try:
     root = yaml.compose(path.read_bytes(), Loader=yaml.SafeLoader)
   except OSError as error:
-    reason = {FileNotFoundError: "does not exist", IsADirectoryError: "is a folder"}.get(type(error), error.strerror)
+    reasons = {FileNotFoundError: "does not exist", IsADirectoryError: "is a folder"}
+    reason = reasons.get(type(error), f"cannot be read ({error.strerror})")
     problems.append(f"config file {path} {reason}{_nearest_file(path)}")
     return {}
   except yaml.YAMLError as error:
     mark = getattr(error, "problem_mark", None)
     where = f"{path}:{mark.line + 1}" if mark else str(path)
     problems.append(f"{where} is not YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}")
+    return {}
+  except RecursionError:
+    problems.append(f"{path} is nested too deeply; it should hold `key: value` lines")
     return {}
   if root is None:
     return {}
@@ -167,7 +170,10 @@ def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> d
     for path in sorted((folder / "models").glob("*.yml")):
       available.setdefault(path.stem, path)
   if model_name not in available:
-    hint = did_you_mean(model_name, available) or f"; there are {', '.join(['default', *sorted(available)])}"
+    hint = (
+      did_you_mean(model_name.removesuffix(".yml"), available)
+      or f"; there are {', '.join(['default', *sorted(available)])}"
+    )
     problems.append(f"model_name={values.shown(model_name)} ({name.origin}) has no file models/{model_name}.yml{hint}")
     return {}
   given = _read_yaml(available[model_name], problems)
@@ -215,16 +221,20 @@ def _convert(field: dataclasses.Field, given: Given) -> tuple[str, Any]:
   try:
     value = values.from_node(given.node, field.type)
   except values.WrongTypeError as error:
-    return f"{field.name}={text} ({given.origin}) is not of type {error}", None
+    expected = values.type_name(field.type) if values.is_tuple(field.type) else error
+    quoted = isinstance(given.node, yaml.ScalarNode) and given.node.style in ("'", '"')
+    hint = "; remove the quotes" if quoted and field.type in (bool, int, float) else ""
+    return f"{field.name}={text} ({given.origin}) is not of type {expected}{hint}", None
   wrong = values.limit_problems(field, value)
   return (f"{field.name}={values.shown(value)} ({given.origin}){wrong[0]}", None) if wrong else ("", value)
 
 
-def _node_text(node: yaml.Node) -> str:
+def _node_text(node: yaml.Node, depth: int = 0) -> str:
+  """The node as text for a message. Nested lists are cut: a YAML alias can make a list that holds itself."""
   if isinstance(node, yaml.ScalarNode):
     return f"'{node.value}'" if node.tag != values.NULL_TAG or node.value else "nothing"
   if isinstance(node, yaml.SequenceNode):
-    return "[" + ", ".join(_node_text(item) for item in node.value) + "]"
+    return "[" + ", ".join(_node_text(item, depth + 1) for item in node.value) + "]" if depth < 2 else "[...]"
   return "{...}"
 
 
@@ -276,14 +286,13 @@ def to_text(cfg: Config) -> str:
 def save(cfg: Config, path: str | os.PathLike) -> None:
   """Writes `to_text(cfg)` to `path`, atomically: a reader sees the old file or the whole new one. Raises OSError."""
   path = Path(path)
-  handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+  temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
   try:
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8") as file:
       file.write(to_text(cfg))
       file.flush()
       os.fsync(file.fileno())
-    os.chmod(temporary, 0o644)
     os.replace(temporary, path)
   except BaseException:
-    Path(temporary).unlink(missing_ok=True)
+    temporary.unlink(missing_ok=True)
     raise

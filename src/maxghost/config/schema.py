@@ -2,8 +2,8 @@
 
 The YAML a user writes is flat; here each component owns one frozen section and receives only that section.
 A key is one dataclass field made by `key(...)`; `maxghost train --help` and `configs/base.yml` are written from these
-fields. To add one: its field here, its reader in the same change, a check in validate.py where it can contradict another
-key, and `python -m maxghost.config.write_base`.
+fields. To add one: its field here, its reader in the same change, a check in validate.py where it can contradict
+another key, and `python -m maxghost.config.write_base`.
 Nothing in this package imports JAX, so that a wrong key is reported before JAX starts.
 """
 
@@ -96,14 +96,14 @@ class DataConfig:
   max_target_length: int = key(256, "sequence length T, tokens per row", minimum=2)
   per_device_batch_size: int = key(16, "rows per device and step", minimum=1)
   packing: bool = key(True, "pack several documents into a row, with segment ids")
-  max_segments_per_seq: int = key(
-    -1, "documents a packed row can hold; -1 = one per 32 tokens, at most 32", minimum=-1
-  )
+  max_segments_per_seq: int = key(-1, "documents a packed row can hold; -1 = one per 32 tokens, at most 32", minimum=-1)
   shuffle_window_bytes: int = key(
     8_388_608, "text read, shuffled and packed together; larger mixes better and takes more memory", minimum=1
   )
   dataset_shards: int = key(
-    1, "streams the documents are dealt to; with a multiple of the processes, each process reads only its own", minimum=1
+    1,
+    "streams the documents are dealt to; with a multiple of the processes, each process reads only its own",
+    minimum=1,
   )
   add_bos: bool = key(True, "put a begin-of-document token before each document")
   add_eos: bool = key(True, "put an end-of-document token after each document")

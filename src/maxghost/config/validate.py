@@ -34,7 +34,7 @@ class UnsoundError(LookupError):
 def heads(v: Values) -> Iterator[str]:
   num_heads, num_kv = v.base_num_query_heads, v.base_num_kv_heads
   if num_heads % num_kv:
-    divisors = [str(k) for k in range(1, num_heads + 1) if num_heads % k == 0]
+    divisors = [str(k) for k in range(1, min(num_heads, 1024) + 1) if num_heads % k == 0]
     down, up = num_heads - num_heads % num_kv, num_heads + num_kv - num_heads % num_kv
     more = f"{down} or {up}" if down else str(up)
     yield (

@@ -18,7 +18,7 @@ from maxghost.config.errors import did_you_mean
 
 NULL_TAG = "tag:yaml.org,2002:null"
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-INT = re.compile(r"[-+]?[0-9][0-9_]*")
+INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}")
 # 1e5 is a whole number and a common way to write one; 1.5e3 and 5.0 are not accepted for an int.
 INT_EXPONENT = re.compile(r"[-+]?[0-9]+[eE]\+?[0-9]{1,2}")
 
@@ -110,10 +110,10 @@ def from_scalar(text: str, kind: Any, quoted: bool = False, null: bool = False) 
   raise WrongTypeError(type_name(kind))
 
 
-def finite_float(text: str) -> float:
+def finite_float(number: str | numbers.Real) -> float:
   try:
-    value = float(text)
-  except ValueError:
+    value = float(number)
+  except (ValueError, OverflowError):
     raise WrongTypeError("float") from None
   if not math.isfinite(value):
     raise WrongTypeError("finite float")
@@ -138,8 +138,8 @@ def from_python(value: Any, kind: Any) -> Any:
     return value
   if kind is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
     return int(value)
-  if kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
-    return float(value)
+  if kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
+    return finite_float(value)
   raise WrongTypeError(type_name(kind))
 
 
@@ -158,7 +158,8 @@ def to_yaml(key: str, value: Any) -> str:
   """One `key: value` entry of a YAML file, with its line end; reading it gives the value back exactly."""
   plain = [_lists(item) for item in value] if isinstance(value, tuple) else value
   style = isinstance(plain, list)  # a list stays on its line; a top-level `{key: value}` never does
-  text = yaml.safe_dump(plain, default_flow_style=style, width=2**30, allow_unicode=True)
+  quotes = '"' if isinstance(plain, str) and "\n" in plain else None  # with these a line end is an escape
+  text = yaml.safe_dump(plain, default_style=quotes, default_flow_style=style, width=2**30, allow_unicode=True)
   return f"{key}: {text.removesuffix('...' + chr(10))}"
 
 

@@ -1,0 +1,157 @@
+"""The doors: arguments, exit codes, one line per problem, no JAX before the configuration is valid."""
+
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from maxghost import cli, config
+
+
+def door(*argv):
+  ran = []
+  code = cli.run_door(ran.append, argv, "train")
+  return code, ran
+
+
+def test_door_hands_the_configuration_over(tmp_path, capsys):
+  path = tmp_path / "a.yml"
+  path.write_text("log_period: 7\n", encoding="utf-8")
+  code, ran = door(str(path), "steps=9")
+  assert code == 0 and ran == [config.load("log_period=7", "steps=9")]
+  assert door("steps=9") == (0, [config.load("steps=9")]) and door() == (0, [config.load()])
+  assert cli.run_door(lambda cfg: cfg.run.steps, ["steps=6"]) == 6
+  assert capsys.readouterr() == ("", "")
+
+
+def test_door_reports_one_line_per_problem_and_exits_2(capsys):
+  assert door("stepz=9", "head_dim=3") == (2, [])
+  assert capsys.readouterr().err.splitlines() == [
+    "maxghost: unknown key 'stepz' (command line); did you mean 'steps'?",
+    "maxghost: head_dim=3 is odd, but the rotary embedding turns pairs; use 4",
+  ]
+
+
+def test_problems_found_later_by_the_door_exit_2_too(capsys):
+  def work(cfg):
+    raise config.ConfigError("run_name=base: exists", "steps: differ")
+
+  assert cli.run_door(work, []) == 2
+  assert capsys.readouterr().err == "maxghost: run_name=base: exists\nmaxghost: steps: differ\n"
+  with pytest.raises(ZeroDivisionError):  # a defect of ours keeps its traceback
+    cli.guard(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize(
+  ("argv", "told"),
+  [
+    (["--steps", "7"], "'--steps': keys are written without dashes: steps=VALUE"),
+    (["--log-period=7"], "'--log-period=7': keys are written without dashes: log_period=7"),
+    (["--print-conifg"], "unknown flag '--print-conifg'; did you mean 'print_config'?"),
+    (["a.yml", "b.yml"], "more than one config file: a.yml, b.yml; give one, and key=value for the rest"),
+    (["--help", "stepz"], "unknown key 'stepz'; did you mean 'steps'?"),
+  ],
+)
+def test_wrong_arguments(argv, told, capsys):
+  assert door(*argv) == (2, [])
+  assert capsys.readouterr().err.splitlines()[0] == f"maxghost: {told}"
+
+
+def test_help_and_print_config_run_nothing(capsys):
+  assert door("--help") == (0, [])
+  text = capsys.readouterr().out
+  assert text.startswith("usage: maxghost train [config.yml]") and "ghost_val_refresh_steps" in text
+  for argv in (["--help", "steps"], ["--help", "steps=3"], ["--help=steps"], ["-h", "steps"]):
+    assert door(*argv) == (0, [])
+    assert capsys.readouterr().out.startswith("steps\n  training steps in all\n")
+  assert door("steps=11", "--print_config") == (0, [])
+  assert any(line.split() == ["steps:", "11", "#", "command", "line"] for line in capsys.readouterr().out.splitlines())
+
+
+def test_overridden_values_are_told(capsys):
+  assert door("steps=9", "steps=8")[0] == 0
+  assert capsys.readouterr().err == "maxghost: note: steps=9 (command line) is overridden by the later steps=8\n"
+
+
+@pytest.fixture
+def fake_verbs(tmp_path, monkeypatch):
+  """A table of three verbs: a module, a package with __main__, and a module that does not exist."""
+  (tmp_path / "ghost_fake_one.py").write_text("def main(argv=None):\n  print('one', argv)\n  return 5\n")
+  package = tmp_path / "ghost_fake_two"
+  package.mkdir()
+  (package / "__init__.py").write_text("raise RuntimeError('imported to find out')\n")
+  (package / "__main__.py").write_text("")
+  bare = tmp_path / "ghost_fake_bare"
+  bare.mkdir()
+  (bare / "__init__.py").write_text("")
+  monkeypatch.syspath_prepend(tmp_path)
+  table = {
+    "first": ("ghost_fake_one", "does one thing"),
+    "second": ("ghost_fake_two.__main__", "does another"),
+    "third": ("ghost_fake_missing", "is not there"),
+    "fourth": ("ghost_fake_bare.__main__", "has no main"),
+  }
+  monkeypatch.setattr(cli, "VERBS", table)
+
+
+@pytest.mark.usefixtures("fake_verbs")
+def test_verbs_whose_module_exists_are_offered_and_run(capsys):
+  assert list(cli.available_verbs()) == ["first", "second"]
+  assert cli.main(["first", "a", "b=1"]) == 5
+  assert capsys.readouterr().out == "one ['a', 'b=1']\n"
+  assert cli.main(["frist"]) == 2 and cli.main(["third"]) == 2
+  assert capsys.readouterr().err.splitlines() == [
+    "maxghost: unknown command 'frist'; did you mean 'first'?",
+    "maxghost: unknown command 'third'; there are first, second",
+  ]
+  assert cli.main([]) == 2 and cli.main(["--help"]) == 0
+  assert capsys.readouterr().out.count("  second  does another") == 2
+
+
+DOOR = """
+import sys
+from maxghost import cli
+def work(cfg):
+  import jax
+code = cli.run_door(work, sys.argv[1:], "train")
+print("jax imported:", "jax" in sys.modules)
+sys.exit(code)
+"""
+
+
+def test_first_error_comes_before_jax_and_soon(tmp_path):
+  (tmp_path / "door.py").write_text(textwrap.dedent(DOOR))
+  command = [sys.executable, str(tmp_path / "door.py")]
+  start = time.monotonic()
+  wrong = subprocess.run([*command, "stepz=1"], capture_output=True, text=True)
+  seconds = time.monotonic() - start
+  assert (wrong.returncode, wrong.stdout) == (2, "jax imported: False\n")
+  assert wrong.stderr == "maxghost: unknown key 'stepz' (command line); did you mean 'steps'?\n"
+  assert seconds < 5, "takes 0.1 s on an idle machine; importing JAX alone takes longer than that"
+  assert subprocess.run([*command, "steps=1"], capture_output=True, text=True).stdout == "jax imported: True\n"
+
+
+@pytest.mark.parametrize("verb", [verb for verb in ("train", "generate", "train_compile") if verb in cli.VERBS])
+def test_real_doors_refuse_before_jax(verb, tmp_path):
+  if verb not in cli.available_verbs():
+    pytest.skip(f"{cli.VERBS[verb][0]} is not part of this installation")
+  for argv in (["-m", cli.VERBS[verb][0]], ["-m", "maxghost.cli", verb]):
+    command = [sys.executable, "-X", "importtime", *argv, "stepz=1"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    imported = {
+      line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time:")
+    }
+    said = [line for line in result.stderr.splitlines() if not line.startswith("import time:")]
+    assert result.returncode == 2 and said == ["maxghost: unknown key 'stepz' (command line); did you mean 'steps'?"]
+    assert "yaml" in imported and not imported & {"jax", "flax", "numpy"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_output_closed_early_is_no_traceback():
+  code = "import sys; from maxghost import cli; sys.exit(cli.run_door(print, ['--help'] * 1))"
+  process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+  process.stdout.close()
+  assert (process.stderr.read(), process.wait()) == (b"", 0)
+  process.stderr.close()

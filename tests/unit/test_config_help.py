@@ -1,0 +1,86 @@
+"""Help texts, the listing of values, and configs/base.yml."""
+
+import io
+import re
+
+import pytest
+import yaml
+
+from maxghost import config
+from maxghost.config.help import list_values, print_help
+from maxghost.config.write_base import base_text
+from maxghost.config.write_base import main as write_base
+
+
+def printed(key=None, terminal=False, usage=""):
+  class Stream(io.StringIO):
+    def isatty(self):
+      return terminal
+
+  stream = Stream()
+  print_help(key, stream, usage)
+  return re.sub("\x1b\\[[0-9;]*m", "", stream.getvalue())
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_help_lists_every_key_in_its_section(terminal, monkeypatch):
+  monkeypatch.setenv("COLUMNS", "150")
+  text = printed(terminal=terminal, usage="usage: this")
+  words = text.split()
+  assert text.startswith("usage: this")
+  for name, field in config.fields().items():
+    assert words.count(name) >= 1, name
+    assert field.metadata["help"].split()[0] in words
+  order = [text.index(f"\n{name}") for name in ("run", "model", "data", "optimizer", "ghost", "checkpoint")]
+  assert order == sorted(order)
+  assert text.index("\nghost") < text.index("ghost_log_period") < text.index("\ncheckpoint")
+  assert ("[int; 1 or more; default 240]" in text) is not terminal
+
+
+def test_help_of_one_key_tells_type_default_limits_and_section():
+  assert printed("opt_type").splitlines() == [
+    "opt_type",
+    "  optimizer",
+    "  type:    str",
+    "  default: adamw",
+    "  limits:  " + "one of " + ", ".join(config.fields()["opt_type"].metadata["choices"]),
+    "  section: optimizer: AdamW or SGD and their schedule.",
+    "  example: opt_type=" + config.fields()["opt_type"].metadata["choices"][-1],
+  ]
+  assert "limits:  from 0 to 0.999" in printed("dropout_rate")
+  assert "type:    list of str" in printed("ghost_exclude") and "limits:  none" in printed("ghost_exclude")
+  with pytest.raises(config.ConfigError, match="unknown key 'opttype'; did you mean 'opt_type'"):
+    printed("opttype")
+
+
+def test_base_yml_is_what_the_schema_gives():
+  path = config.config_dir() / "base.yml"
+  assert path.read_text(encoding="utf-8") == base_text(), "run: python -m maxghost.config.write_base"
+  assert list(yaml.safe_load(base_text())) == list(config.fields())  # also for readers that are not ours
+  loaded = config.load_with_origins(path)
+  assert loaded.config == config.Config() and loaded.notes == ()
+  assert not [key for key, origin in loaded.origins.items() if not origin.startswith(f"{path}:")]
+  lines = base_text().splitlines()
+  assert max(map(len, lines)) <= 120
+  assert lines[lines.index("opt_type: adamw") - 1].startswith("# optimizer (one of adamw, sgd")
+
+
+def test_write_base_writes_where_it_is_told(tmp_path, capsys):
+  assert write_base([str(tmp_path / "out.yml")]) == 0
+  assert (tmp_path / "out.yml").read_text(encoding="utf-8") == base_text()
+  assert capsys.readouterr().out == f"wrote {tmp_path / 'out.yml'}\n"
+
+
+def test_listing_shows_value_and_origin_and_reads_back(tmp_path):
+  path = tmp_path / "a.yml"
+  path.write_text('log_period: 7\nrun_name: "a b\\n c"\n', encoding="utf-8")
+  loaded = config.load_with_origins(path, "steps=9", "ghost_exclude=*x,y")
+  rows = {line.split(":")[0]: line for line in list_values(loaded).splitlines()}
+  assert rows["steps"].startswith("steps: 9 ") and rows["steps"].endswith("# command line")
+  assert rows["log_period"].endswith(f"# {path}:1") and rows["head_dim"].endswith("# default")
+  again = tmp_path / "again.yml"
+  again.write_text(list_values(loaded), encoding="utf-8")
+  assert config.load(again) == loaded.config
+  assert [line.split(":")[0] for line in list_values(loaded, changed_only=True).splitlines()] == [
+    "# run", "run_name", "steps", "log_period", "# ghost", "ghost_exclude",
+  ]  # fmt: skip

@@ -1,0 +1,93 @@
+"""Rules across keys, each with values that break it and values on its edge."""
+
+import pytest
+
+from maxghost import config
+from maxghost.config import validate
+
+
+@pytest.mark.parametrize(
+  ("overrides", "told"),
+  [
+    (
+      "base_num_query_heads=10 base_num_kv_heads=4",
+      "base_num_query_heads=10 is not a multiple of base_num_kv_heads=4; use base_num_query_heads=8 or 12, "
+      "or base_num_kv_heads=1 or 2 or 5 or 10",
+    ),
+    ("base_num_query_heads=3 base_num_kv_heads=7", "use base_num_query_heads=7, or base_num_kv_heads=1 or 3"),
+    ("head_dim=15", "head_dim=15 is odd, but the rotary embedding turns pairs; use 16"),
+    ("mlp_activations=", "mlp_activations=[] has 0 names"),
+    ("mlp_activations=silu,gelu,linear", "mlp_activations=[silu, gelu, linear] has 3 names"),
+    ("vocab_size=258", "vocab_size=258 is too small for tokenizer_type=byte, which has 259 ids; use 259 or more"),
+    (
+      "lr_schedule_type=wsd warmup_steps_fraction=0.3 wsd_decay_steps_fraction=0.8",
+      "together exceed 1; use wsd_decay_steps_fraction=0.7 or less",
+    ),
+    ("eval_interval=0", "eval_interval=0 is no interval; use -1"),
+    ("ghost_direction=adam opt_type=sgd", "ghost_direction=adam contradicts opt_type=sgd"),
+    ("ghost_val_fraction=0", "ghost_val_fraction=0.0 leaves no validation documents"),
+    ("ghost_val_fraction=1", "ghost_val_fraction=1.0 leaves no documents of it to train on"),
+  ],
+)
+def test_contradiction_is_named_with_the_fix(overrides, told):
+  with pytest.raises(config.ConfigError) as caught:
+    config.load(*overrides.split())
+  (problem,) = caught.value.problems
+  assert told in problem
+
+
+@pytest.mark.parametrize(
+  "overrides",
+  [
+    "base_num_query_heads=10 base_num_kv_heads=5",
+    "base_num_query_heads=8 base_num_kv_heads=4",
+    "base_num_query_heads=12 base_num_kv_heads=4",
+    "head_dim=16",
+    "mlp_activations=gelu",
+    "vocab_size=259",
+    "lr_schedule_type=wsd warmup_steps_fraction=0.3 wsd_decay_steps_fraction=0.7",
+    "lr_schedule_type=cosine warmup_steps_fraction=0.3 wsd_decay_steps_fraction=0.8",
+    "eval_interval=-1",
+    "ghost_direction=sgd opt_type=sgd",
+    "ghost_direction=sgd opt_type=adamw",
+    "ghost_direction=adam opt_type=adamw",
+    "ghost_direction=adam opt_type=sgd ghost_enabled=false",
+    "ghost_val_fraction=0 ghost_enabled=false",
+    "ghost_val_fraction=1 ghost_enabled=false",
+    "ghost_log_period=500 steps=3",
+  ],
+)
+def test_the_fixes_it_names_work(overrides):
+  flat = config.load(*overrides.split()).flat()
+  for text in overrides.split():
+    key, _, value = text.partition("=")
+    assert flat[key] in (value, (value,)) or float(flat[key] == 1 if value == "true" else flat[key]) == as_number(value)
+
+
+def as_number(text):
+  return {"true": 1.0, "false": 0.0}.get(text) if text in ("true", "false") else float(text)
+
+
+def test_a_check_that_needs_a_broken_value_is_left_out():
+  with pytest.raises(config.ConfigError) as caught:
+    config.load("base_num_kv_heads=x", "base_num_query_heads=9", "head_dim=5")
+  assert len(caught.value.problems) == 2
+  assert "head_dim=5 is odd" in caught.value.problems[1]
+
+
+def test_a_new_check_is_run(monkeypatch):
+  def short(v):
+    if v.steps < v.log_period:
+      yield f"steps={v.steps} is less than log_period={v.log_period}"
+
+  monkeypatch.setattr(validate, "CHECKS", [*validate.CHECKS, short])
+  assert config.load("steps=3", "log_period=3").run.steps == 3
+  with pytest.raises(config.ConfigError, match="steps=3 is less than log_period=4"):
+    config.load("steps=3", "log_period=4")
+  with pytest.raises(config.ConfigError, match="steps=3 is less than log_period=5"):
+    config.replace(config.load("steps=3"), log_period=5)
+
+
+def test_huge_numbers_are_answered_at_once():
+  with pytest.raises(config.ConfigError, match="not a multiple"):
+    config.load("base_num_query_heads=1e30", "base_num_kv_heads=7")
