@@ -1,0 +1,227 @@
+"""Sums over the score log in bounded memory: rows stream past, small accumulators keep what is asked for.
+
+K validation sets, G groups, D domains, B bins of consecutive steps, C summed columns.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from maxghost.attribution.log import ScoreLog
+from maxghost.config import ConfigError
+
+GROUPINGS = {
+  "domain": ("domain",),
+  "source": ("domain", "path"),
+  "document": ("domain", "path", "offset"),
+  "step": ("step",),
+}
+MERGE_ROWS = 1 << 20  # partial sums are merged when at least this many have piled up
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Labels:
+  """A column of strings, as numbers into a sorted table: a million documents share few paths."""
+
+  code: np.ndarray
+  table: np.ndarray
+
+  def __getitem__(self, index) -> "Labels":
+    return Labels(self.code[index], self.table)
+
+  def __len__(self) -> int:
+    return len(self.code)
+
+  def tolist(self) -> list[str]:
+    return self.table[self.code].tolist()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Groups:
+  """Sums per group, in the order of the keys.
+
+  keys: the columns that name a group, Labels or int64 [G]. exposures: rows. tokens: target tokens.
+  loss_tokens: sum of loss times tokens, nats. contribution_GK: nats. square_GK: sum of squared contributions.
+  """
+
+  keys: dict[str, Labels | np.ndarray]
+  exposures: np.ndarray
+  tokens: np.ndarray
+  loss_tokens: np.ndarray
+  contribution_GK: np.ndarray
+  square_GK: np.ndarray
+
+  def __len__(self) -> int:
+    return len(self.exposures)
+
+  def take(self, index) -> "Groups":
+    """The groups `index` selects, in its order."""
+    keys = {name: values[index] for name, values in self.keys.items()}
+    rest = [getattr(self, field.name)[index] for field in dataclasses.fields(self)[1:]]
+    return Groups(keys, *rest)
+
+
+def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None) -> int:
+  """Streams all rows once through the accumulators' `add(shard, rows)`.
+
+  where: (shard, rows) -> bool[N], the rows that count. Rows whose contribution is not finite are left out; their number
+  is returned.
+  """
+  num_left_out = 0
+  for shard, rows in log.blocks():
+    finite = np.isfinite(rows["contribution"]).all(-1)
+    if not finite.all():
+      num_left_out += int((~finite).sum())
+      rows = rows[finite]
+    if where is not None:
+      rows = rows[where(shard, rows)]
+    for accumulator in accumulators:
+      accumulator.add(shard, rows)
+  return num_left_out
+
+
+class GroupSums:
+  """Accumulator for one grouping of GROUPINGS. Memory grows with the number of groups, not of rows."""
+
+  def __init__(self, log: ScoreLog, by: str):
+    if by not in GROUPINGS:
+      raise ConfigError(f"by={by}: rows can be grouped by {', '.join(GROUPINGS)}")
+    self._by = by
+    self._columns = GROUPINGS[by]
+    self._domain_index = {name: i for i, name in enumerate(log.domains)}
+    self._domains = log.domains
+    self._num_sets = len(log.val_sets)
+    self._path_index: dict[str, int] = {}
+    self._shard = None
+    self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+  def add(self, shard, rows: np.ndarray):
+    if shard is not self._shard:
+      self._shard = shard
+      self._local_domain = np.array([self._domain_index[str(name)] for name in shard.domains], np.int64)
+      if "path" in self._columns:
+        index = self._path_index
+        self._local_path = np.array([index.setdefault(str(name), len(index)) for name in shard.paths], np.int64)
+    if not len(rows):
+      return
+    code = self._code(rows)
+    offset = rows["offset"] if "offset" in self._columns else None
+    self._parts.append(_reduce(code, offset, _values(rows)))
+    merged, *fresh = (len(part[0]) for part in self._parts)
+    if sum(fresh) > max(MERGE_ROWS, merged):  # sooner would take quadratic time
+      self._parts = [_merge(self._parts)]
+
+  def _code(self, rows: np.ndarray) -> np.ndarray:
+    if self._by == "step":
+      return rows["step"].astype(np.int64)
+    domain = self._local_domain[rows["domain"]]
+    return self._local_path[rows["path"]] * len(self._domains) + domain if "path" in self._columns else domain
+
+  def result(self) -> Groups:
+    """Sorted by key: domain, then path, then offset; or step."""
+    width = 3 + 2 * self._num_sets
+    code, offset, sums = _merge(self._parts) if self._parts else _empty(width)
+    num_domains, num_sets = max(len(self._domains), 1), self._num_sets
+    keys: dict[str, Labels | np.ndarray] = {}
+    if self._by == "step":
+      keys["step"] = code
+    else:
+      keys["domain"] = _labels(code % num_domains, self._domains)
+      if "path" in self._columns:
+        keys["path"] = _labels(code // num_domains, self._path_index)
+      if "offset" in self._columns:
+        keys["offset"] = offset
+    counts = (sums[:, 0].astype(np.int64), sums[:, 1].astype(np.int64))
+    groups = Groups(keys, *counts, sums[:, 2], sums[:, 3:3 + num_sets], sums[:, 3 + num_sets:])
+    ranks = [getattr(keys[name], "code", keys[name]) for name in reversed(self._columns)]
+    return groups.take(np.lexsort(ranks))
+
+
+class TimeSums:
+  """Accumulator of tokens [D, B] and contributions [D, B, K] over bins of consecutive steps.
+
+  edges: B + 1 steps, growing; bin b holds edges[b] <= step < edges[b + 1].
+  """
+
+  def __init__(self, log: ScoreLog, edges: np.ndarray):
+    self.domains = log.domains
+    self.edges = np.asarray(edges, np.int64)
+    num_bins, num_sets = len(self.edges) - 1, len(log.val_sets)
+    self.tokens_DB = np.zeros((len(self.domains), num_bins))
+    self.exposures_DB = np.zeros((len(self.domains), num_bins))
+    self.loss_tokens_DB = np.zeros((len(self.domains), num_bins))
+    self.contribution_DBK = np.zeros((len(self.domains), num_bins, num_sets))
+    self._index = {name: i for i, name in enumerate(self.domains)}
+
+  def add(self, shard, rows: np.ndarray):
+    if not len(rows):
+      return
+    local = np.array([self._index[str(name)] for name in shard.domains], np.int64)
+    num_bins = self.tokens_DB.shape[1]
+    cell = local[rows["domain"]] * num_bins + np.searchsorted(self.edges, rows["step"], "right") - 1
+    values = _values(rows)
+    for total, column in ((self.exposures_DB, 0), (self.tokens_DB, 1), (self.loss_tokens_DB, 2)):
+      total += np.bincount(cell, values[:, column], total.size).reshape(total.shape)
+    for k in range(self.contribution_DBK.shape[2]):
+      flat = np.bincount(cell, values[:, 3 + k], self.tokens_DB.size)
+      self.contribution_DBK[:, :, k] += flat.reshape(self.tokens_DB.shape)
+
+
+def step_edges(steps: np.ndarray, num_bins: int) -> np.ndarray:
+  """Edges of at most `num_bins` bins with about equally many of the given (sorted) steps each."""
+  if not len(steps):
+    return np.array([0, 1], np.int64)
+  starts = np.linspace(0, len(steps), min(num_bins, len(steps)) + 1).round().astype(np.int64)[:-1]
+  return np.append(steps[starts], steps[-1] + 1).astype(np.int64)
+
+
+def _values(rows: np.ndarray) -> np.ndarray:
+  """[N, C] in float64: 1, tokens, loss * tokens, contributions, their squares."""
+  contribution = rows["contribution"].astype(np.float64)
+  tokens = rows["tokens"].astype(np.float64)
+  num_sets = contribution.shape[1]
+  values = np.empty((len(rows), 3 + 2 * num_sets))
+  values[:, 0] = 1.0
+  values[:, 1] = tokens
+  values[:, 2] = np.where(tokens > 0, rows["loss"] * tokens, 0.0)
+  values[:, 3:3 + num_sets] = contribution
+  values[:, 3 + num_sets:] = contribution**2
+  return values
+
+
+def _reduce(code: np.ndarray, offset: np.ndarray | None, values: np.ndarray):
+  """(code, offset, sums) with one row per distinct (code, offset)."""
+  low, high = int(code.min()), int(code.max())
+  if offset is None and high - low < 4 * len(code):
+    width = high - low + 1
+    present = np.flatnonzero(np.bincount(code - low, minlength=width))
+    sums = np.stack([np.bincount(code - low, column, width)[present] for column in values.T], 1)
+    return present + low, np.zeros(len(present), np.int64), sums
+  offset = np.zeros_like(code) if offset is None else offset.astype(np.int64)
+  offset_bits = int(offset.max()).bit_length() if offset.min() >= 0 else 64
+  if low >= 0 and high.bit_length() + offset_bits <= 63:  # one sort key instead of two
+    order = np.argsort((code << offset_bits) | offset)
+  else:
+    order = np.lexsort((offset, code))
+  code, offset = code[order], offset[order]
+  starts = np.flatnonzero(np.append(True, (np.diff(code) != 0) | (np.diff(offset) != 0)))
+  return code[starts], offset[starts], np.add.reduceat(values[order], starts, axis=0)
+
+
+def _merge(parts):
+  code, offset, sums = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+  return _reduce(code, offset, sums)
+
+
+def _empty(width: int):
+  return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, width))
+
+
+def _labels(code: np.ndarray, names) -> Labels:
+  """Labels whose numbers are in the order of the strings, so that sorting needs no strings."""
+  table = np.array(list(names), dtype=np.str_) if len(names) else np.zeros(0, dtype="<U1")
+  order = np.argsort(table)
+  rank = np.empty(len(table), np.int64)
+  rank[order] = np.arange(len(table))
+  return Labels(rank[code], table[order])
