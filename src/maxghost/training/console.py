@@ -53,12 +53,12 @@ class Console:
   def start(self, total_steps: int, completed_steps: int) -> None:
     if not self._stream.isatty():
       return
+    from rich import progress
     from rich.console import Console as RichConsole
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
-    columns += (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
-    self._progress = Progress(*columns, console=RichConsole(file=self._stream), transient=True)
+    columns = ("training", progress.BarColumn(), progress.MofNCompleteColumn(), "{task.fields[loss]}")
+    columns += (progress.TimeElapsedColumn(), "left:", progress.TimeRemainingColumn())
+    self._progress = progress.Progress(*columns, console=RichConsole(file=self._stream), transient=True)
     self._task = self._progress.add_task("training", total=total_steps, completed=completed_steps, loss="")
     self._progress.start()
 

@@ -51,10 +51,9 @@ class Prefetcher:
   def _work(self) -> None:
     try:
       for _ in range(self._num_batches):
-        batch = next(self._iterator)
-        fetched = Fetched(batch, self._put(batch.arrays), self._iterator.state())
         if self._stop.is_set():
           return
-        self._queue.put(fetched)
+        batch = next(self._iterator)
+        self._queue.put(Fetched(batch, self._put(batch.arrays), self._iterator.state()))
     except BaseException as error:  # whatever it is belongs to the main thread
       self._queue.put(error)

@@ -1,0 +1,223 @@
+"""Saving and restoring a run: Orbax, in the background, newest good checkpoint first.
+
+A checkpoint `<run>/checkpoints/<step>/` holds the state after <step> completed steps:
+  items/      the state as a plain nested dict of arrays, {"model": {...}, "optimizer": {...}}, paths as in the model
+  positions/  JSON: where data, metrics and scores stood after that step, the config, one checksum per array
+A folder appears under its name only when all of it is on disk. What cannot be read, or does not match its checksums,
+is skipped with a message and set aside as <step>.unusable. What can be read but has other leaves than the model
+raises: a weight is never left at its initial value in silence.
+"""
+
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+
+from maxghost.checkpoint.checksum import checksums
+
+FORMAT_VERSION = 1
+UNUSABLE_SUFFIX = ".unusable"
+
+
+class CheckpointError(RuntimeError):
+  """A checkpoint does not fit the model, or none of the checkpoints can be used."""
+
+
+class Restored(NamedTuple):
+  """`tree`: the arrays, laid out as the abstract tree asked; `positions`: what `save` was given."""
+
+  step: int
+  tree: dict
+  positions: dict
+
+
+class CheckpointManager:
+  """The checkpoints of one run.
+
+  max_to_keep: older ones are removed in the background (0 = keep all). say: receives each message for the user.
+  """
+
+  def __init__(
+    self, directory: Path, *, max_to_keep: int = 2, asynchronous: bool = True, say: Callable[[str], None] = print
+  ):
+    self._directory = Path(directory).absolute()
+    self._say = say
+    # Orbax reports every phase of a save as a warning or info; what matters to the user is said here.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    self._remove_half_written()
+    options = ocp.CheckpointManagerOptions(
+      max_to_keep=max_to_keep or None,
+      enable_async_checkpointing=asynchronous,
+      # Made in the foreground, a folder that cannot be made raises at once; in the background it takes five minutes.
+      async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+    )
+    # Named here, so that what lies in a checkpoint is known before anything has been saved or restored.
+    handlers = {"items": ocp.StandardCheckpointHandler(), "positions": ocp.JsonCheckpointHandler()}
+    self._manager = ocp.CheckpointManager(self._directory, item_handlers=handlers, options=options)
+
+  def steps(self) -> list[int]:
+    """Completed steps of the checkpoints that lie there whole, oldest first."""
+    return sorted(self._manager.all_steps())
+
+  def path(self, step: int) -> Path:
+    return self._directory / str(step)
+
+  def save(self, step: int, tree: Mapping, positions: Mapping[str, Any]) -> None:
+    """Copies the arrays and writes them in the background; `tree` may be donated as soon as this returns.
+
+    Waits for an earlier save first. Raises CheckpointError where that one, or this one, could not be written.
+    """
+    tree = _with_raw_keys(tree)
+    flat = _flatten(tree)
+    record = dict(positions)
+    record["format"] = FORMAT_VERSION
+    record["checksums"] = dict(zip(flat, checksums(list(flat.values())), strict=True))
+    items = ocp.args.Composite(items=ocp.args.StandardSave(tree), positions=ocp.args.JsonSave(record))
+    self._guard(step, lambda: self._manager.save(step, args=items, force=True))
+
+  def wait(self) -> None:
+    """Returns when all saves are on disk. Raises CheckpointError where one failed."""
+    self._guard(None, self._manager.wait_until_finished)
+
+  def close(self) -> None:
+    self._manager.close()
+
+  def restore_latest(self, abstract_tree: Mapping) -> Restored | None:
+    """The newest checkpoint that is whole, or None where none has ever been made.
+
+    abstract_tree: ShapeDtypeStructs (with shardings) where the arrays shall be. Raises CheckpointError where a
+    readable checkpoint has missing, extra or unlike leaves, or where checkpoints exist and none can be used.
+    """
+    unusable = []
+    for step in reversed(self.steps()):
+      try:
+        restored = self._restore(step, abstract_tree)
+      except CheckpointError:
+        raise
+      except Exception as error:  # Orbax and TensorStore raise what they like for a damaged file
+        if "RESOURCE_EXHAUSTED" in str(error):
+          raise
+        unusable.append(step)
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+        self._say(f"maxghost: checkpoint {self.path(step)} cannot be used ({reason}); trying the one before")
+        continue
+      self._set_aside(unusable)
+      return restored._replace(tree=_with_typed_keys(restored.tree, abstract_tree))
+    if unusable:
+      raise CheckpointError(
+        f"none of the checkpoints in {self._directory} can be used: {', '.join(map(str, sorted(unusable)))}; "
+        "put a good one there, or remove them all to start again at step 0"
+      )
+    return None
+
+  def _restore(self, step: int, abstract_tree: Mapping) -> Restored:
+    wanted = _with_raw_keys(abstract_tree)
+    positions = self._manager.restore(step, args=ocp.args.Composite(positions=ocp.args.JsonRestore()))["positions"]
+    if positions.get("format", 0) > FORMAT_VERSION:
+      raise CheckpointError(
+        f"checkpoint {self.path(step)} has format {positions['format']}, this maxghost reads up to {FORMAT_VERSION}; "
+        "update maxghost"
+      )
+    stored = _flatten(self._manager.item_metadata(step)["items"].tree)
+    compare_leaves(self.path(step), stored, _flatten(wanted))
+    tree = self._manager.restore(step, args=ocp.args.Composite(items=ocp.args.StandardRestore(wanted)))["items"]
+    flat = _flatten(tree)
+    for name, found in zip(flat, checksums(list(flat.values())), strict=True):
+      if positions["checksums"].get(name) != found:
+        raise ValueError(f"the bytes of {name} changed since they were saved")
+    return Restored(step, tree, positions)
+
+  def _guard(self, step: int | None, work: Callable[[], Any]) -> None:
+    try:
+      work()
+      self._manager.check_for_errors()
+    except Exception as error:
+      which = f"checkpoint {self.path(step)}" if step is not None else f"a checkpoint in {self._directory}"
+      raise CheckpointError(f"{which} could not be written ({type(error).__name__}: {error})") from error
+
+  def _remove_half_written(self) -> None:
+    for path in sorted(self._directory.glob("*.orbax-checkpoint-tmp*")):
+      self._say(f"maxghost: checkpoint {path} was only half written and is removed")
+      shutil.rmtree(path, ignore_errors=True)
+
+  def _set_aside(self, steps: Iterable[int]) -> None:
+    """Renames unusable checkpoints, so that the run can save at their steps again and someone can look at them."""
+    for step in steps:
+      target = self._directory / f"{step}{UNUSABLE_SUFFIX}"
+      shutil.rmtree(target, ignore_errors=True)
+      self.path(step).rename(target)
+      self._say(f"maxghost: checkpoint {self.path(step)} is now called {target.name}")
+    self._manager.reload()
+
+
+def compare_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+  """Raises CheckpointError that names leaves which are missing, extra, or of another shape or dtype.
+
+  stored, wanted: leaf path -> anything with `shape` and `dtype`.
+  """
+  problems = []
+  if missing := sorted(wanted.keys() - stored.keys()):
+    problems.append(f"misses {_listed(missing)}")
+  if extra := sorted(stored.keys() - wanted.keys()):
+    problems.append(f"has {_listed(extra)}, unknown to the model")
+  for name in sorted(wanted.keys() & stored.keys()):
+    have, want = stored[name], wanted[name]
+    if tuple(have.shape) != tuple(want.shape) or have.dtype != want.dtype:
+      problems.append(f"{name} is {have.dtype}{list(have.shape)} there and {want.dtype}{list(want.shape)} in the model")
+  if problems:
+    more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+    raise CheckpointError(f"checkpoint {path} does not fit this model: {'; '.join(problems[:8])}{more}")
+
+
+def _listed(names: list[str], most: int = 6) -> str:
+  return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _flatten(tree: Any) -> dict[str, Any]:
+  """Leaves by slash path, in a fixed order; integer keys count as text."""
+  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+  return {"/".join(_key_text(key) for key in path): leaf for path, leaf in leaves}
+
+
+def _key_text(key: Any) -> str:
+  for attribute in ("key", "idx", "name"):
+    if hasattr(key, attribute):
+      return str(getattr(key, attribute))
+  raise TypeError(f"unknown key {key!r} in a checkpoint tree")
+
+
+def _is_typed_key(leaf: Any) -> bool:
+  return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _with_raw_keys(tree: Any) -> Any:
+  """Typed random keys become their uint32 words (Orbax stores numbers); abstract keys likewise."""
+
+  def raw(leaf):
+    if not _is_typed_key(leaf):
+      return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+      return jax.eval_shape(jax.random.key_data, leaf)
+    return jax.random.key_data(leaf)
+
+  return jax.tree.map(raw, tree)
+
+
+def _with_typed_keys(tree: Any, like: Any) -> Any:
+  """The other way round, where `like` has a typed key."""
+
+  def typed(leaf, model):
+    return jax.random.wrap_key_data(leaf, impl=_key_impl(model)) if _is_typed_key(model) else leaf
+
+  return jax.tree.map(typed, tree, like)
+
+
+def _key_impl(key: Any) -> Any:
+  """The generator of a key that may be abstract: only a traced key can be asked."""
+  found = []
+  jax.eval_shape(lambda k: found.append(jax.random.key_impl(k)), key)
+  return found[0]

@@ -1,0 +1,34 @@
+"""Tests run on CPU with eight virtual devices; marked tests are left out, with the reason, unless asked for."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+OPTIONS = {
+  "slow": ("--run-slow", "takes more than half a minute"),
+  "tpu_aot": ("--run-tpu-aot", "needs libtpu (extra `tpu`)"),
+  "network": ("--run-network", "needs a package registry"),
+  "hf": ("--run-hf", "needs the `hf` extra"),
+}
+
+
+def pytest_addoption(parser):
+  for mark, (option, reason) in OPTIONS.items():
+    parser.addoption(option, action="store_true", help=f"run the tests marked {mark}: {reason}")
+
+
+def pytest_report_header(config):
+  left_out = [f"{mark} ({why}): {option}" for mark, (option, why) in OPTIONS.items() if not config.getoption(option)]
+  return "left out unless asked for: " + "; ".join(left_out) if left_out else None
+
+
+def pytest_collection_modifyitems(config, items):
+  for item in items:
+    for mark, (option, reason) in OPTIONS.items():
+      if item.get_closest_marker(mark) and not config.getoption(option):
+        item.add_marker(pytest.mark.skip(reason=f"{reason}; run with {option}"))
