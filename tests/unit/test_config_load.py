@@ -81,6 +81,16 @@ def test_saved_configuration_reads_back_equal(tmp_path_factory, changed):
     assert again.flat()[key] == value and type(again.flat()[key]) is type(value)
 
 
+@pytest.mark.parametrize(
+  "text", ["\x85", "a\nb", "\r", "\u2028 x", "null", "", " a", "1e3", "~", "\t", "\ufeff", "#", "\U0001f47b"]
+)
+def test_awkward_texts_read_back_equal(tmp_path, text):
+  cfg = config.replace(config.load(), run_name=text, ghost_exclude=(text, "b,c"))
+  config.save(cfg, tmp_path / "config.yml")
+  assert config.load(tmp_path / "config.yml") == cfg
+  assert all(line.isprintable() or "\t" in line for line in values.to_yaml("run_name", text).splitlines())
+
+
 def test_random_changes_are_mostly_valid():
   """The round trip above leaves out what a rule forbids; it would prove nothing if rules forbade nearly all."""
   seen = []

@@ -22,6 +22,8 @@ INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}")
 # 1e5 is a whole number and a common way to write one; 1.5e3 and 5.0 are not accepted for an int.
 INT_EXPONENT = re.compile(r"[-+]?[0-9]+[eE]\+?[0-9]{1,2}")
 
+LINE_ENDS = frozenset("\n\r\x85\u2028\u2029")
+
 
 class WrongTypeError(Exception):
   """The value does not have the type of its key; the text says what is expected."""
@@ -154,12 +156,22 @@ def shown(value: Any) -> str:
   return repr(value)
 
 
+class _Dumper(yaml.SafeDumper):
+  """Writes text that holds any kind of line end in double quotes: elsewhere YAML folds line ends into spaces."""
+
+  def represent_text(self, text: str) -> yaml.Node:
+    breaks = not LINE_ENDS.isdisjoint(text)
+    return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if breaks else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
 def to_yaml(key: str, value: Any) -> str:
   """One `key: value` entry of a YAML file, with its line end; reading it gives the value back exactly."""
   plain = [_lists(item) for item in value] if isinstance(value, tuple) else value
   style = isinstance(plain, list)  # a list stays on its line; a top-level `{key: value}` never does
-  quotes = '"' if isinstance(plain, str) and "\n" in plain else None  # with these a line end is an escape
-  text = yaml.safe_dump(plain, default_style=quotes, default_flow_style=style, width=2**30, allow_unicode=True)
+  text = yaml.dump(plain, Dumper=_Dumper, default_flow_style=style, width=2**30, allow_unicode=True)
   return f"{key}: {text.removesuffix('...' + chr(10))}"
 
 
