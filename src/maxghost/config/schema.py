@@ -148,6 +148,10 @@ class GhostConfig:
     20, "draw new validation rows every this many steps; 0 = keep the first", minimum=0
   )
   ghost_exclude: tuple[str, ...] = key((), "path patterns (fnmatch) of parameters left unscored on purpose")
+  ghost_detail: str = key(
+    "layer", "what is kept beside each document's total: nothing, contributions per module, or per module and layer",
+    choices=("total", "module", "layer"),
+  )
   ghost_log_period: int = key(20, "steps per score file", minimum=1)
 
 

@@ -1,0 +1,21 @@
+"""The ghost engine: exact per-example scores from one backward pass, for any flax.nnx model."""
+
+from maxghost.ghost.attach import Twin, attach, split
+from maxghost.ghost.directions import DirectionSpec
+from maxghost.ghost.engine import AdamState, GhostEngine, GhostResult
+from maxghost.ghost.rules import Rule, rule
+from maxghost.ghost.variables import GhostDirection, GhostProbe
+
+__all__ = [
+  "AdamState",
+  "DirectionSpec",
+  "GhostDirection",
+  "GhostEngine",
+  "GhostProbe",
+  "GhostResult",
+  "Rule",
+  "Twin",
+  "attach",
+  "rule",
+  "split",
+]

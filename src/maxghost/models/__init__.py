@@ -1,0 +1,6 @@
+"""Models: plain flax.nnx modules with MaxText's parameter names. `create` and its abstract twin."""
+
+from maxghost.models.factory import create, create_abstract
+from maxghost.models.transformer import Transformer
+
+__all__ = ["Transformer", "create", "create_abstract"]

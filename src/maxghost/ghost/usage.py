@@ -1,0 +1,23 @@
+"""Which methods of which probed layers a loss really calls: learnt from one abstract trace."""
+
+import contextlib
+import contextvars
+
+_recorder: contextvars.ContextVar[dict | None] = contextvars.ContextVar("ghost_usage", default=None)
+
+
+@contextlib.contextmanager
+def record():
+  """Collects {(path, method): shapes of its arguments} of every probed call traced inside the block."""
+  used: dict[tuple[str, str], tuple] = {}
+  token = _recorder.set(used)
+  try:
+    yield used
+  finally:
+    _recorder.reset(token)
+
+
+def note(path: str, method: str, shapes: tuple) -> None:
+  used = _recorder.get()
+  if used is not None:
+    used[path, method] = shapes

@@ -1,0 +1,18 @@
+"""The two Variable types of the ghost engine.
+
+Both live in the probed twin only: never in the model a user holds, in optimizer state, in a checkpoint or in a
+parameter count (filter `nnx.Param`).
+"""
+
+from flax import nnx
+
+
+class GhostProbe(nnx.Variable):
+  """Zeros of shape [*stack, K, n] or [*stack, K, n, T], float32 or wider. Its gradient IS the score.
+
+  stack: the layer axes of a stacked module; K validation sets; n examples; T positions.
+  """
+
+
+class GhostDirection(nnx.Variable):
+  """What a parameter's gradient is scored against: [*stack, K, *parameter] or what such a direction is made from."""

@@ -1,0 +1,47 @@
+"""The optimizer and its learning-rate schedule, from optax.
+
+Clipping is not part of the chain: the step needs the clipping factor, which scores are multiplied by.
+"""
+
+import jax.numpy as jnp
+import optax
+
+from maxghost.config.schema import OptimizerConfig
+from maxghost.ghost.directions import DirectionSpec
+
+
+def learning_rate_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+  """Learning rate of step 0..steps-1. Warm-up rises linearly from exactly 0.
+
+  cosine: to learning_rate_final_fraction at the last step. wsd: constant, then linear decay over the last
+  wsd_decay_steps_fraction (Hu et al., arXiv:2404.06395). constant: no decay.
+  """
+  peak, final = cfg.learning_rate, cfg.learning_rate * cfg.learning_rate_final_fraction
+  warmup = int(steps * cfg.warmup_steps_fraction)
+  rest = max(steps - warmup, 1)
+  if cfg.lr_schedule_type == "cosine":
+    after = optax.cosine_decay_schedule(peak, rest, cfg.learning_rate_final_fraction)
+  elif cfg.lr_schedule_type == "wsd":
+    decay = max(int(steps * cfg.wsd_decay_steps_fraction), 1)
+    after = optax.join_schedules([optax.constant_schedule(peak), optax.linear_schedule(peak, final, decay)], [rest - decay])
+  else:
+    after = optax.constant_schedule(peak)
+  if warmup == 0:
+    return after
+  return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
+
+
+def make_optimizer(cfg: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+  """AdamW (decay on every parameter) or SGD. AdamW: Loshchilov and Hutter, arXiv:1711.05101."""
+  schedule = learning_rate_schedule(cfg, steps)
+  if cfg.opt_type == "sgd":
+    return optax.sgd(schedule)
+  return optax.adamw(
+    schedule, b1=cfg.adam_b1, b2=cfg.adam_b2, eps=cfg.adam_eps, weight_decay=cfg.adam_weight_decay, mu_dtype=jnp.float32
+  )
+
+
+def optimizer_spec(cfg: OptimizerConfig) -> DirectionSpec:
+  """The optimizer's own preconditioner, as the ledger needs it."""
+  kind = "adam" if cfg.opt_type == "adamw" else "sgd"
+  return DirectionSpec(kind, cfg.adam_b1, cfg.adam_b2, cfg.adam_eps)
