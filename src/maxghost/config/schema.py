@@ -91,11 +91,25 @@ class DataConfig:
   dataset_domains: tuple[str, ...] = key(
     (), "domains to train on; empty = all the source has (stdlib: code, docstrings, manual, tables)"
   )
-  dataset_domain_bytes: int = key(2_000_000, "cap on the bytes read per domain; 0 = no cap", minimum=0)
+  dataset_domain_bytes: int = key(
+    -1, "cap on the bytes read per domain; 0 = no cap, -1 = 2,000,000 for stdlib and synthetic, else none", minimum=-1
+  )
+  dataset_mixture: str = key(
+    "proportional", "proportional = every document once per epoch; weights = shares of the rows by dataset_weights; "
+    "epochs = each domain as many times per epoch as dataset_weights says",
+    choices=("proportional", "weights", "epochs"),
+  )
+  dataset_weights: tuple[str, ...] = key((), "domain=number for each domain; read by dataset_mixture")
+  on_corrupt: str = key("error", "a document or file that cannot be read ends the run, or is skipped and counted",
+                        choices=("error", "skip"))
   tokenizer_type: str = key("byte", "tokenizer", choices=("byte",))
   max_target_length: int = key(256, "sequence length T, tokens per row", minimum=2)
   per_device_batch_size: int = key(16, "rows per device and step", minimum=1)
   packing: bool = key(True, "pack several documents into a row, with segment ids")
+  grain_packing_type: str = key(
+    "first_fit", "first_fit = cut a document only where it is longer than a row; concat_then_split = cut at row ends",
+    choices=("first_fit", "concat_then_split"),
+  )
   max_segments_per_seq: int = key(-1, "documents a packed row can hold; -1 = one per 32 tokens, at most 32", minimum=-1)
   shuffle_window_bytes: int = key(
     8_388_608, "text read, shuffled and packed together; larger mixes better and takes more memory", minimum=1
@@ -107,9 +121,16 @@ class DataConfig:
   )
   add_bos: bool = key(True, "put a begin-of-document token before each document")
   add_eos: bool = key(True, "put an end-of-document token after each document")
+  grain_worker_count: int = key(
+    0, "processes that read, tokenize and pack ahead of the training; 0 = a thread of the main process", minimum=0
+  )
   ghost_val_domain: str = key("manual", "domain whose held-out documents form the validation set")
   ghost_val_fraction: float = key(
     0.25, "share of the validation domain's documents held out, chosen by document id", minimum=0.0, maximum=1.0
+  )
+  ghost_val_copies: str = key(
+    "drop", "training documents byte-identical to a held-out one: leave out and report, keep and report, or an error",
+    choices=("drop", "keep", "error"),
   )
 
 

@@ -1,6 +1,7 @@
 """Documents to packed batches, every segment traceable to its document. No module in here imports JAX when imported."""
 
-from maxghost.data.dataset import Dataset, DomainSummary, load_dataset
+from maxghost.data.build import load_dataset, make_dataset
+from maxghost.data.dataset import Dataset, DomainSummary
 from maxghost.data.reader import TrainIterator, merge_states
 from maxghost.data.sources.base import DocumentList, Source
 from maxghost.data.types import Batch, Document, DocumentId
@@ -15,5 +16,6 @@ __all__ = [
   "Source",
   "TrainIterator",
   "load_dataset",
+  "make_dataset",
   "merge_states",
 ]

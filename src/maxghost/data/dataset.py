@@ -1,53 +1,81 @@
-"""From the data section of the configuration to a dataset: documents, training batches, validation batches."""
+"""A dataset: documents by number, training batches, validation batches, and what there is to say about them."""
 
 import functools
 from dataclasses import dataclass
 
 import numpy as np
 
-from maxghost.config import ConfigError, did_you_mean
-from maxghost.config.schema import DataConfig
+from maxghost.config import ConfigError
 from maxghost.data import packing
-from maxghost.data.hashing import text_hash
+from maxghost.data.hashing import content_hash, permutation, text_hash
+from maxghost.data.packing import Layout, Rows
 from maxghost.data.reader import TrainIterator
-from maxghost.data.sources import stdlib, synthetic
 from maxghost.data.sources.base import Source
-from maxghost.data.split import Split
-from maxghost.data.tokenizers import ByteTokenizer, Tokenizer
+from maxghost.data.split import Split, check_domain, scan
+from maxghost.data.tokenizers import Tokenizer
 from maxghost.data.types import Batch, Document, DocumentId
-from maxghost.data.windows import Layout, Windows, pack_documents
+from maxghost.data.windows import TextUnits
 
 _VALIDATION = text_hash("validation order")
-_POOL_DOCUMENTS = 4096  # of a validation domain; further ones are held out too, and not read
+POOL_DOCUMENTS = 4096  # read of a validation domain; further ones are held out too, and not read
+_COPY_CANDIDATES = 100_000  # hashed at the start to find copies; where more qualify, copies are met on the way
 
 
 @dataclass(frozen=True, slots=True)
 class DomainSummary:
-  """Documents and text bytes of a domain, and how many of them are held out for validation."""
+  """Documents and text bytes of a domain, and how many of them are held out; bytes None where the format hides them."""
 
   domain: str
   documents: int
-  bytes: int
+  bytes: int | None
   held_out: int
-  held_out_bytes: int
+  held_out_bytes: int | None
+
+  @property
+  def line(self) -> str:
+    """`code: 140 documents, 1,973,463 bytes`, and the held-out part where there is one."""
+    text = f"{self.domain}: {self.documents:,} documents" + ("" if self.bytes is None else f", {self.bytes:,} bytes")
+    if self.held_out:
+      size = "" if self.held_out_bytes is None else f", {self.held_out_bytes:,} bytes"
+      text += f" ({self.held_out:,}{size} held out)"
+    return text
+
+
+@dataclass(frozen=True)
+class Part:
+  """A source with its split and its tokenized view; the training documents, or held-out files."""
+
+  source: Source
+  split: Split
+  units: TextUnits
 
 
 class Dataset:
   """Documents, split, packed and batched. Made by `load_dataset`.
 
-  train: the iterator of training batches (`next`, `state`, `restore`).
+  train: the iterator of training batches (`next`, `state`, `restore`). A document's number counts through the training
+  source, then through the held-out files.
   """
 
-  def __init__(self, source: Source, tokenizer: Tokenizer, layout: Layout, split: Split, windows: Windows,
-               val_domain: str, train: TrainIterator, seed: int):
-    self.source, self.tokenizer, self.layout = source, tokenizer, layout
-    self.train = train
+  def __init__(self, parts: list[Part], tokenizer: Tokenizer, layout: Layout, val_domain: str, train: TrainIterator,
+               seed: int):
+    self._parts, self.tokenizer, self.layout, self.train = parts, tokenizer, layout, train
     self.val_domain = val_domain
-    self._split, self._windows, self._seed = split, windows, seed
+    self._seed = seed
+
+  @property
+  def source(self) -> Source:
+    """The documents that training draws from (its held-out ones included)."""
+    return self._parts[0].source
+
+  @property
+  def domains(self) -> tuple[str, ...]:
+    return tuple(name for part in self._parts for name in part.source.domains)
 
   @property
   def fingerprint(self) -> str:
-    return self.source.fingerprint
+    """Changes with the data."""
+    return "-".join(part.source.fingerprint for part in self._parts)
 
   @property
   def max_segments(self) -> int:
@@ -55,33 +83,66 @@ class Dataset:
     return self.layout.max_segments
 
   def document(self, index: int) -> Document:
-    return self.source[int(index)]
+    source, place = self._locate(index)
+    return source[place]
 
   def document_id(self, index: int) -> DocumentId:
     """(domain, path, offset) of a document."""
-    return self.source.document_id(int(index))
+    source, place = self._locate(index)
+    return source.document_id(place)
+
+  def _locate(self, index: int) -> tuple[Source, int]:
+    place = int(index)
+    for part in self._parts:
+      if 0 <= place < len(part.source):
+        return part.source, place
+      place -= len(part.source)
+    raise IndexError(f"document {index} of {sum(len(part.source) for part in self._parts)}")
 
   @functools.cached_property
   def num_train_documents(self) -> int:
-    return len(self.source) - sum(entry.held_out for entry in self.summary())
+    return len(self.source) - sum(entry.held_out for entry in self.summary()[: len(self.source.domains)])
 
   @functools.cache  # noqa: B019 - one dataset per run
   def summary(self) -> tuple[DomainSummary, ...]:
-    """What each domain holds, in the order of the source's domains."""
-    indices = np.arange(len(self.source))
-    numbers = self.source.domain_numbers(indices)
-    out = self._split.held_out(indices)
-    sizes = np.array([len(self.source[int(index)].text) for index in indices], np.int64)
-    return tuple(
-      DomainSummary(
-        domain,
-        int((numbers == number).sum()),
-        int(sizes[numbers == number].sum()),
-        int(((numbers == number) & out).sum()),
-        int(sizes[(numbers == number) & out].sum()),
-      )
-      for number, domain in enumerate(self.source.domains)
-    )
+    """What each domain holds, in the order of the sources."""
+    return tuple(entry for part in self._parts for entry in _summary(part))
+
+  @functools.cached_property
+  def copies(self) -> tuple[int, ...] | None:
+    """Training documents that are byte-identical to a held-out one; None where finding them needs reading it all."""
+    texts = self.held_out_texts
+    sizes, hashes = np.unique([len(text) for text in texts]), {content_hash(text) for text in texts}
+    candidates = []
+    for indices in scan(len(self.source)):
+      lengths = self.source.sizes(indices)
+      if lengths is None:
+        return None
+      same = indices[np.isin(lengths, sizes)]
+      candidates.extend(same[~self._parts[0].split.held_out(same)].tolist())
+      if len(candidates) > _COPY_CANDIDATES:
+        return None
+    return tuple(index for index in candidates if content_hash(self.source[index].text) in hashes)
+
+  @functools.cached_property
+  def held_out_texts(self) -> tuple[bytes, ...]:
+    """Texts of the validation documents that are read, of all validation domains."""
+    texts = []
+    for part in self._parts:
+      for domain in part.source.domains:
+        texts.extend(part.source[index].text for index in part.split.pool(domain, POOL_DOCUMENTS).tolist())
+    return tuple(texts)
+
+  def notes(self) -> list[str]:
+    """Lines that a user should see at the start, besides the summary."""
+    found = self.copies
+    if not found:
+      return []
+    names = ", ".join("{}:{}:{}".format(*self.document_id(index)) for index in found[:3])
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    plural = "document is a byte-identical copy" if len(found) == 1 else "documents are byte-identical copies"
+    fate = "left out" if self._parts[0].units.drops_copies else "kept, as ghost_val_copies=keep asks"
+    return [f"{len(found)} training {plural} of held-out text ({fate}): {names}{more}"]
 
   def validation_batch(self, index: int, num_rows: int, domain: str | None = None) -> Batch:
     """Rows [index, index + 1) * num_rows of the held-out documents of a domain, packed; starts over at their end.
@@ -90,111 +151,47 @@ class Dataset:
     Raises ConfigError when the domain has no held-out documents.
     """
     rows = self._validation_rows(self.val_domain if domain is None else domain)
-    wanted = (index * num_rows + np.arange(num_rows)) % len(rows)
-    cuts = np.flatnonzero(np.diff(wanted) != 1) + 1
-    parts = []
-    for run in np.split(wanted, cuts):
-      filled = packing.fill(
-        rows, int(run[0]), int(run[-1]) + 1, self.layout.row_length, self.layout.max_segments, self.tokenizer.pad_id
-      )
-      parts.append(Batch(*filled, np.full(len(run), (index * num_rows) // len(rows), np.int64)))
-    return packing.join(parts)
+    numbers = (index * num_rows + np.arange(num_rows)).tolist()
+    pieces = [(rows, number % len(rows), number // len(rows)) for number in numbers]
+    return packing.fill(pieces, self.layout, self.tokenizer.pad_id)
 
-  @property
-  def num_validation_rows(self) -> int:
-    """Packed rows of the validation domain; `validation_batch` repeats after them."""
-    return len(self._validation_rows(self.val_domain))
+  def num_validation_rows(self, domain: str | None = None) -> int:
+    """Packed rows of a validation domain; `validation_batch` repeats after them."""
+    return len(self._validation_rows(self.val_domain if domain is None else domain))
 
   @functools.cache  # noqa: B019 - one dataset per run
-  def _validation_rows(self, domain: str) -> packing.Rows:
-    if domain not in self.source.domains:
-      hint = did_you_mean(domain, self.source.domains) or f"; the data has {', '.join(self.source.domains)}"
-      raise ConfigError(f"validation domain '{domain}' is not a domain of the data{hint}")
-    pool = self._split.pool(domain, _POOL_DOCUMENTS)
-    rows = pack_documents(self.source, pool, self.tokenizer, self.layout, (_VALIDATION, self._seed))
+  def _validation_rows(self, domain: str) -> Rows:
+    check_domain("validation domain", domain, self.domains)
+    first = 0
+    for part in self._parts:
+      if domain in part.source.domains:
+        break
+      first += len(part.source)
+    pool = part.split.pool(domain, POOL_DOCUMENTS)
+    encoded, _ = part.units.encode_documents(pool)
+    name = text_hash(domain)
+    rows = packing.pack(
+      encoded, self.layout, lambda size, what: permutation(size, _VALIDATION, text_hash(what), self._seed, name)
+    )
     if not len(rows):
       raise ConfigError(
-        f"validation domain '{domain}' has no held-out documents; ghost_val_domain={self.val_domain} has"
+        f"validation domain '{domain}' has no held-out documents; those of ghost_val_domain={self.val_domain} are "
+        "held out"
       )
-    return rows
+    return Rows(rows.tokens, rows.row_ends, rows.start, rows.length, rows.document + first, rows.offset)
 
 
-def load_dataset(cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *, batch_size: int | None = None,
-                 vocab_size: int | None = None) -> Dataset:
-  """The dataset of a configuration.
-
-  seed: of the document order and the split. batch_size: rows of the global batch (default: per_device_batch_size for
-  each shard); this process reads the rows of `shard` out of `num_shards`. vocab_size: the model's; checked against the
-  tokenizer's. Raises ConfigError for what the data cannot give.
-  """
-  tokenizer = ByteTokenizer()
-  if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-    raise ConfigError(
-      f"vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of tokenizer_type={cfg.tokenizer_type}; "
-      f"use vocab_size={tokenizer.vocab_size} or more"
-    )
-  source = _open(cfg, seed)
-  layout = Layout(cfg.max_target_length, _max_segments(cfg), cfg.packing, cfg.add_bos, cfg.add_eos)
-  split = Split(source, (cfg.ghost_val_domain,), cfg.ghost_val_fraction, seed)
-  batch_size = cfg.per_device_batch_size * num_shards if batch_size is None else batch_size
-  _check_shards(cfg, len(source), batch_size, num_shards)
-  pool = split.pool(cfg.ghost_val_domain, _POOL_DOCUMENTS)
-  _check_validation(cfg, len(pool))
-  if source.num_bytes < cfg.max_target_length:
-    raise ConfigError(
-      f"max_target_length={cfg.max_target_length} is longer than all the text, {source.num_bytes} bytes; "
-      "use a shorter row or more data"
-    )
-  windows = Windows(
-    source, split, tokenizer, layout, seed=seed, num_lanes=cfg.dataset_shards, window_bytes=cfg.shuffle_window_bytes,
-    held_out_texts=[source[int(index)].text for index in pool],
-  )
-  train = TrainIterator(
-    windows, layout, pad_id=tokenizer.pad_id, batch_size=batch_size, num_shards=num_shards, shard=shard,
-    fingerprint=_position_fingerprint(cfg, seed, batch_size, source.fingerprint),
-  )
-  return Dataset(source, tokenizer, layout, split, windows, cfg.ghost_val_domain, train, seed)
-
-
-def _open(cfg: DataConfig, seed: int) -> Source:
-  if cfg.dataset_type == "synthetic":
-    return synthetic.load(cfg.dataset_domains, cfg.dataset_domain_bytes, seed)
-  return stdlib.load(cfg.dataset_domains, cfg.dataset_domain_bytes)
-
-
-def _max_segments(cfg: DataConfig) -> int:
-  if not cfg.packing:
-    return 1
-  if cfg.max_segments_per_seq > 0:
-    return cfg.max_segments_per_seq
-  return max(1, min(32, cfg.max_target_length // 32))
-
-
-def _check_shards(cfg: DataConfig, num_documents: int, batch_size: int, num_shards: int) -> None:
-  lanes = cfg.dataset_shards
-  if batch_size % num_shards:
-    raise ConfigError(f"a global batch of {batch_size} rows does not divide over num_shards={num_shards}; use a multiple")
-  if batch_size % lanes:
-    raise ConfigError(
-      f"dataset_shards={lanes} does not divide the global batch of {batch_size} rows; "
-      f"use one of {', '.join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)}"
-    )
-  if num_documents < lanes:
-    raise ConfigError(f"dataset_shards={lanes} is more than the {num_documents} documents of the data; use fewer")
-
-
-def _check_validation(cfg: DataConfig, num_held_out: int) -> None:
-  if not num_held_out and cfg.ghost_val_fraction > 0:
-    raise ConfigError(
-      f"ghost_val_fraction={cfg.ghost_val_fraction} of the documents of ghost_val_domain={cfg.ghost_val_domain} is "
-      "none: the validation set is empty; use a larger share or a domain with more documents"
-    )
-
-
-def _position_fingerprint(cfg: DataConfig, seed: int, batch_size: int, source_fingerprint: str) -> str:
-  """Changes with everything a saved position depends on."""
-  settings = (
-    seed, batch_size, cfg.dataset_shards, cfg.max_target_length, _max_segments(cfg), cfg.packing, cfg.add_bos,
-    cfg.add_eos, cfg.shuffle_window_bytes, cfg.ghost_val_domain, cfg.ghost_val_fraction, cfg.tokenizer_type,
-  )
-  return f"{text_hash(source_fingerprint, *map(repr, settings)):016x}"
+def _summary(part: Part) -> list[DomainSummary]:
+  source = part.source
+  table = np.zeros((len(source.domains), 4), np.int64)  # documents, bytes, held-out documents, held-out bytes
+  sized = True
+  for indices in scan(len(source)):
+    numbers, out, sizes = source.domain_numbers(indices), part.split.held_out(indices), source.sizes(indices)
+    sized = sized and sizes is not None
+    weights = sizes if sizes is not None else np.zeros(len(indices), np.int64)
+    columns = (np.ones(len(indices)), weights, out, np.where(out, weights, 0))
+    table += np.stack([np.bincount(numbers, column, len(source.domains)) for column in columns], 1).astype(np.int64)
+  return [
+    DomainSummary(domain, row[0], row[1] if sized else None, row[2], row[3] if sized else None)
+    for domain, row in zip(source.domains, table.tolist(), strict=True)
+  ]

@@ -1,24 +1,59 @@
 """Documents into rows: cutting, placing, and filling the arrays of a batch. No Python per token.
 
-Letters: T positions of a row, S segments of a row, C chunks, R rows, B rows of one batch.
+Letters: N tokens, T positions of a row, S segments of a row, C chunks, R rows, B rows of one batch, D documents.
 A document of n tokens (begin and end tokens included) has n - 1 pairs of input and target. The pairs are cut into
 chunks of at most T; a chunk becomes one segment of one row. So each pair occurs exactly once, and no target lies in
 another document.
 """
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from maxghost.data.types import Batch
 
+FIRST_FIT, CONCAT = "first_fit", "concat_then_split"
+STRATEGIES = (FIRST_FIT, CONCAT)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
+class Layout:
+  """How tokens become rows. max_segments is S; with packing off a row holds one chunk."""
+
+  row_length: int
+  max_segments: int
+  strategy: str = FIRST_FIT
+  packing: bool = True
+  add_bos: bool = True
+  add_eos: bool = True
+
+  @property
+  def segments_per_row(self) -> int:
+    return self.max_segments if self.packing else 1
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+  """Tokens of documents laid end to end, with begin and end tokens.
+
+  tokens: uint16 or int32[N]. ends: int64[D]. documents: int64[D], index of each into the source.
+  token_bytes: int64[N], source bytes behind each token.
+  """
+
+  tokens: np.ndarray
+  ends: np.ndarray
+  documents: np.ndarray
+  token_bytes: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class Rows:
   """Packed rows, kept as where their segments lie in a token array; `fill` makes arrays of any of them.
 
-  tokens: int32[N]. row_ends: int64[R], chunks before the end of each row. Per chunk, in the order of the rows:
-  start: int64[C] first pair in `tokens`; length: int64[C] pairs; document: int64[C]; offset: int64[C] in bytes.
+  tokens: uint16 or int32[N]. row_ends: int64[R], chunks before the end of each row. Per chunk, in the order of the
+  rows: start: int64[C] first pair in `tokens`; length: int64[C] pairs; document: int64[C]; offset: int64[C] in bytes.
   """
 
   tokens: np.ndarray
@@ -31,10 +66,20 @@ class Rows:
   def __len__(self) -> int:
     return len(self.row_ends)
 
+  @functools.cached_property
+  def lists(self) -> tuple[list[int], ...]:
+    """row_ends, start, length, document, offset as lists: single elements of those are read several times faster."""
+    return tuple(x.tolist() for x in (self.row_ends, self.start, self.length, self.document, self.offset))
+
+
+def token_dtype(vocab_size: int) -> type:
+  """The smallest type that the packed tokens are kept in; batches are int32."""
+  return np.uint16 if vocab_size <= 1 << 16 else np.int32
+
 
 def cut(ends: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Chunks of documents whose tokens end at `ends`: which document, first pair, number of pairs (int64[C] each)."""
-  starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
+  starts = _starts(ends)
   pairs = np.maximum(ends - starts - 1, 0)
   chunks = -(-pairs // row_length)
   document = np.repeat(np.arange(len(ends)), chunks)
@@ -58,7 +103,8 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[n
   open_rows: list[list[int]] = [[] for _ in range(row_length + 1)]  # by room left
   segments: dict[int, int] = {}
   rooms = 0  # bit r is set when some open row has room r
-  for chunk, size in zip(order[num_full:].tolist(), length[order[num_full:]].tolist(), strict=True):
+  placed = []
+  for size in length[order[num_full:]].tolist():
     fitting = rooms >> size
     if fitting:
       room = size + (fitting & -fitting).bit_length() - 1
@@ -69,71 +115,84 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[n
     else:
       here, room = num_rows, row_length - size
       num_rows += 1
-    row[chunk] = here
+    placed.append(here)
     used = segments[here] = segments.get(here, 0) + 1
     if room and used < max_segments:
       open_rows[room].append(here)
       rooms |= 1 << room
+  row[order[num_full:]] = placed
   return row, num_rows
 
 
-def pack(tokens: np.ndarray, ends: np.ndarray, row_length: int, max_segments: int, row_order) -> Rows:
-  """Rows of the documents in `tokens` (int32[N], ends int64[D]); `document` and `offset` count within this call.
+def concat(ends: np.ndarray, order: np.ndarray, row_length: int, max_segments: int) -> tuple[np.ndarray, ...]:
+  """Documents in `order` laid end to end and cut where a row is full (or holds max_segments).
 
-  row_order: a function of R that returns the order of the rows, int64[R].
+  Returns document, first pair, number of pairs and row of each chunk (int64[C] each).
   """
-  document, start, length = cut(ends, row_length)
-  row, num_rows = first_fit(length, row_length, max_segments)
+  starts = _starts(ends)
+  first = starts[order].tolist()
+  pairs = np.maximum(ends - starts - 1, 0)[order].tolist()
+  chunks: list[tuple[int, int, int, int]] = []
+  row, room, used = 0, row_length, 0
+  for document, begin, left in zip(order.tolist(), first, pairs, strict=True):
+    while left:
+      size = min(left, room)
+      chunks.append((document, begin, size, row))
+      begin, left, room, used = begin + size, left - size, room - size, used + 1
+      if not room or used == max_segments:
+        row, room, used = row + 1, row_length, 0
+  return tuple(np.array(chunks, np.int64).reshape(-1, 4).T)
+
+
+def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarray]) -> Rows:
+  """Rows of the documents. order(n, name): a pseudo-random order of n things, int64[n], one for each name."""
+  ends, segments = encoded.ends, layout.segments_per_row
+  if layout.strategy == CONCAT and layout.packing:
+    document, start, length, row = concat(ends, order(len(ends), "documents"), layout.row_length, segments)
+    num_rows = int(row[-1]) + 1 if len(row) else 0
+  else:
+    document, start, length = cut(ends, layout.row_length)
+    row, num_rows = first_fit(length, layout.row_length, segments)
   place = np.empty(num_rows, np.int64)
-  place[row_order(num_rows)] = np.arange(num_rows)
+  place[order(num_rows, "rows")] = np.arange(num_rows)
   row = place[row]
-  order = np.argsort(row, kind="stable")
+  by_row = np.argsort(row, kind="stable")
+  start, document = start[by_row], document[by_row]
+  before = np.concatenate(([0], np.cumsum(encoded.token_bytes)))
+  offset = before[start] - before[_starts(ends)[document]]
   row_ends = np.cumsum(np.bincount(row, minlength=num_rows))
-  return Rows(tokens, row_ends, start[order], length[order], document[order], start[order])
+  return Rows(encoded.tokens, row_ends, start, length[by_row], encoded.documents[document], offset)
 
 
-def fill(rows: Rows, first: int, stop: int, row_length: int, max_segments: int, pad_id: int) -> tuple[dict, ...]:
-  """Arrays of the rows first..stop: {name: int32[B, T]}, document_BS and offset_BS (int64, -1 where there is none)."""
-  num_rows = stop - first
-  low = int(rows.row_ends[first - 1]) if first else 0
-  high = int(rows.row_ends[stop - 1]) if stop > first else low
-  per_row = np.diff(rows.row_ends[first:stop], prepend=low)
-  length = rows.length[low:high]
-  row = np.repeat(np.arange(num_rows), per_row)
-  slot = np.arange(high - low) - np.repeat(np.cumsum(per_row) - per_row, per_row)
-  before = np.cumsum(length) - length  # pairs of this batch before the chunk
-  in_row = before - np.repeat(before[np.cumsum(per_row) - per_row], per_row) if high > low else before
-  position = (np.arange(int(length.sum())) - np.repeat(before, length)).astype(np.int32)
-  source = np.repeat(rows.start[low:high], length) + position
-  target = np.repeat(row * row_length + in_row, length) + position
+def _starts(ends: np.ndarray) -> np.ndarray:
+  return np.concatenate(([0], ends[:-1])).astype(np.int64)[: len(ends)]
 
-  def spread(values, empty: int) -> np.ndarray:
-    out = np.full(num_rows * row_length, empty, np.int32)
-    out[target] = values
-    return out.reshape(num_rows, row_length)
 
-  positions = spread(position, 0)
-  segmentation = spread(np.repeat((slot + 1).astype(np.int32), length), 0)
+def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -> Batch:
+  """The batch of the rows (rows, number of the row, epoch) in `pieces`. Costs a few slices per segment."""
+  B, T, S = len(pieces), layout.row_length, layout.max_segments
+  inputs = np.full((B, T), pad_id, np.int32)
+  targets = np.full((B, T), pad_id, np.int32)
+  positions = np.zeros((B, T), np.int32)
+  segmentation = np.zeros((B, T), np.int32)
+  document_BS = np.full((B, S), -1, np.int64)
+  offset_BS = np.full((B, S), -1, np.int64)
+  counting = np.arange(T, dtype=np.int32)
+  for b, (rows, number, _) in enumerate(pieces):
+    row_ends, start, length, document, offset = rows.lists
+    first, stop, column = (row_ends[number - 1] if number else 0), row_ends[number], 0
+    for slot, chunk in enumerate(range(first, stop)):
+      begin, size = start[chunk], length[chunk]
+      place = slice(column, column + size)
+      inputs[b, place] = rows.tokens[begin : begin + size]
+      targets[b, place] = rows.tokens[begin + 1 : begin + size + 1]
+      positions[b, place] = counting[:size]
+      segmentation[b, place] = slot + 1
+      column += size
+    document_BS[b, : stop - first] = document[first:stop]
+    offset_BS[b, : stop - first] = offset[first:stop]
   arrays = {
-    "inputs": spread(rows.tokens[source], pad_id),
-    "inputs_position": positions,
-    "inputs_segmentation": segmentation,
-    "targets": spread(rows.tokens[source + 1], pad_id),
-    "targets_position": positions,
-    "targets_segmentation": segmentation,
+    "inputs": inputs, "inputs_position": positions, "inputs_segmentation": segmentation,
+    "targets": targets, "targets_position": positions, "targets_segmentation": segmentation,
   }
-  document_BS = np.full((num_rows, max_segments), -1, np.int64)
-  offset_BS = document_BS.copy()
-  document_BS[row, slot] = rows.document[low:high]
-  offset_BS[row, slot] = rows.offset[low:high]
-  return arrays, document_BS, offset_BS
-
-
-def join(parts: list[Batch]) -> Batch:
-  """One batch of the rows of several, in order."""
-  if len(parts) == 1:
-    return parts[0]
-  return Batch(
-    {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays},
-    *(np.concatenate([getattr(part, name) for part in parts]) for name in ("document_BS", "offset_BS", "epoch_B")),
-  )
+  return Batch(arrays, document_BS, offset_BS, np.array([epoch for _, _, epoch in pieces], np.int64))

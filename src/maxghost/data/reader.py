@@ -1,59 +1,106 @@
 """The training iterator: batches from lanes, a position to save and restore, shards for several processes."""
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-
-import numpy as np
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from maxghost.config import ConfigError
 from maxghost.data import packing
+from maxghost.data.feeds import ThreadFeed, WorkerFeed
+from maxghost.data.order import RowMixture
 from maxghost.data.types import Batch
-from maxghost.data.windows import Layout, Windows
+from maxghost.data.windows import Windows
 
 _STATE_VERSION = 1
 
 
-class Lane:
-  """One stream of rows without end: window after window, epoch after epoch. Prepares the next window ahead of time."""
+@dataclass(frozen=True)
+class Stream:
+  """Rows of one part of the data (all of it, or a domain): its windows by lane."""
 
-  def __init__(self, windows: Windows, number: int, pool: ThreadPoolExecutor):
-    self._windows, self._number, self._pool = windows, number, pool
+  name: str
+  windows: Windows
+
+
+class Cursor:
+  """A place in one lane of one stream: window after window, epoch after epoch, without end."""
+
+  def __init__(self, stream: Stream, lane: int, feed: ThreadFeed | WorkerFeed, met: Callable[[dict[str, int]], None]):
+    self._stream, self._lane, self._feed, self._met = stream, lane, feed, met
     self._rows: packing.Rows | None = None
-    self._ahead: tuple[tuple[int, int], Future] | None = None
-    self.position = (0, 0, 0)  # epoch, window, next row in it
+    self.place = (0, 0, 0)  # epoch, window, next row in it
 
-  def seek(self, position: tuple[int, int, int]) -> None:
-    self.position, self._rows, self._ahead = position, None, None
+  def seek(self, place: tuple[int, int, int]) -> None:
+    self.place, self._rows = place, None
 
-  def take(self, count: int) -> list[tuple[packing.Rows, int, int, int]]:
-    """The next `count` rows as pieces (rows, first, stop, epoch)."""
-    pieces = []
-    while count:
-      epoch, window, row = self.position
-      rows = self._window(epoch, window)
-      if row >= len(rows):
-        self._rows, self.position = None, (*self._after(epoch, window), 0)
-        continue
-      stop = min(row + count, len(rows))
-      pieces.append((rows, row, stop, epoch))
-      count -= stop - row
-      self.position = (epoch, window, stop)
-      if self._ahead is None and 2 * stop >= len(rows):
-        following = self._after(epoch, window)
-        self._ahead = (following, self._pool.submit(self._windows.make, self._number, *following))
-    return pieces
+  def next_row(self) -> tuple[packing.Rows, int, int]:
+    """(rows, number of the row, epoch)."""
+    empty = 0
+    while True:
+      epoch, window, row = self.place
+      if self._rows is None:
+        made = self._feed.get(epoch, window)
+        self._rows = made.rows
+        if not row:
+          self._met(made.counts)
+      if row < len(self._rows):
+        break
+      empty += not len(self._rows)
+      self._rows, self.place = None, (*self._after(epoch, window), 0)
+      if empty > self._stream.windows.num_windows(self._lane):
+        raise ConfigError(
+          f"there is nothing to train on in {self._stream.name or 'the data'}: every document is held out for "
+          "validation, empty or left out; use a smaller ghost_val_fraction or more data"
+        )
+    self.place = (epoch, window, row + 1)
+    if 2 * (row + 1) >= len(self._rows):
+      self._feed.look_ahead(*self._after(epoch, window))
+    return self._rows, row, epoch
 
   def _after(self, epoch: int, window: int) -> tuple[int, int]:
-    return (epoch, window + 1) if window + 1 < self._windows.num_windows(self._number) else (epoch + 1, 0)
+    return (epoch, window + 1) if window + 1 < self._stream.windows.num_windows(self._lane) else (epoch + 1, 0)
 
-  def _window(self, epoch: int, window: int) -> packing.Rows:
-    if self._rows is None:
-      ahead, self._ahead = self._ahead, None
-      if ahead is not None and ahead[0] == (epoch, window):
-        self._rows = ahead[1].result()
-      else:
-        self._rows = self._windows.make(self._number, epoch, window)
-    return self._rows
+
+class Lane:
+  """Rows without end, from one stream or from several by a mixture."""
+
+  def __init__(self, number: int, cursors: list[Cursor], mixture: RowMixture | None):
+    self._number, self._mixture = number, mixture
+    self.cursors = cursors
+    self.num_rows = 0
+
+  def take(self, count: int) -> list[tuple[packing.Rows, int, int]]:
+    """The next `count` rows."""
+    if self._mixture is None:
+      out = [self.cursors[0].next_row() for _ in range(count)]
+    else:
+      streams = self._mixture.domains(self._number, self.num_rows, count).tolist()
+      out = [self.cursors[stream].next_row() for stream in streams]
+    self.num_rows += count
+    return out
+
+
+@dataclass(frozen=True)
+class Sharding:
+  """Which rows of the global batch this process reads: those of `shard` out of `num_shards`."""
+
+  batch_size: int
+  num_shards: int = 1
+  shard: int = 0
+
+  @property
+  def rows(self) -> tuple[int, int]:
+    return (
+      self.shard * self.batch_size // self.num_shards,
+      (self.shard + 1) * self.batch_size // self.num_shards,
+    )
+
+
+@dataclass(frozen=True)
+class Identity:
+  """What a saved position belongs to: a digest of data and settings, and of each file while there are not too many."""
+
+  fingerprint: str
+  files: dict[str, str]
 
 
 class TrainIterator(Iterator[Batch]):
@@ -61,63 +108,92 @@ class TrainIterator(Iterator[Batch]):
 
   The rows of a global batch come from the lanes in order, the same number from each; shard s holds rows
   [s, s + 1) * batch_size / num_shards. So the shards' batches laid end to end are the batch of a single process.
+  `counts` tells what reading has met so far (documents, bytes, tokens, rows, empty, copies, corrupt), for the windows
+  that this process began.
   """
 
-  def __init__(self, windows: Windows, layout: Layout, *, pad_id: int, batch_size: int, num_shards: int, shard: int,
-               fingerprint: str):
-    self._windows, self._layout, self._pad_id, self._fingerprint = windows, layout, pad_id, fingerprint
-    self._per_lane = batch_size // windows.num_lanes
-    low, high = shard * batch_size // num_shards, (shard + 1) * batch_size // num_shards
-    pool = ThreadPoolExecutor(1, thread_name_prefix="maxghost-data")
+  def __init__(self, streams: list[Stream], mixture: RowMixture | None, layout: packing.Layout, *, pad_id: int,
+               num_lanes: int, sharding: Sharding, identity: Identity, make_feed: Callable):
+    self._layout, self._pad_id, self._identity = layout, pad_id, identity
+    self._names = [stream.name for stream in streams]
+    self._per_lane = sharding.batch_size // num_lanes
+    self.counts: dict[str, int] = {}
+    low, high = sharding.rows
     self._lanes: dict[int, Lane] = {}
     self._slices: dict[int, tuple[int, int]] = {}
     for number in range(low // self._per_lane, -(-high // self._per_lane)):
-      self._lanes[number] = Lane(windows, number, pool)
+      cursors = [Cursor(stream, number, make_feed(stream.windows, number), self._met) for stream in streams]
+      self._lanes[number] = Lane(number, cursors, mixture)
       begin = number * self._per_lane
       self._slices[number] = (max(low - begin, 0), min(high - begin, self._per_lane))
     self._batches = 0
 
+  def _met(self, counts: dict[str, int]) -> None:
+    for name, value in counts.items():
+      self.counts[name] = self.counts.get(name, 0) + value
+
   def __next__(self) -> Batch:
-    parts = []
+    pieces = []
     for number, lane in self._lanes.items():
       first, stop = self._slices[number]
-      lane.take(first)
-      parts.extend(self._batch(*piece) for piece in lane.take(stop - first))
-      lane.take(self._per_lane - stop)
+      pieces.extend(lane.take(self._per_lane)[first:stop])
     self._batches += 1
-    return packing.join(parts)
+    return packing.fill(pieces, self._layout, self._pad_id)
 
-  def _batch(self, rows: packing.Rows, first: int, stop: int, epoch: int) -> Batch:
-    layout = self._layout
-    filled = packing.fill(rows, first, stop, layout.row_length, layout.max_segments, self._pad_id)
-    return Batch(*filled, np.full(stop - first, epoch, np.int64))
+  @property
+  def packing_efficiency(self) -> float:
+    """Share of the positions that hold a token, over the windows met so far."""
+    return self.counts.get("tokens", 0) / max(1, self.counts.get("rows", 0) * self._layout.row_length)
 
   def state(self) -> dict:
     """The position after the last batch, as JSON can hold it."""
-    lanes = {str(number): list(lane.position) for number, lane in self._lanes.items()}
-    return {"version": _STATE_VERSION, "fingerprint": self._fingerprint, "batches": self._batches, "lanes": lanes}
+    lanes = {
+      str(number): {
+        "rows": lane.num_rows,
+        "streams": {
+          name: list(cursor.place) for name, cursor in zip(self._names, lane.cursors, strict=True)
+        },
+      }
+      for number, lane in self._lanes.items()
+    }
+    return {
+      "version": _STATE_VERSION, "fingerprint": self._identity.fingerprint, "files": self._identity.files,
+      "batches": self._batches, "lanes": lanes,
+    }
 
   def restore(self, state: dict) -> None:
     """Continues from a `state()` of the same data and settings, at any number of shards that it holds the lanes of.
 
-    Raises ConfigError when the data changed or a lane is missing.
+    Raises ConfigError when the data changed (the files are named) or a lane is missing.
     """
+    self._check(state)
+    for number, lane in self._lanes.items():
+      saved = state["lanes"][str(number)]
+      lane.num_rows = saved["rows"]
+      for name, cursor in zip(self._names, lane.cursors, strict=True):
+        epoch, window, row = saved["streams"][name]
+        cursor.seek((epoch, window, row))
+    self._batches = state["batches"]
+
+  def _check(self, state: dict) -> None:
     if state.get("version") != _STATE_VERSION:
-      raise ConfigError(f"data position has version {state.get('version')}, this program reads {_STATE_VERSION}")
-    if state["fingerprint"] != self._fingerprint:
+      raise ConfigError(f"data position has version {state.get('version')}, but this program reads {_STATE_VERSION}")
+    if state["fingerprint"] != self._identity.fingerprint:
+      then, now = state["files"], self._identity.files
+      changed = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+      named = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+      what = f"changed: {named}" if changed else (
+        f"fingerprint {state['fingerprint']} then, {self._identity.fingerprint} now"
+      )
       raise ConfigError(
-        f"the data changed since the position was saved (fingerprint {state['fingerprint']} then, {self._fingerprint} "
-        "now); restore the old files and data settings, or start a new run with another run_name"
+        f"the data or its settings changed since the position was saved ({what}); restore them, or start a new run "
+        "with another run_name"
       )
     missing = [number for number in self._lanes if str(number) not in state["lanes"]]
     if missing:
       raise ConfigError(
         f"the saved data position has no lanes {missing}; join the positions of all processes with data.merge_states"
       )
-    for number, lane in self._lanes.items():
-      epoch, window, row = state["lanes"][str(number)]
-      lane.seek((epoch, window, row))
-    self._batches = state["batches"]
 
 
 def merge_states(states: list[dict]) -> dict:
@@ -125,6 +201,6 @@ def merge_states(states: list[dict]) -> dict:
   merged = {**states[0], "lanes": {}}
   for state in states:
     if {**state, "lanes": {}} != {**merged, "lanes": {}}:
-      raise ConfigError("data positions of different steps or data cannot be joined")
+      raise ConfigError("data positions of different steps or of different data cannot be joined")
     merged["lanes"].update(state["lanes"])
   return merged

@@ -11,34 +11,30 @@ _SCAN = 1 << 20  # documents looked at together
 
 
 class Split:
-  """The held-out share of the validation domains."""
+  """The held-out share of the validation domains. Those not of this source (held-out files, say) are left alone."""
 
   def __init__(self, source: Source, val_domains: tuple[str, ...], fraction: float, seed: int):
-    for domain in val_domains:
-      if domain not in source.domains:
-        hint = did_you_mean(domain, source.domains) or f"; the data has {', '.join(source.domains)}"
-        raise ConfigError(f"ghost_val_domain={domain} is not a domain of the data{hint}")
     self._source = source
-    self._limit = np.uint64(min(int(fraction * 2**64), 2**64 - 1))
-    self._nothing = fraction <= 0.0
-    self._all = fraction >= 1.0
+    self._nothing, self._all = fraction <= 0.0, fraction >= 1.0
+    self._limit = np.uint64(0) if self._nothing or self._all else np.uint64(int(fraction * 2**64))
     self._seed = seed
-    self._numbers = np.array([source.domains.index(domain) for domain in val_domains], np.int64)
+    self._numbers = np.array([source.domains.index(name) for name in val_domains if name in source.domains], np.int64)
 
   def held_out(self, indices: np.ndarray) -> np.ndarray:
     """bool[n]: whether each document is held out."""
-    if self._nothing or not len(indices):
+    if self._nothing or not len(indices) or not len(self._numbers):
       return np.zeros(len(indices), bool)
     inside = np.isin(self._source.domain_numbers(indices), self._numbers)
-    if self._all:
+    if self._all or not inside.any():
       return inside
-    return inside & (combine(_SPLIT, self._seed, self._source.id_hashes(indices)) < self._limit)
+    hashes = combine(_SPLIT, self._seed, self._source.id_hashes(indices[inside]))
+    inside[inside] = hashes < self._limit
+    return inside
 
   def pool(self, domain: str, limit: int) -> np.ndarray:
     """int64[n]: the first `limit` held-out documents of a domain, by number."""
     number, found, total = self._source.domains.index(domain), [], 0
-    for first in range(0, len(self._source), _SCAN):
-      indices = np.arange(first, min(first + _SCAN, len(self._source)))
+    for indices in scan(len(self._source)):
       indices = indices[self._source.domain_numbers(indices) == number]
       indices = indices[self.held_out(indices)]
       found.append(indices)
@@ -46,3 +42,16 @@ class Split:
       if total >= limit:
         break
     return np.concatenate(found)[:limit] if found else np.empty(0, np.int64)
+
+
+def scan(size: int):
+  """0..size-1 in arrays of bounded length."""
+  for first in range(0, size, _SCAN):
+    yield np.arange(first, min(first + _SCAN, size))
+
+
+def check_domain(key: str, name: str, domains: tuple[str, ...]) -> None:
+  """Raises ConfigError when `name`, the value of `key`, is no domain of the data."""
+  if name not in domains:
+    hint = did_you_mean(name, domains) or f"; the data has {', '.join(domains)}"
+    raise ConfigError(f"{key}={name} is not a domain of the data{hint}")

@@ -1,118 +1,150 @@
-"""The order of the training documents, and their packing window by window.
+"""Window by window: units of a source read, tokenized and packed into shuffled rows.
 
-An epoch is a pseudo-random order of all documents. Its positions are dealt to `num_lanes` lanes (position p to lane
-p mod num_lanes), and each lane's documents are taken in windows. A window is read, tokenized, packed into rows, and its
-rows are shuffled: a pure function of (lane, epoch, window). So a position in the data is three small numbers per lane,
-there is no packing remainder outside of a window, and any process can compute any lane.
+The positions of an epoch are dealt to lanes (position p to lane p mod num_lanes), and each lane's positions are taken
+in windows. A window is a pure function of (lane, epoch, window). So a place in the data is three small numbers per
+lane, there is no packing remainder outside of a window, and any process or worker can compute any window.
 """
 
-import threading
-from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from maxghost.config import ConfigError
 from maxghost.data import packing
-from maxghost.data.hashing import content_hash, permutation, shuffled_index, text_hash
-from maxghost.data.sources.base import Source
+from maxghost.data.hashing import content_hash, permutation, text_hash
+from maxghost.data.packing import Encoded, Layout, Rows
+from maxghost.data.sources.base import CorruptError, Source
 from maxghost.data.split import Split
 from maxghost.data.tokenizers import Tokenizer
 
-_ORDER = text_hash("document order")
-_ROWS = text_hash("row order")
+
+class Window(NamedTuple):
+  """Rows, and what was met in making them (documents, bytes, empty, copies, corrupt)."""
+
+  rows: Rows
+  counts: dict[str, int]
 
 
-@dataclass(frozen=True)
-class Layout:
-  """How tokens become rows."""
+class Units(Protocol):
+  """What can be read at random: documents, or blocks of prepared documents. mean_bytes: text bytes of one."""
 
-  row_length: int
-  max_segments: int
-  packing: bool
-  add_bos: bool
-  add_eos: bool
+  mean_bytes: int
 
+  def __len__(self) -> int: ...
 
-class Counts:
-  """What reading met, over all windows so far; safe to add to from several threads."""
-
-  def __init__(self):
-    self._lock = threading.Lock()
-    self.values: dict[str, int] = {}
-
-  def add(self, **more: int) -> None:
-    with self._lock:
-      for name, value in more.items():
-        self.values[name] = self.values.get(name, 0) + value
+  def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
+    """Training documents of the units (held-out ones left out), and counts of what was met."""
 
 
-def pack_documents(source: Source, indices: np.ndarray, tokenizer: Tokenizer, layout: Layout, order_seeds: tuple,
-                   texts: list[bytes] | None = None) -> packing.Rows:
-  """Rows of the documents `indices`; `document` is the index into the source, `offset` the byte in the document."""
-  texts = [source[int(index)].text for index in indices] if texts is None else texts
-  tokens, ends = tokenizer.encode(texts)
-  tokens, ends = frame(tokens, ends, tokenizer, layout)
-  segments = layout.max_segments if layout.packing else 1
-  rows = packing.pack(tokens, ends, layout.row_length, segments, lambda size: permutation(size, *order_seeds))
-  before = np.concatenate(([0], np.cumsum(tokenizer.token_bytes(tokens))))
-  starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
-  offset = before[rows.start] - before[starts[rows.document]]
-  return packing.Rows(rows.tokens, rows.row_ends, rows.start, rows.length, np.asarray(indices)[rows.document], offset)
+class TextUnits:
+  """Documents of a source, tokenized as they are read. A unit is a document."""
+
+  def __init__(self, source: Source, split: Split, tokenizer: Tokenizer, layout: Layout, *, on_corrupt: str,
+               held_out_texts: tuple[bytes, ...] = ()):
+    self._source, self._split, self._tokenizer, self._layout = source, split, tokenizer, layout
+    self._on_corrupt = on_corrupt
+    self._copies = {content_hash(text) for text in held_out_texts}
+    self._copy_sizes = {len(text) for text in held_out_texts}
+    self.mean_bytes = max(1, source.num_bytes // max(1, len(source)))
+
+  @property
+  def drops_copies(self) -> bool:
+    return bool(self._copies)
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
+    return self._encode(units[~self._split.held_out(units)], self._copies)
+
+  def encode_documents(self, indices: np.ndarray) -> tuple[Encoded, dict[str, int]]:
+    """The documents `indices`, whether held out or not."""
+    return self._encode(indices, set())
+
+  def _encode(self, indices: np.ndarray, copies: set[bytes]) -> tuple[Encoded, dict[str, int]]:
+    kept, texts = [], []
+    counts = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt"), 0)
+    for index, text in zip(indices.tolist(), self._texts(indices, counts), strict=True):
+      if text is None:
+        continue
+      if not text:
+        counts["empty"] += 1
+      elif copies and len(text) in self._copy_sizes and content_hash(text) in copies:
+        counts["copies"] += 1
+      else:
+        kept.append(index)
+        texts.append(text)
+    counts["documents"] += len(kept)
+    counts["bytes"] += sum(map(len, texts))
+    return encode_texts(texts, np.array(kept, np.int64), self._tokenizer, self._layout), counts
+
+  def _texts(self, indices: np.ndarray, counts: dict[str, int]) -> list[bytes | None]:
+    """The texts; None for a corrupt document where those are skipped."""
+    try:
+      return self._source.texts(indices)
+    except CorruptError as error:
+      if self._on_corrupt == "error":
+        raise ConfigError(f"{error}; repair or remove it, or use on_corrupt=skip") from error
+    out: list[bytes | None] = []
+    for index in indices:
+      try:
+        out.append(self._source.texts(np.array([index]))[0])
+      except CorruptError:
+        counts["corrupt"] += 1
+        out.append(None)
+    return out
 
 
-def frame(tokens: np.ndarray, ends: np.ndarray, tokenizer: Tokenizer, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-  """The token array with begin and end tokens around each document, and the new ends."""
-  extra = int(layout.add_bos) + int(layout.add_eos)
-  if not extra or not len(ends):
-    return tokens, ends
-  lengths = np.diff(ends, prepend=0)
-  number = np.arange(len(ends))
-  new_ends = ends + (number + 1) * extra
-  out = np.empty(len(tokens) + extra * len(ends), np.int32)
-  out[np.arange(len(tokens)) + np.repeat(number * extra + int(layout.add_bos), lengths)] = tokens
-  if layout.add_bos:
-    out[new_ends - lengths - extra] = tokenizer.bos_id
-  if layout.add_eos:
-    out[new_ends - 1] = tokenizer.eos_id
-  return out, new_ends
+def encode_texts(texts: list[bytes], documents: np.ndarray, tokenizer: Tokenizer, layout: Layout) -> Encoded:
+  """Tokens of the texts, each with its begin and end token."""
+  if tokenizer.byte_table is None:
+    pairs = tokenizer.encode_bytes(texts)
+    return frame([ids for ids, _ in pairs], documents, tokenizer, layout, [sizes for _, sizes in pairs])
+  return frame(tokenizer.encode(texts), documents, tokenizer, layout)
+
+
+def frame(ids: list[np.ndarray], documents: np.ndarray, tokenizer: Tokenizer, layout: Layout,
+          sizes: list[np.ndarray] | None = None) -> Encoded:
+  """Documents' ids laid end to end with begin and end tokens. sizes: bytes behind each id, where no table tells."""
+  before, after = int(layout.add_bos), int(layout.add_eos)
+  ends = np.cumsum([len(one) + before + after for one in ids], dtype=np.int64)
+  tokens = np.empty(int(ends[-1]) if len(ends) else 0, packing.token_dtype(tokenizer.vocab_size))
+  token_bytes = np.zeros(len(tokens), np.int64) if sizes is not None else None
+  stop = 0
+  for number, one in enumerate(ids):
+    if before:
+      tokens[stop] = tokenizer.bos_id
+    first, stop = stop + before, stop + before + len(one)
+    tokens[first:stop] = one
+    if token_bytes is not None:
+      token_bytes[first:stop] = sizes[number]
+    if after:
+      tokens[stop] = tokenizer.eos_id
+      stop += 1
+  return Encoded(tokens, ends, documents, tokenizer.byte_table[tokens] if token_bytes is None else token_bytes)
 
 
 class Windows:
-  """Makes the windows of every lane."""
+  """Makes the windows of every lane of one stream of units. `name` tells the stream's orders from other streams'."""
 
-  def __init__(self, source: Source, split: Split, tokenizer: Tokenizer, layout: Layout, *, seed: int, num_lanes: int,
-               window_bytes: int, held_out_texts: Iterable[bytes] = ()):
-    self._source, self._split, self._tokenizer, self._layout = source, split, tokenizer, layout
-    self._seed = seed
+  def __init__(self, units: Units, order, layout: Layout, *, name: str, seed: int, num_lanes: int, window_bytes: int):
+    self._units, self._order, self._layout = units, order, layout
+    self._seeds = (text_hash("window", name), seed)
     self.num_lanes = num_lanes
-    mean = max(1, source.num_bytes // max(1, len(source)))
-    self.documents_per_window = max(1, window_bytes // mean)
-    self._copies = {content_hash(text) for text in held_out_texts}
-    self._copy_sizes = {len(text) for text in held_out_texts}
-    self.counts = Counts()
+    self.units_per_window = max(1, window_bytes // units.mean_bytes)
 
-  def num_documents(self, lane: int) -> int:
-    """Documents of a lane per epoch, the held-out ones included."""
-    return len(range(lane, len(self._source), self.num_lanes))
+  def num_units(self, lane: int) -> int:
+    """Units of a lane per epoch, those of held-out documents included."""
+    return len(range(lane, len(self._order), self.num_lanes))
 
   def num_windows(self, lane: int) -> int:
-    return -(-self.num_documents(lane) // self.documents_per_window)
+    return -(-self.num_units(lane) // self.units_per_window)
 
-  def make(self, lane: int, epoch: int, window: int) -> packing.Rows:
-    """The rows of a window; may be none when all its documents are held out."""
-    first = window * self.documents_per_window
-    place = np.arange(first, min(first + self.documents_per_window, self.num_documents(lane)))
-    indices = shuffled_index(place * self.num_lanes + lane, len(self._source), _ORDER, self._seed, epoch)
-    indices = indices[~self._split.held_out(indices)]
-    kept, texts, copies = [], [], 0
-    for index in indices.tolist():
-      text = self._source[index].text
-      if len(text) in self._copy_sizes and content_hash(text) in self._copies:
-        copies += 1
-        continue
-      kept.append(index)
-      texts.append(text)
-    seeds = (_ROWS, self._seed, lane, epoch, window)
-    rows = pack_documents(self._source, np.array(kept, np.int64), self._tokenizer, self._layout, seeds, texts)
-    self.counts.add(windows=1, documents=len(kept), copies=copies, rows=len(rows), tokens=int(rows.length.sum()))
-    return rows
+  def make(self, lane: int, epoch: int, window: int) -> Window:
+    """A window's rows; none when all its documents are held out or empty."""
+    first = window * self.units_per_window
+    place = np.arange(first, min(first + self.units_per_window, self.num_units(lane)))
+    encoded, counts = self._units.encode(self._order.units(epoch, place * self.num_lanes + lane))
+    seeds = (*self._seeds, lane, epoch, window)
+    rows = packing.pack(encoded, self._layout, lambda size, what: permutation(size, text_hash(what), *seeds))
+    return Window(rows, {**counts, "rows": len(rows), "tokens": int(rows.length.sum())})

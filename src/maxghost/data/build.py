@@ -1,0 +1,202 @@
+"""From the data section of the configuration to a dataset, with every check that can be made before training."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from maxghost.config import ConfigError
+from maxghost.config.schema import DataConfig
+from maxghost.data import sources
+from maxghost.data.dataset import POOL_DOCUMENTS, Dataset, Part
+from maxghost.data.feeds import ThreadFeed, WorkerFeed
+from maxghost.data.hashing import text_hash
+from maxghost.data.order import Repeated, RowMixture, Uniform
+from maxghost.data.packing import Layout
+from maxghost.data.reader import Identity, Sharding, Stream, TrainIterator
+from maxghost.data.sources.base import Source
+from maxghost.data.split import Split, check_domain, scan
+from maxghost.data.tokenizers import ByteTokenizer, Tokenizer
+from maxghost.data.windows import TextUnits, Windows
+
+_MOST_FILES_IN_A_STATE = 1000
+_SMALLEST_WINDOW = 1 << 18  # bytes
+
+
+def load_dataset(cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *, batch_size: int | None = None,
+                 vocab_size: int | None = None, val_domains: tuple[str, ...] = ()) -> Dataset:
+  """The dataset of a configuration.
+
+  seed: of the document order and the split. batch_size: rows of the global batch (default: per_device_batch_size for
+  each shard); this process reads the rows of `shard` out of `num_shards`. vocab_size: the model's; checked against the
+  tokenizer's. val_domains: domains held out besides `ghost_val_domain`, by the same fraction.
+  Raises ConfigError for what the data cannot give.
+  """
+  tokenizer = ByteTokenizer()
+  check_vocabulary(cfg, tokenizer, vocab_size)
+  return make_dataset(
+    sources.open_source(cfg, seed), cfg, seed, num_shards, shard, batch_size=batch_size, tokenizer=tokenizer,
+    val_domains=val_domains,
+  )
+
+
+def make_dataset(source: Source, cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *,
+                 batch_size: int | None = None, tokenizer: Tokenizer | None = None,
+                 val_domains: tuple[str, ...] = ()) -> Dataset:
+  """As `load_dataset`, over any source of documents: a `Source`, or `DocumentList` of documents in memory."""
+  tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+  layout = Layout(
+    cfg.max_target_length, max_segments(cfg), cfg.grain_packing_type, cfg.packing, cfg.add_bos, cfg.add_eos
+  )
+  batch_size = cfg.per_device_batch_size * num_shards if batch_size is None else batch_size
+  _check_rows(cfg, source, batch_size, num_shards)
+  check_domain("ghost_val_domain", cfg.ghost_val_domain, source.domains)
+  held_out = tuple(dict.fromkeys((cfg.ghost_val_domain, *val_domains)))
+  split = Split(source, held_out, cfg.ghost_val_fraction, seed)
+  texts = []
+  for domain in held_out:
+    check_domain("validation domain", domain, source.domains)
+    pool = split.pool(domain, POOL_DOCUMENTS)
+    _check_validation(cfg, domain, len(pool))
+    texts.extend(source[index].text for index in pool.tolist())
+  dropped = tuple(texts) if cfg.ghost_val_copies != "keep" else ()
+  units = TextUnits(source, split, tokenizer, layout, on_corrupt=cfg.on_corrupt, held_out_texts=dropped)
+  streams, mixture = _streams(cfg, source, units, layout, seed)
+  pool = ThreadPoolExecutor(1, thread_name_prefix="maxghost-data")
+
+  def make_feed(windows: Windows, lane: int):
+    if cfg.grain_worker_count:
+      return WorkerFeed(windows, lane, cfg.grain_worker_count)
+    return ThreadFeed(windows, lane, pool)
+
+  train = TrainIterator(
+    streams, mixture, layout, pad_id=tokenizer.pad_id, num_lanes=cfg.dataset_shards,
+    sharding=Sharding(batch_size, num_shards, shard), identity=_identity(cfg, seed, batch_size, source, tokenizer),
+    make_feed=make_feed,
+  )
+  dataset = Dataset([Part(source, split, units)], tokenizer, layout, cfg.ghost_val_domain, train, seed)
+  if cfg.ghost_val_copies == "error" and dataset.notes():
+    raise ConfigError(*(f"ghost_val_copies=error: {note}" for note in dataset.notes()))
+  return dataset
+
+
+def check_vocabulary(cfg: DataConfig, tokenizer: Tokenizer, vocab_size: int | None) -> None:
+  if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+    raise ConfigError(
+      f"vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of tokenizer_type={cfg.tokenizer_type}; "
+      f"use vocab_size={tokenizer.vocab_size} or more"
+    )
+
+
+def max_segments(cfg: DataConfig) -> int:
+  """S of the run."""
+  if not cfg.packing:
+    return 1
+  if cfg.max_segments_per_seq > 0:
+    return cfg.max_segments_per_seq
+  return max(1, min(32, cfg.max_target_length // 32))
+
+
+def _streams(cfg: DataConfig, source: Source, units: TextUnits, layout: Layout, seed: int):
+  """The streams that rows come from, and the mixture over them (None for a single one)."""
+  weights = parse_weights(cfg, source.domains)
+  common = dict(seed=seed, num_lanes=cfg.dataset_shards)
+  size = cfg.shuffle_window_bytes
+  if cfg.dataset_mixture == "proportional":
+    order = Uniform(range(len(source)), seed)
+    return [Stream("", Windows(units, order, layout, name="", window_bytes=size, **common))], None
+  parts = [_documents_of(source, number) for number in range(len(source.domains))]
+  if cfg.dataset_mixture == "epochs":
+    order = Repeated(parts, [weights[domain] for domain in source.domains], seed)
+    return [Stream("", Windows(units, order, layout, name="", window_bytes=size, **common))], None
+  streams = []
+  for domain, part in zip(source.domains, parts, strict=True):
+    if weights[domain] <= 0:
+      continue
+    if len(part) < cfg.dataset_shards:
+      raise ConfigError(
+        f"dataset_shards={cfg.dataset_shards} is more than the {len(part)} documents of domain '{domain}'; use fewer"
+      )
+    share = max(_SMALLEST_WINDOW, int(size * weights[domain]))
+    windows = Windows(units, Uniform(part, seed), layout, name=domain, window_bytes=share, **common)
+    streams.append(Stream(domain, windows))
+  return streams, RowMixture([weights[stream.name] for stream in streams], seed)
+
+
+def parse_weights(cfg: DataConfig, domains: tuple[str, ...]) -> dict[str, float]:
+  """dataset_weights as {domain: number}; checks names, numbers, and for shares the sum."""
+  weights = {}
+  for item in cfg.dataset_weights:
+    name, _, number = item.partition("=")
+    try:
+      weights[name.strip()] = float(number)
+    except ValueError:
+      raise ConfigError(f"dataset_weights has '{item}', which is not of the form domain=number") from None
+    check_domain("dataset_weights", name.strip(), domains)
+    if not 0 <= weights[name.strip()] < float("inf"):
+      raise ConfigError(f"dataset_weights has '{item}'; weights are numbers from 0 up")
+  if cfg.dataset_mixture == "proportional":
+    if weights:
+      raise ConfigError(
+        "dataset_weights is set, but dataset_mixture=proportional does not read it; "
+        "use dataset_mixture=weights or dataset_mixture=epochs"
+      )
+    return weights
+  missing = [domain for domain in domains if domain not in weights]
+  if missing:
+    raise ConfigError(
+      f"dataset_mixture={cfg.dataset_mixture} needs a weight for each domain, but dataset_weights has none for "
+      f"{', '.join(missing)}; add {missing[0]}=..., or leave the domain out with dataset_domains"
+    )
+  total = sum(weights.values())
+  if cfg.dataset_mixture == "weights" and abs(total - 1) > 1e-6:
+    fixed = ",".join(f"{name}={value / total:.6g}" for name, value in weights.items()) if total else "a=0.5,b=0.5"
+    raise ConfigError(f"dataset_weights sum to {total:g}, but shares sum to 1; use for example [{fixed}]")
+  if total <= 0:
+    raise ConfigError("dataset_weights are all 0: nothing to train on")
+  return weights
+
+
+def _documents_of(source: Source, number: int) -> np.ndarray | range:
+  """Numbers of a domain's documents; a range where they lie together."""
+  found = [indices[source.domain_numbers(indices) == number] for indices in scan(len(source))]
+  indices = np.concatenate(found) if found else np.empty(0, np.int64)
+  if len(indices) and indices[-1] - indices[0] + 1 == len(indices):
+    return range(int(indices[0]), int(indices[-1]) + 1)
+  return indices
+
+
+def _check_rows(cfg: DataConfig, source: Source, batch_size: int, num_shards: int) -> None:
+  lanes = cfg.dataset_shards
+  if batch_size % num_shards:
+    raise ConfigError(f"a global batch of {batch_size} rows does not divide over {num_shards} shards; use a multiple")
+  if batch_size % lanes:
+    divisors = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
+    raise ConfigError(
+      f"dataset_shards={lanes} does not divide the global batch of {batch_size} rows; use one of {divisors}"
+    )
+  if len(source) < lanes:
+    raise ConfigError(f"dataset_shards={lanes} is more than the {len(source)} documents of the data; use fewer")
+  if source.num_bytes < cfg.max_target_length:
+    raise ConfigError(
+      f"max_target_length={cfg.max_target_length} is longer than all the text, {source.num_bytes} bytes; "
+      "use a shorter row or more data"
+    )
+
+
+def _check_validation(cfg: DataConfig, domain: str, num_held_out: int) -> None:
+  if not num_held_out and cfg.ghost_val_fraction > 0:
+    raise ConfigError(
+      f"ghost_val_fraction={cfg.ghost_val_fraction} of the documents of validation domain '{domain}' is none: "
+      "the validation set is empty; use a larger share or a domain with more documents"
+    )
+
+
+def _identity(cfg: DataConfig, seed: int, batch_size: int, source: Source, tokenizer: Tokenizer) -> Identity:
+  """What a saved position depends on: the data, the tokenizer, and the settings that shape the rows."""
+  settings = (
+    seed, batch_size, cfg.dataset_shards, cfg.max_target_length, max_segments(cfg), cfg.packing, cfg.grain_packing_type,
+    cfg.add_bos, cfg.add_eos, cfg.shuffle_window_bytes, cfg.ghost_val_domain, cfg.ghost_val_fraction,
+    cfg.ghost_val_copies, cfg.dataset_mixture, cfg.dataset_weights, cfg.on_corrupt, tokenizer.fingerprint,
+  )
+  files = source.files if len(source.files) <= _MOST_FILES_IN_A_STATE else {}
+  return Identity(f"{text_hash(source.fingerprint, *map(repr, settings)):016x}", files)

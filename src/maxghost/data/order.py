@@ -1,0 +1,79 @@
+"""In which order the units of a source (documents, or blocks of them) are read, and which domain the next row is of.
+
+Everything is a function of the seed and of a position, computed without storing an order: the same for any number of
+processes, and as cheap for a hundred million documents as for ten.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from maxghost.data.hashing import combine, shuffled_index, text_hash
+
+_ORDER = text_hash("unit order")
+_COPY = text_hash("copy order")
+_MIXTURE = text_hash("mixture")
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
+
+
+class Uniform:
+  """Every unit once per epoch, in a new order each epoch."""
+
+  def __init__(self, units: np.ndarray | range, seed: int):
+    self._units, self._seed = units, seed
+
+  def __len__(self) -> int:
+    return len(self._units)
+
+  def units(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+    """int64[n]: the units at these positions of the epoch."""
+    return _pick(self._units, shuffled_index(positions, len(self), _ORDER, self._seed, epoch))
+
+
+class Repeated:
+  """Each part's units `repeats` times per epoch; a repeat of 1.5 reads all, and another half drawn anew each epoch."""
+
+  def __init__(self, parts: Sequence[np.ndarray | range], repeats: Sequence[float], seed: int):
+    self._parts, self._seed = parts, seed
+    self._ends = np.cumsum([round(len(part) * times) for part, times in zip(parts, repeats, strict=True)])
+
+  def __len__(self) -> int:
+    return int(self._ends[-1])
+
+  def units(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+    """int64[n]: the units at these positions of the epoch."""
+    place = shuffled_index(positions, len(self), _ORDER, self._seed, epoch)
+    part_numbers = np.searchsorted(self._ends, place, side="right")
+    out = np.empty(len(place), np.int64)
+    for number, part in enumerate(self._parts):
+      here = part_numbers == number
+      copy, index = np.divmod(place[here] - (self._ends[number - 1] if number else 0), max(1, len(part)))
+      for times in np.unique(copy):
+        index[copy == times] = shuffled_index(
+          index[copy == times], len(part), _COPY, self._seed, epoch, number, int(times)
+        )
+      out[here] = _pick(part, index)
+    return out
+
+
+def _pick(units: np.ndarray | range, index: np.ndarray) -> np.ndarray:
+  return index + units.start if isinstance(units, range) else units[index]
+
+
+class RowMixture:
+  """Which domain each row of a lane is of, so that the rows follow the weights closely from the first row on.
+
+  The rows visit [0, 1) in steps of the golden ratio, where the domains lie side by side: after n rows a domain of
+  weight w has had n w rows give or take a few (Weyl 1916; no sequence of this kind is more even).
+  """
+
+  def __init__(self, weights: Sequence[float], seed: int):
+    self._ends = np.cumsum(np.asarray(weights, np.float64) / np.sum(weights))
+    self._seed = seed
+
+  def domains(self, lane: int, first: int, count: int) -> np.ndarray:
+    """int64[count]: number of the domain of rows first, first + 1, ... of a lane."""
+    with np.errstate(over="ignore"):
+      steps = (np.uint64(first) + np.arange(count, dtype=np.uint64)) * np.uint64(_GOLDEN)
+      place = (steps + combine(_MIXTURE, self._seed, lane)).astype(np.float64) / 2.0**64
+    return np.minimum(np.searchsorted(self._ends, place, side="right"), len(self._ends) - 1)
