@@ -46,7 +46,8 @@ class Cursor:
         break
       empty += not len(self._rows)
       self._rows, self.place = None, (*self._after(epoch, window), 0)
-      if empty > self._stream.windows.num_windows(self._lane):
+      # The empty windows of two epochs may lie side by side; more in a row than that, and all are empty.
+      if empty > 2 * self._stream.windows.num_windows(self._lane):
         raise ConfigError(
           f"there is nothing to train on in {self._stream.name or 'the data'}: every document is held out for "
           "validation, empty or left out; use a smaller ghost_val_fraction or more data"
