@@ -133,7 +133,7 @@ class GroupSums:
       if "offset" in self._columns:
         keys["offset"] = offset
     counts = (sums[:, 0].astype(np.int64), sums[:, 1].astype(np.int64))
-    groups = Groups(keys, *counts, sums[:, 2], sums[:, 3:3 + num_sets], sums[:, 3 + num_sets:])
+    groups = Groups(keys, *counts, sums[:, 2], sums[:, 3 : 3 + num_sets], sums[:, 3 + num_sets :])
     ranks = [getattr(keys[name], "code", keys[name]) for name in reversed(self._columns)]
     return groups.take(np.lexsort(ranks))
 
@@ -185,8 +185,8 @@ def _values(rows: np.ndarray) -> np.ndarray:
   values[:, 0] = 1.0
   values[:, 1] = tokens
   values[:, 2] = np.where(tokens > 0, rows["loss"] * tokens, 0.0)
-  values[:, 3:3 + num_sets] = contribution
-  values[:, 3 + num_sets:] = contribution**2
+  values[:, 3 : 3 + num_sets] = contribution
+  values[:, 3 + num_sets :] = contribution**2
   return values
 
 

@@ -49,7 +49,13 @@ UNITS = {
 }
 STEP_SCALARS = ("learning_rate", "clip_factor", "tokens", "loss")
 STEP_PER_SET = (
-  "val_loss", "prev_val_loss", "predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual",
+  "val_loss",
+  "prev_val_loss",
+  "predicted_examples",
+  "momentum",
+  "weight_decay",
+  "unscored",
+  "direction_residual",
   "check_rel_err",
 )
 LEDGER = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
@@ -57,10 +63,19 @@ LEDGER = ("predicted_examples", "momentum", "weight_decay", "unscored", "directi
 
 def row_dtype(num_sets: int) -> np.dtype:
   """One scored chunk; `dot` and `contribution` are f32[K]."""
-  return np.dtype([
-    ("step", "<i8"), ("domain", "<i4"), ("path", "<i4"), ("offset", "<i8"), ("chunk", "<i8"), ("tokens", "<i4"),
-    ("loss", "<f4"), ("dot", "<f4", (num_sets,)), ("contribution", "<f4", (num_sets,)),
-  ])
+  return np.dtype(
+    [
+      ("step", "<i8"),
+      ("domain", "<i4"),
+      ("path", "<i4"),
+      ("offset", "<i8"),
+      ("chunk", "<i8"),
+      ("tokens", "<i4"),
+      ("loss", "<f4"),
+      ("dot", "<f4", (num_sets,)),
+      ("contribution", "<f4", (num_sets,)),
+    ]
+  )
 
 
 def step_dtype(num_sets: int) -> np.dtype:
@@ -206,8 +221,9 @@ class Shard:
     if "module_contribution" not in self._small:
       return None
     names, domains = self._table("module_names"), self._table("module_domains")
-    return Modules(tuple(map(str, names)), tuple(map(str, domains)), self._table("module_steps"),
-                   self._table("module_contribution"))
+    return Modules(
+      tuple(map(str, names)), tuple(map(str, domains)), self._table("module_steps"), self._table("module_contribution")
+    )
 
   def _table(self, name: str) -> np.ndarray:
     try:
@@ -300,9 +316,9 @@ def _members(path: Path) -> dict[str, Member]:
 def _zip64_size(extra: bytes) -> int:
   at = 0
   while at + 4 <= len(extra):
-    tag, length = int.from_bytes(extra[at:at + 2], "little"), int.from_bytes(extra[at + 2:at + 4], "little")
+    tag, length = int.from_bytes(extra[at : at + 2], "little"), int.from_bytes(extra[at + 2 : at + 4], "little")
     if tag == 1 and length >= 16:
-      return int.from_bytes(extra[at + 12:at + 20], "little")
+      return int.from_bytes(extra[at + 12 : at + 20], "little")
     at += 4 + length
   raise ValueError("zip member without its size")
 

@@ -133,7 +133,8 @@ class ScoreWriter:
       if have != position.get(key, have):
         print(
           f"maxghost: the score log in {self._folder} holds {key}={have} up to step {self._last_step}, the checkpoint "
-          f"counted {position[key]}: files were changed since; the missing scores stay missing", file=sys.stderr,
+          f"counted {position[key]}: files were changed since; the missing scores stay missing",
+          file=sys.stderr,
         )
 
   def _own_shards(self, last_step: int):
@@ -200,8 +201,12 @@ class ScoreWriter:
     """One file for the interval; then the file it makes superfluous goes."""
     self._folder.mkdir(parents=True, exist_ok=True)
     meta = {
-      "schema_version": fmt.SCHEMA_VERSION, "val_sets": self._val_sets, "process_index": self._process_index,
-      "first_step": interval.first_step, "last_step": interval.last_step, "fingerprint": self._fingerprint,
+      "schema_version": fmt.SCHEMA_VERSION,
+      "val_sets": self._val_sets,
+      "process_index": self._process_index,
+      "first_step": interval.first_step,
+      "last_step": interval.last_step,
+      "fingerprint": self._fingerprint,
       "units": fmt.UNITS,
     }
     path = self._path(interval.last_step)

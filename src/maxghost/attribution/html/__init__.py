@@ -1,0 +1,5 @@
+"""The report as one self-contained HTML page: no network, no fonts to load, drawings as inline SVG."""
+
+from maxghost.attribution.html.page import render
+
+__all__ = ["render"]

@@ -1,0 +1,286 @@
+"""The page: headline, tiles, one panel per validation set, facts of the run."""
+
+import importlib.resources
+
+import numpy as np
+
+from maxghost.attribution import statistics
+from maxghost.attribution.html import tables
+from maxghost.attribution.html.charts import NUM_COLORS, Line, line_chart
+from maxghost.attribution.html.markup import Markup, compact, integer, join, number, percent, tag
+from maxghost.attribution.metrics import Series, thin
+from maxghost.attribution.summary import SetSummary, Summary
+from maxghost.attribution.words import headline, lead, ledger_sentence
+
+CURVE_POINTS = 240
+
+
+def render(summary: Summary, refresh_seconds: int = 0) -> str:
+  """The whole page as HTML text. refresh_seconds > 0: the page loads itself again (the live view)."""
+  first = summary.sets[0]
+  panels = [_panel(summary, k) for k in range(len(summary.sets))]
+  body = [
+    tag(
+      "header",
+      tag("p", f"maxghost report · {summary.name}", class_="eyebrow"),
+      tag("h1", headline(first)),
+      tag("p", lead(first), class_="lead"),
+      _messages(summary.messages),
+      _tiles(summary),
+    ),
+    tag("main", _tabs(summary), *panels, _health_of_run(summary)),
+    tag(
+      "footer",
+      tag(
+        "p",
+        f"Scores from {summary.run_dir}; query them with: maxghost scores {summary.run_dir} --by domain. "
+        "A contribution is a first-order prediction for this run and this validation set; it is not a "
+        "statement about what another run would have done without the document.",
+      ),
+    ),
+    tag("script", Markup(_asset("page.js"))),
+  ]
+  head = [
+    tag("meta", charset="utf-8"),
+    tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+    tag("meta", http_equiv="refresh", content=str(refresh_seconds)) if refresh_seconds else None,
+    tag("title", f"{summary.name} · maxghost report"),
+    tag("style", Markup(_asset("style.css"))),
+  ]
+  return f"<!doctype html>\n{tag('html', tag('head', *head), tag('body', *body), lang='en')}\n"
+
+
+def _asset(name: str) -> str:
+  return importlib.resources.files(__package__).joinpath(name).read_text("utf-8")
+
+
+def _messages(messages: list[str]) -> Markup | None:
+  if not messages:
+    return None
+  return tag(
+    "div", tag("b", "Please note"), tag("ul", *[tag("li", text) for text in messages]), class_="messages", role="note"
+  )
+
+
+def _tile(label: str, value: str, small: str) -> Markup:
+  return tag("div", tag("dt", label), tag("dd", value, tag("small", small)), class_="tile")
+
+
+def _tiles(summary: Summary) -> Markup:
+  first = summary.sets[0]
+  tiles = []
+  if len(first.val_loss):
+    values = first.val_loss.values
+    tiles.append(
+      _tile(
+        f"Validation loss ({first.name})",
+        f"{number(values[0])} → {number(values[-1])}",
+        "nats per token, first and last scored step",
+      )
+    )
+  ledger = first.ledger
+  if ledger.actual:
+    tiles.append(
+      _tile(
+        "Predicted of measured drop",
+        percent(ledger.predicted / ledger.actual),
+        f"{number(ledger.predicted)} of {number(ledger.actual)} nats, {integer(ledger.num_steps)} steps",
+      )
+    )
+  if first.domains:
+    best = first.domains[0]
+    half = best.per_million_half_width
+    tiles.append(
+      _tile(
+        "Best domain per token",
+        best.domain,
+        f"{number(best.per_million, plus=True)}{f' ± {number(half, 2)}' if np.isfinite(half) else ''} "
+        "nats per million tokens",
+      )
+    )
+  tiles.append(
+    _tile(
+      "Scored",
+      f"{compact(summary.num_tokens)} tokens",
+      f"{compact(summary.num_documents)} documents in {integer(summary.num_steps)} steps",
+    )
+  )
+  return tag("dl", *tiles, class_="tiles")
+
+
+def _tabs(summary: Summary) -> Markup | None:
+  if len(summary.sets) < 2:
+    return None
+  buttons = [
+    tag("button", s.name, type="button", role="tab", id=f"tab-{k}", aria_controls=f"set-{k}")
+    for k, s in enumerate(summary.sets)
+  ]
+  return tag("div", *buttons, role="tablist", aria_label="Validation set")
+
+
+def _panel(summary: Summary, k: int) -> Markup:
+  part = summary.sets[k]
+  colors = tables.palette(part)
+  several = len(summary.sets) > 1
+  opening = [tag("p", headline(part), " ", lead(part), class_="note", style="margin-top:16px")] if several and k else []
+  sections = [
+    *opening,
+    tag("h2", "What each domain was worth"),
+    tag(
+      "p",
+      f"Predicted fall of the {part.name} validation loss by the examples of each domain. "
+      "Lines at the bars are 95 % intervals over blocks of steps.",
+      class_="note",
+    ),
+    tables.domain_table(part.domains, colors),
+    _curves(summary, part, colors),
+    tag("h2", "Where the drop came from"),
+    tag("p", ledger_sentence(part.ledger), class_="note"),
+    tables.ledger_table(part.ledger),
+    *_documents(part, colors),
+    *_heat(part),
+    *_health(summary, k),
+  ]
+  return tag(
+    "section",
+    *sections,
+    id=f"set-{k}",
+    class_="panel",
+    role="tabpanel" if several else None,
+    aria_labelledby=f"tab-{k}" if several else None,
+  )
+
+
+def _curves(summary: Summary, part: SetSummary, colors: dict[str, int]) -> Markup:
+  train, validation = thin(summary.train_loss, CURVE_POINTS), thin(part.val_loss, CURVE_POINTS)
+  losses = [
+    Line("training", train.steps, train.values, NUM_COLORS - 1, faint=True),
+    Line(part.name, validation.steps, validation.values, 0),
+  ]
+  if len(summary.eval_loss) and part is summary.sets[0]:
+    losses.append(Line("evaluation", summary.eval_loss.steps, summary.eval_loss.values, 1, dots=True))
+  cumulative, value = _domain_lines(part, colors)
+  return tag(
+    "div",
+    tag("div", tag("h3", "Loss"), line_chart(losses, title="Loss", x_label="step", y_label="nats per token")),
+    tag(
+      "div",
+      tag("h3", "Contribution added up"),
+      line_chart(cumulative, title="Cumulative contribution per domain", x_label="step", y_label="nats", zero=True),
+    ),
+    tag(
+      "div",
+      tag("h3", "Is a domain still paying for its tokens?"),
+      line_chart(
+        value, title="Value of a domain over time", x_label="step", y_label="nats per million tokens", zero=True
+      ),
+    ),
+    tag("div", tag("h3", "Predicted and measured drop, added up"), _drop_chart(part)),
+    class_="two",
+  )
+
+
+def _drop_chart(part: SetSummary) -> Markup:
+  lines = []
+  for name, series, color in (("predicted", part.predicted_drop, 0), ("measured", part.actual_drop, 1)):
+    total = Series(series.steps, np.cumsum(series.values))
+    if len(total):
+      picked = np.unique(np.linspace(0, len(total) - 1, min(CURVE_POINTS, len(total))).round().astype(int))
+      lines.append(Line(name, total.steps[picked], total.values[picked], color))
+  return line_chart(lines, title="Predicted and measured drop", x_label="step", y_label="nats per token", zero=True)
+
+
+def _domain_lines(part: SetSummary, colors: dict[str, int]) -> tuple[list[Line], list[Line]]:
+  """Cumulative contribution, and value per million tokens over blocks; domains without a colour are taken together."""
+  groups = [
+    (name, [d for d, other in enumerate(part.curve_domains) if other == name], color)
+    for name, color in sorted(colors.items(), key=lambda item: item[1])
+  ]
+  rest = [d for d, name in enumerate(part.curve_domains) if name not in colors]
+  if rest:
+    groups.append((f"{len(rest)} others", rest, NUM_COLORS - 1))
+  ends = part.edges[1:] - 1
+  starts = np.linspace(0, len(ends), min(statistics.NUM_BLOCKS, len(ends)) + 1).round().astype(int)
+  cumulative, value = [], []
+  for name, members, color in groups:
+    contribution, tokens = part.contribution_DB[members].sum(0), part.tokens_DB[members].sum(0)
+    cumulative.append(Line(name, np.append(part.edges[0], ends), np.append(0.0, np.cumsum(contribution)), color))
+    block, weight = statistics.to_blocks(contribution), statistics.to_blocks(tokens)
+    with np.errstate(divide="ignore", invalid="ignore"):
+      value.append(Line(name, ends[starts[1:] - 1], np.where(weight > 0, block / weight * 1e6, np.nan), color))
+  return cumulative, value
+
+
+def _documents(part: SetSummary, colors: dict[str, int]) -> list[Markup]:
+  parts = [
+    tag("h2", "Documents that helped most"),
+    tag("p", "By their whole contribution; click a text to open it.", class_="note"),
+    tables.document_table(part.top, colors),
+  ]
+  if part.bottom:
+    parts += [tag("h2", "Documents that helped least or hurt"), tables.document_table(part.bottom, colors)]
+  return parts
+
+
+def _heat(part: SetSummary) -> list[Markup]:
+  if part.heat_map is None or not len(part.heat_map.domains):
+    return []
+  return [
+    tag("h2", "Which layers learned from which domain"),
+    tag(
+      "p", "Nats per million tokens of the domain; blue lowers the validation loss, orange raises it.", class_="note"
+    ),
+    tables.heat_table(part.heat_map),
+  ]
+
+
+def _health(summary: Summary, k: int) -> list[Markup]:
+  table = summary.health.exposures
+  parts = [tag("h2", "Data health")]
+  sampled = f" (1 in {table.sampled} documents)" if table.sampled > 1 else ""
+  if table.has_repeats:
+    parts += [
+      tag(
+        "p",
+        f"Repeated passes over a document{sampled}: 100\u202f% means worth as much as its domain's average "
+        "at that point of the run.",
+        class_="note",
+      ),
+      tables.exposure_table(summary, k),
+    ]
+  else:
+    parts.append(tag("p", f"No document was trained on twice{sampled}."))
+  copies = summary.health.duplicates
+  if copies is None:
+    parts.append(tag("p", "Duplicates were not looked for: the texts are not at hand or are too many.", class_="note"))
+  elif not copies.num_texts:
+    parts.append(tag("p", "No two scored documents have the same text."))
+  else:
+    worth = number(float(copies.contribution_K[k]), plus=True)
+    parts.append(
+      tag(
+        "p",
+        f"{integer(copies.num_texts)} texts occur under {integer(copies.num_documents)} ids. "
+        f"{compact(copies.extra_tokens)} of {compact(copies.tokens)} tokens on them went to further copies; "
+        f"all copies together contributed {worth} nats.",
+      )
+    )
+    parts.append(
+      tag("details", tag("summary", "Show the largest"), tables.duplicate_list(copies.examples), class_="more")
+    )
+  return parts
+
+
+def _health_of_run(summary: Summary) -> Markup:
+  facts = {
+    "score rows": integer(summary.num_rows),
+    "scored documents": integer(summary.num_documents),
+    "scored tokens": integer(summary.num_tokens),
+    **summary.facts,
+  }
+  parts = [tag("h2", "The run"), tables.facts(facts)]
+  if summary.config:
+    parts.append(
+      tag("details", tag("summary", "Show the whole configuration"), tables.facts(summary.config), class_="more")
+    )
+  return join(parts)

@@ -1,0 +1,228 @@
+"""The tables of the report: domains, ledger, documents, heat map, data health, facts."""
+
+import numpy as np
+
+from maxghost.attribution.html.charts import NUM_COLORS, bar, bar_range
+from maxghost.attribution.html.markup import Markup, compact, integer, number, percent, tag
+from maxghost.attribution.summary import HeatMap, Ledger, SetSummary, Value
+from maxghost.attribution.texts import snippet
+
+LEDGER_WORDS = {
+  "predicted_examples": ("This step's examples", "the contributions that are shared out over documents on this page"),
+  "momentum": ("Momentum", "what AdamW still owes to the batches before; their examples earned it"),
+  "weight_decay": ("Weight decay", "pulling the weights towards zero"),
+  "unscored": ("Unscored parameters", "parameters left out with ghost_exclude"),
+  "direction_residual": ("Direction residual", "exact minus used direction (stale or low-rank)"),
+}
+SHOWN_DOMAINS = 40
+
+
+def _table(head: list, rows: list, caption: str | None = None, class_: str | None = None) -> Markup:
+  body = [tag("caption", caption)] if caption else []
+  return tag(
+    "div", tag("table", *body, tag("thead", tag("tr", *head)), tag("tbody", *rows), class_=class_), class_="scroll"
+  )
+
+
+def _head(*names: str) -> list[Markup]:
+  """Column heads; a leading > means a column of numbers."""
+  return [
+    tag("th", name.removeprefix(">"), scope="col", class_="num" if name.startswith(">") else None) for name in names
+  ]
+
+
+def _num(text, small: str = "") -> Markup:
+  return tag("td", text, tag("small", small) if small else None, class_="num")
+
+
+def _plus_minus(half_width: float) -> str:
+  return f" ± {number(half_width, 2)}" if np.isfinite(half_width) else ""
+
+
+def domain_table(values: list[Value], colors: dict[str, int]) -> Markup:
+  """One row per domain, best per token first, with bars and 95 % intervals."""
+  shown = values[:SHOWN_DOMAINS]
+  low, high = bar_range([v.per_million for v in shown], [v.per_million_half_width for v in shown])
+  all_tokens = sum(v.tokens for v in values)
+  rows = []
+  for value in shown:
+    color = f"c{colors.get(value.domain, NUM_COLORS - 1)}"
+    swatch = tag("span", class_=f"swatch {color}", aria_hidden="true")
+    rows.append(
+      tag(
+        "tr",
+        tag("th", swatch, value.domain, scope="row"),
+        tag("td", bar(value.per_million, value.per_million_half_width, low, high, color=color), class_="bar-td"),
+        _num(number(value.per_million, plus=True), _plus_minus(value.per_million_half_width)),
+        _num(number(value.contribution, plus=True), _plus_minus(value.half_width)),
+        _num(compact(value.tokens), f" {percent(value.tokens / all_tokens)}" if all_tokens else ""),
+        _num(number(value.loss)),
+      )
+    )
+  if len(values) > len(shown):
+    rest = values[SHOWN_DOMAINS:]
+    rows.append(
+      tag(
+        "tr",
+        tag("th", f"{len(rest)} more", scope="row"),
+        tag("td"),
+        tag("td"),
+        _num(number(sum(v.contribution for v in rest), plus=True)),
+        _num(compact(sum(v.tokens for v in rest))),
+        tag("td"),
+      )
+    )
+  head = _head("Domain", "", ">Nats per million tokens", ">Nats in all", ">Tokens", ">Training loss")
+  return _table(head, rows)
+
+
+def ledger_table(ledger: Ledger) -> Markup:
+  """The columns as a cascade that ends at the prediction, then the measured drop and the rest."""
+  columns = [(name, value) for name, value in ledger.columns.items() if value is not None]
+  columns = [(n, v) for n, v in columns if v != 0 or n in ("predicted_examples", "momentum", "weight_decay")]
+  starts = np.cumsum([0.0, *(value for _, value in columns)])
+  extremes = [*starts, ledger.predicted, ledger.actual or 0.0]
+  low, high = min(0.0, *extremes), max(0.0, *extremes)
+  nan = float("nan")
+  total = ledger.predicted
+  rows = []
+  for (name, value), start in zip(columns, starts, strict=False):
+    label, words = LEDGER_WORDS[name]
+    share = percent(value / total) if total else ""
+    rows.append(
+      tag(
+        "tr",
+        tag("th", label, scope="row"),
+        tag("td", bar(value, nan, low, high, start=start), class_="bar-td"),
+        _num(number(value, plus=True)),
+        _num(share),
+        tag("td", tag("small", words)),
+      )
+    )
+  rows.append(
+    tag(
+      "tr",
+      tag("th", "Predicted drop", scope="row"),
+      tag("td", bar(total, nan, low, high, color="neutral"), class_="bar-td"),
+      _num(number(total, plus=True)),
+      _num("100\u202f%" if total else ""),
+      tag("td", tag("small", "the sum of the lines above")),
+      class_="sum",
+    )
+  )
+  if ledger.actual is not None:
+    rows.append(
+      tag(
+        "tr",
+        tag("th", "Measured drop", scope="row"),
+        tag("td", bar(ledger.actual, nan, low, high, color="neutral"), class_="bar-td"),
+        _num(number(ledger.actual, plus=True)),
+        _num(percent(ledger.actual / total) if total else ""),
+        tag("td", tag("small", "validation loss before minus after each step, on the same rows")),
+      )
+    )
+    rows.append(
+      tag(
+        "tr",
+        tag("th", "Rest", scope="row"),
+        tag("td", bar(ledger.rest, nan, low, high, start=total), class_="bar-td"),
+        _num(number(ledger.rest, plus=True)),
+        _num(percent(ledger.rest / total) if total else ""),
+        tag("td", tag("small", "curvature: what a first-order prediction cannot see")),
+      )
+    )
+  return _table(_head("", "", ">Nats", ">Of predicted", ""), rows)
+
+
+def document_table(values: list[Value], colors: dict[str, int]) -> Markup:
+  """Documents with their value; the text opens on a click."""
+  rows = []
+  for rank, value in enumerate(values, 1):
+    swatch = tag("span", class_=f"swatch c{colors.get(value.domain, NUM_COLORS - 1)}", aria_hidden="true")
+    where = tag(
+      "span",
+      swatch,
+      f"{value.domain} · {value.path}{f' @ {integer(value.offset)}' if value.offset else ''}",
+      class_="where",
+    )
+    if value.text is None:
+      text = tag("span", "text not at hand", class_="muted")
+    else:
+      cut = "\n…" if len(value.text) >= 1200 else ""
+      text = tag(
+        "details",
+        tag("summary", snippet(value.text, 150) or "(no visible characters)"),
+        tag("pre", value.text.decode("utf-8", "replace") + cut),
+      )
+    rows.append(
+      tag(
+        "tr",
+        tag("td", rank, class_="num muted"),
+        tag("td", where, text, class_="doc"),
+        _num(number(value.contribution, plus=True), _plus_minus(value.half_width)),
+        _num(number(value.per_million, plus=True)),
+        _num(compact(value.tokens)),
+        _num(integer(value.exposures)),
+        _num(number(value.loss)),
+      )
+    )
+  head = _head(">", "Document", ">Nats in all", ">Per million tokens", ">Tokens", ">Seen", ">Training loss")
+  return _table(head, rows)
+
+
+def heat_table(heat: HeatMap) -> Markup:
+  """Cells coloured by sign and size; every cell also says its number."""
+  largest = float(np.nanmax(np.abs(heat.value_RD))) or 1.0
+  rows = []
+  for name, value_D in zip(heat.rows, heat.value_RD, strict=True):
+    cells = []
+    for value in value_D:
+      share = round(62 * (abs(float(value)) / largest) ** 0.8)
+      color = "helps" if value >= 0 else "hurts"
+      style = f"background:color-mix(in srgb,var(--{color}) {share}%,var(--bg))" if np.isfinite(value) else None
+      cells.append(tag("td", number(float(value), 2, plus=True), style=style))
+    rows.append(tag("tr", tag("th", name, scope="row"), *cells))
+  return _table(_head("", *(f">{name}" for name in heat.domains)), rows, class_="heat")
+
+
+def exposure_table(summary, k: int) -> Markup:
+  """Value of the first, second, ... pass over a document beside the average of its domain at that time."""
+  table = summary.health.exposures
+  rows = []
+  for e in np.flatnonzero(table.rows):
+    value, expected, tokens = table.contribution_EK[e, k], table.expected_EK[e, k], int(table.tokens[e])
+    ordinal = f"{e + 1}" + (" and more" if e + 1 == len(table.rows) else "")
+    rows.append(
+      tag(
+        "tr",
+        tag("th", ordinal, scope="row"),
+        _num(integer(int(table.rows[e]))),
+        _num(compact(tokens)),
+        _num(number(value / tokens * 1e6 if tokens else None, plus=True)),
+        _num(percent(value / expected) if expected > 0 else "–"),
+      )
+    )
+  head = _head("Pass", ">Rows", ">Tokens", ">Nats per million tokens", ">Of the domain's average at that time")
+  return _table(head, rows)
+
+
+def duplicate_list(examples: list) -> Markup:
+  items = [
+    tag(
+      "li",
+      " = ".join(f"{domain} · {path}{f' @ {offset}' if offset else ''}" for domain, path, offset in keys[:4]),
+      f" and {len(keys) - 4} more" if len(keys) > 4 else None,
+    )
+    for keys in examples
+  ]
+  return tag("ul", *items)
+
+
+def facts(pairs: dict[str, str]) -> Markup:
+  return tag("dl", *[tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs.items()], class_="facts")
+
+
+def palette(summary: SetSummary) -> dict[str, int]:
+  """Colour numbers of the domains with the largest total value; the others share the last colour."""
+  order = sorted(summary.domains, key=lambda value: -abs(value.contribution))
+  return {value.domain: i for i, value in enumerate(order[: NUM_COLORS - 1])}

@@ -1,0 +1,330 @@
+"""Everything a report says about a run, as numbers: computed once, shown by the terminal, the page and the live view.
+
+K validation sets, D domains, B bins of consecutive steps, M modules, L layers.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from maxghost.attribution import aggregate, statistics
+from maxghost.attribution.format import LEDGER
+from maxghost.attribution.health import Exposures, Health, duplicates
+from maxghost.attribution.log import ScoreLog
+from maxghost.attribution.metrics import Series, read_facts, read_metrics
+from maxghost.attribution.texts import SNIPPET_BYTES, Texts, open_texts
+from maxghost.config import ConfigError
+
+CURVE_BINS = 240
+MILLION = 1e6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+  """What a group of rows was worth. contribution and half_width (95 %) in nats; loss in nats per token."""
+
+  domain: str
+  exposures: int
+  tokens: int
+  loss: float
+  contribution: float
+  half_width: float
+  path: str = ""
+  offset: int = 0
+  text: bytes | None = None
+
+  @property
+  def per_million(self) -> float:
+    """Nats per million tokens."""
+    return self.contribution / self.tokens * MILLION if self.tokens else float("nan")
+
+  @property
+  def per_million_half_width(self) -> float:
+    return self.half_width / self.tokens * MILLION if self.tokens else float("nan")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ledger:
+  """The drop of the validation loss in nats, predicted column by column and measured, over the same steps.
+
+  columns: by name of format.LEDGER; None where the run did not log it. actual: None when no step's drop is known.
+  """
+
+  columns: dict[str, float | None]
+  actual: float | None
+  num_steps: int
+  first_step: int
+  last_step: int
+
+  @property
+  def predicted(self) -> float:
+    return sum(value for value in self.columns.values() if value is not None)
+
+  @property
+  def rest(self) -> float | None:
+    """What first order leaves out: curvature, and the rounding of two nearly equal losses."""
+    return None if self.actual is None else self.actual - self.predicted
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeatMap:
+  """Nats per million tokens of each domain, by row: layers first, then modules outside the stack."""
+
+  rows: tuple[str, ...]
+  domains: tuple[str, ...]
+  value_RD: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SetSummary:
+  """One validation set. predicted_drop, actual_drop: nats of each step that has both.
+  domains: best per token first. edges: B + 1 steps of the curves' bins."""
+
+  name: str
+  ledger: Ledger
+  val_loss: Series
+  predicted_drop: Series
+  actual_drop: Series
+  domains: list[Value]
+  top: list[Value]
+  bottom: list[Value]
+  edges: np.ndarray
+  curve_domains: tuple[str, ...]
+  contribution_DB: np.ndarray
+  tokens_DB: np.ndarray
+  heat_map: HeatMap | None
+  max_check_error: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summary:
+  """A run. messages: sentences the reader must know (damaged files, changed source, ...)."""
+
+  name: str
+  run_dir: Path
+  messages: list[str]
+  sets: list[SetSummary]
+  train_loss: Series
+  eval_loss: Series
+  num_steps: int
+  num_rows: int
+  num_documents: int
+  num_tokens: int
+  facts: dict[str, str]
+  config: dict[str, str]
+  health: Health
+
+
+def summarize(log: ScoreLog, num_documents: int = 20, with_texts: bool = True) -> Summary:
+  """Reads the log once and the run's other files; `num_documents` best and worst documents per validation set.
+
+  Raises ConfigError when not a single step was scored.
+  """
+  steps = log.steps
+  if not log.num_rows:
+    raise ConfigError(f"run_dir={log.run_dir}: the score log holds {len(steps)} steps but no scored document yet")
+  time = aggregate.TimeSums(log, aggregate.step_edges(steps["step"], CURVE_BINS))
+  documents = aggregate.GroupSums(log, "document")
+  exposures = Exposures(log)
+  left_out = aggregate.scan(log, [time, documents, exposures])
+  groups = documents.result()
+  metrics, messages = read_metrics(log.run_dir / "metrics.jsonl")
+  messages = [*log.messages, *messages]
+  if left_out:
+    messages.append(f"{left_out} rows with a contribution that is not finite were left out")
+  texts = None
+  if with_texts:
+    texts, said = open_texts(log.run_dir, log.fingerprints)
+    messages += said
+  sets = [_set_summary(log, k, time, groups, num_documents, texts) for k in range(len(log.val_sets))]
+  messages += _check_sums(log, time, left_out)
+  empty = Series(np.zeros(0, np.int64), np.zeros(0))
+  return Summary(
+    name=log.run_dir.resolve().name,
+    run_dir=log.run_dir,
+    messages=messages,
+    sets=sets,
+    train_loss=metrics.get("learning/loss", _logged_loss(steps)),
+    eval_loss=metrics.get("eval/avg_loss", empty),
+    num_steps=int(np.isfinite(steps["predicted_examples"]).any(-1).sum()) or len(steps),
+    num_rows=log.num_rows,
+    num_documents=len(groups),
+    num_tokens=int(time.tokens_DB.sum()),
+    facts=_facts(log, metrics),
+    config=_config(log.run_dir),
+    health=Health(exposures.result(time), duplicates(texts, groups)),
+  )
+
+
+def _set_summary(log, k: int, time, groups, num_documents: int, texts: Texts | None) -> SetSummary:
+  steps = log.steps
+  known = np.isfinite(steps["val_loss"][:, k])
+  order = np.argsort(-groups.contribution_GK[:, k], kind="stable")
+  num_shown = min(num_documents, (len(groups) + 1) // 2)
+  top = _documents(groups.take(order[:num_shown]), k, texts)
+  bottom = _documents(groups.take(order[::-1][: min(num_shown, len(groups) - num_shown)]), k, texts)
+  errors = np.abs(steps["check_rel_err"][:, k])
+  predicted, actual = _drops(steps, k)
+  return SetSummary(
+    name=log.val_sets[k],
+    ledger=_ledger(steps, k),
+    val_loss=Series(steps["step"][known], steps["val_loss"][known, k]),
+    predicted_drop=predicted,
+    actual_drop=actual,
+    domains=_domains(time, k),
+    top=top,
+    bottom=bottom,
+    edges=time.edges,
+    curve_domains=time.domains,
+    contribution_DB=time.contribution_DBK[:, :, k],
+    tokens_DB=time.tokens_DB,
+    heat_map=_heat_map(log, time, k),
+    max_check_error=float(np.nanmax(errors)) if np.isfinite(errors).any() else float("nan"),
+  )
+
+
+def _domains(time, k: int) -> list[Value]:
+  total = time.contribution_DBK[:, :, k].sum(1)
+  half_width = statistics.block_half_width(statistics.to_blocks(time.contribution_DBK[:, :, k]))
+  values = []
+  for d, name in enumerate(time.domains):
+    tokens = float(time.tokens_DB[d].sum())
+    loss = float(time.loss_tokens_DB[d].sum() / tokens) if tokens else float("nan")
+    exposures = int(time.exposures_DB[d].sum())
+    if exposures:
+      values.append(Value(name, exposures, int(tokens), loss, float(total[d]), float(half_width[d])))
+  return sorted(values, key=lambda value: -value.per_million if value.tokens else float("inf"))
+
+
+def _documents(groups, k: int, texts: Texts | None) -> list[Value]:
+  keys = list(
+    zip(groups.keys["domain"].tolist(), groups.keys["path"].tolist(), groups.keys["offset"].tolist(), strict=True)
+  )
+  found = texts.find(keys) if texts is not None else {}
+  total, square = groups.contribution_GK[:, k], groups.square_GK[:, k]
+  half_width = statistics.exposure_half_width(groups.exposures, total, square)
+  loss = groups.loss_tokens / np.maximum(groups.tokens, 1)
+  return [
+    Value(
+      domain,
+      int(groups.exposures[i]),
+      int(groups.tokens[i]),
+      float(loss[i]),
+      float(total[i]),
+      float(half_width[i]),
+      path,
+      offset,
+      found[key][:SNIPPET_BYTES] if (key := (domain, path, offset)) in found else None,
+    )
+    for i, (domain, path, offset) in enumerate(keys)
+  ]
+
+
+def actual_drops(steps: np.ndarray, k: int) -> np.ndarray:
+  """f64[S]: the measured drop of step t, val_loss[t] - prev_val_loss[t + 1]; NaN where the next step is not known."""
+  drop = np.full(len(steps), np.nan)
+  follows = np.diff(steps["step"]) == 1
+  difference = steps["val_loss"][:-1, k] - steps["prev_val_loss"][1:, k]
+  drop[:-1] = np.where(follows, difference, np.nan)
+  return drop
+
+
+def _drops(steps: np.ndarray, k: int) -> tuple[Series, Series]:
+  """Predicted and measured drop of the steps that have both."""
+  actual = actual_drops(steps, k)
+  predicted = np.nansum([steps[name][:, k] for name in LEDGER], axis=0)
+  both = np.isfinite(actual) & np.isfinite(steps["predicted_examples"][:, k])
+  return Series(steps["step"][both], predicted[both]), Series(steps["step"][both], actual[both])
+
+
+def _ledger(steps: np.ndarray, k: int) -> Ledger:
+  """Both sides are summed over the steps whose measured drop is known; over all when none is."""
+  drops = actual_drops(steps, k)
+  counted = np.isfinite(drops) & np.isfinite(steps["predicted_examples"][:, k])
+  actual = float(drops[counted].sum()) if counted.any() else None
+  if actual is None:
+    counted = np.isfinite(steps["predicted_examples"][:, k])
+  columns: dict[str, float | None] = {}
+  for name in LEDGER:
+    values = steps[name][counted, k]
+    columns[name] = float(np.nansum(values)) if np.isfinite(values).any() else None
+  numbers = steps["step"][counted]
+  first, last = (int(numbers[0]), int(numbers[-1])) if len(numbers) else (0, 0)
+  return Ledger(columns, actual, int(counted.sum()), first, last)
+
+
+def _heat_map(log: ScoreLog, time, k: int) -> HeatMap | None:
+  total, names, domains = None, (), ()
+  for modules in log.modules():
+    value_MLD = modules.contribution_SMLDK[..., k].astype(np.float64).sum(0)
+    if total is None:
+      total, names, domains = value_MLD, modules.names, modules.domains
+    elif (names, domains) == (modules.names, modules.domains) and value_MLD.shape == total.shape:
+      total = total + value_MLD
+  if total is None:
+    return None
+  tokens = {name: time.tokens_DB[d].sum() for d, name in enumerate(time.domains)}
+  shown = [d for d, name in enumerate(domains) if tokens.get(name)]
+  stacked = np.isfinite(total[:, 1:]).any((1, 2)) if total.shape[1] > 1 else np.zeros(len(names), bool)
+  rows, values = [], []
+  if stacked.any():
+    rows += [f"layer {layer}" for layer in range(total.shape[1])]
+    values.append(np.nansum(total[stacked], 0))
+  rows += [name for name, inside in zip(names, stacked, strict=True) if not inside]
+  value_RD = np.concatenate([*values, total[~stacked, 0]])
+  scale = np.array([MILLION / tokens[domains[d]] for d in shown])
+  return HeatMap(tuple(rows), tuple(domains[d] for d in shown), value_RD[:, shown] * scale)
+
+
+def _logged_loss(steps: np.ndarray) -> Series:
+  known = np.isfinite(steps["loss"])
+  return Series(steps["step"][known], steps["loss"][known])
+
+
+def _check_sums(log: ScoreLog, time, left_out: int) -> list[str]:
+  """The rows must add up to what the steps say of themselves; if not, scores are missing."""
+  if left_out:
+    return []
+  messages = []
+  for k, name in enumerate(log.val_sets):
+    said = np.nansum(log.steps["predicted_examples"][:, k])
+    found = time.contribution_DBK[:, :, k].sum()
+    scale = np.nansum(np.abs(log.steps["predicted_examples"][:, k]))
+    if np.isfinite(log.steps["predicted_examples"][:, k]).any() and abs(said - found) > 1e-2 * scale + 1e-9:
+      messages.append(
+        f"the rows for validation set {name} add up to {found:.4g} nats, the steps' own sums to {said:.4g}: "
+        "rows are missing or doubled"
+      )
+  return messages
+
+
+def _facts(log: ScoreLog, metrics: dict[str, Series]) -> dict[str, str]:
+  facts = read_facts(log.run_dir)
+  seconds = metrics.get("perf/step_time_seconds")
+  if seconds is not None and len(seconds):
+    facts["median step time"] = f"{np.median(seconds.values):.3f} s"
+  tokens = metrics.get("perf/per_device_tokens_per_sec")
+  if tokens is not None and len(tokens):
+    facts["median tokens per second and device"] = f"{np.median(tokens.values):,.0f}"
+  flops = metrics.get("perf/per_device_tflops_per_sec")
+  if flops is not None and len(flops):
+    facts["median TFLOP/s per device"] = f"{np.median(flops.values):.3f}"
+  errors = np.abs(log.steps["check_rel_err"])
+  if np.isfinite(errors).any():
+    facts["self-check of the scores (largest relative error)"] = f"{np.nanmax(errors):.1e}"
+  return facts
+
+
+def _config(run_dir: Path) -> dict[str, str]:
+  """The keys of config.yml as text, without interpreting them: a report must open on runs of other versions too."""
+  path = run_dir / "config.yml"
+  if not path.is_file():
+    return {}
+  import yaml
+
+  try:
+    loaded = yaml.safe_load(path.read_text("utf-8"))
+  except (yaml.YAMLError, OSError, UnicodeDecodeError):
+    return {}
+  return {str(k): "" if v is None else str(v) for k, v in loaded.items()} if isinstance(loaded, dict) else {}

@@ -1,0 +1,64 @@
+"""The text behind a document id, read again from the source that the run's config.yml names."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from maxghost import config
+from maxghost.config import ConfigError
+
+DocumentKey = tuple[str, str, int]
+SNIPPET_BYTES = 1200
+_ORNAMENT = re.compile(r"([^\w\s])\1{3,}")
+
+
+class Texts:
+  """Documents of a run by id. `changed` when the source is no longer the one whose texts were scored."""
+
+  def __init__(self, source, changed: bool):
+    self.source = source
+    self.changed = changed
+
+  def find(self, wanted: Iterable[DocumentKey]) -> dict[DocumentKey, bytes]:
+    """Texts of those ids that the source still has; one pass over the ids, only the found texts are read."""
+    left = set(wanted)
+    found: dict[DocumentKey, bytes] = {}
+    for index in range(len(self.source)):
+      if not left:
+        break
+      key = tuple(self.source.document_id(index))
+      if key in left:
+        left.remove(key)
+        found[key] = bytes(self.source[index].text)
+    return found
+
+
+def open_texts(run_dir: Path, fingerprints: tuple[str, ...]) -> tuple[Texts | None, list[str]]:
+  """The run's documents, and sentences to show: why there are none, or that the source has changed since.
+
+  fingerprints: of the source while the run trained, from the score log; empty when they were not recorded.
+  """
+  path = Path(run_dir) / "config.yml"
+  if not path.is_file():
+    return None, ["config.yml is missing, so the texts of the documents cannot be shown"]
+  from maxghost import data  # reading the corpus is only paid for where texts are asked for
+
+  try:
+    cfg = config.load(path)
+    dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed)
+  except ConfigError as error:
+    return None, [f"the texts of the documents cannot be shown: {error}"]
+  changed = bool(fingerprints) and any(old != dataset.fingerprint for old in fingerprints)
+  messages = []
+  if changed:
+    messages.append(
+      "the source of the documents has changed since the run (fingerprint "
+      f"{', '.join(fingerprints)} then, {dataset.fingerprint} now): texts may differ from those that were scored"
+    )
+  return Texts(dataset.source, changed), messages
+
+
+def snippet(text: bytes, num_chars: int) -> str:
+  """The first `num_chars` characters on one line; runs of spaces and ornament are squeezed, a cut shows an ellipsis."""
+  squeezed = " ".join(_ORNAMENT.sub(r"\1\1\1", text[: 8 * num_chars].decode("utf-8", "replace")).split())
+  return squeezed if len(squeezed) <= num_chars else squeezed[: num_chars - 1].rstrip() + "…"

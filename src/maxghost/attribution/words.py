@@ -1,0 +1,62 @@
+"""The run in sentences; the terminal and the page say the same."""
+
+import math
+
+from maxghost.attribution.html.markup import number, percent
+from maxghost.attribution.summary import Ledger, SetSummary
+
+
+def headline(part: SetSummary) -> str:
+  """What happened to the validation loss, in one sentence."""
+  actual = part.ledger.actual
+  if actual is None:
+    drop = part.ledger.predicted
+    return f"The {part.name} validation loss was predicted to {_moved(drop, 'fall', 'rise')}; no drop was measured."
+  return f"The {part.name} validation loss {_moved(actual, 'fell', 'rose')}."
+
+
+def _moved(drop: float, down: str, up: str) -> str:
+  return f"{down if drop >= 0 else up} {number(abs(drop))} nats per token"
+
+
+def lead(part: SetSummary) -> str:
+  """How well that was predicted, and which domains did it."""
+  sentences = []
+  ledger = part.ledger
+  if ledger.actual is not None:
+    moved = number(ledger.predicted) if ledger.predicted >= 0 else f"a rise of {number(-ledger.predicted)}"
+    share = f" ({percent(ledger.predicted / ledger.actual)} of it)" if ledger.actual > 0 else ""
+    sentences.append(f"First order predicted {moved}{share}.")
+  known = [value for value in part.domains if math.isfinite(value.per_million)]
+  if known:
+    worth = ", ".join(f"{value.domain} {number(value.per_million, 2, plus=True)}" for value in known[:4])
+    more = f" and {len(known) - 4} more" if len(known) > 4 else ""
+    sentences.append(f"Per million tokens: {worth}{more} nats.")
+  harmful = [value.domain for value in known if value.per_million + _or_zero(value.per_million_half_width) < 0]
+  if harmful:
+    sentences.append(f"{_listed(harmful)} raised the loss, beyond the noise.")
+  return " ".join(sentences)
+
+
+def _or_zero(value: float) -> float:
+  return value if math.isfinite(value) else 0.0
+
+
+def _listed(names: list[str]) -> str:
+  shown = names[:3] + ([f"{len(names) - 3} more"] if len(names) > 3 else [])
+  text = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+  return text[:1].upper() + text[1:]
+
+
+def ledger_sentence(ledger: Ledger) -> str:
+  """How to read the ledger; says so when momentum carries most of the step."""
+  steps = f"{ledger.num_steps:,} steps ({ledger.first_step} to {ledger.last_step})".replace(",", "\u202f")
+  text = f"Each step's predicted drop, added up over {steps}."
+  momentum, examples = ledger.columns.get("momentum"), ledger.columns.get("predicted_examples")
+  if momentum and ledger.predicted > 0 and momentum > 0.5 * ledger.predicted:
+    text += (
+      f" Momentum carries {percent(momentum / ledger.predicted)} of it: AdamW moves mostly along the mean of earlier "
+      "gradients, so the examples of a step are credited with the small part that is new in this step"
+    )
+    text += f" ({number(examples)} nats)." if examples is not None else "."
+  return text
