@@ -5,6 +5,14 @@ import math
 from maxghost.attribution.html.markup import number, percent
 from maxghost.attribution.summary import Ledger, SetSummary
 
+LEDGER_LABELS = {
+  "predicted_examples": ("This step's examples", "the contributions that are shared out over documents on this page"),
+  "momentum": ("Momentum", "what AdamW still owes to the batches before; their examples earned it"),
+  "weight_decay": ("Weight decay", "pulling the weights towards zero"),
+  "unscored": ("Unscored parameters", "parameters left out with ghost_exclude"),
+  "direction_residual": ("Direction residual", "exact minus used direction (stale or low-rank)"),
+}
+
 
 def headline(part: SetSummary) -> str:
   """What happened to the validation loss, in one sentence."""
@@ -60,3 +68,9 @@ def ledger_sentence(ledger: Ledger) -> str:
     )
     text += f" ({number(examples)} nats)." if examples is not None else "."
   return text
+
+
+def shown_columns(ledger: Ledger) -> list[tuple[str, float]]:
+  """The logged columns in order; unscored parameters and direction residual only where there is something in them."""
+  known = [(name, value) for name, value in ledger.columns.items() if value is not None]
+  return [(n, v) for n, v in known if v != 0 or n in ("predicted_examples", "momentum", "weight_decay")]

@@ -155,7 +155,7 @@ def _curves(summary: Summary, part: SetSummary, colors: dict[str, int]) -> Marku
   train, validation = thin(summary.train_loss, CURVE_POINTS), thin(part.val_loss, CURVE_POINTS)
   losses = [
     Line("training", train.steps, train.values, NUM_COLORS - 1, faint=True),
-    Line(part.name, validation.steps, validation.values, 0),
+    Line("validation", validation.steps, validation.values, 0),
   ]
   if len(summary.eval_loss) and part is summary.sets[0]:
     losses.append(Line("evaluation", summary.eval_loss.steps, summary.eval_loss.values, 1, dots=True))
@@ -215,10 +215,10 @@ def _documents(part: SetSummary, colors: dict[str, int]) -> list[Markup]:
   parts = [
     tag("h2", "Documents that helped most"),
     tag("p", "By their whole contribution; click a text to open it.", class_="note"),
-    tables.document_table(part.top, colors),
+    *tables.document_tables(part.top, colors),
   ]
   if part.bottom:
-    parts += [tag("h2", "Documents that helped least or hurt"), tables.document_table(part.bottom, colors)]
+    parts += [tag("h2", "Documents that helped least or hurt"), *tables.document_tables(part.bottom, colors)]
   return parts
 
 

@@ -5,16 +5,11 @@ import numpy as np
 from maxghost.attribution.html.charts import NUM_COLORS, bar, bar_range
 from maxghost.attribution.html.markup import Markup, compact, integer, number, percent, tag
 from maxghost.attribution.summary import HeatMap, Ledger, SetSummary, Value
-from maxghost.attribution.texts import snippet
+from maxghost.attribution.texts import SNIPPET_BYTES, snippet
+from maxghost.attribution.words import LEDGER_LABELS, shown_columns
 
-LEDGER_WORDS = {
-  "predicted_examples": ("This step's examples", "the contributions that are shared out over documents on this page"),
-  "momentum": ("Momentum", "what AdamW still owes to the batches before; their examples earned it"),
-  "weight_decay": ("Weight decay", "pulling the weights towards zero"),
-  "unscored": ("Unscored parameters", "parameters left out with ghost_exclude"),
-  "direction_residual": ("Direction residual", "exact minus used direction (stale or low-rank)"),
-}
 SHOWN_DOMAINS = 40
+OPEN_DOCUMENTS = 10
 
 
 def _table(head: list, rows: list, caption: str | None = None, class_: str | None = None) -> Markup:
@@ -78,8 +73,7 @@ def domain_table(values: list[Value], colors: dict[str, int]) -> Markup:
 
 def ledger_table(ledger: Ledger) -> Markup:
   """The columns as a cascade that ends at the prediction, then the measured drop and the rest."""
-  columns = [(name, value) for name, value in ledger.columns.items() if value is not None]
-  columns = [(n, v) for n, v in columns if v != 0 or n in ("predicted_examples", "momentum", "weight_decay")]
+  columns = shown_columns(ledger)
   starts = np.cumsum([0.0, *(value for _, value in columns)])
   extremes = [*starts, ledger.predicted, ledger.actual or 0.0]
   low, high = min(0.0, *extremes), max(0.0, *extremes)
@@ -87,7 +81,7 @@ def ledger_table(ledger: Ledger) -> Markup:
   total = ledger.predicted
   rows = []
   for (name, value), start in zip(columns, starts, strict=False):
-    label, words = LEDGER_WORDS[name]
+    label, words = LEDGER_LABELS[name]
     share = percent(value / total) if total else ""
     rows.append(
       tag(
@@ -134,10 +128,20 @@ def ledger_table(ledger: Ledger) -> Markup:
   return _table(_head("", "", ">Nats", ">Of predicted", ""), rows)
 
 
-def document_table(values: list[Value], colors: dict[str, int]) -> Markup:
-  """Documents with their value; the text opens on a click."""
+def document_tables(values: list[Value], colors: dict[str, int]) -> list[Markup]:
+  """Documents with their value; the text opens on a click, and so do the documents after the first ten."""
+  tables = [_document_table(values[:OPEN_DOCUMENTS], colors, 1)]
+  if len(values) > OPEN_DOCUMENTS:
+    words = tag("summary", f"Show {len(values) - OPEN_DOCUMENTS} more")
+    tables.append(
+      tag("details", words, _document_table(values[OPEN_DOCUMENTS:], colors, OPEN_DOCUMENTS + 1), class_="more")
+    )
+  return tables
+
+
+def _document_table(values: list[Value], colors: dict[str, int], first_rank: int) -> Markup:
   rows = []
-  for rank, value in enumerate(values, 1):
+  for rank, value in enumerate(values, first_rank):
     swatch = tag("span", class_=f"swatch c{colors.get(value.domain, NUM_COLORS - 1)}", aria_hidden="true")
     where = tag(
       "span",
@@ -148,10 +152,10 @@ def document_table(values: list[Value], colors: dict[str, int]) -> Markup:
     if value.text is None:
       text = tag("span", "text not at hand", class_="muted")
     else:
-      cut = "\n…" if len(value.text) >= 1200 else ""
+      cut = "\n…" if len(value.text) == SNIPPET_BYTES else ""
       text = tag(
         "details",
-        tag("summary", snippet(value.text, 150) or "(no visible characters)"),
+        tag("summary", snippet(value.text, 140) or "(no visible characters)"),
         tag("pre", value.text.decode("utf-8", "replace") + cut),
       )
     rows.append(

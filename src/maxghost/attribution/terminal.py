@@ -1,0 +1,100 @@
+"""The report on a terminal: the same numbers and sentences as the page, as rich tables."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from maxghost.attribution.html.markup import compact, integer, number, percent
+from maxghost.attribution.summary import Ledger, SetSummary, Summary, Value
+from maxghost.attribution.texts import snippet
+from maxghost.attribution.words import LEDGER_LABELS, headline, lead, ledger_sentence, shown_columns
+
+SNIPPET_CHARS = 160  # the terminal cuts lines at its width
+SHOWN_DOCUMENTS = 5
+
+
+def show(summary: Summary, console: Console):
+  """Prints the report; of the documents the first few."""
+  console.print(
+    Text(
+      f"Run {summary.name}: {integer(summary.num_steps)} steps, {compact(summary.num_tokens)} scored "
+      f"tokens, {compact(summary.num_documents)} documents"
+    )
+  )
+  for part in summary.sets:
+    console.print()
+    console.print(Text(headline(part), style="bold"))
+    console.print(Text(lead(part)))
+    console.print(_domains(part))
+    console.print(_ledger(part.ledger))
+    console.print(Text(ledger_sentence(part.ledger)))
+    console.print(_documents(part.top[:SHOWN_DOCUMENTS], "Documents that helped most"))
+    if part.bottom[:SHOWN_DOCUMENTS]:
+      console.print(_documents(part.bottom[:SHOWN_DOCUMENTS], "Documents that helped least or hurt"))
+  for message in summary.messages:
+    console.print(Text(f"note: {message}", style="yellow"))
+
+
+def _table(title: str, *columns: str) -> Table:
+  """A leading > means a column of numbers."""
+  table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+  for name in columns:
+    if name.startswith(">"):
+      table.add_column(name[1:], justify="right", no_wrap=True)
+    else:
+      table.add_column(name, overflow="ellipsis", no_wrap=True)
+  return table
+
+
+def _with_interval(value: float, half_width: float) -> str:
+  shown = number(half_width, 2)
+  return number(value, plus=True) + (f" ± {shown}" if shown != "–" else "")
+
+
+def _domains(part: SetSummary) -> Table:
+  table = _table(
+    f"\nDomains, for the {part.name} validation loss",
+    "Domain",
+    ">Tokens",
+    ">Nats in all",
+    ">Nats per million tokens",
+    ">Training loss",
+  )
+  for value in part.domains:
+    table.add_row(
+      Text(value.domain),
+      compact(value.tokens),
+      _with_interval(value.contribution, value.half_width),
+      _with_interval(value.per_million, value.per_million_half_width),
+      number(value.loss),
+    )
+  return table
+
+
+def _ledger(ledger: Ledger) -> Table:
+  table = _table("\nPredicted and measured drop", "", ">Nats", ">Of predicted")
+  total = ledger.predicted
+  rows = [(LEDGER_LABELS[name][0], value) for name, value in shown_columns(ledger)]
+  rows.append(("Predicted drop", total))
+  if ledger.actual is not None:
+    rows += [("Measured drop", ledger.actual), ("Rest (curvature)", ledger.rest)]
+  for label, value in rows:
+    table.add_row(label, number(value, plus=True), percent(value / total) if total else "")
+  return table
+
+
+def _documents(values: list[Value], title: str) -> Table:
+  table = _table(f"\n{title}", ">Nats in all", ">Per million", ">Tokens", ">Seen", "Document")
+  for value in values:
+    where = f"{value.domain} · {value.path}" + (f" @ {value.offset}" if value.offset else "")
+    lines = Text(where)
+    if value.text is not None:
+      lines.append("\n" + snippet(value.text, SNIPPET_CHARS), style="dim")
+    table.add_row(
+      number(value.contribution, plus=True),
+      number(value.per_million, plus=True),
+      compact(value.tokens),
+      integer(value.exposures),
+      lines,
+    )
+  return table

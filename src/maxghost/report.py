@@ -1,0 +1,70 @@
+"""`maxghost report RUN_DIR`: what the training examples were worth, on the terminal and as RUN_DIR/report.html."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from maxghost import attribution, cli
+from maxghost.config import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+  """Reports a wrong argument as one line."""
+
+  def error(self, message: str):
+    raise ConfigError(f"{message}; see maxghost {self.prog.split()[-1]} --help")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+  """The command line."""
+  parser = Parser(prog="maxghost report", description=__doc__)
+  parser.add_argument(
+    "run_dir", type=Path, metavar="RUN_DIR", help="folder of a run: <base_output_directory>/<run_name>"
+  )
+  parser.add_argument(
+    "--documents", type=int, default=20, metavar="N", help="best and worst documents on the page (20)"
+  )
+  parser.add_argument("--output", type=Path, metavar="FILE", help="where the page goes (RUN_DIR/report.html)")
+  parser.add_argument(
+    "--no-texts", action="store_true", help="do not read the corpus again to show the documents' texts"
+  )
+  args = parser.parse_args(argv)
+  if args.documents < 0:
+    raise ConfigError(f"--documents={args.documents}: at least 0")
+  return args
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Exit code 0, or 2 where the input is wrong; nothing has been written then."""
+  sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks, not a traceback
+  return cli.guard(lambda: _run(parse(argv)))
+
+
+def _run(args: argparse.Namespace) -> int:
+  from rich.console import Console
+
+  from maxghost.attribution import html, terminal
+  from maxghost.attribution.summary import summarize
+
+  summary = summarize(attribution.load(args.run_dir), args.documents, with_texts=not args.no_texts)
+  terminal.show(summary, Console())
+  output = args.output or args.run_dir / "report.html"
+  write_whole(output, html.render(summary))
+  print(f"\nreport: {output}")
+  return 0
+
+
+def write_whole(path: Path, text: str):
+  """Writes a file whole or not at all. Raises ConfigError where the place cannot be written."""
+  temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+  try:
+    temporary.write_text(text, "utf-8")
+    os.replace(temporary, path)
+  except OSError as error:
+    temporary.unlink(missing_ok=True)
+    raise ConfigError(f"cannot write {path} ({error.strerror}); name another place with --output") from error
+
+
+if __name__ == "__main__":
+  sys.exit(main())
