@@ -8,7 +8,7 @@ has the metric: learning/*, perf/*, eval/*; ghost/* is new, one value per valida
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,13 @@ def ghost_metrics(outputs: Mapping[str, Any], val_sets: tuple[str, ...]) -> dict
     for column in (*PREDICTED_COLUMNS, "check_rel_err"):
       record[f"ghost/{column}/{name}"] = float(outputs[column][k])
   return record
+
+
+def eval_metrics(sums: Sequence[tuple[Any, Any]]) -> dict[str, float]:
+  """The eval/* part from (summed loss, tokens) of each batch: the mean over all tokens, not over batches."""
+  total, tokens = (float(sum(column)) for column in zip(*sums, strict=True))
+  loss = total / max(tokens, 1.0)
+  return {"eval/avg_loss": loss, "eval/avg_perplexity": perplexity(loss), "eval/total_weights": int(tokens)}
 
 
 class MetricsLog:

@@ -1,0 +1,71 @@
+"""`python -m maxghost.train configs/base.yml [key=value ...]`: trains a model and scores every training document.
+
+The same command continues an interrupted run. Exit codes: 0 done, or stopped by SIGTERM with everything saved; 1 the
+run failed (one line says why); 2 the input is wrong and nothing was written; 130 Ctrl-C.
+"""
+
+import os
+import sys
+
+from maxghost import cli
+from maxghost.config import Config, ConfigError
+from maxghost.training import run_directory
+from maxghost.training.run_directory import Existing
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Runs the door; returns the exit code."""
+  return cli.run_door(_run, argv, "train")
+
+
+def _run(cfg: Config) -> int:
+  existing = run_directory.inspect(cfg)
+  if existing.completed_steps == cfg.run.steps:
+    print(f"{existing.path} is complete: {existing.completed_steps} steps.")
+    print(f"To train on, give more: steps={2 * existing.completed_steps}")
+    print(f"Report: python -m maxghost.report {existing.path}")
+    return 0
+  if not existing.is_new and not cfg.checkpoint.enable_checkpointing:
+    raise ConfigError(
+      f"enable_checkpointing=false: {existing.path} holds an unfinished run, which would be overwritten; "
+      "choose another run_name"
+    )
+  from maxghost import data
+
+  dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed, vocab_size=cfg.model.vocab_size)
+  return _train(cfg, existing, dataset)
+
+
+def _train(cfg: Config, existing: Existing, dataset) -> int:
+  """From valid input to an exit code. JAX is imported here."""
+  from maxghost.attribution.store import ScoreWriter
+  from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
+  from maxghost.training.metrics import NonFiniteMetricError
+  from maxghost.training.score_recorder import ScoreLogError
+  from maxghost.training.session import Session
+  from maxghost.training.signals import StopSignals
+
+  with StopSignals() as signals:
+    try:
+      session = Session(
+        cfg, existing, dataset, signals, open_checkpoints=CheckpointManager, open_scores=ScoreWriter
+      )
+      return session.run()
+    except NonFiniteMetricError as error:
+      return _failed(f"{error}; {session.last_checkpoint()}")
+    except (CheckpointError, ScoreLogError) as error:
+      return _failed(str(error))
+    except KeyboardInterrupt:
+      print("\nmaxghost: stopped at once; the same command continues from the last checkpoint", file=sys.stderr)
+      sys.stdout.flush()
+      sys.stderr.flush()
+      os._exit(130)  # threads that compile or write are not waited for
+
+
+def _failed(message: str) -> int:
+  print(f"maxghost: {message}", file=sys.stderr)
+  return 1
+
+
+if __name__ == "__main__":
+  sys.exit(main())

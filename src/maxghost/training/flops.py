@@ -1,0 +1,62 @@
+"""The arithmetic of one training step, from the shapes of the model, and the peak rate of known devices.
+
+XLA's own count is of no use here: it counts the body of a scan once, whatever its trip count. Ghost's extra work is
+not counted, so that TFLOP/s with and without it compare. Per row of T tokens; training = 3 x forward.
+"""
+
+import dataclasses
+
+import jax
+
+from maxghost.config.schema import ModelConfig
+
+# Dense bf16 TFLOP/s of one device by JAX's device_kind, from the vendors' data sheets.
+PEAK_TFLOPS = {
+  "TPU v4": 275.0,
+  "TPU v5 lite": 197.0,
+  "TPU v5": 459.0,
+  "TPU v6 lite": 918.0,
+  "NVIDIA A100-SXM4-80GB": 312.0,
+  "NVIDIA H100 80GB HBM3": 989.0,
+  "NVIDIA H200": 989.0,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepFlops:
+  """FLOPs of one step over all devices: in matrix products with weights, and in attention (causal: half the square)."""
+
+  weights: float
+  attention: float
+
+  @property
+  def total(self) -> float:
+    return self.weights + self.attention
+
+  def describe(self) -> str:
+    """MaxText's line."""
+    share = self.weights / self.total
+    return (
+      f"Per train step: Total TFLOPs: {self.total / 1e12:.4f}, split as {share:.2%} learnable weight flops and "
+      f"{1 - share:.2%} attention flops"
+    )
+
+
+def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
+  """FLOPs of forward and backward over `num_rows` rows of `row_length` tokens, padding included."""
+  d, heads, kv_heads, h = model.base_emb_dim, model.base_num_query_heads, model.base_num_kv_heads, model.head_dim
+  attention_weights = d * (heads + 2 * kv_heads) * h + heads * h * d
+  mlp_weights = (len(model.mlp_activations) + 1) * d * model.base_mlp_dim
+  per_token = model.base_num_decoder_layers * (attention_weights + mlp_weights) + d * model.vocab_size
+  tokens = num_rows * row_length
+  scores_and_values = 2 * 2 * row_length * heads * h / 2
+  return StepFlops(
+    weights=3.0 * 2 * per_token * tokens,
+    attention=3.0 * model.base_num_decoder_layers * scores_and_values * tokens,
+  )
+
+
+def peak_flops(device: jax.Device) -> float | None:
+  """Dense bf16 FLOP/s of one device, None where it is not known (CPUs among them)."""
+  peak = PEAK_TFLOPS.get(device.device_kind)
+  return None if peak is None else peak * 1e12

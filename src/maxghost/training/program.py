@@ -1,0 +1,120 @@
+"""The compiled functions of a run. Each is compiled once, ahead of the first step, and that executable is what runs."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from flax import nnx
+
+from maxghost.config import Config, ConfigError
+from maxghost.training import step as step_lib
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Executable:
+  """One compiled function. seconds: tracing, compiling."""
+
+  name: str
+  call: Callable
+  trace_seconds: float
+  compile_seconds: float
+
+  def describe(self) -> str:
+    """Compile time, and memory and XLA's FLOPs of this very executable."""
+    parts = [f"Compiled {self.name} in {self.compile_seconds:.1f} s (traced in {self.trace_seconds:.1f} s)"]
+    memory = self.call.memory_analysis()
+    if memory is not None:
+      arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+      fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
+      parts.append(
+        f"Total estimated memory size: {(arguments + fresh + temporaries) / 1e9:.3f} GB per device (arguments "
+        f"{arguments / 1e9:.3f}, temporaries {temporaries / 1e9:.3f}, outputs beyond donated ones {fresh / 1e9:.3f})"
+      )
+    flops = (self.call.cost_analysis() or {}).get("flops", 0.0)
+    if flops > 0:
+      parts.append(f"XLA counts {flops / 1e12:.4f} TFLOP, the body of each loop once")
+    return "; ".join(parts)
+
+
+class Program:
+  """What the loop calls; `scored` are the labels and sizes of the scored parameters.
+
+  train_step(state, batch, val_batches) -> (state, out): the state is donated. validation_loss(state, val_batches) ->
+  [K]. evaluate(state, batch) -> (summed loss, tokens). While they compile in the background, these wait.
+  """
+
+  def __init__(self, futures: Mapping[str, Any], scored: dict[str, int]):
+    self._futures = futures
+    self.scored = scored
+
+  @functools.cached_property
+  def train_step(self) -> Callable:
+    return self._futures["train_step"].result().call
+
+  @functools.cached_property
+  def validation_loss(self) -> Callable:
+    return self._futures["validation_loss"].result().call
+
+  @functools.cached_property
+  def evaluate(self) -> Callable:
+    return self._futures["evaluate"].result().call
+
+  def is_ready(self, name: str) -> bool:
+    """Whether a function would be called at once."""
+    return self._futures[name].done()
+
+  def describe(self) -> str:
+    """The line on the train step: seconds, memory, FLOPs. Waits for its compilation."""
+    return self._futures["train_step"].result().describe()
+
+
+def build(
+  cfg: Config, graphdef: nnx.GraphDef, state: nnx.State, batch: Mapping[str, Any], val_batches: tuple, num_segments: int
+) -> Program:
+  """Traces the step and the evaluations for these shapes and starts to compile them in the background.
+
+  Arrays and `jax.ShapeDtypeStruct`s serve alike. val_batches: one batch per validation set, empty when ghost is off.
+  num_segments: S, segments a row can hold. Raises ConfigError for a model that the engine cannot score.
+  """
+  begin = time.perf_counter()
+  try:
+    train_step, twin = step_lib.make_train_step(cfg, graphdef, state, batch, num_segments=num_segments)
+  except ValueError as error:  # a parameter without a rule, a pattern that matches nothing
+    raise ConfigError(str(error)) from error
+  work = {"train_step": _lower("train_step", train_step, (0,), begin, state, batch, val_batches)}
+  pool = ThreadPoolExecutor(1, "compile")  # one: XLA uses all cores for one compilation
+  futures = {"train_step": pool.submit(*work["train_step"])}
+  others: dict[str, tuple] = {}
+  if cfg.ghost.ghost_enabled:
+    others["validation_loss"] = (step_lib.make_validation_loss(cfg, graphdef), state, val_batches)
+  if cfg.run.eval_interval > 0:
+    others["evaluate"] = (step_lib.make_eval_step(cfg, graphdef), state, batch)
+  for name, (function, *arguments) in others.items():
+    futures[name] = pool.submit(*_lower(name, function, (), time.perf_counter(), *arguments))
+  pool.shutdown(wait=False)
+  scored = {} if twin is None else _sizes(state, [param.label for param in twin.scored])
+  return Program(futures, scored)
+
+
+def _lower(name: str, function: Callable, donated: tuple[int, ...], begin: float, *arguments) -> tuple:
+  """(function, arguments) of the compilation, for a thread: only the main thread traces."""
+  function.__name__ = name  # what profiles and JAX's own compile log call it
+  lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+  return _compile, name, lowered, time.perf_counter() - begin
+
+
+def _compile(name: str, lowered, trace_seconds: float) -> Executable:
+  begin = time.perf_counter()
+  compiled = lowered.compile()
+  return Executable(name, compiled, trace_seconds, time.perf_counter() - begin)
+
+
+def _sizes(state: nnx.State, labels: list[str]) -> dict[str, int]:
+  """Numbers of elements of the model's parameters with these slash paths."""
+  params = nnx.to_flat_state(nnx.filter_state(state, nnx.Param))
+  sizes = {"/".join(map(str, path[1:])): variable.get_value().size for path, variable in params if path[0] == "model"}
+  return {label: sizes[label] for label in labels}

@@ -1,0 +1,66 @@
+"""Where a run stands after a number of completed steps: everything a checkpoint holds beside the arrays."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Position:
+  """The run after `completed_steps` steps. All parts belong to the same moment, although batches are read ahead.
+
+  data: position of the training iterator behind the last trained batch; None at the start.
+  metrics_bytes: length of metrics.jsonl. pending: the record of the last step, which waits for the validation loss
+    after it, None at the start. scores: position of the score log, None where there is none.
+  """
+
+  completed_steps: int = 0
+  data: dict | None = None
+  metrics_bytes: int = 0
+  pending: dict[str, Any] | None = None
+  scores: dict | None = None
+
+  def to_json(self) -> dict[str, Any]:
+    return dataclasses.asdict(self)
+
+  @classmethod
+  def from_json(cls, values: Mapping[str, Any]) -> "Position":
+    return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+
+
+def to_tree(state: nnx.State) -> dict:
+  """A train state as a plain nested dict of arrays with text keys: {"model": {...}, "optimizer": {...}, ...}.
+
+  Empty branches (optax's stateless transformations) are left out.
+  """
+  tree: dict = {}
+  for path, variable in nnx.to_flat_state(state):
+    branch = tree
+    for key in path[:-1]:
+      branch = branch.setdefault(str(key), {})
+    branch[str(path[-1])] = variable.get_value()
+  return tree
+
+
+def from_tree(tree: Mapping, like: nnx.State) -> nnx.State:
+  """The other way round: `like` (which may be abstract) with the arrays of a tree of the same paths."""
+  flat = []
+  for path, variable in nnx.to_flat_state(like):
+    value: Any = tree
+    for key in path:
+      value = value[str(key)]
+    flat.append((path, variable.replace(value)))
+  return nnx.from_flat_state(flat)
+
+
+def abstract_arrays(state: nnx.State) -> nnx.State:
+  """The state with shapes, dtypes and shardings in place of arrays; abstract leaves go to the first device."""
+  place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+  def abstract(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or place)
+
+  return jax.tree.map(abstract, state)

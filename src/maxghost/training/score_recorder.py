@@ -1,0 +1,155 @@
+"""From a step's outputs to rows of the score log, on a thread of its own.
+
+B rows of the batch, S segments a row can hold, K validation sets, N scored documents.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+QUEUE_LENGTH = 8
+STEP_COLUMNS = (
+  "learning_rate",
+  "clip_factor",
+  "tokens",
+  "loss",
+  "val_loss",
+  "predicted_examples",
+  "momentum",
+  "weight_decay",
+  "unscored",
+  "direction_residual",
+  "check_rel_err",
+)
+
+
+class ScoreLogError(RuntimeError):
+  """The scores of a step could not be written."""
+
+
+def scored_rows(outputs: Mapping[str, np.ndarray], batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
+  """(columns of the N scored segments, their document indices), in the order of the rows of the batch.
+
+  A segment is scored where it has a document and at least one token that counts.
+  """
+  scored_BS = (batch.document_BS >= 0) & (outputs["tokens_BS"] > 0)
+  columns = {
+    "chunk": batch.offset_BS[scored_BS],
+    "tokens": outputs["tokens_BS"][scored_BS],
+    "loss": outputs["loss_BS"][scored_BS],
+    "dot": outputs["score_dot_BSK"][scored_BS],
+    "contribution": outputs["contribution_BSK"][scored_BS],
+  }
+  return columns, batch.document_BS[scored_BS]
+
+
+def module_contributions(
+  by_document: Mapping[str, np.ndarray], scored_BS: np.ndarray, domain_N: np.ndarray, num_domains: int
+) -> dict[str, np.ndarray]:
+  """Sums [L, B, S, K] over the scored documents of each domain: {label: f32[L, D, K]}, nats."""
+  sums = {}
+  for label, value_LBSK in by_document.items():
+    value_LNK = value_LBSK[:, scored_BS]
+    sums[label] = np.stack([value_LNK[:, domain_N == d].sum(1) for d in range(num_domains)], axis=1)
+  return sums
+
+
+def stack_layers(by_module: Mapping[str, np.ndarray]) -> np.ndarray:
+  """f32[M, L, D, K], L the most layers of any; layers that a module does not have are NaN."""
+  num_layers = max(len(value) for value in by_module.values())
+  shape = next(iter(by_module.values())).shape[1:]
+  stacked = np.full((len(by_module), num_layers, *shape), np.nan, np.float32)
+  for m, value_LDK in enumerate(by_module.values()):
+    stacked[m, : len(value_LDK)] = value_LDK
+  return stacked
+
+
+class ScoreRecorder:
+  """Feeds a ScoreWriter.
+
+  document_id: (domain, path, offset) of a document by its index; asked once per document. domains: all domains, an axis
+  of the contributions by parameter.
+
+  What the writer raises (disk full, ...) is raised as ScoreLogError by the next call.
+  """
+
+  def __init__(self, writer, document_id: Callable[[int], Sequence[Any]], domains: Sequence[str]):
+    self._writer = writer
+    self._domains = tuple(domains)
+    self._document_id = document_id
+    self._known: dict[int, Sequence[Any]] = {}
+    self._error: BaseException | None = None
+    self._queue: queue.Queue = queue.Queue(QUEUE_LENGTH)
+    self._thread = threading.Thread(target=self._work, name="score-recorder", daemon=True)
+    self._thread.start()
+
+  def record(self, step: int, outputs: Mapping[str, np.ndarray], prev_val_loss: np.ndarray | None, batch) -> None:
+    """Hands over one step: host copies of its outputs, the loss of the last step's validation rows before this step
+    (f32[K], None for the first step of all), and the batch that was trained on."""
+    self._raise_error()
+    self._queue.put((step, outputs, prev_val_loss, batch))
+
+  def record_end(self, step: int, prev_val_loss: np.ndarray) -> None:
+    """The closing record: what the validation loss became after the last step."""
+    self._raise_error()
+    self._queue.put((step, None, prev_val_loss, None))
+
+  def position(self) -> dict:
+    """The writer's position after every step handed over; those steps are then on disk."""
+    self._queue.join()
+    self._raise_error()
+    return self._writer.position()
+
+  def restore(self, position: dict | None) -> None:
+    self._writer.restore(position)
+
+  def close(self) -> None:
+    """Everything handed over is on disk afterwards."""
+    self._queue.put(None)
+    self._thread.join()
+    self._writer.close()
+    self._raise_error()
+
+  def _work(self) -> None:
+    while (item := self._queue.get()) is not None:
+      try:
+        if self._error is None:
+          self._append(*item)
+      except BaseException as error:
+        self._error = error
+      finally:
+        self._queue.task_done()
+    self._queue.task_done()
+
+  def _append(self, step: int, outputs, prev_val_loss, batch) -> None:
+    record: dict[str, Any] = {"step": step}
+    if prev_val_loss is not None:
+      record["prev_val_loss"] = prev_val_loss
+    if outputs is None:
+      num_sets = len(prev_val_loss)
+      empty = {"tokens": np.zeros(0, np.int32), "loss": np.zeros(0, np.float32)}
+      empty |= {name: np.zeros((0, num_sets), np.float32) for name in ("dot", "contribution")}
+      self._writer.append(record, empty, [])
+      return
+    record |= {name: outputs[name] for name in STEP_COLUMNS}
+    columns, documents = scored_rows(outputs, batch)
+    names = [self._name(int(index)) for index in documents]
+    modules = None
+    if "param_contribution" in outputs:
+      scored_BS = (batch.document_BS >= 0) & (outputs["tokens_BS"] > 0)
+      domain_N = np.array([self._domains.index(name[0]) for name in names], np.int64)
+      by_module = module_contributions(outputs["param_contribution"], scored_BS, domain_N, len(self._domains))
+      modules = {"names": tuple(by_module), "domains": self._domains, "contribution": stack_layers(by_module)}
+    self._writer.append(record, columns, names, modules=modules)
+
+  def _name(self, index: int) -> Sequence[Any]:
+    if index not in self._known:
+      self._known[index] = self._document_id(index)
+    return self._known[index]
+
+  def _raise_error(self) -> None:
+    if self._error is not None:
+      raise ScoreLogError(str(self._error)) from self._error
