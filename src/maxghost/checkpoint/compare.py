@@ -1,0 +1,323 @@
+"""Compares two checkpoints of any layouts: structure, shapes, dtypes and values of parameters and optimizer state.
+
+  python tools/compare_checkpoints.py A B [--params_only] [--atol X --rtol Y] [--json]
+
+Exit code 0: equal; 1: different; 2: one of them cannot be read. Both are read into the canonical form first: stacked
+equals unstacked layers, wrapped equals bare leaves, and a step of int32 one of uint32. Values are equal when their
+bytes are, or when both are NaN. Arrays are read block by block.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from maxghost.checkpoint.layouts import LAYOUTS, Checkpoint, ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts_layers import ParamTree, PartReader, Ref, blocks_of, chunk_of
+from maxghost.checkpoint.layouts_store import StoredArray, open_tree, text_of
+from maxghost.config import ConfigError
+
+ONLY_LEFT, ONLY_RIGHT, SHAPE, DTYPE, VALUE = "only-left", "only-right", "shape", "dtype", "value"
+_BLOCK_BYTES = 1 << 28
+
+Item = dict[int | None, Ref]  # a logical array by layer; None where it is in no layer
+
+
+@dataclass
+class Row:
+  """One difference. layers: where it is, of a stacked array. first_index: within the first such layer."""
+
+  path: str
+  kind: str
+  left: str = ""
+  right: str = ""
+  layers: list[int] = field(default_factory=list)
+  max_abs: float | None = None
+  max_rel: float | None = None
+  first_index: list[int] | None = None
+  num_different: int = 0
+
+  def text(self) -> str:
+    where = self.path + (f" (layers {_ranges(self.layers)})" if self.layers else "")
+    if self.kind in (ONLY_LEFT, ONLY_RIGHT):
+      return f"{self.kind:<10} {where}  {self.left or self.right}"
+    if self.kind != VALUE:
+      return f"{self.kind:<10} {where}  {self.left} against {self.right}"
+    return (
+      f"{self.kind:<10} {where}  {self.num_different} elements, largest difference {self.max_abs:.3g} "
+      f"(relative {self.max_rel:.3g}), first at {self.first_index}"
+    )
+
+
+@dataclass
+class Comparison:
+  """rows: the differences. num_arrays, num_nans: logical arrays compared, and equal NaNs among their elements."""
+
+  rows: list[Row] = field(default_factory=list)
+  num_arrays: int = 0
+  num_elements: int = 0
+  num_nans: int = 0
+  notes: list[str] = field(default_factory=list)
+
+  @property
+  def equal(self) -> bool:
+    return not self.rows
+
+
+def compare(
+  left: Checkpoint,
+  right: Checkpoint,
+  *,
+  params_only: bool = False,
+  rngs: bool = False,
+  atol: float = 0.0,
+  rtol: float = 0.0,
+  block_bytes: int = _BLOCK_BYTES,
+) -> Comparison:
+  """Compares two canonical checkpoints.
+
+  rngs: random state and other non-parameters too. atol: allowed difference as a share of the largest magnitude of the
+  same array (so 1e-5 means as much for second moments as for weights); rtol: as a share of each element of `right`.
+  """
+  result = Comparison()
+  items_left = _items(left, params_only, rngs)
+  items_right = _items(right, params_only, rngs)
+  arrays = _ValueComparer(atol, rtol, block_bytes, result)
+  for path in [*items_left, *(p for p in items_right if p not in items_left)]:
+    a, b = items_left.get(path, {}), items_right.get(path, {})
+    for kind, mine, other in ((ONLY_LEFT, a, b), (ONLY_RIGHT, b, a)):
+      if missing := [layer for layer in mine if layer not in other]:
+        described = _describe(mine[missing[0]])
+        layers = [layer for layer in missing if layer is not None]
+        result.rows.append(Row(path, kind, described if mine is a else "", described if mine is b else "", layers))
+    both = [layer for layer in a if layer in b]
+    if both:
+      result.num_arrays += 1
+      arrays.compare(path, [(layer, a[layer], b[layer]) for layer in both], is_step=path == "step")
+  if not params_only and not rngs:
+    for side, checkpoint in (("left", left), ("right", right)):
+      if count := len({id(ref.array) for ref in checkpoint.aux.leaves.values()}):
+        result.notes.append(f"not compared: {count} random-state leaves on the {side} (--rngs compares them)")
+  return result
+
+
+def _describe(ref: Ref) -> str:
+  return f"{ref.dtype}[{','.join(map(str, ref.shape))}]"
+
+
+def _items(checkpoint: Checkpoint, params_only: bool, rngs: bool) -> dict[str, Item]:
+  items: dict[str, Item] = {}
+
+  def add(prefix: str, tree: ParamTree) -> None:
+    for (path, layer), ref in tree.leaves.items():
+      items.setdefault(f"{prefix}/{text_of(path)}", {})[layer] = ref
+
+  def add_one(path: str, array: StoredArray) -> None:
+    items[path] = {None: Ref(array)}
+
+  add("params", checkpoint.params)
+  if params_only:
+    return items
+  for place, tree in checkpoint.moments.items():
+    add(f"opt_state/{text_of(place)}", tree)
+  for path, array in checkpoint.opt_leaves.items():
+    add_one(f"opt_state/{text_of(path)}", array)
+  if checkpoint.step is not None:
+    add_one("step", checkpoint.step)
+  for nodes in checkpoint.kept.values():
+    for path, node in nodes.items():
+      if isinstance(node, StoredArray):
+        add_one(text_of(path), node)
+  if rngs:
+    add("aux", checkpoint.aux)
+  return items
+
+
+class _ValueComparer:
+  def __init__(self, atol: float, rtol: float, block_bytes: int, result: Comparison):
+    self._atol, self._rtol = atol, rtol
+    self._left, self._right = PartReader(block_bytes), PartReader(block_bytes)
+    self._block_bytes = block_bytes
+    self._result = result
+
+  def compare(self, path: str, pairs: list[tuple[int | None, Ref, Ref]], *, is_step: bool) -> None:
+    """Appends at most one row per kind of difference of one logical array."""
+    comparable = []
+    for kind, of in ((SHAPE, lambda ref: ref.shape), (DTYPE, _dtype_text)):
+      if is_step and kind == DTYPE:
+        continue
+      wrong = [pair for pair in pairs if of(pair[1]) != of(pair[2])]
+      if wrong:
+        layers = [layer for layer, _, _ in wrong if layer is not None]
+        a, b = (_describe(wrong[0][1]), _describe(wrong[0][2]))
+        if kind == DTYPE:
+          a, b = _dtype_text(wrong[0][1]), _dtype_text(wrong[0][2])
+        self._result.rows.append(Row(path, kind, a, b, layers))
+      comparable.append({id(pair[1]) for pair in wrong})
+    bad = set().union(*comparable)
+    row: Row | None = None
+    good = [pair for pair in pairs if id(pair[1]) not in bad]
+    scale = self._scale(good) if self._atol else 0.0
+    for layer, a, b in good:
+      row = self._layer(path, layer, a, b, scale, row)
+    if row is not None:
+      self._result.rows.append(row)
+
+  def _layer(self, path: str, layer: int | None, a: Ref, b: Ref, scale: float, row: Row | None) -> Row | None:
+    for index in blocks_of(a.shape, chunk_of(a.shape, a.dtype.itemsize, self._block_bytes)):
+      x, y = self._left.part(a, index), self._right.part(b, index)
+      self._result.num_elements += x.size
+      different = self._different(x, y, scale)
+      if not different.any():
+        continue
+      row = row or Row(path, VALUE, max_abs=0.0, max_rel=0.0)
+      if layer is not None and layer not in row.layers:
+        row.layers.append(layer)
+      if row.first_index is None:
+        first = np.unravel_index(int(np.argmax(different)), different.shape) if different.shape else ()
+        row.first_index = [int(i) + s.start for i, s in zip(first, index, strict=True)]
+      row.num_different += int(different.sum())
+      gap, size = _gap(x[different], y[different])
+      row.max_abs = max(row.max_abs, float(gap.max()))
+      with np.errstate(divide="ignore", invalid="ignore"):
+        relative = np.where(gap == 0, 0.0, gap / size)
+      row.max_rel = max(row.max_rel, float(np.nan_to_num(relative, nan=math.inf).max()))
+    return row
+
+  def _different(self, x: np.ndarray, y: np.ndarray, scale: float) -> np.ndarray:
+    """Elements that count as different; equal NaNs are counted on the way."""
+    if x.dtype != y.dtype:  # step only: one integer of two types
+      return np.asarray(x.astype(np.int64) != y.astype(np.int64))
+    floating = x.dtype.kind not in "iub"
+    both_nan = np.isnan(x) & np.isnan(y) if floating else np.zeros(x.shape, bool)
+    self._result.num_nans += int(both_nan.sum())
+    different = (_bits(x) != _bits(y)) & ~both_nan
+    if different.any() and (self._atol or self._rtol):
+      gap, size = _gap(x, y)
+      different &= ~(gap <= self._atol * scale + self._rtol * size)
+    return different
+
+  def _scale(self, pairs: list[tuple[int | None, Ref, Ref]]) -> float:
+    """Largest finite magnitude of one logical array, on the right."""
+    largest = 0.0
+    for _, _, ref in pairs:
+      for index in blocks_of(ref.shape, chunk_of(ref.shape, ref.dtype.itemsize, self._block_bytes)):
+        magnitude = np.abs(_wide(self._right.part(ref, index)))
+        largest = max(largest, float(np.max(magnitude, initial=0.0, where=np.isfinite(magnitude))))
+    return largest
+
+
+def _dtype_text(ref: Ref) -> str:
+  return ref.dtype.name if not ref.array.key_impl else f"{ref.dtype.name} key words"
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+  """The elements' bits, so that -0.0 differs from 0.0."""
+  if x.dtype.kind in "iub" or x.dtype.itemsize not in (1, 2, 4, 8):
+    return x
+  return np.ascontiguousarray(x).reshape(x.shape).view(f"u{x.dtype.itemsize}")
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+  return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+
+
+def _gap(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """(|x - y|, |y|) in float64; infinite where just one of the two is not a number, or infinities differ."""
+  a, b = _wide(x), _wide(y)
+  with np.errstate(invalid="ignore", over="ignore"):
+    gap = np.abs(a - b)
+  return np.where(np.isnan(gap), math.inf, gap), np.nan_to_num(np.abs(b), nan=0.0)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+  """0-3, 5"""
+  parts: list[list[int]] = []
+  for n in sorted(numbers):
+    if parts and n == parts[-1][1] + 1:
+      parts[-1][1] = n
+    else:
+      parts.append([n, n])
+  return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def compare_checkpoints(
+  a: str | os.PathLike,
+  b: str | os.PathLike,
+  *,
+  read_a: ReadOptions | None = None,
+  read_b: ReadOptions | None = None,
+  **options: Any,
+) -> Comparison:
+  """Compares two checkpoint folders; options as in `compare`. Raises LayoutError where one cannot be read."""
+  default = ReadOptions(keep_unknown=True)
+  left = read_checkpoint(open_tree(a), read_a or default)
+  right = read_checkpoint(open_tree(b), read_b or default)
+  return compare(left, right, **options)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(prog="compare_checkpoints", description=__doc__.split("\n")[0])
+  parser.add_argument("a", metavar="A")
+  parser.add_argument("b", metavar="B")
+  add = parser.add_argument
+  add("--params_only", "--params-only", action="store_true", help="leave optimizer state and step out")
+  add("--rngs", action="store_true", help="compare random state too")
+  add("--atol", type=float, default=0.0, help="allowed difference, as a share of the array's largest magnitude")
+  add("--rtol", type=float, default=0.0, help="allowed difference, as a share of each element of B")
+  add("--json", action="store_true", help="print one JSON object")
+  add("--max_rows", "--max-rows", type=int, default=20, help="differences printed; 0 = all")
+  for side in ("a", "b"):
+    add(f"--layout_{side}", choices=LAYOUTS, default="", help=f"layout of {side.upper()}; default: told from the tree")
+    add(f"--scan_axis_{side}", type=int, help=f"dimension of stacked layers in {side.upper()}")
+  add("--layer_containers", default="", metavar="NAME,...", help="more names of layer containers")
+  args = parser.parse_args(argv)
+  try:
+    return _run(args)
+  except ConfigError as error:
+    for problem in error.problems:
+      print(f"compare_checkpoints: {problem}", file=sys.stderr)
+    return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+  if min(args.atol, args.rtol) < 0:
+    raise ConfigError(f"atol={args.atol} rtol={args.rtol}: must be 0 or more")
+  containers = tuple(filter(None, args.layer_containers.split(",")))
+  read_a, read_b = (
+    ReadOptions(layout=layout, scan_axis=axis, containers=containers, keep_unknown=True)
+    for layout, axis in ((args.layout_a, args.scan_axis_a), (args.layout_b, args.scan_axis_b))
+  )
+  result = compare_checkpoints(
+    args.a, args.b, read_a=read_a, read_b=read_b, params_only=args.params_only, rngs=args.rngs, atol=args.atol,
+    rtol=args.rtol,
+  )
+  if args.json:
+    content = {"equal": result.equal, "left": args.a, "right": args.b, **dataclasses.asdict(result)}
+    print(json.dumps(content))
+  else:
+    for line in result_lines(result, args.max_rows):
+      print(line)
+  return 0 if result.equal else 1
+
+
+def result_lines(result: Comparison, max_rows: int) -> Iterator[str]:
+  shown = result.rows if max_rows <= 0 else result.rows[:max_rows]
+  yield from (row.text() for row in shown)
+  if len(result.rows) > len(shown):
+    yield f"... and {len(result.rows) - len(shown)} more differences (--max_rows 0 prints all)"
+  yield from result.notes
+  nans = f", {result.num_nans} equal NaNs among them" if result.num_nans else ""
+  yield f"compared {result.num_arrays} arrays, {result.num_elements:,} elements{nans}"
+  yield "CHECKPOINTS MATCH" if result.equal else f"CHECKPOINTS DIFFER: {len(result.rows)} differences"
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,330 @@
+"""Converts a checkpoint from any layout to any other, one array at a time, and checks the result byte by byte.
+
+  python tools/convert_checkpoint.py --source_path RUN/checkpoints/2 --target_path OUT/2 [--direction auto] [--dry_run]
+
+Exit code 0: written and verified; 1: the written checkpoint differs from the source (nothing is left); 2: refused.
+Values never change: what a maxghost model needs beyond the layout is `linen_scaling`, a step of its own.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxghost.checkpoint import compare
+from maxghost.checkpoint.layouts import LAYOUTS, LINEN, NNX, PARAMS, Checkpoint, ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts_layers import INTEGER, SCANNED, UNSCANNED, PartReader, blocks_of, chunk_of
+from maxghost.checkpoint.layouts_plan import KEEP, TARGETS, Plan, Target, TargetLeaf, make_plan
+from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, open_at, open_tree, tree_from_memory
+from maxghost.checkpoint.layouts_writer import TreeWriter, new_folder, write_step_metadata
+from maxghost.config import ConfigError
+
+DEFAULT_BLOCK_BYTES = 1 << 29
+DIRECTIONS = ("auto", "linen_to_nnx", "nnx_to_linen")
+
+
+@dataclass
+class Report:
+  """What a conversion did. differences: rows of `compare` where verification failed."""
+
+  source: Checkpoint
+  target: Target
+  plan: Plan
+  lines: list[str] = field(default_factory=list)
+  differences: list = field(default_factory=list)
+
+
+def convert(
+  source: str | os.PathLike,
+  target_path: str | os.PathLike,
+  *,
+  to: str = "",
+  direction: str = "auto",
+  read: ReadOptions | None = None,
+  dry_run: bool = False,
+  verify: bool = True,
+  block_bytes: int = DEFAULT_BLOCK_BYTES,
+  say: Callable[[str], None] = print,
+  **wishes: Any,
+) -> Report:
+  """Converts the checkpoint folder `source` into the new folder `target_path`.
+
+  to: target layout; '' = the other family, as `direction` says. wishes: fields of `Target`. block_bytes: larger arrays
+  are moved in blocks of this size; host memory stays below about three blocks, or three times the largest chunk of the
+  source. Raises LayoutError where something cannot be moved; nothing is written then.
+  """
+  raw = open_tree(source)
+  checkpoint = read_checkpoint(raw, read)
+  target = Target(_target_layout(checkpoint, to, direction), **wishes)
+  plan = make_plan(checkpoint, target)
+  report = Report(checkpoint, target, plan)
+  out = Path(target_path).absolute()
+  _check_target(raw, out)
+  for line in _summary(report, out):
+    report.lines.append(line)
+    say(line)
+  if dry_run:
+    for line in mapping_lines(plan):
+      say(line)
+    say("dry run: nothing was written")
+    return report
+  _check_space(raw, plan, out)
+  with new_folder(out) as temporary:
+    # An item folder becomes an item folder, a step folder a step folder, so that paths keep their form.
+    has_level = raw.folder.item != Path(source).absolute()
+    place = Location(item=temporary / "items" if has_level else temporary, step=temporary)
+    _write(raw, plan, place, block_bytes)
+    if verify:
+      report.differences = _verify(checkpoint, place, target)
+      if report.differences:
+        raise VerificationError(report)
+  say(f"written {out}" + (", verified byte by byte" if verify else ", not verified (--no-verify)"))
+  return report
+
+
+class VerificationError(LayoutError):
+  """The written checkpoint differs from its source; it was removed again."""
+
+  def __init__(self, report: Report):
+    first = report.differences[0]
+    super().__init__(f"verification failed: {len(report.differences)} leaves differ, the first: {first.text()}")
+
+
+def convert_tree(
+  tree: Any, to: str = "", *, direction: str = "auto", read: ReadOptions | None = None, **wishes: Any
+) -> dict:
+  """The same for a tree in memory (dicts, lists, tuples, optax NamedTuples, nnx.State): returns nested dicts and lists.
+
+  Random keys come back as typed keys where they went in as such.
+  """
+  checkpoint = read_checkpoint(tree_from_memory(tree), read)
+  plan = make_plan(checkpoint, Target(_target_layout(checkpoint, to, direction), **wishes))
+  return build_tree(plan)
+
+
+def build_tree(plan: Plan) -> dict:
+  """The planned checkpoint as nested dicts and lists of numpy arrays, typed keys and Nones."""
+  flat: dict[tuple, Any] = {path: _EMPTY_VALUES[empty.kind]() for path, empty in plan.empties}
+  reader = PartReader(DEFAULT_BLOCK_BYTES)
+  for leaf in plan.leaves:
+    flat[leaf.path] = with_key_type(read_block(reader, leaf), leaf.key_impl)
+  return _nested(flat)
+
+
+_EMPTY_VALUES = {"None": lambda: None, "NamedTuple": lambda: None, "Dict": dict, "List": list, "Tuple": tuple}
+
+
+def with_key_type(words: np.ndarray, key_impl: str | None) -> Any:
+  """A typed random key of uint32 words; any other array as it is."""
+  if not key_impl:
+    return words
+  import jax
+
+  return jax.random.wrap_key_data(words, impl=key_impl)
+
+
+def _nested(flat: dict[tuple, Any]) -> Any:
+  if () in flat:
+    return flat[()]
+  children: dict[Any, dict[tuple, Any]] = {}
+  for path, value in flat.items():
+    children.setdefault(path[0], {})[path[1:]] = value
+  if children and all(isinstance(key, int) for key in children):
+    return [_nested(children[i]) for i in sorted(children)]
+  return {key: _nested(value) for key, value in children.items()}
+
+
+def _target_layout(checkpoint: Checkpoint, to: str, direction: str) -> str:
+  is_linen = checkpoint.layout == LINEN
+  if direction == "linen_to_nnx" and not is_linen:
+    raise LayoutError("source is NNX layout; linen_to_nnx refused")
+  if direction == "nnx_to_linen" and is_linen:
+    raise LayoutError("source is Linen layout; nnx_to_linen refused")
+  if direction not in DIRECTIONS:
+    raise LayoutError(f"direction={direction}: use {', '.join(DIRECTIONS)}")
+  wanted = to or (NNX if is_linen else LINEN)
+  if wanted not in TARGETS:
+    raise LayoutError(f"to={to}: use {', '.join(TARGETS)}")
+  if direction != "auto" and (direction == "nnx_to_linen") != (wanted == LINEN):
+    raise LayoutError(f"direction={direction} and to={to} contradict each other; give one of them")
+  return wanted
+
+
+def _check_target(raw: RawTree, out: Path) -> None:
+  source = raw.folder.item.resolve()
+  target = out.resolve()
+  if target in (source, raw.folder.step.resolve()):
+    raise LayoutError(f"target equals source: {out}; name a new folder")
+  if source.is_relative_to(target):
+    raise LayoutError(f"target {out} holds the source; name a new folder")
+  if target.is_relative_to(raw.folder.step.resolve()):
+    raise LayoutError(f"target {out} lies inside the source; name a folder outside it")
+  if out.exists() or out.is_symlink():
+    raise LayoutError(f"target {out} exists; name a new folder")
+
+
+def _check_space(raw: RawTree, plan: Plan, out: Path) -> None:
+  """Refuses early where the disk cannot hold the target: about the source's size, by the share of it that moves."""
+  stored = sum(f.stat().st_size for f in raw.folder.item.rglob("*") if f.is_file())
+  everything = sum(array.nbytes for array in raw.arrays().values())
+  needed = int(stored * sum(leaf.nbytes for leaf in plan.leaves) / max(everything, 1))
+  existing = next(p for p in (out, *out.parents) if p.exists())
+  free = shutil.disk_usage(existing).free
+  if free < needed:
+    raise LayoutError(f"{existing} has {free / 1e9:.2f} GB free, the checkpoint needs about {needed / 1e9:.2f} GB")
+
+
+def _write(raw: RawTree, plan: Plan, place: Location, block_bytes: int) -> None:
+  writer = TreeWriter(place.item)
+  reader = PartReader(block_bytes)
+  for leaf in plan.leaves:
+    chunk = chunk_shape(leaf, block_bytes)
+    blocks = ((index, read_block(reader, leaf, index)) for index in blocks_of(leaf.shape, chunk))
+    writer.put(leaf.path, leaf.shape, leaf.dtype, blocks, chunk_shape=chunk, key_impl=leaf.key_impl)
+  for path, empty in plan.empties:
+    writer.put_empty(path, empty)
+  writer.close(raw.tree_metadata)
+  item_name = "" if place.item == place.step else place.item.name
+  write_step_metadata(place.step, item_name, plan.custom_metadata, raw.step_metadata)
+
+
+def chunk_shape(leaf: TargetLeaf, block_bytes: int) -> tuple[int, ...]:
+  """The whole array where it fits a block; else one layer, then halves of the longest dimension, until it fits."""
+  shape = list(leaf.shape)
+  if leaf.axis is not None and leaf.nbytes > block_bytes:
+    shape[leaf.axis] = 1
+  return chunk_of(tuple(shape), leaf.dtype.itemsize, block_bytes)
+
+
+def read_block(reader: PartReader, leaf: TargetLeaf, index: tuple[slice, ...] | None = None) -> np.ndarray:
+  """A block of a target array (None: all of it), assembled from its parts."""
+  index = index if index is not None else tuple(slice(0, size) for size in leaf.shape)
+  if leaf.axis is None:
+    block = reader.part(leaf.parts[0], index)
+  else:
+    inner = index[: leaf.axis] + index[leaf.axis + 1 :]
+    block = np.empty(tuple(s.stop - s.start for s in index), leaf.parts[0].dtype)
+    for i, ref in enumerate(leaf.parts[index[leaf.axis]]):
+      block[(slice(None),) * leaf.axis + (i,)] = reader.part(ref, inner)
+  return np.asarray(block, dtype=leaf.dtype, order="C")
+
+
+def _verify(checkpoint: Checkpoint, place: Location, target: Target) -> list:
+  """Reads the written folder as anyone would, without hints, and compares every leaf with the source."""
+  written = read_checkpoint(open_at(place, str(place.step)), ReadOptions(keep_unknown=True))
+  params_only = target.params_only or target.layout == PARAMS
+  rngs = not (params_only or target.drop_rngs)
+  return compare.compare(checkpoint, written, params_only=params_only, rngs=rngs).rows
+
+
+def _summary(report: Report, out: Path) -> list[str]:
+  source, plan = report.source, report.plan
+  forms = sorted({c.form for c in source.params.containers.values()}) or ["no layers"]
+  size = sum(leaf.nbytes for leaf in plan.leaves)
+  lines = [
+    f"source {source.origin}: {source.layout} layout, {', '.join(forms)}"
+    + (f" on dimension {source.scan_axis}" if "scanned" in forms else "")
+    + f", {source.num_params():,} parameters, {len(source.moments)} moment trees",
+    f"target {out}: {report.target.layout} layout, layers {report.target.layers}, {len(plan.leaves)} arrays, "
+    f"{size / 1e6:.1f} MB",
+  ]
+  if source.folder is not None and source.folder.siblings():
+    lines.append(f"not part of the tree, left behind: {', '.join(source.folder.siblings())}")
+  return lines + plan.notes
+
+
+def mapping_lines(plan: Plan) -> Iterator[str]:
+  for leaf in plan.leaves:
+    shape = ",".join(map(str, leaf.shape))
+    yield f"  {leaf.source_text()} -> {'/'.join(map(str, leaf.path))}  {leaf.dtype}[{shape}]"
+  for path, empty in plan.empties:
+    yield f"  (nothing) -> {'/'.join(map(str, path))}  {empty.kind}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  args = _parser().parse_args(argv)
+  try:
+    options = ReadOptions(
+      layout=args.source_layout,
+      scan_axis=args.scan_axis,
+      containers=tuple(filter(None, args.layer_containers.split(","))),
+      wrapped=_YES_NO[args.wrapped],
+      keep=tuple(args.keep),
+      drop=tuple(args.drop),
+    )
+    convert(
+      args.source_path,
+      args.target_path,
+      to=args.to,
+      direction=args.direction,
+      read=options,
+      dry_run=args.dry_run,
+      verify=args.verify,
+      block_bytes=int(args.block_mb * 1e6),
+      layers=args.layers,
+      scan_axis=args.target_scan_axis,
+      layer_period=args.layer_period,
+      wrapped=_YES_NO[args.target_wrapped],
+      params_only=args.params_only,
+      drop_rngs=args.drop_rngs,
+    )
+  except VerificationError as error:
+    print(f"convert_checkpoint: {error}; nothing is left at the target", file=sys.stderr)
+    return 1
+  except ConfigError as error:
+    for problem in error.problems:
+      print(f"convert_checkpoint: {problem}", file=sys.stderr)
+    return 2
+  return 0
+
+
+_YES_NO = {"": None, "yes": True, "no": False}
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog="convert_checkpoint",
+    description="Converts checkpoints between the Linen, NNX and maxghost layouts, bit by bit (docs/checkpoints.md).",
+  )
+
+  def add(name: str, about: str, **more: Any) -> None:
+    names = {f"--{name}", f"--{name.replace('_', '-')}"}
+    parser.add_argument(*sorted(names, reverse=True), help=about, **more)
+
+  def flag(name: str, about: str) -> None:
+    add(name, about, action="store_true")
+
+  add("source_path", "step folder (RUN/checkpoints/2) or item folder (.../2/items)", required=True)
+  add("target_path", "folder to write; must not exist", required=True)
+  add("direction", "auto: from the source's family to the other one", choices=DIRECTIONS, default="auto")
+  add("to", "target layout; linen puts random state into nnx_aux, as MaxText's NNX does", choices=TARGETS, default="")
+  add("from", "source layout, where it cannot be told", dest="source_layout", choices=LAYOUTS, default="")
+  add("layers", "form of the layers in the target", choices=(KEEP, SCANNED, UNSCANNED, INTEGER), default=KEEP)
+  for names, form in ((["scan_layers", "scan-layers"], SCANNED), (["no-scan_layers", "no-scan-layers"], UNSCANNED)):
+    parser.add_argument(
+      *(f"--{name}" for name in names), dest="layers", action="store_const", const=form, help=f"--layers {form}"
+    )
+  add("scan_axis", "dimension of the source's stacked layers; default: recorded, else the layout's", type=int)
+  add("target_scan_axis", "the same of the target; default: the source's (maxghost 0, from maxghost 1)", type=int)
+  add("layer_period", "stack unlike layers in blocks of this many (layers/layers_0, ...)", type=int, default=0)
+  add("layer_containers", "more names of layer containers: tower for tower_0, tower_1", default="", metavar="NAME,...")
+  flag("params_only", "parameters alone, for decoding or fine-tuning")
+  flag("drop_rngs", "leave random keys and counts out")
+  add("keep", "copy an unknown top-level key as it is", action="append", default=[], metavar="KEY")
+  add("drop", "leave an unknown top-level key out", action="append", default=[], metavar="KEY")
+  add("wrapped", "whether the source's leaves are under `value`; default: told", choices=("yes", "no"), default="")
+  add("target_wrapped", "the same of the target; default: params yes, others no", choices=("yes", "no"), default="")
+  add("block_mb", "larger arrays are moved in blocks of this many MB", type=float, default=DEFAULT_BLOCK_BYTES / 1e6)
+  flag("dry_run", "print what would go where and write nothing")
+  add("verify", "re-read the target and compare all bytes", action=argparse.BooleanOptionalAction, default=True)
+  return parser
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,401 @@
+"""One canonical checkpoint for every layout: what it is, and how each layout is read into it.
+
+Layouts (docs/checkpoints.md has the tables):
+  linen     params/params/..., opt_state (a list with holes), step; NNX runs of MaxText add nnx_aux
+  nnx       model/..., optimizer/{opt_state,step}; leaves bare or under `value`
+  nnx_old   params/.../value, opt_state, step
+  maxghost  as nnx, written by this trainer: bare leaves, stacked layers on dimension 0
+  params    parameters alone, with or without `value`, also below `base/` or `model_params/`
+Everything downstream (writing, comparing, listing) sees `Checkpoint` and no layout.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from maxghost.checkpoint.layouts_layers import (
+  ContainerFinder,
+  LeafId,
+  ParamTree,
+  Path,
+  forms_in,
+  leaf_text,
+  split_layers,
+  without_layer,
+)
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, Location, RawTree, StoredArray, Text, text_of
+from maxghost.config import did_you_mean
+
+LINEN, NNX, NNX_OLD, MAXGHOST, PARAMS = "linen", "nnx", "nnx_old", "maxghost", "params"
+LAYOUTS = (LINEN, NNX, NNX_OLD, MAXGHOST, PARAMS)
+RECORD = "maxghost"  # key of our record in a checkpoint's custom metadata
+_PREFIXES = ("base", "model_params")
+_MODEL_KEYS = ("decoder", "encoder", "token_embedder", "vision_encoder", "audio_encoder", "shared_embedding")
+# Adafactor keeps rows and columns of a parameter: its path, not its shape.
+_FACTORED = ("v_row", "v_col", "v")
+_IN_MODEL = {("model",): "params", ("optimizer", "opt_state"): "opt_state", ("optimizer", "step"): "step"}
+_PLACES: dict[str, dict[Path, str]] = {
+  LINEN: {("params", "params"): "params", ("opt_state",): "opt_state", ("step",): "step", ("nnx_aux", "model"): "aux"},
+  NNX: _IN_MODEL,
+  MAXGHOST: _IN_MODEL,
+  NNX_OLD: {("params",): "params", ("opt_state",): "opt_state", ("step",): "step"},
+  PARAMS: {("step",): "step", (): "params"},
+}
+_NOT_PARAMS = ("opt_state", "optimizer", "optimizer_state", "inner_state", "outer_opt_state", "iter")
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+  """How to read a tree: what cannot be told from it.
+
+  layout: one of LAYOUTS, or '' to tell. scan_axis: of stacked layers; None = as recorded, else the layout's own.
+  containers: more names of layer containers. wrapped: leaves under `value`; None = tell. keep, drop: unknown keys.
+  keep_unknown: keep them all (text leaves are dropped).
+  """
+
+  layout: str = ""
+  scan_axis: int | None = None
+  containers: tuple[str, ...] = ()
+  wrapped: bool | None = None
+  keep: tuple[str, ...] = ()
+  drop: tuple[str, ...] = ()
+  keep_unknown: bool = False
+
+
+@dataclass
+class Checkpoint:
+  """What a checkpoint holds, whatever its layout. Paths are text; layer indices are taken out of them.
+
+  moments: by place below opt_state (('0', 'mu')), each with the paths of `params`. factored: moment trees whose shapes
+  are not the parameters'. opt_leaves, opt_empties: the rest of opt_state. aux: random keys, counts, batch statistics.
+  """
+
+  origin: str
+  layout: str
+  scan_axis: int
+  wrapped: bool
+  params: ParamTree = field(default_factory=ParamTree)
+  moments: dict[Path, ParamTree] = field(default_factory=dict)
+  factored: set[Path] = field(default_factory=set)
+  opt_leaves: dict[Path, StoredArray] = field(default_factory=dict)
+  opt_empties: dict[Path, str] = field(default_factory=dict)
+  has_opt_state: bool = False
+  step: StoredArray | None = None
+  aux: ParamTree = field(default_factory=ParamTree)
+  aux_plain: list[Path] = field(default_factory=list)
+  kept: dict[str, dict[tuple, StoredArray | Empty]] = field(default_factory=dict)
+  dropped: list[str] = field(default_factory=list)
+  custom_metadata: dict[str, Any] = field(default_factory=dict)
+  tree_metadata: Any = None
+  step_metadata: dict[str, Any] = field(default_factory=dict)
+  folder: Location | None = None
+
+  @property
+  def family(self) -> str:
+    return "Linen" if self.layout == LINEN else "NNX"
+
+  def num_params(self) -> int:
+    total = 0
+    for ref in self.params.leaves.values():
+      size = 1
+      for n in ref.shape:
+        size *= n
+      total += size
+    return total
+
+
+def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpoint:
+  """Reads any layout. Only headers are touched. Raises LayoutError naming the leaf or key."""
+  options = options or ReadOptions()
+  nodes = _strings(raw)
+  nodes, prefix = _below_prefix(nodes)
+  layout = options.layout or _detect(nodes, raw, prefix)
+  record = raw.custom_metadata.get(RECORD) or {}
+  sections, extra = _sections(nodes, layout, raw.origin)
+  kept, dropped = _unknown(extra, options)
+  wrapped = _unwrap_sections(sections, layout, options)
+  aux, aux_plain = _take_aux(sections, record)
+  names = (*options.containers, *record.get("containers", ()))
+  finder = ContainerFinder(names, stacked=raw.custom_metadata.get("scan_layers") is not False)
+  found = finder.find(sections["params"])
+  scan_axis = _scan_axis(sections["params"], found, layout, raw, options)
+  params = split_layers(sections["params"], found, scan_axis)
+  checkpoint = Checkpoint(
+    raw.origin, layout, scan_axis, wrapped, params, aux=_aux_tree(aux, params, finder), aux_plain=aux_plain,
+    step=sections["step"].get(()), kept=kept, dropped=dropped, custom_metadata=raw.custom_metadata,
+    tree_metadata=raw.tree_metadata, step_metadata=raw.step_metadata, folder=raw.folder,
+  )
+  _read_opt_state(checkpoint, sections["opt_state"], record)
+  if not params.leaves:
+    raise LayoutError(f"{raw.origin} holds no parameters")
+  return checkpoint
+
+
+def _strings(raw: RawTree) -> dict[Path, StoredArray | Empty | Text]:
+  return {tuple(map(str, path)): node for path, node in raw.nodes.items()}
+
+
+def _below_prefix(nodes: dict) -> tuple[dict, str]:
+  """Takes away a `base/` (RL) or `model_params/` (Tunix) level that holds everything but a step."""
+  tops = _tops(nodes)
+  prefix = next((p for p in _PREFIXES if p in tops), "")
+  if not prefix or "params" in tops or "model" in tops:
+    return nodes, ""
+  inside = {path[1:]: node for path, node in nodes.items() if path[0] == prefix and len(path) > 1}
+  outside = {path: node for path, node in nodes.items() if path[0] != prefix}
+  return inside | outside, prefix
+
+
+def _tops(nodes: Iterable[Path]) -> list[str]:
+  return list(dict.fromkeys(path[0] for path in nodes if path))
+
+
+def _detect(nodes: dict, raw: RawTree, prefix: str) -> str:
+  tops = _tops(nodes)
+  recorded = (raw.custom_metadata.get(RECORD) or {}).get("layout")
+  if recorded in LAYOUTS:
+    return recorded
+  if prefix:
+    return PARAMS
+  if "params" in tops:
+    return LINEN if any(path[:2] == ("params", "params") for path in nodes) else NNX_OLD
+  if "model" in tops:
+    ours = raw.folder is not None and (raw.folder.step / "positions").is_dir()
+    return MAXGHOST if ours else NNX
+  if any(top in _MODEL_KEYS for top in tops):
+    return PARAMS
+  raise LayoutError(
+    f"{raw.origin}: cannot tell the layout; keys: {', '.join(sorted(tops)) or 'none'}; pass --from {'|'.join(LAYOUTS)}"
+  )
+
+
+def _sections(nodes: dict, layout: str, origin: str) -> tuple[dict[str, dict], dict]:
+  """The parts by meaning, each with the paths below it, and what belongs to none by its full path."""
+  sections: dict[str, dict] = {"params": {}, "opt_state": {}, "step": {}, "aux": {}}
+  extra = {}
+  for path, node in nodes.items():
+    place = next((p for p in _PLACES[layout] if path[: len(p)] == p), None)
+    if place is None or (layout == PARAMS and path[0] in _NOT_PARAMS):
+      if not isinstance(node, Empty):
+        extra[path] = node
+      continue
+    if isinstance(node, Text):
+      raise LayoutError(f"leaf {text_of(path)} is text, which cannot be moved")
+    sections[_PLACES[layout][place]][path[len(place) :]] = node
+  for name in ("params", "aux"):
+    sections[name].pop((), None)  # an empty container
+  if not any(isinstance(node, StoredArray) for node in sections["params"].values()):
+    raise LayoutError(f"{origin}: no parameters where the {layout} layout has them; keys: {', '.join(_tops(nodes))}")
+  return sections, extra
+
+
+def _unknown(extra: dict, options: ReadOptions) -> tuple[dict, list[str]]:
+  """Splits what the layout does not know into what the user keeps and drops; refuses the rest by name."""
+  kept: dict[str, dict] = {}
+  dropped: list[str] = []
+  for path, node in extra.items():
+    names = [text_of(path[:depth]) for depth in range(1, len(path) + 1)]
+    if any(name in options.drop for name in names) or (options.keep_unknown and isinstance(node, Text)):
+      dropped.append(text_of(path))
+    elif options.keep_unknown or any(name in options.keep for name in names):
+      if isinstance(node, Text):
+        raise LayoutError(f"leaf {text_of(path)} is text, which cannot be moved; pass --drop {path[0]}")
+      kept.setdefault(path[0], {})[path] = node
+    else:
+      raise LayoutError(f"unknown top-level key '{path[0]}'; pass --keep {path[0]} or --drop {path[0]}")
+  known = {text_of(path[:depth]) for path in extra for depth in range(1, len(path) + 1)}
+  for name in (*options.keep, *options.drop):
+    if name not in known:
+      raise LayoutError(f"--keep or --drop {name}: the checkpoint has no such extra key{did_you_mean(name, known)}")
+  return kept, dropped
+
+
+def _unwrap_sections(sections: dict[str, dict], layout: str, options: ReadOptions) -> bool:
+  """Takes the `value` level off every leaf, section by section; decides it once for all leaves of a section."""
+  if layout == LINEN:
+    return False
+  optimizer = {("opt_state", *path): node for path, node in sections["opt_state"].items()}
+  optimizer |= {("step", *path): node for path, node in sections["step"].items()}
+  in_optimizer = _is_wrapped(optimizer, None, options)
+  opt_paths = {path[k:] for path in sections["opt_state"] for k in range(len(path))} if not in_optimizer else set()
+  in_params = _is_wrapped(sections["params"], opt_paths, options)
+  if in_params:
+    sections["params"] = _unwrap(sections["params"])
+  if in_optimizer:
+    sections["opt_state"], sections["step"] = _unwrap(sections["opt_state"]), _unwrap(sections["step"])
+  return in_params
+
+
+def _is_wrapped(nodes: Mapping[Path, Any], bare_elsewhere: set[Path] | None, options: ReadOptions) -> bool:
+  """Whether all leaves lie under `value`. A parameter may itself be called `value`, so some are not enough."""
+  leaves = [path for path, node in nodes.items() if isinstance(node, StoredArray) and path]
+  under = [path for path in leaves if path[-1] == "value" and len(path) > 1]
+  if options.wrapped is not None or not under:
+    return bool(options.wrapped) and bool(under)
+  if len(under) == len(leaves):
+    return True
+  others = [path for path in leaves if path not in set(under)]
+  parents = {path[:-1] for path in others}
+  if all(path[:-1] in parents for path in under) or (bare_elsewhere and all(p in bare_elsewhere for p in leaves)):
+    return False
+  raise LayoutError(
+    f"some leaves wrapped, some not: {text_of(under[0])} is under 'value', {text_of(others[0])} is not; "
+    "pass --wrapped yes, or --wrapped no where 'value' is a parameter's name"
+  )
+
+
+def _unwrap(nodes: dict) -> dict:
+  return {path[:-1] if path[-1:] == ("value",) else path: node for path, node in nodes.items()}
+
+
+def _take_aux(sections: dict[str, dict], record: dict) -> tuple[dict, list[Path]]:
+  """Moves what is no parameter out of the model: random keys and their counts (by what they are, not by name)."""
+  model, aux = sections["params"], dict(sections["aux"])
+  plain = {tuple(path) for path in record.get("aux", ())}
+  random = _random_leaves(model)
+  for path in [p for p in model if p in random or p in plain]:
+    aux[path] = model.pop(path)
+  known_random = _random_leaves(aux)
+  return aux, [path for path in aux if path not in known_random]
+
+
+def _random_leaves(nodes: Mapping[Path, Any]) -> set[Path]:
+  """Paths of random keys (`key`, by type or as uint32 words) and of the `count` beside each."""
+  found = set()
+  for path, node in nodes.items():
+    if not isinstance(node, StoredArray) or path[-1] != "key":
+      continue
+    count = nodes.get((*path[:-1], "count"))
+    if not isinstance(count, StoredArray) or count.dtype != "uint32" or node.dtype != "uint32":
+      if node.key_impl:
+        found.add(path)
+      continue
+    if node.shape[:-1] == count.shape and node.shape[-1:] in ((2,), (4,)):
+      found |= {path, (*path[:-1], "count")}
+  return found | {path for path, node in nodes.items() if isinstance(node, StoredArray) and node.key_impl}
+
+
+def _aux_tree(nodes: dict, params: ParamTree, finder: ContainerFinder) -> ParamTree:
+  found = forms_in(nodes, params.containers)
+  found |= {c: form for c, form in finder.find(nodes).items() if not _overlaps(c, found)}
+  try:
+    return split_layers(nodes, found, 0, like=params.containers)
+  except LayoutError:  # an aux leaf that is not one per layer: moved as it is
+    return split_layers(nodes, found, 0, opaque=True)
+
+
+def _overlaps(container: Path, others: Iterable[Path]) -> bool:
+  return any(container[: len(other)] == other or other[: len(container)] == container for other in others)
+
+
+def _scan_axis(nodes: dict, found: dict[Path, str], layout: str, raw: RawTree, options: ReadOptions) -> int:
+  """--scan_axis, else the recorded one, else the layout's: 0 for maxghost, 1 for MaxText.
+
+  A bare NNX tree without record may come from either; it is 0 where 1 cannot be and 0 can.
+  """
+  record = raw.custom_metadata.get(RECORD) or {}
+  for value in (options.scan_axis, record.get("param_scan_axis"), raw.custom_metadata.get("param_scan_axis")):
+    if value is not None:
+      if int(value) < 0:
+        raise LayoutError(f"scan_axis={value}: must be 0 or more")
+      return int(value)
+  if layout == MAXGHOST:
+    return 0
+  if layout == NNX:
+    for axis in (1, 0):
+      try:
+        split_layers(nodes, found, axis)
+        return axis
+      except LayoutError:
+        continue
+  return 1
+
+
+def _read_opt_state(checkpoint: Checkpoint, nodes: dict, record: dict) -> None:
+  """Finds the parameter-shaped trees in opt_state by structure; the rest are counts and the like."""
+  checkpoint.has_opt_state = bool(nodes)
+  params = checkpoint.params
+  known = {path for path, _ in params.leaves}
+  groups: dict[Path, dict[Path, StoredArray | Empty]] = {}
+  rest: dict[Path, StoredArray | Empty] = {}
+  for path, node in nodes.items():
+    split = _moment_split(path, known, params)
+    if split is None:
+      rest[path] = node
+    else:
+      groups.setdefault(path[: split[0]], {})[path[split[1] :]] = node
+  for place in _not_moments(groups, params):
+    rest |= {(*place, *path): node for path, node in groups.pop(place).items()}
+  for place, group in groups.items():
+    _read_moments(checkpoint, place, group)
+  _check_siblings(checkpoint)
+  for path, node in rest.items():
+    if isinstance(node, Text):
+      raise LayoutError(f"leaf opt_state/{text_of(path)} is text, which cannot be moved")
+    if isinstance(node, Empty):
+      checkpoint.opt_empties[path] = node.kind
+    else:
+      checkpoint.opt_leaves[path] = node
+  for path, kind in record.get("opt_empties", ()):
+    checkpoint.opt_empties.setdefault(tuple(path), kind)
+
+
+def _moment_split(path: Path, known: set[Path], params: ParamTree) -> tuple[int, int] | None:
+  """(end of the moment's place, start of the parameter's path) in a path below opt_state; the longest match wins."""
+  for k in range(len(path)):
+    for start in (k + 1, k) if path[k] == "params" else (k,):
+      if start < len(path) and without_layer(path[start:], params.containers) in known:
+        return k, start
+  return None
+
+
+def _not_moments(groups: Mapping[Path, dict], params: ParamTree) -> list[Path]:
+  """Places that only look like moment trees: a count beside mu, where a parameter is called `count`."""
+  return [
+    place
+    for place, group in groups.items()
+    if any(other != place and other[: len(place)] == place for other in groups)
+    and {without_layer(p, params.containers) for p in group} != {p for p, _ in params.leaves}
+  ]
+
+
+def _read_moments(checkpoint: Checkpoint, place: Path, group: dict) -> None:
+  params = checkpoint.params
+  found = forms_in(group, params.containers)
+  factored = place[-1:] and place[-1] in _FACTORED
+  try:
+    tree = split_layers(group, found, checkpoint.scan_axis, like=params.containers)
+    wrong = _first_difference(tree, params)
+  except LayoutError as error:
+    tree, wrong = ParamTree(), f"opt_state/{text_of(place)}: {error}"
+  if wrong and factored:
+    tree = split_layers(group, found, checkpoint.scan_axis, opaque=True)
+    checkpoint.factored.add(place)
+  elif wrong:
+    raise LayoutError(wrong if wrong.startswith("opt_state") else f"opt_state/{text_of(place)}: {wrong}")
+  checkpoint.moments[place] = tree
+
+
+def _first_difference(tree: ParamTree, params: ParamTree) -> str:
+  want = params.shapes()
+  for leaf, ref in tree.leaves.items():
+    if leaf not in want:
+      return f"leaf {leaf_text(leaf)} has no parameter"
+    if ref.shape != want[leaf]:
+      return f"leaf {leaf_text(leaf)} has shape {ref.shape}, its parameter {want[leaf]}"
+  return ""
+
+
+def _check_siblings(checkpoint: Checkpoint) -> None:
+  """mu and nu of one optimizer hold the same leaves; where one lacks a leaf, the checkpoint is not whole."""
+  by_parent: dict[Path, list[Path]] = {}
+  for place in checkpoint.moments:
+    by_parent.setdefault(place[:-1], []).append(place)
+  for places in by_parent.values():
+    places = [place for place in places if place not in checkpoint.factored]
+    everything: set[LeafId] = set().union(*(checkpoint.moments[p].leaves for p in places))
+    for place in places:
+      tree = checkpoint.moments[place]
+      missing = sorted(everything - set(tree.leaves) - tree.empties, key=str)
+      if missing:
+        raise LayoutError(f"leaf {leaf_text(missing[0])} is missing from opt_state/{text_of(place)}")

@@ -1,0 +1,348 @@
+"""Layer containers: the same layers stacked into one array, as siblings `layers_0, layers_1`, or keyed by integers.
+
+Whatever its form on disk, a parameter tree becomes a `ParamTree`: for every path without layer index, and every layer,
+a `Ref` to where that layer's array lies. Comparing, stacking and unstacking are then the same for all forms.
+L layers; a stacked leaf has L on dimension min(scan axis, rank of one layer's leaf).
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, text_of
+
+Path = tuple[str, ...]
+LeafId = tuple[Path, int | None]
+
+SCANNED, UNSCANNED, INTEGER = "scanned", "unscanned", "integer"
+_INDEXED = re.compile(r"(.+)_(\d+)")
+# Plural on purpose: `mtp_layer_1` and Linen's automatic `MoeBlock_0` are modules of their own, not layers of a stack.
+_CONTAINER_NAME = re.compile(r"(?:[a-z0-9_]+_)?(?:layers|blocks)(?:_outside_pipeline)?")
+# Stacked by pipeline stage as well as by layer: moved as they are, never taken apart.
+_OPAQUE = "pipeline_module"
+
+
+@dataclass(frozen=True)
+class Container:
+  """path: where the layers are, without index. period: unlike layers per stacked block (`layers/layers_0`, ...)."""
+
+  path: Path
+  form: str
+  num_layers: int
+  period: int = 1
+  block_name: str = ""
+  scan_axis: int = 0
+
+
+@dataclass(frozen=True)
+class Ref:
+  """One layer of a stored array (`index` on dimension `axis`), or all of it (index None)."""
+
+  array: StoredArray
+  axis: int = 0
+  index: int | None = None
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    shape = self.array.shape
+    return shape if self.index is None else shape[: self.axis] + shape[self.axis + 1 :]
+
+  @property
+  def dtype(self) -> np.dtype:
+    return self.array.dtype
+
+  def where(self) -> str:
+    return text_of(self.array.path) + ("" if self.index is None else f"[layer {self.index}]")
+
+
+class PartReader:
+  """Reads layers of stored arrays. The last array is held where it fits `block_bytes`: its layers come in turn."""
+
+  def __init__(self, block_bytes: int):
+    self.block_bytes = block_bytes
+    self._held: tuple[StoredArray | None, np.ndarray | None] = (None, None)
+
+  def part(self, ref: Ref, index: tuple[slice, ...]) -> np.ndarray:
+    """The block `index` of the layer that `ref` points to."""
+    if ref.index is None:
+      return self._array(ref.array, index)
+    index = (*index[: ref.axis], slice(ref.index, ref.index + 1), *index[ref.axis :])
+    return np.squeeze(self._array(ref.array, index), axis=ref.axis)
+
+  def _array(self, array: StoredArray, index: tuple[slice, ...]) -> np.ndarray:
+    if all(s.start == 0 and s.stop == size for s, size in zip(index, array.shape, strict=True)):
+      return array.read(None)
+    if array.nbytes > self.block_bytes:
+      return array.read(index)
+    if self._held[0] is not array:
+      self._held = (None, None)  # freed before the next one is read
+      self._held = (array, array.read(None))
+    return self._held[1][index]
+
+
+def blocks_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+  """The blocks of an array cut into chunks, in order; none for an empty array."""
+  counts = [-(-size // step) if size else 0 for size, step in zip(shape, chunk, strict=True)]
+  for position in np.ndindex(*counts):
+    yield tuple(
+      slice(i * step, min((i + 1) * step, size)) for i, step, size in zip(position, chunk, shape, strict=True)
+    )
+
+
+def chunk_of(shape: tuple[int, ...], itemsize: int, block_bytes: int) -> tuple[int, ...]:
+  """The largest block of at most `block_bytes` that halving the longest dimension gives."""
+  chunk = list(shape)
+  while math.prod(chunk) * itemsize > block_bytes and max(chunk) > 1:
+    longest = chunk.index(max(chunk))
+    chunk[longest] = -(-chunk[longest] // 2)
+  return tuple(chunk)
+
+
+@dataclass
+class ParamTree:
+  """Leaves by (path without layer index, layer or None); `empties` are the places an optimizer left out."""
+
+  leaves: dict[LeafId, Ref] = field(default_factory=dict)
+  containers: dict[Path, Container] = field(default_factory=dict)
+  empties: set[LeafId] = field(default_factory=set)
+
+  def shapes(self) -> dict[LeafId, tuple[int, ...]]:
+    return {leaf: ref.shape for leaf, ref in self.leaves.items()}
+
+
+def container_of(path: Path, containers: Iterable[Path]) -> Path | None:
+  """The container that `path` (without layer index) lies in."""
+  return next((c for c in containers if path[: len(c)] == c and len(path) > len(c)), None)
+
+
+def is_standard_name(name: str) -> bool:
+  """Whether a container of this name is recognised without being told."""
+  return _CONTAINER_NAME.fullmatch(name) is not None
+
+
+def leaf_text(leaf: LeafId) -> str:
+  path, layer = leaf
+  return text_of(path) if layer is None else f"{text_of(path)} of layer {layer}"
+
+
+class ContainerFinder:
+  """Decides which parts of a tree are layers.
+
+  names: containers known beforehand, by last name ('tower') or path ('decoder/tower'); given by the user or recorded in
+  the checkpoint. stacked: whether an un-indexed container (`layers`) holds stacked arrays.
+  """
+
+  def __init__(self, names: Iterable[str] = (), *, stacked: bool = True):
+    self._names = frozenset(names)
+    self._stacked = stacked
+
+  def find(self, nodes: Mapping[Path, object]) -> dict[Path, dict[str, str]]:
+    """{container path: {name below its parent or below itself: form}} over the outermost containers of `nodes`."""
+    return self._walk((), _nest(nodes))
+
+  def _walk(self, prefix: Path, tree: dict) -> dict[Path, str]:
+    found: dict[Path, str] = {}
+    indexed = self._indexed_children(prefix, tree)
+    for base, members in indexed.items():
+      found[(*prefix, base)] = UNSCANNED
+      tree = {name: child for name, child in tree.items() if name not in members}
+    for name, child in tree.items():
+      here = (*prefix, name)
+      if not isinstance(child, dict) or name == _OPAQUE:
+        continue
+      if all(key.isdigit() for key in child):
+        found[here] = INTEGER
+      elif self._stacked and self._known(prefix, name):
+        found[here] = SCANNED
+      else:
+        found |= self._walk(here, child)
+    return found
+
+  def _indexed_children(self, prefix: Path, tree: dict) -> dict[str, dict[str, dict]]:
+    groups: dict[str, dict[str, dict]] = {}
+    for name, child in tree.items():
+      if match := _INDEXED.fullmatch(name):
+        groups.setdefault(match[1], {})[name] = child
+    return {
+      base: members
+      for base, members in groups.items()
+      if all(isinstance(child, dict) for child in members.values())
+      and (self._known(prefix, base) or _look_like_layers(base, members))
+    }
+
+  def _known(self, prefix: Path, name: str) -> bool:
+    if _CONTAINER_NAME.fullmatch(name):
+      return True
+    return name in self._names or text_of((*prefix, name)) in self._names
+
+
+def _look_like_layers(base: str, members: dict[str, dict]) -> bool:
+  """Equal modules of several sub-modules each, numbered from 0: layers, whatever their name; `wi_0`, `wi_1` are not."""
+  if not base[0].islower() or len(members) < 2 or set(members) != {f"{base}_{i}" for i in range(len(members))}:
+    return False
+  if any(sum(isinstance(child, dict) for child in member.values()) < 2 for member in members.values()):
+    return False
+  shapes = [{path: leaf.shape for path, leaf in _flat(member)} for member in members.values()]
+  return all(shape == shapes[0] for shape in shapes)
+
+
+def _nest(nodes: Mapping[Path, object]) -> dict:
+  tree: dict = {}
+  for path, node in nodes.items():
+    if not path or isinstance(node, Empty):
+      continue
+    here = tree
+    for key in path[:-1]:
+      here = here.setdefault(key, {})
+    here[path[-1]] = node
+  return tree
+
+
+def _flat(tree: dict, prefix: Path = ()):
+  for name, child in tree.items():
+    if isinstance(child, dict):
+      yield from _flat(child, (*prefix, name))
+    else:
+      yield (*prefix, name), child
+
+
+def split_layers(
+  nodes: Mapping[Path, StoredArray | Empty],
+  found: Mapping[Path, str],
+  scan_axis: int,
+  *,
+  like: Mapping[Path, Container] | None = None,
+  opaque: bool = False,
+) -> ParamTree:
+  """Turns the arrays of one tree into a ParamTree.
+
+  found: containers and their forms, from `ContainerFinder.find` or `forms_in`. like: the parameters' containers, which
+  tell L where a moment tree has no array in one. opaque: leave stacked arrays whole.
+  Raises LayoutError where a stacked leaf has another number of layers than the rest of its container.
+  """
+  tree = ParamTree()
+  stacked: dict[Path, list[tuple[Path, StoredArray | Empty]]] = {}
+  for path, node in nodes.items():
+    container, layer, rest = _position(path, found)
+    if container is None:
+      _add(tree, (path, None), node if isinstance(node, Empty) else Ref(node))
+    elif layer is None:
+      stacked.setdefault(container, []).append((rest, node))
+    else:
+      _add(tree, ((*container, *rest), layer), node if isinstance(node, Empty) else Ref(node))
+  for container, form in found.items():
+    if form == SCANNED:
+      hint = (like or {}).get(container)
+      num_stacked = hint.num_layers // hint.period if hint else 0
+      _split_stacked(tree, container, stacked.get(container, []), scan_axis, num_stacked, opaque)
+    else:
+      layers = {leaf[1] for leaf in (*tree.leaves, *tree.empties) if leaf[0][: len(container)] == container}
+      tree.containers[container] = Container(container, form, len(layers))
+  return tree
+
+
+def _add(tree: ParamTree, leaf: LeafId, node: Ref | Empty) -> None:
+  if isinstance(node, Empty):
+    tree.empties.add(leaf)
+  else:
+    tree.leaves[leaf] = node
+
+
+def _position(path: Path, found: Mapping[Path, str]) -> tuple[Path | None, int | None, Path]:
+  """(container, layer, path below the layer); the layer is None in a stacked container."""
+  for container, form in found.items():
+    depth = len(container)
+    if form == UNSCANNED:
+      match = _INDEXED.fullmatch(path[depth - 1]) if len(path) > depth else None
+      if match and path[: depth - 1] == container[:-1] and match[1] == container[-1]:
+        return container, int(match[2]), path[depth:]
+    elif path[:depth] == container and len(path) > depth:
+      if form == INTEGER:
+        return container, int(path[depth]), path[depth + 1 :]
+      return container, None, path[depth:]
+  return None, None, path
+
+
+def _split_stacked(
+  tree: ParamTree, container: Path, members: list, scan_axis: int, num_stacked: int, opaque: bool
+) -> None:
+  if opaque:
+    for rest, node in members:
+      _add(tree, ((*container, *rest), None), node if isinstance(node, Empty) else Ref(node))
+    tree.containers[container] = Container(container, SCANNED, 0, scan_axis=scan_axis)
+    return
+  arrays = [(rest, node) for rest, node in members if isinstance(node, StoredArray)]
+  num_stacked = _num_stacked(container, arrays, scan_axis) or num_stacked
+  block_name, period = _block({rest[0] for rest, _ in members})
+  tree.containers[container] = Container(container, SCANNED, num_stacked * period, period, block_name, scan_axis)
+  for rest, node in members:
+    offset, tail = (int(_INDEXED.fullmatch(rest[0])[2]), rest[1:]) if block_name else (0, rest)
+    for i in range(num_stacked):
+      leaf = ((*container, *tail), i * period + offset)
+      _add(tree, leaf, node if isinstance(node, Empty) else Ref(node, min(scan_axis, len(node.shape) - 1), i))
+
+
+def _block(names: set[str]) -> tuple[str, int]:
+  """('layers', P) where a stacked block holds the P unlike layers layers_0 ... layers_{P-1}, else ('', 1)."""
+  matches = [_INDEXED.fullmatch(name) for name in names]
+  if not matches or not all(matches):
+    return "", 1
+  bases, indices = {match[1] for match in matches}, {int(match[2]) for match in matches}
+  if len(bases) > 1 or indices != set(range(len(names))) or not _CONTAINER_NAME.fullmatch(min(bases)):
+    return "", 1
+  return min(bases), len(names)
+
+
+def _num_stacked(container: Path, arrays: list[tuple[Path, StoredArray]], scan_axis: int) -> int:
+  """L of a stacked container: the size most leaves have on the scan axis. All must have it."""
+  sizes = {}
+  for rest, array in arrays:
+    if not array.shape:
+      raise LayoutError(f"leaf {text_of((*container, *rest))} is a scalar, but {text_of(container)} stacks its layers")
+    sizes[rest] = array.shape[min(scan_axis, len(array.shape) - 1)]
+  if not sizes:
+    return 0
+  expected = Counter(sizes.values()).most_common(1)[0][0]
+  wrong = [(rest, size) for rest, size in sizes.items() if size != expected]
+  if wrong:
+    rest, size = wrong[0]
+    raise LayoutError(
+      f"leaf {text_of((*container, *rest))} has size {size} on scan axis {scan_axis}, expected L={expected}"
+      + (f" ({len(wrong)} of {len(sizes)} leaves differ)" if len(wrong) > 1 else "")
+      + "; give the right axis with --scan_axis"
+    )
+  return expected
+
+
+def forms_in(paths: Iterable[Path], known: Iterable[Path]) -> dict[Path, str]:
+  """In which form each known container appears among `paths`; one that does not appear is left out."""
+  forms = {}
+  for container in known:
+    depth, parent, name = len(container), container[:-1], container[-1]
+    for path in paths:
+      if path[: depth - 1] != parent or len(path) <= depth - 1:
+        continue
+      if path[depth - 1] == name and len(path) > depth:
+        forms[container] = INTEGER if path[depth].isdigit() else SCANNED
+        break
+      match = _INDEXED.fullmatch(path[depth - 1])
+      if match and match[1] == name and len(path) > depth:
+        forms[container] = UNSCANNED
+        break
+  return forms
+
+
+def without_layer(path: Path, containers: Mapping[Path, Container]) -> Path:
+  """`path` as it would be without its layer index, whatever the form it has."""
+  for container, about in containers.items():
+    forms = forms_in([path], [container])
+    if container in forms:
+      rest = _position(path, forms)[2]
+      if forms[container] == SCANNED and about.block_name and len(rest) > 1 and _INDEXED.fullmatch(rest[0]):
+        rest = rest[1:]
+      return (*container, *rest)
+  return path

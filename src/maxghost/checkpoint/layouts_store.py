@@ -1,0 +1,270 @@
+"""Stored checkpoint trees: every leaf by path, opened but not read.
+
+`RawTree` is what a checkpoint folder or an in-memory tree holds, before anyone asks which layout it is. Orbax restores
+whole trees; a converter must hold one array at a time, so arrays are read here with TensorStore, on which Orbax stands.
+A path is a tuple: text for a dict key or a field name, int for a position in a list. Nothing here imports JAX unless an
+in-memory tree is given.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from maxghost.config import ConfigError
+
+TEMPORARY_MARK = ".orbax-checkpoint-tmp"
+ITEM_NAMES = ("items", "default", "state", "model_params")
+STEP_METADATA = "_CHECKPOINT_METADATA"
+TREE_METADATA = "_METADATA"
+_EMPTY_TYPES = ("None", "Dict", "List", "Tuple", "NamedTuple")
+_OPEN_AT_ONCE = 256
+
+TreePath = tuple[str | int, ...]
+
+
+class LayoutError(ConfigError):
+  """A checkpoint, or a wish about one, that cannot be served: one clear line per problem."""
+
+
+def text_of(path: Iterable[str | int]) -> str:
+  return "/".join(map(str, path))
+
+
+@dataclass(frozen=True, eq=False)
+class StoredArray:
+  """One array of a checkpoint. shape and dtype are those on disk: a random key is its uint32 words.
+
+  read(index): index is a tuple of slices, one per dimension, or None for all. key_impl: PRNG implementation, or None.
+  """
+
+  path: TreePath
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  read: Callable[[tuple[slice, ...] | None], np.ndarray]
+  key_impl: str | None = None
+
+  @property
+  def nbytes(self) -> int:
+    return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Empty:
+  """A place of the tree without array: None, or an empty container. kind: Orbax's word for it."""
+
+  kind: str = "None"
+
+
+@dataclass(frozen=True)
+class Text:
+  """A string leaf; it has no place in any layout."""
+
+
+@dataclass
+class RawTree:
+  """All leaves of one checkpoint and its metadata; `origin` names it in messages."""
+
+  nodes: dict[TreePath, StoredArray | Empty | Text]
+  origin: str = "the given tree"
+  step_metadata: dict[str, Any] = field(default_factory=dict)
+  tree_metadata: Any = None
+  folder: "Location | None" = None
+
+  @property
+  def custom_metadata(self) -> dict[str, Any]:
+    return self.step_metadata.get("custom_metadata") or {}
+
+  def arrays(self) -> dict[TreePath, StoredArray]:
+    return {path: node for path, node in self.nodes.items() if isinstance(node, StoredArray)}
+
+
+@dataclass(frozen=True)
+class Location:
+  """item: the folder with the tree. step: the folder around it (the same one where Orbax wrote no item level)."""
+
+  item: Path
+  step: Path
+
+  def siblings(self) -> list[str]:
+    """Other items of the same step: data iterator, positions, ..."""
+    if self.item == self.step:
+      return []
+    return sorted(p.name for p in self.step.iterdir() if p.is_dir() and p.name != self.item.name)
+
+
+def locate(path: str | os.PathLike) -> Location:
+  """Finds the tree in a checkpoint folder: `<run>/checkpoints/<step>` or `<...>/<step>/items`.
+
+  Raises LayoutError where there is none, where it is unfinished or half copied, or where the choice is not clear.
+  """
+  if "://" in str(path):
+    raise LayoutError(f"{path}: only local folders are read; copy the checkpoint here first")
+  folder = Path(path).absolute()
+  if TEMPORARY_MARK in folder.name or TEMPORARY_MARK in folder.parent.name:
+    raise LayoutError(f"{path} was never finished ('{TEMPORARY_MARK}' in its name); use a finished checkpoint")
+  if not folder.is_dir():
+    raise LayoutError(f"there is no checkpoint folder {path}")
+  if (folder / TREE_METADATA).is_file():
+    outer = folder.parent
+    has_level = not (folder / STEP_METADATA).is_file() and (outer / STEP_METADATA).is_file()
+    return Location(item=folder, step=outer if has_level else folder)
+  items = {p.name: p for p in sorted(folder.iterdir()) if p.is_dir() and (p / TREE_METADATA).is_file()}
+  chosen = next((items[name] for name in ITEM_NAMES if name in items), None)
+  chosen = chosen or (next(iter(items.values())) if len(items) == 1 else None)
+  if chosen:
+    return Location(item=chosen, step=folder)
+  if items:
+    raise LayoutError(f"{path} holds several trees: {', '.join(items)}; name one, as in {folder / next(iter(items))}")
+  raise LayoutError(_no_tree(path, folder))
+
+
+def _no_tree(path: Any, folder: Path) -> str:
+  names = sorted(p.name for p in folder.iterdir())
+  steps = [name for name in names if name.isdigit()]
+  if "checkpoints" in names:
+    folder = folder / "checkpoints"
+    steps = sorted(p.name for p in folder.iterdir() if p.name.isdigit())
+  if steps:
+    return f"{path} holds the steps {', '.join(sorted(steps, key=int))}; name one, as in {folder / steps[0]}"
+  if any(name in ITEM_NAMES or name in ("manifest.ocdbt", "d", STEP_METADATA) for name in names):
+    return f"{path} is damaged or half copied: it has no {TREE_METADATA}"
+  if "checkpoint" in names:
+    return f"{path} is a msgpack checkpoint of early Flax; only Orbax checkpoints are read"
+  return f"{path} is no Orbax checkpoint: it holds {', '.join(names[:6]) or 'nothing'}"
+
+
+def open_tree(path: str | os.PathLike) -> RawTree:
+  """Opens a checkpoint folder; reads metadata and array headers only. Raises LayoutError as `locate` does."""
+  return open_at(locate(path), str(path))
+
+
+def open_at(where: Location, origin: str) -> RawTree:
+  """`open_tree` for a place already found; `origin` names it in messages."""
+  tree = _read_json(where.item / TREE_METADATA)
+  step_metadata = _read_json(where.step / STEP_METADATA) if (where.step / STEP_METADATA).is_file() else {}
+  if not isinstance(tree, dict) or not isinstance(tree.get("tree_metadata"), dict):
+    raise LayoutError(f"{where.item / TREE_METADATA} is damaged: it has no tree_metadata")
+  nodes: dict[TreePath, StoredArray | Empty | Text] = {}
+  wanted = []
+  for entry in tree["tree_metadata"].values():
+    tree_path = tuple(int(k["key"]) if k["key_type"] == 1 else str(k["key"]) for k in entry["key_metadata"])
+    kind = entry["value_metadata"]["value_type"]
+    if kind in _EMPTY_TYPES:
+      nodes[tree_path] = Empty(kind)
+    elif kind == "string":
+      nodes[tree_path] = Text()
+    else:
+      nodes[tree_path] = Text()  # its place in the order; the array follows below
+      wanted.append(tree_path)
+  for tree_path, array in _open_arrays(where.item, tree, wanted):
+    nodes[tree_path] = array
+  return RawTree(nodes, origin, step_metadata, tree.get("custom_metadata"), where)
+
+
+def _open_arrays(item: Path, tree: dict, wanted: list[TreePath]):
+  ocdbt = (item / "manifest.ocdbt").is_file()
+  if not ocdbt and tree.get("use_ocdbt", True) and wanted:
+    raise LayoutError(f"{item} is damaged or half copied: it has no manifest.ocdbt")
+  impls = _key_impls(item)
+  context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}})
+  driver = "zarr3" if tree.get("use_zarr3") else "zarr"
+  for start in range(0, len(wanted), _OPEN_AT_ONCE):
+    batch = wanted[start : start + _OPEN_AT_ONCE]
+    specs = [_read_spec(item, ".".join(map(str, path)), driver, ocdbt) for path in batch]
+    opened = [ts.open(spec, open=True, read=True, context=context) for spec in specs]
+    for path, future in zip(batch, opened, strict=True):
+      try:
+        store = future.result()
+      except Exception as error:  # TensorStore reports every cause as one type, with the cause in the text
+        raise _unreadable(item, path, error) from error
+      yield path, _stored(item, path, store, impls.get(".".join(map(str, path))))
+
+
+def _stored(item: Path, path: TreePath, store: ts.TensorStore, key_impl: str | None) -> StoredArray:
+  def read(index=None):
+    try:
+      return np.asarray((store if index is None else store[index]).read().result())
+    except Exception as error:
+      raise _unreadable(item, path, error) from error
+
+  return StoredArray(path, tuple(store.shape), np.dtype(store.dtype.numpy_dtype), read, key_impl)
+
+
+def _unreadable(item: Path, path: TreePath, error: Exception) -> LayoutError:
+  cause = " ".join(str(error).split())[:200]
+  return LayoutError(f"{item} is damaged or half copied: leaf {text_of(path)} cannot be read ({cause})")
+
+
+def _read_spec(item: Path, name: str, driver: str, ocdbt: bool) -> dict:
+  files = {"driver": "file", "path": f"{item}/"}
+  if ocdbt:
+    store = {"driver": "ocdbt", "base": files, "path": f"{name}/", "cache_pool": "cache_pool#ocdbt"}
+  else:
+    store = {"driver": "file", "path": f"{item}/{name}/"}
+  # A missing chunk is damage here, never the fill value.
+  return {"driver": driver, "kvstore": store, "fill_missing_data_reads": False, "recheck_cached_metadata": False}
+
+
+def _key_impls(item: Path) -> dict[str, str]:
+  """PRNG implementation by array name, from what each writing process noted."""
+  impls = {}
+  for file in sorted((item / "array_metadatas").glob("process_*")):
+    for entry in _read_json(file).get("array_metadatas", []):
+      extra = entry["array_metadata"].get("ext_metadata") or {}
+      if "random_key_impl" in extra:
+        impls[entry["array_metadata"]["param_name"]] = extra["random_key_impl"]
+  return impls
+
+
+def _read_json(file: Path) -> Any:
+  try:
+    return json.loads(file.read_text(encoding="utf-8"))
+  except (ValueError, OSError) as error:
+    raise LayoutError(f"{file} is damaged or half copied: {error}") from error
+
+
+def tree_from_memory(tree: Any, origin: str = "the given tree", custom_metadata: dict | None = None) -> RawTree:
+  """A RawTree over arrays in memory: nested dicts, lists, tuples, NamedTuples (optax states), nnx.State, Nones."""
+  import jax
+
+  def is_leaf(node):
+    return node is None or (isinstance(node, (dict, list, tuple)) and not node)
+
+  nodes: dict[TreePath, StoredArray | Empty | Text] = {}
+  for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+    path = tuple(_key_of(key) for key in keys)
+    nodes[path] = _memory_node(path, leaf)
+  return RawTree(nodes, origin, {"custom_metadata": custom_metadata or {}})
+
+
+def _key_of(key: Any) -> str | int:
+  if hasattr(key, "idx"):
+    return key.idx
+  return str(key.name if hasattr(key, "name") else key.key)
+
+
+def _memory_node(path: TreePath, leaf: Any) -> StoredArray | Empty | Text:
+  if leaf is None:
+    return Empty("None")
+  if isinstance(leaf, (dict, list, tuple)):
+    named = isinstance(leaf, tuple) and hasattr(leaf, "_fields")
+    return Empty("None" if named else type(leaf).__name__.capitalize())
+  if isinstance(leaf, str):
+    return Text()
+  impl = None
+  if "key<" in str(getattr(leaf, "dtype", "")):
+    import jax
+
+    impl, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
+  shape, dtype = np.shape(leaf), np.dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
+
+  def read(index=None, leaf=leaf):
+    return np.asarray(leaf if index is None else leaf[index])
+
+  return StoredArray(path, tuple(shape), dtype, read, impl)

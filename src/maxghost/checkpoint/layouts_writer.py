@@ -1,0 +1,212 @@
+"""Writing a checkpoint folder leaf by leaf, in the form Orbax writes: OCDBT, zarr3, `_METADATA`, key implementations.
+
+The folder appears under its name only when every leaf is on disk: it is written beside it, under a name that Orbax
+takes for unfinished, and then renamed. Whatever goes wrong before that, the name stays absent.
+"""
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from maxghost.checkpoint.layouts_store import (
+  STEP_METADATA,
+  TEMPORARY_MARK,
+  TREE_METADATA,
+  Empty,
+  LayoutError,
+  TreePath,
+  text_of,
+)
+
+_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+_COMMIT_BYTES = 64_000_000
+_KVSTORE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+  """Yields a temporary sibling of `target`; renames it to `target` at the end, or removes it where anything is raised.
+
+  Raises LayoutError where the target exists or the disk is full.
+  """
+  if target.exists() or target.is_symlink():
+    raise LayoutError(f"target {target} exists; name a new folder")
+  temporary = target.with_name(f"{target.name}{TEMPORARY_MARK}-{time.time_ns()}")
+  made = _make_parents(target.parent)
+  try:
+    temporary.mkdir()
+    yield temporary
+    if target.exists():
+      raise LayoutError(f"target {target} appeared while it was being written; nothing was replaced")
+    temporary.rename(target)
+  except BaseException as error:
+    shutil.rmtree(temporary, ignore_errors=True)
+    for folder in made:
+      with contextlib.suppress(OSError):
+        folder.rmdir()
+    if isinstance(error, OSError):
+      raise LayoutError(f"{target} could not be written: {error}; nothing is left there") from error
+    raise
+
+
+def _make_parents(folder: Path) -> list[Path]:
+  """Creates the missing parents; returns them innermost first, so that a failure can take them away again."""
+  missing = [p for p in (folder, *folder.parents) if not p.exists()]
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise LayoutError(f"{folder} cannot be made: {error}") from error
+  return missing
+
+
+class TreeWriter:
+  """Puts leaves into `folder` one after another; `close` makes the tree complete.
+
+  At most one leaf, or block of a leaf, and _COMMIT_BYTES of leaves not yet committed are held in memory.
+  """
+
+  def __init__(self, folder: Path):
+    folder.mkdir(exist_ok=True)
+    self._folder = folder
+    self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+    self._transaction = ts.Transaction()
+    self._pending = 0
+    self._entries: dict[str, dict] = {}
+    self._array_metadata: list[dict] = []
+    self._names: dict[str, TreePath] = {}
+
+  def put(
+    self,
+    path: TreePath,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    blocks: Iterable[tuple[tuple[slice, ...], np.ndarray]],
+    *,
+    chunk_shape: tuple[int, ...] | None = None,
+    key_impl: str | None = None,
+  ) -> None:
+    """Writes one array from its blocks. key_impl: of a random key, whose uint32 words are given."""
+    name = self._register(path)
+    chunk_shape = tuple(max(1, size) for size in chunk_shape or shape)
+    try:
+      store = self._create(name, shape, dtype, chunk_shape)
+      for index, block in blocks:
+        store[index].write(block).result()
+        self._pending += block.nbytes
+        if self._pending >= _COMMIT_BYTES:
+          self._commit()
+          store = self._reopen(name)
+    except ValueError as error:  # TensorStore's one error type
+      raise self._not_written(error) from error
+    self._entries[str(tuple(map(str, path)))] = _entry(path, "np.ndarray", list(shape))
+    self._array_metadata.append(
+      {
+        "array_metadata": {
+          "param_name": name,
+          "write_shape": list(shape),
+          "chunk_shape": list(chunk_shape),
+          "ext_metadata": {"random_key_impl": key_impl} if key_impl else None,
+        }
+      }
+    )
+
+  def put_empty(self, path: TreePath, empty: Empty) -> None:
+    self._register(path)
+    self._entries[str(tuple(map(str, path)))] = _entry(path, empty.kind, None)
+
+  def close(self, custom_metadata: Any = None) -> None:
+    try:
+      self._commit()
+    except ValueError as error:
+      raise self._not_written(error) from error
+    (self._folder / "array_metadatas").mkdir()
+    _write_json(self._folder / "array_metadatas" / "process_0", {"array_metadatas": self._array_metadata})
+    tree = {
+      "tree_metadata": self._entries,
+      "use_ocdbt": True,
+      "use_zarr3": True,
+      "store_array_data_equal_to_fill_value": True,
+      "custom_metadata": custom_metadata,
+    }
+    _write_json(self._folder / TREE_METADATA, tree)
+    _mark_finished(self._folder)
+
+  def _register(self, path: TreePath) -> str:
+    name = ".".join(map(str, path))
+    if name in self._names:
+      raise LayoutError(f"two leaves would be stored as '{name}': {text_of(self._names[name])} and {text_of(path)}")
+    self._names[name] = path
+    return name
+
+  def _create(self, name: str, shape, dtype, chunk_shape) -> ts.TensorStore:
+    sharding = {
+      "chunk_shape": chunk_shape,
+      "codecs": [
+        {"name": "bytes", "configuration": {"endian": "little"}},
+        {"name": "zstd", "configuration": {"level": 3}},
+      ],
+      "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+      "index_location": "end",
+    }
+    metadata = {
+      "shape": shape,
+      "data_type": np.dtype(dtype).name,
+      "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+      "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+    }
+    spec = {**self._spec(name), "metadata": metadata, "store_data_equal_to_fill_value": True}
+    return ts.open(spec, create=True, context=self._context, transaction=self._transaction).result()
+
+  def _reopen(self, name: str) -> ts.TensorStore:
+    spec = {**self._spec(name), "store_data_equal_to_fill_value": True}
+    return ts.open(spec, open=True, context=self._context, transaction=self._transaction).result()
+
+  def _spec(self, name: str) -> dict:
+    files = {"driver": "file", "path": f"{self._folder}/"}
+    store = {"driver": "ocdbt", "base": files, "path": f"{name}/", "config": _KVSTORE_CONFIG, "assume_config": True}
+    return {"driver": "zarr3", "kvstore": store}
+
+  def _commit(self) -> None:
+    # One commit rewrites the index of all arrays, so small leaves share one.
+    self._transaction.commit_async().result()
+    self._transaction, self._pending = ts.Transaction(), 0
+
+  def _not_written(self, error: Exception) -> LayoutError:
+    return LayoutError(f"writing failed ({' '.join(str(error).split())[:300]}); nothing is left at the target")
+
+
+def write_step_metadata(step: Path, item_name: str, custom_metadata: dict, like: dict) -> None:
+  """`_CHECKPOINT_METADATA` of a step folder; `like`: the source's, whose metrics and start time are kept."""
+  now = time.time_ns()
+  content = {
+    "item_handlers": {item_name: _HANDLER} if item_name else _HANDLER,
+    "metrics": like.get("metrics") or {},
+    "performance_metrics": {},
+    "init_timestamp_nsecs": like.get("init_timestamp_nsecs") or now,
+    "commit_timestamp_nsecs": now,
+    "custom_metadata": custom_metadata,
+  }
+  _write_json(step / STEP_METADATA, content)
+  _mark_finished(step)
+
+
+def _mark_finished(folder: Path) -> None:
+  # Orbax looks for this file where a file system has no atomic rename.
+  (folder / "commit_success.txt").write_text("Checkpoint commit was successful", encoding="utf-8")
+
+
+def _entry(path: TreePath, kind: str, shape: list[int] | None) -> dict:
+  value: dict[str, Any] = {"value_type": kind, "skip_deserialize": shape is None}
+  keys = [{"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in path]
+  return {"key_metadata": keys, "value_metadata": value | ({} if shape is None else {"write_shape": shape})}
+
+
+def _write_json(file: Path, content: Any) -> None:
+  file.write_text(json.dumps(content), encoding="utf-8")
