@@ -6,19 +6,13 @@ import sys
 from pathlib import Path
 
 from maxghost import attribution, cli
+from maxghost.arguments import Parser
 from maxghost.config import ConfigError
-
-
-class Parser(argparse.ArgumentParser):
-  """Reports a wrong argument as one line."""
-
-  def error(self, message: str):
-    raise ConfigError(f"{message}; see maxghost {self.prog.split()[-1]} --help")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
   """The command line."""
-  parser = Parser(prog="maxghost report", description=__doc__)
+  parser = Parser("report", __doc__)
   parser.add_argument(
     "run_dir", type=Path, metavar="RUN_DIR", help="folder of a run: <base_output_directory>/<run_name>"
   )
@@ -29,7 +23,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   parser.add_argument(
     "--no-texts", action="store_true", help="do not read the corpus again to show the documents' texts"
   )
-  args = parser.parse_args(argv)
+  args = parser.parse(argv)
   if args.documents < 0:
     raise ConfigError(f"--documents={args.documents}: at least 0")
   return args

@@ -42,7 +42,7 @@ def _table(title: str, *columns: str) -> Table:
     if name.startswith(">"):
       table.add_column(name[1:], justify="right", no_wrap=True)
     else:
-      table.add_column(name, overflow="ellipsis", no_wrap=True)
+      table.add_column(name)
   return table
 
 
@@ -87,7 +87,7 @@ def _documents(values: list[Value], title: str) -> Table:
   table = _table(f"\n{title}", ">Nats in all", ">Per million", ">Tokens", ">Seen", "Document")
   for value in values:
     where = f"{value.domain} · {value.path}" + (f" @ {value.offset}" if value.offset else "")
-    lines = Text(where)
+    lines = Text(where, no_wrap=True, overflow="ellipsis")  # the column shrinks, not the numbers beside it
     if value.text is not None:
       lines.append("\n" + snippet(value.text, SNIPPET_CHARS), style="dim")
     table.add_row(

@@ -24,9 +24,7 @@ def tick_text(value: float, step: float) -> str:
   if abs(value) >= 1e6 or (step < 1e-4):
     text = f"{abs(value):.3g}"
   else:
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step < 1 else 0
-    if decimals and abs(step * 10**decimals - round(step * 10**decimals)) > 1e-6:
-      decimals += 1
+    decimals = next(d for d in range(9) if d == 8 or abs(step * 10**d - round(step * 10**d)) < 1e-6)
     text = f"{abs(value):,.{decimals}f}".replace(",", "\u202f")
   return (MINUS if value < 0 else "") + text
 

@@ -1,0 +1,24 @@
+"""Command lines with flags (report, scores): a wrong one is reported in one line, with the nearest flag."""
+
+import argparse
+
+from maxghost.config import ConfigError, did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+  """argparse that raises ConfigError instead of printing its usage and exiting; flags are never abbreviated."""
+
+  def __init__(self, verb: str, description: str | None):
+    super().__init__(prog=f"maxghost {verb}", description=description, allow_abbrev=False)
+
+  def error(self, message: str):
+    raise ConfigError(f"{message}; {self.prog} --help lists the arguments")
+
+  def parse(self, argv: list[str] | None) -> argparse.Namespace:
+    """Raises ConfigError for anything wrong."""
+    args, unknown = self.parse_known_args(argv)
+    if unknown:
+      flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+      hint = did_you_mean(unknown[0].partition("=")[0], flags) if unknown[0].startswith("-") else ""
+      self.error(f"unknown argument {unknown[0]!r}{hint}" if hint else f"unknown argument {unknown[0]!r}")
+    return args

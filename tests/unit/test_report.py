@@ -1,0 +1,305 @@
+"""The report: its numbers against hand-made rows, its page, its command line. Sizes: K = 2 sets, D = 3 domains."""
+
+import html.parser
+import itertools
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from attribution_runs import make_run
+
+from maxghost import attribution, report
+from maxghost.attribution import ScoreWriter, statistics
+from maxghost.attribution.html import render
+from maxghost.attribution.html.markup import compact, escape, integer, number, percent, tag
+from maxghost.attribution.html.scale import spread, tick_text, ticks
+from maxghost.attribution.metrics import Series, read_metrics, thin
+from maxghost.attribution.summary import summarize
+
+SYNTHETIC = ("dataset_type=synthetic", "ghost_val_domain=words")
+
+
+def write_log(run_dir, steps, val_sets=("manual",), closing=None):
+  """steps: (step columns, rows of (domain, path, offset, chunk, tokens, contribution per set))."""
+  writer = ScoreWriter(run_dir, val_sets, period=3)
+  writer.restore(None)
+  for step, (record, rows) in enumerate(steps):
+    contribution = np.array([row[5] for row in rows], float).reshape(len(rows), len(val_sets))
+    columns = {
+      "tokens": [row[4] for row in rows],
+      "loss": [1.0 + row[4] for row in rows],
+      "dot": contribution * 2,
+      "contribution": contribution,
+      "chunk": [row[3] for row in rows],
+    }
+    writer.append({"step": step, **record}, columns, [row[:3] for row in rows])
+  if closing is not None:
+    writer.append({"step": len(steps), "prev_val_loss": closing}, {}, [])
+  writer.close()
+  return run_dir
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+  return make_run(tmp_path_factory.mktemp("runs") / "two-sets", *SYNTHETIC, val_sets=("manual", "exams"), steps=44)
+
+
+def test_ledger_and_domains_by_hand(tmp_path):
+  steps = [
+    (
+      {"val_loss": 5.0, "prev_val_loss": 9.0, "predicted_examples": 0.5, "momentum": 0.0, "weight_decay": -0.125},
+      [("a", "x", 0, 0, 10, 0.75), ("b", "y", 0, 0, 30, -0.25)],
+    ),
+    (
+      {"val_loss": 4.0, "prev_val_loss": 4.5, "predicted_examples": 1.0, "momentum": 2.0, "weight_decay": -0.125},
+      [("a", "x", 0, 0, 10, 0.25), ("b", "z", 7, 0, 50, 0.75)],
+    ),
+  ]
+  with_close = summarize(attribution.load(write_log(tmp_path / "r", steps, closing=[1.5])))
+  part = with_close.sets[0]
+  assert part.ledger.columns == {
+    "predicted_examples": 1.5,
+    "momentum": 2.0,
+    "weight_decay": -0.25,
+    "unscored": None,
+    "direction_residual": None,
+  }
+  assert part.ledger.actual == (5.0 - 4.5) + (4.0 - 1.5)
+  assert part.ledger.predicted == 3.25 and part.ledger.rest == -0.25
+  assert [(v.domain, v.contribution, v.tokens, v.exposures) for v in part.domains] == [
+    ("a", 1.0, 20, 2),
+    ("b", 0.5, 80, 2),
+  ]
+  assert part.domains[0].per_million == 50_000 and part.domains[1].per_million == 6250
+  assert part.domains[1].loss == (30 * 31 + 50 * 51) / 80
+  assert [(v.path, v.offset, v.contribution) for v in part.top] == [("x", 0, 1.0), ("z", 7, 0.75)]
+  assert [(v.path, v.contribution) for v in part.bottom] == [("y", -0.25)]
+  assert not any("add up" in message for message in with_close.messages)
+
+  without_close = summarize(attribution.load(write_log(tmp_path / "s", steps))).sets[0].ledger
+  assert (without_close.actual, without_close.predicted, without_close.num_steps) == (0.5, 0.375, 1)
+
+
+def test_missing_rows_are_noticed(tmp_path):
+  steps = [({"val_loss": 5.0, "predicted_examples": 0.5}, [("a", "x", 0, 0, 10, 0.25)])] * 4
+  messages = summarize(attribution.load(write_log(tmp_path, steps))).messages
+  assert any("add up to 1 nats, the steps' own sums to 2:" in m for m in messages)
+
+
+def test_block_interval_ignores_a_trend_and_covers_noise():
+  assert statistics.block_half_width(np.array([3.0, 3.0, 3.0, 3.0])) == 0
+  assert np.isnan(statistics.block_half_width(np.array([3.0, 4.0])))
+  ramp = statistics.block_half_width(np.arange(20.0))
+  assert ramp < 0.2 * statistics.student_t95(19) * math.sqrt(20) * np.arange(20.0).std(ddof=1)
+  draws = np.random.default_rng(0).normal(0.3, 1.0, (4000, 20))
+  covered = np.abs(draws.sum(1) - 0.3 * 20) <= statistics.block_half_width(draws)
+  assert 0.92 < covered.mean() < 0.98
+
+
+def test_exposure_interval_is_students():
+  values = np.random.default_rng(1).normal(0.2, 2.0, (4000, 7))
+  half = statistics.exposure_half_width(np.full(4000, 7), values.sum(1), (values**2).sum(1))
+  assert 0.93 < (np.abs(values.sum(1) - 1.4) <= half).mean() < 0.97
+  assert half[0] == pytest.approx(2.447 * math.sqrt(7) * values[0].std(ddof=1))
+  assert np.isnan(statistics.exposure_half_width(np.array([1]), np.array([3.0]), np.array([9.0]))).all()
+  assert statistics.student_t95(np.array([0, 1, 2, 10, 30, 1e9])) == pytest.approx(
+    [math.nan, 12.706, 4.303, 2.228, 2.0423, 1.95996], abs=2e-3, nan_ok=True
+  )
+
+
+def test_repeated_passes_and_their_value(tmp_path):
+  """Document x is read twice (chunks 0, 40, then 0 again), y once; x is worth half in its second pass."""
+  steps = [
+    ({}, [("a", "x", 0, 0, 40, 4.0), ("a", "y", 0, 0, 40, 4.0)]),
+    ({}, [("a", "x", 0, 40, 20, 2.0), ("a", "y", 0, 40, 20, 2.0)]),
+    ({}, [("a", "x", 0, 0, 40, 2.0), ("a", "y", 0, 60, 40, 4.0)]),
+  ]
+  table = summarize(attribution.load(write_log(tmp_path, steps))).health.exposures
+  assert table.rows.tolist() == [5, 1, 0, 0, 0, 0]
+  assert table.tokens.tolist()[:2] == [160, 40]
+  assert table.contribution_EK[:2, 0].tolist() == [16.0, 2.0]
+  assert table.expected_EK[:2, 0].tolist() == [15.0, 3.0]
+  assert table.has_repeats and table.sampled == 1
+
+
+def test_page_is_self_contained_and_well_formed(run_dir):
+  page = render(summarize(attribution.load(run_dir), 12))
+  check = PageCheck()
+  check.feed(page)
+  assert not check.open and not check.problems
+  assert not re.search(r"""(src|href)=|url\(|@import|https?:""", page)
+  assert check.counts["svg"] > 8 and check.counts["section"] == 2 and check.counts["button"] == 2
+  assert check.labelled_drawings == check.counts["svg"]
+  for words in ("exams", "Momentum", "nats per million tokens", "layer 3", "logits_dense", "Data health"):
+    assert words in page, words
+  assert len(page) < 1_000_000
+
+
+class PageCheck(html.parser.HTMLParser):
+  """Counts elements, finds unbalanced ones, and drawings that neither speak nor are hidden."""
+
+  def __init__(self):
+    super().__init__()
+    self.open, self.problems, self.counts, self.labelled_drawings = [], [], {}, 0
+
+  def handle_starttag(self, name, attributes):
+    self.counts[name] = self.counts.get(name, 0) + 1
+    if name == "svg":
+      given = dict(attributes)
+      self.labelled_drawings += bool(given.get("aria-label")) or given.get("aria-hidden") == "true"
+    if name not in ("meta", "br", "input", "col"):
+      self.open.append(name)
+
+  def handle_startendtag(self, name, attributes):
+    self.counts[name] = self.counts.get(name, 0) + 1
+
+  def handle_endtag(self, name):
+    if not self.open or self.open.pop() != name:
+      self.problems.append(f"</{name}> at {self.getpos()}")
+
+
+def test_hostile_names_are_escaped(tmp_path):
+  name = "</script><script>alert(1)</script>\ud800\x00\"'"
+  steps = [({"val_loss": 2.0, "predicted_examples": 1.0}, [(name.replace("\0", ""), name[:-3], 0, 0, 5, 1.0)])] * 3
+  page = render(summarize(attribution.load(write_log(tmp_path, steps, val_sets=("<b>",)))))
+  page.encode("utf-8")
+  assert "<script>alert" not in page and "<b>" not in page.replace("<b>Please note", "")
+  assert page.count("<script>") == 1
+
+
+def test_one_step_and_no_other_files(tmp_path):
+  steps = [({"val_loss": 2.0}, [("a", "x", 0, 0, 5, -1.0)])]
+  summary = summarize(attribution.load(write_log(tmp_path, steps)))
+  assert summary.sets[0].ledger.actual is None and not summary.sets[0].bottom
+  assert any("config.yml is missing" in m for m in summary.messages)
+  assert any("metrics.jsonl is missing" in m for m in summary.messages)
+  assert "no drop was measured" in render(summary)
+
+
+def test_not_finite_contributions_are_left_out_and_said(tmp_path):
+  steps = [({}, [("a", "x", 0, 0, 5, math.nan), ("a", "y", 0, 0, 5, 2.0)])]
+  summary = summarize(attribution.load(write_log(tmp_path, steps)))
+  assert summary.sets[0].domains[0].contribution == 2.0
+  assert any(m.startswith("1 rows with a contribution that is not finite") for m in summary.messages)
+
+
+def test_texts_are_found_and_a_changed_source_is_said(tmp_path):
+  same = summarize(attribution.load(make_run(tmp_path / "same", *SYNTHETIC, steps=3)))
+  assert all(value.text for value in same.sets[0].top)
+  assert not any("changed since" in m for m in same.messages)
+  other = summarize(attribution.load(make_run(tmp_path / "other", *SYNTHETIC, steps=3, fingerprint="1a2b")))
+  assert any("has changed since the run (fingerprint 1a2b then," in m for m in other.messages)
+
+
+def test_command(run_dir, capsys):
+  assert report.main([str(run_dir), "--documents", "3"]) == 0
+  out = capsys.readouterr().out
+  for words in ("Predicted drop", "Measured drop", "Documents that helped most", "Nats per million tokens"):
+    assert words in out, words
+  assert (run_dir / "report.html").stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+  ("argv", "line"),
+  [
+    (["nowhere"], "run_dir=nowhere: no such folder"),
+    ([".", "--dokuments", "3"], "unknown argument '--dokuments'; did you mean '--documents'?"),
+    ([".", "--documents", "-1"], "--documents=-1: at least 0"),
+    ([], "the following arguments are required: RUN_DIR"),
+    (["."], "not a run of maxghost"),
+  ],
+)
+def test_bad_input(argv, line, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  assert report.main(argv) == 2
+  error = capsys.readouterr().err
+  assert line in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_zero_scored_steps(tmp_path, capsys):
+  write_log(tmp_path, [({"val_loss": 1.0}, [])])
+  assert report.main([str(tmp_path)]) == 2
+  assert "holds 1 steps but no scored document yet" in capsys.readouterr().err
+  assert not (tmp_path / "report.html").exists()
+
+
+def test_report_does_not_import_jax():
+  modules = "maxghost.report, maxghost.attribution.summary, maxghost.attribution.html, maxghost.data"
+  code = f"import sys, {modules}; assert 'jax' not in sys.modules"
+  subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_metrics_file_with_bad_lines(tmp_path):
+  lines = [{"step": 1, "learning/loss": 3.0}, {"step": 0, "learning/loss": 4.0, "x": None, "flag": True}]
+  text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "learn'
+  (tmp_path / "metrics.jsonl").write_text(text)
+  metrics, messages = read_metrics(tmp_path / "metrics.jsonl")
+  assert list(metrics) == ["learning/loss"] and metrics["learning/loss"].values.tolist() == [4.0, 3.0]
+  assert messages == ["metrics.jsonl: 1 lines could not be read and were left out"]
+
+
+def test_thin_keeps_the_mean():
+  series = Series(np.arange(1000), np.arange(1000.0))
+  thinned = thin(series, 100)
+  assert thinned.steps[-1] == 999 and thinned.values[0] == 4.5 and len(thinned) == 100
+
+
+def test_numbers_as_people_read_them():
+  assert [number(v) for v in (0.0245, -1234.5, 5e-9, math.nan, None, 0.0)] == [
+    "0.0245",
+    "−1\u202f234",
+    "5.00e−9",
+    "–",
+    "–",
+    "0",
+  ]
+  assert number(2, plus=True) == "+2.00" and integer(12345) == "12\u202f345"
+  assert [compact(v) for v in (950, 953_000, 1_234_567)] == ["950", "953\u202fk", "1.23\u202fM"]
+  assert percent(0.5) == "50\u202f%" and percent(None) == "–"
+  assert tag("a", "<&", title='"', hidden=True, style=None) == '<a title="&quot;" hidden>&lt;&amp;</a>'
+  assert escape("a\x07b") == "a\ufffdb"
+
+
+def test_axes():
+  assert ticks(0.3, 9.7) == [0, 2, 4, 6, 8, 10] and ticks(-0.2, 0.6) == [-0.2, 0, 0.2, 0.4, 0.6]
+  assert tick_text(-0.25, 0.25) == "−0.25" and tick_text(1500, 500) == "1\u202f500" and tick_text(2.5, 2.5) == "2.5"
+  placed = spread([10, 11, 12, 99], 14, 0, 100)
+  assert all(b - a >= 14 for a, b in itertools.pairwise(placed)) and placed[-1] <= 100
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(not (shutil.which("chromium") or shutil.which("google-chrome")), reason="chromium is not installed")
+def test_page_in_a_real_browser(run_dir, tmp_path):
+  """The script runs: one panel is shown, the tabs are marked, and the page takes a picture of some size."""
+  page = tmp_path / "report.html"
+  page.write_text(render(summarize(attribution.load(run_dir), 4)), "utf-8")
+  browser = shutil.which("chromium") or shutil.which("google-chrome")
+  flags = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    f"--user-data-dir={tmp_path / 'profile'}",
+  ]
+  dom = subprocess.run(
+    [browser, *flags, "--dump-dom", page.as_uri() + "#set-1"], capture_output=True, timeout=120, text=True
+  )
+  assert re.search(r'id="set-0"[^>]* hidden', dom.stdout) and not re.search(r'id="set-1"[^>]* hidden', dom.stdout)
+  assert re.search(r'id="tab-1"[^>]*aria-selected="true"', dom.stdout)
+  picture = tmp_path / "report.png"
+  subprocess.run(
+    [browser, *flags, f"--screenshot={picture}", "--window-size=1280,2400", page.as_uri()],
+    capture_output=True,
+    timeout=120,
+    check=True,
+  )
+  assert picture.stat().st_size > 60_000
