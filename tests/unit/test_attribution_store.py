@@ -20,8 +20,11 @@ def append_step(writer, step, process_index=0):
   rng = np.random.default_rng([step, process_index])
   num = step % 4 + 1
   rows = {
-    "tokens": rng.integers(1, 99, num), "loss": rng.normal(size=num), "dot": rng.normal(size=(num, 2)),
-    "contribution": rng.normal(size=(num, 2)), "chunk": rng.integers(0, 7, num),
+    "tokens": rng.integers(1, 99, num),
+    "loss": rng.normal(size=num),
+    "dot": rng.normal(size=(num, 2)),
+    "contribution": rng.normal(size=(num, 2)),
+    "chunk": rng.integers(0, 7, num),
   }
   documents = [(f"d{rng.integers(3)}", f"folder/é{rng.integers(5)}.py", int(rng.integers(1 << 40))) for _ in range(num)]
   modules = {"names": ["mlp/wo", "head"], "domains": ["d0", "d1", "d2"], "contribution": rng.normal(size=(2, 4, 3, 2))}
@@ -36,7 +39,8 @@ def columns(run_dir):
   names = ("step", "domain", "path", "offset", "chunk", "tokens", "loss", "dot", "contribution")
   return {
     **{name: log[name] for name in names},
-    "steps": log.steps, "modules": np.concatenate([m.contribution_SMLDK for m in modules]),
+    "steps": log.steps,
+    "modules": np.concatenate([m.contribution_SMLDK for m in modules]),
   }
 
 
@@ -156,7 +160,7 @@ def test_a_file_cut_short_is_used_up_to_its_last_whole_row(whole, tmp_path):
   end = data.index(rows.tobytes())
   size, num = rows.itemsize, len(rows)
   for kept, cut in ((0, 0), (0, 1), (3, 3 * size + 5), (num - 1, num * size - 1), (num, num * size)):
-    (tmp_path / "ghost" / "dot_prod_log_iter_19.npz").write_bytes(data[:end + cut])
+    (tmp_path / "ghost" / "dot_prod_log_iter_19.npz").write_bytes(data[: end + cut])
     log = attribution.load(tmp_path)
     np.testing.assert_array_equal(log["tokens"], rows["tokens"][:kept])
     assert bool(log.messages) == (kept < len(rows))
