@@ -87,8 +87,9 @@ def compare(
   same array (so 1e-5 means as much for second moments as for weights); rtol: as a share of each element of `right`.
   """
   result = Comparison()
-  items_left = _items(left, params_only, rngs)
-  items_right = _items(right, params_only, rngs)
+  loop_state = bool(left.loop_state) and bool(right.loop_state)
+  items_left = _items(left, params_only, rngs, loop_state)
+  items_right = _items(right, params_only, rngs, loop_state)
   arrays = _ValueComparer(atol, rtol, block_bytes, result)
   for path in [*items_left, *(p for p in items_right if p not in items_left)]:
     a, b = items_left.get(path, {}), items_right.get(path, {})
@@ -112,7 +113,7 @@ def _describe(ref: Ref) -> str:
   return f"{ref.dtype}[{','.join(map(str, ref.shape))}]"
 
 
-def _items(checkpoint: Checkpoint, params_only: bool, rngs: bool) -> dict[str, Item]:
+def _items(checkpoint: Checkpoint, params_only: bool, rngs: bool, loop_state: bool) -> dict[str, Item]:
   items: dict[str, Item] = {}
 
   def add(prefix: str, tree: ParamTree) -> None:
@@ -131,7 +132,7 @@ def _items(checkpoint: Checkpoint, params_only: bool, rngs: bool) -> dict[str, I
     add_one(f"opt_state/{text_of(path)}", array)
   if checkpoint.step is not None:
     add_one("step", checkpoint.step)
-  for nodes in checkpoint.kept.values():
+  for nodes in (checkpoint.kept | (checkpoint.loop_state if loop_state else {})).values():
     for path, node in nodes.items():
       if isinstance(node, StoredArray):
         add_one(text_of(path), node)

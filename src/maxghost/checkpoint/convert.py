@@ -21,7 +21,15 @@ from maxghost.checkpoint import compare
 from maxghost.checkpoint.layouts import LAYOUTS, LINEN, NNX, PARAMS, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import INTEGER, SCANNED, UNSCANNED, PartReader, blocks_of, chunk_of
 from maxghost.checkpoint.layouts_plan import KEEP, TARGETS, Plan, Target, TargetLeaf, make_plan
-from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, open_at, open_tree, tree_from_memory
+from maxghost.checkpoint.layouts_store import (
+  LayoutError,
+  Location,
+  RawTree,
+  TreePath,
+  open_at,
+  open_tree,
+  tree_from_memory,
+)
 from maxghost.checkpoint.layouts_writer import TreeWriter, new_folder, write_step_metadata
 from maxghost.config import ConfigError
 
@@ -65,7 +73,7 @@ def convert(
   plan = make_plan(checkpoint, target)
   report = Report(checkpoint, target, plan)
   out = Path(target_path).absolute()
-  _check_target(raw, out)
+  check_target(raw, out)
   for line in _summary(report, out):
     report.lines.append(line)
     say(line)
@@ -76,10 +84,8 @@ def convert(
     return report
   _check_space(raw, plan, out)
   with new_folder(out) as temporary:
-    # An item folder becomes an item folder, a step folder a step folder, so that paths keep their form.
-    has_level = raw.folder.item != Path(source).absolute()
-    place = Location(item=temporary / "items" if has_level else temporary, step=temporary)
-    _write(raw, plan, place, block_bytes)
+    place = place_like(raw, temporary)
+    write_plan(raw, plan, place, block_bytes)
     if verify:
       report.differences = _verify(checkpoint, place, target)
       if report.differences:
@@ -156,7 +162,7 @@ def _target_layout(checkpoint: Checkpoint, to: str, direction: str) -> str:
   return wanted
 
 
-def _check_target(raw: RawTree, out: Path) -> None:
+def check_target(raw: RawTree, out: Path) -> None:
   source = raw.folder.item.resolve()
   target = out.resolve()
   if target in (source, raw.folder.step.resolve()):
@@ -180,12 +186,27 @@ def _check_space(raw: RawTree, plan: Plan, out: Path) -> None:
     raise LayoutError(f"{existing} has {free / 1e9:.2f} GB free, the checkpoint needs about {needed / 1e9:.2f} GB")
 
 
-def _write(raw: RawTree, plan: Plan, place: Location, block_bytes: int) -> None:
+def place_like(raw: RawTree, folder: Path) -> Location:
+  """Where in `folder` the tree goes: an item folder becomes an item folder, a step folder a step folder."""
+  has_level = raw.folder.item != Path(raw.origin).absolute()
+  return Location(item=folder / "items" if has_level else folder, step=folder)
+
+
+def write_plan(
+  raw: RawTree,
+  plan: Plan,
+  place: Location,
+  block_bytes: int,
+  change: Callable[[TreePath, np.ndarray], np.ndarray] | None = None,
+) -> None:
+  """Writes the planned arrays into a folder made by `new_folder`. change: of (path, block), element by element."""
   writer = TreeWriter(place.item)
   reader = PartReader(block_bytes)
   for leaf in plan.leaves:
     chunk = chunk_shape(leaf, block_bytes)
     blocks = ((index, read_block(reader, leaf, index)) for index in blocks_of(leaf.shape, chunk))
+    if change is not None:
+      blocks = ((index, change(leaf.path, block)) for index, block in blocks)
     writer.put(leaf.path, leaf.shape, leaf.dtype, blocks, chunk_shape=chunk, key_impl=leaf.key_impl)
   for path, empty in plan.empties:
     writer.put_empty(path, empty)

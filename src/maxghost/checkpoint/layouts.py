@@ -68,6 +68,7 @@ class Checkpoint:
 
   moments: by place below opt_state (('0', 'mu')), each with the paths of `params`. factored: moment trees whose shapes
   are not the parameters'. opt_leaves, opt_empties: the rest of opt_state. aux: random keys, counts, batch statistics.
+  kept: keys of no layout, by top-level key. loop_state: what a maxghost trainer saves beside model and optimizer.
   """
 
   origin: str
@@ -84,6 +85,7 @@ class Checkpoint:
   aux: ParamTree = field(default_factory=ParamTree)
   aux_plain: list[Path] = field(default_factory=list)
   kept: dict[str, dict[tuple, StoredArray | Empty]] = field(default_factory=dict)
+  loop_state: dict[str, dict[tuple, StoredArray | Empty]] = field(default_factory=dict)
   dropped: list[str] = field(default_factory=list)
   custom_metadata: dict[str, Any] = field(default_factory=dict)
   tree_metadata: Any = None
@@ -91,8 +93,10 @@ class Checkpoint:
   folder: Location | None = None
 
   @property
-  def family(self) -> str:
-    return "Linen" if self.layout == LINEN else "NNX"
+  def values_from(self) -> str:
+    """'maxtext' or 'maxghost': whose convention the weights follow (see `linen_scaling`); '' where nothing tells."""
+    recorded = (self.custom_metadata.get(RECORD) or {}).get("values_from")
+    return recorded or {LINEN: "maxtext", MAXGHOST: "maxghost"}.get(self.layout, "")
 
   def num_params(self) -> int:
     total = 0
@@ -112,7 +116,12 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpo
   layout = options.layout or _detect(nodes, raw, prefix)
   record = raw.custom_metadata.get(RECORD) or {}
   sections, extra = _sections(nodes, layout, raw.origin)
-  kept, dropped = _unknown(extra, options)
+  kept, dropped, loop_state = {}, [], {}
+  if layout == MAXGHOST:
+    for path, node in extra.items():
+      loop_state.setdefault(path[0], {})[path] = node
+  else:
+    kept, dropped = _unknown(extra, options)
   wrapped = _unwrap_sections(sections, layout, options)
   aux, aux_plain = _take_aux(sections, record)
   names = (*options.containers, *record.get("containers", ()))
@@ -122,8 +131,8 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpo
   params = split_layers(sections["params"], found, scan_axis)
   checkpoint = Checkpoint(
     raw.origin, layout, scan_axis, wrapped, params, aux=_aux_tree(aux, params, finder), aux_plain=aux_plain,
-    step=sections["step"].get(()), kept=kept, dropped=dropped, custom_metadata=raw.custom_metadata,
-    tree_metadata=raw.tree_metadata, step_metadata=raw.step_metadata, folder=raw.folder,
+    step=sections["step"].get(()), kept=kept, dropped=dropped, loop_state=loop_state, folder=raw.folder,
+    custom_metadata=raw.custom_metadata, tree_metadata=raw.tree_metadata, step_metadata=raw.step_metadata,
   )
   _read_opt_state(checkpoint, sections["opt_state"], record)
   if not params.leaves:

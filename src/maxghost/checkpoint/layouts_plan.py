@@ -104,7 +104,10 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
     if checkpoint.step is not None:
       plan.leaves.append(_step_leaf(checkpoint.step, target.layout, end))
   aux = {} if params_only else _plan_aux(checkpoint, target, plan, restack, end)
-  for key, nodes in checkpoint.kept.items():
+  same = target.layout == MAXGHOST and not params_only
+  if checkpoint.loop_state and not same:
+    plan.notes.append(f"left out, as only a maxghost run knows it: {', '.join(checkpoint.loop_state)}")
+  for key, nodes in (checkpoint.kept | (checkpoint.loop_state if same else {})).items():
     for path, node in nodes.items():
       if isinstance(node, Empty):
         plan.empties.append((path, node))
@@ -381,6 +384,8 @@ def _metadata(
   if "param_scan_axis" in metadata:
     metadata["param_scan_axis"] = axis
   record: dict[str, Any] = {"layout": target.layout, "param_scan_axis": axis}
+  if checkpoint.values_from:
+    record["values_from"] = checkpoint.values_from
   if names := [text_of(c.path) for c in containers if not is_standard_name(c.path[-1])]:
     record["containers"] = names
   if blocks := {text_of(c.path): [c.period, c.block_name] for c in containers if c.block_name}:

@@ -1,0 +1,103 @@
+"""Lists what a checkpoint holds: path, shape, dtype and bytes of every leaf, and the layout it is in.
+
+  python -m maxghost.checkpoint inspect RUN/checkpoints/2 [--json]
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, RawTree, StoredArray, open_tree, text_of
+from maxghost.config import ConfigError
+
+
+def inspect(path: str | os.PathLike) -> dict[str, Any]:
+  """{"layout", "leaves": [{"path", "shape", "dtype", "bytes"}], "bytes", "parameters", ...}; only headers are read.
+
+  Raises LayoutError where the folder cannot be read. A tree of unknown layout is listed all the same.
+  """
+  raw = open_tree(path)
+  leaves = [_leaf(node_path, node) for node_path, node in raw.nodes.items()]
+  content: dict[str, Any] = {"path": str(path), "leaves": leaves, "bytes": sum(leaf["bytes"] for leaf in leaves)}
+  return content | _about(raw) | {"custom_metadata": raw.custom_metadata, "other_items": raw.folder.siblings()}
+
+
+def _leaf(path: tuple, node: Any) -> dict[str, Any]:
+  leaf: dict[str, Any] = {"path": text_of(path), "shape": None, "dtype": "text", "bytes": 0}
+  if isinstance(node, Empty):
+    leaf["dtype"] = node.kind
+  if isinstance(node, StoredArray):
+    dtype = f"key<{node.key_impl}>" if node.key_impl else node.dtype.name
+    leaf |= {"shape": list(node.shape), "dtype": dtype, "bytes": node.nbytes}
+  return leaf
+
+
+def _about(raw: RawTree) -> dict[str, Any]:
+  try:
+    checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
+  except LayoutError as error:
+    return {"layout": "", "problem": str(error)}
+  return {
+    "layout": checkpoint.layout,
+    "wrapped": checkpoint.wrapped,
+    "scan_axis": checkpoint.scan_axis,
+    "containers": {
+      text_of(c.path): {"form": c.form, "layers": c.num_layers} for c in checkpoint.params.containers.values()
+    },
+    "parameters": checkpoint.num_params(),
+    "moments": ["opt_state/" + text_of(place) for place in checkpoint.moments],
+    "step": None if checkpoint.step is None else int(checkpoint.step.read(None)),
+    "loop_state": sorted(checkpoint.loop_state),
+    "unknown_keys": sorted(checkpoint.kept),
+  }
+
+
+def listing(content: dict[str, Any]) -> Iterator[str]:
+  """The content as aligned lines, with the totals last."""
+  rows = []
+  for leaf in content["leaves"]:
+    shape = "-" if leaf["shape"] is None else f"[{','.join(map(str, leaf['shape']))}]"
+    rows.append((leaf["path"], shape, leaf["dtype"], leaf["bytes"]))
+  widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
+  for path, shape, dtype, size in rows:
+    yield f"{path:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {size:>12,}"
+  yield f"{len(rows)} leaves, {content['bytes']:,} bytes"
+  if not content["layout"]:
+    yield f"layout: unknown ({content['problem']})"
+    return
+  forms = []
+  for name, about in content["containers"].items():
+    axis = f" on dimension {content['scan_axis']}" if about["form"] == "scanned" else ""
+    forms.append(f"{name}: {about['layers']} layers {about['form']}{axis}")
+  yield f"layout: {content['layout']}{', leaves under value' if content['wrapped'] else ''}; {'; '.join(forms)}"
+  step = "" if content["step"] is None else f"; step {content['step']}"
+  yield f"{content['parameters']:,} parameters; moments: {', '.join(content['moments']) or 'none'}{step}"
+  if content["loop_state"]:
+    yield f"state of the training loop: {', '.join(content['loop_state'])}"
+  if content["unknown_keys"]:
+    yield f"keys of no layout: {', '.join(content['unknown_keys'])}"
+  if content["other_items"]:
+    yield f"other items beside the tree: {', '.join(content['other_items'])}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(prog="inspect", description="Lists what a checkpoint holds.")
+  parser.add_argument("path", metavar="CHECKPOINT")
+  parser.add_argument("--json", action="store_true", help="print one JSON object")
+  args = parser.parse_args(argv)
+  try:
+    content = inspect(args.path)
+  except ConfigError as error:
+    print(f"inspect: {error}", file=sys.stderr)
+    return 2
+  for line in [json.dumps(content)] if args.json else listing(content):
+    print(line)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

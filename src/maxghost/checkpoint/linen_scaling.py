@@ -1,0 +1,147 @@
+"""Moves 1/sqrt(head_dim) of attention out of MaxText's query weights, and back in.
+
+MaxText's llama2, mistral, mixtral, gemma and gemma2 blocks compute softmax(q k) and keep the factor in the query
+weights; maxghost computes softmax(q k / sqrt(h)). The two functions are equal when the query weights are multiplied by
+s = sqrt(h); their gradients are then divided by s, so first moments are divided by s and second moments by s^2 = h.
+(MaxText's qwen2, qwen3, gpt_oss, llama4, olmo3 and gemma3 blocks divide in the forward pass, as maxghost does: nothing
+to do there.) This changes values, so the converter does not do it. It is exact, and so is its inverse, where sqrt(h) is
+a power of two (h = 16, 64, 256); otherwise each direction rounds once.
+
+  python -m maxghost.checkpoint rescale --source_path A --target_path B --head_dim 16 --to maxghost|maxtext
+
+The function is the same after the step, training is not quite: Adam's step has the size of the learning rate whatever
+the scale of a weight, so a query weight that is s times larger moves s times less in proportion.
+h head width.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from maxghost.checkpoint import compare
+from maxghost.checkpoint.convert import DEFAULT_BLOCK_BYTES, check_target, place_like, write_plan
+from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts_plan import Target, make_plan
+from maxghost.checkpoint.layouts_store import LayoutError, TreePath, open_at, open_tree, text_of
+from maxghost.checkpoint.layouts_writer import new_folder
+from maxghost.config import ConfigError
+
+FOLDED_BLOCKS = ("default", "llama2", "mistral", "mixtral", "gemma", "gemma2")
+MAXGHOST, MAXTEXT = "maxghost", "maxtext"
+# Which power of the gradient a moment holds, by the name optax gives it.
+_POWERS = {"mu": 1, "trace": 1, "m": 1, "nu": 2, "v": 2, "v_row": 2, "v_col": 2}
+
+
+def is_query(path: TreePath) -> bool:
+  """Whether a parameter path (or a moment's) ends in a query projection's kernel or bias."""
+  names = tuple(map(str, path))
+  names = names[:-1] if names[-1:] == ("value",) else names
+  return len(names) >= 2 and names[-2] == "query" and names[-1] in ("kernel", "bias")
+
+
+def rescale_queries(
+  leaves: Iterable[tuple[TreePath, np.ndarray]], head_dim: int, to: str = MAXGHOST
+) -> Iterator[tuple[TreePath, np.ndarray]]:
+  """Streams (path, array) pairs of a {"model", "optimizer"} or Linen tree, with the query leaves rescaled.
+
+  to: 'maxghost' multiplies query weights by sqrt(head_dim), 'maxtext' divides. Other leaves pass through untouched.
+  Raises LayoutError for another `to`, a head_dim below 1, or a query leaf in an optimizer state of unknown meaning.
+  """
+  if to not in (MAXGHOST, MAXTEXT):
+    raise LayoutError(f"to={to}: use {MAXGHOST} or {MAXTEXT}")
+  if head_dim < 1:
+    raise LayoutError(f"head_dim={head_dim}: must be 1 or more")
+  for path, array in leaves:
+    yield path, rescale_leaf(path, array, head_dim, to) if is_query(path) else array
+
+
+def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> np.ndarray:
+  """One query leaf, or a block of it, rescaled in float64 and rounded once to its own dtype."""
+  power = _gradient_power(path)
+  factor = float(head_dim) if power == 2 else math.sqrt(head_dim)
+  grows = (power == 0) == (to == MAXGHOST)
+  wide = array.astype(np.float64)
+  return (wide * factor if grows else wide / factor).astype(array.dtype)
+
+
+def _gradient_power(path: TreePath) -> int:
+  """0 for a weight, 1 or 2 for a moment."""
+  names = tuple(map(str, path))
+  if "opt_state" not in names:
+    return 0
+  for name in names[names.index("opt_state") + 1 :]:
+    if name in _POWERS:
+      return _POWERS[name]
+  raise LayoutError(
+    f"leaf {text_of(path)}: it is not known how this state scales with the gradient; known: {', '.join(_POWERS)}"
+  )
+
+
+def rescale_checkpoint(
+  source: str | os.PathLike,
+  target_path: str | os.PathLike,
+  head_dim: int,
+  to: str,
+  *,
+  say: Callable[[str], None] = print,
+) -> None:
+  """Writes the checkpoint `source`, in its own layout, with rescaled query leaves; all others are copied bit by bit.
+
+  Refuses (LayoutError) where the checkpoint already follows the convention `to`, where it holds no query projection,
+  and where head_dim is not the last dimension of one.
+  """
+  raw = open_tree(source)
+  checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
+  if checkpoint.values_from == to:
+    raise LayoutError(f"{source} already holds query weights as {to} wants them; nothing to rescale")
+  out = Path(target_path).absolute()
+  check_target(raw, out)
+  layout = NNX if checkpoint.layout == NNX_OLD else checkpoint.layout
+  plan = make_plan(checkpoint, Target(layout, wrapped=checkpoint.wrapped or None))
+  queries = [leaf for leaf in plan.leaves if is_query(leaf.path)]
+  if not queries:
+    raise LayoutError(f"{source} holds no query projection (.../query/kernel)")
+  list(rescale_queries([], head_dim, to))  # checks head_dim and to before anything is written
+  for (path, _), ref in checkpoint.params.leaves.items():
+    if is_query(path) and ref.shape[-1:] != (head_dim,):
+      raise LayoutError(f"head_dim={head_dim}, but {text_of(path)} has shape {list(ref.shape)}; head_dim={ref.shape[-1]}?")
+  plan.custom_metadata[RECORD]["values_from"] = to
+
+  def change(path: TreePath, block: np.ndarray) -> np.ndarray:
+    return rescale_leaf(path, block, head_dim, to) if is_query(path) else block
+
+  with new_folder(out) as temporary:
+    place = place_like(raw, temporary)
+    write_plan(raw, plan, place, DEFAULT_BLOCK_BYTES, change)
+    written = read_checkpoint(open_at(place, str(place.step)), ReadOptions(keep_unknown=True))
+    rows = compare.compare(checkpoint, written, rngs=True).rows
+    if wrong := [row for row in rows if not is_query(tuple(row.path.split("/"))) or row.kind != compare.VALUE]:
+      raise LayoutError(f"verification failed: {wrong[0].text()}")
+  say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}) to {to}'s convention, the rest copied")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(
+    prog="rescale", description="Moves the attention factor 1/sqrt(head_dim) into or out of the query weights."
+  )
+  parser.add_argument("--source_path", required=True)
+  parser.add_argument("--target_path", required=True)
+  parser.add_argument("--head_dim", type=int, required=True)
+  parser.add_argument("--to", choices=(MAXGHOST, MAXTEXT), required=True)
+  args = parser.parse_args(argv)
+  try:
+    rescale_checkpoint(args.source_path, args.target_path, args.head_dim, args.to)
+  except ConfigError as error:
+    for problem in error.problems:
+      print(f"rescale: {problem}", file=sys.stderr)
+    return 2
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
