@@ -22,6 +22,10 @@ def problems_of(*arguments, **keywords):
   return list(caught.value.problems)
 
 
+def choices_of(key):
+  return ", ".join(config.fields()[key].metadata["choices"])
+
+
 def write(path, text):
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text(text, encoding="utf-8")
@@ -114,7 +118,7 @@ def test_defaults_base_file_and_sparse_file_agree(tmp_path):
 
 def test_model_file_over_yaml_and_command_line_over_both(tmp_path):
   write(tmp_path / "models" / "tiny.yml", "base_emb_dim: 20\nbase_mlp_dim: 36\nbase_num_decoder_layers: 6\n")
-  base = write(tmp_path / "mine.yml", "model_name: tiny\nbase_emb_dim: 28\nsteps: 13\n")
+  base = write(tmp_path / "mine.yml", "model_name: tiny\nbase_emb_dim: 28\nsteps: 13\nbase_num_decoder_layers: 4\n")
   loaded = config.load_with_origins(base, "base_mlp_dim=44")
   model = loaded.config.model
   assert (model.base_emb_dim, model.base_mlp_dim, model.base_num_decoder_layers) == (20, 44, 6)
@@ -190,14 +194,15 @@ def test_values_take_the_type_of_their_key(tmp_path):
     ("ghost_exclude=[[a]]", "ghost_exclude=[['a']] (command line) is not of type list of str"),
     ("steps=0", "steps=0 (command line) is below the least allowed value 1"),
     ("dropout_rate=1", "dropout_rate=1.0 (command line) is above the greatest allowed value 0.999"),
-    ("opt_type=adam", "opt_type=adam (command line) is not one of adamw, sgd; did you mean 'adamw'?"),
+    ("opt_type=adam", f"opt_type=adam (command line) is not one of {choices_of('opt_type')}; did you mean 'adamw'?"),
     (
       "mlp_activations=silo,linear",
-      "(command line) holds silo, which is not one of silu, gelu, relu, linear; did you mean 'silu'?",
+      f"(command line) holds silo, which is not one of {choices_of('mlp_activations')}; did you mean 'silu'?",
     ),
     ("stepz=5", "unknown key 'stepz' (command line); did you mean 'steps'?"),
     ("layers=5", "did you mean 'scan_layers' or 'base_num_decoder_layers'?"),
     ("Steps=5", "unknown key 'Steps' (command line); did you mean 'steps'?"),
+    ("adam_b3=5", "unknown key 'adam_b3' (command line); did you mean 'adam_b1' or 'adam_b2'?"),
     ("qqq=5", "unknown key 'qqq' (command line)"),
     ("=5", "'=5' (command line) is not of the form key=value"),
   ],
@@ -339,10 +344,11 @@ def test_save_is_atomic(tmp_path, monkeypatch):
   def fail(*_):
     raise OSError("disk full")
 
-  monkeypatch.setattr(os, "fsync", fail)
-  with pytest.raises(OSError, match="disk full"):
-    config.save(config.load("steps=4"), path)
-  assert config.load(path).run.steps == 3 and os.listdir(tmp_path) == ["config.yml"]
+  for step in ("fsync", "replace"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+      patch.setattr(os, step, fail)
+      config.save(config.load("steps=4"), path)
+    assert config.load(path).run.steps == 3 and os.listdir(tmp_path) == ["config.yml"]
 
 
 def test_keys_are_few_documented_and_distinct():
@@ -351,7 +357,7 @@ def test_keys_are_few_documented_and_distinct():
   assert 40 < len(keys) <= 160
   for name, field in keys.items():
     assert re.fullmatch(r"[a-z][a-z0-9_]*", name)
-    assert 5 < len(field.metadata["help"]) <= 120 and "\n" not in field.metadata["help"], name
+    assert 5 < len(field.metadata["help"]) <= 200 and "\n" not in field.metadata["help"], name
 
 
 def test_importing_the_configuration_imports_no_jax():

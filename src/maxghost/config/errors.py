@@ -14,9 +14,6 @@ class ConfigError(ValueError):
     self.problems = tuple(problems)
     super().__init__("\n".join(problems))
 
-  def __reduce__(self):
-    return type(self), self.problems
-
 
 def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
   """The valid names most like `name`, best first: those spelt alike, then those that contain it as a whole word.

@@ -87,27 +87,42 @@ class ModelConfig:
 class DataConfig:
   """What is read, how it is split, tokenized and packed."""
 
-  dataset_type: str = key("stdlib", "source of the documents", choices=("stdlib", "synthetic"))
+  dataset_type: str = key("stdlib", "source of the documents", choices=("stdlib", "synthetic", "text", "tfds", "grain", "hf"))
   dataset_domains: tuple[str, ...] = key(
     (), "domains to train on; empty = all the source has (stdlib: code, docstrings, manual, tables)"
   )
   dataset_domain_bytes: int = key(
     -1, "cap on the bytes read per domain; 0 = no cap, -1 = 2,000,000 for stdlib and synthetic, else none", minimum=-1
   )
+  text_files: tuple[str, ...] = key(
+    (), "text: domain=glob of .txt, .jsonl (both also .gz, .zst) and .parquet files; ** goes down folders"
+  )
+  grain_train_files: tuple[str, ...] = key(
+    (), "grain: domain=glob of ArrayRecord or .parquet files, or a folder written by `python -m maxghost.data prepare`"
+  )
+  hf_path: tuple[str, ...] = key((), "hf: domain=folder of a Hugging Face dataset on disk")
+  dataset_name: tuple[str, ...] = key((), "tfds: domain=dataset/config:version, prepared as ArrayRecord")
+  dataset_path: str = key("", "tfds: folder of the datasets; empty = ~/tensorflow_datasets")
+  train_split: str = key("train", "tfds, hf: split to train on")
+  train_data_columns: tuple[str, ...] = key(("text",), "columns of a record that hold text; several are joined by line ends")
   dataset_mixture: str = key(
-    "proportional", "proportional = every document once per epoch; weights = shares of the rows by dataset_weights; "
+    "proportional",
+    "proportional = every document once per epoch; weights = shares of the rows by dataset_weights; "
     "epochs = each domain as many times per epoch as dataset_weights says",
     choices=("proportional", "weights", "epochs"),
   )
   dataset_weights: tuple[str, ...] = key((), "domain=number for each domain; read by dataset_mixture")
-  on_corrupt: str = key("error", "a document or file that cannot be read ends the run, or is skipped and counted",
-                        choices=("error", "skip"))
-  tokenizer_type: str = key("byte", "tokenizer", choices=("byte",))
+  on_corrupt: str = key(
+    "error", "a document or file that cannot be read ends the run, or is skipped and counted", choices=("error", "skip")
+  )
+  tokenizer_type: str = key("byte", "tokenizer", choices=("byte", "huggingface", "sentencepiece", "tiktoken"))
+  tokenizer_path: str = key("", "tokenizer.json or its folder, SentencePiece model, or tiktoken encoding or file")
   max_target_length: int = key(256, "sequence length T, tokens per row", minimum=2)
   per_device_batch_size: int = key(16, "rows per device and step", minimum=1)
   packing: bool = key(True, "pack several documents into a row, with segment ids")
   grain_packing_type: str = key(
-    "first_fit", "first_fit = cut a document only where it is longer than a row; concat_then_split = cut at row ends",
+    "first_fit",
+    "first_fit = cut a document only where it is longer than a row; concat_then_split = cut at row ends",
     choices=("first_fit", "concat_then_split"),
   )
   max_segments_per_seq: int = key(-1, "documents a packed row can hold; -1 = one per 32 tokens, at most 32", minimum=-1)
@@ -129,8 +144,12 @@ class DataConfig:
     0.25, "share of the validation domain's documents held out, chosen by document id", minimum=0.0, maximum=1.0
   )
   ghost_val_copies: str = key(
-    "drop", "training documents byte-identical to a held-out one: leave out and report, keep and report, or an error",
+    "drop",
+    "training documents byte-identical to a held-out one: leave out and report, keep and report, or an error",
     choices=("drop", "keep", "error"),
+  )
+  ghost_val_files: tuple[str, ...] = key(
+    (), "domain=glob of text files (as text_files) that are validation documents in whole; ghost_val_domain may name one"
   )
 
 
@@ -170,7 +189,8 @@ class GhostConfig:
   )
   ghost_exclude: tuple[str, ...] = key((), "path patterns (fnmatch) of parameters left unscored on purpose")
   ghost_detail: str = key(
-    "layer", "what is kept beside each document's total: nothing, contributions per module, or per module and layer",
+    "layer",
+    "what is kept beside each document's total: nothing, contributions per module, or per module and layer",
     choices=("total", "module", "layer"),
   )
   ghost_log_period: int = key(20, "steps per score file", minimum=1)
