@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.schema import ModelConfig
-from maxghost.models import attention_ops, dense, rotary
+from maxghost.models import attention_ops, autodiff, dense, rotary
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu, "linear": lambda x: x}
 
@@ -98,9 +98,9 @@ class DecoderLayer(nnx.Module):
 
   def __call__(self, x_BTD, positions_BT, segment_ids_BT, dropout_key=None):
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    y_BTD = self.self_attention(self.pre_self_attention_layer_norm(x_BTD), positions_BT, segment_ids_BT)
+    y_BTD = self.self_attention(self.pre_self_attention_layer_norm(autodiff.branch(x_BTD)), positions_BT, segment_ids_BT)
     x_BTD = x_BTD + self._drop(y_BTD, keys[0])
-    y_BTD = self.mlp(self.post_self_attention_layer_norm(x_BTD))
+    y_BTD = self.mlp(self.post_self_attention_layer_norm(autodiff.branch(x_BTD)))
     return x_BTD + self._drop(y_BTD, keys[1])
 
   def _drop(self, x_BTD, key):

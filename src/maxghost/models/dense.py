@@ -6,8 +6,9 @@ B batch, T positions, I inputs of a dense layer, O outputs.
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+
+from maxghost.models import autodiff
 
 
 def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
@@ -23,14 +24,16 @@ def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_t
   trailing = tuple(range(lhs.ndim - count, lhs.ndim))
   if tuple(lhs_contract) != trailing or tuple(rhs_contract) != tuple(range(count)) or lhs_batch or rhs_batch:
     raise ValueError(f"dense dot_general contracts trailing with leading axes; got {dimension_numbers}")
-  if out_sharding is not None:
-    return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
+  if out_sharding is not None or autodiff.in_forward_mode():
+    return lax.dot_general(
+      lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+    )
   return _dense(count, precision, preferred_element_type, lhs, rhs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _dense(count, precision, out_dtype, x, w):
-  return jnp.asarray(contract(x, w, count, precision, out_dtype))
+  return contract(x, w, count, precision, out_dtype)
 
 
 def contract(x, w, count, precision=None, out_dtype=None):

@@ -1,0 +1,40 @@
+"""Small tools for hand-written backward passes."""
+
+import contextlib
+import contextvars
+
+import jax
+
+_forward_mode = contextvars.ContextVar("maxghost_forward_mode", default=False)
+
+
+@contextlib.contextmanager
+def forward_mode():
+  """Inside, functions of this project with a hand-written backward pass are traced as plain JAX, so that `jax.jvp`
+  can pass through them (custom_vjp has no forward mode). Same values."""
+  token = _forward_mode.set(True)
+  try:
+    yield
+  finally:
+    _forward_mode.reset(token)
+
+
+def in_forward_mode() -> bool:
+  return _forward_mode.get()
+
+
+def branch(x):
+  """x itself; the cotangents of a branch that starts here are added up before they meet those of x's other uses.
+
+  Float addition depends on its order. With this at the start of a residual branch the order does not depend on how
+  the branch's first layer writes its own backward pass, so a run with scores has the bits of one without.
+  """
+  return x if in_forward_mode() else _branch(x)
+
+
+@jax.custom_vjp
+def _branch(x):
+  return x
+
+
+_branch.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent,))
