@@ -25,6 +25,7 @@ def append_step(writer, step, process_index=0):
     "dot": rng.normal(size=(num, 2)),
     "contribution": rng.normal(size=(num, 2)),
     "chunk": rng.integers(0, 7, num),
+    "epoch": np.full(num, step // 9),
   }
   documents = [(f"d{rng.integers(3)}", f"folder/é{rng.integers(5)}.py", int(rng.integers(1 << 40))) for _ in range(num)]
   modules = {"names": ["mlp/wo", "head"], "domains": ["d0", "d1", "d2"], "contribution": rng.normal(size=(2, 4, 3, 2))}
@@ -36,7 +37,7 @@ def columns(run_dir):
   log = attribution.load(run_dir)
   assert not log.messages
   modules = list(log.modules())
-  names = ("step", "domain", "path", "offset", "chunk", "tokens", "loss", "dot", "contribution")
+  names = ("step", "domain", "path", "offset", "chunk", "epoch", "tokens", "loss", "dot", "contribution")
   return {
     **{name: log[name] for name in names},
     "steps": log.steps,

@@ -16,15 +16,16 @@ from attribution_runs import make_run
 from maxghost import attribution, report
 from maxghost.attribution import ScoreWriter, statistics
 from maxghost.attribution.html import render
-from maxghost.attribution.html.markup import compact, escape, integer, number, percent, tag
+from maxghost.attribution.html.markup import escape, tag
 from maxghost.attribution.html.scale import spread, tick_text, ticks
 from maxghost.attribution.metrics import Series, read_metrics, thin
+from maxghost.attribution.numbers import compact, integer, number, percent
 from maxghost.attribution.summary import summarize
 
 SYNTHETIC = ("dataset_type=synthetic", "ghost_val_domain=words")
 
 
-def write_log(run_dir, steps, val_sets=("manual",), closing=None):
+def write_log(run_dir, steps, val_sets=("manual",), closing=None, epochs=None):
   """steps: (step columns, rows of (domain, path, offset, chunk, tokens, contribution per set))."""
   writer = ScoreWriter(run_dir, val_sets, period=3)
   writer.restore(None)
@@ -37,6 +38,8 @@ def write_log(run_dir, steps, val_sets=("manual",), closing=None):
       "contribution": contribution,
       "chunk": [row[3] for row in rows],
     }
+    if epochs is not None:
+      columns["epoch"] = epochs[step]
     writer.append({"step": step, **record}, columns, [row[:3] for row in rows])
   if closing is not None:
     writer.append({"step": len(steps), "prev_val_loss": closing}, {}, [])
@@ -112,19 +115,23 @@ def test_exposure_interval_is_students():
   )
 
 
-def test_repeated_passes_and_their_value(tmp_path):
-  """Document x is read twice (chunks 0, 40, then 0 again), y once; x is worth half in its second pass."""
-  steps = [
-    ({}, [("a", "x", 0, 0, 40, 4.0), ("a", "y", 0, 0, 40, 4.0)]),
-    ({}, [("a", "x", 0, 40, 20, 2.0), ("a", "y", 0, 40, 20, 2.0)]),
-    ({}, [("a", "x", 0, 0, 40, 2.0), ("a", "y", 0, 60, 40, 4.0)]),
-  ]
-  table = summarize(attribution.load(write_log(tmp_path, steps))).health.exposures
-  assert table.rows.tolist() == [5, 1, 0, 0, 0, 0]
-  assert table.tokens.tolist()[:2] == [160, 40]
-  assert table.contribution_EK[:2, 0].tolist() == [16.0, 2.0]
-  assert table.expected_EK[:2, 0].tolist() == [15.0, 3.0]
-  assert table.has_repeats and table.sampled == 1
+def test_passes_over_the_data_and_their_value(tmp_path):
+  """The second pass is worth half of what the first is worth in the same step."""
+  first, second = ("a", "x", 0, 0, 40, 4.0), ("a", "y", 0, 0, 40, 2.0)
+  steps = [({}, [first]), ({}, [first, second]), ({}, [second])]
+  table = summarize(attribution.load(write_log(tmp_path, steps, epochs=[[0], [0, 1], [9]]))).health.passes
+  assert table.rows.tolist() == [2, 1, 0, 0, 0, 1] and table.tokens.tolist() == [80, 40, 0, 0, 0, 40]
+  assert table.contribution_EK[:, 0].tolist() == [8.0, 2.0, 0, 0, 0, 2.0]
+  assert table.expected_EK[:, 0].tolist() == [7.0, 3.0, 0, 0, 0, 2.0]
+  assert table.has_repeats
+
+
+def test_value_of_a_domain_against_the_same_steps(tmp_path):
+  """b is seen only while tokens are worth little, but is worth three times a's token then."""
+  steps = [({}, [("a", "x", 0, 0, 40, 8.0)]), ({}, [("a", "x", 0, 0, 30, 0.3), ("b", "y", 0, 0, 10, 0.3)])]
+  a, b = summarize(attribution.load(write_log(tmp_path, steps))).sets[0].domains
+  assert (a.domain, b.domain) == ("a", "b")
+  assert b.relative == pytest.approx(0.3 / (0.6 * 10 / 40)) and a.relative == pytest.approx(8.3 / (8 + 0.6 * 30 / 40))
 
 
 def test_page_is_self_contained_and_well_formed(run_dir):

@@ -32,6 +32,7 @@ UNITS = {
   "path": "path of the document inside its source",
   "offset": "bytes from the start of the path to the document",
   "chunk": "bytes from the start of the document to the scored chunk",
+  "epoch": "how often the stream that the chunk came from had been read through before",
   "tokens": "target tokens of the chunk that count in the loss",
   "loss": "nats per token, mean over the chunk",
   "dot": "<gradient of the chunk's mean loss, direction>, nats per unit of learning rate",
@@ -70,6 +71,7 @@ def row_dtype(num_sets: int) -> np.dtype:
       ("path", "<i4"),
       ("offset", "<i8"),
       ("chunk", "<i8"),
+      ("epoch", "<i4"),
       ("tokens", "<i4"),
       ("loss", "<f4"),
       ("dot", "<f4", (num_sets,)),
@@ -195,10 +197,10 @@ class Shard:
   def _open_rows(self, member: "Member"):
     try:
       shape, dtype, start = _npy_header(member)
-      if dtype != row_dtype(len(self.val_sets)) or len(shape) != 1:
-        raise ValueError("rows of an unknown layout")
     except (ValueError, EOFError) as error:
       raise DamagedShard(f"{self.path.name}: cut short before its first row") from error
+    if dtype != row_dtype(len(self.val_sets)) or len(shape) != 1:
+      raise DamagedShard(f"{self.path.name}: its rows have an unknown layout")
     self._start, self._dtype = start, dtype
     self.num_rows = min(shape[0], max(0, member.end - start) // dtype.itemsize)
     if self.num_rows < shape[0]:

@@ -1,6 +1,6 @@
-"""Is the data still worth its tokens: repeated exposures and duplicated texts.
+"""Is the data still worth its tokens: repeated passes and duplicated texts.
 
-K validation sets, E exposure numbers.
+K validation sets, E passes, D domains, B bins of consecutive steps.
 """
 
 import dataclasses
@@ -10,25 +10,22 @@ import numpy as np
 
 from maxghost.attribution.log import ScoreLog
 
-LAST_EXPOSURE = 6  # this many and more are counted together
-MAX_ROWS = 2_000_000  # rows held in memory; a longer log is sampled by document
+LAST_PASS = 6  # this one and later ones are counted together
 MAX_HASHED_DOCUMENTS = 200_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ExposureTable:
-  """Value by how often the same text had been trained on before; first pass = 1, the last entry means "and more".
+class PassTable:
+  """Value by pass over the data; first pass = 1, the last entry means "and later".
 
   rows, tokens: [E]. contribution_EK: nats. expected_EK: nats the same tokens would have been worth at the average of
   their domain in the same part of the run, so that a falling learning rate does not count as falling value.
-  sampled: 1 in this many documents was looked at.
   """
 
   rows: np.ndarray
   tokens: np.ndarray
   contribution_EK: np.ndarray
   expected_EK: np.ndarray
-  sampled: int
 
   @property
   def has_repeats(self) -> bool:
@@ -54,93 +51,37 @@ class Duplicates:
 class Health:
   """duplicates: None when the texts were not at hand or are too many to compare."""
 
-  exposures: ExposureTable
+  passes: PassTable
   duplicates: Duplicates | None
 
 
-class Exposures:
-  """Accumulator for ExposureTable; holds about MAX_ROWS rows, of whole documents chosen by a hash of their id."""
+class PassSums:
+  """Accumulator for PassTable; edges: of the bins of steps over which a domain's average is taken."""
 
-  def __init__(self, log: ScoreLog):
-    self._num_sets = len(log.val_sets)
-    self._sampled = 1
-    while log.num_rows / self._sampled > MAX_ROWS:
-      self._sampled *= 2
-    self._paths: dict[str, int] = {}
+  def __init__(self, log: ScoreLog, edges: np.ndarray):
+    self._edges = edges
     self._domains = {name: i for i, name in enumerate(log.domains)}
-    self._parts: list[np.ndarray] = []
-    self._dtype = np.dtype(
-      [
-        ("path", "<i8"),
-        ("offset", "<i8"),
-        ("chunk", "<i8"),
-        ("step", "<i8"),
-        ("domain", "<i4"),
-        ("tokens", "<i4"),
-        ("contribution", "<f4", (self._num_sets,)),
-      ]
-    )
+    self._rows = np.zeros(LAST_PASS, np.int64)
+    self._contribution_EK = np.zeros((LAST_PASS, len(log.val_sets)))
+    self._tokens_EDB = np.zeros((LAST_PASS, len(self._domains), len(edges) - 1))
 
   def add(self, shard, rows: np.ndarray):
     if not len(rows):
       return
-    paths = np.array([self._paths.setdefault(str(path), len(self._paths)) for path in shard.paths], np.int64)
-    if self._sampled > 1:
-      rows = rows[_hash(paths[rows["path"]], rows["offset"]) % np.uint64(self._sampled) == 0]
-    domains = np.array([self._domains[str(name)] for name in shard.domains], np.int32)
-    part = np.zeros(len(rows), self._dtype)
-    part["path"], part["domain"] = paths[rows["path"]], domains[rows["domain"]]
-    for name in ("offset", "chunk", "step", "tokens", "contribution"):
-      part[name] = rows[name]
-    self._parts.append(part)
+    number = np.clip(rows["epoch"], 0, LAST_PASS - 1)
+    self._rows += np.bincount(number, minlength=LAST_PASS)
+    for k in range(self._contribution_EK.shape[1]):
+      self._contribution_EK[:, k] += np.bincount(number, rows["contribution"][:, k], LAST_PASS)
+    domains = np.array([self._domains[str(name)] for name in shard.domains], np.int64)
+    bins = np.searchsorted(self._edges, rows["step"], "right") - 1
+    cell = np.ravel_multi_index((number, domains[rows["domain"]], bins), self._tokens_EDB.shape)
+    self._tokens_EDB += np.bincount(cell, rows["tokens"], self._tokens_EDB.size).reshape(self._tokens_EDB.shape)
 
-  def result(self, time) -> ExposureTable:
-    """time: the TimeSums of the same log, for the average value of a domain in a part of the run."""
-    rows = np.concatenate(self._parts) if self._parts else np.zeros(0, self._dtype)
-    rows = rows[np.lexsort((rows["step"], rows["offset"], rows["path"], rows["domain"]))]
-    number = np.minimum(_passes(rows), LAST_EXPOSURE) - 1
-    bins = np.searchsorted(time.edges, rows["step"], "right") - 1
-    tokens, contribution = rows["tokens"].astype(np.float64), rows["contribution"].astype(np.float64)
+  def result(self, time) -> PassTable:
+    """time: the TimeSums of the same log and edges."""
     per_token_DBK = time.contribution_DBK / np.maximum(time.tokens_DB, 1)[..., None]
-    expected = per_token_DBK[rows["domain"], bins] * tokens[:, None]
-
-    def total(values):
-      return np.bincount(number, values, LAST_EXPOSURE)
-
-    sets = range(self._num_sets)
-    return ExposureTable(
-      np.bincount(number, minlength=LAST_EXPOSURE),
-      total(tokens).astype(np.int64),
-      np.stack([total(contribution[:, k]) for k in sets], 1),
-      np.stack([total(expected[:, k]) for k in sets], 1),
-      self._sampled,
-    )
-
-
-def _passes(rows: np.ndarray) -> np.ndarray:
-  """int64[N]: which pass over its document a row belongs to; rows sorted by document, then step.
-
-  A document is read front to back, so a chunk that does not lie behind the one before begins a new pass.
-  """
-  if not len(rows):
-    return np.zeros(0, np.int64)
-  new_document = np.append(True, np.zeros(len(rows) - 1, bool))
-  for name in ("domain", "path", "offset"):
-    new_document[1:] |= np.diff(rows[name]) != 0
-  new_pass = new_document.copy()
-  new_pass[1:] |= np.diff(rows["chunk"]) <= 0
-  count = np.cumsum(new_pass)
-  before = np.maximum.accumulate(np.where(new_document, count, 0))
-  return count - before + 1
-
-
-def _hash(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-  """uint64[N] of two integer columns (splitmix64's finisher)."""
-  with np.errstate(over="ignore"):
-    x = a.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + b.astype(np.uint64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    expected_EK = np.einsum("edb,dbk->ek", self._tokens_EDB, per_token_DBK)
+    return PassTable(self._rows, self._tokens_EDB.sum((1, 2)).astype(np.int64), self._contribution_EK, expected_EK)
 
 
 def duplicates(texts, groups) -> Duplicates | None:

@@ -61,7 +61,7 @@ class Interval:
     if num_rows and (missing := {"tokens", "loss", "dot", "contribution"} - given):
       raise ValueError(f"score rows lack the columns {', '.join(sorted(missing))}")
     for name in given:
-      if name not in ("tokens", "loss", "dot", "contribution", "chunk"):
+      if name not in ("tokens", "loss", "dot", "contribution", "chunk", "epoch"):
         raise ValueError(f"unknown score column {name!r}{did_you_mean(name, array.dtype.names)}")
       value = np.asarray(rows[name])
       expected = array[name].shape

@@ -13,7 +13,7 @@ import numpy as np
 from maxghost.attribution import format as fmt
 from maxghost.config import ConfigError, did_you_mean
 
-ROW_COLUMNS = ("step", "domain", "path", "offset", "chunk", "tokens", "loss", "dot", "contribution")
+ROW_COLUMNS = ("step", "domain", "path", "offset", "chunk", "epoch", "tokens", "loss", "dot", "contribution")
 
 
 def load(run_dir) -> "ScoreLog":

@@ -46,8 +46,9 @@ class ScoreWriter:
     """Adds one step.
 
     step_record: `step` and any of the step columns; what is left out is NaN. Per-set values are [K] (or a scalar).
-    rows: tokens [N], loss [N], dot [N, K], contribution [N, K], and optionally chunk [N], the bytes between the start
-      of the document and the scored chunk. documents: N ids (domain, path, offset).
+    rows: tokens [N], loss [N], dot [N, K], contribution [N, K]; optionally chunk [N], the bytes between the start of
+      the document and the scored chunk, and epoch [N], how often the data had been read through before.
+    documents: N ids (domain, path, offset).
     modules: {"names": M strings, "domains": D strings, "contribution": f32[M, L, D, K]} in nats; cells that do not
       exist (layers of a module outside the stack) are NaN.
     Raises ValueError for a step out of order, an unknown column or a wrong shape.

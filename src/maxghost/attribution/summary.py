@@ -10,9 +10,10 @@ import numpy as np
 
 from maxghost.attribution import aggregate, statistics
 from maxghost.attribution.format import LEDGER
-from maxghost.attribution.health import Exposures, Health, duplicates
+from maxghost.attribution.health import Health, PassSums, duplicates
 from maxghost.attribution.log import ScoreLog
 from maxghost.attribution.metrics import Series, read_facts, read_metrics
+from maxghost.attribution.numbers import integer, number
 from maxghost.attribution.texts import SNIPPET_BYTES, Texts, open_texts
 from maxghost.config import ConfigError
 
@@ -22,7 +23,10 @@ MILLION = 1e6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-  """What a group of rows was worth. contribution and half_width (95 %) in nats; loss in nats per token."""
+  """What a group of rows was worth. contribution and half_width (95 %) in nats; loss in nats per token.
+
+  relative: value over that of as many average tokens of the same steps; NaN where those were worth nothing.
+  """
 
   domain: str
   exposures: int
@@ -30,6 +34,7 @@ class Value:
   loss: float
   contribution: float
   half_width: float
+  relative: float = float("nan")
   path: str = ""
   offset: int = 0
   text: bytes | None = None
@@ -126,8 +131,8 @@ def summarize(log: ScoreLog, num_documents: int = 20, with_texts: bool = True) -
     raise ConfigError(f"run_dir={log.run_dir}: the score log holds {len(steps)} steps but no scored document yet")
   time = aggregate.TimeSums(log, aggregate.step_edges(steps["step"], CURVE_BINS))
   documents = aggregate.GroupSums(log, "document")
-  exposures = Exposures(log)
-  left_out = aggregate.scan(log, [time, documents, exposures])
+  passes = PassSums(log, time.edges)
+  left_out = aggregate.scan(log, [time, documents, passes])
   groups = documents.result()
   metrics, messages = read_metrics(log.run_dir / "metrics.jsonl")
   messages = [*log.messages, *messages]
@@ -153,7 +158,7 @@ def summarize(log: ScoreLog, num_documents: int = 20, with_texts: bool = True) -
     num_tokens=int(time.tokens_DB.sum()),
     facts=_facts(log, metrics),
     config=_config(log.run_dir),
-    health=Health(exposures.result(time), duplicates(texts, groups)),
+    health=Health(passes.result(time), duplicates(texts, groups)),
   )
 
 
@@ -186,6 +191,8 @@ def _set_summary(log, k: int, time, groups, num_documents: int, texts: Texts | N
 
 def _domains(time, k: int) -> list[Value]:
   total = time.contribution_DBK[:, :, k].sum(1)
+  all_tokens_B = np.maximum(time.tokens_DB.sum(0), 1)
+  expected = time.tokens_DB @ (time.contribution_DBK[:, :, k].sum(0) / all_tokens_B)
   half_width = statistics.block_half_width(statistics.to_blocks(time.contribution_DBK[:, :, k]))
   values = []
   for d, name in enumerate(time.domains):
@@ -193,7 +200,8 @@ def _domains(time, k: int) -> list[Value]:
     loss = float(time.loss_tokens_DB[d].sum() / tokens) if tokens else float("nan")
     exposures = int(time.exposures_DB[d].sum())
     if exposures:
-      values.append(Value(name, exposures, int(tokens), loss, float(total[d]), float(half_width[d])))
+      relative = float(total[d] / expected[d]) if expected[d] > 0 else float("nan")
+      values.append(Value(name, exposures, int(tokens), loss, float(total[d]), float(half_width[d]), relative))
   return sorted(values, key=lambda value: -value.per_million if value.tokens else float("inf"))
 
 
@@ -213,9 +221,9 @@ def _documents(groups, k: int, texts: Texts | None) -> list[Value]:
       float(loss[i]),
       float(total[i]),
       float(half_width[i]),
-      path,
-      offset,
-      found[key][:SNIPPET_BYTES] if (key := (domain, path, offset)) in found else None,
+      path=path,
+      offset=offset,
+      text=found[key][:SNIPPET_BYTES] if (key := (domain, path, offset)) in found else None,
     )
     for i, (domain, path, offset) in enumerate(keys)
   ]
@@ -303,16 +311,16 @@ def _facts(log: ScoreLog, metrics: dict[str, Series]) -> dict[str, str]:
   facts = read_facts(log.run_dir)
   seconds = metrics.get("perf/step_time_seconds")
   if seconds is not None and len(seconds):
-    facts["median step time"] = f"{np.median(seconds.values):.3f} s"
+    facts["median step time"] = f"{number(np.median(seconds.values))} s"
   tokens = metrics.get("perf/per_device_tokens_per_sec")
   if tokens is not None and len(tokens):
-    facts["median tokens per second and device"] = f"{np.median(tokens.values):,.0f}"
+    facts["median tokens per second and device"] = integer(round(np.median(tokens.values)))
   flops = metrics.get("perf/per_device_tflops_per_sec")
   if flops is not None and len(flops):
-    facts["median TFLOP/s per device"] = f"{np.median(flops.values):.3f}"
+    facts["median TFLOP/s per device"] = number(np.median(flops.values))
   errors = np.abs(log.steps["check_rel_err"])
   if np.isfinite(errors).any():
-    facts["self-check of the scores (largest relative error)"] = f"{np.nanmax(errors):.1e}"
+    facts["largest error of the score self-check"] = number(np.nanmax(errors), 2)
   return facts
 
 

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from maxghost.attribution.html.markup import compact, integer, number, percent
+from maxghost.attribution.numbers import compact, integer, number, percent
 from maxghost.attribution.summary import Ledger, SetSummary, Summary, Value
 from maxghost.attribution.texts import snippet
 from maxghost.attribution.words import LEDGER_LABELS, headline, lead, ledger_sentence, shown_columns
@@ -58,6 +58,7 @@ def _domains(part: SetSummary) -> Table:
     ">Tokens",
     ">Nats in all",
     ">Nats per million tokens",
+    ">Of average",
     ">Training loss",
   )
   for value in part.domains:
@@ -66,6 +67,7 @@ def _domains(part: SetSummary) -> Table:
       compact(value.tokens),
       _with_interval(value.contribution, value.half_width),
       _with_interval(value.per_million, value.per_million_half_width),
+      percent(value.relative),
       number(value.loss),
     )
   return table
@@ -84,7 +86,7 @@ def _ledger(ledger: Ledger) -> Table:
 
 
 def _documents(values: list[Value], title: str) -> Table:
-  table = _table(f"\n{title}", ">Nats in all", ">Per million", ">Tokens", ">Seen", "Document")
+  table = _table(f"\n{title}", ">Nats in all", ">Per million", ">Tokens", ">Chunks", "Document")
   for value in values:
     where = f"{value.domain} · {value.path}" + (f" @ {value.offset}" if value.offset else "")
     lines = Text(where, no_wrap=True, overflow="ellipsis")  # the column shrinks, not the numbers beside it

@@ -2,7 +2,7 @@
 
 import math
 
-from maxghost.attribution.html.markup import number, percent
+from maxghost.attribution.numbers import number, percent
 from maxghost.attribution.summary import Ledger, SetSummary
 
 LEDGER_LABELS = {

@@ -38,6 +38,7 @@ def scored_rows(outputs: Mapping[str, np.ndarray], batch) -> tuple[dict[str, np.
   scored_BS = (batch.document_BS >= 0) & (outputs["tokens_BS"] > 0)
   columns = {
     "chunk": batch.offset_BS[scored_BS],
+    "epoch": np.broadcast_to(batch.epoch_B[:, None], scored_BS.shape)[scored_BS],
     "tokens": outputs["tokens_BS"][scored_BS],
     "loss": outputs["loss_BS"][scored_BS],
     "dot": outputs["score_dot_BSK"][scored_BS],

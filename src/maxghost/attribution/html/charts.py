@@ -5,8 +5,9 @@ import json
 
 import numpy as np
 
-from maxghost.attribution.html.markup import Markup, join, number, tag
+from maxghost.attribution.html.markup import Markup, join, tag
 from maxghost.attribution.html.scale import spread, tick_text, ticks
+from maxghost.attribution.numbers import number
 
 WIDTH, HEIGHT = 520, 270
 TOP, BOTTOM, LEFT = 30, 34, 46

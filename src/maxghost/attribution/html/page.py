@@ -7,8 +7,9 @@ import numpy as np
 from maxghost.attribution import statistics
 from maxghost.attribution.html import tables
 from maxghost.attribution.html.charts import NUM_COLORS, Line, line_chart
-from maxghost.attribution.html.markup import Markup, compact, integer, join, number, percent, tag
+from maxghost.attribution.html.markup import Markup, join, tag
 from maxghost.attribution.metrics import Series, thin
+from maxghost.attribution.numbers import compact, integer, number, percent
 from maxghost.attribution.summary import SetSummary, Summary
 from maxghost.attribution.words import headline, lead, ledger_sentence
 
@@ -129,7 +130,8 @@ def _panel(summary: Summary, k: int) -> Markup:
     tag(
       "p",
       f"Predicted fall of the {part.name} validation loss by the examples of each domain. "
-      "Lines at the bars are 95 % intervals over blocks of steps.",
+      "Lines at the bars are 95 % intervals over blocks of steps. Of an average token: compared with all tokens of the "
+      "same steps, because early steps move the loss most.",
       class_="note",
     ),
     tables.domain_table(part.domains, colors),
@@ -235,21 +237,13 @@ def _heat(part: SetSummary) -> list[Markup]:
 
 
 def _health(summary: Summary, k: int) -> list[Markup]:
-  table = summary.health.exposures
+  table = summary.health.passes
   parts = [tag("h2", "Data health")]
-  sampled = f" (1 in {table.sampled} documents)" if table.sampled > 1 else ""
   if table.has_repeats:
-    parts += [
-      tag(
-        "p",
-        f"Repeated passes over a document{sampled}: 100\u202f% means worth as much as its domain's average "
-        "at that point of the run.",
-        class_="note",
-      ),
-      tables.exposure_table(summary, k),
-    ]
+    words = "Passes over the data: 100\u202f% means worth as much as the domain's average at that point of the run."
+    parts += [tag("p", words, class_="note"), tables.pass_table(summary, k)]
   else:
-    parts.append(tag("p", f"No document was trained on twice{sampled}."))
+    parts.append(tag("p", "Nothing was trained on twice: the run stayed within its first pass over the data."))
   copies = summary.health.duplicates
   if copies is None:
     parts.append(tag("p", "Duplicates were not looked for: the texts are not at hand or are too many.", class_="note"))

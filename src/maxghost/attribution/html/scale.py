@@ -2,7 +2,7 @@
 
 import math
 
-from maxghost.attribution.html.markup import MINUS
+from maxghost.attribution.numbers import MINUS
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:

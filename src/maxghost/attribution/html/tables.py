@@ -3,7 +3,8 @@
 import numpy as np
 
 from maxghost.attribution.html.charts import NUM_COLORS, bar, bar_range
-from maxghost.attribution.html.markup import Markup, compact, integer, number, percent, tag
+from maxghost.attribution.html.markup import Markup, tag
+from maxghost.attribution.numbers import compact, integer, number, percent
 from maxghost.attribution.summary import HeatMap, Ledger, SetSummary, Value
 from maxghost.attribution.texts import SNIPPET_BYTES, snippet
 from maxghost.attribution.words import LEDGER_LABELS, shown_columns
@@ -51,6 +52,7 @@ def domain_table(values: list[Value], colors: dict[str, int]) -> Markup:
         _num(number(value.per_million, plus=True), _plus_minus(value.per_million_half_width)),
         _num(number(value.contribution, plus=True), _plus_minus(value.half_width)),
         _num(compact(value.tokens), f" {percent(value.tokens / all_tokens)}" if all_tokens else ""),
+        _num(percent(value.relative)),
         _num(number(value.loss)),
       )
     )
@@ -65,9 +67,12 @@ def domain_table(values: list[Value], colors: dict[str, int]) -> Markup:
         _num(number(sum(v.contribution for v in rest), plus=True)),
         _num(compact(sum(v.tokens for v in rest))),
         tag("td"),
+        tag("td"),
       )
     )
-  head = _head("Domain", "", ">Nats per million tokens", ">Nats in all", ">Tokens", ">Training loss")
+  head = _head(
+    "Domain", "", ">Nats per million tokens", ">Nats in all", ">Tokens", ">Of an average token", ">Training loss"
+  )
   return _table(head, rows)
 
 
@@ -170,7 +175,7 @@ def _document_table(values: list[Value], colors: dict[str, int], first_rank: int
         _num(number(value.loss)),
       )
     )
-  head = _head(">", "Document", ">Nats in all", ">Per million tokens", ">Tokens", ">Seen", ">Training loss")
+  head = _head(">", "Document", ">Nats in all", ">Per million tokens", ">Tokens", ">Chunks", ">Training loss")
   return _table(head, rows)
 
 
@@ -189,13 +194,13 @@ def heat_table(heat: HeatMap) -> Markup:
   return _table(_head("", *(f">{name}" for name in heat.domains)), rows, class_="heat")
 
 
-def exposure_table(summary, k: int) -> Markup:
-  """Value of the first, second, ... pass over a document beside the average of its domain at that time."""
-  table = summary.health.exposures
+def pass_table(summary, k: int) -> Markup:
+  """Value of the first, second, ... pass over the data beside the average of the domain at that time."""
+  table = summary.health.passes
   rows = []
   for e in np.flatnonzero(table.rows):
     value, expected, tokens = table.contribution_EK[e, k], table.expected_EK[e, k], int(table.tokens[e])
-    ordinal = f"{e + 1}" + (" and more" if e + 1 == len(table.rows) else "")
+    ordinal = f"{e + 1}" + (" and later" if e + 1 == len(table.rows) else "")
     rows.append(
       tag(
         "tr",
