@@ -4,6 +4,7 @@ The same command continues an interrupted run. Exit codes: 0 done, or stopped by
 run failed (one line says why); 2 the input is wrong and nothing was written; 130 Ctrl-C.
 """
 
+import errno
 import os
 import sys
 
@@ -47,14 +48,22 @@ def _train(cfg: Config, existing: Existing, dataset) -> int:
 
   with StopSignals() as signals:
     try:
-      session = Session(
-        cfg, existing, dataset, signals, open_checkpoints=CheckpointManager, open_scores=ScoreWriter
-      )
+      session = Session(cfg, existing, dataset, signals, open_checkpoints=CheckpointManager, open_scores=ScoreWriter)
       return session.run()
     except NonFiniteMetricError as error:
       return _failed(f"{error}; {session.last_checkpoint()}")
     except (CheckpointError, ScoreLogError) as error:
       return _failed(str(error))
+    except OSError as error:
+      if error.errno != errno.ENOSPC:
+        raise
+      return _failed(f"the disk is full ({error.filename or existing.path}); free some space and start again")
+    except RuntimeError as error:
+      if "RESOURCE_EXHAUSTED" not in str(error):
+        raise
+      return _failed(
+        f"out of device memory: {str(error).splitlines()[0]}; use a smaller per_device_batch_size or remat_policy=full"
+      )
     except KeyboardInterrupt:
       print("\nmaxghost: stopped at once; the same command continues from the last checkpoint", file=sys.stderr)
       sys.stdout.flush()

@@ -1,12 +1,14 @@
 """The training loop: one step runs on the device while the host reads the step before.
 
 Order of one turn: take the batch that was fetched ahead, start step k, then read what step k - 1 measured (the host
-waits here, for a result that is ready about when step k begins). Nothing else waits, except at a checkpoint.
+waits here, for a result that is ready about when step k begins). Nothing else waits, except an evaluation or a
+checkpoint, whose time is no part of any step's.
 
 A step's record is written one step late, because its `actual_drop` needs the validation loss after it; the record that
 waits is part of every checkpoint, so that an interruption neither loses nor doubles it.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
@@ -49,9 +51,10 @@ class Sinks:
 
   def close(self) -> None:
     """Everything handed over is on disk afterwards, whether the run went well or not."""
-    for sink in (self.metrics, self.tensorboard, self.scores, self.checkpoints):
-      if sink is not None:
-        sink.close()
+    with contextlib.ExitStack() as stack:  # one that fails does not keep the others open
+      for sink in (self.metrics, self.tensorboard, self.scores, self.checkpoints):
+        if sink is not None:
+          stack.callback(sink.close)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +83,6 @@ class _Started:
   outputs: Mapping[str, jax.Array]
   prev_val_loss: jax.Array | None
   fetched: Fetched
-  evaluations: list[tuple[jax.Array, jax.Array]] = dataclasses.field(default_factory=list)
 
 
 class TrainingLoop:
@@ -130,12 +132,15 @@ class TrainingLoop:
           break
         self._turn(step, next(prefetcher))
       self._read_started()
-      self._save()
       if self._sinks.checkpoints:
+        self._save()
         self._sinks.checkpoints.wait()
       if self._position.completed_steps == num_steps:
         self._close_account()
-      self._write_pending()
+      self._write_pending(show=True)
+    except metrics.NonFiniteMetricError:
+      self._write_pending(show=True)
+      raise
     finally:
       self._sinks.console.stop()
     return Outcome(self._position.completed_steps, self._position.completed_steps < num_steps, tuple(self._seconds))
@@ -143,34 +148,17 @@ class TrainingLoop:
   # Starting a step.
 
   def _turn(self, step: int, fetched: Fetched) -> None:
-    is_last = step + 1 == self._cfg.run.steps
-    evaluates = self._evaluates(step)
-    self._await_compiled("validation_loss", self._replaces_rows(step))
-    self._await_compiled("evaluate", evaluates)
     prev_val_loss = self._loss_of_replaced_rows(step)
     self._state, outputs = self._program.train_step(self._state, fetched.arrays, self._validation_rows(step))
-    started = _Started(step, outputs, prev_val_loss, fetched)
-    if evaluates:
-      started.evaluations = [self._program.evaluate(self._state, batch) for batch in self._evaluation_batches()]
     self._read_started()
-    self._started = started
-    if (step + 1) % self._cfg.checkpoint.checkpoint_period == 0 and not is_last:
+    self._started = _Started(step, outputs, prev_val_loss, fetched)
+    done, is_last = step + 1, step + 1 == self._cfg.run.steps
+    interval = self._cfg.run.eval_interval
+    if interval > 0 and (is_last or done % interval == 0):
+      self._evaluate()
+    if self._sinks.checkpoints and done % self._cfg.checkpoint.checkpoint_period == 0 and not is_last:
       self._read_started()
       self._save()
-
-  def _await_compiled(self, name: str, needed: bool) -> None:
-    """Early in a run a function may still be compiling; waiting for it is no part of a step's time."""
-    if needed and not self._program.is_ready(name):
-      self._read_started()
-      getattr(self._program, name)
-      self._restart_clock()
-
-  def _evaluates(self, step: int) -> bool:
-    interval = self._cfg.run.eval_interval
-    return interval > 0 and ((step + 1) % interval == 0 or step + 1 == self._cfg.run.steps)
-
-  def _replaces_rows(self, step: int) -> bool:
-    return bool(self._val_sets) and step > 0 and self._rows_index(step) != self._rows_index(step - 1)
 
   def _rows_index(self, step: int) -> int:
     refresh = self._cfg.ghost.ghost_val_refresh_steps
@@ -190,99 +178,32 @@ class TrainingLoop:
   def _loss_of_replaced_rows(self, step: int) -> jax.Array | None:
     """Where a step draws new validation rows: the loss of the old ones before it, f32[K], which ends the last step's
     account. To be started before the step takes the state."""
-    if not self._replaces_rows(step):
+    if not self._val_sets or step == 0 or self._rows_index(step) == self._rows_index(step - 1):
       return None
+    if not self._program.is_ready("validation_loss"):  # still compiling, early in a run: no part of a step's time
+      self._read_started()
+      self._program.wait("validation_loss")
+      self._restart_clock()
     return self._program.validation_loss(self._state, self._validation_rows(step - 1))
 
-  def _evaluation_batches(self) -> list:
-    """The same rows at every evaluation, so that evaluations compare."""
+  # Waiting on purpose: evaluations, checkpoints, the end.
+
+  def _evaluate(self) -> None:
+    """Adds eval/* to the record of the step just started: the same rows every time, so that evaluations compare."""
+    self._read_started()
     if not self._eval_batches:
       num_rows = self._cfg.data.per_device_batch_size * self._hardware.num_devices
       batches = [self._dataset.validation_batch(i, num_rows) for i in range(self._cfg.run.eval_steps)]
       self._eval_batches = [self._put(batch.arrays) for batch in batches]
-    return self._eval_batches
-
-  # Reading what a step measured.
-
-  def _read_started(self) -> None:
-    if self._started is None:
-      return
-    started, self._started = self._started, None
-    outputs = jax.device_get(started.outputs)  # waits until the step is done
-    seconds = self._restart_clock()
-    metrics.check_finite(started.step, outputs)
-    prev_val_loss = self._settle_pending(started, outputs)
-    record = {"step": started.step} | metrics.learning_metrics(outputs) | self._rates(seconds)
-    if self._val_sets:
-      record |= metrics.ghost_metrics(outputs, self._val_sets)
-    if self._sinks.scores:
-      self._sinks.scores.record(started.step, outputs, prev_val_loss, started.fetched.batch)
-    if started.evaluations:
-      record |= metrics.eval_metrics(jax.device_get(started.evaluations))
-      self._sinks.console.line(eval_line(started.step, record))
-      self._restart_clock()  # an evaluation is no part of the next step
-    self._pending = record
-    self._seconds.append(seconds)
-    self._position = dataclasses.replace(
-      self._position, completed_steps=started.step + 1, data=started.fetched.position
-    )
-    self._sinks.console.advance(started.step + 1, record["learning/loss"])
-    if not self._val_sets and started.step + 1 < self._cfg.run.steps:
-      self._write_pending()  # nothing to wait for
-
-  def _restart_clock(self) -> float:
-    """Seconds between results that were ready, not between starts: what a step really takes."""
-    now = time.perf_counter()
-    seconds, self._last_ready = now - self._last_ready, now
-    return seconds
-
-  def _settle_pending(self, started: _Started, outputs: Mapping[str, Any]) -> np.ndarray | None:
-    """Writes the record of the step before, now that the loss after it is known; returns that loss, f32[K]."""
-    if not self._val_sets or started.step == 0:
-      return None
-    replaced = started.prev_val_loss
-    prev_val_loss = outputs["val_loss"] if replaced is None else jax.device_get(replaced)
-    self._add_actual_drop(prev_val_loss)
-    self._write_pending()
-    return prev_val_loss
-
-  def _add_actual_drop(self, loss_after_K: np.ndarray) -> None:
-    for name, loss_after in zip(self._val_sets, loss_after_K, strict=True):
-      self._pending[f"ghost/actual_drop/{name}"] = self._pending[f"ghost/val_loss/{name}"] - float(loss_after)
-
-  def _write_pending(self) -> None:
-    if self._pending is None:
-      return
-    record, self._pending = self._pending, None
-    self._sinks.metrics.append(record)
-    if self._sinks.tensorboard:
-      self._sinks.tensorboard.append(record)
-    is_last = record["step"] + 1 == self._position.completed_steps
-    if is_last or record["step"] % self._cfg.run.log_period == 0:
-      self._sinks.console.line(step_line(record, self._val_sets))
-
-  def _rates(self, seconds: float) -> dict[str, float]:
-    """perf/*: of one device, in MaxText's names. Tokens are positions of the rows, padding included."""
-    hardware, data = self._hardware, self._cfg.data
-    tokens = data.per_device_batch_size * data.max_target_length
-    flops = hardware.flops.total / hardware.num_devices
-    rates = {
-      "perf/step_time_seconds": seconds,
-      "perf/per_device_tflops": flops / 1e12,
-      "perf/per_device_tflops_per_sec": flops / 1e12 / seconds,
-      "perf/per_device_tokens": tokens,
-      "perf/per_device_tokens_per_sec": tokens / seconds,
-    }
-    if hardware.peak_flops:
-      rates["perf/mfu"] = flops / seconds / hardware.peak_flops
-    return rates
-
-  # Checkpoints and the end.
+    sums = [self._program.evaluate(self._state, batch) for batch in self._eval_batches]
+    self._pending |= metrics.eval_metrics(jax.device_get(sums))
+    self._sinks.console.line(eval_line(self._pending["step"], self._pending))
+    self._restart_clock()
 
   def _save(self) -> None:
     """Saves the state after the last step read, with the positions of that very moment."""
     sinks, completed = self._sinks, self._position.completed_steps
-    if sinks.checkpoints is None or completed == self._saved_steps:
+    if completed == self._saved_steps:
       return
     if sinks.tensorboard:
       sinks.tensorboard.flush()
@@ -307,3 +228,72 @@ class TrainingLoop:
     if self._sinks.scores:
       self._sinks.scores.record_end(num_steps, loss_after_K)
       self._sinks.scores.position()  # on disk before the last record of metrics.jsonl says that the run is complete
+
+  # Reading what a step measured.
+
+  def _read_started(self) -> None:
+    if self._started is None:
+      return
+    started, self._started = self._started, None
+    outputs = jax.device_get(started.outputs)  # waits until the step is done
+    seconds = self._restart_clock()
+    metrics.check_finite(started.step, outputs)
+    prev_val_loss = self._settle_pending(started, outputs)
+    record = {"step": started.step} | metrics.learning_metrics(outputs) | self._rates(seconds)
+    if self._val_sets:
+      record |= metrics.ghost_metrics(outputs, self._val_sets)
+    if self._sinks.scores:
+      self._sinks.scores.record(started.step, outputs, prev_val_loss, started.fetched.batch)
+    self._pending = record
+    self._seconds.append(seconds)
+    self._position = dataclasses.replace(
+      self._position, completed_steps=started.step + 1, data=started.fetched.position
+    )
+    self._sinks.console.advance(started.step + 1, record["learning/loss"])
+
+  def _restart_clock(self) -> float:
+    """Seconds between results that were ready, not between starts: what a step really takes."""
+    now = time.perf_counter()
+    seconds, self._last_ready = now - self._last_ready, now
+    return seconds
+
+  def _settle_pending(self, started: _Started, outputs: Mapping[str, Any]) -> np.ndarray | None:
+    """Writes the record of the step before, now that the loss after it is known; returns that loss, f32[K]."""
+    prev_val_loss = None
+    if self._val_sets and started.step > 0:
+      replaced = started.prev_val_loss
+      prev_val_loss = outputs["val_loss"] if replaced is None else jax.device_get(replaced)
+      self._add_actual_drop(prev_val_loss)
+    self._write_pending()
+    return prev_val_loss
+
+  def _add_actual_drop(self, loss_after_K: np.ndarray) -> None:
+    for name, loss_after in zip(self._val_sets, loss_after_K, strict=True):
+      self._pending[f"ghost/actual_drop/{name}"] = self._pending[f"ghost/val_loss/{name}"] - float(loss_after)
+
+  def _write_pending(self, show: bool = False) -> None:
+    """The record that waits goes to the logs, and every `log_period` steps (or with `show`) to the console."""
+    if self._pending is None:
+      return
+    record, self._pending = self._pending, None
+    self._sinks.metrics.append(record)
+    if self._sinks.tensorboard:
+      self._sinks.tensorboard.append(record)
+    if show or record["step"] % self._cfg.run.log_period == 0:
+      self._sinks.console.line(step_line(record, self._val_sets))
+
+  def _rates(self, seconds: float) -> dict[str, float]:
+    """perf/*: of one device, in MaxText's names. Tokens are positions of the rows, padding included."""
+    hardware, data = self._hardware, self._cfg.data
+    tokens = data.per_device_batch_size * data.max_target_length
+    flops = hardware.flops.total / hardware.num_devices
+    rates = {
+      "perf/step_time_seconds": seconds,
+      "perf/per_device_tflops": flops / 1e12,
+      "perf/per_device_tflops_per_sec": flops / 1e12 / seconds,
+      "perf/per_device_tokens": tokens,
+      "perf/per_device_tokens_per_sec": tokens / seconds,
+    }
+    if hardware.peak_flops:
+      rates["perf/mfu"] = flops / seconds / hardware.peak_flops
+    return rates

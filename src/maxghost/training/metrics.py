@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxghost.config import ConfigError
+
 # Metrics of a step that must be finite; the first one that is not stops the run.
 FINITE_METRICS = ("loss", "grad_norm", "param_norm", "val_loss")
 
@@ -98,10 +100,10 @@ class MetricsLog:
     return os.path.getsize(self._path)
 
   def restore(self, num_bytes: int) -> None:
-    """Cuts the file back to a position. Raises ValueError where the file is shorter than that."""
+    """Cuts the file back to a position. Raises ConfigError where the file is shorter than that."""
     size = os.path.getsize(self._path)
     if size < num_bytes:
-      raise ValueError(
+      raise ConfigError(
         f"{self._path} has {size} bytes, but the checkpoint was made when it had {num_bytes}: records are missing; "
         "put the file back, or start a new run_name"
       )
@@ -117,7 +119,8 @@ class TensorBoardLog:
   def __init__(self, path: Path, first_step: int):
     from tensorboardX import SummaryWriter  # 0.4 s of import, not needed where TensorBoard is off
 
-    self._writer = SummaryWriter(logdir=str(path), purge_step=first_step)
+    # The name of an event file has the time in whole seconds; a restart within one must not overwrite the file.
+    self._writer = SummaryWriter(str(path), purge_step=first_step, filename_suffix=f".{first_step}.{os.getpid()}")
 
   def append(self, record: Mapping[str, Any]) -> None:
     for name, value in record.items():

@@ -64,8 +64,11 @@ class Program:
     return self._futures["evaluate"].result().call
 
   def is_ready(self, name: str) -> bool:
-    """Whether a function would be called at once."""
+    """Whether a function is compiled."""
     return self._futures[name].done()
+
+  def wait(self, name: str) -> None:
+    self._futures[name].result()
 
   def describe(self) -> str:
     """The line on the train step: seconds, memory, FLOPs. Waits for its compilation."""

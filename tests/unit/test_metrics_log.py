@@ -1,0 +1,318 @@
+"""Metric names, metrics.jsonl, TensorBoard files, the step line, signals and the prefetcher."""
+
+import io
+import json
+import math
+import os
+import signal
+import struct
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from maxghost.config import ConfigError
+from maxghost.config.schema import ModelConfig
+from maxghost.training import metrics
+from maxghost.training.console import Console, eval_line, step_line
+from maxghost.training.flops import step_flops
+from maxghost.training.metrics import MetricsLog, NonFiniteMetricError, TensorBoardLog
+from maxghost.training.prefetch import NUM_AHEAD, Prefetcher
+from maxghost.training.score_recorder import (
+  ScoreLogError,
+  ScoreRecorder,
+  module_contributions,
+  scored_rows,
+  stack_layers,
+)
+from maxghost.training.signals import StopSignals
+
+OUTPUTS = {
+  "loss": np.float32(2.5),
+  "tokens": np.float32(96),
+  "grad_norm": np.float32(3),
+  "param_norm": np.float32(7),
+  "learning_rate": np.float32(1e-3),
+  "clip_factor": np.float32(0.5),
+  "val_loss": np.array([2.0, 4.0], np.float32),
+  "predicted_examples": np.array([0.5, 1.0]),
+  "momentum": np.array([0.25, 2.0]),
+  "weight_decay": np.array([-0.125, 4.0]),
+  "unscored": np.array([0.0, 8.0]),
+  "direction_residual": np.array([0.0625, 16.0]),
+  "check_rel_err": np.array([1e-7, 2e-7]),
+}
+
+
+def test_names_are_maxtexts():
+  record = metrics.learning_metrics(OUTPUTS)
+  assert record["learning/loss"] == 2.5 and record["learning/perplexity"] == pytest.approx(math.exp(2.5))
+  assert record["learning/total_weights"] == 96 and record["learning/current_learning_rate"] == pytest.approx(1e-3)
+  assert record["learning/grad_norm"] == 3 and record["learning/param_norm"] == 7
+
+
+def test_predicted_drop_is_the_sum_of_its_columns_per_set():
+  record = metrics.ghost_metrics(OUTPUTS, ("manual", "code"))
+  assert record["ghost/predicted_drop/manual"] == pytest.approx(0.5 + 0.25 - 0.125 + 0.0625)
+  assert record["ghost/predicted_drop/code"] == 31.0
+  assert record["ghost/val_loss/manual"] == 2.0 and record["ghost/val_loss/code"] == 4.0
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm", "param_norm", "val_loss"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_named(name, bad):
+  value = np.array([1.0, bad]) if name == "val_loss" else np.float32(bad)
+  with pytest.raises(NonFiniteMetricError, match=f"step 6: {name} is {bad}"):
+    metrics.check_finite(6, OUTPUTS | {name: value})
+  metrics.check_finite(6, OUTPUTS)
+
+
+def test_the_mean_over_evaluation_batches_weighs_tokens():
+  record = metrics.eval_metrics([(np.float32(30), np.float32(10)), (np.float32(2), np.float32(6))])
+  assert record == {"eval/avg_loss": 2.0, "eval/avg_perplexity": pytest.approx(math.exp(2)), "eval/total_weights": 16}
+
+
+def test_the_log_goes_back_to_a_position(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  log = MetricsLog(path)
+  log.append({"step": 0, "a": 0.1})
+  position = log.position()
+  log.append({"step": 1, "a": math.nan})
+  log.close()
+  again = MetricsLog(path)
+  again.restore(position)
+  again.append({"step": 1, "a": 0.3})
+  again.close()
+  assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 0, "a": 0.1}, {"step": 1, "a": 0.3}]
+
+
+def test_a_log_that_lost_records_is_refused(tmp_path):
+  log = MetricsLog(tmp_path / "metrics.jsonl")
+  log.append({"step": 0})
+  with pytest.raises(ConfigError, match=r"metrics\.jsonl has 12 bytes, .* had 99"):
+    log.restore(99)
+
+
+def test_a_value_that_json_does_not_have_becomes_null(tmp_path):
+  log = MetricsLog(tmp_path / "metrics.jsonl")
+  log.append({"step": 0, "check": math.nan})
+  log.close()
+  assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "check": null}\n'
+
+
+def read_events(folder):
+  """Scalars (tag, step, value) and purges of all event files in the order of writing: 8 + 4 + n + 4 bytes each."""
+  from tensorboardX.proto.event_pb2 import Event
+
+  found = []
+  for path in sorted(folder.iterdir(), key=lambda p: p.stat().st_mtime_ns):
+    data = path.read_bytes()
+    while data:
+      (length,) = struct.unpack("<Q", data[:8])
+      event = Event.FromString(data[12 : 12 + length])
+      data = data[16 + length :]
+      if event.HasField("session_log"):
+        found.append(("purge", event.step, None))
+      found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+  return found
+
+
+def test_tensorboard_steps_are_not_doubled_by_a_restart(tmp_path):
+  first = TensorBoardLog(tmp_path, 0)
+  for step in range(4):
+    first.append({"step": step, "learning/loss": 9.0 - step, "text": "ignored"})
+  first.close()
+  second = TensorBoardLog(tmp_path, 2)
+  for step in range(2, 5):
+    second.append({"step": step, "learning/loss": 19.0 - step})
+  second.close()
+  shown = {}
+  for tag, step, value in read_events(tmp_path):
+    if tag == "purge":
+      shown = {key: v for key, v in shown.items() if key[1] < step}
+    else:
+      assert (tag, step) not in shown
+      shown[tag, step] = value
+  assert shown == {("learning/loss", s): v for s, v in enumerate([9.0, 8.0, 17.0, 16.0, 15.0])}
+
+
+RECORD = {
+  "step": 3, "perf/step_time_seconds": 0.0451, "perf/per_device_tflops_per_sec": 0.041,
+  "perf/per_device_tokens_per_sec": 2845.33, "learning/total_weights": 128, "learning/loss": 7.259,
+  "learning/perplexity": 1421.54, "learning/current_learning_rate": 3e-3, "learning/grad_norm": 1.5,
+  "ghost/val_loss/manual": 5.5, "ghost/predicted_drop/manual": 0.0123, "ghost/actual_drop/manual": -0.004,
+  "ghost/check_rel_err/manual": 2.2e-7,
+}
+
+
+def test_the_step_line_is_maxtexts_with_ghosts_part_behind():
+  line = step_line(RECORD, ("manual",))
+  assert line.startswith(
+    "completed step: 3, seconds: 0.045, TFLOP/s/device: 0.041, Tokens/s/device: 2845.330, total_weights: 128, "
+    "loss: 7.259, "
+  )
+  assert line.endswith("val_loss: 5.500, predicted_drop: +0.01230, actual_drop: -0.00400, score_check: 2.2e-07")
+  assert "val_loss" not in step_line(RECORD)
+  open_end = {k: v for k, v in RECORD.items() if "actual" not in k}
+  assert "actual_drop" not in step_line(open_end, ("manual",))
+
+
+def test_the_eval_line_is_maxtexts():
+  record = {"eval/avg_loss": 2.25, "eval/avg_perplexity": 9.488, "eval/total_weights": 640}
+  assert eval_line(79, record) == "Completed eval after train step 79, loss=2.2500, perplexity=9.488, total_weights=640"
+
+
+class Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+@pytest.mark.parametrize("stream, bar", [(io.StringIO(), False), (Terminal(), True)])
+def test_a_progress_bar_on_a_terminal_only(stream, bar):
+  console = Console(stream)
+  console.start(10, 4)
+  console.advance(5, 3.25)
+  console.line("completed step: 4, [x]" + "y" * 200)
+  console.stop()
+  text = stream.getvalue()
+  assert "completed step: 4, [x]" + "y" * 200 in text.replace("\r", "")
+  assert ("5/10" in text) == bar and ("\x1b[" in text) == bar
+
+
+def test_the_first_signal_asks_and_the_second_ctrl_c_aborts(capfd):
+  before = signal.getsignal(signal.SIGINT)
+  with StopSignals() as signals:
+    assert signals.requested is None
+    os.kill(os.getpid(), signal.SIGINT)
+    assert signals.requested == signal.SIGINT and signals.exit_code == 130 and signals.name == "Ctrl-C"
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.requested == signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
+      os.kill(os.getpid(), signal.SIGINT)
+  assert signal.getsignal(signal.SIGINT) is before
+  assert "Ctrl-C received" in capfd.readouterr().err
+
+
+def test_sigterm_is_a_request_that_succeeds():
+  with StopSignals() as signals:
+    for _ in range(3):
+      os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.requested == signal.SIGTERM and signals.exit_code == 0
+
+
+class Counting:
+  def __init__(self, fail_at=None):
+    self.drawn, self.fail_at = 0, fail_at
+
+  def __next__(self):
+    if self.drawn == self.fail_at:
+      raise ConfigError("the file is gone")
+    self.drawn += 1
+
+    class Batch:
+      arrays = {"x": self.drawn}  # noqa: RUF012 - a value of this batch alone
+
+    return Batch
+
+  def state(self):
+    return {"drawn": self.drawn}
+
+
+def test_batches_are_fetched_ahead_and_carry_their_own_position():
+  iterator = Counting()
+  prefetcher = Prefetcher(iterator, lambda arrays: arrays["x"] * 10, num_batches=7)
+  deadline = time.monotonic() + 10
+  while iterator.drawn < NUM_AHEAD + 1 and time.monotonic() < deadline:
+    time.sleep(0.01)
+  for number in range(1, 8):
+    fetched = next(prefetcher)
+    assert (fetched.arrays, fetched.position) == (number * 10, {"drawn": number})
+  prefetcher.close()
+  assert iterator.drawn == 7
+
+
+def test_a_reader_error_comes_after_the_batches_before_it():
+  prefetcher = Prefetcher(Counting(fail_at=1), lambda arrays: arrays, num_batches=5)
+  assert next(prefetcher).position == {"drawn": 1}
+  with pytest.raises(ConfigError, match="the file is gone"):
+    next(prefetcher)
+  prefetcher.close()
+
+
+def test_closing_the_prefetcher_ends_its_thread():
+  prefetcher = Prefetcher(Counting(), lambda arrays: arrays, num_batches=1000)
+  next(prefetcher)
+  prefetcher.close()
+  assert not any(thread.name == "prefetch" for thread in threading.enumerate())
+
+
+class Rows:
+  """A batch of B=2 rows with S=3 segments; segment (0, 2) is empty, (1, 0) has no token that counts."""
+
+  document_BS = np.array([[4, 9, -1], [5, 4, 6]])
+  offset_BS = np.array([[10, 20, -1], [30, 40, 50]])
+  epoch_B = np.array([0, 1])
+
+
+def rows_outputs(num_sets=2):
+  rng = np.random.default_rng(0)
+  return {
+    "tokens_BS": np.array([[3, 2, 0], [0, 7, 1]], np.int32), "loss_BS": rng.normal(size=(2, 3)),
+    "score_dot_BSK": rng.normal(size=(2, 3, num_sets)), "contribution_BSK": rng.normal(size=(2, 3, num_sets)),
+  }
+
+
+def test_rows_are_the_segments_with_a_document_and_tokens():
+  outputs = rows_outputs()
+  columns, documents = scored_rows(outputs, Rows)
+  assert documents.tolist() == [4, 9, 4, 6]
+  assert columns["chunk"].tolist() == [10, 20, 40, 50] and columns["tokens"].tolist() == [3, 2, 7, 1]
+  assert columns["epoch"].tolist() == [0, 0, 1, 1]
+  for n, (b, s) in enumerate([(0, 0), (0, 1), (1, 1), (1, 2)]):
+    np.testing.assert_array_equal(columns["dot"][n], outputs["score_dot_BSK"][b, s])
+    np.testing.assert_array_equal(columns["contribution"][n], outputs["contribution_BSK"][b, s])
+    assert columns["loss"][n] == outputs["loss_BS"][b, s]
+
+
+def test_contributions_by_module_add_up_over_the_documents_of_a_domain():
+  rng = np.random.default_rng(1)
+  scored_BS = np.array([[True, True, False], [False, True, True]])
+  by_document = {"w": rng.normal(size=(4, 2, 3, 2)), "b": rng.normal(size=(1, 2, 3, 2))}
+  domain_N = np.array([2, 0, 2, 1])
+  sums = module_contributions(by_document, scored_BS, domain_N, 3)
+  np.testing.assert_allclose(sums["w"][:, 2], by_document["w"][:, 0, 0] + by_document["w"][:, 1, 1])
+  np.testing.assert_allclose(sums["w"][:, 1], by_document["w"][:, 1, 2])
+  np.testing.assert_allclose(sums["b"][:, 0], by_document["b"][:, 0, 1])
+  stacked = stack_layers(sums)
+  assert stacked.shape == (2, 4, 3, 2)
+  assert np.isnan(stacked[1, 1:]).all() and not np.isnan(stacked[1, :1]).any() and not np.isnan(stacked[0]).any()
+
+
+def test_an_error_of_the_score_writer_reaches_the_loop():
+  class FullDisk:
+    def append(self, *args, **kwargs):
+      raise OSError("no space left")
+
+    def close(self):
+      pass
+
+  recorder = ScoreRecorder(FullDisk(), lambda index: ("code", "x", 0), ("code",))
+  recorder.record_end(3, np.zeros(1))
+  with pytest.raises(ScoreLogError, match="no space left"):
+    recorder.position()
+  with pytest.raises(ScoreLogError, match="no space left"):
+    recorder.close()
+
+
+def test_flops_of_a_step_by_hand():
+  """D=20 H=10 K=2 h=16 F=36 L=3 V=67, T=13, 7 rows: products of the shapes, written out."""
+  model = ModelConfig(
+    base_emb_dim=20, base_num_query_heads=10, base_num_kv_heads=2, head_dim=16, base_mlp_dim=36,
+    base_num_decoder_layers=3, vocab_size=67,
+  )
+  query, key_value, out, mlp = 20 * 160, 2 * 20 * 32, 160 * 20, 3 * 20 * 36
+  per_token = 3 * (query + key_value + out + mlp) + 20 * 67
+  flops = step_flops(model, 7, 13)
+  assert flops.weights == 6 * per_token * 7 * 13
+  assert flops.attention == 3 * 3 * (2 * 160 * 13 * 13) * 7  # two products of T x T x H h multiply-adds, half masked

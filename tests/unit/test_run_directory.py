@@ -1,0 +1,151 @@
+"""The run directory: complaints come before anything is written; one process at a time; what may change on resume."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from maxghost import config
+from maxghost.config import ConfigError
+from maxghost.training import run_directory
+
+
+def make_config(tmp_path, **changes):
+  return config.replace(config.load(), base_output_directory=str(tmp_path / "runs"), run_name="one", **changes)
+
+
+def start(cfg):
+  run_directory.claim(run_directory.inspect(cfg), cfg).close()
+
+
+def test_inspecting_a_new_run_writes_nothing(tmp_path):
+  existing = run_directory.inspect(make_config(tmp_path))
+  assert existing.is_new and existing.completed_steps == 0
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_claiming_writes_the_resolved_config(tmp_path):
+  cfg = make_config(tmp_path, steps=7)
+  start(cfg)
+  assert config.load(tmp_path / "runs" / "one" / "config.yml") == cfg
+  existing = run_directory.inspect(cfg)
+  assert not existing.is_new and existing.changed == {}
+
+
+def test_all_differing_keys_are_named_with_both_values(tmp_path):
+  start(make_config(tmp_path))
+  changed = make_config(tmp_path, learning_rate=0.5, base_mlp_dim=64, log_period=9)
+  with pytest.raises(ConfigError) as raised:
+    run_directory.inspect(changed)
+  message = str(raised.value)
+  assert "learning_rate: the run has 0.003, the command 0.5" in message
+  assert "base_mlp_dim: the run has 768, the command 64" in message
+  assert "log_period" not in message and "\n" not in message
+
+
+def test_what_is_only_printed_or_saved_may_change(tmp_path):
+  start(make_config(tmp_path))
+  cfg = make_config(tmp_path, log_period=9, checkpoint_period=11, eval_interval=-1, enable_tensorboard=False)
+  assert set(run_directory.inspect(cfg).changed) == {
+    "log_period", "checkpoint_period", "eval_interval", "enable_tensorboard"
+  }
+
+
+def test_every_key_is_either_free_to_change_or_refused(tmp_path):
+  """A new key is refused on resume unless it is listed on purpose."""
+  keys = config.fields()
+  assert keys.keys() >= run_directory.RESUMABLE_KEYS
+  assert keys.keys() >= run_directory.LOCATION_KEYS
+
+
+def test_steps_may_grow_and_not_shrink(tmp_path):
+  start(make_config(tmp_path, steps=10))
+  assert run_directory.inspect(make_config(tmp_path, steps=12)).changed == {"steps": (10, 12)}
+  with pytest.raises(ConfigError, match=r"steps: the run has 10, the command 9.*may only grow"):
+    run_directory.inspect(make_config(tmp_path, steps=9))
+
+
+def test_a_moved_run_is_still_the_run(tmp_path):
+  start(make_config(tmp_path))
+  os.rename(tmp_path / "runs" / "one", tmp_path / "runs" / "two")
+  moved = config.replace(make_config(tmp_path), run_name="two")
+  assert not run_directory.inspect(moved).is_new
+
+
+def test_a_foreign_directory_is_refused(tmp_path):
+  folder = tmp_path / "runs" / "one"
+  folder.mkdir(parents=True)
+  assert run_directory.inspect(make_config(tmp_path)).is_new
+  (folder / "thesis.tex").write_text("important")
+  with pytest.raises(ConfigError, match="not a run directory"):
+    run_directory.inspect(make_config(tmp_path))
+
+
+def test_the_traces_of_a_start_that_was_killed_do_not_count(tmp_path):
+  folder = tmp_path / "runs" / "one"
+  folder.mkdir(parents=True)
+  (folder / run_directory.LOCK_FILE).write_text("12\n")
+  (folder / ".config.yml.abc.tmp").write_text("steps: 1")
+  assert run_directory.inspect(make_config(tmp_path)).is_new
+
+
+@pytest.mark.parametrize("base", ["file/runs", "file", "/proc/runs"])
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path, base):
+  (tmp_path / "file").write_text("")
+  place = base if base.startswith("/") else str(tmp_path / base)
+  cfg = config.replace(config.load(), base_output_directory=place)
+  with pytest.raises(ConfigError, match=r"base_output_directory=.*cannot write") as raised:
+    start(cfg)
+  assert "\n" not in str(raised.value)
+
+
+def test_a_damaged_config_is_one_line(tmp_path):
+  start(make_config(tmp_path))
+  (tmp_path / "runs" / "one" / "config.yml").write_text("steps: [1")
+  with pytest.raises(ConfigError, match=r"config\.yml"):
+    run_directory.inspect(make_config(tmp_path))
+
+
+def test_a_second_process_is_kept_out_until_the_first_ends(tmp_path):
+  cfg = make_config(tmp_path)
+  code = (
+    "import sys\n"
+    "from maxghost import config\n"
+    "from maxghost.training import run_directory as r\n"
+    "cfg = config.replace(config.load(), base_output_directory=sys.argv[1], run_name='one')\n"
+    "held = r.claim(r.inspect(cfg), cfg)\n"
+    "print('held', flush=True)\n"
+    "sys.stdin.read()\n"
+  )
+  command = [sys.executable, "-c", code, cfg.run.base_output_directory]
+  other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  try:
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(ConfigError, match=f"process {other.pid} is training in"):
+      start(cfg)
+  finally:
+    other.kill()
+    other.communicate()
+  start(cfg)  # the lock dies with its process
+
+
+def test_a_run_is_complete_when_its_last_record_is_written(tmp_path):
+  cfg = make_config(tmp_path, steps=3)
+  start(cfg)
+  log = tmp_path / "runs" / "one" / "metrics.jsonl"
+  for step, complete in ((0, 0), (1, 0), (2, 3)):
+    with open(log, "a") as file:
+      file.write(json.dumps({"step": step}) + "\n")
+    assert run_directory.inspect(cfg).completed_steps == complete
+  with open(log, "a") as file:
+    file.write('{"step": 7')  # cut off: does not count
+  assert run_directory.inspect(cfg).completed_steps == 3
+  longer = run_directory.inspect(make_config(tmp_path, steps=5))
+  assert longer.completed_steps == 3 and longer.changed == {"steps": (3, 5)}
+
+
+def test_no_jax_is_imported():
+  code = "import sys; from maxghost.training import run_directory; sys.exit('jax' in sys.modules)"
+  assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,405 @@
+"""The loop around a toy step: every record and score row once, the same numbers however often it is interrupted.
+
+B rows, S segments, K validation sets.
+"""
+
+import functools
+import json
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxghost import config
+from maxghost.attribution.store import ScoreWriter
+from maxghost.checkpoint.manager import CheckpointManager
+from maxghost.training import resume
+from maxghost.training.console import Console
+from maxghost.training.flops import StepFlops
+from maxghost.training.loop import Hardware, Sinks, TrainingLoop
+from maxghost.training.metrics import MetricsLog, NonFiniteMetricError
+from maxghost.training.prefetch import Prefetcher
+from maxghost.training.resume import Position
+from maxghost.training.score_recorder import ScoreRecorder
+
+B, S, T, WIDTH = 3, 2, 5, 4
+STEPS = 11
+VAL_SETS = ("manual",)
+
+
+class ToyState(nnx.Module):
+  def __init__(self):
+    self.model = nnx.Dict(w=nnx.Param(jnp.linspace(0.5, 1.5, WIDTH)))
+    self.optimizer = nnx.Dict(step=nnx.Variable(jnp.uint32(0)), key=nnx.Variable(jax.random.key(5)))
+
+
+class ToyBatch(SimpleNamespace):
+  pass
+
+
+class ToyIterator:
+  """Batches that depend on the whole past: skipping or repeating one changes everything after it."""
+
+  def __init__(self):
+    self._past, self.drawn = 1, 0
+
+  def __next__(self):
+    self.drawn += 1
+    self._past = (self._past * 1103515245 + 12345) % 2**31
+    rng = np.random.default_rng(self._past)
+    document_BS = rng.integers(0, 50, size=(B, S))
+    document_BS[0, 1] = -1
+    return ToyBatch(
+      arrays={"x": rng.normal(size=(B, WIDTH)).astype(np.float32)},
+      document_BS=document_BS,
+      offset_BS=np.where(document_BS < 0, -1, rng.integers(0, 9, size=(B, S))),
+      epoch_B=np.arange(B),
+    )
+
+  def state(self):
+    return {"past": self._past}
+
+  def restore(self, state):
+    self._past = state["past"]
+
+
+class ToyDataset:
+  def __init__(self):
+    self.train = ToyIterator()
+
+  def validation_batch(self, index, num_rows, domain=None):
+    rng = np.random.default_rng([index, num_rows])
+    return ToyBatch(arrays={"x": rng.normal(size=(num_rows, WIDTH)).astype(np.float32)})
+
+  def document_id(self, index):
+    return (("code", "tables")[index % 2], f"doc{index}", 0)
+
+
+def toy_step(graphdef, nan_at):
+  def step(state, batch, val_batches):
+    toy = nnx.merge(graphdef, state)
+    w, number = toy.model.w[...], toy.optimizer.step[...]
+    noise = jax.random.normal(toy.optimizer.key[...], (WIDTH,))
+    val_loss = toy_val_loss(graphdef)(state, val_batches) if val_batches else None
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch["x"] @ w - 1) ** 2) + jnp.sum(w * noise) * 1e-3)(w)
+    toy.model.w[...] = w - 0.05 * grad
+    toy.optimizer.step[...] = number + 1
+    toy.optimizer.key[...] = jax.random.split(toy.optimizer.key[...])[0]
+    out = {"loss": jnp.where(number == nan_at, jnp.nan, loss), "grad_norm": jnp.linalg.norm(grad)}
+    out |= {"param_norm": jnp.linalg.norm(w), "learning_rate": jnp.float32(0.05), "clip_factor": jnp.float32(1)}
+    out["tokens"] = jnp.float32(B * T)
+    if val_batches:
+      out["val_loss"] = val_loss
+      columns = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual", "check_rel_err")
+      out |= {name: out["val_loss"] * 0.01 * (k + 1) for k, name in enumerate(columns)}
+      score_BS = batch["x"][:, :S] * loss
+      out |= {"score_dot_BSK": score_BS[..., None], "contribution_BSK": 0.05 * score_BS[..., None]}
+      out |= {"tokens_BS": jnp.tile(jnp.array([2, 3], jnp.int32), (B, 1)), "loss_BS": score_BS + 1}
+      out["param_contribution"] = {"w": 0.05 * score_BS[None, ..., None], "b": jnp.stack([score_BS[..., None]] * 2)}
+    return nnx.state(toy), out
+
+  return step
+
+
+def toy_val_loss(graphdef):
+  def loss(state, val_batches):
+    w = nnx.merge(graphdef, state).model.w[...]
+    return jnp.stack([jnp.mean((batch["x"] @ w - 1) ** 2) for batch in val_batches])
+
+  return loss
+
+
+@functools.cache
+def compiled(nan_at):
+  graphdef, _ = nnx.split(ToyState())
+  return jax.jit(toy_step(graphdef, nan_at), donate_argnums=0), jax.jit(toy_val_loss(graphdef))
+
+
+class ToyProgram:
+  def __init__(self, nan_at=-1, fail_at=-1, stop_at=-1, signals=None):
+    self._step, self.validation_loss = compiled(nan_at)
+    self._fail_at, self._stop_at, self._signals = fail_at, stop_at, signals
+    self.calls = 0
+
+  def train_step(self, state, batch, val_batches):
+    number = int(resume.to_tree(state)["optimizer"]["step"])
+    if number == self._fail_at:
+      raise OSError("the machine is gone")
+    if number == self._stop_at:
+      self._signals.requested = True
+    return self._step(state, batch, val_batches)
+
+  def evaluate(self, state, batch):
+    rows = jnp.float32(batch["x"].shape[0])
+    return self.validation_loss(state, (batch,))[0] * rows, rows
+
+  def is_ready(self, name):
+    return True
+
+
+def make_config(**changes):
+  base = {
+    "steps": STEPS, "eval_interval": 5, "eval_steps": 3, "checkpoint_period": 4, "ghost_log_period": 3,
+    "ghost_val_refresh_steps": 3, "ghost_val_batch_size": 2, "per_device_batch_size": B, "max_target_length": T,
+  }
+  return config.replace(config.load(), **(base | changes))
+
+
+def run_toy(folder, cfg, *, ghost=True, async_checkpoints=True, console=None, **trouble):
+  """One process: opens the logs, goes to the newest checkpoint and trains. Returns (outcome, steps begun)."""
+  folder.mkdir(exist_ok=True)
+  signals = SimpleNamespace(requested=False)
+  dataset = ToyDataset()
+  fresh = nnx.state(ToyState())
+  abstract = resume.abstract_arrays(fresh)
+  checkpoints = CheckpointManager(folder / "checkpoints", asynchronous=async_checkpoints)
+  restored = checkpoints.restore_latest(resume.to_tree(abstract))
+  state, position = fresh, Position()
+  if restored is not None:
+    state, position = resume.from_tree(restored.tree, abstract), Position.from_json(restored.positions)
+    dataset.train.restore(position.data)
+  log = MetricsLog(folder / "metrics.jsonl")
+  log.restore(position.metrics_bytes)
+  scores = None
+  if ghost:
+    scores = ScoreRecorder(ScoreWriter(folder, VAL_SETS, period=3), dataset.document_id, ("code", "tables"))
+    scores.restore(position.scores)
+  sinks = Sinks(console or Quiet(), log, None, scores, checkpoints)
+  prefetcher = Prefetcher(dataset.train, jax.device_put, cfg.run.steps - position.completed_steps)
+  hardware = Hardware(1, None, StepFlops(6e6, 2e6))
+  program = ToyProgram(signals=signals, **trouble)
+  loop = TrainingLoop(cfg, program, dataset, sinks, signals, hardware, val_sets=VAL_SETS if ghost else ())
+  try:
+    return loop.run(state, position, prefetcher)
+  finally:
+    prefetcher.close()
+    sinks.close()
+
+
+class Quiet(Console):
+  def __init__(self):
+    super().__init__()
+    self.lines = []
+
+  def line(self, text):
+    self.lines.append(text)
+
+  def start(self, total_steps, completed_steps):
+    pass
+
+
+def records(folder):
+  """The records without what a clock measured."""
+  lines = (folder / "metrics.jsonl").read_text().splitlines()
+  return [{k: v for k, v in json.loads(line).items() if not k.startswith("perf/")} for line in lines]
+
+
+def score_arrays(folder):
+  """All step records and rows in the order of the files, names spelled out, as text: equal text = equal bits."""
+  steps, rows, modules = [], [], []
+  for path in sorted((folder / "ghost").glob("*.npz"), key=lambda p: int(p.stem.split("_")[-1])):
+    with np.load(path) as file:
+      steps += [repr(step) for step in file["steps"]]
+      names = [(str(file["domain_table"][r["domain"]]), str(file["path_table"][r["path"]])) for r in file["rows"]]
+      fields = [name for name in file["rows"].dtype.names if name not in ("domain", "path")]
+      rows += [(name, *(row[f].tobytes() for f in fields)) for name, row in zip(names, file["rows"], strict=True)]
+      if "module_contribution" in file:
+        modules += [value.tobytes() for value in file["module_contribution"]]
+  return steps, rows, modules
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """An uninterrupted run."""
+  folder = tmp_path_factory.mktemp("whole") / "run"
+  outcome = run_toy(folder, make_config())
+  assert not outcome.interrupted and outcome.completed_steps == STEPS
+  return folder
+
+
+def test_a_record_per_step_and_a_score_row_per_document(whole):
+  found = records(whole)
+  assert [record["step"] for record in found] == list(range(STEPS))
+  steps, rows, modules = score_arrays(whole)
+  assert len(steps) == STEPS + 1  # and the closing one
+  assert len(rows) == STEPS * (B * S - 1)
+  assert len(modules) == STEPS
+
+
+def test_actual_drop_is_measured_on_the_rows_of_the_step(whole):
+  """Recomputed by training again by hand, one step at a time."""
+  dataset, state = ToyDataset(), nnx.state(ToyState())
+  step, val_loss = compiled(-1)
+  found = records(whole)
+  for t in range(STEPS):
+    val = (dataset.validation_batch(t // 3, 2).arrays,)
+    before = float(val_loss(state, val)[0])
+    state, out = step(state, next(dataset.train).arrays, val)
+    assert found[t]["learning/loss"] == pytest.approx(float(out["loss"]), rel=1e-5)
+    assert found[t]["ghost/val_loss/manual"] == pytest.approx(before, rel=1e-5)
+    drop = before - float(val_loss(state, val)[0])
+    assert found[t]["ghost/actual_drop/manual"] == pytest.approx(drop, rel=1e-3, abs=1e-6)
+    assert found[t]["ghost/predicted_drop/manual"] == pytest.approx(before * 0.15, rel=1e-5)
+
+
+def test_the_score_log_holds_the_loss_after_each_step(whole):
+  found, by_step = records(whole), {}
+  for path in (whole / "ghost").glob("*.npz"):
+    with np.load(path) as file:
+      by_step |= {int(step["step"]): step for step in file["steps"]}
+  assert sorted(by_step) == list(range(STEPS + 1))
+  assert np.isnan(by_step[0]["prev_val_loss"]).all() and np.isnan(by_step[STEPS]["loss"])
+  for t in range(STEPS):
+    drop = found[t]["ghost/val_loss/manual"] - float(by_step[t + 1]["prev_val_loss"][0])
+    assert drop == found[t]["ghost/actual_drop/manual"]
+    if t + 1 == STEPS:
+      assert np.isnan(by_step[STEPS]["val_loss"]).all()
+    elif (t + 1) % 3:
+      assert by_step[t + 1]["prev_val_loss"] == by_step[t + 1]["val_loss"]
+    else:
+      assert by_step[t + 1]["prev_val_loss"] != by_step[t + 1]["val_loss"]
+
+
+def test_evaluations_come_every_interval_and_at_the_end_and_weigh_tokens(whole):
+  found = records(whole)
+  assert [record["step"] for record in found if "eval/avg_loss" in record] == [4, 9, 10]
+  assert found[4]["eval/total_weights"] == 3 * B
+
+
+@pytest.mark.parametrize("stop_at", range(STEPS))
+def test_a_signal_at_any_step_changes_nothing(tmp_path, whole, stop_at):
+  folder = tmp_path / "run"
+  outcome = run_toy(folder, make_config(), stop_at=stop_at)
+  assert outcome.completed_steps == stop_at + 1
+  assert outcome.interrupted == (stop_at < STEPS - 1)
+  assert [record["step"] for record in records(folder)] == list(range(stop_at + 1))
+  if outcome.interrupted:
+    assert not run_toy(folder, make_config()).interrupted
+  assert records(folder) == records(whole)
+  assert score_arrays(folder) == score_arrays(whole)
+
+
+@pytest.mark.parametrize("fail_at", [0, 2, 4, 5, 7, 8, 10])
+@pytest.mark.parametrize("async_checkpoints", [True, False])
+def test_a_crash_at_any_step_changes_nothing(tmp_path, whole, fail_at, async_checkpoints):
+  folder = tmp_path / "run"
+  with pytest.raises(OSError, match="the machine is gone"):
+    run_toy(folder, make_config(), fail_at=fail_at, async_checkpoints=async_checkpoints)
+  run_toy(folder, make_config())
+  assert records(folder) == records(whole)
+  assert score_arrays(folder) == score_arrays(whole)
+
+
+def test_interrupted_again_and_again(tmp_path, whole):
+  folder = tmp_path / "run"
+  for stop_at in (0, 3, 4, 8):
+    run_toy(folder, make_config(), stop_at=stop_at)
+  run_toy(folder, make_config())
+  assert records(folder) == records(whole)
+  assert score_arrays(folder) == score_arrays(whole)
+
+
+def test_without_ghost_the_losses_are_the_same(tmp_path, whole):
+  folder = tmp_path / "run"
+  run_toy(folder, make_config(ghost_enabled=False), ghost=False, stop_at=6)
+  run_toy(folder, make_config(ghost_enabled=False), ghost=False)
+  ghostless = [{k: v for k, v in record.items() if not k.startswith("ghost/")} for record in records(whole)]
+  assert records(folder) == ghostless
+  assert not (folder / "ghost").exists()
+
+
+def test_a_finished_run_goes_on_with_more_steps(tmp_path, whole):
+  """As if it had never stopped (this toy's step does not depend on the number of steps)."""
+  folder = tmp_path / "run"
+  run_toy(folder, make_config(steps=6))
+  assert records(folder)[-1]["ghost/actual_drop/manual"] is not None
+  run_toy(folder, make_config())
+  without_eval = [{k: v for k, v in r.items() if not k.startswith("eval/")} for r in records(folder)]
+  assert without_eval == [{k: v for k, v in r.items() if not k.startswith("eval/")} for r in records(whole)]
+  assert score_arrays(folder) == score_arrays(whole)
+
+
+@pytest.mark.parametrize("nan_at", [0, 3, 10])
+def test_a_nan_stops_the_run_and_names_the_step(tmp_path, nan_at):
+  folder = tmp_path / "run"
+  with pytest.raises(NonFiniteMetricError, match=f"step {nan_at}: loss is nan"):
+    run_toy(folder, make_config(), nan_at=nan_at)
+  assert [record["step"] for record in records(folder)] == list(range(nan_at))
+  saved = sorted(int(p.name) for p in (folder / "checkpoints").iterdir())
+  assert all(step <= nan_at for step in saved)
+
+
+def test_a_checkpoint_holds_the_position_of_the_trained_batch_not_of_the_fetched_one(tmp_path):
+  folder = tmp_path / "run"
+  run_toy(folder, make_config(steps=8, checkpoint_period=4), stop_at=3)
+  positions = json.loads((folder / "checkpoints" / "4" / "positions" / "metadata").read_text())
+  iterator = ToyIterator()
+  for _ in range(4):
+    next(iterator)
+  assert positions["data"] == iterator.state()
+  assert positions["completed_steps"] == 4 and positions["pending"]["step"] == 3
+
+
+class Watched:
+  """A step's output that tells when the host reads it."""
+
+  def __init__(self, log, name, value):
+    self.log, self.name, self.value = log, name, value
+
+  def __array__(self, dtype=None, copy=None):
+    self.log.append(self.name)
+    return np.asarray(self.value, dtype)
+
+
+def test_step_k_starts_before_step_k_minus_1_is_read(tmp_path):
+  log = []
+
+  class WatchingProgram(ToyProgram):
+    def train_step(self, state, batch, val_batches):
+      log.append(f"start {self.calls}")
+      state, out = self._step(state, batch, val_batches)
+      out["loss"] = Watched(log, f"read {self.calls}", out["loss"])
+      self.calls += 1
+      return state, out
+
+  state = nnx.state(ToyState())
+  signals = SimpleNamespace(requested=False)
+  metrics_log = MetricsLog(tmp_path / "metrics.jsonl")
+  cfg = make_config(steps=5, eval_interval=-1, enable_checkpointing=False)
+  dataset = ToyDataset()
+  loop = TrainingLoop(
+    cfg, WatchingProgram(), dataset, Sinks(Quiet(), metrics_log, None, None, None), signals,
+    Hardware(1, None, StepFlops(1.0, 1.0)), val_sets=VAL_SETS,
+  )
+  loop.run(state, Position(), Prefetcher(dataset.train, jax.device_put, 5))
+  metrics_log.close()
+  expected = ["start 0"]
+  for step in range(1, 5):
+    expected += [f"start {step}", f"read {step - 1}"]
+  assert log == [*expected, "read 4"]
+
+
+def test_step_times_leave_out_evaluations_and_saves(tmp_path, monkeypatch):
+  original = ToyProgram.evaluate
+
+  def slow(self, state, batch):
+    time.sleep(0.4)
+    return original(self, state, batch)
+
+  monkeypatch.setattr(ToyProgram, "evaluate", slow)
+  outcome = run_toy(tmp_path / "run", make_config(steps=7, eval_interval=2, eval_steps=1))
+  assert sum(outcome.seconds[1:]) < 0.4
+  assert len(outcome.seconds) == 7
+
+
+def test_the_console_shows_every_log_period_and_the_last(tmp_path):
+  console = Quiet()
+  run_toy(tmp_path / "run", make_config(log_period=4), console=console)
+  shown = [line for line in console.lines if line.startswith("completed step")]
+  assert [int(line.split(",")[0].split()[-1]) for line in shown] == [0, 4, 8, 10]
+  assert "actual_drop" in shown[-1] and "TFLOP/s/device" in shown[0]
+  assert sum(line.startswith("Completed eval after train step") for line in console.lines) == 3
