@@ -18,7 +18,7 @@ class ConfigError(ValueError):
 def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
   """The valid names most like `name`, best first: those spelt alike, then those that contain it as a whole word.
 
-  Of the names spelt alike, those about as good as the best one are kept. Capitals and `-` against `_` do not count.
+  Of the names spelt alike, the best is kept, and those exactly as good. Capitals and `-` against `_` do not count.
   When there are none at all, names that contain `name` anywhere are taken.
   """
   plain = {candidate.lower().replace("-", "_"): candidate for candidate in valid}
@@ -32,7 +32,7 @@ def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
     if matcher.real_quick_ratio() >= 0.6 and matcher.quick_ratio() >= 0.6:
       scored.append((matcher.ratio(), candidate))
   scored = sorted((pair for pair in scored if pair[0] >= 0.6), key=lambda pair: (-pair[0], pair[1]))
-  found = [candidate for ratio, candidate in scored if ratio >= scored[0][0] - 0.05]
+  found = [candidate for ratio, candidate in scored if ratio == scored[0][0]]
   found += [candidate for candidate in plain if f"_{wanted}_" in f"_{candidate}_" and candidate not in found]
   if not found and len(wanted) >= 2:
     found = [candidate for candidate in plain if wanted in candidate]
