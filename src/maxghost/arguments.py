@@ -8,8 +8,11 @@ from maxghost.config import ConfigError, did_you_mean
 class Parser(argparse.ArgumentParser):
   """argparse that raises ConfigError instead of printing its usage and exiting; flags are never abbreviated."""
 
-  def __init__(self, verb: str, description: str | None):
-    super().__init__(prog=f"maxghost {verb}", description=description, allow_abbrev=False)
+  def __init__(self, verb: str, description: str | None, epilog: str | None = None):
+    plain = argparse.RawDescriptionHelpFormatter
+    super().__init__(
+      prog=f"maxghost {verb}", description=description, epilog=epilog, allow_abbrev=False, formatter_class=plain
+    )
 
   def error(self, message: str):
     raise ConfigError(f"{message}; {self.prog} --help lists the arguments")
@@ -20,5 +23,7 @@ class Parser(argparse.ArgumentParser):
     if unknown:
       flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
       hint = did_you_mean(unknown[0].partition("=")[0], flags) if unknown[0].startswith("-") else ""
-      self.error(f"unknown argument {unknown[0]!r}{hint}" if hint else f"unknown argument {unknown[0]!r}")
+      if hint:
+        raise ConfigError(f"unknown argument {unknown[0]!r}{hint}")
+      self.error(f"unknown argument {unknown[0]!r}")
     return args

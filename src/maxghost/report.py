@@ -1,12 +1,12 @@
 """`maxghost report RUN_DIR`: what the training examples were worth, on the terminal and as RUN_DIR/report.html."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from maxghost import attribution, cli
 from maxghost.arguments import Parser
+from maxghost.attribution.files import write_whole
 from maxghost.config import ConfigError
 
 
@@ -47,17 +47,6 @@ def _run(args: argparse.Namespace) -> int:
   write_whole(output, html.render(summary))
   print(f"\nreport: {output}")
   return 0
-
-
-def write_whole(path: Path, text: str):
-  """Writes a file whole or not at all. Raises ConfigError where the place cannot be written."""
-  temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-  try:
-    temporary.write_text(text, "utf-8")
-    os.replace(temporary, path)
-  except OSError as error:
-    temporary.unlink(missing_ok=True)
-    raise ConfigError(f"cannot write {path} ({error.strerror}); name another place with --output") from error
 
 
 if __name__ == "__main__":

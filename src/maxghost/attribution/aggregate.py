@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from maxghost.attribution.format import Modules
 from maxghost.attribution.log import ScoreLog
 from maxghost.config import ConfigError
 
@@ -62,10 +63,11 @@ class Groups:
     return Groups(keys, *rest)
 
 
-def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None) -> int:
+def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None, scaling: tuple | None = None) -> int:
   """Streams all rows once through the accumulators' `add(shard, rows)`.
 
-  where: (shard, rows) -> bool[N], the rows that count. Rows whose contribution is not finite are left out; their number
+  where: (shard, rows) -> bool[N], the rows that count. scaling: (steps [S], factors [S, K]) by which contributions are
+  multiplied before they are added up. Rows whose contribution is not finite are left out; their number
   is returned.
   """
   num_left_out = 0
@@ -76,6 +78,10 @@ def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None) -
       rows = rows[finite]
     if where is not None:
       rows = rows[where(shard, rows)]
+    if scaling is not None:
+      steps, factor_SK = scaling
+      rows = rows.copy()
+      rows["contribution"] *= factor_SK[np.searchsorted(steps, rows["step"])]
     for accumulator in accumulators:
       accumulator.add(shard, rows)
   return num_left_out
@@ -166,6 +172,34 @@ class TimeSums:
     for k in range(self.contribution_DBK.shape[2]):
       flat = np.bincount(cell, values[:, 3 + k], self.tokens_DB.size)
       self.contribution_DBK[:, :, k] += flat.reshape(self.tokens_DB.shape)
+
+
+class AbsoluteSums:
+  """Accumulator of the sum of absolute contributions per step and validation set: total_SK over `steps`."""
+
+  def __init__(self, log: ScoreLog):
+    self.steps = log.steps["step"]
+    self.total_SK = np.zeros((len(self.steps), len(log.val_sets)))
+
+  def add(self, shard, rows: np.ndarray):
+    place = np.searchsorted(self.steps, rows["step"])
+    for k in range(self.total_SK.shape[1]):
+      self.total_SK[:, k] += np.bincount(place, np.abs(rows["contribution"][:, k]), len(self.steps))
+
+
+def layer_rows(modules: Modules, value_XML: np.ndarray) -> tuple[list[str], np.ndarray]:
+  """(names, values [X, R]): one row per layer of the stack, then one per module outside of it.
+
+  A module is outside of the stack when it has no value beyond layer 0.
+  """
+  logged_SML = np.isfinite(modules.contribution_SMLDK).any((3, 4))
+  inside = logged_SML[:, :, 1:].any((0, 2))
+  names, values = [], []
+  if inside.any():
+    names += [f"layer {layer}" for layer in range(value_XML.shape[2])]
+    values.append(np.nansum(value_XML[:, inside], 1))
+  names += [name for name, stacked in zip(modules.names, inside, strict=True) if not stacked]
+  return names, np.concatenate([*values, value_XML[:, ~inside, 0]], 1)
 
 
 def step_edges(steps: np.ndarray, num_bins: int) -> np.ndarray:

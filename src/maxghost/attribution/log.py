@@ -83,9 +83,17 @@ class ScoreLog:
     return tuple(sorted({str(name) for shard in self.shards for name in shard.domains}))
 
   def modules(self) -> Iterator[fmt.Modules]:
-    """Contributions by module, layer and domain, file by file; empty when the run did not log them."""
+    """Contributions by module, layer and domain, file by file; empty when the run did not log them.
+
+    Raises ConfigError when a file has other modules, layers or domains than the files before.
+    """
+    first = None
     for shard in self.shards:
       if (modules := shard.modules) is not None:
+        layout = (modules.names, modules.domains, modules.contribution_SMLDK.shape[1:])
+        first = first or layout
+        if layout != first:
+          raise ConfigError(f"{shard.path.name}: other modules, layers or domains than in the files before it")
         yield modules
 
   def blocks(self, block_rows: int = fmt.BLOCK_ROWS) -> Iterator[tuple[fmt.Shard, np.ndarray]]:

@@ -263,26 +263,18 @@ def _ledger(steps: np.ndarray, k: int) -> Ledger:
 
 
 def _heat_map(log: ScoreLog, time, k: int) -> HeatMap | None:
-  total, names, domains = None, (), ()
+  rows, domains, total_RD = (), (), None
   for modules in log.modules():
-    value_MLD = modules.contribution_SMLDK[..., k].astype(np.float64).sum(0)
-    if total is None:
-      total, names, domains = value_MLD, modules.names, modules.domains
-    elif (names, domains) == (modules.names, modules.domains) and value_MLD.shape == total.shape:
-      total = total + value_MLD
-  if total is None:
+    value_DML = np.moveaxis(modules.contribution_SMLDK[..., k].astype(np.float64).sum(0), 2, 0)
+    rows, value_DR = aggregate.layer_rows(modules, value_DML)
+    domains = modules.domains
+    total_RD = value_DR.T if total_RD is None else total_RD + value_DR.T
+  if total_RD is None:
     return None
   tokens = {name: time.tokens_DB[d].sum() for d, name in enumerate(time.domains)}
   shown = [d for d, name in enumerate(domains) if tokens.get(name)]
-  stacked = np.isfinite(total[:, 1:]).any((1, 2)) if total.shape[1] > 1 else np.zeros(len(names), bool)
-  rows, values = [], []
-  if stacked.any():
-    rows += [f"layer {layer}" for layer in range(total.shape[1])]
-    values.append(np.nansum(total[stacked], 0))
-  rows += [name for name, inside in zip(names, stacked, strict=True) if not inside]
-  value_RD = np.concatenate([*values, total[~stacked, 0]])
   scale = np.array([MILLION / tokens[domains[d]] for d in shown])
-  return HeatMap(tuple(rows), tuple(domains[d] for d in shown), value_RD[:, shown] * scale)
+  return HeatMap(tuple(rows), tuple(domains[d] for d in shown), total_RD[:, shown] * scale)
 
 
 def _logged_loss(steps: np.ndarray) -> Series:

@@ -1,0 +1,128 @@
+"""Answers as a table, JSON, CSV or Parquet."""
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from maxghost.attribution.numbers import integer, number
+from maxghost.attribution.query import Answer
+from maxghost.attribution.texts import snippet
+from maxghost.config import ConfigError
+
+FORMATS = ("table", "json", "csv", "parquet")
+WIDE = 120  # characters; a narrower table leaves out what it can
+HEADS = {
+  "contribution": "total",
+  "half_width": "±",
+  "per_million_tokens": "per M tokens",
+  "per_million_half_width": "±",
+  "per_chunk": "per chunk",
+}
+
+
+def as_json(answer: Answer, by: str) -> str:
+  """One object: what was asked, units, and the rows; what is not a number is null."""
+  rows = [dict(zip(answer.columns, map(_plain, values), strict=True)) for values in _rows(answer)]
+  head = {"by": by, "val_set": answer.val_set, "groups": answer.num_groups, "best": answer.num_top}
+  units = {name: text for name, text in answer.units.items() if name in answer.columns}
+  body = {**head, "units": units, "notes": answer.notes, "rows": rows}
+  return json.dumps(body, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+
+
+def as_csv(answer: Answer) -> str:
+  """A header and one line per group; what is not a number is empty."""
+  buffer = io.StringIO()
+  writer = csv.writer(buffer, lineterminator="\n")
+  writer.writerow(answer.columns)
+  for values in _rows(answer):
+    writer.writerow(["" if (plain := _plain(value)) is None else plain for value in values])
+  return buffer.getvalue()
+
+
+def write_parquet(answer: Answer, path: Path):
+  """A Parquet file whose fields carry their units. Raises ConfigError without pyarrow."""
+  pa, parquet = import_pyarrow("--format parquet")
+  fields, arrays = [], []
+  for name, values in answer.columns.items():
+    array = pa.array(values)
+    unit = answer.units.get(name)
+    fields.append(pa.field(name, array.type, metadata={"unit": unit} if unit else None))
+    arrays.append(array)
+  schema = pa.schema(fields, metadata={"val_set": answer.val_set})
+  try:
+    parquet.write_table(pa.Table.from_arrays(arrays, schema=schema), path)
+  except OSError as error:
+    raise ConfigError(f"cannot write {path} ({error.strerror or error}); name another place with --output") from error
+
+
+def import_pyarrow(what: str):
+  """(pyarrow, pyarrow.parquet); raises ConfigError that names the extra."""
+  try:
+    import pyarrow
+    import pyarrow.parquet
+  except ImportError as error:
+    raise ConfigError(f"{what} needs pyarrow: pip install 'maxghost[scores]'") from error
+  return pyarrow, pyarrow.parquet
+
+
+def show(answer: Answer, console):
+  """The answer as a rich table; worst groups stand below a rule."""
+  from rich.table import Table
+  from rich.text import Text
+
+  hidden = {"text"} if console.width >= WIDE else {"text", "per_chunk", "per_million_half_width", "loss"}
+  shown = [name for name in answer.columns if name not in hidden]
+  table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+  keys = [name for name in shown if name not in answer.units]
+  for name in shown:
+    table.add_column(
+      HEADS.get(name, name), justify="left" if name in ("domain", "path") else "right", no_wrap=name != "path"
+    )
+  for i, values in enumerate(_rows(answer)):
+    if i == answer.num_top and i > 0:
+      table.add_section()
+      table.add_row(*["…" if name in keys[:1] else "" for name in shown])
+    row = dict(zip(answer.columns, values, strict=True))
+    cells = [_cell(name, row[name]) for name in shown]
+    if row.get("text"):
+      at = shown.index("path")
+      cells[at] = Text(str(cells[at]) + "\n", no_wrap=True, overflow="ellipsis").append(snippet_of(row["text"]), "dim")
+    table.add_row(*cells)
+  console.print(table)
+  console.print(
+    Text(
+      f"{len(answer)} of {integer(answer.num_groups)} groups; {answer.units['contribution']}, for the "
+      f"{answer.val_set} validation loss; ± is a 95 % interval",
+      style="dim",
+    )
+  )
+
+
+def snippet_of(text: str) -> str:
+  return snippet(text.encode("utf-8", "replace"), 120)
+
+
+def _cell(name: str, value):
+  from rich.text import Text
+
+  if isinstance(value, str):
+    return Text(value, no_wrap=True, overflow="ellipsis")
+  if name in ("contribution", "per_million_tokens", "per_chunk"):
+    return number(float(value), plus=True)
+  if name == "loss" or name.endswith("half_width"):
+    return number(float(value), 2 if name.endswith("half_width") else 3)
+  return integer(int(value))
+
+
+def _rows(answer: Answer):
+  return zip(*answer.columns.values(), strict=True)
+
+
+def _plain(value):
+  if isinstance(value, np.generic):
+    value = value.item()
+  return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,242 @@
+"""Questions to the score log: totals by domain, document, source, step or layer, best and worst first.
+
+K validation sets, G groups, B blocks of steps, S steps.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from maxghost.attribution import aggregate, statistics
+from maxghost.attribution.log import ScoreLog
+from maxghost.attribution.texts import open_texts
+from maxghost.attribution.where import Where
+from maxghost.config import ConfigError, did_you_mean
+
+BY = ("domain", "document", "source", "step", "layer", "module")
+SCALES = {
+  "nats": "nats",
+  "per_lr": "nats per unit of learning rate",
+  "share": "share of the sum of absolute contributions of the step",
+}
+MEASURES = (
+  "contribution",
+  "half_width",
+  "per_million_tokens",
+  "per_million_half_width",
+  "per_chunk",
+  "chunks",
+  "tokens",
+  "loss",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+  """What is asked.
+
+  by: one of BY. where: conditions on rows. top, bottom: how many of the best and worst groups; None = all groups.
+  sort: the column that says what is best. val_set: name of a validation set; "" = the first. scale: one of SCALES.
+  text: adds the text of each document.
+  """
+
+  by: str = "domain"
+  where: str = ""
+  top: int | None = None
+  bottom: int | None = None
+  sort: str = "contribution"
+  val_set: str = ""
+  scale: str = "nats"
+  text: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+  """What a query found.
+
+  columns: name -> values of the shown groups, keys first. num_groups: of all. num_top: how many of the shown are best
+  ones; the others are worst ones, worst first. units: of the columns. notes: sentences for the reader.
+  """
+
+  columns: dict[str, list | np.ndarray]
+  num_groups: int
+  num_top: int
+  units: dict[str, str]
+  notes: list[str]
+  val_set: str
+
+  def __len__(self) -> int:
+    return len(next(iter(self.columns.values())))
+
+
+def ask(log: ScoreLog, query: Query) -> Answer:
+  """Answers a query. Raises ConfigError for unknown names and for combinations that have no answer."""
+  _check(query)
+  k = _set_index(log, query.val_set)
+  where = Where(query.where, k)
+  notes = list(log.messages)
+  if query.by in ("layer", "module"):
+    columns = _by_layer(log, query, where, k)
+  else:
+    columns = _by_rows(log, query, where, k, notes)
+  num_groups = len(columns["contribution"])
+  if not num_groups:
+    notes.append(f"no scored document satisfies --where {query.where}" if query.where else "no document was scored yet")
+  order, num_top = _order(columns, query)
+  columns = {name: values[order] for name, values in columns.items()}
+  columns = {n: v.tolist() if isinstance(v, aggregate.Labels) else v for n, v in columns.items()}
+  if query.text:
+    columns["text"] = _texts(log, columns, notes)
+  return Answer(columns, num_groups, num_top, _units(query.scale), notes, log.val_sets[k])
+
+
+def _check(query: Query):
+  for flag, value, known in (("by", query.by, BY), ("scale", query.scale, SCALES)):
+    if value not in known:
+      raise ConfigError(
+        f"--{flag} {value}: unknown" + (did_you_mean(value, known) or f"; there are {', '.join(known)}")
+      )
+  for name, count in (("top", query.top), ("bottom", query.bottom)):
+    if count is not None and count < 0:
+      raise ConfigError(f"--{name} {count}: at least 0")
+  if query.text and query.by != "document":
+    raise ConfigError(f"--text shows the text of documents, but --by is {query.by}; use --by document")
+
+
+def _set_index(log: ScoreLog, name: str) -> int:
+  if not name:
+    return 0
+  if name not in log.val_sets:
+    hint = did_you_mean(name, log.val_sets) or f"; the run has {', '.join(log.val_sets)}"
+    raise ConfigError(f"--set {name}: no validation set of this run{hint}")
+  return log.val_sets.index(name)
+
+
+def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]) -> dict:
+  groups = aggregate.GroupSums(log, query.by)
+  steps = log.steps["step"]
+  time = aggregate.TimeSums(log, aggregate.step_edges(steps[where.steps(steps)], statistics.NUM_BLOCKS))
+  accumulators = [groups, time] if query.by == "domain" else [groups]
+  left_out = aggregate.scan(log, accumulators, where if query.where else None, _scaling(log, query.scale))
+  if left_out:
+    notes.append(f"{left_out} rows with a contribution that is not finite were left out")
+  result = groups.result()
+  total, square = result.contribution_GK[:, k], result.square_GK[:, k]
+  if query.by == "domain":
+    present = np.isin(log.domains, result.keys["domain"].tolist())
+    half_width = statistics.block_half_width(time.contribution_DBK[present, :, k])
+  elif query.by == "step":
+    half_width = np.full(len(result), np.nan)
+  else:
+    half_width = statistics.exposure_half_width(result.exposures, total, square)
+  tokens = np.maximum(result.tokens, 1)
+  return {
+    **result.keys,
+    "chunks": result.exposures,
+    "tokens": result.tokens,
+    "loss": result.loss_tokens / tokens,
+    "contribution": total,
+    "half_width": half_width,
+    "per_million_tokens": total / tokens * 1e6,
+    "per_million_half_width": half_width / tokens * 1e6,
+    "per_chunk": total / np.maximum(result.exposures, 1),
+  }
+
+
+def _scaling(log: ScoreLog, scale: str):
+  """(steps, factor [S, K]) for aggregate.scan, None for nats."""
+  if scale == "nats":
+    return None
+  if scale == "per_lr":
+    rate = log.steps["learning_rate"]
+    if not np.isfinite(rate).any():
+      raise ConfigError("--scale per_lr: the run did not log its learning rate")
+    factor = np.where(rate > 0, 1 / np.where(rate > 0, rate, 1), 0.0)
+    return log.steps["step"], np.repeat(factor[:, None], len(log.val_sets), 1)
+  sums = aggregate.AbsoluteSums(log)
+  aggregate.scan(log, [sums])
+  return sums.steps, np.where(sums.total_SK > 0, 1 / np.where(sums.total_SK > 0, sums.total_SK, 1), 0.0)
+
+
+def _by_layer(log: ScoreLog, query: Query, where: Where, k: int) -> dict:
+  """From the contributions by module; only steps and domains can be selected there."""
+  if where.columns - {"step", "domain"}:
+    wrong = ", ".join(sorted(where.columns - {"step", "domain"}))
+    raise ConfigError(f"--where {wrong}: with --by {query.by} only step and domain can be selected")
+  if query.scale != "nats":
+    raise ConfigError(f"--scale {query.scale}: with --by {query.by} contributions are in nats only")
+  names, sums, tokens = _layer_sums(log, query.by, where, k)
+  if names is None:
+    raise ConfigError(f"--by {query.by}: this run did not log contributions by module")
+  total = sums.sum(-1)
+  half_width = statistics.block_half_width(statistics.to_blocks(sums))
+  per_million = 1e6 / max(tokens, 1)
+  return {
+    query.by: np.array(names, dtype=np.str_),
+    "tokens": np.full(len(names), tokens),
+    "contribution": total,
+    "half_width": half_width,
+    "per_million_tokens": total * per_million,
+    "per_million_half_width": half_width * per_million,
+  }
+
+
+def _layer_sums(log: ScoreLog, by: str, where: Where, k: int):
+  """(names, sums [G, S], tokens of the selected rows)."""
+  parts, names = [], None
+  for modules in log.modules():
+    value_SMLDK = modules.contribution_SMLDK[where.steps(modules.steps)]
+    value_SML = value_SMLDK[..., where.names("domain", modules.domains), k].astype(np.float64).sum(-1)
+    if by == "module":
+      names, values = modules.names, np.nansum(value_SML, 2)
+    else:
+      names, values = aggregate.layer_rows(modules, value_SML)
+    parts.append(values)
+  if names is None:
+    return None, None, 0
+  time = aggregate.GroupSums(log, "step")
+  aggregate.scan(log, [time], where if where.conditions else None)
+  return names, np.concatenate(parts).T, int(time.result().tokens.sum())
+
+
+def _order(columns: dict, query: Query) -> tuple[np.ndarray, int]:
+  """(indices of the groups to show, how many of them are the best ones)."""
+  if query.sort not in columns:
+    hint = did_you_mean(query.sort, columns) or f"; there are {', '.join(columns)}"
+    raise ConfigError(f"--sort {query.sort}: no column of --by {query.by}{hint}")
+  values = columns[query.sort]
+  values = values.code if isinstance(values, aggregate.Labels) else values
+  if query.sort in MEASURES:
+    order = np.argsort(-np.where(np.isfinite(values), values, -np.inf).astype(np.float64), kind="stable")
+  else:
+    order = np.argsort(values, kind="stable")
+  if query.top is None and query.bottom is None:
+    return order, len(order)
+  top = min(query.top or 0, len(order))
+  bottom = min(query.bottom or 0, len(order) - top)
+  return np.concatenate([order[:top], order[len(order) - bottom :][::-1]]), top
+
+
+def _texts(log: ScoreLog, columns: dict, notes: list[str]) -> list[str | None]:
+  texts, said = open_texts(log.run_dir, log.fingerprints)
+  notes += said
+  offsets = [int(offset) for offset in columns["offset"]]
+  keys = list(zip(columns["domain"], columns["path"], offsets, strict=True))
+  found = texts.find(keys) if texts is not None else {}
+  if texts is not None and (missing := sum(key not in found for key in keys)):
+    notes.append(f"{missing} of {len(keys)} documents are no longer in the source")
+  return [found[key].decode("utf-8", "replace") if key in found else None for key in keys]
+
+
+def _units(scale: str) -> dict[str, str]:
+  unit = SCALES[scale]
+  return {
+    "chunks": "scored chunks (rows of the log)",
+    "tokens": "target tokens",
+    "loss": "nats per token, at training time",
+    "contribution": unit,
+    "half_width": f"{unit}; 95 % interval = contribution ± half_width",
+    "per_million_tokens": f"{unit}, per million tokens",
+    "per_million_half_width": f"{unit}, per million tokens",
+    "per_chunk": f"{unit}, per chunk",
+  }

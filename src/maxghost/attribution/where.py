@@ -1,0 +1,132 @@
+"""Conditions on score rows: `domain=code,step>=100,path~asyncio/*`; all must hold.
+
+K validation sets, N rows.
+"""
+
+import dataclasses
+import fnmatch
+import operator
+import re
+
+import numpy as np
+
+from maxghost.attribution.log import ROW_COLUMNS
+from maxghost.config import ConfigError, did_you_mean
+
+_NUMERIC = {
+  "=": operator.eq,
+  "!=": operator.ne,
+  "<": operator.lt,
+  "<=": operator.le,
+  ">": operator.gt,
+  ">=": operator.ge,
+}
+_TEXT_COLUMNS = ("domain", "path")
+_INTEGER_COLUMNS = ("step", "offset", "chunk", "epoch", "tokens")
+_TEXT_OPERATORS = ("=", "!=", "~", "!~")
+_CONDITION = re.compile(r"""\s*(\w+)\s*(!=|<=|>=|!~|==|=|<|>|~)\s*("[^"]*"|'[^']*'|[^,]*)\s*(?:,|$)""")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Condition:
+  """`column operator value`; value is a number, or a text for domain and path."""
+
+  column: str
+  operator: str
+  value: str | float | int
+
+
+class Where:
+  """Parsed conditions. An empty text holds for every row.
+
+  set_index: which of the K validation sets `dot` and `contribution` mean.
+  Raises ConfigError for an unknown column, an operator that the column does not have, or a value that is no number.
+  """
+
+  def __init__(self, text: str = "", set_index: int = 0):
+    self.text = text
+    self.conditions = tuple(_parse(text))
+    self._set_index = set_index
+    self._shard = None
+    self._tables: list[tuple[str, np.ndarray]] = []
+
+  @property
+  def columns(self) -> frozenset[str]:
+    return frozenset(condition.column for condition in self.conditions)
+
+  def __call__(self, shard, rows: np.ndarray) -> np.ndarray:
+    """bool[N]; texts are compared once per entry of the file's tables, not once per row."""
+    if shard is not self._shard:
+      self._shard = shard
+      texts = [condition for condition in self.conditions if condition.column in _TEXT_COLUMNS]
+      self._tables = [(c.column, _match_texts(c, getattr(shard, f"{c.column}s"))) for c in texts]
+    keep = np.ones(len(rows), bool)
+    for column, matches in self._tables:
+      keep &= matches[rows[column]]
+    for condition in self.conditions:
+      if condition.column not in _TEXT_COLUMNS:
+        values = rows[condition.column]
+        values = values[:, self._set_index] if values.ndim == 2 else values
+        keep &= _NUMERIC[condition.operator](values, condition.value)
+    return keep
+
+  def steps(self, step: np.ndarray) -> np.ndarray:
+    """bool per step: what the conditions on `step` alone allow."""
+    keep = np.ones(len(step), bool)
+    for condition in self.conditions:
+      if condition.column == "step":
+        keep &= _NUMERIC[condition.operator](step, condition.value)
+    return keep
+
+  def names(self, column: str, names) -> np.ndarray:
+    """bool per name: what the conditions on a text column alone allow."""
+    keep = np.ones(len(names), bool)
+    for condition in self.conditions:
+      if condition.column == column:
+        keep &= _match_texts(condition, names)
+    return keep
+
+
+def _match_texts(condition: Condition, names) -> np.ndarray:
+  value = str(condition.value)
+  if condition.operator in ("~", "!~"):
+    matches = re.compile(fnmatch.translate(value)).match
+    found = np.array([matches(str(name)) is not None for name in names], bool)
+  else:
+    found = np.array([str(name) == value for name in names], bool)
+  return ~found if condition.operator.startswith("!") else found
+
+
+def _parse(text: str):
+  at = 0
+  while text[at:].strip():
+    found = _CONDITION.match(text, at)
+    if not found:
+      raise ConfigError(
+        f"--where: cannot read {text[at:].strip()!r}; write column=value with commas between, for example "
+        "domain=code,step>=100 (quotes around a value with a comma)"
+      )
+    yield _condition(found[1], "=" if found[2] == "==" else found[2], found[3].strip())
+    at = found.end()
+
+
+def _condition(column: str, sign: str, value: str) -> Condition:
+  if column not in ROW_COLUMNS:
+    hint = did_you_mean(column, ROW_COLUMNS) or f"; there are {', '.join(ROW_COLUMNS)}"
+    raise ConfigError(f"--where: unknown column {column!r}{hint}")
+  if value[:1] in ("'", '"'):
+    value = value[1:-1]
+  if column in _TEXT_COLUMNS:
+    if sign not in _TEXT_OPERATORS:
+      raise ConfigError(
+        f"--where: {column}{sign}{value}: a text takes {', '.join(_TEXT_OPERATORS)} (~ is a glob pattern)"
+      )
+    return Condition(column, sign, value)
+  if sign not in _NUMERIC:
+    raise ConfigError(f"--where: {column}{sign}{value}: a number takes {', '.join(_NUMERIC)}")
+  kind = int if column in _INTEGER_COLUMNS else float
+  try:
+    return Condition(column, sign, kind(value))
+  except ValueError:
+    article = "a whole number" if kind is int else "a number"
+    raise ConfigError(f"--where: {column}{sign}{value}: {value!r} is not {article}") from None

@@ -1,0 +1,119 @@
+"""`maxghost scores RUN_DIR --by domain|document|source|step|layer|module`: totals of the score log, best and worst."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from maxghost import attribution, cli
+from maxghost.arguments import Parser
+from maxghost.attribution.files import write_whole
+from maxghost.config import ConfigError, did_you_mean
+
+FORMATS = ("table", "json", "csv", "parquet")
+MANY = ("document", "source")  # groupings of which a table shows the best and the worst unless asked otherwise
+SHOWN = 20
+PIPE_WIDTH = 160
+
+EXAMPLES = """\
+examples:
+  maxghost scores runs/base --by document --top 20 --bottom 20 --text
+  maxghost scores runs/base --by domain --where "step>=100" --format json
+  maxghost scores runs/base --by source --where "domain=code,path~asyncio/*" --sort per_million_tokens
+  maxghost scores runs/base --compact
+"""
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+  """The command line."""
+  parser = Parser("scores", __doc__, EXAMPLES)
+  add = parser.add_argument
+  add("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, or a folder of GhostSuite's .pt logs")
+  add("--by", default="domain", help="what is added up: domain, document, source, step, layer or module (domain)")
+  add("--where", default="", help='conditions on rows, joined by commas: "domain=code,step>=100,path~asyncio/*"')
+  add("--top", type=int, metavar="N", help="the N best; all when neither --top nor --bottom is given (20 documents)")
+  add("--bottom", type=int, metavar="N", help="the N worst")
+  add("--sort", default="contribution", help="column that says what is best (contribution)")
+  add("--set", default="", metavar="NAME", help="validation set (the first)")
+  add("--scale", default="nats", help="nats; per_lr: over the learning rate; share: of each step's absolute sum")
+  add("--text", action="store_true", help="with --by document: the text of each document")
+  add("--format", default="table", help="table, json, csv or parquet (table)")
+  add("--output", type=Path, metavar="FILE", help="write there instead of to the terminal; parquet needs it")
+  add("--compact", action="store_true", help="turn the score files into Parquet files by ranges of steps")
+  add("--keep-shards", action="store_true", help="with --compact: leave the original files where they are")
+  args = parser.parse(argv)
+  if args.format not in FORMATS:
+    raise ConfigError(
+      f"--format {args.format}: unknown" + (did_you_mean(args.format, FORMATS) or f"; there are {', '.join(FORMATS)}")
+    )
+  if args.format == "parquet" and args.output is None and not args.compact:
+    raise ConfigError("--format parquet needs --output FILE")
+  if args.keep_shards and not args.compact:
+    raise ConfigError("--keep-shards goes with --compact")
+  return args
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Exit code 0, or 2 where the input is wrong; nothing has been written then."""
+  sys.stdout.reconfigure(errors="replace")
+  return cli.guard(lambda: _run(parse(argv)))
+
+
+def _run(args: argparse.Namespace) -> int:
+  from maxghost.attribution import output, query
+
+  if args.compact:
+    from maxghost.attribution.parquet import compact
+
+    for line in compact(args.run_dir, keep_shards=args.keep_shards):
+      print(line)
+    return 0
+  top, bottom = args.top, args.bottom
+  if top is None and bottom is None and args.format == "table" and args.by in MANY:
+    top = bottom = SHOWN
+  question = query.Query(
+    by=args.by,
+    where=args.where,
+    top=top,
+    bottom=bottom,
+    sort=args.sort,
+    val_set=args.set,
+    scale=args.scale,
+    text=args.text,
+  )
+  answer = query.ask(attribution.load(args.run_dir), question)
+  for note in answer.notes:
+    print(f"maxghost: note: {note}", file=sys.stderr)
+  if args.format == "parquet":
+    output.write_parquet(answer, args.output)
+  elif args.format == "table" and args.output is None:
+    from rich.console import Console
+
+    output.show(answer, Console(width=None if sys.stdout.isatty() else PIPE_WIDTH))
+  else:
+    _emit(_text(answer, args), args.output)
+  return 0
+
+
+def _text(answer, args: argparse.Namespace) -> str:
+  from maxghost.attribution import output
+
+  if args.format == "json":
+    return output.as_json(answer, args.by)
+  if args.format == "csv":
+    return output.as_csv(answer)
+  from rich.console import Console
+
+  console = Console(width=PIPE_WIDTH, record=True, quiet=True)
+  output.show(answer, console)
+  return console.export_text()
+
+
+def _emit(text: str, path: Path | None):
+  if path is None:
+    sys.stdout.write(text)
+  else:
+    write_whole(path, text)
+
+
+if __name__ == "__main__":
+  sys.exit(main())
