@@ -87,7 +87,9 @@ class ModelConfig:
 class DataConfig:
   """What is read, how it is split, tokenized and packed."""
 
-  dataset_type: str = key("stdlib", "source of the documents", choices=("stdlib", "synthetic", "text", "tfds", "grain", "hf"))
+  dataset_type: str = key(
+    "stdlib", "source of the documents", choices=("stdlib", "synthetic", "text", "tfds", "grain", "hf")
+  )
   dataset_domains: tuple[str, ...] = key(
     (), "domains to train on; empty = all the source has (stdlib: code, docstrings, manual, tables)"
   )
@@ -104,7 +106,7 @@ class DataConfig:
   dataset_name: tuple[str, ...] = key((), "tfds: domain=dataset/config:version, prepared as ArrayRecord")
   dataset_path: str = key("", "tfds: folder of the datasets; empty = ~/tensorflow_datasets")
   train_split: str = key("train", "tfds, hf: split to train on")
-  train_data_columns: tuple[str, ...] = key(("text",), "columns of a record that hold text; several are joined by line ends")
+  train_data_columns: tuple[str, ...] = key(("text",), "text columns of a record; several are joined by line ends")
   dataset_mixture: str = key(
     "proportional",
     "proportional = every document once per epoch; weights = shares of the rows by dataset_weights; "
@@ -149,7 +151,7 @@ class DataConfig:
     choices=("drop", "keep", "error"),
   )
   ghost_val_files: tuple[str, ...] = key(
-    (), "domain=glob of text files (as text_files) that are validation documents in whole; ghost_val_domain may name one"
+    (), "domain=glob of text files (as text_files) that are held out in whole; ghost_val_domain may name such a domain"
   )
 
 

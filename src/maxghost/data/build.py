@@ -13,10 +13,11 @@ from maxghost.data.hashing import text_hash
 from maxghost.data.order import Repeated, RowMixture, Uniform
 from maxghost.data.packing import Layout
 from maxghost.data.reader import Identity, Sharding, Stream, TrainIterator
+from maxghost.data.sources import text
 from maxghost.data.sources.base import Source
 from maxghost.data.split import Split, check_domain, scan
-from maxghost.data.tokenizers import ByteTokenizer, Tokenizer
-from maxghost.data.windows import TextUnits, Windows
+from maxghost.data.tokenizers import ByteTokenizer, Tokenizer, check_specials, load_tokenizer
+from maxghost.data.windows import TextUnits, Windows, read_or_skip
 
 _MOST_FILES_IN_A_STATE = 1000
 _SMALLEST_WINDOW = 1 << 18  # bytes
@@ -31,7 +32,7 @@ def load_dataset(cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int
   tokenizer's. val_domains: domains held out besides `ghost_val_domain`, by the same fraction.
   Raises ConfigError for what the data cannot give.
   """
-  tokenizer = ByteTokenizer()
+  tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
   check_vocabulary(cfg, tokenizer, vocab_size)
   return make_dataset(
     sources.open_source(cfg, seed), cfg, seed, num_shards, shard, batch_size=batch_size, tokenizer=tokenizer,
@@ -44,39 +45,59 @@ def make_dataset(source: Source, cfg: DataConfig, seed: int = 0, num_shards: int
                  val_domains: tuple[str, ...] = ()) -> Dataset:
   """As `load_dataset`, over any source of documents: a `Source`, or `DocumentList` of documents in memory."""
   tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+  check_specials(tokenizer, cfg.add_bos, cfg.add_eos)
   layout = Layout(
     cfg.max_target_length, max_segments(cfg), cfg.grain_packing_type, cfg.packing, cfg.add_bos, cfg.add_eos
   )
   batch_size = cfg.per_device_batch_size * num_shards if batch_size is None else batch_size
   _check_rows(cfg, source, batch_size, num_shards)
-  check_domain("ghost_val_domain", cfg.ghost_val_domain, source.domains)
-  held_out = tuple(dict.fromkeys((cfg.ghost_val_domain, *val_domains)))
-  split = Split(source, held_out, cfg.ghost_val_fraction, seed)
-  texts = []
-  for domain in held_out:
-    check_domain("validation domain", domain, source.domains)
-    pool = split.pool(domain, POOL_DOCUMENTS)
-    _check_validation(cfg, domain, len(pool))
-    texts.extend(source[index].text for index in pool.tolist())
-  dropped = tuple(texts) if cfg.ghost_val_copies != "keep" else ()
-  units = TextUnits(source, split, tokenizer, layout, on_corrupt=cfg.on_corrupt, held_out_texts=dropped)
-  streams, mixture = _streams(cfg, source, units, layout, seed)
-  pool = ThreadPoolExecutor(1, thread_name_prefix="maxghost-data")
+  parts = _parts(source, cfg, seed, tokenizer, layout, val_domains)
+  streams, mixture = _streams(cfg, source, parts[0].units, layout, seed)
+  ahead = ThreadPoolExecutor(1, thread_name_prefix="maxghost-data")
 
   def make_feed(windows: Windows, lane: int):
     if cfg.grain_worker_count:
       return WorkerFeed(windows, lane, cfg.grain_worker_count)
-    return ThreadFeed(windows, lane, pool)
+    return ThreadFeed(windows, lane, ahead)
 
   train = TrainIterator(
     streams, mixture, layout, pad_id=tokenizer.pad_id, num_lanes=cfg.dataset_shards,
-    sharding=Sharding(batch_size, num_shards, shard), identity=_identity(cfg, seed, batch_size, source, tokenizer),
+    sharding=Sharding(batch_size, num_shards, shard), identity=_identity(cfg, seed, batch_size, parts, tokenizer),
     make_feed=make_feed,
   )
-  dataset = Dataset([Part(source, split, units)], tokenizer, layout, cfg.ghost_val_domain, train, seed)
-  if cfg.ghost_val_copies == "error" and dataset.notes():
+  dataset = Dataset(parts, tokenizer, layout, cfg.ghost_val_domain, train, seed)
+  if cfg.ghost_val_copies == "error" and dataset.copies:
     raise ConfigError(*(f"ghost_val_copies=error: {note}" for note in dataset.notes()))
   return dataset
+
+
+def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout,
+           val_domains: tuple[str, ...]) -> list[Part]:
+  """The training source and, where `ghost_val_files` names some, the held-out files; each with its split."""
+  held_out = tuple(dict.fromkeys((cfg.ghost_val_domain, *val_domains)))
+  splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed))]
+  if cfg.ghost_val_files:
+    files = text.load(cfg.ghost_val_files, cfg.train_data_columns, key="ghost_val_files", on_corrupt=cfg.on_corrupt)
+    both = [domain for domain in files.domains if domain in source.domains]
+    if both:
+      raise ConfigError(f"ghost_val_files has domain '{both[0]}', which the training data has too; name it otherwise")
+    splits.append((files, Split(files, files.domains, 1.0, seed)))
+  domains = tuple(domain for one, _ in splits for domain in one.domains)
+  check_domain("ghost_val_domain", cfg.ghost_val_domain, domains)
+  for domain in val_domains:
+    check_domain("validation domain", domain, domains)
+  texts = []
+  for one, split in splits:
+    for domain in one.domains:
+      pool = split.pool(domain, POOL_DOCUMENTS) if one is not source or domain in held_out else np.empty(0, np.int64)
+      if domain in held_out:
+        _check_validation(cfg, domain, len(pool))
+      texts.extend(found for found in read_or_skip(one, pool, cfg.on_corrupt) if found is not None)
+  dropped = tuple(texts) if cfg.ghost_val_copies != "keep" else ()
+  return [
+    Part(one, split, TextUnits(one, split, tokenizer, layout, on_corrupt=cfg.on_corrupt, held_out_texts=dropped))
+    for one, split in splits
+  ]
 
 
 def check_vocabulary(cfg: DataConfig, tokenizer: Tokenizer, vocab_size: int | None) -> None:
@@ -191,12 +212,13 @@ def _check_validation(cfg: DataConfig, domain: str, num_held_out: int) -> None:
     )
 
 
-def _identity(cfg: DataConfig, seed: int, batch_size: int, source: Source, tokenizer: Tokenizer) -> Identity:
+def _identity(cfg: DataConfig, seed: int, batch_size: int, parts: list[Part], tokenizer: Tokenizer) -> Identity:
   """What a saved position depends on: the data, the tokenizer, and the settings that shape the rows."""
   settings = (
     seed, batch_size, cfg.dataset_shards, cfg.max_target_length, max_segments(cfg), cfg.packing, cfg.grain_packing_type,
     cfg.add_bos, cfg.add_eos, cfg.shuffle_window_bytes, cfg.ghost_val_domain, cfg.ghost_val_fraction,
     cfg.ghost_val_copies, cfg.dataset_mixture, cfg.dataset_weights, cfg.on_corrupt, tokenizer.fingerprint,
+    *(part.source.fingerprint for part in parts),
   )
-  files = source.files if len(source.files) <= _MOST_FILES_IN_A_STATE else {}
-  return Identity(f"{text_hash(source.fingerprint, *map(repr, settings)):016x}", files)
+  files = {name: value for part in parts for name, value in part.source.files.items()}
+  return Identity(f"{text_hash(*map(repr, settings)):016x}", files if len(files) <= _MOST_FILES_IN_A_STATE else {})

@@ -14,10 +14,11 @@ from maxghost.data.sources.base import Source
 from maxghost.data.split import Split, check_domain, scan
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.data.types import Batch, Document, DocumentId
-from maxghost.data.windows import TextUnits
+from maxghost.data.windows import TextUnits, read_or_skip
 
 _VALIDATION = text_hash("validation order")
 POOL_DOCUMENTS = 4096  # read of a validation domain; further ones are held out too, and not read
+_COPY_BYTES = 1 << 26  # a source of no known document sizes is searched for copies at the start up to this size
 _COPY_CANDIDATES = 100_000  # hashed at the start to find copies; where more qualify, copies are met on the way
 
 
@@ -116,13 +117,17 @@ class Dataset:
     candidates = []
     for indices in scan(len(self.source)):
       lengths = self.source.sizes(indices)
-      if lengths is None:
+      if lengths is not None:
+        indices = indices[np.isin(lengths, sizes)]
+      elif self.source.num_bytes > _COPY_BYTES:
         return None
-      same = indices[np.isin(lengths, sizes)]
-      candidates.extend(same[~self._parts[0].split.held_out(same)].tolist())
+      candidates.extend(indices[~self._parts[0].split.held_out(indices)].tolist())
       if len(candidates) > _COPY_CANDIDATES:
         return None
-    return tuple(index for index in candidates if content_hash(self.source[index].text) in hashes)
+    found = read_or_skip(self.source, np.array(candidates, np.int64), "skip")
+    return tuple(
+      index for index, text in zip(candidates, found, strict=True) if text is not None and content_hash(text) in hashes
+    )
 
   @functools.cached_property
   def held_out_texts(self) -> tuple[bytes, ...]:
@@ -130,19 +135,22 @@ class Dataset:
     texts = []
     for part in self._parts:
       for domain in part.source.domains:
-        texts.extend(part.source[index].text for index in part.split.pool(domain, POOL_DOCUMENTS).tolist())
-    return tuple(texts)
+        texts.extend(read_or_skip(part.source, part.split.pool(domain, POOL_DOCUMENTS), "skip"))
+    return tuple(text for text in texts if text is not None)
 
   def notes(self) -> list[str]:
     """Lines that a user should see at the start, besides the summary."""
+    lines = [note for part in self._parts for note in part.source.notes]
     found = self.copies
+    if found is None:
+      return [*lines, "copies of held-out text in the training data are looked for as it is read"]
     if not found:
-      return []
+      return lines
     names = ", ".join("{}:{}:{}".format(*self.document_id(index)) for index in found[:3])
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     plural = "document is a byte-identical copy" if len(found) == 1 else "documents are byte-identical copies"
     fate = "left out" if self._parts[0].units.drops_copies else "kept, as ghost_val_copies=keep asks"
-    return [f"{len(found)} training {plural} of held-out text ({fate}): {names}{more}"]
+    return [*lines, f"{len(found)} training {plural} of held-out text ({fate}): {names}{more}"]
 
   def validation_batch(self, index: int, num_rows: int, domain: str | None = None) -> Batch:
     """Rows [index, index + 1) * num_rows of the held-out documents of a domain, packed; starts over at their end.

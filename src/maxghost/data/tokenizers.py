@@ -1,17 +1,33 @@
-"""Text to token ids and back."""
+"""Text to token ids and back: bytes, a Hugging Face `tokenizer.json`, a SentencePiece model, tiktoken.
 
+Every tokenizer tells how many source bytes lie behind each token, so that a cut anywhere in a document has a byte
+offset. V: ids of the vocabulary.
+"""
+
+import hashlib
+import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+
+from maxghost.config import ConfigError, did_you_mean
+
+BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
+_PROBE = "  Two\tgrüne x_1 = 0x7F;\r\n\n\"don't\" 漢字 🙂 \u00a0end. "
+_BOS_NAMES = ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "<|endoftext|>")
+_EOS_NAMES = ("<|eos|>", "</s>", "<eos>", "<|end_of_text|>", "[EOS]", "<|endoftext|>")
+_PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]")
 
 
 class Tokenizer(Protocol):
   """Turns documents into ids.
 
   bos_id, eos_id: ids put before and after a document; None where the tokenizer has none. pad_id fills rows.
-  fingerprint: changes with the vocabulary. lossless: `byte_table` holds the source bytes of each id, int64[V], and
-  decoding gives back the text; else `encode_bytes` tells the bytes behind each token.
+  fingerprint: changes with the vocabulary. byte_table: int64[V], the source bytes of each id; then decoding gives back
+  the text exactly. None for a tokenizer that normalizes: then `encode_bytes` tells the bytes behind each token.
   """
 
   name: str
@@ -23,13 +39,37 @@ class Tokenizer(Protocol):
   byte_table: np.ndarray | None
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-    """Ids of each text, int32[n] or a smaller integer type. Raises UnicodeDecodeError where text must be UTF-8."""
+    """Ids of each text, an integer array [n]. Raises UnicodeDecodeError for a tokenizer of UTF-8 text."""
 
   def encode_bytes(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """As `encode`, with the bytes from each token's start to the next one's (int64[n]); for lossy tokenizers."""
+    """As `encode`, with the bytes from each token's start to the next one's (int64[n])."""
 
   def decode(self, ids: np.ndarray) -> bytes:
     """The bytes that the ids stand for; special ids stand for none."""
+
+
+def load_tokenizer(kind: str, path: str = "") -> Tokenizer:
+  """The tokenizer of `tokenizer_type` and `tokenizer_path`. Raises ConfigError: missing file, extra, or specials."""
+  if kind == BYTE:
+    if path:
+      raise ConfigError(f"tokenizer_path={path} is set, but tokenizer_type=byte reads no file; set the file's type")
+    return ByteTokenizer()
+  if not path:
+    raise ConfigError(f"tokenizer_type={kind} needs tokenizer_path, {_WANTED[kind]}")
+  return _LOADERS[kind](path)
+
+
+def check_specials(tokenizer: Tokenizer, add_bos: bool, add_eos: bool) -> None:
+  """Raises ConfigError when a document is to begin or end with a token that the tokenizer lacks."""
+  problems = [
+    f"add_{name}=true, but the tokenizer {tokenizer.name} has no {what} token; use add_{name}=false"
+    for name, wanted, found, what in (
+      ("bos", add_bos, tokenizer.bos_id, "begin-of-document"), ("eos", add_eos, tokenizer.eos_id, "end-of-document")
+    )
+    if wanted and found is None
+  ]
+  if problems:
+    raise ConfigError(*problems)
 
 
 class ByteTokenizer:
@@ -50,3 +90,243 @@ class ByteTokenizer:
   def decode(self, ids: np.ndarray) -> bytes:
     ids = np.asarray(ids)
     return ids[ids < 256].astype(np.uint8).tobytes()
+
+
+class _PieceTokenizer:
+  """What tokenizers of byte pieces share: the table of bytes by id, used when it proves right on a probe text."""
+
+  def _set_pieces(self, pieces: list[bytes | None]) -> None:
+    """pieces: bytes of each id; None for specials."""
+    self._pieces = pieces
+    table = np.array([0 if piece is None else len(piece) for piece in pieces], np.int64)
+    (ids,) = self.encode([_PROBE.encode()])
+    self.byte_table = table if b"".join(pieces[i] or b"" for i in ids.tolist()) == _PROBE.encode() else None
+
+  def _join(self, ids: np.ndarray) -> bytes:
+    return b"".join([self._pieces[i] or b"" for i in np.asarray(ids).tolist()])
+
+
+class HuggingFaceTokenizer(_PieceTokenizer):
+  """A `tokenizer.json`, run by the `tokenizers` library. Text that spells a special token is encoded as text."""
+
+  def __init__(self, path: str):
+    try:
+      import tokenizers
+    except ImportError:
+      raise _missing("tokenizers") from None
+    file = Path(path) / "tokenizer.json" if os.path.isdir(path) else Path(path)
+    raw = _read(file)
+    try:
+      self._inner = tokenizers.Tokenizer.from_str(raw.decode("utf-8"))
+    except Exception as error:  # the library raises plain Exception
+      raise ConfigError(f"tokenizer_path={path} is no tokenizer.json: {error}") from error
+    self._inner.encode_special_tokens = True
+    self._inner.no_truncation()
+    self._inner.no_padding()
+    self.name, self.path = str(file), file
+    self.fingerprint = hashlib.blake2b(raw, digest_size=8).hexdigest()
+    vocab = self._inner.get_vocab(with_added_tokens=True)
+    self.vocab_size = max(vocab.values()) + 1
+    named = _special_names(file.parent)
+    self.bos_id = _first(vocab, named.get("bos_token"), _BOS_NAMES)
+    self.eos_id = _first(vocab, named.get("eos_token"), _EOS_NAMES)
+    pad = _first(vocab, named.get("pad_token"), _PAD_NAMES)
+    self.pad_id = pad if pad is not None else self.eos_id or 0
+    self.byte_table = None
+    if '"ByteLevel"' in raw.decode("utf-8"):
+      added = self._inner.get_added_tokens_decoder()
+      pieces: list[bytes | None] = [None] * self.vocab_size
+      decoder = _byte_level_alphabet()
+      for token, number in vocab.items():
+        if number in added:
+          pieces[number] = None if added[number].special else added[number].content.encode()
+        elif all(letter in decoder for letter in token):
+          pieces[number] = bytes(decoder[letter] for letter in token)
+      self._set_pieces(pieces)
+
+  def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    decoded = [text.decode("utf-8") for text in texts]
+    return [np.array(e.ids, np.int32) for e in self._inner.encode_batch_fast(decoded, add_special_tokens=False)]
+
+  def encode_bytes(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
+    decoded = [text.decode("utf-8") for text in texts]
+    encodings = self._inner.encode_batch(decoded, add_special_tokens=False)
+    return [
+      (np.array(one.ids, np.int32), _gaps(_byte_starts([start for start, _ in one.offsets], text), len(raw)))
+      for one, text, raw in zip(encodings, decoded, texts, strict=True)
+    ]
+
+  def decode(self, ids: np.ndarray) -> bytes:
+    if self.byte_table is not None:
+      return self._join(ids)
+    return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True).encode("utf-8")
+
+
+class SentencePieceTokenizer:
+  """A SentencePiece model file. It normalizes text, so decoding may give back other white space or letters."""
+
+  byte_table = None
+
+  def __init__(self, path: str):
+    try:
+      import sentencepiece
+    except ImportError:
+      raise _missing("sentencepiece") from None
+    raw = _read(Path(path))
+    try:
+      self._inner = sentencepiece.SentencePieceProcessor(model_proto=raw)
+    except RuntimeError as error:
+      raise ConfigError(f"tokenizer_path={path} is no SentencePiece model: {error}") from error
+    self.name, self.path = path, Path(path)
+    self.fingerprint = hashlib.blake2b(raw, digest_size=8).hexdigest()
+    self.vocab_size = self._inner.vocab_size()
+    self.bos_id, self.eos_id, pad = (
+      None if number < 0 else number for number in (self._inner.bos_id(), self._inner.eos_id(), self._inner.pad_id())
+    )
+    self.pad_id = pad if pad is not None else self.eos_id or 0
+
+  def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    return [np.array(ids, np.int32) for ids in self._inner.encode([text.decode("utf-8") for text in texts])]
+
+  def encode_bytes(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
+    decoded = [text.decode("utf-8") for text in texts]
+    found = self._inner.encode(decoded, return_type="offset_mapping", return_bytes=True)
+    return [
+      (np.array(one["ids"], np.int32), _gaps([start for start, _ in one["offsets"]], len(text)))
+      for one, text in zip(found, texts, strict=True)
+    ]
+
+  def decode(self, ids: np.ndarray) -> bytes:
+    return self._inner.decode(np.asarray(ids).tolist()).encode("utf-8")
+
+
+class TiktokenTokenizer(_PieceTokenizer):
+  """A tiktoken encoding by name (`o200k_base`; looked up in TIKTOKEN_CACHE_DIR), or a file of ranks.
+
+  A file holds no more than the ranks: text is split as Llama 3 does, whose begin and end tokens follow the ranks.
+  """
+
+  def __init__(self, path: str):
+    try:
+      import tiktoken
+    except ImportError:
+      raise _missing("tiktoken") from None
+    self._inner = _tiktoken_file(path) if os.path.isfile(path) else _tiktoken_name(tiktoken, path)
+    self.name, self.path = path, Path(path)
+    specials = {name: self._inner.encode_single_token(name) for name in self._inner.special_tokens_set}
+    self.vocab_size = self._inner.n_vocab
+    self.bos_id = _first(specials, None, _BOS_NAMES)
+    self.eos_id = _first(specials, None, _EOS_NAMES)
+    self.pad_id = self.eos_id or 0
+    digest = hashlib.blake2b(digest_size=8)
+    pieces: list[bytes | None] = [None] * self.vocab_size
+    for piece in self._inner.token_byte_values():
+      pieces[self._inner.encode_single_token(piece)] = piece
+      digest.update(len(piece).to_bytes(4, "little") + piece)
+    self.fingerprint = digest.hexdigest()
+    self._set_pieces(pieces)
+
+  def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    decoded = [text.decode("utf-8") for text in texts]
+    return [np.array(ids, np.int32) for ids in self._inner.encode_ordinary_batch(decoded, num_threads=_num_threads())]
+
+  def encode_bytes(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [(ids, self.byte_table[ids]) for ids in self.encode(texts)]
+
+  def decode(self, ids: np.ndarray) -> bytes:
+    return self._join(ids)
+
+
+_LOADERS = {HUGGINGFACE: HuggingFaceTokenizer, SENTENCEPIECE: SentencePieceTokenizer, TIKTOKEN: TiktokenTokenizer}
+_WANTED = {
+  HUGGINGFACE: "a tokenizer.json or its folder",
+  SENTENCEPIECE: "a SentencePiece model file (*.model)",
+  TIKTOKEN: "the name of an encoding such as o200k_base, or a .tiktoken file",
+}
+# How Llama 3 splits text before its merges, as its published tokenizer configuration states it.
+_LLAMA3_SPLIT = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _tiktoken_name(tiktoken, name: str):
+  known = tiktoken.list_encoding_names()
+  if name not in known:
+    hint = did_you_mean(name, known) or f"; tiktoken has {', '.join(known)}"
+    raise ConfigError(f"tokenizer_path={name} is neither a file nor a tiktoken encoding{hint}")
+  try:
+    return tiktoken.get_encoding(name)
+  except Exception as error:  # whatever the library's download raises
+    raise ConfigError(
+      f"tokenizer_path={name} could not be loaded ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that "
+      "holds its file, or give a .tiktoken file"
+    ) from error
+
+
+def _tiktoken_file(path: str):
+  import tiktoken
+  from tiktoken.load import load_tiktoken_bpe
+
+  try:
+    ranks = load_tiktoken_bpe(path)
+  except ValueError as error:
+    raise ConfigError(f"tokenizer_path={path} is no tiktoken file: {error}") from error
+  specials = {"<|begin_of_text|>": len(ranks), "<|end_of_text|>": len(ranks) + 1}
+  return tiktoken.Encoding(Path(path).stem, pat_str=_LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials)
+
+
+def _gaps(starts: Sequence[int], stop: int) -> np.ndarray:
+  """From each token's start to the next one's, int64[n]; from 0 for the first, to `stop` for the last."""
+  return np.diff(np.array([0, *starts[1:], stop], np.int64)) if len(starts) else np.zeros(0, np.int64)
+
+
+def _byte_starts(starts: Sequence[int], text: str) -> Sequence[int]:
+  """Places in characters of `text` as places in its UTF-8 bytes."""
+  if text.isascii():
+    return starts
+  raw = np.frombuffer(text.encode("utf-8"), np.uint8)
+  where = np.append(np.flatnonzero((raw & 0xC0) != 0x80), len(raw))  # bytes 10xxxxxx continue a character
+  return where[np.array(starts, np.int64)].tolist()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+  """The letter that stands for each byte in a byte-level vocabulary: printable ones for themselves, others from 256 on.
+
+  Source: the GPT-2 byte-pair encoder (Radford et al. 2019).
+  """
+  plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+  other = [byte for byte in range(256) if byte not in plain]
+  return {chr(byte): byte for byte in plain} | {chr(256 + number): byte for number, byte in enumerate(other)}
+
+
+def _special_names(folder: Path) -> dict[str, str]:
+  """bos_token, eos_token and pad_token as `tokenizer_config.json` beside the tokenizer names them."""
+  file = folder / "tokenizer_config.json"
+  if not file.is_file():
+    return {}
+  entries = json.loads(file.read_text(encoding="utf-8"))
+  names = {}
+  for key in ("bos_token", "eos_token", "pad_token"):
+    entry = entries.get(key)
+    if entry:
+      names[key] = entry["content"] if isinstance(entry, dict) else entry
+  return names
+
+
+def _first(vocab: dict[str, int], named: str | None, usual: tuple[str, ...]) -> int | None:
+  return next((vocab[name] for name in ((named,) if named else usual) if name in vocab), None)
+
+
+def _read(file: Path) -> bytes:
+  try:
+    return file.read_bytes()
+  except OSError as error:
+    raise ConfigError(f"tokenizer_path={file} cannot be read: {error.strerror}") from error
+
+
+def _missing(package: str) -> ConfigError:
+  return ConfigError(f"this tokenizer_type needs the package {package}; install it with: pip install 'maxghost[data]'")
+
+
+def _num_threads() -> int:
+  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

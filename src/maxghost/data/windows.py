@@ -64,10 +64,10 @@ class TextUnits:
   def _encode(self, indices: np.ndarray, copies: set[bytes]) -> tuple[Encoded, dict[str, int]]:
     kept, texts = [], []
     counts = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt"), 0)
-    for index, text in zip(indices.tolist(), self._texts(indices, counts), strict=True):
+    for index, text in zip(indices.tolist(), read_or_skip(self._source, indices, self._on_corrupt), strict=True):
       if text is None:
-        continue
-      if not text:
+        counts["corrupt"] += 1
+      elif not text:
         counts["empty"] += 1
       elif copies and len(text) in self._copy_sizes and content_hash(text) in copies:
         counts["copies"] += 1
@@ -78,21 +78,21 @@ class TextUnits:
     counts["bytes"] += sum(map(len, texts))
     return encode_texts(texts, np.array(kept, np.int64), self._tokenizer, self._layout), counts
 
-  def _texts(self, indices: np.ndarray, counts: dict[str, int]) -> list[bytes | None]:
-    """The texts; None for a corrupt document where those are skipped."""
+
+def read_or_skip(source: Source, indices: np.ndarray, on_corrupt: str) -> list[bytes | None]:
+  """The texts; with on_corrupt=skip None for a corrupt document, else a ConfigError that names it."""
+  try:
+    return source.texts(indices)
+  except CorruptError as error:
+    if on_corrupt == "error":
+      raise ConfigError(f"{error}; repair or remove it, or use on_corrupt=skip") from error
+  out: list[bytes | None] = []
+  for index in indices:
     try:
-      return self._source.texts(indices)
-    except CorruptError as error:
-      if self._on_corrupt == "error":
-        raise ConfigError(f"{error}; repair or remove it, or use on_corrupt=skip") from error
-    out: list[bytes | None] = []
-    for index in indices:
-      try:
-        out.append(self._source.texts(np.array([index]))[0])
-      except CorruptError:
-        counts["corrupt"] += 1
-        out.append(None)
-    return out
+      out.append(source.texts(np.array([index]))[0])
+    except CorruptError:
+      out.append(None)
+  return out
 
 
 def encode_texts(texts: list[bytes], documents: np.ndarray, tokenizer: Tokenizer, layout: Layout) -> Encoded:

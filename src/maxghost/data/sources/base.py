@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from maxghost.config import ConfigError, did_you_mean
 from maxghost.data.hashing import combine, text_hash
 from maxghost.data.types import Document, DocumentId
 
@@ -19,13 +20,14 @@ class Source(Protocol):
 
   domains: names in a fixed order. fingerprint: changes when the data behind the source changes; `files` tells it for
   each file (none for a source without files of its own). num_bytes: text bytes in all (an estimate where the format
-  does not tell).
+  does not tell). notes: lines that a user should see (files left out, say).
   """
 
   domains: tuple[str, ...]
   fingerprint: str
   files: dict[str, str]
   num_bytes: int
+  notes: tuple[str, ...]
 
   def __len__(self) -> int: ...
 
@@ -54,6 +56,8 @@ def id_hash(domain: str, path: str, offset: int | np.ndarray) -> np.ndarray:
 
 class DocumentList:
   """A source whose documents are in memory."""
+
+  notes = ()
 
   def __init__(self, documents: Sequence[Document], domains: tuple[str, ...], fingerprint: str = ""):
     self.documents = documents
@@ -95,3 +99,39 @@ class DocumentList:
 
 def _digest(documents: Sequence[Document]) -> int:
   return text_hash(*(part for d in documents for part in (d.domain, d.path, str(d.offset), d.text)))
+
+
+def utf8(path: str, offset: int, raw: bytes) -> bytes:
+  """`raw` when it is UTF-8. Raises CorruptError naming the byte."""
+  try:
+    raw.decode("utf-8")
+  except UnicodeDecodeError as error:
+    raise CorruptError(f"{path} at byte {offset + error.start}: not UTF-8 ({error.reason})") from error
+  return raw
+
+
+def join_columns(where: str, record: dict, columns: Sequence[str]) -> bytes:
+  """The text columns of a record, joined by line ends; a null is an empty text. Raises CorruptError."""
+  values = []
+  for column in columns:
+    value = record.get(column)
+    if value is None and column in record:
+      value = ""
+    if isinstance(value, bytes):
+      value = utf8(f"{where}, column {column}", 0, value).decode("utf-8")
+    if not isinstance(value, str):
+      raise CorruptError(f"{where}: no text in column '{column}'")
+    values.append(value)
+  try:
+    return "\n".join(values).encode("utf-8")
+  except UnicodeEncodeError as error:
+    raise CorruptError(f"{where}: half of a surrogate pair in the text ({error.reason})") from error
+
+
+def check_columns(path: str, names: tuple[str, ...], columns: Sequence[str]) -> None:
+  """Raises ConfigError for the first column that is not among the names."""
+  for column in columns:
+    if column not in names:
+      has = f"; it has {', '.join(names)}" if names else "; its records are no objects"
+      hint = did_you_mean(column, names) or has
+      raise ConfigError(f"train_data_columns has '{column}', which {path} does not have{hint}")

@@ -1,0 +1,104 @@
+"""Files of a corpus: globs with a domain each, names that do not depend on where the corpus lies, fingerprints."""
+
+import glob
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from maxghost.config import ConfigError, did_you_mean
+from maxghost.data.hashing import text_hash
+
+_EXAMPLES = {
+  "text_files": "/data/wiki/**/*.jsonl", "ghost_val_files": "/data/held_out/*.txt", "hf_path": "/data/wiki",
+  "grain_train_files": "/data/wiki/*.array_record", "dataset_name": "lm1b:1.1.0",
+}
+_SAMPLE = 1 << 16  # bytes of a file's beginning, middle and end that go into its fingerprint
+
+
+@dataclass(frozen=True)
+class CorpusFile:
+  """path: where it lies. name: relative to the folder that the domain's globs share; part of the document ids."""
+
+  domain: str
+  path: str
+  name: str
+
+
+def expand(key: str, patterns: Sequence[str], domains: tuple[str, ...], default_domain: str) -> list[CorpusFile]:
+  """The files of `domain=glob` patterns (`**` goes down folders), by domain in the order given, then by name.
+
+  domains: those wanted; empty = all. A pattern without `domain=` is of `default_domain`. Raises ConfigError for a
+  pattern that no file matches, and for an unknown domain.
+  """
+  by_domain: dict[str, list[str]] = {}
+  for domain, pattern in labelled(key, patterns, domains, lambda _: default_domain):
+    by_domain.setdefault(domain, []).append(os.path.expanduser(pattern))
+  found: list[CorpusFile] = []
+  for domain, globs in by_domain.items():
+    paths = {path for pattern in globs for path in _matches(key, domain, pattern)}
+    base = os.path.commonpath([_fixed_part(pattern) for pattern in globs])
+    named = sorted((os.path.relpath(path, base).replace(os.sep, "/"), path) for path in paths)
+    found.extend(CorpusFile(domain, path, name) for name, path in named)
+  return found
+
+
+def labelled(key: str, items: Sequence[str], domains: tuple[str, ...], default_domain: Callable[[str], str]) -> list:
+  """(domain, rest) of `domain=rest` items, those of `domains` in that order (all when empty).
+
+  An item without `domain=` is of `default_domain(item)`. Raises ConfigError for a malformed item or unknown domain.
+  """
+  if not items:
+    raise ConfigError(f"{key} is empty, but dataset_type asks for it; give {key}=[domain={_EXAMPLES[key]}]")
+  pairs = []
+  for item in items:
+    domain, separator, rest = item.partition("=")
+    domain, rest = (domain.strip(), rest.strip()) if separator else (default_domain(item.strip()), item.strip())
+    if not domain or not rest:
+      raise ConfigError(f"{key} has '{item}', which is not of the form domain={_EXAMPLES[key]}")
+    pairs.append((domain, rest))
+  known = dict.fromkeys(domain for domain, _ in pairs)
+  for domain in domains:
+    if domain not in known:
+      hint = did_you_mean(domain, known) or f"; {key} has {', '.join(known)}"
+      raise ConfigError(f"dataset_domains has '{domain}', which {key} does not have{hint}")
+  return [pair for domain in domains or known for pair in pairs if pair[0] == domain]
+
+
+def _matches(key: str, domain: str, pattern: str) -> list[str]:
+  paths = [os.path.abspath(path) for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
+  if not paths:
+    raise ConfigError(f"{key}: domain '{domain}' has no documents: no file matches {pattern}")
+  return paths
+
+
+def _fixed_part(pattern: str) -> str:
+  """The folder above the first part of a glob that holds a wildcard; of a plain path, its folder."""
+  parts = os.path.abspath(pattern).split(os.sep)
+  for number, part in enumerate(parts):
+    if glob.has_magic(part):
+      return os.sep.join(parts[:number]) or os.sep
+  return os.path.dirname(os.path.abspath(pattern))
+
+
+def fingerprint(path: str) -> str:
+  """A hash of a file's size, and of its beginning, middle and end. The time it was written does not count."""
+  size = os.path.getsize(path)
+  with open(path, "rb") as file:
+    samples = []
+    for place in sorted({0, max(0, size // 2 - _SAMPLE // 2), max(0, size - _SAMPLE)}):
+      file.seek(place)
+      samples.append(file.read(_SAMPLE))
+  return f"{text_hash(str(size), *samples):016x}"
+
+
+def fingerprints(files: Sequence[CorpusFile]) -> dict[str, str]:
+  """{domain/name: fingerprint}. Raises ConfigError for an unreadable file."""
+  try:
+    return {f"{file.domain}/{file.name}": fingerprint(file.path) for file in files}
+  except OSError as error:
+    raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+
+def digest(files: dict[str, str], *settings: str) -> str:
+  """One fingerprint of all files."""
+  return f"{text_hash(*settings, *(part for item in sorted(files.items()) for part in item)):016x}"
