@@ -1,0 +1,205 @@
+"""The real command on a tiny model: killed, stopped, its newest checkpoint damaged, and continued.
+
+The one figure that counts: losses and scores of every step have the same bits as those of a run left alone.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+STEPS, PERIOD = 30, 8
+KEYS = (
+  "base_num_decoder_layers=2", "base_emb_dim=32", "base_mlp_dim=48", "head_dim=8", "max_target_length=128",
+  "per_device_batch_size=6", "dataset_domain_bytes=60000", "dropout_rate=0.1", f"steps={STEPS}",
+  f"checkpoint_period={PERIOD}", "eval_interval=7", "eval_steps=2", "ghost_log_period=5", "ghost_val_refresh_steps=6",
+)
+
+
+class Command:
+  """`python -m maxghost.train` in a folder of its own; compiled programs are shared by all starts."""
+
+  def __init__(self, folder):
+    self.folder = folder
+    self.environment = os.environ | {
+      "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+  def start(self, *changes, **environment):
+    arguments = [*KEYS, f"base_output_directory={self.folder}", f"jax_cache_dir={self.folder / 'cache'}", *changes]
+    return subprocess.Popen(
+      [sys.executable, "-m", "maxghost.train", *arguments], env=self.environment | environment, text=True,
+      stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )
+
+  def run(self, *changes, **environment):
+    """(exit code, stdout, stderr) of a start that is left alone."""
+    process = self.start(*changes, **environment)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+  def stop_at(self, pattern, number, *changes, delay=0.0):
+    """Sends a signal `delay` seconds after a line of stdout that matches; (exit code, stdout, stderr)."""
+    process = self.start(*changes)
+    seen = []
+    for line in process.stdout:
+      seen.append(line)
+      if re.match(pattern, line):
+        time.sleep(delay)
+        process.send_signal(number)
+        break
+    out, err = process.communicate(timeout=300)
+    return process.returncode, "".join(seen) + out, err
+
+
+def losses(run):
+  """The records without what a clock measured."""
+  lines = (run / "metrics.jsonl").read_text().splitlines()
+  return [{k: v for k, v in json.loads(line).items() if not k.startswith("perf/")} for line in lines]
+
+
+def scores(run):
+  """(step records, rows) of all score files, as bytes, with document names spelled out."""
+  steps, rows = [], []
+  for path in sorted((run / "ghost").glob("*.npz"), key=lambda p: int(p.stem.split("_")[-1])):
+    with np.load(path) as file:
+      steps += [step.tobytes() for step in file["steps"]]
+      fields = [name for name in file["rows"].dtype.names if name not in ("domain", "path")]
+      for row in file["rows"]:
+        name = str(file["domain_table"][row["domain"]]), str(file["path_table"][row["path"]])
+        rows.append((*name, *(row[field].tobytes() for field in fields)))
+  return steps, rows
+
+
+def checkpoints(run):
+  return sorted(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def flip_a_bit(folder):
+  """Damage that no file size tells."""
+  files = [os.path.join(root, name) for root, _, names in os.walk(folder / "items") for name in names]
+  path = max(files, key=os.path.getsize)
+  with open(path, "r+b") as file:
+    file.seek(os.path.getsize(path) // 2)
+    byte = file.read(1)[0]
+    file.seek(-1, os.SEEK_CUR)
+    file.write(bytes([byte ^ 4]))
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+  return Command(tmp_path_factory.mktemp("jobs"))
+
+
+@pytest.fixture(scope="module")
+def left_alone(command):
+  """(stdout, stderr) of an uninterrupted run, with JAX's log of what it compiled."""
+  code, out, err = command.run("run_name=alone", JAX_LOG_COMPILES="1")
+  assert code == 0, err[-3000:]
+  return out, err
+
+
+def test_a_run_left_alone(command, left_alone):
+  out, err = left_alone
+  run = command.folder / "alone"
+  found = losses(run)
+  assert [record["step"] for record in found] == list(range(STEPS))
+  assert found[-1]["learning/loss"] < found[0]["learning/loss"] - 1
+  assert all(np.isfinite(record["ghost/actual_drop/manual"]) for record in found)
+  assert all(record["ghost/check_rel_err/manual"] < 1e-5 for record in found)
+  assert [line.split(",")[0] for line in out.splitlines() if line.startswith("completed")] == [
+    f"completed step: {step}" for step in range(STEPS)
+  ]
+  assert re.search(r"^completed step: 3, seconds: [\d.]+, TFLOP/s/device: [\d.]+, Tokens/s/device: [\d.]+, "
+                   r"total_weights: \d+, loss: [\d.]+, ", out, re.M)
+  assert f"python -m maxghost.report {run}" in out
+  assert err.count("Finished XLA compilation of jit(train_step)") == 1
+  assert (run / "config.yml").exists() and list((run / "tensorboard").iterdir())
+  assert len(scores(run)[0]) == STEPS + 1
+
+
+def test_score_rows_name_every_trained_document(command, left_alone):
+  """All tokens that counted in the loss are in the score log, and contributions add up to the step's column."""
+  found = losses(command.folder / "alone")
+  tokens, contribution = dict.fromkeys(range(STEPS), 0), dict.fromkeys(range(STEPS), 0.0)
+  column = {}
+  for path in (command.folder / "alone" / "ghost").glob("*.npz"):
+    with np.load(path) as file:
+      for row in file["rows"]:
+        tokens[int(row["step"])] += int(row["tokens"])
+        contribution[int(row["step"])] += float(row["contribution"][0])
+      column |= {int(step["step"]): float(step["predicted_examples"][0]) for step in file["steps"]}
+  for step, record in enumerate(found):
+    assert tokens[step] == record["learning/total_weights"]
+    assert contribution[step] == pytest.approx(column[step], rel=1e-4, abs=1e-7)
+
+
+def test_killed_stopped_damaged_and_continued_it_is_the_same_run(command, left_alone):
+  run = command.folder / "broken"
+
+  code, out, _ = command.stop_at("completed step: 2,", signal.SIGKILL, "run_name=broken")
+  assert code == -signal.SIGKILL and checkpoints(run) == []  # before the first checkpoint
+
+  code, out, _ = command.stop_at(f"Saving a checkpoint after {PERIOD} ", signal.SIGKILL, "run_name=broken")
+  assert code == -signal.SIGKILL  # in the middle of the first checkpoint, or just after it
+  assert "starts again at step 0" in out
+
+  code, out, err = command.stop_at("completed step: 17,", signal.SIGTERM, "run_name=broken")
+  assert code == 0 and "SIGTERM received" in err
+  stopped = checkpoints(run)[-1]
+  assert 18 <= stopped < STEPS
+  assert f"after {stopped} of {STEPS} steps; saved in {run / 'checkpoints' / str(stopped)}" in out
+  assert [record["step"] for record in losses(run)] == list(range(stopped))
+
+  flip_a_bit(run / "checkpoints" / str(stopped))
+  code, out, err = command.stop_at(r"completed step: 2\d,", signal.SIGINT, "run_name=broken")
+  assert f"checkpoint {run / 'checkpoints' / str(stopped)} cannot be used" in out
+  assert "Continuing after 16 completed steps" in out
+  assert code == 130 and "Ctrl-C received" in err
+
+  code, out, err = command.stop_at("Saving a checkpoint after 30 ", signal.SIGKILL, "run_name=broken")
+  assert code == -signal.SIGKILL, out  # the last steps are done, the account is not closed
+
+  code, out, err = command.run("run_name=broken")
+  assert code == 0 and "Training complete: 30 steps" in out
+
+  assert losses(run) == losses(command.folder / "alone")
+  assert scores(run) == scores(command.folder / "alone")
+
+
+def test_a_complete_run_says_so_and_starts_nothing(command, left_alone):
+  begin = time.perf_counter()
+  code, out, err = command.run("run_name=alone")
+  assert code == 0 and "is complete: 30 steps" in out and "steps=60" in out and err == ""
+  assert time.perf_counter() - begin < 5
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (["run_name=alone", "learning_rate=1"], "learning_rate: the run has 0.003, the command 1.0"),
+    (["run_name=alone", "steps=29"], "steps may only grow"),
+    (["run_name=new", "base_output_directory=/dev/null/x"], "cannot write"),
+    (["run_name=new", "ghost_exclude=no/such/*"], "no/such"),
+    (["run_name=new", "stepz=3"], "stepz"),
+  ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(command, left_alone, changes, message):
+  before = sorted(os.listdir(command.folder))
+  code, out, err = command.run(*changes)
+  complaints = [line for line in err.splitlines() if "note:" not in line]
+  assert code == 2 and len(complaints) == 1 and message in complaints[0], err
+  assert "Traceback" not in err and out == ""
+  assert sorted(os.listdir(command.folder)) == before
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_one_line(command):
+  code, _, err = command.run("run_name=hot", "learning_rate=1e30", "gradient_clipping_threshold=0")
+  assert code == 1 and "Traceback" not in err
+  assert re.search(r"^maxghost: step \d+: \w+ is (nan|inf); no checkpoint has been saved yet$", err, re.M), err
