@@ -1,8 +1,24 @@
 """Command lines with flags (report, scores): a wrong one is reported in one line, with the nearest flag."""
 
 import argparse
+import os
+import sys
+from collections.abc import Callable
 
+from maxghost import cli
 from maxghost.config import ConfigError, did_you_mean
+
+
+def run_door(work: Callable[[], int]) -> int:
+  """Runs `work` and returns the exit code: 2 where the input is wrong. A reader may leave early (`| head`)."""
+  sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks, not a traceback
+  try:
+    code = cli.guard(work)
+    sys.stdout.flush()
+    return code
+  except BrokenPipeError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again at its exit
+    return 0
 
 
 class Parser(argparse.ArgumentParser):

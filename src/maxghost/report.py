@@ -4,8 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from maxghost import attribution, cli
-from maxghost.arguments import Parser
+from maxghost import attribution
+from maxghost.arguments import Parser, run_door
 from maxghost.attribution.files import write_whole
 from maxghost.config import ConfigError
 
@@ -31,8 +31,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 where the input is wrong; nothing has been written then."""
-  sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks, not a traceback
-  return cli.guard(lambda: _run(parse(argv)))
+  return run_door(lambda: _run(parse(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -42,9 +41,9 @@ def _run(args: argparse.Namespace) -> int:
   from maxghost.attribution.summary import summarize
 
   summary = summarize(attribution.load(args.run_dir), args.documents, with_texts=not args.no_texts)
-  terminal.show(summary, Console())
   output = args.output or args.run_dir / "report.html"
   write_whole(output, html.render(summary))
+  terminal.show(summary, Console())
   print(f"\nreport: {output}")
   return 0
 

@@ -4,8 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from maxghost import attribution, cli
-from maxghost.arguments import Parser
+from maxghost import attribution
+from maxghost.arguments import Parser, run_door
 from maxghost.attribution.files import write_whole
 from maxghost.config import ConfigError, did_you_mean
 
@@ -54,8 +54,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 where the input is wrong; nothing has been written then."""
-  sys.stdout.reconfigure(errors="replace")
-  return cli.guard(lambda: _run(parse(argv)))
+  return run_door(lambda: _run(parse(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:

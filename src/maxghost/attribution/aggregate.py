@@ -64,14 +64,15 @@ class Groups:
 
 
 def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None, scaling: tuple | None = None) -> int:
-  """Streams all rows once through the accumulators' `add(shard, rows)`.
+  """Streams all rows once through the accumulators' `add(shard, rows)`, with the columns they name.
 
   where: (shard, rows) -> bool[N], the rows that count. scaling: (steps [S], factors [S, K]) by which contributions are
   multiplied before they are added up. Rows whose contribution is not finite are left out; their number
   is returned.
   """
   num_left_out = 0
-  for shard, rows in log.blocks():
+  columns = frozenset(("contribution", "step")).union(*(a.columns for a in accumulators), getattr(where, "columns", ()))
+  for shard, rows in log.blocks(columns):
     finite = np.isfinite(rows["contribution"]).all(-1)
     if not finite.all():
       num_left_out += int((~finite).sum())
@@ -95,6 +96,7 @@ class GroupSums:
       raise ConfigError(f"by={by}: rows can be grouped by {', '.join(GROUPINGS)}")
     self._by = by
     self._columns = GROUPINGS[by]
+    self.columns = frozenset((*self._columns, "domain", "tokens", "loss"))
     self._domain_index = {name: i for i, name in enumerate(log.domains)}
     self._domains = log.domains
     self._num_sets = len(log.val_sets)
@@ -150,6 +152,8 @@ class TimeSums:
   edges: B + 1 steps, growing; bin b holds edges[b] <= step < edges[b + 1].
   """
 
+  columns = frozenset(("domain", "tokens", "loss"))
+
   def __init__(self, log: ScoreLog, edges: np.ndarray):
     self.domains = log.domains
     self.edges = np.asarray(edges, np.int64)
@@ -176,6 +180,8 @@ class TimeSums:
 
 class AbsoluteSums:
   """Accumulator of the sum of absolute contributions per step and validation set: total_SK over `steps`."""
+
+  columns = frozenset()
 
   def __init__(self, log: ScoreLog):
     self.steps = log.steps["step"]

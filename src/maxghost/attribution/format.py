@@ -241,8 +241,8 @@ class Shard:
   def last_step(self) -> int:
     return int(self.meta["last_step"])
 
-  def blocks(self, block_rows: int = BLOCK_ROWS) -> Iterator[np.ndarray]:
-    """The rows in order, at most `block_rows` at a time."""
+  def blocks(self, block_rows: int = BLOCK_ROWS, columns: frozenset[str] | None = None) -> Iterator[np.ndarray]:
+    """The rows in order, at most `block_rows` at a time. All columns are read, whichever are needed."""
     with open(self.path, "rb") as file:
       file.seek(self._start)
       left = self.num_rows

@@ -58,6 +58,8 @@ class Health:
 class PassSums:
   """Accumulator for PassTable; edges: of the bins of steps over which a domain's average is taken."""
 
+  columns = frozenset(("domain", "tokens", "epoch"))
+
   def __init__(self, log: ScoreLog, edges: np.ndarray):
     self._edges = edges
     self._domains = {name: i for i, name in enumerate(log.domains)}

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from maxghost.attribution import format as fmt
+from maxghost.attribution import parquet
 from maxghost.config import ConfigError, did_you_mean
 
 ROW_COLUMNS = ("step", "domain", "path", "offset", "chunk", "epoch", "tokens", "loss", "dot", "contribution")
@@ -26,7 +27,10 @@ def load(run_dir) -> "ScoreLog":
   if not run_dir.is_dir():
     raise ConfigError(f"run_dir={run_dir}: no such folder")
   folder = run_dir if run_dir.name == "ghost" or not (run_dir / "ghost").is_dir() else run_dir / "ghost"
-  paths = sorted(path for path in folder.iterdir() if fmt.parse_shard_name(path.name))
+  paths = [
+    *parquet.part_files(folder / "parquet"),
+    *sorted(p for p in folder.iterdir() if fmt.parse_shard_name(p.name)),
+  ]
   if not paths:
     is_run = (run_dir / "config.yml").is_file()
     found = "no score files" if is_run else "not a run of maxghost (no config.yml, no scores)"
@@ -34,7 +38,7 @@ def load(run_dir) -> "ScoreLog":
   shards, messages = [], []
   for path in paths:
     try:
-      shards.append(fmt.Shard(path))
+      shards.append(parquet.Part(path) if path.suffix == ".parquet" else fmt.Shard(path))
     except fmt.NewerSchema as error:
       raise ConfigError(str(error)) from error
     except fmt.DamagedShard as error:
@@ -49,7 +53,7 @@ class ScoreLog:
 
   def __init__(self, run_dir: Path, shards: list[fmt.Shard], messages: list[str]):
     self.run_dir = run_dir
-    self.shards = fmt.drop_covered(shards)
+    self.shards = _without_overlap(shards)
     self.messages = [*messages, *(shard.problem for shard in self.shards if shard.problem)]
     self.val_sets = self.shards[0].val_sets
     for shard in self.shards:
@@ -96,10 +100,14 @@ class ScoreLog:
           raise ConfigError(f"{shard.path.name}: other modules, layers or domains than in the files before it")
         yield modules
 
-  def blocks(self, block_rows: int = fmt.BLOCK_ROWS) -> Iterator[tuple[fmt.Shard, np.ndarray]]:
-    """(file, rows) in bounded memory; `domain` and `path` are indices into the file's tables."""
+  def blocks(self, columns: frozenset[str] | None = None) -> Iterator[tuple[fmt.Shard, np.ndarray]]:
+    """(file, rows) in bounded memory; `domain` and `path` are indices into the file's tables.
+
+    columns: those that are needed; the others may be 0. Raises ConfigError for rows that point outside of the tables.
+    """
     for shard in self.shards:
-      for rows in shard.blocks(block_rows):
+      for rows in shard.blocks(columns=columns):
+        _check_indices(shard, rows, columns)
         yield shard, rows
 
   def column(self, name: str) -> np.ndarray:
@@ -107,10 +115,30 @@ class ScoreLog:
     if name not in ROW_COLUMNS:
       raise ConfigError(f"unknown score column {name!r}{did_you_mean(name, ROW_COLUMNS)}")
     parts = []
-    for shard, rows in self.blocks():
+    for shard, rows in self.blocks(frozenset((name,))):
       values = rows[name]
       parts.append(getattr(shard, f"{name}s")[values] if name in ("domain", "path") else values.copy())
     empty = fmt.row_dtype(len(self.val_sets))[name]
     return np.concatenate(parts) if parts else np.zeros((0, *empty.shape), empty.base)
 
   __getitem__ = column
+
+
+def _without_overlap(shards: list) -> list:
+  """Each step of a process once: a compacted range stands for the files inside it, a whole interval for its parts."""
+  parts = fmt.drop_covered([shard for shard in shards if isinstance(shard, parquet.Part)])
+  ranges = [(part.first_step, part.last_step) for part in parts]
+  files = [shard for shard in shards if isinstance(shard, fmt.Shard)]
+  files = [s for s in files if not any(first <= s.first_step and s.last_step <= last for first, last in ranges)]
+  return sorted([*parts, *fmt.drop_covered(files)], key=lambda shard: (shard.process_index, shard.first_step))
+
+
+def _check_indices(shard, rows: np.ndarray, columns: frozenset[str] | None):
+  for name in ("domain", "path"):
+    if len(rows) and (columns is None or name in columns):
+      size = len(getattr(shard, f"{name}s"))
+      if rows[name].min() < 0 or rows[name].max() >= size:
+        raise ConfigError(
+          f"{shard.path}: a row points to entry {rows[name].max()} of {size} in its table of {name}s: "
+          "the file is damaged; remove it to use the others"
+        )

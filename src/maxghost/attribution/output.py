@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from maxghost.attribution.numbers import integer, number
+from maxghost.attribution.parquet import import_pyarrow
 from maxghost.attribution.query import Answer
 from maxghost.attribution.texts import snippet
 from maxghost.config import ConfigError
@@ -57,16 +58,6 @@ def write_parquet(answer: Answer, path: Path):
     parquet.write_table(pa.Table.from_arrays(arrays, schema=schema), path)
   except OSError as error:
     raise ConfigError(f"cannot write {path} ({error.strerror or error}); name another place with --output") from error
-
-
-def import_pyarrow(what: str):
-  """(pyarrow, pyarrow.parquet); raises ConfigError that names the extra."""
-  try:
-    import pyarrow
-    import pyarrow.parquet
-  except ImportError as error:
-    raise ConfigError(f"{what} needs pyarrow: pip install 'maxghost[scores]'") from error
-  return pyarrow, pyarrow.parquet
 
 
 def show(answer: Answer, console):

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 from maxghost.attribution import format as fmt
+from maxghost.attribution import parquet
 from maxghost.attribution.interval import Interval
 from maxghost.config import ConfigError
 
@@ -100,6 +101,7 @@ class ScoreWriter:
       else:
         kept.append(path)
     self._remove_temporaries()
+    self._cut_parts(last_step)
     for path in dropped:
       path.unlink(missing_ok=True)
     if self._folder.is_dir():
@@ -128,8 +130,8 @@ class ScoreWriter:
         self._pending = Interval.load(shard, self._last_step)
 
   def _say_missing(self, position: dict | None):
-    if position is None:
-      return
+    if position is None or parquet.part_files(self._folder / "parquet"):
+      return  # compacted files are of all processes together: there is no count to compare with
     for key, have in (("num_steps", self._num_steps), ("num_rows", self._num_rows)):
       if have != position.get(key, have):
         print(
@@ -167,8 +169,15 @@ class ScoreWriter:
       if name is not None and name[1] == self._process_index:
         path.unlink(missing_ok=True)
 
+  def _cut_parts(self, last_step: int):
+    """Compacted scores after `last_step` go too; they are of all processes, so the first process does it for all."""
+    folder = self._folder / "parquet"
+    if self._process_index == 0 and parquet.part_files(folder):
+      parquet.cut(folder, last_step)
+
   def _refuse_foreign_files(self):
-    if files := self._own_files():
+    files = self._own_files() or parquet.part_files(self._folder / "parquet")
+    if files:
       raise ValueError(f"{files[0]} is already there: call restore(position), or restore(None) to begin anew")
     self._restored = True
 
@@ -181,7 +190,7 @@ class ScoreWriter:
       self._thread = threading.Thread(target=self._work, name="score-writer", daemon=True)
       self._thread.start()
     interval = self._pending if last else self._pending.copy()
-    self._queue.put((interval, interval.replaced))
+    self._queue.put((interval, interval.replaced, last))
     if last:
       self._pending = Interval(len(self._val_sets))
     else:
@@ -198,8 +207,8 @@ class ScoreWriter:
         self._queue.task_done()
     self._queue.task_done()
 
-  def _write(self, interval: "Interval", replaced: Path | None):
-    """One file for the interval; then the file it makes superfluous goes."""
+  def _write(self, interval: Interval, replaced: Path | None, closed: bool = False):
+    """One file for the interval; then the file it makes superfluous goes. closed: it will not be written again."""
     self._folder.mkdir(parents=True, exist_ok=True)
     meta = {
       "schema_version": fmt.SCHEMA_VERSION,
@@ -207,6 +216,7 @@ class ScoreWriter:
       "process_index": self._process_index,
       "first_step": interval.first_step,
       "last_step": interval.last_step,
+      "closed": closed,
       "fingerprint": self._fingerprint,
       "units": fmt.UNITS,
     }

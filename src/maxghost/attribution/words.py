@@ -57,11 +57,11 @@ def _listed(names: list[str]) -> str:
 
 
 def ledger_sentence(ledger: Ledger) -> str:
-  """How to read the ledger; says so when momentum carries most of the step."""
+  """How to read the ledger; says so when momentum carries much of the step."""
   steps = f"{ledger.num_steps:,} steps ({ledger.first_step} to {ledger.last_step})".replace(",", "\u202f")
   text = f"Each step's predicted drop, added up over {steps}."
   momentum, examples = ledger.columns.get("momentum"), ledger.columns.get("predicted_examples")
-  if momentum and ledger.predicted > 0 and momentum > 0.5 * ledger.predicted:
+  if momentum and ledger.predicted > 0 and momentum > 0.2 * ledger.predicted:
     text += (
       f" Momentum carries {percent(momentum / ledger.predicted)} of it: AdamW moves mostly along the mean of earlier "
       "gradients, so the examples of a step are credited with the small part that is new in this step"

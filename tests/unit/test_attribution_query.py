@@ -1,0 +1,277 @@
+"""Queries against sums made by hand in NumPy, their formats and mistakes, compaction. K = 2 validation sets."""
+
+import csv
+import io
+import json
+
+import numpy as np
+import pytest
+from attribution_runs import make_run
+
+from maxghost import attribution, scores
+from maxghost.attribution import ScoreWriter, aggregate, parquet, query
+from maxghost.attribution import format as fmt
+from maxghost.attribution.query import Query, ask
+from maxghost.attribution.where import Where
+from maxghost.config import ConfigError
+
+SYNTHETIC = ("dataset_type=synthetic", "ghost_val_domain=words")
+SETS = ("words", "exams")
+COLUMNS = ("step", "domain", "path", "offset", "chunk", "epoch", "tokens", "loss", "dot", "contribution")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+  return make_run(tmp_path_factory.mktemp("runs") / "base", *SYNTHETIC, val_sets=SETS, steps=47, rows_per_step=11)
+
+
+@pytest.fixture(scope="module")
+def table(run_dir):
+  """All rows as plain columns."""
+  log = attribution.load(run_dir)
+  return {name: log[name] for name in COLUMNS}
+
+
+def by_hand(table, keys, keep=slice(None), k=0):
+  """{key: (chunks, tokens, contribution)} in plain Python."""
+  sums = {}
+  for i in np.arange(len(table["step"]))[keep]:
+    key = tuple(table[name][i].item() for name in keys)
+    chunks, tokens, contribution = sums.get(key, (0, 0, 0.0))
+    sums[key] = (chunks + 1, tokens + int(table["tokens"][i]), contribution + float(table["contribution"][i, k]))
+  return sums
+
+
+@pytest.mark.parametrize("by", ["domain", "source", "document", "step"])
+@pytest.mark.parametrize(
+  ("where", "keep"),
+  [
+    ("", lambda t: np.ones(len(t["step"]), bool)),
+    ("domain~*s,step>=20", lambda t: (t["domain"] != "noise") & (t["step"] >= 20)),
+    ("path!~*/b*,tokens<100", lambda t: (np.char.find(t["path"], "/b") < 0) & (t["tokens"] < 100)),
+    ("contribution>0 , domain!=noise", lambda t: (t["contribution"][:, 1] > 0) & (t["domain"] != "noise")),
+  ],
+)
+def test_sums_by_hand(run_dir, table, by, where, keep):
+  answer = ask(attribution.load(run_dir), Query(by=by, where=where, val_set="exams"))
+  keys = aggregate.GROUPINGS[by]
+  expected = by_hand(table, keys, keep(table), 1)
+  assert answer.num_groups == len(expected) and len(expected) > 2
+  found = zip(*(answer.columns[n] for n in (*keys, "chunks", "tokens", "contribution")), strict=True)
+  for *key, chunks, tokens, contribution in found:
+    assert expected.pop(tuple(key)) == (chunks, tokens, pytest.approx(contribution, rel=1e-6, abs=1e-12))
+  values = answer.columns["contribution"]
+  assert (np.diff(values) <= 0).all()
+  np.testing.assert_allclose(answer.columns["per_million_tokens"], values / answer.columns["tokens"] * 1e6)
+  np.testing.assert_allclose(answer.columns["per_chunk"], values / answer.columns["chunks"])
+
+
+def test_merging_of_partial_sums(run_dir, table, monkeypatch):
+  monkeypatch.setattr(aggregate, "MERGE_ROWS", 7)
+  monkeypatch.setattr(fmt, "BLOCK_ROWS", 5)
+  log = attribution.load(run_dir)
+  sums = aggregate.GroupSums(log, "document")
+  for shard in log.shards:
+    for rows in shard.blocks(5):
+      sums.add(shard, rows)
+  groups = sums.result()
+  expected = by_hand(table, ("domain", "path", "offset"))
+  keys = list(
+    zip(groups.keys["domain"].tolist(), groups.keys["path"].tolist(), groups.keys["offset"].tolist(), strict=True)
+  )
+  assert keys == sorted(expected)
+  np.testing.assert_allclose(groups.contribution_GK[:, 0], [expected[key][2] for key in keys], rtol=1e-6, atol=1e-12)
+
+
+def test_negative_and_huge_offsets_are_kept_apart(tmp_path):
+  """Offsets that do not fit beside the path in one sort key."""
+  writer = ScoreWriter(tmp_path)
+  offsets = [2**62, -5, 0, 2**62, 2**62 + 1]
+  rows = {"tokens": [1] * 5, "loss": [1.0] * 5, "dot": [1.0] * 5, "contribution": [1.0, 2.0, 4.0, 8.0, 16.0]}
+  writer.append({"step": 0}, rows, [("a", "p" + str(i % 2), offset) for i, offset in enumerate(offsets)])
+  writer.close()
+  answer = ask(attribution.load(tmp_path), Query(by="document", sort="offset"))
+  assert answer.columns["offset"].tolist() == [-5, 0, 2**62, 2**62, 2**62 + 1]
+  assert sorted(answer.columns["contribution"].tolist()) == [1.0, 2.0, 4.0, 8.0, 16.0]
+
+
+def test_layers_add_up_to_domains(run_dir):
+  log = attribution.load(run_dir)
+  for where in ("", "domain=digits", "step<13,domain!=noise"):
+    domains = ask(log, Query(by="domain", where=where))
+    for by in ("layer", "module"):
+      answer = ask(log, Query(by=by, where=where))
+      assert answer.columns["contribution"].sum() == pytest.approx(domains.columns["contribution"].sum(), rel=1e-4)
+      assert (answer.columns["tokens"] == domains.columns["tokens"].sum()).all()
+  assert sorted(ask(log, Query(by="layer")).columns["layer"].tolist()) == [
+    "layer 0",
+    "layer 1",
+    "layer 2",
+    "layer 3",
+    "logits_dense",
+    "token_embedder",
+  ]
+
+
+def test_scales(run_dir, table):
+  log = attribution.load(run_dir)
+  rate = log.steps["learning_rate"][table["step"]]
+  per_lr = dict(zip(*(ask(log, Query(scale="per_lr")).columns[n] for n in ("domain", "contribution")), strict=True))
+  share = dict(zip(*(ask(log, Query(scale="share")).columns[n] for n in ("domain", "contribution")), strict=True))
+  value = table["contribution"][:, 0].astype(float)
+  absolute = np.bincount(table["step"], np.abs(value))[table["step"]]
+  for domain in per_lr:
+    at = table["domain"] == domain
+    assert per_lr[domain] == pytest.approx((value / rate)[at].sum(), rel=1e-5)
+    assert share[domain] == pytest.approx((value / absolute)[at].sum(), rel=1e-5)
+
+
+def test_best_and_worst(run_dir):
+  log = attribution.load(run_dir)
+  whole = ask(log, Query(by="document")).columns["contribution"]
+  some = ask(log, Query(by="document", top=3, bottom=2))
+  assert some.columns["contribution"].tolist() == [*whole[:3], *whole[:-3:-1]] and some.num_top == 3
+  every = ask(log, Query(by="domain", top=3, bottom=9))
+  assert len(every) == every.num_groups == len(set(every.columns["domain"]))
+  by_tokens = ask(log, Query(by="domain", sort="tokens")).columns["tokens"]
+  assert (np.diff(by_tokens) <= 0).all()
+
+
+def test_where_reads_quotes_and_spaces(run_dir):
+  where = Where(" domain = \"a, b\" ,path~'x=*', loss >= 1e-3")
+  assert [(c.column, c.operator, c.value) for c in where.conditions] == [
+    ("domain", "=", "a, b"),
+    ("path", "~", "x=*"),
+    ("loss", ">=", 1e-3),
+  ]
+
+
+@pytest.mark.parametrize(
+  ("arguments", "line"),
+  [
+    (["--where", "stp>=3"], "unknown column 'stp'; did you mean 'step'?"),
+    (["--where", "domain>code"], "a text takes =, !=, ~, !~"),
+    (["--where", "step=ten"], "'ten' is not a whole number"),
+    (["--where", "step"], "cannot read 'step'"),
+    (["--by", "domian"], "--by domian: unknown; did you mean 'domain'?"),
+    (["--by", "layer", "--where", "path=x"], "--where path: with --by layer only step and domain"),
+    (["--set", "exms"], "did you mean 'exams'?"),
+    (["--sort", "contribtion"], "did you mean 'contribution'?"),
+    (["--scale", "nat"], "--scale nat: unknown; did you mean 'nats'?"),
+    (["--text"], "use --by document"),
+    (["--format", "parquet"], "needs --output FILE"),
+    (["--format", "jsn"], "did you mean 'json'?"),
+    (["--top", "-1"], "--top -1: at least 0"),
+    (["--botom", "1"], "did you mean '--bottom'?"),
+    (["--keep-shards"], "goes with --compact"),
+    (["--output", "/nowhere/x.csv", "--format", "csv"], "cannot write /nowhere/x.csv"),
+  ],
+)
+def test_bad_input_is_one_line(run_dir, capsys, arguments, line):
+  assert scores.main([str(run_dir), *arguments]) == 2
+  error = capsys.readouterr().err
+  assert line in error and error.count("\n") == 1
+
+
+def test_formats_agree(run_dir, tmp_path, capsys):
+  def output(*arguments):
+    assert scores.main([str(run_dir), "--by", "document", "--top", "5", *arguments]) == 0
+    return capsys.readouterr().out
+
+  rows = json.loads(output("--format", "json"))["rows"]
+  assert len(rows) == 5 and rows[0]["contribution"] >= rows[4]["contribution"]
+  lines = list(csv.DictReader(io.StringIO(output("--format", "csv"))))
+  assert [float(line["contribution"]) for line in lines] == [row["contribution"] for row in rows]
+  output("--format", "parquet", "--output", str(tmp_path / "x.parquet"))
+  pq = pytest.importorskip("pyarrow.parquet")
+  stored = pq.read_table(tmp_path / "x.parquet")
+  assert stored["offset"].to_pylist() == [row["offset"] for row in rows]
+  assert stored.schema.field("contribution").metadata == {b"unit": b"nats"}
+  shown = output()
+  assert rows[0]["path"] in shown and "5 of" in shown
+  output("--output", str(tmp_path / "x.txt"))
+  assert rows[0]["path"] in (tmp_path / "x.txt").read_text()
+
+
+def test_one_exposure_has_no_interval_in_json(tmp_path, capsys):
+  writer = ScoreWriter(tmp_path)
+  writer.append({"step": 0}, {"tokens": [1], "loss": [1.0], "dot": [1.0], "contribution": [1.0]}, [("a", "b", 0)])
+  writer.close()
+  assert scores.main([str(tmp_path), "--by", "document", "--format", "json"]) == 0
+  assert json.loads(capsys.readouterr().out)["rows"][0]["half_width"] is None
+
+
+def test_texts_by_id(run_dir, capsys):
+  assert scores.main([str(run_dir), "--by", "document", "--top", "2", "--text", "--format", "json"]) == 0
+  rows = json.loads(capsys.readouterr().out)["rows"]
+  assert len(rows) == 2 and all(len(row["text"]) > 10 for row in rows)
+
+
+def test_nothing_found_is_said(run_dir, capsys):
+  assert scores.main([str(run_dir), "--where", "domain=nix"]) == 0
+  assert "no scored document satisfies --where domain=nix" in capsys.readouterr().err
+
+
+def test_compaction_changes_no_answer(run_dir, table, tmp_path, capsys):
+  pytest.importorskip("pyarrow")
+  copy = make_run(tmp_path / "copy", *SYNTHETIC, val_sets=SETS, steps=47, rows_per_step=11)
+  before = attribution.load(copy)
+  steps, modules = before.steps, np.concatenate([m.contribution_SMLDK for m in before.modules()])
+  lines = parquet.compact(copy, rows_per_part=150)
+  assert len(lines) == 3 and not list((copy / "ghost").glob("*.npz"))
+  log = attribution.load(copy)
+  for name in COLUMNS:
+    np.testing.assert_array_equal(log[name], table[name], err_msg=name)
+  assert log.steps.tobytes() == steps.tobytes()
+  np.testing.assert_array_equal(np.concatenate([m.contribution_SMLDK for m in log.modules()]), modules)
+  assert log.fingerprints == before.fingerprints
+  asked = Query(by="document", where="domain=words,step>=20")
+  for name, values in ask(attribution.load(run_dir), asked).columns.items():
+    np.testing.assert_array_equal(values, ask(log, asked).columns[name])
+  assert parquet.compact(copy) == ["nothing to compact"]
+
+
+def test_compacted_files_that_stayed_are_not_counted_twice(run_dir, table, tmp_path):
+  pytest.importorskip("pyarrow")
+  copy = make_run(tmp_path / "copy", *SYNTHETIC, val_sets=SETS, steps=47, rows_per_step=11)
+  assert scores.main([str(copy), "--compact", "--keep-shards"]) == 0
+  assert list((copy / "ghost").glob("*.npz"))
+  np.testing.assert_array_equal(attribution.load(copy)["dot"], table["dot"])
+
+
+@pytest.mark.parametrize("last_step", [9, 19, 33, 46])
+def test_a_run_continues_over_compacted_scores(table, tmp_path, last_step):
+  pytest.importorskip("pyarrow")
+  copy = make_run(tmp_path / "copy", *SYNTHETIC, val_sets=SETS, steps=47, rows_per_step=11)
+  parquet.compact(copy, rows_per_part=1)
+  for _ in range(2):
+    writer = ScoreWriter(copy, SETS, period=20)
+    writer.restore({"step": last_step, "num_steps": last_step + 1, "num_rows": 0})
+  assert attribution.load(copy).steps["step"].tolist() == list(range(last_step + 1))
+  kept = table["step"] <= last_step
+  np.testing.assert_array_equal(attribution.load(copy)["dot"], table["dot"][kept])
+  for step in range(last_step + 1, 47):
+    at = table["step"] == step
+    rows = {name: table[name][at] for name in ("tokens", "loss", "dot", "contribution", "chunk", "epoch")}
+    documents = list(zip(table["domain"][at], table["path"][at], table["offset"][at], strict=True))
+    writer.append({"step": step}, rows, documents)
+  writer.close()
+  log = attribution.load(copy)
+  for name in COLUMNS:
+    np.testing.assert_array_equal(log[name], table[name], err_msg=name)
+  ScoreWriter(copy, SETS).restore(None)
+  assert not parquet.part_files(copy / "ghost" / "parquet")
+
+
+def test_damaged_index_is_one_line(run_dir, tmp_path):
+  shard = attribution.load(run_dir).shards[0]
+  rows = shard.rows()
+  rows["domain"][3] = 77
+  (tmp_path / "ghost").mkdir()
+  fmt.write_shard(tmp_path / "ghost" / shard.path.name, shard.meta, shard.domains, shard.paths, shard.steps, None, rows)
+  with pytest.raises(ConfigError, match="a row points to entry 77 of 4"):
+    ask(attribution.load(tmp_path), Query())
+
+
+def test_query_names_match_the_columns():
+  assert set(query.MEASURES) == set(query._units("nats"))
