@@ -9,15 +9,16 @@ from maxghost.config.schema import DataConfig
 from maxghost.data import sources
 from maxghost.data.dataset import POOL_DOCUMENTS, Dataset, Part
 from maxghost.data.feeds import ThreadFeed, WorkerFeed
-from maxghost.data.hashing import text_hash
+from maxghost.data.hashing import content_hashes, text_hash
 from maxghost.data.order import Repeated, RowMixture, Uniform
 from maxghost.data.packing import Layout
+from maxghost.data.prepared import PreparedSource, PreparedUnits, is_prepared
 from maxghost.data.reader import Identity, Sharding, Stream, TrainIterator
 from maxghost.data.sources import text
 from maxghost.data.sources.base import Source
-from maxghost.data.split import Split, check_domain, scan
+from maxghost.data.split import Split, check_domain
 from maxghost.data.tokenizers import ByteTokenizer, Tokenizer, check_specials, load_tokenizer
-from maxghost.data.windows import TextUnits, Windows, read_or_skip
+from maxghost.data.windows import NO_COPIES, HeldOut, TextUnits, Units, Windows, read_or_skip
 
 _MOST_FILES_IN_A_STATE = 1000
 _SMALLEST_WINDOW = 1 << 18  # bytes
@@ -34,10 +35,20 @@ def load_dataset(cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int
   """
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
   check_vocabulary(cfg, tokenizer, vocab_size)
+  source = open_corpus(cfg, seed, tokenizer)
   return make_dataset(
-    sources.open_source(cfg, seed), cfg, seed, num_shards, shard, batch_size=batch_size, tokenizer=tokenizer,
-    val_domains=val_domains,
+    source, cfg, seed, num_shards, shard, batch_size=batch_size, tokenizer=tokenizer, val_domains=val_domains
   )
+
+
+def open_corpus(cfg: DataConfig, seed: int, tokenizer: Tokenizer) -> Source:
+  """The documents of a configuration; tokenized already where `grain_train_files` names a prepared folder."""
+  folders = [item for item in cfg.grain_train_files if cfg.dataset_type == "grain" and is_prepared(item)]
+  if not folders:
+    return sources.open_source(cfg, seed)
+  if len(cfg.grain_train_files) > 1:
+    raise ConfigError(f"grain_train_files has {folders[0]}, a prepared corpus, which goes alone; prepare all as one")
+  return PreparedSource(folders[0], tokenizer, cfg.dataset_domains)
 
 
 def make_dataset(source: Source, cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *,
@@ -86,18 +97,30 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
   check_domain("ghost_val_domain", cfg.ghost_val_domain, domains)
   for domain in val_domains:
     check_domain("validation domain", domain, domains)
-  texts = []
+  hashes, sizes = [], set()
   for one, split in splits:
     for domain in one.domains:
-      pool = split.pool(domain, POOL_DOCUMENTS) if one is not source or domain in held_out else np.empty(0, np.int64)
+      if one is source and domain not in held_out:
+        continue
+      pool = split.pool(domain, POOL_DOCUMENTS)
       if domain in held_out:
         _check_validation(cfg, domain, len(pool))
-      texts.extend(found for found in read_or_skip(one, pool, cfg.on_corrupt) if found is not None)
-  dropped = tuple(texts) if cfg.ghost_val_copies != "keep" else ()
-  return [
-    Part(one, split, TextUnits(one, split, tokenizer, layout, on_corrupt=cfg.on_corrupt, held_out_texts=dropped))
-    for one, split in splits
-  ]
+      if isinstance(one, PreparedSource):
+        hashes.append(one.content_hashes(pool))
+        sizes.update(one.sizes(pool).tolist())
+        continue
+      found = [text for text in read_or_skip(one, pool, cfg.on_corrupt) if text]
+      hashes.append(content_hashes(found))
+      sizes.update(map(len, found))
+  copies = HeldOut(np.unique(np.concatenate(hashes)), frozenset(sizes)) if cfg.ghost_val_copies != "keep" else NO_COPIES
+  return [Part(one, split, _units(one, split, tokenizer, layout, cfg.on_corrupt, copies)) for one, split in splits]
+
+
+def _units(source: Source, split: Split, tokenizer: Tokenizer, layout: Layout, on_corrupt: str,
+           held_out: HeldOut) -> Units:
+  if isinstance(source, PreparedSource):
+    return PreparedUnits(source, split, layout, on_corrupt=on_corrupt, held_out=held_out)
+  return TextUnits(source, split, tokenizer, layout, on_corrupt=on_corrupt, held_out=held_out)
 
 
 def check_vocabulary(cfg: DataConfig, tokenizer: Tokenizer, vocab_size: int | None) -> None:
@@ -117,15 +140,15 @@ def max_segments(cfg: DataConfig) -> int:
   return max(1, min(32, cfg.max_target_length // 32))
 
 
-def _streams(cfg: DataConfig, source: Source, units: TextUnits, layout: Layout, seed: int):
+def _streams(cfg: DataConfig, source: Source, units: Units, layout: Layout, seed: int):
   """The streams that rows come from, and the mixture over them (None for a single one)."""
   weights = parse_weights(cfg, source.domains)
   common = dict(seed=seed, num_lanes=cfg.dataset_shards)
   size = cfg.shuffle_window_bytes
   if cfg.dataset_mixture == "proportional":
-    order = Uniform(range(len(source)), seed)
+    order = Uniform(units.all_units(), seed)
     return [Stream("", Windows(units, order, layout, name="", window_bytes=size, **common))], None
-  parts = [_documents_of(source, number) for number in range(len(source.domains))]
+  parts = [units.units_of(number) for number in range(len(source.domains))]
   if cfg.dataset_mixture == "epochs":
     order = Repeated(parts, [weights[domain] for domain in source.domains], seed)
     return [Stream("", Windows(units, order, layout, name="", window_bytes=size, **common))], None
@@ -135,7 +158,8 @@ def _streams(cfg: DataConfig, source: Source, units: TextUnits, layout: Layout, 
       continue
     if len(part) < cfg.dataset_shards:
       raise ConfigError(
-        f"dataset_shards={cfg.dataset_shards} is more than the {len(part)} documents of domain '{domain}'; use fewer"
+        f"dataset_shards={cfg.dataset_shards} is more than the {len(part)} documents (or prepared blocks) of domain "
+        f"'{domain}'; use fewer"
       )
     share = max(_SMALLEST_WINDOW, int(size * weights[domain]))
     windows = Windows(units, Uniform(part, seed), layout, name=domain, window_bytes=share, **common)
@@ -175,15 +199,6 @@ def parse_weights(cfg: DataConfig, domains: tuple[str, ...]) -> dict[str, float]
   if total <= 0:
     raise ConfigError("dataset_weights are all 0: nothing to train on")
   return weights
-
-
-def _documents_of(source: Source, number: int) -> np.ndarray | range:
-  """Numbers of a domain's documents; a range where they lie together."""
-  found = [indices[source.domain_numbers(indices) == number] for indices in scan(len(source))]
-  indices = np.concatenate(found) if found else np.empty(0, np.int64)
-  if len(indices) and indices[-1] - indices[0] + 1 == len(indices):
-    return range(int(indices[0]), int(indices[-1]) + 1)
-  return indices
 
 
 def _check_rows(cfg: DataConfig, source: Source, batch_size: int, num_shards: int) -> None:

@@ -7,29 +7,31 @@ import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.data import packing
-from maxghost.data.hashing import content_hash, permutation, text_hash
+from maxghost.data.hashing import permutation, text_hash
 from maxghost.data.packing import Layout, Rows
+from maxghost.data.prepared import PreparedSource
 from maxghost.data.reader import TrainIterator
-from maxghost.data.sources.base import Source
+from maxghost.data.sources.base import CorruptError, Source
 from maxghost.data.split import Split, check_domain, scan
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.data.types import Batch, Document, DocumentId
-from maxghost.data.windows import TextUnits, read_or_skip
+from maxghost.data.windows import Units
 
 _VALIDATION = text_hash("validation order")
 POOL_DOCUMENTS = 4096  # read of a validation domain; further ones are held out too, and not read
 _COPY_BYTES = 1 << 26  # a source of no known document sizes is searched for copies at the start up to this size
+_MANY_DOCUMENTS = 1 << 23  # above, nothing is looked at document by document before training
 _COPY_CANDIDATES = 100_000  # hashed at the start to find copies; where more qualify, copies are met on the way
 
 
 @dataclass(frozen=True, slots=True)
 class DomainSummary:
-  """Documents and text bytes of a domain, and how many of them are held out; bytes None where the format hides them."""
+  """Documents and text bytes of a domain, and how many of them are held out; None where that would take a long look."""
 
   domain: str
   documents: int
   bytes: int | None
-  held_out: int
+  held_out: int | None
   held_out_bytes: int | None
 
   @property
@@ -48,7 +50,7 @@ class Part:
 
   source: Source
   split: Split
-  units: TextUnits
+  units: Units
 
 
 class Dataset:
@@ -102,7 +104,8 @@ class Dataset:
 
   @functools.cached_property
   def num_train_documents(self) -> int:
-    return len(self.source) - sum(entry.held_out for entry in self.summary()[: len(self.source.domains)])
+    """Documents of an epoch; of a corpus too large to look at each, the held-out ones are counted in."""
+    return sum(entry.documents - (entry.held_out or 0) for entry in self.summary()[: len(self.source.domains)])
 
   @functools.cache  # noqa: B019 - one dataset per run
   def summary(self) -> tuple[DomainSummary, ...]:
@@ -112,8 +115,9 @@ class Dataset:
   @functools.cached_property
   def copies(self) -> tuple[int, ...] | None:
     """Training documents that are byte-identical to a held-out one; None where finding them needs reading it all."""
-    texts = self.held_out_texts
-    sizes, hashes = np.unique([len(text) for text in texts]), {content_hash(text) for text in texts}
+    sizes, hashes = self._held_out_contents()
+    if len(self.source) > _MANY_DOCUMENTS:
+      return None
     candidates = []
     for indices in scan(len(self.source)):
       lengths = self.source.sizes(indices)
@@ -124,19 +128,19 @@ class Dataset:
       candidates.extend(indices[~self._parts[0].split.held_out(indices)].tolist())
       if len(candidates) > _COPY_CANDIDATES:
         return None
-    found = read_or_skip(self.source, np.array(candidates, np.int64), "skip")
-    return tuple(
-      index for index, text in zip(candidates, found, strict=True) if text is not None and content_hash(text) in hashes
-    )
+    found = _hashes_or_skip(self.source, np.array(candidates, np.int64))
+    return tuple(index for index, value in zip(candidates, found, strict=True) if value in hashes)
 
-  @functools.cached_property
-  def held_out_texts(self) -> tuple[bytes, ...]:
-    """Texts of the validation documents that are read, of all validation domains."""
-    texts = []
+  def _held_out_contents(self) -> tuple[np.ndarray, set[int]]:
+    """Sizes and content hashes of the validation documents that are read, of all validation domains."""
+    sizes, hashes = set(), set()
     for part in self._parts:
       for domain in part.source.domains:
-        texts.extend(read_or_skip(part.source, part.split.pool(domain, POOL_DOCUMENTS), "skip"))
-    return tuple(text for text in texts if text is not None)
+        pool = part.split.pool(domain, POOL_DOCUMENTS)
+        hashes.update(value for value in _hashes_or_skip(part.source, pool) if value is not None)
+        lengths = part.source.sizes(pool)
+        sizes.update([] if lengths is None else lengths.tolist())
+    return np.array(sorted(sizes), np.int64), hashes
 
   def notes(self) -> list[str]:
     """Lines that a user should see at the start, besides the summary."""
@@ -189,12 +193,30 @@ class Dataset:
     return Rows(rows.tokens, rows.row_ends, rows.start, rows.length, rows.document + first, rows.offset)
 
 
+def _hashes_or_skip(source: Source, indices: np.ndarray) -> list[int | None]:
+  """Content hashes; None for a corrupt document."""
+  try:
+    return source.content_hashes(indices).tolist()
+  except CorruptError:
+    out: list[int | None] = []
+    for index in indices:
+      try:
+        out.append(int(source.content_hashes(np.array([index]))[0]))
+      except CorruptError:
+        out.append(None)
+    return out
+
+
 def _summary(part: Part) -> list[DomainSummary]:
   source = part.source
+  if len(source) > _MANY_DOCUMENTS and isinstance(source, PreparedSource):
+    return [DomainSummary(domain, *source.totals[domain], None, None) for domain in source.domains]
   table = np.zeros((len(source.domains), 4), np.int64)  # documents, bytes, held-out documents, held-out bytes
   sized = True
   for indices in scan(len(source)):
-    numbers, out, sizes = source.domain_numbers(indices), part.split.held_out(indices), source.sizes(indices)
+    numbers = source.domain_numbers(indices)
+    indices, numbers = indices[numbers >= 0], numbers[numbers >= 0]
+    out, sizes = part.split.held_out(indices), source.sizes(indices)
     sized = sized and sizes is not None
     weights = sizes if sizes is not None else np.zeros(len(indices), np.int64)
     columns = (np.ones(len(indices)), weights, out, np.where(out, weights, 0))

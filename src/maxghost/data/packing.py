@@ -90,21 +90,23 @@ def cut(ends: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[np.ndarray, int]:
-  """Row of each chunk, longest first, each into the row with the least room that still holds it; and the rows in all.
+  """Row of each chunk, each into the row with the least room that still holds it; and the rows in all.
 
-  length: int64[C], each at most row_length. Returns int64[C] and R. Rows by room are found in a bit set, so the cost is
-  a few operations per chunk. Source: best-fit decreasing, Johnson 1973.
+  length: int64[C], each at most row_length. Returns int64[C] and R. Chunks come longest first (best-fit decreasing,
+  Johnson 1973), but in small groups that each hold a spread of all lengths: else the shortest would meet in rows that
+  are out of segments before they are full. Rows by room are found in a bit set: a few operations per chunk.
   """
   row = np.empty(len(length), np.int64)
   order = np.argsort(-length, kind="stable")
   num_full = int(np.count_nonzero(length == row_length))
   row[order[:num_full]] = np.arange(num_full)
   num_rows = num_full
+  order = _spread(order[num_full:], length, row_length)
   open_rows: list[list[int]] = [[] for _ in range(row_length + 1)]  # by room left
   segments: dict[int, int] = {}
   rooms = 0  # bit r is set when some open row has room r
   placed = []
-  for size in length[order[num_full:]].tolist():
+  for size in length[order].tolist():
     fitting = rooms >> size
     if fitting:
       room = size + (fitting & -fitting).bit_length() - 1
@@ -120,8 +122,15 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[n
     if room and used < max_segments:
       open_rows[room].append(here)
       rooms |= 1 << room
-  row[order[num_full:]] = placed
+  row[order] = placed
   return row, num_rows
+
+
+def _spread(longest_first: np.ndarray, length: np.ndarray, row_length: int) -> np.ndarray:
+  """Chunks dealt out in groups of about two rows' worth, longest first in each."""
+  rows = max(1, int(length[longest_first].sum()) // row_length)
+  num_groups = max(1, len(longest_first) // max(8, 2 * (len(longest_first) // rows)))
+  return np.concatenate([longest_first[first::num_groups] for first in range(num_groups)])
 
 
 def concat(ends: np.ndarray, order: np.ndarray, row_length: int, max_segments: int) -> tuple[np.ndarray, ...]:

@@ -11,10 +11,10 @@ import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.data import packing
-from maxghost.data.hashing import content_hash, permutation, text_hash
+from maxghost.data.hashing import content_hashes, permutation, text_hash
 from maxghost.data.packing import Encoded, Layout, Rows
 from maxghost.data.sources.base import CorruptError, Source
-from maxghost.data.split import Split
+from maxghost.data.split import Split, scan
 from maxghost.data.tokenizers import Tokenizer
 
 
@@ -25,43 +25,70 @@ class Window(NamedTuple):
   counts: dict[str, int]
 
 
+class HeldOut(NamedTuple):
+  """Contents that training leaves out: `content_hashes` (uint64, sorted) of held-out texts, and their sizes."""
+
+  hashes: np.ndarray
+  sizes: frozenset[int]
+
+  def copies(self, texts_hashes: np.ndarray) -> np.ndarray:
+    """bool[n]: which of the hashes are of held-out texts."""
+    return np.isin(texts_hashes, self.hashes)
+
+
+NO_COPIES = HeldOut(np.empty(0, np.uint64), frozenset())
+
+
 class Units(Protocol):
-  """What can be read at random: documents, or blocks of prepared documents. mean_bytes: text bytes of one."""
+  """What can be read at random: documents, or blocks of prepared documents.
+
+  mean_bytes: text bytes of one. drops_copies: whether copies of held-out texts are left out.
+  """
 
   mean_bytes: int
+  drops_copies: bool
 
-  def __len__(self) -> int: ...
+  def all_units(self) -> np.ndarray | range:
+    """Numbers of the units to train on."""
+
+  def units_of(self, domain: int) -> np.ndarray | range:
+    """Numbers of a domain's units."""
 
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
     """Training documents of the units (held-out ones left out), and counts of what was met."""
+
+  def encode_documents(self, indices: np.ndarray) -> tuple[Encoded, dict[str, int]]:
+    """Documents by number, whether held out or not."""
 
 
 class TextUnits:
   """Documents of a source, tokenized as they are read. A unit is a document."""
 
   def __init__(self, source: Source, split: Split, tokenizer: Tokenizer, layout: Layout, *, on_corrupt: str,
-               held_out_texts: tuple[bytes, ...] = ()):
+               held_out: HeldOut = NO_COPIES):
     self._source, self._split, self._tokenizer, self._layout = source, split, tokenizer, layout
-    self._on_corrupt = on_corrupt
-    self._copies = {content_hash(text) for text in held_out_texts}
-    self._copy_sizes = {len(text) for text in held_out_texts}
+    self._on_corrupt, self._held_out = on_corrupt, held_out
     self.mean_bytes = max(1, source.num_bytes // max(1, len(source)))
+    self.drops_copies = bool(held_out.sizes)
 
-  @property
-  def drops_copies(self) -> bool:
-    return bool(self._copies)
+  def all_units(self) -> range:
+    return range(len(self._source))
 
-  def __len__(self) -> int:
-    return len(self._source)
+  def units_of(self, domain: int) -> np.ndarray | range:
+    """A range where the domain's documents lie together."""
+    found = [indices[self._source.domain_numbers(indices) == domain] for indices in scan(len(self._source))]
+    indices = np.concatenate(found) if found else np.empty(0, np.int64)
+    if len(indices) and indices[-1] - indices[0] + 1 == len(indices):
+      return range(int(indices[0]), int(indices[-1]) + 1)
+    return indices
 
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
-    return self._encode(units[~self._split.held_out(units)], self._copies)
+    return self._encode(units[~self._split.held_out(units)], self._held_out)
 
   def encode_documents(self, indices: np.ndarray) -> tuple[Encoded, dict[str, int]]:
-    """The documents `indices`, whether held out or not."""
-    return self._encode(indices, set())
+    return self._encode(indices, NO_COPIES)
 
-  def _encode(self, indices: np.ndarray, copies: set[bytes]) -> tuple[Encoded, dict[str, int]]:
+  def _encode(self, indices: np.ndarray, held_out: HeldOut) -> tuple[Encoded, dict[str, int]]:
     kept, texts = [], []
     counts = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt"), 0)
     for index, text in zip(indices.tolist(), read_or_skip(self._source, indices, self._on_corrupt), strict=True):
@@ -69,7 +96,7 @@ class TextUnits:
         counts["corrupt"] += 1
       elif not text:
         counts["empty"] += 1
-      elif copies and len(text) in self._copy_sizes and content_hash(text) in copies:
+      elif len(text) in held_out.sizes and held_out.copies(content_hashes([text]))[0]:
         counts["copies"] += 1
       else:
         kept.append(index)

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from maxghost.config import ConfigError, did_you_mean
-from maxghost.data.hashing import combine, text_hash
+from maxghost.data.hashing import combine, content_hashes, text_hash
 from maxghost.data.types import Document, DocumentId
 
 
@@ -47,6 +47,9 @@ class Source(Protocol):
 
   def sizes(self, indices: np.ndarray) -> np.ndarray | None:
     """int64[n]: bytes of the texts; None where telling needs reading them."""
+
+  def content_hashes(self, indices: np.ndarray) -> np.ndarray:
+    """uint64[n]: `hashing.content_hashes` of the texts. Raises CorruptError."""
 
 
 def id_hash(domain: str, path: str, offset: int | np.ndarray) -> np.ndarray:
@@ -95,6 +98,9 @@ class DocumentList:
 
   def sizes(self, indices: np.ndarray) -> np.ndarray:
     return self._sizes[indices]
+
+  def content_hashes(self, indices: np.ndarray) -> np.ndarray:
+    return content_hashes(self.texts(indices))
 
 
 def _digest(documents: Sequence[Document]) -> int:

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from maxghost.config import ConfigError
-from maxghost.data.hashing import combine, text_hash
+from maxghost.data.hashing import combine, content_hashes, text_hash
 from maxghost.data.sources.base import CorruptError
 from maxghost.data.types import Document, DocumentId
 
@@ -69,6 +69,9 @@ class RecordSource:
 
   def sizes(self, indices: np.ndarray) -> None:
     return None
+
+  def content_hashes(self, indices: np.ndarray) -> np.ndarray:
+    return content_hashes(self.texts(indices))
 
   def texts(self, indices: np.ndarray) -> list[bytes]:
     numbers, records = self._locate(indices)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxghost.config import ConfigError
-from maxghost.data.hashing import combine, text_hash
+from maxghost.data.hashing import combine, content_hashes, text_hash
 from maxghost.data.sources import files as corpus_files
 from maxghost.data.sources import parquet
 from maxghost.data.sources.base import CorruptError, check_columns, join_columns, utf8
@@ -94,6 +94,9 @@ class TextSource:
   def sizes(self, indices: np.ndarray) -> np.ndarray | None:
     """Known for .txt; the others' texts lie inside lines and rows."""
     return self._size[indices] if all(kind == TXT for kind in self._kinds) else None
+
+  def content_hashes(self, indices: np.ndarray) -> np.ndarray:
+    return content_hashes(self.texts(indices))
 
   def texts(self, indices: np.ndarray) -> list[bytes]:
     out: list[bytes] = [b""] * len(indices)

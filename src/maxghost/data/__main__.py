@@ -1,0 +1,134 @@
+"""`python -m maxghost.data`: prepare a corpus, check a prepared one, show what a run reads, look for duplicates."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from maxghost import config
+from maxghost.config import ConfigError
+from maxghost.data import prepare as preparing
+from maxghost.data.build import load_dataset
+from maxghost.data.prepared import INDEX_FILE
+from maxghost.data.sources import open_source
+
+_BPE_FILE = "tokenizer.json"
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Runs one command; returns the exit code (0 done, 1 damage found, 2 wrong input)."""
+  parser = argparse.ArgumentParser(prog="python -m maxghost.data", description=__doc__)
+  commands = parser.add_subparsers(dest="command", required=True)
+  prepare = _command(commands, "prepare", "tokenize a configuration's data once, into ArrayRecord shards and an index")
+  prepare.add_argument("--output", required=True, help="folder to write; the same command takes an interrupted one up")
+  prepare.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
+  prepare.add_argument("--train_bpe", type=int, metavar="V", help="first train a byte-level BPE of V ids on the data")
+  prepare.add_argument("--part_bytes", type=int, default=preparing.PART_BYTES, help="text per shard, in bytes")
+  verify = commands.add_parser("verify", help="compare the shards of a prepared folder with their checksums")
+  verify.add_argument("folder")
+  _command(commands, "show", "what a run of a configuration reads: domains, held-out documents, packing")
+  parsed = parser.parse_args(arguments)
+  try:
+    return {"prepare": _prepare, "verify": _verify, "show": _show}[parsed.command](parsed)
+  except ConfigError as error:
+    for problem in error.problems:
+      print(f"maxghost: {problem}", file=sys.stderr)
+    return 2
+
+
+def _command(commands, name: str, help: str) -> argparse.ArgumentParser:
+  command = commands.add_parser(name, help=help)
+  command.add_argument("config", nargs="*", help="a YAML file and key=value settings, as for training")
+  return command
+
+
+def _load(parsed: argparse.Namespace) -> config.Config:
+  return config.load(*parsed.config) if parsed.config else config.load()
+
+
+def _prepare(parsed: argparse.Namespace) -> int:
+  cfg = _load(parsed)
+  if parsed.workers < 1:
+    raise ConfigError(f"--workers {parsed.workers} is below 1")
+  if parsed.part_bytes < 1:
+    raise ConfigError(f"--part_bytes {parsed.part_bytes} is below 1")
+  source = open_source(cfg.data, cfg.run.data_shuffle_seed, whole=False)
+  for note in source.notes:
+    print(note)
+  data = cfg.data
+  if parsed.train_bpe is not None:
+    path = Path(parsed.output) / _BPE_FILE
+    if not path.is_file():
+      print(f"training a BPE of {parsed.train_bpe} ids")
+      preparing.train_bpe(source, parsed.train_bpe, str(path))
+    vocab_size = max(cfg.model.vocab_size, parsed.train_bpe)
+    data = config.replace(cfg, tokenizer_type="huggingface", tokenizer_path=str(path), vocab_size=vocab_size).data
+  with _Progress(source.num_bytes) as progress:
+    meta = preparing.prepare(
+      source, data, parsed.output, num_workers=parsed.workers, part_bytes=parsed.part_bytes, progress=progress
+    )
+  documents = sum(meta["domain_documents"].values())
+  print(
+    f"{parsed.output}: {documents:,} documents of {len(meta['domains'])} domains, {meta['tokens']:,} tokens in "
+    f"{len(meta['shards'])} shards; {meta['empty']} empty and {meta['corrupt']} corrupt documents left out"
+  )
+  made = meta["tokenizer"]
+  where = f" tokenizer_path={Path(parsed.output) / made['path']}" if made["copied"] else ""
+  where = where or (f" tokenizer_path={made['path']}" if made["path"] else "")
+  print(
+    f"train on it with: dataset_type=grain grain_train_files=[{parsed.output}] tokenizer_type={made['type']}{where} "
+    f"vocab_size={made['vocab_size']}"
+  )
+  return 0
+
+
+class _Progress:
+  """A bar over the bytes on a terminal, a line per shard elsewhere."""
+
+  def __init__(self, total_bytes: int):
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    self._bar = Progress(*columns, disable=not sys.stdout.isatty())
+    self._task = self._bar.add_task("tokenizing", total=total_bytes)
+
+  def __enter__(self) -> "_Progress":
+    self._bar.start()
+    return self
+
+  def __exit__(self, *_) -> None:
+    self._bar.stop()
+
+  def __call__(self, manifest: dict) -> None:
+    self._bar.advance(self._task, manifest["bytes"])
+    if self._bar.disable:
+      print(f"{manifest['name']}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens", flush=True)
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+  if not (Path(parsed.folder) / INDEX_FILE).is_file():
+    raise ConfigError(f"{parsed.folder} holds no {INDEX_FILE}; give a folder that `prepare` has written")
+  problems = preparing.verify(parsed.folder)
+  for problem in problems:
+    print(problem)
+  if not problems:
+    print(f"{parsed.folder}: every shard is as it was written")
+  return 1 if problems else 0
+
+
+def _show(parsed: argparse.Namespace) -> int:
+  cfg = _load(parsed)
+  dataset = load_dataset(cfg.data, cfg.run.data_shuffle_seed)
+  for line in [*(entry.line for entry in dataset.summary()), *dataset.notes()]:
+    print(line)
+  next(dataset.train)
+  counts = dataset.train.counts
+  print(
+    f"first window: {counts['documents']:,} documents, {counts['tokens']:,} tokens in {counts['rows']:,} rows of "
+    f"{dataset.layout.row_length}; {dataset.train.packing_efficiency:.2%} of the places filled"
+  )
+  print(f"validation '{dataset.val_domain}': {dataset.num_validation_rows():,} rows")
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,251 @@
+"""Tokenized corpora as `python -m maxghost.data prepare` writes them: ArrayRecord shards and a memory-mapped index.
+
+A record is a block: the tokens of documents that follow each other in one domain. The index has one .npy file per
+column, opened by memory mapping, so a hundred million documents cost a worker no more memory than the pages it reads.
+Letters: D documents, K blocks, P paths.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from maxghost.config import ConfigError, did_you_mean
+from maxghost.data.packing import Encoded, Layout, token_dtype
+from maxghost.data.sources.arrayrecord import Readers
+from maxghost.data.sources.base import CorruptError
+from maxghost.data.split import Split
+from maxghost.data.tokenizers import Tokenizer
+from maxghost.data.types import Document, DocumentId
+from maxghost.data.windows import NO_COPIES, HeldOut, frame
+
+INDEX_FILE = "maxghost-index.json"
+INDEX_VERSION = 1
+# Per document: hash of the id, hash of the text, number of the path, offset in it, bytes of text, and tokens of all
+# documents up to and with it. Per block: the documents before it, and its domain. Per path: its end in paths.bin.
+DOCUMENT_COLUMNS = {
+  "id_hash": np.uint64, "content_hash": np.uint64, "path": np.uint32, "offset": np.int64, "num_bytes": np.int64,
+  "token_end": np.int64,
+}
+BLOCK_COLUMNS = {"block_first": np.int64, "block_domain": np.uint16}
+PATH_COLUMNS = {"path_end": np.int64, "path_domain": np.uint16}
+COLUMNS = {**DOCUMENT_COLUMNS, **BLOCK_COLUMNS, **PATH_COLUMNS}
+
+
+def is_prepared(path: str) -> bool:
+  return (Path(path) / INDEX_FILE).is_file()
+
+
+class Index:
+  """The index of a prepared folder: `meta` (the JSON), and a memory-mapped array for each of COLUMNS."""
+
+  def __init__(self, folder: str):
+    self.folder = Path(folder)
+    self.meta = json.loads((self.folder / INDEX_FILE).read_text(encoding="utf-8"))
+    if self.meta["version"] != INDEX_VERSION:
+      version = self.meta["version"]
+      raise ConfigError(f"{folder} was prepared as version {version}, but this program reads {INDEX_VERSION}")
+    self._map()
+
+  def _map(self) -> None:
+    for name in COLUMNS:
+      mapped = np.load(self.folder / "index" / f"{name}.npy", mmap_mode="r")
+      setattr(self, name, mapped.view(np.ndarray))  # a plain array over the mapping: np.memmap is slow to index
+    self._paths = np.memmap(self.folder / "index" / "paths.bin", np.uint8, mode="r")
+
+  def __getstate__(self) -> dict:
+    return {"folder": self.folder, "meta": self.meta}
+
+  def __setstate__(self, state: dict) -> None:
+    self.__dict__.update(state)
+    self._map()
+
+  def path_name(self, number: int) -> str:
+    first = int(self.path_end[number - 1]) if number else 0
+    return self._paths[first : int(self.path_end[number])].tobytes().decode("utf-8")
+
+
+class PreparedSource:
+  """The documents of a prepared folder. Texts are decoded from tokens: exact for tokenizers that lose nothing."""
+
+  def __init__(self, folder: str, tokenizer: Tokenizer, domains: tuple[str, ...] = ()):
+    """domains: those wanted, empty = all. Raises ConfigError when the folder was made with another tokenizer."""
+    self.index = Index(folder)
+    meta = self.index.meta
+    _check_tokenizer(folder, meta["tokenizer"], tokenizer)
+    for domain in domains:
+      if domain not in meta["domains"]:
+        hint = did_you_mean(domain, meta["domains"]) or f"; it has {', '.join(meta['domains'])}"
+        raise ConfigError(f"dataset_domains has '{domain}', which {folder} does not have{hint}")
+    self.domains = tuple(domains) or tuple(meta["domains"])
+    self._number = np.full(len(meta["domains"]) + 1, -1, np.int64)  # of each domain of the folder in `domains`
+    for place, name in enumerate(self.domains):
+      self._number[meta["domains"].index(name)] = place
+    self.num_bytes = sum(meta["domain_bytes"][name] for name in self.domains)
+    self.files = {shard["name"]: shard["sha256"][:16] for shard in meta["shards"]}
+    self.fingerprint = f"{meta['fingerprint']}-{','.join(self.domains)}"
+    self.notes = ()
+    self.totals = {name: (meta["domain_documents"][name], meta["domain_bytes"][name]) for name in self.domains}
+    self._shards = [str(self.index.folder / "shards" / shard["name"]) for shard in meta["shards"]]
+    self._shard_ends = np.cumsum([shard["blocks"] for shard in meta["shards"]], dtype=np.int64)
+    self._readers = Readers()
+    self.tokenizer = tokenizer
+    self._dtype = token_dtype(tokenizer.vocab_size)
+
+  def __len__(self) -> int:
+    return len(self.index.id_hash)
+
+  def __getitem__(self, index: int) -> Document:
+    (text,) = self.texts(np.array([index]))
+    return Document(*self.document_id(index), text)
+
+  def document_id(self, index: int) -> DocumentId:
+    number = int(self.index.path[index])
+    domain = self.index.meta["domains"][int(self.index.path_domain[number])]
+    return DocumentId(domain, self.index.path_name(number), int(self.index.offset[index]))
+
+  def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
+    """int64[n]; -1 for a document of a domain that is not wanted."""
+    return self._number[self.index.path_domain[self.index.path[indices]]]
+
+  def id_hashes(self, indices: np.ndarray) -> np.ndarray:
+    return np.asarray(self.index.id_hash[indices])
+
+  def sizes(self, indices: np.ndarray) -> np.ndarray:
+    return np.asarray(self.index.num_bytes[indices])
+
+  def content_hashes(self, indices: np.ndarray) -> np.ndarray:
+    return np.asarray(self.index.content_hash[indices])
+
+  def texts(self, indices: np.ndarray) -> list[bytes]:
+    return [self.tokenizer.decode(ids) for ids, _ in self.tokens(indices)]
+
+  def blocks_of(self, domain: int) -> np.ndarray:
+    """Numbers of a domain's blocks."""
+    return np.flatnonzero(self._number[np.asarray(self.index.block_domain)] == domain)
+
+  def documents_of(self, block: int) -> tuple[int, int]:
+    """First document of a block, and the one after its last."""
+    first = self.index.block_first
+    return int(first[block]), int(first[block + 1]) if block + 1 < len(first) else len(self)
+
+  def block_tokens(self, blocks: np.ndarray) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    """Tokens of the blocks, and the bytes behind each (None for a tokenizer with a table). Raises CorruptError."""
+    shards = np.searchsorted(self._shard_ends, blocks, side="right")
+    records = blocks - np.where(shards > 0, self._shard_ends[shards - 1], 0)
+    out: list[tuple[np.ndarray, np.ndarray | None]] = [(np.empty(0), None)] * len(blocks)
+    for shard in np.unique(shards).tolist():
+      places = np.flatnonzero(shards == shard)
+      raw = self._readers.read(self._shards[shard], records[places].tolist())
+      for place, one in zip(places.tolist(), raw, strict=True):
+        out[place] = self._parse(self._shards[shard], int(records[place]), int(blocks[place]), one)
+    return out
+
+  def _parse(self, path: str, record: int, block: int, raw: bytes) -> tuple[np.ndarray, np.ndarray | None]:
+    first, stop = self.documents_of(block)
+    count = int(self.index.token_end[stop - 1]) - (int(self.index.token_end[first - 1]) if first else 0)
+    size = count * np.dtype(self._dtype).itemsize
+    tabled = self.tokenizer.byte_table is not None
+    if len(raw) != size + (0 if tabled else 4 * count):
+      raise CorruptError(f"{path}, record {record}: {len(raw)} bytes where the index says {count} tokens")
+    tokens = np.frombuffer(raw, self._dtype, count)
+    return tokens, None if tabled else np.frombuffer(raw, np.uint32, count, size)
+
+  def tokens(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    """Tokens of documents, and the bytes behind each as `block_tokens` gives them. Raises CorruptError."""
+    blocks = np.searchsorted(self.index.block_first, indices, side="right") - 1
+    wanted = np.unique(blocks)
+    read = dict(zip(wanted.tolist(), self.block_tokens(wanted), strict=True))
+    out = []
+    for index, block in zip(np.asarray(indices).tolist(), blocks.tolist(), strict=True):
+      first, _ = self.documents_of(block)
+      before = int(self.index.token_end[first - 1]) if first else 0
+      start = (int(self.index.token_end[index - 1]) if index else 0) - before
+      place = slice(start, int(self.index.token_end[index]) - before)
+      tokens, sizes = read[block]
+      out.append((tokens[place], None if sizes is None else sizes[place]))
+    return out
+
+
+class PreparedUnits:
+  """Blocks of a prepared folder. A unit is a block; nothing is tokenized."""
+
+  def __init__(self, source: PreparedSource, split: Split, layout: Layout, *, on_corrupt: str,
+               held_out: HeldOut = NO_COPIES):
+    self._source, self._split, self._layout, self._on_corrupt = source, split, layout, on_corrupt
+    self._held_out = held_out
+    self.drops_copies = bool(held_out.sizes)
+    units = self.all_units()
+    self.mean_bytes = max(1, source.num_bytes // max(1, len(units)))
+
+  def all_units(self) -> np.ndarray | range:
+    if len(self._source.domains) == len(self._source.index.meta["domains"]):
+      return range(len(self._source.index.block_first))
+    return np.sort(np.concatenate([self.units_of(number) for number in range(len(self._source.domains))]))
+
+  def units_of(self, domain: int) -> np.ndarray:
+    return self._source.blocks_of(domain)
+
+  def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
+    counts = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt"), 0)
+    ids, sizes, kept = [], [], []
+    for block, (tokens, token_sizes) in zip(units.tolist(), self._read(units, counts), strict=True):
+      if tokens is None:
+        continue
+      first, stop = self._source.documents_of(block)
+      documents = np.arange(first, stop)
+      keep = ~self._split.held_out(documents)
+      if self.drops_copies:
+        copies = keep & self._held_out.copies(self._source.content_hashes(documents))
+        counts["copies"] += int(copies.sum())
+        keep &= ~copies
+      ends = np.asarray(self._source.index.token_end[first:stop])
+      ends = (ends - (int(self._source.index.token_end[first - 1]) if first else 0)).tolist()
+      starts = [0, *ends[:-1]]
+      places = np.flatnonzero(keep)
+      counts["bytes"] += int(self._source.sizes(documents[places]).sum())
+      kept.append(documents[places])
+      for place in places.tolist():
+        ids.append(tokens[starts[place] : ends[place]])
+        if token_sizes is not None:
+          sizes.append(token_sizes[starts[place] : ends[place]])
+    numbers = np.concatenate(kept) if kept else np.empty(0, np.int64)
+    counts["documents"] += len(numbers)
+    return self._frame(ids, sizes, numbers), counts
+
+  def encode_documents(self, indices: np.ndarray) -> tuple[Encoded, dict[str, int]]:
+    pairs = self._source.tokens(indices)
+    sizes = [one for _, one in pairs if one is not None]
+    return self._frame([ids for ids, _ in pairs], sizes, np.asarray(indices)), {"documents": len(indices)}
+
+  def _frame(self, ids: list[np.ndarray], sizes: list[np.ndarray], numbers: np.ndarray) -> Encoded:
+    table = self._source.tokenizer.byte_table is not None
+    return frame(ids, numbers, self._source.tokenizer, self._layout, None if table else sizes)
+
+  def _read(self, units: np.ndarray, counts: dict[str, int]) -> Sequence[tuple]:
+    """As `block_tokens`; (None, None) for a corrupt block where those are skipped (its documents are counted)."""
+    try:
+      return self._source.block_tokens(units)
+    except CorruptError as error:
+      if self._on_corrupt == "error":
+        line = f"{error}; run `python -m maxghost.data verify` and prepare again, or use on_corrupt=skip"
+        raise ConfigError(line) from error
+    out = []
+    for block in units:
+      try:
+        out.extend(self._source.block_tokens(np.array([block])))
+      except CorruptError:
+        first, stop = self._source.documents_of(int(block))
+        counts["corrupt"] += stop - first
+        out.append((None, None))
+    return out
+
+
+def _check_tokenizer(folder: str, made_with: dict, tokenizer: Tokenizer) -> None:
+  if made_with["fingerprint"] != tokenizer.fingerprint:
+    where = f" tokenizer_path={folder}" if made_with["copied"] else f" tokenizer_path={made_with['path']}"
+    raise ConfigError(
+      f"{folder} was prepared with another tokenizer than {tokenizer.name}; use tokenizer_type={made_with['type']}"
+      + (where if made_with["path"] else " and no tokenizer_path")
+    )
