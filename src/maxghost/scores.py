@@ -1,6 +1,7 @@
 """`maxghost scores RUN_DIR --by domain|document|source|step|layer|module`: totals of the score log, best and worst."""
 
 import argparse
+import io
 import sys
 from pathlib import Path
 
@@ -102,9 +103,9 @@ def _text(answer, args: argparse.Namespace) -> str:
     return output.as_csv(answer)
   from rich.console import Console
 
-  console = Console(width=PIPE_WIDTH, record=True, quiet=True)
-  output.show(answer, console)
-  return console.export_text()
+  buffer = io.StringIO()
+  output.show(answer, Console(file=buffer, width=PIPE_WIDTH))
+  return buffer.getvalue()
 
 
 def _emit(text: str, path: Path | None):

@@ -180,12 +180,12 @@ def test_hostile_names_are_escaped(tmp_path):
 
 
 def test_one_step_and_no_other_files(tmp_path):
-  steps = [({"val_loss": 2.0}, [("a", "x", 0, 0, 5, -1.0)])]
+  steps = [({"val_loss": 2.0, "predicted_examples": -1.0}, [("a", "x", 0, 0, 5, -1.0)])]
   summary = summarize(attribution.load(write_log(tmp_path, steps)))
   assert summary.sets[0].ledger.actual is None and not summary.sets[0].bottom
   assert any("config.yml is missing" in m for m in summary.messages)
   assert any("metrics.jsonl is missing" in m for m in summary.messages)
-  assert "no drop was measured" in render(summary)
+  assert "was predicted to rise 1.00 nats per token; no drop was measured" in render(summary)
 
 
 def test_not_finite_contributions_are_left_out_and_said(tmp_path):

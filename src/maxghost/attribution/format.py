@@ -86,6 +86,15 @@ def step_dtype(num_sets: int) -> np.dtype:
   return np.dtype([("step", "<i8"), *scalars, *[(name, "<f8", (num_sets,)) for name in STEP_PER_SET]])
 
 
+def unmeasured_steps(step, num_sets: int) -> np.ndarray:
+  """Records of the given steps in which every measurement is NaN."""
+  array = np.zeros((len(step),), step_dtype(num_sets))
+  for name in (*STEP_SCALARS, *STEP_PER_SET):
+    array[name] = np.nan
+  array["step"] = step
+  return array
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Modules:
   """Contribution in nats by module, layer and domain: contribution_SMLDK f32 over the S steps of `steps`.

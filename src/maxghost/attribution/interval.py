@@ -44,13 +44,12 @@ class Interval:
     return len(row)
 
   def _step(self, record: dict) -> np.ndarray:
-    step = np.zeros((1,), fmt.step_dtype(self._num_sets))
-    for name in (*fmt.STEP_SCALARS, *fmt.STEP_PER_SET):
-      step[name] = np.nan
+    step = fmt.unmeasured_steps([int(record["step"])], self._num_sets)
     for name, value in record.items():
       if name not in step.dtype.names:
         raise ValueError(f"unknown step column {name!r}{did_you_mean(name, step.dtype.names)}")
-      step[name][0] = np.asarray(value, np.float64)
+      if name != "step":
+        step[name][0] = np.asarray(value, np.float64)
     return step
 
   def _rows(self, step: int, rows: dict, documents: list) -> np.ndarray:

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from maxghost.attribution import format as fmt
-from maxghost.attribution import parquet
+from maxghost.attribution import ghostsuite, parquet
 from maxghost.config import ConfigError, did_you_mean
 
 ROW_COLUMNS = ("step", "domain", "path", "offset", "chunk", "epoch", "tokens", "loss", "dot", "contribution")
 
 
 def load(run_dir) -> "ScoreLog":
-  """Opens the score log of a run. `run_dir` holds `ghost/`, or is that folder itself.
+  """Opens the score log of a run. `run_dir` holds `ghost/`, or is that folder itself, or has GhostSuite's .pt logs.
 
   Raises ConfigError for a missing or foreign folder, no usable file, a file of a newer schema, or files of one folder
   that were scored against different validation sets. Damaged files are used as far as they go; `messages` says so.
@@ -27,14 +27,25 @@ def load(run_dir) -> "ScoreLog":
   if not run_dir.is_dir():
     raise ConfigError(f"run_dir={run_dir}: no such folder")
   folder = run_dir if run_dir.name == "ghost" or not (run_dir / "ghost").is_dir() else run_dir / "ghost"
-  paths = [
-    *parquet.part_files(folder / "parquet"),
-    *sorted(p for p in folder.iterdir() if fmt.parse_shard_name(p.name)),
-  ]
-  if not paths:
+  files = sorted(path for path in folder.iterdir() if fmt.parse_shard_name(path.name))
+  paths = [*parquet.part_files(folder / "parquet"), *files]
+  if paths:
+    shards, messages = _open(paths)
+  elif (foreign := ghostsuite.find_folder(run_dir)) is not None:
+    shards, messages = ghostsuite.read(foreign)
+    if not shards:
+      raise ConfigError(f"run_dir={run_dir}: none of GhostSuite's logs is readable ({messages[-1]})")
+  else:
     is_run = (run_dir / "config.yml").is_file()
     found = "no score files" if is_run else "not a run of maxghost (no config.yml, no scores)"
     raise ConfigError(f"run_dir={run_dir}: {found}; train with ghost_enabled=true to get ghost/dot_prod_log_iter_*.npz")
+  if not shards:
+    raise ConfigError(f"run_dir={run_dir}: none of {len(paths)} score files is readable ({messages[0]})")
+  return ScoreLog(run_dir, shards, messages)
+
+
+def _open(paths: list[Path]) -> tuple[list, list[str]]:
+  """The readable files, and a sentence about each that is not."""
   shards, messages = [], []
   for path in paths:
     try:
@@ -43,9 +54,7 @@ def load(run_dir) -> "ScoreLog":
       raise ConfigError(str(error)) from error
     except fmt.DamagedShard as error:
       messages.append(f"skipped a damaged score file: {error}")
-  if not shards:
-    raise ConfigError(f"run_dir={run_dir}: none of {len(paths)} score files is readable ({messages[0]})")
-  return ScoreLog(run_dir, shards, messages)
+  return shards, messages
 
 
 class ScoreLog:
@@ -128,7 +137,7 @@ def _without_overlap(shards: list) -> list:
   """Each step of a process once: a compacted range stands for the files inside it, a whole interval for its parts."""
   parts = fmt.drop_covered([shard for shard in shards if isinstance(shard, parquet.Part)])
   ranges = [(part.first_step, part.last_step) for part in parts]
-  files = [shard for shard in shards if isinstance(shard, fmt.Shard)]
+  files = [shard for shard in shards if not isinstance(shard, parquet.Part)]
   files = [s for s in files if not any(first <= s.first_step and s.last_step <= last for first, last in ranges)]
   return sorted([*parts, *fmt.drop_covered(files)], key=lambda shard: (shard.process_index, shard.first_step))
 

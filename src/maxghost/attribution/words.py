@@ -17,6 +17,8 @@ LEDGER_LABELS = {
 def headline(part: SetSummary) -> str:
   """What happened to the validation loss, in one sentence."""
   actual = part.ledger.actual
+  if actual is None and part.ledger.columns["predicted_examples"] is None:
+    return f"What the training examples were worth for the {part.name} loss."
   if actual is None:
     drop = part.ledger.predicted
     return f"The {part.name} validation loss was predicted to {_moved(drop, 'fall', 'rise')}; no drop was measured."

@@ -1,0 +1,119 @@
+"""GhostSuite's logs (`grad_dotprods/dot_prod_log_iter_*.pt`) as a score log, for which torch must be installed.
+
+GhostSuite (https://github.com/Jiachen-T-Wang/GhostSuite) logs, for the concatenated batch with mean loss,
+`tokens_i * tokens_val / tokens_all**2 * <grad ell_i, grad L_val>`; here that becomes `dot = <grad ell_i, grad L_val>`.
+It logs no learning rate, so `contribution` is `tokens_i / tokens_train * dot`: nats per unit of learning rate (of plain
+SGD). Runs with gradient accumulation over A micro-batches or a loss scaler S need `scale=A**2 / S**2`.
+
+N examples of a logged step.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from maxghost.attribution import format as fmt
+from maxghost.config import ConfigError
+
+_NAME = re.compile(r"dot_prod_log_iter_(-?\d+)\.pt")
+VAL_SET = "valset.pt"
+
+
+def find_folder(run_dir: Path) -> Path | None:
+  """The folder of `.pt` logs: `run_dir`, its `grad_dotprods`, or that of a folder inside; None without any."""
+  candidates = [run_dir, run_dir / "grad_dotprods", *sorted(run_dir.glob("*/grad_dotprods"))]
+  return next((folder for folder in candidates if folder.is_dir() and log_files(folder)), None)
+
+
+def log_files(folder: Path) -> list[Path]:
+  """Log files in the order of their iteration."""
+  found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
+  return [path for _, path in sorted(found)]
+
+
+def read(folder: Path, scale: float = 1.0) -> tuple[list["LogFile"], list[str]]:
+  """(files, sentences to show). Raises ConfigError without torch."""
+  try:
+    import torch
+  except ImportError as error:
+    raise ConfigError(f"{folder} holds GhostSuite's .pt logs; reading them needs torch: pip install torch") from error
+  messages = ["GhostSuite logs no learning rate: contributions are nats per unit of learning rate, for plain SGD"]
+  val_tokens = _val_tokens(torch, folder)
+  if val_tokens is None:
+    messages.append(f"{VAL_SET} is missing: the validation batch is taken to be one row as long as a training row")
+  files = []
+  for path in log_files(folder):
+    try:
+      entries = torch.load(path, map_location="cpu", weights_only=True)
+      files.append(LogFile(path, entries, val_tokens, scale))
+    except Exception as error:  # torch.load raises many kinds for a damaged file
+      messages.append(f"skipped {path.name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+  if any(not file.has_tokens for file in files):
+    messages.append("logs without token ids: every example is counted as one token")
+  return files, messages
+
+
+def _val_tokens(torch, folder: Path) -> int | None:
+  path = folder / VAL_SET
+  if not path.is_file():
+    return None
+  labels = torch.load(path, map_location="cpu", weights_only=True)["Y_val"]
+  return int((labels >= 0).sum())
+
+
+class LogFile:
+  """One `.pt` file, converted; offers what format.Shard offers. The tokens that GhostSuite stores are not kept."""
+
+  process_index = 0
+  problem = ""
+  modules = None
+  val_sets = ("validation",)
+  domains = np.array(["train"])
+  paths = np.array(["batch_idx", "order in the run"])
+
+  def __init__(self, path: Path, entries, val_tokens: int | None, scale: float):
+    self.path = path
+    self.meta: dict = {}
+    self.has_tokens = True
+    last = int(_NAME.fullmatch(path.name)[1])
+    converted = []
+    for i, entry in enumerate(entries):
+      if not isinstance(entry, dict):  # early versions logged the bare numbers of consecutive iterations
+        entry = {"dot_product": entry, "iter_num": last - len(entries) + 1 + i}
+      converted.append(self._convert(entry, val_tokens, scale))
+    self._rows = np.concatenate(converted)
+    steps = np.unique(self._rows["step"])
+    self.steps = fmt.unmeasured_steps(steps, 1)
+    self.num_rows = len(self._rows)
+    self.first_step, self.last_step = int(steps[0]), int(steps[-1])
+
+  def _convert(self, entry: dict, val_tokens: int | None, scale: float) -> np.ndarray:
+    logged_N = np.asarray(entry["dot_product"].float().numpy(), np.float64).reshape(-1)
+    step, num = int(entry["iter_num"]), len(logged_N)
+    labels, place = entry.get("Y_train"), entry.get("batch_idx")
+    if labels is None:
+      self.has_tokens = False
+      tokens_N = np.ones(num)
+    else:
+      tokens_N = (labels.reshape(num, -1) >= 0).sum(1).numpy().astype(np.float64)
+    if val_tokens is None or labels is None:
+      val_tokens = tokens_N.max()
+    rows = np.zeros(num, fmt.row_dtype(1))
+    rows["step"], rows["tokens"], rows["loss"] = step, tokens_N, np.nan
+    rows["path"] = 0 if place is not None else 1
+    rows["offset"] = np.asarray(place).reshape(-1) if place is not None else step * num + np.arange(num)
+    total = tokens_N.sum() + val_tokens
+    dot_N = scale * logged_N * total**2 / np.maximum(tokens_N * val_tokens, 1)
+    rows["dot"][:, 0] = dot_N
+    rows["contribution"][:, 0] = dot_N * tokens_N / tokens_N.sum()
+    return rows
+
+  def blocks(self, block_rows: int = fmt.BLOCK_ROWS, columns: frozenset[str] | None = None) -> Iterator[np.ndarray]:
+    """As format.Shard.blocks."""
+    for start in range(0, len(self._rows), block_rows):
+      yield self._rows[start : start + block_rows]
+
+  def rows(self) -> np.ndarray:
+    return self._rows
