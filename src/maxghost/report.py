@@ -23,9 +23,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   parser.add_argument(
     "--no-texts", action="store_true", help="do not read the corpus again to show the documents' texts"
   )
+  parser.add_argument("--watch", action="store_true", help="serve the page on this machine and renew it while training")
+  parser.add_argument("--port", type=int, default=0, metavar="N", help="with --watch: the port (0 = any free one)")
   args = parser.parse(argv)
   if args.documents < 0:
     raise ConfigError(f"--documents={args.documents}: at least 0")
+  if args.watch and args.output is not None:
+    raise ConfigError("--output is for the written page; --watch writes none")
   return args
 
 
@@ -35,12 +39,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+  if args.watch:
+    from maxghost.attribution import live
+
+    live.serve(args.run_dir, args.port, args.documents, not args.no_texts)
+    return 0
   from rich.console import Console
 
   from maxghost.attribution import html, terminal
   from maxghost.attribution.summary import summarize
+  from maxghost.attribution.texts import Source
 
-  summary = summarize(attribution.load(args.run_dir), args.documents, with_texts=not args.no_texts)
+  source = None if args.no_texts else Source(args.run_dir)
+  summary = summarize(attribution.load(args.run_dir), args.documents, source)
   output = args.output or args.run_dir / "report.html"
   write_whole(output, html.render(summary))
   terminal.show(summary, Console())

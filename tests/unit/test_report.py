@@ -8,21 +8,30 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import urllib.error
+import urllib.request
 
 import numpy as np
 import pytest
 from attribution_runs import make_run
 
 from maxghost import attribution, report
-from maxghost.attribution import ScoreWriter, statistics
+from maxghost.attribution import ScoreWriter, live, statistics
+from maxghost.attribution import summary as summary_module
 from maxghost.attribution.html import render
 from maxghost.attribution.html.markup import escape, tag
 from maxghost.attribution.html.scale import spread, tick_text, ticks
 from maxghost.attribution.metrics import Series, read_metrics, thin
 from maxghost.attribution.numbers import compact, integer, number, percent
-from maxghost.attribution.summary import summarize
+from maxghost.attribution.texts import Source
+from maxghost.config import ConfigError
 
 SYNTHETIC = ("dataset_type=synthetic", "ghost_val_domain=words")
+
+
+def summarize(log, num_documents=20):
+  return summary_module.summarize(log, num_documents, Source(log.run_dir))
 
 
 def write_log(run_dir, steps, val_sets=("manual",), closing=None, epochs=None):
@@ -139,7 +148,7 @@ def test_page_is_self_contained_and_well_formed(run_dir):
   check = PageCheck()
   check.feed(page)
   assert not check.open and not check.problems
-  assert not re.search(r"""(src|href)=|url\(|@import|https?:""", page)
+  assert not re.search(r"""(src|href)=|url\(|@import|https?:|fetch\(["'](?!version)""", page)
   assert check.counts["svg"] > 8 and check.counts["section"] == 2 and check.counts["button"] == 2
   assert check.labelled_drawings == check.counts["svg"]
   for words in ("exams", "Momentum", "nats per million tokens", "layer 3", "logits_dense", "Data health"):
@@ -277,6 +286,35 @@ def test_axes():
   assert tick_text(-0.25, 0.25) == "−0.25" and tick_text(1500, 500) == "1\u202f500" and tick_text(2.5, 2.5) == "2.5"
   placed = spread([10, 11, 12, 99], 14, 0, 100)
   assert all(b - a >= 14 for a, b in itertools.pairwise(placed)) and placed[-1] <= 100
+
+
+def test_live_view(tmp_path):
+  """On loopback only; the version changes with the scores; foreign host names are refused."""
+  server = live.make_server(tmp_path, 0, 5, with_texts=False)
+  threading.Thread(target=server.serve_forever, daemon=True).start()
+  try:
+    assert server.server_address[0] == "127.0.0.1"
+    url = f"http://127.0.0.1:{server.server_port}"
+
+    def get(path, **headers):
+      return urllib.request.urlopen(urllib.request.Request(url + path, headers=headers), timeout=20).read().decode()
+
+    before = get("/version")
+    assert "Waiting for scores" in get("/") and f'data-live="{before}"' in get("/")
+    step = ({"val_loss": 2.0, "predicted_examples": 1.0}, [("a", "x", 0, 0, 5, 1.0)])
+    write_log(tmp_path, [step] * 4)
+    after = get("/version")
+    page = get("/")
+    assert after != before and "What each domain was worth" in page and f'data-live="{after}"' in page
+    for path, headers, code in (("/etc/passwd", {}, 404), ("/", {"Host": "evil.example:80"}, 403)):
+      with pytest.raises(urllib.error.HTTPError) as refused:
+        get(path, **headers)
+      assert refused.value.code == code
+    with pytest.raises(ConfigError, match="cannot be used"):
+      live.make_server(tmp_path, server.server_port, 5, with_texts=False)
+  finally:
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.mark.browser

@@ -174,7 +174,7 @@ class Shard:
   """One opened file: small tables in memory, rows read on demand.
 
   `problem` is a sentence when the file was cut short and only its first `num_rows` rows are used, else "".
-  Raises DamagedShard when nothing can be used, NewerSchema for a file of a later version of maxghost.
+  Raises DamagedShard when nothing can be used, NewerSchema for a file of a later maxghost, FileNotFoundError.
   """
 
   def __init__(self, path: Path):
@@ -182,6 +182,8 @@ class Shard:
     self.problem = ""
     try:
       members = _members(path)
+    except FileNotFoundError:
+      raise
     except (OSError, zlib.error, ValueError) as error:
       raise DamagedShard(f"{path}: {error}") from error
     self.meta = self._meta(members)

@@ -27,10 +27,8 @@ def load(run_dir) -> "ScoreLog":
   if not run_dir.is_dir():
     raise ConfigError(f"run_dir={run_dir}: no such folder")
   folder = run_dir if run_dir.name == "ghost" or not (run_dir / "ghost").is_dir() else run_dir / "ghost"
-  files = sorted(path for path in folder.iterdir() if fmt.parse_shard_name(path.name))
-  paths = [*parquet.part_files(folder / "parquet"), *files]
-  if paths:
-    shards, messages = _open(paths)
+  if paths := _paths(folder):
+    shards, messages = _open(paths, folder)
   elif (foreign := ghostsuite.find_folder(run_dir)) is not None:
     shards, messages = ghostsuite.read(foreign)
     if not shards:
@@ -44,12 +42,20 @@ def load(run_dir) -> "ScoreLog":
   return ScoreLog(run_dir, shards, messages)
 
 
-def _open(paths: list[Path]) -> tuple[list, list[str]]:
+def _paths(folder: Path) -> list[Path]:
+  return [*parquet.part_files(folder / "parquet"), *sorted(p for p in folder.iterdir() if fmt.parse_shard_name(p.name))]
+
+
+def _open(paths: list[Path], folder: Path, tries: int = 5) -> tuple[list, list[str]]:
   """The readable files, and a sentence about each that is not."""
   shards, messages = [], []
   for path in paths:
     try:
       shards.append(parquet.Part(path) if path.suffix == ".parquet" else fmt.Shard(path))
+    except FileNotFoundError:  # a run that is training has replaced it by a longer one: look again
+      if tries:
+        return _open(_paths(folder), folder, tries - 1)
+      messages.append(f"{path} disappeared")
     except fmt.NewerSchema as error:
       raise ConfigError(str(error)) from error
     except fmt.DamagedShard as error:
@@ -115,9 +121,12 @@ class ScoreLog:
     columns: those that are needed; the others may be 0. Raises ConfigError for rows that point outside of the tables.
     """
     for shard in self.shards:
-      for rows in shard.blocks(columns=columns):
-        _check_indices(shard, rows, columns)
-        yield shard, rows
+      try:
+        for rows in shard.blocks(columns=columns):
+          _check_indices(shard, rows, columns)
+          yield shard, rows
+      except (fmt.DamagedShard, FileNotFoundError) as error:
+        raise ConfigError(f"{shard.path} changed while it was read; try again ({error})") from error
 
   def column(self, name: str) -> np.ndarray:
     """A whole column as one array; domain and path as strings. Raises ConfigError for an unknown name."""

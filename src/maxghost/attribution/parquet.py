@@ -53,6 +53,8 @@ class Part:
     try:
       self._file = self._parquet.ParquetFile(path)
       self.meta = json.loads(self._file.schema_arrow.metadata[b"maxghost"])
+    except FileNotFoundError:
+      raise
     except (OSError, ValueError, KeyError, TypeError) as error:
       raise fmt.DamagedShard(f"{path.name}: not a readable score file ({error})") from error
     version = self.meta.get("schema_version")

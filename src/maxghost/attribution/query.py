@@ -9,7 +9,7 @@ import numpy as np
 
 from maxghost.attribution import aggregate, statistics
 from maxghost.attribution.log import ScoreLog
-from maxghost.attribution.texts import open_texts
+from maxghost.attribution.texts import Source
 from maxghost.attribution.where import Where
 from maxghost.config import ConfigError, did_you_mean
 
@@ -218,7 +218,7 @@ def _order(columns: dict, query: Query) -> tuple[np.ndarray, int]:
 
 
 def _texts(log: ScoreLog, columns: dict, notes: list[str]) -> list[str | None]:
-  texts, said = open_texts(log.run_dir, log.fingerprints)
+  texts, said = Source(log.run_dir).texts(log.fingerprints)
   notes += said
   offsets = [int(offset) for offset in columns["offset"]]
   keys = list(zip(columns["domain"], columns["path"], offsets, strict=True))

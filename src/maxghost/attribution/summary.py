@@ -14,7 +14,7 @@ from maxghost.attribution.health import Health, PassSums, duplicates
 from maxghost.attribution.log import ScoreLog
 from maxghost.attribution.metrics import Series, read_facts, read_metrics
 from maxghost.attribution.numbers import integer, number
-from maxghost.attribution.texts import SNIPPET_BYTES, Texts, open_texts
+from maxghost.attribution.texts import SNIPPET_BYTES, Source, Texts
 from maxghost.config import ConfigError
 
 CURVE_BINS = 240
@@ -121,9 +121,10 @@ class Summary:
   health: Health
 
 
-def summarize(log: ScoreLog, num_documents: int = 20, with_texts: bool = True) -> Summary:
+def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = None) -> Summary:
   """Reads the log once and the run's other files; `num_documents` best and worst documents per validation set.
 
+  source: where the texts of documents come from; without it they are left out and duplicates are not looked for.
   Raises ConfigError when not a single step was scored.
   """
   steps = log.steps
@@ -139,8 +140,8 @@ def summarize(log: ScoreLog, num_documents: int = 20, with_texts: bool = True) -
   if left_out:
     messages.append(f"{left_out} rows with a contribution that is not finite were left out")
   texts = None
-  if with_texts:
-    texts, said = open_texts(log.run_dir, log.fingerprints)
+  if source is not None:
+    texts, said = source.texts(log.fingerprints)
     messages += said
   sets = [_set_summary(log, k, time, groups, num_documents, texts) for k in range(len(log.val_sets))]
   messages += _check_sums(log, time, left_out)

@@ -33,29 +33,45 @@ class Texts:
     return found
 
 
-def open_texts(run_dir: Path, fingerprints: tuple[str, ...]) -> tuple[Texts | None, list[str]]:
-  """The run's documents, and sentences to show: why there are none, or that the source has changed since.
+class Source:
+  """The documents of a run, opened once and only when they are first asked for."""
 
-  fingerprints: of the source while the run trained, from the score log; empty when they were not recorded.
-  """
-  path = Path(run_dir) / "config.yml"
-  if not path.is_file():
-    return None, ["config.yml is missing, so the texts of the documents cannot be shown"]
-  from maxghost import data  # reading the corpus is only paid for where texts are asked for
+  def __init__(self, run_dir: Path):
+    self._run_dir = run_dir
+    self._dataset = None
+    self._problem = ""
 
-  try:
-    cfg = config.load(path)
-    dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed)
-  except ConfigError as error:
-    return None, [f"the texts of the documents cannot be shown: {error}"]
-  changed = bool(fingerprints) and any(old != dataset.fingerprint for old in fingerprints)
-  messages = []
-  if changed:
-    messages.append(
-      "the source of the documents has changed since the run (fingerprint "
-      f"{', '.join(fingerprints)} then, {dataset.fingerprint} now): texts may differ from those that were scored"
-    )
-  return Texts(dataset.source, changed), messages
+  def texts(self, fingerprints: tuple[str, ...]) -> tuple[Texts | None, list[str]]:
+    """The texts, and sentences to show: why there are none, or that the source has changed since.
+
+    fingerprints: of the source while the run trained, from the score log; empty when they were not recorded.
+    """
+    if self._dataset is None and not self._problem:
+      self._open()
+    if self._dataset is None:
+      return None, [self._problem]
+    now = self._dataset.fingerprint
+    changed = any(then != now for then in fingerprints)
+    messages = []
+    if changed:
+      messages.append(
+        f"the source of the documents has changed since the run (fingerprint {', '.join(fingerprints)} then, {now} "
+        "now): texts may differ from those that were scored"
+      )
+    return Texts(self._dataset.source, changed), messages
+
+  def _open(self):
+    path = Path(self._run_dir) / "config.yml"
+    if not path.is_file():
+      self._problem = "config.yml is missing, so the texts of the documents cannot be shown"
+      return
+    from maxghost import data  # reading the corpus is only paid for where texts are asked for
+
+    try:
+      cfg = config.load(path)
+      self._dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed)
+    except ConfigError as error:
+      self._problem = f"the texts of the documents cannot be shown: {error}"
 
 
 def snippet(text: bytes, num_chars: int) -> str:

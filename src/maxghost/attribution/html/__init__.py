@@ -1,5 +1,5 @@
 """The report as one self-contained HTML page: no network, no fonts to load, drawings as inline SVG."""
 
-from maxghost.attribution.html.page import render
+from maxghost.attribution.html.page import notice, render
 
-__all__ = ["render"]
+__all__ = ["notice", "render"]

@@ -47,3 +47,13 @@ for (const figure of document.querySelectorAll(".chart")) {
     if (event.key === "Escape") hide();
   });
 }
+
+const live = document.documentElement.dataset.live;
+if (live) {
+  setInterval(async () => {
+    try {
+      const reply = await fetch("version", { cache: "no-store" });
+      if (reply.ok && (await reply.text()) !== live) location.reload();
+    } catch { /* the live view has ended; the page stays as it is */ }
+  }, 3000);
+}

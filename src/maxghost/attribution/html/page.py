@@ -16,8 +16,8 @@ from maxghost.attribution.words import headline, lead, ledger_sentence
 CURVE_POINTS = 240
 
 
-def render(summary: Summary, refresh_seconds: int = 0) -> str:
-  """The whole page as HTML text. refresh_seconds > 0: the page loads itself again (the live view)."""
+def render(summary: Summary, live_version: str = "") -> str:
+  """The whole page as HTML text. live_version: of the live view, whose page loads itself again when it changes."""
   first = summary.sets[0]
   panels = [_panel(summary, k) for k in range(len(summary.sets))]
   body = [
@@ -39,16 +39,29 @@ def render(summary: Summary, refresh_seconds: int = 0) -> str:
         "statement about what another run would have done without the document.",
       ),
     ),
-    tag("script", Markup(_asset("page.js"))),
+    _script(),
   ]
+  return _document(f"{summary.name} · maxghost report", body, live_version)
+
+
+def notice(title: str, text: str, live_version: str) -> str:
+  """A page that says why there is no report yet."""
+  return _document(title, [tag("header", tag("h1", title), tag("p", text, class_="lead")), _script()], live_version)
+
+
+def _document(title: str, body: list, live_version: str) -> str:
   head = [
     tag("meta", charset="utf-8"),
     tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-    tag("meta", http_equiv="refresh", content=str(refresh_seconds)) if refresh_seconds else None,
-    tag("title", f"{summary.name} · maxghost report"),
+    tag("title", title),
     tag("style", Markup(_asset("style.css"))),
   ]
-  return f"<!doctype html>\n{tag('html', tag('head', *head), tag('body', *body), lang='en')}\n"
+  page = tag("html", tag("head", *head), tag("body", *body), lang="en", data_live=live_version or None)
+  return f"<!doctype html>\n{page}\n"
+
+
+def _script() -> Markup:
+  return tag("script", Markup(_asset("page.js")))
 
 
 def _asset(name: str) -> str:

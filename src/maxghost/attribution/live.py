@@ -1,0 +1,100 @@
+"""The report of a run that is still training, on this machine only: the page loads itself again for new scores."""
+
+import http.server
+import threading
+from pathlib import Path
+
+from maxghost.attribution import html
+from maxghost.attribution.log import load
+from maxghost.attribution.summary import Source, summarize
+from maxghost.config import ConfigError
+
+ADDRESS = "127.0.0.1"
+
+
+class LiveReport:
+  """The page of a run and a version that changes when the run has written something."""
+
+  def __init__(self, run_dir: Path, num_documents: int, with_texts: bool):
+    self._run_dir, self._num_documents = run_dir, num_documents
+    self._source = Source(run_dir) if with_texts else None
+    self._lock = threading.Lock()
+    self._page: tuple[str, str] = ("", "")
+
+  def version(self) -> str:
+    """Names, sizes and times of the files the report is made of."""
+    files = [*(self._run_dir / "ghost").glob("**/*"), self._run_dir / "metrics.jsonl"]
+    known = []
+    for path in sorted(files):
+      try:
+        status = path.stat()
+      except FileNotFoundError:  # replaced by a longer file this very moment
+        continue
+      if path.suffix in (".npz", ".parquet", ".jsonl"):
+        known.append((path.name, status.st_size, status.st_mtime_ns))
+    return f"{hash(tuple(known)) & (2**64 - 1):016x}"
+
+  def page(self) -> str:
+    """The report as it is now; made again only when the version has changed."""
+    with self._lock:
+      version = self.version()
+      if self._page[0] != version:
+        self._page = (version, self._render(version))
+      return self._page[1]
+
+  def _render(self, version: str) -> str:
+    try:
+      summary = summarize(load(self._run_dir), self._num_documents, self._source)
+    except ConfigError as error:
+      return html.notice("Waiting for scores", str(error), version)
+    return html.render(summary, version)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+  report: LiveReport
+
+  def do_GET(self):
+    host = (self.headers.get("Host") or "").rpartition(":")[0]
+    if host not in (ADDRESS, "localhost"):  # a foreign page that points its name at this machine
+      self.send_error(403)
+    elif self.path == "/":
+      self._send("text/html; charset=utf-8", self.report.page())
+    elif self.path == "/version":
+      self._send("text/plain; charset=utf-8", self.report.version())
+    else:
+      self.send_error(404)
+
+  def _send(self, kind: str, text: str):
+    body = text.encode("utf-8")
+    self.send_response(200)
+    self.send_header("Content-Type", kind)
+    self.send_header("Content-Length", str(len(body)))
+    self.send_header("Cache-Control", "no-store")
+    self.end_headers()
+    self.wfile.write(body)
+
+  def log_message(self, format, *args):
+    """Requests are not printed."""
+
+
+def make_server(run_dir: Path, port: int, num_documents: int, with_texts: bool) -> http.server.ThreadingHTTPServer:
+  """A server bound to the loopback address; port 0 takes a free one. Raises ConfigError when the port is taken."""
+  if not Path(run_dir).is_dir():
+    raise ConfigError(f"run_dir={run_dir}: no such folder")
+  handler = type("Handler", (_Handler,), {"report": LiveReport(Path(run_dir), num_documents, with_texts)})
+  try:
+    return http.server.ThreadingHTTPServer((ADDRESS, port), handler)
+  except (OSError, OverflowError) as error:
+    raise ConfigError(f"--port {port}: cannot be used ({error}); use another, or 0 for any free one") from error
+
+
+def serve(run_dir: Path, port: int, num_documents: int, with_texts: bool):
+  """Serves the live report until Ctrl-C."""
+  server = make_server(run_dir, port, num_documents, with_texts)
+  print(f"live report: http://{ADDRESS}:{server.server_port}/ (only from this machine; Ctrl-C ends it)", flush=True)
+  try:
+    server.serve_forever()
+  except KeyboardInterrupt:
+    print("live report ended")
+  finally:
+    server.server_close()
