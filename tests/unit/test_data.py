@@ -128,7 +128,7 @@ def test_every_token_once_per_epoch_and_ids_lead_to_the_bytes(lengths, keys, sho
 )
 def test_restore_continues_byte_for_byte(steps, seed, keys, mixture):
   source = some_documents([(17 * n) % 61 + 1 for n in range(40)])
-  keys = {**keys, "dataset_mixture": mixture[0], "dataset_weights": mixture[1], "ghost_val_fraction": 0.3}
+  keys = {**keys, "dataset_mixture": mixture[0], "dataset_weights": mixture[1], "ghost_val_fraction": 0.6}
   through = make(source, seed=seed, **keys)
   for _ in range(steps):
     next(through.train)

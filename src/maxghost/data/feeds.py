@@ -61,7 +61,10 @@ class WorkerFeed:
 
   def _start(self, epoch: int, window: int) -> Iterator[Window]:
     import grain  # it imports JAX, which the rest of this package does without
+    from absl import flags
 
+    if not flags.FLAGS.is_parsed():
+      flags.FLAGS.mark_as_parsed()  # Grain reads its own absl flags; here they have their defaults
     dataset = grain.MapDataset.source(_LaneWindows(self._windows, self._lane, epoch, window))
     one_at_a_time = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     options = grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=1)

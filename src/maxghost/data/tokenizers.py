@@ -92,7 +92,14 @@ class ByteTokenizer:
     return ids[ids < 256].astype(np.uint8).tobytes()
 
 
-class _PieceTokenizer:
+class _FileTokenizer:
+  """A tokenizer goes to other processes by its file."""
+
+  def __reduce__(self):
+    return type(self), (str(self.path),)
+
+
+class _PieceTokenizer(_FileTokenizer):
   """What tokenizers of byte pieces share: the table of bytes by id, used when it proves right on a probe text."""
 
   def _set_pieces(self, pieces: list[bytes | None]) -> None:
@@ -162,7 +169,7 @@ class HuggingFaceTokenizer(_PieceTokenizer):
     return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True).encode("utf-8")
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(_FileTokenizer):
   """A SentencePiece model file. It normalizes text, so decoding may give back other white space or letters."""
 
   byte_table = None

@@ -11,7 +11,10 @@ from maxghost.data.types import Document, DocumentId
 
 
 class CorruptError(ValueError):
-  """A document that cannot be read: names the file, the place in it and why."""
+  """A document or file that cannot be read: names the file, the place in it and why, in one line."""
+
+  def __init__(self, message: str):
+    super().__init__(" ".join(message.split()))
 
 
 @runtime_checkable

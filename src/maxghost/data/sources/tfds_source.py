@@ -68,9 +68,8 @@ class TfdsPart:
         f"train_split={self._split} is no split of dataset_name={self._dataset}; "
         f"it has {', '.join(builder.info.splits)}"
       )
-    wanted = tfds.decode.PartialDecoding(dict.fromkeys(self._columns, True))
     try:
-      self._source = builder.as_data_source(split=self._split, decoders=wanted)
+      self._source = builder.as_data_source(split=self._split)
     except NotImplementedError as error:
       raise ConfigError(
         f"dataset_name={self._dataset} was prepared without random access ({builder.info.file_format}); "

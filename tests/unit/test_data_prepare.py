@@ -1,0 +1,212 @@
+"""`python -m maxghost.data prepare`: interrupted, damaged, mismatched, and a hundred million documents."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from maxghost import config, data
+from maxghost.config import ConfigError
+from maxghost.data import __main__ as door
+from maxghost.data import prepare, prepared
+from maxghost.data.sources import stdlib, synthetic
+from maxghost.data.types import Document
+
+BASE = dataclasses.replace(config.load().data, ghost_val_domain="words", max_target_length=64)
+
+
+def files_of(folder):
+  return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def read(folder, **keys):
+  keys = {**dict(dataset_type="grain", grain_train_files=(str(folder),)), **keys}
+  return data.load_dataset(dataclasses.replace(BASE, **keys))
+
+
+def test_an_interrupted_preparation_is_taken_up(tmp_path):
+  source = synthetic.load(domain_bytes=60_000)
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  meta = prepare.prepare(source, BASE, str(whole), part_bytes=50_000)
+  assert len(meta["shards"]) > 3 and meta["tokens"] == source.num_bytes
+  done = []
+
+  def stop(manifest):
+    done.append(manifest["name"])
+    if len(done) == 2:
+      raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    prepare.prepare(source, BASE, str(broken), part_bytes=50_000, progress=stop)
+  assert not (broken / prepared.INDEX_FILE).exists()
+  (broken / "shards" / done[0]).write_bytes(b"cut off")
+  times = {p.name: p.stat().st_mtime_ns for p in (broken / "shards").iterdir()}
+  prepare.prepare(source, BASE, str(broken), part_bytes=50_000)
+  assert (broken / "shards" / done[1]).stat().st_mtime_ns == times[done[1]], "a complete part is not done again"
+  assert files_of(broken) == files_of(whole)
+
+
+def test_processes_write_the_same(tmp_path):
+  source = synthetic.load(domain_bytes=30_000)
+  prepare.prepare(source, BASE, str(tmp_path / "one"), part_bytes=40_000)
+  prepare.prepare(source, BASE, str(tmp_path / "two"), part_bytes=40_000, num_workers=2)
+  assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
+
+
+def test_the_command_trains_a_bpe_and_the_result_reads(tmp_path, capsys):
+  out = tmp_path / "out"
+  settings = ["dataset_type=synthetic", "dataset_domain_bytes=40000", "ghost_val_domain=words"]
+  command = ["prepare", *settings, "--output", str(out), "--train_bpe", "400", "--part_bytes", "60000"]
+  assert door.main(command) == 0
+  said = capsys.readouterr().out
+  keys = dict(item.split("=", 1) for item in said.split("train on it with: ")[1].split())
+  assert keys["tokenizer_type"] == "huggingface" and keys["vocab_size"] == "400"
+  before = files_of(out)
+  assert door.main(command) == 0 and files_of(out) == before
+  assert door.main(["verify", str(out)]) == 0 and "as it was written" in capsys.readouterr().out
+  dataset = read(out, tokenizer_type="huggingface", tokenizer_path=keys["tokenizer_path"])
+  source = synthetic.load(domain_bytes=40_000)
+  assert {dataset.document(n) for n in range(len(source))} == set(source.documents)
+  assert len(dataset.source.index.token_end) == len(source)
+  assert dataset.source.index.token_end[-1] < source.num_bytes / 2
+
+
+def test_damage_is_found_and_only_the_damaged_shard_redone(tmp_path, capsys):
+  out = tmp_path / "out"
+  source = synthetic.load(domain_bytes=60_000)
+  prepare.prepare(source, BASE, str(out), part_bytes=50_000)
+  good = files_of(out)
+  victim = sorted((out / "shards").iterdir())[1]
+  raw = bytearray(victim.read_bytes())
+  raw[200:260] = bytes(60)
+  victim.write_bytes(raw)
+  with pytest.raises(ConfigError, match=rf"{victim.name}, record \d+: .*maxghost.data verify"):
+    next(read(out, shuffle_window_bytes=10**9, ghost_val_fraction=0.0).train)
+  skipping = read(out, shuffle_window_bytes=10**9, on_corrupt="skip")
+  next(skipping.train)
+  assert 0 < skipping.train.counts["corrupt"] < len(source)
+  assert door.main(["verify", str(out)]) == 1 and victim.name in capsys.readouterr().out
+  prepare.prepare(source, BASE, str(out), part_bytes=50_000)
+  assert files_of(out) == good
+
+
+def test_what_does_not_fit_is_refused(tmp_path, capsys):
+  out = tmp_path / "out"
+  source = synthetic.load(domain_bytes=20_000)
+  prepare.prepare(source, BASE, str(out))
+  with pytest.raises(ConfigError, match=r"prepared from other data or settings \(source, part_documents"):
+    prepare.prepare(synthetic.load(domain_bytes=20_000, seed=1), BASE, str(out))
+  with pytest.raises(ConfigError, match="other data or settings"):
+    prepare.prepare(source, BASE, str(out), part_bytes=999)
+  (tmp_path / "full").mkdir()
+  (tmp_path / "full" / "thesis.tex").write_text("mine")
+  with pytest.raises(ConfigError, match="is not empty and holds no prepared corpus"):
+    prepare.prepare(source, BASE, str(tmp_path / "full"))
+  with pytest.raises(ConfigError, match="a prepared corpus, which goes alone"):
+    read(out, grain_train_files=(str(out), "a=/x"))
+  with pytest.raises(ConfigError, match=r"'digit'.*did you mean 'digits'"):
+    read(out, dataset_domains=("digit",))
+  prepare.train_bpe(source, 300, str(tmp_path / "t.json"))
+  with pytest.raises(ConfigError, match=r"another tokenizer than .*use tokenizer_type=byte and no tokenizer_path"):
+    read(out, tokenizer_type="huggingface", tokenizer_path=str(tmp_path / "t.json"))
+  with pytest.raises(ConfigError, match="below the 259 ids"):
+    prepare.train_bpe(source, 258, str(tmp_path / "u.json"))
+  assert door.main(["prepare", "--output", str(tmp_path / "full"), "dataset_typ=x"]) == 2
+  assert "did you mean" in capsys.readouterr().err
+  assert door.main(["verify", str(tmp_path)]) == 2
+  empty = data.DocumentList([Document("a", "p", n, b"") for n in range(3)], ("a",))
+  with pytest.raises(ConfigError, match="nothing to prepare"):
+    prepare.prepare(empty, BASE, str(tmp_path / "empty"))
+
+
+def test_prepared_and_read_directly_give_the_same_tokens(tmp_path):
+  source = stdlib.load(("manual", "docstrings"), 80_000)
+  prepare.prepare(source, BASE, str(tmp_path / "out"), part_bytes=30_000)
+  dataset = read(tmp_path / "out", ghost_val_domain="manual", shuffle_window_bytes=10**9)
+  by_id = {document.id: document.text for document in source.documents}
+  held_out = sum(entry.held_out for entry in dataset.summary())
+  found = {}
+  while True:
+    batch = next(dataset.train)
+    for row, slot in np.argwhere((batch.document_BS >= 0) & (batch.epoch_B == 0)[:, None]):
+      here = batch.arrays["inputs_segmentation"][row] == slot + 1
+      tokens = batch.arrays["inputs"][row][here]
+      found.setdefault(int(batch.document_BS[row, slot]), []).append((int(batch.offset_BS[row, slot]), tokens))
+    if (batch.epoch_B > 0).all():
+      break
+  assert len(found) == len(source) - held_out - dataset.train.counts["copies"] // 2
+  for number, chunks in found.items():
+    chunks.sort(key=lambda chunk: (chunk[0], chunk[1][0] != 256))
+    text = bytes(int(token) for _, tokens in chunks for token in tokens if token < 256)
+    assert text == by_id[dataset.document_id(number)]
+
+
+PROGRAM = """
+import json, resource, sys
+import numpy as np
+from maxghost.data import prepared
+from maxghost.data.order import Uniform
+from maxghost.data.packing import Layout
+from maxghost.data.split import Split
+from maxghost.data.tokenizers import ByteTokenizer
+from maxghost.data.windows import Windows
+
+folder, touch = sys.argv[1:]
+source = prepared.PreparedSource(folder, ByteTokenizer())
+split = Split(source, ("b",), 0.2, 0)
+units = prepared.PreparedUnits(source, split, Layout(256, 8), on_corrupt="error")
+source._readers.read = lambda path, records: [bytes(2 * 64 * 20)] * len(records)
+order = Uniform(units.all_units(), 0)
+windows = Windows(units, order, Layout(256, 8), name="", seed=0, num_lanes=4, window_bytes=1 << 18)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rows = sum(len(windows.make(lane, 1, 9).rows) for lane in range(int(touch)))
+assert source.document_id(len(source) - 1).offset == 0
+print(json.dumps([len(source), rows, before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
+"""
+
+
+def sparse_index(folder, num_documents, per_block=64, tokens=20):
+  """An index as large as that of so many documents; the columns are sparse files that hold zeros but for a few."""
+  (folder / "index").mkdir(parents=True)
+  num_blocks = num_documents // per_block
+  sizes = dict.fromkeys(prepared.DOCUMENT_COLUMNS, num_documents) | dict.fromkeys(prepared.BLOCK_COLUMNS, num_blocks)
+  for name, size in {**sizes, "path_end": 1, "path_domain": 1}.items():
+    column = np.lib.format.open_memmap(folder / "index" / f"{name}.npy", "w+", prepared.COLUMNS[name], (size,))
+    if name == "block_first":
+      column[:] = np.arange(num_blocks) * per_block
+    if name == "path_end":
+      column[:] = 4
+  (folder / "index" / "paths.bin").write_bytes(b"path")
+  meta = {
+    "version": 1, "fingerprint": "0", "domains": ["a", "b"], "domain_documents": {"a": num_documents, "b": 0},
+    "domain_bytes": {"a": num_documents * tokens, "b": 0}, "tokens": num_documents * tokens,
+    "tokenizer": {"type": "byte", "path": "", "copied": False, "fingerprint": "byte", "vocab_size": 259},
+    "shards": [{"name": "s", "sha256": "0" * 64, "size": 1, "blocks": num_blocks}],
+  }
+  (folder / prepared.INDEX_FILE).write_text(json.dumps(meta))
+  return num_blocks
+
+
+def test_a_hundred_million_documents_cost_a_worker_no_memory(tmp_path):
+  used = {}
+  for num_documents in (100_000_000, 1_000_000):
+    folder = tmp_path / str(num_documents)
+    sparse_index(folder, num_documents)
+    # The only pages written are those of block_first; token ends of the windows read are given by arithmetic.
+    program = PROGRAM.replace(
+      "before =", "index = source.index\nclass Ends:\n  def __getitem__(self, at):\n"
+      "    at = np.arange(*at.indices(len(source))) if isinstance(at, slice) else at\n    return (at + 1) * 20\n"
+      "index.token_end = Ends()\nbefore =",
+    )
+    done = subprocess.run(
+      [sys.executable, "-c", program, str(folder), "4"], capture_output=True, text=True, check=True
+    )
+    length, rows, before, after = json.loads(done.stdout)
+    assert length == num_documents and rows > 1000
+    used[num_documents] = (before, after)
+  (before, after), (small_before, small_after) = used[100_000_000], used[1_000_000]
+  assert after - before < small_after - small_before + 40_000, "kilobytes for windows, whatever the size of the index"
+  assert before - small_before < 20_000, "kilobytes for opening it"

@@ -1,0 +1,364 @@
+"""Files of every kind behind one reader: ids that lead to the bytes, exact resume, damage that is named."""
+
+import dataclasses
+import gzip
+import json
+import pickle
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from array_record.python import array_record_module
+
+from maxghost import config, data
+from maxghost.config import ConfigError
+from maxghost.data.sources import open_source
+
+BASE = dataclasses.replace(
+  config.load().data, max_target_length=31, per_device_batch_size=4, shuffle_window_bytes=700, ghost_val_domain="b"
+)
+ARRAYS = ("inputs", "targets", "inputs_position", "inputs_segmentation")
+
+
+def texts_of(domain, count):
+  rng = np.random.default_rng(len(domain) * 1000 + count + ord(domain[0]))
+  return [f"{domain}{n} é " + " ".join(str(x) for x in rng.integers(0, 999, 3 + n % 9)) for n in range(count)]
+
+
+A, B = texts_of("a", 37), texts_of("b", 29)
+
+
+def write_records(path, records, options="group_size:1"):
+  writer = array_record_module.ArrayRecordWriter(str(path), options)
+  for record in records:
+    writer.write(record)
+  writer.close()
+
+
+def write_parquet(path, texts, rows=5):
+  pq.write_table(pa.table({"text": texts, "year": list(range(len(texts)))}), path, row_group_size=rows)
+
+
+def jsonl(texts):
+  return "".join(json.dumps({"text": text, "year": n}) + "\n" for n, text in enumerate(texts)).encode()
+
+
+def write_text(folder):
+  (folder / "b").mkdir(parents=True)
+  (folder / "a.jsonl").write_bytes(jsonl(A[:20]))
+  (folder / "a2.jsonl.gz").write_bytes(gzip.compress(jsonl(A[20:30])))
+  with pa.OSFile(str(folder / "a3.jsonl.zst"), "wb") as raw, pa.CompressedOutputStream(raw, "zstd") as out:
+    out.write(jsonl(A[30:]))
+  for n, text in enumerate(B[:20]):
+    (folder / "b" / f"{n:02d}.txt").write_text(text)
+  write_parquet(folder / "b" / "rows.parquet", B[20:])
+  return dict(dataset_type="text", text_files=(f"a={folder}/a*.jsonl*", f"b={folder}/b/**"))
+
+
+def write_grain(folder):
+  folder.mkdir()
+  from tensorflow_datasets.proto import tf_example_pb2
+
+  def example(text):
+    message = tf_example_pb2.Example()
+    message.features.feature["text"].bytes_list.value.append(text.encode())
+    message.features.feature["year"].int64_list.value.append(3)
+    return message.SerializeToString()
+
+  write_records(folder / "a-0.array_record", map(example, A[:20]))
+  write_records(folder / "a-1.array_record", map(example, A[20:]))
+  write_records(folder / "b-0.array_record", [json.dumps({"text": text}).encode() for text in B[:15]])
+  write_records(folder / "b-1.array_record", [text.encode() for text in B[15:]])
+  return dict(dataset_type="grain", grain_train_files=(f"a={folder}/a-*", f"b={folder}/b-*"))
+
+
+def write_tfds(folder):
+  import tensorflow_datasets as tfds
+
+  def builder(texts, name):
+    features = tfds.features.FeaturesDict({"text": tfds.features.Text(), "year": np.int32})
+
+    class Made(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+      VERSION = tfds.core.Version("1.2.0")
+
+      def _info(self):
+        return tfds.core.DatasetInfo(builder=self, description="made by a test", features=features)
+
+      def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples(), "test": self._generate_examples()}
+
+      def _generate_examples(self):
+        for n, text in enumerate(texts):
+          yield n, {"text": text, "year": n}
+
+    Made.name = name
+    return Made(data_dir=folder, file_format="array_record")
+
+  for texts, name in ((A, "made_a"), (B, "made_b")):
+    builder(texts, name).download_and_prepare()
+  return dict(dataset_type="tfds", dataset_name=("a=made_a", "b=made_b:1.2.0"), dataset_path=str(folder))
+
+
+def write_hf(folder):
+  datasets = pytest.importorskip("datasets")
+  datasets.disable_progress_bars()
+  datasets.Dataset.from_dict({"text": A, "year": list(range(len(A)))}).save_to_disk(folder / "a")
+  both = {"train": datasets.Dataset.from_dict({"text": B}), "test": datasets.Dataset.from_dict({"text": A})}
+  datasets.DatasetDict(both).save_to_disk(folder / "b")
+  return dict(dataset_type="hf", hf_path=(f"a={folder}/a", f"b={folder}/b"))
+
+
+def write_prepared(folder):
+  from maxghost.data import prepare
+
+  cfg = dataclasses.replace(BASE, **write_text(folder / "raw"))
+  prepare.prepare(open_source(cfg, 0), cfg, str(folder / "out"), part_bytes=400)
+  return dict(dataset_type="grain", grain_train_files=(str(folder / "out"),))
+
+
+WRITERS = {
+  "text": write_text, "grain": write_grain, "tfds": write_tfds, "hf": write_hf, "prepared": write_prepared,
+  "stdlib": lambda folder: dict(dataset_domain_bytes=60_000, dataset_domains=("manual", "tables"),
+                                ghost_val_domain="manual", ghost_val_fraction=0.5),
+  "synthetic": lambda folder: dict(dataset_type="synthetic", dataset_domain_bytes=20_000, ghost_val_domain="words"),
+}
+FILE_KINDS = ("text", "grain", "tfds", "hf", "prepared")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+  """Configuration of a corpus by kind, written once."""
+  made = {}
+
+  def get(kind):
+    if kind not in made:
+      made[kind] = dataclasses.replace(BASE, **WRITERS[kind](tmp_path_factory.mktemp("corpus") / kind))
+    return made[kind]
+
+  return get
+
+
+def equal(left, right):
+  return all((left.arrays[name] == right.arrays[name]).all() for name in ARRAYS) and all(
+    (getattr(left, name) == getattr(right, name)).all() for name in ("document_BS", "offset_BS", "epoch_B")
+  )
+
+
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_documents_and_ids(kind, written):
+  dataset = data.load_dataset(written(kind))
+  source = dataset.source
+  assert source.domains == ("a", "b") and len(source) == len(A) + len(B)
+  documents = [dataset.document(n) for n in range(len(source))]
+  assert sorted(d.text.decode() for d in documents) == sorted(A + B)
+  assert len({d.id for d in documents}) == len(documents)
+  assert [dataset.document_id(n) for n in range(len(source))] == [d.id for d in documents]
+  indices = np.arange(len(source))
+  assert [source.domains[n] for n in source.domain_numbers(indices)] == [d.domain for d in documents]
+  assert len(set(source.id_hashes(indices).tolist())) == len(source)
+  back = source.texts(indices[::-1])
+  assert back == [d.text for d in documents[::-1]]
+  estimate = sum(len(d.text) for d in documents)
+  assert estimate / 2 < source.num_bytes < 2 * estimate
+  again = pickle.loads(pickle.dumps(source))
+  assert again.texts(indices[:5]) == source.texts(indices[:5]) and again.fingerprint == source.fingerprint
+  assert [entry.documents for entry in dataset.summary()] == [len(A), len(B)]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_restart_and_processes(kind, written):
+  cfg = written(kind)
+  single = data.load_dataset(cfg, 5, batch_size=8)
+  for _ in range(23):
+    next(single.train)
+  state = json.loads(json.dumps(single.train.state()))
+  resumed = data.load_dataset(cfg, 5, batch_size=8)
+  resumed.train.restore(state)
+  shards = [data.load_dataset(cfg, 5, num, shard, batch_size=8) for num in (2, 4) for shard in range(num)]
+  for shard in shards:
+    shard.train.restore(state)
+  for _ in range(100):
+    batch = next(single.train)
+    assert equal(batch, next(resumed.train))
+    rows = [next(shard.train).arrays["inputs"] for shard in shards]
+    assert (np.concatenate(rows[:2]) == batch.arrays["inputs"]).all()
+    assert (np.concatenate(rows[2:]) == batch.arrays["inputs"]).all()
+  assert (batch.epoch_B > 0).any() or kind in ("stdlib", "synthetic")
+  for slot in np.argwhere(batch.document_BS >= 0):
+    text = single.document(batch.document_BS[tuple(slot)]).text
+    here = batch.arrays["inputs"][slot[0]][batch.arrays["inputs_segmentation"][slot[0]] == slot[1] + 1]
+    found = bytes(int(token) for token in here if token < 256)
+    offset = batch.offset_BS[tuple(slot)]
+    assert text[offset : offset + len(found)] == found
+
+
+def test_worker_processes_make_the_same_batches(written):
+  cfg = dataclasses.replace(written("prepared"), dataset_mixture="weights", dataset_weights=("a=0.25", "b=0.75"))
+  threaded = data.load_dataset(cfg, 5)
+  workers = data.load_dataset(dataclasses.replace(cfg, grain_worker_count=1), 5)
+  assert all(equal(next(threaded.train), next(workers.train)) for _ in range(12))
+  resumed = data.load_dataset(dataclasses.replace(cfg, grain_worker_count=1), 5)
+  resumed.train.restore(workers.train.state())
+  assert equal(next(resumed.train), next(threaded.train))
+
+
+def test_prepared_data_has_the_ids_and_the_split_of_its_source(tmp_path):
+  folder = tmp_path / "x"
+  folder.mkdir()
+  prepared = data.load_dataset(dataclasses.replace(BASE, **write_prepared(folder)))
+  raw = data.load_dataset(
+    dataclasses.replace(
+      BASE, dataset_type="text", text_files=(f"a={folder}/raw/a*.jsonl*", f"b={folder}/raw/b/**")
+    )
+  )
+  ids = [{dataset.document(n).id for n in range(66)} for dataset in (raw, prepared)]
+  assert ids[0] == ids[1]
+  held = [{dataset.source[n].id for n in dataset._parts[0].split.pool("b", 99)} for dataset in (raw, prepared)]
+  assert held[0] == held[1] and 2 < len(held[0]) < 20
+  only_b = dataclasses.replace(
+    BASE, dataset_type="grain", grain_train_files=(f"{folder}/out",), dataset_domains=("b",), max_target_length=13
+  )
+  dataset = data.load_dataset(only_b)
+  read = {dataset.document(d).domain for _ in range(60) for d in next(dataset.train).document_BS.ravel() if d >= 0}
+  assert read == {"b"} and [entry.documents for entry in dataset.summary()] == [29]
+
+
+def test_no_tensorflow_is_imported(written):
+  for kind in ("tfds", "grain"):
+    next(data.load_dataset(written(kind)).train)
+  assert "tensorflow" not in sys.modules
+
+
+def test_held_out_files(written, tmp_path):
+  (tmp_path / "v.jsonl").write_bytes(jsonl(["held out one", "held out two", A[3]]))
+  cfg = dataclasses.replace(written("text"), ghost_val_files=(f"v={tmp_path}/v.jsonl",), ghost_val_domain="v")
+  dataset = data.load_dataset(cfg)
+  batch = dataset.validation_batch(0, 3)
+  held = {dataset.document(n).text.decode() for n in batch.document_BS.ravel() if n >= 0}
+  assert held == {"held out one", "held out two", A[3]}
+  assert {dataset.document_id(n).domain for n in batch.document_BS.ravel() if n >= 0} == {"v"}
+  assert dataset.num_train_documents == len(A) + len(B), "no part of the training domains is held out"
+  numbers = {n for _ in range(80) for n in next(dataset.train).document_BS.ravel() if n >= 0}
+  read = {dataset.document(n).text.decode() for n in numbers}
+  assert read == set(A + B) - {A[3]}, "a copy of a held-out text is left out of training"
+  assert "1 training document is a byte-identical copy of held-out text (left out): a:a.jsonl:" in dataset.notes()[-1]
+  with pytest.raises(ConfigError, match="ghost_val_files has domain 'a', which the training data has too"):
+    data.load_dataset(dataclasses.replace(cfg, ghost_val_files=(f"a={tmp_path}/v.jsonl",)))
+
+
+def refused(**keys):
+  with pytest.raises(ConfigError) as caught:
+    next(data.load_dataset(dataclasses.replace(BASE, **keys)).train)
+  assert len(caught.value.problems) == 1 and "\n" not in str(caught.value)
+  return str(caught.value)
+
+
+def test_wrong_text_settings_are_named(tmp_path, written):
+  cfg = written("text")
+  text = dict(dataset_type="text")
+  assert "text_files is empty" in refused(**text)
+  assert "no file matches /nowhere/*.txt" in refused(**text, text_files=("a=/nowhere/*.txt",))
+  assert "not of the form domain=" in refused(**text, text_files=("=/x",))
+  assert "has 'c', which text_files does not have; text_files has a, b" in refused(
+    **text, text_files=cfg.text_files, dataset_domains=("c",)
+  )
+  assert "text_files is set, but dataset_type=stdlib does not read it; use dataset_type=text" in refused(
+    text_files=("a=/x",)
+  )
+  assert "did you mean 'text'" in refused(**text, text_files=cfg.text_files, train_data_columns=("txt",))
+  (tmp_path / "x.pdf").write_text("x")
+  assert "not a kind of file that can be read" in refused(**text, text_files=(f"b={tmp_path}/x.pdf",))
+  (tmp_path / "none.jsonl").write_text("\n \n")
+  assert "domain 'b' has no documents" in refused(**text, text_files=(f"b={tmp_path}/none.jsonl",))
+  assert "does not work with Parquet" in refused(**text, text_files=cfg.text_files, dataset_domain_bytes=900)
+  assert "is below the first document of domain 'a'" in refused(
+    **text, text_files=cfg.text_files[:1], dataset_domain_bytes=9
+  )
+  capped = open_source(dataclasses.replace(BASE, **text, text_files=cfg.text_files[:1], dataset_domain_bytes=500), 0)
+  assert 2 < len(capped) < 20 and capped.num_bytes <= 500
+
+
+def damaged(folder, kind):
+  """A corpus with a damaged second document or file of domain b; returns settings and what must be named."""
+  folder.mkdir()
+  if kind == "utf8":
+    (folder / "b.txt").write_bytes(b"fine " * 30)
+    (folder / "c.txt").write_bytes(b"not \xff fine")
+    return dict(dataset_type="text", text_files=(f"b={folder}/*.txt",)), (f"{folder}/c.txt at byte 4: not UTF-8",)
+  if kind == "json":
+    first = jsonl(B[:1])
+    (folder / "b.jsonl").write_bytes(first + b'{"text": 7}\n{"tex\n' + jsonl(B))
+    return dict(dataset_type="text", text_files=(f"b={folder}/b.jsonl",)), (f"{folder}/b.jsonl at byte {len(first)}",)
+  if kind == "gzip":
+    (folder / "b.jsonl").write_bytes(jsonl(B))
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(jsonl(A))[:-30])
+    return dict(dataset_type="text", text_files=(f"b={folder}/*",)), (f"{folder}/c.jsonl.gz cannot be unpacked",)
+  if kind == "parquet":
+    write_parquet(folder / "b.parquet", B)
+    write_parquet(folder / "c.parquet", A)
+    raw = bytearray((folder / "c.parquet").read_bytes())
+    raw[4:60] = bytes(56)
+    (folder / "c.parquet").write_bytes(raw)
+    return dict(dataset_type="grain", grain_train_files=(f"b={folder}/*",)), (f"{folder}/c.parquet, row group 0",)
+  write_records(folder / "b.array_record", [text.encode() for text in B])
+  write_records(folder / "c.array_record", [(text * 400).encode() for text in A], "group_size:1,uncompressed")
+  raw = bytearray((folder / "c.array_record").read_bytes())
+  if kind == "record":
+    raw[150_000] ^= 255
+    named = (f"{folder}/c.array_record, record ", "at byte")
+  else:
+    raw = raw[: len(raw) // 2]
+    named = (f"{folder}/c.array_record is no whole ArrayRecord file",)
+  (folder / "c.array_record").write_bytes(raw)
+  return dict(dataset_type="grain", grain_train_files=(f"b={folder}/*",)), named
+
+
+@pytest.mark.parametrize("kind", ["utf8", "json", "gzip", "parquet", "record", "shard"])
+def test_damage_is_named_or_skipped_and_counted(kind, tmp_path):
+  keys, named = damaged(tmp_path / "x", kind)
+  keys = dict(keys, max_target_length=17, ghost_val_fraction=0.05, shuffle_window_bytes=10**9)
+  if kind == "utf8":
+    keys["ghost_val_fraction"] = 0.0
+  said = refused(**keys)
+  assert all(part in said for part in named) and "on_corrupt=skip" in said
+  dataset = data.load_dataset(dataclasses.replace(BASE, **keys, on_corrupt="skip"))
+  next(dataset.train)
+  left_out = dataset.train.counts["corrupt"] + sum(note.startswith("left out: ") for note in dataset.notes())
+  assert left_out == {"json": 2, "parquet": 5}.get(kind, left_out) and left_out >= 1
+
+
+def test_a_changed_file_is_named_on_resume(tmp_path):
+  (tmp_path / "b1.jsonl").write_bytes(jsonl(B))
+  (tmp_path / "b2.jsonl").write_bytes(jsonl(A))
+  cfg = dataclasses.replace(BASE, dataset_type="text", text_files=(f"b={tmp_path}/*.jsonl",))
+  state = data.load_dataset(cfg).train.state()
+  data.load_dataset(cfg).train.restore(state)
+  (tmp_path / "b2.jsonl").write_bytes(jsonl([*A[:-1], A[-1].upper()]))
+  with pytest.raises(ConfigError, match=r"changed since the position was saved \(changed: b/b2.jsonl\)"):
+    data.load_dataset(cfg).train.restore(state)
+
+
+def test_wrong_settings_of_the_other_types(tmp_path, written):
+  tfds = written("tfds")
+  keys = dict(dataset_type="tfds", dataset_path=tfds.dataset_path)
+  assert "dataset_name=none_such is not found" in refused(**keys, dataset_name=("b=none_such",))
+  assert "made_a, made_b" in refused(**keys, dataset_name=("b=none_such",))
+  assert "train_split=dev is no split" in refused(**keys, dataset_name=tfds.dataset_name, train_split="dev")
+  assert "which dataset_name=made_a does not have" in refused(
+    **keys, dataset_name=tfds.dataset_name, train_data_columns=("body",)
+  )
+  grain = written("grain")
+  assert "did you mean 'text'" in refused(
+    dataset_type="grain", grain_train_files=grain.grain_train_files, train_data_columns=("texts",)
+  )
+  assert "dataset_domain_bytes=9 works with" in refused(
+    dataset_type="grain", grain_train_files=grain.grain_train_files, dataset_domain_bytes=9
+  )
+  notes = data.load_dataset(grain).notes()
+  assert "a: records of its ArrayRecord files are read as tf.train.Example" in notes
+  assert "b: records of its ArrayRecord files are read as JSON objects" in notes
+  hf = written("hf")
+  assert "is no folder" in refused(dataset_type="hf", hf_path=("b=/nowhere",))
+  assert "train_split=dev is no split" in refused(dataset_type="hf", hf_path=hf.hf_path, train_split="dev")

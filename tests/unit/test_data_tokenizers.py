@@ -1,0 +1,151 @@
+"""Tokenizers: text comes back, and the bytes behind every token are known."""
+
+import base64
+import dataclasses
+import io
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxghost import config, data
+from maxghost.config import ConfigError
+from maxghost.data.prepare import train_bpe
+from maxghost.data.sources import synthetic
+from maxghost.data.tokenizers import check_specials, load_tokenizer
+from maxghost.data.types import Document
+
+TEXTS = ["the river keeps under the stone", "  Grüße, 漢字 & 🙂\n\tend ", "", "<|eos|> spelled out <|bos|>", "x"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+  """Path by tokenizer_type, of small tokenizers trained or written here."""
+  folder = tmp_path_factory.mktemp("tokenizers")
+  train_bpe(synthetic.load(("words", "digits")), 300, str(folder / "bpe" / "tokenizer.json"))
+  return {"huggingface": str(folder / "bpe"), "sentencepiece": sentencepiece_model(folder), "tiktoken": ranks(folder)}
+
+
+def sentencepiece_model(folder) -> str:
+  import sentencepiece
+
+  out = io.BytesIO()
+  lines = [d.text.decode() for d in synthetic.load(("words", "digits")).documents]
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(lines), model_writer=out, vocab_size=330, byte_fallback=True, minloglevel=2
+  )
+  (folder / "sp.model").write_bytes(out.getvalue())
+  return str(folder / "sp.model")
+
+
+def ranks(folder) -> str:
+  pieces = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", b"er", b"\xe6\xbc"]
+  lines = [base64.b64encode(piece) + b" " + str(rank).encode() for rank, piece in enumerate(pieces)]
+  (folder / "small.tiktoken").write_bytes(b"\n".join(lines))
+  return str(folder / "small.tiktoken")
+
+
+def load(made, kind):
+  return load_tokenizer(kind, made.get(kind, ""))
+
+
+@pytest.mark.parametrize("kind", ["byte", "huggingface", "tiktoken"])
+def test_lossless_tokenizers_give_the_text_back(kind, made):
+  tokenizer = load(made, kind)
+  raw = [text.encode() for text in TEXTS]
+  encoded = tokenizer.encode(raw)
+  assert [tokenizer.decode(ids) for ids in encoded] == raw
+  for ids, text in zip(encoded, raw, strict=True):
+    assert int(tokenizer.byte_table[ids].sum()) == len(text)
+    assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids.tolist()), "text never yields a special token"
+    assert tokenizer.decode(ids[3:]) == text[int(tokenizer.byte_table[ids[:3]].sum()) :]
+  assert max(ids.max() for ids in encoded if len(ids)) < tokenizer.vocab_size
+  if kind != "byte":
+    assert len(encoded[0]) < len(raw[0])
+
+
+@pytest.mark.parametrize("kind", ["byte", "huggingface", "sentencepiece", "tiktoken"])
+def test_bytes_behind_the_tokens(kind, made):
+  tokenizer = load(made, kind)
+  for text in TEXTS:
+    ((ids, sizes),) = tokenizer.encode_bytes([text.encode()])
+    assert (ids == tokenizer.encode([text.encode()])[0]).all()
+    assert sizes.sum() == (len(text.encode()) if len(ids) else 0) and (sizes >= 0).all()
+  again = pickle.loads(pickle.dumps(tokenizer))
+  assert (again.encode([b"the river"])[0] == tokenizer.encode([b"the river"])[0]).all()
+  assert again.fingerprint == tokenizer.fingerprint
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=60))
+def test_any_text_survives_the_trained_bpe(text, made):
+  tokenizer = load(made, "huggingface")
+  (ids,) = tokenizer.encode([text.encode()])
+  assert tokenizer.decode(ids) == text.encode() and tokenizer.byte_table[ids].sum() == len(text.encode())
+
+
+def test_sentencepiece_knows_where_tokens_begin(made):
+  tokenizer = load(made, "sentencepiece")
+  ((ids, sizes),) = tokenizer.encode_bytes(["the  é river".encode()])
+  starts = np.cumsum(sizes) - sizes
+  pieces = dict(zip(starts.tolist(), [tokenizer.decode(ids[n : n + 1]) for n in range(len(ids))], strict=False))
+  assert tokenizer.byte_table is None and {0, 3, 5} <= set(pieces)
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece", "tiktoken"])
+def test_segments_of_any_tokenizer_lead_to_their_bytes(kind, made):
+  tokenizer = load(made, kind)
+  documents = [
+    Document("a" if n % 3 else "b", f"f{n}", 0, (f"the river {n} keeps é 漢 under stones " * (n % 7 + 1)).encode())
+    for n in range(40)
+  ]
+  source = data.DocumentList(sorted(documents, key=lambda d: d.domain), ("a", "b"))
+  cfg = dataclasses.replace(
+    config.load().data, ghost_val_domain="b", max_target_length=16, add_bos=tokenizer.bos_id is not None,
+    add_eos=tokenizer.eos_id is not None,
+  )
+  dataset = data.make_dataset(source, cfg, tokenizer=tokenizer)
+  batch = next(dataset.train)
+  for row, slot in np.argwhere(batch.offset_BS > 0):
+    here = batch.arrays["inputs"][row][batch.arrays["inputs_segmentation"][row] == slot + 1]
+    rest = dataset.document(batch.document_BS[row, slot]).text[batch.offset_BS[row, slot] :]
+    if tokenizer.byte_table is not None:
+      assert rest.startswith(tokenizer.decode(here))
+      continue
+    ours = tokenizer.decode(here).decode().replace("\ufffd", "").replace(" ", "")
+    assert ours and ours[:9] in rest.decode(errors="ignore").replace(" ", "")[:12]
+
+
+def test_specials(made, tmp_path):
+  bpe = load(made, "huggingface")
+  assert (bpe.bos_id, bpe.eos_id, bpe.pad_id, bpe.vocab_size) == (0, 1, 2, 300)
+  llama = load(made, "tiktoken")
+  assert (llama.bos_id, llama.eos_id, llama.vocab_size) == (261, 262, 263)
+  (tmp_path / "tokenizer.json").write_bytes((Path(made["huggingface"]) / "tokenizer.json").read_bytes())
+  (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<|eos|>"}, "eos_token": "none"}')
+  named = load_tokenizer("huggingface", str(tmp_path))
+  assert (named.bos_id, named.eos_id) == (1, None)
+  with pytest.raises(ConfigError, match=r"add_eos=true, but the tokenizer .* has no end-of-document token"):
+    check_specials(named, True, True)
+  check_specials(named, True, False)
+
+
+def test_wrong_settings_are_named(made, tmp_path):
+  def refused(kind, path=""):
+    with pytest.raises(ConfigError) as caught:
+      load_tokenizer(kind, path)
+    return str(caught.value)
+
+  assert "tokenizer_type=huggingface needs tokenizer_path" in refused("huggingface")
+  assert "tokenizer_type=byte reads no file" in refused("byte", "x")
+  assert "cannot be read: No such file" in refused("huggingface", str(tmp_path))
+  (tmp_path / "junk").write_bytes(b"junk")
+  for kind in ("huggingface", "sentencepiece", "tiktoken"):
+    assert f"tokenizer_path={tmp_path}/junk is no" in refused(kind, str(tmp_path / "junk"))
+  assert "did you mean 'o200k_base'" in refused("tiktoken", "o200k_bas")
+  cfg = dataclasses.replace(config.load().data, tokenizer_type="huggingface", tokenizer_path=made["huggingface"])
+  with pytest.raises(ConfigError, match="vocab_size=259 is smaller than the 300 ids"):
+    data.load_dataset(cfg, vocab_size=259)
