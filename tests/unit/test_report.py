@@ -336,7 +336,7 @@ def test_page_in_a_real_browser(run_dir, tmp_path):
     f"--user-data-dir={tmp_path / 'profile'}",
   ]
   dom = subprocess.run(
-    [browser, *flags, "--dump-dom", page.as_uri() + "#set-1"], capture_output=True, timeout=120, text=True
+    [browser, *flags, "--dump-dom", page.as_uri() + "#show-set-1"], capture_output=True, timeout=120, text=True
   )
   assert re.search(r'id="set-0"[^>]* hidden', dom.stdout) and not re.search(r'id="set-1"[^>]* hidden', dom.stdout)
   assert re.search(r'id="tab-1"[^>]*aria-selected="true"', dom.stdout)

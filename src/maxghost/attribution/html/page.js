@@ -12,13 +12,13 @@ function select(tab, focus) {
   if (focus) tab.focus();
 }
 tabs.forEach((tab, i) => {
-  tab.addEventListener("click", () => { select(tab); history.replaceState(null, "", "#" + tab.getAttribute("aria-controls")); });
+  tab.addEventListener("click", () => { select(tab); history.replaceState(null, "", "#show-" + tab.getAttribute("aria-controls")); });
   tab.addEventListener("keydown", (event) => {
     const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (move) { select(tabs[(i + move + tabs.length) % tabs.length], true); event.preventDefault(); }
   });
 });
-if (tabs.length) select(tabs.find((tab) => "#" + tab.getAttribute("aria-controls") === location.hash) || tabs[0]);
+if (tabs.length) select(tabs.find((tab) => "#show-" + tab.getAttribute("aria-controls") === location.hash) || tabs[0]);
 
 for (const figure of document.querySelectorAll(".chart")) {
   const svg = figure.querySelector("svg"), tip = figure.querySelector(".tip"), cursor = svg.querySelector(".cursor");
