@@ -97,6 +97,17 @@ def test_ledger_and_domains_by_hand(tmp_path):
   assert (without_close.actual, without_close.predicted, without_close.num_steps) == (0.5, 0.375, 1)
 
 
+def test_a_step_whose_successor_was_not_scored_has_no_measured_drop(tmp_path):
+  writer = ScoreWriter(tmp_path)
+  rows = {"tokens": [1], "loss": [1.0], "dot": [1.0], "contribution": [1.0]}
+  for step, before in ((0, 5.0), (1, 4.0), (3, 1.0)):
+    record = {"step": step, "val_loss": before, "prev_val_loss": before, "predicted_examples": 1.0}
+    writer.append(record, rows, [("a", "b", 0)])
+  writer.close()
+  ledger = summarize(attribution.load(tmp_path)).sets[0].ledger
+  assert (ledger.actual, ledger.predicted, ledger.num_steps) == (1.0, 1.0, 1)
+
+
 def test_missing_rows_are_noticed(tmp_path):
   steps = [({"val_loss": 5.0, "predicted_examples": 0.5}, [("a", "x", 0, 0, 10, 0.25)])] * 4
   messages = summarize(attribution.load(write_log(tmp_path, steps))).messages
