@@ -102,7 +102,7 @@ def test_a_document_has_the_same_logits_in_a_row_of_its_own():
   single = forward(model, tiny.stack_rows([tiny.alone(PACKED, *d) for d in chosen]))
   for i, (row, segment) in enumerate(chosen):
     at = PACKED["inputs_segmentation"][row] == segment
-    np.testing.assert_allclose(single[i, : at.sum()], packed[row, at], atol=2e-5, err_msg=f"row {row} document {segment}")
+    np.testing.assert_allclose(single[i, : at.sum()], packed[row, at], atol=2e-5, err_msg=f"row {row}, {segment}")
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_remat_policies_save_less_and_recompute_more():
     graphdef, state = nnx.split(tiny.models.create_abstract(tiny.make_config(remat_policy=policy)))
 
     def loss(state):
-      return nnx.merge(graphdef, state)(PACKED["inputs"], PACKED["inputs_position"], PACKED["inputs_segmentation"]).sum()
+      return nnx.merge(graphdef, state)(PACKED["inputs"], None, PACKED["inputs_segmentation"]).sum()
 
     equations = list(tiny.equations(jax.make_jaxpr(jax.grad(loss))(state)))
     forward = next(e for e in equations if e.primitive.name == "scan")

@@ -56,7 +56,7 @@ def by_label(tree) -> dict:
 
 
 def random_values(templates: dict, seed: int) -> dict:
-  """{label: float32 values} for {label: shape}: norm scales around 1, matrices of a size that keeps activations alive."""
+  """{label: float32 values} for {label: shape}: norm scales around 1, matrices that keep activations alive."""
   rng = np.random.default_rng(seed)
   values = {}
   for label in sorted(templates):

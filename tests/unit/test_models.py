@@ -1,0 +1,274 @@
+"""Parameter paths, metadata, dtypes, the abstract twin, and every key of the model's config.
+
+B rows, T positions, D embed dim, H query heads, K key/value heads, h head width, F feed-forward width, L layers,
+V vocabulary.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from maxghost import models
+from maxghost.config.schema import ModelConfig
+from maxghost.losses import token_losses
+from maxghost.models import attention_ops, autodiff, dense
+
+LAYER = {
+  "pre_self_attention_layer_norm/scale": ((20,), ("norm",)),
+  "self_attention/query/kernel": ((20, 8, 6), ("embed", "q_heads", "kv")),
+  "self_attention/key/kernel": ((20, 2, 6), ("embed", "kv_heads", "kv")),
+  "self_attention/value/kernel": ((20, 2, 6), ("embed", "kv_heads", "kv")),
+  "self_attention/out/kernel": ((8, 6, 20), ("heads", "kv", "embed")),
+  "post_self_attention_layer_norm/scale": ((20,), ("norm",)),
+  "mlp/wi_0/kernel": ((20, 36), ("embed", "mlp")),
+  "mlp/wi_1/kernel": ((20, 36), ("embed", "mlp")),
+  "mlp/wo/kernel": ((36, 20), ("mlp", "embed")),
+}
+OUTSIDE = {
+  "token_embedder/embedding": ((263, 20), ("vocab", "embed")),
+  "decoder/decoder_norm/scale": ((20,), ("norm",)),
+  "decoder/logits_dense/kernel": ((20, 263), ("embed", "vocab")),
+}
+
+
+def shapes_and_axes(model) -> dict:
+  flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+  return {"/".join(map(str, path)): (v.shape, v.get_metadata()["axes"]) for path, v in flat}
+
+
+def test_scanned_paths_shapes_and_logical_axes():
+  stacked = {f"decoder/layers/{name}": ((3, *shape), ("layers", *axes)) for name, (shape, axes) in LAYER.items()}
+  assert shapes_and_axes(models.create_abstract(tiny.make_config())) == OUTSIDE | stacked
+
+
+def test_unrolled_paths_shapes_and_logical_axes():
+  unrolled = {f"decoder/layers_{i}/{name}": spec for i in range(3) for name, spec in LAYER.items()}
+  assert shapes_and_axes(models.create_abstract(tiny.make_config(scan_layers=False))) == OUTSIDE | unrolled
+
+
+def test_tied_output_and_single_activation_leave_their_kernels_out():
+  cfg = tiny.make_config(logits_via_embedding=True, mlp_activations=("gelu",))
+  labels = shapes_and_axes(models.create_abstract(cfg)).keys()
+  full = shapes_and_axes(models.create_abstract(tiny.make_config())).keys()
+  assert full - labels == {"decoder/logits_dense/kernel", "decoder/layers/mlp/wi_1/kernel"}
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_the_abstract_twin_is_the_real_tree_without_arrays(scan_layers):
+  cfg = tiny.make_config(base_num_decoder_layers=2, base_mlp_dim=9, scan_layers=scan_layers)
+  abstract_graph, abstract_state = nnx.split(models.create_abstract(cfg))
+  with tiny.cheap_compilation():
+    real_graph, real_state = nnx.split(models.create(cfg, rngs=nnx.Rngs(0)))
+  leaves = jax.tree.leaves(abstract_state)
+  assert leaves
+  assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+  assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(real_state))
+  assert abstract_graph == real_graph
+
+  def described(state):
+    return {path: (type(v), v.shape, v.dtype, v.get_metadata()["axes"]) for path, v in nnx.to_flat_state(state)}
+
+  assert described(abstract_state) == described(real_state)
+
+
+def test_the_abstract_twin_of_a_huge_model_allocates_nothing():
+  sizes = {"base_emb_dim": 2**17, "base_mlp_dim": 2**19, "vocab_size": 2**20, "base_num_decoder_layers": 1000}
+  before = {id(x) for x in jax.live_arrays()}
+  model = models.create_abstract(tiny.make_config(**sizes))
+  assert model.decoder.layers.mlp.wo.kernel.shape == (1000, 2**19, 2**17)
+  assert sum(x.nbytes for x in jax.live_arrays() if id(x) not in before) < 1000
+
+
+def test_a_model_with_dropout_holds_parameters_and_nothing_else():
+  """No RNG state: a restart needs the step number only."""
+  state = nnx.state(models.create_abstract(tiny.make_config(dropout_rate=0.3)))
+  assert {type(v) for _, v in nnx.to_flat_state(state)} == {nnx.Param}
+
+
+def test_initial_weights_have_the_stated_scale_and_follow_the_seed():
+  cfg = tiny.make_config(base_emb_dim=50, base_num_decoder_layers=2, base_mlp_dim=90)
+  with tiny.cheap_compilation():
+    fresh = jax.jit(lambda key: nnx.state(models.create(cfg, rngs=nnx.Rngs(key))))
+    first, other = (tiny.by_label(fresh(jax.random.key(seed))) for seed in (0, 1))
+  expected = {
+    "token_embedder/embedding": 1.0,
+    "decoder/logits_dense/kernel": 50**-0.5,
+    "decoder/layers/self_attention/query/kernel": 50**-0.5,
+    "decoder/layers/self_attention/out/kernel": (48 * 4) ** -0.5,
+    "decoder/layers/mlp/wi_0/kernel": 50**-0.5,
+    "decoder/layers/mlp/wo/kernel": (90 * 4) ** -0.5,
+  }
+  for label, std in expected.items():
+    assert abs(first[label].std() / std - 1) < 0.1, label
+    assert np.abs(first[label] - other[label]).max() > std / 2, label
+    assert np.abs(first[label][0] - first[label][1]).max() > std / 2, label  # layers differ, too
+  assert (first["decoder/layers/pre_self_attention_layer_norm/scale"] == 1).all()
+
+
+@pytest.mark.parametrize(
+  ("dtypes", "param_dtype", "logits_dtype"),
+  [
+    ({}, "float32", "float32"),
+    ({"dtype": "bfloat16"}, "float32", "float32"),
+    ({"dtype": "bfloat16", "weight_dtype": "bfloat16"}, "bfloat16", "float32"),
+    ({"dtype": "float64", "weight_dtype": "float64"}, "float64", "float64"),
+  ],
+)
+def test_dtypes(dtypes, param_dtype, logits_dtype):
+  with jax.enable_x64("float64" in dtypes.values()):
+    model = models.create_abstract(tiny.make_config(**dtypes))
+    assert {str(v.dtype) for _, v in nnx.to_flat_state(nnx.state(model))} == {param_dtype}
+    tokens = jax.ShapeDtypeStruct((7, 13), jnp.int32)
+    graphdef, state = nnx.split(model)
+    hidden = jax.eval_shape(lambda s, x: nnx.merge(graphdef, s).hidden(x), state, tokens)
+    logits = jax.eval_shape(lambda s, x: nnx.merge(graphdef, s)(x), state, tokens)
+  assert (hidden.shape, str(hidden.dtype)) == ((7, 13, 20), dtypes.get("dtype", "float32"))
+  assert (logits.shape, str(logits.dtype)) == ((7, 13, 263), logits_dtype)
+
+
+def test_bfloat16_compute_with_float32_weights_computes_in_bfloat16():
+  graphdef, state = nnx.split(models.create_abstract(tiny.make_config(dtype="bfloat16")))
+  jaxpr = jax.make_jaxpr(lambda s, x: nnx.merge(graphdef, s)(x))(state, np.zeros((7, 13), np.int32))
+  inputs = {v.aval.dtype.name for e in tiny.equations(jaxpr) if e.primitive.name == "dot_general" for v in e.invars}
+  assert inputs == {"bfloat16"}
+
+
+# One other value for each key of the section; a key that is added needs a line here.
+OTHER = {
+  "base_emb_dim": 22,
+  "base_num_query_heads": 10,
+  "base_num_kv_heads": 4,
+  "head_dim": 10,
+  "base_mlp_dim": 38,
+  "base_num_decoder_layers": 5,
+  "vocab_size": 269,
+  "mlp_activations": ("gelu", "linear"),
+  "logits_via_embedding": True,
+  "normalization_layer_epsilon": 1e-6,
+  "rope_max_timescale": 31.0,
+  "dropout_rate": 0.2,
+  "dtype": "bfloat16",
+  "weight_dtype": "bfloat16",
+  "matmul_precision": "highest",
+  "attention": "blockwise",
+  "scan_layers": False,
+  "remat_policy": "full",
+  "z_loss_multiplier": 1e-3,
+}
+ELSEWHERE = {"model_name"}  # read by config.load: a file laid over the base
+
+
+def program_of(cfg) -> str:
+  """Parameter tree and the jaxpr of the training gradient, dropout on: all that a key of the model can change."""
+  graphdef, state = nnx.split(models.create_abstract(cfg))
+  batch = tiny.make_batch(tiny.PACKED, seed=1)
+
+  def loss(state, key):
+    logits = nnx.merge(graphdef, state)(
+      batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], key if cfg.model.dropout_rate else None
+    )
+    return token_losses(logits, batch["targets"], cfg.model.z_loss_multiplier).sum()
+
+  equations = tiny.equations(jax.make_jaxpr(jax.grad(loss))(state, jax.random.key(0)))
+  simple = (int, float, str, bool, tuple)
+  lines = [
+    f"{e.primitive} {[v.aval.str_short() for v in e.invars]} {[getattr(v, 'val', None) for v in e.invars]} "
+    f"{ {k: v for k, v in e.params.items() if isinstance(v, simple)} } {e.params.get('precision')}"
+    for e in equations
+  ]
+  return "\n".join([str(shapes_and_axes(nnx.merge(graphdef, state))), *lines])
+
+
+@pytest.fixture(scope="module")
+def base_program():
+  return program_of(tiny.make_config())
+
+
+def test_the_program_depends_on_the_config_alone(base_program):
+  assert program_of(tiny.make_config()) == base_program
+
+
+FIELDS = [field for field in dataclasses.fields(ModelConfig) if field.name not in ELSEWHERE]
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_every_key_of_the_model_changes_the_program(field, base_program):
+  choices = field.metadata["choices"]
+  if len(choices) == 1:
+    pytest.skip(f"{field.name} has the one value {choices[0]}")
+  assert field.name in OTHER, f"name another value of {field.name} in OTHER"
+  assert program_of(tiny.make_config(**{field.name: OTHER[field.name]})) != base_program
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+def test_dense_dot_general_is_lax_dot_general(count, dtypes):
+  rng = np.random.default_rng(0)
+  inputs = (5, 4)[-count:]
+  x = jnp.asarray(rng.normal(size=(7, 3, *inputs)), dtypes[0])
+  w = jnp.asarray(rng.normal(size=(*inputs, 2, 6)), dtypes[1]).astype(dtypes[0])
+  g = jnp.asarray(rng.normal(size=(7, 3, 2, 6)), dtypes[1])
+  dims = ((tuple(range(x.ndim - count, x.ndim)), tuple(range(count))), ((), ()))
+
+  def run(product):
+    out, pull = jax.vjp(lambda x, w: product(x, w, dims, None, jnp.dtype(dtypes[1])), x, w)
+    return out, *pull(g)
+
+  tolerance = 1e-5 if dtypes[0] == "float32" else 2e-2
+  for ours, theirs in zip(run(dense.dot_general), run(jax.lax.dot_general), strict=True):
+    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=tolerance, atol=tolerance)
+
+
+def test_dense_dot_general_keeps_the_requested_precision():
+  dims = (((2,), (0,)), ((), ()))
+  x, w = np.ones((7, 3, 5), np.float32), np.ones((5, 2), np.float32)
+  jaxpr = jax.make_jaxpr(jax.grad(lambda x, w: dense.dot_general(x, w, dims, jax.lax.Precision.HIGHEST).sum(), (0, 1)))
+  products = [e for e in tiny.equations(jaxpr(x, w)) if e.primitive.name == "dot_general"]
+  assert len(products) >= 2
+  assert {e.params["precision"] for e in products} == {(jax.lax.Precision.HIGHEST,) * 2}
+
+
+@pytest.mark.parametrize(
+  "dims", [(((0,), (0,)), ((), ())), (((2,), (1,)), ((), ())), (((2,), (0,)), ((0,), (1,)))], ids=str
+)
+def test_dense_dot_general_refuses_other_contractions(dims):
+  with pytest.raises(ValueError, match="trailing with leading"):
+    dense.dot_general(np.ones((4, 4, 4)), np.ones((4, 4)), dims)
+
+
+def test_dense_dot_general_has_a_forward_mode():
+  dims = (((2,), (0,)), ((), ()))
+  rng = np.random.default_rng(0)
+  x, w, v = (rng.normal(size=s).astype(np.float32) for s in ((7, 3, 5), (5, 2), (5, 2)))
+  with pytest.raises(TypeError):
+    jax.jvp(lambda w: dense.dot_general(x, w, dims), (w,), (v,))
+  with autodiff.forward_mode():
+    out, tangent = jax.jvp(lambda w: dense.dot_general(autodiff.branch(x), w, dims), (w,), (v,))
+  np.testing.assert_allclose(out, x @ w, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(tangent, x @ v, rtol=1e-5, atol=1e-6)
+
+
+def test_unknown_names_are_refused():
+  with pytest.raises(ValueError, match="attention=flush: use dot_product or blockwise"):
+    attention_ops.attend(*np.ones((3, 2, 5, 4, 6), np.float32), kernel="flush")
+  with pytest.raises(ValueError, match="remat_policy=some"):
+    models.stack.remat(lambda x: x, "some")
+
+
+def test_blockwise_attention_multiplies_fewer_keys():
+  """It would give the same values, too, if every block saw every key."""
+
+  def score_size(kernel):
+    q, k = np.ones((2, 13, 8, 6), np.float32), np.ones((2, 13, 4, 6), np.float32)
+    jaxpr = jax.make_jaxpr(lambda q, k: attention_ops.attend(q, k, k, kernel=kernel))(q, k)
+    return sum(e.outvars[0].aval.size for e in jaxpr.eqns if e.primitive.name == "exp")
+
+  full = 2 * 8 * 13 * 13
+  assert score_size("dot_product") == full
+  assert score_size("blockwise") == 2 * 8 * (4 * 4 + 4 * 8 + 4 * 12 + 1 * 13) < 0.65 * full
