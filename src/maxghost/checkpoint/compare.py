@@ -24,7 +24,8 @@ from maxghost.checkpoint.layouts_layers import ParamTree, PartReader, Ref, block
 from maxghost.checkpoint.layouts_store import StoredArray, open_tree, text_of
 from maxghost.config import ConfigError
 
-ONLY_LEFT, ONLY_RIGHT, SHAPE, DTYPE, VALUE = "only-left", "only-right", "shape", "dtype", "value"
+ONLY_LEFT, ONLY_RIGHT, STRUCTURE = "only-left", "only-right", "structure"
+SHAPE, DTYPE, VALUE = "shape", "dtype", "value"
 _BLOCK_BYTES = 1 << 28
 
 Item = dict[int | None, Ref]  # a logical array by layer; None where it is in no layer
@@ -102,6 +103,12 @@ def compare(
     if both:
       result.num_arrays += 1
       arrays.compare(path, [(layer, a[layer], b[layer]) for layer in both], is_step=path == "step")
+  if not params_only:
+    odd_left, odd_right = left.odd_moments(), right.odd_moments()
+    for place in {**odd_left, **odd_right}:
+      a, b = odd_left.get(place, "as in the parameters"), odd_right.get(place, "as in the parameters")
+      if a != b:
+        result.rows.append(Row(f"opt_state/{text_of(place)}", STRUCTURE, a, b))
   if not params_only and not rngs:
     for side, checkpoint in (("left", left), ("right", right)):
       if count := len({id(ref.array) for ref in checkpoint.aux.leaves.values()}):

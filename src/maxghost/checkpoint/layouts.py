@@ -9,7 +9,7 @@ Layouts (docs/checkpoints.md has the tables):
 Everything downstream (writing, comparing, listing) sees `Checkpoint` and no layout.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,16 @@ class Checkpoint:
     """'maxtext' or 'maxghost': whose convention the weights follow (see `linen_scaling`); '' where nothing tells."""
     recorded = (self.custom_metadata.get(RECORD) or {}).get("values_from")
     return recorded or {LINEN: "maxtext", MAXGHOST: "maxghost"}.get(self.layout, "")
+
+  def odd_moments(self) -> dict[Path, str]:
+    """Moment trees whose layers have another form than the parameters'; MaxText can restore no such checkpoint."""
+    odd = {}
+    for place, tree in self.moments.items():
+      for path, container in tree.containers.items():
+        form = self.params.containers[path].form
+        if container.form != form:
+          odd[place] = f"{text_of(path)} {container.form} in opt_state/{text_of(place)}, {form} in the parameters"
+    return odd
 
   def num_params(self) -> int:
     total = 0
@@ -225,9 +235,12 @@ def _unwrap_sections(sections: dict[str, dict], layout: str, options: ReadOption
     return False
   optimizer = {("opt_state", *path): node for path, node in sections["opt_state"].items()}
   optimizer |= {("step", *path): node for path, node in sections["step"].items()}
-  in_optimizer = _is_wrapped(optimizer, None, options)
-  opt_paths = {path[k:] for path in sections["opt_state"] for k in range(len(path))} if not in_optimizer else set()
-  in_params = _is_wrapped(sections["params"], opt_paths, options)
+  # A name that parameters and moments share is a name: then `value` is what a parameter is called.
+  in_moments = {path[k:] for path in sections["opt_state"] for k in range(len(path))}
+  in_optimizer = _is_wrapped(
+    optimizer, lambda path: any(path[k:] in sections["params"] for k in range(len(path))), options
+  )
+  in_params = _is_wrapped(sections["params"], lambda path: path in in_moments and not in_optimizer, options)
   if in_params:
     sections["params"] = _unwrap(sections["params"])
   if in_optimizer:
@@ -235,17 +248,20 @@ def _unwrap_sections(sections: dict[str, dict], layout: str, options: ReadOption
   return in_params
 
 
-def _is_wrapped(nodes: Mapping[Path, Any], bare_elsewhere: set[Path] | None, options: ReadOptions) -> bool:
-  """Whether all leaves lie under `value`. A parameter may itself be called `value`, so some are not enough."""
+def _is_wrapped(nodes: Mapping[Path, Any], is_name: Callable[[Path], bool], options: ReadOptions) -> bool:
+  """Whether all leaves lie under `value`. A parameter may itself be called `value`, so some are not enough.
+
+  is_name: whether a path that ends in `value` is known to be a parameter's own.
+  """
   leaves = [path for path, node in nodes.items() if isinstance(node, StoredArray) and path]
   under = [path for path in leaves if path[-1] == "value" and len(path) > 1]
   if options.wrapped is not None or not under:
     return bool(options.wrapped) and bool(under)
   if len(under) == len(leaves):
     return True
-  others = [path for path in leaves if path not in set(under)]
+  others = [path for path in leaves if path[-1] != "value"]
   parents = {path[:-1] for path in others}
-  if all(path[:-1] in parents for path in under) or (bare_elsewhere and all(p in bare_elsewhere for p in leaves)):
+  if all(path[:-1] in parents or is_name(path) for path in under):
     return False
   raise LayoutError(
     f"some leaves wrapped, some not: {text_of(under[0])} is under 'value', {text_of(others[0])} is not; "

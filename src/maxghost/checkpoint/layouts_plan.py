@@ -4,7 +4,7 @@ One transform serves parameters, every moment tree and the random keys, so they 
 Nothing is read here but the step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,10 @@ from maxghost.checkpoint.layouts_layers import (
 from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, TreePath, text_of
 
 KEEP = "keep"
-TARGETS = (LINEN, NNX, MAXGHOST, PARAMS)
+# The linen layout with the optimizer state exactly as MaxText's NNX runs write and want it.
+MAXTEXT_NNX = "maxtext_nnx"
+TARGETS = (LINEN, MAXTEXT_NNX, NNX, MAXGHOST, PARAMS)
+_LINEN_LIKE = (LINEN, MAXTEXT_NNX)
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,10 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
   params_only = target.params_only or target.layout == PARAMS
   wrapped = target.layout == PARAMS if target.wrapped is None else target.wrapped
   end: TreePath = ("value",) if wrapped else ()
-  if wrapped and target.layout == LINEN:
+  if wrapped and target.layout in _LINEN_LIKE:
     raise LayoutError("the linen layout has no `value` level; leave out --target_wrapped")
   containers: list[Container] = []
-  root = {LINEN: ("params", "params"), PARAMS: ()}.get(target.layout, ("model",))
+  root = {PARAMS: ()}.get(target.layout, ("params", "params") if target.layout in _LINEN_LIKE else ("model",))
   restack = _Restack(checkpoint, target, plan.scan_axis)
   for path, parts, axis in restack.leaves(checkpoint.params, containers):
     plan.leaves.append(TargetLeaf((*root, *path, *end), parts, axis))
@@ -101,6 +104,7 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
     _note_left_out(checkpoint, plan)
   else:
     _plan_opt_state(checkpoint, target, plan, restack, end)
+    plan.notes += [f"repaired: {text}" for text in checkpoint.odd_moments().values()]
     if checkpoint.step is not None:
       plan.leaves.append(_step_leaf(checkpoint.step, target.layout, end))
   aux = {} if params_only else _plan_aux(checkpoint, target, plan, restack, end)
@@ -153,9 +157,18 @@ class _Restack:
     self._periods = {tuple(path.split("/")): about for path, about in (record.get("blocks") or {}).items()}
 
   def leaves(
-    self, tree: ParamTree, written: list[Container] | None = None, *, axis: int | None = None
+    self,
+    tree: ParamTree,
+    written: list[Container] | None = None,
+    *,
+    axis: int | None = None,
+    like: Mapping[Path, Container] | None = None,
   ) -> Iterator[tuple[TreePath, tuple[Ref, ...], int | None]]:
-    """(path, parts, stacking axis) of every array. written: receives the containers as they come out."""
+    """(path, parts, stacking axis) of every array.
+
+    written: receives the containers as they come out. like: containers whose form is kept; None = the tree's own.
+    """
+    like = like or tree.containers
     axis = self._scan_axis if axis is None else axis
     inside: dict[Path, dict[Path, dict[int, Ref]]] = {path: {} for path in tree.containers}
     for (path, layer), ref in tree.leaves.items():
@@ -167,8 +180,8 @@ class _Restack:
         yield path, (ref,), None
       else:
         inside[container].setdefault(path[len(container) :], {})[layer] = ref
-    for path, about in tree.containers.items():
-      out = self._form(about, axis)
+    for path in tree.containers:
+      out = self._form(like[path], axis)
       if written is not None:
         written.append(out)
       if out.form == SCANNED:
@@ -177,6 +190,18 @@ class _Restack:
       for rest, layers in inside[path].items():
         for layer, ref in sorted(layers.items()):
           yield (*_layer_path(out, layer), *rest), (ref,), None
+
+  @staticmethod
+  def as_stored(tree: ParamTree) -> Iterator[tuple[TreePath, tuple[Ref, ...], int | None]]:
+    """The arrays of `tree` in the layer form they have."""
+    done = set()
+    for (path, layer), ref in tree.leaves.items():
+      container = container_of(path, tree.containers)
+      about = tree.containers[container] if container and layer is not None else None
+      place = path if about is None else (*_layer_path(about, layer), *path[len(container) :])
+      if place not in done:
+        done.add(place)
+        yield place, (Ref(ref.array),), None
 
   def empties(self, tree: ParamTree) -> Iterator[TreePath]:
     """Places of `tree` that hold None, in the target's form."""
@@ -194,7 +219,7 @@ class _Restack:
 
   def _form(self, about: Container, axis: int) -> Container:
     form = about.form if self._target.layers == KEEP else self._target.layers
-    if form == INTEGER and self._target.layout == LINEN:
+    if form == INTEGER and self._target.layout in _LINEN_LIKE:
       if self._target.layers == INTEGER:
         raise LayoutError("the linen layout has no integer-keyed layers; use --layers unscanned")
       form = UNSCANNED
@@ -285,13 +310,16 @@ def _shape_text(shape: tuple[int, ...]) -> str:
 def _plan_opt_state(checkpoint: Checkpoint, target: Target, plan: Plan, restack: _Restack, end: TreePath) -> None:
   if not checkpoint.has_opt_state:
     return
-  linen = target.layout == LINEN
+  linen = target.layout in _LINEN_LIKE
+  as_nnx_runs = target.layout == MAXTEXT_NNX
   root: TreePath = ("opt_state",) if linen else ("optimizer", "opt_state")
-  level: TreePath = ("params",) if linen else ()
   places = [*checkpoint.moments, *checkpoint.opt_leaves, *checkpoint.opt_empties]
-  lists = _Lists(places if linen else [])
+  lists = _Lists(places if linen else [], only_top=as_nnx_runs)
   for place, tree in checkpoint.moments.items():
-    for path, parts, axis in restack.leaves(tree):
+    # MaxText's NNX runs put the Linen level `params` only below mu and nu of a chain entry.
+    has_level = linen and not (as_nnx_runs and (place[-1] not in ("mu", "nu") or len(place) > 2))
+    level: TreePath = ("params",) if has_level else ()
+    for path, parts, axis in restack.leaves(tree, like=checkpoint.params.containers):
       plan.leaves.append(TargetLeaf((*root, *lists.path(place), *level, *path, *end), parts, axis))
     if linen and place not in checkpoint.factored:
       # What an optimizer leaves out (optax.masked) is None in the Linen layout and absent in the NNX one.
@@ -301,21 +329,27 @@ def _plan_opt_state(checkpoint: Checkpoint, target: Target, plan: Plan, restack:
   for path, array in checkpoint.opt_leaves.items():
     plan.leaves.append(TargetLeaf((*root, *lists.path(path), *end), (Ref(array),)))
   if linen:
-    known = {path: kind for path, kind in checkpoint.opt_empties.items()}
+    known = {path: kind for path, kind in checkpoint.opt_empties.items() if not (as_nnx_runs and len(path) > 1)}
     known |= {path: "None" for path in lists.holes() if path not in known}
     plan.empties += [((*root, *lists.path(path)), Empty(kind)) for path, kind in known.items()]
 
 
 class _Lists:
-  """Which levels of opt_state are lists in the Linen layout: those whose keys are all integers."""
+  """Which levels of opt_state are lists in the Linen layout: those whose keys are all integers.
 
-  def __init__(self, places: list[Path]):
+  only_top: only the outermost may be one; MaxText's NNX runs leave inner chains as dicts.
+  """
+
+  def __init__(self, places: list[Path], *, only_top: bool):
+    self._only_top = only_top
     self._children: dict[Path, set[str]] = {}
     for place in places:
       for depth, name in enumerate(place):
         self._children.setdefault(place[:depth], set()).add(name)
 
   def _is_list(self, prefix: Path) -> bool:
+    if self._only_top and prefix:
+      return False
     return all(name.isdigit() for name in self._children.get(prefix, {""}))
 
   def path(self, place: Path) -> TreePath:
@@ -337,7 +371,7 @@ def _step_leaf(step: StoredArray, layout: str, end: TreePath) -> TargetLeaf:
   value = int(step.read(None))
   if not 0 <= value <= 2**31 - 1:
     raise LayoutError(f"step={value}: only 0 to {2**31 - 1} can be moved")
-  if layout == LINEN:
+  if layout in _LINEN_LIKE:
     return TargetLeaf(("step",), (Ref(step),), cast="int32")
   return TargetLeaf(("optimizer", "step", *end), (Ref(step),), cast="uint32")
 
@@ -349,10 +383,16 @@ def _plan_aux(checkpoint: Checkpoint, target: Target, plan: Plan, restack: _Rest
       arrays = {id(ref.array) for ref in checkpoint.aux.leaves.values()}
       plan.notes.append(f"dropped {len(arrays)} random-state leaves (--drop_rngs)")
     return []
-  root = ("nnx_aux", "model") if target.layout == LINEN else ("model",)
+  root = ("nnx_aux", "model") if target.layout in _LINEN_LIKE else ("model",)
   plain = set(checkpoint.aux_plain)
   others = []
-  for path, parts, axis in restack.leaves(checkpoint.aux, axis=0):
+  try:
+    leaves = list(restack.leaves(checkpoint.aux, axis=0))
+  except LayoutError as error:
+    # An nnx model that shares one Rngs between layers saves it with the first of them only.
+    plan.notes.append(f"random state keeps its own layer form ({error.problems[0].split('; ')[0]})")
+    leaves = list(restack.as_stored(checkpoint.aux))
+  for path, parts, axis in leaves:
     plan.leaves.append(TargetLeaf((*root, *path, *end), parts, axis))
     if plain and parts[0].array.path[-len(path) :] and _is_plain(parts[0].array, plain):
       others.append(path)
@@ -383,14 +423,15 @@ def _metadata(
     metadata["scan_layers"] = any(c.form == SCANNED for c in containers)
   if "param_scan_axis" in metadata:
     metadata["param_scan_axis"] = axis
-  record: dict[str, Any] = {"layout": target.layout, "param_scan_axis": axis}
+  layout = LINEN if target.layout == MAXTEXT_NNX else target.layout
+  record: dict[str, Any] = {"layout": layout, "param_scan_axis": axis}
   if checkpoint.values_from:
     record["values_from"] = checkpoint.values_from
   if names := [text_of(c.path) for c in containers if not is_standard_name(c.path[-1])]:
     record["containers"] = names
   if blocks := {text_of(c.path): [c.period, c.block_name] for c in containers if c.block_name}:
     record["blocks"] = blocks
-  if checkpoint.opt_empties and target.layout != LINEN and not bare:
+  if checkpoint.opt_empties and target.layout not in _LINEN_LIKE and not bare:
     record["opt_empties"] = [[list(path), kind] for path, kind in checkpoint.opt_empties.items()]
   if aux:
     record["aux"] = [list(path) for path in aux]

@@ -261,7 +261,9 @@ def _memory_node(path: TreePath, leaf: Any) -> StoredArray | Empty | Text:
   if "key<" in str(getattr(leaf, "dtype", "")):
     import jax
 
-    impl, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
+    impl = str(jax.random.key_impl(leaf))
+    is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+    leaf = jax.eval_shape(jax.random.key_data, leaf) if is_abstract else jax.random.key_data(leaf)
   shape, dtype = np.shape(leaf), np.dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
 
   def read(index=None, leaf=leaf):

@@ -109,7 +109,7 @@ def rescale_checkpoint(
   list(rescale_queries([], head_dim, to))  # checks head_dim and to before anything is written
   for (path, _), ref in checkpoint.params.leaves.items():
     if is_query(path) and ref.shape[-1:] != (head_dim,):
-      raise LayoutError(f"head_dim={head_dim}, but {text_of(path)} has shape {list(ref.shape)}; head_dim={ref.shape[-1]}?")
+      raise LayoutError(f"head_dim={head_dim}, but the last dimension of {text_of(path)} is {ref.shape[-1]}")
   plan.custom_metadata[RECORD]["values_from"] = to
 
   def change(path: TreePath, block: np.ndarray) -> np.ndarray:

@@ -1,0 +1,181 @@
+"""Fills a maxghost train state, or a model's parameters, from a checkpoint of any layout.
+
+The wanted tree says which arrays are needed and where they shall be; each is read, stacked or unstacked as the model
+has its layers, put on its devices and released on the host before the next one. Moments are matched by what they are
+(`mu`, `nu`, `trace`), so another number of optimizer stages does no harm.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from maxghost.checkpoint.convert import read_block, with_key_type
+from maxghost.checkpoint.layouts import MAXGHOST, NNX, Checkpoint, ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts_layers import ParamTree, PartReader, Path, Ref, leaf_text
+from maxghost.checkpoint.layouts_plan import TargetLeaf
+from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, TreePath, open_tree, text_of, tree_from_memory
+from maxghost.checkpoint.linen_scaling import is_query, rescale_leaf
+
+_BLOCK_BYTES = 1 << 29
+
+
+def load_tree(
+  path: str | os.PathLike,
+  wanted: Mapping[str, Any],
+  *,
+  head_dim: int | None = None,
+  read: ReadOptions | None = None,
+  say: Callable[[str], None] = print,
+) -> dict:
+  """Arrays of the checkpoint `path` in the nested dict `wanted`: {"model": {...}[, "optimizer": {...}][, ...]}.
+
+  wanted: leaves with shape and dtype (jax.ShapeDtypeStruct), and a sharding where they shall lie; without one they come
+  as numpy arrays. Give {"model": ...} alone for the parameters alone. head_dim: rescale MaxText's query weights (see
+  `linen_scaling`) where the checkpoint follows MaxText's convention; None = never. What no checkpoint of another
+  program can hold (loop state, random keys it did not save) is left out of the result and named by `say`.
+  Raises LayoutError that names every parameter or moment which is missing or has another shape or dtype.
+  """
+  source = read_checkpoint(open_tree(path), read or ReadOptions(keep_unknown=True))
+  target = read_checkpoint(tree_from_memory(wanted, "the model"), ReadOptions(layout=MAXGHOST, scan_axis=0))
+  found = _Matcher(source, target)
+  found.match(with_optimizer="optimizer" in wanted)
+  found.check(str(path))
+  rescale = head_dim is not None and source.values_from == "maxtext"
+  if head_dim is not None and not source.values_from and source.layout == NNX:
+    raise LayoutError(f"{path}: nothing tells whether MaxText or maxghost scaled the query weights; pass head_dim=None")
+  reader = PartReader(_BLOCK_BYTES)
+  arrays: dict[TreePath, Any] = {}
+  for leaf in found.leaves:
+    block = read_block(reader, leaf)
+    if rescale and is_query(leaf.path):
+      block = rescale_leaf(leaf.path, block, head_dim, MAXGHOST)
+    arrays[tuple(map(str, leaf.path))] = _place(block, leaf, _look_up(wanted, leaf.path))
+  if found.fresh:
+    say(f"not in {path}, kept at its initial value: {', '.join(found.fresh)}")
+  return _nest(arrays)
+
+
+class _Matcher:
+  """Pairs every array of the target with parts of the source."""
+
+  def __init__(self, source: Checkpoint, target: Checkpoint):
+    self._source, self._target = source, target
+    self.leaves: list[TargetLeaf] = []
+    self.fresh: list[str] = []
+    self._problems: list[str] = []
+    self._used: set[int] = set()
+
+  def match(self, *, with_optimizer: bool) -> None:
+    self._match_tree(self._target.params, self._source.params, "")
+    self._match_tree(self._target.aux, self._source.aux, "", optional=True)
+    for key, nodes in self._target.loop_state.items():
+      held = self._source.loop_state.get(key, {})
+      for path, node in nodes.items():
+        if path in held and held[path].shape == node.shape and held[path].dtype == node.dtype:
+          self.leaves.append(TargetLeaf(node.path, (Ref(held[path]),)))
+        else:
+          self.fresh.append(text_of(path))
+    if not with_optimizer:
+      return
+    for place, tree in self._target.moments.items():
+      self._match_tree(tree, self._source_moment(place), f"opt_state/{text_of(place)}/")
+    for path, array in self._target.opt_leaves.items():
+      self._match_count(path, array)
+    self._match_step()
+
+  def check(self, origin: str) -> None:
+    held = self._source.params.leaves
+    unused = [leaf_text(leaf) for leaf, ref in held.items() if (id(ref.array), ref.index) not in self._used]
+    if unused:
+      self._problems.append(f"has {_listed(unused)}, unknown to the model")
+    if self._problems:
+      more = f"; and {len(self._problems) - 8} more" if len(self._problems) > 8 else ""
+      raise LayoutError(f"checkpoint {origin} does not fit this model: {'; '.join(self._problems[:8])}{more}")
+
+  def _match_tree(self, target: ParamTree, source: ParamTree | None, prefix: str, *, optional: bool = False) -> None:
+    wanted: dict[int, list] = {}
+    for leaf, ref in target.leaves.items():
+      wanted.setdefault(id(ref.array), []).append((leaf, ref))
+    missing = []
+    for pairs in wanted.values():
+      pairs.sort(key=lambda pair: -1 if pair[1].index is None else pair[1].index)
+      parts = [source.leaves.get(leaf) if source else None for leaf, _ in pairs]
+      first = pairs[0][1]
+      if any(part is None for part in parts):
+        missing += [leaf_text(leaf) for (leaf, _), part in zip(pairs, parts, strict=True) if part is None]
+        continue
+      for (leaf, ref), part in zip(pairs, parts, strict=True):
+        if part.shape != ref.shape or part.dtype != ref.dtype:
+          self._problems.append(f"{prefix}{leaf_text(leaf)} is {_kind(part)} there and {_kind(ref)} in the model")
+        self._used.add((id(part.array), part.index))
+      axis = None if first.index is None else first.axis
+      self.leaves.append(TargetLeaf(first.array.path, tuple(parts), axis))
+    if missing and optional:
+      self.fresh += missing
+    elif missing:
+      self._problems.append(f"misses {prefix}{_listed(missing)}")
+
+  def _source_moment(self, place: Path) -> ParamTree | None:
+    """The moment tree of the same place; else the only one of the same name."""
+    moments = self._source.moments
+    if place in moments:
+      return moments[place]
+    named = [tree for other, tree in moments.items() if other[-1:] == place[-1:]]
+    return named[0] if len(named) == 1 else None
+
+  def _match_count(self, path: Path, array: StoredArray) -> None:
+    held = self._source.opt_leaves
+    same_name = [other for other_path, other in held.items() if other_path[-1] == path[-1]]
+    chosen = held.get(path)
+    if chosen is None and same_name and len({other.read(None).tobytes() for other in same_name}) == 1:
+      chosen = same_name[0]
+    if chosen is None:
+      self._problems.append(f"misses opt_state/{text_of(path)}")
+    elif chosen.shape != array.shape or chosen.dtype != array.dtype:
+      self._problems.append(f"opt_state/{text_of(path)} is {_kind(chosen)} there and {_kind(array)} in the model")
+    else:
+      self.leaves.append(TargetLeaf(array.path, (Ref(chosen),)))
+
+  def _match_step(self) -> None:
+    step = self._target.step
+    if step is not None and self._source.step is None:
+      self._problems.append("misses step")
+    elif step is not None:
+      self.leaves.append(TargetLeaf(step.path, (Ref(self._source.step),), cast=step.dtype.name))
+
+
+def _kind(array: StoredArray | Ref) -> str:
+  return f"{array.dtype}{list(array.shape)}"
+
+
+def _listed(names: list[str], most: int = 6) -> str:
+  return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _look_up(tree: Any, path: TreePath) -> Any:
+  for key in path:
+    tree = tree[key] if key in tree else tree[int(key)]
+  return tree
+
+
+def _place(block: np.ndarray, leaf: TargetLeaf, wanted: Any) -> Any:
+  is_key = "key<" in str(getattr(wanted, "dtype", ""))
+  value = with_key_type(block, leaf.key_impl) if is_key else block
+  sharding = getattr(wanted, "sharding", None)
+  if sharding is None:
+    return value
+  import jax
+
+  return jax.device_put(value, sharding)
+
+
+def _nest(flat: Mapping[TreePath, Any]) -> dict:
+  tree: dict = {}
+  for path, value in flat.items():
+    here = tree
+    for key in path[:-1]:
+      here = here.setdefault(key, {})
+    here[path[-1]] = value
+  return tree

@@ -1,0 +1,133 @@
+"""MaxText's checkpoints in this program's own model: loaded, rescaled, run; and the way back."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from checkpoint_convert_trees import FIXTURES, orbax_leaves, same_bytes, unpack
+from flax import nnx
+
+from maxghost import config, models
+from maxghost.checkpoint.compare import compare_checkpoints
+from maxghost.checkpoint.convert import convert
+from maxghost.checkpoint.layouts_load import load_tree
+from maxghost.checkpoint.layouts_store import LayoutError
+from maxghost.checkpoint.linen_scaling import main, rescale_checkpoint, rescale_queries
+from maxghost.training.optimizers import make_optimizer
+from maxghost.training.resume import from_tree, to_tree
+from maxghost.training.state import TrainStateNNX
+
+SIZES = {
+  "base_emb_dim": 12, "base_num_query_heads": 6, "base_num_kv_heads": 2, "head_dim": 4, "base_mlp_dim": 18,
+  "base_num_decoder_layers": 3, "vocab_size": 29, "normalization_layer_epsilon": 3e-4, "rope_max_timescale": 700.0,
+  "matmul_precision": "highest",
+}
+
+
+def silent(_):
+  pass
+
+
+def train_state(**changes):
+  """(graphdef, state with shapes in place of arrays) of a maxghost train state of the fixtures' sizes."""
+  cfg = config.load()
+  model_cfg = dataclasses.replace(cfg.model, **(SIZES | changes))
+
+  def make():
+    return TrainStateNNX(models.create(model_cfg, rngs=nnx.Rngs(0)), make_optimizer(cfg.optimizer, 10))
+
+  return nnx.split(nnx.eval_shape(make))
+
+
+def on_device(tree):
+  place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
+
+
+@pytest.mark.parametrize(("name", "scan_layers"), [("linen_scanned", False), ("nnx_unscanned", True)])
+def test_a_maxtext_run_in_a_maxghost_model_gives_maxtexts_logits(name, scan_layers, tmp_path):
+  graphdef, abstract = train_state(scan_layers=scan_layers)
+  source, said = unpack(name, tmp_path), []
+  tree = load_tree(source, on_device(to_tree(abstract)), head_dim=4, say=said.append)
+  assert said == [f"not in {source}, kept at its initial value: clip_factor"]
+  tree["clip_factor"] = np.float32(1)
+  state = nnx.merge(graphdef, from_tree(tree, abstract))
+  assert state.step == 3 and state.step.dtype == np.uint32
+  batch = np.load(FIXTURES / f"{name}.npz")
+  run = jax.jit(lambda model, *arrays: model(*arrays))
+  logits = np.asarray(run(state.model, batch["tokens"], batch["positions"], batch["segment_ids"]))
+  counted = batch["segment_ids"] > 0
+  np.testing.assert_allclose(logits[counted], batch["logits"][counted], atol=2e-5, rtol=0)
+  # Every moment is the stored one: unscaled but for the queries.
+  before = orbax_leaves(source)
+  mu = tree["optimizer"]["opt_state"]["0"]["mu"]["decoder"]["decoder_norm"]["scale"]
+  np.testing.assert_array_equal(mu, before[("opt_state", 0, "mu", "params", "decoder", "decoder_norm", "scale")])
+
+
+def test_query_leaves_are_rescaled_by_the_power_of_the_gradient(tmp_path):
+  """Weights times sqrt(h), so gradients and first moments divided by sqrt(h), second moments by h."""
+  _, abstract = train_state()
+  model_only = {"model": on_device(to_tree(abstract)["model"])}
+  source = unpack("linen_scanned", tmp_path)
+  plain = load_tree(source, model_only, say=silent)["model"]
+  scaled = load_tree(source, model_only, head_dim=4, say=silent)["model"]
+  query = ("decoder", "layers", "self_attention", "query", "kernel")
+
+  def at(tree, path):
+    for key in path:
+      tree = tree[key]
+    return np.asarray(tree)
+
+  np.testing.assert_array_equal(at(scaled, query), 2 * at(plain, query))
+  moments = [(("optimizer", "opt_state", "0", m, *query), np.float32([8.0])) for m in ("mu", "nu", "trace")]
+  got = [float(x[0]) for _, x in rescale_queries(moments, 4)]
+  assert got == [8 / 2, 8 / 4, 8 / 2]
+  assert [float(x[0]) for _, x in rescale_queries(moments, 4, "maxtext")] == [16, 32, 16]
+
+
+def test_load_names_what_does_not_fit(tmp_path):
+  source = unpack("linen_scanned", tmp_path)
+  for changes, text in (
+    ({"base_mlp_dim": 19}, r"mlp/wi_0/kernel of layer 0 is float32\[12, 18\] there and float32\[12, 19\] in the model"),
+    ({"base_num_decoder_layers": 4}, "misses decoder/layers/.* of layer 3"),
+    ({"base_num_decoder_layers": 2}, "has decoder/layers/.* of layer 2.*unknown to the model"),
+    ({"weight_dtype": "bfloat16"}, r"token_embedder/embedding is float32\[29, 12\] there and bfloat16"),
+    ({"logits_via_embedding": True}, "has decoder/logits_dense/kernel, unknown to the model"),
+  ):
+    _, abstract = train_state(**changes)
+    with pytest.raises(LayoutError, match=text):
+      load_tree(source, to_tree(abstract), say=silent)
+  convert(source, tmp_path / "params", to="params", say=silent)
+  with pytest.raises(LayoutError, match="misses opt_state/0/mu"):
+    load_tree(tmp_path / "params", to_tree(train_state()[1]), say=silent)
+
+
+def test_rescaling_a_checkpoint_and_back(tmp_path, capsys):
+  source = unpack("linen_scanned", tmp_path)
+  convert(source, tmp_path / "ours", to="maxghost", say=silent)
+  command = ["--source_path", str(tmp_path / "ours"), "--target_path", str(tmp_path / "run"), "--head_dim"]
+  assert main([*command, "5", "--to", "maxghost"]) == 2
+  printed = capsys.readouterr().err
+  assert "head_dim=5, but the last dimension of decoder/layers/self_attention/query/kernel is 4" in printed
+  assert main([*command, "4", "--to", "maxtext"]) == 2  # it is MaxText's already
+  assert main([*command, "4", "--to", "maxghost"]) == 0
+  rows = compare_checkpoints(tmp_path / "ours", tmp_path / "run").rows
+  query = "decoder/layers/self_attention/query/kernel"
+  assert [row.path for row in rows] == [f"params/{query}", f"opt_state/0/mu/{query}", f"opt_state/0/nu/{query}"]
+  # The rescaled one loads without another rescaling, although its layout alone would not tell.
+  model_only = {"model": to_tree(train_state()[1])["model"]}
+  a = load_tree(tmp_path / "run", model_only, head_dim=4, say=silent)
+  b = load_tree(source, model_only, head_dim=4, say=silent)
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+  with pytest.raises(LayoutError, match="already holds query weights as maxghost"):
+    rescale_checkpoint(tmp_path / "run", tmp_path / "x", 4, "maxghost")
+  rescale_checkpoint(tmp_path / "run", tmp_path / "back", 4, "maxtext", say=silent)
+  convert(tmp_path / "back", tmp_path / "linen", say=silent)
+  same_bytes(orbax_leaves(source), orbax_leaves(tmp_path / "linen"))
+
+
+def test_rescaling_refuses_state_of_unknown_meaning():
+  path = ("optimizer", "opt_state", "0", "wobble", "decoder", "layers_0", "self_attention", "query", "kernel")
+  with pytest.raises(LayoutError, match=r"wobble.*not known how this state scales"):
+    list(rescale_queries([(path, np.ones(2))], 16))
