@@ -195,7 +195,7 @@ def test_restart_and_processes(kind, written):
 
 
 def test_worker_processes_make_the_same_batches(written):
-  cfg = dataclasses.replace(written("prepared"), dataset_mixture="weights", dataset_weights=("a=0.25", "b=0.75"))
+  cfg = written("prepared")
   threaded = data.load_dataset(cfg, 5)
   workers = data.load_dataset(dataclasses.replace(cfg, grain_worker_count=1), 5)
   assert all(equal(next(threaded.train), next(workers.train)) for _ in range(12))

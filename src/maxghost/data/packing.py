@@ -6,7 +6,6 @@ chunks of at most T; a chunk becomes one segment of one row. So each pair occurs
 another document.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -38,14 +37,19 @@ class Layout:
 class Encoded:
   """Tokens of documents laid end to end, with begin and end tokens.
 
-  tokens: uint16 or int32[N]. ends: int64[D]. documents: int64[D], index of each into the source.
-  token_bytes: int64[N], source bytes behind each token.
+  tokens: uint16 or int32[N]. ends: int64[D]. documents: int64[D], index of each into the source. The source bytes
+  behind each token are in byte_table by id, or in sizes by place (int64[N]).
   """
 
   tokens: np.ndarray
   ends: np.ndarray
   documents: np.ndarray
-  token_bytes: np.ndarray
+  byte_table: np.ndarray | None
+  sizes: np.ndarray | None = None
+
+  def bytes_of(self, first: int, stop: int) -> np.ndarray:
+    """Source bytes behind the tokens first..stop."""
+    return self.byte_table.take(self.tokens[first:stop]) if self.sizes is None else self.sizes[first:stop]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,11 +69,6 @@ class Rows:
 
   def __len__(self) -> int:
     return len(self.row_ends)
-
-  @functools.cached_property
-  def lists(self) -> tuple[list[int], ...]:
-    """row_ends, start, length, document, offset as lists: single elements of those are read several times faster."""
-    return tuple(x.tolist() for x in (self.row_ends, self.start, self.length, self.document, self.offset))
 
 
 def token_dtype(vocab_size: int) -> type:
@@ -166,11 +165,23 @@ def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarra
   place[order(num_rows, "rows")] = np.arange(num_rows)
   row = place[row]
   by_row = np.argsort(row, kind="stable")
-  start, document = start[by_row], document[by_row]
-  before = np.concatenate(([0], np.cumsum(encoded.token_bytes)))
-  offset = before[start] - before[_starts(ends)[document]]
   row_ends = np.cumsum(np.bincount(row, minlength=num_rows))
-  return Rows(encoded.tokens, row_ends, start, length[by_row], encoded.documents[document], offset)
+  offset = _offsets(encoded, document, start)[by_row]
+  return Rows(
+    encoded.tokens, row_ends, start[by_row], length[by_row], encoded.documents[document[by_row]], offset
+  )
+
+
+def _offsets(encoded: Encoded, document: np.ndarray, start: np.ndarray) -> np.ndarray:
+  """Where in its document, in bytes, each chunk begins (int64[C]); a document's chunks come together and in order."""
+  offset = np.zeros(len(start), np.int64)
+  heads = np.flatnonzero(np.diff(document, prepend=-1))  # the first chunk of each document
+  counts = np.diff(heads, append=len(document))
+  for head, count in zip(heads[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
+    first = start[head : head + count]
+    sizes = np.add.reduceat(encoded.bytes_of(int(first[0]), int(first[-1])), first[:-1] - first[0], dtype=np.int64)
+    offset[head + 1 : head + count] = np.cumsum(sizes)
+  return offset
 
 
 def _starts(ends: np.ndarray) -> np.ndarray:
@@ -178,30 +189,75 @@ def _starts(ends: np.ndarray) -> np.ndarray:
 
 
 def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -> Batch:
-  """The batch of the rows (rows, number of the row, epoch) in `pieces`. Costs a few slices per segment."""
+  """The batch of the rows (rows, number of the row, epoch) in `pieces`."""
   B, T, S = len(pieces), layout.row_length, layout.max_segments
-  inputs = np.full((B, T), pad_id, np.int32)
-  targets = np.full((B, T), pad_id, np.int32)
-  positions = np.zeros((B, T), np.int32)
-  segmentation = np.zeros((B, T), np.int32)
-  document_BS = np.full((B, S), -1, np.int64)
-  offset_BS = np.full((B, S), -1, np.int64)
-  counting = np.arange(T, dtype=np.int32)
-  for b, (rows, number, _) in enumerate(pieces):
-    row_ends, start, length, document, offset = rows.lists
-    first, stop, column = (row_ends[number - 1] if number else 0), row_ends[number], 0
-    for slot, chunk in enumerate(range(first, stop)):
-      begin, size = start[chunk], length[chunk]
-      place = slice(column, column + size)
-      inputs[b, place] = rows.tokens[begin : begin + size]
-      targets[b, place] = rows.tokens[begin + 1 : begin + size + 1]
-      positions[b, place] = counting[:size]
-      segmentation[b, place] = slot + 1
-      column += size
-    document_BS[b, : stop - first] = document[first:stop]
-    offset_BS[b, : stop - first] = offset[first:stop]
+  tokens_2BT, places_2BT = np.empty((2, B, T), np.int32), np.empty((2, B, T), np.int32)
+  identity_2BS = np.full((2, B, S), -1, np.int64)
+  by_rows: dict[int, list[int]] = {}
+  for b, (rows, _, _) in enumerate(pieces):
+    by_rows.setdefault(id(rows), []).append(b)
+  for here in by_rows.values():
+    numbers = np.array([pieces[b][1] for b in here], np.int64)
+    chunks = _Chunks(pieces[here[0]][0], numbers)
+    out = slice(None) if len(by_rows) == 1 else np.array(here)
+    tokens_2BT[:, out] = chunks.tokens(T, pad_id)
+    places_2BT[:, out] = chunks.places(T)
+    identity_2BS[:, chunks.row if len(by_rows) == 1 else out[chunks.row], chunks.slot] = chunks.identity()
+  (inputs, targets), (positions, segmentation) = tokens_2BT, places_2BT
   arrays = {
     "inputs": inputs, "inputs_position": positions, "inputs_segmentation": segmentation,
     "targets": targets, "targets_position": positions, "targets_segmentation": segmentation,
   }
-  return Batch(arrays, document_BS, offset_BS, np.array([epoch for _, _, epoch in pieces], np.int64))
+  return Batch(arrays, *identity_2BS, np.array([epoch for _, _, epoch in pieces], np.int64))
+
+
+class _Chunks:
+  """The chunks of some rows (int64[n]), and what they put into the rows. All of it array by array."""
+
+  def __init__(self, rows: Rows, numbers: np.ndarray):
+    self._rows, self._num_rows = rows, len(numbers)
+    stop = rows.row_ends[numbers]
+    first = np.where(numbers > 0, rows.row_ends[numbers - 1], 0)
+    self.row = np.repeat(np.arange(len(numbers)), stop - first)
+    self._starts_row = np.concatenate(([True], self.row[1:] != self.row[:-1]))
+    self.slot = np.arange(len(self.row)) - np.repeat(np.flatnonzero(self._starts_row), stop - first)
+    self._chunk = self.slot + np.repeat(first, stop - first)
+    self._length = rows.length[self._chunk]
+    self._filled = np.add.reduceat(self._length, np.flatnonzero(self._starts_row))
+
+  def identity(self) -> tuple[np.ndarray, np.ndarray]:
+    """Document and byte offset of each chunk."""
+    return self._rows.document[self._chunk], self._rows.offset[self._chunk]
+
+  def _spread(self, row_length: int, values: np.ndarray) -> np.ndarray:
+    """int32[rows, T]: each chunk's value at its places; the last chunk's value goes on over the padding."""
+    last = np.append(self._starts_row[1:], True)
+    length = self._length.copy()
+    length[last] += row_length - self._filled
+    return np.repeat(values.astype(np.int32), length).reshape(self._num_rows, row_length)
+
+  def _begin(self) -> np.ndarray:
+    """Where each chunk begins in its row."""
+    before = np.cumsum(self._length) - self._length
+    return before - before[self._starts_row][self.row]
+
+  def tokens(self, row_length: int, pad_id: int) -> np.ndarray:
+    """int32[2, rows, T]: inputs and targets."""
+    place = self._spread(row_length, self._rows.start[self._chunk] - self._begin())
+    place += np.arange(row_length, dtype=np.int32)
+    out = np.empty((2, *place.shape), np.int32)
+    out[0] = self._rows.tokens.take(place, mode="clip")  # past the end only under padding
+    place += 1
+    out[1] = self._rows.tokens.take(place, mode="clip")
+    for row in np.flatnonzero(self._filled < row_length).tolist():
+      out[:, row, self._filled[row] :] = pad_id
+    return out
+
+  def places(self, row_length: int) -> np.ndarray:
+    """int32[2, rows, T]: positions and segment numbers."""
+    out = np.empty((2, self._num_rows, row_length), np.int32)
+    np.subtract(np.arange(row_length, dtype=np.int32), self._spread(row_length, self._begin()), out=out[0])
+    out[1] = self._spread(row_length, self.slot + 1)
+    for row in np.flatnonzero(self._filled < row_length).tolist():
+      out[:, row, self._filled[row] :] = 0
+    return out

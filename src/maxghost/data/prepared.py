@@ -18,7 +18,7 @@ from maxghost.data.sources.base import CorruptError
 from maxghost.data.split import Split
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.data.types import Document, DocumentId
-from maxghost.data.windows import NO_COPIES, HeldOut, frame
+from maxghost.data.windows import NO_COPIES, HeldOut, concatenated, frame
 
 INDEX_FILE = "maxghost-index.json"
 INDEX_VERSION = 1
@@ -152,6 +152,12 @@ class PreparedSource:
     tokens = np.frombuffer(raw, self._dtype, count)
     return tokens, None if tabled else np.frombuffer(raw, np.uint32, count, size)
 
+  def lengths(self, documents: np.ndarray) -> np.ndarray:
+    """int64[n]: tokens of documents that follow each other."""
+    first, stop = int(documents[0]), int(documents[-1]) + 1
+    before = int(self.index.token_end[first - 1]) if first else 0
+    return np.diff(self.index.token_end[first:stop], prepend=before)
+
   def tokens(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """Tokens of documents, and the bytes behind each as `block_tokens` gives them. Raises CorruptError."""
     blocks = np.searchsorted(self.index.block_first, indices, side="right") - 1
@@ -189,39 +195,45 @@ class PreparedUnits:
 
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
     counts = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt"), 0)
-    ids, sizes, kept = [], [], []
+    ids, sizes, lengths, kept = [], [], [], []
     for block, (tokens, token_sizes) in zip(units.tolist(), self._read(units, counts), strict=True):
       if tokens is None:
         continue
-      first, stop = self._source.documents_of(block)
-      documents = np.arange(first, stop)
-      keep = ~self._split.held_out(documents)
-      if self.drops_copies:
-        copies = keep & self._held_out.copies(self._source.content_hashes(documents))
-        counts["copies"] += int(copies.sum())
-        keep &= ~copies
-      ends = np.asarray(self._source.index.token_end[first:stop])
-      ends = (ends - (int(self._source.index.token_end[first - 1]) if first else 0)).tolist()
-      starts = [0, *ends[:-1]]
-      places = np.flatnonzero(keep)
-      counts["bytes"] += int(self._source.sizes(documents[places]).sum())
-      kept.append(documents[places])
-      for place in places.tolist():
-        ids.append(tokens[starts[place] : ends[place]])
-        if token_sizes is not None:
-          sizes.append(token_sizes[starts[place] : ends[place]])
-    numbers = np.concatenate(kept) if kept else np.empty(0, np.int64)
+      documents = np.arange(*self._source.documents_of(block))
+      count = self._source.lengths(documents)
+      keep = self._kept(documents, counts)
+      if not keep.all():
+        mask = np.repeat(keep, count)
+        documents, count, tokens = documents[keep], count[keep], tokens[mask]
+        token_sizes = None if token_sizes is None else token_sizes[mask]
+      counts["bytes"] += int(self._source.sizes(documents).sum())
+      ids.append(tokens)
+      lengths.append(count)
+      kept.append(documents)
+      sizes.append(token_sizes)
+    numbers = concatenated(kept)
     counts["documents"] += len(numbers)
-    return self._frame(ids, sizes, numbers), counts
+    return self._frame(ids, concatenated(lengths), numbers, sizes), counts
 
   def encode_documents(self, indices: np.ndarray) -> tuple[Encoded, dict[str, int]]:
     pairs = self._source.tokens(indices)
-    sizes = [one for _, one in pairs if one is not None]
-    return self._frame([ids for ids, _ in pairs], sizes, np.asarray(indices)), {"documents": len(indices)}
+    lengths = np.fromiter((len(ids) for ids, _ in pairs), np.int64, len(pairs))
+    encoded = self._frame([ids for ids, _ in pairs], lengths, np.asarray(indices), [sizes for _, sizes in pairs])
+    return encoded, {"documents": len(indices)}
 
-  def _frame(self, ids: list[np.ndarray], sizes: list[np.ndarray], numbers: np.ndarray) -> Encoded:
-    table = self._source.tokenizer.byte_table is not None
-    return frame(ids, numbers, self._source.tokenizer, self._layout, None if table else sizes)
+  def _kept(self, documents: np.ndarray, counts: dict[str, int]) -> np.ndarray:
+    """bool[n]: documents to train on; counts the copies of held-out texts."""
+    keep = ~self._split.held_out(documents)
+    if self.drops_copies:
+      copies = keep & self._held_out.copies(self._source.content_hashes(documents))
+      counts["copies"] += int(copies.sum())
+      keep &= ~copies
+    return keep
+
+  def _frame(self, ids: list[np.ndarray], lengths: np.ndarray, numbers: np.ndarray, sizes: list) -> Encoded:
+    tokenizer = self._source.tokenizer
+    tabled = tokenizer.byte_table is not None
+    return frame(concatenated(ids), lengths, numbers, tokenizer, self._layout, None if tabled else concatenated(sizes))
 
   def _read(self, units: np.ndarray, counts: dict[str, int]) -> Sequence[tuple]:
     """As `block_tokens`; (None, None) for a corrupt block where those are skipped (its documents are counted)."""

@@ -124,31 +124,46 @@ def read_or_skip(source: Source, indices: np.ndarray, on_corrupt: str) -> list[b
 
 def encode_texts(texts: list[bytes], documents: np.ndarray, tokenizer: Tokenizer, layout: Layout) -> Encoded:
   """Tokens of the texts, each with its begin and end token."""
+  sizes = None
   if tokenizer.byte_table is None:
     pairs = tokenizer.encode_bytes(texts)
-    return frame([ids for ids, _ in pairs], documents, tokenizer, layout, [sizes for _, sizes in pairs])
-  return frame(tokenizer.encode(texts), documents, tokenizer, layout)
+    ids, sizes = [ids for ids, _ in pairs], concatenated([size for _, size in pairs])
+  else:
+    ids = tokenizer.encode(texts)
+  lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+  return frame(concatenated(ids), lengths, documents, tokenizer, layout, sizes)
 
 
-def frame(ids: list[np.ndarray], documents: np.ndarray, tokenizer: Tokenizer, layout: Layout,
-          sizes: list[np.ndarray] | None = None) -> Encoded:
-  """Documents' ids laid end to end with begin and end tokens. sizes: bytes behind each id, where no table tells."""
+def concatenated(arrays: list[np.ndarray]) -> np.ndarray:
+  """The arrays laid end to end; of none, an empty one."""
+  return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
+
+
+def frame(ids: np.ndarray, lengths: np.ndarray, documents: np.ndarray, tokenizer: Tokenizer, layout: Layout,
+          sizes: np.ndarray | None = None) -> Encoded:
+  """Puts begin and end tokens around documents that lie end to end in `ids`.
+
+  lengths: int64[D], ids of each document. sizes: bytes behind each id, where the tokenizer has no table.
+  """
   before, after = int(layout.add_bos), int(layout.add_eos)
-  ends = np.cumsum([len(one) + before + after for one in ids], dtype=np.int64)
-  tokens = np.empty(int(ends[-1]) if len(ends) else 0, packing.token_dtype(tokenizer.vocab_size))
-  token_bytes = np.zeros(len(tokens), np.int64) if sizes is not None else None
-  stop = 0
-  for number, one in enumerate(ids):
-    if before:
-      tokens[stop] = tokenizer.bos_id
-    first, stop = stop + before, stop + before + len(one)
-    tokens[first:stop] = one
-    if token_bytes is not None:
-      token_bytes[first:stop] = sizes[number]
-    if after:
-      tokens[stop] = tokenizer.eos_id
-      stop += 1
-  return Encoded(tokens, ends, documents, tokenizer.byte_table[tokens] if token_bytes is None else token_bytes)
+  ends = np.cumsum(lengths + before + after)
+  dtype = packing.token_dtype(tokenizer.vocab_size)
+  if not before and not after:
+    return Encoded(ids.astype(dtype, copy=False), ends, documents, tokenizer.byte_table, sizes)
+  tokens = np.empty(int(ends[-1]) if len(ends) else 0, dtype)
+  is_text = np.ones(len(tokens), bool)
+  if before:
+    tokens[ends - lengths - before - after] = tokenizer.bos_id
+    is_text[ends - lengths - before - after] = False
+  if after:
+    tokens[ends - 1] = tokenizer.eos_id
+    is_text[ends - 1] = False
+  tokens[is_text] = ids
+  if sizes is not None:
+    spread = np.zeros(len(tokens), np.int64)
+    spread[is_text] = sizes
+    sizes = spread
+  return Encoded(tokens, ends, documents, tokenizer.byte_table, sizes)
 
 
 class Windows:
