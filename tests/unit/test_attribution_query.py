@@ -3,12 +3,15 @@
 import csv
 import io
 import json
+import pathlib
+import re
+import shlex
 
 import numpy as np
 import pytest
 from attribution_runs import make_run
 
-from maxghost import attribution, scores
+from maxghost import attribution, report, scores
 from maxghost.attribution import ScoreWriter, aggregate, parquet, query
 from maxghost.attribution import format as fmt
 from maxghost.attribution.query import Query, ask
@@ -271,6 +274,17 @@ def test_damaged_index_is_one_line(run_dir, tmp_path):
   fmt.write_shard(tmp_path / "ghost" / shard.path.name, shard.meta, shard.domains, shard.paths, shard.steps, None, rows)
   with pytest.raises(ConfigError, match="a row points to entry 77 of 4"):
     ask(attribution.load(tmp_path), Query())
+
+
+def test_the_commands_in_the_documentation_are_understood():
+  text = (pathlib.Path(__file__).parents[2] / "docs" / "attribution.md").read_text("utf-8")
+  commands = re.findall(r"^maxghost (scores|report) (.*?)(?:  +#.*)?$", text, re.M)
+  assert len(commands) > 9
+  for verb, arguments in commands:
+    args = (scores if verb == "scores" else report).parse(shlex.split(arguments))
+    if verb == "scores":
+      Where(args.where)
+      query._check(Query(by=args.by, top=args.top, bottom=args.bottom, scale=args.scale, text=args.text))
 
 
 def test_query_names_match_the_columns():
