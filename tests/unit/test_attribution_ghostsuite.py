@@ -53,6 +53,7 @@ def test_conversion_undoes_the_scale_of_the_log(logs):
     np.testing.assert_array_equal(log["step"], np.repeat(np.arange(4), 3))
     share = tokens / np.repeat(tokens.reshape(4, 3).sum(1), 3)
     np.testing.assert_allclose(log["contribution"][:, 0], dot * share, rtol=1e-5)
+    np.testing.assert_allclose(attribution.load(place, ghostsuite_scale=16.0)["dot"][:, 0], 16 * dot, rtol=1e-5)
     assert log["offset"].tolist()[:3] == [0, 1, 3] and "no learning rate" in log.messages[0]
 
 

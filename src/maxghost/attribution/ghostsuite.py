@@ -3,7 +3,7 @@
 GhostSuite (https://github.com/Jiachen-T-Wang/GhostSuite) logs, for the concatenated batch with mean loss,
 `tokens_i * tokens_val / tokens_all**2 * <grad ell_i, grad L_val>`; here that becomes `dot = <grad ell_i, grad L_val>`.
 It logs no learning rate, so `contribution` is `tokens_i / tokens_train * dot`: nats per unit of learning rate (of plain
-SGD). Runs with gradient accumulation over A micro-batches or a loss scaler S need `scale=A**2 / S**2`.
+SGD). Runs with gradient accumulation over A micro-batches or a loss scaler S need a scale of A**2 / S**2.
 
 N examples of a logged step.
 """
@@ -33,7 +33,7 @@ def log_files(folder: Path) -> list[Path]:
   return [path for _, path in sorted(found)]
 
 
-def read(folder: Path, scale: float = 1.0) -> tuple[list["LogFile"], list[str]]:
+def read(folder: Path, scale: float) -> tuple[list["LogFile"], list[str]]:
   """(files, sentences to show). Raises ConfigError without torch."""
   try:
     import torch

@@ -17,8 +17,10 @@ from maxghost.config import ConfigError, did_you_mean
 ROW_COLUMNS = ("step", "domain", "path", "offset", "chunk", "epoch", "tokens", "loss", "dot", "contribution")
 
 
-def load(run_dir) -> "ScoreLog":
+def load(run_dir, *, ghostsuite_scale: float = 1.0) -> "ScoreLog":
   """Opens the score log of a run. `run_dir` holds `ghost/`, or is that folder itself, or has GhostSuite's .pt logs.
+
+  ghostsuite_scale: A**2 / S**2 for GhostSuite's logs of A micro-batches per step and a loss scaler of S.
 
   Raises ConfigError for a missing or foreign folder, no usable file, a file of a newer schema, or files of one folder
   that were scored against different validation sets. Damaged files are used as far as they go; `messages` says so.
@@ -30,7 +32,7 @@ def load(run_dir) -> "ScoreLog":
   if paths := _paths(folder):
     shards, messages = _open(paths, folder)
   elif (foreign := ghostsuite.find_folder(run_dir)) is not None:
-    shards, messages = ghostsuite.read(foreign)
+    shards, messages = ghostsuite.read(foreign, ghostsuite_scale)
     if not shards:
       raise ConfigError(f"run_dir={run_dir}: none of GhostSuite's logs is readable ({messages[-1]})")
   else:
