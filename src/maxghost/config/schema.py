@@ -171,6 +171,9 @@ class OptimizerConfig:
   adam_b2: float = key(0.95, "decay of the second moment", minimum=0.0, maximum=0.999999)
   adam_eps: float = key(1e-8, "added to the root of the second moment", minimum=0.0)
   adam_weight_decay: float = key(0.1, "decoupled weight decay", minimum=0.0)
+  gradient_accumulation_steps: int = key(
+    1, "micro-batches per step; the step's batch is this many times per_device_batch_size", minimum=1
+  )
   gradient_clipping_threshold: float = key(1.0, "largest global gradient norm; 0 = no clipping", minimum=0.0)
 
 
@@ -179,21 +182,36 @@ class GhostConfig:
   """Per-example scores: what is scored, along which direction."""
 
   ghost_enabled: bool = key(True, "score every training document in every step")
-  ghost_schedule: str = key("two_pass", "how validation and training share a step", choices=("two_pass",))
+  ghost_engine: str = key(
+    "graddotprod",
+    "graddotprod = one backward pass with rules per layer, jvp = forward mode without rules, perexample = one gradient "
+    "per example (tiny models)",
+    choices=("graddotprod", "jvp", "perexample"),
+  )
+  ghost_schedule: str = key(
+    "two_pass",
+    "how validation and training share a step: one after the other, layer by layer in one walk back, or in one batch",
+    choices=("two_pass", "reverse_scan", "concat"),
+  )
   ghost_direction: str = key(
     "auto",
-    "sgd = validation gradient, adam = through this step's AdamW preconditioner, auto = the optimizer's own",
-    choices=("auto", "sgd", "adam"),
+    "sgd = validation gradient, adam = through this step's AdamW preconditioner, auto = the optimizer's own, "
+    "second_order = with half the curvature along the step, through the optimizer's preconditioner",
+    choices=("auto", "sgd", "adam", "second_order"),
   )
+  ghost_rank: int = key(0, "rank of the factors a direction is held in; 0 = exact", minimum=0)
   ghost_val_batch_size: int = key(2, "validation rows per step", minimum=1)
   ghost_val_refresh_steps: int = key(
     20, "draw new validation rows every this many steps; 0 = keep the first", minimum=0
   )
+  ghost_val_every: int = key(
+    1, "compute the validation gradient every this many steps and score against it until the next", minimum=1
+  )
   ghost_exclude: tuple[str, ...] = key((), "path patterns (fnmatch) of parameters left unscored on purpose")
   ghost_detail: str = key(
     "layer",
-    "what is kept beside each document's total: nothing, contributions per module, or per module and layer",
-    choices=("total", "module", "layer"),
+    "what is kept beside each document's total: nothing, contributions per module, per module and layer, or also per token",
+    choices=("total", "module", "layer", "token"),
   )
   ghost_log_period: int = key(20, "steps per score file", minimum=1)
 

@@ -6,32 +6,38 @@ The user's model is not touched: the twin is another graph definition over the s
 import dataclasses
 import fnmatch
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.ghost import rules
-from maxghost.ghost.directions import DirectionSpec
+from maxghost.ghost import (
+  low_rank,
+  rules,
+  rules_flax,  # noqa: F401  registers the rules of flax's layers
+)
+from maxghost.ghost.directions import DirectionSpec, ParamSpec
 from maxghost.ghost.probed import TwinInfo, part_name, probed_call
 from maxghost.ghost.variables import GhostDirection, GhostProbe
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoredParam:
-  """One scored parameter: where it is, how it is stacked."""
+  """One scored parameter: where it is, how it is stacked, how its direction is held."""
 
   path: tuple  # of the Param
-  module_path: tuple
   name: str
   stack_shape: tuple[int, ...]
+  shape: tuple[int, ...]  # of one unstacked layer
+  spec: ParamSpec
 
   @property
   def label(self) -> str:
-    return "/".join(map(str, self.path))
+    return self.spec.label
 
   def part_path(self, part: str) -> tuple:
-    return (*self.module_path, part_name(self.name, part))
+    return (*self.path[:-1], part_name(self.name, part))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,30 +48,28 @@ class Twin:
   scored: tuple[ScoredParam, ...]
   excluded: tuple[str, ...]
   spec: DirectionSpec
+  num_sets: int
   probe_template: nnx.State
 
   def zero_probes(self) -> nnx.State:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.probe_template)
 
-  def direction_state(self, gradients: dict, second_moments: dict | None = None, scalars=None) -> nnx.State:
-    """The twin's GhostDirection State. gradients: {label: [*stack, K, *parameter]}; for kind 'adam' also
-    second_moments {label: [*stack, *parameter]} (v of the step before) and scalars, float [3]."""
+  def direction_state(self, parts: dict) -> nnx.State:
+    """The twin's GhostDirection State from {label: tuple of arrays}, in the order of `ParamSpec.parts`."""
     flat = {}
     for param in self.scored:
-      flat[param.part_path("gradient")] = GhostDirection(gradients[param.label])
-      if self.spec.kind == "adam":
-        flat[param.part_path("second_moment")] = GhostDirection(second_moments[param.label])
-        stacked = jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape))
-        flat[param.part_path("scalars")] = GhostDirection(stacked)
+      for name, array in zip(param.spec.parts, parts[param.label], strict=True):
+        flat[param.part_path(name)] = GhostDirection(array)
     return nnx.from_flat_state(flat)
 
   def merge(self, params, probes, directions, rest) -> nnx.Module:
     return nnx.merge(self.graphdef, params, probes, directions, rest)
 
-  def scores_by_label(self, probe_gradients: nnx.State) -> dict:
-    """{label: [*stack, K, n(, T)]} from the probes' gradients."""
+  def scores_by_label(self, probe_gradients: nnx.State, part: str = "probe") -> dict:
+    """{label: [*stack, K, n(, T)]} from the probes' gradients; part 'facts' (kind 'adam'): {label: [*stack, K, 2]},
+    the captured share of |u|² and <g, u> of each op."""
     flat = dict(nnx.to_flat_state(probe_gradients))
-    return {param.label: flat[param.part_path("probe")][...] for param in self.scored}
+    return {p.label: flat[p.part_path(part)][...] for p in self.scored if p.part_path(part) in flat}
 
 
 def split(model: nnx.Module):
@@ -82,13 +86,15 @@ def attach(
   num_sets: int = 1,
   spec: DirectionSpec = DirectionSpec(),
   exclude: tuple[str, ...] = (),
+  num_val: int = 0,
   linked: tuple[tuple[str, tuple[int, ...]], ...] = (),
 ) -> Twin:
   """Replaces each supported layer by its probed twin, in a copy of the model's graph.
 
   num_positions: None scores examples, an int scores every position of every example [n, T].
   exclude: fnmatch patterns over parameter paths that are left unscored on purpose; each must match something.
-  linked: (module path, shape of attend's input) of tables used twice under a direction of kind 'adam'; see `tied`.
+  num_val: validation rows at the end of each batch (schedule 'concat'); num_examples does not count them.
+  linked: (module path, shape of attend's input) of tables whose direction needs both their uses; see `tied`.
   Raises ValueError: a Param that no rule covers (its path and the ways out), a Param shared under two names, an
   exclude pattern without a match.
   """
@@ -98,6 +104,7 @@ def attach(
   modules = {path: node for path, node in nnx.iter_graph(twin) if isinstance(node, nnx.Module)}
   owners = _owners(modules)
   excluded = _excluded(owners, exclude)
+  settings = _Settings(num_examples, num_positions, num_sets, spec, num_val, dict(linked))
   scored, uncovered = [], []
   for module_path, module in modules.items():
     names = [n for p, n in owners if p == module_path and (p, n) not in excluded]
@@ -107,17 +114,29 @@ def attach(
     if found is None:
       uncovered += [(type(module).__name__, _label((*module_path, n))) for n in names]
       continue
-    scored += _probe_module(module, module_path, names, found, num_examples, num_positions, num_sets, spec, linked)
+    scored += _probe_module(module, module_path, names, found, settings)
   if uncovered:
     raise ValueError(_uncovered_message(uncovered))
+  _check_rank(spec, scored)
   twin_graphdef, _, probes, _, _ = nnx.split(twin, nnx.Param, GhostProbe, GhostDirection, ...)
   return Twin(
     graphdef=twin_graphdef,
     scored=tuple(sorted(scored, key=lambda s: s.label)),
     excluded=tuple(sorted(_label((*p, n)) for p, n in excluded)),
     spec=spec,
+    num_sets=num_sets,
     probe_template=probes,
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+  num_examples: int
+  num_positions: int | None
+  num_sets: int
+  spec: DirectionSpec
+  num_val: int
+  linked: dict
 
 
 def _label(path: tuple) -> str:
@@ -157,28 +176,49 @@ def _uncovered_message(uncovered) -> str:
   lines = ", ".join(f"{label} ({kind})" for kind, label in uncovered)
   return (
     f"no scoring rule covers {lines}. Ways out: register one with @ghost.rule(LayerType), name the paths in "
-    f"ghost_exclude. Layers with rules: {', '.join(rules.layer_types())}"
+    f"ghost_exclude, or use ghost_engine=jvp, which needs no rules. Layers with rules: {', '.join(rules.layer_types())}"
   )
 
 
-def _probe_module(module, path, names, found, num_examples, num_positions, num_sets, spec, linked) -> list[ScoredParam]:
-  stock, _ = nnx.split(module)
-  reduced = (num_examples,) if num_positions is None else (num_examples, num_positions)
+def _check_rank(spec: DirectionSpec, scored: list[ScoredParam]) -> None:
+  if spec.rank and not any(p.spec.low_rank for p in scored):
+    matrices = [(math.prod(p.shape[: p.spec.rows]), math.prod(p.shape[p.spec.rows :])) for p in scored if p.spec.rows]
+    useful = max((i * o // (2 * (i + o)) for i, o in matrices), default=0)
+    raise ValueError(
+      f"ghost_rank={spec.rank} saves nothing on any parameter of this model: use at most {useful}, or 0 for exact scores"
+    )
+
+
+def _probe_module(module, path, names, found, settings: _Settings) -> list[ScoredParam]:
+  stock, _ = nnx.split(found.stock(module))
+  label = _label(path)
+  reduced = (settings.num_examples,) + (() if settings.num_positions is None else (settings.num_positions,))
   scored = []
   for name in names:
     param = getattr(module, name)
     shape, dtype = param.shape, jnp.promote_types(param.dtype, jnp.float32)
-    stack = shape[: len(shape) - found.rank(module, name)]
-    scored.append(ScoredParam((*path, name), path, name, stack))
-    setattr(module, part_name(name, "probe"), GhostProbe(jax.ShapeDtypeStruct((*stack, num_sets, *reduced), dtype)))
-    shapes = {
-      "gradient": (*stack, num_sets, *shape[len(stack) :]),
-      "second_moment": shape,
-      "scalars": (*stack, 3),
-    }
-    for part in spec.parts:
-      setattr(module, part_name(name, part), GhostDirection(jax.ShapeDtypeStruct(shapes[part], dtype)))
-  module.ghost_info = TwinInfo(_label(path), stock, tuple(names), spec, num_examples, num_positions, dict(linked).get(_label(path), ()))
+    split_at = len(shape) - found.rank(module, name)
+    stack, shape = shape[:split_at], shape[split_at:]
+    rows = found.rows(module, name)
+    gains = bool(rows) and low_rank.gains(settings.spec.rank, math.prod(shape[:rows]), math.prod(shape[rows:]))
+    spec = ParamSpec(_label((*path, name)), settings.spec, rows, gains)
+    scored.append(ScoredParam((*path, name), name, stack, shape, spec))
+    probes = {"probe": (*stack, settings.num_sets, *reduced)}
+    if settings.spec.kind == "adam":
+      probes["facts"] = (*stack, settings.num_sets, 2)
+    for part, probe_shape in probes.items():
+      setattr(module, part_name(name, part), GhostProbe(jax.ShapeDtypeStruct(probe_shape, dtype)))
+    for part, part_shape in spec.part_shapes(stack, settings.num_sets, shape).items():
+      setattr(module, part_name(name, part), GhostDirection(jax.ShapeDtypeStruct(part_shape, dtype)))
+  module.ghost_info = TwinInfo(
+    path=label,
+    stock=stock,
+    scored=tuple((p.name, p.spec) for p in scored),
+    num_examples=settings.num_examples,
+    num_positions=settings.num_positions,
+    num_val=settings.num_val,
+    linked=settings.linked.get(label, ()),
+  )
   module.__class__ = _twin_class(type(module))
   return scored
 
@@ -186,9 +226,9 @@ def _probe_module(module, path, names, found, num_examples, num_positions, num_s
 @functools.cache
 def _twin_class(layer_type: type) -> type:
   """A subclass of the layer whose parameter-using methods are probed."""
-  found = rules._RULES[layer_type]
+  found = rules.of(layer_type)
 
   def probed_method(method):
-    return lambda self, *args: probed_call(self, found, method, *args)
+    return lambda self, *args, **kwargs: probed_call(self, found, method, args, kwargs)
 
   return type(f"Probed{layer_type.__name__}", (layer_type,), {m: probed_method(m) for m in found.methods})

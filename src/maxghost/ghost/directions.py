@@ -1,12 +1,16 @@
 """What a parameter's direction is made of, and how it is formed where the weight gradient is at hand.
 
-K validation sets; a parameter has any shape. `G` is the validation gradient, `u` the direction in use.
+K validation sets, r rank; a parameter has any shape, its matrix view is [I, O]. `G` is the validation gradient, `u` the
+direction in use.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
+
+from maxghost.ghost import low_rank
 
 KINDS = ("sgd", "adam")
 
@@ -19,21 +23,59 @@ class DirectionSpec:
   P_t = (1 - b1) / [(1 - b1^t) (sqrt(v_t / (1 - b2^t)) + eps)] and v_t = b2 v_{t-1} + (1 - b2) (kappa g)^2 holds *this*
   step's gradient g: it is formed inside the backward pass of each op. kappa, the clipping factor, multiplies afterwards;
   inside v_t it is the `kappa` of `AdamScalars`.
+  rank > 0: matrices large enough to gain are scored along rank-r factors of u (`low_rank`), the others exactly.
   """
 
   kind: str = "sgd"
   b1: float = 0.9
   b2: float = 0.95
   eps: float = 1e-8
+  rank: int = 0
 
   def __post_init__(self):
     if self.kind not in KINDS:
       raise ValueError(f"ghost_direction={self.kind}: use one of {', '.join(KINDS)}")
+    if self.rank < 0:
+      raise ValueError(f"ghost_rank={self.rank}: use 0 (exact) or a positive rank")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+  """How one parameter's direction is held and formed. rows: leading axes of its matrix view (0: no matrix view)."""
+
+  label: str
+  direction: DirectionSpec
+  rows: int
+  low_rank: bool
 
   @property
   def parts(self) -> tuple[str, ...]:
-    """Names of the arrays a direction consists of, in order."""
-    return ("gradient",) if self.kind == "sgd" else ("gradient", "second_moment", "scalars")
+    """Names of the arrays that make the direction, in order."""
+    if self.direction.kind == "adam":
+      return ("gradient", "second_moment", "scalars")
+    return ("left", "right") if self.low_rank else ("gradient",)
+
+  def part_shapes(self, stack: tuple[int, ...], num_sets: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Shape of each part. shape: the unstacked parameter's."""
+    inputs, outputs = math.prod(shape[: self.rows]), math.prod(shape[self.rows :])
+    shapes = {
+      "gradient": (*stack, num_sets, *shape),
+      "second_moment": (*stack, *shape),
+      "scalars": (*stack, 3),
+      "left": (*stack, num_sets, inputs, self.direction.rank),
+      "right": (*stack, num_sets, self.direction.rank, outputs),
+    }
+    return {name: shapes[name] for name in self.parts}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Direction:
+  """u for one parameter: `full` [K, *parameter], or factors left [K, I, r] and right [K, r, O] (full is None)."""
+
+  full: jax.Array | None
+  left: jax.Array | None = None
+  right: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +91,8 @@ class AdamScalars:
   def at(cls, spec: DirectionSpec, count, kappa):
     """count: optimizer steps already taken (int); kappa: float scalar."""
     t = jnp.asarray(count + 1, float)  # float: float32, or float64 under jax_enable_x64
-    return cls(jnp.asarray(kappa, t.dtype), 1 - jnp.asarray(spec.b1, t.dtype) ** t, 1 - jnp.asarray(spec.b2, t.dtype) ** t)
+    b1, b2 = jnp.asarray(spec.b1, t.dtype), jnp.asarray(spec.b2, t.dtype)
+    return cls(jnp.asarray(kappa, t.dtype), 1 - b1**t, 1 - b2**t)
 
   def stacked(self):
     return jnp.stack([self.kappa, self.correction1, self.correction2])
@@ -66,9 +109,34 @@ def preconditioner(spec: DirectionSpec, second_moment, scalars, weight_gradient)
   return (1 - spec.b1) / (correction1 * (jnp.sqrt(v / correction2) + spec.eps))
 
 
-def form(spec: DirectionSpec, parts: tuple, weight_gradient):
-  """u [K, *parameter] from its parts and this step's weight gradient [*parameter]."""
-  if spec.kind == "sgd":
-    return parts[0]
+def form(param: ParamSpec, parts: tuple, weight_gradient) -> tuple[Direction, jax.Array | None]:
+  """(u, facts) from the parts and this step's weight gradient g [*parameter].
+
+  facts [K, 2], for kind 'adam' only: the share of |u|² that its factors capture (1 without factors), and <g, u>.
+  """
+  if param.direction.kind == "sgd":
+    return (Direction(None, *parts) if param.low_rank else Direction(parts[0])), None
   gradient, second_moment, scalars = parts
-  return preconditioner(spec, second_moment, scalars, weight_gradient)[None] * gradient
+  u_K = preconditioner(param.direction, second_moment, scalars, weight_gradient)[None] * gradient
+  if not param.low_rank:
+    direction, captured = Direction(u_K), jnp.ones(u_K.shape[0], u_K.dtype)
+  else:
+    left, right, captured = low_rank.factor(matrix_view(u_K, param.rows, 1), param.direction.rank, param.label)
+    direction = Direction(None, left, right)
+  return direction, jnp.stack([captured, along(param, direction, weight_gradient)], axis=-1)
+
+
+def along(param: ParamSpec, direction: Direction, weight_gradient):
+  """<g, u> for every set, [K], in float32 or wider."""
+  g = weight_gradient.astype(jnp.promote_types(weight_gradient.dtype, jnp.float32))
+  if direction.full is not None:
+    return jnp.sum(g[None] * direction.full, axis=tuple(range(1, direction.full.ndim)))
+  g_IO = matrix_view(g, param.rows, 0)
+  left_g = jnp.einsum("kir,io->kro", direction.left, g_IO, precision=jax.lax.Precision.HIGHEST)
+  return jnp.sum(left_g * direction.right, axis=(1, 2))
+
+
+def matrix_view(u, rows: int, batch_axes: int):
+  """[*batch, I, O] view of u [*batch, *parameter]."""
+  batch, shape = u.shape[:batch_axes], u.shape[batch_axes:]
+  return u.reshape(*batch, math.prod(shape[:rows]), math.prod(shape[rows:]))

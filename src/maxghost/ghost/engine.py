@@ -1,4 +1,4 @@
-"""`GhostEngine`: per-example scores of any nnx model, and the pieces the train step is made of.
+"""`GhostEngine`: per-example scores of any nnx model.
 
 K validation sets, n examples, T positions.
 """
@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.schema import Config
-from maxghost.ghost import schedules, usage
-from maxghost.ghost.attach import Twin, attach, split
-from maxghost.ghost.directions import AdamScalars, DirectionSpec
-from maxghost.ghost.losses import language_model_loss
-
-SCHEDULES = ("two_pass",)
+from maxghost.ghost import directions, engines, names, reverse_scan, schedules
+from maxghost.ghost.attach import Twin, split
+from maxghost.ghost.directions import DirectionSpec
+from maxghost.ghost.losses import LanguageModelLoss
+from maxghost.ghost.prepare import prepare_twin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,19 +25,22 @@ class GhostResult:
 
   dot: f32[n], <grad l_i, u> with l_i the weighted mean loss of example i (u = the gradient of the validation loss for
     direction 'sgd'); with several validation sets f32[K, n]. An example without weight has 0.
-  per_param: {path: [*stack, n]} (or [*stack, K, n]); the sum over paths and layers is dot.
+  per_param: {path: [*stack, n]} (or [*stack, K, n]); the sum over paths and layers is dot. Empty for engine 'jvp'.
   additive: f32[n] or [K, n]: w_i * dot_i, w_i the example's share of the batch's weight; adds up over examples.
-  per_position: like additive with a trailing position axis, or None.
-  grads: State of the gradient of the batch loss, same paths as nnx.Param. loss, val_loss: nats.
+  per_position: like additive with a trailing position axis, or None. Engine graddotprod credits the position where a
+    parameter was used, engine jvp the position whose loss it is.
+  grads: State of the gradient of the batch loss, same paths as nnx.Param (None for engine 'jvp').
+  loss, val_loss: nats. captured: {path: [*stack(, K)]}, share of |u|^2 held by rank-r factors.
   """
 
   dot: jax.Array
   additive: jax.Array
   per_param: dict
   per_position: jax.Array | None
-  grads: nnx.State
+  grads: nnx.State | None
   loss: jax.Array
   val_loss: jax.Array
+  captured: dict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,124 +52,179 @@ class AdamState:
   kappa: Any = 1.0
 
 
+jax.tree_util.register_dataclass(GhostResult)
+jax.tree_util.register_dataclass(AdamState)
+
+
 class GhostEngine:
   """Scores training examples by the dot product of their gradient with a validation direction.
 
-  GhostEngine(cfg), or GhostEngine(schedule="two_pass", direction="sgd", exclude=(), per_position=False).
-  Raises ValueError for an unknown schedule or direction, and what `attach` raises for the model.
+  GhostEngine(cfg), or GhostEngine(schedule="two_pass", direction="sgd", rank=0, engine="graddotprod", exclude=(),
+  per_position=False). Raises ValueError for an unknown name (with the nearest one), a combination that has no meaning,
+  and what `attach` raises for the model.
   """
 
-  def __init__(self, cfg: Config | None = None, *, schedule=None, direction=None, exclude=None, per_position=False):
+  def __init__(
+    self,
+    cfg: Config | None = None,
+    *,
+    schedule: str | None = None,
+    direction: str | None = None,
+    rank: int | None = None,
+    engine: str | None = None,
+    exclude: tuple[str, ...] | None = None,
+    per_position: bool = False,
+  ):
     cfg = cfg or Config()
-    self.schedule = schedule or cfg.ghost.ghost_schedule
-    if self.schedule not in SCHEDULES:
-      raise ValueError(f"schedule={self.schedule}: use one of {', '.join(SCHEDULES)}")
-    self.spec = direction_spec(cfg, direction or "sgd")
+    self.schedule = names.check("ghost_schedule", schedule or cfg.ghost.ghost_schedule, names.SCHEDULES)
+    self.engine = names.check("ghost_engine", engine or cfg.ghost.ghost_engine, names.ENGINES)
+    self.rank = cfg.ghost.ghost_rank if rank is None else rank
+    direction = names.check("ghost_direction", direction or "sgd", names.DIRECTIONS)
+    self.second_order = direction == "second_order"
+    self.spec = direction_spec(cfg, "sgd" if self.second_order else direction, self.rank)
     self.exclude = tuple(cfg.ghost.ghost_exclude if exclude is None else exclude)
     self.per_position = per_position
-    self.z_loss_multiplier = cfg.model.z_loss_multiplier
+    self.default_loss = LanguageModelLoss(cfg.model.z_loss_multiplier)
+    names.check_combination(self.engine, self.schedule, direction, self.rank)
     self._compiled: dict = {}
 
-  def score(self, model, train_batch, val_batch, *, loss_fn: Callable | None = None, adam: AdamState | None = None):
+  def score(
+    self,
+    model,
+    train_batch,
+    val_batch,
+    *,
+    loss_fn: Callable | None = None,
+    adam: AdamState | None = None,
+    delta: nnx.State | None = None,
+  ) -> GhostResult:
     """Scores every example of `train_batch` against the gradient of the mean loss over `val_batch`.
 
     train_batch, val_batch: pytrees of arrays with the example axis first; a list or tuple of val batches gives K sets.
     loss_fn(model, batch) -> (losses, weights), each [n] or [n, T]; default: next-token cross-entropy on MaxText-style
-    batches. adam: required by direction 'adam'. Returns GhostResult. The model is not changed.
+    batches. adam: required by direction 'adam'. delta: required by direction 'second_order', the step's update of the
+    parameters as a State. The model is not changed. Raises ValueError for an empty validation batch or one without
+    weight, and for a missing or superfluous adam or delta.
     """
-    loss_fn = loss_fn or self._default_loss
+    loss_fn = loss_fn or self.default_loss
     many = isinstance(val_batch, (list, tuple))
     val_batches = tuple(val_batch) if many else (val_batch,)
-    if (adam is None) == (self.spec.kind == "adam"):
-      raise ValueError("direction 'adam' needs adam=AdamState(...), and only it does")
+    self._check_inputs(val_batches, adam, delta)
     graphdef, _, _ = nnx.split(model, nnx.Param, ...)
     params, rest = split(model)
     key = (graphdef, loss_fn, _shapes(train_batch), _shapes(val_batches))
     if key not in self._compiled:
-      twin = prepare_twin(self, model, train_batch, loss_fn, num_sets=len(val_batches))
-      self._compiled[key] = jax.jit(lambda *args: self._run(twin, graphdef, loss_fn, *args))
-    moments = None if adam is None else (adam.second_moments, adam.count, adam.kappa)
-    result = self._compiled[key](params, rest, train_batch, val_batches, moments)
-    return _squeeze(result) if not many else result
+      self._compiled[key] = self._compile(model, graphdef, loss_fn, train_batch, val_batches)
+    result = self._compiled[key](params, rest, train_batch, val_batches, adam, delta)
+    if not bool(jnp.all(jnp.isfinite(result.val_loss))):
+      raise ValueError(
+        f"validation loss is {result.val_loss}: a validation batch needs tokens that count, finite losses"
+      )
+    return result if many else _squeeze(result)
 
-  def _default_loss(self, model, batch):
-    return language_model_loss(model, batch, self.z_loss_multiplier)
+  def _check_inputs(self, val_batches, adam, delta) -> None:
+    if not val_batches or any(jax.tree.leaves(b)[0].shape[0] == 0 for b in val_batches):
+      raise ValueError("the validation batch is empty; give at least one row")
+    if (adam is None) == (self.spec.kind == "adam"):
+      raise ValueError("direction 'adam' needs adam=AdamState(...), and only it does")
+    if (delta is None) == self.second_order:
+      raise ValueError("direction 'second_order' needs delta=State of the step's update, and only it does")
+    if self.schedule == "concat" and len(val_batches) > 1:
+      raise ValueError("schedule 'concat' scores against one validation set; use two_pass or reverse_scan for several")
 
-  def _run(self, twin: Twin, graphdef, loss_fn, params, rest, train_batch, val_batches, moments) -> GhostResult:
-    val_loss, gradients = schedules.validation_gradients(graphdef, params, rest, loss_fn, val_batches)
-    gradients = schedules.stack_sets(twin, [schedules.by_label(g) for g in gradients])
-    directions = direction_state(twin, gradients, moments)
-    out = schedules.train_pass(twin, params, rest, loss_fn, train_batch, directions)
-    per_param = {k: v.sum(-1) if self.per_position else v for k, v in out.scores.items()}
-    additive = total(twin, per_param)
-    weights = out.weights.reshape(out.weights.shape[0], -1).sum(-1)
-    share = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
-    per_share = jnp.where(share > 0, 1 / jnp.where(share > 0, share, 1), 0)
-    return GhostResult(
-      dot=additive * per_share,
-      additive=additive,
-      per_param={k: v * per_share for k, v in per_param.items()},
-      per_position=total(twin, out.scores) if self.per_position else None,
-      grads=out.grads,
-      loss=out.loss,
-      val_loss=val_loss,
+  def _compile(self, model, graphdef, loss_fn, train_batch, val_batches):
+    if self.engine != "graddotprod":
+      return jax.jit(lambda *args: self._run_ruleless(graphdef, loss_fn, *args))
+    leading = jax.tree.leaves(train_batch)[0].shape
+    twin = prepare_twin(
+      model,
+      train_batch,
+      loss_fn,
+      num_sets=len(val_batches),
+      num_positions=leading[1] if self.per_position else None,
+      spec=self.spec,
+      exclude=self.exclude,
+      schedule=self.schedule,
+      num_val=jax.tree.leaves(val_batches[0])[0].shape[0],
     )
+    return jax.jit(lambda *args: self._run(twin, graphdef, loss_fn, *args))
+
+  def _run(self, twin: Twin, graphdef, loss_fn, params, rest, train_batch, val_batches, adam, delta) -> GhostResult:
+    second_moments = None if adam is None else adam.second_moments
+    scalars = None if adam is None else schedules.adam_scalars(twin, adam.count, adam.kappa)
+    captured = {}
+    if self.schedule == "reverse_scan":
+      out, val_loss, _, captured = reverse_scan.run(
+        twin, graphdef, params, rest, loss_fn, train_batch, val_batches, second_moments, scalars
+      )
+    elif self.schedule == "concat":
+      zeros = {p.label: jnp.zeros((*p.stack_shape, *p.shape), float) for p in twin.scored}
+      parts, _ = schedules.direction_parts(twin, [zeros], second_moments, scalars)
+      state = twin.direction_state(parts)
+      out, val_loss = schedules.concat_pass(twin, params, rest, loss_fn, train_batch, val_batches[0], state)
+      val_loss = val_loss[None]
+    else:
+      val_loss, gradients = schedules.validation_gradients(graphdef, params, rest, loss_fn, val_batches)
+      if self.second_order:
+        gradients = schedules.second_order_gradients(graphdef, params, rest, loss_fn, val_batches, gradients, delta)
+      gradients = [schedules.by_label(g) for g in gradients]
+      parts, captured = schedules.direction_parts(twin, gradients, second_moments, scalars)
+      out = schedules.train_pass(twin, params, rest, loss_fn, train_batch, twin.direction_state(parts))
+    per_position = total(twin, out.scores) if self.per_position else None
+    per_param = {k: v.sum(-1) if self.per_position else v for k, v in out.scores.items()}
+    if self.spec.kind == "adam" and self.rank:
+      captured = {p.label: out.facts[p.label][..., 0] for p in twin.scored if p.spec.low_rank}
+    return _result(out, total(twin, per_param), per_param, per_position, val_loss, captured)
+
+  def _run_ruleless(self, graphdef, loss_fn, params, rest, train_batch, val_batches, adam, delta) -> GhostResult:
+    """Engines jvp and perexample: the direction as a whole State, then one product per example."""
+    loss, losses, weights, grads = schedules.plain_pass(graphdef, params, rest, loss_fn, train_batch)
+    val_loss, gradients = schedules.validation_gradients(graphdef, params, rest, loss_fn, val_batches)
+    if self.second_order:
+      gradients = schedules.second_order_gradients(graphdef, params, rest, loss_fn, val_batches, gradients, delta)
+    if adam is not None:
+      gradients = [_preconditioned(self.spec, grads, g, adam) for g in gradients]
+    out = schedules.TrainPass(loss, losses, weights, grads, {}, {})
+    if self.engine == "jvp":
+      scores = jnp.stack([engines.jvp_scores(graphdef, params, rest, loss_fn, train_batch, u) for u in gradients])
+      additive = scores.reshape(*scores.shape[:2], -1).sum(-1)
+      return _result(out, additive, {}, scores if self.per_position and scores.ndim > 2 else None, val_loss, {})
+    stacks = dict.fromkeys(schedules.by_label(params), ())
+    sets = [engines.per_example_scores(graphdef, params, rest, loss_fn, train_batch, u, stacks) for u in gradients]
+    per_param = {label: jnp.stack([s[label] for s in sets]) for label in stacks}
+    return _result(out, sum(per_param.values()), per_param, None, val_loss, {})
 
 
-jax.tree_util.register_dataclass(GhostResult)
-
-
-def direction_spec(cfg: Config, direction: str) -> DirectionSpec:
+def direction_spec(cfg: Config, direction: str, rank: int = 0) -> DirectionSpec:
   """The direction named by `ghost_direction` with the optimizer's constants; 'auto' follows opt_type."""
-  if direction == "auto":
-    direction = "adam" if cfg.optimizer.opt_type == "adamw" else "sgd"
-  return DirectionSpec(direction, cfg.optimizer.adam_b1, cfg.optimizer.adam_b2, cfg.optimizer.adam_eps)
-
-
-def direction_state(twin: Twin, gradients: dict, moments) -> nnx.State:
-  """The twin's directions. moments: (second moments, count, kappa) for kind 'adam', else None."""
-  if twin.spec.kind == "sgd":
-    return twin.direction_state(gradients)
-  second_moments, count, kappa = moments
-  scalars = AdamScalars.at(twin.spec, count, kappa).stacked()
-  return twin.direction_state(gradients, second_moments, scalars)
-
-
-def prepare_twin(engine: GhostEngine, model, train_batch, loss_fn, *, num_sets: int) -> Twin:
-  """The probed twin for batches of this shape; one abstract trace tells which tables are used twice."""
-  leading = jax.tree.leaves(train_batch)[0].shape
-  arguments = {
-    "num_examples": leading[0],
-    "num_positions": leading[1] if engine.per_position else None,
-    "num_sets": num_sets,
-    "spec": engine.spec,
-    "exclude": engine.exclude,
-  }
-  twin = attach(model, **arguments)
-  if engine.spec.kind != "adam":
-    return twin
-  params, rest = split(model)
-  templates = {p.label: dict(nnx.to_flat_state(params))[p.path] for p in twin.scored}
-
-  def trace(params, rest, batch):
-    gradients = {
-      p.label: jnp.zeros((*p.stack_shape, num_sets, *templates[p.label].shape[len(p.stack_shape) :])) for p in twin.scored
-    }
-    moments = {label: jnp.zeros(v.shape) for label, v in templates.items()}
-    directions = direction_state(twin, gradients, (moments, 0, 1.0))
-    return loss_fn(twin.merge(params, twin.zero_probes(), directions, rest), batch)
-
-  with usage.record() as used:
-    jax.eval_shape(trace, params, rest, train_batch)
-  linked = tuple(
-    (path, used[path, "attend"][0]) for path, method in used if method == "__call__" and (path, "attend") in used
-  )
-  return attach(model, **arguments, linked=linked) if linked else twin
+  if direction in ("auto", "second_order"):
+    direction = "adam" if cfg.optimizer.opt_type == "adamw" and direction == "auto" else "sgd"
+  return DirectionSpec(direction, cfg.optimizer.adam_b1, cfg.optimizer.adam_b2, cfg.optimizer.adam_eps, rank)
 
 
 def total(twin: Twin, scores: dict):
   """Sum over parameters and layers: [K, n(, T)] from {label: [*stack, K, n(, T)]}."""
   return sum(scores[p.label].sum(tuple(range(len(p.stack_shape)))) for p in twin.scored)
+
+
+def _preconditioned(spec: DirectionSpec, grads, gradient, adam: AdamState):
+  """P_t G as a State."""
+  scalars = directions.AdamScalars.at(spec, adam.count, adam.kappa).stacked()
+  moments = adam.second_moments
+  g, flat = schedules.by_label(grads), nnx.to_flat_state(gradient)
+  out = {}
+  for path, variable in flat:
+    label = "/".join(map(str, path))
+    out[path] = variable.replace(directions.preconditioner(spec, moments[label], scalars, g[label]) * variable[...])
+  return nnx.from_flat_state(out)
+
+
+def _result(out: schedules.TrainPass, additive, per_param, per_position, val_loss, captured) -> GhostResult:
+  weights = out.weights.reshape(out.weights.shape[0], -1).sum(-1)
+  share = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
+  per_share = jnp.where(share > 0, 1 / jnp.where(share > 0, share, 1), 0)
+  per_param = {label: v * per_share for label, v in per_param.items()}
+  return GhostResult(additive * per_share, additive, per_param, per_position, out.grads, out.loss, val_loss, captured)
 
 
 def _shapes(batch):
@@ -177,12 +234,12 @@ def _shapes(batch):
 
 def _squeeze(result: GhostResult) -> GhostResult:
   """Drops the validation-set axis of a result with one set."""
-  axis = {label: v.ndim - 2 for label, v in result.per_param.items()}
   return dataclasses.replace(
     result,
     dot=result.dot[0],
     additive=result.additive[0],
-    per_param={label: v.squeeze(axis[label]) for label, v in result.per_param.items()},
+    per_param={label: v.squeeze(v.ndim - 2) for label, v in result.per_param.items()},
     per_position=None if result.per_position is None else result.per_position[0],
     val_loss=result.val_loss[0],
+    captured={label: v.squeeze(-1) for label, v in result.captured.items()},
   )

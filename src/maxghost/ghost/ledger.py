@@ -14,69 +14,79 @@ import jax.numpy as jnp
 from maxghost.ghost import directions
 from maxghost.ghost.directions import AdamScalars, DirectionSpec
 
+COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StepFacts:
-  """What the optimizer does in this step. clip_factor: kappa; weight_decay 0 for SGD.
+class Moments:
+  """Adam's state of the step before: m and v as {label: [*parameter]} (None for SGD), and the steps taken."""
 
-  moments1, moments2: Adam's m and v of the step before, {label: [*parameter]}; None for SGD.
-  """
-
-  learning_rate: jax.Array
-  clip_factor: jax.Array
-  weight_decay: float = dataclasses.field(metadata={"static": True})
+  first: dict | None
+  second: dict | None
   count: jax.Array
-  moments1: dict | None
-  moments2: dict | None
 
 
-def columns(twin, optimizer: DirectionSpec, facts: StepFacts, params: dict, grads: dict, gradients: list[dict], scores, scalars):
-  """{column: [K]} for one step.
+def sums(optimizer: DirectionSpec, moments: Moments, kappa, params: dict, grads: dict, gradient: dict, scored) -> dict:
+  """Inner products of one validation set over some parameters, to be added up and passed to `columns`.
 
-  optimizer: kind 'adam' or 'sgd' with its constants, what the trainer really applies (twin.spec may differ from it).
-  scores: {label: [*stack, K, n(, T)]} additive scores; gradients: K dicts of validation gradients over all parameters;
-  scalars: AdamScalars assumed in the directions, or None.
-  check_rel_err compares the sum of all scores with <g, u>, formed again from the whole gradient: 0 up to rounding.
+  optimizer: what the trainer applies, kind 'adam' or 'sgd'. kappa: the clipping factor inside v_t. scored: labels.
+  Returns float scalars exact and unscored (<g, P_t G> over the scored and the other parameters), momentum
+  (<G, b1 m P_t> / (1 - b1)) and weight_decay (<G, theta>), before the learning rate and the outer clipping factor.
   """
-  lr, kappa = facts.learning_rate, facts.clip_factor
-  scored = {p.label for p in twin.scored}
-  rows = [_one_set(twin.spec, optimizer, facts, params, grads, g, scored, scalars) for g in gradients]
-  out = {name: jnp.stack([row[name] for row in rows]) for name in rows[0]}
-  scale = 1e-30
-  score_sum, score_size = 0.0, 0.0
-  for param in twin.scored:
-    per_set = jnp.moveaxis(scores[param.label], len(param.stack_shape), 0).reshape(len(gradients), -1)
-    score_sum = score_sum + per_set.sum(-1)
-    score_size = score_size + jnp.abs(per_set).sum(-1)
-  out["check_rel_err"] = jnp.abs(score_sum - out.pop("used")) / jnp.maximum(score_size, scale)
-  out["predicted_examples"] = lr * kappa * score_sum
-  out["direction_residual"] = out.pop("exact") - out["predicted_examples"]
-  out["predicted"] = sum(
-    out[name] for name in ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
-  )
+  out = dict.fromkeys(("exact", "unscored", "momentum", "weight_decay"), jnp.zeros((), float))
+  scalars = AdamScalars.at(optimizer, moments.count, kappa).stacked() if optimizer.kind == "adam" else None
+  for label, g in grads.items():
+    val = gradient[label].astype(jnp.promote_types(g.dtype, jnp.float32))
+    if optimizer.kind == "adam":
+      val_step = directions.preconditioner(optimizer, moments.second[label], scalars, g) * val
+      out["momentum"] += optimizer.b1 / (1 - optimizer.b1) * jnp.sum(moments.first[label] * val_step)
+    else:
+      val_step = val
+    out["exact" if label in scored else "unscored"] += jnp.sum(g * val_step)
+    out["weight_decay"] += jnp.sum(params[label] * val)
   return out
 
 
-def _one_set(used_spec, optimizer, facts: StepFacts, params, grads, gradient, scored, scalars) -> dict:
-  """Columns of one validation set; `used` is <g, u> and `exact` lr <g, P_t G>, both over the scored parameters."""
-  lr, kappa = facts.learning_rate, facts.clip_factor
-  out = dict.fromkeys(("used", "exact", "unscored", "momentum", "weight_decay"), jnp.float32(0))
-  true_scalars = None
-  if optimizer.kind == "adam":
-    true_scalars = AdamScalars.at(optimizer, facts.count, kappa).stacked()
-  for label, g in grads.items():
-    val = gradient[label]
-    if optimizer.kind == "adam":
-      p = directions.preconditioner(optimizer, facts.moments2[label], true_scalars, g)
-      momentum = optimizer.b1 / (1 - optimizer.b1) * jnp.sum(facts.moments1[label] * p * val)
-      out["momentum"] += lr * momentum
-      exact = lr * kappa * jnp.sum(g * p * val)
-    else:
-      exact = lr * kappa * jnp.sum(g * val)
-    out["weight_decay"] += lr * facts.weight_decay * jnp.sum(params[label] * val)
-    out["exact" if label in scored else "unscored"] += exact
-    if label in scored:
-      parts = (val[None], facts.moments2[label], scalars) if used_spec.kind == "adam" else (val[None],)
-      out["used"] += jnp.sum(g * directions.form(used_spec, parts, g)[0])
+def used(scored_params, grads: dict, parts: dict, facts: dict):
+  """<g, u> over the scored parameters, [K]: from the whole gradient, or from the facts that kind 'adam' reports."""
+  total = 0.0
+  for param in scored_params:
+    if param.spec.direction.kind == "adam":
+      total = total + facts[param.label][..., 1].reshape(-1, facts[param.label].shape[-2]).sum(0)
+      continue
+    along = jax.vmap if param.stack_shape else lambda f: f
+    if len(param.stack_shape) > 1:
+      raise ValueError(f"{param.label} is stacked {len(param.stack_shape)} times; one layer axis is supported")
+
+    def one(g, *arrays, spec=param.spec):
+      direction, _ = directions.form(spec, arrays, g)
+      return directions.along(spec, direction, g)
+
+    value = along(one)(grads[param.label], *parts[param.label])
+    total = total + (value.sum(0) if param.stack_shape else value)
+  return total
+
+
+def columns(twin, set_sums: list[dict], scores: dict, used_K, learning_rate, kappa, weight_decay: float) -> dict:
+  """{column: [K]} for one step, in nats.
+
+  set_sums: `sums` of each validation set. scores: {label: [*stack, K, n(, T)]} additive scores; used_K: `used`.
+  check_rel_err compares the sum of all scores with <g, u>: 0 up to rounding.
+  """
+  sums_K = {name: jnp.stack([s[name] for s in set_sums]) for name in set_sums[0]}
+  score_sum, score_size = 0.0, 0.0
+  for param in twin.scored:
+    per_set = jnp.moveaxis(scores[param.label], len(param.stack_shape), 0).reshape(len(set_sums), -1)
+    score_sum = score_sum + per_set.sum(-1)
+    score_size = score_size + jnp.abs(per_set).sum(-1)
+  out = {
+    "predicted_examples": learning_rate * kappa * score_sum,
+    "momentum": learning_rate * sums_K["momentum"],
+    "weight_decay": learning_rate * weight_decay * sums_K["weight_decay"],
+    "unscored": learning_rate * kappa * sums_K["unscored"],
+    "direction_residual": learning_rate * kappa * (sums_K["exact"] - score_sum),
+  }
+  out["predicted"] = sum(out[name] for name in COLUMNS)
+  out["check_rel_err"] = jnp.abs(score_sum - used_K) / jnp.maximum(score_size, jnp.finfo(score_size.dtype).tiny)
   return out

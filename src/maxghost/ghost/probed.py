@@ -14,23 +14,30 @@ import numpy as np
 from flax import nnx
 
 from maxghost.ghost import directions, rules, tied, usage
-from maxghost.ghost.directions import DirectionSpec
+from maxghost.ghost.directions import ParamSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class TwinInfo:
   """Static facts of one probed layer: its path for messages, its stock graph, what is scored and how.
 
+  num_examples, num_positions: leading axes of the layer's output; num_positions None scores whole examples.
+  num_val: rows at the end of the batch that are validation examples (schedule 'concat'), whose weight gradient is G.
   linked: for a table whose direction needs the weight gradient of both its uses, the shape of `attend`'s input.
   """
 
   path: str
   stock: nnx.GraphDef
-  scored: tuple[str, ...]
-  spec: DirectionSpec
+  scored: tuple[tuple[str, ParamSpec], ...]
   num_examples: int
   num_positions: int | None
+  num_val: int = 0
   linked: tuple[int, ...] = ()
+
+  @property
+  def resolution(self) -> int:
+    """Axes of a probe beyond its sets: 1 for [n], 2 for [n, T]."""
+    return 1 if self.num_positions is None else 2
 
 
 def part_name(name: str, part: str) -> str:
@@ -38,56 +45,105 @@ def part_name(name: str, part: str) -> str:
   return f"ghost_{name}_{part}"
 
 
-def probed_call(twin: nnx.Module, rule: rules.Rule, method: str, *args):
-  """The value of `method(*args)` of the layer that `twin` stands for; its backward pass fills the twin's probes."""
+def probed_call(twin: nnx.Module, rule: rules.Rule, method: str, args: tuple, kwargs: dict):
+  """The value of `method(*args, **kwargs)` of the layer behind `twin`; its backward pass fills the twin's probes."""
   info: TwinInfo = twin.ghost_info
-  usage.note(info.path, method, tuple(x.shape for x in args))
-  values = {name: v[...] for name, v in vars(twin).items() if isinstance(v, nnx.Variable) and not name.startswith("ghost_")}
-  parts = {name: tuple(getattr(twin, part_name(name, p))[...] for p in info.spec.parts) for name in info.scored}
-  probes = {name: getattr(twin, part_name(name, "probe"))[...] for name in info.scored}
-
-  def apply(values, *args):
-    return getattr(nnx.merge(info.stock, nnx.State(values)), method)(*args)
-
+  values = {
+    name: v[...] for name, v in vars(twin).items() if isinstance(v, nnx.Variable) and not name.startswith("ghost_")
+  }
+  parts = {name: tuple(getattr(twin, part_name(name, p))[...] for p in spec.parts) for name, spec in info.scored}
+  probes = {name: _probes(twin, name, spec) for name, spec in info.scored}
   if info.linked:
-    return _linked_call(twin, rule, method, apply, info, values, args, parts, probes)
-  op = _make_op(twin, rule, method, apply, info)
-  return op(values, args, parts, probes)
+    return _linked_call(twin, rule, method, info, values, args, parts, probes)
+  arrays, rebuild = _separate(args, kwargs)
+
+  def apply(values, arrays):
+    args, kwargs = rebuild(arrays)
+    return getattr(nnx.merge(info.stock, nnx.State(values)), method)(*args, **kwargs)
+
+  out = _make_op(twin, rule, method, apply, rebuild, info)(values, arrays, parts, probes)
+  usage.note(info.path, method, tuple(x.shape for x in arrays), out.shape)
+  return rule.combine(twin, out, *args)
 
 
-def _make_op(twin, rule, method, apply, info: TwinInfo):
-  resolution = 1 if info.num_positions is None else 2
+def _probes(twin, name: str, spec: ParamSpec) -> dict:
+  probes = {"probe": getattr(twin, part_name(name, "probe"))[...]}
+  if spec.direction.kind == "adam":
+    probes["facts"] = getattr(twin, part_name(name, "facts"))[...]
+  return probes
 
+
+def _separate(args, kwargs):
+  """(array leaves, rebuild): strings, flags and None stay static; `rebuild(arrays)` gives (args, kwargs) again."""
+  leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda x: x is None)
+  is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
+
+  def rebuild(arrays):
+    stream = iter(arrays)
+    return jax.tree.unflatten(tree, [next(stream) if a else x for a, x in zip(is_array, leaves, strict=True)])
+
+  return [x for a, x in zip(is_array, leaves, strict=True) if a], rebuild
+
+
+def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
   @jax.custom_vjp
-  def op(values, args, parts, probes):
-    return apply(values, *args)
+  def op(values, arrays, parts, probes):
+    return apply(values, arrays)
 
-  def forward(values, args, parts, probes):
-    out = apply(values, *args)
+  def forward(values, arrays, parts, probes):
+    out, pull = jax.vjp(apply, values, arrays)
     _check_axes(info, method, out)
-    return out, (values, args, parts)
+    return out, (values, arrays, parts, pull)
 
   def backward(residuals, cotangent):
-    values, args, parts = residuals
     # The layer's own rule gives the training gradients, so that they are those of a run without scores.
-    _, pull = jax.vjp(apply, values, *args)
-    d_values, *d_args = pull(cotangent)
-    call = rules.Call(
-      twin, method, values, args, cotangent, lambda v: apply(v, *args), resolution
-    )
+    values, arrays, parts, pull = residuals
+    if info.num_val:
+      train, (d_values, d_arrays), parts = _split_rows(info, apply, values, arrays, cotangent, parts)
+    else:
+      train, (d_values, d_arrays) = (arrays, cotangent), pull(cotangent)
+    args, _ = rebuild(train[0])
+    call = rules.Call(twin, method, values, args, train[1], lambda v: apply(v, train[0]), info.resolution)
     scores = {}
-    for name in info.scored:
-      u_K = directions.form(info.spec, parts[name], d_values[name])
-      scores[name] = rule.score(call, name, u_K).astype(_probe_dtype(values[name].dtype))
-    return d_values, tuple(d_args), jax.tree.map(_zero_cotangent, parts), scores
+    for name, spec in info.scored:
+      direction, facts = directions.form(spec, parts[name], d_values[name])
+      score = rule.score(call, name, direction)
+      scores[name] = {"probe": score.astype(_probe_dtype(values[name].dtype))}
+      if facts is not None:
+        scores[name]["facts"] = facts
+    return d_values, d_arrays, jax.tree.map(_zero_cotangent, residuals[2]), scores
 
   op.defvjp(forward, backward)
   return op
 
 
-def _linked_call(twin, rule, method, apply, info: TwinInfo, values, args, parts, probes):
+def _split_rows(info: TwinInfo, apply, values, arrays, cotangent, parts):
+  """Schedule 'concat': the training rows' (arrays, cotangent), (d_values of the training rows, d_arrays of all rows),
+  and parts whose gradient is the validation rows' weight gradient."""
+  n = info.num_examples
+  shared = [x.ndim == 0 or x.shape[0] != n + info.num_val for x in arrays]
+  if any(shared):
+    raise ValueError(f"{info.path}: schedule 'concat' needs the batch axis first in every input of the layer")
+  pulls = []
+  for rows in (slice(None, n), slice(n, None)):
+    _, pull = jax.vjp(apply, values, [x[rows] for x in arrays])
+    pulls.append(pull(cotangent[rows]))
+  (d_values, d_train), (gradients, d_val) = pulls
+  d_arrays = [
+    a if a.dtype == jax.dtypes.float0 else jnp.concatenate([a, b]) for a, b in zip(d_train, d_val, strict=True)
+  ]
+  d_arrays = [
+    np.zeros(x.shape, jax.dtypes.float0) if d.dtype == jax.dtypes.float0 else d
+    for x, d in zip(arrays, d_arrays, strict=True)
+  ]
+  parts = {name: (gradients[name][None].astype(p[0].dtype), *p[1:]) for name, p in parts.items()}
+  return ([x[:n] for x in arrays], cotangent[:n]), (d_values, d_arrays), parts
+
+
+def _linked_call(twin, rule, method, info: TwinInfo, values, args, parts, probes):
   """A table used by `__call__` first and `attend` later; see `tied`."""
   ((name, table),) = values.items()
+  spec = dict(info.scored)[name]
 
   def on_table(method):
     return lambda table, x: getattr(nnx.merge(info.stock, nnx.State({name: table})), method)(x)
@@ -95,16 +151,20 @@ def _linked_call(twin, rule, method, apply, info: TwinInfo, values, args, parts,
   if method == "attend":
     if not hasattr(twin, "ghost_link"):
       raise ValueError(f"{info.path}.attend is called before {info.path}.__call__; a tied table is looked up first")
-    return tied.attend(on_table(method), args[0], tuple(v[...] for v in twin.ghost_link))
-  resolution = 1 if info.num_positions is None else 2
+    rows = info.num_examples if info.num_val else None
+    return tied.attend(on_table(method), args[0], tuple(v[...] for v in twin.ghost_link), rows)
 
-  def score(ids, b, h, delta, u_K):
-    lookup = rules.Call(twin, "__call__", values, (ids,), b, None, resolution)
-    output = rules.Call(twin, "attend", values, (h,), delta, None, resolution)
-    return rule.score(lookup, name, u_K) + rule.score(output, name, u_K)
+  def score(ids, b, h, delta, weight_gradient, parts):
+    direction, facts = directions.form(spec, parts, weight_gradient)
+    lookup = rules.Call(twin, "__call__", values, (ids,), b, None, info.resolution)
+    output = rules.Call(twin, "attend", values, (h,), delta, None, info.resolution)
+    scores = {"probe": rule.score(lookup, name, direction) + rule.score(output, name, direction)}
+    return scores if facts is None else {**scores, "facts": facts}
 
-  score.spec = info.spec
-  rows, link = tied.lookup(on_table(method), args[0], table, parts[name], probes[name], info.linked, score)
+  table_use = tied.TableUse(
+    on_table("__call__"), on_table("attend"), score, info.linked, info.num_examples, info.num_val
+  )
+  rows, link = tied.lookup(table_use, args[0], table, parts[name], probes[name])
   _check_axes(info, method, rows)
   twin.ghost_link = nnx.List([nnx.Intermediate(x) for x in link])
   return rows
@@ -119,7 +179,8 @@ def _zero_cotangent(x):
 
 
 def _check_axes(info: TwinInfo, method: str, out):
-  expected = (info.num_examples,) if info.num_positions is None else (info.num_examples, info.num_positions)
+  rows = info.num_examples + info.num_val
+  expected = (rows,) if info.num_positions is None else (rows, info.num_positions)
   if out.shape[: len(expected)] != expected:
     axes = "examples" if info.num_positions is None else "examples and positions"
     raise ValueError(

@@ -5,17 +5,16 @@ arguments, the output's cotangent b and the direction u: s_it = <b_it, d f(x, W)
 one forward-mode derivative of the layer in the parameter, exact for every layer whose output keeps the example axis
 first; dense layers and tables have cheaper forms of the same number.
 
-K validation sets, n examples, T positions, I inputs and O outputs of a dense layer, V vocabulary, D features.
+K validation sets, n examples, T positions.
 """
 
-import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.models import dense
+from maxghost.ghost.directions import Direction
 
 _RULES: dict[type, "Rule"] = {}
 
@@ -32,14 +31,27 @@ class Rule:
     """Number of axes of parameter `name` in one unstacked layer. Layer types that are stacked must say it."""
     return getattr(module, name).ndim
 
-  def score(self, call: "Call", name: str, u_K):
-    """Score of parameter `name`: [K, *reduced] with `call.reduce`. u_K: [K, *parameter]."""
+  def rows(self, module: nnx.Module, name: str) -> int:
+    """Leading axes of the matrix view [I, O] of a parameter whose `score` takes factors; 0 where it does not."""
+    return 0
+
+  def stock(self, module: nnx.Module) -> nnx.Module:
+    """The module that computes what this rule scores, without children that are scored on their own."""
+    return module
+
+  def combine(self, twin: nnx.Module, out, *args):
+    """The layer's value from the stock module's and the children's."""
+    return out
+
+  def score(self, call: "Call", name: str, direction: Direction):
+    """Score of parameter `name`: [K, *reduced], by `call.reduce`."""
+    value = call.values[name]
 
     def one(u):
-      _, tangent = jax.jvp(lambda value: call.apply({**call.values, name: value}), (call.values[name],), (u,))
+      _, tangent = jax.jvp(lambda value: call.apply({**call.values, name: value}), (value,), (u.astype(value.dtype),))
       return call.reduce(tangent, call.cotangent)
 
-    return jax.lax.map(one, u_K.astype(call.values[name].dtype)) if u_K.shape[0] > 1 else one(u_K[0].astype(call.values[name].dtype))[None]
+    return jnp.stack([one(u) for u in direction.full])
 
 
 class Call:
@@ -71,6 +83,11 @@ def rule(*layer_types: type) -> Callable:
   return register
 
 
+def of(layer_type: type) -> "Rule":
+  """The rule registered for exactly this type; KeyError without one."""
+  return _RULES[layer_type]
+
+
 def find(module: nnx.Module) -> Rule | None:
   """The rule for this module's exact type, or None."""
   return _RULES.get(type(module))
@@ -78,77 +95,3 @@ def find(module: nnx.Module) -> Rule | None:
 
 def layer_types() -> list[str]:
   return sorted(t.__name__ for t in _RULES)
-
-
-class _DenseRule(Rule):
-  """y = x W + b over trailing axes: the product with u that has the smaller result, x u or b uᵀ."""
-
-  def score(self, call, name, u_K):
-    if name != "kernel":
-      return super().score(call, name, u_K)
-    (x,) = call.args
-    b, count = call.cotangent, self.num_inputs(call.module)
-    dtype = call.module.dtype or jnp.result_type(x, u_K)
-    x, u_K = x.astype(dtype), u_K.astype(dtype)
-    wide = jnp.promote_types(dtype, jnp.float32)
-    inputs, outputs = math.prod(u_K.shape[1 : 1 + count]), math.prod(u_K.shape[1 + count :])
-    scores = []
-    for u in u_K:
-      if outputs <= inputs:
-        scores.append(call.reduce(dense.contract(x, u, count, out_dtype=wide), b))
-      else:
-        scores.append(call.reduce(dense.contract_transposed(b, u, count, out_dtype=wide), x))
-    return jnp.stack(scores)
-
-  def num_inputs(self, module) -> int:
-    return 1
-
-
-@rule(nnx.Linear)
-class LinearRule(_DenseRule):
-  """`nnx.Linear`: kernel [I, O], bias [O]."""
-
-  def rank(self, module, name):
-    return 2 if name == "kernel" else 1
-
-
-@rule(nnx.LinearGeneral)
-class LinearGeneralRule(_DenseRule):
-  """`nnx.LinearGeneral` over trailing axes: kernel [*I, *O], bias [*O]."""
-
-  def rank(self, module, name):
-    if tuple(module.axis) != tuple(range(-len(module.axis), 0)) or module.batch_axis:
-      raise ValueError(f"LinearGeneral with axis={module.axis}, batch_axis={dict(module.batch_axis)}: only trailing axes have a rule")
-    return len(module.out_features) + (len(module.in_features) if name == "kernel" else 0)
-
-  def num_inputs(self, module):
-    return len(module.in_features)
-
-
-@rule(nnx.Embed)
-class EmbedRule(Rule):
-  """`nnx.Embed`: gathered rows, and `attend` for a tied output. Both uses share one direction, so that the cross terms
-  of a tied table come out by themselves."""
-
-  methods = ("__call__", "attend")
-
-  def rank(self, module, name):
-    return 2
-
-  def score(self, call, name, u_K):
-    (x,) = call.args
-    if call.method == "attend":
-      wide = jnp.promote_types(u_K.dtype, jnp.float32)
-      u_K = u_K.astype(call.module.dtype)
-      return jnp.stack([
-        call.reduce(dense.contract(call.cotangent, u_VD, 1, out_dtype=wide), x) for u_VD in u_K
-      ])
-    return jnp.stack([call.reduce(jnp.take(u_VD, x, axis=0), call.cotangent) for u_VD in u_K])
-
-
-@rule(nnx.RMSNorm, nnx.LayerNorm)
-class NormRule(Rule):
-  """Scale and bias over the features, [D]."""
-
-  def rank(self, module, name):
-    return 1

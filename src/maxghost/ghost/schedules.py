@@ -13,19 +13,26 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxghost.ghost import directions, low_rank
 from maxghost.ghost.attach import Twin
+from maxghost.ghost.directions import AdamScalars
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainPass:
-  """What one scored training pass yields. scores: {label: [*stack, K, n(, T)]}, the additive form w_i <grad l_i, u>."""
+  """What one scored training pass yields.
+
+  scores: {label: [*stack, K, n(, T)]}, the additive form w_i <grad l_i, u>. facts: {label: [*stack, K, 2]} for kind
+  'adam', else {}; see `directions.form`.
+  """
 
   loss: jax.Array
   losses: jax.Array
   weights: jax.Array
   grads: nnx.State
   scores: dict
+  facts: dict
 
 
 def mean_loss(losses, weights):
@@ -33,6 +40,11 @@ def mean_loss(losses, weights):
   wide = jnp.promote_types(losses.dtype, jnp.float32)
   weights = weights.astype(wide)
   return jnp.sum(losses.astype(wide) * weights) / jnp.maximum(jnp.sum(weights), jnp.finfo(wide).tiny)
+
+
+def by_label(state: nnx.State) -> dict:
+  """{slash-joined path: array} of a State."""
+  return {"/".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
 
 
 def validation_gradients(graphdef, params, rest, loss_fn: Callable, batches: tuple):
@@ -45,16 +57,48 @@ def validation_gradients(graphdef, params, rest, loss_fn: Callable, batches: tup
   return jnp.stack([value for value, _ in pairs]), [grads for _, grads in pairs]
 
 
-def by_label(state: nnx.State) -> dict:
-  """{slash-joined path: array} of a State."""
-  return {"/".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
+def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: tuple, gradients: list, delta):
+  """G + 1/2 H_val delta for each validation set, by one Hessian-vector product (forward over reverse).
+
+  gradients: the G's; delta: State of the step's parameter update. With these in place of G, a step's contributions are
+  the Shapley values of the validation loss's quadratic model (`docs/ghost.md`).
+  """
+
+  def loss(params, batch):
+    return mean_loss(*loss_fn(nnx.merge(graphdef, params, rest), batch))
+
+  out = []
+  for gradient, batch in zip(gradients, batches, strict=True):
+    _, curvature = jax.jvp(lambda p, batch=batch: jax.grad(loss)(p, batch), (params,), (delta,))
+    out.append(jax.tree.map(lambda g, c: g + 0.5 * c, gradient, curvature))
+  return out
 
 
-def stack_sets(twin: Twin, gradients: list[dict]) -> dict:
-  """{label: [*stack, K, *parameter]} for the scored parameters from K dicts {label: [*stack, *parameter]}."""
-  return {
-    p.label: jnp.stack([g[p.label] for g in gradients], axis=len(p.stack_shape)) for p in twin.scored
-  }
+def direction_parts(twin: Twin, gradients: list[dict], second_moments: dict | None = None, scalars=None):
+  """({label: parts}, {label: captured [*stack, K]}) for `Twin.direction_state` from K dicts {label: gradient}.
+
+  Kind 'sgd' with a rank is factored here; kind 'adam' needs second_moments {label: [*stack, *parameter]} and the
+  `AdamScalars` as one array, and factors in the backward pass.
+  """
+  parts, captured = {}, {}
+  for param in twin.scored:
+    axis = len(param.stack_shape)
+    stacked = jnp.stack([g[param.label] for g in gradients], axis=axis)
+    if twin.spec.kind == "adam":
+      spread = jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape))
+      parts[param.label] = (stacked, second_moments[param.label], spread)
+    elif param.spec.low_rank:
+      matrices = directions.matrix_view(stacked, param.spec.rows, axis + 1)
+      left, right, energy = low_rank.factor(matrices, twin.spec.rank, param.label)
+      parts[param.label], captured[param.label] = (left, right), energy
+    else:
+      parts[param.label] = (stacked,)
+  return parts, captured
+
+
+def adam_scalars(twin: Twin, count, kappa):
+  """The array that `direction_parts` wants for kind 'adam', else None."""
+  return AdamScalars.at(twin.spec, count, kappa).stacked() if twin.spec.kind == "adam" else None
 
 
 def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: nnx.State) -> TrainPass:
@@ -66,7 +110,29 @@ def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: n
 
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
   (value, (losses, weights)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
-  return TrainPass(value, losses, weights, grads, twin.scores_by_label(probe_grads))
+  facts = twin.scores_by_label(probe_grads, "facts")
+  return TrainPass(value, losses, weights, grads, twin.scores_by_label(probe_grads), facts)
+
+
+def concat_pass(twin: Twin, params, rest, loss_fn: Callable, batch, val_batch, directions: nnx.State):
+  """(TrainPass, validation loss) of one batch train | validation, the form of GhostSuite's GradDotProd engine.
+
+  The validation gradient is formed inside each op's backward pass from its validation rows. Unlike there, both halves
+  keep their own mean, so scores are <grad l_i, G> without the factor V / (n + V)^2, and the parameter gradient holds
+  the training rows alone. directions: parts whose gradients are ignored. One validation set, rows of equal length.
+  """
+  both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), batch, val_batch)
+  rows = jax.tree.leaves(batch)[0].shape[0]
+
+  def loss(params, probes):
+    losses, weights = loss_fn(twin.merge(params, probes, directions, rest), both)
+    train, val = mean_loss(losses[:rows], weights[:rows]), mean_loss(losses[rows:], weights[rows:])
+    return train + val, (train, val, losses[:rows], weights[:rows])
+
+  value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+  (_, (train, val, losses, weights)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
+  facts = twin.scores_by_label(probe_grads, "facts")
+  return TrainPass(train, losses, weights, grads, twin.scores_by_label(probe_grads), facts), val
 
 
 def plain_pass(graphdef, params, rest, loss_fn: Callable, batch):

@@ -1,31 +1,49 @@
-"""A table used twice, scored exactly under a direction that needs the weight gradient of both uses.
+"""A table used twice, scored exactly under a direction that is known only where the backward pass ends.
 
-Adam's direction is formed from the whole gradient of a parameter. A tied table gets one half of it at the output, where
-the backward pass begins, and the other at the lookup, where it ends. The lookup therefore hands the output three
-arrays whose cotangents carry what the output saw back to it: the table itself (its cotangent is the output's half of
-the weight gradient) and two zeros, whose cotangents are *defined* to be the output's input h and cotangent delta.
+A tied table gets one half of its gradient at the output, where the backward pass begins, and the other at the lookup,
+where it ends. Adam's direction is formed from the whole gradient; the schedules 'reverse_scan' and 'concat' know the
+whole validation gradient only at the end. The lookup therefore hands the output three arrays whose cotangents carry
+what the output saw back to it: the table itself (its cotangent is the output's half of the weight gradient) and two
+zeros, whose cotangents are *defined* to be the output's input h and cotangent delta.
 
 n examples, T positions, D features, V vocabulary.
 """
+
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxghost.ghost import directions
+
+@dataclasses.dataclass(frozen=True)
+class TableUse:
+  """Both uses of a table: gather(table, ids), attend(table, h), and
+  score(ids, b, h, delta, weight_gradient, parts) -> like the probe; b, delta: cotangents of the rows and the output.
+
+  num_val > 0: the last rows of the batch are validation examples, whose gradient replaces parts[0].
+  """
+
+  gather: Callable
+  attend: Callable
+  score: Callable
+  h_shape: tuple[int, ...]
+  num_examples: int
+  num_val: int
 
 
-def lookup(apply, ids, table_VD, parts, probe, h_shape, score):
-  """(rows, link): the gathered rows and what `attend` needs. score(ids, b, h, delta, u_K) -> like probe."""
+def lookup(use: TableUse, ids, table_VD, parts, probe):
+  """(rows, link): the gathered rows and what `attend` needs."""
 
   @jax.custom_vjp
   def op(table_VD, ids, parts, probe):
     return _forward(table_VD, ids)
 
   def _forward(table_VD, ids):
-    rows = apply(table_VD, ids)
-    delta_shape = (*h_shape[:-1], table_VD.shape[0])
-    return rows, (table_VD, jnp.zeros(h_shape, rows.dtype), jnp.zeros(delta_shape, rows.dtype))
+    rows = use.gather(table_VD, ids)
+    delta_shape = (*use.h_shape[:-1], table_VD.shape[0])
+    return rows, (table_VD, jnp.zeros(use.h_shape, rows.dtype), jnp.zeros(delta_shape, rows.dtype))
 
   def forward(table_VD, ids, parts, probe):
     return _forward(table_VD, ids), (table_VD, ids, parts, probe)
@@ -33,18 +51,28 @@ def lookup(apply, ids, table_VD, parts, probe, h_shape, score):
   def backward(residuals, cotangents):
     table_VD, ids, parts, probe = residuals
     b, (d_table_out, h, delta) = cotangents
-    (d_table_in,) = jax.vjp(lambda table: apply(table, ids), table_VD)[1](b)
+    train, val = slice(None, use.num_examples), slice(use.num_examples, None)
+    if use.num_val:
+      _, pull = jax.vjp(lambda table: (use.gather(table, ids[val]), use.attend(table, h[val])), table_VD)
+      (gradient,) = pull((b[val], delta[val]))
+      used_parts = (gradient[None].astype(parts[0].dtype), *parts[1:])
+    else:
+      used_parts = parts
+    (d_table_in,) = jax.vjp(lambda table: use.gather(table, ids[train]), table_VD)[1](b[train])
     d_table = d_table_in + d_table_out
-    u_K = directions.form(score.spec, parts, d_table)
-    scores = score(ids, b, h, delta, u_K).astype(probe.dtype)
+    scores = use.score(ids[train], b[train], h[train], delta[train], d_table, used_parts)
+    scores = jax.tree.map(lambda s, p: s.astype(p.dtype), scores, probe)
     return d_table, np.zeros(ids.shape, jax.dtypes.float0), jax.tree.map(jnp.zeros_like, parts), scores
 
   op.defvjp(forward, backward)
   return op(table_VD, ids, parts, probe)
 
 
-def attend(apply, h, link):
-  """apply(table, h), whose backward pass sends (table gradient, h, output cotangent) along the link."""
+def attend(apply, h, link, num_examples: int | None = None):
+  """apply(table, h), whose backward pass sends (table gradient, h, output cotangent) along the link.
+
+  num_examples: rows that count in the table gradient; None = all.
+  """
 
   @jax.custom_vjp
   def op(h, table_VD, h_link, delta_link):
@@ -56,6 +84,8 @@ def attend(apply, h, link):
   def backward(residuals, delta):
     h, table_VD = residuals
     d_table, d_h = jax.vjp(apply, table_VD, h)[1](delta)
+    if num_examples is not None:
+      (d_table,) = jax.vjp(lambda table: apply(table, h[:num_examples]), table_VD)[1](delta[:num_examples])
     return d_h, d_table, h.astype(link[1].dtype), delta.astype(link[2].dtype)
 
   op.defvjp(forward, backward)

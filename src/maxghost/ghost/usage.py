@@ -8,7 +8,7 @@ _recorder: contextvars.ContextVar[dict | None] = contextvars.ContextVar("ghost_u
 
 @contextlib.contextmanager
 def record():
-  """Collects {(path, method): shapes of its arguments} of every probed call traced inside the block."""
+  """Collects {(path, method): (shapes of its arrays, shape of its value)} of every probed call traced inside."""
   used: dict[tuple[str, str], tuple] = {}
   token = _recorder.set(used)
   try:
@@ -17,7 +17,7 @@ def record():
     _recorder.reset(token)
 
 
-def note(path: str, method: str, shapes: tuple) -> None:
+def note(path: str, method: str, argument_shapes: tuple, shape: tuple) -> None:
   used = _recorder.get()
   if used is not None:
-    used[path, method] = shapes
+    used[path, method] = (argument_shapes, shape)

@@ -98,7 +98,9 @@ class DecoderLayer(nnx.Module):
 
   def __call__(self, x_BTD, positions_BT, segment_ids_BT, dropout_key=None):
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    y_BTD = self.self_attention(self.pre_self_attention_layer_norm(autodiff.branch(x_BTD)), positions_BT, segment_ids_BT)
+    y_BTD = self.self_attention(
+      self.pre_self_attention_layer_norm(autodiff.branch(x_BTD)), positions_BT, segment_ids_BT
+    )
     x_BTD = x_BTD + self._drop(y_BTD, keys[0])
     y_BTD = self.mlp(self.post_self_attention_layer_norm(autodiff.branch(x_BTD)))
     return x_BTD + self._drop(y_BTD, keys[1])

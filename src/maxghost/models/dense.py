@@ -25,9 +25,7 @@ def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_t
   if tuple(lhs_contract) != trailing or tuple(rhs_contract) != tuple(range(count)) or lhs_batch or rhs_batch:
     raise ValueError(f"dense dot_general contracts trailing with leading axes; got {dimension_numbers}")
   if out_sharding is not None or autodiff.in_forward_mode():
-    return lax.dot_general(
-      lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
-    )
+    return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
   return _dense(count, precision, preferred_element_type, lhs, rhs)
 
 

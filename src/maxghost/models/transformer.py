@@ -33,12 +33,18 @@ class Decoder(nnx.Module):
     """Hidden states after the last layer, before the final norm. [B, T, D]."""
     if self.scan_layers:
       return stack.run(
-        self.layers, x_BTD, (positions_BT, segment_ids_BT),
-        num_layers=self.num_layers, remat_policy=self.remat_policy, dropout_key=dropout_key,
+        self.layers,
+        x_BTD,
+        (positions_BT, segment_ids_BT),
+        num_layers=self.num_layers,
+        remat_policy=self.remat_policy,
+        dropout_key=dropout_key,
       )
     for i in range(self.num_layers):
       graphdef, state = nnx.split(getattr(self, f"layers_{i}"))
-      apply = stack.remat(lambda x, s, p, g, k, graphdef=graphdef: nnx.merge(graphdef, s)(x, p, g, k), self.remat_policy)
+      apply = stack.remat(
+        lambda x, s, p, g, k, graphdef=graphdef: nnx.merge(graphdef, s)(x, p, g, k), self.remat_policy
+      )
       key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
       x_BTD = apply(x_BTD, state, positions_BT, segment_ids_BT, key)
     return x_BTD
@@ -72,12 +78,14 @@ class Transformer(nnx.Module):
     """Hidden states after the last layer, before the final norm. [B, T, D]."""
     if positions_BT is None:
       positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
-    return self.decoder(self.token_embedder(tokens_BT), positions_BT, segment_ids_BT, dropout_key)
+    return self.decoder(self.embed(tokens_BT, positions_BT), positions_BT, segment_ids_BT, dropout_key)
+
+  def embed(self, tokens_BT, positions_BT):
+    """What the first layer sees. [B, T, D]."""
+    return self.token_embedder(tokens_BT)
 
   def logits(self, hidden_BTD):
     """Final norm and output projection. [B, T, D] -> float32 [B, T, V]."""
     hidden_BTD = self.decoder.decoder_norm(hidden_BTD)
     logits_BTV = self.token_embedder.attend(hidden_BTD) if self.tied else self.decoder.logits_dense(hidden_BTD)
     return logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
-
-

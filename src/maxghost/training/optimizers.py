@@ -23,7 +23,9 @@ def learning_rate_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
     after = optax.cosine_decay_schedule(peak, rest, cfg.learning_rate_final_fraction)
   elif cfg.lr_schedule_type == "wsd":
     decay = max(int(steps * cfg.wsd_decay_steps_fraction), 1)
-    after = optax.join_schedules([optax.constant_schedule(peak), optax.linear_schedule(peak, final, decay)], [rest - decay])
+    after = optax.join_schedules(
+      [optax.constant_schedule(peak), optax.linear_schedule(peak, final, decay)], [rest - decay]
+    )
   else:
     after = optax.constant_schedule(peak)
   if warmup == 0:

@@ -14,16 +14,24 @@ class TrainCounter(nnx.Variable):
   """State of the loop that is neither a parameter nor an optimizer moment."""
 
 
+class StoredGradient(nnx.Variable):
+  """A leaf of a validation gradient that later steps score against (ghost_val_every > 1)."""
+
+
 class TrainStateNNX(nnx.Module):
   """Model, optimizer and the clipping factor of the step before.
 
   apply_gradients(grads) updates the parameters in place; without an optimizer it raises RuntimeError.
   """
 
-  def __init__(self, model: nnx.Module, tx: optax.GradientTransformation | None = None):
+  def __init__(self, model: nnx.Module, tx: optax.GradientTransformation | None = None, *, num_stored: int = 0):
+    """num_stored: validation gradients to keep between steps, one per validation set."""
     self.model = model
     self.optimizer = None if tx is None else nnx.Optimizer(model, tx, wrt=nnx.Param)
     self.clip_factor = TrainCounter(jnp.ones((), float))
+    if num_stored:
+      leaves = jax.tree.leaves([nnx.state(model, nnx.Param)] * num_stored)
+      self.stored_gradients = nnx.List([StoredGradient(jnp.zeros(x.shape, x.dtype)) for x in leaves])
 
   def apply_gradients(self, grads, **kwargs) -> None:
     """grads: State with the paths of the model's Params. kwargs go to the optax transformation."""
@@ -40,7 +48,13 @@ class TrainStateNNX(nnx.Module):
 def create(cfg: Config) -> TrainStateNNX:
   """A fresh state: weights from init_weights_seed, zero moments, step 0."""
   model = models.create(cfg, rngs=nnx.Rngs(cfg.run.init_weights_seed))
-  return TrainStateNNX(model, make_optimizer(cfg.optimizer, cfg.run.steps))
+  stores = cfg.ghost.ghost_enabled and cfg.ghost.ghost_val_every > 1
+  return TrainStateNNX(model, make_optimizer(cfg.optimizer, cfg.run.steps), num_stored=num_sets(cfg) if stores else 0)
+
+
+def num_sets(cfg: Config) -> int:
+  """K, the number of validation sets."""
+  return 1
 
 
 def create_split(cfg: Config) -> tuple[nnx.GraphDef, nnx.State]:

@@ -1,0 +1,53 @@
+"""Gradient accumulation: one scored pass per micro-batch, weighted exactly.
+
+M micro-batches; micro-batch m holds rows m, m + M, m + 2 M, ... of the batch.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from maxghost.ghost.schedules import TrainPass
+
+
+def accumulated(run: Callable, batch, num_micro: int, stacks: dict) -> TrainPass:
+  """`run(micro_batch) -> TrainPass` over all micro-batches: the pass of the whole batch, whatever its token counts.
+
+  Each micro-batch's mean is weighted by its share of the batch's weight, so that uneven and empty ones count exactly;
+  gradients are summed in float32 or wider. stacks: {label: stack shape} of the scored parameters. Scores come back in
+  the batch's row order. A direction of kind 'adam' is formed from each micro-batch's own gradient.
+  """
+  if num_micro == 1:
+    return run(batch)
+  micro = jax.tree.map(lambda x: x.reshape(x.shape[0] // num_micro, num_micro, *x.shape[1:]).swapaxes(0, 1), batch)
+
+  def body(carry, micro_batch):
+    total, grads, facts = carry
+    out = run(micro_batch)
+    weight = out.weights.sum()
+    grads = jax.tree.map(lambda a, g: a + weight * g.astype(a.dtype), grads, out.grads)
+    facts = jax.tree.map(lambda a, f: a + weight * f, facts, out.facts)
+    scores = jax.tree.map(lambda s: weight * s, out.scores)
+    return (total + weight, grads, facts), (out.loss * weight, out.losses, out.weights, scores)
+
+  shapes = jax.eval_shape(run, jax.tree.map(lambda x: x[0], micro))
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes.grads)
+  facts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.facts)
+  init = (jnp.zeros((), shapes.weights.dtype), zeros, facts)
+  (total, grads, facts), (loss, losses, weights, scores) = jax.lax.scan(body, init, micro)
+  inverse = 1 / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
+  return TrainPass(
+    loss=loss.sum() * inverse,
+    losses=_rows(losses, 0),
+    weights=_rows(weights, 0),
+    grads=jax.tree.map(lambda g, s: (g * inverse).astype(s.dtype), grads, shapes.grads),
+    scores={label: _rows(s, len(stacks[label]) + 1) * inverse for label, s in scores.items()},
+    facts=jax.tree.map(lambda f: f * inverse, facts),
+  )
+
+
+def _rows(x, axis: int):
+  """[M, ..., rows per micro-batch, ...] with the rows at `axis` of the rest -> the batch's row order."""
+  x = jnp.moveaxis(x, 0, axis + 1)
+  return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])

@@ -1,0 +1,57 @@
+"""Engines that need no rules: forward mode, and one gradient per example.
+
+Chosen by name (`ghost_engine`), never fallen back to. n examples, T positions.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxghost.ghost.schedules import by_label, mean_loss
+from maxghost.models import autodiff
+
+
+def jvp_scores(graphdef, params, rest, loss_fn: Callable, batch, direction):
+  """<grad of (weight share times loss), u> of every example or position, in losses' shape, by one forward-mode pass.
+
+  direction: State u. Any model that `jax.jvp` passes through; per loss token, not per position of use, and without
+  detail per parameter. Cost: about one forward pass more than the forward pass.
+  """
+
+  def weighted(params):
+    losses, weights = loss_fn(nnx.merge(graphdef, params, rest), batch)
+    wide = jnp.promote_types(losses.dtype, jnp.float32)
+    weights = weights.astype(wide)
+    return losses.astype(wide) * weights / jnp.maximum(weights.sum(), jnp.finfo(wide).tiny)
+
+  with autodiff.forward_mode():
+    _, tangents = jax.jvp(weighted, (params,), (direction,))
+  return tangents
+
+
+def per_example_gradients(graphdef, params, rest, loss_fn: Callable, batch) -> dict:
+  """{label: [n, *parameter]}: the gradient of each example's share of the batch loss. n times the parameters' memory."""
+
+  def loss(params, example):
+    losses, weights = loss_fn(nnx.merge(graphdef, params, rest), jax.tree.map(lambda x: x[None], example))
+    return mean_loss(losses, weights), weights.sum()
+
+  grads, weight = jax.vmap(jax.grad(loss, has_aux=True), (None, 0))(params, batch)
+  total = jnp.maximum(weight.sum(), jnp.finfo(weight.dtype).tiny)
+  return {
+    label: g * (weight / total).reshape(-1, *([1] * (g.ndim - 1))).astype(g.dtype)
+    for label, g in by_label(grads).items()
+  }
+
+
+def per_example_scores(graphdef, params, rest, loss_fn: Callable, batch, direction, stacks: dict) -> dict:
+  """{label: [*stack, n]} additive scores from materialised per-example gradients. stacks: {label: stack shape}."""
+  gradients, u = per_example_gradients(graphdef, params, rest, loss_fn, batch), by_label(direction)
+  scores = {}
+  for label, stack in stacks.items():
+    g = gradients[label]
+    product = (g * u[label][None]).reshape(g.shape[0], *stack, -1).sum(-1)
+    scores[label] = jnp.moveaxis(product, 0, -1)
+  return scores

@@ -1,0 +1,77 @@
+"""From a model and the shape of a batch to its probed twin."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from maxghost.ghost import usage
+from maxghost.ghost.attach import Twin, attach, split
+from maxghost.ghost.directions import DirectionSpec
+
+
+def prepare_twin(
+  model,
+  batch,
+  loss_fn: Callable,
+  *,
+  num_sets: int,
+  num_positions: int | None,
+  spec: DirectionSpec,
+  exclude: tuple[str, ...] = (),
+  schedule: str = "two_pass",
+  num_val: int = 0,
+) -> Twin:
+  """The twin for batches of this shape. batch: arrays or shapes with the example axis first; num_val: validation rows
+  appended to it by schedule 'concat'.
+
+  Where a direction needs the whole gradient of a parameter (kind 'adam', or a schedule other than two_pass), one
+  abstract trace tells which tables are used twice, and those are linked (`tied`).
+  Raises what `attach` raises, and ValueError for a layer that does not keep the example axis first.
+  """
+  num_examples = jax.tree.leaves(batch)[0].shape[0]
+  num_val = num_val if schedule == "concat" else 0
+  arguments = {
+    "num_examples": num_examples,
+    "num_positions": num_positions,
+    "num_sets": num_sets,
+    "spec": spec,
+    "exclude": exclude,
+    "num_val": num_val,
+  }
+  twin = attach(model, **arguments)
+  params, rest = split(model)
+  rows = num_examples + num_val
+  used, used_with_more = (_trace(twin, params, rest, loss_fn, _shapes(batch, n)) for n in (rows, rows + 1))
+  for (path, method), (_, shape) in used.items():
+    if not shape or used_with_more[path, method][1][:1] != (shape[0] + 1,):
+      raise ValueError(
+        f"{path}.{method} returns {shape} for a batch of {rows}: its leading axis is not the batch. Broadcast its "
+        f"input to the batch, or name its parameters in ghost_exclude"
+      )
+  if spec.kind == "sgd" and schedule == "two_pass":
+    return twin
+  linked = tuple(
+    (path, used[path, "attend"][0][0]) for path, method in used if method == "__call__" and (path, "attend") in used
+  )
+  return attach(model, **arguments, linked=linked) if linked else twin
+
+
+def _shapes(batch, rows: int):
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+
+
+def _trace(twin: Twin, params, rest, loss_fn, shapes) -> dict:
+  """{(path, method): argument shapes} of the probed calls in one abstract evaluation of the loss."""
+  abstract = {}
+  for param in twin.scored:
+    part_shapes = param.spec.part_shapes(param.stack_shape, twin.num_sets, param.shape)
+    abstract[param.label] = tuple(part_shapes[name] for name in param.spec.parts)
+
+  def loss(params, rest, batch):
+    parts = {label: tuple(jnp.zeros(s) for s in shapes) for label, shapes in abstract.items()}
+    return loss_fn(twin.merge(params, twin.zero_probes(), twin.direction_state(parts), rest), batch)
+
+  with usage.record() as used:
+    jax.eval_shape(loss, params, rest, shapes)
+  return used

@@ -1,0 +1,345 @@
+"""Schedule 'reverse_scan': one walk back over the stacked layers that gives direction, gradient and scores of each.
+
+The forward passes keep the input of every layer. Walking back, a layer's validation VJP yields its validation gradient
+G_l, which becomes that layer's direction; its training VJP then yields cotangent, parameter gradient and scores
+against it; then G_l is dropped. The whole direction never exists at once.
+
+K validation sets, n examples, L layers.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxghost.ghost import directions, ledger, low_rank, schedules
+from maxghost.ghost.attach import Twin
+from maxghost.ghost.losses import StagedLoss, submodule
+from maxghost.ghost.schedules import TrainPass, mean_loss
+from maxghost.ghost.variables import GhostDirection, GhostProbe
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+  """What the ledger needs per layer, where G_l still exists. kappa: clipping factor assumed inside v_t."""
+
+  optimizer: directions.DirectionSpec
+  moments: ledger.Moments
+  kappa: Any
+
+
+def run(
+  twin: Twin,
+  graphdef,
+  params,
+  rest,
+  loss: StagedLoss,
+  batch,
+  val_batches: tuple,
+  second_moments=None,
+  scalars=None,
+  account: Account | None = None,
+):
+  """(TrainPass, val_loss [K], list of K `ledger.sums` or None, captured).
+
+  loss: a `StagedLoss`. second_moments, scalars: as `schedules.direction_parts`. Scores equal those of 'two_pass', tied
+  tables included. Raises ValueError for a loss without stages or a model without stacked layers.
+  """
+  if not hasattr(loss, "layer_inputs"):
+    raise ValueError(
+      "ghost_schedule=reverse_scan needs a StagedLoss (embed, layers, head); use two_pass for other losses"
+    )
+  walk = _Walk(twin, graphdef, params, rest, loss, second_moments, scalars, account)
+  vals = [walk.forward_plain(b) for b in val_batches]
+  val_heads = [walk.head_plain(x, b) for (_, x), b in zip(vals, val_batches, strict=True)]
+  head_gradients = [pull(jnp.ones_like(value)) for value, pull in val_heads]
+  train = walk.train_forward(batch)
+  head = walk.train_head(batch, train, [g for g, _ in head_gradients])
+  layers, cotangents = walk.back(
+    [boundaries for boundaries, _ in vals],
+    [ct for _, ct in head_gradients],
+    train.boundaries,
+    head.cotangent,
+    batch,
+    val_batches,
+  )
+  outer_gradients = [
+    jax.tree.map(jnp.add, g, walk.embed_gradient(b, ct))
+    for (g, _), b, ct in zip(head_gradients, val_batches, cotangents["val"], strict=True)
+  ]
+  embedded = walk.train_embed(batch, cotangents["train"], head.links, outer_gradients)
+  outer_grads = jax.tree.map(jnp.add, head.grads, embedded[0])
+  probe_grads = _join(walk.prefix, layers["probes"], jax.tree.map(jnp.add, head.probes, embedded[1]))
+  grads = _join(walk.prefix, layers["grads"], outer_grads)
+  captured = {f"{walk.label_prefix}{k}": v for k, v in layers["captured"].items()} | embedded[2]
+  passed = TrainPass(
+    head.loss,
+    head.losses,
+    head.weights,
+    grads,
+    twin.scores_by_label(probe_grads),
+    twin.scores_by_label(probe_grads, "facts"),
+  )
+  sums = walk.sums(layers["sums"], outer_grads, outer_gradients) if account else None
+  return passed, jnp.stack([value for value, _ in val_heads]), sums, captured
+
+
+@dataclasses.dataclass(frozen=True)
+class _Train:
+  boundaries: jax.Array
+  hidden: jax.Array
+  links: dict
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+  loss: jax.Array
+  losses: jax.Array
+  weights: jax.Array
+  grads: nnx.State
+  probes: nnx.State
+  cotangent: jax.Array
+  links: dict
+
+
+class _Walk:
+  """The stages of one step over split pytrees. `outer`: everything outside the stacked layers."""
+
+  def __init__(self, twin, graphdef, params, rest, loss, second_moments, scalars, account):
+    self.twin, self.graphdef, self.params, self.rest, self.loss = twin, graphdef, params, rest, loss
+    self.second_moments, self.scalars, self.account = second_moments, scalars, account
+    self.prefix = tuple(loss.layers_path)
+    self.label_prefix = "/".join(map(str, self.prefix)) + "/"
+    model = nnx.merge(graphdef, params, rest)
+    layer = submodule(model, self.prefix)
+    self.layer_graphdef, self.layer_params, self.layer_rest = nnx.split(layer, nnx.Param, ...)
+    probed = submodule(twin.merge(params, twin.zero_probes(), self._blank_directions(), rest), self.prefix)
+    self.layer_twin, _, probes, _, _ = nnx.split(probed, nnx.Param, GhostProbe, GhostDirection, ...)
+    self.layer_probes = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), probes)
+    self.outer_params = _outside(self.prefix, params)
+    self.outer_probes = _outside(self.prefix, twin.zero_probes())
+    self.num_layers = jax.tree.leaves(self.layer_params)[0].shape[0]
+    self.inner = [p for p in twin.scored if p.path[: len(self.prefix)] == self.prefix]
+    self.outer = [p for p in twin.scored if p.path[: len(self.prefix)] != self.prefix]
+
+  def _blank_directions(self):
+    parts = {}
+    for p in self.twin.scored:
+      shapes = p.spec.part_shapes(p.stack_shape, self.twin.num_sets, p.shape)
+      parts[p.label] = tuple(jnp.zeros(shapes[name]) for name in p.spec.parts)
+    return self.twin.direction_state(parts)
+
+  # Stages of the plain model, for validation.
+
+  def plain(self, outer_params):
+    return nnx.merge(self.graphdef, _join(self.prefix, self.layer_params, outer_params), self.rest)
+
+  def layer(self, layer_params, layer_rest, x, index, batch):
+    module = nnx.merge(self.layer_graphdef, layer_params, layer_rest)
+    return module(x, *self.loss.layer_inputs(batch), self.loss.layer_key(index))
+
+  def through_layers(self, x, batch):
+    """(inputs of all layers [L, ...], output of the last)."""
+
+    def body(x, scanned):
+      layer_params, layer_rest, index = scanned
+      return self.layer(layer_params, layer_rest, x, index, batch), x
+
+    x, boundaries = jax.lax.scan(body, x, (self.layer_params, self.layer_rest, jnp.arange(self.num_layers)))
+    return boundaries, x
+
+  def forward_plain(self, batch):
+    return self.through_layers(self.loss.embed(self.plain(self.outer_params), batch), batch)
+
+  def head_plain(self, x, batch):
+    return jax.vjp(lambda p, x: mean_loss(*self.loss.head(self.plain(p), x, batch)), self.outer_params, x)
+
+  def embed_gradient(self, batch, cotangent):
+    _, pull = jax.vjp(lambda p: self.loss.embed(self.plain(p), batch), self.outer_params)
+    return pull(cotangent)[0]
+
+  # Stages of the twin, for training.
+
+  def probed(self, outer_params, outer_probes, gradients):
+    """(twin model, captured) whose outer directions are made from K States of outer gradients."""
+    labelled = [schedules.by_label(g) for g in gradients]
+    parts, captured = _parts(self.twin, self.outer, labelled, self.second_moments, self.scalars)
+    blank = self._blank_directions()
+    flat = dict(nnx.to_flat_state(blank))
+    for p in self.outer:
+      for name, array in zip(p.spec.parts, parts[p.label], strict=True):
+        flat[p.part_path(name)] = GhostDirection(array)
+    params = _join(self.prefix, self.layer_params, outer_params)
+    probes = dict(nnx.to_flat_state(self.twin.zero_probes())) | dict(nnx.to_flat_state(outer_probes))
+    return self.twin.merge(params, nnx.from_flat_state(probes), nnx.from_flat_state(flat), self.rest), captured
+
+  def train_forward(self, batch) -> _Train:
+    zeros = [jax.tree.map(jnp.zeros_like, self.outer_params)] * self.twin.num_sets
+    model, _ = self.probed(self.outer_params, self.outer_probes, zeros)
+    x = self.loss.embed(model, batch)
+    links = _links(model)
+    boundaries, hidden = self.through_layers(x, batch)
+    return _Train(boundaries, hidden, links)
+
+  def train_head(self, batch, train: _Train, gradients) -> _Head:
+    def head(outer_params, outer_probes, x, links):
+      model, _ = self.probed(outer_params, outer_probes, gradients)
+      _set_links(model, links)
+      losses, weights = self.loss.head(model, x, batch)
+      return mean_loss(losses, weights), (losses, weights)
+
+    value, pull, (losses, weights) = jax.vjp(
+      head, self.outer_params, self.outer_probes, train.hidden, train.links, has_aux=True
+    )
+    grads, probes, cotangent, links = pull(jnp.ones_like(value))
+    return _Head(value, losses, weights, grads, probes, cotangent, links)
+
+  def train_embed(self, batch, cotangent, link_cotangents, gradients):
+    """(gradients, probe gradients) of the lookup, and what the outer factors capture."""
+
+    def embed(outer_params, outer_probes):
+      model, captured = self.probed(outer_params, outer_probes, gradients)
+      x = self.loss.embed(model, batch)
+      return (x, _links(model)), captured
+
+    _, pull, captured = jax.vjp(embed, self.outer_params, self.outer_probes, has_aux=True)
+    return (*pull((cotangent, link_cotangents)), captured)
+
+  # The walk back.
+
+  def back(self, val_boundaries, val_cotangents, boundaries, cotangent, batch, val_batches):
+    """({grads, probes, sums, captured} with a leading layer axis, cotangents of the first layer's inputs)."""
+    moments = self._layer_moments()
+
+    def body(carry, scanned):
+      val_cts, train_ct = carry
+      layer_params, layer_rest, xs_val, x, moment, index = scanned
+      gradients, next_cts = [], []
+      for x_val, ct, val_batch in zip(xs_val, val_cts, val_batches, strict=True):
+        _, pull = jax.vjp(lambda p, x, b=val_batch: self.layer(p, layer_rest, x, index, b), layer_params, x_val)
+        gradient, ct = pull(ct)
+        gradients.append(gradient)
+        next_cts.append(ct)
+      state, captured = self._layer_directions(gradients, moment)
+
+      def probed(layer_params, probes, x):
+        module = nnx.merge(self.layer_twin, layer_params, probes, state, layer_rest)
+        return module(x, *self.loss.layer_inputs(batch), self.loss.layer_key(index))
+
+      _, pull = jax.vjp(probed, layer_params, self.layer_probes, x)
+      grads, probes, train_ct = pull(train_ct)
+      sums = self._layer_sums(layer_params, grads, gradients, moment)
+      return (tuple(next_cts), train_ct), {"grads": grads, "probes": probes, "sums": sums, "captured": captured}
+
+    scanned = (
+      self.layer_params,
+      self.layer_rest,
+      tuple(val_boundaries),
+      boundaries,
+      moments,
+      jnp.arange(self.num_layers),
+    )
+    (val_cts, train_ct), layers = jax.lax.scan(body, (tuple(val_cotangents), cotangent), scanned, reverse=True)
+    return layers, {"val": val_cts, "train": train_ct}
+
+  def _layer_moments(self) -> dict:
+    """{"first" | "second": {label inside the layer: [L, ...]}}; empty without moments."""
+    first = self.account.moments.first if self.account else None
+    out = {}
+    for name, moments in (("first", first), ("second", self.second_moments)):
+      if moments is not None:
+        out[name] = {
+          k.removeprefix(self.label_prefix): v for k, v in moments.items() if k.startswith(self.label_prefix)
+        }
+    return out
+
+  def _layer_directions(self, gradients, moment):
+    labelled = [schedules.by_label(g) for g in gradients]
+    inner = {p.label.removeprefix(self.label_prefix): p for p in self.inner}
+    flat, captured = {}, {}
+    for label, p in inner.items():
+      second = moment["second"][label] if "second" in moment else None
+      parts, energy = _unstacked_parts(p, jnp.stack([g[label] for g in labelled]), second, self.scalars)
+      if energy is not None:
+        captured[label] = energy
+      for name, array in zip(p.spec.parts, parts, strict=True):
+        flat[p.part_path(name)[len(self.prefix) :]] = GhostDirection(array)
+    return nnx.from_flat_state(flat), captured
+
+  def _layer_sums(self, layer_params, grads, gradients, moment):
+    if self.account is None:
+      return []
+    scored = {p.label.removeprefix(self.label_prefix) for p in self.inner}
+    moments = ledger.Moments(moment.get("first"), moment.get("second"), self.account.moments.count)
+    params, grads = schedules.by_label(layer_params), schedules.by_label(grads)
+    return [
+      ledger.sums(self.account.optimizer, moments, self.account.kappa, params, grads, schedules.by_label(g), scored)
+      | {"used": _used(self.inner, grads, schedules.by_label(g), self.label_prefix)}
+      for g in gradients
+    ]
+
+  def sums(self, layer_sums, outer_grads, outer_gradients) -> list[dict]:
+    """`ledger.sums` of the whole model for each validation set; `used` is <g, G> over the scored parameters."""
+    grads, params = schedules.by_label(outer_grads), schedules.by_label(self.outer_params)
+    scored = {p.label for p in self.outer}
+    out = []
+    for layers, gradient in zip(layer_sums, outer_gradients, strict=True):
+      gradient = schedules.by_label(gradient)
+      outer = ledger.sums(
+        self.account.optimizer, self.account.moments, self.account.kappa, params, grads, gradient, scored
+      ) | {"used": _used(self.outer, grads, gradient, "")}
+      out.append({name: layers[name].sum() + outer[name] for name in outer})
+    return out
+
+
+def _parts(twin, scored, labelled, second_moments, scalars):
+  """(parts, captured) of unstacked parameters from K dicts of gradients."""
+  parts, captured = {}, {}
+  for p in scored:
+    second = None if second_moments is None else second_moments[p.label]
+    stacked = jnp.stack([g[p.label] for g in labelled])
+    parts[p.label], energy = _unstacked_parts(p, stacked, second, scalars)
+    if energy is not None:
+      captured[p.label] = energy
+  return parts, captured
+
+
+def _unstacked_parts(param, gradient_K, second_moment, scalars):
+  """(parts of one layer's parameter, captured [K] or None). gradient_K: [K, *parameter]."""
+  if param.spec.direction.kind == "adam":
+    return (gradient_K, second_moment, scalars), None
+  if not param.spec.low_rank:
+    return (gradient_K,), None
+  matrices = directions.matrix_view(gradient_K, param.spec.rows, 1)
+  left, right, captured = low_rank.factor(matrices, param.spec.direction.rank, param.label)
+  return (left, right), captured
+
+
+def _used(params, grads, gradient, prefix: str):
+  """<g, G> over scored parameters of one layer (or outside the stack)."""
+  return sum(jnp.sum(grads[p.label.removeprefix(prefix)] * gradient[p.label.removeprefix(prefix)]) for p in params)
+
+
+def _outside(prefix: tuple, state: nnx.State) -> nnx.State:
+  return nnx.from_flat_state({path: v for path, v in nnx.to_flat_state(state) if path[: len(prefix)] != prefix})
+
+
+def _join(prefix: tuple, layers: nnx.State, outer: nnx.State) -> nnx.State:
+  flat = {(*prefix, *path): v for path, v in nnx.to_flat_state(layers)}
+  return nnx.from_flat_state(flat | dict(nnx.to_flat_state(outer)))
+
+
+def _links(model) -> dict:
+  """{module path: arrays} that linked tables hand to their second use."""
+  return {
+    path: tuple(v[...] for v in node.ghost_link)
+    for path, node in nnx.iter_graph(model)
+    if isinstance(node, nnx.Module) and hasattr(node, "ghost_link")
+  }
+
+
+def _set_links(model, links: dict) -> None:
+  for path, arrays in links.items():
+    submodule(model, path).ghost_link = nnx.List([nnx.Intermediate(x) for x in arrays])

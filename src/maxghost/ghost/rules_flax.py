@@ -1,0 +1,176 @@
+"""Rules for the layers of flax.nnx.
+
+K validation sets, n examples, T positions, I inputs and O outputs of a dense layer, V vocabulary, D features, r rank.
+"""
+
+import math
+
+import jax.numpy as jnp
+from flax import nnx
+
+from maxghost.ghost.rules import Rule, rule
+from maxghost.models import dense
+
+
+class DenseRule(Rule):
+  """y = x W + b over trailing axes: the product with u that has the smaller result, x u or b uᵀ; or x Q against
+  b Rᵀ for factors u = Q R."""
+
+  def rows(self, module, name):
+    return self.num_inputs(module) if name == "kernel" else 0
+
+  def score(self, call, name, direction):
+    if name != "kernel":
+      return super().score(call, name, direction)
+    x, b, count = call.args[0], call.cotangent, self.num_inputs(call.module)
+    dtype = call.module.dtype or jnp.result_type(x, b)
+    x = x.astype(dtype)
+    if direction.full is None:
+      return _factored(call, x, b, direction, count)
+    return jnp.stack([_full(call, x, b, u.astype(dtype), count) for u in direction.full])
+
+  def num_inputs(self, module) -> int:
+    return 1
+
+
+def _full(call, x, b, u, count: int):
+  """<b, x u>: x [..., *I], b [..., *O], u [*I, *O] with `count` axes in I."""
+  wide = jnp.promote_types(x.dtype, jnp.float32)
+  if math.prod(u.shape[count:]) <= math.prod(u.shape[:count]):
+    return call.reduce(dense.contract(x, u, count, out_dtype=wide), b)
+  return call.reduce(dense.contract_transposed(b.astype(x.dtype), u, count, out_dtype=wide), x)
+
+
+def _factored(call, x, b, direction, count: int):
+  """<x Q, b Rᵀ> for every set: left [K, I, r], right [K, r, O]."""
+  wide = jnp.promote_types(x.dtype, jnp.float32)
+  inputs, outputs = x.shape[x.ndim - count :], b.shape[x.ndim - count :]
+  scores = []
+  for left, right in zip(direction.left.astype(x.dtype), direction.right.astype(x.dtype), strict=True):
+    x_r = dense.contract(x, left.reshape(*inputs, -1), count, out_dtype=wide)
+    b_r = dense.contract(b.astype(x.dtype), right.T.reshape(*outputs, -1), len(outputs), out_dtype=wide)
+    scores.append(call.reduce(x_r, b_r))
+  return jnp.stack(scores)
+
+
+@rule(nnx.Linear)
+class LinearRule(DenseRule):
+  """`nnx.Linear`: kernel [I, O], bias [O]."""
+
+  def rank(self, module, name):
+    return 2 if name == "kernel" else 1
+
+
+@rule(nnx.LinearGeneral)
+class LinearGeneralRule(DenseRule):
+  """`nnx.LinearGeneral` over trailing axes: kernel [*I, *O], bias [*O]."""
+
+  def rank(self, module, name):
+    if tuple(module.axis) != tuple(range(-len(module.axis), 0)) or module.batch_axis:
+      raise ValueError(
+        f"LinearGeneral with axis={module.axis}, batch_axis={dict(module.batch_axis)}: only trailing axes have a rule"
+      )
+    return len(module.out_features) + (len(module.in_features) if name == "kernel" else 0)
+
+  def num_inputs(self, module):
+    return len(module.in_features)
+
+
+@rule(nnx.Embed)
+class EmbedRule(Rule):
+  """`nnx.Embed`: gathered rows, and `attend` for a tied output. Both uses share one direction, so that the cross terms
+  of a tied table come out by themselves."""
+
+  methods = ("__call__", "attend")
+
+  def rank(self, module, name):
+    return 2
+
+  def rows(self, module, name):
+    return 1
+
+  def score(self, call, name, direction):
+    (x,) = call.args
+    if call.method == "attend":  # x = h [..., D], cotangent delta [..., V]: the table is the weight of h Eᵀ
+      dtype = call.module.dtype
+      delta = call.cotangent.astype(dtype)
+      if direction.full is None:
+        return _factored(call, delta, x, direction, 1)
+      return jnp.stack([_full(call, delta, x, u_VD.astype(dtype), 1) for u_VD in direction.full])
+    if direction.full is None:
+      return _factored_lookup(call, x, direction)
+    return jnp.stack([call.reduce(jnp.take(u_VD, x, axis=0), call.cotangent) for u_VD in direction.full])
+
+
+def _factored_lookup(call, ids, direction):
+  """<b, Q[id] R> = <b Rᵀ, Q[id]> for every set: left [K, V, r], right [K, r, D]."""
+  scores = []
+  for left, right in zip(direction.left, direction.right, strict=True):
+    wide = jnp.promote_types(call.cotangent.dtype, jnp.float32)
+    b_r = dense.contract(call.cotangent, right.T.astype(call.cotangent.dtype), 1, out_dtype=wide)
+    scores.append(call.reduce(jnp.take(left, ids, axis=0), b_r))
+  return jnp.stack(scores)
+
+
+@rule(nnx.RMSNorm, nnx.LayerNorm)
+class NormRule(Rule):
+  """Scale and bias over the features, [D]."""
+
+  def rank(self, module, name):
+    return 1
+
+
+@rule(nnx.Einsum)
+class EinsumRule(Rule):
+  """`nnx.Einsum`: linear in the kernel, so the tangent is the same einsum with u in its place."""
+
+  def rank(self, module, name):
+    return len(module.kernel_shape) if name == "kernel" else len(module.bias_shape)
+
+
+@rule(nnx.GroupNorm, nnx.InstanceNorm)
+class GroupNormRule(Rule):
+  """Scale and bias over the features, [D]; groups never span examples, so the example axis stays first."""
+
+  def rank(self, module, name):
+    return 1
+
+
+@rule(nnx.Conv, nnx.ConvTranspose)
+class ConvRule(Rule):
+  """Convolutions of any dimension: kernel [*window, I / groups, O], bias [O]."""
+
+  def rank(self, module, name):
+    return len(module.kernel_shape) if name == "kernel" else 1
+
+
+@rule(nnx.LoRA)
+class LoRARule(Rule):
+  """The low-rank branch x A B; a wrapped `base_module` is a layer of its own, with a rule of its own.
+
+  A: <b Bᵀ, x u_A>, B: <b, (x A) u_B>, both by the tangent of the branch. Source: Hu et al., arXiv:2106.09685.
+  """
+
+  def rank(self, module, name):
+    return 2
+
+  def stock(self, module):
+    branch = nnx.clone(module)
+    branch.base_module = None
+    return branch
+
+  def combine(self, twin, out, *args):
+    return out if twin.base_module is None else out + twin.base_module(*args)
+
+
+@rule(nnx.LoRALinear)
+class LoRALinearRule(LinearRule):
+  """A dense layer plus its own LoRA branch, which is a child with its own rule."""
+
+  def stock(self, module):
+    names = ("dtype", "param_dtype", "precision", "dot_general", "promote_dtype", "preferred_element_type", "use_bias")
+    settings = {name: getattr(module, name) for name in names}
+    return nnx.eval_shape(lambda: nnx.Linear(module.in_features, module.out_features, rngs=nnx.Rngs(0), **settings))
+
+  def combine(self, twin, out, *args):
+    return out + twin.lora(*args)

@@ -1,0 +1,200 @@
+"""The scored half of the train step: which passes run, and what a step reports about its documents.
+
+B rows, S documents in a row, T positions, K validation sets, L layers.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxghost.config.schema import Config
+from maxghost.ghost import ledger, reverse_scan, schedules
+from maxghost.ghost.accumulate import accumulated
+from maxghost.ghost.engine import direction_spec, total
+from maxghost.ghost.losses import LanguageModelLoss
+from maxghost.ghost.prepare import prepare_twin
+from maxghost.ghost.schedules import TrainPass
+from maxghost.training.optimizers import optimizer_spec
+from maxghost.training.state import TrainStateNNX, adam_moments
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+  """A scored pass and what its account needs. sums: per validation set, or None where `gradients` are kept for them.
+
+  used: <g, u> [K], or None where it follows from the parts. fresh: whether the directions are of this step.
+  """
+
+  passed: TrainPass
+  val_loss: jax.Array
+  gradients: list[dict] | None
+  parts: dict
+  sums: list[dict] | None
+  captured: dict
+
+
+class Scorer:
+  """The scored pass of the configured schedule and direction, for batches of one shape.
+
+  Raises ValueError for a model that cannot be scored. delta(train_state, grads) -> State of the parameter update is
+  needed by direction second_order.
+  """
+
+  def __init__(self, cfg: Config, model: nnx.Module, batch, *, num_sets: int, delta):
+    self.cfg, self.ghost, self.delta = cfg, cfg.ghost, delta
+    self.loss = LanguageModelLoss(cfg.model.z_loss_multiplier)
+    self.num_micro = cfg.optimizer.gradient_accumulation_steps
+    rows = jax.tree.leaves(batch)[0].shape[0] // self.num_micro
+    micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))
+    direction = self.ghost.ghost_direction
+    self.second_order = direction == "second_order"
+    self.twin = prepare_twin(
+      model,
+      micro,
+      self.loss,
+      num_sets=num_sets,
+      num_positions=micro["inputs"].shape[1],
+      spec=direction_spec(cfg, direction, self.ghost.ghost_rank),
+      exclude=self.ghost.ghost_exclude,
+      schedule=self.ghost.ghost_schedule,
+      num_val=self.ghost.ghost_val_batch_size,
+    )
+
+  def __call__(self, train_state: TrainStateNNX, split, step_loss, batch, val_batches) -> Scored:
+    """split: (graphdef, params, rest) of the model; step_loss: the training loss, with dropout if there is any."""
+    graphdef, params, rest = split
+    first, second = adam_moments(train_state.optimizer)
+    # Inside v_t stands the clipping factor of the step before: this step's needs the whole gradient.
+    kappa = train_state.clip_factor[...] if self.cfg.optimizer.gradient_clipping_threshold else jnp.ones((), float)
+    moments = ledger.Moments(first, second, train_state.step)
+    scalars = schedules.adam_scalars(self.twin, train_state.step, kappa)
+    schedule = self.ghost.ghost_schedule
+    if schedule == "reverse_scan":
+      account = reverse_scan.Account(optimizer_spec(self.cfg.optimizer), moments, kappa)
+      passed, val_loss, sums, captured = reverse_scan.run(
+        self.twin, graphdef, params, rest, step_loss, batch, val_batches, second, scalars, account
+      )
+      return Scored(passed, val_loss, None, {}, sums, captured)
+    if schedule == "concat":
+      return self._concat(split, step_loss, batch, val_batches, second, scalars)
+    return self._two_pass(train_state, split, step_loss, batch, val_batches, second, scalars)
+
+  def _two_pass(self, train_state, split, step_loss, batch, val_batches, second, scalars) -> Scored:
+    graphdef, params, rest = split
+    val_loss, gradients = self._validation(train_state, split, val_batches)
+    if self.second_order:
+      _, _, _, grads = schedules.plain_pass(graphdef, params, rest, step_loss, batch)
+      delta, precondition = self.delta(train_state, grads)
+      gradients = schedules.second_order_gradients(graphdef, params, rest, self.loss, val_batches, gradients, delta)
+      labelled = [schedules.by_label(g) for g in gradients]
+      parts, captured = schedules.direction_parts(self.twin, [precondition(g) for g in labelled])
+    else:
+      labelled = [schedules.by_label(g) for g in gradients]
+      parts, captured = schedules.direction_parts(self.twin, labelled, second, scalars)
+    directions = self.twin.direction_state(parts)
+    stacks = {p.label: p.stack_shape for p in self.twin.scored}
+
+    def run(micro_batch):
+      return schedules.train_pass(self.twin, params, rest, step_loss, micro_batch, directions)
+
+    return Scored(accumulated(run, batch, self.num_micro, stacks), val_loss, labelled, parts, None, captured)
+
+  def _validation(self, train_state, split, val_batches):
+    """(losses [K], K gradient States), new ones or, between refreshes, those of an earlier step (losses NaN)."""
+    graphdef, params, rest = split
+    every = self.ghost.ghost_val_every
+    if every == 1:
+      return schedules.validation_gradients(graphdef, params, rest, self.loss, val_batches)
+    stored = [v[...] for v in train_state.stored_gradients]
+    tree = jax.tree.structure([params] * len(val_batches))
+
+    def fresh():
+      losses, gradients = schedules.validation_gradients(graphdef, params, rest, self.loss, val_batches)
+      return losses, [g.astype(s.dtype) for g, s in zip(jax.tree.leaves(gradients), stored, strict=True)]
+
+    def stale():
+      return jnp.full((len(val_batches),), jnp.nan, stored[0].dtype), stored
+
+    losses, leaves = jax.lax.cond(train_state.step % every == 0, fresh, stale)
+    for variable, leaf in zip(train_state.stored_gradients, leaves, strict=True):
+      variable[...] = leaf
+    return losses, jax.tree.unflatten(tree, leaves)
+
+  def _concat(self, split, step_loss, batch, val_batches, second, scalars) -> Scored:
+    _, params, rest = split
+    zeros = {p.label: jnp.zeros((*p.stack_shape, *p.shape), float) for p in self.twin.scored}
+    parts, _ = schedules.direction_parts(self.twin, [zeros], second, scalars)
+    state = self.twin.direction_state(parts)
+    passed, val_loss = schedules.concat_pass(self.twin, params, rest, step_loss, batch, val_batches[0], state)
+    return Scored(passed, val_loss[None], None, {}, None, {})
+
+  def columns(self, train_state, params, scored: Scored, learning_rate, kappa) -> dict:
+    """The ledger's columns, [K] each; empty for schedule concat, which never holds a whole validation gradient."""
+    twin, passed, optimizer = self.twin, scored.passed, optimizer_spec(self.cfg.optimizer)
+    decay = self.cfg.optimizer.adam_weight_decay if optimizer.kind == "adam" else 0.0
+    grads = schedules.by_label(passed.grads)
+    sums = scored.sums
+    if scored.gradients is not None:
+      moments = ledger.Moments(*adam_moments(train_state.optimizer), train_state.step)
+      labels = {p.label for p in twin.scored}
+      sums = [
+        ledger.sums(optimizer, moments, kappa, schedules.by_label(params), grads, g, labels) for g in scored.gradients
+      ]
+    if sums is None:
+      return {}
+    if twin.spec.kind == "adam" or scored.parts:
+      used = ledger.used(twin.scored, grads, scored.parts, passed.facts)
+    else:
+      used = jnp.stack([s["used"] for s in sums])
+    return ledger.columns(twin, sums, passed.scores, used, learning_rate, kappa, decay)
+
+
+def outputs(cfg: Config, scorer: Scorer, scored: Scored, batch, scale, columns: dict, num_segments: int) -> dict:
+  """Per document: score_dot_BSK, contribution_BSK (nats), tokens_BS, loss_BS; by ghost_detail param_contribution
+  {path: [L, B, S, K]}; with a rank captured {path: [L, K]}; scored_ok: whether all scores are finite (else they are 0).
+
+  scale: learning rate times clipping factor.
+  """
+  passed, twin = scored.passed, scorer.twin
+  dtype = jnp.promote_types(passed.losses.dtype, jnp.float32)
+  documents_BTS = jax.nn.one_hot(batch["inputs_segmentation"] - 1, num_segments, dtype=dtype)
+  targets_BTS = jax.nn.one_hot(batch["targets_segmentation"] - 1, num_segments, dtype=dtype)
+  tokens_BS = targets_BTS.sum(1)
+  score_KBT = total(twin, passed.scores)
+  ok = jnp.all(jnp.isfinite(score_KBT))
+  score_KBT = jnp.where(ok, score_KBT, 0)
+  score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, documents_BTS)
+  share_BS = tokens_BS / jnp.maximum(tokens_BS.sum(), 1)
+  per_share_BS = jnp.where(tokens_BS > 0, 1 / jnp.where(tokens_BS > 0, share_BS, 1), 0)
+  out = {
+    "val_loss": scored.val_loss,
+    "score_dot_BSK": score_BSK * per_share_BS[..., None],
+    "contribution_BSK": score_BSK * scale,
+    "tokens_BS": tokens_BS.astype(jnp.int32),
+    "loss_BS": jnp.einsum("bts,bt->bs", targets_BTS, passed.losses) / jnp.maximum(tokens_BS, 1),
+    "scored_ok": ok,
+    **columns,
+  }
+  if cfg.ghost.ghost_detail == "token":
+    out["token_contribution_KBT"] = score_KBT * scale
+  if cfg.ghost.ghost_detail != "total":
+    out["param_contribution"] = {
+      p.label: _by_document(p, passed.scores[p.label], documents_BTS, cfg.ghost.ghost_detail == "module") * scale
+      for p in twin.scored
+    }
+  captured = dict(scored.captured)
+  if twin.spec.kind == "adam" and twin.spec.rank:
+    captured = {p.label: passed.facts[p.label][..., 0] for p in twin.scored if p.spec.low_rank}
+  if captured:
+    out["captured"] = {label: jnp.atleast_2d(c) for label, c in captured.items()}
+  out["nonfinite_scores"] = {p.label: ~jnp.all(jnp.isfinite(passed.scores[p.label])) for p in twin.scored}
+  return out
+
+
+def _by_document(param, score, documents_BTS, sum_layers: bool):
+  """[L, B, S, K] from one parameter's [*stack, K, B, T]."""
+  score_LKBT = score.reshape(-1, *score.shape[len(param.stack_shape) :])
+  score_LBSK = jnp.einsum("lkbt,bts->lbsk", score_LKBT, documents_BTS)
+  return score_LBSK.sum(0, keepdims=True) if sum_layers else score_LBSK
