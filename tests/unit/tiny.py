@@ -56,12 +56,13 @@ def by_label(tree) -> dict:
 
 
 def random_values(templates: dict, seed: int) -> dict:
-  """{label: float32 values} for {label: shape}: norm scales around 1, matrices that keep activations alive."""
+  """{label: float32 values} for {label: shape}: norm scales around 1, and matrices so small that float32 rounding, that
+  of any correct computation, stays below 2e-6 of a score (with deviation 0.25 it reaches 1e-5)."""
   rng = np.random.default_rng(seed)
   values = {}
   for label in sorted(templates):
     normal = rng.normal(size=templates[label]).astype(np.float32)
-    values[label] = 1 + np.float32(0.3) * normal if label.endswith("scale") else np.float32(0.25) * normal
+    values[label] = 1 + np.float32(0.3) * normal if label.endswith("scale") else np.float32(0.1) * normal
   return values
 
 
