@@ -2,7 +2,7 @@
 
 import math
 
-from maxghost.attribution.numbers import number, percent
+from maxghost.attribution.numbers import integer, number, percent
 from maxghost.attribution.summary import Ledger, SetSummary
 
 LEDGER_LABELS = {
@@ -12,6 +12,8 @@ LEDGER_LABELS = {
   "unscored": ("Unscored parameters", "parameters left out with ghost_exclude"),
   "direction_residual": ("Direction residual", "exact minus used direction (stale or low-rank)"),
 }
+
+LARGE_REST = 0.2  # of the prediction; beyond, the reader is warned
 
 
 def headline(part: SetSummary) -> str:
@@ -60,7 +62,8 @@ def _listed(names: list[str]) -> str:
 
 def ledger_sentence(ledger: Ledger) -> str:
   """How to read the ledger; says so when momentum carries much of the step."""
-  steps = f"{ledger.num_steps:,} steps ({ledger.first_step} to {ledger.last_step})".replace(",", "\u202f")
+  count = f"{integer(ledger.num_steps)} step{'s' if ledger.num_steps != 1 else ''}"
+  steps = f"{count} ({ledger.first_step} to {ledger.last_step})"
   text = f"Each step's predicted drop, added up over {steps}."
   momentum, examples = ledger.columns.get("momentum"), ledger.columns.get("predicted_examples")
   if momentum and ledger.predicted > 0 and momentum > 0.2 * ledger.predicted:
@@ -69,6 +72,12 @@ def ledger_sentence(ledger: Ledger) -> str:
       "gradients, so the examples of a step are credited with the small part that is new in this step"
     )
     text += f" ({number(examples)} nats)." if examples is not None else "."
+  if ledger.rest is not None and ledger.predicted > 0 and abs(ledger.rest) > LARGE_REST * ledger.predicted:
+    less = "did not happen" if ledger.rest < 0 else "came on top"
+    text += (
+      f" {percent(abs(ledger.rest) / ledger.predicted)} of it {less}: the steps were too long for a first-order "
+      "prediction. Read the contributions as a comparison of documents and domains, not as exact nats."
+    )
   return text
 
 
