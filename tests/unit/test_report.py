@@ -166,8 +166,8 @@ def test_page_is_self_contained_and_well_formed(run_dir):
   assert not re.search(r"""(src|href)=|url\(|@import|https?:|fetch\(["'](?!version)""", page)
   assert check.counts["svg"] > 8 and check.counts["section"] == 2 and check.counts["button"] == 2
   assert check.labelled_drawings == check.counts["svg"]
-  for words in ("exams", "Momentum", "nats per million tokens", "layer 3", "logits_dense", "Data health"):
-    assert words in page, words
+  for phrase in ("exams", "Momentum", "nats per million tokens", "layer 3", "logits_dense", "Data health"):
+    assert phrase in page, phrase
   assert len(page) < 1_000_000
 
 
@@ -230,8 +230,8 @@ def test_texts_are_found_and_a_changed_source_is_said(tmp_path):
 def test_command(run_dir, capsys):
   assert report.main([str(run_dir), "--documents", "3"]) == 0
   out = capsys.readouterr().out
-  for words in ("Predicted drop", "Measured drop", "Documents that helped most", "Nats per million tokens"):
-    assert words in out, words
+  for phrase in ("Predicted drop", "Measured drop", "Documents that helped most", "Nats per million tokens"):
+    assert phrase in out, phrase
   assert (run_dir / "report.html").stat().st_size > 20_000
 
 
