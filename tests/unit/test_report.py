@@ -98,7 +98,7 @@ def test_ledger_and_domains_by_hand(tmp_path):
 
   without_close = summarize(attribution.load(write_log(tmp_path / "s", steps))).sets[0].ledger
   assert (without_close.actual, without_close.predicted, without_close.num_steps) == (0.5, 0.375, 1)
-  assert "over 1 step (0 to 0). 33\u202f% of it came on top" in words.ledger_sentence(without_close)
+  assert "over 1 step (0 to 0). 33\u202f% of the predicted drop came on top" in words.ledger_sentence(without_close)
 
 
 def test_a_step_whose_successor_was_not_scored_has_no_measured_drop(tmp_path):
