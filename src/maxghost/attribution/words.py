@@ -75,8 +75,8 @@ def ledger_sentence(ledger: Ledger) -> str:
   if ledger.rest is not None and ledger.predicted > 0 and abs(ledger.rest) > LARGE_REST * ledger.predicted:
     less = "did not happen" if ledger.rest < 0 else "came on top"
     text += (
-      f" {percent(abs(ledger.rest) / ledger.predicted)} of the predicted drop {less}: the steps were too long for a first-order "
-      "prediction. Read the contributions as a comparison of documents and domains, not as exact nats."
+      f" {percent(abs(ledger.rest) / ledger.predicted)} of the predicted drop {less}: the steps were too long for a "
+      "first-order prediction. Read the contributions as a comparison of documents and domains, not as exact nats."
     )
   return text
 
