@@ -114,6 +114,9 @@ class DataConfig:
     choices=("proportional", "weights", "epochs"),
   )
   dataset_weights: tuple[str, ...] = key((), "domain=number for each domain; read by dataset_mixture")
+  dataset_exclude_file: str = key(
+    "", "JSON lines of document ids (domain, path, offset) to leave out of training, as `duplicates` writes them"
+  )
   on_corrupt: str = key(
     "error", "a document or file that cannot be read ends the run, or is skipped and counted", choices=("error", "skip")
   )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from maxghost import config
 from maxghost.config import ConfigError
+from maxghost.data import duplicates
 from maxghost.data import prepare as preparing
 from maxghost.data.build import load_dataset
 from maxghost.data.prepared import INDEX_FILE
@@ -26,9 +27,16 @@ def main(arguments: list[str] | None = None) -> int:
   verify = commands.add_parser("verify", help="compare the shards of a prepared folder with their checksums")
   verify.add_argument("folder")
   _command(commands, "show", "what a run of a configuration reads: domains, held-out documents, packing")
-  parsed = parser.parse_args(arguments)
+  repeats = _command(commands, "duplicates", "training documents that repeat held-out ones, or each other")
+  repeats.add_argument("--near", type=float, metavar="SHARE", help="also near-copies of held-out documents: those that "
+                          "share this much of their 8-word shingles, 0 to 1")
+  repeats.add_argument("--output", help="write the ids of the copies to this file, for dataset_exclude_file")
+  parsed, more = parser.parse_known_args(arguments)  # settings may come after the options too
+  if any(item.startswith("-") for item in more) or (more and not hasattr(parsed, "config")):
+    parser.error(f"unrecognized arguments: {' '.join(more)}")
+  parsed.config = [*getattr(parsed, "config", []), *more]
   try:
-    return {"prepare": _prepare, "verify": _verify, "show": _show}[parsed.command](parsed)
+    return {"prepare": _prepare, "verify": _verify, "show": _show, "duplicates": _duplicates}[parsed.command](parsed)
   except ConfigError as error:
     for problem in error.problems:
       print(f"maxghost: {problem}", file=sys.stderr)
@@ -128,6 +136,34 @@ def _show(parsed: argparse.Namespace) -> int:
   )
   print(f"validation '{dataset.val_domain}': {dataset.num_validation_rows():,} rows")
   return 0
+
+
+def _duplicates(parsed: argparse.Namespace) -> int:
+  cfg = _load(parsed)
+  if parsed.near is not None and not 0 < parsed.near <= 1:
+    raise ConfigError(f"--near {parsed.near} is not a share; use for example 0.8")
+  dataset = load_dataset(cfg.data, cfg.run.data_shuffle_seed)
+  pairs = duplicates.exact(duplicates.documents_of(dataset))
+  if parsed.near is not None:
+    found = {(pair.copy, pair.original) for pair in pairs}
+    near = duplicates.near(duplicates.documents_of(dataset), parsed.near)
+    pairs += [pair for pair in near if (pair.copy, pair.original) not in found]
+  for pair in pairs:
+    kind = "held-out" if pair.held_out else "training"
+    print(f"{pair.similarity:.2f}  {_shown(pair.copy)}  repeats {kind} {_shown(pair.original)}")
+  of_held_out = [pair.copy for pair in pairs if pair.held_out]
+  exact = sum(pair.similarity == 1.0 for pair in pairs if pair.held_out)
+  print(
+    f"{len(set(of_held_out))} training documents repeat held-out ones ({exact} exactly); "
+    f"{sum(not pair.held_out for pair in pairs)} repeat other training documents"
+  )
+  if parsed.output:
+    print(f"{parsed.output}: {duplicates.write_ids(parsed.output, of_held_out)} ids; use it as dataset_exclude_file")
+  return 0
+
+
+def _shown(document) -> str:
+  return f"{document.domain}:{document.path}:{document.offset}"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
 from maxghost.data import sources
 from maxghost.data.dataset import POOL_DOCUMENTS, Dataset, Part
+from maxghost.data.duplicates import read_ids
 from maxghost.data.feeds import ThreadFeed, WorkerFeed
 from maxghost.data.hashing import content_hashes, text_hash
 from maxghost.data.order import Repeated, RowMixture, Uniform
@@ -86,7 +87,8 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
            val_domains: tuple[str, ...]) -> list[Part]:
   """The training source and, where `ghost_val_files` names some, the held-out files; each with its split."""
   held_out = tuple(dict.fromkeys((cfg.ghost_val_domain, *val_domains)))
-  splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed))]
+  excluded = read_ids(cfg.dataset_exclude_file) if cfg.dataset_exclude_file else None
+  splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
   if cfg.ghost_val_files:
     files = text.load(cfg.ghost_val_files, cfg.train_data_columns, key="ghost_val_files", on_corrupt=cfg.on_corrupt)
     both = [domain for domain in files.domains if domain in source.domains]
@@ -234,6 +236,7 @@ def _identity(cfg: DataConfig, seed: int, batch_size: int, parts: list[Part], to
     cfg.add_bos, cfg.add_eos, cfg.shuffle_window_bytes, cfg.ghost_val_domain, cfg.ghost_val_fraction,
     cfg.ghost_val_copies, cfg.dataset_mixture, cfg.dataset_weights, cfg.on_corrupt, tokenizer.fingerprint,
     *(part.source.fingerprint for part in parts),
+    *(read_ids(cfg.dataset_exclude_file).tolist() if cfg.dataset_exclude_file else ()),
   )
   files = {name: value for part in parts for name, value in part.source.files.items()}
   return Identity(f"{text_hash(*map(repr, settings)):016x}", files if len(files) <= _MOST_FILES_IN_A_STATE else {})

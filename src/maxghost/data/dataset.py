@@ -67,6 +67,11 @@ class Dataset:
     self._seed = seed
 
   @property
+  def parts(self) -> tuple[Part, ...]:
+    """The training source, and the held-out files where there are some."""
+    return tuple(self._parts)
+
+  @property
   def source(self) -> Source:
     """The documents that training draws from (its held-out ones included)."""
     return self._parts[0].source
@@ -125,7 +130,7 @@ class Dataset:
         indices = indices[np.isin(lengths, sizes)]
       elif self.source.num_bytes > _COPY_BYTES:
         return None
-      candidates.extend(indices[~self._parts[0].split.held_out(indices)].tolist())
+      candidates.extend(indices[~self._parts[0].split.left_out(indices)].tolist())
       if len(candidates) > _COPY_CANDIDATES:
         return None
     found = _hashes_or_skip(self.source, np.array(candidates, np.int64))

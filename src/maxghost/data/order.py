@@ -17,17 +17,17 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 
 
 class Uniform:
-  """Every unit once per epoch, in a new order each epoch."""
+  """Every unit once per epoch, in a new order each epoch. all_units: the units, in the order of their numbers."""
 
   def __init__(self, units: np.ndarray | range, seed: int):
-    self._units, self._seed = units, seed
+    self.all_units, self._seed = units, seed
 
   def __len__(self) -> int:
-    return len(self._units)
+    return len(self.all_units)
 
   def units(self, epoch: int, positions: np.ndarray) -> np.ndarray:
     """int64[n]: the units at these positions of the epoch."""
-    return _pick(self._units, shuffled_index(positions, len(self), _ORDER, self._seed, epoch))
+    return _pick(self.all_units, shuffled_index(positions, len(self), _ORDER, self._seed, epoch))
 
 
 class Repeated:
@@ -35,6 +35,7 @@ class Repeated:
 
   def __init__(self, parts: Sequence[np.ndarray | range], repeats: Sequence[float], seed: int):
     self._parts, self._seed = parts, seed
+    self.all_units = np.concatenate([np.asarray(part) for part in parts])
     self._ends = np.cumsum([round(len(part) * times) for part, times in zip(parts, repeats, strict=True)])
 
   def __len__(self) -> int:

@@ -18,7 +18,7 @@ from maxghost.data.sources.base import CorruptError
 from maxghost.data.split import Split
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.data.types import Document, DocumentId
-from maxghost.data.windows import NO_COPIES, HeldOut, concatenated, frame
+from maxghost.data.windows import NO_COPIES, HeldOut, concatenated, frame, read_or_skip
 
 INDEX_FILE = "maxghost-index.json"
 INDEX_VERSION = 1
@@ -182,8 +182,6 @@ class PreparedUnits:
     self._source, self._split, self._layout, self._on_corrupt = source, split, layout, on_corrupt
     self._held_out = held_out
     self.drops_copies = bool(held_out.sizes)
-    units = self.all_units()
-    self.mean_bytes = max(1, source.num_bytes // max(1, len(units)))
 
   def all_units(self) -> np.ndarray | range:
     if len(self._source.domains) == len(self._source.index.meta["domains"]):
@@ -192,6 +190,9 @@ class PreparedUnits:
 
   def units_of(self, domain: int) -> np.ndarray:
     return self._source.blocks_of(domain)
+
+  def mean_bytes(self, units: np.ndarray | range) -> int:
+    return max(1, self._source.num_bytes // max(1, len(self.all_units())))  # blocks are of one size
 
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
     counts = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt"), 0)
@@ -221,9 +222,12 @@ class PreparedUnits:
     encoded = self._frame([ids for ids, _ in pairs], lengths, np.asarray(indices), [sizes for _, sizes in pairs])
     return encoded, {"documents": len(indices)}
 
+  def read(self, indices: np.ndarray) -> list[bytes | None]:
+    return read_or_skip(self._source, indices, self._on_corrupt)
+
   def _kept(self, documents: np.ndarray, counts: dict[str, int]) -> np.ndarray:
     """bool[n]: documents to train on; counts the copies of held-out texts."""
-    keep = ~self._split.held_out(documents)
+    keep = ~self._split.left_out(documents)
     if self.drops_copies:
       copies = keep & self._held_out.copies(self._source.content_hashes(documents))
       counts["copies"] += int(copies.sum())

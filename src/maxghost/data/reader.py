@@ -146,6 +146,13 @@ class TrainIterator(Iterator[Batch]):
     """Share of the positions that hold a token, over the windows met so far."""
     return self.counts.get("tokens", 0) / max(1, self.counts.get("rows", 0) * self._layout.row_length)
 
+  def describe(self) -> str:
+    """What this process has read and how well it was packed, in a line."""
+    met = {name: self.counts.get(name, 0) for name in ("documents", "tokens", "copies", "corrupt", "empty")}
+    left_out = ", ".join(f"{met[name]:,} {name}" for name in ("copies", "corrupt", "empty") if met[name])
+    line = f"Data read: {met['documents']:,} documents, {met['tokens']:,} tokens; rows filled to "
+    return line + f"{self.packing_efficiency:.1%}" + (f"; left out: {left_out}" if left_out else "")
+
   def state(self) -> dict:
     """The position after the last batch, as JSON can hold it."""
     lanes = {

@@ -11,13 +11,18 @@ _SCAN = 1 << 20  # documents looked at together
 
 
 class Split:
-  """The held-out share of the validation domains. Those not of this source (held-out files, say) are left alone."""
+  """The held-out share of the validation domains. Those not of this source (held-out files, say) are left alone.
 
-  def __init__(self, source: Source, val_domains: tuple[str, ...], fraction: float, seed: int):
+  excluded: `id_hashes` (uint64, sorted) of documents that are neither held out nor trained on.
+  """
+
+  def __init__(self, source: Source, val_domains: tuple[str, ...], fraction: float, seed: int,
+               excluded: np.ndarray | None = None):
     self._source = source
     self._nothing, self._all = fraction <= 0.0, fraction >= 1.0
     self._limit = np.uint64(0) if self._nothing or self._all else np.uint64(int(fraction * 2**64))
     self._seed = seed
+    self._excluded = np.empty(0, np.uint64) if excluded is None else excluded
     self._numbers = np.array([source.domains.index(name) for name in val_domains if name in source.domains], np.int64)
 
   def held_out(self, indices: np.ndarray) -> np.ndarray:
@@ -30,6 +35,13 @@ class Split:
     hashes = combine(_SPLIT, self._seed, self._source.id_hashes(indices[inside]))
     inside[inside] = hashes < self._limit
     return inside
+
+  def left_out(self, indices: np.ndarray) -> np.ndarray:
+    """bool[n]: whether each document is kept out of training: held out, or excluded by name."""
+    out = self.held_out(indices)
+    if len(self._excluded):
+      out |= np.isin(self._source.id_hashes(indices), self._excluded)
+    return out
 
   def pool(self, domain: str, limit: int) -> np.ndarray:
     """int64[n]: the first `limit` held-out documents of a domain, by number."""

@@ -25,6 +25,9 @@ class Window(NamedTuple):
   counts: dict[str, int]
 
 
+_SAMPLES = 32  # documents read to estimate the mean size of a stream's
+
+
 class HeldOut(NamedTuple):
   """Contents that training leaves out: `content_hashes` (uint64, sorted) of held-out texts, and their sizes."""
 
@@ -42,10 +45,9 @@ NO_COPIES = HeldOut(np.empty(0, np.uint64), frozenset())
 class Units(Protocol):
   """What can be read at random: documents, or blocks of prepared documents.
 
-  mean_bytes: text bytes of one. drops_copies: whether copies of held-out texts are left out.
+  drops_copies: whether copies of held-out texts are left out.
   """
 
-  mean_bytes: int
   drops_copies: bool
 
   def all_units(self) -> np.ndarray | range:
@@ -54,11 +56,17 @@ class Units(Protocol):
   def units_of(self, domain: int) -> np.ndarray | range:
     """Numbers of a domain's units."""
 
+  def mean_bytes(self, units: np.ndarray | range) -> int:
+    """Text bytes of one of the units, about."""
+
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
     """Training documents of the units (held-out ones left out), and counts of what was met."""
 
   def encode_documents(self, indices: np.ndarray) -> tuple[Encoded, dict[str, int]]:
     """Documents by number, whether held out or not."""
+
+  def read(self, indices: np.ndarray) -> list[bytes | None]:
+    """Texts by number; None for a corrupt one where on_corrupt=skip, else a ConfigError that names it."""
 
 
 class TextUnits:
@@ -68,7 +76,6 @@ class TextUnits:
                held_out: HeldOut = NO_COPIES):
     self._source, self._split, self._tokenizer, self._layout = source, split, tokenizer, layout
     self._on_corrupt, self._held_out = on_corrupt, held_out
-    self.mean_bytes = max(1, source.num_bytes // max(1, len(source)))
     self.drops_copies = bool(held_out.sizes)
 
   def all_units(self) -> range:
@@ -82,16 +89,26 @@ class TextUnits:
       return range(int(indices[0]), int(indices[-1]) + 1)
     return indices
 
+  def mean_bytes(self, units: np.ndarray | range) -> int:
+    if len(units) == len(self._source):
+      return max(1, self._source.num_bytes // max(1, len(units)))
+    some = np.asarray(units[:: max(1, len(units) // _SAMPLES)])
+    found = [len(text) for text in read_or_skip(self._source, some, "skip") if text]
+    return max(1, sum(found) // max(1, len(found)))
+
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
-    return self._encode(units[~self._split.held_out(units)], self._held_out)
+    return self._encode(units[~self._split.left_out(units)], self._held_out)
 
   def encode_documents(self, indices: np.ndarray) -> tuple[Encoded, dict[str, int]]:
     return self._encode(indices, NO_COPIES)
 
+  def read(self, indices: np.ndarray) -> list[bytes | None]:
+    return read_or_skip(self._source, indices, self._on_corrupt)
+
   def _encode(self, indices: np.ndarray, held_out: HeldOut) -> tuple[Encoded, dict[str, int]]:
     kept, texts = [], []
     counts = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt"), 0)
-    for index, text in zip(indices.tolist(), read_or_skip(self._source, indices, self._on_corrupt), strict=True):
+    for index, text in zip(indices.tolist(), self.read(indices), strict=True):
       if text is None:
         counts["corrupt"] += 1
       elif not text:
@@ -170,10 +187,11 @@ class Windows:
   """Makes the windows of every lane of one stream of units. `name` tells the stream's orders from other streams'."""
 
   def __init__(self, units: Units, order, layout: Layout, *, name: str, seed: int, num_lanes: int, window_bytes: int):
+    """order: the stream's units by position (`Uniform` or `Repeated`). window_bytes: text of a window, about."""
     self._units, self._order, self._layout = units, order, layout
     self._seeds = (text_hash("window", name), seed)
     self.num_lanes = num_lanes
-    self.units_per_window = max(1, window_bytes // units.mean_bytes)
+    self.units_per_window = max(1, window_bytes // units.mean_bytes(order.all_units))
 
   def num_units(self, lane: int) -> int:
     """Units of a lane per epoch, those of held-out documents included."""

@@ -40,7 +40,13 @@ class Session:
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, name).arrays for name in self._val_sets
     )
     self._program = program.build(
-      cfg, self._graphdef, self._abstract, batch_shapes(cfg), val_batches, dataset.max_segments
+      cfg,
+      self._graphdef,
+      self._abstract,
+      batch_shapes(cfg, rows_per_step(cfg)),
+      val_batches,
+      batch_shapes(cfg, cfg.data.per_device_batch_size),
+      dataset.max_segments,
     )
 
   def run(self) -> int:
@@ -51,9 +57,10 @@ class Session:
     try:
       train_state, position, sinks = self._open(run_dir)
       prefetcher = Prefetcher(self._dataset.train, jax.device_put, self._cfg.run.steps - position.completed_steps)
-      flops = step_flops(self._cfg.model, self._cfg.data.per_device_batch_size, self._cfg.data.max_target_length)
+      rows = rows_per_step(self._cfg)
+      flops = step_flops(self._cfg.model, rows, self._cfg.data.max_target_length)
       self._announce(position, flops, run_dir)
-      hardware = Hardware(1, peak_flops(jax.devices()[0]), flops)
+      hardware = Hardware(1, peak_flops(jax.devices()[0]), rows, flops)
       loop = TrainingLoop(
         self._cfg, self._program, self._dataset, sinks, self._signals, hardware, val_sets=self._val_sets
       )
@@ -100,8 +107,10 @@ class Session:
       writer = self._open_scores(
         run_dir.path, self._val_sets, period=cfg.ghost.ghost_log_period, fingerprint=self._dataset.fingerprint
       )
-      scores = ScoreRecorder(writer, self._dataset.document_id, self._dataset.source.domains)
-      scores.restore(position.scores)
+      scores = ScoreRecorder(
+        writer, self._dataset.document_id, self._dataset.source.domains, run_dir.path / "ghost" / "tokens"
+      )
+      scores.restore(position.scores, position.completed_steps)
     if cfg.run.enable_tensorboard:
       first = position.completed_steps if position.pending is None else position.pending["step"]
       tensorboard = TensorBoardLog(run_dir.tensorboard_path, first)
@@ -131,6 +140,7 @@ class Session:
     if not outcome.interrupted:
       for line in announce.end_lines(cfg, outcome, run_dir.path, run_dir.metrics_path):
         say(line)
+      say(self._dataset.train.describe())
       return 0
     saved = f"saved in {run_dir.checkpoints_path / str(outcome.completed_steps)}"
     if not cfg.checkpoint.enable_checkpointing:
@@ -151,7 +161,12 @@ def configure_jax(cfg: Config) -> None:
     jax.config.update("jax_compilation_cache_dir", cfg.run.jax_cache_dir)
 
 
-def batch_shapes(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
-  """Shapes of one training batch of one device, int32[B, T] by name."""
-  shape = jax.ShapeDtypeStruct((cfg.data.per_device_batch_size, cfg.data.max_target_length), np.int32)
+def rows_per_step(cfg: Config) -> int:
+  """Rows of one step's batch: those of all its micro-batches."""
+  return cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps
+
+
+def batch_shapes(cfg: Config, num_rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+  """Shapes of a batch, int32[B, T] by name."""
+  shape = jax.ShapeDtypeStruct((num_rows, cfg.data.max_target_length), np.int32)
   return {f"{kind}{part}": shape for kind in ("inputs", "targets") for part in ("", "_position", "_segmentation")}

@@ -1,0 +1,118 @@
+"""Training documents that repeat held-out ones, exactly or nearly, and training documents that repeat each other."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from maxghost.config import ConfigError
+from maxghost.data.hashing import content_hashes
+from maxghost.data.sources.base import id_hash
+from maxghost.data.types import DocumentId
+
+_SHINGLE_WORDS = 8
+_PERMUTATIONS = 128
+_BATCH = 256  # documents read together
+
+
+@dataclass(frozen=True)
+class Pair:
+  """A training document and the document it repeats. similarity: 1 for an exact copy, else the estimated share of
+  8-word shingles that the two have in common (Jaccard; standard error 0.09 at most). held_out: of the second one."""
+
+  copy: DocumentId
+  original: DocumentId
+  similarity: float
+  held_out: bool
+
+
+def exact(documents: Iterable[tuple[DocumentId, bytes, bool]]) -> list[Pair]:
+  """Byte-identical pairs among (id, text, held out). A group's original is its first held-out one, else its first."""
+  groups: dict[int, list[tuple[DocumentId, bool]]] = {}
+  for document, text, held_out in documents:
+    if text:
+      groups.setdefault(int(content_hashes([text])[0]), []).append((document, held_out))
+  pairs = []
+  for group in groups.values():
+    group.sort(key=lambda member: not member[1])
+    (original, is_held_out), *others = group
+    pairs.extend(Pair(copy, original, 1.0, is_held_out) for copy, out in others if not out)
+  return pairs
+
+
+def near(documents: Iterable[tuple[DocumentId, bytes, bool]], threshold: float) -> list[Pair]:
+  """Training documents whose shingles overlap those of a held-out document by `threshold` or more, by MinHash.
+
+  Exact copies are among them. Source: Broder 1997; locality-sensitive hashing by the `datasketch` library.
+  Raises ConfigError when that is not installed.
+  """
+  try:
+    from datasketch import MinHash, MinHashLSH
+  except ImportError:
+    line = "near-duplicates need the package datasketch; install it with: pip install 'maxghost[data]'"
+    raise ConfigError(line) from None
+
+  def sketch(text: bytes) -> MinHash:
+    words = text.split()
+    shingles = {b" ".join(words[n : n + _SHINGLE_WORDS]) for n in range(max(1, len(words) - _SHINGLE_WORDS + 1))}
+    made = MinHash(_PERMUTATIONS)
+    made.update_batch(shingles)
+    return made
+
+  index = MinHashLSH(threshold, _PERMUTATIONS)
+  known: dict[DocumentId, MinHash] = {}
+  training = []
+  for document, text, held_out in documents:
+    if not text:
+      continue
+    made = sketch(text)
+    if held_out:
+      known[document] = made
+      index.insert(document, made)
+    else:
+      training.append((document, made))
+  pairs = []
+  for document, made in training:
+    found = [(made.jaccard(known[original]), original) for original in index.query(made)]
+    pairs.extend(Pair(document, original, share, True) for share, original in found if share >= threshold)
+  return sorted(pairs, key=lambda pair: (-pair.similarity, pair.copy))
+
+
+def documents_of(dataset) -> Iterator[tuple[DocumentId, bytes, bool]]:
+  """(id, text, held out) of every document that can be read."""
+  for part in dataset.parts:
+    for first in range(0, len(part.source), _BATCH):
+      indices = np.arange(first, min(first + _BATCH, len(part.source)))
+      indices = indices[part.source.domain_numbers(indices) >= 0]
+      held_out = part.split.held_out(indices).tolist()
+      for index, text, out in zip(indices.tolist(), part.units.read(indices), held_out, strict=True):
+        if text is not None:
+          yield part.source.document_id(index), text, out
+
+
+def write_ids(path: str, documents: Iterable[DocumentId]) -> int:
+  """Writes ids as JSON lines, each once, as `dataset_exclude_file` reads them; returns how many."""
+  unique = dict.fromkeys(documents)
+  Path(path).write_text("".join(json.dumps(document._asdict()) + "\n" for document in unique), encoding="utf-8")
+  return len(unique)
+
+
+def read_ids(path: str) -> np.ndarray:
+  """Hashes of the ids in a file of `write_ids` (uint64, sorted). Raises ConfigError naming file and line."""
+  try:
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+  except OSError as error:
+    raise ConfigError(f"dataset_exclude_file={path} cannot be read: {error.strerror}") from error
+  hashes = [_line_hash(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+  return np.unique(np.array(hashes, np.uint64))
+
+
+def _line_hash(path: str, number: int, line: str) -> int:
+  try:
+    entry = json.loads(line)
+    return int(id_hash(entry["domain"], entry["path"], entry["offset"]))
+  except (ValueError, KeyError, TypeError) as error:
+    said = f"dataset_exclude_file={path}, line {number}: not an object with domain, path and offset ({error})"
+    raise ConfigError(said) from error
