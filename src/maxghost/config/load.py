@@ -150,7 +150,7 @@ def _read_overrides(texts: tuple[str, ...], problems: list[str], notes: list[str
 
 def _read_override(text: str, kind: Any) -> Given:
   plain = yaml.ScalarNode("tag:yaml.org,2002:str", text, style=None)
-  looks_yaml = text[:1] in ("'", '"') or (not values.is_text(kind) and text[:1] == "[") or text in ("null", "~")
+  looks_yaml = text[:1] in ("'", '"') or (not values.is_text(kind) and text[:1] in ("[", "{")) or text in ("null", "~")
   if not looks_yaml:
     return Given(COMMAND_LINE, plain)
   try:

@@ -145,6 +145,9 @@ class DataConfig:
     0, "processes that read, tokenize and pack ahead of the training; 0 = a thread of the main process", minimum=0
   )
   ghost_val_domain: str = key("manual", "domain whose held-out documents form the validation set")
+  ghost_val_sets: tuple[str, ...] = key(
+    (), "validation sets as name=domain, each scored apart from one training pass; empty = ghost_val_domain alone"
+  )
   ghost_val_fraction: float = key(
     0.25, "share of the validation domain's documents held out, chosen by document id", minimum=0.0, maximum=1.0
   )
@@ -156,6 +159,12 @@ class DataConfig:
   ghost_val_files: tuple[str, ...] = key(
     (), "domain=glob of text files (as text_files) that are held out in whole; ghost_val_domain may name such a domain"
   )
+
+  @property
+  def validation_sets(self) -> dict[str, str]:
+    """{name: domain} of the sets that are scored against."""
+    pairs = [text.partition("=") for text in self.ghost_val_sets]
+    return {name: domain or name for name, _, domain in pairs} or {self.ghost_val_domain: self.ghost_val_domain}
 
 
 @section

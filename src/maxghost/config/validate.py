@@ -56,6 +56,41 @@ def mlp_activations(v: Values) -> Iterator[str]:
     )
 
 
+def validation_sets(v: Values) -> Iterator[str]:
+  names = [text.partition("=")[0] for text in v.ghost_val_sets]
+  if "" in names:
+    yield f"ghost_val_sets={shown(v.ghost_val_sets)} has a set without a name; write name=domain"
+  for name in sorted({name for name in names if names.count(name) > 1}):
+    yield f"ghost_val_sets={shown(v.ghost_val_sets)} names '{name}' twice; give each set its own name"
+  if len(names) > 1 and v.ghost_schedule == "concat":
+    yield "ghost_schedule=concat scores against one validation set; use two_pass or reverse_scan for several"
+
+
+def ghost_combinations(v: Values) -> Iterator[str]:
+  if v.ghost_schedule != "two_pass":
+    if v.ghost_direction == "second_order":
+      yield f"ghost_direction=second_order needs ghost_schedule=two_pass, not {v.ghost_schedule}"
+    if v.ghost_val_every > 1:
+      yield f"ghost_val_every={v.ghost_val_every} needs ghost_schedule=two_pass, not {v.ghost_schedule}; or use 1"
+    if v.gradient_accumulation_steps > 1:
+      yield (
+        f"gradient_accumulation_steps={v.gradient_accumulation_steps} needs ghost_schedule=two_pass, "
+        f"not {v.ghost_schedule}"
+      )
+  if v.ghost_direction == "second_order" and v.gradient_accumulation_steps > 1:
+    yield "ghost_direction=second_order forms the whole step first; use gradient_accumulation_steps=1"
+  if v.ghost_direction == "second_order" and v.ghost_val_every > 1:
+    yield f"ghost_direction=second_order needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
+  if v.ghost_schedule == "concat" and v.ghost_rank and v.ghost_direction == "sgd":
+    yield f"ghost_schedule=concat forms its direction inside each layer; use ghost_rank=0, not {v.ghost_rank}"
+  if v.ghost_schedule == "reverse_scan" and not v.scan_layers:
+    yield "ghost_schedule=reverse_scan walks stacked layers; use scan_layers=true"
+  if v.ghost_enabled and v.ghost_engine != "graddotprod":
+    yield (
+      f"ghost_engine={v.ghost_engine} is for `GhostEngine.score`; the trainer scores with graddotprod, which is exact"
+    )
+
+
 def vocabulary(v: Values) -> Iterator[str]:
   if v.tokenizer_type == "byte" and v.vocab_size < BYTE_TOKENIZER_IDS:
     yield (
@@ -104,6 +139,8 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
   evaluation,
   ghost_direction,
   ghost_validation,
+  ghost_combinations,
+  validation_sets,
 ]
 
 

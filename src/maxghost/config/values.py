@@ -74,6 +74,8 @@ def from_node(node: yaml.Node, kind: Any) -> Any:
         continue
     raise WrongTypeError(type_name(kind))
   if is_tuple(kind):
+    if isinstance(node, yaml.MappingNode) and set(typing.get_args(kind)) == {str, Ellipsis}:
+      return tuple(f"{key.value}={value.value}" for key, value in node.value)
     if not isinstance(node, yaml.SequenceNode):
       if isinstance(node, yaml.ScalarNode) and node.tag != NULL_TAG and node.style is None:
         return from_commas(node.value, kind)

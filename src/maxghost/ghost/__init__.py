@@ -3,14 +3,17 @@
 from maxghost.ghost.attach import Twin, attach, split
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.engine import AdamState, GhostEngine, GhostResult
-from maxghost.ghost.rules import Rule, rule
+from maxghost.ghost.manager import GhostEngineManager
+from maxghost.ghost.rules import Call, Rule, rule
 from maxghost.ghost.variables import GhostDirection, GhostProbe
 
 __all__ = [
   "AdamState",
+  "Call",
   "DirectionSpec",
   "GhostDirection",
   "GhostEngine",
+  "GhostEngineManager",
   "GhostProbe",
   "GhostResult",
   "Rule",

@@ -27,7 +27,8 @@ def prepare_twin(
 
   Where a direction needs the whole gradient of a parameter (kind 'adam', or a schedule other than two_pass), one
   abstract trace tells which tables are used twice, and those are linked (`tied`).
-  Raises what `attach` raises, and ValueError for a layer that does not keep the example axis first.
+  Raises what `attach` raises, and ValueError for a layer that does not keep the example axis first, or that is called
+  several times where its direction needs the whole gradient.
   """
   num_examples = jax.tree.leaves(batch)[0].shape[0]
   num_val = num_val if schedule == "concat" else 0
@@ -43,16 +44,25 @@ def prepare_twin(
   params, rest = split(model)
   rows = num_examples + num_val
   used, used_with_more = (_trace(twin, params, rest, loss_fn, _shapes(batch, n)) for n in (rows, rows + 1))
-  for (path, method), (_, shape) in used.items():
-    if not shape or used_with_more[path, method][1][:1] != (shape[0] + 1,):
+  shapes, shapes_with_more = ({(use.path, use.method): use.shape for use in uses} for uses in (used, used_with_more))
+  for (path, method), shape in shapes.items():
+    if not shape or shapes_with_more[path, method][:1] != (shape[0] + 1,):
       raise ValueError(
         f"{path}.{method} returns {shape} for a batch of {rows}: its leading axis is not the batch. Broadcast its "
         f"input to the batch, or name its parameters in ghost_exclude"
       )
   if spec.kind == "sgd" and schedule == "two_pass":
     return twin
+  often = usage.called_often(used)
+  if often:
+    raise ValueError(
+      f"{', '.join(f'{path} ({calls} calls)' for path, calls in often.items())}: ghost_direction={spec.kind} with "
+      f"ghost_schedule={schedule} needs the whole gradient of a parameter at one call. Use ghost_direction=sgd with "
+      f"two_pass, or name the paths in ghost_exclude"
+    )
+  looked_up = {use.path for use in used if use.method == "__call__"}
   linked = tuple(
-    (path, used[path, "attend"][0][0]) for path, method in used if method == "__call__" and (path, "attend") in used
+    (use.path, use.argument_shapes[0]) for use in used if use.method == "attend" and use.path in looked_up
   )
   return attach(model, **arguments, linked=linked) if linked else twin
 
@@ -61,8 +71,8 @@ def _shapes(batch, rows: int):
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
 
 
-def _trace(twin: Twin, params, rest, loss_fn, shapes) -> dict:
-  """{(path, method): argument shapes} of the probed calls in one abstract evaluation of the loss."""
+def _trace(twin: Twin, params, rest, loss_fn, shapes) -> list[usage.Use]:
+  """The probed calls in one abstract evaluation of the loss."""
   abstract = {}
   for param in twin.scored:
     part_shapes = param.spec.part_shapes(param.stack_shape, twin.num_sets, param.shape)

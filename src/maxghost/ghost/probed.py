@@ -62,7 +62,7 @@ def probed_call(twin: nnx.Module, rule: rules.Rule, method: str, args: tuple, kw
     return getattr(nnx.merge(info.stock, nnx.State(values)), method)(*args, **kwargs)
 
   out = _make_op(twin, rule, method, apply, rebuild, info)(values, arrays, parts, probes)
-  usage.note(info.path, method, tuple(x.shape for x in arrays), out.shape)
+  usage.note(twin, info.path, method, tuple(x.shape for x in arrays), out.shape)
   return rule.combine(twin, out, *args)
 
 

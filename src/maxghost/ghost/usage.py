@@ -2,14 +2,27 @@
 
 import contextlib
 import contextvars
+import dataclasses
+from typing import Any
 
-_recorder: contextvars.ContextVar[dict | None] = contextvars.ContextVar("ghost_usage", default=None)
+_recorder: contextvars.ContextVar[list | None] = contextvars.ContextVar("ghost_usage", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+  """One call of a probed layer. layer: the object itself; a scan or remat that traces its body again has another."""
+
+  layer: Any
+  path: str
+  method: str
+  argument_shapes: tuple
+  shape: tuple
 
 
 @contextlib.contextmanager
 def record():
-  """Collects {(path, method): (shapes of its arrays, shape of its value)} of every probed call traced inside."""
-  used: dict[tuple[str, str], tuple] = {}
+  """Collects a `Use` for every probed call traced inside, in their order."""
+  used: list[Use] = []
   token = _recorder.set(used)
   try:
     yield used
@@ -17,7 +30,19 @@ def record():
     _recorder.reset(token)
 
 
-def note(path: str, method: str, argument_shapes: tuple, shape: tuple) -> None:
+def note(*use) -> None:
   used = _recorder.get()
   if used is not None:
-    used[path, method] = (argument_shapes, shape)
+    used.append(Use(*use))
+
+
+def called_often(used: list[Use]) -> dict[str, int]:
+  """{path: calls} of the layers that one trace calls more than once, but for a lookup with its `attend`."""
+  calls: dict[int, list[Use]] = {}
+  for use in used:
+    calls.setdefault(id(use.layer), []).append(use)
+  return {
+    uses[0].path: len(uses)
+    for uses in calls.values()
+    if len(uses) > 1 and sorted(use.method for use in uses) != ["__call__", "attend"]
+  }
