@@ -147,7 +147,7 @@ def test_blocks_give_the_same_answer(tmp_path):
   save(tmp_path / "a", linen("scanned"))
   save(tmp_path / "b", b)
   whole = compare_checkpoints(tmp_path / "a", tmp_path / "b")
-  blocks = compare_checkpoints(tmp_path / "a", tmp_path / "b", block_bytes=40)
+  blocks = compare_checkpoints(tmp_path / "a", tmp_path / "b", ram_bytes=480)
   assert whole == blocks and whole.rows[0].first_index == [5, 6, 4]
 
 

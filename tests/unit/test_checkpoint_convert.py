@@ -217,7 +217,7 @@ def test_any_scan_axis(tmp_path):
 
 def test_small_blocks_give_the_same_bytes_and_bound_what_is_held(tmp_path, monkeypatch):
   save(tmp_path / "linen", linen("scanned"))
-  limit, sizes = 100, []
+  limit, sizes = 100, []  # bytes of a block; a twelfth of the memory allowed
   part = convert_module.PartReader.part
 
   def watched(self, ref, index):
@@ -228,7 +228,7 @@ def test_small_blocks_give_the_same_bytes_and_bound_what_is_held(tmp_path, monke
   monkeypatch.setattr(convert_module.PartReader, "part", watched)
   whole = max(x.nbytes for x in orbax_leaves(tmp_path / "linen").values() if x is not None)
   assert whole > 5 * limit
-  options = {"to": "linen", "block_bytes": limit, "verify": False, "say": silent}
+  options = {"to": "linen", "ram_bytes": 12 * limit, "verify": False, "say": silent}
   convert(tmp_path / "linen", tmp_path / "un", layers="unscanned", **options)
   convert(tmp_path / "un", tmp_path / "back", layers="scanned", **options)
   assert max(sizes) <= limit and len(sizes) > 500
@@ -302,13 +302,21 @@ def test_wrapped_leaves_of_both_generations(tmp_path):
   source = nnx("unscanned")
   bare = orbax_leaves(save(tmp_path / "bare", source))
   old = {"params": wrap(source["model"]), **source["optimizer"]}
-  half = {"model": wrap(source["model"]), "optimizer": source["optimizer"]}
+  half = {"model": wrap(source["model"]), "optimizer": source["optimizer"] | {"step": {"value": np.uint32(9)}}}
   for name, tree in (("old", old), ("half", half), ("all", wrap(source))):
     save(tmp_path / name, tree)
     convert(tmp_path / name, tmp_path / f"{name}_out", to="nnx", say=silent)
     same_bytes(bare, orbax_leaves(tmp_path / f"{name}_out"))
   convert(tmp_path / "bare", tmp_path / "wrapped", to="nnx", wrapped=True, say=silent)
   same_bytes(orbax_leaves(tmp_path / "all"), orbax_leaves(tmp_path / "wrapped"))
+
+
+@pytest.mark.parametrize(("ocdbt", "zarr3"), [(True, False), (False, True), (False, False)])
+def test_older_storage_formats_of_orbax(ocdbt, zarr3, tmp_path):
+  with ocp.PyTreeCheckpointer(use_ocdbt=ocdbt, use_zarr3=zarr3) as checkpointer:
+    checkpointer.save(tmp_path / "a", linen("unscanned"))
+  convert(tmp_path / "a", tmp_path / "b", to="linen", say=silent)
+  same_bytes(orbax_leaves(tmp_path / "a"), orbax_leaves(tmp_path / "b"))
 
 
 def test_verification_finds_what_was_written_wrong(tmp_path, monkeypatch):

@@ -238,6 +238,9 @@ def test_row_10_other_persistent_state_and_unknown_keys(tmp_path):
   assert ("model", "bn", "mean") in orbax_leaves(tmp_path / "b")
   convert(tmp_path / "b", tmp_path / "c", say=silent)
   same_bytes(orbax_leaves(tmp_path / "a"), orbax_leaves(tmp_path / "c"))
+  stats = linen()
+  stats["params"]["batch_stats"] = {"bn": {"mean": np.ones(3)}}
+  refuses(save(tmp_path / "stats", stats), "unknown key 'params/batch_stats'; pass --keep params/batch_stats or")
   save(tmp_path / "d", linen() | {"ema": {"w": np.ones(2)}})
   refuses(tmp_path / "d", "unknown top-level key 'ema'; pass --keep ema or --drop ema")
   convert(tmp_path / "d", tmp_path / "kept", read=ReadOptions(keep=("ema",)), say=silent)

@@ -26,7 +26,8 @@ from maxghost.config import ConfigError
 
 ONLY_LEFT, ONLY_RIGHT, STRUCTURE = "only-left", "only-right", "structure"
 SHAPE, DTYPE, VALUE = "shape", "dtype", "value"
-_BLOCK_BYTES = 1 << 28
+_RAM_BYTES = 1 << 31
+_BLOCK_BYTES = 1 << 26
 
 Item = dict[int | None, Ref]  # a logical array by layer; None where it is in no layer
 
@@ -80,9 +81,9 @@ def compare(
   rngs: bool = False,
   atol: float = 0.0,
   rtol: float = 0.0,
-  block_bytes: int = _BLOCK_BYTES,
+  ram_bytes: int = _RAM_BYTES,
 ) -> Comparison:
-  """Compares two canonical checkpoints.
+  """Compares two canonical checkpoints. ram_bytes: host memory for arrays; large ones are compared block by block.
 
   rngs: random state and other non-parameters too. atol: allowed difference as a share of the largest magnitude of the
   same array (so 1e-5 means as much for second moments as for weights); rtol: as a share of each element of `right`.
@@ -91,7 +92,7 @@ def compare(
   loop_state = bool(left.loop_state) and bool(right.loop_state)
   items_left = _items(left, params_only, rngs, loop_state)
   items_right = _items(right, params_only, rngs, loop_state)
-  arrays = _ValueComparer(atol, rtol, block_bytes, result)
+  arrays = _ValueComparer(atol, rtol, ram_bytes, result)
   for path in [*items_left, *(p for p in items_right if p not in items_left)]:
     a, b = items_left.get(path, {}), items_right.get(path, {})
     for kind, mine, other in ((ONLY_LEFT, a, b), (ONLY_RIGHT, b, a)):
@@ -149,10 +150,10 @@ def _items(checkpoint: Checkpoint, params_only: bool, rngs: bool, loop_state: bo
 
 
 class _ValueComparer:
-  def __init__(self, atol: float, rtol: float, block_bytes: int, result: Comparison):
+  def __init__(self, atol: float, rtol: float, ram_bytes: int, result: Comparison):
     self._atol, self._rtol = atol, rtol
-    self._left, self._right = PartReader(block_bytes), PartReader(block_bytes)
-    self._block_bytes = block_bytes
+    self._left, self._right = PartReader(ram_bytes // 3), PartReader(ram_bytes // 3)
+    self._block_bytes = min(_BLOCK_BYTES, max(ram_bytes // 12, 1))
     self._result = result
 
   def compare(self, path: str, pairs: list[tuple[int | None, Ref, Ref]], *, is_step: bool) -> None:

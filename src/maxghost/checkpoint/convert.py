@@ -33,7 +33,8 @@ from maxghost.checkpoint.layouts_store import (
 from maxghost.checkpoint.layouts_writer import TreeWriter, new_folder, write_step_metadata
 from maxghost.config import ConfigError
 
-DEFAULT_BLOCK_BYTES = 1 << 29
+DEFAULT_RAM_BYTES = 1 << 31
+_BLOCK_BYTES = 1 << 26
 DIRECTIONS = ("auto", "linen_to_nnx", "nnx_to_linen")
 
 
@@ -57,15 +58,15 @@ def convert(
   read: ReadOptions | None = None,
   dry_run: bool = False,
   verify: bool = True,
-  block_bytes: int = DEFAULT_BLOCK_BYTES,
+  ram_bytes: int = DEFAULT_RAM_BYTES,
   say: Callable[[str], None] = print,
   **wishes: Any,
 ) -> Report:
   """Converts the checkpoint folder `source` into the new folder `target_path`.
 
-  to: target layout; '' = the other family, as `direction` says. wishes: fields of `Target`. block_bytes: larger arrays
-  are moved in blocks of this size; host memory stays below about three blocks, or three times the largest chunk of the
-  source. Raises LayoutError where something cannot be moved; nothing is written then.
+  to: target layout; '' = the other family, as `direction` says. wishes: fields of `Target`. ram_bytes: host memory for
+  arrays; those larger than a third of it are moved in blocks (a single chunk of the source must fit, though).
+  Raises LayoutError where something cannot be moved; nothing is written then.
   """
   raw = open_tree(source)
   checkpoint = read_checkpoint(raw, read)
@@ -85,9 +86,9 @@ def convert(
   _check_space(raw, plan, out)
   with new_folder(out) as temporary:
     place = place_like(raw, temporary)
-    write_plan(raw, plan, place, block_bytes)
+    write_plan(raw, plan, place, ram_bytes)
     if verify:
-      report.differences = _verify(checkpoint, place, target)
+      report.differences = _verify(checkpoint, place, target, ram_bytes)
       if report.differences:
         raise VerificationError(report)
   say(f"written {out}" + (", verified byte by byte" if verify else ", not verified (--no-verify)"))
@@ -117,7 +118,7 @@ def convert_tree(
 def build_tree(plan: Plan) -> dict:
   """The planned checkpoint as nested dicts and lists of numpy arrays, typed keys and Nones."""
   flat: dict[tuple, Any] = {path: _EMPTY_VALUES[empty.kind]() for path, empty in plan.empties}
-  reader = PartReader(DEFAULT_BLOCK_BYTES)
+  reader = PartReader(DEFAULT_RAM_BYTES)
   for leaf in plan.leaves:
     flat[leaf.path] = with_key_type(read_block(reader, leaf), leaf.key_impl)
   return _nested(flat)
@@ -196,12 +197,14 @@ def write_plan(
   raw: RawTree,
   plan: Plan,
   place: Location,
-  block_bytes: int,
+  ram_bytes: int = DEFAULT_RAM_BYTES,
   change: Callable[[TreePath, np.ndarray], np.ndarray] | None = None,
 ) -> None:
   """Writes the planned arrays into a folder made by `new_folder`. change: of (path, block), element by element."""
   writer = TreeWriter(place.item)
-  reader = PartReader(block_bytes)
+  reader = PartReader(ram_bytes // 3)
+  # Small chunks are compressed side by side; large ones one after the other.
+  block_bytes = min(_BLOCK_BYTES, max(ram_bytes // 12, 1))
   for leaf in plan.leaves:
     chunk = chunk_shape(leaf, block_bytes)
     blocks = ((index, read_block(reader, leaf, index)) for index in blocks_of(leaf.shape, chunk))
@@ -236,12 +239,12 @@ def read_block(reader: PartReader, leaf: TargetLeaf, index: tuple[slice, ...] | 
   return np.asarray(block, dtype=leaf.dtype, order="C")
 
 
-def _verify(checkpoint: Checkpoint, place: Location, target: Target) -> list:
+def _verify(checkpoint: Checkpoint, place: Location, target: Target, ram_bytes: int) -> list:
   """Reads the written folder as anyone would, without hints, and compares every leaf with the source."""
   written = read_checkpoint(open_at(place, str(place.step)), ReadOptions(keep_unknown=True))
   params_only = target.params_only or target.layout == PARAMS
   rngs = not (params_only or target.drop_rngs)
-  rows = compare.compare(checkpoint, written, params_only=params_only, rngs=rngs).rows
+  rows = compare.compare(checkpoint, written, params_only=params_only, rngs=rngs, ram_bytes=ram_bytes).rows
   # Moments in another form than the parameters are repaired on the way: a difference, but not from what was planned.
   return [row for row in rows if row.kind != compare.STRUCTURE or written.odd_moments()]
 
@@ -289,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       read=options,
       dry_run=args.dry_run,
       verify=args.verify,
-      block_bytes=int(args.block_mb * 1e6),
+      ram_bytes=int(args.ram_mb * 1e6),
       layers=args.layers,
       scan_axis=args.target_scan_axis,
       layer_period=args.layer_period,
@@ -343,7 +346,7 @@ def _parser() -> argparse.ArgumentParser:
   add("drop", "leave an unknown top-level key out", action="append", default=[], metavar="KEY")
   add("wrapped", "whether the source's leaves are under `value`; default: told", choices=("yes", "no"), default="")
   add("target_wrapped", "the same of the target; default: params yes, others no", choices=("yes", "no"), default="")
-  add("block_mb", "larger arrays are moved in blocks of this many MB", type=float, default=DEFAULT_BLOCK_BYTES / 1e6)
+  add("ram_mb", "host memory for arrays; large ones are moved in blocks", type=float, default=DEFAULT_RAM_BYTES / 1e6)
   flag("dry_run", "print what would go where and write nothing")
   add("verify", "re-read the target and compare all bytes", action=argparse.BooleanOptionalAction, default=True)
   return parser

@@ -9,6 +9,7 @@ Layouts (docs/checkpoints.md has the tables):
 Everything downstream (writing, comparing, listing) sees `Checkpoint` and no layout.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,13 +110,7 @@ class Checkpoint:
     return odd
 
   def num_params(self) -> int:
-    total = 0
-    for ref in self.params.leaves.values():
-      size = 1
-      for n in ref.shape:
-        size *= n
-      total += size
-    return total
+    return sum(math.prod(ref.shape) for ref in self.params.leaves.values())
 
 
 def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpoint:
@@ -221,7 +216,9 @@ def _unknown(extra: dict, options: ReadOptions) -> tuple[dict, list[str]]:
         raise LayoutError(f"leaf {text_of(path)} is text, which cannot be moved; pass --drop {path[0]}")
       kept.setdefault(path[0], {})[path] = node
     else:
-      raise LayoutError(f"unknown top-level key '{path[0]}'; pass --keep {path[0]} or --drop {path[0]}")
+      inside = path[0] in ("params", "optimizer", "nnx_aux") and len(path) > 1
+      name = text_of(path[: 1 + inside])
+      raise LayoutError(f"unknown {'' if inside else 'top-level '}key '{name}'; pass --keep {name} or --drop {name}")
   known = {text_of(path[:depth]) for path in extra for depth in range(1, len(path) + 1)}
   for name in (*options.keep, *options.drop):
     if name not in known:
@@ -233,18 +230,17 @@ def _unwrap_sections(sections: dict[str, dict], layout: str, options: ReadOption
   """Takes the `value` level off every leaf, section by section; decides it once for all leaves of a section."""
   if layout == LINEN:
     return False
-  optimizer = {("opt_state", *path): node for path, node in sections["opt_state"].items()}
-  optimizer |= {("step", *path): node for path, node in sections["step"].items()}
+  sections["step"] = _unwrap(sections["step"])
   # A name that parameters and moments share is a name: then `value` is what a parameter is called.
   in_moments = {path[k:] for path in sections["opt_state"] for k in range(len(path))}
   in_optimizer = _is_wrapped(
-    optimizer, lambda path: any(path[k:] in sections["params"] for k in range(len(path))), options
+    sections["opt_state"], lambda path: any(path[k:] in sections["params"] for k in range(len(path))), options
   )
   in_params = _is_wrapped(sections["params"], lambda path: path in in_moments and not in_optimizer, options)
   if in_params:
     sections["params"] = _unwrap(sections["params"])
   if in_optimizer:
-    sections["opt_state"], sections["step"] = _unwrap(sections["opt_state"]), _unwrap(sections["step"])
+    sections["opt_state"] = _unwrap(sections["opt_state"])
   return in_params
 
 

@@ -60,10 +60,13 @@ class Ref:
 
 
 class PartReader:
-  """Reads layers of stored arrays. The last array is held where it fits `block_bytes`: its layers come in turn."""
+  """Reads layers of stored arrays. The last array is held, for its layers and blocks come in turn.
 
-  def __init__(self, block_bytes: int):
-    self.block_bytes = block_bytes
+  hold_bytes: larger arrays are read block by block instead, unless one chunk of them is larger still.
+  """
+
+  def __init__(self, hold_bytes: int):
+    self._hold_bytes = hold_bytes
     self._held: tuple[StoredArray | None, np.ndarray | None] = (None, None)
 
   def part(self, ref: Ref, index: tuple[slice, ...]) -> np.ndarray:
@@ -75,8 +78,9 @@ class PartReader:
 
   def _array(self, array: StoredArray, index: tuple[slice, ...]) -> np.ndarray:
     if all(s.start == 0 and s.stop == size for s, size in zip(index, array.shape, strict=True)):
+      self._held = (None, None)
       return array.read(None)
-    if array.nbytes > self.block_bytes:
+    if array.nbytes > self._hold_bytes >= array.chunk_nbytes:
       return array.read(index)
     if self._held[0] is not array:
       self._held = (None, None)  # freed before the next one is read

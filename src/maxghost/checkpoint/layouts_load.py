@@ -18,7 +18,7 @@ from maxghost.checkpoint.layouts_plan import TargetLeaf
 from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, TreePath, open_tree, text_of, tree_from_memory
 from maxghost.checkpoint.linen_scaling import is_query, rescale_leaf
 
-_BLOCK_BYTES = 1 << 29
+_HOLD_BYTES = 1 << 30
 
 
 def load_tree(
@@ -45,7 +45,7 @@ def load_tree(
   rescale = head_dim is not None and source.values_from == "maxtext"
   if head_dim is not None and not source.values_from and source.layout == NNX:
     raise LayoutError(f"{path}: nothing tells whether MaxText or maxghost scaled the query weights; pass head_dim=None")
-  reader = PartReader(_BLOCK_BYTES)
+  reader = PartReader(_HOLD_BYTES)
   arrays: dict[TreePath, Any] = {}
   for leaf in found.leaves:
     block = read_block(reader, leaf)

@@ -41,6 +41,7 @@ class StoredArray:
   """One array of a checkpoint. shape and dtype are those on disk: a random key is its uint32 words.
 
   read(index): index is a tuple of slices, one per dimension, or None for all. key_impl: PRNG implementation, or None.
+  chunk_nbytes: what has to be decoded to read one element.
   """
 
   path: TreePath
@@ -48,6 +49,7 @@ class StoredArray:
   dtype: np.dtype
   read: Callable[[tuple[slice, ...] | None], np.ndarray]
   key_impl: str | None = None
+  chunk_nbytes: int = 0
 
   @property
   def nbytes(self) -> int:
@@ -193,7 +195,10 @@ def _stored(item: Path, path: TreePath, store: ts.TensorStore, key_impl: str | N
     except Exception as error:
       raise _unreadable(item, path, error) from error
 
-  return StoredArray(path, tuple(store.shape), np.dtype(store.dtype.numpy_dtype), read, key_impl)
+  dtype = np.dtype(store.dtype.numpy_dtype)
+  chunk = store.chunk_layout.read_chunk.shape or store.shape
+  chunk_nbytes = int(np.prod([min(c, n) if c else n for c, n in zip(chunk, store.shape, strict=True)])) * dtype.itemsize
+  return StoredArray(path, tuple(store.shape), dtype, read, key_impl, chunk_nbytes)
 
 
 def _unreadable(item: Path, path: TreePath, error: Exception) -> LayoutError:

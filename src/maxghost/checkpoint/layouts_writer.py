@@ -150,7 +150,7 @@ class TreeWriter:
       "chunk_shape": chunk_shape,
       "codecs": [
         {"name": "bytes", "configuration": {"endian": "little"}},
-        {"name": "zstd", "configuration": {"level": 3}},
+        {"name": "zstd", "configuration": {"level": 1}},
       ],
       "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
       "index_location": "end",

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from maxghost.checkpoint import compare
-from maxghost.checkpoint.convert import DEFAULT_BLOCK_BYTES, check_target, place_like, write_plan
+from maxghost.checkpoint.convert import check_target, place_like, write_plan
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_plan import Target, make_plan
 from maxghost.checkpoint.layouts_store import LayoutError, TreePath, open_at, open_tree, text_of
@@ -117,7 +117,7 @@ def rescale_checkpoint(
 
   with new_folder(out) as temporary:
     place = place_like(raw, temporary)
-    write_plan(raw, plan, place, DEFAULT_BLOCK_BYTES, change)
+    write_plan(raw, plan, place, change=change)
     written = read_checkpoint(open_at(place, str(place.step)), ReadOptions(keep_unknown=True))
     rows = compare.compare(checkpoint, written, rngs=True).rows
     if wrong := [row for row in rows if not is_query(tuple(row.path.split("/"))) or row.kind != compare.VALUE]:
