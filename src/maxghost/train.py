@@ -33,7 +33,11 @@ def _run(cfg: Config) -> int:
     )
   from maxghost import data
 
-  dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed, vocab_size=cfg.model.vocab_size)
+  rows = cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps
+  dataset = data.load_dataset(
+    cfg.data, cfg.run.data_shuffle_seed, batch_size=rows, vocab_size=cfg.model.vocab_size,
+    val_domains=tuple(cfg.data.validation_sets.values()),  # held out with ghost and without: the same batches
+  )
   return _train(cfg, existing, dataset)
 
 

@@ -42,6 +42,7 @@ OUTPUTS = {
   "unscored": np.array([0.0, 8.0]),
   "direction_residual": np.array([0.0625, 16.0]),
   "check_rel_err": np.array([1e-7, 2e-7]),
+  "scored_ok": np.True_,
 }
 
 
@@ -57,14 +58,20 @@ def test_predicted_drop_is_the_sum_of_its_columns_per_set():
   assert record["ghost/predicted_drop/manual"] == pytest.approx(0.5 + 0.25 - 0.125 + 0.0625)
   assert record["ghost/predicted_drop/code"] == 31.0
   assert record["ghost/val_loss/manual"] == 2.0 and record["ghost/val_loss/code"] == 4.0
+  assert record["ghost/scored"] == 1
 
 
-@pytest.mark.parametrize("name", ["loss", "grad_norm", "param_norm", "val_loss"])
+def test_captured_energy_is_logged_per_layer():
+  captured = {"mlp/wi": np.array([[0.5], [0.75]], np.float32)}
+  record = metrics.ghost_metrics(OUTPUTS | {"captured": captured}, ("manual",))
+  assert record["ghost/captured/mlp/wi"] == [[0.5], [0.75]]
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm", "param_norm"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_named(name, bad):
-  value = np.array([1.0, bad]) if name == "val_loss" else np.float32(bad)
   with pytest.raises(NonFiniteMetricError, match=f"step 6: {name} is {bad}"):
-    metrics.check_finite(6, OUTPUTS | {name: value})
+    metrics.check_finite(6, OUTPUTS | {name: np.float32(bad)})
   metrics.check_finite(6, OUTPUTS)
 
 
@@ -289,7 +296,7 @@ def test_contributions_by_module_add_up_over_the_documents_of_a_domain():
   assert np.isnan(stacked[1, 1:]).all() and not np.isnan(stacked[1, :1]).any() and not np.isnan(stacked[0]).any()
 
 
-def test_an_error_of_the_score_writer_reaches_the_loop():
+def test_an_error_of_the_score_writer_reaches_the_loop(tmp_path):
   class FullDisk:
     def append(self, *args, **kwargs):
       raise OSError("no space left")
@@ -297,7 +304,7 @@ def test_an_error_of_the_score_writer_reaches_the_loop():
     def close(self):
       pass
 
-  recorder = ScoreRecorder(FullDisk(), lambda index: ("code", "x", 0), ("code",))
+  recorder = ScoreRecorder(FullDisk(), lambda index: ("code", "x", 0), ("code",), tmp_path)
   recorder.record_end(3, np.zeros(1))
   with pytest.raises(ScoreLogError, match="no space left"):
     recorder.position()

@@ -17,7 +17,7 @@ from flax import nnx
 from maxghost import config
 from maxghost.attribution.store import ScoreWriter
 from maxghost.checkpoint.manager import CheckpointManager
-from maxghost.training import resume
+from maxghost.training import metrics, resume
 from maxghost.training.console import Console
 from maxghost.training.flops import StepFlops
 from maxghost.training.loop import Hardware, Sinks, TrainingLoop
@@ -28,7 +28,8 @@ from maxghost.training.score_recorder import ScoreRecorder
 
 B, S, T, WIDTH = 3, 2, 5, 4
 STEPS = 11
-VAL_SETS = ("manual",)
+VAL_SETS = {"manual": "manual"}
+NAMES = ("inputs", "targets", "inputs_segmentation")
 
 
 class ToyState(nnx.Module):
@@ -54,7 +55,7 @@ class ToyIterator:
     document_BS = rng.integers(0, 50, size=(B, S))
     document_BS[0, 1] = -1
     return ToyBatch(
-      arrays={"x": rng.normal(size=(B, WIDTH)).astype(np.float32)},
+      arrays={"x": rng.normal(size=(B, WIDTH)).astype(np.float32)} | dict.fromkeys(NAMES, np.zeros((B, T), np.int32)),
       document_BS=document_BS,
       offset_BS=np.where(document_BS < 0, -1, rng.integers(0, 9, size=(B, S))),
       epoch_B=np.arange(B),
@@ -79,7 +80,7 @@ class ToyDataset:
     return (("code", "tables")[index % 2], f"doc{index}", 0)
 
 
-def toy_step(graphdef, nan_at):
+def toy_step(graphdef, nan_at, unscored_at, val_every):
   def step(state, batch, val_batches):
     toy = nnx.merge(graphdef, state)
     w, number = toy.model.w[...], toy.optimizer.step[...]
@@ -93,7 +94,9 @@ def toy_step(graphdef, nan_at):
     out |= {"param_norm": jnp.linalg.norm(w), "learning_rate": jnp.float32(0.05), "clip_factor": jnp.float32(1)}
     out["tokens"] = jnp.float32(B * T)
     if val_batches:
-      out["val_loss"] = val_loss
+      out["val_loss"] = jnp.where(number % val_every == 0, val_loss, jnp.nan)
+      out |= {"scored_ok": number != unscored_at, "nonfinite_scores": {"w": number == unscored_at, "b": False}}
+      out["token_contribution_KBT"] = jnp.tile(loss, (1, B, T))
       columns = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual", "check_rel_err")
       out |= {name: out["val_loss"] * 0.01 * (k + 1) for k, name in enumerate(columns)}
       score_BS = batch["x"][:, :S] * loss
@@ -114,14 +117,14 @@ def toy_val_loss(graphdef):
 
 
 @functools.cache
-def compiled(nan_at):
+def compiled(nan_at=-1, unscored_at=-1, val_every=1):
   graphdef, _ = nnx.split(ToyState())
-  return jax.jit(toy_step(graphdef, nan_at), donate_argnums=0), jax.jit(toy_val_loss(graphdef))
+  return jax.jit(toy_step(graphdef, nan_at, unscored_at, val_every), donate_argnums=0), jax.jit(toy_val_loss(graphdef))
 
 
 class ToyProgram:
-  def __init__(self, nan_at=-1, fail_at=-1, stop_at=-1, signals=None):
-    self._step, self.validation_loss = compiled(nan_at)
+  def __init__(self, nan_at=-1, unscored_at=-1, fail_at=-1, stop_at=-1, signals=None, val_every=1):
+    self._step, self.validation_loss = compiled(nan_at, unscored_at, val_every)
     self._fail_at, self._stop_at, self._signals = fail_at, stop_at, signals
     self.calls = 0
 
@@ -166,13 +169,14 @@ def run_toy(folder, cfg, *, ghost=True, async_checkpoints=True, console=None, **
   log.restore(position.metrics_bytes)
   scores = None
   if ghost:
-    scores = ScoreRecorder(ScoreWriter(folder, VAL_SETS, period=3), dataset.document_id, ("code", "tables"))
-    scores.restore(position.scores)
+    writer = ScoreWriter(folder, tuple(VAL_SETS), period=3)
+    scores = ScoreRecorder(writer, dataset.document_id, ("code", "tables"), folder / "ghost" / "tokens")
+    scores.restore(position.scores, position.completed_steps)
   sinks = Sinks(console or Quiet(), log, None, scores, checkpoints)
   prefetcher = Prefetcher(dataset.train, jax.device_put, cfg.run.steps - position.completed_steps)
-  hardware = Hardware(1, None, StepFlops(6e6, 2e6))
-  program = ToyProgram(signals=signals, **trouble)
-  loop = TrainingLoop(cfg, program, dataset, sinks, signals, hardware, val_sets=VAL_SETS if ghost else ())
+  hardware = Hardware(1, None, B, StepFlops(6e6, 2e6))
+  program = ToyProgram(signals=signals, val_every=cfg.ghost.ghost_val_every, **trouble)
+  loop = TrainingLoop(cfg, program, dataset, sinks, signals, hardware, val_sets=VAL_SETS if ghost else {})
   try:
     return loop.run(state, position, prefetcher)
   finally:
@@ -233,7 +237,7 @@ def test_a_record_per_step_and_a_score_row_per_document(whole):
 def test_actual_drop_is_measured_on_the_rows_of_the_step(whole):
   """Recomputed by training again by hand, one step at a time."""
   dataset, state = ToyDataset(), nnx.state(ToyState())
-  step, val_loss = compiled(-1)
+  step, val_loss = compiled()
   found = records(whole)
   for t in range(STEPS):
     val = (dataset.validation_batch(t // 3, 2).arrays,)
@@ -373,7 +377,7 @@ def test_step_k_starts_before_step_k_minus_1_is_read(tmp_path):
   dataset = ToyDataset()
   loop = TrainingLoop(
     cfg, WatchingProgram(), dataset, Sinks(Quiet(), metrics_log, None, None, None), signals,
-    Hardware(1, None, StepFlops(1.0, 1.0)), val_sets=VAL_SETS,
+    Hardware(1, None, B, StepFlops(1.0, 1.0)), val_sets=VAL_SETS,
   )
   loop.run(state, Position(), Prefetcher(dataset.train, jax.device_put, 5))
   metrics_log.close()
@@ -403,3 +407,71 @@ def test_the_console_shows_every_log_period_and_the_last(tmp_path):
   assert [int(line.split(",")[0].split()[-1]) for line in shown] == [0, 4, 8, 10]
   assert "actual_drop" in shown[-1] and "TFLOP/s/device" in shown[0]
   assert sum(line.startswith("Completed eval after train step") for line in console.lines) == 3
+
+
+@pytest.mark.parametrize("stop_at", [0, 3, 4, 5, 7])
+def test_with_a_validation_gradient_every_few_steps_the_account_spans_them(tmp_path, stop_at):
+  """Validation every 4 steps, new rows every 3: losses at 0, 4, 8, each of the old rows and of the new."""
+  cfg = make_config(ghost_val_every=4)
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  run_toy(whole, cfg)
+  found = records(whole)
+  assert [t for t, record in enumerate(found) if record["ghost/val_loss/manual"] is not None] == [0, 4, 8]
+  drops = {t: record["ghost/actual_drop/manual"] for t, record in enumerate(found) if "ghost/account_steps" in record}
+  assert {t: found[t]["ghost/account_steps"] for t in drops} == {3: 4, 7: 4, 10: 3}
+  dataset, state = ToyDataset(), nnx.state(ToyState())
+  step, val_loss = compiled(val_every=4)
+  before = {}
+  for t in range(STEPS + 1):
+    old_rows = (dataset.validation_batch(max(t - 1, 0) // 4 * 4 // 3, 2).arrays,)
+    if t - 1 in drops:
+      assert drops[t - 1] == pytest.approx(before[(t - 1) // 4] - float(val_loss(state, old_rows)[0]), rel=1e-3)
+    rows = (dataset.validation_batch(t // 4 * 4 // 3, 2).arrays,)
+    before.setdefault(t // 4, float(val_loss(state, rows)[0]))
+    if t < STEPS:
+      state, _ = step(state, next(dataset.train).arrays, rows)
+  run_toy(broken, cfg, stop_at=stop_at)
+  run_toy(broken, cfg)
+  assert records(broken) == found
+  assert score_arrays(broken) == score_arrays(whole)
+
+
+def test_scores_that_are_not_finite_are_left_out_and_named(tmp_path):
+  console = Quiet()
+  run_toy(tmp_path / "run", make_config(), console=console, unscored_at=4)
+  found = records(tmp_path / "run")
+  assert [record["ghost/scored"] for record in found] == [1] * 4 + [0] + [1] * 6
+  assert [line for line in console.lines if "not scored" in line] == [
+    "maxghost: step 4 is not scored: its scores are not finite in w"
+  ]
+  steps, rows, _ = score_arrays(tmp_path / "run")
+  assert len(steps) == STEPS + 1 and len(rows) == (STEPS - 1) * (B * S - 1)
+
+
+def test_token_files_of_later_steps_are_removed_on_resume(tmp_path):
+  folder = tmp_path / "run"
+  run_toy(folder, make_config(steps=6))
+  tokens = folder / "ghost" / "tokens"
+  (tokens / "step_17.npz").write_bytes(b"from a run that was cut off")
+  run_toy(folder, make_config())
+  assert sorted(int(path.stem[5:]) for path in tokens.iterdir()) == list(range(STEPS))
+  with np.load(tokens / "step_2.npz") as file:
+    assert file["contribution_KBT"].shape == (1, B, T) and file["path"].shape == (B, S)
+    assert file["path"][0, 1] == "" and file["path"][1, 0].startswith("doc")
+
+
+def test_a_schedule_without_columns_is_logged_without_them(tmp_path, monkeypatch):
+  original = ToyProgram.train_step
+
+  def without(self, state, batch, val_batches):
+    state, out = original(self, state, batch, val_batches)
+    columns = (*metrics.PREDICTED_COLUMNS, "check_rel_err")
+    return state, {name: value for name, value in out.items() if name not in columns}
+
+  monkeypatch.setattr(ToyProgram, "train_step", without)
+  console = Quiet()
+  run_toy(tmp_path / "run", make_config(), console=console)
+  found = records(tmp_path / "run")
+  assert "ghost/predicted_drop/manual" not in found[3] and "ghost/actual_drop/manual" in found[3]
+  line = next(line for line in console.lines if line.startswith("completed step: 3,"))
+  assert "val_loss" in line and "predicted_drop" not in line

@@ -1,13 +1,19 @@
 """What a run says when it starts and when it ends."""
 
+import importlib.metadata
 import json
+import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median
 
+import jax
+
 from maxghost.config import Config
 from maxghost.training.flops import StepFlops
 from maxghost.training.loop import Outcome
+from maxghost.training.program import Program
+from maxghost.training.run_directory import METRICS_FILE
 
 
 def domain_lines(summary: Iterable) -> list[str]:
@@ -36,28 +42,44 @@ def start_lines(cfg: Config, dataset, num_params: int, scored: Mapping[str, int]
   ]
   if cfg.ghost.ghost_enabled:
     share = sum(scored.values()) / num_params
+    sets = " and of ".join(f"'{name}'" for name in cfg.data.validation_sets)
     lines.append(
       f"ghost: {len(scored)} parameter arrays scored ({share:.2%} of all parameters) against "
-      f"{cfg.ghost.ghost_val_batch_size} rows of '{cfg.data.ghost_val_domain}', direction {cfg.ghost.ghost_direction}, "
+      f"{cfg.ghost.ghost_val_batch_size} rows of {sets}, direction {cfg.ghost.ghost_direction}, "
       f"schedule {cfg.ghost.ghost_schedule}"
     )
   return [*lines, f"run directory: {path}"]
 
 
-def end_lines(cfg: Config, outcome: Outcome, path: Path, metrics_path: Path) -> list[str]:
-  """The headline figures of a complete run, read from metrics.jsonl, and the report command."""
-  records = read_records(metrics_path)
+def facts(cfg: Config, num_params: int, flops: StepFlops, program: Program) -> dict[str, str]:
+  """For run_facts.json: label -> text."""
+  device = jax.devices()[0]
+  return {
+    "parameters": f"{num_params:,}",
+    "device": f"1 x {device.device_kind} ({device.platform})",
+    "arithmetic per step": f"{flops.total / 1e12:.4f} TFLOP in the model",
+    "train step": program.describe(),
+    "versions": f"maxghost {importlib.metadata.version('maxghost')}, jax {jax.__version__}, "
+    f"flax {importlib.metadata.version('flax')}, Python {platform.python_version()}",
+  }
+
+
+def end_lines(cfg: Config, outcome: Outcome, path: Path, data_line: str) -> list[str]:
+  """The headline figures of a complete run, read from its metrics.jsonl, what was read, and the report command."""
+  with open(path / METRICS_FILE, encoding="utf-8") as file:
+    records = [json.loads(line) for line in file]
   first, last = records[0], records[-1]
   tokens = sum(record["learning/total_weights"] for record in records)
   lines = [
     f"Training complete: {len(records)} steps, {tokens:,} target tokens, loss {first['learning/loss']:.3f} -> "
     f"{last['learning/loss']:.3f}",
     *speed_lines(cfg, outcome),
+    data_line,
   ]
   if "eval/avg_loss" in last:
     lines.append(f"Held-out loss: {last['eval/avg_loss']:.4f} (perplexity {last['eval/avg_perplexity']:.3f})")
   if cfg.ghost.ghost_enabled:
-    lines.append(ghost_line(records, cfg.data.ghost_val_domain))
+    lines += [ghost_line(records, name) for name in cfg.data.validation_sets]
   return [*lines, f"Report: python -m maxghost.report {path}"]
 
 
@@ -85,8 +107,3 @@ def speed_lines(cfg: Config, outcome: Outcome) -> list[str]:
   rows = cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps
   tokens = rows * cfg.data.max_target_length
   return [f"Median step {middle:.3f} s, {tokens / middle:,.0f} tokens/s"]
-
-
-def read_records(metrics_path: Path) -> list[dict]:
-  with open(metrics_path, encoding="utf-8") as file:
-    return [json.loads(line) for line in file]

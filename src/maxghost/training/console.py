@@ -1,5 +1,6 @@
 """What a run prints: lines in MaxText's form, and on a terminal a progress bar below them."""
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -8,8 +9,8 @@ from typing import Any, TextIO
 def step_line(record: Mapping[str, Any], val_sets: tuple[str, ...] = ()) -> str:
   """MaxText's step line and, where validation sets are named, ghost's part.
 
-  Drops of the validation loss are in nats per token, positive = it fell. `actual_drop` is left out where the loss
-  after the step is not known (the last line before an interruption).
+  Drops of the validation loss are in nats per token, positive = it fell. What the step did not measure is left out:
+  `actual_drop` before an interruption, the losses between two of ghost_val_every steps.
   """
   parts = [f"completed step: {record['step']}"]
   parts += [f"seconds: {record['perf/step_time_seconds']:.3f}"]
@@ -20,12 +21,13 @@ def step_line(record: Mapping[str, Any], val_sets: tuple[str, ...] = ()) -> str:
   parts += [f"grad_norm: {record['learning/grad_norm']:.3f}"]
   for name in val_sets:
     label = f"[{name}]" if len(val_sets) > 1 else ""
-    parts.append(f"val_loss{label}: {record[f'ghost/val_loss/{name}']:.3f}")
-    parts.append(f"predicted_drop{label}: {record[f'ghost/predicted_drop/{name}']:+.5f}")
-    actual = record.get(f"ghost/actual_drop/{name}")
-    if actual is not None:
-      parts.append(f"actual_drop{label}: {actual:+.5f}")
-    parts.append(f"score_check{label}: {record[f'ghost/check_rel_err/{name}']:.1e}")
+    over = f" over {record['ghost/account_steps']} steps" if "ghost/account_steps" in record else ""
+    shown = {"val_loss": (label, ".3f"), "predicted_drop": (label, "+.5f"), "actual_drop": (over + label, "+.5f")}
+    shown["check_rel_err"] = (label, ".1e")
+    for column, (suffix, form) in shown.items():
+      value = record.get(f"ghost/{column}/{name}", math.nan)
+      if not math.isnan(value):
+        parts.append(f"{'score_check' if column == 'check_rel_err' else column}{suffix}: {value:{form}}")
   return ", ".join(parts)
 
 

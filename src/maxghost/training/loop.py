@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -27,6 +28,7 @@ from maxghost.training.program import Program
 from maxghost.training.resume import Position, to_tree
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
+from maxghost.training.validation import ValidationRows
 
 
 class Checkpoints(Protocol):
@@ -59,10 +61,11 @@ class Sinks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hardware:
-  """What rates are divided by. peak_flops: FLOP/s of one device, None where unknown."""
+  """What rates are made of. rows: of a step over all devices; peak_flops: FLOP/s of one device, None where unknown."""
 
   num_devices: int
   peak_flops: float | None
+  rows: int
   flops: StepFlops
 
 
@@ -88,7 +91,7 @@ class _Started:
 class TrainingLoop:
   """Runs the steps of a run from a position to its end, or to a signal.
 
-  put: sends a dict of host arrays to the devices. val_sets: names of the K validation sets, empty without ghost.
+  put: sends a dict of host arrays to the devices. val_sets: {name: domain} of the K sets, empty without ghost.
   """
 
   def __init__(
@@ -101,10 +104,11 @@ class TrainingLoop:
     hardware: Hardware,
     *,
     put: Callable[[dict], Any] = jax.device_put,
-    val_sets: tuple[str, ...] = (),
+    val_sets: Mapping[str, str] = MappingProxyType({}),
   ):
     self._cfg, self._program, self._dataset, self._sinks = cfg, program, dataset, sinks
-    self._signals, self._hardware, self._put, self._val_sets = signals, hardware, put, val_sets
+    self._signals, self._hardware, self._put, self._val_sets = signals, hardware, put, tuple(val_sets)
+    self._validation = ValidationRows(cfg.ghost, dataset, val_sets, put)
     self._state: Any = None
     self._position = Position()
     self._pending: dict[str, Any] | None = None
@@ -112,7 +116,6 @@ class TrainingLoop:
     self._saved_steps = 0
     self._last_ready = 0.0
     self._seconds: list[float] = []
-    self._val_rows: tuple[int, tuple] = (-1, ())
     self._eval_batches: list = []
 
   def run(self, state, position: Position, prefetcher: Prefetcher) -> Outcome:
@@ -149,7 +152,7 @@ class TrainingLoop:
 
   def _turn(self, step: int, fetched: Fetched) -> None:
     prev_val_loss = self._loss_of_replaced_rows(step)
-    self._state, outputs = self._program.train_step(self._state, fetched.arrays, self._validation_rows(step))
+    self._state, outputs = self._program.train_step(self._state, fetched.arrays, self._validation.batches(step))
     self._read_started()
     self._started = _Started(step, outputs, prev_val_loss, fetched)
     done, is_last = step + 1, step + 1 == self._cfg.run.steps
@@ -160,31 +163,16 @@ class TrainingLoop:
       self._read_started()
       self._save()
 
-  def _rows_index(self, step: int) -> int:
-    refresh = self._cfg.ghost.ghost_val_refresh_steps
-    return step // refresh if refresh else 0
-
-  def _validation_rows(self, step: int) -> tuple:
-    """The validation batches of a step, one per set: a function of the step alone, so none of it needs saving."""
-    if not self._val_sets:
-      return ()
-    index = self._rows_index(step)
-    if self._val_rows[0] != index:
-      num_rows = self._cfg.ghost.ghost_val_batch_size
-      batches = [self._dataset.validation_batch(index, num_rows, name) for name in self._val_sets]
-      self._val_rows = (index, tuple(self._put(batch.arrays) for batch in batches))
-    return self._val_rows[1]
-
   def _loss_of_replaced_rows(self, step: int) -> jax.Array | None:
-    """Where a step draws new validation rows: the loss of the old ones before it, f32[K], which ends the last step's
-    account. To be started before the step takes the state."""
-    if not self._val_sets or step == 0 or self._rows_index(step) == self._rows_index(step - 1):
+    """Where a step draws new validation rows: the loss of the old ones before it, f32[K], which closes their account.
+    To be started before the step takes the state."""
+    if not self._validation.replaces(step):
       return None
     if not self._program.is_ready("validation_loss"):  # still compiling, early in a run: no part of a step's time
       self._read_started()
       self._program.wait("validation_loss")
       self._restart_clock()
-    return self._program.validation_loss(self._state, self._validation_rows(step - 1))
+    return self._program.validation_loss(self._state, self._validation.batches(step - 1))
 
   # Waiting on purpose: evaluations, checkpoints, the end.
 
@@ -223,8 +211,9 @@ class TrainingLoop:
     if not self._val_sets:
       return
     num_steps = self._cfg.run.steps
-    loss_after_K = jax.device_get(self._program.validation_loss(self._state, self._validation_rows(num_steps - 1)))
-    self._add_actual_drop(loss_after_K)
+    batches = self._validation.batches(num_steps - 1)
+    loss_after_K = jax.device_get(self._program.validation_loss(self._state, batches))
+    self._add_actual_drop(num_steps, loss_after_K)
     if self._sinks.scores:
       self._sinks.scores.record_end(num_steps, loss_after_K)
       self._sinks.scores.position()  # on disk before the last record of metrics.jsonl says that the run is complete
@@ -242,6 +231,8 @@ class TrainingLoop:
     record = {"step": started.step} | metrics.learning_metrics(outputs) | self._rates(seconds)
     if self._val_sets:
       record |= metrics.ghost_metrics(outputs, self._val_sets)
+      if unscored := metrics.unscored_line(started.step, outputs):
+        self._sinks.console.line(unscored)
     if self._sinks.scores:
       self._sinks.scores.record(started.step, outputs, prev_val_loss, started.fetched.batch)
     self._pending = record
@@ -258,18 +249,25 @@ class TrainingLoop:
     return seconds
 
   def _settle_pending(self, started: _Started, outputs: Mapping[str, Any]) -> np.ndarray | None:
-    """Writes the record of the step before, now that the loss after it is known; returns that loss, f32[K]."""
+    """Writes the record of the step before. Where this step measured the validation loss, that is the loss after the
+    one before: it is returned, f32[K], and closes the account."""
     prev_val_loss = None
-    if self._val_sets and started.step > 0:
-      replaced = started.prev_val_loss
-      prev_val_loss = outputs["val_loss"] if replaced is None else jax.device_get(replaced)
-      self._add_actual_drop(prev_val_loss)
+    if self._validation.is_fresh(started.step):
+      if started.step > 0:
+        replaced = started.prev_val_loss
+        prev_val_loss = outputs["val_loss"] if replaced is None else jax.device_get(replaced)
+        self._add_actual_drop(started.step, prev_val_loss)
+      open_loss = [float(loss) for loss in outputs["val_loss"]]
+      self._position = dataclasses.replace(self._position, open_loss=open_loss)
     self._write_pending()
     return prev_val_loss
 
-  def _add_actual_drop(self, loss_after_K: np.ndarray) -> None:
-    for name, loss_after in zip(self._val_sets, loss_after_K, strict=True):
-      self._pending[f"ghost/actual_drop/{name}"] = self._pending[f"ghost/val_loss/{name}"] - float(loss_after)
+  def _add_actual_drop(self, step: int, loss_after_K: np.ndarray) -> None:
+    """To the record of step - 1: the drop since the validation loss was last measured, one step ago or several."""
+    if (num_steps := self._validation.account_steps(step)) > 1:
+      self._pending["ghost/account_steps"] = num_steps
+    for name, before, after in zip(self._val_sets, self._position.open_loss, loss_after_K, strict=True):
+      self._pending[f"ghost/actual_drop/{name}"] = before - float(after)
 
   def _write_pending(self, show: bool = False) -> None:
     """The record that waits goes to the logs, and every `log_period` steps (or with `show`) to the console."""
@@ -284,8 +282,8 @@ class TrainingLoop:
 
   def _rates(self, seconds: float) -> dict[str, float]:
     """perf/*: of one device, in MaxText's names. Tokens are positions of the rows, padding included."""
-    hardware, data = self._hardware, self._cfg.data
-    tokens = data.per_device_batch_size * data.max_target_length
+    hardware = self._hardware
+    tokens = hardware.rows * self._cfg.data.max_target_length // hardware.num_devices
     flops = hardware.flops.total / hardware.num_devices
     rates = {
       "perf/step_time_seconds": seconds,

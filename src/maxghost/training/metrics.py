@@ -14,8 +14,9 @@ from typing import Any
 
 from maxghost.config import ConfigError
 
-# Metrics of a step that must be finite; the first one that is not stops the run.
-FINITE_METRICS = ("loss", "grad_norm", "param_norm", "val_loss")
+# Metrics of a step that must be finite; the first one that is not stops the run. The validation loss is not among
+# them: where it is not finite the step is not scored, and training goes on.
+FINITE_METRICS = ("loss", "grad_norm", "param_norm")
 
 # The columns that add up to -<grad L_val, update>: what first order predicts of one step's drop of the validation loss.
 PREDICTED_COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
@@ -34,9 +35,8 @@ def check_finite(step: int, outputs: Mapping[str, Any]) -> None:
   for name in FINITE_METRICS:
     if name not in outputs:
       continue
-    for value in outputs[name].reshape(-1):
-      if not math.isfinite(value):
-        raise NonFiniteMetricError(step, name, float(value))
+    if not math.isfinite(outputs[name]):
+      raise NonFiniteMetricError(step, name, float(outputs[name]))
 
 
 def perplexity(loss: float) -> float:
@@ -60,18 +60,33 @@ def learning_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
   return record
 
 
-def ghost_metrics(outputs: Mapping[str, Any], val_sets: tuple[str, ...]) -> dict[str, float]:
+def ghost_metrics(outputs: Mapping[str, Any], val_sets: tuple[str, ...]) -> dict[str, Any]:
   """The ghost/* part, in nats: val_loss before the update, the predicted drop and its columns, the self-check.
 
-  `ghost/actual_drop/<set>` is added by the loop one step later, when the next validation loss is known.
+  A step that measures no validation loss (ghost_val_every > 1) has NaN there; schedule concat has no columns.
+  ghost/scored is 1, or 0 where the scores were not finite. ghost/captured/<parameter>: the share of |u|^2 that low-rank
+  factors hold, per layer and set. `ghost/actual_drop/<set>` is added by the loop when the loss after it is known.
   """
-  record = {}
+  record: dict[str, Any] = {"ghost/scored": int(outputs["scored_ok"])}
+  has_columns = all(column in outputs for column in PREDICTED_COLUMNS)
   for k, name in enumerate(val_sets):
     record[f"ghost/val_loss/{name}"] = float(outputs["val_loss"][k])
-    record[f"ghost/predicted_drop/{name}"] = sum(float(outputs[column][k]) for column in PREDICTED_COLUMNS)
-    for column in (*PREDICTED_COLUMNS, "check_rel_err"):
-      record[f"ghost/{column}/{name}"] = float(outputs[column][k])
+    if has_columns:
+      record[f"ghost/predicted_drop/{name}"] = sum(float(outputs[column][k]) for column in PREDICTED_COLUMNS)
+      for column in (*PREDICTED_COLUMNS, "check_rel_err"):
+        record[f"ghost/{column}/{name}"] = float(outputs[column][k])
+  for label, captured_LK in outputs.get("captured", {}).items():
+    record[f"ghost/captured/{label}"] = captured_LK.tolist()
   return record
+
+
+def unscored_line(step: int, outputs: Mapping[str, Any]) -> str | None:
+  """What to say where the scores of a step were not finite: the parameters they came from. None where all is well."""
+  if outputs["scored_ok"]:
+    return None
+  labels = [label for label, bad in outputs["nonfinite_scores"].items() if bad]
+  named = ", ".join(labels[:4]) + (f" and {len(labels) - 4} more" if len(labels) > 4 else "")
+  return f"maxghost: step {step} is not scored: its scores are not finite in {named}"
 
 
 def eval_metrics(sums: Sequence[tuple[Any, Any]]) -> dict[str, float]:
@@ -89,7 +104,7 @@ class MetricsLog:
     self._file = open(self._path, "ab")  # noqa: SIM115 - open as long as the run
 
   def append(self, record: Mapping[str, Any]) -> None:
-    # JSON has no NaN: a self-check of nothing (0/0) becomes null. Losses and norms are finite here.
+    # JSON has no NaN: what a step did not measure becomes null. Losses and norms are finite here.
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     self._file.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
     self._file.flush()
@@ -124,7 +139,7 @@ class TensorBoardLog:
 
   def append(self, record: Mapping[str, Any]) -> None:
     for name, value in record.items():
-      if isinstance(value, (int, float)) and name != "step":
+      if isinstance(value, (int, float)) and name != "step" and math.isfinite(value):
         self._writer.add_scalar(name, value, record["step"])
 
   def flush(self) -> None:

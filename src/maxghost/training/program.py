@@ -12,6 +12,7 @@ from flax import nnx
 
 from maxghost.config import Config, ConfigError
 from maxghost.training import step as step_lib
+from maxghost.training.compiling import compiler_options
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,16 +77,25 @@ class Program:
 
 
 def build(
-  cfg: Config, graphdef: nnx.GraphDef, state: nnx.State, batch: Mapping[str, Any], val_batches: tuple, num_segments: int
+  cfg: Config,
+  graphdef: nnx.GraphDef,
+  state: nnx.State,
+  batch: Mapping[str, Any],
+  val_batches: tuple,
+  eval_batch: Mapping[str, Any],
+  num_segments: int,
 ) -> Program:
   """Traces the step and the evaluations for these shapes and starts to compile them in the background.
 
-  Arrays and `jax.ShapeDtypeStruct`s serve alike. val_batches: one batch per validation set, empty when ghost is off.
-  num_segments: S, segments a row can hold. Raises ConfigError for a model that the engine cannot score.
+  Arrays and `jax.ShapeDtypeStruct`s serve alike. batch: of a step, all its micro-batches. val_batches: one batch per
+  validation set, empty when ghost is off. eval_batch: of an evaluation. num_segments: S, segments a row can hold.
+  Raises ConfigError for a model that the engine cannot score.
   """
   begin = time.perf_counter()
   try:
-    train_step, twin = step_lib.make_train_step(cfg, graphdef, state, batch, num_segments=num_segments)
+    train_step, twin = step_lib.make_train_step(
+      cfg, graphdef, state, batch, num_segments=num_segments, num_sets=max(len(val_batches), 1)
+    )
   except ValueError as error:  # a parameter without a rule, a pattern that matches nothing
     raise ConfigError(str(error)) from error
   work = {"train_step": _lower("train_step", train_step, (0,), begin, state, batch, val_batches)}
@@ -95,7 +105,7 @@ def build(
   if cfg.ghost.ghost_enabled:
     others["validation_loss"] = (step_lib.make_validation_loss(cfg, graphdef), state, val_batches)
   if cfg.run.eval_interval > 0:
-    others["evaluate"] = (step_lib.make_eval_step(cfg, graphdef), state, batch)
+    others["evaluate"] = (step_lib.make_eval_step(cfg, graphdef), state, eval_batch)
   for name, (function, *arguments) in others.items():
     futures[name] = pool.submit(*_lower(name, function, (), time.perf_counter(), *arguments))
   pool.shutdown(wait=False)
@@ -112,7 +122,7 @@ def _lower(name: str, function: Callable, donated: tuple[int, ...], begin: float
 
 def _compile(name: str, lowered, trace_seconds: float) -> Executable:
   begin = time.perf_counter()
-  compiled = lowered.compile()
+  compiled = lowered.compile(compiler_options=compiler_options())
   return Executable(name, compiled, trace_seconds, time.perf_counter() - begin)
 
 

@@ -14,13 +14,15 @@ class Position:
 
   data: position of the training iterator behind the last trained batch; None at the start.
   metrics_bytes: length of metrics.jsonl. pending: the record of the last step, which waits for the validation loss
-    after it, None at the start. scores: position of the score log, None where there is none.
+    after it, None at the start. open_loss: the last validation loss that was measured, [K], from which the account of
+    the steps since then is open. scores: position of the score log, None where there is none.
   """
 
   completed_steps: int = 0
   data: dict | None = None
   metrics_bytes: int = 0
   pending: dict[str, Any] | None = None
+  open_loss: list[float] | None = None
   scores: dict | None = None
 
   def to_json(self) -> dict[str, Any]:

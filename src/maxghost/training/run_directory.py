@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from maxghost.config import Config, ConfigError
 
 CONFIG_FILE = "config.yml"
 METRICS_FILE = "metrics.jsonl"
+FACTS_FILE = "run_facts.json"
 LOCK_FILE = ".lock"
 # Keys that say where a run lives, not what it computes: a run directory may be moved or renamed.
 LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
@@ -115,6 +117,12 @@ class RunDirectory:
   @property
   def checkpoints_path(self) -> Path:
     return self.path / "checkpoints"
+
+  def write_facts(self, facts: Mapping[str, str]) -> None:
+    """run_facts.json: what is worth knowing of this process beside the config; the report shows it."""
+    temporary = self.path / f".{FACTS_FILE}.tmp"
+    temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, self.path / FACTS_FILE)
 
   def close(self) -> None:
     self._lock.close()

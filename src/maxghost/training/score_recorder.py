@@ -6,9 +6,12 @@ B rows of the batch, S segments a row can hold, K validation sets, N scored docu
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from maxghost.training import token_scores
 
 QUEUE_LENGTH = 8
 STEP_COLUMNS = (
@@ -72,13 +75,14 @@ class ScoreRecorder:
   """Feeds a ScoreWriter.
 
   document_id: (domain, path, offset) of a document by its index; asked once per document. domains: all domains, an axis
-  of the contributions by parameter.
+  of the contributions by parameter. token_folder: where ghost_detail=token puts its files.
 
   What the writer raises (disk full, ...) is raised as ScoreLogError by the next call.
   """
 
-  def __init__(self, writer, document_id: Callable[[int], Sequence[Any]], domains: Sequence[str]):
+  def __init__(self, writer, document_id: Callable[[int], Sequence[Any]], domains: Sequence[str], token_folder: Path):
     self._writer = writer
+    self._token_folder = token_folder
     self._domains = tuple(domains)
     self._document_id = document_id
     self._known: dict[int, Sequence[Any]] = {}
@@ -104,8 +108,10 @@ class ScoreRecorder:
     self._raise_error()
     return self._writer.position()
 
-  def restore(self, position: dict | None) -> None:
+  def restore(self, position: dict | None, completed_steps: int) -> None:
+    """Removes what was recorded after a checkpoint; None empties the log."""
     self._writer.restore(position)
+    token_scores.restore(self._token_folder, completed_steps)
 
   def close(self) -> None:
     """Everything handed over is on disk afterwards."""
@@ -130,12 +136,12 @@ class ScoreRecorder:
     if prev_val_loss is not None:
       record["prev_val_loss"] = prev_val_loss
     if outputs is None:
-      num_sets = len(prev_val_loss)
-      empty = {"tokens": np.zeros(0, np.int32), "loss": np.zeros(0, np.float32)}
-      empty |= {name: np.zeros((0, num_sets), np.float32) for name in ("dot", "contribution")}
-      self._writer.append(record, empty, [])
+      self._writer.append(record, {}, [])
       return
-    record |= {name: outputs[name] for name in STEP_COLUMNS}
+    record |= {name: outputs[name] for name in STEP_COLUMNS if name in outputs}
+    if not outputs["scored_ok"]:  # no score rather than a wrong one
+      self._writer.append(record, {}, [])
+      return
     columns, documents = scored_rows(outputs, batch)
     names = [self._name(int(index)) for index in documents]
     modules = None
@@ -144,6 +150,8 @@ class ScoreRecorder:
       domain_N = np.array([self._domains.index(name[0]) for name in names], np.int64)
       by_module = module_contributions(outputs["param_contribution"], scored_BS, domain_N, len(self._domains))
       modules = {"names": tuple(by_module), "domains": self._domains, "contribution": stack_layers(by_module)}
+    if "token_contribution_KBT" in outputs:
+      token_scores.write(self._token_folder, step, outputs["token_contribution_KBT"], batch, self._name)
     self._writer.append(record, columns, names, modules=modules)
 
   def _name(self, index: int) -> Sequence[Any]:

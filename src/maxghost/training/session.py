@@ -34,10 +34,10 @@ class Session:
     self._open_checkpoints, self._open_scores = open_checkpoints, open_scores
     self._console = console or Console()
     self._checkpoints: Any = None
-    self._val_sets = (cfg.data.ghost_val_domain,) if cfg.ghost.ghost_enabled else ()
+    self._val_sets = cfg.data.validation_sets if cfg.ghost.ghost_enabled else {}
     self._graphdef, self._abstract = state.abstract_split(cfg)
     val_batches = tuple(
-      dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, name).arrays for name in self._val_sets
+      dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain).arrays for domain in self._val_sets.values()
     )
     self._program = program.build(
       cfg,
@@ -105,7 +105,7 @@ class Session:
     scores = tensorboard = None
     if cfg.ghost.ghost_enabled:
       writer = self._open_scores(
-        run_dir.path, self._val_sets, period=cfg.ghost.ghost_log_period, fingerprint=self._dataset.fingerprint
+        run_dir.path, tuple(self._val_sets), period=cfg.ghost.ghost_log_period, fingerprint=self._dataset.fingerprint
       )
       scores = ScoreRecorder(
         writer, self._dataset.document_id, self._dataset.source.domains, run_dir.path / "ghost" / "tokens"
@@ -134,13 +134,13 @@ class Session:
       say(line)
     if position.completed_steps < cfg.run.steps:
       say(self._program.describe())
+      run_dir.write_facts(announce.facts(cfg, params, flops, self._program))
 
   def _conclude(self, outcome, run_dir: RunDirectory) -> int:
     cfg, say = self._cfg, self._console.line
     if not outcome.interrupted:
-      for line in announce.end_lines(cfg, outcome, run_dir.path, run_dir.metrics_path):
+      for line in announce.end_lines(cfg, outcome, run_dir.path, self._dataset.train.describe()):
         say(line)
-      say(self._dataset.train.describe())
       return 0
     saved = f"saved in {run_dir.checkpoints_path / str(outcome.completed_steps)}"
     if not cfg.checkpoint.enable_checkpointing:

@@ -7,6 +7,7 @@ from flax import nnx
 
 from maxghost import models
 from maxghost.config.schema import Config
+from maxghost.training.compiling import compiler_options
 from maxghost.training.optimizers import make_optimizer
 
 
@@ -54,18 +55,17 @@ def create(cfg: Config) -> TrainStateNNX:
 
 def num_sets(cfg: Config) -> int:
   """K, the number of validation sets."""
-  return 1
+  return len(cfg.data.validation_sets)
 
 
 def create_split(cfg: Config) -> tuple[nnx.GraphDef, nnx.State]:
   """(graphdef, state) of a fresh train state; the weights are made in one compiled call."""
   graphdef, _ = abstract_split(cfg)
 
-  @jax.jit
   def init():
     return nnx.state(create(cfg))
 
-  return graphdef, init()
+  return graphdef, jax.jit(init, compiler_options=compiler_options())()
 
 
 def abstract_split(cfg: Config) -> tuple[nnx.GraphDef, nnx.State]:

@@ -1,0 +1,51 @@
+"""Which validation rows a step uses: a function of the step alone, so that nothing of it needs saving."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from maxghost.config.schema import GhostConfig
+
+
+class ValidationRows:
+  """The validation batches of every step, one per named set; at most those of one step are held on the devices.
+
+  A step is *fresh* where the validation loss and gradient are computed (every `ghost_val_every` steps); the steps after
+  it score against that gradient. New rows come every `ghost_val_refresh_steps` steps, at the next fresh step.
+  sets: {name: domain}, empty without ghost. put: sends a dict of host arrays to the devices.
+  """
+
+  def __init__(self, ghost: GhostConfig, dataset, sets: Mapping[str, str], put: Callable[[dict], Any]):
+    self.names = tuple(sets)
+    self._domains = tuple(sets.values())
+    self._every, self._refresh, self._num_rows = (
+      ghost.ghost_val_every, ghost.ghost_val_refresh_steps, ghost.ghost_val_batch_size
+    )
+    self._dataset, self._put = dataset, put
+    self._held: tuple[int, tuple] = (-1, ())
+
+  def is_fresh(self, step: int) -> bool:
+    return bool(self.names) and step % self._every == 0
+
+  def batches(self, step: int) -> tuple:
+    """The batches of the step's own or last fresh step; empty without sets."""
+    if not self.names:
+      return ()
+    index = self._index(step)
+    if self._held[0] != index:
+      batches = [self._dataset.validation_batch(index, self._num_rows, domain) for domain in self._domains]
+      self._held = (index, tuple(self._put(batch.arrays) for batch in batches))
+    return self._held[1]
+
+  def replaces(self, step: int) -> bool:
+    """Whether a fresh step uses other rows than the fresh step before it, whose loss must then be measured apart."""
+    return self.is_fresh(step) and step > 0 and self._index(step) != self._index(step - 1)
+
+  def account_steps(self, step: int) -> int:
+    """Steps from the fresh step before `step` up to it: over these the drop of its loss is measured."""
+    return step - self._fresh_before(step - 1)
+
+  def _fresh_before(self, step: int) -> int:
+    return step - step % self._every
+
+  def _index(self, step: int) -> int:
+    return self._fresh_before(step) // self._refresh if self._refresh else 0
