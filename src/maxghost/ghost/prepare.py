@@ -43,10 +43,17 @@ def prepare_twin(
   twin = attach(model, **arguments)
   params, rest = split(model)
   rows = num_examples + num_val
-  used, used_with_more = (_trace(twin, params, rest, loss_fn, _shapes(batch, n)) for n in (rows, rows + 1))
-  shapes, shapes_with_more = ({(use.path, use.method): use.shape for use in uses} for uses in (used, used_with_more))
+  used = _trace(twin, params, rest, loss_fn, _shapes(batch, rows))
+  try:  # twice the rows: a number that any mesh divides which divides the rows
+    used_doubled = _trace(twin, params, rest, loss_fn, _shapes(batch, 2 * rows))
+  except Exception as error:
+    raise ValueError(
+      f"the loss works for {rows} rows, but not for {2 * rows}, which is how layers are checked for a leading batch "
+      f"axis: let model and loss take any number of rows ({error})"
+    ) from error
+  shapes, doubled = ({(use.path, use.method): use.shape for use in uses} for uses in (used, used_doubled))
   for (path, method), shape in shapes.items():
-    if not shape or shapes_with_more[path, method][:1] != (shape[0] + 1,):
+    if not shape or doubled[path, method][:1] != (2 * shape[0],):
       raise ValueError(
         f"{path}.{method} returns {shape} for a batch of {rows}: its leading axis is not the batch. Broadcast its "
         f"input to the batch, or name its parameters in ghost_exclude"

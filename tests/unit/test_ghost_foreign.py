@@ -1,0 +1,237 @@
+"""The engine on other people's nnx models and losses: dense layers with biases, norms with biases, own layers.
+
+n examples, T positions, I, O widths of a layer, K validation sets.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import tiny
+from flax import nnx
+
+from maxghost import ghost
+
+N, N_VAL, T, TOKENS, WIDTH, HIDDEN, CLASSES = 7, 5, 11, 17, 6, 9, 4
+
+
+def randomized(make, seed: int = 0) -> nnx.Module:
+  """The model that `make(rngs)` builds, with random parameters: initial zeros and ones would hide a dropped term."""
+  graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+  rng = np.random.default_rng(seed)
+  return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(0.4 * rng.normal(size=x.shape), x.dtype), state))
+
+
+class Tagger(nnx.Module):
+  """Tokens [n, T] to class logits [n, T, CLASSES]: table, LayerNorm with bias, two kinds of dense layers with bias."""
+
+  def __init__(self, rngs, dtype=jnp.float32):
+    kwargs = {"param_dtype": dtype, "rngs": rngs}
+    self.table = nnx.Embed(TOKENS, WIDTH, **kwargs)
+    self.norm = nnx.LayerNorm(WIDTH, epsilon=1e-3, **kwargs)
+    self.layers = nnx.List([nnx.Linear(WIDTH, HIDDEN, **kwargs), nnx.Linear(HIDDEN, WIDTH, **kwargs)])
+    self.scale = nnx.RMSNorm(WIDTH, **kwargs)
+    self.heads = nnx.LinearGeneral(WIDTH, (2, 3), use_bias=True, **kwargs)
+    self.out = nnx.LinearGeneral((2, 3), CLASSES, axis=(-2, -1), use_bias=True, **kwargs)
+
+  def __call__(self, ids):
+    x = self.norm(self.table(ids))
+    x = x + self.layers[1](jax.nn.gelu(self.layers[0](x)))
+    return self.out(jnp.tanh(self.heads(self.scale(x))))
+
+
+def tagging_loss(model, batch):
+  """(losses [n, T], weights [n, T])."""
+  return -jnp.take_along_axis(jax.nn.log_softmax(model(batch["x"])), batch["y"][..., None], -1)[..., 0], batch["w"]
+
+
+def tagging_batch(num: int, seed: int, dtype="float32") -> dict:
+  rng = np.random.default_rng(seed)
+  weights = rng.random((num, T)) * (rng.random((num, T)) < 0.7)
+  weights[-1] = 0
+  return {
+    "x": rng.integers(0, TOKENS, (num, T)),
+    "y": rng.integers(0, CLASSES, (num, T)),
+    "w": np.asarray(weights, dtype),
+  }
+
+
+class Mlp(nnx.Module):
+  """[n, WIDTH] to [n, CLASSES]."""
+
+  def __init__(self, rngs):
+    self.first, self.norm = nnx.Linear(WIDTH, HIDDEN, rngs=rngs), nnx.LayerNorm(HIDDEN, rngs=rngs)
+    self.second = nnx.Linear(HIDDEN, CLASSES, use_bias=False, rngs=rngs)
+
+  def __call__(self, x):
+    return self.second(jax.nn.relu(self.norm(self.first(x))))
+
+
+def squared_loss(model, batch):
+  """(losses [n], weights [n]): one loss per example, no positions."""
+  return jnp.square(model(batch["x"]) - batch["y"]).sum(-1), batch["w"]
+
+
+def regression_batch(num: int, seed: int) -> dict:
+  rng = np.random.default_rng(seed)
+  x, y = (rng.normal(size=(num, width)).astype(np.float32) for width in (WIDTH, CLASSES))
+  return {"x": x, "y": y, "w": (rng.random(num) + 0.2).astype(np.float32)}
+
+
+def per_example(model, loss_fn, train, val):
+  """({label: [n, *parameter]} gradients of sum(losses * weights) of each example, its weight [n]) of both batches."""
+  graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+  def total(params, row):
+    losses, weights = loss_fn(nnx.merge(graphdef, params, rest), {name: v[None] for name, v in row.items()})
+    return (losses * weights).sum(), weights.sum()
+
+  rows = {name: np.concatenate([train[name], val[name]]) for name in train}
+  with tiny.cheap_compilation():
+    gradients, weights = jax.jit(jax.vmap(jax.grad(total, has_aux=True), in_axes=(None, 0)))(params, rows)
+  n = len(train["w"])
+  flat = {"/".join(map(str, p)): np.asarray(v[...], np.float64) for p, v in nnx.to_flat_state(gradients)}
+  weights = np.asarray(weights, np.float64)
+  return ({k: g[:n] for k, g in flat.items()}, weights[:n]), ({k: g[n:] for k, g in flat.items()}, weights[n:])
+
+
+def mean_gradient(gradients: dict, weights) -> dict:
+  return {label: g.sum(0) / weights.sum() for label, g in gradients.items()}
+
+
+def expected_dots(model, loss_fn, train, val) -> dict:
+  """{label: <grad l_i, G>}, [n] each."""
+  (gradients, weights), validation = per_example(model, loss_fn, train, val)
+  weights = np.where(weights > 0, weights, np.inf)
+  return {label: v / weights for label, v in oracles.dots(gradients, mean_gradient(*validation)).items()}
+
+
+def score(engine, *args, **kwargs):
+  with tiny.cheap_compilation():
+    return jax.tree.map(np.asarray, engine.score(*args, **kwargs))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
+def test_dense_layers_norms_and_biases(dtype, tolerance):
+  with jax.enable_x64(dtype == "float64"):
+    model = randomized(lambda rngs: Tagger(rngs, jnp.dtype(dtype)))
+    train, val = tagging_batch(N, 1, dtype), tagging_batch(N_VAL, 2, dtype)
+    result = score(ghost.GhostEngine(per_position=True), model, train, val, loss_fn=tagging_loss)
+    expected = expected_dots(model, tagging_loss, train, val)
+  assert len(expected) == 2 * 6  # every layer has two parameters but the table and RMSNorm, with one each
+  assert result.per_param.keys() == expected.keys()
+  for label, value in expected.items():
+    assert np.abs(value).max() > 0, label
+    assert oracles.relative_error(result.per_param[label], value) < tolerance, label
+  assert oracles.relative_error(result.dot, sum(expected.values())) < tolerance
+  assert oracles.relative_error(result.per_position.sum(-1), result.additive) < tolerance
+  assert result.dot[-1] == 0  # no weight
+
+
+@pytest.fixture(scope="module")
+def mlp():
+  model = randomized(Mlp)
+  train, val = regression_batch(N, 3), regression_batch(N_VAL, 4)
+  return model, train, val, expected_dots(model, squared_loss, train, val)
+
+
+def test_losses_without_positions(mlp):
+  model, train, val, expected = mlp
+  result = score(ghost.GhostEngine(), model, train, val, loss_fn=squared_loss)
+  assert result.per_position is None
+  for label, value in expected.items():
+    assert oracles.relative_error(result.per_param[label], value) < 1e-5, label
+  assert oracles.relative_error(result.additive, result.dot * train["w"] / train["w"].sum()) < 1e-6
+
+
+def test_a_list_of_validation_sets_gives_one_row_each(mlp):
+  model, train, val, expected = mlp
+  other = regression_batch(3, 5)
+  result = score(ghost.GhostEngine(), model, train, [other, val], loss_fn=squared_loss)
+  assert result.dot.shape == (2, N)
+  assert oracles.relative_error(result.dot[1], sum(expected.values())) < 1e-5
+  assert oracles.relative_error(result.dot[0], sum(expected_dots(model, squared_loss, train, other).values())) < 1e-5
+
+
+def test_a_scaled_loss_scales_both_gradients_and_scaled_weights_nothing(mlp):
+  model, train, val, expected = mlp
+
+  def scaled(model, batch):
+    losses, weights = squared_loss(model, batch)
+    return -3 * losses, 5 * weights
+
+  result = score(ghost.GhostEngine(), model, train, val, loss_fn=scaled)
+  assert oracles.relative_error(result.dot, 9 * sum(expected.values())) < 1e-5
+
+
+def test_excluded_parameters_are_left_out_and_the_rest_is_the_same(mlp):
+  model, train, val, expected = mlp
+  result = score(ghost.GhostEngine(exclude=("*/bias", "second/*")), model, train, val, loss_fn=squared_loss)
+  assert result.per_param.keys() == {"first/kernel", "norm/scale"}
+  kept = sum(expected[label] for label in result.per_param)
+  assert oracles.relative_error(result.dot, kept) < 1e-5
+  assert tiny.by_label(result.grads).keys() == expected.keys()  # the training gradient is whole
+
+
+class Shift(nnx.Module):
+  """A layer that flax does not have: x + tanh(a) * |x|, nonlinear in its parameter."""
+
+  def __init__(self, width):
+    self.a = nnx.Param(jnp.linspace(-1.0, 1.0, width))
+
+  def __call__(self, x):
+    return x + jnp.tanh(self.a[...]) * jnp.abs(x)
+
+
+class WithShift(Mlp):
+  def __init__(self, rngs):
+    super().__init__(rngs)
+    self.shift = Shift(WIDTH)
+
+  def __call__(self, x):
+    return super().__call__(self.shift(x))
+
+
+def test_an_own_layer_is_an_error_until_its_rule_is_registered(mlp):
+  model = randomized(WithShift)
+  _, train, val, _ = mlp
+  with pytest.raises(ValueError, match=r"shift/a \(Shift\).*@ghost.rule.*ghost_exclude.*Linear"):
+    ghost.GhostEngine().score(model, train, val, loss_fn=squared_loss)
+
+  @ghost.rule(Shift)
+  class ShiftRule(ghost.Rule):
+    pass
+
+  result = score(ghost.GhostEngine(), model, train, val, loss_fn=squared_loss)
+  expected = expected_dots(model, squared_loss, train, val)
+  for label, value in expected.items():
+    assert oracles.relative_error(result.per_param[label], value) < 1e-5, label
+
+
+class UsedTwice(nnx.Module):
+  """One dense layer called twice: its score needs both uses, and under Adam's direction so does its direction."""
+
+  def __init__(self, rngs):
+    self.inner, self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+  def __call__(self, x):
+    return self.out(self.inner(jnp.tanh(self.inner(x))))
+
+
+def test_a_layer_called_twice_adds_both_uses(mlp):
+  model = randomized(UsedTwice)
+  _, train, val, _ = mlp
+  result = score(ghost.GhostEngine(), model, train, val, loss_fn=squared_loss)
+  for label, value in expected_dots(model, squared_loss, train, val).items():
+    assert oracles.relative_error(result.per_param[label], value) < 1e-5, label
+
+
+def test_a_layer_called_twice_is_refused_where_its_direction_needs_both_uses(mlp):
+  """Each use alone sees half of the weight gradient that Adam's direction is made of: a wrong score, and no check that
+  compares a use with itself would notice."""
+  model = randomized(UsedTwice)
+  _, train, val, _ = mlp
+  zeros = {label: np.zeros_like(v) for label, v in tiny.by_label(model).items()}
+  with pytest.raises(ValueError, match=r"inner \(2 calls\).*whole gradient.*ghost_exclude"):
+    ghost.GhostEngine(direction="adam").score(model, train, val, loss_fn=squared_loss, adam=ghost.AdamState(zeros, 0))
