@@ -158,6 +158,9 @@ def test_documents_and_ids(kind, written):
   indices = np.arange(len(source))
   assert [source.domains[n] for n in source.domain_numbers(indices)] == [d.domain for d in documents]
   assert len(set(source.id_hashes(indices).tolist())) == len(source)
+  assert data.find_documents(source, [d.id for d in documents[::9]] + [("a", "none", 0)]) == {
+    d.id: n for n, d in enumerate(documents) if n % 9 == 0
+  }
   back = source.texts(indices[::-1])
   assert back == [d.text for d in documents[::-1]]
   estimate = sum(len(d.text) for d in documents)

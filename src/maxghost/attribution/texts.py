@@ -21,16 +21,9 @@ class Texts:
 
   def find(self, wanted: Iterable[DocumentKey]) -> dict[DocumentKey, bytes]:
     """Texts of those ids that the source still has; one pass over the ids, only the found texts are read."""
-    left = set(wanted)
-    found: dict[DocumentKey, bytes] = {}
-    for index in range(len(self.source)):
-      if not left:
-        break
-      key = tuple(self.source.document_id(index))
-      if key in left:
-        left.remove(key)
-        found[key] = bytes(self.source[index].text)
-    return found
+    from maxghost.data import find_documents
+
+    return {tuple(key): bytes(self.source[index].text) for key, index in find_documents(self.source, wanted).items()}
 
 
 class Source:

@@ -4,6 +4,7 @@ from maxghost.data.build import load_dataset, make_dataset
 from maxghost.data.dataset import Dataset, DomainSummary
 from maxghost.data.reader import TrainIterator, merge_states
 from maxghost.data.sources.base import DocumentList, Source
+from maxghost.data.split import find_documents
 from maxghost.data.types import Batch, Document, DocumentId
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
   "DomainSummary",
   "Source",
   "TrainIterator",
+  "find_documents",
   "load_dataset",
   "make_dataset",
   "merge_states",

@@ -1,10 +1,13 @@
 """Which documents are held out for validation: decided by each document's id and the seed, never by its place."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from maxghost.config import ConfigError, did_you_mean
 from maxghost.data.hashing import combine, text_hash
-from maxghost.data.sources.base import Source
+from maxghost.data.sources.base import Source, id_hash
+from maxghost.data.types import DocumentId
 
 _SPLIT = text_hash("train/validation split")
 _SCAN = 1 << 20  # documents looked at together
@@ -60,6 +63,21 @@ def scan(size: int):
   """0..size-1 in arrays of bounded length."""
   for first in range(0, size, _SCAN):
     yield np.arange(first, min(first + _SCAN, size))
+
+
+def find_documents(source: Source, wanted: Iterable[DocumentId]) -> dict[DocumentId, int]:
+  """Numbers of the documents with these ids; those that the source does not have are left out."""
+  left = {int(id_hash(*document)): DocumentId(*document) for document in wanted}
+  found: dict[DocumentId, int] = {}
+  hashes = np.array(sorted(left), np.uint64)
+  for indices in scan(len(source)):
+    for index in indices[np.isin(source.id_hashes(indices), hashes)].tolist():
+      document = source.document_id(index)
+      if left.get(int(id_hash(*document))) == document:
+        found[document] = index
+    if len(found) == len(left):
+      break
+  return found
 
 
 def check_domain(key: str, name: str, domains: tuple[str, ...]) -> None:
