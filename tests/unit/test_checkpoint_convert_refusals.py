@@ -486,3 +486,24 @@ def test_trainer_state_of_this_program_is_left_out_of_other_layouts(tmp_path):
   assert "not part of the tree, left behind: positions" in lines
   leaves = orbax_leaves(tmp_path / "out")
   assert leaves[("params", "params", "decoder", "layers", "MoeBlock_0", "wo")].shape == (6, L, M, E)
+
+
+def test_factored_second_moments_move_whole_or_not_at_all(tmp_path):
+  """Adafactor's rows and columns have a parameter's path but no layer axis that anyone could name."""
+  import jax
+  import optax
+
+  params = {"params": model(Numbers(), form="scanned")}
+  tx = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+  tree = {"params": params, "opt_state": [tx.init(params), {"trace": params}], "step": np.int32(1)}
+  save(tmp_path / "a", jax.tree.map(np.asarray, tree))
+  convert(tmp_path / "a", tmp_path / "b", say=silent)
+  rows = ("optimizer", "opt_state", "0", "v_row", "decoder", "layers", "MoeBlock_0", "wo")
+  assert rows in orbax_leaves(tmp_path / "b")
+  convert(tmp_path / "b", tmp_path / "c", say=silent)
+  same_bytes(orbax_leaves(tmp_path / "a"), orbax_leaves(tmp_path / "c"))
+  refuses(tmp_path / "a", "has no layer axis of its own and cannot be restacked", layers="unscanned")
+  convert(tmp_path / "a", tmp_path / "d", layers="unscanned", params_only=True, say=silent)
+  # A moment that is merely called `v` has the parameters' shapes and is restacked like them.
+  plain = convert_tree(tree | {"opt_state": {"v": params}}, layers="unscanned")["optimizer"]["opt_state"]["v"]
+  assert plain["decoder"]["layers_2"]["norm"]["scale"].shape == (E,)
