@@ -204,6 +204,23 @@ def test_held_out_documents_and_their_copies_are_not_trained_on():
     make(source, ghost_val_fraction=0.4, ghost_val_copies="error")
 
 
+def test_several_validation_sets_are_held_out():
+  source = some_documents([30] * 90)
+  dataset = make(source, ghost_val_sets=("one=a", "c"))
+  assert all(entry.held_out > 1 for entry in dataset.summary()), "those of the sets, and ghost_val_domain"
+  for domain in "abc":
+    batch = dataset.validation_batch(0, 4, domain)
+    assert {source[d].domain for d in batch.document_BS.ravel() if d >= 0} == {domain}
+  trained = {segment[1] for segment in first_epoch(dataset)}
+  assert len(trained) == dataset.num_train_documents == 90 - sum(entry.held_out for entry in dataset.summary())
+  elsewhere = make(source, ghost_val_sets=("one=c",), ghost_val_domain="manual")
+  assert elsewhere.val_domain == "c" and [entry.held_out > 0 for entry in elsewhere.summary()] == [False, False, True]
+  with pytest.raises(config.ConfigError, match="changed since the position was saved"):
+    dataset.train.restore(make(source).train.state())
+  with pytest.raises(config.ConfigError, match="ghost_val_sets: domain=d is not a domain of the data"):
+    make(source, ghost_val_sets=("one=d",))
+
+
 def test_the_split_is_by_id_and_not_by_place():
   source = some_documents([30] * 90)
   out = {source[i].id for i in make(source)._parts[0].split.pool("b", 99)}

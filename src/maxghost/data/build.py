@@ -31,7 +31,7 @@ def load_dataset(cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int
 
   seed: of the document order and the split. batch_size: rows of the global batch (default: per_device_batch_size for
   each shard); this process reads the rows of `shard` out of `num_shards`. vocab_size: the model's; checked against the
-  tokenizer's. val_domains: domains held out besides `ghost_val_domain`, by the same fraction.
+  tokenizer's. val_domains: domains held out besides those of the validation sets, by the same fraction.
   Raises ConfigError for what the data cannot give.
   """
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
@@ -63,7 +63,8 @@ def make_dataset(source: Source, cfg: DataConfig, seed: int = 0, num_shards: int
   )
   batch_size = cfg.per_device_batch_size * num_shards if batch_size is None else batch_size
   _check_rows(cfg, source, batch_size, num_shards)
-  parts = _parts(source, cfg, seed, tokenizer, layout, val_domains)
+  held_out = _held_out_domains(cfg, source, val_domains)
+  parts = _parts(source, cfg, seed, tokenizer, layout, held_out)
   streams, mixture = _streams(cfg, source, parts[0].units, layout, seed)
   ahead = ThreadPoolExecutor(1, thread_name_prefix="maxghost-data")
 
@@ -73,20 +74,26 @@ def make_dataset(source: Source, cfg: DataConfig, seed: int = 0, num_shards: int
     return ThreadFeed(windows, lane, ahead)
 
   train = TrainIterator(
-    streams, mixture, layout, pad_id=tokenizer.pad_id, num_lanes=cfg.dataset_shards,
-    sharding=Sharding(batch_size, num_shards, shard), identity=_identity(cfg, seed, batch_size, parts, tokenizer),
-    make_feed=make_feed,
+    streams, mixture, layout, pad_id=tokenizer.pad_id, num_lanes=cfg.dataset_shards, make_feed=make_feed,
+    sharding=Sharding(batch_size, num_shards, shard),
+    identity=_identity(cfg, seed, batch_size, parts, tokenizer, held_out),
   )
-  dataset = Dataset(parts, tokenizer, layout, cfg.ghost_val_domain, train, seed)
+  val_domain = cfg.ghost_val_domain if cfg.ghost_val_domain in held_out else held_out[0]
+  dataset = Dataset(parts, tokenizer, layout, val_domain, train, seed)
   if cfg.ghost_val_copies == "error" and dataset.copies:
     raise ConfigError(*(f"ghost_val_copies=error: {note}" for note in dataset.notes()))
   return dataset
 
 
+def _held_out_domains(cfg: DataConfig, source: Source, val_domains: tuple[str, ...]) -> tuple[str, ...]:
+  """Those of the validation sets, and ghost_val_domain even where ghost_val_sets names others, if the data has it."""
+  own = (cfg.ghost_val_domain,) if cfg.ghost_val_domain in source.domains else ()
+  return tuple(dict.fromkeys((*own, *cfg.validation_sets.values(), *val_domains)))
+
+
 def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout,
-           val_domains: tuple[str, ...]) -> list[Part]:
+           held_out: tuple[str, ...]) -> list[Part]:
   """The training source and, where `ghost_val_files` names some, the held-out files; each with its split."""
-  held_out = tuple(dict.fromkeys((cfg.ghost_val_domain, *val_domains)))
   excluded = read_ids(cfg.dataset_exclude_file) if cfg.dataset_exclude_file else None
   splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
   if cfg.ghost_val_files:
@@ -96,9 +103,8 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
       raise ConfigError(f"ghost_val_files has domain '{both[0]}', which the training data has too; name it otherwise")
     splits.append((files, Split(files, files.domains, 1.0, seed)))
   domains = tuple(domain for one, _ in splits for domain in one.domains)
-  check_domain("ghost_val_domain", cfg.ghost_val_domain, domains)
-  for domain in val_domains:
-    check_domain("validation domain", domain, domains)
+  for domain in held_out:
+    check_domain("ghost_val_domain" if domain == cfg.ghost_val_domain else "ghost_val_sets: domain", domain, domains)
   hashes, sizes = [], set()
   for one, split in splits:
     for domain in one.domains:
@@ -229,11 +235,12 @@ def _check_validation(cfg: DataConfig, domain: str, num_held_out: int) -> None:
     )
 
 
-def _identity(cfg: DataConfig, seed: int, batch_size: int, parts: list[Part], tokenizer: Tokenizer) -> Identity:
+def _identity(cfg: DataConfig, seed: int, batch_size: int, parts: list[Part], tokenizer: Tokenizer,
+              held_out: tuple[str, ...]) -> Identity:
   """What a saved position depends on: the data, the tokenizer, and the settings that shape the rows."""
   settings = (
     seed, batch_size, cfg.dataset_shards, cfg.max_target_length, max_segments(cfg), cfg.packing, cfg.grain_packing_type,
-    cfg.add_bos, cfg.add_eos, cfg.shuffle_window_bytes, cfg.ghost_val_domain, cfg.ghost_val_fraction,
+    cfg.add_bos, cfg.add_eos, cfg.shuffle_window_bytes, sorted(held_out), cfg.ghost_val_fraction,
     cfg.ghost_val_copies, cfg.dataset_mixture, cfg.dataset_weights, cfg.on_corrupt, tokenizer.fingerprint,
     *(part.source.fingerprint for part in parts),
     *(read_ids(cfg.dataset_exclude_file).tolist() if cfg.dataset_exclude_file else ()),
