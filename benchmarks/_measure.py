@@ -75,6 +75,13 @@ def take_turns(contenders: Mapping[str, Callable[[], float | None]], rounds: int
   return seconds
 
 
+def timed(work: Callable[[], object]) -> float:
+  """Seconds of one call."""
+  begin = time.perf_counter()
+  work()
+  return time.perf_counter() - begin
+
+
 def ratio(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> float:
   """Median over rounds of the time of `name` over that of `base` in the same round."""
   return statistics.median(a / b for a, b in zip(seconds[name], seconds[base], strict=True))

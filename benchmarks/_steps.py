@@ -1,4 +1,4 @@
-"""Train steps to measure: the trainer's own step, compiled as the trainer compiles it, on one batch held on the device.
+"""Train steps to measure: the trainer's own, compiled as the trainer compiles it, on one batch held on the device.
 
 B rows, T positions, S documents a row can hold.
 """
@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxghost.config import Config
-from maxghost.training import program, state
+from maxghost.training import state
+from maxghost.training.compiling import compiler_options
 from maxghost.training.session import configure_jax
+from maxghost.training.step import make_train_step
 
 
 def packed_batch(cfg: Config, num_rows: int, seed: int = 0, num_documents: int = 3) -> dict[str, np.ndarray]:
@@ -67,16 +69,25 @@ class Step:
 
 
 def make_step(cfg: Config, num_documents: int = 3) -> Step:
-  """The step of `cfg` on a batch of per_device_batch_size rows and, with ghost on, one validation batch."""
+  """The step of `cfg` on a batch of per_device_batch_size rows and, with ghost on, a batch per validation set."""
   configure_jax(cfg)
   batch = jax.device_put(packed_batch(cfg, cfg.data.per_device_batch_size, 0, num_documents))
-  val_batches = ()
-  if cfg.ghost.ghost_enabled:
-    val_batches = (jax.device_put(packed_batch(cfg, cfg.ghost.ghost_val_batch_size, 1, num_documents)),)
+  sets = cfg.data.validation_sets if cfg.ghost.ghost_enabled else ()
+  val_batches = tuple(
+    jax.device_put(packed_batch(cfg, cfg.ghost.ghost_val_batch_size, 1 + i, num_documents)) for i in range(len(sets))
+  )
   graphdef, train_state = state.create_split(cfg)
-  quiet = dataclasses.replace(cfg.run, eval_interval=-1)  # the evaluation is not measured, so not compiled
-  built = program.build(dataclasses.replace(cfg, run=quiet), graphdef, train_state, batch, val_batches, num_documents)
-  return Step(built.train_step, train_state, batch, val_batches)
+  compiled = compile_step(cfg, graphdef, train_state, batch, val_batches, num_documents)
+  return Step(compiled, train_state, batch, val_batches)
+
+
+def compile_step(cfg: Config, graphdef, train_state, batch, val_batches: tuple, num_segments: int):
+  """The executable `step(state, batch, val_batches) -> (state, outputs)`, compiled with the trainer's options."""
+  step, _ = make_train_step(
+    cfg, graphdef, train_state, batch, num_segments=num_segments, num_sets=max(len(val_batches), 1)
+  )
+  lowered = jax.jit(step, donate_argnums=0).lower(train_state, batch, val_batches)
+  return lowered.compile(compiler_options=compiler_options())
 
 
 def matmul_rate(size: tuple[int, int, int], dtype="float32", repeats: int = 4):

@@ -26,7 +26,7 @@ from flax import nnx
 
 from maxghost import config as configuration
 from maxghost import data
-from maxghost.training import program, state
+from maxghost.training import state
 
 SMALL = (
   "base_emb_dim=20", "base_num_query_heads=6", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=36",
@@ -158,10 +158,10 @@ def train(cfg, steps: int) -> list[np.ndarray]:
   if cfg.ghost.ghost_enabled:
     val_batches = (dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, cfg.data.ghost_val_domain).arrays,)
   first = next(dataset.train).arrays
-  built = program.build(cfg, graphdef, train_state, first, val_batches, dataset.max_segments)
+  compiled = _steps.compile_step(cfg, graphdef, train_state, first, val_batches, dataset.max_segments)
   batches = [first, *(next(dataset.train).arrays for _ in range(steps - 1))]
   for batch in batches:
-    train_state, _ = built.train_step(train_state, jax.device_put(batch), jax.device_put(val_batches))
+    train_state, _ = compiled(train_state, jax.device_put(batch), jax.device_put(val_batches))
   kept = nnx.merge(graphdef, train_state)
   parts = nnx.state(kept.model), nnx.state(kept.optimizer.opt_state)
   return [np.asarray(leaf) for leaf in jax.tree.leaves(parts) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
