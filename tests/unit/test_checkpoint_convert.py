@@ -2,10 +2,13 @@
 
 import json
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from checkpoint_convert_trees import FIXTURES, REAL, L, linen, nnx, orbax_leaves, same_bytes, save, unpack, wrap
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from maxghost.checkpoint import convert as convert_module
 from maxghost.checkpoint.convert import convert, convert_tree
@@ -64,8 +67,6 @@ def test_stacking_puts_layers_on_dimension_1_or_0(tmp_path):
 
 
 def test_orbax_restores_typed_keys_and_arrays_of_a_converted_checkpoint(tmp_path):
-  import jax
-
   source = unpack("nnx_scanned", tmp_path)
   convert(source, tmp_path / "run" / "2", to="nnx", say=silent)
   manager = ocp.CheckpointManager(tmp_path / "run", item_names=("items",))
@@ -273,7 +274,6 @@ def test_trees_in_memory_with_optax_states(tmp_path):
 
 def test_a_train_state_of_this_program_round_trips(tmp_path):
   """The tree the trainer saves: model, optimizer and what only the trainer knows."""
-  import jax
   import optax
   from flax import nnx as flax_nnx
 
@@ -364,3 +364,53 @@ def test_masked_moments_and_inner_chains(tmp_path):
   assert leaves[(*inner, 1)] is None and leaves[(*inner, 2, "count")] == 3
   convert(tmp_path / "linen", tmp_path / "back", to="maxtext_nnx", say=silent)
   same_bytes(orbax_leaves(source), orbax_leaves(tmp_path / "back"))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_tree_through_any_form_comes_back(data):
+  """Random models: every layer form, scan axis, container name, leaf rank and number of layers."""
+  num_layers = data.draw(st.integers(1, 4))
+  axis = data.draw(st.integers(0, 3))
+  container = data.draw(st.sampled_from(["layers", "dense_layers", "moe_layers", "scanned_blocks"]))
+  shapes = data.draw(st.lists(st.lists(st.integers(1, 3), max_size=3), min_size=1, max_size=4))
+  names = [("mlp", f"wi_{i}", "kernel") if i % 2 else (f"norm{i}", "scale") for i in range(len(shapes))]
+  rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+
+  def layers():
+    return {name: rng.normal(size=(num_layers, *shape)) for name, shape in zip(names, shapes, strict=True)}
+
+  def put(tree, path, leaf):
+    for key in path[:-1]:
+      tree = tree.setdefault(key, {})
+    tree[path[-1]] = leaf
+
+  def params(form, leaves):
+    tree = {"token_embedder": {"embedding": np.arange(6.0).reshape(2, 3)}, "decoder": {}}
+    for name, x in leaves.items():
+      if form == "scanned":
+        put(tree["decoder"], (container, *name), np.moveaxis(x, 0, min(axis, x.ndim - 1)))
+      for i in range(num_layers if form != "scanned" else 0):
+        place = (f"{container}_{i}",) if form == "unscanned" else (container, str(i))
+        put(tree["decoder"], (*place, *name), x[i])
+    return tree
+
+  values, mu = layers(), layers()
+  forms = ("scanned", "unscanned", "integer")
+
+  def checkpoint(form):
+    return {
+      "model": params(form, values),
+      "optimizer": {"opt_state": {"1": {"mu": params(form, mu), "count": np.int32(4)}}, "step": np.uint32(5)},
+    }
+
+  read = ReadOptions(scan_axis=axis)
+  first, second = data.draw(st.sampled_from(forms)), data.draw(st.sampled_from(forms))
+  there = convert_tree(checkpoint(first), "nnx", layers=second, read=read, scan_axis=axis)
+  jax.tree.map(np.testing.assert_array_equal, there, checkpoint(second))
+  through = "unscanned" if second == "integer" else second
+  linen_tree = convert_tree(there, "linen", layers=through, read=read, scan_axis=axis)
+  jax.tree.map(np.testing.assert_array_equal, linen_tree["params"]["params"], params(through, values))
+  jax.tree.map(np.testing.assert_array_equal, linen_tree["opt_state"][1]["mu"]["params"], params(through, mu))
+  back = convert_tree(linen_tree, "nnx", layers=first, read=read, scan_axis=axis)
+  jax.tree.map(np.testing.assert_array_equal, back, checkpoint(first))

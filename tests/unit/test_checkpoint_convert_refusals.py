@@ -117,14 +117,16 @@ def test_row_4_any_container_at_any_depth(container, tmp_path):
 def test_row_4_several_containers_of_different_depth_and_length(tmp_path):
   numbers = Numbers()
   params = {
-    "decoder": {"dense_layers": {"w": numbers(5, 2, 7)}, "moe_layers": {"w": numbers(5, 3, 4)}},
+    "decoder": {
+      "dense_layers": {"w": numbers(5, 2, 7)}, "moe_layers": {"w": numbers(5, 3, 4)}, "blocks": {"w": numbers(6, 4)},
+    },
     "vision_encoder": {"tower": {"layers": {"0": {"w": numbers(6)}, "1": {"w": numbers(6)}}}},
   }
   save(tmp_path / "a", {"model": params, "optimizer": {"step": np.uint32(3)}})
   convert(tmp_path / "a", tmp_path / "b", to="linen", layers="unscanned", say=silent)
   paths = {path[2:] for path in orbax_leaves(tmp_path / "b") if path[0] == "params"}
   assert {("decoder", "dense_layers_1", "w"), ("decoder", "moe_layers_2", "w")} <= paths
-  assert ("vision_encoder", "tower", "layers_1", "w") in paths and len(paths) == 7
+  assert ("vision_encoder", "tower", "layers_1", "w") in paths and len(paths) == 11
 
 
 def test_row_4_blocks_of_unlike_layers(tmp_path):
