@@ -64,8 +64,8 @@ def facts(cfg: Config, num_params: int, flops: StepFlops, program: Program) -> d
   }
 
 
-def end_lines(cfg: Config, outcome: Outcome, path: Path, data_line: str) -> list[str]:
-  """The headline figures of a complete run, read from its metrics.jsonl, what was read, and the report command."""
+def end_lines(cfg: Config, outcome: Outcome, path: Path) -> list[str]:
+  """The headline figures of a complete run, read from its metrics.jsonl, and the report command."""
   with open(path / METRICS_FILE, encoding="utf-8") as file:
     records = [json.loads(line) for line in file]
   first, last = records[0], records[-1]
@@ -74,7 +74,6 @@ def end_lines(cfg: Config, outcome: Outcome, path: Path, data_line: str) -> list
     f"Training complete: {len(records)} steps, {tokens:,} target tokens, loss {first['learning/loss']:.3f} -> "
     f"{last['learning/loss']:.3f}",
     *speed_lines(cfg, outcome),
-    data_line,
   ]
   if "eval/avg_loss" in last:
     lines.append(f"Held-out loss: {last['eval/avg_loss']:.4f} (perplexity {last['eval/avg_perplexity']:.3f})")

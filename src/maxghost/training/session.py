@@ -65,6 +65,8 @@ class Session:
         self._cfg, self._program, self._dataset, sinks, self._signals, hardware, val_sets=self._val_sets
       )
       outcome = loop.run(train_state, position, prefetcher)
+      if not position.completed_steps:  # the reader counts what this process has read
+        self._console.line(self._dataset.train.describe())
     finally:
       if prefetcher is not None:
         prefetcher.close()
@@ -139,7 +141,7 @@ class Session:
   def _conclude(self, outcome, run_dir: RunDirectory) -> int:
     cfg, say = self._cfg, self._console.line
     if not outcome.interrupted:
-      for line in announce.end_lines(cfg, outcome, run_dir.path, self._dataset.train.describe()):
+      for line in announce.end_lines(cfg, outcome, run_dir.path):
         say(line)
       return 0
     saved = f"saved in {run_dir.checkpoints_path / str(outcome.completed_steps)}"
