@@ -23,7 +23,7 @@ from scipy.stats import pearsonr, spearmanr
 
 from maxghost import config as configuration
 from maxghost import data
-from maxghost.ghost import schedules
+from maxghost.ghost import GhostEngine, schedules
 from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.training import state
 
@@ -66,7 +66,6 @@ ROWS = {
   "two_pass rank 32, 4 validation sets": Row((RANK, "ghost_direction=sgd", FOUR_SETS), 1.10, shares=4),
   "concat (GhostSuite's form)": Row(("ghost_schedule=concat", "ghost_direction=sgd")),
   "engine jvp": Row(("ghost_engine=jvp", "ghost_direction=sgd")),
-  "engine perexample (materialised)": Row(("ghost_engine=perexample", "ghost_direction=sgd")),
 }
 
 
@@ -75,11 +74,13 @@ def main() -> int:
   chosen = {name: row for name, row in ROWS.items() if name in (PLAIN, EXACT) or args.only in name}
   steps, flops = {}, {}
   for name, row in chosen.items():
-    steps[name] = _steps.make_step(config(row.keys, args.overrides))
-    unrolled = config((*row.keys, "scan_layers=false"), args.overrides)
-    flops[name] = _steps.make_step(unrolled).flops if counts_flops(unrolled) else None
+    cfg = config(row.keys, args.overrides)
+    steps[name] = _steps.make_step(cfg)
+    if counts_flops(cfg):
+      flops[name] = _steps.make_step(config((*row.keys, "scan_layers=false"), args.overrides)).flops
   contenders = {name: advance(step, config(chosen[name].keys, args.overrides)) for name, step in steps.items()}
   contenders["validation pass alone"] = validation_pass(steps[PLAIN], args.overrides)
+  contenders["gradients and materialised scores"] = materialised(steps[PLAIN], args.overrides)
   seconds = _measure.take_turns(contenders, args.rounds, warmup=2)
   rows = [table_row(name, seconds, steps, flops) for name in contenders]
   share = share_of_validation(config((), args.overrides))
@@ -128,6 +129,20 @@ def validation_pass(plain, overrides):
 
   def run() -> None:
     jax.block_until_ready(gradient(plain.state, batch))
+
+  return run
+
+
+def materialised(plain, overrides):
+  """A contender: one gradient per row, held in memory, each multiplied with the validation gradient; no update."""
+  cfg = config((), overrides)
+  graphdef, _ = state.abstract_split(config(ROWS[PLAIN].keys, overrides))
+  engine = GhostEngine(cfg, engine="perexample", direction="sgd")
+  rows = jax.device_put(_steps.packed_batch(cfg, cfg.ghost.ghost_val_batch_size, 1))
+
+  def run() -> None:
+    model = nnx.merge(graphdef, plain.state).model
+    jax.block_until_ready(engine.score(model, plain.batch, rows))
 
   return run
 

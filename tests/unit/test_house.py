@@ -1,0 +1,171 @@
+"""Rules of the house that a reader relies on: sizes, imports that point down, and what README and docs promise."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "maxghost"
+FOLDERS = ("src", "tests", "benchmarks", "tools")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
+
+# A file may import its own package and those of a smaller number; packages of one number do not know each other.
+FLOORS = {
+  "config": 0, "parallel": 1, "models": 2, "data": 2, "losses": 3, "ghost": 4, "training": 5, "attribution": 5,
+  "checkpoint": 5,
+}  # fmt: skip
+DOORS = 6  # modules directly in the package: train.py, cli.py, ...
+
+MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:home|root|work|tmp|opt|usr|mnt|Users)/[\w.-]+")
+
+
+def short(path: Path) -> str:
+  return str(path.relative_to(ROOT))
+
+
+def functions(tree: ast.AST):
+  return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def modules_imported(text: str) -> list[str]:
+  """Dotted names under `maxghost.` that source text imports, anywhere in it; `from maxghost import x` counts as x."""
+  names = []
+  for node in ast.walk(ast.parse(text)):
+    if isinstance(node, ast.Import):
+      names += [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.module == "maxghost":
+      names += [f"maxghost.{alias.name}" for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.module:
+      names.append(node.module)
+  return [name for name in names if name.startswith("maxghost.")]
+
+
+def package_of(dotted: str) -> str:
+  """ "models" of maxghost.models.stack; "" for the doors."""
+  name = dotted.split(".")[1]
+  return name if (PACKAGE / name).is_dir() else ""
+
+
+def floor(package: str) -> int:
+  return FLOORS[package] if package else DOORS
+
+
+def upward_imports(text: str, package: str) -> list[str]:
+  """What source text of `package` ("" for a door) imports that it must not."""
+  found = {package_of(name): name for name in modules_imported(text)}
+  return [name for other, name in found.items() if other != package and floor(other) >= floor(package)]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=short)
+def test_files_and_functions_are_short(path):
+  text = path.read_text("utf-8")
+  assert len(text.splitlines()) < MAX_FILE_LINES
+  long = {node.name: node.end_lineno - node.lineno + 1 for node in functions(ast.parse(text))}
+  assert {name: lines for name, lines in long.items() if lines >= MAX_FUNCTION_LINES} == {}
+
+
+def test_every_package_has_a_floor():
+  packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+  assert packages == set(FLOORS)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=short)
+def test_imports_point_down(path):
+  package = path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else ""
+  assert upward_imports(path.read_text("utf-8"), package) == []
+
+
+@pytest.mark.parametrize(
+  ("package", "text"),
+  [
+    ("models", "from maxghost.ghost import probed"),
+    ("ghost", "def f():\n  from maxghost import training"),
+    ("training", "import maxghost.checkpoint.manager"),
+    ("config", "from maxghost.parallel import mesh"),
+    ("data", "from maxghost.models.stack import run"),
+    ("attribution", "from maxghost import cli"),
+  ],
+)
+def test_an_import_that_points_up_is_found(package, text):
+  assert len(upward_imports(text, package)) == 1
+
+
+def imported_by(statement: str, *names: str) -> list[str]:
+  """Which of the modules `names` are loaded in a fresh Python after `statement`."""
+  code = f"{statement}\nimport sys\nprint(*[name for name in {names!r} if name in sys.modules])"
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+  return done.stdout.split()
+
+
+def test_training_needs_neither_tensorflow_nor_torch():
+  modules = "maxghost.train, maxghost.report, maxghost.data, maxghost.ghost, maxghost.training.session"
+  loaded = imported_by(f"import {modules}, maxghost.checkpoint.manager", "tensorflow", "torch", "jax")
+  assert loaded == ["jax"]
+
+
+def test_a_wrong_key_is_reported_without_jax():
+  statement = "import maxghost.train as door\nassert door.main(['base_emb_dmi=1']) == 2"
+  assert imported_by(statement, "jax", "flax", "rich", "maxghost.config") == ["maxghost.config"]
+
+
+@pytest.mark.parametrize("name", ["config", "data", "attribution"])
+def test_packages_for_the_host_do_not_import_jax(name):
+  assert imported_by(f"import maxghost.{name}", "jax") == []
+
+
+def set_up_commands() -> list[str]:
+  """The README's commands that create an environment, one line each."""
+  text = (ROOT / "README.md").read_text("utf-8")
+  lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.S) for line in block.splitlines()]
+  return [line for line in lines if "-m venv" in line]
+
+
+def test_readme_has_exactly_two_set_up_commands():
+  """One trains, one tests; each is a single line that makes its own environment."""
+  trains, tests = set_up_commands()
+  for command in (trains, tests):
+    assert command.startswith("python3 -m venv ")
+    assert "pip install" in command and " && " in command and not command.endswith("\\")
+  assert "-m maxghost.train configs/base.yml" in trains and "pytest" not in trains
+  assert command.endswith("-m pytest") and "[dev]" in tests
+
+
+def test_commands_in_the_texts_exist():
+  """Scripts and modules that README and docs tell people to run are in the repository."""
+  missing = []
+  for path in TEXTS:
+    text = path.read_text("utf-8")
+    for script in re.findall(r"python3? ((?:benchmarks|tools)/\w+\.py)", text):
+      missing += [] if (ROOT / script).is_file() else [f"{path.name}: {script}"]
+    for module in re.findall(r"-m (maxghost(?:\.\w+)*)", text):
+      base = ROOT / "src" / module.replace(".", "/")
+      found = base.with_suffix(".py").is_file() or (base / "__main__.py").is_file()
+      missing += [] if found else [f"{path.name}: {module}"]
+  assert missing == []
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=short)
+def test_texts_name_no_paths_of_a_machine_and_link_to_files_that_exist(path):
+  text = path.read_text("utf-8")
+  assert MACHINE_PATHS.findall(text) == []
+  links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+  assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_every_dependency_has_its_reason():
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+  extras = project["optional-dependencies"]
+  listed = [*project["dependencies"], *(name for names in extras.values() for name in names)]
+  names = {re.split(r"[\[<>=!~; ]", requirement)[0] for requirement in listed}
+  reasons = (ROOT / "docs" / "dependencies.md").read_text("utf-8")
+  assert {name for name in names if not re.search(rf"\b{re.escape(name)}\b", reasons)} == set()
+  assert [extra for extra in extras if f"`{extra}`" not in reasons] == []
