@@ -456,6 +456,16 @@ def test_half_copied_and_damaged_checkpoints(tmp_path):
     convert(copy, tmp_path / "out", say=silent)
 
 
+def test_a_missing_chunk_is_damage_not_zeros(tmp_path):
+  import orbax.checkpoint as ocp
+
+  with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+    checkpointer.save(tmp_path / "a", linen("unscanned"))
+  chunks = [p for p in (tmp_path / "a" / "params.params.token_embedder.embedding").iterdir() if p.name != ".zarray"]
+  chunks[0].unlink()
+  refuses(tmp_path / "a", "leaf params/params/token_embedder/embedding cannot be read")
+
+
 def test_paths_that_are_no_checkpoint(tmp_path):
   run = tmp_path / "run" / "checkpoints"
   shutil.copytree(unpack("linen_scanned", tmp_path), run / "12")
