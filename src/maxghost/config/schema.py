@@ -183,6 +183,9 @@ class OptimizerConfig:
   adam_b2: float = key(0.95, "decay of the second moment", minimum=0.0, maximum=0.999999)
   adam_eps: float = key(1e-8, "added to the root of the second moment", minimum=0.0)
   adam_weight_decay: float = key(0.1, "decoupled weight decay", minimum=0.0)
+  trainable_parameters_mask: tuple[str, ...] = key(
+    (), "path patterns (fnmatch) of the parameters to train, the others stay as they are; empty = all"
+  )
   gradient_accumulation_steps: int = key(
     1, "micro-batches per step; the step's batch is this many times per_device_batch_size", minimum=1
   )
@@ -222,7 +225,8 @@ class GhostConfig:
   ghost_exclude: tuple[str, ...] = key((), "path patterns (fnmatch) of parameters left unscored on purpose")
   ghost_detail: str = key(
     "layer",
-    "what is kept beside each document's total: nothing, contributions per module, per module and layer, or also per token",
+    "what is kept beside each document's total: nothing, contributions per module, per module and layer, or also per "
+    "token",
     choices=("total", "module", "layer", "token"),
   )
   ghost_log_period: int = key(20, "steps per score file", minimum=1)

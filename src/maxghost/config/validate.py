@@ -77,6 +77,8 @@ def ghost_combinations(v: Values) -> Iterator[str]:
         f"gradient_accumulation_steps={v.gradient_accumulation_steps} needs ghost_schedule=two_pass, "
         f"not {v.ghost_schedule}"
       )
+    if v.trainable_parameters_mask:
+      yield f"trainable_parameters_mask needs ghost_schedule=two_pass, not {v.ghost_schedule}"
   if v.ghost_direction == "second_order" and v.gradient_accumulation_steps > 1:
     yield "ghost_direction=second_order forms the whole step first; use gradient_accumulation_steps=1"
   if v.ghost_direction == "second_order" and v.ghost_val_every > 1:
@@ -85,10 +87,13 @@ def ghost_combinations(v: Values) -> Iterator[str]:
     yield f"ghost_schedule=concat forms its direction inside each layer; use ghost_rank=0, not {v.ghost_rank}"
   if v.ghost_schedule == "reverse_scan" and not v.scan_layers:
     yield "ghost_schedule=reverse_scan walks stacked layers; use scan_layers=true"
-  if v.ghost_enabled and v.ghost_engine != "graddotprod":
-    yield (
-      f"ghost_engine={v.ghost_engine} is for `GhostEngine.score`; the trainer scores with graddotprod, which is exact"
-    )
+  if v.ghost_enabled and v.ghost_engine == "perexample":
+    yield "ghost_engine=perexample is for `GhostEngine.score` on tiny models; to train use graddotprod or jvp"
+  if v.ghost_engine != "graddotprod":
+    if v.ghost_rank:
+      yield f"ghost_rank={v.ghost_rank} has no meaning for ghost_engine={v.ghost_engine}; use ghost_rank=0"
+    if v.ghost_schedule != "two_pass":
+      yield f"ghost_engine={v.ghost_engine} has no ghost_schedule={v.ghost_schedule}; use ghost_schedule=two_pass"
 
 
 def vocabulary(v: Values) -> Iterator[str]:

@@ -84,7 +84,7 @@ def attach(
   num_examples: int,
   num_positions: int | None = None,
   num_sets: int = 1,
-  spec: DirectionSpec = DirectionSpec(),
+  spec: DirectionSpec | None = None,
   exclude: tuple[str, ...] = (),
   num_val: int = 0,
   linked: tuple[tuple[str, tuple[int, ...]], ...] = (),
@@ -98,6 +98,7 @@ def attach(
   Raises ValueError: a Param that no rule covers (its path and the ways out), a Param shared under two names, an
   exclude pattern without a match.
   """
+  spec = spec or DirectionSpec()
   graphdef, state = nnx.split(model)
   abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
   twin = nnx.merge(graphdef, abstract)
@@ -185,7 +186,8 @@ def _check_rank(spec: DirectionSpec, scored: list[ScoredParam]) -> None:
     matrices = [(math.prod(p.shape[: p.spec.rows]), math.prod(p.shape[p.spec.rows :])) for p in scored if p.spec.rows]
     useful = max((i * o // (2 * (i + o)) for i, o in matrices), default=0)
     raise ValueError(
-      f"ghost_rank={spec.rank} saves nothing on any parameter of this model: use at most {useful}, or 0 for exact scores"
+      f"ghost_rank={spec.rank} saves nothing on any parameter of this model: use at most {useful}, or 0 for exact "
+      f"scores"
     )
 
 

@@ -21,8 +21,8 @@ class DirectionSpec:
 
   kind 'sgd': u = G. kind 'adam': u = P_t G with the optimizer's state held fixed, where
   P_t = (1 - b1) / [(1 - b1^t) (sqrt(v_t / (1 - b2^t)) + eps)] and v_t = b2 v_{t-1} + (1 - b2) (kappa g)^2 holds *this*
-  step's gradient g: it is formed inside the backward pass of each op. kappa, the clipping factor, multiplies afterwards;
-  inside v_t it is the `kappa` of `AdamScalars`.
+  step's gradient g: it is formed inside the backward pass of each op. kappa, the clipping factor, multiplies
+  afterwards; inside v_t it is the `kappa` of `AdamScalars`.
   rank > 0: matrices large enough to gain are scored along rank-r factors of u (`low_rank`), the others exactly.
   """
 

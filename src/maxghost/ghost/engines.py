@@ -32,7 +32,7 @@ def jvp_scores(graphdef, params, rest, loss_fn: Callable, batch, direction):
 
 
 def per_example_gradients(graphdef, params, rest, loss_fn: Callable, batch) -> dict:
-  """{label: [n, *parameter]}: the gradient of each example's share of the batch loss. n times the parameters' memory."""
+  """{label: [n, *parameter]}: the gradient of each example's share of the batch loss; n times the parameters' size."""
 
   def loss(params, example):
     losses, weights = loss_fn(nnx.merge(graphdef, params, rest), jax.tree.map(lambda x: x[None], example))

@@ -68,18 +68,24 @@ def used(scored_params, grads: dict, parts: dict, facts: dict):
   return total
 
 
-def columns(twin, set_sums: list[dict], scores: dict, used_K, learning_rate, kappa, weight_decay: float) -> dict:
+def score_sums(scored_params, scores: dict):
+  """(sum, sum of absolute values) of all additive scores {label: [*stack, K, n(, T)]} for every set, [K] each."""
+  total, size = 0.0, 0.0
+  for param in scored_params:
+    per_set = jnp.moveaxis(scores[param.label], len(param.stack_shape), 0)
+    per_set = per_set.reshape(per_set.shape[0], -1)
+    total, size = total + per_set.sum(-1), size + jnp.abs(per_set).sum(-1)
+  return total, size
+
+
+def columns(set_sums: list[dict], totals, used_K, learning_rate, kappa, weight_decay: float) -> dict:
   """{column: [K]} for one step, in nats.
 
-  set_sums: `sums` of each validation set. scores: {label: [*stack, K, n(, T)]} additive scores; used_K: `used`.
+  set_sums: `sums` of each validation set. totals: `score_sums`; used_K: <g, u> of each set.
   check_rel_err compares the sum of all scores with <g, u>: 0 up to rounding.
   """
   sums_K = {name: jnp.stack([s[name] for s in set_sums]) for name in set_sums[0]}
-  score_sum, score_size = 0.0, 0.0
-  for param in twin.scored:
-    per_set = jnp.moveaxis(scores[param.label], len(param.stack_shape), 0).reshape(len(set_sums), -1)
-    score_sum = score_sum + per_set.sum(-1)
-    score_size = score_size + jnp.abs(per_set).sum(-1)
+  score_sum, score_size = totals
   out = {
     "predicted_examples": learning_rate * kappa * score_sum,
     "momentum": learning_rate * sums_K["momentum"],

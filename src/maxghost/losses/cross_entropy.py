@@ -9,14 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxghost.models import autodiff
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+
 def token_losses(logits_BTV, targets_BT, z_loss_multiplier: float = 0.0):
   """Cross-entropy of each position in nats, plus z_loss_multiplier * logsumexp**2. Returns [B, T] in logits' dtype.
 
   z-loss: Chowdhery et al., arXiv:2204.02311, section 5. The backward pass is written out: the transpose of a gather is
   a scatter, which is slow everywhere; softmax minus the target position fuses into one pass.
   """
+  if autodiff.in_forward_mode():
+    return _forward(logits_BTV, targets_BT, z_loss_multiplier)[0]
+  return _token_losses(logits_BTV, targets_BT, z_loss_multiplier)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _token_losses(logits_BTV, targets_BT, z_loss_multiplier):
   return _forward(logits_BTV, targets_BT, z_loss_multiplier)[0]
 
 
@@ -44,4 +52,4 @@ def _token_losses_bwd(z_loss_multiplier, residuals, g_BT):
   return d_logits_BTV.astype(logits_BTV.dtype), np.zeros(targets_BT.shape, jax.dtypes.float0)
 
 
-token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
+_token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)

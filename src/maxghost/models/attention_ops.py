@@ -3,6 +3,8 @@
 B batch, T query positions, S key positions, H query heads, K key/value heads, G = H / K, h head width.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 
@@ -30,7 +32,7 @@ def attend(q_BTHh, k_BSKh, v_BSKh, segment_ids_BT=None, *, kernel: str):
   k_BKSh, v_BKSh = k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
   blocks = [
     _causal_block(q_BKGTh[:, :, :, start:end], k_BKSh[:, :, :end], v_BKSh[:, :, :end], segment_ids_BT, start)
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+    for start, end in itertools.pairwise(bounds)
   ]
   out_BKGTh = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=3)
   return out_BKGTh.transpose(0, 3, 1, 2, 4).reshape(q_BTHh.shape)

@@ -3,6 +3,7 @@
 Clipping is not part of the chain: the step needs the clipping factor, which scores are multiplied by.
 """
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -48,3 +49,12 @@ def optimizer_spec(cfg: OptimizerConfig) -> DirectionSpec:
   """The optimizer's own preconditioner, as the ledger needs it."""
   kind = "adam" if cfg.opt_type == "adamw" else "sgd"
   return DirectionSpec(kind, cfg.adam_b1, cfg.adam_b2, cfg.adam_eps)
+
+
+def clip(grads, threshold: float):
+  """(global norm, factor, grads * factor) with factor = min(1, threshold / norm); threshold 0 leaves grads alone."""
+  norm = optax.tree_utils.tree_norm(grads)
+  if threshold == 0:
+    return norm, jnp.ones_like(norm), grads
+  factor = jnp.minimum(1.0, threshold / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+  return norm, factor, jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)

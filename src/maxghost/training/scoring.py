@@ -10,21 +10,22 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.schema import Config
-from maxghost.ghost import ledger, reverse_scan, schedules
+from maxghost.ghost import engines, ledger, reverse_scan, schedules
 from maxghost.ghost.accumulate import accumulated
+from maxghost.ghost.directions import AdamScalars, preconditioner
 from maxghost.ghost.engine import direction_spec, total
 from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import TrainPass
-from maxghost.training.optimizers import optimizer_spec
-from maxghost.training.state import TrainStateNNX, adam_moments
+from maxghost.training.optimizers import clip, optimizer_spec
+from maxghost.training.state import TrainStateNNX, adam_moments, trainable
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
   """A scored pass and what its account needs. sums: per validation set, or None where `gradients` are kept for them.
 
-  used: <g, u> [K], or None where it follows from the parts. fresh: whether the directions are of this step.
+  score_KBT: additive scores by position, summed over parameters; with engine jvp by the position of the loss.
   """
 
   passed: TrainPass
@@ -33,6 +34,27 @@ class Scored:
   parts: dict
   sums: list[dict] | None
   captured: dict
+  score_KBT: jax.Array
+
+
+def frozen(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
+  """Paths of the Params that are not trained: no update, so nothing to score."""
+  if not cfg.optimizer.trainable_parameters_mask:
+    return ()
+  trained = {path for path, _ in nnx.to_flat_state(nnx.state(model, trainable(cfg, model)))}
+  params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+  return tuple("/".join(map(str, path)) for path, _ in params if path not in trained)
+
+
+def plain_pass(split, step_loss, batch, num_micro: int) -> TrainPass:
+  """The training gradient without scores. split: (graphdef, params, rest) of the model."""
+  graphdef, params, rest = split
+
+  def run(micro_batch):
+    loss, losses, weights, grads = schedules.plain_pass(graphdef, params, rest, step_loss, micro_batch)
+    return TrainPass(loss, losses, weights, grads, {}, {})
+
+  return accumulated(run, batch, num_micro, {})
 
 
 class Scorer:
@@ -57,7 +79,7 @@ class Scorer:
       num_sets=num_sets,
       num_positions=micro["inputs"].shape[1],
       spec=direction_spec(cfg, direction, self.ghost.ghost_rank),
-      exclude=self.ghost.ghost_exclude,
+      exclude=(*self.ghost.ghost_exclude, *frozen(cfg, model)),
       schedule=self.ghost.ghost_schedule,
       num_val=self.ghost.ghost_val_batch_size,
     )
@@ -71,12 +93,14 @@ class Scorer:
     moments = ledger.Moments(first, second, train_state.step)
     scalars = schedules.adam_scalars(self.twin, train_state.step, kappa)
     schedule = self.ghost.ghost_schedule
+    if self.ghost.ghost_engine == "jvp":
+      return self._forward_mode(train_state, split, step_loss, batch, val_batches, second)
     if schedule == "reverse_scan":
       account = reverse_scan.Account(optimizer_spec(self.cfg.optimizer), moments, kappa)
       passed, val_loss, sums, captured = reverse_scan.run(
         self.twin, graphdef, params, rest, step_loss, batch, val_batches, second, scalars, account
       )
-      return Scored(passed, val_loss, None, {}, sums, captured)
+      return Scored(passed, val_loss, None, {}, sums, captured, total(self.twin, passed.scores))
     if schedule == "concat":
       return self._concat(split, step_loss, batch, val_batches, second, scalars)
     return self._two_pass(train_state, split, step_loss, batch, val_batches, second, scalars)
@@ -99,7 +123,36 @@ class Scorer:
     def run(micro_batch):
       return schedules.train_pass(self.twin, params, rest, step_loss, micro_batch, directions)
 
-    return Scored(accumulated(run, batch, self.num_micro, stacks), val_loss, labelled, parts, None, captured)
+    passed = accumulated(run, batch, self.num_micro, stacks)
+    return Scored(passed, val_loss, labelled, parts, None, captured, total(self.twin, passed.scores))
+
+  def _forward_mode(self, train_state, split, step_loss, batch, val_batches, second) -> Scored:
+    """Engine jvp: the gradient first, then the exact direction of this very step, then one forward-mode pass."""
+    graphdef, params, rest = split
+    passed = plain_pass(split, step_loss, batch, self.num_micro)
+    val_loss, gradients = self._validation(train_state, split, val_batches)
+    if self.second_order:
+      delta, _ = self.delta(train_state, passed.grads)
+      gradients = schedules.second_order_gradients(graphdef, params, rest, self.loss, val_batches, gradients, delta)
+    grads = schedules.by_label(passed.grads)
+    spec, sets, used = self.twin.spec, [], []
+    spec = optimizer_spec(self.cfg.optimizer) if self.second_order else spec
+    _, kappa, _ = clip(passed.grads, self.cfg.optimizer.gradient_clipping_threshold)
+    scalars = AdamScalars.at(spec, train_state.step, kappa).stacked()
+    scored = {p.label for p in self.twin.scored}
+    for gradient in gradients:
+      u = {}
+      for path, variable in nnx.to_flat_state(gradient):
+        label = "/".join(map(str, path))
+        value = variable[...] * (label in scored)
+        if spec.kind == "adam":
+          value = value * preconditioner(spec, second[label], scalars, grads[label])
+        u[path] = variable.replace(value)
+      u = nnx.from_flat_state(u)
+      sets.append(engines.jvp_scores(graphdef, params, rest, step_loss, batch, u))
+      used.append(sum(jnp.sum(grads[label] * v) for label, v in schedules.by_label(u).items()))
+    labelled = [schedules.by_label(g) for g in gradients]
+    return Scored(passed, val_loss, labelled, {"used": jnp.stack(used)}, None, {}, jnp.stack(sets))
 
   def _validation(self, train_state, split, val_batches):
     """(losses [K], K gradient States), new ones or, between refreshes, those of an earlier step (losses NaN)."""
@@ -128,7 +181,7 @@ class Scorer:
     parts, _ = schedules.direction_parts(self.twin, [zeros], second, scalars)
     state = self.twin.direction_state(parts)
     passed, val_loss = schedules.concat_pass(self.twin, params, rest, step_loss, batch, val_batches[0], state)
-    return Scored(passed, val_loss[None], None, {}, None, {})
+    return Scored(passed, val_loss[None], None, {}, None, {}, total(self.twin, passed.scores))
 
   def columns(self, train_state, params, scored: Scored, learning_rate, kappa) -> dict:
     """The ledger's columns, [K] each; empty for schedule concat, which never holds a whole validation gradient."""
@@ -144,11 +197,16 @@ class Scorer:
       ]
     if sums is None:
       return {}
+    if self.ghost.ghost_engine == "jvp":
+      score = scored.score_KBT.reshape(scored.score_KBT.shape[0], -1)
+      return ledger.columns(
+        sums, (score.sum(-1), jnp.abs(score).sum(-1)), scored.parts["used"], learning_rate, kappa, decay
+      )
     if twin.spec.kind == "adam" or scored.parts:
       used = ledger.used(twin.scored, grads, scored.parts, passed.facts)
     else:
       used = jnp.stack([s["used"] for s in sums])
-    return ledger.columns(twin, sums, passed.scores, used, learning_rate, kappa, decay)
+    return ledger.columns(sums, ledger.score_sums(twin.scored, passed.scores), used, learning_rate, kappa, decay)
 
 
 def outputs(cfg: Config, scorer: Scorer, scored: Scored, batch, scale, columns: dict, num_segments: int) -> dict:
@@ -162,10 +220,12 @@ def outputs(cfg: Config, scorer: Scorer, scored: Scored, batch, scale, columns: 
   documents_BTS = jax.nn.one_hot(batch["inputs_segmentation"] - 1, num_segments, dtype=dtype)
   targets_BTS = jax.nn.one_hot(batch["targets_segmentation"] - 1, num_segments, dtype=dtype)
   tokens_BS = targets_BTS.sum(1)
-  score_KBT = total(twin, passed.scores)
+  score_KBT = scored.score_KBT
   ok = jnp.all(jnp.isfinite(score_KBT))
   score_KBT = jnp.where(ok, score_KBT, 0)
-  score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, documents_BTS)
+  forward_mode = cfg.ghost.ghost_engine == "jvp"
+  credited_BTS = targets_BTS if forward_mode else documents_BTS
+  score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, credited_BTS)
   share_BS = tokens_BS / jnp.maximum(tokens_BS.sum(), 1)
   per_share_BS = jnp.where(tokens_BS > 0, 1 / jnp.where(tokens_BS > 0, share_BS, 1), 0)
   out = {
@@ -179,6 +239,8 @@ def outputs(cfg: Config, scorer: Scorer, scored: Scored, batch, scale, columns: 
   }
   if cfg.ghost.ghost_detail == "token":
     out["token_contribution_KBT"] = score_KBT * scale
+  if forward_mode:
+    return out
   if cfg.ghost.ghost_detail != "total":
     out["param_contribution"] = {
       p.label: _by_document(p, passed.scores[p.label], documents_BTS, cfg.ghost.ghost_detail == "module") * scale

@@ -1,5 +1,8 @@
 """`TrainStateNNX`: what a training step changes, as one nnx module."""
 
+import dataclasses
+import fnmatch
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -25,13 +28,20 @@ class TrainStateNNX(nnx.Module):
   apply_gradients(grads) updates the parameters in place; without an optimizer it raises RuntimeError.
   """
 
-  def __init__(self, model: nnx.Module, tx: optax.GradientTransformation | None = None, *, num_stored: int = 0):
-    """num_stored: validation gradients to keep between steps, one per validation set."""
+  def __init__(
+    self,
+    model: nnx.Module,
+    tx: optax.GradientTransformation | None = None,
+    *,
+    trainable: nnx.filterlib.Filter = nnx.Param,
+    num_stored: int = 0,
+  ):
+    """trainable: the Params that the optimizer changes. num_stored: validation gradients to keep between steps."""
     self.model = model
-    self.optimizer = None if tx is None else nnx.Optimizer(model, tx, wrt=nnx.Param)
+    self.optimizer = None if tx is None else nnx.Optimizer(model, tx, wrt=trainable)
     self.clip_factor = TrainCounter(jnp.ones((), float))
     if num_stored:
-      leaves = jax.tree.leaves([nnx.state(model, nnx.Param)] * num_stored)
+      leaves = jax.tree.leaves([nnx.state(model, trainable)] * num_stored)
       self.stored_gradients = nnx.List([StoredGradient(jnp.zeros(x.shape, x.dtype)) for x in leaves])
 
   def apply_gradients(self, grads, **kwargs) -> None:
@@ -50,7 +60,35 @@ def create(cfg: Config) -> TrainStateNNX:
   """A fresh state: weights from init_weights_seed, zero moments, step 0."""
   model = models.create(cfg, rngs=nnx.Rngs(cfg.run.init_weights_seed))
   stores = cfg.ghost.ghost_enabled and cfg.ghost.ghost_val_every > 1
-  return TrainStateNNX(model, make_optimizer(cfg.optimizer, cfg.run.steps), num_stored=num_sets(cfg) if stores else 0)
+  return TrainStateNNX(
+    model,
+    make_optimizer(cfg.optimizer, cfg.run.steps),
+    trainable=trainable(cfg, model),
+    num_stored=num_sets(cfg) if stores else 0,
+  )
+
+
+def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
+  """The filter of the Params that `trainable_parameters_mask` names. ValueError for a pattern without a match."""
+  patterns = cfg.optimizer.trainable_parameters_mask
+  if not patterns:
+    return nnx.Param
+  labels = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+  for pattern in patterns:
+    if not fnmatch.filter(labels, pattern):
+      raise ValueError(f"trainable_parameters_mask={pattern} matches no parameter; paths: {', '.join(labels)}")
+  return nnx.All(nnx.Param, PathPatterns(patterns))
+
+
+@dataclasses.dataclass(frozen=True)
+class PathPatterns:
+  """An nnx filter: Variables whose slash-joined path matches one of the fnmatch patterns."""
+
+  patterns: tuple[str, ...]
+
+  def __call__(self, path, value) -> bool:
+    label = "/".join(map(str, path))
+    return any(fnmatch.fnmatch(label, pattern) for pattern in self.patterns)
 
 
 def num_sets(cfg: Config) -> int:

@@ -10,12 +10,10 @@ from flax import nnx
 
 from maxghost.config.schema import Config
 from maxghost.ghost import directions, schedules
-from maxghost.ghost.accumulate import accumulated
 from maxghost.ghost.directions import AdamScalars
 from maxghost.ghost.losses import LanguageModelLoss
-from maxghost.ghost.schedules import TrainPass
-from maxghost.training.optimizers import learning_rate_schedule, optimizer_spec
-from maxghost.training.scoring import Scorer, outputs
+from maxghost.training.optimizers import clip, learning_rate_schedule, optimizer_spec
+from maxghost.training.scoring import Scorer, outputs, plain_pass
 from maxghost.training.state import adam_moments
 
 
@@ -35,10 +33,10 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
 
   def step(state, batch, val_batches):
     train_state = nnx.merge(graphdef, state)
-    split = nnx.split(train_state.model, nnx.Param, ...)
+    split = nnx.split(train_state.model, train_state.optimizer.wrt, ...)
     step_loss = _training_loss(cfg, train_state.step)
     if scorer is None:
-      scored, passed = None, _plain(cfg, split, step_loss, batch)
+      scored, passed = None, plain_pass(split, step_loss, batch, cfg.optimizer.gradient_accumulation_steps)
     else:
       scored = scorer(train_state, split, step_loss, batch, val_batches)
       passed = scored.passed
@@ -47,7 +45,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     out = {
       "loss": passed.loss,
       "grad_norm": norm,
-      "param_norm": optax.tree_utils.tree_norm(split[1]),
+      "param_norm": optax.tree_utils.tree_norm(nnx.state(train_state.model, nnx.Param)),
       "learning_rate": learning_rate,
       "tokens": passed.weights.sum(),
       "clip_factor": factor,
@@ -84,15 +82,6 @@ def make_validation_loss(cfg: Config, graphdef):
   return losses
 
 
-def clip(grads, threshold: float):
-  """(global norm, factor, grads * factor) with factor = min(1, threshold / norm); threshold 0 leaves grads alone."""
-  norm = optax.tree_utils.tree_norm(grads)
-  if threshold == 0:
-    return norm, jnp.ones_like(norm), grads
-  factor = jnp.minimum(1.0, threshold / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-  return norm, factor, jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
-
-
 def _training_loss(cfg: Config, step) -> LanguageModelLoss:
   key = None
   if cfg.model.dropout_rate:
@@ -101,25 +90,15 @@ def _training_loss(cfg: Config, step) -> LanguageModelLoss:
   return LanguageModelLoss(cfg.model.z_loss_multiplier, key)
 
 
-def _plain(cfg: Config, split, step_loss, batch) -> TrainPass:
-  graphdef, params, rest = split
-
-  def run(micro_batch):
-    loss, losses, weights, grads = schedules.plain_pass(graphdef, params, rest, step_loss, micro_batch)
-    return TrainPass(loss, losses, weights, grads, {}, {})
-
-  return accumulated(run, batch, cfg.optimizer.gradient_accumulation_steps, {})
-
-
 def _update_of(cfg: Config, graphdef, train_state, grads):
   """(State of the parameters' update by this gradient, function G -> P_t G over {label: array} including clipping's
   share of v_t): what direction second_order needs. The train state is left as it is."""
   _, factor, clipped = clip(grads, cfg.optimizer.gradient_clipping_threshold)
   copy = nnx.merge(graphdef, nnx.state(train_state), copy=True)
-  before = nnx.state(copy.model, nnx.Param)
+  before = nnx.state(copy.model, copy.optimizer.wrt)
   before = jax.tree.map(lambda x: x, before)
   copy.apply_gradients(clipped)
-  delta = jax.tree.map(lambda after, start: after - start, nnx.state(copy.model, nnx.Param), before)
+  delta = jax.tree.map(lambda after, start: after - start, nnx.state(copy.model, copy.optimizer.wrt), before)
   spec = optimizer_spec(cfg.optimizer)
   labelled = schedules.by_label(grads)
   _, second = adam_moments(train_state.optimizer)

@@ -1,0 +1,288 @@
+"""Online selection: every row of the candidate batch is scored, and the step is taken on the chosen rows alone.
+
+Rows are chosen, not documents: a row has the same number of positions whatever it holds, so the second backward pass
+has one shape and costs what its rows cost. The batch of the configuration is the candidates; `ghost_select_fraction` of
+its rows are trained on. The chosen rows are then scored anew with their own token weights and, under AdamW, the
+preconditioner of the step they really take, so that contributions still add up to the step (`ghost.ledger`). A row that
+was not chosen moved nothing: its contribution is 0; its dot product is that of the candidate pass.
+
+n candidate rows, k chosen, B rows, T positions, K validation sets, R sketch directions; row r holds S documents.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxghost.config.schema import Config
+from maxghost.ghost import directions, schedules
+from maxghost.ghost.directions import AdamScalars, DirectionSpec
+from maxghost.ghost.engine import direction_spec, total
+from maxghost.ghost.prepare import prepare_twin
+from maxghost.training import scoring
+from maxghost.training.optimizers import optimizer_spec
+from maxghost.training.scoring import Scored, Scorer
+from maxghost.training.state import adam_moments
+
+NUM_SKETCHES = 32
+SEED = 20_240  # of the sketch directions and of `random`
+
+
+@dataclasses.dataclass(frozen=True)
+class Selected(Scored):
+  """A scored pass over the chosen rows, and where they came from.
+
+  batch: the chosen rows. index_k: their places among the candidates, ascending; None where all rows are kept and the
+  others' targets were masked. chosen_B: bool. candidates_KBT: additive scores of the candidate pass, in its own weights.
+  losses_BT: of the candidates, before the step. candidates: the candidate batch.
+  """
+
+  batch: dict
+  index_k: jax.Array | None
+  chosen_B: jax.Array
+  candidates_KBT: jax.Array
+  losses_BT: jax.Array
+  candidates: dict
+
+
+def num_chosen(cfg: Config, num_candidates: int) -> int:
+  """k: rows trained on in each step; all for threshold, whose number varies (the others weigh nothing)."""
+  if cfg.ghost.ghost_select in ("none", "threshold"):
+    return num_candidates
+  return max(1, round(cfg.ghost.ghost_select_fraction * num_candidates))
+
+
+def choose(method: str, value_B, has_tokens_B, k: int, key, *, threshold: float = 0.0, pair_BB=None):
+  """bool[B]: the rows to train on.
+
+  value_B: what a row's step is worth (nats per unit of learning rate; larger is better). Rows without tokens come last.
+  topk, bottomk: the k largest, smallest. random: k rows drawn by `key`. threshold: rows worth more than `threshold`
+  times the mean absolute value, or the best one where none is. greats: one row after the other, each time the one that
+  adds most to what is chosen: value_i - sum over chosen j of pair_ij - pair_ii / 2 (Wang et al., GREATS, 2024).
+  Ties go to the earlier row.
+  """
+  lowest = -jnp.inf
+  if method == "threshold":
+    count = jnp.maximum(has_tokens_B.sum(), 1)
+    limit = threshold * jnp.sum(jnp.abs(value_B) * has_tokens_B) / count
+    above = (value_B > limit) & has_tokens_B
+    best = jnp.arange(len(value_B)) == jnp.argmax(jnp.where(has_tokens_B, value_B, lowest))
+    return jnp.where(above.any(), above, best)
+  if method == "greats":
+    return _greedy(value_B, has_tokens_B, k, pair_BB)
+  rank = {
+    "topk": value_B,
+    "bottomk": -value_B,
+    "random": jax.random.uniform(key, value_B.shape),
+  }[method]
+  order = jnp.argsort(-jnp.where(has_tokens_B, rank, lowest), stable=True)
+  return jnp.zeros(value_B.shape, bool).at[order[:k]].set(True)
+
+
+def _greedy(value_B, has_tokens_B, k: int, pair_BB):
+  gain = value_B - 0.5 * jnp.diagonal(pair_BB)
+
+  def add(_, carry):
+    chosen, gain = carry
+    open_gain = jnp.where(has_tokens_B, gain, jnp.finfo(gain.dtype).min)
+    best = jnp.argmax(jnp.where(chosen, -jnp.inf, open_gain))
+    return chosen.at[best].set(True), gain - pair_BB[best]
+
+  return jax.lax.fori_loop(0, k, add, (jnp.zeros(value_B.shape, bool), gain))[0]
+
+
+class SelectingScorer(Scorer):
+  """A `Scorer` that first scores all rows of the batch and then scores and trains on the chosen ones.
+
+  Raises ValueError where a validation gradient, a preconditioner or a shape does not allow it.
+  """
+
+  def __init__(self, cfg: Config, model: nnx.Module, batch, *, num_sets: int, delta):
+    self.num_candidates = jax.tree.leaves(batch)[0].shape[0]
+    self.num_chosen = num_chosen(cfg, self.num_candidates)
+    chosen = {name: jax.ShapeDtypeStruct((self.num_chosen, *x.shape[1:]), x.dtype) for name, x in dict(batch).items()}
+    super().__init__(cfg, model, chosen, num_sets=num_sets, delta=delta)
+    self._held = None
+    common = {"num_positions": chosen["inputs"].shape[1], "exclude": self.ghost.ghost_exclude}
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in dict(batch).items()}
+    self.candidate_twin = prepare_twin(
+      model,
+      shapes,
+      self.loss,
+      num_sets=num_sets,
+      spec=direction_spec(cfg, self.ghost.ghost_direction, self.ghost.ghost_rank),
+      **common,
+    )
+    self.sketch_twin = None
+    if self.ghost.ghost_select == "greats":
+      common["num_positions"] = None
+      self.sketch_twin = prepare_twin(
+        model, shapes, self.loss, num_sets=NUM_SKETCHES, spec=DirectionSpec("sgd", rank=1), **common
+      )
+
+  def __call__(self, train_state, split, step_loss, batch, val_batches) -> Selected:
+    _, params, rest = split
+    held = super()._validation(train_state, split, val_batches)
+    gradients = [schedules.by_label(g) for g in held[1]]
+    _, second = adam_moments(train_state.optimizer)
+    kappa = train_state.clip_factor[...] if self.cfg.optimizer.gradient_clipping_threshold else jnp.ones((), float)
+    scalars = schedules.adam_scalars(self.candidate_twin, train_state.step, kappa)
+    parts, _ = schedules.direction_parts(self.candidate_twin, gradients, second, scalars)
+    along = self.candidate_twin.direction_state(parts)
+    candidates = schedules.train_pass(self.candidate_twin, params, rest, step_loss, batch, along)
+    score_KBT = total(self.candidate_twin, candidates.scores)
+    value_B = jnp.nan_to_num(score_KBT.mean(0).sum(-1))
+    pair_BB = None
+    if self.sketch_twin is not None:
+      pair_BB = self._interactions(train_state, split, step_loss, batch, val_batches, candidates.grads, kappa)
+    has_tokens_B = (batch["targets_segmentation"] != 0).any(-1)
+    chosen_B = choose(
+      self.ghost.ghost_select,
+      value_B,
+      has_tokens_B,
+      self.num_chosen,
+      jax.random.fold_in(jax.random.key(SEED), train_state.step),
+      threshold=self.ghost.ghost_select_threshold,
+      pair_BB=pair_BB,
+    )
+    picked, index_k = take(dict(batch), chosen_B, self.num_chosen)
+    self._held = held
+    scored = super().__call__(train_state, split, step_loss, picked, val_batches)
+    self._held = None
+    fields = {field.name: getattr(scored, field.name) for field in dataclasses.fields(Scored)}
+    return Selected(**fields, batch=picked, index_k=index_k, chosen_B=chosen_B, candidates_KBT=score_KBT,
+                    losses_BT=candidates.losses, candidates=dict(batch))  # fmt: skip
+
+  def _validation(self, train_state, split, val_batches):
+    """The validation gradient of this step, made once for both passes."""
+    return self._held or super()._validation(train_state, split, val_batches)
+
+  def _interactions(self, train_state, split, step_loss, batch, val_batches, grads, kappa):
+    """pair_BB: by how much training on both rows of a pair gains less than on each alone, in the units of the values.
+
+    It is lr (n / k) c <P g_i, P g_j>: the curvature of the validation loss along the candidates' step P g, measured by
+    one Hessian-vector product (c = <Pg, H Pg> / |Pg|^2, not below 0), taken to be the same in all directions. The inner
+    products are estimated from R rank-one directions; P, elementwise under AdamW, is factored into rows and columns
+    there (Shazeer and Stern, arXiv:1804.04235).
+    """
+    graphdef, params, rest = split
+    spec = optimizer_spec(self.cfg.optimizer)
+    labelled = schedules.by_label(grads)
+    if spec.kind == "adam":
+      _, second = adam_moments(train_state.optimizer)
+      scalars = AdamScalars.at(spec, train_state.step, kappa).stacked()
+      step = {name: directions.preconditioner(spec, second[name], scalars, g) for name, g in labelled.items()}
+    else:
+      step = {name: jnp.ones_like(g) for name, g in labelled.items()}
+    moved = _like(grads, {name: step[name] * g for name, g in labelled.items()})
+
+    def val_loss(p):
+      model = nnx.merge(graphdef, p, rest)
+      return sum(schedules.mean_loss(*self.loss(model, rows)) for rows in val_batches) / len(val_batches)
+
+    _, curved = jax.jvp(jax.grad(val_loss), (params,), (moved,))
+    along = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(curved), strict=True))
+    size = sum(jnp.vdot(a, a) for a in jax.tree.leaves(moved))
+    curvature = jnp.maximum(along / jnp.maximum(size, jnp.finfo(size.dtype).tiny), 0)
+    state = self.sketch_twin.direction_state(sketch_directions(self.sketch_twin, step, train_state.step))
+    sketches = schedules.train_pass(self.sketch_twin, params, rest, step_loss, batch, state)
+    sketch_RB = total(self.sketch_twin, sketches.scores)
+    gram_BB = sketch_RB.T @ sketch_RB / NUM_SKETCHES
+    learning_rate = self.learning_rate(train_state.step)
+    return learning_rate * self.num_candidates / self.num_chosen * curvature * gram_BB
+
+  def learning_rate(self, step):
+    """Of this step, from the configured schedule."""
+    from maxghost.training.optimizers import learning_rate_schedule
+
+    return learning_rate_schedule(self.cfg.optimizer, self.cfg.run.steps)(step)
+
+
+def take(batch: dict, chosen_B, k: int):
+  """(the chosen rows [k, ...], their places [k] ascending). Where k is the whole batch, the rows stay and those not
+  chosen have no targets, so that they weigh nothing; the places are then None."""
+  if k == chosen_B.shape[0]:
+    kept = jnp.where(chosen_B[:, None], batch["targets_segmentation"], 0)
+    return batch | {"targets_segmentation": kept}, None
+  index_k = jnp.sort(jnp.argsort(~chosen_B, stable=True)[:k])
+  return {name: x[index_k] for name, x in batch.items()}, index_k
+
+
+def sketch_directions(twin, step: dict, count) -> dict:
+  """{label: parts} of R random directions z * P with E[z z'] = 1, new ones in each step.
+
+  A parameter scored through factors gets a z * P of rank one, the others one of full shape. step: P as {label: array}.
+  """
+  parts = {}
+  key = jax.random.fold_in(jax.random.key(SEED + 1), count)
+  for number, param in enumerate(twin.scored):
+    scale = step[param.label].astype(jnp.float32)
+    stack, own = param.stack_shape, jax.random.fold_in(key, number)
+    if not param.spec.low_rank:
+      signs = jax.random.rademacher(own, (*stack, NUM_SKETCHES, *param.shape), jnp.float32)
+      parts[param.label] = (signs * jnp.expand_dims(scale, len(stack)),)
+      continue
+    rows_LI, columns_LO = factored(directions.matrix_view(scale, param.spec.rows, len(stack)))
+    left = jax.random.rademacher(own, (*stack, NUM_SKETCHES, rows_LI.shape[-1], 1), jnp.float32)
+    right = jax.random.rademacher(
+      jax.random.fold_in(own, 1), (*stack, NUM_SKETCHES, 1, columns_LO.shape[-1]), jnp.float32
+    )
+    parts[param.label] = (left * rows_LI[..., None, :, None], right * columns_LO[..., None, None, :])
+  return parts
+
+
+def factored(scale_IO):
+  """(rows [..., I], columns [..., O]) whose outer product has scale's row and column means."""
+  mean = scale_IO.mean((-2, -1))
+  return scale_IO.mean(-1), scale_IO.mean(-2) / jnp.maximum(mean, jnp.finfo(scale_IO.dtype).tiny)[..., None]
+
+
+def outputs(cfg: Config, scorer: Scorer, scored: Selected, batch, scale, columns: dict, num_segments: int) -> dict:
+  """As `scoring.outputs`, over all candidates: a row that was not chosen has contribution 0, and the dot product, loss
+  and tokens of the candidate pass. Adds chosen_B bool."""
+  chosen = scoring.outputs(cfg, scorer, scored, scored.batch, scale, columns, num_segments)
+  seen_tokens, seen_dot, seen_loss = _of_candidates(scored, num_segments)
+  chosen["chosen_B"] = scored.chosen_B
+
+  def spread(value, axis: int, fill=None):
+    """Values of the chosen rows at the candidates' places, `fill` (0) elsewhere."""
+    shape = (*value.shape[:axis], len(scored.chosen_B), *value.shape[axis + 1 :])
+    out = jnp.zeros(shape, value.dtype) if fill is None else fill.astype(value.dtype)
+    if scored.index_k is not None:
+      return out.at[(slice(None),) * axis + (scored.index_k,)].set(value)
+    mask = jnp.expand_dims(scored.chosen_B, tuple(range(1, len(shape) - axis)))
+    return jnp.where(mask, value, out)
+
+  fills = {"score_dot_BSK": seen_dot, "tokens_BS": seen_tokens, "loss_BS": seen_loss}
+  for name in ("score_dot_BSK", "contribution_BSK", "tokens_BS", "loss_BS"):
+    chosen[name] = spread(chosen[name], 0, fills.get(name))
+  if "token_contribution_KBT" in chosen:
+    chosen["token_contribution_KBT"] = spread(chosen["token_contribution_KBT"], 1)
+  if "param_contribution" in chosen:
+    chosen["param_contribution"] = {name: spread(v, 1) for name, v in chosen["param_contribution"].items()}
+  return chosen
+
+
+def _of_candidates(scored: Selected, num_segments: int):
+  """(tokens [B, S], dot products [B, S, K], mean losses [B, S]) of all candidates' documents."""
+  batch, losses = scored.candidates, scored.losses_BT
+  dtype = jnp.promote_types(losses.dtype, jnp.float32)
+  documents_BTS = jax.nn.one_hot(batch["inputs_segmentation"] - 1, num_segments, dtype=dtype)
+  targets_BTS = jax.nn.one_hot(batch["targets_segmentation"] - 1, num_segments, dtype=dtype)
+  tokens_BS = targets_BTS.sum(1)
+  share_BS = tokens_BS / jnp.maximum(tokens_BS.sum(), 1)
+  per_share_BS = jnp.where(tokens_BS > 0, 1 / jnp.where(tokens_BS > 0, share_BS, 1), 0)
+  dot_BSK = jnp.einsum("kbt,bts->bsk", scored.candidates_KBT, documents_BTS) * per_share_BS[..., None]
+  return tokens_BS, dot_BSK, jnp.einsum("bts,bt->bs", targets_BTS, losses) / jnp.maximum(tokens_BS, 1)
+
+
+def _like(state: nnx.State, labelled: dict) -> nnx.State:
+  flat = [(path, v.replace(labelled["/".join(map(str, path))])) for path, v in nnx.to_flat_state(state)]
+  return nnx.from_flat_state(flat)
+
+
+def chosen_rows(outputs, scored_BS: np.ndarray) -> list[int]:
+  """Places, among the rows of the score log of a step, of the documents that were trained on."""
+  return np.flatnonzero(np.broadcast_to(outputs["chosen_B"][:, None], scored_BS.shape)[scored_BS]).tolist()
