@@ -3,7 +3,8 @@
   python benchmarks/data.py [--rounds 5] [--steps 8] [key=value ...]
 
 Rates are per second of processor time of this process, all its threads together, so they are per core; the best round
-is taken. `train step` compares steps fed with prepared data with steps on one batch that stays on the device.
+is taken. `train step` compares steps fed with prepared data with steps on one batch that stays on the device; --steps 0
+leaves it out.
 """
 
 import dataclasses
@@ -42,10 +43,11 @@ def main() -> int:
     prepared = _prepared(source, cfg.data, folder)
     rows, figures = rates(source, cfg.data, bpe, prepared, args.rounds)
     figures += efficiencies(source, cfg.data, bpe)
-    figures.append(train_step(cfg, args.rounds, args.steps, folder / "prepared"))
     checks, identical = restarts(folder / "types", cfg.data)
     rows_of_checks = _measure.markdown(checks)
     figures.append(Figure("types whose restart and shards are byte-identical", identical, 7, True, "{:.0f}"))
+    if args.steps:
+      figures.append(train_step(cfg, args.rounds, args.steps, folder / "prepared"))
   notes = [f"text: {source.num_bytes:,} bytes, {len(source):,} documents of the standard library", rows_of_checks]
   return _measure.publish("data", rows, figures, notes, args.json)
 

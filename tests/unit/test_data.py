@@ -300,11 +300,21 @@ def test_a_user_sees_what_is_wrong():
   assert "proportional does not read it" in message(dataset_weights=("a=1",))
 
 
+def empty_but(source, kept):
+  """The source with the texts of all other documents emptied."""
+  documents = [dataclasses.replace(d, text=d.text * (n in kept)) for n, d in enumerate(source.documents)]
+  return data.DocumentList(documents, source.domains)
+
+
 def test_nothing_to_train_on_is_said():
   source = some_documents([30] * 20, domains=("b",))
-  dataset = make(source, ghost_val_fraction=1.0)
-  with pytest.raises(config.ConfigError, match="nothing to train on"):
-    next(dataset.train)
+  with pytest.raises(config.ConfigError, match="nothing to train on: every document is held out"):
+    make(source, ghost_val_fraction=1.0)
+  empty = data.DocumentList([Document("b", f"f{n}", n, b"x" * 40 * (n < 9)) for n in range(30)], ("b",))
+  held_out = {n for n in range(9) if make(empty, ghost_val_fraction=0.5)._parts[0].split.held_out(np.array([n]))[0]}
+  assert 0 < len(held_out) < 9
+  with pytest.raises(config.ConfigError, match="nothing to train on in the data"):
+    next(make(empty_but(empty, held_out), ghost_val_fraction=0.5).train)
 
 
 def test_a_position_of_other_data_or_settings_is_refused():

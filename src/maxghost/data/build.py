@@ -17,7 +17,7 @@ from maxghost.data.prepared import PreparedSource, PreparedUnits, is_prepared
 from maxghost.data.reader import Identity, Sharding, Stream, TrainIterator
 from maxghost.data.sources import text
 from maxghost.data.sources.base import Source
-from maxghost.data.split import Split, check_domain
+from maxghost.data.split import Split, check_domain, scan
 from maxghost.data.tokenizers import ByteTokenizer, Tokenizer, check_specials, load_tokenizer
 from maxghost.data.windows import NO_COPIES, HeldOut, TextUnits, Units, Windows, read_or_skip
 
@@ -65,6 +65,7 @@ def make_dataset(source: Source, cfg: DataConfig, seed: int = 0, num_shards: int
   _check_rows(cfg, source, batch_size, num_shards)
   held_out = _held_out_domains(cfg, source, val_domains)
   parts = _parts(source, cfg, seed, tokenizer, layout, held_out)
+  _check_training(parts[0])
   streams, mixture = _streams(cfg, source, parts[0].units, layout, seed)
   ahead = ThreadPoolExecutor(1, thread_name_prefix="maxghost-data")
 
@@ -225,6 +226,16 @@ def _check_rows(cfg: DataConfig, source: Source, batch_size: int, num_shards: in
       f"max_target_length={cfg.max_target_length} is longer than all the text, {source.num_bytes} bytes; "
       "use a shorter row or more data"
     )
+
+
+def _check_training(part: Part) -> None:
+  for indices in scan(len(part.source)):
+    if not part.split.left_out(indices).all():
+      return
+  raise ConfigError(
+    "there is nothing to train on: every document is held out for validation or excluded; use a smaller "
+    "ghost_val_fraction or more data"
+  )
 
 
 def _check_validation(cfg: DataConfig, domain: str, num_held_out: int) -> None:

@@ -190,19 +190,18 @@ def _starts(ends: np.ndarray) -> np.ndarray:
 
 def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -> Batch:
   """The batch of the rows (rows, number of the row, epoch) in `pieces`."""
-  B, T, S = len(pieces), layout.row_length, layout.max_segments
-  tokens_2BT, places_2BT = np.empty((2, B, T), np.int32), np.empty((2, B, T), np.int32)
-  identity_2BS = np.full((2, B, S), -1, np.int64)
-  by_rows: dict[int, list[int]] = {}
+  groups: dict[int, list[int]] = {}
   for b, (rows, _, _) in enumerate(pieces):
-    by_rows.setdefault(id(rows), []).append(b)
-  for here in by_rows.values():
-    numbers = np.array([pieces[b][1] for b in here], np.int64)
-    chunks = _Chunks(pieces[here[0]][0], numbers)
-    out = slice(None) if len(by_rows) == 1 else np.array(here)
-    tokens_2BT[:, out] = chunks.tokens(T, pad_id)
-    places_2BT[:, out] = chunks.places(T)
-    identity_2BS[:, chunks.row if len(by_rows) == 1 else out[chunks.row], chunks.slot] = chunks.identity()
+    groups.setdefault(id(rows), []).append(b)
+  parts = []
+  for here in groups.values():
+    chunks = _Chunks(pieces[here[0]][0], np.array([pieces[b][1] for b in here], np.int64))
+    parts.append((chunks.tokens(layout.row_length, pad_id), chunks.places(layout.row_length),
+                  chunks.identity(layout.max_segments)))
+  tokens_2BT, places_2BT, identity_2BS = parts[0]
+  if len(parts) > 1:  # a mixture's rows come from several streams: put them back in the order of the pieces
+    back = np.argsort(np.concatenate([np.array(here) for here in groups.values()]))
+    tokens_2BT, places_2BT, identity_2BS = (np.concatenate(part, axis=1)[:, back] for part in zip(*parts, strict=True))
   (inputs, targets), (positions, segmentation) = tokens_2BT, places_2BT
   arrays = {
     "inputs": inputs, "inputs_position": positions, "inputs_segmentation": segmentation,
@@ -218,16 +217,19 @@ class _Chunks:
     self._rows, self._num_rows = rows, len(numbers)
     stop = rows.row_ends[numbers]
     first = np.where(numbers > 0, rows.row_ends[numbers - 1], 0)
-    self.row = np.repeat(np.arange(len(numbers)), stop - first)
-    self._starts_row = np.concatenate(([True], self.row[1:] != self.row[:-1]))
-    self.slot = np.arange(len(self.row)) - np.repeat(np.flatnonzero(self._starts_row), stop - first)
-    self._chunk = self.slot + np.repeat(first, stop - first)
+    self._row = np.repeat(np.arange(len(numbers)), stop - first)
+    self._starts_row = np.concatenate(([True], self._row[1:] != self._row[:-1]))
+    self._slot = np.arange(len(self._row)) - np.repeat(np.flatnonzero(self._starts_row), stop - first)
+    self._chunk = self._slot + np.repeat(first, stop - first)
     self._length = rows.length[self._chunk]
     self._filled = np.add.reduceat(self._length, np.flatnonzero(self._starts_row))
 
-  def identity(self) -> tuple[np.ndarray, np.ndarray]:
-    """Document and byte offset of each chunk."""
-    return self._rows.document[self._chunk], self._rows.offset[self._chunk]
+  def identity(self, max_segments: int) -> np.ndarray:
+    """int64[2, rows, S]: document and byte offset of each segment, -1 where there is none."""
+    out = np.full((2, self._num_rows, max_segments), -1, np.int64)
+    out[0, self._row, self._slot] = self._rows.document[self._chunk]
+    out[1, self._row, self._slot] = self._rows.offset[self._chunk]
+    return out
 
   def _spread(self, row_length: int, values: np.ndarray) -> np.ndarray:
     """int32[rows, T]: each chunk's value at its places; the last chunk's value goes on over the padding."""
@@ -239,16 +241,17 @@ class _Chunks:
   def _begin(self) -> np.ndarray:
     """Where each chunk begins in its row."""
     before = np.cumsum(self._length) - self._length
-    return before - before[self._starts_row][self.row]
+    return before - before[self._starts_row][self._row]
 
   def tokens(self, row_length: int, pad_id: int) -> np.ndarray:
     """int32[2, rows, T]: inputs and targets."""
-    place = self._spread(row_length, self._rows.start[self._chunk] - self._begin())
+    start, begin = self._rows.start[self._chunk], self._begin()
+    place = self._spread(row_length, start - begin)
     place += np.arange(row_length, dtype=np.int32)
     out = np.empty((2, *place.shape), np.int32)
     out[0] = self._rows.tokens.take(place, mode="clip")  # past the end only under padding
-    place += 1
-    out[1] = self._rows.tokens.take(place, mode="clip")
+    out[1, :, :-1] = out[0, :, 1:]  # true but for the last pair of each chunk
+    out[1, self._row, begin + self._length - 1] = self._rows.tokens[start + self._length]
     for row in np.flatnonzero(self._filled < row_length).tolist():
       out[:, row, self._filled[row] :] = pad_id
     return out
@@ -257,7 +260,7 @@ class _Chunks:
     """int32[2, rows, T]: positions and segment numbers."""
     out = np.empty((2, self._num_rows, row_length), np.int32)
     np.subtract(np.arange(row_length, dtype=np.int32), self._spread(row_length, self._begin()), out=out[0])
-    out[1] = self._spread(row_length, self.slot + 1)
+    out[1] = self._spread(row_length, self._slot + 1)
     for row in np.flatnonzero(self._filled < row_length).tolist():
       out[:, row, self._filled[row] :] = 0
     return out

@@ -152,9 +152,8 @@ class PreparedSource:
     tokens = np.frombuffer(raw, self._dtype, count)
     return tokens, None if tabled else np.frombuffer(raw, np.uint32, count, size)
 
-  def lengths(self, documents: np.ndarray) -> np.ndarray:
-    """int64[n]: tokens of documents that follow each other."""
-    first, stop = int(documents[0]), int(documents[-1]) + 1
+  def lengths(self, first: int, stop: int) -> np.ndarray:
+    """int64[n]: tokens of the documents first..stop."""
     before = int(self.index.token_end[first - 1]) if first else 0
     return np.diff(self.index.token_end[first:stop], prepend=before)
 
@@ -196,31 +195,29 @@ class PreparedUnits:
 
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
     counts = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt"), 0)
-    ids, sizes, lengths, kept = [], [], [], []
-    for block, (tokens, token_sizes) in zip(units.tolist(), self._read(units, counts), strict=True):
-      if tokens is None:
-        continue
-      documents = np.arange(*self._source.documents_of(block))
-      count = self._source.lengths(documents)
-      keep = self._kept(documents, counts)
-      if not keep.all():
-        mask = np.repeat(keep, count)
-        documents, count, tokens = documents[keep], count[keep], tokens[mask]
-        token_sizes = None if token_sizes is None else token_sizes[mask]
-      counts["bytes"] += int(self._source.sizes(documents).sum())
-      ids.append(tokens)
-      lengths.append(count)
-      kept.append(documents)
-      sizes.append(token_sizes)
-    numbers = concatenated(kept)
-    counts["documents"] += len(numbers)
-    return self._frame(ids, concatenated(lengths), numbers, sizes), counts
+    read = [
+      (*self._source.documents_of(block), *found)
+      for block, found in zip(units.tolist(), self._read(units, counts), strict=True)
+      if found[0] is not None
+    ]
+    documents = concatenated([np.arange(first, stop) for first, stop, _, _ in read])
+    keep = self._kept(documents, counts)
+    pieces, place = [], 0
+    for first, stop, tokens, sizes in read:
+      count, kept = self._source.lengths(first, stop), keep[place : place + stop - first]
+      place += stop - first
+      if not kept.all():
+        mask = np.repeat(kept, count)
+        count, tokens, sizes = count[kept], tokens[mask], None if sizes is None else sizes[mask]
+      pieces.append((tokens, count, sizes))
+    documents = documents[keep]
+    counts["documents"] += len(documents)
+    counts["bytes"] += int(self._source.sizes(documents).sum())
+    return frame(pieces, documents, self._source.tokenizer, self._layout), counts
 
   def encode_documents(self, indices: np.ndarray) -> tuple[Encoded, dict[str, int]]:
-    pairs = self._source.tokens(indices)
-    lengths = np.fromiter((len(ids) for ids, _ in pairs), np.int64, len(pairs))
-    encoded = self._frame([ids for ids, _ in pairs], lengths, np.asarray(indices), [sizes for _, sizes in pairs])
-    return encoded, {"documents": len(indices)}
+    pieces = [(ids, np.array([len(ids)]), sizes) for ids, sizes in self._source.tokens(indices)]
+    return frame(pieces, np.asarray(indices), self._source.tokenizer, self._layout), {"documents": len(indices)}
 
   def read(self, indices: np.ndarray) -> list[bytes | None]:
     return read_or_skip(self._source, indices, self._on_corrupt)
@@ -233,11 +230,6 @@ class PreparedUnits:
       counts["copies"] += int(copies.sum())
       keep &= ~copies
     return keep
-
-  def _frame(self, ids: list[np.ndarray], lengths: np.ndarray, numbers: np.ndarray, sizes: list) -> Encoded:
-    tokenizer = self._source.tokenizer
-    tabled = tokenizer.byte_table is not None
-    return frame(concatenated(ids), lengths, numbers, tokenizer, self._layout, None if tabled else concatenated(sizes))
 
   def _read(self, units: np.ndarray, counts: dict[str, int]) -> Sequence[tuple]:
     """As `block_tokens`; (None, None) for a corrupt block where those are skipped (its documents are counted)."""

@@ -11,6 +11,7 @@ from maxghost.data.types import Batch
 from maxghost.data.windows import Windows
 
 _STATE_VERSION = 1
+_EMPTY_WINDOWS = 1000  # in a row, that are still taken for chance
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class Cursor:
         break
       empty += not len(self._rows)
       self._rows, self.place = None, (*self._after(epoch, window), 0)
-      # The empty windows of two epochs may lie side by side; more in a row than that, and all are empty.
-      if empty > 2 * self._stream.windows.num_windows(self._lane):
+      # A lane of few documents can be dealt none to train on in an epoch, or in some; not time and again.
+      if empty > 2 * self._stream.windows.num_windows(self._lane) + _EMPTY_WINDOWS:
         raise ConfigError(
           f"there is nothing to train on in {self._stream.name or 'the data'}: every document is held out for "
           "validation, empty or left out; use a smaller ghost_val_fraction or more data"

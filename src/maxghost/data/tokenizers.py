@@ -26,8 +26,8 @@ class Tokenizer(Protocol):
   """Turns documents into ids.
 
   bos_id, eos_id: ids put before and after a document; None where the tokenizer has none. pad_id fills rows.
-  fingerprint: changes with the vocabulary. byte_table: int32[V], the source bytes of each id; then decoding gives back
-  the text exactly. None for a tokenizer that normalizes: then `encode_bytes` tells the bytes behind each token.
+  fingerprint: changes with the vocabulary. byte_table: uint8 or int32[V], the source bytes of each id; then decoding
+  gives back the text exactly. None for a tokenizer that normalizes: then `encode_bytes` tells them token by token.
   """
 
   name: str
@@ -79,7 +79,7 @@ class ByteTokenizer:
   vocab_size = 259
   bos_id, eos_id, pad_id = 256, 257, 258
   fingerprint = "byte"
-  byte_table = np.array([1] * 256 + [0] * 3, np.int32)
+  byte_table = np.array([1] * 256 + [0] * 3, np.uint8)
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     return [np.frombuffer(text, np.uint8) for text in texts]
@@ -106,6 +106,7 @@ class _PieceTokenizer(_FileTokenizer):
     """pieces: bytes of each id; None for specials."""
     self._pieces = pieces
     table = np.array([0 if piece is None else len(piece) for piece in pieces], np.int32)
+    table = table.astype(np.uint8) if table.max() < 256 else table
     (ids,) = self.encode([_PROBE.encode()])
     self.byte_table = table if b"".join(pieces[i] or b"" for i in ids.tolist()) == _PROBE.encode() else None
 

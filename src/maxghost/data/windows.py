@@ -148,7 +148,7 @@ def encode_texts(texts: list[bytes], documents: np.ndarray, tokenizer: Tokenizer
   else:
     ids = tokenizer.encode(texts)
   lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-  return frame(concatenated(ids), lengths, documents, tokenizer, layout, sizes)
+  return frame([(concatenated(ids), lengths, sizes)], documents, tokenizer, layout)
 
 
 def concatenated(arrays: list[np.ndarray]) -> np.ndarray:
@@ -156,30 +156,34 @@ def concatenated(arrays: list[np.ndarray]) -> np.ndarray:
   return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
 
 
-def frame(ids: np.ndarray, lengths: np.ndarray, documents: np.ndarray, tokenizer: Tokenizer, layout: Layout,
-          sizes: np.ndarray | None = None) -> Encoded:
-  """Puts begin and end tokens around documents that lie end to end in `ids`.
+def frame(pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]], documents: np.ndarray, tokenizer: Tokenizer,
+          layout: Layout) -> Encoded:
+  """Puts begin and end tokens around documents.
 
-  lengths: int64[D], ids of each document. sizes: bytes behind each id, where the tokenizer has no table.
+  pieces: (ids of some documents end to end, int64 lengths of these, bytes behind each id or None where the tokenizer
+  has a table). documents: int64[D], of all pieces.
   """
   before, after = int(layout.add_bos), int(layout.add_eos)
+  lengths = concatenated([lengths for _, lengths, _ in pieces])
   ends = np.cumsum(lengths + before + after)
-  dtype = packing.token_dtype(tokenizer.vocab_size)
-  if not before and not after:
-    return Encoded(ids.astype(dtype, copy=False), ends, documents, tokenizer.byte_table, sizes)
-  tokens = np.empty(int(ends[-1]) if len(ends) else 0, dtype)
-  is_text = np.ones(len(tokens), bool)
+  tokens = np.empty(int(ends[-1]) if len(ends) else 0, packing.token_dtype(tokenizer.vocab_size))
+  sizes = None if tokenizer.byte_table is not None else np.zeros(len(tokens), np.int64)
   if before:
     tokens[ends - lengths - before - after] = tokenizer.bos_id
-    is_text[ends - lengths - before - after] = False
   if after:
     tokens[ends - 1] = tokenizer.eos_id
-    is_text[ends - 1] = False
-  tokens[is_text] = ids
-  if sizes is not None:
-    spread = np.zeros(len(tokens), np.int64)
-    spread[is_text] = sizes
-    sizes = spread
+  stop = 0
+  for ids, count, behind in pieces:  # one after the other: what is at hand stays in the cache
+    own = np.cumsum(count + before + after)
+    first, stop = stop, stop + (int(own[-1]) if len(own) else 0)
+    is_text = np.ones(stop - first, bool)
+    if before:
+      is_text[own - count - before - after] = False
+    if after:
+      is_text[own - 1] = False
+    tokens[first:stop][is_text] = ids
+    if sizes is not None:
+      sizes[first:stop][is_text] = behind
   return Encoded(tokens, ends, documents, tokenizer.byte_table, sizes)
 
 
