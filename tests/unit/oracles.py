@@ -104,12 +104,16 @@ class ExampleGradients:
 
     self._gradients = jax.jit(jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0)))
 
-  def __call__(self, rows: dict) -> dict:
-    return self.with_losses(rows)[1]
+  def __call__(self, rows: dict, values: dict | None = None) -> dict:
+    return self.with_losses(rows, values)[1]
 
-  def with_losses(self, rows: dict) -> tuple[np.ndarray, dict]:
-    """(summed losses [n], gradients)."""
-    losses, gradients = self._gradients(self.params, rows)
+  def with_losses(self, rows: dict, values: dict | None = None) -> tuple[np.ndarray, dict]:
+    """(summed losses [n], gradients), at the parameters {label: array} `values` in place of the model's own."""
+    params = self.params
+    if values is not None:
+      flat = [("/".join(map(str, path)), path, v) for path, v in nnx.to_flat_state(params)]
+      params = nnx.from_flat_state([(path, v.replace(jnp.asarray(values[k], v.dtype))) for k, path, v in flat])
+    losses, gradients = self._gradients(params, rows)
     flat = {"/".join(map(str, path)): np.asarray(v[...]) for path, v in nnx.to_flat_state(gradients)}
     return np.asarray(losses), flat
 

@@ -1,0 +1,79 @@
+"""A compiled train step of a tiny model, and everything around one step as numpy arrays."""
+
+import contextlib
+import dataclasses
+
+import jax
+import numpy as np
+import tiny
+from flax import nnx
+
+from maxghost.training import optimizers, step
+from maxghost.training.compiling import compiler_options
+from maxghost.training.state import TrainStateNNX, adam_moments
+
+# No warm-up, so that the first step already moves; clipping is at work in some steps and not in others.
+TRAINING = {
+  "steps": 20,
+  "learning_rate": 3e-3,
+  "warmup_steps_fraction": 0.0,
+  "gradient_clipping_threshold": 1.0,
+  "adam_b1": 0.8,
+  "adam_weight_decay": 0.3,
+  "adam_eps": 1e-6,
+}
+TRAIN = [tiny.make_batch(tiny.PACKED, seed=100 + i) for i in range(4)]
+VALIDATION = tiny.make_batch(tiny.VALIDATION, seed=200)
+
+
+@dataclasses.dataclass
+class Snapshot:
+  """Parameters and Adam's state as {label: float64 array}, steps taken, the last clipping factor."""
+
+  params: dict
+  first: dict | None
+  second: dict | None
+  count: int
+  clip_factor: float
+
+
+class Run:
+  """`step(batch, val_batches) -> out` of a compiled train step. cheap: compiled without XLA's optimizations."""
+
+  def __init__(self, *, cheap: bool = True, num_sets: int = 1, batch=TRAIN[0], **changes):
+    self.cfg = tiny.make_config(**(TRAINING | changes))
+    self.wide = self.cfg.model.dtype == "float64"
+    self.num_sets = num_sets
+    with jax.enable_x64(self.wide):
+      tx = optimizers.make_optimizer(self.cfg.optimizer, self.cfg.run.steps)
+      train_state = TrainStateNNX(tiny.make_model(self.cfg), tx)
+      self.graphdef, self.state = nnx.split(train_state)
+      self.function, self.twin = step.make_train_step(
+        self.cfg, self.graphdef, self.state, batch, num_segments=tiny.SEGMENTS, num_sets=num_sets
+      )
+    options = None if cheap else compiler_options()
+    self.compilation = tiny.cheap_compilation if cheap else contextlib.nullcontext
+    self._run = jax.jit(self.function, compiler_options=options)
+
+  def step(self, batch, val_batches=(VALIDATION,)) -> dict:
+    if not self.cfg.ghost.ghost_enabled:
+      val_batches = ()
+    with jax.enable_x64(self.wide), self.compilation():
+      self.state, out = self._run(self.state, batch, val_batches)
+    return jax.tree.map(np.asarray, out)
+
+  def snapshot(self) -> Snapshot:
+    with jax.enable_x64(self.wide):
+      train_state = nnx.merge(self.graphdef, self.state)
+      first, second = adam_moments(train_state.optimizer)
+
+    def wide(values):
+      return None if values is None else {k: np.asarray(v, np.float64) for k, v in values.items()}
+
+    return Snapshot(
+      wide(tiny.by_label(train_state.model)),
+      wide(first),
+      wide(second),
+      int(train_state.step),
+      float(train_state.clip_factor[...]),
+    )
