@@ -231,11 +231,22 @@ def _documents(groups, k: int, texts: Texts | None) -> list[Value]:
 
 
 def actual_drops(steps: np.ndarray, k: int) -> np.ndarray:
-  """f64[S]: the measured drop of step t, val_loss[t] - prev_val_loss[t + 1]; NaN where the next step is not known."""
+  """f64[S]: the measured drop of each step; NaN where it is not known.
+
+  An account opens at a step with val_loss and closes at the next step with prev_val_loss: one step later, or several
+  where a validation gradient is reused (ghost_val_every). The drop stands at the opening step, 0 at the others.
+  """
   drop = np.full(len(steps), np.nan)
-  follows = np.diff(steps["step"]) == 1
-  difference = steps["val_loss"][:-1, k] - steps["prev_val_loss"][1:, k]
-  drop[:-1] = np.where(follows, difference, np.nan)
+  number, opened, closed = steps["step"], steps["val_loss"][:, k], steps["prev_val_loss"][:, k]
+  closing = np.flatnonzero(np.isfinite(closed))
+  for start in np.flatnonzero(np.isfinite(opened)):
+    place = np.searchsorted(closing, start, side="right")
+    if place == len(closing):
+      continue
+    end = closing[place]
+    if number[end] - number[start] == end - start and not np.isfinite(opened[start + 1 : end]).any():
+      drop[start:end] = 0.0
+      drop[start] = opened[start] - closed[end]
   return drop
 
 

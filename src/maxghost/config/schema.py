@@ -219,6 +219,7 @@ class GhostConfig:
   ghost_val_refresh_steps: int = key(
     20, "draw new validation rows every this many steps; 0 = keep the first", minimum=0
   )
+  ghost_every: int = key(1, "score every this many steps; the steps between are plain training steps", minimum=1)
   ghost_val_every: int = key(
     1, "compute the validation gradient every this many steps and score against it until the next", minimum=1
   )
@@ -230,6 +231,18 @@ class GhostConfig:
     choices=("total", "module", "layer", "token"),
   )
   ghost_log_period: int = key(20, "steps per score file", minimum=1)
+  ghost_select: str = key(
+    "none",
+    "train each step on a part of its rows, chosen by their scores: the best (topk), those above a threshold, the best "
+    "together (greats: what two rows teach twice counts once); random and bottomk are for comparison",
+    choices=("none", "topk", "threshold", "greats", "random", "bottomk"),
+  )
+  ghost_select_fraction: float = key(
+    0.5, "share of the rows that ghost_select trains on; all rows are scored", minimum=0.0, maximum=1.0
+  )
+  ghost_select_threshold: float = key(
+    0.0, "threshold: train on rows worth more than this many times the mean absolute value of the step's rows"
+  )
 
 
 @section

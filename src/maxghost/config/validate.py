@@ -67,6 +67,11 @@ def validation_sets(v: Values) -> Iterator[str]:
 
 
 def ghost_combinations(v: Values) -> Iterator[str]:
+  if v.ghost_every > 1 and v.ghost_val_every > 1:
+    yield (
+      f"ghost_every={v.ghost_every} already computes the validation gradient every {v.ghost_every} steps; "
+      f"use ghost_val_every=1, not {v.ghost_val_every}"
+    )
   if v.ghost_schedule != "two_pass":
     if v.ghost_direction == "second_order":
       yield f"ghost_direction=second_order needs ghost_schedule=two_pass, not {v.ghost_schedule}"
@@ -94,6 +99,24 @@ def ghost_combinations(v: Values) -> Iterator[str]:
       yield f"ghost_rank={v.ghost_rank} has no meaning for ghost_engine={v.ghost_engine}; use ghost_rank=0"
     if v.ghost_schedule != "two_pass":
       yield f"ghost_engine={v.ghost_engine} has no ghost_schedule={v.ghost_schedule}; use ghost_schedule=two_pass"
+
+
+def selection(v: Values) -> Iterator[str]:
+  if v.ghost_select == "none":
+    return
+  if not v.ghost_enabled:
+    yield f"ghost_select={v.ghost_select} chooses by scores; use ghost_enabled=true, or ghost_select=none"
+  if v.ghost_schedule != "two_pass" or v.ghost_engine != "graddotprod":
+    yield f"ghost_select={v.ghost_select} needs ghost_schedule=two_pass and ghost_engine=graddotprod"
+  if v.ghost_direction == "second_order":
+    yield f"ghost_select={v.ghost_select} chooses before the step is known; use ghost_direction=auto, sgd or adam"
+  if v.gradient_accumulation_steps > 1:
+    yield (
+      f"ghost_select={v.ghost_select} chooses among the rows of a whole batch; use gradient_accumulation_steps=1, "
+      f"not {v.gradient_accumulation_steps}"
+    )
+  if v.ghost_select != "threshold" and v.ghost_select_fraction == 0.0:
+    yield "ghost_select_fraction=0.0 leaves no row to train on; use a share such as 0.5"
 
 
 def vocabulary(v: Values) -> Iterator[str]:
@@ -145,6 +168,7 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
   ghost_direction,
   ghost_validation,
   ghost_combinations,
+  selection,
   validation_sets,
 ]
 

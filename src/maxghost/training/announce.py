@@ -88,11 +88,13 @@ def ghost_line(records: list[dict], name: str) -> str:
     [record.get(f"ghost/{column}/{name}") for record in records]
     for column in ("actual_drop", "predicted_drop", "check_rel_err")
   )
-  parts = [f"Validation loss '{name}' fell by {sum(value or 0.0 for value in actual):.4f} nats"]
+  measured = sum("ghost/scored" in record for record in records)
+  where = "" if measured == len(records) else f" in the {measured} scored steps of {len(records)}"
+  parts = [f"Validation loss '{name}' fell by {sum(value or 0.0 for value in actual):.4f} nats{where}"]
   if any(value is not None for value in predicted):
     parts.append(f"predicted by the gradients: {sum(value or 0.0 for value in predicted):.4f}")
     parts.append(f"largest error of the score self-check {max(value or 0.0 for value in check):.1e}")
-  if unscored := sum(not record["ghost/scored"] for record in records):
+  if unscored := sum(not record.get("ghost/scored", True) for record in records):
     parts.append(f"{unscored} steps were not scored, because their scores were not finite")
   return "; ".join(parts)
 

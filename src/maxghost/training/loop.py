@@ -152,7 +152,10 @@ class TrainingLoop:
 
   def _turn(self, step: int, fetched: Fetched) -> None:
     prev_val_loss = self._loss_of_replaced_rows(step)
-    self._state, outputs = self._program.train_step(self._state, fetched.arrays, self._validation.batches(step))
+    if self._val_sets and not self._validation.is_scored(step):
+      self._state, outputs = self._program.plain_step(self._state, fetched.arrays, ())
+    else:
+      self._state, outputs = self._program.train_step(self._state, fetched.arrays, self._validation.batches(step))
     self._read_started()
     self._started = _Started(step, outputs, prev_val_loss, fetched)
     done, is_last = step + 1, step + 1 == self._cfg.run.steps
@@ -208,7 +211,7 @@ class TrainingLoop:
 
   def _close_account(self) -> None:
     """The validation loss after the last step: it ends the account of that step."""
-    if not self._val_sets:
+    if not self._val_sets or not self._validation.closes(self._cfg.run.steps):
       return
     num_steps = self._cfg.run.steps
     batches = self._validation.batches(num_steps - 1)
@@ -229,11 +232,14 @@ class TrainingLoop:
     metrics.check_finite(started.step, outputs)
     prev_val_loss = self._settle_pending(started, outputs)
     record = {"step": started.step} | metrics.learning_metrics(outputs) | self._rates(seconds)
-    if self._val_sets:
+    if "val_loss" in outputs:
       record |= metrics.ghost_metrics(outputs, self._val_sets)
       if unscored := metrics.unscored_line(started.step, outputs):
         self._sinks.console.line(unscored)
-    if self._sinks.scores:
+    if self._sinks.scores and "val_loss" not in outputs:
+      if prev_val_loss is not None:
+        self._sinks.scores.record_end(started.step, prev_val_loss)
+    elif self._sinks.scores:
       self._sinks.scores.record(started.step, outputs, prev_val_loss, started.fetched.batch)
     self._pending = record
     self._seconds.append(seconds)
@@ -249,14 +255,14 @@ class TrainingLoop:
     return seconds
 
   def _settle_pending(self, started: _Started, outputs: Mapping[str, Any]) -> np.ndarray | None:
-    """Writes the record of the step before. Where this step measured the validation loss, that is the loss after the
-    one before: it is returned, f32[K], and closes the account."""
+    """Writes the record of the step before. Where the validation loss before this step is known, it closes the account
+    that an earlier step opened, and is returned, f32[K]."""
     prev_val_loss = None
+    if self._validation.closes(started.step):
+      replaced = started.prev_val_loss
+      prev_val_loss = outputs["val_loss"] if replaced is None else jax.device_get(replaced)
+      self._add_actual_drop(started.step, prev_val_loss)
     if self._validation.is_fresh(started.step):
-      if started.step > 0:
-        replaced = started.prev_val_loss
-        prev_val_loss = outputs["val_loss"] if replaced is None else jax.device_get(replaced)
-        self._add_actual_drop(started.step, prev_val_loss)
       open_loss = [float(loss) for loss in outputs["val_loss"]]
       self._position = dataclasses.replace(self._position, open_loss=open_loss)
     self._write_pending()

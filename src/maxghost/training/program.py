@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from maxghost.config import Config, ConfigError
+from maxghost.config import Config, ConfigError, replace
 from maxghost.training import step as step_lib
 from maxghost.training.compiling import compiler_options
 
@@ -55,6 +55,11 @@ class Program:
   @functools.cached_property
   def train_step(self) -> Callable:
     return self._futures["train_step"].result().call
+
+  @functools.cached_property
+  def plain_step(self) -> Callable:
+    """The train step without scores, where only some steps are scored."""
+    return self._futures["plain_step"].result().call
 
   @functools.cached_property
   def validation_loss(self) -> Callable:
@@ -106,6 +111,11 @@ def build(
     others["validation_loss"] = (step_lib.make_validation_loss(cfg, graphdef), state, val_batches)
   if cfg.run.eval_interval > 0:
     others["evaluate"] = (step_lib.make_eval_step(cfg, graphdef), state, eval_batch)
+  if cfg.ghost.ghost_enabled and cfg.ghost.ghost_every > 1:
+    plain, _ = step_lib.make_train_step(
+      replace(cfg, ghost_enabled=False), graphdef, state, batch, num_segments=num_segments
+    )
+    futures["plain_step"] = pool.submit(*_lower("plain_step", plain, (0,), time.perf_counter(), state, batch, ()))
   for name, (function, *arguments) in others.items():
     futures[name] = pool.submit(*_lower(name, function, (), time.perf_counter(), *arguments))
   pool.shutdown(wait=False)

@@ -98,7 +98,7 @@ class ScoreRecorder:
     self._queue.put((step, outputs, prev_val_loss, batch))
 
   def record_end(self, step: int, prev_val_loss: np.ndarray) -> None:
-    """The closing record: what the validation loss became after the last step."""
+    """A record without scores: what the validation loss became after the last scored step."""
     self._raise_error()
     self._queue.put((step, None, prev_val_loss, None))
 

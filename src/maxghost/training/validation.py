@@ -17,14 +17,24 @@ class ValidationRows:
   def __init__(self, ghost: GhostConfig, dataset, sets: Mapping[str, str], put: Callable[[dict], Any]):
     self.names = tuple(sets)
     self._domains = tuple(sets.values())
-    self._every, self._refresh, self._num_rows = (
-      ghost.ghost_val_every, ghost.ghost_val_refresh_steps, ghost.ghost_val_batch_size
+    self._score_every, self._refresh, self._num_rows = (
+      ghost.ghost_every, ghost.ghost_val_refresh_steps, ghost.ghost_val_batch_size
     )
+    self._every = ghost.ghost_every if ghost.ghost_every > 1 else ghost.ghost_val_every
     self._dataset, self._put = dataset, put
     self._held: tuple[int, tuple] = (-1, ())
 
   def is_fresh(self, step: int) -> bool:
     return bool(self.names) and step % self._every == 0
+
+  def is_scored(self, step: int) -> bool:
+    """Whether the step scores its documents (every `ghost_every` steps)."""
+    return bool(self.names) and step % self._score_every == 0
+
+  def closes(self, step: int) -> bool:
+    """Whether the validation loss before this step ends the account that an earlier step opened: at the next fresh
+    step, or, where only some steps are scored, right after a scored one."""
+    return step > 0 and (self.is_fresh(step) if self._score_every == 1 else self.is_scored(step - 1))
 
   def batches(self, step: int) -> tuple:
     """The batches of the step's own or last fresh step; empty without sets."""
@@ -37,12 +47,12 @@ class ValidationRows:
     return self._held[1]
 
   def replaces(self, step: int) -> bool:
-    """Whether a fresh step uses other rows than the fresh step before it, whose loss must then be measured apart."""
-    return self.is_fresh(step) and step > 0 and self._index(step) != self._index(step - 1)
+    """Whether the loss that closes an account must be measured apart: this step computes none, or on other rows."""
+    return self.closes(step) and (not self.is_fresh(step) or self._index(step) != self._index(step - 1))
 
   def account_steps(self, step: int) -> int:
     """Steps from the fresh step before `step` up to it: over these the drop of its loss is measured."""
-    return step - self._fresh_before(step - 1)
+    return step - self._fresh_before(step - 1) if self._score_every == 1 else 1
 
   def _fresh_before(self, step: int) -> int:
     return step - step % self._every
