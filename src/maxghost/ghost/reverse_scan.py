@@ -17,7 +17,7 @@ from flax import nnx
 from maxghost.ghost import directions, ledger, low_rank, schedules
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.losses import StagedLoss, submodule
-from maxghost.ghost.schedules import TrainPass, mean_loss
+from maxghost.ghost.schedules import TrainPass, mean_loss, validation_mean
 from maxghost.ghost.variables import GhostDirection, GhostProbe
 
 
@@ -154,7 +154,7 @@ class _Walk:
     return self.through_layers(self.loss.embed(self.plain(self.outer_params), batch), batch)
 
   def head_plain(self, x, batch):
-    return jax.vjp(lambda p, x: mean_loss(*self.loss.head(self.plain(p), x, batch)), self.outer_params, x)
+    return jax.vjp(lambda p, x: validation_mean(*self.loss.head(self.plain(p), x, batch)), self.outer_params, x)
 
   def embed_gradient(self, batch, cotangent):
     _, pull = jax.vjp(lambda p: self.loss.embed(self.plain(p), batch), self.outer_params)

@@ -42,6 +42,11 @@ def mean_loss(losses, weights):
   return jnp.sum(losses.astype(wide) * weights) / jnp.maximum(jnp.sum(weights), jnp.finfo(wide).tiny)
 
 
+def validation_mean(losses, weights):
+  """`mean_loss`; NaN, with gradient 0, for a batch without weight: it measures nothing."""
+  return jnp.where(jnp.sum(weights) > 0, mean_loss(losses, weights), jnp.nan)
+
+
 def by_label(state: nnx.State) -> dict:
   """{slash-joined path: array} of a State."""
   return {"/".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
@@ -51,7 +56,7 @@ def validation_gradients(graphdef, params, rest, loss_fn: Callable, batches: tup
   """(losses [K], one gradient State per validation set): gradients of the mean loss of each validation batch."""
 
   def loss(params, batch):
-    return mean_loss(*loss_fn(nnx.merge(graphdef, params, rest), batch))
+    return validation_mean(*loss_fn(nnx.merge(graphdef, params, rest), batch))
 
   pairs = [jax.value_and_grad(loss)(params, batch) for batch in batches]
   return jnp.stack([value for value, _ in pairs]), [grads for _, grads in pairs]
@@ -126,7 +131,7 @@ def concat_pass(twin: Twin, params, rest, loss_fn: Callable, batch, val_batch, d
 
   def loss(params, probes):
     losses, weights = loss_fn(twin.merge(params, probes, directions, rest), both)
-    train, val = mean_loss(losses[:rows], weights[:rows]), mean_loss(losses[rows:], weights[rows:])
+    train, val = mean_loss(losses[:rows], weights[:rows]), validation_mean(losses[rows:], weights[rows:])
     return train + val, (train, val, losses[:rows], weights[:rows])
 
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
