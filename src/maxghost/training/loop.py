@@ -211,7 +211,7 @@ class TrainingLoop:
 
   def _close_account(self) -> None:
     """The validation loss after the last step: it ends the account of that step."""
-    if not self._val_sets or not self._validation.closes(self._cfg.run.steps):
+    if not self._val_sets or not self._validation.has_open_account(self._cfg.run.steps):
       return
     num_steps = self._cfg.run.steps
     batches = self._validation.batches(num_steps - 1)

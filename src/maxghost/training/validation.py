@@ -36,6 +36,10 @@ class ValidationRows:
     step, or, where only some steps are scored, right after a scored one."""
     return step > 0 and (self.is_fresh(step) if self._score_every == 1 else self.is_scored(step - 1))
 
+  def has_open_account(self, num_steps: int) -> bool:
+    """Whether an account is still open after this many steps."""
+    return self._score_every == 1 or self.is_scored(num_steps - 1)
+
   def batches(self, step: int) -> tuple:
     """The batches of the step's own or last fresh step; empty without sets."""
     if not self.names:
