@@ -13,6 +13,7 @@ from maxghost.config import ConfigError
 from maxghost.data import __main__ as door
 from maxghost.data import prepare, prepared
 from maxghost.data.sources import stdlib, synthetic
+from maxghost.data.tokenizers import load_tokenizer
 from maxghost.data.types import Document
 
 BASE = dataclasses.replace(config.load().data, ghost_val_domain="words", max_target_length=64)
@@ -137,11 +138,53 @@ def test_prepared_and_read_directly_give_the_same_tokens(tmp_path):
       found.setdefault(int(batch.document_BS[row, slot]), []).append((int(batch.offset_BS[row, slot]), tokens))
     if (batch.epoch_B > 0).all():
       break
-  assert len(found) == len(source) - held_out - dataset.train.counts["copies"] // 2
+  assert len(found) == len(source) - held_out - len(dataset.copies)
   for number, chunks in found.items():
     chunks.sort(key=lambda chunk: (chunk[0], chunk[1][0] != 256))
     text = bytes(int(token) for _, tokens in chunks for token in tokens if token < 256)
     assert text == by_id[dataset.document_id(number)]
+
+
+def test_copies_of_held_out_documents_are_left_out_of_prepared_data(tmp_path):
+  texts = [b"text number %d of some length" % n for n in range(40)]
+  documents = [Document("a", f"copy{n}", 0, text) for n, text in enumerate(texts)]
+  documents += [Document("words", f"f{n}", 0, text) for n, text in enumerate(texts)]
+  prepare.prepare(data.DocumentList(documents, ("a", "words")), BASE, str(tmp_path / "out"))
+  dataset = read(tmp_path / "out", max_target_length=31)
+  held_out = {n - 40 for n in dataset.parts[0].split.pool("words", 99)}
+  assert 3 < len(held_out) == len(dataset.copies) and "left out" in dataset.notes()[-1]
+  trained = {int(n) for _ in range(60) for n in next(dataset.train).document_BS.ravel() if n >= 0}
+  assert trained == set(range(80)) - held_out - {n + 40 for n in held_out}
+
+
+def test_a_tokenizer_that_normalizes_keeps_the_places(tmp_path):
+  import sentencepiece
+
+  lines = [f"the  river {n} keeps  é under the stone" for n in range(60)]
+  with open(tmp_path / "sp.model", "wb") as model:
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter(lines), model_writer=model, vocab_size=290, byte_fallback=True, minloglevel=2
+    )
+  keys = dict(tokenizer_type="sentencepiece", tokenizer_path=str(tmp_path / "sp.model"), max_target_length=7)
+  documents = [Document("words", f"f{n}", 0, " ".join(lines[n : n + 3]).encode()) for n in range(57)]
+  source = data.DocumentList(documents, ("words",))
+  prepare.prepare(source, dataclasses.replace(BASE, **keys), str(tmp_path / "out"))
+  direct = data.make_dataset(
+    source, dataclasses.replace(BASE, **keys), tokenizer=load_tokenizer("sentencepiece", keys["tokenizer_path"])
+  )
+  segments = [segments_of_an_epoch(dataset) for dataset in (direct, read(tmp_path / "out", **keys))]
+  assert segments[0] == segments[1] and len({offset for _, offset in segments[0]}) > 10
+
+
+def segments_of_an_epoch(dataset):
+  """{(id, offset in bytes)} of the first epoch."""
+  found = set()
+  while True:
+    batch = next(dataset.train)
+    for row, slot in np.argwhere((batch.document_BS >= 0) & (batch.epoch_B == 0)[:, None]):
+      found.add((dataset.document_id(batch.document_BS[row, slot]), int(batch.offset_BS[row, slot])))
+    if (batch.epoch_B > 0).all():
+      return found
 
 
 PROGRAM = """
