@@ -115,6 +115,8 @@ def selection(v: Values) -> Iterator[str]:
       f"ghost_select={v.ghost_select} chooses among the rows of a whole batch; use gradient_accumulation_steps=1, "
       f"not {v.gradient_accumulation_steps}"
     )
+  if v.ghost_every > 1:
+    yield f"ghost_select={v.ghost_select} needs the scores of every step; use ghost_every=1, not {v.ghost_every}"
   if v.ghost_select != "threshold" and v.ghost_select_fraction == 0.0:
     yield "ghost_select_fraction=0.0 leaves no row to train on; use a share such as 0.5"
 

@@ -64,11 +64,14 @@ def ghost_metrics(outputs: Mapping[str, Any], val_sets: tuple[str, ...]) -> dict
   """The ghost/* part, in nats: val_loss before the update, the predicted drop and its columns, the self-check.
 
   A step that measures no validation loss (ghost_val_every > 1) has NaN there; schedule concat has no columns.
-  ghost/scored is 1, or 0 where the scores were not finite. ghost/captured/<parameter>: the share of |u|^2 that low-rank
+  ghost/scored is 1, or 0 where the scores were not finite. ghost/chosen_rows: rows trained on, with ghost_select.
+  ghost/captured/<parameter>: the share of |u|^2 that low-rank
   factors hold, per layer and set. `ghost/actual_drop/<set>` is added by the loop when the loss after it is known.
   """
   record: dict[str, Any] = {"ghost/scored": int(outputs["scored_ok"])}
   has_columns = all(column in outputs for column in PREDICTED_COLUMNS)
+  if "chosen_B" in outputs:
+    record["ghost/chosen_rows"] = int(outputs["chosen_B"].sum())
   for k, name in enumerate(val_sets):
     record[f"ghost/val_loss/{name}"] = float(outputs["val_loss"][k])
     if has_columns:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.training import token_scores
+from maxghost.training import selection_log, token_scores
 
 QUEUE_LENGTH = 8
 STEP_COLUMNS = (
@@ -112,6 +112,7 @@ class ScoreRecorder:
     """Removes what was recorded after a checkpoint; None empties the log."""
     self._writer.restore(position)
     token_scores.restore(self._token_folder, completed_steps)
+    selection_log.restore(self._token_folder.parent, completed_steps)
 
   def close(self) -> None:
     """Everything handed over is on disk afterwards."""
@@ -152,6 +153,11 @@ class ScoreRecorder:
       modules = {"names": tuple(by_module), "domains": self._domains, "contribution": stack_layers(by_module)}
     if "token_contribution_KBT" in outputs:
       token_scores.write(self._token_folder, step, outputs["token_contribution_KBT"], batch, self._name)
+    if "chosen_B" in outputs:
+      scored_BS = (batch.document_BS >= 0) & (outputs["tokens_BS"] > 0)
+      chosen_BS = np.broadcast_to(outputs["chosen_B"][:, None], scored_BS.shape)
+      chosen = np.flatnonzero(chosen_BS[scored_BS]).tolist()
+      selection_log.append(self._token_folder.parent, step, len(names), chosen)
     self._writer.append(record, columns, names, modules=modules)
 
   def _name(self, index: int) -> Sequence[Any]:

@@ -13,7 +13,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from maxghost.config.schema import Config
@@ -22,7 +21,7 @@ from maxghost.ghost.directions import AdamScalars, DirectionSpec
 from maxghost.ghost.engine import direction_spec, total
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.training import scoring
-from maxghost.training.optimizers import optimizer_spec
+from maxghost.training.optimizers import learning_rate_schedule, optimizer_spec
 from maxghost.training.scoring import Scored, Scorer
 from maxghost.training.state import adam_moments
 
@@ -35,8 +34,8 @@ class Selected(Scored):
   """A scored pass over the chosen rows, and where they came from.
 
   batch: the chosen rows. index_k: their places among the candidates, ascending; None where all rows are kept and the
-  others' targets were masked. chosen_B: bool. candidates_KBT: additive scores of the candidate pass, in its own weights.
-  losses_BT: of the candidates, before the step. candidates: the candidate batch.
+  others' targets were masked. chosen_B: bool. candidates_KBT: additive scores of the candidate pass, in its own token
+  weights. losses_BT: of the candidates, before the step. candidates: the candidate batch.
   """
 
   batch: dict
@@ -82,6 +81,7 @@ def choose(method: str, value_B, has_tokens_B, k: int, key, *, threshold: float 
 
 
 def _greedy(value_B, has_tokens_B, k: int, pair_BB):
+  pair_BB = jnp.asarray(pair_BB)
   gain = value_B - 0.5 * jnp.diagonal(pair_BB)
 
   def add(_, carry):
@@ -105,7 +105,8 @@ class SelectingScorer(Scorer):
     chosen = {name: jax.ShapeDtypeStruct((self.num_chosen, *x.shape[1:]), x.dtype) for name, x in dict(batch).items()}
     super().__init__(cfg, model, chosen, num_sets=num_sets, delta=delta)
     self._held = None
-    common = {"num_positions": chosen["inputs"].shape[1], "exclude": self.ghost.ghost_exclude}
+    exclude = (*self.ghost.ghost_exclude, *scoring.frozen(cfg, model))
+    common = {"num_positions": chosen["inputs"].shape[1], "exclude": exclude}
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in dict(batch).items()}
     self.candidate_twin = prepare_twin(
       model,
@@ -190,14 +191,8 @@ class SelectingScorer(Scorer):
     sketches = schedules.train_pass(self.sketch_twin, params, rest, step_loss, batch, state)
     sketch_RB = total(self.sketch_twin, sketches.scores)
     gram_BB = sketch_RB.T @ sketch_RB / NUM_SKETCHES
-    learning_rate = self.learning_rate(train_state.step)
+    learning_rate = learning_rate_schedule(self.cfg.optimizer, self.cfg.run.steps)(train_state.step)
     return learning_rate * self.num_candidates / self.num_chosen * curvature * gram_BB
-
-  def learning_rate(self, step):
-    """Of this step, from the configured schedule."""
-    from maxghost.training.optimizers import learning_rate_schedule
-
-    return learning_rate_schedule(self.cfg.optimizer, self.cfg.run.steps)(step)
 
 
 def take(batch: dict, chosen_B, k: int):
@@ -281,8 +276,3 @@ def _of_candidates(scored: Selected, num_segments: int):
 def _like(state: nnx.State, labelled: dict) -> nnx.State:
   flat = [(path, v.replace(labelled["/".join(map(str, path))])) for path, v in nnx.to_flat_state(state)]
   return nnx.from_flat_state(flat)
-
-
-def chosen_rows(outputs, scored_BS: np.ndarray) -> list[int]:
-  """Places, among the rows of the score log of a step, of the documents that were trained on."""
-  return np.flatnonzero(np.broadcast_to(outputs["chosen_B"][:, None], scored_BS.shape)[scored_BS]).tolist()

@@ -12,6 +12,7 @@ from maxghost.config.schema import Config
 from maxghost.ghost import directions, schedules
 from maxghost.ghost.directions import AdamScalars
 from maxghost.ghost.losses import LanguageModelLoss
+from maxghost.training import selection
 from maxghost.training.optimizers import clip, learning_rate_schedule, optimizer_spec
 from maxghost.training.scoring import Scorer, outputs, plain_pass
 from maxghost.training.state import adam_moments
@@ -23,13 +24,15 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   graphdef, state: a split TrainStateNNX (the state may be abstract). batch: arrays or shapes of one training batch;
   num_segments: S, the largest segment id a row may hold. val_batches: a tuple of K batches (empty when ghost is off).
   out: scalars loss, grad_norm, param_norm, learning_rate, tokens, clip_factor; with ghost also the ledger's columns
-  [K] and what `scoring.outputs` lists. Raises ValueError for a model that the engine cannot score.
+  [K] and what `scoring.outputs`, or with ghost_select `selection.outputs`, lists. Raises ValueError for a model that
+  the engine cannot score.
   """
   schedule = learning_rate_schedule(cfg.optimizer, cfg.run.steps)
   scorer = None
   if cfg.ghost.ghost_enabled:
     model = nnx.merge(graphdef, state).model
-    scorer = Scorer(cfg, model, batch, num_sets=num_sets, delta=lambda s, g: _update_of(cfg, graphdef, s, g))
+    make_scorer = Scorer if cfg.ghost.ghost_select == "none" else selection.SelectingScorer
+    scorer = make_scorer(cfg, model, batch, num_sets=num_sets, delta=lambda s, g: _update_of(cfg, graphdef, s, g))
 
   def step(state, batch, val_batches):
     train_state = nnx.merge(graphdef, state)
@@ -52,7 +55,8 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     }
     if scorer is not None:
       columns = scorer.columns(train_state, split[1], scored, learning_rate, factor)
-      out |= outputs(cfg, scorer, scored, batch, learning_rate * factor, columns, num_segments)
+      report = outputs if cfg.ghost.ghost_select == "none" else selection.outputs
+      out |= report(cfg, scorer, scored, batch, learning_rate * factor, columns, num_segments)
     train_state.apply_gradients(clipped)
     train_state.clip_factor[...] = factor.astype(train_state.clip_factor.dtype)
     return nnx.state(train_state), out
@@ -77,7 +81,7 @@ def make_validation_loss(cfg: Config, graphdef):
 
   def losses(state, val_batches):
     model = nnx.merge(graphdef, state).model
-    return jnp.stack([schedules.mean_loss(*loss_fn(model, batch)) for batch in val_batches])
+    return jnp.stack([schedules.validation_mean(*loss_fn(model, batch)) for batch in val_batches])
 
   return losses
 
