@@ -93,10 +93,15 @@ def measure_shape(shape: str, keys, rounds: int, rows: list, figures: list, note
     if name == "matrix product":
       continue
     middle = statistics.median(seconds[name])
-    rate = product_flops / flops / _measure.ratio(seconds, "matrix product", name)
-    rows.append({"shape": shape, "step": name, "seconds": middle, "tokens/s": tokens / middle,
-                 "of the matmul rate": f"{1 / rate:.0%}"})  # fmt: skip
-  rows[-1]["GFLOP/s of the product"] = product_flops / statistics.median(seconds["matrix product"]) / 1e9
+    share = flops / product_flops * _measure.ratio(seconds, "matrix product", name)
+    rows.append(
+      {"shape": shape, "step": name, "seconds": middle, "tokens/s": tokens / middle, "of the matmul rate": share}
+    )
+    if name.startswith("maxghost"):
+      figures.append(Figure(f"{shape}: {name}, tokens/s", tokens / middle, form="{:,.0f}"))
+      figures.append(Figure(f"{shape}: {name}, arithmetic per second over a matrix product's", share, form="{:.2f}"))
+  rate = product_flops / statistics.median(seconds["matrix product"])
+  notes.append(f"{shape}: the matrix product runs at {rate / 1e9:.0f} GFLOP/s; a step is {flops / 1e9:.1f} GFLOP")
   if not torch:
     notes.append(f"{shape}: PyTorch skipped: torch not installed")
     return
