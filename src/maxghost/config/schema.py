@@ -243,6 +243,15 @@ class GhostConfig:
   ghost_select_threshold: float = key(
     0.0, "threshold: train on rows worth more than this many times the mean absolute value of the step's rows"
   )
+  ghost_reweight: bool = key(
+    False, "let the domains' shares of the rows follow the nats per token they earned; with dataset_mixture=weights"
+  )
+  ghost_reweight_every: int = key(20, "steps between two changes of the shares", minimum=1)
+  ghost_reweight_step: float = key(
+    0.2, "how far one change goes: a domain that earned the mean grows by this share against one that earned nothing",
+    minimum=0.0,
+  )
+  ghost_reweight_floor: float = key(0.02, "no domain's share falls below this", minimum=0.0, maximum=0.5)
 
 
 @section

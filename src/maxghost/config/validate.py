@@ -121,6 +121,24 @@ def selection(v: Values) -> Iterator[str]:
     yield "ghost_select_fraction=0.0 leaves no row to train on; use a share such as 0.5"
 
 
+def reweighting(v: Values) -> Iterator[str]:
+  if not v.ghost_reweight:
+    return
+  if not v.ghost_enabled:
+    yield "ghost_reweight=true follows the scores; use ghost_enabled=true, or ghost_reweight=false"
+  if v.dataset_mixture != "weights":
+    yield (
+      f"ghost_reweight=true changes the shares of dataset_mixture=weights, not of {v.dataset_mixture}; give "
+      "dataset_mixture=weights and dataset_weights to start from"
+    )
+  num_domains = len(v.dataset_weights)
+  if num_domains and v.ghost_reweight_floor * num_domains > 1:
+    yield (
+      f"ghost_reweight_floor={shown(v.ghost_reweight_floor)} for {num_domains} domains is more than all rows; "
+      f"use {1 / num_domains:.3g} or less"
+    )
+
+
 def vocabulary(v: Values) -> Iterator[str]:
   if v.tokenizer_type == "byte" and v.vocab_size < BYTE_TOKENIZER_IDS:
     yield (
@@ -171,6 +189,7 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
   ghost_validation,
   ghost_combinations,
   selection,
+  reweighting,
   validation_sets,
 ]
 

@@ -72,6 +72,10 @@ class RowMixture:
     self._ends = np.cumsum(np.asarray(weights, np.float64) / np.sum(weights))
     self._seed = seed
 
+  def with_weights(self, weights: Sequence[float]) -> "RowMixture":
+    """The same walk over other shares."""
+    return RowMixture(weights, self._seed)
+
   def domains(self, lane: int, first: int, count: int) -> np.ndarray:
     """int64[count]: number of the domain of rows first, first + 1, ... of a lane."""
     with np.errstate(over="ignore"):

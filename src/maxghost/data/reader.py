@@ -1,6 +1,6 @@
 """The training iterator: batches from lanes, a position to save and restore, shards for several processes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from maxghost.config import ConfigError
@@ -65,17 +65,17 @@ class Cursor:
 class Lane:
   """Rows without end, from one stream or from several by a mixture."""
 
-  def __init__(self, number: int, cursors: list[Cursor], mixture: RowMixture | None):
-    self._number, self._mixture = number, mixture
+  def __init__(self, number: int, cursors: list[Cursor]):
+    self._number = number
     self.cursors = cursors
     self.num_rows = 0
 
-  def take(self, count: int) -> list[tuple[packing.Rows, int, int]]:
+  def take(self, count: int, mixture: RowMixture | None) -> list[tuple[packing.Rows, int, int]]:
     """The next `count` rows."""
-    if self._mixture is None:
+    if mixture is None:
       out = [self.cursors[0].next_row() for _ in range(count)]
     else:
-      streams = self._mixture.domains(self._number, self.num_rows, count).tolist()
+      streams = mixture.domains(self._number, self.num_rows, count).tolist()
       out = [self.cursors[stream].next_row() for stream in streams]
     self.num_rows += count
     return out
@@ -125,20 +125,45 @@ class TrainIterator(Iterator[Batch]):
     self._slices: dict[int, tuple[int, int]] = {}
     for number in range(low // self._per_lane, -(-high // self._per_lane)):
       cursors = [Cursor(stream, number, make_feed(stream.windows, number), self._met) for stream in streams]
-      self._lanes[number] = Lane(number, cursors, mixture)
+      self._lanes[number] = Lane(number, cursors)
       begin = number * self._per_lane
       self._slices[number] = (max(low - begin, 0), min(high - begin, self._per_lane))
-    self._batches = 0
+    self._batches = self._first_batch = 0
+    self._mixture, self._changes = mixture, ()
+
+  @property
+  def mixture_domains(self) -> tuple[str, ...]:
+    """The domains whose shares of the rows can be changed; empty where the data is not a mixture by weights."""
+    return () if self._mixture is None else tuple(self._names)
+
+  def schedule_mixture(self, changes: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+    """From batch b (counted from the start of the run) on, rows are drawn by these shares: [(b, {domain: share})].
+
+    The whole list of a run, in order of b; a later call may add to it. It is no part of `state()`: who decides on the
+    changes saves them, and gives them again after `restore`. Raises ConfigError without dataset_mixture=weights, and
+    ValueError for a change at a batch that was drawn already.
+    """
+    if self._mixture is None:
+      raise ConfigError("the shares of the domains can only be changed with dataset_mixture=weights")
+    made = tuple((batch, tuple(shares[name] for name in self._names)) for batch, shares in changes)
+    late = [batch for batch, shares in made if batch < self._batches and (batch, shares) not in self._changes]
+    if late and self._batches > self._first_batch:
+      raise ValueError(f"the mixture cannot change at batch {late[0]}: {self._batches} batches were drawn already")
+    self._changes = made
+
+  def _current_mixture(self) -> RowMixture | None:
+    due = [shares for batch, shares in self._changes if batch <= self._batches]
+    return self._mixture.with_weights(due[-1]) if due else self._mixture
 
   def _met(self, counts: dict[str, int]) -> None:
     for name, value in counts.items():
       self.counts[name] = self.counts.get(name, 0) + value
 
   def __next__(self) -> Batch:
-    pieces = []
+    pieces, mixture = [], self._current_mixture()
     for number, lane in self._lanes.items():
       first, stop = self._slices[number]
-      pieces.extend(lane.take(self._per_lane)[first:stop])
+      pieces.extend(lane.take(self._per_lane, mixture)[first:stop])
     self._batches += 1
     return packing.fill(pieces, self._layout, self._pad_id)
 
@@ -182,7 +207,7 @@ class TrainIterator(Iterator[Batch]):
       for name, cursor in zip(self._names, lane.cursors, strict=True):
         epoch, window, row = saved["streams"][name]
         cursor.seek((epoch, window, row))
-    self._batches = state["batches"]
+    self._batches = self._first_batch = state["batches"]
 
   def _check(self, state: dict) -> None:
     if state.get("version") != _STATE_VERSION:

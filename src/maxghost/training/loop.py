@@ -26,6 +26,7 @@ from maxghost.training.metrics import MetricsLog, TensorBoardLog
 from maxghost.training.prefetch import Fetched, Prefetcher
 from maxghost.training.program import Program
 from maxghost.training.resume import Position, to_tree
+from maxghost.training.reweighting import Reweighter
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
 from maxghost.training.validation import ValidationRows
@@ -105,10 +106,12 @@ class TrainingLoop:
     *,
     put: Callable[[dict], Any] = jax.device_put,
     val_sets: Mapping[str, str] = MappingProxyType({}),
+    reweighter: Reweighter | None = None,
   ):
     self._cfg, self._program, self._dataset, self._sinks = cfg, program, dataset, sinks
     self._signals, self._hardware, self._put, self._val_sets = signals, hardware, put, tuple(val_sets)
     self._validation = ValidationRows(cfg.ghost, dataset, val_sets, put)
+    self._reweighter = reweighter
     self._state: Any = None
     self._position = Position()
     self._pending: dict[str, Any] | None = None
@@ -203,6 +206,7 @@ class TrainingLoop:
       metrics_bytes=sinks.metrics.position(),
       pending=self._pending,
       scores=sinks.scores.position() if sinks.scores else None,
+      reweighting=self._reweighter.state() if self._reweighter else None,
     )
     sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
     sinks.checkpoints.save(completed, to_tree(self._state), position.to_json() | {"config": self._cfg.flat()})
@@ -241,6 +245,8 @@ class TrainingLoop:
         self._sinks.scores.record_end(started.step, prev_val_loss)
     elif self._sinks.scores:
       self._sinks.scores.record(started.step, outputs, prev_val_loss, started.fetched.batch)
+    if self._reweighter:
+      record |= self._reweighter.observe(started.step, outputs, started.fetched.batch)
     self._pending = record
     self._seconds.append(seconds)
     self._position = dataclasses.replace(

@@ -16,6 +16,7 @@ class Position:
   metrics_bytes: length of metrics.jsonl. pending: the record of the last step, which waits for the validation loss
     after it, None at the start. open_loss: the last validation loss that was measured, [K], from which the account of
     the steps since then is open. scores: position of the score log, None where there is none.
+    reweighting: where the domains' shares of the rows stand, None where they do not change.
   """
 
   completed_steps: int = 0
@@ -24,6 +25,7 @@ class Position:
   pending: dict[str, Any] | None = None
   open_loss: list[float] | None = None
   scores: dict | None = None
+  reweighting: dict | None = None
 
   def to_json(self) -> dict[str, Any]:
     return dataclasses.asdict(self)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from maxghost.config import Config
+from maxghost.data.build import parse_weights
 from maxghost.training import announce, program, resume, run_directory, state
 from maxghost.training.console import Console
 from maxghost.training.flops import peak_flops, step_flops
@@ -14,6 +15,7 @@ from maxghost.training.loop import Hardware, Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog, TensorBoardLog
 from maxghost.training.prefetch import Prefetcher
 from maxghost.training.resume import Position
+from maxghost.training.reweighting import Reweighter
 from maxghost.training.run_directory import Existing, RunDirectory
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
@@ -56,13 +58,15 @@ class Session:
     prefetcher = None
     try:
       train_state, position, sinks = self._open(run_dir)
+      reweighter = self._reweighter(position)  # before the first batch is drawn
       prefetcher = Prefetcher(self._dataset.train, jax.device_put, self._cfg.run.steps - position.completed_steps)
       rows = rows_per_step(self._cfg)
       flops = step_flops(self._cfg.model, rows, self._cfg.data.max_target_length)
       self._announce(position, flops, run_dir)
       hardware = Hardware(1, peak_flops(jax.devices()[0]), rows, flops)
       loop = TrainingLoop(
-        self._cfg, self._program, self._dataset, sinks, self._signals, hardware, val_sets=self._val_sets
+        self._cfg, self._program, self._dataset, sinks, self._signals, hardware, val_sets=self._val_sets,
+        reweighter=reweighter,
       )
       outcome = loop.run(train_state, position, prefetcher)
       if not position.completed_steps:  # the reader counts what this process has read
@@ -117,6 +121,14 @@ class Session:
       first = position.completed_steps if position.pending is None else position.pending["step"]
       tensorboard = TensorBoardLog(run_dir.tensorboard_path, first)
     return train_state, position, Sinks(self._console, metrics_log, tensorboard, scores, self._checkpoints)
+
+  def _reweighter(self, position: Position) -> Reweighter | None:
+    if not self._cfg.ghost.ghost_reweight:
+      return None
+    weights = parse_weights(self._cfg.data, self._dataset.source.domains)
+    reweighter = Reweighter(self._cfg.ghost, weights, self._dataset.train, self._dataset.document_id)
+    reweighter.restore(position.reweighting)
+    return reweighter
 
   def _say_start(self, restored) -> None:
     if restored is not None:

@@ -1,0 +1,119 @@
+"""Domain reweighting: the domains' shares of the rows follow the nats per token that their documents earned.
+
+Every `ghost_reweight_every` steps, with v the nats per token of each domain over these steps (mean over the validation
+sets), shares become w ∝ w exp(step v / mean |v|), then floor + (1 - D floor) w: exponentiated gradient on the measured
+value, as in DoReMi (Xie et al., arXiv:2305.10429, equation 2) but with the value in place of an excess loss.
+
+Batches are drawn ahead of the training, so a change decided after step s takes effect at batch s + LAG, whatever the
+timing of threads: a run that is interrupted and continued draws the same rows.
+
+D domains, B rows, S documents in a row, K validation sets.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from maxghost.config import ConfigError
+from maxghost.config.schema import GhostConfig
+from maxghost.training.prefetch import NUM_AHEAD
+
+LAG = NUM_AHEAD + 4  # drawn at most when step s is read: s + 1 in the step, NUM_AHEAD in the queue, one waiting for it
+
+
+class Reweighter:
+  """Watches the scores of each step and schedules changes of the mixture.
+
+  shares: {domain: share of the rows} to start from. reader: has `mixture_domains` and `schedule_mixture(changes)`.
+  document_id: (domain, path, offset) of a document by its index. Raises ConfigError where the floor leaves no room.
+  """
+
+  def __init__(
+    self, ghost: GhostConfig, shares: Mapping[str, float], reader: Any, document_id: Callable[[int], Sequence[Any]]
+  ):
+    self._ghost, self._reader, self._document_id = ghost, reader, document_id
+    self._names = tuple(reader.mixture_domains)
+    if ghost.ghost_reweight_floor * len(self._names) > 1:
+      raise ConfigError(
+        f"ghost_reweight_floor={ghost.ghost_reweight_floor:g} for {len(self._names)} domains is more than all rows; "
+        f"use {1 / len(self._names):.3g} or less"
+      )
+    self._number = {name: number for number, name in enumerate(self._names)}
+    self._domain_of: dict[int, int] = {}
+    self._shares_D = np.array([shares[name] for name in self._names], np.float64)
+    self._nats_D, self._tokens_D = np.zeros(len(self._names)), np.zeros(len(self._names))
+    self._changes: list[tuple[int, dict[str, float]]] = []
+
+  @property
+  def shares(self) -> dict[str, float]:
+    """The shares decided on last."""
+    return dict(zip(self._names, self._shares_D.tolist(), strict=True))
+
+  def observe(self, step: int, outputs: Mapping[str, np.ndarray], batch) -> dict[str, float]:
+    """Takes in the scores of a step, steps in order; returns ghost/share/<domain>, those in force for its batch.
+
+    A step without scores counts nothing; a row that online selection left out earned nothing and counts nothing.
+    """
+    if "contribution_BSK" in outputs and outputs["scored_ok"]:
+      self._add(outputs, batch)
+    record = {f"ghost/share/{name}": share for name, share in self._in_force(step).items()}
+    if (step + 1) % self._ghost.ghost_reweight_every == 0:
+      self._decide(step)
+    return record
+
+  def state(self) -> dict:
+    """All that a continued run needs, as JSON can hold it."""
+    return {
+      "shares": self._shares_D.tolist(),
+      "nats": self._nats_D.tolist(),
+      "tokens": self._tokens_D.tolist(),
+      "changes": [[batch, shares] for batch, shares in self._changes],
+    }
+
+  def restore(self, state: Mapping | None) -> None:
+    """Goes on from a `state()`; None is the start of a run. To be called before the next batch is drawn."""
+    if state is None:
+      return
+    self._shares_D, self._nats_D, self._tokens_D = (np.array(state[name]) for name in ("shares", "nats", "tokens"))
+    self._changes = [(int(batch), dict(shares)) for batch, shares in state["changes"]]
+    self._reader.schedule_mixture(self._changes)
+
+  def _add(self, outputs, batch) -> None:
+    counted_BS = (batch.document_BS >= 0) & (outputs["tokens_BS"] > 0)
+    if "chosen_B" in outputs:
+      counted_BS = counted_BS & outputs["chosen_B"][:, None]
+    domain_N = np.array([self._domain(int(index)) for index in batch.document_BS[counted_BS]], np.int64)
+    nats_N = outputs["contribution_BSK"][counted_BS].mean(-1, dtype=np.float64)
+    self._nats_D += np.bincount(domain_N, nats_N, len(self._names))
+    self._tokens_D += np.bincount(domain_N, outputs["tokens_BS"][counted_BS], len(self._names))
+
+  def _decide(self, step: int) -> None:
+    seen_D = self._tokens_D > 0
+    value_D = np.divide(self._nats_D, self._tokens_D, out=np.zeros_like(self._nats_D), where=seen_D)
+    self._nats_D, self._tokens_D = np.zeros_like(self._nats_D), np.zeros_like(self._tokens_D)
+    self._shares_D = reweighted(
+      self._shares_D, value_D, seen_D, self._ghost.ghost_reweight_step, self._ghost.ghost_reweight_floor
+    )
+    self._changes.append((step + LAG, self.shares))
+    self._reader.schedule_mixture(self._changes)
+
+  def _in_force(self, step: int) -> dict[str, float]:
+    due = [shares for batch, shares in self._changes if batch <= step]
+    return due[-1] if due else {}
+
+  def _domain(self, index: int) -> int:
+    if index not in self._domain_of:
+      self._domain_of[index] = self._number[self._document_id(index)[0]]
+    return self._domain_of[index]
+
+
+def reweighted(shares_D, value_D, seen_D, step: float, floor: float) -> np.ndarray:
+  """The next shares. value_D: nats per token; a domain that was not seen counts as the mean of the others."""
+  size = np.abs(value_D[seen_D]).mean() if seen_D.any() else 0.0
+  if not size > 0 or not math.isfinite(size):
+    return shares_D
+  value_D = np.where(seen_D, value_D, value_D[seen_D].mean())
+  shares_D = shares_D * np.exp(step * np.clip(value_D / size, -5, 5))
+  return floor + (1 - len(shares_D) * floor) * shares_D / shares_D.sum()
