@@ -7,6 +7,8 @@ offset. V: ids of the vocabulary.
 import hashlib
 import json
 import os
+import re
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +18,8 @@ import numpy as np
 from maxghost.config import ConfigError, did_you_mean
 
 BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
+_MOST_WORDS = 1 << 20  # kept in the table of an AsciiWords
+_WORDS_TOGETHER = 1 << 20  # bytes of text whose words are in memory at a time
 _PROBE = "  Two\tgrüne x_1 = 0x7F;\r\n\n\"don't\" 漢字 🙂 \u00a0end. "
 _BOS_NAMES = ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "<|endoftext|>")
 _EOS_NAMES = ("<|eos|>", "</s>", "<eos>", "<|end_of_text|>", "[EOS]", "<|endoftext|>")
@@ -141,6 +145,7 @@ class HuggingFaceTokenizer(_PieceTokenizer):
     pad = _first(vocab, named.get("pad_token"), _PAD_NAMES)
     self.pad_id = pad if pad is not None else self.eos_id or 0
     self.byte_table = None
+    self._ascii = None
     if '"ByteLevel"' in raw.decode("utf-8"):
       added = self._inner.get_added_tokens_decoder()
       pieces: list[bytes | None] = [None] * self.vocab_size
@@ -151,8 +156,17 @@ class HuggingFaceTokenizer(_PieceTokenizer):
         elif all(letter in decoder for letter in token):
           pieces[number] = bytes(decoder[letter] for letter in token)
       self._set_pieces(pieces)
+      if _splits_as_gpt2(json.loads(raw)):
+        self._ascii = AsciiWords(self._inner.model)
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    if self._ascii is None:
+      return self._encode(texts)
+    plain = iter(self._ascii.encode([text for text in texts if text.isascii()]))
+    other = iter(self._encode([text for text in texts if not text.isascii()]))
+    return [next(plain if text.isascii() else other) for text in texts]
+
+  def _encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     decoded = [text.decode("utf-8") for text in texts]
     return [np.array(e.ids, np.int32) for e in self._inner.encode_batch_fast(decoded, add_special_tokens=False)]
 
@@ -168,6 +182,74 @@ class HuggingFaceTokenizer(_PieceTokenizer):
     if self.byte_table is not None:
       return self._join(ids)
     return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True).encode("utf-8")
+
+
+class AsciiWords:
+  """Byte-level BPE of ASCII text by a table of words: the same ids as the library's, several times faster.
+
+  A word (what GPT-2's rule splits off) is encoded by the library when it is first met; then only its number is looked
+  up. In ASCII the letters, digits and spaces of that rule are those of a bytes pattern.
+  """
+
+  _SPLIT = re.compile(rb"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
+
+  def __init__(self, model):
+    self._model = model
+    self._letters = {byte: letter for letter, byte in _byte_level_alphabet().items()}
+    self._lock = threading.Lock()
+    self._clear()
+
+  def _clear(self) -> None:
+    self._numbers: dict[bytes, int] = {}
+    self._ids: list[int] = []
+    self._ends = [0]
+    self._arrays: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int32), np.zeros(1, np.int64))
+
+  def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    """Ids of ASCII texts, int32[n] each."""
+    out, first, size = [], 0, 0
+    for stop, text in enumerate(texts, 1):
+      size += len(text)
+      if size >= _WORDS_TOGETHER or stop == len(texts):
+        out.extend(self._encode(texts[first:stop]))
+        first, size = stop, 0
+    return out
+
+  def _encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    words_of = [self._SPLIT.findall(text) for text in texts]
+    with self._lock:
+      if len(self._numbers) > _MOST_WORDS:
+        self._clear()
+      ids, ends = self._table(set().union(*words_of).difference(self._numbers))
+      numbers_of = [np.fromiter(map(self._numbers.__getitem__, words), np.int64, len(words)) for words in words_of]
+    return [_gather(ids, ends, numbers) for numbers in numbers_of]
+
+  def _table(self, new_words: set[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of all known words end to end, and where each word's end (with a 0 before), the new words included."""
+    for word in new_words:
+      self._numbers[word] = len(self._numbers)
+      self._ids.extend(token.id for token in self._model.tokenize("".join(map(self._letters.__getitem__, word))))
+      self._ends.append(len(self._ids))
+    if new_words:
+      self._arrays = np.array(self._ids, np.int32), np.array(self._ends, np.int64)
+    return self._arrays
+
+
+def _gather(ids: np.ndarray, ends: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+  """The ids of the words `numbers`, end to end."""
+  starts, lengths = ends[numbers], ends[numbers + 1] - ends[numbers]
+  place = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+  return ids[place + np.arange(len(place))]
+
+
+def _splits_as_gpt2(parts: dict) -> bool:
+  """Whether a tokenizer.json holds a plain byte-level BPE with GPT-2's splitting rule and nothing before or besides."""
+  split, model = parts.get("pre_tokenizer") or {}, parts["model"]
+  return (
+    parts.get("normalizer") is None and split.get("type") == "ByteLevel" and split.get("use_regex", True)
+    and not split["add_prefix_space"] and model.get("type") == "BPE" and not model.get("dropout")
+    and all(token["special"] for token in parts["added_tokens"])
+  )
 
 
 class SentencePieceTokenizer(_FileTokenizer):
