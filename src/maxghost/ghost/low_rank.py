@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 _HIGHEST = jax.lax.Precision.HIGHEST
+_NEGLIGIBLE = 1e-3  # squared length of a column that an orthonormalisation could only enlarge, not make orthogonal
 
 
 def gains(rank: int, inputs: int, outputs: int) -> bool:
@@ -25,18 +26,21 @@ def gains(rank: int, inputs: int, outputs: int) -> bool:
 def factor(u, rank: int, label: str):
   """(left [..., I, r], right [..., r, O], captured [...]): u ~ left @ right, captured = |left right|² / |u|² in [0, 1].
 
-  label seeds Omega, so that a direction depends on nothing but u and its name. A zero u gives zero factors.
+  label seeds Omega, so that a direction depends on nothing but u and its name. A zero u gives zero factors. Singular
+  values below 5e-3 of the largest may be lost to the rounding of float32; captured tells.
   """
   wide = jnp.promote_types(u.dtype, jnp.float32)
   u = u.astype(wide)
-  size = jnp.sqrt(jnp.sum(jnp.square(u), (-2, -1), keepdims=True))
+  size = jnp.max(jnp.abs(u), (-2, -1), keepdims=True)
   unit = u / jnp.where(size > 0, size, 1)
   omega = jax.random.normal(jax.random.key(zlib.crc32(label.encode())), (u.shape[-1], rank), wide)
-  q = orthonormalize(_matmul(unit, jnp.broadcast_to(omega, (*u.shape[:-2], *omega.shape))))
-  q = _matmul(unit, _matmul(unit.swapaxes(-1, -2), q))
-  q = orthonormalize(orthonormalize(q))
+  q = _matmul(unit, jnp.broadcast_to(omega, (*u.shape[:-2], *omega.shape)))
+  # Between the two products, or the columns of small singular values would drown: their squares meet at rounding.
+  q = _matmul(unit, orthonormalize(_matmul(unit.swapaxes(-1, -2), q), drop=False))
+  q = orthonormalize(orthonormalize(q, drop=False), drop=True)
   right = _matmul(q.swapaxes(-1, -2), unit)
-  captured = jnp.sum(jnp.square(right), (-2, -1))
+  energy = jnp.sum(jnp.square(unit), (-2, -1))
+  captured = jnp.sum(jnp.square(right), (-2, -1)) / jnp.where(energy > 0, energy, 1)
   return q, right * size, captured
 
 
@@ -44,17 +48,19 @@ def _matmul(a, b):
   return jnp.matmul(a, b, precision=_HIGHEST)
 
 
-def orthonormalize(y):
+def orthonormalize(y, drop: bool):
   """y [..., I, r] C with C upper triangular, orthonormal up to rounding times the squared condition number of y.
 
   Applying it twice gives orthonormality to rounding (Yamamoto et al., "Roundoff error analysis of the CholeskyQR2
-  algorithm", ETNA 44, 2015). Columns that depend on earlier ones become zero. The triangle is found by elimination on
-  the r x r Gram matrix: a loop of rank-one updates that batches over all leading axes and needs no LAPACK, whose
-  batched routines can deadlock inside a jitted program on CPU.
+  algorithm", ETNA 44, 2015). Columns that nearly depend on earlier ones become zero (drop) or are only enlarged, for
+  the next application to see what they add (Fukaya et al., "Shifted Cholesky QR", SIAM J. Sci. Comput. 42, 2020). The
+  triangle is found by elimination on the r x r Gram matrix: a loop of rank-one updates that batches over all leading
+  axes and needs no LAPACK, whose batched routines can deadlock inside a jitted program on CPU.
   """
   gram = _matmul(y.swapaxes(-1, -2), y)
   rank = gram.shape[-1]
-  floor = 32 * jnp.finfo(gram.dtype).eps * jnp.max(jnp.diagonal(gram, axis1=-2, axis2=-1), axis=-1)
+  negligible = _NEGLIGIBLE if drop else 32 * jnp.finfo(gram.dtype).eps
+  floor = negligible * jnp.max(jnp.diagonal(gram, axis1=-2, axis2=-1), axis=-1)
   columns = jnp.arange(rank)
 
   def eliminate(k, carry):
@@ -70,6 +76,8 @@ def orthonormalize(y):
   identity = jnp.broadcast_to(jnp.eye(rank, dtype=gram.dtype), gram.shape)
   gram, triangle = jax.lax.fori_loop(0, rank, eliminate, (gram, identity))
   pivots = jnp.diagonal(gram, axis1=-2, axis2=-1)
-  kept = pivots > floor[..., None]
-  scale = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, pivots, 1)), 0)
+  floors = jnp.broadcast_to(floor[..., None], pivots.shape)
+  kept = pivots > floors
+  least = jnp.zeros_like(floors) if drop else jnp.where(floors > 0, jax.lax.rsqrt(jnp.where(floors > 0, floors, 1)), 0)
+  scale = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, pivots, 1)), least)
   return _matmul(y, triangle * scale[..., None, :])

@@ -1,0 +1,287 @@
+"""Low-rank directions: the factors themselves, and scores along them.
+
+I, O sides of a matrix, r rank, n examples, K validation sets.
+"""
+
+import foreign
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import tiny
+from flax import nnx
+
+from maxghost import ghost
+from maxghost.ghost import low_rank
+
+I, O = 37, 23  # noqa: E741
+
+
+def matrix(singular_values, seed: int = 0) -> np.ndarray:
+  """[I, O] in float64 with these leading singular values."""
+  rng = np.random.default_rng(seed)
+  left, right = (np.linalg.qr(rng.normal(size=(side, len(singular_values))))[0] for side in (I, O))
+  return (left * np.asarray(singular_values)) @ right.T
+
+
+_factor = jax.jit(low_rank.factor, static_argnums=(1, 2))
+
+
+def factor(u, rank: int, label: str = "a/kernel", wide: bool = True):
+  with jax.enable_x64(wide), tiny.cheap_compilation():
+    return [np.asarray(x) for x in _factor(np.asarray(u, np.float64 if wide else np.float32), rank, label)]
+
+
+SPECTRA = {
+  "flat": np.ones(O),
+  "slow": 1 / (1 + np.arange(O)),
+  "fast": 2.0 ** -np.arange(O),
+}
+
+
+def rotated(u, number: int) -> np.ndarray:
+  """[number, I, O]: u times random orthogonal matrices, for each of which a Gaussian Omega is a new draw."""
+  rng = np.random.default_rng(9)
+  return np.stack([u @ np.linalg.qr(rng.normal(size=(O, O)))[0] for _ in range(number)])
+
+
+@pytest.mark.parametrize("rank", [3, 8])
+def test_the_error_keeps_to_its_bound(rank):
+  """Mean over 10 draws against the bound of the docstring for every k <= r - 2, and against the best rank-r error."""
+  u = np.stack([rotated(matrix(values), 10) for values in SPECTRA.values()])
+  left, right, _ = factor(u, rank)
+  errors = np.linalg.norm(u - left @ right, axis=(-2, -1))
+  for values, draws in zip(SPECTRA.values(), errors, strict=True):
+    tail = [np.sqrt((values[k:] ** 2).sum()) for k in range(O)]
+    assert draws.mean() <= min(np.sqrt(1 + k / (rank - k - 1)) * tail[k] for k in range(rank - 1))
+    assert draws.min() >= tail[rank] * (1 - 1e-12)
+
+
+def test_float32_comes_as_close_as_float64():
+  """Up to 0.4 percent of u: a basis that loses more columns to rounding gains nothing from a higher rank."""
+  u = np.stack([matrix(values) for values in SPECTRA.values()])
+  for wide in (False, True):
+    left, right, captured = factor(u, 9, wide=wide)
+    for i, values in enumerate(SPECTRA.values()):
+      size, best = np.linalg.norm(values), np.sqrt((values[9:] ** 2).sum())
+      error = np.linalg.norm(u[i] - left[i].astype(np.float64) @ right[i])
+      assert error < 1.1 * best + 4e-3 * size
+      assert captured[i] == pytest.approx(1 - (error / size) ** 2, abs=1e-5)
+
+
+def test_the_label_alone_seeds_the_draw():
+  u = matrix(SPECTRA["slow"])
+  bases = [factor(u, 3, label)[0] for label in ("layers/a", "layers/b", "layers/a")]
+  np.testing.assert_array_equal(bases[0], bases[2])
+  assert np.abs(bases[0] - bases[1]).max() > 0.01
+
+
+@pytest.mark.parametrize(("wide", "tolerance"), [(True, 1e-12), (False, 1e-5)])
+@pytest.mark.parametrize("rank", [1, 5, O])
+def test_captured_energy_is_exact_and_the_basis_orthonormal(rank, wide, tolerance):
+  u = matrix(SPECTRA["slow"], seed=1) * 1e-3
+  left, right, captured = factor(u, rank, wide=wide)
+  assert left.shape == (I, rank)
+  assert right.shape == (rank, O)
+  np.testing.assert_allclose(left.T @ left, np.eye(rank), atol=tolerance)
+  product = left.astype(np.float64) @ right
+  assert captured == pytest.approx((product**2).sum() / (u**2).sum(), rel=10 * tolerance)
+  # The factors are the projection of u: nothing of u is left along the basis.
+  np.testing.assert_allclose(left.T @ (u - product), 0, atol=tolerance * np.linalg.norm(u))
+
+
+def test_a_matrix_of_low_rank_is_reproduced_at_any_scale():
+  """Rank 4 under rank 9: columns without support are zero, nothing is divided by zero, no square leaves float32."""
+  u = matrix([3, 1, 0.2, 0.05], seed=2)
+  scales = np.asarray([1e-30, 1.0, 1e25])
+  left, right, captured = factor(scales[:, None, None] * u, 9, wide=False)
+  for i, scale in enumerate(scales):
+    np.testing.assert_allclose(left[i].astype(np.float64) @ right[i] / scale, u, atol=1e-5)
+    assert captured[i] == pytest.approx(1, abs=1e-5)
+    lengths = np.linalg.norm(left[i], axis=0)
+    assert ((lengths == 0) | (np.abs(lengths - 1) < 1e-3)).all()
+    assert (lengths > 0.9).sum() >= 4
+
+
+def test_singular_values_far_apart_keep_the_basis_orthonormal():
+  """1 to 1e-4: the squares meet at the rounding of float32, the smallest column is rounding alone."""
+  u = matrix(10.0 ** -np.arange(5), seed=3)
+  left, right, _ = factor(u, 5, wide=False)
+  kept = np.linalg.norm(left, axis=0) > 0
+  np.testing.assert_allclose(left.T @ left, np.diag(kept.astype(float)), atol=1e-3)
+  assert np.linalg.norm(left.astype(np.float64) @ right - u) < 4e-3
+
+
+def test_zero_has_zero_factors():
+  left, right, captured = factor(np.zeros((I, O)), 4, wide=False)
+  assert (left == 0).all()
+  assert (right == 0).all()
+  assert captured == 0
+
+
+def test_not_a_number_is_not_hidden():
+  u = matrix([1.0, 0.5])
+  u[3, 4] = np.nan
+  left, right, _ = factor(u, 4, wide=False)
+  assert np.isnan(left @ right).any()
+
+
+def test_leading_axes_are_batch_axes():
+  u = np.stack([np.stack([matrix(SPECTRA["slow"], seed=3 * j + k) for k in range(3)]) for j in range(2)])
+  left, right, captured = factor(u, 5)
+  assert captured.shape == (2, 3)
+  for j in range(2):
+    for k in range(3):
+      single_left, single_right, single_captured = factor(u[j, k], 5)
+      np.testing.assert_allclose(left[j, k] @ right[j, k], single_left @ single_right, atol=1e-12)
+      assert captured[j, k] == pytest.approx(single_captured, rel=1e-12)
+
+
+N, N_VAL, RANK = 6, 2, 3
+
+
+class Wide(nnx.Module):
+  """[n, 21] and ids [n] to logits over 41 tokens. At rank 3 `gate` is too small to gain; all other matrices gain."""
+
+  def __init__(self, rngs):
+    self.table = nnx.Embed(41, 20, rngs=rngs)
+    self.dense = nnx.Linear(21, 30, rngs=rngs)
+    self.heads = nnx.LinearGeneral(30, (4, 5), rngs=rngs)
+    self.gate = nnx.Linear(20, 4, rngs=rngs)
+
+  def __call__(self, x, ids):
+    rows = self.table(ids)
+    h = self.heads(jnp.tanh(self.dense(x)))
+    return self.table.attend((h * jax.nn.sigmoid(self.gate(rows))[..., None]).reshape(rows.shape) + rows)
+
+
+def loss_fn(model, batch):
+  """(losses [n], weights [n])."""
+  logits = jax.nn.log_softmax(model(batch["x"], batch["ids"]))
+  return -jnp.take_along_axis(logits, batch["y"][:, None], -1)[:, 0], batch["w"]
+
+
+def make_batch(num: int, seed: int) -> dict:
+  rng = np.random.default_rng(seed)
+  ids, y = rng.integers(0, (5, 41), (num, 2)).T
+  x = rng.normal(size=(num, 21)).astype(np.float32)
+  return {"x": x, "ids": ids, "y": y, "w": (rng.random(num) + 0.2).astype(np.float32)}
+
+
+class Untied(Wide):
+  """One use of every matrix, so that two validation examples give it a gradient of rank 2."""
+
+  def __init__(self, rngs):
+    super().__init__(rngs)
+    self.out = nnx.Linear(20, 41, use_bias=False, rngs=rngs)
+
+  def __call__(self, x, ids):
+    h = self.heads(jnp.tanh(self.dense(x)))
+    return self.out((h * jax.nn.sigmoid(self.gate(self.table(ids)))[..., None]).reshape(len(x), -1))
+
+
+TRAIN, VAL, LARGE_VAL = make_batch(N, 1), make_batch(N_VAL, 2), make_batch(40, 3)
+FACTORED = {"table/embedding", "dense/kernel", "heads/kernel"}
+
+
+def test_scores_are_exact_where_the_direction_has_no_more_than_this_rank():
+  """One validation example adds one outer product to every matrix: two of them, rank 3."""
+  model = foreign.randomized(Untied)
+  oracle = foreign.Oracle(model, loss_fn, TRAIN, VAL)
+  result = foreign.score(ghost.GhostEngine(rank=RANK), model, TRAIN, VAL, loss_fn=loss_fn)
+  foreign.assert_scores(result.per_param, oracle.dots(oracle.G[0]), 1e-5)
+  assert result.captured.keys() == FACTORED | {"out/kernel"}
+  for value in result.captured.values():
+    assert value == pytest.approx(1, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def wide():
+  model = foreign.randomized(Wide, scale=0.7)
+  return model, foreign.Oracle(model, loss_fn, TRAIN, VAL, LARGE_VAL)
+
+
+def along_factors(u: dict) -> dict:
+  """u with the matrices that gain replaced by their factors' product, from the same draw."""
+  out = dict(u)
+  for label in FACTORED:
+    left, right, _ = factor(u[label].reshape(len(u[label]), -1), RANK, label, wide=False)
+    out[label] = (left @ right).reshape(u[label].shape)
+  return out
+
+
+def assert_low_rank(result, oracle, k, u, tolerance):
+  """Scores along the factors; the rest of the direction bounds the error; small parameters stay exact."""
+  exact, expected = oracle.dots(u), oracle.dots(along_factors(u))
+  scores = {label: v[k] for label, v in result.per_param.items()}
+  foreign.assert_scores(scores, expected, tolerance)
+  errors = []
+  for label, value in exact.items():
+    if label not in FACTORED:
+      assert oracles.relative_error(scores[label], value) < 1e-5
+      continue
+    captured = result.captured[label][k]
+    rest = np.linalg.norm(u[label]) * np.sqrt(max(1 - captured, 0))
+    gradient = np.linalg.norm(oracle.gradients[label].reshape(N, -1), axis=1) / oracle.weights
+    assert (np.abs(scores[label] - value) <= gradient * rest * 1.001 + 1e-6 * np.abs(value).max()).all()
+    errors.append(oracles.relative_error(scores[label], value))
+  return errors
+
+
+def test_sgd_scores_along_factors_made_before_the_pass(wide):
+  """A tied table, a dense layer over several axes, and two sets at once: of rank <= 4 and of full rank."""
+  model, oracle = wide
+  result = foreign.score(ghost.GhostEngine(rank=RANK), model, TRAIN, [VAL, LARGE_VAL], loss_fn=loss_fn)
+  assert result.captured.keys() == FACTORED
+  few, many = (assert_low_rank(result, oracle, k, oracle.G[k], 2e-5) for k in range(2))
+  assert max(few) < max(many)
+
+
+def test_adam_scores_along_factors_made_in_the_backward_pass(wide):
+  model, oracle = wide
+  moments = foreign.moments_like(oracle)
+  adam = ghost.AdamState({k: jnp.asarray(v) for k, v in moments.items()}, 3, 0.9)
+  engine = ghost.GhostEngine(direction="adam", rank=RANK)
+  result = foreign.score(engine, model, TRAIN, [VAL, LARGE_VAL], loss_fn=loss_fn, adam=adam)
+  assert result.captured.keys() == FACTORED
+  for k in range(2):
+    u = oracle.adam(moments, count=3, kappa=0.9, index=k)
+    assert min(assert_low_rank(result, oracle, k, u, 1e-4)) > 1e-2  # P_t G has full rank: it is a real approximation
+
+
+def test_a_rank_that_saves_nothing_is_refused_with_the_largest_that_does(wide):
+  model, _ = wide
+  with pytest.raises(ValueError, match=r"ghost_rank=7 saves nothing .* use at most 6, or 0 for exact scores"):
+    ghost.GhostEngine(rank=7).score(model, TRAIN, VAL, loss_fn=loss_fn)
+  small = foreign.randomized(lambda rngs: nnx.Linear(21, 41, rngs=rngs))
+
+  def dense_loss(model, batch):
+    return -jnp.take_along_axis(jax.nn.log_softmax(model(batch["x"])), batch["y"][:, None], -1)[:, 0], batch["w"]
+
+  with pytest.raises(ValueError, match=r"use at most 6, or 0"):
+    ghost.GhostEngine(rank=7).score(small, TRAIN, VAL, loss_fn=dense_loss)
+  result = foreign.score(ghost.GhostEngine(rank=6), small, TRAIN, VAL, loss_fn=dense_loss)
+  assert result.captured.keys() == {"kernel"}
+
+
+def test_rank_with_another_engine_is_refused():
+  for engine in ("jvp", "perexample"):
+    with pytest.raises(ValueError, match=rf"ghost_rank=4 has no meaning for ghost_engine={engine}"):
+      ghost.GhostEngine(rank=4, engine=engine)
+
+
+def test_stacked_layers_are_factored_one_by_one():
+  """The transformer against a direction of rank <= 3, under rank 5: exact, and an energy for every layer."""
+  cfg = tiny.make_config(base_mlp_dim=60, base_num_decoder_layers=2, remat_policy="none")
+  model = tiny.make_model(cfg)
+  train, val = tiny.make_batch(tiny.UNPACKED[:3], seed=1), tiny.make_batch(((3,),), seed=2, mask=0.0)
+  with tiny.cheap_compilation():
+    exact, factored = (ghost.GhostEngine(cfg, rank=rank).score(model, train, val) for rank in (0, 5))
+  names = {label.split("/")[-2] for label in factored.captured}
+  assert names == {"query", "out", "wi_0", "wi_1", "wo", "logits_dense", "token_embedder"}  # not key and value, 20 x 12
+  assert factored.captured["decoder/layers/mlp/wo/kernel"].shape == (2,)
+  for label, value in exact.per_param.items():
+    assert oracles.relative_error(factored.per_param[label], value) < 1e-4, label
+  layers = np.asarray(exact.per_param["decoder/layers/mlp/wo/kernel"])
+  assert oracles.relative_error(layers[0], layers[1]) > 0.1
