@@ -167,12 +167,16 @@ def lm_duplicates(small: bool):
   table = lm.duplicates(_corpus(), _models(small)[1], 0.1)
   first, last = table[0], table[-1]
   rows = [
-    {"experiment": f"LM duplicates, {row['copies']} of 16", **{k: v for k, v in row.items() if k != "copies"}}
+    {"experiment": f"LM duplicates, {row['copies']} of 16", **{k: row[k] for k in ("first", "second", "real")}}
     for row in table
   ]
+  fall = {order: (first[order] - last[order]) / abs(first["real"]) for order in ("first", "second", "real")}
+  error = max(abs(row["second"] / row["real"] - 1) for row in table)
   figures = [
-    Figure(f"LM duplicates, value per copy at 8 over 1 copies, {order}", last[order] / first[order], limit)
-    for order, limit in (("first", None), ("second", 0.95), ("real", None))
+    Figure("LM duplicates: fall of the value per copy from 1 to 8 copies, over its size, real", fall["real"]),
+    Figure("LM duplicates: the same, first order", fall["first"]),
+    Figure("LM duplicates: the same, second order", fall["second"], 0.05, True),
+    Figure("LM duplicates: largest relative error of the second order", error, 0.1),
   ]
   return rows, figures
 

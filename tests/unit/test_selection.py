@@ -112,12 +112,6 @@ def test_the_step_is_that_of_the_chosen_rows_alone(plain, method, settings):
     assert sorted(np.argsort(-value)[:3]) == np.flatnonzero(where).tolist()
 
 
-def test_sketches_have_the_gram_matrix_of_the_gradients_in_expectation():
-  scale = np.random.default_rng(1).uniform(1, 3, (5, 1)) * np.random.default_rng(2).uniform(1, 3, (1, 8))
-  rows, columns = selection.factored(scale.astype(np.float32))
-  np.testing.assert_allclose(np.outer(rows, columns), scale, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
   ("changes", "message"),
   [

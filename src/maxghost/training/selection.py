@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.schema import Config
-from maxghost.ghost import directions, schedules
+from maxghost.ghost import directions, schedules, sketch
 from maxghost.ghost.directions import AdamScalars, DirectionSpec
 from maxghost.ghost.engine import direction_spec, total
 from maxghost.ghost.prepare import prepare_twin
@@ -187,10 +187,9 @@ class SelectingScorer(Scorer):
     along = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(curved), strict=True))
     size = sum(jnp.vdot(a, a) for a in jax.tree.leaves(moved))
     curvature = jnp.maximum(along / jnp.maximum(size, jnp.finfo(size.dtype).tiny), 0)
-    state = self.sketch_twin.direction_state(sketch_directions(self.sketch_twin, step, train_state.step))
-    sketches = schedules.train_pass(self.sketch_twin, params, rest, step_loss, batch, state)
-    sketch_RB = total(self.sketch_twin, sketches.scores)
-    gram_BB = sketch_RB.T @ sketch_RB / NUM_SKETCHES
+    key = jax.random.fold_in(jax.random.key(SEED + 1), train_state.step)
+    _, sketch_MRB = sketch.sketch_pass(self.sketch_twin, params, rest, step_loss, batch, key, step)
+    gram_BB = jnp.einsum("mra,mrb->ab", sketch_MRB, sketch_MRB) / NUM_SKETCHES
     learning_rate = learning_rate_schedule(self.cfg.optimizer, self.cfg.run.steps)(train_state.step)
     return learning_rate * self.num_candidates / self.num_chosen * curvature * gram_BB
 
@@ -203,35 +202,6 @@ def take(batch: dict, chosen_B, k: int):
     return batch | {"targets_segmentation": kept}, None
   index_k = jnp.sort(jnp.argsort(~chosen_B, stable=True)[:k])
   return {name: x[index_k] for name, x in batch.items()}, index_k
-
-
-def sketch_directions(twin, step: dict, count) -> dict:
-  """{label: parts} of R random directions z * P with E[z z'] = 1, new ones in each step.
-
-  A parameter scored through factors gets a z * P of rank one, the others one of full shape. step: P as {label: array}.
-  """
-  parts = {}
-  key = jax.random.fold_in(jax.random.key(SEED + 1), count)
-  for number, param in enumerate(twin.scored):
-    scale = step[param.label].astype(jnp.float32)
-    stack, own = param.stack_shape, jax.random.fold_in(key, number)
-    if not param.spec.low_rank:
-      signs = jax.random.rademacher(own, (*stack, NUM_SKETCHES, *param.shape), jnp.float32)
-      parts[param.label] = (signs * jnp.expand_dims(scale, len(stack)),)
-      continue
-    rows_LI, columns_LO = factored(directions.matrix_view(scale, param.spec.rows, len(stack)))
-    left = jax.random.rademacher(own, (*stack, NUM_SKETCHES, rows_LI.shape[-1], 1), jnp.float32)
-    right = jax.random.rademacher(
-      jax.random.fold_in(own, 1), (*stack, NUM_SKETCHES, 1, columns_LO.shape[-1]), jnp.float32
-    )
-    parts[param.label] = (left * rows_LI[..., None, :, None], right * columns_LO[..., None, None, :])
-  return parts
-
-
-def factored(scale_IO):
-  """(rows [..., I], columns [..., O]) whose outer product has scale's row and column means."""
-  mean = scale_IO.mean((-2, -1))
-  return scale_IO.mean(-1), scale_IO.mean(-2) / jnp.maximum(mean, jnp.finfo(scale_IO.dtype).tiny)[..., None]
 
 
 def outputs(cfg: Config, scorer: Scorer, scored: Selected, batch, scale, columns: dict, num_segments: int) -> dict:

@@ -1,0 +1,73 @@
+"""Documents as batches for scoring at fixed checkpoints: every document once, in the order of the source.
+
+B rows, S documents in a row, T positions.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from maxghost.config import ConfigError
+from maxghost.config.schema import DataConfig
+from maxghost.data import packing
+from maxghost.data.build import max_segments
+from maxghost.data.packing import Layout, Rows
+from maxghost.data.sources import text
+from maxghost.data.split import Split
+from maxghost.data.tokenizers import load_tokenizer
+from maxghost.data.types import Batch, DocumentId
+from maxghost.data.windows import TextUnits
+
+BLOCK_DOCUMENTS = 4096  # packed together
+
+
+class Corpus:
+  """The documents of `domain=glob` patterns (text, JSON lines, Parquet), tokenized and packed as a run packs them.
+
+  data: of the run. Raises ConfigError for patterns and files that cannot be read.
+  """
+
+  def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str):
+    self.source = text.load(patterns, data.train_data_columns, key=key, on_corrupt=data.on_corrupt)
+    self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
+    self.layout = Layout(
+      data.max_target_length, max_segments(data), packing.FIRST_FIT, data.packing, data.add_bos, data.add_eos
+    )
+    split = Split(self.source, (), 0.0, 0)
+    self._units = TextUnits(self.source, split, self.tokenizer, self.layout, on_corrupt=data.on_corrupt)
+
+  @property
+  def domains(self) -> tuple[str, ...]:
+    return self.source.domains
+
+  def document_id(self, index: int) -> DocumentId:
+    return self.source.document_id(int(index))
+
+  def batches(self, num_rows: int) -> Iterator[Batch]:
+    """All documents, `num_rows` rows at a time; the last batch is filled up with empty rows."""
+    for first in range(0, len(self.source), BLOCK_DOCUMENTS):
+      rows = self._rows(np.arange(first, min(first + BLOCK_DOCUMENTS, len(self.source))))
+      for start in range(0, len(rows), num_rows):
+        yield self._filled(rows, np.arange(start, min(start + num_rows, len(rows))), num_rows)
+
+  def sample(self, domain: str, num_rows: int) -> tuple[Batch, int]:
+    """(a batch of the domain's first rows, empty ones behind, and how many rows the domain has in all)."""
+    indices = np.arange(len(self.source))
+    number = self.source.domains.index(domain)
+    rows = self._rows(indices[self.source.domain_numbers(indices) == number][:BLOCK_DOCUMENTS])
+    if not len(rows):
+      raise ConfigError(f"--queries: '{domain}' holds no text to ask with")
+    return self._filled(rows, np.arange(min(num_rows, len(rows))), num_rows), len(rows)
+
+  def _rows(self, indices: np.ndarray) -> Rows:
+    encoded, _ = self._units.encode_documents(indices)
+    return packing.pack(encoded, self.layout, lambda size, _: np.arange(size))
+
+  def _filled(self, rows: Rows, numbers: np.ndarray, num_rows: int) -> Batch:
+    batch = packing.fill([(rows, int(number), 0) for number in numbers], self.layout, self.tokenizer.pad_id)
+    missing = num_rows - len(numbers)
+    if not missing:
+      return batch
+    arrays = {name: np.pad(v, ((0, missing), (0, 0))) for name, v in batch.arrays.items()}
+    ids = [np.pad(v, ((0, missing), (0, 0)), constant_values=-1) for v in (batch.document_BS, batch.offset_BS)]
+    return Batch(arrays, *ids, np.pad(batch.epoch_B, (0, missing)))

@@ -1,0 +1,54 @@
+"""Sketches of per-example gradients: their products with random directions, from one backward pass.
+
+<g_i, g_j> = E[<g_i, z> <g_j, z>] for any z with E[z zᵀ] = 1. A direction of rank one (z = a bᵀ, entries ±1) has that
+property and costs I + O per token in place of I O, so R of them cost about as much as one exact score (Choe et al.,
+arXiv:2405.13954, sketch gradients along factors too). The products of different parameters are kept apart: summed
+first, their cross terms would only add noise.
+
+R directions, n examples, T positions; a parameter's matrix view is [I, O].
+"""
+
+import jax
+import jax.numpy as jnp
+
+from maxghost.ghost import directions, schedules
+from maxghost.ghost.attach import Twin
+
+
+def random_directions(twin: Twin, key, scale: dict | None = None) -> dict:
+  """{label: parts} for `Twin.direction_state`: twin.num_sets random directions of every scored parameter.
+
+  key: of the random signs. scale: {label: array}, to sketch P g in place of g for an elementwise P; where the direction
+  is of rank one, P is replaced by the outer product of its row and column means (`factored`).
+  """
+  parts = {}
+  for number, param in enumerate(twin.scored):
+    own, stack = jax.random.fold_in(key, number), param.stack_shape
+    shape = (*stack, *param.shape)
+    factor = jnp.ones(shape, jnp.float32) if scale is None else scale[param.label].astype(jnp.float32)
+    if not param.spec.low_rank:
+      signs = jax.random.rademacher(own, (*stack, twin.num_sets, *param.shape), jnp.float32)
+      parts[param.label] = (signs * jnp.expand_dims(factor, len(stack)),)
+      continue
+    rows_LI, columns_LO = factored(directions.matrix_view(factor, param.spec.rows, len(stack)))
+    sizes = (*stack, twin.num_sets, rows_LI.shape[-1], 1), (*stack, twin.num_sets, 1, columns_LO.shape[-1])
+    left, right = (jax.random.rademacher(jax.random.fold_in(own, i), size, jnp.float32) for i, size in enumerate(sizes))
+    parts[param.label] = (left * rows_LI[..., None, :, None], right * columns_LO[..., None, None, :])
+  return parts
+
+
+def sketch_pass(twin: Twin, params, rest, loss_fn, batch, key, scale: dict | None = None):
+  """(TrainPass, blocks): additive sketches f32[M, R, n(, T)], one block for each scored parameter and layer."""
+  state = twin.direction_state(random_directions(twin, key, scale))
+  passed = schedules.train_pass(twin, params, rest, loss_fn, batch, state)
+  blocks = []
+  for param in twin.scored:
+    score = passed.scores[param.label]
+    blocks.append(score.reshape(-1, *score.shape[len(param.stack_shape) :]))
+  return passed, jnp.concatenate(blocks)
+
+
+def factored(scale):
+  """(rows [..., I], columns [..., O]) whose outer product has the row and column means of scale [..., I, O]."""
+  mean = scale.mean((-2, -1))
+  return scale.mean(-1), scale.mean(-2) / jnp.maximum(mean, jnp.finfo(scale.dtype).tiny)[..., None]
