@@ -10,6 +10,8 @@ import oracles
 import tiny
 from flax import nnx
 
+from maxghost.ghost import low_rank
+
 
 def randomized(make, seed: int = 0, scale: float = 0.4) -> nnx.Module:
   """The model that `make(rngs)` builds, with random Params: initial zeros and ones would hide a dropped term."""
@@ -51,9 +53,7 @@ class Oracle:
 
   def adam(self, moments: dict, *, count, kappa=1.0, index=0) -> dict:
     """P_t G, with the constants of the default configuration."""
-    return oracles.adam_direction(
-      self.G[index], self.g, moments, count=count, kappa=kappa, b1=0.9, b2=0.95, eps=1e-8
-    )
+    return oracles.adam_direction(self.G[index], self.g, moments, count=count, kappa=kappa, b1=0.9, b2=0.95, eps=1e-8)
 
   def dots(self, u: dict, stacked: int = 0) -> dict:
     """{label: <grad l_i, u>} [n] (or [L, n] below "/layers/")."""
@@ -69,15 +69,22 @@ def total(dots: dict):
 def moments_like(oracle: Oracle, seed: int = 5) -> dict:
   """Adam's second moments as after some steps: of many sizes, none 0, in float32."""
   rng = np.random.default_rng(seed)
-  return {
-    label: (1e-2 * rng.random(g.shape) ** 4 + 1e-6).astype(np.float32) for label, g in oracle.g.items()
-  }
+  return {label: (1e-2 * rng.random(g.shape) ** 4 + 1e-6).astype(np.float32) for label, g in oracle.g.items()}
 
 
 def score(engine, *args, **kwargs):
   """`engine.score(...)` with numpy leaves, compiled cheaply."""
   with tiny.cheap_compilation():
     return jax.tree.map(np.asarray, engine.score(*args, **kwargs))
+
+
+_factor = jax.jit(low_rank.factor, static_argnums=(1, 2))
+
+
+def factor(u, rank: int, label: str = "a/kernel", wide: bool = True):
+  """`low_rank.factor` as numpy arrays, computed in float64 or float32."""
+  with jax.enable_x64(wide), tiny.cheap_compilation():
+    return [np.asarray(x) for x in _factor(np.asarray(u, np.float64 if wide else np.float32), rank, label)]
 
 
 def assert_scores(actual: dict, expected: dict, tolerance: float) -> None:

@@ -11,9 +11,9 @@ import oracles
 import pytest
 import tiny
 from flax import nnx
+from foreign import factor
 
 from maxghost import ghost
-from maxghost.ghost import low_rank
 
 I, O = 37, 23  # noqa: E741
 
@@ -23,14 +23,6 @@ def matrix(singular_values, seed: int = 0) -> np.ndarray:
   rng = np.random.default_rng(seed)
   left, right = (np.linalg.qr(rng.normal(size=(side, len(singular_values))))[0] for side in (I, O))
   return (left * np.asarray(singular_values)) @ right.T
-
-
-_factor = jax.jit(low_rank.factor, static_argnums=(1, 2))
-
-
-def factor(u, rank: int, label: str = "a/kernel", wide: bool = True):
-  with jax.enable_x64(wide), tiny.cheap_compilation():
-    return [np.asarray(x) for x in _factor(np.asarray(u, np.float64 if wide else np.float32), rank, label)]
 
 
 SPECTRA = {

@@ -1,0 +1,297 @@
+"""Schedules reverse_scan and concat against per-example gradients: the scores of two_pass by other ways.
+
+n examples, T positions, K validation sets, L layers, V validation rows.
+"""
+
+import dataclasses
+
+import foreign
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import tiny
+from flax import nnx
+
+from maxghost import ghost
+
+LAYERS, RANK = 3, 5
+TRAIN = tiny.make_batch(tiny.PACKED, seed=41)
+VALS = [tiny.make_batch(tiny.VALIDATION, seed=42), tiny.make_batch(((5, 7), (13,), (4,)), seed=43)]
+COUNT, KAPPA = 6, 0.8
+FLOAT64 = {"dtype": "float64", "weight_dtype": "float64"}
+CASES = {  # schedule, direction, rank, changes of the model
+  "reverse_scan-sgd": ("reverse_scan", "sgd", 0, {"remat_policy": "full"}),
+  "reverse_scan-adam-tied": ("reverse_scan", "adam", 0, {"logits_via_embedding": True, "remat_policy": "none"}),
+  "reverse_scan-rank-tied": ("reverse_scan", "sgd", RANK, {"logits_via_embedding": True, "remat_policy": "minimal"}),
+  "concat-sgd-tied": ("concat", "sgd", 0, {"logits_via_embedding": True, "scan_layers": False, "remat_policy": "none"}),
+  "concat-adam": ("concat", "adam", 0, {"remat_policy": "minimal"}),
+}
+SLOW_CASES = {
+  "reverse_scan-adam-rank": ("reverse_scan", "adam", RANK, {"remat_policy": "none"}),
+  "reverse_scan-adam": ("reverse_scan", "adam", 0, {"remat_policy": "minimal"}),
+  "reverse_scan-sgd-tied": ("reverse_scan", "sgd", 0, {"logits_via_embedding": True, "remat_policy": "none"}),
+  "concat-sgd": ("concat", "sgd", 0, {"remat_policy": "full"}),
+  "concat-adam-tied": ("concat", "adam", 0, {"logits_via_embedding": True, "scan_layers": False}),
+}
+
+
+class Oracle:
+  """Gradients of the rows of all batches, and second moments, in float64."""
+
+  def __init__(self, tied: bool):
+    cfg = tiny.make_config(logits_via_embedding=tied, remat_policy="none", **FLOAT64)
+    rows = [TRAIN, *VALS]
+    with jax.enable_x64(True), tiny.cheap_compilation():
+      gradients = oracles.ExampleGradients(tiny.make_model(cfg))
+      losses, flat = gradients.with_losses({name: np.concatenate([r[name] for r in rows]) for name in TRAIN})
+    ends = np.cumsum([len(r["inputs"]) for r in rows])[:-1]
+    split = {label: np.split(g, ends) for label, g in flat.items()}
+    self.gradients = {label: parts[0] for label, parts in split.items()}
+    self.g = oracles.batch_gradient(self.gradients, TRAIN)
+    self.G = [oracles.batch_gradient({k: parts[1 + i] for k, parts in split.items()}, VALS[i]) for i in range(2)]
+    self.val_loss = [v.sum() / oracles.token_counts(r).sum() for v, r in zip(np.split(losses, ends), rows, strict=True)]
+    rng = np.random.default_rng(5)
+    self.moments = {label: 1e-3 * rng.random(g.shape) ** 4 + 1e-7 for label, g in self.g.items()}
+
+  def direction(self, kind: str, k: int, rank: int) -> dict:
+    u = self.G[k]
+    if kind == "adam":
+      constants = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
+      u = oracles.adam_direction(u, self.g, self.moments, count=COUNT, kappa=KAPPA, **constants)
+    return {label: low_rank_product(label, v) for label, v in u.items()} if rank else u
+
+
+# The parameters' matrix views [I, O] that rank 5 makes cheaper, by the number of leading axes of I.
+GAINING = {"query": 1, "out": 2, "wi_0": 1, "wi_1": 1, "wo": 1, "logits_dense": 1, "token_embedder": 1}
+
+
+def low_rank_product(label: str, u) -> np.ndarray:
+  """u, or left @ right of its matrix view, layer by layer. The factors themselves are tested in *_directions_rank."""
+  rows = GAINING.get(label.split("/")[-2])
+  if rows is None:
+    return u
+  stacked = int("/layers/" in label)
+  shape = u.shape[stacked:]
+  matrix = u.reshape(*u.shape[:stacked], int(np.prod(shape[:rows])), -1)
+  left, right, _ = foreign.factor(matrix, RANK, label)
+  return (left @ right).reshape(u.shape)
+
+
+@pytest.fixture(scope="module")
+def oracle_of():
+  made = {}
+
+  def get(tied: bool) -> Oracle:
+    if tied not in made:
+      made[tied] = Oracle(tied)
+    return made[tied]
+
+  return get
+
+
+def assert_case(schedule, kind, rank, changes, oracle_of):
+  cfg = tiny.make_config(**FLOAT64, **changes)
+  oracle = oracle_of(cfg.model.logits_via_embedding)
+  vals = VALS[:1] if schedule == "concat" else VALS
+  with jax.enable_x64(True), tiny.cheap_compilation():
+    model = tiny.make_model(cfg)
+    adam = None
+    if kind == "adam":
+      moments = {
+        label: jnp.asarray(tiny.stacked_value(oracle.moments, tuple(label.split("/"))))
+        for label in tiny.by_label(model)
+      }
+      adam = ghost.AdamState(moments, COUNT, KAPPA)
+    engine = ghost.GhostEngine(cfg, schedule=schedule, direction=kind, rank=rank, per_position=True)
+    result = jax.tree.map(np.asarray, engine.score(model, TRAIN, vals, adam=adam))
+  tokens = oracles.token_counts(TRAIN)
+  for k in range(len(vals)):
+    expected = oracles.dots(oracle.gradients, oracle.direction(kind, k, rank), LAYERS)
+    expected = {label: v / np.maximum(tokens, 1) for label, v in expected.items()}
+    scores = {label: np.take(v, k, axis=-2) for label, v in result.per_param.items()}
+    foreign.assert_scores(tiny.stack_layers(scores, LAYERS), expected, 1e-9 if rank else 1e-12)
+    assert oracles.relative_error(result.dot[k], foreign.total(expected)) < (1e-9 if rank else 1e-12)
+  assert oracles.relative_error(result.per_position.sum(-1), result.additive) < 1e-12
+  np.testing.assert_allclose(result.val_loss, oracle.val_loss[1 : 1 + len(vals)], rtol=1e-12)
+  assert result.loss == pytest.approx(oracle.val_loss[0], rel=1e-12)
+  gradients = tiny.stack_layers(tiny.by_label(result.grads), LAYERS)
+  for label, g in oracle.g.items():
+    assert oracles.relative_error(gradients[label], g) < 1e-12, label
+  if rank:
+    assert {label.split("/")[-2] for label in result.captured} == GAINING.keys() - {"logits_dense"}  # tied
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scores_gradient_and_losses(name, oracle_of):
+  assert_case(*CASES[name], oracle_of)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_CASES)
+def test_scores_gradient_and_losses_of_the_other_combinations(name, oracle_of):
+  assert_case(*SLOW_CASES[name], oracle_of)
+
+
+N, N_VAL, T, TOKENS = 6, 4, 7, 23
+
+
+class Block(nnx.Module):
+  """A layer that wants a third argument and its index: [n, T, 10] -> [n, T, 10]."""
+
+  def __init__(self, rngs):
+    self.norm, self.up = nnx.LayerNorm(10, rngs=rngs), nnx.Linear(10, 14, rngs=rngs)
+    self.down = nnx.Linear(14, 10, rngs=rngs)
+
+  def __call__(self, x, mask_nT, index):
+    h = jnp.tanh(self.up(jnp.cumsum(self.norm(x) * mask_nT[..., None], 1)))
+    return x + self.down(h) / (1.0 + index)
+
+
+class Tower(nnx.Module):
+  """Somebody else's model: a table (used again at the output), stacked blocks, an output scale."""
+
+  def __init__(self, rngs):
+    self.table = nnx.Embed(TOKENS, 10, rngs=rngs)
+    self.trunk = nnx.Module()
+    self.trunk.blocks = nnx.vmap(Block)(rngs.split(3))
+    self.norm = nnx.RMSNorm(10, rngs=rngs)
+
+
+@dataclasses.dataclass(frozen=True)
+class TowerLoss:
+  """A StagedLoss written outside the project."""
+
+  layers_path: tuple = ("trunk", "blocks")
+
+  def __call__(self, model, batch):
+    graphdef, state = nnx.split(model.trunk.blocks)
+
+    def body(x, scanned):
+      state, index = scanned
+      return nnx.merge(graphdef, state)(x, *self.layer_inputs(batch), self.layer_key(index)), None
+
+    x, _ = jax.lax.scan(body, self.embed(model, batch), (state, jnp.arange(3)))
+    return self.head(model, x, batch)
+
+  def embed(self, model, batch):
+    return model.table(batch["x"])
+
+  def layer_inputs(self, batch):
+    return (batch["mask"],)
+
+  def layer_key(self, index):
+    return index
+
+  def head(self, model, x, batch):
+    logits = model.table.attend(model.norm(x))
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][..., None], -1)[..., 0]
+    return losses, batch["w"]
+
+
+def tower_batch(num: int, seed: int) -> dict:
+  rng = np.random.default_rng(seed)
+  x, y = rng.integers(0, TOKENS, (2, num, T))
+  mask, weights = rng.random((2, num, T)).astype(np.float32)
+  return {"x": x, "y": y, "mask": mask, "w": weights * (weights < 0.8)}
+
+
+@pytest.fixture(scope="module")
+def tower():
+  model = foreign.randomized(Tower)
+  train, val = tower_batch(N, 1), tower_batch(N_VAL, 2)
+  return model, train, val, foreign.Oracle(model, TowerLoss(), train, val)
+
+
+@pytest.mark.parametrize("schedule", ["two_pass", "reverse_scan", "concat"])
+def test_a_foreign_model_with_stacked_layers(tower, schedule):
+  model, train, val, oracle = tower
+  result = foreign.score(ghost.GhostEngine(schedule=schedule), model, train, val, loss_fn=TowerLoss())
+  expected = oracle.dots(oracle.G[0])
+  for label, value in result.per_param.items():
+    value = value.sum(0) if value.ndim == 2 else value
+    assert oracles.relative_error(value, expected[label]) < 1e-5, label
+  assert result.per_param.keys() == expected.keys()
+  assert result.per_param["trunk/blocks/up/kernel"].shape == (3, N)
+  for label, g in tiny.by_label(result.grads).items():
+    assert oracles.relative_error(g, oracle.g[label]) < 1e-5, label
+
+
+def test_reverse_scan_says_what_it_needs(tower):
+  model, train, val, _ = tower
+
+  def plain_loss(model, batch):
+    return TowerLoss()(model, batch)
+
+  engine = ghost.GhostEngine(schedule="reverse_scan")
+  with pytest.raises(ValueError, match=r"needs a StagedLoss \(embed, layers, head\); use two_pass"):
+    engine.score(model, train, val, loss_fn=plain_loss)
+  with pytest.raises(ValueError, match=r"no stacked layers at trunk/floors"):
+    engine.score(model, train, val, loss_fn=TowerLoss(("trunk", "floors")))
+  unrolled = tiny.make_config(scan_layers=False)
+  with pytest.raises(ValueError, match=r"no stacked layers at decoder/layers; set scan_layers=true"):
+    ghost.GhostEngine(schedule="reverse_scan").score(tiny.make_model(unrolled), TRAIN, VALS[0])
+
+
+@pytest.mark.parametrize(
+  ("settings", "message"),
+  [
+    ({"schedule": "reverse-scan"}, "ghost_schedule=reverse-scan.*did you mean reverse_scan"),
+    ({"schedule": "concat", "rank": 2}, "ghost_schedule=concat forms the direction inside each op: use ghost_rank=0"),
+    ({"schedule": "concat", "direction": "second_order"}, "second_order needs ghost_schedule=two_pass, not concat"),
+    ({"schedule": "reverse_scan", "direction": "second_order"}, "second_order needs ghost_schedule=two_pass"),
+    ({"schedule": "concat", "engine": "jvp"}, "ghost_engine=jvp has no ghost_schedule=concat"),
+  ],
+)
+def test_settings_that_contradict_each_other(settings, message):
+  with pytest.raises(ValueError, match=message):
+    ghost.GhostEngine(**settings)
+
+
+def test_concat_scores_one_validation_set():
+  with pytest.raises(ValueError, match=r"'concat' scores against one validation set; use two_pass or reverse_scan"):
+    ghost.GhostEngine(schedule="concat").score(None, TRAIN, VALS)
+
+
+class Dense(nnx.Module):
+  """[n, 5] -> [n, 3], for formulas by hand."""
+
+  def __init__(self, rngs):
+    self.first, self.second = nnx.Linear(5, 4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+
+  def __call__(self, x):
+    return self.second(jnp.tanh(self.first(x)))
+
+
+def squared_loss(model, batch):
+  return jnp.square(model(batch["x"]) - batch["y"]).sum(-1), jnp.ones(len(batch["x"]))
+
+
+def ghostsuite_log(values: dict, train: dict, val: dict) -> np.ndarray:
+  """[n]: what GhostSuite's GradDotProd logs, in numpy: one backward pass of the mean loss over train | validation, then
+  for every layer the Gram form (x_i . x_v) (b_i . b_v), and b_i . b_v for a bias."""
+  x, y = (np.concatenate([train[name], val[name]]).astype(np.float64) for name in ("x", "y"))
+  n = len(train["x"])
+  hidden = np.tanh(x @ values["first/kernel"] + values["first/bias"])
+  b_second = 2 * (hidden @ values["second/kernel"] + values["second/bias"] - y) / len(x)
+  b_first = b_second @ values["second/kernel"].T * (1 - hidden**2)
+  logged = np.zeros(n)
+  for inputs, b in ((x, b_first), (hidden, b_second)):
+    grads = b[:n] @ b[n:].T
+    logged += ((inputs[:n] @ inputs[n:].T + 1) * grads).sum(1)
+  return logged
+
+
+@pytest.mark.parametrize("num_val", [1, 3])
+@pytest.mark.parametrize("schedule", ["concat", "two_pass"])
+def test_ghostsuites_log_is_the_dot_product_by_v_over_n_plus_v_squared(schedule, num_val):
+  model = foreign.randomized(Dense)
+  rng = np.random.default_rng(num_val)
+  train, val = (
+    {"x": rng.normal(size=(num, 5)).astype(np.float32), "y": rng.normal(size=(num, 3)).astype(np.float32)}
+    for num in (N, num_val)
+  )
+  result = foreign.score(ghost.GhostEngine(schedule=schedule), model, train, val, loss_fn=squared_loss)
+  logged = ghostsuite_log(tiny.by_label(model), train, val)
+  assert oracles.relative_error(result.dot * num_val / (N + num_val) ** 2, logged) < 1e-5
