@@ -254,6 +254,23 @@ def test_concat_scores_one_validation_set():
     ghost.GhostEngine(schedule="concat").score(None, TRAIN, VALS)
 
 
+@pytest.mark.parametrize("schedule", ["two_pass", "reverse_scan"])
+def test_excluded_layers_are_trained_on_the_training_rows_alone(tower, schedule):
+  model, train, val, oracle = tower
+  engine = ghost.GhostEngine(schedule=schedule, exclude=("*/up/*", "table/*"))
+  result = foreign.score(engine, model, train, val, loss_fn=TowerLoss())
+  assert len(result.per_param) == 5
+  for label, g in tiny.by_label(result.grads).items():
+    assert oracles.relative_error(g, oracle.g[label]) < 1e-5, label
+
+
+def test_concat_refuses_layers_it_cannot_keep_apart(tower):
+  """An unscored layer sees one batch of training and validation rows: its gradient would hold both."""
+  model, train, val, _ = tower
+  with pytest.raises(ValueError, match=r"concat cannot leave table/embedding unscored.*two_pass or reverse_scan"):
+    ghost.GhostEngine(schedule="concat", exclude=("table/*",)).score(model, train, val, loss_fn=TowerLoss())
+
+
 class Dense(nnx.Module):
   """[n, 5] -> [n, 3], for formulas by hand."""
 

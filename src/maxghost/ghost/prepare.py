@@ -28,7 +28,7 @@ def prepare_twin(
   Where a direction needs the whole gradient of a parameter (kind 'adam', or a schedule other than two_pass), one
   abstract trace tells which tables are used twice, and those are linked (`tied`).
   Raises what `attach` raises, and ValueError for a layer that does not keep the example axis first, or that is called
-  several times where its direction needs the whole gradient.
+  several times where its direction needs the whole gradient, and for unscored parameters under schedule 'concat'.
   """
   num_examples = jax.tree.leaves(batch)[0].shape[0]
   num_val = num_val if schedule == "concat" else 0
@@ -41,6 +41,11 @@ def prepare_twin(
     "num_val": num_val,
   }
   twin = attach(model, **arguments)
+  if schedule == "concat" and twin.excluded:
+    raise ValueError(
+      f"ghost_schedule=concat cannot leave {', '.join(twin.excluded)} unscored: only a scored layer keeps the "
+      f"validation rows out of its training gradient. Use two_pass or reverse_scan, or an empty ghost_exclude"
+    )
   params, rest = split(model)
   rows = num_examples + num_val
   used = _trace(twin, params, rest, loss_fn, _shapes(batch, rows))
