@@ -35,20 +35,20 @@ class DenseRule(Rule):
 
 def _full(call, x, b, u, count: int):
   """<b, x u>: x [..., *I], b [..., *O], u [*I, *O] with `count` axes in I."""
-  wide = jnp.promote_types(x.dtype, jnp.float32)
+  wide, precision = jnp.promote_types(x.dtype, jnp.float32), getattr(call.module, "precision", None)
   if math.prod(u.shape[count:]) <= math.prod(u.shape[:count]):
-    return call.reduce(dense.contract(x, u, count, out_dtype=wide), b)
-  return call.reduce(dense.contract_transposed(b.astype(x.dtype), u, count, out_dtype=wide), x)
+    return call.reduce(dense.contract(x, u, count, precision, wide), b)
+  return call.reduce(dense.contract_transposed(b.astype(x.dtype), u, count, precision, wide), x)
 
 
 def _factored(call, x, b, direction, count: int):
   """<x Q, b Rᵀ> for every set: left [K, I, r], right [K, r, O]."""
-  wide = jnp.promote_types(x.dtype, jnp.float32)
+  wide, precision = jnp.promote_types(x.dtype, jnp.float32), getattr(call.module, "precision", None)
   inputs, outputs = x.shape[x.ndim - count :], b.shape[x.ndim - count :]
   scores = []
   for left, right in zip(direction.left.astype(x.dtype), direction.right.astype(x.dtype), strict=True):
-    x_r = dense.contract(x, left.reshape(*inputs, -1), count, out_dtype=wide)
-    b_r = dense.contract(b.astype(x.dtype), right.T.reshape(*outputs, -1), len(outputs), out_dtype=wide)
+    x_r = dense.contract(x, left.reshape(*inputs, -1), count, precision, wide)
+    b_r = dense.contract(b.astype(x.dtype), right.T.reshape(*outputs, -1), len(outputs), precision, wide)
     scores.append(call.reduce(x_r, b_r))
   return jnp.stack(scores)
 
