@@ -161,6 +161,19 @@ def test_texts_name_no_paths_of_a_machine_and_link_to_files_that_exist(path):
   assert [link for link in links if not (path.parent / link).exists()] == []
 
 
+def test_every_page_is_linked_from_the_readme():
+  text = (ROOT / "README.md").read_text("utf-8")
+  assert [path.name for path in (ROOT / "docs").glob("*.md") if f"](docs/{path.name})" not in text] == []
+
+
+def test_figures_of_the_readme_are_those_the_benchmarks_wrote():
+  """To renew them: `python benchmarks/readme_table.py`."""
+  done = subprocess.run(
+    [sys.executable, "benchmarks/readme_table.py", "--check"], cwd=ROOT, capture_output=True, text=True
+  )
+  assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_every_dependency_has_its_reason():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
   extras = project["optional-dependencies"]
