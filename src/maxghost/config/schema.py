@@ -32,9 +32,9 @@ class RunConfig:
 
   run_name: str = key("base", "name of the run; its folder is <base_output_directory>/<run_name>")
   base_output_directory: str = key("runs", "folder that holds the runs")
-  steps: int = key(240, "training steps in all", minimum=1)
+  steps: int = key(200, "training steps in all", minimum=1)
   log_period: int = key(1, "print a step line every this many steps", minimum=1)
-  eval_interval: int = key(80, "evaluate on the validation documents every this many steps; -1 = never", minimum=-1)
+  eval_interval: int = key(100, "evaluate on the validation documents every this many steps; -1 = never", minimum=-1)
   eval_steps: int = key(4, "batches per evaluation", minimum=1)
   init_weights_seed: int = key(0, "seed of the initial weights and of dropout", minimum=0, maximum=2**32 - 1)
   data_shuffle_seed: int = key(
@@ -123,7 +123,7 @@ class DataConfig:
   tokenizer_type: str = key("byte", "tokenizer", choices=("byte", "huggingface", "sentencepiece", "tiktoken"))
   tokenizer_path: str = key("", "tokenizer.json or its folder, SentencePiece model, or tiktoken encoding or file")
   max_target_length: int = key(256, "sequence length T, tokens per row", minimum=2)
-  per_device_batch_size: int = key(16, "rows per device and step", minimum=1)
+  per_device_batch_size: int = key(8, "rows per device and step", minimum=1)
   packing: bool = key(True, "pack several documents into a row, with segment ids")
   grain_packing_type: str = key(
     "first_fit",
@@ -172,11 +172,11 @@ class OptimizerConfig:
   """AdamW or SGD and their schedule."""
 
   opt_type: str = key("adamw", "optimizer", choices=("adamw", "sgd"))
-  learning_rate: float = key(3e-3, "peak learning rate", minimum=0.0)
+  learning_rate: float = key(1e-3, "peak learning rate", minimum=0.0)
   lr_schedule_type: str = key(
     "cosine", "cosine decay, or wsd = warmup, stable, decay", choices=("cosine", "wsd", "constant")
   )
-  warmup_steps_fraction: float = key(0.1, "share of the steps spent warming up", minimum=0.0, maximum=1.0)
+  warmup_steps_fraction: float = key(0.2, "share of the steps spent warming up", minimum=0.0, maximum=1.0)
   wsd_decay_steps_fraction: float = key(0.1, "wsd: share of the steps spent decaying", minimum=0.0, maximum=1.0)
   learning_rate_final_fraction: float = key(0.1, "final over peak learning rate", minimum=0.0, maximum=1.0)
   adam_b1: float = key(0.9, "decay of the first moment", minimum=0.0, maximum=0.999999)
@@ -259,7 +259,7 @@ class CheckpointConfig:
   """Saving and resuming."""
 
   enable_checkpointing: bool = key(True, "save checkpoints and resume from the newest good one")
-  checkpoint_period: int = key(80, "save every this many steps", minimum=1)
+  checkpoint_period: int = key(100, "save every this many steps", minimum=1)
   max_num_checkpoints_to_keep: int = key(2, "older checkpoints are removed; 0 = keep all", minimum=0)
   async_checkpointing: bool = key(True, "write checkpoints in the background")
 
