@@ -16,7 +16,7 @@ _BPE_FILE = "tokenizer.json"
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Runs one command; returns the exit code (0 done, 1 damage found, 2 wrong input)."""
+  """Runs one command; returns the exit code (0 done, 1 damage found, 2 wrong input, 130 Ctrl-C)."""
   parser = argparse.ArgumentParser(prog="python -m maxghost.data", description=__doc__)
   commands = parser.add_subparsers(dest="command", required=True)
   prepare = _command(commands, "prepare", "tokenize a configuration's data once, into ArrayRecord shards and an index")
@@ -41,6 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
     for problem in error.problems:
       print(f"maxghost: {problem}", file=sys.stderr)
     return 2
+  except KeyboardInterrupt:
+    again = "; the same command goes on where it stopped" if parsed.command == "prepare" else ""
+    print(f"maxghost: interrupted{again}", file=sys.stderr)
+    return 130
 
 
 def _command(commands, name: str, help: str) -> argparse.ArgumentParser:

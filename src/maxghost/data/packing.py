@@ -99,10 +99,9 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[n
   order = np.argsort(-length, kind="stable")
   num_full = int(np.count_nonzero(length == row_length))
   row[order[:num_full]] = np.arange(num_full)
-  num_rows = num_full
   order = _spread(order[num_full:], length, row_length)
   open_rows: list[list[int]] = [[] for _ in range(row_length + 1)]  # by room left
-  segments: dict[int, int] = {}
+  segments: list[int] = []  # of the rows that are not of one full chunk
   rooms = 0  # bit r is set when some open row has room r
   placed = []
   for size in length[order].tolist():
@@ -113,16 +112,16 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[n
       if not open_rows[room]:
         rooms &= ~(1 << room)
       room -= size
+      segments[here] += 1
     else:
-      here, room = num_rows, row_length - size
-      num_rows += 1
+      here, room = len(segments), row_length - size
+      segments.append(1)
     placed.append(here)
-    used = segments[here] = segments.get(here, 0) + 1
-    if room and used < max_segments:
+    if room and segments[here] < max_segments:
       open_rows[room].append(here)
       rooms |= 1 << room
-  row[order] = placed
-  return row, num_rows
+  row[order] = np.array(placed, np.int64) + num_full
+  return row, num_full + len(segments)
 
 
 def _spread(longest_first: np.ndarray, length: np.ndarray, row_length: int) -> np.ndarray:
@@ -196,18 +195,18 @@ def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -
   parts = []
   for here in groups.values():
     chunks = _Chunks(pieces[here[0]][0], np.array([pieces[b][1] for b in here], np.int64))
-    parts.append((chunks.tokens(layout.row_length, pad_id), chunks.places(layout.row_length),
-                  chunks.identity(layout.max_segments)))
-  tokens_2BT, places_2BT, identity_2BS = parts[0]
+    T, S = layout.row_length, layout.max_segments
+    parts.append((*chunks.tokens(T, pad_id), *chunks.places(T), *chunks.identity(S)))
+  columns = parts[0]
   if len(parts) > 1:  # a mixture's rows come from several streams: put them back in the order of the pieces
     back = np.argsort(np.concatenate([np.array(here) for here in groups.values()]))
-    tokens_2BT, places_2BT, identity_2BS = (np.concatenate(part, axis=1)[:, back] for part in zip(*parts, strict=True))
-  (inputs, targets), (positions, segmentation) = tokens_2BT, places_2BT
+    columns = tuple(np.concatenate(column)[back] for column in zip(*parts, strict=True))
+  inputs, targets, positions, segmentation, document_BS, offset_BS = columns
   arrays = {
     "inputs": inputs, "inputs_position": positions, "inputs_segmentation": segmentation,
     "targets": targets, "targets_position": positions, "targets_segmentation": segmentation,
   }
-  return Batch(arrays, *identity_2BS, np.array([epoch for _, _, epoch in pieces], np.int64))
+  return Batch(arrays, document_BS, offset_BS, np.array([epoch for _, _, epoch in pieces], np.int64))
 
 
 class _Chunks:
@@ -224,12 +223,12 @@ class _Chunks:
     self._length = rows.length[self._chunk]
     self._filled = np.add.reduceat(self._length, np.flatnonzero(self._starts_row))
 
-  def identity(self, max_segments: int) -> np.ndarray:
-    """int64[2, rows, S]: document and byte offset of each segment, -1 where there is none."""
-    out = np.full((2, self._num_rows, max_segments), -1, np.int64)
-    out[0, self._row, self._slot] = self._rows.document[self._chunk]
-    out[1, self._row, self._slot] = self._rows.offset[self._chunk]
-    return out
+  def identity(self, max_segments: int) -> tuple[np.ndarray, np.ndarray]:
+    """Document and byte offset of each segment, int64[rows, S]; -1 where there is none."""
+    document, offset = (np.full((self._num_rows, max_segments), -1, np.int64) for _ in range(2))
+    document[self._row, self._slot] = self._rows.document[self._chunk]
+    offset[self._row, self._slot] = self._rows.offset[self._chunk]
+    return document, offset
 
   def _spread(self, row_length: int, values: np.ndarray) -> np.ndarray:
     """int32[rows, T]: each chunk's value at its places; the last chunk's value goes on over the padding."""
@@ -243,24 +242,27 @@ class _Chunks:
     before = np.cumsum(self._length) - self._length
     return before - before[self._starts_row][self._row]
 
-  def tokens(self, row_length: int, pad_id: int) -> np.ndarray:
-    """int32[2, rows, T]: inputs and targets."""
+  def tokens(self, row_length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets, int32[rows, T]."""
     start, begin = self._rows.start[self._chunk], self._begin()
     place = self._spread(row_length, start - begin)
     place += np.arange(row_length, dtype=np.int32)
-    out = np.empty((2, *place.shape), np.int32)
-    out[0] = self._rows.tokens.take(place, mode="clip")  # past the end only under padding
-    out[1, :, :-1] = out[0, :, 1:]  # true but for the last pair of each chunk
-    out[1, self._row, begin + self._length - 1] = self._rows.tokens[start + self._length]
-    for row in np.flatnonzero(self._filled < row_length).tolist():
-      out[:, row, self._filled[row] :] = pad_id
-    return out
+    inputs = self._rows.tokens.take(place, mode="clip").astype(np.int32)  # past the end only under padding
+    targets = np.empty_like(inputs)
+    targets[:, :-1] = inputs[:, 1:]  # true but for the last pair of each chunk
+    targets[self._row, begin + self._length - 1] = self._rows.tokens[start + self._length]
+    self._blank(pad_id, inputs, targets)
+    return inputs, targets
 
-  def places(self, row_length: int) -> np.ndarray:
-    """int32[2, rows, T]: positions and segment numbers."""
-    out = np.empty((2, self._num_rows, row_length), np.int32)
-    np.subtract(np.arange(row_length, dtype=np.int32), self._spread(row_length, self._begin()), out=out[0])
-    out[1] = self._spread(row_length, self._slot + 1)
-    for row in np.flatnonzero(self._filled < row_length).tolist():
-      out[:, row, self._filled[row] :] = 0
-    return out
+  def places(self, row_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and segment numbers, int32[rows, T]."""
+    positions = np.arange(row_length, dtype=np.int32) - self._spread(row_length, self._begin())
+    segmentation = self._spread(row_length, self._slot + 1)
+    self._blank(0, positions, segmentation)
+    return positions, segmentation
+
+  def _blank(self, value: int, *arrays_BT: np.ndarray) -> None:
+    """Puts a value into the padding."""
+    for row in np.flatnonzero(self._filled < arrays_BT[0].shape[1]).tolist():
+      for array_BT in arrays_BT:
+        array_BT[row, self._filled[row] :] = value

@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -143,6 +144,7 @@ _worker: dict = {}
 
 
 def _start_worker(job: Job, source: Source) -> None:
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the main process, which ends the others
   os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
   _worker.update(job=job, source=source, tokenizer=load_tokenizer(job.tokenizer_type, job.tokenizer_path))
 

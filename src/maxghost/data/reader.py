@@ -33,8 +33,20 @@ class Cursor:
   def seek(self, place: tuple[int, int, int]) -> None:
     self.place, self._rows = place, None
 
-  def next_row(self) -> tuple[packing.Rows, int, int]:
-    """(rows, number of the row, epoch)."""
+  def take(self, count: int) -> list[tuple[packing.Rows, int, int]]:
+    """The next `count` rows, each as (rows, number of the row, epoch)."""
+    out: list[tuple[packing.Rows, int, int]] = []
+    while len(out) < count:
+      epoch, window, row = self._next_place()
+      stop = min(row + count - len(out), len(self._rows))
+      out.extend((self._rows, number, epoch) for number in range(row, stop))
+      self.place = (epoch, window, stop)
+      if 2 * stop >= len(self._rows):
+        self._feed.look_ahead(*self._after(epoch, window))
+    return out
+
+  def _next_place(self) -> tuple[int, int, int]:
+    """The place of the next row, whose window is then in `_rows`; windows without rows are passed over."""
     empty = 0
     while True:
       epoch, window, row = self.place
@@ -44,7 +56,7 @@ class Cursor:
         if not row:
           self._met(made.counts)
       if row < len(self._rows):
-        break
+        return self.place
       empty += not len(self._rows)
       self._rows, self.place = None, (*self._after(epoch, window), 0)
       # A lane of few documents can be dealt none to train on in an epoch, or in some; not time and again.
@@ -53,10 +65,6 @@ class Cursor:
           f"there is nothing to train on in {self._stream.name or 'the data'}: every document is held out for "
           "validation, empty or left out; use a smaller ghost_val_fraction or more data"
         )
-    self.place = (epoch, window, row + 1)
-    if 2 * (row + 1) >= len(self._rows):
-      self._feed.look_ahead(*self._after(epoch, window))
-    return self._rows, row, epoch
 
   def _after(self, epoch: int, window: int) -> tuple[int, int]:
     return (epoch, window + 1) if window + 1 < self._stream.windows.num_windows(self._lane) else (epoch + 1, 0)
@@ -73,10 +81,10 @@ class Lane:
   def take(self, count: int, mixture: RowMixture | None) -> list[tuple[packing.Rows, int, int]]:
     """The next `count` rows."""
     if mixture is None:
-      out = [self.cursors[0].next_row() for _ in range(count)]
+      out = self.cursors[0].take(count)
     else:
       streams = mixture.domains(self._number, self.num_rows, count).tolist()
-      out = [self.cursors[stream].next_row() for stream in streams]
+      out = [self.cursors[stream].take(1)[0] for stream in streams]
     self.num_rows += count
     return out
 
