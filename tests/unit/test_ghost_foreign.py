@@ -51,8 +51,8 @@ def tagging_batch(num: int, seed: int, dtype="float32") -> dict:
   weights = rng.random((num, T)) * (rng.random((num, T)) < 0.7)
   weights[-1] = 0
   return {
-    "x": rng.integers(0, TOKENS, (num, T)),
-    "y": rng.integers(0, CLASSES, (num, T)),
+    "x": rng.integers(0, TOKENS, (num, T), np.int32),
+    "y": rng.integers(0, CLASSES, (num, T), np.int32),
     "w": np.asarray(weights, dtype),
   }
 
