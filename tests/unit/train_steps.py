@@ -46,7 +46,8 @@ class Run:
     self.num_sets = num_sets
     with jax.enable_x64(self.wide):
       tx = optimizers.make_optimizer(self.cfg.optimizer, self.cfg.run.steps)
-      train_state = TrainStateNNX(tiny.make_model(self.cfg), tx)
+      stored = num_sets if self.cfg.ghost.ghost_val_every > 1 else 0
+      train_state = TrainStateNNX(tiny.make_model(self.cfg), tx, num_stored=stored)
       self.graphdef, self.state = nnx.split(train_state)
       self.function, self.twin = step.make_train_step(
         self.cfg, self.graphdef, self.state, batch, num_segments=tiny.SEGMENTS, num_sets=num_sets

@@ -23,7 +23,11 @@ from maxghost.ghost.variables import GhostDirection, GhostProbe
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-  """What the ledger needs per layer, where G_l still exists. kappa: clipping factor assumed inside v_t."""
+  """What the ledger needs per layer, where G_l still exists.
+
+  kappa: clipping factor assumed inside v_t, that of the step before; this step's is known when the walk is over. Where
+  the two differ, the columns that hold P_t G do so too, and their sum misses -<G, Delta> by as much.
+  """
 
   optimizer: directions.DirectionSpec
   moments: ledger.Moments
@@ -41,17 +45,18 @@ def run(
   second_moments=None,
   scalars=None,
   account: Account | None = None,
+  val_loss: StagedLoss | None = None,
 ):
   """(TrainPass, val_loss [K], list of K `ledger.sums` or None, captured).
 
-  loss: a `StagedLoss`. second_moments, scalars: as `schedules.direction_parts`. Scores equal those of 'two_pass', tied
+  loss: a `StagedLoss`; val_loss: that of the validation rows, where it differs (no dropout). second_moments, scalars: as `schedules.direction_parts`. Scores equal those of 'two_pass', tied
   tables included. Raises ValueError for a loss without stages or a model without stacked layers.
   """
   if not hasattr(loss, "layer_inputs"):
     raise ValueError(
       "ghost_schedule=reverse_scan needs a StagedLoss (embed, layers, head); use two_pass for other losses"
     )
-  walk = _Walk(twin, graphdef, params, rest, loss, second_moments, scalars, account)
+  walk = _Walk(twin, graphdef, params, rest, loss, val_loss or loss, second_moments, scalars, account)
   vals = [walk.forward_plain(b) for b in val_batches]
   val_heads = [walk.head_plain(x, b) for (_, x), b in zip(vals, val_batches, strict=True)]
   head_gradients = [pull(jnp.ones_like(value)) for value, pull in val_heads]
@@ -107,8 +112,9 @@ class _Head:
 class _Walk:
   """The stages of one step over split pytrees. `outer`: everything outside the stacked layers."""
 
-  def __init__(self, twin, graphdef, params, rest, loss, second_moments, scalars, account):
-    self.twin, self.graphdef, self.params, self.rest, self.loss = twin, graphdef, params, rest, loss
+  def __init__(self, twin, graphdef, params, rest, loss, val_loss, second_moments, scalars, account):
+    self.twin, self.graphdef, self.params, self.rest = twin, graphdef, params, rest
+    self.loss, self.val_loss = loss, val_loss
     self.second_moments, self.scalars, self.account = second_moments, scalars, account
     self.prefix = tuple(loss.layers_path)
     self.label_prefix = "/".join(map(str, self.prefix)) + "/"
@@ -136,28 +142,28 @@ class _Walk:
   def plain(self, outer_params):
     return nnx.merge(self.graphdef, _join(self.prefix, self.layer_params, outer_params), self.rest)
 
-  def layer(self, layer_params, layer_rest, x, index, batch):
+  def layer(self, loss, layer_params, layer_rest, x, index, batch):
     module = nnx.merge(self.layer_graphdef, layer_params, layer_rest)
-    return module(x, *self.loss.layer_inputs(batch), self.loss.layer_key(index))
+    return module(x, *loss.layer_inputs(batch), loss.layer_key(index))
 
-  def through_layers(self, x, batch):
+  def through_layers(self, loss, x, batch):
     """(inputs of all layers [L, ...], output of the last)."""
 
     def body(x, scanned):
       layer_params, layer_rest, index = scanned
-      return self.layer(layer_params, layer_rest, x, index, batch), x
+      return self.layer(loss, layer_params, layer_rest, x, index, batch), x
 
     x, boundaries = jax.lax.scan(body, x, (self.layer_params, self.layer_rest, jnp.arange(self.num_layers)))
     return boundaries, x
 
   def forward_plain(self, batch):
-    return self.through_layers(self.loss.embed(self.plain(self.outer_params), batch), batch)
+    return self.through_layers(self.val_loss, self.val_loss.embed(self.plain(self.outer_params), batch), batch)
 
   def head_plain(self, x, batch):
-    return jax.vjp(lambda p, x: validation_mean(*self.loss.head(self.plain(p), x, batch)), self.outer_params, x)
+    return jax.vjp(lambda p, x: validation_mean(*self.val_loss.head(self.plain(p), x, batch)), self.outer_params, x)
 
   def embed_gradient(self, batch, cotangent):
-    _, pull = jax.vjp(lambda p: self.loss.embed(self.plain(p), batch), self.outer_params)
+    _, pull = jax.vjp(lambda p: self.val_loss.embed(self.plain(p), batch), self.outer_params)
     return pull(cotangent)[0]
 
   # Stages of the twin, for training.
@@ -180,7 +186,7 @@ class _Walk:
     model, _ = self.probed(self.outer_params, self.outer_probes, zeros)
     x = self.loss.embed(model, batch)
     links = _links(model)
-    boundaries, hidden = self.through_layers(x, batch)
+    boundaries, hidden = self.through_layers(self.loss, x, batch)
     return _Train(boundaries, hidden, links)
 
   def train_head(self, batch, train: _Train, gradients) -> _Head:
@@ -218,11 +224,13 @@ class _Walk:
       layer_params, layer_rest, xs_val, x, moment, index = scanned
       gradients, next_cts = [], []
       for x_val, ct, val_batch in zip(xs_val, val_cts, val_batches, strict=True):
-        _, pull = jax.vjp(lambda p, x, b=val_batch: self.layer(p, layer_rest, x, index, b), layer_params, x_val)
+        _, pull = jax.vjp(
+          lambda p, x, b=val_batch: self.layer(self.val_loss, p, layer_rest, x, index, b), layer_params, x_val
+        )
         gradient, ct = pull(ct)
         gradients.append(gradient)
         next_cts.append(ct)
-      state, captured = self._layer_directions(gradients, moment)
+      state, parts, captured = self._layer_directions(gradients, moment)
 
       def probed(layer_params, probes, x):
         module = nnx.merge(self.layer_twin, layer_params, probes, state, layer_rest)
@@ -230,7 +238,7 @@ class _Walk:
 
       _, pull = jax.vjp(probed, layer_params, self.layer_probes, x)
       grads, probes, train_ct = pull(train_ct)
-      sums = self._layer_sums(layer_params, grads, gradients, moment)
+      sums = self._layer_sums(layer_params, grads, gradients, moment, parts)
       return (tuple(next_cts), train_ct), {"grads": grads, "probes": probes, "sums": sums, "captured": captured}
 
     scanned = (
@@ -258,40 +266,52 @@ class _Walk:
   def _layer_directions(self, gradients, moment):
     labelled = [schedules.by_label(g) for g in gradients]
     inner = {p.label.removeprefix(self.label_prefix): p for p in self.inner}
-    flat, captured = {}, {}
+    flat, parts, captured = {}, {}, {}
     for label, p in inner.items():
       second = moment["second"][label] if "second" in moment else None
-      parts, energy = _unstacked_parts(p, jnp.stack([g[label] for g in labelled]), second, self.scalars)
+      parts[label], energy = _unstacked_parts(p, jnp.stack([g[label] for g in labelled]), second, self.scalars)
       if energy is not None:
         captured[label] = energy
-      for name, array in zip(p.spec.parts, parts, strict=True):
+      for name, array in zip(p.spec.parts, parts[label], strict=True):
         flat[p.part_path(name)[len(self.prefix) :]] = GhostDirection(array)
-    return nnx.from_flat_state(flat), captured
+    return nnx.from_flat_state(flat), parts, captured
 
-  def _layer_sums(self, layer_params, grads, gradients, moment):
+  def _layer_sums(self, layer_params, grads, gradients, moment, parts):
     if self.account is None:
       return []
     scored = {p.label.removeprefix(self.label_prefix) for p in self.inner}
     moments = ledger.Moments(moment.get("first"), moment.get("second"), self.account.moments.count)
     params, grads = schedules.by_label(layer_params), schedules.by_label(grads)
+    used_K = self._used(self.inner, grads, parts, self.label_prefix)
     return [
       ledger.sums(self.account.optimizer, moments, self.account.kappa, params, grads, schedules.by_label(g), scored)
-      | {"used": _used(self.inner, grads, schedules.by_label(g), self.label_prefix)}
-      for g in gradients
+      | {"used": used}
+      for g, used in zip(gradients, used_K, strict=True)
     ]
 
   def sums(self, layer_sums, outer_grads, outer_gradients) -> list[dict]:
-    """`ledger.sums` of the whole model for each validation set; `used` is <g, G> over the scored parameters."""
+    """`ledger.sums` of the whole model for each validation set; `used` is <g, u> over the scored parameters."""
     grads, params = schedules.by_label(outer_grads), schedules.by_label(self.outer_params)
     scored = {p.label for p in self.outer}
+    labelled = [schedules.by_label(g) for g in outer_gradients]
+    parts, _ = _parts(self.twin, self.outer, labelled, self.second_moments, self.scalars)
+    used_K = self._used(self.outer, grads, parts, "")
     out = []
-    for layers, gradient in zip(layer_sums, outer_gradients, strict=True):
-      gradient = schedules.by_label(gradient)
+    for layers, gradient, used in zip(layer_sums, labelled, used_K, strict=True):
       outer = ledger.sums(
         self.account.optimizer, self.account.moments, self.account.kappa, params, grads, gradient, scored
-      ) | {"used": _used(self.outer, grads, gradient, "")}
+      ) | {"used": used}
       out.append({name: layers[name].sum() + outer[name] for name in outer})
     return out
+
+  def _used(self, scored, grads, parts, prefix: str):
+    """<g, u> [K] over scored parameters of one layer (or outside the stack); 0 for kind 'adam', whose facts hold it."""
+    used_K = jnp.zeros(self.twin.num_sets, float)
+    for p in scored if self.twin.spec.kind == "sgd" else ():
+      label = p.label.removeprefix(prefix)
+      direction, _ = directions.form(p.spec, parts[label], grads[label])
+      used_K += directions.along(p.spec, direction, grads[label])
+    return used_K
 
 
 def _parts(twin, scored, labelled, second_moments, scalars):
@@ -315,11 +335,6 @@ def _unstacked_parts(param, gradient_K, second_moment, scalars):
   matrices = directions.matrix_view(gradient_K, param.spec.rows, 1)
   left, right, captured = low_rank.factor(matrices, param.spec.direction.rank, param.label)
   return (left, right), captured
-
-
-def _used(params, grads, gradient, prefix: str):
-  """<g, G> over scored parameters of one layer (or outside the stack)."""
-  return sum(jnp.sum(grads[p.label.removeprefix(prefix)] * gradient[p.label.removeprefix(prefix)]) for p in params)
 
 
 def _outside(prefix: tuple, state: nnx.State) -> nnx.State:

@@ -98,7 +98,7 @@ class Scorer:
     if schedule == "reverse_scan":
       account = reverse_scan.Account(optimizer_spec(self.cfg.optimizer), moments, kappa)
       passed, val_loss, sums, captured = reverse_scan.run(
-        self.twin, graphdef, params, rest, step_loss, batch, val_batches, second, scalars, account
+        self.twin, graphdef, params, rest, step_loss, batch, val_batches, second, scalars, account, self.loss
       )
       return Scored(passed, val_loss, None, {}, sums, captured, total(self.twin, passed.scores))
     if schedule == "concat":
