@@ -74,6 +74,24 @@ def test_the_same_bits_in_every_form(tied, scan, remat):
   )
 
 
+@pytest.mark.parametrize("remat", ["minimal", "full"])
+def test_the_scored_layers_save_what_the_plain_ones_save(remat):
+  """A probed layer whose products a remat policy cannot see would recompute them all."""
+
+  def saved(ghost_enabled):
+    """Elements stacked over the layers by each scan of the step, the backward ones' gradients included."""
+    run = Run(remat_policy=remat, ghost_enabled=ghost_enabled)
+    jaxpr = jax.make_jaxpr(run.function)(run.state, TRAIN[0], (VALIDATION,) if ghost_enabled else ())
+    scans = [e for e in tiny.equations(jaxpr) if e.primitive.name == "scan"]
+    return [sum(v.aval.size for v in e.outvars if v.aval.shape and v.aval.shape[0] == 3) for e in scans]
+
+  plain_forward, plain_backward = saved(ghost_enabled=False)
+  validation_forward, validation_backward, forward, backward = saved(ghost_enabled=True)
+  assert forward == plain_forward > 3 * tiny.ROWS * tiny.POSITIONS * 20 - 1
+  assert validation_forward * tiny.ROWS == forward * tiny.VAL_ROWS
+  assert validation_backward == plain_backward < backward
+
+
 def test_without_ghost_there_are_no_ghost_outputs(twenty):
   assert twenty.plain[0].keys() == PLAIN
   assert twenty.off.twin is None
