@@ -194,7 +194,7 @@ def lm_low_rank(small: bool):
 
 def lm_selection(small: bool):
   """Equal steps on half of the rows, chosen by a method: loss on fresh rows of the validation domain."""
-  steps, seeds = (10, 1) if small else (150, 3)
+  steps, seeds = (10, 1) if small else (60, 3)
   methods = ("topk", "greats", "random", "bottomk")
   loss = {m: [lm.selection(_corpus(), m, seed, steps=steps) for seed in range(seeds)] for m in methods}
   rows = [{"experiment": f"LM selection, {m}", **{f"seed {s}": v for s, v in enumerate(loss[m])}} for m in methods]

@@ -89,6 +89,7 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict) -> 
   points = (load_point(cfg, step, path) for step, path in paths.items())
   count = offline.score(points, corpus, queries, writer, args.rows, step_tokens)
   writer.close()
+  config.save(as_run(cfg, args.data, corpus.domains), args.output / "config.yml")
   print(f"scored {count:,} chunks against {len(queries)} queries at {len(paths)} checkpoints: {args.output}")
   log = attribution.load(args.output)
   for name in queries:
@@ -100,6 +101,17 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict) -> 
       print(f"  {value:+.3e}  {domain}:{path}:{offset}")
   print(f"\nmore: maxghost scores {args.output} --by document --set {next(iter(queries))}")
   return 0
+
+
+def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config:
+  """The configuration that reads this corpus: `maxghost scores --text` and the report find the documents by it."""
+  files = tuple("=".join((name, str(Path(glob).absolute()))) for name, _, glob in (p.partition("=") for p in patterns))
+  return config.replace(
+    cfg, dataset_type="text", text_files=files, dataset_domains=(), dataset_domain_bytes=-1, dataset_shards=1,
+    dataset_mixture="proportional", dataset_weights=(), dataset_exclude_file="", ghost_val_domain=domains[0],
+    ghost_val_sets=(), ghost_val_files=(), ghost_val_fraction=0.0, ghost_enabled=False, ghost_select="none",
+    ghost_reweight=False,
+  )  # fmt: skip
 
 
 def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: dict) -> int:

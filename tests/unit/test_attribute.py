@@ -1,8 +1,10 @@
 """`maxghost attribute`: scores at fixed checkpoints against gradients of one document at a time, and the sketches."""
 
+import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -40,17 +42,22 @@ def queries(corpora):
   return {name: corpora[1].sample(name, 2)[0] for name in corpora[1].domains}
 
 
-def mean_loss(model, row, segment):
-  logits = model(*(row[name] for name in ("inputs", "inputs_position", "inputs_segmentation")))
-  counts = (row["targets_segmentation"] != 0) if segment is None else row["targets_segmentation"] == segment
-  log = jax.nn.log_softmax(logits)
-  losses = -jax.numpy.take_along_axis(log, row["targets"][..., None], -1)[..., 0]
-  return (losses * counts).sum() / counts.sum()
+@functools.cache
+def gradient_function(graphdef):
+  def mean_loss(params, rest, rows, segment):
+    model = nnx.merge(graphdef, params, rest)
+    logits = model(*(rows[name] for name in ("inputs", "inputs_position", "inputs_segmentation")))
+    counts = jnp.where(segment > 0, rows["targets_segmentation"] == segment, rows["targets_segmentation"] != 0)
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), rows["targets"][..., None], -1)[..., 0]
+    return (losses * counts).sum() / counts.sum()
+
+  return jax.jit(jax.grad(mean_loss))
 
 
-def gradient(model, batch, segment=None):
+def gradient(model, rows, segment=0):
+  """Of the mean loss of a segment of the rows, or (0) of all their tokens."""
   graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-  grad = jax.grad(lambda p: mean_loss(nnx.merge(graphdef, p, rest), batch, segment))(params)
+  grad = gradient_function(graphdef)(params, rest, rows, segment)
   return np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(grad)])
 
 
@@ -88,7 +95,7 @@ def test_every_document_is_scored_exactly_at_every_checkpoint(corpora, points, q
 
 def test_the_index_estimates_the_same_sums_and_finds_the_same_best(corpora, points, queries, truth, tmp_path):
   index = tmp_path / "index"
-  assert offline.build_index(points, corpora[0], index, ROWS, 64) == len(truth)
+  assert offline.build_index(points, corpora[0], index, ROWS, 32) == len(truth)
   found = offline.nearest(index, points, queries, corpora[1], top=len(truth))
   rates = np.array([0.5, 0.25])
   for k, name in enumerate(queries):

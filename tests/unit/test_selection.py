@@ -80,7 +80,7 @@ def plain():
   ("method", "settings"),
   [
     ("topk", {"ghost_select_fraction": 0.43}),
-    pytest.param("greats", {"ghost_select_fraction": 0.43}, marks=pytest.mark.slow),  # three passes to compile
+    ("greats", {"ghost_select_fraction": 0.43}),
     ("threshold", {"ghost_select_threshold": 0.5}),
   ],
 )

@@ -169,13 +169,12 @@ class Sketcher:
     names = [f"{kind}{part}" for kind in ("inputs", "targets") for part in ("", "_position", "_segmentation")]
     loss = LanguageModelLoss()
     twin = prepare_twin(
-      model, dict.fromkeys(names, shape), loss, num_sets=num_directions, num_positions=length,
+      model, dict.fromkeys(names, shape), loss, num_sets=1, num_positions=length,
       spec=DirectionSpec("sgd", rank=1),
     )  # fmt: skip
 
     def run(params, rest, batch):
-      _, sketch_MRBT = sketch_pass(twin, params, rest, loss, batch, jax.random.key(_SEED))
-      return sketch_MRBT
+      return sketch_pass(twin, params, rest, loss, batch, jax.random.key(_SEED), num_directions)
 
     self._run = jax.jit(run)
 

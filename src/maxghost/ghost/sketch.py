@@ -37,15 +37,26 @@ def random_directions(twin: Twin, key, scale: dict | None = None) -> dict:
   return parts
 
 
-def sketch_pass(twin: Twin, params, rest, loss_fn, batch, key, scale: dict | None = None):
-  """(TrainPass, blocks): additive sketches f32[M, R, n(, T)], one block for each scored parameter and layer."""
-  state = twin.direction_state(random_directions(twin, key, scale))
-  passed = schedules.train_pass(twin, params, rest, loss_fn, batch, state)
-  blocks = []
-  for param in twin.scored:
-    score = passed.scores[param.label]
-    blocks.append(score.reshape(-1, *score.shape[len(param.stack_shape) :]))
-  return passed, jnp.concatenate(blocks)
+def sketch_pass(twin: Twin, params, rest, loss_fn, batch, key, num_directions: int, scale: dict | None = None):
+  """Additive sketches f32[M, R, n(, T)] of the batch, one block for each scored parameter and layer.
+
+  twin: of kind 'sgd' and rank 1 with one validation set; the R directions are mapped over, so that the program does not
+  grow with them and the passes that do not depend on a direction run once.
+  """
+
+  def one(key):
+    state = twin.direction_state(random_directions(twin, key, scale))
+    scores = schedules.train_pass(twin, params, rest, loss_fn, batch, state).scores
+    return jnp.concatenate([_blocks(scores[p.label], p) for p in twin.scored])
+
+  return jax.vmap(one, out_axes=1)(jax.random.split(key, num_directions))
+
+
+def _blocks(score, param):
+  """[layers, n(, T)] of scores [*stack, 1, n(, T)]."""
+  axis = len(param.stack_shape)
+  score = score.squeeze(axis)
+  return score.reshape(-1, *score.shape[axis:])
 
 
 def factored(scale):

@@ -120,7 +120,7 @@ class SelectingScorer(Scorer):
     if self.ghost.ghost_select == "greats":
       common["num_positions"] = None
       self.sketch_twin = prepare_twin(
-        model, shapes, self.loss, num_sets=NUM_SKETCHES, spec=DirectionSpec("sgd", rank=1), **common
+        model, shapes, self.loss, num_sets=1, spec=DirectionSpec("sgd", rank=1), **common
       )
 
   def __call__(self, train_state, split, step_loss, batch, val_batches) -> Selected:
@@ -188,7 +188,7 @@ class SelectingScorer(Scorer):
     size = sum(jnp.vdot(a, a) for a in jax.tree.leaves(moved))
     curvature = jnp.maximum(along / jnp.maximum(size, jnp.finfo(size.dtype).tiny), 0)
     key = jax.random.fold_in(jax.random.key(SEED + 1), train_state.step)
-    _, sketch_MRB = sketch.sketch_pass(self.sketch_twin, params, rest, step_loss, batch, key, step)
+    sketch_MRB = sketch.sketch_pass(self.sketch_twin, params, rest, step_loss, batch, key, NUM_SKETCHES, step)
     gram_BB = jnp.einsum("mra,mrb->ab", sketch_MRB, sketch_MRB) / NUM_SKETCHES
     learning_rate = learning_rate_schedule(self.cfg.optimizer, self.cfg.run.steps)(train_state.step)
     return learning_rate * self.num_candidates / self.num_chosen * curvature * gram_BB

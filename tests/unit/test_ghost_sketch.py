@@ -1,0 +1,57 @@
+"""Sketches: each entry is the product of an example's gradient with a known random direction."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxghost.ghost import DirectionSpec, engines
+from maxghost.ghost.attach import split
+from maxghost.ghost.prepare import prepare_twin
+from maxghost.ghost.sketch import factored, random_directions, sketch_pass
+
+EXAMPLES, DIRECTIONS = 5, 3
+
+
+class Model(nnx.Module):
+  """One matrix large enough for rank-one directions (12 x 9), one that is scored along whole ones (9 x 2)."""
+
+  def __init__(self):
+    self.first, self.second = nnx.Linear(12, 9, rngs=nnx.Rngs(0)), nnx.Linear(9, 2, rngs=nnx.Rngs(1))
+
+  def __call__(self, x):
+    return self.second(jnp.tanh(self.first(x)))
+
+
+def loss(model, batch):
+  return jnp.square(model(batch["x"]) - batch["y"]).sum(-1), batch["weight"]
+
+
+def test_entries_are_products_with_the_drawn_directions():
+  rng = np.random.default_rng(0)
+  batch = {"x": rng.normal(size=(EXAMPLES, 12)), "y": rng.normal(size=(EXAMPLES, 2)), "weight": rng.random(EXAMPLES)}
+  batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), batch)
+  model, key = Model(), jax.random.key(3)
+  graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+  twin = prepare_twin(model, batch, loss, num_sets=1, num_positions=None, spec=DirectionSpec("sgd", rank=1))
+  assert {p.spec.low_rank for p in twin.scored} == {True, False}
+  blocks_MRn = sketch_pass(twin, *split(model), loss, batch, key, DIRECTIONS)
+  assert blocks_MRn.shape == (len(twin.scored), DIRECTIONS, EXAMPLES)
+  gradients = engines.per_example_gradients(graphdef, params, rest, loss, batch)
+  for r, own in enumerate(jax.random.split(key, DIRECTIONS)):
+    parts = random_directions(twin, own)
+    for m, param in enumerate(twin.scored):
+      u = (parts[param.label][0] @ parts[param.label][1])[0] if param.spec.low_rank else parts[param.label][0][0]
+      assert set(np.unique(np.asarray(u))) <= {-1.0, 1.0}
+      expected = (gradients[param.label] * u).reshape(EXAMPLES, -1).sum(-1)
+      np.testing.assert_allclose(blocks_MRn[m, r], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_factors_keep_row_and_column_means_and_are_exact_at_rank_one():
+  scale = np.random.default_rng(1).uniform(1, 3, (2, 5, 8)).astype(np.float32)
+  rows, columns = factored(jnp.asarray(scale))
+  product = rows[..., :, None] * columns[..., None, :]
+  np.testing.assert_allclose(product.mean(-1), scale.mean(-1), rtol=1e-5)
+  np.testing.assert_allclose(product.mean(-2), scale.mean(-2), rtol=1e-5)
+  np.testing.assert_allclose(jnp.outer(*factored(jnp.asarray(np.outer(scale[0, :, 0], scale[0, 0])))),
+                             np.outer(scale[0, :, 0], scale[0, 0]), rtol=1e-5)  # fmt: skip
