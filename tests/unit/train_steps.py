@@ -10,7 +10,7 @@ from flax import nnx
 
 from maxghost.training import optimizers, step
 from maxghost.training.compiling import compiler_options
-from maxghost.training.state import TrainStateNNX, adam_moments
+from maxghost.training.state import TrainStateNNX, adam_moments, trainable
 
 # No warm-up, so that the first step already moves; clipping is at work in some steps and not in others.
 TRAINING = {
@@ -46,8 +46,8 @@ class Run:
     self.num_sets = num_sets
     with jax.enable_x64(self.wide):
       tx = optimizers.make_optimizer(self.cfg.optimizer, self.cfg.run.steps)
-      stored = num_sets if self.cfg.ghost.ghost_val_every > 1 else 0
-      train_state = TrainStateNNX(tiny.make_model(self.cfg), tx, num_stored=stored)
+      stored, model = num_sets if self.cfg.ghost.ghost_val_every > 1 else 0, tiny.make_model(self.cfg)
+      train_state = TrainStateNNX(model, tx, trainable=trainable(self.cfg, model), num_stored=stored)
       self.graphdef, self.state = nnx.split(train_state)
       self.function, self.twin = step.make_train_step(
         self.cfg, self.graphdef, self.state, batch, num_segments=tiny.SEGMENTS, num_sets=num_sets

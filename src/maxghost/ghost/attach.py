@@ -164,13 +164,19 @@ def _owners(modules: dict) -> list[tuple[tuple, str]]:
 
 def _excluded(owners, patterns: tuple[str, ...]) -> set:
   labels = {(p, n): _label((*p, n)) for p, n in owners}
-  matched = set()
+  left_out = excluded_labels(list(labels.values()), patterns)
+  return {key for key, label in labels.items() if label in left_out}
+
+
+def excluded_labels(labels: list[str], patterns: tuple[str, ...]) -> set[str]:
+  """The parameter paths that fnmatch patterns name; ValueError for a pattern without a match."""
+  left_out = set()
   for pattern in patterns:
-    hits = {key for key, label in labels.items() if fnmatch.fnmatch(label, pattern)}
+    hits = fnmatch.filter(labels, pattern)
     if not hits:
-      raise ValueError(f"ghost_exclude pattern '{pattern}' matches no parameter; paths: {', '.join(labels.values())}")
-    matched |= hits
-  return matched
+      raise ValueError(f"ghost_exclude pattern '{pattern}' matches no parameter; paths: {', '.join(labels)}")
+    left_out.update(hits)
+  return left_out
 
 
 def _uncovered_message(uncovered) -> str:

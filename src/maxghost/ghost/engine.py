@@ -13,7 +13,7 @@ from flax import nnx
 
 from maxghost.config.schema import Config
 from maxghost.ghost import directions, engines, names, reverse_scan, schedules
-from maxghost.ghost.attach import Twin, split
+from maxghost.ghost.attach import Twin, excluded_labels, split
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.prepare import prepare_twin
@@ -25,11 +25,12 @@ class GhostResult:
 
   dot: f32[n], <grad l_i, u> with l_i the weighted mean loss of example i (u = the gradient of the validation loss for
     direction 'sgd'); with several validation sets f32[K, n]. An example without weight has 0.
-  per_param: {path: [*stack, n]} (or [*stack, K, n]); the sum over paths and layers is dot. Empty for engine 'jvp'.
+  per_param: {path: [*stack, n]} (or [*stack, K, n]); the sum over paths and layers is dot. Engine perexample does not
+    tell stacked layers apart: [n] (or [K, n]). Empty for engine 'jvp'.
   additive: f32[n] or [K, n]: w_i * dot_i, w_i the example's share of the batch's weight; adds up over examples.
   per_position: like additive with a trailing position axis, or None. Engine graddotprod credits the position where a
     parameter was used, engine jvp the position whose loss it is.
-  grads: State of the gradient of the batch loss, same paths as nnx.Param (None for engine 'jvp').
+  grads: State of the gradient of the batch loss, same paths as nnx.Param.
   loss, val_loss: nats. captured: {path: [*stack(, K)]}, share of |u|^2 held by rank-r factors.
   """
 
@@ -37,7 +38,7 @@ class GhostResult:
   additive: jax.Array
   per_param: dict
   per_position: jax.Array | None
-  grads: nnx.State | None
+  grads: nnx.State
   loss: jax.Array
   val_loss: jax.Array
   captured: dict
@@ -86,6 +87,8 @@ class GhostEngine:
     self.per_position = per_position
     self.default_loss = LanguageModelLoss(cfg.model.z_loss_multiplier)
     names.check_combination(self.engine, self.schedule, direction, self.rank)
+    if per_position and self.engine == "perexample":
+      raise ValueError("ghost_engine=perexample scores whole examples; for per_position use graddotprod or jvp")
     self._compiled: dict = {}
 
   def score(
@@ -136,6 +139,8 @@ class GhostEngine:
     if self.engine != "graddotprod":
       return jax.jit(lambda *args: self._run_ruleless(graphdef, loss_fn, *args))
     leading = jax.tree.leaves(train_batch)[0].shape
+    if self.per_position and len(leading) < 2:
+      raise ValueError(f"per_position=True needs arrays [n, T] in the batch; its first one has shape {leading}")
     twin = prepare_twin(
       model,
       train_batch,
@@ -184,15 +189,26 @@ class GhostEngine:
       gradients = schedules.second_order_gradients(graphdef, params, rest, loss_fn, val_batches, gradients, delta)
     if adam is not None:
       gradients = [_preconditioned(self.spec, grads, g, adam) for g in gradients]
+    labels = list(schedules.by_label(params))
+    left_out = excluded_labels(labels, self.exclude)
     out = schedules.TrainPass(loss, losses, weights, grads, {}, {})
     if self.engine == "jvp":
+      gradients = [_without(g, left_out) for g in gradients]
       scores = jnp.stack([engines.jvp_scores(graphdef, params, rest, loss_fn, train_batch, u) for u in gradients])
       additive = scores.reshape(*scores.shape[:2], -1).sum(-1)
       return _result(out, additive, {}, scores if self.per_position and scores.ndim > 2 else None, val_loss, {})
-    stacks = dict.fromkeys(schedules.by_label(params), ())
+    stacks = {label: () for label in labels if label not in left_out}
     sets = [engines.per_example_scores(graphdef, params, rest, loss_fn, train_batch, u, stacks) for u in gradients]
     per_param = {label: jnp.stack([s[label] for s in sets]) for label in stacks}
     return _result(out, sum(per_param.values()), per_param, None, val_loss, {})
+
+
+def _without(state: nnx.State, labels: set[str]) -> nnx.State:
+  """The State with zeros at these paths."""
+  flat = nnx.to_flat_state(state)
+  return nnx.from_flat_state(
+    [(path, v.replace(jnp.zeros_like(v[...])) if "/".join(map(str, path)) in labels else v) for path, v in flat]
+  )
 
 
 def direction_spec(cfg: Config, direction: str, rank: int = 0) -> DirectionSpec:

@@ -49,8 +49,9 @@ def run(
 ):
   """(TrainPass, val_loss [K], list of K `ledger.sums` or None, captured).
 
-  loss: a `StagedLoss`; val_loss: that of the validation rows, where it differs (no dropout). second_moments, scalars: as `schedules.direction_parts`. Scores equal those of 'two_pass', tied
-  tables included. Raises ValueError for a loss without stages or a model without stacked layers.
+  loss: a `StagedLoss`; val_loss: that of the validation rows, where it differs (no dropout). second_moments, scalars:
+  as `schedules.direction_parts`. Scores equal those of 'two_pass', tied tables included.
+  Raises ValueError for a loss without stages or a model without stacked layers.
   """
   if not hasattr(loss, "layer_inputs"):
     raise ValueError(

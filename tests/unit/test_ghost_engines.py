@@ -1,0 +1,247 @@
+"""Engines jvp and perexample: the totals of graddotprod, by forward mode and by materialised gradients.
+
+n examples, T positions, K validation sets.
+"""
+
+import foreign
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import tiny
+from flax import nnx
+from train_steps import TRAIN, VALIDATION, Run
+
+from maxghost import ghost
+
+N, N_VAL, T, TOKENS = 6, 4, 7, 23
+FLOAT64 = {"dtype": "float64", "weight_dtype": "float64", "remat_policy": "none"}
+
+
+class Gate(nnx.Module):
+  """A layer that has no rule."""
+
+  def __init__(self, width):
+    self.strength = nnx.Param(jnp.zeros(width))
+
+  def __call__(self, x):
+    return x * jax.nn.sigmoid(self.strength[...] * x)
+
+
+class Tagger(nnx.Module):
+  """Token ids [n, T] to logits [n, T, 23]; positions mix."""
+
+  def __init__(self, rngs):
+    self.table, self.dense = nnx.Embed(TOKENS, 10, rngs=rngs), nnx.Linear(10, 12, rngs=rngs)
+    self.gate, self.out = Gate(12), nnx.Linear(12, TOKENS, rngs=rngs)
+
+  def __call__(self, ids):
+    return self.out(self.gate(jnp.cumsum(jnp.tanh(self.dense(self.table(ids))), 1)))
+
+
+def loss_fn(model, batch):
+  """(losses [n, T], weights [n, T])."""
+  return -jnp.take_along_axis(jax.nn.log_softmax(model(batch["x"])), batch["y"][..., None], -1)[..., 0], batch["w"]
+
+
+def make_batch(num: int, seed: int) -> dict:
+  rng = np.random.default_rng(seed)
+  x, y = rng.integers(0, TOKENS, (2, num, T))
+  weights = ((rng.random((num, T)) + 0.2) * (rng.random((num, T)) < 0.7)).astype(np.float32)
+  weights[2] = 0
+  return {"x": x, "y": y, "w": weights}
+
+
+TRAIN_ROWS, VALS = make_batch(N, 1), [make_batch(N_VAL, 2), make_batch(3, 3)]
+
+
+class Case:
+  def __init__(self):
+    self.model = foreign.randomized(Tagger)
+    self.oracle = foreign.Oracle(self.model, loss_fn, TRAIN_ROWS, *VALS)
+    self.moments = foreign.moments_like(self.oracle)
+    self.delta = jax.tree.map(lambda x: 0.2 * jnp.cos(7 * x), nnx.state(self.model, nnx.Param))
+
+  def score(self, engine, direction="sgd", **settings):
+    adam = ghost.AdamState({k: jnp.asarray(v) for k, v in self.moments.items()}, 4, 0.7)
+    extra = {"adam": {"adam": adam}, "second_order": {"delta": self.delta}}.get(direction, {})
+    engine = ghost.GhostEngine(engine=engine, direction=direction, **settings)
+    return foreign.score(engine, self.model, TRAIN_ROWS, VALS, loss_fn=loss_fn, **extra)
+
+  def expected(self, direction, k) -> dict:
+    if direction == "adam":
+      return self.oracle.dots(self.oracle.adam(self.moments, count=4, kappa=0.7, index=k))
+    return self.oracle.dots(self.oracle.G[k])
+
+
+@pytest.fixture(scope="module")
+def case():
+  return Case()
+
+
+def test_graddotprod_needs_a_rule_where_the_others_need_none(case):
+  with pytest.raises(ValueError, match=r"gate/strength \(Gate\).*ghost_engine=jvp"):
+    case.score("graddotprod")
+
+
+@pytest.mark.parametrize("direction", ["sgd", "adam"])
+@pytest.mark.parametrize("engine", ["jvp", "perexample"])
+def test_totals(case, engine, direction):
+  result = case.score(engine, direction)
+  share = case.oracle.weights / case.oracle.weights.sum()
+  for k in range(2):
+    expected = foreign.total(case.expected(direction, k))
+    assert oracles.relative_error(result.dot[k], expected) < 1e-5
+    assert oracles.relative_error(result.additive[k], expected * share) < 1e-5
+    assert result.dot[k, 2] == 0  # no weight
+  for label, g in tiny.by_label(result.grads).items():
+    assert oracles.relative_error(g, case.oracle.g[label]) < 1e-5, label
+  if engine == "jvp":
+    assert result.per_param == {}
+    return
+  for k in range(2):
+    foreign.assert_scores({label: v[k] for label, v in result.per_param.items()}, case.expected(direction, k), 1e-5)
+
+
+def test_second_order_is_the_same_by_both(case):
+  """And far from first order; test_ghost_directions has the formula."""
+  by_jvp, by_example = (case.score(engine, "second_order") for engine in ("jvp", "perexample"))
+  assert oracles.relative_error(by_jvp.dot, by_example.dot) < 1e-5
+  assert oracles.relative_error(by_jvp.dot[0], foreign.total(case.expected("sgd", 0))) > 0.02
+
+
+def test_forward_mode_scores_the_loss_of_each_token(case):
+  """<grad of the token's own loss, u>: not what flows through the token's position, which graddotprod reports."""
+  result = case.score("jvp", per_position=True)
+  graphdef, params, rest = nnx.split(case.model, nnx.Param, ...)
+
+  def losses(params):
+    return loss_fn(nnx.merge(graphdef, params, rest), TRAIN_ROWS)[0]
+
+  with tiny.cheap_compilation():
+    jacobian = tiny.by_label(jax.jit(jax.jacrev(losses))(params))
+  products = {label: (v * case.oracle.G[0][label]).reshape(N, T, -1).sum(-1) for label, v in jacobian.items()}
+  weights = TRAIN_ROWS["w"].astype(np.float64)
+  assert oracles.relative_error(result.per_position[0], sum(products.values()) * weights / weights.sum()) < 1e-5
+  assert oracles.relative_error(result.per_position.sum(-1), result.additive) < 1e-6
+
+
+@pytest.mark.parametrize("engine", ["jvp", "perexample"])
+def test_excluded_parameters_are_left_out(case, engine):
+  result = case.score(engine, exclude=("gate/*", "*/bias"))
+  kept = {label: v for label, v in case.expected("sgd", 1).items() if "gate" not in label and "bias" not in label}
+  assert oracles.relative_error(result.dot[1], foreign.total(kept)) < 1e-5
+  if engine == "perexample":
+    assert result.per_param.keys() == kept.keys()
+  with pytest.raises(
+    ValueError, match=r"ghost_exclude pattern 'gates/\*' matches no parameter; paths: .*gate/strength"
+  ):
+    case.score(engine, exclude=("gates/*",))
+
+
+class Shared(nnx.Module):
+  """One Param under two names."""
+
+  def __init__(self, rngs):
+    self.first, self.second = nnx.Linear(5, 5, rngs=rngs), nnx.Linear(5, 5, rngs=rngs)
+    self.second.kernel = self.first.kernel
+
+  def __call__(self, x):
+    return self.second(jnp.tanh(self.first(x)))
+
+
+def test_a_param_under_two_names_is_refused_by_the_rules_and_scored_by_forward_mode():
+  model = foreign.randomized(Shared)
+  rng = np.random.default_rng(0)
+  train, val = ({"x": rng.normal(size=(n, 5)).astype(np.float32), "w": np.ones(n, np.float32)} for n in (N, N_VAL))
+
+  def squares(model, batch):
+    return jnp.square(model(batch["x"])).sum(-1), batch["w"]
+
+  with pytest.raises(ValueError, match=r"second/kernel is also first/kernel|first/kernel is also second/kernel"):
+    ghost.GhostEngine().score(model, train, val, loss_fn=squares)
+  result = foreign.score(ghost.GhostEngine(engine="jvp"), model, train, val, loss_fn=squares)
+  oracle = foreign.Oracle(model, squares, train, val)
+  assert oracles.relative_error(result.dot, foreign.total(oracle.dots(oracle.G[0]))) < 1e-5
+
+
+def test_the_transformer_by_all_three_engines():
+  """Its attention, norms and loss have backward passes written by hand, which forward mode goes around."""
+  cfg = tiny.make_config(logits_via_embedding=True, base_num_decoder_layers=2, z_loss_multiplier=0.01, **FLOAT64)
+  train, val = tiny.make_batch(tiny.PACKED[:4], seed=1), tiny.make_batch(tiny.VALIDATION, seed=2)
+  with jax.enable_x64(True), tiny.cheap_compilation():
+    model = tiny.make_model(cfg)
+    results = {
+      engine: jax.tree.map(np.asarray, ghost.GhostEngine(cfg, engine=engine).score(model, train, val))
+      for engine in ("graddotprod", "jvp", "perexample")
+    }
+  expected = results["graddotprod"]
+  for engine in ("jvp", "perexample"):
+    assert oracles.relative_error(results[engine].dot, expected.dot) < 1e-11
+    assert results[engine].loss == pytest.approx(expected.loss, rel=1e-12)
+  for label, value in results["perexample"].per_param.items():
+    exact = expected.per_param[label]
+    assert oracles.relative_error(value, exact.sum(0) if exact.ndim == 2 else exact) < 1e-11, label
+
+
+@pytest.mark.parametrize(
+  ("settings", "message"),
+  [
+    ({"engine": "jpv"}, "ghost_engine=jpv: use one of graddotprod, jvp, perexample; did you mean jvp"),
+    ({"engine": "per_example"}, "did you mean perexample"),
+    ({"engine": "graddot"}, "did you mean graddotprod"),
+    ({"engine": "perexample", "per_position": True}, "scores whole examples; for per_position use graddotprod or jvp"),
+    ({"engine": "jvp", "schedule": "reverse_scan"}, "ghost_engine=jvp has no ghost_schedule=reverse_scan"),
+  ],
+)
+def test_unknown_names_and_combinations(settings, message):
+  with pytest.raises(ValueError, match=message):
+    ghost.GhostEngine(**settings)
+
+
+def test_positions_of_a_batch_without_any(case):
+  model, rng = foreign.randomized(lambda rngs: nnx.Linear(5, 3, rngs=rngs)), np.random.default_rng(0)
+  batch = {"w": np.ones(N, np.float32), "x": rng.normal(size=(N, 5)).astype(np.float32)}
+  with pytest.raises(ValueError, match=r"per_position=True needs arrays \[n, T\] in the batch"):
+    ghost.GhostEngine(per_position=True).score(
+      model, batch, batch, loss_fn=lambda m, b: (jnp.square(m(b["x"])).sum(-1), b["w"])
+    )
+
+
+COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
+
+
+class Training:
+  """Three steps with forward mode or rules, a part of the parameters frozen, a validation gradient for two steps."""
+
+  def __init__(self, engine):
+    mask = ("*mlp*", "*norm*", "decoder/logits_dense/*")
+    self.run = Run(ghost_engine=engine, trainable_parameters_mask=mask, ghost_val_every=2, dropout_rate=0.1, **FLOAT64)
+    self.around, self.out = [self.run.snapshot()], []
+    for i in range(3):
+      self.out.append(self.run.step(TRAIN[i], (VALIDATION,)))
+      self.around.append(self.run.snapshot())
+
+
+def test_training_with_frozen_parameters_by_forward_mode_and_by_rules():
+  by_jvp, by_rules = Training("jvp"), Training("graddotprod")
+  frozen = {"token_embedder/embedding", *(f"decoder/layers/self_attention/{n}/kernel" for n in ("key", "query", "out"))}
+  for training in (by_jvp, by_rules):
+    for label, start in training.around[0].params.items():
+      moved = (training.around[-1].params[label] != start).any()
+      assert moved == (label not in frozen and "value" not in label), label
+  for i, (ours, theirs) in enumerate(zip(by_jvp.out, by_rules.out, strict=True)):
+    for label, value in by_rules.around[i + 1].params.items():
+      assert oracles.relative_error(by_jvp.around[i + 1].params[label], value) < 1e-10, label
+    for name in ("momentum", "weight_decay", "unscored", "predicted", "val_loss", "loss_BS"):
+      np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-9, err_msg=name)
+    # Forward mode knows this step's clipping factor; the rules score with that of the step before.
+    assert abs(ours["direction_residual"][0]) < 1e-10 * abs(ours["predicted_examples"][0])
+    exact = sum(theirs[name] for name in ("predicted_examples", "direction_residual"))
+    np.testing.assert_allclose(ours["predicted_examples"], exact, rtol=1e-9)
+    np.testing.assert_allclose(ours["contribution_BSK"].sum((0, 1)), ours["predicted_examples"], rtol=1e-9)
+    size = sum(abs(ours[name][0]) for name in COLUMNS)
+    assert sum(ours[name][0] for name in COLUMNS) == pytest.approx(ours["predicted"][0], abs=1e-12 * size)
+    assert max(ours["check_rel_err"][0], theirs["check_rel_err"][0]) < 1e-10
+    assert "unscored" not in ours or ours["unscored"][0] == 0

@@ -1,0 +1,92 @@
+"""Gradient accumulation: the step, the scores and the account of the whole batch, from one micro-batch after another.
+
+B = 9 rows in three micro-batches; micro-batch m holds rows m, m + 3, m + 6. Float64.
+"""
+
+import jax
+import numpy as np
+import oracles
+import pytest
+import tiny
+from train_steps import VALIDATION, Run
+
+FLOAT64 = {"dtype": "float64", "weight_dtype": "float64", "remat_policy": "none"}
+ROWS = ((4, 5, 3), (13,), (2,), (1, 7, 2, 2), (8, 3), (3, 9), (12,), (5, 5), (6,))
+UNEVEN = tiny.make_batch(ROWS, seed=300)
+HOLLOW = {**UNEVEN, "targets_segmentation": UNEVEN["targets_segmentation"].copy()}
+HOLLOW["targets_segmentation"][1::3] = 0  # micro-batch 1 has no token that counts
+BATCHES = [UNEVEN, HOLLOW]
+COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
+
+
+class TwoSteps:
+  """A batch with uneven micro-batches, then one with an empty micro-batch."""
+
+  def __init__(self, num_micro: int, **changes):
+    self.run = Run(batch=UNEVEN, gradient_accumulation_steps=num_micro, **FLOAT64, **changes)
+    self.around, self.out = [self.run.snapshot()], []
+    for batch in BATCHES:
+      self.out.append(self.run.step(batch))
+      self.around.append(self.run.snapshot())
+
+
+@pytest.fixture(scope="module")
+def whole():
+  return TwoSteps(1, ghost_direction="sgd")
+
+
+@pytest.fixture(scope="module")
+def split():
+  return TwoSteps(3, ghost_direction="sgd")
+
+
+def test_the_micro_batches_are_uneven_and_one_is_empty():
+  counts = [[(b["targets_segmentation"][m::3] != 0).sum() for m in range(3)] for b in BATCHES]
+  assert len(set(counts[0])) == 3
+  assert counts[1][1] == 0
+  assert min(counts[1][0], counts[1][2]) > 0
+
+
+@pytest.mark.parametrize("i", [0, 1])
+def test_everything_is_that_of_the_whole_batch(whole, split, i):
+  """Gradient, update, scores of every document, contributions by parameter, account."""
+  actual, expected = split.out[i], whole.out[i]
+  assert actual.keys() == expected.keys()
+  for name in sorted(expected.keys() - {"check_rel_err", "param_contribution", "nonfinite_scores", "scored_ok"}):
+    assert oracles.relative_error(actual[name], expected[name]) < 1e-9, name
+  for label, value in expected["param_contribution"].items():
+    assert oracles.relative_error(actual["param_contribution"][label], value) < 1e-9, label
+  for name in ("params", "first", "second"):
+    for label, value in getattr(whole.around[i + 1], name).items():
+      assert oracles.relative_error(getattr(split.around[i + 1], name)[label], value) < 1e-9, (name, label)
+  assert actual["check_rel_err"][0] < 1e-10
+  assert actual["scored_ok"]
+
+
+@pytest.mark.parametrize("i", [0, 1])
+def test_no_micro_batch_overwrites_anothers_scores(split, i):
+  """Every document that has a token to count has a score of its own; no two are equal."""
+  out = split.out[i]
+  has_tokens = out["tokens_BS"] > 0
+  scores = out["score_dot_BSK"][..., 0]
+  assert (scores[has_tokens] != 0).all()
+  assert len(np.unique(scores[has_tokens])) == has_tokens.sum() > 9
+  assert (scores[~has_tokens] == 0).all()
+
+
+def test_adams_direction_of_each_micro_batch_leaves_a_residual_and_the_columns_add_up():
+  """P_t is formed from a micro-batch's own gradient; what the step's own P_t would say stands in the residual."""
+  steps = TwoSteps(3)
+  with jax.enable_x64(True), tiny.cheap_compilation():
+    gradients = oracles.ExampleGradients(tiny.make_model(tiny.make_config(**FLOAT64)))
+    for i, out in enumerate(steps.out):
+      before = steps.around[i].params
+      G = oracles.batch_gradient(gradients(VALIDATION, before), VALIDATION)
+      change = {label: steps.around[i + 1].params[label] - v for label, v in before.items()}
+      columns = [float(out[name][0]) for name in COLUMNS]
+      size = sum(map(abs, columns))
+      predicted = -sum(float((G[label] * v).sum()) for label, v in change.items())
+      assert sum(columns) == pytest.approx(predicted, abs=1e-7 * size)
+      np.testing.assert_allclose(out["contribution_BSK"].sum(), out["predicted_examples"][0], atol=1e-12 * size)
+      assert abs(out["direction_residual"][0]) > 1e-3 * size
+      assert out["check_rel_err"][0] < 1e-10
