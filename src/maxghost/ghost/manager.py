@@ -80,6 +80,11 @@ class GhostEngineManager:
     """Adds the step's scores to the log and returns them: <grad l_i, u>, f32[n] (or [K, n])."""
     result = self.result
     dot = np.asarray(result.dot)
+    if self._log and self._log[0]["dot"].shape != dot.shape:
+      raise ValueError(
+        f"step {step} has scores {dot.shape}, the steps before {self._log[0]['dot'].shape}, and one file holds one "
+        f"shape: save_metrics(step) before the batch changes size"
+      )
     self._log.append(
       {"step": step, "ids": self._ids, "dot": dot, "loss": float(result.loss), "val_loss": np.asarray(result.val_loss)}
     )
