@@ -93,9 +93,10 @@ def test_every_document_is_scored_exactly_at_every_checkpoint(corpora, points, q
   assert len({key[1] for key in keys}) == 5, "every document once"
 
 
+@pytest.mark.slow
 def test_the_index_estimates_the_same_sums_and_finds_the_same_best(corpora, points, queries, truth, tmp_path):
   index = tmp_path / "index"
-  assert offline.build_index(points, corpora[0], index, ROWS, 32) == len(truth)
+  assert offline.build_index(points, corpora[0], index, ROWS, 128) == len(truth)
   found = offline.nearest(index, points, queries, corpora[1], top=len(truth))
   rates = np.array([0.5, 0.25])
   for k, name in enumerate(queries):
@@ -128,7 +129,7 @@ def test_an_index_of_other_weights_is_refused(points, tmp_path):
     (["run", "--queries", "a=b", "--index", "i", "--output", "out"], "give one of them"),
     (["run", "--index", "i"], "needs --data"),
     (["run", "--data", "a=b", "--queries", "c=d", "--output", "full"], "is not empty"),
-    (["run", "--queris", "a=b"], "did you mean --queries"),
+    (["run", "--queris", "a=b"], "did you mean '--queries'"),
     (["run", "--index", "i", "--queries", "a=b", "--directions", "0"], "at least 1"),
     (["empty", "--index", "i", "--queries", "a=b"], "no checkpoint in"),
     (["full", "--index", "i", "--queries", "a=b"], "is not a checkpoint"),

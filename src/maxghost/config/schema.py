@@ -233,8 +233,8 @@ class GhostConfig:
   ghost_log_period: int = key(20, "steps per score file", minimum=1)
   ghost_select: str = key(
     "none",
-    "train each step on a part of its rows, chosen by their scores: the best (topk), those above a threshold, the best "
-    "together (greats: what two rows teach twice counts once); random and bottomk are for comparison",
+    "train on rows chosen by their scores: the best (topk), above a threshold, the best together (greats: what two "
+    "rows teach twice counts once); random and bottomk are for comparison",
     choices=("none", "topk", "threshold", "greats", "random", "bottomk"),
   )
   ghost_select_fraction: float = key(
