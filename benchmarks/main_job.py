@@ -43,7 +43,7 @@ def check(folder: Path, args) -> int:
   losses = [json.loads(line)["learning/loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
   entropy, tokens = unigram_entropy(cfg)
   last_loss = float(np.mean(losses[-LAST_STEPS:]))
-  part = summarize(attribution.load(run_dir), with_texts=False).sets[0]
+  part = summarize(attribution.load(run_dir)).sets[0]
   rows = [
     {
       "domain": value.domain, "tokens": value.tokens, "nats in all": value.contribution,
