@@ -88,7 +88,8 @@ def main() -> int:
   figures = [figure for name, row in chosen.items() for figure in targets(name, row, share, seconds, flops)]
   if REVERSE in steps:
     figures.append(memory_target(steps, args.overrides))
-  figures += agreement(args.agreement_steps)
+  if args.agreement_steps:
+    figures += agreement(args.agreement_steps)
   return _measure.publish("ghost_overhead", rows, figures, path=args.json)
 
 
