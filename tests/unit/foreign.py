@@ -101,7 +101,7 @@ def assert_scores(actual: dict, expected: dict, tolerance: float) -> None:
 def _computing_in_float64(model):
   """Layers such as nnx.Embed keep the dtype they were made with, whatever their parameters become."""
   for _, node in nnx.iter_graph(model):
-    if isinstance(node, nnx.Module) and getattr(node, "dtype", None) == jnp.float32:
+    if isinstance(node, nnx.Module) and getattr(node, "dtype", None) in (jnp.float32, jnp.bfloat16):
       node.dtype = jnp.float64
   return model
 
