@@ -16,7 +16,8 @@ import pytest
 
 STEPS, PERIOD = 30, 8
 KEYS = (
-  "base_num_decoder_layers=2", "base_emb_dim=32", "base_mlp_dim=48", "head_dim=8", "max_target_length=128",
+  "learning_rate=3e-3", "warmup_steps_fraction=0.1", "base_num_decoder_layers=2", "base_emb_dim=32",
+  "base_mlp_dim=48", "head_dim=8", "max_target_length=128",
   "per_device_batch_size=6", "dataset_domain_bytes=60000", "dropout_rate=0.1", f"steps={STEPS}",
   f"checkpoint_period={PERIOD}", "eval_interval=7", "eval_steps=2", "ghost_log_period=5", "ghost_val_refresh_steps=6",
 )
