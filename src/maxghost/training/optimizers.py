@@ -53,6 +53,9 @@ def optimizer_spec(cfg: OptimizerConfig) -> DirectionSpec:
 
 def clip(grads, threshold: float):
   """(global norm, factor, grads * factor) with factor = min(1, threshold / norm); threshold 0 leaves grads alone."""
+  # The barrier keeps the sum of squares from fusing with what made the gradients: its order, and with it the last bit
+  # of the factor, would depend on whether the step also scores.
+  grads = jax.lax.optimization_barrier(grads)
   norm = optax.tree_utils.tree_norm(grads)
   if threshold == 0:
     return norm, jnp.ones_like(norm), grads
