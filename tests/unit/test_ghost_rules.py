@@ -272,43 +272,6 @@ def test_a_layer_without_a_rule_can_be_excluded_and_the_rest_is_exact():
   foreign.assert_scores(result.per_param, expected, 1e-5)
 
 
-class SharedPlaces(nnx.Module):
-  """Learned positions looked up once for the whole batch: their rows have no batch axis."""
-
-  def __init__(self, rngs):
-    self.table, self.places = nnx.Embed(TOKENS, 6, rngs=rngs), nnx.Embed(T, 6, rngs=rngs)
-
-  def __call__(self, ids):
-    return self.table.attend(self.table(ids) + self.places(jnp.arange(ids.shape[1])))
-
-
-@pytest.mark.parametrize("num", [N, T], ids=["n != T", "n == T"])
-@pytest.mark.parametrize("per_position", [False, True])
-def test_an_input_without_batch_axis_is_refused(num, per_position):
-  """With n == T its shape is that of a batched one, and the scores would be wrong without a word."""
-  model = foreign.randomized(SharedPlaces)
-  engine = ghost.GhostEngine(per_position=per_position)
-  with pytest.raises(ValueError, match=r"places.__call__ returns .*Broadcast its input to the batch.*ghost_exclude"):
-    engine.score(model, token_batch(num, 1), token_batch(N_VAL, 2), loss_fn=token_loss)
-
-
-class Loose(nnx.Module):
-  """Parameters outside any layer: in a list, and in the model itself."""
-
-  def __init__(self, rngs):
-    self.parts = nnx.List([nnx.Param(jnp.ones(5)), nnx.Param(jnp.ones(5))])
-    self.dense = nnx.Linear(5, 4, rngs=rngs)
-    self.shift = nnx.Param(jnp.ones(4))
-
-  def __call__(self, x):
-    return self.dense(x * self.parts[0][...] + self.parts[1][...]) + self.shift[...]
-
-
-def test_parameters_outside_any_layer_are_never_skipped():
-  with pytest.raises(ValueError, match=r"parts/0 \(List\), parts/1 \(List\).*shift \(Loose\)|shift \(Loose\).*parts/0"):
-    ghost.GhostEngine().score(Loose(nnx.Rngs(0)), vector_batch(6, 1), vector_batch(4, 2), loss_fn=image_loss)
-
-
 def test_other_axes_of_a_dense_layer_are_refused():
   class Model(nnx.Module):
     def __init__(self, rngs):
