@@ -1,7 +1,6 @@
 """Identities of the scores that hold whatever the model is; see the reference's list of oracles.
 
-All of them read one compiled engine: float64, tied table, several validation sets at once. K validation sets, n
-examples, T positions.
+All of them read one compiled engine: float64, tied table, one shape of batch. n examples, T positions.
 """
 
 import jax
@@ -13,13 +12,11 @@ import tiny
 from maxghost import ghost
 
 TRAIN = tiny.make_batch(tiny.PACKED, seed=31)
-FIRST = tiny.make_batch(tiny.VALIDATION, seed=32)
-SECOND = tiny.make_batch(((3, 10), (13,), (2, 2)), seed=33)
-BOTH = {name: np.concatenate([FIRST[name], SECOND[name]]) for name in FIRST}
+VALIDATION = tiny.make_batch(tiny.PACKED[::-1], seed=32)
 
 
 class Engine:
-  """score(batch, like=None): validation sets FIRST, SECOND, BOTH and the batch `like` itself (default: the batch)."""
+  """score(batch, validation batch of the same shape)."""
 
   def __init__(self):
     cfg = tiny.make_config(logits_via_embedding=True, remat_policy="none", dtype="float64", weight_dtype="float64")
@@ -27,10 +24,9 @@ class Engine:
       self.model = tiny.make_model(cfg)
       self.engine = ghost.GhostEngine(cfg, per_position=True)
 
-  def score(self, batch, like=None):
+  def score(self, batch, validation=VALIDATION):
     with jax.enable_x64(True), tiny.cheap_compilation():
-      result = self.engine.score(self.model, batch, [FIRST, SECOND, BOTH, like or batch])
-      return jax.tree.map(np.asarray, result)
+      return jax.tree.map(np.asarray, self.engine.score(self.model, batch, validation))
 
 
 @pytest.fixture(scope="module")
@@ -47,31 +43,37 @@ def close(actual, expected, tolerance=1e-12):
   assert oracles.relative_error(actual, expected) < tolerance
 
 
-def test_shapes_of_several_validation_sets(result):
-  assert result.dot.shape == result.additive.shape == (4, tiny.ROWS)
-  assert result.per_position.shape == (4, tiny.ROWS, tiny.POSITIONS)
-  assert result.val_loss.shape == (4,)
-  assert result.per_param["token_embedder/embedding"].shape == (4, tiny.ROWS)
-  assert result.per_param["decoder/layers/mlp/wo/kernel"].shape == (3, 4, tiny.ROWS)
+def test_shapes(result):
+  assert result.dot.shape == result.additive.shape == (tiny.ROWS,)
+  assert result.per_position.shape == (tiny.ROWS, tiny.POSITIONS)
+  assert result.val_loss.shape == ()
+  assert result.per_param["token_embedder/embedding"].shape == (tiny.ROWS,)
+  assert result.per_param["decoder/layers/mlp/wo/kernel"].shape == (3, tiny.ROWS)
 
 
 def test_parameters_layers_and_positions_sum_to_the_total(result):
-  total = sum(v.sum(0) if v.ndim == 3 else v for v in result.per_param.values())
+  total = sum(v.sum(0) if v.ndim == 2 else v for v in result.per_param.values())
   close(total, result.dot)
   close(result.per_position.sum(-1), result.additive)
 
 
-def test_scores_are_linear_in_the_direction(result):
-  """The gradient of the mean over two sets is the token-weighted mean of their gradients."""
-  first, second = ((b["targets_segmentation"] != 0).sum() for b in (FIRST, SECOND))
-  assert first != second
-  close(result.dot[2], (first * result.dot[0] + second * result.dot[1]) / (first + second))
-  close(result.val_loss[2], (first * result.val_loss[0] + second * result.val_loss[1]) / (first + second))
+def test_scores_are_linear_in_the_direction(engine, result):
+  """The gradient of the mean over all validation tokens is the token-weighted mean of those of two parts of them."""
+  first = np.arange(tiny.ROWS)[:, None] < 3
+  segments = VALIDATION["targets_segmentation"]
+  parts = [{**VALIDATION, "targets_segmentation": np.where(mask, segments, 0)} for mask in (first, ~first)]
+  weights = [(part["targets_segmentation"] != 0).sum() for part in parts]
+  assert weights[0] != weights[1]
+  scores = [engine.score(TRAIN, part) for part in parts]
+  assert oracles.relative_error(scores[0].dot, scores[1].dot) > 0.1
+  close(result.dot, sum(w * s.dot for w, s in zip(weights, scores, strict=True)) / sum(weights))
+  close(result.val_loss, sum(w * s.val_loss for w, s in zip(weights, scores, strict=True)) / sum(weights))
 
 
-def test_the_batchs_own_gradient_scores_its_squared_norm(result):
-  norm = sum((v.astype(np.float64) ** 2).sum() for v in tiny.by_label(result.grads).values())
-  close(result.additive[3].sum(), norm)
+def test_the_batchs_own_gradient_scores_its_squared_norm(engine):
+  own = engine.score(TRAIN, TRAIN)
+  norm = sum((v.astype(np.float64) ** 2).sum() for v in tiny.by_label(own.grads).values())
+  close(own.additive.sum(), norm)
 
 
 def test_the_additive_form_weighs_examples_by_their_tokens(result):
@@ -82,18 +84,18 @@ def test_the_additive_form_weighs_examples_by_their_tokens(result):
 
 def test_a_permutation_of_the_batch_permutes_the_scores(engine, result):
   order = np.random.default_rng(0).permutation(tiny.ROWS)
-  permuted = engine.score({name: v[order] for name, v in TRAIN.items()}, like=TRAIN)
-  close(permuted.dot, result.dot[:, order])
-  close(permuted.per_position, result.per_position[:, order])
+  permuted = engine.score({name: v[order] for name, v in TRAIN.items()})
+  close(permuted.dot, result.dot[order])
+  close(permuted.per_position, result.per_position[order])
 
 
 def test_another_examples_content_does_not_change_mine(engine, result):
   """Tokens, documents and token counts of the other rows change; `dot` of row 2 does not."""
   other = tiny.make_batch(((13,), (2, 3), (2, 6), (5, 5), (1,), (12,), (7, 7 - 1)), seed=77)
   changed = {name: np.where(np.arange(tiny.ROWS)[:, None] == 2, v, other[name]) for name, v in TRAIN.items()}
-  after = engine.score(changed, like=TRAIN)
-  close(after.dot[:, 2], result.dot[:, 2])
-  assert oracles.relative_error(after.dot[:, 3], result.dot[:, 3]) > 1e-3
+  after = engine.score(changed)
+  close(after.dot[2], result.dot[2])
+  assert oracles.relative_error(after.dot[3], result.dot[3]) > 1e-3
 
 
 def test_tokens_in_padding_and_masked_targets_do_not_matter(engine, result):
@@ -102,15 +104,15 @@ def test_tokens_in_padding_and_masked_targets_do_not_matter(engine, result):
   changed = dict(TRAIN)
   changed["inputs"] = np.where(TRAIN["inputs_segmentation"] == 0, noise, TRAIN["inputs"])
   changed["targets"] = np.where(TRAIN["targets_segmentation"] == 0, noise, TRAIN["targets"])
-  after = engine.score(changed, like=TRAIN)
+  after = engine.score(changed)
   close(after.dot, result.dot)
-  assert (after.dot[:, 4] == 0).all()  # the empty row
-  assert (after.per_position[:, TRAIN["inputs_segmentation"] == 0] == 0).all()
+  assert after.dot[4] == 0  # the empty row
+  assert (after.per_position[TRAIN["inputs_segmentation"] == 0] == 0).all()
 
 
 def test_a_batch_without_any_counting_token_scores_zero(engine):
   nothing = {**TRAIN, "targets_segmentation": np.zeros_like(TRAIN["targets_segmentation"])}
-  result = engine.score(nothing, like=TRAIN)
+  result = engine.score(nothing)
   assert result.loss == 0
   assert (result.dot == 0).all()
   assert (result.additive == 0).all()

@@ -27,9 +27,8 @@ BATCHES = {"packed": PACKED, "unpacked": UNPACKED}
 FLOAT64 = {"dtype": "float64", "weight_dtype": "float64"}
 CASES = {  # every choice at least once; all combinations at the end, marked slow
   "sgd-tied": ("sgd", {"logits_via_embedding": True, "remat_policy": "none", "z_loss_multiplier": Z_LOSS, **FLOAT64}),
-  "adam": ("adam", {"remat_policy": "full", "z_loss_multiplier": Z_LOSS, **FLOAT64}),
   "adam-tied": ("adam", {"logits_via_embedding": True, "remat_policy": "minimal", **FLOAT64}),
-  "adam-unrolled": ("adam", {"scan_layers": False, "remat_policy": "none", **FLOAT64}),
+  "adam-unrolled": ("adam", {"scan_layers": False, "remat_policy": "full", **FLOAT64}),
   "adam-tied-float32": ("adam", {"logits_via_embedding": True, "remat_policy": "minimal"}),
 }
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
