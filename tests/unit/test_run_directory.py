@@ -40,7 +40,7 @@ def test_all_differing_keys_are_named_with_both_values(tmp_path):
   with pytest.raises(ConfigError) as raised:
     run_directory.inspect(changed)
   message = str(raised.value)
-  assert "learning_rate: the run has 0.003, the command 0.5" in message
+  assert "learning_rate: the run has 0.001, the command 0.5" in message
   assert "base_mlp_dim: the run has 768, the command 64" in message
   assert "log_period" not in message and "\n" not in message
 
