@@ -71,8 +71,9 @@ class ModelConfig:
   matmul_precision: str = key("default", "precision of matrix products", choices=("default", "high", "highest"))
   attention: str = key(
     "autoselected",
-    "attention kernel; autoselected = blockwise on CPU, else dot_product",
-    choices=("autoselected", "dot_product", "blockwise"),
+    "attention kernel: all scores at once; in blocks with memory linear in the length; splash on TPU and cuDNN on GPU; "
+    "autoselected = blockwise on CPU and above 1,024 tokens, else dot_product",
+    choices=("autoselected", "dot_product", "blockwise", "flash"),
   )
   scan_layers: bool = key(True, "stack the layers and run them with one lax.scan")
   remat_policy: str = key(
