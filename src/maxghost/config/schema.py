@@ -82,6 +82,12 @@ class ModelConfig:
     choices=("none", "minimal", "full"),
   )
   z_loss_multiplier: float = key(0.0, "weight of the squared log-partition added to each token's loss", minimum=0.0)
+  num_vocab_tiling: int = key(
+    1, "tiles in which output projection and loss are computed, so that 1/n of the logits exists at a time", minimum=1
+  )
+  vocab_tiling_axis: str = key(
+    "tokens", "what num_vocab_tiling divides: the positions of a row, or the vocabulary", choices=("tokens", "vocab")
+  )
 
 
 @section

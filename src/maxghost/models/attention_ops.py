@@ -58,7 +58,7 @@ def attend(
 
   Returns [B, T, H, width of v] in q's dtype; the softmax runs in float32 or wider.
   segment_ids_BT: int32, equal ids may attend to each other; None = one document per row.
-  window: a position sees itself and the window - 1 before it. soft_cap: a score s becomes soft_cap * tanh(s / soft_cap).
+  window: a position sees itself and the window - 1 before it. soft_cap: a score s becomes cap * tanh(s / cap).
   sinks_H: a logit per head that takes part in the softmax and adds nothing to the output, [H] or, for a gradient per
   position, [B, T, H]. scale: of the scores, by default (width of q) ** -0.5.
   kernel: 'dot_product' (all scores at once), 'blockwise' (memory linear in T, on every backend; at most 1,024 positions
