@@ -71,7 +71,8 @@ def test_carries_follow_the_segments():
 
 
 def test_what_the_remat_policy_keeps_is_kept_for_every_layer():
-  rows = {policy: row(long(remat_policy=policy), "within-segment activations") for policy in ("full", "minimal", "none")}
+  kept = "within-segment activations"
+  rows = {policy: row(long(remat_policy=policy), kept) for policy in ("full", "minimal", "none")}
   assert rows["full"] < rows["minimal"] < rows["none"]
   products = 65_536 * 2 * (16 * 128 + 2 * 4 * 128 + 2048 + 2 * 4096)  # queries, keys, values, out, wi_0, wi_1
   assert rows["minimal"] - rows["full"] == 48 * products
