@@ -18,6 +18,7 @@ class Decoder(nnx.Module):
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
     self.num_layers = cfg.base_num_decoder_layers
     self.remat_policy = cfg.remat_policy
+    self.segment_lengths = cfg.segments
     if cfg.scan_layers:
       self.layers = stack.create(lambda r: DecoderLayer(cfg, rngs=r), self.num_layers, rngs)
     else:
@@ -39,6 +40,7 @@ class Decoder(nnx.Module):
         num_layers=self.num_layers,
         remat_policy=self.remat_policy,
         dropout_key=dropout_key,
+        segment_lengths=self.segment_lengths,
       )
     for i in range(self.num_layers):
       graphdef, state = nnx.split(getattr(self, f"layers_{i}"))

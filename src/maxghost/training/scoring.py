@@ -98,7 +98,19 @@ class Scorer:
     if schedule == "reverse_scan":
       account = reverse_scan.Account(optimizer_spec(self.cfg.optimizer), moments, kappa)
       passed, val_loss, sums, captured = reverse_scan.run(
-        self.twin, graphdef, params, rest, step_loss, batch, val_batches, second, scalars, account, self.loss
+        self.twin,
+        graphdef,
+        params,
+        rest,
+        step_loss,
+        batch,
+        val_batches,
+        second,
+        scalars,
+        account,
+        self.loss,
+        self.cfg.model.segments,
+        self.ghost.ghost_stream_carries == "host",
       )
       return Scored(passed, val_loss, None, {}, sums, captured, total(self.twin, passed.scores))
     if schedule == "concat":
