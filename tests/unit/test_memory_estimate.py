@@ -18,6 +18,7 @@ LONG = {  # 48 layers of width 2048 at 65,536 tokens
   "base_mlp_dim": 4096,
   "base_num_decoder_layers": 48,
   "vocab_size": 32_768,
+  "num_vocab_tiling": 16,
   "max_target_length": 65_536,
   "per_device_batch_size": 1,
   "dtype": "bfloat16",
