@@ -155,9 +155,7 @@ def nearest(folder: Path, points: list[Point], queries: dict[str, Batch], corpus
   with open(folder / "ids.jsonl", encoding="utf-8") as file:
     ids = [json.loads(line) for line in file]
   best = {name: np.argsort(-value_NK[:, k], kind="stable")[:top] for k, name in enumerate(queries)}
-  return {
-    name: [(float(value_NK[n, k]), tuple(ids[n])) for n in best[name]] for k, name in enumerate(queries)
-  }
+  return {name: [(float(value_NK[n, k]), tuple(ids[n])) for n in best[name]] for k, name in enumerate(queries)}
 
 
 class Sketcher:
