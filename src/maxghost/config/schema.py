@@ -71,8 +71,9 @@ class ModelConfig:
   matmul_precision: str = key("default", "precision of matrix products", choices=("default", "high", "highest"))
   attention: str = key(
     "autoselected",
-    "attention kernel; autoselected = blockwise on CPU, else dot_product",
-    choices=("autoselected", "dot_product", "blockwise"),
+    "attention kernel: all scores at once; in blocks with memory linear in the length; splash on TPU and cuDNN on GPU; "
+    "autoselected = blockwise on CPU and above 1,024 tokens, else dot_product",
+    choices=("autoselected", "dot_product", "blockwise", "flash"),
   )
   scan_layers: bool = key(True, "stack the layers and run them with one lax.scan")
   remat_policy: str = key(
@@ -92,6 +93,12 @@ class ModelConfig:
     choices=("none", "host"),
   )
   z_loss_multiplier: float = key(0.0, "weight of the squared log-partition added to each token's loss", minimum=0.0)
+  num_vocab_tiling: int = key(
+    1, "tiles in which output projection and loss are computed, so that 1/n of the logits exists at a time", minimum=1
+  )
+  vocab_tiling_axis: str = key(
+    "tokens", "what num_vocab_tiling divides: the positions of a row, or the vocabulary", choices=("tokens", "vocab")
+  )
 
   @property
   def segments(self) -> tuple[int, ...]:

@@ -143,6 +143,22 @@ def reweighting(v: Values) -> Iterator[str]:
     )
 
 
+def vocab_tiling(v: Values) -> Iterator[str]:
+  name, size = ("max_target_length", v.max_target_length) if v.vocab_tiling_axis == "tokens" else (
+    "vocab_size", v.vocab_size
+  )
+  if v.num_vocab_tiling > size:
+    yield (
+      f"num_vocab_tiling={v.num_vocab_tiling} with vocab_tiling_axis={v.vocab_tiling_axis} is more than {name}={size}; "
+      f"use at most {size}"
+    )
+  if v.num_vocab_tiling > 1 and v.ghost_enabled and v.ghost_schedule == "concat":
+    yield (
+      f"num_vocab_tiling={v.num_vocab_tiling} scores the head inside its tiles, which ghost_schedule=concat cannot; "
+      "use two_pass or reverse_scan, or num_vocab_tiling=1"
+    )
+
+
 def segments(v: Values) -> Iterator[str]:
   single, levels = v.segment_length, v.segment_lengths
   if single and levels:
@@ -229,6 +245,7 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
   heads,
   rotary_head_dim,
   mlp_activations,
+  vocab_tiling,
   segments,
   streaming,
   vocabulary,

@@ -86,7 +86,7 @@ class GhostEngine:
     self.exclude = tuple(cfg.ghost.ghost_exclude if exclude is None else exclude)
     self.per_position = per_position
     self.segment_lengths = cfg.model.segments
-    self.default_loss = LanguageModelLoss(cfg.model.z_loss_multiplier)
+    self.default_loss = LanguageModelLoss.of(cfg.model)
     names.check_combination(self.engine, self.schedule, direction, self.rank)
     if per_position and self.engine == "perexample":
       raise ValueError("ghost_engine=perexample scores whole examples; for per_position use graddotprod or jvp")

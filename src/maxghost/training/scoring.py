@@ -66,7 +66,7 @@ class Scorer:
 
   def __init__(self, cfg: Config, model: nnx.Module, batch, *, num_sets: int, delta):
     self.cfg, self.ghost, self.delta = cfg, cfg.ghost, delta
-    self.loss = LanguageModelLoss(cfg.model.z_loss_multiplier)
+    self.loss = LanguageModelLoss.of(cfg.model)
     self.num_micro = cfg.optimizer.gradient_accumulation_steps
     rows = jax.tree.leaves(batch)[0].shape[0] // self.num_micro
     micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))

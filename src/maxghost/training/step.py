@@ -93,7 +93,7 @@ def _clipped_update(cfg: Config, grads):
 
 def make_eval_step(cfg: Config, graphdef):
   """`evaluate(state, batch) -> (summed loss in nats, number of target tokens)`; dropout off, z-loss not included."""
-  loss_fn = LanguageModelLoss()
+  loss_fn = LanguageModelLoss.of(cfg.model, z_loss=False)
 
   def evaluate(state, batch):
     losses, weights = loss_fn(nnx.merge(graphdef, state).model, batch)
@@ -104,7 +104,7 @@ def make_eval_step(cfg: Config, graphdef):
 
 def make_validation_loss(cfg: Config, graphdef):
   """`losses(state, val_batches) -> [K]`: what the train step calls val_loss, for rows of an earlier step."""
-  loss_fn = LanguageModelLoss(cfg.model.z_loss_multiplier)
+  loss_fn = LanguageModelLoss.of(cfg.model)
 
   def losses(state, val_batches):
     model = nnx.merge(graphdef, state).model
@@ -118,7 +118,7 @@ def _training_loss(cfg: Config, step) -> LanguageModelLoss:
   if cfg.model.dropout_rate:
     # The key is a function of (seed, step): a restart draws the same masks without any RNG state to save.
     key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), step)
-  return LanguageModelLoss(cfg.model.z_loss_multiplier, key)
+  return LanguageModelLoss.of(cfg.model, key)
 
 
 def _update_of(cfg: Config, graphdef, train_state, grads):
