@@ -1,24 +1,20 @@
-"""Programs compiled ahead of time by the real TPU compiler, on a machine without a TPU. Import this before jax.
+"""Programs compiled ahead of time by the real TPU compiler, on a machine without a TPU.
 
 Needs libtpu (`pip install '.[tpu]'`).
 """
 
-import os
-
-os.environ |= {  # before JAX starts: libtpu may be loaded by several processes, and no cloud metadata is asked for
-  "JAX_PLATFORMS": "cpu",
-  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-  "TPU_SKIP_MDS_QUERY": "1",
-  "TPU_WORKER_HOSTNAMES": "localhost",
-}
-
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+jax.config.update("jax_platforms", "cpu")
+# Before libtpu is loaded: several processes may load it, and no cloud metadata is asked for.
+os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 
 CHIPS = {"v5e": ("v5e:1x1", (1, 1, 1)), "v5p": ("v5:2x2x1", (2, 2, 1)), "v6e": ("v6e:1x1", (1, 1, 1))}
 HBM = {"v5e": 15.75 * 2**30}  # usable bytes of one chip

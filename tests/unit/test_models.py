@@ -158,9 +158,12 @@ OTHER = {
   "attention": "blockwise",
   "scan_layers": False,
   "remat_policy": "full",
+  "segment_length": 3,
+  "segment_lengths": (3, 1),
   "z_loss_multiplier": 1e-3,
 }
-ELSEWHERE = {"model_name"}  # read by config.load: a file laid over the base
+# Read by config.load: a file laid over the base; by the train state: where the weights live.
+ELSEWHERE = {"model_name", "stream_weights"}
 
 
 def program_of(cfg) -> str:

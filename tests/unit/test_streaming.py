@@ -217,7 +217,7 @@ def test_without_host_memory_it_says_so():
       "stream_weights=host segment_length=2 ghost_enabled=false gradient_accumulation_steps=3",
       "use gradient_accumulation_steps=1, not 3",
     ),
-    ("stream_weights=hots segment_length=2", "did you mean host?"),
+    ("stream_weights=hots segment_length=2", "did you mean 'host'?"),
   ],
 )
 def test_streams_that_cannot_be_are_refused(overrides, told):

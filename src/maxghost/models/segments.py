@@ -84,7 +84,7 @@ def remat_scan(
   policy: a `jax.checkpoint` policy for the inside of each layer; None saves all of the segment at work.
 
   Variables that f changes in an object with a layer axis are stacked back into it (RNG counts, batch statistics,
-  sown values); those with axis nnx.Carry go from layer to layer. RNG streams: an Rngs inside stacked layers has one
+  new ones); those with axis nnx.Carry go from layer to layer. RNG streams: an Rngs inside stacked layers has one
   stream per layer; split another with `nnx.split_rngs(splits=L)`, or let its counts be carried. The recomputed forward
   pass draws the same numbers.
   Raises ValueError: lengths that do not divide (with the divisors), arguments that disagree in L, a Variable of axis
