@@ -15,7 +15,7 @@ from flax import nnx
 
 from maxghost import models
 from maxghost.config.schema import ModelConfig
-from maxghost.losses import token_losses
+from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.models import attention_ops, autodiff, dense
 
 LAYER = {
@@ -161,9 +161,10 @@ OTHER = {
   "segment_length": 3,
   "segment_lengths": (3, 1),
   "z_loss_multiplier": 1e-3,
+  "num_vocab_tiling": 2,
 }
-# Read by config.load: a file laid over the base; by the train state: where the weights live.
-ELSEWHERE = {"model_name", "stream_weights"}
+# Read by config.load: a file laid over the base; by the train state: where the weights live; by a tiled head.
+ELSEWHERE = {"model_name", "stream_weights", "vocab_tiling_axis"}
 
 
 def program_of(cfg) -> str:
@@ -172,10 +173,8 @@ def program_of(cfg) -> str:
   batch = tiny.make_batch(tiny.PACKED, seed=1)
 
   def loss(state, key):
-    logits = nnx.merge(graphdef, state)(
-      batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], key if cfg.model.dropout_rate else None
-    )
-    return token_losses(logits, batch["targets"], cfg.model.z_loss_multiplier).sum()
+    losses = LanguageModelLoss.of(cfg.model, key if cfg.model.dropout_rate else None)
+    return losses(nnx.merge(graphdef, state), batch)[0].sum()
 
   equations = tiny.equations(jax.make_jaxpr(jax.grad(loss))(state, jax.random.key(0)))
   simple = (int, float, str, bool, tuple)
