@@ -11,6 +11,7 @@ from maxghost.data.build import parse_weights
 from maxghost.training import announce, program, resume, run_directory, state
 from maxghost.training.console import Console
 from maxghost.training.flops import peak_flops, step_flops
+from maxghost.training.host_memory import HostMemory
 from maxghost.training.loop import Hardware, Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog, TensorBoardLog
 from maxghost.training.prefetch import Prefetcher
@@ -32,6 +33,7 @@ class Session:
     open_scores: Callable, console: Console | None = None,
   ):
     configure_jax(cfg)
+    HostMemory.of(cfg).check(jax.devices()[0])
     self._cfg, self._existing, self._dataset, self._signals = cfg, existing, dataset, signals
     self._open_checkpoints, self._open_scores = open_checkpoints, open_scores
     self._console = console or Console()
