@@ -260,8 +260,7 @@ class _Walk:
       return out, cotangents
     inner = segment_lengths[1:]
 
-    def segment(cotangents, train, stacked):
-      x, here = _Pair(stacked[0], train), stacked[1]
+    def segment(cotangents, x, here):
       if not inner and self._smaller_gradients(x.val, here[0]):
         out, cotangents = self._segment_back(x, cotangents, batches, here)
       else:
@@ -269,8 +268,8 @@ class _Walk:
         out, cotangents = self._back(x, cotangents, batches, here, inner)
       return cotangents, out | {"grads": streaming.like(out["grads"], layers[0])}
 
-    stacked = (boundaries.val, segments.split(layers, segment_lengths[0]))
-    cotangents, out = streaming.loop(segment, cotangents, boundaries.train, stacked, reverse=True)
+    stacked = segments.split(layers, segment_lengths[0])
+    cotangents, out = streaming.loop(segment, cotangents, boundaries, stacked, reverse=True)
     return segments.join(out), cotangents
 
   def _inputs_K(self, x_K, batches, layers, segment_lengths) -> tuple:
@@ -289,31 +288,35 @@ class _Walk:
 
   def _segment_back(self, x: _Pair, cotangents: _Pair, batches: _Pair, layers):
     """The layers of one segment, first all validation VJPs, then all training ones: the inputs of its layers then exist
-    for one batch at a time, and the validation gradients for all its layers."""
+    for one batch at a time, and for all its layers the validation gradients, or just their factors where only these
+    are used."""
+    factored = self.twin.spec.kind == "sgd" and self.twin.spec.rank
 
     def validation(cts, scanned):
-      x_K, (layer_params, layer_rest, index, _) = scanned
+      x_K, (layer_params, layer_rest, index, moment) = scanned
       gradients, cts = self._layer_validation(cts, x_K, batches, layer_params, layer_rest, index)
-      return cts, gradients
+      directions = self._layer_directions(gradients, moment) if factored else None
+      return cts, (None if factored and self.account is None else gradients, directions)
 
     inputs_K = self._inputs_K(x.val, batches, layers, ())
-    val_cotangents, gradients = jax.lax.scan(validation, cotangents.val, (inputs_K, layers), reverse=True)
+    val_cotangents, kept = jax.lax.scan(validation, cotangents.val, (inputs_K, layers), reverse=True)
     # The barrier keeps the training inputs from being computed while those of the validation rows exist.
-    x_train, gradients = jax.lax.optimization_barrier((x.train, gradients))
+    index, kept = jax.lax.optimization_barrier((layers[2], kept))
+    layers = (*layers[:2], index, layers[3])
 
     def training(ct, scanned):
-      x, gradients, layer = scanned
-      return self._layer_training(ct, x, batches, gradients, *layer)
+      x, (gradients, directions), layer = scanned
+      return self._layer_training(ct, x, batches, gradients, directions, *layer)
 
-    inputs = self._train_inputs(x_train, batches, layers, ())
-    cotangent, out = jax.lax.scan(training, cotangents.train, (inputs, gradients, layers), reverse=True)
+    inputs = self._train_inputs(x.train, batches, layers, ())
+    cotangent, out = jax.lax.scan(training, cotangents.train, (inputs, kept, layers), reverse=True)
     return out, _Pair(val_cotangents, cotangent)
 
   def _layer_back(self, cotangents: _Pair, x: _Pair, batches: _Pair, layer_params, layer_rest, index, moment):
     """One layer: (cotangents of its inputs, its part of what `back` returns)."""
     gradients, val_cotangents = self._layer_validation(cotangents.val, x.val, batches, layer_params, layer_rest, index)
     layer = (layer_params, layer_rest, index, moment)
-    cotangent, out = self._layer_training(cotangents.train, x.train, batches, gradients, *layer)
+    cotangent, out = self._layer_training(cotangents.train, x.train, batches, gradients, None, *layer)
     return _Pair(val_cotangents, cotangent), out
 
   def _layer_validation(self, cotangents, x_K, batches, layer_params, layer_rest, index):
@@ -324,9 +327,9 @@ class _Walk:
       pairs.append(pull(ct))
     return tuple(g for g, _ in pairs), tuple(ct for _, ct in pairs)
 
-  def _layer_training(self, cotangent, x, batches, gradients, layer_params, layer_rest, index, moment):
-    """(cotangent of the layer's input, its part of what `back` returns)."""
-    state, parts, captured = self._layer_directions(gradients, moment)
+  def _layer_training(self, cotangent, x, batches, gradients, directions, layer_params, layer_rest, index, moment):
+    """(cotangent of the layer's input, its part of what `back` returns). directions: None = of the gradients."""
+    state, parts, captured = directions or self._layer_directions(gradients, moment)
 
     def probed(layer_params, probes, x):
       module = nnx.merge(self.layer_twin, layer_params, probes, state, layer_rest)
