@@ -260,16 +260,19 @@ class _Walk:
       return out, cotangents
     inner = segment_lengths[1:]
 
-    def segment(cotangents, x, here):
-      if not inner and self._smaller_gradients(x.val, here[0]):
-        out, cotangents = self._segment_back(x, cotangents, batches, here)
+    def segment(cotangents, scanned, here):
+      x_val, number = scanned
+      if not inner and self._smaller_gradients(x_val, here[0]):
+        out, cotangents = self._segment_back(x_val, boundaries.train, number, cotangents, batches, here)
       else:
-        x = _Pair(self._inputs_K(x.val, batches, here, inner), self._train_inputs(x.train, batches, here, inner))
+        x_train = streaming.fetch(boundaries.train, number)
+        x = _Pair(self._inputs_K(x_val, batches, here, inner), self._train_inputs(x_train, batches, here, inner))
         out, cotangents = self._back(x, cotangents, batches, here, inner)
       return cotangents, out | {"grads": streaming.like(out["grads"], layers[0])}
 
     stacked = segments.split(layers, segment_lengths[0])
-    cotangents, out = streaming.loop(segment, cotangents, boundaries, stacked, reverse=True)
+    scanned = (boundaries.val, jnp.arange(layers[2].shape[0] // segment_lengths[0]))
+    cotangents, out = streaming.loop(segment, cotangents, scanned, stacked, reverse=True)
     return segments.join(out), cotangents
 
   def _inputs_K(self, x_K, batches, layers, segment_lengths) -> tuple:
@@ -286,7 +289,7 @@ class _Walk:
     gradients = self.twin.num_sets * sum(x.nbytes for x in jax.tree.leaves(layer_params))
     return gradients < num_layers * sum(x.nbytes for x in jax.tree.leaves(x_val))
 
-  def _segment_back(self, x: _Pair, cotangents: _Pair, batches: _Pair, layers):
+  def _segment_back(self, x_val, train_boundaries, number, cotangents: _Pair, batches: _Pair, layers):
     """The layers of one segment, first all validation VJPs, then all training ones: the inputs of its layers then exist
     for one batch at a time, and for all its layers the validation gradients, or just their factors where only these
     are used."""
@@ -298,17 +301,17 @@ class _Walk:
       directions = self._layer_directions(gradients, moment) if factored else None
       return cts, (None if factored and self.account is None else gradients, directions)
 
-    inputs_K = self._inputs_K(x.val, batches, layers, ())
+    inputs_K = self._inputs_K(x_val, batches, layers, ())
     val_cotangents, kept = jax.lax.scan(validation, cotangents.val, (inputs_K, layers), reverse=True)
     # The barrier keeps the training inputs from being computed while those of the validation rows exist.
-    index, kept = jax.lax.optimization_barrier((layers[2], kept))
-    layers = (*layers[:2], index, layers[3])
+    number, kept = jax.lax.optimization_barrier((number, kept))
+    x_train = streaming.fetch(train_boundaries, number)
 
     def training(ct, scanned):
       x, (gradients, directions), layer = scanned
       return self._layer_training(ct, x, batches, gradients, directions, *layer)
 
-    inputs = self._train_inputs(x.train, batches, layers, ())
+    inputs = self._train_inputs(x_train, batches, layers, ())
     cotangent, out = jax.lax.scan(training, cotangents.train, (inputs, kept, layers), reverse=True)
     return out, _Pair(val_cotangents, cotangent)
 
