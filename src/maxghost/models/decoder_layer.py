@@ -47,7 +47,10 @@ def rms_norm(cfg: ModelConfig, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 class SelfAttention(nnx.Module):
-  """Grouped-query causal self-attention with rotary positions. x_BTD -> [B, T, D]."""
+  """Grouped-query causal self-attention with rotary positions. x_BTD -> [B, T, D].
+
+  cache: from `kv_cache`, while text is generated; it stands for the earlier positions.
+  """
 
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
     embed, heads, kv_heads, width = cfg.base_emb_dim, cfg.base_num_query_heads, cfg.base_num_kv_heads, cfg.head_dim
@@ -60,10 +63,11 @@ class SelfAttention(nnx.Module):
     self.max_timescale = cfg.rope_max_timescale
     self.kernel = cfg.attention
 
-  def __call__(self, x_BTD, positions_BT, segment_ids_BT):
+  def __call__(self, x_BTD, positions_BT, segment_ids_BT, cache=None):
     q_BTHh = rotary.rotate(self.query(x_BTD), positions_BT, self.max_timescale)
     k_BTKh = rotary.rotate(self.key(x_BTD), positions_BT, self.max_timescale)
-    o_BTHh = attention_ops.attend(q_BTHh, k_BTKh, self.value(x_BTD), segment_ids_BT, kernel=self.kernel)
+    attend = attention_ops.attend if cache is None else cache.attend
+    o_BTHh = attend(q_BTHh, k_BTKh, self.value(x_BTD), segment_ids_BT, kernel=self.kernel)
     return self.out(o_BTHh)
 
 
@@ -96,10 +100,10 @@ class DecoderLayer(nnx.Module):
     self.mlp = GatedMlp(cfg, rngs=rngs)
     self.dropout = nnx.Dropout(cfg.dropout_rate)
 
-  def __call__(self, x_BTD, positions_BT, segment_ids_BT, dropout_key=None):
+  def __call__(self, x_BTD, positions_BT, segment_ids_BT, dropout_key=None, cache=None):
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     y_BTD = self.self_attention(
-      self.pre_self_attention_layer_norm(autodiff.branch(x_BTD)), positions_BT, segment_ids_BT
+      self.pre_self_attention_layer_norm(autodiff.branch(x_BTD)), positions_BT, segment_ids_BT, cache
     )
     x_BTD = x_BTD + self._drop(y_BTD, keys[0])
     y_BTD = self.mlp(self.post_self_attention_layer_norm(autodiff.branch(x_BTD)))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.schema import ModelConfig
-from maxghost.models import stack
+from maxghost.models import kv_cache, stack
 from maxghost.models.decoder_layer import DecoderLayer, linear, rms_norm
 
 
@@ -48,6 +48,20 @@ class Decoder(nnx.Module):
       key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
       x_BTD = apply(x_BTD, state, positions_BT, segment_ids_BT, key)
     return x_BTD
+
+  def cached(self, x_BTD, positions_BT, segment_ids_BT, open_cache, kept=None):
+    """As __call__, each layer with its cache; returns also what the caches have to keep. See `kv_cache`.
+
+    open_cache: from a layer's part of `kept` (None at the first call) to its cache.
+    """
+    if self.scan_layers:
+      return kv_cache.run_stacked(self.layers, x_BTD, (positions_BT, segment_ids_BT), open_cache, kept)
+    entries = []
+    for i in range(self.num_layers):
+      cache = open_cache(None if kept is None else kept[i])
+      x_BTD = getattr(self, f"layers_{i}")(x_BTD, positions_BT, segment_ids_BT, cache=cache)
+      entries.append(cache.entries)
+    return x_BTD, entries
 
 
 class Transformer(nnx.Module):
