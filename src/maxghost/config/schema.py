@@ -259,6 +259,11 @@ class CheckpointConfig:
   """Saving and resuming."""
 
   enable_checkpointing: bool = key(True, "save checkpoints and resume from the newest good one")
+  load_parameters_path: str = key(
+    "",
+    "start a new run from the parameters of this model: a run or a checkpoint of any layout (also MaxText's), an "
+    "imported folder, or a Hugging Face folder; empty = from init_weights_seed",
+  )
   checkpoint_period: int = key(100, "save every this many steps", minimum=1)
   max_num_checkpoints_to_keep: int = key(2, "older checkpoints are removed; 0 = keep all", minimum=0)
   async_checkpointing: bool = key(True, "write checkpoints in the background")

@@ -73,6 +73,12 @@ def inspect(cfg: Config) -> Existing:
   return Existing(path, previous, changed, _completed_steps(path, previous))
 
 
+def has_checkpoint(existing: Existing) -> bool:
+  """Whether a checkpoint lies there, good or not."""
+  folder = existing.path / "checkpoints"
+  return folder.is_dir() and any(entry.name.isdecimal() for entry in folder.iterdir())
+
+
 def claim(existing: Existing, cfg: Config) -> "RunDirectory":
   """Creates the directory where it is new, locks it and writes config.yml. Raises ConfigError where it cannot."""
   path = existing.path

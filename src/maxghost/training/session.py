@@ -25,11 +25,13 @@ class Session:
   """A training run. Making it validates what only JAX can tell and writes nothing; `run` does the work.
 
   open_checkpoints, open_scores: make a checkpoint manager and a score writer for the run directory.
+  open_parameters: from the tree of the model's abstract arrays to a function that reads them, for a run that starts
+  from a given model; None = from init_weights_seed.
   """
 
   def __init__(
     self, cfg: Config, existing: Existing, dataset, signals: StopSignals, *, open_checkpoints: Callable,
-    open_scores: Callable, console: Console | None = None,
+    open_scores: Callable, open_parameters: Callable | None = None, console: Console | None = None,
   ):
     configure_jax(cfg)
     self._cfg, self._existing, self._dataset, self._signals = cfg, existing, dataset, signals
@@ -38,6 +40,7 @@ class Session:
     self._checkpoints: Any = None
     self._val_sets = cfg.data.validation_sets if cfg.ghost.ghost_enabled else {}
     self._graphdef, self._abstract = state.abstract_split(cfg)
+    self._read_parameters = open_parameters and open_parameters(self._wanted()["model"])
     val_batches = tuple(
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain).arrays for domain in self._val_sets.values()
     )
@@ -86,6 +89,10 @@ class Session:
       return "no checkpoint has been saved yet"
     return f"the last good checkpoint is {self._checkpoints.path(steps[-1])}"
 
+  def _wanted(self) -> dict:
+    """Shapes, dtypes and places of the arrays of a train state."""
+    return resume.to_tree(resume.abstract_arrays(self._abstract))
+
   def _open(self, run_dir: RunDirectory) -> tuple[Any, Position, Sinks]:
     """Opens the logs and goes to the newest good checkpoint, or to the start. Everything later is cut off."""
     cfg = self._cfg
@@ -97,10 +104,13 @@ class Session:
         asynchronous=cfg.checkpoint.async_checkpointing,
         say=self._console.line,
       )
-      restored = self._checkpoints.restore_latest(resume.to_tree(resume.abstract_arrays(self._abstract)))
+      restored = self._checkpoints.restore_latest(self._wanted())
     if restored is None:
       position = Position()
       train_state = state.create_split(cfg)[1]
+      if self._read_parameters:
+        train_state = resume.from_tree(resume.to_tree(train_state) | {"model": self._read_parameters()}, train_state)
+        self._console.line(f"Starting from the parameters of {cfg.checkpoint.load_parameters_path}")
     else:
       position = Position.from_json(restored.positions)
       train_state = resume.from_tree(restored.tree, self._abstract)

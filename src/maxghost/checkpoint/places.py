@@ -1,0 +1,150 @@
+"""What a user means by the path of a model: a run, a step of it, an imported folder, or a Hugging Face folder.
+
+Whichever it is, a `ModelPlace` says where the parameters lie, which configuration makes the model, and which tokenizer
+belongs to it. Nothing here imports JAX.
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from maxghost import config
+from maxghost.checkpoint import huggingface
+from maxghost.checkpoint.layouts_store import LayoutError, locate
+from maxghost.config import Config
+
+CONFIG_FILE = "config.yml"
+TOKENIZER_FOLDER = "tokenizer"
+# What transformers puts beside a model for its tokenizer and for generation.
+TOKENIZER_FILES = (
+  "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+  "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelPlace:
+  """tree: what `open_tree` reads. config: of the model, with the tokenizer that lies beside it. config_file: where it
+  was read; None for a checkpoint of another program, whose configuration is not known (config is None then)."""
+
+  tree: Path
+  config: Config | None
+  config_file: Path | None
+
+  @property
+  def is_huggingface(self) -> bool:
+    return self.config_file is not None and self.config_file.name == huggingface.CONFIG_JSON
+
+
+def is_huggingface(folder: Path) -> bool:
+  return (folder / huggingface.CONFIG_JSON).is_file() and not (folder / "_METADATA").is_file()
+
+
+def find(path: str | Path) -> ModelPlace:
+  """Raises ConfigError where there is no model, or where its configuration cannot be read."""
+  folder = Path(path).expanduser().absolute()
+  if not folder.is_dir():
+    raise LayoutError(f"there is no model folder {path}")
+  if is_huggingface(folder):
+    return ModelPlace(folder, huggingface_config(folder), folder / huggingface.CONFIG_JSON)
+  if (folder / "checkpoints").is_dir():
+    folder = newest_step(folder)
+  locate(folder)
+  # <run>/checkpoints/<step>[/items] and <imported>[/items].
+  for candidate in (folder, *list(folder.parents)[:3]):
+    file = candidate / CONFIG_FILE
+    if file.is_file():
+      return ModelPlace(folder, _with_own_tokenizer(config.load(file), candidate), file)
+  return ModelPlace(folder, None, None)
+
+
+def newest_step(run: Path) -> Path:
+  """The newest checkpoint of a run. Raises LayoutError where it has none."""
+  steps = [entry for entry in (run / "checkpoints").iterdir() if entry.name.isdecimal() and entry.is_dir()]
+  if not steps:
+    raise LayoutError(f"{run} has no checkpoint in {run / 'checkpoints'}")
+  return max(steps, key=lambda entry: int(entry.name))
+
+
+def huggingface_config(folder: Path) -> Config:
+  """The configuration of a Hugging Face folder: its model, the dtype of its tensors, and its tokenizer."""
+  from maxghost.checkpoint.huggingface_config import weight_dtype
+  from maxghost.checkpoint.safetensors_files import open_tensors
+
+  cfg = huggingface.model_config(folder)
+  dtypes = {tensor.dtype.name for tensor in open_tensors(folder).values()}
+  changes: dict[str, Any] = {"weight_dtype": weight_dtype(dtypes, str(folder))}
+  return config.replace(cfg, **changes, **tokenizer_keys(folder, cfg.model.vocab_size))
+
+
+def tokenizer_keys(folder: Path, vocab_size: int) -> dict[str, Any]:
+  """The tokenizer keys for the tokenizer files in a folder; empty where it has none.
+
+  Raises ConfigError for a tokenizer whose ids the vocabulary does not hold.
+  """
+  if (folder / "tokenizer.json").is_file():
+    keys = {"tokenizer_type": "huggingface", "tokenizer_path": str(folder)}
+  elif (folder / "tokenizer.model").is_file():
+    keys = {"tokenizer_type": "sentencepiece", "tokenizer_path": str(folder / "tokenizer.model")}
+  else:
+    return {}
+  from maxghost.data.tokenizers import load_tokenizer
+
+  tokenizer = load_tokenizer(keys["tokenizer_type"], keys["tokenizer_path"])
+  if tokenizer.vocab_size > vocab_size:
+    raise LayoutError(
+      f"the tokenizer in {folder} has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary ends at "
+      f"{vocab_size - 1}: they do not belong together"
+    )
+  return keys | {"add_bos": _begins_with_bos(folder, tokenizer), "add_eos": tokenizer.eos_id is not None}
+
+
+def _begins_with_bos(folder: Path, tokenizer) -> bool:
+  """Whether the tokenizer itself puts its begin token before a text."""
+  if tokenizer.bos_id is None:
+    return False
+  if not (folder / "tokenizer.json").is_file():
+    return True
+  import tokenizers
+
+  ids = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a", add_special_tokens=True).ids
+  return ids[:1] == [tokenizer.bos_id]
+
+
+def _with_own_tokenizer(cfg: Config, folder: Path) -> Config:
+  """The configuration with the tokenizer saved beside it, which may have moved with it."""
+  saved = folder / TOKENIZER_FOLDER
+  if not cfg.data.tokenizer_path or not saved.is_dir():
+    return cfg
+  original = Path(cfg.data.tokenizer_path)
+  inside = saved / original.name if (saved / original.name).is_file() else saved
+  return config.replace(cfg, tokenizer_path=str(inside))
+
+
+def copy_tokenizer(source: Path, target: Path) -> list[str]:
+  """Copies the tokenizer files of a folder; returns their names. `target` is made where there is one."""
+  names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+  if names:
+    target.mkdir(exist_ok=True)
+  for name in names:
+    shutil.copyfile(source / name, target / name)
+  return names
+
+
+def differing_model_keys(found: Config, wanted: Config) -> Mapping[str, tuple[Any, Any]]:
+  """Keys of the model's function that differ: {key: (found, wanted)}. How it is computed may differ."""
+  a, b = found.model, wanted.model
+  return {
+    field.name: (getattr(a, field.name), getattr(b, field.name))
+    for field in dataclasses.fields(a)
+    if field.name not in HOW_COMPUTED and getattr(a, field.name) != getattr(b, field.name)
+  }
+
+
+# Model keys that change memory, time or rounding, or training alone, and leave the parameters' meaning as it is.
+HOW_COMPUTED = frozenset({
+  "model_name", "decoder_block", "dropout_rate", "dtype", "weight_dtype", "matmul_precision", "attention",
+  "scan_layers", "remat_policy", "z_loss_multiplier",
+})  # fmt: skip
