@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from maxghost.checkpoint import huggingface_config
-from maxghost.checkpoint.huggingface_rules import Architecture, Rule
+from maxghost.checkpoint.huggingface_rules import ARCHITECTURES, Architecture, Rule, sizes
 from maxghost.checkpoint.layouts import PARAMS, RECORD, Checkpoint
 from maxghost.checkpoint.layouts_layers import PartReader, Ref, leaf_text
 from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, StoredArray
@@ -47,19 +47,19 @@ def open_folder(path: Path) -> RawTree:
 
 
 def _nodes(tensors: dict[str, Tensor], model: ModelConfig, origin: str) -> dict[tuple, StoredArray]:
-  architecture, sizes = huggingface_config.architecture(model), huggingface_config.sizes(model)
+  architecture, letters = ARCHITECTURES[model.decoder_block](model), sizes(model)
   known = _with_prefix(tensors, architecture)
   parts: dict[tuple, list[Tensor]] = {}
   rules: dict[tuple, tuple[Rule, int]] = {}
   missing, wrong, used = [], [], set()
-  for rule, layer, _, name in architecture.tensors(model.base_num_decoder_layers, sizes):
+  for rule, layer, _, name in architecture.tensors(model.base_num_decoder_layers, letters):
     used.add(name)
     tensor = known.get(name)
     if tensor is None:
       missing.append(name)
       continue
-    if tensor.shape != rule.tensor_shape(sizes):
-      wrong.append(f"{tensor.name} is {list(tensor.shape)}, {CONFIG_JSON} makes it {list(rule.tensor_shape(sizes))}")
+    if tensor.shape != rule.tensor_shape(letters):
+      wrong.append(f"{tensor.name} is {list(tensor.shape)}, {CONFIG_JSON} makes it {list(rule.tensor_shape(letters))}")
     for which, param in enumerate(rule.paths):
       path = _with_layer(param, layer)
       parts.setdefault(path, []).append(tensor)
@@ -67,7 +67,7 @@ def _nodes(tensors: dict[str, Tensor], model: ModelConfig, origin: str) -> dict[
   unknown = [t.name for name, t in known.items() if name not in used and not architecture.is_ignored(name)]
   unknown = [name for name in unknown if not (name == "lm_head.weight" and _is_tied(known, model))]
   _check(origin, missing, unknown, wrong)
-  return {path: _stored(path, held, *rules[path], sizes) for path, held in parts.items()}
+  return {path: _stored(path, held, *rules[path], letters) for path, held in parts.items()}
 
 
 def _with_prefix(tensors: dict[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
@@ -101,9 +101,9 @@ def _with_layer(param: str, layer: int | None) -> tuple[str, ...]:
   return tuple(param.replace("decoder/layers/", f"decoder/layers_{layer}/").split("/"))
 
 
-def _stored(path: tuple, tensors: list[Tensor], rule: Rule, which: int, sizes: dict[str, int]) -> StoredArray:
+def _stored(path: tuple, tensors: list[Tensor], rule: Rule, which: int, letters: dict[str, int]) -> StoredArray:
   """One parameter as an array; its tensors are opened when it is read."""
-  shape = rule.param_shape(sizes)
+  shape = rule.param_shape(letters)
   dtypes = {tensor.dtype for tensor in tensors}
   if len(dtypes) > 1:
     listed = ", ".join(sorted(map(str, dtypes)))
@@ -112,9 +112,9 @@ def _stored(path: tuple, tensors: list[Tensor], rule: Rule, which: int, sizes: d
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
     if rule.per_expert:
       chosen = range(len(tensors))[index[0] if index else slice(None)]
-      values = np.stack([rule.to_param(tensors[i].read(None), which, sizes) for i in chosen])
+      values = np.stack([rule.to_param(tensors[i].read(None), which, letters) for i in chosen])
     else:
-      values = rule.to_param(tensors[0].read(index[0] if index and rule.lead else None), which, sizes)
+      values = rule.to_param(tensors[0].read(index[0] if index and rule.lead else None), which, letters)
     if index is None:
       return np.ascontiguousarray(values)
     return values[(slice(None), *index[1:])] if rule.lead else values[index]
@@ -127,23 +127,23 @@ def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, reader: PartRead
 
   Raises LayoutError for parameters that are missing, unknown to the architecture, or of another shape than `model`'s.
   """
-  architecture, sizes = huggingface_config.architecture(model), huggingface_config.sizes(model)
+  architecture, letters = ARCHITECTURES[model.decoder_block](model), sizes(model)
   leaves = checkpoint.params.leaves
   planned, used, problems = [], set(), []
-  for rule, layer, expert, name in architecture.tensors(model.base_num_decoder_layers, sizes):
+  for rule, layer, expert, name in architecture.tensors(model.base_num_decoder_layers, letters):
     ids = [(tuple(param.split("/")), layer) for param in rule.paths]
     used.update(ids)
     for leaf in ids:
       if leaf not in leaves:
         problems.append(f"{checkpoint.origin} lacks {leaf_text(leaf)}")
-      elif leaves[leaf].shape != rule.param_shape(sizes):
-        expected = list(rule.param_shape(sizes))
+      elif leaves[leaf].shape != rule.param_shape(letters):
+        expected = list(rule.param_shape(letters))
         problems.append(
           f"{checkpoint.origin}: {leaf_text(leaf)} is {list(leaves[leaf].shape)}, the configuration makes it {expected}"
         )
     if not problems:
       refs = [leaves[leaf] for leaf in ids]
-      planned.append(Planned(name, rule.tensor_shape(sizes), refs[0].dtype, _maker(reader, rule, refs, expert)))
+      planned.append(Planned(name, rule.tensor_shape(letters), refs[0].dtype, _maker(reader, rule, refs, expert)))
   problems += [f"{checkpoint.origin}: {leaf_text(leaf)} is unknown to the model" for leaf in leaves if leaf not in used]
   if problems:
     raise LayoutError(*dict.fromkeys(problems[:_MOST_NAMES]))

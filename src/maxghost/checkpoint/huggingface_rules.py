@@ -7,12 +7,12 @@ the inputs as one axis and the outputs as one axis, in the order that `transpose
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-LAYERS = ("decoder", "layers")
+from maxghost.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ def norm(name: str, path: str, width: str = "D") -> Rule:
 _LAYER, _OURS = "model.layers.{layer}", "decoder/layers"
 
 
-def _projections(bias: bool) -> list[Rule]:
+def _projections(attention: str, bias: bool) -> list[Rule]:
   rules = []
   for name, path, inputs, outputs in (
     ("q_proj", "query", "D", "Hh"), ("k_proj", "key", "D", "Kh"), ("v_proj", "value", "D", "Kh"),
     ("o_proj", "out", "Hh", "D"),
   ):  # fmt: skip
-    both = linear_with_bias(f"{_LAYER}.self_attn.{name}", f"{_OURS}/self_attention/{path}", inputs, outputs)
+    both = linear_with_bias(f"{_LAYER}.self_attn.{name}", f"{_OURS}/{attention}/{path}", inputs, outputs)
     rules += both if bias else both[:1]
   return rules
 
@@ -109,6 +109,15 @@ def _gated_mlp(bias: bool) -> list[Rule]:
   ):  # fmt: skip
     both = linear_with_bias(f"{_LAYER}.mlp.{name}", f"{_OURS}/mlp/{path}", inputs, outputs)
     rules += both if bias else both[:1]
+  return rules
+
+
+def _experts(name: str, names: tuple[str, str, str], path: str) -> list[Rule]:
+  """A router, and one tensor per expert and matrix. names: of gate, up and down."""
+  rules = [linear(f"{name}.gate", f"{path}/gate", "D", "E")]
+  for ours, theirs, inputs, outputs in zip(("wi_0", "wi_1", "wo"), names, "DDM", "MMD", strict=True):
+    weight = f"{name}.experts.{{expert}}.{theirs}.weight"
+    rules.append(Rule(weight, (f"{path}/{ours}",), outputs, inputs, lead="E", transpose=True))
   return rules
 
 
@@ -134,8 +143,8 @@ class Architecture:
   """prefix: a level that some files leave out. ignored: patterns of tensors that hold no parameter."""
 
   rules: tuple[Rule, ...]
-  prefix: str
-  ignored: tuple[str, ...] = ()
+  prefix: str = "model."
+  ignored: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
   def is_ignored(self, name: str) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in self.ignored)
@@ -150,9 +159,88 @@ class Architecture:
           yield rule, layer, expert, rule.name.format(layer=layer, expert=expert)
 
 
-def llama(tied: bool, attention_bias: bool = False, mlp_bias: bool = False, qk_norm: bool = False) -> Architecture:
+def llama(model: ModelConfig) -> Architecture:
   """Llama, Mistral, Qwen3: pre-norm layers of attention and a gated feed-forward layer."""
-  rules = [*_around_layers(tied), *_projections(attention_bias), *_gated_mlp(mlp_bias)]
-  if qk_norm:
-    rules += _qk_norms()
-  return Architecture(tuple(rules), "model.", (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",))
+  rules = _around_layers(model.logits_via_embedding) + _projections("self_attention", model.attention_bias)
+  return Architecture((*rules, *_gated_mlp(model.mlp_bias), *(_qk_norms() if model.use_qk_norm else ())))
+
+
+def mixtral(model: ModelConfig) -> Architecture:
+  rules = _around_layers(model.logits_via_embedding) + _projections("self_attention", False)
+  experts = _experts(f"{_LAYER}.block_sparse_moe", ("w1", "w3", "w2"), f"{_OURS}/MoeBlock_0")
+  return Architecture((*rules, *experts))
+
+
+def qwen3_moe(model: ModelConfig) -> Architecture:
+  rules = _around_layers(model.logits_via_embedding) + _projections("self_attention", model.attention_bias)
+  experts = _experts(f"{_LAYER}.mlp", ("gate_proj", "up_proj", "down_proj"), f"{_OURS}/moe_block")
+  return Architecture((*rules, *_qk_norms(), *experts))
+
+
+def gpt_oss(model: ModelConfig) -> Architecture:
+  """All experts of a layer in one tensor, [in, out], gate and up columns in turn; a sink for each head."""
+  mlp = f"{_OURS}/GptOssMlp"
+  experts = f"{_LAYER}.mlp.experts"
+  rules = [
+    *_around_layers(model.logits_via_embedding),
+    *_projections("GptOssAttention", True),
+    Rule(f"{_LAYER}.self_attn.sinks", (f"{_OURS}/GptOssAttention/sinks",), "H"),
+    *linear_with_bias(f"{_LAYER}.mlp.router", f"{mlp}/gate", "D", "E"),
+    Rule(f"{experts}.gate_up_proj", (f"{mlp}/wi_0", f"{mlp}/wi_1"), "M", "D", lead="E", interleaved=True),
+    Rule(f"{experts}.gate_up_proj_bias", (f"{mlp}/wi_0_bias", f"{mlp}/wi_1_bias"), "M", lead="E", interleaved=True),
+    Rule(f"{experts}.down_proj", (f"{mlp}/wo",), "D", "M", lead="E"),
+    Rule(f"{experts}.down_proj_bias", (f"{mlp}/wo_bias",), "D", lead="E"),
+  ]
+  return Architecture(tuple(rules))
+
+
+def gpt2(model: ModelConfig) -> Architecture:
+  """Weights stored [in, out]; query, key and value side by side in one tensor."""
+  layer, attention, mlp = "transformer.h.{layer}", f"{_OURS}/self_attention", f"{_OURS}/mlp"
+  heads = tuple(f"{attention}/{name}" for name in ("query", "key", "value"))
+
+  def dense(name: str, paths: tuple[str, ...], inputs: str, outputs: str) -> list[Rule]:
+    return [
+      Rule(f"{name}.weight", tuple(f"{path}/kernel" for path in paths), outputs, inputs),
+      Rule(f"{name}.bias", tuple(f"{path}/bias" for path in paths), outputs),
+    ]
+
+  def layer_norm(name: str, path: str) -> list[Rule]:
+    return [norm(name, path), Rule(f"{name}.bias", (f"{path}/bias",), "D")]
+
+  rules = [
+    Rule("transformer.wte.weight", ("token_embedder/embedding",), "D", "V"),
+    Rule("transformer.wpe.weight", ("decoder/position_embedder/embedding",), "D", "P"),
+    *layer_norm("transformer.ln_f", "decoder/decoder_norm"),
+    *layer_norm(f"{layer}.ln_1", f"{_OURS}/pre_self_attention_layer_norm"),
+    *layer_norm(f"{layer}.ln_2", f"{_OURS}/post_self_attention_layer_norm"),
+    *dense(f"{layer}.attn.c_attn", heads, "D", "Hh"),
+    *dense(f"{layer}.attn.c_proj", (f"{attention}/out",), "Hh", "D"),
+    *dense(f"{layer}.mlp.c_fc", (f"{mlp}/wi",), "D", "F"),
+    *dense(f"{layer}.mlp.c_proj", (f"{mlp}/wo",), "F", "D"),
+  ]
+  if not model.logits_via_embedding:
+    rules.append(linear("lm_head", "decoder/logits_dense", "D", "V"))
+  return Architecture(tuple(rules), "transformer.", (r"transformer\.h\.\d+\.attn\.(masked_)?bias",))
+
+
+# By decoder_block.
+ARCHITECTURES: dict[str, Callable[[ModelConfig], Architecture]] = {
+  "gpt2": gpt2, "llama2": llama, "mistral": llama, "mixtral": mixtral, "qwen3": llama, "qwen3_moe": qwen3_moe,
+  "gpt_oss": gpt_oss,
+}  # fmt: skip
+
+
+def sizes(model: ModelConfig) -> dict[str, int]:
+  """The letters of the shapes."""
+  return {
+    "V": model.vocab_size,
+    "P": model.trainable_position_size,
+    "D": model.base_emb_dim,
+    "H": model.base_num_query_heads,
+    "K": model.base_num_kv_heads,
+    "h": model.head_dim,
+    "F": model.base_mlp_dim,
+    "E": model.num_experts,
+    "M": model.base_mlp_dim if model.base_moe_mlp_dim < 0 else model.base_moe_mlp_dim,
+  }

@@ -146,5 +146,5 @@ def differing_model_keys(found: Config, wanted: Config) -> Mapping[str, tuple[An
 # Model keys that change memory, time or rounding, or training alone, and leave the parameters' meaning as it is.
 HOW_COMPUTED = frozenset({
   "model_name", "decoder_block", "dropout_rate", "dtype", "weight_dtype", "matmul_precision", "attention",
-  "scan_layers", "remat_policy", "z_loss_multiplier",
+  "scan_layers", "remat_policy", "z_loss_multiplier", "load_balance_loss_weight", "sparse_matmul",
 })  # fmt: skip
