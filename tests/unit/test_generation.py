@@ -129,7 +129,7 @@ def test_one_token_against_plain_attention(window, with_sinks):
     rows = np.arange(2)
     cache = kv_cache.Continuation(kept, counts_B)
     at = np.asarray(counts_B)
-    out = cache.attend(q[rows, at][:, None], k[rows, at][:, None], v[rows, at][:, None], window=window, sinks=sinks)
+    out = cache.attend(q[rows, at][:, None], k[rows, at][:, None], v[rows, at][:, None], window=window, sinks_H=sinks)
     for row, position in enumerate(at):
       first = max(0, position - window + 1) if window else 0
       for head in range(heads):

@@ -139,7 +139,8 @@ def read_prompts(model, tokens_BT, lengths_B, cache_size: int) -> tuple[jax.Arra
   def open_cache(_):
     return kv_cache.Prompt(lengths_B, cache_size)
 
-  hidden_BTD, kept = model.decoder.cached(model.embed(tokens_BT, positions_BT), positions_BT, real_BT, open_cache)
+  hidden, kept = model.decoder.cached(model.embed(tokens_BT, positions_BT), positions_BT, real_BT, open_cache)
+  hidden_BTD = hidden[0] if isinstance(hidden, tuple) else hidden  # experts return their routing beside it
   last_B1D = jnp.take_along_axis(hidden_BTD, (lengths_B - 1)[:, None, None], axis=1)
   return model.logits(last_B1D)[:, 0], kept
 
@@ -151,9 +152,9 @@ def add_token(model, token_B, counts_B, kept) -> tuple[jax.Array, Any]:
   def open_cache(kept):
     return kv_cache.Continuation(kept, counts_B)
 
-  x_B1D = model.embed(token_B[:, None], positions_B1)
-  hidden_B1D, new = model.decoder.cached(x_B1D, positions_B1, jnp.ones_like(positions_B1), open_cache, kept)
-  return model.logits(hidden_B1D)[:, 0], kv_cache.append(kept, new, counts_B)
+  x = model.embed(token_B[:, None], positions_B1)
+  hidden, new = model.decoder.cached(x, positions_B1, jnp.ones_like(positions_B1), open_cache, kept)
+  return model.logits(hidden)[:, 0], kv_cache.append(kept, new, counts_B)
 
 
 def _at(keys_B, step):

@@ -37,11 +37,13 @@ class StagedLoss(Protocol):
 class LanguageModelLoss:
   """(losses [B, T], weights [B, T]) of next-token prediction on a MaxText-style batch; a `StagedLoss`.
 
-  A token counts where targets_segmentation != 0. dropout_key: None turns dropout off.
+  A token counts where targets_segmentation != 0. dropout_key: None turns dropout off. load_balance_loss_weight: in a
+  model with experts, each token's loss holds its own share of the load-balancing loss times this; 0 leaves it out.
   """
 
   z_loss_multiplier: float = 0.0
   dropout_key: jax.Array | None = None
+  load_balance_loss_weight: float = 0.0
   layers_path: tuple = ("decoder", "layers")
 
   def __call__(self, model, batch):
@@ -57,8 +59,11 @@ class LanguageModelLoss:
   def layer_key(self, index):
     return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, index)
 
-  def head(self, model, hidden_BTD, batch):
-    losses_BT = token_losses(model.logits(hidden_BTD), batch["targets"], self.z_loss_multiplier)
+  def head(self, model, hidden, batch):
+    losses_BT = token_losses(model.logits(hidden), batch["targets"], self.z_loss_multiplier)
+    if self.load_balance_loss_weight and isinstance(hidden, tuple):
+      _, routing = hidden
+      losses_BT = losses_BT + self.load_balance_loss_weight * routing["load_balance_BT"]
     return losses_BT, (batch["targets_segmentation"] != 0).astype(losses_BT.dtype)
 
 

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 _BLOCKS = 4
 
 
-def attend(q_BTHh, k_BSKh, v_BSKh, segment_ids_BT=None, *, kernel: str):
+def attend(q_BTHh, k_BSKh, v_BSKh, segment_ids_BT=None, *, kernel: str, window: int | None = None, sinks_H=None):
   """Softmax attention of each position over the earlier positions of its own document.
 
   Returns [B, T, H, h] in q's dtype; scores are scaled by h**-0.5 and the softmax runs in float32 or wider.
-  segment_ids_BT: int32, equal ids may attend to each other; None = one document per row.
+  segment_ids_BT: int32, equal ids may attend to each other; None = one document per row. window: positions seen, the
+  own one included; None = all earlier ones. sinks_H: one more logit of each head's softmax, without a value.
   kernel: 'dot_product' (one product over all keys) or 'blockwise' (query blocks that see only the keys up to their end:
   the same values, about half the work). Raises ValueError for another name.
   """
@@ -31,7 +32,9 @@ def attend(q_BTHh, k_BSKh, v_BSKh, segment_ids_BT=None, *, kernel: str):
   q_BKGTh = _group_heads(q_BTHh, k_BSKh.shape[2])
   k_BKSh, v_BKSh = k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
   blocks = [
-    _causal_block(q_BKGTh[:, :, :, start:end], k_BKSh[:, :, :end], v_BKSh[:, :, :end], segment_ids_BT, start)
+    _causal_block(
+      q_BKGTh[:, :, :, start:end], k_BKSh[:, :, :end], v_BKSh[:, :, :end], segment_ids_BT, start, window, sinks_H
+    )
     for start, end in itertools.pairwise(bounds)
   ]
   out_BKGTh = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=3)
@@ -50,18 +53,26 @@ def _group_heads(q_BTHh, num_kv_heads: int):
   return q_BTHh.reshape(batch, positions, num_kv_heads, heads // num_kv_heads, width).transpose(0, 2, 3, 1, 4)
 
 
-def _causal_block(q_BKGTh, k_BKSh, v_BKSh, segment_ids_BT, start: int):
+def _causal_block(q_BKGTh, k_BKSh, v_BKSh, segment_ids_BT, start: int, window, sinks_H):
   """Attention of the query positions start..start+T over keys 0..S; keys after a query are masked."""
   dtype, wide = q_BKGTh.dtype, jnp.promote_types(q_BKGTh.dtype, jnp.float32)
   num_queries, num_keys = q_BKGTh.shape[3], k_BKSh.shape[2]
   scores = jnp.einsum("bkgth,bksh->bkgts", q_BKGTh, k_BKSh, preferred_element_type=wide)
   scores = scores * jnp.asarray(q_BKGTh.shape[-1] ** -0.5, wide)
-  mask = jnp.arange(start, start + num_queries)[:, None] >= jnp.arange(num_keys)[None, :]
+  distance = jnp.arange(start, start + num_queries)[:, None] - jnp.arange(num_keys)[None, :]
+  mask = distance >= 0
+  if window is not None:
+    mask = mask & (distance < window)
   mask = mask[None]
   if segment_ids_BT is not None:
     queries, keys = segment_ids_BT[:, start : start + num_queries], segment_ids_BT[:, :num_keys]
     mask = mask & (queries[:, :, None] == keys[:, None, :])
   # A finite floor keeps a fully masked row at a harmless uniform average instead of NaN; its loss weight is zero.
   scores = jnp.where(mask[:, None, None], scores, jnp.asarray(-0.7 * jnp.finfo(wide).max, wide))
-  weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
+  if sinks_H is None:
+    weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
+  else:
+    sinks = sinks_H.astype(wide).reshape(1, *q_BKGTh.shape[1:3], 1, 1)
+    sinks = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1), axis=-1)[..., :-1].astype(dtype)
   return jnp.einsum("bkgts,bksh->bkgth", weights, v_BKSh)

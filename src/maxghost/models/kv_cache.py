@@ -42,7 +42,7 @@ class Continuation:
     self._kept, self._counts_B = list(kept), counts_B
     self.entries: list[tuple] = []
 
-  def attend(self, q_B1Hh, k_B1Kh, v_B1Kh, segment_ids_BT=None, *, window=None, sinks=None, **options):
+  def attend(self, q_B1Hh, k_B1Kh, v_B1Kh, segment_ids_BT=None, *, window=None, sinks_H=None, **options):
     """Attention of the new token over its row's earlier tokens and itself. segment_ids_BT is not needed: a row is one
     document. Options that only choose a kernel have no meaning for one query."""
     k_BKSh, v_BKSh = self._kept[len(self.entries)]
@@ -50,7 +50,7 @@ class Continuation:
     seen_BS = held_positions(self._counts_B, k_BKSh.shape[2]) >= 0
     if window:
       seen_BS &= held_positions(self._counts_B, k_BKSh.shape[2]) > (self._counts_B - window)[:, None]
-    return _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks)
+    return _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks_H)
 
 
 def num_slots(size: int, window: int | None) -> int:
@@ -75,20 +75,21 @@ def append(kept, new, counts_B):
   return jax.tree.map(put, kept, new)
 
 
-def run_stacked(layers: nnx.Module, x_BTD, layer_inputs: tuple, open_cache: Callable, kept=None):
-  """x through stacked layers, each with its cache. open_cache: from a layer's part of `kept` to its cache.
+def run_stacked(layers: nnx.Module, carry, layer_inputs: tuple, open_cache: Callable, kept=None):
+  """carry (what the first layer sees) through stacked layers, each with its cache.
 
-  Returns (x, the entries of all layers with a leading layer axis).
+  open_cache: from a layer's part of `kept` to its cache. Returns (what the last layer returns, the entries of all
+  layers with a leading layer axis).
   """
   graphdef, state = nnx.split(layers)
 
-  def body(x_BTD, scanned):
+  def body(carry, scanned):
     state, kept = scanned
     cache = open_cache(kept)
-    x_BTD = nnx.merge(graphdef, state)(x_BTD, *layer_inputs, cache=cache)
-    return x_BTD, cache.entries
+    carry = nnx.merge(graphdef, state)(carry, *layer_inputs, cache=cache)
+    return carry, cache.entries
 
-  return jax.lax.scan(body, x_BTD, (state, kept))
+  return jax.lax.scan(body, carry, (state, kept))
 
 
 def _slots(x_BTKh, lengths_B, size: int):

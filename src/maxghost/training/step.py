@@ -91,7 +91,7 @@ def _training_loss(cfg: Config, step) -> LanguageModelLoss:
   if cfg.model.dropout_rate:
     # The key is a function of (seed, step): a restart draws the same masks without any RNG state to save.
     key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), step)
-  return LanguageModelLoss(cfg.model.z_loss_multiplier, key)
+  return LanguageModelLoss(cfg.model.z_loss_multiplier, key, cfg.model.load_balance_loss_weight)
 
 
 def _update_of(cfg: Config, graphdef, train_state, grads):
