@@ -38,8 +38,9 @@ class SelfAttention(nnx.Module):
 
   def __call__(self, x_BTD, positions_BT, segment_ids_BT, cache=None):
     """cache: from `kv_cache`, while text is generated; it stands for the positions before x."""
-    q_BTHh, k_BTKh, v_BTKh = self.project(x_BTD, positions_BT)
-    return self.out(self.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, cache))
+    heads = self.project(x_BTD, positions_BT)
+    more = {} if cache is None else {"cache": cache}
+    return self.out(self.attend(*heads, segment_ids_BT, **more))
 
   def project(self, x_BTD, positions_BT):
     """(q_BTHh, k_BTKh, v_BTKh): projected, normed, rotated."""
