@@ -3,6 +3,7 @@ other."""
 
 import itertools
 
+import hf_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +61,27 @@ def test_cached_logits_are_those_of_the_whole_text(model, scan_layers):
   for step in range(10):
     counts_B = lengths_B + step
     logits_BV, kept = add(state, texts_BT[rows, counts_B], counts_B, kept)
+    np.testing.assert_allclose(logits_BV, expected_BTV[rows, counts_B], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "mixtral", "gpt_oss"])
+def test_families_have_the_recorded_logits_through_their_caches(name):
+  """Learned positions, windows of 5 and 9 positions in ring caches, experts, sinks. Rows begin at 13 and 2 tokens."""
+  model, _, tokens_BT, expected_BTV = hf_models.model(name)
+  graphdef, state = nnx.split(model)
+  lengths_B = np.array([13, 2], np.int32)
+  padded_BT = np.where(np.arange(15) < lengths_B[:, None], tokens_BT[:, :15], 3)
+  logits_BV, kept = jax.jit(
+    lambda state: generator.read_prompts(nnx.merge(graphdef, state), padded_BT, jnp.asarray(lengths_B), 19)
+  )(state)
+  slots = {x.shape[-2] for x in jax.tree.leaves(kept)}
+  assert slots == {"mistral": {5}, "gpt_oss": {9, 19}}.get(name, {19})
+  add = jax.jit(lambda state, *args: generator.add_token(nnx.merge(graphdef, state), *args))
+  rows = np.arange(2)
+  np.testing.assert_allclose(logits_BV, expected_BTV[rows, lengths_B - 1], atol=1e-5)
+  for step in range(6):
+    counts_B = lengths_B + step
+    logits_BV, kept = add(state, tokens_BT[rows, counts_B], counts_B, kept)
     np.testing.assert_allclose(logits_BV, expected_BTV[rows, counts_B], atol=1e-5)
 
 

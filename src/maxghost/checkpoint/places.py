@@ -12,7 +12,9 @@ from typing import Any
 
 from maxghost import config
 from maxghost.checkpoint import huggingface
+from maxghost.checkpoint.huggingface_config import weight_dtype
 from maxghost.checkpoint.layouts_store import LayoutError, locate
+from maxghost.checkpoint.safetensors_files import open_tensors, read_json
 from maxghost.config import Config
 
 CONFIG_FILE = "config.yml"
@@ -33,9 +35,15 @@ class ModelPlace:
   config: Config | None
   config_file: Path | None
 
-  @property
-  def is_huggingface(self) -> bool:
-    return self.config_file is not None and self.config_file.name == huggingface.CONFIG_JSON
+  def stop_ids(self) -> set[int]:
+    """Tokens that end a text as generation_config.json or config.json names them; chat models have several."""
+    folder = self.config_file.parent if self.config_file else self.tree
+    found: set[int] = set()
+    for file in (folder / "generation_config.json", folder / TOKENIZER_FOLDER / "generation_config.json"):
+      if file.is_file():
+        ids = read_json(file).get("eos_token_id")
+        found |= set(ids if isinstance(ids, list) else [ids]) - {None}
+    return found
 
 
 def is_huggingface(folder: Path) -> bool:
@@ -70,9 +78,6 @@ def newest_step(run: Path) -> Path:
 
 def huggingface_config(folder: Path) -> Config:
   """The configuration of a Hugging Face folder: its model, the dtype of its tensors, and its tokenizer."""
-  from maxghost.checkpoint.huggingface_config import weight_dtype
-  from maxghost.checkpoint.safetensors_files import open_tensors
-
   cfg = huggingface.model_config(folder)
   dtypes = {tensor.dtype.name for tensor in open_tensors(folder).values()}
   changes: dict[str, Any] = {"weight_dtype": weight_dtype(dtypes, str(folder))}
@@ -135,12 +140,16 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
 
 def differing_model_keys(found: Config, wanted: Config) -> Mapping[str, tuple[Any, Any]]:
   """Keys of the model's function that differ: {key: (found, wanted)}. How it is computed may differ."""
-  a, b = found.model, wanted.model
-  return {
-    field.name: (getattr(a, field.name), getattr(b, field.name))
-    for field in dataclasses.fields(a)
-    if field.name not in HOW_COMPUTED and getattr(a, field.name) != getattr(b, field.name)
-  }
+  a, b = (_function(cfg.model) for cfg in (found, wanted))
+  return {key: (value, b[key]) for key, value in a.items() if value != b[key]}
+
+
+def _function(model: config.ModelConfig) -> dict[str, Any]:
+  """What makes the model's function, with the width of an expert as a number."""
+  keys = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+  if keys["base_moe_mlp_dim"] < 0:
+    keys["base_moe_mlp_dim"] = model.base_mlp_dim
+  return {key: value for key, value in keys.items() if key not in HOW_COMPUTED}
 
 
 # Model keys that change memory, time or rounding, or training alone, and leave the parameters' meaning as it is.

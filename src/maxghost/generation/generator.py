@@ -6,7 +6,8 @@ reached, whatever the prompt's length, so that each token costs the same.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,11 +34,22 @@ class Progress:
     return self.ids_BN[i, : self.counts_B[i]]
 
 
+@dataclasses.dataclass(slots=True)
+class Seconds:
+  """Where the time of the last call went. steps: tokens that the loop added to each row."""
+
+  compiling: float = 0.0
+  prompt: float = 0.0
+  loop: float = 0.0
+  steps: int = 0
+
+
 class Generator:
   """Compiled generation with one model. stop_ids: tokens that end a row. cache_size: most positions of a row, prompt
   and continuation together.
 
   The model's state is an argument of every call, so a training run can use one Generator from step to step.
+  seconds: of the last call.
   """
 
   def __init__(
@@ -46,8 +58,10 @@ class Generator:
     self._graphdef, self._cache_size = graphdef, cache_size
     self._sampling = sampling or Sampling()
     self._stop_ids = tuple(sorted(set(stop_ids)))
-    self._start = jax.jit(self._read_prompts, static_argnames="num_new")
+    self._start = jax.jit(self._read_prompts, static_argnums=4)
     self._advance = jax.jit(self._add_tokens, donate_argnums=1)
+    self._compiled: dict[tuple, Callable] = {}
+    self.seconds = Seconds()
 
   def generate(self, state: nnx.State, prompts: Sequence[Sequence[int]], num_new: int, *, seed: int = 0) -> Progress:
     """Adds up to num_new tokens to each prompt (ids, at least one each). Raises ValueError as `stream` does."""
@@ -61,15 +75,34 @@ class Generator:
     state: of the model, as `nnx.split` gives it. Raises ValueError for an empty prompt, or one that does not fit.
     """
     tokens_BT, lengths_B = self._pad(prompts, num_new)
-    loop = self._start(state, tokens_BT, lengths_B, jax.random.key(seed), num_new=num_new)
-    first = 1
-    while True:
-      progress = Progress(*jax.device_get((loop["ids_BN"], loop["counts_B"], loop["done_B"])))
+    self.seconds = Seconds()
+    key = (tokens_BT.shape, num_new)
+    arguments = (state, tokens_BT, lengths_B, jax.random.key(seed))
+    start = self._compile(("start", *key), self._start, *arguments, num_new)
+    begin = time.perf_counter()
+    loop = start(*arguments)
+    progress = _progress(loop)
+    self.seconds.prompt = time.perf_counter() - begin
+    yield progress
+    count = 1
+    while count < num_new and not progress.done_B.all():
+      until = jnp.int32(min(count + every, num_new))
+      advance = self._compile(("advance", *key), self._advance, state, loop, until)
+      begin = time.perf_counter()
+      loop = advance(state, loop, until)
+      progress = _progress(loop)
+      self.seconds.loop += time.perf_counter() - begin
+      self.seconds.steps += int(progress.counts_B.max()) - count
+      count = int(until)
       yield progress
-      if first >= num_new or progress.done_B.all():
-        return
-      first = min(first + every, num_new)
-      loop = self._advance(state, loop, jnp.int32(first))
+
+  def _compile(self, name: tuple, function: Callable, *arguments) -> Callable:
+    """Ahead of the call, so that its time is no part of the tokens'."""
+    if name not in self._compiled:
+      begin = time.perf_counter()
+      self._compiled[name] = function.lower(*arguments).compile()
+      self.seconds.compiling += time.perf_counter() - begin
+    return self._compiled[name]
 
   def _pad(self, prompts: Sequence[Sequence[int]], num_new: int) -> tuple[np.ndarray, np.ndarray]:
     lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -86,7 +119,7 @@ class Generator:
       row[: len(prompt)] = prompt
     return tokens_BT, lengths_B
 
-  def _read_prompts(self, state, tokens_BT, lengths_B, key, *, num_new: int) -> dict[str, Any]:
+  def _read_prompts(self, state, tokens_BT, lengths_B, key, num_new: int) -> dict[str, Any]:
     model = nnx.merge(self._graphdef, state)
     logits_BV, kept = read_prompts(model, tokens_BT, lengths_B, self._cache_size)
     keys_B = jax.random.split(key, len(lengths_B))
@@ -155,6 +188,10 @@ def add_token(model, token_B, counts_B, kept) -> tuple[jax.Array, Any]:
   x = model.embed(token_B[:, None], positions_B1)
   hidden, new = model.decoder.cached(x, positions_B1, jnp.ones_like(positions_B1), open_cache, kept)
   return model.logits(hidden)[:, 0], kv_cache.append(kept, new, counts_B)
+
+
+def _progress(loop: dict[str, Any]) -> Progress:
+  return Progress(*jax.device_get((loop["ids_BN"], loop["counts_B"], loop["done_B"])))
 
 
 def _at(keys_B, step):
