@@ -55,7 +55,8 @@ def test_tied_output_and_single_activation_leave_their_kernels_out():
   cfg = tiny.make_config(logits_via_embedding=True, mlp_activations=("gelu",))
   labels = shapes_and_axes(models.create_abstract(cfg)).keys()
   full = shapes_and_axes(models.create_abstract(tiny.make_config())).keys()
-  assert full - labels == {"decoder/logits_dense/kernel", "decoder/layers/mlp/wi_1/kernel"}
+  assert full - labels == {"decoder/logits_dense/kernel", *(f"decoder/layers/mlp/wi_{i}/kernel" for i in range(2))}
+  assert labels - full == {"decoder/layers/mlp/wi/kernel"}
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
