@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import jax
 from flax import nnx
 
+from maxghost.config.schema import ModelConfig
+from maxghost.ghost import tiled_head
 from maxghost.losses import token_losses
 
 
@@ -39,12 +41,27 @@ class LanguageModelLoss:
 
   A token counts where targets_segmentation != 0. dropout_key: None turns dropout off. load_balance_loss_weight: in a
   model with experts, each token's loss holds its own share of the load-balancing loss times this; 0 leaves it out.
+  num_tiles > 1: the logits exist a tile at a time, of the tokens or of the vocabulary (`tile_axis`); the model then
+  needs what `tiled_head` asks of it.
   """
 
   z_loss_multiplier: float = 0.0
   dropout_key: jax.Array | None = None
   load_balance_loss_weight: float = 0.0
   layers_path: tuple = ("decoder", "layers")
+  num_tiles: int = 1
+  tile_axis: str = "tokens"
+
+  @classmethod
+  def of(cls, cfg: ModelConfig, dropout_key=None, *, z_loss=True, load_balance=False) -> "LanguageModelLoss":
+    """The loss that a config asks for; z_loss: False leaves the z-loss out; load_balance: True for training."""
+    return cls(
+      cfg.z_loss_multiplier if z_loss else 0.0,
+      dropout_key,
+      cfg.load_balance_loss_weight if load_balance else 0.0,
+      num_tiles=cfg.num_vocab_tiling,
+      tile_axis=cfg.vocab_tiling_axis,
+    )
 
   def __call__(self, model, batch):
     hidden = model.hidden(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], self.dropout_key)
@@ -60,9 +77,15 @@ class LanguageModelLoss:
     return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, index)
 
   def head(self, model, hidden, batch):
-    losses_BT = token_losses(model.logits(hidden), batch["targets"], self.z_loss_multiplier)
-    if self.load_balance_loss_weight and isinstance(hidden, tuple):
-      _, routing = hidden
+    hidden_BTD, routing = hidden if isinstance(hidden, tuple) else (hidden, None)
+    targets_BT = batch["targets"]
+    if self.num_tiles > 1:
+      losses_BT = tiled_head.head_losses(
+        model, hidden_BTD, targets_BT, num_tiles=self.num_tiles, axis=self.tile_axis, z_loss=self.z_loss_multiplier
+      )
+    else:
+      losses_BT = token_losses(model.logits(hidden_BTD), targets_BT, self.z_loss_multiplier)
+    if self.load_balance_loss_weight and routing is not None:
       losses_BT = losses_BT + self.load_balance_loss_weight * routing["load_balance_BT"]
     return losses_BT, (batch["targets_segmentation"] != 0).astype(losses_BT.dtype)
 

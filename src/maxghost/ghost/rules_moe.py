@@ -73,10 +73,7 @@ def _use(call):
 
 @rule(SelfAttention)
 class AttentionSinkRule(Rule):
-  """`sinks` [H]. A sink takes the share p of its head's softmax and has no value, so d out / d sink = -p out.
-
-  p is what the other shares leave: 1 - attend(q, k, 1), for any kernel. The projections have rules of their own.
-  """
+  """`sinks` [H]: the gradient of a copy of them at every position. The projections have rules of their own."""
 
   methods = ("attend",)
 
@@ -92,11 +89,11 @@ class AttentionSinkRule(Rule):
 
   def score(self, call, name, direction):
     q_nTHh, k_nTKh, v_nTKh, segments = call.args
-    wide = jnp.promote_types(q_nTHh.dtype, jnp.float32)
-    q_nTHh, k_nTKh, v_nTKh = (a.astype(wide) for a in (q_nTHh, k_nTKh, v_nTKh))
     settings = {"kernel": call.module.kernel, "window": call.module.window}
-    settings["sinks_H"] = call.values["sinks"].astype(wide)
-    out_nTHh = attention_ops.attend(q_nTHh, k_nTKh, v_nTKh, segments, **settings)
-    others_nTHh = attention_ops.attend(q_nTHh, k_nTKh, jnp.ones_like(v_nTKh), segments, **settings)
-    change_nTHh = (others_nTHh - 1) * out_nTHh
-    return jnp.stack([call.reduce(change_nTHh * u_H[:, None], call.cotangent) for u_H in direction.full])
+    sinks_H = call.values["sinks"]
+    sinks_nTH = jnp.broadcast_to(sinks_H.astype(jnp.promote_types(sinks_H.dtype, jnp.float32)), q_nTHh.shape[:3])
+    _, pull = jax.vjp(
+      lambda sinks: attention_ops.attend(q_nTHh, k_nTKh, v_nTKh, segments, sinks_H=sinks, **settings), sinks_nTH
+    )
+    (gradient_nTH,) = pull(call.cotangent)
+    return jnp.stack([call.reduce(gradient_nTH, jnp.broadcast_to(u_H, sinks_nTH.shape)) for u_H in direction.full])

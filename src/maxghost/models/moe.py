@@ -153,11 +153,9 @@ class Rows:
   def sort(cls, index_BTk, num_experts: int) -> "Rows":
     expert_of_pair = index_BTk.reshape(-1)
     order_R = jnp.argsort(expert_of_pair, stable=True)
-    count = len(expert_of_pair)
-    place_R = jnp.zeros(count, order_R.dtype).at[order_R].set(jnp.arange(count, dtype=order_R.dtype), unique_indices=True)
     expert_R = expert_of_pair[order_R]
     edges = jnp.searchsorted(expert_R, jnp.arange(num_experts + 1, dtype=expert_R.dtype)).astype(jnp.int32)
-    return cls(order_R, place_R, jnp.diff(edges), expert_R, index_BTk.shape[-1])
+    return cls(order_R, jnp.argsort(order_R), jnp.diff(edges), expert_R, index_BTk.shape[-1])
 
   def take(self, x_N):
     """Rows of the tokens' values: [N, ...] -> [R, ...]."""

@@ -20,6 +20,7 @@ class Decoder(nnx.Module):
     cycle = cfg.inhomogeneous_layer_cycle_interval
     self.num_layers = cfg.base_num_decoder_layers // cycle if cfg.scan_layers else cfg.base_num_decoder_layers
     self.remat_policy = cfg.remat_policy
+    self.segment_lengths = cfg.segments
     if cfg.scan_layers:
       make_layer = DecoderLayer if cycle == 1 else LayerCycle
       self.layers = stack.create(lambda r: make_layer(cfg, rngs=r), self.num_layers, rngs)
@@ -45,6 +46,7 @@ class Decoder(nnx.Module):
         num_layers=self.num_layers,
         remat_policy=self.remat_policy,
         dropout_key=dropout_key,
+        segment_lengths=self.segment_lengths,
       )
     for i in range(self.num_layers):
       graphdef, state = nnx.split(getattr(self, f"layers_{i}"))
@@ -96,6 +98,7 @@ class Transformer(nnx.Module):
     self.decoder = Decoder(cfg, rngs=rngs)
     self.tied = cfg.logits_via_embedding
     self.num_experts, self.dtype = cfg.num_experts, jnp.dtype(cfg.dtype)
+    self.logits_soft_cap = None
 
   def __call__(self, tokens_BT, positions=None, segment_ids=None, dropout_key=None):
     return self.logits(self.hidden(tokens_BT, positions, segment_ids, dropout_key))
@@ -117,6 +120,14 @@ class Transformer(nnx.Module):
 
   def logits(self, hidden):
     """Final norm and output projection of what `hidden` returns -> float32 [B, T, V]."""
-    hidden_BTD = self.decoder.decoder_norm(hidden[0] if isinstance(hidden, tuple) else hidden)
-    logits_BTV = self.token_embedder.attend(hidden_BTD) if self.tied else self.decoder.logits_dense(hidden_BTD)
+    x_BTD = self.head_input(hidden[0] if isinstance(hidden, tuple) else hidden)
+    logits_BTV = self.token_embedder.attend(x_BTD) if self.tied else self.decoder.logits_dense(x_BTD)
     return logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
+
+  def head_input(self, hidden_BTD):
+    """What the output projection sees. [B, T, D]."""
+    return self.decoder.decoder_norm(hidden_BTD)
+
+  def output_layer(self) -> tuple[nnx.Module, str]:
+    """The layer whose `attend` or call is the output projection, and the name of its table."""
+    return (self.token_embedder, "embedding") if self.tied else (self.decoder.logits_dense, "kernel")

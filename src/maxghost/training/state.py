@@ -11,6 +11,7 @@ from flax import nnx
 from maxghost import models
 from maxghost.config.schema import Config
 from maxghost.training.compiling import compiler_options
+from maxghost.training.host_memory import HostMemory
 from maxghost.training.optimizers import make_optimizer
 
 
@@ -101,14 +102,15 @@ def create_split(cfg: Config) -> tuple[nnx.GraphDef, nnx.State]:
   graphdef, _ = abstract_split(cfg)
 
   def init():
-    return nnx.state(create(cfg))
+    return HostMemory.of(cfg).put(nnx.state(create(cfg)))
 
   return graphdef, jax.jit(init, compiler_options=compiler_options())()
 
 
 def abstract_split(cfg: Config) -> tuple[nnx.GraphDef, nnx.State]:
   """(graphdef, state) with `jax.ShapeDtypeStruct` leaves: nothing is allocated."""
-  return nnx.split(nnx.eval_shape(lambda: create(cfg)))
+  graphdef, state = nnx.split(nnx.eval_shape(lambda: create(cfg)))
+  return graphdef, HostMemory.of(cfg).abstract(state)
 
 
 def adam_moments(optimizer: nnx.Optimizer) -> tuple[dict | None, dict | None]:
