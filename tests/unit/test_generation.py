@@ -134,14 +134,13 @@ def softmax(x):
   return x / x.sum()
 
 
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(("window", "with_sinks"), [(None, False), (5, True)])
 def test_one_token_against_plain_attention(window, with_sinks):
   """Rows of 9 and 3 earlier tokens; H=6, K=2, h=4; a window's cache has no more slots than the window."""
   rng = np.random.default_rng(1)
   heads, num_kv, width, total = 6, 2, 4, 13
   q, k, v = (rng.normal(size=(2, total, n, width)).astype(np.float32) for n in (heads, num_kv, num_kv))
-  sinks = rng.normal(size=heads).astype(np.float32) if with_sinks else None
+  sinks, cap = rng.normal(size=heads).astype(np.float32) if with_sinks else None, 1.5
   lengths_B = jnp.array([9, 3], jnp.int32)
   size = kv_cache.num_slots(12, window)
   kept = [tuple(kv_cache._slots(jnp.asarray(x[:, :10]), lengths_B, size) for x in (k, v))]
@@ -151,12 +150,13 @@ def test_one_token_against_plain_attention(window, with_sinks):
     rows = np.arange(2)
     cache = kv_cache.Continuation(kept, counts_B)
     at = np.asarray(counts_B)
-    out = cache.attend(q[rows, at][:, None], k[rows, at][:, None], v[rows, at][:, None], window=window, sinks_H=sinks)
+    new = (jnp.asarray(x[rows, at][:, None]) for x in (q, k, v))
+    out = cache.attend(*new, kernel="dot_product", window=window, sinks_H=sinks, soft_cap=cap, scale=0.7)
     for row, position in enumerate(at):
       first = max(0, position - window + 1) if window else 0
       for head in range(heads):
         keys, values = (x[row, first : position + 1, head // 3] for x in (k, v))
-        scores = keys @ q[row, position, head] / np.sqrt(width)
+        scores = cap * np.tanh(keys @ q[row, position, head] * 0.7 / cap)
         weights = softmax(scores if sinks is None else np.append(scores, sinks[head]))[: len(scores)]
         np.testing.assert_allclose(out[row, 0, head], weights @ values, atol=1e-6)
     kept = kv_cache.append(kept, cache.entries, counts_B)

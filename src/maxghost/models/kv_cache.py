@@ -42,15 +42,20 @@ class Continuation:
     self._kept, self._counts_B = list(kept), counts_B
     self.entries: list[tuple] = []
 
-  def attend(self, q_B1Hh, k_B1Kh, v_B1Kh, segment_ids_BT=None, *, window=None, sinks_H=None, **options):
-    """Attention of the new token over its row's earlier tokens and itself. segment_ids_BT is not needed: a row is one
-    document. Options that only choose a kernel have no meaning for one query."""
+  def attend(
+    self, q_B1Hh, k_B1Kh, v_B1Kh, segment_ids_BT=None, *, kernel=None, window=None, sinks_H=None, soft_cap=None,
+    scale=None,
+  ):  # fmt: skip
+    """Attention of the new token over its row's earlier tokens and itself. A row is one document, and one query needs
+    no choice of kernel: segment ids and `kernel` are not read."""
     k_BKSh, v_BKSh = self._kept[len(self.entries)]
     self.entries.append((k_B1Kh[:, 0], v_B1Kh[:, 0]))
-    seen_BS = held_positions(self._counts_B, k_BKSh.shape[2]) >= 0
+    held_BS = held_positions(self._counts_B, k_BKSh.shape[2])
+    seen_BS = held_BS >= 0
     if window:
-      seen_BS &= held_positions(self._counts_B, k_BKSh.shape[2]) > (self._counts_B - window)[:, None]
-    return _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks_H)
+      seen_BS &= held_BS > (self._counts_B - window)[:, None]
+    shape = attention_ops.Shape(q_B1Hh.shape[-1] ** -0.5 if scale is None else scale, None, soft_cap)
+    return _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks_H, shape)
 
 
 def num_slots(size: int, window: int | None) -> int:
@@ -99,22 +104,17 @@ def _slots(x_BTKh, lengths_B, size: int):
   return jnp.where((position_BS >= 0)[:, :, None, None], found, 0).swapaxes(1, 2)
 
 
-def _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks_H):
+def _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks_H, shape: attention_ops.Shape):
   """softmax([q k_S | q k_new | sink]) over kept, new and sink; the sink takes weight and gives no value."""
-  wide = jnp.promote_types(q_B1Hh.dtype, jnp.float32)
-  batch, _, heads, width = q_B1Hh.shape
-  num_kv = k_BKSh.shape[1]
-  q_BKGh = q_B1Hh.reshape(batch, num_kv, heads // num_kv, width)
-  scale = jnp.asarray(width**-0.5, wide)
-  kept_BKGS = jnp.einsum("bkgh,bksh->bkgs", q_BKGh, k_BKSh, preferred_element_type=wide) * scale
-  kept_BKGS = jnp.where(seen_BS[:, None, None], kept_BKGS, -jnp.inf)
-  new_BKG1 = jnp.einsum("bkgh,bkh->bkg", q_BKGh, k_B1Kh[:, 0], preferred_element_type=wide)[..., None] * scale
-  scores = [kept_BKGS, new_BKG1]
+  q_BKG1h = attention_ops.group_heads(q_B1Hh, k_BKSh.shape[1])
+  k_BK1h, v_BK1h = k_B1Kh.swapaxes(1, 2), v_B1Kh.swapaxes(1, 2)
+  kept_BKG1S = jnp.where(seen_BS[:, None, None, None], shape.scores(q_BKG1h, k_BKSh), -jnp.inf)
+  scores = [kept_BKG1S, shape.scores(q_BKG1h, k_BK1h)]
   if sinks_H is not None:
-    sinks_KG1 = sinks_H.astype(wide).reshape(num_kv, heads // num_kv, 1)
-    scores.append(jnp.broadcast_to(sinks_KG1, new_BKG1.shape))
+    sinks_KG11 = sinks_H.astype(kept_BKG1S.dtype).reshape(*q_BKG1h.shape[1:3], 1, 1)
+    scores.append(jnp.broadcast_to(sinks_KG11, scores[1].shape))
   weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q_B1Hh.dtype)
   slots = k_BKSh.shape[2]
-  out_BKGh = jnp.einsum("bkgs,bksh->bkgh", weights[..., :slots], v_BKSh)
-  out_BKGh = out_BKGh + weights[..., slots : slots + 1] * v_B1Kh[:, 0][:, :, None]
-  return out_BKGh.reshape(q_B1Hh.shape)
+  out_BKG1h = jnp.einsum("bkgts,bksh->bkgth", weights[..., :slots], v_BKSh)
+  out_BKG1h = out_BKG1h + weights[..., slots : slots + 1] * v_BK1h[:, :, None]
+  return out_BKG1h.reshape(q_B1Hh.shape[:3] + v_B1Kh.shape[3:])
