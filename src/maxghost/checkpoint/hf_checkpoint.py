@@ -1,6 +1,7 @@
 """Hugging Face models in and out, one tensor at a time.
 
   python tools/hf_checkpoint.py import HF_FOLDER TARGET      a folder with items/, config.yml and tokenizer/
+  python tools/hf_checkpoint.py import MODEL.gguf TARGET     the same from a GGUF file of a Llama model
   python tools/hf_checkpoint.py export CHECKPOINT TARGET     a folder that transformers loads
 
 An import keeps every tensor's bits and dtype, and is read again and compared. Exit code 0: written; 1: what was
@@ -14,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import config
-from maxghost.checkpoint import compare, huggingface, huggingface_config, places
+from maxghost.checkpoint import compare, gguf_file, huggingface, huggingface_config, places
 from maxghost.checkpoint.convert import DEFAULT_RAM_BYTES, check_space, check_target, write_plan
 from maxghost.checkpoint.layouts import MAXGHOST, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED, PartReader
 from maxghost.checkpoint.layouts_plan import Target, make_plan
-from maxghost.checkpoint.layouts_store import LayoutError, Location, open_at, open_tree
+from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, open_at, open_tree
 from maxghost.checkpoint.layouts_writer import new_folder
 from maxghost.checkpoint.safetensors_files import write_tensors
 from maxghost.config import Config, ConfigError
@@ -39,19 +40,18 @@ def import_model(
   ram_bytes: int = DEFAULT_RAM_BYTES,
   say: Callable[[str], None] = print,
 ) -> Config:
-  """Writes the Hugging Face folder `source` as the new folder `target`; returns its configuration.
+  """Writes the Hugging Face folder or GGUF file `source` as the new folder `target`; returns its configuration.
 
   Raises ConfigError for tensors that are missing, unknown or misshapen, and for a tokenizer of another vocabulary.
   """
   source, target = Path(source).expanduser().absolute(), Path(target).expanduser().absolute()
-  if not places.is_huggingface(source):
-    raise LayoutError(f"{source} is no Hugging Face model folder: it has no {huggingface.CONFIG_JSON}")
-  cfg = config.replace(places.huggingface_config(source), scan_layers=scan_layers)
-  raw = open_tree(source)
+  cfg, raw, write_tokenizer = _open_gguf(source) if source.suffix == gguf_file.SUFFIX else _open_folder(source)
+  cfg = config.replace(cfg, scan_layers=scan_layers)
   checkpoint = read_checkpoint(raw)
   check_target(raw, target)
   layers = SCANNED if scan_layers else UNSCANNED
-  plan = make_plan(checkpoint, Target(MAXGHOST, layers=layers, params_only=True))
+  cycle = cfg.model.inhomogeneous_layer_cycle_interval if scan_layers else 0
+  plan = make_plan(checkpoint, Target(MAXGHOST, layers=layers, layer_period=cycle, params_only=True))
   check_space(raw, plan, target)
   say(f"source {source}: {cfg.model.decoder_block}, {checkpoint.num_params():,} parameters, {cfg.model.weight_dtype}")
   with new_folder(target) as temporary:
@@ -61,20 +61,35 @@ def import_model(
     rows = compare.compare(checkpoint, written, params_only=True, ram_bytes=ram_bytes).rows
     if rows:
       raise VerificationError(f"verification failed: {len(rows)} parameters differ, the first: {rows[0].text()}")
-    cfg = _finish_import(cfg, source, temporary, target)
+    write_tokenizer(temporary / places.TOKENIZER_FOLDER)
+    keys = places.tokenizer_keys(temporary / places.TOKENIZER_FOLDER, cfg.model.vocab_size)
+    if keys:
+      keys["tokenizer_path"] = str(target / Path(keys["tokenizer_path"]).relative_to(temporary))
+    cfg = config.replace(cfg, tokenizer_path="", load_parameters_path=str(target), run_name=target.name)
+    cfg = config.replace(cfg, **keys)
+    config.save(cfg, temporary / places.CONFIG_FILE)
   say(f"written {target}, verified byte by byte; train it with: maxghost train {target / places.CONFIG_FILE}")
   return cfg
 
 
-def _finish_import(cfg: Config, source: Path, temporary: Path, target: Path) -> Config:
-  """config.yml, and the tokenizer files, in a folder that will be `target`."""
-  changes: dict[str, Any] = {"load_parameters_path": str(target), "run_name": target.name}
-  if places.copy_tokenizer(source, temporary / places.TOKENIZER_FOLDER) and cfg.data.tokenizer_path:
-    moved = target / places.TOKENIZER_FOLDER / Path(cfg.data.tokenizer_path).relative_to(source)
-    changes["tokenizer_path"] = str(moved)
-  cfg = config.replace(cfg, **changes)
-  config.save(cfg, temporary / places.CONFIG_FILE)
-  return cfg
+def _open_folder(source: Path) -> tuple[Config, RawTree, Callable[[Path], Any]]:
+  """(configuration, parameters, what writes the tokenizer files into a folder)."""
+  if not places.is_huggingface(source):
+    raise LayoutError(f"{source} is no Hugging Face model folder: it has no {huggingface.CONFIG_JSON}")
+  cfg = places.huggingface_config(source)
+  return cfg, open_tree(source), lambda folder: places.copy_tokenizer(source, folder)
+
+
+def _open_gguf(source: Path) -> tuple[Config, RawTree, Callable[[Path], Any]]:
+  """The same for a GGUF file; its quantised values become float32."""
+  file = gguf_file.open_file(source)
+  cfg = huggingface.configuration(gguf_file.config_json(file), str(source))
+
+  def write_tokenizer(folder: Path) -> None:
+    folder.mkdir()
+    gguf_file.write_tokenizer(file, folder)
+
+  return cfg, huggingface.tree_of(file.tensors, cfg.model, source), write_tokenizer
 
 
 def export_model(
@@ -162,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
   )
   verbs = parser.add_subparsers(dest="verb", required=True)
   into = verbs.add_parser("import", help="a Hugging Face folder into a checkpoint with config.yml and tokenizer")
-  into.add_argument("source", metavar="HF_FOLDER")
+  into.add_argument("source", metavar="HF_FOLDER", help="folder with config.json, or a .gguf file of a Llama model")
   into.add_argument(
     "--scan_layers", action=argparse.BooleanOptionalAction, default=True, help="stack the layers (the default)"
   )

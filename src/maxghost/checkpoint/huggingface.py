@@ -29,7 +29,12 @@ def model_config(folder: Path) -> Config:
 
   Raises ConfigError for a model that is not known here, or whose config.json contradicts itself.
   """
-  keys = huggingface_config.keys_of(read_json(folder / CONFIG_JSON), str(folder / CONFIG_JSON))
+  return configuration(read_json(folder / CONFIG_JSON), str(folder / CONFIG_JSON))
+
+
+def configuration(content: Mapping[str, Any], origin: str) -> Config:
+  """The same from the content of a config.json; `origin` names it in messages."""
+  keys = huggingface_config.keys_of(content, origin)
   # The tokenizer is looked at elsewhere; bytes, the default, would want a vocabulary of their size.
   return replace(load_config(), tokenizer_type="huggingface", **keys)
 
@@ -39,11 +44,14 @@ def open_folder(path: Path) -> RawTree:
 
   Raises LayoutError, naming tensors, where some are missing, unknown or of another shape than config.json says.
   """
-  model = model_config(path).model
-  tensors = open_tensors(path)
-  nodes = _nodes(tensors, model, str(path))
+  return tree_of(open_tensors(path), model_config(path).model, path)
+
+
+def tree_of(tensors: dict[str, Tensor], model: ModelConfig, origin: Path) -> RawTree:
+  """The same from tensors by name; origin: the file or folder they are in."""
+  nodes = _nodes(tensors, model, str(origin))
   metadata = {"scan_layers": False, RECORD: {"layout": PARAMS, "values_from": "maxghost"}}
-  return RawTree(nodes, str(path), {"custom_metadata": metadata}, None, Location(item=path, step=path))
+  return RawTree(nodes, str(origin), {"custom_metadata": metadata}, None, Location(item=origin, step=origin))
 
 
 def _nodes(tensors: dict[str, Tensor], model: ModelConfig, origin: str) -> dict[tuple, StoredArray]:

@@ -110,6 +110,9 @@ def _begins_with_bos(folder: Path, tokenizer) -> bool:
   """Whether the tokenizer itself puts its begin token before a text."""
   if tokenizer.bos_id is None:
     return False
+  said = folder / "tokenizer_config.json"
+  if said.is_file() and read_json(said).get("add_bos_token") is not None:
+    return bool(read_json(said)["add_bos_token"])
   if not (folder / "tokenizer.json").is_file():
     return True
   import tokenizers
