@@ -24,6 +24,8 @@ from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, op
 from maxghost.checkpoint.layouts_writer import new_folder
 from maxghost.checkpoint.safetensors_files import write_tensors
 from maxghost.config import Config, ConfigError
+from maxghost.data import tokenizer_files
+from maxghost.data.tokenizers import load_tokenizer
 
 _SHARD_BYTES = 5_000_000_000
 
@@ -61,8 +63,8 @@ def import_model(
     rows = compare.compare(checkpoint, written, params_only=True, ram_bytes=ram_bytes).rows
     if rows:
       raise VerificationError(f"verification failed: {len(rows)} parameters differ, the first: {rows[0].text()}")
-    write_tokenizer(temporary / places.TOKENIZER_FOLDER)
-    keys = places.tokenizer_keys(temporary / places.TOKENIZER_FOLDER, cfg.model.vocab_size)
+    write_tokenizer(temporary / tokenizer_files.FOLDER)
+    keys = places.tokenizer_keys(temporary / tokenizer_files.FOLDER, cfg.model.vocab_size)
     if keys:
       keys["tokenizer_path"] = str(target / Path(keys["tokenizer_path"]).relative_to(temporary))
     cfg = config.replace(cfg, tokenizer_path="", load_parameters_path=str(target), run_name=target.name)
@@ -77,7 +79,7 @@ def _open_folder(source: Path) -> tuple[Config, RawTree, Callable[[Path], Any]]:
   if not places.is_huggingface(source):
     raise LayoutError(f"{source} is no Hugging Face model folder: it has no {huggingface.CONFIG_JSON}")
   cfg = places.huggingface_config(source)
-  return cfg, open_tree(source), lambda folder: places.copy_tokenizer(source, folder)
+  return cfg, open_tree(source), lambda folder: tokenizer_files.copy(source, folder)
 
 
 def _open_gguf(source: Path) -> tuple[Config, RawTree, Callable[[Path], Any]]:
@@ -127,7 +129,7 @@ def export_model(
     huggingface.write_json(temporary / huggingface.CONFIG_JSON, content)
     if cfg.data.tokenizer_path:
       folder = Path(cfg.data.tokenizer_path)
-      places.copy_tokenizer(folder if folder.is_dir() else folder.parent, temporary)
+      tokenizer_files.copy(folder if folder.is_dir() else folder.parent, temporary)
     written = read_checkpoint(huggingface.open_folder(temporary))
     rows = compare.compare(checkpoint, written, params_only=True, ram_bytes=ram_bytes).rows
     if rows:
@@ -138,8 +140,6 @@ def export_model(
 
 def special_ids(cfg: Config) -> dict[str, int]:
   """bos_token_id, eos_token_id and pad_token_id of the configuration's tokenizer."""
-  from maxghost.data.tokenizers import load_tokenizer
-
   if cfg.data.tokenizer_type != "byte" and not cfg.data.tokenizer_path:
     return {}
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)

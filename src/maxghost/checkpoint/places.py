@@ -5,7 +5,6 @@ belongs to it. Nothing here imports JAX.
 """
 
 import dataclasses
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,10 @@ from maxghost.checkpoint.huggingface_config import weight_dtype
 from maxghost.checkpoint.layouts_store import LayoutError, locate
 from maxghost.checkpoint.safetensors_files import open_tensors, read_json
 from maxghost.config import Config
+from maxghost.data import tokenizer_files
+from maxghost.data.tokenizers import load_tokenizer
 
 CONFIG_FILE = "config.yml"
-TOKENIZER_FOLDER = "tokenizer"
-# What transformers puts beside a model for its tokenizer and for generation.
-TOKENIZER_FILES = (
-  "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-  "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelPlace:
@@ -39,7 +33,7 @@ class ModelPlace:
     """Tokens that end a text as generation_config.json or config.json names them; chat models have several."""
     folder = self.config_file.parent if self.config_file else self.tree
     found: set[int] = set()
-    for file in (folder / "generation_config.json", folder / TOKENIZER_FOLDER / "generation_config.json"):
+    for file in (folder / "generation_config.json", folder / tokenizer_files.FOLDER / "generation_config.json"):
       if file.is_file():
         ids = read_json(file).get("eos_token_id")
         found |= set(ids if isinstance(ids, list) else [ids]) - {None}
@@ -64,7 +58,7 @@ def find(path: str | Path) -> ModelPlace:
   for candidate in (folder, *list(folder.parents)[:3]):
     file = candidate / CONFIG_FILE
     if file.is_file():
-      return ModelPlace(folder, _with_own_tokenizer(config.load(file), candidate), file)
+      return ModelPlace(folder, with_own_tokenizer(config.load(file), candidate), file)
   return ModelPlace(folder, None, None)
 
 
@@ -95,8 +89,6 @@ def tokenizer_keys(folder: Path, vocab_size: int) -> dict[str, Any]:
     keys = {"tokenizer_type": "sentencepiece", "tokenizer_path": str(folder / "tokenizer.model")}
   else:
     return {}
-  from maxghost.data.tokenizers import load_tokenizer
-
   tokenizer = load_tokenizer(keys["tokenizer_type"], keys["tokenizer_path"])
   if tokenizer.vocab_size > vocab_size:
     raise LayoutError(
@@ -121,24 +113,10 @@ def _begins_with_bos(folder: Path, tokenizer) -> bool:
   return ids[:1] == [tokenizer.bos_id]
 
 
-def _with_own_tokenizer(cfg: Config, folder: Path) -> Config:
+def with_own_tokenizer(cfg: Config, folder: Path) -> Config:
   """The configuration with the tokenizer saved beside it, which may have moved with it."""
-  saved = folder / TOKENIZER_FOLDER
-  if not cfg.data.tokenizer_path or not saved.is_dir():
-    return cfg
-  original = Path(cfg.data.tokenizer_path)
-  inside = saved / original.name if (saved / original.name).is_file() else saved
-  return config.replace(cfg, tokenizer_path=str(inside))
-
-
-def copy_tokenizer(source: Path, target: Path) -> list[str]:
-  """Copies the tokenizer files of a folder; returns their names. `target` is made where there is one."""
-  names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
-  if names:
-    target.mkdir(exist_ok=True)
-  for name in names:
-    shutil.copyfile(source / name, target / name)
-  return names
+  saved = tokenizer_files.saved_path(cfg.data.tokenizer_type, folder / tokenizer_files.FOLDER)
+  return config.replace(cfg, tokenizer_path=saved) if saved else cfg
 
 
 def differing_model_keys(found: Config, wanted: Config) -> Mapping[str, tuple[Any, Any]]:

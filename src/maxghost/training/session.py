@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from maxghost.config import Config
+from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
 from maxghost.training import announce, program, resume, run_directory, state
 from maxghost.training.console import Console
@@ -57,6 +58,7 @@ class Session:
   def run(self) -> int:
     """Trains to the end or to a signal; returns the exit code. Raises what the loop raises."""
     run_dir = run_directory.claim(self._existing, self._cfg)
+    tokenizer_files.save(self._dataset.tokenizer, self._cfg.data.tokenizer_type, run_dir.path / tokenizer_files.FOLDER)
     sinks = None
     prefetcher = None
     try:
