@@ -163,8 +163,8 @@ OTHER = {
   "segment_lengths": (3, 1),
   "z_loss_multiplier": 1e-3,
 }
-# Read by config.load: a file laid over the base; by the train state: where the weights live.
-ELSEWHERE = {"model_name", "stream_weights"}
+# Read by config.load (a file laid over the base), by the train state (where the weights live), by the loss.
+ELSEWHERE = {"model_name", "stream_weights", "num_vocab_tiling", "vocab_tiling_axis"}
 
 
 def program_of(cfg) -> str:
