@@ -79,28 +79,34 @@ def chosen(options, sinks):
 
 
 def gradients(attend, q, k, v, segments, options, weights):
-  """Gradients of <attend, weights> in q, k, v and, where there are any, the sinks."""
+  """Values, and gradients of <attend, weights> in q, k, v and, where there are any, the sinks."""
   others = {name: value for name, value in options.items() if name != "sinks_H"}
 
   def total(q, k, v, sinks):
-    return jnp.sum(attend(q, k, v, segments, **others, **({} if sinks is None else {"sinks_H": sinks})) * weights)
+    out = attend(q, k, v, segments, **others, **({} if sinks is None else {"sinks_H": sinks}))
+    return jnp.sum(out * weights), out
 
-  return jax.jit(jax.grad(total, argnums=(0, 1, 2) + ((3,) if "sinks_H" in options else ())))(
-    q, k, v, options.get("sinks_H")
-  )
+  argnums = (0, 1, 2, 3) if "sinks_H" in options else (0, 1, 2)
+  with tiny.cheap_compilation():
+    grads, out = jax.jit(jax.grad(total, argnums, has_aux=True))(q, k, v, options.get("sinks_H"))
+  return [np.asarray(x) for x in (out, *grads)]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("kernel", ["dot_product", "blockwise", "online"])
+@pytest.mark.parametrize(
+  ("kernel", "name"),
+  [*(("dot_product", name) for name in OPTIONS), *((k, n) for k in ("blockwise", "online") for n in ("window", "all"))],
+)
 def test_values(kernel, name, monkeypatch):
   (q, k, v), sinks = arrays()
   options = chosen(OPTIONS[name], sinks)
   attend = call(kernel, monkeypatch)
   expected = reference(q, k, v, SEGMENTS, **{"sinks" if n == "sinks_H" else n: x for n, x in options.items()})
-  np.testing.assert_allclose(attend(q, k, v, SEGMENTS, **options), expected, rtol=2e-5, atol=2e-6)
-  if name == "window":
-    alone = reference(q, k, v, None, window=3)
-    np.testing.assert_allclose(attend(q, k, v, None, window=3), alone, rtol=2e-5, atol=2e-6)
+  with tiny.cheap_compilation():
+    out = jax.jit(lambda q, k, v: attend(q, k, v, SEGMENTS, **options))(q, k, v)
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6)
+    if name == "window":
+      out = jax.jit(lambda q, k, v: attend(q, k, v, None, window=3))(q, k, v)
+      np.testing.assert_allclose(out, reference(q, k, v, None, window=3), rtol=2e-5, atol=2e-6)
 
 
 def test_gradients_of_dot_product_are_differences_of_its_values():
@@ -109,7 +115,7 @@ def test_gradients_of_dot_product_are_differences_of_its_values():
   options = chosen(OPTIONS["all"], sinks)
   attend = functools.partial(attention_ops.attend, kernel="dot_product")
   with jax.enable_x64(True):
-    ours = gradients(attend, q, k, v, SEGMENTS, options, weights)
+    _, *ours = gradients(attend, q, k, v, SEGMENTS, options, weights)
   values = [q, k, v, sinks]
   for i, gradient in enumerate(ours):
     direction = np.random.default_rng(i).normal(size=values[i].shape)
@@ -131,12 +137,12 @@ def test_gradients(kernel, name, monkeypatch):
     functools.partial(attention_ops.attend, kernel="dot_product"), q, k, v, SEGMENTS, options, weights
   )
   ours = gradients(call(kernel, monkeypatch), q, k, v, SEGMENTS, options, weights)
-  assert len(ours) == len(exact) == 3 + ("sinks_H" in options)
+  assert len(ours) == len(exact) == 4 + ("sinks_H" in options)
   for a, b in zip(ours, exact, strict=True):
     np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("kernel", ["online", "splash"])
+@pytest.mark.parametrize("kernel", ["online", pytest.param("splash", marks=pytest.mark.slow)])
 def test_sinks_per_position_have_a_gradient_per_position(kernel, monkeypatch):
   """What scores a sink per token: the same values, and gradients that add up to those of the head's one sink."""
   (q, k, v), sinks = arrays()
@@ -145,7 +151,7 @@ def test_sinks_per_position_have_a_gradient_per_position(kernel, monkeypatch):
   dot_product = functools.partial(attention_ops.attend, kernel="dot_product")
   expected = gradients(dot_product, q, k, v, SEGMENTS, {"window": 6, "sinks_H": spread}, weights)
   per_head = gradients(dot_product, q, k, v, SEGMENTS, {"window": 6, "sinks_H": sinks}, weights)
-  np.testing.assert_allclose(expected[3].sum((0, 1)), per_head[3], rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(expected[4].sum((0, 1)), per_head[4], rtol=1e-4, atol=1e-5)
   ours = gradients(call(kernel, monkeypatch), q, k, v, SEGMENTS, {"window": 6, "sinks_H": spread}, weights)
   for a, b in zip(ours, expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
@@ -155,7 +161,8 @@ def test_sinks_per_position_have_a_gradient_per_position(kernel, monkeypatch):
 def test_bfloat16_keeps_its_dtype_and_a_softmax_in_float32(kernel, monkeypatch):
   (q, k, v), _ = arrays(jnp.bfloat16, length=40)
   attend = call(kernel, monkeypatch)
-  out = attend(q, k, v, None)
+  with tiny.cheap_compilation():
+    out = jax.jit(lambda q, k, v: attend(q, k, v, None))(q, k, v)
   assert out.dtype == jnp.bfloat16
   np.testing.assert_allclose(
     np.float32(out), reference(*(np.float64(x) for x in (q, k, v)), None), rtol=2e-2, atol=2e-2
@@ -174,9 +181,9 @@ def test_forward_mode(kernel, monkeypatch):
     return lambda q, k, v, s: kernel(q, k, v, SEGMENTS, sinks_H=s, **others)
 
   plain = functools.partial(attention_ops.attend, kernel="dot_product")
-  expected = jax.jvp(f(plain), (q, k, v, sinks), (dq, dk, dv, ds))
-  with autodiff.forward_mode():
-    ours = jax.jvp(f(attend), (q, k, v, sinks), (dq, dk, dv, ds))
+  primals, tangents = (q, k, v, sinks), (dq, dk, dv, ds)
+  with tiny.cheap_compilation(), autodiff.forward_mode():
+    expected, ours = jax.jit(lambda x, dx: [jax.jvp(f(kernel), x, dx) for kernel in (plain, attend)])(primals, tangents)
   for a, b in zip(ours, expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
@@ -198,7 +205,8 @@ def test_blockwise_skips_the_blocks_that_a_window_hides(monkeypatch):
   online(monkeypatch)
   (q, k, v), _ = arrays(length=40)
   k[:, :20], v[:, :20] = np.nan, np.nan
-  out = attention_ops.attend(q, k, v, kernel="blockwise", window=4)
+  with tiny.cheap_compilation():
+    out = np.asarray(jax.jit(lambda q, k, v: attention_ops.attend(q, k, v, kernel="blockwise", window=4))(q, k, v))
   assert np.isfinite(out[:, 28:]).all()  # blocks of 5: the first block that sees only finite keys starts at 25
 
 
@@ -214,7 +222,8 @@ def test_cudnn_is_asked_for_the_same_attention():
   """Its arguments, run through XLA's implementation of the same interface."""
   (q, k, v), _ = arrays(jnp.bfloat16, width=16, values=16)
   shape = attention_ops.Shape(0.3, window=4)
-  ours = attention_flash.cudnn(q, k, v, SEGMENTS, None, shape, implementation="xla")
+  with tiny.cheap_compilation():
+    ours = jax.jit(lambda q, k, v: attention_flash.cudnn(q, k, v, SEGMENTS, None, shape, implementation="xla"))(q, k, v)
   exact = reference(*(np.float64(x) for x in (q, k, v)), SEGMENTS, window=4, scale=0.3)
   np.testing.assert_allclose(np.float32(ours), exact, rtol=3e-2, atol=3e-2)
 

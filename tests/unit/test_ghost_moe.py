@@ -139,3 +139,12 @@ def test_weight_zero_leaves_the_load_balancing_loss_out(balanced):
     without, _ = LanguageModelLoss()(model, TRAIN)
     with_it, _ = LanguageModelLoss(load_balance_loss_weight=WEIGHT)(model, TRAIN)
     assert float(jnp.abs(with_it - without).min()) > 0.5
+
+
+def test_forward_mode_passes_through_experts(balanced):
+  """Engine jvp needs no rules and no hand-written backward pass."""
+  model, result = balanced
+  with jax.enable_x64(True):
+    loss = LanguageModelLoss(load_balance_loss_weight=WEIGHT)
+    again = foreign.score(ghost.GhostEngine(engine="jvp"), model, TRAIN, VALIDATION, loss_fn=loss)
+  assert oracles.relative_error(again.dot, result.dot) < 1e-11

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.schema import ModelConfig
@@ -64,8 +65,26 @@ class LanguageModelLoss:
     )
 
   def __call__(self, model, batch):
+    return self.measured(model, batch)[:2]
+
+  def measured(self, model, batch):
+    """(losses, weights, metrics); see `hidden_metrics`."""
     hidden = model.hidden(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], self.dropout_key)
-    return self.head(model, hidden, batch)
+    return *self.head(model, hidden, batch), self.hidden_metrics(hidden, batch)
+
+  def hidden_metrics(self, hidden, batch) -> dict:
+    """Of a model with experts, means over layers and counting tokens: moe_lb_loss, the load-balancing loss without its
+    weight; router_entropy, nats; expert_load_E, each expert's share of the tokens' choices. Else empty."""
+    if not isinstance(hidden, tuple):
+      return {}
+    _, routing = hidden
+    counts_BT = (batch["targets_segmentation"] != 0).astype(routing["entropy_BT"].dtype)
+    share_BT = counts_BT / jnp.maximum(counts_BT.sum(), 1)
+    return {
+      "moe_lb_loss": jnp.sum(routing["load_balance_BT"] * share_BT),
+      "router_entropy": jnp.sum(routing["entropy_BT"] * share_BT),
+      "expert_load_E": routing["load_E"],
+    }
 
   def embed(self, model, batch):
     return model.embed(batch["inputs"], batch["inputs_position"])
