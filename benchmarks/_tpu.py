@@ -12,6 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxghost.models import platforms
+
 jax.config.update("jax_platforms", "cpu")
 # Before libtpu is loaded: several processes may load it, and no cloud metadata is asked for.
 os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
@@ -58,7 +60,8 @@ def compile_for(device, function: Callable, *arguments, donate: tuple[int, ...] 
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.with_memory_kind(kind) if kind else sharding)
 
   try:
-    lowered = jax.jit(function, donate_argnums=donate).lower(*jax.tree.map(placed, arguments))
+    with platforms.tracing_for(device.platform):
+      lowered = jax.jit(function, donate_argnums=donate).lower(*jax.tree.map(placed, arguments))
     memory = lowered.compile().memory_analysis()
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error) or "exceeds available HBM" not in str(error):

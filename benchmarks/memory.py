@@ -23,6 +23,7 @@ from _measure import Figure
 
 from maxghost import config as configuration
 from maxghost.config.values import divisors
+from maxghost.models import platforms
 from maxghost.training import state
 from maxghost.training.step import make_train_step
 
@@ -93,7 +94,8 @@ class Bench:
     batch, val_batches = batch_shapes(cfg, cfg.data.per_device_batch_size), ()
     val_batches = tuple(batch_shapes(cfg, cfg.ghost.ghost_val_batch_size) for _ in sets)
     graphdef, abstract = state.abstract_split(cfg)
-    step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=1, num_sets=max(len(sets), 1))
+    with platforms.tracing_for("tpu"):
+      step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=1, num_sets=max(len(sets), 1))
     return _tpu.compile_for(self.device, step, abstract, batch, val_batches, donate=(0,))
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 
 from maxghost import models
 from maxghost.config.schema import ModelConfig
-from maxghost.losses import token_losses
+from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.models import attention_ops, autodiff, dense
 
 LAYER = {
@@ -188,6 +188,7 @@ OTHER = {
   "norm_topk_prob": False,
   "routed_bias": True,
   "sparse_matmul": False,
+  "num_vocab_tiling": 2,
 }
 YARN = {"rope_type": "yarn", "rope_factor": 2.0, "original_max_position_embeddings": 640, "beta_fast": 8.0}
 LLAMA3 = {"rope_type": "llama3.1", "rope_factor": 2.0, "original_max_position_embeddings": 40}
@@ -202,8 +203,9 @@ NEEDS = {
   "sliding_window_size": {"attention_type": ("local_sliding",), "sliding_window_size": 4},
   "norm_topk_prob": EXPERTS, "routed_bias": EXPERTS, "sparse_matmul": EXPERTS,
 }  # fmt: skip
-# Read by config.load: a file laid over the base; by the train state: where the weights live; by the loss.
-ELSEWHERE = {"model_name", "stream_weights", "load_balance_loss_weight", "num_vocab_tiling", "vocab_tiling_axis"}
+# Read by config.load: a file laid over the base; by the train state: where the weights live; by the loss
+# of training; by a tiled head.
+ELSEWHERE = {"model_name", "stream_weights", "load_balance_loss_weight", "vocab_tiling_axis"}
 
 
 def program_of(cfg) -> str:
@@ -212,10 +214,8 @@ def program_of(cfg) -> str:
   batch = tiny.make_batch(tiny.PACKED, seed=1)
 
   def loss(state, key):
-    logits = nnx.merge(graphdef, state)(
-      batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], key if cfg.model.dropout_rate else None
-    )
-    return token_losses(logits, batch["targets"], cfg.model.z_loss_multiplier).sum()
+    losses = LanguageModelLoss.of(cfg.model, key if cfg.model.dropout_rate else None)
+    return losses(nnx.merge(graphdef, state), batch)[0].sum()
 
   equations = tiny.equations(jax.make_jaxpr(jax.grad(loss))(state, jax.random.key(0)))
   simple = (int, float, str, bool, tuple)
