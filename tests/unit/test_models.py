@@ -203,7 +203,8 @@ NEEDS = {
   "sliding_window_size": {"attention_type": ("local_sliding",), "sliding_window_size": 4},
   "norm_topk_prob": EXPERTS, "routed_bias": EXPERTS, "sparse_matmul": EXPERTS,
 }  # fmt: skip
-# Read by config.load: a file laid over the base; by the train state: where the weights live; by a tiled head, the loss.
+# Read by config.load: a file laid over the base; by the train state: where the weights live; by the loss
+# of training; by a tiled head.
 ELSEWHERE = {"model_name", "stream_weights", "load_balance_loss_weight", "vocab_tiling_axis"}
 
 
