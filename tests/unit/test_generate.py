@@ -7,6 +7,7 @@ import tiny
 from flax import nnx
 
 from maxghost import config, generate, given_model, train
+from maxghost.attribution.metrics import read_samples
 from maxghost.checkpoint import hf_checkpoint, huggingface, huggingface_config, safetensors_files
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import PartReader
@@ -106,10 +107,11 @@ def test_models_that_cannot_be_used(folder, tmp_path, capsys):
 
 
 def test_a_run_starts_from_a_hugging_face_folder_and_is_exported_again(folder, tmp_path, capsys):
-  """With a learning rate of 0 the parameters after a step are the given ones, bit by bit."""
+  """With a learning rate of 0 the parameters after a step are the given ones, bit by bit, and write the same texts."""
   arguments = [
     str(folder / "byte.yml"), f"load_parameters_path={folder}", f"base_output_directory={tmp_path}", "run_name=fine",
-    "steps=1", "learning_rate=0.0", "ghost_enabled=false", "eval_interval=-1", "dataset_domain_bytes=20000",
+    "steps=2", "sample_every=1", "sample_prompt=ab", "sample_tokens=5", "sample_temperature=0", "learning_rate=0.0",
+    "ghost_enabled=false", "eval_interval=-1", "dataset_domain_bytes=20000",
     "dataset_domains=manual", "enable_tensorboard=false", "async_checkpointing=false",
   ]  # fmt: skip
   assert train.main([*arguments, "base_mlp_dim=35"]) == 2
@@ -117,6 +119,9 @@ def test_a_run_starts_from_a_hugging_face_folder_and_is_exported_again(folder, t
   assert not (tmp_path / "fine").exists()
   assert train.main(arguments) == 0
   assert f"Starting from the parameters of {folder}" in capsys.readouterr().out
+  run(folder, "--prompt", "ab", "--max_new_tokens", 5)
+  text = capsys.readouterr().out.removesuffix("\n")
+  assert read_samples(tmp_path / "fine" / "metrics.jsonl") == [(0, text), (1, text)]
   hf_checkpoint.export_model(tmp_path / "fine", tmp_path / "out", say=lambda line: None)
   for name in ("model.safetensors", "config.json"):
     before, after = (f / name for f in (folder, tmp_path / "out"))

@@ -153,7 +153,9 @@ class TensorBoardLog:
 
   def append(self, record: Mapping[str, Any]) -> None:
     for name, value in record.items():
-      if isinstance(value, (int, float)) and name != "step" and math.isfinite(value):
+      if isinstance(value, str):
+        self._writer.add_text(name, value, record["step"])
+      elif isinstance(value, (int, float)) and name != "step" and math.isfinite(value):
         self._writer.add_scalar(name, value, record["step"])
 
   def flush(self) -> None:

@@ -18,6 +18,7 @@ from maxghost.training.prefetch import Prefetcher
 from maxghost.training.resume import Position
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.run_directory import Existing, RunDirectory
+from maxghost.training.samples import Sampler
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
 
@@ -41,6 +42,7 @@ class Session:
     self._checkpoints: Any = None
     self._val_sets = cfg.data.validation_sets if cfg.ghost.ghost_enabled else {}
     self._graphdef, self._abstract = state.abstract_split(cfg)
+    self._sampler = Sampler(cfg, dataset.tokenizer) if cfg.run.sample_every else None
     self._read_parameters = open_parameters and open_parameters(self._wanted()["model"])
     val_batches = tuple(
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain).arrays for domain in self._val_sets.values()
@@ -71,7 +73,7 @@ class Session:
       hardware = Hardware(1, peak_flops(jax.devices()[0]), rows, flops)
       loop = TrainingLoop(
         self._cfg, self._program, self._dataset, sinks, self._signals, hardware, val_sets=self._val_sets,
-        reweighter=reweighter,
+        reweighter=reweighter, sampler=self._sampler,
       )
       outcome = loop.run(train_state, position, prefetcher)
       if not position.completed_steps:  # the reader counts what this process has read
