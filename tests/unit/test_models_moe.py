@@ -98,6 +98,23 @@ def test_bfloat16_sums_in_float32():
   assert oracles.relative_error(sums, expected) < 1e-6
 
 
+def test_mapped_and_second_derivatives():
+  """Under vmap, as for several validation sets or examples; and a Hessian-vector product, forward over reverse."""
+  x, w, _ = rows_of(SIZES["uneven"])
+  sizes = jnp.asarray([SIZES["uneven"], [150, 0, 0, 0, 0], [0, 149, 0, 0, 1]])
+
+  def loss(product):
+    return lambda w, sizes: jnp.sin(product(jnp.asarray(x), w, sizes)).sum()
+
+  def curvature(function, sizes):
+    return jax.jvp(lambda w: jax.grad(function)(w, sizes), (jnp.asarray(w),), (jnp.cos(w),))[1]
+
+  with jax.enable_x64(True), tiny.cheap_compilation():
+    mapped = jax.jit(lambda sizes: jax.vmap(lambda s: curvature(loss(by_blocks), s))(sizes))(sizes)
+    expected = jax.jit(lambda sizes: jnp.stack([curvature(loss(by_ragged_dot), s) for s in sizes]))(sizes)
+  assert oracles.relative_error(mapped, expected) < 1e-12
+
+
 # The layer.
 
 BATCH = tiny.make_batch(tiny.PACKED, seed=51)

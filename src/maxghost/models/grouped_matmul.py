@@ -76,8 +76,14 @@ def outer_sums(x_RI, g_RO, sizes_G, precision=None):
 
 
 def _choose(on_cpu, elsewhere, arguments):
-  """By the platform that the program is compiled for, which need not be the one that compiles it."""
-  return lax.platform_dependent(*arguments, cpu=on_cpu, default=elsewhere)
+  """By the platform that the program is compiled for, which need not be the one that compiles it. Under `jax.vmap` one
+  after the other: `ragged_dot` has no batching rule, and batched blocks would be gathers."""
+
+  @jax.custom_batching.sequential_vmap
+  def run(*arguments):
+    return lax.platform_dependent(*arguments, cpu=on_cpu, default=elsewhere)
+
+  return run(*arguments)
 
 
 def _block(most: int, num_rows: int) -> int:
