@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from maxghost import config
-from maxghost.checkpoint import parameters, places
+from maxghost.checkpoint import model_keys, parameters, places
 from maxghost.config import Config, ConfigError
 
 
@@ -16,9 +16,9 @@ def find(path: str | Path, config_file: str | None = None, **changes) -> tuple[p
   if cfg is None:
     raise ConfigError(f"{path}: no config.yml beside it says what model it is; name one with --config")
   if config_file and place.config:
-    differing = places.differing_model_keys(place.config, cfg)
-    if differing:
-      raise ConfigError(f"--config {config_file} is another model than {path}: they differ in {', '.join(differing)}")
+    unlike = model_keys.differing(place.config.model, cfg.model)
+    if unlike:
+      raise ConfigError(f"--config {config_file} is another model than {path}: they differ in {', '.join(unlike)}")
   return place, config.replace(cfg, **changes)
 
 

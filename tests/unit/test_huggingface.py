@@ -15,7 +15,7 @@ import tiny
 from flax import nnx
 
 from maxghost import config, given_model
-from maxghost.checkpoint import hf_checkpoint, huggingface_config, parameters, places, safetensors_files
+from maxghost.checkpoint import hf_checkpoint, huggingface_config, model_keys, parameters, places, safetensors_files
 from maxghost.checkpoint.layouts_store import open_tree
 from maxghost.config import ConfigError
 
@@ -57,7 +57,7 @@ def test_import_gives_the_model_and_export_gives_the_same_bits_back(name, tmp_pa
   source, imported, exported = hf_models.FOLDER / name, tmp_path / "in", tmp_path / "out"
   cfg = hf_checkpoint.import_model(source, imported, scan_layers=name != "mixtral", say=silent)
   expected_cfg, weights, *_ = hf_models.load(name, attention="autoselected")
-  assert places.differing_model_keys(cfg, expected_cfg) == {}
+  assert model_keys.differing(cfg.model, expected_cfg.model) == {}
   if name != "mixtral":
     found = loaded_labels(*given_model.find(imported))
     assert set(found) == set(weights)
@@ -294,6 +294,8 @@ def test_export_refuses_what_transformers_has_no_model_for():
   for changes, message in (
     ({"mlp_activations": ("gelu", "linear")}, r"mlp_activations=\[gelu, linear\]: LlamaForCausalLM of transformers"),
     ({"use_qk_norm": True}, "use_qk_norm=true"),
+    ({"mlp_activations_limit": 7.0}, r"mlp_activations_limit=7\.0"),
+    ({"rope_type": "none"}, "rope_type=none"),
   ):
     with pytest.raises(ConfigError, match=message):
       huggingface_config.config_json(config.replace(cfg, **changes).model, "float32", 99, {})

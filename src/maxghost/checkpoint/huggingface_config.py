@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxghost.checkpoint.layouts_store import LayoutError
+from maxghost.checkpoint.model_keys import differing, expert_width
 from maxghost.config import ModelConfig, did_you_mean
 from maxghost.config.values import shown
 
@@ -137,6 +138,8 @@ def _experts(read: _Reader, kind: str) -> dict[str, Any]:
     "load_balance_loss_weight": float(read.get("router_aux_loss_coef", 0.0)),
     "norm_topk_prob": bool(read.get("norm_topk_prob", False)) if kind == "qwen3_moe" else True,
   }
+  if kind != "qwen3_moe":
+    keys["base_moe_mlp_dim"] = read.content["intermediate_size"]
   if kind == "qwen3_moe":
     read.require("decoder_sparse_step", 1, default=1)
     read.require("mlp_only_layers", [], default=[])
@@ -239,11 +242,12 @@ def config_json(model: ModelConfig, dtype: str, max_positions: int, special_ids:
     **special_ids,
   }
   again = keys_of(content, "config.json")
-  lost = {key: value for key, value in again.items() if key != "max_target_length" and getattr(model, key) != value}
+  again.pop("max_target_length", None)
+  lost = differing(ModelConfig(**again), model)
   if lost:
     raise LayoutError(*(
-      f"{key}={shown(getattr(model, key))}: {_KINDS[kind][1]} of transformers has {shown(value)}"
-      for key, value in lost.items()
+      f"{key}={shown(value)}: {_KINDS[kind][1]} of transformers has {shown(theirs)}"
+      for key, (theirs, value) in lost.items()
     ))  # fmt: skip
   return content
 
@@ -280,6 +284,8 @@ def _write_like_llama(model: ModelConfig, kind: str, max_positions: int) -> dict
   if kind in ("qwen3", "gpt_oss"):
     theirs = {ours: name for name, ours in _LAYER_TYPES.items()}
     content["layer_types"] = [theirs[types[i % cycle % len(types)]] for i in range(model.base_num_decoder_layers)]
+  if kind in ("mixtral", "gpt_oss"):
+    content["intermediate_size"] = expert_width(model)
   if kind in _ROUTED:
     count = model.num_experts
     content |= {
@@ -287,10 +293,9 @@ def _write_like_llama(model: ModelConfig, kind: str, max_positions: int) -> dict
       "router_aux_loss_coef": model.load_balance_loss_weight, "output_router_logits": False,
     }  # fmt: skip
   if kind == "qwen3_moe":
-    width = model.base_mlp_dim if model.base_moe_mlp_dim < 0 else model.base_moe_mlp_dim
     content |= {
-      "num_experts": model.num_experts, "moe_intermediate_size": width, "norm_topk_prob": model.norm_topk_prob,
-      "decoder_sparse_step": 1, "mlp_only_layers": [],
+      "num_experts": model.num_experts, "moe_intermediate_size": expert_width(model), "decoder_sparse_step": 1,
+      "norm_topk_prob": model.norm_topk_prob, "mlp_only_layers": [],
     }  # fmt: skip
   if kind == "gpt_oss":
     content |= {"swiglu_limit": model.mlp_activations_limit, "swiglu_alpha": 1.702}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from maxghost.checkpoint.model_keys import expert_width
 from maxghost.config import ModelConfig
 
 
@@ -242,5 +243,5 @@ def sizes(model: ModelConfig) -> dict[str, int]:
     "h": model.head_dim,
     "F": model.base_mlp_dim,
     "E": model.num_experts,
-    "M": model.base_mlp_dim if model.base_moe_mlp_dim < 0 else model.base_moe_mlp_dim,
+    "M": expert_width(model),
   }

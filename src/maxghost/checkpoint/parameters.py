@@ -7,6 +7,7 @@ from maxghost.checkpoint import places
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_load import open_load
 from maxghost.checkpoint.layouts_store import LayoutError, open_tree
+from maxghost.checkpoint.model_keys import differing
 from maxghost.checkpoint.places import ModelPlace
 from maxghost.config import Config, ConfigError
 from maxghost.config.values import shown
@@ -24,9 +25,9 @@ def check_config(cfg: Config) -> ModelPlace:
   place = places.find(path)
   if place.config is None:
     return place
-  differing = places.differing_model_keys(place.config, cfg)
-  if differing:
-    listed = "; ".join(f"{key}={shown(found)} there, {shown(here)} here" for key, (found, here) in differing.items())
+  unlike = differing(place.config.model, cfg.model)
+  if unlike:
+    listed = "; ".join(f"{key}={shown(found)} there, {shown(here)} here" for key, (found, here) in unlike.items())
     raise ConfigError(f"load_parameters_path={path} is another model ({place.config_file}): {listed}")
   return place
 

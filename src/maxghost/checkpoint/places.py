@@ -5,7 +5,6 @@ belongs to it. Nothing here imports JAX.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,24 +116,3 @@ def with_own_tokenizer(cfg: Config, folder: Path) -> Config:
   """The configuration with the tokenizer saved beside it, which may have moved with it."""
   saved = tokenizer_files.saved_path(cfg.data.tokenizer_type, folder / tokenizer_files.FOLDER)
   return config.replace(cfg, tokenizer_path=saved) if saved else cfg
-
-
-def differing_model_keys(found: Config, wanted: Config) -> Mapping[str, tuple[Any, Any]]:
-  """Keys of the model's function that differ: {key: (found, wanted)}. How it is computed may differ."""
-  a, b = (_function(cfg.model) for cfg in (found, wanted))
-  return {key: (value, b[key]) for key, value in a.items() if value != b[key]}
-
-
-def _function(model: config.ModelConfig) -> dict[str, Any]:
-  """What makes the model's function, with the width of an expert as a number."""
-  keys = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-  if keys["base_moe_mlp_dim"] < 0:
-    keys["base_moe_mlp_dim"] = model.base_mlp_dim
-  return {key: value for key, value in keys.items() if key not in HOW_COMPUTED}
-
-
-# Model keys that change memory, time or rounding, or training alone, and leave the parameters' meaning as it is.
-HOW_COMPUTED = frozenset({
-  "model_name", "decoder_block", "dropout_rate", "dtype", "weight_dtype", "matmul_precision", "attention",
-  "scan_layers", "remat_policy", "z_loss_multiplier", "load_balance_loss_weight", "sparse_matmul",
-})  # fmt: skip
