@@ -10,7 +10,6 @@ from maxghost import config, generate, given_model, train
 from maxghost.attribution.metrics import read_samples
 from maxghost.checkpoint import hf_checkpoint, huggingface, huggingface_config, safetensors_files
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_layers import PartReader
 from maxghost.checkpoint.layouts_store import tree_from_memory
 from maxghost.generation import Generator
 from maxghost.training import resume
@@ -23,7 +22,7 @@ def folder(tmp_path_factory):
   cfg = tiny.make_config()
   tree = {"model": resume.to_tree(nnx.state(tiny.make_model(cfg)))}
   checkpoint = read_checkpoint(tree_from_memory(tree), ReadOptions(layout=MAXGHOST, scan_axis=0))
-  tensors = huggingface.planned_tensors(checkpoint, cfg.model, PartReader(1 << 30))
+  tensors = huggingface.planned_tensors(checkpoint, cfg.model)
   safetensors_files.write_tensors(path, tensors, 1 << 30)
   huggingface.write_json(path / "config.json", huggingface_config.config_json(cfg.model, "float32", 64, {}))
   config.save(cfg, path / "byte.yml")

@@ -18,7 +18,7 @@ from maxghost import config
 from maxghost.checkpoint import compare, gguf_file, huggingface, huggingface_config, places
 from maxghost.checkpoint.convert import DEFAULT_RAM_BYTES, check_space, check_target, write_plan
 from maxghost.checkpoint.layouts import MAXGHOST, Checkpoint, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED, PartReader
+from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
 from maxghost.checkpoint.layouts_plan import Target, make_plan
 from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, open_at, open_tree
 from maxghost.checkpoint.layouts_writer import new_folder
@@ -119,8 +119,7 @@ def export_model(
     )
   target = Path(target).expanduser().absolute()
   check_target(raw, target)
-  reader = PartReader(ram_bytes // 3)
-  tensors = huggingface.planned_tensors(checkpoint, cfg.model, reader)
+  tensors = huggingface.planned_tensors(checkpoint, cfg.model, ram_bytes // 3)
   content = huggingface_config.config_json(
     cfg.model, _dtype(checkpoint), max(cfg.data.max_target_length, 2048), special_ids(cfg)
   )

@@ -130,13 +130,14 @@ def _stored(path: tuple, tensors: list[Tensor], rule: Rule, which: int, letters:
   return StoredArray(path, shape, tensors[0].dtype, read)
 
 
-def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, reader: PartReader) -> list[Planned]:
+def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, hold_bytes: int = 1 << 30) -> list[Planned]:
   """The tensors to write for the parameters of a checkpoint, whatever its layout, made when they are written.
 
+  hold_bytes: host memory for stacked arrays whose layers are wanted one after the other; larger ones are read in parts.
   Raises LayoutError for parameters that are missing, unknown to the architecture, or of another shape than `model`'s.
   """
   architecture, letters = ARCHITECTURES[model.decoder_block](model), sizes(model)
-  leaves = checkpoint.params.leaves
+  leaves, readers = checkpoint.params.leaves, _Readers(hold_bytes)
   planned, used, problems = [], set(), []
   for rule, layer, expert, name in architecture.tensors(model.base_num_decoder_layers, letters):
     ids = [(tuple(param.split("/")), layer) for param in rule.paths]
@@ -151,17 +152,33 @@ def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, reader: PartRead
         )
     if not problems:
       refs = [leaves[leaf] for leaf in ids]
-      planned.append(Planned(name, rule.tensor_shape(letters), refs[0].dtype, _maker(reader, rule, refs, expert)))
+      planned.append(Planned(name, rule.tensor_shape(letters), refs[0].dtype, _maker(readers, rule, refs, expert)))
   problems += [f"{checkpoint.origin}: {leaf_text(leaf)} is unknown to the model" for leaf in leaves if leaf not in used]
   if problems:
     raise LayoutError(*dict.fromkeys(problems[:_MOST_NAMES]))
   return planned
 
 
-def _maker(reader: PartReader, rule: Rule, refs: list[Ref], expert: int | None) -> Callable[[], np.ndarray]:
+class _Readers:
+  """A reader for each parameter of the tensor that is being made: the layers of a stacked array come in turn, and two
+  or three arrays alternate where a tensor holds several parameters."""
+
+  def __init__(self, hold_bytes: int):
+    self._hold_bytes = hold_bytes
+    self._paths: tuple[str, ...] = ()
+    self._readers: list[PartReader] = []
+
+  def of(self, paths: tuple[str, ...]) -> list[PartReader]:
+    if paths != self._paths:
+      self._paths = paths
+      self._readers = [PartReader(self._hold_bytes // len(paths)) for _ in paths]
+    return self._readers
+
+
+def _maker(readers: _Readers, rule: Rule, refs: list[Ref], expert: int | None) -> Callable[[], np.ndarray]:
   def make() -> np.ndarray:
     params = []
-    for ref in refs:
+    for reader, ref in zip(readers.of(rule.paths), refs, strict=True):
       index = [slice(0, size) for size in ref.shape]
       if expert is not None:
         index[0] = slice(expert, expert + 1)

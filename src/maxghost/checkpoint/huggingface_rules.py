@@ -151,11 +151,9 @@ class Architecture:
     return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
   def tensors(self, num_layers: int, sizes: Mapping[str, int]) -> Iterator[tuple[Rule, int | None, int | None, str]]:
-    """(rule, layer, expert, name) of every tensor, layer by layer."""
-    for layer in (None, *range(num_layers)):
-      for rule in self.rules:
-        if ("{layer}" in rule.name) != (layer is not None):
-          continue
+    """(rule, layer, expert, name) of every tensor; all layers of a rule together, as stacked checkpoints hold them."""
+    for rule in self.rules:
+      for layer in range(num_layers) if "{layer}" in rule.name else (None,):
         for expert in range(sizes[rule.lead]) if rule.per_expert else (None,):
           yield rule, layer, expert, rule.name.format(layer=layer, expert=expert)
 
