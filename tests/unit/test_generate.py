@@ -1,6 +1,8 @@
 """The generate command on a small model with byte tokens, and a run that starts from given parameters."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import tiny
@@ -93,6 +95,12 @@ def test_a_row_holds_back_half_characters_and_what_may_be_a_stop_text():
 def test_wrong_arguments(folder, capsys, arguments, message):
   assert run(folder, *arguments) == 2
   assert message in capsys.readouterr().err
+
+
+def test_a_wrong_flag_is_told_without_jax():
+  code = "import sys\nfrom maxghost import cli\nassert cli.main(['generate', 'x', '--temprature', '1']) == 2\n"
+  done = subprocess.run([sys.executable, "-c", f"{code}print('jax' in sys.modules)"], capture_output=True, text=True)
+  assert (done.stdout, done.returncode) == ("False\n", 0) and "did you mean '--temperature'" in done.stderr
 
 
 def test_models_that_cannot_be_used(folder, tmp_path, capsys):
