@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 import _flops
+import _head
 import _measure
 import _mlp_stack
 import _steps
@@ -42,6 +43,10 @@ GHOST = (
   "ghost_stream_carries=host",
 )  # fmt: skip
 STREAMED = ("stream_weights=host", "stream_optimizer=host")
+HEAD = (
+  "base_emb_dim=2880", "vocab_size=201088", "max_target_length=32768", "per_device_batch_size=1", "dtype=bfloat16",
+  "weight_dtype=bfloat16", "dataset_type=synthetic", "ghost_val_domain=words",
+)  # fmt: skip
 SMALL = (  # the recompute cost, on this machine
   "base_emb_dim=256", "base_mlp_dim=768", "base_num_decoder_layers=8", "max_target_length=256",
   "per_device_batch_size=4", "remat_policy=full", "ghost_enabled=false", "dataset_type=synthetic",
@@ -86,6 +91,11 @@ class Bench:
     cfg = _mlp_stack.load(str(_measure.BASE), *SHAPE, *keys, *self.overrides)
     run, params, batch = _mlp_stack.make(cfg)
     return _tpu.compile_for(self.device, run, params, batch, (batch,) if cfg.ghost.ghost_enabled else ())
+
+  def head(self, *keys: str) -> _tpu.Compiled:
+    """The gradient of the output head."""
+    function, arguments = _head.make(configuration.load(str(_measure.BASE), *HEAD, *keys, *self.overrides))
+    return _tpu.compile_for(self.device, function, *arguments)
 
   def step(self, *keys: str) -> _tpu.Compiled:
     """The whole train step of the decoder."""
@@ -163,6 +173,29 @@ def decoder(bench: Bench) -> Case:
   return case
 
 
+def head(bench: Bench) -> Case:
+  """Output projection and cross-entropy of a large vocabulary: whole, in tiles, and in tiles with scores."""
+  case = Case()
+  shape = {name: int(value) for name, value in (key.split("=") for key in HEAD if key.split("=")[1].isdigit())}
+  tokens, vocab, width = shape["max_target_length"], shape["vocab_size"], shape["base_emb_dim"]
+  logits, table = 4 * tokens * vocab, 4 * vocab * width
+  case.line("output head, whole logits", bench.head(*PLAIN))
+  for n in (4, 8, 16):
+    tiled = bench.head(*PLAIN, f"num_vocab_tiling={n}")
+    scored = bench.head("ghost_rank=32", "ghost_direction=sgd", f"num_vocab_tiling={n}")
+    case.line(f"output head, {n} tiles", tiled)
+    case.line(f"output head, {n} tiles, with scores", scored)
+    case.figures += [
+      Figure(
+        f"temporaries of the head in {n} tiles, GB", tiled.temporaries / 1e9, (logits / n + 2 * table) / 1e9,
+      ),
+      Figure("the same with scores, over it", scored.temporaries / tiled.temporaries, 1.1),
+    ]  # fmt: skip
+  blocks = bench.head(*PLAIN, "num_vocab_tiling=8", "vocab_tiling_axis=vocab")
+  case.line("output head, 8 blocks of the vocabulary", blocks)
+  return case
+
+
 def recompute(bench: Bench) -> Case:
   """One more forward pass: FLOPs of the matrix products of the step, and time on this machine's CPU."""
   case = Case()
@@ -185,6 +218,7 @@ ROWS: dict[str, Callable[[Bench], Case]] = {
   "segments": segments,
   "streamed_stack": streamed_stack,
   "decoder": decoder,
+  "head": head,
   "recompute": recompute,
 }
 ON_THIS_MACHINE = {"recompute"}  # need no libtpu
