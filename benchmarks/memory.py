@@ -21,11 +21,14 @@ import _tpu
 import jax
 import numpy as np
 from _measure import Figure
+from flax import nnx
 
 from maxghost import config as configuration
 from maxghost.config.values import divisors
 from maxghost.models import platforms
+from maxghost.parallel.memory_estimate import MemoryEstimate
 from maxghost.training import state
+from maxghost.training.memory_report import estimate_of
 from maxghost.training.step import make_train_step
 
 SHAPE = (
@@ -68,7 +71,10 @@ class Case:
       "host": compiled.host,
     }  # fmt: skip
     verdict = f"does not fit: temporaries of {compiled.wanted / 1e9:.2f} GB" if compiled.error else "fits"
-    self.rows.append({"program": name} | {f"{k} GB": v / 1e9 for k, v in gigabytes.items()} | {"verdict": verdict})
+    row = {"program": name} | {f"{k} GB": v / 1e9 for k, v in gigabytes.items()}
+    row |= {"closed form GB": compiled.closed / 1e9, "off": f"{compiled.off:+.1%}"}
+    self.rows.append(row | {"verdict": verdict})
+    self.figures.append(Figure(f"closed form of {name}, off", abs(compiled.off), 0.1, form="{:.1%}"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +96,16 @@ class Bench:
     """The gradient of the feed-forward stack."""
     cfg = _mlp_stack.load(str(_measure.BASE), *SHAPE, *keys, *self.overrides)
     run, params, batch = _mlp_stack.make(cfg)
-    return _tpu.compile_for(self.device, run, params, batch, (batch,) if cfg.ghost.ghost_enabled else ())
+    compiled = _tpu.compile_for(self.device, run, params, batch, (batch,) if cfg.ghost.ghost_enabled else ())
+    inputs = batch["x"].size * 2 * (1 + cfg.ghost.ghost_enabled)
+    return compiled.beside(gradient_only(cfg, params), inputs)
 
   def head(self, *keys: str) -> _tpu.Compiled:
     """The gradient of the output head."""
-    function, arguments = _head.make(configuration.load(str(_measure.BASE), *HEAD, *keys, *self.overrides))
-    return _tpu.compile_for(self.device, function, *arguments)
+    cfg = configuration.load(str(_measure.BASE), *HEAD, *keys, *self.overrides)
+    function, arguments = _head.make(cfg)
+    params = nnx.State({"decoder": arguments[1]})
+    return _tpu.compile_for(self.device, function, *arguments).beside(gradient_only(cfg, params))
 
   def step(self, *keys: str) -> _tpu.Compiled:
     """The whole train step of the decoder."""
@@ -106,7 +116,14 @@ class Bench:
     graphdef, abstract = state.abstract_split(cfg)
     with platforms.tracing_for("tpu"):
       step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=1, num_sets=max(len(sets), 1))
-    return _tpu.compile_for(self.device, step, abstract, batch, val_batches, donate=(0,))
+    compiled = _tpu.compile_for(self.device, step, abstract, batch, val_batches, donate=(0,))
+    return compiled.beside(estimate_of(cfg, abstract))
+
+
+def gradient_only(cfg, params) -> MemoryEstimate:
+  """The closed form of a program that gives the gradient of these parameters, without moments or an update."""
+  cfg = configuration.replace(cfg, opt_type="sgd")
+  return estimate_of(cfg, nnx.State({"model": {"stack": params}} if "layers" in params else {"model": params}))
 
 
 def batch_shapes(cfg, num_rows: int) -> dict:
