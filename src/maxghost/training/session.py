@@ -9,7 +9,7 @@ import numpy as np
 from maxghost.config import Config
 from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
-from maxghost.training import announce, program, resume, run_directory, state
+from maxghost.training import announce, memory_report, program, resume, run_directory, state
 from maxghost.training.console import Console
 from maxghost.training.flops import peak_flops, step_flops
 from maxghost.training.loop import Hardware, Sinks, TrainingLoop
@@ -44,6 +44,8 @@ class Session:
     self._graphdef, self._abstract = state.abstract_split(cfg)
     self._sampler = Sampler(cfg, dataset.tokenizer) if cfg.run.sample_every else None
     self._read_parameters = open_parameters and open_parameters(self._wanted()["model"])
+    self._memory = memory_report.estimate_of(cfg, self._abstract)
+    self._capacity = memory_report.capacity(jax.devices()[0])
     val_batches = tuple(
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain).arrays for domain in self._val_sets.values()
     )
@@ -85,6 +87,10 @@ class Session:
         sinks.close()
       run_dir.close()
     return self._conclude(outcome, run_dir)
+
+  def out_of_memory(self, error: Exception) -> str:
+    """What to do about an allocation that failed."""
+    return memory_report.too_large(error, self._memory, self._capacity)
 
   def last_checkpoint(self) -> str:
     """Names the newest checkpoint for a message."""
@@ -160,8 +166,12 @@ class Session:
     params = sum(leaf.size for leaf in jax.tree.leaves(resume.to_tree(self._abstract)["model"]))
     for line in announce.start_lines(cfg, self._dataset, params, self._program.scored, flops, run_dir.path):
       say(line)
+    for line in memory_report.start_lines(self._memory, self._capacity):
+      say(line)
     if position.completed_steps < cfg.run.steps:
       say(self._program.describe())
+      if (analysis := self._program.memory_analysis()) is not None:
+        say(memory_report.compiled_line(self._memory, analysis))
       run_dir.write_facts(announce.facts(cfg, params, flops, self._program))
 
   def _conclude(self, outcome, run_dir: RunDirectory) -> int:
