@@ -24,7 +24,7 @@ class TrainPass:
   """What one scored training pass yields.
 
   scores: {label: [*stack, K, n(, T)]}, the additive form w_i <grad l_i, u>. facts: {label: [*stack, K, 2]} for kind
-  'adam', else {}; see `directions.form`.
+  'adam', else {}; see `directions.form`. metrics: what the loss measures on its way; see `measured`.
   """
 
   loss: jax.Array
@@ -33,6 +33,17 @@ class TrainPass:
   grads: nnx.State
   scores: dict
   facts: dict
+  metrics: dict = dataclasses.field(default_factory=dict)
+
+
+def measured(loss_fn: Callable, model, batch):
+  """(losses, weights, metrics): of `loss_fn.measured` where there is one, else of loss_fn and no metrics.
+
+  metrics: {name: float array}, means over the batch's weight.
+  """
+  if hasattr(loss_fn, "measured"):
+    return loss_fn.measured(model, batch)
+  return (*loss_fn(model, batch), {})
 
 
 def mean_loss(losses, weights):
@@ -58,8 +69,7 @@ def validation_gradients(graphdef, params, rest, loss_fn: Callable, batches: tup
   def loss(params, batch):
     return validation_mean(*loss_fn(nnx.merge(graphdef, params, rest), batch))
 
-  pairs = [jax.value_and_grad(loss)(params, batch) for batch in batches]
-  return jnp.stack([value for value, _ in pairs]), [grads for _, grads in pairs]
+  return _for_each_set(lambda batch: jax.value_and_grad(loss)(params, batch), batches)
 
 
 def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: tuple, gradients: list, delta):
@@ -72,11 +82,27 @@ def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: t
   def loss(params, batch):
     return mean_loss(*loss_fn(nnx.merge(graphdef, params, rest), batch))
 
-  out = []
-  for gradient, batch in zip(gradients, batches, strict=True):
-    _, curvature = jax.jvp(lambda p, batch=batch: jax.grad(loss)(p, batch), (params,), (delta,))
-    out.append(jax.tree.map(lambda g, c: g + 0.5 * c, gradient, curvature))
-  return out
+  def curvature(batch):
+    return jnp.zeros(()), jax.jvp(lambda p: jax.grad(loss)(p, batch), (params,), (delta,))[1]
+
+  _, along = _for_each_set(curvature, batches)
+  return [
+    jax.tree.map(lambda g, c: g + 0.5 * c, gradient, curved) for gradient, curved in zip(gradients, along, strict=True)
+  ]
+
+
+def _for_each_set(function: Callable, batches: tuple):
+  """(stacked first results, list of second results) of function(batch) -> (scalar, State).
+
+  Sets of one shape run as one mapped pass: the products with the weights see all their rows at once, which K small
+  passes would not fill the machine with.
+  """
+  shapes = [jax.tree.map(jnp.shape, batch) for batch in batches]
+  if len(batches) == 1 or any(shape != shapes[0] for shape in shapes):
+    pairs = [function(batch) for batch in batches]
+    return jnp.stack([value for value, _ in pairs]), [state for _, state in pairs]
+  values, states = jax.vmap(function)(jax.tree.map(lambda *x: jnp.stack(x), *batches))
+  return values, [jax.tree.map(lambda x, k=k: x[k], states) for k in range(len(batches))]
 
 
 def direction_parts(twin: Twin, gradients: list[dict], second_moments: dict | None = None, scalars=None):
@@ -110,13 +136,13 @@ def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: n
   """The training gradient of the batch, with every example scored against `directions` on the way back."""
 
   def loss(params, probes):
-    losses, weights = loss_fn(twin.merge(params, probes, directions, rest), batch)
-    return mean_loss(losses, weights), (losses, weights)
+    losses, weights, metrics = measured(loss_fn, twin.merge(params, probes, directions, rest), batch)
+    return mean_loss(losses, weights), (losses, weights, metrics)
 
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-  (value, (losses, weights)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
+  (value, (losses, weights, metrics)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
   facts = twin.scores_by_label(probe_grads, "facts")
-  return TrainPass(value, losses, weights, grads, twin.scores_by_label(probe_grads), facts)
+  return TrainPass(value, losses, weights, grads, twin.scores_by_label(probe_grads), facts, metrics)
 
 
 def concat_pass(twin: Twin, params, rest, loss_fn: Callable, batch, val_batch, directions: nnx.State):
@@ -142,10 +168,16 @@ def concat_pass(twin: Twin, params, rest, loss_fn: Callable, batch, val_batch, d
 
 def plain_pass(graphdef, params, rest, loss_fn: Callable, batch):
   """(loss, losses, weights, grads) of a step without scores."""
+  out = unscored_pass(graphdef, params, rest, loss_fn, batch)
+  return out.loss, out.losses, out.weights, out.grads
+
+
+def unscored_pass(graphdef, params, rest, loss_fn: Callable, batch) -> TrainPass:
+  """The training gradient of the batch, and no scores."""
 
   def loss(params):
-    losses, weights = loss_fn(nnx.merge(graphdef, params, rest), batch)
-    return mean_loss(losses, weights), (losses, weights)
+    losses, weights, metrics = measured(loss_fn, nnx.merge(graphdef, params, rest), batch)
+    return mean_loss(losses, weights), (losses, weights, metrics)
 
-  (value, (losses, weights)), grads = jax.value_and_grad(loss, has_aux=True)(params)
-  return value, losses, weights, grads
+  (value, (losses, weights, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+  return TrainPass(value, losses, weights, grads, {}, {}, metrics)

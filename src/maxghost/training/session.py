@@ -7,8 +7,9 @@ import jax
 import numpy as np
 
 from maxghost.config import Config
+from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
-from maxghost.training import announce, program, resume, run_directory, state
+from maxghost.training import announce, memory_report, program, resume, run_directory, state
 from maxghost.training.console import Console
 from maxghost.training.flops import peak_flops, step_flops
 from maxghost.training.host_memory import HostMemory
@@ -18,6 +19,7 @@ from maxghost.training.prefetch import Prefetcher
 from maxghost.training.resume import Position
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.run_directory import Existing, RunDirectory
+from maxghost.training.samples import Sampler
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
 
@@ -26,11 +28,13 @@ class Session:
   """A training run. Making it validates what only JAX can tell and writes nothing; `run` does the work.
 
   open_checkpoints, open_scores: make a checkpoint manager and a score writer for the run directory.
+  open_parameters: from the tree of the model's abstract arrays to a function that reads them, for a run that starts
+  from a given model; None = from init_weights_seed.
   """
 
   def __init__(
     self, cfg: Config, existing: Existing, dataset, signals: StopSignals, *, open_checkpoints: Callable,
-    open_scores: Callable, console: Console | None = None,
+    open_scores: Callable, open_parameters: Callable | None = None, console: Console | None = None,
   ):
     configure_jax(cfg)
     HostMemory.of(cfg).check(jax.devices()[0])
@@ -40,6 +44,10 @@ class Session:
     self._checkpoints: Any = None
     self._val_sets = cfg.data.validation_sets if cfg.ghost.ghost_enabled else {}
     self._graphdef, self._abstract = state.abstract_split(cfg)
+    self._sampler = Sampler(cfg, dataset.tokenizer) if cfg.run.sample_every else None
+    self._read_parameters = open_parameters and open_parameters(self._wanted()["model"])
+    self._memory = memory_report.estimate_of(cfg, self._abstract)
+    self._capacity = memory_report.capacity(jax.devices()[0])
     val_batches = tuple(
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain).arrays for domain in self._val_sets.values()
     )
@@ -56,6 +64,7 @@ class Session:
   def run(self) -> int:
     """Trains to the end or to a signal; returns the exit code. Raises what the loop raises."""
     run_dir = run_directory.claim(self._existing, self._cfg)
+    tokenizer_files.save(self._dataset.tokenizer, self._cfg.data.tokenizer_type, run_dir.path / tokenizer_files.FOLDER)
     sinks = None
     prefetcher = None
     try:
@@ -68,7 +77,7 @@ class Session:
       hardware = Hardware(1, peak_flops(jax.devices()[0]), rows, flops)
       loop = TrainingLoop(
         self._cfg, self._program, self._dataset, sinks, self._signals, hardware, val_sets=self._val_sets,
-        reweighter=reweighter,
+        reweighter=reweighter, sampler=self._sampler,
       )
       outcome = loop.run(train_state, position, prefetcher)
       if not position.completed_steps:  # the reader counts what this process has read
@@ -81,12 +90,20 @@ class Session:
       run_dir.close()
     return self._conclude(outcome, run_dir)
 
+  def out_of_memory(self, error: Exception) -> str:
+    """What to do about an allocation that failed."""
+    return memory_report.too_large(error, self._memory, self._capacity)
+
   def last_checkpoint(self) -> str:
     """Names the newest checkpoint for a message."""
     steps = self._checkpoints.steps() if self._checkpoints else []
     if not steps:
       return "no checkpoint has been saved yet"
     return f"the last good checkpoint is {self._checkpoints.path(steps[-1])}"
+
+  def _wanted(self) -> dict:
+    """Shapes, dtypes and places of the arrays of a train state."""
+    return resume.to_tree(resume.abstract_arrays(self._abstract))
 
   def _open(self, run_dir: RunDirectory) -> tuple[Any, Position, Sinks]:
     """Opens the logs and goes to the newest good checkpoint, or to the start. Everything later is cut off."""
@@ -99,10 +116,13 @@ class Session:
         asynchronous=cfg.checkpoint.async_checkpointing,
         say=self._console.line,
       )
-      restored = self._checkpoints.restore_latest(resume.to_tree(resume.abstract_arrays(self._abstract)))
+      restored = self._checkpoints.restore_latest(self._wanted())
     if restored is None:
       position = Position()
       train_state = state.create_split(cfg)[1]
+      if self._read_parameters:
+        train_state = resume.from_tree(resume.to_tree(train_state) | {"model": self._read_parameters()}, train_state)
+        self._console.line(f"Starting from the parameters of {cfg.checkpoint.load_parameters_path}")
     else:
       position = Position.from_json(restored.positions)
       train_state = resume.from_tree(restored.tree, self._abstract)
@@ -148,8 +168,12 @@ class Session:
     params = sum(leaf.size for leaf in jax.tree.leaves(resume.to_tree(self._abstract)["model"]))
     for line in announce.start_lines(cfg, self._dataset, params, self._program.scored, flops, run_dir.path):
       say(line)
+    for line in memory_report.start_lines(self._memory, self._capacity):
+      say(line)
     if position.completed_steps < cfg.run.steps:
       say(self._program.describe())
+      if (analysis := self._program.memory_analysis()) is not None:
+        say(memory_report.compiled_line(self._memory, analysis))
       run_dir.write_facts(announce.facts(cfg, params, flops, self._program))
 
   def _conclude(self, outcome, run_dir: RunDirectory) -> int:
