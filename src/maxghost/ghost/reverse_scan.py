@@ -251,8 +251,7 @@ class _Walk:
 
   def back(self, boundaries: _Pair, cotangents: _Pair, batches: _Pair):
     """({grads, probes, sums, captured} with a leading layer axis, cotangents of the first layer's inputs)."""
-    layers = (*self.stacked(), self._layer_moments())
-    return self._back(boundaries, cotangents, batches, layers, self.segment_lengths)
+    return self._back(boundaries, cotangents, batches, self.stacked(), self.segment_lengths)
 
   def _back(self, boundaries, cotangents, batches, layers, segment_lengths):
     if not segment_lengths:
@@ -279,10 +278,10 @@ class _Walk:
   def _inputs_K(self, x_K, batches, layers, segment_lengths) -> tuple:
     """`inputs` of each validation set, without the last output."""
     pairs = zip(x_K, batches.val, strict=True)
-    return tuple(self.inputs(self.val_loss, x, b, layers[:3], segment_lengths)[0] for x, b in pairs)
+    return tuple(self.inputs(self.val_loss, x, b, layers, segment_lengths)[0] for x, b in pairs)
 
   def _train_inputs(self, x, batches, layers, segment_lengths):
-    return self.inputs(self.loss, x, batches.train, layers[:3], segment_lengths)[0]
+    return self.inputs(self.loss, x, batches.train, layers, segment_lengths)[0]
 
   def _smaller_gradients(self, x_val, layer_params) -> bool:
     """Whether the validation gradients of a segment take less room than the validation inputs of its layers."""
@@ -297,9 +296,9 @@ class _Walk:
     factored = self.twin.spec.kind == "sgd" and self.twin.spec.rank
 
     def validation(cts, scanned):
-      x_K, (layer_params, layer_rest, index, moment) = scanned
-      gradients, cts = self._layer_validation(cts, x_K, batches, layer_params, layer_rest, index)
-      directions = self._layer_directions(gradients, moment) if factored else None
+      x_K, layer = scanned
+      gradients, cts = self._layer_validation(cts, x_K, batches, *layer)
+      directions = self._layer_directions(gradients, {}) if factored else None
       return cts, (None if factored and self.account is None else gradients, directions)
 
     inputs_K = self._inputs_K(x_val, batches, layers, ())
@@ -316,10 +315,9 @@ class _Walk:
     cotangent, out = jax.lax.scan(training, cotangents.train, (inputs, kept, layers), reverse=True)
     return out, _Pair(val_cotangents, cotangent)
 
-  def _layer_back(self, cotangents: _Pair, x: _Pair, batches: _Pair, layer_params, layer_rest, index, moment):
+  def _layer_back(self, cotangents: _Pair, x: _Pair, batches: _Pair, *layer):
     """One layer: (cotangents of its inputs, its part of what `back` returns)."""
-    gradients, val_cotangents = self._layer_validation(cotangents.val, x.val, batches, layer_params, layer_rest, index)
-    layer = (layer_params, layer_rest, index, moment)
+    gradients, val_cotangents = self._layer_validation(cotangents.val, x.val, batches, *layer)
     cotangent, out = self._layer_training(cotangents.train, x.train, batches, gradients, None, *layer)
     return _Pair(val_cotangents, cotangent), out
 
@@ -331,8 +329,9 @@ class _Walk:
       pairs.append(pull(ct))
     return tuple(g for g, _ in pairs), tuple(ct for _, ct in pairs)
 
-  def _layer_training(self, cotangent, x, batches, gradients, directions, layer_params, layer_rest, index, moment):
+  def _layer_training(self, cotangent, x, batches, gradients, directions, layer_params, layer_rest, index):
     """(cotangent of the layer's input, its part of what `back` returns). directions: None = of the gradients."""
+    moment = streaming.fetch(self._layer_moments(), index)
     state, parts, captured = directions or self._layer_directions(gradients, moment)
 
     def probed(layer_params, probes, x):
