@@ -331,7 +331,7 @@ class _Walk:
 
   def _layer_training(self, cotangent, x, batches, gradients, directions, layer_params, layer_rest, index):
     """(cotangent of the layer's input, its part of what `back` returns). directions: None = of the gradients."""
-    moment = streaming.fetch(self._layer_moments(), index)
+    moment = self._layer_moments(index)
     state, parts, captured = directions or self._layer_directions(gradients, moment)
 
     def probed(layer_params, probes, x):
@@ -343,15 +343,16 @@ class _Walk:
     sums = self._layer_sums(layer_params, grads, gradients, moment, parts)
     return cotangent, {"grads": grads, "probes": probes, "sums": sums, "captured": captured}
 
-  def _layer_moments(self) -> dict:
-    """{"first" | "second": {label inside the layer: [L, ...]}}; empty without moments."""
+  def _layer_moments(self, index) -> dict:
+    """{"first" | "second": {label inside the layer: array}} of one layer, on the device; empty without moments."""
     first = self.account.moments.first if self.account else None
     out = {}
     for name, moments in (("first", first), ("second", self.second_moments)):
       if moments is not None:
-        out[name] = {
-          k.removeprefix(self.label_prefix): v for k, v in moments.items() if k.startswith(self.label_prefix)
-        }
+        inside = {k.removeprefix(self.label_prefix): v for k, v in moments.items() if k.startswith(self.label_prefix)}
+        # Vectors come whole: a TPU cannot cut a single row out of a packed matrix in host memory.
+        whole = {k: streaming.to_device(v) if v.ndim <= 2 else v for k, v in inside.items()}
+        out[name] = streaming.fetch(whole, index)
     return out
 
   def _layer_directions(self, gradients, moment):
