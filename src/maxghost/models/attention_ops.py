@@ -8,6 +8,8 @@ import itertools
 import jax
 import jax.numpy as jnp
 
+from maxghost.parallel import shardings
+
 _BLOCKS = 4
 
 
@@ -39,10 +41,14 @@ def attend(q_BTHh, k_BSKh, v_BSKh, segment_ids_BT=None, *, kernel: str):
 
 
 def resolve_kernel(kernel: str) -> str:
-  """The kernel that 'autoselected' stands for on this backend."""
+  """The kernel that 'autoselected' stands for on the devices that are compiled for.
+
+  Blocks of queries would all lie on a few devices where the positions of a row are split over the mesh.
+  """
   if kernel != "autoselected":
     return kernel
-  return "blockwise" if jax.default_backend() == "cpu" else "dot_product"
+  blocks = shardings.platform() == "cpu" and shardings.num_parts("activation_length") == 1
+  return "blockwise" if blocks else "dot_product"
 
 
 def _group_heads(q_BTHh, num_kv_heads: int):

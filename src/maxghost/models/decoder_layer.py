@@ -10,6 +10,13 @@ from flax import nnx
 
 from maxghost.config.schema import ModelConfig
 from maxghost.models import attention_ops, autodiff, dense, rotary
+from maxghost.parallel import constrain
+
+# Logical axes of activations: hidden states, the heads of queries, of keys and values, and the feed-forward width.
+HIDDEN = ("activation_batch", "activation_length", "activation_embed")
+QUERIES = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
+KEYS = ("activation_batch", "activation_kv_length", "activation_kv_heads", "activation_kv")
+FEED_FORWARD = ("activation_batch", "activation_length", "activation_mlp")
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu, "linear": lambda x: x}
 
@@ -61,10 +68,11 @@ class SelfAttention(nnx.Module):
     self.kernel = cfg.attention
 
   def __call__(self, x_BTD, positions_BT, segment_ids_BT):
-    q_BTHh = rotary.rotate(self.query(x_BTD), positions_BT, self.max_timescale)
-    k_BTKh = rotary.rotate(self.key(x_BTD), positions_BT, self.max_timescale)
-    o_BTHh = attention_ops.attend(q_BTHh, k_BTKh, self.value(x_BTD), segment_ids_BT, kernel=self.kernel)
-    return self.out(o_BTHh)
+    q_BTHh = constrain(rotary.rotate(self.query(x_BTD), positions_BT, self.max_timescale), QUERIES, "queries")
+    k_BTKh = constrain(rotary.rotate(self.key(x_BTD), positions_BT, self.max_timescale), KEYS, "keys")
+    v_BTKh = constrain(self.value(x_BTD), KEYS, "values")
+    o_BTHh = attention_ops.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, kernel=self.kernel)
+    return constrain(self.out(constrain(o_BTHh, QUERIES, "attention output")), HIDDEN)
 
 
 class GatedMlp(nnx.Module):
@@ -83,7 +91,7 @@ class GatedMlp(nnx.Module):
     for i, name in enumerate(self.activations):
       branch_BTF = _ACTIVATIONS[name](getattr(self, f"wi_{i}")(x_BTD))
       h_BTF = branch_BTF if h_BTF is None else h_BTF * branch_BTF
-    return self.wo(h_BTF)
+    return constrain(self.wo(constrain(h_BTF, FEED_FORWARD, "feed-forward")), HIDDEN)
 
 
 class DecoderLayer(nnx.Module):

@@ -9,7 +9,8 @@ from flax import nnx
 
 from maxghost.config.schema import ModelConfig
 from maxghost.models import stack
-from maxghost.models.decoder_layer import DecoderLayer, linear, rms_norm
+from maxghost.models.decoder_layer import HIDDEN, DecoderLayer, linear, rms_norm
+from maxghost.parallel import constrain
 
 
 class Decoder(nnx.Module):
@@ -82,10 +83,11 @@ class Transformer(nnx.Module):
 
   def embed(self, tokens_BT, positions_BT):
     """What the first layer sees. [B, T, D]."""
-    return self.token_embedder(tokens_BT)
+    return constrain(self.token_embedder(tokens_BT), HIDDEN)
 
   def logits(self, hidden_BTD):
     """Final norm and output projection. [B, T, D] -> float32 [B, T, V]."""
     hidden_BTD = self.decoder.decoder_norm(hidden_BTD)
     logits_BTV = self.token_embedder.attend(hidden_BTD) if self.tied else self.decoder.logits_dense(hidden_BTD)
+    logits_BTV = constrain(logits_BTV, ("activation_batch", "activation_length", "activation_vocab"), "logits")
     return logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))

@@ -12,7 +12,8 @@ from maxghost.config.schema import Config
 from maxghost.ghost import directions, schedules
 from maxghost.ghost.directions import AdamScalars
 from maxghost.ghost.losses import LanguageModelLoss
-from maxghost.training import selection
+from maxghost.parallel import constrain, constrain_state
+from maxghost.training import selection, step_outputs
 from maxghost.training.optimizers import clip, learning_rate_schedule, optimizer_spec
 from maxghost.training.scoring import Scorer, outputs, plain_pass
 from maxghost.training.state import adam_moments
@@ -57,9 +58,9 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
       columns = scorer.columns(train_state, split[1], scored, learning_rate, factor)
       report = outputs if cfg.ghost.ghost_select == "none" else selection.outputs
       out |= report(cfg, scorer, scored, batch, learning_rate * factor, columns, num_segments)
-    train_state.apply_gradients(clipped)
+    train_state.apply_gradients(constrain_state(clipped, moments=True))
     train_state.clip_factor[...] = factor.astype(train_state.clip_factor.dtype)
-    return nnx.state(train_state), out
+    return nnx.state(train_state), step_outputs.placed(out)
 
   return step, None if scorer is None else scorer.twin
 
@@ -70,7 +71,7 @@ def make_eval_step(cfg: Config, graphdef):
 
   def evaluate(state, batch):
     losses, weights = loss_fn(nnx.merge(graphdef, state).model, batch)
-    return jnp.sum(losses * weights), weights.sum()
+    return constrain(jnp.sum(losses * weights), ()), constrain(weights.sum(), ())
 
   return evaluate
 
@@ -81,7 +82,7 @@ def make_validation_loss(cfg: Config, graphdef):
 
   def losses(state, val_batches):
     model = nnx.merge(graphdef, state).model
-    return jnp.stack([schedules.validation_mean(*loss_fn(model, batch)) for batch in val_batches])
+    return constrain(jnp.stack([schedules.validation_mean(*loss_fn(model, batch)) for batch in val_batches]), (None,))
 
   return losses
 
