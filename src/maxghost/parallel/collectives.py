@@ -16,7 +16,8 @@ import numpy as np
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "f16": 16}
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\([^=]*\) -> .*)?\{$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{$")
+_COMMENT = re.compile(r"/\*.*?\*/")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
 _OPERATION = re.compile(r"(?<=[\s)}])([a-z][a-z0-9-]*)\(")
 _CALLED = re.compile(r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
@@ -25,6 +26,9 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(
+  r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\))? \{([^}]*)\}"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ def _split(hlo: str) -> tuple[dict[str, list[str]], str]:
   computations: dict[str, list[str]] = {}
   entry, current = "", None
   for line in hlo.splitlines():
+    line = _COMMENT.sub("", line)
     if line.endswith("{") and not line.startswith(" ") and (found := _COMPUTATION.match(line)):
       current = computations.setdefault(found[2], [])
       entry = found[2] if found[1] else entry
@@ -142,10 +147,39 @@ def _groups(line: str, num_devices: int) -> np.ndarray | None:
     if found[3]:
       numbers = numbers.transpose([int(n) for n in found[3].split(",")])
     return numbers.reshape(shape)
+  if found := _MESH.search(line):
+    return _mesh_groups(*found.groups())
   if found := _LISTED.search(line):
     groups = [[int(n) for n in part.split(",") if n] for part in re.findall(r"\{([\d, ]*)\}", found[1])]
     return np.array([group for group in groups if len(group) == len(groups[0])])
   return np.arange(num_devices)[None]
+
+
+def _mesh_groups(axes: str, dims: str | None, order: str | None, listed: str | None, varied: str) -> np.ndarray:
+  """Groups written as a mesh of the compiler's own: 'name'=size, perhaps a device order, and the axes, or parts
+  'name':(before)size of axes, along which a group runs."""
+  sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+  count = math.prod(sizes.values())
+  if listed:
+    numbers = np.array([int(n) for n in listed.split(",")])
+  else:
+    numbers = np.arange(count).reshape([int(n) for n in dims.split(",")] if dims else [count])
+    numbers = numbers.transpose([int(n) for n in order.split(",")]) if order else numbers
+  cuts = {}
+  for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", varied):
+    before, size = (int(before), int(size)) if size else (1, sizes[name])
+    cuts.setdefault(name, []).append((before, size))
+  shape, moving = [], []
+  for name, size in sizes.items():
+    done = 1
+    for before, part in sorted(cuts.get(name, [])):
+      shape += [before // done, part]
+      moving.append(len(shape) - 1)
+      done = before * part
+    shape.append(size // done)
+  numbers = numbers.reshape(shape)
+  still = [axis for axis in range(len(shape)) if axis not in moving]
+  return numbers.transpose([*still, *moving]).reshape(-1, math.prod(shape[axis] for axis in moving))
 
 
 def _axes(groups: np.ndarray | None, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:

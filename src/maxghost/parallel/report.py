@@ -32,7 +32,8 @@ def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:
     size, label = max(whole, default=(0, "none"))
     raise ConfigError(
       f"sharding_tolerance={tolerance:g}: a device holds {held / total:.2%} of the parameters, {excess:.1%} more than "
-      f"an even split over {', '.join(sorted(axes))} (1/{parts}); the largest parameter kept whole is {label} ({size:,}): "
-      f"add a row for its axes to logical_axis_rules, or set sharding_tolerance={math.ceil(excess * 100) / 100:g}"
+      f"an even split over {', '.join(sorted(axes))} (1/{parts}); the largest parameter kept whole is {label} "
+      f"({size:,}): add a row for its axes to logical_axis_rules, or set "
+      f"sharding_tolerance={math.ceil(excess * 100) / 100:g}"
     )
   return f"a device holds {held / total:.2%} of the parameters, an even split is {1 / parts:.2%}"
