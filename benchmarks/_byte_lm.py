@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from _digits import spearman
 from flax import nnx
 
 from maxghost import config
-from maxghost.data.sources import stdlib, synthetic
+from maxghost.data.sources import stdlib, synthetic, text
 from maxghost.ghost import GhostEngine, schedules
 from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.training import state as state_lib
@@ -48,7 +49,7 @@ class Corpus:
   def mixed(self, steps: int, seed: int, rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
     """(chunks [S, B, T + 1], domain of each [S, B]): the same number of every domain in expectation."""
     rng = np.random.default_rng((seed, 4))
-    domain = rng.integers(len(DOMAINS), size=(steps, rows))
+    domain = rng.integers(len(self.train), size=(steps, rows))
     return self.train[domain, rng.integers(NUM_TRAIN, size=(steps, rows))], domain
 
 
@@ -58,12 +59,39 @@ def load_corpus() -> Corpus:
   need = NUM_TRAIN + VAL_ROWS + NUM_POOL
   parts = []
   for number, domain in enumerate(DOMAINS):
-    text = np.frombuffer(b"".join(d.text for d in documents if d.domain == domain), np.uint8)
-    chunks = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1).astype(np.int32)
+    raw = np.frombuffer(b"".join(d.text for d in documents if d.domain == domain), np.uint8)
+    chunks = raw[: len(raw) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1).astype(np.int32)
     parts.append(np.random.default_rng((number, 5)).permutation(chunks)[:need])
   chunks = np.stack(parts)
   ends = (NUM_TRAIN, NUM_TRAIN + VAL_ROWS)
   return Corpus(chunks[:, : ends[0]], chunks[:, ends[0] : ends[1]], chunks[:, ends[1] :])
+
+
+def load_fetched(folder: str) -> Corpus:
+  """Chunks of the six domains that `tools/fetch_corpora.py` has put into `folder`, split by document: training,
+  validation and pool chunks are of different documents, drawn in turns so that long ones do not crowd out the rest."""
+  names = sorted(p.name for p in pathlib.Path(folder).iterdir() if p.is_dir() and p.name != "downloads")
+  kinds = ("txt", "jsonl")
+  files = tuple(f"{n}={folder}/{n}/*.{k}" for n in names for k in kinds if list(pathlib.Path(folder, n).glob(f"*.{k}")))
+  source = text.load(files, ("text",))
+  parts = [_chunks_of(source, number) for number in range(len(source.domains))]
+  return Corpus(*(np.stack(part) for part in zip(*parts, strict=True)))
+
+
+def _chunks_of(source, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """(train, val, pool) chunks of one domain: a fifth of its documents each for val and pool. Short documents of a part
+  are joined, so that every domain has enough chunks."""
+  rng = np.random.default_rng((number, 6))
+  members = np.flatnonzero(source.domain_numbers(np.arange(len(source))) == number)
+  val, pool, train = np.split(rng.permutation(members), (len(members) // 5, 2 * len(members) // 5))
+  out = []
+  for part, need in ((train, NUM_TRAIN), (val, VAL_ROWS), (pool, NUM_POOL)):
+    raw = np.frombuffer(b"\n".join(source.texts(part)), np.uint8)
+    chunks = raw[: len(raw) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1).astype(np.int32)
+    if len(chunks) < need:
+      raise SystemExit(f"domain {source.domains[number]} has {len(chunks)} chunks of {LENGTH + 1} bytes, not {need}")
+    out.append(rng.permutation(chunks)[:need])
+  return tuple(out)
 
 
 def rows_of(chunks) -> dict:
@@ -155,11 +183,11 @@ def retrieval(corpus: Corpus, models: list) -> dict:
   than the others.
   """
   pool = corpus.pool.reshape(-1, LENGTH + 1)
-  domain_N = np.repeat(np.arange(len(DOMAINS)), NUM_POOL)
+  domain_N = np.repeat(np.arange(len(corpus.pool)), NUM_POOL)
   engine, dot_KN, cosine_KN, loss_N, norm_N = GhostEngine(direction="sgd"), 0.0, 0.0, 0.0, 0.0
   for model in models:
     val = [rows_of(chunks) for chunks in corpus.val]
-    parts = [rows_of(part) for part in np.split(pool, 6)]
+    parts = [rows_of(part) for part in np.split(pool, len(corpus.pool))]
     dot = np.concatenate([np.asarray(engine.score(model, part, val).dot) for part in parts], 1)
     norms, losses = gradient_norms(model, parts)
     dot_KN, cosine_KN = dot_KN + dot, cosine_KN + dot / norms
@@ -168,8 +196,9 @@ def retrieval(corpus: Corpus, models: list) -> dict:
     "dot": dot_KN, "dot, centred": dot_KN - dot_KN.mean(0), "cosine": cosine_KN,
     "cosine, centred": cosine_KN - cosine_KN.mean(0),
     "BM25 over byte 3-grams": bm25(pool, corpus.val),
-    "loss (low first)": np.tile(-loss_N, (len(DOMAINS), 1)), "gradient norm": np.tile(norm_N, (len(DOMAINS), 1)),
-    "random": np.random.default_rng(0).random((len(DOMAINS), len(pool))),
+    "loss (low first)": np.tile(-loss_N, (len(corpus.pool), 1)),
+    "gradient norm": np.tile(norm_N, (len(corpus.pool), 1)),
+    "random": np.random.default_rng(0).random((len(corpus.pool), len(pool))),
   }  # fmt: skip
   return {name: recall(score, domain_N) for name, score in methods.items()}
 

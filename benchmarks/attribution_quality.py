@@ -1,9 +1,10 @@
 """Whether the scores mean something: against retrainings, removals, exact Shapley values and honest baselines.
 
-  python benchmarks/attribution_quality.py [--only digits] [--only lm] [--small] [--markdown FILE] [--json FILE]
+  python benchmarks/attribution_quality.py [--only digits|lm|SECTION] [--small] [--corpus FOLDER] [--markdown FILE]
 
 digits: a foreign nnx model (64-64-10 MLP, scikit-learn digits, 10 % wrong labels), scored in every step.
 lm: a byte language model of two layers on six domains (four of Python's standard library, two made up).
+--corpus: also retrieve on the six domains that `tools/fetch_corpora.py FOLDER` has fetched, split by document.
 Fixed seeds; needs the `dev` extra. --small: fewer steps, seeds and subsets, to see that all runs. Targets are stated
 with each figure as PASS or MISS; a baseline that beats the scores stands beside them.
 """
@@ -145,20 +146,28 @@ def lm_telescoping(small: bool):
   return rows, figures
 
 
-def lm_retrieval(small: bool):
+def lm_retrieval(small: bool, folder: str):
   """Chunks of the domain asked for among 600 unseen ones."""
-  models = _models(small)
+  rows, figures = _retrieval("LM", _corpus(), _models(small), None)
+  if folder:
+    corpus = lm.load_fetched(folder)
+    found = _retrieval("LM, fetched corpus", corpus, lm.snapshots(corpus, _snapshot_steps(small)), 0.9)
+    rows, figures = rows + found[0], figures + found[1]
+  return rows, figures
+
+
+def _retrieval(title: str, corpus, models, wanted):
   rows, figures = [], []
   for name, chosen in (
     ("middle of the run", models[1:2]),
     ("end of the run", models[-1:]),
     ("all checkpoints", models),
   ):
-    recall = lm.retrieval(_corpus(), chosen)
-    rows.append({"experiment": f"LM retrieval, recall@100, {name}", **recall})
+    recall = lm.retrieval(corpus, chosen)
+    rows.append({"experiment": f"{title}: recall@100, {name}", **recall})
   for method, value in recall.items():
-    limit = 0.9 if method == "cosine, centred" else None
-    figures.append(Figure(f"LM domain retrieval, normalised recall@100, {method}", value, limit, True))
+    limit = wanted if method == "cosine, centred" else None
+    figures.append(Figure(f"{title}: domain retrieval, normalised recall@100, {method}", value, limit, True))
   return rows, figures
 
 
@@ -234,13 +243,14 @@ def _models(small: bool):
 
 
 def main() -> int:
-  args = _measure.arguments(__doc__, only="", small=False, markdown=None)
+  args = _measure.arguments(__doc__, only="", small=False, corpus="", markdown=None)
   failed = 0
   text = io.StringIO()
   for name, section in SECTIONS.items():
     if args.only not in name:
       continue
-    rows, figures = section(args.small)
+    given = (args.small, args.corpus) if section is lm_retrieval else (args.small,)
+    rows, figures = section(*given)
     groups: dict[tuple, list] = {}
     for row in rows:
       groups.setdefault(tuple(row), []).append(row)

@@ -8,7 +8,7 @@ from flax import nnx
 from maxghost.ghost import DirectionSpec, engines
 from maxghost.ghost.attach import split
 from maxghost.ghost.prepare import prepare_twin
-from maxghost.ghost.sketch import factored, random_directions, sketch_pass
+from maxghost.ghost.sketch import factored, random_directions, sketch_gradient, sketch_pass
 
 EXAMPLES, DIRECTIONS = 5, 3
 
@@ -45,6 +45,8 @@ def test_entries_are_products_with_the_drawn_directions():
       assert set(np.unique(np.asarray(u))) <= {-1.0, 1.0}
       expected = (gradients[param.label] * u).reshape(EXAMPLES, -1).sum(-1)
       np.testing.assert_allclose(blocks_MRn[m, r], expected, rtol=1e-4, atol=1e-5)
+  whole = {label: g.sum(0) for label, g in gradients.items()}
+  np.testing.assert_allclose(sketch_gradient(twin, whole, key, DIRECTIONS), blocks_MRn.sum(-1), rtol=1e-4, atol=1e-5)
 
 
 def test_factors_keep_row_and_column_means_and_are_exact_at_rank_one():

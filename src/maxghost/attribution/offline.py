@@ -22,10 +22,10 @@ from maxghost.attribution.corpus import Corpus
 from maxghost.attribution.store import ScoreWriter
 from maxghost.config import ConfigError
 from maxghost.data.types import Batch
-from maxghost.ghost import DirectionSpec, GhostEngine
+from maxghost.ghost import DirectionSpec, GhostEngine, schedules
 from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.prepare import prepare_twin
-from maxghost.ghost.sketch import sketch_pass
+from maxghost.ghost.sketch import sketch_gradient, sketch_pass
 
 INDEX_VERSION = 1
 _SEED = 4711
@@ -155,9 +155,7 @@ def nearest(folder: Path, points: list[Point], queries: dict[str, Batch], corpus
   with open(folder / "ids.jsonl", encoding="utf-8") as file:
     ids = [json.loads(line) for line in file]
   best = {name: np.argsort(-value_NK[:, k], kind="stable")[:top] for k, name in enumerate(queries)}
-  return {
-    name: [(float(value_NK[n, k]), tuple(ids[n])) for n in best[name]] for k, name in enumerate(queries)
-  }
+  return {name: [(float(value_NK[n, k]), tuple(ids[n])) for n in best[name]] for k, name in enumerate(queries)}
 
 
 class Sketcher:
@@ -176,22 +174,26 @@ class Sketcher:
     def run(params, rest, batch):
       return sketch_pass(twin, params, rest, loss, batch, jax.random.key(_SEED), num_directions)
 
-    self._run = jax.jit(run)
+    graphdef = nnx.split(model, nnx.Param, ...)[0]
 
-  def _positions(self, model, batch: Batch) -> np.ndarray:
-    _, params, rest = nnx.split(model, nnx.Param, ...)
-    return np.asarray(self._run(params, rest, batch.arrays))
+    def run_mean(params, rest, batch):
+      _, (gradient,) = schedules.validation_gradients(graphdef, params, rest, loss, (batch,))
+      return sketch_gradient(twin, schedules.by_label(gradient), jax.random.key(_SEED), num_directions)
+
+    self._run, self._run_mean = jax.jit(run), jax.jit(run_mean)
 
   def __call__(self, model, batch: Batch):
     """(sketch of the gradient of each document's mean loss [N, M R], tokens [N], which segments bool[B, S])."""
-    sketch_MRBT = self._positions(model, batch)
+    _, params, rest = nnx.split(model, nnx.Param, ...)
+    sketch_MRBT = np.asarray(self._run(params, rest, batch.arrays))
     flat_KBT = sketch_MRBT.reshape(-1, *sketch_MRBT.shape[2:])
     dot_NK, _, tokens_N, kept_BS = by_document(batch, flat_KBT, np.zeros(flat_KBT.shape[1:], np.float32))
     return dot_NK, tokens_N, kept_BS
 
   def mean(self, model, batch: Batch) -> np.ndarray:
     """Sketch of the gradient of the batch's mean loss, [M R]."""
-    return self._positions(model, batch).sum((2, 3)).ravel()
+    _, params, rest = nnx.split(model, nnx.Param, ...)
+    return np.asarray(self._run_mean(params, rest, batch.arrays)).ravel()
 
 
 def _token_losses(model):

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from maxghost.attribution import aggregate, statistics
+from maxghost.attribution import aggregate, statistics, token_values
 from maxghost.attribution.format import LEDGER
 from maxghost.attribution.health import Health, PassSums, duplicates
 from maxghost.attribution.log import ScoreLog
 from maxghost.attribution.metrics import Series, read_facts, read_metrics
 from maxghost.attribution.numbers import integer, number
 from maxghost.attribution.texts import SNIPPET_BYTES, Source, Texts
+from maxghost.attribution.token_values import Marked
 from maxghost.config import ConfigError
 
 CURVE_BINS = 240
@@ -38,6 +39,7 @@ class Value:
   path: str = ""
   offset: int = 0
   text: bytes | None = None
+  marked: Marked | None = None
 
   @property
   def per_million(self) -> float:
@@ -145,6 +147,9 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
     messages += said
   sets = [_set_summary(log, k, time, groups, num_documents, texts) for k in range(len(log.val_sets))]
   messages += _check_sums(log, time, left_out)
+  if source is not None:
+    sets, said = _with_tokens(log.run_dir, sets)
+    messages += said
   empty = Series(np.zeros(0, np.int64), np.zeros(0))
   return Summary(
     name=log.run_dir.resolve().name,
@@ -188,6 +193,20 @@ def _set_summary(log, k: int, time, groups, num_documents: int, texts: Texts | N
     heat_map=_heat_map(log, time, k),
     max_check_error=float(np.nanmax(errors)) if np.isfinite(errors).any() else float("nan"),
   )
+
+
+def _with_tokens(run_dir: Path, sets: list[SetSummary]) -> tuple[list[SetSummary], list[str]]:
+  """The shown documents with the values of their tokens, where the run kept them."""
+  wanted = [[(v.domain, v.path, v.offset) for v in (*part.top, *part.bottom)] for part in sets]
+  marked, messages = token_values.find(run_dir, wanted)
+
+  def with_marks(values: list[Value], k: int) -> list[Value]:
+    return [dataclasses.replace(v, marked=marked.get((k, (v.domain, v.path, v.offset)))) for v in values]
+
+  return [
+    dataclasses.replace(part, top=with_marks(part.top, k), bottom=with_marks(part.bottom, k))
+    for k, part in enumerate(sets)
+  ], messages
 
 
 def _domains(time, k: int) -> list[Value]:

@@ -52,6 +52,30 @@ def sketch_pass(twin: Twin, params, rest, loss_fn, batch, key, num_directions: i
   return jax.vmap(one, out_axes=1)(jax.random.split(key, num_directions))
 
 
+def sketch_gradient(twin: Twin, gradient: dict, key, num_directions: int, scale: dict | None = None):
+  """Sketch f32[M, R] of one gradient {label: [*stack, *parameter]}, in the blocks and directions of `sketch_pass`.
+
+  Where a whole batch is one question this takes the place of a scored pass: one product per direction and parameter.
+  """
+
+  def one(key):
+    parts = random_directions(twin, key, scale)
+    return jnp.concatenate([_along(p, parts[p.label], gradient[p.label]) for p in twin.scored])
+
+  return jax.lax.map(one, jax.random.split(key, num_directions)).T
+
+
+def _along(param, parts, gradient):
+  """<gradient, direction> [layers] of one parameter."""
+  axis = len(param.stack_shape)
+  if param.spec.low_rank:
+    left, right = parts
+    matrix = directions.matrix_view(gradient, param.spec.rows, axis)
+    return jnp.einsum("...io,...i,...o->...", matrix, left[..., 0, :, 0], right[..., 0, 0, :]).reshape(-1)
+  signs = parts[0].squeeze(axis)
+  return (signs * gradient).sum(tuple(range(axis, gradient.ndim))).reshape(-1)
+
+
 def _blocks(score, param):
   """[layers, n(, T)] of scores [*stack, 1, n(, T)]."""
   axis = len(param.stack_shape)

@@ -11,6 +11,7 @@ from maxghost.attribution.words import LEDGER_LABELS, shown_columns
 
 SHOWN_DOMAINS = 40
 OPEN_DOCUMENTS = 10
+MARK_LEVELS = 4  # shades of a token's value; style.css has one rule for each
 
 
 def _table(head: list, rows: list, caption: str | None = None, class_: str | None = None) -> Markup:
@@ -154,7 +155,9 @@ def _document_table(values: list[Value], colors: dict[str, int], first_rank: int
       f"{value.domain} · {value.path}{f' @ {integer(value.offset)}' if value.offset else ''}",
       class_="where",
     )
-    if value.text is None:
+    if value.marked is not None:
+      text = _marked_text(value)
+    elif value.text is None:
       text = tag("span", "text not at hand", class_="muted")
     else:
       cut = "\n…" if len(value.text) == SNIPPET_BYTES else ""
@@ -177,6 +180,30 @@ def _document_table(values: list[Value], colors: dict[str, int], first_rank: int
     )
   head = _head(">", "Document", ">Nats in all", ">Per million tokens", ">Tokens", ">Chunks", ">Training loss")
   return _table(head, rows)
+
+
+def _marked_text(value: Value) -> Markup:
+  """The text of one exposure, every piece coloured by its part of the contribution."""
+  marked = value.marked
+  largest = float(np.abs(marked.values).max()) or 1.0
+  levels = np.sign(marked.values) * np.ceil(np.abs(marked.values) / largest * MARK_LEVELS - 0.5)
+  spans, start = [], 0
+  for end in range(1, len(levels) + 1):
+    if end == len(levels) or levels[end] != levels[start]:
+      level, text = int(levels[start]), "".join(marked.pieces[start:end])
+      worth = f"{number(float(marked.values[start:end].sum()), 2, plus=True)} nats"
+      name = f"{'up' if level > 0 else 'down'}{abs(level)}" if level else None
+      spans.append(tag("mark", text, class_=name, title=worth) if level else text)
+      start = end
+  total = number(float(marked.values.sum()), plus=True)
+  words = f"step {integer(marked.step)}: {total} nats; blue lowers the validation loss, orange raises it"
+  first = value.text if value.text is not None else "".join(marked.pieces).encode()
+  return tag(
+    "details",
+    tag("summary", snippet(first, 140) or "(no visible characters)"),
+    tag("p", words, class_="note"),
+    tag("pre", *spans),
+  )
 
 
 def heat_table(heat: HeatMap) -> Markup:

@@ -1,0 +1,92 @@
+"""Which tokens of a document carried its contribution, from the files of ghost_detail=token.
+
+`<run>/ghost/tokens/step_<step>.npz` is described in training/token_scores.py. B rows, T positions, K validation sets.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from maxghost import config
+from maxghost.attribution.texts import SNIPPET_BYTES, DocumentKey
+from maxghost.config import ConfigError
+
+END = "⟨end⟩"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Marked:
+  """One exposure of a document: its texts piece by piece and what each was worth, in nats."""
+
+  step: int
+  pieces: tuple[str, ...]
+  values: np.ndarray
+
+
+def find(run_dir: Path, wanted: list[list[DocumentKey]]) -> tuple[dict[tuple[int, DocumentKey], Marked], list[str]]:
+  """({(k, id): Marked}, sentences to show). wanted: ids for each validation set; a run without token files has none.
+
+  Of several exposures the one with the largest absolute contribution is taken. Files are read one at a time.
+  """
+  files = sorted(Path(run_dir).glob("ghost/tokens/step_*.npz"), key=_step_of)
+  if not files:
+    return {}, []
+  try:
+    piece_of = _piece_reader(run_dir)
+  except (ConfigError, OSError) as error:
+    return {}, [f"the tokens of the documents cannot be shown: {error}"]
+  best: dict[tuple[int, DocumentKey], tuple[int, np.ndarray, np.ndarray]] = {}
+  for path in files:
+    _improve(best, path, [set(keys) for keys in wanted])
+  return {key: Marked(step, *_pieces(ids, values, piece_of)) for key, (step, ids, values) in best.items()}, []
+
+
+def _step_of(path: Path) -> int:
+  return int(path.stem.removeprefix("step_"))
+
+
+def _improve(best: dict, path: Path, wanted: list[set[DocumentKey]]) -> None:
+  """Replaces entries of `best` by larger exposures in this file."""
+  with np.load(path) as file:
+    domain, name, offset = file["domain"], file["path"], file["offset"]
+    values_KBT = file["contribution_KBT"]
+    targets, segments = file["targets"], file["inputs_segmentation"]
+  for b, s in zip(*np.nonzero(offset >= 0), strict=True):
+    key = (str(domain[b, s]), str(name[b, s]), int(offset[b, s]))
+    inside = segments[b] == s + 1
+    for k, keys in enumerate(wanted):
+      if key in keys:
+        values = values_KBT[k, b, inside]
+        if (k, key) not in best or abs(values.sum()) > abs(best[k, key][2].sum()):
+          best[k, key] = (_step_of(path), targets[b, inside], values)
+
+
+def _piece_reader(run_dir: Path) -> Callable[[int], bytes]:
+  from maxghost.data.tokenizers import load_tokenizer  # only where token files exist
+
+  data = config.load(Path(run_dir) / "config.yml").data
+  tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
+  return lambda number: tokenizer.decode(np.array([number]))
+
+
+def _pieces(ids: Iterable[int], values: np.ndarray, piece_of: Callable[[int], bytes]):
+  """(texts, values): tokens that share a character are one piece; a token without text is END."""
+  pieces, sums, pending, total, size = [], [], b"", 0.0, 0
+  for number, value in zip(ids, values, strict=True):
+    raw = piece_of(int(number))
+    size += len(raw)
+    if size > SNIPPET_BYTES:
+      break
+    pending, total = pending + raw, total + float(value)
+    try:
+      text = pending.decode("utf-8")
+    except UnicodeDecodeError:
+      if len(pending) < 4:
+        continue
+      text = pending.decode("utf-8", "replace")
+    pieces.append(text or END)
+    sums.append(total)
+    pending, total = b"", 0.0
+  return tuple(pieces), np.array(sums)
