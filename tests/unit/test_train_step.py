@@ -64,6 +64,10 @@ def test_the_same_bits_with_a_tied_table_and_dropout():
   assert_same_bits(TwentySteps(cheap=True, logits_via_embedding=True, remat_policy="none", dropout_rate=0.1))
 
 
+def test_the_same_bits_in_segments():
+  assert_same_bits(TwentySteps(cheap=True, base_num_decoder_layers=4, segment_length=2, remat_policy="full"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "minimal", "full"])
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])

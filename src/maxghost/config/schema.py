@@ -71,8 +71,9 @@ class ModelConfig:
   matmul_precision: str = key("default", "precision of matrix products", choices=("default", "high", "highest"))
   attention: str = key(
     "autoselected",
-    "attention kernel; autoselected = blockwise on CPU, else dot_product",
-    choices=("autoselected", "dot_product", "blockwise"),
+    "attention kernel: all scores at once; in blocks with memory linear in the length; splash on TPU and cuDNN on GPU; "
+    "autoselected = blockwise on CPU and above 1,024 tokens, else dot_product",
+    choices=("autoselected", "dot_product", "blockwise", "flash"),
   )
   scan_layers: bool = key(True, "stack the layers and run them with one lax.scan")
   remat_policy: str = key(
@@ -80,7 +81,29 @@ class ModelConfig:
     "what the backward pass recomputes: none saves all, minimal saves matmul outputs, full saves layer inputs only",
     choices=("none", "minimal", "full"),
   )
+  segment_length: int = key(
+    0, "layers per segment; the backward pass keeps segment inputs only and recomputes inside; 0 = off", minimum=0
+  )
+  segment_lengths: tuple[int, ...] = key(
+    (), "more levels: layers per segment, per segment inside it, ...; in place of segment_length", minimum=1
+  )
+  stream_weights: str = key(
+    "none",
+    "host = the stacked layers live in pinned host memory and come to the device one segment at a time",
+    choices=("none", "host"),
+  )
   z_loss_multiplier: float = key(0.0, "weight of the squared log-partition added to each token's loss", minimum=0.0)
+  num_vocab_tiling: int = key(
+    1, "tiles in which output projection and loss are computed, so that 1/n of the logits exists at a time", minimum=1
+  )
+  vocab_tiling_axis: str = key(
+    "tokens", "what num_vocab_tiling divides: the positions of a row, or the vocabulary", choices=("tokens", "vocab")
+  )
+
+  @property
+  def segments(self) -> tuple[int, ...]:
+    """Layers per segment, outermost level first; empty without segments."""
+    return self.segment_lengths or ((self.segment_length,) if self.segment_length else ())
 
 
 @section
@@ -183,6 +206,16 @@ class OptimizerConfig:
   adam_b2: float = key(0.95, "decay of the second moment", minimum=0.0, maximum=0.999999)
   adam_eps: float = key(1e-8, "added to the root of the second moment", minimum=0.0)
   adam_weight_decay: float = key(0.1, "decoupled weight decay", minimum=0.0)
+  mu_dtype: str = key(
+    "float32",
+    "dtype of Adam's first moment; the second has the parameters' own",
+    choices=("float32", "bfloat16"),
+  )
+  stream_optimizer: str = key(
+    "none",
+    "host = the moments of the stacked layers live in pinned host memory and are updated one segment at a time",
+    choices=("none", "host"),
+  )
   trainable_parameters_mask: tuple[str, ...] = key(
     (), "path patterns (fnmatch) of the parameters to train, the others stay as they are; empty = all"
   )
@@ -222,6 +255,11 @@ class GhostConfig:
   ghost_every: int = key(1, "score every this many steps; the steps between are plain training steps", minimum=1)
   ghost_val_every: int = key(
     1, "compute the validation gradient every this many steps and score against it until the next", minimum=1
+  )
+  ghost_stream_carries: str = key(
+    "none",
+    "reverse_scan with segments: host = the validation rows' segment inputs wait in pinned host memory",
+    choices=("none", "host"),
   )
   ghost_exclude: tuple[str, ...] = key((), "path patterns (fnmatch) of parameters left unscored on purpose")
   ghost_detail: str = key(

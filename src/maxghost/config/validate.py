@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import Field
 from typing import Any
 
-from maxghost.config.values import WrongTypeError, from_python, limit_problems, shown
+from maxghost.config.values import WrongTypeError, divisors, from_python, limit_problems, shown
 
 BYTE_TOKENIZER_IDS = 259  # 256 bytes, and the begin, end and padding ids
 
@@ -90,6 +90,10 @@ def ghost_combinations(v: Values) -> Iterator[str]:
     yield f"ghost_direction=second_order needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
   if v.ghost_schedule == "concat" and v.ghost_rank and v.ghost_direction == "sgd":
     yield f"ghost_schedule=concat forms its direction inside each layer; use ghost_rank=0, not {v.ghost_rank}"
+  if v.ghost_stream_carries == "host" and (
+    v.ghost_schedule != "reverse_scan" or not (v.segment_length or v.segment_lengths)
+  ):
+    yield "ghost_stream_carries=host needs ghost_schedule=reverse_scan and a segment_length; or use none"
   if v.ghost_schedule == "reverse_scan" and not v.scan_layers:
     yield "ghost_schedule=reverse_scan walks stacked layers; use scan_layers=true"
   if v.ghost_enabled and v.ghost_engine == "perexample":
@@ -136,6 +140,65 @@ def reweighting(v: Values) -> Iterator[str]:
     yield (
       f"ghost_reweight_floor={shown(v.ghost_reweight_floor)} for {num_domains} domains is more than all rows; "
       f"use {1 / num_domains:.3g} or less"
+    )
+
+
+def vocab_tiling(v: Values) -> Iterator[str]:
+  name, size = ("max_target_length", v.max_target_length) if v.vocab_tiling_axis == "tokens" else (
+    "vocab_size", v.vocab_size
+  )
+  if v.num_vocab_tiling > size:
+    yield (
+      f"num_vocab_tiling={v.num_vocab_tiling} with vocab_tiling_axis={v.vocab_tiling_axis} is more than {name}={size}; "
+      f"use at most {size}"
+    )
+  if v.num_vocab_tiling > 1 and v.ghost_enabled and v.ghost_schedule == "concat":
+    yield (
+      f"num_vocab_tiling={v.num_vocab_tiling} scores the head inside its tiles, which ghost_schedule=concat cannot; "
+      "use two_pass or reverse_scan, or num_vocab_tiling=1"
+    )
+
+
+def segments(v: Values) -> Iterator[str]:
+  single, levels = v.segment_length, v.segment_lengths
+  if single and levels:
+    yield f"segment_length={single} and segment_lengths={shown(levels)} say the same thing twice; give one of them"
+    return
+  if not single and not levels:
+    return
+  given = f"segment_lengths={shown(levels)}" if levels else f"segment_length={single}"
+  if not v.scan_layers:
+    yield f"{given} cuts stacked layers into segments; use scan_layers=true, or no segments"
+  whole, name = v.base_num_decoder_layers, f"base_num_decoder_layers={v.base_num_decoder_layers}"
+  for length in levels or (single,):
+    if whole % length:
+      which = f": {length}" if len(levels) > 1 else ""
+      yield f"{given}{which} does not divide {name}; use one of {', '.join(map(str, divisors(whole)))}"
+      return
+    whole, name = length, f"the segment of {length} around it"
+
+
+def streaming(v: Values) -> Iterator[str]:
+  keys = [name for name in ("stream_weights", "stream_optimizer") if getattr(v, name) == "host"]
+  if not keys:
+    return
+  given = " and ".join(f"{name}=host" for name in keys)
+  if not v.segment_length and not v.segment_lengths:
+    if v.scan_layers:
+      choices = divisors(v.base_num_decoder_layers)
+      near = min(choices, key=lambda k: abs(k * k - v.base_num_decoder_layers))
+      yield f"{given} moves one segment of layers at a time; give a segment_length, such as {near}"
+    else:
+      yield f"{given} moves one segment of stacked layers at a time; use scan_layers=true and a segment_length"
+  if v.ghost_enabled and v.ghost_schedule != "reverse_scan":
+    yield (
+      f"{given} forms directions one segment at a time; use ghost_schedule=reverse_scan, not {v.ghost_schedule}, "
+      "or ghost_enabled=false"
+    )
+  if v.gradient_accumulation_steps > 1 and v.stream_weights == "host":
+    yield (
+      f"stream_weights=host sends gradients to the host once per step; use gradient_accumulation_steps=1, "
+      f"not {v.gradient_accumulation_steps}"
     )
 
 
@@ -200,6 +263,9 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
   heads,
   rotary_head_dim,
   mlp_activations,
+  vocab_tiling,
+  segments,
+  streaming,
   vocabulary,
   schedule,
   evaluation,

@@ -181,6 +181,12 @@ def _lists(value: Any) -> Any:
   return [_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
+def divisors(number: int) -> list[int]:
+  """The divisors of a positive number, in order."""
+  small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+  return sorted({*small, *(number // d for d in small)})
+
+
 def limit_problems(field: Field, value: Any) -> list[str]:
   """What is wrong with a value of the right type: a choice that does not exist, a number out of its bounds.
 

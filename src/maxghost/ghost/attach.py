@@ -7,6 +7,7 @@ import dataclasses
 import fnmatch
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,8 @@ from maxghost.ghost import (
   rules_flax,  # noqa: F401  registers the rules of flax's layers
 )
 from maxghost.ghost.directions import DirectionSpec, ParamSpec
-from maxghost.ghost.probed import TwinInfo, part_name, probed_call
-from maxghost.ghost.variables import GhostDirection, GhostProbe
+from maxghost.ghost.probed import TwinInfo, probed_call
+from maxghost.ghost.variables import GhostDirection, GhostProbe, part_name
 from maxghost.parallel import constrain
 
 
@@ -97,14 +98,15 @@ def attach(
   spec: DirectionSpec | None = None,
   exclude: tuple[str, ...] = (),
   num_val: int = 0,
-  linked: tuple[tuple[str, tuple[int, ...]], ...] = (),
+  linked: tuple[tuple[str, tuple[int, ...], Any], ...] = (),
 ) -> Twin:
   """Replaces each supported layer by its probed twin, in a copy of the model's graph.
 
   num_positions: None scores examples, an int scores every position of every example [n, T].
   exclude: fnmatch patterns over parameter paths that are left unscored on purpose; each must match something.
   num_val: validation rows at the end of each batch (schedule 'concat'); num_examples does not count them.
-  linked: (module path, shape of attend's input) of tables whose direction needs both their uses; see `tied`.
+  linked: (module path, shape of attend's input, its tiles or None) of tables whose direction needs both their uses; see
+  `tied` and `tiled_head`.
   Raises ValueError: a Param that no rule covers (its path and the ways out), a Param shared under two names, an
   exclude pattern without a match.
   """
@@ -115,7 +117,7 @@ def attach(
   modules = {path: node for path, node in nnx.iter_graph(twin) if isinstance(node, nnx.Module)}
   owners = _owners(modules)
   excluded = _excluded(owners, exclude)
-  settings = _Settings(num_examples, num_positions, num_sets, spec, num_val, dict(linked))
+  settings = _Settings(num_examples, num_positions, num_sets, spec, num_val, {p: use for p, *use in linked})
   scored, uncovered = [], []
   for module_path, module in modules.items():
     names = [n for p, n in owners if p == module_path and (p, n) not in excluded]
@@ -230,6 +232,7 @@ def _probe_module(module, path, names, found, settings: _Settings) -> list[Score
       setattr(module, part_name(name, part), GhostProbe(jax.ShapeDtypeStruct(probe_shape, dtype)))
     for part, part_shape in spec.part_shapes(stack, settings.num_sets, shape).items():
       setattr(module, part_name(name, part), GhostDirection(jax.ShapeDtypeStruct(part_shape, dtype)))
+  linked, tiles = settings.linked.get(label, ((), None))
   module.ghost_info = TwinInfo(
     path=label,
     stock=stock,
@@ -237,7 +240,8 @@ def _probe_module(module, path, names, found, settings: _Settings) -> list[Score
     num_examples=settings.num_examples,
     num_positions=settings.num_positions,
     num_val=settings.num_val,
-    linked=settings.linked.get(label, ()),
+    linked=linked,
+    tiles=tiles,
   )
   module.__class__ = _twin_class(type(module))
   return scored

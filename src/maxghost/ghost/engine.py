@@ -85,7 +85,8 @@ class GhostEngine:
     self.spec = direction_spec(cfg, "sgd" if self.second_order else direction, self.rank)
     self.exclude = tuple(cfg.ghost.ghost_exclude if exclude is None else exclude)
     self.per_position = per_position
-    self.default_loss = LanguageModelLoss(cfg.model.z_loss_multiplier)
+    self.segment_lengths = cfg.model.segments
+    self.default_loss = LanguageModelLoss.of(cfg.model)
     names.check_combination(self.engine, self.schedule, direction, self.rank)
     if per_position and self.engine == "perexample":
       raise ValueError("ghost_engine=perexample scores whole examples; for per_position use graddotprod or jvp")
@@ -160,7 +161,16 @@ class GhostEngine:
     captured = {}
     if self.schedule == "reverse_scan":
       out, val_loss, _, captured = reverse_scan.run(
-        twin, graphdef, params, rest, loss_fn, train_batch, val_batches, second_moments, scalars
+        twin,
+        graphdef,
+        params,
+        rest,
+        loss_fn,
+        train_batch,
+        val_batches,
+        second_moments,
+        scalars,
+        segment_lengths=self.segment_lengths,
       )
     elif self.schedule == "concat":
       zeros = {p.label: jnp.zeros((*p.stack_shape, *p.shape), float) for p in twin.scored}

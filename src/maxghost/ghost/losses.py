@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import jax
 from flax import nnx
 
+from maxghost.config.schema import ModelConfig
+from maxghost.ghost import tiled_head
 from maxghost.losses import token_losses
 
 
@@ -37,12 +39,25 @@ class StagedLoss(Protocol):
 class LanguageModelLoss:
   """(losses [B, T], weights [B, T]) of next-token prediction on a MaxText-style batch; a `StagedLoss`.
 
-  A token counts where targets_segmentation != 0. dropout_key: None turns dropout off.
+  A token counts where targets_segmentation != 0. dropout_key: None turns dropout off. num_tiles > 1: the logits exist a
+  tile at a time, of the tokens or of the vocabulary (`tile_axis`); the model then needs what `tiled_head` asks of it.
   """
 
   z_loss_multiplier: float = 0.0
   dropout_key: jax.Array | None = None
   layers_path: tuple = ("decoder", "layers")
+  num_tiles: int = 1
+  tile_axis: str = "tokens"
+
+  @classmethod
+  def of(cls, cfg: ModelConfig, dropout_key=None, *, z_loss: bool = True) -> "LanguageModelLoss":
+    """The loss that a config asks for; z_loss: False leaves the z-loss out."""
+    return cls(
+      cfg.z_loss_multiplier if z_loss else 0.0,
+      dropout_key,
+      num_tiles=cfg.num_vocab_tiling,
+      tile_axis=cfg.vocab_tiling_axis,
+    )
 
   def __call__(self, model, batch):
     hidden = model.hidden(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], self.dropout_key)
@@ -58,7 +73,13 @@ class LanguageModelLoss:
     return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, index)
 
   def head(self, model, hidden_BTD, batch):
-    losses_BT = token_losses(model.logits(hidden_BTD), batch["targets"], self.z_loss_multiplier)
+    targets_BT = batch["targets"]
+    if self.num_tiles > 1:
+      losses_BT = tiled_head.head_losses(
+        model, hidden_BTD, targets_BT, num_tiles=self.num_tiles, axis=self.tile_axis, z_loss=self.z_loss_multiplier
+      )
+    else:
+      losses_BT = token_losses(model.logits(hidden_BTD), targets_BT, self.z_loss_multiplier)
     return losses_BT, (batch["targets_segmentation"] != 0).astype(losses_BT.dtype)
 
 

@@ -73,7 +73,9 @@ def prepare_twin(
       f"two_pass, or name the paths in ghost_exclude"
     )
   looked_up = {use.path for use in used if use.method == "__call__"}
-  linked = tuple((use.path, use.argument_shapes[0]) for use in used if use.method == "attend" and use.path in looked_up)
+  linked = tuple(
+    (use.path, use.argument_shapes[0], use.tiles) for use in used if use.method == "attend" and use.path in looked_up
+  )
   return attach(model, **arguments, linked=linked) if linked else twin
 
 

@@ -7,14 +7,16 @@ K validation sets, n examples, T positions.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxghost.ghost import directions, rules, tied, usage
+from maxghost.ghost import directions, rules, tied, tiled_head, usage
 from maxghost.ghost.directions import ParamSpec
+from maxghost.ghost.variables import part_name
 from maxghost.parallel import constrain
 
 SCORES = (None, "activation_batch", "activation_length")  # logical axes of a score [K, n(, T)]
@@ -26,7 +28,8 @@ class TwinInfo:
 
   num_examples, num_positions: leading axes of the layer's output; num_positions None scores whole examples.
   num_val: rows at the end of the batch that are validation examples (schedule 'concat'), whose weight gradient is G.
-  linked: for a table whose direction needs the weight gradient of both its uses, the shape of `attend`'s input.
+  linked: for a table whose direction needs the weight gradient of both its uses, the shape of `attend`'s input;
+  tiles: the `losses.tiled.Head` that stands for `attend`, where the output is computed in tiles.
   """
 
   path: str
@@ -36,16 +39,12 @@ class TwinInfo:
   num_positions: int | None
   num_val: int = 0
   linked: tuple[int, ...] = ()
+  tiles: Any = None
 
   @property
   def resolution(self) -> int:
     """Axes of a probe beyond its sets: 1 for [n], 2 for [n, T]."""
     return 1 if self.num_positions is None else 2
-
-
-def part_name(name: str, part: str) -> str:
-  """Attribute of the twin that holds a part of parameter `name`'s direction, or its probe."""
-  return f"ghost_{name}_{part}"
 
 
 def probed_call(twin: nnx.Module, rule: rules.Rule, method: str, args: tuple, kwargs: dict):
@@ -157,16 +156,25 @@ def _linked_call(twin, rule, method, info: TwinInfo, values, args, parts, probes
     rows = info.num_examples if info.num_val else None
     return tied.attend(on_table(method), args[0], tuple(v[...] for v in twin.ghost_link), rows)
 
-  def score(ids, b, h, delta, weight_gradient, parts):
+  def blank(table, dtype):
+    if info.tiles is not None:
+      return tiled_head.blank_link(info.tiles, info.linked, dtype)
+    return jnp.zeros(info.linked, dtype), jnp.zeros((*info.linked[:-1], table.shape[0]), dtype)
+
+  def score(table, ids, b, carried, weight_gradient, parts):
     direction, facts = directions.form(spec, parts, weight_gradient)
     lookup = rules.Call(twin, "__call__", values, (ids,), b, None, info.resolution)
-    output = rules.Call(twin, "attend", values, (h,), delta, None, info.resolution)
-    probe = rule.score(lookup, name, direction) + rule.score(output, name, direction)
-    scores = {"probe": constrain(probe, SCORES[: 1 + info.resolution])}
+    if info.tiles is not None:
+      output_score = tiled_head.linked_score(info.tiles, twin, rule, name, table, carried, direction, info.resolution)
+    else:
+      h, delta = carried
+      output = rules.Call(twin, "attend", values, (h,), delta, None, info.resolution)
+      output_score = rule.score(output, name, direction)
+    scores = {"probe": constrain(rule.score(lookup, name, direction) + output_score, SCORES[: 1 + info.resolution])}
     return scores if facts is None else {**scores, "facts": facts}
 
   table_use = tied.TableUse(
-    on_table("__call__"), on_table("attend"), score, info.linked, info.num_examples, info.num_val
+    on_table("__call__"), on_table("attend"), score, blank, info.num_examples, info.num_val
   )
   rows, link = tied.lookup(table_use, args[0], table, parts[name], probes[name])
   _check_axes(info, method, rows)

@@ -1,8 +1,9 @@
 """Schedule 'reverse_scan': one walk back over the stacked layers that gives direction, gradient and scores of each.
 
-The forward passes keep the input of every layer. Walking back, a layer's validation VJP yields its validation gradient
-G_l, which becomes that layer's direction; its training VJP then yields cotangent, parameter gradient and scores
-against it; then G_l is dropped. The whole direction never exists at once.
+The forward passes keep the input of every layer, or with segments that of every segment, from which the walk computes
+the layers' inputs again. Walking back, a layer's validation VJP yields its validation gradient G_l, which becomes that
+layer's direction; its training VJP then yields cotangent, parameter gradient and scores against it; then G_l is
+dropped. The whole direction never exists at once, and streamed weights come in once for both.
 
 K validation sets, n examples, L layers.
 """
@@ -19,6 +20,7 @@ from maxghost.ghost.attach import Twin
 from maxghost.ghost.losses import StagedLoss, submodule
 from maxghost.ghost.schedules import TrainPass, mean_loss, validation_mean
 from maxghost.ghost.variables import GhostDirection, GhostProbe
+from maxghost.models import segments, streaming
 from maxghost.parallel import constrain_state
 
 
@@ -47,11 +49,14 @@ def run(
   scalars=None,
   account: Account | None = None,
   val_loss: StagedLoss | None = None,
+  segment_lengths: tuple[int, ...] = (),
+  carries_on_host: bool = False,
 ):
   """(TrainPass, val_loss [K], list of K `ledger.sums` or None, captured).
 
   loss: a `StagedLoss`; val_loss: that of the validation rows, where it differs (no dropout). second_moments, scalars:
-  as `schedules.direction_parts`. Scores equal those of 'two_pass', tied tables included.
+  as `schedules.direction_parts`. segment_lengths: as `segments.scan`. carries_on_host: the segment inputs of the
+  validation rows wait in pinned host memory. Scores equal those of 'two_pass', tied tables included.
   Raises ValueError for a loss without stages or a model without stacked layers.
   """
   if not hasattr(loss, "layer_inputs"):
@@ -59,24 +64,23 @@ def run(
       "ghost_schedule=reverse_scan needs a StagedLoss (embed, layers, head); use two_pass for other losses"
     )
   walk = _Walk(twin, graphdef, params, rest, loss, val_loss or loss, second_moments, scalars, account)
+  walk.segment_lengths, walk.carries_on_host = tuple(segment_lengths), carries_on_host
+  segments.check(walk.num_layers, walk.segment_lengths)
   vals = [walk.forward_plain(b) for b in val_batches]
   val_heads = [walk.head_plain(x, b) for (_, x), b in zip(vals, val_batches, strict=True)]
   head_gradients = [pull(jnp.ones_like(value)) for value, pull in val_heads]
   train = walk.train_forward(batch)
   head = walk.train_head(batch, train, [g for g, _ in head_gradients])
   layers, cotangents = walk.back(
-    [boundaries for boundaries, _ in vals],
-    [ct for _, ct in head_gradients],
-    train.boundaries,
-    head.cotangent,
-    batch,
-    val_batches,
+    _Pair(tuple(boundaries for boundaries, _ in vals), train.boundaries),
+    _Pair(tuple(ct for _, ct in head_gradients), head.cotangent),
+    _Pair(val_batches, batch),
   )
   outer_gradients = [
     jax.tree.map(jnp.add, g, walk.embed_gradient(b, ct))
-    for (g, _), b, ct in zip(head_gradients, val_batches, cotangents["val"], strict=True)
+    for (g, _), b, ct in zip(head_gradients, val_batches, cotangents.val, strict=True)
   ]
-  embedded = walk.train_embed(batch, cotangents["train"], head.links, outer_gradients)
+  embedded = walk.train_embed(batch, cotangents.train, head.links, outer_gradients)
   outer_grads = jax.tree.map(jnp.add, head.grads, embedded[0])
   probe_grads = _join(walk.prefix, layers["probes"], jax.tree.map(jnp.add, head.probes, embedded[1]))
   grads = constrain_state(_join(walk.prefix, layers["grads"], outer_grads))
@@ -91,6 +95,15 @@ def run(
   )
   sums = walk.sums(layers["sums"], outer_grads, outer_gradients) if account else None
   return passed, jnp.stack([value for value, _ in val_heads]), sums, captured
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+  """The same thing of every validation set and of the training rows."""
+
+  val: tuple
+  train: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +126,9 @@ class _Head:
 
 class _Walk:
   """The stages of one step over split pytrees. `outer`: everything outside the stacked layers."""
+
+  segment_lengths: tuple[int, ...] = ()
+  carries_on_host = False
 
   def __init__(self, twin, graphdef, params, rest, loss, val_loss, second_moments, scalars, account):
     self.twin, self.graphdef, self.params, self.rest = twin, graphdef, params, rest
@@ -148,18 +164,34 @@ class _Walk:
     module = nnx.merge(self.layer_graphdef, layer_params, layer_rest)
     return module(x, *loss.layer_inputs(batch), loss.layer_key(index))
 
-  def through_layers(self, loss, x, batch):
-    """(inputs of all layers [L, ...], output of the last)."""
+  def stacked(self):
+    """What a layer needs to run, with a leading layer axis."""
+    return self.layer_params, self.layer_rest, jnp.arange(self.num_layers)
 
-    def body(x, scanned):
-      layer_params, layer_rest, index = scanned
-      return self.layer(loss, layer_params, layer_rest, x, index, batch), x
+  def inputs(self, loss, x, batch, layers, segment_lengths, keep=lambda x: x):
+    """(inputs of these layers, or of their segments, with a leading axis; output of the last layer).
 
-    x, boundaries = jax.lax.scan(body, x, (self.layer_params, self.layer_rest, jnp.arange(self.num_layers)))
-    return boundaries, x
+    keep: where a segment's input goes.
+    """
+
+    def layer(x, scanned):
+      return self.layer(loss, *scanned[:2], x, scanned[2], batch)
+
+    if not segment_lengths:
+      x, kept = jax.lax.scan(lambda x, scanned: (layer(x, scanned), x), x, layers)
+    else:
+
+      def through(x, _, segment):
+        out, _ = jax.lax.scan(lambda x, scanned: (layer(x, scanned), None), x, segment)
+        return out, keep(x)
+
+      x, kept = streaming.loop(through, x, None, segments.split(layers, segment_lengths[0]))
+    return kept, x
 
   def forward_plain(self, batch):
-    return self.through_layers(self.val_loss, self.val_loss.embed(self.plain(self.outer_params), batch), batch)
+    x = self.val_loss.embed(self.plain(self.outer_params), batch)
+    keep = streaming.to_host if self.carries_on_host else lambda x: x
+    return self.inputs(self.val_loss, x, batch, self.stacked(), self.segment_lengths, keep)
 
   def head_plain(self, x, batch):
     return jax.vjp(lambda p, x: validation_mean(*self.val_loss.head(self.plain(p), x, batch)), self.outer_params, x)
@@ -188,7 +220,7 @@ class _Walk:
     model, _ = self.probed(self.outer_params, self.outer_probes, zeros)
     x = self.loss.embed(model, batch)
     links = _links(model)
-    boundaries, hidden = self.through_layers(self.loss, x, batch)
+    boundaries, hidden = self.inputs(self.loss, x, batch, self.stacked(), self.segment_lengths)
     return _Train(boundaries, hidden, links)
 
   def train_head(self, batch, train: _Train, gradients) -> _Head:
@@ -217,42 +249,94 @@ class _Walk:
 
   # The walk back.
 
-  def back(self, val_boundaries, val_cotangents, boundaries, cotangent, batch, val_batches):
+  def back(self, boundaries: _Pair, cotangents: _Pair, batches: _Pair):
     """({grads, probes, sums, captured} with a leading layer axis, cotangents of the first layer's inputs)."""
-    moments = self._layer_moments()
+    layers = (*self.stacked(), self._layer_moments())
+    return self._back(boundaries, cotangents, batches, layers, self.segment_lengths)
 
-    def body(carry, scanned):
-      val_cts, train_ct = carry
-      layer_params, layer_rest, xs_val, x, moment, index = scanned
-      gradients, next_cts = [], []
-      for x_val, ct, val_batch in zip(xs_val, val_cts, val_batches, strict=True):
-        _, pull = jax.vjp(
-          lambda p, x, b=val_batch: self.layer(self.val_loss, p, layer_rest, x, index, b), layer_params, x_val
-        )
-        gradient, ct = pull(ct)
-        gradients.append(gradient)
-        next_cts.append(ct)
-      state, parts, captured = self._layer_directions(gradients, moment)
+  def _back(self, boundaries, cotangents, batches, layers, segment_lengths):
+    if not segment_lengths:
+      body = lambda cts, scanned: self._layer_back(cts, scanned[0], batches, *scanned[1])  # noqa: E731
+      cotangents, out = jax.lax.scan(body, cotangents, (boundaries, layers), reverse=True)
+      return out, cotangents
+    inner = segment_lengths[1:]
 
-      def probed(layer_params, probes, x):
-        module = nnx.merge(self.layer_twin, layer_params, probes, state, layer_rest)
-        return module(x, *self.loss.layer_inputs(batch), self.loss.layer_key(index))
+    def segment(cotangents, train, stacked):
+      x, here = _Pair(stacked[0], train), stacked[1]
+      if not inner and self._smaller_gradients(x.val, here[0]):
+        out, cotangents = self._segment_back(x, cotangents, batches, here)
+      else:
+        x = _Pair(self._inputs_K(x.val, batches, here, inner), self._train_inputs(x.train, batches, here, inner))
+        out, cotangents = self._back(x, cotangents, batches, here, inner)
+      return cotangents, out | {"grads": streaming.like(out["grads"], layers[0])}
 
-      _, pull = jax.vjp(probed, layer_params, self.layer_probes, x)
-      grads, probes, train_ct = pull(train_ct)
-      sums = self._layer_sums(layer_params, grads, gradients, moment, parts)
-      return (tuple(next_cts), train_ct), {"grads": grads, "probes": probes, "sums": sums, "captured": captured}
+    stacked = (boundaries.val, segments.split(layers, segment_lengths[0]))
+    cotangents, out = streaming.loop(segment, cotangents, boundaries.train, stacked, reverse=True)
+    return segments.join(out), cotangents
 
-    scanned = (
-      self.layer_params,
-      self.layer_rest,
-      tuple(val_boundaries),
-      boundaries,
-      moments,
-      jnp.arange(self.num_layers),
-    )
-    (val_cts, train_ct), layers = jax.lax.scan(body, (tuple(val_cotangents), cotangent), scanned, reverse=True)
-    return layers, {"val": val_cts, "train": train_ct}
+  def _inputs_K(self, x_K, batches, layers, segment_lengths) -> tuple:
+    """`inputs` of each validation set, without the last output."""
+    pairs = zip(x_K, batches.val, strict=True)
+    return tuple(self.inputs(self.val_loss, x, b, layers[:3], segment_lengths)[0] for x, b in pairs)
+
+  def _train_inputs(self, x, batches, layers, segment_lengths):
+    return self.inputs(self.loss, x, batches.train, layers[:3], segment_lengths)[0]
+
+  def _smaller_gradients(self, x_val, layer_params) -> bool:
+    """Whether the validation gradients of a segment take less room than the validation inputs of its layers."""
+    num_layers = jax.tree.leaves(layer_params)[0].shape[0]
+    gradients = self.twin.num_sets * sum(x.nbytes for x in jax.tree.leaves(layer_params))
+    return gradients < num_layers * sum(x.nbytes for x in jax.tree.leaves(x_val))
+
+  def _segment_back(self, x: _Pair, cotangents: _Pair, batches: _Pair, layers):
+    """The layers of one segment, first all validation VJPs, then all training ones: the inputs of its layers then exist
+    for one batch at a time, and the validation gradients for all its layers."""
+
+    def validation(cts, scanned):
+      x_K, (layer_params, layer_rest, index, _) = scanned
+      gradients, cts = self._layer_validation(cts, x_K, batches, layer_params, layer_rest, index)
+      return cts, gradients
+
+    inputs_K = self._inputs_K(x.val, batches, layers, ())
+    val_cotangents, gradients = jax.lax.scan(validation, cotangents.val, (inputs_K, layers), reverse=True)
+    # The barrier keeps the training inputs from being computed while those of the validation rows exist.
+    x_train, gradients = jax.lax.optimization_barrier((x.train, gradients))
+
+    def training(ct, scanned):
+      x, gradients, layer = scanned
+      return self._layer_training(ct, x, batches, gradients, *layer)
+
+    inputs = self._train_inputs(x_train, batches, layers, ())
+    cotangent, out = jax.lax.scan(training, cotangents.train, (inputs, gradients, layers), reverse=True)
+    return out, _Pair(val_cotangents, cotangent)
+
+  def _layer_back(self, cotangents: _Pair, x: _Pair, batches: _Pair, layer_params, layer_rest, index, moment):
+    """One layer: (cotangents of its inputs, its part of what `back` returns)."""
+    gradients, val_cotangents = self._layer_validation(cotangents.val, x.val, batches, layer_params, layer_rest, index)
+    layer = (layer_params, layer_rest, index, moment)
+    cotangent, out = self._layer_training(cotangents.train, x.train, batches, gradients, *layer)
+    return _Pair(val_cotangents, cotangent), out
+
+  def _layer_validation(self, cotangents, x_K, batches, layer_params, layer_rest, index):
+    """(validation gradients, cotangents of the layer's inputs) of each set."""
+    pairs = []
+    for x, ct, batch in zip(x_K, cotangents, batches.val, strict=True):
+      _, pull = jax.vjp(lambda p, x, b=batch: self.layer(self.val_loss, p, layer_rest, x, index, b), layer_params, x)
+      pairs.append(pull(ct))
+    return tuple(g for g, _ in pairs), tuple(ct for _, ct in pairs)
+
+  def _layer_training(self, cotangent, x, batches, gradients, layer_params, layer_rest, index, moment):
+    """(cotangent of the layer's input, its part of what `back` returns)."""
+    state, parts, captured = self._layer_directions(gradients, moment)
+
+    def probed(layer_params, probes, x):
+      module = nnx.merge(self.layer_twin, layer_params, probes, state, layer_rest)
+      return module(x, *self.loss.layer_inputs(batches.train), self.loss.layer_key(index))
+
+    _, pull = jax.vjp(probed, layer_params, self.layer_probes, x)
+    grads, probes, cotangent = pull(cotangent)
+    sums = self._layer_sums(layer_params, grads, gradients, moment, parts)
+    return cotangent, {"grads": grads, "probes": probes, "sums": sums, "captured": captured}
 
   def _layer_moments(self) -> dict:
     """{"first" | "second": {label inside the layer: [L, ...]}}; empty without moments."""

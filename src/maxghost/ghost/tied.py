@@ -4,7 +4,7 @@ A tied table gets one half of its gradient at the output, where the backward pas
 where it ends. Adam's direction is formed from the whole gradient; the schedules 'reverse_scan' and 'concat' know the
 whole validation gradient only at the end. The lookup therefore hands the output three arrays whose cotangents carry
 what the output saw back to it: the table itself (its cotangent is the output's half of the weight gradient) and two
-zeros, whose cotangents are *defined* to be the output's input h and cotangent delta.
+zeros, whose cotangents are *defined* to be the output's input h and cotangent delta (`tiled_head` has a smaller pair).
 
 n examples, T positions, D features, V vocabulary.
 """
@@ -20,7 +20,8 @@ import numpy as np
 @dataclasses.dataclass(frozen=True)
 class TableUse:
   """Both uses of a table: gather(table, ids), attend(table, h), and
-  score(ids, b, h, delta, weight_gradient, parts) -> like the probe; b, delta: cotangents of the rows and the output.
+  score(table, ids, b, carried, weight_gradient, parts) -> like the probe; b: cotangents of the rows; carried: what the
+  output sent back, (h, delta) unless it is tiled. blank(table, dtype of the rows): zeros shaped like `carried`.
 
   num_val > 0: the last rows of the batch are validation examples, whose gradient replaces parts[0].
   """
@@ -28,7 +29,7 @@ class TableUse:
   gather: Callable
   attend: Callable
   score: Callable
-  h_shape: tuple[int, ...]
+  blank: Callable
   num_examples: int
   num_val: int
 
@@ -42,17 +43,17 @@ def lookup(use: TableUse, ids, table_VD, parts, probe):
 
   def _forward(table_VD, ids):
     rows = use.gather(table_VD, ids)
-    delta_shape = (*use.h_shape[:-1], table_VD.shape[0])
-    return rows, (table_VD, jnp.zeros(use.h_shape, rows.dtype), jnp.zeros(delta_shape, rows.dtype))
+    return rows, (table_VD, *use.blank(table_VD, rows.dtype))
 
   def forward(table_VD, ids, parts, probe):
     return _forward(table_VD, ids), (table_VD, ids, parts, probe)
 
   def backward(residuals, cotangents):
     table_VD, ids, parts, probe = residuals
-    b, (d_table_out, h, delta) = cotangents
+    b, (d_table_out, *carried) = cotangents
     train, val = slice(None, use.num_examples), slice(use.num_examples, None)
     if use.num_val:
+      h, delta = carried
       _, pull = jax.vjp(lambda table: (use.gather(table, ids[val]), use.attend(table, h[val])), table_VD)
       (gradient,) = pull((b[val], delta[val]))
       used_parts = (gradient[None].astype(parts[0].dtype), *parts[1:])
@@ -60,7 +61,8 @@ def lookup(use: TableUse, ids, table_VD, parts, probe):
       used_parts = parts
     (d_table_in,) = jax.vjp(lambda table: use.gather(table, ids[train]), table_VD)[1](b[train])
     d_table = d_table_in + d_table_out
-    scores = use.score(ids[train], b[train], h[train], delta[train], d_table, used_parts)
+    carried = [array[train] for array in carried]
+    scores = use.score(table_VD, ids[train], b[train], carried, d_table, used_parts)
     scores = jax.tree.map(lambda s, p: s.astype(p.dtype), scores, probe)
     return d_table, np.zeros(ids.shape, jax.dtypes.float0), jax.tree.map(jnp.zeros_like, parts), scores
 

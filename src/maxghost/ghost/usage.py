@@ -17,6 +17,7 @@ class Use:
   method: str
   argument_shapes: tuple
   shape: tuple
+  tiles: Any = None  # the `losses.tiled.Head` of an output that is computed in tiles
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Models: plain flax.nnx modules with MaxText's parameter names. `create` and its abstract twin."""
 
 from maxghost.models.factory import create, create_abstract
+from maxghost.models.segments import remat_scan
 from maxghost.models.transformer import Transformer
 
-__all__ = ["Transformer", "create", "create_abstract"]
+__all__ = ["Transformer", "create", "create_abstract", "remat_scan"]

@@ -1,4 +1,4 @@
-"""A stack of equal layers: how it is built, and how one scan runs it.
+"""A stack of equal layers: how it is built, and how one scan runs it, or a scan over segments of layers.
 
 L layers. A stacked layer is one nnx module whose Variables carry a leading layer axis; its Params' `axes` metadata
 begins with "layers".
@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import jax
 from flax import nnx
+
+from maxghost.models import segments, streaming
 
 _POLICIES = {
   "minimal": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
@@ -30,12 +32,22 @@ def create(make_layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: 
   return layers
 
 
-def run(layers: nnx.Module, x, layer_inputs: tuple, *, num_layers: int, remat_policy: str, dropout_key=None):
+def run(
+  layers: nnx.Module,
+  x,
+  layer_inputs: tuple,
+  *,
+  num_layers: int,
+  remat_policy: str,
+  dropout_key=None,
+  segment_lengths: tuple[int, ...] = (),
+):
   """Runs x through the stacked `layers`, the first one first.
 
-  layers: a stacked module called as layer(x, *layer_inputs, key); layer_inputs: arrays every layer sees alike.
-  remat_policy: none | minimal | full. dropout_key: a PRNG key folded with the layer's index, or None.
-  Returns x after the last layer, with its shape and dtype unchanged.
+  layers: a stacked module called as layer(x, *layer_inputs, key); x: an array or a pytree of arrays; layer_inputs:
+  arrays every layer sees alike. remat_policy: none | minimal | full, inside each layer. dropout_key: a PRNG key folded
+  with the layer's index, or None. segment_lengths: see `segments.scan`.
+  Returns x after the last layer, with its shapes and dtypes unchanged.
   """
   graphdef, state = nnx.split(layers)
 
@@ -44,12 +56,15 @@ def run(layers: nnx.Module, x, layer_inputs: tuple, *, num_layers: int, remat_po
 
   apply = remat(apply, remat_policy)
 
-  def body(x, scanned):
-    state, index = scanned
+  def body(x, scanned, shared):
+    (state, index), (layer_inputs, dropout_key) = scanned, shared
     key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
-    return apply(x, state, layer_inputs, key), None
+    return apply(x, state, layer_inputs, key)
 
-  x, _ = jax.lax.scan(body, x, (state, jax.numpy.arange(num_layers)))
+  scanned, shared = (state, jax.numpy.arange(num_layers)), (layer_inputs, dropout_key)
+  if streaming.any_on_host(state):
+    return streaming.scan(body, x, scanned, shared, segment_lengths)
+  x, _ = segments.scan(lambda x, scanned: (body(x, scanned, shared), None), x, scanned, segment_lengths)
   return x
 
 

@@ -19,6 +19,7 @@ class Decoder(nnx.Module):
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
     self.num_layers = cfg.base_num_decoder_layers
     self.remat_policy = cfg.remat_policy
+    self.segment_lengths = cfg.segments
     if cfg.scan_layers:
       self.layers = stack.create(lambda r: DecoderLayer(cfg, rngs=r), self.num_layers, rngs)
     else:
@@ -40,6 +41,7 @@ class Decoder(nnx.Module):
         num_layers=self.num_layers,
         remat_policy=self.remat_policy,
         dropout_key=dropout_key,
+        segment_lengths=self.segment_lengths,
       )
     for i in range(self.num_layers):
       graphdef, state = nnx.split(getattr(self, f"layers_{i}"))
@@ -71,6 +73,7 @@ class Transformer(nnx.Module):
     )
     self.decoder = Decoder(cfg, rngs=rngs)
     self.tied = cfg.logits_via_embedding
+    self.logits_soft_cap = None
 
   def __call__(self, tokens_BT, positions=None, segment_ids=None, dropout_key=None):
     return self.logits(self.hidden(tokens_BT, positions, segment_ids, dropout_key))
@@ -87,7 +90,15 @@ class Transformer(nnx.Module):
 
   def logits(self, hidden_BTD):
     """Final norm and output projection. [B, T, D] -> float32 [B, T, V]."""
-    hidden_BTD = self.decoder.decoder_norm(hidden_BTD)
-    logits_BTV = self.token_embedder.attend(hidden_BTD) if self.tied else self.decoder.logits_dense(hidden_BTD)
+    x_BTD = self.head_input(hidden_BTD)
+    logits_BTV = self.token_embedder.attend(x_BTD) if self.tied else self.decoder.logits_dense(x_BTD)
     logits_BTV = constrain(logits_BTV, ("activation_batch", "activation_length", "activation_vocab"), "logits")
     return logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
+
+  def head_input(self, hidden_BTD):
+    """What the output projection sees. [B, T, D]."""
+    return self.decoder.decoder_norm(hidden_BTD)
+
+  def output_layer(self) -> tuple[nnx.Module, str]:
+    """The layer whose `attend` or call is the output projection, and the name of its table."""
+    return (self.token_embedder, "embedding") if self.tied else (self.decoder.logits_dense, "kernel")

@@ -21,6 +21,7 @@ from maxghost.parallel import mesh as meshes
 from maxghost.parallel.axis_rules import AxisRules, make_rules
 
 AXES = "axes"  # metadata of a Variable: its logical axes
+HOST = "pinned_host"
 
 _current: contextvars.ContextVar = contextvars.ContextVar("maxghost_layout", default=None)
 
@@ -99,17 +100,22 @@ class Layout:
 
   def shardings(self, state: nnx.State) -> nnx.State:
     """The State with the sharding of each leaf in place of it. Raises ConfigError naming the leaf."""
-    return _mapped(state, lambda path, variable: self.sharding(self.variable_spec(path, variable)))
+    return _mapped(state, self._variable_sharding)
 
   def abstract(self, state: nnx.State) -> nnx.State:
-    """The State with `jax.ShapeDtypeStruct`s that carry shardings."""
+    """The State with `jax.ShapeDtypeStruct`s that carry shardings; a leaf that is in host memory stays there."""
 
     def leaf(path, variable):
       value = variable.get_value()
-      sharding = self.sharding(self.variable_spec(path, variable))
-      return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+      return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self._variable_sharding(path, variable))
 
     return _mapped(state, leaf)
+
+  def _variable_sharding(self, path: tuple, variable: nnx.Variable) -> Sharding:
+    spec, kind = self.variable_spec(path, variable), getattr(variable.get_value().sharding, "memory_kind", None)
+    if kind == HOST:
+      return NamedSharding(self.mesh, spec, memory_kind=kind)
+    return self.sharding(spec)
 
   def put_global(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """Batch arrays on the devices, from a host that holds all rows (every process the same)."""
@@ -181,10 +187,13 @@ def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
     return state
 
   def leaf(path, variable):
+    value = variable.get_value()
     if AXES not in variable.get_metadata():
-      return variable.get_value()
+      return value
     sharding = layout.sharding(layout.variable_spec(path, variable, moments))
-    return jax.lax.with_sharding_constraint(variable.get_value(), sharding)
+    if getattr(jax.typeof(value), "memory_space", None) == jax.memory.Space.Host:
+      sharding = sharding.with_memory_kind(HOST)
+    return jax.lax.with_sharding_constraint(value, sharding)
 
   return _mapped(state, leaf)
 

@@ -41,7 +41,12 @@ def make_optimizer(cfg: OptimizerConfig, steps: int) -> optax.GradientTransforma
   if cfg.opt_type == "sgd":
     return optax.sgd(schedule)
   return optax.adamw(
-    schedule, b1=cfg.adam_b1, b2=cfg.adam_b2, eps=cfg.adam_eps, weight_decay=cfg.adam_weight_decay, mu_dtype=jnp.float32
+    schedule,
+    b1=cfg.adam_b1,
+    b2=cfg.adam_b2,
+    eps=cfg.adam_eps,
+    weight_decay=cfg.adam_weight_decay,
+    mu_dtype=jnp.dtype(cfg.mu_dtype),
   )
 
 
@@ -57,7 +62,17 @@ def clip(grads, threshold: float):
   # of the factor, would depend on whether the step also scores.
   grads = jax.lax.optimization_barrier(grads)
   norm = optax.tree_utils.tree_norm(grads)
+  factor = clip_factor(norm, threshold)
+  return norm, factor, jax.tree.map(lambda g: scaled(g, factor, threshold), grads)
+
+
+def clip_factor(norm, threshold: float):
+  """min(1, threshold / norm); 1 for threshold 0."""
   if threshold == 0:
-    return norm, jnp.ones_like(norm), grads
-  factor = jnp.minimum(1.0, threshold / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-  return norm, factor, jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
+    return jnp.ones_like(norm)
+  return jnp.minimum(1.0, threshold / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+
+
+def scaled(gradient, factor, threshold: float):
+  """One array of the gradient times the clipping factor; untouched for threshold 0."""
+  return gradient * factor.astype(gradient.dtype) if threshold else gradient

@@ -66,7 +66,7 @@ class Scorer:
 
   def __init__(self, cfg: Config, model: nnx.Module, batch, *, num_sets: int, delta):
     self.cfg, self.ghost, self.delta = cfg, cfg.ghost, delta
-    self.loss = LanguageModelLoss(cfg.model.z_loss_multiplier)
+    self.loss = LanguageModelLoss.of(cfg.model)
     self.num_micro = cfg.optimizer.gradient_accumulation_steps
     rows = jax.tree.leaves(batch)[0].shape[0] // self.num_micro
     micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))
@@ -98,7 +98,19 @@ class Scorer:
     if schedule == "reverse_scan":
       account = reverse_scan.Account(optimizer_spec(self.cfg.optimizer), moments, kappa)
       passed, val_loss, sums, captured = reverse_scan.run(
-        self.twin, graphdef, params, rest, step_loss, batch, val_batches, second, scalars, account, self.loss
+        self.twin,
+        graphdef,
+        params,
+        rest,
+        step_loss,
+        batch,
+        val_batches,
+        second,
+        scalars,
+        account,
+        self.loss,
+        self.cfg.model.segments,
+        self.ghost.ghost_stream_carries == "host",
       )
       return Scored(passed, val_loss, None, {}, sums, captured, total(self.twin, passed.scores))
     if schedule == "concat":

@@ -12,6 +12,7 @@ from maxghost import models
 from maxghost.config.schema import Config
 from maxghost.parallel import Layout
 from maxghost.training.compiling import compiler_options
+from maxghost.training.host_memory import HostMemory
 from maxghost.training.optimizers import make_optimizer
 
 
@@ -111,7 +112,7 @@ def create_split(cfg: Config, layout: Layout | None = None) -> tuple[nnx.GraphDe
   graphdef, abstract = abstract_split(cfg)
 
   def init():
-    return nnx.state(create(cfg))
+    return HostMemory.of(cfg).put(nnx.state(create(cfg)))
 
   shardings = None if layout is None else layout.shardings(abstract)
   return graphdef, jax.jit(init, compiler_options=compiler_options(), out_shardings=shardings)()
@@ -119,7 +120,8 @@ def create_split(cfg: Config, layout: Layout | None = None) -> tuple[nnx.GraphDe
 
 def abstract_split(cfg: Config) -> tuple[nnx.GraphDef, nnx.State]:
   """(graphdef, state) with `jax.ShapeDtypeStruct` leaves: nothing is allocated."""
-  return nnx.split(nnx.eval_shape(lambda: create(cfg)))
+  graphdef, state = nnx.split(nnx.eval_shape(lambda: create(cfg)))
+  return graphdef, HostMemory.of(cfg).abstract(state)
 
 
 def adam_moments(optimizer: nnx.Optimizer) -> tuple[dict | None, dict | None]:

@@ -13,8 +13,8 @@ from maxghost.ghost import directions, schedules
 from maxghost.ghost.directions import AdamScalars
 from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.parallel import constrain, constrain_state
-from maxghost.training import selection, step_outputs
-from maxghost.training.optimizers import clip, learning_rate_schedule, optimizer_spec
+from maxghost.training import host_memory, selection, step_outputs
+from maxghost.training.optimizers import clip, clip_factor, learning_rate_schedule, optimizer_spec, scaled
 from maxghost.training.scoring import Scorer, outputs, plain_pass
 from maxghost.training.state import adam_moments
 
@@ -44,12 +44,12 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     else:
       scored = scorer(train_state, split, step_loss, batch, val_batches)
       passed = scored.passed
-    norm, factor, clipped = clip(passed.grads, cfg.optimizer.gradient_clipping_threshold)
+    norm, factor, apply = _clipped_update(cfg, passed.grads)
     learning_rate = jnp.asarray(schedule(train_state.step), passed.loss.dtype)
     out = {
       "loss": passed.loss,
       "grad_norm": norm,
-      "param_norm": optax.tree_utils.tree_norm(nnx.state(train_state.model, nnx.Param)),
+      "param_norm": _norm(cfg, nnx.state(train_state.model, nnx.Param)),
       "learning_rate": learning_rate,
       "tokens": passed.weights.sum(),
       "clip_factor": factor,
@@ -58,16 +58,44 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
       columns = scorer.columns(train_state, split[1], scored, learning_rate, factor)
       report = outputs if cfg.ghost.ghost_select == "none" else selection.outputs
       out |= report(cfg, scorer, scored, batch, learning_rate * factor, columns, num_segments)
-    train_state.apply_gradients(constrain_state(clipped, moments=True))
+    apply(train_state)
     train_state.clip_factor[...] = factor.astype(train_state.clip_factor.dtype)
     return nnx.state(train_state), step_outputs.placed(out)
 
   return step, None if scorer is None else scorer.twin
 
 
+def _norm(cfg: Config, state: nnx.State):
+  segments = cfg.model.segments
+  return host_memory.norm(state, segments[0]) if segments else optax.tree_utils.tree_norm(state)
+
+
+def _clipped_update(cfg: Config, grads):
+  """(global norm, clipping factor, function that updates a train state by the clipped gradient)."""
+  threshold = cfg.optimizer.gradient_clipping_threshold
+  if not cfg.model.segments:
+    norm, factor, clipped = clip(grads, threshold)
+    clipped = constrain_state(clipped, moments=True)
+    return norm, factor, lambda train_state: train_state.apply_gradients(clipped)
+  norm = _norm(cfg, grads)
+  factor = clip_factor(norm, threshold)
+
+  def apply(train_state) -> None:
+    def scale(g):
+      return scaled(g, factor, threshold)
+
+    if host_memory.HostMemory.of(cfg):
+      length = cfg.model.segments[0]
+      host_memory.apply_gradients(train_state.optimizer, train_state.model, grads, scale, length)
+    else:
+      train_state.apply_gradients(constrain_state(jax.tree.map(scale, grads), moments=True))
+
+  return norm, factor, apply
+
+
 def make_eval_step(cfg: Config, graphdef):
   """`evaluate(state, batch) -> (summed loss in nats, number of target tokens)`; dropout off, z-loss not included."""
-  loss_fn = LanguageModelLoss()
+  loss_fn = LanguageModelLoss.of(cfg.model, z_loss=False)
 
   def evaluate(state, batch):
     losses, weights = loss_fn(nnx.merge(graphdef, state).model, batch)
@@ -78,7 +106,7 @@ def make_eval_step(cfg: Config, graphdef):
 
 def make_validation_loss(cfg: Config, graphdef):
   """`losses(state, val_batches) -> [K]`: what the train step calls val_loss, for rows of an earlier step."""
-  loss_fn = LanguageModelLoss(cfg.model.z_loss_multiplier)
+  loss_fn = LanguageModelLoss.of(cfg.model)
 
   def losses(state, val_batches):
     model = nnx.merge(graphdef, state).model
@@ -92,7 +120,7 @@ def _training_loss(cfg: Config, step) -> LanguageModelLoss:
   if cfg.model.dropout_rate:
     # The key is a function of (seed, step): a restart draws the same masks without any RNG state to save.
     key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), step)
-  return LanguageModelLoss(cfg.model.z_loss_multiplier, key)
+  return LanguageModelLoss.of(cfg.model, key)
 
 
 def _update_of(cfg: Config, graphdef, train_state, grads):

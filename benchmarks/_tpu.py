@@ -1,0 +1,78 @@
+"""Programs compiled ahead of time by the real TPU compiler, on a machine without a TPU.
+
+Needs libtpu (`pip install '.[tpu]'`).
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxghost.models import platforms
+
+jax.config.update("jax_platforms", "cpu")
+# Before libtpu is loaded: several processes may load it, and no cloud metadata is asked for.
+os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+
+CHIPS = {"v5e": ("v5e:1x1", (1, 1, 1)), "v5p": ("v5:2x2x1", (2, 2, 1)), "v6e": ("v6e:1x1", (1, 1, 1))}
+HBM = {"v5e": 15.75 * 2**30}  # usable bytes of one chip
+
+
+def chip(name: str):
+  """One device of the topology, described by the TPU compiler."""
+  from jax.experimental import topologies
+
+  topology, bounds = CHIPS[name]
+  found = topologies.get_topology_desc(
+    platform="tpu", topology_name=topology, chip_config_name="default", chips_per_host_bounds=bounds, num_slices=1
+  )
+  return found.devices[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  """What the compiler says of a program, in bytes. error: its words where the program does not fit, with `wanted` the
+  temporaries it would need; else the other numbers hold."""
+
+  temporaries: float = float("nan")
+  arguments: float = float("nan")
+  outputs: float = float("nan")  # beyond donated arguments
+  host: float = float("nan")  # arguments in host memory
+  error: str = ""
+  wanted: float = float("nan")
+
+  @property
+  def peak(self) -> float:
+    """Device bytes in all."""
+    return self.temporaries + self.arguments + self.outputs
+
+
+def compile_for(device, function: Callable, *arguments, donate: tuple[int, ...] = ()) -> Compiled:
+  """`function` compiled for `device`. arguments: pytrees of shapes; a sharding with a memory kind keeps that kind."""
+  sharding = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
+
+  def placed(x):
+    kind = getattr(getattr(x, "sharding", None), "memory_kind", None)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.with_memory_kind(kind) if kind else sharding)
+
+  try:
+    with platforms.tracing_for(device.platform):
+      lowered = jax.jit(function, donate_argnums=donate).lower(*jax.tree.map(placed, arguments))
+    memory = lowered.compile().memory_analysis()
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error) or "exceeds available HBM" not in str(error):
+      raise
+    line = next(line for line in str(error).splitlines() if "exceeds available HBM" in line)
+    wanted = re.search(r"\(([\d.]+)([MG])\) exceeds", line)
+    scale = {"M": 2**20, "G": 2**30}[wanted[2]] if wanted else float("nan")
+    return Compiled(error=line, wanted=float(wanted[1]) * scale if wanted else float("nan"))
+  return Compiled(
+    memory.temp_size_in_bytes,
+    memory.argument_size_in_bytes,
+    memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    memory.host_argument_size_in_bytes,
+  )

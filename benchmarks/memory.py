@@ -1,0 +1,215 @@
+"""What a long and deep step needs on one TPU chip, from the TPU compiler ahead of time, on a machine without a TPU.
+
+  python benchmarks/memory.py [--rows NAME,NAME] [--chip v5e] [key=value ...]
+
+bfloat16, 48 layers of width 2048, one row of 65,536 tokens, one chip. Needs libtpu (`pip install '.[tpu]'`): without it
+the rows that need the TPU compiler are left out with a word. Bytes in the table are GB = 10^9; the compiler's own
+messages count GiB. Figures of different libtpu versions do not compare.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Mapping
+
+import _flops
+import _measure
+import _mlp_stack
+import _steps
+import _tpu
+import jax
+import numpy as np
+from _measure import Figure
+
+from maxghost import config as configuration
+from maxghost.config.values import divisors
+from maxghost.models import platforms
+from maxghost.training import state
+from maxghost.training.step import make_train_step
+
+SHAPE = (
+  "base_emb_dim=2048", "base_mlp_dim=4096", "base_num_decoder_layers=48", "max_target_length=65536",
+  "per_device_batch_size=1", "dtype=bfloat16", "weight_dtype=bfloat16", "remat_policy=full",
+  "dataset_type=synthetic", "ghost_val_domain=words",
+)  # fmt: skip
+DECODER = (
+  "base_num_query_heads=16", "base_num_kv_heads=16", "head_dim=128", "vocab_size=32768", "attention=flash",
+  "num_vocab_tiling=16", "mu_dtype=bfloat16", "ghost_detail=total", "segment_length=6",
+)  # fmt: skip
+PLAIN = ("ghost_enabled=false",)
+GHOST = (
+  "ghost_schedule=reverse_scan", "ghost_rank=32", "ghost_direction=sgd", "ghost_val_batch_size=1",
+  "ghost_stream_carries=host",
+)  # fmt: skip
+STREAMED = ("stream_weights=host", "stream_optimizer=host")
+SMALL = (  # the recompute cost, on this machine
+  "base_emb_dim=256", "base_mlp_dim=768", "base_num_decoder_layers=8", "max_target_length=256",
+  "per_device_batch_size=4", "remat_policy=full", "ghost_enabled=false", "dataset_type=synthetic",
+  "ghost_val_domain=words",
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class Case:
+  """One row of the issue's table: lines of the printed table, figures with their targets, notes."""
+
+  rows: list[dict] = dataclasses.field(default_factory=list)
+  figures: list[Figure] = dataclasses.field(default_factory=list)
+  notes: list[str] = dataclasses.field(default_factory=list)
+
+  def line(self, name: str, compiled: _tpu.Compiled) -> None:
+    gigabytes = {
+      "temporaries": compiled.temporaries, "arguments": compiled.arguments, "outputs": compiled.outputs,
+      "host": compiled.host,
+    }  # fmt: skip
+    verdict = f"does not fit: temporaries of {compiled.wanted / 1e9:.2f} GB" if compiled.error else "fits"
+    self.rows.append({"program": name} | {f"{k} GB": v / 1e9 for k, v in gigabytes.items()} | {"verdict": verdict})
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+  """The chip that is compiled for, and the user's overrides."""
+
+  name: str
+  overrides: tuple[str, ...]
+
+  @functools.cached_property
+  def device(self):
+    return _tpu.chip(self.name)
+
+  @property
+  def hbm(self) -> float:
+    return _tpu.HBM[self.name]
+
+  def stack(self, *keys: str) -> _tpu.Compiled:
+    """The gradient of the feed-forward stack."""
+    cfg = _mlp_stack.load(str(_measure.BASE), *SHAPE, *keys, *self.overrides)
+    run, params, batch = _mlp_stack.make(cfg)
+    return _tpu.compile_for(self.device, run, params, batch, (batch,) if cfg.ghost.ghost_enabled else ())
+
+  def step(self, *keys: str) -> _tpu.Compiled:
+    """The whole train step of the decoder."""
+    cfg = configuration.load(str(_measure.BASE), *SHAPE, *DECODER, *keys, *self.overrides)
+    sets = cfg.data.validation_sets if cfg.ghost.ghost_enabled else ()
+    batch, val_batches = batch_shapes(cfg, cfg.data.per_device_batch_size), ()
+    val_batches = tuple(batch_shapes(cfg, cfg.ghost.ghost_val_batch_size) for _ in sets)
+    graphdef, abstract = state.abstract_split(cfg)
+    with platforms.tracing_for("tpu"):
+      step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=1, num_sets=max(len(sets), 1))
+    return _tpu.compile_for(self.device, step, abstract, batch, val_batches, donate=(0,))
+
+
+def batch_shapes(cfg, num_rows: int) -> dict:
+  shape = jax.ShapeDtypeStruct((num_rows, cfg.data.max_target_length), np.int32)
+  return {f"{n}{suffix}": shape for n in ("inputs", "targets") for suffix in ("", "_position", "_segmentation")}
+
+
+def plain_scan(bench: Bench) -> Case:
+  """Every layer's input is kept: 48 x 268 MB before anything is computed."""
+  case = Case()
+  compiled = bench.stack(*PLAIN)
+  case.line("scan + checkpoint, feed-forward stack", compiled)
+  needed = compiled.wanted if compiled.error else compiled.peak
+  case.figures.append(Figure("bytes the plain stack needs over the chip's", needed / bench.hbm, 1.0, above=True))
+  if compiled.error:
+    case.notes.append(f"the compiler: {compiled.error.strip()}")
+  return case
+
+
+def segments(bench: Bench) -> Case:
+  """The best segment length, and what scores add to it."""
+  case = Case()
+  found = {}
+  for k in divisors(48)[1:-2]:
+    found[k] = bench.stack(*PLAIN, f"segment_length={k}")
+    case.line(f"segments of {k}, feed-forward stack", found[k])
+  best = min((k for k in found if not found[k].error), key=lambda k: found[k].temporaries)
+  ghost = bench.stack(*GHOST, f"segment_length={best}")
+  case.line(f"segments of {best} with scores", ghost)
+  case.notes.append(f"best segment length: {best}")
+  case.figures += [
+    Figure(f"temporaries of the feed-forward stack, segments of {best}, GB", found[best].temporaries / 1e9, 5.3),
+    Figure("the same with scores, over it", ghost.temporaries / found[best].temporaries, 1.1),
+  ]
+  return case
+
+
+def streamed_stack(bench: Bench) -> Case:
+  """Device arguments fall to nothing, and two segments of weights join the temporaries."""
+  case = Case()
+  here = bench.stack(*PLAIN, "segment_length=6")
+  there = bench.stack(*PLAIN, "segment_length=6", "stream_weights=host")
+  case.line("segments of 6, weights on the chip", here)
+  case.line("segments of 6, weights streamed", there)
+  stacked = there.host
+  rest = here.arguments - stacked
+  case.figures.append(
+    Figure("device arguments with streamed weights, GB", there.arguments / 1e9, (stacked / 8 + rest) / 1e9)
+  )
+  return case
+
+
+def decoder(bench: Bench) -> Case:
+  """The whole train step: embedding, 48 layers, head, loss, AdamW."""
+  case = Case()
+  plain = bench.step(*PLAIN, *STREAMED)
+  ghost = bench.step(*GHOST, *STREAMED)
+  case.line("train step of the decoder, streamed", plain)
+  case.line("train step of the decoder, streamed, with scores", ghost)
+  case.figures += [
+    Figure("train step of the decoder, streamed, over the chip's bytes", plain.peak / bench.hbm, 1.0),
+    Figure("the same with scores, over it", ghost.peak / plain.peak, 1.1),
+  ]
+  return case
+
+
+def recompute(bench: Bench) -> Case:
+  """One more forward pass: FLOPs of the matrix products of the step, and time on this machine's CPU."""
+  case = Case()
+  configs = {
+    name: configuration.load(str(_measure.BASE), *SMALL, *keys)
+    for name, keys in {"plain": (), "segments": ("segment_length=2",)}.items()
+  }
+  flops = {name: _flops.of_step(cfg) for name, cfg in configs.items()}
+  steps: Mapping[str, Callable] = {name: _steps.make_step(cfg) for name, cfg in configs.items()}
+  seconds = _measure.take_turns(steps, rounds=7)
+  case.figures += [
+    Figure("FLOPs of segments over plain remat", flops["segments"] / flops["plain"], 1.34),
+    Figure("CPU time of segments over plain remat", _measure.ratio(seconds, "segments", "plain"), 1.40),
+  ]
+  return case
+
+
+ROWS: dict[str, Callable[[Bench], Case]] = {
+  "plain_scan": plain_scan,
+  "segments": segments,
+  "streamed_stack": streamed_stack,
+  "decoder": decoder,
+  "recompute": recompute,
+}
+ON_THIS_MACHINE = {"recompute"}  # need no libtpu
+
+
+def main() -> int:
+  args = _measure.arguments(__doc__, chip="v5e", rows=",".join(ROWS))
+  names = args.rows.split(",")
+  unknown = [name for name in names if name not in ROWS]
+  if unknown or args.chip not in _tpu.HBM:
+    print(f"--rows takes {', '.join(ROWS)}; --chip takes {', '.join(_tpu.HBM)}")
+    return 2
+  libtpu = _measure.version("libtpu")
+  if libtpu is None:
+    print("libtpu is not installed, so what needs the TPU compiler is skipped; pip install '.[tpu]' brings it")
+    names = [name for name in names if name in ON_THIS_MACHINE]
+  bench, total = Bench(args.chip, tuple(args.overrides)), Case()
+  for name in names:
+    case = ROWS[name](bench)
+    total.rows += case.rows
+    total.figures += case.figures
+    total.notes += case.notes
+  notes = [f"libtpu {libtpu}, {args.chip}: {bench.hbm / 1e9:.2f} GB usable", *total.notes]
+  return _measure.publish("memory", total.rows, total.figures, notes, path=args.json)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,264 @@
+"""Output projection and cross-entropy in tiles: only one tile of the logits exists at a time, in both passes.
+
+The backward pass forms each tile's logits once more from the saved log-sum-exp. It differentiates the projection's
+table and the hidden states, nothing else: no other parameter is an argument.
+
+B batch, T positions, D features, V vocabulary; n tiles of c positions or of v vocabulary entries.
+Source of the online log-sum-exp: Milakov and Gimelshein, arXiv:1805.02867.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from maxghost.models import autodiff, dense
+
+AXES = ("tokens", "vocab")
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+  """A tiled projection. num_tiles: n. axis: 'tokens' (tiles of ceil(T / n) positions of every row) or 'vocab'.
+
+  tied: the table is [V, D], else [D, V]. dtype: of the products, as in the untiled layer; losses, log-sum-exp and the
+  sums over tiles are float32 or wider. soft_cap: a logit y becomes soft_cap * tanh(y / soft_cap).
+  """
+
+  num_tiles: int
+  axis: str
+  tied: bool
+  dtype: Any
+  precision: Any = None
+  z_loss: float = 0.0
+  soft_cap: float | None = None
+
+  def __post_init__(self):
+    if self.axis not in AXES:
+      raise ValueError(f"vocab_tiling_axis={self.axis}: use one of {', '.join(AXES)}")
+
+  @property
+  def wide(self):
+    return jnp.promote_types(self.dtype, jnp.float32)
+
+  def logits(self, x, w):
+    """[..., D] and a table (or a block of its vocabulary) -> float32 or wider [..., V]."""
+    product = dense.contract_transposed if self.tied else dense.contract
+    logits = product(x, w, 1, self.precision).astype(self.wide)
+    return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
+
+  def cotangent(self, logits, targets, log_sum, g):
+    """That of the projection's output, in `dtype`. targets: the entry of `logits` that is the label; -1 = none."""
+    weight = g * (1 + 2 * self.z_loss * log_sum) if self.z_loss else g
+    is_target = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
+    delta = jnp.exp(logits - log_sum[..., None]) * weight[..., None] - jnp.where(is_target, g[..., None], 0)
+    if self.soft_cap is not None:  # the ratio of what only pads a block is far from [-1, 1], and its delta 0
+      delta = delta * (1 - jnp.square(jnp.clip(logits / self.soft_cap, -1, 1)))
+    return delta.astype(self.dtype)
+
+  def d_inputs(self, delta, w, out_dtype=None):
+    product = dense.contract if self.tied else dense.contract_transposed
+    return product(delta, w, 1, self.precision, out_dtype or self.dtype)
+
+  def d_table(self, x, delta):
+    """The table's gradient from some tokens or some of the vocabulary, float32 or wider."""
+    left, right = (delta, x) if self.tied else (x, delta)
+    return dense.outer_sum(left, right, 1, 1, self.precision, self.wide)
+
+  def split_vocab(self, table, axis: int):
+    """[..., V, ...] -> [n, ..., v, ...]: entry i of block j is entry i n + j of the vocabulary, so that every block of
+    a vocabulary that is sharded over devices is sharded alike. The last entries are padded with zeros."""
+    padding = -table.shape[axis] % self.num_tiles
+    table = jnp.pad(table, [(0, padding if i == axis else 0) for i in range(table.ndim)]) if padding else table
+    shape = (*table.shape[:axis], table.shape[axis] // self.num_tiles, self.num_tiles, *table.shape[axis + 1 :])
+    return jnp.moveaxis(table.reshape(shape), axis + 1, 0)
+
+  def join_vocab(self, blocks_n, axis: int, size: int):
+    """The inverse of `split_vocab`."""
+    table = jnp.moveaxis(blocks_n, 0, axis + 1)
+    table = table.reshape(*table.shape[:axis], -1, *table.shape[axis + 2 :])
+    return lax.slice_in_dim(table, 0, size, axis=axis)
+
+  @property
+  def vocab_axis(self) -> int:
+    """Of the table."""
+    return 0 if self.tied else 1
+
+
+def tiled_losses(head: Head, x_BTD, w, targets_BT):
+  """Cross-entropy of each position in nats plus z_loss * logsumexp**2, [B, T], float32 or wider.
+
+  x_BTD: what the projection sees (after the final norm). Equal to `token_losses` of the whole logits.
+  """
+  op = forward if autodiff.in_forward_mode() else _losses
+  out = op(head, x_BTD, w, targets_BT)
+  return out[0] if autodiff.in_forward_mode() else out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _losses(head: Head, x_BTD, w, targets_BT):
+  return forward(head, x_BTD, w, targets_BT)[0]
+
+
+def _losses_fwd(head, x_BTD, w, targets_BT):
+  losses_BT, log_sum_BT = forward(head, x_BTD, w, targets_BT)
+  return losses_BT, (x_BTD, w, targets_BT, log_sum_BT)
+
+
+def _losses_bwd(head, residuals, g_BT):
+  x_BTD, w, targets_BT, log_sum_BT = residuals
+  d_x, d_w, _ = backward(head, x_BTD, w, targets_BT, log_sum_BT, g_BT)
+  return d_x, d_w, np.zeros(targets_BT.shape, jax.dtypes.float0)
+
+
+_losses.defvjp(_losses_fwd, _losses_bwd)
+
+
+def forward(head: Head, x_BTD, w, targets_BT):
+  """(losses, log-sum-exp of the logits), both [B, T] in float32 or wider."""
+  x, w = x_BTD.astype(head.dtype), w.astype(head.dtype)
+  if head.axis == "tokens":
+    tiles = _Positions(head, x.shape[1])
+
+    def tile(_, j):
+      logits = head.logits(tiles.cut(x_padded, j), w)
+      label = jnp.take_along_axis(logits, tiles.cut(targets, j)[..., None], axis=-1)[..., 0]
+      return None, (jax.nn.logsumexp(logits, axis=-1), label)
+
+    x_padded, targets = tiles.pad(x), tiles.pad(targets_BT)
+    _, (log_sum_n, label_n) = lax.scan(tile, None, jnp.arange(tiles.count))
+    log_sum_BT, label_BT = tiles.join(log_sum_n), tiles.join(label_n)
+  else:
+    log_sum_BT, label_BT = _forward_vocab(head, x, w, targets_BT)
+  losses_BT = log_sum_BT - label_BT
+  return losses_BT + head.z_loss * log_sum_BT**2 if head.z_loss else losses_BT, log_sum_BT
+
+
+class _Positions:
+  """Tiles of c = ceil(T / n) positions, the last one padded."""
+
+  def __init__(self, head: Head, length: int):
+    self.length, self.size = length, -(-length // head.num_tiles)
+    self.count = -(-length // self.size)
+
+  def pad(self, x):
+    padding = self.count * self.size - self.length
+    return jnp.pad(x, [(0, padding if i == 1 else 0) for i in range(x.ndim)]) if padding else x
+
+  def cut(self, x, j):
+    """Tile j of a padded array [B, n c, ...]."""
+    return lax.dynamic_slice_in_dim(x, j * self.size, self.size, 1)
+
+  def join(self, tiles_n, axis: int = 1):
+    """[n, ..., c, ...] with the positions at `axis` of the rest -> [..., T, ...]."""
+    x = jnp.moveaxis(tiles_n, 0, axis)
+    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return lax.slice_in_dim(x, 0, self.length, axis=axis)
+
+
+def _vocab_logits(head: Head, x, w_j, j, size: int):
+  """Logits of block j of a vocabulary of `size` entries; what only pads the block is as good as minus infinity."""
+  logits = head.logits(x, w_j)
+  entries = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) * head.num_tiles + j
+  return jnp.where(entries < size, logits, -0.7 * jnp.finfo(logits.dtype).max)
+
+
+def _targets_in(head: Head, targets, j):
+  """Place of each label inside block j, -1 where it lies in another block."""
+  return jnp.where(targets % head.num_tiles == j, targets // head.num_tiles, -1)
+
+
+def _forward_vocab(head: Head, x, w, targets_BT):
+  size = w.shape[head.vocab_axis]
+
+  def block(carry, scanned):
+    highest, total, label = carry
+    w_j, j = scanned
+    logits = _vocab_logits(head, x, w_j, j, size)
+    new_highest = jnp.maximum(highest, logits.max(-1))
+    total = total * jnp.exp(highest - new_highest) + jnp.exp(logits - new_highest[..., None]).sum(-1)
+    place = _targets_in(head, targets_BT, j)
+    own = jnp.take_along_axis(logits, jnp.maximum(place, 0)[..., None], axis=-1)[..., 0]
+    return (new_highest, total, label + jnp.where(place >= 0, own, 0)), None
+
+  lowest = jnp.full(targets_BT.shape, -0.7 * jnp.finfo(head.wide).max, head.wide)
+  init = (lowest, jnp.zeros_like(lowest), jnp.zeros_like(lowest))
+  blocks = (head.split_vocab(w, head.vocab_axis), jnp.arange(head.num_tiles))
+  (highest, total, label), _ = lax.scan(block, init, blocks)
+  return highest + jnp.log(total), label
+
+
+def backward(
+  head: Head,
+  x_BTD,
+  w,
+  targets_BT,
+  log_sum_BT,
+  g_BT,
+  *,
+  gradients: bool = True,
+  visit: Callable | None = None,
+  extra=None,
+):
+  """(gradient of x in x's dtype, gradient of w in w's dtype, visited) for the losses' cotangent g_BT.
+
+  visit(x_tile, delta_tile, extra) is called in every tile with the projection's input and its output's cotangent; it
+  returns an array whose last axes are those of the tile's tokens. `visited` holds these for all tokens. extra: with
+  tokens tiled, passed on as it is; with the vocabulary tiled, arrays [n, ...] of which a block gets its own.
+  gradients: False forms none (both are then None): the visits alone. Without visit, `visited` is None.
+  """
+  x, table = x_BTD.astype(head.dtype), w.astype(head.dtype)
+  g_BT = g_BT.astype(head.wide)
+  sweep = _backward_tokens if head.axis == "tokens" else _backward_vocab
+  d_x, d_w, visited = sweep(head, x, table, targets_BT, log_sum_BT, g_BT, gradients, visit, extra)
+  return (d_x.astype(x_BTD.dtype), d_w.astype(w.dtype), visited) if gradients else (None, None, visited)
+
+
+def _backward_tokens(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit, extra):
+  tiles = _Positions(head, x.shape[1])
+  # Zeros in the last tile's padding: logits 0, log-sum-exp 0, cotangent 0.
+  padded = [tiles.pad(a) for a in (x, targets_BT, log_sum_BT, g_BT)]
+
+  def tile(d_w, j):
+    x_j, targets, log_sum, g = (tiles.cut(a, j) for a in padded)
+    delta = head.cotangent(head.logits(x_j, w), targets, log_sum, g)
+    seen = None if visit is None else visit(x_j, delta, extra)
+    if not gradients:
+      return d_w, (None, seen)
+    return d_w + head.d_table(x_j, delta), (head.d_inputs(delta, w), seen)
+
+  init = jnp.zeros(w.shape, head.wide) if gradients else None
+  d_w, (d_x_n, seen_n) = lax.scan(tile, init, jnp.arange(tiles.count))
+  seen = None if visit is None else tiles.join(seen_n, axis=seen_n.ndim - 2)
+  return None if d_x_n is None else tiles.join(d_x_n), d_w, seen
+
+
+def _backward_vocab(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit, extra):
+  size = w.shape[head.vocab_axis]
+
+  def block(carry, scanned):
+    d_x, seen = carry
+    w_j, j, extra_j = scanned
+    logits = _vocab_logits(head, x, w_j, j, size)
+    delta = head.cotangent(logits, _targets_in(head, targets_BT, j), log_sum_BT, g_BT)
+    if visit is not None:
+      seen = seen + visit(x, delta, extra_j)
+    if not gradients:
+      return (d_x, seen), None
+    return (d_x + head.d_inputs(delta, w_j, head.wide), seen), head.d_table(x, delta)
+
+  blocks = (head.split_vocab(w, head.vocab_axis), jnp.arange(head.num_tiles), extra)
+  seen = None
+  if visit is not None:
+    w_0, _, extra_0 = jax.tree.map(lambda a: a[0], blocks)
+    delta = jax.ShapeDtypeStruct((*targets_BT.shape, w_0.shape[head.vocab_axis]), x.dtype)
+    shape = jax.eval_shape(visit, x, delta, extra_0)
+    seen = jnp.zeros(shape.shape, shape.dtype)
+  init = (jnp.zeros(x.shape, head.wide) if gradients else None, seen)
+  (d_x, seen), d_w_n = lax.scan(block, init, blocks)
+  return d_x, head.join_vocab(d_w_n, head.vocab_axis, size) if gradients else None, seen

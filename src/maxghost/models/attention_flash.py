@@ -1,0 +1,131 @@
+"""Kernels of JAX's own: splash attention on TPU, cuDNN on GPU.
+
+B batch, T positions, H query heads, K key/value heads, h head width.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxghost.config.errors import ConfigError
+
+_LANES = 128
+_MAX_BLOCK = 512
+
+
+def attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, platform: str):
+  """As `attention_ops.attend`. Raises ConfigError, naming a setting that works, for what a kernel does not support."""
+  if platform == "tpu":
+    return splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape)
+  if platform in ("gpu", "cuda", "rocm"):
+    return cudnn(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape)
+  raise ConfigError(f"attention=flash has no kernel on {platform}, only on tpu and gpu; use attention=blockwise")
+
+
+def splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, interpret: bool = False):
+  """JAX's splash kernel, padded to a multiple of 128 positions. interpret: run it as plain operations, on any backend.
+
+  With sinks [B, T, H] the backward pass runs the forward kernel once more, for the log-sum-exp of each position.
+  """
+  if q_BTHh.dtype == jnp.float64:
+    raise ConfigError("attention=flash has no float64 on tpu; use attention=blockwise, or dtype=float32 or bfloat16")
+  length = q_BTHh.shape[1]
+  padding = -length % _LANES
+  q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q_BTHh, k_BTKh, v_BTKh))
+  q, k, v = (x.swapaxes(1, 2) for x in (q * jnp.asarray(shape.scale, q.dtype), k, v))
+  segments = None if segment_ids_BT is None else jnp.pad(segment_ids_BT, ((0, 0), (0, padding)))
+  if sinks is None or sinks.ndim == 1:
+    out = _splash(shape, interpret, q, k, v, segments, sinks)
+  else:
+    sinks = jnp.pad(sinks, ((0, 0), (0, padding), (0, 0)), mode="edge")
+    out = _splash_with_sinks(shape, interpret, q, k, v, segments, sinks)
+  return out.swapaxes(1, 2)[:, :length]
+
+
+def _splash(shape, interpret: bool, q_BHTh, k_BKTh, v_BKTh, segments_BT, sinks_H, save_residuals: bool = False):
+  from jax.experimental.pallas.ops.tpu import splash_attention as lib
+
+  _, heads, length, _ = q_BHTh.shape
+  square = (length, length)
+  window = shape.window
+  mask = lib.CausalMask(square) if window is None else lib.LocalMask(square, (window - 1, 0), 0)
+  block = next(size for size in (_MAX_BLOCK, 256, _LANES) if length % size == 0)
+  # Unfused: the fused backward kernel holds one dq for every block of keys.
+  blocks = lib.BlockSizes(
+    block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
+  )
+  kernel = lib.make_splash_mha(
+    lib.MultiHeadMask([mask] * heads),
+    block_sizes=blocks,
+    head_shards=1,
+    q_seq_shards=1,
+    attn_logits_soft_cap=shape.soft_cap,
+    save_residuals=save_residuals,
+    interpret=interpret,
+  )
+
+  def one(q, k, v, segments):
+    return kernel(q, k, v, None if segments is None else lib.SegmentIds(segments, segments), sinks_H)
+
+  return jax.vmap(one, (0, 0, 0, None if segments_BT is None else 0))(q_BHTh, k_BKTh, v_BKTh, segments_BT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _splash_with_sinks(shape, interpret, q, k, v, segments, sinks_BTH):
+  # The kernel takes one sink per head: all positions of a head hold the same value, only their gradients differ.
+  return _splash(shape, interpret, q, k, v, segments, sinks_BTH[0, 0])
+
+
+def _splash_with_sinks_fwd(shape, interpret, q, k, v, segments, sinks_BTH):
+  out, (log_sum_BHT,) = _splash(shape, interpret, q, k, v, segments, sinks_BTH[0, 0], save_residuals=True)
+  return out, (q, k, v, segments, sinks_BTH, out, log_sum_BHT)
+
+
+def _splash_with_sinks_bwd(shape, interpret, residuals, g):
+  q, k, v, segments, sinks_BTH, out, log_sum_BHT = residuals
+  _, pull = jax.vjp(lambda q, k, v: _splash(shape, interpret, q, k, v, segments, sinks_BTH[0, 0]), q, k, v)
+  row_BHT = jnp.einsum("bhtw,bhtw->bht", g, out, preferred_element_type=log_sum_BHT.dtype)
+  d_sinks_BHT = -jnp.exp(sinks_BTH.transpose(0, 2, 1) - log_sum_BHT) * row_BHT
+  d_segments = None if segments is None else np.zeros(segments.shape, jax.dtypes.float0)
+  return *pull(g), d_segments, d_sinks_BHT.transpose(0, 2, 1).astype(sinks_BTH.dtype)
+
+
+_splash_with_sinks.defvjp(_splash_with_sinks_fwd, _splash_with_sinks_bwd)
+
+
+def cudnn(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, implementation: str = "cudnn"):
+  """cuDNN's fused kernel through `jax.nn.dot_product_attention`; implementation 'xla' computes the same without it.
+
+  Segment ids become a mask of B T^2 elements, which cuDNN reads: packed rows are exact, but not linear in memory.
+  """
+  if q_BTHh.dtype not in (jnp.bfloat16, jnp.float16):
+    raise ConfigError(
+      f"attention=flash computes in bfloat16 on gpu, not {q_BTHh.dtype}; use dtype=bfloat16, or attention=blockwise"
+    )
+  width = q_BTHh.shape[-1]
+  if width % 8 or width > 256:
+    raise ConfigError(
+      f"attention=flash on gpu needs a head_dim that is a multiple of 8 and at most 256; head_dim={width}: use "
+      f"head_dim={min(256, max(8, 8 * round(width / 8)))}, or attention=blockwise"
+    )
+  for name, value in (("soft cap", shape.soft_cap), ("sinks", sinks)):
+    if value is not None:
+      raise ConfigError(f"attention=flash has no {name} on gpu; use attention=blockwise")
+  mask_B1TT = None
+  if segment_ids_BT is not None:
+    mask_B1TT = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
+  try:
+    return jax.nn.dot_product_attention(
+      q_BTHh,
+      k_BTKh,
+      v_BTKh,
+      mask=mask_B1TT,
+      scale=shape.scale,
+      is_causal=True,
+      local_window_size=None if shape.window is None else (shape.window - 1, 0),
+      implementation=implementation,
+    )
+  except (NotImplementedError, RuntimeError) as error:  # what this GPU or its cuDNN cannot do
+    raise ConfigError(f"attention=flash: {error}; use attention=blockwise") from error

@@ -1,0 +1,133 @@
+"""Stacked weights that live in pinned host memory and come to the device one segment at a time.
+
+Where an array lives is part of its type (`memory_space`), so the code below needs no table of what is streamed: it
+brings in the leaves that are on the host and leaves the others where they are.
+
+L layers, k layers in a segment, n = L / k segments.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxghost.models import segments
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def on_host(x) -> bool:
+  """Whether an array or tracer lives in host memory."""
+  return getattr(jax.typeof(x), "memory_space", _DEVICE) == _HOST
+
+
+def any_on_host(tree) -> bool:
+  return any(on_host(x) for x in jax.tree.leaves(tree))
+
+
+def to_host(tree):
+  """Every leaf in host memory."""
+  return jax.tree.map(lambda x: jax.device_put(x, _HOST), tree)
+
+
+def like(tree, template):
+  """`tree` with each leaf moved to the memory of the same leaf of `template`."""
+  return jax.tree.map(lambda x, t: jax.device_put(x, _HOST) if on_host(t) else x, tree, template)
+
+
+def fetch(stacked, index):
+  """Entry `index` of the leading axis of every leaf, in device memory."""
+
+  def one(x):
+    entry = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+    return jax.device_put(entry, _DEVICE) if on_host(x) else entry
+
+  return jax.tree.map(one, stacked)
+
+
+def loop(step: Callable, carry, xs, stacked, *, reverse: bool = False):
+  """`lax.scan` of step(carry, x, segment) -> (carry, y) over the leading axis n of xs and stacked.
+
+  Leaves of `stacked` on the host are brought in one step ahead of their use, so that the transfer can overlap the
+  computation; two segments are then on the device. Returns (carry, ys).
+  """
+  if not any_on_host(stacked):
+    return jax.lax.scan(lambda c, scanned: step(c, *scanned), carry, (xs, stacked), reverse=reverse)
+  num = jax.tree.leaves(stacked)[0].shape[0]
+
+  def body(state, scanned):
+    carry, here = state
+    index, x = scanned
+    ahead = fetch(stacked, jnp.maximum(index - 1, 0) if reverse else jnp.minimum(index + 1, num - 1))
+    carry, y = step(carry, x, here)
+    return (carry, ahead), y
+
+  first = fetch(stacked, num - 1 if reverse else 0)
+  (carry, _), ys = jax.lax.scan(body, (carry, first), (jnp.arange(num), xs), reverse=reverse)
+  return carry, ys
+
+
+def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
+  """Layers in order, carry = body(carry, x, shared) each, with the host-resident leaves of xs streamed by segments.
+
+  carry: a pytree of floats. xs: leaves with a leading layer axis. shared: what every layer sees. segment_lengths: as
+  `segments.scan`, at least one. Values and gradients are those of `segments.scan`; the gradient of a leaf on the host
+  is sent there segment by segment, so that device memory holds the weights of two segments and the gradient of one.
+  """
+  if not segment_lengths:
+    raise ValueError("streamed layers need segments: give segment_length")
+  segments.check(jax.tree.leaves(xs)[0].shape[0], segment_lengths)
+  floats, others, rebuild = _separate(segments.split(xs, segment_lengths[0]))
+  shared_floats, shared_others, rebuild_shared = _separate(shared)
+
+  def segment(carry, floats, shared_floats, others, shared_others):
+    xs, shared = rebuild(floats, others), rebuild_shared(shared_floats, shared_others)
+    return segments.scan(lambda c, x: (body(c, x, shared), None), carry, xs, segment_lengths[1:])[0]
+
+  @jax.custom_vjp
+  def run(carry, floats, shared_floats, others, shared_others):
+    return forward(carry, floats, shared_floats, others, shared_others)[0]
+
+  def forward(carry, floats, shared_floats, others, shared_others):
+    def step(carry, _, here):
+      return segment(carry, here[0], shared_floats, here[1], shared_others), carry
+
+    carry, boundaries = loop(step, carry, None, (floats, others))
+    return carry, (boundaries, floats, shared_floats, others, shared_others)
+
+  def backward(residuals, cotangent):
+    boundaries, floats, shared_floats, others, shared_others = residuals
+
+    def step(state, x, here):
+      cotangent, shared_cotangents = state
+      _, pull = jax.vjp(lambda *args: segment(*args, here[1], shared_others), x, here[0], shared_floats)
+      cotangent, weights, added = pull(cotangent)
+      return (cotangent, jax.tree.map(jnp.add, shared_cotangents, added)), like(weights, floats)
+
+    zeros = jax.tree.map(jnp.zeros_like, shared_floats)
+    (cotangent, shared_cotangents), weights = loop(
+      step, (cotangent, zeros), boundaries, (floats, others), reverse=True
+    )
+    return cotangent, weights, shared_cotangents, *(jax.tree.map(_no_cotangent, t) for t in (others, shared_others))
+
+  run.defvjp(forward, backward)
+  return run(carry, floats, shared_floats, others, shared_others)
+
+
+def _separate(tree):
+  """(float leaves, other leaves, rebuild(floats, others) -> tree)."""
+  leaves, structure = jax.tree.flatten(tree)
+  is_float = [bool(jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)) for x in leaves]
+
+  def rebuild(floats, others):
+    floats, others = iter(floats), iter(others)
+    return jax.tree.unflatten(structure, [next(floats) if f else next(others) for f in is_float])
+
+  floats, others = ([x for x, f in zip(leaves, is_float, strict=True) if f is kind] for kind in (True, False))
+  return floats, others, rebuild
+
+
+def _no_cotangent(x):
+  """The cotangent of integers, flags and PRNG keys."""
+  return np.zeros(x.shape, jax.dtypes.float0)

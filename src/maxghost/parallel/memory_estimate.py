@@ -1,0 +1,400 @@
+"""Bytes of one train step on one device, from the configuration alone, before anything is compiled.
+
+The estimate is of the fullest moment of the step: the backward pass of one layer, of the output head, or of the
+validation rows, whichever needs most. Nothing here runs or imports JAX.
+
+B rows, T positions, N = B T tokens on one device; D embed dim, F feed-forward width, H query and K key/value heads,
+h head width, L layers, V vocabulary.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+from maxghost.config import Config
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int32": 4, "int64": 8, "uint32": 4, "bool": 1}
+SHORT_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int32": "s32"}
+# Mesh axes that a logical axis of a weight is split over by the default rules.
+SPLIT = {
+  "embed": ("fsdp", "context", "expert"),
+  "mlp": ("tensor",),
+  "vocab": ("tensor",),
+  "q_heads": ("tensor",),
+  "kv_heads": ("tensor",),
+  "heads": ("tensor",),
+  "exp": ("expert",),
+}
+# Arrays that live at once while a layer's backward pass runs, in multiples of one [N, D] and one [N, F] array.
+# Calibrated against the TPU compiler (benchmarks/memory.py); the compiler fuses what is elementwise.
+LIVE_HIDDEN = 4
+LIVE_FEED_FORWARD = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """One array on one device. why: what it is and what it is kept for."""
+
+  shape: tuple[int, ...]
+  dtype: str
+  why: str
+  count: int = 1
+
+  @property
+  def bytes(self) -> int:
+    return math.prod(self.shape) * BYTES[self.dtype] * self.count
+
+  def describe(self) -> str:
+    many = f"{self.count} x " if self.count > 1 else ""
+    return f"{many}{SHORT_NAMES[self.dtype]}[{','.join(map(str, self.shape))}] {shown(self.bytes)}: {self.why}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A line of the table: what the tensors of one kind take at the fullest moment."""
+
+  name: str
+  tensors: tuple[Tensor, ...]
+
+  @property
+  def bytes(self) -> int:
+    return sum(tensor.bytes for tensor in self.tensors)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryEstimate:
+  """Rows of the fullest moment. arguments: bytes that live between steps; moment: which moment it is.
+
+  host: bytes in the host's pinned memory. change(**keys) -> the estimate with other settings, or None where they
+  contradict each other.
+  """
+
+  rows: tuple[Row, ...]
+  moment: str
+  arguments: int
+  host: int
+  tokens: int
+  cfg: Config
+  mesh_shape: Mapping[str, int]
+  change: Callable
+
+  @property
+  def total(self) -> int:
+    return sum(row.bytes for row in self.rows)
+
+  @property
+  def temporaries(self) -> int:
+    """What XLA calls temporaries: all but the arguments."""
+    return self.total - self.arguments
+
+  def table(self, compiled: Mapping[str, int] | None = None) -> list[str]:
+    """Lines to print. compiled: {"arguments": bytes, "temporaries": bytes} of the executable (`compiled_sizes`)."""
+    lines = [f"memory per device, closed form, fullest during {self.moment} ({self.tokens:,} tokens per device):"]
+    lines += [f"  {row.name:<28}{row.bytes / 1e9:9.3f} GB" for row in self.rows if row.bytes]
+    lines.append(f"  {'total':<28}{self.total / 1e9:9.3f} GB")
+    if self.host:
+      lines.append(f"  {'in host memory':<28}{self.host / 1e9:9.3f} GB")
+    if compiled is not None:
+      for name, mine in (("arguments", self.arguments), ("temporaries", self.temporaries)):
+        lines.append(f"  XLA {name:<24}{compiled[name] / 1e9:9.3f} GB, closed form {mine / 1e9:.3f} GB")
+      total = compiled["arguments"] + compiled["temporaries"]
+      lines.append(
+        f"  {'XLA total':<28}{total / 1e9:9.3f} GB, the closed form is {(self.total / max(total, 1) - 1):+.1%} off"
+      )
+    return lines
+
+
+def compiled_sizes(analysis) -> dict[str, int]:
+  """{"arguments", "temporaries"} of XLA's `memory_analysis()`; outputs that take no argument's place count as
+  temporaries."""
+  fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+  return {"arguments": analysis.argument_size_in_bytes, "temporaries": analysis.temp_size_in_bytes + max(fresh, 0)}
+
+
+def shown(size: float) -> str:
+  """A size in the unit that fits it."""
+  for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    if size >= factor:
+      return f"{size / factor:.2f} {unit}"
+  return f"{size:.0f} B"
+
+
+def estimate(
+  cfg: Config, mesh_shape: Mapping[str, int] | None = None, parameters: Mapping[str, tuple] | None = None
+) -> MemoryEstimate:
+  """Bytes per device of one train step.
+
+  mesh_shape: {mesh axis: devices}; None or {} = one device. parameters: {path: (shape, logical axes)} of the model;
+  None = those of the plain decoder that the config describes. Paths with "/layers/" are stacked.
+  """
+  mesh = {axis: size for axis, size in (mesh_shape or {}).items()}
+  device = _Device(cfg, mesh, decoder_parameters(cfg) if parameters is None else parameters)
+  moments = device.moments()
+  name, rows = max(moments.items(), key=lambda item: sum(row.bytes for row in item[1]))
+
+  def change(**keys):
+    from maxghost import config
+
+    try:
+      return estimate(config.replace(cfg, **keys), mesh_shape, parameters)
+    except config.ConfigError:
+      return None
+
+  arguments = sum(row.bytes for row in device.resident())
+  return MemoryEstimate(tuple(rows), name, arguments, device.host_bytes(), device.tokens, cfg, mesh, change)
+
+
+def decoder_parameters(cfg: Config) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+  """{path: (shape, logical axes)} of the plain decoder with stacked layers."""
+  m = cfg.model
+  d, heads, kv_heads, h, f = (
+    m.base_emb_dim, m.base_num_query_heads, m.base_num_kv_heads, m.head_dim, m.base_mlp_dim
+  )  # fmt: skip
+  layer = {
+    "self_attention/query/kernel": ((d, heads, h), ("embed", "q_heads", "kv")),
+    "self_attention/key/kernel": ((d, kv_heads, h), ("embed", "kv_heads", "kv")),
+    "self_attention/value/kernel": ((d, kv_heads, h), ("embed", "kv_heads", "kv")),
+    "self_attention/out/kernel": ((heads, h, d), ("heads", "kv", "embed")),
+    "mlp/wo/kernel": ((f, d), ("mlp", "embed")),
+    "pre_self_attention_layer_norm/scale": ((d,), ("norm",)),
+    "post_self_attention_layer_norm/scale": ((d,), ("norm",)),
+  }
+  layer |= {f"mlp/wi_{i}/kernel": ((d, f), ("embed", "mlp")) for i in range(len(m.mlp_activations))}
+  layers = m.base_num_decoder_layers
+  out = {f"decoder/layers/{k}": ((layers, *shape), ("layers", *axes)) for k, (shape, axes) in layer.items()}
+  out["token_embedder/embedding"] = ((m.vocab_size, d), ("vocab", "embed"))
+  out["decoder/decoder_norm/scale"] = ((d,), ("norm",))
+  if not m.logits_via_embedding:
+    out["decoder/logits_dense/kernel"] = ((d, m.vocab_size), ("embed", "vocab"))
+  return out
+
+
+class _Device:
+  """The arithmetic of one device."""
+
+  def __init__(self, cfg: Config, mesh: Mapping[str, int], parameters: Mapping[str, tuple]):
+    self.cfg, self.model, self.mesh = cfg, cfg.model, mesh
+    self.params = {k: (self.local(shape, axes), "/layers/" in k) for k, (shape, axes) in parameters.items()}
+    self.whole = {k: shape for k, (shape, _) in parameters.items()}
+    rows = cfg.data.per_device_batch_size * self.size("tensor", "context", "stage")
+    self.rows, self.length = rows, -(-cfg.data.max_target_length // self.size("context"))
+    self.tokens = self.rows * self.length
+    self.weight, self.compute = cfg.model.weight_dtype, cfg.model.dtype
+    self.tensor = self.size("tensor")
+
+  def size(self, *axes: str) -> int:
+    return math.prod(self.mesh.get(axis, 1) for axis in axes)
+
+  def local(self, shape, axes) -> tuple[int, ...]:
+    return tuple(-(-n // self.size(*SPLIT.get(axis, ()))) for n, axis in zip(shape, axes, strict=True))
+
+  def elements(self, stacked: bool | None = None) -> int:
+    """Of the parameters on this device: in the stack, outside it, or all."""
+    return sum(math.prod(s) for s, in_stack in self.params.values() if stacked is None or stacked == in_stack)
+
+  # What lives between steps.
+
+  def resident(self) -> list[Row]:
+    m, o = self.model, self.cfg.optimizer
+    streams = {"weights": m.stream_weights == "host", "moments": o.stream_optimizer == "host"}
+    stacked, outer = self.elements(True), self.elements(False)
+    segment = stacked * self.inner_layers() // m.base_num_decoder_layers
+    params = [Tensor((outer if streams["weights"] else outer + stacked,), self.weight, "all weights")]
+    working = [Tensor((2 * segment,), self.weight, "weights of two segments")] if streams["weights"] else []
+    moments = []
+    if o.opt_type == "adamw":
+      held = (outer if streams["moments"] else outer + stacked) // (
+        self.size("data") if self.cfg_flag("shard_optimizer_over_data") else 1
+      )
+      moments = [
+        Tensor((held,), o.mu_dtype, "Adam's first moments"),
+        Tensor((held,), self.weight, "Adam's second moments"),
+      ]
+    self.streamed_working = working
+    return [Row("parameters", tuple(params)), Row("optimizer", tuple(moments)), Row("batch", (self.batch(),))]
+
+  def cfg_flag(self, name: str) -> bool:
+    return bool(self.cfg.flat().get(name, False))
+
+  def batch(self) -> Tensor:
+    rows = self.rows * self.cfg.optimizer.gradient_accumulation_steps
+    if self.cfg.ghost.ghost_enabled:
+      rows += self.cfg.ghost.ghost_val_batch_size * len(self.cfg.data.validation_sets)
+    return Tensor((6, rows, self.length), "int32", "token arrays")
+
+  def host_bytes(self) -> int:
+    m, o = self.model, self.cfg.optimizer
+    stacked = self.elements(True)
+    total = stacked * BYTES[self.weight] * (2 if m.stream_weights == "host" else 0)  # and their gradients
+    if o.stream_optimizer == "host" and o.opt_type == "adamw":
+      total += stacked * (BYTES[o.mu_dtype] + BYTES[self.weight])
+    return total
+
+  # Moments of the step.
+
+  def moments(self) -> dict[str, list[Row]]:
+    resident = self.resident()
+    out = {
+      "the backward pass of a layer": [*resident, *self.gradients(), *self.in_layers(), *self.ghost(), *self.buffers()],
+      "the backward pass of the head": [*resident, *self.in_head(), *self.ghost(), *self.buffers()],
+      "the update": [*resident, *self.gradients(), *self.ghost(), *self.buffers()],
+    }
+    return out
+
+  def gradients(self) -> list[Row]:
+    streams = self.model.stream_weights == "host"
+    held = self.elements(False) if streams else self.elements()
+    dtype = "float32" if self.cfg.optimizer.gradient_accumulation_steps > 1 else self.weight
+    tensors = [Tensor((held,), dtype, "gradient of the step")]
+    if self.cfg.optimizer.gradient_accumulation_steps > 1:
+      tensors.append(Tensor((held,), self.weight, "gradient of one micro-batch"))
+    tensors += self.streamed_working
+    return [Row("gradients", tuple(tensors))]
+
+  def layer_runs(self) -> list[tuple[int, str]]:
+    """(number of layer inputs kept, why) level by level."""
+    m = self.model
+    layers, runs, outer = m.base_num_decoder_layers, [], m.base_num_decoder_layers
+    for length in m.segments:
+      runs.append((outer // length, f"inputs of the segments of {length} layers"))
+      outer = length
+    what = "layers" if not m.segments else f"{outer} layers of one segment"
+    runs.append((outer, f"inputs of all {layers} {what}" if not m.segments else f"inputs of the {what}"))
+    return runs
+
+  def inner_layers(self) -> int:
+    return self.model.segments[-1] if self.model.segments else self.model.base_num_decoder_layers
+
+  def in_layers(self) -> list[Row]:
+    """Boundary carries and what one layer's, or one segment's, backward pass holds."""
+    m, n, d = self.model, self.tokens, self.model.base_emb_dim
+    carries = tuple(
+      Tensor((count, n, d), self.compute, f"{why}, kept for the backward pass") for count, why in self.layer_runs()
+    )
+    kept = [
+      Tensor((self.inner_layers(), n, width), dtype, f"{name} of {self.inner_layers()} layers, kept because "
+             f"remat_policy={m.remat_policy}")
+      for name, width, dtype in self.kept_per_token()
+    ]  # fmt: skip
+    return [
+      Row("boundary carries", carries),
+      Row("within-segment activations", (*kept, *self.working())),
+    ]
+
+  def kept_per_token(self) -> list[tuple[str, int, str]]:
+    """(name, width, dtype) of the arrays that the remat policy keeps of every layer."""
+    m, c = self.model, self.compute
+    if m.remat_policy == "full":
+      return []
+    heads, kv = m.base_num_query_heads * m.head_dim // self.tensor, m.base_num_kv_heads * m.head_dim // self.tensor
+    f, d = m.base_mlp_dim // self.tensor, m.base_emb_dim
+    products = [("attention queries", heads, c), ("attention keys", kv, c), ("attention values", kv, c)]
+    products += [("attention output projection", d, c)]
+    products += [(f"mlp wi_{i} output", f, c) for i in range(len(m.mlp_activations))]
+    if m.remat_policy == "minimal":
+      return products
+    extra = [("rotated queries and keys", heads + kv, c), ("attention output", heads, c), ("norm inputs", 2 * d, c)]
+    extra += [("mlp activations", 2 * f, c)]
+    if not self.linear_attention():
+      extra.append(("attention weights", self.length * m.base_num_query_heads // self.tensor, "float32"))
+    return products + extra
+
+  def linear_attention(self) -> bool:
+    attention = self.model.attention
+    return attention == "flash" or (attention in ("blockwise", "autoselected") and self.length > 1024)
+
+  def working(self) -> list[Tensor]:
+    """What lives while one layer is computed again and differentiated."""
+    m, n, c = self.model, self.tokens, self.compute
+    heads, kv = m.base_num_query_heads * m.head_dim // self.tensor, m.base_num_kv_heads * m.head_dim // self.tensor
+    tensors = [
+      Tensor((n, m.base_emb_dim), c, "hidden states and their cotangents in one layer", LIVE_HIDDEN),
+      Tensor((n, m.base_mlp_dim // self.tensor), c, "mlp activations and their cotangents in one layer",
+             LIVE_FEED_FORWARD),
+      Tensor((n, heads), c, "queries, attention output and their cotangents in one layer", 2),
+      Tensor((n, kv), c, "keys, values and their cotangents in one layer", 2),
+    ]  # fmt: skip
+    if not self.linear_attention():
+      scores = (self.rows, m.base_num_query_heads // self.tensor, self.length, self.length)
+      tensors.append(Tensor(scores, "float32", f"attention scores of one layer (attention={m.attention})", 2))
+    return tensors
+
+  def in_head(self) -> list[Row]:
+    """Carries, the logits and the head's gradient."""
+    m, n, v = self.model, self.tokens, -(-self.model.vocab_size // self.tensor)
+    outer_carries, why = self.layer_runs()[0]
+    tiles = m.num_vocab_tiling
+    tile = "logits" if tiles == 1 else f"one of {tiles} tiles of the logits"
+    wide = "float64" if self.compute == "float64" else "float32"
+    logits = [Tensor((-(-n // tiles), v), wide, f"{tile} and of their cotangent (num_vocab_tiling={tiles})")]
+    if self.compute != wide:
+      logits.append(Tensor((-(-n // tiles), v), self.compute, f"{tile} in the compute dtype"))
+    elif tiles == 1:
+      logits.append(Tensor((n, v), wide, "cotangent of the logits"))
+    table = self.params.get("decoder/logits_dense/kernel", self.params["token_embedder/embedding"])[0]
+    head = [Tensor(table, wide if tiles > 1 else self.weight, "gradient of the output table")]
+    return [
+      Row("gradients", tuple(head)),
+      Row("boundary carries", (Tensor((outer_carries, n, m.base_emb_dim), self.compute, why),)),
+      Row("within-segment activations", (Tensor((n, m.base_emb_dim), self.compute, "last hidden states", 2),)),
+      Row("logits", tuple(logits)),
+    ]
+
+  def ghost(self) -> list[Row]:
+    g = self.cfg.ghost
+    if not g.ghost_enabled:
+      return []
+    sets = len(self.cfg.data.validation_sets)
+    tensors = []
+    if g.ghost_schedule == "two_pass":
+      exact = factors = 0
+      for label, (shape, stacked) in self.params.items():
+        layers = shape[0] if stacked else 1
+        rows = self.factor_elements(label, stacked)
+        if rows is None:
+          exact += math.prod(shape)
+        else:
+          factors += layers * rows
+      tensors.append(Tensor((sets * exact,), self.weight, "validation gradients, the directions of the scores"))
+      if factors:
+        tensors.append(Tensor((sets * factors,), "float32", f"directions of rank {g.ghost_rank}"))
+    else:
+      outer = self.elements(False)
+      layer = self.elements(True) // self.model.base_num_decoder_layers
+      val_tokens = g.ghost_val_batch_size * self.length
+      tensors += [
+        Tensor((sets * (outer + 2 * layer),), self.weight, "validation gradients of one layer and outside the stack"),
+        Tensor(
+          (sets * self.layer_runs()[0][0], val_tokens, self.model.base_emb_dim), self.compute,
+          "layer inputs of the validation rows",
+        ),
+      ]  # fmt: skip
+    probes = sum(shape[0] if stacked else 1 for shape, stacked in self.params.values())
+    tensors.append(Tensor((probes, sets, self.rows, self.length), "float32", "scores per token of every parameter"))
+    return [Row("ghost directions and probes", tuple(tensors))]
+
+  def factor_elements(self, label: str, stacked: bool) -> int | None:
+    """Elements of one layer's factors; None where the direction is exact."""
+    g = self.cfg.ghost
+    shape = self.whole[label][1:] if stacked else self.whole[label]
+    direction = g.ghost_direction
+    adam = direction == "adam" or (direction == "auto" and self.cfg.optimizer.opt_type == "adamw")
+    if not g.ghost_rank or adam or len(shape) < 2:
+      return None
+    split = len(shape) - 1 if label.endswith("out/kernel") else 1
+    inputs, outputs = math.prod(shape[:split]), math.prod(shape[split:])
+    small = g.ghost_rank * (inputs + outputs)
+    return small if small < inputs * outputs else None
+
+  def buffers(self) -> list[Row]:
+    """Weights gathered for one layer, and its gradient before it is scattered."""
+    if self.size("fsdp", "context", "expert") == 1:
+      return []
+    layers = self.model.base_num_decoder_layers
+    gathered = 0
+    for label, (shape, stacked) in self.params.items():
+      if stacked:
+        full = math.prod(self.whole[label]) // layers // self.tensor
+        gathered += full - math.prod(shape) // layers
+    buffer = Tensor((gathered,), self.weight, "weights of one layer, gathered, and their gradient", 2)
+    return [Row("collectives' buffers", (buffer,))]

@@ -1,0 +1,120 @@
+"""What to do where a step does not fit: the largest tensors, and the cheapest settings that make it fit."""
+
+from collections.abc import Iterator
+
+from maxghost.parallel.memory_estimate import MemoryEstimate, Tensor, shown
+
+
+def verdict(estimate: MemoryEstimate, capacity_bytes: int) -> str:
+  """One line where the step fits; else the largest tensors and the settings to change, with the estimate after each.
+
+  capacity_bytes: of one device.
+  """
+  need, have = estimate.total, capacity_bytes
+  if need <= have:
+    return f"memory: needs {shown(need)} of {shown(have)} per device; {shown(have - need)} to spare"
+  lines = [f"memory: does not fit: needs {shown(need)} per device, has {shown(have)}, {shown(need - have)} too much"]
+  data, accumulated = estimate.cfg.data, estimate.cfg.optimizer.gradient_accumulation_steps
+  lines.append(
+    f"  tokens per device: {estimate.tokens:,} = {data.per_device_batch_size} rows of {data.max_target_length} tokens"
+    + (f", in each of {accumulated} micro-batches" if accumulated > 1 else "")
+  )
+  lines.append("  largest:")
+  lines += [f"    {tensor.describe()}" for tensor in largest(estimate, 5)]
+  steps = remedies(estimate, capacity_bytes)
+  if not steps:
+    lines.append("  no single setting helps; use more devices (ici_fsdp_parallelism), or a smaller model")
+    return "\n".join(lines)
+  lines.append("  cheapest settings first, with the estimate after each:")
+  lines += [f"    {text} -> {shown(after.total)} ({cost})" for text, cost, after in steps]
+  left = steps[-1][2].total
+  if left <= have:
+    lines.append(f"  with all of these it fits, {shown(have - left)} to spare")
+  else:
+    lines.append(f"  even then {shown(left - have)} too much: use more devices, or a smaller model")
+  return "\n".join(lines)
+
+
+def largest(estimate: MemoryEstimate, count: int) -> list[Tensor]:
+  tensors = [tensor for row in estimate.rows for tensor in row.tensors]
+  return sorted(tensors, key=lambda tensor: -tensor.bytes)[:count]
+
+
+def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, str, MemoryEstimate]]:
+  """[(keys, what they cost, estimate after them and those before)] from the cheapest on, until it fits.
+
+  Settings that turn out not to be needed once later ones are taken are left out.
+  """
+  taken: list[tuple[dict, str]] = []
+  current = estimate
+  while current.total > capacity_bytes:
+    step = next(_helpful(current), None)
+    if step is None:
+      break
+    keys, cost, current = step
+    taken.append((keys, cost))
+  if current.total <= capacity_bytes:
+    for step in list(taken[:-1]):
+      rest = [other for other in taken if other is not step]
+      after = estimate.change(**_merged(rest))
+      if after is not None and after.total <= capacity_bytes:
+        taken = rest
+  out, merged = [], {}
+  for keys, cost in taken:
+    merged |= keys
+    after = estimate.change(**merged)
+    if after is not None:
+      out.append((" ".join(f"{name}={value}" for name, value in keys.items()), cost, after))
+  return out
+
+
+def _merged(steps: list[tuple[dict, str]]) -> dict:
+  return {name: value for keys, _ in steps for name, value in keys.items()}
+
+
+def _helpful(estimate: MemoryEstimate) -> Iterator[tuple[dict, str, MemoryEstimate]]:
+  """Changes that save at least two percent, cheapest first."""
+  for keys, cost in _candidates(estimate):
+    after = estimate.change(**keys)
+    if after is not None and after.total < 0.98 * estimate.total:
+      yield keys, cost, after
+
+
+def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
+  """(keys, what they cost), from those that cost nothing to those that change the run."""
+  cfg = estimate.cfg
+  m, o, g = cfg.model, cfg.optimizer, cfg.ghost
+  layers = m.base_num_decoder_layers
+  if m.attention in ("dot_product", "autoselected"):
+    yield {"attention": "blockwise"}, "about the same speed"
+  if m.num_vocab_tiling < 64:
+    yield {"num_vocab_tiling": max(2 * m.num_vocab_tiling, 4)}, "one more product of the head's size"
+  if m.remat_policy == "none":
+    yield {"remat_policy": "minimal"}, "recomputes what is elementwise, and attention"
+  if o.opt_type == "adamw" and o.mu_dtype == "float32":
+    yield {"mu_dtype": "bfloat16"}, "first moments rounded to 8 bits"
+  if m.remat_policy != "full":
+    yield {"remat_policy": "full"}, "one more forward pass of the layers"
+  if m.scan_layers:
+    divisors = [k for k in range(2, layers) if layers % k == 0]
+    best = [(after.total, k) for k in divisors if (after := estimate.change(segment_length=k, segment_lengths=()))]
+    if best and (k := min(best)[1]) != m.segment_length:
+      yield {"segment_length": k, "segment_lengths": ()} if m.segment_lengths else {"segment_length": k}, (
+        "one more forward pass of the layers"
+      )
+  if g.ghost_enabled and g.ghost_schedule == "two_pass":
+    yield {"ghost_schedule": "reverse_scan"}, "the same scores, in one walk over the layers"
+  if g.ghost_enabled and not g.ghost_rank:
+    yield {"ghost_rank": 32}, "approximate scores"
+  batch, accumulated = cfg.data.per_device_batch_size, o.gradient_accumulation_steps
+  if batch % 2 == 0:
+    yield {"per_device_batch_size": batch // 2, "gradient_accumulation_steps": 2 * accumulated}, "smaller products"
+  if m.scan_layers and m.segments:
+    host = {"ghost_schedule": "reverse_scan"} if g.ghost_enabled else {}
+    yield {"stream_optimizer": "host", **host}, "traffic to the host in every step"
+    yield {"stream_weights": "host", "stream_optimizer": "host", **host}, "traffic to the host in every step"
+  if m.weight_dtype == "float32":
+    yield {"weight_dtype": "bfloat16"}, "weights rounded to 8 bits"
+  if batch % 2 == 0:
+    yield {"per_device_batch_size": batch // 2}, "half the tokens per step"
+  yield {"max_target_length": cfg.data.max_target_length // 2}, "half the context"

@@ -1,0 +1,187 @@
+"""Stacked weights and optimizer moments in pinned host memory: what lives there, and the update segment by segment.
+
+Every value is computed on the device, by the formulas of the unstreamed step, on one segment after the other.
+
+L layers, k layers in a segment, n = L / k segments.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from maxghost.config import Config, ConfigError
+from maxghost.models import segments, streaming
+
+KIND = "pinned_host"
+
+
+@dataclasses.dataclass(frozen=True)
+class HostMemory:
+  """Which Variables of a train state live in host memory."""
+
+  weights: bool
+  optimizer: bool
+
+  @classmethod
+  def of(cls, cfg: Config) -> "HostMemory":
+    return cls(cfg.model.stream_weights == "host", cfg.optimizer.stream_optimizer == "host")
+
+  def __bool__(self) -> bool:
+    return self.weights or self.optimizer
+
+  def holds(self, path: tuple, variable: nnx.Variable) -> bool:
+    """Whether the Variable at `path` of the train state lives on the host: it is stacked over layers, and streamed."""
+    return is_stacked(variable) and {"model": self.weights, "optimizer": self.optimizer}.get(path[0], False)
+
+  def check(self, device: jax.Device) -> None:
+    """Raises ConfigError for a device that cannot reach pinned host memory."""
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if self and KIND not in kinds:
+      keys = [k for k, on in (("stream_weights", self.weights), ("stream_optimizer", self.optimizer)) if on]
+      raise ConfigError(
+        f"{' and '.join(f'{k}=host' for k in keys)} needs pinned host memory, but {device.device_kind} has only "
+        f"{', '.join(kinds) or 'memory of no named kind'}; use {' and '.join(f'{k}=none' for k in keys)}"
+      )
+
+  def put(self, state: nnx.State) -> nnx.State:
+    """The state of a function being traced, with what lives on the host sent there."""
+    return self._mapped(state, lambda x: jax.device_put(x, jax.memory.Space.Host))
+
+  def abstract(self, state: nnx.State) -> nnx.State:
+    """The state with host memory in the shardings of its `jax.ShapeDtypeStruct`s, by default of the first device."""
+
+    def placed(x):
+      sharding = x.sharding or SingleDeviceSharding(jax.devices()[0])
+      if isinstance(sharding, SingleDeviceSharding):  # of an abstract array, JAX reads memory kinds off a mesh only
+        (device,) = sharding.device_set
+        sharding = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.with_memory_kind(KIND))
+
+    return self._mapped(state, placed)
+
+  def _mapped(self, state: nnx.State, move: Callable) -> nnx.State:
+    if not self:
+      return state
+    flat = [(p, v.replace(move(v.get_value())) if self.holds(p, v) else v) for p, v in nnx.to_flat_state(state)]
+    return nnx.from_flat_state(flat)
+
+
+def is_stacked(variable: nnx.Variable) -> bool:
+  """Whether a parameter, or a moment of one, has a leading layer axis."""
+  return (variable.get_metadata().get("axes") or ("",))[0] == "layers"
+
+
+def norm(state: nnx.State, segment_length: int):
+  """Global norm in float32 or wider. Squares of stacked leaves are summed segment by segment, on the host or not, so
+  that its bits do not depend on where the leaves live. Scalar."""
+  stacked, outer = _separate(state)
+  total = sum((_squares(x) for x in outer.values()), jnp.zeros((), float))
+  for group in _by_layers(stacked):
+
+    def step(total, _, segment):
+      return total + sum(_squares(x) for x in segment.values()), None
+
+    total, _ = streaming.loop(step, total, None, segments.split(group, segment_length))
+  return jnp.sqrt(total)
+
+
+def _squares(x):
+  # The barrier keeps the sum's order, and with it the last bit, from depending on what x was made by.
+  x = jax.lax.optimization_barrier(x)
+  return jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))))
+
+
+def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: Callable, segment_length: int) -> None:
+  """`optimizer.update(model, scaled grads)` for an elementwise optimizer, stacked leaves one segment at a time.
+
+  grads: State with the paths of the optimizer's Params. scale(array) -> array: the clipping of a gradient leaf.
+  Weights, gradients and moments of a segment come to the device, are updated there and go back where they live.
+  """
+  params = nnx.as_pure(nnx.state(model, optimizer.wrt))
+  stacked, outer = (set(part) for part in _separate(nnx.state(model, optimizer.wrt)))
+  grads, opt_state = nnx.as_pure(grads), nnx.as_pure(optimizer.opt_state)
+
+  def update(params, grads, opt_state):
+    updates, opt_state = optimizer.tx.update(jax.tree.map(scale, grads), opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  new_params, new_opt_state = update(*(_only(tree, outer) for tree in (params, grads, opt_state)))
+  layers = {path: x.shape[0] for path, x in nnx.to_flat_state(params) if path in stacked}
+  for num_layers in sorted(set(layers.values())):
+    group = {path for path in stacked if layers[path] == num_layers}
+    trees = tuple(_only(tree, group) for tree in (params, grads, opt_state))
+    group_params, group_opt_state = _update_segments(update, *trees, num_layers, segment_length)
+    new_params = _merged(new_params, group_params)
+    new_opt_state = _merged(new_opt_state, group_opt_state)
+  nnx.update(model, new_params)
+  nnx.update(optimizer.opt_state, nnx.state(new_opt_state))
+  optimizer.step[...] += 1
+
+
+def _update_segments(update: Callable, params, grads, opt_state, num_layers: int, segment_length: int):
+  """`update` of stacked trees, in place, a segment at a time. Scalars of opt_state (counts) are shared by all."""
+  held, tree = jax.tree.flatten((params, opt_state))
+  layered = [x.ndim > 0 and x.shape[0] == num_layers for x in held]
+
+  def fetch(held, index):
+    def part(x):
+      x = jax.lax.dynamic_slice_in_dim(x, index * segment_length, segment_length)
+      return jax.device_put(x, jax.memory.Space.Device)
+
+    return [part(x) if flag else x for x, flag in zip(held, layered, strict=True)], jax.tree.map(part, grads)
+
+  def body(index, state):
+    held, (here, gradient) = state
+    ahead = fetch(held, jnp.minimum(index + 1, num_layers // segment_length - 1))
+    params, opt_state = jax.tree.unflatten(tree, here)
+    new = jax.tree.leaves(update(params, gradient, opt_state))
+    held = [
+      jax.lax.dynamic_update_slice_in_dim(x, streaming.like(part, x), index * segment_length, 0) if flag else x
+      for x, part, flag in zip(held, new, layered, strict=True)
+    ]
+    return held, ahead
+
+  held, _ = jax.lax.fori_loop(0, num_layers // segment_length, body, (held, fetch(held, 0)))
+  return jax.tree.unflatten(tree, held)
+
+
+def _separate(state: nnx.State) -> tuple[dict, dict]:
+  """({path: array} of the stacked Variables, the same of the others)."""
+  flat = [(path, v, is_stacked(v)) for path, v in nnx.to_flat_state(state)]
+  return {p: v.get_value() for p, v, flag in flat if flag}, {p: v.get_value() for p, v, flag in flat if not flag}
+
+
+def _by_layers(stacked: Mapping) -> list[dict]:
+  """The stacked leaves grouped by their number of layers."""
+  sizes = sorted({x.shape[0] for x in stacked.values()})
+  return [{path: x for path, x in stacked.items() if x.shape[0] == size} for size in sizes]
+
+
+def _is_state(x) -> bool:
+  return isinstance(x, nnx.State)
+
+
+def _only(tree, paths: set):
+  """The tree with each State in it cut down to these paths."""
+
+  def cut(x):
+    if not _is_state(x):
+      return x
+    return nnx.from_flat_state([(path, leaf) for path, leaf in nnx.to_flat_state(x) if path in paths])
+
+  return jax.tree.map(cut, tree, is_leaf=_is_state)
+
+
+def _merged(tree, other):
+  """The tree with the leaves of `other` added to its States; the other leaves are the tree's."""
+
+  def join(x, y):
+    return nnx.merge_state(x, y) if _is_state(x) else x
+
+  return jax.tree.map(join, tree, other, is_leaf=_is_state)

@@ -1,0 +1,151 @@
+"""The closed-form memory estimate: against real shapes, its scaling, and the verdict's advice."""
+
+import jax
+import pytest
+import tiny
+from flax import nnx
+
+from maxghost import config, models
+from maxghost.parallel import memory_estimate
+from maxghost.parallel.memory_estimate import Tensor, decoder_parameters, estimate
+from maxghost.parallel.memory_verdict import largest, remedies, verdict
+
+LONG = {  # 48 layers of width 2048 at 65,536 tokens
+  "base_emb_dim": 2048,
+  "base_num_query_heads": 16,
+  "base_num_kv_heads": 4,
+  "head_dim": 128,
+  "base_mlp_dim": 4096,
+  "base_num_decoder_layers": 48,
+  "vocab_size": 32_768,
+  "num_vocab_tiling": 16,
+  "max_target_length": 65_536,
+  "per_device_batch_size": 1,
+  "dtype": "bfloat16",
+  "weight_dtype": "bfloat16",
+  "attention": "flash",
+  "remat_policy": "full",
+  "ghost_enabled": False,
+}
+V5E = int(15.75 * 2**30)
+
+
+def long(**changes):
+  return estimate(config.replace(config.load(), **(LONG | changes)))
+
+
+def row(estimated, name: str) -> int:
+  return sum(r.bytes for r in estimated.rows if r.name == name)
+
+
+@pytest.mark.parametrize("changes", [{}, {"logits_via_embedding": True}, {"mlp_activations": ("gelu",)}])
+def test_parameters_in_closed_form_are_those_of_the_model(changes):
+  cfg = tiny.make_config(**changes)
+  flat = nnx.to_flat_state(nnx.state(models.create_abstract(cfg), nnx.Param))
+  real = {"/".join(map(str, path)): (v.shape, v.get_metadata()["axes"]) for path, v in flat}
+  assert decoder_parameters(cfg) == real
+
+
+def test_parameters_optimizer_and_gradients_are_exact():
+  cfg = tiny.make_config(ghost_enabled=False)
+  sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(models.create_abstract(cfg)))]
+  estimated = estimate(cfg)
+  assert row(estimated, "parameters") == 4 * sum(sizes)
+  assert row(estimated, "optimizer") == 8 * sum(sizes)
+  assert estimated.total == estimated.arguments + estimated.temporaries
+  halved = estimate(config.replace(cfg, mu_dtype="bfloat16"))
+  assert row(halved, "optimizer") == 6 * sum(sizes)
+  assert row(estimate(config.replace(cfg, opt_type="sgd")), "optimizer") == 0
+
+
+def test_a_tensor_says_what_it_is():
+  tensor = Tensor((12, 131_072, 3072), "bfloat16", "mlp activations", 2)
+  assert tensor.bytes == 12 * 131_072 * 3072 * 2 * 2
+  assert tensor.describe() == "2 x bf16[12,131072,3072] 19.33 GB: mlp activations"
+
+
+def test_carries_follow_the_segments():
+  carry = 65_536 * 2048 * 2
+  assert row(long(), "boundary carries") == 48 * carry
+  assert row(long(segment_length=6), "boundary carries") == (8 + 6) * carry
+  assert row(long(segment_lengths=(12, 4)), "boundary carries") == (4 + 3 + 4) * carry
+
+
+def test_what_the_remat_policy_keeps_is_kept_for_every_layer():
+  kept = "within-segment activations"
+  rows = {policy: row(long(remat_policy=policy), kept) for policy in ("full", "minimal", "none")}
+  assert rows["full"] < rows["minimal"] < rows["none"]
+  products = 65_536 * 2 * (16 * 128 + 2 * 4 * 128 + 2048 + 2 * 4096)  # queries, keys, values, out, wi_0, wi_1
+  assert rows["minimal"] - rows["full"] == 48 * products
+  short = long(remat_policy="minimal", segment_length=6)
+  assert row(short, "within-segment activations") - rows["full"] == 6 * products
+
+
+def test_streamed_weights_and_moments_live_in_host_memory():
+  near, far = long(segment_length=6), long(segment_length=6, stream_weights="host", stream_optimizer="host")
+  stacked = sum(
+    size for label, size in sizes(near).items() if "/layers/" in label
+  )  # fmt: skip
+  assert near.host == 0
+  assert far.host == stacked * (2 + 2 + 4 + 2)  # weights, gradients, two moments
+  assert near.arguments - far.arguments == stacked * (2 + 4 + 2)
+
+
+def sizes(estimated) -> dict[str, int]:
+  out = {}
+  for label, (shape, _) in decoder_parameters(estimated.cfg).items():
+    total = 1
+    for n in shape:
+      total *= n
+    out[label] = total
+  return out
+
+
+def test_the_mesh_divides_weights_and_tokens():
+  one, many = estimate(long().cfg), estimate(long().cfg, {"data": 2, "fsdp": 4, "tensor": 2})
+  assert row(many, "parameters") == pytest.approx(row(one, "parameters") / 8, rel=1e-3)
+  assert many.tokens == 2 * 65_536  # rows are per device: those of both devices of a tensor pair
+  wide = estimate(long().cfg, {"context": 4})
+  assert wide.tokens == 65_536
+
+
+def test_tiles_divide_the_logits():
+  def logits(n):
+    return row(long(vocab_size=201_088, num_vocab_tiling=n, max_target_length=32_768, segment_length=6), "logits")
+
+  whole = 32_768 * 201_088 * 4
+  assert logits(1) == pytest.approx(1.5 * whole)
+  assert logits(2) == pytest.approx(0.75 * whole)
+
+
+def test_a_step_that_fits_has_one_line():
+  estimated = estimate(config.load())
+  assert verdict(estimated, V5E).startswith("memory: needs ")
+  assert "to spare" in verdict(estimated, V5E) and "\n" not in verdict(estimated, V5E)
+
+
+def test_the_verdict_names_the_largest_tensors_and_settings_that_make_it_fit():
+  estimated = long(remat_policy="none", attention="dot_product", max_target_length=8192)
+  text = verdict(estimated, V5E)
+  assert "does not fit" in text
+  assert "tokens per device: 8,192 = 1 rows of 8192 tokens" in text
+  assert largest(estimated, 1)[0].describe() in text
+  steps = remedies(estimated, V5E)
+  assert steps[-1][2].total <= V5E < estimated.total
+  assert [after.total for _, _, after in steps] == sorted((after.total for _, _, after in steps), reverse=True)
+  for keys, _, after in steps:
+    assert f"{keys} -> {memory_estimate.shown(after.total)}" in text
+  changes = dict(pair.split("=") for keys, _, _ in steps for pair in keys.split())
+  written = config.replace(estimated.cfg, **{k: int(v) if v.isdigit() else v for k, v in changes.items()})
+  assert estimate(written).total == steps[-1][2].total  # what is printed can be typed
+
+
+def test_no_setting_is_advised_that_is_not_needed():
+  estimated = long(remat_policy="none", max_target_length=8192, attention="blockwise")
+  steps = remedies(estimated, estimated.total - 1)
+  assert len(steps) == 1
+
+
+def test_a_model_that_cannot_fit_is_told_so():
+  text = verdict(long(), 10**9)
+  assert "too much: use more devices, or a smaller model" in text

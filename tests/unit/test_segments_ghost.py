@@ -1,0 +1,138 @@
+"""Schedule reverse_scan over segments: the scores of two_pass, with only the segments' inputs kept.
+
+K validation sets, L layers, k layers in a segment.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import tiny
+from train_steps import TRAIN, VALIDATION, Run
+
+from maxghost import config, ghost
+from maxghost.ghost import reverse_scan
+from maxghost.training.host_memory import HostMemory
+
+FLOAT64 = {"dtype": "float64", "weight_dtype": "float64"}
+LAYERS = 6
+BATCH = tiny.make_batch(((6, 5), (13,), (2, 9)), seed=51)
+VALS = [tiny.make_batch(((7,), (4, 4)), seed=52), tiny.make_batch(((13,), (3, 3), (5,), (9,)), seed=53)]
+CASES = {  # lengths, direction, rank, whether the validation VJPs of a segment come first
+  "2-adam-in-turn": ((2,), "adam", 0, True),
+  "3-rank-layerwise": ((3,), "sgd", 5, False),
+}
+SLOW_CASES = {
+  "2-adam-layerwise": ((2,), "adam", 0, False),
+  "3-rank-in-turn": ((3,), "sgd", 5, True),
+  "6-2-adam-rank-in-turn": ((6, 2), "adam", 5, True),
+  "3-1-sgd-layerwise": ((3, 1), "sgd", 0, False),
+  "1-sgd-in-turn": ((1,), "sgd", 0, True),
+}
+
+
+def score(schedule, direction, rank, **changes):
+  cfg = tiny.make_config(base_num_decoder_layers=LAYERS, remat_policy="full", **FLOAT64, **changes)
+  with jax.enable_x64(True), tiny.cheap_compilation():
+    model = tiny.make_model(cfg)
+    adam = None
+    if direction == "adam":
+      rng = np.random.default_rng(5)
+      moments = {k: jnp.asarray(1e-3 * rng.random(v.shape) ** 4 + 1e-7) for k, v in tiny.by_label(model).items()}
+      adam = ghost.AdamState(moments, 6, 0.8)
+    engine = ghost.GhostEngine(cfg, schedule=schedule, direction=direction, rank=rank, per_position=True)
+    return jax.tree.map(np.asarray, engine.score(model, BATCH, VALS, adam=adam))
+
+
+@pytest.fixture(scope="module")
+def two_pass():
+  made = {}
+
+  def get(direction, rank):
+    if (direction, rank) not in made:
+      made[direction, rank] = score("two_pass", direction, rank)
+    return made[direction, rank]
+
+  return get
+
+
+def assert_case(lengths, direction, rank, in_turn, two_pass, monkeypatch):
+  asked = []
+  monkeypatch.setattr(reverse_scan._Walk, "_smaller_gradients", lambda *args: asked.append(args) or in_turn)
+  ours, theirs = score("reverse_scan", direction, rank, segment_lengths=lengths), two_pass(direction, rank)
+  assert asked
+  for field in dataclasses.fields(ours):
+    left, right = getattr(ours, field.name), getattr(theirs, field.name)
+    if field.name == "grads":
+      left, right = tiny.by_label(left), tiny.by_label(right)
+    assert jax.tree.structure(left) == jax.tree.structure(right), field.name
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+      assert oracles.relative_error(a, b) < (1e-9 if rank else 1e-11), field.name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scores_are_those_of_two_pass(name, two_pass, monkeypatch):
+  assert_case(*CASES[name], two_pass, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_CASES)
+def test_scores_are_those_of_two_pass_in_every_form(name, two_pass, monkeypatch):
+  assert_case(*SLOW_CASES[name], two_pass, monkeypatch)
+
+
+STEP = {"base_num_decoder_layers": 4, "ghost_schedule": "reverse_scan", "remat_policy": "full", **FLOAT64}
+
+
+@pytest.fixture(scope="module")
+def plain_outputs():
+  """Of two train steps without segments."""
+  run = Run(**STEP)
+  return [run.step(TRAIN[i]) for i in range(2)]
+
+
+@pytest.mark.parametrize("carries", [pytest.param("none", marks=pytest.mark.slow), "host"])
+def test_the_train_step_accounts_as_without_segments(carries, plain_outputs):
+  """All outputs, in float64; the validation rows' segment inputs on the host or not."""
+  run = Run(segment_length=2, ghost_stream_carries=carries, **STEP)
+  for i, theirs in enumerate(plain_outputs):
+    ours = run.step(TRAIN[i])
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+      for a, b in zip(jax.tree.leaves(ours[name]), jax.tree.leaves(value), strict=True):
+        # A residual or a check of rounding has no digits to compare.
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-13, err_msg=name)
+
+
+def kept(num_layers: int, **changes) -> list[int]:
+  """Sizes of the activations that the forward passes and the walk back stack up, outermost scans only."""
+  run = Run(base_num_decoder_layers=num_layers, ghost_schedule="reverse_scan", **changes)
+  run.state = HostMemory.of(run.cfg).put(run.state)
+  jaxpr = jax.make_jaxpr(run.function)(run.state, TRAIN[0], (VALIDATION,))
+  sizes = []
+  for equation in jaxpr.jaxpr.eqns:
+    if equation.primitive.name == "scan":
+      outputs = [v.aval for v in equation.outvars[equation.params["num_carry"] :]]
+      sizes += [v.shape for v in outputs if v.shape[-2:] == (tiny.POSITIONS, 20)]
+  return sizes
+
+
+@pytest.mark.parametrize(
+  "streams", [{}, {"stream_weights": "host", "stream_optimizer": "host"}], ids=["device", "streamed"]
+)
+def test_the_forward_passes_keep_as_many_carries_as_there_are_segments(streams):
+  wanted = [(2, 5, tiny.POSITIONS, 20), (2, 7, tiny.POSITIONS, 20)]
+  assert kept(4, segment_length=2, **streams) == wanted
+
+
+def test_without_segments_they_keep_one_per_layer():
+  assert kept(4) == [(4, 5, tiny.POSITIONS, 20), (4, 7, tiny.POSITIONS, 20)]
+
+
+def test_carries_on_the_host_need_segments():
+  for overrides in ("ghost_schedule=reverse_scan", "segment_length=2"):
+    with pytest.raises(config.ConfigError, match="ghost_stream_carries=host needs ghost_schedule=reverse_scan and a"):
+      config.load("ghost_stream_carries=host", overrides)

@@ -1,0 +1,255 @@
+"""Weights and moments in host memory: the same bits, and where everything lives.
+
+L layers, k layers in a segment.
+"""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import tiny
+from flax import nnx
+from train_steps import TRAIN, Run
+
+from maxghost import config
+from maxghost.ghost.losses import LanguageModelLoss
+from maxghost.ghost.schedules import mean_loss
+from maxghost.models import streaming
+from maxghost.training import state as train_state
+from maxghost.training.host_memory import HostMemory
+
+LAYERS = 6
+BATCH = tiny.make_batch(((6, 5), (13,), (2, 9)), seed=300)
+HOST = jax.memory.Space.Host
+
+
+def test_a_loop_brings_every_segment_in_once_and_in_order():
+  stacked = {"w": jax.device_put(jnp.arange(5.0), HOST), "i": jnp.arange(5)}
+
+  def run(stacked, reverse):
+    def step(carry, x, here):
+      assert not streaming.any_on_host(here)
+      return carry * 2 + here["w"], (here["w"] * x, here["i"])
+
+    return streaming.loop(step, 0.0, jnp.ones(5) * 3, stacked, reverse=reverse)
+
+  for reverse in (False, True):
+    ours = jax.jit(run, static_argnums=1)(stacked, reverse)
+    order = np.arange(5)[::-1] if reverse else np.arange(5)
+    carry = 0.0
+    for i in order:
+      carry = carry * 2 + i
+    assert float(ours[0]) == carry
+    np.testing.assert_array_equal(ours[1][0], 3.0 * np.arange(5))
+    np.testing.assert_array_equal(ours[1][1], np.arange(5))
+
+
+def gradients(host: bool, **changes):
+  """(loss, gradient State) of the tiny model, its stacked layers on the host or not."""
+  cfg = tiny.make_config(base_num_decoder_layers=LAYERS, **changes)
+  graphdef, params, rest = nnx.split(tiny.make_model(cfg), nnx.Param, ...)
+  if host:
+    params = on_host(params)
+  loss_fn = LanguageModelLoss(dropout_key=jax.random.key(5) if cfg.model.dropout_rate else None)
+
+  def loss(params):
+    return mean_loss(*loss_fn(nnx.merge(graphdef, params, rest), BATCH))
+
+  with tiny.cheap_compilation():
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+def on_host(params: nnx.State) -> nnx.State:
+  flat = nnx.to_flat_state(params)
+  return nnx.from_flat_state(
+    [(p, v.replace(jax.device_put(v[...], HOST)) if "layers" in p else v) for p, v in flat]
+  )
+
+
+CASES = {
+  "2-minimal": {"segment_length": 2, "remat_policy": "minimal"},
+  "3-full-dropout": {"segment_length": 3, "remat_policy": "full", "dropout_rate": 0.3},
+}
+SLOW_CASES = {
+  f"{lengths}-{remat}": {"segment_lengths": lengths, "remat_policy": remat}
+  for lengths in ((1,), (2,), (6,), (3, 1), (6, 3))
+  for remat in ("none", "minimal", "full")
+}
+
+
+def assert_same_gradients(changes):
+  (loss, grads), (loss_0, grads_0) = gradients(True, **changes), gradients(False, **changes)
+  assert float(loss) == float(loss_0)
+  for (path, ours), (_, theirs) in zip(nnx.to_flat_state(grads), nnx.to_flat_state(grads_0), strict=True):
+    assert ours[...].sharding.memory_kind == ("pinned_host" if "layers" in path else "device"), path
+    np.testing.assert_array_equal(np.asarray(ours[...]), np.asarray(theirs[...]), err_msg=str(path))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_streamed_gradients_have_the_bits_of_segments(name):
+  assert_same_gradients(CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_CASES)
+def test_streamed_gradients_have_the_bits_of_segments_in_every_form(name):
+  assert_same_gradients(SLOW_CASES[name])
+
+
+class StreamedRun(Run):
+  """A `Run` whose state is put where its configuration says."""
+
+  def __init__(self, **changes):
+    super().__init__(batch=TRAIN[0], base_num_decoder_layers=4, segment_length=2, **changes)
+    self.state = HostMemory.of(self.cfg).put(self.state)
+
+  def kinds(self) -> dict:
+    return {path: v[...].sharding.memory_kind for path, v in nnx.to_flat_state(self.state)}
+
+
+STREAMS = {
+  "both": {"stream_weights": "host", "stream_optimizer": "host"},
+  "weights": {"stream_weights": "host"},
+  "optimizer": {"stream_optimizer": "host"},
+}
+PLAIN = {"ghost_enabled": False, "remat_policy": "full"}
+GHOST = {"ghost_schedule": "reverse_scan", "remat_policy": "full", "ghost_rank": 5, "ghost_direction": "adam"}
+
+
+def three_steps(**changes):
+  run = StreamedRun(**changes)
+  before = run.kinds()
+  outputs = [run.step(TRAIN[i]) for i in range(3)]
+  return types.SimpleNamespace(run=run, before=before, outputs=outputs)
+
+
+@pytest.fixture(scope="module")
+def unstreamed():
+  made = {}
+
+  def get(changes):
+    key = tuple(changes.items())
+    if key not in made:
+      made[key] = three_steps(**changes)
+    return made[key]
+
+  return get
+
+
+def assert_same_bits(ours, theirs):
+  on, off = nnx.to_flat_state(ours.run.state), nnx.to_flat_state(theirs.run.state)
+  for (path, a), (_, b) in zip(on, off, strict=True):
+    np.testing.assert_array_equal(np.asarray(a[...]), np.asarray(b[...]), err_msg=str(path))
+  assert min(float(out["clip_factor"]) for out in theirs.outputs) < 1
+  for a, b in zip(ours.outputs, theirs.outputs, strict=True):
+    assert a.keys() == b.keys()
+    for name in ("loss", "grad_norm", "param_norm", "clip_factor", *(["score_dot_BSK"] if "val_loss" in b else [])):
+      np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["both", pytest.param("weights", marks=pytest.mark.slow), "optimizer"])
+def test_streamed_steps_have_the_bits_of_unstreamed_ones(name, unstreamed):
+  ours = three_steps(**PLAIN, **STREAMS[name])
+  assert_same_bits(ours, unstreamed(PLAIN))
+  assert ours.run.kinds() == ours.before
+  on_host = {path for path, kind in ours.before.items() if kind == "pinned_host"}
+  wanted = {"weights": {"model"}, "optimizer": {"optimizer"}, "both": {"model", "optimizer"}}[name]
+  assert {path[0] for path in on_host} == wanted
+  assert all("layers" in path for path in on_host)
+  stacked = [path for path in ours.before if "layers" in path and path[0] in wanted]
+  assert on_host == set(stacked)
+
+
+def test_streamed_scores_have_the_bits_of_unstreamed_ones(unstreamed):
+  """reverse_scan with low-rank directions through Adam: weights and moments of a segment come in once for both."""
+  assert_same_bits(three_steps(**GHOST, **STREAMS["both"]), unstreamed(GHOST))
+
+
+def test_a_fresh_state_is_where_its_abstract_one_says():
+  cfg = tiny.make_config(base_num_decoder_layers=4, segment_length=2, ghost_enabled=False, **STREAMS["both"])
+  _, abstract = train_state.abstract_split(cfg)
+  _, fresh = train_state.create_split(cfg)
+  on_host = 0
+  for (path, x), (_, shape) in zip(nnx.to_flat_state(fresh), nnx.to_flat_state(abstract), strict=True):
+    kind = "device" if shape.get_value().sharding is None else shape.get_value().sharding.memory_kind
+    assert x[...].sharding.memory_kind == kind, path
+    on_host += kind == "pinned_host"
+  assert on_host == 3 * 9  # parameters of a layer, and two moments of each
+
+
+def test_abstract_states_lower_to_a_step_with_host_arguments():
+  cfg = tiny.make_config(base_num_decoder_layers=4, segment_length=2, ghost_enabled=False, **STREAMS["both"])
+  _, abstract = train_state.abstract_split(cfg)
+  seen = {}
+
+  def look(state):
+    seen.update({path: streaming.on_host(v[...]) for path, v in nnx.to_flat_state(state)})
+
+  jax.jit(look).lower(abstract)
+  assert {path for path, host in seen.items() if host} == {p for p in seen if "layers" in p}
+
+
+def test_without_host_memory_it_says_so():
+  device = types.SimpleNamespace(
+    addressable_memories=lambda: [types.SimpleNamespace(kind="device")], device_kind="Toy chip"
+  )
+  host = HostMemory(weights=True, optimizer=True)
+  told = (
+    "stream_weights=host and stream_optimizer=host needs pinned host memory, but Toy chip has only device; "
+    "use stream_weights=none and stream_optimizer=none"
+  )
+  with pytest.raises(config.ConfigError, match=told):
+    host.check(device)
+  HostMemory(weights=False, optimizer=False).check(device)
+  host.check(jax.devices()[0])
+
+
+@pytest.mark.parametrize(
+  ("overrides", "told"),
+  [
+    ("stream_weights=host ghost_enabled=false", "one segment of layers at a time; give a segment_length, such as 2"),
+    ("stream_optimizer=host scan_layers=false ghost_enabled=false", "use scan_layers=true and a segment_length"),
+    ("stream_weights=host segment_length=2", "use ghost_schedule=reverse_scan, not two_pass, or ghost_enabled=false"),
+    (
+      "stream_weights=host segment_length=2 ghost_enabled=false gradient_accumulation_steps=3",
+      "use gradient_accumulation_steps=1, not 3",
+    ),
+    ("stream_weights=hots segment_length=2", "did you mean 'host'?"),
+  ],
+)
+def test_streams_that_cannot_be_are_refused(overrides, told):
+  with pytest.raises(config.ConfigError) as caught:
+    config.load(*overrides.split())
+  (problem,) = caught.value.problems
+  assert told in problem
+
+
+def test_streamed_layers_without_segments_are_refused():
+  w = jax.device_put(jnp.ones((4, 5)), HOST)
+  with pytest.raises(ValueError, match="streamed layers need segments: give segment_length"):
+    streaming.scan(lambda c, w, s: c, jnp.ones(5), w, (), ())
+
+
+def test_gradients_of_what_every_layer_sees_are_summed():
+  """Shared floats (not only the positions and segment ids of the project's models) get their gradient, too."""
+  w = jnp.asarray(np.random.default_rng(0).normal(size=(4, 5, 5)), jnp.float32) / 3
+  x, shift = jnp.ones((2, 5)), jnp.linspace(0, 1, 5)
+
+  def loss(w, shift):
+    step = lambda x, w, s: jnp.tanh(x @ w[0] + s[0]) * (w[1] + 1)  # noqa: E731
+    return streaming.scan(step, x, (w, jnp.arange(4)), (shift, jnp.arange(3)), (2,)).sum()
+
+  ours = jax.jit(jax.grad(loss, (0, 1)))(jax.device_put(w, HOST), shift)
+
+  def plain(w, shift):
+    y = x
+    for i in range(4):
+      y = jnp.tanh(y @ w[i] + shift) * (i + 1)
+    return y.sum()
+
+  theirs = jax.grad(plain, (0, 1))(w, shift)
+  for a, b in zip(ours, theirs, strict=True):
+    assert oracles.relative_error(np.asarray(a), np.asarray(b)) < 1e-5
