@@ -16,6 +16,7 @@ from flax import nnx
 from maxghost.ghost import directions, low_rank
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.directions import AdamScalars
+from maxghost.parallel import constrain_state
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +71,7 @@ def validation_gradients(graphdef, params, rest, loss_fn: Callable, batches: tup
     return validation_mean(*loss_fn(nnx.merge(graphdef, params, rest), batch))
 
   pairs = [jax.value_and_grad(loss)(params, batch) for batch in batches]
-  return jnp.stack([value for value, _ in pairs]), [grads for _, grads in pairs]
+  return jnp.stack([value for value, _ in pairs]), [constrain_state(grads) for _, grads in pairs]
 
 
 def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: tuple, gradients: list, delta):
@@ -86,7 +87,7 @@ def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: t
   out = []
   for gradient, batch in zip(gradients, batches, strict=True):
     _, curvature = jax.jvp(lambda p, batch=batch: jax.grad(loss)(p, batch), (params,), (delta,))
-    out.append(jax.tree.map(lambda g, c: g + 0.5 * c, gradient, curvature))
+    out.append(constrain_state(jax.tree.map(lambda g, c: g + 0.5 * c, gradient, curvature)))
   return out
 
 
@@ -99,7 +100,7 @@ def direction_parts(twin: Twin, gradients: list[dict], second_moments: dict | No
   parts, captured = {}, {}
   for param in twin.scored:
     axis = len(param.stack_shape)
-    stacked = jnp.stack([g[param.label] for g in gradients], axis=axis)
+    stacked = param.placed(jnp.stack([g[param.label] for g in gradients], axis=axis))
     if twin.spec.kind == "adam":
       spread = jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape))
       parts[param.label] = (stacked, second_moments[param.label], spread)
@@ -127,7 +128,8 @@ def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: n
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
   (value, (losses, weights, metrics)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
   facts = twin.scores_by_label(probe_grads, "facts")
-  return TrainPass(value, losses, weights, grads, twin.scores_by_label(probe_grads), facts, metrics)
+  scores = twin.scores_by_label(probe_grads)
+  return TrainPass(value, losses, weights, constrain_state(grads), scores, facts, metrics)
 
 
 def concat_pass(twin: Twin, params, rest, loss_fn: Callable, batch, val_batch, directions: nnx.State):
@@ -148,6 +150,7 @@ def concat_pass(twin: Twin, params, rest, loss_fn: Callable, batch, val_batch, d
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
   (_, (train, val, losses, weights)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
   facts = twin.scores_by_label(probe_grads, "facts")
+  grads = constrain_state(grads)
   return TrainPass(train, losses, weights, grads, twin.scores_by_label(probe_grads), facts), val
 
 
@@ -165,4 +168,4 @@ def unscored_pass(graphdef, params, rest, loss_fn: Callable, batch) -> TrainPass
     return mean_loss(losses, weights), (losses, weights, metrics)
 
   (value, (losses, weights, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(params)
-  return TrainPass(value, losses, weights, grads, {}, {}, metrics)
+  return TrainPass(value, losses, weights, constrain_state(grads), {}, {}, metrics)

@@ -8,8 +8,9 @@ from flax import nnx
 
 from maxghost.config.schema import ModelConfig
 from maxghost.models import attention_ops
-from maxghost.models.parts import linear, rms_norm
+from maxghost.models.parts import HIDDEN, KEYS, QUERIES, linear, rms_norm
 from maxghost.models.rotary import Rotary
+from maxghost.parallel import constrain
 
 
 class SelfAttention(nnx.Module):
@@ -38,14 +39,17 @@ class SelfAttention(nnx.Module):
 
   def __call__(self, x_BTD, positions_BT, segment_ids_BT):
     q_BTHh, k_BTKh, v_BTKh = self.project(x_BTD, positions_BT)
-    return self.out(self.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT))
+    o_BTHh = constrain(self.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT), QUERIES, "attention output")
+    return constrain(self.out(o_BTHh), HIDDEN)
 
   def project(self, x_BTD, positions_BT):
     """(q_BTHh, k_BTKh, v_BTKh): projected, normed, rotated."""
     q_BTHh, k_BTKh = self.query(x_BTD), self.key(x_BTD)
     if self.has_qk_norm:
       q_BTHh, k_BTKh = self.query_norm(q_BTHh), self.key_norm(k_BTKh)
-    return self.rotary(q_BTHh, positions_BT), self.rotary(k_BTKh, positions_BT), self.value(x_BTD)
+    q_BTHh = constrain(self.rotary(q_BTHh, positions_BT), QUERIES, "queries")
+    k_BTKh = constrain(self.rotary(k_BTKh, positions_BT), KEYS, "keys")
+    return q_BTHh, k_BTKh, constrain(self.value(x_BTD), KEYS, "values")
 
   def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT):
     """What the heads read, [B, T, H, h]; the only use of `sinks`."""

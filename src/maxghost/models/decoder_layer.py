@@ -11,7 +11,8 @@ from maxghost.config.schema import ModelConfig
 from maxghost.models import autodiff
 from maxghost.models.attention import SelfAttention
 from maxghost.models.moe import RoutedMoe
-from maxghost.models.parts import gated, linear, norm
+from maxghost.models.parts import FEED_FORWARD, HIDDEN, gated, linear, norm
+from maxghost.parallel import constrain
 
 # MaxText's names of (attention, feed-forward layer) where a family has its own.
 _NAMES = {"gpt_oss": ("GptOssAttention", "GptOssMlp"), "qwen3_moe": ("self_attention", "moe_block")}
@@ -37,8 +38,8 @@ class GatedMlp(nnx.Module):
     return ["wi"] if len(self.activations) == 1 else [f"wi_{i}" for i in range(len(self.activations))]
 
   def __call__(self, x_BTD):
-    branches = [getattr(self, name)(x_BTD) for name in self.branches]
-    return self.wo(gated(branches, self.activations, self.limit))
+    h_BTF = gated([getattr(self, name)(x_BTD) for name in self.branches], self.activations, self.limit)
+    return constrain(self.wo(constrain(h_BTF, FEED_FORWARD, "feed-forward")), HIDDEN)
 
 
 class DecoderLayer(nnx.Module):
