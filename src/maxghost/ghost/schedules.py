@@ -59,8 +59,7 @@ def validation_gradients(graphdef, params, rest, loss_fn: Callable, batches: tup
   def loss(params, batch):
     return validation_mean(*loss_fn(nnx.merge(graphdef, params, rest), batch))
 
-  pairs = [jax.value_and_grad(loss)(params, batch) for batch in batches]
-  return jnp.stack([value for value, _ in pairs]), [constrain_state(grads) for _, grads in pairs]
+  return _for_each_set(lambda batch: jax.value_and_grad(loss)(params, batch), batches)
 
 
 def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: tuple, gradients: list, delta):
@@ -73,11 +72,27 @@ def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: t
   def loss(params, batch):
     return mean_loss(*loss_fn(nnx.merge(graphdef, params, rest), batch))
 
-  out = []
-  for gradient, batch in zip(gradients, batches, strict=True):
-    _, curvature = jax.jvp(lambda p, batch=batch: jax.grad(loss)(p, batch), (params,), (delta,))
-    out.append(constrain_state(jax.tree.map(lambda g, c: g + 0.5 * c, gradient, curvature)))
-  return out
+  def curvature(batch):
+    return jnp.zeros(()), jax.jvp(lambda p: jax.grad(loss)(p, batch), (params,), (delta,))[1]
+
+  _, along = _for_each_set(curvature, batches)
+  return [
+    jax.tree.map(lambda g, c: g + 0.5 * c, gradient, curved) for gradient, curved in zip(gradients, along, strict=True)
+  ]
+
+
+def _for_each_set(function: Callable, batches: tuple):
+  """(stacked first results, list of second results) of function(batch) -> (scalar, State).
+
+  Sets of one shape run as one mapped pass: the products with the weights see all their rows at once, which K small
+  passes would not fill the machine with.
+  """
+  shapes = [jax.tree.map(jnp.shape, batch) for batch in batches]
+  if len(batches) == 1 or any(shape != shapes[0] for shape in shapes):
+    pairs = [function(batch) for batch in batches]
+    return jnp.stack([value for value, _ in pairs]), [constrain_state(state) for _, state in pairs]
+  values, states = jax.vmap(function)(jax.tree.map(lambda *x: jnp.stack(x), *batches))
+  return values, [constrain_state(jax.tree.map(lambda x, k=k: x[k], states)) for k in range(len(batches))]
 
 
 def direction_parts(twin: Twin, gradients: list[dict], second_moments: dict | None = None, scalars=None):
