@@ -200,7 +200,9 @@ class StopFlag:
       mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
       self._sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
       whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-      self._any = jax.jit(lambda wishes: wishes.max(), out_shardings=whole)
+      wishes = jax.ShapeDtypeStruct((jax.device_count(),), np.int32, sharding=self._sharding)
+      self._any = jax.jit(lambda wishes: wishes.max(), out_shardings=whole).lower(wishes).compile()
+      gather(None)  # the devices of one process do not wait long for those of another
     local = np.full(jax.local_device_count(), wish, np.int32)
     return self._any(jax.make_array_from_process_local_data(self._sharding, local, (jax.device_count(),)))
 
