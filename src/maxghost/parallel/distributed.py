@@ -4,6 +4,7 @@ The engine is `jax.distributed`; here are only the questions the trainer asks. W
 at once and no network is touched.
 """
 
+import itertools
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed as jax_distributed  # the key-value store of jax.distributed has no public name
 
 from maxghost.config import Config, ConfigError
 from maxghost.config.schema import ParallelConfig
@@ -25,6 +27,7 @@ HINTS = (
 )  # fmt: skip
 ALONE = {"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}
 OWN_KEYS = frozenset({"jax_distributed_process_id"})  # may differ between the processes of a run
+PATIENCE_SECONDS = 1800  # for another process that is alive; one that is not is noticed by its missing heartbeats
 MOST_SKEW = 10.0  # seconds between two clocks that nobody need hear of
 
 # In the texts of the runtimes' errors: Gloo, NCCL, the coordination service, Orbax' barriers.
@@ -32,6 +35,8 @@ _LOST = (
   "gloo", "connection reset", "connection closed", "connection refused", "socket closed", "heartbeat",
   "coordination service", "coordination_service", "unavailable:", "nccl", "peer", "barrier",
 )  # fmt: skip
+
+_exchanges = itertools.count()
 
 
 def start(cfg: ParallelConfig) -> None:
@@ -120,17 +125,22 @@ def is_first() -> bool:
 
 
 def gather(value: Any) -> list:
-  """The values (anything JSON can hold) of all processes, in their order; waits for all."""
+  """The values (anything JSON can hold) of all processes, in their order; waits for all.
+
+  To be called by all processes alike, each from one thread. It goes through the coordination service, not through the
+  devices: a process may come minutes after the others, as after compiling, where Gloo waits for half a minute.
+  """
   if count() == 1:
     return [value]
-  from jax.experimental import multihost_utils
-
-  data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-  sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32)).reshape(-1)
-  padded = np.zeros(int(sizes.max()), np.uint8)
-  padded[: len(data)] = data
-  texts = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-  return [json.loads(text[:size].tobytes()) for text, size in zip(texts, sizes, strict=True)]
+  client = jax_distributed.global_state.client
+  number = next(_exchanges)
+  client.key_value_set(f"maxghost/{number}/{index()}", json.dumps(value))
+  texts = [
+    client.blocking_key_value_get(f"maxghost/{number}/{process}", PATIENCE_SECONDS * 1000) for process in range(count())
+  ]
+  client.wait_at_barrier(f"maxghost/{number}", PATIENCE_SECONDS * 1000)
+  client.key_value_delete(f"maxghost/{number}/{index()}")
+  return [json.loads(text) for text in texts]
 
 
 def total(values: np.ndarray) -> np.ndarray:
@@ -190,7 +200,9 @@ class StopFlag:
       mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
       self._sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
       whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-      self._any = jax.jit(lambda wishes: wishes.max(), out_shardings=whole)
+      wishes = jax.ShapeDtypeStruct((jax.device_count(),), np.int32, sharding=self._sharding)
+      self._any = jax.jit(lambda wishes: wishes.max(), out_shardings=whole).lower(wishes).compile()
+      gather(None)  # the devices of one process do not wait long for those of another
     local = np.full(jax.local_device_count(), wish, np.int32)
     return self._any(jax.make_array_from_process_local_data(self._sharding, local, (jax.device_count(),)))
 

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from maxghost.config import Config, ConfigError, replace
-from maxghost.parallel import Layout, use
+from maxghost.parallel import Layout, distributed, use
 from maxghost.training import step as step_lib
 from maxghost.training.compiling import compiler_options
 
@@ -57,20 +57,26 @@ class Program:
 
   @functools.cached_property
   def train_step(self) -> Callable:
-    return self._futures["train_step"].result().call
+    return self._call("train_step")
 
   @functools.cached_property
   def plain_step(self) -> Callable:
     """The train step without scores, where only some steps are scored."""
-    return self._futures["plain_step"].result().call
+    return self._call("plain_step")
 
   @functools.cached_property
   def validation_loss(self) -> Callable:
-    return self._futures["validation_loss"].result().call
+    return self._call("validation_loss")
 
   @functools.cached_property
   def evaluate(self) -> Callable:
-    return self._futures["evaluate"].result().call
+    return self._call("evaluate")
+
+  def _call(self, name: str) -> Callable:
+    """The function, when every process has compiled it: none waits inside it for one that has not."""
+    compiled = self._futures[name].result()
+    distributed.gather(name)
+    return compiled.call
 
   def is_ready(self, name: str) -> bool:
     """Whether a function is compiled."""
