@@ -48,6 +48,7 @@ def _train(cfg: Config, existing: Existing, corpus) -> int:
   from maxghost.training.session import Session
   from maxghost.training.signals import StopSignals
 
+  session = None
   with StopSignals() as signals:
     try:
       layout = devices.open_layout(cfg)
@@ -72,9 +73,9 @@ def _train(cfg: Config, existing: Existing, corpus) -> int:
     except RuntimeError as error:
       if "RESOURCE_EXHAUSTED" not in str(error):
         raise
-      return _failed(
-        f"out of device memory: {str(error).splitlines()[0]}; use a smaller per_device_batch_size or remat_policy=full"
-      )
+      if session is None:
+        raise
+      return _failed(session.out_of_memory(error))
     except KeyboardInterrupt:
       print("\nmaxghost: stopped at once; the same command continues from the last checkpoint", file=sys.stderr)
       sys.stdout.flush()

@@ -9,7 +9,7 @@ import jax
 from maxghost.config import Config, ConfigError
 from maxghost.data.build import parse_weights
 from maxghost.parallel import Layout, distributed, report
-from maxghost.training import announce, devices, program, resume, run_directory, state
+from maxghost.training import announce, devices, memory_report, program, resume, run_directory, state
 from maxghost.training.console import Console
 from maxghost.training.flops import peak_flops, step_flops
 from maxghost.training.loop import Hardware, Sinks, TrainingLoop
@@ -43,6 +43,8 @@ class Session:
     self._graphdef, abstract = state.abstract_split(cfg)
     self._abstract = layout.abstract(abstract)
     self._spread = report.check_spread(self._abstract, layout, cfg.parallel.sharding_tolerance)
+    self._memory = memory_report.estimate_of(cfg, self._abstract, dict(layout.mesh.shape))
+    self._capacity = memory_report.capacity(jax.local_devices()[0])
     for domain in self._val_sets.values():
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain)  # raises where a set has no rows
     self._program = program.build(
@@ -119,6 +121,10 @@ class Session:
     if sinks is not None:
       sinks.close()
     run_dir.close()
+
+  def out_of_memory(self, error: Exception) -> str:
+    """What to do about an allocation that failed."""
+    return memory_report.too_large(error, self._memory, self._capacity)
 
   def last_checkpoint(self) -> str:
     """Names the newest checkpoint for a message."""
@@ -207,8 +213,12 @@ class Session:
       cfg, self._dataset, params, self._program.scored, flops, run_dir.path, self._layout, self._spread
     ):
       say(line)
+    for line in memory_report.start_lines(self._memory, self._capacity):
+      say(line)
     if position.completed_steps < cfg.run.steps:
       say(self._program.describe())
+      if (analysis := self._program.memory_analysis()) is not None:
+        say(memory_report.compiled_line(self._memory, analysis))
       if distributed.is_first():
         run_dir.write_facts(announce.facts(cfg, params, flops, self._program, self._layout))
 
