@@ -17,6 +17,7 @@ from maxghost.ghost import (
   low_rank,
   rules,
   rules_flax,  # noqa: F401  registers the rules of flax's layers
+  rules_moe,  # noqa: F401  and of this project's own
 )
 from maxghost.ghost.directions import DirectionSpec, ParamSpec
 from maxghost.ghost.probed import TwinInfo, probed_call

@@ -92,6 +92,7 @@ def run(
     grads,
     twin.scores_by_label(probe_grads),
     twin.scores_by_label(probe_grads, "facts"),
+    loss.hidden_metrics(train.hidden, batch) if hasattr(loss, "hidden_metrics") else {},
   )
   sums = walk.sums(layers["sums"], outer_grads, outer_gradients) if account else None
   return passed, jnp.stack([value for value, _ in val_heads]), sums, captured

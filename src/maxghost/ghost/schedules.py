@@ -25,7 +25,7 @@ class TrainPass:
   """What one scored training pass yields.
 
   scores: {label: [*stack, K, n(, T)]}, the additive form w_i <grad l_i, u>. facts: {label: [*stack, K, 2]} for kind
-  'adam', else {}; see `directions.form`.
+  'adam', else {}; see `directions.form`. metrics: what the loss measures on its way; see `measured`.
   """
 
   loss: jax.Array
@@ -34,6 +34,17 @@ class TrainPass:
   grads: nnx.State
   scores: dict
   facts: dict
+  metrics: dict = dataclasses.field(default_factory=dict)
+
+
+def measured(loss_fn: Callable, model, batch):
+  """(losses, weights, metrics): of `loss_fn.measured` where there is one, else of loss_fn and no metrics.
+
+  metrics: {name: float array}, means over the batch's weight.
+  """
+  if hasattr(loss_fn, "measured"):
+    return loss_fn.measured(model, batch)
+  return (*loss_fn(model, batch), {})
 
 
 def mean_loss(losses, weights):
@@ -126,13 +137,14 @@ def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: n
   """The training gradient of the batch, with every example scored against `directions` on the way back."""
 
   def loss(params, probes):
-    losses, weights = loss_fn(twin.merge(params, probes, directions, rest), batch)
-    return mean_loss(losses, weights), (losses, weights)
+    losses, weights, metrics = measured(loss_fn, twin.merge(params, probes, directions, rest), batch)
+    return mean_loss(losses, weights), (losses, weights, metrics)
 
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-  (value, (losses, weights)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
+  (value, (losses, weights, metrics)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
   facts = twin.scores_by_label(probe_grads, "facts")
-  return TrainPass(value, losses, weights, constrain_state(grads), twin.scores_by_label(probe_grads), facts)
+  grads = constrain_state(grads)
+  return TrainPass(value, losses, weights, grads, twin.scores_by_label(probe_grads), facts, metrics)
 
 
 def concat_pass(twin: Twin, params, rest, loss_fn: Callable, batch, val_batch, directions: nnx.State):
@@ -159,10 +171,16 @@ def concat_pass(twin: Twin, params, rest, loss_fn: Callable, batch, val_batch, d
 
 def plain_pass(graphdef, params, rest, loss_fn: Callable, batch):
   """(loss, losses, weights, grads) of a step without scores."""
+  out = unscored_pass(graphdef, params, rest, loss_fn, batch)
+  return out.loss, out.losses, out.weights, out.grads
+
+
+def unscored_pass(graphdef, params, rest, loss_fn: Callable, batch) -> TrainPass:
+  """The training gradient of the batch, and no scores."""
 
   def loss(params):
-    losses, weights = loss_fn(nnx.merge(graphdef, params, rest), batch)
-    return mean_loss(losses, weights), (losses, weights)
+    losses, weights, metrics = measured(loss_fn, nnx.merge(graphdef, params, rest), batch)
+    return mean_loss(losses, weights), (losses, weights, metrics)
 
-  (value, (losses, weights)), grads = jax.value_and_grad(loss, has_aux=True)(params)
-  return value, losses, weights, constrain_state(grads)
+  (value, (losses, weights, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+  return TrainPass(value, losses, weights, constrain_state(grads), {}, {}, metrics)

@@ -24,9 +24,10 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
 
   graphdef, state: a split TrainStateNNX (the state may be abstract). batch: arrays or shapes of one training batch;
   num_segments: S, the largest segment id a row may hold. val_batches: a tuple of K batches (empty when ghost is off).
-  out: scalars loss, grad_norm, param_norm, learning_rate, tokens, clip_factor; with ghost also the ledger's columns
-  [K] and what `scoring.outputs`, or with ghost_select `selection.outputs`, lists. Raises ValueError for a model that
-  the engine cannot score.
+  out: scalars loss, grad_norm, param_norm, learning_rate, tokens, clip_factor; with experts lm_loss (the loss without
+  the load-balancing term) and `LanguageModelLoss.hidden_metrics`, but for schedule concat; with ghost also the ledger's
+  columns [K] and what `scoring.outputs`, or with ghost_select `selection.outputs`, lists. Raises ValueError for a model
+  that the engine cannot score.
   """
   schedule = learning_rate_schedule(cfg.optimizer, cfg.run.steps)
   scorer = None
@@ -54,6 +55,9 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
       "tokens": passed.weights.sum(),
       "clip_factor": factor,
     }
+    if passed.metrics:
+      out |= passed.metrics
+      out["lm_loss"] = passed.loss - cfg.model.load_balance_loss_weight * passed.metrics["moe_lb_loss"]
     if scorer is not None:
       columns = scorer.columns(train_state, split[1], scored, learning_rate, factor)
       report = outputs if cfg.ghost.ghost_select == "none" else selection.outputs
@@ -120,7 +124,7 @@ def _training_loss(cfg: Config, step) -> LanguageModelLoss:
   if cfg.model.dropout_rate:
     # The key is a function of (seed, step): a restart draws the same masks without any RNG state to save.
     key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), step)
-  return LanguageModelLoss.of(cfg.model, key)
+  return LanguageModelLoss.of(cfg.model, key, load_balance=True)
 
 
 def _update_of(cfg: Config, graphdef, train_state, grads):
