@@ -205,7 +205,7 @@ class TrainingLoop:
     """Adds a text of the model to the record of the step just started."""
     self._read_started()
     text = self._sampler(self._state)
-    self._pending["sample/text"] = text
+    self._pending[metrics.SAMPLE] = text
     self._sinks.console.line(sample_line(self._pending["step"], text))
     self._restart_clock()
 
