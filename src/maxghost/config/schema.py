@@ -36,6 +36,10 @@ class RunConfig:
   log_period: int = key(1, "print a step line every this many steps", minimum=1)
   eval_interval: int = key(100, "evaluate on the validation documents every this many steps; -1 = never", minimum=-1)
   eval_steps: int = key(4, "batches per evaluation", minimum=1)
+  sample_every: int = key(0, "let the model continue sample_prompt every this many steps; 0 = never", minimum=0)
+  sample_prompt: str = key("", "text that samples begin with; empty = only the begin-of-document token")
+  sample_tokens: int = key(64, "most tokens of a sample", minimum=1)
+  sample_temperature: float = key(0.7, "samples divide the logits by it; 0 = always the likeliest token", minimum=0.0)
   init_weights_seed: int = key(0, "seed of the initial weights and of dropout", minimum=0, maximum=2**32 - 1)
   data_shuffle_seed: int = key(
     0, "seed of the document order and of the train/validation split", minimum=0, maximum=2**32 - 1
@@ -352,6 +356,11 @@ class CheckpointConfig:
   """Saving and resuming."""
 
   enable_checkpointing: bool = key(True, "save checkpoints and resume from the newest good one")
+  load_parameters_path: str = key(
+    "",
+    "start a new run from the parameters of this model: a run or a checkpoint of any layout (also MaxText's), an "
+    "imported folder, or a Hugging Face folder; empty = from init_weights_seed",
+  )
   checkpoint_period: int = key(100, "save every this many steps", minimum=1)
   max_num_checkpoints_to_keep: int = key(2, "older checkpoints are removed; 0 = keep all", minimum=0)
   async_checkpointing: bool = key(True, "write checkpoints in the background")

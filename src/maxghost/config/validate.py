@@ -290,6 +290,8 @@ def streaming(v: Values) -> Iterator[str]:
       f"{given} forms directions one segment at a time; use ghost_schedule=reverse_scan, not {v.ghost_schedule}, "
       "or ghost_enabled=false"
     )
+  if v.sample_every and v.stream_weights == "host":
+    yield f"sample_every={v.sample_every} wants the weights on the device; use sample_every=0 with stream_weights=host"
   if v.gradient_accumulation_steps > 1 and v.stream_weights == "host":
     yield (
       f"stream_weights=host sends gradients to the host once per step; use gradient_accumulation_steps=1, "

@@ -144,8 +144,8 @@ def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: n
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
   (value, (losses, weights, metrics)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
   facts = twin.scores_by_label(probe_grads, "facts")
-  scores = twin.scores_by_label(probe_grads)
-  return TrainPass(value, losses, weights, constrain_state(grads), scores, facts, metrics)
+  grads = constrain_state(grads)
+  return TrainPass(value, losses, weights, grads, twin.scores_by_label(probe_grads), facts, metrics)
 
 
 def concat_pass(twin: Twin, params, rest, loss_fn: Callable, batch, val_batch, directions: nnx.State):

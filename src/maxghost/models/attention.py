@@ -37,23 +37,26 @@ class SelfAttention(nnx.Module):
     self.rotary = Rotary.of(cfg)
     self.kernel, self.window = cfg.attention, window
 
-  def __call__(self, x_BTD, positions_BT, segment_ids_BT):
-    q_BTHh, k_BTKh, v_BTKh = self.project(x_BTD, positions_BT)
-    o_BTHh = constrain(self.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT), QUERIES, "attention output")
-    return constrain(self.out(o_BTHh), HIDDEN)
+  def __call__(self, x_BTD, positions_BT, segment_ids_BT, cache=None):
+    """cache: from `kv_cache`, while text is generated; it stands for the positions before x."""
+    heads = self.project(x_BTD, positions_BT)
+    more = {} if cache is None else {"cache": cache}
+    return constrain(self.out(self.attend(*heads, segment_ids_BT, **more)), HIDDEN)
 
   def project(self, x_BTD, positions_BT):
     """(q_BTHh, k_BTKh, v_BTKh): projected, normed, rotated."""
     q_BTHh, k_BTKh = self.query(x_BTD), self.key(x_BTD)
     if self.has_qk_norm:
       q_BTHh, k_BTKh = self.query_norm(q_BTHh), self.key_norm(k_BTKh)
-    q_BTHh = constrain(self.rotary(q_BTHh, positions_BT), QUERIES, "queries")
-    k_BTKh = constrain(self.rotary(k_BTKh, positions_BT), KEYS, "keys")
-    return q_BTHh, k_BTKh, constrain(self.value(x_BTD), KEYS, "values")
+    q_BTHh, k_BTKh = self.rotary(q_BTHh, positions_BT), self.rotary(k_BTKh, positions_BT)
+    v_BTKh = constrain(self.value(x_BTD), KEYS, "values")
+    return constrain(q_BTHh, QUERIES, "queries"), constrain(k_BTKh, KEYS, "keys"), v_BTKh
 
-  def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT):
+  def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, cache=None):
     """What the heads read, [B, T, H, h]; the only use of `sinks`."""
     sinks_H = self.sinks[...] if self.has_sinks else None
-    return attention_ops.attend(
+    attend = attention_ops.attend if cache is None else cache.attend
+    o_BTHh = attend(
       q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, kernel=self.kernel, window=self.window, sinks_H=sinks_H
     )
+    return constrain(o_BTHh, QUERIES, "attention output")

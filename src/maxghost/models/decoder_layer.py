@@ -38,8 +38,9 @@ class GatedMlp(nnx.Module):
     return ["wi"] if len(self.activations) == 1 else [f"wi_{i}" for i in range(len(self.activations))]
 
   def __call__(self, x_BTD):
-    h_BTF = gated([getattr(self, name)(x_BTD) for name in self.branches], self.activations, self.limit)
-    return constrain(self.wo(constrain(h_BTF, FEED_FORWARD, "feed-forward")), HIDDEN)
+    branches = [getattr(self, name)(x_BTD) for name in self.branches]
+    h_BTF = constrain(gated(branches, self.activations, self.limit), FEED_FORWARD, "feed-forward")
+    return constrain(self.wo(h_BTF), HIDDEN)
 
 
 class DecoderLayer(nnx.Module):
@@ -68,10 +69,11 @@ class DecoderLayer(nnx.Module):
   def feed_forward(self) -> nnx.Module:
     return getattr(self, self.mlp_name)
 
-  def __call__(self, carry, positions_BT, segment_ids_BT, dropout_key=None):
+  def __call__(self, carry, positions_BT, segment_ids_BT, dropout_key=None, cache=None):
     x_BTD, routing = carry if self.routed else (carry, None)
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    y_BTD = self.attention(self.pre_self_attention_layer_norm(autodiff.branch(x_BTD)), positions_BT, segment_ids_BT)
+    y_BTD = self.pre_self_attention_layer_norm(autodiff.branch(x_BTD))
+    y_BTD = self.attention(y_BTD, positions_BT, segment_ids_BT, cache)
     x_BTD = x_BTD + self._drop(y_BTD, keys[0])
     y_BTD = self.post_self_attention_layer_norm(autodiff.branch(x_BTD))
     if self.routed:
@@ -93,8 +95,8 @@ class LayerCycle(nnx.Module):
     for i in range(self.num_layers):
       setattr(self, f"layers_{i}", DecoderLayer(cfg, i, rngs=rngs))
 
-  def __call__(self, carry, positions_BT, segment_ids_BT, dropout_key=None):
+  def __call__(self, carry, positions_BT, segment_ids_BT, dropout_key=None, cache=None):
     for i in range(self.num_layers):
       key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
-      carry = getattr(self, f"layers_{i}")(carry, positions_BT, segment_ids_BT, key)
+      carry = getattr(self, f"layers_{i}")(carry, positions_BT, segment_ids_BT, key, cache)
     return carry

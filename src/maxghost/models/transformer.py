@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.schema import ModelConfig
-from maxghost.models import moe, stack
+from maxghost.models import kv_cache, moe, stack
 from maxghost.models.decoder_layer import DecoderLayer, LayerCycle
 from maxghost.models.parts import HIDDEN, linear, norm
 from maxghost.parallel import constrain
@@ -57,6 +57,20 @@ class Decoder(nnx.Module):
       key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
       carry = apply(carry, state, positions_BT, segment_ids_BT, key)
     return carry
+
+  def cached(self, carry, positions_BT, segment_ids_BT, open_cache, kept=None):
+    """As __call__, each layer with its cache; returns also what the caches have to keep. See `kv_cache`.
+
+    open_cache: from a layer's part of `kept` (None at the first call) to its cache.
+    """
+    if self.scan_layers:
+      return kv_cache.run_stacked(self.layers, carry, (positions_BT, segment_ids_BT), open_cache, kept)
+    entries = []
+    for i in range(self.num_layers):
+      cache = open_cache(None if kept is None else kept[i])
+      carry = getattr(self, f"layers_{i}")(carry, positions_BT, segment_ids_BT, cache=cache)
+      entries.append(cache.entries)
+    return carry, entries
 
 
 def embedding(cfg: ModelConfig, num_rows: int, axes, *, std: float, rngs: nnx.Rngs) -> nnx.Embed:

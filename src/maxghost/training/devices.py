@@ -64,6 +64,11 @@ def check_layout(cfg: Config, layout: Layout) -> None:
         f"ghost_select_fraction={cfg.ghost.ghost_select_fraction:g} of {rows} rows is {chosen}, which does not divide "
         f"over {parts} devices; use ghost_select_fraction={near / rows:g}"
       )
+  if distributed.count() > 1 and cfg.run.sample_every:
+    raise ConfigError(
+      f"sample_every={cfg.run.sample_every}: texts are sampled by a single process, and there are "
+      f"{distributed.count()}; use sample_every=0, and `maxghost generate` on a checkpoint"
+    )
   if distributed.count() > 1 and (cfg.ghost.ghost_select != "none" or cfg.ghost.ghost_detail == "token"):
     key = "ghost_detail=token" if cfg.ghost.ghost_detail == "token" else f"ghost_select={cfg.ghost.ghost_select}"
     raise ConfigError(

@@ -28,6 +28,7 @@ from maxghost.training.prefetch import Fetched, Prefetcher
 from maxghost.training.program import Program
 from maxghost.training.resume import Position, to_tree
 from maxghost.training.reweighting import Reweighter
+from maxghost.training.samples import sample_line
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
 from maxghost.training.validation import ValidationRows
@@ -94,7 +95,7 @@ class TrainingLoop:
   """Runs the steps of a run from a position to its end, or to a signal.
 
   put: sends a dict of host arrays to the devices, of validation rows, which every process holds alike. val_sets: {name:
-  domain} of the K sets, empty without ghost.
+  domain} of the K sets, empty without ghost. sampler: from the train state to a text of its model.
   """
 
   def __init__(
@@ -109,11 +110,12 @@ class TrainingLoop:
     put: Callable[[dict], Any] = jax.device_put,
     val_sets: Mapping[str, str] = MappingProxyType({}),
     reweighter: Reweighter | None = None,
+    sampler: Callable[[Any], str] | None = None,
   ):
     self._cfg, self._program, self._dataset, self._sinks = cfg, program, dataset, sinks
     self._signals, self._hardware, self._put, self._val_sets = signals, hardware, put, tuple(val_sets)
     self._validation = ValidationRows(cfg.ghost, dataset, val_sets, put)
-    self._reweighter = reweighter
+    self._reweighter, self._sampler = reweighter, sampler
     self._state: Any = None
     self._position = Position()
     self._pending: dict[str, Any] | None = None
@@ -168,6 +170,8 @@ class TrainingLoop:
     interval = self._cfg.run.eval_interval
     if interval > 0 and (is_last or done % interval == 0):
       self._evaluate()
+    if self._sampler and (is_last or done % self._cfg.run.sample_every == 0):
+      self._sample()
     if self._sinks.checkpoints and done % self._cfg.checkpoint.checkpoint_period == 0 and not is_last:
       self._read_started()
       self._save()
@@ -195,6 +199,14 @@ class TrainingLoop:
     sums = [self._program.evaluate(self._state, batch) for batch in self._eval_batches]
     self._pending |= metrics.eval_metrics([tuple(map(step_outputs.whole, pair)) for pair in sums])
     self._sinks.console.line(eval_line(self._pending["step"], self._pending))
+    self._restart_clock()
+
+  def _sample(self) -> None:
+    """Adds a text of the model to the record of the step just started."""
+    self._read_started()
+    text = self._sampler(self._state)
+    self._pending[metrics.SAMPLE] = text
+    self._sinks.console.line(sample_line(self._pending["step"], text))
     self._restart_clock()
 
   def _save(self) -> None:

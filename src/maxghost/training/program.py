@@ -85,6 +85,10 @@ class Program:
   def wait(self, name: str) -> None:
     self._futures[name].result()
 
+  def memory_analysis(self):
+    """XLA's account of the train step, None where the backend gives none. Waits for its compilation."""
+    return self._futures["train_step"].result().call.memory_analysis()
+
   def describe(self) -> str:
     """The line on the train step: seconds, memory, FLOPs. Waits for its compilation."""
     return self._futures["train_step"].result().describe()

@@ -31,6 +31,10 @@ RESUMABLE_KEYS = frozenset({
   "log_period",
   "eval_interval",
   "eval_steps",
+  "sample_every",
+  "sample_prompt",
+  "sample_tokens",
+  "sample_temperature",
   "enable_tensorboard",
   "jax_cache_dir",
   "checkpoint_period",
@@ -75,6 +79,12 @@ def inspect(cfg: Config) -> Existing:
   changed = config.differing_keys(previous, cfg)
   _check_changes(path, changed)
   return Existing(path, previous, changed, _completed_steps(path, previous))
+
+
+def has_checkpoint(existing: Existing) -> bool:
+  """Whether a checkpoint lies there, good or not."""
+  folder = existing.path / "checkpoints"
+  return folder.is_dir() and any(entry.name.isdecimal() for entry in folder.iterdir())
 
 
 def claim(existing: Existing, cfg: Config) -> "RunDirectory":

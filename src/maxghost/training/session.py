@@ -7,9 +7,10 @@ from typing import Any
 import jax
 
 from maxghost.config import Config, ConfigError
+from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
 from maxghost.parallel import Layout, distributed, report
-from maxghost.training import announce, devices, program, resume, run_directory, state
+from maxghost.training import announce, devices, memory_report, program, resume, run_directory, state
 from maxghost.training.console import Console
 from maxghost.training.flops import peak_flops, step_flops
 from maxghost.training.loop import Hardware, Sinks, TrainingLoop
@@ -18,6 +19,7 @@ from maxghost.training.prefetch import Prefetcher
 from maxghost.training.resume import Position
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.run_directory import Existing, RunDirectory
+from maxghost.training.samples import Sampler
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
 
@@ -26,12 +28,15 @@ class Session:
   """A training run. Making it validates what only JAX can tell and writes nothing; `run` does the work.
 
   dataset: with this process's part of the rows. open_checkpoints, open_scores: make a checkpoint manager and a score
-  writer for the run directory. Of several processes the first prints and writes what all know alike.
+  writer for the run directory. open_parameters: from the tree of the model's abstract arrays to a function that reads
+  them, for a run that starts from a given model; None = from init_weights_seed. Of several processes the first prints
+  and writes what all know alike.
   """
 
   def __init__(
     self, cfg: Config, existing: Existing, dataset, signals: StopSignals, layout: Layout, *,
-    open_checkpoints: Callable, open_scores: Callable, console: Console | None = None,
+    open_checkpoints: Callable, open_scores: Callable, open_parameters: Callable | None = None,
+    console: Console | None = None,
   ):
     self._cfg, self._existing, self._dataset, self._signals = cfg, existing, dataset, signals
     self._layout, self._own = layout, devices.rows_of_process(cfg, layout)
@@ -43,6 +48,10 @@ class Session:
     self._graphdef, abstract = state.abstract_split(cfg)
     self._abstract = layout.abstract(abstract)
     self._spread = report.check_spread(self._abstract, layout, cfg.parallel.sharding_tolerance)
+    self._sampler = Sampler(cfg, dataset.tokenizer) if cfg.run.sample_every else None
+    self._read_parameters = open_parameters and open_parameters(self._wanted()["model"])
+    self._memory = memory_report.estimate_of(cfg, self._abstract, dict(layout.mesh.shape))
+    self._capacity = memory_report.capacity(jax.local_devices()[0])
     for domain in self._val_sets.values():
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain)  # raises where a set has no rows
     self._program = program.build(
@@ -71,6 +80,9 @@ class Session:
 
   def _run(self) -> int:
     run_dir = self._claim()
+    if distributed.is_first():
+      folder = run_dir.path / tokenizer_files.FOLDER
+      tokenizer_files.save(self._dataset.tokenizer, self._cfg.data.tokenizer_type, folder)
     sinks = None
     prefetcher = None
     try:
@@ -86,7 +98,7 @@ class Session:
       hardware = Hardware(self._layout.num_devices, peak_flops(jax.devices()[0]), self._rows, flops)
       loop = TrainingLoop(
         self._cfg, self._program, self._dataset, sinks, self._signals, hardware, put=self._layout.put_global,
-        val_sets=self._val_sets, reweighter=reweighter,
+        val_sets=self._val_sets, reweighter=reweighter, sampler=self._sampler,
       )
       outcome = loop.run(train_state, position, prefetcher)
       if not position.completed_steps:  # the reader counts what this process has read
@@ -120,12 +132,20 @@ class Session:
       sinks.close()
     run_dir.close()
 
+  def out_of_memory(self, error: Exception) -> str:
+    """What to do about an allocation that failed."""
+    return memory_report.too_large(error, self._memory, self._capacity)
+
   def last_checkpoint(self) -> str:
     """Names the newest checkpoint for a message."""
     steps = self._checkpoints.steps() if self._checkpoints else []
     if not steps:
       return "no checkpoint has been saved yet"
     return f"the last good checkpoint is {self._checkpoints.path(steps[-1])}"
+
+  def _wanted(self) -> dict:
+    """Shapes, dtypes and places of the arrays of a train state."""
+    return resume.to_tree(resume.abstract_arrays(self._abstract))
 
   def _open(self, run_dir: RunDirectory) -> tuple[Any, Position, Sinks]:
     """Opens the logs and goes to the newest good checkpoint, or to the start. Everything later is cut off."""
@@ -138,10 +158,13 @@ class Session:
         asynchronous=cfg.checkpoint.async_checkpointing,
         say=self._console.line,
       )
-      restored = self._checkpoints.restore_latest(resume.to_tree(self._abstract))
+      restored = self._checkpoints.restore_latest(self._wanted())
     if restored is None:
       position = Position(rows=self._rows)
       train_state = state.create_split(cfg, self._layout)[1]
+      if self._read_parameters:
+        train_state = resume.from_tree(resume.to_tree(train_state) | {"model": self._read_parameters()}, train_state)
+        self._console.line(f"Starting from the parameters of {cfg.checkpoint.load_parameters_path}")
     else:
       position = Position.from_json(restored.positions)
       self._check_rows(position, restored.positions["config"])
@@ -207,8 +230,12 @@ class Session:
       cfg, self._dataset, params, self._program.scored, flops, run_dir.path, self._layout, self._spread
     ):
       say(line)
+    for line in memory_report.start_lines(self._memory, self._capacity):
+      say(line)
     if position.completed_steps < cfg.run.steps:
       say(self._program.describe())
+      if (analysis := self._program.memory_analysis()) is not None:
+        say(memory_report.compiled_line(self._memory, analysis))
       if distributed.is_first():
         run_dir.write_facts(announce.facts(cfg, params, flops, self._program, self._layout))
 
