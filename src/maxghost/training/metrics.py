@@ -18,6 +18,8 @@ from maxghost.config import ConfigError
 # them: where it is not finite the step is not scored, and training goes on.
 FINITE_METRICS = ("loss", "grad_norm", "param_norm")
 
+SAMPLE = "sample/text"  # a text of the model, the only metric that is no number
+
 # The columns that add up to -<grad L_val, update>: what first order predicts of one step's drop of the validation loss.
 PREDICTED_COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
 
@@ -153,7 +155,7 @@ class TensorBoardLog:
 
   def append(self, record: Mapping[str, Any]) -> None:
     for name, value in record.items():
-      if isinstance(value, str):
+      if name == SAMPLE:
         self._writer.add_text(name, value, record["step"])
       elif isinstance(value, (int, float)) and name != "step" and math.isfinite(value):
         self._writer.add_scalar(name, value, record["step"])
