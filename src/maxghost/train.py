@@ -32,15 +32,11 @@ def _run(cfg: Config) -> int:
       f"enable_checkpointing=false: {existing.path} holds an unfinished run, which would be overwritten; "
       "choose another run_name"
     )
-  from maxghost import data
+  from maxghost.data import build
 
-  parameters = _parameters(cfg, existing)
-  rows = cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps
-  dataset = data.load_dataset(
-    cfg.data, cfg.run.data_shuffle_seed, batch_size=rows, vocab_size=cfg.model.vocab_size,
-    val_domains=tuple(cfg.data.validation_sets.values()),  # held out with ghost and without: the same batches
-  )
-  return _train(cfg, existing, dataset, parameters)
+  open_parameters = _parameters(cfg, existing)
+  corpus = build.open_all(cfg.data, cfg.run.data_shuffle_seed, cfg.model.vocab_size)
+  return _train(cfg, existing, corpus, open_parameters)
 
 
 def _parameters(cfg: Config, existing: Existing) -> Callable | None:
@@ -53,10 +49,12 @@ def _parameters(cfg: Config, existing: Existing) -> Callable | None:
   return lambda wanted: parameters.open_parameters(place, cfg, wanted)
 
 
-def _train(cfg: Config, existing: Existing, dataset, open_parameters: Callable | None = None) -> int:
-  """From valid input to an exit code. JAX is imported here."""
+def _train(cfg: Config, existing: Existing, corpus, open_parameters: Callable | None = None) -> int:
+  """From valid input to an exit code. corpus: (source, tokenizer). JAX is imported here."""
+  from maxghost import data
   from maxghost.attribution.store import ScoreWriter
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
+  from maxghost.training import devices
   from maxghost.training.metrics import NonFiniteMetricError
   from maxghost.training.score_recorder import ScoreLogError
   from maxghost.training.session import Session
@@ -65,8 +63,15 @@ def _train(cfg: Config, existing: Existing, dataset, open_parameters: Callable |
   session = None
   with StopSignals() as signals:
     try:
+      layout = devices.open_layout(cfg)
+      own = devices.rows_of_process(cfg, layout)
+      dataset = data.make_dataset(
+        corpus[0], cfg.data, cfg.run.data_shuffle_seed, own.num_shards, own.shard, tokenizer=corpus[1],
+        batch_size=devices.rows_per_step(cfg, layout.num_devices),
+        val_domains=tuple(cfg.data.validation_sets.values()),  # held out with ghost and without: the same batches
+      )
       session = Session(
-        cfg, existing, dataset, signals, open_checkpoints=CheckpointManager, open_scores=ScoreWriter,
+        cfg, existing, dataset, signals, layout, open_checkpoints=CheckpointManager, open_scores=ScoreWriter,
         open_parameters=open_parameters,
       )  # fmt: skip
       return session.run()

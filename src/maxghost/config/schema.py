@@ -367,6 +367,52 @@ class CheckpointConfig:
 
 
 @section
+class ParallelConfig:
+  """Many devices: the mesh, what is sharded how, several processes, compiling for absent hardware."""
+
+  ici_data_parallelism: int = key(1, "devices of a slice that hold copies of the weights; -1 = the rest", minimum=-1)
+  ici_fsdp_parallelism: int = key(-1, "devices of a slice that weights and rows are split over (ZeRO-3)", minimum=-1)
+  ici_tensor_parallelism: int = key(1, "devices of a slice that heads, mlp and vocab are split over", minimum=-1)
+  ici_context_parallelism: int = key(1, "devices of a slice that the positions of a row are split over", minimum=-1)
+  ici_expert_parallelism: int = key(1, "devices of a slice that experts are split over; rows are too", minimum=-1)
+  ici_stage_parallelism: int = key(1, "devices of a slice on mesh axis stage; a rule must use it", minimum=-1)
+  dcn_data_parallelism: int = key(-1, "slices (joined by a slower network) that hold copies; -1 = the rest", minimum=-1)
+  dcn_fsdp_parallelism: int = key(1, "slices that weights and rows are split over", minimum=-1)
+  dcn_tensor_parallelism: int = key(1, "slices that heads, mlp and vocab are split over", minimum=-1)
+  dcn_context_parallelism: int = key(1, "slices that the positions of a row are split over", minimum=-1)
+  dcn_expert_parallelism: int = key(1, "slices that experts are split over", minimum=-1)
+  dcn_stage_parallelism: int = key(1, "slices on mesh axis stage", minimum=-1)
+  logical_axis_rules: tuple[tuple[str, tuple[str, ...]], ...] = key(
+    (),
+    "rows [logical axis, [mesh axes]] in place of the default rows of that axis (docs/multihost.md); a second row of "
+    "an axis is used where a tensor has spent the first one's mesh axes",
+  )
+  override_logical_axis_rules: bool = key(False, "use logical_axis_rules alone, without the default rows")
+  shard_optimizer_over_data: bool = key(False, "split the optimizer's moments over the data axes too (ZeRO-1)")
+  sharding_tolerance: float = key(
+    0.02, "how much more of the weights a device may hold than an even split gives it, as a share", minimum=0.0
+  )
+  jax_distributed: str = key(
+    "auto",
+    "several processes: auto = where an address is given or JAX detects SLURM, Open MPI, Kubernetes or Cloud TPU; on = "
+    "it is an error if none is found; off = this process alone",
+    choices=("auto", "on", "off"),
+  )
+  jax_distributed_coordinator_address: str = key("", "host:port of process 0; empty = as JAX detects it")
+  jax_distributed_num_processes: int = key(-1, "processes in all; -1 = as JAX detects it", minimum=-1)
+  jax_distributed_process_id: int = key(-1, "number of this process, from 0; -1 = as JAX detects it", minimum=-1)
+  jax_distributed_initialization_timeout: int = key(
+    300, "seconds within which all processes must have started", minimum=1
+  )
+  jax_distributed_heartbeat_timeout_seconds: int = key(
+    100, "seconds without a sign of life after which a process counts as lost and the others end", minimum=10
+  )
+  compile_topology: str = key("", "train_compile: what to compile for, such as v5e-16, v5p-256 or cpu-8")
+  compile_topology_num_slices: int = key(1, "train_compile: slices of that topology", minimum=1)
+  compiled_trainstep_file: str = key("", "train_compile: file to save the compiled step in; empty = none")
+
+
+@section
 class Config:
   """All sections. Built by `maxghost.config.load`; validated at construction. Raises ConfigError."""
 
@@ -376,6 +422,7 @@ class Config:
   optimizer: OptimizerConfig = OptimizerConfig()
   ghost: GhostConfig = GhostConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
+  parallel: ParallelConfig = ParallelConfig()
 
   def __post_init__(self):
     known = {f.name: f for part in self.sections() for f in dataclasses.fields(part)}

@@ -338,6 +338,24 @@ def ghost_validation(v: Values) -> Iterator[str]:
     )
 
 
+MESH_GROUPS = ("ici", "dcn")
+MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
+
+
+def mesh_sizes(v: Values) -> Iterator[str]:
+  for group in MESH_GROUPS:
+    sizes = {f"{group}_{axis}_parallelism": getattr(v, f"{group}_{axis}_parallelism") for axis in MESH_AXES}
+    for name, size in sizes.items():
+      if size == 0:
+        yield f"{name}=0 leaves no devices; use 1 to leave the axis out, or -1 for what the others leave"
+    filled = [name for name, size in sizes.items() if size == -1]
+    if len(filled) > 1:
+      yield (
+        f"{' and '.join(f'{name}=-1' for name in filled)}: only one key of a group can take what the others leave; "
+        f"give {filled[0]} a number"
+      )
+
+
 CHECKS: list[Callable[[Values], Iterator[str]]] = [
   heads,
   rotary_head_dim,
@@ -358,6 +376,7 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
   selection,
   reweighting,
   validation_sets,
+  mesh_sizes,
 ]
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from maxghost.ghost.schedules import TrainPass
+from maxghost.parallel import constrain_state
 
 
 def accumulated(run: Callable, batch, num_micro: int, stacks: dict) -> TrainPass:
@@ -26,7 +27,7 @@ def accumulated(run: Callable, batch, num_micro: int, stacks: dict) -> TrainPass
     total, grads, means = carry
     out = run(micro_batch)
     weight = out.weights.sum()
-    grads = jax.tree.map(lambda a, g: a + weight * g.astype(a.dtype), grads, out.grads)
+    grads = constrain_state(jax.tree.map(lambda a, g: a + weight * g.astype(a.dtype), grads, out.grads))
     means = jax.tree.map(lambda a, f: a + weight * f, means, (out.facts, out.metrics))
     scores = jax.tree.map(lambda s: weight * s, out.scores)
     return (total + weight, grads, means), (out.loss * weight, out.losses, out.weights, scores)

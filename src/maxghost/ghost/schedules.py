@@ -16,6 +16,7 @@ from flax import nnx
 from maxghost.ghost import directions, low_rank
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.directions import AdamScalars
+from maxghost.parallel import constrain_state
 
 
 @jax.tree_util.register_dataclass
@@ -87,7 +88,8 @@ def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: t
 
   _, along = _for_each_set(curvature, batches)
   return [
-    jax.tree.map(lambda g, c: g + 0.5 * c, gradient, curved) for gradient, curved in zip(gradients, along, strict=True)
+    constrain_state(jax.tree.map(lambda g, c: g + 0.5 * c, gradient, curved))
+    for gradient, curved in zip(gradients, along, strict=True)
   ]
 
 
@@ -100,9 +102,9 @@ def _for_each_set(function: Callable, batches: tuple):
   shapes = [jax.tree.map(jnp.shape, batch) for batch in batches]
   if len(batches) == 1 or any(shape != shapes[0] for shape in shapes):
     pairs = [function(batch) for batch in batches]
-    return jnp.stack([value for value, _ in pairs]), [state for _, state in pairs]
+    return jnp.stack([value for value, _ in pairs]), [constrain_state(state) for _, state in pairs]
   values, states = jax.vmap(function)(jax.tree.map(lambda *x: jnp.stack(x), *batches))
-  return values, [jax.tree.map(lambda x, k=k: x[k], states) for k in range(len(batches))]
+  return values, [constrain_state(jax.tree.map(lambda x, k=k: x[k], states)) for k in range(len(batches))]
 
 
 def direction_parts(twin: Twin, gradients: list[dict], second_moments: dict | None = None, scalars=None):
@@ -114,7 +116,7 @@ def direction_parts(twin: Twin, gradients: list[dict], second_moments: dict | No
   parts, captured = {}, {}
   for param in twin.scored:
     axis = len(param.stack_shape)
-    stacked = jnp.stack([g[param.label] for g in gradients], axis=axis)
+    stacked = param.placed(jnp.stack([g[param.label] for g in gradients], axis=axis))
     if twin.spec.kind == "adam":
       spread = jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape))
       parts[param.label] = (stacked, second_moments[param.label], spread)
@@ -142,6 +144,7 @@ def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: n
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
   (value, (losses, weights, metrics)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
   facts = twin.scores_by_label(probe_grads, "facts")
+  grads = constrain_state(grads)
   return TrainPass(value, losses, weights, grads, twin.scores_by_label(probe_grads), facts, metrics)
 
 
@@ -163,6 +166,7 @@ def concat_pass(twin: Twin, params, rest, loss_fn: Callable, batch, val_batch, d
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
   (_, (train, val, losses, weights)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
   facts = twin.scores_by_label(probe_grads, "facts")
+  grads = constrain_state(grads)
   return TrainPass(train, losses, weights, grads, twin.scores_by_label(probe_grads), facts), val
 
 
@@ -180,4 +184,4 @@ def unscored_pass(graphdef, params, rest, loss_fn: Callable, batch) -> TrainPass
     return mean_loss(losses, weights), (losses, weights, metrics)
 
   (value, (losses, weights, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(params)
-  return TrainPass(value, losses, weights, grads, {}, {}, metrics)
+  return TrainPass(value, losses, weights, constrain_state(grads), {}, {}, metrics)

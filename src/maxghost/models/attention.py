@@ -8,8 +8,9 @@ from flax import nnx
 
 from maxghost.config.schema import ModelConfig
 from maxghost.models import attention_ops
-from maxghost.models.parts import linear, rms_norm
+from maxghost.models.parts import HIDDEN, KEYS, QUERIES, linear, rms_norm
 from maxghost.models.rotary import Rotary
+from maxghost.parallel import constrain
 
 
 class SelfAttention(nnx.Module):
@@ -40,19 +41,22 @@ class SelfAttention(nnx.Module):
     """cache: from `kv_cache`, while text is generated; it stands for the positions before x."""
     heads = self.project(x_BTD, positions_BT)
     more = {} if cache is None else {"cache": cache}
-    return self.out(self.attend(*heads, segment_ids_BT, **more))
+    return constrain(self.out(self.attend(*heads, segment_ids_BT, **more)), HIDDEN)
 
   def project(self, x_BTD, positions_BT):
     """(q_BTHh, k_BTKh, v_BTKh): projected, normed, rotated."""
     q_BTHh, k_BTKh = self.query(x_BTD), self.key(x_BTD)
     if self.has_qk_norm:
       q_BTHh, k_BTKh = self.query_norm(q_BTHh), self.key_norm(k_BTKh)
-    return self.rotary(q_BTHh, positions_BT), self.rotary(k_BTKh, positions_BT), self.value(x_BTD)
+    q_BTHh, k_BTKh = self.rotary(q_BTHh, positions_BT), self.rotary(k_BTKh, positions_BT)
+    v_BTKh = constrain(self.value(x_BTD), KEYS, "values")
+    return constrain(q_BTHh, QUERIES, "queries"), constrain(k_BTKh, KEYS, "keys"), v_BTKh
 
   def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, cache=None):
     """What the heads read, [B, T, H, h]; the only use of `sinks`."""
     sinks_H = self.sinks[...] if self.has_sinks else None
     attend = attention_ops.attend if cache is None else cache.attend
-    return attend(
+    o_BTHh = attend(
       q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, kernel=self.kernel, window=self.window, sinks_H=sinks_H
     )
+    return constrain(o_BTHh, QUERIES, "attention output")

@@ -11,7 +11,8 @@ from maxghost.config.schema import ModelConfig
 from maxghost.models import autodiff
 from maxghost.models.attention import SelfAttention
 from maxghost.models.moe import RoutedMoe
-from maxghost.models.parts import gated, linear, norm
+from maxghost.models.parts import FEED_FORWARD, HIDDEN, gated, linear, norm
+from maxghost.parallel import constrain
 
 # MaxText's names of (attention, feed-forward layer) where a family has its own.
 _NAMES = {"gpt_oss": ("GptOssAttention", "GptOssMlp"), "qwen3_moe": ("self_attention", "moe_block")}
@@ -38,7 +39,8 @@ class GatedMlp(nnx.Module):
 
   def __call__(self, x_BTD):
     branches = [getattr(self, name)(x_BTD) for name in self.branches]
-    return self.wo(gated(branches, self.activations, self.limit))
+    h_BTF = constrain(gated(branches, self.activations, self.limit), FEED_FORWARD, "feed-forward")
+    return constrain(self.wo(h_BTF), HIDDEN)
 
 
 class DecoderLayer(nnx.Module):

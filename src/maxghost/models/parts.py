@@ -10,6 +10,12 @@ from flax import nnx
 from maxghost.config.schema import ModelConfig
 from maxghost.models import dense
 
+# Logical axes of activations: hidden states, the heads of queries, of keys and values, and the feed-forward width.
+HIDDEN = ("activation_batch", "activation_length", "activation_embed")
+QUERIES = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
+KEYS = ("activation_batch", "activation_kv_length", "activation_kv_heads", "activation_kv")
+FEED_FORWARD = ("activation_batch", "activation_length", "activation_mlp")
+
 ACTIVATIONS = {
   "silu": jax.nn.silu,
   "gelu": jax.nn.gelu,

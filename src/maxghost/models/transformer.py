@@ -10,7 +10,8 @@ from flax import nnx
 from maxghost.config.schema import ModelConfig
 from maxghost.models import kv_cache, moe, stack
 from maxghost.models.decoder_layer import DecoderLayer, LayerCycle
-from maxghost.models.parts import linear, norm
+from maxghost.models.parts import HIDDEN, linear, norm
+from maxghost.parallel import constrain
 
 
 class Decoder(nnx.Module):
@@ -114,6 +115,7 @@ class Transformer(nnx.Module):
     x_BTD = self.token_embedder(tokens_BT)
     if self.decoder.has_positions:
       x_BTD = x_BTD + self.decoder.position_embedder(positions_BT)
+    x_BTD = constrain(x_BTD, HIDDEN)
     if self.num_experts == 1:
       return x_BTD
     return x_BTD, moe.no_routing(self.num_experts, tokens_BT.shape, self.dtype)
@@ -122,6 +124,7 @@ class Transformer(nnx.Module):
     """Final norm and output projection of what `hidden` returns -> float32 [B, T, V]."""
     x_BTD = self.head_input(hidden[0] if isinstance(hidden, tuple) else hidden)
     logits_BTV = self.token_embedder.attend(x_BTD) if self.tied else self.decoder.logits_dense(x_BTD)
+    logits_BTV = constrain(logits_BTV, ("activation_batch", "activation_length", "activation_vocab"), "logits")
     return logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
 
   def head_input(self, hidden_BTD):

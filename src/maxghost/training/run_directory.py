@@ -15,6 +15,7 @@ from typing import Any
 
 from maxghost import config
 from maxghost.config import Config, ConfigError
+from maxghost.config.schema import ParallelConfig
 
 CONFIG_FILE = "config.yml"
 METRICS_FILE = "metrics.jsonl"
@@ -22,8 +23,11 @@ FACTS_FILE = "run_facts.json"
 LOCK_FILE = ".lock"
 # Keys that say where a run lives, not what it computes: a run directory may be moved or renamed.
 LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
-# Keys that change what is printed or saved and when, never a weight, a batch or a score.
+# Keys that change what is printed or saved and when, or on which devices, never a batch or what is computed from it.
+# per_device_batch_size times the devices must stay: the session checks that, for only JAX can tell the devices.
 RESUMABLE_KEYS = frozenset({
+  *(field.name for field in dataclasses.fields(ParallelConfig)),
+  "per_device_batch_size",
   "log_period",
   "eval_interval",
   "eval_steps",
@@ -110,9 +114,12 @@ def claim(existing: Existing, cfg: Config) -> "RunDirectory":
 
 
 class RunDirectory:
-  """The places inside a claimed run directory. The lock is released by `close`, or by the end of the process."""
+  """The places inside a claimed run directory. The lock is released by `close`, or by the end of the process.
 
-  def __init__(self, path: Path, lock):
+  lock: None in a process whose first process holds it.
+  """
+
+  def __init__(self, path: Path, lock=None):
     self.path = path
     self._lock = lock
 
@@ -135,7 +142,8 @@ class RunDirectory:
     os.replace(temporary, self.path / FACTS_FILE)
 
   def close(self) -> None:
-    self._lock.close()
+    if self._lock is not None:
+      self._lock.close()
 
 
 def last_metrics_record(path: Path, tail_bytes: int = 1 << 20) -> dict | None:
