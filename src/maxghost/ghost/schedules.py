@@ -103,16 +103,17 @@ def direction_parts(twin: Twin, gradients: list[dict], second_moments: dict | No
   parts, captured = {}, {}
   for param in twin.scored:
     axis = len(param.stack_shape)
-    stacked = jnp.stack([g[param.label] for g in gradients], axis=axis)
+    # The sets come first until they are small: they often are slices of one array, which then need not be copied.
+    sets = jnp.stack([g[param.label] for g in gradients])
     if twin.spec.kind == "adam":
       spread = jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape))
-      parts[param.label] = (stacked, second_moments[param.label], spread)
+      parts[param.label] = (jnp.moveaxis(sets, 0, axis), second_moments[param.label], spread)
     elif param.spec.low_rank:
-      matrices = directions.matrix_view(stacked, param.spec.rows, axis + 1)
-      left, right, energy = low_rank.factor(matrices, twin.spec.rank, param.label)
+      factors = low_rank.factor(directions.matrix_view(sets, param.spec.rows, axis + 1), twin.spec.rank, param.label)
+      left, right, energy = (jnp.moveaxis(x, 0, axis) for x in factors)
       parts[param.label], captured[param.label] = (left, right), energy
     else:
-      parts[param.label] = (stacked,)
+      parts[param.label] = (jnp.moveaxis(sets, 0, axis),)
   return parts, captured
 
 
