@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost.models import platforms
+from maxghost.parallel.memory_estimate import MemoryEstimate
 
 jax.config.update("jax_platforms", "cpu")
 # Before libtpu is loaded: several processes may load it, and no cloud metadata is asked for.
@@ -44,11 +45,22 @@ class Compiled:
   host: float = float("nan")  # arguments in host memory
   error: str = ""
   wanted: float = float("nan")
+  closed: float = float("nan")  # the closed form of it all
+  off: float = float("nan")  # relative to what the compiler says
+
+  def beside(self, closed: MemoryEstimate, inputs: int = 0) -> "Compiled":
+    """With the closed form of the same program. inputs: bytes of arguments that a train step does not have."""
+    total = closed.total + inputs
+    return dataclasses.replace(self, closed=total, off=total / self.peak - 1)
 
   @property
   def peak(self) -> float:
-    """Device bytes in all."""
-    return self.temporaries + self.arguments + self.outputs
+    """Device bytes in all, wanted or had."""
+    return (self.wanted if self.error else self.temporaries) + self.arguments + self.outputs
+
+
+def _bytes(shapes) -> int:
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
 def compile_for(device, function: Callable, *arguments, donate: tuple[int, ...] = ()) -> Compiled:
@@ -69,7 +81,8 @@ def compile_for(device, function: Callable, *arguments, donate: tuple[int, ...] 
     line = next(line for line in str(error).splitlines() if "exceeds available HBM" in line)
     wanted = re.search(r"\(([\d.]+)([MG])\) exceeds", line)
     scale = {"M": 2**20, "G": 2**30}[wanted[2]] if wanted else float("nan")
-    return Compiled(error=line, wanted=float(wanted[1]) * scale if wanted else float("nan"))
+    sizes = {"arguments": _bytes(arguments), "outputs": _bytes(lowered.out_info)}
+    return Compiled(error=line, wanted=float(wanted[1]) * scale if wanted else float("nan"), **sizes)
   return Compiled(
     memory.temp_size_in_bytes,
     memory.argument_size_in_bytes,

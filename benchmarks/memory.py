@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 import _flops
+import _head
 import _measure
 import _mlp_stack
 import _steps
@@ -20,11 +21,14 @@ import _tpu
 import jax
 import numpy as np
 from _measure import Figure
+from flax import nnx
 
 from maxghost import config as configuration
 from maxghost.config.values import divisors
 from maxghost.models import platforms
+from maxghost.parallel.memory_estimate import MemoryEstimate
 from maxghost.training import state
+from maxghost.training.memory_report import estimate_of
 from maxghost.training.step import make_train_step
 
 SHAPE = (
@@ -42,6 +46,10 @@ GHOST = (
   "ghost_stream_carries=host",
 )  # fmt: skip
 STREAMED = ("stream_weights=host", "stream_optimizer=host")
+HEAD = (
+  "base_emb_dim=2880", "vocab_size=201088", "max_target_length=32768", "per_device_batch_size=1", "dtype=bfloat16",
+  "weight_dtype=bfloat16", "dataset_type=synthetic", "ghost_val_domain=words",
+)  # fmt: skip
 SMALL = (  # the recompute cost, on this machine
   "base_emb_dim=256", "base_mlp_dim=768", "base_num_decoder_layers=8", "max_target_length=256",
   "per_device_batch_size=4", "remat_policy=full", "ghost_enabled=false", "dataset_type=synthetic",
@@ -63,7 +71,10 @@ class Case:
       "host": compiled.host,
     }  # fmt: skip
     verdict = f"does not fit: temporaries of {compiled.wanted / 1e9:.2f} GB" if compiled.error else "fits"
-    self.rows.append({"program": name} | {f"{k} GB": v / 1e9 for k, v in gigabytes.items()} | {"verdict": verdict})
+    row = {"program": name} | {f"{k} GB": v / 1e9 for k, v in gigabytes.items()}
+    row |= {"closed form GB": compiled.closed / 1e9, "off": f"{compiled.off:+.1%}"}
+    self.rows.append(row | {"verdict": verdict})
+    self.figures.append(Figure(f"closed form of {name}, off", abs(compiled.off), 0.1, form="{:.1%}"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +96,16 @@ class Bench:
     """The gradient of the feed-forward stack."""
     cfg = _mlp_stack.load(str(_measure.BASE), *SHAPE, *keys, *self.overrides)
     run, params, batch = _mlp_stack.make(cfg)
-    return _tpu.compile_for(self.device, run, params, batch, (batch,) if cfg.ghost.ghost_enabled else ())
+    compiled = _tpu.compile_for(self.device, run, params, batch, (batch,) if cfg.ghost.ghost_enabled else ())
+    inputs = batch["x"].size * 2 * (1 + cfg.ghost.ghost_enabled)
+    return compiled.beside(gradient_only(cfg, params), inputs)
+
+  def head(self, *keys: str) -> _tpu.Compiled:
+    """The gradient of the output head."""
+    cfg = configuration.load(str(_measure.BASE), *HEAD, *keys, *self.overrides)
+    function, arguments = _head.make(cfg)
+    params = nnx.State({"decoder": arguments[1]})
+    return _tpu.compile_for(self.device, function, *arguments).beside(gradient_only(cfg, params))
 
   def step(self, *keys: str) -> _tpu.Compiled:
     """The whole train step of the decoder."""
@@ -96,7 +116,14 @@ class Bench:
     graphdef, abstract = state.abstract_split(cfg)
     with platforms.tracing_for("tpu"):
       step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=1, num_sets=max(len(sets), 1))
-    return _tpu.compile_for(self.device, step, abstract, batch, val_batches, donate=(0,))
+    compiled = _tpu.compile_for(self.device, step, abstract, batch, val_batches, donate=(0,))
+    return compiled.beside(estimate_of(cfg, abstract))
+
+
+def gradient_only(cfg, params) -> MemoryEstimate:
+  """The closed form of a program that gives the gradient of these parameters, without moments or an update."""
+  cfg = configuration.replace(cfg, opt_type="sgd")
+  return estimate_of(cfg, nnx.State({"model": {"stack": params}} if "layers" in params else {"model": params}))
 
 
 def batch_shapes(cfg, num_rows: int) -> dict:
@@ -163,6 +190,29 @@ def decoder(bench: Bench) -> Case:
   return case
 
 
+def head(bench: Bench) -> Case:
+  """Output projection and cross-entropy of a large vocabulary: whole, in tiles, and in tiles with scores."""
+  case = Case()
+  shape = {name: int(value) for name, value in (key.split("=") for key in HEAD if key.split("=")[1].isdigit())}
+  tokens, vocab, width = shape["max_target_length"], shape["vocab_size"], shape["base_emb_dim"]
+  logits, table = 4 * tokens * vocab, 4 * vocab * width
+  case.line("output head, whole logits", bench.head(*PLAIN))
+  for n in (4, 8, 16):
+    tiled = bench.head(*PLAIN, f"num_vocab_tiling={n}")
+    scored = bench.head("ghost_rank=32", "ghost_direction=sgd", f"num_vocab_tiling={n}")
+    case.line(f"output head, {n} tiles", tiled)
+    case.line(f"output head, {n} tiles, with scores", scored)
+    case.figures += [
+      Figure(
+        f"temporaries of the head in {n} tiles, GB", tiled.temporaries / 1e9, (logits / n + 2 * table) / 1e9,
+      ),
+      Figure("the same with scores, over it", scored.temporaries / tiled.temporaries, 1.1),
+    ]  # fmt: skip
+  blocks = bench.head(*PLAIN, "num_vocab_tiling=8", "vocab_tiling_axis=vocab")
+  case.line("output head, 8 blocks of the vocabulary", blocks)
+  return case
+
+
 def recompute(bench: Bench) -> Case:
   """One more forward pass: FLOPs of the matrix products of the step, and time on this machine's CPU."""
   case = Case()
@@ -185,6 +235,7 @@ ROWS: dict[str, Callable[[Bench], Case]] = {
   "segments": segments,
   "streamed_stack": streamed_stack,
   "decoder": decoder,
+  "head": head,
   "recompute": recompute,
 }
 ON_THIS_MACHINE = {"recompute"}  # need no libtpu

@@ -9,6 +9,7 @@ from maxghost import config, models
 from maxghost.parallel import memory_estimate
 from maxghost.parallel.memory_estimate import Tensor, decoder_parameters, estimate
 from maxghost.parallel.memory_verdict import largest, remedies, verdict
+from maxghost.training import memory_report, state
 
 LONG = {  # 48 layers of width 2048 at 65,536 tokens
   "base_emb_dim": 2048,
@@ -113,9 +114,9 @@ def test_tiles_divide_the_logits():
   def logits(n):
     return row(long(vocab_size=201_088, num_vocab_tiling=n, max_target_length=32_768, segment_length=6), "logits")
 
-  whole = 32_768 * 201_088 * 4
-  assert logits(1) == pytest.approx(1.5 * whole)
-  assert logits(2) == pytest.approx(0.75 * whole)
+  whole = 32_768 * 201_088 * 2
+  assert logits(1) == whole
+  assert logits(2) == whole / 2
 
 
 def test_a_step_that_fits_has_one_line():
@@ -149,3 +150,25 @@ def test_no_setting_is_advised_that_is_not_needed():
 def test_a_model_that_cannot_fit_is_told_so():
   text = verdict(long(), 10**9)
   assert "too much: use more devices, or a smaller model" in text
+
+
+def test_the_trainers_estimate_is_of_its_own_parameters():
+  cfg = tiny.make_config(base_num_decoder_layers=2)
+  _, abstract = state.abstract_split(cfg)
+  assert memory_report.estimate_of(cfg, abstract).total == estimate(cfg).total
+  assert any(line.split()[0] == "parameters" for line in memory_report.start_lines(estimate(cfg), None))
+
+
+def test_an_allocation_that_failed_becomes_advice():
+  error = RuntimeError("RESOURCE_EXHAUSTED: out\nthe total memory required (16.28G) exceeds available HBM (15.75G)")
+  text = memory_report.too_large(error, long(), V5E)
+  assert text.startswith("out of device memory: the total memory required (16.28G) exceeds available HBM (15.75G)\n")
+  assert "does not fit" in text and "segment_length=" in text
+  small = memory_report.too_large(error, long(segment_length=6, max_target_length=1024), 2 * V5E)
+  assert "to need a fifth less" in small and "cheapest settings first" in small
+
+
+def test_the_closed_form_stands_beside_the_compilers():
+  estimated = estimate(tiny.make_config())
+  line = estimated.beside({"arguments": estimated.arguments, "temporaries": 2 * estimated.temporaries})
+  assert f"({estimated.total / (estimated.total + estimated.temporaries) - 1:+.1%})" in line

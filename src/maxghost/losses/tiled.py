@@ -214,8 +214,11 @@ def backward(
   """
   x, table = x_BTD.astype(head.dtype), w.astype(head.dtype)
   g_BT = g_BT.astype(head.wide)
-  sweep = _backward_tokens if head.axis == "tokens" else _backward_vocab
-  d_x, d_w, visited = sweep(head, x, table, targets_BT, log_sum_BT, g_BT, gradients, visit, extra)
+  if head.axis == "tokens":
+    d_x, d_w, visited = _backward_tokens(head, x, table, targets_BT, log_sum_BT, g_BT, gradients, visit, extra)
+  else:  # a block's gradient is complete, so it needs no wider sum
+    out = _backward_vocab(head, x, table, targets_BT, log_sum_BT, g_BT, w.dtype if gradients else None, visit, extra)
+    d_x, d_w, visited = out
   return (d_x.astype(x_BTD.dtype), d_w.astype(w.dtype), visited) if gradients else (None, None, visited)
 
 
@@ -238,7 +241,7 @@ def _backward_tokens(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit,
   return None if d_x_n is None else tiles.join(d_x_n), d_w, seen
 
 
-def _backward_vocab(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit, extra):
+def _backward_vocab(head, x, w, targets_BT, log_sum_BT, g_BT, table_dtype, visit, extra):
   size = w.shape[head.vocab_axis]
 
   def block(carry, scanned):
@@ -248,9 +251,9 @@ def _backward_vocab(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit, 
     delta = head.cotangent(logits, _targets_in(head, targets_BT, j), log_sum_BT, g_BT)
     if visit is not None:
       seen = seen + visit(x, delta, extra_j)
-    if not gradients:
+    if table_dtype is None:
       return (d_x, seen), None
-    return (d_x + head.d_inputs(delta, w_j, head.wide), seen), head.d_table(x, delta)
+    return (d_x + head.d_inputs(delta, w_j, head.wide), seen), head.d_table(x, delta).astype(table_dtype)
 
   blocks = (head.split_vocab(w, head.vocab_axis), jnp.arange(head.num_tiles), extra)
   seen = None
@@ -259,6 +262,6 @@ def _backward_vocab(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit, 
     delta = jax.ShapeDtypeStruct((*targets_BT.shape, w_0.shape[head.vocab_axis]), x.dtype)
     shape = jax.eval_shape(visit, x, delta, extra_0)
     seen = jnp.zeros(shape.shape, shape.dtype)
-  init = (jnp.zeros(x.shape, head.wide) if gradients else None, seen)
+  init = (None if table_dtype is None else jnp.zeros(x.shape, head.wide), seen)
   (d_x, seen), d_w_n = lax.scan(block, init, blocks)
-  return d_x, head.join_vocab(d_w_n, head.vocab_axis, size) if gradients else None, seen
+  return d_x, None if d_w_n is None else head.join_vocab(d_w_n, head.vocab_axis, size), seen

@@ -25,10 +25,11 @@ SPLIT = {
   "heads": ("tensor",),
   "exp": ("expert",),
 }
-# Arrays that live at once while a layer's backward pass runs, in multiples of one [N, D] and one [N, F] array.
-# Calibrated against the TPU compiler (benchmarks/memory.py); the compiler fuses what is elementwise.
-LIVE_HIDDEN = 4
-LIVE_FEED_FORWARD = 3
+# Arrays that live at once while a layer's backward pass runs. Calibrated against the TPU compiler
+# (benchmarks/memory.py), which fuses what is elementwise.
+LIVE_HIDDEN = 2  # of [N, D]: the layer's input and a cotangent
+LIVE_FEED_FORWARD = 1  # of [N, F] beyond the output of each branch
+LIVE_HEADS = 4  # of [N, H h], and of [N, K h] for keys and values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,18 +91,20 @@ class MemoryEstimate:
   def table(self, compiled: Mapping[str, int] | None = None) -> list[str]:
     """Lines to print. compiled: {"arguments": bytes, "temporaries": bytes} of the executable (`compiled_sizes`)."""
     lines = [f"memory per device, closed form, fullest during {self.moment} ({self.tokens:,} tokens per device):"]
-    lines += [f"  {row.name:<28}{row.bytes / 1e9:9.3f} GB" for row in self.rows if row.bytes]
-    lines.append(f"  {'total':<28}{self.total / 1e9:9.3f} GB")
-    if self.host:
-      lines.append(f"  {'in host memory':<28}{self.host / 1e9:9.3f} GB")
+    rows = [(row.name, row.bytes) for row in self.rows if row.bytes]
+    rows += [("total", self.total)] + ([("in host memory", self.host)] if self.host else [])
+    lines += [f"  {name:<28}{shown(size):>12}" for name, size in rows]
     if compiled is not None:
-      for name, mine in (("arguments", self.arguments), ("temporaries", self.temporaries)):
-        lines.append(f"  XLA {name:<24}{compiled[name] / 1e9:9.3f} GB, closed form {mine / 1e9:.3f} GB")
-      total = compiled["arguments"] + compiled["temporaries"]
-      lines.append(
-        f"  {'XLA total':<28}{total / 1e9:9.3f} GB, the closed form is {(self.total / max(total, 1) - 1):+.1%} off"
-      )
+      lines.append(self.beside(compiled))
     return lines
+
+  def beside(self, compiled: Mapping[str, int]) -> str:
+    """The closed form against an executable's `compiled_sizes`."""
+    total = compiled["arguments"] + compiled["temporaries"]
+    parts = [("arguments", self.arguments), ("temporaries", self.temporaries)]
+    each = ", ".join(f"{name} {shown(compiled[name])} against {shown(mine)}" for name, mine in parts)
+    off = self.total / max(total, 1) - 1
+    return f"memory per device: XLA {shown(total)}, closed form {shown(self.total)} ({off:+.1%}); {each}"
 
 
 def compiled_sizes(analysis) -> dict[str, int]:
@@ -181,6 +184,9 @@ class _Device:
     self.tokens = self.rows * self.length
     self.weight, self.compute = cfg.model.weight_dtype, cfg.model.dtype
     self.tensor = self.size("tensor")
+    self.num_layers = cfg.model.base_num_decoder_layers if any(stacked for _, stacked in self.params.values()) else 0
+    tables = ("decoder/logits_dense/kernel", "token_embedder/embedding")
+    self.table = next((self.params[label][0] for label in tables if label in self.params), None)
 
   def size(self, *axes: str) -> int:
     return math.prod(self.mesh.get(axis, 1) for axis in axes)
@@ -200,7 +206,7 @@ class _Device:
     stacked, outer = self.elements(True), self.elements(False)
     segment = stacked * self.inner_layers() // m.base_num_decoder_layers
     params = [Tensor((outer if streams["weights"] else outer + stacked,), self.weight, "all weights")]
-    working = [Tensor((2 * segment,), self.weight, "weights of two segments")] if streams["weights"] else []
+    working = [Tensor((3, segment), self.weight, "weights of two segments and the gradient of one")]
     moments = []
     if o.opt_type == "adamw":
       held = (outer if streams["moments"] else outer + stacked) // (
@@ -210,7 +216,7 @@ class _Device:
         Tensor((held,), o.mu_dtype, "Adam's first moments"),
         Tensor((held,), self.weight, "Adam's second moments"),
       ]
-    self.streamed_working = working
+    self.streamed_working = working if streams["weights"] else []
     return [Row("parameters", tuple(params)), Row("optimizer", tuple(moments)), Row("batch", (self.batch(),))]
 
   def cfg_flag(self, name: str) -> bool:
@@ -233,12 +239,12 @@ class _Device:
   # Moments of the step.
 
   def moments(self) -> dict[str, list[Row]]:
-    resident = self.resident()
-    out = {
-      "the backward pass of a layer": [*resident, *self.gradients(), *self.in_layers(), *self.ghost(), *self.buffers()],
-      "the backward pass of the head": [*resident, *self.in_head(), *self.ghost(), *self.buffers()],
-      "the update": [*resident, *self.gradients(), *self.ghost(), *self.buffers()],
-    }
+    resident, also = self.resident(), [*self.ghost(), *self.buffers()]
+    out = {"the update": [*resident, *self.gradients(), *also]}
+    if self.num_layers:
+      out["the backward pass of a layer"] = [*resident, *self.gradients(), *self.in_layers(), *also]
+    if self.table is not None:
+      out["the backward pass of the head"] = [*resident, *self.in_head(), *also]
     return out
 
   def gradients(self) -> list[Row]:
@@ -254,7 +260,7 @@ class _Device:
   def layer_runs(self) -> list[tuple[int, str]]:
     """(number of layer inputs kept, why) level by level."""
     m = self.model
-    layers, runs, outer = m.base_num_decoder_layers, [], m.base_num_decoder_layers
+    layers, runs, outer = self.num_layers, [], self.num_layers
     for length in m.segments:
       runs.append((outer // length, f"inputs of the segments of {length} layers"))
       outer = length
@@ -310,10 +316,14 @@ class _Device:
     tensors = [
       Tensor((n, m.base_emb_dim), c, "hidden states and their cotangents in one layer", LIVE_HIDDEN),
       Tensor((n, m.base_mlp_dim // self.tensor), c, "mlp activations and their cotangents in one layer",
-             LIVE_FEED_FORWARD),
-      Tensor((n, heads), c, "queries, attention output and their cotangents in one layer", 2),
-      Tensor((n, kv), c, "keys, values and their cotangents in one layer", 2),
+             len(m.mlp_activations) + LIVE_FEED_FORWARD),
     ]  # fmt: skip
+    if not any("/self_attention/" in label for label in self.params):
+      return tensors
+    tensors += [
+      Tensor((n, heads), c, "queries, attention output and their cotangents in one layer", LIVE_HEADS),
+      Tensor((n, kv), c, "keys, values and their cotangents in one layer", LIVE_HEADS),
+    ]
     if not self.linear_attention():
       scores = (self.rows, m.base_num_query_heads // self.tensor, self.length, self.length)
       tensors.append(Tensor(scores, "float32", f"attention scores of one layer (attention={m.attention})", 2))
@@ -326,13 +336,10 @@ class _Device:
     tiles = m.num_vocab_tiling
     tile = "logits" if tiles == 1 else f"one of {tiles} tiles of the logits"
     wide = "float64" if self.compute == "float64" else "float32"
-    logits = [Tensor((-(-n // tiles), v), wide, f"{tile} and of their cotangent (num_vocab_tiling={tiles})")]
-    if self.compute != wide:
-      logits.append(Tensor((-(-n // tiles), v), self.compute, f"{tile} in the compute dtype"))
-    elif tiles == 1:
-      logits.append(Tensor((n, v), wide, "cotangent of the logits"))
-    table = self.params.get("decoder/logits_dense/kernel", self.params["token_embedder/embedding"])[0]
-    head = [Tensor(table, wide if tiles > 1 else self.weight, "gradient of the output table")]
+    logits = [Tensor((-(-n // tiles), v), self.compute, f"{tile}, or their cotangent (num_vocab_tiling={tiles})")]
+    head = [Tensor(self.table, self.weight, "gradient of the output table")]
+    if tiles > 1 and self.weight != wide:
+      head.append(Tensor(self.table, wide, "sum of the output table's gradient over the tiles"))
     return [
       Row("gradients", tuple(head)),
       Row("boundary carries", (Tensor((outer_carries, n, m.base_emb_dim), self.compute, why),)),
@@ -362,13 +369,12 @@ class _Device:
       outer = self.elements(False)
       layer = self.elements(True) // self.model.base_num_decoder_layers
       val_tokens = g.ghost_val_batch_size * self.length
+      levels = [count for count, _ in self.layer_runs()]
+      kept = sum(levels[1:] if g.ghost_stream_carries == "host" else levels)
       tensors += [
         Tensor((sets * (outer + 2 * layer),), self.weight, "validation gradients of one layer and outside the stack"),
-        Tensor(
-          (sets * self.layer_runs()[0][0], val_tokens, self.model.base_emb_dim), self.compute,
-          "layer inputs of the validation rows",
-        ),
-      ]  # fmt: skip
+        Tensor((sets * kept, val_tokens, self.model.base_emb_dim), self.compute, "layer inputs of the validation rows"),
+      ]
     probes = sum(shape[0] if stacked else 1 for shape, stacked in self.params.values())
     tensors.append(Tensor((probes, sets, self.rows, self.length), "float32", "scores per token of every parameter"))
     return [Row("ghost directions and probes", tuple(tensors))]

@@ -19,20 +19,22 @@ def verdict(estimate: MemoryEstimate, capacity_bytes: int) -> str:
     f"  tokens per device: {estimate.tokens:,} = {data.per_device_batch_size} rows of {data.max_target_length} tokens"
     + (f", in each of {accumulated} micro-batches" if accumulated > 1 else "")
   )
-  lines.append("  largest:")
-  lines += [f"    {tensor.describe()}" for tensor in largest(estimate, 5)]
+  lines += advice(estimate, capacity_bytes)
+  return "\n".join(lines)
+
+
+def advice(estimate: MemoryEstimate, capacity_bytes: int) -> list[str]:
+  """The largest tensors, and the settings that bring the estimate down to the capacity, or as near as they can."""
+  lines = ["  largest:", *(f"    {tensor.describe()}" for tensor in largest(estimate, 5))]
   steps = remedies(estimate, capacity_bytes)
   if not steps:
-    lines.append("  no single setting helps; use more devices (ici_fsdp_parallelism), or a smaller model")
-    return "\n".join(lines)
+    return [*lines, "  no setting helps; use more devices (ici_fsdp_parallelism), or a smaller model"]
   lines.append("  cheapest settings first, with the estimate after each:")
   lines += [f"    {text} -> {shown(after.total)} ({cost})" for text, cost, after in steps]
-  left = steps[-1][2].total
-  if left <= have:
-    lines.append(f"  with all of these it fits, {shown(have - left)} to spare")
-  else:
-    lines.append(f"  even then {shown(left - have)} too much: use more devices, or a smaller model")
-  return "\n".join(lines)
+  left = steps[-1][2].total - capacity_bytes
+  if left <= 0:
+    return [*lines, f"  with all of these it fits, {shown(-left)} to spare"]
+  return [*lines, f"  even then {shown(left)} too much: use more devices, or a smaller model"]
 
 
 def largest(estimate: MemoryEstimate, count: int) -> list[Tensor]:

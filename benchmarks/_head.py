@@ -1,0 +1,85 @@
+"""The output head alone, and its gradient with and without scores: projection and cross-entropy of given hidden states.
+
+B rows, T positions, D embed dim.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxghost.config import Config
+from maxghost.ghost import schedules, tiled_head
+from maxghost.ghost.attach import split
+from maxghost.ghost.directions import DirectionSpec
+from maxghost.ghost.prepare import prepare_twin
+from maxghost.losses import token_losses
+from maxghost.models.decoder_layer import linear
+
+
+class Head(nnx.Module):
+  """The untied projection."""
+
+  logits_soft_cap = None
+
+  def __init__(self, cfg, *, rngs: nnx.Rngs):
+    self.logits_dense = linear(cfg, cfg.base_emb_dim, cfg.vocab_size, ("embed", "vocab"), rngs=rngs, std=1.0)
+
+  def head_input(self, hidden_BTD):
+    return hidden_BTD
+
+  def output_layer(self):
+    return self.logits_dense, "kernel"
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadLoss:
+  """(losses [B, T], ones), whole or in tiles as the config says."""
+
+  num_tiles: int
+  axis: str
+
+  def __call__(self, model, batch):
+    if self.num_tiles > 1:
+      losses_BT = tiled_head.head_losses(
+        model, batch["x"], batch["targets"], num_tiles=self.num_tiles, axis=self.axis, z_loss=0.0
+      )
+    else:
+      logits_BTV = model.logits_dense(batch["x"])
+      losses_BT = token_losses(logits_BTV.astype(jnp.float32), batch["targets"])
+    return losses_BT, jnp.ones_like(losses_BT)
+
+
+def make(cfg: Config):
+  """(function(*arguments) -> gradients of hidden states and table, and scores, the abstract arguments).
+
+  With ghost_enabled the scores are per token, along a given direction of rank ghost_rank, as `reverse_scan` has it when
+  it comes to the head.
+  """
+  model = nnx.eval_shape(lambda: Head(cfg.model, rngs=nnx.Rngs(0)))
+  params, rest = split(model)
+  loss = HeadLoss(cfg.model.num_vocab_tiling, cfg.model.vocab_tiling_axis)
+  shape = (cfg.data.per_device_batch_size, cfg.data.max_target_length)
+  x = jax.ShapeDtypeStruct((*shape, cfg.model.base_emb_dim), jnp.dtype(cfg.model.dtype))
+  targets = jax.ShapeDtypeStruct(shape, jnp.int32)
+  if not cfg.ghost.ghost_enabled:
+    graphdef, _, _ = nnx.split(model, nnx.Param, ...)
+
+    def plain(x, params, targets):
+      return schedules.mean_loss(*loss(nnx.merge(graphdef, params, rest), {"x": x, "targets": targets}))
+
+    return jax.grad(plain, argnums=(0, 1)), (x, params, targets)
+  twin = prepare_twin(
+    model, {"x": x, "targets": targets}, loss, num_sets=1, num_positions=shape[1],
+    spec=DirectionSpec("sgd", rank=cfg.ghost.ghost_rank),
+  )  # fmt: skip
+  (param,) = twin.scored
+  shapes = param.spec.part_shapes((), 1, param.shape)
+  parts = tuple(jax.ShapeDtypeStruct(shapes[name], jnp.float32) for name in param.spec.parts)
+
+  def scored(x, params, probes, targets, parts):
+    model = twin.merge(params, probes, twin.direction_state({param.label: parts}), rest)
+    return schedules.mean_loss(*loss(model, {"x": x, "targets": targets}))
+
+  return jax.grad(scored, argnums=(0, 1, 2)), (x, params, twin.probe_template, targets, parts)

@@ -1,0 +1,93 @@
+"""Attention kernels and the tiled head through the real TPU compiler, on a machine without a TPU."""
+
+import os
+
+os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxghost.losses import tiled, tiled_losses
+from maxghost.models import attention_ops, platforms
+
+pytestmark = pytest.mark.tpu_aot
+
+
+@pytest.fixture(scope="module")
+def compile_for_tpu():
+  """function, shapes -> the bytes of temporaries of its compilation for one v5e chip."""
+  from jax.experimental import topologies
+
+  topology = topologies.get_topology_desc(
+    platform="tpu", topology_name="v5e:1x1", chip_config_name="default", chips_per_host_bounds=(1, 1, 1), num_slices=1
+  )
+  sharding = NamedSharding(Mesh(np.array(topology.devices), ("device",)), PartitionSpec())
+
+  def run(function, *shapes) -> int:
+    placed = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in shapes]
+    with platforms.tracing_for("tpu"):
+      return jax.jit(function).lower(*placed).compile().memory_analysis().temp_size_in_bytes
+
+  return run
+
+
+OPTIONS = {
+  "segments": {},
+  "window": {"window": 300},
+  "soft_cap_sinks": {"soft_cap": 30.0, "sinks_H": True},
+  "sinks_per_token": {"window": 128, "sinks_H": "tokens"},
+}
+
+
+@pytest.mark.parametrize(("width", "values"), [(128, 128), (64, 64), (96, 96), (20, 12), (192, 128)])
+def test_flash_takes_head_dims(width, values, compile_for_tpu):
+  shapes = attention_shapes(1024, width, values)
+  compile_for_tpu(attention_gradient("flash", {}), *shapes)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_flash_takes_every_option_in_linear_memory(name, compile_for_tpu):
+  length = 4096
+  temporaries = compile_for_tpu(attention_gradient("flash", OPTIONS[name]), *attention_shapes(length, 128, 128))
+  assert temporaries < 2 * length * length  # one bfloat16 score of one head
+
+
+def test_blockwise_is_linear_in_memory(compile_for_tpu):
+  small, large = (
+    compile_for_tpu(attention_gradient("blockwise", {}), *attention_shapes(length, 128, 128)) for length in (4096, 8192)
+  )
+  assert large < 2.2 * small
+
+
+def attention_shapes(length, width, values):
+  shapes = ((1, length, 4, width), (1, length, 2, width), (1, length, 2, values), (1, length), (4,))
+  return [
+    jax.ShapeDtypeStruct(shape, jnp.int32 if len(shape) == 2 else jnp.bfloat16) for shape in shapes
+  ]  # fmt: skip
+
+
+def attention_gradient(kernel, options):
+  others = {name: value for name, value in options.items() if name != "sinks_H"}
+
+  def total(q, k, v, segments, sinks):
+    if "sinks_H" in options:
+      others["sinks_H"] = jnp.broadcast_to(sinks, (*q.shape[:2], 4)) if options["sinks_H"] == "tokens" else sinks
+    return attention_ops.attend(q, k, v, segments, kernel=kernel, **others).astype(jnp.float32).sum()
+
+  return jax.grad(total, argnums=(0, 1, 2, 4))
+
+
+@pytest.mark.parametrize("axis", tiled.AXES)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_tiled_head_with_bfloat16_weights(axis, tied, compile_for_tpu):
+  """1/n of the logits and two tables in float32, and no more."""
+  tokens, width, vocab, n = 4096, 256, 32_768, 8
+  head = tiled.Head(n, axis, tied, jnp.dtype("bfloat16"), z_loss=1e-4)
+  shapes = ((1, tokens, width), (vocab, width) if tied else (width, vocab))
+  x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+  targets = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+  gradient = jax.grad(lambda x, w, targets: tiled_losses(head, x, w, targets).mean(), argnums=(0, 1))
+  assert compile_for_tpu(gradient, x, w, targets) < 4 * tokens * vocab / n + 2 * 4 * width * vocab
