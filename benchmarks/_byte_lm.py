@@ -180,9 +180,9 @@ def snapshots(corpus: Corpus, steps: tuple[int, ...], seed: int = 0) -> list[nnx
 def retrieval(corpus: Corpus, models: list) -> dict:
   """{method: normalised recall@100 averaged over the domains}: of 600 passages, the 100 of the domain asked for.
 
-  A passage is one chunk or several consecutive ones, whose scores are averaged. Sums over the models (TracIn). "dot": <gradient of the chunk, gradient of the domain's held-out rows>. "cosine": over
-  the chunk's gradient norm. "centred": minus the mean over the other domains' gradients, what helps this domain more
-  than the others.
+  A passage is one chunk or several consecutive ones, whose scores are averaged. Sums over the models (TracIn). "dot":
+  <gradient of the chunk, gradient of the domain's held-out rows>. "cosine": over the chunk's gradient norm. "centred":
+  minus the mean over the other domains' gradients, what helps this domain more than the others.
   """
   pool = corpus.pool.reshape(-1, LENGTH + 1)
   domain_N = np.repeat(np.arange(len(corpus.pool)), NUM_POOL)
