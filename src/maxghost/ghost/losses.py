@@ -73,14 +73,15 @@ class LanguageModelLoss:
     return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, index)
 
   def head(self, model, hidden_BTD, batch):
-    targets_BT = batch["targets"]
+    targets_BT, counts_BT = batch["targets"], batch["targets_segmentation"] != 0
     if self.num_tiles > 1:
       losses_BT = tiled_head.head_losses(
-        model, hidden_BTD, targets_BT, num_tiles=self.num_tiles, axis=self.tile_axis, z_loss=self.z_loss_multiplier
-      )
+        model, hidden_BTD, targets_BT, counts_BT.astype(float), num_tiles=self.num_tiles, axis=self.tile_axis,
+        z_loss=self.z_loss_multiplier,
+      )  # fmt: skip
     else:
       losses_BT = token_losses(model.logits(hidden_BTD), targets_BT, self.z_loss_multiplier)
-    return losses_BT, (batch["targets_segmentation"] != 0).astype(losses_BT.dtype)
+    return losses_BT, counts_BT.astype(losses_BT.dtype)
 
 
 def language_model_loss(model, batch, z_loss_multiplier: float = 0.0, dropout_key=None):
