@@ -7,6 +7,7 @@ run failed (one line says why); 2 the input is wrong and nothing was written; 13
 import errno
 import os
 import sys
+from collections.abc import Callable
 
 from maxghost import cli
 from maxghost.config import Config, ConfigError
@@ -31,20 +32,29 @@ def _run(cfg: Config) -> int:
       f"enable_checkpointing=false: {existing.path} holds an unfinished run, which would be overwritten; "
       "choose another run_name"
     )
+  from maxghost.data import build
+
+  open_parameters = _parameters(cfg, existing)
+  corpus = build.open_all(cfg.data, cfg.run.data_shuffle_seed, cfg.model.vocab_size)
+  return _train(cfg, existing, corpus, open_parameters)
+
+
+def _parameters(cfg: Config, existing: Existing) -> Callable | None:
+  """What opens the parameters to start from. A run that has a checkpoint needs them no more."""
+  if not cfg.checkpoint.load_parameters_path or run_directory.has_checkpoint(existing):
+    return None
+  from maxghost.checkpoint import parameters
+
+  place = parameters.check_config(cfg)
+  return lambda wanted: parameters.open_parameters(place, cfg, wanted)
+
+
+def _train(cfg: Config, existing: Existing, corpus, open_parameters: Callable | None = None) -> int:
+  """From valid input to an exit code. corpus: (source, tokenizer). JAX is imported here."""
   from maxghost import data
-
-  rows = cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps
-  dataset = data.load_dataset(
-    cfg.data, cfg.run.data_shuffle_seed, batch_size=rows, vocab_size=cfg.model.vocab_size,
-    val_domains=tuple(cfg.data.validation_sets.values()),  # held out with ghost and without: the same batches
-  )
-  return _train(cfg, existing, dataset)
-
-
-def _train(cfg: Config, existing: Existing, dataset) -> int:
-  """From valid input to an exit code. JAX is imported here."""
   from maxghost.attribution.store import ScoreWriter
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
+  from maxghost.training import devices
   from maxghost.training.metrics import NonFiniteMetricError
   from maxghost.training.score_recorder import ScoreLogError
   from maxghost.training.session import Session
@@ -53,7 +63,17 @@ def _train(cfg: Config, existing: Existing, dataset) -> int:
   session = None
   with StopSignals() as signals:
     try:
-      session = Session(cfg, existing, dataset, signals, open_checkpoints=CheckpointManager, open_scores=ScoreWriter)
+      layout = devices.open_layout(cfg)
+      own = devices.rows_of_process(cfg, layout)
+      dataset = data.make_dataset(
+        corpus[0], cfg.data, cfg.run.data_shuffle_seed, own.num_shards, own.shard, tokenizer=corpus[1],
+        batch_size=devices.rows_per_step(cfg, layout.num_devices),
+        val_domains=tuple(cfg.data.validation_sets.values()),  # held out with ghost and without: the same batches
+      )
+      session = Session(
+        cfg, existing, dataset, signals, layout, open_checkpoints=CheckpointManager, open_scores=ScoreWriter,
+        open_parameters=open_parameters,
+      )  # fmt: skip
       return session.run()
     except NonFiniteMetricError as error:
       return _failed(f"{error}; {session.last_checkpoint()}")

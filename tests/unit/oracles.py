@@ -43,7 +43,8 @@ def _document_logits(values, cfg, tokens, positions):
     y_TD = _rms(x_TD, values[layer + "post_self_attention_layer_norm/scale"][i], cfg)
     h_TF = 1.0
     for j, name in enumerate(cfg.mlp_activations):
-      h_TF = h_TF * ACTIVATIONS[name](y_TD @ values[f"{layer}mlp/wi_{j}/kernel"][i])
+      branch = "wi" if len(cfg.mlp_activations) == 1 else f"wi_{j}"
+      h_TF = h_TF * ACTIVATIONS[name](y_TD @ values[f"{layer}mlp/{branch}/kernel"][i])
     x_TD = x_TD + h_TF @ values[layer + "mlp/wo/kernel"][i]
   x_TD = _rms(x_TD, values["decoder/decoder_norm/scale"], cfg)
   if cfg.logits_via_embedding:

@@ -45,9 +45,19 @@ def on_device(tree):
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
 
 
-@pytest.mark.parametrize(("name", "scan_layers"), [("linen_scanned", False), ("nnx_unscanned", True)])
-def test_a_maxtext_run_in_a_maxghost_model_gives_maxtexts_logits(name, scan_layers, tmp_path):
-  graphdef, abstract = train_state(scan_layers=scan_layers)
+MIXTRAL = {
+  "decoder_block": "mixtral", "num_experts": 5, "num_experts_per_tok": 2, "base_mlp_dim": 14, "base_moe_mlp_dim": 14,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("name", "changes"),
+  [
+    ("linen_scanned", {"scan_layers": False}), ("nnx_unscanned", {"scan_layers": True}), ("linen_moe_scanned", MIXTRAL),
+  ],
+)  # fmt: skip
+def test_a_maxtext_run_in_a_maxghost_model_gives_maxtexts_logits(name, changes, tmp_path):
+  graphdef, abstract = train_state(**changes)
   source, said = unpack(name, tmp_path), []
   tree = load_tree(source, on_device(to_tree(abstract)), head_dim=4, say=said.append)
   assert said == [f"not in {source}, kept at its initial value: clip_factor"]

@@ -133,7 +133,7 @@ def test_first_error_comes_before_jax_and_soon(tmp_path):
   assert subprocess.run([*command, "steps=1"], capture_output=True, text=True).stdout == "jax imported: True\n"
 
 
-@pytest.mark.parametrize("verb", [verb for verb in ("train", "generate", "train_compile") if verb in cli.VERBS])
+@pytest.mark.parametrize("verb", [verb for verb in ("train", "train_compile") if verb in cli.VERBS])
 def test_real_doors_refuse_before_jax(verb, tmp_path):
   if verb not in cli.available_verbs():
     pytest.skip(f"{cli.VERBS[verb][0]} is not part of this installation")

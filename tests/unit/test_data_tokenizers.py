@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from maxghost import config, data
 from maxghost.config import ConfigError
+from maxghost.data import tokenizer_files
 from maxghost.data.prepare import train_bpe
 from maxghost.data.sources import synthetic
 from maxghost.data.tokenizers import check_specials, load_tokenizer
@@ -114,6 +115,40 @@ def test_sentencepiece_knows_where_tokens_begin(made):
   starts = np.cumsum(sizes) - sizes
   pieces = dict(zip(starts.tolist(), [tokenizer.decode(ids[n : n + 1]) for n in range(len(ids))], strict=False))
   assert tokenizer.byte_table is None and {0, 3, 5} <= set(pieces)
+
+
+@pytest.mark.parametrize("kind", ["byte", "huggingface", "sentencepiece", "tiktoken"])
+def test_a_saved_tokenizer_is_the_same(made, kind, tmp_path):
+  original, folder = load(made, kind), tmp_path / "tokenizer"
+  tokenizer_files.save(original, kind, folder)
+  tokenizer_files.save(original, kind, folder)  # a run that goes on
+  path = tokenizer_files.saved_path(kind, folder)
+  assert (path is None) == (kind == "byte") == (not folder.exists())
+  if path is None:
+    return
+  saved = load_tokenizer(kind, path)
+  for name in ("vocab_size", "bos_id", "eos_id", "pad_id", "fingerprint"):
+    assert getattr(saved, name) == getattr(original, name), name
+  for text in TEXTS:
+    (before,), (after,) = original.encode([text.encode()]), saved.encode([text.encode()])
+    np.testing.assert_array_equal(before, after)
+    assert saved.decode(after) == original.decode(before)
+
+
+def test_a_tiktoken_encoding_with_rules_of_its_own_keeps_them(made, tmp_path):
+  """Split into single letters before the merges, and specials that are not Llama's."""
+  content = {"ranks": "small.tiktoken", "split": "(?s:.)", "special_tokens": {"<|bos|>": 300, "<|odd|>": 301}}
+  file = tmp_path / "own.encoding.json"
+  file.write_text(json.dumps(content))
+  (tmp_path / "small.tiktoken").write_bytes(Path(made["tiktoken"]).read_bytes())
+  own = load_tokenizer("tiktoken", str(file))
+  assert own.encode([b"the"])[0].tolist() == list(b"the") and (own.bos_id, own.vocab_size) == (300, 302)
+  tokenizer_files.save(own, "tiktoken", tmp_path / "kept")
+  kept = load_tokenizer("tiktoken", tokenizer_files.saved_path("tiktoken", tmp_path / "kept"))
+  assert kept.encode([b"the"])[0].tolist() == list(b"the") and (kept.bos_id, kept.vocab_size) == (300, 302)
+  file.write_text("{}")
+  with pytest.raises(ConfigError, match="is no tiktoken file"):
+    load_tokenizer("tiktoken", str(file))
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece", "tiktoken"])

@@ -55,7 +55,8 @@ def test_tied_output_and_single_activation_leave_their_kernels_out():
   cfg = tiny.make_config(logits_via_embedding=True, mlp_activations=("gelu",))
   labels = shapes_and_axes(models.create_abstract(cfg)).keys()
   full = shapes_and_axes(models.create_abstract(tiny.make_config())).keys()
-  assert full - labels == {"decoder/logits_dense/kernel", "decoder/layers/mlp/wi_1/kernel"}
+  assert full - labels == {"decoder/logits_dense/kernel", *(f"decoder/layers/mlp/wi_{i}/kernel" for i in range(2))}
+  assert labels - full == {"decoder/layers/mlp/wi/kernel"}
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
@@ -161,10 +162,50 @@ OTHER = {
   "segment_length": 3,
   "segment_lengths": (3, 1),
   "z_loss_multiplier": 1e-3,
+  "decoder_block": "qwen3_moe",
+  "mlp_activations_limit": 0.5,
+  "mlp_bias": True,
+  "normalization_layer_type": "layer_norm",
+  "trainable_position_size": 17,
+  "rope_type": "none",
+  "rope_factor": 3.0,
+  "original_max_position_embeddings": 50,
+  "rope_low_freq_factor": 1.5,
+  "rope_high_freq_factor": 3.0,
+  "beta_fast": 16.0,
+  "beta_slow": 2.0,
+  "rope_truncate": False,
+  "rope_attention_scaling": False,
+  "attention_bias": True,
+  "attention_sink": True,
+  "attention_type": ("local_sliding",),
+  "sliding_window_size": 6,
+  "inhomogeneous_layer_cycle_interval": 3,
+  "use_qk_norm": True,
+  "num_experts": 7,
+  "num_experts_per_tok": 3,
+  "base_moe_mlp_dim": 10,
+  "norm_topk_prob": False,
+  "routed_bias": True,
+  "sparse_matmul": False,
   "num_vocab_tiling": 2,
 }
-# Read by config.load: a file laid over the base; by the train state: where the weights live; by a tiled head.
-ELSEWHERE = {"model_name", "stream_weights", "vocab_tiling_axis"}
+YARN = {"rope_type": "yarn", "rope_factor": 2.0, "original_max_position_embeddings": 640, "beta_fast": 8.0}
+LLAMA3 = {"rope_type": "llama3.1", "rope_factor": 2.0, "original_max_position_embeddings": 40}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "use_qk_norm": True}
+# What has to be set for a key to be read.
+NEEDS = {
+  "decoder_block": EXPERTS, "rope_factor": YARN, "original_max_position_embeddings": LLAMA3,
+  "rope_low_freq_factor": LLAMA3, "rope_high_freq_factor": LLAMA3, "beta_fast": YARN, "beta_slow": YARN,
+  "rope_truncate": YARN, "rope_attention_scaling": YARN, "num_experts_per_tok": EXPERTS, "base_moe_mlp_dim": EXPERTS,
+  "attention_type": {"sliding_window_size": 4, "attention_type": ("local_sliding", "global", "global"),
+                     "inhomogeneous_layer_cycle_interval": 3},
+  "sliding_window_size": {"attention_type": ("local_sliding",), "sliding_window_size": 4},
+  "norm_topk_prob": EXPERTS, "routed_bias": EXPERTS, "sparse_matmul": EXPERTS,
+}  # fmt: skip
+# Read by config.load: a file laid over the base; by the train state: where the weights live; by the loss
+# of training; by a tiled head.
+ELSEWHERE = {"model_name", "stream_weights", "load_balance_loss_weight", "vocab_tiling_axis"}
 
 
 def program_of(cfg) -> str:
@@ -204,7 +245,9 @@ def test_every_key_of_the_model_changes_the_program(field, base_program):
   if len(choices) == 1:
     pytest.skip(f"{field.name} has the one value {choices[0]}")
   assert field.name in OTHER, f"name another value of {field.name} in OTHER"
-  assert program_of(tiny.make_config(**{field.name: OTHER[field.name]})) != base_program
+  needs = NEEDS.get(field.name, {})
+  before = program_of(tiny.make_config(**needs)) if needs else base_program
+  assert program_of(tiny.make_config(**needs | {field.name: OTHER[field.name]})) != before
 
 
 @pytest.mark.parametrize("count", [1, 2])

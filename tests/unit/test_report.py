@@ -274,6 +274,15 @@ def test_metrics_file_with_bad_lines(tmp_path):
   assert messages == ["metrics.jsonl: 1 lines could not be read and were left out"]
 
 
+def test_what_the_model_wrote_is_shown(tmp_path):
+  write_log(tmp_path, [({"val_loss": 2.0, "predicted_examples": -1.0}, [("a", "x", 0, 0, 5, -1.0)])])
+  lines = [{"step": step, "learning/loss": 3.0, "sample/text": f"once <{step}> upon"} for step in range(12)]
+  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 12, "sampl')
+  page = render(summarize(attribution.load(tmp_path)))
+  assert "What the model wrote" in page and "once &lt;11&gt; upon" in page and "once &lt;4&gt;" in page
+  assert "once &lt;3&gt;" not in page  # the last eight
+
+
 def test_thin_keeps_the_mean():
   series = Series(np.arange(1000), np.arange(1000.0))
   thinned = thin(series, 100)

@@ -1,5 +1,6 @@
 """metrics.jsonl and the facts of a run, as the report needs them."""
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -40,6 +41,17 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], list[str]]:
           columns.setdefault(name, {})[step] = float(value)
   messages = [f"{path.name}: {unreadable} lines could not be read and were left out"] if unreadable else []
   return {name: _series(points) for name, points in columns.items()}, messages
+
+
+def read_samples(path: Path) -> list[tuple[int, str]]:
+  """(step, text) of the texts that the model wrote while it was trained, in the order of the steps."""
+  texts: dict[int, str] = {}
+  if path.is_file():
+    for line in path.read_bytes().splitlines():
+      with contextlib.suppress(ValueError, KeyError, TypeError):
+        record = json.loads(line)
+        texts[int(record["step"])] = str(record["sample/text"])
+  return sorted(texts.items())
 
 
 def _series(points: dict[int, float]) -> Series:

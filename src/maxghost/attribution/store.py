@@ -23,12 +23,15 @@ class ScoreWriter:
 
   run_dir: the run's folder; files go to its `ghost/`. val_sets: names of the K validation sets. period: steps per file.
   fingerprint: the data source's fingerprint, kept so that a later reader can tell whether the texts are still the same.
+  num_processes: that write at present; process 0 looks after the files of others, from a time when there were more.
   Errors of the background thread (disk full, ...) are raised by the next call.
   """
 
-  def __init__(self, run_dir, val_sets=("manual",), process_index: int = 0, period: int = 20, fingerprint: str = ""):
+  def __init__(self, run_dir, val_sets=("manual",), process_index: int = 0, period: int = 20, fingerprint: str = "",
+               num_processes: int = 1):
     if period < 1:
       raise ConfigError(f"ghost_log_period={period}: at least 1 step per score file")
+    self._run_dir, self._num_processes = run_dir, num_processes
     self._folder = Path(run_dir) / "ghost"
     self._val_sets = tuple(val_sets)
     self._process_index = process_index
@@ -88,6 +91,11 @@ class ScoreWriter:
     self._queue.join()
     self._raise_error()
     last_step = -1 if position is None else int(position["step"])
+    for process in self._former_processes() if self._process_index == 0 else ():
+      other = ScoreWriter(
+        self._run_dir, self._val_sets, process, self._period, self._fingerprint, self._num_processes
+      )
+      other.restore(None if position is None else {"step": last_step})
     self._pending = Interval(len(self._val_sets))
     self._last_step, self._num_steps, self._num_rows = last_step, 0, 0
     self._restored = True
@@ -158,6 +166,10 @@ class ScoreWriter:
           f"{', '.join(self._val_sets)}; continue with the same sets or under another run_name"
         )
       yield path, shard
+
+  def _former_processes(self) -> list[int]:
+    names = [fmt.parse_shard_name(path.name) for path in self._folder.iterdir()] if self._folder.is_dir() else []
+    return sorted({name[1] for name in names if name is not None and name[1] >= self._num_processes})
 
   def _own_files(self) -> list[Path]:
     names = sorted(self._folder.iterdir()) if self._folder.is_dir() else []

@@ -12,7 +12,7 @@ from maxghost.attribution import aggregate, statistics, token_values
 from maxghost.attribution.format import LEDGER
 from maxghost.attribution.health import Health, PassSums, duplicates
 from maxghost.attribution.log import ScoreLog
-from maxghost.attribution.metrics import Series, read_facts, read_metrics
+from maxghost.attribution.metrics import Series, read_facts, read_metrics, read_samples
 from maxghost.attribution.numbers import integer, number
 from maxghost.attribution.texts import SNIPPET_BYTES, Source, Texts
 from maxghost.attribution.token_values import Marked
@@ -121,6 +121,7 @@ class Summary:
   facts: dict[str, str]
   config: dict[str, str]
   health: Health
+  samples: list[tuple[int, str]]
 
 
 def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = None) -> Summary:
@@ -165,6 +166,7 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
     facts=_facts(log, metrics),
     config=_config(log.run_dir),
     health=Health(passes.result(time), duplicates(texts, groups)),
+    samples=read_samples(log.run_dir / "metrics.jsonl"),
   )
 
 

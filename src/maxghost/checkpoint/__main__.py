@@ -1,4 +1,4 @@
-"""`maxghost checkpoint convert|compare|inspect`: the tools of this package."""
+"""`maxghost checkpoint convert|compare|inspect|rescale|hf`: the tools of this package."""
 
 import importlib
 import sys
@@ -9,6 +9,7 @@ _TOOLS = {
   "compare": ("maxghost.checkpoint.compare", "are two checkpoints equal, whatever their layouts"),
   "inspect": ("maxghost.checkpoint.inspect_checkpoint", "path, shape, dtype and bytes of every leaf"),
   "rescale": ("maxghost.checkpoint.linen_scaling", "attention factor into or out of the query weights (MaxText)"),
+  "hf": ("maxghost.checkpoint.hf_checkpoint", "import or export a Hugging Face model folder"),
 }
 
 

@@ -83,7 +83,7 @@ def convert(
       say(line)
     say("dry run: nothing was written")
     return report
-  _check_space(raw, plan, out)
+  check_space(raw, plan, out)
   with new_folder(out) as temporary:
     place = place_like(raw, temporary)
     write_plan(raw, plan, place, ram_bytes)
@@ -176,10 +176,10 @@ def check_target(raw: RawTree, out: Path) -> None:
     raise LayoutError(f"target {out} exists; name a new folder")
 
 
-def _check_space(raw: RawTree, plan: Plan, out: Path) -> None:
+def check_space(raw: RawTree, plan: Plan, out: Path) -> None:
   """Refuses early where the disk cannot hold the target: about the source's size, by the share of it that moves."""
-  stored = sum(f.stat().st_size for f in raw.folder.item.rglob("*") if f.is_file())
   everything = sum(array.nbytes for array in raw.arrays().values())
+  stored = sum(f.stat().st_size for f in raw.folder.item.rglob("*") if f.is_file()) or everything
   needed = int(stored * sum(leaf.nbytes for leaf in plan.leaves) / max(everything, 1))
   existing = next(p for p in (out, *out.parents) if p.exists())
   free = shutil.disk_usage(existing).free

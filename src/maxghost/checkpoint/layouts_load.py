@@ -19,49 +19,65 @@ from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, TreePath
 from maxghost.checkpoint.linen_scaling import is_query, rescale_leaf
 
 _HOLD_BYTES = 1 << 30
+_WIDER = {
+  ("bfloat16", "float32"), ("float16", "float32"), ("bfloat16", "float64"), ("float16", "float64"),
+  ("float32", "float64"),
+}  # fmt: skip
 
 
-def load_tree(
+def load_tree(path: str | os.PathLike, wanted: Mapping[str, Any], **options: Any) -> dict:
+  """Arrays of the checkpoint `path` in the nested dict `wanted`; all of `open_load` in one call."""
+  return open_load(path, wanted, **options)()
+
+
+def open_load(
   path: str | os.PathLike,
   wanted: Mapping[str, Any],
   *,
   head_dim: int | None = None,
+  widen: bool = False,
   read: ReadOptions | None = None,
   say: Callable[[str], None] = print,
-) -> dict:
-  """Arrays of the checkpoint `path` in the nested dict `wanted`: {"model": {...}[, "optimizer": {...}][, ...]}.
+) -> Callable[[], dict]:
+  """Pairs the arrays of the checkpoint `path` with `wanted`: {"model": {...}[, "optimizer": {...}][, ...]}. The
+  function that is returned reads them and gives them in the same nested form; until then only headers are read.
 
   wanted: leaves with shape and dtype (jax.ShapeDtypeStruct), and a sharding where they shall lie; without one they come
   as numpy arrays. Give {"model": ...} alone for the parameters alone. head_dim: rescale MaxText's query weights (see
-  `linen_scaling`) where the checkpoint follows MaxText's convention; None = never. What no checkpoint of another
+  `linen_scaling`) where the checkpoint follows MaxText's convention; None = never. widen: accept parameters of a
+  narrower float dtype, which the wider one holds exactly. What no checkpoint of another
   program can hold (loop state, random keys it did not save) is left out of the result and named by `say`.
   Raises LayoutError that names every parameter or moment which is missing or has another shape or dtype.
   """
   source = read_checkpoint(open_tree(path), read or ReadOptions(keep_unknown=True))
   target = read_checkpoint(tree_from_memory(wanted, "the model"), ReadOptions(layout=MAXGHOST, scan_axis=0))
-  found = _Matcher(source, target)
+  found = _Matcher(source, target, widen)
   found.match(with_optimizer="optimizer" in wanted)
   found.check(str(path))
   rescale = head_dim is not None and source.values_from == "maxtext"
   if head_dim is not None and not source.values_from and source.layout == NNX:
     raise LayoutError(f"{path}: nothing tells whether MaxText or maxghost scaled the query weights; pass head_dim=None")
-  reader = PartReader(_HOLD_BYTES)
-  arrays: dict[TreePath, Any] = {}
-  for leaf in found.leaves:
-    block = read_block(reader, leaf)
-    if rescale and is_query(leaf.path):
-      block = rescale_leaf(leaf.path, block, head_dim, MAXGHOST)
-    arrays[tuple(map(str, leaf.path))] = _place(block, leaf, _look_up(wanted, leaf.path))
-  if found.fresh:
-    say(f"not in {path}, kept at its initial value: {', '.join(found.fresh)}")
-  return _nest(arrays)
+
+  def read_all() -> dict:
+    reader = PartReader(_HOLD_BYTES)
+    arrays: dict[TreePath, Any] = {}
+    for leaf in found.leaves:
+      block = read_block(reader, leaf)
+      if rescale and is_query(leaf.path):
+        block = rescale_leaf(leaf.path, block, head_dim, MAXGHOST)
+      arrays[tuple(map(str, leaf.path))] = _place(block, leaf, _look_up(wanted, leaf.path))
+    if found.fresh:
+      say(f"not in {path}, kept at its initial value: {', '.join(found.fresh)}")
+    return _nest(arrays)
+
+  return read_all
 
 
 class _Matcher:
   """Pairs every array of the target with parts of the source."""
 
-  def __init__(self, source: Checkpoint, target: Checkpoint):
-    self._source, self._target = source, target
+  def __init__(self, source: Checkpoint, target: Checkpoint, widen: bool):
+    self._source, self._target, self._widen = source, target, widen
     self.leaves: list[TargetLeaf] = []
     self.fresh: list[str] = []
     self._problems: list[str] = []
@@ -107,15 +123,20 @@ class _Matcher:
         missing += [leaf_text(leaf) for (leaf, _), part in zip(pairs, parts, strict=True) if part is None]
         continue
       for (leaf, ref), part in zip(pairs, parts, strict=True):
-        if part.shape != ref.shape or part.dtype != ref.dtype:
+        if part.shape != ref.shape or not (part.dtype == ref.dtype or self._widens(part, ref)):
           self._problems.append(f"{prefix}{leaf_text(leaf)} is {_kind(part)} there and {_kind(ref)} in the model")
         self._used.add((id(part.array), part.index))
       axis = None if first.index is None else first.axis
-      self.leaves.append(TargetLeaf(first.array.path, tuple(parts), axis))
+      cast = first.dtype.name if self._widen and not first.array.key_impl else ""
+      self.leaves.append(TargetLeaf(first.array.path, tuple(parts), axis, cast))
     if missing and optional:
       self.fresh += missing
     elif missing:
       self._problems.append(f"misses {prefix}{_listed(missing)}")
+
+  def _widens(self, part: Ref, ref: Ref) -> bool:
+    """Whether the wanted dtype holds every value of the stored one."""
+    return self._widen and (part.dtype.name, ref.dtype.name) in _WIDER
 
   def _source_moment(self, place: Path) -> ParamTree | None:
     """The moment tree of the same place; else the only one of the same name."""

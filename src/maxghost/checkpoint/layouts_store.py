@@ -142,7 +142,14 @@ def _no_tree(path: Any, folder: Path) -> str:
 
 
 def open_tree(path: str | os.PathLike) -> RawTree:
-  """Opens a checkpoint folder; reads metadata and array headers only. Raises LayoutError as `locate` does."""
+  """Opens a checkpoint folder, or a Hugging Face model folder; reads metadata and array headers only.
+
+  Raises LayoutError as `locate` does.
+  """
+  if (Path(path) / "config.json").is_file() and not (Path(path) / TREE_METADATA).is_file():
+    from maxghost.checkpoint import huggingface  # which stands on this module
+
+    return huggingface.open_folder(Path(path))
   return open_at(locate(path), str(path))
 
 

@@ -18,6 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from maxghost.checkpoint.checksum import checksums
+from maxghost.parallel import distributed
 
 FORMAT_VERSION = 1
 UNUSABLE_SUFFIX = ".unusable"
@@ -39,6 +40,7 @@ class CheckpointManager:
   """The checkpoints of one run.
 
   max_to_keep: older ones are removed in the background (0 = keep all). say: receives each message for the user.
+  Several processes make one each, of the same folder, and call it alike; each writes and reads its part of the arrays.
   """
 
   def __init__(
@@ -48,7 +50,9 @@ class CheckpointManager:
     self._say = say
     # Orbax reports every phase of a save as a warning or info; what matters to the user is said here.
     logging.getLogger("absl").setLevel(logging.ERROR)
-    self._remove_half_written()
+    if distributed.is_first():
+      self._remove_half_written()
+    distributed.gather(None)  # the others look at the folder afterwards
     options = ocp.CheckpointManagerOptions(
       max_to_keep=max_to_keep or None,
       enable_async_checkpointing=asynchronous,
@@ -94,6 +98,7 @@ class CheckpointManager:
     """
     unusable = []
     for step in reversed(self.steps()):
+      reason, restored = "", None
       try:
         restored = self._restore(step, abstract_tree)
       except CheckpointError:
@@ -101,8 +106,9 @@ class CheckpointManager:
       except Exception as error:  # Orbax and TensorStore raise what they like for a damaged file
         if "RESOURCE_EXHAUSTED" in str(error):
           raise
-        unusable.append(step)
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+      if reason := next(filter(None, distributed.gather(reason)), ""):  # what one process cannot read, none uses
+        unusable.append(step)
         self._say(f"maxghost: checkpoint {self.path(step)} cannot be used ({reason}); trying the one before")
         continue
       self._set_aside(unusable)
@@ -146,11 +152,15 @@ class CheckpointManager:
 
   def _set_aside(self, steps: Iterable[int]) -> None:
     """Renames unusable checkpoints, so that the run can save at their steps again and someone can look at them."""
+    steps = list(steps)
     for step in steps:
       target = self._directory / f"{step}{UNUSABLE_SUFFIX}"
-      shutil.rmtree(target, ignore_errors=True)
-      self.path(step).rename(target)
+      if distributed.is_first():
+        shutil.rmtree(target, ignore_errors=True)
+        self.path(step).rename(target)
       self._say(f"maxghost: checkpoint {self.path(step)} is now called {target.name}")
+    if steps:
+      distributed.gather(None)
     self._manager.reload()
 
 

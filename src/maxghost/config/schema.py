@@ -36,6 +36,10 @@ class RunConfig:
   log_period: int = key(1, "print a step line every this many steps", minimum=1)
   eval_interval: int = key(100, "evaluate on the validation documents every this many steps; -1 = never", minimum=-1)
   eval_steps: int = key(4, "batches per evaluation", minimum=1)
+  sample_every: int = key(0, "let the model continue sample_prompt every this many steps; 0 = never", minimum=0)
+  sample_prompt: str = key("", "text that samples begin with; empty = only the begin-of-document token")
+  sample_tokens: int = key(64, "most tokens of a sample", minimum=1)
+  sample_temperature: float = key(0.7, "samples divide the logits by it; 0 = always the likeliest token", minimum=0.0)
   init_weights_seed: int = key(0, "seed of the initial weights and of dropout", minimum=0, maximum=2**32 - 1)
   data_shuffle_seed: int = key(
     0, "seed of the document order and of the train/validation split", minimum=0, maximum=2**32 - 1
@@ -49,7 +53,11 @@ class ModelConfig:
   """The decoder-only transformer."""
 
   model_name: str = key("default", "a file of configs/models/ (without .yml) laid over the base; default = none")
-  decoder_block: str = key("llama2", "architecture family", choices=("llama2",))
+  decoder_block: str = key(
+    "llama2",
+    "architecture family: parameter names, and what the family cannot do without; see configs/models/",
+    choices=("llama2", "gpt2", "mistral", "mixtral", "qwen3", "qwen3_moe", "gpt_oss"),
+  )
   base_emb_dim: int = key(256, "embed dim D", minimum=1)
   base_num_query_heads: int = key(4, "query heads H", minimum=1)
   base_num_kv_heads: int = key(2, "key/value heads K; divides the query heads", minimum=1)
@@ -59,12 +67,63 @@ class ModelConfig:
   vocab_size: int = key(259, "vocabulary V; must hold the tokenizer's ids", minimum=2)
   mlp_activations: tuple[str, ...] = key(
     ("silu", "linear"),
-    "activations of the feed-forward branches, multiplied: gate, up; or a single one",
-    choices=("silu", "gelu", "relu", "linear"),
+    "activations of the feed-forward branches, multiplied: gate, up; or a single one. gelu is the tanh form, "
+    "quick_gelu is x sigmoid(1.702 x), one_plus is 1 + x",
+    choices=("silu", "gelu", "relu", "linear", "quick_gelu", "one_plus"),
   )
+  mlp_activations_limit: float = key(
+    -1.0, "clamp before the activations: gate from above, up on both sides; 0 or less = none"
+  )
+  mlp_bias: bool = key(False, "biases in the feed-forward layer, the experts' included")
   logits_via_embedding: bool = key(False, "tie the output projection to the token embedding")
+  normalization_layer_type: str = key(
+    "rms_norm", "norm of the residual branches; layer_norm has a bias", choices=("rms_norm", "layer_norm")
+  )
   normalization_layer_epsilon: float = key(1e-5, "epsilon of the norms", minimum=0.0)
+  trainable_position_size: int = key(-1, "rows of a learned position embedding; -1 = none", minimum=-1)
+  rope_type: str = key(
+    "default",
+    "rotary embedding: plain, or with the wavelengths stretched as Llama 3.1 or YaRN do; none = no rotation",
+    choices=("default", "llama3.1", "yarn", "none"),
+  )
   rope_max_timescale: float = key(10000.0, "longest wavelength of the rotary embedding", minimum=1.0)
+  rope_factor: float = key(1.0, "llama3.1, yarn: how much longer the longest wavelengths get", minimum=1.0)
+  original_max_position_embeddings: int = key(
+    8192, "llama3.1, yarn: context length before the stretching, tokens", minimum=1
+  )
+  rope_low_freq_factor: float = key(
+    1.0, "llama3.1: wavelengths over original length / this are stretched in full", minimum=1e-6
+  )
+  rope_high_freq_factor: float = key(
+    4.0, "llama3.1: wavelengths under original length / this stay as they are", minimum=1e-6
+  )
+  beta_fast: float = key(32.0, "yarn: pairs that turn more often than this in the original length stay", minimum=1e-6)
+  beta_slow: float = key(1.0, "yarn: pairs that turn less often than this are stretched in full", minimum=1e-6)
+  rope_truncate: bool = key(True, "yarn: round the bounds of the ramp between both outwards to whole pairs")
+  rope_attention_scaling: bool = key(True, "yarn: scale the rotated heads by 0.1 ln(rope_factor) + 1")
+  attention_bias: bool = key(False, "biases in the query, key, value and out projections")
+  attention_sink: bool = key(False, "one learned logit per head that takes part in the softmax and has no value")
+  attention_type: tuple[str, ...] = key(
+    ("global",),
+    "global or local_sliding, for all layers or one for each of a cycle",
+    choices=("global", "local_sliding"),
+  )
+  sliding_window_size: int = key(0, "local_sliding: tokens a position sees, itself included", minimum=0)
+  inhomogeneous_layer_cycle_interval: int = key(
+    1, "layers after which the pattern of unlike layers repeats; that many are stacked as one", minimum=1
+  )
+  use_qk_norm: bool = key(False, "RMSNorm of every query and key head before the rotation")
+  num_experts: int = key(1, "experts of the feed-forward layer; 1 = a dense one", minimum=1)
+  num_experts_per_tok: int = key(1, "experts that each token is sent to", minimum=1)
+  base_moe_mlp_dim: int = key(-1, "width of one expert; -1 = base_mlp_dim", minimum=-1)
+  norm_topk_prob: bool = key(True, "weights of a token's experts add up to 1; false = their share among all experts")
+  routed_bias: bool = key(False, "bias in the router")
+  load_balance_loss_weight: float = key(
+    0.0, "weight of the router's load-balancing loss in the training loss", minimum=0.0
+  )
+  sparse_matmul: bool = key(
+    True, "multiply each token with its own experts only; false = with all of them, for comparison"
+  )
   dropout_rate: float = key(0.0, "dropout on the residual branches", minimum=0.0, maximum=0.999)
   dtype: str = key("float32", "compute dtype", choices=("float32", "bfloat16", "float64"))
   weight_dtype: str = key("float32", "parameter dtype", choices=("float32", "bfloat16", "float64"))
@@ -297,9 +356,60 @@ class CheckpointConfig:
   """Saving and resuming."""
 
   enable_checkpointing: bool = key(True, "save checkpoints and resume from the newest good one")
+  load_parameters_path: str = key(
+    "",
+    "start a new run from the parameters of this model: a run or a checkpoint of any layout (also MaxText's), an "
+    "imported folder, or a Hugging Face folder; empty = from init_weights_seed",
+  )
   checkpoint_period: int = key(100, "save every this many steps", minimum=1)
   max_num_checkpoints_to_keep: int = key(2, "older checkpoints are removed; 0 = keep all", minimum=0)
   async_checkpointing: bool = key(True, "write checkpoints in the background")
+
+
+@section
+class ParallelConfig:
+  """Many devices: the mesh, what is sharded how, several processes, compiling for absent hardware."""
+
+  ici_data_parallelism: int = key(1, "devices of a slice that hold copies of the weights; -1 = the rest", minimum=-1)
+  ici_fsdp_parallelism: int = key(-1, "devices of a slice that weights and rows are split over (ZeRO-3)", minimum=-1)
+  ici_tensor_parallelism: int = key(1, "devices of a slice that heads, mlp and vocab are split over", minimum=-1)
+  ici_context_parallelism: int = key(1, "devices of a slice that the positions of a row are split over", minimum=-1)
+  ici_expert_parallelism: int = key(1, "devices of a slice that experts are split over; rows are too", minimum=-1)
+  ici_stage_parallelism: int = key(1, "devices of a slice on mesh axis stage; a rule must use it", minimum=-1)
+  dcn_data_parallelism: int = key(-1, "slices (joined by a slower network) that hold copies; -1 = the rest", minimum=-1)
+  dcn_fsdp_parallelism: int = key(1, "slices that weights and rows are split over", minimum=-1)
+  dcn_tensor_parallelism: int = key(1, "slices that heads, mlp and vocab are split over", minimum=-1)
+  dcn_context_parallelism: int = key(1, "slices that the positions of a row are split over", minimum=-1)
+  dcn_expert_parallelism: int = key(1, "slices that experts are split over", minimum=-1)
+  dcn_stage_parallelism: int = key(1, "slices on mesh axis stage", minimum=-1)
+  logical_axis_rules: tuple[tuple[str, tuple[str, ...]], ...] = key(
+    (),
+    "rows [logical axis, [mesh axes]] in place of the default rows of that axis (docs/multihost.md); a second row of "
+    "an axis is used where a tensor has spent the first one's mesh axes",
+  )
+  override_logical_axis_rules: bool = key(False, "use logical_axis_rules alone, without the default rows")
+  shard_optimizer_over_data: bool = key(False, "split the optimizer's moments over the data axes too (ZeRO-1)")
+  sharding_tolerance: float = key(
+    0.02, "how much more of the weights a device may hold than an even split gives it, as a share", minimum=0.0
+  )
+  jax_distributed: str = key(
+    "auto",
+    "several processes: auto = where an address is given or JAX detects SLURM, Open MPI, Kubernetes or Cloud TPU; on = "
+    "it is an error if none is found; off = this process alone",
+    choices=("auto", "on", "off"),
+  )
+  jax_distributed_coordinator_address: str = key("", "host:port of process 0; empty = as JAX detects it")
+  jax_distributed_num_processes: int = key(-1, "processes in all; -1 = as JAX detects it", minimum=-1)
+  jax_distributed_process_id: int = key(-1, "number of this process, from 0; -1 = as JAX detects it", minimum=-1)
+  jax_distributed_initialization_timeout: int = key(
+    300, "seconds within which all processes must have started", minimum=1
+  )
+  jax_distributed_heartbeat_timeout_seconds: int = key(
+    100, "seconds without a sign of life after which a process counts as lost and the others end", minimum=10
+  )
+  compile_topology: str = key("", "train_compile: what to compile for, such as v5e-16, v5p-256 or cpu-8")
+  compile_topology_num_slices: int = key(1, "train_compile: slices of that topology", minimum=1)
+  compiled_trainstep_file: str = key("", "train_compile: file to save the compiled step in; empty = none")
 
 
 @section
@@ -312,6 +422,7 @@ class Config:
   optimizer: OptimizerConfig = OptimizerConfig()
   ghost: GhostConfig = GhostConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
+  parallel: ParallelConfig = ParallelConfig()
 
   def __post_init__(self):
     known = {f.name: f for part in self.sections() for f in dataclasses.fields(part)}

@@ -44,7 +44,7 @@ def heads(v: Values) -> Iterator[str]:
 
 
 def rotary_head_dim(v: Values) -> Iterator[str]:
-  if v.head_dim % 2:
+  if v.head_dim % 2 and v.rope_type != "none":
     yield f"head_dim={v.head_dim} is odd, but the rotary embedding turns pairs; use {v.head_dim + 1}"
 
 
@@ -53,6 +53,101 @@ def mlp_activations(v: Values) -> Iterator[str]:
     yield (
       f"mlp_activations={shown(v.mlp_activations)} has {len(v.mlp_activations)} names, but the feed-forward layer has "
       "two branches, gate and up, or one; use [silu, linear], or a single name such as [gelu]"
+    )
+
+
+# What a family's published models all have: with other values the name would promise another function.
+FAMILIES: dict[str, dict[str, Any]] = {
+  "gpt2": {
+    "normalization_layer_type": "layer_norm", "rope_type": "none", "attention_bias": True, "mlp_bias": True,
+    "mlp_activations": ("gelu",),
+  },
+  "qwen3": {"use_qk_norm": True},
+  "qwen3_moe": {"use_qk_norm": True},
+  "gpt_oss": {
+    "attention_sink": True, "attention_bias": True, "mlp_bias": True, "routed_bias": True,
+    "mlp_activations": ("quick_gelu", "one_plus"), "norm_topk_prob": True,
+  },
+}  # fmt: skip
+ROUTED_FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
+EXAMPLES = {
+  "gpt2": "gpt2-small", "mixtral": "mixtral-8x7b", "qwen3": "qwen3-0.6b", "qwen3_moe": "qwen3-30b-a3b",
+  "gpt_oss": "gpt-oss-20b",
+}  # fmt: skip
+
+
+def family(v: Values) -> Iterator[str]:
+  block = v.decoder_block
+  for key, needed in FAMILIES.get(block, {}).items():
+    value = getattr(v, key)
+    if value != needed:
+      yield (
+        f"decoder_block={block} has {key}={shown(needed)}, not {shown(value)}; set it (model_name={EXAMPLES[block]} "
+        "sets all of the family), or decoder_block=llama2 for a model of your own"
+      )
+  if block in ROUTED_FAMILIES and v.num_experts == 1:
+    yield f"decoder_block={block} has experts, but num_experts=1; set it, or model_name={EXAMPLES[block]}"
+  if block not in (*ROUTED_FAMILIES, "llama2") and v.num_experts > 1:
+    yield f"decoder_block={block} has no experts, but num_experts={v.num_experts}; use decoder_block=mixtral"
+  if block == "gpt2" and v.trainable_position_size < 1:
+    yield "decoder_block=gpt2 learns its positions; set trainable_position_size, such as 1024"
+
+
+def positions(v: Values) -> Iterator[str]:
+  if 0 <= v.trainable_position_size < v.max_target_length:
+    yield (
+      f"trainable_position_size={v.trainable_position_size} is less than max_target_length={v.max_target_length}; "
+      f"use {v.max_target_length} or more, max_target_length={v.trainable_position_size} or less, or -1 for no table"
+    )
+  if v.rope_type in ("llama3.1", "yarn") and v.rope_factor == 1.0:
+    yield f"rope_type={v.rope_type} with rope_factor=1.0 stretches nothing; set rope_factor, or rope_type=default"
+  if v.rope_type == "llama3.1" and v.rope_high_freq_factor <= v.rope_low_freq_factor:
+    yield (
+      f"rope_high_freq_factor={shown(v.rope_high_freq_factor)} must be more than "
+      f"rope_low_freq_factor={shown(v.rope_low_freq_factor)}; Llama 3.1 has 4.0 and 1.0"
+    )
+  if v.rope_type == "yarn" and v.beta_fast <= v.beta_slow:
+    yield f"beta_fast={shown(v.beta_fast)} must be more than beta_slow={shown(v.beta_slow)}; YaRN has 32.0 and 1.0"
+
+
+def layer_cycle(v: Values) -> Iterator[str]:
+  num_layers, cycle, types = v.base_num_decoder_layers, v.inhomogeneous_layer_cycle_interval, v.attention_type
+  if num_layers % cycle:
+    yield (
+      f"base_num_decoder_layers={num_layers} is not a multiple of inhomogeneous_layer_cycle_interval={cycle}; "
+      f"use {num_layers - num_layers % cycle or cycle} or {num_layers - num_layers % cycle + cycle} layers"
+    )
+  if len(types) not in (1, cycle):
+    yield (
+      f"attention_type={shown(types)} has {len(types)} entries; give one, or one for each of the "
+      f"inhomogeneous_layer_cycle_interval={cycle} layers of a cycle"
+    )
+  if "local_sliding" in types and v.sliding_window_size < 1:
+    yield "attention_type=local_sliding needs sliding_window_size, the number of tokens a position sees, such as 128"
+  if "local_sliding" not in types and v.sliding_window_size:
+    yield (
+      f"sliding_window_size={v.sliding_window_size} is read by attention_type=local_sliding only, not by "
+      f"{shown(types)}; set attention_type, or sliding_window_size=0"
+    )
+
+
+def experts(v: Values) -> Iterator[str]:
+  if v.num_experts_per_tok > v.num_experts:
+    yield (
+      f"num_experts_per_tok={v.num_experts_per_tok} is more than num_experts={v.num_experts}; "
+      f"use {v.num_experts} or less"
+    )
+  if v.base_moe_mlp_dim == 0:
+    yield "base_moe_mlp_dim=0 is no width; use -1 for that of base_mlp_dim, or a positive one"
+  if v.num_experts == 1 and v.load_balance_loss_weight:
+    yield (
+      f"load_balance_loss_weight={shown(v.load_balance_loss_weight)} balances experts, but num_experts=1; "
+      "use load_balance_loss_weight=0.0"
+    )
+  if v.load_balance_loss_weight and v.ghost_enabled and v.ghost_schedule == "concat":
+    yield (
+      "ghost_schedule=concat would count the validation rows in the experts' load; with load_balance_loss_weight="
+      f"{shown(v.load_balance_loss_weight)} use two_pass or reverse_scan"
     )
 
 
@@ -195,6 +290,8 @@ def streaming(v: Values) -> Iterator[str]:
       f"{given} forms directions one segment at a time; use ghost_schedule=reverse_scan, not {v.ghost_schedule}, "
       "or ghost_enabled=false"
     )
+  if v.sample_every and v.stream_weights == "host":
+    yield f"sample_every={v.sample_every} wants the weights on the device; use sample_every=0 with stream_weights=host"
   if v.gradient_accumulation_steps > 1 and v.stream_weights == "host":
     yield (
       f"stream_weights=host sends gradients to the host once per step; use gradient_accumulation_steps=1, "
@@ -241,10 +338,32 @@ def ghost_validation(v: Values) -> Iterator[str]:
     )
 
 
+MESH_GROUPS = ("ici", "dcn")
+MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
+
+
+def mesh_sizes(v: Values) -> Iterator[str]:
+  for group in MESH_GROUPS:
+    sizes = {f"{group}_{axis}_parallelism": getattr(v, f"{group}_{axis}_parallelism") for axis in MESH_AXES}
+    for name, size in sizes.items():
+      if size == 0:
+        yield f"{name}=0 leaves no devices; use 1 to leave the axis out, or -1 for what the others leave"
+    filled = [name for name, size in sizes.items() if size == -1]
+    if len(filled) > 1:
+      yield (
+        f"{' and '.join(f'{name}=-1' for name in filled)}: only one key of a group can take what the others leave; "
+        f"give {filled[0]} a number"
+      )
+
+
 CHECKS: list[Callable[[Values], Iterator[str]]] = [
   heads,
   rotary_head_dim,
   mlp_activations,
+  family,
+  positions,
+  layer_cycle,
+  experts,
   vocab_tiling,
   segments,
   streaming,
@@ -257,6 +376,7 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
   selection,
   reweighting,
   validation_sets,
+  mesh_sizes,
 ]
 
 

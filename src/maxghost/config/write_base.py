@@ -24,7 +24,7 @@ def base_text() -> str:
       about, bound = item.metadata["help"], limits(item)
       paragraphs = [f"{about} ({bound})" if bound else about]
       if len(paragraphs[0]) > 117:
-        paragraphs = [about, f"({bound})"]
+        paragraphs = [about, f"({bound})"] if bound else [about]
       for paragraph in paragraphs:
         lines.extend(f"# {line}\n" for line in textwrap.wrap(paragraph, 117, break_long_words=False))
       lines.append(values.to_yaml(item.name, item.default))

@@ -34,12 +34,17 @@ def load_dataset(cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int
   tokenizer's. val_domains: domains held out besides those of the validation sets, by the same fraction.
   Raises ConfigError for what the data cannot give.
   """
-  tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
-  check_vocabulary(cfg, tokenizer, vocab_size)
-  source = open_corpus(cfg, seed, tokenizer)
+  source, tokenizer = open_all(cfg, seed, vocab_size)
   return make_dataset(
     source, cfg, seed, num_shards, shard, batch_size=batch_size, tokenizer=tokenizer, val_domains=val_domains
   )
+
+
+def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None) -> tuple[Source, Tokenizer]:
+  """What `make_dataset` needs besides the sizes of the devices. Raises ConfigError."""
+  tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
+  check_vocabulary(cfg, tokenizer, vocab_size)
+  return open_corpus(cfg, seed, tokenizer), tokenizer
 
 
 def open_corpus(cfg: DataConfig, seed: int, tokenizer: Tokenizer) -> Source:

@@ -293,7 +293,8 @@ class SentencePieceTokenizer(_FileTokenizer):
 class TiktokenTokenizer(_PieceTokenizer):
   """A tiktoken encoding by name (`o200k_base`; looked up in TIKTOKEN_CACHE_DIR), or a file of ranks.
 
-  A file holds no more than the ranks: text is split as Llama 3 does, whose begin and end tokens follow the ranks.
+  A file of ranks holds no more: text is split as Llama 3 does, whose begin and end tokens follow the ranks. A file
+  `*.encoding.json`, as a run saves it, names its ranks and holds the rest as well.
   """
 
   def __init__(self, path: str):
@@ -315,6 +316,15 @@ class TiktokenTokenizer(_PieceTokenizer):
       digest.update(len(piece).to_bytes(4, "little") + piece)
     self.fingerprint = digest.hexdigest()
     self._set_pieces(pieces)
+
+  def ranks(self) -> list[tuple[bytes, int]]:
+    """(bytes, id) of every token that is not special, by id."""
+    return [(piece, i) for i, piece in enumerate(self._pieces) if piece is not None]
+
+  def rules(self) -> dict:
+    """What a file of ranks does not hold: how text is split before the merges, and the special tokens."""
+    specials = {name: self._inner.encode_single_token(name) for name in sorted(self._inner.special_tokens_set)}
+    return {"split": self._inner._pat_str, "special_tokens": specials}
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     decoded = [text.decode("utf-8") for text in texts]
@@ -357,12 +367,21 @@ def _tiktoken_file(path: str):
   import tiktoken
   from tiktoken.load import load_tiktoken_bpe
 
+  rules, file = None, path
   try:
-    ranks = load_tiktoken_bpe(path)
-  except ValueError as error:
-    raise ConfigError(f"tokenizer_path={path} is no tiktoken file: {error}") from error
-  specials = {"<|begin_of_text|>": len(ranks), "<|end_of_text|>": len(ranks) + 1}
-  return tiktoken.Encoding(Path(path).stem, pat_str=_LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials)
+    if path.endswith(".json"):
+      rules = json.loads(_read(Path(path)))
+      file = str(Path(path).parent / rules["ranks"])
+    ranks = load_tiktoken_bpe(file)
+    if rules is None:
+      specials = {"<|begin_of_text|>": len(ranks), "<|end_of_text|>": len(ranks) + 1}
+      rules = {"split": _LLAMA3_SPLIT, "special_tokens": specials}
+    name = Path(path).name.split(".")[0]
+    return tiktoken.Encoding(
+      name, pat_str=rules["split"], mergeable_ranks=ranks, special_tokens=rules["special_tokens"]
+    )
+  except (ValueError, KeyError, OSError) as error:
+    raise ConfigError(f"tokenizer_path={path} is no tiktoken file: {error!r}") from error
 
 
 def _gaps(starts: Sequence[int], stop: int) -> np.ndarray:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from maxghost.ghost.schedules import TrainPass
+from maxghost.parallel import constrain_state
 
 
 def accumulated(run: Callable, batch, num_micro: int, stacks: dict) -> TrainPass:
@@ -23,27 +24,29 @@ def accumulated(run: Callable, batch, num_micro: int, stacks: dict) -> TrainPass
   micro = jax.tree.map(lambda x: x.reshape(x.shape[0] // num_micro, num_micro, *x.shape[1:]).swapaxes(0, 1), batch)
 
   def body(carry, micro_batch):
-    total, grads, facts = carry
+    total, grads, means = carry
     out = run(micro_batch)
     weight = out.weights.sum()
-    grads = jax.tree.map(lambda a, g: a + weight * g.astype(a.dtype), grads, out.grads)
-    facts = jax.tree.map(lambda a, f: a + weight * f, facts, out.facts)
+    grads = constrain_state(jax.tree.map(lambda a, g: a + weight * g.astype(a.dtype), grads, out.grads))
+    means = jax.tree.map(lambda a, f: a + weight * f, means, (out.facts, out.metrics))
     scores = jax.tree.map(lambda s: weight * s, out.scores)
-    return (total + weight, grads, facts), (out.loss * weight, out.losses, out.weights, scores)
+    return (total + weight, grads, means), (out.loss * weight, out.losses, out.weights, scores)
 
   shapes = jax.eval_shape(run, jax.tree.map(lambda x: x[0], micro))
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes.grads)
-  facts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.facts)
-  init = (jnp.zeros((), shapes.weights.dtype), zeros, facts)
-  (total, grads, facts), (loss, losses, weights, scores) = jax.lax.scan(body, init, micro)
+  means = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes.facts, shapes.metrics))
+  init = (jnp.zeros((), shapes.weights.dtype), zeros, means)
+  (total, grads, means), (loss, losses, weights, scores) = jax.lax.scan(body, init, micro)
   inverse = 1 / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
+  facts, metrics = jax.tree.map(lambda f: f * inverse, means)
   return TrainPass(
     loss=loss.sum() * inverse,
     losses=_rows(losses, 0),
     weights=_rows(weights, 0),
     grads=jax.tree.map(lambda g, s: (g * inverse).astype(s.dtype), grads, shapes.grads),
     scores={label: _rows(s, len(stacks[label]) + 1) * inverse for label, s in scores.items()},
-    facts=jax.tree.map(lambda f: f * inverse, facts),
+    facts=facts,
+    metrics=metrics,
   )
 
 

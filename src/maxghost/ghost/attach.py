@@ -17,10 +17,12 @@ from maxghost.ghost import (
   low_rank,
   rules,
   rules_flax,  # noqa: F401  registers the rules of flax's layers
+  rules_moe,  # noqa: F401  and of this project's own
 )
 from maxghost.ghost.directions import DirectionSpec, ParamSpec
 from maxghost.ghost.probed import TwinInfo, probed_call
 from maxghost.ghost.variables import GhostDirection, GhostProbe, part_name
+from maxghost.parallel import constrain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,7 @@ class ScoredParam:
   stack_shape: tuple[int, ...]
   shape: tuple[int, ...]  # of one unstacked layer
   spec: ParamSpec
+  axes: tuple[str, ...] | None = None  # logical axes, those of the stack included; None where the Param names none
 
   @property
   def label(self) -> str:
@@ -39,6 +42,14 @@ class ScoredParam:
 
   def part_path(self, part: str) -> tuple:
     return (*self.path[:-1], part_name(self.name, part))
+
+  def placed(self, direction, stacked: bool = True):
+    """A whole direction [*stack, K, *parameter] (or [K, *parameter]), split over the mesh as its parameter is."""
+    if self.axes is None:
+      return direction
+    depth = len(self.stack_shape)
+    stack, own = self.axes[:depth] if stacked else (), self.axes[depth:]
+    return constrain(direction, (*stack, None, *own), f"direction of {self.label}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +223,9 @@ def _probe_module(module, path, names, found, settings: _Settings) -> list[Score
     rows = found.rows(module, name)
     gains = bool(rows) and low_rank.gains(settings.spec.rank, math.prod(shape[:rows]), math.prod(shape[rows:]))
     spec = ParamSpec(_label((*path, name)), settings.spec, rows, gains)
-    scored.append(ScoredParam((*path, name), name, stack, shape, spec))
+    axes = param.get_metadata().get("axes")
+    axes = tuple(axes) if axes is not None and len(axes) == len(stack) + len(shape) else None
+    scored.append(ScoredParam((*path, name), name, stack, shape, spec, axes))
     probes = {"probe": (*stack, settings.num_sets, *reduced)}
     if settings.spec.kind == "adam":
       probes["facts"] = (*stack, settings.num_sets, 2)

@@ -17,6 +17,9 @@ from flax import nnx
 from maxghost.ghost import directions, rules, tied, tiled_head, usage
 from maxghost.ghost.directions import ParamSpec
 from maxghost.ghost.variables import part_name
+from maxghost.parallel import constrain
+
+SCORES = (None, "activation_batch", "activation_length")  # logical axes of a score [K, n(, T)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +109,7 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
     scores = {}
     for name, spec in info.scored:
       direction, facts = directions.form(spec, parts[name], d_values[name])
-      score = rule.score(call, name, direction)
+      score = constrain(rule.score(call, name, direction), SCORES[: 1 + info.resolution])
       scores[name] = {"probe": score.astype(_probe_dtype(values[name].dtype))}
       if facts is not None:
         scores[name]["facts"] = facts
@@ -167,7 +170,7 @@ def _linked_call(twin, rule, method, info: TwinInfo, values, args, parts, probes
       h, delta = carried
       output = rules.Call(twin, "attend", values, (h,), delta, None, info.resolution)
       output_score = rule.score(output, name, direction)
-    scores = {"probe": rule.score(lookup, name, direction) + output_score}
+    scores = {"probe": constrain(rule.score(lookup, name, direction) + output_score, SCORES[: 1 + info.resolution])}
     return scores if facts is None else {**scores, "facts": facts}
 
   table_use = tied.TableUse(

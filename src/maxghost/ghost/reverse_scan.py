@@ -21,6 +21,7 @@ from maxghost.ghost.losses import StagedLoss, submodule
 from maxghost.ghost.schedules import TrainPass, mean_loss, validation_mean
 from maxghost.ghost.variables import GhostDirection, GhostProbe
 from maxghost.models import segments, streaming
+from maxghost.parallel import constrain_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ def run(
   embedded = walk.train_embed(batch, cotangents.train, head.links, outer_gradients)
   outer_grads = jax.tree.map(jnp.add, head.grads, embedded[0])
   probe_grads = _join(walk.prefix, layers["probes"], jax.tree.map(jnp.add, head.probes, embedded[1]))
-  grads = _join(walk.prefix, layers["grads"], outer_grads)
+  grads = constrain_state(_join(walk.prefix, layers["grads"], outer_grads))
   captured = {f"{walk.label_prefix}{k}": v for k, v in layers["captured"].items()} | embedded[2]
   passed = TrainPass(
     head.loss,
@@ -91,6 +92,7 @@ def run(
     grads,
     twin.scores_by_label(probe_grads),
     twin.scores_by_label(probe_grads, "facts"),
+    loss.hidden_metrics(train.hidden, batch) if hasattr(loss, "hidden_metrics") else {},
   )
   sums = walk.sums(layers["sums"], outer_grads, outer_gradients) if account else None
   return passed, jnp.stack([value for value, _ in val_heads]), sums, captured
@@ -413,6 +415,7 @@ def _parts(twin, scored, labelled, second_moments, scalars):
 
 def _unstacked_parts(param, gradient_K, second_moment, scalars):
   """(parts of one layer's parameter, captured [K] or None). gradient_K: [K, *parameter]."""
+  gradient_K = param.placed(gradient_K, stacked=False)
   if param.spec.direction.kind == "adam":
     return (gradient_K, second_moment, scalars), None
   if not param.spec.low_rank:

@@ -55,11 +55,15 @@ class Rule:
 
 
 class Call:
-  """One use of a layer in the backward pass: its arguments, its output's cotangent, and how scores are reduced."""
+  """One use of a layer in the backward pass: its arguments, its output's cotangent, and how scores are reduced.
+
+  memo: what a rule computes once for all parameters of the layer.
+  """
 
   def __init__(self, module, method, values, args, cotangent, apply, resolution):
     self.module, self.method, self.values, self.args = module, method, values, args
     self.cotangent, self.apply, self.resolution = cotangent, apply, resolution
+    self.memo: dict = {}
 
   def reduce(self, left, right):
     """Elementwise product summed to the probe's axes, [n] or [n, T], accumulated in float32 or wider."""

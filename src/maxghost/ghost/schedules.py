@@ -16,6 +16,7 @@ from flax import nnx
 from maxghost.ghost import directions, low_rank
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.directions import AdamScalars
+from maxghost.parallel import constrain_state
 
 
 @jax.tree_util.register_dataclass
@@ -24,7 +25,7 @@ class TrainPass:
   """What one scored training pass yields.
 
   scores: {label: [*stack, K, n(, T)]}, the additive form w_i <grad l_i, u>. facts: {label: [*stack, K, 2]} for kind
-  'adam', else {}; see `directions.form`.
+  'adam', else {}; see `directions.form`. metrics: what the loss measures on its way; see `measured`.
   """
 
   loss: jax.Array
@@ -33,6 +34,17 @@ class TrainPass:
   grads: nnx.State
   scores: dict
   facts: dict
+  metrics: dict = dataclasses.field(default_factory=dict)
+
+
+def measured(loss_fn: Callable, model, batch):
+  """(losses, weights, metrics): of `loss_fn.measured` where there is one, else of loss_fn and no metrics.
+
+  metrics: {name: float array}, means over the batch's weight.
+  """
+  if hasattr(loss_fn, "measured"):
+    return loss_fn.measured(model, batch)
+  return (*loss_fn(model, batch), {})
 
 
 def mean_loss(losses, weights):
@@ -76,7 +88,8 @@ def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: t
 
   _, along = _for_each_set(curvature, batches)
   return [
-    jax.tree.map(lambda g, c: g + 0.5 * c, gradient, curved) for gradient, curved in zip(gradients, along, strict=True)
+    constrain_state(jax.tree.map(lambda g, c: g + 0.5 * c, gradient, curved))
+    for gradient, curved in zip(gradients, along, strict=True)
   ]
 
 
@@ -89,9 +102,9 @@ def _for_each_set(function: Callable, batches: tuple):
   shapes = [jax.tree.map(jnp.shape, batch) for batch in batches]
   if len(batches) == 1 or any(shape != shapes[0] for shape in shapes):
     pairs = [function(batch) for batch in batches]
-    return jnp.stack([value for value, _ in pairs]), [state for _, state in pairs]
+    return jnp.stack([value for value, _ in pairs]), [constrain_state(state) for _, state in pairs]
   values, states = jax.vmap(function)(jax.tree.map(lambda *x: jnp.stack(x), *batches))
-  return values, [jax.tree.map(lambda x, k=k: x[k], states) for k in range(len(batches))]
+  return values, [constrain_state(jax.tree.map(lambda x, k=k: x[k], states)) for k in range(len(batches))]
 
 
 def direction_parts(twin: Twin, gradients: list[dict], second_moments: dict | None = None, scalars=None):
@@ -103,7 +116,7 @@ def direction_parts(twin: Twin, gradients: list[dict], second_moments: dict | No
   parts, captured = {}, {}
   for param in twin.scored:
     axis = len(param.stack_shape)
-    stacked = jnp.stack([g[param.label] for g in gradients], axis=axis)
+    stacked = param.placed(jnp.stack([g[param.label] for g in gradients], axis=axis))
     if twin.spec.kind == "adam":
       spread = jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape))
       parts[param.label] = (stacked, second_moments[param.label], spread)
@@ -125,13 +138,14 @@ def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: n
   """The training gradient of the batch, with every example scored against `directions` on the way back."""
 
   def loss(params, probes):
-    losses, weights = loss_fn(twin.merge(params, probes, directions, rest), batch)
-    return mean_loss(losses, weights), (losses, weights)
+    losses, weights, metrics = measured(loss_fn, twin.merge(params, probes, directions, rest), batch)
+    return mean_loss(losses, weights), (losses, weights, metrics)
 
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-  (value, (losses, weights)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
+  (value, (losses, weights, metrics)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
   facts = twin.scores_by_label(probe_grads, "facts")
-  return TrainPass(value, losses, weights, grads, twin.scores_by_label(probe_grads), facts)
+  grads = constrain_state(grads)
+  return TrainPass(value, losses, weights, grads, twin.scores_by_label(probe_grads), facts, metrics)
 
 
 def concat_pass(twin: Twin, params, rest, loss_fn: Callable, batch, val_batch, directions: nnx.State):
@@ -152,15 +166,22 @@ def concat_pass(twin: Twin, params, rest, loss_fn: Callable, batch, val_batch, d
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
   (_, (train, val, losses, weights)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
   facts = twin.scores_by_label(probe_grads, "facts")
+  grads = constrain_state(grads)
   return TrainPass(train, losses, weights, grads, twin.scores_by_label(probe_grads), facts), val
 
 
 def plain_pass(graphdef, params, rest, loss_fn: Callable, batch):
   """(loss, losses, weights, grads) of a step without scores."""
+  out = unscored_pass(graphdef, params, rest, loss_fn, batch)
+  return out.loss, out.losses, out.weights, out.grads
+
+
+def unscored_pass(graphdef, params, rest, loss_fn: Callable, batch) -> TrainPass:
+  """The training gradient of the batch, and no scores."""
 
   def loss(params):
-    losses, weights = loss_fn(nnx.merge(graphdef, params, rest), batch)
-    return mean_loss(losses, weights), (losses, weights)
+    losses, weights, metrics = measured(loss_fn, nnx.merge(graphdef, params, rest), batch)
+    return mean_loss(losses, weights), (losses, weights, metrics)
 
-  (value, (losses, weights)), grads = jax.value_and_grad(loss, has_aux=True)(params)
-  return value, losses, weights, grads
+  (value, (losses, weights, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+  return TrainPass(value, losses, weights, constrain_state(grads), {}, {}, metrics)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from maxghost.config.errors import ConfigError
 from maxghost.models import attention_blockwise, attention_flash, autodiff, platforms
+from maxghost.parallel import shardings
 
 KERNELS = ("autoselected", "dot_product", "blockwise", "flash")
 SHORT = 1024  # positions up to which every score fits comfortably, and forming them at once is fastest
@@ -89,11 +90,16 @@ def attend(
 
 
 def resolve_kernel(kernel: str, num_positions: int) -> str:
-  """The kernel that 'autoselected' stands for: blockwise on CPU and for more than 1,024 positions, else dot_product."""
+  """The kernel that 'autoselected' stands for: blockwise on CPU and for more than 1,024 positions, else dot_product.
+
+  Where a mesh splits the positions of a row it is dot_product: a block of queries would lie on few of the devices.
+  """
   if kernel not in KERNELS:
     raise ConfigError(f"attention={kernel}: use dot_product, blockwise, flash or autoselected")
   if kernel != "autoselected":
     return kernel
+  if shardings.num_parts("activation_length") > 1:
+    return "dot_product"
   return "blockwise" if platforms.target() == "cpu" or num_positions > SHORT else "dot_product"
 
 

@@ -1,109 +1,102 @@
-"""One pre-norm transformer layer of plain nnx modules with MaxText's parameter names.
+"""One pre-norm transformer layer, or a cycle of unlike ones, of plain nnx modules with MaxText's parameter names.
 
-B batch, T positions, D embed dim, H query heads, K key/value heads, h head width, F feed-forward width.
+B batch, T positions, D embed dim, F feed-forward width.
 Each Param carries `axes`, its logical axis names; nothing here mentions a mesh.
 """
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.schema import ModelConfig
-from maxghost.models import attention_ops, autodiff, dense, rotary
+from maxghost.models import autodiff
+from maxghost.models.attention import SelfAttention
+from maxghost.models.moe import RoutedMoe
+from maxghost.models.parts import FEED_FORWARD, HIDDEN, gated, linear, norm
+from maxghost.parallel import constrain
 
-_ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu, "linear": lambda x: x}
-
-
-def linear(cfg: ModelConfig, in_features, out_features, axes, *, rngs: nnx.Rngs, std: float, in_axes=1) -> nnx.Module:
-  """A bias-free dense layer over the trailing `in_axes` axes, normal weights of deviation `std`, logical `axes`."""
-  return nnx.LinearGeneral(
-    in_features,
-    out_features,
-    axis=tuple(range(-in_axes, 0)),
-    use_bias=False,
-    dtype=jnp.dtype(cfg.dtype),
-    param_dtype=jnp.dtype(cfg.weight_dtype),
-    kernel_init=nnx.initializers.normal(std),
-    precision=precision(cfg),
-    dot_general=dense.dot_general,
-    rngs=rngs,
-    kernel_metadata={"axes": axes},
-  )
-
-
-def precision(cfg: ModelConfig):
-  return None if cfg.matmul_precision == "default" else cfg.matmul_precision
-
-
-def rms_norm(cfg: ModelConfig, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
-  return nnx.RMSNorm(
-    cfg.base_emb_dim,
-    epsilon=cfg.normalization_layer_epsilon,
-    dtype=jnp.dtype(cfg.dtype),
-    param_dtype=jnp.dtype(cfg.weight_dtype),
-    rngs=rngs,
-    scale_metadata={"axes": ("norm",)},
-  )
-
-
-class SelfAttention(nnx.Module):
-  """Grouped-query causal self-attention with rotary positions. x_BTD -> [B, T, D]."""
-
-  def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
-    embed, heads, kv_heads, width = cfg.base_emb_dim, cfg.base_num_query_heads, cfg.base_num_kv_heads, cfg.head_dim
-    std = embed**-0.5
-    self.query = linear(cfg, embed, (heads, width), ("embed", "q_heads", "kv"), rngs=rngs, std=std)
-    self.key = linear(cfg, embed, (kv_heads, width), ("embed", "kv_heads", "kv"), rngs=rngs, std=std)
-    self.value = linear(cfg, embed, (kv_heads, width), ("embed", "kv_heads", "kv"), rngs=rngs, std=std)
-    out_std = (heads * width * 2 * cfg.base_num_decoder_layers) ** -0.5
-    self.out = linear(cfg, (heads, width), embed, ("heads", "kv", "embed"), rngs=rngs, std=out_std, in_axes=2)
-    self.max_timescale = cfg.rope_max_timescale
-    self.kernel = cfg.attention
-
-  def __call__(self, x_BTD, positions_BT, segment_ids_BT):
-    q_BTHh = rotary.rotate(self.query(x_BTD), positions_BT, self.max_timescale)
-    k_BTKh = rotary.rotate(self.key(x_BTD), positions_BT, self.max_timescale)
-    o_BTHh = attention_ops.attend(q_BTHh, k_BTKh, self.value(x_BTD), segment_ids_BT, kernel=self.kernel)
-    return self.out(o_BTHh)
+# MaxText's names of (attention, feed-forward layer) where a family has its own.
+_NAMES = {"gpt_oss": ("GptOssAttention", "GptOssMlp"), "qwen3_moe": ("self_attention", "moe_block")}
 
 
 class GatedMlp(nnx.Module):
-  """wo(act_0(wi_0 x) * act_1(wi_1 x) ...). x_BTD -> [B, T, D]. Source: Shazeer, arXiv:2002.05202."""
+  """wo(act_0(wi_0 x) * act_1(wi_1 x) ...). x_BTD -> [B, T, D]. Source: Shazeer, arXiv:2002.05202.
+
+  A single branch is called wi.
+  """
 
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
-    embed, width = cfg.base_emb_dim, cfg.base_mlp_dim
-    for i in range(len(cfg.mlp_activations)):
-      setattr(self, f"wi_{i}", linear(cfg, embed, width, ("embed", "mlp"), rngs=rngs, std=embed**-0.5))
+    embed, width, bias = cfg.base_emb_dim, cfg.base_mlp_dim, cfg.mlp_bias
+    self.activations, self.limit = cfg.mlp_activations, cfg.mlp_activations_limit
+    for name in self.branches:
+      branch = linear(cfg, embed, width, ("embed", "mlp"), rngs=rngs, std=embed**-0.5, use_bias=bias)
+      setattr(self, name, branch)
     out_std = (width * 2 * cfg.base_num_decoder_layers) ** -0.5
-    self.wo = linear(cfg, width, embed, ("mlp", "embed"), rngs=rngs, std=out_std)
-    self.activations = cfg.mlp_activations
+    self.wo = linear(cfg, width, embed, ("mlp", "embed"), rngs=rngs, std=out_std, use_bias=bias)
+
+  @property
+  def branches(self) -> list[str]:
+    return ["wi"] if len(self.activations) == 1 else [f"wi_{i}" for i in range(len(self.activations))]
 
   def __call__(self, x_BTD):
-    h_BTF = None
-    for i, name in enumerate(self.activations):
-      branch_BTF = _ACTIVATIONS[name](getattr(self, f"wi_{i}")(x_BTD))
-      h_BTF = branch_BTF if h_BTF is None else h_BTF * branch_BTF
-    return self.wo(h_BTF)
+    branches = [getattr(self, name)(x_BTD) for name in self.branches]
+    h_BTF = constrain(gated(branches, self.activations, self.limit), FEED_FORWARD, "feed-forward")
+    return constrain(self.wo(h_BTF), HIDDEN)
 
 
 class DecoderLayer(nnx.Module):
-  """x + attention(norm x), then x + mlp(norm x). x_BTD -> [B, T, D]."""
+  """x + attention(norm x), then x + mlp(norm x). index: place in the cycle of unlike layers.
 
-  def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
-    self.pre_self_attention_layer_norm = rms_norm(cfg, rngs=rngs)
-    self.self_attention = SelfAttention(cfg, rngs=rngs)
-    self.post_self_attention_layer_norm = rms_norm(cfg, rngs=rngs)
-    self.mlp = GatedMlp(cfg, rngs=rngs)
+  Called with what the layer before returned: x_BTD, or (x_BTD, routing) in a model with experts; see `moe`.
+  """
+
+  def __init__(self, cfg: ModelConfig, index: int = 0, *, rngs: nnx.Rngs):
+    self.routed = cfg.num_experts > 1
+    default = ("self_attention", "MoeBlock_0" if self.routed else "mlp")
+    self.attention_name, self.mlp_name = _NAMES.get(cfg.decoder_block, default)
+    kind = cfg.attention_type[index % len(cfg.attention_type)]
+    window = cfg.sliding_window_size if kind == "local_sliding" else None
+    self.pre_self_attention_layer_norm = norm(cfg, rngs=rngs)
+    setattr(self, self.attention_name, SelfAttention(cfg, window=window, rngs=rngs))
+    self.post_self_attention_layer_norm = norm(cfg, rngs=rngs)
+    setattr(self, self.mlp_name, RoutedMoe(cfg, rngs=rngs) if self.routed else GatedMlp(cfg, rngs=rngs))
     self.dropout = nnx.Dropout(cfg.dropout_rate)
 
-  def __call__(self, x_BTD, positions_BT, segment_ids_BT, dropout_key=None):
+  @property
+  def attention(self) -> SelfAttention:
+    return getattr(self, self.attention_name)
+
+  @property
+  def feed_forward(self) -> nnx.Module:
+    return getattr(self, self.mlp_name)
+
+  def __call__(self, carry, positions_BT, segment_ids_BT, dropout_key=None, cache=None):
+    x_BTD, routing = carry if self.routed else (carry, None)
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    y_BTD = self.self_attention(
-      self.pre_self_attention_layer_norm(autodiff.branch(x_BTD)), positions_BT, segment_ids_BT
-    )
+    y_BTD = self.pre_self_attention_layer_norm(autodiff.branch(x_BTD))
+    y_BTD = self.attention(y_BTD, positions_BT, segment_ids_BT, cache)
     x_BTD = x_BTD + self._drop(y_BTD, keys[0])
-    y_BTD = self.mlp(self.post_self_attention_layer_norm(autodiff.branch(x_BTD)))
-    return x_BTD + self._drop(y_BTD, keys[1])
+    y_BTD = self.post_self_attention_layer_norm(autodiff.branch(x_BTD))
+    if self.routed:
+      y_BTD, routing = self.feed_forward(y_BTD, segment_ids_BT, routing)
+    else:
+      y_BTD = self.feed_forward(y_BTD)
+    x_BTD = x_BTD + self._drop(y_BTD, keys[1])
+    return (x_BTD, routing) if self.routed else x_BTD
 
   def _drop(self, x_BTD, key):
     return x_BTD if key is None else self.dropout(x_BTD, deterministic=False, rngs=key)
+
+
+class LayerCycle(nnx.Module):
+  """Unlike layers, `layers_0` ... `layers_(k-1)`, run one after the other; what a stack of them repeats."""
+
+  def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
+    self.num_layers = cfg.inhomogeneous_layer_cycle_interval
+    for i in range(self.num_layers):
+      setattr(self, f"layers_{i}", DecoderLayer(cfg, i, rngs=rngs))
+
+  def __call__(self, carry, positions_BT, segment_ids_BT, dropout_key=None, cache=None):
+    for i in range(self.num_layers):
+      key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
+      carry = getattr(self, f"layers_{i}")(carry, positions_BT, segment_ids_BT, key, cache)
+    return carry

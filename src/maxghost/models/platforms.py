@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 
-import jax
+from maxghost.parallel import shardings
 
 _target: contextvars.ContextVar[str | None] = contextvars.ContextVar("maxghost_target_platform", default=None)
 
@@ -20,5 +20,5 @@ def tracing_for(platform: str):
 
 
 def target() -> str:
-  """'cpu', 'gpu' or 'tpu'."""
-  return _target.get() or jax.default_backend()
+  """'cpu', 'gpu' or 'tpu': what is being traced for, by default the devices of the layout in use, or JAX's own."""
+  return _target.get() or shardings.platform()

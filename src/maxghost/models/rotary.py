@@ -1,23 +1,94 @@
-"""Rotary position embedding.
+"""Rotary position embedding, plain or with stretched wavelengths.
 
-B batch, T positions, H heads, h head width.
+B batch, T positions, H heads, h head width, i index of a pair (of h / 2).
 Source: Su et al., arXiv:2104.09864; the two halves of a head are rotated against each other (GPT-NeoX layout).
 """
 
+import dataclasses
+import math
+
 import jax.numpy as jnp
 
+from maxghost.config.schema import ModelConfig
 
-def rotate(x_BTHh, positions_BT, max_timescale: float):
-  """Rotates each head by its position. x_BTHh: any float dtype, kept; angles are formed in float32 or wider.
 
-  h must be even. Position p turns pair i by p / max_timescale**(2 i / h) radians.
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+  """How heads are rotated: static numbers from the configuration, under the names of its keys.
+
+  rope_type: default, llama3.1, yarn, or none (heads stay as they are).
   """
-  half = x_BTHh.shape[-1] // 2
-  angle_dtype = jnp.promote_types(x_BTHh.dtype, jnp.float32)
-  exponent_i = jnp.arange(half, dtype=angle_dtype) / half
-  inverse_timescale_i = jnp.asarray(max_timescale, angle_dtype) ** -exponent_i
-  angle_BT1i = positions_BT[:, :, None, None].astype(angle_dtype) * inverse_timescale_i[None, None, None, :]
-  sin, cos = jnp.sin(angle_BT1i), jnp.cos(angle_BT1i)
-  first, second = x_BTHh[..., :half].astype(angle_dtype), x_BTHh[..., half:].astype(angle_dtype)
-  rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-  return rotated.astype(x_BTHh.dtype)
+
+  rope_type: str
+  rope_max_timescale: float
+  rope_factor: float
+  original_max_position_embeddings: int
+  rope_low_freq_factor: float
+  rope_high_freq_factor: float
+  beta_fast: float
+  beta_slow: float
+  rope_truncate: bool
+  rope_attention_scaling: bool
+
+  @classmethod
+  def of(cls, cfg: ModelConfig) -> "Rotary":
+    return cls(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(cls)})
+
+  def __call__(self, x_BTHh, positions_BT):
+    """Rotates each head by its position. x_BTHh: any float dtype, kept; angles are formed in float32 or wider.
+
+    h must be even. Position p turns pair i by p * `frequencies`[i] radians.
+    """
+    if self.rope_type == "none":
+      return x_BTHh
+    half = x_BTHh.shape[-1] // 2
+    angle_dtype = jnp.promote_types(x_BTHh.dtype, jnp.float32)
+    frequency_i = self.frequencies(half, angle_dtype)
+    angle_BT1i = positions_BT[:, :, None, None].astype(angle_dtype) * frequency_i[None, None, None, :]
+    sin, cos = jnp.sin(angle_BT1i), jnp.cos(angle_BT1i)
+    if self.scale != 1.0:
+      sin, cos = sin * self.scale, cos * self.scale
+    first, second = x_BTHh[..., :half].astype(angle_dtype), x_BTHh[..., half:].astype(angle_dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTHh.dtype)
+
+  @property
+  def scale(self) -> float:
+    """Factor on every rotated head. Source: Peng et al., arXiv:2309.00071, section 3.4."""
+    if self.rope_type != "yarn" or not self.rope_attention_scaling:
+      return 1.0
+    return 0.1 * math.log(self.rope_factor) + 1.0
+
+  def frequencies(self, half: int, dtype):
+    """Radians per position of each of the `half` pairs."""
+    exponent_i = jnp.arange(half, dtype=dtype) / half
+    frequency_i = jnp.asarray(self.rope_max_timescale, dtype) ** -exponent_i
+    if self.rope_type == "llama3.1":
+      return self._stretched_by_wavelength(frequency_i)
+    if self.rope_type == "yarn":
+      return self._stretched_by_index(frequency_i)
+    return frequency_i
+
+  def _stretched_by_wavelength(self, frequency_i):
+    """Llama 3.1: the share of the plain frequency falls from 1 to 0 with the turns in the original length."""
+    turns_i = self.original_max_position_embeddings * frequency_i / (2 * math.pi)
+    low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+    plain_i = jnp.clip((turns_i - low) / (high - low), 0, 1)
+    return frequency_i * (plain_i + (1 - plain_i) / self.rope_factor)
+
+  def _stretched_by_index(self, frequency_i):
+    """YaRN: the share of the plain frequency falls from 1 to 0 linearly in the index, between the pairs that turn
+    beta_fast and beta_slow times in the original length. Source: arXiv:2309.00071, section 3.2."""
+    half = len(frequency_i)
+
+    def index_of(turns: float) -> float:
+      length = self.original_max_position_embeddings / (turns * 2 * math.pi)
+      return half * math.log(length) / math.log(self.rope_max_timescale)
+
+    first, last = index_of(self.beta_fast), index_of(self.beta_slow)
+    if self.rope_truncate:
+      first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    width = last - first or 0.001
+    plain_i = 1 - jnp.clip((jnp.arange(half, dtype=frequency_i.dtype) - first) / width, 0, 1)
+    return frequency_i * (plain_i + (1 - plain_i) / self.rope_factor)

@@ -10,6 +10,9 @@ from statistics import median
 import jax
 
 from maxghost.config import Config
+from maxghost.parallel import Layout, distributed
+from maxghost.parallel.mesh import describe
+from maxghost.training import devices
 from maxghost.training.flops import StepFlops
 from maxghost.training.loop import Outcome
 from maxghost.training.program import Program
@@ -26,15 +29,18 @@ def domain_lines(summary: Iterable) -> list[str]:
   return lines
 
 
-def start_lines(cfg: Config, dataset, num_params: int, scored: Mapping[str, int], flops: StepFlops, path: Path) -> list:
-  """Sizes of the model, the batch and the data, and where the run is written."""
-  accumulated = cfg.optimizer.gradient_accumulation_steps
-  rows, length = cfg.data.per_device_batch_size * accumulated, cfg.data.max_target_length
-  micro = f" in {accumulated} micro-batches" if accumulated > 1 else ""
+def start_lines(
+  cfg: Config, dataset, num_params: int, scored: Mapping[str, int], flops: StepFlops, path: Path, layout: Layout,
+  spread: str,
+) -> list[str]:
+  """Sizes of the model, the batch and the data, the mesh, and where the run is written. spread: what a device holds."""
+  tokens = devices.rows_per_step(cfg, layout.num_devices) * cfg.data.max_target_length
+  validation = devices.describe_validation(cfg, layout)
   lines = [
     f"number parameters: {num_params / 1e9:.3f} billion ({num_params:,})",
-    f"batch: {rows} rows{micro} of {length} tokens = {rows * length:,} tokens per step; {cfg.run.steps} steps = "
-    f"{rows * length * cfg.run.steps:,} tokens",
+    *([f"mesh: {describe(layout.mesh)}{_processes()}; {spread}"] if layout.num_devices > 1 else []),
+    f"{devices.describe_batch(cfg, layout)}; {cfg.run.steps} steps = {tokens * cfg.run.steps:,} tokens",
+    *([] if validation is None else [validation]),
     f"data: {cfg.data.dataset_type}, {dataset.num_train_documents:,} documents to train on",
     *domain_lines(dataset.summary()),
     *(f"  {note}" for note in dataset.notes()),
@@ -51,12 +57,19 @@ def start_lines(cfg: Config, dataset, num_params: int, scored: Mapping[str, int]
   return [*lines, f"run directory: {path}"]
 
 
-def facts(cfg: Config, num_params: int, flops: StepFlops, program: Program) -> dict[str, str]:
+def _processes() -> str:
+  return f" of {distributed.count()} processes" if distributed.count() > 1 else ""
+
+
+def facts(cfg: Config, num_params: int, flops: StepFlops, program: Program, layout: Layout) -> dict[str, str]:
   """For run_facts.json: label -> text."""
   device = jax.devices()[0]
+  mesh = {"mesh": describe(layout.mesh) + _processes()} if layout.num_devices > 1 else {}
   return {
     "parameters": f"{num_params:,}",
-    "device": f"1 x {device.device_kind} ({device.platform})",
+    "device": f"{layout.num_devices} x {device.device_kind} ({device.platform})",
+    **mesh,
+    "rows per step": f"{devices.rows_per_step(cfg, layout.num_devices):,}",
     "arithmetic per step": f"{flops.total / 1e12:.4f} TFLOP in the model",
     "train step": program.describe(),
     "versions": f"maxghost {importlib.metadata.version('maxghost')}, jax {jax.__version__}, "
@@ -64,7 +77,7 @@ def facts(cfg: Config, num_params: int, flops: StepFlops, program: Program) -> d
   }
 
 
-def end_lines(cfg: Config, outcome: Outcome, path: Path) -> list[str]:
+def end_lines(cfg: Config, outcome: Outcome, path: Path, rows: int) -> list[str]:
   """The headline figures of a complete run, read from its metrics.jsonl, and the report command."""
   with open(path / METRICS_FILE, encoding="utf-8") as file:
     records = [json.loads(line) for line in file]
@@ -73,7 +86,7 @@ def end_lines(cfg: Config, outcome: Outcome, path: Path) -> list[str]:
   lines = [
     f"Training complete: {len(records)} steps, {tokens:,} target tokens, loss {first['learning/loss']:.3f} -> "
     f"{last['learning/loss']:.3f}",
-    *speed_lines(cfg, outcome),
+    *speed_lines(cfg, outcome, rows),
   ]
   if "eval/avg_loss" in last:
     lines.append(f"Held-out loss: {last['eval/avg_loss']:.4f} (perplexity {last['eval/avg_perplexity']:.3f})")
@@ -99,12 +112,14 @@ def ghost_line(records: list[dict], name: str) -> str:
   return "; ".join(parts)
 
 
-def speed_lines(cfg: Config, outcome: Outcome) -> list[str]:
-  """Median step time of this process without its first step; nothing where there are no more steps than that."""
+def speed_lines(cfg: Config, outcome: Outcome, rows: int) -> list[str]:
+  """Median step time of this process without its first step; nothing where there are no more steps than that.
+
+  rows: of a step over all devices.
+  """
   steady = outcome.seconds[1:]
   if not steady:
     return []
   middle = median(steady)
-  rows = cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps
   tokens = rows * cfg.data.max_target_length
   return [f"Median step {middle:.3f} s, {tokens / middle:,.0f} tokens/s"]

@@ -43,13 +43,23 @@ class StepFlops:
 
 
 def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
-  """FLOPs of forward and backward over `num_rows` rows of `row_length` tokens, padding included."""
+  """FLOPs of forward and backward over `num_rows` rows of `row_length` tokens, padding included.
+
+  Of experts those that a token is sent to count; of a sliding window its area.
+  """
   d, heads, kv_heads, h = model.base_emb_dim, model.base_num_query_heads, model.base_num_kv_heads, model.head_dim
   attention_weights = d * (heads + 2 * kv_heads) * h + heads * h * d
-  mlp_weights = (len(model.mlp_activations) + 1) * d * model.base_mlp_dim
+  width = model.base_mlp_dim
+  if model.num_experts > 1 and model.base_moe_mlp_dim > 0:
+    width = model.base_moe_mlp_dim
+  mlp_weights = (len(model.mlp_activations) + 1) * d * width * model.num_experts_per_tok
+  mlp_weights += d * model.num_experts if model.num_experts > 1 else 0
   per_token = model.base_num_decoder_layers * (attention_weights + mlp_weights) + d * model.vocab_size
   tokens = num_rows * row_length
-  scores_and_values = 2 * 2 * row_length * heads * h / 2
+  keys = {"global": row_length / 2, "local_sliding": min(model.sliding_window_size, row_length)}
+  keys["local_sliding"] -= keys["local_sliding"] ** 2 / (2 * row_length)
+  seen = sum(keys[kind] for kind in model.attention_type) / len(model.attention_type)
+  scores_and_values = 2 * 2 * seen * heads * h
   return StepFlops(
     weights=3.0 * 2 * per_token * tokens,
     attention=3.0 * model.base_num_decoder_layers * scores_and_values * tokens,

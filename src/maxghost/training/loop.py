@@ -19,7 +19,8 @@ import jax
 import numpy as np
 
 from maxghost.config import Config
-from maxghost.training import metrics
+from maxghost.parallel import distributed
+from maxghost.training import metrics, step_outputs
 from maxghost.training.console import Console, eval_line, step_line
 from maxghost.training.flops import StepFlops
 from maxghost.training.metrics import MetricsLog, TensorBoardLog
@@ -27,6 +28,7 @@ from maxghost.training.prefetch import Fetched, Prefetcher
 from maxghost.training.program import Program
 from maxghost.training.resume import Position, to_tree
 from maxghost.training.reweighting import Reweighter
+from maxghost.training.samples import sample_line
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
 from maxghost.training.validation import ValidationRows
@@ -47,7 +49,7 @@ class Sinks:
   """Where a run's results go. What is switched off is None."""
 
   console: Console
-  metrics: MetricsLog
+  metrics: MetricsLog | None
   tensorboard: TensorBoardLog | None
   scores: ScoreRecorder | None
   checkpoints: Checkpoints | None
@@ -92,7 +94,8 @@ class _Started:
 class TrainingLoop:
   """Runs the steps of a run from a position to its end, or to a signal.
 
-  put: sends a dict of host arrays to the devices. val_sets: {name: domain} of the K sets, empty without ghost.
+  put: sends a dict of host arrays to the devices, of validation rows, which every process holds alike. val_sets: {name:
+  domain} of the K sets, empty without ghost. sampler: from the train state to a text of its model.
   """
 
   def __init__(
@@ -107,11 +110,12 @@ class TrainingLoop:
     put: Callable[[dict], Any] = jax.device_put,
     val_sets: Mapping[str, str] = MappingProxyType({}),
     reweighter: Reweighter | None = None,
+    sampler: Callable[[Any], str] | None = None,
   ):
     self._cfg, self._program, self._dataset, self._sinks = cfg, program, dataset, sinks
     self._signals, self._hardware, self._put, self._val_sets = signals, hardware, put, tuple(val_sets)
     self._validation = ValidationRows(cfg.ghost, dataset, val_sets, put)
-    self._reweighter = reweighter
+    self._reweighter, self._sampler = reweighter, sampler
     self._state: Any = None
     self._position = Position()
     self._pending: dict[str, Any] | None = None
@@ -120,6 +124,7 @@ class TrainingLoop:
     self._last_ready = 0.0
     self._seconds: list[float] = []
     self._eval_batches: list = []
+    self._stop = distributed.StopFlag()
 
   def run(self, state, position: Position, prefetcher: Prefetcher) -> Outcome:
     """Trains from `position` on. The state is donated. Raises NonFiniteMetricError, and what the sinks raise.
@@ -134,7 +139,7 @@ class TrainingLoop:
     try:
       self._last_ready = time.perf_counter()
       for step in range(position.completed_steps, num_steps):
-        if self._signals.requested:
+        if self._stop.any(bool(self._signals.requested)):
           break
         self._turn(step, next(prefetcher))
       self._read_started()
@@ -165,6 +170,8 @@ class TrainingLoop:
     interval = self._cfg.run.eval_interval
     if interval > 0 and (is_last or done % interval == 0):
       self._evaluate()
+    if self._sampler and (is_last or done % self._cfg.run.sample_every == 0):
+      self._sample()
     if self._sinks.checkpoints and done % self._cfg.checkpoint.checkpoint_period == 0 and not is_last:
       self._read_started()
       self._save()
@@ -190,8 +197,16 @@ class TrainingLoop:
       batches = [self._dataset.validation_batch(i, num_rows) for i in range(self._cfg.run.eval_steps)]
       self._eval_batches = [self._put(batch.arrays) for batch in batches]
     sums = [self._program.evaluate(self._state, batch) for batch in self._eval_batches]
-    self._pending |= metrics.eval_metrics(jax.device_get(sums))
+    self._pending |= metrics.eval_metrics([tuple(map(step_outputs.whole, pair)) for pair in sums])
     self._sinks.console.line(eval_line(self._pending["step"], self._pending))
+    self._restart_clock()
+
+  def _sample(self) -> None:
+    """Adds a text of the model to the record of the step just started."""
+    self._read_started()
+    text = self._sampler(self._state)
+    self._pending[metrics.SAMPLE] = text
+    self._sinks.console.line(sample_line(self._pending["step"], text))
     self._restart_clock()
 
   def _save(self) -> None:
@@ -203,11 +218,11 @@ class TrainingLoop:
       sinks.tensorboard.flush()
     position = dataclasses.replace(
       self._position,
-      metrics_bytes=sinks.metrics.position(),
+      metrics_bytes=sinks.metrics.position() if sinks.metrics else 0,
       pending=self._pending,
       scores=sinks.scores.position() if sinks.scores else None,
       reweighting=self._reweighter.state() if self._reweighter else None,
-    )
+    ).of_all_processes()
     sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
     sinks.checkpoints.save(completed, to_tree(self._state), position.to_json() | {"config": self._cfg.flat()})
     self._saved_steps = completed
@@ -219,7 +234,7 @@ class TrainingLoop:
       return
     num_steps = self._cfg.run.steps
     batches = self._validation.batches(num_steps - 1)
-    loss_after_K = jax.device_get(self._program.validation_loss(self._state, batches))
+    loss_after_K = step_outputs.whole(self._program.validation_loss(self._state, batches))
     self._add_actual_drop(num_steps, loss_after_K)
     if self._sinks.scores:
       self._sinks.scores.record_end(num_steps, loss_after_K)
@@ -231,7 +246,7 @@ class TrainingLoop:
     if self._started is None:
       return
     started, self._started = self._started, None
-    outputs = jax.device_get(started.outputs)  # waits until the step is done
+    outputs = step_outputs.to_host(started.outputs)  # waits until the step is done
     seconds = self._restart_clock()
     metrics.check_finite(started.step, outputs)
     prev_val_loss = self._settle_pending(started, outputs)
@@ -266,7 +281,7 @@ class TrainingLoop:
     prev_val_loss = None
     if self._validation.closes(started.step):
       replaced = started.prev_val_loss
-      prev_val_loss = outputs["val_loss"] if replaced is None else jax.device_get(replaced)
+      prev_val_loss = outputs["val_loss"] if replaced is None else step_outputs.whole(replaced)
       self._add_actual_drop(started.step, prev_val_loss)
     if self._validation.is_fresh(started.step):
       open_loss = [float(loss) for loss in outputs["val_loss"]]
@@ -286,7 +301,8 @@ class TrainingLoop:
     if self._pending is None:
       return
     record, self._pending = self._pending, None
-    self._sinks.metrics.append(record)
+    if self._sinks.metrics:
+      self._sinks.metrics.append(record)
     if self._sinks.tensorboard:
       self._sinks.tensorboard.append(record)
     if show or record["step"] % self._cfg.run.log_period == 0:

@@ -2,7 +2,7 @@
 
 metrics.jsonl holds one JSON object per step, in order, each step once however often the run was interrupted: a
 checkpoint remembers how long the file was, and resuming cuts it back to that length. Names are MaxText's where it
-has the metric: learning/*, perf/*, eval/*; ghost/* is new, one value per validation set.
+has the metric: learning/*, perf/*, eval/*; moe/* and ghost/* are new, the latter one value per validation set.
 """
 
 import json
@@ -17,6 +17,8 @@ from maxghost.config import ConfigError
 # Metrics of a step that must be finite; the first one that is not stops the run. The validation loss is not among
 # them: where it is not finite the step is not scored, and training goes on.
 FINITE_METRICS = ("loss", "grad_norm", "param_norm")
+
+SAMPLE = "sample/text"  # a text of the model, the only metric that is no number
 
 # The columns that add up to -<grad L_val, update>: what first order predicts of one step's drop of the validation loss.
 PREDICTED_COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
@@ -45,7 +47,11 @@ def perplexity(loss: float) -> float:
 
 
 def learning_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
-  """The learning/* part of a record from the host copies of a step's scalar outputs."""
+  """The learning/* part of a record from the host copies of a step's scalar outputs; with experts moe/* too.
+
+  moe/expert_load: each expert's share of the tokens' choices, mean over layers; moe/max_expert_load: the largest, as a
+  multiple of an equal share.
+  """
   loss = float(outputs["loss"])
   record = {
     "learning/loss": loss,
@@ -57,6 +63,13 @@ def learning_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
   }
   if "clip_factor" in outputs:
     record["learning/clip_factor"] = float(outputs["clip_factor"])
+  if "moe_lb_loss" in outputs:
+    load = [float(share) for share in outputs["expert_load_E"]]
+    record["learning/lm_loss"] = float(outputs["lm_loss"])
+    record["learning/moe_lb_loss"] = float(outputs["moe_lb_loss"])
+    record["moe/router_entropy"] = float(outputs["router_entropy"])
+    record["moe/max_expert_load"] = max(load) * len(load)
+    record["moe/expert_load"] = load
   return record
 
 
@@ -142,7 +155,9 @@ class TensorBoardLog:
 
   def append(self, record: Mapping[str, Any]) -> None:
     for name, value in record.items():
-      if isinstance(value, (int, float)) and name != "step" and math.isfinite(value):
+      if name == SAMPLE:
+        self._writer.add_text(name, value, record["step"])
+      elif isinstance(value, (int, float)) and name != "step" and math.isfinite(value):
         self._writer.add_scalar(name, value, record["step"])
 
   def flush(self) -> None:

@@ -11,8 +11,11 @@ import jax
 from flax import nnx
 
 from maxghost.config import Config, ConfigError, replace
+from maxghost.parallel import Layout, distributed, use
 from maxghost.training import step as step_lib
 from maxghost.training.compiling import compiler_options
+
+STEPS = ("train_step", "plain_step")  # functions (state, batch, val_batches) -> (state, out)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,20 +57,26 @@ class Program:
 
   @functools.cached_property
   def train_step(self) -> Callable:
-    return self._futures["train_step"].result().call
+    return self._call("train_step")
 
   @functools.cached_property
   def plain_step(self) -> Callable:
     """The train step without scores, where only some steps are scored."""
-    return self._futures["plain_step"].result().call
+    return self._call("plain_step")
 
   @functools.cached_property
   def validation_loss(self) -> Callable:
-    return self._futures["validation_loss"].result().call
+    return self._call("validation_loss")
 
   @functools.cached_property
   def evaluate(self) -> Callable:
-    return self._futures["evaluate"].result().call
+    return self._call("evaluate")
+
+  def _call(self, name: str) -> Callable:
+    """The function, when every process has compiled it: none waits inside it for one that has not."""
+    compiled = self._futures[name].result()
+    distributed.gather(name)
+    return compiled.call
 
   def is_ready(self, name: str) -> bool:
     """Whether a function is compiled."""
@@ -93,11 +102,13 @@ def build(
   val_batches: tuple,
   eval_batch: Mapping[str, Any],
   num_segments: int,
+  layout: Layout | None = None,
 ) -> Program:
   """Traces the step and the evaluations for these shapes and starts to compile them in the background.
 
-  Arrays and `jax.ShapeDtypeStruct`s serve alike. batch: of a step, all its micro-batches. val_batches: one batch per
-  validation set, empty when ghost is off. eval_batch: of an evaluation. num_segments: S, segments a row can hold.
+  Arrays and `jax.ShapeDtypeStruct`s serve alike; with a layout they must carry their shardings. batch: of a step, all
+  its micro-batches. val_batches: one batch per validation set, empty when ghost is off. eval_batch: of an evaluation.
+  num_segments: S, segments a row can hold.
   Raises ConfigError for a model that the engine cannot score.
   """
   begin = time.perf_counter()
@@ -107,7 +118,7 @@ def build(
     )
   except ValueError as error:  # a parameter without a rule, a pattern that matches nothing
     raise ConfigError(str(error)) from error
-  work = {"train_step": _lower("train_step", train_step, (0,), begin, state, batch, val_batches)}
+  work = {"train_step": lower("train_step", train_step, layout, begin, state, batch, val_batches)}
   pool = ThreadPoolExecutor(1, "compile")  # one: XLA uses all cores for one compilation
   futures = {"train_step": pool.submit(*work["train_step"])}
   others: dict[str, tuple] = {}
@@ -119,24 +130,35 @@ def build(
     plain, _ = step_lib.make_train_step(
       replace(cfg, ghost_enabled=False), graphdef, state, batch, num_segments=num_segments
     )
-    futures["plain_step"] = pool.submit(*_lower("plain_step", plain, (0,), time.perf_counter(), state, batch, ()))
+    lowered = lower("plain_step", plain, layout, time.perf_counter(), state, batch, ())
+    futures["plain_step"] = pool.submit(*lowered)
   for name, (function, *arguments) in others.items():
-    futures[name] = pool.submit(*_lower(name, function, (), time.perf_counter(), *arguments))
+    futures[name] = pool.submit(*lower(name, function, layout, time.perf_counter(), *arguments))
   pool.shutdown(wait=False)
   scored = {} if twin is None else _sizes(state, [param.label for param in twin.scored])
   return Program(futures, scored)
 
 
-def _lower(name: str, function: Callable, donated: tuple[int, ...], begin: float, *arguments) -> tuple:
-  """(function, arguments) of the compilation, for a thread: only the main thread traces."""
+def lower(name: str, function: Callable, layout: Layout | None, begin: float, *arguments) -> tuple:
+  """(function, arguments) of the compilation, for a thread: only the main thread traces.
+
+  A step gives back its state where it lay, and takes its buffers.
+  """
   function.__name__ = name  # what profiles and JAX's own compile log call it
-  lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
-  return _compile, name, lowered, time.perf_counter() - begin
+  options: dict[str, Any] = {}
+  if name in STEPS:
+    options = {"donate_argnums": (0,)}
+    if layout is not None:
+      options["out_shardings"] = (layout.shardings(arguments[0]), None)
+  with use(layout):
+    lowered = jax.jit(function, **options).lower(*arguments)
+  platform = None if layout is None else layout.platform
+  return compile_lowered, name, lowered, time.perf_counter() - begin, platform
 
 
-def _compile(name: str, lowered, trace_seconds: float) -> Executable:
+def compile_lowered(name: str, lowered, trace_seconds: float, platform: str | None = None) -> Executable:
   begin = time.perf_counter()
-  compiled = lowered.compile(compiler_options=compiler_options())
+  compiled = lowered.compile(compiler_options=compiler_options(platform))
   return Executable(name, compiled, trace_seconds, time.perf_counter() - begin)
 
 

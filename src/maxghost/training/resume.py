@@ -7,6 +7,9 @@ from typing import Any
 import jax
 from flax import nnx
 
+from maxghost.data import merge_states
+from maxghost.parallel import distributed
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Position:
@@ -16,7 +19,9 @@ class Position:
   metrics_bytes: length of metrics.jsonl. pending: the record of the last step, which waits for the validation loss
     after it, None at the start. open_loss: the last validation loss that was measured, [K], from which the account of
     the steps since then is open. scores: position of the score log, None where there is none.
-    reweighting: where the domains' shares of the rows stand, None where they do not change.
+    of several processes a list of each one's, None for one without.
+  reweighting: where the domains' shares of the rows stand, None where they do not change. rows: of each step over all
+    devices, 0 where it was not noted.
   """
 
   completed_steps: int = 0
@@ -24,15 +29,36 @@ class Position:
   metrics_bytes: int = 0
   pending: dict[str, Any] | None = None
   open_loss: list[float] | None = None
-  scores: dict | None = None
+  scores: dict | list | None = None
   reweighting: dict | None = None
+  rows: int = 0
+
+  def scores_of(self, process: int) -> dict | None:
+    """The position of one process's score log. Where other processes wrote it then, its step alone is known."""
+    if isinstance(self.scores, list):
+      if process < len(self.scores) and self.scores[process] is not None:
+        return self.scores[process]
+      steps = [one["step"] for one in self.scores if one is not None]
+      return {"step": max(steps)} if steps else None
+    if self.scores is not None and process > 0:
+      return {"step": self.scores["step"]}
+    return self.scores
+
+  def of_all_processes(self) -> "Position":
+    """The position that a checkpoint holds: that of every process's data and score log."""
+    if distributed.count() == 1:
+      return self
+    said = distributed.gather({"data": self.data, "scores": self.scores})
+    return dataclasses.replace(
+      self, data=merge_states([one["data"] for one in said]), scores=[one["scores"] for one in said]
+    )
 
   def to_json(self) -> dict[str, Any]:
     return dataclasses.asdict(self)
 
   @classmethod
   def from_json(cls, values: Mapping[str, Any]) -> "Position":
-    return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+    return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
 
 
 def to_tree(state: nnx.State) -> dict:

@@ -18,6 +18,7 @@ import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.config.schema import GhostConfig
+from maxghost.parallel import distributed
 from maxghost.training.prefetch import NUM_AHEAD
 
 LAG = NUM_AHEAD + 4  # drawn at most when step s is read: s + 1 in the step, NUM_AHEAD in the queue, one waiting for it
@@ -90,6 +91,7 @@ class Reweighter:
     self._tokens_D += np.bincount(domain_N, outputs["tokens_BS"][counted_BS], len(self._names))
 
   def _decide(self, step: int) -> None:
+    self._nats_D, self._tokens_D = distributed.total(self._nats_D), distributed.total(self._tokens_D)
     seen_D = self._tokens_D > 0
     value_D = np.divide(self._nats_D, self._tokens_D, out=np.zeros_like(self._nats_D), where=seen_D)
     self._nats_D, self._tokens_D = np.zeros_like(self._nats_D), np.zeros_like(self._tokens_D)

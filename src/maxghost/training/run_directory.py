@@ -15,6 +15,7 @@ from typing import Any
 
 from maxghost import config
 from maxghost.config import Config, ConfigError
+from maxghost.config.schema import ParallelConfig
 
 CONFIG_FILE = "config.yml"
 METRICS_FILE = "metrics.jsonl"
@@ -22,11 +23,18 @@ FACTS_FILE = "run_facts.json"
 LOCK_FILE = ".lock"
 # Keys that say where a run lives, not what it computes: a run directory may be moved or renamed.
 LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
-# Keys that change what is printed or saved and when, never a weight, a batch or a score.
+# Keys that change what is printed or saved and when, or on which devices, never a batch or what is computed from it.
+# per_device_batch_size times the devices must stay: the session checks that, for only JAX can tell the devices.
 RESUMABLE_KEYS = frozenset({
+  *(field.name for field in dataclasses.fields(ParallelConfig)),
+  "per_device_batch_size",
   "log_period",
   "eval_interval",
   "eval_steps",
+  "sample_every",
+  "sample_prompt",
+  "sample_tokens",
+  "sample_temperature",
   "enable_tensorboard",
   "jax_cache_dir",
   "checkpoint_period",
@@ -73,6 +81,12 @@ def inspect(cfg: Config) -> Existing:
   return Existing(path, previous, changed, _completed_steps(path, previous))
 
 
+def has_checkpoint(existing: Existing) -> bool:
+  """Whether a checkpoint lies there, good or not."""
+  folder = existing.path / "checkpoints"
+  return folder.is_dir() and any(entry.name.isdecimal() for entry in folder.iterdir())
+
+
 def claim(existing: Existing, cfg: Config) -> "RunDirectory":
   """Creates the directory where it is new, locks it and writes config.yml. Raises ConfigError where it cannot."""
   path = existing.path
@@ -100,9 +114,12 @@ def claim(existing: Existing, cfg: Config) -> "RunDirectory":
 
 
 class RunDirectory:
-  """The places inside a claimed run directory. The lock is released by `close`, or by the end of the process."""
+  """The places inside a claimed run directory. The lock is released by `close`, or by the end of the process.
 
-  def __init__(self, path: Path, lock):
+  lock: None in a process whose first process holds it.
+  """
+
+  def __init__(self, path: Path, lock=None):
     self.path = path
     self._lock = lock
 
@@ -125,7 +142,8 @@ class RunDirectory:
     os.replace(temporary, self.path / FACTS_FILE)
 
   def close(self) -> None:
-    self._lock.close()
+    if self._lock is not None:
+      self._lock.close()
 
 
 def last_metrics_record(path: Path, tail_bytes: int = 1 << 20) -> dict | None:

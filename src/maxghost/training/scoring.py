@@ -51,8 +51,7 @@ def plain_pass(split, step_loss, batch, num_micro: int) -> TrainPass:
   graphdef, params, rest = split
 
   def run(micro_batch):
-    loss, losses, weights, grads = schedules.plain_pass(graphdef, params, rest, step_loss, micro_batch)
-    return TrainPass(loss, losses, weights, grads, {}, {})
+    return schedules.unscored_pass(graphdef, params, rest, step_loss, micro_batch)
 
   return accumulated(run, batch, num_micro, {})
 

@@ -32,10 +32,12 @@ class StopSignals:
 
   @property
   def exit_code(self) -> int:
-    return EXIT_CODES[self.requested]
+    return EXIT_CODES.get(self.requested, 0)
 
   @property
   def name(self) -> str:
+    if self.requested is None:
+      return "another process"
     return "Ctrl-C" if self.requested == signal.SIGINT else self.requested.name
 
   def _handle(self, number: int, frame) -> None:

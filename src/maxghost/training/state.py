@@ -10,6 +10,7 @@ from flax import nnx
 
 from maxghost import models
 from maxghost.config.schema import Config
+from maxghost.parallel import Layout
 from maxghost.training.compiling import compiler_options
 from maxghost.training.host_memory import HostMemory
 from maxghost.training.optimizers import make_optimizer
@@ -21,6 +22,12 @@ class TrainCounter(nnx.Variable):
 
 class StoredGradient(nnx.Variable):
   """A leaf of a validation gradient that later steps score against (ghost_val_every > 1)."""
+
+
+def _zeros_like(param: nnx.Variable) -> StoredGradient:
+  """A stored gradient of this parameter, which keeps its logical axes."""
+  axes = param.get_metadata().get("axes")
+  return StoredGradient(jnp.zeros(param.shape, param.dtype), **({} if axes is None else {"axes": axes}))
 
 
 class TrainStateNNX(nnx.Module):
@@ -42,8 +49,8 @@ class TrainStateNNX(nnx.Module):
     self.optimizer = None if tx is None else nnx.Optimizer(model, tx, wrt=trainable)
     self.clip_factor = TrainCounter(jnp.ones((), float))
     if num_stored:
-      leaves = jax.tree.leaves([nnx.state(model, trainable)] * num_stored)
-      self.stored_gradients = nnx.List([StoredGradient(jnp.zeros(x.shape, x.dtype)) for x in leaves])
+      params = [v for _, v in nnx.to_flat_state(nnx.state(model, trainable))] * num_stored
+      self.stored_gradients = nnx.List([_zeros_like(v) for v in params])
 
   def apply_gradients(self, grads, **kwargs) -> None:
     """grads: State with the paths of the model's Params. kwargs go to the optax transformation."""
@@ -97,14 +104,18 @@ def num_sets(cfg: Config) -> int:
   return len(cfg.data.validation_sets)
 
 
-def create_split(cfg: Config) -> tuple[nnx.GraphDef, nnx.State]:
-  """(graphdef, state) of a fresh train state; the weights are made in one compiled call."""
-  graphdef, _ = abstract_split(cfg)
+def create_split(cfg: Config, layout: Layout | None = None) -> tuple[nnx.GraphDef, nnx.State]:
+  """(graphdef, state) of a fresh train state; the weights are made in one compiled call, each device its own part.
+
+  The values depend on the seed alone, not on the layout.
+  """
+  graphdef, abstract = abstract_split(cfg)
 
   def init():
     return HostMemory.of(cfg).put(nnx.state(create(cfg)))
 
-  return graphdef, jax.jit(init, compiler_options=compiler_options())()
+  shardings = None if layout is None else layout.shardings(abstract)
+  return graphdef, jax.jit(init, compiler_options=compiler_options(), out_shardings=shardings)()
 
 
 def abstract_split(cfg: Config) -> tuple[nnx.GraphDef, nnx.State]:

@@ -12,7 +12,8 @@ from maxghost.config.schema import Config
 from maxghost.ghost import directions, schedules
 from maxghost.ghost.directions import AdamScalars
 from maxghost.ghost.losses import LanguageModelLoss
-from maxghost.training import host_memory, selection
+from maxghost.parallel import constrain, constrain_state
+from maxghost.training import host_memory, selection, step_outputs
 from maxghost.training.optimizers import clip, clip_factor, learning_rate_schedule, optimizer_spec, scaled
 from maxghost.training.scoring import Scorer, outputs, plain_pass
 from maxghost.training.state import adam_moments
@@ -23,9 +24,10 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
 
   graphdef, state: a split TrainStateNNX (the state may be abstract). batch: arrays or shapes of one training batch;
   num_segments: S, the largest segment id a row may hold. val_batches: a tuple of K batches (empty when ghost is off).
-  out: scalars loss, grad_norm, param_norm, learning_rate, tokens, clip_factor; with ghost also the ledger's columns
-  [K] and what `scoring.outputs`, or with ghost_select `selection.outputs`, lists. Raises ValueError for a model that
-  the engine cannot score.
+  out: scalars loss, grad_norm, param_norm, learning_rate, tokens, clip_factor; with experts lm_loss (the loss without
+  the load-balancing term) and `LanguageModelLoss.hidden_metrics`, but for schedule concat; with ghost also the ledger's
+  columns [K] and what `scoring.outputs`, or with ghost_select `selection.outputs`, lists. Raises ValueError for a model
+  that the engine cannot score.
   """
   schedule = learning_rate_schedule(cfg.optimizer, cfg.run.steps)
   scorer = None
@@ -53,13 +55,16 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
       "tokens": passed.weights.sum(),
       "clip_factor": factor,
     }
+    if passed.metrics:
+      out |= passed.metrics
+      out["lm_loss"] = passed.loss - cfg.model.load_balance_loss_weight * passed.metrics["moe_lb_loss"]
     if scorer is not None:
       columns = scorer.columns(train_state, split[1], scored, learning_rate, factor)
       report = outputs if cfg.ghost.ghost_select == "none" else selection.outputs
       out |= report(cfg, scorer, scored, batch, learning_rate * factor, columns, num_segments)
     apply(train_state)
     train_state.clip_factor[...] = factor.astype(train_state.clip_factor.dtype)
-    return nnx.state(train_state), out
+    return nnx.state(train_state), step_outputs.placed(out)
 
   return step, None if scorer is None else scorer.twin
 
@@ -74,6 +79,7 @@ def _clipped_update(cfg: Config, grads):
   threshold = cfg.optimizer.gradient_clipping_threshold
   if not cfg.model.segments:
     norm, factor, clipped = clip(grads, threshold)
+    clipped = constrain_state(clipped, moments=True)
     return norm, factor, lambda train_state: train_state.apply_gradients(clipped)
   norm = _norm(cfg, grads)
   factor = clip_factor(norm, threshold)
@@ -86,7 +92,7 @@ def _clipped_update(cfg: Config, grads):
       length = cfg.model.segments[0]
       host_memory.apply_gradients(train_state.optimizer, train_state.model, grads, scale, length)
     else:
-      train_state.apply_gradients(jax.tree.map(scale, grads))
+      train_state.apply_gradients(constrain_state(jax.tree.map(scale, grads), moments=True))
 
   return norm, factor, apply
 
@@ -97,7 +103,7 @@ def make_eval_step(cfg: Config, graphdef):
 
   def evaluate(state, batch):
     losses, weights = loss_fn(nnx.merge(graphdef, state).model, batch)
-    return jnp.sum(losses * weights), weights.sum()
+    return constrain(jnp.sum(losses * weights), ()), constrain(weights.sum(), ())
 
   return evaluate
 
@@ -108,7 +114,7 @@ def make_validation_loss(cfg: Config, graphdef):
 
   def losses(state, val_batches):
     model = nnx.merge(graphdef, state).model
-    return jnp.stack([schedules.validation_mean(*loss_fn(model, batch)) for batch in val_batches])
+    return constrain(jnp.stack([schedules.validation_mean(*loss_fn(model, batch)) for batch in val_batches]), (None,))
 
   return losses
 
@@ -118,7 +124,7 @@ def _training_loss(cfg: Config, step) -> LanguageModelLoss:
   if cfg.model.dropout_rate:
     # The key is a function of (seed, step): a restart draws the same masks without any RNG state to save.
     key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), step)
-  return LanguageModelLoss.of(cfg.model, key)
+  return LanguageModelLoss.of(cfg.model, key, load_balance=True)
 
 
 def _update_of(cfg: Config, graphdef, train_state, grads):

@@ -14,6 +14,7 @@ from maxghost.attribution.summary import SetSummary, Summary
 from maxghost.attribution.words import headline, lead, ledger_sentence
 
 CURVE_POINTS = 240
+SHOWN_SAMPLES = 8
 
 
 def render(summary: Summary, live_version: str = "") -> str:
@@ -29,7 +30,7 @@ def render(summary: Summary, live_version: str = "") -> str:
       _messages(summary.messages),
       _tiles(summary),
     ),
-    tag("main", _tabs(summary), *panels, _health_of_run(summary)),
+    tag("main", _tabs(summary), *panels, _samples(summary), _health_of_run(summary)),
     tag(
       "footer",
       tag(
@@ -276,6 +277,17 @@ def _health(summary: Summary, k: int) -> list[Markup]:
       tag("details", tag("summary", "Show the largest"), tables.duplicate_list(copies.examples), class_="more")
     )
   return parts
+
+
+def _samples(summary: Summary) -> Markup | None:
+  if not summary.samples:
+    return None
+  last = summary.samples[-SHOWN_SAMPLES:]
+  return join([
+    tag("h2", "What the model wrote"),
+    tag("p", "The same prompt and the same random draws each time; the newest text last.", class_="note"),
+    tag("ul", *[tag("li", tag("b", f"step {integer(step)}"), " ", text) for step, text in last]),
+  ])
 
 
 def _health_of_run(summary: Summary) -> Markup:

@@ -1,0 +1,194 @@
+"""Hugging Face models in and out, one tensor at a time.
+
+  python tools/hf_checkpoint.py import HF_FOLDER TARGET      a folder with items/, config.yml and tokenizer/
+  python tools/hf_checkpoint.py import MODEL.gguf TARGET     the same from a GGUF file of a Llama model
+  python tools/hf_checkpoint.py export CHECKPOINT TARGET     a folder that transformers loads
+
+An import keeps every tensor's bits and dtype, and is read again and compared. Exit code 0: written; 1: what was
+written differs (nothing is left); 2: refused, with the tensors named.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from maxghost import config
+from maxghost.checkpoint import compare, gguf_file, huggingface, huggingface_config, places
+from maxghost.checkpoint.convert import DEFAULT_RAM_BYTES, check_space, check_target, write_plan
+from maxghost.checkpoint.layouts import MAXGHOST, Checkpoint, ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
+from maxghost.checkpoint.layouts_plan import Target, make_plan
+from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, open_at, open_tree
+from maxghost.checkpoint.layouts_writer import new_folder
+from maxghost.checkpoint.safetensors_files import write_tensors
+from maxghost.config import Config, ConfigError
+from maxghost.data import tokenizer_files
+from maxghost.data.tokenizers import load_tokenizer
+
+_SHARD_BYTES = 5_000_000_000
+
+
+class VerificationError(LayoutError):
+  """What was written differs from its source; it was removed again."""
+
+
+def import_model(
+  source: str | Path,
+  target: str | Path,
+  *,
+  scan_layers: bool = True,
+  ram_bytes: int = DEFAULT_RAM_BYTES,
+  say: Callable[[str], None] = print,
+) -> Config:
+  """Writes the Hugging Face folder or GGUF file `source` as the new folder `target`; returns its configuration.
+
+  Raises ConfigError for tensors that are missing, unknown or misshapen, and for a tokenizer of another vocabulary.
+  """
+  source, target = Path(source).expanduser().absolute(), Path(target).expanduser().absolute()
+  cfg, raw, write_tokenizer = _open_gguf(source) if source.suffix == gguf_file.SUFFIX else _open_folder(source)
+  cfg = config.replace(cfg, scan_layers=scan_layers)
+  checkpoint = read_checkpoint(raw)
+  check_target(raw, target)
+  layers = SCANNED if scan_layers else UNSCANNED
+  cycle = cfg.model.inhomogeneous_layer_cycle_interval if scan_layers else 0
+  plan = make_plan(checkpoint, Target(MAXGHOST, layers=layers, layer_period=cycle, params_only=True))
+  check_space(raw, plan, target)
+  say(f"source {source}: {cfg.model.decoder_block}, {checkpoint.num_params():,} parameters, {cfg.model.weight_dtype}")
+  with new_folder(target) as temporary:
+    place = Location(item=temporary / "items", step=temporary)
+    write_plan(raw, plan, place, ram_bytes)
+    written = read_checkpoint(open_at(place, str(target)))
+    rows = compare.compare(checkpoint, written, params_only=True, ram_bytes=ram_bytes).rows
+    if rows:
+      raise VerificationError(f"verification failed: {len(rows)} parameters differ, the first: {rows[0].text()}")
+    write_tokenizer(temporary / tokenizer_files.FOLDER)
+    keys = places.tokenizer_keys(temporary / tokenizer_files.FOLDER, cfg.model.vocab_size)
+    if keys:
+      keys["tokenizer_path"] = str(target / Path(keys["tokenizer_path"]).relative_to(temporary))
+    cfg = config.replace(cfg, tokenizer_path="", load_parameters_path=str(target), run_name=target.name)
+    cfg = config.replace(cfg, **keys)
+    config.save(cfg, temporary / places.CONFIG_FILE)
+  say(f"written {target}, verified byte by byte; train it with: maxghost train {target / places.CONFIG_FILE}")
+  return cfg
+
+
+def _open_folder(source: Path) -> tuple[Config, RawTree, Callable[[Path], Any]]:
+  """(configuration, parameters, what writes the tokenizer files into a folder)."""
+  if not places.is_huggingface(source):
+    raise LayoutError(f"{source} is no Hugging Face model folder: it has no {huggingface.CONFIG_JSON}")
+  cfg = places.huggingface_config(source)
+  return cfg, open_tree(source), lambda folder: tokenizer_files.copy(source, folder)
+
+
+def _open_gguf(source: Path) -> tuple[Config, RawTree, Callable[[Path], Any]]:
+  """The same for a GGUF file; its quantised values become float32."""
+  file = gguf_file.open_file(source)
+  cfg = huggingface.configuration(gguf_file.config_json(file), str(source))
+
+  def write_tokenizer(folder: Path) -> None:
+    folder.mkdir()
+    gguf_file.write_tokenizer(file, folder)
+
+  return cfg, huggingface.tree_of(file.tensors, cfg.model, source), write_tokenizer
+
+
+def export_model(
+  source: str | Path,
+  target: str | Path,
+  *,
+  cfg: Config | None = None,
+  shard_bytes: int = _SHARD_BYTES,
+  ram_bytes: int = DEFAULT_RAM_BYTES,
+  say: Callable[[str], None] = print,
+) -> None:
+  """Writes the parameters of a checkpoint of any layout as the new Hugging Face folder `target`.
+
+  cfg: the configuration of the model, where no config.yml lies beside the checkpoint. Raises ConfigError.
+  """
+  place = places.find(source)
+  cfg = cfg or place.config
+  if cfg is None:
+    raise LayoutError(f"{source}: no {places.CONFIG_FILE} beside it says what model it is; name one with --config")
+  raw = open_tree(place.tree)
+  checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
+  if checkpoint.values_from == "maxtext":
+    raise LayoutError(
+      f"{source} holds query weights as MaxText wants them; rescale first: maxghost checkpoint rescale --to maxghost"
+    )
+  target = Path(target).expanduser().absolute()
+  check_target(raw, target)
+  tensors = huggingface.planned_tensors(checkpoint, cfg.model, ram_bytes // 3)
+  content = huggingface_config.config_json(
+    cfg.model, _dtype(checkpoint), max(cfg.data.max_target_length, 2048), special_ids(cfg)
+  )
+  with new_folder(target) as temporary:
+    write_tensors(temporary, tensors, shard_bytes)
+    huggingface.write_json(temporary / huggingface.CONFIG_JSON, content)
+    if cfg.data.tokenizer_path:
+      folder = Path(cfg.data.tokenizer_path)
+      tokenizer_files.copy(folder if folder.is_dir() else folder.parent, temporary)
+    written = read_checkpoint(huggingface.open_folder(temporary))
+    rows = compare.compare(checkpoint, written, params_only=True, ram_bytes=ram_bytes).rows
+    if rows:
+      raise VerificationError(f"verification failed: {len(rows)} parameters differ, the first: {rows[0].text()}")
+  size = sum(tensor.nbytes for tensor in tensors)
+  say(f"written {target}: {len(tensors)} tensors, {size / 1e6:.1f} MB, verified byte by byte")
+
+
+def special_ids(cfg: Config) -> dict[str, int]:
+  """bos_token_id, eos_token_id and pad_token_id of the configuration's tokenizer."""
+  if cfg.data.tokenizer_type != "byte" and not cfg.data.tokenizer_path:
+    return {}
+  tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
+  ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+  return {name: number for name, number in ids.items() if number is not None}
+
+
+def _dtype(checkpoint: Checkpoint) -> str:
+  dtypes = {ref.dtype.name for ref in checkpoint.params.leaves.values()}
+  return dtypes.pop() if len(dtypes) == 1 else "float32"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  args = _parser().parse_args(argv)
+  ram_bytes = int(args.ram_mb * 1e6)
+  try:
+    if args.verb == "import":
+      import_model(args.source, args.target, scan_layers=args.scan_layers, ram_bytes=ram_bytes)
+    else:
+      cfg = config.load(args.config) if args.config else None
+      export_model(args.source, args.target, cfg=cfg, shard_bytes=int(args.shard_mb * 1e6), ram_bytes=ram_bytes)
+  except VerificationError as error:
+    print(f"hf_checkpoint: {error}; nothing is left at the target", file=sys.stderr)
+    return 1
+  except ConfigError as error:
+    for problem in error.problems:
+      print(f"hf_checkpoint: {problem}", file=sys.stderr)
+    return 2
+  return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog="hf_checkpoint", description="Hugging Face models to maxghost checkpoints and back (docs/checkpoints.md)."
+  )
+  verbs = parser.add_subparsers(dest="verb", required=True)
+  into = verbs.add_parser("import", help="a Hugging Face folder into a checkpoint with config.yml and tokenizer")
+  into.add_argument("source", metavar="HF_FOLDER", help="folder with config.json, or a .gguf file of a Llama model")
+  into.add_argument(
+    "--scan_layers", action=argparse.BooleanOptionalAction, default=True, help="stack the layers (the default)"
+  )
+  out = verbs.add_parser("export", help="a checkpoint into a folder that transformers loads")
+  out.add_argument("source", metavar="CHECKPOINT", help="a run, a step of it, or an imported folder; any layout")
+  out.add_argument("--config", help="config.yml of the model, where none lies beside the checkpoint")
+  out.add_argument("--shard_mb", type=float, default=_SHARD_BYTES / 1e6, help="largest file")
+  for verb in (into, out):
+    verb.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
+    verb.add_argument("--ram_mb", type=float, default=DEFAULT_RAM_BYTES / 1e6, help="host memory for arrays")
+  return parser
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,193 @@
+"""Hugging Face model folders as one more checkpoint layout: read into the same tree as every other, and written.
+
+Read, a folder is a tree of parameters with unscanned layers, so loading, converting, comparing and listing work on it
+as on any checkpoint. Tensors are read when asked for, one at a time.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxghost.checkpoint import huggingface_config
+from maxghost.checkpoint.huggingface_rules import ARCHITECTURES, Architecture, Rule, sizes
+from maxghost.checkpoint.layouts import PARAMS, RECORD, Checkpoint
+from maxghost.checkpoint.layouts_layers import PartReader, Ref, leaf_text
+from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, StoredArray
+from maxghost.checkpoint.safetensors_files import Planned, Tensor, open_tensors, read_json
+from maxghost.config import Config, ModelConfig, replace
+from maxghost.config import load as load_config
+
+CONFIG_JSON = "config.json"
+_MOST_NAMES = 8
+
+
+def model_config(folder: Path) -> Config:
+  """The configuration that makes the folder's model; what is not about the model has its default.
+
+  Raises ConfigError for a model that is not known here, or whose config.json contradicts itself.
+  """
+  return configuration(read_json(folder / CONFIG_JSON), str(folder / CONFIG_JSON))
+
+
+def configuration(content: Mapping[str, Any], origin: str) -> Config:
+  """The same from the content of a config.json; `origin` names it in messages."""
+  keys = huggingface_config.keys_of(content, origin)
+  # The tokenizer is looked at elsewhere; bytes, the default, would want a vocabulary of their size.
+  return replace(load_config(), tokenizer_type="huggingface", **keys)
+
+
+def open_folder(path: Path) -> RawTree:
+  """The parameters of a Hugging Face folder; only headers are read.
+
+  Raises LayoutError, naming tensors, where some are missing, unknown or of another shape than config.json says.
+  """
+  return tree_of(open_tensors(path), model_config(path).model, path)
+
+
+def tree_of(tensors: dict[str, Tensor], model: ModelConfig, origin: Path) -> RawTree:
+  """The same from tensors by name; origin: the file or folder they are in."""
+  nodes = _nodes(tensors, model, str(origin))
+  metadata = {"scan_layers": False, RECORD: {"layout": PARAMS, "values_from": "maxghost"}}
+  return RawTree(nodes, str(origin), {"custom_metadata": metadata}, None, Location(item=origin, step=origin))
+
+
+def _nodes(tensors: dict[str, Tensor], model: ModelConfig, origin: str) -> dict[tuple, StoredArray]:
+  architecture, letters = ARCHITECTURES[model.decoder_block](model), sizes(model)
+  known = _with_prefix(tensors, architecture)
+  parts: dict[tuple, list[Tensor]] = {}
+  rules: dict[tuple, tuple[Rule, int]] = {}
+  missing, wrong, used = [], [], set()
+  for rule, layer, _, name in architecture.tensors(model.base_num_decoder_layers, letters):
+    used.add(name)
+    tensor = known.get(name)
+    if tensor is None:
+      missing.append(name)
+      continue
+    if tensor.shape != rule.tensor_shape(letters):
+      wrong.append(f"{tensor.name} is {list(tensor.shape)}, {CONFIG_JSON} makes it {list(rule.tensor_shape(letters))}")
+    for which, param in enumerate(rule.paths):
+      path = _with_layer(param, layer)
+      parts.setdefault(path, []).append(tensor)
+      rules[path] = (rule, which)
+  unknown = [t.name for name, t in known.items() if name not in used and not architecture.is_ignored(name)]
+  unknown = [name for name in unknown if not (name == "lm_head.weight" and _is_tied(known, model))]
+  _check(origin, missing, unknown, wrong)
+  return {path: _stored(path, held, *rules[path], letters) for path, held in parts.items()}
+
+
+def _with_prefix(tensors: dict[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
+  """The tensors by their full names, where a file of the bare model leaves the first level out."""
+  prefix = architecture.prefix
+  if any(name.startswith(prefix) for name in tensors):
+    return tensors
+  return {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def _is_tied(tensors: dict[str, Tensor], model: ModelConfig) -> bool:
+  """Whether an output projection that config.json calls tied is the embedding indeed: then it may lie there twice."""
+  head, table = tensors["lm_head.weight"], tensors.get("model.embed_tokens.weight")
+  if not model.logits_via_embedding or table is None or (head.shape, head.dtype) != (table.shape, table.dtype):
+    return False
+  return head.read(None).tobytes() == table.read(None).tobytes()
+
+
+def _check(origin: str, missing: list[str], unknown: list[str], wrong: list[str]) -> None:
+  problems = []
+  for what, names in (("lacks", missing), ("has unknown", unknown)):
+    if names:
+      more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+      problems.append(f"{origin} {what} {', '.join(names[:_MOST_NAMES])}{more}")
+  problems += [f"{origin}: {text}" for text in wrong[:_MOST_NAMES]]
+  if problems:
+    raise LayoutError(*problems)
+
+
+def _with_layer(param: str, layer: int | None) -> tuple[str, ...]:
+  return tuple(param.replace("decoder/layers/", f"decoder/layers_{layer}/").split("/"))
+
+
+def _stored(path: tuple, tensors: list[Tensor], rule: Rule, which: int, letters: dict[str, int]) -> StoredArray:
+  """One parameter as an array; its tensors are opened when it is read."""
+  shape = rule.param_shape(letters)
+  dtypes = {tensor.dtype for tensor in tensors}
+  if len(dtypes) > 1:
+    listed = ", ".join(sorted(map(str, dtypes)))
+    raise LayoutError(f"{tensors[0].name} and the other experts' tensors differ in dtype: {listed}")
+
+  def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
+    if rule.per_expert:
+      chosen = range(len(tensors))[index[0] if index else slice(None)]
+      values = np.stack([rule.to_param(tensors[i].read(None), which, letters) for i in chosen])
+    else:
+      values = rule.to_param(tensors[0].read(index[0] if index and rule.lead else None), which, letters)
+    if index is None:
+      return np.ascontiguousarray(values)
+    return values[(slice(None), *index[1:])] if rule.lead else values[index]
+
+  return StoredArray(path, shape, tensors[0].dtype, read)
+
+
+def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, hold_bytes: int = 1 << 30) -> list[Planned]:
+  """The tensors to write for the parameters of a checkpoint, whatever its layout, made when they are written.
+
+  hold_bytes: host memory for stacked arrays whose layers are wanted one after the other; larger ones are read in parts.
+  Raises LayoutError for parameters that are missing, unknown to the architecture, or of another shape than `model`'s.
+  """
+  architecture, letters = ARCHITECTURES[model.decoder_block](model), sizes(model)
+  leaves, readers = checkpoint.params.leaves, _Readers(hold_bytes)
+  planned, used, problems = [], set(), []
+  for rule, layer, expert, name in architecture.tensors(model.base_num_decoder_layers, letters):
+    ids = [(tuple(param.split("/")), layer) for param in rule.paths]
+    used.update(ids)
+    for leaf in ids:
+      if leaf not in leaves:
+        problems.append(f"{checkpoint.origin} lacks {leaf_text(leaf)}")
+      elif leaves[leaf].shape != rule.param_shape(letters):
+        expected = list(rule.param_shape(letters))
+        problems.append(
+          f"{checkpoint.origin}: {leaf_text(leaf)} is {list(leaves[leaf].shape)}, the configuration makes it {expected}"
+        )
+    if not problems:
+      refs = [leaves[leaf] for leaf in ids]
+      planned.append(Planned(name, rule.tensor_shape(letters), refs[0].dtype, _maker(readers, rule, refs, expert)))
+  problems += [f"{checkpoint.origin}: {leaf_text(leaf)} is unknown to the model" for leaf in leaves if leaf not in used]
+  if problems:
+    raise LayoutError(*dict.fromkeys(problems[:_MOST_NAMES]))
+  return planned
+
+
+class _Readers:
+  """A reader for each parameter of the tensor that is being made: the layers of a stacked array come in turn, and two
+  or three arrays alternate where a tensor holds several parameters."""
+
+  def __init__(self, hold_bytes: int):
+    self._hold_bytes = hold_bytes
+    self._paths: tuple[str, ...] = ()
+    self._readers: list[PartReader] = []
+
+  def of(self, paths: tuple[str, ...]) -> list[PartReader]:
+    if paths != self._paths:
+      self._paths = paths
+      self._readers = [PartReader(self._hold_bytes // len(paths)) for _ in paths]
+    return self._readers
+
+
+def _maker(readers: _Readers, rule: Rule, refs: list[Ref], expert: int | None) -> Callable[[], np.ndarray]:
+  def make() -> np.ndarray:
+    params = []
+    for reader, ref in zip(readers.of(rule.paths), refs, strict=True):
+      index = [slice(0, size) for size in ref.shape]
+      if expert is not None:
+        index[0] = slice(expert, expert + 1)
+      values = reader.part(ref, tuple(index))
+      params.append(values[0] if expert is not None else values)
+    return rule.to_tensor(params)
+
+  return make
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+  file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,55 @@
+"""Parameters to start from: `load_parameters_path`, whatever checkpoint or model folder it names."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from maxghost.checkpoint import places
+from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts_load import open_load
+from maxghost.checkpoint.layouts_store import LayoutError, open_tree
+from maxghost.checkpoint.model_keys import differing
+from maxghost.checkpoint.places import ModelPlace
+from maxghost.config import Config, ConfigError
+from maxghost.config.values import shown
+
+# Blocks whose query weights MaxText scales by the attention factor (see `linen_scaling`).
+_SCALED_BLOCKS = ("llama2", "mistral", "mixtral")
+
+
+def check_config(cfg: Config) -> ModelPlace:
+  """Finds the model of `load_parameters_path`; nothing is read but configurations.
+
+  Raises ConfigError where there is none, and where its model differs from the one of `cfg`: every key is named.
+  """
+  path = cfg.checkpoint.load_parameters_path
+  place = places.find(path)
+  if place.config is None:
+    return place
+  unlike = differing(place.config.model, cfg.model)
+  if unlike:
+    listed = "; ".join(f"{key}={shown(found)} there, {shown(here)} here" for key, (found, here) in unlike.items())
+    raise ConfigError(f"load_parameters_path={path} is another model ({place.config_file}): {listed}")
+  return place
+
+
+def open_parameters(
+  place: ModelPlace, cfg: Config, wanted: Mapping[str, Any], say: Callable[[str], None] = print
+) -> Callable[[], dict]:
+  """Pairs the parameters at `place` with the tree `wanted`; the function that is returned reads them.
+
+  Raises ConfigError that names every parameter which is missing, unknown or unlike.
+  """
+  values_from = read_checkpoint(open_tree(place.tree), ReadOptions(keep_unknown=True)).values_from
+  if values_from == "maxtext" and cfg.model.decoder_block not in _SCALED_BLOCKS:
+    raise LayoutError(
+      f"{place.tree} is a checkpoint of MaxText; how MaxText scales query weights is not known for "
+      f"decoder_block={cfg.model.decoder_block}"
+    )
+  if not values_from:
+    raise LayoutError(
+      f"{place.tree}: nothing tells whether MaxText or maxghost scaled the query weights; write a copy that does with "
+      "maxghost checkpoint rescale"
+    )
+  head_dim = cfg.model.head_dim if values_from == "maxtext" else None
+  read = open_load(place.tree, {"model": wanted}, head_dim=head_dim, widen=True, say=say)
+  return lambda: read()["model"]

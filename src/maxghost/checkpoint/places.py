@@ -1,0 +1,118 @@
+"""What a user means by the path of a model: a run, a step of it, an imported folder, or a Hugging Face folder.
+
+Whichever it is, a `ModelPlace` says where the parameters lie, which configuration makes the model, and which tokenizer
+belongs to it. Nothing here imports JAX.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from maxghost import config
+from maxghost.checkpoint import huggingface
+from maxghost.checkpoint.huggingface_config import weight_dtype
+from maxghost.checkpoint.layouts_store import LayoutError, locate
+from maxghost.checkpoint.safetensors_files import open_tensors, read_json
+from maxghost.config import Config
+from maxghost.data import tokenizer_files
+from maxghost.data.tokenizers import load_tokenizer
+
+CONFIG_FILE = "config.yml"
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelPlace:
+  """tree: what `open_tree` reads. config: of the model, with the tokenizer that lies beside it. config_file: where it
+  was read; None for a checkpoint of another program, whose configuration is not known (config is None then)."""
+
+  tree: Path
+  config: Config | None
+  config_file: Path | None
+
+  def stop_ids(self) -> set[int]:
+    """Tokens that end a text as generation_config.json or config.json names them; chat models have several."""
+    folder = self.config_file.parent if self.config_file else self.tree
+    found: set[int] = set()
+    for file in (folder / "generation_config.json", folder / tokenizer_files.FOLDER / "generation_config.json"):
+      if file.is_file():
+        ids = read_json(file).get("eos_token_id")
+        found |= set(ids if isinstance(ids, list) else [ids]) - {None}
+    return found
+
+
+def is_huggingface(folder: Path) -> bool:
+  return (folder / huggingface.CONFIG_JSON).is_file() and not (folder / "_METADATA").is_file()
+
+
+def find(path: str | Path) -> ModelPlace:
+  """Raises ConfigError where there is no model, or where its configuration cannot be read."""
+  folder = Path(path).expanduser().absolute()
+  if not folder.is_dir():
+    raise LayoutError(f"there is no model folder {path}")
+  if is_huggingface(folder):
+    return ModelPlace(folder, huggingface_config(folder), folder / huggingface.CONFIG_JSON)
+  if (folder / "checkpoints").is_dir():
+    folder = newest_step(folder)
+  locate(folder)
+  # <run>/checkpoints/<step>[/items] and <imported>[/items].
+  for candidate in (folder, *list(folder.parents)[:3]):
+    file = candidate / CONFIG_FILE
+    if file.is_file():
+      return ModelPlace(folder, with_own_tokenizer(config.load(file), candidate), file)
+  return ModelPlace(folder, None, None)
+
+
+def newest_step(run: Path) -> Path:
+  """The newest checkpoint of a run. Raises LayoutError where it has none."""
+  steps = [entry for entry in (run / "checkpoints").iterdir() if entry.name.isdecimal() and entry.is_dir()]
+  if not steps:
+    raise LayoutError(f"{run} has no checkpoint in {run / 'checkpoints'}")
+  return max(steps, key=lambda entry: int(entry.name))
+
+
+def huggingface_config(folder: Path) -> Config:
+  """The configuration of a Hugging Face folder: its model, the dtype of its tensors, and its tokenizer."""
+  cfg = huggingface.model_config(folder)
+  dtypes = {tensor.dtype.name for tensor in open_tensors(folder).values()}
+  changes: dict[str, Any] = {"weight_dtype": weight_dtype(dtypes, str(folder))}
+  return config.replace(cfg, **changes, **tokenizer_keys(folder, cfg.model.vocab_size))
+
+
+def tokenizer_keys(folder: Path, vocab_size: int) -> dict[str, Any]:
+  """The tokenizer keys for the tokenizer files in a folder; empty where it has none.
+
+  Raises ConfigError for a tokenizer whose ids the vocabulary does not hold.
+  """
+  if (folder / "tokenizer.json").is_file():
+    keys = {"tokenizer_type": "huggingface", "tokenizer_path": str(folder)}
+  elif (folder / "tokenizer.model").is_file():
+    keys = {"tokenizer_type": "sentencepiece", "tokenizer_path": str(folder / "tokenizer.model")}
+  else:
+    return {}
+  tokenizer = load_tokenizer(keys["tokenizer_type"], keys["tokenizer_path"])
+  if tokenizer.vocab_size > vocab_size:
+    raise LayoutError(
+      f"the tokenizer in {folder} has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary ends at "
+      f"{vocab_size - 1}: they do not belong together"
+    )
+  return keys | {"add_bos": _begins_with_bos(folder, tokenizer), "add_eos": tokenizer.eos_id is not None}
+
+
+def _begins_with_bos(folder: Path, tokenizer) -> bool:
+  """Whether the tokenizer itself puts its begin token before a text."""
+  if tokenizer.bos_id is None:
+    return False
+  said = folder / "tokenizer_config.json"
+  if said.is_file() and read_json(said).get("add_bos_token") is not None:
+    return bool(read_json(said)["add_bos_token"])
+  if not (folder / "tokenizer.json").is_file():
+    return True
+  import tokenizers
+
+  ids = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a", add_special_tokens=True).ids
+  return ids[:1] == [tokenizer.bos_id]
+
+
+def with_own_tokenizer(cfg: Config, folder: Path) -> Config:
+  """The configuration with the tokenizer saved beside it, which may have moved with it."""
+  saved = tokenizer_files.saved_path(cfg.data.tokenizer_type, folder / tokenizer_files.FOLDER)
+  return config.replace(cfg, tokenizer_path=saved) if saved else cfg

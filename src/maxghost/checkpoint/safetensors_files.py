@@ -1,0 +1,170 @@
+"""Safetensors folders: tensors by name over one or several files, read one at a time and written one at a time.
+
+A folder holds `model.safetensors`, or shards that `model.safetensors.index.json` lists. Reading is the library's;
+writing is done here, because the library wants all tensors of a file in memory at once: a file is 8 bytes with the
+length of a JSON header, the header (dtype, shape and place of each tensor), and the tensors' bytes in that order.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxghost.checkpoint.layouts_store import LayoutError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_ALIGNMENT = 8
+_DTYPES = {
+  "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+  "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tensor:
+  """A stored tensor. read(index): index is a slice on the first axis, or None for all of it."""
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  read: Callable[[slice | None], np.ndarray]
+
+  @property
+  def nbytes(self) -> int:
+    return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def numpy_dtype(name: str) -> np.dtype:
+  """The dtype of a name such as bfloat16, which numpy alone does not know."""
+  import ml_dtypes
+
+  return np.dtype(getattr(ml_dtypes, name, None) or name)
+
+
+def open_tensors(folder: Path) -> dict[str, Tensor]:
+  """All tensors of the folder by name; only headers are read.
+
+  Raises LayoutError for a missing, cut or damaged file, and for an index that does not fit its files.
+  """
+  index_file = folder / INDEX
+  if not index_file.is_file():
+    single = folder / SINGLE
+    if not single.is_file():
+      raise LayoutError(f"{folder} is damaged or half copied: it has neither {SINGLE} nor {INDEX}")
+    return _open_file(single)
+  try:
+    weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
+    files = sorted(set(weight_map.values()))
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    raise LayoutError(f"{index_file} is damaged: {error!r}") from error
+  missing = [name for name in files if not (folder / name).is_file()]
+  if missing:
+    raise LayoutError(f"{folder} is half copied: {INDEX} lists {', '.join(missing)}, which is not there")
+  tensors: dict[str, Tensor] = {}
+  for name in files:
+    tensors |= _open_file(folder / name)
+  lost = sorted(set(weight_map) - set(tensors))
+  if lost:
+    raise LayoutError(f"{folder}: {INDEX} lists {lost[0]}, which is in none of its files ({len(lost)} such tensors)")
+  return tensors
+
+
+def _open_file(file: Path) -> dict[str, Tensor]:
+  try:
+    import safetensors
+  except ImportError:
+    raise LayoutError("safetensors files need the package safetensors: pip install 'maxghost[hf]'") from None
+  try:
+    opened = safetensors.safe_open(file, framework="numpy")
+    return {name: _tensor(file, opened, name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+  except (safetensors.SafetensorError, OSError) as error:
+    raise LayoutError(f"{file} is cut or damaged: {error}") from error
+
+
+def _tensor(file: Path, opened: Any, name: str) -> Tensor:
+  view = opened.get_slice(name)
+  stored = view.get_dtype()
+  if stored not in _DTYPES:
+    raise LayoutError(f"{file}: {name} has dtype {stored}; only {', '.join(_DTYPES)} are read")
+
+  def read(index: slice | None = None) -> np.ndarray:
+    return opened.get_tensor(name) if index is None else view[index]
+
+  return Tensor(name, tuple(view.get_shape()), numpy_dtype(_DTYPES[stored]), read)
+
+
+@dataclass(frozen=True)
+class Planned:
+  """A tensor to write. make(): its values, in memory only while they are written."""
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  make: Callable[[], np.ndarray]
+
+  @property
+  def nbytes(self) -> int:
+    return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def write_tensors(folder: Path, tensors: list[Planned], shard_bytes: int) -> None:
+  """Writes the tensors into `folder`, in files of at most shard_bytes (or one tensor), with an index where several."""
+  shards = list(_shards(tensors, shard_bytes))
+  if len(shards) == 1:
+    _write_file(folder / SINGLE, shards[0])
+    return
+  weight_map = {}
+  for number, shard in enumerate(shards, 1):
+    name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+    _write_file(folder / name, shard)
+    weight_map |= {tensor.name: name for tensor in shard}
+  total = sum(tensor.nbytes for tensor in tensors)
+  index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+  (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(tensors: list[Planned], shard_bytes: int) -> Iterator[list[Planned]]:
+  shard: list[Planned] = []
+  size = 0
+  for tensor in tensors:
+    if shard and size + tensor.nbytes > shard_bytes:
+      yield shard
+      shard, size = [], 0
+    shard.append(tensor)
+    size += tensor.nbytes
+  yield shard
+
+
+def _write_file(file: Path, tensors: list[Planned]) -> None:
+  codes = {numpy_dtype(name): code for code, name in _DTYPES.items()}
+  # Widest types first: then every tensor begins at a multiple of its item size.
+  tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+  header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+  place = 0
+  for tensor in tensors:
+    offsets = [place, place + tensor.nbytes]
+    header[tensor.name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    place += tensor.nbytes
+  text = json.dumps(header, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % _ALIGNMENT)
+  with open(file, "wb") as out:
+    out.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors:
+      values = np.ascontiguousarray(tensor.make())
+      if values.shape != tensor.shape or values.dtype != tensor.dtype:
+        raise ValueError(f"{tensor.name}: made {values.dtype}{values.shape}, planned {tensor.dtype}{tensor.shape}")
+      out.write(values.reshape(-1).view(np.uint8).data)
+
+
+def read_json(file: Path) -> Mapping[str, Any]:
+  """A JSON object. Raises LayoutError where the file is missing or is none."""
+  try:
+    content = json.loads(file.read_text(encoding="utf-8"))
+  except (ValueError, OSError) as error:
+    raise LayoutError(f"{file} is damaged or half copied: {error}") from error
+  if not isinstance(content, dict):
+    raise LayoutError(f"{file} is no JSON object")
+  return content

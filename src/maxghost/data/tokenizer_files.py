@@ -1,0 +1,67 @@
+"""A tokenizer kept beside the model it belongs to: its files in a folder of their own, and where they are then.
+
+The folder of a run is <run>/tokenizer; an imported model has the same. Byte tokens have no file.
+"""
+
+import base64
+import json
+import shutil
+from pathlib import Path
+
+from maxghost.config import ConfigError
+from maxghost.data.tokenizers import BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN, Tokenizer
+
+FOLDER = "tokenizer"
+# What transformers puts beside a model for its tokenizer, and the tokens that end a text.
+HUGGINGFACE_FILES = (
+  "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+  "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+def save(tokenizer: Tokenizer, kind: str, folder: Path) -> None:
+  """Writes the tokenizer into `folder`, which is made; a tokenizer that lies there already is left."""
+  if kind == BYTE or _files(kind, folder):
+    return
+  folder.mkdir(exist_ok=True)
+  if kind == TIKTOKEN:
+    _save_tiktoken(tokenizer, folder)
+  elif kind == SENTENCEPIECE:
+    shutil.copyfile(tokenizer.path, folder / f"{tokenizer.path.stem}.model")
+  else:
+    copy(tokenizer.path.parent, folder)
+    shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
+
+
+def copy(source: Path, target: Path) -> list[str]:
+  """Copies the files of a Hugging Face tokenizer; returns their names. `target` is made where there is one."""
+  names = [name for name in HUGGINGFACE_FILES if (source / name).is_file()]
+  if names:
+    target.mkdir(exist_ok=True)
+  for name in names:
+    shutil.copyfile(source / name, target / name)
+  return names
+
+
+def saved_path(kind: str, folder: Path) -> str | None:
+  """The `tokenizer_path` of a tokenizer saved in `folder`; None where there is none of this kind."""
+  files = _files(kind, folder)
+  if len(files) > 1:
+    raise ConfigError(f"{folder} holds several tokenizers: {', '.join(file.name for file in files)}; leave one")
+  if not files:
+    return None
+  return str(folder if kind == HUGGINGFACE else files[0])
+
+
+def _files(kind: str, folder: Path) -> list[Path]:
+  patterns = {HUGGINGFACE: "tokenizer.json", SENTENCEPIECE: "*.model", TIKTOKEN: "*.encoding.json"}
+  return sorted(folder.glob(patterns[kind])) if kind in patterns else []
+
+
+def _save_tiktoken(tokenizer: Tokenizer, folder: Path) -> None:
+  """The ranks, how text is split, and the special tokens: a name alone would need the library's download."""
+  ranks = b"".join(base64.b64encode(piece) + b" %d\n" % rank for piece, rank in tokenizer.ranks())
+  stem = Path(tokenizer.name).stem
+  (folder / f"{stem}.tiktoken").write_bytes(ranks)
+  content = {"ranks": f"{stem}.tiktoken"} | tokenizer.rules()
+  (folder / f"{stem}.encoding.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,172 @@
+"""`maxghost generate MODEL --prompt TEXT`: continues texts with a trained or imported model.
+
+MODEL is a run, a checkpoint of it, a checkpoint of another layout, an imported folder or a Hugging Face folder. The
+text goes to the standard output as it grows; times go to the standard error.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from maxghost.arguments import Parser, run_door
+from maxghost.config import Config, ConfigError
+
+EXAMPLES = """\
+examples:
+  maxghost generate runs/base --prompt "def main(" --max_new_tokens 100 --temperature 0.8 --top_p 0.95
+  maxghost generate models/smollm2 --prompt "The capital of France is"
+  maxghost generate runs/base/checkpoints/200 --prompts prompts.txt --stop "</s>"
+"""
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+  """The command line. Raises ConfigError."""
+  parser = Parser("generate", __doc__, EXAMPLES)
+  add = parser.add_argument
+  add("model", metavar="MODEL", help="run, checkpoint, imported folder, or Hugging Face folder")
+  add("--prompt", nargs="+", default=[], metavar="TEXT", help="one or several texts, continued together")
+  add("--prompts", type=Path, metavar="FILE", help="more prompts, one per line")
+  add("--max_new_tokens", type=int, default=64, metavar="N", help="most tokens to add (64)")
+  add("--temperature", type=float, default=0.0, metavar="X", help="0 = always the likeliest token (0)")
+  add("--top_k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens; 0 = all (0)")
+  add("--top_p", type=float, default=1.0, metavar="P", help="draw among the likeliest that make up share P (1)")
+  add("--stop", nargs="+", default=[], metavar="TEXT", help="end a text before this; the end token always ends it")
+  add("--seed", type=int, default=0, help="of the random draws (0)")
+  add("--cache", type=int, default=0, metavar="N", help="positions of the cache; 0 = as many as needed (0)")
+  add("--config", metavar="FILE", help="config.yml of the model, where none lies beside it")
+  add("--dtype", choices=("float32", "bfloat16"), help="compute dtype, where it shall not be the configuration's")
+  return parser.parse(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Exit code 0, or 2 where the input is wrong."""
+  return run_door(lambda: _run(parse(argv)))
+
+
+def _run(args: argparse.Namespace) -> int:
+  from maxghost import given_model
+  from maxghost.data.tokenizers import load_tokenizer
+  from maxghost.generation.sampling import Sampling
+
+  sampling = Sampling(args.temperature, args.top_k, args.top_p)
+  place, cfg = given_model.find(args.model, args.config, **({"dtype": args.dtype} if args.dtype else {}))
+  tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
+  texts = _prompts(args)
+  prompts = encode(texts, tokenizer, cfg)
+  cache_size = _cache_size(args, cfg, max(map(len, prompts)))
+  stop_ids = place.stop_ids() | ({tokenizer.eos_id} - {None})
+
+  from maxghost.generation import Generator
+
+  graphdef, state = given_model.load(place, cfg, say=lambda line: print(line, file=sys.stderr))
+  generator = Generator(graphdef, cache_size, sampling=sampling, stop_ids=sorted(stop_ids))
+  rows = [Row(tokenizer, stop_ids, args.stop) for _ in texts]
+  _show(texts, rows, generator.stream(state, prompts, args.max_new_tokens, seed=args.seed))
+  seconds, count = generator.seconds, sum(row.num_tokens for row in rows)
+  rate = f", {len(rows) * seconds.steps / seconds.loop:.1f} tokens/s" if seconds.steps else ""
+  print(
+    f"{count} tokens for {len(rows)} prompts; compiled in {seconds.compiling:.1f} s, prompts read in "
+    f"{seconds.prompt:.3f} s{rate}",
+    file=sys.stderr,
+  )
+  return 0
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+  texts = list(args.prompt)
+  if args.prompts:
+    try:
+      texts += args.prompts.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+      raise ConfigError(f"--prompts {args.prompts} cannot be read: {error}") from error
+  if not texts:
+    raise ConfigError('no prompt: give --prompt "some text", or --prompts FILE')
+  if args.max_new_tokens < 1:
+    raise ConfigError(f"--max_new_tokens {args.max_new_tokens}: at least 1")
+  return texts
+
+
+def encode(texts: Sequence[str], tokenizer, cfg: Config) -> list[list[int]]:
+  """Ids of each text, the begin token first where the model was trained with one. Raises ConfigError for a text
+  without any token, and for ids that the vocabulary does not hold."""
+  if tokenizer.vocab_size > cfg.model.vocab_size:
+    raise ConfigError(
+      f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model's vocabulary {cfg.model.vocab_size}: "
+      "they do not belong together"
+    )
+  begin = [tokenizer.bos_id] if cfg.data.add_bos and tokenizer.bos_id is not None else []
+  prompts = [begin + ids.tolist() for ids in tokenizer.encode([text.encode() for text in texts])]
+  for text, prompt in zip(texts, prompts, strict=True):
+    if not prompt:
+      raise ConfigError(f"the prompt {text!r} has no token, and this model has no begin token; write something")
+  return prompts
+
+
+def _cache_size(args: argparse.Namespace, cfg: Config, longest: int) -> int:
+  needed = longest + args.max_new_tokens
+  if args.cache and args.cache < needed:
+    raise ConfigError(f"--cache {args.cache}: the longest prompt and --max_new_tokens need {needed}")
+  most = cfg.model.trainable_position_size
+  if most > 0 and needed > most:
+    raise ConfigError(f"a prompt of {longest} tokens and {args.max_new_tokens} more: the model has {most} positions")
+  return min(args.cache or needed, most) if most > 0 else args.cache or needed
+
+
+class Row:
+  """The text of one row as it grows. stop_texts: it ends before the first of them."""
+
+  def __init__(self, tokenizer, stop_ids: set[int], stop_texts: Sequence[str]):
+    self._tokenizer, self._stop_ids, self._stop_texts = tokenizer, stop_ids, [text for text in stop_texts if text]
+    self.text, self.num_tokens, self.ended = "", 0, False
+
+  def take(self, ids: Sequence[int], last: bool) -> str:
+    """All ids so far -> what is new of the text. A character whose bytes are not all there is held back."""
+    if self.ended:
+      return ""
+    self.num_tokens = len(ids)
+    ids = ids[:-1] if len(ids) and int(ids[-1]) in self._stop_ids else ids
+    text = self._tokenizer.decode(ids).decode("utf-8", errors="replace")
+    found = [place for stop in self._stop_texts if (place := text.find(stop)) >= 0]
+    if found:
+      text, self.ended = text[: min(found)], True
+    elif not last:
+      text = text.rstrip("\ufffd")
+      held = max(map(len, self._stop_texts), default=1) - 1  # may be the beginning of a stop text
+      text = text[: len(text) - held] if held else text
+    new, self.text = text[len(self.text) :], max(text, self.text, key=len)
+    return new
+
+
+def _show(texts: Sequence[str], rows: Sequence[Row], stream: Iterator) -> None:
+  """One text as it grows; several at the end, one below the other."""
+  write: Callable[[str], object] = sys.stdout.write
+  alone = len(texts) == 1
+  if alone:
+    write(texts[0])
+  before = None
+  for progress in stream:
+    if before is not None:
+      _take(rows, before, last=False, show=write if alone else None)
+    before = progress
+    if all(row.ended for row in rows):
+      break
+  _take(rows, before, last=True, show=write if alone else None)
+  if not alone:
+    for text, row in zip(texts, rows, strict=True):
+      write(f"{text}{row.text}\n\n")
+  else:
+    write("\n")
+  sys.stdout.flush()
+
+
+def _take(rows: Sequence[Row], progress, *, last: bool, show: Callable | None) -> None:
+  for i, row in enumerate(rows):
+    new = row.take(progress.row(i), last)
+    if show and new:
+      show(new)
+      sys.stdout.flush()
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,198 @@
+"""Continues prompts: one compiled call reads them, another adds tokens in a while loop until all rows are done.
+
+B rows, T positions of the prompts, N tokens to add, V vocabulary. The cache has a slot for every position that can be
+reached, whatever the prompt's length, so that each token costs the same.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxghost.generation.sampling import Sampling, choose
+from maxghost.models import kv_cache
+
+_PROMPT_MULTIPLE = 32  # prompts are padded to a multiple of it, so that similar lengths share a compilation
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress:
+  """ids_BN: int32 host array of all new tokens, padded; counts_B: how many of them are real, the stop token included.
+  done_B: rows that met a stop token."""
+
+  ids_BN: np.ndarray
+  counts_B: np.ndarray
+  done_B: np.ndarray
+
+  def row(self, i: int) -> np.ndarray:
+    return self.ids_BN[i, : self.counts_B[i]]
+
+
+@dataclasses.dataclass(slots=True)
+class Seconds:
+  """Where the time of the last call went. steps: tokens that the loop added to each row."""
+
+  compiling: float = 0.0
+  prompt: float = 0.0
+  loop: float = 0.0
+  steps: int = 0
+
+
+class Generator:
+  """Compiled generation with one model. stop_ids: tokens that end a row. cache_size: most positions of a row, prompt
+  and continuation together.
+
+  The model's state is an argument of every call, so a training run can use one Generator from step to step.
+  seconds: of the last call.
+  """
+
+  def __init__(
+    self, graphdef: nnx.GraphDef, cache_size: int, *, sampling: Sampling | None = None, stop_ids: Sequence[int] = ()
+  ):
+    self._graphdef, self._cache_size = graphdef, cache_size
+    self._sampling = sampling or Sampling()
+    self._stop_ids = tuple(sorted(set(stop_ids)))
+    self._start = jax.jit(self._read_prompts, static_argnums=4)
+    self._advance = jax.jit(self._add_tokens, donate_argnums=1)
+    self._compiled: dict[tuple, Callable] = {}
+    self.seconds = Seconds()
+
+  def generate(self, state: nnx.State, prompts: Sequence[Sequence[int]], num_new: int, *, seed: int = 0) -> Progress:
+    """Adds up to num_new tokens to each prompt (ids, at least one each). Raises ValueError as `stream` does."""
+    return list(self.stream(state, prompts, num_new, every=num_new, seed=seed))[-1]
+
+  def stream(
+    self, state: nnx.State, prompts: Sequence[Sequence[int]], num_new: int, *, every: int = 8, seed: int = 0
+  ) -> Iterator[Progress]:
+    """As `generate`, with a Progress after the first token and after every `every` tokens.
+
+    state: of the model, as `nnx.split` gives it. Raises ValueError for an empty prompt, or one that does not fit.
+    """
+    tokens_BT, lengths_B = self._pad(prompts, num_new)
+    self.seconds = Seconds()
+    key = (tokens_BT.shape, num_new)
+    arguments = (state, tokens_BT, lengths_B, jax.random.key(seed))
+    start = self._compile(("start", *key), self._start, *arguments, num_new)
+    begin = time.perf_counter()
+    loop = start(*arguments)
+    progress = _progress(loop)
+    self.seconds.prompt = time.perf_counter() - begin
+    yield progress
+    count = 1
+    while count < num_new and not progress.done_B.all():
+      until = jnp.int32(min(count + every, num_new))
+      advance = self._compile(("advance", *key), self._advance, state, loop, until)
+      begin = time.perf_counter()
+      loop = advance(state, loop, until)
+      progress = _progress(loop)
+      self.seconds.loop += time.perf_counter() - begin
+      self.seconds.steps += int(progress.counts_B.max()) - count
+      count = int(until)
+      yield progress
+
+  def _compile(self, name: tuple, function: Callable, *arguments) -> Callable:
+    """Ahead of the call, so that its time is no part of the tokens'."""
+    if name not in self._compiled:
+      begin = time.perf_counter()
+      self._compiled[name] = function.lower(*arguments).compile()
+      self.seconds.compiling += time.perf_counter() - begin
+    return self._compiled[name]
+
+  def _pad(self, prompts: Sequence[Sequence[int]], num_new: int) -> tuple[np.ndarray, np.ndarray]:
+    lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
+    if not len(lengths_B) or lengths_B.min() < 1 or num_new < 1:
+      raise ValueError("each prompt needs at least one token, and at least one is to be added")
+    if lengths_B.max() + num_new > self._cache_size:
+      raise ValueError(
+        f"a prompt of {lengths_B.max()} tokens and {num_new} new ones are more than the {self._cache_size} positions "
+        "of the cache"
+      )
+    width = min(-(-int(lengths_B.max()) // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE, self._cache_size)
+    tokens_BT = np.zeros((len(lengths_B), width), np.int32)
+    for row, prompt in zip(tokens_BT, prompts, strict=True):
+      row[: len(prompt)] = prompt
+    return tokens_BT, lengths_B
+
+  def _read_prompts(self, state, tokens_BT, lengths_B, key, num_new: int) -> dict[str, Any]:
+    model = nnx.merge(self._graphdef, state)
+    logits_BV, kept = read_prompts(model, tokens_BT, lengths_B, self._cache_size)
+    keys_B = jax.random.split(key, len(lengths_B))
+    token_B = choose(logits_BV, _at(keys_B, 0), self._sampling)
+    batch = len(lengths_B)
+    return {
+      "kept": kept,
+      "keys_B": keys_B,
+      "length_B": lengths_B,  # tokens in the cache
+      "token_B": token_B,  # chosen, not in the cache yet
+      "ids_BN": jnp.zeros((batch, num_new), jnp.int32).at[:, 0].set(token_B),
+      "counts_B": jnp.ones(batch, jnp.int32),
+      "done_B": self._stops(token_B),
+      "num_B": jnp.int32(1),
+    }
+
+  def _add_tokens(self, state, loop: dict[str, Any], until) -> dict[str, Any]:
+    def go_on(loop):
+      return (loop["num_B"] < until) & ~loop["done_B"].all()
+
+    return jax.lax.while_loop(go_on, functools.partial(self._add_token, state), loop)
+
+  def _add_token(self, state, loop: dict[str, Any]) -> dict[str, Any]:
+    model = nnx.merge(self._graphdef, state)
+    logits_BV, kept = add_token(model, loop["token_B"], loop["length_B"], loop["kept"])
+    token_B = choose(logits_BV, _at(loop["keys_B"], loop["num_B"]), self._sampling)
+    running_B = ~loop["done_B"]
+    token_B = jnp.where(running_B, token_B, 0)
+    return loop | {
+      "kept": kept,
+      "length_B": loop["length_B"] + running_B,
+      "token_B": token_B,
+      "ids_BN": jax.lax.dynamic_update_index_in_dim(loop["ids_BN"], token_B, loop["num_B"], 1),
+      "counts_B": loop["counts_B"] + running_B,
+      "done_B": loop["done_B"] | self._stops(token_B),
+      "num_B": loop["num_B"] + 1,
+    }
+
+  def _stops(self, token_B):
+    if not self._stop_ids:
+      return jnp.zeros(token_B.shape, bool)
+    return jnp.isin(token_B, jnp.array(self._stop_ids, jnp.int32))
+
+
+def read_prompts(model, tokens_BT, lengths_B, cache_size: int) -> tuple[jax.Array, Any]:
+  """(logits of each row's last token [B, V], what the caches keep) of prompts that begin at the left."""
+  positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
+  real_BT = (positions_BT < lengths_B[:, None]).astype(jnp.int32)
+
+  def open_cache(_):
+    return kv_cache.Prompt(lengths_B, cache_size)
+
+  hidden, kept = model.decoder.cached(model.embed(tokens_BT, positions_BT), positions_BT, real_BT, open_cache)
+  hidden_BTD = hidden[0] if isinstance(hidden, tuple) else hidden  # experts return their routing beside it
+  last_B1D = jnp.take_along_axis(hidden_BTD, (lengths_B - 1)[:, None, None], axis=1)
+  return model.logits(last_B1D)[:, 0], kept
+
+
+def add_token(model, token_B, counts_B, kept) -> tuple[jax.Array, Any]:
+  """(logits behind the new token [B, V], `kept` with it). counts_B: tokens of each row before it."""
+  positions_B1 = counts_B[:, None]
+
+  def open_cache(kept):
+    return kv_cache.Continuation(kept, counts_B)
+
+  x = model.embed(token_B[:, None], positions_B1)
+  hidden, new = model.decoder.cached(x, positions_B1, jnp.ones_like(positions_B1), open_cache, kept)
+  return model.logits(hidden)[:, 0], kv_cache.append(kept, new, counts_B)
+
+
+def _progress(loop: dict[str, Any]) -> Progress:
+  return Progress(*jax.device_get((loop["ids_BN"], loop["counts_B"], loop["done_B"])))
+
+
+def _at(keys_B, step):
+  return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, step)

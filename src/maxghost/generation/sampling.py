@@ -1,0 +1,59 @@
+"""The next token from logits: the likeliest, or drawn from a cut distribution.
+
+B rows, V vocabulary.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from maxghost.config import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampling:
+  """temperature: logits are divided by it; 0 = the likeliest token. top_k: only the k likeliest; 0 = all.
+  top_p: only the likeliest ones that together reach this probability; 1 = all. First top_k, then top_p.
+
+  Raises ConfigError for values out of their bounds.
+  """
+
+  temperature: float = 0.0
+  top_k: int = 0
+  top_p: float = 1.0
+
+  def __post_init__(self):
+    problems = []
+    if not 0.0 <= self.temperature < float("inf"):
+      problems.append(f"temperature={self.temperature}: 0 (the likeliest token) or more")
+    if self.top_k < 0:
+      problems.append(f"top_k={self.top_k}: 0 (all tokens) or more")
+    if not 0.0 < self.top_p <= 1.0:
+      problems.append(f"top_p={self.top_p}: above 0, at most 1 (all tokens)")
+    if self.temperature == 0.0 and (self.top_k or self.top_p < 1.0):
+      problems.append(f"top_k={self.top_k} and top_p={self.top_p} have no meaning at temperature=0; set temperature=1")
+    if problems:
+      raise ConfigError(*problems)
+
+
+def choose(logits_BV, keys_B, sampling: Sampling):
+  """int32 [B]. keys_B: one random key per row, so that a row's text does not depend on the others."""
+  if sampling.temperature == 0.0:
+    return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+  logits_BV = cut(logits_BV.astype(jnp.promote_types(logits_BV.dtype, jnp.float32)) / sampling.temperature, sampling)
+  return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
+
+
+def cut(logits_BV, sampling: Sampling):
+  """The logits with -inf at the tokens that top_k and top_p leave out; of equal logits at the edge all stay."""
+  if sampling.top_k:
+    least_B1 = jax.lax.top_k(logits_BV, min(sampling.top_k, logits_BV.shape[-1]))[0][:, -1:]
+    logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+  if sampling.top_p < 1.0:
+    sorted_BV = -jnp.sort(-logits_BV, axis=-1)
+    probability_BV = jax.nn.softmax(sorted_BV, axis=-1)
+    before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV
+    least_B1 = jnp.min(jnp.where(before_BV < sampling.top_p, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+    logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+  return logits_BV

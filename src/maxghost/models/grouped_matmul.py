@@ -1,0 +1,147 @@
+"""Products of rows, sorted by group, with the matrix of their group: the work does not depend on how many groups.
+
+R rows, G groups, I inputs, O outputs. `sizes_G`: rows of each group, in order; they add up to R.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from maxghost.models import autodiff
+
+# Rows of one product on CPU. More rows make a product faster; fewer leave less of each group's last one unused.
+_BLOCK, _OUTER_BLOCK = 64, 128
+
+
+def grouped_matmul(x_RI, w_GIO, sizes_G, precision=None):
+  """y_RO: each row times the matrix of its group. Dtype of x.
+
+  On CPU, where XLA multiplies every row with every matrix, one product per block of rows (`_blocks`); elsewhere
+  `jax.lax.ragged_dot`. Both gradients are grouped products too. Under `autodiff.forward_mode` plain `ragged_dot`.
+  """
+  if autodiff.in_forward_mode():
+    return lax.ragged_dot(x_RI, w_GIO, sizes_G, precision)
+  return _grouped(precision, x_RI, w_GIO, sizes_G)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(precision, x_RI, w_GIO, sizes_G):
+  return product(x_RI, w_GIO, sizes_G, precision)
+
+
+def _forward(precision, x_RI, w_GIO, sizes_G):
+  return product(x_RI, w_GIO, sizes_G, precision), (x_RI, w_GIO, sizes_G)
+
+
+def _backward(precision, residuals, g_RO):
+  x_RI, w_GIO, sizes_G = residuals
+  dx_RI = product_transposed(g_RO, w_GIO, sizes_G, precision)
+  no_size = np.zeros(sizes_G.shape, jax.dtypes.float0)
+  return dx_RI.astype(x_RI.dtype), outer_sums(x_RI, g_RO, sizes_G, precision).astype(w_GIO.dtype), no_size
+
+
+_grouped.defvjp(_forward, _backward)
+
+
+def product(x_RI, w_GIO, sizes_G, precision=None):
+  """As `grouped_matmul`, without a backward pass of its own."""
+  return _choose(
+    functools.partial(_blocks, contract=1, precision=precision),
+    functools.partial(lax.ragged_dot, precision=precision),
+    (x_RI, w_GIO, sizes_G),
+  )
+
+
+def product_transposed(g_RO, w_GIO, sizes_G, precision=None):
+  """y_RI: each row times the transposed matrix of its group."""
+
+  def ragged(g, w, sizes):
+    return lax.ragged_dot(g, w.swapaxes(1, 2), sizes, precision)
+
+  return _choose(functools.partial(_blocks, contract=2, precision=precision), ragged, (g_RO, w_GIO, sizes_G))
+
+
+def outer_sums(x_RI, g_RO, sizes_G, precision=None):
+  """w_GIO: for each group the sum over its rows of the outer products of x and g, in float32 or wider."""
+  wide = jnp.promote_types(x_RI.dtype, jnp.float32)
+  rows = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
+
+  def ragged(x, g, sizes):
+    return lax.ragged_dot_general(x, g, sizes, rows, precision, preferred_element_type=wide)
+
+  return _choose(functools.partial(_outer_blocks, precision=precision), ragged, (x_RI, g_RO, sizes_G))
+
+
+def _choose(on_cpu, elsewhere, arguments):
+  """A product of two arrays and the sizes, by the platform that the program is compiled for, which need not be the one
+  that compiles it. Under `jax.vmap` one after the other: `ragged_dot` has no batching rule, and batched blocks would be
+  gathers. Its derivative is given, as it is bilinear: `jax.jvp` through a mapped `custom_vmap` does not end."""
+
+  @jax.custom_batching.sequential_vmap
+  def run(a, b, sizes_G):
+    return lax.platform_dependent(a, b, sizes_G, cpu=on_cpu, default=elsewhere)
+
+  @jax.custom_jvp
+  def bilinear(a, b, sizes_G):
+    return run(a, b, sizes_G)
+
+  @bilinear.defjvp
+  def tangent(primals, tangents):
+    (a, b, sizes_G), (da, db, _) = primals, tangents
+    return bilinear(a, b, sizes_G), bilinear(da, b, sizes_G) + bilinear(a, db, sizes_G)
+
+  return bilinear(*arguments)
+
+
+def _block(most: int, num_rows: int) -> int:
+  return min(most, 8 * math.ceil(num_rows / 8))
+
+
+def _padded(x, block: int):
+  return jnp.pad(x, ((0, block), (0, 0)))
+
+
+def _blocks(x_R, w_G, sizes_G, *, contract: int, precision):
+  """Group by group, block by block. A group's last block runs over into the next group's rows, which are written after
+  it; that of the last group into padding. contract: the axis of w (1 or 2) that meets x."""
+  num_rows, num_groups = x_R.shape[0], w_G.shape[0]
+  block = _block(_BLOCK, num_rows)
+  padded, starts_G = _padded(x_R, block), jnp.cumsum(sizes_G) - sizes_G
+
+  def group(e, out):
+    w = lax.dynamic_index_in_dim(w_G, e, keepdims=False)
+
+    def one(j, out):
+      start = starts_G[e] + j * block
+      x = lax.dynamic_slice_in_dim(padded, start, block)
+      y = lax.dot_general(x, w, (((1,), (contract - 1,)), ((), ())), precision=precision)
+      return lax.dynamic_update_slice_in_dim(out, y.astype(out.dtype), start, 0)
+
+    return lax.fori_loop(0, -(-sizes_G[e] // block), one, out)
+
+  out = jnp.zeros((num_rows + block, w_G.shape[3 - contract]), x_R.dtype)
+  return lax.fori_loop(0, num_groups, group, out)[:num_rows]
+
+
+def _outer_blocks(x_RI, g_RO, sizes_G, *, precision):
+  block = _block(_OUTER_BLOCK, x_RI.shape[0])
+  wide = jnp.promote_types(x_RI.dtype, jnp.float32)
+  x_pad, g_pad, starts_G = _padded(x_RI, block), _padded(g_RO, block), jnp.cumsum(sizes_G) - sizes_G
+
+  def group(e, sums):
+    def one(j, total):
+      start = starts_G[e] + j * block
+      x, g = (lax.dynamic_slice_in_dim(a, start, block) for a in (x_pad, g_pad))
+      own = jnp.arange(block)[:, None] < sizes_G[e] - j * block
+      g = jnp.where(own, g, 0)
+      return total + lax.dot_general(x, g, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=wide)
+
+    total = lax.fori_loop(0, -(-sizes_G[e] // block), one, jnp.zeros(sums.shape[1:], wide))
+    return lax.dynamic_update_index_in_dim(sums, total, e, 0)
+
+  shape = (sizes_G.shape[0], x_RI.shape[1], g_RO.shape[1])
+  return lax.fori_loop(0, shape[0], group, jnp.zeros(shape, wide))

@@ -1,0 +1,120 @@
+"""Keys and values of earlier positions, kept while text is generated.
+
+B rows, T positions of a call, S slots of a cache, H query heads, K key/value heads, G = H / K, h head width, L layers.
+An attention layer that is given a cache calls `cache.attend` in place of `attention_ops.attend`, with the same
+arguments. The token of position p lies in slot p modulo S, so a layer with a sliding window needs no more than its
+window of slots, and which position a slot holds follows from the number of tokens a row has.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxghost.models import attention_ops
+
+
+class Prompt:
+  """The cache of a layer while the prompts are read: `entries` is what the attention layers have to keep.
+
+  lengths_B: tokens of each row; the positions behind them are padding. size: S of a layer without a window.
+  """
+
+  def __init__(self, lengths_B, size: int):
+    self._lengths_B, self._size = lengths_B, size
+    self.entries: list[tuple] = []
+
+  def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT=None, **options):
+    """Attention among the prompt's own positions."""
+    size = num_slots(self._size, options.get("window"))
+    self.entries.append(tuple(_slots(x, self._lengths_B, size) for x in (k_BTKh, v_BTKh)))
+    return attention_ops.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, **options)
+
+
+class Continuation:
+  """The cache of a layer while one token is added to each row: `entries` are the keys and values of these tokens.
+
+  kept: what the layer's attentions kept so far, [B, K, S, h] twice each. counts_B: tokens kept in each row.
+  """
+
+  def __init__(self, kept, counts_B):
+    self._kept, self._counts_B = list(kept), counts_B
+    self.entries: list[tuple] = []
+
+  def attend(
+    self, q_B1Hh, k_B1Kh, v_B1Kh, segment_ids_BT=None, *, kernel=None, window=None, sinks_H=None, soft_cap=None,
+    scale=None,
+  ):  # fmt: skip
+    """Attention of the new token over its row's earlier tokens and itself. A row is one document, and one query needs
+    no choice of kernel: segment ids and `kernel` are not read."""
+    k_BKSh, v_BKSh = self._kept[len(self.entries)]
+    self.entries.append((k_B1Kh[:, 0], v_B1Kh[:, 0]))
+    held_BS = held_positions(self._counts_B, k_BKSh.shape[2])
+    seen_BS = held_BS >= 0
+    if window:
+      seen_BS &= held_BS > (self._counts_B - window)[:, None]
+    shape = attention_ops.Shape(q_B1Hh.shape[-1] ** -0.5 if scale is None else scale, None, soft_cap)
+    return _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks_H, shape)
+
+
+def num_slots(size: int, window: int | None) -> int:
+  return min(size, window) if window else size
+
+
+def held_positions(counts_B, num_slots: int):
+  """The position each slot holds when a row has counts_B tokens: int32 [B, S], negative where it holds none."""
+  last_B1 = counts_B[:, None] - 1
+  return last_B1 - (last_B1 - jnp.arange(num_slots, dtype=counts_B.dtype)[None]) % num_slots
+
+
+def append(kept, new, counts_B):
+  """`kept` with one more token per row: leaves [..., B, K, S, h] and [..., B, K, h]; the dots are stacked layers."""
+
+  def put(kept, new):
+    def put_row(row, x, slot):
+      return jax.lax.dynamic_update_index_in_dim(row, x, slot, row.ndim - 2)
+
+    return jax.vmap(put_row, in_axes=(-4, -3, 0), out_axes=-4)(kept, new, counts_B % kept.shape[-2])
+
+  return jax.tree.map(put, kept, new)
+
+
+def run_stacked(layers: nnx.Module, carry, layer_inputs: tuple, open_cache: Callable, kept=None):
+  """carry (what the first layer sees) through stacked layers, each with its cache.
+
+  open_cache: from a layer's part of `kept` to its cache. Returns (what the last layer returns, the entries of all
+  layers with a leading layer axis).
+  """
+  graphdef, state = nnx.split(layers)
+
+  def body(carry, scanned):
+    state, kept = scanned
+    cache = open_cache(kept)
+    carry = nnx.merge(graphdef, state)(carry, *layer_inputs, cache=cache)
+    return carry, cache.entries
+
+  return jax.lax.scan(body, carry, (state, kept))
+
+
+def _slots(x_BTKh, lengths_B, size: int):
+  """The last `size` positions of each row in their slots: [B, K, S, h]; zeros where a row has none for a slot."""
+  position_BS = held_positions(lengths_B, size)
+  found = jnp.take_along_axis(x_BTKh, jnp.clip(position_BS, 0, x_BTKh.shape[1] - 1)[:, :, None, None], axis=1)
+  return jnp.where((position_BS >= 0)[:, :, None, None], found, 0).swapaxes(1, 2)
+
+
+def _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks_H, shape: attention_ops.Shape):
+  """softmax([q k_S | q k_new | sink]) over kept, new and sink; the sink takes weight and gives no value."""
+  q_BKG1h = attention_ops.group_heads(q_B1Hh, k_BKSh.shape[1])
+  k_BK1h, v_BK1h = k_B1Kh.swapaxes(1, 2), v_B1Kh.swapaxes(1, 2)
+  kept_BKG1S = jnp.where(seen_BS[:, None, None, None], shape.scores(q_BKG1h, k_BKSh), -jnp.inf)
+  scores = [kept_BKG1S, shape.scores(q_BKG1h, k_BK1h)]
+  if sinks_H is not None:
+    sinks_KG11 = sinks_H.astype(kept_BKG1S.dtype).reshape(*q_BKG1h.shape[1:3], 1, 1)
+    scores.append(jnp.broadcast_to(sinks_KG11, scores[1].shape))
+  weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q_B1Hh.dtype)
+  slots = k_BKSh.shape[2]
+  out_BKG1h = jnp.einsum("bkgts,bksh->bkgth", weights[..., :slots], v_BKSh)
+  out_BKG1h = out_BKG1h + weights[..., slots : slots + 1] * v_BK1h[:, :, None]
+  return out_BKG1h.reshape(q_B1Hh.shape[:3] + v_B1Kh.shape[3:])

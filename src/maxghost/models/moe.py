@@ -1,0 +1,140 @@
+"""The routed feed-forward layer: each token goes to a few of many experts, none is dropped.
+
+B batch, T positions, N = B T tokens, D embed dim, F width of an expert, E experts, k experts of a token, R = N k rows
+(a token once for each of its experts).
+
+What flows through the layers of a model with experts is (x_BTD, routing); `routing` is the dict `Routing` describes.
+Source of the load-balancing loss: Fedus et al., arXiv:2101.03961, equations 4 to 6, for k experts.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxghost.config.schema import ModelConfig
+from maxghost.models import expert_parallel
+from maxghost.models.expert_rows import Rows
+from maxghost.models.grouped_matmul import grouped_matmul
+from maxghost.models.parts import gated, linear, precision
+
+
+def no_routing(num_experts: int, shape_BT: tuple[int, int], dtype) -> dict:
+  """Sums over the layers so far, each divided by the number of layers, in float32 or wider.
+
+  load_balance_BT: each token's own share of the load-balancing loss, E sum_e f_e p_te, with f_e the share of the
+  batch's tokens that expert e gets (held constant) and p_te the router's probability: its mean over the tokens is the
+  loss. entropy_BT: of the router's probabilities, nats. load_E: f_e k^-1, 1 / E where all is balanced. Padding tokens
+  do not count in f_e.
+  """
+  wide = jnp.promote_types(dtype, jnp.float32)
+  return {
+    "load_balance_BT": jnp.zeros(shape_BT, wide),
+    "entropy_BT": jnp.zeros(shape_BT, wide),
+    "load_E": jnp.zeros(num_experts, wide),
+  }
+
+
+class RoutedMoe(nnx.Module):
+  """sum over a token's experts of weight * wo_e(act_0(wi_0_e x) * act_1(wi_1_e x)); a router chooses and weighs them.
+
+  Params: wi_i [E, D, F], wo [E, F, D]; with mlp_bias wi_i_bias [E, F], wo_bias [E, D]; gate/kernel [D, E], gate/bias.
+  """
+
+  def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
+    experts, embed = cfg.num_experts, cfg.base_emb_dim
+    width = cfg.base_mlp_dim if cfg.base_moe_mlp_dim < 0 else cfg.base_moe_mlp_dim
+    self.num_experts, self.num_chosen, self.num_layers = experts, cfg.num_experts_per_tok, cfg.base_num_decoder_layers
+    self.activations, self.limit = cfg.mlp_activations, cfg.mlp_activations_limit
+    self.sums_to_one, self.sparse, self.has_bias = cfg.norm_topk_prob, cfg.sparse_matmul, cfg.mlp_bias
+    self.dtype, self.precision = jnp.dtype(cfg.dtype), precision(cfg)
+    self.gate = linear(cfg, embed, experts, ("embed", None), rngs=rngs, std=embed**-0.5, use_bias=cfg.routed_bias)
+
+    def weights(shape, axes, std):
+      return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.dtype(cfg.weight_dtype)), axes=axes)
+
+    for name in self.branches:
+      setattr(self, name, weights((experts, embed, width), ("exp", "embed", "mlp"), embed**-0.5))
+    out_std = (width * 2 * cfg.base_num_decoder_layers) ** -0.5
+    self.wo = weights((experts, width, embed), ("exp", "mlp", "embed"), out_std)
+    if self.has_bias:
+      zeros = jnp.zeros((experts, width), jnp.dtype(cfg.weight_dtype))
+      for name in self.branches:
+        setattr(self, f"{name}_bias", nnx.Param(zeros, axes=("exp", "mlp")))
+      self.wo_bias = nnx.Param(jnp.zeros((experts, embed), jnp.dtype(cfg.weight_dtype)), axes=("exp", "embed"))
+
+  @property
+  def branches(self) -> list[str]:
+    return [f"wi_{i}" for i in range(len(self.activations))]
+
+  def __call__(self, x_BTD, segment_ids_BT, routing: dict):
+    """(y_BTD, routing with this layer's share added)."""
+    logits_BTE = self.gate(x_BTD)
+    logits_BTE = logits_BTE.astype(jnp.promote_types(logits_BTE.dtype, jnp.float32))
+    probability_BTE = jax.nn.softmax(logits_BTE)
+    top_BTk, index_BTk = jax.lax.top_k(logits_BTE, self.num_chosen)
+    if self.sums_to_one:
+      weight_BTk = jax.nn.softmax(top_BTk)
+    else:
+      weight_BTk = jnp.take_along_axis(probability_BTE, index_BTk, axis=-1)
+    y_BTD = self.experts(x_BTD, index_BTk, weight_BTk)
+    return y_BTD, self._add(routing, probability_BTE, index_BTk, segment_ids_BT)
+
+  def _add(self, routing: dict, probability_BTE, index_BTk, segment_ids_BT) -> dict:
+    wide = probability_BTE.dtype
+    real_BT = jnp.ones(index_BTk.shape[:2], wide) if segment_ids_BT is None else (segment_ids_BT > 0).astype(wide)
+    counts_E = (jax.nn.one_hot(index_BTk, self.num_experts, dtype=wide) * real_BT[..., None, None]).sum((0, 1, 2))
+    share_E = jax.lax.stop_gradient(counts_E / jnp.maximum(real_BT.sum(), 1))
+    fixed_BTE = jax.lax.stop_gradient(probability_BTE)
+    entropy_BT = -(fixed_BTE * jnp.log(jnp.maximum(fixed_BTE, jnp.finfo(wide).tiny))).sum(-1)
+    added = {
+      "load_balance_BT": self.num_experts * (probability_BTE * share_E).sum(-1),
+      "entropy_BT": entropy_BT,
+      "load_E": share_E / self.num_chosen,
+    }
+    return {name: routing[name] + value / self.num_layers for name, value in added.items()}
+
+  def experts(self, x_BTD, index_BTk, weight_BTk):
+    """The chosen experts' outputs, weighted and added up, [B, T, D]: the only use of the experts' Params."""
+    matrices = [*self.branches, "wo"]
+    names = [*matrices, *(f"{name}_bias" for name in matrices if self.has_bias)]
+    params = {name: getattr(self, name)[...] for name in names}
+    if not self.sparse:
+      return self._experts_dense(params, x_BTD, index_BTk, weight_BTk)
+    split = expert_parallel.find(self, x_BTD.shape)
+    if split is None:
+      return self.experts_sorted(params, x_BTD, index_BTk, weight_BTk)
+    return split.run(self.experts_sorted, params, x_BTD, index_BTk, weight_BTk)
+
+  def experts_sorted(self, params: dict, x_BTD, index_BTk, weight_BTk, first_expert=None):
+    """`experts` by sorted rows. first_expert: the one that the params begin with, where they are a part of all; choices
+    of others add nothing then."""
+    rows = Rows.sort(index_BTk, params["wo"].shape[0], first_expert)
+    branches = self.branch_rows(params, rows.take(x_BTD.reshape(-1, x_BTD.shape[-1])), rows)
+    y_RD = rows.own(self.multiply(params, "wo", gated(branches, self.activations, self.limit), rows))
+    y_NkD = rows.restore(y_RD).reshape(-1, self.num_chosen, y_RD.shape[-1])
+    y_ND = jnp.einsum("nkd,nk->nd", y_NkD, weight_BTk.reshape(-1, self.num_chosen).astype(y_NkD.dtype))
+    return y_ND.reshape(x_BTD.shape)
+
+  def branch_rows(self, params: dict, x_RD, rows: Rows) -> list:
+    """What the activations get: one array [R, F] for each branch."""
+    return [self.multiply(params, name, x_RD, rows) for name in self.branches]
+
+  def multiply(self, params: dict, name: str, x_RI, rows: Rows):
+    """x times the matrix of each row's expert, plus its bias if there is one."""
+    y_RO = grouped_matmul(x_RI.astype(self.dtype), params[name].astype(self.dtype), rows.sizes_E, self.precision)
+    if not self.has_bias:
+      return y_RO
+    return y_RO + rows.of_expert(params[f"{name}_bias"].astype(self.dtype))
+
+  def _experts_dense(self, params: dict, x_BTD, index_BTk, weight_BTk):
+    """Every expert for every token, for comparison: E / k times the work, and no sorting."""
+    params = {name: value.astype(self.dtype) for name, value in params.items()}
+
+    def product(spec, x, name):
+      y = jnp.einsum(spec, x, params[name], precision=self.precision)
+      return y + params[f"{name}_bias"] if self.has_bias else y
+
+    weight_BTE = (jax.nn.one_hot(index_BTk, self.num_experts, dtype=weight_BTk.dtype) * weight_BTk[..., None]).sum(2)
+    branches = [product("btd,edf->btef", x_BTD.astype(self.dtype), name) for name in self.branches]
+    y_BTED = product("btef,efd->bted", gated(branches, self.activations, self.limit), "wo")
+    return jnp.einsum("bted,bte->btd", y_BTED, weight_BTE.astype(y_BTED.dtype))

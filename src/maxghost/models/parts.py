@@ -1,0 +1,89 @@
+"""The small parts layers are assembled from: dense layers, norms, activations; which of them, the config's keys say.
+
+F feed-forward width.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxghost.config.schema import ModelConfig
+from maxghost.models import dense
+
+# Logical axes of activations: hidden states, the heads of queries, of keys and values, and the feed-forward width.
+HIDDEN = ("activation_batch", "activation_length", "activation_embed")
+QUERIES = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
+KEYS = ("activation_batch", "activation_kv_length", "activation_kv_heads", "activation_kv")
+FEED_FORWARD = ("activation_batch", "activation_length", "activation_mlp")
+
+ACTIVATIONS = {
+  "silu": jax.nn.silu,
+  "gelu": jax.nn.gelu,
+  "relu": jax.nn.relu,
+  "linear": lambda x: x,
+  "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+  "one_plus": lambda x: 1 + x,
+}
+
+
+def linear(
+  cfg: ModelConfig, in_features, out_features, axes, *, rngs: nnx.Rngs, std: float, in_axes=1, use_bias=False
+) -> nnx.Module:
+  """A dense layer over the trailing `in_axes` axes, normal weights of deviation `std`, logical `axes` of its kernel."""
+  return nnx.LinearGeneral(
+    in_features,
+    out_features,
+    axis=tuple(range(-in_axes, 0)),
+    use_bias=use_bias,
+    dtype=jnp.dtype(cfg.dtype),
+    param_dtype=jnp.dtype(cfg.weight_dtype),
+    kernel_init=nnx.initializers.normal(std),
+    precision=precision(cfg),
+    dot_general=dense.dot_general,
+    rngs=rngs,
+    kernel_metadata={"axes": axes},
+    bias_metadata={"axes": tuple(axes[in_axes:])},
+  )
+
+
+def precision(cfg: ModelConfig):
+  return None if cfg.matmul_precision == "default" else cfg.matmul_precision
+
+
+def norm(cfg: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
+  """The norm of a residual branch: RMSNorm, or LayerNorm with bias."""
+  if cfg.normalization_layer_type == "rms_norm":
+    return rms_norm(cfg, cfg.base_emb_dim, rngs=rngs)
+  return nnx.LayerNorm(
+    cfg.base_emb_dim,
+    epsilon=cfg.normalization_layer_epsilon,
+    dtype=jnp.dtype(cfg.dtype),
+    param_dtype=jnp.dtype(cfg.weight_dtype),
+    use_fast_variance=False,  # E[x^2] - E[x]^2 loses digits where the mean is large
+    rngs=rngs,
+    scale_metadata={"axes": ("norm",)},
+    bias_metadata={"axes": ("norm",)},
+  )
+
+
+def rms_norm(cfg: ModelConfig, num_features: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
+  return nnx.RMSNorm(
+    num_features,
+    epsilon=cfg.normalization_layer_epsilon,
+    dtype=jnp.dtype(cfg.dtype),
+    param_dtype=jnp.dtype(cfg.weight_dtype),
+    rngs=rngs,
+    scale_metadata={"axes": ("norm",)},
+  )
+
+
+def gated(branches: list, activations: tuple[str, ...], limit: float):
+  """act_0(branch_0) * act_1(branch_1) ...; with limit > 0 the gate is clamped from above first, the others on both
+  sides."""
+  product = None
+  for i, (branch, name) in enumerate(zip(branches, activations, strict=True)):
+    if limit > 0:
+      branch = jnp.minimum(branch, limit) if i == 0 else jnp.clip(branch, -limit, limit)
+    branch = ACTIVATIONS[name](branch)
+    product = branch if product is None else product * branch
+  return product

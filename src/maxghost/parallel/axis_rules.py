@@ -1,0 +1,153 @@
+"""Logical axis rules: which mesh axes a named dimension is split over.
+
+A rule is (logical axis, mesh axes). For one tensor the rules are read from the first to the last: a rule gives its
+dimension its mesh axes if none of them is spent on another dimension of that tensor; a further rule of the same name is
+then the second choice. Nothing is dropped in silence: a name without a rule, a rule that names no mesh axis, two
+dimensions that need the same mesh axis and a size that does not divide are errors that name the tensor.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from maxghost.config import ConfigError, did_you_mean
+
+# Outermost first: axes that split rows vary slowest, so that a process holds whole rows; tensor, which communicates
+# most, varies fastest.
+MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
+
+Rule = tuple[str, tuple[str, ...]]
+
+DEFAULT_RULES: tuple[Rule, ...] = (
+  # weights
+  ("exp", ("expert",)),
+  ("embed", ("fsdp", "context", "expert")),
+  ("embed", ("fsdp", "context")),  # of a weight whose experts are split
+  ("mlp", ("tensor",)),
+  ("vocab", ("tensor",)),
+  ("heads", ("tensor",)),
+  ("q_heads", ("tensor",)),
+  ("kv_heads", ("tensor",)),
+  ("kv", ()),
+  ("norm", ()),
+  ("layers", ()),
+  # activations
+  ("activation_exp", ("expert",)),
+  ("activation_batch", ("data", "fsdp", "expert")),
+  ("activation_batch", ("data", "fsdp")),  # of an activation whose experts are split
+  ("activation_length", ("context",)),
+  ("activation_kv_length", ()),  # keys and values are gathered over context
+  ("activation_embed", ()),
+  ("activation_heads", ("tensor",)),
+  ("activation_kv_heads", ("tensor",)),
+  ("activation_kv", ()),
+  ("activation_mlp", ("tensor",)),
+  ("activation_vocab", ("tensor",)),
+)
+BATCH = "activation_batch"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AxisRules:
+  """Rules for one mesh. sizes: {mesh axis: devices along it}. Raises ConfigError for a rule that names no mesh axis."""
+
+  rows: tuple[Rule, ...]
+  sizes: Mapping[str, int]
+
+  def __post_init__(self):
+    for name, axes in self.rows:
+      for axis in axes:
+        if axis not in self.sizes:
+          raise ConfigError(
+            f"logical_axis_rules: the row of '{name}' names mesh axis '{axis}'{did_you_mean(axis, self.sizes)}; mesh "
+            f"axes are {', '.join(self.sizes)}"
+          )
+      if len(set(axes)) < len(axes):
+        raise ConfigError(f"logical_axis_rules: the row of '{name}' names a mesh axis twice: {', '.join(axes)}")
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """The logical axes that have a rule."""
+    return tuple(dict.fromkeys(name for name, _ in self.rows))
+
+  @property
+  def batch_axes(self) -> tuple[str, ...]:
+    """Mesh axes that rows are split over, those of one device left out."""
+    return self.active(next((axes for name, axes in self.rows if name == BATCH), ()))
+
+  def active(self, axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of the mesh axes that have more than one device."""
+    return tuple(axis for axis in axes if self.sizes[axis] > 1)
+
+  def parts(self, axes: Sequence[str]) -> int:
+    """Pieces that these mesh axes cut a dimension into."""
+    return math.prod(self.sizes[axis] for axis in axes)
+
+  def assign(self, axes: Sequence[str | None], shape: Sequence[int], label: str) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of each dimension, () where it is not split.
+
+    axes: logical names, None for a dimension that is never split. label: the tensor's path, for messages. Rows are
+    split over as many of their leading mesh axes as divide their number. Raises ConfigError.
+    """
+    if len(axes) != len(shape):
+      raise ConfigError(f"{label} has shape {tuple(shape)}, but {len(axes)} logical axes: {_listed(axes)}")
+    known = self.names
+    for name in axes:
+      if name is not None and name not in known:
+        raise ConfigError(
+          f"axis '{name}' of {label} has no rule{did_you_mean(name, known)}; add [{name}, [MESH AXIS]] to "
+          f"logical_axis_rules, or [{name}, []] to keep it whole"
+        )
+    found: dict[int, tuple[str, ...]] = {}
+    spent: set[str] = set()
+    for name, wanted in self.rows:
+      for i, axis in enumerate(axes):
+        if axis == name and i not in found and not spent.intersection(wanted):
+          found[i] = self._dividing(name, self.active(wanted), shape[i], label)
+          spent.update(wanted)
+    for i, axis in enumerate(axes):
+      if axis is not None and i not in found:
+        wanted = [", ".join(row) for name, row in self.rows if name == axis]
+        raise ConfigError(
+          f"{label} with axes {_listed(axes)}: axis '{axis}' wants mesh axes {' or '.join(wanted)}, which another "
+          f"dimension of it has; add a row for '{axis}' to logical_axis_rules with other mesh axes, or with []"
+        )
+    return tuple(found.get(i, ()) for i in range(len(axes)))
+
+  def _dividing(self, name: str, axes: tuple[str, ...], size: int, label: str) -> tuple[str, ...]:
+    if size % self.parts(axes) == 0:
+      return axes
+    if name == BATCH:  # few validation rows: as many mesh axes as divide them, the others hold copies
+      return self._leading(axes, size)
+    fit = math.gcd(size, self.parts(axes))
+    meshes = " x ".join(f"{axis} {self.sizes[axis]}" for axis in axes)
+    raise ConfigError(
+      f"{label}: axis '{name}' of size {size} does not divide over {meshes} = {self.parts(axes)} devices; use at most "
+      f"{fit} of them there, or give it other mesh axes, such as logical_axis_rules=[[{name}, []]]"
+    )
+
+  def rows_axes(self, num_rows: int) -> tuple[str, ...]:
+    """The leading batch axes that divide this many rows."""
+    return self._leading(self.batch_axes, num_rows)
+
+  def _leading(self, axes: tuple[str, ...], num_rows: int) -> tuple[str, ...]:
+    while axes and num_rows % self.parts(axes):
+      axes = axes[:-1]
+    return axes
+
+
+def make_rules(own: Sequence[Rule], override: bool, sizes: Mapping[str, int]) -> AxisRules:
+  """The default rows with a user's rows in place of those of the same names, in front; override: the user's alone."""
+  named = {name for name, _ in own}
+  defaults = () if override else tuple(row for row in DEFAULT_RULES if row[0] not in named)
+  return AxisRules((*(tuple(row) for row in own), *defaults), dict(sizes))
+
+
+def unused_axes(rules: AxisRules) -> list[str]:
+  """Mesh axes of several devices that no rule names: these devices would all do the same work."""
+  used = {axis for _, axes in rules.rows for axis in axes}
+  return [axis for axis, size in rules.sizes.items() if size > 1 and axis not in used]
+
+
+def _listed(axes: Sequence[str | None]) -> str:
+  return "(" + ", ".join("-" if axis is None else axis for axis in axes) + ")"

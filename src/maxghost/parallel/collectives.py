@@ -1,0 +1,191 @@
+"""What a compiled program moves between devices, read from its HLO text.
+
+Each collective is counted as often as it runs: a loop's body as many times as the loop turns, where the compiler knows
+that number. Bytes are those of the whole array that a group of devices exchanges, on one device: the result of an
+all-gather, the operand of a reduce-scatter.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "f16": 16}
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{$")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
+_OPERATION = re.compile(r"(?<=[\s)}])([a-z][a-z0-9-]*)\(")
+_CALLED = re.compile(r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(
+  r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\))? \{([^}]*)\}"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+  """One collective instruction. axes: mesh axes that its groups run over. count: how often it runs in a step.
+
+  in_loop: whether it stands inside a loop. shape: text of the exchanged array.
+  """
+
+  kind: str
+  axes: tuple[str, ...]
+  shape: str
+  num_bytes: int
+  count: int
+  in_loop: bool
+
+
+def read(hlo: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
+  """The collectives of a compiled program. mesh_shape: {mesh axis: size}, in the order of the mesh."""
+  computations, entry = _split(hlo)
+  times = _times(computations, entry)
+  found = []
+  for name, lines in computations.items():
+    for line in lines:
+      collective = _collective(line, name, times.get(name, 0), times.get(entry, 1), mesh_shape)
+      if collective is not None and times.get(name, 0):
+        found.append(collective)
+  return found
+
+
+def table(found: list[Collective]) -> list[str]:
+  """Lines: kind, mesh axes, how many run in a step, bytes of all of them; the largest sums first."""
+  sums: dict[tuple, list[int]] = collections.defaultdict(lambda: [0, 0])
+  for one in found:
+    entry = sums[one.kind, one.axes]
+    entry[0] += one.count
+    entry[1] += one.count * one.num_bytes
+  rows = sorted(sums.items(), key=lambda item: -item[1][1])
+  return [
+    f"{kind:<19} over {' x '.join(axes) or 'no axis':<18} {count:>7,} times {total / 1e6:>14,.1f} MB"
+    for (kind, axes), (count, total) in rows
+  ]
+
+
+def _split(hlo: str) -> tuple[dict[str, list[str]], str]:
+  """({computation: its instruction lines}, name of the entry computation)."""
+  computations: dict[str, list[str]] = {}
+  entry, current = "", None
+  for line in hlo.splitlines():
+    line = _COMMENT.sub("", line)
+    if line.endswith("{") and not line.startswith(" ") and (found := _COMPUTATION.match(line)):
+      current = computations.setdefault(found[2], [])
+      entry = found[2] if found[1] else entry
+    elif line.startswith("}"):
+      current = None
+    elif current is not None and _INSTRUCTION.match(line):
+      current.append(line)
+  return computations, entry
+
+
+def _times(computations: dict[str, list[str]], entry: str) -> dict[str, int]:
+  """How often each computation runs."""
+  calls: dict[str, list[tuple[str, int]]] = {}
+  for name, lines in computations.items():
+    calls[name] = []
+    for line in lines:
+      trips = int(found[1]) if (found := _TRIPS.search(line)) and " while(" in line else 1
+      called = _CALLED.findall(line)
+      for branches in _BRANCHES.findall(line):
+        called += [branch.strip().lstrip("%") for branch in branches.split(",")]
+      calls[name] += [(other, trips) for other in called if other in computations]
+  times: collections.Counter = collections.Counter()
+
+  def visit(name: str, factor: int) -> None:
+    times[name] += factor
+    for other, trips in calls[name]:
+      visit(other, factor * trips)
+
+  if entry:
+    visit(entry, 1)
+  return times
+
+
+def _collective(line: str, computation: str, times: int, entry_times: int, mesh_shape) -> Collective | None:
+  text = _INSTRUCTION.match(line)[2]
+  operation = _OPERATION.search(" " + text)
+  if operation is None:
+    return None
+  kind = operation[1].removesuffix("-start")
+  if kind not in KINDS:
+    return None
+  groups = _groups(line, math.prod(mesh_shape.values()))
+  result = text[: operation.start()]
+  shapes = [(_bytes(dtype, dims), f"{dtype}[{dims}]") for dtype, dims in _SHAPE.findall(result)]
+  if not shapes:
+    return None
+  size, shape = max(shapes) if operation[1].endswith("-start") else (sum(s for s, _ in shapes), shapes[0][1])
+  if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+    kind = "reduce-scatter"  # how the TPU compiler writes it: an all-reduce of which each device keeps its part
+  elif kind == "reduce-scatter" and not operation[1].endswith("-start"):
+    size *= groups.shape[1] if groups is not None else 1
+  return Collective(kind, _axes(groups, mesh_shape), shape, size, times, times != entry_times)
+
+
+def _bytes(dtype: str, dims: str) -> int:
+  digits = re.search(r"\d+", dtype)
+  bits = _BITS.get(dtype) or (int(digits[0]) if digits else 0)
+  return math.prod(int(d) for d in dims.split(",") if d) * bits // 8
+
+
+def _groups(line: str, num_devices: int) -> np.ndarray | None:
+  """Device numbers, one group in a row; for permutations the pairs; None where the text names none (all devices)."""
+  if found := _IOTA.search(line):
+    shape, dims = ([int(n) for n in part.split(",")] for part in (found[1], found[2]))
+    numbers = np.arange(math.prod(dims)).reshape(dims)
+    if found[3]:
+      numbers = numbers.transpose([int(n) for n in found[3].split(",")])
+    return numbers.reshape(shape)
+  if found := _MESH.search(line):
+    return _mesh_groups(*found.groups())
+  if found := _LISTED.search(line):
+    groups = [[int(n) for n in part.split(",") if n] for part in re.findall(r"\{([\d, ]*)\}", found[1])]
+    return np.array([group for group in groups if len(group) == len(groups[0])])
+  return np.arange(num_devices)[None]
+
+
+def _mesh_groups(axes: str, dims: str | None, order: str | None, listed: str | None, varied: str) -> np.ndarray:
+  """Groups written as a mesh of the compiler's own: 'name'=size, perhaps a device order, and the axes, or parts
+  'name':(before)size of axes, along which a group runs."""
+  sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+  count = math.prod(sizes.values())
+  if listed:
+    numbers = np.array([int(n) for n in listed.split(",")])
+  else:
+    numbers = np.arange(count).reshape([int(n) for n in dims.split(",")] if dims else [count])
+    numbers = numbers.transpose([int(n) for n in order.split(",")]) if order else numbers
+  cuts = {}
+  for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", varied):
+    before, size = (int(before), int(size)) if size else (1, sizes[name])
+    cuts.setdefault(name, []).append((before, size))
+  shape, moving = [], []
+  for name, size in sizes.items():
+    done = 1
+    for before, part in sorted(cuts.get(name, [])):
+      shape += [before // done, part]
+      moving.append(len(shape) - 1)
+      done = before * part
+    shape.append(size // done)
+  numbers = numbers.reshape(shape)
+  still = [axis for axis in range(len(shape)) if axis not in moving]
+  return numbers.transpose([*still, *moving]).reshape(-1, math.prod(shape[axis] for axis in moving))
+
+
+def _axes(groups: np.ndarray | None, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
+  """The mesh axes along which the devices of a group differ."""
+  if groups is None or groups.size == 0:
+    return ()
+  places = np.stack(np.unravel_index(groups, tuple(mesh_shape.values())))  # [axes, groups, members]
+  differ = (places != places[:, :, :1]).any((1, 2))
+  return tuple(axis for axis, moves in zip(mesh_shape, differ, strict=True) if moves)

@@ -1,0 +1,228 @@
+"""Several processes: starting together, agreeing, and noticing that one is lost.
+
+The engine is `jax.distributed`; here are only the questions the trainer asks. With one process every function answers
+at once and no network is touched.
+"""
+
+import itertools
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed as jax_distributed  # the key-value store of jax.distributed has no public name
+
+from maxghost.config import Config, ConfigError
+from maxghost.config.schema import ParallelConfig
+
+# What JAX looks at to find the other processes of a job.
+HINTS = (
+  "JAX_COORDINATOR_ADDRESS", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST", "TPU_WORKER_HOSTNAMES",
+  "TPU_WORKER_ID", "CLOUD_TPU_TASK_ID", "MEGASCALE_COORDINATOR_ADDRESS",
+)  # fmt: skip
+ALONE = {"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}
+OWN_KEYS = frozenset({"jax_distributed_process_id"})  # may differ between the processes of a run
+PATIENCE_SECONDS = 1800  # for another process that is alive; one that is not is noticed by its missing heartbeats
+MOST_SKEW = 10.0  # seconds between two clocks that nobody need hear of
+
+# In the texts of the runtimes' errors: Gloo, NCCL, the coordination service, Orbax' barriers.
+_LOST = (
+  "gloo", "connection reset", "connection closed", "connection refused", "socket closed", "heartbeat",
+  "coordination service", "coordination_service", "unavailable:", "nccl", "peer", "barrier",
+)  # fmt: skip
+
+_exchanges = itertools.count()
+
+
+def start(cfg: ParallelConfig) -> None:
+  """Joins the processes of a job, where there are several. To be called before JAX makes its first array.
+
+  Raises ConfigError where processes are asked for and not found, not all start in time, or the port is taken.
+  """
+  given = _given(cfg)
+  if cfg.jax_distributed == "off" or jax.distributed.is_initialized():
+    return
+  hinted = bool(given) or any(name in os.environ for name in HINTS) or Path("/dev/accel0").exists()
+  alone = not given and any(os.environ.get(name) == value for name, value in ALONE.items())
+  if not hinted or alone:
+    if cfg.jax_distributed == "on":
+      raise ConfigError(
+        "jax_distributed=on: no other processes are known; start with srun, mpirun or on a TPU pod, or give "
+        "jax_distributed_coordinator_address=HOST:PORT with the number of processes and of this one"
+      )
+    return
+  if given.get("process_id") == 0:
+    _check_port(given["coordinator_address"])
+  timeout = cfg.jax_distributed_initialization_timeout
+  try:
+    jax.distributed.initialize(
+      **given,
+      initialization_timeout=timeout,
+      heartbeat_timeout_seconds=cfg.jax_distributed_heartbeat_timeout_seconds,
+    )
+  except ValueError as error:
+    if given or cfg.jax_distributed == "on":
+      raise ConfigError(f"jax_distributed: {error}") from error
+  except RuntimeError as error:
+    where = given.get("coordinator_address", "the address that JAX detected")
+    raise ConfigError(
+      f"jax_distributed: the processes of the run did not all meet at {where} within {timeout} s "
+      f"({_first_line(error)}); start all of them, with the same address and number of processes"
+    ) from error
+
+
+def _given(cfg: ParallelConfig) -> dict[str, Any]:
+  """What the keys say, as arguments of `jax.distributed.initialize`. Raises ConfigError where they are incomplete."""
+  names = ("coordinator_address", "num_processes", "process_id")
+  values = {name: getattr(cfg, f"jax_distributed_{name}") for name in names}
+  given = {name: value for name, value in values.items() if value not in ("", -1)}
+  if given and len(given) < 3 and "JAX_COORDINATOR_ADDRESS" not in os.environ:
+    missing = [f"jax_distributed_{name}" for name in names if name not in given]
+    raise ConfigError(f"{' and '.join(missing)} must be given too: the three belong together")
+  host, _, port = values["coordinator_address"].rpartition(":")
+  if values["coordinator_address"] and not (host and port.isdigit()):
+    raise ConfigError(
+      f"jax_distributed_coordinator_address={values['coordinator_address']} is not HOST:PORT, such as 10.0.0.1:1234"
+    )
+  if len(given) == 3 and given["process_id"] >= given["num_processes"]:
+    raise ConfigError(
+      f"jax_distributed_process_id={given['process_id']}: with jax_distributed_num_processes={given['num_processes']} "
+      f"the numbers are 0 to {given['num_processes'] - 1}"
+    )
+  return given
+
+
+def _check_port(address: str) -> None:
+  port = int(address.rpartition(":")[2])
+  family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+  with socket.socket(family, socket.SOCK_STREAM) as probe:
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+      probe.bind(("", port))
+    except OSError as error:
+      raise ConfigError(
+        f"jax_distributed_coordinator_address={address}: port {port} of this machine is in use ({error.strerror}); "
+        "use another, the same for all processes"
+      ) from error
+
+
+def index() -> int:
+  return jax.process_index()
+
+
+def count() -> int:
+  return jax.process_count()
+
+
+def is_first() -> bool:
+  """Whether this is the process that prints and writes what all processes know alike."""
+  return jax.process_index() == 0
+
+
+def gather(value: Any) -> list:
+  """The values (anything JSON can hold) of all processes, in their order; waits for all.
+
+  To be called by all processes alike, each from one thread. It goes through the coordination service, not through the
+  devices: a process may come minutes after the others, as after compiling, where Gloo waits for half a minute.
+  """
+  if count() == 1:
+    return [value]
+  client = jax_distributed.global_state.client
+  number = next(_exchanges)
+  client.key_value_set(f"maxghost/{number}/{index()}", json.dumps(value))
+  texts = [
+    client.blocking_key_value_get(f"maxghost/{number}/{process}", PATIENCE_SECONDS * 1000) for process in range(count())
+  ]
+  client.wait_at_barrier(f"maxghost/{number}", PATIENCE_SECONDS * 1000)
+  client.key_value_delete(f"maxghost/{number}/{index()}")
+  return [json.loads(text) for text in texts]
+
+
+def total(values: np.ndarray) -> np.ndarray:
+  """The sum of an array of float64 over the processes, the same bits on each."""
+  return np.sum([np.array(part) for part in gather(values.tolist())], axis=0) if count() > 1 else values
+
+
+def everywhere(ok: bool) -> bool:
+  """Whether all processes say so; waits for all."""
+  return all(gather(ok))
+
+
+def check_same_config(cfg: Config) -> None:
+  """Raises ConfigError, on all processes alike, naming a key whose values differ. Says so where clocks differ."""
+  if count() == 1:
+    return
+  # Through JSON, as the others' values are.
+  said = gather({"config": {k: v for k, v in cfg.flat().items() if k not in OWN_KEYS}, "clock": time.time()})
+  first = said[0]["config"]
+  problems = []
+  for number, other in enumerate(said):
+    names = [key for key in first if other["config"].get(key, first[key]) != first[key]]
+    for key in [*names, *(set(other["config"]) - set(first))]:
+      there = other["config"].get(key)
+      problems.append(f"{key}={there} in process {number}, {first.get(key)} in process 0; start all with the same keys")
+  if problems:
+    raise ConfigError(*problems[:8])
+  clocks = [other["clock"] for other in said]
+  if is_first() and max(clocks) - min(clocks) > MOST_SKEW:
+    late = int(np.argmin(clocks))
+    print(
+      f"maxghost: note: the clock of process {late} is {max(clocks) - min(clocks):.0f} s behind; times in files will "
+      "not agree",
+      file=sys.stderr,
+    )
+
+
+class StopFlag:
+  """Whether any process wants to stop, the same answer on all, without waiting for a running step.
+
+  Each turn sends this process's wish on its way and reads the one of the turn before: that exchange lies in front of a
+  step which has long begun.
+  """
+
+  def __init__(self):
+    self._pending = None
+    self._any = None
+
+  def any(self, wish: bool) -> bool:
+    if count() == 1:
+      return wish
+    before, self._pending = self._pending, self._send(wish)
+    return before is not None and bool(np.asarray(before.addressable_data(0)))
+
+  def _send(self, wish: bool) -> jax.Array:
+    if self._any is None:
+      mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
+      self._sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
+      whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+      wishes = jax.ShapeDtypeStruct((jax.device_count(),), np.int32, sharding=self._sharding)
+      self._any = jax.jit(lambda wishes: wishes.max(), out_shardings=whole).lower(wishes).compile()
+      gather(None)  # the devices of one process do not wait long for those of another
+    local = np.full(jax.local_device_count(), wish, np.int32)
+    return self._any(jax.make_array_from_process_local_data(self._sharding, local, (jax.device_count(),)))
+
+
+def is_lost_peer(error: BaseException) -> bool:
+  """Whether an error of the runtime means that another process is gone."""
+  return count() > 1 and any(word in str(error).lower() for word in _LOST)
+
+
+def end_without_peers(error: BaseException, advice: str) -> None:
+  """Says that another process is lost and ends this one at once: whatever waits for the others would wait in vain."""
+  print(
+    f"maxghost: process {index()} of {count()}: another process of the run is lost ({_first_line(error)}); {advice}",
+    file=sys.stderr,
+  )
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(1)
+
+
+def _first_line(error: BaseException) -> str:
+  lines = str(error).splitlines()
+  return lines[0][:200] if lines else type(error).__name__

@@ -1,0 +1,107 @@
+"""The mesh of all devices: sizes from the configuration, device order from the hardware.
+
+A slice is a set of devices joined by a fast network (a TPU slice); slices are joined by a slower one. Each mesh axis is
+dcn_<axis>_parallelism slices times ici_<axis>_parallelism devices of a slice.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from maxghost.config import ConfigError
+from maxghost.config.schema import ParallelConfig
+from maxghost.parallel.axis_rules import MESH_AXES
+
+
+def group_sizes(cfg: ParallelConfig, group: str) -> dict[str, int]:
+  """{mesh axis: size as configured} of group 'ici' or 'dcn'; at most one is -1."""
+  return {axis: getattr(cfg, f"{group}_{axis}_parallelism") for axis in MESH_AXES}
+
+
+def fill(group: str, sizes: dict[str, int], total: int, what: str) -> dict[str, int]:
+  """The sizes with -1 replaced so that they multiply to `total`.
+
+  what: what is counted, for the message. Raises ConfigError with the settings next to these that work.
+  """
+  open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
+  given = {axis: size for axis, size in sizes.items() if size != -1}
+  product = math.prod(given.values())
+  if open_axis is not None and total % product == 0:
+    return sizes | {open_axis: total // product}
+  if product == total:
+    return sizes
+  shown = " x ".join(f"{group}_{axis}_parallelism={size}" for axis, size in given.items() if size > 1) or "1"
+  relation = "does not divide" if open_axis is not None else "is not"
+  named = f"{shown} = {product}" if shown != "1" else f"all {group}_*_parallelism are 1, which"
+  ways = _ways(group, given, total, open_axis is not None)
+  raise ConfigError(f"{named} {relation} the {total} {what}; use {', or '.join(ways)}")
+
+
+def _ways(group: str, given: dict[str, int], total: int, filled: bool) -> list[str]:
+  """Up to three changes of a single key that make the product right."""
+  ways = []
+  for axis, size in sorted(given.items(), key=lambda item: -item[1]):
+    others = math.prod(given.values()) // size
+    if size == 1 or total % others:
+      continue
+    fitting = [n for n in range(1, total // others + 1) if total // others % n == 0] if filled else [total // others]
+    near = min(fitting, key=lambda n: (abs(n - size), n))
+    if near != size:
+      ways.append(f"{group}_{axis}_parallelism={near}")
+  if not filled:
+    largest = max(given, key=lambda axis: given[axis])
+    others = math.prod(given.values()) // given[largest]
+    if total % others == 0:
+      ways.append(f"{group}_{largest}_parallelism=-1, which takes what is left")
+  return ways[:3] or [f"{group}_{axis}_parallelism=1 for each key but one, and -1 there" for axis in list(given)[:1]]
+
+
+def num_slices(cfg: ParallelConfig, devices: Sequence) -> int:
+  """Slices among the devices: on TPU as the hardware says, elsewhere as many as the dcn keys ask for."""
+  if devices[0].platform == "tpu":
+    return len({getattr(device, "slice_index", 0) for device in devices})
+  return math.prod(size for size in group_sizes(cfg, "dcn").values() if size != -1)
+
+
+def mesh_shape(cfg: ParallelConfig, num_devices: int, slices: int = 1) -> tuple[dict[str, int], dict[str, int]]:
+  """(ici sizes, dcn sizes) by mesh axis. Raises ConfigError where the keys do not multiply to the devices."""
+  dcn = fill("dcn", group_sizes(cfg, "dcn"), slices, f"slice{'s' if slices > 1 else ''}")
+  if num_devices % slices:
+    raise ConfigError(f"{num_devices} devices do not divide over {slices} slices; change the dcn_*_parallelism keys")
+  per_slice = num_devices // slices
+  where = "devices" if slices == 1 else "devices of each slice"
+  if per_slice == 1:
+    where = "device" if slices == 1 else "device of each slice"
+  return fill("ici", group_sizes(cfg, "ici"), per_slice, where), dcn
+
+
+def make_mesh(cfg: ParallelConfig, devices: Sequence):
+  """A `jax.sharding.Mesh` with the axes of MESH_AXES over all the devices. Raises ConfigError."""
+  import jax
+
+  slices = num_slices(cfg, devices)
+  ici, dcn = mesh_shape(cfg, len(devices), slices)
+  array = _arranged(list(devices), tuple(ici[axis] for axis in MESH_AXES), tuple(dcn[axis] for axis in MESH_AXES))
+  return jax.sharding.Mesh(array, MESH_AXES)
+
+
+def _arranged(devices: list, ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
+  """Devices as an array of shape dcn * ici: on TPU neighbours along an axis are neighbours in the torus; elsewhere in
+  the order of processes, slices outermost."""
+  from jax.experimental import mesh_utils
+
+  if devices[0].platform == "tpu":
+    if math.prod(dcn) > 1:
+      return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+  array = np.asarray(devices, dtype=object).reshape(*dcn, *ici)
+  count = len(ici)
+  array = array.transpose([axis for i in range(count) for axis in (i, count + i)])
+  return array.reshape([a * b for a, b in zip(dcn, ici, strict=True)])
+
+
+def describe(mesh) -> str:
+  """`fsdp 4 x tensor 2 (8 devices)`."""
+  named = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "1 device"
+  return named if mesh.size == 1 else f"{named} ({mesh.size} devices)"

@@ -1,0 +1,39 @@
+"""Are the parameters split as widely as the mesh allows?"""
+
+import math
+
+from flax import nnx
+
+from maxghost.config import ConfigError
+from maxghost.parallel.shardings import AXES, Layout, local_size, slash_path
+
+
+def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:
+  """`a device holds 12.7 % of the parameters, an even split 12.5 %`.
+
+  abstract: a train state with shardings. The even split is over all mesh axes that rules of weights name. Raises
+  ConfigError where a device holds more than (1 + tolerance) times that, naming the largest parameter kept whole.
+  """
+  total = held = 0
+  whole: list[tuple[int, str]] = []
+  axes: set[str] = set()
+  for path, variable in nnx.to_flat_state(nnx.filter_state(abstract, nnx.Param)):
+    leaf = variable.get_value()
+    own = local_size(leaf.shape, leaf.sharding)
+    total, held = total + leaf.size, held + own
+    if own == leaf.size:
+      whole.append((leaf.size, slash_path(path)))
+    for name, row in layout.rules.rows:
+      if name in (variable.get_metadata().get(AXES) or ()):
+        axes.update(layout.rules.active(row))
+  parts = math.prod(layout.rules.sizes[axis] for axis in axes)
+  excess = held * parts / total - 1
+  if excess > tolerance:
+    size, label = max(whole, default=(0, "none"))
+    raise ConfigError(
+      f"sharding_tolerance={tolerance:g}: a device holds {held / total:.2%} of the parameters, {excess:.1%} more than "
+      f"an even split over {', '.join(sorted(axes))} (1/{parts}); the largest parameter kept whole is {label} "
+      f"({size:,}): add a row for its axes to logical_axis_rules, or set "
+      f"sharding_tolerance={math.ceil(excess * 100) / 100:g}"
+    )
+  return f"a device holds {held / total:.2%} of the parameters, an even split is {1 / parts:.2%}"

@@ -1,0 +1,219 @@
+"""From logical axes to shardings: of a train state, of batches, and of activations inside a model.
+
+A model names the axes of its activations with `constrain(x, axes)`; which mesh axes that means is known where the step
+is traced, inside `use(layout)`. Without a layout, or on one device, `constrain` returns x as it is.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from maxghost.config.schema import ParallelConfig
+from maxghost.parallel import mesh as meshes
+from maxghost.parallel.axis_rules import AxisRules, make_rules
+
+AXES = "axes"  # metadata of a Variable: its logical axes
+HOST = "pinned_host"
+
+_current: contextvars.ContextVar = contextvars.ContextVar("maxghost_layout", default=None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+  """Where the arrays of a run lie: a mesh and the rules that lead there.
+
+  split_moments: the optimizer's state is split over mesh axis data as well (ZeRO-1). record: receives
+  (axes, shape, dtype name, spec) of every constrained activation while a function is traced; None = not kept.
+  """
+
+  mesh: jax.sharding.Mesh
+  rules: AxisRules
+  split_moments: bool = False
+  record: Callable | None = None
+
+  @classmethod
+  def of(cls, cfg: ParallelConfig, devices: Sequence | None = None) -> "Layout":
+    """The layout of a configuration over these devices (default: all). Raises ConfigError."""
+    mesh = meshes.make_mesh(cfg, jax.devices() if devices is None else devices)
+    rules = make_rules(cfg.logical_axis_rules, cfg.override_logical_axis_rules, dict(mesh.shape))
+    return cls(mesh, rules, cfg.shard_optimizer_over_data)
+
+  @property
+  def num_devices(self) -> int:
+    return self.mesh.size
+
+  @property
+  def platform(self) -> str:
+    """Of the devices that are compiled for: cpu, gpu, tpu."""
+    return self.mesh.devices.flat[0].platform
+
+  def sharding(self, spec: PartitionSpec) -> Sharding:
+    if self.num_devices == 1:
+      return SingleDeviceSharding(self.mesh.devices.flat[0])
+    return NamedSharding(self.mesh, spec)
+
+  def spec(self, axes: Sequence[str | None], shape: Sequence[int], label: str) -> PartitionSpec:
+    """Raises ConfigError, see `AxisRules.assign`."""
+    return partition_spec(self.rules.assign(axes, shape, label))
+
+  def rows(self, num_rows: int) -> Sharding:
+    """Of batch arrays [B, ...]."""
+    return self.sharding(partition_spec((self.rules.rows_axes(num_rows),)))
+
+  @property
+  def row_parts(self) -> int:
+    """Pieces that a batch is cut into."""
+    return self.rules.parts(self.rules.batch_axes)
+
+  def variable_spec(self, path: tuple, variable: nnx.Variable, moments: bool = False) -> PartitionSpec:
+    """Of one Variable of a train state, by its logical axes; without axes it lies whole on every device.
+
+    moments: as if it were the optimizer's.
+    """
+    axes = variable.get_metadata().get(AXES)
+    shape, label = variable.get_value().shape, slash_path(path)
+    if axes is None:
+      return PartitionSpec()
+    parts = self.rules.assign(axes, shape, label)
+    if self.split_moments and (moments or isinstance(variable, nnx.OptState)):
+      parts = self._over_data(parts, shape)
+    return partition_spec(parts)
+
+  def _over_data(self, parts: tuple, shape: Sequence[int]) -> tuple:
+    """The same with mesh axis data on the largest dimension that it divides; unchanged where it divides none."""
+    size = self.rules.sizes.get("data", 1)
+    if size == 1 or any("data" in axes for axes in parts):
+      return parts
+    fits = [i for i, n in enumerate(shape) if n % (self.rules.parts(parts[i]) * size) == 0]
+    if not fits:
+      return parts
+    best = max(fits, key=lambda i: shape[i] // self.rules.parts(parts[i]))
+    return tuple((*axes, "data") if i == best else axes for i, axes in enumerate(parts))
+
+  def shardings(self, state: nnx.State) -> nnx.State:
+    """The State with the sharding of each leaf in place of it. Raises ConfigError naming the leaf."""
+    return _mapped(state, self._variable_sharding)
+
+  def abstract(self, state: nnx.State) -> nnx.State:
+    """The State with `jax.ShapeDtypeStruct`s that carry shardings; a leaf that is in host memory stays there."""
+
+    def leaf(path, variable):
+      value = variable.get_value()
+      return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self._variable_sharding(path, variable))
+
+    return _mapped(state, leaf)
+
+  def _variable_sharding(self, path: tuple, variable: nnx.Variable) -> Sharding:
+    spec, kind = self.variable_spec(path, variable), getattr(variable.get_value().sharding, "memory_kind", None)
+    if kind == HOST:
+      return NamedSharding(self.mesh, spec, memory_kind=kind)
+    return self.sharding(spec)
+
+  def put_global(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Batch arrays on the devices, from a host that holds all rows (every process the same)."""
+    if self.num_devices == 1:
+      return jax.device_put(arrays, self.mesh.devices.flat[0])
+    sharding = self.rows(len(next(iter(arrays.values()))))
+    return {
+      name: jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index]) for name, x in arrays.items()
+    }
+
+  def put_local(self, arrays: dict[str, np.ndarray], num_rows: int) -> dict[str, jax.Array]:
+    """Batch arrays of `num_rows` rows over all processes, from the rows of this one."""
+    if self.num_devices == 1:
+      return jax.device_put(arrays, self.mesh.devices.flat[0])
+    sharding = self.rows(num_rows)
+    return {
+      name: jax.make_array_from_process_local_data(sharding, x, (num_rows, *x.shape[1:])) for name, x in arrays.items()
+    }
+
+
+@contextlib.contextmanager
+def use(layout: Layout | None) -> Iterator[None]:
+  """Inside, `constrain` means this layout."""
+  token = _current.set(layout)
+  try:
+    yield
+  finally:
+    _current.reset(token)
+
+
+def current() -> Layout | None:
+  """The layout that a function is traced for, None where none is set."""
+  return _current.get()
+
+
+def platform() -> str:
+  """What the function being traced is compiled for: the layout's devices, else JAX's default backend."""
+  layout = current()
+  return jax.default_backend() if layout is None else layout.platform
+
+
+def num_parts(axis: str) -> int:
+  """Pieces that the current layout cuts a logical axis into by its first rule; 1 without a layout."""
+  layout = current()
+  if layout is None:
+    return 1
+  wanted = next((axes for name, axes in layout.rules.rows if name == axis), ())
+  return layout.rules.parts(wanted)
+
+
+def constrain(x, axes: Sequence[str | None], label: str = "an activation"):
+  """x, split over the mesh as its logical axes say. axes: one name for each dimension, None = not split."""
+  layout = current()
+  if layout is None or layout.num_devices == 1:
+    return x
+  spec = layout.spec(axes, x.shape, label)
+  if layout.record is not None:
+    layout.record(tuple(axes), x.shape, str(x.dtype), spec)
+  return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
+
+
+def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
+  """A State (of parameters, gradients, ...) with each leaf that has logical axes split as they say.
+
+  moments: split as the optimizer's moments are, which shard_optimizer_over_data splits further.
+  """
+  layout = current()
+  if layout is None or layout.num_devices == 1:
+    return state
+
+  def leaf(path, variable):
+    value = variable.get_value()
+    if AXES not in variable.get_metadata():
+      return value
+    sharding = layout.sharding(layout.variable_spec(path, variable, moments))
+    if getattr(jax.typeof(value), "memory_space", None) == jax.memory.Space.Host:
+      sharding = sharding.with_memory_kind(HOST)
+    return jax.lax.with_sharding_constraint(value, sharding)
+
+  return _mapped(state, leaf)
+
+
+def partition_spec(parts: Sequence[tuple[str, ...]]) -> PartitionSpec:
+  """From the mesh axes of each dimension; trailing whole dimensions are left out."""
+  entries = [axes[0] if len(axes) == 1 else (axes or None) for axes in parts]
+  while entries and entries[-1] is None:
+    entries.pop()
+  return PartitionSpec(*entries)
+
+
+def local_size(shape: Sequence[int], sharding: Sharding) -> int:
+  """Elements of an array that one device holds."""
+  return math.prod(sharding.shard_shape(tuple(shape)))
+
+
+def slash_path(path: tuple) -> str:
+  return "/".join(map(str, path))
+
+
+def _mapped(state: nnx.State, leaf: Callable[[tuple, nnx.Variable], Any]) -> nnx.State:
+  return nnx.from_flat_state([(path, v.replace(leaf(path, v))) for path, v in nnx.to_flat_state(state)])

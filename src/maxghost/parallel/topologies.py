@@ -1,0 +1,147 @@
+"""Devices that need not be there: TPU slices by name through libtpu, and N virtual CPU devices.
+
+A name is FAMILY-N. N counts as the cloud does: TensorCores for v4 and v5p (two on a chip), chips for v5e and v6e,
+devices for tpu7x (two on a chip). Importing this module imports no JAX.
+"""
+
+import dataclasses
+import difflib
+import importlib.util
+import os
+
+from maxghost.config import ConfigError
+
+GIB = 2**30
+
+_TORUS = (
+  "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x4x12", "4x8x8", "4x8x12", "8x8x8", "8x8x12", "8x8x16",
+  "8x16x16", "16x16x16", "16x16x24",
+)  # fmt: skip
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+  """One generation. name: libtpu's. per_chip: what N counts for each chip. devices_per_chip: JAX devices.
+
+  hbm_bytes: usable memory of one device, as the compiler of libtpu 0.0.51 reports it.
+  """
+
+  name: str
+  config: str
+  shapes: tuple[str, ...]
+  per_chip: int
+  devices_per_chip: int
+  hbm_bytes: int
+
+  def shape(self, count: int) -> tuple[int, ...] | None:
+    """Chips along each axis of the slice FAMILY-`count`, None where there is no such slice."""
+    for text in self.shapes:
+      dims = tuple(map(int, text.split("x")))
+      if _product(dims) * self.per_chip == count:
+        return dims
+    return None
+
+  @property
+  def counts(self) -> list[int]:
+    return [_product(map(int, text.split("x"))) * self.per_chip for text in self.shapes]
+
+
+FAMILIES = {
+  "v4": Family("v4", "megacore", _TORUS, 2, 1, int(30.75 * GIB)),
+  "v5e": Family("v5e", "default", _FLAT, 1, 1, int(15.75 * GIB)),
+  "v5p": Family("v5", "megacore", _TORUS, 2, 1, int(95.7 * GIB)),
+  "v6e": Family("v6e", "default", _FLAT, 1, 1, int(31.2 * GIB)),
+  "tpu7x": Family("tpu7x", "default", ("1x1x1", *_TORUS), 2, 2, int(94.7 * GIB)),
+}
+
+
+def names() -> list[str]:
+  """All TPU topologies."""
+  return [f"{name}-{count}" for name, family in FAMILIES.items() for count in family.counts]
+
+
+def parse(topology: str) -> tuple[str, int]:
+  """(family, N) of a name; ('cpu', N) for virtual devices. Raises ConfigError with the valid names next to it."""
+  family, _, count = topology.partition("-")
+  if family == "cpu" and count.isdigit() and int(count) > 0:
+    return family, int(count)
+  if family in FAMILIES and count.isdigit() and FAMILIES[family].shape(int(count)) is not None:
+    return family, int(count)
+  if not topology:
+    raise ConfigError("compile_topology is missing: what to compile for, such as v5e-16, v5p-256 or cpu-8")
+  if family in FAMILIES:
+    wanted = int(count) if count.isdigit() else 0
+    near = [f"{family}-{n}" for n in sorted(FAMILIES[family].counts, key=lambda n: (abs(n - wanted), n))[:4]]
+  else:
+    near = difflib.get_close_matches(topology, names(), n=4, cutoff=0.3) or ["v5e-16", "v5p-256", "v6e-16"]
+  raise ConfigError(
+    f"compile_topology={topology} is no topology; nearest are {', '.join(near)}; families are "
+    f"{', '.join(FAMILIES)}, and cpu-N"
+  )
+
+
+def prepare_environment(topology: str) -> None:
+  """What must stand in the environment before JAX is imported: no search for hardware, no questions to a cloud."""
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  if not topology.startswith("cpu-"):
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+
+def open_devices(topology: str, num_slices: int = 1) -> list:
+  """The devices of a topology. Raises ConfigError for an unknown name, and where libtpu is missing or refuses."""
+  family, count = parse(topology)
+  if family == "cpu":
+    return _cpu_devices(count * num_slices)
+  if importlib.util.find_spec("libtpu") is None:
+    raise ConfigError(
+      f"compile_topology={topology} needs the TPU compiler: pip install 'maxghost[tpu]'; compile_topology=cpu-8 "
+      "compiles for virtual CPU devices without it"
+    )
+  from jax.experimental import topologies
+
+  known, shape = FAMILIES[family], FAMILIES[family].shape(count)
+  flat = len(shape) == 2
+  options = {
+    "chip_config_name": known.config,
+    "chips_per_host_bounds": (1, 1, 1) if _product(shape) == 1 else (2, 2, 1),
+    "num_slices": num_slices,
+    "wrap": tuple(size == 16 if flat else size % 4 == 0 for size in (*shape, *([1] if flat else []))),
+  }
+  try:
+    described = topologies.get_topology_desc(
+      platform="tpu", topology_name=f"{known.name}:{'x'.join(map(str, shape))}", **options
+    )
+  except Exception as error:  # whatever libtpu says
+    first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    raise ConfigError(f"compile_topology={topology}: libtpu refuses it ({first}); try another topology") from error
+  return list(described.devices)
+
+
+def _cpu_devices(count: int) -> list:
+  import jax
+
+  try:
+    jax.config.update("jax_num_cpu_devices", count)
+  except RuntimeError:  # JAX has started already, with a number of its own
+    if len(jax.devices("cpu")) < count:
+      raise ConfigError(
+        f"compile_topology=cpu-{count}: JAX has started with {len(jax.devices('cpu'))} CPU devices; use a process of "
+        "its own"
+      ) from None
+  return jax.devices("cpu")[:count]
+
+
+def hbm_bytes(topology: str) -> int | None:
+  """Usable memory of one device, None for CPUs."""
+  family, _ = parse(topology)
+  return FAMILIES[family].hbm_bytes if family in FAMILIES else None
+
+
+def _product(values) -> int:
+  result = 1
+  for value in values:
+    result *= value
+  return result

@@ -1,0 +1,49 @@
+"""`python -m maxghost.train_compile configs/base.yml compile_topology=v5e-16 [key=value ...]`: will it fit?
+
+Compiles the train step of `maxghost train` for a topology, on any machine: TPU slices need the extra `tpu` (libtpu),
+cpu-N nothing. Exit codes: 0 it compiles and fits, 1 it does not fit, 2 the input is wrong.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from maxghost import cli
+from maxghost.config import Config
+from maxghost.parallel import topologies
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Runs the door; returns the exit code."""
+  return cli.run_door(_run, argv, "train_compile")
+
+
+def _run(cfg: Config) -> int:
+  topology, slices = cfg.parallel.compile_topology, cfg.parallel.compile_topology_num_slices
+  topologies.parse(topology)
+  topologies.prepare_environment(topology)
+  from maxghost.parallel import Layout
+  from maxghost.training import ahead, devices
+
+  begin = time.perf_counter()
+  devices.configure_jax(cfg)
+  layout = Layout.of(cfg.parallel, topologies.open_devices(topology, slices))
+  planned = ahead.plan(cfg, layout)
+  print(f"compiling for {slices} x {topology}" if slices > 1 else f"compiling for {topology}")
+  _say(ahead.plan_lines(planned))
+  compiled = ahead.compile_step(planned)
+  _say(ahead.report_lines(compiled, topology))
+  if cfg.parallel.compiled_trainstep_file and compiled.executable is not None:
+    path = Path(cfg.parallel.compiled_trainstep_file)
+    print(f"saved {path}: {ahead.save(compiled, path) / 1e6:.1f} MB")
+  print(f"done in {time.perf_counter() - begin:.1f} s")
+  return 0 if ahead.fits(compiled, topology) else 1
+
+
+def _say(lines: list[str]) -> None:
+  for line in lines:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

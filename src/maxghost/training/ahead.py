@@ -1,0 +1,199 @@
+"""The train step compiled for devices that need not be there, and what the compiler says about it."""
+
+import dataclasses
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from maxghost.config import Config, ConfigError
+from maxghost.data.build import max_segments
+from maxghost.parallel import Layout, collectives, report, topologies
+from maxghost.parallel.collectives import Collective
+from maxghost.parallel.mesh import describe
+from maxghost.parallel.shardings import local_size
+from maxghost.training import devices, program, resume, state
+from maxghost.training.flops import step_flops
+from maxghost.training.step import make_train_step
+
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "exceeds available HBM")
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+  """A train step for a layout, traced to nothing yet. arguments: abstract state, batch and validation batches."""
+
+  cfg: Config
+  layout: Layout
+  graphdef: nnx.GraphDef
+  arguments: tuple
+  spread: str
+
+  @property
+  def num_params(self) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(resume.to_tree(self.arguments[0])["model"]))
+
+  @property
+  def rows(self) -> int:
+    return devices.rows_per_step(self.cfg, self.layout.num_devices)
+
+  @property
+  def flops(self):
+    """`StepFlops` over all devices."""
+    return step_flops(self.cfg.model, self.rows, self.cfg.data.max_target_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  """A step that was compiled, or, with `executable` None, did not fit: `problem` is what the compiler said."""
+
+  planned: Planned
+  executable: Any
+  seconds: float
+  problem: str = ""
+
+  @property
+  def device_bytes(self) -> int | None:
+    """Arguments, temporaries and new outputs on one device; None where the step did not compile."""
+    if self.executable is None:
+      return None
+    memory = self.executable.memory_analysis()
+    fresh = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + fresh
+
+  def collectives(self) -> list[Collective]:
+    return collectives.read(self.executable.as_text(), dict(self.planned.layout.mesh.shape))
+
+
+def plan(cfg: Config, layout: Layout) -> Planned:
+  """The abstract path: nothing is allocated or compiled. Raises ConfigError where the mesh does not fit the run."""
+  devices.check_layout(cfg, layout)
+  graphdef, abstract = state.abstract_split(cfg)
+  abstract = layout.abstract(abstract)
+  spread = report.check_spread(abstract, layout, cfg.parallel.sharding_tolerance)
+  sets = cfg.data.validation_sets if cfg.ghost.ghost_enabled else {}
+  arguments = (
+    abstract,
+    devices.batch_shapes(cfg, devices.rows_per_step(cfg, layout.num_devices), layout),
+    (devices.batch_shapes(cfg, cfg.ghost.ghost_val_batch_size, layout),) * len(sets),
+  )
+  return Planned(cfg, layout, graphdef, arguments, spread)
+
+
+def lower(planned: Planned):
+  """The traced step; raises ConfigError for a model that the engine cannot score."""
+  train_state, batch, val_batches = planned.arguments
+  try:
+    step, _ = make_train_step(
+      planned.cfg, planned.graphdef, train_state, batch, num_segments=max_segments(planned.cfg.data),
+      num_sets=max(len(val_batches), 1),
+    )
+  except ValueError as error:
+    raise ConfigError(str(error)) from error
+  return program.lower("train_step", step, planned.layout, time.perf_counter(), *planned.arguments)
+
+
+def compile_step(planned: Planned) -> Compiled:
+  """Compiles the step. A step that the compiler finds too large for the memory is no error."""
+  work = lower(planned)
+  begin = time.perf_counter()
+  try:
+    executable = work[0](*work[1:])
+  except Exception as error:  # XLA's own type, which differs between versions
+    if not any(word in str(error) for word in _OUT_OF_MEMORY):
+      raise
+    return Compiled(planned, None, time.perf_counter() - begin, str(error).splitlines()[0][:400])
+  return Compiled(planned, executable.call, executable.compile_seconds)
+
+
+def plan_lines(planned: Planned) -> list[str]:
+  """What is known before compiling."""
+  cfg, layout = planned.cfg, planned.layout
+  validation = devices.describe_validation(cfg, layout)
+  return [
+    f"mesh: {describe(layout.mesh)}; {planned.spread}",
+    f"{devices.describe_batch(cfg, layout)}",
+    *([] if validation is None else [validation]),
+    f"number parameters: {planned.num_params / 1e9:.3f} billion ({planned.num_params:,})",
+    planned.flops.describe(),
+  ]
+
+
+def report_lines(compiled: Compiled, topology: str) -> list[str]:
+  """Compile time, FLOPs, memory and verdict, collectives."""
+  planned = compiled.planned
+  lines = [f"compiled in {compiled.seconds:.1f} s"] if compiled.executable else []
+  lines += memory_lines(compiled, topology)
+  if compiled.executable is None:
+    return lines
+  tokens = planned.rows * planned.cfg.data.max_target_length
+  analysis = compiled.executable.cost_analysis() or {}
+  counted = max(analysis.get("flops", 0.0), 0.0) * planned.layout.num_devices
+  lines.append(
+    f"FLOPs per token: {planned.flops.total / tokens / 1e9:.3f} G by shapes; XLA counts {counted / tokens / 1e9:.3f} "
+    "G, the body of each loop once, scoring and recomputation included"
+  )
+  found = collectives.table(compiled.collectives())
+  lines.append("collectives of a step, on each device:" if found else "collectives of a step: none")
+  return [*lines, *(f"  {line}" for line in found)]
+
+
+def memory_lines(compiled: Compiled, topology: str) -> list[str]:
+  """The memory of one device, part by part, and whether it is enough."""
+  have = topologies.hbm_bytes(topology)
+  if compiled.executable is None:
+    return [f"memory: does not fit: {compiled.problem}"]
+  memory = compiled.executable.memory_analysis()
+  fresh = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
+  parts = {
+    **_argument_parts(compiled.planned),
+    "temporaries": memory.temp_size_in_bytes,
+    "outputs that replace no argument": fresh,
+    "program": memory.generated_code_size_in_bytes,
+  }
+  known = sum(_argument_parts(compiled.planned).values())
+  parts["padding of arguments"] = max(memory.argument_size_in_bytes - known, 0)
+  lines = ["memory of one device:"]
+  lines += [f"  {name:<34}{size / 1e9:10.3f} GB" for name, size in parts.items() if size >= 5e5]
+  need = compiled.device_bytes
+  lines.append(f"  {'in all':<34}{need / 1e9:10.3f} GB")
+  if have is not None:
+    left = have - need
+    verdict = f"fits, {left / 1e9:.2f} GB to spare" if left >= 0 else f"does not fit, {-left / 1e9:.2f} GB too much"
+    lines.append(f"memory: needs {need / 1e9:.2f} of {have / 1e9:.2f} GB: {verdict}")
+  return lines
+
+
+def fits(compiled: Compiled, topology: str) -> bool:
+  """Whether the step compiled and stays within the memory of a device."""
+  have, need = topologies.hbm_bytes(topology), compiled.device_bytes
+  return need is not None and (have is None or need <= have)
+
+
+def _argument_parts(planned: Planned) -> dict[str, int]:
+  """Bytes of one device by part of the arguments."""
+  parts = {"parameters": 0, "optimizer": 0, "other state": 0}
+  for path, variable in nnx.to_flat_state(planned.arguments[0]):
+    leaf = variable.get_value()
+    name = {"model": "parameters", "optimizer": "optimizer"}.get(str(path[0]), "other state")
+    parts[name] += local_size(leaf.shape, leaf.sharding) * leaf.dtype.itemsize
+  batches = jax.tree.leaves(planned.arguments[1:])
+  parts["batch and validation rows"] = sum(local_size(x.shape, x.sharding) * x.dtype.itemsize for x in batches)
+  return parts
+
+
+def save(compiled: Compiled, path: Path) -> int:
+  """Writes the executable, as `jax.experimental.serialize_executable` gives it, with pickle; returns its bytes.
+
+  `jax.experimental.serialize_executable.deserialize_and_load(*pickle.load(file))` makes a function of it on a machine
+  with these devices and the same versions.
+  """
+  from jax.experimental import serialize_executable
+
+  payload = pickle.dumps(serialize_executable.serialize(compiled.executable))
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_bytes(payload)
+  return len(payload)

@@ -1,0 +1,45 @@
+"""Texts that the model writes while it is trained: the same prompt and the same draws every time, so they compare."""
+
+import json
+
+from flax import nnx
+
+from maxghost import models
+from maxghost.config import Config, ConfigError
+from maxghost.data.tokenizers import Tokenizer
+from maxghost.generation import Generator, Sampling
+
+
+class Sampler:
+  """Continues sample_prompt by up to sample_tokens tokens. Raises ConfigError for a prompt without any token."""
+
+  def __init__(self, cfg: Config, tokenizer: Tokenizer):
+    begin = [tokenizer.bos_id] if cfg.data.add_bos and tokenizer.bos_id is not None else []
+    (ids,) = tokenizer.encode([cfg.run.sample_prompt.encode()])
+    self._prompt = begin + ids.tolist()
+    if not self._prompt:
+      raise ConfigError("sample_prompt is empty, and no begin-of-document token is put before it; give a text")
+    self._text, self._tokenizer, self._num_new = cfg.run.sample_prompt, tokenizer, cfg.run.sample_tokens
+    cache_size = len(self._prompt) + self._num_new
+    most = cfg.model.trainable_position_size
+    if 0 < most < cache_size:
+      raise ConfigError(
+        f"sample_tokens={self._num_new} behind a prompt of {len(self._prompt)} tokens: the model has {most} positions; "
+        f"use sample_tokens={max(most - len(self._prompt), 1)}"
+      )
+    self._stop_ids = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    graphdef = nnx.graphdef(models.create_abstract(cfg))
+    sampling = Sampling(temperature=cfg.run.sample_temperature)
+    self._generator = Generator(graphdef, cache_size, sampling=sampling, stop_ids=self._stop_ids)
+
+  def __call__(self, state: nnx.State) -> str:
+    """Prompt and continuation, by the model in a train state."""
+    ids = self._generator.generate(state["model"], [self._prompt], self._num_new).row(0)
+    if len(ids) and int(ids[-1]) in self._stop_ids:
+      ids = ids[:-1]
+    return self._text + self._tokenizer.decode(ids).decode("utf-8", errors="replace")
+
+
+def sample_line(step: int, text: str) -> str:
+  """What the console says."""
+  return f"sample after step {step}: {json.dumps(text, ensure_ascii=False)}"

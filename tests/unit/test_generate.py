@@ -1,0 +1,140 @@
+"""The generate command on a small model with byte tokens, and a run that starts from given parameters."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tiny
+from flax import nnx
+
+from maxghost import config, generate, given_model, train
+from maxghost.attribution.metrics import read_samples
+from maxghost.checkpoint import hf_checkpoint, huggingface, huggingface_config, safetensors_files
+from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts_store import tree_from_memory
+from maxghost.generation import Generator
+from maxghost.training import resume
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A Hugging Face folder of a tiny model with 263 ids, and the configuration that reads it with byte tokens."""
+  path = tmp_path_factory.mktemp("model")
+  cfg = tiny.make_config()
+  tree = {"model": resume.to_tree(nnx.state(tiny.make_model(cfg)))}
+  checkpoint = read_checkpoint(tree_from_memory(tree), ReadOptions(layout=MAXGHOST, scan_axis=0))
+  tensors = huggingface.planned_tensors(checkpoint, cfg.model)
+  safetensors_files.write_tensors(path, tensors, 1 << 30)
+  huggingface.write_json(path / "config.json", huggingface_config.config_json(cfg.model, "float32", 64, {}))
+  config.save(cfg, path / "byte.yml")
+  return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cheap():
+  with tiny.cheap_compilation():
+    yield
+
+
+def run(folder, *arguments) -> int:
+  return generate.main([str(folder), "--config", str(folder / "byte.yml"), *map(str, arguments)])
+
+
+def test_the_command_prints_the_greedy_continuation(folder, capsysbinary):
+  assert run(folder, "--prompt", "ab", "--max_new_tokens", 5) == 0
+  out, err = capsysbinary.readouterr()
+  graphdef, state = given_model.load(*given_model.find(folder, folder / "byte.yml"))
+  progress = Generator(graphdef, 40, stop_ids=[257]).generate(state, [[256, *b"ab"]], 5)
+  ids = progress.row(0)
+  assert out == b"ab" + bytes(ids[ids < 256].tolist()).decode("utf-8", "replace").encode() + b"\n"
+  assert b"5 tokens for 1 prompts" in err and b"tokens/s" in err
+
+
+def test_several_prompts_come_one_below_the_other(folder, tmp_path, capsysbinary):
+  (tmp_path / "prompts.txt").write_text("xyz\n\n")
+  arguments = ["--prompt", "ab", "--prompts", tmp_path / "prompts.txt", "--max_new_tokens", 4]
+  assert run(folder, *arguments, "--temperature", 1, "--top_k", 4, "--seed", 3) == 0
+  out, _ = capsysbinary.readouterr()
+  texts = out.split(b"\n\n")
+  assert texts[0].startswith(b"ab") and any(text.startswith(b"xyz") for text in texts)
+  assert run(folder, *arguments, "--temperature", 1, "--top_k", 4, "--seed", 3) == 0
+  assert capsysbinary.readouterr()[0] == out
+
+
+class Letters:
+  """A tokenizer for the test: an id is a byte."""
+
+  def decode(self, ids):
+    return bytes(ids)
+
+
+def test_a_row_holds_back_half_characters_and_what_may_be_a_stop_text():
+  row = generate.Row(Letters(), {7}, [])
+  text = "aé漢".encode()
+  pieces = [row.take(list(text[:end]), last=False) for end in range(1, 7)]
+  assert pieces == ["a", "", "é", "", "", "漢"]
+  row = generate.Row(Letters(), {7}, ["END"])
+  shown = "".join(row.take(list(b"so ENxEND more"[:end]), last=False) for end in range(1, 15))
+  assert shown == "so ENx" and row.ended and row.text == "so ENx"
+  row = generate.Row(Letters(), {7}, ["END"])
+  assert row.take(list(b"soE"), last=False) + row.take([*b"soEN", 7], last=True) == "soEN"
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--max_new_tokens", 3], "no prompt"),
+    (["--prompt", "a", "--max_new_tokens", 0], "--max_new_tokens 0: at least 1"),
+    (["--prompt", "a", "--cache", 9], "need 66"),
+    (["--prompt", "a", "--top_p", 0.5], "no meaning at temperature=0"),
+    (["--prompt", "a", "--temprature", 1], "unknown argument '--temprature'"),
+    (["--prompts", "nowhere.txt"], "--prompts nowhere.txt cannot be read"),
+  ],
+)
+def test_wrong_arguments(folder, capsys, arguments, message):
+  assert run(folder, *arguments) == 2
+  assert message in capsys.readouterr().err
+
+
+def test_a_wrong_flag_is_told_without_jax():
+  code = "import sys\nfrom maxghost import cli\nassert cli.main(['generate', 'x', '--temprature', '1']) == 2\n"
+  done = subprocess.run([sys.executable, "-c", f"{code}print('jax' in sys.modules)"], capture_output=True, text=True)
+  assert (done.stdout, done.returncode) == ("False\n", 0) and "did you mean '--temperature'" in done.stderr
+
+
+def test_models_that_cannot_be_used(folder, tmp_path, capsys):
+  assert generate.main([str(tmp_path), "--prompt", "a"]) == 2
+  assert "is no Orbax checkpoint" in capsys.readouterr().err
+  assert generate.main([str(folder), "--prompt", "a"]) == 2
+  assert "tokenizer_type=huggingface needs tokenizer_path" in capsys.readouterr().err
+  config.save(config.replace(config.load(folder / "byte.yml"), base_mlp_dim=35), tmp_path / "other.yml")
+  assert generate.main([str(folder), "--config", str(tmp_path / "other.yml"), "--prompt", "a"]) == 2
+  assert "differ in base_mlp_dim" in capsys.readouterr().err
+
+
+def test_a_run_starts_from_a_hugging_face_folder_and_is_exported_again(folder, tmp_path, capsys):
+  """With a learning rate of 0 the parameters after a step are the given ones, bit by bit, and write the same texts."""
+  arguments = [
+    str(folder / "byte.yml"), f"load_parameters_path={folder}", f"base_output_directory={tmp_path}", "run_name=fine",
+    "steps=2", "sample_every=1", "sample_prompt=ab", "sample_tokens=5", "sample_temperature=0", "learning_rate=0.0",
+    "ghost_enabled=false", "eval_interval=-1", "dataset_domain_bytes=20000",
+    "dataset_domains=manual", "enable_tensorboard=false", "async_checkpointing=false",
+  ]  # fmt: skip
+  assert train.main([*arguments, "base_mlp_dim=35"]) == 2
+  assert "base_mlp_dim=36 there, 35 here" in capsys.readouterr().err
+  assert not (tmp_path / "fine").exists()
+  assert train.main(arguments) == 0
+  assert f"Starting from the parameters of {folder}" in capsys.readouterr().out
+  run(folder, "--prompt", "ab", "--max_new_tokens", 5)
+  text = capsys.readouterr().out.removesuffix("\n")
+  assert read_samples(tmp_path / "fine" / "metrics.jsonl") == [(0, text), (1, text)]
+  hf_checkpoint.export_model(tmp_path / "fine", tmp_path / "out", say=lambda line: None)
+  for name in ("model.safetensors", "config.json"):
+    before, after = (f / name for f in (folder, tmp_path / "out"))
+    if name == "config.json":
+      kept = {"max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
+      a, b = ({k: v for k, v in json.loads(f.read_text()).items() if k not in kept} for f in (before, after))
+      assert a == b
+    else:
+      assert before.read_bytes() == after.read_bytes()

@@ -1,0 +1,202 @@
+"""Generation: the cache gives the logits of the whole text, sampling cuts where it should, rows do not disturb each
+other."""
+
+import itertools
+
+import hf_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from maxghost.config import ConfigError
+from maxghost.generation import Generator, Sampling, generator
+from maxghost.generation.sampling import choose, cut
+from maxghost.models import kv_cache
+
+SIZE = 40
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [200], [17, 3, 99, 4]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cheap():
+  with tiny.cheap_compilation():
+    yield
+
+
+@pytest.fixture(scope="module")
+def model():
+  return tiny.make_model(tiny.make_config())
+
+
+@pytest.fixture(scope="module")
+def greedy(model):
+  """What each prompt's greedy continuation is, 9 tokens."""
+  return Generator(nnx.graphdef(model), SIZE).generate(nnx.state(model), PROMPTS, 9)
+
+
+@nnx.jit
+def whole_logits(model, tokens_BT):
+  return model(tokens_BT)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_cached_logits_are_those_of_the_whole_text(model, scan_layers):
+  """Each row goes on with fixed tokens; every step's logits against a pass over the whole text."""
+  model = model if scan_layers else tiny.make_model(tiny.make_config(scan_layers=False))
+  rng = np.random.default_rng(0)
+  texts_BT = rng.integers(0, tiny.VOCAB, (3, 18)).astype(np.int32)
+  lengths_B = np.array([7, 1, 4], np.int32)
+  expected_BTV = np.asarray(whole_logits(model, texts_BT))
+  graphdef, state = nnx.split(model)
+  padded_BT = np.where(np.arange(11) < lengths_B[:, None], texts_BT[:, :11], 77)
+  logits_BV, kept = jax.jit(
+    lambda state: generator.read_prompts(nnx.merge(graphdef, state), padded_BT, jnp.asarray(lengths_B), SIZE)
+  )(state)
+  add = jax.jit(lambda state, *args: generator.add_token(nnx.merge(graphdef, state), *args))
+  rows = np.arange(3)
+  np.testing.assert_allclose(logits_BV, expected_BTV[rows, lengths_B - 1], atol=1e-5)
+  for step in range(10):
+    counts_B = lengths_B + step
+    logits_BV, kept = add(state, texts_BT[rows, counts_B], counts_B, kept)
+    np.testing.assert_allclose(logits_BV, expected_BTV[rows, counts_B], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "mixtral", "gpt_oss"])
+def test_families_have_the_recorded_logits_through_their_caches(name):
+  """Learned positions, windows of 5 and 9 positions in ring caches, experts, sinks. Rows begin at 13 and 2 tokens."""
+  model, _, tokens_BT, expected_BTV = hf_models.model(name)
+  graphdef, state = nnx.split(model)
+  lengths_B = np.array([13, 2], np.int32)
+  padded_BT = np.where(np.arange(15) < lengths_B[:, None], tokens_BT[:, :15], 3)
+  logits_BV, kept = jax.jit(
+    lambda state: generator.read_prompts(nnx.merge(graphdef, state), padded_BT, jnp.asarray(lengths_B), 19)
+  )(state)
+  slots = {x.shape[-2] for x in jax.tree.leaves(kept)}
+  assert slots == {"mistral": {5}, "gpt_oss": {9, 19}}.get(name, {19})
+  add = jax.jit(lambda state, *args: generator.add_token(nnx.merge(graphdef, state), *args))
+  rows = np.arange(2)
+  np.testing.assert_allclose(logits_BV, expected_BTV[rows, lengths_B - 1], atol=1e-5)
+  for step in range(6):
+    counts_B = lengths_B + step
+    logits_BV, kept = add(state, tokens_BT[rows, counts_B], counts_B, kept)
+    np.testing.assert_allclose(logits_BV, expected_BTV[rows, counts_B], atol=1e-5)
+
+
+def test_greedy_text_is_the_argmax_of_every_prefix(model, greedy):
+  texts_BT = np.zeros((3, 18), np.int32)
+  for i, prompt in enumerate(PROMPTS):
+    texts_BT[i, : len(prompt) + 9] = [*prompt, *greedy.row(i)]
+  best_BT = np.argmax(np.asarray(whole_logits(model, texts_BT)), axis=-1)
+  for i, prompt in enumerate(PROMPTS):
+    np.testing.assert_array_equal(greedy.row(i), best_BT[i, len(prompt) - 1 : len(prompt) + 8])
+
+
+def test_a_row_ends_at_its_stop_token_and_the_others_go_on(model, greedy):
+  graphdef, state = nnx.split(model)
+  stop = int(greedy.row(0)[2])
+  progress = Generator(graphdef, SIZE, stop_ids=[stop]).generate(state, PROMPTS, 9)
+  for i in range(3):
+    ids = greedy.row(i)
+    end = np.flatnonzero(ids == stop)
+    np.testing.assert_array_equal(progress.row(i), ids[: end[0] + 1] if len(end) else ids)
+    assert progress.done_B[i] == bool(len(end))
+  assert progress.counts_B[0] == 1 + list(greedy.row(0)).index(stop)
+
+
+def test_streamed_pieces_are_the_whole_and_rows_do_not_see_each_other(model):
+  graphdef, state = nnx.split(model)
+  sampler = Generator(graphdef, SIZE, sampling=Sampling(temperature=1.5, top_k=50))
+  pieces = list(sampler.stream(state, PROMPTS, 8, every=3, seed=4))
+  assert [list(p.counts_B) for p in pieces] == [[1] * 3, [4] * 3, [7] * 3, [8] * 3]
+  for before, after in itertools.pairwise(pieces):
+    np.testing.assert_array_equal(before.ids_BN[:, : before.counts_B[0]], after.ids_BN[:, : before.counts_B[0]])
+  other = [*PROMPTS[:1], [1, 2, 3], [44] * 9]
+  again = sampler.generate(state, other, 8, seed=4)
+  np.testing.assert_array_equal(again.row(0), pieces[-1].row(0))
+  assert not np.array_equal(again.row(1), pieces[-1].row(1))
+  assert not np.array_equal(sampler.generate(state, other, 8, seed=5).row(0), again.row(0))
+
+
+@pytest.mark.parametrize(
+  ("prompts", "num_new", "message"),
+  [([], 3, "at least one token"), ([[1], []], 3, "at least one token"), ([[1] * 30], 11, "more than the 40 positions")],
+)
+def test_prompts_that_cannot_be_served(model, prompts, num_new, message):
+  with pytest.raises(ValueError, match=message):
+    Generator(nnx.graphdef(model), SIZE).generate(nnx.state(model), prompts, num_new)
+
+
+def softmax(x):
+  x = np.exp(x - x.max())
+  return x / x.sum()
+
+
+@pytest.mark.parametrize(("window", "with_sinks"), [(None, False), (5, True)])
+def test_one_token_against_plain_attention(window, with_sinks):
+  """Rows of 9 and 3 earlier tokens; H=6, K=2, h=4; a window's cache has no more slots than the window."""
+  rng = np.random.default_rng(1)
+  heads, num_kv, width, total = 6, 2, 4, 13
+  q, k, v = (rng.normal(size=(2, total, n, width)).astype(np.float32) for n in (heads, num_kv, num_kv))
+  sinks, cap = rng.normal(size=heads).astype(np.float32) if with_sinks else None, 1.5
+  lengths_B = jnp.array([9, 3], jnp.int32)
+  size = kv_cache.num_slots(12, window)
+  kept = [tuple(kv_cache._slots(jnp.asarray(x[:, :10]), lengths_B, size) for x in (k, v))]
+  assert kept[0][0].shape == (2, num_kv, window or 12, width)
+  for step in range(3):
+    counts_B = lengths_B + step
+    rows = np.arange(2)
+    cache = kv_cache.Continuation(kept, counts_B)
+    at = np.asarray(counts_B)
+    new = (jnp.asarray(x[rows, at][:, None]) for x in (q, k, v))
+    out = cache.attend(*new, kernel="dot_product", window=window, sinks_H=sinks, soft_cap=cap, scale=0.7)
+    for row, position in enumerate(at):
+      first = max(0, position - window + 1) if window else 0
+      for head in range(heads):
+        keys, values = (x[row, first : position + 1, head // 3] for x in (k, v))
+        scores = cap * np.tanh(keys @ q[row, position, head] * 0.7 / cap)
+        weights = softmax(scores if sinks is None else np.append(scores, sinks[head]))[: len(scores)]
+        np.testing.assert_allclose(out[row, 0, head], weights @ values, atol=1e-6)
+    kept = kv_cache.append(kept, cache.entries, counts_B)
+
+
+def test_cut_keeps_the_likeliest():
+  probabilities = np.array([[0.4, 0.05, 0.3, 0.15, 0.1], [0.05, 0.1, 0.15, 0.3, 0.4]])
+  logits_BV = jnp.log(probabilities)
+  kept = {
+    name: np.isfinite(np.asarray(cut(logits_BV, Sampling(1.0, **options)))).tolist()
+    for name, options in {"k": {"top_k": 2}, "p": {"top_p": 0.75}, "both": {"top_k": 2, "top_p": 0.5}}.items()
+  }
+  assert kept["k"] == [[True, False, True, False, False], [False, False, False, True, True]]
+  assert kept["p"] == [[True, False, True, True, False], [False, False, True, True, True]]
+  # The two best have 4/7 and 3/7 after the cut, so half the probability is reached by the best alone.
+  assert kept["both"] == [[True, False, False, False, False], [False, False, False, False, True]]
+
+
+def test_draws_follow_the_distribution_at_the_temperature():
+  probabilities = np.array([0.5, 0.3, 0.15, 0.05])
+  count = 4000
+  keys = jax.random.split(jax.random.key(0), count)
+  logits = jnp.broadcast_to(jnp.log(probabilities), (count, 4))
+  for temperature in (1.0, 0.5):
+    drawn = np.asarray(choose(logits, keys, Sampling(temperature)))
+    expected = probabilities ** (1 / temperature) / (probabilities ** (1 / temperature)).sum()
+    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / count, expected, atol=0.03)
+  assert set(np.asarray(choose(logits, keys, Sampling(1.0, top_k=2)))) == {0, 1}
+  assert set(np.asarray(choose(logits, keys, Sampling()))) == {0}
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"temperature": -1.0}, "temperature=-1.0"),
+    ({"temperature": 1.0, "top_k": -2}, "top_k=-2"),
+    ({"temperature": 1.0, "top_p": 0.0}, "top_p=0.0"),
+    ({"top_k": 3}, "no meaning at temperature=0"),
+  ],
+)
+def test_sampling_out_of_bounds(options, message):
+  with pytest.raises(ConfigError, match=message):
+    Sampling(**options)

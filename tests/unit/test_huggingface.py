@@ -1,0 +1,301 @@
+"""Hugging Face folders in and out: the fixtures that transformers wrote, and what must be refused by name."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import hf_models
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+import tiny
+from flax import nnx
+
+from maxghost import config, given_model
+from maxghost.checkpoint import hf_checkpoint, huggingface_config, model_keys, parameters, places, safetensors_files
+from maxghost.checkpoint.layouts_store import open_tree
+from maxghost.config import ConfigError
+
+
+def silent(line):
+  pass
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+  """All tensors of a folder, by the library alone."""
+  return {name: x for file in folder.glob("*.safetensors") for name, x in safetensors.numpy.load_file(file).items()}
+
+
+def rewrite(folder: Path, change) -> None:
+  """Writes model.safetensors anew with change(tensors)."""
+  safetensors.numpy.save_file(change(tensors_of(folder)), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **changes) -> None:
+  content = json.loads((folder / "config.json").read_text())
+  (folder / "config.json").write_text(json.dumps(content | changes))
+
+
+@pytest.fixture
+def llama(tmp_path):
+  """A copy of the llama2 fixture that a test may damage."""
+  shutil.copytree(hf_models.FOLDER / "llama2", tmp_path / "llama2")
+  return tmp_path / "llama2"
+
+
+def loaded_labels(place: places.ModelPlace, cfg) -> dict[str, np.ndarray]:
+  graphdef, state = given_model.load(place, cfg, silent)
+  return tiny.by_label(nnx.merge(graphdef, state))
+
+
+@pytest.mark.parametrize("name", hf_models.NAMES)
+def test_import_gives_the_model_and_export_gives_the_same_bits_back(name, tmp_path):
+  """Parameters and configuration as hf_models makes them, whose logits are those of transformers."""
+  source, imported, exported = hf_models.FOLDER / name, tmp_path / "in", tmp_path / "out"
+  cfg = hf_checkpoint.import_model(source, imported, scan_layers=name != "mixtral", say=silent)
+  expected_cfg, weights, *_ = hf_models.load(name, attention="autoselected")
+  assert model_keys.differing(cfg.model, expected_cfg.model) == {}
+  if name != "mixtral":
+    found = loaded_labels(*given_model.find(imported))
+    assert set(found) == set(weights)
+    for label, value in weights.items():
+      np.testing.assert_array_equal(found[label], value, err_msg=label)
+  hf_checkpoint.export_model(imported, exported, shard_bytes=9000, say=silent)
+  assert len(list(exported.glob("model-*-of-*.safetensors"))) > 2
+  before, after = tensors_of(source), tensors_of(exported)
+  assert set(before) == set(after)
+  for tensor, value in before.items():
+    assert value.dtype == after[tensor].dtype and value.tobytes() == after[tensor].tobytes(), tensor
+  read = [huggingface_config.keys_of(safetensors_files.read_json(f / "config.json"), "x") for f in (source, exported)]
+  assert read[0] == read[1]
+
+
+def test_logits_straight_from_the_folder(tmp_path):
+  """Sharded, layers unlike each other, experts in one tensor: the model without any import."""
+  parity = np.load(hf_models.FOLDER / "gpt_oss" / "logits.npz")
+  hf_checkpoint.export_model(hf_models.FOLDER / "gpt_oss", tmp_path / "shards", shard_bytes=9000, say=silent)
+  graphdef, state = given_model.load(*given_model.find(tmp_path / "shards"), silent)
+  with tiny.cheap_compilation():
+    logits = jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens))(state, parity["tokens"])
+  np.testing.assert_allclose(logits, parity["logits"], rtol=0, atol=2e-5)
+
+
+def test_narrow_weights_keep_their_bits_and_widen_on_request(llama, tmp_path):
+  rewrite(llama, lambda tensors: {name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()})
+  cfg = hf_checkpoint.import_model(llama, tmp_path / "in", say=silent)
+  assert cfg.model.weight_dtype == "bfloat16" and cfg.model.dtype == "float32"
+  place, _ = given_model.find(tmp_path / "in")
+  wide = loaded_labels(place, config.replace(cfg, weight_dtype="float32"))
+  table = tensors_of(llama)["model.embed_tokens.weight"]
+  assert wide["token_embedder/embedding"].dtype == np.float32
+  np.testing.assert_array_equal(wide["token_embedder/embedding"], table.astype(np.float32))
+  hf_checkpoint.export_model(tmp_path / "in", tmp_path / "out", say=silent)
+  assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+  assert tensors_of(tmp_path / "out")["model.embed_tokens.weight"].tobytes() == table.tobytes()
+  with pytest.raises(ConfigError, match=r"is float32\[29, 12\] there and bfloat16"):
+    given_model.load(places.find(hf_models.FOLDER / "llama2"), cfg, silent)
+
+
+def test_files_that_leave_the_first_level_out_or_hold_a_tied_table_twice(tmp_path):
+  bare, tied = tmp_path / "bare", tmp_path / "tied"
+  shutil.copytree(hf_models.FOLDER / "gpt2", bare)
+  rewrite(bare, lambda tensors: {name.removeprefix("transformer."): x for name, x in tensors.items()})
+  masks = {f"h.{i}.attn.bias": np.ones((1, 1, 31, 31), np.float32) for i in range(4)}
+  rewrite(bare, lambda tensors: tensors | masks)
+  nodes = open_tree(bare).nodes
+  np.testing.assert_array_equal(
+    nodes["decoder", "layers_3", "mlp", "wi", "bias"].read(None),
+    tensors_of(hf_models.FOLDER / "gpt2")["transformer.h.3.mlp.c_fc.bias"],
+  )
+  shutil.copytree(hf_models.FOLDER / "qwen3", tied)
+  rewrite(tied, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+  assert ("decoder", "logits_dense", "kernel") not in open_tree(tied).nodes
+  rewrite(tied, lambda tensors: tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1})
+  with pytest.raises(ConfigError, match=r"has unknown lm_head\.weight"):
+    open_tree(tied)
+
+
+def drop(*names):
+  return lambda tensors: {name: x for name, x in tensors.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (drop("model.norm.weight", "model.layers.1.mlp.up_proj.weight"),
+     r"lacks model\.norm\.weight, model\.layers\.1\.mlp\.up_proj\.weight"),
+    (lambda tensors: tensors | {"model.layers.3.mlp.up_proj.weight": np.zeros(2)},
+     r"has unknown model\.layers\.3\.mlp\.up_proj\.weight"),
+    (lambda tensors: tensors | {"model.norm.weight": np.zeros(7, np.float32)},
+     r"model\.norm\.weight is \[7\], config\.json makes it \[12\]"),
+    (lambda tensors: tensors | {"model.norm.weight": np.zeros(12, np.complex64)}, "has dtype C64"),
+  ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_named(llama, tmp_path, change, message):
+  rewrite(llama, change)
+  with pytest.raises(ConfigError, match=message):
+    hf_checkpoint.import_model(llama, tmp_path / "in", say=silent)
+  assert not (tmp_path / "in").exists()
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"model_type": "llma"}, "model_type=llma is not known.*llama"),
+    ({"model_type": "mixtral"}, "num_local_experts"),
+    ({"hidden_act": "gelu"}, "hidden_act=gelu is not known here; known is silu"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type=linear is not known"),
+    ({"num_attention_heads": 5}, "base_num_query_heads=5 is not a multiple"),
+    ({"num_hidden_layers": 4}, r"lacks model\.layers\.3\.input_layernorm\.weight"),
+    ({"num_hidden_layers": 2}, r"has unknown model\.layers\.2\."),
+    ({"attention_bias": True}, r"lacks model\.layers\.0\.self_attn\.q_proj\.bias"),
+    ({"tie_word_embeddings": True}, r"has unknown lm_head\.weight"),
+  ],
+)
+def test_a_config_json_of_another_function_is_refused(llama, changes, message):
+  edit_config(llama, **changes)
+  with pytest.raises(ConfigError, match=message):
+    places.find(llama)
+    open_tree(llama)
+
+
+def test_yarn_with_another_attention_factor_is_refused():
+  content = json.loads((hf_models.FOLDER / "gpt_oss" / "config.json").read_text())
+  content["rope_parameters"]["attention_factor"] = 1.0
+  assert huggingface_config.keys_of(content, "x")["rope_attention_scaling"] is False
+  content["rope_parameters"]["attention_factor"] = 1.5
+  with pytest.raises(ConfigError, match=r"attention_factor=1\.5"):
+    huggingface_config.keys_of(content, "x")
+
+
+def test_rotary_words_of_transformers_4_mean_the_same():
+  content = json.loads((hf_models.FOLDER / "llama3" / "config.json").read_text())
+  rope = content.pop("rope_parameters")
+  old = content | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+  new = json.loads((hf_models.FOLDER / "llama3" / "config.json").read_text())
+  assert huggingface_config.keys_of(old, "x") == huggingface_config.keys_of(new, "x")
+
+
+def test_cut_and_half_copied_files(llama, tmp_path):
+  file = llama / "model.safetensors"
+  whole = file.read_bytes()
+  for size in (len(whole) - 3, 20, 0):
+    file.write_bytes(whole[:size])
+    with pytest.raises(ConfigError, match="is cut or damaged"):
+      hf_checkpoint.import_model(llama, tmp_path / "in", say=silent)
+  file.unlink()
+  with pytest.raises(ConfigError, match=r"has neither model\.safetensors nor"):
+    places.find(llama)
+  hf_checkpoint.export_model(hf_models.FOLDER / "llama2", tmp_path / "shards", shard_bytes=9000, say=silent)
+  lost = sorted((tmp_path / "shards").glob("*.safetensors"))[1]
+  lost.unlink()
+  with pytest.raises(ConfigError, match=f"half copied.*{lost.name}"):
+    places.find(tmp_path / "shards")
+  assert not (tmp_path / "in").exists()
+
+
+def test_a_full_disk_leaves_no_target(monkeypatch, tmp_path):
+  real, written = safetensors_files._write_file, []
+
+  def full(file, tensors):
+    if written:
+      raise OSError(errno.ENOSPC, "No space left on device", str(file))
+    written.append(file)
+    real(file, tensors)
+
+  monkeypatch.setattr(safetensors_files, "_write_file", full)
+  with pytest.raises(ConfigError, match=r"could not be written.*No space left on device.*nothing is left there"):
+    hf_checkpoint.export_model(hf_models.FOLDER / "llama2", tmp_path / "out", shard_bytes=9000, say=silent)
+  assert written and list(tmp_path.iterdir()) == []
+
+
+def test_what_was_written_is_read_again(monkeypatch, tmp_path, capsys):
+  """A writer that changes one value leaves nothing and the exit code is 1."""
+  real = safetensors_files._write_file
+
+  def damaging(file, tensors):
+    real(file, tensors)
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+
+  monkeypatch.setattr(safetensors_files, "_write_file", damaging)
+  assert hf_checkpoint.main(["export", str(hf_models.FOLDER / "llama2"), str(tmp_path / "out")]) == 1
+  assert "verification failed: 1 parameters differ" in capsys.readouterr().err
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_targets_and_sources_that_are_refused(llama, tmp_path, capsys):
+  for target, message in ((llama, "target equals source"), (llama / "x", "lies inside the source"),
+                          (tmp_path, "holds the source")):  # fmt: skip
+    assert hf_checkpoint.main(["import", str(llama), str(target)]) == 2
+    assert message in capsys.readouterr().err
+  assert hf_checkpoint.main(["import", str(tmp_path), str(tmp_path / "in")]) == 2
+  assert "is no Hugging Face model folder" in capsys.readouterr().err
+  assert hf_checkpoint.main(["export", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
+  assert "there is no model folder" in capsys.readouterr().err
+  assert hf_checkpoint.main(["import", str(llama), str(tmp_path / "in")]) == 0
+  assert hf_checkpoint.main(["import", str(llama), str(tmp_path / "in")]) == 2
+  assert "exists; name a new folder" in capsys.readouterr().err
+
+
+def make_tokenizer(folder: Path, num_words: int, begins: bool) -> None:
+  """A tokenizer.json of byte-level BPE without merges: 256 bytes, then specials <s>, </s> and num_words more."""
+  import tokenizers
+  from tokenizers import decoders, models, pre_tokenizers, processors
+
+  letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+  made = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+  made.add_special_tokens(["<s>", "</s>", *(f"<|{i}|>" for i in range(num_words))])
+  made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+  if begins:
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+  made.save(str(folder / "tokenizer.json"))
+
+
+def test_the_tokenizer_comes_along_and_must_fit(llama, tmp_path):
+  def widen(tensors):
+    wide = {name: np.resize(tensors[name], (261, 12)) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    return tensors | wide
+
+  rewrite(llama, widen)
+  edit_config(llama, vocab_size=261)
+  make_tokenizer(llama, 3, begins=True)
+  (llama / "generation_config.json").write_text('{"eos_token_id": [257, 259]}')
+  cfg = hf_checkpoint.import_model(llama, tmp_path / "in", say=silent)
+  assert (cfg.data.tokenizer_type, cfg.data.add_bos) == ("huggingface", True)
+  shutil.move(tmp_path / "in", tmp_path / "moved")
+  place, found = given_model.find(tmp_path / "moved")
+  assert Path(found.data.tokenizer_path) == tmp_path / "moved" / "tokenizer" and place.stop_ids() == {257, 259}
+  hf_checkpoint.export_model(tmp_path / "moved", tmp_path / "out", say=silent)
+  assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
+  content = json.loads((tmp_path / "out" / "config.json").read_text())
+  assert (content["bos_token_id"], content["eos_token_id"]) == (256, 257)
+  make_tokenizer(llama, 3, begins=False)
+  assert places.find(llama).config.data.add_bos is False
+  make_tokenizer(llama, 4, begins=True)
+  with pytest.raises(ConfigError, match="has ids up to 261, but the model's vocabulary ends at 260"):
+    hf_checkpoint.import_model(llama, tmp_path / "again", say=silent)
+
+
+def test_keys_that_differ_from_the_given_model_are_listed(llama):
+  path = f"load_parameters_path={llama}"
+  with pytest.raises(ConfigError, match=r"is another model .*base_emb_dim=12 there, 256 here; .*vocab_size=29 there"):
+    parameters.check_config(config.load(path))
+  cfg = config.replace(places.find(llama).config, load_parameters_path=str(llama), attention="dot_product")
+  assert parameters.check_config(cfg).tree == llama
+
+
+def test_export_refuses_what_transformers_has_no_model_for():
+  cfg = given_model.find(hf_models.FOLDER / "llama2")[1]
+  for changes, message in (
+    ({"mlp_activations": ("gelu", "linear")}, r"mlp_activations=\[gelu, linear\]: LlamaForCausalLM of transformers"),
+    ({"use_qk_norm": True}, "use_qk_norm=true"),
+    ({"mlp_activations_limit": 7.0}, r"mlp_activations_limit=7\.0"),
+    ({"rope_type": "none"}, "rope_type=none"),
+  ):
+    with pytest.raises(ConfigError, match=message):
+      huggingface_config.config_json(config.replace(cfg, **changes).model, "float32", 99, {})
