@@ -38,7 +38,8 @@ class Encoded:
   """Tokens of documents laid end to end, with begin and end tokens.
 
   tokens: uint16 or int32[N]. ends: int64[D]. documents: int64[D], index of each into the source. The source bytes
-  behind each token are in byte_table by id, or in sizes by place (int64[N]).
+  behind each token are in byte_table by id, or in sizes by place: an integer for each token of the texts, end to end
+  without the `added` tokens (before, after) of each document.
   """
 
   tokens: np.ndarray
@@ -46,10 +47,17 @@ class Encoded:
   documents: np.ndarray
   byte_table: np.ndarray | None
   sizes: np.ndarray | None = None
+  added: tuple[int, int] = (0, 0)
 
-  def bytes_of(self, first: int, stop: int) -> np.ndarray:
-    """Source bytes behind the tokens first..stop."""
-    return self.byte_table.take(self.tokens[first:stop]) if self.sizes is None else self.sizes[first:stop]
+  def chunk_bytes(self, document: int, first: np.ndarray) -> np.ndarray:
+    """Source bytes of a document's chunks but the last, int64[c - 1]; first: int64[c], where they begin in `tokens`."""
+    if self.sizes is None:
+      place, found = first - first[0], self.byte_table.take(self.tokens[first[0] : first[-1]])
+    else:
+      place = first - document * sum(self.added) - self.added[0]
+      place[0] += self.added[0]  # the begin token has no bytes
+      place, found = place - place[0], self.sizes[place[0] : place[-1]]
+    return np.add.reduceat(found, place[:-1], dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,8 +185,7 @@ def _offsets(encoded: Encoded, document: np.ndarray, start: np.ndarray) -> np.nd
   heads = np.flatnonzero(np.diff(document, prepend=-1))  # the first chunk of each document
   counts = np.diff(heads, append=len(document))
   for head, count in zip(heads[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
-    first = start[head : head + count]
-    sizes = np.add.reduceat(encoded.bytes_of(int(first[0]), int(first[-1])), first[:-1] - first[0], dtype=np.int64)
+    sizes = encoded.chunk_bytes(int(document[head]), start[head : head + count])
     offset[head + 1 : head + count] = np.cumsum(sizes)
   return offset
 
