@@ -1,7 +1,7 @@
 """Memory and collectives of the train step of large models on TPU slices, scored and not, compiled without a TPU.
 
-`python benchmarks/topologies.py [--only NAME] [--keys key=value ...]` prints one table. Needs the extra `tpu`; every row
-is compiled in a process of its own and takes minutes on two cores. `--abstract` prints instead how long the abstract
+`python benchmarks/topologies.py [--only NAME] [--keys key=value ...]` prints one table. Needs the extra `tpu`; a row is
+compiled in a process of its own and takes minutes on two cores. `--abstract` prints instead how long the abstract
 path of a 70B model takes and how much memory it needs.
 
 Rows: bfloat16 compute, float32 weights and moments, remat full, one row of 4096 tokens per device where not said
@@ -96,8 +96,8 @@ def abstract() -> str:
   planned = ahead.plan(cfg, Layout.of(cfg.parallel, jax.devices()))
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
   return (
-    f"llama3-70b on 256 devices: {planned.num_params / 1e9:.1f} billion parameters, abstract state with shardings after "
-    f"{time.perf_counter() - begin:.1f} s, peak memory {peak:.2f} GB"
+    f"llama3-70b on 256 devices: {planned.num_params / 1e9:.1f} billion parameters, abstract state with shardings "
+    f"after {time.perf_counter() - begin:.1f} s ({time.process_time():.1f} s of CPU), peak memory {peak:.2f} GB"
   )
 
 

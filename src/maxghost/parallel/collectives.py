@@ -1,9 +1,9 @@
 """What a compiled program moves between devices, read from its HLO text.
 
 Each collective is counted as often as it runs: a loop's body as many times as the loop turns, where the text tells
-that number. The TPU compiler writes one collective that runs beside several others into each of them; by their channel they
-are known to be one. Bytes are those of the whole array that a group of devices exchanges, on one device: the result of an
-all-gather, the operand of a reduce-scatter.
+that number. The TPU compiler writes one collective that runs beside several others into each of them; by their channel
+they are known to be one. Bytes are those of the whole array that a group of devices exchanges, on one device: the
+result of an all-gather, the operand of a reduce-scatter.
 """
 
 import collections

@@ -87,8 +87,8 @@ def plan(cfg: Config, layout: Layout) -> Planned:
   return Planned(cfg, layout, graphdef, arguments, spread)
 
 
-def lower(planned: Planned):
-  """The traced step; raises ConfigError for a model that the engine cannot score."""
+def step_function(planned: Planned):
+  """The train step; raises ConfigError for a model that the engine cannot score."""
   train_state, batch, val_batches = planned.arguments
   try:
     step, _ = make_train_step(
@@ -97,6 +97,12 @@ def lower(planned: Planned):
     )
   except ValueError as error:
     raise ConfigError(str(error)) from error
+  return step
+
+
+def lower(planned: Planned):
+  """The traced step."""
+  step = step_function(planned)
   return program.lower("train_step", step, planned.layout, time.perf_counter(), *planned.arguments)[2]
 
 
