@@ -93,8 +93,11 @@ def stacked_value(values: dict, path: tuple) -> np.ndarray:
   label = "/".join(map(str, path))
   if label in values:
     return values[label]
-  index = next(str(part).removeprefix("layers_") for part in path if str(part).startswith("layers_"))
-  return values[label.replace(f"layers_{index}", "layers")][int(index)]
+  index = int(next(str(part).removeprefix("layers_") for part in path if str(part).startswith("layers_")))
+  cycle = len({name.split("/")[2] for name in values if name.startswith("decoder/layers/layers_")})
+  if cycle:  # unlike layers: the stacked ones are layers/layers_0, layers/layers_1, ...
+    return values[label.replace(f"layers_{index}", f"layers/layers_{index % cycle}")][index // cycle]
+  return values[label.replace(f"layers_{index}", "layers")][index]
 
 
 def stack_layers(values: dict, num_layers: int) -> dict:

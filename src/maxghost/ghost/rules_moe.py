@@ -4,13 +4,17 @@ K validation sets, n examples, T positions, N = n T tokens, E experts, R rows (t
 their experts), I inputs and O outputs of an expert's matrix, H heads, h head width.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from maxghost.ghost.rules import Rule, rule
-from maxghost.models import attention_ops, moe
+from maxghost.models import attention_ops, expert_parallel, moe
 from maxghost.models.attention import SelfAttention
+from maxghost.models.expert_rows import Rows
 from maxghost.models.grouped_matmul import product, product_transposed
 from maxghost.models.parts import gated
 
@@ -36,39 +40,79 @@ class RoutedMoeRule(Rule):
   def score(self, call, name, direction):
     if not call.module.sparse:
       return super().score(call, name, direction)
+    split = expert_parallel.find(call.module, call.args[0].shape)
     if "use" not in call.memo:
-      call.memo["use"] = _use(call)
+      call.memo["use"] = _use(call) if split is None else _use_on_mesh(call, split)
     rows, used = call.memo["use"]
-    x_RI, g_RO = used[name.removesuffix("_bias")]
-    scores = []
-    for u in direction.full:
-      u = u.astype(g_RO.dtype)
-      along_RO = rows.of_expert(u) if name.endswith("_bias") else _along(call, x_RI, u, rows)
-      wide = jnp.promote_types(g_RO.dtype, jnp.float32)
-      token_N = rows.sums((along_RO.astype(wide) * g_RO.astype(wide)).sum(-1))
-      score_nT = token_N.reshape(call.cotangent.shape[:2])
-      scores.append(score_nT if call.resolution == 2 else score_nT.sum(1))
-    return jnp.stack(scores)
-
-
-def _along(call, x_RI, u_EIO, rows):
-  return product(x_RI, u_EIO, rows.sizes_E, call.module.precision)
+    arrays = (rows, *used[name.removesuffix("_bias")], direction.full)
+    length = call.cotangent.shape[1]
+    if split is None:
+      score_KnT = _token_scores(call.module, name, length, *arrays)
+    else:
+      score_KnT = _scores_on_mesh(call.module, name, length, split, arrays)
+    return score_KnT if call.resolution == 2 else score_KnT.sum(2)
 
 
 def _use(call):
+  """`_use_of` the whole layer."""
+  return _use_of(call.module, call.values, *call.args, call.cotangent)
+
+
+def _use_of(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert=None):
   """(rows, {matrix: (its input x_RI, the cotangent of its output g_RO)}): the layer's own pass once more, up to the
   last product, and back."""
-  module, (x_nTD, index_nTk, weight_nTk), params = call.module, call.args, call.values
-  rows = moe.Rows.sort(index_nTk, module.num_experts)
+  rows = Rows.sort(index_nTk, params["wo"].shape[0], first_expert)
   x_RD = rows.take(x_nTD.reshape(-1, x_nTD.shape[-1])).astype(module.dtype)
   branches = module.branch_rows(params, x_RD, rows)
   h_RF, pull = jax.vjp(lambda branches: gated(branches, module.activations, module.limit), branches)
   weight_R = weight_nTk.reshape(-1)[rows.order_R].astype(h_RF.dtype)
-  b_ND = call.cotangent.reshape(-1, call.cotangent.shape[-1]).astype(h_RF.dtype)
-  g_RD = rows.take(b_ND) * weight_R[:, None]
-  (g_branches,) = pull(product_transposed(g_RD, params["wo"].astype(module.dtype), rows.sizes_E, module.precision))
+  g_RD = rows.own(rows.take(b_nTD.reshape(-1, b_nTD.shape[-1]).astype(h_RF.dtype)) * weight_R[:, None])
+  g_RF = product_transposed(g_RD, params["wo"].astype(module.dtype), rows.sizes_E, module.precision)
+  (g_branches,) = pull(rows.own(g_RF))
   used = {name: (x_RD, g_RF) for name, g_RF in zip(module.branches, g_branches, strict=True)}
   return rows, used | {"wo": (h_RF, g_RD)}
+
+
+def _token_scores(module, name: str, length: int, rows: Rows, x_RI, g_RO, u_K):
+  """Scores of one Param by token: [K, n, length]."""
+  wide = jnp.promote_types(g_RO.dtype, jnp.float32)
+  scores = []
+  for u in u_K.astype(g_RO.dtype):
+    along_RO = rows.of_expert(u) if name.endswith("_bias") else product(x_RI, u, rows.sizes_E, module.precision)
+    row_R = (rows.own(along_RO).astype(wide) * g_RO.astype(wide)).sum(-1)
+    scores.append(rows.sums(row_R).reshape(-1, length))
+  return jnp.stack(scores)
+
+
+# On a mesh, as `expert_parallel` runs the layer: each device scores the rows of its own experts.
+
+
+def _use_on_mesh(call, split: expert_parallel.Split):
+  module = call.module
+
+  def local(params, x, index, weight, b):
+    return _use_of(module, params, *split.gather(x, index, weight, b), split.first_expert(params))
+
+  whole, wide = PartitionSpec(split.sorted_rows), PartitionSpec(split.sorted_rows, split.width or None)
+  used = {name: (whole, wide) for name in module.branches} | {"wo": (wide, whole)}
+  params = {name: split.param(name) for name in call.values}
+  run = split.map(local, (params, *[split.tokens] * 4), (whole, used))
+  return run(call.values, *call.args, call.cotangent)
+
+
+def _scores_on_mesh(module, name: str, length: int, split: expert_parallel.Split, arrays):
+  parts = math.prod(split.mesh.shape[axis] for axis in split.length)
+
+  def local(*arrays):
+    score_KnT = _token_scores(module, name, length // parts, *arrays)
+    if name == "wo_bias" and split.width:
+      score_KnT = jnp.where(split.is_first, score_KnT, 0)
+    return jnp.stack([split.sum(score_nT) for score_nT in score_KnT])
+
+  whole, wide = PartitionSpec(split.sorted_rows), PartitionSpec(split.sorted_rows, split.width or None)
+  inputs = (wide, whole) if name.startswith("wo") else (whole, wide)
+  specs = (whole, *inputs, split.param(name, leading=1))
+  return split.map(local, specs, PartitionSpec(None, *split.tokens))(*arrays)
 
 
 @rule(SelfAttention)

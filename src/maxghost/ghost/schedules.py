@@ -88,7 +88,8 @@ def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: t
 
   _, along = _for_each_set(curvature, batches)
   return [
-    jax.tree.map(lambda g, c: g + 0.5 * c, gradient, curved) for gradient, curved in zip(gradients, along, strict=True)
+    constrain_state(jax.tree.map(lambda g, c: g + 0.5 * c, gradient, curved))
+    for gradient, curved in zip(gradients, along, strict=True)
   ]
 
 

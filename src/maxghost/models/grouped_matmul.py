@@ -66,24 +66,35 @@ def product_transposed(g_RO, w_GIO, sizes_G, precision=None):
 
 
 def outer_sums(x_RI, g_RO, sizes_G, precision=None):
-  """w_GIO: for each group the sum over its rows of the outer products of x and g."""
+  """w_GIO: for each group the sum over its rows of the outer products of x and g, in float32 or wider."""
+  wide = jnp.promote_types(x_RI.dtype, jnp.float32)
   rows = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
 
   def ragged(x, g, sizes):
-    return lax.ragged_dot_general(x, g, sizes, rows, precision)
+    return lax.ragged_dot_general(x, g, sizes, rows, precision, preferred_element_type=wide)
 
   return _choose(functools.partial(_outer_blocks, precision=precision), ragged, (x_RI, g_RO, sizes_G))
 
 
 def _choose(on_cpu, elsewhere, arguments):
-  """By the platform that the program is compiled for, which need not be the one that compiles it. Under `jax.vmap` one
-  after the other: `ragged_dot` has no batching rule, and batched blocks would be gathers."""
+  """A product of two arrays and the sizes, by the platform that the program is compiled for, which need not be the one
+  that compiles it. Under `jax.vmap` one after the other: `ragged_dot` has no batching rule, and batched blocks would be
+  gathers. Its derivative is given, as it is bilinear: `jax.jvp` through a mapped `custom_vmap` does not end."""
 
   @jax.custom_batching.sequential_vmap
-  def run(*arguments):
-    return lax.platform_dependent(*arguments, cpu=on_cpu, default=elsewhere)
+  def run(a, b, sizes_G):
+    return lax.platform_dependent(a, b, sizes_G, cpu=on_cpu, default=elsewhere)
 
-  return run(*arguments)
+  @jax.custom_jvp
+  def bilinear(a, b, sizes_G):
+    return run(a, b, sizes_G)
+
+  @bilinear.defjvp
+  def tangent(primals, tangents):
+    (a, b, sizes_G), (da, db, _) = primals, tangents
+    return bilinear(a, b, sizes_G), bilinear(da, b, sizes_G) + bilinear(a, db, sizes_G)
+
+  return bilinear(*arguments)
 
 
 def _block(most: int, num_rows: int) -> int:

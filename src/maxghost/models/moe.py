@@ -7,15 +7,13 @@ What flows through the layers of a model with experts is (x_BTD, routing); `rout
 Source of the load-balancing loss: Fedus et al., arXiv:2101.03961, equations 4 to 6, for k experts.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from maxghost.config.schema import ModelConfig
-from maxghost.models import autodiff
+from maxghost.models import expert_parallel
+from maxghost.models.expert_rows import Rows
 from maxghost.models.grouped_matmul import grouped_matmul
 from maxghost.models.parts import gated, linear, precision
 
@@ -102,21 +100,26 @@ class RoutedMoe(nnx.Module):
     params = {name: getattr(self, name)[...] for name in names}
     if not self.sparse:
       return self._experts_dense(params, x_BTD, index_BTk, weight_BTk)
-    rows = Rows.sort(index_BTk, self.num_experts)
+    split = expert_parallel.find(self, x_BTD.shape)
+    if split is None:
+      return self.experts_sorted(params, x_BTD, index_BTk, weight_BTk)
+    return split.run(self.experts_sorted, params, x_BTD, index_BTk, weight_BTk)
+
+  def experts_sorted(self, params: dict, x_BTD, index_BTk, weight_BTk, first_expert=None):
+    """`experts` by sorted rows. first_expert: the one that the params begin with, where they are a part of all; choices
+    of others add nothing then."""
+    rows = Rows.sort(index_BTk, params["wo"].shape[0], first_expert)
     branches = self.branch_rows(params, rows.take(x_BTD.reshape(-1, x_BTD.shape[-1])), rows)
-    y_RD = self.project_rows(params, gated(branches, self.activations, self.limit), rows)
+    y_RD = rows.own(self.multiply(params, "wo", gated(branches, self.activations, self.limit), rows))
     y_NkD = rows.restore(y_RD).reshape(-1, self.num_chosen, y_RD.shape[-1])
     y_ND = jnp.einsum("nkd,nk->nd", y_NkD, weight_BTk.reshape(-1, self.num_chosen).astype(y_NkD.dtype))
     return y_ND.reshape(x_BTD.shape)
 
-  def branch_rows(self, params: dict, x_RD, rows: "Rows") -> list:
+  def branch_rows(self, params: dict, x_RD, rows: Rows) -> list:
     """What the activations get: one array [R, F] for each branch."""
     return [self.multiply(params, name, x_RD, rows) for name in self.branches]
 
-  def project_rows(self, params: dict, h_RF, rows: "Rows"):
-    return self.multiply(params, "wo", h_RF, rows)
-
-  def multiply(self, params: dict, name: str, x_RI, rows: "Rows"):
+  def multiply(self, params: dict, name: str, x_RI, rows: Rows):
     """x times the matrix of each row's expert, plus its bias if there is one."""
     y_RO = grouped_matmul(x_RI.astype(self.dtype), params[name].astype(self.dtype), rows.sizes_E, self.precision)
     if not self.has_bias:
@@ -135,90 +138,3 @@ class RoutedMoe(nnx.Module):
     branches = [product("btd,edf->btef", x_BTD.astype(self.dtype), name) for name in self.branches]
     y_BTED = product("btef,efd->bted", gated(branches, self.activations, self.limit), "wo")
     return jnp.einsum("bted,bte->btd", y_BTED, weight_BTE.astype(y_BTED.dtype))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Rows:
-  """The (token, choice) pairs sorted by expert. order_R: pair of each row; place_R: row of each pair; sizes_E: rows of
-  each expert; expert_R: expert of each row."""
-
-  order_R: jax.Array
-  place_R: jax.Array
-  sizes_E: jax.Array
-  expert_R: jax.Array
-  num_chosen: int = dataclasses.field(metadata={"static": True})
-
-  @classmethod
-  def sort(cls, index_BTk, num_experts: int) -> "Rows":
-    expert_of_pair = index_BTk.reshape(-1)
-    order_R = jnp.argsort(expert_of_pair, stable=True)
-    expert_R = expert_of_pair[order_R]
-    edges = jnp.searchsorted(expert_R, jnp.arange(num_experts + 1, dtype=expert_R.dtype)).astype(jnp.int32)
-    return cls(order_R, jnp.argsort(order_R), jnp.diff(edges), expert_R, index_BTk.shape[-1])
-
-  def take(self, x_N):
-    """Rows of the tokens' values: [N, ...] -> [R, ...]."""
-    if autodiff.in_forward_mode():
-      return x_N[self.order_R // self.num_chosen]
-    return _take(self.num_chosen, x_N, self.order_R, self.place_R)
-
-  def restore(self, y_R):
-    """Rows back in the order of the pairs."""
-    if autodiff.in_forward_mode():
-      return y_R[self.place_R]
-    return _permute(y_R, self.place_R, self.order_R)
-
-  def sums(self, s_R):
-    """Added up over each token's rows: [R] -> [N]."""
-    return s_R[self.place_R].reshape(-1, self.num_chosen).sum(1)
-
-  def of_expert(self, b_E):
-    """b of each row's expert: [E, ...] -> [R, ...]."""
-    if autodiff.in_forward_mode():
-      return b_E[self.expert_R]
-    return _of_expert(b_E, self.expert_R)
-
-
-# Gathers whose transpose is a gather or a product as well: a scatter of rows runs one row at a time on CPU.
-
-
-def _take(num_chosen: int, x_N, order_R, place_R):
-  @jax.custom_vjp
-  def take(x_N, order_R, place_R):
-    return x_N[order_R // num_chosen]
-
-  def backward(place_R, g_R):
-    g_pairs = g_R[place_R]
-    return g_pairs.reshape(-1, num_chosen, *g_pairs.shape[1:]).sum(1), _no(order_R), _no(place_R)
-
-  take.defvjp(lambda x_N, order_R, place_R: (x_N[order_R // num_chosen], place_R), backward)
-  return take(x_N, order_R, place_R)
-
-
-@jax.custom_vjp
-def _permute(y_R, there, back):
-  return y_R[there]
-
-
-_permute.defvjp(
-  lambda y_R, there, back: (y_R[there], (there, back)), lambda kept, g: (g[kept[1]], _no(kept[0]), _no(kept[1]))
-)
-
-
-@jax.custom_vjp
-def _of_expert(b_E, expert_R):
-  return b_E[expert_R]
-
-
-def _of_expert_backward(kept, g_R):
-  b_E, expert_R = kept
-  one_hot_RE = jax.nn.one_hot(expert_R, b_E.shape[0], dtype=g_R.dtype)
-  return jnp.einsum("re,ro->eo", one_hot_RE, g_R).astype(b_E.dtype), _no(expert_R)
-
-
-_of_expert.defvjp(lambda b_E, expert_R: (b_E[expert_R], (b_E, expert_R)), _of_expert_backward)
-
-
-def _no(index):
-  return np.zeros(index.shape, jax.dtypes.float0)

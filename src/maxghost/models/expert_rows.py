@@ -1,0 +1,113 @@
+"""Tokens sorted by the experts they are sent to, and back.
+
+N tokens, k experts of a token, R = N k rows (a token once for each of its experts), E experts.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxghost.models import autodiff
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """The (token, choice) pairs sorted by expert. order_R: pair of each row; place_R: row of each pair; sizes_E: rows of
+  each expert; expert_R: expert of each row.
+
+  partial: these are a part of all experts; rows of others come last, and nothing counts there.
+  """
+
+  order_R: jax.Array
+  place_R: jax.Array
+  sizes_E: jax.Array
+  expert_R: jax.Array
+  num_chosen: int = dataclasses.field(metadata={"static": True})
+  partial: bool = dataclasses.field(default=False, metadata={"static": True})
+
+  @classmethod
+  def sort(cls, index_BTk, num_experts: int, first_expert=None) -> "Rows":
+    """first_expert: index of the first of a part of the experts; None = all of them."""
+    expert_of_pair = index_BTk.reshape(-1)
+    if first_expert is not None:
+      expert_of_pair = expert_of_pair - first_expert
+      own = (expert_of_pair >= 0) & (expert_of_pair < num_experts)
+      expert_of_pair = jnp.where(own, expert_of_pair, num_experts)
+    order_R = jnp.argsort(expert_of_pair, stable=True)
+    expert_R = expert_of_pair[order_R]
+    edges = jnp.searchsorted(expert_R, jnp.arange(num_experts + 1, dtype=expert_R.dtype)).astype(jnp.int32)
+    place_R = jnp.argsort(order_R)
+    return cls(order_R, place_R, jnp.diff(edges), expert_R, index_BTk.shape[-1], first_expert is not None)
+
+  def own(self, y_RO):
+    """y with zeros where the expert is not one of these."""
+    return jnp.where(self.expert_R[:, None] < self.sizes_E.shape[0], y_RO, 0) if self.partial else y_RO
+
+  def take(self, x_N):
+    """Rows of the tokens' values: [N, ...] -> [R, ...]."""
+    if autodiff.in_forward_mode():
+      return x_N[self.order_R // self.num_chosen]
+    return _take(self.num_chosen, x_N, self.order_R, self.place_R)
+
+  def restore(self, y_R):
+    """Rows back in the order of the pairs."""
+    if autodiff.in_forward_mode():
+      return y_R[self.place_R]
+    return _permute(y_R, self.place_R, self.order_R)
+
+  def sums(self, s_R):
+    """Added up over each token's rows: [R] -> [N]."""
+    return s_R[self.place_R].reshape(-1, self.num_chosen).sum(1)
+
+  def of_expert(self, b_E):
+    """b of each row's expert: [E, ...] -> [R, ...]."""
+    if autodiff.in_forward_mode():
+      return b_E[self.expert_R]
+    return _of_expert(b_E, self.expert_R)
+
+
+# Gathers whose transpose is a gather or a product as well: a scatter of rows runs one row at a time on CPU.
+
+
+def _take(num_chosen: int, x_N, order_R, place_R):
+  @jax.custom_vjp
+  def take(x_N, order_R, place_R):
+    return x_N[order_R // num_chosen]
+
+  def backward(place_R, g_R):
+    g_pairs = g_R[place_R]
+    return g_pairs.reshape(-1, num_chosen, *g_pairs.shape[1:]).sum(1), _no(order_R), _no(place_R)
+
+  take.defvjp(lambda x_N, order_R, place_R: (x_N[order_R // num_chosen], place_R), backward)
+  return take(x_N, order_R, place_R)
+
+
+@jax.custom_vjp
+def _permute(y_R, there, back):
+  return y_R[there]
+
+
+_permute.defvjp(
+  lambda y_R, there, back: (y_R[there], (there, back)), lambda kept, g: (g[kept[1]], _no(kept[0]), _no(kept[1]))
+)
+
+
+@jax.custom_vjp
+def _of_expert(b_E, expert_R):
+  return b_E[expert_R]
+
+
+def _of_expert_backward(kept, g_R):
+  b_E, expert_R = kept
+  one_hot_RE = jax.nn.one_hot(expert_R, b_E.shape[0], dtype=g_R.dtype)
+  return jnp.einsum("re,ro->eo", one_hot_RE, g_R).astype(b_E.dtype), _no(expert_R)
+
+
+_of_expert.defvjp(lambda b_E, expert_R: (b_E[expert_R], (b_E, expert_R)), _of_expert_backward)
+
+
+def _no(index):
+  return np.zeros(index.shape, jax.dtypes.float0)
