@@ -27,6 +27,7 @@ from maxghost.training.optimizers import make_optimizer
 from maxghost.training.step import make_train_step
 
 LENGTH, ROWS, VAL_ROWS = 128, 16, 16
+PASSAGE = 4  # consecutive chunks that one asked-for passage of the fetched corpus has
 NUM_TRAIN, NUM_POOL = 400, 100  # chunks of each domain: trained on; asked for (never trained on)
 DOMAINS = (*stdlib.DOMAINS, "words", "brackets")
 SIZES = {
@@ -69,7 +70,7 @@ def load_corpus() -> Corpus:
 
 def load_fetched(folder: str) -> Corpus:
   """Chunks of the six domains that `tools/fetch_corpora.py` has put into `folder`, split by document: training,
-  validation and pool chunks are of different documents, drawn in turns so that long ones do not crowd out the rest."""
+  validation and pool chunks are of different documents; the pool holds NUM_POOL passages of PASSAGE chunks a domain."""
   names = sorted(p.name for p in pathlib.Path(folder).iterdir() if p.is_dir() and p.name != "downloads")
   kinds = ("txt", "jsonl")
   files = tuple(f"{n}={folder}/{n}/*.{k}" for n in names for k in kinds if list(pathlib.Path(folder, n).glob(f"*.{k}")))
@@ -85,12 +86,13 @@ def _chunks_of(source, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]
   members = np.flatnonzero(source.domain_numbers(np.arange(len(source))) == number)
   val, pool, train = np.split(rng.permutation(members), (len(members) // 5, 2 * len(members) // 5))
   out = []
-  for part, need in ((train, NUM_TRAIN), (val, VAL_ROWS), (pool, NUM_POOL)):
+  for part, need, group in ((train, NUM_TRAIN, 1), (val, VAL_ROWS, 1), (pool, NUM_POOL, PASSAGE)):
     raw = np.frombuffer(b"\n".join(source.texts(part)), np.uint8)
     chunks = raw[: len(raw) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1).astype(np.int32)
-    if len(chunks) < need:
-      raise SystemExit(f"domain {source.domains[number]} has {len(chunks)} chunks of {LENGTH + 1} bytes, not {need}")
-    out.append(rng.permutation(chunks)[:need])
+    if len(chunks) < need * group:
+      raise SystemExit(f"domain {source.domains[number]} has {len(chunks)} chunks, not {need * group}: too little text")
+    passages = chunks[: len(chunks) // group * group].reshape(-1, group, LENGTH + 1)
+    out.append(rng.permutation(passages)[:need].reshape(-1, LENGTH + 1))
   return tuple(out)
 
 
@@ -176,29 +178,34 @@ def snapshots(corpus: Corpus, steps: tuple[int, ...], seed: int = 0) -> list[nnx
 
 
 def retrieval(corpus: Corpus, models: list) -> dict:
-  """{method: normalised recall@100 averaged over the domains}: of 600 chunks, the 100 of the domain asked for.
+  """{method: normalised recall@100 averaged over the domains}: of 600 passages, the 100 of the domain asked for.
 
-  Sums over the models (TracIn). "dot": <gradient of the chunk, gradient of the domain's held-out rows>. "cosine": over
-  the chunk's gradient norm. "centred": minus the mean over the other domains' gradients, what helps this domain more
-  than the others.
+  A passage is one chunk or several consecutive ones, whose scores are averaged. Sums over the models (TracIn). "dot":
+  <gradient of the chunk, gradient of the domain's held-out rows>. "cosine": over the chunk's gradient norm. "centred":
+  minus the mean over the other domains' gradients, what helps this domain more than the others.
   """
   pool = corpus.pool.reshape(-1, LENGTH + 1)
   domain_N = np.repeat(np.arange(len(corpus.pool)), NUM_POOL)
   engine, dot_KN, cosine_KN, loss_N, norm_N = GhostEngine(direction="sgd"), 0.0, 0.0, 0.0, 0.0
   for model in models:
     val = [rows_of(chunks) for chunks in corpus.val]
-    parts = [rows_of(part) for part in np.split(pool, len(corpus.pool))]
+    parts = [rows_of(part) for part in np.split(pool, len(pool) // NUM_POOL)]
     dot = np.concatenate([np.asarray(engine.score(model, part, val).dot) for part in parts], 1)
     norms, losses = gradient_norms(model, parts)
     dot_KN, cosine_KN = dot_KN + dot, cosine_KN + dot / norms
     loss_N, norm_N = loss_N + losses, norm_N + norms
+  passages = pool.reshape(len(domain_N), -1)
+  size = passages.shape[1] // pool.shape[1]
+  dot_KN, cosine_KN, loss_N, norm_N = (
+    x.reshape(*x.shape[:-1], -1, size).mean(-1) for x in (dot_KN, cosine_KN, loss_N, norm_N)
+  )
   methods = {
     "dot": dot_KN, "dot, centred": dot_KN - dot_KN.mean(0), "cosine": cosine_KN,
     "cosine, centred": cosine_KN - cosine_KN.mean(0),
-    "BM25 over byte 3-grams": bm25(pool, corpus.val),
+    "BM25 over byte 3-grams": bm25(passages, corpus.val),
     "loss (low first)": np.tile(-loss_N, (len(corpus.pool), 1)),
     "gradient norm": np.tile(norm_N, (len(corpus.pool), 1)),
-    "random": np.random.default_rng(0).random((len(corpus.pool), len(pool))),
+    "random": np.random.default_rng(0).random((len(corpus.pool), len(passages))),
   }  # fmt: skip
   return {name: recall(score, domain_N) for name, score in methods.items()}
 

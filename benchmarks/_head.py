@@ -43,7 +43,7 @@ class HeadLoss:
   def __call__(self, model, batch):
     if self.num_tiles > 1:
       losses_BT = tiled_head.head_losses(
-        model, batch["x"], batch["targets"], num_tiles=self.num_tiles, axis=self.axis, z_loss=0.0
+        model, batch["x"], batch["targets"], None, num_tiles=self.num_tiles, axis=self.axis, z_loss=0.0
       )
     else:
       logits_BTV = model.logits_dense(batch["x"])

@@ -35,7 +35,7 @@ def main() -> int:
   for axis in tiled.AXES:
     for n in TILES:
       head = tiled.Head(n, axis, tied=False, dtype=dtype)
-      losses = gradient(lambda x, w, targets, head=head: tiled_losses(head, x, w, targets))
+      losses = gradient(lambda x, w, targets, head=head: tiled_losses(head, x, w, targets, jnp.ones(targets.shape)))
       contenders[f"{n} tiles of {axis}"] = compiled(losses, x, w, targets)
   seconds = _measure.take_turns(contenders, args.rounds, warmup=2)
   rows = [

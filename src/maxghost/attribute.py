@@ -167,8 +167,8 @@ def load_point(cfg: Config, step: int, path: Path, say: Callable[[str], None] = 
   from maxghost.checkpoint.checksum import checksums
   from maxghost.checkpoint.layouts_load import load_tree
   from maxghost.training import resume, state
+  from maxghost.training.devices import configure_jax
   from maxghost.training.optimizers import learning_rate_schedule
-  from maxghost.training.session import configure_jax
 
   configure_jax(cfg)
   graphdef, abstract = nnx.split(nnx.eval_shape(lambda: state.create(cfg).model))

@@ -28,7 +28,7 @@ def load(place: places.ModelPlace, cfg: Config, say: Callable[[str], None] = pri
 
   from maxghost import models
   from maxghost.training import resume
-  from maxghost.training.session import configure_jax
+  from maxghost.training.devices import configure_jax
 
   configure_jax(cfg)
   graphdef, abstract = nnx.split(models.create_abstract(cfg))

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import tiny
 
+from maxghost import config
 from maxghost.config import ConfigError
 from maxghost.models import attention_blockwise, attention_flash, attention_ops, autodiff, platforms
+from maxghost.parallel import Layout, use
 
 B, T, H, K, WIDTH, VALUES = 2, 13, 6, 3, 5, 4
 SEGMENTS = np.array([[1] * 4 + [2] * 6 + [0] * 3, [1] * 9 + [2] * 4], np.int32)
@@ -186,6 +188,32 @@ def test_forward_mode(kernel, monkeypatch):
     expected, ours = jax.jit(lambda x, dx: [jax.jvp(f(kernel), x, dx) for kernel in (plain, attend)])(primals, tangents)
   for a, b in zip(ours, expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("mesh", ["tensor 2 x data 2", "fsdp 2"])
+def test_splash_on_a_mesh(mesh):
+  """Each device runs the kernel on its rows and heads; the gradient of the sinks is summed over the rows' devices."""
+  (q, k, v), sinks = arrays()
+  q, k, v = q[:, :, :4], k[:, :, :2], v[:, :, :2]
+  sizes = {f"ici_{name}_parallelism": int(size) for name, size in (part.split() for part in mesh.split(" x "))}
+  cfg = config.replace(config.load(), **({"ici_fsdp_parallelism": 1} | sizes))
+  layout = Layout.of(cfg.parallel, jax.devices()[: np.prod(list(sizes.values()))])
+  weights = np.random.default_rng(5).normal(size=(B, T, 4, VALUES)).astype(np.float32)
+  options = {"window": 6, "sinks_H": sinks[:4]}
+  dot_product = functools.partial(attention_ops.attend, kernel="dot_product")
+  exact = gradients(dot_product, q, k, v, SEGMENTS, options, weights)
+  with use(layout):
+    ours = gradients(splash, q, k, v, SEGMENTS, options, weights)
+  for a, b in zip(ours, exact, strict=True):
+    np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+def test_splash_wants_whole_rows():
+  (q, k, v), _ = arrays(length=16)
+  cfg = config.replace(config.load(), ici_context_parallelism=2, ici_fsdp_parallelism=1)
+  layout = Layout.of(cfg.parallel, jax.devices()[:2])
+  with use(layout), pytest.raises(ConfigError, match="use attention=dot_product, or ici_context_parallelism=1"):
+    splash(q, k, v, None)
 
 
 def test_blockwise_holds_nothing_of_the_size_of_all_scores():

@@ -117,7 +117,8 @@ def test_a_run_starts_from_a_hugging_face_folder_and_is_exported_again(folder, t
   """With a learning rate of 0 the parameters after a step are the given ones, bit by bit, and write the same texts."""
   arguments = [
     str(folder / "byte.yml"), f"load_parameters_path={folder}", f"base_output_directory={tmp_path}", "run_name=fine",
-    "steps=2", "sample_every=1", "sample_prompt=ab", "sample_tokens=5", "sample_temperature=0", "learning_rate=0.0",
+    "steps=2", "per_device_batch_size=1", "ici_fsdp_parallelism=4", "ici_data_parallelism=2",
+    "sample_every=1", "sample_prompt=ab", "sample_tokens=5", "sample_temperature=0", "learning_rate=0.0",
     "ghost_enabled=false", "eval_interval=-1", "dataset_domain_bytes=20000",
     "dataset_domains=manual", "enable_tensorboard=false", "async_checkpointing=false",
   ]  # fmt: skip

@@ -129,7 +129,7 @@ class Gathering(LanguageModelLoss):
     super().__init__()
     object.__setattr__(self, "placed", placed)
 
-  def __call__(self, model, batch):
+  def measured(self, model, batch):
     graphdef, state = nnx.split(model)
     flat = []
     for path, variable in nnx.to_flat_state(state):
@@ -138,7 +138,7 @@ class Gathering(LanguageModelLoss):
         sharding = NamedSharding(self.placed.mesh, P(*(axis if axis == "tensor" else None for axis in spec)))
         variable = variable.replace(jax.lax.with_sharding_constraint(variable[...], sharding))
       flat.append((path, variable))
-    return super().__call__(nnx.merge(graphdef, nnx.from_flat_state(flat)), batch)
+    return super().measured(nnx.merge(graphdef, nnx.from_flat_state(flat)), batch)
 
   def spec(self, path, variable):
     for suffix in ("_gradient", "_second_moment"):

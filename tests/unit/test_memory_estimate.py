@@ -165,7 +165,7 @@ def test_an_allocation_that_failed_becomes_advice():
   assert text.startswith("out of device memory: the total memory required (16.28G) exceeds available HBM (15.75G)\n")
   assert "does not fit" in text and "segment_length=" in text
   small = memory_report.too_large(error, long(segment_length=6, max_target_length=1024), 2 * V5E)
-  assert "to need a fifth less" in small and "cheapest settings first" in small
+  assert "to need a fifth less:" in small and "cheapest settings first" in small
 
 
 def test_the_closed_form_stands_beside_the_compilers():

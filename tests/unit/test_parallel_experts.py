@@ -1,7 +1,14 @@
-"""Models with experts on meshes of eight virtual devices: the losses, gradients and scores of one device."""
+"""Experts on meshes of eight virtual devices: what one device gives. B=8 rows, T=16 positions; see `meshes`."""
 
+import jax
 import meshes
+import numpy as np
 import pytest
+from flax import nnx
+
+from maxghost.ghost.attach import attach, split
+from maxghost.models import moe
+from maxghost.parallel import use
 
 EXPERTS = {
   "decoder_block": "mixtral", "num_experts": 12, "num_experts_per_tok": 3, "base_moe_mlp_dim": 10,
@@ -13,7 +20,56 @@ MESHES = {
   "expert 2 x fsdp 2 x tensor 2": {
     "ici_expert_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2,
   },
+  "expert 2 x context 4": {"ici_expert_parallelism": 2, "ici_context_parallelism": 4},
 }  # fmt: skip
+
+
+def layer_results(mesh: dict):
+  """(y, gradients, scores of every Param by token, compiled text) of one routed layer with random Params."""
+  cfg = meshes.make_config(mesh, **EXPERTS)
+  layout = meshes.make_layout(cfg, 8 if mesh else 1)
+  rng = np.random.default_rng(3)
+  layer = moe.RoutedMoe(cfg.model, rngs=nnx.Rngs(0))
+  for _, variable in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
+    variable[...] = rng.normal(size=variable.shape).astype(np.float32)
+  x, weight = (rng.normal(size=(8, meshes.POSITIONS, 24)).astype(np.float32) for _ in range(2))
+  twin = attach(layer, num_examples=8, num_positions=meshes.POSITIONS)
+  params, rest = split(layer)
+  params = jax.tree.map(jax.device_put, params, layout.shardings(params))
+  u = {p.label: (rng.normal(size=(1, *p.shape)).astype(np.float32),) for p in twin.scored}
+
+  def run(params, probes, directions, x):
+    blank = moe.no_routing(12, (8, meshes.POSITIONS), np.dtype("float32"))
+    y, _ = twin.merge(params, probes, directions, rest)(x, None, blank)
+    return (y * weight).sum(), y
+
+  def graded(*arguments):
+    with use(layout):  # around the backward pass as well
+      return jax.grad(run, (0, 1, 3), has_aux=True)(*arguments)
+
+  compiled = jax.jit(graded).lower(params, twin.zero_probes(), twin.direction_state(u), x).compile()
+  (grads, probes, dx), y = compiled(params, twin.zero_probes(), twin.direction_state(u), x)
+  named = {"/".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(grads)}
+  return {"y": y, "x": dx, **named, **{f"scores of {k}": v for k, v in twin.scores_by_label(probes).items()}}, compiled
+
+
+@pytest.fixture(scope="module")
+def one_device_layer():
+  return layer_results({})[0]
+
+
+SLOW = [name if "tensor" in name else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_layer_on_a_mesh_gives_the_numbers_of_one_device(name, one_device_layer):
+  results, compiled = layer_results(MESHES[name])
+  assert results.keys() == one_device_layer.keys() and len(results) == 2 + 2 * 8
+  for label, value in one_device_layer.items():
+    assert np.abs(value).max() > 0, label
+    assert meshes.relative_error(results[label], value) < 2e-6, label
+  # Experts stay where they are: no device holds the matrices of all.
+  assert "f32[12,24,10]" not in compiled.as_text()
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +77,7 @@ def one_device():
   return meshes.run({}, **EXPERTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
-def test_a_mesh_gives_the_numbers_of_one_device(name, one_device):
+def test_a_train_step_on_a_mesh_gives_the_numbers_of_one_device(name, one_device):
   meshes.assert_same(meshes.run(MESHES[name], **EXPERTS), one_device)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxghost import config
 from maxghost.losses import tiled, tiled_losses
 from maxghost.models import attention_ops, platforms
 
@@ -60,6 +61,23 @@ def test_blockwise_is_linear_in_memory(compile_for_tpu):
     compile_for_tpu(attention_gradient("blockwise", {}), *attention_shapes(length, 128, 128)) for length in (4096, 8192)
   )
   assert large < 2.2 * small
+
+
+def test_flash_on_a_mesh_of_four_chips():
+  """Rows over fsdp, heads over tensor: each chip runs the kernel on its own, and nothing is sent."""
+  from maxghost.parallel import Layout, topologies, use
+
+  cfg = config.replace(config.load(), ici_tensor_parallelism=2)
+  layout = Layout.of(cfg.parallel, topologies.open_devices("v5e-4", 1))
+  heads = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
+  shapes = [
+    jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=layout.sharding(layout.spec(heads, s, "heads")))
+    for s in ((4, 2048, 4, 128), (4, 2048, 2, 128), (4, 2048, 2, 128))
+  ]
+  total = jax.grad(lambda *x: attention_ops.attend(*x, kernel="flash").astype(jnp.float32).sum(), argnums=(0, 1, 2))
+  with use(layout):
+    text = jax.jit(total).lower(*shapes).compile().as_text()
+  assert "all-gather" not in text and "all-reduce" not in text and "custom-call" in text
 
 
 def attention_shapes(length, width, values):

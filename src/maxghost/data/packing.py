@@ -38,7 +38,8 @@ class Encoded:
   """Tokens of documents laid end to end, with begin and end tokens.
 
   tokens: uint16 or int32[N]. ends: int64[D]. documents: int64[D], index of each into the source. The source bytes
-  behind each token are in byte_table by id, or in sizes by place (int64[N]).
+  behind each token are in byte_table by id, or in sizes by place: an integer for each token of the texts, end to end
+  without the `added` tokens (before, after) of each document.
   """
 
   tokens: np.ndarray
@@ -46,10 +47,17 @@ class Encoded:
   documents: np.ndarray
   byte_table: np.ndarray | None
   sizes: np.ndarray | None = None
+  added: tuple[int, int] = (0, 0)
 
-  def bytes_of(self, first: int, stop: int) -> np.ndarray:
-    """Source bytes behind the tokens first..stop."""
-    return self.byte_table.take(self.tokens[first:stop]) if self.sizes is None else self.sizes[first:stop]
+  def chunk_bytes(self, document: int, first: np.ndarray) -> np.ndarray:
+    """Source bytes of a document's chunks but the last, int64[c - 1]; first: int64[c], where they begin in `tokens`."""
+    if self.sizes is None:
+      place, found = first - first[0], self.byte_table.take(self.tokens[first[0] : first[-1]])
+    else:
+      place = first - document * sum(self.added) - self.added[0]
+      place[0] += self.added[0]  # the begin token has no bytes
+      place, found = place - place[0], self.sizes[place[0] : place[-1]]
+    return np.add.reduceat(found, place[:-1], dtype=np.uint32)  # in 32 bits: several times as fast
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,8 +185,7 @@ def _offsets(encoded: Encoded, document: np.ndarray, start: np.ndarray) -> np.nd
   heads = np.flatnonzero(np.diff(document, prepend=-1))  # the first chunk of each document
   counts = np.diff(heads, append=len(document))
   for head, count in zip(heads[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
-    first = start[head : head + count]
-    sizes = np.add.reduceat(encoded.bytes_of(int(first[0]), int(first[-1])), first[:-1] - first[0], dtype=np.int64)
+    sizes = encoded.chunk_bytes(int(document[head]), start[head : head + count])
     offset[head + 1 : head + count] = np.cumsum(sizes)
   return offset
 
@@ -194,9 +201,8 @@ def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -
     groups.setdefault(id(rows), []).append(b)
   parts = []
   for here in groups.values():
-    chunks = _Chunks(pieces[here[0]][0], np.array([pieces[b][1] for b in here], np.int64))
-    T, S = layout.row_length, layout.max_segments
-    parts.append((*chunks.tokens(T, pad_id), *chunks.places(T), *chunks.identity(S)))
+    chunks = _Chunks(pieces[here[0]][0], np.array([pieces[b][1] for b in here], np.int64), layout.row_length)
+    parts.append((*chunks.arrays(pad_id), *chunks.identity(layout.max_segments)))
   columns = parts[0]
   if len(parts) > 1:  # a mixture's rows come from several streams: put them back in the order of the pieces
     back = np.argsort(np.concatenate([np.array(here) for here in groups.values()]))
@@ -212,57 +218,47 @@ def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -
 class _Chunks:
   """The chunks of some rows (int64[n]), and what they put into the rows. All of it array by array."""
 
-  def __init__(self, rows: Rows, numbers: np.ndarray):
-    self._rows, self._num_rows = rows, len(numbers)
+  def __init__(self, rows: Rows, numbers: np.ndarray, row_length: int):
+    self._rows, self._shape = rows, (len(numbers), row_length)
     stop = rows.row_ends[numbers]
     first = np.where(numbers > 0, rows.row_ends[numbers - 1], 0)
-    self._row = np.repeat(np.arange(len(numbers)), stop - first)
-    self._starts_row = np.concatenate(([True], self._row[1:] != self._row[:-1]))
-    self._slot = np.arange(len(self._row)) - np.repeat(np.flatnonzero(self._starts_row), stop - first)
-    self._chunk = self._slot + np.repeat(first, stop - first)
-    self._length = rows.length[self._chunk]
-    self._filled = np.add.reduceat(self._length, np.flatnonzero(self._starts_row))
+    count = stop - first
+    ends = count.cumsum()
+    heads = ends - count  # the first chunk of each row
+    self._row = np.arange(len(numbers)).repeat(count)
+    self._slot = np.arange(ends[-1]) - heads.repeat(count)
+    chunk = self._slot + first.repeat(count)
+    self._length, self._start = rows.length[chunk], rows.start[chunk]
+    self._document, self._offset = rows.document[chunk], rows.offset[chunk]
+    before = self._length.cumsum() - self._length
+    self._begin = before - before[heads].repeat(count)  # where each chunk begins in its row
+    self._filled = np.add.reduceat(self._length, heads)
+    self._padded = self._length.copy()  # the last chunk of a row goes on over the padding
+    self._padded[ends - 1] += row_length - self._filled
+    self._short = np.flatnonzero(self._filled < row_length).tolist()
 
   def identity(self, max_segments: int) -> tuple[np.ndarray, np.ndarray]:
     """Document and byte offset of each segment, int64[rows, S]; -1 where there is none."""
-    document, offset = (np.full((self._num_rows, max_segments), -1, np.int64) for _ in range(2))
-    document[self._row, self._slot] = self._rows.document[self._chunk]
-    offset[self._row, self._slot] = self._rows.offset[self._chunk]
+    document, offset = (np.full((self._shape[0], max_segments), -1, np.int64) for _ in range(2))
+    document[self._row, self._slot] = self._document
+    offset[self._row, self._slot] = self._offset
     return document, offset
 
-  def _spread(self, row_length: int, values: np.ndarray) -> np.ndarray:
-    """int32[rows, T]: each chunk's value at its places; the last chunk's value goes on over the padding."""
-    last = np.append(self._starts_row[1:], True)
-    length = self._length.copy()
-    length[last] += row_length - self._filled
-    return np.repeat(values.astype(np.int32), length).reshape(self._num_rows, row_length)
-
-  def _begin(self) -> np.ndarray:
-    """Where each chunk begins in its row."""
-    before = np.cumsum(self._length) - self._length
-    return before - before[self._starts_row][self._row]
-
-  def tokens(self, row_length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets, int32[rows, T]."""
-    start, begin = self._rows.start[self._chunk], self._begin()
-    place = self._spread(row_length, start - begin)
-    place += np.arange(row_length, dtype=np.int32)
+  def arrays(self, pad_id: int) -> tuple[np.ndarray, ...]:
+    """Inputs, targets, positions and segment numbers, int32[rows, T]."""
+    positions = np.arange(self._shape[1], dtype=np.int32) - self._spread(self._begin)
+    segmentation = self._spread(self._slot + 1)
+    place = self._spread(self._start)
+    place += positions
     inputs = self._rows.tokens.take(place, mode="clip").astype(np.int32)  # past the end only under padding
     targets = np.empty_like(inputs)
     targets[:, :-1] = inputs[:, 1:]  # true but for the last pair of each chunk
-    targets[self._row, begin + self._length - 1] = self._rows.tokens[start + self._length]
-    self._blank(pad_id, inputs, targets)
-    return inputs, targets
+    targets[self._row, self._begin + self._length - 1] = self._rows.tokens[self._start + self._length]
+    for row in self._short:
+      for array, value in ((inputs, pad_id), (targets, pad_id), (positions, 0), (segmentation, 0)):
+        array[row, self._filled[row] :] = value
+    return inputs, targets, positions, segmentation
 
-  def places(self, row_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and segment numbers, int32[rows, T]."""
-    positions = np.arange(row_length, dtype=np.int32) - self._spread(row_length, self._begin())
-    segmentation = self._spread(row_length, self._slot + 1)
-    self._blank(0, positions, segmentation)
-    return positions, segmentation
-
-  def _blank(self, value: int, *arrays_BT: np.ndarray) -> None:
-    """Puts a value into the padding."""
-    for row in np.flatnonzero(self._filled < arrays_BT[0].shape[1]).tolist():
-      for array_BT in arrays_BT:
-        array_BT[row, self._filled[row] :] = value
+  def _spread(self, values: np.ndarray) -> np.ndarray:
+    """int32[rows, T]: each chunk's value at its places."""
+    return values.astype(np.int32).repeat(self._padded).reshape(self._shape)

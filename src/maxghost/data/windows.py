@@ -167,13 +167,13 @@ def frame(pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]], docume
   lengths = concatenated([lengths for _, lengths, _ in pieces])
   ends = np.cumsum(lengths + before + after)
   tokens = np.empty(int(ends[-1]) if len(ends) else 0, packing.token_dtype(tokenizer.vocab_size))
-  sizes = None if tokenizer.byte_table is not None else np.zeros(len(tokens), np.int64)
+  sizes = None if tokenizer.byte_table is not None else concatenated([behind for _, _, behind in pieces])
   if before:
     tokens[ends - lengths - before - after] = tokenizer.bos_id
   if after:
     tokens[ends - 1] = tokenizer.eos_id
   stop = 0
-  for ids, count, behind in pieces:  # one after the other: what is at hand stays in the cache
+  for ids, count, _ in pieces:  # one after the other: what is at hand stays in the cache
     own = np.cumsum(count + before + after)
     first, stop = stop, stop + (int(own[-1]) if len(own) else 0)
     is_text = np.ones(stop - first, bool)
@@ -182,9 +182,7 @@ def frame(pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]], docume
     if after:
       is_text[own - 1] = False
     tokens[first:stop][is_text] = ids
-    if sizes is not None:
-      sizes[first:stop][is_text] = behind
-  return Encoded(tokens, ends, documents, tokenizer.byte_table, sizes)
+  return Encoded(tokens, ends, documents, tokenizer.byte_table, sizes, (before, after))
 
 
 class Windows:

@@ -97,16 +97,17 @@ class LanguageModelLoss:
 
   def head(self, model, hidden, batch):
     hidden_BTD, routing = hidden if isinstance(hidden, tuple) else (hidden, None)
-    targets_BT = batch["targets"]
+    targets_BT, counts_BT = batch["targets"], batch["targets_segmentation"] != 0
     if self.num_tiles > 1:
       losses_BT = tiled_head.head_losses(
-        model, hidden_BTD, targets_BT, num_tiles=self.num_tiles, axis=self.tile_axis, z_loss=self.z_loss_multiplier
-      )
+        model, hidden_BTD, targets_BT, counts_BT.astype(float), num_tiles=self.num_tiles, axis=self.tile_axis,
+        z_loss=self.z_loss_multiplier,
+      )  # fmt: skip
     else:
       losses_BT = token_losses(model.logits(hidden_BTD), targets_BT, self.z_loss_multiplier)
     if self.load_balance_loss_weight and routing is not None:
       losses_BT = losses_BT + self.load_balance_loss_weight * routing["load_balance_BT"]
-    return losses_BT, (batch["targets_segmentation"] != 0).astype(losses_BT.dtype)
+    return losses_BT, counts_BT.astype(losses_BT.dtype)
 
 
 def language_model_loss(model, batch, z_loss_multiplier: float = 0.0, dropout_key=None):

@@ -32,16 +32,17 @@ def factor(u, rank: int, label: str):
   wide = jnp.promote_types(u.dtype, jnp.float32)
   u = u.astype(wide)
   size = jnp.max(jnp.abs(u), (-2, -1), keepdims=True)
-  unit = u / jnp.where(size > 0, size, 1)
+  # Products are scaled, not u itself: a scaled copy of u would cost as much as the products.
+  scale = jnp.where(size > 0, 1 / jnp.where(size > 0, size, 1), 1)
   omega = jax.random.normal(jax.random.key(zlib.crc32(label.encode())), (u.shape[-1], rank), wide)
-  q = _matmul(unit, jnp.broadcast_to(omega, (*u.shape[:-2], *omega.shape)))
+  q = _matmul(u, jnp.broadcast_to(omega, (*u.shape[:-2], *omega.shape))) * scale
   # Between the two products, or the columns of small singular values would drown: their squares meet at rounding.
-  q = _matmul(unit, orthonormalize(_matmul(unit.swapaxes(-1, -2), q), drop=False))
+  q = _matmul(u, orthonormalize(_matmul(u.swapaxes(-1, -2), q) * scale, drop=False)) * scale
   q = orthonormalize(orthonormalize(q, drop=False), drop=True)
-  right = _matmul(q.swapaxes(-1, -2), unit)
-  energy = jnp.sum(jnp.square(unit), (-2, -1))
-  captured = jnp.sum(jnp.square(right), (-2, -1)) / jnp.where(energy > 0, energy, 1)
-  return q, right * size, captured
+  right = _matmul(q.swapaxes(-1, -2), u)
+  energy = jnp.sum(jnp.square(u * scale), (-2, -1))
+  captured = jnp.sum(jnp.square(right * scale), (-2, -1)) / jnp.where(energy > 0, energy, 1)
+  return q, right, captured
 
 
 def _matmul(a, b):

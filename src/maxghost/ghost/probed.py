@@ -173,9 +173,7 @@ def _linked_call(twin, rule, method, info: TwinInfo, values, args, parts, probes
     scores = {"probe": constrain(rule.score(lookup, name, direction) + output_score, SCORES[: 1 + info.resolution])}
     return scores if facts is None else {**scores, "facts": facts}
 
-  table_use = tied.TableUse(
-    on_table("__call__"), on_table("attend"), score, blank, info.num_examples, info.num_val
-  )
+  table_use = tied.TableUse(on_table("__call__"), on_table("attend"), score, blank, info.num_examples, info.num_val)
   rows, link = tied.lookup(table_use, args[0], table, parts[name], probes[name])
   _check_axes(info, method, rows)
   twin.ghost_link = nnx.List([nnx.Intermediate(x) for x in link])

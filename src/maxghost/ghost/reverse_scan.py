@@ -1,14 +1,15 @@
 """Schedule 'reverse_scan': one walk back over the stacked layers that gives direction, gradient and scores of each.
 
-The forward passes keep the input of every layer, or with segments that of every segment, from which the walk computes
-the layers' inputs again. Walking back, a layer's validation VJP yields its validation gradient G_l, which becomes that
-layer's direction; its training VJP then yields cotangent, parameter gradient and scores against it; then G_l is
-dropped. The whole direction never exists at once, and streamed weights come in once for both.
+The forward passes keep what the remat policy says of every layer, or with segments the input of every segment, from
+which the walk computes the layers' inputs again. Walking back, a layer's validation VJP yields its validation gradient
+G_l, which becomes that layer's direction; its training VJP then yields cotangent, parameter gradient and scores against
+it; then G_l is dropped. The whole direction never exists at once, and streamed weights come in once for both.
 
 K validation sets, n examples, L layers.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -18,9 +19,10 @@ from flax import nnx
 from maxghost.ghost import directions, ledger, low_rank, schedules
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.losses import StagedLoss, submodule
+from maxghost.ghost.saved_vjp import SavedVjp
 from maxghost.ghost.schedules import TrainPass, mean_loss, validation_mean
 from maxghost.ghost.variables import GhostDirection, GhostProbe
-from maxghost.models import segments, streaming
+from maxghost.models import segments, stack, streaming
 from maxghost.parallel import constrain_state
 
 
@@ -51,12 +53,15 @@ def run(
   val_loss: StagedLoss | None = None,
   segment_lengths: tuple[int, ...] = (),
   carries_on_host: bool = False,
+  remat_policy: str = "full",
 ):
   """(TrainPass, val_loss [K], list of K `ledger.sums` or None, captured).
 
   loss: a `StagedLoss`; val_loss: that of the validation rows, where it differs (no dropout). second_moments, scalars:
   as `schedules.direction_parts`. segment_lengths: as `segments.scan`. carries_on_host: the segment inputs of the
-  validation rows wait in pinned host memory. Scores equal those of 'two_pass', tied tables included.
+  validation rows wait in pinned host memory. remat_policy: none | minimal | full, what of a layer's forward pass is
+  kept for the walk back; with segments a segment's layers are recomputed instead.
+  Scores equal those of 'two_pass', tied tables included.
   Raises ValueError for a loss without stages or a model without stacked layers.
   """
   if not hasattr(loss, "layer_inputs"):
@@ -65,6 +70,7 @@ def run(
     )
   walk = _Walk(twin, graphdef, params, rest, loss, val_loss or loss, second_moments, scalars, account)
   walk.segment_lengths, walk.carries_on_host = tuple(segment_lengths), carries_on_host
+  walk.remat_policy = remat_policy
   segments.check(walk.num_layers, walk.segment_lengths)
   vals = [walk.forward_plain(b) for b in val_batches]
   val_heads = [walk.head_plain(x, b) for (_, x), b in zip(vals, val_batches, strict=True)]
@@ -107,6 +113,15 @@ class _Pair:
   train: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+  """What the walk back finds of a layer's forward pass: its input, and residuals of its VJP; None: recompute them."""
+
+  x: Any
+  saved: list | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Train:
   boundaries: jax.Array
@@ -130,6 +145,7 @@ class _Walk:
 
   segment_lengths: tuple[int, ...] = ()
   carries_on_host = False
+  remat_policy = "full"
 
   def __init__(self, twin, graphdef, params, rest, loss, val_loss, second_moments, scalars, account):
     self.twin, self.graphdef, self.params, self.rest = twin, graphdef, params, rest
@@ -148,6 +164,11 @@ class _Walk:
     self.num_layers = jax.tree.leaves(self.layer_params)[0].shape[0]
     self.inner = [p for p in twin.scored if p.path[: len(self.prefix)] == self.prefix]
     self.outer = [p for p in twin.scored if p.path[: len(self.prefix)] != self.prefix]
+    self.val_vjps: list[SavedVjp] = []
+
+  @functools.cached_property
+  def train_vjp(self) -> SavedVjp:
+    return SavedVjp(stack.remat(self._probed_layer, self.remat_policy))
 
   def _blank_directions(self):
     parts = {}
@@ -179,7 +200,7 @@ class _Walk:
       return self.layer(loss, *scanned[:2], x, scanned[2], batch)
 
     if not segment_lengths:
-      x, kept = jax.lax.scan(lambda x, scanned: (layer(x, scanned), x), x, layers)
+      x, kept = jax.lax.scan(lambda x, scanned: (layer(x, scanned), _Kept(x)), x, layers)
     else:
 
       def through(x, _, segment):
@@ -190,9 +211,37 @@ class _Walk:
     return kept, x
 
   def forward_plain(self, batch):
+    """What `inputs` returns, of validation rows; without segments the layers' residuals are kept too."""
     x = self.val_loss.embed(self.plain(self.outer_params), batch)
+    if not self.segment_lengths:
+      vjp = SavedVjp(stack.remat(self._plain_layer, self.remat_policy))
+      self.val_vjps.append(vjp)
+      return self._saving(vjp, lambda x, *layer: self._plain_arguments(x, batch, *layer), x)
     keep = streaming.to_host if self.carries_on_host else lambda x: x
     return self.inputs(self.val_loss, x, batch, self.stacked(), self.segment_lengths, keep)
+
+  def _saving(self, vjp, arguments, x):
+    """(`_Kept` of all layers, output of the last). arguments(x, layer_params, layer_rest, index): those of `vjp`."""
+
+    def body(x, layer):
+      value, saved = vjp.forward(*arguments(x, *layer))
+      return value, _Kept(x, saved)
+
+    x, kept = jax.lax.scan(body, x, self.stacked())
+    return kept, x
+
+  def _plain_layer(self, layer_params, x, layer_rest, inputs, key):
+    return nnx.merge(self.layer_graphdef, layer_params, layer_rest)(x, *inputs, key)
+
+  def _plain_arguments(self, x, batch, layer_params, layer_rest, index):
+    return layer_params, x, layer_rest, self.val_loss.layer_inputs(batch), self.val_loss.layer_key(index)
+
+  def _probed_layer(self, layer_params, probes, x, state, layer_rest, inputs, key):
+    return nnx.merge(self.layer_twin, layer_params, probes, state, layer_rest)(x, *inputs, key)
+
+  def _probed_arguments(self, x, state, batch, layer_params, layer_rest, index):
+    inputs, key = self.loss.layer_inputs(batch), self.loss.layer_key(index)
+    return layer_params, self.layer_probes, x, state, layer_rest, inputs, key
 
   def head_plain(self, x, batch):
     return jax.vjp(lambda p, x: validation_mean(*self.val_loss.head(self.plain(p), x, batch)), self.outer_params, x)
@@ -221,7 +270,15 @@ class _Walk:
     model, _ = self.probed(self.outer_params, self.outer_probes, zeros)
     x = self.loss.embed(model, batch)
     links = _links(model)
-    boundaries, hidden = self.inputs(self.loss, x, batch, self.stacked(), self.segment_lengths)
+    if self.segment_lengths:
+      boundaries, hidden = self.inputs(self.loss, x, batch, self.stacked(), self.segment_lengths)
+    else:
+      # The forward pass does not depend on the directions, which are not known yet.
+      one, moment = jax.tree.map(lambda x: x[0], (self.layer_params, self._layer_moments()))
+      shapes, _ = jax.eval_shape(self._layer_directions, (one,) * self.twin.num_sets, moment)
+      blank = self._layer_state(jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes))
+      arguments = lambda x, *layer: self._probed_arguments(x, blank, batch, *layer)  # noqa: E731
+      boundaries, hidden = self._saving(self.train_vjp, arguments, x)
     return _Train(boundaries, hidden, links)
 
   def train_head(self, batch, train: _Train, gradients) -> _Head:
@@ -318,24 +375,26 @@ class _Walk:
     cotangent, out = self._layer_training(cotangents.train, x.train, batches, gradients, *layer)
     return _Pair(val_cotangents, cotangent), out
 
-  def _layer_validation(self, cotangents, x_K, batches, layer_params, layer_rest, index):
+  def _layer_validation(self, cotangents, kept_K, batches, layer_params, layer_rest, index):
     """(validation gradients, cotangents of the layer's inputs) of each set."""
     pairs = []
-    for x, ct, batch in zip(x_K, cotangents, batches.val, strict=True):
-      _, pull = jax.vjp(lambda p, x, b=batch: self.layer(self.val_loss, p, layer_rest, x, index, b), layer_params, x)
-      pairs.append(pull(ct))
+    for k, (kept, ct, batch) in enumerate(zip(kept_K, cotangents, batches.val, strict=True)):
+      arguments = self._plain_arguments(kept.x, batch, layer_params, layer_rest, index)
+      if kept.saved is None:
+        pairs.append(jax.vjp(self._plain_layer, *arguments)[1](ct)[:2])
+      else:
+        pairs.append(self.val_vjps[k].backward(kept.saved, ct, *arguments)[:2])
     return tuple(g for g, _ in pairs), tuple(ct for _, ct in pairs)
 
-  def _layer_training(self, cotangent, x, batches, gradients, layer_params, layer_rest, index, moment):
+  def _layer_training(self, cotangent, kept, batches, gradients, layer_params, layer_rest, index, moment):
     """(cotangent of the layer's input, its part of what `back` returns)."""
-    state, parts, captured = self._layer_directions(gradients, moment)
-
-    def probed(layer_params, probes, x):
-      module = nnx.merge(self.layer_twin, layer_params, probes, state, layer_rest)
-      return module(x, *self.loss.layer_inputs(batches.train), self.loss.layer_key(index))
-
-    _, pull = jax.vjp(probed, layer_params, self.layer_probes, x)
-    grads, probes, cotangent = pull(cotangent)
+    parts, captured = self._layer_directions(gradients, moment)
+    state = self._layer_state(parts)
+    arguments = self._probed_arguments(kept.x, state, batches.train, layer_params, layer_rest, index)
+    if kept.saved is None:
+      grads, probes, cotangent, *_ = jax.vjp(self._probed_layer, *arguments)[1](cotangent)
+    else:
+      grads, probes, cotangent, *_ = self.train_vjp.backward(kept.saved, cotangent, *arguments)
     sums = self._layer_sums(layer_params, grads, gradients, moment, parts)
     return cotangent, {"grads": grads, "probes": probes, "sums": sums, "captured": captured}
 
@@ -351,17 +410,24 @@ class _Walk:
     return out
 
   def _layer_directions(self, gradients, moment):
+    """({label inside the layer: parts}, what factors capture) of one layer."""
     labelled = [schedules.by_label(g) for g in gradients]
-    inner = {p.label.removeprefix(self.label_prefix): p for p in self.inner}
-    flat, parts, captured = {}, {}, {}
-    for label, p in inner.items():
+    parts, captured = {}, {}
+    for p in self.inner:
+      label = p.label.removeprefix(self.label_prefix)
       second = moment["second"][label] if "second" in moment else None
       parts[label], energy = _unstacked_parts(p, jnp.stack([g[label] for g in labelled]), second, self.scalars)
       if energy is not None:
         captured[label] = energy
-      for name, array in zip(p.spec.parts, parts[label], strict=True):
+    return parts, captured
+
+  def _layer_state(self, parts: dict) -> nnx.State:
+    """The GhostDirection State of one layer's twin."""
+    flat = {}
+    for p in self.inner:
+      for name, array in zip(p.spec.parts, parts[p.label.removeprefix(self.label_prefix)], strict=True):
         flat[p.part_path(name)[len(self.prefix) :]] = GhostDirection(array)
-    return nnx.from_flat_state(flat), parts, captured
+    return nnx.from_flat_state(flat)
 
   def _layer_sums(self, layer_params, grads, gradients, moment, parts):
     if self.account is None:

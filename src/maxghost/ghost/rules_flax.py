@@ -42,15 +42,21 @@ def _full(call, x, b, u, count: int):
 
 
 def _factored(call, x, b, direction, count: int):
-  """<x Q, b Rᵀ> for every set: left [K, I, r], right [K, r, O]."""
+  """<x Q, b Rᵀ> for every set: left [K, I, r], right [K, r, O]. All sets share one product with x and one with b."""
   wide, precision = jnp.promote_types(x.dtype, jnp.float32), getattr(call.module, "precision", None)
   inputs, outputs = x.shape[x.ndim - count :], b.shape[x.ndim - count :]
-  scores = []
-  for left, right in zip(direction.left.astype(x.dtype), direction.right.astype(x.dtype), strict=True):
-    x_r = dense.contract(x, left.reshape(*inputs, -1), count, precision, wide)
-    b_r = dense.contract(b.astype(x.dtype), right.T.reshape(*outputs, -1), len(outputs), precision, wide)
-    scores.append(call.reduce(x_r, b_r))
-  return jnp.stack(scores)
+  left_IKr = jnp.moveaxis(direction.left.astype(x.dtype), 0, 1).reshape(*inputs, *direction.left.shape[::2])
+  right_OKr = jnp.moveaxis(direction.right.astype(x.dtype), 2, 0).reshape(*outputs, *direction.right.shape[:2])
+  x_Kr = dense.contract(x, left_IKr, count, precision, wide)
+  b_Kr = dense.contract(b.astype(x.dtype), right_OKr, len(outputs), precision, wide)
+  return _reduce_sets(call, x_Kr, b_Kr)
+
+
+def _reduce_sets(call, x_Kr, b_Kr):
+  """[K, n(, T)]: products summed over the factors' rank and over axes beyond the probe's."""
+  product = x_Kr * b_Kr
+  axes = (*range(call.resolution, product.ndim - 2), product.ndim - 1)
+  return jnp.moveaxis(product.sum(axis=axes), -1, 0)
 
 
 @rule(nnx.Linear)
@@ -104,12 +110,10 @@ class EmbedRule(Rule):
 
 def _factored_lookup(call, ids, direction):
   """<b, Q[id] R> = <b Rᵀ, Q[id]> for every set: left [K, V, r], right [K, r, D]."""
-  scores = []
-  for left, right in zip(direction.left, direction.right, strict=True):
-    wide = jnp.promote_types(call.cotangent.dtype, jnp.float32)
-    b_r = dense.contract(call.cotangent, right.T.astype(call.cotangent.dtype), 1, out_dtype=wide)
-    scores.append(call.reduce(jnp.take(left, ids, axis=0), b_r))
-  return jnp.stack(scores)
+  wide = jnp.promote_types(call.cotangent.dtype, jnp.float32)
+  right_DKr = jnp.moveaxis(direction.right.astype(call.cotangent.dtype), 2, 0)
+  b_Kr = dense.contract(call.cotangent, right_DKr, 1, out_dtype=wide)
+  return _reduce_sets(call, jnp.take(jnp.moveaxis(direction.left, 0, 1), ids, axis=0).astype(wide), b_Kr)
 
 
 @rule(nnx.RMSNorm, nnx.LayerNorm)

@@ -116,13 +116,15 @@ def direction_parts(twin: Twin, gradients: list[dict], second_moments: dict | No
   parts, captured = {}, {}
   for param in twin.scored:
     axis = len(param.stack_shape)
-    stacked = param.placed(jnp.stack([g[param.label] for g in gradients], axis=axis))
+    # The sets come first until they are small: they often are slices of one array, which then need not be copied.
+    stacked = param.placed(jnp.moveaxis(jnp.stack([g[param.label] for g in gradients]), 0, axis))
     if twin.spec.kind == "adam":
       spread = jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape))
       parts[param.label] = (stacked, second_moments[param.label], spread)
     elif param.spec.low_rank:
-      matrices = directions.matrix_view(stacked, param.spec.rows, axis + 1)
-      left, right, energy = low_rank.factor(matrices, twin.spec.rank, param.label)
+      matrices = directions.matrix_view(jnp.moveaxis(stacked, axis, 0), param.spec.rows, axis + 1)
+      factors = low_rank.factor(matrices, twin.spec.rank, param.label)
+      left, right, energy = (jnp.moveaxis(x, 0, axis) for x in factors)
       parts[param.label], captured[param.label] = (left, right), energy
     else:
       parts[param.label] = (stacked,)

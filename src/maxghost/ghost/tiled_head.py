@@ -15,11 +15,13 @@ from flax import nnx
 from maxghost.ghost import directions, rules, usage
 from maxghost.ghost.variables import part_name
 from maxghost.losses.tiled import Head, backward, forward, tiled_losses
+from maxghost.models import platforms
 
 
-def head_losses(model, hidden_BTD, targets_BT, *, num_tiles: int, axis: str, z_loss: float):
+def head_losses(model, hidden_BTD, targets_BT, weights_BT, *, num_tiles: int, axis: str, z_loss: float):
   """Loss of each position, [B, T], of a model or of its probed twin, as `token_losses(model.logits(hidden), ...)`.
 
+  weights_BT: as `tiled_losses`; used on CPU, where arithmetic is dearer than holding one gradient of the table.
   model: has `head_input(hidden)`, what the projection sees, and `output_layer() -> (layer, name)`: an `nnx.Embed` used
   by `attend`, or a dense layer without bias, and the name of its table.
   """
@@ -36,7 +38,8 @@ def head_losses(model, hidden_BTD, targets_BT, *, num_tiles: int, axis: str, z_l
   )
   if hasattr(layer, "ghost_info"):
     return _probed_losses(layer, name, head, x_BTD, targets_BT)
-  return tiled_losses(head, x_BTD, getattr(layer, name)[...], targets_BT)
+  known = weights_BT if platforms.target() == "cpu" else None
+  return tiled_losses(head, x_BTD, getattr(layer, name)[...], targets_BT, known)
 
 
 def _probed_losses(twin: nnx.Module, name: str, head: Head, x_BTD, targets_BT):

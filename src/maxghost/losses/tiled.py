@@ -1,7 +1,8 @@
 """Output projection and cross-entropy in tiles: only one tile of the logits exists at a time, in both passes.
 
-The backward pass forms each tile's logits once more from the saved log-sum-exp. It differentiates the projection's
-table and the hidden states, nothing else: no other parameter is an argument.
+The backward pass forms each tile's logits once more from the saved log-sum-exp, unless the tokens' weights are given:
+then the forward pass forms the gradients, too, and the backward pass only scales them. Differentiated are the
+projection's table and the hidden states, nothing else: no other parameter is an argument.
 
 B batch, T positions, D features, V vocabulary; n tiles of c positions or of v vocabulary entries.
 Source of the online log-sum-exp: Milakov and Gimelshein, arXiv:1805.02867.
@@ -52,6 +53,10 @@ class Head:
     logits = product(x, w, 1, self.precision).astype(self.wide)
     return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
+  def losses(self, log_sum, label):
+    """From log-sum-exp and the label's logit."""
+    return log_sum - label + self.z_loss * log_sum**2 if self.z_loss else log_sum - label
+
   def cotangent(self, logits, targets, log_sum, g):
     """That of the projection's output, in `dtype`. targets: the entry of `logits` that is the label; -1 = none."""
     weight = g * (1 + 2 * self.z_loss * log_sum) if self.z_loss else g
@@ -90,14 +95,19 @@ class Head:
     return 0 if self.tied else 1
 
 
-def tiled_losses(head: Head, x_BTD, w, targets_BT):
+def tiled_losses(head: Head, x_BTD, w, targets_BT, weights_BT=None):
   """Cross-entropy of each position in nats plus z_loss * logsumexp**2, [B, T], float32 or wider.
 
   x_BTD: what the projection sees (after the final norm). Equal to `token_losses` of the whole logits.
+  weights_BT: what the losses will be weighted with, up to one factor for all of them. With tiles of tokens this saves
+  the backward pass the logits, at the price of holding the table's gradient from the forward pass on. The gradient is
+  right for any other weights as well: it is then formed anew.
   """
-  op = forward if autodiff.in_forward_mode() else _losses
-  out = op(head, x_BTD, w, targets_BT)
-  return out[0] if autodiff.in_forward_mode() else out
+  if autodiff.in_forward_mode():
+    return forward(head, x_BTD, w, targets_BT)[0]
+  if weights_BT is None or head.axis != "tokens":
+    return _losses(head, x_BTD, w, targets_BT)
+  return _weighted_losses(head, x_BTD, w, targets_BT, jnp.asarray(weights_BT))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -119,6 +129,52 @@ def _losses_bwd(head, residuals, g_BT):
 _losses.defvjp(_losses_fwd, _losses_bwd)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighted_losses(head: Head, x_BTD, w, targets_BT, weights_BT):
+  return forward(head, x_BTD, w, targets_BT)[0]
+
+
+def _weighted_losses_fwd(head, x_BTD, w, targets_BT, weights_BT):
+  x, table = x_BTD.astype(head.dtype), w.astype(head.dtype)
+  tiles = _Positions(head, x.shape[1])
+  padded = [tiles.pad(a) for a in (x, targets_BT, weights_BT.astype(head.wide))]
+
+  def tile(d_w, j):
+    x_j, targets, weights = (tiles.cut(a, j) for a in padded)
+    logits = head.logits(x_j, table)
+    log_sum, label = jax.nn.logsumexp(logits, axis=-1), _label(logits, targets)
+    delta = head.cotangent(logits, targets, log_sum, weights)
+    return d_w + head.d_table(x_j, delta), (log_sum, label, head.d_inputs(delta, table))
+
+  d_w, (log_sum_n, label_n, d_x_n) = lax.scan(tile, jnp.zeros(w.shape, head.wide), jnp.arange(tiles.count))
+  log_sum_BT, label_BT = tiles.join(log_sum_n), tiles.join(label_n)
+  losses_BT = head.losses(log_sum_BT, label_BT)
+  return losses_BT, (x_BTD, w, targets_BT, log_sum_BT, weights_BT, tiles.join(d_x_n), d_w)
+
+
+def _weighted_losses_bwd(head, residuals, g_BT):
+  *inputs, weights_BT, d_x, d_w = residuals
+  x_BTD, w, targets_BT, _ = inputs
+  weights, g = weights_BT.astype(head.wide).ravel(), g_BT.astype(head.wide).ravel()
+  largest = jnp.argmax(jnp.abs(weights))
+  scale = jnp.where(weights[largest] == 0, 0, g[largest] / jnp.where(weights[largest] == 0, 1, weights[largest]))
+  expected = scale * weights
+  as_expected = jnp.all(jnp.abs(g - expected) <= 4 * jnp.finfo(head.wide).eps * jnp.abs(expected))
+
+  def scaled():
+    return (scale * d_x.astype(head.wide)).astype(x_BTD.dtype), (scale * d_w).astype(w.dtype)
+
+  d_x, d_w = lax.cond(as_expected, scaled, lambda: backward(head, *inputs, g_BT)[:2])
+  return d_x, d_w, np.zeros(targets_BT.shape, jax.dtypes.float0), jnp.zeros_like(weights_BT)
+
+
+_weighted_losses.defvjp(_weighted_losses_fwd, _weighted_losses_bwd)
+
+
+def _label(logits, targets):
+  return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+
+
 def forward(head: Head, x_BTD, w, targets_BT):
   """(losses, log-sum-exp of the logits), both [B, T] in float32 or wider."""
   x, w = x_BTD.astype(head.dtype), w.astype(head.dtype)
@@ -127,16 +183,14 @@ def forward(head: Head, x_BTD, w, targets_BT):
 
     def tile(_, j):
       logits = head.logits(tiles.cut(x_padded, j), w)
-      label = jnp.take_along_axis(logits, tiles.cut(targets, j)[..., None], axis=-1)[..., 0]
-      return None, (jax.nn.logsumexp(logits, axis=-1), label)
+      return None, (jax.nn.logsumexp(logits, axis=-1), _label(logits, tiles.cut(targets, j)))
 
     x_padded, targets = tiles.pad(x), tiles.pad(targets_BT)
     _, (log_sum_n, label_n) = lax.scan(tile, None, jnp.arange(tiles.count))
     log_sum_BT, label_BT = tiles.join(log_sum_n), tiles.join(label_n)
   else:
     log_sum_BT, label_BT = _forward_vocab(head, x, w, targets_BT)
-  losses_BT = log_sum_BT - label_BT
-  return losses_BT + head.z_loss * log_sum_BT**2 if head.z_loss else losses_BT, log_sum_BT
+  return head.losses(log_sum_BT, label_BT), log_sum_BT
 
 
 class _Positions:
@@ -183,8 +237,8 @@ def _forward_vocab(head: Head, x, w, targets_BT):
     new_highest = jnp.maximum(highest, logits.max(-1))
     total = total * jnp.exp(highest - new_highest) + jnp.exp(logits - new_highest[..., None]).sum(-1)
     place = _targets_in(head, targets_BT, j)
-    own = jnp.take_along_axis(logits, jnp.maximum(place, 0)[..., None], axis=-1)[..., 0]
-    return (new_highest, total, label + jnp.where(place >= 0, own, 0)), None
+    own = jnp.where(place >= 0, _label(logits, jnp.maximum(place, 0)), 0)
+    return (new_highest, total, label + own), None
 
   lowest = jnp.full(targets_BT.shape, -0.7 * jnp.finfo(head.wide).max, head.wide)
   init = (lowest, jnp.zeros_like(lowest), jnp.zeros_like(lowest))

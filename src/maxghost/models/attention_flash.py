@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxghost.config.errors import ConfigError
+from maxghost.parallel import shardings
 
 _LANES = 128
 _MAX_BLOCK = 512
@@ -31,6 +32,32 @@ def splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, interpret: b
   """
   if q_BTHh.dtype == jnp.float64:
     raise ConfigError("attention=flash has no float64 on tpu; use attention=blockwise, or dtype=float32 or bfloat16")
+  if sinks is not None:
+    sinks = jnp.asarray(sinks, jnp.promote_types(sinks.dtype, jnp.float32))
+  run = functools.partial(_splash_whole, shape, interpret)
+  layout = shardings.current()
+  if layout is None or layout.num_devices == 1:
+    return run(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks)
+  # A Pallas kernel is opaque to the partitioner: each device runs it on its own rows and heads.
+  heads = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
+  kv_heads = ("activation_batch", "activation_kv_length", "activation_kv_heads", "activation_kv")
+  specs = [layout.spec(heads, q_BTHh.shape, "queries")]
+  specs += [layout.spec(kv_heads, x.shape, name) for name, x in (("keys", k_BTKh), ("values", v_BTKh))]
+  if len(specs[0]) > 1 and specs[0][1] is not None:
+    raise ConfigError(
+      "attention=flash needs the positions of a row on one device, but the mesh splits them; use "
+      "attention=dot_product, or ici_context_parallelism=1"
+    )
+  rows = None if segment_ids_BT is None else layout.spec(heads[:2], segment_ids_BT.shape, "segment ids")
+  by_head = None if sinks is None else layout.spec(heads[2:3] if sinks.ndim == 1 else heads[:3], sinks.shape, "sinks")
+  mapped = jax.shard_map(
+    run, mesh=layout.mesh, in_specs=(*specs, rows, by_head), out_specs=specs[0], check_vma=False
+  )
+  return mapped(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks)
+
+
+def _splash_whole(shape, interpret: bool, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks):
+  """The kernel on the rows and heads of one device."""
   length = q_BTHh.shape[1]
   padding = -length % _LANES
   q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q_BTHh, k_BTKh, v_BTKh))

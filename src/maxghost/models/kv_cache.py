@@ -69,13 +69,21 @@ def held_positions(counts_B, num_slots: int):
 
 
 def append(kept, new, counts_B):
-  """`kept` with one more token per row: leaves [..., B, K, S, h] and [..., B, K, h]; the dots are stacked layers."""
+  """`kept` with one more token per row: leaves [..., B, K, S, h] and [..., B, K, h]; the dots are stacked layers.
+
+  Row by row, because each row has a slot of its own: a loop of such updates is done in place, while a scatter over all
+  rows at once makes XLA rearrange the whole cache.
+  """
 
   def put(kept, new):
-    def put_row(row, x, slot):
-      return jax.lax.dynamic_update_index_in_dim(row, x, slot, row.ndim - 2)
+    slots_B, row_axis = counts_B % kept.shape[-2], kept.ndim - 4
 
-    return jax.vmap(put_row, in_axes=(-4, -3, 0), out_axes=-4)(kept, new, counts_B % kept.shape[-2])
+    def put_row(row, kept):
+      token = jnp.expand_dims(jax.lax.dynamic_slice_in_dim(new, row, 1, row_axis), -2)
+      start = [0] * row_axis + [row, 0, slots_B[row], 0]
+      return jax.lax.dynamic_update_slice(kept, token, start)
+
+    return jax.lax.fori_loop(0, kept.shape[row_axis], put_row, kept)
 
   return jax.tree.map(put, kept, new)
 

@@ -162,7 +162,8 @@ def decoder_parameters(cfg: Config) -> dict[str, tuple[tuple[int, ...], tuple[st
     "pre_self_attention_layer_norm/scale": ((d,), ("norm",)),
     "post_self_attention_layer_norm/scale": ((d,), ("norm",)),
   }
-  layer |= {f"mlp/wi_{i}/kernel": ((d, f), ("embed", "mlp")) for i in range(len(m.mlp_activations))}
+  branches = ["wi"] if len(m.mlp_activations) == 1 else [f"wi_{i}" for i in range(len(m.mlp_activations))]
+  layer |= {f"mlp/{name}/kernel": ((d, f), ("embed", "mlp")) for name in branches}
   layers = m.base_num_decoder_layers
   out = {f"decoder/layers/{k}": ((layers, *shape), ("layers", *axes)) for k, (shape, axes) in layer.items()}
   out["token_embedder/embedding"] = ((m.vocab_size, d), ("vocab", "embed"))
@@ -184,6 +185,10 @@ class _Device:
     self.tokens = self.rows * self.length
     self.weight, self.compute = cfg.model.weight_dtype, cfg.model.dtype
     self.tensor = self.size("tensor")
+    m, width = cfg.model, cfg.model.base_mlp_dim
+    if m.num_experts > 1:  # each token passes through several experts
+      width = (m.base_moe_mlp_dim if m.base_moe_mlp_dim > 0 else width) * m.num_experts_per_tok
+    self.feed_forward = width // self.tensor
     self.num_layers = cfg.model.base_num_decoder_layers if any(stacked for _, stacked in self.params.values()) else 0
     tables = ("decoder/logits_dense/kernel", "token_embedder/embedding")
     self.table = next((self.params[label][0] for label in tables if label in self.params), None)
@@ -293,7 +298,7 @@ class _Device:
     if m.remat_policy == "full":
       return []
     heads, kv = m.base_num_query_heads * m.head_dim // self.tensor, m.base_num_kv_heads * m.head_dim // self.tensor
-    f, d = m.base_mlp_dim // self.tensor, m.base_emb_dim
+    f, d = self.feed_forward, m.base_emb_dim
     products = [("attention queries", heads, c), ("attention keys", kv, c), ("attention values", kv, c)]
     products += [("attention output projection", d, c)]
     products += [(f"mlp wi_{i} output", f, c) for i in range(len(m.mlp_activations))]
@@ -315,7 +320,7 @@ class _Device:
     heads, kv = m.base_num_query_heads * m.head_dim // self.tensor, m.base_num_kv_heads * m.head_dim // self.tensor
     tensors = [
       Tensor((n, m.base_emb_dim), c, "hidden states and their cotangents in one layer", LIVE_HIDDEN),
-      Tensor((n, m.base_mlp_dim // self.tensor), c, "mlp activations and their cotangents in one layer",
+      Tensor((n, self.feed_forward), c, "mlp activations and their cotangents in one layer",
              len(m.mlp_activations) + LIVE_FEED_FORWARD),
     ]  # fmt: skip
     if not any("/self_attention/" in label for label in self.params):

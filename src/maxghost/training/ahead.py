@@ -14,9 +14,10 @@ from maxghost.config import Config, ConfigError
 from maxghost.data.build import max_segments
 from maxghost.parallel import Layout, collectives, report, topologies
 from maxghost.parallel.collectives import Collective
+from maxghost.parallel.memory_estimate import MemoryEstimate
 from maxghost.parallel.mesh import describe
 from maxghost.parallel.shardings import local_size
-from maxghost.training import devices, program, resume, state
+from maxghost.training import devices, memory_report, program, resume, state
 from maxghost.training.compiling import compiler_options
 from maxghost.training.flops import step_flops
 from maxghost.training.step import make_train_step
@@ -37,6 +38,11 @@ class Planned:
   @property
   def num_params(self) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(resume.to_tree(self.arguments[0])["model"]))
+
+  @property
+  def memory(self) -> MemoryEstimate:
+    """The closed form, per device."""
+    return memory_report.estimate_of(self.cfg, self.arguments[0], dict(self.layout.mesh.shape))
 
   @property
   def rows(self) -> int:
@@ -142,6 +148,7 @@ def plan_lines(planned: Planned) -> list[str]:
     *([] if validation is None else [validation]),
     f"number parameters: {planned.num_params / 1e9:.3f} billion ({planned.num_params:,})",
     planned.flops.describe(),
+    *planned.memory.table(),
   ]
 
 
@@ -168,7 +175,8 @@ def memory_lines(compiled: Compiled, topology: str) -> list[str]:
   """The memory of one device, part by part, and whether it is enough."""
   have = topologies.hbm_bytes(topology)
   if compiled.executable is None:
-    return [f"memory: does not fit: {compiled.problem}"]
+    lines = [f"memory: does not fit: {compiled.problem}"]
+    return lines if have is None else [*lines, *memory_report.shortage(compiled.planned.memory, have)]
   memory = compiled.executable.memory_analysis()
   fresh = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
   parts = {
@@ -187,7 +195,9 @@ def memory_lines(compiled: Compiled, topology: str) -> list[str]:
     left = have - need
     verdict = f"fits, {left / 1e9:.2f} GB to spare" if left >= 0 else f"does not fit, {-left / 1e9:.2f} GB too much"
     lines.append(f"memory: needs {need / 1e9:.2f} of {have / 1e9:.2f} GB: {verdict}")
-  return lines
+    if left < 0:
+      lines += memory_report.shortage(compiled.planned.memory, have)
+  return [*lines, memory_report.compiled_line(compiled.planned.memory, memory)]
 
 
 def fits(compiled: Compiled, topology: str) -> bool:

@@ -46,8 +46,14 @@ def too_large(error: Exception, estimated: MemoryEstimate, limit: int | None) ->
   """XLA's words on an allocation that failed, and what to change."""
   lines = str(error).splitlines() or ["RESOURCE_EXHAUSTED"]
   words = next((line.strip() for line in lines if "exceeds" in line), lines[0])
+  return "\n".join([f"out of device memory: {words}", *shortage(estimated, limit)])
+
+
+def shortage(estimated: MemoryEstimate, limit: int | None) -> list[str]:
+  """What to change where XLA needs more than there is: the verdict, or, where the estimate is that it fits, how to need
+  a fifth less than estimated."""
   if limit is not None and estimated.total > limit:
-    return f"out of device memory: {words}\n{verdict(estimated, limit)}"
+    return verdict(estimated, limit).splitlines()
   less = int(0.8 * estimated.total)
-  head = f"memory: the estimate is {shown(estimated.total)}, and something else needs memory too; to need a fifth less:"
-  return "\n".join([f"out of device memory: {words}", head, *advice(estimated, less)])
+  head = f"memory: the estimate is {shown(estimated.total)}, and XLA needs more; to need a fifth less:"
+  return [head, *advice(estimated, less)]

@@ -110,6 +110,7 @@ class Scorer:
         self.loss,
         self.cfg.model.segments,
         self.ghost.ghost_stream_carries == "host",
+        self.cfg.model.remat_policy,
       )
       return Scored(passed, val_loss, None, {}, sums, captured, total(self.twin, passed.scores))
     if schedule == "concat":
