@@ -9,6 +9,7 @@ from checkpoint_convert_trees import FIXTURES, orbax_leaves, same_bytes, unpack
 from flax import nnx
 
 from maxghost import config, models
+from maxghost.checkpoint import parameters
 from maxghost.checkpoint.compare import compare_checkpoints
 from maxghost.checkpoint.convert import convert
 from maxghost.checkpoint.layouts_load import load_tree
@@ -56,6 +57,32 @@ MIXTRAL = {
     ("linen_scanned", {"scan_layers": False}), ("nnx_unscanned", {"scan_layers": True}), ("linen_moe_scanned", MIXTRAL),
   ],
 )  # fmt: skip
+def given(path, **changes):
+  keys = SIZES | {"tokenizer_type": "huggingface", "load_parameters_path": str(path)} | changes
+  return config.replace(config.load(), **keys)
+
+
+def test_load_parameters_path_takes_a_maxtext_checkpoint(tmp_path):
+  """Rescaled as `load_tree` does when told the head width; through a conversion as well."""
+  source = unpack("linen_scanned", tmp_path)
+  model_only = {"model": to_tree(train_state()[1])["model"]}
+  expected = load_tree(source, model_only, head_dim=4, say=silent)["model"]
+  convert(source, tmp_path / "nnx", to="nnx", say=silent)
+  for path in (source, tmp_path / "nnx"):
+    cfg = given(path)
+    found = parameters.open_parameters(parameters.check_config(cfg), cfg, model_only["model"], silent)()
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+  with pytest.raises(LayoutError, match="how MaxText scales query weights is not known for decoder_block=qwen3"):
+    cfg = given(source, decoder_block="qwen3", use_qk_norm=True)
+    parameters.open_parameters(parameters.check_config(cfg), cfg, model_only["model"], silent)
+  with pytest.raises(LayoutError, match="misses decoder/layers/self_attention/key_norm/scale"):
+    cfg = given(source, use_qk_norm=True)
+    wanted = to_tree(train_state(use_qk_norm=True)[1])["model"]
+    parameters.open_parameters(parameters.check_config(cfg), cfg, wanted, silent)
+  with pytest.raises(LayoutError, match="there is no model folder"):
+    parameters.check_config(given(tmp_path / "nowhere"))
+
+
 def test_a_maxtext_run_in_a_maxghost_model_gives_maxtexts_logits(name, changes, tmp_path):
   graphdef, abstract = train_state(**changes)
   source, said = unpack(name, tmp_path), []

@@ -13,8 +13,10 @@ from maxghost.attribution.metrics import read_samples
 from maxghost.checkpoint import hf_checkpoint, huggingface, huggingface_config, safetensors_files
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import tree_from_memory
+from maxghost.data.tokenizers import ByteTokenizer
 from maxghost.generation import Generator
 from maxghost.training import resume
+from maxghost.training.samples import Sampler
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +141,16 @@ def test_a_run_starts_from_a_hugging_face_folder_and_is_exported_again(folder, t
       assert a == b
     else:
       assert before.read_bytes() == after.read_bytes()
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"add_bos": False}, "sample_prompt is empty"),
+    ({"trainable_position_size": 30, "sample_tokens": 30}, "the model has 30 positions; use sample_tokens=29"),
+  ],
+)
+def test_samples_that_cannot_be_drawn_are_refused_at_the_start(changes, message):
+  cfg = tiny.make_config(sample_every=2, **changes)
+  with pytest.raises(config.ConfigError, match=message):
+    Sampler(cfg, ByteTokenizer())
