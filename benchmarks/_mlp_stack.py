@@ -17,18 +17,17 @@ from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.models import stack
 from maxghost.models.decoder_layer import GatedMlp
-from maxghost.models.parts import rms_norm
 from maxghost.training.host_memory import HostMemory
 
 
 class Layer(nnx.Module):
-  """x + wo(gelu(wi(norm x))). x_BTD -> [B, T, D]."""
+  """x + wo(gelu(wi x)). x_BTD -> [B, T, D]."""
 
   def __init__(self, cfg, *, rngs: nnx.Rngs):
-    self.norm, self.mlp = rms_norm(cfg, cfg.base_emb_dim, rngs=rngs), GatedMlp(cfg, rngs=rngs)
+    self.mlp = GatedMlp(cfg, rngs=rngs)
 
   def __call__(self, x_BTD, key=None):
-    return x_BTD + self.mlp(self.norm(x_BTD))
+    return x_BTD + self.mlp(x_BTD)
 
 
 class MlpStack(nnx.Module):

@@ -27,6 +27,7 @@ from maxghost import config as configuration
 from maxghost.config.values import divisors
 from maxghost.models import platforms
 from maxghost.parallel.memory_estimate import MemoryEstimate
+from maxghost.parallel.memory_verdict import verdict
 from maxghost.training import state
 from maxghost.training.memory_report import estimate_of
 from maxghost.training.step import make_train_step
@@ -140,6 +141,8 @@ def plain_scan(bench: Bench) -> Case:
   case.figures.append(Figure("bytes the plain stack needs over the chip's", needed / bench.hbm, 1.0, above=True))
   if compiled.error:
     case.notes.append(f"the compiler: {compiled.error.strip()}")
+  cfg = _mlp_stack.load(str(_measure.BASE), *SHAPE, *PLAIN, *bench.overrides)
+  case.notes.append(verdict(gradient_only(cfg, _mlp_stack.make(cfg)[1]), int(bench.hbm)))
   return case
 
 

@@ -62,6 +62,9 @@ CASES = {
   "3-full-dropout": {"segment_length": 3, "remat_policy": "full", "dropout_rate": 0.3},
   "6-2-none": {"segment_lengths": (6, 2), "remat_policy": "none"},
 }
+CYCLES = {
+  "inhomogeneous_layer_cycle_interval": 2, "attention_type": ("local_sliding", "global"), "sliding_window_size": 4,
+}  # fmt: skip
 SLOW_CASES = {
   f"{lengths}-{remat}": {"segment_lengths": lengths, "remat_policy": remat}
   for lengths in ((1,), (2,), (3,), (6,), (3, 1), (6, 3))
@@ -72,6 +75,20 @@ SLOW_CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_plain_stack(name):
   assert_plain(CASES[name])
+
+
+def test_segments_of_cycles_of_unlike_layers():
+  """Twelve layers in six cycles, in segments of three cycles."""
+  def loss(**changes):
+    return loss_of(tiny.make_config(base_num_decoder_layers=12, remat_policy="full", **CYCLES, **changes))
+
+  (plain_loss, params), (cut_loss, _) = loss(), loss(segment_length=6)
+  assert kept_sizes(next(scans(jax.make_jaxpr(jax.grad(cut_loss))(params)))) == [2 * np.prod(CARRY)]
+  with tiny.cheap_compilation():
+    (value, grads), (value_0, grads_0) = (jax.jit(jax.value_and_grad(f))(params) for f in (cut_loss, plain_loss))
+  assert float(value) == pytest.approx(float(value_0), rel=1e-6)
+  for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(grads_0), strict=True):
+    assert oracles.relative_error(np.asarray(a), np.asarray(b)) < 1e-6
 
 
 @pytest.mark.slow
@@ -168,6 +185,10 @@ def test_lengths_that_do_not_divide_are_refused_with_the_divisors():
   [
     ("segment_length=3", "segment_length=3 does not divide base_num_decoder_layers=4; use one of 1, 2, 4"),
     ("segment_lengths=4,3", "segment_lengths=[4, 3]: 3 does not divide the segment of 4 around it; use one of 1, 2, 4"),
+    (
+      "segment_length=2 base_num_decoder_layers=12 inhomogeneous_layer_cycle_interval=3",
+      "does not divide base_num_decoder_layers=12 into whole cycles of 3 unlike layers; use one of 3, 6, 12",
+    ),
     ("segment_length=2 scan_layers=false", "segment_length=2 cuts stacked layers into segments; use scan_layers=true"),
     ("segment_length=2 segment_lengths=2", "say the same thing twice"),
   ],

@@ -15,6 +15,7 @@ from flax import nnx
 from train_steps import TRAIN, Run
 
 from maxghost import config
+from maxghost.checkpoint.checksum import checksums
 from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.schedules import mean_loss
 from maxghost.models import streaming
@@ -190,6 +191,14 @@ def test_abstract_states_lower_to_a_step_with_host_arguments():
 
   jax.jit(look).lower(abstract)
   assert {path for path, host in seen.items() if host} == {p for p in seen if "layers" in p}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_checksum_does_not_depend_on_the_memory(dtype):
+  x = jnp.asarray(np.random.default_rng(0).integers(-99, 99, (3, 5, 4)), dtype)
+  there = jax.device_put(x, HOST)
+  assert there.sharding.memory_kind == "pinned_host"
+  assert checksums([there]) == checksums([x]) != checksums([x[::-1]])
 
 
 def test_without_host_memory_it_says_so():

@@ -5,11 +5,14 @@ integers modulo 2^32 are exact in any order, so one device or many give the same
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from maxghost.models import streaming
 
 # Odd, so that multiplying by it loses nothing modulo 2^32; the bits are well spread (2^32 / golden ratio).
 _SPREAD = 2654435761
@@ -28,10 +31,24 @@ def checksums(leaves: list[jax.Array]) -> list[int]:
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-  """uint32 []: sum over the elements of (bits + 1) * odd weight of the position, modulo 2^32."""
-  words = _words(x)
+  """uint32 []: sum over the elements of (bits + 1) * odd weight of the position, modulo 2^32.
+
+  What lives on the host comes to the device one entry of its leading axis at a time.
+  """
+  if not streaming.on_host(x):
+    return _weighted_sum(_words(x), 0)
+
+  def add(index, total):
+    entry = jax.device_put(lax.dynamic_slice_in_dim(x, index, 1), jax.memory.Space.Device)
+    return total + _weighted_sum(_words(entry), index)
+
+  return lax.fori_loop(0, x.shape[0], add, jnp.uint32(0))
+
+
+def _weighted_sum(words: jax.Array, start) -> jax.Array:
+  """The sum over `words` as they stand from entry `start` of the leading axis on."""
   # Odd weights: changing one element always changes the sum. Spread weights: changes of two hardly ever cancel.
-  position = jnp.zeros(words.shape, jnp.uint32)
+  position = jnp.full(words.shape, jnp.uint32(start) * jnp.uint32(math.prod(words.shape[1:]) % 2**32))
   stride = 1
   for axis in reversed(range(words.ndim)):
     position += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)

@@ -164,6 +164,11 @@ class ModelConfig:
     """Layers per segment, outermost level first; empty without segments."""
     return self.segment_lengths or ((self.segment_length,) if self.segment_length else ())
 
+  @property
+  def stacked_segments(self) -> tuple[int, ...]:
+    """The same in entries of the stack, each a cycle of unlike layers."""
+    return tuple(length // self.inhomogeneous_layer_cycle_interval for length in self.segments)
+
 
 @section
 class DataConfig:

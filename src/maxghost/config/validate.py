@@ -265,10 +265,15 @@ def segments(v: Values) -> Iterator[str]:
   if not v.scan_layers:
     yield f"{given} cuts stacked layers into segments; use scan_layers=true, or no segments"
   whole, name = v.base_num_decoder_layers, f"base_num_decoder_layers={v.base_num_decoder_layers}"
+  cycle = v.inhomogeneous_layer_cycle_interval
+  if whole % cycle:
+    return  # said by `layer_cycle`
   for length in levels or (single,):
-    if whole % length:
+    choices = [cycle * k for k in divisors(whole // cycle)]
+    if length not in choices:
       which = f": {length}" if len(levels) > 1 else ""
-      yield f"{given}{which} does not divide {name}; use one of {', '.join(map(str, divisors(whole)))}"
+      unlike = f" into whole cycles of {cycle} unlike layers" if cycle > 1 else ""
+      yield f"{given}{which} does not divide {name}{unlike}; use one of {', '.join(map(str, choices))}"
       return
     whole, name = length, f"the segment of {length} around it"
 

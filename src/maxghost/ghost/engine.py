@@ -85,7 +85,7 @@ class GhostEngine:
     self.spec = direction_spec(cfg, "sgd" if self.second_order else direction, self.rank)
     self.exclude = tuple(cfg.ghost.ghost_exclude if exclude is None else exclude)
     self.per_position = per_position
-    self.segment_lengths, self.remat_policy = cfg.model.segments, cfg.model.remat_policy
+    self.segment_lengths, self.remat_policy = cfg.model.stacked_segments, cfg.model.remat_policy
     self.default_loss = LanguageModelLoss.of(cfg.model)
     names.check_combination(self.engine, self.schedule, direction, self.rank)
     if per_position and self.engine == "perexample":

@@ -274,8 +274,8 @@ class _Walk:
       boundaries, hidden = self.inputs(self.loss, x, batch, self.stacked(), self.segment_lengths)
     else:
       # The forward pass does not depend on the directions, which are not known yet.
-      one, moment = jax.tree.map(lambda x: x[0], (self.layer_params, self._layer_moments()))
-      shapes, _ = jax.eval_shape(self._layer_directions, (one,) * self.twin.num_sets, moment)
+      one = jax.tree.map(lambda x: x[0], self.layer_params)
+      shapes, _ = jax.eval_shape(self._layer_directions, (one,) * self.twin.num_sets, self._layer_moments(0))
       blank = self._layer_state(jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes))
       arguments = lambda x, *layer: self._probed_arguments(x, blank, batch, *layer)  # noqa: E731
       boundaries, hidden = self._saving(self.train_vjp, arguments, x)
@@ -309,8 +309,7 @@ class _Walk:
 
   def back(self, boundaries: _Pair, cotangents: _Pair, batches: _Pair):
     """({grads, probes, sums, captured} with a leading layer axis, cotangents of the first layer's inputs)."""
-    layers = (*self.stacked(), self._layer_moments())
-    return self._back(boundaries, cotangents, batches, layers, self.segment_lengths)
+    return self._back(boundaries, cotangents, batches, self.stacked(), self.segment_lengths)
 
   def _back(self, boundaries, cotangents, batches, layers, segment_lengths):
     if not segment_lengths:
@@ -319,26 +318,28 @@ class _Walk:
       return out, cotangents
     inner = segment_lengths[1:]
 
-    def segment(cotangents, train, stacked):
-      x, here = _Pair(stacked[0], train), stacked[1]
-      if not inner and self._smaller_gradients(x.val, here[0]):
-        out, cotangents = self._segment_back(x, cotangents, batches, here)
+    def segment(cotangents, scanned, here):
+      x_val, number = scanned
+      if not inner and self._smaller_gradients(x_val, here[0]):
+        out, cotangents = self._segment_back(x_val, boundaries.train, number, cotangents, batches, here)
       else:
-        x = _Pair(self._inputs_K(x.val, batches, here, inner), self._train_inputs(x.train, batches, here, inner))
+        x_train = streaming.fetch(boundaries.train, number)
+        x = _Pair(self._inputs_K(x_val, batches, here, inner), self._train_inputs(x_train, batches, here, inner))
         out, cotangents = self._back(x, cotangents, batches, here, inner)
       return cotangents, out | {"grads": streaming.like(out["grads"], layers[0])}
 
-    stacked = (boundaries.val, segments.split(layers, segment_lengths[0]))
-    cotangents, out = streaming.loop(segment, cotangents, boundaries.train, stacked, reverse=True)
+    stacked = segments.split(layers, segment_lengths[0])
+    scanned = (boundaries.val, jnp.arange(layers[2].shape[0] // segment_lengths[0]))
+    cotangents, out = streaming.loop(segment, cotangents, scanned, stacked, reverse=True)
     return segments.join(out), cotangents
 
   def _inputs_K(self, x_K, batches, layers, segment_lengths) -> tuple:
     """`inputs` of each validation set, without the last output."""
     pairs = zip(x_K, batches.val, strict=True)
-    return tuple(self.inputs(self.val_loss, x, b, layers[:3], segment_lengths)[0] for x, b in pairs)
+    return tuple(self.inputs(self.val_loss, x, b, layers, segment_lengths)[0] for x, b in pairs)
 
   def _train_inputs(self, x, batches, layers, segment_lengths):
-    return self.inputs(self.loss, x, batches.train, layers[:3], segment_lengths)[0]
+    return self.inputs(self.loss, x, batches.train, layers, segment_lengths)[0]
 
   def _smaller_gradients(self, x_val, layer_params) -> bool:
     """Whether the validation gradients of a segment take less room than the validation inputs of its layers."""
@@ -346,33 +347,36 @@ class _Walk:
     gradients = self.twin.num_sets * sum(x.nbytes for x in jax.tree.leaves(layer_params))
     return gradients < num_layers * sum(x.nbytes for x in jax.tree.leaves(x_val))
 
-  def _segment_back(self, x: _Pair, cotangents: _Pair, batches: _Pair, layers):
+  def _segment_back(self, x_val, train_boundaries, number, cotangents: _Pair, batches: _Pair, layers):
     """The layers of one segment, first all validation VJPs, then all training ones: the inputs of its layers then exist
-    for one batch at a time, and the validation gradients for all its layers."""
+    for one batch at a time, and for all its layers the validation gradients, or just their factors where only these
+    are used."""
+    factored = self.twin.spec.kind == "sgd" and self.twin.spec.rank
 
     def validation(cts, scanned):
-      x_K, (layer_params, layer_rest, index, _) = scanned
-      gradients, cts = self._layer_validation(cts, x_K, batches, layer_params, layer_rest, index)
-      return cts, gradients
+      x_K, layer = scanned
+      gradients, cts = self._layer_validation(cts, x_K, batches, *layer)
+      directions = self._layer_directions(gradients, {}) if factored else None
+      return cts, (None if factored and self.account is None else gradients, directions)
 
-    inputs_K = self._inputs_K(x.val, batches, layers, ())
-    val_cotangents, gradients = jax.lax.scan(validation, cotangents.val, (inputs_K, layers), reverse=True)
+    inputs_K = self._inputs_K(x_val, batches, layers, ())
+    val_cotangents, kept = jax.lax.scan(validation, cotangents.val, (inputs_K, layers), reverse=True)
     # The barrier keeps the training inputs from being computed while those of the validation rows exist.
-    x_train, gradients = jax.lax.optimization_barrier((x.train, gradients))
+    number, kept = jax.lax.optimization_barrier((number, kept))
+    x_train = streaming.fetch(train_boundaries, number)
 
     def training(ct, scanned):
-      x, gradients, layer = scanned
-      return self._layer_training(ct, x, batches, gradients, *layer)
+      x, (gradients, directions), layer = scanned
+      return self._layer_training(ct, x, batches, gradients, directions, *layer)
 
     inputs = self._train_inputs(x_train, batches, layers, ())
-    cotangent, out = jax.lax.scan(training, cotangents.train, (inputs, gradients, layers), reverse=True)
+    cotangent, out = jax.lax.scan(training, cotangents.train, (inputs, kept, layers), reverse=True)
     return out, _Pair(val_cotangents, cotangent)
 
-  def _layer_back(self, cotangents: _Pair, x: _Pair, batches: _Pair, layer_params, layer_rest, index, moment):
+  def _layer_back(self, cotangents: _Pair, x: _Pair, batches: _Pair, *layer):
     """One layer: (cotangents of its inputs, its part of what `back` returns)."""
-    gradients, val_cotangents = self._layer_validation(cotangents.val, x.val, batches, layer_params, layer_rest, index)
-    layer = (layer_params, layer_rest, index, moment)
-    cotangent, out = self._layer_training(cotangents.train, x.train, batches, gradients, *layer)
+    gradients, val_cotangents = self._layer_validation(cotangents.val, x.val, batches, *layer)
+    cotangent, out = self._layer_training(cotangents.train, x.train, batches, gradients, None, *layer)
     return _Pair(val_cotangents, cotangent), out
 
   def _layer_validation(self, cotangents, kept_K, batches, layer_params, layer_rest, index):
@@ -386,9 +390,10 @@ class _Walk:
         pairs.append(self.val_vjps[k].backward(kept.saved, ct, *arguments)[:2])
     return tuple(g for g, _ in pairs), tuple(ct for _, ct in pairs)
 
-  def _layer_training(self, cotangent, kept, batches, gradients, layer_params, layer_rest, index, moment):
-    """(cotangent of the layer's input, its part of what `back` returns)."""
-    parts, captured = self._layer_directions(gradients, moment)
+  def _layer_training(self, cotangent, kept, batches, gradients, directions, layer_params, layer_rest, index):
+    """(cotangent of the layer's input, its part of what `back` returns). directions: None = of the gradients."""
+    moment = self._layer_moments(index)
+    parts, captured = directions or self._layer_directions(gradients, moment)
     state = self._layer_state(parts)
     arguments = self._probed_arguments(kept.x, state, batches.train, layer_params, layer_rest, index)
     if kept.saved is None:
@@ -398,15 +403,16 @@ class _Walk:
     sums = self._layer_sums(layer_params, grads, gradients, moment, parts)
     return cotangent, {"grads": grads, "probes": probes, "sums": sums, "captured": captured}
 
-  def _layer_moments(self) -> dict:
-    """{"first" | "second": {label inside the layer: [L, ...]}}; empty without moments."""
+  def _layer_moments(self, index) -> dict:
+    """{"first" | "second": {label inside the layer: array}} of one layer, on the device; empty without moments."""
     first = self.account.moments.first if self.account else None
     out = {}
     for name, moments in (("first", first), ("second", self.second_moments)):
       if moments is not None:
-        out[name] = {
-          k.removeprefix(self.label_prefix): v for k, v in moments.items() if k.startswith(self.label_prefix)
-        }
+        inside = {k.removeprefix(self.label_prefix): v for k, v in moments.items() if k.startswith(self.label_prefix)}
+        # Vectors come whole: a TPU cannot cut a single row out of a packed matrix in host memory.
+        whole = {k: streaming.to_device(v) if v.ndim <= 2 else v for k, v in inside.items()}
+        out[name] = streaming.fetch(whole, index)
     return out
 
   def _layer_directions(self, gradients, moment):

@@ -31,6 +31,11 @@ def to_host(tree):
   return jax.tree.map(lambda x: jax.device_put(x, _HOST), tree)
 
 
+def to_device(tree):
+  """Every leaf in device memory."""
+  return jax.tree.map(lambda x: jax.device_put(x, _DEVICE) if on_host(x) else x, tree)
+
+
 def like(tree, template):
   """`tree` with each leaf moved to the memory of the same leaf of `template`."""
   return jax.tree.map(lambda x, t: jax.device_put(x, _HOST) if on_host(t) else x, tree, template)
@@ -39,28 +44,26 @@ def like(tree, template):
 def fetch(stacked, index):
   """Entry `index` of the leading axis of every leaf, in device memory."""
 
-  def one(x):
-    entry = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
-    return jax.device_put(entry, _DEVICE) if on_host(x) else entry
-
-  return jax.tree.map(one, stacked)
+  return to_device(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stacked))
 
 
 def loop(step: Callable, carry, xs, stacked, *, reverse: bool = False):
   """`lax.scan` of step(carry, x, segment) -> (carry, y) over the leading axis n of xs and stacked.
 
   Leaves of `stacked` on the host are brought in one step ahead of their use, so that the transfer can overlap the
-  computation; two segments are then on the device. Returns (carry, ys).
+  computation; two segments are then on the device. Leaves of xs on the host come when they are used.
+  Returns (carry, ys).
   """
   if not any_on_host(stacked):
-    return jax.lax.scan(lambda c, scanned: step(c, *scanned), carry, (xs, stacked), reverse=reverse)
+    body = lambda carry, scanned: step(carry, to_device(scanned[0]), scanned[1])  # noqa: E731
+    return jax.lax.scan(body, carry, (xs, stacked), reverse=reverse)
   num = jax.tree.leaves(stacked)[0].shape[0]
 
   def body(state, scanned):
     carry, here = state
     index, x = scanned
     ahead = fetch(stacked, jnp.maximum(index - 1, 0) if reverse else jnp.minimum(index + 1, num - 1))
-    carry, y = step(carry, x, here)
+    carry, y = step(carry, to_device(x), here)
     return (carry, ahead), y
 
   first = fetch(stacked, num - 1 if reverse else 0)

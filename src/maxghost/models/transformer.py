@@ -21,7 +21,7 @@ class Decoder(nnx.Module):
     cycle = cfg.inhomogeneous_layer_cycle_interval
     self.num_layers = cfg.base_num_decoder_layers // cycle if cfg.scan_layers else cfg.base_num_decoder_layers
     self.remat_policy = cfg.remat_policy
-    self.segment_lengths = cfg.segments
+    self.segment_lengths = cfg.stacked_segments
     if cfg.scan_layers:
       make_layer = DecoderLayer if cycle == 1 else LayerCycle
       self.layers = stack.create(lambda r: make_layer(cfg, rngs=r), self.num_layers, rngs)

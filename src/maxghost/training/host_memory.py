@@ -128,13 +128,13 @@ def _update_segments(update: Callable, params, grads, opt_state, num_layers: int
   """`update` of stacked trees, in place, a segment at a time. Scalars of opt_state (counts) are shared by all."""
   held, tree = jax.tree.flatten((params, opt_state))
   layered = [x.ndim > 0 and x.shape[0] == num_layers for x in held]
+  # Cut beforehand: a TPU cannot cut an odd number of rows out of a packed matrix in host memory.
+  held = [segments.split(x, segment_length) if flag else x for x, flag in zip(held, layered, strict=True)]
+  grads = segments.split(grads, segment_length)
 
   def fetch(held, index):
-    def part(x):
-      x = jax.lax.dynamic_slice_in_dim(x, index * segment_length, segment_length)
-      return jax.device_put(x, jax.memory.Space.Device)
-
-    return [part(x) if flag else x for x, flag in zip(held, layered, strict=True)], jax.tree.map(part, grads)
+    here = [streaming.fetch(x, index) if flag else x for x, flag in zip(held, layered, strict=True)]
+    return here, streaming.fetch(grads, index)
 
   def body(index, state):
     held, (here, gradient) = state
@@ -142,13 +142,13 @@ def _update_segments(update: Callable, params, grads, opt_state, num_layers: int
     params, opt_state = jax.tree.unflatten(tree, here)
     new = jax.tree.leaves(update(params, gradient, opt_state))
     held = [
-      jax.lax.dynamic_update_slice_in_dim(x, streaming.like(part, x), index * segment_length, 0) if flag else x
+      jax.lax.dynamic_update_index_in_dim(x, streaming.like(part, x), index, 0) if flag else x
       for x, part, flag in zip(held, new, layered, strict=True)
     ]
     return held, ahead
 
   held, _ = jax.lax.fori_loop(0, num_layers // segment_length, body, (held, fetch(held, 0)))
-  return jax.tree.unflatten(tree, held)
+  return jax.tree.unflatten(tree, [segments.join(x) if flag else x for x, flag in zip(held, layered, strict=True)])
 
 
 def _separate(state: nnx.State) -> tuple[dict, dict]:

@@ -108,7 +108,7 @@ class Scorer:
         scalars,
         account,
         self.loss,
-        self.cfg.model.segments,
+        self.cfg.model.stacked_segments,
         self.ghost.ghost_stream_carries == "host",
         self.cfg.model.remat_policy,
       )

@@ -13,6 +13,7 @@ from maxghost.parallel import Layout, distributed, report
 from maxghost.training import announce, devices, memory_report, program, resume, run_directory, state
 from maxghost.training.console import Console
 from maxghost.training.flops import peak_flops, step_flops
+from maxghost.training.host_memory import HostMemory
 from maxghost.training.loop import Hardware, Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog, TensorBoardLog
 from maxghost.training.prefetch import Prefetcher
@@ -38,6 +39,7 @@ class Session:
     open_checkpoints: Callable, open_scores: Callable, open_parameters: Callable | None = None,
     console: Console | None = None,
   ):
+    HostMemory.of(cfg).check(layout.mesh.devices.flat[0])
     self._cfg, self._existing, self._dataset, self._signals = cfg, existing, dataset, signals
     self._layout, self._own = layout, devices.rows_of_process(cfg, layout)
     self._rows = devices.rows_per_step(cfg, layout.num_devices)

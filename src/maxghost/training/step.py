@@ -70,14 +70,14 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
 
 
 def _norm(cfg: Config, state: nnx.State):
-  segments = cfg.model.segments
+  segments = cfg.model.stacked_segments
   return host_memory.norm(state, segments[0]) if segments else optax.tree_utils.tree_norm(state)
 
 
 def _clipped_update(cfg: Config, grads):
   """(global norm, clipping factor, function that updates a train state by the clipped gradient)."""
   threshold = cfg.optimizer.gradient_clipping_threshold
-  if not cfg.model.segments:
+  if not cfg.model.stacked_segments:
     norm, factor, clipped = clip(grads, threshold)
     clipped = constrain_state(clipped, moments=True)
     return norm, factor, lambda train_state: train_state.apply_gradients(clipped)
@@ -89,7 +89,7 @@ def _clipped_update(cfg: Config, grads):
       return scaled(g, factor, threshold)
 
     if host_memory.HostMemory.of(cfg):
-      length = cfg.model.segments[0]
+      length = cfg.model.stacked_segments[0]
       host_memory.apply_gradients(train_state.optimizer, train_state.model, grads, scale, length)
     else:
       train_state.apply_gradients(constrain_state(jax.tree.map(scale, grads), moments=True))
