@@ -1,8 +1,9 @@
 """What a compiled program moves between devices, read from its HLO text.
 
-Each collective is counted as often as it runs: a loop's body as many times as the loop turns, where the compiler knows
-that number. Bytes are those of the whole array that a group of devices exchanges, on one device: the result of an
-all-gather, the operand of a reduce-scatter.
+Each collective is counted as often as it runs: a loop's body as many times as the loop turns, where the text tells
+that number. The TPU compiler writes one collective that runs beside several others into each of them; by their channel
+they are known to be one. Bytes are those of the whole array that a group of devices exchanges, on one device: the
+result of an all-gather, the operand of a reduce-scatter.
 """
 
 import collections
@@ -10,6 +11,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +24,9 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
 _OPERATION = re.compile(r"(?<=[\s)}])([a-z][a-z0-9-]*)\(")
 _CALLED = re.compile(r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_CONDITION = re.compile(r"condition=%?([\w.-]+)")
+_CONSTANT = re.compile(r"s32\[\]\S* constant\((\d+)\)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
@@ -33,9 +38,8 @@ _MESH = re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-  """One collective instruction. axes: mesh axes that its groups run over. count: how often it runs in a step.
-
-  in_loop: whether it stands inside a loop. shape: text of the exchanged array.
+  """One collective instruction. axes: mesh axes that its groups run over. count: how often it runs in a step. shape: of
+  the exchanged array, of several the first.
   """
 
   kind: str
@@ -43,20 +47,23 @@ class Collective:
   shape: str
   num_bytes: int
   count: int
-  in_loop: bool
 
 
 def read(hlo: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
   """The collectives of a compiled program. mesh_shape: {mesh axis: size}, in the order of the mesh."""
   computations, entry = _split(hlo)
   times = _times(computations, entry)
-  found = []
+  found: dict[Any, Collective] = {}
   for name, lines in computations.items():
-    for line in lines:
-      collective = _collective(line, name, times.get(name, 0), times.get(entry, 1), mesh_shape)
-      if collective is not None and times.get(name, 0):
-        found.append(collective)
-  return found
+    for line in lines if times.get(name, 0) else ():
+      collective = _collective(line, name, times[name], mesh_shape)
+      if collective is None:
+        continue
+      channel = _CHANNEL.search(line)
+      key = (collective.kind, channel[1]) if channel else (name, line)
+      if key not in found or found[key].count < collective.count:
+        found[key] = collective
+  return list(found.values())
 
 
 def table(found: list[Collective]) -> list[str]:
@@ -95,7 +102,7 @@ def _times(computations: dict[str, list[str]], entry: str) -> dict[str, int]:
   for name, lines in computations.items():
     calls[name] = []
     for line in lines:
-      trips = int(found[1]) if (found := _TRIPS.search(line)) and " while(" in line else 1
+      trips = _trips(line, computations) if " while(" in line else 1
       called = _CALLED.findall(line)
       for branches in _BRANCHES.findall(line):
         called += [branch.strip().lstrip("%") for branch in branches.split(",")]
@@ -112,7 +119,19 @@ def _times(computations: dict[str, list[str]], entry: str) -> dict[str, int]:
   return times
 
 
-def _collective(line: str, computation: str, times: int, entry_times: int, mesh_shape) -> Collective | None:
+def _trips(line: str, computations: dict[str, list[str]]) -> int:
+  """How often a loop turns: as the compiler noted, else the one number its condition compares with, else 1."""
+  if found := _TRIPS.search(line):
+    return int(found[1])
+  waiting, numbers = [_CONDITION.search(line)[1]], set()
+  while waiting:
+    for inner in computations.get(waiting.pop(), ()):
+      numbers.update(map(int, _CONSTANT.findall(inner)))
+      waiting += _CALLED.findall(inner)
+  return numbers.pop() if len(numbers) == 1 else 1
+
+
+def _collective(line: str, computation: str, times: int, mesh_shape) -> Collective | None:
   text = _INSTRUCTION.match(line)[2]
   operation = _OPERATION.search(" " + text)
   if operation is None:
@@ -130,7 +149,7 @@ def _collective(line: str, computation: str, times: int, entry_times: int, mesh_
     kind = "reduce-scatter"  # how the TPU compiler writes it: an all-reduce of which each device keeps its part
   elif kind == "reduce-scatter" and not operation[1].endswith("-start"):
     size *= groups.shape[1] if groups is not None else 1
-  return Collective(kind, _axes(groups, mesh_shape), shape, size, times, times != entry_times)
+  return Collective(kind, _axes(groups, mesh_shape), shape, size, times)
 
 
 def _bytes(dtype: str, dims: str) -> int:

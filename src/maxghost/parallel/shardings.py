@@ -30,14 +30,16 @@ _current: contextvars.ContextVar = contextvars.ContextVar("maxghost_layout", def
 class Layout:
   """Where the arrays of a run lie: a mesh and the rules that lead there.
 
-  split_moments: the optimizer's state is split over mesh axis data as well (ZeRO-1). record: receives
-  (axes, shape, dtype name, spec) of every constrained activation while a function is traced; None = not kept.
+  mesh: of devices, or abstract for tracing alone. split_moments: the optimizer's state is split over mesh axis data as
+  well (ZeRO-1). record: receives (label, axes, shape, dtype name, spec) of every constrained activation, which is then
+  left as it is. abstract_platform: what an abstract mesh stands for.
   """
 
-  mesh: jax.sharding.Mesh
+  mesh: Any
   rules: AxisRules
   split_moments: bool = False
   record: Callable | None = None
+  abstract_platform: str = ""
 
   @classmethod
   def of(cls, cfg: ParallelConfig, devices: Sequence | None = None) -> "Layout":
@@ -53,7 +55,7 @@ class Layout:
   @property
   def platform(self) -> str:
     """Of the devices that are compiled for: cpu, gpu, tpu."""
-    return self.mesh.devices.flat[0].platform
+    return self.abstract_platform or self.mesh.devices.flat[0].platform
 
   def sharding(self, spec: PartitionSpec) -> Sharding:
     if self.num_devices == 1:
@@ -173,7 +175,9 @@ def constrain(x, axes: Sequence[str | None], label: str = "an activation"):
     return x
   spec = layout.spec(axes, x.shape, label)
   if layout.record is not None:
-    layout.record(tuple(axes), x.shape, str(x.dtype), spec)
+    if any(axes):
+      layout.record(label, tuple(axes), x.shape, str(x.dtype), spec)
+    return x
   return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
 
 
@@ -183,7 +187,7 @@ def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
   moments: split as the optimizer's moments are, which shard_optimizer_over_data splits further.
   """
   layout = current()
-  if layout is None or layout.num_devices == 1:
+  if layout is None or layout.num_devices == 1 or layout.record is not None:
     return state
 
   def leaf(path, variable):

@@ -22,12 +22,14 @@ _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-  """One generation. name: libtpu's. per_chip: what N counts for each chip. devices_per_chip: JAX devices.
+  """One generation. name: libtpu's. smallest: the cloud's name of a single host. per_chip: what N counts for each
+  chip. devices_per_chip: JAX devices.
 
   hbm_bytes: usable memory of one device, as the compiler of libtpu 0.0.51 reports it.
   """
 
   name: str
+  smallest: str
   config: str
   shapes: tuple[str, ...]
   per_chip: int
@@ -48,11 +50,11 @@ class Family:
 
 
 FAMILIES = {
-  "v4": Family("v4", "megacore", _TORUS, 2, 1, int(30.75 * GIB)),
-  "v5e": Family("v5e", "default", _FLAT, 1, 1, int(15.75 * GIB)),
-  "v5p": Family("v5", "megacore", _TORUS, 2, 1, int(95.7 * GIB)),
-  "v6e": Family("v6e", "default", _FLAT, 1, 1, int(31.2 * GIB)),
-  "tpu7x": Family("tpu7x", "default", ("1x1x1", *_TORUS), 2, 2, int(94.7 * GIB)),
+  "v4": Family("v4", "v4-8", "megacore", _TORUS, 2, 1, int(30.75 * GIB)),
+  "v5e": Family("v5e", "v5litepod-4", "default", _FLAT, 1, 1, int(15.75 * GIB)),
+  "v5p": Family("v5", "v5p-8", "megacore", _TORUS, 2, 1, int(95.7 * GIB)),
+  "v6e": Family("v6e", "v6e-4", "default", _FLAT, 1, 1, int(31.2 * GIB)),
+  "tpu7x": Family("tpu7x", "tpu7x-8", "default", ("1x1x1", *_TORUS), 2, 2, int(94.7 * GIB)),
 }
 
 
@@ -88,6 +90,8 @@ def prepare_environment(topology: str) -> None:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    family, _ = parse(topology)
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", FAMILIES[family].smallest)
 
 
 def open_devices(topology: str, num_slices: int = 1) -> list:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from maxghost.parallel.memory_estimate import MemoryEstimate
 from maxghost.parallel.mesh import describe
 from maxghost.parallel.shardings import local_size
 from maxghost.training import devices, memory_report, program, resume, state
+from maxghost.training.compiling import compiler_options
 from maxghost.training.flops import step_flops
 from maxghost.training.step import make_train_step
 
@@ -54,11 +56,13 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """A step that was compiled, or, with `executable` None, did not fit: `problem` is what the compiler said."""
+  """A step that was compiled, and its HLO text; or, with `executable` None, did not fit: `problem` is what the compiler
+  said."""
 
   planned: Planned
   executable: Any
   seconds: float
+  hlo: str = ""
   problem: str = ""
 
   @property
@@ -71,7 +75,7 @@ class Compiled:
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes + fresh
 
   def collectives(self) -> list[Collective]:
-    return collectives.read(self.executable.as_text(), dict(self.planned.layout.mesh.shape))
+    return collectives.read(self.hlo, dict(self.planned.layout.mesh.shape))
 
 
 def plan(cfg: Config, layout: Layout) -> Planned:
@@ -89,8 +93,8 @@ def plan(cfg: Config, layout: Layout) -> Planned:
   return Planned(cfg, layout, graphdef, arguments, spread)
 
 
-def lower(planned: Planned):
-  """The traced step; raises ConfigError for a model that the engine cannot score."""
+def step_function(planned: Planned):
+  """The train step; raises ConfigError for a model that the engine cannot score."""
   train_state, batch, val_batches = planned.arguments
   try:
     step, _ = make_train_step(
@@ -99,20 +103,39 @@ def lower(planned: Planned):
     )
   except ValueError as error:
     raise ConfigError(str(error)) from error
-  return program.lower("train_step", step, planned.layout, time.perf_counter(), *planned.arguments)
+  return step
+
+
+def lower(planned: Planned):
+  """The traced step."""
+  step = step_function(planned)
+  return program.lower("train_step", step, planned.layout, time.perf_counter(), *planned.arguments)[2]
 
 
 def compile_step(planned: Planned) -> Compiled:
   """Compiles the step. A step that the compiler finds too large for the memory is no error."""
-  work = lower(planned)
+  lowered = lower(planned)
+  platform = planned.layout.platform
   begin = time.perf_counter()
-  try:
-    executable = work[0](*work[1:])
-  except Exception as error:  # XLA's own type, which differs between versions
-    if not any(word in str(error) for word in _OUT_OF_MEMORY):
-      raise
-    return Compiled(planned, None, time.perf_counter() - begin, str(error).splitlines()[0][:400])
-  return Compiled(planned, executable.call, executable.compile_seconds)
+  with tempfile.TemporaryDirectory() as folder:
+    # What libtpu compiled cannot always be read back by the XLA beside it (`as_text`), so it writes the text itself.
+    dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if platform == "tpu" else {}
+    try:
+      executable = lowered.compile(compiler_options=compiler_options(platform) | dump)
+    except Exception as error:  # XLA's own type, which differs between versions
+      if not any(word in str(error) for word in _OUT_OF_MEMORY):
+        raise
+      return Compiled(planned, None, time.perf_counter() - begin, problem=_reason(error))
+    seconds = time.perf_counter() - begin
+    texts = sorted(Path(folder).glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
+    hlo = texts[-1].read_text() if texts else executable.as_text()
+  return Compiled(planned, executable, seconds, hlo)
+
+
+def _reason(error: Exception) -> str:
+  """XLA's sentence on the memory that is missing."""
+  lines = [line.strip() for line in str(error).splitlines()]
+  return next((line for line in lines if "exceeds" in line or "Ran out of memory" in line), lines[0])[:400]
 
 
 def plan_lines(planned: Planned) -> list[str]:

@@ -1,0 +1,238 @@
+"""Mesh sizes, logical axis rules, topologies, rows of processes: right where they fit, one clear line where not."""
+
+import dataclasses
+import socket
+
+import jax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+from meshes import make_config
+
+from maxghost import config
+from maxghost.config import ConfigError
+from maxghost.parallel import Layout, collectives, distributed, report, topologies
+from maxghost.parallel import mesh as meshes
+from maxghost.parallel.axis_rules import AxisRules, make_rules, unused_axes
+from maxghost.parallel.rows import own_rows
+from maxghost.training import devices, state
+
+SIZES = {"data": 2, "stage": 1, "fsdp": 3, "expert": 5, "context": 1, "tensor": 4}
+
+
+def parallel(*keys):
+  return config.load(*keys).parallel
+
+
+def test_one_open_size_takes_what_is_left():
+  ici, dcn = meshes.mesh_shape(parallel("ici_tensor_parallelism=4"), 24, 2)
+  assert (ici["fsdp"], ici["tensor"], dcn["data"]) == (3, 4, 2)
+
+
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    (["ici_tensor_parallelism=3"], r"ici_tensor_parallelism=3 = 3 does not divide the 8 devices; use .*=2"),
+    (["ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"],
+     r"ici_fsdp_parallelism=2 x ici_tensor_parallelism=2 = 4 is not the 8 devices; use ici_fsdp_parallelism=4"),
+    (["ici_fsdp_parallelism=1"], r"all ici_\*_parallelism are 1.*ici_data_parallelism=-1"),
+    (["dcn_data_parallelism=2"], r"dcn_data_parallelism=2 = 2 is not the 1 slice"),
+  ],
+)  # fmt: skip
+def test_products_that_do_not_fit_name_settings_that_do(keys, message):
+  with pytest.raises(ConfigError, match=message):
+    meshes.mesh_shape(parallel(*keys), 8, 1)
+
+
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    (["ici_data_parallelism=0"], "ici_data_parallelism=0 leaves no devices"),
+    (["ici_data_parallelism=-1"], "ici_data_parallelism=-1 and ici_fsdp_parallelism=-1: only one key"),
+    (["ici_fsdp_parallelism=-2"], "below the least"),
+  ],
+)
+def test_sizes_that_no_mesh_has_are_refused_before_jax(keys, message):
+  with pytest.raises(ConfigError, match=message):
+    config.load(*keys)
+
+
+def test_rules_are_read_in_order_and_no_mesh_axis_is_spent_twice():
+  rules = make_rules((), False, SIZES)
+  assert rules.assign(("layers", "embed", "mlp"), (7, 30, 8), "w") == ((), ("fsdp", "expert"), ("tensor",))
+  assert rules.assign(("exp", "embed", "mlp"), (5, 6, 8), "w") == (("expert",), ("fsdp",), ("tensor",))
+  assert rules.assign(("activation_batch", None), (6, 9), "x") == (("data", "fsdp"), ())  # 6 rows: not over expert too
+  own = make_rules((("embed", ("data",)),), False, SIZES)
+  assert own.assign(("embed", "kv"), (8, 9), "w") == (("data",), ())
+  assert make_rules((("embed", ()),), True, SIZES).names == ("embed",)
+
+
+@pytest.mark.parametrize(
+  ("axes", "shape", "message"),
+  [
+    (("mpl",), (8,), r"axis 'mpl' of a/b has no rule; did you mean 'mlp'\?; add \[mpl"),
+    (("mlp", "heads"), (8, 8), r"a/b with axes \(mlp, heads\): axis 'heads' wants mesh axes tensor, which another"),
+    (("mlp",), (6,), r"a/b: axis 'mlp' of size 6 does not divide over tensor 4 = 4 devices; use at most 2"),
+    (("mlp",), (6, 4), r"a/b has shape \(6, 4\), but 1 logical axes"),
+  ],
+)
+def test_a_tensor_that_cannot_be_split_is_named(axes, shape, message):
+  with pytest.raises(ConfigError, match=message):
+    make_rules((), False, SIZES).assign(axes, shape, "a/b")
+
+
+def test_a_rule_names_mesh_axes_that_exist():
+  with pytest.raises(ConfigError, match=r"row of 'embed' names mesh axis 'fsp'; did you mean 'fsdp'\?"):
+    AxisRules((("embed", ("fsp",)),), SIZES)
+  assert unused_axes(make_rules((), False, SIZES | {"stage": 2})) == ["stage"]
+
+
+def test_logical_axes_survive_split_optimizer_and_abstract_state():
+  cfg = make_config({"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}, ghost_val_every=2,
+                    shard_optimizer_over_data=True)  # fmt: skip
+  layout = Layout.of(cfg.parallel, jax.devices()[:8])
+  _, abstract = state.abstract_split(cfg)
+  found = {"/".join(map(str, p)): v for p, v in nnx.to_flat_state(abstract)}
+  kernel = "decoder/layers/mlp/wi_0/kernel"
+  for path in (f"model/{kernel}", f"optimizer/opt_state/0/mu/{kernel}"):
+    assert found[path].get_metadata()["axes"] == ("layers", "embed", "mlp")
+    assert layout.variable_spec(tuple(path.split("/")), found[path]) == PartitionSpec(None, "fsdp", "tensor")
+  stored = [v for path, v in found.items() if path.startswith("stored_gradients")]
+  assert {v.get_metadata()["axes"] for v in stored} >= {("layers", "embed", "mlp"), ("norm",)}
+  assert not any("rngs" in path for path in found)  # randomness is a function of seed and step, no leaf
+
+
+def test_zero_1_splits_moments_over_data_and_weights_not():
+  cfg = make_config({"ici_fsdp_parallelism": 2, "ici_data_parallelism": 4}, shard_optimizer_over_data=True)
+  layout = Layout.of(cfg.parallel, jax.devices()[:8])
+  flat = nnx.to_flat_state(layout.shardings(state.abstract_split(cfg)[1]))
+  shardings = {"/".join(map(str, path)): v.get_value().spec for path, v in flat}
+  kernel = "decoder/layers/mlp/wi_0/kernel"  # [2, 24, 40]
+  assert shardings[f"model/{kernel}"] == PartitionSpec(None, "fsdp")
+  assert shardings[f"optimizer/opt_state/0/nu/{kernel}"] == PartitionSpec(None, "fsdp", "data")
+
+
+def test_weights_kept_whole_are_named():
+  cfg = make_config({"ici_fsdp_parallelism": 8})
+  layout = Layout.of(cfg.parallel, jax.devices()[:8])
+  abstract = layout.abstract(state.abstract_split(cfg)[1])
+  assert "an even split is 12.50%" in report.check_spread(abstract, layout, 1.0)
+  with pytest.raises(ConfigError, match=r"sharding_tolerance=0.001.*largest parameter kept whole is .*norm/scale"):
+    report.check_spread(abstract, layout, 0.001)
+
+
+@pytest.mark.parametrize(
+  ("mesh", "changes", "message"),
+  [
+    ({"ici_stage_parallelism": 2}, {}, "mesh axis 'stage' has 2 devices, but no row"),
+    ({"ici_context_parallelism": 8}, {"max_target_length": 20}, "max_target_length=20 does not divide over context 8"),
+    ({"ici_fsdp_parallelism": 8}, {"ghost_schedule": "concat"}, "ghost_schedule=concat appends"),
+    ({"ici_fsdp_parallelism": 8}, {"ghost_select": "topk", "ghost_select_fraction": 0.3}, "use ghost_select_fraction"),
+  ],
+)
+def test_runs_that_a_mesh_does_not_fit_are_refused(mesh, changes, message):
+  cfg = make_config(mesh | ({} if "ici_fsdp_parallelism" in mesh else {"ici_fsdp_parallelism": -1}), **changes)
+  with pytest.raises(ConfigError, match=message):
+    devices.check_layout(cfg, Layout.of(cfg.parallel, jax.devices()[:8]))
+
+
+def test_processes_hold_equal_parts_of_the_rows():
+  sharding = _Sharding({_Device(i, i // 4): (slice(2 * i, 2 * i + 2),) for i in range(8)})
+  assert [dataclasses.astuple(own_rows(sharding, 16, p)) for p in (0, 1)] == [(2, 0, True), (2, 1, True)]
+  same = _Sharding({_Device(i, i // 2): (slice(8 * (i % 2), 8 * (i % 2) + 8),) for i in range(4)})
+  assert [dataclasses.astuple(own_rows(same, 16, p)) for p in (0, 1)] == [(1, 0, True), (1, 0, False)]
+  mixed = _Sharding({_Device(0, 0): (slice(0, 8),), _Device(1, 0): (slice(8, 12),), _Device(2, 1): (slice(8, 16),)})
+  with pytest.raises(ConfigError, match="overlap"):
+    own_rows(mixed, 16, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device:
+  id: int
+  process_index: int
+
+
+class _Sharding:
+  def __init__(self, rows):
+    self._rows = rows
+
+  def devices_indices_map(self, shape):
+    return self._rows
+
+
+def test_unknown_topologies_name_their_neighbours():
+  assert topologies.parse("v5p-256") == ("v5p", 256) and topologies.parse("cpu-12") == ("cpu", 12)
+  assert topologies.FAMILIES["v5p"].shape(256) == (4, 4, 8)  # 128 chips
+  with pytest.raises(ConfigError, match=r"v5p-100 is no topology; nearest are v5p-128, v5p-64"):
+    topologies.parse("v5p-100")
+  with pytest.raises(ConfigError, match=r"nearest are v5p-16, v5e-16"):
+    topologies.parse("v5-16")
+  with pytest.raises(ConfigError, match="compile_topology is missing"):
+    topologies.parse("")
+
+
+def test_without_libtpu_one_line_says_what_to_install(monkeypatch):
+  monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(ConfigError, match=r"pip install 'maxghost\[tpu\]'; compile_topology=cpu-8"):
+    topologies.open_devices("v5e-16")
+
+
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    (["jax_distributed=on"], "no other processes are known"),
+    (["jax_distributed_num_processes=2"], "jax_distributed_coordinator_address and jax_distributed_process_id must be"),
+    (["jax_distributed_coordinator_address=here", "jax_distributed_num_processes=2", "jax_distributed_process_id=0"],
+     "is not HOST:PORT"),
+    (["jax_distributed_coordinator_address=a:1", "jax_distributed_num_processes=2", "jax_distributed_process_id=2"],
+     "the numbers are 0 to 1"),
+  ],
+)  # fmt: skip
+def test_processes_that_cannot_meet_are_refused(keys, message, monkeypatch):
+  for name in distributed.HINTS:
+    monkeypatch.delenv(name, raising=False)
+  with pytest.raises(ConfigError, match=message):
+    distributed.start(parallel(*keys))
+
+
+def test_a_port_in_use_is_named():
+  with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as taken:
+    taken.bind(("", 0))
+    taken.listen()
+    port = taken.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"port {port} of this machine is in use"):
+      distributed.start(parallel(
+        f"jax_distributed_coordinator_address=localhost:{port}", "jax_distributed_num_processes=2",
+        "jax_distributed_process_id=0",
+      ))  # fmt: skip
+
+
+HLO = """
+%body (p: (s32[], f32[4,6])) -> (s32[], f32[4,6]) {
+  %g = f32[4,24]{1,0} all-gather(%x), channel_id=1, replica_groups=mesh['a'=4,'b'=2] {'a'}, dimensions={1}
+  %r = bf16[4,6]{1,0} reduce-scatter(%g), channel_id=2, replica_groups=[2,4]<=[4,2]T(1,0), dimensions={1}, to_apply=%add
+}
+%condition (p: (s32[], /*index=1*/f32[4,6])) -> pred[] {
+  %n = s32[] constant(5)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+%beside (q: f32[4,6]) -> f32[4,24] {
+  ROOT %g2 = f32[4,24]{1,0} all-gather(%q), channel_id=1, replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={1}
+}
+ENTRY %main (a: f32[4,6]) -> f32[] {
+  %w = (s32[], f32[4,6]) while(%t), condition=%condition, body=%body
+  %f = f32[4,24] fusion(%a), kind=kLoop, calls=%beside
+  %p = f32[3]{0} collective-permute-start(%a), channel_id=7, source_target_pairs={{0,1},{1,0},{2,3},{3,2}}
+  ROOT %s = (f32[], f32[10]) all-reduce(%a, %b), channel_id=3, replica_groups={}, to_apply=%add
+}
+"""
+
+
+def test_collectives_are_counted_as_often_as_they_run():
+  found = {one.kind: one for one in collectives.read(HLO, {"fsdp": 4, "tensor": 2})}
+  assert len(found) == 4
+  gather, scatter, whole = (found[kind] for kind in ("all-gather", "reduce-scatter", "all-reduce"))
+  assert (gather.axes, gather.count, gather.num_bytes) == (("fsdp",), 5, 4 * 24 * 4)  # once, though written twice
+  assert (scatter.axes, scatter.count, scatter.num_bytes) == (("fsdp",), 5, 4 * 6 * 2 * 4)
+  assert (whole.axes, whole.count, whole.num_bytes) == (("fsdp", "tensor"), 1, 4 + 40)
+  assert found["collective-permute"].axes == ("tensor",)
