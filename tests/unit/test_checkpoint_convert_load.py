@@ -51,12 +51,6 @@ MIXTRAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-  ("name", "changes"),
-  [
-    ("linen_scanned", {"scan_layers": False}), ("nnx_unscanned", {"scan_layers": True}), ("linen_moe_scanned", MIXTRAL),
-  ],
-)  # fmt: skip
 def given(path, **changes):
   keys = SIZES | {"tokenizer_type": "huggingface", "load_parameters_path": str(path)} | changes
   return config.replace(config.load(), **keys)
@@ -83,6 +77,12 @@ def test_load_parameters_path_takes_a_maxtext_checkpoint(tmp_path):
     parameters.check_config(given(tmp_path / "nowhere"))
 
 
+@pytest.mark.parametrize(
+  ("name", "changes"),
+  [
+    ("linen_scanned", {"scan_layers": False}), ("nnx_unscanned", {"scan_layers": True}), ("linen_moe_scanned", MIXTRAL),
+  ],
+)  # fmt: skip
 def test_a_maxtext_run_in_a_maxghost_model_gives_maxtexts_logits(name, changes, tmp_path):
   graphdef, abstract = train_state(**changes)
   source, said = unpack(name, tmp_path), []

@@ -224,6 +224,7 @@ class Training:
       self.around.append(self.run.snapshot())
 
 
+@pytest.mark.slow
 def test_training_with_frozen_parameters_by_forward_mode_and_by_rules():
   by_jvp, by_rules = Training("jvp"), Training("graddotprod")
   frozen = {"token_embedder/embedding", *(f"decoder/layers/self_attention/{n}/kernel" for n in ("key", "query", "out"))}

@@ -113,6 +113,7 @@ def losses_by_formula(model, batch):
   return oracles.softmax_losses(logits, batch["targets"]) + WEIGHT * total
 
 
+@pytest.mark.slow
 def test_load_balancing_loss_in_loss_and_scores(balanced):
   model, result = balanced
   with jax.enable_x64(True), tiny.cheap_compilation():

@@ -103,7 +103,7 @@ def assert_same_training(ours: Steps, theirs: Steps, tolerance: float) -> None:
     ("rank", "plain", 0),
     ("concat", "plain", 1e-9),
     ("reverse_scan", "plain-unclipped", 1e-9),
-    ("dropout-reverse_scan", "dropout", 1e-9),
+    pytest.param("dropout-reverse_scan", "dropout", 1e-9, marks=pytest.mark.slow),
   ],
 )
 def test_training_is_that_without_scores(name, plain, tolerance, steps_of):

@@ -96,7 +96,8 @@ def on_one_device():
   ("name", "direction", "schedule", "rank", "tolerance"),
   [
     ("data", "sgd", "two_pass", 0, 1e-5),
-    ("fsdp", "sgd", "two_pass", 4, 1e-4),  # the factors of a direction of full rank round more
+    # The factors of a direction of full rank round more.
+    pytest.param("fsdp", "sgd", "two_pass", 4, 1e-4, marks=pytest.mark.slow),
     ("tensor", "sgd", "reverse_scan", 0, 1e-5),
     ("mixed", "adam", "two_pass", 0, 1e-5),
   ],
@@ -157,7 +158,10 @@ def direction_spec(spec: P, path, shape) -> P:
   return P(*full[:stack], None, *full[stack:])
 
 
-@pytest.mark.parametrize(("name", "kind"), [("data", "adam"), ("fsdp", "adam"), ("tensor", "sgd"), ("mixed", "adam")])
+@pytest.mark.parametrize(
+  ("name", "kind"),
+  [("data", "adam"), ("fsdp", "adam"), ("tensor", "sgd"), pytest.param("mixed", "adam", marks=pytest.mark.slow)],
+)
 def test_no_activation_moves_because_of_scores(name, kind):
   """What the scored pass gathers beyond the plain one are directions and Adam's moments; the scores stay where their
   rows are, and nothing goes from all to all."""

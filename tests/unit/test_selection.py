@@ -79,7 +79,7 @@ def plain():
 @pytest.mark.parametrize(
   ("method", "settings"),
   [
-    ("topk", {"ghost_select_fraction": 0.43}),
+    pytest.param("topk", {"ghost_select_fraction": 0.43}, marks=pytest.mark.slow),
     ("greats", {"ghost_select_fraction": 0.43}),
     ("threshold", {"ghost_select_threshold": 0.5}),
   ],

@@ -164,6 +164,7 @@ def test_streamed_steps_have_the_bits_of_unstreamed_ones(name, unstreamed):
   assert on_host == set(stacked)
 
 
+@pytest.mark.slow
 def test_streamed_scores_have_the_bits_of_unstreamed_ones(unstreamed):
   """reverse_scan with low-rank directions through Adam: weights and moments of a segment come in once for both."""
   assert_same_bits(three_steps(**GHOST, **STREAMS["both"]), unstreamed(GHOST))
