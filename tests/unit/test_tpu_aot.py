@@ -1,9 +1,5 @@
 """Attention kernels and the tiled head through the real TPU compiler, on a machine without a TPU."""
 
-import os
-
-os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +11,7 @@ from maxghost.losses import tiled, tiled_losses
 from maxghost.models import attention_ops, platforms
 
 pytestmark = pytest.mark.tpu_aot
+ENVIRONMENT = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +19,12 @@ def compile_for_tpu():
   """function, shapes -> the bytes of temporaries of its compilation for one v5e chip."""
   from jax.experimental import topologies
 
-  topology = topologies.get_topology_desc(
-    platform="tpu", topology_name="v5e:1x1", chip_config_name="default", chips_per_host_bounds=(1, 1, 1), num_slices=1
-  )
+  with pytest.MonkeyPatch.context() as patch:
+    for name, value in ENVIRONMENT.items():
+      patch.setenv(name, value)
+    topology = topologies.get_topology_desc(
+      platform="tpu", topology_name="v5e:1x1", chip_config_name="default", chips_per_host_bounds=(1, 1, 1), num_slices=1
+    )
   sharding = NamedSharding(Mesh(np.array(topology.devices), ("device",)), PartitionSpec())
 
   def run(function, *shapes) -> int:

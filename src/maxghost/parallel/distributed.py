@@ -25,7 +25,7 @@ HINTS = (
   "JAX_COORDINATOR_ADDRESS", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST", "TPU_WORKER_HOSTNAMES",
   "TPU_WORKER_ID", "CLOUD_TPU_TASK_ID", "MEGASCALE_COORDINATOR_ADDRESS",
 )  # fmt: skip
-ALONE = {"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}
+ALONE = {"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 OWN_KEYS = frozenset({"jax_distributed_process_id"})  # may differ between the processes of a run
 PATIENCE_SECONDS = 1800  # for another process that is alive; one that is not is noticed by its missing heartbeats
 MOST_SKEW = 10.0  # seconds between two clocks that nobody need hear of
