@@ -6,6 +6,7 @@ documents' gradients are sketched once, and later questions need no pass over th
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -86,7 +87,7 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict) -> 
 
   writer = attribution.ScoreWriter(args.output, tuple(queries), period=1, fingerprint=corpus.source.fingerprint)
   writer.restore(None)
-  step_tokens = cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps * cfg.data.max_target_length
+  step_tokens = rows_per_step(cfg, next(iter(paths.values())).resolve().parents[1]) * cfg.data.max_target_length
   points = (load_point(cfg, step, path) for step, path in paths.items())
   count = offline.score(points, corpus, queries, writer, args.rows, step_tokens)
   writer.close()
@@ -102,6 +103,14 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict) -> 
       print(f"  {value:+.3e}  {domain}:{path}:{offset}")
   print(f"\nmore: maxghost scores {args.output} --by document --set {next(iter(queries))}")
   return 0
+
+
+def rows_per_step(cfg: Config, run_dir: Path) -> int:
+  """Rows that a step of the run had over all its devices, as its `run_facts.json` says; else those of one device."""
+  path = run_dir / "run_facts.json"
+  facts = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+  own = cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps
+  return int(facts["rows per step"].replace(",", "")) if "rows per step" in facts else own
 
 
 def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config:

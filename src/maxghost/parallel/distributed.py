@@ -58,6 +58,8 @@ def start(cfg: ParallelConfig) -> None:
     return
   if given.get("process_id") == 0:
     _check_port(given["coordinator_address"])
+  # Its own handler of SIGTERM would take the place of ours, which asks all processes to stop (`StopFlag`).
+  jax.config.update("jax_enable_preemption_service", False)
   timeout = cfg.jax_distributed_initialization_timeout
   try:
     jax.distributed.initialize(

@@ -1,0 +1,175 @@
+"""Real processes on this machine: two of four devices are one of eight; one is killed, and the run goes on.
+
+Collectives between processes are Gloo's.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from maxghost import attribution
+
+STEPS, PERIOD = 8, 3
+# adam_eps is larger than the gradients' rounding: with 1e-8 the first steps divide rounding by rounding.
+KEYS = (
+  "base_num_decoder_layers=2", "base_emb_dim=32", "base_mlp_dim=48", "head_dim=8", "base_num_kv_heads=4",
+  "vocab_size=272", "max_target_length=64", "per_device_batch_size=1", "dataset_type=synthetic",
+  "ghost_val_domain=words", "ghost_val_batch_size=8", "ghost_detail=module", "learning_rate=3e-3", "adam_eps=1e-3",
+  "warmup_steps_fraction=0.1", f"steps={STEPS}", f"checkpoint_period={PERIOD}", "eval_interval=4", "eval_steps=1",
+  "ghost_log_period=3", "enable_tensorboard=false", "sharding_tolerance=1.0", "attention=dot_product",
+  "jax_distributed_heartbeat_timeout_seconds=60",
+)  # fmt: skip
+
+
+def free_port() -> int:
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    return probe.getsockname()[1]
+
+
+class Processes:
+  """`num` processes of `maxghost.train` with 8 / num virtual devices each."""
+
+  def __init__(self, folder, num, *changes):
+    port = free_port()
+    environment = os.environ | {
+      "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+      "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // num}",
+    }
+    common = [*KEYS, f"base_output_directory={folder}", f"jax_cache_dir={folder / 'cache'}", *changes]
+    self.started, self.outputs = [], []
+    for index in range(num):
+      own = []
+      if num > 1:
+        own = [f"jax_distributed_coordinator_address=127.0.0.1:{port}", f"jax_distributed_num_processes={num}",
+               f"jax_distributed_process_id={index}"]  # fmt: skip
+      self.outputs.append(folder / f"out_{port}_{index}.txt")
+      with open(self.outputs[-1], "w") as output:
+        command = [sys.executable, "-m", "maxghost.train", *common, *own]
+        self.started.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+
+  def text(self, index: int) -> str:
+    return self.outputs[index].read_text()
+
+  def wait_for(self, text: str, seconds: float = 800) -> None:
+    end = time.monotonic() + seconds
+    while text not in self.text(0):
+      assert time.monotonic() < end and self.started[0].poll() is None, self.text(0)[-3000:]
+      time.sleep(0.1)
+
+  def codes(self, seconds: float = 800) -> list[int]:
+    return [process.wait(seconds) for process in self.started]
+
+  def succeed(self) -> None:
+    codes = self.codes()
+    assert codes == [0] * len(codes), [self.text(i)[-3000:] for i in range(len(codes))]
+
+
+def losses(run):
+  lines = (run / "metrics.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+def rows(run) -> dict:
+  """{(step, document, chunk): dot, contribution, tokens}"""
+  log = attribution.load(run)
+  names = [log[name].tolist() for name in ("step", "domain", "path", "offset", "chunk")]
+  values = [log[name].reshape(len(names[0]), -1)[:, 0].tolist() for name in ("dot", "contribution", "tokens")]
+  return dict(zip(zip(*names, strict=True), zip(*values, strict=True), strict=True))
+
+
+def assert_same_run(ours, theirs) -> None:
+  """Losses to 1e-6, scores to 1e-5, the same rows."""
+  expected = losses(theirs)
+  actual = losses(ours)
+  assert [record["step"] for record in actual] == [record["step"] for record in expected] == list(range(STEPS))
+  for a, b in zip(actual, expected, strict=True):
+    for name in ("learning/loss", "ghost/val_loss/words"):
+      assert a[name] == pytest.approx(b[name], rel=1e-6)
+    assert a["learning/total_weights"] == b["learning/total_weights"]
+  actual, expected = rows(ours), rows(theirs)
+  assert actual.keys() == expected.keys() and len(actual) > 5 * STEPS
+  a, b = (np.array([values[key] for key in expected]) for values in (actual, expected))
+  for column in (0, 1):
+    assert np.abs(a[:, column] - b[:, column]).max() < 1e-5 * np.abs(b[:, column]).max()
+  np.testing.assert_array_equal(a[:, 2], b[:, 2])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp("processes")
+
+
+@pytest.fixture(scope="module")
+def one_process(folder):
+  Processes(folder, 1, "run_name=one").succeed()
+  return folder / "one"
+
+
+@pytest.mark.timeout(1800)
+def test_two_processes_are_one_even_when_one_is_killed(folder, one_process):
+  run = folder / "two"
+  processes = Processes(folder, 2, "run_name=two")
+  processes.wait_for("completed step: 3,")
+  begin = time.monotonic()
+  processes.started[1].send_signal(signal.SIGKILL)
+  assert processes.codes() == [1, -signal.SIGKILL]
+  assert time.monotonic() - begin < 70
+  assert "another process of the run is lost" in processes.text(0)
+  assert f"the last good checkpoint is {run / 'checkpoints' / str(PERIOD)}" in processes.text(0)
+
+  again = Processes(folder, 2, "run_name=two")
+  again.succeed()
+  assert f"Continuing after {PERIOD} completed steps" in again.text(0)
+  assert "mesh: fsdp 8 (8 devices) of 2 processes" in again.text(0)
+  assert "completed step" not in again.text(1)  # process 0 speaks for all
+  assert_same_run(run, one_process)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_one_process_is_asked_to_stop_and_all_do(folder, one_process):
+  stopped = Processes(folder, 2, "run_name=stopped")
+  stopped.wait_for("completed step: 2,")
+  stopped.started[1].send_signal(signal.SIGTERM)
+  assert stopped.codes() == [0, 0] and "Stopped by another process after" in stopped.text(0)
+  Processes(folder, 2, "run_name=stopped").succeed()
+  assert_same_run(folder / "stopped", one_process)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_four_processes_continue_what_one_began_on_another_mesh(folder, one_process):
+  begun = Processes(folder, 1, "run_name=four")
+  begun.wait_for("completed step: 4,")
+  begun.started[0].send_signal(signal.SIGTERM)
+  assert begun.codes() == [0]
+  four = Processes(folder, 4, "run_name=four", "ici_tensor_parallelism=2")
+  four.succeed()
+  assert "Continuing after" in four.text(0) and "fsdp 4 x tensor 2 (8 devices) of 4 processes" in four.text(0)
+  assert_same_run(folder / "four", one_process)
+
+
+@pytest.mark.slow
+def test_processes_of_unlike_keys_say_which(folder):
+  port = free_port()
+  environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+  started = []
+  for index in range(2):
+    own = (f"jax_distributed_coordinator_address=127.0.0.1:{port}", "jax_distributed_num_processes=2",
+           f"jax_distributed_process_id={index}", f"steps={STEPS + index}")  # fmt: skip
+    place = (f"base_output_directory={folder}", "run_name=unlike")
+    command = [sys.executable, "-m", "maxghost.train", *KEYS, *place, *own]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started.append(subprocess.Popen(command, env=environment, **pipes))
+  for process in started:
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 2 and f"steps={STEPS + 1} in process 1, {STEPS} in process 0" in err
+  assert not (folder / "unlike").exists()
