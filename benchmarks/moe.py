@@ -36,14 +36,18 @@ def contender(num_experts: int, sparse: bool, scored: bool, tokens: int, overrid
   if not scored:
     graphdef = nnx.split(layer)[0]
     compiled = jax.jit(jax.grad(lambda p, x: _loss(nnx.merge(graphdef, p, rest), x, blank), (0, 1)))
-    return lambda: jax.block_until_ready(compiled(params, x_BTD))
+    return lambda: _finish(compiled(params, x_BTD))
 
   twin = attach(layer, num_examples=ROWS)
   u = twin.direction_state({p.label: (jnp.ones((1, *p.shape)),) for p in twin.scored})
   compiled = jax.jit(
     jax.grad(lambda p, s, x: _loss(twin.merge(p, s, u, rest), x, blank), (0, 1, 2))
   )
-  return lambda: jax.block_until_ready(compiled(params, twin.zero_probes(), x_BTD))
+  return lambda: _finish(compiled(params, twin.zero_probes(), x_BTD))
+
+
+def _finish(out) -> None:
+  jax.block_until_ready(out)
 
 
 def _loss(layer, x_BTD, blank):

@@ -1,5 +1,6 @@
 """A dataset: documents by number, training batches, validation batches, and what there is to say about them."""
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -195,7 +196,7 @@ class Dataset:
         f"validation domain '{domain}' has no held-out documents; those of ghost_val_domain={self.val_domain} are "
         "held out"
       )
-    return Rows(rows.tokens, rows.row_ends, rows.start, rows.length, rows.document + first, rows.offset)
+    return dataclasses.replace(rows, document=rows.document + first)
 
 
 def _hashes_or_skip(source: Source, indices: np.ndarray) -> list[int | None]:

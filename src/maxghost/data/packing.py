@@ -65,7 +65,8 @@ class Rows:
   """Packed rows, kept as where their segments lie in a token array; `fill` makes arrays of any of them.
 
   tokens: uint16 or int32[N]. row_ends: int64[R], chunks before the end of each row. Per chunk, in the order of the
-  rows: start: int64[C] first pair in `tokens`; length: int64[C] pairs; document: int64[C]; offset: int64[C] in bytes.
+  rows: start: int64[C] first pair in `tokens`; length: int64[C] pairs; document: int64[C]; offset: int64[C] in bytes;
+  slot: int64[C] which segment of its row; begin: int32[C] where in its row.
   """
 
   tokens: np.ndarray
@@ -74,6 +75,8 @@ class Rows:
   length: np.ndarray
   document: np.ndarray
   offset: np.ndarray
+  slot: np.ndarray
+  begin: np.ndarray
 
   def __len__(self) -> int:
     return len(self.row_ends)
@@ -174,8 +177,12 @@ def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarra
   by_row = np.argsort(row, kind="stable")
   row_ends = np.cumsum(np.bincount(row, minlength=num_rows))
   offset = _offsets(encoded, document, start)[by_row]
+  length = length[by_row]
+  heads = np.repeat(_starts(row_ends), np.diff(row_ends, prepend=0))  # the first chunk of each chunk's row
+  before = np.cumsum(length) - length
   return Rows(
-    encoded.tokens, row_ends, start[by_row], length[by_row], encoded.documents[document[by_row]], offset
+    encoded.tokens, row_ends, start[by_row], length, encoded.documents[document[by_row]], offset,
+    slot=np.arange(len(heads)) - heads, begin=(before - before[heads]).astype(np.int32),
   )
 
 
@@ -219,30 +226,29 @@ class _Chunks:
   """The chunks of some rows (int64[n]), and what they put into the rows. All of it array by array."""
 
   def __init__(self, rows: Rows, numbers: np.ndarray, row_length: int):
-    self._rows, self._shape = rows, (len(numbers), row_length)
+    self._tokens, self._shape = rows.tokens, (len(numbers), row_length)
     stop = rows.row_ends[numbers]
     first = np.where(numbers > 0, rows.row_ends[numbers - 1], 0)
     count = stop - first
-    ends = count.cumsum()
-    heads = ends - count  # the first chunk of each row
     self._row = np.arange(len(numbers)).repeat(count)
-    self._slot = np.arange(ends[-1]) - heads.repeat(count)
-    chunk = self._slot + first.repeat(count)
-    self._length, self._start = rows.length[chunk], rows.start[chunk]
+    if (first[1:] == stop[:-1]).all():
+      chunk = slice(int(first[0]), int(stop[-1]))
+    else:  # rows from here and there
+      chunk = np.concatenate([np.arange(*ends) for ends in zip(first.tolist(), stop.tolist(), strict=True)])
+    self._slot, self._begin = rows.slot[chunk], rows.begin[chunk]
+    self._start, self._length = rows.start[chunk], rows.length[chunk]
     self._document, self._offset = rows.document[chunk], rows.offset[chunk]
-    before = self._length.cumsum() - self._length
-    self._begin = before - before[heads].repeat(count)  # where each chunk begins in its row
-    self._filled = np.add.reduceat(self._length, heads)
-    self._padded = self._length.copy()  # the last chunk of a row goes on over the padding
-    self._padded[ends - 1] += row_length - self._filled
+    last = count.cumsum() - 1  # chunk of each row: it goes on over the padding
+    self._filled = self._begin[last] + self._length[last]
+    self._covered = self._length.copy()
+    self._covered[last] += row_length - self._filled
     self._short = np.flatnonzero(self._filled < row_length).tolist()
 
   def identity(self, max_segments: int) -> tuple[np.ndarray, np.ndarray]:
     """Document and byte offset of each segment, int64[rows, S]; -1 where there is none."""
-    document, offset = (np.full((self._shape[0], max_segments), -1, np.int64) for _ in range(2))
-    document[self._row, self._slot] = self._document
-    offset[self._row, self._slot] = self._offset
-    return document, offset
+    identity = np.full((2, self._shape[0], max_segments), -1, np.int64)
+    identity[:, self._row, self._slot] = self._document, self._offset
+    return identity[0], identity[1]
 
   def arrays(self, pad_id: int) -> tuple[np.ndarray, ...]:
     """Inputs, targets, positions and segment numbers, int32[rows, T]."""
@@ -250,10 +256,10 @@ class _Chunks:
     segmentation = self._spread(self._slot + 1)
     place = self._spread(self._start)
     place += positions
-    inputs = self._rows.tokens.take(place, mode="clip").astype(np.int32)  # past the end only under padding
+    inputs = self._tokens.take(place, mode="clip").astype(np.int32)  # past the end only under padding
     targets = np.empty_like(inputs)
     targets[:, :-1] = inputs[:, 1:]  # true but for the last pair of each chunk
-    targets[self._row, self._begin + self._length - 1] = self._rows.tokens[self._start + self._length]
+    targets[self._row, self._begin + self._length - 1] = self._tokens[self._start + self._length]
     for row in self._short:
       for array, value in ((inputs, pad_id), (targets, pad_id), (positions, 0), (segmentation, 0)):
         array[row, self._filled[row] :] = value
@@ -261,4 +267,4 @@ class _Chunks:
 
   def _spread(self, values: np.ndarray) -> np.ndarray:
     """int32[rows, T]: each chunk's value at its places."""
-    return values.astype(np.int32).repeat(self._padded).reshape(self._shape)
+    return values.astype(np.int32, copy=False).repeat(self._covered).reshape(self._shape)
