@@ -18,6 +18,7 @@ README = _measure.ROOT / "README.md"
 FIGURES = Path(__file__).with_name("figures.jsonl")
 ORDER = ("main_job", "startup", "exactness", "ghost_overhead", "step_speed")
 DOMAIN_COLUMNS = ("domain", "tokens", "nats in all", "nats per million tokens", "training loss")
+MEMORY_COLUMNS = ("program", "temporaries GB", "arguments GB", "host GB", "closed form GB", "off", "verdict")
 
 
 def main() -> int:
@@ -40,7 +41,7 @@ def newest() -> dict[str, dict]:
 
 def filled(text: str, results: dict[str, dict]) -> str:
   """The README with its generated parts renewed."""
-  parts = {"figures": figures_table(results), "domains": domains_table(results)}
+  parts = {"figures": figures_table(results), "domains": domains_table(results), "memory": memory_table(results)}
   for name, table in parts.items():
     pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
     text, count = re.subn(pattern, lambda match, table=table: match[1] + table + match[2], text, flags=re.S)
@@ -75,6 +76,15 @@ def domains_table(results: dict[str, dict]) -> str:
   if not rows:
     return ""
   return _measure.markdown([{column: row[column] for column in DOMAIN_COLUMNS} for row in rows]) + "\n"
+
+
+def memory_table(results: dict[str, dict]) -> str:
+  found = results.get("memory", {"rows": ()})
+  if not found["rows"]:
+    return ""
+  return _measure.markdown([{c: row[c] for c in MEMORY_COLUMNS} for row in found["rows"]]) + (
+    f"\n\nlibtpu {found['machine'].get('libtpu')}.\n"
+  )
 
 
 if __name__ == "__main__":
