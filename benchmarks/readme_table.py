@@ -120,9 +120,13 @@ def memory_table(results: dict[str, dict]) -> str:
   found = results.get("memory", {"rows": ()})
   if not found["rows"]:
     return ""
-  return _measure.markdown([{c: row[c] for c in MEMORY_COLUMNS} for row in found["rows"]]) + (
-    f"\n\nlibtpu {found['machine'].get('libtpu')}.\n"
+  intro = (
+    "What long and deep programs need on one TPU v5e chip of 16.9 GB, according to the TPU compiler ahead of time,\n"
+    "and what [the estimate](docs/memory.md) says before anything is compiled: 48 layers of width 2048, one row of\n"
+    "65,536 tokens, bfloat16; the output head with a vocabulary of 201,088 and 32,768 tokens of width 2880."
   )
+  rows = _measure.markdown([{column: row[column] for column in MEMORY_COLUMNS} for row in found["rows"]])
+  return f"{intro}\n\n{rows}\n\nBy `benchmarks/memory.py`, libtpu {found['machine'].get('libtpu')}.\n"
 
 
 if __name__ == "__main__":
