@@ -13,9 +13,9 @@ from maxghost import config
 from maxghost.config import ConfigError
 from maxghost.parallel import Layout, collectives, distributed, report, topologies
 from maxghost.parallel import mesh as meshes
-from maxghost.parallel.axis_rules import AxisRules, make_rules, unused_axes
+from maxghost.parallel.axis_rules import make_rules, unused_axes
 from maxghost.parallel.rows import own_rows
-from maxghost.training import devices, state
+from maxghost.training import ahead, devices, state
 
 SIZES = {"data": 2, "stage": 1, "fsdp": 3, "expert": 5, "context": 1, "tensor": 4}
 
@@ -42,6 +42,13 @@ def test_one_open_size_takes_what_is_left():
 def test_products_that_do_not_fit_name_settings_that_do(keys, message):
   with pytest.raises(ConfigError, match=message):
     meshes.mesh_shape(parallel(*keys), 8, 1)
+
+
+def test_slices_that_do_not_divide_the_devices_name_numbers_that_do():
+  cfg = parallel("dcn_data_parallelism=3", "dcn_expert_parallelism=2")
+  message = r"dcn_data_parallelism=3 x dcn_expert_parallelism=2 = 6 slices .* the 32 devices; use .*=2 or .*=4"
+  with pytest.raises(ConfigError, match=message):
+    meshes.mesh_shape(cfg, 32, 6)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +88,32 @@ def test_a_tensor_that_cannot_be_split_is_named(axes, shape, message):
     make_rules((), False, SIZES).assign(axes, shape, "a/b")
 
 
-def test_a_rule_names_mesh_axes_that_exist():
-  with pytest.raises(ConfigError, match=r"row of 'embed' names mesh axis 'fsp'; did you mean 'fsdp'\?"):
-    AxisRules((("embed", ("fsp",)),), SIZES)
+@pytest.mark.parametrize(
+  ("row", "message"),
+  [
+    (("embed", ("fsp",)), r"row of 'embed', which model/decoder/\S+ needs, names mesh axis 'fsp'; did you mean 'fsdp'"),
+    (("activation_batch", ("dta",)), r"row of 'activation_batch', which every batch needs, names mesh axis 'dta'"),
+    (("exp", ("expret",)), r"row of 'exp' names mesh axis 'expret'; did you mean 'expert'"),  # of no tensor here
+    (("embd", ("fsdp",)), r"no tensor has axis 'embd'; did you mean 'embed'\?; the axes of .* are embed, heads, kv,"),
+    (("activation_bach", ("fsdp",)), r"no tensor has axis 'activation_bach'; did you mean 'activation_batch'"),
+    (("mlp", ("fsdp",)), r"model/decoder/\S+mlp/w\S+ with axes \(layers, .*axis 'embed' wants mesh axes fsdp, context"),
+    (("embed", ("fsdp", "fsdp")), "row of 'embed' names a mesh axis twice: fsdp, fsdp"),
+  ],
+)
+def test_rules_that_say_nothing_right_are_refused_with_the_tensor(row, message):
+  cfg = make_config({"ici_fsdp_parallelism": 8}, logical_axis_rules=(row,))
+  with pytest.raises(ConfigError, match=message):
+    ahead.plan(cfg, Layout.of(cfg.parallel, jax.devices()[:8]))
+
+
+def test_rules_for_axes_of_a_models_own_are_taken():
+  own = (("activation_memory", ("fsdp",)), ("exp", ("expert",)))
+  cfg = make_config({"ici_fsdp_parallelism": 8}, logical_axis_rules=own)
+  layout = Layout.of(cfg.parallel, jax.devices()[:8])
+  report.check_rules(layout.abstract(state.abstract_split(cfg)[1]), layout)
+
+
+def test_mesh_axes_that_no_rule_names_are_found():
   assert unused_axes(make_rules((), False, SIZES | {"stage": 2})) == ["stage"]
 
 

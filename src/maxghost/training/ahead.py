@@ -83,6 +83,7 @@ def plan(cfg: Config, layout: Layout) -> Planned:
   devices.check_layout(cfg, layout)
   graphdef, abstract = state.abstract_split(cfg)
   abstract = layout.abstract(abstract)
+  report.check_rules(abstract, layout)
   spread = report.check_spread(abstract, layout, cfg.parallel.sharding_tolerance)
   sets = cfg.data.validation_sets if cfg.ghost.ghost_enabled else {}
   arguments = (
