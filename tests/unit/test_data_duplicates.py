@@ -151,4 +151,5 @@ def test_the_demonstration_corpus_is_built_and_read(tool, tmp_path):
   files = tuple(item.replace("corpora/demo", f"{tmp_path}/corpora/demo") for item in cfg.text_files)
   dataset = data.load_dataset(dataclasses.replace(cfg, text_files=files))
   assert dataset.source.domains == ("speeches", "novels", "scripture", "manpages", "german", "code")
-  assert next(dataset.train).num_tokens > 4000
+  batch = next(dataset.train)
+  assert batch.num_tokens > 0.95 * batch.arrays["targets"].size

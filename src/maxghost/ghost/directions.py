@@ -117,11 +117,14 @@ def form(param: ParamSpec, parts: tuple, weight_gradient) -> tuple[Direction, ja
   if param.direction.kind == "sgd":
     return (Direction(None, *parts) if param.low_rank else Direction(parts[0])), None
   gradient, second_moment, scalars = parts
-  u_K = preconditioner(param.direction, second_moment, scalars, weight_gradient)[None] * gradient
+  step = preconditioner(param.direction, second_moment, scalars, weight_gradient)
+  u_K = step[None] * gradient
   if not param.low_rank:
     direction, captured = Direction(u_K), jnp.ones(u_K.shape[0], u_K.dtype)
   else:
-    left, right, captured = low_rank.factor(matrix_view(u_K, param.rows, 1), param.direction.rank, param.label)
+    weights = low_rank.rank_one_root(1 / jnp.square(matrix_view(step, param.rows, 0)))
+    matrices = matrix_view(u_K, param.rows, 1)
+    left, right, captured = low_rank.factor(matrices, param.direction.rank, param.label, weights)
     direction = Direction(None, left, right)
   return direction, jnp.stack([captured, along(param, direction, weight_gradient)], axis=-1)
 

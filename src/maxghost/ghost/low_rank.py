@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 _HIGHEST = jax.lax.Precision.HIGHEST
+_LEAST_WEIGHT = 1e-4
 _NEGLIGIBLE = 1e-3  # squared length of a column that an orthonormalisation could only enlarge, not make orthogonal
 
 
@@ -23,14 +24,31 @@ def gains(rank: int, inputs: int, outputs: int) -> bool:
   return 0 < 2 * rank * (inputs + outputs) <= inputs * outputs
 
 
-def factor(u, rank: int, label: str):
+def rank_one_root(square_IO):
+  """(a [I], b [O]): a_i b_j is the root of the rank-one matrix with the row and column sums of square_IO >= 0.
+
+  Where the entries of a gradient are independent with variances square_IO, the mean square error of its product with
+  a factored direction is then |diag(a) (u - left right) diag(b)|²_F, up to how far the variances are from rank one
+  (as in Adafactor, arXiv:1804.04235, equation 4). Bounded away from zero by 1e-4 of the largest.
+  """
+  a, b = (jnp.sqrt(jnp.mean(square_IO, axis)) for axis in (1, 0))
+  b = b / jnp.sqrt(jnp.mean(square_IO))
+  return tuple(jnp.maximum(x, _LEAST_WEIGHT * jnp.max(x)) for x in (a, b))
+
+
+def factor(u, rank: int, label: str, weights=None):
   """(left [..., I, r], right [..., r, O], captured [...]): u ~ left @ right, captured = |left right|² / |u|² in [0, 1].
 
+  weights: (a [I], b [O]), all positive; the norms are then those of diag(a) u diag(b), and so is the error bound.
   label seeds Omega, so that a direction depends on nothing but u and its name. A zero u gives zero factors. Singular
   values below 5e-3 of the largest may be lost to the rounding of float32; captured tells.
   """
   wide = jnp.promote_types(u.dtype, jnp.float32)
   u = u.astype(wide)
+  if weights is not None:
+    a, b = (x.astype(wide) for x in weights)
+    left, right, captured = factor(u * a[:, None] * b, rank, label)
+    return left / a[:, None], right / b, captured
   size = jnp.max(jnp.abs(u), (-2, -1), keepdims=True)
   # Products are scaled, not u itself: a scaled copy of u would cost as much as the products.
   scale = jnp.where(size > 0, 1 / jnp.where(size > 0, size, 1), 1)
