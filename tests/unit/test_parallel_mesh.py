@@ -1,7 +1,10 @@
 """Mesh sizes, logical axis rules, topologies, rows of processes: right where they fit, one clear line where not."""
 
 import dataclasses
+import re
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -11,7 +14,7 @@ from meshes import make_config
 
 from maxghost import config
 from maxghost.config import ConfigError
-from maxghost.parallel import Layout, collectives, distributed, report, topologies
+from maxghost.parallel import Layout, collectives, distributed, rendezvous, report, topologies
 from maxghost.parallel import mesh as meshes
 from maxghost.parallel.axis_rules import make_rules, unused_axes
 from maxghost.parallel.rows import own_rows
@@ -235,6 +238,71 @@ def test_a_port_in_use_is_named():
         f"jax_distributed_coordinator_address=localhost:{port}", "jax_distributed_num_processes=2",
         "jax_distributed_process_id=0",
       ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("said", "message"),
+  [
+    ([(1, 2), (2, 3)], r"jax_distributed_num_processes=2 in process 1, 3 in process 0"),
+    ([(1, 3), (1, 3)], r"jax_distributed_process_id=1 is given to two processes; give each of the 3 its own"),
+    ([(1, 3)], r"did not all meet at 127.0.0.1:\d+ within 2 s: of 3 this one is missing: 2; start all"),
+  ],
+)
+def test_processes_that_do_not_meet_are_told_alike(said, message):
+  """Process 0 of three, and others that say (which they are, of how many)."""
+  problems = gathering([(0, 3), *said])
+  assert len(set(problems)) == 1 and len(problems) == len(said) + 1
+  assert re.search(message, problems[0])
+
+
+def test_processes_that_meet_leave_the_port_free():
+  address = free_address()
+  assert gathering([(0, 3), (2, 3), (1, 3)], address) == ["", "", ""]
+  rendezvous.listen(address, int(address.rpartition(":")[2])).close()
+
+
+def test_a_process_without_a_first_one_says_so():
+  address = free_address()
+  with pytest.raises(ConfigError, match=rf"process 1 did not meet process 0 at {address} within 0.5 s \(Connection"):
+    rendezvous.meet(address, 2, 1, 0.5)
+
+
+def test_what_is_no_process_is_not_counted():
+  """Something else connects first and says something else."""
+  address = free_address()
+  port = int(address.rpartition(":")[2])
+  with ThreadPoolExecutor(2) as pool:
+    first = pool.submit(rendezvous.meet, address, 2, 0, 20)
+    while True:
+      try:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+          stranger.sendall(b"GET / HTTP/1.1\r\n\r\n\n")
+        break
+      except ConnectionRefusedError:
+        time.sleep(0.05)
+    rendezvous.meet(address, 2, 1, 20)
+    assert first.result() is None
+
+
+def free_address() -> str:
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def gathering(processes: list[tuple[int, int]], address: str | None = None) -> list[str]:
+  """What each (process, of how many) is told, '' where all is well."""
+  address = address or free_address()
+
+  def meet(process: int, count: int) -> str:
+    try:
+      rendezvous.meet(address, count, process, 2)
+    except ConfigError as error:
+      return str(error)
+    return ""
+
+  with ThreadPoolExecutor(len(processes)) as pool:
+    return list(pool.map(lambda pair: meet(*pair), processes))
 
 
 HLO = """

@@ -31,6 +31,8 @@ DEFAULT_RULES: tuple[Rule, ...] = (
   ("kv", ()),
   ("norm", ()),
   ("layers", ()),
+  # the factors of a direction of low rank, beyond the mesh axes of their weight's own dimension
+  ("direction", ("fsdp", "context", "expert")),
   # activations
   ("activation_exp", ("expert",)),
   ("activation_batch", ("data", "fsdp", "expert")),
@@ -45,6 +47,7 @@ DEFAULT_RULES: tuple[Rule, ...] = (
   ("activation_vocab", ("tensor",)),
 )
 BATCH = "activation_batch"
+FACTOR = "direction"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ class AxisRules:
     if size % self.parts(axes) == 0:
       return axes
     if name == BATCH:  # few validation rows: as many mesh axes as divide them, the others hold copies
-      return self._leading(axes, size)
+      return self.leading(axes, size)
     fit = math.gcd(size, self.parts(axes))
     meshes = " x ".join(f"{axis} {self.sizes[axis]}" for axis in axes)
     raise ConfigError(
@@ -139,10 +142,11 @@ class AxisRules:
 
   def rows_axes(self, num_rows: int) -> tuple[str, ...]:
     """The leading batch axes that divide this many rows."""
-    return self._leading(self.batch_axes, num_rows)
+    return self.leading(self.batch_axes, num_rows)
 
-  def _leading(self, axes: tuple[str, ...], num_rows: int) -> tuple[str, ...]:
-    while axes and num_rows % self.parts(axes):
+  def leading(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """As many of the leading mesh axes as divide a size together."""
+    while axes and size % self.parts(axes):
       axes = axes[:-1]
     return axes
 
