@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = ROOT / "configs" / "base.yml"
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "torch")
+PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "numpy", "torch")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,8 +36,12 @@ def chip(name: str):
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """What the compiler says of a program, in bytes. error: its words where the program does not fit, with `wanted` the
-  temporaries it would need; else the other numbers hold."""
+  """What the compiler says of a program, in bytes. error: its words where the program does not fit, with `wanted` all
+  that it would need; else the other numbers hold.
+
+  The words call `wanted` temporaries, but they count arguments and outputs, too: compiled for a v5p, which has room,
+  the program of benchmarks/memory.py that does not fit a v5e takes as much as this with its arguments and outputs.
+  """
 
   temporaries: float = float("nan")
   arguments: float = float("nan")
@@ -56,7 +60,7 @@ class Compiled:
   @property
   def peak(self) -> float:
     """Device bytes in all, wanted or had."""
-    return (self.wanted if self.error else self.temporaries) + self.arguments + self.outputs
+    return self.wanted if self.error else self.temporaries + self.arguments + self.outputs
 
 
 def _bytes(shapes) -> int:

@@ -1,12 +1,13 @@
-"""Writes the README's tables of figures from what the benchmarks have appended to figures.jsonl.
+"""Writes the figures in README.md and docs/figures.md from what the benchmarks have appended to figures.jsonl.
 
   python benchmarks/main_job.py --json benchmarks/figures.jsonl      # and the others
   python benchmarks/readme_table.py [--check]
 
-The newest line of each benchmark counts. --check changes nothing and exits with 1 where the README is not up to date.
+The newest line of each benchmark counts. --check changes nothing and exits with 1 where a page is not up to date.
 """
 
 import argparse
+import ast
 import json
 import re
 import sys
@@ -14,21 +15,29 @@ from pathlib import Path
 
 import _measure
 
-README = _measure.ROOT / "README.md"
+README, PAGE = _measure.ROOT / "README.md", _measure.ROOT / "docs" / "figures.md"
 FIGURES = Path(__file__).with_name("figures.jsonl")
 ORDER = ("main_job", "startup", "exactness", "ghost_overhead", "step_speed")
+SHOWN = 3  # figures of a benchmark in the README
 DOMAIN_COLUMNS = ("domain", "tokens", "nats in all", "nats per million tokens", "training loss")
+MEMORY_COLUMNS = ("program", "temporaries GB", "arguments GB", "host GB", "closed form GB", "off", "verdict")
 
 
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--check", action="store_true")
   check = parser.parse_args().check
-  text = README.read_text("utf-8")
-  wanted = filled(text, newest())
+  results = newest()
+  pages = {page: page.read_text("utf-8") for page in (README, PAGE)}
+  tables = {
+    README: {"summary": summary(results), "domains": domains_table(results), "memory": memory_table(results)},
+    PAGE: {"figures": figures_table(results)},
+  }
+  wanted = {page: filled(page, text, tables[page]) for page, text in pages.items()}
   if check:
-    return int(wanted != text)
-  README.write_text(wanted, "utf-8")
+    return int(wanted != pages)
+  for page, text in wanted.items():
+    page.write_text(text, "utf-8")
   return 0
 
 
@@ -38,28 +47,58 @@ def newest() -> dict[str, dict]:
   return {result["benchmark"]: result for result in map(json.loads, lines)}
 
 
-def filled(text: str, results: dict[str, dict]) -> str:
-  """The README with its generated parts renewed."""
-  parts = {"figures": figures_table(results), "domains": domains_table(results)}
+def filled(page: Path, text: str, parts: dict[str, str]) -> str:
+  """A page with its generated parts renewed."""
   for name, table in parts.items():
     pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
     text, count = re.subn(pattern, lambda match, table=table: match[1] + table + match[2], text, flags=re.S)
     if count != 1:
-      raise SystemExit(f"README.md needs the lines <!-- {name} --> and <!-- /{name} --> once")
+      raise SystemExit(f"{page.name} needs the lines <!-- {name} --> and <!-- /{name} --> once")
   return text
+
+
+def in_order(results: dict[str, dict]) -> list[str]:
+  """The benchmarks that have figures and still exist."""
+  others = sorted(name for name in results if name not in ORDER and Path(__file__).with_name(f"{name}.py").is_file())
+  return [name for name in (*ORDER, *others) if results.get(name, {}).get("figures")]
+
+
+def summary(results: dict[str, dict]) -> str:
+  """A row for each benchmark that has targets: what it asks, the first of its figures, and every target missed."""
+  rows = []
+  for name in in_order(results):
+    wanted = [figure for figure in results[name]["figures"] if figure["met"] is not None]
+    missed = [figure for figure in wanted if not figure["met"]]
+    first = [figure for figure in wanted if figure["met"]][:SHOWN]
+    if wanted:
+      rows.append({
+        "question": _first_line(name),
+        "some of its figures": "<br>".join(map(_with_target, first)),
+        "targets missed": "<br>".join(map(_with_target, missed)) or f"none of {len(wanted)}",
+        "command": f"`benchmarks/{name}.py`",
+      })  # fmt: skip
+  return _measure.markdown(rows) + "\n" if rows else ""
+
+
+def _first_line(name: str) -> str:
+  """Of a benchmark's docstring."""
+  tree = ast.parse(Path(__file__).with_name(f"{name}.py").read_text("utf-8"))
+  return ast.get_docstring(tree).splitlines()[0]
+
+
+def _with_target(figure: dict) -> str:
+  return f"{figure['name']}: **{figure['shown']}** ({figure['wanted']})"
 
 
 def figures_table(results: dict[str, dict]) -> str:
   rows, machines = [], []
-  others = sorted(name for name in results if name not in ORDER and Path(__file__).with_name(f"{name}.py").is_file())
-  for name in [*ORDER, *others]:
-    for figure in results.get(name, {}).get("figures", ()):
+  for name in in_order(results):
+    for figure in results[name]["figures"]:
       state = {True: "met", False: "**missed**", None: ""}[figure["met"]]
       wanted = f"{figure['wanted']}, {state}" if state else ""
       rows.append({"figure": figure["name"], "value": figure["shown"], "target": wanted,
                    "command": f"`benchmarks/{name}.py`"})  # fmt: skip
-    if name in results:
-      machines.append(described(results[name]["machine"]))
+    machines.append(described(results[name]["machine"]))
   if not rows:
     return ""
   return _measure.markdown(rows) + "\n\nTaken on " + "; ".join(dict.fromkeys(machines)) + ".\n"
@@ -75,6 +114,15 @@ def domains_table(results: dict[str, dict]) -> str:
   if not rows:
     return ""
   return _measure.markdown([{column: row[column] for column in DOMAIN_COLUMNS} for row in rows]) + "\n"
+
+
+def memory_table(results: dict[str, dict]) -> str:
+  found = results.get("memory", {"rows": ()})
+  if not found["rows"]:
+    return ""
+  return _measure.markdown([{c: row[c] for c in MEMORY_COLUMNS} for row in found["rows"]]) + (
+    f"\n\nlibtpu {found['machine'].get('libtpu')}.\n"
+  )
 
 
 if __name__ == "__main__":

@@ -92,6 +92,30 @@ def test_streamed_weights_and_moments_live_in_host_memory():
   assert near.arguments - far.arguments == stacked * (2 + 4 + 2)
 
 
+def test_scores_that_take_turns_hold_one_batch_of_a_segments_inputs():
+  """Of the validation rows there are, while a layer's training rows are at work: a cotangent, the gradients outside the
+  stack, those of the segment until training gradients take their places, and their segment inputs, unless on the host.
+  """
+  keys = {
+    "ghost_enabled": True, "ghost_schedule": "reverse_scan", "ghost_val_batch_size": 1, "segment_length": 6,
+  }  # fmt: skip
+  carry, plain = 65_536 * 2048 * 2, long(segment_length=6)
+  stacked = sum(size for label, size in sizes(plain).items() if "/layers/" in label)
+  outer = sum(sizes(plain).values()) - stacked
+  probes = sum(48 if "/layers/" in label else 1 for label in sizes(plain)) * 65_536 * 4
+  wanted = {"none": 2 * outer + 2 * stacked // 8 + carry + probes + 8 * carry, "host": None}
+  wanted["host"] = wanted["none"] - 8 * carry
+  for carries, size in wanted.items():
+    scored = long(**keys, ghost_stream_carries=carries)
+    assert row(scored, "ghost directions and probes") == size
+    assert row(scored, "boundary carries") == row(plain, "boundary carries") == (8 + 6) * carry
+  streamed = long(**keys, ghost_stream_carries="host", stream_weights="host")
+  assert row(streamed, "ghost directions and probes") == wanted["host"] - 2 * stacked // 8
+  assert row(long(**(keys | {"ghost_val_batch_size": 3})), "boundary carries") == (8 + 3 * 6) * carry
+  short = long(**keys, max_target_length=1024)  # gradients are larger than inputs here: layer by layer
+  assert row(short, "ghost directions and probes") == 2 * outer + 4 * stacked // 48 + (15 * carry + probes) // 64
+
+
 def sizes(estimated) -> dict[str, int]:
   out = {}
   for label, (shape, _) in decoder_parameters(estimated.cfg).items():

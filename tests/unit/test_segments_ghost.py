@@ -94,9 +94,11 @@ def plain_outputs():
   return [run.step(TRAIN[i]) for i in range(2)]
 
 
-@pytest.mark.parametrize("carries", [pytest.param("none", marks=pytest.mark.slow), "host"])
-def test_the_train_step_accounts_as_without_segments(carries, plain_outputs):
-  """All outputs, in float64; the validation rows' segment inputs on the host or not."""
+@pytest.mark.parametrize(("carries", "in_turn"), [pytest.param("none", False, marks=pytest.mark.slow), ("host", True)])
+def test_the_train_step_accounts_as_without_segments(carries, in_turn, plain_outputs, monkeypatch):
+  """All outputs, in float64; the validation rows' segment inputs on the host or not; a segment's validation gradients
+  kept until its training gradients take their places, or not."""
+  monkeypatch.setattr(reverse_scan._Walk, "_smaller_gradients", lambda *args: in_turn)
   run = Run(segment_length=2, ghost_stream_carries=carries, **STEP)
   for i, theirs in enumerate(plain_outputs):
     ours = run.step(TRAIN[i])

@@ -1,4 +1,7 @@
-"""Attention kernels and the tiled head through the real TPU compiler, on a machine without a TPU."""
+"""Attention kernels, the tiled head and streamed layers through the real TPU compiler, on a machine without a TPU."""
+
+import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +18,8 @@ ENVIRONMENT = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TP
 
 
 @pytest.fixture(scope="module")
-def compile_for_tpu():
-  """function, shapes -> the bytes of temporaries of its compilation for one v5e chip."""
+def compiled_for_tpu():
+  """function, arguments (shapes) -> its compilation for one v5e chip."""
   from jax.experimental import topologies
 
   with pytest.MonkeyPatch.context() as patch:
@@ -27,12 +30,21 @@ def compile_for_tpu():
     )
   sharding = NamedSharding(Mesh(np.array(topology.devices), ("device",)), PartitionSpec())
 
-  def run(function, *shapes) -> int:
-    placed = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in shapes]
+  def placed(x):
+    kind = getattr(getattr(x, "sharding", None), "memory_kind", None)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.with_memory_kind(kind) if kind else sharding)
+
+  def run(function, *arguments, donate=()):
     with platforms.tracing_for("tpu"):
-      return jax.jit(function).lower(*placed).compile().memory_analysis().temp_size_in_bytes
+      return jax.jit(function, donate_argnums=donate).lower(*jax.tree.map(placed, arguments)).compile()
 
   return run
+
+
+@pytest.fixture(scope="module")
+def compile_for_tpu(compiled_for_tpu):
+  """function, shapes -> the bytes of temporaries of its compilation for one v5e chip."""
+  return lambda *arguments: compiled_for_tpu(*arguments).memory_analysis().temp_size_in_bytes
 
 
 OPTIONS = {
@@ -109,3 +121,66 @@ def test_a_tiled_head_with_bfloat16_weights(axis, tied, compile_for_tpu):
   targets = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
   gradient = jax.grad(lambda x, w, targets: tiled_losses(head, x, w, targets).mean(), argnums=(0, 1))
   assert compile_for_tpu(gradient, x, w, targets) < 4 * tokens * vocab / n + 2 * 4 * width * vocab
+
+
+STREAMED = (
+  "base_emb_dim=512", "base_mlp_dim=1024", "base_num_decoder_layers=12", "base_num_query_heads=4",
+  "base_num_kv_heads=2", "head_dim=128", "vocab_size=2048", "max_target_length=2048", "per_device_batch_size=1",
+  "dtype=bfloat16", "weight_dtype=bfloat16", "remat_policy=full", "attention=flash", "dataset_type=synthetic",
+  "ghost_val_domain=words", "ghost_enabled=false", "segment_length=3", "stream_weights=host", "stream_optimizer=host",
+)  # fmt: skip
+
+
+def test_the_weights_of_the_next_segment_come_while_this_one_is_computed(compiled_for_tpu):
+  """In the compiler's schedule, the copies from the host begin before a segment's loop over its layers and end after
+  it, in the forward and in the backward pass."""
+  found = [body for body in loop_bodies(compiled_step_text(compiled_for_tpu, STREAMED)) if body.transfers and body.loops]
+  assert len(found) == 2  # forward, backward
+  for body in found:
+    assert len(body.transfers) >= 9  # the parameters of a layer
+    first, last = min(body.loops), max(body.loops)
+    assert any(start < first and last < done for start, done in body.transfers)
+
+
+@dataclasses.dataclass
+class Body:
+  """Places in the schedule of one computation: (start, end) of copies of a slice from the host, and of loops."""
+
+  transfers: list
+  loops: list
+
+
+def loop_bodies(text: str) -> list[Body]:
+  bodies = []
+  for computation in re.split(r"\n\n", text):
+    lines = computation.splitlines()
+    names = {}
+    body = Body([], [])
+    for place, line in enumerate(lines):
+      found = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)", line)
+      if not found:
+        continue
+      if " dynamic-slice-start(" in line and "S(5)" in line:
+        names[found[1]] = place
+      elif " dynamic-slice-done(" in line:
+        source = re.search(r"dynamic-slice-done\(.*?%?([\w.-]+)\)", line)[1]
+        if source in names:
+          body.transfers.append((names[source], place))
+      elif " while(" in line:
+        body.loops.append(place)
+    if body.transfers and not lines[0].startswith("ENTRY"):
+      bodies.append(body)
+  return bodies
+
+
+def compiled_step_text(compiled_for_tpu, keys) -> str:
+  from maxghost.training import state
+  from maxghost.training.step import make_train_step
+
+  cfg = config.load("configs/base.yml", *keys)
+  shape = jax.ShapeDtypeStruct((1, cfg.data.max_target_length), jnp.int32)
+  batch = {f"{n}{part}": shape for n in ("inputs", "targets") for part in ("", "_position", "_segmentation")}
+  graphdef, abstract = state.abstract_split(cfg)
+  with platforms.tracing_for("tpu"):
+    step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=1)
+  return compiled_for_tpu(step, abstract, batch, (), donate=(0,)).as_text()

@@ -57,9 +57,9 @@ def _domains(part: SetSummary) -> Table:
     "Domain",
     ">Tokens",
     ">Nats in all",
-    ">Nats per million tokens",
-    ">Of average",
-    ">Training loss",
+    ">Nats per\nmillion tokens",
+    ">Of\naverage",
+    ">Training\nloss",
   )
   for value in part.domains:
     table.add_row(

@@ -16,6 +16,7 @@ from maxghost.checkpoint.huggingface_rules import ARCHITECTURES, Architecture, R
 from maxghost.checkpoint.layouts import PARAMS, RECORD, Checkpoint
 from maxghost.checkpoint.layouts_layers import PartReader, Ref, leaf_text
 from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, StoredArray
+from maxghost.checkpoint.mxfp4 import unpacked
 from maxghost.checkpoint.safetensors_files import Planned, Tensor, open_tensors, read_json
 from maxghost.config import Config, ModelConfig, replace
 from maxghost.config import load as load_config
@@ -44,7 +45,12 @@ def open_folder(path: Path) -> RawTree:
 
   Raises LayoutError, naming tensors, where some are missing, unknown or of another shape than config.json says.
   """
-  return tree_of(open_tensors(path), model_config(path).model, path)
+  return tree_of(tensors_in(path), model_config(path).model, path)
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+  """The folder's tensors by name, packed ones as what they stand for; only headers are read. Raises LayoutError."""
+  return unpacked(open_tensors(folder))
 
 
 def tree_of(tensors: dict[str, Tensor], model: ModelConfig, origin: Path) -> RawTree:

@@ -12,7 +12,7 @@ from maxghost import config
 from maxghost.checkpoint import huggingface
 from maxghost.checkpoint.huggingface_config import weight_dtype
 from maxghost.checkpoint.layouts_store import LayoutError, locate
-from maxghost.checkpoint.safetensors_files import open_tensors, read_json
+from maxghost.checkpoint.safetensors_files import read_json
 from maxghost.config import Config
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
@@ -72,7 +72,7 @@ def newest_step(run: Path) -> Path:
 def huggingface_config(folder: Path) -> Config:
   """The configuration of a Hugging Face folder: its model, the dtype of its tensors, and its tokenizer."""
   cfg = huggingface.model_config(folder)
-  dtypes = {tensor.dtype.name for tensor in open_tensors(folder).values()}
+  dtypes = {tensor.dtype.name for tensor in huggingface.tensors_in(folder).values()}
   changes: dict[str, Any] = {"weight_dtype": weight_dtype(dtypes, str(folder))}
   return config.replace(cfg, **changes, **tokenizer_keys(folder, cfg.model.vocab_size))
 

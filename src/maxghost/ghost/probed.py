@@ -17,6 +17,7 @@ from flax import nnx
 from maxghost.ghost import directions, rules, tied, tiled_head, usage
 from maxghost.ghost.directions import ParamSpec
 from maxghost.ghost.variables import part_name
+from maxghost.models import autodiff
 from maxghost.parallel import constrain
 
 SCORES = (None, "activation_batch", "activation_length")  # logical axes of a score [K, n(, T)]
@@ -113,6 +114,7 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
       scores[name] = {"probe": score.astype(_probe_dtype(values[name].dtype))}
       if facts is not None:
         scores[name]["facts"] = facts
+    d_values, d_arrays, scores = autodiff.together(d_values, d_arrays, scores)
     return d_values, d_arrays, jax.tree.map(_zero_cotangent, residuals[2]), scores
 
   op.defvjp(forward, backward)

@@ -22,7 +22,7 @@ from maxghost.ghost.losses import StagedLoss, submodule
 from maxghost.ghost.saved_vjp import SavedVjp
 from maxghost.ghost.schedules import TrainPass, mean_loss, validation_mean
 from maxghost.ghost.variables import GhostDirection, GhostProbe
-from maxghost.models import segments, stack, streaming
+from maxghost.models import autodiff, segments, stack, streaming
 from maxghost.parallel import constrain_state
 
 
@@ -357,21 +357,29 @@ class _Walk:
       x_K, layer = scanned
       gradients, cts = self._layer_validation(cts, x_K, batches, *layer)
       directions = self._layer_directions(gradients, {}) if factored else None
-      return cts, (None if factored and self.account is None else gradients, directions)
+      return cts, (() if factored and self.account is None else gradients, directions)
 
     inputs_K = self._inputs_K(x_val, batches, layers, ())
     val_cotangents, kept = jax.lax.scan(validation, cotangents.val, (inputs_K, layers), reverse=True)
     # The barrier keeps the training inputs from being computed while those of the validation rows exist.
-    number, kept = jax.lax.optimization_barrier((number, kept))
+    number, (gradients, directions) = jax.lax.optimization_barrier((number, kept))
     x_train = streaming.fetch(train_boundaries, number)
+    held = gradients[0] if gradients else jax.tree.map(jnp.zeros_like, layers[0])
 
-    def training(ct, scanned):
-      x, (gradients, directions), layer = scanned
-      return self._layer_training(ct, x, batches, gradients, directions, *layer)
+    def training(state, scanned):
+      ct, held = state
+      place, x, others, parts, layer = scanned
+      first = jax.tree.map(lambda h: jax.lax.dynamic_index_in_dim(h, place, keepdims=False), held)
+      ct, out = self._layer_training(ct, x, batches, (first, *others) if gradients else (), parts, *layer)
+      # A layer's training gradient takes the place of its validation gradient, which has been used.
+      grads = out.pop("grads")
+      held = jax.tree.map(lambda h, g: jax.lax.dynamic_update_index_in_dim(h, g, place, 0), held, grads)
+      return (ct, held), out
 
     inputs = self._train_inputs(x_train, batches, layers, ())
-    cotangent, out = jax.lax.scan(training, cotangents.train, (inputs, kept, layers), reverse=True)
-    return out, _Pair(val_cotangents, cotangent)
+    scanned = (jnp.arange(layers[2].shape[0]), inputs, gradients[1:], directions, layers)
+    (cotangent, held), out = jax.lax.scan(training, (cotangents.train, held), scanned, reverse=True)
+    return out | {"grads": held}, _Pair(val_cotangents, cotangent)
 
   def _layer_back(self, cotangents: _Pair, x: _Pair, batches: _Pair, *layer):
     """One layer: (cotangents of its inputs, its part of what `back` returns)."""
@@ -385,7 +393,8 @@ class _Walk:
     for k, (kept, ct, batch) in enumerate(zip(kept_K, cotangents, batches.val, strict=True)):
       arguments = self._plain_arguments(kept.x, batch, layer_params, layer_rest, index)
       if kept.saved is None:
-        pairs.append(jax.vjp(self._plain_layer, *arguments)[1](ct)[:2])
+        with autodiff.gradients_in_order():
+          pairs.append(jax.vjp(self._plain_layer, *arguments)[1](ct)[:2])
       else:
         pairs.append(self.val_vjps[k].backward(kept.saved, ct, *arguments)[:2])
     return tuple(g for g, _ in pairs), tuple(ct for _, ct in pairs)
@@ -397,7 +406,8 @@ class _Walk:
     state = self._layer_state(parts)
     arguments = self._probed_arguments(kept.x, state, batches.train, layer_params, layer_rest, index)
     if kept.saved is None:
-      grads, probes, cotangent, *_ = jax.vjp(self._probed_layer, *arguments)[1](cotangent)
+      with autodiff.gradients_in_order():
+        grads, probes, cotangent, *_ = jax.vjp(self._probed_layer, *arguments)[1](cotangent)
     else:
       grads, probes, cotangent, *_ = self.train_vjp.backward(kept.saved, cotangent, *arguments)
     sums = self._layer_sums(layer_params, grads, gradients, moment, parts)

@@ -6,6 +6,7 @@ import contextvars
 import jax
 
 _forward_mode = contextvars.ContextVar("maxghost_forward_mode", default=False)
+_in_order = contextvars.ContextVar("maxghost_gradients_in_order", default=False)
 
 
 @contextlib.contextmanager
@@ -21,6 +22,28 @@ def forward_mode():
 
 def in_forward_mode() -> bool:
   return _forward_mode.get()
+
+
+@contextlib.contextmanager
+def gradients_in_order():
+  """Inside, a backward pass goes on to the layer before only when a dense or probed layer's weight gradient, and its
+  scores, are there. Where these have further uses the TPU compiler puts them off, left alone, and keeps the inputs and
+  cotangents of several layers for them. Same values."""
+  token = _in_order.set(True)
+  try:
+    yield
+  finally:
+    _in_order.reset(token)
+
+
+def together(*trees):
+  """The trees; inside `gradients_in_order`, none of their arrays is there before all are."""
+  if not _in_order.get():
+    return trees
+  leaves, tree = jax.tree.flatten(trees)
+  sized = [x.dtype != jax.dtypes.float0 for x in leaves]
+  held = iter(jax.lax.optimization_barrier([x for x, flag in zip(leaves, sized, strict=True) if flag]))
+  return jax.tree.unflatten(tree, [next(held) if flag else x for x, flag in zip(leaves, sized, strict=True)])
 
 
 def branch(x):

@@ -64,7 +64,7 @@ def _dense_bwd(count, precision, out_dtype, residuals, g):
   x, w = residuals
   dx = contract_transposed(g, w, count, precision, x.dtype)
   dw = outer_sum(x, g, count, w.ndim - count, precision, w.dtype)
-  return dx, dw
+  return autodiff.together(dx, dw)
 
 
 _dense.defvjp(_dense_fwd, _dense_bwd)

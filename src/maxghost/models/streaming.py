@@ -47,6 +47,14 @@ def fetch(stacked, index):
   return to_device(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stacked))
 
 
+def after(index: int, tree):
+  """`index`, known only when the smallest leaf of `tree` is. The first segment of a loop would otherwise come once for
+  all loops over the same weights, and stay on the device between them."""
+  leaves = [x for x in jax.tree.leaves(tree) if not on_host(x)]
+  index = jnp.asarray(index)
+  return jax.lax.optimization_barrier((index, min(leaves, key=jnp.size)))[0] if leaves else index
+
+
 def loop(step: Callable, carry, xs, stacked, *, reverse: bool = False):
   """`lax.scan` of step(carry, x, segment) -> (carry, y) over the leading axis n of xs and stacked.
 
@@ -66,7 +74,7 @@ def loop(step: Callable, carry, xs, stacked, *, reverse: bool = False):
     carry, y = step(carry, to_device(x), here)
     return (carry, ahead), y
 
-  first = fetch(stacked, num - 1 if reverse else 0)
+  first = fetch(stacked, after(num - 1 if reverse else 0, carry))
   (carry, _), ys = jax.lax.scan(body, (carry, first), (jnp.arange(num), xs), reverse=reverse)
   return carry, ys
 

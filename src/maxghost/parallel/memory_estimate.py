@@ -279,16 +279,17 @@ class _Device:
   def in_layers(self) -> list[Row]:
     """Boundary carries and what one layer's, or one segment's, backward pass holds."""
     m, n, d = self.model, self.tokens, self.model.base_emb_dim
-    carries = tuple(
-      Tensor((count, n, d), self.compute, f"{why}, kept for the backward pass") for count, why in self.layer_runs()
-    )
+    *outer, (inner, within) = self.layer_runs()
+    widest = max(n, len(self.cfg.data.validation_sets) * self.val_tokens()) if self.in_turn() else n
+    carries = [Tensor((count, n, d), self.compute, f"{why}, kept for the backward pass") for count, why in outer]
+    carries.append(Tensor((inner, widest, d), self.compute, f"{within}, kept for the backward pass"))
     kept = [
       Tensor((self.inner_layers(), n, width), dtype, f"{name} of {self.inner_layers()} layers, kept because "
              f"remat_policy={m.remat_policy}")
       for name, width, dtype in self.kept_per_token()
     ]  # fmt: skip
     return [
-      Row("boundary carries", carries),
+      Row("boundary carries", tuple(carries)),
       Row("within-segment activations", (*kept, *self.working())),
     ]
 
@@ -371,18 +372,43 @@ class _Device:
       if factors:
         tensors.append(Tensor((sets * factors,), "float32", f"directions of rank {g.ghost_rank}"))
     else:
-      outer = self.elements(False)
-      layer = self.elements(True) // self.model.base_num_decoder_layers
-      val_tokens = g.ghost_val_batch_size * self.length
-      levels = [count for count, _ in self.layer_runs()]
-      kept = sum(levels[1:] if g.ghost_stream_carries == "host" else levels)
-      tensors += [
-        Tensor((sets * (outer + 2 * layer),), self.weight, "validation gradients of one layer and outside the stack"),
-        Tensor((sets * kept, val_tokens, self.model.base_emb_dim), self.compute, "layer inputs of the validation rows"),
-      ]
+      tensors += self.walked_back(sets)
     probes = sum(shape[0] if stacked else 1 for shape, stacked in self.params.values())
     tensors.append(Tensor((probes, sets, self.rows, self.length), "float32", "scores per token of every parameter"))
     return [Row("ghost directions and probes", tuple(tensors))]
+
+  def in_turn(self) -> bool:
+    """Whether schedule reverse_scan finishes the validation rows of a segment before it turns to the training rows: it
+    does where the validation gradients of a segment are smaller than the validation inputs of its layers."""
+    if not self.cfg.ghost.ghost_enabled or self.cfg.ghost.ghost_schedule != "reverse_scan" or not self.model.segments:
+      return False
+    layer = self.elements(True) // self.model.base_num_decoder_layers * BYTES[self.weight]
+    return layer < self.val_tokens() * self.model.base_emb_dim * BYTES[self.compute]
+
+  def val_tokens(self) -> int:
+    """Of one validation set."""
+    return self.cfg.ghost.ghost_val_batch_size * self.length
+
+  def walked_back(self, sets: int) -> list[Tensor]:
+    """What schedule reverse_scan holds of the validation rows while it is at the training rows of a layer."""
+    g, d, in_turn = self.cfg.ghost, self.model.base_emb_dim, self.in_turn()
+    layer = self.elements(True) // self.model.base_num_decoder_layers
+    *outer, inner = (count for count, _ in self.layer_runs())
+    kept = sum(outer[1:] if g.ghost_stream_carries == "host" else outer) + (0 if in_turn else inner)
+    # In turn, the first set's gradients of a segment make room for the training gradients, which streaming counts.
+    gradients = (sets - (self.model.stream_weights == "host")) * inner if in_turn else 2 * sets
+    rows = [
+      Tensor((sets * self.elements(False),), self.weight, "validation gradients outside the stack"),
+      Tensor((gradients, layer), self.weight, "validation gradients of layers, until their training rows are done"),
+      Tensor((sets * kept, self.val_tokens(), d), self.compute, "layer inputs of the validation rows"),
+      Tensor((sets, self.val_tokens(), d), self.compute, "cotangent of the validation rows"),
+    ]  # fmt: skip
+    if not self.model.segments:
+      rows += [
+        Tensor((sets * inner, self.val_tokens(), width), dtype, f"{name} of the validation rows")
+        for name, width, dtype in self.kept_per_token()
+      ]
+    return rows
 
   def factor_elements(self, label: str, stacked: bool) -> int | None:
     """Elements of one layer's factors; None where the direction is exact."""

@@ -111,6 +111,8 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
   batch, accumulated = cfg.data.per_device_batch_size, o.gradient_accumulation_steps
   if batch % 2 == 0:
     yield {"per_device_batch_size": batch // 2, "gradient_accumulation_steps": 2 * accumulated}, "smaller products"
+  if m.segments and g.ghost_enabled and g.ghost_schedule == "reverse_scan" and g.ghost_stream_carries == "none":
+    yield {"ghost_stream_carries": "host"}, "traffic to the host in every step"
   if m.scan_layers and m.segments:
     host = {"ghost_schedule": "reverse_scan"} if g.ghost_enabled else {}
     yield {"stream_optimizer": "host", **host}, "traffic to the host in every step"

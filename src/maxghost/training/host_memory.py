@@ -116,7 +116,8 @@ def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: C
   for num_layers in sorted(set(layers.values())):
     group = {path for path in stacked if layers[path] == num_layers}
     trees = tuple(_only(tree, group) for tree in (params, grads, opt_state))
-    group_params, group_opt_state = _update_segments(update, *trees, num_layers, segment_length)
+    first = streaming.after(0, _only(grads, outer))
+    group_params, group_opt_state = _update_segments(update, *trees, first, num_layers, segment_length)
     new_params = _merged(new_params, group_params)
     new_opt_state = _merged(new_opt_state, group_opt_state)
   nnx.update(model, new_params)
@@ -124,8 +125,11 @@ def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: C
   optimizer.step[...] += 1
 
 
-def _update_segments(update: Callable, params, grads, opt_state, num_layers: int, segment_length: int):
-  """`update` of stacked trees, in place, a segment at a time. Scalars of opt_state (counts) are shared by all."""
+def _update_segments(update: Callable, params, grads, opt_state, first, num_layers: int, segment_length: int):
+  """`update` of stacked trees, in place, a segment at a time. Scalars of opt_state (counts) are shared by all.
+
+  first: 0, known when the first segment may come.
+  """
   held, tree = jax.tree.flatten((params, opt_state))
   layered = [x.ndim > 0 and x.shape[0] == num_layers for x in held]
   # Cut beforehand: a TPU cannot cut an odd number of rows out of a packed matrix in host memory.
@@ -141,13 +145,15 @@ def _update_segments(update: Callable, params, grads, opt_state, num_layers: int
     ahead = fetch(held, jnp.minimum(index + 1, num_layers // segment_length - 1))
     params, opt_state = jax.tree.unflatten(tree, here)
     new = jax.tree.leaves(update(params, gradient, opt_state))
+    # All of `held` that is read has been read before it is written, or the compiler copies it, on the host.
+    new, ahead = jax.lax.optimization_barrier((new, ahead))
     held = [
       jax.lax.dynamic_update_index_in_dim(x, streaming.like(part, x), index, 0) if flag else x
       for x, part, flag in zip(held, new, layered, strict=True)
     ]
     return held, ahead
 
-  held, _ = jax.lax.fori_loop(0, num_layers // segment_length, body, (held, fetch(held, 0)))
+  held, _ = jax.lax.fori_loop(0, num_layers // segment_length, body, (held, fetch(held, first)))
   return jax.tree.unflatten(tree, [segments.join(x) if flag else x for x, flag in zip(held, layered, strict=True)])
 
 
