@@ -321,14 +321,19 @@ ENTRY %main (a: f32[4,6]) -> f32[] {
   %w = (s32[], f32[4,6]) while(%t), condition=%condition, body=%body
   %f = f32[4,24] fusion(%a), kind=kLoop, calls=%beside
   %p = f32[3]{0} collective-permute-start(%a), channel_id=7, source_target_pairs={{0,1},{1,0},{2,3},{3,2}}
+  %h = (f32[5,7], u32[], token[]) send(%a, %t), frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %i = (f32[5,7], u32[], token[]) recv(%t), frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
   ROOT %s = (f32[], f32[10]) all-reduce(%a, %b), channel_id=3, replica_groups={}, to_apply=%add
 }
 """
 
 
 def test_collectives_are_counted_as_often_as_they_run():
-  found = {one.kind: one for one in collectives.read(HLO, {"fsdp": 4, "tensor": 2})}
-  assert len(found) == 4
+  every = collectives.read(HLO, {"fsdp": 4, "tensor": 2}, ("data",))
+  crossing = [one for one in every if one.axes == ("data",)]
+  assert [(one.kind, one.shape, one.count, one.num_bytes) for one in crossing] == [("all-reduce", "f32[5,7]", 1, 140)]
+  found = {one.kind: one for one in every if one not in crossing}
+  assert len(found) == 4 and len(every) == 5
   gather, scatter, whole = (found[kind] for kind in ("all-gather", "reduce-scatter", "all-reduce"))
   assert (gather.axes, gather.count, gather.num_bytes) == (("fsdp",), 5, 4 * 24 * 4)  # once, though written twice
   assert (scatter.axes, scatter.count, scatter.num_bytes) == (("fsdp",), 5, 4 * 6 * 2 * 4)

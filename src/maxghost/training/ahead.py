@@ -16,7 +16,7 @@ from maxghost.data.build import max_segments
 from maxghost.parallel import Layout, collectives, report, topologies
 from maxghost.parallel.collectives import Collective
 from maxghost.parallel.memory_estimate import MemoryEstimate
-from maxghost.parallel.mesh import describe
+from maxghost.parallel.mesh import describe, mesh_shape, num_slices
 from maxghost.parallel.shardings import local_size
 from maxghost.training import devices, memory_report, program, resume, state
 from maxghost.training.compiling import compiler_options
@@ -81,7 +81,11 @@ class Compiled:
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes + fresh
 
   def collectives(self) -> list[Collective]:
-    return collectives.read(self.hlo, dict(self.planned.layout.mesh.shape))
+    layout = self.planned.layout
+    slices = num_slices(self.planned.cfg.parallel, layout.mesh.devices.flat)
+    _, dcn = mesh_shape(self.planned.cfg.parallel, layout.num_devices, slices)
+    crossing = tuple(axis for axis, size in dcn.items() if size > 1)
+    return collectives.read(self.hlo, dict(layout.mesh.shape), crossing)
 
 
 def plan(cfg: Config, layout: Layout) -> Planned:
