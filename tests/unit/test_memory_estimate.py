@@ -109,10 +109,12 @@ def test_scores_that_take_turns_hold_one_batch_of_a_segments_inputs():
     scored = long(**keys, ghost_stream_carries=carries)
     assert row(scored, "ghost directions and probes") == size
     assert row(scored, "boundary carries") == row(plain, "boundary carries") == (8 + 6) * carry
+    assert "  validation and training rows take turns by segments of 6 layers" in scored.table()
   streamed = long(**keys, ghost_stream_carries="host", stream_weights="host")
   assert row(streamed, "ghost directions and probes") == wanted["host"] - 2 * stacked // 8
   assert row(long(**(keys | {"ghost_val_batch_size": 3})), "boundary carries") == (8 + 3 * 6) * carry
-  short = long(**keys, max_target_length=1024)  # gradients are larger than inputs here: layer by layer
+  short = long(**keys, max_target_length=1024)  # gradients are larger than inputs here
+  assert "  validation and training rows take turns layer by layer" in short.table()
   assert row(short, "ghost directions and probes") == 2 * outer + 4 * stacked // 48 + (15 * carry + probes) // 64
 
 

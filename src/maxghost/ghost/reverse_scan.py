@@ -19,10 +19,10 @@ from flax import nnx
 from maxghost.ghost import directions, ledger, low_rank, schedules
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.losses import StagedLoss, submodule
-from maxghost.ghost.saved_vjp import SavedVjp
+from maxghost.ghost.saved_vjp import SavedVjp, pull_in_order
 from maxghost.ghost.schedules import TrainPass, mean_loss, validation_mean
 from maxghost.ghost.variables import GhostDirection, GhostProbe
-from maxghost.models import autodiff, segments, stack, streaming
+from maxghost.models import segments, stack, streaming
 from maxghost.parallel import constrain_state
 
 
@@ -393,8 +393,7 @@ class _Walk:
     for k, (kept, ct, batch) in enumerate(zip(kept_K, cotangents, batches.val, strict=True)):
       arguments = self._plain_arguments(kept.x, batch, layer_params, layer_rest, index)
       if kept.saved is None:
-        with autodiff.gradients_in_order():
-          pairs.append(jax.vjp(self._plain_layer, *arguments)[1](ct)[:2])
+        pairs.append(pull_in_order(self._plain_layer, arguments, ct)[:2])
       else:
         pairs.append(self.val_vjps[k].backward(kept.saved, ct, *arguments)[:2])
     return tuple(g for g, _ in pairs), tuple(ct for _, ct in pairs)
@@ -406,8 +405,7 @@ class _Walk:
     state = self._layer_state(parts)
     arguments = self._probed_arguments(kept.x, state, batches.train, layer_params, layer_rest, index)
     if kept.saved is None:
-      with autodiff.gradients_in_order():
-        grads, probes, cotangent, *_ = jax.vjp(self._probed_layer, *arguments)[1](cotangent)
+      grads, probes, cotangent, *_ = pull_in_order(self._probed_layer, arguments, cotangent)
     else:
       grads, probes, cotangent, *_ = self.train_vjp.backward(kept.saved, cotangent, *arguments)
     sums = self._layer_sums(layer_params, grads, gradients, moment, parts)

@@ -10,6 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from maxghost.models import autodiff
+
+_SMALL = 8  # a saved array this many times smaller than the cotangent is a statistic, not an activation
 
 
 class SavedVjp:
@@ -31,3 +36,22 @@ class SavedVjp:
   def backward(self, saved, cotangent, *arguments):
     """Cotangents of the arguments, from what `forward` saved for the same ones."""
     return dataclasses.replace(self._pull, args_res=list(arguments), opaque_residuals=saved)(cotangent)
+
+
+def pull_in_order(function: Callable, arguments: tuple, cotangent):
+  """Cotangents of the arguments of `function`, by a backward pass that holds little at a time.
+
+  As `jax.vjp(function, *arguments)[1](cotangent)`, inside `autodiff.gradients_in_order`, and with the statistics of the
+  forward pass (log-sum-exps, inverse norms) there before the backward pass starts: what they are taken from may be 100
+  times as large, and the TPU compiler would keep it.
+  """
+  vjp = SavedVjp(function)
+  _, saved = vjp.forward(*arguments)
+  limit = max(x.nbytes for x in jax.tree.leaves(cotangent)) // _SMALL
+  small = [jnp.issubdtype(x.dtype, jnp.floating) and x.nbytes <= limit for x in saved]
+  statistics = [x for x, flag in zip(saved, small, strict=True) if flag]
+  statistics, cotangent = jax.lax.optimization_barrier((statistics, cotangent))
+  ready = iter(statistics)
+  saved = [next(ready) if flag else x for x, flag in zip(saved, small, strict=True)]
+  with autodiff.gradients_in_order():
+    return vjp.backward(saved, cotangent, *arguments)

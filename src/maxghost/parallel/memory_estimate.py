@@ -66,8 +66,8 @@ class Row:
 class MemoryEstimate:
   """Rows of the fullest moment. arguments: bytes that live between steps; moment: which moment it is.
 
-  host: bytes in the host's pinned memory. change(**keys) -> the estimate with other settings, or None where they
-  contradict each other.
+  host: bytes in the host's pinned memory. walk: how validation and training rows share the backward pass, if they do.
+  change(**keys) -> the estimate with other settings, or None where they contradict each other.
   """
 
   rows: tuple[Row, ...]
@@ -78,6 +78,7 @@ class MemoryEstimate:
   cfg: Config
   mesh_shape: Mapping[str, int]
   change: Callable
+  walk: str = ""
 
   @property
   def total(self) -> int:
@@ -94,6 +95,7 @@ class MemoryEstimate:
     rows = [(row.name, row.bytes) for row in self.rows if row.bytes]
     rows += [("total", self.total)] + ([("in host memory", self.host)] if self.host else [])
     lines += [f"  {name:<28}{shown(size):>12}" for name, size in rows]
+    lines += [f"  {self.walk}"] if self.walk else []
     if compiled is not None:
       lines.append(self.beside(compiled))
     return lines
@@ -144,7 +146,8 @@ def estimate(
       return None
 
   arguments = sum(row.bytes for row in device.resident())
-  return MemoryEstimate(tuple(rows), name, arguments, device.host_bytes(), device.tokens, cfg, mesh, change)
+  host, walk = device.host_bytes(), device.walk()
+  return MemoryEstimate(tuple(rows), name, arguments, host, device.tokens, cfg, mesh, change, walk)
 
 
 def decoder_parameters(cfg: Config) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
@@ -382,8 +385,17 @@ class _Device:
     does where the validation gradients of a segment are smaller than the validation inputs of its layers."""
     if not self.cfg.ghost.ghost_enabled or self.cfg.ghost.ghost_schedule != "reverse_scan" or not self.model.segments:
       return False
-    layer = self.elements(True) // self.model.base_num_decoder_layers * BYTES[self.weight]
-    return layer < self.val_tokens() * self.model.base_emb_dim * BYTES[self.compute]
+    stacked = sum(math.prod(shape) for label, shape in self.whole.items() if self.params[label][1])
+    layer = stacked // self.model.base_num_decoder_layers * BYTES[self.weight]
+    rows = self.cfg.ghost.ghost_val_batch_size * self.cfg.data.max_target_length
+    return layer < rows * self.model.base_emb_dim * BYTES[self.compute]
+
+  def walk(self) -> str:
+    """How schedule reverse_scan goes back through the layers; empty for the others."""
+    if not self.cfg.ghost.ghost_enabled or self.cfg.ghost.ghost_schedule != "reverse_scan":
+      return ""
+    unit = f"by segments of {self.inner_layers()} layers" if self.in_turn() else "layer by layer"
+    return f"validation and training rows take turns {unit}"
 
   def val_tokens(self) -> int:
     """Of one validation set."""
