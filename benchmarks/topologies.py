@@ -1,89 +1,187 @@
 """Memory and collectives of the train step of large models on TPU slices, scored and not, compiled without a TPU.
 
-`python benchmarks/topologies.py [--only NAME] [--keys key=value ...]` prints one table. Needs the extra `tpu`; a row is
-compiled in a process of its own and takes minutes on two cores. `--abstract` prints instead how long the abstract
-path of a 70B model takes and how much memory it needs.
+  python benchmarks/topologies.py [--rows NAME] [--kept FILE] [--memory-only] [--json FILE] [key=value ...]
 
-Rows: bfloat16 compute, float32 weights and moments, remat full, one row of 4096 tokens per device where not said
-otherwise; scored with rank 32 along the validation gradient (ghost_direction=sgd), 4 validation rows.
+Needs the extra `tpu`. A row is compiled in a process of its own and takes minutes on two cores. --rows: only rows whose
+name holds this text. --kept: a file that each row is appended to as soon as it is there; rows of the same keys, sources
+and compiler that it holds already are not compiled again, so that a table can be made in several goes. --memory-only:
+each compilation ends where the buffers are assigned; the machine code, which takes most of the time, changes nothing of
+the table but the time.
+
+The last rows time the abstract path of a 70B model (configuration, mesh of 256 devices, abstract state with shardings)
+and its peak memory, from the start of a fresh process.
+
+Rows: bfloat16 compute, float32 weights and moments where not said otherwise, remat full, 4096 tokens in a row, the
+output projection in 8 tiles of the vocabulary; scored with rank 32 along the validation gradient
+(ghost_direction=sgd), one validation row for each device. "GB of a device" are arguments, temporaries and outputs that
+replace no argument. The compiler spends free memory on fetching weights ahead; so the scored step is compiled for
+devices that have 1.05 times what the plain step takes, and where it does not fit, for all they have. "GB moved" are the
+bytes of each collective's whole array, as often as it runs in a step.
 """
 
-import argparse
-import importlib.metadata
+import hashlib
 import json
+import re
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
-CASES = {
-  "llama3-8b v5p-256": ("v5p-256", "llama3-8b", ("per_device_batch_size=2",)),
-  "llama3-8b v5e-256": ("v5e-256", "llama3-8b", ("num_vocab_tiling=8",)),
-  "qwen3-30b-a3b v5e-64": ("v5e-64", "qwen3-30b-a3b", ("num_vocab_tiling=8", "weight_dtype=bfloat16")),
-  "gpt-oss-20b v5e-32": ("v5e-32", "gpt-oss-20b", ("num_vocab_tiling=8", "weight_dtype=bfloat16")),
+import _measure
+from _measure import Figure
+
+BFLOAT16 = "weight_dtype=bfloat16"
+CASES = {  # topology, model, keys of the row
+  "llama3-8b v5p-256": ("v5p-256", "llama3-8b", ("per_device_batch_size=4", "ghost_val_batch_size=128")),
+  "llama3-8b v5e-256": ("v5e-256", "llama3-8b", ("per_device_batch_size=4", "ghost_val_batch_size=256")),
+  "qwen3-30b-a3b v5e-64": (
+    "v5e-64",
+    "qwen3-30b-a3b",
+    (BFLOAT16, "per_device_batch_size=2", "ghost_val_batch_size=64"),
+  ),
+  "gpt-oss-20b v5e-32": ("v5e-32", "gpt-oss-20b", (BFLOAT16, "ghost_val_batch_size=32")),
 }
-KEYS = ("dtype=bfloat16", "max_target_length=4096", "remat_policy=full", "per_device_batch_size=1")
-SCORED = ("ghost_enabled=true", "ghost_rank=32", "ghost_direction=sgd", "ghost_val_batch_size=4", "ghost_detail=total")
+KEYS = ("dtype=bfloat16", "max_target_length=4096", "remat_policy=full", "per_device_batch_size=1",
+        "num_vocab_tiling=8", "vocab_tiling_axis=vocab")  # fmt: skip
+SCORED = ("ghost_enabled=true", "ghost_rank=32", "ghost_direction=sgd", "ghost_detail=total")
 PLAIN = ("ghost_enabled=false",)
+ABSTRACT = "llama3-70b"
+WHOLE = -1  # limit: all the memory of a device
+MOST_ADDED, MOST_SECONDS, MOST_GB = 1.05, 20.0, 2.0
 
 
-def measure(name: str, scored: bool, keys: list[str]) -> dict:
-  """One compilation, in this process."""
+def main() -> int:
+  if sys.argv[1:2] == ["--one"]:  # what the processes of the rows are started with
+    name, limit, folder, *overrides = sys.argv[2:]
+    print(json.dumps(abstract() if name == ABSTRACT else measure(name, int(limit), Path(folder), overrides)))
+    return 0
+  args = _measure.arguments(__doc__, rows="", kept="", memory_only=False)
+  if _measure.version("libtpu") is None:
+    print("skipped: libtpu is not installed; pip install '.[tpu]' brings the TPU compiler")
+    return 0
+  results = []
+  for name in CASES:
+    if args.rows in name:
+      results.append(row(name, 0, args))
+      print(shown(results)[-1], flush=True)
+      limit = int(MOST_ADDED * (results[-1]["bytes"] or 0)) or WHOLE
+      found = row(name, limit, args)
+      results.append(row(name, WHOLE, args) if found["bytes"] is None and limit != WHOLE else found)
+      print(shown(results)[-1], flush=True)
+  start = row(ABSTRACT, 0, args) if args.rows in ABSTRACT else None
+  notes = [f"libtpu {_measure.version('libtpu')}; seconds are those of tracing and compiling on this machine"]
+  if start:
+    notes.append(
+      f"{ABSTRACT} on 256 devices: {start['parameters'] / 1e9:.1f} billion parameters, abstract state with shardings "
+      f"{start['seconds']:.1f} s after the start of the process, peak memory {start['gb']:.2f} GB"
+    )
+  return _measure.publish("topologies", shown(results), figures(results, start), notes, path=args.json)
+
+
+def row(name: str, limit: int, args) -> dict:
+  """The results of a row: kept ones, or those of a new process, which are then kept. limit: see `measure`."""
+  versions = [_measure.version(package) for package in ("jax", "libtpu")]
+  partial = args.memory_only and name != ABSTRACT
+  identity = [name, limit, partial, keys_of(name, limit, args.overrides), versions, sources()]
+  path = Path(args.kept) if args.kept else None
+  if path is not None and path.is_file():
+    for line in path.read_text().splitlines():
+      kept = json.loads(line)
+      if kept["identity"] == identity:
+        return kept["result"]
+  with tempfile.TemporaryDirectory() as folder:
+    begin = time.time()
+    command = [sys.executable, __file__, "--one", name, str(limit), folder, *args.overrides]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    result = assigned(process, Path(folder)) if partial else None
+    out, err = process.communicate()
+  lines = [line for line in out.splitlines() if line.startswith("{")]
+  if result is None and not lines:
+    raise SystemExit(f"{name}: {err.strip()[-2000:]}")
+  result = result or json.loads(lines[-1])
+  if "ready" in result:
+    result["seconds"] = result["ready"] - begin
+  if path is not None:
+    with path.open("a") as file:
+      file.write(json.dumps({"identity": identity, "result": result}) + "\n")
+  return result
+
+
+def assigned(process: subprocess.Popen, folder: Path) -> dict | None:
+  """What the compiler wrote down when it had assigned the buffers; the process is ended there. None where it ended by
+  itself before, as it does where the step does not fit."""
+  while process.poll() is None and not list(folder.glob("*jit_train_step*.after_optimizations_after_buffer*.txt")):
+    time.sleep(0.5)
+  if process.poll() is not None:
+    return None
+  time.sleep(2)  # the file is being written
+  process.kill()
+  from maxghost.parallel import collectives
+
+  result = json.loads((folder / "planned.json").read_text())
+  texts = {part: next(folder.glob(f"*jit_train_step*.after_optimizations{part}.txt")).read_text()
+           for part in ("", "-buffer-assignment")}  # fmt: skip
+  sizes = re.findall(r"^allocation \d+: size (\d+), page 0, preallocated-temp", texts["-buffer-assignment"], re.M)
+  return summed(result, collectives.read(texts[""], result["mesh"]), max(map(int, sizes)))
+
+
+def summed(result: dict, found: list, temporaries: int) -> dict:
+  """With collectives and memory."""
+  return result | {
+    "bytes": result["arguments"] + temporaries,
+    "collectives": sum(one.count for one in found),
+    "moved": sum(one.count * one.num_bytes for one in found),
+  }
+
+
+def keys_of(name: str, limit: int, overrides: list[str]) -> list[str]:
+  """The configuration of a row."""
+  own = CASES[name][2] if name in CASES else ()
+  values = dict(text.split("=", 1) for text in (*KEYS, *own, *(SCORED if limit else PLAIN), *overrides))
+  return [f"{key}={value}" for key, value in values.items()]
+
+
+def sources() -> str:
+  """A digest of what a step is made of."""
+  digest = hashlib.sha256()
+  for path in [*sorted((_measure.ROOT / "src").rglob("*.py")), *sorted((_measure.ROOT / "configs").rglob("*.yml"))]:
+    digest.update(path.read_bytes())
+  return digest.hexdigest()[:16]
+
+
+def measure(name: str, limit: int, folder: Path, keys: list[str]) -> dict:
+  """One compilation, in this process. limit: 0 for the plain step, else that of the scored step: the bytes of a device,
+  or WHOLE. folder: for what the compiler writes down."""
   from maxghost.parallel import topologies
 
-  topology, model, own = CASES[name]
+  topology, model, _ = CASES[name]
   topologies.prepare_environment(topology)
   from maxghost import config
   from maxghost.parallel import Layout
   from maxghost.training import ahead
 
-  values = dict(text.split("=", 1) for text in (*KEYS, *own, *(SCORED if scored else PLAIN), *keys))
-  cfg = config.load(f"model_name={model}", *(f"{key}={value}" for key, value in values.items()))
+  cfg = config.load(f"model_name={model}", *keys_of(name, limit, keys))
   begin = time.perf_counter()
   layout = Layout.of(cfg.parallel, topologies.open_devices(topology))
-  compiled = ahead.compile_step(ahead.plan(cfg, layout))
+  planned = ahead.plan(cfg, layout)
   result = {
-    "name": name, "scored": scored, "seconds": time.perf_counter() - begin, "hbm": topologies.hbm_bytes(topology),
-    "parameters": compiled.planned.num_params, "bytes": compiled.device_bytes, "problem": compiled.problem,
+    "name": name, "scored": limit != 0, "hbm": topologies.hbm_bytes(topology), "parameters": planned.num_params,
+    "arguments": planned.argument_bytes, "mesh": dict(layout.mesh.shape), "bytes": None, "problem": "",
   }  # fmt: skip
-  if compiled.executable is not None:
-    found = compiled.collectives()
-    result["collectives"] = sum(one.count for one in found)
-    result["moved"] = sum(one.count * one.num_bytes for one in found)
-  return result
+  (folder / "planned.json").write_text(json.dumps(result))
+  options = {"xla_tpu_max_hbm_size_mib": limit // 2**20} if limit > 0 else {}
+  compiled = ahead.compile_step(planned, options, folder)
+  result |= {"seconds": time.perf_counter() - begin, "problem": compiled.problem}
+  if compiled.executable is None:
+    return result
+  return summed(result, compiled.collectives(), compiled.executable.memory_analysis().temp_size_in_bytes)
 
 
-def in_process(name: str, scored: bool, keys: list[str]) -> dict:
-  command = [sys.executable, __file__, "--one", name, str(int(scored)), "--keys", *keys]
-  done = subprocess.run(command, capture_output=True, text=True)
-  lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-  if not lines:
-    return {"name": name, "scored": scored, "problem": done.stderr.strip().splitlines()[-1][:200], "bytes": None}
-  return json.loads(lines[-1])
-
-
-def table(results: list[dict]) -> list[str]:
-  lines = [f"{'model, slice':<24}{'scores':>8}{'GB / device':>13}{'of GB':>8}{'fits':>6}{'against plain':>15}"
-           f"{'collectives':>13}{'GB moved':>10}{'compiled in':>13}"]  # fmt: skip
-  plain = {row["name"]: row["bytes"] for row in results if not row["scored"]}
-  for row in results:
-    start = f"{row['name']:<24}{'rank 32' if row['scored'] else '-':>8}"
-    if row["bytes"] is None:
-      lines.append(f"{start}  {row['problem']}")
-      continue
-    before = plain.get(row["name"])
-    against = f"{row['bytes'] / before - 1:+.1%}" if row["scored"] and before else ""
-    lines.append(
-      f"{start}{row['bytes'] / 1e9:>13.2f}{row['hbm'] / 1e9:>8.1f}{'yes' if row['bytes'] <= row['hbm'] else 'no':>6}"
-      f"{against:>15}{row['collectives']:>13,}{row['moved'] / 1e9:>10.1f}{row['seconds']:>11.0f} s"
-    )
-  return lines
-
-
-def abstract() -> str:
-  """Start of the abstract path of a 70B model: seconds and peak memory of this process."""
+def abstract() -> dict:
+  """The abstract path of a 70B model, in this process: peak memory, and the clock when it is there."""
   import resource
 
-  begin = time.perf_counter()
   import jax
 
   jax.config.update("jax_platforms", "cpu")
@@ -92,37 +190,49 @@ def abstract() -> str:
   from maxghost.parallel import Layout
   from maxghost.training import ahead
 
-  cfg = config.load("model_name=llama3-70b", "max_target_length=4096", "per_device_batch_size=1")
+  cfg = config.load(f"model_name={ABSTRACT}", "max_target_length=4096", "per_device_batch_size=1")
   planned = ahead.plan(cfg, Layout.of(cfg.parallel, jax.devices()))
-  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-  return (
-    f"llama3-70b on 256 devices: {planned.num_params / 1e9:.1f} billion parameters, abstract state with shardings "
-    f"after {time.perf_counter() - begin:.1f} s ({time.process_time():.1f} s of CPU), peak memory {peak:.2f} GB"
-  )
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+  return {
+    "parameters": planned.num_params, "ready": time.time(), "cpu_seconds": time.process_time(), "gb": peak / 1e9,
+  }  # fmt: skip
 
 
-def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--only", help="rows whose name holds this text")
-  parser.add_argument("--keys", nargs="*", default=[], help="further configuration keys")
-  parser.add_argument("--one", nargs=2, metavar=("NAME", "SCORED"), help=argparse.SUPPRESS)
-  parser.add_argument("--abstract", action="store_true")
-  args = parser.parse_args()
-  if args.one:
-    print(json.dumps(measure(args.one[0], args.one[1] == "1", args.keys)))
-    return 0
-  if args.abstract:
-    print(abstract())
-    return 0
-  results = []
-  for name in CASES:
-    if not args.only or args.only in name:
-      for scored in (False, True):
-        results.append(in_process(name, scored, args.keys))
-        print(table(results)[-1], flush=True)
-  versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in ("jax", "libtpu"))
-  print("\n".join([f"\n{versions}", *table(results)]))
-  return 0
+def shown(results: list[dict]) -> list[dict]:
+  """The rows of the table."""
+  plain = {result["name"]: result["bytes"] for result in results if not result["scored"]}
+  rows = []
+  for result in results:
+    need, before = result["bytes"], plain.get(result["name"])
+    rows.append({
+      "model, slice": result["name"],
+      "scores": "rank 32" if result["scored"] else "-",
+      "GB of a device": result["problem"] if need is None else f"{need / 1e9:.2f}",
+      "it has": f"{result['hbm'] / 1e9:.1f}",
+      "fits": "no" if need is None or need > result["hbm"] else "yes",
+      "against plain": f"{need / before - 1:+.1%}" if result["scored"] and before and need else "",
+      "collectives": result.get("collectives", ""),
+      "GB moved": f"{result['moved'] / 1e9:.1f}" if "moved" in result else "",
+      "compiled in": f"{result['seconds'] / 60:.1f} min" if "seconds" in result else "",
+    })  # fmt: skip
+  return rows
+
+
+def figures(results: list[dict], start: dict | None) -> list[Figure]:
+  """Memory scored over plain, whether each fits, and the start of the 70B model."""
+  found = []
+  plain = {result["name"]: result["bytes"] for result in results if not result["scored"]}
+  for result in results:
+    before, need = plain.get(result["name"]), result["bytes"]
+    if result["scored"] and before:
+      need = need or float("inf")
+      found.append(Figure(f"{result['name']}: memory scored over plain", need / before, MOST_ADDED, form="{:.3f}"))
+    if result["scored"] and "seconds" in result:
+      found.append(Figure(f"{result['name']}: minutes to compile, scored", result["seconds"] / 60, form="{:.1f}"))
+  if start:
+    found.append(Figure(f"{ABSTRACT}: seconds to the abstract state", start["seconds"], MOST_SECONDS, form="{:.1f}"))
+    found.append(Figure(f"{ABSTRACT}: GB of host memory for it", start["gb"], MOST_GB, form="{:.2f}"))
+  return found
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """Mesh sizes, logical axis rules, topologies, rows of processes: right where they fit, one clear line where not."""
 
 import dataclasses
+import re
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -11,11 +14,11 @@ from meshes import make_config
 
 from maxghost import config
 from maxghost.config import ConfigError
-from maxghost.parallel import Layout, collectives, distributed, report, topologies
+from maxghost.parallel import Layout, collectives, distributed, rendezvous, report, topologies
 from maxghost.parallel import mesh as meshes
-from maxghost.parallel.axis_rules import AxisRules, make_rules, unused_axes
+from maxghost.parallel.axis_rules import make_rules, unused_axes
 from maxghost.parallel.rows import own_rows
-from maxghost.training import devices, state
+from maxghost.training import ahead, devices, state
 
 SIZES = {"data": 2, "stage": 1, "fsdp": 3, "expert": 5, "context": 1, "tensor": 4}
 
@@ -42,6 +45,13 @@ def test_one_open_size_takes_what_is_left():
 def test_products_that_do_not_fit_name_settings_that_do(keys, message):
   with pytest.raises(ConfigError, match=message):
     meshes.mesh_shape(parallel(*keys), 8, 1)
+
+
+def test_slices_that_do_not_divide_the_devices_name_numbers_that_do():
+  cfg = parallel("dcn_data_parallelism=3", "dcn_expert_parallelism=2")
+  message = r"dcn_data_parallelism=3 x dcn_expert_parallelism=2 = 6 slices .* the 32 devices; use .*=2 or .*=4"
+  with pytest.raises(ConfigError, match=message):
+    meshes.mesh_shape(cfg, 32, 6)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +91,32 @@ def test_a_tensor_that_cannot_be_split_is_named(axes, shape, message):
     make_rules((), False, SIZES).assign(axes, shape, "a/b")
 
 
-def test_a_rule_names_mesh_axes_that_exist():
-  with pytest.raises(ConfigError, match=r"row of 'embed' names mesh axis 'fsp'; did you mean 'fsdp'\?"):
-    AxisRules((("embed", ("fsp",)),), SIZES)
+@pytest.mark.parametrize(
+  ("row", "message"),
+  [
+    (("embed", ("fsp",)), r"row of 'embed', which model/decoder/\S+ needs, names mesh axis 'fsp'; did you mean 'fsdp'"),
+    (("activation_batch", ("dta",)), r"row of 'activation_batch', which every batch needs, names mesh axis 'dta'"),
+    (("exp", ("expret",)), r"row of 'exp' names mesh axis 'expret'; did you mean 'expert'"),  # of no tensor here
+    (("embd", ("fsdp",)), r"no tensor has axis 'embd'; did you mean 'embed'\?; the axes of .* are embed, heads, kv,"),
+    (("activation_bach", ("fsdp",)), r"no tensor has axis 'activation_bach'; did you mean 'activation_batch'"),
+    (("mlp", ("fsdp",)), r"model/decoder/\S+mlp/w\S+ with axes \(layers, .*axis 'embed' wants mesh axes fsdp, context"),
+    (("embed", ("fsdp", "fsdp")), "row of 'embed' names a mesh axis twice: fsdp, fsdp"),
+  ],
+)
+def test_rules_that_say_nothing_right_are_refused_with_the_tensor(row, message):
+  cfg = make_config({"ici_fsdp_parallelism": 8}, logical_axis_rules=(row,))
+  with pytest.raises(ConfigError, match=message):
+    ahead.plan(cfg, Layout.of(cfg.parallel, jax.devices()[:8]))
+
+
+def test_rules_for_axes_of_a_models_own_are_taken():
+  own = (("activation_memory", ("fsdp",)), ("exp", ("expert",)))
+  cfg = make_config({"ici_fsdp_parallelism": 8}, logical_axis_rules=own)
+  layout = Layout.of(cfg.parallel, jax.devices()[:8])
+  report.check_rules(layout.abstract(state.abstract_split(cfg)[1]), layout)
+
+
+def test_mesh_axes_that_no_rule_names_are_found():
   assert unused_axes(make_rules((), False, SIZES | {"stage": 2})) == ["stage"]
 
 
@@ -207,6 +240,71 @@ def test_a_port_in_use_is_named():
       ))  # fmt: skip
 
 
+@pytest.mark.parametrize(
+  ("said", "message"),
+  [
+    ([(1, 2), (2, 3)], r"jax_distributed_num_processes=2 in process 1, 3 in process 0"),
+    ([(1, 3), (1, 3)], r"jax_distributed_process_id=1 is given to two processes; give each of the 3 its own"),
+    ([(1, 3)], r"did not all meet at 127.0.0.1:\d+ within 2 s: of 3 this one is missing: 2; start all"),
+  ],
+)
+def test_processes_that_do_not_meet_are_told_alike(said, message):
+  """Process 0 of three, and others that say (which they are, of how many)."""
+  problems = gathering([(0, 3), *said])
+  assert len(set(problems)) == 1 and len(problems) == len(said) + 1
+  assert re.search(message, problems[0])
+
+
+def test_processes_that_meet_leave_the_port_free():
+  address = free_address()
+  assert gathering([(0, 3), (2, 3), (1, 3)], address) == ["", "", ""]
+  rendezvous.listen(address, int(address.rpartition(":")[2])).close()
+
+
+def test_a_process_without_a_first_one_says_so():
+  address = free_address()
+  with pytest.raises(ConfigError, match=rf"process 1 did not meet process 0 at {address} within 0.5 s \(Connection"):
+    rendezvous.meet(address, 2, 1, 0.5)
+
+
+def test_what_is_no_process_is_not_counted():
+  """Something else connects first and says something else."""
+  address = free_address()
+  port = int(address.rpartition(":")[2])
+  with ThreadPoolExecutor(2) as pool:
+    first = pool.submit(rendezvous.meet, address, 2, 0, 20)
+    while True:
+      try:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+          stranger.sendall(b"GET / HTTP/1.1\r\n\r\n\n")
+        break
+      except ConnectionRefusedError:
+        time.sleep(0.05)
+    rendezvous.meet(address, 2, 1, 20)
+    assert first.result() is None
+
+
+def free_address() -> str:
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def gathering(processes: list[tuple[int, int]], address: str | None = None) -> list[str]:
+  """What each (process, of how many) is told, '' where all is well."""
+  address = address or free_address()
+
+  def meet(process: int, count: int) -> str:
+    try:
+      rendezvous.meet(address, count, process, 2)
+    except ConfigError as error:
+      return str(error)
+    return ""
+
+  with ThreadPoolExecutor(len(processes)) as pool:
+    return list(pool.map(lambda pair: meet(*pair), processes))
+
+
 HLO = """
 %body (p: (s32[], f32[4,6])) -> (s32[], f32[4,6]) {
   %g = f32[4,24]{1,0} all-gather(%x), channel_id=1, replica_groups=mesh['a'=4,'b'=2] {'a'}, dimensions={1}
@@ -223,14 +321,19 @@ ENTRY %main (a: f32[4,6]) -> f32[] {
   %w = (s32[], f32[4,6]) while(%t), condition=%condition, body=%body
   %f = f32[4,24] fusion(%a), kind=kLoop, calls=%beside
   %p = f32[3]{0} collective-permute-start(%a), channel_id=7, source_target_pairs={{0,1},{1,0},{2,3},{3,2}}
+  %h = (f32[5,7], u32[], token[]) send(%a, %t), frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %i = (f32[5,7], u32[], token[]) recv(%t), frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
   ROOT %s = (f32[], f32[10]) all-reduce(%a, %b), channel_id=3, replica_groups={}, to_apply=%add
 }
 """
 
 
 def test_collectives_are_counted_as_often_as_they_run():
-  found = {one.kind: one for one in collectives.read(HLO, {"fsdp": 4, "tensor": 2})}
-  assert len(found) == 4
+  every = collectives.read(HLO, {"fsdp": 4, "tensor": 2}, ("data",))
+  crossing = [one for one in every if one.axes == ("data",)]
+  assert [(one.kind, one.shape, one.count, one.num_bytes) for one in crossing] == [("all-reduce", "f32[5,7]", 1, 140)]
+  found = {one.kind: one for one in every if one not in crossing}
+  assert len(found) == 4 and len(every) == 5
   gather, scatter, whole = (found[kind] for kind in ("all-gather", "reduce-scatter", "all-reduce"))
   assert (gather.axes, gather.count, gather.num_bytes) == (("fsdp",), 5, 4 * 24 * 4)  # once, though written twice
   assert (scatter.axes, scatter.count, scatter.num_bytes) == (("fsdp",), 5, 4 * 6 * 2 * 4)

@@ -6,7 +6,7 @@ import meshes
 import pytest
 from meshes import MESHES
 
-from maxghost.parallel import collectives
+from maxghost.training import ahead
 
 QUICK = ("fsdp 4 x tensor 2", "context 4 x data 2")
 
@@ -53,25 +53,58 @@ def test_schedules_and_accumulation_give_them_too(changes, one_device):
   meshes.assert_same(meshes.run(mesh, batches=batches, **changes), one)
 
 
+# Matrices of one layer by their shapes, and how many numbers they and its two norms have.
+LAYER = {"f32[24,8,6]": 1, "f32[24,4,6]": 2, "f32[8,6,24]": 1, "f32[24,40]": 2, "f32[40,24]": 1}
+LAYER_SIZE = 2 * 24 * 8 * 6 + 2 * 24 * 4 * 6 + 3 * 24 * 40 + 2 * 24
+TABLE, LAYERS = "f32[24,272]", 2
+
+
+def moved(**changes):
+  """The collectives of the step on fsdp 8, compiled as for a run."""
+  cfg = meshes.make_config(meshes.MESHES["fsdp 8"], remat_policy="full", **changes)
+  compiled = ahead.compile_step(ahead.plan(cfg, meshes.make_layout(cfg, 8)))
+  found = compiled.collectives()
+  assert {one.axes for one in found} == {("fsdp",)}
+  # No logits of all rows, and no stack of whole weights.
+  for shape in ("f32[8,16,272]", *(f"f32[{LAYERS},{shape[4:]}" for shape in LAYER)):
+    assert shape not in compiled.hlo
+  return found
+
+
+def gathers(found, count: int) -> collections.Counter:
+  """{shape: how many} of the all-gathers that run so often."""
+  return collections.Counter(one.shape for one in found if one.kind == "all-gather" and one.count == count)
+
+
+def reductions(found) -> list[int]:
+  """Bytes of those in the layers. On CPU a reduction is an all-reduce of which each device keeps its part."""
+  return [one.num_bytes for one in found if one.kind in ("all-reduce", "reduce-scatter") and one.count == LAYERS]
+
+
 def test_fsdp_gathers_each_weight_once_a_pass_and_keeps_no_whole_copy():
   """Per layer, forward and backward each gather its seven matrices; one reduction adds up their gradients and the two
-  norms'. On CPU a reduction is an all-reduce of which each device keeps its part. Outside the layers: the output table,
-  twice at most, and its gradient. Logits stay with their rows."""
-  result = meshes.run(MESHES["fsdp 8"], cheap=False, ghost_enabled=False, remat_policy="full")
-  text = result.compiled.as_text()
-  found = collectives.read(text, dict(result.layout.mesh.shape))
-  kinds = collections.Counter((one.kind, one.count) for one in found if one.num_bytes >= 24 * 4)
-  layers = 2
-  weights = {"f32[24,8,6]", "f32[24,4,6]", "f32[8,6,24]", "f32[24,40]", "f32[40,24]"}
-  in_layers = [one for one in found if one.kind == "all-gather" and one.count == layers]
-  assert len(in_layers) == 14 and {one.shape for one in in_layers} == weights
-  assert kinds["all-reduce", layers] == 1
-  outside = {one.shape for one in found if one.kind == "all-gather" and one.count == 1}
-  assert outside <= {"f32[24,272]", "s32[8,16,1]"}
-  assert {one.axes for one in found} == {("fsdp",)}
-  assert "f32[8,16,272]" not in text  # logits of all rows
-  for shape in ("f32[2,24,8,6]", "f32[2,24,40]", "f32[2,40,24]"):  # a stack of whole weights
-    assert shape not in text
+  norms'. Outside the layers: the output table, once, and what tells which embeddings the rows need. Logits stay."""
+  found = moved(ghost_enabled=False)
+  assert gathers(found, LAYERS) == {shape: 2 * number for shape, number in LAYER.items()}
+  assert reductions(found) == [4 * LAYER_SIZE]
+  assert gathers(found, 1) == {TABLE: 1, "s32[8,16,1]": 1}
+  assert {one.shape for one in found if "all-to-all" in one.kind} == {"f32[1,1,16,3]", "f32[1,16,1,3]"}  # embeddings
+  assert {one.kind for one in found} == {"all-gather", "all-reduce", "all-to-all"}
+
+
+def test_scores_move_weights_and_directions_once_more_and_no_row():
+  """The validation pass gathers and reduces as the training pass does; beyond that each matrix' direction is gathered
+  once. No activation, no logits and no scores leave their rows."""
+  found = moved(ghost_direction="sgd", ghost_val_batch_size=8)
+  assert gathers(found, LAYERS) == {shape: (2 + 2 + 1) * number for shape, number in LAYER.items()}
+  assert reductions(found) == [4 * LAYER_SIZE] * 2
+  outside = gathers(found, 1)
+  assert outside.keys() == {TABLE, "s32[8,16,1]"} and outside[TABLE] <= 3
+  assert {one.shape for one in found if "all-to-all" in one.kind} == {"f32[1,1,16,3]", "f32[1,16,1,3]"}
+  assert {one.kind for one in found} == {"all-gather", "all-reduce", "all-to-all"}
+  rows = 8 * meshes.POSITIONS
+  sums = [one.num_bytes for one in found if one.kind == "all-reduce" and one.count == 1]
+  assert sum(sums) < 4 * (2 * 24 * 272 + 4 * rows)  # the tables' gradients, and a few numbers for each parameter
 
 
 def test_a_plain_step_on_fsdp_is_that_of_one_device():

@@ -55,13 +55,23 @@ def test_what_is_logged(scored):
 
 @pytest.mark.slow
 def test_micro_batches_are_weighted_by_their_tokens():
-  """A step over two micro-batches is the mean of both steps, each with the load of its own tokens."""
+  """A step over two micro-batches is the mean of both steps, each with the load of its own tokens: what is logged, and
+  the gradient, that of the load-balancing loss included."""
   halves = [{name: v[i:6:2] for name, v in TRAIN[0].items()} for i in range(2)]
   batch = {name: v[:6] for name, v in TRAIN[0].items()}
-  out = Run(**MODEL, gradient_accumulation_steps=2, per_device_batch_size=3, batch=batch).step(batch)
-  single = Run(**MODEL, batch=halves[0], per_device_batch_size=3, learning_rate=0.0)
-  outs = [single.step(half) for half in halves]
+  model = MODEL | {"gradient_clipping_threshold": 0.0, "adam_b1": 0.8}
+  both = Run(**model, gradient_accumulation_steps=2, per_device_batch_size=3, batch=batch)
+  out = both.step(batch)
+  outs, gradients = [], []
+  for half in halves:
+    single = Run(**model, batch=half, per_device_batch_size=3)
+    outs.append(single.step(half))
+    gradients.append({label: moment / 0.2 for label, moment in single.snapshot().first.items()})
   tokens = np.array([o["tokens"] for o in outs])
+  assert tokens[0] != tokens[1]
+  for label, moment in both.snapshot().first.items():
+    expected = np.average([gradient[label] for gradient in gradients], axis=0, weights=tokens)
+    assert oracles.relative_error(moment / 0.2, expected) < 1e-5, label
   for name in ("loss", "lm_loss", "moe_lb_loss", "router_entropy", "expert_load_E"):
     expected = np.average([o[name] for o in outs], axis=0, weights=tokens)
     np.testing.assert_allclose(out[name], expected, rtol=1e-5, err_msg=name)

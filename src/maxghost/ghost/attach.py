@@ -22,7 +22,7 @@ from maxghost.ghost import (
 from maxghost.ghost.directions import DirectionSpec, ParamSpec
 from maxghost.ghost.probed import TwinInfo, probed_call
 from maxghost.ghost.variables import GhostDirection, GhostProbe, part_name
-from maxghost.parallel import constrain
+from maxghost.parallel import constrain, constrain_factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,15 @@ class ScoredParam:
     stack, own = self.axes[:depth] if stacked else (), self.axes[depth:]
     return constrain(direction, (*stack, None, *own), f"direction of {self.label}")
 
+  def placed_factor(self, part: str, factor):
+    """The 'left' [*stack, K, I, r] or 'right' [*stack, K, r, O] of a direction, split over the mesh along I or O."""
+    if self.axes is None:
+      return factor
+    depth, left = len(self.stack_shape), part == "left"
+    place, dim = (depth, factor.ndim - 2) if left else (depth + self.spec.rows, factor.ndim - 1)
+    shape = (*self.stack_shape, *self.shape)
+    return constrain_factor(factor, dim, self.axes, shape, place, f"direction of {self.label}, {part}")
+
 
 @dataclasses.dataclass(frozen=True)
 class Twin:
@@ -65,6 +74,16 @@ class Twin:
 
   def zero_probes(self) -> nnx.State:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.probe_template)
+
+  def placed(self, parts: dict) -> dict:
+    """{label: parts} with factors split over the mesh: whole ones of all layers would be the largest arrays here."""
+    return {
+      param.label: tuple(
+        param.placed_factor(name, array) if name in ("left", "right") else array
+        for name, array in zip(param.spec.parts, parts[param.label], strict=True)
+      )
+      for param in self.scored
+    }
 
   def direction_state(self, parts: dict) -> nnx.State:
     """The twin's GhostDirection State from {label: tuple of arrays}, in the order of `ParamSpec.parts`."""

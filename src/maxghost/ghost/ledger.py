@@ -72,9 +72,10 @@ def score_sums(scored_params, scores: dict):
   """(sum, sum of absolute values) of all additive scores {label: [*stack, K, n(, T)]} for every set, [K] each."""
   total, size = 0.0, 0.0
   for param in scored_params:
-    per_set = jnp.moveaxis(scores[param.label], len(param.stack_shape), 0)
-    per_set = per_set.reshape(per_set.shape[0], -1)
-    total, size = total + per_set.sum(-1), size + jnp.abs(per_set).sum(-1)
+    score = scores[param.label]
+    # Not by way of [K, everything]: layers before rows, that would gather the rows of all devices.
+    axes = tuple(axis for axis in range(score.ndim) if axis != len(param.stack_shape))
+    total, size = total + score.sum(axes), size + jnp.abs(score).sum(axes)
   return total, size
 
 

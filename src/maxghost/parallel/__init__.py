@@ -5,7 +5,7 @@
 
 from typing import Any
 
-_HOME = {"Layout": "shardings", "constrain": "shardings", "constrain_state": "shardings", "use": "shardings"}
+_HOME = dict.fromkeys(("Layout", "constrain", "constrain_factor", "constrain_state", "use"), "shardings")
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ dimensions that need the same mesh axis and a size that does not divide are erro
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from maxghost.config import ConfigError, did_you_mean
 
@@ -31,6 +31,8 @@ DEFAULT_RULES: tuple[Rule, ...] = (
   ("kv", ()),
   ("norm", ()),
   ("layers", ()),
+  # the factors of a direction of low rank, beyond the mesh axes of their weight's own dimension
+  ("direction", ("fsdp", "context", "expert")),
   # activations
   ("activation_exp", ("expert",)),
   ("activation_batch", ("data", "fsdp", "expert")),
@@ -45,25 +47,35 @@ DEFAULT_RULES: tuple[Rule, ...] = (
   ("activation_vocab", ("tensor",)),
 )
 BATCH = "activation_batch"
+FACTOR = "direction"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AxisRules:
-  """Rules for one mesh. sizes: {mesh axis: devices along it}. Raises ConfigError for a rule that names no mesh axis."""
+  """Rules for one mesh. sizes: {mesh axis: devices along it}. Raises ConfigError for a rule that names a mesh axis
+  twice; one that names none is an error of the first tensor that needs it."""
 
   rows: tuple[Rule, ...]
   sizes: Mapping[str, int]
 
   def __post_init__(self):
     for name, axes in self.rows:
-      for axis in axes:
-        if axis not in self.sizes:
-          raise ConfigError(
-            f"logical_axis_rules: the row of '{name}' names mesh axis '{axis}'{did_you_mean(axis, self.sizes)}; mesh "
-            f"axes are {', '.join(self.sizes)}"
-          )
       if len(set(axes)) < len(axes):
         raise ConfigError(f"logical_axis_rules: the row of '{name}' names a mesh axis twice: {', '.join(axes)}")
+
+  def check(self, names: Collection[str | None] | None = None, label: str = "") -> None:
+    """Raises ConfigError where a row of these logical axes (default: any row) names a mesh axis that does not exist.
+
+    label: of the tensor that has these axes.
+    """
+    for name, axes in self.rows:
+      for axis in axes if names is None or name in names else ():
+        if axis not in self.sizes:
+          needed = f", which {label} needs," if label else ""
+          raise ConfigError(
+            f"logical_axis_rules: the row of '{name}'{needed} names mesh axis '{axis}'"
+            f"{did_you_mean(axis, self.sizes)}; mesh axes are {', '.join(self.sizes)}"
+          )
 
   @property
   def names(self) -> tuple[str, ...]:
@@ -73,6 +85,7 @@ class AxisRules:
   @property
   def batch_axes(self) -> tuple[str, ...]:
     """Mesh axes that rows are split over, those of one device left out."""
+    self.check((BATCH,), "every batch")
     return self.active(next((axes for name, axes in self.rows if name == BATCH), ()))
 
   def active(self, axes: Sequence[str]) -> tuple[str, ...]:
@@ -98,6 +111,7 @@ class AxisRules:
           f"axis '{name}' of {label} has no rule{did_you_mean(name, known)}; add [{name}, [MESH AXIS]] to "
           f"logical_axis_rules, or [{name}, []] to keep it whole"
         )
+    self.check(axes, label)
     found: dict[int, tuple[str, ...]] = {}
     spent: set[str] = set()
     for name, wanted in self.rows:
@@ -118,7 +132,7 @@ class AxisRules:
     if size % self.parts(axes) == 0:
       return axes
     if name == BATCH:  # few validation rows: as many mesh axes as divide them, the others hold copies
-      return self._leading(axes, size)
+      return self.leading(axes, size)
     fit = math.gcd(size, self.parts(axes))
     meshes = " x ".join(f"{axis} {self.sizes[axis]}" for axis in axes)
     raise ConfigError(
@@ -128,10 +142,11 @@ class AxisRules:
 
   def rows_axes(self, num_rows: int) -> tuple[str, ...]:
     """The leading batch axes that divide this many rows."""
-    return self._leading(self.batch_axes, num_rows)
+    return self.leading(self.batch_axes, num_rows)
 
-  def _leading(self, axes: tuple[str, ...], num_rows: int) -> tuple[str, ...]:
-    while axes and num_rows % self.parts(axes):
+  def leading(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """As many of the leading mesh axes as divide a size together."""
+    while axes and size % self.parts(axes):
       axes = axes[:-1]
     return axes
 

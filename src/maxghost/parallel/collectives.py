@@ -29,6 +29,7 @@ _CONDITION = re.compile(r"condition=%?([\w.-]+)")
 _CONSTANT = re.compile(r"s32\[\]\S* constant\((\d+)\)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(
@@ -49,14 +50,15 @@ class Collective:
   count: int
 
 
-def read(hlo: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
-  """The collectives of a compiled program. mesh_shape: {mesh axis: size}, in the order of the mesh."""
+def read(hlo: str, mesh_shape: Mapping[str, int], slice_axes: tuple[str, ...] = ()) -> list[Collective]:
+  """The collectives of a compiled program. mesh_shape: {mesh axis: size}, in the order of the mesh. slice_axes: those
+  that lead from slice to slice; the TPU compiler writes what crosses them as transfers by the hosts."""
   computations, entry = _split(hlo)
   times = _times(computations, entry)
   found: dict[Any, Collective] = {}
   for name, lines in computations.items():
     for line in lines if times.get(name, 0) else ():
-      collective = _collective(line, name, times[name], mesh_shape)
+      collective = _between_slices(line, times[name], slice_axes) or _collective(line, name, times[name], mesh_shape)
       if collective is None:
         continue
       channel = _CHANNEL.search(line)
@@ -129,6 +131,15 @@ def _trips(line: str, computations: dict[str, list[str]]) -> int:
       numbers.update(map(int, _CONSTANT.findall(inner)))
       waiting += _CALLED.findall(inner)
   return numbers.pop() if len(numbers) == 1 else 1
+
+
+def _between_slices(line: str, times: int, slice_axes: tuple[str, ...]) -> Collective | None:
+  """A part of a collective that hosts carry out between slices: the sending half, which names it."""
+  found = _MEGASCALE.search(line)
+  if found is None or " send(" not in line:
+    return None
+  dtype, dims = _SHAPE.search(_INSTRUCTION.match(line)[2]).groups()
+  return Collective(found[1].lower().replace("_", "-"), slice_axes, f"{dtype}[{dims}]", _bytes(dtype, dims), times)
 
 
 def _collective(line: str, computation: str, times: int, mesh_shape) -> Collective | None:

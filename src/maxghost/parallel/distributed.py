@@ -7,7 +7,6 @@ at once and no network is touched.
 import itertools
 import json
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from jax._src import distributed as jax_distributed  # the key-value store of ja
 
 from maxghost.config import Config, ConfigError
 from maxghost.config.schema import ParallelConfig
+from maxghost.parallel import rendezvous
 
 # What JAX looks at to find the other processes of a job.
 HINTS = (
@@ -56,11 +56,11 @@ def start(cfg: ParallelConfig) -> None:
         "jax_distributed_coordinator_address=HOST:PORT with the number of processes and of this one"
       )
     return
-  if given.get("process_id") == 0:
-    _check_port(given["coordinator_address"])
+  timeout = cfg.jax_distributed_initialization_timeout
+  if len(given) == 3:
+    rendezvous.meet(given["coordinator_address"], given["num_processes"], given["process_id"], timeout)
   # Its own handler of SIGTERM would take the place of ours, which asks all processes to stop (`StopFlag`).
   jax.config.update("jax_enable_preemption_service", False)
-  timeout = cfg.jax_distributed_initialization_timeout
   try:
     jax.distributed.initialize(
       **given,
@@ -97,20 +97,6 @@ def _given(cfg: ParallelConfig) -> dict[str, Any]:
       f"the numbers are 0 to {given['num_processes'] - 1}"
     )
   return given
-
-
-def _check_port(address: str) -> None:
-  port = int(address.rpartition(":")[2])
-  family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-  with socket.socket(family, socket.SOCK_STREAM) as probe:
-    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-      probe.bind(("", port))
-    except OSError as error:
-      raise ConfigError(
-        f"jax_distributed_coordinator_address={address}: port {port} of this machine is in use ({error.strerror}); "
-        "use another, the same for all processes"
-      ) from error
 
 
 def index() -> int:

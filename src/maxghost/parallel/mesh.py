@@ -68,12 +68,22 @@ def mesh_shape(cfg: ParallelConfig, num_devices: int, slices: int = 1) -> tuple[
   """(ici sizes, dcn sizes) by mesh axis. Raises ConfigError where the keys do not multiply to the devices."""
   dcn = fill("dcn", group_sizes(cfg, "dcn"), slices, f"slice{'s' if slices > 1 else ''}")
   if num_devices % slices:
-    raise ConfigError(f"{num_devices} devices do not divide over {slices} slices; change the dcn_*_parallelism keys")
+    raise ConfigError(_uneven_slices(dcn, num_devices, slices))
   per_slice = num_devices // slices
   where = "devices" if slices == 1 else "devices of each slice"
   if per_slice == 1:
     where = "device" if slices == 1 else "device of each slice"
   return fill("ici", group_sizes(cfg, "ici"), per_slice, where), dcn
+
+
+def _uneven_slices(dcn: dict[str, int], num_devices: int, slices: int) -> str:
+  shown = " x ".join(f"dcn_{axis}_parallelism={size}" for axis, size in dcn.items() if size > 1)
+  axis = max(dcn, key=lambda axis: dcn[axis])
+  others = slices // dcn[axis]
+  near = sorted((n for n in range(1, num_devices // others + 1) if num_devices % (n * others) == 0),
+                key=lambda n: (abs(n - dcn[axis]), n))[:2]  # fmt: skip
+  ways = " or ".join(f"dcn_{axis}_parallelism={n}" for n in near) or f"dcn_{axis}_parallelism=1 and others"
+  return f"{shown} = {slices} slices do not divide the {num_devices} devices; use {ways}"
 
 
 def make_mesh(cfg: ParallelConfig, devices: Sequence):

@@ -1,11 +1,32 @@
-"""Are the parameters split as widely as the mesh allows?"""
+"""Is the state split as widely as the mesh allows, and does every rule that was given say something about it?"""
 
+import difflib
 import math
 
 from flax import nnx
 
-from maxghost.config import ConfigError
+from maxghost.config import ConfigError, did_you_mean
+from maxghost.parallel.axis_rules import DEFAULT_RULES
 from maxghost.parallel.shardings import AXES, Layout, local_size, slash_path
+
+
+def check_rules(abstract: nnx.State, layout: Layout) -> None:
+  """Raises ConfigError for a row that names a mesh axis that does not exist, and for one of a logical axis that nothing
+  of this model has: it would have no effect.
+
+  abstract: a train state. Activations tell their axes only when they are traced: an axis activation_* that is no
+  neighbour of a known one is left to them.
+  """
+  layout.rules.check()
+  states = [v.get_metadata().get(AXES) or () for _, v in nnx.to_flat_state(abstract)]
+  known = {name for name, _ in DEFAULT_RULES}.union(*states) - {None}
+  for name in layout.rules.names:
+    foreign = name.startswith("activation_") and not difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    if name not in known and not foreign:
+      raise ConfigError(
+        f"logical_axis_rules: no tensor has axis '{name}'{did_you_mean(name, sorted(known))}; the axes of this model's "
+        f"weights are {', '.join(sorted({axis for axes in states for axis in axes if axis}))}"
+      )
 
 
 def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from maxghost.config.schema import ParallelConfig
 from maxghost.parallel import mesh as meshes
-from maxghost.parallel.axis_rules import AxisRules, make_rules
+from maxghost.parallel.axis_rules import FACTOR, AxisRules, make_rules
 
 AXES = "axes"  # metadata of a Variable: its logical axes
 HOST = "pinned_host"
@@ -177,6 +177,28 @@ def constrain(x, axes: Sequence[str | None], label: str = "an activation"):
   if layout.record is not None:
     if any(axes):
       layout.record(label, tuple(axes), x.shape, str(x.dtype), spec)
+    return x
+  return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
+
+
+def constrain_factor(x, dim: int, axes: Sequence[str | None], shape: Sequence[int], place: int, label: str):
+  """A factor of a tensor's matrix view: x, split along `dim` as dimension `place` of the tensor is, and further over
+  the mesh axes that the rule of FACTOR gives, as far as they divide it.
+
+  axes, shape: of the tensor. The rest of x lies whole on every device.
+  """
+  layout = current()
+  if layout is None or layout.num_devices == 1:
+    return x
+  layout.rules.check((FACTOR,), label)
+  own = layout.rules.assign(axes, shape, label)[place]
+  wanted = next((row for name, row in layout.rules.rows if name == FACTOR), ())
+  further = [axis for axis in layout.rules.active(wanted) if axis not in own]
+  found = layout.rules.leading((*own, *further), x.shape[dim])
+  spec = partition_spec([found if i == dim else () for i in range(x.ndim)])
+  if layout.record is not None:
+    names = tuple(FACTOR if i == dim else None for i in range(x.ndim))
+    layout.record(label, names, x.shape, str(x.dtype), spec)
     return x
   return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
 

@@ -1,5 +1,6 @@
 """The train step compiled for devices that need not be there, and what the compiler says about it."""
 
+import contextlib
 import dataclasses
 import pickle
 import tempfile
@@ -15,7 +16,7 @@ from maxghost.data.build import max_segments
 from maxghost.parallel import Layout, collectives, report, topologies
 from maxghost.parallel.collectives import Collective
 from maxghost.parallel.memory_estimate import MemoryEstimate
-from maxghost.parallel.mesh import describe
+from maxghost.parallel.mesh import describe, mesh_shape, num_slices
 from maxghost.parallel.shardings import local_size
 from maxghost.training import devices, memory_report, program, resume, state
 from maxghost.training.compiling import compiler_options
@@ -38,6 +39,11 @@ class Planned:
   @property
   def num_params(self) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(resume.to_tree(self.arguments[0])["model"]))
+
+  @property
+  def argument_bytes(self) -> int:
+    """State, batch and validation rows on one device, without padding."""
+    return sum(_argument_parts(self).values())
 
   @property
   def memory(self) -> MemoryEstimate:
@@ -75,7 +81,11 @@ class Compiled:
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes + fresh
 
   def collectives(self) -> list[Collective]:
-    return collectives.read(self.hlo, dict(self.planned.layout.mesh.shape))
+    layout = self.planned.layout
+    slices = num_slices(self.planned.cfg.parallel, layout.mesh.devices.flat)
+    _, dcn = mesh_shape(self.planned.cfg.parallel, layout.num_devices, slices)
+    crossing = tuple(axis for axis, size in dcn.items() if size > 1)
+    return collectives.read(self.hlo, dict(layout.mesh.shape), crossing)
 
 
 def plan(cfg: Config, layout: Layout) -> Planned:
@@ -83,6 +93,7 @@ def plan(cfg: Config, layout: Layout) -> Planned:
   devices.check_layout(cfg, layout)
   graphdef, abstract = state.abstract_split(cfg)
   abstract = layout.abstract(abstract)
+  report.check_rules(abstract, layout)
   spread = report.check_spread(abstract, layout, cfg.parallel.sharding_tolerance)
   sets = cfg.data.validation_sets if cfg.ghost.ghost_enabled else {}
   arguments = (
@@ -112,16 +123,19 @@ def lower(planned: Planned):
   return program.lower("train_step", step, planned.layout, time.perf_counter(), *planned.arguments)[2]
 
 
-def compile_step(planned: Planned) -> Compiled:
-  """Compiles the step. A step that the compiler finds too large for the memory is no error."""
+def compile_step(planned: Planned, options: dict | None = None, folder: Path | None = None) -> Compiled:
+  """Compiles the step. A step that the compiler finds too large for the memory is no error.
+
+  options: further options of the compiler. folder: where the TPU compiler leaves its texts, None for nowhere.
+  """
   lowered = lower(planned)
   platform = planned.layout.platform
   begin = time.perf_counter()
-  with tempfile.TemporaryDirectory() as folder:
+  with tempfile.TemporaryDirectory() if folder is None else contextlib.nullcontext(folder) as folder:
     # What libtpu compiled cannot always be read back by the XLA beside it (`as_text`), so it writes the text itself.
-    dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if platform == "tpu" else {}
+    dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True} if platform == "tpu" else {}
     try:
-      executable = lowered.compile(compiler_options=compiler_options(platform) | dump)
+      executable = lowered.compile(compiler_options=compiler_options(platform) | dump | (options or {}))
     except Exception as error:  # XLA's own type, which differs between versions
       if not any(word in str(error) for word in _OUT_OF_MEMORY):
         raise
@@ -185,8 +199,7 @@ def memory_lines(compiled: Compiled, topology: str) -> list[str]:
     "outputs that replace no argument": fresh,
     "program": memory.generated_code_size_in_bytes,
   }
-  known = sum(_argument_parts(compiled.planned).values())
-  parts["padding of arguments"] = max(memory.argument_size_in_bytes - known, 0)
+  parts["padding of arguments"] = max(memory.argument_size_in_bytes - compiled.planned.argument_bytes, 0)
   lines = ["memory of one device:"]
   lines += [f"  {name:<34}{size / 1e9:10.3f} GB" for name, size in parts.items() if size >= 5e5]
   need = compiled.device_bytes

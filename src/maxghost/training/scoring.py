@@ -129,6 +129,8 @@ class Scorer:
     else:
       labelled = [schedules.by_label(g) for g in gradients]
       parts, captured = schedules.direction_parts(self.twin, labelled, second, scalars)
+    # Nothing of the training pass begins before: else its activations may lie beside those of the validation pass.
+    parts, batch = jax.lax.optimization_barrier((self.twin.placed(parts), batch))
     directions = self.twin.direction_state(parts)
     stacks = {p.label: p.stack_shape for p in self.twin.scored}
 

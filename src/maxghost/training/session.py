@@ -49,6 +49,7 @@ class Session:
     self._val_sets = cfg.data.validation_sets if cfg.ghost.ghost_enabled else {}
     self._graphdef, abstract = state.abstract_split(cfg)
     self._abstract = layout.abstract(abstract)
+    report.check_rules(self._abstract, layout)
     self._spread = report.check_spread(self._abstract, layout, cfg.parallel.sharding_tolerance)
     self._sampler = Sampler(cfg, dataset.tokenizer) if cfg.run.sample_every else None
     self._read_parameters = open_parameters and open_parameters(self._wanted()["model"])

@@ -1,0 +1,127 @@
+"""Do all processes of a run meet? Asked before JAX is, which ends a process with a core dump where they do not.
+
+Process 0 listens at the coordinator's address; each other process says there which one it is and how many it expects,
+and all get the same answer. The port is then free again for JAX's own service.
+"""
+
+import contextlib
+import json
+import socket
+import time
+
+from maxghost.config import ConfigError
+
+_RETRY_SECONDS = 0.2
+_LATECOMERS_SECONDS = 2.0
+
+
+def meet(address: str, num_processes: int, process_id: int, timeout: float) -> None:
+  """Returns in all processes when all have come. Raises ConfigError, in all that came alike, where one does not come
+  in `timeout` seconds, two have the same number or their numbers of processes differ, and where the port is taken."""
+  host, _, port = address.rpartition(":")
+  end = time.monotonic() + timeout
+  if process_id == 0:
+    problem = _lead(address, int(port), num_processes, end, timeout)
+  else:
+    problem = _follow(address, (host.strip("[]"), int(port)), num_processes, process_id, end, timeout)
+  if problem:
+    raise ConfigError(problem)
+
+
+def listen(address: str, port: int) -> socket.socket:
+  """A listening socket on all addresses of this machine. Raises ConfigError where the port is taken."""
+  family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+  server = socket.socket(family, socket.SOCK_STREAM)
+  try:
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family == socket.AF_INET6:
+      server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    server.bind(("", port))
+    server.listen(1024)
+  except OSError as error:
+    server.close()
+    raise ConfigError(
+      f"jax_distributed_coordinator_address={address}: port {port} of this machine is in use ({error.strerror}); "
+      "use another, the same for all processes"
+    ) from error
+  return server
+
+
+def _lead(address: str, port: int, expected: int, end: float, timeout: float) -> str:
+  """Process 0: what is wrong, or ''; the others are told."""
+  came: dict[int, socket.socket] = {}
+  problem = ""
+  with contextlib.ExitStack() as stack:
+    server = stack.enter_context(listen(address, port))
+    while len(came) < expected - 1:
+      server.settimeout(max(end - time.monotonic(), 0.01))
+      try:
+        connection = stack.enter_context(server.accept()[0])
+      except TimeoutError:
+        problem = problem or _absent(address, expected, sorted({0, *came}), timeout)
+        break
+      said = _receive(connection, 10)
+      if said is None:
+        continue  # not one of ours
+      number, theirs = said.get("process"), said.get("of")
+      if theirs != expected:
+        problem = (
+          f"jax_distributed_num_processes={theirs} in process {number}, {expected} in process 0; start all with the "
+          "same number"
+        )
+      elif number in came or number == 0:
+        problem = f"jax_distributed_process_id={number} is given to two processes; give each of the {expected} its own"
+      if problem:  # the others hear of it if they are about to come
+        end = min(end, time.monotonic() + _LATECOMERS_SECONDS)
+      came[len(came) + expected if number in came else number] = connection
+    for connection in came.values():
+      with contextlib.suppress(OSError):
+        connection.sendall(json.dumps({"problem": problem}).encode() + b"\n")
+  return problem
+
+
+def _absent(address: str, expected: int, came: list[int], timeout: float) -> str:
+  missing = [str(number) for number in range(expected) if number not in came]
+  listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+  return (
+    f"jax_distributed: the processes of the run did not all meet at {address} within {timeout:g} s: of {expected} "
+    f"{'these are' if len(missing) > 1 else 'this one is'} missing: {listed}; start all of them, with the same address "
+    "and number of processes, or raise jax_distributed_initialization_timeout"
+  )
+
+
+def _follow(address: str, place: tuple, expected: int, number: int, end: float, timeout: float) -> str:
+  """Another process: what process 0 says is wrong, or ''."""
+  reason = "no answer"
+  while time.monotonic() < end:
+    try:
+      with socket.create_connection(place, timeout=5) as connection:
+        connection.sendall(json.dumps({"process": number, "of": expected}).encode() + b"\n")
+        # Process 0 may have begun to wait later than this one, and answers in its own time.
+        said = _receive(connection, 2 * timeout + 10)
+      if said is not None:
+        return said["problem"]
+      reason = "what answers there is not process 0 of a run"
+    except OSError as error:
+      reason = error.strerror or str(error) or reason
+    time.sleep(_RETRY_SECONDS)
+  return (
+    f"jax_distributed: process {number} did not meet process 0 at {address} within {timeout:g} s ({reason}); start all "
+    "of them, with the same address and number of processes, or raise jax_distributed_initialization_timeout"
+  )
+
+
+def _receive(connection: socket.socket, seconds: float) -> dict | None:
+  """One line of JSON, None where something else comes or nothing."""
+  connection.settimeout(seconds)
+  data = b""
+  try:
+    while not data.endswith(b"\n") and len(data) < 4096:
+      part = connection.recv(1024)
+      if not part:
+        return None
+      data += part
+    said = json.loads(data)
+  except (OSError, ValueError):
+    return None
+  return said if isinstance(said, dict) else None

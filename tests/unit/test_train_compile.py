@@ -1,0 +1,160 @@
+"""The door train_compile: what it prints, what it saves, what it refuses; on virtual devices, and for TPU slices."""
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import meshes
+import numpy as np
+import oracles
+import pytest
+import tiny
+from jax.experimental.serialize_executable import deserialize_and_load
+
+from maxghost import config, train_compile
+from maxghost.parallel import use
+from maxghost.training import state
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {name: value for name, value in meshes.SIZES.items() if name != "steps"} | {"remat_policy": "none"}
+
+
+def keys(**changes) -> list[str]:
+  return [f"{name}={value}" for name, value in (TINY | changes).items()]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+  """(exit code, lines, file) of the scored step for eight CPU devices."""
+  path = tmp_path_factory.mktemp("compiled") / "step.pkl"
+  printed = pytest.MonkeyPatch()
+  lines = []
+  printed.setattr("builtins.print", lambda *values, **_: lines.append(" ".join(map(str, values))))
+  try:
+    code = train_compile.main(
+      keys(compile_topology="cpu-8", per_device_batch_size=1, base_num_decoder_layers=1, compiled_trainstep_file=path)
+    )
+  finally:
+    printed.undo()
+  return code, lines, path
+
+
+def test_it_prints_what_a_step_is_made_of_needs_and_moves(compiled):
+  code, lines, path = compiled
+  assert code == 0
+  text = "\n".join(lines)
+  cfg = one_layer()
+  _, abstract = state.abstract_split(cfg)
+  count = sum(x.size for x in jax.tree.leaves(abstract["model"]))
+  for expected in (
+    "compiling for cpu-8",
+    r"mesh: fsdp 8 \(8 devices\); a device holds 1\d\.\d\d% of the parameters, an even split is 12.50%",
+    r"batch: 8 rows \(per_device_batch_size 1 x 8 devices\) of 16 tokens = 128 tokens per step",
+    "validation: 4 rows, each computed by 8 groups of devices alike",
+    rf"number parameters: 0.000 billion \({count:,}\)",
+    r"compiled in \d+\.\d s",
+    "memory of one device:",
+    r"  in all +\d+\.\d{3} GB",
+    r"FLOPs per token: \d+\.\d+ G by shapes; XLA counts \d+\.\d+ G",
+    "collectives of a step, on each device:",
+    r"  all-gather +over fsdp +\d+ times +\d+\.\d MB",
+    r"  all-reduce +over fsdp +\d+ times +\d+\.\d MB",
+    rf"saved {re.escape(str(path))}: \d+\.\d MB",
+  ):
+    assert re.search(f"^{expected}", text, re.M), expected
+
+
+def test_what_it_saves_is_the_train_step(compiled):
+  """Its losses are those of the model without a mesh."""
+  cfg = one_layer()
+  layout = meshes.make_layout(cfg, 8)
+  graphdef, abstract = state.abstract_split(cfg)
+  train_state = meshes.place(cfg, graphdef, layout.abstract(abstract), layout)
+  step = deserialize_and_load(*pickle.loads(compiled[2].read_bytes()))
+  rows, validation = meshes.BATCHES[0], meshes.VAL_BATCH
+  _, out = step(train_state, layout.put_local(rows, 8), (layout.put_global(validation),))
+  with use(None), tiny.cheap_compilation():
+    model = tiny.make_model(cfg)
+    for name, batch in (("loss", rows), ("val_loss", validation)):
+      hidden = model.hidden(*(batch[f"inputs{part}"] for part in ("", "_position", "_segmentation")))
+      losses = np.asarray(oracles.softmax_losses(model.logits(hidden), batch["targets"]))
+      counts = batch["targets_segmentation"] != 0
+      assert float(np.squeeze(out[name])) == pytest.approx((losses * counts).sum() / counts.sum(), rel=1e-5)
+  assert np.abs(np.asarray(out["contribution_BSK"])).max() > 0
+
+
+def one_layer() -> config.Config:
+  return meshes.make_config(meshes.MESHES["fsdp 8"], base_num_decoder_layers=1, remat_policy="none")
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"compile_topology": "v5p-100"}, "compile_topology=v5p-100 is no topology; nearest are v5p-128, v5p-64"),
+    ({"compile_topology": "cpu-0"}, "compile_topology=cpu-0 is no topology"),
+    ({}, "compile_topology is missing"),
+    ({"compile_topology": "cpu-8", "ici_tensor_parallelism": 3}, "ici_tensor_parallelism=3 = 3 does not divide the 8"),
+    ({"compile_topology": "cpu-8", "compile_topology_num_slices": 0}, "compile_topology_num_slices=0"),
+    ({"compile_topology": "cpu-8", "ici_tensor_parallelism": 8}, "axis 'kv_heads' of size 4 does not divide over tens"),
+    ({"compile_topology": "cpu-8", "logical_axis_rules": "[[embd,[fsdp]]]"}, "no tensor has axis 'embd'; did you mean"),
+  ],
+)
+def test_wrong_input_is_one_line_and_code_2(changes, message, capsys):
+  assert train_compile.main(keys(**changes)) == 2
+  said = capsys.readouterr()
+  assert said.err.startswith("maxghost: ") and message in said.err and said.err.count("\n") == 1
+  assert "compiled in" not in said.out
+
+
+def test_the_abstract_path_of_a_70b_model_is_short():
+  """In a fresh process: under 20 seconds of work, under 2 GB of host memory. Nothing of its 282 GB is made."""
+  command = [sys.executable, str(ROOT / "benchmarks" / "topologies.py"), "--one", "llama3-70b", "0", ""]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+  assert done.returncode == 0, done.stderr[-2000:]
+  found = json.loads(done.stdout.splitlines()[-1])
+  assert found["parameters"] == 70_553_706_496
+  assert found["gb"] < 2 and found["cpu_seconds"] < 20
+
+
+@pytest.mark.tpu_aot
+def test_two_slices_are_compiled_for():
+  """Rows, and with them gradients, cross between the slices; weights stay within one."""
+  done = in_process("compile_topology=v5e-4", "compile_topology_num_slices=2", "dcn_data_parallelism=2")
+  text = done.stdout
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert "compiling for 2 x v5e-4" in text and "mesh: data 2 x fsdp 4 (8 devices)" in text
+  lines = re.findall(r"^  ([a-z-]+) +over (\S.*?) +([\d,]+) times +(\S+) MB", text, re.M)
+  moved = {(kind, axes): (int(times), float(size)) for kind, axes, times, size in lines}
+  assert moved["all-reduce", "data"][0] > 9 and moved["all-gather", "fsdp"][0] > 2 * 14
+  assert moved.get(("all-gather", "data"), (0, 0))[1] < 0.05  # token numbers
+  others = moved.keys() - {("all-reduce", "data"), ("all-gather", "data")}
+  assert not any("data" in axes for _, axes in others)
+  assert re.search(r"needs .* of 16\.91 GB: fits", text)
+
+
+@pytest.mark.tpu_aot
+def test_slices_that_the_keys_do_not_mention_are_refused():
+  done = in_process("compile_topology=v5e-4", "compile_topology_num_slices=2", "dcn_data_parallelism=1")
+  assert done.returncode == 2 and "all dcn_*_parallelism are 1, which is not the 2 slices" in done.stderr
+
+
+@pytest.mark.tpu_aot
+def test_a_step_that_does_not_fit_says_by_how_much():
+  """Logits of 2 million tokens."""
+  done = in_process(
+    "compile_topology=v5e-1", "per_device_batch_size=512", "max_target_length=4096", "vocab_size=32768",
+    "ghost_enabled=false", "attention=flash",
+  )  # fmt: skip
+  assert done.returncode == 1, done.stderr[-2000:]
+  assert "does not fit" in done.stdout and "cheapest settings" in done.stdout
+
+
+def in_process(*changes: str) -> subprocess.CompletedProcess:
+  """The door as a user starts it: libtpu is loaded once in a process."""
+  size = keys(base_num_decoder_layers=2, per_device_batch_size=1, attention="dot_product", dtype="bfloat16")
+  command = [sys.executable, "-m", "maxghost.train_compile", *size, *changes]
+  return subprocess.run(command, capture_output=True, text=True, timeout=550)
