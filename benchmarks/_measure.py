@@ -100,6 +100,18 @@ def machine() -> dict:
   }
 
 
+def peak_bytes() -> int:
+  """Most memory that this process has had resident. On Linux from /proc: there getrusage begins with what the parent
+  held when this process was started."""
+  status = Path("/proc/self/status")
+  if status.is_file():
+    fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
+  import resource
+
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def version(package: str) -> str | None:
   """Installed version, None where it is not installed; nothing is imported."""
   try:

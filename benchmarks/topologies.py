@@ -180,8 +180,6 @@ def measure(name: str, limit: int, folder: Path, keys: list[str]) -> dict:
 
 def abstract() -> dict:
   """The abstract path of a 70B model, in this process: peak memory, and the clock when it is there."""
-  import resource
-
   import jax
 
   jax.config.update("jax_platforms", "cpu")
@@ -192,9 +190,9 @@ def abstract() -> dict:
 
   cfg = config.load(f"model_name={ABSTRACT}", "max_target_length=4096", "per_device_batch_size=1")
   planned = ahead.plan(cfg, Layout.of(cfg.parallel, jax.devices()))
-  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
   return {
-    "parameters": planned.num_params, "ready": time.time(), "cpu_seconds": time.process_time(), "gb": peak / 1e9,
+    "parameters": planned.num_params, "ready": time.time(), "cpu_seconds": time.process_time(),
+    "gb": _measure.peak_bytes() / 1e9,
   }  # fmt: skip
 
 
