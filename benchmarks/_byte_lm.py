@@ -27,7 +27,7 @@ from maxghost.training.optimizers import make_optimizer
 from maxghost.training.step import make_train_step
 
 LENGTH, ROWS, VAL_ROWS = 128, 16, 16
-PASSAGE = 4  # consecutive chunks that one asked-for passage of the fetched corpus has
+PASSAGE = 8  # consecutive chunks that one asked-for passage of the fetched corpus has
 NUM_TRAIN, NUM_POOL = 400, 100  # chunks of each domain: trained on; asked for (never trained on)
 DOMAINS = (*stdlib.DOMAINS, "words", "brackets")
 SIZES = {

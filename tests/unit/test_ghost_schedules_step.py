@@ -100,7 +100,7 @@ def assert_same_training(ours: Steps, theirs: Steps, tolerance: float) -> None:
   [
     ("second_order", "plain", 0),
     ("val_every", "plain", 0),
-    ("rank", "plain", 0),
+    pytest.param("rank", "plain", 0, marks=pytest.mark.slow),
     ("concat", "plain", 1e-9),
     ("reverse_scan", "plain-unclipped", 1e-9),
     pytest.param("dropout-reverse_scan", "dropout", 1e-9, marks=pytest.mark.slow),
