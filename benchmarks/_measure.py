@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
@@ -138,6 +139,8 @@ def markdown(rows: Sequence[Mapping]) -> str:
 
 def _cell(value) -> str:
   if isinstance(value, float):
+    if math.isnan(value):
+      return "–"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
   return f"{value:,}" if isinstance(value, int) else str(value)
 
