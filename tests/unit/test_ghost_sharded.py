@@ -21,6 +21,7 @@ from maxghost import ghost
 from maxghost.ghost import schedules
 from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.prepare import prepare_twin
+from maxghost.parallel import mesh as meshes
 
 SIZES = {
   "base_emb_dim": 24, "base_num_query_heads": 8, "base_num_kv_heads": 4, "head_dim": 6, "base_mlp_dim": 40,
@@ -43,7 +44,8 @@ class Placed:
     self.train, self.val = tiny.make_batch(ROWS, seed=1), tiny.make_batch(ROWS[::-1], seed=2)
     if name is None:
       return
-    self.mesh = Mesh(np.asarray(jax.devices()[:8]).reshape(MESHES[name]), ("data", "fsdp", "tensor"))
+    axes = ("data", "fsdp", "tensor")
+    self.mesh = Mesh(np.asarray(jax.devices()[:8]).reshape(MESHES[name]), axes, axis_types=meshes.auto(axes))
     graphdef, state = nnx.split(self.model)
     flat = nnx.to_flat_state(state)
     self.specs = {"/".join(map(str, path)): self.param_spec(v) for path, v in flat}

@@ -86,6 +86,13 @@ def _uneven_slices(dcn: dict[str, int], num_devices: int, slices: int) -> str:
   return f"{shown} = {slices} slices do not divide the {num_devices} devices; use {ways}"
 
 
+def auto(axes: Sequence[str]) -> tuple:
+  """Axis types of a mesh on which XLA decides how results are sharded; newer versions of JAX assume another."""
+  import jax
+
+  return (jax.sharding.AxisType.Auto,) * len(axes)
+
+
 def make_mesh(cfg: ParallelConfig, devices: Sequence):
   """A `jax.sharding.Mesh` with the axes of MESH_AXES over all the devices. Raises ConfigError."""
   import jax
@@ -93,7 +100,7 @@ def make_mesh(cfg: ParallelConfig, devices: Sequence):
   slices = num_slices(cfg, devices)
   ici, dcn = mesh_shape(cfg, len(devices), slices)
   array = _arranged(list(devices), tuple(ici[axis] for axis in MESH_AXES), tuple(dcn[axis] for axis in MESH_AXES))
-  return jax.sharding.Mesh(array, MESH_AXES)
+  return jax.sharding.Mesh(array, MESH_AXES, axis_types=auto(MESH_AXES))
 
 
 def _arranged(devices: list, ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
