@@ -112,7 +112,8 @@ def preconditioner(spec: DirectionSpec, second_moment, scalars, weight_gradient)
 def form(param: ParamSpec, parts: tuple, weight_gradient) -> tuple[Direction, jax.Array | None]:
   """(u, facts) from the parts and this step's weight gradient g [*parameter].
 
-  facts [K, 2], for kind 'adam' only: the share of |u|² that its factors capture (1 without factors), and <g, u>.
+  facts [K, 2], for kind 'adam' only: the share of |u|² that its factors capture (1 without factors), in the
+  norm that the gradient's spread weights, and <g, u>.
   """
   if param.direction.kind == "sgd":
     return (Direction(None, *parts) if param.low_rank else Direction(parts[0])), None

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 _HIGHEST = jax.lax.Precision.HIGHEST
-_LEAST_WEIGHT = 1e-4
+_LEAST_WEIGHT = 1e-4  # of the largest: factors are divided by the weights again
 _NEGLIGIBLE = 1e-3  # squared length of a column that an orthonormalisation could only enlarge, not make orthogonal
 
 
