@@ -192,7 +192,7 @@ def memory_target(name: str, steps, overrides) -> Figure:
 
 def agreement(num_steps: int) -> list[Figure]:
   """Smallest correlation over the steps of a real run between rank-32 and exact scores of a step's documents. Adam's
-  first direction has the signs of the gradient for a spectrum, so the steps after it are shown apart."""
+  first direction, with the signs of the gradient for entries, is the hardest: the steps after it are shown apart."""
   figures = []
   for direction in ("sgd", "adam"):
     keys = (f"ghost_direction={direction}", f"per_device_batch_size={NUM_ROWS}")

@@ -79,12 +79,20 @@ def score(engine, *args, **kwargs):
 
 
 _factor = jax.jit(low_rank.factor, static_argnums=(1, 2))
+_factor_for = jax.jit(low_rank.factor_for, static_argnums=(3, 4))
 
 
 def factor(u, rank: int, label: str = "a/kernel", wide: bool = True):
   """`low_rank.factor` as numpy arrays, computed in float64 or float32."""
   with jax.enable_x64(wide), tiny.cheap_compilation():
     return [np.asarray(x) for x in _factor(np.asarray(u, np.float64 if wide else np.float32), rank, label)]
+
+
+def factor_for(gradient, weights, u, rank: int, label: str = "a/kernel", wide: bool = True):
+  """`low_rank.factor_for` likewise."""
+  with jax.enable_x64(wide), tiny.cheap_compilation():
+    arrays = jax.tree.map(lambda x: np.asarray(x, np.float64 if wide else np.float32), (gradient, weights, u))
+    return [np.asarray(x) for x in _factor_for(*arrays, rank, label)]
 
 
 def assert_scores(actual: dict, expected: dict, tolerance: float) -> None:

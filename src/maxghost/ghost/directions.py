@@ -113,7 +113,7 @@ def form(param: ParamSpec, parts: tuple, weight_gradient) -> tuple[Direction, ja
   """(u, facts) from the parts and this step's weight gradient g [*parameter].
 
   facts [K, 2], for kind 'adam' only: the share of |u|² that its factors capture (1 without factors), in the
-  norm that the gradient's spread weights, and <g, u>.
+  norm that the gradient's spread weights, and <g, u>. The factors are made for products with gradients like g.
   """
   if param.direction.kind == "sgd":
     return (Direction(None, *parts) if param.low_rank else Direction(parts[0])), None
@@ -124,8 +124,8 @@ def form(param: ParamSpec, parts: tuple, weight_gradient) -> tuple[Direction, ja
     direction, captured = Direction(u_K), jnp.ones(u_K.shape[0], u_K.dtype)
   else:
     weights = low_rank.rank_one_root(1 / jnp.square(matrix_view(step, param.rows, 0)))
-    matrices = matrix_view(u_K, param.rows, 1)
-    left, right, captured = low_rank.factor(matrices, param.direction.rank, param.label, weights)
+    g_IO, u_KIO = matrix_view(weight_gradient, param.rows, 0), matrix_view(u_K, param.rows, 1)
+    left, right, captured = low_rank.factor_for(g_IO, weights, u_KIO, param.direction.rank, param.label)
     direction = Direction(None, left, right)
   return direction, jnp.stack([captured, along(param, direction, weight_gradient)], axis=-1)
 

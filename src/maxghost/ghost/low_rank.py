@@ -5,6 +5,7 @@ then costs r (I + O) instead of I O per token. For any u and target rank k <= r 
 E |u - Q Qᵀ u|_F <= (1 + k / (r - k - 1))^(1/2) (sum of the squared singular values beyond the k-th)^(1/2)
 (Halko, Martinsson and Tropp, arXiv:0909.4061, theorem 10.5; the power step only improves it), so a score is off by at
 most |grad l_i|_F times that. The error of the batch's sum is known exactly: it is the ledger's direction residual.
+Where the batch's gradient is at hand, `factor_for` finds the part of u that gradients like it can see.
 
 Leading axes are batch axes throughout: [..., I, O]. r rank.
 """
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 _LEAST_WEIGHT = 1e-4  # of the largest: factors are divided by the weights again
+_WHITE = 1e-2  # of the mean eigenvalue of g gᵀ: what the norm of `factor_for` gives to gradients unlike g
 _NEGLIGIBLE = 1e-3  # squared length of a column that an orthonormalisation could only enlarge, not make orthogonal
 
 
@@ -36,31 +38,67 @@ def rank_one_root(square_IO):
   return tuple(jnp.maximum(x, _LEAST_WEIGHT * jnp.max(x)) for x in (a, b))
 
 
-def factor(u, rank: int, label: str, weights=None):
+def factor(u, rank: int, label: str):
   """(left [..., I, r], right [..., r, O], captured [...]): u ~ left @ right, captured = |left right|² / |u|² in [0, 1].
 
-  weights: (a [I], b [O]), all positive; the norms are then those of diag(a) u diag(b), and so is the error bound.
   label seeds Omega, so that a direction depends on nothing but u and its name. A zero u gives zero factors. Singular
   values below 5e-3 of the largest may be lost to the rounding of float32; captured tells.
   """
-  wide = jnp.promote_types(u.dtype, jnp.float32)
-  u = u.astype(wide)
-  if weights is not None:
-    a, b = (x.astype(wide) for x in weights)
-    left, right, captured = factor(u * a[:, None] * b, rank, label)
-    return left / a[:, None], right / b, captured
-  size = jnp.max(jnp.abs(u), (-2, -1), keepdims=True)
+  u = u.astype(jnp.promote_types(u.dtype, jnp.float32))
   # Products are scaled, not u itself: a scaled copy of u would cost as much as the products.
-  scale = jnp.where(size > 0, 1 / jnp.where(size > 0, size, 1), 1)
-  omega = jax.random.normal(jax.random.key(zlib.crc32(label.encode())), (u.shape[-1], rank), wide)
+  scale = _one_over(jnp.max(jnp.abs(u), (-2, -1), keepdims=True))
+  omega = jax.random.normal(_key(label), (u.shape[-1], rank), u.dtype)
   q = _matmul(u, jnp.broadcast_to(omega, (*u.shape[:-2], *omega.shape))) * scale
   # Between the two products, or the columns of small singular values would drown: their squares meet at rounding.
   q = _matmul(u, orthonormalize(_matmul(u.swapaxes(-1, -2), q) * scale, drop=False)) * scale
   q = orthonormalize(orthonormalize(q, drop=False), drop=True)
   right = _matmul(q.swapaxes(-1, -2), u)
-  energy = jnp.sum(jnp.square(u * scale), (-2, -1))
-  captured = jnp.sum(jnp.square(right * scale), (-2, -1)) / jnp.where(energy > 0, energy, 1)
-  return q, right, captured
+  return q, right, _share(right * scale, u * scale)
+
+
+def factor_for(gradient_IO, weights, u, rank: int, label: str):
+  """`factor` of u for products with gradients that resemble gradient_IO, such as the examples whose sum it is.
+
+  weights: (a [I], b [O]), all positive: the spread of a gradient's rows and columns, see `rank_one_root`. With
+  A = diag(a) u diag(b) and g = diag(a)^-1 gradient diag(b)^-1, u becomes diag(a)^-1 A Q Qᵀ diag(b)^-1, Q[O, r] an
+  orthonormal basis of the range of (Aᵀ C A) Aᵀ z, the columns of z Gaussian with covariance C = I g gᵀ / |g|² + 0.01.
+  The bound of this module holds for C^(1/2) A in place of u: what is lost of A is small along g, where gradients like
+  it read, and |A - A Q Qᵀ|_F is at most 10 times the bound and never more than |A|_F. captured = |A Q|² / |A|²; a
+  score is off by at most |diag(a)^-1 grad l_i diag(b)^-1|_F |A|_F (1 - captured)^(1/2). A zero gradient leaves C flat.
+  """
+  wide = jnp.promote_types(u.dtype, jnp.float32)
+  u, g = u.astype(wide), gradient_IO.astype(wide)
+  a, b = (x.astype(wide)[:, None] for x in weights)
+  scale = _one_over(jnp.max(jnp.abs(u * a * b[:, 0]), (-2, -1), keepdims=True))
+  g_scale = _one_over(jnp.max(jnp.abs(g / a / b[:, 0])))
+  g_scale *= jnp.sqrt(g.shape[0] * _one_over(jnp.sum(jnp.square(g / a / b[:, 0] * g_scale))))
+  # Weights are put on the thin factors: weighted copies of u and g would cost as much as the products.
+  across = lambda z: a * _matmul(u, b * z) * scale  # noqa: E731  A z
+  back = lambda z: b * _matmul(u.swapaxes(-1, -2), a * z) * scale  # noqa: E731  Aᵀ z
+  g_across = lambda z: _matmul(g, z / b) / a * g_scale  # noqa: E731  g z, where g gᵀ has a mean eigenvalue of 1
+  g_back = lambda z: _matmul(g.T, z / a) / b * g_scale  # noqa: E731  gᵀ z
+  keys = jax.random.split(_key(label))
+  first, second = (jax.random.normal(key, (side, rank), wide) for key, side in zip(keys, g.T.shape, strict=True))
+  z = g_across(first) + _WHITE**0.5 * second
+  y = orthonormalize(across(orthonormalize(back(z), drop=False)), drop=False)
+  q = back(g_across(g_back(y)) + _WHITE * y)
+  q = orthonormalize(orthonormalize(q, drop=False), drop=True)
+  left = _matmul(u, b * q)
+  return left, q.swapaxes(-1, -2) / b[:, 0], _share(a * left * scale, u * a * b[:, 0] * scale)
+
+
+def _key(label: str):
+  return jax.random.key(zlib.crc32(label.encode()))
+
+
+def _one_over(size):
+  """1 / size, or 1 where size is too small for that."""
+  return 1 / jnp.where(size < jnp.finfo(size.dtype).tiny, 1, size)
+
+
+def _share(part, whole):
+  """|part|² / |whole|² of matrices, 0 where both are 0."""
+  return jnp.sum(jnp.square(part), (-2, -1)) * _one_over(jnp.sum(jnp.square(whole), (-2, -1)))
 
 
 def _matmul(a, b):
