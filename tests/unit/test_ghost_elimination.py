@@ -90,3 +90,17 @@ def test_a_gpu_takes_the_kernel(monkeypatch):
   for platform, rank, wanted in (("gpu", 32, "kernel"), ("gpu", 200, "loop"), ("cpu", 32, "loop"), ("tpu", 32, "loop")):
     with platforms.tracing_for(platform):
       assert elimination.eliminate(np.ones((rank, rank)), np.ones(())) == wanted
+
+
+@pytest.mark.parametrize("rank", [11, 32, 128])
+def test_the_kernel_lowers_for_a_gpu_without_one(rank):
+  """To Triton's own code, in float32 and float64; running it needs a GPU (test_gpu.py)."""
+  device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+  mesh = jax.sharding.AbstractMesh((1,), ("device",), abstract_device=device)
+  for dtype in (np.float32, np.float64):
+    with jax.enable_x64(True), jax.sharding.use_abstract_mesh(mesh):
+      shapes = jax.ShapeDtypeStruct((3, rank, rank), dtype), jax.ShapeDtypeStruct((3,), dtype)
+      lowered = jax.jit(elimination.by_kernel).trace(*shapes).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert "__gpu$xla.gpu.triton" in text
+    assert "ghost_eliminate" in text
