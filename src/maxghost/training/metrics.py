@@ -78,8 +78,9 @@ def ghost_metrics(outputs: Mapping[str, Any], val_sets: tuple[str, ...]) -> dict
 
   A step that measures no validation loss (ghost_val_every > 1) has NaN there; schedule concat has no columns.
   ghost/scored is 1, or 0 where the scores were not finite. ghost/chosen_rows: rows trained on, with ghost_select.
-  ghost/captured/<parameter>: the share of |u|^2 that low-rank factors hold, per layer and set; under Adam a floor, since
-  its factors leave out first what this batch's gradient does not see. `ghost/actual_drop/<set>` is added by the loop when the loss after it is known.
+  ghost/captured/<parameter>: the share of |u|^2 that low-rank factors hold, per layer and set; under Adam a floor,
+  since its factors leave out first what this batch's gradient does not see. `ghost/actual_drop/<set>` is added by the
+  loop when the loss after it is known.
   """
   record: dict[str, Any] = {"ghost/scored": int(outputs["scored_ok"])}
   has_columns = all(column in outputs for column in PREDICTED_COLUMNS)
