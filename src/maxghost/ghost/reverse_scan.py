@@ -22,7 +22,7 @@ from maxghost.ghost.losses import StagedLoss, submodule
 from maxghost.ghost.saved_vjp import SavedVjp, pull_in_order
 from maxghost.ghost.schedules import TrainPass, mean_loss, validation_mean
 from maxghost.ghost.variables import GhostDirection, GhostProbe
-from maxghost.models import segments, stack, streaming
+from maxghost.models import autodiff, segments, stack, streaming
 from maxghost.parallel import constrain_state
 
 
@@ -313,8 +313,18 @@ class _Walk:
 
   def _back(self, boundaries, cotangents, batches, layers, segment_lengths):
     if not segment_lengths:
-      body = lambda cts, scanned: self._layer_back(cts, scanned[0], batches, *scanned[1])  # noqa: E731
-      cotangents, out = jax.lax.scan(body, cotangents, (boundaries, layers), reverse=True)
+
+      def layer_back(cotangents, scanned):
+        x_val, place, layer = scanned
+        gradients, val_cotangents = self._layer_validation(cotangents.val, x_val, batches, *layer)
+        # What the training rows saved is taken out only now, or what is computed from it lies beside the above.
+        kept = streaming.fetch(boundaries.train, autodiff.late(place, val_cotangents))
+        cotangent, out = self._layer_training(cotangents.train, kept, batches, gradients, None, *layer)
+        return _Pair(val_cotangents, cotangent), out
+
+      cotangents, out = jax.lax.scan(
+        layer_back, cotangents, (boundaries.val, jnp.arange(layers[2].shape[0]), layers), reverse=True
+      )
       return out, cotangents
     inner = segment_lengths[1:]
 
@@ -381,12 +391,6 @@ class _Walk:
     (cotangent, held), out = jax.lax.scan(training, (cotangents.train, held), scanned, reverse=True)
     return out | {"grads": held}, _Pair(val_cotangents, cotangent)
 
-  def _layer_back(self, cotangents: _Pair, x: _Pair, batches: _Pair, *layer):
-    """One layer: (cotangents of its inputs, its part of what `back` returns)."""
-    gradients, val_cotangents = self._layer_validation(cotangents.val, x.val, batches, *layer)
-    cotangent, out = self._layer_training(cotangents.train, x.train, batches, gradients, None, *layer)
-    return _Pair(val_cotangents, cotangent), out
-
   def _layer_validation(self, cotangents, kept_K, batches, layer_params, layer_rest, index):
     """(validation gradients, cotangents of the layer's inputs) of each set."""
     pairs = []
@@ -400,27 +404,36 @@ class _Walk:
 
   def _layer_training(self, cotangent, kept, batches, gradients, directions, layer_params, layer_rest, index):
     """(cotangent of the layer's input, its part of what `back` returns). directions: None = of the gradients."""
-    moment = self._layer_moments(index)
-    parts, captured = directions or self._layer_directions(gradients, moment)
+    parts, captured = directions or self._layer_directions(gradients, self._layer_moments(index))
     state = self._layer_state(parts)
     arguments = self._probed_arguments(kept.x, state, batches.train, layer_params, layer_rest, index)
     if kept.saved is None:
       grads, probes, cotangent, *_ = pull_in_order(self._probed_layer, arguments, cotangent)
     else:
       grads, probes, cotangent, *_ = self.train_vjp.backward(kept.saved, cotangent, *arguments)
-    sums = self._layer_sums(layer_params, grads, gradients, moment, parts)
+    sums = self._layer_sums(layer_params, grads, gradients, self._layer_moments(index, probes), parts)
     return cotangent, {"grads": grads, "probes": probes, "sums": sums, "captured": captured}
 
-  def _layer_moments(self, index) -> dict:
-    """{"first" | "second": {label inside the layer: array}} of one layer, on the device; empty without moments."""
+  def _layer_moments(self, index, probes: nnx.State | None = None) -> dict:
+    """{"first" | "second": {label inside the layer: array}} of one layer, on the device; empty without moments.
+
+    probes: what has to be there first, of each parameter its own; moments on the host may come sooner.
+    """
     first = self.account.moments.first if self.account else None
+    there = {} if probes is None else dict(nnx.to_flat_state(probes))
+    place = {}
+    for p in self.inner:
+      probe = there.get(p.part_path("probe")[len(self.prefix) :])
+      place[p.label.removeprefix(self.label_prefix)] = index if probe is None else autodiff.late(index, probe)
     out = {}
     for name, moments in (("first", first), ("second", self.second_moments)):
       if moments is not None:
         inside = {k.removeprefix(self.label_prefix): v for k, v in moments.items() if k.startswith(self.label_prefix)}
         # Vectors come whole: a TPU cannot cut a single row out of a packed matrix in host memory.
         whole = {k: streaming.to_device(v) if v.ndim <= 2 else v for k, v in inside.items()}
-        out[name] = streaming.fetch(whole, index)
+        out[name] = {
+          k: streaming.fetch(v, index if streaming.on_host(v) else place.get(k, index)) for k, v in whole.items()
+        }
     return out
 
   def _layer_directions(self, gradients, moment):
