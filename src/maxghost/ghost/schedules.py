@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.ghost import directions, low_rank
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.directions import AdamScalars
 from maxghost.parallel import constrain_state
@@ -122,8 +121,7 @@ def direction_parts(twin: Twin, gradients: list[dict], second_moments: dict | No
       spread = jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape))
       parts[param.label] = (stacked, second_moments[param.label], spread)
     elif param.spec.low_rank:
-      matrices = directions.matrix_view(jnp.moveaxis(stacked, axis, 0), param.spec.rows, axis + 1)
-      factors = low_rank.factor(matrices, twin.spec.rank, param.label)
+      factors = param.spec.factor(jnp.moveaxis(stacked, axis, 0), axis + 1)
       left, right, energy = (jnp.moveaxis(x, 0, axis) for x in factors)
       parts[param.label], captured[param.label] = (left, right), energy
     else:
