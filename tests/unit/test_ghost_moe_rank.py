@@ -70,14 +70,16 @@ def assert_case(schedule, direction, changes):
         b2=0.95, eps=1e-8,
       )  # fmt: skip
       adam, P = ghost.AdamState({k: jnp.asarray(v) for k, v in moments.items()}, COUNT, KAPPA), ones
-    engine = ghost.GhostEngine(cfg, schedule=schedule, direction=direction, rank=RANK)
+    others = tuple(label for label in u if not is_experts(label))  # left out: they take most of the time to compile
+    engine = ghost.GhostEngine(cfg, schedule=schedule, direction=direction, rank=RANK, exclude=others)
     result = foreign.score(engine, model, TRAIN, VALIDATION, adam=adam)
   expected = along_factors(u, result.captured, cfg.model.scan_layers, P)
   oracle.gradients = {label: oracle.gradients[label] for label in expected}
   layers = cfg.model.base_num_decoder_layers // cfg.model.inhomogeneous_layer_cycle_interval
   stacked = layers if cfg.model.scan_layers else 0
   along, exact = oracle.dots(expected, stacked), oracle.dots(u, stacked)
-  foreign.assert_scores({label: result.per_param[label] for label in expected}, along, 1e-8)
+  assert result.captured.keys() == expected.keys()
+  foreign.assert_scores(result.per_param, along, 1e-8)
   for label, value in exact.items():  # a real approximation: of rank 3 with more tokens than that
     assert oracles.relative_error(along[label], value) > 1e-3, label
 
