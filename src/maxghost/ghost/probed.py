@@ -101,32 +101,32 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
   def backward(residuals, cotangent):
     # The layer's own rule gives the training gradients, so that they are those of a run without scores.
     values, arrays, parts, pull = residuals
-
-    def scores_of(train, parts, gradients):
-      args, _ = rebuild(train[0])
-      call = rules.Call(twin, method, values, args, train[1], lambda v: apply(v, train[0]), info.resolution)
-      scores = {}
-      for name, spec in info.scored:
-        direction, facts = directions.form(spec, parts[name], gradients[name])
-        score = constrain(rule.score(call, name, direction), SCORES[: 1 + info.resolution])
-        scores[name] = {"probe": score.astype(_probe_dtype(values[name].dtype))}
-        if facts is not None:
-          scores[name]["facts"] = facts
-      return scores
-
     if info.num_val:
-      train, (d_values, d_arrays), parts = _split_rows(info, apply, values, arrays, cotangent, parts)
-      scores = scores_of(train, parts, d_values)
-    elif all(spec.direction.kind == "sgd" for _, spec in info.scored):
-      # Such directions do not depend on the gradient: scores first, so that nothing waits for them.
-      scores = scores_of((arrays, cotangent), parts, values)
+      train, gradients, parts = _split_rows(info, apply, values, arrays, cotangent, parts)
+      return finish(residuals, gradients, scores_of(values, *train, parts, gradients[0]))
+    if all(spec.direction.kind == "sgd" for _, spec in info.scored):
+      # Such a direction does not depend on the gradient: nothing has to be kept for the scores.
+      scores = scores_of(values, arrays, cotangent, parts, values)
       cotangent, scores = autodiff.together(cotangent, scores)
-      d_values, d_arrays = pull(cotangent)
-    else:
-      d_values, d_arrays = pull(cotangent)
-      scores = scores_of((arrays, cotangent), parts, d_values)
-      d_values, d_arrays, scores = autodiff.together(d_values, d_arrays, scores)
-    return d_values, d_arrays, jax.tree.map(_zero_cotangent, residuals[2]), scores
+      return finish(residuals, pull(cotangent), scores)
+    gradients = pull(cotangent)
+    scores = scores_of(values, arrays, cotangent, parts, gradients[0])
+    return finish(residuals, *autodiff.together(gradients, scores))
+
+  def scores_of(values, arrays, cotangent, parts, weight_gradients):
+    args, _ = rebuild(arrays)
+    call = rules.Call(twin, method, values, args, cotangent, lambda v: apply(v, arrays), info.resolution)
+    scores = {}
+    for name, spec in info.scored:
+      direction, facts = directions.form(spec, parts[name], weight_gradients[name])
+      score = constrain(rule.score(call, name, direction), SCORES[: 1 + info.resolution])
+      scores[name] = {"probe": score.astype(_probe_dtype(values[name].dtype))}
+      if facts is not None:
+        scores[name]["facts"] = facts
+    return scores
+
+  def finish(residuals, gradients, scores):
+    return *gradients, jax.tree.map(_zero_cotangent, residuals[2]), scores
 
   op.defvjp(forward, backward)
   return op

@@ -59,7 +59,7 @@ def run(
 
   loss: a `StagedLoss`; val_loss: that of the validation rows, where it differs (no dropout). second_moments, scalars:
   as `schedules.direction_parts`. segment_lengths: as `segments.scan`. carries_on_host: the segment inputs of the
-  validation rows wait in pinned host memory. remat_policy: none | minimal | full, what of a layer's forward pass is
+  validation rows, and their cotangents between segments, wait in pinned host memory. remat_policy: none | minimal | full, what of a layer's forward pass is
   kept for the walk back; with segments a segment's layers are recomputed instead.
   Scores equal those of 'two_pass', tied tables included.
   Raises ValueError for a loss without stages or a model without stacked layers.
@@ -217,8 +217,7 @@ class _Walk:
       vjp = SavedVjp(stack.remat(self._plain_layer, self.remat_policy))
       self.val_vjps.append(vjp)
       return self._saving(vjp, lambda x, *layer: self._plain_arguments(x, batch, *layer), x)
-    keep = streaming.to_host if self.carries_on_host else lambda x: x
-    return self.inputs(self.val_loss, x, batch, self.stacked(), self.segment_lengths, keep)
+    return self.inputs(self.val_loss, x, batch, self.stacked(), self.segment_lengths, self._aside)
 
   def _saving(self, vjp, arguments, x):
     """(`_Kept` of all layers, output of the last). arguments(x, layer_params, layer_rest, index): those of `vjp`."""
@@ -337,7 +336,7 @@ class _Walk:
     return segments.join(out), streaming.to_device(cotangents)
 
   def _aside(self, x):
-    """x where it waits while the other rows of a segment have their turn."""
+    """x of the validation rows where it waits while the training rows of a segment have their turn."""
     return streaming.to_host(x) if self.carries_on_host else x
 
   def _inputs_K(self, x_K, batches, layers, segment_lengths) -> tuple:
@@ -370,7 +369,7 @@ class _Walk:
     val_cotangents, kept = jax.lax.scan(
       validation, streaming.to_device(cotangents.val), (inputs_K, layers), reverse=True
     )
-    # The barrier: what waits has left, and the training inputs are not computed while those of the validation rows exist.
+    # The barrier: the cotangent has left, and the training inputs are not computed while the validation inputs exist.
     state = (number, kept, self._aside(val_cotangents))
     number, (gradients, directions), val_cotangents = jax.lax.optimization_barrier(state)
     x_train = streaming.fetch(train_boundaries, number)
