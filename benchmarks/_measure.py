@@ -98,7 +98,16 @@ def machine() -> dict:
     "load": round(load, 1),
     "python": platform.python_version(),
     **{name: found for name in PACKAGES if (found := version(name))},
+    **_accelerator(),
   }
+
+
+def _accelerator() -> dict:
+  """The kind of the device that JAX computes on, where this program has loaded JAX and it is not the CPU."""
+  jax = sys.modules.get("jax")
+  if jax is None or jax.default_backend() == "cpu":
+    return {}
+  return {"device": jax.devices()[0].device_kind}
 
 
 def peak_bytes() -> int:

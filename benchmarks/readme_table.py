@@ -106,7 +106,9 @@ def figures_table(results: dict[str, dict]) -> str:
 
 def described(machine: dict) -> str:
   packages = ", ".join(f"{name} {machine[name]}" for name in ("jax", "flax") if name in machine)
-  return f"{machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, {packages}, {machine['date']}"
+  device = f"{machine['device']}, " if "device" in machine else ""
+  cores = f"{machine['cores']} cores of {machine['cpu']}"
+  return f"{device}{cores}, Python {machine['python']}, {packages}, {machine['date']}"
 
 
 def domains_table(results: dict[str, dict]) -> str:

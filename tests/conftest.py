@@ -14,6 +14,7 @@ OPTIONS = {
   "tpu_aot": ("--run-tpu-aot", "needs libtpu (extra `tpu`)"),
   "network": ("--run-network", "needs a package registry"),
   "hf": ("--run-hf", "needs the `hf` extra"),
+  "gpu": ("--run-gpu", "needs a GPU"),
 }
 
 

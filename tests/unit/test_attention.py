@@ -264,18 +264,20 @@ def test_cudnn_is_asked_for_the_same_attention():
     ("gpu", {"dtype": np.float32}, "bfloat16 on gpu, not float32; use dtype=bfloat16"),
     ("gpu", {"width": 12}, "head_dim=12: use head_dim=16, or attention=blockwise"),
     ("gpu", {"width": 300}, "head_dim=300: use head_dim=256, or"),
+    ("gpu", {"length": 13}, "max_target_length=13: use max_target_length=14, or attention=blockwise"),
     ("gpu", {"soft_cap": 3.0}, "no soft cap on gpu; use attention=blockwise"),
     ("gpu", {"sinks_H": True}, "no sinks on gpu; use attention=blockwise"),
-    ("gpu", {}, "attention=flash: .*; use attention=blockwise"),  # no cuDNN here
+    ("gpu", {"length": 14}, "attention=flash: .*; use attention=blockwise"),  # no cuDNN here
   ],
 )
 def test_what_flash_cannot_do_is_an_error(platform, changes, message):
   changes = dict(changes)
-  dtype, width = changes.pop("dtype", jnp.bfloat16), changes.pop("width", 16)
+  dtype, width, length = (changes.pop(n, x) for n, x in (("dtype", jnp.bfloat16), ("width", 16), ("length", 14)))
+  segments = np.resize(SEGMENTS, (B, length))
   with jax.enable_x64(True), platforms.tracing_for(platform):
-    (q, k, v), sinks = arrays(dtype, width=width, values=width)
+    (q, k, v), sinks = arrays(dtype, length=length, width=width, values=width)
     with pytest.raises(ConfigError, match=message):
-      attention_ops.attend(q, k, v, SEGMENTS, kernel="flash", **chosen(changes, sinks))
+      attention_ops.attend(q, k, v, segments, kernel="flash", **chosen(changes, sinks))
 
 
 @pytest.mark.parametrize(

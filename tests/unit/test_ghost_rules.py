@@ -174,6 +174,7 @@ class Case:
     self.model, self.loss_fn = foreign.randomized(make), loss_fn
     self.train, self.vals = batch(N, 1), [batch(N_VAL, 2), batch(3, 3)]
     self.oracle = foreign.Oracle(self.model, loss_fn, self.train, *self.vals)
+    self.rounded = foreign.Oracle(self.model, loss_fn, self.train, *self.vals, wide=False)
     self.stacked = 3 if name == "stack" else 0
     self.per_position = name != "images"
 
@@ -198,7 +199,8 @@ def test_every_parameter_against_per_example_gradients(name, case_of):
   for k, G in enumerate(case.oracle.G):
     expected = case.oracle.dots(G, case.stacked)
     scores = {label: np.take(v, k, axis=-2) for label, v in result.per_param.items()}
-    foreign.assert_scores(scores, expected, 1e-5)
+    rounded = case.rounded.dots(case.rounded.G[k], case.stacked)
+    foreign.assert_scores(scores, expected, 1e-5, rounded)
     assert oracles.relative_error(result.dot[k], foreign.total(expected)) < 1e-5
   if case.per_position:
     assert oracles.relative_error(result.per_position.sum(-1), result.additive) < 1e-5

@@ -41,14 +41,33 @@ def constant_batch(num: int, length: int, width: tuple) -> dict:
   return {"x": x, "counts": counts, "w": np.ones(num, np.float32)}
 
 
+def with_exact_gradients(model, batches: list) -> list:
+  """The batches whose own weight gradient, the direction, is summed in more than bfloat16. flax sums that of a table in
+  the compute dtype; XLA under JAX 0.12 sums mapped products in bfloat16 on CPU, 4096 ones to 2048."""
+  graphdef, params = nnx.split(model)
+
+  def loss(params, batch):
+    losses, weights = sum_loss(nnx.merge(graphdef, params), batch)
+    return (losses * weights).sum() / weights.sum()
+
+  with tiny.cheap_compilation():
+    mapped = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
+    own = tiny.by_label(mapped(params, jax.tree.map(lambda *x: np.stack(x), *batches)))
+  exact = foreign.Oracle(model, sum_loss, batches[0], *batches).G
+  return [
+    batch for k, batch in enumerate(batches)
+    if all(oracles.relative_error(own[label][k], g) < 1e-2 for label, g in exact[k].items())
+  ]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_long_sums_of_bfloat16_products_do_not_stall(name):
   """All numbers are exact in bfloat16; only a sum in bfloat16 would be wrong, by 90 percent here."""
   make, width = LAYERS[name]
   model = foreign.randomized(lambda rngs: make({"dtype": jnp.bfloat16, "rngs": rngs}), scale=0)
   train, vals = constant_batch(2, LONG, width), [constant_batch(1, length, width) for length in (3, LONG)]
-  if name == "lookup":
-    vals = vals[:1]  # the gradient of a table, and so its direction, is summed by flax in the compute dtype
+  vals = with_exact_gradients(model, vals)
+  assert vals
   result = foreign.score(ghost.GhostEngine(), model, train, vals, loss_fn=sum_loss)
   oracle = foreign.Oracle(model, sum_loss, train, *vals)
   for k, G in enumerate(oracle.G):

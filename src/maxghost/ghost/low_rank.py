@@ -14,6 +14,8 @@ import zlib
 import jax
 import jax.numpy as jnp
 
+from maxghost.ghost import elimination
+
 _HIGHEST = jax.lax.Precision.HIGHEST
 _LEAST_WEIGHT = 1e-4  # of the largest: factors are divided by the weights again
 _NEGLIGIBLE = 1e-3  # squared length of a column that an orthonormalisation could only enlarge, not make orthogonal
@@ -36,6 +38,7 @@ def rank_one_root(square_IO):
   return tuple(jnp.maximum(x, _LEAST_WEIGHT * jnp.max(x)) for x in (a, b))
 
 
+@jax.named_scope("ghost_factor")
 def factor(u, rank: int, label: str, weights=None):
   """(left [..., I, r], right [..., r, O], captured [...]): u ~ left @ right, captured = |left right|² / |u|² in [0, 1].
 
@@ -73,28 +76,12 @@ def orthonormalize(y, drop: bool):
   Applying it twice gives orthonormality to rounding (Yamamoto et al., "Roundoff error analysis of the CholeskyQR2
   algorithm", ETNA 44, 2015). Columns that nearly depend on earlier ones become zero (drop) or are only enlarged, for
   the next application to see what they add (Fukaya et al., "Shifted Cholesky QR", SIAM J. Sci. Comput. 42, 2020). The
-  triangle is found by elimination on the r x r Gram matrix: a loop of rank-one updates that batches over all leading
-  axes and needs no LAPACK, whose batched routines can deadlock inside a jitted program on CPU.
+  triangle is found by `elimination` on the r x r Gram matrix.
   """
   gram = _matmul(y.swapaxes(-1, -2), y)
-  rank = gram.shape[-1]
   negligible = _NEGLIGIBLE if drop else 32 * jnp.finfo(gram.dtype).eps
   floor = negligible * jnp.max(jnp.diagonal(gram, axis1=-2, axis2=-1), axis=-1)
-  columns = jnp.arange(rank)
-
-  def eliminate(k, carry):
-    gram, triangle = carry
-    row = jax.lax.dynamic_index_in_dim(gram, k, axis=-2, keepdims=False)
-    pivot = jax.lax.dynamic_index_in_dim(row, k, axis=-1, keepdims=False)
-    inverse = jnp.where(pivot > floor, 1 / jnp.where(pivot > floor, pivot, 1), 0)
-    multiplier = jnp.where(columns > k, row * inverse[..., None], 0)
-    gram = gram - row[..., :, None] * multiplier[..., None, :]
-    column = jax.lax.dynamic_index_in_dim(triangle, k, axis=-1, keepdims=True)
-    return gram, triangle - column * multiplier[..., None, :]
-
-  identity = jnp.broadcast_to(jnp.eye(rank, dtype=gram.dtype), gram.shape)
-  gram, triangle = jax.lax.fori_loop(0, rank, eliminate, (gram, identity))
-  pivots = jnp.diagonal(gram, axis1=-2, axis2=-1)
+  pivots, triangle = elimination.eliminate(gram, floor)
   floors = jnp.broadcast_to(floor[..., None], pivots.shape)
   kept = pivots > floors
   least = jnp.zeros_like(floors) if drop else jnp.where(floors > 0, jax.lax.rsqrt(jnp.where(floors > 0, floors, 1)), 0)

@@ -119,7 +119,8 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
     scores = {}
     for name, spec in info.scored:
       direction, facts = directions.form(spec, parts[name], weight_gradients[name])
-      score = constrain(rule.score(call, name, direction), SCORES[: 1 + info.resolution])
+      with jax.named_scope("ghost_score"):
+        score = constrain(rule.score(call, name, direction), SCORES[: 1 + info.resolution])
       scores[name] = {"probe": score.astype(_probe_dtype(values[name].dtype))}
       if facts is not None:
         scores[name]["facts"] = facts
@@ -174,6 +175,7 @@ def _linked_call(twin, rule, method, info: TwinInfo, values, args, parts, probes
       return tiled_head.blank_link(info.tiles, info.linked, dtype)
     return jnp.zeros(info.linked, dtype), jnp.zeros((*info.linked[:-1], table.shape[0]), dtype)
 
+  @jax.named_scope("ghost_score")
   def score(table, ids, b, carried, weight_gradient, parts):
     direction, facts = directions.form(spec, parts, weight_gradient)
     lookup = rules.Call(twin, "__call__", values, (ids,), b, None, info.resolution)

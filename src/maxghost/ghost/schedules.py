@@ -70,7 +70,8 @@ def validation_gradients(graphdef, params, rest, loss_fn: Callable, batches: tup
   def loss(params, batch):
     return validation_mean(*loss_fn(nnx.merge(graphdef, params, rest), batch))
 
-  return _for_each_set(lambda batch: jax.value_and_grad(loss)(params, batch), batches)
+  with jax.named_scope("ghost_validation"):
+    return _for_each_set(lambda batch: jax.value_and_grad(loss)(params, batch), batches)
 
 
 def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: tuple, gradients: list, delta):

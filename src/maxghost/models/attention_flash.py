@@ -131,7 +131,7 @@ def cudnn(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, implementatio
     raise ConfigError(
       f"attention=flash computes in bfloat16 on gpu, not {q_BTHh.dtype}; use dtype=bfloat16, or attention=blockwise"
     )
-  width = q_BTHh.shape[-1]
+  length, width = q_BTHh.shape[1], q_BTHh.shape[-1]
   if width % 8 or width > 256:
     raise ConfigError(
       f"attention=flash on gpu needs a head_dim that is a multiple of 8 and at most 256; head_dim={width}: use "
@@ -142,6 +142,11 @@ def cudnn(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, implementatio
       raise ConfigError(f"attention=flash has no {name} on gpu; use attention=blockwise")
   mask_B1TT = None
   if segment_ids_BT is not None:
+    if length % 2:
+      raise ConfigError(
+        f"attention=flash on gpu needs an even number of positions for packed rows; max_target_length={length}: use "
+        f"max_target_length={length + 1}, or attention=blockwise"
+      )
     mask_B1TT = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
   try:
     return jax.nn.dot_product_attention(
