@@ -105,7 +105,8 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
       train, gradients, parts = _split_rows(info, apply, values, arrays, cotangent, parts)
       return finish(residuals, gradients, scores_of(values, *train, parts, gradients[0]))
     if all(spec.direction.kind == "sgd" for _, spec in info.scored):
-      # Such a direction does not depend on the gradient: nothing has to be kept for the scores.
+      # Such a direction does not depend on the gradient: with the scores first, the cotangent of the layer's input may
+      # be formed where it is used.
       scores = scores_of(values, arrays, cotangent, parts, values)
       cotangent, scores = autodiff.together(cotangent, scores)
       return finish(residuals, pull(cotangent), scores)

@@ -59,8 +59,9 @@ def run(
 
   loss: a `StagedLoss`; val_loss: that of the validation rows, where it differs (no dropout). second_moments, scalars:
   as `schedules.direction_parts`. segment_lengths: as `segments.scan`. carries_on_host: the segment inputs of the
-  validation rows, and their cotangents between segments, wait in pinned host memory. remat_policy: none | minimal | full, what of a layer's forward pass is
-  kept for the walk back; with segments a segment's layers are recomputed instead.
+  validation rows, and their cotangents between segments, wait in pinned host memory. remat_policy: none | minimal |
+  full, what of a layer's forward pass is kept for the walk back; with segments a segment's layers are recomputed
+  instead.
   Scores equal those of 'two_pass', tied tables included.
   Raises ValueError for a loss without stages or a model without stacked layers.
   """
