@@ -145,7 +145,7 @@ def test_the_validation_cotangent_waits_on_the_host(carries, wanted, monkeypatch
     if equation.primitive.name == "scan" and equation.params["reverse"]:
       carried += [v.aval for v in equation.outvars[: equation.params["num_carry"]]]
   found = {v.shape: v.memory_space == jax.memory.Space.Host for v in carried if v.shape[1:] == (tiny.POSITIONS, 20)}
-  assert found == {(5, tiny.POSITIONS, 20): False, (7, tiny.POSITIONS, 20): wanted}
+  assert found == {(5, tiny.POSITIONS, 20): wanted, (7, tiny.POSITIONS, 20): False}
 
 
 def test_carries_on_the_host_need_segments():
