@@ -95,10 +95,33 @@ def test_streamed_weights_and_moments_live_in_host_memory():
   assert near.arguments - far.arguments == stacked * (2 + 4 + 2)
 
 
+def test_segments_at_work_are_beside_the_stack():
+  """Weights cut out of the stack and gradients that go there; with streaming the next segment's weights as well."""
+  plain = long()
+  stacked = 2 * sum(size for label, size in sizes(plain).items() if "/layers/" in label)
+  outer = 2 * sum(sizes(plain).values()) - stacked
+  assert row(plain, "gradients") == outer + stacked
+  assert row(long(segment_length=6), "gradients") == outer + stacked + 2 * stacked // 8
+  assert row(long(segment_lengths=(12, 4)), "gradients") == outer + stacked + 2 * stacked // 4 + 2 * stacked // 12
+  assert row(long(segment_length=6, stream_weights="host"), "gradients") == outer + 3 * stacked // 8
+
+
+def test_attention_and_feed_forward_layer_are_differentiated_one_after_the_other_where_layers_are_scored():
+  work = "within-segment activations"
+  hidden, width, heads, keys = (65_536 * 2 * n for n in (2048, 4096, 16 * 128, 4 * 128))
+  scored = {"ghost_enabled": True, "ghost_schedule": "reverse_scan"}
+  assert row(long(segment_length=6), work) == 2 * hidden + 3 * width + 4 * (heads + keys)
+  assert row(long(segment_length=6, **scored), work) == 2 * hidden + 3 * width + 2 * (heads + keys)
+  assert row(long(segment_length=6, base_mlp_dim=512, **scored), work) == 2 * hidden + 4 * (heads + keys)
+  assert row(long(**scored), work) == row(long(), work)
+  single = row(long(segment_length=6, mlp_activations=("gelu",)), work)  # in place of what it is formed from
+  assert single == 2 * hidden + width + 4 * (heads + keys)
+
+
 def test_scores_that_take_turns_hold_one_batch_of_a_segments_inputs():
-  """Of the validation rows there are, while a layer's training rows are at work: a cotangent, the gradients outside the
-  stack, those of the segment until training gradients take their places, and their segment inputs, unless on the host.
-  """
+  """Beside what the plain step holds there are: the cotangent of the rows that wait, the validation gradients outside
+  the stack, and the segment inputs of the validation rows, unless on the host. Those of a segment's weights are where
+  the training gradients come."""
   keys = {
     "ghost_enabled": True, "ghost_schedule": "reverse_scan", "ghost_val_batch_size": 1, "segment_length": 6,
   }  # fmt: skip
@@ -106,7 +129,7 @@ def test_scores_that_take_turns_hold_one_batch_of_a_segments_inputs():
   stacked = sum(size for label, size in sizes(plain).items() if "/layers/" in label)
   outer = sum(sizes(plain).values()) - stacked
   probes = sum(48 if "/layers/" in label else 1 for label in sizes(plain)) * 65_536 * 4
-  wanted = {"none": 2 * outer + 2 * stacked // 8 + carry + probes + 8 * carry, "host": None}
+  wanted = {"none": 2 * outer + carry + probes + 8 * carry, "host": None}
   wanted["host"] = wanted["none"] - 8 * carry
   for carries, size in wanted.items():
     scored = long(**keys, ghost_stream_carries=carries)
@@ -114,7 +137,7 @@ def test_scores_that_take_turns_hold_one_batch_of_a_segments_inputs():
     assert row(scored, "boundary carries") == row(plain, "boundary carries") == (8 + 6) * carry
     assert "  validation and training rows take turns by segments of 6 layers" in scored.table()
   streamed = long(**keys, ghost_stream_carries="host", stream_weights="host")
-  assert row(streamed, "ghost directions and probes") == wanted["host"] - 2 * stacked // 8
+  assert row(streamed, "ghost directions and probes") == wanted["host"]
   assert row(long(**(keys | {"ghost_val_batch_size": 3})), "boundary carries") == (8 + 3 * 6) * carry
   short = long(**keys, max_target_length=1024)  # gradients are larger than inputs here
   assert "  validation and training rows take turns layer by layer" in short.table()
@@ -146,6 +169,17 @@ def test_tiles_divide_the_logits():
   whole = 32_768 * 201_088 * 2
   assert logits(1) == whole
   assert logits(2) == whole / 2
+
+
+def test_blocks_of_the_vocabulary_hold_the_table_in_blocks():
+  """The table in blocks, their gradients and one copy on its way, in place of a float32 gradient of the table."""
+  large = {"vocab_size": 201_088, "num_vocab_tiling": 8, "max_target_length": 32_768, "base_num_decoder_layers": 2}
+  tokens, blocks = long(**large), long(**large, vocab_tiling_axis="vocab")
+  table, hidden = 2 * 201_088 * 2048, 2 * 32_768 * 2048
+  assert row(tokens, "gradients") == table + 2 * table
+  assert row(blocks, "gradients") == table + 3 * table
+  assert row(blocks, "within-segment activations") - row(tokens, "within-segment activations") == hidden
+  assert row(blocks, "logits") == row(tokens, "logits")
 
 
 def test_a_step_that_fits_has_one_line():
