@@ -1,11 +1,14 @@
 """The closed-form memory estimate: against real shapes, its scaling, and the verdict's advice."""
 
+import math
+
 import jax
 import pytest
+import routed
 import tiny
 from flax import nnx
 
-from maxghost import config, models
+from maxghost import config, ghost, models
 from maxghost.parallel import memory_estimate
 from maxghost.parallel.memory_estimate import Tensor, decoder_parameters, estimate
 from maxghost.parallel.memory_verdict import largest, remedies, verdict
@@ -92,10 +95,33 @@ def test_streamed_weights_and_moments_live_in_host_memory():
   assert near.arguments - far.arguments == stacked * (2 + 4 + 2)
 
 
+def test_segments_at_work_are_beside_the_stack():
+  """Weights cut out of the stack and gradients that go there; with streaming the next segment's weights as well."""
+  plain = long()
+  stacked = 2 * sum(size for label, size in sizes(plain).items() if "/layers/" in label)
+  outer = 2 * sum(sizes(plain).values()) - stacked
+  assert row(plain, "gradients") == outer + stacked
+  assert row(long(segment_length=6), "gradients") == outer + stacked + 2 * stacked // 8
+  assert row(long(segment_lengths=(12, 4)), "gradients") == outer + stacked + 2 * stacked // 4 + 2 * stacked // 12
+  assert row(long(segment_length=6, stream_weights="host"), "gradients") == outer + 3 * stacked // 8
+
+
+def test_attention_and_feed_forward_layer_are_differentiated_one_after_the_other_where_layers_are_scored():
+  work = "within-segment activations"
+  hidden, width, heads, keys = (65_536 * 2 * n for n in (2048, 4096, 16 * 128, 4 * 128))
+  scored = {"ghost_enabled": True, "ghost_schedule": "reverse_scan"}
+  assert row(long(segment_length=6), work) == 2 * hidden + 3 * width + 4 * (heads + keys)
+  assert row(long(segment_length=6, **scored), work) == 2 * hidden + 3 * width + 2 * (heads + keys)
+  assert row(long(segment_length=6, base_mlp_dim=512, **scored), work) == 2 * hidden + 4 * (heads + keys)
+  assert row(long(**scored), work) == row(long(), work)
+  single = row(long(segment_length=6, mlp_activations=("gelu",)), work)  # in place of what it is formed from
+  assert single == 2 * hidden + width + 4 * (heads + keys)
+
+
 def test_scores_that_take_turns_hold_one_batch_of_a_segments_inputs():
-  """Of the validation rows there are, while a layer's training rows are at work: a cotangent, the gradients outside the
-  stack, those of the segment until training gradients take their places, and their segment inputs, unless on the host.
-  """
+  """Beside what the plain step holds there are: the cotangent of the rows that wait, the validation gradients outside
+  the stack, and the segment inputs of the validation rows, unless on the host. Those of a segment's weights are where
+  the training gradients come."""
   keys = {
     "ghost_enabled": True, "ghost_schedule": "reverse_scan", "ghost_val_batch_size": 1, "segment_length": 6,
   }  # fmt: skip
@@ -103,7 +129,7 @@ def test_scores_that_take_turns_hold_one_batch_of_a_segments_inputs():
   stacked = sum(size for label, size in sizes(plain).items() if "/layers/" in label)
   outer = sum(sizes(plain).values()) - stacked
   probes = sum(48 if "/layers/" in label else 1 for label in sizes(plain)) * 65_536 * 4
-  wanted = {"none": 2 * outer + 2 * stacked // 8 + carry + probes + 8 * carry, "host": None}
+  wanted = {"none": 2 * outer + carry + probes + 8 * carry, "host": None}
   wanted["host"] = wanted["none"] - 8 * carry
   for carries, size in wanted.items():
     scored = long(**keys, ghost_stream_carries=carries)
@@ -111,7 +137,7 @@ def test_scores_that_take_turns_hold_one_batch_of_a_segments_inputs():
     assert row(scored, "boundary carries") == row(plain, "boundary carries") == (8 + 6) * carry
     assert "  validation and training rows take turns by segments of 6 layers" in scored.table()
   streamed = long(**keys, ghost_stream_carries="host", stream_weights="host")
-  assert row(streamed, "ghost directions and probes") == wanted["host"] - 2 * stacked // 8
+  assert row(streamed, "ghost directions and probes") == wanted["host"]
   assert row(long(**(keys | {"ghost_val_batch_size": 3})), "boundary carries") == (8 + 3 * 6) * carry
   short = long(**keys, max_target_length=1024)  # gradients are larger than inputs here
   assert "  validation and training rows take turns layer by layer" in short.table()
@@ -143,6 +169,17 @@ def test_tiles_divide_the_logits():
   whole = 32_768 * 201_088 * 2
   assert logits(1) == whole
   assert logits(2) == whole / 2
+
+
+def test_blocks_of_the_vocabulary_hold_the_table_in_blocks():
+  """The table in blocks, their gradients and one copy on its way, in place of a float32 gradient of the table."""
+  large = {"vocab_size": 201_088, "num_vocab_tiling": 8, "max_target_length": 32_768, "base_num_decoder_layers": 2}
+  tokens, blocks = long(**large), long(**large, vocab_tiling_axis="vocab")
+  table, hidden = 2 * 201_088 * 2048, 2 * 32_768 * 2048
+  assert row(tokens, "gradients") == table + 2 * table
+  assert row(blocks, "gradients") == table + 3 * table
+  assert row(blocks, "within-segment activations") - row(tokens, "within-segment activations") == hidden
+  assert row(blocks, "logits") == row(tokens, "logits")
 
 
 def test_a_step_that_fits_has_one_line():
@@ -198,3 +235,19 @@ def test_the_closed_form_stands_beside_the_compilers():
   estimated = estimate(tiny.make_config())
   line = estimated.beside({"arguments": estimated.arguments, "temporaries": 2 * estimated.temporaries})
   assert f"({estimated.total / (estimated.total + estimated.temporaries) - 1:+.1%})" in line
+
+
+@pytest.mark.parametrize("rank", [4, 5])
+def test_factors_of_experts_are_those_of_the_twin(rank):
+  """At rank 5 matrices of 20 x 14 keep their directions whole. On a mesh each device has its part."""
+  cfg = tiny.make_config(**routed.MIXTRAL, ghost_rank=rank, ghost_direction="sgd")
+  model = models.create_abstract(cfg)
+  twin = ghost.attach(model, num_examples=3, spec=ghost.DirectionSpec(rank=rank))
+  parts = {p.label: p.spec.part_shapes(p.stack_shape, 1, p.shape) for p in twin.scored if p.spec.low_rank}
+  assert ("decoder/layers/MoeBlock_0/wi_0" in parts) == (rank == 4)
+  expected = 4 * sum(math.prod(shape) for shapes in parts.values() for shape in shapes.values())
+  _, abstract = state.abstract_split(cfg)
+  for mesh, devices in ({}, 1), ({"fsdp": 2, "expert": 2}, 4):
+    estimated = memory_report.estimate_of(cfg, abstract, mesh)
+    tensors = [t for r in estimated.rows for t in r.tensors if t.why == f"directions of rank {rank}"]
+    assert sum(t.bytes for t in tensors) == pytest.approx(expected / devices, rel=0.01)

@@ -305,6 +305,53 @@ def test_dense_dot_general_has_a_forward_mode():
   np.testing.assert_allclose(tangent, x @ v, rtol=1e-5, atol=1e-6)
 
 
+def pulled_in_order(function, *arguments):
+  """(values and cotangents, equations of the backward pass) of function inside `gradients_in_order`."""
+
+  def run(*arguments):
+    out, pull = jax.vjp(function, *arguments)
+    with autodiff.gradients_in_order():
+      return out, pull(jnp.ones_like(out))
+
+  return run(*arguments), list(tiny.equations(jax.make_jaxpr(run)(*arguments)))
+
+
+def test_in_order_the_weight_gradient_is_there_before_the_cotangent_goes_on():
+  """Same values; and what the product for the inputs reads comes out of a barrier that holds the weight gradient."""
+  dims = (((2,), (0,)), ((), ()))
+  rng = np.random.default_rng(0)
+  x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((7, 3, 5), (5, 2)))
+  product = lambda x, w: dense.dot_general(x, w, dims)  # noqa: E731
+  (out, grads), equations = pulled_in_order(product, x, w)
+  plain, pull = jax.vjp(product, x, w)
+  for ours, theirs in zip((out, *grads), (plain, *pull(jnp.ones_like(plain))), strict=True):
+    np.testing.assert_array_equal(ours, theirs)
+  (barrier,) = (e for e in equations if e.primitive.name == "optimization_barrier")
+  by_shape = {e.outvars[0].aval.shape: e for e in equations if e.primitive.name == "dot_general"}
+  assert by_shape[5, 2].outvars[0] in barrier.invars
+  assert any(v in barrier.outvars for v in by_shape[7, 3, 5].invars)
+
+
+def test_cotangents_of_branches_meet():
+  """Same values, a forward mode, and in order one barrier for all branches."""
+  rng = np.random.default_rng(0)
+  a, b, v = (jnp.asarray(rng.normal(size=(3, 4)), jnp.float32) for _ in range(3))
+
+  def joined(a, b):
+    a, b = autodiff.meeting([a, b])
+    return jnp.tanh(a) * b
+
+  (out, grads), equations = pulled_in_order(joined, a, b)
+  np.testing.assert_allclose(out, np.tanh(a) * b, rtol=1e-6)
+  expected = jax.grad(lambda a, b: (jnp.tanh(a) * b).sum(), argnums=(0, 1))(a, b)
+  for ours, theirs in zip(grads, expected, strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+  assert [len(e.invars) for e in equations if e.primitive.name == "optimization_barrier"] == [2]
+  with autodiff.forward_mode():
+    _, tangent = jax.jvp(lambda a: joined(a, b), (a,), (v,))
+  np.testing.assert_allclose(tangent, v * b / np.cosh(a) ** 2, rtol=1e-5, atol=1e-6)
+
+
 def test_unknown_names_are_refused():
   with pytest.raises(ValueError, match="remat_policy=some"):
     models.stack.remat(lambda x: x, "some")

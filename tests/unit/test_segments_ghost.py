@@ -134,6 +134,20 @@ def test_without_segments_they_keep_one_per_layer():
   assert kept(4, remat_policy="full") == [(4, 5, tiny.POSITIONS, 20), (4, 7, tiny.POSITIONS, 20)]
 
 
+@pytest.mark.parametrize(("carries", "wanted"), [("host", True), ("none", False)])
+def test_the_validation_cotangent_waits_on_the_host(carries, wanted, monkeypatch):
+  """Between its segments: it is what the loop over segments carries there."""
+  monkeypatch.setattr(reverse_scan._Walk, "_smaller_gradients", lambda *args: True)
+  run = Run(base_num_decoder_layers=4, ghost_schedule="reverse_scan", segment_length=2, ghost_stream_carries=carries)
+  jaxpr = jax.make_jaxpr(run.function)(run.state, TRAIN[0], (VALIDATION,))
+  carried = []
+  for equation in jaxpr.jaxpr.eqns:
+    if equation.primitive.name == "scan" and equation.params["reverse"]:
+      carried += [v.aval for v in equation.outvars[: equation.params["num_carry"]]]
+  found = {v.shape: v.memory_space == jax.memory.Space.Host for v in carried if v.shape[1:] == (tiny.POSITIONS, 20)}
+  assert found == {(5, tiny.POSITIONS, 20): wanted, (7, tiny.POSITIONS, 20): False}
+
+
 def test_carries_on_the_host_need_segments():
   for overrides in ("ghost_schedule=reverse_scan", "segment_length=2"):
     with pytest.raises(config.ConfigError, match="ghost_stream_carries=host needs ghost_schedule=reverse_scan and a"):

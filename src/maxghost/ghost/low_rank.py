@@ -29,66 +29,73 @@ def gains(rank: int, inputs: int, outputs: int) -> bool:
 
 
 def rank_one_root(square_IO):
-  """(a [I], b [O]): a_i b_j is the root of the rank-one matrix with the row and column sums of square_IO >= 0.
+  """(a [..., I], b [..., O]): a_i b_j is the root of the rank-one matrix with the row and column sums of
+  square_IO >= 0 [..., I, O].
 
   Where the entries of a gradient are independent with variances square_IO, the mean square error of its product with
   a factored direction is then |diag(a) (u - left right) diag(b)|²_F, up to how far the variances are from rank one
   (as in Adafactor, arXiv:1804.04235, equation 4). Bounded away from zero by 1e-4 of the largest.
   """
-  a, b = (jnp.sqrt(jnp.mean(square_IO, axis)) for axis in (1, 0))
-  b = b / jnp.sqrt(jnp.mean(square_IO))
-  return tuple(jnp.maximum(x, _LEAST_WEIGHT * jnp.max(x)) for x in (a, b))
+  a, b = (jnp.sqrt(jnp.mean(square_IO, axis)) for axis in (-1, -2))
+  b = b / jnp.sqrt(jnp.mean(square_IO, (-2, -1)))[..., None]
+  return tuple(jnp.maximum(x, _LEAST_WEIGHT * jnp.max(x, -1, keepdims=True)) for x in (a, b))
 
 
 @jax.named_scope("ghost_factor")
-def factor(u, rank: int, label: str):
+def factor(u, rank: int, label: str, groups: int = 0):
   """(left [..., I, r], right [..., r, O], captured [...]): u ~ left @ right, captured = |left right|² / |u|² in [0, 1].
 
+  groups: the last so many leading axes number the parts of one direction: captured is the share of all of them
+  together, without these axes.
   label seeds Omega, so that a direction depends on nothing but u and its name. A zero u gives zero factors. Singular
   values below 5e-3 of the largest may be lost to the rounding of float32; captured tells.
   """
   u = u.astype(jnp.promote_types(u.dtype, jnp.float32))
   # Products are scaled, not u itself: a scaled copy of u would cost as much as the products.
-  scale = _one_over(jnp.max(jnp.abs(u), (-2, -1), keepdims=True))
+  size = jnp.max(jnp.abs(u), (-2, -1), keepdims=True)
+  scale = _one_over(size)
   omega = jax.random.normal(_key(label), (u.shape[-1], rank), u.dtype)
   q = _matmul(u, jnp.broadcast_to(omega, (*u.shape[:-2], *omega.shape))) * scale
   # Between the two products, or the columns of small singular values would drown: their squares meet at rounding.
   q = _matmul(u, orthonormalize(_matmul(u.swapaxes(-1, -2), q) * scale, drop=False)) * scale
   q = orthonormalize(orthonormalize(q, drop=False), drop=True)
   right = _matmul(q.swapaxes(-1, -2), u)
-  return q, right, _share(right * scale, u * scale)
+  return q, right, _share(right * scale, u * scale, size, groups)
 
 
 @jax.named_scope("ghost_factor")
-def factor_for(gradient_IO, weights, u, rank: int, label: str):
-  """`factor` of u for products with gradients that resemble gradient_IO, such as the examples whose sum it is.
+def factor_for(gradient, weights, u, rank: int, label: str, groups: int = 0):
+  """`factor` of u for products with gradients that resemble gradient [..., I, O], such as the examples whose sum it is.
 
-  weights: (a [I], b [O]), all positive: the spread of a gradient's rows and columns, see `rank_one_root`. With
-  A = diag(a) u diag(b) and g = diag(a)^-1 gradient diag(b)^-1, u becomes diag(a)^-1 A Q Qᵀ diag(b)^-1, Q[O, r] an
-  orthonormal basis of the range of (Aᵀ C A) Aᵀ z, the columns of z Gaussian with covariance C = I g gᵀ / |g|² + 0.01.
+  weights: (a [..., I], b [..., O]), all positive: the spread of a gradient's rows and columns, see `rank_one_root`;
+  like the gradient's their leading axes are the last ones of u, or as many. With A = diag(a) u diag(b) and
+  g = diag(a)^-1 gradient diag(b)^-1, u becomes diag(a)^-1 A Q Qᵀ diag(b)^-1, Q[O, r] an orthonormal basis of the range
+  of (Aᵀ C A) Aᵀ z, the columns of z Gaussian with covariance C = I g gᵀ / |g|² + 0.01.
   The bound of this module holds for C^(1/2) A in place of u: what is lost of A is small along g, where gradients like
   it read, and |A - A Q Qᵀ|_F is at most 10 times the bound and never more than |A|_F. captured = |A Q|² / |A|²; a
   score is off by at most |diag(a)^-1 grad l_i diag(b)^-1|_F |A|_F (1 - captured)^(1/2). A zero gradient leaves C flat.
   """
   wide = jnp.promote_types(u.dtype, jnp.float32)
-  u, g = u.astype(wide), gradient_IO.astype(wide)
-  a, b = (x.astype(wide)[:, None] for x in weights)
-  scale = _one_over(jnp.max(jnp.abs(u * a * b[:, 0]), (-2, -1), keepdims=True))
-  g_scale = _one_over(jnp.max(jnp.abs(g / a / b[:, 0])))
-  g_scale *= jnp.sqrt(g.shape[0] * _one_over(jnp.sum(jnp.square(g / a / b[:, 0] * g_scale))))
+  u, g = u.astype(wide), gradient.astype(wide)
+  a, b = (x.astype(wide)[..., None] for x in weights)
+  ab = a * b.swapaxes(-1, -2)
+  size = jnp.max(jnp.abs(u * ab), (-2, -1), keepdims=True)
+  scale, g_scale = _one_over(size), _one_over(jnp.max(jnp.abs(g / ab), (-2, -1), keepdims=True))
+  squares = jnp.sum(jnp.square(g / ab * g_scale), (-2, -1), keepdims=True)
+  g_scale *= jnp.sqrt(g.shape[-2] * _one_over(squares))
   # Weights are put on the thin factors: weighted copies of u and g would cost as much as the products.
   across = lambda z: a * _matmul(u, b * z) * scale  # noqa: E731  A z
   back = lambda z: b * _matmul(u.swapaxes(-1, -2), a * z) * scale  # noqa: E731  Aᵀ z
   g_across = lambda z: _matmul(g, z / b) / a * g_scale  # noqa: E731  g z, where g gᵀ has a mean eigenvalue of 1
-  g_back = lambda z: _matmul(g.T, z / a) / b * g_scale  # noqa: E731  gᵀ z
-  keys = jax.random.split(_key(label))
-  first, second = (jax.random.normal(key, (side, rank), wide) for key, side in zip(keys, g.T.shape, strict=True))
+  g_back = lambda z: _matmul(g.swapaxes(-1, -2), z / a) / b * g_scale  # noqa: E731  gᵀ z
+  keys, sides = jax.random.split(_key(label)), (g.shape[-1], g.shape[-2])
+  first, second = (jax.random.normal(key, (side, rank), wide) for key, side in zip(keys, sides, strict=True))
   z = g_across(first) + _WHITE**0.5 * second
   y = orthonormalize(across(orthonormalize(back(z), drop=False)), drop=False)
   q = back(g_across(g_back(y)) + _WHITE * y)
   q = orthonormalize(orthonormalize(q, drop=False), drop=True)
   left = _matmul(u, b * q)
-  return left, q.swapaxes(-1, -2) / b[:, 0], _share(a * left * scale, u * a * b[:, 0] * scale)
+  return left, (q / b).swapaxes(-1, -2), _share(a * left * scale, u * ab * scale, size, groups)
 
 
 def _key(label: str):
@@ -100,9 +107,15 @@ def _one_over(size):
   return 1 / jnp.where(size < jnp.finfo(size.dtype).tiny, 1, size)
 
 
-def _share(part, whole):
-  """|part|² / |whole|² of matrices, 0 where both are 0."""
-  return jnp.sum(jnp.square(part), (-2, -1)) * _one_over(jnp.sum(jnp.square(whole), (-2, -1)))
+def _share(part, whole, size, groups: int):
+  """|part|² / |whole|² of matrices divided by size [..., 1, 1], 0 where both are 0; over the last `groups` axes
+  together."""
+  kept, energy = (jnp.sum(jnp.square(x), (-2, -1)) for x in (part, whole))
+  if groups:
+    axes, size = tuple(range(-groups, 0)), size.squeeze((-2, -1))
+    share = jnp.square(size * _one_over(jnp.max(size, axes, keepdims=True)))
+    kept, energy = (jnp.sum(share * x, axes) for x in (kept, energy))
+  return kept * _one_over(energy)
 
 
 def _matmul(a, b):

@@ -102,21 +102,33 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
     # The layer's own rule gives the training gradients, so that they are those of a run without scores.
     values, arrays, parts, pull = residuals
     if info.num_val:
-      train, (d_values, d_arrays), parts = _split_rows(info, apply, values, arrays, cotangent, parts)
-    else:
-      train, (d_values, d_arrays) = (arrays, cotangent), pull(cotangent)
-    args, _ = rebuild(train[0])
-    call = rules.Call(twin, method, values, args, train[1], lambda v: apply(v, train[0]), info.resolution)
+      train, gradients, parts = _split_rows(info, apply, values, arrays, cotangent, parts)
+      return finish(residuals, gradients, scores_of(values, *train, parts, gradients[0]))
+    if all(spec.direction.kind == "sgd" for _, spec in info.scored):
+      # Such a direction does not depend on the gradient: with the scores first, the cotangent of the layer's input may
+      # be formed where it is used.
+      scores = scores_of(values, arrays, cotangent, parts, values)
+      cotangent, scores = autodiff.together(cotangent, scores)
+      return finish(residuals, pull(cotangent), scores)
+    gradients = pull(cotangent)
+    scores = scores_of(values, arrays, cotangent, parts, gradients[0])
+    return finish(residuals, *autodiff.together(gradients, scores))
+
+  def scores_of(values, arrays, cotangent, parts, weight_gradients):
+    args, _ = rebuild(arrays)
+    call = rules.Call(twin, method, values, args, cotangent, lambda v: apply(v, arrays), info.resolution)
     scores = {}
     for name, spec in info.scored:
-      direction, facts = directions.form(spec, parts[name], d_values[name])
+      direction, facts = directions.form(spec, parts[name], weight_gradients[name])
       with jax.named_scope("ghost_score"):
         score = constrain(rule.score(call, name, direction), SCORES[: 1 + info.resolution])
       scores[name] = {"probe": score.astype(_probe_dtype(values[name].dtype))}
       if facts is not None:
         scores[name]["facts"] = facts
-    d_values, d_arrays, scores = autodiff.together(d_values, d_arrays, scores)
-    return d_values, d_arrays, jax.tree.map(_zero_cotangent, residuals[2]), scores
+    return scores
+
+  def finish(residuals, gradients, scores):
+    return *gradients, jax.tree.map(_zero_cotangent, residuals[2]), scores
 
   op.defvjp(forward, backward)
   return op

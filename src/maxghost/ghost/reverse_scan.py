@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.ghost import directions, ledger, low_rank, schedules
+from maxghost.ghost import directions, ledger, schedules
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.losses import StagedLoss, submodule
 from maxghost.ghost.saved_vjp import SavedVjp, pull_in_order
@@ -59,8 +59,9 @@ def run(
 
   loss: a `StagedLoss`; val_loss: that of the validation rows, where it differs (no dropout). second_moments, scalars:
   as `schedules.direction_parts`. segment_lengths: as `segments.scan`. carries_on_host: the segment inputs of the
-  validation rows wait in pinned host memory. remat_policy: none | minimal | full, what of a layer's forward pass is
-  kept for the walk back; with segments a segment's layers are recomputed instead.
+  validation rows, and their cotangents between segments, wait in pinned host memory. remat_policy: none | minimal |
+  full, what of a layer's forward pass is kept for the walk back; with segments a segment's layers are recomputed
+  instead.
   Scores equal those of 'two_pass', tied tables included.
   Raises ValueError for a loss without stages or a model without stacked layers.
   """
@@ -217,8 +218,7 @@ class _Walk:
       vjp = SavedVjp(stack.remat(self._plain_layer, self.remat_policy))
       self.val_vjps.append(vjp)
       return self._saving(vjp, lambda x, *layer: self._plain_arguments(x, batch, *layer), x)
-    keep = streaming.to_host if self.carries_on_host else lambda x: x
-    return self.inputs(self.val_loss, x, batch, self.stacked(), self.segment_lengths, keep)
+    return self.inputs(self.val_loss, x, batch, self.stacked(), self.segment_lengths, self._aside)
 
   def _saving(self, vjp, arguments, x):
     """(`_Kept` of all layers, output of the last). arguments(x, layer_params, layer_rest, index): those of `vjp`."""
@@ -327,10 +327,11 @@ class _Walk:
       )
       return out, cotangents
     inner = segment_lengths[1:]
+    in_turn = not inner and self._smaller_gradients(boundaries.val, layers[0])
 
     def segment(cotangents, scanned, here):
       x_val, number = scanned
-      if not inner and self._smaller_gradients(x_val, here[0]):
+      if in_turn:
         out, cotangents = self._segment_back(x_val, boundaries.train, number, cotangents, batches, here)
       else:
         x_train = streaming.fetch(boundaries.train, number)
@@ -340,8 +341,14 @@ class _Walk:
 
     stacked = segments.split(layers, segment_lengths[0])
     scanned = (boundaries.val, jnp.arange(layers[2].shape[0] // segment_lengths[0]))
+    if in_turn:
+      cotangents = _Pair(self._aside(cotangents.val), cotangents.train)
     cotangents, out = streaming.loop(segment, cotangents, scanned, stacked, reverse=True)
-    return segments.join(out), cotangents
+    return segments.join(out), streaming.to_device(cotangents)
+
+  def _aside(self, x):
+    """x of the validation rows where it waits while the training rows of a segment have their turn."""
+    return streaming.to_host(x) if self.carries_on_host else x
 
   def _inputs_K(self, x_K, batches, layers, segment_lengths) -> tuple:
     """`inputs` of each validation set, without the last output."""
@@ -351,11 +358,11 @@ class _Walk:
   def _train_inputs(self, x, batches, layers, segment_lengths):
     return self.inputs(self.loss, x, batches.train, layers, segment_lengths)[0]
 
-  def _smaller_gradients(self, x_val, layer_params) -> bool:
-    """Whether the validation gradients of a segment take less room than the validation inputs of its layers."""
-    num_layers = jax.tree.leaves(layer_params)[0].shape[0]
-    gradients = self.twin.num_sets * sum(x.nbytes for x in jax.tree.leaves(layer_params))
-    return gradients < num_layers * sum(x.nbytes for x in jax.tree.leaves(x_val))
+  def _smaller_gradients(self, boundaries_K, layer_params) -> bool:
+    """Whether the validation gradients of a layer take less room than its validation inputs. Both arguments have a
+    leading axis."""
+    one = lambda tree: sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(tree))  # noqa: E731
+    return self.twin.num_sets * one(layer_params) < one(boundaries_K)
 
   def _segment_back(self, x_val, train_boundaries, number, cotangents: _Pair, batches: _Pair, layers):
     """The layers of one segment, first all validation VJPs, then all training ones: the inputs of its layers then exist
@@ -370,9 +377,12 @@ class _Walk:
       return cts, (() if factored and self.account is None else gradients, directions)
 
     inputs_K = self._inputs_K(x_val, batches, layers, ())
-    val_cotangents, kept = jax.lax.scan(validation, cotangents.val, (inputs_K, layers), reverse=True)
-    # The barrier keeps the training inputs from being computed while those of the validation rows exist.
-    number, (gradients, directions) = jax.lax.optimization_barrier((number, kept))
+    val_cotangents, kept = jax.lax.scan(
+      validation, streaming.to_device(cotangents.val), (inputs_K, layers), reverse=True
+    )
+    # The barrier: the cotangent has left, and the training inputs are not computed while the validation inputs exist.
+    state = (number, kept, self._aside(val_cotangents))
+    number, (gradients, directions), val_cotangents = jax.lax.optimization_barrier(state)
     x_train = streaming.fetch(train_boundaries, number)
     held = gradients[0] if gradients else jax.tree.map(jnp.zeros_like, layers[0])
 
@@ -513,8 +523,7 @@ def _unstacked_parts(param, gradient_K, second_moment, scalars):
     return (gradient_K, second_moment, scalars), None
   if not param.spec.low_rank:
     return (gradient_K,), None
-  matrices = directions.matrix_view(gradient_K, param.spec.rows, 1)
-  left, right, captured = low_rank.factor(matrices, param.spec.direction.rank, param.label)
+  left, right, captured = param.spec.factor(gradient_K, 1)
   return (left, right), captured
 
 

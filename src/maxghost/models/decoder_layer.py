@@ -38,7 +38,7 @@ class GatedMlp(nnx.Module):
     return ["wi"] if len(self.activations) == 1 else [f"wi_{i}" for i in range(len(self.activations))]
 
   def __call__(self, x_BTD):
-    branches = [getattr(self, name)(x_BTD) for name in self.branches]
+    branches = autodiff.meeting([getattr(self, name)(x_BTD) for name in self.branches])
     h_BTF = constrain(gated(branches, self.activations, self.limit), FEED_FORWARD, "feed-forward")
     return constrain(self.wo(h_BTF), HIDDEN)
 

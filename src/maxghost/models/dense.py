@@ -62,9 +62,9 @@ def _dense_fwd(count, precision, out_dtype, x, w):
 
 def _dense_bwd(count, precision, out_dtype, residuals, g):
   x, w = residuals
-  dx = contract_transposed(g, w, count, precision, x.dtype)
   dw = outer_sum(x, g, count, w.ndim - count, precision, w.dtype)
-  return autodiff.together(dx, dw)
+  g, dw = autodiff.together(g, dw)
+  return contract_transposed(g, w, count, precision, x.dtype), dw
 
 
 _dense.defvjp(_dense_fwd, _dense_bwd)

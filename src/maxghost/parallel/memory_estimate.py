@@ -28,7 +28,7 @@ SPLIT = {
 # Arrays that live at once while a layer's backward pass runs. Calibrated against the TPU compiler
 # (benchmarks/memory.py), which fuses what is elementwise.
 LIVE_HIDDEN = 2  # of [N, D]: the layer's input and a cotangent
-LIVE_FEED_FORWARD = 1  # of [N, F] beyond the output of each branch
+LIVE_FEED_FORWARD = 1  # of [N, F] beyond the output of each branch, if there are several: their product's cotangent
 LIVE_HEADS = 4  # of [N, H h], and of [N, K h] for keys and values
 
 
@@ -183,6 +183,7 @@ class _Device:
     self.cfg, self.model, self.mesh = cfg, cfg.model, mesh
     self.params = {k: (self.local(shape, axes), "/layers/" in k) for k, (shape, axes) in parameters.items()}
     self.whole = {k: shape for k, (shape, _) in parameters.items()}
+    self.of_experts = {k for k, (_, axes) in parameters.items() if "exp" in axes}
     rows = cfg.data.per_device_batch_size * self.size("tensor", "context", "stage")
     self.rows, self.length = rows, -(-cfg.data.max_target_length // self.size("context"))
     self.tokens = self.rows * self.length
@@ -212,9 +213,7 @@ class _Device:
     m, o = self.model, self.cfg.optimizer
     streams = {"weights": m.stream_weights == "host", "moments": o.stream_optimizer == "host"}
     stacked, outer = self.elements(True), self.elements(False)
-    segment = stacked * self.inner_layers() // m.base_num_decoder_layers
     params = [Tensor((outer if streams["weights"] else outer + stacked,), self.weight, "all weights")]
-    working = [Tensor((3, segment), self.weight, "weights of two segments and the gradient of one")]
     moments = []
     if o.opt_type == "adamw":
       held = (outer if streams["moments"] else outer + stacked) // (
@@ -224,7 +223,6 @@ class _Device:
         Tensor((held,), o.mu_dtype, "Adam's first moments"),
         Tensor((held,), self.weight, "Adam's second moments"),
       ]
-    self.streamed_working = working if streams["weights"] else []
     return [Row("parameters", tuple(params)), Row("optimizer", tuple(moments)), Row("batch", (self.batch(),))]
 
   def cfg_flag(self, name: str) -> bool:
@@ -248,22 +246,36 @@ class _Device:
 
   def moments(self) -> dict[str, list[Row]]:
     resident, also = self.resident(), [*self.ghost(), *self.buffers()]
-    out = {"the update": [*resident, *self.gradients(), *also]}
+    streamed = self.of_segments() if self.model.stream_weights == "host" else []
+    out = {"the update": [*resident, *self.gradients(streamed), *also]}
     if self.num_layers:
-      out["the backward pass of a layer"] = [*resident, *self.gradients(), *self.in_layers(), *also]
+      gradients = self.gradients(self.of_segments())
+      out["the backward pass of a layer"] = [*resident, *gradients, *self.in_layers(), *also]
     if self.table is not None:
       out["the backward pass of the head"] = [*resident, *self.in_head(), *also]
     return out
 
-  def gradients(self) -> list[Row]:
+  def of_segments(self) -> list[Tensor]:
+    """Weights and gradients of the segments at work. A loop over the layers of a segment takes the weights as an array
+    of their own, cut out of the stack or brought in from the host, and returns the gradients as one."""
+    layer = self.elements(True) // self.model.base_num_decoder_layers
+    tensors = [
+      Tensor((2, length * layer), self.weight, f"weights of a segment of {length} layers, and their gradient")
+      for length in self.model.segments
+    ]
+    if self.model.stream_weights == "host":
+      ahead = self.model.segments[0] * layer
+      tensors.append(Tensor((ahead,), self.weight, "weights of the next segment, on their way from the host"))
+    return tensors
+
+  def gradients(self, of_segments: list[Tensor]) -> list[Row]:
     streams = self.model.stream_weights == "host"
     held = self.elements(False) if streams else self.elements()
     dtype = "float32" if self.cfg.optimizer.gradient_accumulation_steps > 1 else self.weight
     tensors = [Tensor((held,), dtype, "gradient of the step")]
     if self.cfg.optimizer.gradient_accumulation_steps > 1:
       tensors.append(Tensor((held,), self.weight, "gradient of one micro-batch"))
-    tensors += self.streamed_working
-    return [Row("gradients", tuple(tensors))]
+    return [Row("gradients", (*tensors, *of_segments))]
 
   def layer_runs(self) -> list[tuple[int, str]]:
     """(number of layer inputs kept, why) level by level."""
@@ -319,24 +331,36 @@ class _Device:
     return attention == "flash" or (attention in ("blockwise", "autoselected") and self.length > 1024)
 
   def working(self) -> list[Tensor]:
-    """What lives while one layer is computed again and differentiated."""
+    """What lives while one layer is computed again and differentiated.
+
+    Left to itself the compiler puts off weight gradients, and what they are taken from, to the end of the layer.
+    Schedule reverse_scan takes them in order where it computes layers again (`models.autodiff.gradients_in_order`):
+    attention is differentiated when the feed-forward arrays are gone.
+    """
     m, n, c = self.model, self.tokens, self.compute
     heads, kv = m.base_num_query_heads * m.head_dim // self.tensor, m.base_num_kv_heads * m.head_dim // self.tensor
-    tensors = [
-      Tensor((n, m.base_emb_dim), c, "hidden states and their cotangents in one layer", LIVE_HIDDEN),
-      Tensor((n, self.feed_forward), c, "mlp activations and their cotangents in one layer",
-             len(m.mlp_activations) + LIVE_FEED_FORWARD),
-    ]  # fmt: skip
+    branches = len(m.mlp_activations)
+    hidden = Tensor((n, m.base_emb_dim), c, "hidden states and their cotangents in one layer", LIVE_HIDDEN)
+    feed_forward = Tensor((n, self.feed_forward), c, "mlp activations and their cotangents in one layer",
+                          branches + (LIVE_FEED_FORWARD if branches > 1 else 0))  # fmt: skip
     if not any("/self_attention/" in label for label in self.params):
+      return [hidden, feed_forward]
+
+    def attention(count: int, and_cotangents: str) -> list[Tensor]:
+      tensors = [
+        Tensor((n, heads), c, f"queries, attention output{and_cotangents} in one layer", count),
+        Tensor((n, kv), c, f"keys, values{and_cotangents} in one layer", count),
+      ]
+      if not self.linear_attention():
+        scores = (self.rows, m.base_num_query_heads // self.tensor, self.length, self.length)
+        tensors.append(Tensor(scores, "float32", f"attention scores of one layer (attention={m.attention})", 2))
       return tensors
-    tensors += [
-      Tensor((n, heads), c, "queries, attention output and their cotangents in one layer", LIVE_HEADS),
-      Tensor((n, kv), c, "keys, values and their cotangents in one layer", LIVE_HEADS),
-    ]
-    if not self.linear_attention():
-      scores = (self.rows, m.base_num_query_heads // self.tensor, self.length, self.length)
-      tensors.append(Tensor(scores, "float32", f"attention scores of one layer (attention={m.attention})", 2))
-    return tensors
+
+    differentiated = attention(LIVE_HEADS, " and their cotangents")
+    if not (self.walks_back() and m.segments):
+      return [hidden, feed_forward, *differentiated]
+    turns = [hidden, feed_forward, *attention(LIVE_HEADS // 2, "")], [hidden, *differentiated]
+    return max(turns, key=lambda tensors: sum(tensor.bytes for tensor in tensors))
 
   def in_head(self) -> list[Row]:
     """Carries, the logits and the head's gradient."""
@@ -347,12 +371,24 @@ class _Device:
     wide = "float64" if self.compute == "float64" else "float32"
     logits = [Tensor((-(-n // tiles), v), self.compute, f"{tile}, or their cotangent (num_vocab_tiling={tiles})")]
     head = [Tensor(self.table, self.weight, "gradient of the output table")]
-    if tiles > 1 and self.weight != wide:
+    hidden = [Tensor((n, m.base_emb_dim), self.compute, "last hidden states", 2)]
+    if tiles > 1 and m.vocab_tiling_axis == "vocab":
+      # The blocks are interleaved, so the table is turned around to cut them, and their gradients to join them.
+      head += [
+        Tensor(self.table, self.compute, f"blocks of the output table (num_vocab_tiling={tiles})"),
+        Tensor(self.table, self.weight, "their gradients"),
+        Tensor(self.table, self.weight, "a table half turned around"),
+      ]
+      hidden = [
+        Tensor((n, m.base_emb_dim), self.compute, "last hidden states"),
+        Tensor((n, m.base_emb_dim), wide, "sum of their gradient over the blocks"),
+      ]
+    elif tiles > 1 and self.weight != wide:
       head.append(Tensor(self.table, wide, "sum of the output table's gradient over the tiles"))
     return [
       Row("gradients", tuple(head)),
       Row("boundary carries", (Tensor((outer_carries, n, m.base_emb_dim), self.compute, why),)),
-      Row("within-segment activations", (Tensor((n, m.base_emb_dim), self.compute, "last hidden states", 2),)),
+      Row("within-segment activations", tuple(hidden)),
       Row("logits", tuple(logits)),
     ]
 
@@ -380,10 +416,14 @@ class _Device:
     tensors.append(Tensor((probes, sets, self.rows, self.length), "float32", "scores per token of every parameter"))
     return [Row("ghost directions and probes", tuple(tensors))]
 
+  def walks_back(self) -> bool:
+    """Whether scores come from schedule reverse_scan."""
+    return self.cfg.ghost.ghost_enabled and self.cfg.ghost.ghost_schedule == "reverse_scan"
+
   def in_turn(self) -> bool:
     """Whether schedule reverse_scan finishes the validation rows of a segment before it turns to the training rows: it
     does where the validation gradients of a segment are smaller than the validation inputs of its layers."""
-    if not self.cfg.ghost.ghost_enabled or self.cfg.ghost.ghost_schedule != "reverse_scan" or not self.model.segments:
+    if not self.walks_back() or not self.model.segments:
       return False
     stacked = sum(math.prod(shape) for label, shape in self.whole.items() if self.params[label][1])
     layer = stacked // self.model.base_num_decoder_layers * BYTES[self.weight]
@@ -392,7 +432,7 @@ class _Device:
 
   def walk(self) -> str:
     """How schedule reverse_scan goes back through the layers; empty for the others."""
-    if not self.cfg.ghost.ghost_enabled or self.cfg.ghost.ghost_schedule != "reverse_scan":
+    if not self.walks_back():
       return ""
     unit = f"by segments of {self.inner_layers()} layers" if self.in_turn() else "layer by layer"
     return f"validation and training rows take turns {unit}"
@@ -407,13 +447,13 @@ class _Device:
     layer = self.elements(True) // self.model.base_num_decoder_layers
     *outer, inner = (count for count, _ in self.layer_runs())
     kept = sum(outer[1:] if g.ghost_stream_carries == "host" else outer) + (0 if in_turn else inner)
-    # In turn, the first set's gradients of a segment make room for the training gradients, which streaming counts.
-    gradients = (sets - (self.model.stream_weights == "host")) * inner if in_turn else 2 * sets
+    # In turn, the first set's gradients of a segment make room for the training gradients, which are counted there.
+    gradients = (sets - 1) * inner if in_turn else 2 * sets
     rows = [
       Tensor((sets * self.elements(False),), self.weight, "validation gradients outside the stack"),
       Tensor((gradients, layer), self.weight, "validation gradients of layers, until their training rows are done"),
       Tensor((sets * kept, self.val_tokens(), d), self.compute, "layer inputs of the validation rows"),
-      Tensor((sets, self.val_tokens(), d), self.compute, "cotangent of the validation rows"),
+      self.waiting(sets),
     ]  # fmt: skip
     if not self.model.segments:
       rows += [
@@ -422,18 +462,29 @@ class _Device:
       ]
     return rows
 
+  def waiting(self, sets: int) -> Tensor:
+    """The cotangent of the rows whose turn it is not."""
+    d = self.model.base_emb_dim
+    if self.in_turn() and self.cfg.ghost.ghost_stream_carries == "host":  # where that of the validation rows goes
+      return Tensor((1, self.tokens, d), self.compute, "cotangent of the training rows in the validation rows' turn")
+    return Tensor((sets, self.val_tokens(), d), self.compute, "cotangent of the validation rows")
+
   def factor_elements(self, label: str, stacked: bool) -> int | None:
-    """Elements of one layer's factors; None where the direction is exact."""
+    """Elements of one layer's factors on this device; None where the direction is exact."""
     g = self.cfg.ghost
     shape = self.whole[label][1:] if stacked else self.whole[label]
     direction = g.ghost_direction
     adam = direction == "adam" or (direction == "auto" and self.cfg.optimizer.opt_type == "adamw")
+    groups, shape = (shape[0], shape[1:]) if label in self.of_experts else (1, shape)
     if not g.ghost_rank or adam or len(shape) < 2:
       return None
     split = len(shape) - 1 if label.endswith("out/kernel") else 1
     inputs, outputs = math.prod(shape[:split]), math.prod(shape[split:])
     small = g.ghost_rank * (inputs + outputs)
-    return small if small < inputs * outputs else None
+    if 2 * small > inputs * outputs:
+      return None
+    # The rule of `direction` splits a side over these, experts over theirs.
+    return -(-groups * small // self.size("fsdp", "context", "expert"))
 
   def buffers(self) -> list[Row]:
     """Weights gathered for one layer, and its gradient before it is scattered."""
