@@ -59,12 +59,14 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     if passed.metrics:
       out |= passed.metrics
       out["lm_loss"] = passed.loss - cfg.model.load_balance_loss_weight * passed.metrics["moe_lb_loss"]
-    columns = {}
+    read = []
     if scorer is not None:
       columns = scorer.columns(train_state, split[1], scored, learning_rate, factor)
       report = outputs if cfg.ghost.ghost_select == "none" else selection.outputs
       out |= report(cfg, scorer, scored, batch, learning_rate * factor, columns, num_segments)
-    apply(train_state, [out["param_norm"], *columns.values()])
+      if cfg.ghost.ghost_schedule == "reverse_scan":  # the others have the bits of a step without scores
+        read = [out["param_norm"], *columns.values()]
+    apply(train_state, read)
     train_state.clip_factor[...] = factor.astype(train_state.clip_factor.dtype)
     return nnx.state(train_state), step_outputs.placed(out)
 
@@ -78,15 +80,19 @@ def _norm(cfg: Config, state: nnx.State):
 
 def _clipped_update(cfg: Config, grads):
   """(global norm, clipping factor, function (train state, what was read of it) that updates the state by the clipped
-  gradient). What was read: arrays that are sums over the old state. The update waits for them: XLA would copy what is
-  updated in place and still read elsewhere, when the step begins, and keep the copies (on CPU 5 % of a scored step)."""
+  gradient). What was read: sums over the old state, for which the update waits. XLA would copy what is updated in place
+  and still read elsewhere when the step begins, and keep the copies: on CPU 5 % of the memory of a scored step."""
   threshold = cfg.optimizer.gradient_clipping_threshold
   if not cfg.model.stacked_segments:
     norm, factor, clipped = clip(grads, threshold)
-    clipped = constrain_state(clipped, moments=True)
 
     def update(train_state, read) -> None:
-      train_state.apply_gradients(autodiff.late(clipped, read))
+      if read:
+        late = autodiff.late(factor, read)
+        gradient = jax.tree.map(lambda g: g * late.astype(g.dtype), grads)
+      else:
+        gradient = clipped
+      train_state.apply_gradients(constrain_state(gradient, moments=True))
 
     return norm, factor, update
   norm = _norm(cfg, grads)
