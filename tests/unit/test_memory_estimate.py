@@ -1,11 +1,14 @@
 """The closed-form memory estimate: against real shapes, its scaling, and the verdict's advice."""
 
+import math
+
 import jax
 import pytest
+import routed
 import tiny
 from flax import nnx
 
-from maxghost import config, models
+from maxghost import config, ghost, models
 from maxghost.parallel import memory_estimate
 from maxghost.parallel.memory_estimate import Tensor, decoder_parameters, estimate
 from maxghost.parallel.memory_verdict import largest, remedies, verdict
@@ -232,3 +235,19 @@ def test_the_closed_form_stands_beside_the_compilers():
   estimated = estimate(tiny.make_config())
   line = estimated.beside({"arguments": estimated.arguments, "temporaries": 2 * estimated.temporaries})
   assert f"({estimated.total / (estimated.total + estimated.temporaries) - 1:+.1%})" in line
+
+
+@pytest.mark.parametrize("rank", [4, 5])
+def test_factors_of_experts_are_those_of_the_twin(rank):
+  """At rank 5 matrices of 20 x 14 keep their directions whole. On a mesh each device has its part."""
+  cfg = tiny.make_config(**routed.MIXTRAL, ghost_rank=rank, ghost_direction="sgd")
+  model = models.create_abstract(cfg)
+  twin = ghost.attach(model, num_examples=3, spec=ghost.DirectionSpec(rank=rank))
+  parts = {p.label: p.spec.part_shapes(p.stack_shape, 1, p.shape) for p in twin.scored if p.spec.low_rank}
+  assert ("decoder/layers/MoeBlock_0/wi_0" in parts) == (rank == 4)
+  expected = 4 * sum(math.prod(shape) for shapes in parts.values() for shape in shapes.values())
+  _, abstract = state.abstract_split(cfg)
+  for mesh, devices in ({}, 1), ({"fsdp": 2, "expert": 2}, 4):
+    estimated = memory_report.estimate_of(cfg, abstract, mesh)
+    tensors = [t for r in estimated.rows for t in r.tensors if t.why == f"directions of rank {rank}"]
+    assert sum(t.bytes for t in tensors) == pytest.approx(expected / devices, rel=0.01)

@@ -1,12 +1,14 @@
 """Experts on meshes of eight virtual devices: what one device gives. B=8 rows, T=16 positions; see `meshes`."""
 
 import jax
+import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
 from flax import nnx
 
 from maxghost.ghost.attach import attach, split
+from maxghost.ghost.directions import DirectionSpec
 from maxghost.models import moe
 from maxghost.parallel import use
 
@@ -24,8 +26,9 @@ MESHES = {
 }  # fmt: skip
 
 
-def layer_results(mesh: dict):
-  """(y, gradients, scores of every Param by token, compiled text) of one routed layer with random Params."""
+def layer_results(mesh: dict, rank: int = 0):
+  """(y, gradients, scores of every Param by token, compiled text) of one routed layer with random Params, along random
+  directions or, with a rank, factors."""
   cfg = meshes.make_config(mesh, **EXPERTS)
   layout = meshes.make_layout(cfg, 8 if mesh else 1)
   rng = np.random.default_rng(3)
@@ -33,10 +36,12 @@ def layer_results(mesh: dict):
   for _, variable in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
     variable[...] = rng.normal(size=variable.shape).astype(np.float32)
   x, weight = (rng.normal(size=(8, meshes.POSITIONS, 24)).astype(np.float32) for _ in range(2))
-  twin = attach(layer, num_examples=8, num_positions=meshes.POSITIONS)
+  twin = attach(layer, num_examples=8, num_positions=meshes.POSITIONS, spec=DirectionSpec(rank=rank))
   params, rest = split(layer)
   params = jax.tree.map(jax.device_put, params, layout.shardings(params))
-  u = {p.label: (rng.normal(size=(1, *p.shape)).astype(np.float32),) for p in twin.scored}
+  sizes = {p.label: p.spec.part_shapes((), 1, p.shape).values() for p in twin.scored}
+  u = {label: tuple(rng.normal(size=size).astype(np.float32) for size in parts) for label, parts in sizes.items()}
+  assert [len(u[name]) for name in ("wi_0", "wi_1", "wo")] == [2 if rank else 1] * 3
 
   def run(params, probes, directions, x):
     blank = moe.no_routing(12, (8, meshes.POSITIONS), np.dtype("float32"))
@@ -47,8 +52,15 @@ def layer_results(mesh: dict):
     with use(layout):  # around the backward pass as well
       return jax.grad(run, (0, 1, 3), has_aux=True)(*arguments)
 
-  compiled = jax.jit(graded).lower(params, twin.zero_probes(), twin.direction_state(u), x).compile()
-  (grads, probes, dx), y = compiled(params, twin.zero_probes(), twin.direction_state(u), x)
+  with use(layout):
+    u = twin.placed({label: tuple(map(jnp.asarray, parts)) for label, parts in u.items()})
+  if "ici_tensor_parallelism" in mesh and rank:  # a side of 24 divides over the rule of `direction` as well
+    specs = {name: [tuple(part.sharding.spec) for part in u[name]] for name in ("wi_0", "wo")}
+    assert specs["wi_0"] == [(None, "expert", "fsdp"), (None, "expert", None, "tensor")]
+    assert specs["wo"] == [(None, "expert", "tensor"), (None, "expert", None, "fsdp")]
+  arguments = params, twin.zero_probes(), twin.direction_state(u), x
+  compiled = jax.jit(graded).lower(*arguments).compile()
+  (grads, probes, dx), y = compiled(*arguments)
   named = {"/".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(grads)}
   return {"y": y, "x": dx, **named, **{f"scores of {k}": v for k, v in twin.scores_by_label(probes).items()}}, compiled
 
@@ -72,6 +84,16 @@ def test_a_layer_on_a_mesh_gives_the_numbers_of_one_device(name, one_device_laye
   assert "f32[12,24,10]" not in compiled.as_text()
 
 
+@pytest.mark.parametrize("name", SLOW)
+def test_scores_along_the_factors_of_experts_on_a_mesh_are_those_of_one_device(name):
+  expected, (results, compiled) = layer_results({}, 2)[0], layer_results(MESHES[name], 2)
+  for label, value in expected.items():
+    assert np.abs(value).max() > 0, label
+    assert meshes.relative_error(results[label], value) < 2e-6, label
+  for whole in ("f32[1,12,24,2]", "f32[1,12,2,10]", "f32[12,24,2]", "f32[12,2,10]"):
+    assert whole not in compiled.as_text()
+
+
 @pytest.fixture(scope="module")
 def one_device():
   return meshes.run({}, **EXPERTS)
@@ -81,3 +103,18 @@ def one_device():
 @pytest.mark.parametrize("name", MESHES)
 def test_a_train_step_on_a_mesh_gives_the_numbers_of_one_device(name, one_device):
   meshes.assert_same(meshes.run(MESHES[name], **EXPERTS), one_device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["sgd", "adam"])
+@pytest.mark.parametrize("schedule", ["two_pass", "reverse_scan"])
+def test_a_train_step_along_factors_of_experts_on_a_mesh(schedule, direction):
+  settings = {"ghost_rank": 3, "ghost_schedule": schedule, "ghost_direction": direction, **EXPERTS}
+  expected, actual = (meshes.run(mesh, **settings) for mesh in ({}, MESHES["expert 2 x fsdp 2 x tensor 2"]))
+  meshes.assert_same(actual, expected, 1e-4)
+  for ours, theirs in zip(actual.outs, expected.outs, strict=True):
+    assert ours["captured"].keys() == theirs["captured"].keys()
+    assert sum(label.split("/")[-1] in ("wi_0", "wi_1", "wo") for label in ours["captured"]) == 3
+    for label, share in theirs["captured"].items():
+      assert 0 < share.max() <= 1 + 1e-6
+      np.testing.assert_allclose(ours["captured"][label], share, rtol=1e-4)

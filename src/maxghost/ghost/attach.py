@@ -6,7 +6,6 @@ The user's model is not touched: the twin is another graph definition over the s
 import dataclasses
 import fnmatch
 import functools
-import math
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from maxghost.ghost import (
   rules_flax,  # noqa: F401  registers the rules of flax's layers
   rules_moe,  # noqa: F401  and of this project's own
 )
-from maxghost.ghost.directions import DirectionSpec, ParamSpec
+from maxghost.ghost.directions import DirectionSpec, ParamSpec, matrix_shape
 from maxghost.ghost.probed import TwinInfo, probed_call
 from maxghost.ghost.variables import GhostDirection, GhostProbe, part_name
 from maxghost.parallel import constrain, constrain_factor
@@ -52,13 +51,16 @@ class ScoredParam:
     return constrain(direction, (*stack, None, *own), f"direction of {self.label}")
 
   def placed_factor(self, part: str, factor):
-    """The 'left' [*stack, K, I, r] or 'right' [*stack, K, r, O] of a direction, split over the mesh along I or O."""
+    """The 'left' [*stack, K, *groups, I, r] or 'right' [*stack, K, *groups, r, O] of a direction, split over the mesh
+    along its groups, and along I or O."""
     if self.axes is None:
       return factor
     depth, left = len(self.stack_shape), part == "left"
-    place, dim = (depth, factor.ndim - 2) if left else (depth + self.spec.rows, factor.ndim - 1)
+    inputs = depth + self.spec.groups
+    place, dim = (inputs, factor.ndim - 2) if left else (inputs + self.spec.rows, factor.ndim - 1)
     shape = (*self.stack_shape, *self.shape)
-    return constrain_factor(factor, dim, self.axes, shape, place, f"direction of {self.label}, {part}")
+    groups = {depth + 1 + i: depth + i for i in range(self.spec.groups)}
+    return constrain_factor(factor, dim, self.axes, shape, place, f"direction of {self.label}, {part}", groups)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +223,7 @@ def _uncovered_message(uncovered) -> str:
 
 def _check_rank(spec: DirectionSpec, scored: list[ScoredParam]) -> None:
   if spec.rank and not any(p.spec.low_rank for p in scored):
-    matrices = [(math.prod(p.shape[: p.spec.rows]), math.prod(p.shape[p.spec.rows :])) for p in scored if p.spec.rows]
+    matrices = [matrix_shape(p.shape, p.spec.rows, p.spec.groups) for p in scored if p.spec.rows]
     useful = max((i * o // (2 * (i + o)) for i, o in matrices), default=0)
     raise ValueError(
       f"ghost_rank={spec.rank} saves nothing on any parameter of this model: use at most {useful}, or 0 for exact "
@@ -239,9 +241,9 @@ def _probe_module(module, path, names, found, settings: _Settings) -> list[Score
     shape, dtype = param.shape, jnp.promote_types(param.dtype, jnp.float32)
     split_at = len(shape) - found.rank(module, name)
     stack, shape = shape[:split_at], shape[split_at:]
-    rows = found.rows(module, name)
-    gains = bool(rows) and low_rank.gains(settings.spec.rank, math.prod(shape[:rows]), math.prod(shape[rows:]))
-    spec = ParamSpec(_label((*path, name)), settings.spec, rows, gains)
+    rows, groups = found.rows(module, name), found.groups(module, name)
+    gains = bool(rows) and low_rank.gains(settings.spec.rank, *matrix_shape(shape, rows, groups))
+    spec = ParamSpec(_label((*path, name)), settings.spec, rows, gains, groups)
     axes = param.get_metadata().get("axes")
     axes = tuple(axes) if axes is not None and len(axes) == len(stack) + len(shape) else None
     scored.append(ScoredParam((*path, name), name, stack, shape, spec, axes))

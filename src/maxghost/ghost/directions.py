@@ -41,12 +41,17 @@ class DirectionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-  """How one parameter's direction is held and formed. rows: leading axes of its matrix view (0: no matrix view)."""
+  """How one parameter's direction is held and formed.
+
+  rows: axes of the rows of its matrix view (0: no matrix view). groups: axes before those that number matrices of their
+  own (experts), with factors of their own.
+  """
 
   label: str
   direction: DirectionSpec
   rows: int
   low_rank: bool
+  groups: int = 0
 
   @property
   def parts(self) -> tuple[str, ...]:
@@ -57,21 +62,32 @@ class ParamSpec:
 
   def part_shapes(self, stack: tuple[int, ...], num_sets: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """Shape of each part. shape: the unstacked parameter's."""
-    inputs, outputs = math.prod(shape[: self.rows]), math.prod(shape[self.rows :])
+    inputs, outputs = matrix_shape(shape, self.rows, self.groups)
+    sets = (num_sets, *shape[: self.groups])
     shapes = {
       "gradient": (*stack, num_sets, *shape),
       "second_moment": (*stack, *shape),
       "scalars": (*stack, 3),
-      "left": (*stack, num_sets, inputs, self.direction.rank),
-      "right": (*stack, num_sets, self.direction.rank, outputs),
+      "left": (*stack, *sets, inputs, self.direction.rank),
+      "right": (*stack, *sets, self.direction.rank, outputs),
     }
     return {name: shapes[name] for name in self.parts}
+
+  def matrices(self, u, batch_axes: int):
+    """[*batch, *groups, I, O] view of u [*batch, *parameter]."""
+    batch = u.shape[: batch_axes + self.groups]
+    return u.reshape(*batch, *matrix_shape(u.shape[batch_axes:], self.rows, self.groups))
+
+  def factor(self, u, batch_axes: int, weights=None):
+    """`low_rank.factor` of u [*batch, *parameter]: left, right, and captured [*batch]."""
+    return low_rank.factor(self.matrices(u, batch_axes), self.direction.rank, self.label, weights, self.groups)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Direction:
-  """u for one parameter: `full` [K, *parameter], or factors left [K, I, r] and right [K, r, O] (full is None)."""
+  """u for one parameter: `full` [K, *parameter], or factors left [K, *groups, I, r] and right [K, *groups, r, O] (full
+  is None)."""
 
   full: jax.Array | None
   left: jax.Array | None = None
@@ -123,9 +139,8 @@ def form(param: ParamSpec, parts: tuple, weight_gradient) -> tuple[Direction, ja
   if not param.low_rank:
     direction, captured = Direction(u_K), jnp.ones(u_K.shape[0], u_K.dtype)
   else:
-    weights = low_rank.rank_one_root(1 / jnp.square(matrix_view(step, param.rows, 0)))
-    matrices = matrix_view(u_K, param.rows, 1)
-    left, right, captured = low_rank.factor(matrices, param.direction.rank, param.label, weights)
+    weights = low_rank.rank_one_root(1 / jnp.square(param.matrices(step, 0)))
+    left, right, captured = param.factor(u_K, 1, weights)
     direction = Direction(None, left, right)
   return direction, jnp.stack([captured, along(param, direction, weight_gradient)], axis=-1)
 
@@ -135,12 +150,12 @@ def along(param: ParamSpec, direction: Direction, weight_gradient):
   g = weight_gradient.astype(jnp.promote_types(weight_gradient.dtype, jnp.float32))
   if direction.full is not None:
     return jnp.sum(g[None] * direction.full, axis=tuple(range(1, direction.full.ndim)))
-  g_IO = matrix_view(g, param.rows, 0)
-  left_g = jnp.einsum("kir,io->kro", direction.left, g_IO, precision=jax.lax.Precision.HIGHEST)
-  return jnp.sum(left_g * direction.right, axis=(1, 2))
+  g_IO = param.matrices(g, 0)
+  left_g = jnp.einsum("k...ir,...io->k...ro", direction.left, g_IO, precision=jax.lax.Precision.HIGHEST)
+  return jnp.sum(left_g * direction.right, axis=tuple(range(1, left_g.ndim)))
 
 
-def matrix_view(u, rows: int, batch_axes: int):
-  """[*batch, I, O] view of u [*batch, *parameter]."""
-  batch, shape = u.shape[:batch_axes], u.shape[batch_axes:]
-  return u.reshape(*batch, math.prod(shape[:rows]), math.prod(shape[rows:]))
+def matrix_shape(shape: tuple[int, ...], rows: int, groups: int = 0) -> tuple[int, int]:
+  """(I, O) of the matrix view of one group of a parameter."""
+  inputs = groups + rows
+  return math.prod(shape[groups:inputs]), math.prod(shape[inputs:])

@@ -55,16 +55,20 @@ def used(scored_params, grads: dict, parts: dict, facts: dict):
     if param.spec.direction.kind == "adam":
       total = total + facts[param.label][..., 1].reshape(-1, facts[param.label].shape[-2]).sum(0)
       continue
-    along = jax.vmap if param.stack_shape else lambda f: f
     if len(param.stack_shape) > 1:
       raise ValueError(f"{param.label} is stacked {len(param.stack_shape)} times; one layer axis is supported")
 
-    def one(g, *arrays, spec=param.spec):
+    def one(arrays, spec=param.spec):
+      g, *arrays = arrays
       direction, _ = directions.form(spec, arrays, g)
       return directions.along(spec, direction, g)
 
-    value = along(one)(grads[param.label], *parts[param.label])
-    total = total + (value.sum(0) if param.stack_shape else value)
+    arrays = (grads[param.label], *parts[param.label])
+    if param.stack_shape and param.spec.groups:  # layer by layer: a device needs the whole factors of all its experts
+      value = jax.lax.map(one, arrays).sum(0)
+    else:
+      value = jax.vmap(one)(arrays).sum(0) if param.stack_shape else one(arrays)
+    total = total + value
   return total
 
 

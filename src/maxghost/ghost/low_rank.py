@@ -27,31 +27,34 @@ def gains(rank: int, inputs: int, outputs: int) -> bool:
 
 
 def rank_one_root(square_IO):
-  """(a [I], b [O]): a_i b_j is the root of the rank-one matrix with the row and column sums of square_IO >= 0.
+  """(a [..., I], b [..., O]): a_i b_j is the root of the rank-one matrix with the row and column sums of
+  square_IO >= 0 [..., I, O].
 
   Where the entries of a gradient are independent with variances square_IO, the mean square error of its product with
   a factored direction is then |diag(a) (u - left right) diag(b)|²_F, up to how far the variances are from rank one
   (as in Adafactor, arXiv:1804.04235, equation 4). Bounded away from zero by 1e-4 of the largest.
   """
-  a, b = (jnp.sqrt(jnp.mean(square_IO, axis)) for axis in (1, 0))
-  b = b / jnp.sqrt(jnp.mean(square_IO))
-  return tuple(jnp.maximum(x, _LEAST_WEIGHT * jnp.max(x)) for x in (a, b))
+  a, b = (jnp.sqrt(jnp.mean(square_IO, axis)) for axis in (-1, -2))
+  b = b / jnp.sqrt(jnp.mean(square_IO, (-2, -1)))[..., None]
+  return tuple(jnp.maximum(x, _LEAST_WEIGHT * jnp.max(x, -1, keepdims=True)) for x in (a, b))
 
 
 @jax.named_scope("ghost_factor")
-def factor(u, rank: int, label: str, weights=None):
+def factor(u, rank: int, label: str, weights=None, groups: int = 0):
   """(left [..., I, r], right [..., r, O], captured [...]): u ~ left @ right, captured = |left right|² / |u|² in [0, 1].
 
-  weights: (a [I], b [O]), all positive; the norms are then those of diag(a) u diag(b), and so is the error bound.
+  weights: (a [..., I], b [..., O]), all positive, with fewer leading axes or as many; the norms are then those of
+  diag(a) u diag(b), and so is the error bound. groups: the last so many leading axes number the parts of one direction:
+  captured is the share of all of them together, without these axes.
   label seeds Omega, so that a direction depends on nothing but u and its name. A zero u gives zero factors. Singular
   values below 5e-3 of the largest may be lost to the rounding of float32; captured tells.
   """
   wide = jnp.promote_types(u.dtype, jnp.float32)
   u = u.astype(wide)
   if weights is not None:
-    a, b = (x.astype(wide) for x in weights)
-    left, right, captured = factor(u * a[:, None] * b, rank, label)
-    return left / a[:, None], right / b, captured
+    a, b = weights[0].astype(wide)[..., :, None], weights[1].astype(wide)[..., None, :]
+    left, right, captured = factor(u * a * b, rank, label, groups=groups)
+    return left / a, right / b, captured
   size = jnp.max(jnp.abs(u), (-2, -1), keepdims=True)
   # Products are scaled, not u itself: a scaled copy of u would cost as much as the products.
   scale = jnp.where(size > 0, 1 / jnp.where(size > 0, size, 1), 1)
@@ -61,9 +64,14 @@ def factor(u, rank: int, label: str, weights=None):
   q = _matmul(u, orthonormalize(_matmul(u.swapaxes(-1, -2), q) * scale, drop=False)) * scale
   q = orthonormalize(orthonormalize(q, drop=False), drop=True)
   right = _matmul(q.swapaxes(-1, -2), u)
-  energy = jnp.sum(jnp.square(u * scale), (-2, -1))
-  captured = jnp.sum(jnp.square(right * scale), (-2, -1)) / jnp.where(energy > 0, energy, 1)
-  return q, right, captured
+  energy, kept = (jnp.sum(jnp.square(x * scale), (-2, -1)) for x in (u, right))
+  if groups:
+    axes = tuple(range(-groups, 0))
+    size = size.squeeze((-2, -1))
+    largest = jnp.max(size, axes, keepdims=True)
+    share = jnp.square(size / jnp.where(largest > 0, largest, 1))
+    energy, kept = (jnp.sum(share * x, axes) for x in (energy, kept))
+  return q, right, kept / jnp.where(energy > 0, energy, 1)
 
 
 def _matmul(a, b):

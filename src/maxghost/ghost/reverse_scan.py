@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.ghost import directions, ledger, low_rank, schedules
+from maxghost.ghost import directions, ledger, schedules
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.losses import StagedLoss, submodule
 from maxghost.ghost.saved_vjp import SavedVjp, pull_in_order
@@ -510,8 +510,7 @@ def _unstacked_parts(param, gradient_K, second_moment, scalars):
     return (gradient_K, second_moment, scalars), None
   if not param.spec.low_rank:
     return (gradient_K,), None
-  matrices = directions.matrix_view(gradient_K, param.spec.rows, 1)
-  left, right, captured = low_rank.factor(matrices, param.spec.direction.rank, param.label)
+  left, right, captured = param.spec.factor(gradient_K, 1)
   return (left, right), captured
 
 

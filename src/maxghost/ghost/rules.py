@@ -32,7 +32,11 @@ class Rule:
     return getattr(module, name).ndim
 
   def rows(self, module: nnx.Module, name: str) -> int:
-    """Leading axes of the matrix view [I, O] of a parameter whose `score` takes factors; 0 where it does not."""
+    """Axes of the rows of the matrix view [I, O] of a parameter whose `score` takes factors; 0 where it does not."""
+    return 0
+
+  def groups(self, module: nnx.Module, name: str) -> int:
+    """Axes before those of `rows` that number matrices of their own, each with factors of its own."""
     return 0
 
   def stock(self, module: nnx.Module) -> nnx.Module:

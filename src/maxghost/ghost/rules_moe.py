@@ -1,7 +1,7 @@
 """Rules for the own layer types of `models`: experts and attention sinks.
 
 K validation sets, n examples, T positions, N = n T tokens, E experts, R rows (tokens sorted by expert, once for each of
-their experts), I inputs and O outputs of an expert's matrix, H heads, h head width.
+their experts), I inputs and O outputs of an expert's matrix, r rank, H heads, h head width.
 """
 
 import math
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from maxghost.ghost.directions import Direction
 from maxghost.ghost.rules import Rule, rule
 from maxghost.models import attention_ops, expert_parallel, moe
 from maxghost.models.attention import SelfAttention
@@ -21,16 +22,21 @@ from maxghost.models.parts import gated
 
 @rule(moe.RoutedMoe)
 class RoutedMoeRule(Rule):
-  """Expert matrices and biases. A row's share of <grad_W loss_i, u> is <g_R, x_R u_e> with e its expert; rows are
-  followed back to their token. The router is a dense layer with the rule of one.
-
-  A direction of any rank is used in full here: factors of a stack of small matrices would save little.
+  """Expert matrices and biases. A row's share of <grad_W loss_i, u> is <g_R, x_R u_e> with e its expert, or
+  <g_R R_eᵀ, x_R Q_e> for factors u_e = Q_e R_e of each expert; rows are followed back to their token. The router is a
+  dense layer with the rule of one.
   """
 
   methods = ("experts",)
 
   def rank(self, module, name):
     return 2 if name.endswith("_bias") else 3
+
+  def rows(self, module, name):
+    return 0 if name.endswith("_bias") else 1
+
+  def groups(self, module, name):
+    return 0 if name.endswith("_bias") else 1
 
   def stock(self, module):
     alone = nnx.clone(module)
@@ -39,18 +45,22 @@ class RoutedMoeRule(Rule):
 
   def score(self, call, name, direction):
     if not call.module.sparse:
-      return super().score(call, name, direction)
+      return super().score(call, name, direction if direction.left is None else _whole(direction))
     split = expert_parallel.find(call.module, call.args[0].shape)
     if "use" not in call.memo:
       call.memo["use"] = _use(call) if split is None else _use_on_mesh(call, split)
     rows, used = call.memo["use"]
-    arrays = (rows, *used[name.removesuffix("_bias")], direction.full)
+    arrays = (rows, *used[name.removesuffix("_bias")], direction)
     length = call.cotangent.shape[1]
     if split is None:
       score_KnT = _token_scores(call.module, name, length, *arrays)
     else:
       score_KnT = _scores_on_mesh(call.module, name, length, split, arrays)
     return score_KnT if call.resolution == 2 else score_KnT.sum(2)
+
+
+def _whole(direction: Direction) -> Direction:
+  return Direction(jnp.matmul(direction.left, direction.right, precision=jax.lax.Precision.HIGHEST))
 
 
 def _use(call):
@@ -73,15 +83,29 @@ def _use_of(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_exp
   return rows, used | {"wo": (h_RF, g_RD)}
 
 
-def _token_scores(module, name: str, length: int, rows: Rows, x_RI, g_RO, u_K):
+def _token_scores(module, name: str, length: int, rows: Rows, x_RI, g_RO, direction: Direction):
   """Scores of one Param by token: [K, n, length]."""
   wide = jnp.promote_types(g_RO.dtype, jnp.float32)
+  if direction.full is None:
+    row_RK = _factored_rows(module, rows, x_RI, g_RO, direction, wide)
+    return jnp.stack([rows.sums(row_R).reshape(-1, length) for row_R in row_RK.T])
   scores = []
-  for u in u_K.astype(g_RO.dtype):
+  for u in direction.full.astype(g_RO.dtype):
     along_RO = rows.of_expert(u) if name.endswith("_bias") else product(x_RI, u, rows.sizes_E, module.precision)
     row_R = (rows.own(along_RO).astype(wide) * g_RO.astype(wide)).sum(-1)
     scores.append(rows.sums(row_R).reshape(-1, length))
   return jnp.stack(scores)
+
+
+def _factored_rows(module, rows: Rows, x_RI, g_RO, direction: Direction, wide):
+  """<x Q, g Rᵀ> of each row and set, [R, K], with left Q [K, E, I, r] and right R [K, E, r, O]: all sets share one
+  product with x and one with g."""
+  sets, experts, inputs, rank = direction.left.shape
+  left_EIq = jnp.moveaxis(direction.left.astype(x_RI.dtype), 0, 2).reshape(experts, inputs, sets * rank)
+  right_EqO = jnp.moveaxis(direction.right.astype(g_RO.dtype), 0, 1).reshape(experts, sets * rank, -1)
+  x_Rq = rows.own(product(x_RI, left_EIq, rows.sizes_E, module.precision, wide))
+  g_Rq = rows.own(product_transposed(g_RO, right_EqO, rows.sizes_E, module.precision, wide))
+  return (x_Rq * g_Rq).reshape(-1, sets, rank).sum(-1)
 
 
 # On a mesh, as `expert_parallel` runs the layer: each device scores the rows of its own experts.
@@ -111,8 +135,16 @@ def _scores_on_mesh(module, name: str, length: int, split: expert_parallel.Split
 
   whole, wide = PartitionSpec(split.sorted_rows), PartitionSpec(split.sorted_rows, split.width or None)
   inputs = (wide, whole) if name.startswith("wo") else (whole, wide)
-  specs = (whole, *inputs, split.param(name, leading=1))
+  specs = (whole, *inputs, _direction_specs(name, split, arrays[-1]))
   return split.map(local, specs, PartitionSpec(None, *split.tokens))(*arrays)
+
+
+def _direction_specs(name: str, split: expert_parallel.Split, direction: Direction) -> Direction:
+  """The PartitionSpec of each part: as the Param's."""
+  if direction.full is not None:
+    return Direction(split.param(name, leading=1))
+  expert, inputs, outputs = (*split.param(name), None)[:3]
+  return Direction(None, PartitionSpec(None, expert, inputs), PartitionSpec(None, expert, None, outputs))
 
 
 @rule(SelfAttention)

@@ -7,13 +7,13 @@ K validation sets, n examples, T positions.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.ghost import directions, low_rank
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.directions import AdamScalars
 from maxghost.parallel import constrain_state
@@ -123,13 +123,23 @@ def direction_parts(twin: Twin, gradients: list[dict], second_moments: dict | No
       spread = jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape))
       parts[param.label] = (stacked, second_moments[param.label], spread)
     elif param.spec.low_rank:
-      matrices = directions.matrix_view(jnp.moveaxis(stacked, axis, 0), param.spec.rows, axis + 1)
-      factors = low_rank.factor(matrices, twin.spec.rank, param.label)
-      left, right, energy = (jnp.moveaxis(x, 0, axis) for x in factors)
-      parts[param.label], captured[param.label] = (left, right), energy
+      left, right, captured[param.label] = _factors(param, stacked)
+      parts[param.label] = (left, right)
     else:
       parts[param.label] = (stacked,)
   return parts, captured
+
+
+def _factors(param, stacked):
+  """(left, right, captured [*stack, K]) of one parameter's directions [*stack, K, *parameter]."""
+  axis = len(param.stack_shape)
+  if param.spec.groups:
+    # Layer by layer: what a factorisation sums over the mesh has a whole side of each matrix, of all experts at once.
+    run = functools.partial(param.spec.factor, batch_axes=1)
+    for _ in param.stack_shape:
+      run = functools.partial(jax.lax.map, run)
+    return run(stacked)
+  return tuple(jnp.moveaxis(x, 0, axis) for x in param.spec.factor(jnp.moveaxis(stacked, axis, 0), axis + 1))
 
 
 def adam_scalars(twin: Twin, count, kappa):

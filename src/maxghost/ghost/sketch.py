@@ -11,7 +11,7 @@ R directions, n examples, T positions; a parameter's matrix view is [I, O].
 import jax
 import jax.numpy as jnp
 
-from maxghost.ghost import directions, schedules
+from maxghost.ghost import schedules
 from maxghost.ghost.attach import Twin
 
 
@@ -30,10 +30,12 @@ def random_directions(twin: Twin, key, scale: dict | None = None) -> dict:
       signs = jax.random.rademacher(own, (*stack, twin.num_sets, *param.shape), jnp.float32)
       parts[param.label] = (signs * jnp.expand_dims(factor, len(stack)),)
       continue
-    rows_LI, columns_LO = factored(directions.matrix_view(factor, param.spec.rows, len(stack)))
-    sizes = (*stack, twin.num_sets, rows_LI.shape[-1], 1), (*stack, twin.num_sets, 1, columns_LO.shape[-1])
+    # With a scale the last axes of both are those of the factors, groups included.
+    rows_LI, columns_LO = (jnp.expand_dims(x, len(stack)) for x in factored(param.spec.matrices(factor, len(stack))))
+    sets = (*stack, twin.num_sets, *param.shape[: param.spec.groups])
+    sizes = (*sets, rows_LI.shape[-1], 1), (*sets, 1, columns_LO.shape[-1])
     left, right = (jax.random.rademacher(jax.random.fold_in(own, i), size, jnp.float32) for i, size in enumerate(sizes))
-    parts[param.label] = (left * rows_LI[..., None, :, None], right * columns_LO[..., None, None, :])
+    parts[param.label] = (left * rows_LI[..., :, None], right * columns_LO[..., None, :])
   return parts
 
 
@@ -70,8 +72,9 @@ def _along(param, parts, gradient):
   axis = len(param.stack_shape)
   if param.spec.low_rank:
     left, right = parts
-    matrix = directions.matrix_view(gradient, param.spec.rows, axis)
-    return jnp.einsum("...io,...i,...o->...", matrix, left[..., 0, :, 0], right[..., 0, 0, :]).reshape(-1)
+    left_LI, right_LO = (x.squeeze(axis) for x in (left.squeeze(-1), right.squeeze(-2)))
+    product = jnp.einsum("...io,...i,...o->...", param.spec.matrices(gradient, axis), left_LI, right_LO)
+    return product.sum(tuple(range(axis, product.ndim))).reshape(-1)
   signs = parts[0].squeeze(axis)
   return (signs * gradient).sum(tuple(range(axis, gradient.ndim))).reshape(-1)
 

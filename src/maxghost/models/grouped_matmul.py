@@ -47,22 +47,23 @@ def _backward(precision, residuals, g_RO):
 _grouped.defvjp(_forward, _backward)
 
 
-def product(x_RI, w_GIO, sizes_G, precision=None):
-  """As `grouped_matmul`, without a backward pass of its own."""
+def product(x_RI, w_GIO, sizes_G, precision=None, dtype=None):
+  """As `grouped_matmul`, without a backward pass of its own. dtype: of y, default that of x."""
   return _choose(
-    functools.partial(_blocks, contract=1, precision=precision),
-    functools.partial(lax.ragged_dot, precision=precision),
+    functools.partial(_blocks, contract=1, precision=precision, dtype=dtype),
+    functools.partial(lax.ragged_dot, precision=precision, preferred_element_type=dtype),
     (x_RI, w_GIO, sizes_G),
   )
 
 
-def product_transposed(g_RO, w_GIO, sizes_G, precision=None):
-  """y_RI: each row times the transposed matrix of its group."""
+def product_transposed(g_RO, w_GIO, sizes_G, precision=None, dtype=None):
+  """y_RI: each row times the transposed matrix of its group. dtype: of y, default that of g."""
 
   def ragged(g, w, sizes):
-    return lax.ragged_dot(g, w.swapaxes(1, 2), sizes, precision)
+    return lax.ragged_dot(g, w.swapaxes(1, 2), sizes, precision, dtype)
 
-  return _choose(functools.partial(_blocks, contract=2, precision=precision), ragged, (g_RO, w_GIO, sizes_G))
+  blocks = functools.partial(_blocks, contract=2, precision=precision, dtype=dtype)
+  return _choose(blocks, ragged, (g_RO, w_GIO, sizes_G))
 
 
 def outer_sums(x_RI, g_RO, sizes_G, precision=None):
@@ -105,7 +106,7 @@ def _padded(x, block: int):
   return jnp.pad(x, ((0, block), (0, 0)))
 
 
-def _blocks(x_R, w_G, sizes_G, *, contract: int, precision):
+def _blocks(x_R, w_G, sizes_G, *, contract: int, precision, dtype):
   """Group by group, block by block. A group's last block runs over into the next group's rows, which are written after
   it; that of the last group into padding. contract: the axis of w (1 or 2) that meets x."""
   num_rows, num_groups = x_R.shape[0], w_G.shape[0]
@@ -118,12 +119,14 @@ def _blocks(x_R, w_G, sizes_G, *, contract: int, precision):
     def one(j, out):
       start = starts_G[e] + j * block
       x = lax.dynamic_slice_in_dim(padded, start, block)
-      y = lax.dot_general(x, w, (((1,), (contract - 1,)), ((), ())), precision=precision)
+      y = lax.dot_general(
+        x, w, (((1,), (contract - 1,)), ((), ())), precision=precision, preferred_element_type=dtype
+      )
       return lax.dynamic_update_slice_in_dim(out, y.astype(out.dtype), start, 0)
 
     return lax.fori_loop(0, -(-sizes_G[e] // block), one, out)
 
-  out = jnp.zeros((num_rows + block, w_G.shape[3 - contract]), x_R.dtype)
+  out = jnp.zeros((num_rows + block, w_G.shape[3 - contract]), dtype or x_R.dtype)
   return lax.fori_loop(0, num_groups, group, out)[:num_rows]
 
 

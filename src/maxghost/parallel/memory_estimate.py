@@ -183,6 +183,7 @@ class _Device:
     self.cfg, self.model, self.mesh = cfg, cfg.model, mesh
     self.params = {k: (self.local(shape, axes), "/layers/" in k) for k, (shape, axes) in parameters.items()}
     self.whole = {k: shape for k, (shape, _) in parameters.items()}
+    self.of_experts = {k for k, (_, axes) in parameters.items() if "exp" in axes}
     rows = cfg.data.per_device_batch_size * self.size("tensor", "context", "stage")
     self.rows, self.length = rows, -(-cfg.data.max_target_length // self.size("context"))
     self.tokens = self.rows * self.length
@@ -469,17 +470,21 @@ class _Device:
     return Tensor((sets, self.val_tokens(), d), self.compute, "cotangent of the validation rows")
 
   def factor_elements(self, label: str, stacked: bool) -> int | None:
-    """Elements of one layer's factors; None where the direction is exact."""
+    """Elements of one layer's factors on this device; None where the direction is exact."""
     g = self.cfg.ghost
     shape = self.whole[label][1:] if stacked else self.whole[label]
     direction = g.ghost_direction
     adam = direction == "adam" or (direction == "auto" and self.cfg.optimizer.opt_type == "adamw")
+    groups, shape = (shape[0], shape[1:]) if label in self.of_experts else (1, shape)
     if not g.ghost_rank or adam or len(shape) < 2:
       return None
     split = len(shape) - 1 if label.endswith("out/kernel") else 1
     inputs, outputs = math.prod(shape[:split]), math.prod(shape[split:])
     small = g.ghost_rank * (inputs + outputs)
-    return small if small < inputs * outputs else None
+    if 2 * small > inputs * outputs:
+      return None
+    # The rule of `direction` splits a side over these, experts over theirs.
+    return -(-groups * small // self.size("fsdp", "context", "expert"))
 
   def buffers(self) -> list[Row]:
     """Weights gathered for one layer, and its gradient before it is scattered."""

@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -181,23 +181,36 @@ def constrain(x, axes: Sequence[str | None], label: str = "an activation"):
   return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
 
 
-def constrain_factor(x, dim: int, axes: Sequence[str | None], shape: Sequence[int], place: int, label: str):
+def constrain_factor(
+  x,
+  dim: int,
+  axes: Sequence[str | None],
+  shape: Sequence[int],
+  place: int,
+  label: str,
+  others: Mapping[int, int] | None = None,
+):
   """A factor of a tensor's matrix view: x, split along `dim` as dimension `place` of the tensor is, and further over
   the mesh axes that the rule of FACTOR gives, as far as they divide it.
 
-  axes, shape: of the tensor. The rest of x lies whole on every device.
+  axes, shape: of the tensor. others: {dimension of x: the tensor's} of those that both have, split alike. The rest of x
+  lies whole on every device.
   """
   layout = current()
   if layout is None or layout.num_devices == 1:
     return x
   layout.rules.check((FACTOR,), label)
-  own = layout.rules.assign(axes, shape, label)[place]
+  assigned = layout.rules.assign(axes, shape, label)
+  others = others or {}
+  split = {i: assigned[there] for i, there in others.items()}
   wanted = next((row for name, row in layout.rules.rows if name == FACTOR), ())
-  further = [axis for axis in layout.rules.active(wanted) if axis not in own]
-  found = layout.rules.leading((*own, *further), x.shape[dim])
-  spec = partition_spec([found if i == dim else () for i in range(x.ndim)])
+  spent = {axis for found in (assigned[place], *split.values()) for axis in found}
+  further = [axis for axis in layout.rules.active(wanted) if axis not in spent]
+  split[dim] = layout.rules.leading((*assigned[place], *further), x.shape[dim])
+  spec = partition_spec([split.get(i, ()) for i in range(x.ndim)])
   if layout.record is not None:
-    names = tuple(FACTOR if i == dim else None for i in range(x.ndim))
+    named = {i: axes[there] for i, there in others.items()} | {dim: FACTOR}
+    names = tuple(named.get(i) for i in range(x.ndim))
     layout.record(label, names, x.shape, str(x.dtype), spec)
     return x
   return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
