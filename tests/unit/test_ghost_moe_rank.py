@@ -3,6 +3,8 @@
 K validation sets, n examples, T positions, E experts, I inputs and O outputs of a matrix, r rank.
 """
 
+import dataclasses
+
 import foreign
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ import tiny
 from flax import nnx
 
 from maxghost import ghost
-from maxghost.ghost import directions, low_rank
+from maxghost.ghost import directions, low_rank, sketch
 from maxghost.ghost.attach import attach, split
 from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.models import moe
@@ -175,3 +177,31 @@ def test_a_small_expert_keeps_its_direction_whole():
     twin = attach(model, num_examples=3, spec=directions.DirectionSpec(rank=rank))
     assert {p.spec.low_rank for p in twin.scored if is_experts(p.label)} == {gains}
     assert any(p.spec.low_rank for p in twin.scored)
+
+
+def test_sketches_draw_one_direction_for_each_expert():
+  """With a scale: the products of the drawn factors with a gradient, expert by expert."""
+  cfg = tiny.make_config(**routed.MIXTRAL)
+  model = nnx.eval_shape(lambda: tiny.make_model(cfg))
+  twin = attach(model, num_examples=3, spec=directions.DirectionSpec(rank=1))
+  twin = dataclasses.replace(twin, scored=tuple(p for p in twin.scored if is_experts(p.label)))
+  rng = np.random.default_rng(8)
+  gradient, scale = (
+    {p.label: jnp.asarray(draw((*p.stack_shape, *p.shape)), jnp.float32) for p in twin.scored}
+    for draw in (lambda shape: rng.normal(size=shape), lambda shape: rng.random(shape) + 0.1)
+  )
+  key = jax.random.key(1)
+  with tiny.cheap_compilation():
+    got = sketch.sketch_gradient(twin, gradient, key, 2, scale)
+    drawn = [sketch.random_directions(twin, k, scale) for k in jax.random.split(key, 2)]
+  expected = []
+  for p in twin.scored:
+    shapes = p.spec.part_shapes(p.stack_shape, 1, p.shape)
+    assert [part.shape for part in drawn[0][p.label]] == [shapes["left"], shapes["right"]]
+    u = np.stack([np.asarray(left @ right)[:, 0] for left, right in (parts[p.label] for parts in drawn)])  # [R, L, EIO]
+    assert len(np.unique(np.sign(u[0, 0, :, 0, 0] * u[0, 0, :, 1, 1]))) == 2  # experts have signs of their own
+    value = np.asarray(scale[p.label])
+    np.testing.assert_allclose(np.abs(u[0]).mean(-1), value.mean(-1), rtol=1e-5)
+    np.testing.assert_allclose(np.abs(u[0]).mean(-2), value.mean(-2), rtol=1e-5)
+    expected.append((u * np.asarray(gradient[p.label])).sum((2, 3, 4)).T)
+  np.testing.assert_allclose(got, np.concatenate(expected), rtol=1e-4, atol=1e-3)
