@@ -248,11 +248,11 @@ def test_the_choice_of_a_kernel_follows_length_and_platform():
 
 def test_cudnn_is_asked_for_the_same_attention():
   """Its arguments, run through XLA's implementation of the same interface."""
-  (q, k, v), _ = arrays(jnp.bfloat16, width=16, values=16)
-  shape = attention_ops.Shape(0.3, window=4)
+  (q, k, v), _ = arrays(jnp.bfloat16, length=14, width=16, values=16)
+  shape, segments = attention_ops.Shape(0.3, window=4), np.pad(SEGMENTS, ((0, 0), (0, 1)))
   with tiny.cheap_compilation():
-    ours = jax.jit(lambda q, k, v: attention_flash.cudnn(q, k, v, SEGMENTS, None, shape, implementation="xla"))(q, k, v)
-  exact = reference(*(np.float64(x) for x in (q, k, v)), SEGMENTS, window=4, scale=0.3)
+    ours = jax.jit(lambda q, k, v: attention_flash.cudnn(q, k, v, segments, None, shape, implementation="xla"))(q, k, v)
+  exact = reference(*(np.float64(x) for x in (q, k, v)), segments, window=4, scale=0.3)
   np.testing.assert_allclose(np.float32(ours), exact, rtol=3e-2, atol=3e-2)
 
 

@@ -110,7 +110,7 @@ def scans(jaxpr):
 
 def kept_sizes(scan) -> list[int]:
   """Number of elements of every float array that a scan stacks up over its steps."""
-  outputs = scan.outvars[scan.params["num_carry"] :]
+  outputs = scan.outvars[tiny.num_carried(scan) :]
   return [v.aval.size for v in outputs if jnp.issubdtype(v.aval.dtype, jnp.floating)]
 
 
@@ -267,7 +267,7 @@ def test_remat_scan_keeps_boundaries_only():
     return jnp.sum(models.remat_scan(lambda x, b: b(x), segment_length=2)(X_BD, blocks))
 
   forward = next(scans(jax.make_jaxpr(jax.grad(loss))(params)))
-  carries = [v for v in forward.outvars[forward.params["num_carry"] :] if v.aval.shape == (2, *X_BD.shape)]
+  carries = [v for v in forward.outvars[tiny.num_carried(forward) :] if v.aval.shape == (2, *X_BD.shape)]
   assert len(carries) == 1  # and the batch statistics and noted values, which the caller gets
   assert max(v.aval.size for v in forward.outvars if v not in carries) < carries[0].aval.size
 

@@ -117,7 +117,7 @@ def kept(num_layers: int, **changes) -> list[int]:
   sizes = []
   for equation in jaxpr.jaxpr.eqns:
     if equation.primitive.name == "scan":
-      outputs = [v.aval for v in equation.outvars[equation.params["num_carry"] :]]
+      outputs = [v.aval for v in equation.outvars[tiny.num_carried(equation) :]]
       sizes += [v.shape for v in outputs if v.shape[-2:] == (tiny.POSITIONS, 20)]
   return sizes
 
@@ -143,7 +143,7 @@ def test_the_validation_cotangent_waits_on_the_host(carries, wanted, monkeypatch
   carried = []
   for equation in jaxpr.jaxpr.eqns:
     if equation.primitive.name == "scan" and equation.params["reverse"]:
-      carried += [v.aval for v in equation.outvars[: equation.params["num_carry"]]]
+      carried += [v.aval for v in equation.outvars[: tiny.num_carried(equation)]]
   found = {v.shape: v.memory_space == jax.memory.Space.Host for v in carried if v.shape[1:] == (tiny.POSITIONS, 20)}
   assert found == {(5, tiny.POSITIONS, 20): wanted, (7, tiny.POSITIONS, 20): False}
 

@@ -163,3 +163,9 @@ def equations(jaxpr):
     for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
       if hasattr(inner, "eqns"):
         yield from equations(inner)
+
+
+def num_carried(scan) -> int:
+  """How many outputs of a scan's equation are its carry: those that are not stacked over the steps."""
+  body = scan.params["jaxpr"].jaxpr
+  return sum(a.aval.shape == b.aval.shape for a, b in zip(body.outvars, scan.outvars, strict=True))
