@@ -18,6 +18,7 @@ import sys
 import _measure
 import _steps
 import jax
+import numpy as np
 from _measure import Figure
 from flax import nnx
 from scipy.stats import pearsonr, spearmanr
@@ -197,6 +198,10 @@ def agreement(num_steps: int) -> list[Figure]:
   for direction in ("sgd", "adam"):
     keys = (f"ghost_direction={direction}", f"per_device_batch_size={NUM_ROWS}")
     pairs = list(zip(real_scores(num_steps, *keys), real_scores(num_steps, *keys, RANK), strict=True))
+    errors = [float(np.linalg.norm(low_rank - exact) / np.linalg.norm(exact)) for exact, low_rank in pairs]
+    first = f"rank 32 and exact, {direction}: relative error of the scores in the first step"
+    figures.append(Figure(first, errors[0]))
+    figures.append(Figure(f"rank 32 and exact, {direction}: largest relative error after it", max(errors[1:])))
     for name, correlate, limit in (("Spearman", spearmanr, 0.99), ("Pearson", pearsonr, None)):
       found = [float(correlate(exact, low_rank).statistic) for exact, low_rank in pairs]
       run = f"{num_steps} steps of the default run, {NUM_ROWS} rows"

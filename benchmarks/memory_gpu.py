@@ -46,8 +46,8 @@ def main() -> int:
   names = [name for name in ROWS if args.only in name]
   rows = [measure(name, args) for name in names]
   found = {row["step"]: row for row in rows}
-  figures = [figure for name in names if (base := found.get(name.removesuffix(", with scores"))) is not found[name]
-             for figure in scored_over_plain(found[name], base)]  # fmt: skip
+  pairs = [(found[name], found[base]) for name in names for base in names if name == f"{base}, with scores"]
+  figures = [figure for pair in pairs for figure in scored_over_plain(*pair)]
   device = jax.devices()[0]
   notes = [f"{device.device_kind}; {' '.join(device.client.platform_version.split())}"]
   return _measure.publish("memory_gpu", rows, figures, notes, path=args.json)
@@ -75,10 +75,8 @@ def measure(name: str, args) -> dict:
   return row
 
 
-def scored_over_plain(scored: dict, plain: dict | None) -> list[Figure]:
+def scored_over_plain(scored: dict, plain: dict) -> list[Figure]:
   """Bytes of the device and time with scores over those without."""
-  if plain is None:
-    return []
   label = plain["step"]
   total = [row["temporaries GB"] + row["arguments GB"] for row in (scored, plain)]
   time = scored["seconds per step"] / plain["seconds per step"]

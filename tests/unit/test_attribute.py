@@ -110,15 +110,16 @@ def test_the_index_estimates_the_same_sums_and_finds_the_same_best(corpora, poin
 
 
 def test_an_index_of_other_weights_is_refused(points, tmp_path):
-  about = {"version": 1, "directions": 2, "chunks": 0, "checkpoints": [[4, 0.5, "d4"], [9, 0.25, "other"]]}
+  about = {"version": 2, "directions": 2, "chunks": 0, "checkpoints": [[4, 0.5, "d4"], [9, 0.25, "other"]]}
   (tmp_path / "index.json").write_text(json.dumps(about))
   with pytest.raises(ConfigError, match="step 9 has other weights"):
     offline.open_index(tmp_path, points)
   with pytest.raises(ConfigError, match="no index there"):
     offline.open_index(tmp_path / "nowhere", points)
-  (tmp_path / "index.json").write_text(json.dumps(about | {"version": 2}))
-  with pytest.raises(ConfigError, match="update maxghost"):
-    offline.open_index(tmp_path, points)
+  for version, message in ((3, "update maxghost"), (1, "give --data to make the index again")):
+    (tmp_path / "index.json").write_text(json.dumps(about | {"version": version}))
+    with pytest.raises(ConfigError, match=message):
+      offline.open_index(tmp_path, points)
 
 
 @pytest.mark.parametrize(

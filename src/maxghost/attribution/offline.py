@@ -27,7 +27,7 @@ from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.sketch import sketch_gradient, sketch_pass
 
-INDEX_VERSION = 1
+INDEX_VERSION = 2  # 2: experts have random directions of their own
 _SEED = 4711
 
 
@@ -126,8 +126,9 @@ def open_index(folder: Path, points: list[Point]) -> dict:
   if not path.is_file():
     raise ConfigError(f"--index {folder}: no index there; give --data to make one")
   about = json.loads(path.read_text(encoding="utf-8"))
-  if about["version"] > INDEX_VERSION:
-    raise ConfigError(f"{path}: version {about['version']}, this maxghost reads up to {INDEX_VERSION}; update maxghost")
+  if about["version"] != INDEX_VERSION:
+    way = "update maxghost" if about["version"] > INDEX_VERSION else "give --data to make the index again"
+    raise ConfigError(f"{path}: version {about['version']}, this maxghost reads version {INDEX_VERSION}; {way}")
   there, here = {step: digest for step, _, digest in about["checkpoints"]}, {p.step: p.digest for p in points}
   if there != here:
     wrong = sorted({step for step in {*there, *here} if there.get(step) != here.get(step)})

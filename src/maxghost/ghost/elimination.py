@@ -21,10 +21,10 @@ def eliminate(gram, floor):
   triangleᵀ gram triangle is diagonal with these pivots. floor [...]: a column whose pivot is not above it takes part
   in no later one.
 
-  On a GPU one kernel for all matrices: as a loop of XLA's it is thousands of launches a step, and took longer than all
-  other work of the factors (measured on an H200 at rank 32: 0.57 ms against 0.04).
+  On a GPU one kernel for all matrices: a loop of XLA's launches several for each column, and such launches took most of
+  the time of the factors (docs/ghost.md).
   """
-  if platforms.target() in ("gpu", "cuda") and gram.shape[-1] <= _LARGEST:
+  if platforms.target() == "gpu" and gram.shape[-1] <= _LARGEST:
     return by_kernel(gram, floor)
   return by_loop(gram, floor)
 

@@ -107,7 +107,7 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
     if all(spec.direction.kind == "sgd" for _, spec in info.scored):
       # Such a direction does not depend on the gradient: with the scores first, the cotangent of the layer's input may
       # be formed where it is used.
-      scores = scores_of(values, arrays, cotangent, parts, values)
+      scores = scores_of(values, arrays, cotangent, parts, dict.fromkeys(values))
       cotangent, scores = autodiff.together(cotangent, scores)
       return finish(residuals, pull(cotangent), scores)
     gradients = pull(cotangent)

@@ -414,37 +414,50 @@ class _Walk:
 
   def _layer_training(self, cotangent, kept, batches, gradients, directions, layer_params, layer_rest, index):
     """(cotangent of the layer's input, its part of what `back` returns). directions: None = of the gradients."""
-    parts, captured = directions or self._layer_directions(gradients, self._layer_moments(index))
+    moments = self._layer_moments(index)
+    parts, captured = directions or self._layer_directions(gradients, moments)
     state = self._layer_state(parts)
     arguments = self._probed_arguments(kept.x, state, batches.train, layer_params, layer_rest, index)
     if kept.saved is None:
       grads, probes, cotangent, *_ = pull_in_order(self._probed_layer, arguments, cotangent)
     else:
       grads, probes, cotangent, *_ = self.train_vjp.backward(kept.saved, cotangent, *arguments)
-    sums = self._layer_sums(layer_params, grads, gradients, self._layer_moments(index, probes), parts)
+    sums = self._layer_sums(layer_params, grads, gradients, self._late_moments(moments, index, probes), parts)
     return cotangent, {"grads": grads, "probes": probes, "sums": sums, "captured": captured}
 
-  def _layer_moments(self, index, probes: nnx.State | None = None) -> dict:
-    """{"first" | "second": {label inside the layer: array}} of one layer, on the device; empty without moments.
-
-    probes: what has to be there first, of each parameter its own; moments on the host may come sooner.
-    """
+  def _moments(self) -> dict:
+    """{"first" | "second": {label inside the layer: stacked array}}; empty without moments."""
     first = self.account.moments.first if self.account else None
-    there = {} if probes is None else dict(nnx.to_flat_state(probes))
+    return {
+      name: {k.removeprefix(self.label_prefix): v for k, v in moments.items() if k.startswith(self.label_prefix)}
+      for name, moments in (("first", first), ("second", self.second_moments))
+      if moments is not None
+    }
+
+  def _layer_moments(self, index) -> dict:
+    """`_moments` of one layer, on the device."""
+    # Vectors come whole: a TPU cannot cut a single row out of a packed matrix in host memory.
+    return {
+      name: {k: streaming.fetch(streaming.to_device(v) if v.ndim <= 2 else v, index) for k, v in inside.items()}
+      for name, inside in self._moments().items()
+    }
+
+  def _late_moments(self, moments: dict, index, probes: nnx.State) -> dict:
+    """`moments` of one layer, each taken from the device's stack when its parameter's probe is there; those that have
+    come from the host stay."""
+    there = dict(nnx.to_flat_state(probes))
     place = {}
     for p in self.inner:
       probe = there.get(p.part_path("probe")[len(self.prefix) :])
-      place[p.label.removeprefix(self.label_prefix)] = index if probe is None else autodiff.late(index, probe)
-    out = {}
-    for name, moments in (("first", first), ("second", self.second_moments)):
-      if moments is not None:
-        inside = {k.removeprefix(self.label_prefix): v for k, v in moments.items() if k.startswith(self.label_prefix)}
-        # Vectors come whole: a TPU cannot cut a single row out of a packed matrix in host memory.
-        whole = {k: streaming.to_device(v) if v.ndim <= 2 else v for k, v in inside.items()}
-        out[name] = {
-          k: streaming.fetch(v, index if streaming.on_host(v) else place.get(k, index)) for k, v in whole.items()
-        }
-    return out
+      if probe is not None:
+        place[p.label.removeprefix(self.label_prefix)] = autodiff.late(index, probe)
+    return {
+      name: {
+        k: streaming.fetch(v, place[k]) if k in place and not streaming.on_host(v) else moments[name][k]
+        for k, v in inside.items()
+      }
+      for name, inside in self._moments().items()
+    }
 
   def _layer_directions(self, gradients, moment):
     """({label inside the layer: parts}, what factors capture) of one layer."""

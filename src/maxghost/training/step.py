@@ -80,8 +80,9 @@ def _norm(cfg: Config, state: nnx.State):
 
 def _clipped_update(cfg: Config, grads):
   """(global norm, clipping factor, function (train state, what was read of it) that updates the state by the clipped
-  gradient). What was read: sums over the old state, for which the update waits. XLA would copy what is updated in place
-  and still read elsewhere when the step begins, and keep the copies: on CPU 5 % of the memory of a scored step."""
+  gradient). What was read: sums over the old state, for which the update waits, unless it goes by segments. XLA would
+  copy what is updated in place and still read elsewhere when the step begins, and keep the copies: on CPU 5 % of the
+  memory of a scored step."""
   threshold = cfg.optimizer.gradient_clipping_threshold
   if not cfg.model.stacked_segments:
     norm, factor, clipped = clip(grads, threshold)
