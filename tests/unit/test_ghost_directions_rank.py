@@ -360,6 +360,7 @@ def test_rank_with_another_engine_is_refused():
       ghost.GhostEngine(rank=4, engine=engine)
 
 
+@pytest.mark.slow  # test_ghost_schedules has scores along factors of stacked layers
 def test_stacked_layers_are_factored_one_by_one():
   """The transformer against a direction of rank <= 3, under rank 5: exact, and an energy for every layer."""
   cfg = tiny.make_config(base_mlp_dim=60, base_num_decoder_layers=2, remat_policy="none")

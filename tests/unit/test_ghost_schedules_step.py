@@ -113,7 +113,9 @@ def test_training_is_that_without_scores(name, plain, tolerance, steps_of):
   assert min(factors) < 1  # clipping is at work
 
 
-@pytest.mark.parametrize("name", ["reverse_scan", "reverse_scan-rank", "rank", "val_every"])
+@pytest.mark.parametrize(
+  "name", ["reverse_scan", pytest.param("reverse_scan-rank", marks=pytest.mark.slow), "rank", "val_every"]
+)
 def test_the_columns_add_up(name, steps_of, gradient):
   """To -<G, Delta>, G at the parameters and rows of the step whose validation gradient is in use."""
   steps = steps_of(name)

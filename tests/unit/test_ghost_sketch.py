@@ -35,18 +35,19 @@ def test_entries_are_products_with_the_drawn_directions():
   graphdef, params, rest = nnx.split(model, nnx.Param, ...)
   twin = prepare_twin(model, batch, loss, num_sets=1, num_positions=None, spec=DirectionSpec("sgd", rank=1))
   assert {p.spec.low_rank for p in twin.scored} == {True, False}
-  blocks_MRn = sketch_pass(twin, *split(model), loss, batch, key, DIRECTIONS)
+  blocks_MRn = jax.jit(lambda *states: sketch_pass(twin, *states, loss, batch, key, DIRECTIONS))(*split(model))
   assert blocks_MRn.shape == (len(twin.scored), DIRECTIONS, EXAMPLES)
-  gradients = engines.per_example_gradients(graphdef, params, rest, loss, batch)
+  gradients = jax.jit(lambda params: engines.per_example_gradients(graphdef, params, rest, loss, batch))(params)
   for r, own in enumerate(jax.random.split(key, DIRECTIONS)):
-    parts = random_directions(twin, own)
+    parts = jax.jit(lambda key: random_directions(twin, key))(own)
     for m, param in enumerate(twin.scored):
       u = (parts[param.label][0] @ parts[param.label][1])[0] if param.spec.low_rank else parts[param.label][0][0]
       assert set(np.unique(np.asarray(u))) <= {-1.0, 1.0}
       expected = (gradients[param.label] * u).reshape(EXAMPLES, -1).sum(-1)
       np.testing.assert_allclose(blocks_MRn[m, r], expected, rtol=1e-4, atol=1e-5)
   whole = {label: g.sum(0) for label, g in gradients.items()}
-  np.testing.assert_allclose(sketch_gradient(twin, whole, key, DIRECTIONS), blocks_MRn.sum(-1), rtol=1e-4, atol=1e-5)
+  of_whole = jax.jit(lambda gradient: sketch_gradient(twin, gradient, key, DIRECTIONS))(whole)
+  np.testing.assert_allclose(of_whole, blocks_MRn.sum(-1), rtol=1e-4, atol=1e-5)
 
 
 def test_factors_keep_row_and_column_means_and_are_exact_at_rank_one():

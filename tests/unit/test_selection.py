@@ -80,7 +80,7 @@ def plain():
   ("method", "settings"),
   [
     pytest.param("topk", {"ghost_select_fraction": 0.43}, marks=pytest.mark.slow),
-    ("greats", {"ghost_select_fraction": 0.43}),
+    pytest.param("greats", {"ghost_select_fraction": 0.43}, marks=pytest.mark.slow),
     ("threshold", {"ghost_select_threshold": 0.5}),
   ],
 )

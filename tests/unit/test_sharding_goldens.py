@@ -14,7 +14,15 @@ from maxghost.training import sharding_dump
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import dump_shardings
 
-CASES = [(model, topology) for model in dump_shardings.MODELS for topology in dump_shardings.TOPOLOGIES]
+# The two large ones take seconds each to trace: one topology of each by default.
+SLOW = {
+  ("qwen3-30b-a3b", "v5p-128"), ("qwen3-30b-a3b", "cpu-8"), ("gpt-oss-20b", "v5e-32"), ("gpt-oss-20b", "cpu-8"),
+}  # fmt: skip
+CASES = [
+  pytest.param(model, topology, marks=[pytest.mark.slow] if (model, topology) in SLOW else [])
+  for model in dump_shardings.MODELS
+  for topology in dump_shardings.TOPOLOGIES
+]
 
 
 @pytest.mark.parametrize(("model", "topology"), CASES)

@@ -240,7 +240,8 @@ def test_scores_of_the_other_combinations(name, oracle_of):
   by_schedule.assert_case(schedule, direction, rank, changes, oracle_of)
 
 
-@pytest.mark.parametrize("engine", ["jvp", pytest.param("perexample", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["jvp", "perexample"])
 def test_the_other_engines(engine):
   cfg = tiny.make_config(num_vocab_tiling=3)
   model, val = tiny.make_model(cfg), tiny.make_batch(tiny.VALIDATION, seed=8)

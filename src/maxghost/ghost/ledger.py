@@ -7,12 +7,15 @@ K validation sets. Trees are dicts {label: array}.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 
 from maxghost.ghost import directions
 from maxghost.ghost.directions import AdamScalars, DirectionSpec
+from maxghost.models import platforms
+from maxghost.parallel import shardings
 
 COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
 
@@ -27,25 +30,51 @@ class Moments:
   count: jax.Array
 
 
-def sums(optimizer: DirectionSpec, moments: Moments, kappa, params: dict, grads: dict, gradient: dict, scored) -> dict:
-  """Inner products of one validation set over some parameters, to be added up and passed to `columns`.
+def sums(optimizer: DirectionSpec, moments: Moments, kappa, params: dict, grads: dict, gradients: list, scored) -> dict:
+  """Inner products with each validation set's gradient over some parameters, to be added up and passed to `columns`.
 
-  optimizer: what the trainer applies, kind 'adam' or 'sgd'. kappa: the clipping factor inside v_t. scored: labels.
-  Returns float scalars exact and unscored (<g, P_t G> over the scored and the other parameters), momentum
+  optimizer: what the trainer applies, kind 'adam' or 'sgd'. kappa: the clipping factor inside v_t. gradients: K dicts.
+  scored: labels.
+  Returns float arrays [K] exact and unscored (<g, P_t G> over the scored and the other parameters), momentum
   (<G, b1 m P_t> / (1 - b1)) and weight_decay (<G, theta>), before the learning rate and the outer clipping factor.
   """
-  out = dict.fromkeys(("exact", "unscored", "momentum", "weight_decay"), jnp.zeros((), float))
+  out = dict.fromkeys(("exact", "unscored", "momentum", "weight_decay"), jnp.zeros(len(gradients), float))
   scalars = AdamScalars.at(optimizer, moments.count, kappa).stacked() if optimizer.kind == "adam" else None
   for label, g in grads.items():
-    val = gradient[label].astype(jnp.promote_types(g.dtype, jnp.float32))
+    column, arrays = "exact" if label in scored else "unscored", {"weight_decay": params[label]}
     if optimizer.kind == "adam":
-      val_step = directions.preconditioner(optimizer, moments.second[label], scalars, g) * val
-      out["momentum"] += optimizer.b1 / (1 - optimizer.b1) * jnp.sum(moments.first[label] * val_step)
+      step = directions.preconditioner(optimizer, moments.second[label], scalars, g)
+      arrays |= {column: step * g, "momentum": optimizer.b1 / (1 - optimizer.b1) * step * moments.first[label]}
     else:
-      val_step = val
-    out["exact" if label in scored else "unscored"] += jnp.sum(g * val_step)
-    out["weight_decay"] += jnp.sum(params[label] * val)
+      arrays[column] = g
+    products = inner_products(list(arrays.values()), [gradient[label] for gradient in gradients])
+    for name, product_K in zip(arrays, products, strict=True):
+      out[name] += product_K
   return out
+
+
+def inner_products(left: list, right: list):
+  """[len(left), len(right)] sums over left[i] * right[j], arrays of one shape, in float32 or wider."""
+  wide = jnp.promote_types(jnp.result_type(*left, *right), jnp.float32)
+  pairs = [x.astype(wide) * y.astype(wide) for x in left for y in right]
+  layout = shardings.current()
+  alone = layout is None or layout.num_devices == 1
+  found = _in_one_pass(pairs) if alone and platforms.target() == "cpu" else [jnp.sum(x) for x in pairs]
+  return jnp.stack(found).reshape(len(left), len(right))
+
+
+def _in_one_pass(arrays: list) -> list:
+  """The sum of each array. XLA's CPU compiler gives every sum a loop of its own, which reads and computes again what
+  several have in common; a reduction of several operands is one loop. It adds one by one, so only within short rows;
+  and on a mesh it gathers."""
+  size = arrays[0].size
+  length = math.gcd(size, 1024)
+  if length < 64:
+    return [jnp.sum(x) for x in arrays]
+  rows = tuple(x.reshape(size // length, length) for x in arrays)
+  zeros = tuple(jnp.zeros((), x.dtype) for x in rows)
+  add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))  # noqa: E731
+  return [jnp.sum(x) for x in jax.lax.reduce(rows, zeros, add, (1,))]
 
 
 def used(scored_params, grads: dict, parts: dict, facts: dict):
@@ -83,13 +112,12 @@ def score_sums(scored_params, scores: dict):
   return total, size
 
 
-def columns(set_sums: list[dict], totals, used_K, learning_rate, kappa, weight_decay: float) -> dict:
+def columns(sums_K: dict, totals, used_K, learning_rate, kappa, weight_decay: float) -> dict:
   """{column: [K]} for one step, in nats.
 
-  set_sums: `sums` of each validation set. totals: `score_sums`; used_K: <g, u> of each set.
+  sums_K: `sums`. totals: `score_sums`; used_K: <g, u> of each set.
   check_rel_err compares the sum of all scores with <g, u>: 0 up to rounding.
   """
-  sums_K = {name: jnp.stack([s[name] for s in set_sums]) for name in set_sums[0]}
   score_sum, score_size = totals
   out = {
     "predicted_examples": learning_rate * kappa * score_sum,

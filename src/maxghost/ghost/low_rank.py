@@ -51,15 +51,16 @@ def factor(u, rank: int, label: str, groups: int = 0):
   values below 5e-3 of the largest may be lost to the rounding of float32; captured tells.
   """
   u = u.astype(jnp.promote_types(u.dtype, jnp.float32))
-  # Products are scaled, not u itself: a scaled copy of u would cost as much as the products.
-  size = jnp.max(jnp.abs(u), (-2, -1), keepdims=True)
-  scale = _one_over(size)
   omega = jax.random.normal(_key(label), (u.shape[-1], rank), u.dtype)
-  q = _matmul(u, jnp.broadcast_to(omega, (*u.shape[:-2], *omega.shape))) * scale
+  q = _matmul(u, jnp.broadcast_to(omega, (*u.shape[:-2], *omega.shape)))
+  # Products are scaled, not u itself: to scale u, or to look for its largest entry, costs as much as a product.
+  size = jnp.max(jnp.abs(q), (-2, -1), keepdims=True)
+  scale = _one_over(size)
   # Between the two products, or the columns of small singular values would drown: their squares meet at rounding.
-  q = _matmul(u, orthonormalize(_matmul(u.swapaxes(-1, -2), q) * scale, drop=False)) * scale
+  z = orthonormal_rows(_transposed_matmul(q * scale, u) * scale, drop=False)
+  q = _matmul_transposed(u, z) * scale
   q = orthonormalize(orthonormalize(q, drop=False), drop=True)
-  right = _matmul(q.swapaxes(-1, -2), u)
+  right = _transposed_matmul(q, u)
   return q, right, _share(right * scale, u * scale, size, groups)
 
 
@@ -77,25 +78,25 @@ def factor_for(gradient, weights, u, rank: int, label: str, groups: int = 0):
   """
   wide = jnp.promote_types(u.dtype, jnp.float32)
   u, g = u.astype(wide), gradient.astype(wide)
-  a, b = (x.astype(wide)[..., None] for x in weights)
-  ab = a * b.swapaxes(-1, -2)
+  a, b = weights[0].astype(wide)[..., :, None], weights[1].astype(wide)[..., None, :]
+  ab = a * b
   size = jnp.max(jnp.abs(u * ab), (-2, -1), keepdims=True)
   scale, g_scale = _one_over(size), _one_over(jnp.max(jnp.abs(g / ab), (-2, -1), keepdims=True))
   squares = jnp.sum(jnp.square(g / ab * g_scale), (-2, -1), keepdims=True)
   g_scale *= jnp.sqrt(g.shape[-2] * _one_over(squares))
   # Weights are put on the thin factors: weighted copies of u and g would cost as much as the products.
-  across = lambda z: a * _matmul(u, b * z) * scale  # noqa: E731  A z
-  back = lambda z: b * _matmul(u.swapaxes(-1, -2), a * z) * scale  # noqa: E731  Aᵀ z
-  g_across = lambda z: _matmul(g, z / b) / a * g_scale  # noqa: E731  g z, where g gᵀ has a mean eigenvalue of 1
-  g_back = lambda z: _matmul(g.swapaxes(-1, -2), z / a) / b * g_scale  # noqa: E731  gᵀ z
-  keys, sides = jax.random.split(_key(label)), (g.shape[-1], g.shape[-2])
-  first, second = (jax.random.normal(key, (side, rank), wide) for key, side in zip(keys, sides, strict=True))
-  z = g_across(first) + _WHITE**0.5 * second
-  y = orthonormalize(across(orthonormalize(back(z), drop=False)), drop=False)
-  q = back(g_across(g_back(y)) + _WHITE * y)
-  q = orthonormalize(orthonormalize(q, drop=False), drop=True)
-  left = _matmul(u, b * q)
-  return left, (q / b).swapaxes(-1, -2), _share(a * left * scale, u * ab * scale, size, groups)
+  across = lambda z: a * _matmul_transposed(u, z * b) * scale  # noqa: E731  A zᵀ
+  back = lambda y: _transposed_matmul(a * y, u) * b * scale  # noqa: E731  yᵀ A
+  g_across = lambda z: _matmul_transposed(g, z / b) / a * g_scale  # noqa: E731  g zᵀ; g gᵀ has a mean eigenvalue of 1
+  g_back = lambda y: _transposed_matmul(y / a, g) / b * g_scale  # noqa: E731  yᵀ g
+  keys, shapes = jax.random.split(_key(label)), ((rank, g.shape[-1]), (g.shape[-2], rank))
+  first, second = (jax.random.normal(key, shape, wide) for key, shape in zip(keys, shapes, strict=True))
+  y = g_across(jnp.broadcast_to(first, (*g.shape[:-2], *first.shape))) + _WHITE**0.5 * second
+  y = orthonormalize(across(orthonormal_rows(back(y), drop=False)), drop=False)
+  z = back(g_across(g_back(y)) + _WHITE * y)
+  z = orthonormal_rows(orthonormal_rows(z, drop=False), drop=True)
+  left = _matmul_transposed(u, z * b)
+  return left, z / b, _share(a * left * scale, u * ab * scale, size, groups)
 
 
 def _key(label: str):
@@ -122,6 +123,17 @@ def _matmul(a, b):
   return jnp.matmul(a, b, precision=_HIGHEST)
 
 
+def _matmul_transposed(a, b):
+  """a[..., I, O] b[..., r, O]ᵀ -> [..., I, r]."""
+  return jnp.einsum("...io,...ro->...ir", a, b, precision=_HIGHEST)
+
+
+def _transposed_matmul(a, b):
+  """a[..., I, r]ᵀ b[..., I, O] -> [..., r, O]. Its transpose would make XLA's CPU compiler transpose b, which takes
+  several times as long as the product."""
+  return jnp.einsum("...ir,...io->...ro", a, b, precision=_HIGHEST)
+
+
 def orthonormalize(y, drop: bool):
   """y [..., I, r] C with C upper triangular, orthonormal up to rounding times the squared condition number of y.
 
@@ -130,7 +142,16 @@ def orthonormalize(y, drop: bool):
   the next application to see what they add (Fukaya et al., "Shifted Cholesky QR", SIAM J. Sci. Comput. 42, 2020). The
   triangle is found by `elimination` on the r x r Gram matrix.
   """
-  gram = _matmul(y.swapaxes(-1, -2), y)
+  return _matmul(y, _triangle(_transposed_matmul(y, y), drop))
+
+
+def orthonormal_rows(z, drop: bool):
+  """z [..., r, O] with orthonormal rows: `orthonormalize` of its transpose."""
+  return _transposed_matmul(_triangle(_matmul_transposed(z, z), drop), z)
+
+
+def _triangle(gram, drop: bool):
+  """C of `orthonormalize`, [..., r, r]. gram: yᵀ y."""
   negligible = _NEGLIGIBLE if drop else 32 * jnp.finfo(gram.dtype).eps
   floor = negligible * jnp.max(jnp.diagonal(gram, axis1=-2, axis2=-1), axis=-1)
   pivots, triangle = elimination.eliminate(gram, floor)
@@ -138,4 +159,4 @@ def orthonormalize(y, drop: bool):
   kept = pivots > floors
   least = jnp.zeros_like(floors) if drop else jnp.where(floors > 0, jax.lax.rsqrt(jnp.where(floors > 0, floors, 1)), 0)
   scale = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, pivots, 1)), least)
-  return _matmul(y, triangle * scale[..., None, :])
+  return triangle * scale[..., None, :]

@@ -55,7 +55,7 @@ def run(
   carries_on_host: bool = False,
   remat_policy: str = "full",
 ):
-  """(TrainPass, val_loss [K], list of K `ledger.sums` or None, captured).
+  """(TrainPass, val_loss [K], `ledger.sums` with `used` or None, captured).
 
   loss: a `StagedLoss`; val_loss: that of the validation rows, where it differs (no dropout). second_moments, scalars:
   as `schedules.direction_parts`. segment_lengths: as `segments.scan`. carries_on_host: the segment inputs of the
@@ -481,31 +481,26 @@ class _Walk:
 
   def _layer_sums(self, layer_params, grads, gradients, moment, parts):
     if self.account is None:
-      return []
+      return {}
     scored = {p.label.removeprefix(self.label_prefix) for p in self.inner}
     moments = ledger.Moments(moment.get("first"), moment.get("second"), self.account.moments.count)
     params, grads = schedules.by_label(layer_params), schedules.by_label(grads)
     used_K = self._used(self.inner, grads, parts, self.label_prefix)
-    return [
-      ledger.sums(self.account.optimizer, moments, self.account.kappa, params, grads, schedules.by_label(g), scored)
-      | {"used": used}
-      for g, used in zip(gradients, used_K, strict=True)
-    ]
+    labelled = [schedules.by_label(g) for g in gradients]
+    found = ledger.sums(self.account.optimizer, moments, self.account.kappa, params, grads, labelled, scored)
+    return found | {"used": used_K}
 
-  def sums(self, layer_sums, outer_grads, outer_gradients) -> list[dict]:
-    """`ledger.sums` of the whole model for each validation set; `used` is <g, u> over the scored parameters."""
+  def sums(self, layer_sums: dict, outer_grads, outer_gradients) -> dict:
+    """`ledger.sums` of the whole model, and `used`, <g, u> over the scored parameters. layer_sums: [layers, K]."""
     grads, params = schedules.by_label(outer_grads), schedules.by_label(self.outer_params)
     scored = {p.label for p in self.outer}
     labelled = [schedules.by_label(g) for g in outer_gradients]
     parts, _ = _parts(self.twin, self.outer, labelled, self.second_moments, self.scalars)
     used_K = self._used(self.outer, grads, parts, "")
-    out = []
-    for layers, gradient, used in zip(layer_sums, labelled, used_K, strict=True):
-      outer = ledger.sums(
-        self.account.optimizer, self.account.moments, self.account.kappa, params, grads, gradient, scored
-      ) | {"used": used}
-      out.append({name: layers[name].sum() + outer[name] for name in outer})
-    return out
+    account = self.account
+    outer = ledger.sums(account.optimizer, account.moments, account.kappa, params, grads, labelled, scored)
+    outer["used"] = used_K
+    return {name: layer_sums[name].sum(0) + outer[name] for name in outer}
 
   def _used(self, scored, grads, parts, prefix: str):
     """<g, u> [K] over scored parameters of one layer (or outside the stack); 0 for kind 'adam', whose facts hold it."""

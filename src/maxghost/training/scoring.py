@@ -32,7 +32,7 @@ class Scored:
   val_loss: jax.Array
   gradients: list[dict] | None
   parts: dict
-  sums: list[dict] | None
+  sums: dict | None
   captured: dict
   score_KBT: jax.Array
 
@@ -206,9 +206,7 @@ class Scorer:
     if scored.gradients is not None:
       moments = ledger.Moments(*adam_moments(train_state.optimizer), train_state.step)
       labels = {p.label for p in twin.scored}
-      sums = [
-        ledger.sums(optimizer, moments, kappa, schedules.by_label(params), grads, g, labels) for g in scored.gradients
-      ]
+      sums = ledger.sums(optimizer, moments, kappa, schedules.by_label(params), grads, scored.gradients, labels)
     if sums is None:
       return {}
     if self.ghost.ghost_engine == "jvp":
@@ -219,7 +217,7 @@ class Scorer:
     if twin.spec.kind == "adam" or scored.parts:
       used = ledger.used(twin.scored, grads, scored.parts, passed.facts)
     else:
-      used = jnp.stack([s["used"] for s in sums])
+      used = sums["used"]
     return ledger.columns(sums, ledger.score_sums(twin.scored, passed.scores), used, learning_rate, kappa, decay)
 
 
