@@ -9,6 +9,7 @@ XLA counts the body of a loop once; bfloat16 compute, 16 x 1024 training tokens 
 
 import os
 import sys
+import time
 
 os.environ |= {  # before JAX starts: libtpu may be loaded by several processes, and no cloud metadata is asked for
   "JAX_PLATFORMS": "cpu",
@@ -25,6 +26,7 @@ from ghost_overhead import EXACT, PLAIN, ROWS
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost import config as configuration
+from maxghost.models import platforms
 from maxghost.training import state
 from maxghost.training.step import make_train_step
 
@@ -48,7 +50,11 @@ def main() -> int:
     print("skipped: libtpu is not installed; pip install '.[tpu]' brings the TPU compiler")
     return 0
   device = chip(args.chip)
-  compiled = {name: compile_row(ROWS[name].keys, args.overrides, device) for name in NAMES}
+  compiled = {}
+  for name in NAMES:
+    begin = time.perf_counter()
+    compiled[name] = compile_row(ROWS[name].keys, args.overrides, device)
+    print(f"{name}: compiled in {(time.perf_counter() - begin) / 60:.1f} min", file=sys.stderr, flush=True)
   base = compiled[PLAIN]
   rows, figures = [], []
   for name, step in compiled.items():
@@ -86,9 +92,10 @@ def compile_row(keys, overrides, device):
 
   sets = cfg.data.validation_sets if cfg.ghost.ghost_enabled else ()
   batch, val_batches = rows(cfg.data.per_device_batch_size), tuple(rows(cfg.ghost.ghost_val_batch_size) for _ in sets)
-  graphdef, abstract = state.abstract_split(cfg)
-  step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=3, num_sets=max(len(sets), 1))
-  lowered = jax.jit(step, donate_argnums=0).lower(placed(abstract), placed(batch), placed(val_batches))
+  with platforms.tracing_for("tpu"):
+    graphdef, abstract = state.abstract_split(cfg)
+    step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=3, num_sets=max(len(sets), 1))
+    lowered = jax.jit(step, donate_argnums=0).lower(placed(abstract), placed(batch), placed(val_batches))
   return lowered.compile()
 
 

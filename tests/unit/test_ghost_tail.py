@@ -45,20 +45,27 @@ def mean(y, batch):
   return (values * weights).sum() / weights.sum()
 
 
+@jax.jit
+def cotangents(model, train, val):
+  """(G, outputs of the first layer and of the activation, cotangents at the outputs of the three layers)."""
+  graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+  g = jax.grad(lambda p: mean(nnx.merge(graphdef, p, rest)(val["x"]), val))(params)
+  first = model.first(train["x"])
+  hidden = jnp.tanh(model.norm(first))
+  b_first = jax.grad(lambda y: mean(model.second(jnp.tanh(model.norm(y))), train))(first)
+  b_norm = jax.grad(lambda y: mean(model.second(jnp.tanh(y)), train))(model.norm(first))
+  b_second = jax.grad(lambda y: mean(y, train))(model.second(hidden))
+  return g, first, hidden, b_first, b_norm, b_second
+
+
 @pytest.mark.parametrize("schedule", ["two_pass", "concat"])
 def test_scores_are_tail_cotangents_against_the_direction(schedule):
   with jax.enable_x64(True):
     model = Model()
     train, val = batch_of(1, N), batch_of(2, N - 4)
     result = GhostEngine(schedule=schedule).score(model, train, val, loss_fn=lambda m, b: losses(m(b["x"]), b))
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    g = jax.grad(lambda p: mean(nnx.merge(graphdef, p, rest)(val["x"]), val))(params)
-    first = model.first(train["x"])
-    hidden = jnp.tanh(model.norm(first))
-    b_first = jax.grad(lambda y: mean(model.second(jnp.tanh(model.norm(y))), train))(first)
-    b_norm = jax.grad(lambda y: mean(model.second(jnp.tanh(y)), train))(model.norm(first))
-    b_second = jax.grad(lambda y: mean(y, train))(model.second(hidden))
-    share = train["weight"].sum(-1) / train["weight"].sum()
+    g, first, hidden, b_first, b_norm, b_second = cotangents(model, train, val)
+    share = np.asarray(train["weight"]).sum(-1) / np.asarray(train["weight"]).sum()
     scaled = np.asarray(first) / np.sqrt(np.square(first).mean(-1, keepdims=True) + model.norm.epsilon)
     expected = {
       "first/kernel": np.einsum("ntf,ntf->n", b_first, np.asarray(train["x"]) @ np.asarray(g["first"]["kernel"][...])),

@@ -79,9 +79,10 @@ def test_what_it_saves_is_the_train_step(compiled):
   _, out = step(train_state, layout.put_local(rows, 8), (layout.put_global(validation),))
   with use(None), tiny.cheap_compilation():
     model = tiny.make_model(cfg)
+    run = jax.jit(lambda model, *inputs: model.logits(model.hidden(*inputs)))
     for name, batch in (("loss", rows), ("val_loss", validation)):
-      hidden = model.hidden(*(batch[f"inputs{part}"] for part in ("", "_position", "_segmentation")))
-      losses = np.asarray(oracles.softmax_losses(model.logits(hidden), batch["targets"]))
+      logits = run(model, *(batch[f"inputs{part}"] for part in ("", "_position", "_segmentation")))
+      losses = np.asarray(oracles.softmax_losses(logits, batch["targets"]))
       counts = batch["targets_segmentation"] != 0
       assert float(np.squeeze(out[name])) == pytest.approx((losses * counts).sum() / counts.sum(), rel=1e-5)
   assert np.abs(np.asarray(out["contribution_BSK"])).max() > 0
