@@ -30,7 +30,12 @@ def main() -> int:
   results = newest()
   pages = {page: page.read_text("utf-8") for page in (README, PAGE)}
   tables = {
-    README: {"summary": summary(results), "domains": domains_table(results), "memory": memory_table(results)},
+    README: {
+      "summary": summary(results),
+      "domains": domains_table(results),
+      "overhead": overhead_table(results),
+      "memory": memory_table(results),
+    },
     PAGE: {"figures": figures_table(results)},
   }
   wanted = {page: filled(page, text, tables[page]) for page, text in pages.items()}
@@ -116,6 +121,40 @@ def domains_table(results: dict[str, dict]) -> str:
   if not rows:
     return ""
   return _measure.markdown([{column: row[column] for column in DOMAIN_COLUMNS} for row in rows]) + "\n"
+
+
+def overhead_table(results: dict[str, dict]) -> str:
+  """The rows of ghost_overhead with the targets for their times and, where the TPU compiler was asked, its numbers."""
+  found = results.get("ghost_overhead", {"rows": ()})
+  if not found["rows"]:
+    return ""
+  wanted = {}
+  for figure in found["figures"]:
+    step, _, base = figure["name"].partition(": time over that of ")
+    if base:
+      of = "" if base == "plain step" else f" of {base}"
+      wanted[step] = f"{figure['wanted']}{of}, {_verdict(figure)}"
+  tpu = results.get("ghost_overhead_tpu", {"rows": (), "machine": {}})
+  estimates = {row["step"]: row for row in tpu["rows"]}
+  rows = []
+  for row in found["rows"]:
+    shown = {column: row[column] for column in ("step", "time / plain")} | {"wanted": wanted.get(row["step"], "")}
+    shown |= {column: row[column] for column in ("FLOPs / plain", "memory / plain")}
+    estimate = estimates.get(row["step"], {"FLOPs": "", "estimated": ""})
+    rows.append(shown | {"TPU v5p: FLOPs": estimate["FLOPs"], "TPU v5p: time": estimate["estimated"]})
+  intro = (
+    "What scoring costs: GPT-2 small's layer shapes at width 512, 16 training rows and one validation row, on CPU\n"
+    "(times measured in turns; memory: the compiler's temporaries); and at width 768 according to the TPU compiler\n"
+    "ahead of time, whose times are estimates. The gradient of one validation row is a sixteenth of a step."
+  )
+  by = f"By `benchmarks/ghost_overhead.py` on {described(found['machine'])}"
+  if tpu["rows"]:
+    by += f", and `benchmarks/ghost_overhead_tpu.py`, libtpu {tpu['machine'].get('libtpu')}"
+  return f"{intro}\n\n{_measure.markdown(rows)}\n\n{by}.\n"
+
+
+def _verdict(figure: dict) -> str:
+  return "met" if figure["met"] else f"**missed** ({figure['shown']})"
 
 
 def memory_table(results: dict[str, dict]) -> str:

@@ -1,5 +1,6 @@
 """Tests run on CPU with eight virtual devices; marked tests are left out, with the reason, unless asked for."""
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -8,6 +9,8 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Tracing makes many objects that stay: looking through them as often as Python does takes a tenth of the suite's time.
+gc.set_threshold(200_000, 20, 100)
 
 OPTIONS = {
   "slow": ("--run-slow", "takes more than half a minute"),

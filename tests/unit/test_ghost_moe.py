@@ -134,6 +134,7 @@ def test_load_balancing_loss_in_loss_and_scores(balanced):
   assert oracles.relative_error(result.dot, slopes / tokens) < 1e-10
 
 
+@pytest.mark.slow  # test_train_step_moe has it in the train step
 def test_weight_zero_leaves_the_load_balancing_loss_out(balanced):
   model, _ = balanced
   with jax.enable_x64(True), tiny.cheap_compilation():

@@ -126,6 +126,7 @@ def layer_scores(layer, spec, parts, x):
   return {label: np.asarray(v) for label, v in twin.scores_by_label(probes).items()}, twin
 
 
+@pytest.mark.slow
 def test_factors_of_full_rank_give_the_exact_scores_of_two_sets(monkeypatch):
   """Rank 14 of matrices 20 x 14, which no rank gains on: handed to the rule as they are. Two sets at once."""
   with jax.enable_x64(True):

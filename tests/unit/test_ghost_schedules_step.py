@@ -98,7 +98,7 @@ def assert_same_training(ours: Steps, theirs: Steps, tolerance: float) -> None:
 @pytest.mark.parametrize(
   ("name", "plain", "tolerance"),
   [
-    ("second_order", "plain", 0),
+    pytest.param("second_order", "plain", 0, marks=pytest.mark.slow),
     ("val_every", "plain", 0),
     pytest.param("rank", "plain", 0, marks=pytest.mark.slow),
     ("concat", "plain", 1e-9),

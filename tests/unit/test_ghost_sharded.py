@@ -97,7 +97,7 @@ def on_one_device():
 @pytest.mark.parametrize(
   ("name", "direction", "schedule", "rank", "tolerance"),
   [
-    ("data", "sgd", "two_pass", 0, 1e-5),
+    pytest.param("data", "sgd", "two_pass", 0, 1e-5, marks=pytest.mark.slow),
     # The factors of a direction of full rank round more.
     pytest.param("fsdp", "sgd", "two_pass", 4, 1e-4, marks=pytest.mark.slow),
     ("tensor", "sgd", "reverse_scan", 0, 1e-5),
@@ -162,7 +162,12 @@ def direction_spec(spec: P, path, shape) -> P:
 
 @pytest.mark.parametrize(
   ("name", "kind"),
-  [("data", "adam"), ("fsdp", "adam"), ("tensor", "sgd"), pytest.param("mixed", "adam", marks=pytest.mark.slow)],
+  [
+    pytest.param("data", "adam", marks=pytest.mark.slow),
+    ("fsdp", "adam"),
+    ("tensor", "sgd"),
+    pytest.param("mixed", "adam", marks=pytest.mark.slow),
+  ],
 )
 def test_no_activation_moves_because_of_scores(name, kind):
   """What the scored pass gathers beyond the plain one are directions and Adam's moments; the scores stay where their

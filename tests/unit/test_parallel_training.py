@@ -107,6 +107,7 @@ def test_scores_move_weights_and_directions_once_more_and_no_row():
   assert sum(sums) < 4 * (2 * 24 * 272 + 4 * rows)  # the tables' gradients, and a few numbers for each parameter
 
 
+@pytest.mark.slow
 def test_a_plain_step_on_fsdp_is_that_of_one_device():
   changes = {"ghost_enabled": False}
   meshes.assert_same(meshes.run(MESHES["fsdp 8"], **changes), meshes.run({}, **changes))

@@ -58,7 +58,6 @@ def assert_plain(changes):
 
 
 CASES = {
-  "2-minimal": {"segment_length": 2, "remat_policy": "minimal"},
   "3-full-dropout": {"segment_length": 3, "remat_policy": "full", "dropout_rate": 0.3},
   "6-2-none": {"segment_lengths": (6, 2), "remat_policy": "none"},
 }
@@ -232,12 +231,22 @@ def run_blocks(forward):
   return value, nnx.to_pure_dict(grads), nnx.to_pure_dict(nnx.state(blocks, nnx.Not(nnx.Param)))
 
 
+NOTHING = jax.checkpoint_policies.nothing_saveable
+
+
 def as_numbers(tree):
   return jax.tree.map(lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree)
 
 
-@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.nothing_saveable], ids=["saved", "remat"])
-@pytest.mark.parametrize("lengths", [{"segment_length": 2}, {"segment_lengths": (4, 2)}], ids=str)
+@pytest.mark.parametrize(
+  ("lengths", "policy"),
+  [
+    pytest.param({"segment_length": 2}, None, id="2-saved"),
+    pytest.param({"segment_length": 2}, NOTHING, id="2-remat", marks=pytest.mark.slow),
+    pytest.param({"segment_lengths": (4, 2)}, None, id="4-2-saved", marks=pytest.mark.slow),
+    pytest.param({"segment_lengths": (4, 2)}, NOTHING, id="4-2-remat"),
+  ],
+)
 def test_remat_scan_is_nnx_scan(lengths, policy):
   """Values, gradients, batch statistics, RNG counts and noted values."""
 

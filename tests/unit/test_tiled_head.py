@@ -175,9 +175,14 @@ def model_pass(cfg, scale, segments=None):
   return float(value), tiny.by_label(grads)
 
 
-@pytest.mark.parametrize("axis", tiled.AXES)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_gradients_of_the_whole_model(axis, tied):
+@pytest.mark.parametrize(
+  ("tied", "axis"),
+  [
+    pytest.param(False, "tokens", marks=pytest.mark.slow), (False, "vocab"),
+    (True, "tokens"), pytest.param(True, "vocab", marks=pytest.mark.slow),
+  ],
+)  # fmt: skip
+def test_gradients_of_the_whole_model(tied, axis):
   """Body and head, with the outer loss divided by the number of tokens and multiplied by 2."""
   cfg = tiny.make_config(logits_via_embedding=tied, z_loss_multiplier=Z)
   changed = config.replace(cfg, num_vocab_tiling=4, vocab_tiling_axis=axis)

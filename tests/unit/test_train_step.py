@@ -60,6 +60,7 @@ def test_twenty_steps_end_in_the_same_bits_with_ghost_on_and_off(twenty):
   assert_same_bits(twenty)
 
 
+@pytest.mark.slow
 def test_the_same_bits_with_a_tied_table_and_dropout():
   assert_same_bits(TwentySteps(cheap=True, logits_via_embedding=True, remat_policy="none", dropout_rate=0.1))
 

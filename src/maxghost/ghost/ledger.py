@@ -38,7 +38,7 @@ def sums(optimizer: DirectionSpec, moments: Moments, kappa, params: dict, grads:
   Returns float arrays [K] exact and unscored (<g, P_t G> over the scored and the other parameters), momentum
   (<G, b1 m P_t> / (1 - b1)) and weight_decay (<G, theta>), before the learning rate and the outer clipping factor.
   """
-  out = dict.fromkeys(("exact", "unscored", "momentum", "weight_decay"), jnp.zeros(len(gradients), float))
+  parts = {"exact": [], "unscored": [], "momentum": [], "weight_decay": []}
   scalars = AdamScalars.at(optimizer, moments.count, kappa).stacked() if optimizer.kind == "adam" else None
   for label, g in grads.items():
     column, arrays = "exact" if label in scored else "unscored", {"weight_decay": params[label]}
@@ -47,34 +47,37 @@ def sums(optimizer: DirectionSpec, moments: Moments, kappa, params: dict, grads:
       arrays |= {column: step * g, "momentum": optimizer.b1 / (1 - optimizer.b1) * step * moments.first[label]}
     else:
       arrays[column] = g
-    products = inner_products(list(arrays.values()), [gradient[label] for gradient in gradients])
-    for name, product_K in zip(arrays, products, strict=True):
-      out[name] += product_K
-  return out
+    products = partial_products(list(arrays.values()), [gradient[label] for gradient in gradients])
+    for name, sums_KP in zip(arrays, products, strict=True):
+      parts[name].append(sums_KP)
+  # Added up at the end: one small loop for each column and set, not for each parameter.
+  whole = lambda found_KP: jnp.stack([jnp.sum(jnp.concatenate(x)) for x in zip(*found_KP, strict=True)])  # noqa: E731
+  return {name: whole(found) if found else jnp.zeros(len(gradients), float) for name, found in parts.items()}
 
 
-def inner_products(left: list, right: list):
-  """[len(left), len(right)] sums over left[i] * right[j], arrays of one shape, in float32 or wider."""
+def partial_products(left: list, right: list) -> list[list]:
+  """[len(left)][len(right)] arrays [P]: parts of the sums over left[i] * right[j], arrays of one shape, in float32 or
+  wider."""
   wide = jnp.promote_types(jnp.result_type(*left, *right), jnp.float32)
   pairs = [x.astype(wide) * y.astype(wide) for x in left for y in right]
   layout = shardings.current()
   alone = layout is None or layout.num_devices == 1
-  found = _in_one_pass(pairs) if alone and platforms.target() == "cpu" else [jnp.sum(x) for x in pairs]
-  return jnp.stack(found).reshape(len(left), len(right))
+  found = _in_one_pass(pairs) if alone and platforms.target() == "cpu" else [jnp.sum(x)[None] for x in pairs]
+  return [found[i : i + len(right)] for i in range(0, len(found), len(right))]
 
 
 def _in_one_pass(arrays: list) -> list:
-  """The sum of each array. XLA's CPU compiler gives every sum a loop of its own, which reads and computes again what
-  several have in common; a reduction of several operands is one loop. It adds one by one, so only within short rows;
-  and on a mesh it gathers."""
+  """Sums of rows of each array, [P]. XLA's CPU compiler gives every sum a loop of its own, which reads and computes
+  again what several have in common; a reduction of several operands is one loop. It adds one by one, so only within
+  short rows; and on a mesh it gathers."""
   size = arrays[0].size
-  length = math.gcd(size, 1024)
-  if length < 64:
-    return [jnp.sum(x) for x in arrays]
+  length = size if size <= 1024 else math.gcd(size, 1024)
+  if length < 16 < size:
+    return [jnp.sum(x)[None] for x in arrays]
   rows = tuple(x.reshape(size // length, length) for x in arrays)
   zeros = tuple(jnp.zeros((), x.dtype) for x in rows)
   add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))  # noqa: E731
-  return [jnp.sum(x) for x in jax.lax.reduce(rows, zeros, add, (1,))]
+  return list(jax.lax.reduce(rows, zeros, add, (1,)))
 
 
 def used(scored_params, grads: dict, parts: dict, facts: dict):
