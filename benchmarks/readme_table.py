@@ -134,18 +134,20 @@ def overhead_table(results: dict[str, dict]) -> str:
     if base:
       of = "" if base == "plain step" else f" of {base}"
       wanted[step] = f"{figure['wanted']}{of}, {_verdict(figure)}"
-  tpu = results.get("ghost_overhead_tpu", {"rows": (), "machine": {}})
+  tpu = results.get("ghost_overhead_tpu", {"rows": (), "figures": (), "machine": {}})
   estimates = {row["step"]: row for row in tpu["rows"]}
+  chips = {figure["name"].rpartition("(")[2].rstrip(")") for figure in tpu["figures"]}
+  device = " ".join(["TPU", *chips])
   rows = []
   for row in found["rows"]:
     shown = {column: row[column] for column in ("step", "time / plain")} | {"wanted": wanted.get(row["step"], "")}
     shown |= {column: row[column] for column in ("FLOPs / plain", "memory / plain")}
     estimate = estimates.get(row["step"], {"FLOPs": "", "estimated": ""})
-    rows.append(shown | {"TPU v5p: FLOPs": estimate["FLOPs"], "TPU v5p: time": estimate["estimated"]})
+    rows.append(shown | {f"{device}: FLOPs": estimate["FLOPs"], f"{device}: time": estimate["estimated"]})
   intro = (
     "What scoring costs: GPT-2 small's layer shapes at width 512, 16 training rows and one validation row, on CPU\n"
     "(times measured in turns; memory: the compiler's temporaries); and at width 768 according to the TPU compiler\n"
-    "ahead of time, whose times are estimates. The gradient of one validation row is a sixteenth of a step."
+    "ahead of time, whose times are estimates. One validation row is a sixteenth of the training rows."
   )
   by = f"By `benchmarks/ghost_overhead.py` on {described(found['machine'])}"
   if tpu["rows"]:

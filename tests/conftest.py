@@ -13,7 +13,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 gc.set_threshold(200_000, 20, 100)
 
 OPTIONS = {
-  "slow": ("--run-slow", "takes more than half a minute"),
+  "slow": ("--run-slow", "long, or has a lighter twin that runs"),
   "tpu_aot": ("--run-tpu-aot", "needs libtpu (extra `tpu`)"),
   "network": ("--run-network", "needs a package registry"),
   "hf": ("--run-hf", "needs the `hf` extra"),

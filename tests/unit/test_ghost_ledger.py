@@ -8,7 +8,7 @@ import pytest
 from maxghost.ghost import ledger
 from maxghost.models import platforms
 
-SHAPES = [(3, 40, 1536), (5,), (7, 9, 11), (6, 64), (2048,)]  # with rows for one pass, and without
+SHAPES = [(3, 40, 1536), (5,), (7, 9, 11), (6, 64), (37, 41)]  # many rows, one row, and a size that has no rows
 
 
 def arrays(shape, num, seed, dtype):

@@ -23,7 +23,7 @@ from maxghost.training.state import TrainStateNNX, adam_moments, trainable
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-  """A scored pass and what its account needs. sums: per validation set, or None where `gradients` are kept for them.
+  """A scored pass and what its account needs. sums: `ledger.sums`, or None where `gradients` are kept for them.
 
   score_KBT: additive scores by position, summed over parameters; with engine jvp by the position of the loss.
   """
