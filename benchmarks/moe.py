@@ -40,9 +40,7 @@ def contender(num_experts: int, sparse: bool, scored: bool, tokens: int, overrid
 
   twin = attach(layer, num_examples=ROWS)
   u = twin.direction_state({p.label: (jnp.ones((1, *p.shape)),) for p in twin.scored})
-  compiled = jax.jit(
-    jax.grad(lambda p, s, x: _loss(twin.merge(p, s, u, rest), x, blank), (0, 1, 2))
-  )
+  compiled = jax.jit(jax.grad(lambda p, s, x: _loss(twin.merge(p, s, u, rest), x, blank), (0, 1, 2)))
   return lambda: _finish(compiled(params, twin.zero_probes(), x_BTD))
 
 

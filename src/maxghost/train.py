@@ -66,7 +66,12 @@ def _train(cfg: Config, existing: Existing, corpus, open_parameters: Callable | 
       layout = devices.open_layout(cfg)
       own = devices.rows_of_process(cfg, layout)
       dataset = data.make_dataset(
-        corpus[0], cfg.data, cfg.run.data_shuffle_seed, own.num_shards, own.shard, tokenizer=corpus[1],
+        corpus[0],
+        cfg.data,
+        cfg.run.data_shuffle_seed,
+        own.num_shards,
+        own.shard,
+        tokenizer=corpus[1],
         batch_size=devices.rows_per_step(cfg, layout.num_devices),
         val_domains=tuple(cfg.data.validation_sets.values()),  # held out with ghost and without: the same batches
       )

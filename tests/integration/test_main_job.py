@@ -16,10 +16,22 @@ import pytest
 
 STEPS, PERIOD = 30, 8
 KEYS = (
-  "learning_rate=3e-3", "warmup_steps_fraction=0.1", "base_num_decoder_layers=2", "base_emb_dim=32",
-  "base_mlp_dim=48", "head_dim=8", "max_target_length=128",
-  "per_device_batch_size=6", "dataset_domain_bytes=60000", "dropout_rate=0.1", f"steps={STEPS}",
-  f"checkpoint_period={PERIOD}", "eval_interval=7", "eval_steps=2", "ghost_log_period=5", "ghost_val_refresh_steps=6",
+  "learning_rate=3e-3",
+  "warmup_steps_fraction=0.1",
+  "base_num_decoder_layers=2",
+  "base_emb_dim=32",
+  "base_mlp_dim=48",
+  "head_dim=8",
+  "max_target_length=128",
+  "per_device_batch_size=6",
+  "dataset_domain_bytes=60000",
+  "dropout_rate=0.1",
+  f"steps={STEPS}",
+  f"checkpoint_period={PERIOD}",
+  "eval_interval=7",
+  "eval_steps=2",
+  "ghost_log_period=5",
+  "ghost_val_refresh_steps=6",
 )
 
 
@@ -29,14 +41,19 @@ class Command:
   def __init__(self, folder):
     self.folder = folder
     self.environment = os.environ | {
-      "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+      "JAX_PLATFORMS": "cpu",
+      "PYTHONUNBUFFERED": "1",
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
   def start(self, *changes, **environment):
     arguments = [*KEYS, f"base_output_directory={self.folder}", f"jax_cache_dir={self.folder / 'cache'}", *changes]
     return subprocess.Popen(
-      [sys.executable, "-m", "maxghost.train", *arguments], env=self.environment | environment, text=True,
-      stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+      [sys.executable, "-m", "maxghost.train", *arguments],
+      env=self.environment | environment,
+      text=True,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
     )
 
   def run(self, *changes, **environment):
@@ -117,8 +134,12 @@ def test_a_run_left_alone(command, left_alone):
   assert [line.split(",")[0] for line in out.splitlines() if line.startswith("completed")] == [
     f"completed step: {step}" for step in range(STEPS)
   ]
-  assert re.search(r"^completed step: 3, seconds: [\d.]+, TFLOP/s/device: [\d.]+, Tokens/s/device: [\d.]+, "
-                   r"total_weights: \d+, loss: [\d.]+, ", out, re.M)
+  assert re.search(
+    r"^completed step: 3, seconds: [\d.]+, TFLOP/s/device: [\d.]+, Tokens/s/device: [\d.]+, "
+    r"total_weights: \d+, loss: [\d.]+, ",
+    out,
+    re.M,
+  )
   assert f"python -m maxghost.report {run}" in out
   assert err.count("Finished XLA compilation of jit(train_step)") == 1
   assert (run / "config.yml").exists() and list((run / "tensorboard").iterdir())

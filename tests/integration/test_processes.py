@@ -40,7 +40,9 @@ class Processes:
   def __init__(self, folder, num, *changes):
     port = free_port()
     environment = os.environ | {
-      "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+      "JAX_PLATFORMS": "cpu",
+      "PYTHONUNBUFFERED": "1",
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
       "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // num}",
     }
     common = [*KEYS, f"base_output_directory={folder}", f"jax_cache_dir={folder / 'cache'}", *changes]

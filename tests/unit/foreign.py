@@ -35,9 +35,7 @@ class Oracle:
 
     def total(params, rest, row):
       model = nnx.merge(graphdef, params, rest)
-      losses, weights = loss_fn(
-        _computing_in_float64(model) if wide else model, jax.tree.map(lambda v: v[None], row)
-      )
+      losses, weights = loss_fn(_computing_in_float64(model) if wide else model, jax.tree.map(lambda v: v[None], row))
       return (losses * weights).sum(), weights.sum()
 
     widen = _wide if wide else np.asarray

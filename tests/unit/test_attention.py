@@ -135,9 +135,7 @@ def test_gradients(kernel, name, monkeypatch):
   (q, k, v), sinks = arrays()
   options = chosen(OPTIONS[name], sinks)
   weights = np.random.default_rng(5).normal(size=(B, T, H, VALUES)).astype(np.float32)
-  exact = gradients(
-    functools.partial(attention_ops.attend, kernel="dot_product"), q, k, v, SEGMENTS, options, weights
-  )
+  exact = gradients(functools.partial(attention_ops.attend, kernel="dot_product"), q, k, v, SEGMENTS, options, weights)
   ours = gradients(call(kernel, monkeypatch), q, k, v, SEGMENTS, options, weights)
   assert len(ours) == len(exact) == 4 + ("sinks_H" in options)
   for a, b in zip(ours, exact, strict=True):

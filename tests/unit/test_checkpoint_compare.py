@@ -34,8 +34,11 @@ def pair(tmp_path):
 def test_every_layout_of_one_checkpoint_is_equal(tmp_path):
   source = unpack("linen_scanned", tmp_path)
   targets = {
-    "nnx": {"to": "nnx"}, "wrapped": {"to": "nnx", "wrapped": True, "layers": "integer"}, "ours": {"to": "maxghost"},
-    "unscanned": {"to": "linen", "layers": "unscanned"}, "axis0": {"to": "nnx", "scan_axis": 0},
+    "nnx": {"to": "nnx"},
+    "wrapped": {"to": "nnx", "wrapped": True, "layers": "integer"},
+    "ours": {"to": "maxghost"},
+    "unscanned": {"to": "linen", "layers": "unscanned"},
+    "axis0": {"to": "nnx", "scan_axis": 0},
   }
   for name, options in targets.items():
     convert(source, tmp_path / name, verify=False, say=silent, **options)

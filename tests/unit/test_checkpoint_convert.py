@@ -131,15 +131,17 @@ def logits_from(leaves: dict, *, stacked_at: int | None, eps: float, timescale: 
 
 @pytest.mark.parametrize(
   ("name", "layers", "stacked_at"),
-  [("linen_scanned", "keep", 1), ("linen_unscanned", "keep", None), ("nnx_unscanned", "scanned", 1),
-   ("nnx_scanned", "unscanned", None)],
+  [
+    ("linen_scanned", "keep", 1),
+    ("linen_unscanned", "keep", None),
+    ("nnx_unscanned", "scanned", 1),
+    ("nnx_scanned", "unscanned", None),
+  ],
 )
 def test_logits_of_converted_parameters_are_maxtexts(name, layers, stacked_at, tmp_path):
   convert(unpack(name, tmp_path), tmp_path / "nnx", to="nnx", layers=layers, say=silent)
   batch = np.load(FIXTURES / f"{name}.npz")
-  logits = logits_from(
-    orbax_leaves(tmp_path / "nnx"), stacked_at=stacked_at, eps=3e-4, timescale=700.0, batch=batch
-  )
+  logits = logits_from(orbax_leaves(tmp_path / "nnx"), stacked_at=stacked_at, eps=3e-4, timescale=700.0, batch=batch)
   counted = batch["segment_ids"] > 0
   assert 0 < counted.sum() < counted.size
   np.testing.assert_allclose(logits[counted], batch["logits"][counted], atol=2e-5, rtol=0)

@@ -20,8 +20,15 @@ from maxghost.training.resume import from_tree, to_tree
 from maxghost.training.state import TrainStateNNX
 
 SIZES = {
-  "base_emb_dim": 12, "base_num_query_heads": 6, "base_num_kv_heads": 2, "head_dim": 4, "base_mlp_dim": 18,
-  "base_num_decoder_layers": 3, "vocab_size": 29, "normalization_layer_epsilon": 3e-4, "rope_max_timescale": 700.0,
+  "base_emb_dim": 12,
+  "base_num_query_heads": 6,
+  "base_num_kv_heads": 2,
+  "head_dim": 4,
+  "base_mlp_dim": 18,
+  "base_num_decoder_layers": 3,
+  "vocab_size": 29,
+  "normalization_layer_epsilon": 3e-4,
+  "rope_max_timescale": 700.0,
   "matmul_precision": "highest",
 }
 

@@ -118,7 +118,9 @@ def test_row_4_several_containers_of_different_depth_and_length(tmp_path):
   numbers = Numbers()
   params = {
     "decoder": {
-      "dense_layers": {"w": numbers(5, 2, 7)}, "moe_layers": {"w": numbers(5, 3, 4)}, "blocks": {"w": numbers(6, 4)},
+      "dense_layers": {"w": numbers(5, 2, 7)},
+      "moe_layers": {"w": numbers(5, 3, 4)},
+      "blocks": {"w": numbers(6, 4)},
     },
     "vision_encoder": {"tower": {"layers": {"0": {"w": numbers(6)}, "1": {"w": numbers(6)}}}},
   }
@@ -449,7 +451,8 @@ def test_half_copied_and_damaged_checkpoints(tmp_path):
     assert not (tmp_path / "out").exists()
   entry = json.loads((source / "items" / "_METADATA").read_text())
   entry["tree_metadata"]["('ghost',)"] = {
-    "key_metadata": [{"key": "ghost", "key_type": 2}], "value_metadata": {"value_type": "jax.Array"},
+    "key_metadata": [{"key": "ghost", "key_type": 2}],
+    "value_metadata": {"value_type": "jax.Array"},
   }
   copy = damaged("lost_leaf", lambda items: (items / "_METADATA").write_text(json.dumps(entry)))
   with pytest.raises(LayoutError, match="leaf ghost cannot be read"):

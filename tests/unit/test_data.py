@@ -55,8 +55,12 @@ def segments(batch):
       assert (np.diff(here) == 1).all(), "a segment lies in one piece"
       assert (a["inputs_position"][row, here] == np.arange(len(here))).all()
       yield (
-        row, int(batch.document_BS[row, slot]), int(batch.offset_BS[row, slot]), int(batch.epoch_B[row]),
-        a["inputs"][row, here], a["targets"][row, here],
+        row,
+        int(batch.document_BS[row, slot]),
+        int(batch.offset_BS[row, slot]),
+        int(batch.epoch_B[row]),
+        a["inputs"][row, here],
+        a["targets"][row, here],
       )
 
 
@@ -77,7 +81,8 @@ def text_of(ids):
 def equal(a, b):
   return (
     all((a.arrays[name] == b.arrays[name]).all() for name in ARRAYS)
-    and (a.document_BS == b.document_BS).all() and (a.offset_BS == b.offset_BS).all()
+    and (a.document_BS == b.document_BS).all()
+    and (a.offset_BS == b.offset_BS).all()
     and (a.epoch_B == b.epoch_B).all()
   )
 
@@ -96,7 +101,8 @@ layouts = {
 
 @settings(max_examples=40, deadline=None)
 @given(
-  lengths=st.lists(st.integers(2, 90), min_size=25, max_size=40), keys=st.fixed_dictionaries(layouts),
+  lengths=st.lists(st.integers(2, 90), min_size=25, max_size=40),
+  keys=st.fixed_dictionaries(layouts),
   short=st.lists(st.integers(0, 1), max_size=3),
 )
 def test_every_token_once_per_epoch_and_ids_lead_to_the_bytes(lengths, keys, short):
@@ -121,7 +127,9 @@ def test_every_token_once_per_epoch_and_ids_lead_to_the_bytes(lengths, keys, sho
 
 @settings(max_examples=25, deadline=None)
 @given(
-  steps=st.integers(0, 60), seed=st.integers(0, 99), keys=st.fixed_dictionaries(layouts),
+  steps=st.integers(0, 60),
+  seed=st.integers(0, 99),
+  keys=st.fixed_dictionaries(layouts),
   mixture=st.sampled_from(
     (("proportional", ()), ("weights", ("a=0.5", "b=0.2", "c=0.3")), ("epochs", ("a=2", "b=0.5", "c=1")))
   ),
@@ -266,8 +274,12 @@ def test_weights_give_shares_of_the_rows():
 def test_epochs_repeat_the_domains():
   source = some_documents([25] * 60)
   dataset = make(
-    source, dataset_mixture="epochs", dataset_weights=("a=3", "b=0", "c=1.5"), ghost_val_fraction=0.0,
-    max_target_length=29, packing=False,
+    source,
+    dataset_mixture="epochs",
+    dataset_weights=("a=3", "b=0", "c=1.5"),
+    ghost_val_fraction=0.0,
+    max_target_length=29,
+    packing=False,
   )
   times = np.zeros(60, int)
   for segment in first_epoch(dataset):
@@ -321,8 +333,11 @@ def test_a_position_of_other_data_or_settings_is_refused():
   source = some_documents([30] * 30)
   state = make(source).train.state()
   for other in (
-    make(some_documents([31] * 30)), make(source, seed=5), make(source, max_target_length=14),
-    make(source, batch_size=3), make(source, add_eos=False),
+    make(some_documents([31] * 30)),
+    make(source, seed=5),
+    make(source, max_target_length=14),
+    make(source, batch_size=3),
+    make(source, add_eos=False),
   ):
     with pytest.raises(config.ConfigError, match="changed since the position was saved"):
       other.train.restore(state)

@@ -42,8 +42,13 @@ def corpus(tmp_path, tool):
     (tmp_path / domain).mkdir()
     for name, text in files.items():
       (tmp_path / domain / f"{name}.txt").write_text(text)
-  settings = ["dataset_type=text", f"text_files=[a={tmp_path}/a/*.txt,b={tmp_path}/b/*.txt]", "ghost_val_domain=b",
-              "ghost_val_fraction=0.5", "max_target_length=64"]
+  settings = [
+    "dataset_type=text",
+    f"text_files=[a={tmp_path}/a/*.txt,b={tmp_path}/b/*.txt]",
+    "ghost_val_domain=b",
+    "ghost_val_fraction=0.5",
+    "max_target_length=64",
+  ]
   return settings, records
 
 

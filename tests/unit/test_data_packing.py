@@ -52,7 +52,8 @@ def test_the_mixture_is_even_at_every_length():
 
 @settings(deadline=None)
 @given(
-  length=st.lists(st.integers(1, 64), min_size=1, max_size=200), segments=st.integers(1, 9),
+  length=st.lists(st.integers(1, 64), min_size=1, max_size=200),
+  segments=st.integers(1, 9),
 )
 def test_first_fit_respects_room_and_segments(length, segments):
   length = np.array(length)
@@ -70,7 +71,8 @@ def test_first_fit_fills_rows_of_short_documents():
 
 @settings(deadline=None)
 @given(
-  sizes=st.lists(st.integers(0, 40), min_size=1, max_size=60), row_length=st.integers(2, 23),
+  sizes=st.lists(st.integers(0, 40), min_size=1, max_size=60),
+  row_length=st.integers(2, 23),
   segments=st.integers(1, 6),
 )
 def test_concat_fills_every_row_but_the_last(sizes, row_length, segments):

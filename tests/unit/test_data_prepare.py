@@ -224,8 +224,12 @@ def sparse_index(folder, num_documents, per_block=64, tokens=20):
       column[:] = 4
   (folder / "index" / "paths.bin").write_bytes(b"path")
   meta = {
-    "version": 1, "fingerprint": "0", "domains": ["a", "b"], "domain_documents": {"a": num_documents, "b": 0},
-    "domain_bytes": {"a": num_documents * tokens, "b": 0}, "tokens": num_documents * tokens,
+    "version": 1,
+    "fingerprint": "0",
+    "domains": ["a", "b"],
+    "domain_documents": {"a": num_documents, "b": 0},
+    "domain_bytes": {"a": num_documents * tokens, "b": 0},
+    "tokens": num_documents * tokens,
     "tokenizer": {"type": "byte", "path": "", "copied": False, "fingerprint": "byte", "vocab_size": 259},
     "shards": [{"name": "s", "sha256": "0" * 64, "size": 1, "blocks": num_blocks}],
   }
@@ -240,13 +244,12 @@ def test_a_hundred_million_documents_cost_a_worker_no_memory(tmp_path):
     sparse_index(folder, num_documents)
     # The only pages written are those of block_first; token ends of the windows read are given by arithmetic.
     program = PROGRAM.replace(
-      "before =", "index = source.index\nclass Ends:\n  def __getitem__(self, at):\n"
+      "before =",
+      "index = source.index\nclass Ends:\n  def __getitem__(self, at):\n"
       "    at = np.arange(*at.indices(len(source))) if isinstance(at, slice) else at\n    return (at + 1) * 20\n"
       "index.token_end = Ends()\nbefore =",
     )
-    done = subprocess.run(
-      [sys.executable, "-c", program, str(folder), "4"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program, str(folder), "4"], capture_output=True, text=True, check=True)
     length, rows, before, after = json.loads(done.stdout)
     assert length == num_documents and rows > 1000
     used[num_documents] = (before, after)

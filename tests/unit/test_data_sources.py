@@ -119,9 +119,14 @@ def write_prepared(folder):
 
 
 WRITERS = {
-  "text": write_text, "grain": write_grain, "tfds": write_tfds, "hf": write_hf, "prepared": write_prepared,
-  "stdlib": lambda folder: dict(dataset_domain_bytes=60_000, dataset_domains=("manual", "tables"),
-                                ghost_val_domain="manual", ghost_val_fraction=0.5),
+  "text": write_text,
+  "grain": write_grain,
+  "tfds": write_tfds,
+  "hf": write_hf,
+  "prepared": write_prepared,
+  "stdlib": lambda folder: dict(
+    dataset_domain_bytes=60_000, dataset_domains=("manual", "tables"), ghost_val_domain="manual", ghost_val_fraction=0.5
+  ),
   "synthetic": lambda folder: dict(dataset_type="synthetic", dataset_domain_bytes=20_000, ghost_val_domain="words"),
 }
 FILE_KINDS = ("text", "grain", "tfds", "hf", "prepared")
@@ -212,9 +217,7 @@ def test_prepared_data_has_the_ids_and_the_split_of_its_source(tmp_path):
   folder.mkdir()
   prepared = data.load_dataset(dataclasses.replace(BASE, **write_prepared(folder)))
   raw = data.load_dataset(
-    dataclasses.replace(
-      BASE, dataset_type="text", text_files=(f"a={folder}/raw/a*.jsonl*", f"b={folder}/raw/b/**")
-    )
+    dataclasses.replace(BASE, dataset_type="text", text_files=(f"a={folder}/raw/a*.jsonl*", f"b={folder}/raw/b/**"))
   )
   ids = [{dataset.document(n).id for n in range(66)} for dataset in (raw, prepared)]
   assert ids[0] == ids[1]

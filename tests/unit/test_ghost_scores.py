@@ -76,9 +76,7 @@ def second_moments(oracle: Oracle) -> dict:
 
 def unstacked(values: dict, model) -> dict:
   """Values by stacked label, given to the paths of this model."""
-  return {
-    label: tiny.stacked_value(values, tuple(label.split("/"))) for label in tiny.by_label(model)
-  }
+  return {label: tiny.stacked_value(values, tuple(label.split("/"))) for label in tiny.by_label(model)}
 
 
 class Scored:

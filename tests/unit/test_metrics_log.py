@@ -145,10 +145,18 @@ def test_tensorboard_steps_are_not_doubled_by_a_restart(tmp_path):
 
 
 RECORD = {
-  "step": 3, "perf/step_time_seconds": 0.0451, "perf/per_device_tflops_per_sec": 0.041,
-  "perf/per_device_tokens_per_sec": 2845.33, "learning/total_weights": 128, "learning/loss": 7.259,
-  "learning/perplexity": 1421.54, "learning/current_learning_rate": 3e-3, "learning/grad_norm": 1.5,
-  "ghost/val_loss/manual": 5.5, "ghost/predicted_drop/manual": 0.0123, "ghost/actual_drop/manual": -0.004,
+  "step": 3,
+  "perf/step_time_seconds": 0.0451,
+  "perf/per_device_tflops_per_sec": 0.041,
+  "perf/per_device_tokens_per_sec": 2845.33,
+  "learning/total_weights": 128,
+  "learning/loss": 7.259,
+  "learning/perplexity": 1421.54,
+  "learning/current_learning_rate": 3e-3,
+  "learning/grad_norm": 1.5,
+  "ghost/val_loss/manual": 5.5,
+  "ghost/predicted_drop/manual": 0.0123,
+  "ghost/actual_drop/manual": -0.004,
   "ghost/check_rel_err/manual": 2.2e-7,
 }
 
@@ -265,8 +273,10 @@ class Rows:
 def rows_outputs(num_sets=2):
   rng = np.random.default_rng(0)
   return {
-    "tokens_BS": np.array([[3, 2, 0], [0, 7, 1]], np.int32), "loss_BS": rng.normal(size=(2, 3)),
-    "score_dot_BSK": rng.normal(size=(2, 3, num_sets)), "contribution_BSK": rng.normal(size=(2, 3, num_sets)),
+    "tokens_BS": np.array([[3, 2, 0], [0, 7, 1]], np.int32),
+    "loss_BS": rng.normal(size=(2, 3)),
+    "score_dot_BSK": rng.normal(size=(2, 3, num_sets)),
+    "contribution_BSK": rng.normal(size=(2, 3, num_sets)),
   }
 
 
@@ -315,8 +325,13 @@ def test_an_error_of_the_score_writer_reaches_the_loop(tmp_path):
 def test_flops_of_a_step_by_hand():
   """D=20 H=10 K=2 h=16 F=36 L=3 V=67, T=13, 7 rows: products of the shapes, written out."""
   model = ModelConfig(
-    base_emb_dim=20, base_num_query_heads=10, base_num_kv_heads=2, head_dim=16, base_mlp_dim=36,
-    base_num_decoder_layers=3, vocab_size=67,
+    base_emb_dim=20,
+    base_num_query_heads=10,
+    base_num_kv_heads=2,
+    head_dim=16,
+    base_mlp_dim=36,
+    base_num_decoder_layers=3,
+    vocab_size=67,
   )
   query, key_value, out, mlp = 20 * 160, 2 * 20 * 32, 160 * 20, 3 * 20 * 36
   per_token = 3 * (query + key_value + out + mlp) + 20 * 67

@@ -49,7 +49,10 @@ def test_what_is_only_printed_or_saved_may_change(tmp_path):
   start(make_config(tmp_path))
   cfg = make_config(tmp_path, log_period=9, checkpoint_period=11, eval_interval=-1, enable_tensorboard=False)
   assert set(run_directory.inspect(cfg).changed) == {
-    "log_period", "checkpoint_period", "eval_interval", "enable_tensorboard"
+    "log_period",
+    "checkpoint_period",
+    "eval_interval",
+    "enable_tensorboard",
   }
 
 

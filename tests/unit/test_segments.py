@@ -78,6 +78,7 @@ def test_gradients_are_those_of_the_plain_stack(name):
 
 def test_segments_of_cycles_of_unlike_layers():
   """Twelve layers in six cycles, in segments of three cycles."""
+
   def loss(**changes):
     return loss_of(tiny.make_config(base_num_decoder_layers=12, remat_policy="full", **CYCLES, **changes))
 

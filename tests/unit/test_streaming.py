@@ -65,9 +65,7 @@ def gradients(host: bool, **changes):
 
 def on_host(params: nnx.State) -> nnx.State:
   flat = nnx.to_flat_state(params)
-  return nnx.from_flat_state(
-    [(p, v.replace(jax.device_put(v[...], HOST)) if "layers" in p else v) for p, v in flat]
-  )
+  return nnx.from_flat_state([(p, v.replace(jax.device_put(v[...], HOST)) if "layers" in p else v) for p, v in flat])
 
 
 CASES = {

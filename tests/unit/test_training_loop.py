@@ -146,8 +146,15 @@ class ToyProgram:
 
 def make_config(**changes):
   base = {
-    "steps": STEPS, "eval_interval": 5, "eval_steps": 3, "checkpoint_period": 4, "ghost_log_period": 3,
-    "ghost_val_refresh_steps": 3, "ghost_val_batch_size": 2, "per_device_batch_size": B, "max_target_length": T,
+    "steps": STEPS,
+    "eval_interval": 5,
+    "eval_steps": 3,
+    "checkpoint_period": 4,
+    "ghost_log_period": 3,
+    "ghost_val_refresh_steps": 3,
+    "ghost_val_batch_size": 2,
+    "per_device_batch_size": B,
+    "max_target_length": T,
   }
   return config.replace(config.load(), **(base | changes))
 
@@ -376,8 +383,13 @@ def test_step_k_starts_before_step_k_minus_1_is_read(tmp_path):
   cfg = make_config(steps=5, eval_interval=-1, enable_checkpointing=False)
   dataset = ToyDataset()
   loop = TrainingLoop(
-    cfg, WatchingProgram(), dataset, Sinks(Quiet(), metrics_log, None, None, None), signals,
-    Hardware(1, None, B, StepFlops(1.0, 1.0)), val_sets=VAL_SETS,
+    cfg,
+    WatchingProgram(),
+    dataset,
+    Sinks(Quiet(), metrics_log, None, None, None),
+    signals,
+    Hardware(1, None, B, StepFlops(1.0, 1.0)),
+    val_sets=VAL_SETS,
   )
   loop.run(state, Position(), Prefetcher(dataset.train, jax.device_put, 5))
   metrics_log.close()

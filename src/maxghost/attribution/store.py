@@ -27,8 +27,15 @@ class ScoreWriter:
   Errors of the background thread (disk full, ...) are raised by the next call.
   """
 
-  def __init__(self, run_dir, val_sets=("manual",), process_index: int = 0, period: int = 20, fingerprint: str = "",
-               num_processes: int = 1):
+  def __init__(
+    self,
+    run_dir,
+    val_sets=("manual",),
+    process_index: int = 0,
+    period: int = 20,
+    fingerprint: str = "",
+    num_processes: int = 1,
+  ):
     if period < 1:
       raise ConfigError(f"ghost_log_period={period}: at least 1 step per score file")
     self._run_dir, self._num_processes = run_dir, num_processes
@@ -92,9 +99,7 @@ class ScoreWriter:
     self._raise_error()
     last_step = -1 if position is None else int(position["step"])
     for process in self._former_processes() if self._process_index == 0 else ():
-      other = ScoreWriter(
-        self._run_dir, self._val_sets, process, self._period, self._fingerprint, self._num_processes
-      )
+      other = ScoreWriter(self._run_dir, self._val_sets, process, self._period, self._fingerprint, self._num_processes)
       other.restore(None if position is None else {"step": last_step})
     self._pending = Interval(len(self._val_sets))
     self._last_step, self._num_steps, self._num_rows = last_step, 0, 0

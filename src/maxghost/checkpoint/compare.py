@@ -305,7 +305,13 @@ def _run(args: argparse.Namespace) -> int:
     for layout, axis in ((args.layout_a, args.scan_axis_a), (args.layout_b, args.scan_axis_b))
   )
   result = compare_checkpoints(
-    args.a, args.b, read_a=read_a, read_b=read_b, params_only=args.params_only, rngs=args.rngs, atol=args.atol,
+    args.a,
+    args.b,
+    read_a=read_a,
+    read_b=read_b,
+    params_only=args.params_only,
+    rngs=args.rngs,
+    atol=args.atol,
     rtol=args.rtol,
   )
   if args.json:

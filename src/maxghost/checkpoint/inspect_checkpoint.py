@@ -1,6 +1,6 @@
 """Lists what a checkpoint holds: path, shape, dtype and bytes of every leaf, and the layout it is in.
 
-  python -m maxghost.checkpoint inspect RUN/checkpoints/2 [--json]
+python -m maxghost.checkpoint inspect RUN/checkpoints/2 [--json]
 """
 
 import argparse

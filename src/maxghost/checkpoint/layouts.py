@@ -135,9 +135,21 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpo
   scan_axis = _scan_axis(sections["params"], found, layout, raw, options)
   params = split_layers(sections["params"], found, scan_axis)
   checkpoint = Checkpoint(
-    raw.origin, layout, scan_axis, wrapped, params, aux=_aux_tree(aux, params, finder), aux_plain=aux_plain,
-    step=sections["step"].get(()), kept=kept, dropped=dropped, loop_state=loop_state, folder=raw.folder,
-    custom_metadata=raw.custom_metadata, tree_metadata=raw.tree_metadata, step_metadata=raw.step_metadata,
+    raw.origin,
+    layout,
+    scan_axis,
+    wrapped,
+    params,
+    aux=_aux_tree(aux, params, finder),
+    aux_plain=aux_plain,
+    step=sections["step"].get(()),
+    kept=kept,
+    dropped=dropped,
+    loop_state=loop_state,
+    folder=raw.folder,
+    custom_metadata=raw.custom_metadata,
+    tree_metadata=raw.tree_metadata,
+    step_metadata=raw.step_metadata,
   )
   _read_opt_state(checkpoint, sections["opt_state"], record)
   if not params.leaves:

@@ -19,6 +19,7 @@ from maxghost.data.tokenizers import load_tokenizer
 
 CONFIG_FILE = "config.yml"
 
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelPlace:
   """tree: what `open_tree` reads. config: of the model, with the tokenizer that lies beside it. config_file: where it

@@ -350,7 +350,8 @@ class GhostConfig:
   )
   ghost_reweight_every: int = key(20, "steps between two changes of the shares", minimum=1)
   ghost_reweight_step: float = key(
-    0.2, "how far one change goes: a domain that earned the mean grows by this share against one that earned nothing",
+    0.2,
+    "how far one change goes: a domain that earned the mean grows by this share against one that earned nothing",
     minimum=0.0,
   )
   ghost_reweight_floor: float = key(0.02, "no domain's share falls below this", minimum=0.0, maximum=0.5)

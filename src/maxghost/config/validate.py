@@ -239,8 +239,8 @@ def reweighting(v: Values) -> Iterator[str]:
 
 
 def vocab_tiling(v: Values) -> Iterator[str]:
-  name, size = ("max_target_length", v.max_target_length) if v.vocab_tiling_axis == "tokens" else (
-    "vocab_size", v.vocab_size
+  name, size = (
+    ("max_target_length", v.max_target_length) if v.vocab_tiling_axis == "tokens" else ("vocab_size", v.vocab_size)
   )
   if v.num_vocab_tiling > size:
     yield (

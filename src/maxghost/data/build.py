@@ -25,8 +25,16 @@ _MOST_FILES_IN_A_STATE = 1000
 _SMALLEST_WINDOW = 1 << 18  # bytes
 
 
-def load_dataset(cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *, batch_size: int | None = None,
-                 vocab_size: int | None = None, val_domains: tuple[str, ...] = ()) -> Dataset:
+def load_dataset(
+  cfg: DataConfig,
+  seed: int = 0,
+  num_shards: int = 1,
+  shard: int = 0,
+  *,
+  batch_size: int | None = None,
+  vocab_size: int | None = None,
+  val_domains: tuple[str, ...] = (),
+) -> Dataset:
   """The dataset of a configuration.
 
   seed: of the document order and the split. batch_size: rows of the global batch (default: per_device_batch_size for
@@ -57,9 +65,17 @@ def open_corpus(cfg: DataConfig, seed: int, tokenizer: Tokenizer) -> Source:
   return PreparedSource(folders[0], tokenizer, cfg.dataset_domains)
 
 
-def make_dataset(source: Source, cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *,
-                 batch_size: int | None = None, tokenizer: Tokenizer | None = None,
-                 val_domains: tuple[str, ...] = ()) -> Dataset:
+def make_dataset(
+  source: Source,
+  cfg: DataConfig,
+  seed: int = 0,
+  num_shards: int = 1,
+  shard: int = 0,
+  *,
+  batch_size: int | None = None,
+  tokenizer: Tokenizer | None = None,
+  val_domains: tuple[str, ...] = (),
+) -> Dataset:
   """As `load_dataset`, over any source of documents: a `Source`, or `DocumentList` of documents in memory."""
   tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
   check_specials(tokenizer, cfg.add_bos, cfg.add_eos)
@@ -80,7 +96,12 @@ def make_dataset(source: Source, cfg: DataConfig, seed: int = 0, num_shards: int
     return ThreadFeed(windows, lane, ahead)
 
   train = TrainIterator(
-    streams, mixture, layout, pad_id=tokenizer.pad_id, num_lanes=cfg.dataset_shards, make_feed=make_feed,
+    streams,
+    mixture,
+    layout,
+    pad_id=tokenizer.pad_id,
+    num_lanes=cfg.dataset_shards,
+    make_feed=make_feed,
     sharding=Sharding(batch_size, num_shards, shard),
     identity=_identity(cfg, seed, batch_size, parts, tokenizer, held_out),
   )
@@ -97,8 +118,9 @@ def _held_out_domains(cfg: DataConfig, source: Source, val_domains: tuple[str, .
   return tuple(dict.fromkeys((*own, *cfg.validation_sets.values(), *val_domains)))
 
 
-def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout,
-           held_out: tuple[str, ...]) -> list[Part]:
+def _parts(
+  source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, held_out: tuple[str, ...]
+) -> list[Part]:
   """The training source and, where `ghost_val_files` names some, the held-out files; each with its split."""
   excluded = read_ids(cfg.dataset_exclude_file) if cfg.dataset_exclude_file else None
   splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
@@ -130,8 +152,9 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
   return [Part(one, split, _units(one, split, tokenizer, layout, cfg.on_corrupt, copies)) for one, split in splits]
 
 
-def _units(source: Source, split: Split, tokenizer: Tokenizer, layout: Layout, on_corrupt: str,
-           held_out: HeldOut) -> Units:
+def _units(
+  source: Source, split: Split, tokenizer: Tokenizer, layout: Layout, on_corrupt: str, held_out: HeldOut
+) -> Units:
   if isinstance(source, PreparedSource):
     return PreparedUnits(source, split, layout, on_corrupt=on_corrupt, held_out=held_out)
   return TextUnits(source, split, tokenizer, layout, on_corrupt=on_corrupt, held_out=held_out)
@@ -251,13 +274,28 @@ def _check_validation(cfg: DataConfig, domain: str, num_held_out: int) -> None:
     )
 
 
-def _identity(cfg: DataConfig, seed: int, batch_size: int, parts: list[Part], tokenizer: Tokenizer,
-              held_out: tuple[str, ...]) -> Identity:
+def _identity(
+  cfg: DataConfig, seed: int, batch_size: int, parts: list[Part], tokenizer: Tokenizer, held_out: tuple[str, ...]
+) -> Identity:
   """What a saved position depends on: the data, the tokenizer, and the settings that shape the rows."""
   settings = (
-    seed, batch_size, cfg.dataset_shards, cfg.max_target_length, max_segments(cfg), cfg.packing, cfg.grain_packing_type,
-    cfg.add_bos, cfg.add_eos, cfg.shuffle_window_bytes, sorted(held_out), cfg.ghost_val_fraction,
-    cfg.ghost_val_copies, cfg.dataset_mixture, cfg.dataset_weights, cfg.on_corrupt, tokenizer.fingerprint,
+    seed,
+    batch_size,
+    cfg.dataset_shards,
+    cfg.max_target_length,
+    max_segments(cfg),
+    cfg.packing,
+    cfg.grain_packing_type,
+    cfg.add_bos,
+    cfg.add_eos,
+    cfg.shuffle_window_bytes,
+    sorted(held_out),
+    cfg.ghost_val_fraction,
+    cfg.ghost_val_copies,
+    cfg.dataset_mixture,
+    cfg.dataset_weights,
+    cfg.on_corrupt,
+    tokenizer.fingerprint,
     *(part.source.fingerprint for part in parts),
     *(read_ids(cfg.dataset_exclude_file).tolist() if cfg.dataset_exclude_file else ()),
   )

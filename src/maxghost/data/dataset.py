@@ -61,8 +61,9 @@ class Dataset:
   source, then through the held-out files.
   """
 
-  def __init__(self, parts: list[Part], tokenizer: Tokenizer, layout: Layout, val_domain: str, train: TrainIterator,
-               seed: int):
+  def __init__(
+    self, parts: list[Part], tokenizer: Tokenizer, layout: Layout, val_domain: str, train: TrainIterator, seed: int
+  ):
     self._parts, self.tokenizer, self.layout, self.train = parts, tokenizer, layout, train
     self.val_domain = val_domain
     self._seed = seed

@@ -181,8 +181,14 @@ def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarra
   heads = np.repeat(_starts(row_ends), np.diff(row_ends, prepend=0))  # the first chunk of each chunk's row
   before = np.cumsum(length) - length
   return Rows(
-    encoded.tokens, row_ends, start[by_row], length, encoded.documents[document[by_row]], offset,
-    slot=np.arange(len(heads)) - heads, begin=(before - before[heads]).astype(np.int32),
+    encoded.tokens,
+    row_ends,
+    start[by_row],
+    length,
+    encoded.documents[document[by_row]],
+    offset,
+    slot=np.arange(len(heads)) - heads,
+    begin=(before - before[heads]).astype(np.int32),
   )
 
 
@@ -216,8 +222,12 @@ def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -
     columns = tuple(np.concatenate(column)[back] for column in zip(*parts, strict=True))
   inputs, targets, positions, segmentation, document_BS, offset_BS = columns
   arrays = {
-    "inputs": inputs, "inputs_position": positions, "inputs_segmentation": segmentation,
-    "targets": targets, "targets_position": positions, "targets_segmentation": segmentation,
+    "inputs": inputs,
+    "inputs_position": positions,
+    "inputs_segmentation": segmentation,
+    "targets": targets,
+    "targets_position": positions,
+    "targets_segmentation": segmentation,
   }
   return Batch(arrays, document_BS, offset_BS, np.array([epoch for _, _, epoch in pieces], np.int64))
 

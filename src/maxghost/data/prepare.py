@@ -52,17 +52,22 @@ class Job:
     return -(-self.num_documents // self.part_documents)
 
 
-def prepare(source: Source, cfg: DataConfig, folder: str, *, num_workers: int = 1, part_bytes: int = PART_BYTES,
-            progress: Callable[[dict], None] = lambda manifest: None) -> dict:
+def prepare(
+  source: Source,
+  cfg: DataConfig,
+  folder: str,
+  *,
+  num_workers: int = 1,
+  part_bytes: int = PART_BYTES,
+  progress: Callable[[dict], None] = lambda manifest: None,
+) -> dict:
   """Writes `folder` and returns its index (the JSON). progress is called with each part's manifest when it is done.
 
   num_workers: processes. Raises ConfigError when the folder holds another corpus, or a document is corrupt.
   """
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
   mean = max(1, source.num_bytes // len(source))
-  job = Job(
-    folder, max(1, part_bytes // mean), len(source), cfg.on_corrupt, cfg.tokenizer_type, cfg.tokenizer_path
-  )
+  job = Job(folder, max(1, part_bytes // mean), len(source), cfg.on_corrupt, cfg.tokenizer_type, cfg.tokenizer_path)
   _claim(job, source, tokenizer)
   todo = []
   for part in range(job.num_parts):
@@ -118,9 +123,15 @@ def verify(folder: str) -> list[str]:
 def _claim(job: Job, source: Source, tokenizer: Tokenizer) -> None:
   """Takes the folder for this job, or raises ConfigError when it holds another one."""
   folder = Path(job.folder)
-  mine = {"source": source.fingerprint, "tokenizer": tokenizer.fingerprint, "part_documents": job.part_documents,
-          "num_documents": job.num_documents, "on_corrupt": job.on_corrupt, "version": INDEX_VERSION,
-          "files": source.files}
+  mine = {
+    "source": source.fingerprint,
+    "tokenizer": tokenizer.fingerprint,
+    "part_documents": job.part_documents,
+    "num_documents": job.num_documents,
+    "on_corrupt": job.on_corrupt,
+    "version": INDEX_VERSION,
+    "files": source.files,
+  }
   file = folder / _JOB_FILE
   if file.is_file():
     other = json.loads(file.read_text(encoding="utf-8"))
@@ -193,8 +204,14 @@ def _write_part(job: Job, part: int, source: Source, tokenizer: Tokenizer) -> di
   os.replace(base.with_suffix(".npz.tmp"), base.with_suffix(".npz"))
   os.replace(scratch, shard)
   manifest = {
-    "name": shard.name, "sha256": _sha256(shard), "size": shard.stat().st_size, "blocks": block.count,
-    "documents": len(lengths), "tokens": sum(lengths), "bytes": int(arrays["num_bytes"].sum()), **counts,
+    "name": shard.name,
+    "sha256": _sha256(shard),
+    "size": shard.stat().st_size,
+    "blocks": block.count,
+    "documents": len(lengths),
+    "tokens": sum(lengths),
+    "bytes": int(arrays["num_bytes"].sum()),
+    **counts,
   }
   _write_text(base.with_suffix(".json"), json.dumps(manifest))
   return manifest
@@ -280,11 +297,15 @@ def _join(job: Job, source: Source, tokenizer: Tokenizer) -> dict:
     column.flush()
   paths.save(folder / "index")
   meta = {
-    "version": INDEX_VERSION, "fingerprint": f"{text_hash(*(m['sha256'] for m in manifests)):016x}",
-    "tokenizer": _copy_tokenizer(job, tokenizer), "domains": list(source.domains),
+    "version": INDEX_VERSION,
+    "fingerprint": f"{text_hash(*(m['sha256'] for m in manifests)):016x}",
+    "tokenizer": _copy_tokenizer(job, tokenizer),
+    "domains": list(source.domains),
     "domain_documents": dict(zip(source.domains, totals[0].tolist(), strict=True)),
-    "domain_bytes": dict(zip(source.domains, totals[1].tolist(), strict=True)), "tokens": tokens,
-    "empty": sum(m["empty"] for m in manifests), "corrupt": sum(m["corrupt"] for m in manifests),
+    "domain_bytes": dict(zip(source.domains, totals[1].tolist(), strict=True)),
+    "tokens": tokens,
+    "empty": sum(m["empty"] for m in manifests),
+    "corrupt": sum(m["corrupt"] for m in manifests),
     "shards": [{key: m[key] for key in ("name", "sha256", "size", "blocks")} for m in manifests],
   }
   _write_text(folder / INDEX_FILE, json.dumps(meta, indent=1))
@@ -326,8 +347,13 @@ def _copy_tokenizer(job: Job, tokenizer: Tokenizer) -> dict:
     if not target.exists():
       shutil.copyfile(tokenizer.path, target)
     path, copied = str(target.name), True
-  return {"type": job.tokenizer_type, "path": path, "copied": copied, "fingerprint": tokenizer.fingerprint,
-          "vocab_size": tokenizer.vocab_size}
+  return {
+    "type": job.tokenizer_type,
+    "path": path,
+    "copied": copied,
+    "fingerprint": tokenizer.fingerprint,
+    "vocab_size": tokenizer.vocab_size,
+  }
 
 
 def train_bpe(source: Source, vocab_size: int, path: str, *, sample_bytes: int = 100 << 20) -> None:
@@ -348,7 +374,9 @@ def train_bpe(source: Source, vocab_size: int, path: str, *, sample_bytes: int =
   inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   inner.decoder = decoders.ByteLevel()
   trainer = trainers.BpeTrainer(
-    vocab_size=vocab_size, special_tokens=["<|bos|>", "<|eos|>", "<|pad|>"], show_progress=False,
+    vocab_size=vocab_size,
+    special_tokens=["<|bos|>", "<|eos|>", "<|pad|>"],
+    show_progress=False,
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
   )
   stride = max(1, source.num_bytes // sample_bytes)

@@ -25,7 +25,11 @@ INDEX_VERSION = 1
 # Per document: hash of the id, hash of the text, number of the path, offset in it, bytes of text, and tokens of all
 # documents up to and with it. Per block: the documents before it, and its domain. Per path: its end in paths.bin.
 DOCUMENT_COLUMNS = {
-  "id_hash": np.uint64, "content_hash": np.uint64, "path": np.uint32, "offset": np.int64, "num_bytes": np.int64,
+  "id_hash": np.uint64,
+  "content_hash": np.uint64,
+  "path": np.uint32,
+  "offset": np.int64,
+  "num_bytes": np.int64,
   "token_end": np.int64,
 }
 BLOCK_COLUMNS = {"block_first": np.int64, "block_domain": np.uint16}
@@ -176,8 +180,9 @@ class PreparedSource:
 class PreparedUnits:
   """Blocks of a prepared folder. A unit is a block; nothing is tokenized."""
 
-  def __init__(self, source: PreparedSource, split: Split, layout: Layout, *, on_corrupt: str,
-               held_out: HeldOut = NO_COPIES):
+  def __init__(
+    self, source: PreparedSource, split: Split, layout: Layout, *, on_corrupt: str, held_out: HeldOut = NO_COPIES
+  ):
     self._source, self._split, self._layout, self._on_corrupt = source, split, layout, on_corrupt
     self._held_out = held_out
     self.drops_copies = bool(held_out.sizes)

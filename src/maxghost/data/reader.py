@@ -122,8 +122,18 @@ class TrainIterator(Iterator[Batch]):
   that this process began.
   """
 
-  def __init__(self, streams: list[Stream], mixture: RowMixture | None, layout: packing.Layout, *, pad_id: int,
-               num_lanes: int, sharding: Sharding, identity: Identity, make_feed: Callable):
+  def __init__(
+    self,
+    streams: list[Stream],
+    mixture: RowMixture | None,
+    layout: packing.Layout,
+    *,
+    pad_id: int,
+    num_lanes: int,
+    sharding: Sharding,
+    identity: Identity,
+    make_feed: Callable,
+  ):
     self._layout, self._pad_id, self._identity = layout, pad_id, identity
     self._names = [stream.name for stream in streams]
     self._per_lane = sharding.batch_size // num_lanes
@@ -192,15 +202,16 @@ class TrainIterator(Iterator[Batch]):
     lanes = {
       str(number): {
         "rows": lane.num_rows,
-        "streams": {
-          name: list(cursor.place) for name, cursor in zip(self._names, lane.cursors, strict=True)
-        },
+        "streams": {name: list(cursor.place) for name, cursor in zip(self._names, lane.cursors, strict=True)},
       }
       for number, lane in self._lanes.items()
     }
     return {
-      "version": _STATE_VERSION, "fingerprint": self._identity.fingerprint, "files": self._identity.files,
-      "batches": self._batches, "lanes": lanes,
+      "version": _STATE_VERSION,
+      "fingerprint": self._identity.fingerprint,
+      "files": self._identity.files,
+      "batches": self._batches,
+      "lanes": lanes,
     }
 
   def restore(self, state: dict) -> None:
@@ -224,8 +235,10 @@ class TrainIterator(Iterator[Batch]):
       then, now = state["files"], self._identity.files
       changed = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
       named = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
-      what = f"changed: {named}" if changed else (
-        f"fingerprint {state['fingerprint']} then, {self._identity.fingerprint} now"
+      what = (
+        f"changed: {named}"
+        if changed
+        else (f"fingerprint {state['fingerprint']} then, {self._identity.fingerprint} now")
       )
       raise ConfigError(
         f"the data or its settings changed since the position was saved ({what}); restore them, or start a new run "

@@ -19,8 +19,9 @@ class Split:
   excluded: `id_hashes` (uint64, sorted) of documents that are neither held out nor trained on.
   """
 
-  def __init__(self, source: Source, val_domains: tuple[str, ...], fraction: float, seed: int,
-               excluded: np.ndarray | None = None):
+  def __init__(
+    self, source: Source, val_domains: tuple[str, ...], fraction: float, seed: int, excluded: np.ndarray | None = None
+  ):
     self._source = source
     self._nothing, self._all = fraction <= 0.0, fraction >= 1.0
     self._limit = np.uint64(0) if self._nothing or self._all else np.uint64(int(fraction * 2**64))

@@ -20,7 +20,7 @@ from maxghost.config import ConfigError, did_you_mean
 BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
 _MOST_WORDS = 1 << 20  # kept in the table of an AsciiWords
 _WORDS_TOGETHER = 1 << 20  # bytes of text whose words are in memory at a time
-_PROBE = "  Two\tgrüne x_1 = 0x7F;\r\n\n\"don't\" 漢字 🙂 \u00a0end. "
+_PROBE = '  Two\tgrüne x_1 = 0x7F;\r\n\n"don\'t" 漢字 🙂 \u00a0end. '
 _BOS_NAMES = ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "<|endoftext|>")
 _EOS_NAMES = ("<|eos|>", "</s>", "<eos>", "<|end_of_text|>", "[EOS]", "<|endoftext|>")
 _PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]")
@@ -68,7 +68,8 @@ def check_specials(tokenizer: Tokenizer, add_bos: bool, add_eos: bool) -> None:
   problems = [
     f"add_{name}=true, but the tokenizer {tokenizer.name} has no {what} token; use add_{name}=false"
     for name, wanted, found, what in (
-      ("bos", add_bos, tokenizer.bos_id, "begin-of-document"), ("eos", add_eos, tokenizer.eos_id, "end-of-document")
+      ("bos", add_bos, tokenizer.bos_id, "begin-of-document"),
+      ("eos", add_eos, tokenizer.eos_id, "end-of-document"),
     )
     if wanted and found is None
   ]
@@ -246,8 +247,12 @@ def _splits_as_gpt2(parts: dict) -> bool:
   """Whether a tokenizer.json holds a plain byte-level BPE with GPT-2's splitting rule and nothing before or besides."""
   split, model = parts.get("pre_tokenizer") or {}, parts["model"]
   return (
-    parts.get("normalizer") is None and split.get("type") == "ByteLevel" and split.get("use_regex", True)
-    and not split["add_prefix_space"] and model.get("type") == "BPE" and not model.get("dropout")
+    parts.get("normalizer") is None
+    and split.get("type") == "ByteLevel"
+    and split.get("use_regex", True)
+    and not split["add_prefix_space"]
+    and model.get("type") == "BPE"
+    and not model.get("dropout")
     and all(token["special"] for token in parts["added_tokens"])
   )
 

@@ -72,8 +72,16 @@ class Units(Protocol):
 class TextUnits:
   """Documents of a source, tokenized as they are read. A unit is a document."""
 
-  def __init__(self, source: Source, split: Split, tokenizer: Tokenizer, layout: Layout, *, on_corrupt: str,
-               held_out: HeldOut = NO_COPIES):
+  def __init__(
+    self,
+    source: Source,
+    split: Split,
+    tokenizer: Tokenizer,
+    layout: Layout,
+    *,
+    on_corrupt: str,
+    held_out: HeldOut = NO_COPIES,
+  ):
     self._source, self._split, self._tokenizer, self._layout = source, split, tokenizer, layout
     self._on_corrupt, self._held_out = on_corrupt, held_out
     self.drops_copies = bool(held_out.sizes)
@@ -156,8 +164,12 @@ def concatenated(arrays: list[np.ndarray]) -> np.ndarray:
   return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
 
 
-def frame(pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]], documents: np.ndarray, tokenizer: Tokenizer,
-          layout: Layout) -> Encoded:
+def frame(
+  pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
+  documents: np.ndarray,
+  tokenizer: Tokenizer,
+  layout: Layout,
+) -> Encoded:
   """Puts begin and end tokens around documents.
 
   pieces: (ids of some documents end to end, int64 lengths of these, bytes behind each id or None where the tokenizer

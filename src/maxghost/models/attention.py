@@ -56,7 +56,5 @@ class SelfAttention(nnx.Module):
     """What the heads read, [B, T, H, h]; the only use of `sinks`."""
     sinks_H = self.sinks[...] if self.has_sinks else None
     attend = attention_ops.attend if cache is None else cache.attend
-    o_BTHh = attend(
-      q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, kernel=self.kernel, window=self.window, sinks_H=sinks_H
-    )
+    o_BTHh = attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, kernel=self.kernel, window=self.window, sinks_H=sinks_H)
     return constrain(o_BTHh, QUERIES, "attention output")

@@ -50,9 +50,7 @@ def splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, interpret: b
     )
   rows = None if segment_ids_BT is None else layout.spec(heads[:2], segment_ids_BT.shape, "segment ids")
   by_head = None if sinks is None else layout.spec(heads[2:3] if sinks.ndim == 1 else heads[:3], sinks.shape, "sinks")
-  mapped = jax.shard_map(
-    run, mesh=layout.mesh, in_specs=(*specs, rows, by_head), out_specs=specs[0], check_vma=False
-  )
+  mapped = jax.shard_map(run, mesh=layout.mesh, in_specs=(*specs, rows, by_head), out_specs=specs[0], check_vma=False)
   return mapped(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks)
 
 

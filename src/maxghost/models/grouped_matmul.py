@@ -119,9 +119,7 @@ def _blocks(x_R, w_G, sizes_G, *, contract: int, precision, dtype):
     def one(j, out):
       start = starts_G[e] + j * block
       x = lax.dynamic_slice_in_dim(padded, start, block)
-      y = lax.dot_general(
-        x, w, (((1,), (contract - 1,)), ((), ())), precision=precision, preferred_element_type=dtype
-      )
+      y = lax.dot_general(x, w, (((1,), (contract - 1,)), ((), ())), precision=precision, preferred_element_type=dtype)
       return lax.dynamic_update_slice_in_dim(out, y.astype(out.dtype), start, 0)
 
     return lax.fori_loop(0, -(-sizes_G[e] // block), one, out)

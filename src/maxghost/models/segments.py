@@ -169,8 +169,7 @@ class _LiftedScan:
   def run(self, length: int | None, segment_lengths: tuple[int, ...]):
     carry, broadcast = ({i: p.select(kind) for i, p in enumerate(self.parts)} for kind in (nnx.Carry, None))
     scanned = {
-      i: {path: jnp.moveaxis(x, p.axes[path], 0) for path, x in p.select(int).items()}
-      for i, p in enumerate(self.parts)
+      i: {path: jnp.moveaxis(x, p.axes[path], 0) for path, x in p.select(int).items()} for i, p in enumerate(self.parts)
     }
     lengths = {x.shape[0] for x in jax.tree.leaves(scanned)} | ({length} if length is not None else set())
     if len(lengths) != 1:

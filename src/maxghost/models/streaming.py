@@ -117,9 +117,7 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
       return (cotangent, jax.tree.map(jnp.add, shared_cotangents, added)), like(weights, floats)
 
     zeros = jax.tree.map(jnp.zeros_like, shared_floats)
-    (cotangent, shared_cotangents), weights = loop(
-      step, (cotangent, zeros), boundaries, (floats, others), reverse=True
-    )
+    (cotangent, shared_cotangents), weights = loop(step, (cotangent, zeros), boundaries, (floats, others), reverse=True)
     return cotangent, weights, shared_cotangents, *(jax.tree.map(_no_cotangent, t) for t in (others, shared_others))
 
   run.defvjp(forward, backward)

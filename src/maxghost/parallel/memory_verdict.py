@@ -101,8 +101,9 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
     divisors = [k for k in range(2, layers) if layers % k == 0]
     best = [(after.total, k) for k in divisors if (after := estimate.change(segment_length=k, segment_lengths=()))]
     if best and (k := min(best)[1]) != m.segment_length:
-      yield {"segment_length": k, "segment_lengths": ()} if m.segment_lengths else {"segment_length": k}, (
-        "one more forward pass of the layers"
+      yield (
+        {"segment_length": k, "segment_lengths": ()} if m.segment_lengths else {"segment_length": k},
+        ("one more forward pass of the layers"),
       )
   if g.ghost_enabled and g.ghost_schedule == "two_pass":
     yield {"ghost_schedule": "reverse_scan"}, "the same scores, in one walk over the layers"

@@ -109,7 +109,11 @@ def step_function(planned: Planned):
   train_state, batch, val_batches = planned.arguments
   try:
     step, _ = make_train_step(
-      planned.cfg, planned.graphdef, train_state, batch, num_segments=max_segments(planned.cfg.data),
+      planned.cfg,
+      planned.graphdef,
+      train_state,
+      batch,
+      num_segments=max_segments(planned.cfg.data),
       num_sets=max(len(val_batches), 1),
     )
   except ValueError as error:

@@ -30,7 +30,13 @@ def domain_lines(summary: Iterable) -> list[str]:
 
 
 def start_lines(
-  cfg: Config, dataset, num_params: int, scored: Mapping[str, int], flops: StepFlops, path: Path, layout: Layout,
+  cfg: Config,
+  dataset,
+  num_params: int,
+  scored: Mapping[str, int],
+  flops: StepFlops,
+  path: Path,
+  layout: Layout,
   spread: str,
 ) -> list[str]:
   """Sizes of the model, the batch and the data, the mesh, and where the run is written. spread: what a device holds."""

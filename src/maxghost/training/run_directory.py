@@ -25,23 +25,25 @@ LOCK_FILE = ".lock"
 LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
 # Keys that change what is printed or saved and when, or on which devices, never a batch or what is computed from it.
 # per_device_batch_size times the devices must stay: the session checks that, for only JAX can tell the devices.
-RESUMABLE_KEYS = frozenset({
-  *(field.name for field in dataclasses.fields(ParallelConfig)),
-  "per_device_batch_size",
-  "log_period",
-  "eval_interval",
-  "eval_steps",
-  "sample_every",
-  "sample_prompt",
-  "sample_tokens",
-  "sample_temperature",
-  "enable_tensorboard",
-  "jax_cache_dir",
-  "checkpoint_period",
-  "max_num_checkpoints_to_keep",
-  "async_checkpointing",
-  "enable_checkpointing",
-})
+RESUMABLE_KEYS = frozenset(
+  {
+    *(field.name for field in dataclasses.fields(ParallelConfig)),
+    "per_device_batch_size",
+    "log_period",
+    "eval_interval",
+    "eval_steps",
+    "sample_every",
+    "sample_prompt",
+    "sample_tokens",
+    "sample_temperature",
+    "enable_tensorboard",
+    "jax_cache_dir",
+    "checkpoint_period",
+    "max_num_checkpoints_to_keep",
+    "async_checkpointing",
+    "enable_checkpointing",
+  }
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

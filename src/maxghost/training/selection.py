@@ -119,9 +119,7 @@ class SelectingScorer(Scorer):
     self.sketch_twin = None
     if self.ghost.ghost_select == "greats":
       common["num_positions"] = None
-      self.sketch_twin = prepare_twin(
-        model, shapes, self.loss, num_sets=1, spec=DirectionSpec("sgd", rank=1), **common
-      )
+      self.sketch_twin = prepare_twin(model, shapes, self.loss, num_sets=1, spec=DirectionSpec("sgd", rank=1), **common)
 
   def __call__(self, train_state, split, step_loss, batch, val_batches) -> Selected:
     _, params, rest = split

@@ -35,8 +35,16 @@ class Session:
   """
 
   def __init__(
-    self, cfg: Config, existing: Existing, dataset, signals: StopSignals, layout: Layout, *,
-    open_checkpoints: Callable, open_scores: Callable, open_parameters: Callable | None = None,
+    self,
+    cfg: Config,
+    existing: Existing,
+    dataset,
+    signals: StopSignals,
+    layout: Layout,
+    *,
+    open_checkpoints: Callable,
+    open_scores: Callable,
+    open_parameters: Callable | None = None,
     console: Console | None = None,
   ):
     HostMemory.of(cfg).check(layout.mesh.devices.flat[0])
@@ -100,8 +108,16 @@ class Session:
       self._announce(position, flops, run_dir)
       hardware = Hardware(self._layout.num_devices, peak_flops(jax.devices()[0]), self._rows, flops)
       loop = TrainingLoop(
-        self._cfg, self._program, self._dataset, sinks, self._signals, hardware, put=self._layout.put_global,
-        val_sets=self._val_sets, reweighter=reweighter, sampler=self._sampler,
+        self._cfg,
+        self._program,
+        self._dataset,
+        sinks,
+        self._signals,
+        hardware,
+        put=self._layout.put_global,
+        val_sets=self._val_sets,
+        reweighter=reweighter,
+        sampler=self._sampler,
       )
       outcome = loop.run(train_state, position, prefetcher)
       if not position.completed_steps:  # the reader counts what this process has read
@@ -189,8 +205,12 @@ class Session:
     """The log of this process's rows, at its position."""
     cfg = self._cfg
     writer = self._open_scores(
-      run_dir.path, tuple(self._val_sets), process_index=distributed.index(), period=cfg.ghost.ghost_log_period,
-      fingerprint=self._dataset.fingerprint, num_processes=distributed.count(),
+      run_dir.path,
+      tuple(self._val_sets),
+      process_index=distributed.index(),
+      period=cfg.ghost.ghost_log_period,
+      fingerprint=self._dataset.fingerprint,
+      num_processes=distributed.count(),
     )
     recorder = ScoreRecorder(
       writer, self._dataset.document_id, self._dataset.source.domains, run_dir.path / "ghost" / "tokens"

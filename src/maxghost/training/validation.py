@@ -18,7 +18,9 @@ class ValidationRows:
     self.names = tuple(sets)
     self._domains = tuple(sets.values())
     self._score_every, self._refresh, self._num_rows = (
-      ghost.ghost_every, ghost.ghost_val_refresh_steps, ghost.ghost_val_batch_size
+      ghost.ghost_every,
+      ghost.ghost_val_refresh_steps,
+      ghost.ghost_val_batch_size,
     )
     self._every = ghost.ghost_every if ghost.ghost_every > 1 else ghost.ghost_val_every
     self._dataset, self._put = dataset, put

@@ -283,11 +283,13 @@ def _samples(summary: Summary) -> Markup | None:
   if not summary.samples:
     return None
   last = summary.samples[-SHOWN_SAMPLES:]
-  return join([
-    tag("h2", "What the model wrote"),
-    tag("p", "The same prompt and the same random draws each time; the newest text last.", class_="note"),
-    tag("ul", *[tag("li", tag("b", f"step {integer(step)}"), " ", text) for step, text in last]),
-  ])
+  return join(
+    [
+      tag("h2", "What the model wrote"),
+      tag("p", "The same prompt and the same random draws each time; the newest text last.", class_="note"),
+      tag("ul", *[tag("li", tag("b", f"step {integer(step)}"), " ", text) for step, text in last]),
+    ]
+  )
 
 
 def _health_of_run(summary: Summary) -> Markup:

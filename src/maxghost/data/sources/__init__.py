@@ -7,7 +7,10 @@ from maxghost.data.sources.base import Source
 _BUILT_IN_CAP = 2_000_000  # bytes per domain of stdlib and synthetic, unless dataset_domain_bytes says otherwise
 # Keys that only some types read. A key set for another type is refused, not ignored.
 _READ_BY = {
-  "text_files": ("text",), "grain_train_files": ("grain",), "hf_path": ("hf",), "dataset_name": ("tfds",),
+  "text_files": ("text",),
+  "grain_train_files": ("grain",),
+  "hf_path": ("hf",),
+  "dataset_name": ("tfds",),
   "dataset_path": ("tfds",),
 }
 

@@ -9,8 +9,11 @@ from maxghost.config import ConfigError, did_you_mean
 from maxghost.data.hashing import text_hash
 
 _EXAMPLES = {
-  "text_files": "/data/wiki/**/*.jsonl", "ghost_val_files": "/data/held_out/*.txt", "hf_path": "/data/wiki",
-  "grain_train_files": "/data/wiki/*.array_record", "dataset_name": "lm1b:1.1.0",
+  "text_files": "/data/wiki/**/*.jsonl",
+  "ghost_val_files": "/data/held_out/*.txt",
+  "hf_path": "/data/wiki",
+  "grain_train_files": "/data/wiki/*.array_record",
+  "dataset_name": "lm1b:1.1.0",
 }
 _SAMPLE = 1 << 16  # bytes of a file's beginning, middle and end that go into its fingerprint
 

@@ -21,8 +21,18 @@ from maxghost.data.types import Document
 
 DOMAINS = ("code", "docstrings", "manual", "tables")
 _SKIPPED_FOLDERS = {
-  "__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "distutils",
-  "pydoc_data", "turtledemo", "ensurepip",
+  "__pycache__",
+  "site-packages",
+  "dist-packages",
+  "test",
+  "tests",
+  "idle_test",
+  "idlelib",
+  "lib2to3",
+  "distutils",
+  "pydoc_data",
+  "turtledemo",
+  "ensurepip",
 }
 _TABLE_MODULES = {"html/entities.py", "stringprep.py", "tkinter/constants.py"}
 # A triple-quoted string that opens a module or stands on the first line of code after one that ends with a colon.

@@ -34,8 +34,16 @@ _PACKED = (".gz", ".zst")
 class TextSource:
   """Documents of text files, by number. Made by `load`; goes to worker processes without its open files."""
 
-  def __init__(self, files: list[CorpusFile], columns: tuple[str, ...], *, domain_bytes: int = 0,
-               on_corrupt: str = "error", memory_limit: int = _MEMORY_LIMIT, whole: bool = True):
+  def __init__(
+    self,
+    files: list[CorpusFile],
+    columns: tuple[str, ...],
+    *,
+    domain_bytes: int = 0,
+    on_corrupt: str = "error",
+    memory_limit: int = _MEMORY_LIMIT,
+    whole: bool = True,
+  ):
     """whole: the compressed files must fit into memory_limit together (training reads all of them all the time); else
     the ones read last are kept (preparing reads them one after another). Raises ConfigError."""
     self.domains = tuple(dict.fromkeys(file.domain for file in files))
@@ -236,8 +244,14 @@ class TextSource:
     check_columns(self._name(number), tuple(record) if isinstance(record, dict) else (), self._columns)
 
 
-def load(patterns: Sequence[str], columns: tuple[str, ...], domains: tuple[str, ...] = (), *, key: str = "text_files",
-         **options) -> TextSource:
+def load(
+  patterns: Sequence[str],
+  columns: tuple[str, ...],
+  domains: tuple[str, ...] = (),
+  *,
+  key: str = "text_files",
+  **options,
+) -> TextSource:
   """Documents of the files that `domain=glob` patterns match.
 
   columns: of JSON lines and Parquet; several are joined by line ends. options: of `TextSource`. Raises ConfigError.

@@ -78,8 +78,9 @@ class TfdsPart:
     return self._source
 
 
-def load(names: Sequence[str], data_dir: str, split: str, columns: tuple[str, ...],
-         domains: tuple[str, ...] = ()) -> RecordSource:
+def load(
+  names: Sequence[str], data_dir: str, split: str, columns: tuple[str, ...], domains: tuple[str, ...] = ()
+) -> RecordSource:
   """Documents of prepared TFDS datasets. names: `domain=dataset/config:version`, or without `domain=`, then the domain
   is the dataset's name. Raises ConfigError."""
   pairs = corpus_files.labelled("dataset_name", names, domains, lambda name: name.split("/")[0].split(":")[0])
