@@ -13,7 +13,7 @@ from pathlib import Path
 
 from maxghost import config
 from maxghost.arguments import Parser, run_door
-from maxghost.checkpoint import places
+from maxghost.checkpoint import model_path
 from maxghost.config import Config, ConfigError
 
 EXAMPLES = """\
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
   run_dir, paths = resolve(args.checkpoints)
-  cfg = places.with_own_tokenizer(config.load(str(run_dir / "config.yml")), run_dir)
+  cfg = model_path.with_own_tokenizer(config.load(str(run_dir / "config.yml")), run_dir)
   from maxghost.attribution.corpus import Corpus
 
   corpus = Corpus(tuple(args.data), cfg.data, "--data") if args.data else None

@@ -45,12 +45,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-  from maxghost import given_model
+  from maxghost import load_model
   from maxghost.data.tokenizers import load_tokenizer
   from maxghost.generation.sampling import Sampling
 
   sampling = Sampling(args.temperature, args.top_k, args.top_p)
-  place, cfg = given_model.find(args.model, args.config, **({"dtype": args.dtype} if args.dtype else {}))
+  place, cfg = load_model.find(args.model, args.config, **({"dtype": args.dtype} if args.dtype else {}))
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   texts = _prompts(args)
   prompts = encode(texts, tokenizer, cfg)
@@ -59,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
 
   from maxghost.generation import Generator
 
-  graphdef, state = given_model.load(place, cfg, say=lambda line: print(line, file=sys.stderr))
+  graphdef, state = load_model.load(place, cfg, say=lambda line: print(line, file=sys.stderr))
   generator = Generator(graphdef, cache_size, sampling=sampling, stop_ids=sorted(stop_ids))
   rows = [Row(tokenizer, stop_ids, args.stop) for _ in texts]
   _show(texts, rows, generator.stream(state, prompts, args.max_new_tokens, seed=args.seed))

@@ -23,21 +23,21 @@ def _run(cfg: Config) -> int:
   topologies.parse(topology)
   topologies.prepare_environment(topology)
   from maxghost.parallel import Layout
-  from maxghost.training import ahead, devices
+  from maxghost.training import aot, devices
 
   begin = time.perf_counter()
   devices.configure_jax(cfg)
   layout = Layout.of(cfg.parallel, topologies.open_devices(topology, slices))
-  planned = ahead.plan(cfg, layout)
+  planned = aot.plan(cfg, layout)
   print(f"compiling for {slices} x {topology}" if slices > 1 else f"compiling for {topology}")
-  _say(ahead.plan_lines(planned))
-  compiled = ahead.compile_step(planned)
-  _say(ahead.report_lines(compiled, topology))
+  _say(aot.plan_lines(planned))
+  compiled = aot.compile_step(planned)
+  _say(aot.report_lines(compiled, topology))
   if cfg.parallel.compiled_trainstep_file and compiled.executable is not None:
     path = Path(cfg.parallel.compiled_trainstep_file)
-    print(f"saved {path}: {ahead.save(compiled, path) / 1e6:.1f} MB")
+    print(f"saved {path}: {aot.save(compiled, path) / 1e6:.1f} MB")
   print(f"done in {time.perf_counter() - begin:.1f} s")
-  return 0 if ahead.fits(compiled, topology) else 1
+  return 0 if aot.fits(compiled, topology) else 1
 
 
 def _say(lines: list[str]) -> None:

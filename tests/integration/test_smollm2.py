@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxghost import config, generate, given_model, train
+from maxghost import config, generate, load_model, train
 from maxghost.attribution import load as load_scores
 from maxghost.checkpoint import hf_checkpoint
 from maxghost.data.tokenizers import load_tokenizer
@@ -54,7 +54,7 @@ def test_the_configuration(imported):
 
 
 def test_mean_losses_of_two_texts(imported):
-  place, cfg = given_model.find(imported)
+  place, cfg = load_model.find(imported)
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   texts = tokenizer.encode([TIMES.encode(), SHUFFLED.encode()])
   assert [len(ids) for ids in texts] == [29, 26]
@@ -63,7 +63,7 @@ def test_mean_losses_of_two_texts(imported):
   tokens = np.zeros((2, 29), np.int32)
   for row, ids in zip(tokens, texts, strict=True):
     row[: len(ids)] = ids
-  graphdef, state = given_model.load(place, cfg)
+  graphdef, state = load_model.load(place, cfg)
   assert sum(x.size for x in jax.tree.leaves(state)) == 134_515_008
   logits = jax.jit(lambda state: nnx.merge(graphdef, state)(tokens))(state)
   losses = np.asarray(token_losses(logits[:, :-1], tokens[:, 1:]))

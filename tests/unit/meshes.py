@@ -13,7 +13,7 @@ from flax import nnx
 
 from maxghost import config
 from maxghost.parallel import Layout, use
-from maxghost.training import devices, program, state, step_outputs
+from maxghost.training import compiled_steps, devices, state, step_outputs
 from maxghost.training.step import make_train_step
 
 POSITIONS, VOCAB, SEGMENTS = 16, 272, 5
@@ -80,7 +80,7 @@ def run(mesh: dict, batches=None, val_batch=VAL_BATCH, cheap: bool = True, **cha
     (devices.batch_shapes(cfg, val_rows, layout),) if cfg.ghost.ghost_enabled else (),
   )
   function, _ = make_train_step(cfg, graphdef, *arguments[:2], num_segments=SEGMENTS)
-  work = program.lower("train_step", function, layout, 0.0, *arguments)
+  work = compiled_steps.lower("train_step", function, layout, 0.0, *arguments)
   if cheap:
     with tiny.cheap_compilation():
       compiled = work[2].compile()

@@ -20,7 +20,7 @@ def test_nothing_is_changed_whatever_is_read(read):
     "half": jnp.ones(2, jnp.bfloat16),
   }
   reads = (jnp.full(3, read), jnp.arange(2), jnp.zeros(2, jax.dtypes.float0))
-  out = autodiff.late(tree, reads)
+  out = autodiff.after(tree, reads)
   for name, value in tree.items():
     assert out[name].dtype == value.dtype
     np.testing.assert_array_equal(np.signbit(out[name]), np.signbit(value))
@@ -32,7 +32,7 @@ def test_a_sum_over_what_is_updated_in_place_costs_no_copy():
 
   def step(x, g):
     norm = jnp.sum(jnp.square(x))
-    return 0.9 * x + autodiff.late(g, norm), norm
+    return 0.9 * x + autodiff.after(g, norm), norm
 
   x = jax.ShapeDtypeStruct((256, 512), jnp.float32)
   compiled = jax.jit(step, donate_argnums=0).lower(x, x).compile()

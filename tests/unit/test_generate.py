@@ -8,7 +8,7 @@ import pytest
 import tiny
 from flax import nnx
 
-from maxghost import config, generate, given_model, train
+from maxghost import config, generate, load_model, train
 from maxghost.attribution.metrics import read_samples
 from maxghost.checkpoint import hf_checkpoint, huggingface, huggingface_config, safetensors_files
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
@@ -46,7 +46,7 @@ def run(folder, *arguments) -> int:
 def test_the_command_prints_the_greedy_continuation(folder, capsysbinary):
   assert run(folder, "--prompt", "ab", "--max_new_tokens", 5) == 0
   out, err = capsysbinary.readouterr()
-  graphdef, state = given_model.load(*given_model.find(folder, folder / "byte.yml"))
+  graphdef, state = load_model.load(*load_model.find(folder, folder / "byte.yml"))
   progress = Generator(graphdef, 40, stop_ids=[257]).generate(state, [[256, *b"ab"]], 5)
   ids = progress.row(0)
   assert out == b"ab" + bytes(ids[ids < 256].tolist()).decode("utf-8", "replace").encode() + b"\n"

@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 
-from maxghost.checkpoint import gguf_file, hf_checkpoint, places
+from maxghost.checkpoint import gguf_file, hf_checkpoint, model_path
 from maxghost.checkpoint.layouts_store import open_tree
 from maxghost.config import ConfigError
 
@@ -120,7 +120,7 @@ def test_the_tokenizer_of_the_file(tmp_path):
 
   write(tmp_path / "m.gguf")
   cfg = hf_checkpoint.import_model(tmp_path / "m.gguf", tmp_path / "in", say=lambda line: None)
-  assert places.find(tmp_path / "in").config.data == cfg.data and cfg.data.add_bos is False
+  assert model_path.find(tmp_path / "in").config.data == cfg.data and cfg.data.add_bos is False
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 259)
   (ids,) = tokenizer.encode([b"ab12"])

@@ -14,8 +14,8 @@ import safetensors.numpy
 import tiny
 from flax import nnx
 
-from maxghost import config, given_model
-from maxghost.checkpoint import hf_checkpoint, huggingface_config, model_keys, parameters, places, safetensors_files
+from maxghost import config, load_model
+from maxghost.checkpoint import hf_checkpoint, huggingface_config, model_keys, model_path, parameters, safetensors_files
 from maxghost.checkpoint.layouts_store import open_tree
 from maxghost.config import ConfigError
 
@@ -46,8 +46,8 @@ def llama(tmp_path):
   return tmp_path / "llama2"
 
 
-def loaded_labels(place: places.ModelPlace, cfg) -> dict[str, np.ndarray]:
-  graphdef, state = given_model.load(place, cfg, silent)
+def loaded_labels(place: model_path.ModelPlace, cfg) -> dict[str, np.ndarray]:
+  graphdef, state = load_model.load(place, cfg, silent)
   return tiny.by_label(nnx.merge(graphdef, state))
 
 
@@ -58,7 +58,7 @@ def test_import_gives_the_model_and_export_gives_the_same_bits_back(name, tmp_pa
   cfg = hf_checkpoint.import_model(source, imported, scan_layers=name != "mixtral", say=silent)
   expected_cfg, weights, *_ = hf_models.load(name, attention="autoselected")
   assert model_keys.differing(cfg.model, expected_cfg.model) == {}
-  found = loaded_labels(*given_model.find(imported, scan_layers=True))
+  found = loaded_labels(*load_model.find(imported, scan_layers=True))
   assert set(found) == set(weights)
   for label, value in weights.items():
     np.testing.assert_array_equal(found[label], value, err_msg=label)
@@ -76,7 +76,7 @@ def test_logits_straight_from_the_folder(tmp_path):
   """Sharded, layers unlike each other, experts in one tensor: the model without any import."""
   parity = np.load(hf_models.FOLDER / "gpt_oss" / "logits.npz")
   hf_checkpoint.export_model(hf_models.FOLDER / "gpt_oss", tmp_path / "shards", shard_bytes=9000, say=silent)
-  graphdef, state = given_model.load(*given_model.find(tmp_path / "shards"), silent)
+  graphdef, state = load_model.load(*load_model.find(tmp_path / "shards"), silent)
   with tiny.cheap_compilation():
     logits = jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens))(state, parity["tokens"])
   np.testing.assert_allclose(logits, parity["logits"], rtol=0, atol=2e-5)
@@ -86,7 +86,7 @@ def test_narrow_weights_keep_their_bits_and_widen_on_request(llama, tmp_path):
   rewrite(llama, lambda tensors: {name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()})
   cfg = hf_checkpoint.import_model(llama, tmp_path / "in", say=silent)
   assert cfg.model.weight_dtype == "bfloat16" and cfg.model.dtype == "float32"
-  place, _ = given_model.find(tmp_path / "in")
+  place, _ = load_model.find(tmp_path / "in")
   wide = loaded_labels(place, config.replace(cfg, weight_dtype="float32"))
   table = tensors_of(llama)["model.embed_tokens.weight"]
   assert wide["token_embedder/embedding"].dtype == np.float32
@@ -95,7 +95,7 @@ def test_narrow_weights_keep_their_bits_and_widen_on_request(llama, tmp_path):
   assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
   assert tensors_of(tmp_path / "out")["model.embed_tokens.weight"].tobytes() == table.tobytes()
   with pytest.raises(ConfigError, match=r"is float32\[29, 12\] there and bfloat16"):
-    given_model.load(places.find(hf_models.FOLDER / "llama2"), cfg, silent)
+    load_model.load(model_path.find(hf_models.FOLDER / "llama2"), cfg, silent)
 
 
 def test_files_that_leave_the_first_level_out_or_hold_a_tied_table_twice(tmp_path):
@@ -157,7 +157,7 @@ def test_tensors_that_do_not_fit_are_named(llama, tmp_path, change, message):
 def test_a_config_json_of_another_function_is_refused(llama, changes, message):
   edit_config(llama, **changes)
   with pytest.raises(ConfigError, match=message):
-    places.find(llama)
+    model_path.find(llama)
     open_tree(llama)
 
 
@@ -187,12 +187,12 @@ def test_cut_and_half_copied_files(llama, tmp_path):
       hf_checkpoint.import_model(llama, tmp_path / "in", say=silent)
   file.unlink()
   with pytest.raises(ConfigError, match=r"has neither model\.safetensors nor"):
-    places.find(llama)
+    model_path.find(llama)
   hf_checkpoint.export_model(hf_models.FOLDER / "llama2", tmp_path / "shards", shard_bytes=9000, say=silent)
   lost = sorted((tmp_path / "shards").glob("*.safetensors"))[1]
   lost.unlink()
   with pytest.raises(ConfigError, match=f"half copied.*{lost.name}"):
-    places.find(tmp_path / "shards")
+    model_path.find(tmp_path / "shards")
   assert not (tmp_path / "in").exists()
 
 
@@ -267,14 +267,14 @@ def test_the_tokenizer_comes_along_and_must_fit(llama, tmp_path):
   cfg = hf_checkpoint.import_model(llama, tmp_path / "in", say=silent)
   assert (cfg.data.tokenizer_type, cfg.data.add_bos) == ("huggingface", True)
   shutil.move(tmp_path / "in", tmp_path / "moved")
-  place, found = given_model.find(tmp_path / "moved")
+  place, found = load_model.find(tmp_path / "moved")
   assert Path(found.data.tokenizer_path) == tmp_path / "moved" / "tokenizer" and place.stop_ids() == {257, 259}
   hf_checkpoint.export_model(tmp_path / "moved", tmp_path / "out", say=silent)
   assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
   content = json.loads((tmp_path / "out" / "config.json").read_text())
   assert (content["bos_token_id"], content["eos_token_id"]) == (256, 257)
   make_tokenizer(llama, 3, begins=False)
-  assert places.find(llama).config.data.add_bos is False
+  assert model_path.find(llama).config.data.add_bos is False
   make_tokenizer(llama, 4, begins=True)
   with pytest.raises(ConfigError, match="has ids up to 261, but the model's vocabulary ends at 260"):
     hf_checkpoint.import_model(llama, tmp_path / "again", say=silent)
@@ -284,12 +284,12 @@ def test_keys_that_differ_from_the_given_model_are_listed(llama):
   path = f"load_parameters_path={llama}"
   with pytest.raises(ConfigError, match=r"is another model .*base_emb_dim=12 there, 256 here; .*vocab_size=29 there"):
     parameters.check_config(config.load(path))
-  cfg = config.replace(places.find(llama).config, load_parameters_path=str(llama), attention="dot_product")
+  cfg = config.replace(model_path.find(llama).config, load_parameters_path=str(llama), attention="dot_product")
   assert parameters.check_config(cfg).tree == llama
 
 
 def test_export_refuses_what_transformers_has_no_model_for():
-  cfg = given_model.find(hf_models.FOLDER / "llama2")[1]
+  cfg = load_model.find(hf_models.FOLDER / "llama2")[1]
   for changes, message in (
     ({"mlp_activations": ("gelu", "linear")}, r"mlp_activations=\[gelu, linear\]: LlamaForCausalLM of transformers"),
     ({"use_qk_norm": True}, "use_qk_norm=true"),

@@ -5,7 +5,7 @@ import hf_models
 import numpy as np
 import pytest
 
-from maxghost import given_model
+from maxghost import load_model
 from maxghost.checkpoint import hf_checkpoint
 from maxghost.generation import Generator
 
@@ -33,7 +33,7 @@ def test_exports_load_and_give_the_recorded_logits_and_our_texts(name, tmp_path)
   with torch.no_grad():
     logits = model.eval()(torch.from_numpy(parity["tokens"]).long(), use_cache=False).logits.numpy()
   np.testing.assert_allclose(logits, parity["logits"], rtol=0, atol=2e-5)
-  graphdef, state = given_model.load(*given_model.find(tmp_path / "out"), silent)
+  graphdef, state = load_model.load(*load_model.find(tmp_path / "out"), silent)
   ours = Generator(graphdef, 24).generate(state, PROMPTS, 12)
   for i, prompt in enumerate(PROMPTS):
     theirs = model.generate(

@@ -300,7 +300,7 @@ def test_dense_dot_general_has_a_forward_mode():
   with pytest.raises(TypeError):
     jax.jvp(lambda w: dense.dot_general(x, w, dims), (w,), (v,))
   with autodiff.forward_mode():
-    out, tangent = jax.jvp(lambda w: dense.dot_general(autodiff.branch(x), w, dims), (w,), (v,))
+    out, tangent = jax.jvp(lambda w: dense.dot_general(autodiff.split_residual(x), w, dims), (w,), (v,))
   np.testing.assert_allclose(out, x @ w, rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(tangent, x @ v, rtol=1e-5, atol=1e-6)
 
@@ -338,7 +338,7 @@ def test_cotangents_of_branches_meet():
   a, b, v = (jnp.asarray(rng.normal(size=(3, 4)), jnp.float32) for _ in range(3))
 
   def joined(a, b):
-    a, b = autodiff.meeting([a, b])
+    a, b = autodiff.join_cotangents([a, b])
     return jnp.tanh(a) * b
 
   (out, grads), equations = pulled_in_order(joined, a, b)

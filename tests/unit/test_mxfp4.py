@@ -14,7 +14,7 @@ import safetensors.numpy
 import tiny
 from flax import nnx
 
-from maxghost import given_model
+from maxghost import load_model
 from maxghost.checkpoint import huggingface, huggingface_rules, mxfp4
 from maxghost.checkpoint.layouts_store import LayoutError
 
@@ -77,9 +77,9 @@ def folder(tmp_path_factory):
 
 def test_a_published_folder_is_read(folder):
   tensors = safetensors.numpy.load_file(folder / "model.safetensors")
-  place, cfg = given_model.find(folder, scan_layers=True)
+  place, cfg = load_model.find(folder, scan_layers=True)
   assert cfg.model.weight_dtype == "bfloat16"
-  found = tiny.by_label(nnx.merge(*given_model.load(place, cfg, lambda line: None)))
+  found = tiny.by_label(nnx.merge(*load_model.load(place, cfg, lambda line: None)))
   for layer in range(4):
     name = f"model.layers.{layer}.mlp.experts."
     gate_up = meaning(tensors[f"{name}gate_up_proj_blocks"], tensors[f"{name}gate_up_proj_scales"])

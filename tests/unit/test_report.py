@@ -17,7 +17,7 @@ import pytest
 from attribution_runs import make_run
 
 from maxghost import attribution, report
-from maxghost.attribution import ScoreWriter, live, statistics, words
+from maxghost.attribution import ScoreWriter, live, report_text, statistics
 from maxghost.attribution import summary as summary_module
 from maxghost.attribution.html import render
 from maxghost.attribution.html.markup import escape, tag
@@ -93,12 +93,14 @@ def test_ledger_and_domains_by_hand(tmp_path):
   assert [(v.path, v.contribution) for v in part.bottom] == [("y", -0.25)]
   assert not any("add up" in message for message in with_close.messages)
 
-  assert "first-order prediction" not in words.ledger_sentence(part.ledger)
-  assert "Momentum carries 62" in words.ledger_sentence(part.ledger)
+  assert "first-order prediction" not in report_text.ledger_sentence(part.ledger)
+  assert "Momentum carries 62" in report_text.ledger_sentence(part.ledger)
 
   without_close = summarize(attribution.load(write_log(tmp_path / "s", steps))).sets[0].ledger
   assert (without_close.actual, without_close.predicted, without_close.num_steps) == (0.5, 0.375, 1)
-  assert "over 1 step (0 to 0). 33\u202f% of the predicted drop came on top" in words.ledger_sentence(without_close)
+  assert "over 1 step (0 to 0). 33\u202f% of the predicted drop came on top" in report_text.ledger_sentence(
+    without_close
+  )
 
 
 def test_a_step_whose_successor_was_not_scored_has_no_measured_drop(tmp_path):

@@ -5,9 +5,9 @@ from rich.table import Table
 from rich.text import Text
 
 from maxghost.attribution.numbers import compact, integer, number, percent
+from maxghost.attribution.report_text import LEDGER_LABELS, headline, lead, ledger_sentence, shown_columns
 from maxghost.attribution.summary import Ledger, SetSummary, Summary, Value
 from maxghost.attribution.texts import snippet
-from maxghost.attribution.words import LEDGER_LABELS, headline, lead, ledger_sentence, shown_columns
 
 SNIPPET_CHARS = 160  # the terminal cuts lines at its width
 SHOWN_DOCUMENTS = 5

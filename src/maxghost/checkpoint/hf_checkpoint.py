@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import config
-from maxghost.checkpoint import compare, gguf_file, huggingface, huggingface_config, places
+from maxghost.checkpoint import compare, gguf_file, huggingface, huggingface_config, model_path
 from maxghost.checkpoint.convert import DEFAULT_RAM_BYTES, check_space, check_target, write_plan
 from maxghost.checkpoint.layouts import MAXGHOST, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
@@ -64,21 +64,21 @@ def import_model(
     if rows:
       raise VerificationError(f"verification failed: {len(rows)} parameters differ, the first: {rows[0].text()}")
     write_tokenizer(temporary / tokenizer_files.FOLDER)
-    keys = places.tokenizer_keys(temporary / tokenizer_files.FOLDER, cfg.model.vocab_size)
+    keys = model_path.tokenizer_keys(temporary / tokenizer_files.FOLDER, cfg.model.vocab_size)
     if keys:
       keys["tokenizer_path"] = str(target / Path(keys["tokenizer_path"]).relative_to(temporary))
     cfg = config.replace(cfg, tokenizer_path="", load_parameters_path=str(target), run_name=target.name)
     cfg = config.replace(cfg, **keys)
-    config.save(cfg, temporary / places.CONFIG_FILE)
-  say(f"written {target}, verified byte by byte; train it with: maxghost train {target / places.CONFIG_FILE}")
+    config.save(cfg, temporary / model_path.CONFIG_FILE)
+  say(f"written {target}, verified byte by byte; train it with: maxghost train {target / model_path.CONFIG_FILE}")
   return cfg
 
 
 def _open_folder(source: Path) -> tuple[Config, RawTree, Callable[[Path], Any]]:
   """(configuration, parameters, what writes the tokenizer files into a folder)."""
-  if not places.is_huggingface(source):
+  if not model_path.is_huggingface(source):
     raise LayoutError(f"{source} is no Hugging Face model folder: it has no {huggingface.CONFIG_JSON}")
-  cfg = places.huggingface_config(source)
+  cfg = model_path.huggingface_config(source)
   return cfg, open_tree(source), lambda folder: tokenizer_files.copy(source, folder)
 
 
@@ -107,10 +107,10 @@ def export_model(
 
   cfg: the configuration of the model, where no config.yml lies beside the checkpoint. Raises ConfigError.
   """
-  place = places.find(source)
+  place = model_path.find(source)
   cfg = cfg or place.config
   if cfg is None:
-    raise LayoutError(f"{source}: no {places.CONFIG_FILE} beside it says what model it is; name one with --config")
+    raise LayoutError(f"{source}: no {model_path.CONFIG_FILE} beside it says what model it is; name one with --config")
   raw = open_tree(place.tree)
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
   if checkpoint.values_from == "maxtext":

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from maxghost.checkpoint import places
+from maxghost.checkpoint import model_path
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_load import open_load
 from maxghost.checkpoint.layouts_store import LayoutError, open_tree
 from maxghost.checkpoint.model_keys import differing
-from maxghost.checkpoint.places import ModelPlace
+from maxghost.checkpoint.model_path import ModelPlace
 from maxghost.config import Config, ConfigError
 from maxghost.config.values import shown
 
@@ -22,7 +22,7 @@ def check_config(cfg: Config) -> ModelPlace:
   Raises ConfigError where there is none, and where its model differs from the one of `cfg`: every key is named.
   """
   path = cfg.checkpoint.load_parameters_path
-  place = places.find(path)
+  place = model_path.find(path)
   if place.config is None:
     return place
   unlike = differing(place.config.model, cfg.model)

@@ -9,7 +9,6 @@ from maxghost.config.schema import DataConfig
 from maxghost.data import sources
 from maxghost.data.dataset import POOL_DOCUMENTS, Dataset, Part
 from maxghost.data.duplicates import read_ids
-from maxghost.data.feeds import ThreadFeed, WorkerFeed
 from maxghost.data.hashing import content_hashes, text_hash
 from maxghost.data.order import Repeated, RowMixture, Uniform
 from maxghost.data.packing import Layout
@@ -19,6 +18,7 @@ from maxghost.data.sources import text
 from maxghost.data.sources.base import Source
 from maxghost.data.split import Split, check_domain, scan
 from maxghost.data.tokenizers import ByteTokenizer, Tokenizer, check_specials, load_tokenizer
+from maxghost.data.window_prefetch import ThreadFeed, WorkerFeed
 from maxghost.data.windows import NO_COPIES, HeldOut, TextUnits, Units, Windows, read_or_skip
 
 _MOST_FILES_IN_A_STATE = 1000

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from maxghost.config import ConfigError
 from maxghost.data import packing
-from maxghost.data.feeds import ThreadFeed, WorkerFeed
 from maxghost.data.order import RowMixture
 from maxghost.data.types import Batch
+from maxghost.data.window_prefetch import ThreadFeed, WorkerFeed
 from maxghost.data.windows import Windows
 
 _STATE_VERSION = 1

@@ -108,11 +108,11 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
       # Such a direction does not depend on the gradient: with the scores first, the cotangent of the layer's input may
       # be formed where it is used.
       scores = scores_of(values, arrays, cotangent, parts, dict.fromkeys(values))
-      cotangent, scores = autodiff.together(cotangent, scores)
+      cotangent, scores = autodiff.barrier(cotangent, scores)
       return finish(residuals, pull(cotangent), scores)
     gradients = pull(cotangent)
     scores = scores_of(values, arrays, cotangent, parts, gradients[0])
-    return finish(residuals, *autodiff.together(gradients, scores))
+    return finish(residuals, *autodiff.barrier(gradients, scores))
 
   def scores_of(values, arrays, cotangent, parts, weight_gradients):
     args, _ = rebuild(arrays)

@@ -318,7 +318,7 @@ class _Walk:
         x_val, place, layer = scanned
         gradients, val_cotangents = self._layer_validation(cotangents.val, x_val, batches, *layer)
         # What the training rows saved is taken out only now, or what is computed from it lies beside the above.
-        kept = streaming.fetch(boundaries.train, autodiff.late(place, val_cotangents))
+        kept = streaming.fetch(boundaries.train, autodiff.after(place, val_cotangents))
         cotangent, out = self._layer_training(cotangents.train, kept, batches, gradients, None, *layer)
         return _Pair(val_cotangents, cotangent), out
 
@@ -450,7 +450,7 @@ class _Walk:
     for p in self.inner:
       probe = there.get(p.part_path("probe")[len(self.prefix) :])
       if probe is not None:
-        place[p.label.removeprefix(self.label_prefix)] = autodiff.late(index, probe)
+        place[p.label.removeprefix(self.label_prefix)] = autodiff.after(index, probe)
     return {
       name: {
         k: streaming.fetch(v, place[k]) if k in place and not streaming.on_host(v) else moments[name][k]

@@ -17,7 +17,7 @@ from maxghost.models import attention_ops, expert_parallel, moe
 from maxghost.models.attention import SelfAttention
 from maxghost.models.expert_rows import Rows
 from maxghost.models.grouped_matmul import product, product_transposed
-from maxghost.models.parts import gated
+from maxghost.models.layers import gated
 
 
 @rule(moe.RoutedMoe)

@@ -8,7 +8,7 @@ from flax import nnx
 
 from maxghost.config.schema import ModelConfig
 from maxghost.models import attention_ops
-from maxghost.models.parts import HIDDEN, KEYS, QUERIES, linear, rms_norm
+from maxghost.models.layers import HIDDEN, KEYS, QUERIES, linear, rms_norm
 from maxghost.models.rotary import Rotary
 from maxghost.parallel import constrain
 

@@ -37,7 +37,7 @@ def gradients_in_order():
     _in_order.reset(token)
 
 
-def together(*trees):
+def barrier(*trees):
   """The trees; inside `gradients_in_order`, none of their arrays is there before all are."""
   if not _in_order.get():
     return trees
@@ -47,7 +47,7 @@ def together(*trees):
   return jax.tree.unflatten(tree, [next(held) if flag else x for x, flag in zip(leaves, sized, strict=True)])
 
 
-def late(tree, read):
+def after(tree, read):
   """The arrays of `tree`, bit for bit, but not there before the arrays in `read` are, on any backend.
 
   XLA decides on CPU on copies and on order when optimization barriers are gone already: there, only a value that
@@ -60,36 +60,36 @@ def late(tree, read):
   return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), tree)
 
 
-def branch(x):
+def split_residual(x):
   """x itself; the cotangents of a branch that starts here are added up before they meet those of x's other uses.
 
   Float addition depends on its order. With this at the start of a residual branch the order does not depend on how
   the branch's first layer writes its own backward pass, so a run with scores has the bits of one without.
   """
-  return x if in_forward_mode() else _branch(x)
+  return x if in_forward_mode() else _split_residual(x)
 
 
 @jax.custom_vjp
-def _branch(x):
+def _split_residual(x):
   return x
 
 
-_branch.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent,))
+_split_residual.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent,))
 
 
-def meeting(xs: list) -> list:
+def join_cotangents(xs: list) -> list:
   """xs itself; inside `gradients_in_order` the cotangents of all of them are there before one is used.
 
   For the branches of a product: left alone, the TPU compiler forms each branch's cotangent where that branch's dense
   layer uses it, and keeps the product's cotangent and the branches for the last of them. Formed at once, they take the
   place of what they are formed from.
   """
-  return list(xs) if in_forward_mode() else _meeting(list(xs))
+  return list(xs) if in_forward_mode() else _join_cotangents(list(xs))
 
 
 @jax.custom_vjp
-def _meeting(xs):
+def _join_cotangents(xs):
   return xs
 
 
-_meeting.defvjp(lambda xs: (xs, None), lambda _, cotangents: (list(together(*cotangents)),))
+_join_cotangents.defvjp(lambda xs: (xs, None), lambda _, cotangents: (list(barrier(*cotangents)),))

@@ -10,8 +10,8 @@ from flax import nnx
 from maxghost.config.schema import ModelConfig
 from maxghost.models import autodiff
 from maxghost.models.attention import SelfAttention
+from maxghost.models.layers import FEED_FORWARD, HIDDEN, gated, linear, norm
 from maxghost.models.moe import RoutedMoe
-from maxghost.models.parts import FEED_FORWARD, HIDDEN, gated, linear, norm
 from maxghost.parallel import constrain
 
 # MaxText's names of (attention, feed-forward layer) where a family has its own.
@@ -38,7 +38,7 @@ class GatedMlp(nnx.Module):
     return ["wi"] if len(self.activations) == 1 else [f"wi_{i}" for i in range(len(self.activations))]
 
   def __call__(self, x_BTD):
-    branches = autodiff.meeting([getattr(self, name)(x_BTD) for name in self.branches])
+    branches = autodiff.join_cotangents([getattr(self, name)(x_BTD) for name in self.branches])
     h_BTF = constrain(gated(branches, self.activations, self.limit), FEED_FORWARD, "feed-forward")
     return constrain(self.wo(h_BTF), HIDDEN)
 
@@ -72,10 +72,10 @@ class DecoderLayer(nnx.Module):
   def __call__(self, carry, positions_BT, segment_ids_BT, dropout_key=None, cache=None):
     x_BTD, routing = carry if self.routed else (carry, None)
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    y_BTD = self.pre_self_attention_layer_norm(autodiff.branch(x_BTD))
+    y_BTD = self.pre_self_attention_layer_norm(autodiff.split_residual(x_BTD))
     y_BTD = self.attention(y_BTD, positions_BT, segment_ids_BT, cache)
     x_BTD = x_BTD + self._drop(y_BTD, keys[0])
-    y_BTD = self.post_self_attention_layer_norm(autodiff.branch(x_BTD))
+    y_BTD = self.post_self_attention_layer_norm(autodiff.split_residual(x_BTD))
     if self.routed:
       y_BTD, routing = self.feed_forward(y_BTD, segment_ids_BT, routing)
     else:

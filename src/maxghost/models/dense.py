@@ -63,7 +63,7 @@ def _dense_fwd(count, precision, out_dtype, x, w):
 def _dense_bwd(count, precision, out_dtype, residuals, g):
   x, w = residuals
   dw = outer_sum(x, g, count, w.ndim - count, precision, w.dtype)
-  g, dw = autodiff.together(g, dw)
+  g, dw = autodiff.barrier(g, dw)
   return contract_transposed(g, w, count, precision, x.dtype), dw
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from maxghost.models.parts import HIDDEN
+from maxghost.models.layers import HIDDEN
 from maxghost.parallel import shardings
 
 

@@ -15,7 +15,7 @@ from maxghost.config.schema import ModelConfig
 from maxghost.models import expert_parallel
 from maxghost.models.expert_rows import Rows
 from maxghost.models.grouped_matmul import grouped_matmul
-from maxghost.models.parts import gated, linear, precision
+from maxghost.models.layers import gated, linear, precision
 
 
 def no_routing(num_experts: int, shape_BT: tuple[int, int], dtype) -> dict:

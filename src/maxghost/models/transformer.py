@@ -10,7 +10,7 @@ from flax import nnx
 from maxghost.config.schema import ModelConfig
 from maxghost.models import kv_cache, moe, stack
 from maxghost.models.decoder_layer import DecoderLayer, LayerCycle
-from maxghost.models.parts import HIDDEN, linear, norm
+from maxghost.models.layers import HIDDEN, linear, norm
 from maxghost.parallel import constrain
 
 

@@ -21,11 +21,11 @@ import numpy as np
 from maxghost.config import Config
 from maxghost.parallel import distributed
 from maxghost.training import metrics, step_outputs
+from maxghost.training.compiled_steps import Program
 from maxghost.training.console import Console, eval_line, step_line
 from maxghost.training.flops import StepFlops
 from maxghost.training.metrics import MetricsLog, TensorBoardLog
 from maxghost.training.prefetch import Fetched, Prefetcher
-from maxghost.training.program import Program
 from maxghost.training.resume import Position, to_tree
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.samples import sample_line

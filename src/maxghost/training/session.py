@@ -10,7 +10,7 @@ from maxghost.config import Config, ConfigError
 from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
 from maxghost.parallel import Layout, distributed, report
-from maxghost.training import announce, devices, memory_report, program, resume, run_directory, state
+from maxghost.training import compiled_steps, devices, memory_report, resume, run_directory, startup_log, state
 from maxghost.training.console import Console
 from maxghost.training.flops import peak_flops, step_flops
 from maxghost.training.host_memory import HostMemory
@@ -65,7 +65,7 @@ class Session:
     self._capacity = memory_report.capacity(jax.local_devices()[0])
     for domain in self._val_sets.values():
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain)  # raises where a set has no rows
-    self._program = program.build(
+    self._program = compiled_steps.build(
       cfg,
       self._graphdef,
       self._abstract,
@@ -249,7 +249,7 @@ class Session:
   def _announce(self, position: Position, flops, run_dir: RunDirectory) -> None:
     cfg, say = self._cfg, self._console.line
     params = sum(leaf.size for leaf in jax.tree.leaves(resume.to_tree(self._abstract)["model"]))
-    for line in announce.start_lines(
+    for line in startup_log.start_lines(
       cfg, self._dataset, params, self._program.scored, flops, run_dir.path, self._layout, self._spread
     ):
       say(line)
@@ -260,13 +260,13 @@ class Session:
       if (analysis := self._program.memory_analysis()) is not None:
         say(memory_report.compiled_line(self._memory, analysis))
       if distributed.is_first():
-        run_dir.write_facts(announce.facts(cfg, params, flops, self._program, self._layout))
+        run_dir.write_facts(startup_log.facts(cfg, params, flops, self._program, self._layout))
 
   def _conclude(self, outcome, run_dir: RunDirectory) -> int:
     cfg, say = self._cfg, self._console.line
     if not outcome.interrupted:
       if distributed.is_first():
-        for line in announce.end_lines(cfg, outcome, run_dir.path, self._rows):
+        for line in startup_log.end_lines(cfg, outcome, run_dir.path, self._rows):
           say(line)
       return 0
     saved = f"saved in {run_dir.checkpoints_path / str(outcome.completed_steps)}"

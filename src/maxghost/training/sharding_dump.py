@@ -21,7 +21,7 @@ from maxghost.parallel import Layout, topologies, use
 from maxghost.parallel import mesh as meshes
 from maxghost.parallel.axis_rules import MESH_AXES, make_rules
 from maxghost.parallel.shardings import AXES, slash_path
-from maxghost.training import ahead
+from maxghost.training import aot
 
 
 def dump(cfg: Config, topology: str, num_slices: int = 1) -> dict:
@@ -32,9 +32,9 @@ def dump(cfg: Config, topology: str, num_slices: int = 1) -> dict:
     constraints[label, _entry(dtype, shape, axes, spec)] += 1
 
   layout = _abstract_layout(cfg, topology, num_slices, record)
-  planned = ahead.plan(cfg, layout)
+  planned = aot.plan(cfg, layout)
   with use(layout):
-    jax.eval_shape(ahead.step_function(planned), *planned.arguments)
+    jax.eval_shape(aot.step_function(planned), *planned.arguments)
   state = {}
   for path, variable in nnx.to_flat_state(planned.arguments[0]):
     leaf = variable.get_value()

@@ -89,7 +89,7 @@ def _clipped_update(cfg: Config, grads):
 
     def update(train_state, read) -> None:
       if read:
-        late = autodiff.late(factor, read)
+        late = autodiff.after(factor, read)
         gradient = jax.tree.map(lambda g: g * late.astype(g.dtype), grads)
       else:
         gradient = clipped

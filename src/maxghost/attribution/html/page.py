@@ -10,8 +10,8 @@ from maxghost.attribution.html.charts import NUM_COLORS, Line, line_chart
 from maxghost.attribution.html.markup import Markup, join, tag
 from maxghost.attribution.metrics import Series, thin
 from maxghost.attribution.numbers import compact, integer, number, percent
+from maxghost.attribution.report_text import headline, lead, ledger_sentence
 from maxghost.attribution.summary import SetSummary, Summary
-from maxghost.attribution.words import headline, lead, ledger_sentence
 
 CURVE_POINTS = 240
 SHOWN_SAMPLES = 8

@@ -5,9 +5,9 @@ import numpy as np
 from maxghost.attribution.html.charts import NUM_COLORS, bar, bar_range
 from maxghost.attribution.html.markup import Markup, tag
 from maxghost.attribution.numbers import compact, integer, number, percent
+from maxghost.attribution.report_text import LEDGER_LABELS, shown_columns
 from maxghost.attribution.summary import HeatMap, Ledger, SetSummary, Value
 from maxghost.attribution.texts import SNIPPET_BYTES, snippet
-from maxghost.attribution.words import LEDGER_LABELS, shown_columns
 
 SHOWN_DOMAINS = 40
 OPEN_DOCUMENTS = 10

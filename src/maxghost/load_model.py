@@ -4,14 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from maxghost import config
-from maxghost.checkpoint import model_keys, parameters, places
+from maxghost.checkpoint import model_keys, model_path, parameters
 from maxghost.config import Config, ConfigError
 
 
-def find(path: str | Path, config_file: str | None = None, **changes) -> tuple[places.ModelPlace, Config]:
+def find(path: str | Path, config_file: str | None = None, **changes) -> tuple[model_path.ModelPlace, Config]:
   """Where the model is, and its configuration. config_file: for a checkpoint that has none beside it. changes: keys of
   the configuration to replace. Raises ConfigError; nothing of the parameters has been read then."""
-  place = places.find(path)
+  place = model_path.find(path)
   cfg = config.load(config_file) if config_file else place.config
   if cfg is None:
     raise ConfigError(f"{path}: no config.yml beside it says what model it is; name one with --config")
@@ -22,7 +22,7 @@ def find(path: str | Path, config_file: str | None = None, **changes) -> tuple[p
   return place, config.replace(cfg, **changes)
 
 
-def load(place: places.ModelPlace, cfg: Config, say: Callable[[str], None] = print):
+def load(place: model_path.ModelPlace, cfg: Config, say: Callable[[str], None] = print):
   """(graphdef, state) of the model with its parameters. JAX is imported here. Raises ConfigError where they misfit."""
   from flax import nnx
 

@@ -18,7 +18,7 @@ from maxghost.parallel.collectives import Collective
 from maxghost.parallel.memory_estimate import MemoryEstimate
 from maxghost.parallel.mesh import describe, mesh_shape, num_slices
 from maxghost.parallel.shardings import local_size
-from maxghost.training import devices, memory_report, program, resume, state
+from maxghost.training import compiled_steps, devices, memory_report, resume, state
 from maxghost.training.compiling import compiler_options
 from maxghost.training.flops import step_flops
 from maxghost.training.step import make_train_step
@@ -124,7 +124,7 @@ def step_function(planned: Planned):
 def lower(planned: Planned):
   """The traced step."""
   step = step_function(planned)
-  return program.lower("train_step", step, planned.layout, time.perf_counter(), *planned.arguments)[2]
+  return compiled_steps.lower("train_step", step, planned.layout, time.perf_counter(), *planned.arguments)[2]
 
 
 def compile_step(planned: Planned, options: dict | None = None, folder: Path | None = None) -> Compiled:

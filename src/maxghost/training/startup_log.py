@@ -13,9 +13,9 @@ from maxghost.config import Config
 from maxghost.parallel import Layout, distributed
 from maxghost.parallel.mesh import describe
 from maxghost.training import devices
+from maxghost.training.compiled_steps import Program
 from maxghost.training.flops import StepFlops
 from maxghost.training.loop import Outcome
-from maxghost.training.program import Program
 from maxghost.training.run_directory import METRICS_FILE
 
 
