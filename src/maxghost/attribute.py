@@ -81,11 +81,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict) -> int:
-  from maxghost import attribution
+  from maxghost import attribution, scorelog
   from maxghost.attribution import offline
   from maxghost.attribution.query import Query, ask
 
-  writer = attribution.ScoreWriter(args.output, tuple(queries), period=1, fingerprint=corpus.source.fingerprint)
+  writer = scorelog.Writer(args.output, tuple(queries), period=1, fingerprint=corpus.source.fingerprint)
   writer.restore(None)
   step_tokens = rows_per_step(cfg, next(iter(paths.values())).resolve().parents[1]) * cfg.data.max_target_length
   points = (load_point(cfg, step, path) for step, path in paths.items())
