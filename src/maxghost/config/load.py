@@ -16,7 +16,7 @@ import yaml
 import maxghost
 from maxghost.config import values
 from maxghost.config.errors import ConfigError, did_you_mean
-from maxghost.config.schema import Config
+from maxghost.config.schema import SECTIONS, Config
 from maxghost.config.validate import cross_problems, value_problems
 
 COMMAND_LINE = "command line"
@@ -49,7 +49,7 @@ class Loaded:
 
 def fields() -> dict[str, dataclasses.Field]:
   """Every key of the schema and its dataclass field, in the order of the sections."""
-  return {item.name: item for part in dataclasses.fields(Config) for item in dataclasses.fields(part.type)}
+  return {item.name: item for cls in SECTIONS.values() for item in dataclasses.fields(cls)}
 
 
 def config_dir() -> Path:
@@ -83,7 +83,7 @@ def load_with_origins(path=None, *overrides: str, base_dir=None) -> Loaded:
   model_name = command.get("model_name") or (None if resolved else base.get("model_name"))
   if model_name is not None and isinstance(model_name.node, yaml.ScalarNode):
     folders = [Path(base_dir)] if base_dir is not None else [Path(path).parent] if path is not None else []
-    model = _read_model_file(model_name, [*folders, config_dir()], problems)
+    model = _read_model_file(model_name.node.value, [*folders, config_dir()], problems)
   return _resolve((base, model, command), problems, notes)
 
 
@@ -161,8 +161,7 @@ def _read_override(text: str, kind: Any) -> Given:
     return Given(COMMAND_LINE, None, f"'{text}' is not a YAML list; write a,b or quote the items")
 
 
-def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> dict[str, Given]:
-  model_name = name.node.value
+def _read_model_file(model_name: str, folders: list[Path], problems: list[str]) -> dict[str, Given]:
   if model_name == "default":
     return {}
   available: dict[str, Path] = {}
@@ -229,7 +228,7 @@ def _convert(field: dataclasses.Field, given: Given) -> tuple[str, Any]:
   return (f"{field.name}={values.shown(value)} ({given.origin}){wrong[0]}", None) if wrong else ("", value)
 
 
-def _node_text(node: yaml.Node, depth: int = 0) -> str:
+def _node_text(node: yaml.Node | None, depth: int = 0) -> str:
   """The node as text for a message. Nested lists are cut: a YAML alias can make a list that holds itself."""
   if isinstance(node, yaml.ScalarNode):
     return f"'{node.value}'" if node.tag != values.NULL_TAG or node.value else "nothing"
@@ -239,10 +238,9 @@ def _node_text(node: yaml.Node, depth: int = 0) -> str:
 
 
 def _build(flat: dict[str, Any]) -> Config:
-  parts = {}
-  for part in dataclasses.fields(Config):
-    parts[part.name] = part.type(**{item.name: flat[item.name] for item in dataclasses.fields(part.type)})
-  return Config(**parts)
+  return Config(
+    **{name: cls(**{item.name: flat[item.name] for item in dataclasses.fields(cls)}) for name, cls in SECTIONS.items()}
+  )
 
 
 def replace(cfg: Config, **changes: Any) -> Config:

@@ -8,7 +8,7 @@ Nothing in this package imports JAX, so that a wrong key is reported before JAX 
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, dataclass_transform
 
 from maxghost.config.errors import ConfigError
 from maxghost.config.validate import value_problems
@@ -22,6 +22,7 @@ def key(default: Any, help: str, *, choices: tuple = (), minimum: float | None =
   return dataclasses.field(default=default, metadata=metadata)
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(key,))
 def section(cls):
   return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
 
@@ -441,4 +442,8 @@ class Config:
     return {f.name: getattr(part, f.name) for part in self.sections() for f in dataclasses.fields(part)}
 
   def sections(self) -> tuple:
-    return tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+    return tuple(getattr(self, name) for name in SECTIONS)
+
+
+# name -> dataclass of every section
+SECTIONS: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(Config)}
