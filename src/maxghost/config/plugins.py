@@ -91,11 +91,20 @@ def schedule_problems(values: Mapping[str, str], schedule: str) -> Iterator[str]
   named = ", ".join(f"{key}={value}" for key, value in values.items())
   for key, name in values.items():
     taken = KINDS[key][name].schedules
-    if schedule not in taken:
-      yield (
-        f"{named} and ghost_schedule={schedule} do not go together: {key}={name} works with "
-        f"{', '.join(taken) or 'no schedule'}; use ghost_schedule={(*taken, 'two_pass')[0]}, or another {key}"
-        if taken
-        else f"{named} and ghost_schedule={schedule} do not go together: {key}={name} cannot be scored; "
-        "use ghost_enabled=false, or another " + key
-      )
+    if schedule in taken:
+      continue
+    way = (
+      f"works with {', '.join(taken)}; use ghost_schedule={taken[0]}"
+      if taken
+      else "has no scores; use ghost_enabled=false"
+    )
+    yield f"{named} and ghost_schedule={schedule} do not go together: {key}={name} {way}, or another {key}"
+
+
+def auto_problem(opt_type: str) -> str:
+  """What is said of ghost_direction=auto for an optimizer that offers no direction."""
+  offering = [name for name, optimizer in OPTIMIZERS.items() if optimizer.direction]
+  return (
+    f"ghost_direction=auto means the optimizer's own direction, but opt_type={opt_type} offers none; use "
+    f"ghost_direction=sgd (the plain validation gradient), ghost_enabled=false, or opt_type={' or '.join(offering)}"
+  )

@@ -72,7 +72,7 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
   """
   own = create(cfg)
   if direction == "auto" and own.direction is None:
-    raise ValueError(auto_problem(own.name))
+    raise ValueError(plugins.auto_problem(own.name))
   if direction in ("auto", own.direction):
     return own
   if direction in ("sgd", "second_order"):
