@@ -1,7 +1,7 @@
 """The plug-ins that keys choose by name, and what each can do: known before JAX is imported.
 
-A plug-in's own module is imported when it is used. A built-in one has its line here; `optimizers.register` adds the line
-of one that is defined elsewhere.
+A plug-in's module is imported when it is used. A built-in one has its line here; `optimizers.register` adds the line of
+one that is defined elsewhere.
 """
 
 import dataclasses
@@ -93,11 +93,9 @@ def schedule_problems(values: Mapping[str, str], schedule: str) -> Iterator[str]
     taken = KINDS[key][name].schedules
     if schedule in taken:
       continue
-    way = (
-      f"works with {', '.join(taken)}; use ghost_schedule={taken[0]}"
-      if taken
-      else "has no scores; use ghost_enabled=false"
-    )
+    way = "has no scores; use ghost_enabled=false"
+    if taken:
+      way = f"works with {', '.join(taken)}; use ghost_schedule={taken[0]}"
     yield f"{named} and ghost_schedule={schedule} do not go together: {key}={name} {way}, or another {key}"
 
 

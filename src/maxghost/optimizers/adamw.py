@@ -1,7 +1,7 @@
 """AdamW: Loshchilov and Hutter, arXiv:1711.05101."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ class AdamW(UpdateRule):
   name = "adamw"
   direction = "adam"
   columns = ("momentum", "weight_decay")
-  state_keys = {"first_moment": "mu", "second_moment": "nu"}
+  state_keys: ClassVar = {"first_moment": "mu", "second_moment": "nu"}
   num_scalars = 3
   by_segment = True
   elementwise = True

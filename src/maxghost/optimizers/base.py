@@ -22,8 +22,8 @@ from maxghost.config.schema import OptimizerConfig
 class Parameter:
   """Which parameter a rule is asked about.
 
-  label: its slash-joined path. rows: axes that make the rows of its matrix view (0: it has none), as its layer's scoring
-  rule says. groups: axes before those that number matrices of their own (experts).
+  label: its slash-joined path. rows: axes that make the rows of its matrix view (0: it has none), as the scoring rule of
+  its layer says. groups: axes before those that number matrices of their own (experts).
   """
 
   label: str
@@ -45,8 +45,8 @@ class Parameter:
 class RuleState:
   """The optimizer's state before a step, as an `UpdateRule` reads it.
 
-  arrays: {name: {label: array [*stack, *parameter]}}, the names those of `UpdateRule.state_keys`. count: optimizer steps
-  already taken (int). clip_factor: the scale that gradient clipping gives, or is assumed to give, this step's gradient.
+  arrays: {name: {label: array [*stack, *parameter]}}, the names those of `UpdateRule.state_keys`. count: steps that the
+  optimizer has taken (int). clip_factor: what gradient clipping multiplies this step's gradient by, or is assumed to.
   """
 
   arrays: dict[str, dict[str, Any]]
