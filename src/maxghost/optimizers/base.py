@@ -22,8 +22,8 @@ from maxghost.config.schema import OptimizerConfig
 class Parameter:
   """Which parameter a rule is asked about.
 
-  label: its slash-joined path. rows: axes that make the rows of its matrix view (0: it has none), as the scoring rule of
-  its layer says. groups: axes before those that number matrices of their own (experts).
+  label: its slash-joined path. rows: axes that make the rows of its matrix view (0: it has none), as its layer's rule
+  says. groups: axes before those that number matrices of their own (experts).
   """
 
   label: str
