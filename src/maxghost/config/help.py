@@ -43,13 +43,13 @@ def print_help(key: str | None = None, file: TextIO | None = None, usage: str = 
 
   usage: lines printed above the list. Raises ConfigError for a key that does not exist.
   """
-  file = sys.stdout if file is None else file
+  out: TextIO = file or sys.stdout
   if key is not None:
-    print(explain(key), file=file)
-  elif file.isatty():
-    _print_rich(file, usage)
+    print(explain(key), file=out)
+  elif out.isatty():
+    _print_rich(out, usage)
   else:
-    print(plain_list(usage), file=file)
+    print(plain_list(usage), file=out)
 
 
 def explain(key: str) -> str:

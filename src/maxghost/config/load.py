@@ -83,7 +83,7 @@ def load_with_origins(path=None, *overrides: str, base_dir=None) -> Loaded:
   model_name = command.get("model_name") or (None if resolved else base.get("model_name"))
   if model_name is not None and isinstance(model_name.node, yaml.ScalarNode):
     folders = [Path(base_dir)] if base_dir is not None else [Path(path).parent] if path is not None else []
-    model = _read_model_file(model_name.node.value, [*folders, config_dir()], problems)
+    model = _read_model_file(model_name, [*folders, config_dir()], problems)
   return _resolve((base, model, command), problems, notes)
 
 
@@ -161,7 +161,9 @@ def _read_override(text: str, kind: Any) -> Given:
     return Given(COMMAND_LINE, None, f"'{text}' is not a YAML list; write a,b or quote the items")
 
 
-def _read_model_file(model_name: str, folders: list[Path], problems: list[str]) -> dict[str, Given]:
+def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> dict[str, Given]:
+  assert isinstance(name.node, yaml.ScalarNode)
+  model_name = name.node.value
   if model_name == "default":
     return {}
   available: dict[str, Path] = {}

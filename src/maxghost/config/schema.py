@@ -8,7 +8,8 @@ Nothing in this package imports JAX, so that a wrong key is reported before JAX 
 """
 
 import dataclasses
-from typing import Any, dataclass_transform
+from dataclasses import dataclass
+from typing import Any
 
 from maxghost.config.errors import ConfigError
 from maxghost.config.validate import value_problems
@@ -22,12 +23,7 @@ def key(default: Any, help: str, *, choices: tuple = (), minimum: float | None =
   return dataclasses.field(default=default, metadata=metadata)
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(key,))
-def section(cls):
-  return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
-
-
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
   """Where a run lives and how long it is."""
 
@@ -49,7 +45,7 @@ class RunConfig:
   jax_cache_dir: str = key("", "folder for JAX's persistent compilation cache; empty = none")
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
   """The decoder-only transformer."""
 
@@ -171,7 +167,7 @@ class ModelConfig:
     return tuple(length // self.inhomogeneous_layer_cycle_interval for length in self.segments)
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
   """What is read, how it is split, tokenized and packed."""
 
@@ -255,7 +251,7 @@ class DataConfig:
     return {name: domain or name for name, _, domain in pairs} or {self.ghost_val_domain: self.ghost_val_domain}
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
   """AdamW or SGD and their schedule."""
 
@@ -290,7 +286,7 @@ class OptimizerConfig:
   gradient_clipping_threshold: float = key(1.0, "largest global gradient norm; 0 = no clipping", minimum=0.0)
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GhostConfig:
   """Per-example scores: what is scored, along which direction."""
 
@@ -358,7 +354,7 @@ class GhostConfig:
   ghost_reweight_floor: float = key(0.02, "no domain's share falls below this", minimum=0.0, maximum=0.5)
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
   """Saving and resuming."""
 
@@ -373,7 +369,7 @@ class CheckpointConfig:
   async_checkpointing: bool = key(True, "write checkpoints in the background")
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
   """Many devices: the mesh, what is sharded how, several processes, compiling for absent hardware."""
 
@@ -419,7 +415,7 @@ class ParallelConfig:
   compiled_trainstep_file: str = key("", "train_compile: file to save the compiled step in; empty = none")
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
   """All sections. Built by `maxghost.config.load`; validated at construction. Raises ConfigError."""
 

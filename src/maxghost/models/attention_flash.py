@@ -66,7 +66,7 @@ def _splash_whole(shape, interpret: bool, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT
     out = _splash(shape, interpret, q, k, v, segments, sinks)
   else:
     sinks = jnp.pad(sinks, ((0, 0), (0, padding), (0, 0)), mode="edge")
-    out = _splash_with_sinks(shape, interpret, q, k, v, segments, sinks)
+    out: jax.Array = _splash_with_sinks(shape, interpret, q, k, v, segments, sinks)
   return out.swapaxes(1, 2)[:, :length]
 
 

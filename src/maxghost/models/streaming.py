@@ -44,17 +44,15 @@ def like(tree, template):
 
 def fetch(stacked, index):
   """Entry `index` of the leading axis of every leaf, in device memory."""
-
   return to_device(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stacked))
 
 
-def after(index: int, tree):
+def after(index, tree):
   """`index`, known only when the smallest leaf of `tree` is. The first segment of a loop would otherwise come once for
   all loops over the same weights, and stay on the device between them."""
   leaves = [x for x in jax.tree.leaves(tree) if not on_host(x)]
-  return (
-    jax.lax.optimization_barrier((jnp.asarray(index), min(leaves, key=jnp.size)))[0] if leaves else jnp.asarray(index)
-  )
+  index = jnp.asarray(index)
+  return jax.lax.optimization_barrier((index, min(leaves, key=jnp.size)))[0] if leaves else index
 
 
 def loop(step: Callable, carry, xs, stacked, *, reverse: bool = False) -> tuple[Any, Any]:
