@@ -41,7 +41,7 @@ class MlpStack(nnx.Module):
     cfg = self.cfg
     return stack.run(
       self.layers, x_BTD, (), num_layers=cfg.base_num_decoder_layers, remat_policy=cfg.remat_policy,
-      segment_lengths=cfg.segments,
+      segment_lengths=cfg.segment_lengths,
     )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def make(cfg: Config):
       return schedules.plain_pass(graphdef, params, rest, MeanSquare(), batch)[-1]
     passed, _, _, _ = reverse_scan.run(
       twin, graphdef, params, rest, MeanSquare(), batch, val_batches,
-      segment_lengths=cfg.model.segments, carries_on_host=cfg.ghost.ghost_stream_carries == "host",
+      segment_lengths=cfg.model.segment_lengths, carries_on_host="carries" in cfg.model.offload_to_host,
     )  # fmt: skip
     return passed.grads, passed.scores
 

@@ -109,7 +109,7 @@ class Scorer:
         account,
         self.loss,
         self.cfg.model.stacked_segments,
-        self.ghost.ghost_stream_carries == "host",
+        "carries" in self.cfg.model.offload_to_host,
         self.cfg.model.remat_policy,
       )
       return Scored(passed, val_loss, None, {}, sums, captured, total(self.twin, passed.scores))
