@@ -13,8 +13,8 @@ from pathlib import Path
 
 from maxghost import config
 from maxghost.arguments import Parser, run_door
-from maxghost.checkpoint import model_path
 from maxghost.config import Config, ConfigError
+from maxghost.interop import model_path
 
 EXAMPLES = """\
 examples:
@@ -173,7 +173,7 @@ def load_point(cfg: Config, step: int, path: Path, say: Callable[[str], None] = 
 
   from maxghost.attribution.offline import Point
   from maxghost.checkpoint.checksum import checksums
-  from maxghost.checkpoint.layouts_load import load_tree
+  from maxghost.interop.load_tree import load_tree
   from maxghost.training import resume, state
   from maxghost.training.devices import configure_jax
   from maxghost.training.optimizers import learning_rate_schedule

@@ -43,7 +43,7 @@ def _parameters(cfg: Config, existing: Existing) -> Callable | None:
   """What opens the parameters to start from. A run that has a checkpoint needs them no more."""
   if not cfg.checkpoint.load_parameters_path or run_directory.has_checkpoint(existing):
     return None
-  from maxghost.checkpoint import parameters
+  from maxghost.interop import parameters
 
   place = parameters.check_config(cfg)
   return lambda wanted: parameters.open_parameters(place, cfg, wanted)

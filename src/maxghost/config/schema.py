@@ -141,14 +141,14 @@ class ModelConfig:
   )
   segment_lengths: tuple[int, ...] = key(
     (),
-    "layers per segment (a number), or per segment and per segment inside it (a list); the backward pass keeps segment "
-    "inputs only and recomputes inside; empty = no segments",
+    "layers per segment, or of segments within segments, outermost first; the backward pass keeps segment inputs only "
+    "and recomputes inside; empty = off",
     minimum=1,
   )
   offload_to_host: tuple[str, ...] = key(
     (),
-    "what lives in pinned host memory and comes to the device one segment at a time: weights and Adam's moments "
-    "(optimizer) of the stacked layers, segment inputs of the validation rows in reverse_scan (carries)",
+    "what waits in pinned host memory, one segment at a time on the device: weights and optimizer state of the stacked "
+    "layers; carries = segment inputs of reverse_scan's validation rows",
     choices=("weights", "optimizer", "carries"),
   )
   z_loss_multiplier: float = key(0.0, "weight of the squared log-partition added to each token's loss", minimum=0.0)
@@ -180,9 +180,8 @@ class DataConfig:
   )
   dataset_files: tuple[str, ...] = key(
     (),
-    "domain=glob, ** goes down folders. text: .txt, .jsonl (both also .gz, .zst), .parquet files; grain: ArrayRecord or "
-    ".parquet files, or a folder written by `python -m maxghost.data prepare`; hf: a dataset folder; tfds: "
-    "dataset/config:version, prepared as ArrayRecord",
+    "domain=glob of files, ** goes down folders. text: .txt, .jsonl (.gz, .zst), .parquet; grain: ArrayRecord, .parquet, "
+    "or a prepared folder; hf: domain=dataset folder; tfds: domain=dataset/config:version",
   )
   dataset_path: str = key("", "tfds: folder of the datasets; empty = ~/tensorflow_datasets")
   train_split: str = key("train", "tfds, hf: split to train on")
@@ -204,8 +203,8 @@ class DataConfig:
   per_device_batch_size: int = key(8, "rows per device and step", minimum=1)
   packing: str = key(
     "first_fit",
-    "several documents in a row, with segment ids: first_fit (or true) = cut a document only where it is longer than a "
-    "row; concat_then_split = cut at row ends; none (or false) = one document in a row",
+    "several documents in a row: first_fit (or true) = cut a document only where it is longer than a row; "
+    "concat_then_split = cut at row ends; none (or false) = one document in a row",
     choices=("first_fit", "concat_then_split", "none"),
   )
   max_segments_per_seq: int = key(-1, "documents a packed row can hold; -1 = one per 32 tokens, at most 32", minimum=-1)
@@ -336,9 +335,8 @@ class GhostConfig:
   )
   ghost_reweight: tuple[float, ...] = key(
     (),
-    "[steps, size, floor], the last two 0.2 and 0.02 if left out: every so many steps the domains' shares of the rows "
-    "follow the nats per token they earned; a domain that earned the mean grows by the share `size` against one that "
-    "earned nothing, none falls below `floor`; needs shares in dataset_mixture; empty = never",
+    "[steps, size, floor]: every so many steps the shares in dataset_mixture follow the nats per token earned, by size "
+    "(0.2) for the mean domain, none below floor (0.02); empty = never",
     minimum=0.0,
   )
 
@@ -393,14 +391,12 @@ class ParallelConfig:
   )
   jax_distributed: str = key(
     "auto",
-    "several processes: HOST:PORT,K/N = this is process K (from 0) of N, and process 0 listens at HOST:PORT; auto = "
-    "where JAX detects SLURM, Open MPI, Kubernetes or Cloud TPU; on = it is an error if none is found; off = this "
-    "process alone",
+    "several processes: HOST:PORT,K/N = process K of N, process 0 listens at HOST:PORT; auto = as JAX detects SLURM, "
+    "Open MPI, Kubernetes, Cloud TPU; on = an error if none is found; off",
   )
   jax_distributed_timeouts: tuple[int, int] = key(
     (300, 100),
-    "seconds within which all processes must have started, and without a sign of life after which one counts as lost "
-    "and the others end",
+    "seconds within which all processes must have started, and after which one without a sign of life counts as lost",
     minimum=1,
   )
   compile_topology: str = key(
