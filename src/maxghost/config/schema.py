@@ -180,8 +180,8 @@ class DataConfig:
   )
   dataset_files: tuple[str, ...] = key(
     (),
-    "domain=glob of files, ** goes down folders. text: .txt, .jsonl (.gz, .zst), .parquet; grain: ArrayRecord, .parquet, "
-    "or a prepared folder; hf: domain=dataset folder; tfds: domain=dataset/config:version",
+    "domain=glob of files, ** goes down folders. text: .txt, .jsonl (.gz, .zst), .parquet; grain: ArrayRecord, .parquet"
+    " or a prepared folder; hf: domain=dataset folder; tfds: domain=dataset/config:version",
   )
   dataset_path: str = key("", "tfds: folder of the datasets; empty = ~/tensorflow_datasets")
   train_split: str = key("train", "tfds, hf: split to train on")

@@ -273,7 +273,7 @@ def segments(v: Values) -> Iterator[str]:
   levels = v.segment_lengths
   if not levels:
     return
-  given = f"segment_lengths={shown(levels)}"
+  given = f"segment_lengths={shown(levels if len(levels) > 1 else levels[0])}"
   if not v.scan_layers:
     yield f"{given} cuts stacked layers into segments; use scan_layers=true, or no segments"
   whole, name = v.base_num_decoder_layers, f"base_num_decoder_layers={v.base_num_decoder_layers}"
