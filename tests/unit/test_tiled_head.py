@@ -17,6 +17,7 @@ from flax import nnx
 from maxghost import config, ghost
 from maxghost.config import ConfigError
 from maxghost.models import autodiff
+from maxghost.models.hidden import Hidden
 from maxghost.objectives import LanguageModelLoss, tiled, tiled_losses
 
 B, T, D, V = 7, 13, 20, 263
@@ -200,7 +201,7 @@ def test_only_the_head_and_the_hidden_states_have_gradients(axis):
   loss = LanguageModelLoss.of(cfg)
 
   def total(params, hidden):
-    return jnp.sum(loss.head(nnx.merge(graphdef, params), hidden, BATCH)[0] * HALF_PADDED)
+    return jnp.sum(loss.head(nnx.merge(graphdef, params), Hidden(hidden), BATCH)[0] * HALF_PADDED)
 
   with tiny.cheap_compilation():
     grads, d_hidden = jax.jit(jax.grad(total, argnums=(0, 1)))(params, hidden)
