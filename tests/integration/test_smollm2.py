@@ -18,8 +18,8 @@ from flax import nnx
 from maxghost import config, generate, load_model, train
 from maxghost.attribution import load as load_scores
 from maxghost.data.tokenizers import load_tokenizer
-from maxghost.objectives import token_losses
 from maxghost.interop import hf_checkpoint
+from maxghost.objectives import token_losses
 
 pytestmark = pytest.mark.network
 

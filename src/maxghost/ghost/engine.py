@@ -16,8 +16,8 @@ from maxghost.ghost import directions, names, schedules
 from maxghost.ghost.attach import Twin, excluded_labels, split
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.prepare import prepare_twin
-from maxghost.objectives import create
 from maxghost.ghost.schedules import forward_mode, per_example, reverse_scan
+from maxghost.objectives import create
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ from maxghost.ghost import ledger, schedules
 from maxghost.ghost.directions import AdamScalars, preconditioner
 from maxghost.ghost.engine import direction_spec, total
 from maxghost.ghost.prepare import prepare_twin
-from maxghost.objectives import create
 from maxghost.ghost.schedules import TrainPass, forward_mode, reverse_scan
 from maxghost.ghost.schedules.accumulate import accumulated
+from maxghost.objectives import create
 from maxghost.training.optimizers import clip, optimizer_spec
 from maxghost.training.state import TrainStateNNX, adam_moments, trainable
 
