@@ -6,7 +6,7 @@ from pathlib import Path
 
 from maxghost import attribution
 from maxghost.arguments import Parser, run_door
-from maxghost.attribution.files import write_whole
+from maxghost.attribution.files import write_output
 from maxghost.config import ConfigError
 
 
@@ -53,7 +53,7 @@ def _run(args: argparse.Namespace) -> int:
   source = None if args.no_texts else Source(args.run_dir)
   summary = summarize(attribution.load(args.run_dir), args.documents, source)
   output = args.output or args.run_dir / "report.html"
-  write_whole(output, html.render(summary))
+  write_output(output, html.render(summary))
   terminal.show(summary, Console())
   print(f"\nreport: {output}")
   return 0

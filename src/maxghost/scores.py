@@ -7,7 +7,7 @@ from pathlib import Path
 
 from maxghost import attribution
 from maxghost.arguments import Parser, run_door
-from maxghost.attribution.files import write_whole
+from maxghost.attribution.files import write_output
 from maxghost.config import ConfigError, did_you_mean
 
 FORMATS = ("table", "json", "csv", "parquet")
@@ -112,7 +112,7 @@ def _emit(text: str, path: Path | None):
   if path is None:
     sys.stdout.write(text)
   else:
-    write_whole(path, text)
+    write_output(path, text)
 
 
 if __name__ == "__main__":

@@ -410,7 +410,7 @@ class ParallelConfig:
   @property
   def topology(self) -> tuple[str, int]:
     """(`compile_topology` of one slice, slices)."""
-    found = re.fullmatch(r"([0-9]{1,4})x(.+)", self.compile_topology)
+    found = re.fullmatch(r"([1-9][0-9]{0,3})x(.+)", self.compile_topology)
     return (found[2], int(found[1])) if found else (self.compile_topology, 1)
 
 

@@ -371,7 +371,9 @@ def ghost_validation(v: Values) -> Iterator[str]:
 
 
 MESH_GROUPS = ("ici", "dcn")
-MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
+# Outermost first: axes that split rows vary slowest, so that a process holds whole rows; tensor, which communicates
+# most, varies fastest.
+MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
 
 
 def mesh_sizes(v: Values) -> Iterator[str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from maxghost.checkpoint import layouts_store
 from maxghost.checkpoint.layouts import PARAMS, RECORD, Checkpoint
-from maxghost.checkpoint.layouts_layers import PartReader, Ref, leaf_text
+from maxghost.checkpoint.layouts_layers import LayerReader, Ref, leaf_text
 from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, StoredArray
 from maxghost.config import Config, ModelConfig, replace
 from maxghost.config import load as load_config
@@ -183,12 +183,12 @@ class _Readers:
   def __init__(self, hold_bytes: int):
     self._hold_bytes = hold_bytes
     self._paths: tuple[str, ...] = ()
-    self._readers: list[PartReader] = []
+    self._readers: list[LayerReader] = []
 
-  def of(self, paths: tuple[str, ...]) -> list[PartReader]:
+  def of(self, paths: tuple[str, ...]) -> list[LayerReader]:
     if paths != self._paths:
       self._paths = paths
-      self._readers = [PartReader(self._hold_bytes // len(paths)) for _ in paths]
+      self._readers = [LayerReader(self._hold_bytes // len(paths)) for _ in paths]
     return self._readers
 
 

@@ -17,6 +17,7 @@ from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import TrainPass, forward_mode, reverse_scan
 from maxghost.ghost.schedules.accumulate import accumulated
 from maxghost.objectives import create
+from maxghost.parallel.shardings import slash_path
 from maxghost.training.optimizers import clip, optimizer_spec
 from maxghost.training.state import TrainStateNNX, adam_moments, trainable
 
@@ -43,7 +44,7 @@ def frozen(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
     return ()
   trained = {path for path, _ in nnx.to_flat_state(nnx.state(model, trainable(cfg, model)))}
   params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-  return tuple("/".join(map(str, path)) for path, _ in params if path not in trained)
+  return tuple(slash_path(path) for path, _ in params if path not in trained)
 
 
 def plain_pass(split, step_loss, batch, num_micro: int) -> TrainPass:
@@ -157,7 +158,7 @@ class Scorer:
     for gradient in gradients:
       u = {}
       for path, variable in nnx.to_flat_state(gradient):
-        label = "/".join(map(str, path))
+        label = slash_path(path)
         value = variable[...] * (label in scored)
         if spec.kind == "adam":
           value = value * preconditioner(spec, second[label], scalars, grads[label])

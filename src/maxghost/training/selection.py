@@ -20,6 +20,7 @@ from maxghost.ghost import directions, schedules, sketch
 from maxghost.ghost.directions import AdamScalars, DirectionSpec
 from maxghost.ghost.engine import direction_spec, total
 from maxghost.ghost.prepare import prepare_twin
+from maxghost.parallel.shardings import slash_path
 from maxghost.training import scoring
 from maxghost.training.optimizers import learning_rate_schedule, optimizer_spec
 from maxghost.training.scoring import Scored, Scorer
@@ -242,5 +243,5 @@ def _of_candidates(scored: Selected, num_segments: int):
 
 
 def _like(state: nnx.State, labelled: dict) -> nnx.State:
-  flat = [(path, v.replace(labelled["/".join(map(str, path))])) for path, v in nnx.to_flat_state(state)]
+  flat = [(path, v.replace(labelled[slash_path(path)])) for path, v in nnx.to_flat_state(state)]
   return nnx.from_flat_state(flat)

@@ -11,6 +11,7 @@ from flax import nnx
 from maxghost import models
 from maxghost.config.schema import Config
 from maxghost.parallel import Layout
+from maxghost.parallel.shardings import slash_path
 from maxghost.training.compiling import compiler_options
 from maxghost.training.host_memory import HostMemory
 from maxghost.training.optimizers import make_optimizer
@@ -81,7 +82,7 @@ def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
   patterns = cfg.optimizer.trainable_parameters_mask
   if not patterns:
     return nnx.Param
-  labels = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+  labels = [slash_path(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
   for pattern in patterns:
     if not fnmatch.filter(labels, pattern):
       raise ValueError(f"trainable_parameters_mask={pattern} matches no parameter; paths: {', '.join(labels)}")
@@ -95,7 +96,7 @@ class PathPatterns:
   patterns: tuple[str, ...]
 
   def __call__(self, path, value) -> bool:
-    label = "/".join(map(str, path))
+    label = slash_path(path)
     return any(fnmatch.fnmatch(label, pattern) for pattern in self.patterns)
 
 
@@ -131,5 +132,5 @@ def adam_moments(optimizer: nnx.Optimizer) -> tuple[dict | None, dict | None]:
     tree = optax.tree_utils.tree_get(optimizer.opt_state, name)
     if tree is None:
       return None, None
-    moments.append({"/".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(tree)})
+    moments.append({slash_path(path): v[...] for path, v in nnx.to_flat_state(tree)})
   return moments[0], moments[1]
