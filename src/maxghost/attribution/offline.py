@@ -169,7 +169,7 @@ class Sketcher:
     loss = LanguageModelLoss()
     twin = prepare_twin(
       model, dict.fromkeys(names, shape), loss, num_sets=1, num_positions=length,
-      spec=DirectionSpec("sgd", rank=1),
+      spec=DirectionSpec(rank=1),
     )  # fmt: skip
 
     def run(params, rest, batch):

@@ -76,6 +76,7 @@ def ledger_columns() -> tuple[str, ...]:
 
 OPT_TYPES = Names(lambda: tuple(OPTIMIZERS))
 DIRECTIONS = Names(directions)
+LEDGER = Names(ledger_columns)
 
 
 def register(key: str, name: str, plugin: Any) -> None:

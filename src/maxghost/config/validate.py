@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import Field
 from typing import Any
 
+from maxghost.config import plugins
 from maxghost.config.values import WrongTypeError, divisors, from_python, limit_problems, shown
 
 BYTE_TOKENIZER_IDS = 259  # 256 bytes, and the begin, end and padding ids
@@ -183,7 +184,8 @@ def ghost_combinations(v: Values) -> Iterator[str]:
     yield "ghost_direction=second_order forms the whole step first; use gradient_accumulation_steps=1"
   if v.ghost_direction == "second_order" and v.ghost_val_every > 1:
     yield f"ghost_direction=second_order needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
-  if v.ghost_schedule == "concat" and v.ghost_rank and v.ghost_direction == "sgd":
+  plain = v.ghost_direction == "sgd" or (v.ghost_direction == "auto" and v.opt_type == "sgd")
+  if v.ghost_schedule == "concat" and v.ghost_rank and plain:
     yield f"ghost_schedule=concat forms its direction inside each layer; use ghost_rank=0, not {v.ghost_rank}"
   if v.ghost_stream_carries == "host" and (
     v.ghost_schedule != "reverse_scan" or not (v.segment_length or v.segment_lengths)
@@ -208,7 +210,7 @@ def selection(v: Values) -> Iterator[str]:
   if v.ghost_schedule != "two_pass" or v.ghost_engine != "graddotprod":
     yield f"ghost_select={v.ghost_select} needs ghost_schedule=two_pass and ghost_engine=graddotprod"
   if v.ghost_direction == "second_order":
-    yield f"ghost_select={v.ghost_select} chooses before the step is known; use ghost_direction=auto, sgd or adam"
+    yield f"ghost_select={v.ghost_select} chooses before the step is known; use ghost_direction=auto or sgd"
   if v.gradient_accumulation_steps > 1:
     yield (
       f"ghost_select={v.ghost_select} chooses among the rows of a whole batch; use gradient_accumulation_steps=1, "
@@ -327,10 +329,35 @@ def evaluation(v: Values) -> Iterator[str]:
 
 
 def ghost_direction(v: Values) -> Iterator[str]:
-  if v.ghost_enabled and v.ghost_direction == "adam" and v.opt_type == "sgd":
+  rule, direction = plugins.OPTIMIZERS[v.opt_type], v.ghost_direction
+  if not v.ghost_enabled:
+    return
+  if direction == "auto" and rule.direction is None:
+    yield plugins.auto_problem(v.opt_type)
+  if direction not in ("auto", "sgd", "second_order", rule.direction):
+    offering = [name for name, other in plugins.OPTIMIZERS.items() if other.direction == direction]
+    own = "auto or sgd" if rule.direction else "sgd"
     yield (
-      "ghost_direction=adam contradicts opt_type=sgd, which has no preconditioner; "
-      "use ghost_direction=auto or sgd, or opt_type=adamw"
+      f"ghost_direction={direction} goes through the update of opt_type={' or '.join(offering)}, not of "
+      f"opt_type={v.opt_type}; use ghost_direction={own}, or opt_type={' or '.join(offering)}"
+    )
+
+
+def seams(v: Values) -> Iterator[str]:
+  rule = plugins.OPTIMIZERS[v.opt_type]
+  if v.ghost_enabled:
+    yield from plugins.schedule_problems({key: getattr(v, key) for key in plugins.KINDS}, v.ghost_schedule)
+  if v.ghost_select == "greats" and not rule.elementwise:
+    yield (
+      f"ghost_select=greats compares rows by an elementwise update, which opt_type={v.opt_type} has not; "
+      "use ghost_select=topk or threshold"
+    )
+  streamed = [name for name in ("stream_weights", "stream_optimizer") if getattr(v, name) == "host"]
+  if streamed and not rule.by_segment:
+    given = " and ".join(f"{name}=host" for name in streamed)
+    yield (
+      f"{given} updates one segment of layers at a time, which opt_type={v.opt_type} cannot; "
+      f"use {' and '.join(f'{name}=none' for name in streamed)}, or another opt_type"
     )
 
 
@@ -376,6 +403,7 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
   schedule,
   evaluation,
   ghost_direction,
+  seams,
   ghost_validation,
   ghost_combinations,
   selection,

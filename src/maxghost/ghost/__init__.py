@@ -2,10 +2,11 @@
 
 from maxghost.ghost.attach import Twin, attach, split
 from maxghost.ghost.directions import DirectionSpec
-from maxghost.ghost.engine import AdamState, GhostEngine, GhostResult
+from maxghost.ghost.engine import GhostEngine, GhostResult
 from maxghost.ghost.manager import GhostEngineManager
 from maxghost.ghost.rules import Call, Rule, rule
 from maxghost.ghost.variables import GhostDirection, GhostProbe
+from maxghost.optimizers import AdamState, RuleState
 
 __all__ = [
   "AdamState",
@@ -17,6 +18,7 @@ __all__ = [
   "GhostProbe",
   "GhostResult",
   "Rule",
+  "RuleState",
   "Twin",
   "attach",
   "rule",

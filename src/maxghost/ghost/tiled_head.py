@@ -64,7 +64,7 @@ def _probed_losses(twin: nnx.Module, name: str, head: Head, x_BTD, targets_BT):
   def op_backward(residuals, g):
     *inputs, parts, probes = residuals
     _, table, targets, _ = inputs
-    if spec.direction.kind == "sgd":
+    if not spec.direction.in_backward:
       direction, facts = directions.form(spec, parts, table)
       visits = _visits(head, twin, rule, name, direction)
       d_x, d_table, score_KBT = backward(head, *inputs, g, **visits)
@@ -81,7 +81,7 @@ def _probed_losses(twin: nnx.Module, name: str, head: Head, x_BTD, targets_BT):
   op.defvjp(op_forward, op_backward)
   parts = tuple(getattr(twin, part_name(name, p))[...] for p in spec.parts)
   probes = {"probe": getattr(twin, part_name(name, "probe"))[...]}
-  if spec.direction.kind == "adam":
+  if spec.direction.in_backward:
     probes["facts"] = getattr(twin, part_name(name, "facts"))[...]
   return op(x_BTD, table, targets_BT, parts, probes)
 
