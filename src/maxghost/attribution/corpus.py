@@ -31,7 +31,7 @@ class Corpus:
     self.source = text.load(patterns, data.train_data_columns, key=key, on_corrupt=data.on_corrupt)
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
     self.layout = Layout(
-      data.max_target_length, max_segments(data), packing.FIRST_FIT, data.packing, data.add_bos, data.add_eos
+      data.max_target_length, max_segments(data), packing.FIRST_FIT, data.packing != "none", data.add_bos, data.add_eos
     )
     split = Split(self.source, (), 0.0, 0)
     self._units = TextUnits(self.source, split, self.tokenizer, self.layout, on_corrupt=data.on_corrupt)

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from maxghost.config import values
-from maxghost.config.errors import ConfigError, did_you_mean
+from maxghost.config import renamed, values
+from maxghost.config.errors import ConfigError
 from maxghost.config.load import Loaded, fields
 from maxghost.config.schema import Config
 
@@ -56,7 +56,7 @@ def explain(key: str) -> str:
   """One key in full: help, type, default, limits, section. Raises ConfigError with the nearest valid name."""
   known = fields()
   if key not in known:
-    raise ConfigError(f"unknown key '{key}'{did_you_mean(key, known)}")
+    raise ConfigError(renamed.unknown(key, known))
   section, cls = next((name, cls) for name, cls, items in sections() if any(item.name == key for item in items))
   field = known[key]
   rows = [

@@ -158,11 +158,11 @@ class TrainIterator(Iterator[Batch]):
     """From batch b (counted from the start of the run) on, rows are drawn by these shares: [(b, {domain: share})].
 
     The whole list of a run, in order of b; a later call may add to it. It is no part of `state()`: who decides on the
-    changes saves them, and gives them again after `restore`. Raises ConfigError without dataset_mixture=weights, and
+    changes saves them, and gives them again after `restore`. Raises ConfigError without shares in dataset_mixture, and
     ValueError for a change at a batch that was drawn already.
     """
     if self._mixture is None:
-      raise ConfigError("the shares of the domains can only be changed with dataset_mixture=weights")
+      raise ConfigError("the shares of the domains can only be changed with shares in dataset_mixture")
     made = tuple((batch, tuple(shares[name] for name in self._names)) for batch, shares in changes)
     late = [batch for batch, shares in made if batch < self._batches and (batch, shares) not in self._changes]
     if late and self._batches > self._first_batch:

@@ -6,6 +6,7 @@ from maxghost.ghost.engine import GhostEngine, GhostResult
 from maxghost.ghost.manager import GhostEngineManager
 from maxghost.ghost.rules import Call, Rule, rule
 from maxghost.ghost.variables import GhostDirection, GhostProbe
+from maxghost.objectives import LanguageModelLoss, StagedLoss
 from maxghost.optimizers import AdamState, RuleState
 
 __all__ = [
@@ -17,8 +18,10 @@ __all__ = [
   "GhostEngineManager",
   "GhostProbe",
   "GhostResult",
+  "LanguageModelLoss",
   "Rule",
   "RuleState",
+  "StagedLoss",
   "Twin",
   "attach",
   "rule",

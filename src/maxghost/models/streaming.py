@@ -87,7 +87,7 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
   is sent there segment by segment, so that device memory holds the weights of two segments and the gradient of one.
   """
   if not segment_lengths:
-    raise ValueError("streamed layers need segments: give segment_length")
+    raise ValueError("streamed layers need segments: give segment_lengths")
   segments.check(jax.tree.leaves(xs)[0].shape[0], segment_lengths)
   floats, others, rebuild = _separate(segments.split(xs, segment_lengths[0]))
   shared_floats, shared_others, rebuild_shared = _separate(shared)

@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxghost import optimizers
 from maxghost.config.schema import Config
 from maxghost.ghost import ledger, schedules
 from maxghost.ghost.engine import direction_spec, total
-from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import TrainPass, forward_mode, reverse_scan
 from maxghost.ghost.schedules.accumulate import accumulated
-from maxghost.optimizers import RuleState, clip, create
+from maxghost.objectives import create
+from maxghost.optimizers import RuleState, clip
 from maxghost.training.state import TrainStateNNX, trainable
 
 
@@ -65,8 +66,8 @@ class Scorer:
 
   def __init__(self, cfg: Config, model: nnx.Module, batch, *, num_sets: int, delta):
     self.cfg, self.ghost, self.delta = cfg, cfg.ghost, delta
-    self.loss = LanguageModelLoss.of(cfg.model)
-    self.rule = create(cfg.optimizer)
+    self.loss = create(cfg).validation()
+    self.rule = optimizers.create(cfg.optimizer)
     self.num_micro = cfg.optimizer.gradient_accumulation_steps
     rows = jax.tree.leaves(batch)[0].shape[0] // self.num_micro
     micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))
@@ -104,7 +105,7 @@ class Scorer:
         self.rule,
         self.loss,
         self.cfg.model.stacked_segments,
-        self.ghost.ghost_stream_carries == "host",
+        "carries" in self.cfg.model.offload_to_host,
         self.cfg.model.remat_policy,
       )
       return Scored(passed, val_loss, None, {}, sums, captured, total(self.twin, passed.scores))
