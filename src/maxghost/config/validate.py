@@ -381,8 +381,8 @@ def seams(v: Values) -> Iterator[str]:
     )
   if {"weights", "optimizer"} & set(v.offload_to_host) and not rule.by_segment:
     yield (
-      f"offload_to_host={shown(v.offload_to_host)} updates one segment of layers at a time, which opt_type={v.opt_type} "
-      "cannot; use offload_to_host=[], or another opt_type"
+      f"offload_to_host={shown(v.offload_to_host)} updates one segment of layers at a time, which "
+      f"opt_type={v.opt_type} cannot; use offload_to_host=[], or another opt_type"
     )
 
 
