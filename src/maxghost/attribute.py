@@ -71,10 +71,11 @@ def _run(args: argparse.Namespace) -> int:
   corpus = Corpus(tuple(args.data), cfg.data, "--data") if args.data else None
   asked = Corpus(tuple(args.queries), cfg.data, "--queries") if args.queries else None
   queries = {}
-  for name in asked.domains if asked else ():
-    queries[name], total = asked.sample(name, args.query_rows)
-    if total > args.query_rows:
-      print(f"maxghost: note: query '{name}' has {total} rows, the first {args.query_rows} are used", file=sys.stderr)
+  if asked:
+    for name in asked.domains:
+      queries[name], total = asked.sample(name, args.query_rows)
+      if total > args.query_rows:
+        print(f"maxghost: note: query '{name}' has {total} rows, the first {args.query_rows} are used", file=sys.stderr)
   if args.index:
     return _index(args, cfg, paths, corpus, asked, queries)
   return _exact(args, cfg, paths, corpus, queries)
@@ -183,7 +184,7 @@ def load_point(cfg: Config, step: int, path: Path, say: Callable[[str], None] = 
   wanted = resume.to_tree(resume.abstract_arrays(abstract))
   tree = load_tree(path, {"model": wanted}, say=say)["model"]
   model = nnx.merge(graphdef, resume.from_tree(tree, abstract))
-  rate = float(learning_rate_schedule(cfg.optimizer, cfg.run.steps)(step))
+  rate = np.asarray(learning_rate_schedule(cfg.optimizer, cfg.run.steps)(step)).item()
   digest = "-".join(map(str, checksums([np.asarray(leaf) for leaf in jax.tree.leaves(tree)])))
   return Point(step, model, rate, f"{hash_text(digest):016x}")
 

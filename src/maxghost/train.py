@@ -81,6 +81,7 @@ def _train(cfg: Config, existing: Existing, corpus, open_parameters: Callable | 
       )  # fmt: skip
       return session.run()
     except NonFiniteMetricError as error:
+      assert session is not None, "only a step can be non-finite"
       return _failed(f"{error}; {session.last_checkpoint()}")
     except (CheckpointError, ScoreLogError) as error:
       return _failed(str(error))

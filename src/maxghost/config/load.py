@@ -16,7 +16,7 @@ import yaml
 import maxghost
 from maxghost.config import renamed, values
 from maxghost.config.errors import ConfigError, did_you_mean
-from maxghost.config.schema import Config
+from maxghost.config.schema import SECTIONS, Config
 from maxghost.config.validate import cross_problems, value_problems
 
 COMMAND_LINE = "command line"
@@ -49,7 +49,7 @@ class Loaded:
 
 def fields() -> dict[str, dataclasses.Field]:
   """Every key of the schema and its dataclass field, in the order of the sections."""
-  return {item.name: item for part in dataclasses.fields(Config) for item in dataclasses.fields(part.type)}
+  return {item.name: item for cls in SECTIONS.values() for item in dataclasses.fields(cls)}
 
 
 def config_dir() -> Path:
@@ -163,6 +163,7 @@ def _read_override(text: str, kind: Any) -> Given:
 
 
 def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> dict[str, Given]:
+  assert isinstance(name.node, yaml.ScalarNode)
   model_name = name.node.value
   if model_name == "default":
     return {}
@@ -255,7 +256,7 @@ def _convert(name: str, kind: Any, given: Given, field: dataclasses.Field | None
   return (f"{name}={values.shown(value)} ({given.origin}){wrong[0]}", None) if wrong else ("", value)
 
 
-def _node_text(node: yaml.Node, depth: int = 0) -> str:
+def _node_text(node: yaml.Node | None, depth: int = 0) -> str:
   """The node as text for a message. Nested lists are cut: a YAML alias can make a list that holds itself."""
   if isinstance(node, yaml.ScalarNode):
     return f"'{node.value}'" if node.tag != values.NULL_TAG or node.value else "nothing"
@@ -265,10 +266,9 @@ def _node_text(node: yaml.Node, depth: int = 0) -> str:
 
 
 def _build(flat: dict[str, Any]) -> Config:
-  parts = {}
-  for part in dataclasses.fields(Config):
-    parts[part.name] = part.type(**{item.name: flat[item.name] for item in dataclasses.fields(part.type)})
-  return Config(**parts)
+  return Config(
+    **{name: cls(**{item.name: flat[item.name] for item in dataclasses.fields(cls)}) for name, cls in SECTIONS.items()}
+  )
 
 
 def replace(cfg: Config, **changes: Any) -> Config:

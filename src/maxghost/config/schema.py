@@ -10,6 +10,7 @@ Nothing in this package imports JAX, so that a wrong key is reported before JAX 
 import dataclasses
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from maxghost.config import plugins
@@ -25,11 +26,7 @@ def key(default: Any, help: str, *, choices: Sequence = (), minimum: float | Non
   return dataclasses.field(default=default, metadata=metadata)
 
 
-def section(cls):
-  return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
-
-
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
   """Where a run lives and how long it is."""
 
@@ -49,7 +46,7 @@ class RunConfig:
   jax_cache_dir: str = key("", "folder for JAX's persistent compilation cache; empty = none")
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
   """The decoder-only transformer."""
 
@@ -167,7 +164,7 @@ class ModelConfig:
     return tuple(length // self.inhomogeneous_layer_cycle_interval for length in self.segment_lengths)
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
   """What is read, how it is split, tokenized and packed."""
 
@@ -255,7 +252,7 @@ class DataConfig:
     return "epochs" if self.dataset_mixture[0].endswith("x") else "weights"
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
   """AdamW or SGD and their schedule."""
 
@@ -285,7 +282,7 @@ class OptimizerConfig:
   gradient_clipping_threshold: float = key(1.0, "largest global gradient norm; 0 = no clipping", minimum=0.0)
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GhostConfig:
   """Per-example scores: what is scored, along which direction."""
 
@@ -349,7 +346,7 @@ class GhostConfig:
     return int(steps), size, floor
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
   """Saving and resuming."""
 
@@ -365,7 +362,7 @@ class CheckpointConfig:
   async_checkpointing: bool = key(True, "write checkpoints in the background")
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
   """Many devices: the mesh, what is sharded how, several processes, compiling for absent hardware."""
 
@@ -419,7 +416,7 @@ class ParallelConfig:
     return (found[2], int(found[1])) if found else (self.compile_topology, 1)
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
   """All sections. Built by `maxghost.config.load`; validated at construction. Raises ConfigError."""
 
@@ -442,4 +439,8 @@ class Config:
     return {f.name: getattr(part, f.name) for part in self.sections() for f in dataclasses.fields(part)}
 
   def sections(self) -> tuple:
-    return tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+    return tuple(getattr(self, name) for name in SECTIONS)
+
+
+# name -> dataclass of every section
+SECTIONS: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(Config)}

@@ -77,7 +77,7 @@ def make_dataset(
   val_domains: tuple[str, ...] = (),
 ) -> Dataset:
   """As `load_dataset`, over any source of documents: a `Source`, or `DocumentList` of documents in memory."""
-  tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+  tokenizer = tokenizer or ByteTokenizer()
   check_specials(tokenizer, cfg.add_bos, cfg.add_eos)
   strategy, packed = _packing(cfg)
   layout = Layout(cfg.max_target_length, max_segments(cfg), strategy, packed, cfg.add_bos, cfg.add_eos)
@@ -120,7 +120,7 @@ def _parts(
 ) -> list[Part]:
   """The training source and, where `ghost_val_files` names some, the held-out files; each with its split."""
   excluded = read_ids(cfg.dataset_exclude_file) if cfg.dataset_exclude_file else None
-  splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
+  splits: list[tuple[Source, Split]] = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
   if cfg.ghost_val_files:
     files = text.load(cfg.ghost_val_files, cfg.train_data_columns, key="ghost_val_files", on_corrupt=cfg.on_corrupt)
     both = [domain for domain in files.domains if domain in source.domains]

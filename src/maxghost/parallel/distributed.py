@@ -98,6 +98,7 @@ def gather(value: Any) -> list:
   if count() == 1:
     return [value]
   client = jax_distributed.global_state.client
+  assert client is not None, "several processes, so jax.distributed runs"
   number = next(_exchanges)
   client.key_value_set(f"maxghost/{number}/{index()}", json.dumps(value))
   texts = [

@@ -63,7 +63,7 @@ def _lead(address: str, port: int, expected: int, end: float, timeout: float) ->
       said = _receive(connection, 10)
       if said is None:
         continue  # not one of ours
-      number, theirs = said.get("process"), said.get("of")
+      number, theirs = said.get("process", -1), said.get("of")
       if theirs != expected:
         problem = (
           f"jax_distributed names {theirs} processes in process {number}, {expected} in process 0; start all with the "

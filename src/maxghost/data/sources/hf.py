@@ -61,6 +61,6 @@ def _open(path: str, split: str):
     raise ConfigError(f"dataset_files={path} cannot be read: {type(error).__name__}: {error}") from error
   if isinstance(table, datasets.DatasetDict):
     if split not in table:
-      raise ConfigError(f"train_split={split} is no split of dataset_files={path}; it has {', '.join(table)}")
+      raise ConfigError(f"train_split={split} is no split of dataset_files={path}; it has {', '.join(map(str, table))}")
     table = table[split]
   return table

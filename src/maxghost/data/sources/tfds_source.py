@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from maxghost.config import ConfigError
 from maxghost.data.hashing import text_hash
@@ -54,7 +55,7 @@ class TfdsPart:
 
     data_dir = self._data_dir or None
     try:
-      builder = tfds.builder(self._dataset, data_dir=data_dir)
+      builder: Any = tfds.builder(self._dataset, data_dir=data_dir)
     except Exception as error:  # DatasetNotFoundError, and ValueError for malformed names
       raise ConfigError(_unknown(self._dataset, self._data_dir, error)) from error
     if not builder.is_prepared():
