@@ -63,7 +63,7 @@ def shard(run_dir, step):
 
 def lost(run_dir) -> str:
   """What load refuses with; what it says where the loss is accepted."""
-  with pytest.raises(ConfigError, match="scores are lost: .*--accept-lost-rows") as refusal:
+  with pytest.raises(ConfigError, match=r"scores are lost: .*--accept-lost-rows") as refusal:
     attribution.load(run_dir)
   log = attribution.load(run_dir, accept_lost_rows=True)
   said = "; ".join(message.removeprefix("lost: ") for message in log.messages)
@@ -133,7 +133,7 @@ def test_a_changed_token_file_is_named(run_dir):
   data[12] ^= 1  # a date in the zip: nothing else would notice
   path.write_bytes(data)
   checksums = attribution.load(run_dir).checksums("tokens_crc")
-  with pytest.raises(DamagedShard, match="tokens/step_6.npz: its bytes do not match"):
+  with pytest.raises(DamagedShard, match=r"tokens/step_6.npz: its bytes do not match"):
     tokens.read(path, checksums[6])
   assert tokens.read(path, None)["targets"].shape == (1, 3)
 
@@ -251,7 +251,7 @@ def test_files_of_two_objectives_are_not_mixed(tmp_path):
     writer = Writer(tmp_path, process_index=process, objective=objective)
     writer.append({"step": 0}, {}, [])
     writer.close()
-  with pytest.raises(ConfigError, match="objective pairs.*has next_token.*of different runs"):
+  with pytest.raises(ConfigError, match=r"objective pairs.*has next_token.*of different runs"):
     attribution.load(tmp_path)
 
 
