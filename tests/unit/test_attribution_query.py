@@ -21,7 +21,7 @@ from maxghost.scorelog import format as fmt
 from maxghost.scorelog.compact import compact
 from maxghost.scorelog.shard import write_shard
 
-SYNTHETIC = ("dataset_type=synthetic", "ghost_val_domain=words")
+SYNTHETIC = ("dataset_type=synthetic", "ghost_val_sets=words")
 SETS = ("words", "exams")
 COLUMNS = ("step", "domain", "path", "offset", "chunk", "epoch", "tokens", "loss", "dot", "contribution")
 
