@@ -9,14 +9,16 @@ Nothing in this package imports JAX, so that a wrong key is reported before JAX 
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from maxghost.config import plugins
 from maxghost.config.errors import ConfigError
 from maxghost.config.validate import DISTRIBUTED, value_problems
 
 
-def key(default: Any, help: str, *, choices: tuple = (), minimum: float | None = None, maximum: float | None = None):
+def key(default: Any, help: str, *, choices: Sequence = (), minimum: float | None = None, maximum: float | None = None):
   """A config field: `help` is one line with the unit; `choices` or `minimum`/`maximum` bound the value."""
   metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
   if isinstance(default, (list, dict)):
@@ -254,7 +256,7 @@ class DataConfig:
 class OptimizerConfig:
   """AdamW or SGD and their schedule."""
 
-  opt_type: str = key("adamw", "optimizer", choices=("adamw", "sgd"))
+  opt_type: str = key("adamw", "optimizer", choices=plugins.OPT_TYPES)
   learning_rate: float = key(1e-3, "peak learning rate", minimum=0.0)
   lr_schedule_type: str = key(
     "cosine", "cosine decay, or wsd = warmup, stable, decay", choices=("cosine", "wsd", "constant")
@@ -293,13 +295,13 @@ class GhostConfig:
   ghost_schedule: str = key(
     "two_pass",
     "how validation and training share a step: one after the other, layer by layer in one walk back, or in one batch",
-    choices=("two_pass", "reverse_scan", "concat"),
+    choices=plugins.SCHEDULES,
   )
   ghost_direction: str = key(
     "auto",
     "sgd = validation gradient, adam = through this step's AdamW preconditioner, auto = the optimizer's own, "
     "second_order = with half the curvature along the step, through the optimizer's preconditioner",
-    choices=("auto", "sgd", "adam", "second_order"),
+    choices=plugins.DIRECTIONS,
   )
   ghost_rank: int = key(0, "rank of the factors a direction is held in; 0 = exact", minimum=0)
   ghost_val_batch_size: int = key(2, "validation rows per step", minimum=1)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import Field
 from typing import Any
 
+from maxghost.config import plugins
 from maxghost.config.values import WrongTypeError, divisors, from_python, limit_problems, shown
 
 DISTRIBUTED = re.compile(r"(\S+:[0-9]+),([0-9]+)/([0-9]+)")  # jax_distributed=HOST:PORT,K/N
@@ -185,7 +186,8 @@ def ghost_combinations(v: Values) -> Iterator[str]:
     yield "ghost_direction=second_order forms the whole step first; use gradient_accumulation_steps=1"
   if v.ghost_direction == "second_order" and v.ghost_val_every > 1:
     yield f"ghost_direction=second_order needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
-  if v.ghost_schedule == "concat" and v.ghost_rank and v.ghost_direction == "sgd":
+  plain = v.ghost_direction == "sgd" or (v.ghost_direction == "auto" and v.opt_type == "sgd")
+  if v.ghost_schedule == "concat" and v.ghost_rank and plain:
     yield f"ghost_schedule=concat forms its direction inside each layer; use ghost_rank=0, not {v.ghost_rank}"
   if "carries" in v.offload_to_host and (v.ghost_schedule != "reverse_scan" or not v.segment_lengths):
     yield (
@@ -209,7 +211,7 @@ def selection(v: Values) -> Iterator[str]:
   if v.ghost_schedule != "two_pass" or v.ghost_engine != "graddotprod":
     yield f"ghost_select={v.ghost_select} needs ghost_schedule=two_pass and ghost_engine=graddotprod"
   if v.ghost_direction == "second_order":
-    yield f"ghost_select={v.ghost_select} chooses before the step is known; use ghost_direction=auto, sgd or adam"
+    yield f"ghost_select={v.ghost_select} chooses before the step is known; use ghost_direction=auto or sgd"
   if v.gradient_accumulation_steps > 1:
     yield (
       f"ghost_select={v.ghost_select} chooses among the rows of a whole batch; use gradient_accumulation_steps=1, "
@@ -354,10 +356,33 @@ def evaluation(v: Values) -> Iterator[str]:
 
 
 def ghost_direction(v: Values) -> Iterator[str]:
-  if v.ghost_enabled and v.ghost_direction == "adam" and v.opt_type == "sgd":
+  rule, direction = plugins.OPTIMIZERS[v.opt_type], v.ghost_direction
+  if not v.ghost_enabled:
+    return
+  if direction == "auto" and rule.direction is None:
+    yield plugins.auto_problem(v.opt_type)
+  if direction not in ("auto", "sgd", "second_order", rule.direction):
+    offering = [name for name, other in plugins.OPTIMIZERS.items() if other.direction == direction]
+    own = "auto or sgd" if rule.direction else "sgd"
     yield (
-      "ghost_direction=adam contradicts opt_type=sgd, which has no preconditioner; "
-      "use ghost_direction=auto or sgd, or opt_type=adamw"
+      f"ghost_direction={direction} goes through the update of opt_type={' or '.join(offering)}, not of "
+      f"opt_type={v.opt_type}; use ghost_direction={own}, or opt_type={' or '.join(offering)}"
+    )
+
+
+def seams(v: Values) -> Iterator[str]:
+  rule = plugins.OPTIMIZERS[v.opt_type]
+  if v.ghost_enabled:
+    yield from plugins.schedule_problems({key: getattr(v, key) for key in plugins.KINDS}, v.ghost_schedule)
+  if v.ghost_select == "greats" and not rule.elementwise:
+    yield (
+      f"ghost_select=greats compares rows by an elementwise update, which opt_type={v.opt_type} has not; "
+      "use ghost_select=topk or threshold"
+    )
+  if {"weights", "optimizer"} & set(v.offload_to_host) and not rule.by_segment:
+    yield (
+      f"offload_to_host={shown(v.offload_to_host)} updates one segment of layers at a time, which "
+      f"opt_type={v.opt_type} cannot; use offload_to_host=[], or another opt_type"
     )
 
 
@@ -405,6 +430,7 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
   schedule,
   evaluation,
   ghost_direction,
+  seams,
   ghost_validation,
   ghost_combinations,
   selection,
