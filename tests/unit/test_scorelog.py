@@ -295,7 +295,7 @@ def test_the_slots_of_a_unit_are_one_row(tmp_path):
 
 def test_export_to_parquet(tmp_path, capsys):
   parquet = pytest.importorskip("pyarrow.parquet")
-  run_dir = make_run(tmp_path / "run", "dataset_type=synthetic", "ghost_val_domain=words", val_sets=SETS, steps=5)
+  run_dir = make_run(tmp_path / "run", "dataset_type=synthetic", "ghost_val_sets=words", val_sets=SETS, steps=5)
   assert scores.main([str(run_dir), "--export", "parquet", "--output", str(tmp_path / "out")]) == 0
   assert capsys.readouterr().out.split() == [
     str(tmp_path / "out" / f"{n}.parquet") for n in ("rows", "steps", "modules")
