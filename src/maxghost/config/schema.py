@@ -8,13 +8,18 @@ Nothing in this package imports JAX, so that a wrong key is reported before JAX 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from maxghost.config.errors import ConfigError
+from maxghost.config.families import FAMILIES
+from maxghost.config.plugins import Names
 from maxghost.config.validate import value_problems
 
 
-def key(default: Any, help: str, *, choices: tuple = (), minimum: float | None = None, maximum: float | None = None):
+def key(
+  default: Any, help: str, *, choices: Sequence[str] = (), minimum: float | None = None, maximum: float | None = None
+):
   """A config field: `help` is one line with the unit; `choices` or `minimum`/`maximum` bound the value."""
   metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
   if isinstance(default, (list, dict)):
@@ -56,7 +61,7 @@ class ModelConfig:
   decoder_block: str = key(
     "llama2",
     "architecture family: parameter names, and what the family cannot do without; see configs/models/",
-    choices=("llama2", "gpt2", "mistral", "mixtral", "qwen3", "qwen3_moe", "gpt_oss"),
+    choices=Names(lambda: tuple(FAMILIES)),
   )
   base_emb_dim: int = key(256, "embed dim D", minimum=1)
   base_num_query_heads: int = key(4, "query heads H", minimum=1)
