@@ -109,9 +109,7 @@ def test_a_folder_goes_in_and_out_bit_by_bit(cfg, tmp_path):
 
 
 def test_its_keys_are_checked(cfg, toy):
-  with pytest.raises(
-    ConfigError, match=r"decoder_block=toy has use_qk_norm=false, not true; set it .model_name=toy-1b"
-  ):
+  with pytest.raises(ConfigError, match=r"toy has use_qk_norm=false, not true; set it .model_name=toy-1b"):
     config.replace(cfg, use_qk_norm=True)
   with pytest.raises(ConfigError, match="decoder_block=toy has no experts, but num_experts=4"):
     config.replace(cfg, num_experts=4, num_experts_per_tok=2)

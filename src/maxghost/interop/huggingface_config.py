@@ -24,6 +24,7 @@ _LLAMA3 = {
 }  # fmt: skip
 _WINDOW = ("sliding_window", "layer_types", "use_sliding_window", "max_window_layers")
 _ROTARY = ("rope_theta", "rope_parameters", "rope_scaling")
+_MOST_PARTS = 1_000_000
 # How the folder's own tensors were packed; they are written in full.
 _PACKING = ("quantization_config", "compression_config")
 
@@ -84,6 +85,8 @@ def keys_of(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
   if keys.get("rope_type") != "none":
     keys |= _rotary(read)
   read.check()
+  if keys["base_num_decoder_layers"] * keys.get("num_experts", 1) > _MOST_PARTS:
+    raise LayoutError(f"{origin} asks for more than {_MOST_PARTS:,} layers and experts, which no model has")
   keys |= _attention_types(read, family, keys["base_num_decoder_layers"])
   read.check()
   return keys
