@@ -14,8 +14,8 @@ import tiny
 from flax import nnx
 
 from maxghost import ghost
-from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.models import autodiff
+from maxghost.objectives import LanguageModelLoss
 
 COUNT, KAPPA = 5, 0.8
 TRAIN = tiny.make_batch(tiny.PACKED, seed=31)
@@ -56,7 +56,7 @@ def assert_case(schedule, direction, changes):
       u = oracle.adam(moments, count=COUNT, kappa=KAPPA)
       adam = ghost.AdamState({k: jnp.asarray(v) for k, v in moments.items()}, COUNT, KAPPA)
     engine = ghost.GhostEngine(cfg, schedule=schedule, direction=direction, per_position=True)
-    result = foreign.score(engine, model, TRAIN, VALIDATION, adam=adam)
+    result = foreign.score(engine, model, TRAIN, VALIDATION, state=adam)
   layers = cfg.model.base_num_decoder_layers // cfg.model.inhomogeneous_layer_cycle_interval
   expected = oracle.dots(u, layers if cfg.model.scan_layers else 0)
   foreign.assert_scores(result.per_param, expected, 1e-10)
@@ -93,7 +93,7 @@ def balanced():
 
 def losses_by_formula(model, batch):
   """Losses [n, T] with the term of the paper, from the routers' outputs; the load is held constant."""
-  x, _ = model.embed(batch["inputs"], batch["inputs_position"])
+  x = model.embed(batch["inputs"], batch["inputs_position"]).x_BTD
   where = batch["inputs_position"], batch["inputs_segmentation"]
   real, total = where[1] > 0, 0.0
   for i in range(2):
