@@ -32,7 +32,7 @@ def from_keys(arguments: list[str]) -> list[str]:
   """
   typed = arguments[:1] if arguments[:1] and Path(arguments[0]).suffix in (".yml", ".yaml") else []
   pairs = [text.partition("=") for text in arguments[len(typed) :]]
-  if not typed and not any(name == "load_parameters_path" for name, _, _ in pairs):
+  if not typed and not any(name == "load_parameters_path" and equals for name, equals, _ in pairs):
     return arguments
   given = {name: value for name, equals, value in pairs if equals}
   for name, equals, _ in pairs:
