@@ -218,28 +218,31 @@ def test_the_library_engine_takes_its_state():
 KEYS = (
   "opt_type=mixer", "adam_b1=0.8", "steps=6", "checkpoint_period=3", "max_num_checkpoints_to_keep=0",
   "async_checkpointing=false", "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=8",
-  "base_mlp_dim=24", "base_num_decoder_layers=2", "max_target_length=32", "per_device_batch_size=1", "sharding_tolerance=1",
-  "dataset_type=synthetic", "ghost_val_sets=words", "eval_interval=-1", "enable_tensorboard=false", "run_name=run",
+  "base_mlp_dim=24", "base_num_decoder_layers=2", "max_target_length=32", "per_device_batch_size=1",
+  "sharding_tolerance=1", "dataset_type=synthetic", "ghost_val_sets=words", "eval_interval=-1", "run_name=run",
+  "enable_tensorboard=false",
 )  # fmt: skip
 
 
 def test_the_command_trains_logs_and_resumes_bit_for_bit(tmp_path):
   """The second run loses all behind its third step, as an interruption there would."""
   whole, broken = tmp_path / "whole", tmp_path / "broken"
-  assert train.main([*KEYS, f"base_output_directory={whole}"]) == 0
+  with tiny.cheap_compilation():
+    assert train.main([*KEYS, f"base_output_directory={whole}"]) == 0
   shutil.copytree(whole, broken)
   saved = sorted((broken / "run" / "checkpoints").iterdir(), key=lambda path: int(path.name))
   assert len(saved) == 2
   shutil.rmtree(saved[-1])
   log, columns = load(whole / "run"), {}
   for name in COLUMNS:
-    columns[name] = np.array(log.steps[name])
+    columns[name] = np.array(log.steps[name])[:6]  # behind them stands the validation loss after the last step
     assert np.isfinite(columns[name]).all(), name
   assert (columns["inertia"][1:] != 0).all() and (columns["shrinkage"][1:] != 0).all()
-  assert train.main([*KEYS, f"base_output_directory={broken}"]) == 0
+  with tiny.cheap_compilation():
+    assert train.main([*KEYS, f"base_output_directory={broken}"]) == 0
   again = load(broken / "run")
   for name in COLUMNS:
-    np.testing.assert_array_equal(columns[name], again.steps[name])
+    np.testing.assert_array_equal(columns[name], again.steps[name][:6])
   np.testing.assert_array_equal(log["contribution"], again["contribution"])
   ends = [str(folder / "run" / "checkpoints" / saved[-1].name) for folder in (whole, broken)]
   assert compare.main(ends) == 0
@@ -300,5 +303,5 @@ def test_state_is_found_and_measured():
   state = optax.adamw(1e-3).init(params)
   adam = ghost.AdamState.from_optax(state, clip_factor=0.5)
   assert list(adam.second_moments) == ["a/b"] and int(adam.count) == 0 and adam.clip_factor == 0.5
-  with pytest.raises(ValueError, match="no .mu., which opt_type=adamw keeps"):
+  with pytest.raises(ValueError, match=r"no .mu., which opt_type=adamw keeps"):
     ghost.AdamState.from_optax(optax.sgd(1e-3).init(params))
