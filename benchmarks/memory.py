@@ -26,10 +26,10 @@ from flax import nnx
 from maxghost import config as configuration
 from maxghost.config.values import divisors
 from maxghost.models import platforms
-from maxghost.parallel.memory_estimate import MemoryEstimate
-from maxghost.parallel.memory_verdict import verdict
 from maxghost.training import state
-from maxghost.training.memory_report import estimate_of
+from maxghost.training.host_memory import HostMemory
+from maxghost.training.memory import MemoryEstimate, estimate
+from maxghost.training.memory.verdict import verdict
 from maxghost.training.step import make_train_step
 
 SHAPE = (
@@ -100,14 +100,13 @@ class Bench:
     run, params, batch = _mlp_stack.make(cfg)
     compiled = _tpu.compile_for(self.device, run, params, batch, (batch,) if cfg.ghost.ghost_enabled else ())
     inputs = batch["x"].size * 2 * (1 + cfg.ghost.ghost_enabled)
-    return compiled.beside(gradient_only(cfg, params), inputs)
+    return compiled.beside(gradient_only(cfg, _mlp_stack.MlpStack), inputs)
 
   def head(self, *keys: str) -> _tpu.Compiled:
     """The gradient of the output head."""
     cfg = configuration.load(str(_measure.BASE), *HEAD, *keys, *self.overrides)
     function, arguments = _head.make(cfg)
-    params = nnx.State({"decoder": arguments[1]})
-    return _tpu.compile_for(self.device, function, *arguments).beside(gradient_only(cfg, params))
+    return _tpu.compile_for(self.device, function, *arguments).beside(gradient_only(cfg, _head.Head))
 
   def step(self, *keys: str) -> _tpu.Compiled:
     """The whole train step of the decoder."""
@@ -119,13 +118,18 @@ class Bench:
     with platforms.tracing_for("tpu"):
       step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=1, num_sets=max(len(sets), 1))
     compiled = _tpu.compile_for(self.device, step, abstract, batch, val_batches, donate=(0,))
-    return compiled.beside(estimate_of(cfg, abstract))
+    return compiled.beside(estimate(cfg, split=(graphdef, abstract)))
 
 
-def gradient_only(cfg, params) -> MemoryEstimate:
-  """The closed form of a program that gives the gradient of these parameters, without moments or an update."""
-  cfg = configuration.replace(cfg, opt_type="sgd")
-  return estimate_of(cfg, nnx.State({"model": {"stack": params}} if "layers" in params else {"model": params}))
+def gradient_only(cfg, model_type: Callable[..., nnx.Module]) -> MemoryEstimate:
+  """The closed form of a program that gives the gradient of a model's parameters, without moments or an update."""
+
+  def build(cfg):
+    train_state = nnx.eval_shape(lambda: state.TrainStateNNX(model_type(cfg.model, rngs=nnx.Rngs(0))))
+    graphdef, abstract = nnx.split(train_state)
+    return graphdef, HostMemory.of(cfg).abstract(abstract)
+
+  return estimate(cfg, build=build)
 
 
 def batch_shapes(cfg, num_rows: int) -> dict:
@@ -142,7 +146,7 @@ def plain_scan(bench: Bench) -> Case:
   if compiled.error:
     case.notes.append(f"the compiler: {compiled.error.strip()}")
   cfg = _mlp_stack.load(str(_measure.BASE), *SHAPE, *PLAIN, *bench.overrides)
-  case.notes.append(verdict(gradient_only(cfg, _mlp_stack.make(cfg)[1]), int(bench.hbm)))
+  case.notes.append(verdict(gradient_only(cfg, _mlp_stack.MlpStack), int(bench.hbm)))
   return case
 
 

@@ -10,11 +10,13 @@ from maxghost.config import Config, ConfigError
 from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
 from maxghost.parallel import Layout, distributed, report
-from maxghost.training import compiled_steps, devices, memory_report, resume, run_directory, startup_log, state
+from maxghost.training import compiled_steps, devices, resume, run_directory, startup_log, state
 from maxghost.training.console import Console
 from maxghost.training.flops import peak_flops, step_flops
 from maxghost.training.host_memory import HostMemory
 from maxghost.training.loop import Hardware, Sinks, TrainingLoop
+from maxghost.training.memory import estimate
+from maxghost.training.memory import report as memory_report
 from maxghost.training.metrics import MetricsLog, TensorBoardLog
 from maxghost.training.prefetch import Prefetcher
 from maxghost.training.resume import Position
@@ -61,7 +63,7 @@ class Session:
     self._spread = report.check_spread(self._abstract, layout, cfg.parallel.sharding_tolerance)
     self._sampler = Sampler(cfg, dataset.tokenizer) if cfg.run.sample_every else None
     self._read_parameters = open_parameters and open_parameters(self._wanted()["model"])
-    self._memory = memory_report.estimate_of(cfg, self._abstract, dict(layout.mesh.shape))
+    self._memory = estimate(cfg, layout, (self._graphdef, self._abstract))
     self._capacity = memory_report.capacity(jax.local_devices()[0])
     for domain in self._val_sets.values():
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain)  # raises where a set has no rows

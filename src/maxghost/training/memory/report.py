@@ -1,25 +1,11 @@
 """What a run says about the memory of its step: the closed form, what XLA allocates, what to do if it is too much."""
 
 import os
-from collections.abc import Mapping
 
 import jax
-from flax import nnx
 
-from maxghost.config import Config
-from maxghost.parallel.memory_estimate import MemoryEstimate, compiled_sizes, estimate, shown
-from maxghost.parallel.memory_verdict import advice, verdict
-
-
-def estimate_of(cfg: Config, state: nnx.State, mesh_shape: Mapping[str, int] | None = None) -> MemoryEstimate:
-  """The estimate for a train state's own parameters. state: of a TrainStateNNX, abstract or not."""
-  params = nnx.to_flat_state(nnx.filter_state(state, nnx.Param))
-  parameters = {
-    "/".join(map(str, path[1:])): (v.get_value().shape, v.get_metadata().get("axes") or (None,) * v.get_value().ndim)
-    for path, v in params
-    if path[0] == "model"
-  }
-  return estimate(cfg, mesh_shape, parameters)
+from maxghost.training.memory.table import MemoryEstimate, compiled_sizes, shown
+from maxghost.training.memory.verdict import advice, verdict
 
 
 def capacity(device: jax.Device) -> int | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from maxghost.parallel.memory_estimate import MemoryEstimate, Tensor, shown
+from maxghost.training.memory.table import MemoryEstimate, Tensor, shown
 
 
 def verdict(estimate: MemoryEstimate, capacity_bytes: int) -> str:
@@ -94,7 +94,7 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
   if m.remat_policy == "none":
     yield {"remat_policy": "minimal"}, "recomputes what is elementwise, and attention"
   if o.opt_type == "adamw" and o.mu_dtype == "float32":
-    yield {"mu_dtype": "bfloat16"}, "first moments rounded to 8 bits"
+    yield {"mu_dtype": "bfloat16"}, "first moments in 16 bits, 8 of them significant"
   if m.remat_policy != "full":
     yield {"remat_policy": "full"}, "one more forward pass of the layers"
   if m.scan_layers:
@@ -119,7 +119,7 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
     yield {"stream_optimizer": "host", **host}, "traffic to the host in every step"
     yield {"stream_weights": "host", "stream_optimizer": "host", **host}, "traffic to the host in every step"
   if m.weight_dtype == "float32":
-    yield {"weight_dtype": "bfloat16"}, "weights rounded to 8 bits"
+    yield {"weight_dtype": "bfloat16"}, "weights in 16 bits, 8 of them significant"
   if batch % 2 == 0:
     yield {"per_device_batch_size": batch // 2}, "half the tokens per step"
   yield {"max_target_length": cfg.data.max_target_length // 2}, "half the context"
