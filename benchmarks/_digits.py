@@ -14,9 +14,10 @@ import numpy as np
 import optax
 from flax import nnx
 
-from maxghost.ghost import DirectionSpec, engines, ledger, schedules
+from maxghost.ghost import DirectionSpec, ledger, schedules
 from maxghost.ghost.directions import AdamScalars, preconditioner
 from maxghost.ghost.prepare import prepare_twin
+from maxghost.ghost.schedules import per_example
 
 NUM_TRAIN, NUM_VAL, CORRUPT = 1000, 100, 0.1
 B1, B2, EPS = 0.9, 0.95, 1e-8
@@ -157,7 +158,7 @@ class Trainer:
 
   def per_example_gradients(self, params, batch) -> dict:
     """{label: [n, *parameter]}, each example's share of the batch gradient."""
-    return engines.per_example_gradients(self.graphdef, params, self.rest, classification_loss, batch)
+    return per_example.per_example_gradients(self.graphdef, params, self.rest, classification_loss, batch)
 
   def state_like(self, labelled: dict) -> nnx.State:
     """A State of the parameters' paths from {label: array}."""

@@ -12,9 +12,10 @@ from flax import nnx
 
 from maxghost import config as configuration
 from maxghost.config import Config
-from maxghost.ghost import reverse_scan, schedules
+from maxghost.ghost import schedules
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.prepare import prepare_twin
+from maxghost.ghost.schedules import reverse_scan
 from maxghost.models import stack
 from maxghost.models.decoder_layer import GatedMlp
 from maxghost.training.host_memory import HostMemory

@@ -18,7 +18,7 @@ from _measure import Figure
 
 CHILD = """
 import sys, threading, time
-from maxghost.checkpoint import hf_checkpoint
+from maxghost.interop import hf_checkpoint
 peak, done = 0, False
 def watch():
   global peak
@@ -60,8 +60,8 @@ def write_model(folder: Path, layers: int, width: int) -> tuple[int, int]:
   import ml_dtypes
   import numpy as np
 
-  from maxghost.checkpoint import huggingface, huggingface_rules
-  from maxghost.checkpoint.safetensors_files import Planned, write_tensors
+  from maxghost.interop import huggingface, huggingface_rules
+  from maxghost.interop.safetensors_files import Planned, write_tensors
 
   folder.mkdir()
   content = {

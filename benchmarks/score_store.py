@@ -19,7 +19,7 @@ import _measure
 import numpy as np
 from _measure import Figure
 
-from maxghost.attribution import format as fmt
+from maxghost.scorelog import format as fmt
 
 ROWS_PER_FILE = 2_000_000
 DOCUMENTS_PER_PATH = 1000

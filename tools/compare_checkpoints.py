@@ -1,8 +1,8 @@
-"""Command line of `maxghost.checkpoint.compare`: are two checkpoints equal?"""
+"""`maxghost checkpoint compare`: are two checkpoints equal?"""
 
 import sys
 
-from maxghost.checkpoint.compare import main
+from maxghost.interop.__main__ import main
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(main(["compare", *sys.argv[1:]]))

@@ -1,8 +1,8 @@
-"""Command line of `maxghost.checkpoint.convert`: checkpoints from one layout to another."""
+"""Command line of `maxghost.interop.convert`: checkpoints from one layout to another."""
 
 import sys
 
-from maxghost.checkpoint.convert import main
+from maxghost.interop.convert import main
 
 if __name__ == "__main__":
   sys.exit(main())

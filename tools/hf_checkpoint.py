@@ -1,8 +1,8 @@
-"""Command line of `maxghost.checkpoint.hf_checkpoint`: Hugging Face models in and out."""
+"""Command line of `maxghost.interop.hf_checkpoint`: Hugging Face models in and out."""
 
 import sys
 
-from maxghost.checkpoint.hf_checkpoint import main
+from maxghost.interop.hf_checkpoint import main
 
 if __name__ == "__main__":
   sys.exit(main())

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from maxghost import config
 from maxghost.arguments import Parser, run_door
-from maxghost.checkpoint import model_path
 from maxghost.config import Config, ConfigError
+from maxghost.interop import model_path
 
 EXAMPLES = """\
 examples:
@@ -81,11 +81,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict) -> int:
-  from maxghost import attribution
+  from maxghost import attribution, scorelog
   from maxghost.attribution import offline
   from maxghost.attribution.query import Query, ask
 
-  writer = attribution.ScoreWriter(args.output, tuple(queries), period=1, fingerprint=corpus.source.fingerprint)
+  writer = scorelog.Writer(args.output, tuple(queries), period=1, fingerprint=corpus.source.fingerprint)
   writer.restore(None)
   step_tokens = rows_per_step(cfg, next(iter(paths.values())).resolve().parents[1]) * cfg.data.max_target_length
   points = (load_point(cfg, step, path) for step, path in paths.items())
@@ -174,7 +174,7 @@ def load_point(cfg: Config, step: int, path: Path, say: Callable[[str], None] = 
 
   from maxghost.attribution.offline import Point
   from maxghost.checkpoint.checksum import checksums
-  from maxghost.checkpoint.layouts_load import load_tree
+  from maxghost.interop.load_tree import load_tree
   from maxghost.training import resume, state
   from maxghost.training.devices import configure_jax
   from maxghost.training.optimizers import learning_rate_schedule

@@ -26,7 +26,7 @@ VERBS = {
   "generate": ("maxghost.generate", "continue a prompt with a trained model"),
   "attribute": ("maxghost.attribute", "score a corpus against queries at fixed checkpoints"),
   "data": ("maxghost.data.__main__", "prepare a corpus for training"),
-  "checkpoint": ("maxghost.checkpoint.__main__", "convert, compare, list checkpoints: MaxText Linen, NNX, maxghost"),
+  "checkpoint": ("maxghost.interop.__main__", "convert, compare, list checkpoints: MaxText Linen, NNX, maxghost"),
   "train_compile": ("maxghost.train_compile", "compile the step for a topology: memory and shardings, without devices"),
 }
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from maxghost import config
-from maxghost.checkpoint import model_keys, model_path, parameters
 from maxghost.config import Config, ConfigError
+from maxghost.interop import model_keys, model_path, parameters
 
 
 def find(path: str | Path, config_file: str | None = None, **changes) -> tuple[model_path.ModelPlace, Config]:

@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
   from maxghost.attribution import output, query
 
   if args.compact:
-    from maxghost.attribution.parquet import compact
+    from maxghost.scorelog.parquet import compact
 
     for line in compact(args.run_dir, keep_shards=args.keep_shards):
       print(line)

@@ -43,7 +43,7 @@ def _parameters(cfg: Config, existing: Existing) -> Callable | None:
   """What opens the parameters to start from. A run that has a checkpoint needs them no more."""
   if not cfg.checkpoint.load_parameters_path or run_directory.has_checkpoint(existing):
     return None
-  from maxghost.checkpoint import parameters
+  from maxghost.interop import parameters
 
   place = parameters.check_config(cfg)
   return lambda wanted: parameters.open_parameters(place, cfg, wanted)
@@ -52,8 +52,8 @@ def _parameters(cfg: Config, existing: Existing) -> Callable | None:
 def _train(cfg: Config, existing: Existing, corpus, open_parameters: Callable | None = None) -> int:
   """From valid input to an exit code. corpus: (source, tokenizer). JAX is imported here."""
   from maxghost import data
-  from maxghost.attribution.store import ScoreWriter
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
+  from maxghost.scorelog import Writer
   from maxghost.training import devices
   from maxghost.training.metrics import NonFiniteMetricError
   from maxghost.training.score_recorder import ScoreLogError
@@ -76,7 +76,7 @@ def _train(cfg: Config, existing: Existing, corpus, open_parameters: Callable | 
         val_domains=tuple(cfg.data.validation_sets.values()),  # held out with ghost and without: the same batches
       )
       session = Session(
-        cfg, existing, dataset, signals, layout, open_checkpoints=CheckpointManager, open_scores=ScoreWriter,
+        cfg, existing, dataset, signals, layout, open_checkpoints=CheckpointManager, open_scores=Writer,
         open_parameters=open_parameters,
       )  # fmt: skip
       return session.run()

@@ -17,8 +17,8 @@ from flax import nnx
 
 from maxghost import config, generate, load_model, train
 from maxghost.attribution import load as load_scores
-from maxghost.checkpoint import hf_checkpoint
 from maxghost.data.tokenizers import load_tokenizer
+from maxghost.interop import hf_checkpoint
 from maxghost.losses import token_losses
 
 pytestmark = pytest.mark.network

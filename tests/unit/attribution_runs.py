@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from maxghost import config, data
-from maxghost.attribution import ScoreWriter
+from maxghost.scorelog import Writer
 
 # How much a token of the domain is worth for the validation sets, relative to the mean.
 WORTH = {"manual": 3.0, "docstrings": 1.4, "code": 0.7, "tables": -0.5}
@@ -34,7 +34,7 @@ def make_run(
   domains = sorted(dataset.source.domains)
   worth = {name: WORTH.get(name, 1.5 - i) for i, name in enumerate(domains)}
   fingerprint = dataset.fingerprint if fingerprint is None else fingerprint
-  writer = ScoreWriter(run_dir, val_sets, period=20, fingerprint=fingerprint)
+  writer = Writer(run_dir, val_sets, period=20, fingerprint=fingerprint)
   writer.restore(None)
   previous = None
   with open(run_dir / "metrics.jsonl", "w") as metrics:

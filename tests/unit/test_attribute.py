@@ -10,7 +10,7 @@ import pytest
 import tiny
 from flax import nnx
 
-from maxghost import attribute, attribution, config
+from maxghost import attribute, attribution, config, scorelog
 from maxghost.attribution import offline
 from maxghost.attribution.corpus import Corpus
 from maxghost.attribution.offline import Point
@@ -77,7 +77,7 @@ def truth(corpora, points, queries):
 
 
 def test_every_document_is_scored_exactly_at_every_checkpoint(corpora, points, queries, truth, tmp_path):
-  writer = attribution.ScoreWriter(tmp_path, tuple(queries), period=1)
+  writer = scorelog.Writer(tmp_path, tuple(queries), period=1)
   writer.restore(None)
   assert offline.score(iter(points), corpora[0], queries, writer, ROWS, 100) == len(truth) >= 6
   writer.close()

@@ -12,11 +12,12 @@ import pytest
 from attribution_runs import make_run
 
 from maxghost import attribution, report, scores
-from maxghost.attribution import ScoreWriter, aggregate, parquet, query
-from maxghost.attribution import format as fmt
+from maxghost.attribution import aggregate, query
 from maxghost.attribution.query import Query, ask
 from maxghost.attribution.where import Where
 from maxghost.config import ConfigError
+from maxghost.scorelog import Writer, parquet
+from maxghost.scorelog import format as fmt
 
 SYNTHETIC = ("dataset_type=synthetic", "ghost_val_domain=words")
 SETS = ("words", "exams")
@@ -88,7 +89,7 @@ def test_merging_of_partial_sums(run_dir, table, monkeypatch):
 
 def test_negative_and_huge_offsets_are_kept_apart(tmp_path):
   """Offsets that do not fit beside the path in one sort key."""
-  writer = ScoreWriter(tmp_path)
+  writer = Writer(tmp_path)
   offsets = [2**62, -5, 0, 2**62, 2**62 + 1]
   rows = {"tokens": [1] * 5, "loss": [1.0] * 5, "dot": [1.0] * 5, "contribution": [1.0, 2.0, 4.0, 8.0, 16.0]}
   writer.append({"step": 0}, rows, [("a", "p" + str(i % 2), offset) for i, offset in enumerate(offsets)])
@@ -197,7 +198,7 @@ def test_formats_agree(run_dir, tmp_path, capsys):
 
 
 def test_one_exposure_has_no_interval_in_json(tmp_path, capsys):
-  writer = ScoreWriter(tmp_path)
+  writer = Writer(tmp_path)
   writer.append({"step": 0}, {"tokens": [1], "loss": [1.0], "dot": [1.0], "contribution": [1.0]}, [("a", "b", 0)])
   writer.close()
   assert scores.main([str(tmp_path), "--by", "document", "--format", "json"]) == 0
@@ -248,7 +249,7 @@ def test_a_run_continues_over_compacted_scores(table, tmp_path, last_step):
   copy = make_run(tmp_path / "copy", *SYNTHETIC, val_sets=SETS, steps=47, rows_per_step=11)
   parquet.compact(copy, rows_per_part=1)
   for _ in range(2):
-    writer = ScoreWriter(copy, SETS, period=20)
+    writer = Writer(copy, SETS, period=20)
     writer.restore({"step": last_step, "num_steps": last_step + 1, "num_rows": 0})
   assert attribution.load(copy).steps["step"].tolist() == list(range(last_step + 1))
   kept = table["step"] <= last_step
@@ -262,7 +263,7 @@ def test_a_run_continues_over_compacted_scores(table, tmp_path, last_step):
   log = attribution.load(copy)
   for name in COLUMNS:
     np.testing.assert_array_equal(log[name], table[name], err_msg=name)
-  ScoreWriter(copy, SETS).restore(None)
+  Writer(copy, SETS).restore(None)
   assert not parquet.part_files(copy / "ghost" / "parquet")
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from maxghost import attribution
-from maxghost.attribution import format as fmt
-from maxghost.attribution.store import ScoreWriter
 from maxghost.config import ConfigError
+from maxghost.scorelog import Writer
+from maxghost.scorelog import format as fmt
 
 SETS = ("manual", "exams")
 PERIOD = 5
@@ -54,7 +54,7 @@ def assert_same(a, b):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
   run_dir = tmp_path_factory.mktemp("whole")
-  writer = ScoreWriter(run_dir, SETS, period=PERIOD)
+  writer = Writer(run_dir, SETS, period=PERIOD)
   for step in range(23):
     append_step(writer, step)
   writer.close()
@@ -94,7 +94,7 @@ def test_files_are_plain_npz_with_schema_and_units(whole):
 @pytest.mark.parametrize("checkpoint", [None, 0, 4, 6, 9, 11])
 @pytest.mark.parametrize("crash", [12, 14, 17])
 def test_a_crash_loses_and_doubles_nothing(whole, tmp_path, checkpoint, crash):
-  writer = ScoreWriter(tmp_path, SETS, period=PERIOD)
+  writer = Writer(tmp_path, SETS, period=PERIOD)
   position = None
   for step in range(crash + 1):
     append_step(writer, step)
@@ -102,7 +102,7 @@ def test_a_crash_loses_and_doubles_nothing(whole, tmp_path, checkpoint, crash):
       position = json.loads(json.dumps(writer.position()))
   writer._queue.join()  # the process dies here: what is pending in memory is lost
   for _ in range(2):  # dying once more right after the restore changes nothing
-    writer = ScoreWriter(tmp_path, SETS, period=PERIOD)
+    writer = Writer(tmp_path, SETS, period=PERIOD)
     writer.restore(position)
   for step in range(0 if checkpoint is None else checkpoint + 1, 23):
     append_step(writer, step)
@@ -112,7 +112,7 @@ def test_a_crash_loses_and_doubles_nothing(whole, tmp_path, checkpoint, crash):
 
 
 def test_an_older_checkpoint_than_the_last_flush(whole, tmp_path):
-  writer = ScoreWriter(tmp_path, SETS, period=PERIOD)
+  writer = Writer(tmp_path, SETS, period=PERIOD)
   for step in range(23):
     append_step(writer, step)
     if step in (6, 8, 13):
@@ -120,7 +120,7 @@ def test_an_older_checkpoint_than_the_last_flush(whole, tmp_path):
     if step == 6:
       old = position
   writer.close()
-  writer = ScoreWriter(tmp_path, SETS, period=PERIOD)
+  writer = Writer(tmp_path, SETS, period=PERIOD)
   writer.restore(old)
   for step in range(7, 23):
     append_step(writer, step)
@@ -130,7 +130,7 @@ def test_an_older_checkpoint_than_the_last_flush(whole, tmp_path):
 
 def test_an_early_flush_is_not_counted_twice(whole, tmp_path):
   """The file of a flush may survive a crash beside the file of the whole interval."""
-  writer = ScoreWriter(tmp_path, SETS, period=PERIOD)
+  writer = Writer(tmp_path, SETS, period=PERIOD)
   for step in range(23):
     append_step(writer, step)
     if step == 7:
@@ -143,13 +143,13 @@ def test_an_early_flush_is_not_counted_twice(whole, tmp_path):
 
 
 def test_files_missing_since_the_checkpoint_are_said(tmp_path, capsys):
-  writer = ScoreWriter(tmp_path, SETS, period=PERIOD)
+  writer = Writer(tmp_path, SETS, period=PERIOD)
   for step in range(12):
     append_step(writer, step)
   position = writer.position()
   writer.close()
   (tmp_path / "ghost" / "dot_prod_log_iter_4.npz").unlink()
-  ScoreWriter(tmp_path, SETS, period=PERIOD).restore(position)
+  Writer(tmp_path, SETS, period=PERIOD).restore(position)
   assert "num_steps=7 up to step 11, the checkpoint counted 12" in capsys.readouterr().err
 
 
@@ -191,7 +191,7 @@ def test_a_newer_schema_is_refused(whole, tmp_path, monkeypatch):
 
 def test_processes_are_merged(tmp_path):
   for process_index in (0, 1, 11):
-    writer = ScoreWriter(tmp_path, SETS, process_index=process_index, period=PERIOD)
+    writer = Writer(tmp_path, SETS, process_index=process_index, period=PERIOD)
     writer.restore(None)
     for step in range(7):
       append_step(writer, step, process_index)
@@ -200,12 +200,12 @@ def test_processes_are_merged(tmp_path):
   log = attribution.load(tmp_path)
   assert log.num_rows == 3 * sum(step % 4 + 1 for step in range(7))
   assert log.steps["step"].tolist() == list(range(7))
-  ScoreWriter(tmp_path, SETS, process_index=1, period=PERIOD).restore(None)
+  Writer(tmp_path, SETS, process_index=1, period=PERIOD).restore(None)
   assert attribution.load(tmp_path).num_rows == 2 * sum(step % 4 + 1 for step in range(7))
 
 
 def test_closing_record(tmp_path):
-  writer = ScoreWriter(tmp_path, ("manual",), period=2)
+  writer = Writer(tmp_path, ("manual",), period=2)
   rows = {"tokens": np.array([3]), "loss": np.array([1.0]), "dot": np.array([2.0]), "contribution": np.array([0.5])}
   for step in (0, 1):
     writer.append({"step": step, "val_loss": 5.0 - step}, rows, [("code", "a.py", 0)])
@@ -217,7 +217,7 @@ def test_closing_record(tmp_path):
 
 
 def test_wrong_use_is_refused(tmp_path, whole):
-  writer = ScoreWriter(tmp_path, SETS, period=PERIOD)
+  writer = Writer(tmp_path, SETS, period=PERIOD)
   append_step(writer, 3)
   with pytest.raises(ValueError, match="step=3: the score log already holds step 3"):
     append_step(writer, 3)
@@ -229,13 +229,13 @@ def test_wrong_use_is_refused(tmp_path, whole):
   with pytest.raises(ValueError, match=r"'contribution' has shape \(1,\), expected \(1, 2\)"):
     writer.append({"step": 4}, rows | {"contribution": [1.0]}, [("a", "b", 0)])
   with pytest.raises(ValueError, match="is already there: call restore"):
-    append_step(ScoreWriter(whole, SETS), 30)
+    append_step(Writer(whole, SETS), 30)
   with pytest.raises(ConfigError, match="validation sets manual, exams, this run against manual;"):
-    ScoreWriter(whole, ("manual",), period=PERIOD).restore({"step": 22, "num_steps": 23, "num_rows": 1})
+    Writer(whole, ("manual",), period=PERIOD).restore({"step": 22, "num_steps": 23, "num_rows": 1})
 
 
 def test_an_error_of_the_disk_reaches_the_caller(tmp_path):
-  writer = ScoreWriter(tmp_path, SETS, period=1)
+  writer = Writer(tmp_path, SETS, period=1)
   (tmp_path / "ghost").write_text("a file where the folder should be")
   append_step(writer, 0)
   with pytest.raises(OSError, match="could not be written"):

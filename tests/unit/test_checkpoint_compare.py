@@ -8,7 +8,7 @@ from checkpoint_convert_trees import E, L, linen, nnx, save, unpack, wrap
 
 from maxghost.checkpoint import inspect_checkpoint
 from maxghost.checkpoint.compare import ONLY_LEFT, compare_checkpoints, main
-from maxghost.checkpoint.convert import convert
+from maxghost.interop.convert import convert
 
 
 def silent(_):

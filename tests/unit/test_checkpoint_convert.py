@@ -10,10 +10,10 @@ from checkpoint_convert_trees import FIXTURES, REAL, L, linen, nnx, orbax_leaves
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxghost.checkpoint import convert as convert_module
-from maxghost.checkpoint.convert import convert, convert_tree
 from maxghost.checkpoint.layouts import ReadOptions
 from maxghost.checkpoint.layouts_store import open_tree
+from maxghost.interop import convert as convert_module
+from maxghost.interop.convert import convert, convert_tree
 
 
 def silent(_):

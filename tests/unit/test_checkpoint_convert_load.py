@@ -9,12 +9,12 @@ from checkpoint_convert_trees import FIXTURES, orbax_leaves, same_bytes, unpack
 from flax import nnx
 
 from maxghost import config, models
-from maxghost.checkpoint import parameters
 from maxghost.checkpoint.compare import compare_checkpoints
-from maxghost.checkpoint.convert import convert
-from maxghost.checkpoint.layouts_load import load_tree
 from maxghost.checkpoint.layouts_store import LayoutError
-from maxghost.checkpoint.linen_scaling import main, rescale_checkpoint, rescale_queries
+from maxghost.interop import parameters
+from maxghost.interop.convert import convert
+from maxghost.interop.linen_scaling import main, rescale_checkpoint, rescale_queries
+from maxghost.interop.load_tree import load_tree
 from maxghost.training.optimizers import make_optimizer
 from maxghost.training.resume import from_tree, to_tree
 from maxghost.training.state import TrainStateNNX

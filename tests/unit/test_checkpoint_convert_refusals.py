@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from checkpoint_convert_trees import E, L, M, Numbers, linen, model, nnx, orbax_leaves, same_bytes, save, unpack, wrap
 
-from maxghost.checkpoint import convert as convert_module
 from maxghost.checkpoint.compare import compare_checkpoints
-from maxghost.checkpoint.convert import convert, convert_tree, main
 from maxghost.checkpoint.layouts import ReadOptions
 from maxghost.checkpoint.layouts_store import LayoutError
+from maxghost.interop import convert as convert_module
+from maxghost.interop.convert import convert, convert_tree, main
 
 
 def silent(_):

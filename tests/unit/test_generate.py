@@ -10,11 +10,11 @@ from flax import nnx
 
 from maxghost import config, generate, load_model, train
 from maxghost.attribution.metrics import read_samples
-from maxghost.checkpoint import hf_checkpoint, huggingface, huggingface_config, safetensors_files
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import tree_from_memory
 from maxghost.data.tokenizers import ByteTokenizer
 from maxghost.generation import Generator
+from maxghost.interop import hf_checkpoint, huggingface, huggingface_config, safetensors_files
 from maxghost.training import resume
 from maxghost.training.samples import Sampler
 

@@ -5,9 +5,9 @@ import struct
 import numpy as np
 import pytest
 
-from maxghost.checkpoint import gguf_file, hf_checkpoint, model_path
-from maxghost.checkpoint.layouts_store import open_tree
 from maxghost.config import ConfigError
+from maxghost.interop import gguf, hf_checkpoint, model_path
+from maxghost.interop.huggingface import open_tree
 
 SIZES = {"heads": 6, "kv": 2, "width": 8, "embed": 32, "mlp": 64, "layers": 2}
 F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
@@ -149,15 +149,15 @@ def test_cut_files(tmp_path):
   for size in (len(whole) - 1, 900, 3, 0):
     (tmp_path / "m.gguf").write_bytes(whole[:size])
     with pytest.raises(ConfigError, match=r"is cut|no GGUF file|cannot be read"):
-      gguf_file.open_file(tmp_path / "m.gguf")
+      gguf.open_file(tmp_path / "m.gguf")
 
 
 @pytest.mark.hf
 def test_values_are_those_of_the_gguf_library(tmp_path):
   gguf = pytest.importorskip("gguf")
   write(tmp_path / "m.gguf")
-  ours = gguf_file.open_file(tmp_path / "m.gguf").tensors
+  ours = gguf.open_file(tmp_path / "m.gguf").tensors
   for tensor in gguf.GGUFReader(str(tmp_path / "m.gguf")).tensors:
     if ".attn_q." not in tensor.name and ".attn_k." not in tensor.name:
       expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-      np.testing.assert_array_equal(ours[gguf_file._huggingface_name("", tensor.name)].read(None), expected)
+      np.testing.assert_array_equal(ours[gguf._huggingface_name("", tensor.name)].read(None), expected)

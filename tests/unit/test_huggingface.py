@@ -15,9 +15,9 @@ import tiny
 from flax import nnx
 
 from maxghost import config, load_model
-from maxghost.checkpoint import hf_checkpoint, huggingface_config, model_keys, model_path, parameters, safetensors_files
-from maxghost.checkpoint.layouts_store import open_tree
 from maxghost.config import ConfigError
+from maxghost.interop import hf_checkpoint, huggingface_config, model_keys, model_path, parameters, safetensors_files
+from maxghost.interop.huggingface import open_tree
 
 
 def silent(line):

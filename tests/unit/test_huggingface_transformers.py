@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from maxghost import load_model
-from maxghost.checkpoint import hf_checkpoint
 from maxghost.generation import Generator
+from maxghost.interop import hf_checkpoint
 
 pytestmark = pytest.mark.hf
 

@@ -15,8 +15,8 @@ import tiny
 from flax import nnx
 
 from maxghost import load_model
-from maxghost.checkpoint import huggingface, huggingface_rules, mxfp4
 from maxghost.checkpoint.layouts_store import LayoutError
+from maxghost.interop import huggingface, huggingface_rules, mxfp4
 
 E, D, M = 5, 32, 96
 MATRICES = {"gate_up_proj": (2 * M, D // 32), "down_proj": (D, M // 32)}  # outputs, groups

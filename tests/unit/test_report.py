@@ -17,7 +17,7 @@ import pytest
 from attribution_runs import make_run
 
 from maxghost import attribution, report
-from maxghost.attribution import ScoreWriter, live, report_text, statistics
+from maxghost.attribution import live, report_text, statistics
 from maxghost.attribution import summary as summary_module
 from maxghost.attribution.html import render
 from maxghost.attribution.html.markup import escape, tag
@@ -26,6 +26,7 @@ from maxghost.attribution.metrics import Series, read_metrics, thin
 from maxghost.attribution.numbers import compact, integer, number, percent
 from maxghost.attribution.texts import Source
 from maxghost.config import ConfigError
+from maxghost.scorelog import Writer
 
 SYNTHETIC = ("dataset_type=synthetic", "ghost_val_domain=words")
 
@@ -36,7 +37,7 @@ def summarize(log, num_documents=20):
 
 def write_log(run_dir, steps, val_sets=("manual",), closing=None, epochs=None):
   """steps: (step columns, rows of (domain, path, offset, chunk, tokens, contribution per set))."""
-  writer = ScoreWriter(run_dir, val_sets, period=3)
+  writer = Writer(run_dir, val_sets, period=3)
   writer.restore(None)
   for step, (record, rows) in enumerate(steps):
     contribution = np.array([row[5] for row in rows], float).reshape(len(rows), len(val_sets))
@@ -104,7 +105,7 @@ def test_ledger_and_domains_by_hand(tmp_path):
 
 
 def test_a_step_whose_successor_was_not_scored_has_no_measured_drop(tmp_path):
-  writer = ScoreWriter(tmp_path)
+  writer = Writer(tmp_path)
   rows = {"tokens": [1], "loss": [1.0], "dot": [1.0], "contribution": [1.0]}
   for step, before in ((0, 5.0), (1, 4.0), (3, 1.0)):
     record = {"step": step, "val_loss": before, "prev_val_loss": before, "predicted_examples": 1.0}

@@ -11,7 +11,7 @@ from maxghost import attribution
 from maxghost.attribution import summary, token_values
 from maxghost.attribution.html import render
 from maxghost.attribution.texts import Source
-from maxghost.training import token_scores
+from maxghost.scorelog import tokens
 
 TEXT = "né!".encode()  # 4 bytes, 3 characters; the end token follows
 
@@ -36,7 +36,7 @@ def write(run_dir, step, scale):
     offset_BS=np.zeros((2, 2), np.int64),
   )
   names = [("words", "other", 0), ("words", "x", 5)]
-  token_scores.write(run_dir / "ghost" / "tokens", step, contribution, batch, lambda index: names[index])
+  tokens.write(run_dir / "ghost" / "tokens", step, contribution, batch, lambda index: names[index])
 
 
 def test_the_larger_exposure_in_characters(run_dir):
@@ -74,7 +74,7 @@ def write_for(run_dir, value):
     offset_BS=np.zeros((1, 1), np.int64),
   )
   name = (value.domain, value.path, value.offset)
-  token_scores.write(run_dir / "ghost" / "tokens", 10, contribution, batch, lambda index: name)
+  tokens.write(run_dir / "ghost" / "tokens", 10, contribution, batch, lambda index: name)
 
 
 def test_a_run_without_a_readable_tokenizer_says_so(run_dir, tmp_path):

@@ -9,10 +9,10 @@ import tiny
 from train_steps import TRAIN, Run
 
 from maxghost import config
-from maxghost.attribution import chosen
-from maxghost.attribution.store import ScoreWriter
 from maxghost.config import ConfigError
-from maxghost.training import selection, selection_log
+from maxghost.scorelog import Writer
+from maxghost.scorelog import selection as selection_log
+from maxghost.training import selection
 
 VALUES = np.array([0.3, -0.2, 5.0, 0.1, 0.0, 2.0, -1.0], np.float32)
 FULL = np.array([True, True, True, True, False, True, True])
@@ -128,7 +128,7 @@ def test_contradictions_are_refused(changes, message):
 
 
 def test_the_log_tells_which_rows_were_trained_on_and_is_cut_on_restart(tmp_path):
-  writer = ScoreWriter(tmp_path, period=2)
+  writer = Writer(tmp_path, period=2)
   writer.restore(None)
   for step, (seen, where) in enumerate(((3, [0, 2]), (4, [1]), (2, [0, 1]), (2, [1]))):
     ones = np.ones(seen)
@@ -139,9 +139,9 @@ def test_the_log_tells_which_rows_were_trained_on_and_is_cut_on_restart(tmp_path
   with open(tmp_path / "ghost" / selection_log.FILE, "a") as file:
     file.write('{"step": 4, "see')  # cut short by a crash
   selection_log.restore(tmp_path / "ghost", 3)
-  np.testing.assert_array_equal(chosen.load(tmp_path), np.array([1, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0], bool))
+  np.testing.assert_array_equal(selection_log.load(tmp_path), np.array([1, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0], bool))
 
 
 def test_a_run_without_selection_says_so(tmp_path):
   with pytest.raises(ConfigError, match="ghost_select"):
-    chosen.load(tmp_path)
+    selection_log.load(tmp_path)

@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 
 from maxghost import config
-from maxghost.attribution.store import ScoreWriter
 from maxghost.checkpoint.manager import CheckpointManager
+from maxghost.scorelog import Writer
 from maxghost.training import metrics, resume
 from maxghost.training.console import Console
 from maxghost.training.flops import StepFlops
@@ -176,7 +176,7 @@ def run_toy(folder, cfg, *, ghost=True, async_checkpoints=True, console=None, **
   log.restore(position.metrics_bytes)
   scores = None
   if ghost:
-    writer = ScoreWriter(folder, tuple(VAL_SETS), period=3)
+    writer = Writer(folder, tuple(VAL_SETS), period=3)
     scores = ScoreRecorder(writer, dataset.document_id, ("code", "tables"), folder / "ghost" / "tokens")
     scores.restore(position.scores, position.completed_steps)
   sinks = Sinks(console or Quiet(), log, None, scores, checkpoints)

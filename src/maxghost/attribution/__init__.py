@@ -1,6 +1,5 @@
-"""From scores to answers: the score log on disk, queries, the report. Nothing in here imports JAX."""
+"""From scores to answers: queries over the score log, the report. Nothing in here imports JAX."""
 
-from maxghost.attribution.log import ScoreLog, load
-from maxghost.attribution.store import ScoreWriter
+from maxghost.scorelog import ScoreLog, load
 
-__all__ = ["ScoreLog", "ScoreWriter", "load"]
+__all__ = ["ScoreLog", "load"]

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from maxghost.attribution.format import Modules
-from maxghost.attribution.log import ScoreLog
 from maxghost.config import ConfigError
+from maxghost.scorelog.format import Modules
+from maxghost.scorelog.reader import ScoreLog
 
 GROUPINGS = {
   "domain": ("domain",),

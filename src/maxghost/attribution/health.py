@@ -8,7 +8,7 @@ import hashlib
 
 import numpy as np
 
-from maxghost.attribution.log import ScoreLog
+from maxghost.scorelog.reader import ScoreLog
 
 LAST_PASS = 6  # this one and later ones are counted together
 MAX_HASHED_DOCUMENTS = 200_000

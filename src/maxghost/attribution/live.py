@@ -5,9 +5,9 @@ import threading
 from pathlib import Path
 
 from maxghost.attribution import html
-from maxghost.attribution.log import load
 from maxghost.attribution.summary import Source, summarize
 from maxghost.config import ConfigError
+from maxghost.scorelog.reader import load
 
 ADDRESS = "127.0.0.1"
 

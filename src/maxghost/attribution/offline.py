@@ -19,13 +19,13 @@ import numpy as np
 from flax import nnx
 
 from maxghost.attribution.corpus import Corpus
-from maxghost.attribution.store import ScoreWriter
 from maxghost.config import ConfigError
 from maxghost.data.types import Batch
 from maxghost.ghost import DirectionSpec, GhostEngine, schedules
 from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.sketch import sketch_gradient, sketch_pass
+from maxghost.scorelog import Writer
 
 INDEX_VERSION = 2  # 2: experts have random directions of their own
 _SEED = 4711
@@ -42,7 +42,7 @@ class Point:
 
 
 def score(
-  points: Iterator[Point], corpus: Corpus, queries: dict[str, Batch], writer: ScoreWriter, num_rows: int,
+  points: Iterator[Point], corpus: Corpus, queries: dict[str, Batch], writer: Writer, num_rows: int,
   step_tokens: int,
 ) -> int:  # fmt: skip
   """Writes one step per checkpoint to the score log; returns the number of scored chunks of one.

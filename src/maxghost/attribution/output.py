@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from maxghost.attribution.numbers import integer, number
-from maxghost.attribution.parquet import import_pyarrow
 from maxghost.attribution.query import Answer
 from maxghost.attribution.texts import snippet
 from maxghost.config import ConfigError
+from maxghost.scorelog.parquet import import_pyarrow
 
 FORMATS = ("table", "json", "csv", "parquet")
 WIDE = 120  # characters; a narrower table leaves out what it can

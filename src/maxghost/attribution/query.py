@@ -8,10 +8,10 @@ import dataclasses
 import numpy as np
 
 from maxghost.attribution import aggregate, statistics
-from maxghost.attribution.log import ScoreLog
 from maxghost.attribution.texts import Source
 from maxghost.attribution.where import Where
 from maxghost.config import ConfigError, did_you_mean
+from maxghost.scorelog.reader import ScoreLog
 
 BY = ("domain", "document", "source", "step", "layer", "module")
 SCALES = {

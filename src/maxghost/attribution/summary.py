@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from maxghost.attribution import aggregate, statistics, token_values
-from maxghost.attribution.format import LEDGER
 from maxghost.attribution.health import Health, PassSums, duplicates
-from maxghost.attribution.log import ScoreLog
 from maxghost.attribution.metrics import Series, read_facts, read_metrics, read_samples
 from maxghost.attribution.numbers import integer, number
 from maxghost.attribution.texts import SNIPPET_BYTES, Source, Texts
 from maxghost.attribution.token_values import Marked
 from maxghost.config import ConfigError
+from maxghost.scorelog.format import LEDGER
+from maxghost.scorelog.reader import ScoreLog
 
 CURVE_BINS = 240
 MILLION = 1e6

@@ -1,6 +1,6 @@
 """Which tokens of a document carried its contribution, from the files of ghost_detail=token.
 
-`<run>/ghost/tokens/step_<step>.npz` is described in training/token_scores.py. B rows, T positions, K validation sets.
+`<run>/ghost/tokens/step_<step>.npz` is described in scorelog/tokens.py. B rows, T positions, K validation sets.
 """
 
 import dataclasses

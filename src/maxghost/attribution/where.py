@@ -10,8 +10,8 @@ import re
 
 import numpy as np
 
-from maxghost.attribution.log import ROW_COLUMNS
 from maxghost.config import ConfigError, did_you_mean
+from maxghost.scorelog.reader import ROW_COLUMNS
 
 _NUMERIC = {
   "=": operator.eq,

@@ -21,7 +21,7 @@ import numpy as np
 
 from maxghost.checkpoint.layouts import LAYOUTS, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import ParamTree, PartReader, Ref, blocks_of, chunk_of
-from maxghost.checkpoint.layouts_store import StoredArray, open_tree, text_of
+from maxghost.checkpoint.layouts_store import Opener, StoredArray, open_tree, text_of
 from maxghost.config import ConfigError
 
 ONLY_LEFT, ONLY_RIGHT, STRUCTURE = "only-left", "only-right", "structure"
@@ -263,16 +263,20 @@ def compare_checkpoints(
   *,
   read_a: ReadOptions | None = None,
   read_b: ReadOptions | None = None,
+  opener: Opener = open_tree,
   **options: Any,
 ) -> Comparison:
-  """Compares two checkpoint folders; options as in `compare`. Raises LayoutError where one cannot be read."""
+  """Compares two checkpoint folders; options as in `compare`. Raises LayoutError where one cannot be read.
+
+  opener: opens a folder; `interop.huggingface.open_tree` knows Hugging Face folders too.
+  """
   default = ReadOptions(keep_unknown=True)
-  left = read_checkpoint(open_tree(a), read_a or default)
-  right = read_checkpoint(open_tree(b), read_b or default)
+  left = read_checkpoint(opener(a), read_a or default)
+  right = read_checkpoint(opener(b), read_b or default)
   return compare(left, right, **options)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
   parser = argparse.ArgumentParser(prog="compare_checkpoints", description=__doc__.split("\n")[0])
   parser.add_argument("a", metavar="A")
   parser.add_argument("b", metavar="B")
@@ -289,14 +293,14 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--layer_containers", default="", metavar="NAME,...", help="more names of layer containers")
   args = parser.parse_args(argv)
   try:
-    return _run(args)
+    return _run(args, opener)
   except ConfigError as error:
     for problem in error.problems:
       print(f"compare_checkpoints: {problem}", file=sys.stderr)
     return 2
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, opener: Opener) -> int:
   if min(args.atol, args.rtol) < 0:
     raise ConfigError(f"atol={args.atol} rtol={args.rtol}: must be 0 or more")
   containers = tuple(filter(None, args.layer_containers.split(",")))
@@ -309,6 +313,7 @@ def _run(args: argparse.Namespace) -> int:
     args.b,
     read_a=read_a,
     read_b=read_b,
+    opener=opener,
     params_only=args.params_only,
     rngs=args.rngs,
     atol=args.atol,

@@ -1,6 +1,6 @@
 """Lists what a checkpoint holds: path, shape, dtype and bytes of every leaf, and the layout it is in.
 
-python -m maxghost.checkpoint inspect RUN/checkpoints/2 [--json]
+maxghost checkpoint inspect RUN/checkpoints/2 [--json]
 """
 
 import argparse
@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_store import Empty, LayoutError, RawTree, StoredArray, open_tree, text_of
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, Opener, RawTree, StoredArray, open_tree, text_of
 from maxghost.config import ConfigError
 
 
-def inspect(path: str | os.PathLike) -> dict[str, Any]:
+def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, Any]:
   """{"layout", "leaves": [{"path", "shape", "dtype", "bytes"}], "bytes", "parameters", ...}; only headers are read.
 
   Raises LayoutError where the folder cannot be read. A tree of unknown layout is listed all the same.
   """
-  raw = open_tree(path)
+  raw = opener(path)
   leaves = [_leaf(node_path, node) for node_path, node in raw.nodes.items()]
   content: dict[str, Any] = {"path": str(path), "leaves": leaves, "bytes": sum(leaf["bytes"] for leaf in leaves)}
   return content | _about(raw) | {"custom_metadata": raw.custom_metadata, "other_items": raw.folder.siblings()}
@@ -84,13 +84,13 @@ def listing(content: dict[str, Any]) -> Iterator[str]:
     yield f"other items beside the tree: {', '.join(content['other_items'])}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
   parser = argparse.ArgumentParser(prog="inspect", description="Lists what a checkpoint holds.")
   parser.add_argument("path", metavar="CHECKPOINT")
   parser.add_argument("--json", action="store_true", help="print one JSON object")
   args = parser.parse_args(argv)
   try:
-    content = inspect(args.path)
+    content = inspect(args.path, opener)
   except ConfigError as error:
     print(f"inspect: {error}", file=sys.stderr)
     return 2

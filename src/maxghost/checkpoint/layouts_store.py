@@ -86,6 +86,9 @@ class RawTree:
     return {path: node for path, node in self.nodes.items() if isinstance(node, StoredArray)}
 
 
+Opener = Callable[[str | os.PathLike], RawTree]
+
+
 @dataclass(frozen=True)
 class Location:
   """item: the folder with the tree. step: the folder around it (the same one where Orbax wrote no item level)."""
@@ -142,14 +145,7 @@ def _no_tree(path: Any, folder: Path) -> str:
 
 
 def open_tree(path: str | os.PathLike) -> RawTree:
-  """Opens a checkpoint folder, or a Hugging Face model folder; reads metadata and array headers only.
-
-  Raises LayoutError as `locate` does.
-  """
-  if (Path(path) / "config.json").is_file() and not (Path(path) / TREE_METADATA).is_file():
-    from maxghost.checkpoint import huggingface  # which stands on this module
-
-    return huggingface.open_folder(Path(path))
+  """Opens a checkpoint folder; reads metadata and array headers only. Raises LayoutError as `locate` does."""
   return open_at(locate(path), str(path))
 
 

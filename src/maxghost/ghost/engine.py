@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.schema import Config
-from maxghost.ghost import directions, engines, names, reverse_scan, schedules
+from maxghost.ghost import directions, names, schedules
 from maxghost.ghost.attach import Twin, excluded_labels, split
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.prepare import prepare_twin
+from maxghost.ghost.schedules import forward_mode, per_example, reverse_scan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,11 +206,11 @@ class GhostEngine:
     out = schedules.TrainPass(loss, losses, weights, grads, {}, {})
     if self.engine == "jvp":
       gradients = [_without(g, left_out) for g in gradients]
-      scores = jnp.stack([engines.jvp_scores(graphdef, params, rest, loss_fn, train_batch, u) for u in gradients])
+      scores = jnp.stack([forward_mode.jvp_scores(graphdef, params, rest, loss_fn, train_batch, u) for u in gradients])
       additive = scores.reshape(*scores.shape[:2], -1).sum(-1)
       return _result(out, additive, {}, scores if self.per_position and scores.ndim > 2 else None, val_loss, {})
     stacks = {label: () for label in labels if label not in left_out}
-    sets = [engines.per_example_scores(graphdef, params, rest, loss_fn, train_batch, u, stacks) for u in gradients]
+    sets = [per_example.per_example_scores(graphdef, params, rest, loss_fn, train_batch, u, stacks) for u in gradients]
     per_param = {label: jnp.stack([s[label] for s in sets]) for label in stacks}
     return _result(out, sum(per_param.values()), per_param, None, val_loss, {})
 

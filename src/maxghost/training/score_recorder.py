@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.training import selection_log, token_scores
+from maxghost.scorelog import selection, tokens
 
 QUEUE_LENGTH = 8
 STEP_COLUMNS = (
@@ -72,7 +72,7 @@ def stack_layers(by_module: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 class ScoreRecorder:
-  """Feeds a ScoreWriter.
+  """Feeds a Writer.
 
   document_id: (domain, path, offset) of a document by its index; asked once per document. domains: all domains, an axis
   of the contributions by parameter. token_folder: where ghost_detail=token puts its files.
@@ -111,8 +111,8 @@ class ScoreRecorder:
   def restore(self, position: dict | None, completed_steps: int) -> None:
     """Removes what was recorded after a checkpoint; None empties the log."""
     self._writer.restore(position)
-    token_scores.restore(self._token_folder, completed_steps)
-    selection_log.restore(self._token_folder.parent, completed_steps)
+    tokens.restore(self._token_folder, completed_steps)
+    selection.restore(self._token_folder.parent, completed_steps)
 
   def close(self) -> None:
     """Everything handed over is on disk afterwards."""
@@ -152,12 +152,12 @@ class ScoreRecorder:
       by_module = module_contributions(outputs["param_contribution"], scored_BS, domain_N, len(self._domains))
       modules = {"names": tuple(by_module), "domains": self._domains, "contribution": stack_layers(by_module)}
     if "token_contribution_KBT" in outputs:
-      token_scores.write(self._token_folder, step, outputs["token_contribution_KBT"], batch, self._name)
+      tokens.write(self._token_folder, step, outputs["token_contribution_KBT"], batch, self._name)
     if "chosen_B" in outputs:
       scored_BS = (batch.document_BS >= 0) & (outputs["tokens_BS"] > 0)
       chosen_BS = np.broadcast_to(outputs["chosen_B"][:, None], scored_BS.shape)
       chosen = np.flatnonzero(chosen_BS[scored_BS]).tolist()
-      selection_log.append(self._token_folder.parent, step, len(names), chosen)
+      selection.append(self._token_folder.parent, step, len(names), chosen)
     self._writer.append(record, columns, names, modules=modules)
 
   def _name(self, index: int) -> Sequence[Any]:

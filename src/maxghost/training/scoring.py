@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.schema import Config
-from maxghost.ghost import engines, ledger, reverse_scan, schedules
-from maxghost.ghost.accumulate import accumulated
+from maxghost.ghost import ledger, schedules
 from maxghost.ghost.directions import AdamScalars, preconditioner
 from maxghost.ghost.engine import direction_spec, total
 from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.prepare import prepare_twin
-from maxghost.ghost.schedules import TrainPass
+from maxghost.ghost.schedules import TrainPass, forward_mode, reverse_scan
+from maxghost.ghost.schedules.accumulate import accumulated
 from maxghost.training.optimizers import clip, optimizer_spec
 from maxghost.training.state import TrainStateNNX, adam_moments, trainable
 
@@ -163,7 +163,7 @@ class Scorer:
           value = value * preconditioner(spec, second[label], scalars, grads[label])
         u[path] = variable.replace(value)
       u = nnx.from_flat_state(u)
-      sets.append(engines.jvp_scores(graphdef, params, rest, step_loss, batch, u))
+      sets.append(forward_mode.jvp_scores(graphdef, params, rest, step_loss, batch, u))
       used.append(sum(jnp.sum(grads[label] * v) for label, v in schedules.by_label(u).items()))
     labelled = [schedules.by_label(g) for g in gradients]
     return Scored(passed, val_loss, labelled, {"used": jnp.stack(used)}, None, {}, jnp.stack(sets))

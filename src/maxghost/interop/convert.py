@@ -20,18 +20,18 @@ import numpy as np
 from maxghost.checkpoint import compare
 from maxghost.checkpoint.layouts import LAYOUTS, LINEN, NNX, PARAMS, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import INTEGER, SCANNED, UNSCANNED, PartReader, blocks_of, chunk_of
-from maxghost.checkpoint.layouts_plan import KEEP, MAXTEXT_NNX, TARGETS, Plan, Target, TargetLeaf, make_plan
 from maxghost.checkpoint.layouts_store import (
   LayoutError,
   Location,
   RawTree,
   TreePath,
   open_at,
-  open_tree,
   tree_from_memory,
 )
-from maxghost.checkpoint.layouts_writer import TreeWriter, new_folder, write_step_metadata
 from maxghost.config import ConfigError
+from maxghost.interop.convert_plan import KEEP, MAXTEXT_NNX, TARGETS, Plan, Target, TargetLeaf, make_plan
+from maxghost.interop.huggingface import open_tree
+from maxghost.interop.tree_writer import TreeWriter, new_folder, write_step_metadata
 
 DEFAULT_RAM_BYTES = 1 << 31
 _BLOCK_BYTES = 1 << 26

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from maxghost.checkpoint.model_keys import expert_width
 from maxghost.config import ModelConfig
+from maxghost.interop.model_keys import expert_width
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from maxghost.checkpoint.layouts_store import LayoutError
-from maxghost.checkpoint.safetensors_files import Tensor
+from maxghost.interop.safetensors_files import Tensor
 
 SUFFIX = ".gguf"
 _BLOCK = 32  # values of a quantised block

@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import config
-from maxghost.checkpoint import compare, gguf_file, huggingface, huggingface_config, model_path
-from maxghost.checkpoint.convert import DEFAULT_RAM_BYTES, check_space, check_target, write_plan
+from maxghost.checkpoint import compare
 from maxghost.checkpoint.layouts import MAXGHOST, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
-from maxghost.checkpoint.layouts_plan import Target, make_plan
-from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, open_at, open_tree
-from maxghost.checkpoint.layouts_writer import new_folder
-from maxghost.checkpoint.safetensors_files import write_tensors
+from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, open_at
 from maxghost.config import Config, ConfigError
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
+from maxghost.interop import gguf, huggingface, huggingface_config, model_path
+from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_space, check_target, write_plan
+from maxghost.interop.convert_plan import Target, make_plan
+from maxghost.interop.huggingface import open_tree
+from maxghost.interop.safetensors_files import write_tensors
+from maxghost.interop.tree_writer import new_folder
 
 _SHARD_BYTES = 5_000_000_000
 
@@ -47,7 +49,7 @@ def import_model(
   Raises ConfigError for tensors that are missing, unknown or misshapen, and for a tokenizer of another vocabulary.
   """
   source, target = Path(source).expanduser().absolute(), Path(target).expanduser().absolute()
-  cfg, raw, write_tokenizer = _open_gguf(source) if source.suffix == gguf_file.SUFFIX else _open_folder(source)
+  cfg, raw, write_tokenizer = _open_gguf(source) if source.suffix == gguf.SUFFIX else _open_folder(source)
   cfg = config.replace(cfg, scan_layers=scan_layers)
   checkpoint = read_checkpoint(raw)
   check_target(raw, target)
@@ -76,7 +78,7 @@ def import_model(
 
 def _open_folder(source: Path) -> tuple[Config, RawTree, Callable[[Path], Any]]:
   """(configuration, parameters, what writes the tokenizer files into a folder)."""
-  if not model_path.is_huggingface(source):
+  if not huggingface.is_huggingface(source):
     raise LayoutError(f"{source} is no Hugging Face model folder: it has no {huggingface.CONFIG_JSON}")
   cfg = model_path.huggingface_config(source)
   return cfg, open_tree(source), lambda folder: tokenizer_files.copy(source, folder)
@@ -84,12 +86,12 @@ def _open_folder(source: Path) -> tuple[Config, RawTree, Callable[[Path], Any]]:
 
 def _open_gguf(source: Path) -> tuple[Config, RawTree, Callable[[Path], Any]]:
   """The same for a GGUF file; its quantised values become float32."""
-  file = gguf_file.open_file(source)
-  cfg = huggingface.configuration(gguf_file.config_json(file), str(source))
+  file = gguf.open_file(source)
+  cfg = huggingface.configuration(gguf.config_json(file), str(source))
 
   def write_tokenizer(folder: Path) -> None:
     folder.mkdir()
-    gguf_file.write_tokenizer(file, folder)
+    gguf.write_tokenizer(file, folder)
 
   return cfg, huggingface.tree_of(file.tensors, cfg.model, source), write_tokenizer
 

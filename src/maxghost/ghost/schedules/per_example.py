@@ -1,7 +1,4 @@
-"""Engines that need no rules: forward mode, and one gradient per example.
-
-Chosen by name (`ghost_engine`), never fallen back to. n examples, T positions.
-"""
+"""Engine 'perexample': one gradient per example, which needs no rules. n examples."""
 
 from collections.abc import Callable
 
@@ -9,26 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.ghost.schedules import by_label, mean_loss
-from maxghost.models import autodiff
-
-
-def jvp_scores(graphdef, params, rest, loss_fn: Callable, batch, direction):
-  """<grad of (weight share times loss), u> of every example or position, in losses' shape, by one forward-mode pass.
-
-  direction: State u. Any model that `jax.jvp` passes through; per loss token, not per position of use, and without
-  detail per parameter. Cost: about one forward pass more than the forward pass.
-  """
-
-  def weighted(params):
-    losses, weights = loss_fn(nnx.merge(graphdef, params, rest), batch)
-    wide = jnp.promote_types(losses.dtype, jnp.float32)
-    weights = weights.astype(wide)
-    return losses.astype(wide) * weights / jnp.maximum(weights.sum(), jnp.finfo(wide).tiny)
-
-  with autodiff.forward_mode():
-    _, tangents = jax.jvp(weighted, (params,), (direction,))
-  return tangents
+from maxghost.ghost.schedules.passes import by_label, mean_loss
 
 
 def per_example_gradients(graphdef, params, rest, loss_fn: Callable, batch) -> dict:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from maxghost.attribution import format as fmt
 from maxghost.config import ConfigError
+from maxghost.scorelog import format as fmt
 
 _NAME = re.compile(r"dot_prod_log_iter_(-?\d+)\.pt")
 VAL_SET = "valset.pt"

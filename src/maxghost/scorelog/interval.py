@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from maxghost.attribution import format as fmt
 from maxghost.config import did_you_mean
+from maxghost.scorelog import format as fmt
 
 
 class Interval:

@@ -7,7 +7,7 @@ s = sqrt(h); their gradients are then divided by s, so first moments are divided
 to do there.) This changes values, so the converter does not do it. It is exact, and so is its inverse, where sqrt(h) is
 a power of two (h = 16, 64, 256); otherwise each direction rounds once.
 
-  python -m maxghost.checkpoint rescale --source_path A --target_path B --head_dim 16 --to maxghost|maxtext
+  maxghost checkpoint rescale --source_path A --target_path B --head_dim 16 --to maxghost|maxtext
 
 The function is the same after the step, training is not quite: Adam's step has the size of the learning rate whatever
 the scale of a weight, so a query weight that is s times larger moves s times less in proportion.
@@ -24,14 +24,14 @@ from pathlib import Path
 import numpy as np
 
 from maxghost.checkpoint import compare
-from maxghost.checkpoint.convert import check_target, place_like, write_plan
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_plan import Target, make_plan
-from maxghost.checkpoint.layouts_store import LayoutError, TreePath, open_at, open_tree, text_of
-from maxghost.checkpoint.layouts_writer import new_folder
+from maxghost.checkpoint.layouts_store import LayoutError, TreePath, open_at, text_of
 from maxghost.config import ConfigError
+from maxghost.interop.convert import check_target, place_like, write_plan
+from maxghost.interop.convert_plan import Target, make_plan
+from maxghost.interop.huggingface import open_tree
+from maxghost.interop.tree_writer import new_folder
 
-FOLDED_BLOCKS = ("default", "llama2", "mistral", "mixtral", "gemma", "gemma2")
 MAXGHOST, MAXTEXT = "maxghost", "maxtext"
 # Which power of the gradient a moment holds, by the name optax gives it.
 _POWERS = {"mu": 1, "trace": 1, "m": 1, "nu": 2, "v": 2, "v_row": 2, "v_col": 2}

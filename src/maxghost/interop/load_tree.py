@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.checkpoint.convert import read_block, with_key_type
 from maxghost.checkpoint.layouts import MAXGHOST, NNX, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import ParamTree, PartReader, Path, Ref, leaf_text
-from maxghost.checkpoint.layouts_plan import TargetLeaf
-from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, TreePath, open_tree, text_of, tree_from_memory
-from maxghost.checkpoint.linen_scaling import is_query, rescale_leaf
+from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, TreePath, text_of, tree_from_memory
+from maxghost.interop.convert import read_block, with_key_type
+from maxghost.interop.convert_plan import TargetLeaf
+from maxghost.interop.huggingface import open_tree
+from maxghost.interop.linen_scaling import is_query, rescale_leaf
 
 _HOLD_BYTES = 1 << 30
 _WIDER = {

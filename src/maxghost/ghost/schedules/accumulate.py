@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from maxghost.ghost.schedules import TrainPass
+from maxghost.ghost.schedules.passes import TrainPass
 from maxghost.parallel import constrain_state
 
 

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.ghost import directions, ledger, schedules
+from maxghost.ghost import directions, ledger
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.losses import StagedLoss, submodule
 from maxghost.ghost.saved_vjp import SavedVjp, pull_in_order
-from maxghost.ghost.schedules import TrainPass, mean_loss, validation_mean
+from maxghost.ghost.schedules import passes
+from maxghost.ghost.schedules.passes import TrainPass, mean_loss, validation_mean
 from maxghost.ghost.variables import GhostDirection, GhostProbe
 from maxghost.models import autodiff, segments, stack, streaming
 from maxghost.parallel import constrain_state
@@ -58,7 +59,7 @@ def run(
   """(TrainPass, val_loss [K], `ledger.sums` with `used` or None, captured).
 
   loss: a `StagedLoss`; val_loss: that of the validation rows, where it differs (no dropout). second_moments, scalars:
-  as `schedules.direction_parts`. segment_lengths: as `segments.scan`. carries_on_host: the segment inputs of the
+  as `passes.direction_parts`. segment_lengths: as `segments.scan`. carries_on_host: the segment inputs of the
   validation rows, and their cotangents between segments, wait in pinned host memory. remat_policy: none | minimal |
   full, what of a layer's forward pass is kept for the walk back; with segments a segment's layers are recomputed
   instead.
@@ -254,7 +255,7 @@ class _Walk:
 
   def probed(self, outer_params, outer_probes, gradients):
     """(twin model, captured) whose outer directions are made from K States of outer gradients."""
-    labelled = [schedules.by_label(g) for g in gradients]
+    labelled = [passes.by_label(g) for g in gradients]
     parts, captured = _parts(self.twin, self.outer, labelled, self.second_moments, self.scalars)
     blank = self._blank_directions()
     flat = dict(nnx.to_flat_state(blank))
@@ -461,7 +462,7 @@ class _Walk:
 
   def _layer_directions(self, gradients, moment):
     """({label inside the layer: parts}, what factors capture) of one layer."""
-    labelled = [schedules.by_label(g) for g in gradients]
+    labelled = [passes.by_label(g) for g in gradients]
     parts, captured = {}, {}
     for p in self.inner:
       label = p.label.removeprefix(self.label_prefix)
@@ -484,17 +485,17 @@ class _Walk:
       return {}
     scored = {p.label.removeprefix(self.label_prefix) for p in self.inner}
     moments = ledger.Moments(moment.get("first"), moment.get("second"), self.account.moments.count)
-    params, grads = schedules.by_label(layer_params), schedules.by_label(grads)
+    params, grads = passes.by_label(layer_params), passes.by_label(grads)
     used_K = self._used(self.inner, grads, parts, self.label_prefix)
-    labelled = [schedules.by_label(g) for g in gradients]
+    labelled = [passes.by_label(g) for g in gradients]
     found = ledger.sums(self.account.optimizer, moments, self.account.kappa, params, grads, labelled, scored)
     return found | {"used": used_K}
 
   def sums(self, layer_sums: dict, outer_grads, outer_gradients) -> dict:
     """`ledger.sums` of the whole model, and `used`, <g, u> over the scored parameters. layer_sums: [layers, K]."""
-    grads, params = schedules.by_label(outer_grads), schedules.by_label(self.outer_params)
+    grads, params = passes.by_label(outer_grads), passes.by_label(self.outer_params)
     scored = {p.label for p in self.outer}
-    labelled = [schedules.by_label(g) for g in outer_gradients]
+    labelled = [passes.by_label(g) for g in outer_gradients]
     parts, _ = _parts(self.twin, self.outer, labelled, self.second_moments, self.scalars)
     used_K = self._used(self.outer, grads, parts, "")
     account = self.account

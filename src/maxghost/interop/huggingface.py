@@ -5,21 +5,23 @@ as on any checkpoint. Tensors are read when asked for, one at a time.
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from maxghost.checkpoint import huggingface_config
-from maxghost.checkpoint.huggingface_rules import ARCHITECTURES, Architecture, Rule, sizes
+from maxghost.checkpoint import layouts_store
 from maxghost.checkpoint.layouts import PARAMS, RECORD, Checkpoint
 from maxghost.checkpoint.layouts_layers import PartReader, Ref, leaf_text
 from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, StoredArray
-from maxghost.checkpoint.mxfp4 import unpacked
-from maxghost.checkpoint.safetensors_files import Planned, Tensor, open_tensors, read_json
 from maxghost.config import Config, ModelConfig, replace
 from maxghost.config import load as load_config
+from maxghost.interop import huggingface_config
+from maxghost.interop.huggingface_rules import ARCHITECTURES, Architecture, Rule, sizes
+from maxghost.interop.mxfp4 import unpacked
+from maxghost.interop.safetensors_files import Planned, Tensor, open_tensors, read_json
 
 CONFIG_JSON = "config.json"
 _MOST_NAMES = 8
@@ -38,6 +40,15 @@ def configuration(content: Mapping[str, Any], origin: str) -> Config:
   keys = huggingface_config.keys_of(content, origin)
   # The tokenizer is looked at elsewhere; bytes, the default, would want a vocabulary of their size.
   return replace(load_config(), tokenizer_type="huggingface", **keys)
+
+
+def is_huggingface(folder: Path) -> bool:
+  return (folder / CONFIG_JSON).is_file() and not (folder / layouts_store.TREE_METADATA).is_file()
+
+
+def open_tree(path: str | os.PathLike) -> RawTree:
+  """Opens a checkpoint folder, or a Hugging Face model folder; reads metadata and headers only. Raises LayoutError."""
+  return open_folder(Path(path)) if is_huggingface(Path(path)) else layouts_store.open_tree(path)
 
 
 def open_folder(path: Path) -> RawTree:

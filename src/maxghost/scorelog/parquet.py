@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from maxghost.attribution import format as fmt
 from maxghost.config import ConfigError
+from maxghost.scorelog import format as fmt
 
 ROWS_PER_PART = 8_000_000
 _NAME = re.compile(r"rows_(\d+)_(\d+)\.parquet")
@@ -159,7 +159,7 @@ def compact(run_dir: Path, keep_shards: bool = False, rows_per_part: int = ROWS_
   keep_shards: the original files stay (readers then use the Parquet files). Of a run that is still training, files that
   it may write again are left alone. Raises ConfigError as attribution.load does, and without pyarrow.
   """
-  from maxghost.attribution.log import load
+  from maxghost.scorelog.reader import load
 
   import_pyarrow("--compact")
   log = load(run_dir)

@@ -10,15 +10,15 @@ import sys
 import threading
 from pathlib import Path
 
-from maxghost.attribution import format as fmt
-from maxghost.attribution import parquet
-from maxghost.attribution.interval import Interval
 from maxghost.config import ConfigError
+from maxghost.scorelog import format as fmt
+from maxghost.scorelog import parquet
+from maxghost.scorelog.interval import Interval
 
 QUEUE_LENGTH = 4  # files waiting for the disk; beyond that the training loop waits too
 
 
-class ScoreWriter:
+class Writer:
   """Writes one process's share of the score log.
 
   run_dir: the run's folder; files go to its `ghost/`. val_sets: names of the K validation sets. period: steps per file.
@@ -99,7 +99,7 @@ class ScoreWriter:
     self._raise_error()
     last_step = -1 if position is None else int(position["step"])
     for process in self._former_processes() if self._process_index == 0 else ():
-      other = ScoreWriter(self._run_dir, self._val_sets, process, self._period, self._fingerprint, self._num_processes)
+      other = Writer(self._run_dir, self._val_sets, process, self._period, self._fingerprint, self._num_processes)
       other.restore(None if position is None else {"step": last_step})
     self._pending = Interval(len(self._val_sets))
     self._last_step, self._num_steps, self._num_rows = last_step, 0, 0

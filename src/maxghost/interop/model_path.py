@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import config
-from maxghost.checkpoint import huggingface
-from maxghost.checkpoint.huggingface_config import weight_dtype
 from maxghost.checkpoint.layouts_store import LayoutError, locate
-from maxghost.checkpoint.safetensors_files import read_json
 from maxghost.config import Config
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
+from maxghost.interop import huggingface
+from maxghost.interop.huggingface_config import weight_dtype
+from maxghost.interop.safetensors_files import read_json
 
 CONFIG_FILE = "config.yml"
 
@@ -40,16 +40,12 @@ class ModelPlace:
     return found
 
 
-def is_huggingface(folder: Path) -> bool:
-  return (folder / huggingface.CONFIG_JSON).is_file() and not (folder / "_METADATA").is_file()
-
-
 def find(path: str | Path) -> ModelPlace:
   """Raises ConfigError where there is no model, or where its configuration cannot be read."""
   folder = Path(path).expanduser().absolute()
   if not folder.is_dir():
     raise LayoutError(f"there is no model folder {path}")
-  if is_huggingface(folder):
+  if huggingface.is_huggingface(folder):
     return ModelPlace(folder, huggingface_config(folder), folder / huggingface.CONFIG_JSON)
   if (folder / "checkpoints").is_dir():
     folder = newest_step(folder)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxghost.checkpoint.layouts_store import LayoutError
-from maxghost.checkpoint.model_keys import differing, expert_width
 from maxghost.config import ModelConfig, did_you_mean
 from maxghost.config.values import shown
+from maxghost.interop.model_keys import differing, expert_width
 
 # Our key and theirs, for every architecture that names its sizes as Llama does; GPT-2 has names of its own.
 _SIZES = {

@@ -3,14 +3,15 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from maxghost.checkpoint import model_path
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_load import open_load
-from maxghost.checkpoint.layouts_store import LayoutError, open_tree
-from maxghost.checkpoint.model_keys import differing
-from maxghost.checkpoint.model_path import ModelPlace
+from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import Config, ConfigError
 from maxghost.config.values import shown
+from maxghost.interop import model_path
+from maxghost.interop.huggingface import open_tree
+from maxghost.interop.load_tree import open_load
+from maxghost.interop.model_keys import differing
+from maxghost.interop.model_path import ModelPlace
 
 # Blocks whose query weights MaxText scales by the attention factor (see `linen_scaling`).
 _SCALED_BLOCKS = ("llama2", "mistral", "mixtral")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from maxghost.attribution import format as fmt
-from maxghost.attribution import ghostsuite, parquet
 from maxghost.config import ConfigError, did_you_mean
+from maxghost.scorelog import format as fmt
+from maxghost.scorelog import ghostsuite, parquet
 
 ROW_COLUMNS = ("step", "domain", "path", "offset", "chunk", "epoch", "tokens", "loss", "dot", "contribution")
 

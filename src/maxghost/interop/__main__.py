@@ -1,15 +1,15 @@
-"""`maxghost checkpoint convert|compare|inspect|rescale|hf`: the tools of this package."""
+"""`maxghost checkpoint convert|compare|inspect|rescale|hf`: tools for checkpoints of any layout."""
 
 import importlib
 import sys
 from collections.abc import Sequence
 
 _TOOLS = {
-  "convert": ("maxghost.checkpoint.convert", "from one layout to another: Linen, NNX, maxghost, parameters alone"),
+  "convert": ("maxghost.interop.convert", "from one layout to another: Linen, NNX, maxghost, parameters alone"),
   "compare": ("maxghost.checkpoint.compare", "are two checkpoints equal, whatever their layouts"),
   "inspect": ("maxghost.checkpoint.inspect_checkpoint", "path, shape, dtype and bytes of every leaf"),
-  "rescale": ("maxghost.checkpoint.linen_scaling", "attention factor into or out of the query weights (MaxText)"),
-  "hf": ("maxghost.checkpoint.hf_checkpoint", "import or export a Hugging Face model folder"),
+  "rescale": ("maxghost.interop.linen_scaling", "attention factor into or out of the query weights (MaxText)"),
+  "hf": ("maxghost.interop.hf_checkpoint", "import or export a Hugging Face model folder"),
 }
 
 
@@ -21,7 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines += [f"  {name:<8} {about}" for name, (_, about) in _TOOLS.items()]
     print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
-  return importlib.import_module(_TOOLS[arguments[0]][0]).main(arguments[1:])
+  module = importlib.import_module(_TOOLS[arguments[0]][0])
+  if arguments[0] in ("compare", "inspect"):
+    from maxghost.interop.huggingface import open_tree
+
+    return module.main(arguments[1:], open_tree)
+  return module.main(arguments[1:])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from maxghost.checkpoint.layouts_store import LayoutError
-from maxghost.checkpoint.safetensors_files import Tensor
+from maxghost.interop.safetensors_files import Tensor
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BYTES = 16  # of a group
