@@ -12,10 +12,10 @@ import routed
 import tiny
 from flax import nnx
 
-from maxghost import config, ghost, models
+from maxghost import config, ghost, models, train
 from maxghost.config.schema import ParallelConfig
 from maxghost.parallel import Layout, use
-from maxghost.training import state
+from maxghost.training import compiled_steps, state
 from maxghost.training.memory import Tensor, estimate, report
 from maxghost.training.memory.table import shown
 from maxghost.training.memory.verdict import largest, remedies, verdict
@@ -333,3 +333,41 @@ def test_factors_of_experts_are_those_of_the_twin(rank):
     tensors = [t for r in estimated.rows for t in r.tensors if t.why == f"directions of rank {rank}"]
     assert sum(t.bytes for t in tensors) == sum(own)
     assert layout is None or sum(own) < 0.8 * 4 * sum(math.prod(s) for k in low_rank for s in shapes[k].values())
+
+
+def test_a_step_that_cannot_fit_is_refused_with_the_keys_to_change():
+  estimated = long(remat_policy="none", attention="dot_product", max_target_length=8192)
+  report.check(estimated, None)
+  report.check(estimated, int(estimated.total / 1.4))  # the estimate may be wrong
+  with pytest.raises(config.ConfigError) as refused:
+    report.check(estimated, V5E)
+  keys, _, after = remedies(estimated, V5E)[-1]
+  assert str(refused.value).startswith(f"the step is estimated to need {shown(estimated.total)} per device, which has ")
+  assert f"{keys}, which is estimated to need {shown(after.total)}; --force starts it all the same" in str(
+    refused.value
+  )
+
+
+def test_a_batch_that_is_far_too_large_is_halved_in_one_line():
+  estimated = long(per_device_batch_size=10_000_000, segment_length=6)
+  steps = remedies(estimated, V5E)
+  assert len({keys.partition("=")[0] for keys, _, _ in steps}) == len(steps)
+  assert steps[-1][2].cfg.data.per_device_batch_size < 10
+
+
+@pytest.mark.parametrize("flags", [[], ["--force"]])
+def test_training_refuses_before_anything_is_compiled_or_written(flags, tmp_path, monkeypatch, capsys):
+  def compiled(*_):
+    raise config.ConfigError("compiled")
+
+  monkeypatch.setattr(report, "capacity", lambda device: 100_000)
+  monkeypatch.setattr(compiled_steps, "build", compiled)
+  keys = [f"{name}={value}" for name, value in (meshes.SIZES | {"dataset_type": "synthetic"}).items()]
+  code = train.main([*keys, "ghost_val_domain=words", "run_name=large", f"base_output_directory={tmp_path}", *flags])
+  said = capsys.readouterr().err.splitlines()
+  assert code == 2 and len(said) == 1 and not list(tmp_path.iterdir())
+  assert ("maxghost: compiled" if flags else "per device, which has 100.00 kB; use ") in said[0]
+
+
+def test_the_default_run_is_not_refused():
+  report.check(estimate(config.load()), 2**30)  # on a machine with 1 GiB

@@ -23,6 +23,7 @@ from maxghost.training.compiling import compiler_options
 from maxghost.training.flops import step_flops
 from maxghost.training.memory import MemoryEstimate, estimate
 from maxghost.training.memory import report as memory_report
+from maxghost.training.memory.table import compiled_sizes
 from maxghost.training.step import make_train_step
 
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "exceeds available HBM")
@@ -73,9 +74,7 @@ class Compiled:
     """Arguments, temporaries and new outputs on one device; None where the step did not compile."""
     if self.executable is None:
       return None
-    memory = self.executable.memory_analysis()
-    fresh = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
-    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + fresh
+    return sum(compiled_sizes(self.executable.memory_analysis()).values())
 
   def collectives(self) -> list[Collective]:
     layout = self.planned.layout
@@ -212,7 +211,7 @@ def memory_lines(compiled: Compiled, topology: str) -> list[str]:
     lines.append(f"memory: needs {need / 1e9:.2f} of {have / 1e9:.2f} GB: {verdict}")
     if left < 0:
       lines += memory_report.shortage(compiled.planned.memory, have)
-  return [*lines, memory_report.compiled_line(compiled.planned.memory, memory)]
+  return [*lines, compiled.planned.memory.beside(compiled_sizes(memory))]
 
 
 def fits(compiled: Compiled, topology: str) -> bool:

@@ -4,8 +4,13 @@ import os
 
 import jax
 
-from maxghost.training.memory.table import MemoryEstimate, compiled_sizes, shown
-from maxghost.training.memory.verdict import advice, verdict
+from maxghost.config import ConfigError
+from maxghost.training.memory.table import MemoryEstimate, shown
+from maxghost.training.memory.verdict import advice, remedies, verdict
+
+# Times the memory of a device. The estimate is within a tenth of what the TPU compiler says of dense models; on CPU,
+# and of small programs, it is rough.
+CLEARLY_TOO_MUCH = 1.5
 
 
 def capacity(device: jax.Device) -> int | None:
@@ -17,15 +22,24 @@ def capacity(device: jax.Device) -> int | None:
   return limit
 
 
+def check(estimated: MemoryEstimate, limit: int | None) -> None:
+  """Raises ConfigError, with the settings to change, where the step needs clearly more than the `capacity`."""
+  if limit is None or estimated.total <= CLEARLY_TOO_MUCH * limit:
+    return
+  steps = remedies(estimated, limit)
+  way = "more devices, or a smaller model"
+  if steps:
+    way = " ".join(keys for keys, _, _ in steps) + f", which is estimated to need {shown(steps[-1][2].total)}"
+  raise ConfigError(
+    f"the step is estimated to need {shown(estimated.total)} per device, which has {shown(limit)}; use {way}; "
+    "--force starts it all the same"
+  )
+
+
 def start_lines(estimated: MemoryEstimate, limit: int | None) -> list[str]:
   """The table and the verdict, before anything is compiled."""
   lines = estimated.table()
   return lines if limit is None else [*lines, *verdict(estimated, limit).splitlines()]
-
-
-def compiled_line(estimated: MemoryEstimate, analysis) -> str:
-  """The closed form beside XLA's `memory_analysis()` of the compiled step."""
-  return estimated.beside(compiled_sizes(analysis))
 
 
 def too_large(error: Exception, estimated: MemoryEstimate, limit: int | None) -> str:
