@@ -18,6 +18,7 @@ from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import reverse_scan
 from maxghost.models import stack
 from maxghost.models.decoder_layer import GatedMlp
+from maxghost.objectives import StagedLoss
 from maxghost.training.host_memory import HostMemory
 
 
@@ -42,12 +43,12 @@ class MlpStack(nnx.Module):
     cfg = self.cfg
     return stack.run(
       self.layers, x_BTD, (), num_layers=cfg.base_num_decoder_layers, remat_policy=cfg.remat_policy,
-      segment_lengths=cfg.segments,
+      segment_lengths=cfg.segment_lengths,
     )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class MeanSquare:
+class MeanSquare(StagedLoss):
   """(mean square of the outputs [B, T], ones): a staged loss without parameters of its own."""
 
   layers_path: tuple = ("layers",)
@@ -93,7 +94,7 @@ def make(cfg: Config):
       return schedules.plain_pass(graphdef, params, rest, MeanSquare(), batch)[-1]
     passed, _, _, _ = reverse_scan.run(
       twin, graphdef, params, rest, MeanSquare(), batch, val_batches,
-      segment_lengths=cfg.model.segments, carries_on_host=cfg.ghost.ghost_stream_carries == "host",
+      segment_lengths=cfg.model.segment_lengths, carries_on_host="carries" in cfg.model.offload_to_host,
     )  # fmt: skip
     return passed.grads, passed.scores
 

@@ -26,35 +26,49 @@ from flax import nnx
 from maxghost import config as configuration
 from maxghost.config.values import divisors
 from maxghost.models import platforms
-from maxghost.training import state
+from maxghost.parallel import Layout, topologies
+from maxghost.training import aot, state
 from maxghost.training.host_memory import HostMemory
 from maxghost.training.memory import MemoryEstimate, estimate
+from maxghost.training.memory.table import compiled_sizes
 from maxghost.training.memory.verdict import verdict
 from maxghost.training.step import make_train_step
 
 SHAPE = (
   "base_emb_dim=2048", "base_mlp_dim=4096", "base_num_decoder_layers=48", "max_target_length=65536",
   "per_device_batch_size=1", "dtype=bfloat16", "weight_dtype=bfloat16", "remat_policy=full",
-  "dataset_type=synthetic", "ghost_val_domain=words",
+  "dataset_type=synthetic", "ghost_val_sets=words",
 )  # fmt: skip
 DECODER = (
   "base_num_query_heads=16", "base_num_kv_heads=16", "head_dim=128", "vocab_size=32768", "attention=flash",
-  "num_vocab_tiling=16", "mu_dtype=bfloat16", "ghost_detail=total", "segment_length=6",
+  "num_vocab_tiling=16", "mu_dtype=bfloat16", "ghost_detail=total", "segment_lengths=6",
 )  # fmt: skip
 PLAIN = ("ghost_enabled=false",)
 GHOST = (
   "ghost_schedule=reverse_scan", "ghost_rank=32", "ghost_direction=sgd", "ghost_val_batch_size=1",
-  "ghost_stream_carries=host",
+  "offload_to_host=carries",
 )  # fmt: skip
-STREAMED = ("stream_weights=host", "stream_optimizer=host")
+STREAMED = ("offload_to_host=weights,optimizer",)
+ALL_STREAMED = ("offload_to_host=weights,optimizer,carries",)
 HEAD = (
   "base_emb_dim=2880", "vocab_size=201088", "max_target_length=32768", "per_device_batch_size=1", "dtype=bfloat16",
-  "weight_dtype=bfloat16", "dataset_type=synthetic", "ghost_val_domain=words",
+  "weight_dtype=bfloat16", "dataset_type=synthetic", "ghost_val_sets=words",
 )  # fmt: skip
+OWN_RULES = {  # name: keys, on four chips
+  "embed on tensor, the rest on fsdp": (
+    *PLAIN, "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2",
+    "logical_axis_rules=[[embed,[tensor]],[mlp,[fsdp]],[q_heads,[fsdp]],[kv_heads,[fsdp]],[heads,[fsdp]],[vocab,[fsdp]]]",
+  ),
+  "embed whole, the rest on fsdp, moments over data too, scores by two_pass": (
+    "ghost_schedule=two_pass", "ghost_rank=32", "ghost_direction=sgd", "ghost_val_batch_size=4",
+    "ici_data_parallelism=2", "ici_fsdp_parallelism=2", "shard_optimizer_over_data=true",
+    "logical_axis_rules=[[embed,[]],[mlp,[fsdp]],[q_heads,[fsdp]],[kv_heads,[fsdp]],[heads,[fsdp]],[vocab,[fsdp]]]",
+  ),
+}  # fmt: skip
 SMALL = (  # the recompute cost, on this machine
   "base_emb_dim=256", "base_mlp_dim=768", "base_num_decoder_layers=8", "max_target_length=256",
   "per_device_batch_size=4", "remat_policy=full", "ghost_enabled=false", "dataset_type=synthetic",
-  "ghost_val_domain=words",
+  "ghost_val_sets=words",
 )  # fmt: skip
 
 
@@ -106,7 +120,19 @@ class Bench:
     """The gradient of the output head."""
     cfg = configuration.load(str(_measure.BASE), *HEAD, *keys, *self.overrides)
     function, arguments = _head.make(cfg)
-    return _tpu.compile_for(self.device, function, *arguments).beside(gradient_only(cfg, _head.Head))
+    plain = gradient_only(configuration.replace(cfg, ghost_enabled=False), _head.Head)
+    inputs = num_bytes(arguments[2], arguments[4]) if cfg.ghost.ghost_enabled else 0  # scores and the given direction
+    return _tpu.compile_for(self.device, function, *arguments).beside(plain, inputs)
+
+  def sharded_step(self, *keys: str) -> _tpu.Compiled:
+    """The whole train step of the decoder on four chips."""
+    cfg = configuration.load(str(_measure.BASE), *SHAPE, *DECODER, *keys, *self.overrides)
+    planned = aot.plan(cfg, Layout.of(cfg.parallel, topologies.open_devices(f"{self.name}-4")))
+    compiled = aot.compile_step(planned)
+    if compiled.executable is None:
+      return _tpu.Compiled(error=compiled.problem).beside(planned.memory)
+    sizes = compiled_sizes(compiled.executable.memory_analysis())
+    return _tpu.Compiled(sizes["temporaries"], sizes["arguments"], 0.0, 0.0).beside(planned.memory)
 
   def step(self, *keys: str) -> _tpu.Compiled:
     """The whole train step of the decoder."""
@@ -132,6 +158,10 @@ def gradient_only(cfg, model_type: Callable[..., nnx.Module]) -> MemoryEstimate:
   return estimate(cfg, build=build)
 
 
+def num_bytes(*shapes) -> int:
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+
+
 def batch_shapes(cfg, num_rows: int) -> dict:
   shape = jax.ShapeDtypeStruct((num_rows, cfg.data.max_target_length), np.int32)
   return {f"{n}{suffix}": shape for n in ("inputs", "targets") for suffix in ("", "_position", "_segmentation")}
@@ -155,10 +185,10 @@ def segments(bench: Bench) -> Case:
   case = Case()
   found = {}
   for k in divisors(48)[1:-2]:
-    found[k] = bench.stack(*PLAIN, f"segment_length={k}")
+    found[k] = bench.stack(*PLAIN, f"segment_lengths={k}")
     case.line(f"segments of {k}, feed-forward stack", found[k])
   best = min((k for k in found if not found[k].error), key=lambda k: found[k].temporaries)
-  ghost = bench.stack(*GHOST, f"segment_length={best}")
+  ghost = bench.stack(*GHOST, f"segment_lengths={best}")
   case.line(f"segments of {best} with scores", ghost)
   case.notes.append(f"best segment length: {best}")
   case.figures += [
@@ -174,8 +204,8 @@ def segments(bench: Bench) -> Case:
 def streamed_stack(bench: Bench) -> Case:
   """Device arguments fall to nothing, and two segments of weights join the temporaries."""
   case = Case()
-  here = bench.stack(*PLAIN, "segment_length=6")
-  there = bench.stack(*PLAIN, "segment_length=6", "stream_weights=host")
+  here = bench.stack(*PLAIN, "segment_lengths=6")
+  there = bench.stack(*PLAIN, "segment_lengths=6", "offload_to_host=weights")
   case.line("segments of 6, weights on the chip", here)
   case.line("segments of 6, weights streamed", there)
   stacked = there.host
@@ -190,7 +220,7 @@ def decoder(bench: Bench) -> Case:
   """The whole train step: embedding, 48 layers, head, loss, AdamW."""
   case = Case()
   plain = bench.step(*PLAIN, *STREAMED)
-  ghost = bench.step(*GHOST, *STREAMED)
+  ghost = bench.step(*GHOST, *ALL_STREAMED)
   case.line("train step of the decoder, streamed", plain)
   case.line("train step of the decoder, streamed, with scores", ghost)
   case.figures += [
@@ -204,9 +234,17 @@ def decoder_segments(bench: Bench) -> Case:
   """The best segment length of the whole step."""
   case, found = Case(), {}
   for k in (4, 6, 8, 12):
-    found[k] = bench.step(*PLAIN, *STREAMED, f"segment_length={k}")
+    found[k] = bench.step(*PLAIN, *STREAMED, f"segment_lengths={k}")
     case.line(f"train step of the decoder, streamed, segments of {k}", found[k])
   case.notes.append(f"best segment length of the decoder: {min(found, key=lambda k: found[k].peak)}")
+  return case
+
+
+def axis_rules(bench: Bench) -> Case:
+  """Weights split by a user's own rules, 16,384 tokens in a row."""
+  case = Case()
+  for name, keys in OWN_RULES.items():
+    case.line(f"4 chips, {name}", bench.sharded_step("max_target_length=16384", *keys))
   return case
 
 
@@ -241,7 +279,7 @@ def recompute(bench: Bench) -> Case:
   case = Case()
   configs = {
     name: configuration.load(str(_measure.BASE), *SMALL, *keys)
-    for name, keys in {"plain": (), "segments": ("segment_length=2",)}.items()
+    for name, keys in {"plain": (), "segments": ("segment_lengths=2",)}.items()
   }
   flops = {name: _flops.of_step(cfg) for name, cfg in configs.items()}
   steps: Mapping[str, Callable] = {name: _steps.make_step(cfg) for name, cfg in configs.items()}
@@ -259,6 +297,7 @@ ROWS: dict[str, Callable[[Bench], Case]] = {
   "streamed_stack": streamed_stack,
   "decoder": decoder,
   "decoder_segments": decoder_segments,
+  "axis_rules": axis_rules,
   "head": head,
   "recompute": recompute,
 }

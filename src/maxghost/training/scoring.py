@@ -13,10 +13,10 @@ from maxghost.config.schema import Config
 from maxghost.ghost import ledger, schedules
 from maxghost.ghost.directions import AdamScalars, preconditioner
 from maxghost.ghost.engine import direction_spec, total
-from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import TrainPass, forward_mode, reverse_scan
 from maxghost.ghost.schedules.accumulate import accumulated
+from maxghost.objectives import create
 from maxghost.training.optimizers import clip, optimizer_spec
 from maxghost.training.state import TrainStateNNX, adam_moments, trainable
 
@@ -65,7 +65,7 @@ class Scorer:
 
   def __init__(self, cfg: Config, model: nnx.Module, batch, *, num_sets: int, delta):
     self.cfg, self.ghost, self.delta = cfg, cfg.ghost, delta
-    self.loss = LanguageModelLoss.of(cfg.model)
+    self.loss = create(cfg).validation()
     self.num_micro = cfg.optimizer.gradient_accumulation_steps
     rows = jax.tree.leaves(batch)[0].shape[0] // self.num_micro
     micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))
@@ -109,7 +109,7 @@ class Scorer:
         account,
         self.loss,
         self.cfg.model.stacked_segments,
-        self.ghost.ghost_stream_carries == "host",
+        "carries" in self.cfg.model.offload_to_host,
         self.cfg.model.remat_policy,
       )
       return Scored(passed, val_loss, None, {}, sums, captured, total(self.twin, passed.scores))

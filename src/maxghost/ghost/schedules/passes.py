@@ -16,6 +16,7 @@ from flax import nnx
 
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.directions import AdamScalars
+from maxghost.objectives import as_objective
 from maxghost.parallel import constrain_state
 
 
@@ -25,7 +26,7 @@ class TrainPass:
   """What one scored training pass yields.
 
   scores: {label: [*stack, K, n(, T)]}, the additive form w_i <grad l_i, u>. facts: {label: [*stack, K, 2]} for kind
-  'adam', else {}; see `directions.form`. metrics: what the loss measures on its way; see `measured`.
+  'adam', else {}; see `directions.form`. metrics: see `Objective.measured`.
   """
 
   loss: jax.Array
@@ -35,16 +36,6 @@ class TrainPass:
   scores: dict
   facts: dict
   metrics: dict = dataclasses.field(default_factory=dict)
-
-
-def measured(loss_fn: Callable, model, batch):
-  """(losses, weights, metrics): of `loss_fn.measured` where there is one, else of loss_fn and no metrics.
-
-  metrics: {name: float array}, means over the batch's weight.
-  """
-  if hasattr(loss_fn, "measured"):
-    return loss_fn.measured(model, batch)
-  return (*loss_fn(model, batch), {})
 
 
 def mean_loss(losses, weights):
@@ -151,7 +142,7 @@ def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: n
   """The training gradient of the batch, with every example scored against `directions` on the way back."""
 
   def loss(params, probes):
-    losses, weights, metrics = measured(loss_fn, twin.merge(params, probes, directions, rest), batch)
+    losses, weights, metrics = as_objective(loss_fn).measured(twin.merge(params, probes, directions, rest), batch)
     return mean_loss(losses, weights), (losses, weights, metrics)
 
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
@@ -193,7 +184,7 @@ def unscored_pass(graphdef, params, rest, loss_fn: Callable, batch) -> TrainPass
   """The training gradient of the batch, and no scores."""
 
   def loss(params):
-    losses, weights, metrics = measured(loss_fn, nnx.merge(graphdef, params, rest), batch)
+    losses, weights, metrics = as_objective(loss_fn).measured(nnx.merge(graphdef, params, rest), batch)
     return mean_loss(losses, weights), (losses, weights, metrics)
 
   (value, (losses, weights, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(params)

@@ -37,12 +37,12 @@ class Activations:
   @property
   def layers_at_once(self) -> int:
     """Layers that are differentiated without computing their inputs again."""
-    return self.model.segments[-1] if self.model.segments else self.model.base_num_decoder_layers
+    return self.model.segment_lengths[-1] if self.model.segment_lengths else self.model.base_num_decoder_layers
 
   def layer_runs(self) -> list[tuple[int, str]]:
     """(number of layer inputs kept, why) level by level."""
     runs, outer = [], self.device.num_layers
-    for length in self.model.segments:
+    for length in self.model.segment_lengths:
       runs.append((outer // length, f"inputs of the segments of {length} layers"))
       outer = length
     return [*runs, (outer, f"inputs of the {outer} layers of one segment" if runs else f"inputs of all {outer} layers")]
@@ -100,7 +100,7 @@ class Activations:
     if not any("heads" in v.axes for v in self.device.params.values()):  # a stack without attention
       return [hidden, feed_forward]
     differentiated = self._attention(LIVE_HEADS, " and their cotangents")
-    if not (self.walks_back and self.model.segments):
+    if not (self.walks_back and self.model.segment_lengths):
       return [hidden, feed_forward, *differentiated]
     turns = [hidden, feed_forward, *self._attention(LIVE_HEADS // 2, "")], [hidden, *differentiated]
     return max(turns, key=lambda tensors: sum(tensor.bytes for tensor in tensors))

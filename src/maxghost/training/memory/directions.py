@@ -30,7 +30,7 @@ class Directions:
   def in_turn(self) -> bool:
     """Whether schedule reverse_scan finishes the validation rows of a segment before it turns to the training rows: it
     does where the validation gradients of a layer are smaller than its validation inputs, over all devices."""
-    if not self.walks_back or not self.model.segments:
+    if not self.walks_back or not self.model.segment_lengths:
       return False
     stacked = [v for v in self.device.params.values() if v.stacked]
     layer = sum(math.prod(v.whole[1:]) * jnp.dtype(v.dtype).itemsize for v in stacked)
@@ -53,12 +53,11 @@ class Directions:
     return [Row("ghost directions and probes", (*found, self.device.probes))]
 
   def _two_pass(self) -> list[Tensor]:
-    device, sets = self.device, self.device.num_sets
-    factored = {p.label: device.factors(p) for p in device.scored if p.spec.low_rank}
-    factors = sum(factored.values())
-    exact = sum(device.params[p.label].elements for p in device.scored if not factored.get(p.label))
-    tensors = [Tensor((sets * exact,), self.weight, "validation gradients, the directions of the scores")]
-    if factors:
+    """The validation gradients stay for the account, also where the scores follow their factors."""
+    scored, sets = self.device.scored, self.device.num_sets
+    whole = sum(self.device.params[p.label].elements for p in scored)
+    tensors = [Tensor((sets, whole), self.weight, "validation gradients, the directions of the scores")]
+    if factors := sum(self.device.factors(p) for p in scored):
       tensors.append(Tensor((factors,), "float32", f"directions of rank {self.ghost.ghost_rank}"))
     return tensors
 
@@ -67,7 +66,7 @@ class Directions:
     device, sets, embed = self.device, self.device.num_sets, self.model.base_emb_dim
     layer = device.elements(True) // self.model.base_num_decoder_layers
     *outer, inner = (count for count, _ in activations.layer_runs())
-    on_host = self.ghost.ghost_stream_carries == "host"
+    on_host = "carries" in self.model.offload_to_host
     kept = sum(outer[1:] if on_host else outer) + (0 if self.in_turn else inner)
     # In turn, the first set's gradients of a segment make room for the training gradients, which are counted there.
     gradients = (sets - 1) * inner if self.in_turn else 2 * sets
@@ -81,7 +80,7 @@ class Directions:
       tensors.append(Tensor((1, activations.tokens, embed), self.compute, why))
     else:
       tensors.append(Tensor((sets, self.val_tokens, embed), self.compute, "cotangent of the validation rows"))
-    if not self.model.segments:
+    if not self.model.segment_lengths:
       tensors += [
         Tensor((sets * inner, self.val_tokens, width), dtype, f"{name} of the validation rows")
         for name, width, dtype in activations.kept_per_token()

@@ -24,8 +24,8 @@ Split = tuple[nnx.GraphDef, nnx.State]
 
 # Keys that change neither the shapes nor the places of the train state.
 _OF_THE_STEP = {
-  "attention", "num_vocab_tiling", "remat_policy", "segment_length", "segment_lengths", "ghost_schedule", "ghost_rank",
-  "ghost_stream_carries", "per_device_batch_size", "gradient_accumulation_steps", "max_target_length",
+  "attention", "num_vocab_tiling", "remat_policy", "segment_lengths", "ghost_schedule", "ghost_rank",
+  "per_device_batch_size", "gradient_accumulation_steps", "max_target_length",
 }  # fmt: skip
 
 
@@ -46,9 +46,9 @@ def estimate(
 def _estimate(cfg: Config, states: dict[str, PlacedState], build: Callable[[Config], PlacedState]) -> MemoryEstimate:
   """states: by `_state_keys`; new ones are added."""
   keys = _state_keys(cfg)
-  if keys not in states:
-    states[keys] = build(cfg)
   try:
+    if keys not in states:
+      states[keys] = build(cfg)
     device = Device(cfg, states[keys])
   except ValueError as error:  # a parameter without a rule, a pattern that matches nothing, a rank that saves nothing
     raise ConfigError(str(error)) from error
@@ -76,7 +76,7 @@ def _moments(device: Device, activations: Activations, scores: list[Row]) -> dic
   """{moment of the step: what is held then}."""
   model, also = device.cfg.model, [*scores, *_buffers(device)]
   segments = _segments(device)
-  streamed = segments if model.stream_weights == "host" else []
+  streamed = segments if "weights" in model.offload_to_host else []
   out = {"the update": [*device.resident, _gradients(device, streamed), *also]}
   if device.num_layers:
     layers = [_gradients(device, segments), *activations.in_layers()]
@@ -93,17 +93,17 @@ def _segments(device: Device) -> list[Tensor]:
   layer = device.elements(True) // model.base_num_decoder_layers
   tensors = [
     Tensor((2, length * layer), model.weight_dtype, f"weights of a segment of {length} layers, and their gradient")
-    for length in model.segments
+    for length in model.segment_lengths
   ]
-  if model.stream_weights == "host":
+  if "weights" in model.offload_to_host:
     why = "weights of the next segment, on their way from the host"
-    tensors.append(Tensor((model.segments[0] * layer,), model.weight_dtype, why))
+    tensors.append(Tensor((model.segment_lengths[0] * layer,), model.weight_dtype, why))
   return tensors
 
 
 def _gradients(device: Device, segments: list[Tensor]) -> Row:
   model, accumulates = device.cfg.model, device.cfg.optimizer.gradient_accumulation_steps > 1
-  held = device.elements(False if model.stream_weights == "host" else None)
+  held = device.elements(False if "weights" in model.offload_to_host else None)
   tensors = [Tensor((held,), "float32" if accumulates else model.weight_dtype, "gradient of the step")]
   if accumulates:
     tensors.append(Tensor((held,), model.weight_dtype, "gradient of one micro-batch"))

@@ -68,8 +68,8 @@ def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, s
 
 
 def _typed(value) -> str:
-  """A value as the command line takes it."""
-  return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+  """The value of a key as it is typed on the command line."""
+  return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _merged(steps: Iterable[tuple[dict, str]]) -> dict:
@@ -101,25 +101,22 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
     yield {"remat_policy": "full"}, "one more forward pass of the layers"
   if m.scan_layers:
     divisors = [k for k in range(2, layers) if layers % k == 0]
-    best = [(after.total, k) for k in divisors if (after := estimate.change(segment_length=k, segment_lengths=()))]
-    if best and (k := min(best)[1]) != m.segment_length:
-      yield (
-        {"segment_length": k, "segment_lengths": ()} if m.segment_lengths else {"segment_length": k},
-        ("one more forward pass of the layers"),
-      )
+    best = [(after.total, k) for k in divisors if (after := estimate.change(segment_lengths=(k,)))]
+    if best and (lengths := (min(best)[1],)) != m.segment_lengths:
+      yield {"segment_lengths": lengths}, "one more forward pass of the layers"
   if g.ghost_enabled and g.ghost_schedule == "two_pass":
     yield {"ghost_schedule": "reverse_scan"}, "the same scores, in one walk over the layers"
-  if g.ghost_enabled and not g.ghost_rank:
-    yield {"ghost_rank": 32}, "approximate scores"
   batch, accumulated = cfg.data.per_device_batch_size, o.gradient_accumulation_steps
   if batch % 2 == 0:
     yield {"per_device_batch_size": batch // 2, "gradient_accumulation_steps": 2 * accumulated}, "smaller products"
-  if m.segments and g.ghost_enabled and g.ghost_schedule == "reverse_scan" and g.ghost_stream_carries == "none":
-    yield {"ghost_stream_carries": "host"}, "traffic to the host in every step"
-  if m.scan_layers and m.segments:
+  offloads = m.offload_to_host
+  if m.segment_lengths and g.ghost_enabled and g.ghost_schedule == "reverse_scan" and "carries" not in offloads:
+    yield {"offload_to_host": (*offloads, "carries")}, "traffic to the host in every step"
+  if m.scan_layers and m.segment_lengths:
     host = {"ghost_schedule": "reverse_scan"} if g.ghost_enabled else {}
-    yield {"stream_optimizer": "host", **host}, "traffic to the host in every step"
-    yield {"stream_weights": "host", "stream_optimizer": "host", **host}, "traffic to the host in every step"
+    for more in (("optimizer",), ("weights", "optimizer")):
+      new = {"offload_to_host": tuple(dict.fromkeys((*more, *offloads))), **host}
+      yield new, "traffic to the host in every step"
   if m.weight_dtype == "float32":
     yield {"weight_dtype": "bfloat16"}, "weights in 16 bits, 8 of them significant"
   if batch > 1:

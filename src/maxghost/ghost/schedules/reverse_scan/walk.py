@@ -18,12 +18,12 @@ from flax import nnx
 
 from maxghost.ghost import directions, ledger
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.losses import StagedLoss, submodule
 from maxghost.ghost.saved_vjp import SavedVjp, pull_in_order
 from maxghost.ghost.schedules import passes
 from maxghost.ghost.schedules.passes import TrainPass, mean_loss, validation_mean
 from maxghost.ghost.variables import GhostDirection, GhostProbe
 from maxghost.models import autodiff, segments, stack, streaming
+from maxghost.objectives import StagedLoss
 from maxghost.parallel import constrain_state
 
 
@@ -66,7 +66,7 @@ def run(
   Scores equal those of 'two_pass', tied tables included.
   Raises ValueError for a loss without stages or a model without stacked layers.
   """
-  if not hasattr(loss, "layer_inputs"):
+  if not isinstance(loss, StagedLoss):
     raise ValueError(
       "ghost_schedule=reverse_scan needs a StagedLoss (embed, layers, head); use two_pass for other losses"
     )
@@ -100,7 +100,7 @@ def run(
     grads,
     twin.scores_by_label(probe_grads),
     twin.scores_by_label(probe_grads, "facts"),
-    loss.hidden_metrics(train.hidden, batch) if hasattr(loss, "hidden_metrics") else {},
+    loss.metrics(train.hidden, batch),
   )
   sums = walk.sums(layers["sums"], outer_grads, outer_gradients) if account else None
   return passed, jnp.stack([value for value, _ in val_heads]), sums, captured
@@ -534,6 +534,16 @@ def _unstacked_parts(param, gradient_K, second_moment, scalars):
     return (gradient_K,), None
   left, right, captured = param.spec.factor(gradient_K, 1)
   return (left, right), captured
+
+
+def submodule(model: nnx.Module, path: tuple) -> nnx.Module:
+  """The module at `path`; ValueError naming the path if there is none."""
+  node = model
+  for name in path:
+    if not hasattr(node, str(name)):
+      raise ValueError(f"the model has no stacked layers at {'/'.join(map(str, path))}; set scan_layers=true")
+    node = getattr(node, str(name))
+  return node
 
 
 def _outside(prefix: tuple, state: nnx.State) -> nnx.State:
