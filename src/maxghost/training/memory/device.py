@@ -23,35 +23,28 @@ from maxghost.training.scoring import frozen
 EXPERTS = "exp"  # the logical axis that numbers experts
 
 
+OTHER = "other state"
+
+
 @dataclasses.dataclass(frozen=True)
 class Held:
-  """One Variable of the train state. whole: its shape; shape: of the part on this device; on_host: it lives in pinned
-  host memory; gathered: elements of it while it is computed with, whole along the mesh axes that split the batch."""
+  """One Variable of the train state. row: of the table; whole: its shape; shape: of the part on this device; stacked:
+  it has a leading layer axis; gathered: its elements where a layer computes with it, whole along the mesh axes that
+  split the batch."""
 
-  path: tuple
+  row: str
+  label: str
   axes: tuple[str | None, ...]
   whole: tuple[int, ...]
   shape: tuple[int, ...]
   dtype: str
   on_host: bool
+  stacked: bool
   gathered: int
 
   @property
   def elements(self) -> int:
     return math.prod(self.shape)
-
-  @property
-  def stacked(self) -> bool:
-    """Whether it has a leading layer axis."""
-    return self.axes[:1] == ("layers",)
-
-  @property
-  def row(self) -> str:
-    """The row of the table where it counts."""
-    return {"model": "parameters", "optimizer": "optimizer"}.get(self.path[0], OTHER) if self.whole else OTHER
-
-
-OTHER = "other state"
 
 
 class PlacedState:
@@ -65,13 +58,15 @@ class PlacedState:
     self._twins: dict[tuple, Twin] = {}
 
   def _held(self, path: tuple, variable: nnx.Variable, batch_axes: set[str]) -> Held:
-    leaf, axes = variable.get_value(), variable.get_metadata().get(AXES) or ()
+    leaf, axes = variable.get_value(), tuple(variable.get_metadata().get(AXES) or ())
     shape, rules = leaf.sharding.shard_shape(leaf.shape), self.layout.rules
     split = rules.assign(axes, leaf.shape, slash_path(path)) if axes else ()
     over = [axis for name, found in zip(axes, split, strict=True) if name != EXPERTS for axis in found]
     gathered = math.prod(shape) * rules.parts([axis for axis in over if axis in batch_axes])
     host = getattr(leaf.sharding, "memory_kind", None) == HOST
-    return Held(path, tuple(axes), leaf.shape, shape, str(leaf.dtype), host, gathered)
+    row = {"model": "parameters", "optimizer": "optimizer"}.get(path[0], OTHER) if shape else OTHER
+    label = slash_path(path[1:])
+    return Held(row, label, axes, leaf.shape, shape, str(leaf.dtype), host, axes[:1] == ("layers",), gathered)
 
   def twin(self, cfg: Config) -> Twin:
     """The probed twin, of one example. Raises ValueError, see `attach`."""
@@ -89,7 +84,7 @@ class Device:
 
   def __init__(self, cfg: Config, placed: PlacedState):
     self.cfg, self.layout, self.variables = cfg, placed.layout, placed.variables
-    self.params = {slash_path(v.path[1:]): v for v in self.variables if v.row == "parameters"}
+    self.params = {v.label: v for v in self.variables if v.row == "parameters"}
     layered = any(v.stacked for v in self.params.values()) or not cfg.model.scan_layers
     self.num_layers = cfg.model.base_num_decoder_layers if layered else 0
     self.num_sets = len(cfg.data.validation_sets) if cfg.ghost.ghost_enabled else 0
@@ -119,25 +114,16 @@ class Device:
   @functools.cached_property
   def resident(self) -> tuple[Row, ...]:
     """What lives between steps, in device memory."""
-    state: dict[str, list[Tensor]] = {"parameters": [], "optimizer": [], OTHER: []}
-    for row, tensors in state.items():
-      sizes: dict[tuple[str, str], int] = {}
-      for v in self.variables:
-        if v.row == row and not v.on_host:
-          what = " ".join(str(name) for name in v.path[:-1] if name in ("mu", "nu", "trace")) or row
-          sizes[what, v.dtype] = sizes.get((what, v.dtype), 0) + v.elements
-      tensors += [Tensor((size,), dtype, f"all of {what}") for (what, dtype), size in sizes.items()]
-    batch = [t for num_rows, count in self._batches() for t in self._batch(num_rows, count)]
-    return (*(Row(name, tuple(tensors)) for name, tensors in state.items()), Row(BATCH, tuple(batch)))
-
-  def _batches(self) -> list[tuple[int, int]]:
-    """(rows over all devices, number of such batches)."""
-    own = (devices.rows_per_step(self.cfg, self.layout.num_devices), 1)
-    return [own, (self.cfg.ghost.ghost_val_batch_size, self.num_sets)] if self.num_sets else [own]
-
-  def _batch(self, num_rows: int, count: int) -> list[Tensor]:
-    shapes = devices.batch_shapes(self.cfg, num_rows, self.layout)
-    return [Tensor(x.sharding.shard_shape(x.shape), str(x.dtype), name, count) for name, x in shapes.items()]
+    rows: dict[str, list[Tensor]] = {"parameters": [], "optimizer": [], OTHER: [], "batch and validation rows": []}
+    for v in self.variables:
+      if not v.on_host:
+        rows[v.row].append(Tensor(v.shape, v.dtype, v.label))
+    batch = devices.batch_shapes(self.cfg, devices.rows_per_step(self.cfg, self.layout.num_devices), self.layout)
+    val_batch = devices.batch_shapes(self.cfg, self.cfg.ghost.ghost_val_batch_size, self.layout)
+    for count, arrays in (1, batch), (self.num_sets, val_batch):
+      local = [Tensor(x.sharding.shard_shape(x.shape), str(x.dtype), name, count) for name, x in arrays.items()]
+      rows["batch and validation rows"] += local
+    return tuple(Row(name, tuple(tensors)) for name, tensors in rows.items())
 
   @property
   def host_bytes(self) -> int:
@@ -154,14 +140,9 @@ class Device:
   def factors(self, param: ScoredParam) -> int:
     """Elements of a parameter's factors on this device; 0 where its direction is held whole."""
     shapes = param.spec.part_shapes(param.stack_shape, self.num_sets, param.shape)
-    return sum(self._placed(param, name, shapes[name]) for name in ("left", "right") if name in shapes)
-
-  def _placed(self, param: ScoredParam, name: str, shape: tuple[int, ...]) -> int:
-    specs = []
-    recording = dataclasses.replace(self.layout, record=lambda *entry: specs.append(entry[-1]))
-    with use(recording):
-      param.placed_factor(name, jax.ShapeDtypeStruct(shape, jnp.float32))
-    return math.prod(self.layout.sharding(specs[0]).shard_shape(shape) if specs else shape)
-
-
-BATCH = "batch and validation rows"
+    size, specs = 0, []
+    with use(dataclasses.replace(self.layout, record=lambda *entry: specs.append(entry[-1]))):
+      for name in set(shapes).intersection(("left", "right")):
+        param.placed_factor(name, jax.ShapeDtypeStruct(shapes[name], jnp.float32))
+        size += math.prod(self.layout.sharding(specs.pop()).shard_shape(shapes[name]) if specs else shapes[name])
+    return size

@@ -20,11 +20,7 @@ class Directions:
     self.device, self.cfg, self.ghost, self.model = device, device.cfg, device.cfg.ghost, device.cfg.model
     self.weight, self.compute = self.model.weight_dtype, self.model.dtype
     self.val_tokens = device.val_rows * device.length
-
-  @property
-  def walks_back(self) -> bool:
-    """Whether scores come from schedule reverse_scan."""
-    return self.device.num_sets > 0 and self.ghost.ghost_schedule == "reverse_scan"
+    self.walks_back = device.num_sets > 0 and self.ghost.ghost_schedule == "reverse_scan"
 
   @functools.cached_property
   def in_turn(self) -> bool:
@@ -39,10 +35,8 @@ class Directions:
 
   def walk(self, layers_at_once: int) -> str:
     """How schedule reverse_scan goes back through the layers; empty for the others."""
-    if not self.walks_back:
-      return ""
     unit = f"by segments of {layers_at_once} layers" if self.in_turn else "layer by layer"
-    return f"validation and training rows take turns {unit}"
+    return f"validation and training rows take turns {unit}" if self.walks_back else ""
 
   def rows(self, activations: Activations) -> list[Row]:
     """Empty without scores."""
