@@ -84,7 +84,7 @@ def make(cfg: Config):
   shape = (cfg.data.per_device_batch_size, cfg.data.max_target_length, cfg.model.base_emb_dim)
   batch = {"x": jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.model.dtype))}
   if cfg.ghost.ghost_enabled:
-    spec = DirectionSpec("sgd", rank=cfg.ghost.ghost_rank)
+    spec = DirectionSpec(rank=cfg.ghost.ghost_rank)
     twin = prepare_twin(
       model, batch, MeanSquare(), num_sets=1, num_positions=shape[1], spec=spec, schedule="reverse_scan"
     )

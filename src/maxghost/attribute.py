@@ -175,9 +175,9 @@ def load_point(cfg: Config, step: int, path: Path, say: Callable[[str], None] = 
   from maxghost.attribution.offline import Point
   from maxghost.checkpoint.checksum import checksums
   from maxghost.interop.load_tree import load_tree
+  from maxghost.optimizers import learning_rate_schedule
   from maxghost.training import resume, state
   from maxghost.training.devices import configure_jax
-  from maxghost.training.optimizers import learning_rate_schedule
 
   configure_jax(cfg)
   graphdef, abstract = nnx.split(nnx.eval_shape(lambda: state.create(cfg).model))

@@ -44,7 +44,7 @@ def score(schedule, direction, rank, **changes):
       moments = {k: jnp.asarray(1e-3 * rng.random(v.shape) ** 4 + 1e-7) for k, v in tiny.by_label(model).items()}
       adam = ghost.AdamState(moments, 6, 0.8)
     engine = ghost.GhostEngine(cfg, schedule=schedule, direction=direction, rank=rank, per_position=True)
-    return jax.tree.map(np.asarray, engine.score(model, BATCH, VALS, adam=adam))
+    return jax.tree.map(np.asarray, engine.score(model, BATCH, VALS, state=adam))
 
 
 @pytest.fixture(scope="module")

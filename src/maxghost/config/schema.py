@@ -9,14 +9,17 @@ Nothing in this package imports JAX, so that a wrong key is reported before JAX 
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from maxghost.config import plugins
 from maxghost.config.errors import ConfigError
+from maxghost.config.families import FAMILIES
 from maxghost.config.validate import DISTRIBUTED, value_problems
 
 
-def key(default: Any, help: str, *, choices: tuple = (), minimum: float | None = None, maximum: float | None = None):
+def key(default: Any, help: str, *, choices: Sequence = (), minimum: float | None = None, maximum: float | None = None):
   """A config field: `help` is one line with the unit; `choices` or `minimum`/`maximum` bound the value."""
   metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
   if isinstance(default, (list, dict)):
@@ -52,7 +55,7 @@ class ModelConfig:
   decoder_block: str = key(
     "llama2",
     "architecture family: parameter names, and what the family cannot do without; see configs/models/",
-    choices=("llama2", "gpt2", "mistral", "mixtral", "qwen3", "qwen3_moe", "gpt_oss"),
+    choices=plugins.Names(lambda: tuple(FAMILIES)),
   )
   base_emb_dim: int = key(256, "embed dim D", minimum=1)
   base_num_query_heads: int = key(4, "query heads H", minimum=1)
@@ -254,7 +257,7 @@ class DataConfig:
 class OptimizerConfig:
   """AdamW or SGD and their schedule."""
 
-  opt_type: str = key("adamw", "optimizer", choices=("adamw", "sgd"))
+  opt_type: str = key("adamw", "optimizer", choices=plugins.OPT_TYPES)
   learning_rate: float = key(1e-3, "peak learning rate", minimum=0.0)
   lr_schedule_type: str = key(
     "cosine", "cosine decay, or wsd = warmup, stable, decay", choices=("cosine", "wsd", "constant")
@@ -293,13 +296,13 @@ class GhostConfig:
   ghost_schedule: str = key(
     "two_pass",
     "how validation and training share a step: one after the other, layer by layer in one walk back, or in one batch",
-    choices=("two_pass", "reverse_scan", "concat"),
+    choices=plugins.SCHEDULES,
   )
   ghost_direction: str = key(
     "auto",
     "sgd = validation gradient, adam = through this step's AdamW preconditioner, auto = the optimizer's own, "
     "second_order = with half the curvature along the step, through the optimizer's preconditioner",
-    choices=("auto", "sgd", "adam", "second_order"),
+    choices=plugins.DIRECTIONS,
   )
   ghost_rank: int = key(0, "rank of the factors a direction is held in; 0 = exact", minimum=0)
   ghost_val_batch_size: int = key(2, "validation rows per step", minimum=1)
@@ -410,7 +413,7 @@ class ParallelConfig:
   @property
   def topology(self) -> tuple[str, int]:
     """(`compile_topology` of one slice, slices)."""
-    found = re.fullmatch(r"([0-9]{1,4})x(.+)", self.compile_topology)
+    found = re.fullmatch(r"([1-9][0-9]{0,3})x(.+)", self.compile_topology)
     return (found[2], int(found[1])) if found else (self.compile_topology, 1)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import Field
 from typing import Any
 
+from maxghost.config import plugins
+from maxghost.config.families import FAMILIES
 from maxghost.config.values import WrongTypeError, divisors, from_python, limit_problems, shown
 
 DISTRIBUTED = re.compile(r"(\S+:[0-9]+),([0-9]+)/([0-9]+)")  # jax_distributed=HOST:PORT,K/N
@@ -58,41 +60,24 @@ def mlp_activations(v: Values) -> Iterator[str]:
     )
 
 
-# What a family's published models all have: with other values the name would promise another function.
-FAMILIES: dict[str, dict[str, Any]] = {
-  "gpt2": {
-    "normalization_layer_type": "layer_norm", "rope_type": "none", "attention_bias": True, "mlp_bias": True,
-    "mlp_activations": ("gelu",),
-  },
-  "qwen3": {"use_qk_norm": True},
-  "qwen3_moe": {"use_qk_norm": True},
-  "gpt_oss": {
-    "attention_sink": True, "attention_bias": True, "mlp_bias": True, "routed_bias": True,
-    "mlp_activations": ("quick_gelu", "one_plus"), "norm_topk_prob": True,
-  },
-}  # fmt: skip
-ROUTED_FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
-EXAMPLES = {
-  "gpt2": "gpt2-small", "mixtral": "mixtral-8x7b", "qwen3": "qwen3-0.6b", "qwen3_moe": "qwen3-30b-a3b",
-  "gpt_oss": "gpt-oss-20b",
-}  # fmt: skip
-
-
 def family(v: Values) -> Iterator[str]:
-  block = v.decoder_block
-  for key, needed in FAMILIES.get(block, {}).items():
+  record = FAMILIES[v.decoder_block]
+  block, example = f"decoder_block={record.name}", f"model_name={record.example}"
+  for key, needed in record.needs.items():
     value = getattr(v, key)
     if value != needed:
+      own = next(other.name for other in FAMILIES.values() if not other.needs)
       yield (
-        f"decoder_block={block} has {key}={shown(needed)}, not {shown(value)}; set it (model_name={EXAMPLES[block]} "
-        "sets all of the family), or decoder_block=llama2 for a model of your own"
+        f"{block} has {key}={shown(needed)}, not {shown(value)}; set it ({example} sets all of the family), or "
+        f"decoder_block={own} for a model of your own"
       )
-  if block in ROUTED_FAMILIES and v.num_experts == 1:
-    yield f"decoder_block={block} has experts, but num_experts=1; set it, or model_name={EXAMPLES[block]}"
-  if block not in (*ROUTED_FAMILIES, "llama2") and v.num_experts > 1:
-    yield f"decoder_block={block} has no experts, but num_experts={v.num_experts}; use decoder_block=mixtral"
-  if block == "gpt2" and v.trainable_position_size < 1:
-    yield "decoder_block=gpt2 learns its positions; set trainable_position_size, such as 1024"
+  if record.routed and v.num_experts == 1:
+    yield f"{block} has experts, but num_experts=1; set it, or {example}"
+  if record.routed is False and v.num_experts > 1:
+    routed = next(other.name for other in FAMILIES.values() if other.routed)
+    yield f"{block} has no experts, but num_experts={v.num_experts}; use decoder_block={routed}"
+  if record.learned_positions and v.trainable_position_size < 1:
+    yield f"{block} learns its positions; set trainable_position_size, such as 1024"
 
 
 def positions(v: Values) -> Iterator[str]:
@@ -185,7 +170,8 @@ def ghost_combinations(v: Values) -> Iterator[str]:
     yield "ghost_direction=second_order forms the whole step first; use gradient_accumulation_steps=1"
   if v.ghost_direction == "second_order" and v.ghost_val_every > 1:
     yield f"ghost_direction=second_order needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
-  if v.ghost_schedule == "concat" and v.ghost_rank and v.ghost_direction == "sgd":
+  plain = v.ghost_direction == "sgd" or (v.ghost_direction == "auto" and v.opt_type == "sgd")
+  if v.ghost_schedule == "concat" and v.ghost_rank and plain:
     yield f"ghost_schedule=concat forms its direction inside each layer; use ghost_rank=0, not {v.ghost_rank}"
   if "carries" in v.offload_to_host and (v.ghost_schedule != "reverse_scan" or not v.segment_lengths):
     yield (
@@ -209,7 +195,7 @@ def selection(v: Values) -> Iterator[str]:
   if v.ghost_schedule != "two_pass" or v.ghost_engine != "graddotprod":
     yield f"ghost_select={v.ghost_select} needs ghost_schedule=two_pass and ghost_engine=graddotprod"
   if v.ghost_direction == "second_order":
-    yield f"ghost_select={v.ghost_select} chooses before the step is known; use ghost_direction=auto, sgd or adam"
+    yield f"ghost_select={v.ghost_select} chooses before the step is known; use ghost_direction=auto or sgd"
   if v.gradient_accumulation_steps > 1:
     yield (
       f"ghost_select={v.ghost_select} chooses among the rows of a whole batch; use gradient_accumulation_steps=1, "
@@ -354,10 +340,33 @@ def evaluation(v: Values) -> Iterator[str]:
 
 
 def ghost_direction(v: Values) -> Iterator[str]:
-  if v.ghost_enabled and v.ghost_direction == "adam" and v.opt_type == "sgd":
+  rule, direction = plugins.OPTIMIZERS[v.opt_type], v.ghost_direction
+  if not v.ghost_enabled:
+    return
+  if direction == "auto" and rule.direction is None:
+    yield plugins.auto_problem(v.opt_type)
+  if direction not in ("auto", "sgd", "second_order", rule.direction):
+    offering = [name for name, other in plugins.OPTIMIZERS.items() if other.direction == direction]
+    own = "auto or sgd" if rule.direction else "sgd"
     yield (
-      "ghost_direction=adam contradicts opt_type=sgd, which has no preconditioner; "
-      "use ghost_direction=auto or sgd, or opt_type=adamw"
+      f"ghost_direction={direction} goes through the update of opt_type={' or '.join(offering)}, not of "
+      f"opt_type={v.opt_type}; use ghost_direction={own}, or opt_type={' or '.join(offering)}"
+    )
+
+
+def seams(v: Values) -> Iterator[str]:
+  rule = plugins.OPTIMIZERS[v.opt_type]
+  if v.ghost_enabled:
+    yield from plugins.schedule_problems({key: getattr(v, key) for key in plugins.KINDS}, v.ghost_schedule)
+  if v.ghost_select == "greats" and not rule.elementwise:
+    yield (
+      f"ghost_select=greats compares rows by an elementwise update, which opt_type={v.opt_type} has not; "
+      "use ghost_select=topk or threshold"
+    )
+  if {"weights", "optimizer"} & set(v.offload_to_host) and not rule.by_segment:
+    yield (
+      f"offload_to_host={shown(v.offload_to_host)} updates one segment of layers at a time, which "
+      f"opt_type={v.opt_type} cannot; use offload_to_host=[], or another opt_type"
     )
 
 
@@ -371,7 +380,9 @@ def ghost_validation(v: Values) -> Iterator[str]:
 
 
 MESH_GROUPS = ("ici", "dcn")
-MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
+# Outermost first: axes that split rows vary slowest, so that a process holds whole rows; tensor, which communicates
+# most, varies fastest.
+MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
 
 
 def mesh_sizes(v: Values) -> Iterator[str]:
@@ -405,6 +416,7 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
   schedule,
   evaluation,
   ghost_direction,
+  seams,
   ghost_validation,
   ghost_combinations,
   selection,

@@ -95,7 +95,7 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
     yield {"num_vocab_tiling": max(2 * m.num_vocab_tiling, 4)}, "one more product of the head's size"
   if m.remat_policy == "none":
     yield {"remat_policy": "minimal"}, "recomputes what is elementwise, and attention"
-  if o.opt_type == "adamw" and o.mu_dtype == "float32":
+  if o.mu_dtype == "float32":
     yield {"mu_dtype": "bfloat16"}, "first moments in 16 bits, 8 of them significant"
   if m.remat_policy != "full":
     yield {"remat_policy": "full"}, "one more forward pass of the layers"
