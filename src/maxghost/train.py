@@ -7,7 +7,7 @@ run failed (one line says why); 2 the input is wrong and nothing was written; 13
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from maxghost import cli
 from maxghost.config import Config, ConfigError
@@ -45,10 +45,20 @@ def _parameters(cfg: Config, existing: Existing) -> Callable | None:
   """What opens the parameters to start from. A run that has a checkpoint needs them no more."""
   if not cfg.checkpoint.load_parameters_path or run_directory.has_checkpoint(existing):
     return None
-  from maxghost.interop import parameters
+  from maxghost.interop import model_path, parameters
 
   place = parameters.check_config(cfg)
-  return lambda wanted: parameters.open_parameters(place, cfg, wanted)
+
+  def open_parameters(wanted: Mapping) -> Callable[[], dict]:
+    read = parameters.open_parameters(place, cfg, wanted)
+
+    def read_all() -> dict:
+      model_path.keep_huggingface(place, cfg, existing.path)
+      return read()
+
+    return read_all
+
+  return open_parameters
 
 
 def _train(
