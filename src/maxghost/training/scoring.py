@@ -1,4 +1,4 @@
-"""The scored half of the train step: which passes run, and what a step reports about its documents.
+"""The scored half of the train step: the step as a `Problem`, its ledger, and what it reports about its documents.
 
 B rows, S documents in a row, T positions, K validation sets, L layers.
 """
@@ -11,30 +11,14 @@ from flax import nnx
 
 from maxghost.config.schema import Config
 from maxghost.ghost import ledger, schedules
+from maxghost.ghost.attach import Twin
 from maxghost.ghost.directions import AdamScalars, preconditioner
-from maxghost.ghost.engine import direction_spec, total
+from maxghost.ghost.engine import direction_spec
 from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.prepare import prepare_twin
-from maxghost.ghost.schedules import TrainPass, forward_mode, reverse_scan
-from maxghost.ghost.schedules.accumulate import accumulated
+from maxghost.ghost.schedules import Account, Model, Problem, Scored, Settings, Stored, Update
 from maxghost.training.optimizers import clip, optimizer_spec
 from maxghost.training.state import TrainStateNNX, adam_moments, trainable
-
-
-@dataclasses.dataclass(frozen=True)
-class Scored:
-  """A scored pass and what its account needs. sums: `ledger.sums`, or None where `gradients` are kept for them.
-
-  score_KBT: additive scores by position, summed over parameters; with engine jvp by the position of the loss.
-  """
-
-  passed: TrainPass
-  val_loss: jax.Array
-  gradients: list[dict] | None
-  parts: dict
-  sums: dict | None
-  captured: dict
-  score_KBT: jax.Array
 
 
 def frozen(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
@@ -46,179 +30,128 @@ def frozen(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
   return tuple("/".join(map(str, path)) for path, _ in params if path not in trained)
 
 
-def plain_pass(split, step_loss, batch, num_micro: int) -> TrainPass:
-  """The training gradient without scores. split: (graphdef, params, rest) of the model."""
-  graphdef, params, rest = split
-
-  def run(micro_batch):
-    return schedules.unscored_pass(graphdef, params, rest, step_loss, micro_batch)
-
-  return accumulated(run, batch, num_micro, {})
-
-
+@dataclasses.dataclass(frozen=True)
 class Scorer:
-  """The scored pass of the configured schedule and direction, for batches of one shape.
+  """The scored pass of the configured schedule and direction, for batches of one shape. See `make_scorer`.
 
-  Raises ValueError for a model that cannot be scored. delta(train_state, grads) -> State of the parameter update is
-  needed by direction second_order.
+  train_graphdef: of the whole train state.
   """
 
-  def __init__(self, cfg: Config, model: nnx.Module, batch, *, num_sets: int, delta):
-    self.cfg, self.ghost, self.delta = cfg, cfg.ghost, delta
-    self.loss = LanguageModelLoss.of(cfg.model)
-    self.num_micro = cfg.optimizer.gradient_accumulation_steps
-    rows = jax.tree.leaves(batch)[0].shape[0] // self.num_micro
-    micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))
-    direction = self.ghost.ghost_direction
-    self.second_order = direction == "second_order"
-    self.twin = prepare_twin(
-      model,
-      micro,
-      self.loss,
-      num_sets=num_sets,
-      num_positions=micro["inputs"].shape[1],
-      spec=direction_spec(cfg, direction, self.ghost.ghost_rank),
-      exclude=(*self.ghost.ghost_exclude, *frozen(cfg, model)),
-      schedule=self.ghost.ghost_schedule,
-      num_val=self.ghost.ghost_val_batch_size,
-    )
+  cfg: Config
+  loss: LanguageModelLoss
+  twin: Twin
+  train_graphdef: nnx.GraphDef
 
-  def __call__(self, train_state: TrainStateNNX, split, step_loss, batch, val_batches) -> Scored:
-    """split: (graphdef, params, rest) of the model; step_loss: the training loss, with dropout if there is any."""
-    graphdef, params, rest = split
+  def problem(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Problem:
+    """This step. split: the model; step_loss: the training loss, with dropout if there is any."""
+    ghost, optimizer = self.cfg.ghost, self.cfg.optimizer
     first, second = adam_moments(train_state.optimizer)
     # Inside v_t stands the clipping factor of the step before: this step's needs the whole gradient.
-    kappa = train_state.clip_factor[...] if self.cfg.optimizer.gradient_clipping_threshold else jnp.ones((), float)
-    moments = ledger.Moments(first, second, train_state.step)
-    scalars = schedules.adam_scalars(self.twin, train_state.step, kappa)
-    schedule = self.ghost.ghost_schedule
-    if self.ghost.ghost_engine == "jvp":
-      return self._forward_mode(train_state, split, step_loss, batch, val_batches, second)
-    if schedule == "reverse_scan":
-      account = reverse_scan.Account(optimizer_spec(self.cfg.optimizer), moments, kappa)
-      passed, val_loss, sums, captured = reverse_scan.run(
-        self.twin,
-        graphdef,
-        params,
-        rest,
-        step_loss,
-        batch,
-        val_batches,
-        second,
-        scalars,
-        account,
-        self.loss,
-        self.cfg.model.stacked_segments,
-        self.ghost.ghost_stream_carries == "host",
-        self.cfg.model.remat_policy,
-      )
-      return Scored(passed, val_loss, None, {}, sums, captured, total(self.twin, passed.scores))
-    if schedule == "concat":
-      return self._concat(split, step_loss, batch, val_batches, second, scalars)
-    return self._two_pass(train_state, split, step_loss, batch, val_batches, second, scalars)
+    kappa = train_state.clip_factor[...] if optimizer.gradient_clipping_threshold else jnp.ones((), float)
+    stored = None
+    if ghost.ghost_val_every > 1:
+      leaves = [v[...] for v in train_state.stored_gradients]
+      stored = Stored(leaves, train_state.step % ghost.ghost_val_every == 0)
+    return Problem(
+      schedule=ghost.ghost_schedule if ghost.ghost_engine == "graddotprod" else ghost.ghost_engine,
+      model=split,
+      loss=step_loss,
+      val_loss=self.loss,
+      batch=batch,
+      val_batches=val_batches,
+      twin=self.twin,
+      scored=tuple(p.label for p in self.twin.scored),
+      second_moments=second,
+      scalars=schedules.adam_scalars(self.twin, train_state.step, kappa),
+      second_order=ghost.ghost_direction == "second_order",
+      update=lambda grads: self._update(train_state, grads),
+      validation=stored,
+      account=Account(optimizer_spec(optimizer), ledger.Moments(first, second, train_state.step), kappa),
+      settings=Settings(
+        num_micro=optimizer.gradient_accumulation_steps,
+        segment_lengths=self.cfg.model.stacked_segments,
+        remat_policy=self.cfg.model.remat_policy,
+        carries_on_host=ghost.ghost_stream_carries == "host",
+        in_turn=True,
+      ),
+    )
 
-  def _two_pass(self, train_state, split, step_loss, batch, val_batches, second, scalars) -> Scored:
-    graphdef, params, rest = split
-    val_loss, gradients = self._validation(train_state, split, val_batches)
-    if self.second_order:
-      _, _, _, grads = schedules.plain_pass(graphdef, params, rest, step_loss, batch)
-      delta, precondition = self.delta(train_state, grads)
-      gradients = schedules.second_order_gradients(graphdef, params, rest, self.loss, val_batches, gradients, delta)
-      labelled = [schedules.by_label(g) for g in gradients]
-      parts, captured = schedules.direction_parts(self.twin, [precondition(g) for g in labelled])
-    else:
-      labelled = [schedules.by_label(g) for g in gradients]
-      parts, captured = schedules.direction_parts(self.twin, labelled, second, scalars)
-    # Nothing of the training pass begins before: else its activations may lie beside those of the validation pass.
-    parts, batch = jax.lax.optimization_barrier((self.twin.placed(parts), batch))
-    directions = self.twin.direction_state(parts)
-    stacks = {p.label: p.stack_shape for p in self.twin.scored}
+  def __call__(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Scored:
+    """Scores the batch, and keeps the validation gradients that later steps score against in the train state."""
+    problem = self.problem(train_state, split, step_loss, batch, val_batches)
+    scored = schedules.score(problem)
+    keep(train_state, problem, scored)
+    return scored
 
-    def run(micro_batch):
-      return schedules.train_pass(self.twin, params, rest, step_loss, micro_batch, directions)
+  def _update(self, train_state: TrainStateNNX, grads: nnx.State) -> Update:
+    """How the optimizer answers this gradient, clipping's share of v_t included. The train state is left as it is."""
+    _, factor, clipped = clip(grads, self.cfg.optimizer.gradient_clipping_threshold)
+    second_order = self.cfg.ghost.ghost_direction == "second_order"
+    spec = optimizer_spec(self.cfg.optimizer) if second_order else self.twin.spec
+    delta = None
+    if second_order:
+      copy = nnx.merge(self.train_graphdef, nnx.state(train_state), copy=True)
+      before = jax.tree.map(lambda x: x, nnx.state(copy.model, copy.optimizer.wrt))
+      copy.apply_gradients(clipped)
+      delta = jax.tree.map(lambda after, start: after - start, nnx.state(copy.model, copy.optimizer.wrt), before)
+    labelled = schedules.by_label(grads)
+    _, second = adam_moments(train_state.optimizer)
 
-    passed = accumulated(run, batch, self.num_micro, stacks)
-    return Scored(passed, val_loss, labelled, parts, None, captured, total(self.twin, passed.scores))
+    def precondition(gradient: dict) -> dict:
+      if spec.kind == "sgd":
+        return gradient
+      scalars = AdamScalars.at(spec, train_state.step, factor).stacked()
+      return {label: preconditioner(spec, second[label], scalars, labelled[label]) * g for label, g in gradient.items()}
 
-  def _forward_mode(self, train_state, split, step_loss, batch, val_batches, second) -> Scored:
-    """Engine jvp: the gradient first, then the exact direction of this very step, then one forward-mode pass."""
-    graphdef, params, rest = split
-    passed = plain_pass(split, step_loss, batch, self.num_micro)
-    val_loss, gradients = self._validation(train_state, split, val_batches)
-    if self.second_order:
-      delta, _ = self.delta(train_state, passed.grads)
-      gradients = schedules.second_order_gradients(graphdef, params, rest, self.loss, val_batches, gradients, delta)
-    grads = schedules.by_label(passed.grads)
-    spec, sets, used = self.twin.spec, [], []
-    spec = optimizer_spec(self.cfg.optimizer) if self.second_order else spec
-    _, kappa, _ = clip(passed.grads, self.cfg.optimizer.gradient_clipping_threshold)
-    scalars = AdamScalars.at(spec, train_state.step, kappa).stacked()
-    scored = {p.label for p in self.twin.scored}
-    for gradient in gradients:
-      u = {}
-      for path, variable in nnx.to_flat_state(gradient):
-        label = "/".join(map(str, path))
-        value = variable[...] * (label in scored)
-        if spec.kind == "adam":
-          value = value * preconditioner(spec, second[label], scalars, grads[label])
-        u[path] = variable.replace(value)
-      u = nnx.from_flat_state(u)
-      sets.append(forward_mode.jvp_scores(graphdef, params, rest, step_loss, batch, u))
-      used.append(sum(jnp.sum(grads[label] * v) for label, v in schedules.by_label(u).items()))
-    labelled = [schedules.by_label(g) for g in gradients]
-    return Scored(passed, val_loss, labelled, {"used": jnp.stack(used)}, None, {}, jnp.stack(sets))
+    return Update(precondition, delta)
 
-  def _validation(self, train_state, split, val_batches):
-    """(losses [K], K gradient States), new ones or, between refreshes, those of an earlier step (losses NaN)."""
-    graphdef, params, rest = split
-    every = self.ghost.ghost_val_every
-    if every == 1:
-      return schedules.validation_gradients(graphdef, params, rest, self.loss, val_batches)
-    stored = [v[...] for v in train_state.stored_gradients]
-    tree = jax.tree.structure([params] * len(val_batches))
-
-    def fresh():
-      losses, gradients = schedules.validation_gradients(graphdef, params, rest, self.loss, val_batches)
-      return losses, [g.astype(s.dtype) for g, s in zip(jax.tree.leaves(gradients), stored, strict=True)]
-
-    def stale():
-      return jnp.full((len(val_batches),), jnp.nan, stored[0].dtype), stored
-
-    losses, leaves = jax.lax.cond(train_state.step % every == 0, fresh, stale)
-    for variable, leaf in zip(train_state.stored_gradients, leaves, strict=True):
-      variable[...] = leaf
-    return losses, jax.tree.unflatten(tree, leaves)
-
-  def _concat(self, split, step_loss, batch, val_batches, second, scalars) -> Scored:
-    _, params, rest = split
-    zeros = {p.label: jnp.zeros((*p.stack_shape, *p.shape), float) for p in self.twin.scored}
-    parts, _ = schedules.direction_parts(self.twin, [zeros], second, scalars)
-    state = self.twin.direction_state(parts)
-    passed, val_loss = schedules.concat_pass(self.twin, params, rest, step_loss, batch, val_batches[0], state)
-    return Scored(passed, val_loss[None], None, {}, None, {}, total(self.twin, passed.scores))
-
-  def columns(self, train_state, params, scored: Scored, learning_rate, kappa) -> dict:
+  def columns(self, train_state: TrainStateNNX, params, scored: Scored, learning_rate, kappa) -> dict:
     """The ledger's columns, [K] each; empty for schedule concat, which never holds a whole validation gradient."""
     twin, passed, optimizer = self.twin, scored.passed, optimizer_spec(self.cfg.optimizer)
     decay = self.cfg.optimizer.adam_weight_decay if optimizer.kind == "adam" else 0.0
-    grads = schedules.by_label(passed.grads)
-    sums = scored.sums
+    grads, sums = schedules.by_label(passed.grads), scored.sums
     if scored.gradients is not None:
       moments = ledger.Moments(*adam_moments(train_state.optimizer), train_state.step)
       labels = {p.label for p in twin.scored}
       sums = ledger.sums(optimizer, moments, kappa, schedules.by_label(params), grads, scored.gradients, labels)
     if sums is None:
       return {}
-    if self.ghost.ghost_engine == "jvp":
-      score = scored.score_KBT.reshape(scored.score_KBT.shape[0], -1)
-      return ledger.columns(
-        sums, (score.sum(-1), jnp.abs(score).sum(-1)), scored.parts["used"], learning_rate, kappa, decay
-      )
-    if twin.spec.kind == "adam" or scored.parts:
-      used = ledger.used(twin.scored, grads, scored.parts, passed.facts)
+    if passed.scores:
+      totals = ledger.score_sums(twin.scored, passed.scores)
     else:
-      used = sums["used"]
-    return ledger.columns(sums, ledger.score_sums(twin.scored, passed.scores), used, learning_rate, kappa, decay)
+      score = scored.additive.reshape(scored.additive.shape[0], -1)
+      totals = score.sum(-1), jnp.abs(score).sum(-1)
+    used = scored.used
+    if used is None:
+      used = ledger.used(twin.scored, grads, scored.parts, passed.facts)
+    return ledger.columns(sums, totals, used, learning_rate, kappa, decay)
+
+
+def make_scorer(cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *, num_sets: int) -> Scorer:
+  """graphdef: of the train state. batch: arrays or shapes. Raises ValueError for a model that cannot be scored."""
+  ghost, loss = cfg.ghost, LanguageModelLoss.of(cfg.model)
+  rows = jax.tree.leaves(batch)[0].shape[0] // cfg.optimizer.gradient_accumulation_steps
+  micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))
+  twin = prepare_twin(
+    model,
+    micro,
+    loss,
+    num_sets=num_sets,
+    num_positions=micro["inputs"].shape[1],
+    spec=direction_spec(cfg, ghost.ghost_direction, ghost.ghost_rank),
+    exclude=(*ghost.ghost_exclude, *frozen(cfg, model)),
+    schedule=ghost.ghost_schedule,
+    num_val=ghost.ghost_val_batch_size,
+  )
+  return Scorer(cfg, loss, twin, graphdef)
+
+
+def keep(train_state: TrainStateNNX, problem: Problem, scored: Scored) -> None:
+  """Puts the validation gradients of the step where the next steps look for them (ghost_val_every)."""
+  if isinstance(problem.validation, Stored) and scored.validation is not None:
+    leaves = jax.tree.leaves(scored.validation.gradients)
+    for variable, leaf in zip(train_state.stored_gradients, leaves, strict=True):
+      variable[...] = leaf
 
 
 def outputs(cfg: Config, scorer: Scorer, scored: Scored, batch, scale, columns: dict, num_segments: int) -> dict:
@@ -232,7 +165,7 @@ def outputs(cfg: Config, scorer: Scorer, scored: Scored, batch, scale, columns: 
   documents_BTS = jax.nn.one_hot(batch["inputs_segmentation"] - 1, num_segments, dtype=dtype)
   targets_BTS = jax.nn.one_hot(batch["targets_segmentation"] - 1, num_segments, dtype=dtype)
   tokens_BS = targets_BTS.sum(1)
-  score_KBT = scored.score_KBT
+  score_KBT = scored.additive
   ok = jnp.all(jnp.isfinite(score_KBT))
   score_KBT = jnp.where(ok, score_KBT, 0)
   forward_mode = cfg.ghost.ghost_engine == "jvp"
@@ -258,11 +191,8 @@ def outputs(cfg: Config, scorer: Scorer, scored: Scored, batch, scale, columns: 
       p.label: _by_document(p, passed.scores[p.label], documents_BTS, cfg.ghost.ghost_detail == "module") * scale
       for p in twin.scored
     }
-  captured = dict(scored.captured)
-  if twin.spec.kind == "adam" and twin.spec.rank:
-    captured = {p.label: passed.facts[p.label][..., 0] for p in twin.scored if p.spec.low_rank}
-  if captured:
-    out["captured"] = {label: jnp.atleast_2d(c) for label, c in captured.items()}
+  if scored.captured:
+    out["captured"] = {label: jnp.atleast_2d(c) for label, c in scored.captured.items()}
   out["nonfinite_scores"] = {p.label: ~jnp.all(jnp.isfinite(passed.scores[p.label])) for p in twin.scored}
   return out
 
