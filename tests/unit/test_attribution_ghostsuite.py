@@ -9,6 +9,7 @@ from maxghost import attribution, report, scores
 from maxghost.config import ConfigError
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
 
 
 @pytest.fixture

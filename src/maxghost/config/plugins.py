@@ -1,0 +1,108 @@
+"""The plug-ins that keys choose by name, and what each can do: known before JAX is imported.
+
+A plug-in's module is imported when it is used. A built-in one has its line here; `optimizers.register` adds the line of
+one that is defined elsewhere.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, overload
+
+SCHEDULES = ("two_pass", "reverse_scan", "concat")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plugin:
+  """target: "module:Class", or the class itself. schedules: values of ghost_schedule that it works with."""
+
+  target: str | type
+  schedules: tuple[str, ...] = SCHEDULES
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer(Plugin):
+  """An update rule; the fields are those of `optimizers.UpdateRule`."""
+
+  direction: str | None = None
+  columns: tuple[str, ...] = ()
+  by_segment: bool = False
+  elementwise: bool = False
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+  "adamw": Optimizer(
+    "maxghost.optimizers.adamw:AdamW",
+    direction="adam",
+    columns=("momentum", "weight_decay"),
+    by_segment=True,
+    elementwise=True,
+  ),
+  "sgd": Optimizer("maxghost.optimizers.sgd:Sgd", direction="sgd", by_segment=True, elementwise=True),
+}
+
+KINDS: dict[str, Mapping[str, Plugin]] = {"opt_type": OPTIMIZERS}  # the plug-ins of each key
+
+
+class Names(Sequence[str]):
+  """The values of a key, read anew each time it is asked: a plug-in may be registered after the key was made."""
+
+  def __init__(self, read: Callable[[], Sequence[str]]):
+    self._read = read
+
+  @overload
+  def __getitem__(self, index: int) -> str: ...
+
+  @overload
+  def __getitem__(self, index: slice) -> Sequence[str]: ...
+
+  def __getitem__(self, index):
+    return self._read()[index]
+
+  def __len__(self) -> int:
+    return len(self._read())
+
+
+def directions() -> tuple[str, ...]:
+  """Values of ghost_direction."""
+  own = [optimizer.direction for optimizer in OPTIMIZERS.values() if optimizer.direction not in (None, "sgd")]
+  return ("auto", "sgd", *map(str, own), "second_order")
+
+
+def ledger_columns() -> tuple[str, ...]:
+  """The columns that any registered optimizer's ledger can have, in order."""
+  own = dict.fromkeys(name for optimizer in OPTIMIZERS.values() for name in optimizer.columns)
+  return ("predicted_examples", *own, "unscored", "direction_residual")
+
+
+OPT_TYPES = Names(lambda: tuple(OPTIMIZERS))
+DIRECTIONS = Names(directions)
+
+
+def register(key: str, name: str, plugin: Any) -> None:
+  """Adds a plug-in to those of `key`. Raises ValueError for a name that another class has taken."""
+  table: Any = KINDS[key]
+  if name in table and table[name] != plugin:
+    raise ValueError(f"{key}={name} is already {table[name].target}; give the other one a name of its own")
+  table[name] = plugin
+
+
+def schedule_problems(values: Mapping[str, str], schedule: str) -> Iterator[str]:
+  """One line for each plug-in that the schedule cannot take. values: {key of KINDS: its value}, named in each line."""
+  named = ", ".join(f"{key}={value}" for key, value in values.items())
+  for key, name in values.items():
+    taken = KINDS[key][name].schedules
+    if schedule in taken:
+      continue
+    way = "has no scores; use ghost_enabled=false"
+    if taken:
+      way = f"works with {', '.join(taken)}; use ghost_schedule={taken[0]}"
+    yield f"{named} and ghost_schedule={schedule} do not go together: {key}={name} {way}, or another {key}"
+
+
+def auto_problem(opt_type: str) -> str:
+  """What is said of ghost_direction=auto for an optimizer that offers no direction."""
+  offering = [name for name, optimizer in OPTIMIZERS.items() if optimizer.direction]
+  return (
+    f"ghost_direction=auto means the optimizer's own direction, but opt_type={opt_type} offers none; use "
+    f"ghost_direction=sgd (the plain validation gradient), ghost_enabled=false, or opt_type={' or '.join(offering)}"
+  )

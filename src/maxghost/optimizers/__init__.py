@@ -1,0 +1,88 @@
+"""Optimizers: the update rules, the learning rate and clipping. One rule a file; `config.plugins` lists them."""
+
+import importlib
+
+import optax
+
+from maxghost.config import plugins
+from maxghost.config.schema import OptimizerConfig
+from maxghost.optimizers.adamw import AdamState, AdamW
+from maxghost.optimizers.base import Elementwise, Identity, Parameter, Response, RuleState, UpdateRule
+from maxghost.optimizers.clipping import clip, clip_factor, scaled
+from maxghost.optimizers.schedules import learning_rate_schedule
+from maxghost.optimizers.sgd import Sgd
+
+__all__ = [
+  "AdamState",
+  "AdamW",
+  "Elementwise",
+  "Identity",
+  "Parameter",
+  "Response",
+  "RuleState",
+  "Sgd",
+  "UpdateRule",
+  "clip",
+  "clip_factor",
+  "create",
+  "direction_rule",
+  "learning_rate_schedule",
+  "make_optimizer",
+  "register",
+  "scaled",
+]
+
+
+def register(rule: type[UpdateRule]) -> type[UpdateRule]:
+  """Makes a rule known as opt_type=<rule.name>, and its direction as a ghost_direction; usable as a decorator.
+
+  Raises ValueError for a name or a direction that another rule has taken.
+  """
+  for name, other in plugins.OPTIMIZERS.items():
+    if rule.direction is not None and other.direction == rule.direction and name != rule.name:
+      raise ValueError(f"ghost_direction={rule.direction} is already that of opt_type={name}; give it another name")
+  plugins.register("opt_type", rule.name, facts(rule, rule))
+  return rule
+
+
+def facts(rule: type[UpdateRule], target: str | type) -> plugins.Optimizer:
+  """What `config.plugins` says of a rule."""
+  return plugins.Optimizer(
+    target, rule.schedules, rule.direction, rule.columns, by_segment=rule.by_segment, elementwise=rule.elementwise
+  )
+
+
+def create(cfg: OptimizerConfig) -> UpdateRule:
+  """The configured rule."""
+  return _create(cfg.opt_type, cfg)
+
+
+def _create(name: str, cfg: OptimizerConfig) -> UpdateRule:
+  target = plugins.OPTIMIZERS[name].target
+  if isinstance(target, str):
+    module, _, attribute = target.partition(":")
+    target = getattr(importlib.import_module(module), attribute)
+  return target.from_config(cfg)
+
+
+def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
+  """The rule whose response a ghost_direction stands for; 'second_order' is formed before, so that P_t = 1 is left.
+
+  Raises ValueError for 'auto' with an optimizer that offers no direction.
+  """
+  own = create(cfg)
+  if direction == "auto" and own.direction is None:
+    raise ValueError(plugins.auto_problem(own.name))
+  if direction in ("auto", own.direction):
+    return own
+  if direction in ("sgd", "second_order"):
+    return Sgd()
+  names = [name for name, optimizer in plugins.OPTIMIZERS.items() if optimizer.direction == direction]
+  if not names:
+    raise ValueError(f"ghost_direction={direction}: use one of {', '.join(plugins.DIRECTIONS)}")
+  return _create(names[0], cfg)
+
+
+def make_optimizer(cfg: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+  """The optax transformation of the configured rule and schedule for a run of so many steps."""
+  return create(cfg).transformation(learning_rate_schedule(cfg, steps))

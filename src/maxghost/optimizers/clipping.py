@@ -1,0 +1,28 @@
+"""Clipping by the global norm. Not part of the optax chain: scores are multiplied by the factor."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def clip(grads, threshold: float):
+  """(global norm, clip_factor, grads * clip_factor) with clip_factor = min(1, threshold / norm); threshold 0 leaves
+  grads alone."""
+  # The barrier keeps the sum of squares from fusing with what made the gradients: its order, and with it the last bit
+  # of the factor, would depend on whether the step also scores.
+  grads = jax.lax.optimization_barrier(grads)
+  norm = optax.tree_utils.tree_norm(grads)
+  factor = clip_factor(norm, threshold)
+  return norm, factor, jax.tree.map(lambda g: scaled(g, factor, threshold), grads)
+
+
+def clip_factor(norm, threshold: float):
+  """min(1, threshold / norm); 1 for threshold 0."""
+  if threshold == 0:
+    return jnp.ones_like(norm)
+  return jnp.minimum(1.0, threshold / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+
+
+def scaled(gradient, factor, threshold: float):
+  """One array of the gradient times the clipping factor; untouched for threshold 0."""
+  return gradient * factor.astype(gradient.dtype) if threshold else gradient

@@ -1,0 +1,29 @@
+"""Stochastic gradient descent without momentum: theta - learning_rate * clipped gradient."""
+
+import dataclasses
+
+import optax
+
+from maxghost.config.schema import OptimizerConfig
+from maxghost.optimizers.base import Identity, Parameter, UpdateRule
+
+
+@dataclasses.dataclass(frozen=True)
+class Sgd(UpdateRule):
+  """P_t = 1, nothing kept. Its direction is the plain validation gradient, which any optimizer's run may ask for."""
+
+  name = "sgd"
+  direction = "sgd"
+  by_segment = True
+  elementwise = True
+  identity = True
+
+  @classmethod
+  def from_config(cls, cfg: OptimizerConfig) -> "Sgd":
+    return cls()
+
+  def transformation(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.sgd(learning_rate)
+
+  def response(self, parameter: Parameter, gradient, arrays: dict, scalars) -> Identity:
+    return Identity()
