@@ -20,7 +20,7 @@ from flax import nnx
 from maxghost import config
 from maxghost.data.sources import stdlib, synthetic, text
 from maxghost.ghost import GhostEngine, schedules
-from maxghost.ghost.losses import LanguageModelLoss
+from maxghost.objectives import LanguageModelLoss
 from maxghost.training import state as state_lib
 from maxghost.training.compiling import compiler_options
 from maxghost.training.optimizers import make_optimizer

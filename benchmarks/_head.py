@@ -10,27 +10,25 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config import Config
-from maxghost.ghost import schedules, tiled_head
+from maxghost.ghost import schedules
 from maxghost.ghost.attach import split
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.prepare import prepare_twin
-from maxghost.losses import token_losses
-from maxghost.models.decoder_layer import linear
+from maxghost.models.hidden import Hidden
+from maxghost.models.layers import linear
+from maxghost.models.output_head import OutputHead, OutputProjection
+from maxghost.objectives import token_losses
+from maxghost.objectives.tiled import Tiling
 
 
 class Head(nnx.Module):
   """The untied projection."""
 
-  logits_soft_cap = None
-
   def __init__(self, cfg, *, rngs: nnx.Rngs):
-    self.logits_dense = linear(cfg, cfg.base_emb_dim, cfg.vocab_size, ("embed", "vocab"), rngs=rngs, std=1.0)
-
-  def head_input(self, hidden_BTD):
-    return hidden_BTD
-
-  def output_layer(self):
-    return self.logits_dense, "kernel"
+    axes = ("embed", "vocab")
+    self.logits_dense = linear(
+      cfg, cfg.base_emb_dim, cfg.vocab_size, axes, rngs=rngs, std=1.0, layer_type=OutputProjection
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +40,8 @@ class HeadLoss:
 
   def __call__(self, model, batch):
     if self.num_tiles > 1:
-      losses_BT = tiled_head.head_losses(
-        model, batch["x"], batch["targets"], None, num_tiles=self.num_tiles, axis=self.axis, z_loss=0.0
-      )
+      head = OutputHead(None, model.logits_dense)
+      losses_BT = head.losses(Hidden(batch["x"]), batch["targets"], None, Tiling(self.num_tiles, self.axis))
     else:
       logits_BTV = model.logits_dense(batch["x"])
       losses_BT = token_losses(logits_BTV.astype(jnp.float32), batch["targets"])

@@ -17,6 +17,7 @@ from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.models import stack
 from maxghost.models.decoder_layer import GatedMlp
+from maxghost.objectives import StagedLoss
 from maxghost.training.host_memory import HostMemory
 
 
@@ -46,7 +47,7 @@ class MlpStack(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class MeanSquare:
+class MeanSquare(StagedLoss):
   """(mean square of the outputs [B, T], ones): a staged loss without parameters of its own."""
 
   layers_path: tuple = ("layers",)

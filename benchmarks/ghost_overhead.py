@@ -26,7 +26,7 @@ from scipy.stats import pearsonr, spearmanr
 from maxghost import config as configuration
 from maxghost import data
 from maxghost.ghost import GhostEngine, schedules
-from maxghost.ghost.losses import LanguageModelLoss
+from maxghost.objectives import LanguageModelLoss
 from maxghost.training import state
 
 SHAPE = (

@@ -19,7 +19,7 @@ from maxghost import config, generate, load_model, train
 from maxghost.attribution import load as load_scores
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import hf_checkpoint
-from maxghost.losses import token_losses
+from maxghost.objectives import token_losses
 
 pytestmark = pytest.mark.network
 

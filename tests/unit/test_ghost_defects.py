@@ -51,9 +51,9 @@ from train_steps import TRAIN, VALIDATION, Run
 
 from maxghost import ghost
 from maxghost.ghost import rules, schedules
-from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.variables import GhostDirection, GhostProbe
+from maxghost.objectives import LanguageModelLoss
 
 
 def test_the_table_names_tests_that_exist():

@@ -14,8 +14,8 @@ import tiny
 from flax import nnx
 
 from maxghost import ghost
-from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.models import autodiff
+from maxghost.objectives import LanguageModelLoss
 
 COUNT, KAPPA = 5, 0.8
 TRAIN = tiny.make_batch(tiny.PACKED, seed=31)
@@ -93,7 +93,7 @@ def balanced():
 
 def losses_by_formula(model, batch):
   """Losses [n, T] with the term of the paper, from the routers' outputs; the load is held constant."""
-  x, _ = model.embed(batch["inputs"], batch["inputs_position"])
+  x = model.embed(batch["inputs"], batch["inputs_position"]).x_BTD
   where = batch["inputs_position"], batch["inputs_segmentation"]
   real, total = where[1] > 0, 0.0
   for i in range(2):

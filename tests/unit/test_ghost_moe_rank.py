@@ -19,8 +19,8 @@ from flax import nnx
 from maxghost import ghost
 from maxghost.ghost import directions, low_rank, sketch
 from maxghost.ghost.attach import attach, split
-from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.models import moe
+from maxghost.objectives import LanguageModelLoss
 
 TRAIN, VALIDATION = test_ghost_moe.TRAIN, test_ghost_moe.VALIDATION
 COUNT, KAPPA, RANK = test_ghost_moe.COUNT, test_ghost_moe.KAPPA, 3

@@ -161,7 +161,7 @@ class Tower(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class TowerLoss:
+class TowerLoss(ghost.StagedLoss):
   """A StagedLoss written outside the project."""
 
   layers_path: tuple = ("trunk", "blocks")

@@ -12,7 +12,7 @@ import tiny
 from flax import nnx
 from train_steps import TRAIN, VALIDATION, Run
 
-from maxghost.ghost.losses import LanguageModelLoss
+from maxghost.objectives import LanguageModelLoss
 
 FLOAT64 = {"dtype": "float64", "weight_dtype": "float64", "remat_policy": "none"}
 COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")

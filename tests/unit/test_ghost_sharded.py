@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxghost import ghost
 from maxghost.ghost import schedules
-from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.prepare import prepare_twin
+from maxghost.objectives import LanguageModelLoss
 from maxghost.parallel import mesh as meshes
 
 SIZES = {

@@ -7,7 +7,7 @@ import oracles
 import pytest
 import tiny
 
-from maxghost.losses import token_losses
+from maxghost.objectives import token_losses
 
 B, T, V = 7, 13, 67
 

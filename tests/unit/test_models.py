@@ -16,8 +16,8 @@ from flax import nnx
 
 from maxghost import models
 from maxghost.config.schema import ModelConfig
-from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.models import attention_ops, autodiff, dense
+from maxghost.objectives import LanguageModelLoss
 
 LAYER = {
   "pre_self_attention_layer_norm/scale": ((20,), ("norm",)),
@@ -127,7 +127,7 @@ def test_dtypes(dtypes, param_dtype, logits_dtype):
     assert {str(v.dtype) for _, v in nnx.to_flat_state(nnx.state(model))} == {param_dtype}
     tokens = jax.ShapeDtypeStruct((7, 13), jnp.int32)
     graphdef, state = nnx.split(model)
-    hidden = jax.eval_shape(lambda s, x: nnx.merge(graphdef, s).hidden(x), state, tokens)
+    hidden = jax.eval_shape(lambda s, x: nnx.merge(graphdef, s).hidden(x), state, tokens).x_BTD
     logits = jax.eval_shape(lambda s, x: nnx.merge(graphdef, s)(x), state, tokens)
   assert (hidden.shape, str(hidden.dtype)) == ((7, 13, 20), dtypes.get("dtype", "float32"))
   assert (logits.shape, str(logits.dtype)) == ((7, 13, 263), logits_dtype)
@@ -215,7 +215,7 @@ def program_of(cfg) -> str:
   batch = tiny.make_batch(tiny.PACKED, seed=1)
 
   def loss(state, key):
-    losses = LanguageModelLoss.of(cfg.model, key if cfg.model.dropout_rate else None)
+    losses = LanguageModelLoss.of(cfg).training(key if cfg.model.dropout_rate else None)
     return losses(nnx.merge(graphdef, state), batch)[0].sum()
 
   equations = tiny.equations(jax.make_jaxpr(jax.grad(loss))(state, jax.random.key(0)))

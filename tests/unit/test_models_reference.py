@@ -10,8 +10,8 @@ import pytest
 import tiny
 from flax import nnx
 
-from maxghost.losses import token_losses
 from maxghost.models import stack
+from maxghost.objectives import token_losses
 
 PACKED = tiny.make_batch(tiny.PACKED, seed=11)
 

@@ -14,9 +14,9 @@ import tiny
 from flax import nnx
 
 from maxghost import config, models
-from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.schedules import mean_loss
 from maxghost.models import segments, stack
+from maxghost.objectives import LanguageModelLoss
 
 LAYERS = 6
 BATCH = tiny.make_batch(((6, 5), (13,), (2, 9)), seed=300)

@@ -16,9 +16,9 @@ from flax import nnx
 
 from maxghost import config, ghost
 from maxghost.config import ConfigError
-from maxghost.ghost.losses import LanguageModelLoss
-from maxghost.losses import tiled, tiled_losses
 from maxghost.models import autodiff
+from maxghost.models.hidden import Hidden
+from maxghost.objectives import LanguageModelLoss, tiled, tiled_losses
 
 B, T, D, V = 7, 13, 20, 263
 Z = 0.03
@@ -164,7 +164,7 @@ def model_pass(cfg, scale, segments=None):
   """(loss, gradients by label) of scale * loss / total weights, with the padding of `segments`."""
   batch = BATCH if segments is None else BATCH | {"targets_segmentation": segments.astype(np.int32)}
   graphdef, params = nnx.split(tiny.make_model(cfg))
-  loss = LanguageModelLoss.of(cfg.model)
+  loss = LanguageModelLoss.of(cfg)
 
   def total(params):
     losses, weights = loss(nnx.merge(graphdef, params), batch)
@@ -198,10 +198,10 @@ def test_only_the_head_and_the_hidden_states_have_gradients(axis):
   cfg = tiny.make_config(num_vocab_tiling=4, vocab_tiling_axis=axis)
   graphdef, params = nnx.split(tiny.make_model(cfg))
   hidden = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, D)), jnp.float32)
-  loss = LanguageModelLoss.of(cfg.model)
+  loss = LanguageModelLoss.of(cfg)
 
   def total(params, hidden):
-    return jnp.sum(loss.head(nnx.merge(graphdef, params), hidden, BATCH)[0] * HALF_PADDED)
+    return jnp.sum(loss.head(nnx.merge(graphdef, params), Hidden(hidden), BATCH)[0] * HALF_PADDED)
 
   with tiny.cheap_compilation():
     grads, d_hidden = jax.jit(jax.grad(total, argnums=(0, 1)))(params, hidden)

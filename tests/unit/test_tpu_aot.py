@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost import config
-from maxghost.losses import tiled, tiled_losses
 from maxghost.models import attention_ops, platforms
+from maxghost.objectives import tiled, tiled_losses
 
 pytestmark = pytest.mark.tpu_aot
 ENVIRONMENT = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}

@@ -16,7 +16,7 @@ import tiny
 from flax import nnx
 
 from maxghost import config, models
-from maxghost.ghost.losses import LanguageModelLoss
+from maxghost.objectives import LanguageModelLoss
 from maxghost.training import step
 from maxghost.training.optimizers import make_optimizer
 from maxghost.training.state import TrainStateNNX

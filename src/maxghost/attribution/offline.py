@@ -22,9 +22,9 @@ from maxghost.attribution.corpus import Corpus
 from maxghost.config import ConfigError
 from maxghost.data.types import Batch
 from maxghost.ghost import DirectionSpec, GhostEngine, schedules
-from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.sketch import sketch_gradient, sketch_pass
+from maxghost.objectives import create
 from maxghost.scorelog import Writer
 
 INDEX_VERSION = 2  # 2: experts have random directions of their own
@@ -164,11 +164,9 @@ class Sketcher:
 
   def __init__(self, model: nnx.Module, corpus: Corpus, num_rows: int, num_directions: int):
     length = corpus.layout.row_length
-    shape = jax.ShapeDtypeStruct((num_rows, length), np.int32)
-    names = [f"{kind}{part}" for kind in ("inputs", "targets") for part in ("", "_position", "_segmentation")]
-    loss = LanguageModelLoss()
+    loss = create()
     twin = prepare_twin(
-      model, dict.fromkeys(names, shape), loss, num_sets=1, num_positions=length,
+      model, loss.batch_spec(num_rows, length), loss, num_sets=1, num_positions=length,
       spec=DirectionSpec("sgd", rank=1),
     )  # fmt: skip
 
@@ -199,5 +197,6 @@ class Sketcher:
 
 def _token_losses(model):
   graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-  function = jax.jit(lambda p, r, batch: LanguageModelLoss()(nnx.merge(graphdef, p, r), batch)[0])
+  loss = create()
+  function = jax.jit(lambda p, r, batch: loss(nnx.merge(graphdef, p, r), batch)[0])
   return lambda batch: function(params, rest, batch)

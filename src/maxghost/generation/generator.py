@@ -17,6 +17,7 @@ from flax import nnx
 
 from maxghost.generation.sampling import Sampling, choose
 from maxghost.models import kv_cache
+from maxghost.models.hidden import Hidden
 
 _PROMPT_MULTIPLE = 32  # prompts are padded to a multiple of it, so that similar lengths share a compilation
 
@@ -173,9 +174,8 @@ def read_prompts(model, tokens_BT, lengths_B, cache_size: int) -> tuple[jax.Arra
     return kv_cache.Prompt(lengths_B, cache_size)
 
   hidden, kept = model.decoder.cached(model.embed(tokens_BT, positions_BT), positions_BT, real_BT, open_cache)
-  hidden_BTD = hidden[0] if isinstance(hidden, tuple) else hidden  # experts return their routing beside it
-  last_B1D = jnp.take_along_axis(hidden_BTD, (lengths_B - 1)[:, None, None], axis=1)
-  return model.logits(last_B1D)[:, 0], kept
+  last_B1D = jnp.take_along_axis(hidden.x_BTD, (lengths_B - 1)[:, None, None], axis=1)
+  return model.logits(Hidden(last_B1D))[:, 0], kept
 
 
 def add_token(model, token_B, counts_B, kept) -> tuple[jax.Array, Any]:

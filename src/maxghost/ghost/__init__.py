@@ -6,6 +6,7 @@ from maxghost.ghost.engine import AdamState, GhostEngine, GhostResult
 from maxghost.ghost.manager import GhostEngineManager
 from maxghost.ghost.rules import Call, Rule, rule
 from maxghost.ghost.variables import GhostDirection, GhostProbe
+from maxghost.objectives import LanguageModelLoss, StagedLoss
 
 __all__ = [
   "AdamState",
@@ -16,7 +17,9 @@ __all__ = [
   "GhostEngineManager",
   "GhostProbe",
   "GhostResult",
+  "LanguageModelLoss",
   "Rule",
+  "StagedLoss",
   "Twin",
   "attach",
   "rule",

@@ -6,7 +6,6 @@ The user's model is not touched: the twin is another graph definition over the s
 import dataclasses
 import fnmatch
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,11 @@ from maxghost.ghost import (
   low_rank,
   rules,
   rules_flax,  # noqa: F401  registers the rules of flax's layers
-  rules_moe,  # noqa: F401  and of this project's own
+  rules_head,  # noqa: F401  and of this project's own
+  rules_moe,  # noqa: F401
 )
 from maxghost.ghost.directions import DirectionSpec, ParamSpec, matrix_shape
-from maxghost.ghost.probed import TwinInfo, probed_call
+from maxghost.ghost.probed import SecondUse, TwinInfo, probed_call
 from maxghost.ghost.variables import GhostDirection, GhostProbe, part_name
 from maxghost.parallel import constrain, constrain_factor
 
@@ -120,15 +120,14 @@ def attach(
   spec: DirectionSpec | None = None,
   exclude: tuple[str, ...] = (),
   num_val: int = 0,
-  linked: tuple[tuple[str, tuple[int, ...], Any], ...] = (),
+  linked: tuple[tuple[str, SecondUse], ...] = (),
 ) -> Twin:
   """Replaces each supported layer by its probed twin, in a copy of the model's graph.
 
   num_positions: None scores examples, an int scores every position of every example [n, T].
   exclude: fnmatch patterns over parameter paths that are left unscored on purpose; each must match something.
   num_val: validation rows at the end of each batch (schedule 'concat'); num_examples does not count them.
-  linked: (module path, shape of attend's input, its tiles or None) of tables whose direction needs both their uses; see
-  `tied` and `tiled_head`.
+  linked: (module path, second use) of tables whose direction needs both their uses; see `tied`.
   Raises ValueError: a Param that no rule covers (its path and the ways out), a Param shared under two names, an
   exclude pattern without a match.
   """
@@ -139,7 +138,7 @@ def attach(
   modules = {path: node for path, node in nnx.iter_graph(twin) if isinstance(node, nnx.Module)}
   owners = _owners(modules)
   excluded = _excluded(owners, exclude)
-  settings = _Settings(num_examples, num_positions, num_sets, spec, num_val, {p: use for p, *use in linked})
+  settings = _Settings(num_examples, num_positions, num_sets, spec, num_val, dict(linked))
   scored, uncovered = [], []
   for module_path, module in modules.items():
     names = [n for p, n in owners if p == module_path and (p, n) not in excluded]
@@ -171,7 +170,7 @@ class _Settings:
   num_sets: int
   spec: DirectionSpec
   num_val: int
-  linked: dict
+  linked: dict[str, SecondUse]
 
 
 def _label(path: tuple) -> str:
@@ -254,7 +253,6 @@ def _probe_module(module, path, names, found, settings: _Settings) -> list[Score
       setattr(module, part_name(name, part), GhostProbe(jax.ShapeDtypeStruct(probe_shape, dtype)))
     for part, part_shape in spec.part_shapes(stack, settings.num_sets, shape).items():
       setattr(module, part_name(name, part), GhostDirection(jax.ShapeDtypeStruct(part_shape, dtype)))
-  linked, tiles = settings.linked.get(label, ((), None))
   module.ghost_info = TwinInfo(
     path=label,
     stock=stock,
@@ -262,8 +260,7 @@ def _probe_module(module, path, names, found, settings: _Settings) -> list[Score
     num_examples=settings.num_examples,
     num_positions=settings.num_positions,
     num_val=settings.num_val,
-    linked=linked,
-    tiles=tiles,
+    linked=settings.linked.get(label),
   )
   module.__class__ = _twin_class(type(module))
   return scored

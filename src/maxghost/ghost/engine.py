@@ -15,9 +15,9 @@ from maxghost.config.schema import Config
 from maxghost.ghost import directions, names, schedules
 from maxghost.ghost.attach import excluded_labels, split
 from maxghost.ghost.directions import AdamScalars, DirectionSpec
-from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Update
+from maxghost.objectives import create
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class GhostEngine:
     self.exclude = tuple(cfg.ghost.ghost_exclude if exclude is None else exclude)
     self.per_position = per_position
     self.segment_lengths, self.remat_policy = cfg.model.stacked_segments, cfg.model.remat_policy
-    self.default_loss = LanguageModelLoss.of(cfg.model)
+    self.default_loss = create(cfg).validation()
     names.check_combination(self.engine, self.schedule, direction, self.rank)
     if per_position and self.engine == "perexample":
       raise ValueError("ghost_engine=perexample scores whole examples; for per_position use graddotprod or jvp")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from maxghost.ghost import usage
 from maxghost.ghost.attach import Twin, attach, split
 from maxghost.ghost.directions import DirectionSpec
+from maxghost.ghost.probed import SecondUse
 
 
 def prepare_twin(
@@ -72,9 +73,11 @@ def prepare_twin(
       f"ghost_schedule={schedule} needs the whole gradient of a parameter at one call. Use ghost_direction=sgd with "
       f"two_pass, or name the paths in ghost_exclude"
     )
-  looked_up = {use.path for use in used if use.method == "__call__"}
+  looked_up = {use.path for use in used if not use.is_second}
   linked = tuple(
-    (use.path, use.argument_shapes[0], use.tiles) for use in used if use.method == "attend" and use.path in looked_up
+    (use.path, SecondUse(use.method, use.argument_shapes[0], use.static))
+    for use in used
+    if use.is_second and use.path in looked_up
   )
   return attach(model, **arguments, linked=linked) if linked else twin
 

@@ -7,14 +7,13 @@ K validation sets, n examples, T positions.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxghost.ghost import directions, rules, tied, tiled_head, usage
+from maxghost.ghost import directions, rules, tied, usage
 from maxghost.ghost.directions import ParamSpec
 from maxghost.ghost.variables import part_name
 from maxghost.models import autodiff
@@ -24,13 +23,21 @@ SCORES = (None, "activation_batch", "activation_length")  # logical axes of a sc
 
 
 @dataclasses.dataclass(frozen=True)
+class SecondUse:
+  """How a looked-up table is used at the output: method, shape of its input, arguments that are no arrays."""
+
+  method: str
+  input_shape: tuple[int, ...]
+  static: tuple
+
+
+@dataclasses.dataclass(frozen=True)
 class TwinInfo:
   """Static facts of one probed layer: its path for messages, its stock graph, what is scored and how.
 
   num_examples, num_positions: leading axes of the layer's output; num_positions None scores whole examples.
   num_val: rows at the end of the batch that are validation examples (schedule 'concat'), whose weight gradient is G.
-  linked: for a table whose direction needs the weight gradient of both its uses, the shape of `attend`'s input;
-  tiles: the `losses.tiled.Head` that stands for `attend`, where the output is computed in tiles.
+  linked: of a table whose direction needs the weight gradient of both its uses, the second one.
   """
 
   path: str
@@ -39,8 +46,7 @@ class TwinInfo:
   num_examples: int
   num_positions: int | None
   num_val: int = 0
-  linked: tuple[int, ...] = ()
-  tiles: Any = None
+  linked: SecondUse | None = None
 
   @property
   def resolution(self) -> int:
@@ -56,16 +62,21 @@ def probed_call(twin: nnx.Module, rule: rules.Rule, method: str, args: tuple, kw
   }
   parts = {name: tuple(getattr(twin, part_name(name, p))[...] for p in spec.parts) for name, spec in info.scored}
   probes = {name: _probes(twin, name, spec) for name, spec in info.scored}
-  if info.linked:
-    return _linked_call(twin, rule, method, info, values, args, parts, probes)
-  arrays, rebuild = _separate(args, kwargs)
+  arrays, static, rebuild = _separate(args, kwargs)
+  sweep = rule.sweep(twin, method, static)
+  if sweep is not None and info.num_val:
+    raise ValueError("num_vocab_tiling > 1 has no ghost_schedule=concat; use two_pass or reverse_scan")
+  if info.linked is not None:
+    return _linked_call(twin, rule, method, info, values, arrays, parts, probes)
 
   def apply(values, arrays):
     args, kwargs = rebuild(arrays)
     return getattr(nnx.merge(info.stock, nnx.State(values)), method)(*args, **kwargs)
 
-  out = _make_op(twin, rule, method, apply, rebuild, info)(values, arrays, parts, probes)
-  usage.note(twin, info.path, method, tuple(x.shape for x in arrays), out.shape)
+  op = _make_op(twin, rule, method, apply, rebuild, info) if sweep is None else _sweep_op(sweep, info)
+  out = op(values, arrays, parts, probes)
+  shapes = tuple(x.shape for x in arrays)
+  usage.note(twin, info.path, method, shapes, out.shape, static, method in rule.second_uses)
   return rule.combine(twin, out, *args)
 
 
@@ -77,7 +88,8 @@ def _probes(twin, name: str, spec: ParamSpec) -> dict:
 
 
 def _separate(args, kwargs):
-  """(array leaves, rebuild): strings, flags and None stay static; `rebuild(arrays)` gives (args, kwargs) again."""
+  """(array leaves, other leaves, rebuild): strings, flags and None are static; `rebuild(arrays)` gives (args, kwargs)
+  again."""
   leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda x: x is None)
   is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
 
@@ -85,7 +97,8 @@ def _separate(args, kwargs):
     stream = iter(arrays)
     return jax.tree.unflatten(tree, [next(stream) if a else x for a, x in zip(is_array, leaves, strict=True)])
 
-  return [x for a, x in zip(is_array, leaves, strict=True) if a], rebuild
+  arrays, static = ([x for a, x in zip(is_array, leaves, strict=True) if a is kind] for kind in (True, False))
+  return arrays, tuple(x for x in static if x is not None), rebuild
 
 
 def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
@@ -134,6 +147,37 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
   return op
 
 
+def _sweep_op(sweep: rules.Sweep, info: TwinInfo):
+  """As `_make_op`, for a method with passes of its own."""
+  ((name, spec),) = info.scored
+
+  @jax.custom_vjp
+  def op(values, arrays, parts, probes):
+    return sweep.forward(values, arrays)[0]
+
+  def forward(values, arrays, parts, probes):
+    out, residuals = sweep.forward(values, arrays)
+    _check_axes(info, name, out)
+    return out, (values, arrays, residuals, parts, probes)
+
+  def backward(saved, cotangent):
+    values, arrays, residuals, parts, probes = saved
+    if spec.direction.kind == "sgd":
+      direction, facts = directions.form(spec, parts[name], values[name])
+      d_value, d_first, score = sweep.backward(values, arrays, residuals, cotangent, direction)
+    else:
+      d_value, d_first, _ = sweep.backward(values, arrays, residuals, cotangent, None)
+      direction, facts = directions.form(spec, parts[name], d_value)
+      _, _, score = sweep.backward(values, arrays, residuals, cotangent, direction, gradients=False)
+    scores = {"probe": score} | ({} if facts is None else {"facts": facts})
+    scores = {name: {part: x.astype(probes[name][part].dtype) for part, x in scores.items()}}
+    d_arrays = [d_first, *map(_zero_cotangent, arrays[1:])]
+    return {name: d_value}, d_arrays, jax.tree.map(jnp.zeros_like, parts), scores
+
+  op.defvjp(forward, backward)
+  return op
+
+
 def _split_rows(info: TwinInfo, apply, values, arrays, cotangent, parts):
   """Schedule 'concat': the training rows' (arrays, cotangent), (d_values of the training rows, d_arrays of all rows),
   and parts whose gradient is the validation rows' weight gradient."""
@@ -157,40 +201,45 @@ def _split_rows(info: TwinInfo, apply, values, arrays, cotangent, parts):
   return ([x[:n] for x in arrays], cotangent[:n]), (d_values, d_arrays), parts
 
 
-def _linked_call(twin, rule, method, info: TwinInfo, values, args, parts, probes):
-  """A table used by `__call__` first and `attend` later; see `tied`."""
+def _linked_call(twin, rule, method, info: TwinInfo, values, arrays, parts, probes):
+  """A table used by `__call__` first and once more later; see `tied`."""
   ((name, table),) = values.items()
-  spec = dict(info.scored)[name]
+  spec, use = dict(info.scored)[name], info.linked
+  assert use is not None
+  sweep = rule.sweep(twin, use.method, use.static)
 
   def on_table(method):
     return lambda table, x: getattr(nnx.merge(info.stock, nnx.State({name: table})), method)(x)
 
-  if method == "attend":
+  if method == use.method:
     if not hasattr(twin, "ghost_link"):
-      raise ValueError(f"{info.path}.attend is called before {info.path}.__call__; a tied table is looked up first")
-    rows = info.num_examples if info.num_val else None
-    return tied.attend(on_table(method), args[0], tuple(v[...] for v in twin.ghost_link), rows)
+      raise ValueError(f"{info.path} is used as output before it is looked up; a tied table is looked up first")
+    link = tuple(v[...] for v in twin.ghost_link)
+    if sweep is not None:
+      return sweep.linked_call(arrays, link)
+    return tied.attend(on_table(method), arrays[0], link, info.num_examples if info.num_val else None)
 
   def blank(table, dtype):
-    if info.tiles is not None:
-      return tiled_head.blank_link(info.tiles, info.linked, dtype)
-    return jnp.zeros(info.linked, dtype), jnp.zeros((*info.linked[:-1], table.shape[0]), dtype)
+    shape = use.input_shape
+    if sweep is not None:
+      return sweep.blank_link(shape, dtype)
+    return jnp.zeros(shape, dtype), jnp.zeros((*shape[:-1], table.shape[0]), dtype)
 
   @jax.named_scope("ghost_score")
   def score(table, ids, b, carried, weight_gradient, parts):
     direction, facts = directions.form(spec, parts, weight_gradient)
     lookup = rules.Call(twin, "__call__", values, (ids,), b, None, info.resolution)
-    if info.tiles is not None:
-      output_score = tiled_head.linked_score(info.tiles, twin, rule, name, table, carried, direction, info.resolution)
+    if sweep is not None:
+      output_score = sweep.linked_score(table, carried, direction)
     else:
       h, delta = carried
-      output = rules.Call(twin, "attend", values, (h,), delta, None, info.resolution)
+      output = rules.Call(twin, use.method, values, (h,), delta, None, info.resolution)
       output_score = rule.score(output, name, direction)
     scores = {"probe": constrain(rule.score(lookup, name, direction) + output_score, SCORES[: 1 + info.resolution])}
     return scores if facts is None else {**scores, "facts": facts}
 
   table_use = tied.TableUse(on_table("__call__"), on_table("attend"), score, blank, info.num_examples, info.num_val)
-  rows, link = tied.lookup(table_use, args[0], table, parts[name], probes[name])
+  rows, link = tied.lookup(table_use, arrays[0], table, parts[name], probes[name])
   _check_axes(info, method, rows)
   twin.ghost_link = nnx.List([nnx.Intermediate(x) for x in link])
   return rows

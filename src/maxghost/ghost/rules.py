@@ -8,6 +8,7 @@ first; dense layers and tables have cheaper forms of the same number.
 K validation sets, n examples, T positions.
 """
 
+import abc
 from collections.abc import Callable
 
 import jax
@@ -23,9 +24,11 @@ class Rule:
   """How a layer type is probed.
 
   methods: the methods that use the parameters; each is called with arrays whose leading axis is the example axis.
+  second_uses: those of them by which a table is used after its lookup, `__call__`.
   """
 
   methods: tuple[str, ...] = ("__call__",)
+  second_uses: tuple[str, ...] = ()
 
   def rank(self, module: nnx.Module, name: str) -> int:
     """Number of axes of parameter `name` in one unstacked layer. Layer types that are stacked must say it."""
@@ -47,6 +50,13 @@ class Rule:
     """The layer's value from the stock module's and the children's."""
     return out
 
+  def sweep(self, twin: nnx.Module, method: str, static: tuple) -> "Sweep | None":
+    """Own passes of `method`, for one whose gradients and scores come from one sweep; None: its VJP, then `score`.
+
+    static: the call's arguments that are no arrays.
+    """
+    return None
+
   def score(self, call: "Call", name: str, direction: Direction):
     """Score of parameter `name`: [K, *reduced], by `call.reduce`."""
     value = call.values[name]
@@ -56,6 +66,34 @@ class Rule:
       return call.reduce(tangent, call.cotangent)
 
     return jnp.stack([one(u) for u in direction.full])
+
+
+class Sweep(abc.ABC):
+  """The passes of a method that goes over its work in pieces and scores each piece while it is there.
+
+  For layers with one parameter. arrays: the call's arguments that are arrays, the differentiated one first.
+  """
+
+  @abc.abstractmethod
+  def forward(self, values: dict, arrays: list):
+    """(output, residuals)."""
+
+  @abc.abstractmethod
+  def backward(self, values: dict, arrays: list, residuals, cotangent, direction: Direction | None, gradients=True):
+    """(gradient of the parameter, of the first array, score [K, *reduced]); None for what is not asked for."""
+
+  @abc.abstractmethod
+  def blank_link(self, shape: tuple[int, ...], dtype) -> tuple:
+    """For a linked table (`tied`): zeros shaped like what its second use, `linked_call`, sends back to the lookup.
+    shape: of the first array; dtype: of the looked-up rows."""
+
+  @abc.abstractmethod
+  def linked_call(self, arrays: list, link: tuple):
+    """The output; link: the table, and `blank_link`, whose cotangents are defined to be what `linked_score` gets."""
+
+  @abc.abstractmethod
+  def linked_score(self, table, carried: list, direction: Direction):
+    """The second use's part of the score, from what came back along the link."""
 
 
 class Call:

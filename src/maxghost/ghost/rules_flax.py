@@ -88,6 +88,7 @@ class EmbedRule(Rule):
   of a tied table come out by themselves."""
 
   methods = ("__call__", "attend")
+  second_uses: tuple[str, ...] = ("attend",)
 
   def rank(self, module, name):
     return 2

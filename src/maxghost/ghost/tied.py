@@ -4,7 +4,7 @@ A tied table gets one half of its gradient at the output, where the backward pas
 where it ends. Adam's direction is formed from the whole gradient; the schedules 'reverse_scan' and 'concat' know the
 whole validation gradient only at the end. The lookup therefore hands the output three arrays whose cotangents carry
 what the output saw back to it: the table itself (its cotangent is the output's half of the weight gradient) and two
-zeros, whose cotangents are *defined* to be the output's input h and cotangent delta (`tiled_head` has a smaller pair).
+zeros, whose cotangents are *defined* to be the output's input h and cotangent delta (`rules_head` has a smaller pair).
 
 n examples, T positions, D features, V vocabulary.
 """

@@ -17,7 +17,8 @@ class Use:
   method: str
   argument_shapes: tuple
   shape: tuple
-  tiles: Any = None  # the `losses.tiled.Head` of an output that is computed in tiles
+  static: tuple  # arguments that are no arrays
+  is_second: bool  # of a table, after its lookup
 
 
 @contextlib.contextmanager
@@ -38,12 +39,12 @@ def note(*use) -> None:
 
 
 def called_often(used: list[Use]) -> dict[str, int]:
-  """{path: calls} of the layers that one trace calls more than once, but for a lookup with its `attend`."""
+  """{path: calls} of the layers that one trace calls more than once, but for a table's lookup with one other use."""
   calls: dict[int, list[Use]] = {}
   for use in used:
     calls.setdefault(id(use.layer), []).append(use)
   return {
     uses[0].path: len(uses)
     for uses in calls.values()
-    if len(uses) > 1 and sorted(use.method for use in uses) != ["__call__", "attend"]
+    if len(uses) > 1 and sorted(use.is_second for use in uses) != [False, True]
   }

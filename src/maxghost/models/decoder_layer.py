@@ -10,6 +10,7 @@ from flax import nnx
 from maxghost.config.schema import ModelConfig
 from maxghost.models import autodiff
 from maxghost.models.attention import SelfAttention
+from maxghost.models.hidden import Hidden
 from maxghost.models.layers import FEED_FORWARD, HIDDEN, gated, linear, norm
 from maxghost.models.moe import RoutedMoe
 from maxghost.parallel import constrain
@@ -44,10 +45,7 @@ class GatedMlp(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-  """x + attention(norm x), then x + mlp(norm x). index: place in the cycle of unlike layers.
-
-  Called with what the layer before returned: x_BTD, or (x_BTD, routing) in a model with experts; see `moe`.
-  """
+  """x + attention(norm x), then x + mlp(norm x). index: place in the cycle of unlike layers."""
 
   def __init__(self, cfg: ModelConfig, index: int = 0, *, rngs: nnx.Rngs):
     self.routed = cfg.num_experts > 1
@@ -69,8 +67,8 @@ class DecoderLayer(nnx.Module):
   def feed_forward(self) -> nnx.Module:
     return getattr(self, self.mlp_name)
 
-  def __call__(self, carry, positions_BT, segment_ids_BT, dropout_key=None, cache=None):
-    x_BTD, routing = carry if self.routed else (carry, None)
+  def __call__(self, hidden: Hidden, positions_BT, segment_ids_BT, dropout_key=None, cache=None) -> Hidden:
+    x_BTD, routing = hidden.x_BTD, hidden.routing
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     y_BTD = self.pre_self_attention_layer_norm(autodiff.split_residual(x_BTD))
     y_BTD = self.attention(y_BTD, positions_BT, segment_ids_BT, cache)
@@ -80,8 +78,7 @@ class DecoderLayer(nnx.Module):
       y_BTD, routing = self.feed_forward(y_BTD, segment_ids_BT, routing)
     else:
       y_BTD = self.feed_forward(y_BTD)
-    x_BTD = x_BTD + self._drop(y_BTD, keys[1])
-    return (x_BTD, routing) if self.routed else x_BTD
+    return Hidden(x_BTD + self._drop(y_BTD, keys[1]), routing)
 
   def _drop(self, x_BTD, key):
     return x_BTD if key is None else self.dropout(x_BTD, deterministic=False, rngs=key)
@@ -95,8 +92,8 @@ class LayerCycle(nnx.Module):
     for i in range(self.num_layers):
       setattr(self, f"layers_{i}", DecoderLayer(cfg, i, rngs=rngs))
 
-  def __call__(self, carry, positions_BT, segment_ids_BT, dropout_key=None, cache=None):
+  def __call__(self, hidden: Hidden, positions_BT, segment_ids_BT, dropout_key=None, cache=None) -> Hidden:
     for i in range(self.num_layers):
       key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
-      carry = getattr(self, f"layers_{i}")(carry, positions_BT, segment_ids_BT, key, cache)
-    return carry
+      hidden = getattr(self, f"layers_{i}")(hidden, positions_BT, segment_ids_BT, key, cache)
+    return hidden

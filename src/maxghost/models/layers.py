@@ -27,10 +27,19 @@ ACTIVATIONS = {
 
 
 def linear(
-  cfg: ModelConfig, in_features, out_features, axes, *, rngs: nnx.Rngs, std: float, in_axes=1, use_bias=False
+  cfg: ModelConfig,
+  in_features,
+  out_features,
+  axes,
+  *,
+  rngs: nnx.Rngs,
+  std: float,
+  in_axes=1,
+  use_bias=False,
+  layer_type: type[nnx.LinearGeneral] = nnx.LinearGeneral,
 ) -> nnx.Module:
   """A dense layer over the trailing `in_axes` axes, normal weights of deviation `std`, logical `axes` of its kernel."""
-  return nnx.LinearGeneral(
+  return layer_type(
     in_features,
     out_features,
     axis=tuple(range(-in_axes, 0)),

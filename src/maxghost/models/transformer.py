@@ -10,7 +10,9 @@ from flax import nnx
 from maxghost.config.schema import ModelConfig
 from maxghost.models import kv_cache, moe, stack
 from maxghost.models.decoder_layer import DecoderLayer, LayerCycle
+from maxghost.models.hidden import Hidden
 from maxghost.models.layers import HIDDEN, linear, norm
+from maxghost.models.output_head import OutputHead, OutputProjection, TiedTable
 from maxghost.parallel import constrain
 
 
@@ -35,14 +37,17 @@ class Decoder(nnx.Module):
       self.position_embedder = embedding(cfg, cfg.trainable_position_size, (None, "embed"), std=0.02, rngs=rngs)
     if not cfg.logits_via_embedding:
       std = cfg.base_emb_dim**-0.5
-      self.logits_dense = linear(cfg, cfg.base_emb_dim, cfg.vocab_size, ("embed", "vocab"), rngs=rngs, std=std)
+      axes = ("embed", "vocab")
+      self.logits_dense = linear(
+        cfg, cfg.base_emb_dim, cfg.vocab_size, axes, rngs=rngs, std=std, layer_type=OutputProjection
+      )
 
-  def __call__(self, carry, positions_BT, segment_ids_BT, dropout_key=None):
-    """What the last layer returns for what the first one sees: x_BTD, or (x_BTD, routing) with experts."""
+  def __call__(self, hidden: Hidden, positions_BT, segment_ids_BT, dropout_key=None) -> Hidden:
+    """What the last layer returns for what the first one sees."""
     if self.scan_layers:
       return stack.run(
         self.layers,
-        carry,
+        hidden,
         (positions_BT, segment_ids_BT),
         num_layers=self.num_layers,
         remat_policy=self.remat_policy,
@@ -55,26 +60,26 @@ class Decoder(nnx.Module):
         lambda x, s, p, g, k, graphdef=graphdef: nnx.merge(graphdef, s)(x, p, g, k), self.remat_policy
       )
       key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
-      carry = apply(carry, state, positions_BT, segment_ids_BT, key)
-    return carry
+      hidden = apply(hidden, state, positions_BT, segment_ids_BT, key)
+    return hidden
 
-  def cached(self, carry, positions_BT, segment_ids_BT, open_cache, kept=None):
+  def cached(self, hidden: Hidden, positions_BT, segment_ids_BT, open_cache, kept=None):
     """As __call__, each layer with its cache; returns also what the caches have to keep. See `kv_cache`.
 
     open_cache: from a layer's part of `kept` (None at the first call) to its cache.
     """
     if self.scan_layers:
-      return kv_cache.run_stacked(self.layers, carry, (positions_BT, segment_ids_BT), open_cache, kept)
+      return kv_cache.run_stacked(self.layers, hidden, (positions_BT, segment_ids_BT), open_cache, kept)
     entries = []
     for i in range(self.num_layers):
       cache = open_cache(None if kept is None else kept[i])
-      carry = getattr(self, f"layers_{i}")(carry, positions_BT, segment_ids_BT, cache=cache)
+      hidden = getattr(self, f"layers_{i}")(hidden, positions_BT, segment_ids_BT, cache=cache)
       entries.append(cache.entries)
-    return carry, entries
+    return hidden, entries
 
 
-def embedding(cfg: ModelConfig, num_rows: int, axes, *, std: float, rngs: nnx.Rngs) -> nnx.Embed:
-  return nnx.Embed(
+def embedding(cfg: ModelConfig, num_rows: int, axes, *, std: float, rngs: nnx.Rngs, layer_type=nnx.Embed) -> nnx.Embed:
+  return layer_type(
     num_rows,
     cfg.base_emb_dim,
     dtype=jnp.dtype(cfg.dtype),
@@ -94,43 +99,38 @@ class Transformer(nnx.Module):
   """
 
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
-    std = 1.0 if not cfg.logits_via_embedding else cfg.base_emb_dim**-0.5
-    self.token_embedder = embedding(cfg, cfg.vocab_size, ("vocab", "embed"), std=std, rngs=rngs)
-    self.decoder = Decoder(cfg, rngs=rngs)
     self.tied = cfg.logits_via_embedding
+    std, layer_type = (cfg.base_emb_dim**-0.5, TiedTable) if self.tied else (1.0, nnx.Embed)
+    axes = ("vocab", "embed")
+    self.token_embedder = embedding(cfg, cfg.vocab_size, axes, std=std, rngs=rngs, layer_type=layer_type)
+    self.decoder = Decoder(cfg, rngs=rngs)
     self.num_experts, self.dtype = cfg.num_experts, jnp.dtype(cfg.dtype)
-    self.logits_soft_cap = None
+    self.soft_cap = None
+
+  @property
+  def head(self) -> OutputHead:
+    """Final norm, output projection and loss by tiles, of this model's own layers."""
+    projection = self.token_embedder if self.tied else self.decoder.logits_dense
+    return OutputHead(self.decoder.decoder_norm, projection, self.soft_cap)
 
   def __call__(self, tokens_BT, positions=None, segment_ids=None, dropout_key=None):
     return self.logits(self.hidden(tokens_BT, positions, segment_ids, dropout_key))
 
-  def hidden(self, tokens_BT, positions_BT=None, segment_ids_BT=None, dropout_key=None):
-    """What the last layer returns: hidden states before the final norm [B, T, D], or (those, routing); see `moe`."""
+  def hidden(self, tokens_BT, positions_BT=None, segment_ids_BT=None, dropout_key=None) -> Hidden:
+    """What the last layer returns: hidden states before the final norm, and the routing of experts."""
     if positions_BT is None:
       positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
     return self.decoder(self.embed(tokens_BT, positions_BT), positions_BT, segment_ids_BT, dropout_key)
 
-  def embed(self, tokens_BT, positions_BT):
-    """What the first layer sees: x_BTD, or (x_BTD, routing) in a model with experts."""
+  def embed(self, tokens_BT, positions_BT) -> Hidden:
+    """What the first layer sees."""
     x_BTD = self.token_embedder(tokens_BT)
     if self.decoder.has_positions:
       x_BTD = x_BTD + self.decoder.position_embedder(positions_BT)
     x_BTD = constrain(x_BTD, HIDDEN)
-    if self.num_experts == 1:
-      return x_BTD
-    return x_BTD, moe.no_routing(self.num_experts, tokens_BT.shape, self.dtype)
+    routing = moe.no_routing(self.num_experts, tokens_BT.shape, self.dtype) if self.num_experts > 1 else None
+    return Hidden(x_BTD, routing)
 
-  def logits(self, hidden):
+  def logits(self, hidden: Hidden):
     """Final norm and output projection of what `hidden` returns -> float32 [B, T, V]."""
-    x_BTD = self.head_input(hidden[0] if isinstance(hidden, tuple) else hidden)
-    logits_BTV = self.token_embedder.attend(x_BTD) if self.tied else self.decoder.logits_dense(x_BTD)
-    logits_BTV = constrain(logits_BTV, ("activation_batch", "activation_length", "activation_vocab"), "logits")
-    return logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
-
-  def head_input(self, hidden_BTD):
-    """What the output projection sees. [B, T, D]."""
-    return self.decoder.decoder_norm(hidden_BTD)
-
-  def output_layer(self) -> tuple[nnx.Module, str]:
-    """The layer whose `attend` or call is the output projection, and the name of its table."""
-    return (self.token_embedder, "embedding") if self.tied else (self.decoder.logits_dense, "kernel")
+    return self.head.logits(hidden)

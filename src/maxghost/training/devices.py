@@ -4,9 +4,9 @@ B rows, T positions.
 """
 
 import jax
-import numpy as np
 
 from maxghost.config import Config, ConfigError
+from maxghost.objectives import create
 from maxghost.parallel import Layout, distributed
 from maxghost.parallel.axis_rules import unused_axes
 from maxghost.parallel.rows import OwnRows, own_rows
@@ -89,9 +89,9 @@ def rows_of_process(cfg: Config, layout: Layout) -> OwnRows:
 
 
 def batch_shapes(cfg: Config, num_rows: int, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
-  """Shapes of a batch, int32[B, T] by name, and where it lies."""
-  shape = jax.ShapeDtypeStruct((num_rows, cfg.data.max_target_length), np.int32, sharding=layout.rows(num_rows))
-  return {f"{kind}{part}": shape for kind in ("inputs", "targets") for part in ("", "_position", "_segmentation")}
+  """Shapes of a batch of the run's objective, and where it lies."""
+  spec, sharding = create(cfg).batch_spec(num_rows, cfg.data.max_target_length), layout.rows(num_rows)
+  return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in spec.items()}
 
 
 def describe_batch(cfg: Config, layout: Layout) -> str:

@@ -14,9 +14,9 @@ from maxghost.ghost import ledger, schedules
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.directions import AdamScalars, preconditioner
 from maxghost.ghost.engine import direction_spec
-from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import Account, Model, Problem, Scored, Settings, Stored, Update
+from maxghost.objectives import Objective, create
 from maxghost.training.optimizers import clip, optimizer_spec
 from maxghost.training.state import TrainStateNNX, adam_moments, trainable
 
@@ -38,7 +38,7 @@ class Scorer:
   """
 
   cfg: Config
-  loss: LanguageModelLoss
+  loss: Objective
   twin: Twin
   train_graphdef: nnx.GraphDef
 
@@ -129,7 +129,7 @@ class Scorer:
 
 def make_scorer(cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *, num_sets: int) -> Scorer:
   """graphdef: of the train state. batch: arrays or shapes. Raises ValueError for a model that cannot be scored."""
-  ghost, loss = cfg.ghost, LanguageModelLoss.of(cfg.model)
+  ghost, loss = cfg.ghost, create(cfg).validation()
   rows = jax.tree.leaves(batch)[0].shape[0] // cfg.optimizer.gradient_accumulation_steps
   micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))
   twin = prepare_twin(

@@ -10,9 +10,9 @@ from flax import nnx
 
 from maxghost.config.schema import Config
 from maxghost.ghost import schedules
-from maxghost.ghost.losses import LanguageModelLoss
 from maxghost.ghost.schedules import Model
 from maxghost.models import autodiff
+from maxghost.objectives import Objective, create
 from maxghost.parallel import constrain, constrain_state
 from maxghost.training import host_memory, selection, step_outputs
 from maxghost.training.optimizers import clip, clip_factor, learning_rate_schedule, scaled
@@ -24,8 +24,8 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
 
   graphdef, state: a split TrainStateNNX (the state may be abstract). batch: arrays or shapes of one training batch;
   num_segments: S, the largest segment id a row may hold. val_batches: a tuple of K batches (empty when ghost is off).
-  out: scalars loss, grad_norm, param_norm, learning_rate, tokens, clip_factor; with experts lm_loss (the loss without
-  the load-balancing term) and `LanguageModelLoss.hidden_metrics`, but for schedule concat; with ghost also the ledger's
+  out: scalars loss, grad_norm, param_norm, learning_rate, tokens, clip_factor; what the objective
+  measures on its way, but for schedule concat; with ghost also the ledger's
   columns [K] and what `scoring.outputs`, or with ghost_select `selection.outputs`, lists. Raises ValueError for a model
   that the engine cannot score.
   """
@@ -56,9 +56,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
       "tokens": passed.weights.sum(),
       "clip_factor": factor,
     }
-    if passed.metrics:
-      out |= passed.metrics
-      out["lm_loss"] = passed.loss - cfg.model.load_balance_loss_weight * passed.metrics["moe_lb_loss"]
+    out |= step_loss.reported(passed.loss, passed.metrics)
     read = []
     if scorer is not None:
       columns = scorer.columns(train_state, split.params, scored, learning_rate, factor)
@@ -113,8 +111,8 @@ def _clipped_update(cfg: Config, grads):
 
 
 def make_eval_step(cfg: Config, graphdef):
-  """`evaluate(state, batch) -> (summed loss in nats, number of target tokens)`; dropout off, z-loss not included."""
-  loss_fn = LanguageModelLoss.of(cfg.model, z_loss=False)
+  """`evaluate(state, batch) -> (summed loss, summed weight)` of the objective's `evaluation`."""
+  loss_fn = create(cfg).evaluation()
 
   def evaluate(state, batch):
     losses, weights = loss_fn(nnx.merge(graphdef, state).model, batch)
@@ -125,7 +123,7 @@ def make_eval_step(cfg: Config, graphdef):
 
 def make_validation_loss(cfg: Config, graphdef):
   """`losses(state, val_batches) -> [K]`: what the train step calls val_loss, for rows of an earlier step."""
-  loss_fn = LanguageModelLoss.of(cfg.model)
+  loss_fn = create(cfg).validation()
 
   def losses(state, val_batches):
     model = nnx.merge(graphdef, state).model
@@ -134,9 +132,9 @@ def make_validation_loss(cfg: Config, graphdef):
   return losses
 
 
-def _training_loss(cfg: Config, step) -> LanguageModelLoss:
+def _training_loss(cfg: Config, step) -> Objective:
   key = None
   if cfg.model.dropout_rate:
     # The key is a function of (seed, step): a restart draws the same masks without any RNG state to save.
     key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), step)
-  return LanguageModelLoss.of(cfg.model, key, load_balance=True)
+  return create(cfg).training(key)

@@ -117,7 +117,7 @@ class TrainPass:
   """What one training pass yields.
 
   scores: {label: [*stack, K, n(, T)]}, the additive form w_i <grad l_i, u>. facts: {label: [*stack, K, 2]} for kind
-  'adam', else {}; see `directions.form`. metrics: what the loss measures on its way; see `passes.measured`.
+  'adam', else {}; see `directions.form`. metrics: see `Objective.measured`.
   """
 
   loss: jax.Array

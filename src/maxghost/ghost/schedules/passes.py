@@ -16,17 +16,8 @@ from flax import nnx
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.directions import AdamScalars
 from maxghost.ghost.schedules.base import Problem, TrainPass, Update, Validation
+from maxghost.objectives import as_objective
 from maxghost.parallel import constrain_state
-
-
-def measured(loss_fn: Callable, model, batch):
-  """(losses, weights, metrics): of `loss_fn.measured` where there is one, else of loss_fn and no metrics.
-
-  metrics: {name: float array}, means over the batch's weight.
-  """
-  if hasattr(loss_fn, "measured"):
-    return loss_fn.measured(model, batch)
-  return (*loss_fn(model, batch), {})
 
 
 def mean_loss(losses, weights):
@@ -195,7 +186,7 @@ def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: n
   """The training gradient of the batch, with every example scored against `directions` on the way back."""
 
   def loss(params, probes):
-    losses, weights, metrics = measured(loss_fn, twin.merge(params, probes, directions, rest), batch)
+    losses, weights, metrics = as_objective(loss_fn).measured(twin.merge(params, probes, directions, rest), batch)
     return mean_loss(losses, weights), (losses, weights, metrics)
 
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
@@ -209,7 +200,7 @@ def plain_pass(graphdef, params, rest, loss_fn: Callable, batch) -> TrainPass:
   """The training gradient of the batch, and no scores."""
 
   def loss(params):
-    losses, weights, metrics = measured(loss_fn, nnx.merge(graphdef, params, rest), batch)
+    losses, weights, metrics = as_objective(loss_fn).measured(nnx.merge(graphdef, params, rest), batch)
     return mean_loss(losses, weights), (losses, weights, metrics)
 
   (value, (losses, weights, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(params)

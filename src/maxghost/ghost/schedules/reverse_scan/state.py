@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.attach import ScoredParam, Twin
-from maxghost.ghost.losses import submodule
 from maxghost.ghost.schedules.base import Problem
 from maxghost.ghost.schedules.passes import by_label
 from maxghost.ghost.variables import GhostDirection, GhostProbe
@@ -139,6 +138,16 @@ def parts_of(layers: Layers, scored, gradients, second_moments: dict | None):
     else:
       parts[label] = (gradient_K,)
   return parts, captured
+
+
+def submodule(model: nnx.Module, path: tuple) -> nnx.Module:
+  """The module at `path`; ValueError naming the path if there is none."""
+  node = model
+  for name in path:
+    if not hasattr(node, str(name)):
+      raise ValueError(f"the model has no stacked layers at {'/'.join(map(str, path))}; set scan_layers=true")
+    node = getattr(node, str(name))
+  return node
 
 
 def _outside(prefix: tuple, state: nnx.State) -> nnx.State:

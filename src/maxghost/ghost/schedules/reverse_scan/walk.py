@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.ghost.losses import submodule
 from maxghost.ghost.saved_vjp import SavedVjp
 from maxghost.ghost.schedules.base import Problem, Scored, TrainPass
 from maxghost.ghost.schedules.passes import captured as captured_of
 from maxghost.ghost.schedules.passes import mean_loss, total, validation_mean
 from maxghost.ghost.schedules.reverse_scan import account, layer, segments
-from maxghost.ghost.schedules.reverse_scan.state import Layers, Pair, Walk, blank_directions, join, parts_of
+from maxghost.ghost.schedules.reverse_scan.state import Layers, Pair, Walk, blank_directions, join, parts_of, submodule
 from maxghost.ghost.variables import GhostDirection
 from maxghost.models.segments import check
+from maxghost.objectives import StagedLoss
 from maxghost.parallel import constrain_state
 
 
@@ -31,7 +31,7 @@ def run(problem: Problem) -> Scored:
   Raises ValueError for a loss without stages or a model without stacked layers.
   """
   loss, batch, val_batches = problem.loss, problem.batch, problem.val_batches
-  if not hasattr(loss, "layer_inputs"):
+  if not isinstance(loss, StagedLoss):
     raise ValueError(
       "ghost_schedule=reverse_scan needs a StagedLoss (embed, layers, head); use two_pass for other losses"
     )
@@ -67,7 +67,7 @@ def run(problem: Problem) -> Scored:
     grads,
     twin.scores_by_label(probe_grads),
     twin.scores_by_label(probe_grads, "facts"),
-    loss.hidden_metrics(train.hidden, batch) if hasattr(loss, "hidden_metrics") else {},
+    loss.metrics(train.hidden, batch),
   )
   sums = account.whole_sums(layers, found["sums"], outer_grads, outer_gradients)
   return Scored(

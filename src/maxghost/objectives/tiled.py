@@ -18,9 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from maxghost.models import autodiff, dense
+from maxghost.models import autodiff, dense, platforms
 
 AXES = ("tokens", "vocab")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+  """How an objective wants its losses computed; `Head` has the projection's facts as well."""
+
+  num_tiles: int
+  axis: str = "tokens"
+  z_loss: float = 0.0
+
+  def of(self, *, tied: bool, dtype, precision=None, soft_cap: float | None = None) -> "Head":
+    return Head(self.num_tiles, self.axis, tied, dtype, precision, self.z_loss, soft_cap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +54,10 @@ class Head:
   def __post_init__(self):
     if self.axis not in AXES:
       raise ValueError(f"vocab_tiling_axis={self.axis}: use one of {', '.join(AXES)}")
+
+  def __call__(self, x_BTD, w, targets_BT, weights_BT=None):
+    """`tiled_losses`; known weights are used on CPU, where arithmetic costs more than holding a table's gradient."""
+    return tiled_losses(self, x_BTD, w, targets_BT, weights_BT if platforms.target() == "cpu" else None)
 
   @property
   def wide(self):

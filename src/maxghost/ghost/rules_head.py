@@ -1,0 +1,119 @@
+"""Rules for the output projections of `models`: a loss by tiles scores each tile while its logits are there.
+
+Cost beyond the plain tiled head, in products of the head's size (the plain one takes four: logits, logits again, both
+gradients): one for the scores where the direction is known beforehand (kind 'sgd'); kind 'adam', and a tied table whose
+direction needs the whole gradient, form it first and sweep the tiles once more: two.
+
+K validation sets, B rows (n examples), T positions, D features, V vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxghost.ghost.directions import Direction
+from maxghost.ghost.rules import Call, Rule, Sweep, rule
+from maxghost.ghost.rules_flax import EmbedRule, LinearGeneralRule
+from maxghost.models.output_head import OutputProjection, TiedTable
+from maxghost.objectives.tiled import Head, backward, forward
+
+
+class TiledSweep(Sweep):
+  """The passes of `losses(head, x, targets, weights)` over the tiles of `head`. name: of the table."""
+
+  def __init__(self, rule: Rule, twin, name: str, head: Head):
+    self.rule, self.twin, self.name, self.head = rule, twin, name, head
+
+  def forward(self, values, arrays):
+    x_BTD, targets_BT, *_ = arrays
+    losses_BT, log_sum_BT = forward(self.head, x_BTD, values[self.name], targets_BT)
+    return losses_BT, log_sum_BT
+
+  def backward(self, values, arrays, residuals, cotangent, direction, gradients=True):
+    x_BTD, targets_BT, *_ = arrays
+    inputs = (x_BTD, values[self.name], targets_BT, residuals, cotangent)
+    visits = {} if direction is None else self._visits(direction)
+    d_x, d_table, score_KBT = backward(self.head, *inputs, gradients=gradients, **visits)
+    score = None if score_KBT is None else self._reduced(score_KBT)
+    return d_table, d_x, score
+
+  def _visits(self, direction: Direction) -> dict:
+    """What `backward` needs to score the tiles by the layer's own rule, one score per token: [K, B, c]."""
+    head = self.head
+
+    def visit(x, delta, direction):
+      method = "attend" if head.tied else "__call__"
+      return self.rule.score(Call(self.twin, method, {}, (x,), delta, None, 2), self.name, direction)
+
+    if head.axis == "tokens":
+      return {"visit": visit, "extra": direction}
+
+    def whole(array):
+      return jnp.broadcast_to(array, (head.num_tiles, *array.shape))
+
+    axis = 1 + head.vocab_axis  # behind the sets
+    if direction.full is not None:
+      blocks = Direction(head.split_vocab(direction.full, axis))
+    elif head.tied:
+      blocks = Direction(None, head.split_vocab(direction.left, axis), whole(direction.right))
+    else:
+      blocks = Direction(None, whole(direction.left), head.split_vocab(direction.right, axis))
+    return {"visit": visit, "extra": blocks}
+
+  def _reduced(self, score_KBT):
+    return score_KBT if self.twin.ghost_info.resolution == 2 else score_KBT.sum(-1)
+
+  # A tied table whose direction needs the gradient of both its uses. The untiled link (`tied`) carries the cotangent of
+  # all logits; this one carries, for each token, what makes them again: x, the loss's cotangent, log-sum-exp and label.
+
+  def blank_link(self, x_shape, dtype):
+    return jnp.zeros(x_shape, dtype), jnp.zeros((*x_shape[:-1], 3), self.head.wide)
+
+  def linked_call(self, arrays, link):
+    head = self.head
+    x_BTD, targets_BT, *_ = arrays
+
+    @jax.custom_vjp
+    def op(x, targets, table, x_link, facts_link):
+      return forward(head, x, table, targets)[0]
+
+    def op_forward(x, targets, table, x_link, facts_link):
+      losses, log_sum = forward(head, x, table, targets)
+      return losses, (x, table, targets, log_sum)
+
+    def op_backward(residuals, g):
+      x, _, targets, log_sum = residuals
+      d_x, d_table, _ = backward(head, *residuals, g)
+      facts = jnp.stack([a.astype(head.wide) for a in (g, log_sum, targets)], axis=-1)  # labels are exact below 2**24
+      return d_x, np.zeros(targets.shape, jax.dtypes.float0), d_table, x, facts
+
+    op.defvjp(op_forward, op_backward)
+    table, x_link, facts_link = link
+    return op(x_BTD, targets_BT, table, x_link.astype(x_BTD.dtype), facts_link)
+
+  def linked_score(self, table, carried, direction):
+    x, facts = carried
+    g, log_sum, targets = facts[..., 0], facts[..., 1], facts[..., 2].astype(jnp.int32)
+    _, _, score_KBT = backward(self.head, x, table, targets, log_sum, g, gradients=False, **self._visits(direction))
+    return self._reduced(score_KBT)
+
+
+@rule(TiedTable)
+class TiedTableRule(EmbedRule):
+  """`models.output_head.TiedTable`: a table with a lookup and an output, whole or by tiles."""
+
+  methods = ("__call__", "attend", "losses")
+  second_uses = ("attend", "losses")
+
+  def sweep(self, twin, method, static):
+    return TiledSweep(self, twin, "embedding", *static) if method == "losses" else None
+
+
+@rule(OutputProjection)
+class OutputProjectionRule(LinearGeneralRule):
+  """`models.output_head.OutputProjection`: a dense layer, or its losses by tiles."""
+
+  methods = ("__call__", "losses")
+
+  def sweep(self, twin, method, static):
+    return TiledSweep(self, twin, "kernel", *static) if method == "losses" else None

@@ -1,0 +1,75 @@
+"""The output head: final norm, projection, soft cap; as whole logits, or as losses of which a tile exists at a time.
+
+B batch, T positions, D embed dim, V vocabulary.
+"""
+
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from flax import nnx
+
+from maxghost.models.hidden import Hidden
+from maxghost.parallel import constrain
+
+
+class Tiles(Protocol):
+  """A loss that forms its logits in tiles (`objectives.tiled.Head`)."""
+
+  def __call__(self, x_BTD, table, targets_BT, weights_BT) -> Any: ...
+
+
+class Tiling(Protocol):
+  """What a loss knows of its tiles before it knows the projection (`objectives.tiled.Tiling`)."""
+
+  def of(self, *, tied: bool, dtype, precision, soft_cap: float | None) -> Tiles: ...
+
+
+class TiedTable(nnx.Embed):
+  """A token embedding [V, D] that is the output projection, too."""
+
+  def losses(self, tiles: Tiles, x_BTD, targets_BT, weights_BT):
+    """The loss of each position, [B, T], by tiles of `attend`."""
+    return tiles(x_BTD, self.embedding[...], targets_BT, weights_BT)
+
+
+class OutputProjection(nnx.LinearGeneral):
+  """A projection [D, V] without bias."""
+
+  def losses(self, tiles: Tiles, x_BTD, targets_BT, weights_BT):
+    """The loss of each position, [B, T], by tiles of the logits."""
+    return tiles(x_BTD, self.kernel[...], targets_BT, weights_BT)
+
+
+class OutputHead(nnx.Module):
+  """Norm, projection and soft cap of a model, made of its own layers when it is needed: it adds no parameter paths.
+
+  norm: None for hidden states that are normed already. soft_cap: a logit y becomes soft_cap * tanh(y / soft_cap); 0 or
+  None = none.
+  """
+
+  def __init__(self, norm: nnx.Module | None, projection: TiedTable | OutputProjection, soft_cap: float | None = None):
+    self.norm, self.projection, self.soft_cap = norm, projection, soft_cap or None
+
+  def logits(self, hidden: Hidden):
+    """float32 or wider [B, T, V]."""
+    x_BTD, projection = self._normed(hidden), self.projection
+    logits_BTV = projection.attend(x_BTD) if isinstance(projection, TiedTable) else projection(x_BTD)
+    logits_BTV = constrain(logits_BTV, ("activation_batch", "activation_length", "activation_vocab"), "logits")
+    logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
+    return logits_BTV if self.soft_cap is None else self.soft_cap * jnp.tanh(logits_BTV / self.soft_cap)
+
+  def losses(self, hidden: Hidden, targets_BT, weights_BT, tiling: Tiling):
+    """The loss of each position, [B, T], as of the whole `logits`. weights_BT: what they will be weighted with, or
+    None."""
+    projection = self.projection
+    tied = isinstance(projection, TiedTable)
+    tiles = tiling.of(
+      tied=tied,
+      dtype=jnp.dtype(projection.dtype),
+      precision=None if tied else projection.precision,
+      soft_cap=self.soft_cap,
+    )
+    return projection.losses(tiles, self._normed(hidden), targets_BT, weights_BT)
+
+  def _normed(self, hidden: Hidden):
+    return hidden.x_BTD if self.norm is None else self.norm(hidden.x_BTD)

@@ -1,0 +1,107 @@
+"""Next-token prediction on a MaxText-style batch.
+
+B batch, T positions, D embed dim.
+"""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from maxghost.config import Config
+from maxghost.models.hidden import Hidden
+from maxghost.objectives.base import StagedLoss
+from maxghost.objectives.cross_entropy import token_losses
+from maxghost.objectives.tiled import Tiling
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LanguageModelLoss(StagedLoss):
+  """Cross-entropy of the next token in nats, with z-loss and, in a model with experts, the load-balancing loss.
+
+  A token counts with its `targets_weights`, or where there are none with 1, if its targets_segmentation is not 0.
+  dropout_key: None turns dropout off. load_balance_loss_weight: each token's loss holds its own share of the
+  load-balancing loss times this; 0 leaves it out. num_tiles > 1: the logits exist a tile at a time, of the tokens or of
+  the vocabulary (`tile_axis`).
+  """
+
+  name = "next_token"
+  z_loss_multiplier: float = 0.0
+  dropout_key: jax.Array | None = None
+  load_balance_loss_weight: float = 0.0
+  layers_path: tuple = ("decoder", "layers")
+  num_tiles: int = 1
+  tile_axis: str = "tokens"
+
+  @classmethod
+  def of(cls, cfg: Config) -> Self:
+    model = cfg.model
+    return cls(
+      model.z_loss_multiplier,
+      None,
+      model.load_balance_loss_weight,
+      num_tiles=model.num_vocab_tiling,
+      tile_axis=model.vocab_tiling_axis,
+    )
+
+  def __call__(self, model, batch):
+    return self.measured(model, batch)[:2]
+
+  def measured(self, model, batch):
+    hidden = model.hidden(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], self.dropout_key)
+    return *self.head(model, hidden, batch), self.metrics(hidden, batch)
+
+  def metrics(self, x: Hidden, batch) -> dict:
+    """Of a model with experts, means over layers and counting tokens: moe_lb_loss, the load-balancing loss without its
+    weight; router_entropy, nats; expert_load_E, each expert's share of the tokens' choices. Else empty."""
+    routing = x.routing
+    if routing is None:
+      return {}
+    weights_BT = self.weights(batch).astype(routing["entropy_BT"].dtype)
+    share_BT = weights_BT / jnp.maximum(weights_BT.sum(), jnp.finfo(weights_BT.dtype).tiny)
+    return {
+      "moe_lb_loss": jnp.sum(routing["load_balance_BT"] * share_BT),
+      "router_entropy": jnp.sum(routing["entropy_BT"] * share_BT),
+      "expert_load_E": routing["load_E"],
+    }
+
+  def reported(self, loss, metrics: dict) -> dict:
+    """With experts also lm_loss, the loss without the load-balancing term."""
+    if not metrics:
+      return metrics
+    return metrics | {"lm_loss": loss - self.load_balance_loss_weight * metrics["moe_lb_loss"]}
+
+  def training(self, dropout_key) -> Self:
+    return dataclasses.replace(self, dropout_key=dropout_key)
+
+  def validation(self) -> Self:
+    return dataclasses.replace(self, dropout_key=None, load_balance_loss_weight=0.0)
+
+  def evaluation(self) -> Self:
+    return dataclasses.replace(self.validation(), z_loss_multiplier=0.0)
+
+  def weights(self, batch):
+    """The loss weight of each token, bool or float[B, T]; 0 for prompts and padding."""
+    counts_BT = batch["targets_segmentation"] != 0
+    return jnp.where(counts_BT, batch["targets_weights"], 0) if "targets_weights" in batch else counts_BT
+
+  def embed(self, model, batch):
+    return model.embed(batch["inputs"], batch["inputs_position"])
+
+  def layer_inputs(self, batch):
+    return batch["inputs_position"], batch["inputs_segmentation"]
+
+  def layer_key(self, index):
+    return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, index)
+
+  def head(self, model, x: Hidden, batch):
+    targets_BT, weights_BT = batch["targets"], self.weights(batch)
+    if self.num_tiles > 1:
+      tiling = Tiling(self.num_tiles, self.tile_axis, self.z_loss_multiplier)
+      losses_BT = model.head.losses(x, targets_BT, weights_BT.astype(float), tiling)
+    else:
+      losses_BT = token_losses(model.logits(x), targets_BT, self.z_loss_multiplier)
+    if self.load_balance_loss_weight and x.routing is not None:
+      losses_BT = losses_BT + self.load_balance_loss_weight * x.routing["load_balance_BT"]
+    return losses_BT, weights_BT.astype(losses_BT.dtype)
