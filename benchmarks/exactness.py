@@ -156,7 +156,9 @@ def train(cfg, steps: int) -> list[np.ndarray]:
   graphdef, train_state = state.create_split(cfg)
   val_batches = ()
   if cfg.ghost.ghost_enabled:
-    val_batches = (dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, cfg.data.ghost_val_domain).arrays,)
+    val_batches = (
+      dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, next(iter(cfg.data.validation_sets.values()))).arrays,
+    )
   first = next(dataset.train).arrays
   compiled = _steps.compile_step(cfg, graphdef, train_state, first, val_batches, dataset.max_segments)
   batches = [first, *(next(dataset.train).arrays for _ in range(steps - 1))]

@@ -51,7 +51,7 @@ SMALL = {
   "enable_checkpointing": "false", "jax_cache_dir": "",
 }  # fmt: skip
 MAXTEXT_KEYS = ("attention=dot_product", "hardware=cpu", "skip_jax_distributed_system=true")
-MAXGHOST_KEYS = ("ghost_enabled=false", "ghost_val_domain=words", "eval_interval=-1")
+MAXGHOST_KEYS = ("ghost_enabled=false", "ghost_val_sets=words", "eval_interval=-1")
 MAXTEXT_ELSEWHERE = (
   "MaxText 0.2.4, not run here (no --maxtext-python): 0.349 s a step, 2,937 tokens/s on another two-core machine when "
   "idle (JAX 0.10.2). Figures of different machines do not compare."

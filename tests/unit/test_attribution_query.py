@@ -19,7 +19,7 @@ from maxghost.config import ConfigError
 from maxghost.scorelog import Writer, parquet
 from maxghost.scorelog import format as fmt
 
-SYNTHETIC = ("dataset_type=synthetic", "ghost_val_domain=words")
+SYNTHETIC = ("dataset_type=synthetic", "ghost_val_sets=words")
 SETS = ("words", "exams")
 COLUMNS = ("step", "domain", "path", "offset", "chunk", "epoch", "tokens", "loss", "dot", "contribution")
 

@@ -214,11 +214,9 @@ def test_without_libtpu_one_line_says_what_to_install(monkeypatch):
   ("keys", "message"),
   [
     (["jax_distributed=on"], "no other processes are known"),
-    (["jax_distributed_num_processes=2"], "jax_distributed_coordinator_address and jax_distributed_process_id must be"),
-    (["jax_distributed_coordinator_address=here", "jax_distributed_num_processes=2", "jax_distributed_process_id=0"],
-     "is not HOST:PORT"),
-    (["jax_distributed_coordinator_address=a:1", "jax_distributed_num_processes=2", "jax_distributed_process_id=2"],
-     "the numbers are 0 to 1"),
+    (["jax_distributed=a:1"], "is not auto, on, off or HOST:PORT,K/N"),
+    (["jax_distributed=here,0/2"], "is not auto, on, off or HOST:PORT,K/N"),
+    (["jax_distributed=a:1,2/2"], "the numbers are 0 to 1"),
   ],
 )  # fmt: skip
 def test_processes_that_cannot_meet_are_refused(keys, message, monkeypatch):
@@ -235,16 +233,15 @@ def test_a_port_in_use_is_named():
     port = taken.getsockname()[1]
     with pytest.raises(ConfigError, match=f"port {port} of this machine is in use"):
       distributed.start(parallel(
-        f"jax_distributed_coordinator_address=localhost:{port}", "jax_distributed_num_processes=2",
-        "jax_distributed_process_id=0",
+        f"jax_distributed=localhost:{port},0/2"
       ))  # fmt: skip
 
 
 @pytest.mark.parametrize(
   ("said", "message"),
   [
-    ([(1, 2), (2, 3)], r"jax_distributed_num_processes=2 in process 1, 3 in process 0"),
-    ([(1, 3), (1, 3)], r"jax_distributed_process_id=1 is given to two processes; give each of the 3 its own"),
+    ([(1, 2), (2, 3)], r"jax_distributed names 2 processes in process 1, 3 in process 0"),
+    ([(1, 3), (1, 3)], r"jax_distributed: number 1 is given to two processes; give each of the 3 its own"),
     ([(1, 3)], r"did not all meet at 127.0.0.1:\d+ within 2 s: of 3 this one is missing: 2; start all"),
   ],
 )

@@ -142,8 +142,8 @@ class GroupSums:
         keys["offset"] = offset
     counts = (sums[:, 0].astype(np.int64), sums[:, 1].astype(np.int64))
     groups = Groups(keys, *counts, sums[:, 2], sums[:, 3 : 3 + num_sets], sums[:, 3 + num_sets :])
-    ranks = [getattr(keys[name], "code", keys[name]) for name in reversed(self._columns)]
-    return groups.take(np.lexsort(ranks))
+    ranks = (keys[name] for name in reversed(self._columns))
+    return groups.take(np.lexsort([key.code if isinstance(key, Labels) else key for key in ranks]))
 
 
 class TimeSums:
@@ -198,8 +198,8 @@ def layer_rows(modules: Modules, value_XML: np.ndarray) -> tuple[list[str], np.n
 
   A module is outside of the stack when it has no value beyond layer 0.
   """
-  logged_SML = np.isfinite(modules.contribution_SMLDK).any((3, 4))
-  inside = logged_SML[:, :, 1:].any((0, 2))
+  logged_SML = np.any(np.isfinite(modules.contribution_SMLDK), axis=(3, 4))
+  inside = np.any(logged_SML[:, :, 1:], axis=(0, 2))
   names, values = [], []
   if inside.any():
     names += [f"layer {layer}" for layer in range(value_XML.shape[2])]

@@ -166,7 +166,7 @@ def _by_layer(log: ScoreLog, query: Query, where: Where, k: int) -> dict:
   if query.scale != "nats":
     raise ConfigError(f"--scale {query.scale}: with --by {query.by} contributions are in nats only")
   names, sums, tokens = _layer_sums(log, query.by, where, k)
-  if names is None:
+  if names is None or sums is None:
     raise ConfigError(f"--by {query.by}: this run did not log contributions by module")
   total = sums.sum(-1)
   half_width = statistics.block_half_width(statistics.to_blocks(sums))

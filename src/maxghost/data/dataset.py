@@ -166,7 +166,7 @@ class Dataset:
   def validation_batch(self, index: int, num_rows: int, domain: str | None = None) -> Batch:
     """Rows [index, index + 1) * num_rows of the held-out documents of a domain, packed; starts over at their end.
 
-    domain: default the `ghost_val_domain`. A function of its arguments and the configuration alone.
+    domain: default that of the first validation set. A function of its arguments and the configuration alone.
     Raises ConfigError when the domain has no held-out documents.
     """
     rows = self._validation_rows(self.val_domain if domain is None else domain)
@@ -194,8 +194,7 @@ class Dataset:
     )
     if not len(rows):
       raise ConfigError(
-        f"validation domain '{domain}' has no held-out documents; those of ghost_val_domain={self.val_domain} are "
-        "held out"
+        f"validation domain '{domain}' has no held-out documents; those of '{self.val_domain}' are held out"
       )
     return dataclasses.replace(rows, document=rows.document + first)
 

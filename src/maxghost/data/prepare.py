@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from maxghost.data.packing import token_dtype
 from maxghost.data.prepared import BLOCK_COLUMNS, COLUMNS, DOCUMENT_COLUMNS, INDEX_FILE, INDEX_VERSION, PATH_COLUMNS
 from maxghost.data.sources.base import Source
 from maxghost.data.split import scan
-from maxghost.data.tokenizers import Tokenizer, load_tokenizer
+from maxghost.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from maxghost.data.windows import read_or_skip
 
 PART_BYTES = 64 << 20  # text of a part
@@ -166,7 +167,7 @@ def _work(part: int) -> dict:
 
 def _write_part(job: Job, part: int, source: Source, tokenizer: Tokenizer) -> dict:
   """Writes a part's shard, columns and manifest; returns the manifest."""
-  from array_record.python import array_record_module
+  from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
   base = Path(job.folder) / "parts" / f"{part:05d}"
   shard = Path(job.folder) / "shards" / f"part-{part:05d}-of-{job.num_parts:05d}.array_record"
@@ -197,7 +198,9 @@ def _write_part(job: Job, part: int, source: Source, tokenizer: Tokenizer) -> di
       lengths.append(len(tokens))
   block.close()
   writer.close()
-  arrays = {name: np.concatenate(values) if values else np.empty(0, np.int64) for name, values in columns.items()}
+  arrays: dict[str, Any] = {
+    name: np.concatenate(values) if values else np.empty(0, np.int64) for name, values in columns.items()
+  }
   arrays["length"] = np.array(lengths, np.int64)
   with open(base.with_suffix(".npz.tmp"), "wb") as file:
     np.savez(file, **arrays, paths=np.array(json.dumps(list(paths))))
@@ -264,7 +267,8 @@ class _Block:
 def _join(job: Job, source: Source, tokenizer: Tokenizer) -> dict:
   """Joins the parts' columns into the index and writes its JSON last."""
   folder = Path(job.folder)
-  manifests = [read_manifest(job.folder, part) for part in range(job.num_parts)]
+  manifests = [manifest for part in range(job.num_parts) if (manifest := read_manifest(job.folder, part)) is not None]
+  assert len(manifests) == job.num_parts, "all parts are complete before they are joined"
   num_documents, num_blocks = (sum(manifest[key] for manifest in manifests) for key in ("documents", "blocks"))
   if not num_documents:
     raise ConfigError("there is nothing to prepare: every document is empty or corrupt")
@@ -342,8 +346,8 @@ class _Paths:
 def _copy_tokenizer(job: Job, tokenizer: Tokenizer) -> dict:
   """What the index says of the tokenizer; its file is copied into the folder."""
   path, copied = job.tokenizer_path, False
-  if path and Path(tokenizer.path).is_file():
-    target = Path(job.folder) / Path(tokenizer.path).name
+  if isinstance(tokenizer, FileTokenizer) and tokenizer.path.is_file():
+    target = Path(job.folder) / tokenizer.path.name
     if not target.exists():
       shutil.copyfile(tokenizer.path, target)
     path, copied = str(target.name), True

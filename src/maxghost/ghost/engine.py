@@ -5,19 +5,19 @@ K validation sets, n examples, T positions.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.schema import Config
-from maxghost.ghost import directions, names, schedules
-from maxghost.ghost.attach import excluded_labels, split
-from maxghost.ghost.directions import AdamScalars, DirectionSpec
+from maxghost.ghost import names, schedules
+from maxghost.ghost.attach import excluded_labels, parameters, split
+from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Update
 from maxghost.objectives import create
+from maxghost.optimizers import AdamState, RuleState, direction_rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +45,7 @@ class GhostResult:
   captured: dict
 
 
-@dataclasses.dataclass(frozen=True)
-class AdamState:
-  """Optimizer state of the step before: second moments {path: array}, steps taken, and the clipping factor assumed."""
-
-  second_moments: dict
-  count: Any
-  kappa: Any = 1.0
-
-
 jax.tree_util.register_dataclass(GhostResult)
-jax.tree_util.register_dataclass(AdamState)
 
 
 class GhostEngine:
@@ -88,7 +78,8 @@ class GhostEngine:
     self.per_position = per_position
     self.segment_lengths, self.remat_policy = cfg.model.stacked_segments, cfg.model.remat_policy
     self.default_loss = create(cfg).validation()
-    names.check_combination(self.engine, self.schedule, direction, self.rank)
+    used = direction if self.second_order else str(self.spec.rule.direction)
+    names.check_combination(self.engine, self.schedule, used, self.rank)
     if per_position and self.engine == "perexample":
       raise ValueError("ghost_engine=perexample scores whole examples; for per_position use graddotprod or jvp")
     self._compiled: dict = {}
@@ -100,46 +91,52 @@ class GhostEngine:
     val_batch,
     *,
     loss_fn: Callable | None = None,
-    adam: AdamState | None = None,
+    state: RuleState | AdamState | None = None,
     delta: nnx.State | None = None,
   ) -> GhostResult:
     """Scores every example of `train_batch` against the gradient of the mean loss over `val_batch`.
 
     train_batch, val_batch: pytrees of arrays with the example axis first; a list or tuple of val batches gives K sets.
     loss_fn(model, batch) -> (losses, weights), each [n] or [n, T]; default: next-token cross-entropy on MaxText-style
-    batches. adam: required by direction 'adam'. delta: required by direction 'second_order', the step's update of the
-    parameters as a State. The model is not changed. Raises ValueError for an empty validation batch or one without
-    weight, and for a missing or superfluous adam or delta.
+    batches. state: the optimizer's before this step, such as AdamState; required by directions that go through an
+    optimizer. delta: required by direction 'second_order', the step's update of the parameters as a State. The model is
+    not changed. Raises ValueError for an empty validation batch or one without weight, and for a missing or superfluous
+    state or delta.
     """
     loss_fn = loss_fn or self.default_loss
     many = isinstance(val_batch, (list, tuple))
     val_batches = tuple(val_batch) if many else (val_batch,)
-    self._check_inputs(val_batches, adam, delta)
+    state = state.rule_state() if isinstance(state, AdamState) else state
+    self._check_inputs(val_batches, state, delta)
     graphdef, _, _ = nnx.split(model, nnx.Param, ...)
     params, rest = split(model)
     key = (graphdef, loss_fn, _shapes(train_batch), _shapes(val_batches))
     if key not in self._compiled:
       self._compiled[key] = self._compile(model, graphdef, loss_fn, train_batch, val_batches)
-    result = self._compiled[key](params, rest, train_batch, val_batches, adam, delta)
+    result = self._compiled[key](params, rest, train_batch, val_batches, state, delta)
     if not bool(jnp.all(jnp.isfinite(result.val_loss))):
       raise ValueError(
         f"validation loss is {result.val_loss}: a validation batch needs tokens that count, finite losses"
       )
     return result if many else _squeeze(result)
 
-  def _check_inputs(self, val_batches, adam, delta) -> None:
+  def _check_inputs(self, val_batches, state, delta) -> None:
     if not val_batches or any(jax.tree.leaves(b)[0].shape[0] == 0 for b in val_batches):
       raise ValueError("the validation batch is empty; give at least one row")
-    if (adam is None) == (self.spec.kind == "adam"):
-      raise ValueError("direction 'adam' needs adam=AdamState(...), and only it does")
+    direction = self.spec.rule.direction
+    if state is None and self.spec.in_backward:
+      raise ValueError(f"direction '{direction}' needs state=, the optimizer's before this step (such as AdamState)")
+    if state is not None and not self.spec.in_backward:
+      raise ValueError(
+        f"direction '{direction}' reads no state such as AdamState; leave state= out, or use direction 'adam'"
+      )
     if (delta is None) == self.second_order:
       raise ValueError("direction 'second_order' needs delta=State of the step's update, and only it does")
     if self.schedule == "concat" and len(val_batches) > 1:
       raise ValueError("schedule 'concat' scores against one validation set; use two_pass or reverse_scan for several")
 
   def _compile(self, model, graphdef, loss_fn, train_batch, val_batches):
-    twin = None
-    labels = list(schedules.by_label(nnx.state(model, nnx.Param)))
+    twin, views = None, parameters(model)
     if self.engine == "graddotprod":
       leading = jax.tree.leaves(train_batch)[0].shape
       if self.per_position and len(leading) < 2:
@@ -157,10 +154,10 @@ class GhostEngine:
       )
       scored = tuple(p.label for p in twin.scored)
     else:
-      left_out = excluded_labels(labels, self.exclude)
-      scored = tuple(label for label in labels if label not in left_out)
+      left_out = excluded_labels(list(views), self.exclude)
+      scored = tuple(label for label in views if label not in left_out)
 
-    def run(params, rest, train_batch, val_batches, adam, delta) -> GhostResult:
+    def run(params, rest, train_batch, val_batches, state, delta) -> GhostResult:
       problem = Problem(
         schedule=self.schedule if self.engine == "graddotprod" else self.engine,
         model=Model(graphdef, params, rest),
@@ -169,26 +166,17 @@ class GhostEngine:
         batch=train_batch,
         val_batches=val_batches,
         twin=twin,
+        parameters=views,
         scored=scored,
-        second_moments=None if adam is None else adam.second_moments,
-        scalars=None if adam is None else AdamScalars.at(self.spec, adam.count, adam.kappa).stacked(),
+        rule=self.spec.rule,
+        state=state,
         second_order=self.second_order,
-        update=lambda grads: Update(self._preconditioner(adam, grads), delta),
+        update=lambda grads: Update(state, delta),
         settings=Settings(segment_lengths=self.segment_lengths, remat_policy=self.remat_policy),
       )
       return self._result(problem, schedules.score(problem))
 
     return jax.jit(run)
-
-  def _preconditioner(self, adam: AdamState | None, grads: nnx.State) -> Callable[[dict], dict]:
-    """{label: G} -> {label: P_t G} of this training gradient."""
-    if adam is None:
-      return lambda gradient: gradient
-    scalars, g = AdamScalars.at(self.spec, adam.count, adam.kappa).stacked(), schedules.by_label(grads)
-    return lambda gradient: {
-      label: directions.preconditioner(self.spec, adam.second_moments[label], scalars, g[label]) * value
-      for label, value in gradient.items()
-    }
 
   def _result(self, problem: Problem, scored: Scored) -> GhostResult:
     twin, out = problem.twin, scored.passed
@@ -215,10 +203,8 @@ class GhostEngine:
 
 
 def direction_spec(cfg: Config, direction: str, rank: int = 0) -> DirectionSpec:
-  """The direction named by `ghost_direction` with the optimizer's constants; 'auto' follows opt_type."""
-  if direction in ("auto", "second_order"):
-    direction = "adam" if cfg.optimizer.opt_type == "adamw" and direction == "auto" else "sgd"
-  return DirectionSpec(direction, cfg.optimizer.adam_b1, cfg.optimizer.adam_b2, cfg.optimizer.adam_eps, rank)
+  """The direction named by `ghost_direction` with the optimizer's constants; 'auto' is the optimizer's own."""
+  return DirectionSpec(direction_rule(cfg.optimizer, direction), rank)
 
 
 def _shapes(batch):

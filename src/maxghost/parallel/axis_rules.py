@@ -155,7 +155,7 @@ def make_rules(own: Sequence[Rule], override: bool, sizes: Mapping[str, int]) ->
   """The default rows with a user's rows in place of those of the same names, in front; override: the user's alone."""
   named = {name for name, _ in own}
   defaults = () if override else tuple(row for row in DEFAULT_RULES if row[0] not in named)
-  return AxisRules((*(tuple(row) for row in own), *defaults), dict(sizes))
+  return AxisRules((*((name, tuple(axes)) for name, axes in own), *defaults), dict(sizes))
 
 
 def unused_axes(rules: AxisRules) -> list[str]:

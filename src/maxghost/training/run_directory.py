@@ -34,14 +34,11 @@ RESUMABLE_KEYS = frozenset(
     "eval_steps",
     "sample_every",
     "sample_prompt",
-    "sample_tokens",
-    "sample_temperature",
     "enable_tensorboard",
     "jax_cache_dir",
     "checkpoint_period",
     "max_num_checkpoints_to_keep",
     "async_checkpointing",
-    "enable_checkpointing",
   }
 )
 

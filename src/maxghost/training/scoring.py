@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxghost import optimizers
 from maxghost.config.schema import Config
 from maxghost.ghost import ledger, schedules
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.directions import AdamScalars, preconditioner
 from maxghost.ghost.engine import direction_spec
 from maxghost.ghost.prepare import prepare_twin
-from maxghost.ghost.schedules import Account, Model, Problem, Scored, Settings, Stored, Update
+from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Stored, Update
 from maxghost.objectives import Objective, create
-from maxghost.training.optimizers import clip, optimizer_spec
-from maxghost.training.state import TrainStateNNX, adam_moments, trainable
+from maxghost.optimizers import RuleState, UpdateRule, clip
+from maxghost.training.state import TrainStateNNX, trainable
 
 
 def frozen(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
@@ -39,15 +39,14 @@ class Scorer:
 
   cfg: Config
   loss: Objective
+  rule: UpdateRule
   twin: Twin
   train_graphdef: nnx.GraphDef
 
   def problem(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Problem:
     """This step. split: the model; step_loss: the training loss, with dropout if there is any."""
     ghost, optimizer = self.cfg.ghost, self.cfg.optimizer
-    first, second = adam_moments(train_state.optimizer)
-    # Inside v_t stands the clipping factor of the step before: this step's needs the whole gradient.
-    kappa = train_state.clip_factor[...] if optimizer.gradient_clipping_threshold else jnp.ones((), float)
+    state, second_order = self.rule_state(train_state), ghost.ghost_direction == "second_order"
     stored = None
     if ghost.ghost_val_every > 1:
       leaves = [v[...] for v in train_state.stored_gradients]
@@ -60,18 +59,19 @@ class Scorer:
       batch=batch,
       val_batches=val_batches,
       twin=self.twin,
+      parameters=self.twin.parameters,
       scored=tuple(p.label for p in self.twin.scored),
-      second_moments=second,
-      scalars=schedules.adam_scalars(self.twin, train_state.step, kappa),
-      second_order=ghost.ghost_direction == "second_order",
-      update=lambda grads: self._update(train_state, grads),
+      rule=self.rule if second_order else self.twin.spec.rule,
+      state=state,
+      second_order=second_order,
+      update=lambda grads: self._update(train_state, grads, state),
       validation=stored,
-      account=Account(optimizer_spec(optimizer), ledger.Moments(first, second, train_state.step), kappa),
+      account=self.rule,
       settings=Settings(
         num_micro=optimizer.gradient_accumulation_steps,
         segment_lengths=self.cfg.model.stacked_segments,
         remat_policy=self.cfg.model.remat_policy,
-        carries_on_host=ghost.ghost_stream_carries == "host",
+        carries_on_host="carries" in self.cfg.model.offload_to_host,
         in_turn=True,
       ),
     )
@@ -83,37 +83,32 @@ class Scorer:
     keep(train_state, problem, scored)
     return scored
 
-  def _update(self, train_state: TrainStateNNX, grads: nnx.State) -> Update:
-    """How the optimizer answers this gradient, clipping's share of v_t included. The train state is left as it is."""
+  def _update(self, train_state: TrainStateNNX, grads: nnx.State, state: RuleState) -> Update:
+    """What this gradient decides. The train state is left as it is."""
     _, factor, clipped = clip(grads, self.cfg.optimizer.gradient_clipping_threshold)
-    second_order = self.cfg.ghost.ghost_direction == "second_order"
-    spec = optimizer_spec(self.cfg.optimizer) if second_order else self.twin.spec
     delta = None
-    if second_order:
+    if self.cfg.ghost.ghost_direction == "second_order":
       copy = nnx.merge(self.train_graphdef, nnx.state(train_state), copy=True)
       before = jax.tree.map(lambda x: x, nnx.state(copy.model, copy.optimizer.wrt))
       copy.apply_gradients(clipped)
       delta = jax.tree.map(lambda after, start: after - start, nnx.state(copy.model, copy.optimizer.wrt), before)
-    labelled = schedules.by_label(grads)
-    _, second = adam_moments(train_state.optimizer)
+    return Update(dataclasses.replace(state, clip_factor=factor), delta)
 
-    def precondition(gradient: dict) -> dict:
-      if spec.kind == "sgd":
-        return gradient
-      scalars = AdamScalars.at(spec, train_state.step, factor).stacked()
-      return {label: preconditioner(spec, second[label], scalars, labelled[label]) * g for label, g in gradient.items()}
+  def rule_state(self, train_state: TrainStateNNX) -> RuleState:
+    """The optimizer's state, with the clipping factor of the step before: this step's needs the whole gradient."""
+    clips = self.cfg.optimizer.gradient_clipping_threshold
+    return self.rule.read(
+      train_state.optimizer, clip_factor=train_state.clip_factor[...] if clips else jnp.ones((), float)
+    )
 
-    return Update(precondition, delta)
-
-  def columns(self, train_state: TrainStateNNX, params, scored: Scored, learning_rate, kappa) -> dict:
+  def columns(self, train_state: TrainStateNNX, params, scored: Scored, learning_rate, clip_factor) -> dict:
     """The ledger's columns, [K] each; empty for schedule concat, which never holds a whole validation gradient."""
-    twin, passed, optimizer = self.twin, scored.passed, optimizer_spec(self.cfg.optimizer)
-    decay = self.cfg.optimizer.adam_weight_decay if optimizer.kind == "adam" else 0.0
+    twin, passed, rule = self.twin, scored.passed, self.rule
     grads, sums = schedules.by_label(passed.grads), scored.sums
     if scored.gradients is not None:
-      moments = ledger.Moments(*adam_moments(train_state.optimizer), train_state.step)
-      labels = {p.label for p in twin.scored}
-      sums = ledger.sums(optimizer, moments, kappa, schedules.by_label(params), grads, scored.gradients, labels)
+      state = dataclasses.replace(self.rule_state(train_state), clip_factor=clip_factor)
+      labels, values = {p.label for p in twin.scored}, schedules.by_label(params)
+      sums = ledger.sums(rule, state, twin.parameters, values, grads, scored.gradients, labels)
     if sums is None:
       return {}
     if passed.scores:
@@ -124,7 +119,7 @@ class Scorer:
     used = scored.used
     if used is None:
       used = ledger.used(twin.scored, grads, scored.parts, passed.facts)
-    return ledger.columns(sums, totals, used, learning_rate, kappa, decay)
+    return ledger.columns(rule, sums, totals, used, learning_rate, clip_factor)
 
 
 def make_scorer(cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *, num_sets: int) -> Scorer:
@@ -143,7 +138,7 @@ def make_scorer(cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *
     schedule=ghost.ghost_schedule,
     num_val=ghost.ghost_val_batch_size,
   )
-  return Scorer(cfg, loss, twin, graphdef)
+  return Scorer(cfg, loss, optimizers.create(cfg.optimizer), twin, graphdef)
 
 
 def keep(train_state: TrainStateNNX, problem: Problem, scored: Scored) -> None:

@@ -16,16 +16,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.schema import Config
-from maxghost.ghost import directions, schedules, sketch
+from maxghost.ghost import schedules, sketch
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.directions import AdamScalars, DirectionSpec
+from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.engine import direction_spec
 from maxghost.ghost.prepare import prepare_twin
-from maxghost.ghost.schedules import Model, Scored, TrainPass
+from maxghost.ghost.schedules import Model, Problem, Scored, TrainPass
+from maxghost.optimizers import learning_rate_schedule
 from maxghost.training import scoring
-from maxghost.training.optimizers import learning_rate_schedule, optimizer_spec
 from maxghost.training.scoring import Scorer
-from maxghost.training.state import TrainStateNNX, adam_moments
+from maxghost.training.state import TrainStateNNX
 
 NUM_SKETCHES = 32
 SEED = 20_240  # of the sketch directions and of `random`
@@ -121,21 +121,13 @@ class Selector:
   def __call__(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Selected:
     ghost = self.cfg.ghost
     problem = self.scorer.problem(train_state, split, step_loss, batch, val_batches)
-    assert problem.account is not None
-    kappa = problem.account.kappa
-    first = schedules.score(
-      dataclasses.replace(
-        problem,
-        twin=self.candidates,
-        account=None,
-        settings=dataclasses.replace(problem.settings, in_turn=False),
-      )
-    )
+    settings = dataclasses.replace(problem.settings, in_turn=False)
+    first = schedules.score(dataclasses.replace(problem, twin=self.candidates, account=None, settings=settings))
     scoring.keep(train_state, problem, first)
     value_B = jnp.nan_to_num(first.additive.mean(0).sum(-1))
     pair_BB = None
     if self.sketch is not None:
-      pair_BB = self._interactions(train_state, split, step_loss, batch, val_batches, first.passed.grads, kappa)
+      pair_BB = self._interactions(problem, first.passed.grads, train_state.step)
     has_tokens_B = (batch["targets_segmentation"] != 0).any(-1)
     chosen_B = choose(
       ghost.ghost_select,
@@ -151,41 +143,39 @@ class Selector:
     scored = schedules.score(dataclasses.replace(problem, batch=picked, validation=first.validation))
     return Selected(scored, picked, index_k, chosen_B, first.additive, first.passed.losses, dict(batch))
 
-  def columns(self, train_state: TrainStateNNX, params, scored: Selected, learning_rate, kappa) -> dict:
+  def columns(self, train_state: TrainStateNNX, params, scored: Selected, learning_rate, clip_factor) -> dict:
     """`Scorer.columns` of the chosen rows."""
-    return self.scorer.columns(train_state, params, scored.scored, learning_rate, kappa)
+    return self.scorer.columns(train_state, params, scored.scored, learning_rate, clip_factor)
 
-  def _interactions(self, train_state, split, step_loss, batch, val_batches, grads, kappa):
+  def _interactions(self, problem: Problem, grads: nnx.State, step):
     """pair_BB: by how much training on both rows of a pair gains less than on each alone, in the units of the values.
 
     It is lr (n / k) c <P g_i, P g_j>: the curvature of the validation loss along the candidates' step P g, measured by
     one Hessian-vector product (c = <Pg, H Pg> / |Pg|^2, not below 0), taken to be the same in all directions. The inner
-    products are estimated from R rank-one directions; P, elementwise under AdamW, is factored into rows and columns
+    products are estimated from R rank-one directions; P, elementwise here, is factored into rows and columns
     there (Shazeer and Stern, arXiv:1804.04235).
     """
-    graphdef, params, rest = split
-    spec = optimizer_spec(self.cfg.optimizer)
-    labelled = schedules.by_label(grads)
-    if spec.kind == "adam":
-      _, second = adam_moments(train_state.optimizer)
-      scalars = AdamScalars.at(spec, train_state.step, kappa).stacked()
-      step = {name: directions.preconditioner(spec, second[name], scalars, g) for name, g in labelled.items()}
-    else:
-      step = {name: jnp.ones_like(g) for name, g in labelled.items()}
-    moved = _like(grads, {name: step[name] * g for name, g in labelled.items()})
+    (graphdef, params, rest), rule, state = problem.model, self.scorer.rule, problem.state
+    assert state is not None and self.sketch is not None
+    views, val_batches = problem.parameters, problem.val_batches
+    scalars, labelled = rule.scalars(state.count, state.clip_factor), schedules.by_label(grads)
+    responses = {name: rule.response(views[name], g, state.of(name), scalars) for name, g in labelled.items()}
+    weightings = {name: response.weighting() for name, response in responses.items()}
+    scale = {name: jnp.ones_like(labelled[name]) if w is None else w for name, w in weightings.items()}
+    moved = schedules.like(grads, {name: responses[name].apply(g) for name, g in labelled.items()})
 
     def val_loss(p):
       model = nnx.merge(graphdef, p, rest)
-      return sum(schedules.mean_loss(*self.scorer.loss(model, rows)) for rows in val_batches) / len(val_batches)
+      return sum(schedules.mean_loss(*problem.val_loss(model, rows)) for rows in val_batches) / len(val_batches)
 
     _, curved = jax.jvp(jax.grad(val_loss), (params,), (moved,))
     along = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(curved), strict=True))
     size = sum(jnp.vdot(a, a) for a in jax.tree.leaves(moved))
     curvature = jnp.maximum(along / jnp.maximum(size, jnp.finfo(size.dtype).tiny), 0)
-    key = jax.random.fold_in(jax.random.key(SEED + 1), train_state.step)
-    sketch_MRB = sketch.sketch_pass(self.sketch, params, rest, step_loss, batch, key, NUM_SKETCHES, step)
+    key = jax.random.fold_in(jax.random.key(SEED + 1), step)
+    sketch_MRB = sketch.sketch_pass(self.sketch, params, rest, problem.loss, problem.batch, key, NUM_SKETCHES, scale)
     gram_BB = jnp.einsum("mra,mrb->ab", sketch_MRB, sketch_MRB) / NUM_SKETCHES
-    learning_rate = learning_rate_schedule(self.cfg.optimizer, self.cfg.run.steps)(train_state.step)
+    learning_rate = learning_rate_schedule(self.cfg.optimizer, self.cfg.run.steps)(step)
     return learning_rate * self.num_candidates / self.num_chosen * curvature * gram_BB
 
 
@@ -205,7 +195,7 @@ def make_selector(cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch,
   )
   sketch_twin = None
   if ghost.ghost_select == "greats":
-    spec = DirectionSpec("sgd", rank=1)
+    spec = DirectionSpec(rank=1)
     sketch_twin = prepare_twin(model, shapes, scorer.loss, num_sets=1, num_positions=None, spec=spec, exclude=exclude)
   return Selector(cfg, scorer, candidates, sketch_twin, rows, k)
 
@@ -257,8 +247,3 @@ def _of_candidates(scored: Selected, num_segments: int):
   per_share_BS = jnp.where(tokens_BS > 0, 1 / jnp.where(tokens_BS > 0, share_BS, 1), 0)
   dot_BSK = jnp.einsum("kbt,bts->bsk", scored.candidates_KBT, documents_BTS) * per_share_BS[..., None]
   return tokens_BS, dot_BSK, jnp.einsum("bts,bt->bs", targets_BTS, losses) / jnp.maximum(tokens_BS, 1)
-
-
-def _like(state: nnx.State, labelled: dict) -> nnx.State:
-  flat = [(path, v.replace(labelled["/".join(map(str, path))])) for path, v in nnx.to_flat_state(state)]
-  return nnx.from_flat_state(flat)

@@ -170,7 +170,7 @@ class Session:
     """Opens the logs and goes to the newest good checkpoint, or to the start. Everything later is cut off."""
     cfg = self._cfg
     restored = None
-    if cfg.checkpoint.enable_checkpointing:
+    if cfg.checkpoint.checkpoint_period:
       self._checkpoints = self._open_checkpoints(
         run_dir.checkpoints_path,
         max_to_keep=cfg.checkpoint.max_num_checkpoints_to_keep,
@@ -270,11 +270,11 @@ class Session:
           say(line)
       return 0
     saved = f"saved in {run_dir.checkpoints_path / str(outcome.completed_steps)}"
-    if not cfg.checkpoint.enable_checkpointing:
-      saved = "not saved, because enable_checkpointing=false"
+    if not cfg.checkpoint.checkpoint_period:
+      saved = "not saved, because checkpoint_period=0"
     elif not outcome.completed_steps:
       saved = "nothing to save"
     say(f"Stopped by {self._signals.name} after {outcome.completed_steps} of {cfg.run.steps} steps; {saved}")
-    if cfg.checkpoint.enable_checkpointing:
+    if cfg.checkpoint.checkpoint_period:
       say(f"The same command continues it, or: python -m maxghost.train {run_dir.path / run_directory.CONFIG_FILE}")
     return self._signals.exit_code

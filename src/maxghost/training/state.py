@@ -10,10 +10,10 @@ from flax import nnx
 
 from maxghost import models
 from maxghost.config.schema import Config
+from maxghost.optimizers import make_optimizer
 from maxghost.parallel import Layout
 from maxghost.training.compiling import compiler_options
 from maxghost.training.host_memory import HostMemory
-from maxghost.training.optimizers import make_optimizer
 
 
 class TrainCounter(nnx.Variable):
@@ -122,14 +122,3 @@ def abstract_split(cfg: Config) -> tuple[nnx.GraphDef, nnx.State]:
   """(graphdef, state) with `jax.ShapeDtypeStruct` leaves: nothing is allocated."""
   graphdef, state = nnx.split(nnx.eval_shape(lambda: create(cfg)))
   return graphdef, HostMemory.of(cfg).abstract(state)
-
-
-def adam_moments(optimizer: nnx.Optimizer) -> tuple[dict | None, dict | None]:
-  """Adam's (first, second) moments as {path: array}, or (None, None) for an optimizer without them."""
-  moments = []
-  for name in ("mu", "nu"):
-    tree = optax.tree_utils.tree_get(optimizer.opt_state, name)
-    if tree is None:
-      return None, None
-    moments.append({"/".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(tree)})
-  return moments[0], moments[1]

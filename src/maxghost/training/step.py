@@ -13,9 +13,9 @@ from maxghost.ghost import schedules
 from maxghost.ghost.schedules import Model
 from maxghost.models import autodiff
 from maxghost.objectives import Objective, create
+from maxghost.optimizers import clip, clip_factor, learning_rate_schedule, scaled
 from maxghost.parallel import constrain, constrain_state
 from maxghost.training import host_memory, selection, step_outputs
-from maxghost.training.optimizers import clip, clip_factor, learning_rate_schedule, scaled
 from maxghost.training.scoring import make_scorer, outputs
 
 

@@ -5,6 +5,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 from maxghost.config import ConfigError
 from maxghost.data.sources import files as corpus_files
@@ -25,7 +26,7 @@ class Readers:
 
   def __init__(self):
     self._lock = threading.Lock()
-    self._open: OrderedDict[str, object] = OrderedDict()
+    self._open: OrderedDict[str, Any] = OrderedDict()
 
   def __reduce__(self):
     return Readers, ()
@@ -60,7 +61,7 @@ class Readers:
 
 
 def _reader(path: str):
-  from array_record.python import array_record_module
+  from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
   reader = array_record_module.ArrayRecordReader(path, options=_NO_READ_AHEAD)
   if not reader.ok():
@@ -145,7 +146,7 @@ def load(files: Sequence[CorpusFile], columns: tuple[str, ...], *, on_corrupt: s
 def _example_class():
   from tensorflow_datasets.proto import tf_example_pb2  # the message alone; TensorFlow is not imported
 
-  return tf_example_pb2.Example
+  return tf_example_pb2.Example  # pyright: ignore[reportAttributeAccessIssue]  # made when imported
 
 
 def parse_example(raw: bytes) -> dict[str, bytes]:

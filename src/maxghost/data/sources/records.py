@@ -25,6 +25,7 @@ class Part(Protocol):
 
   def texts(self, records: Sequence[int]) -> list[bytes]:
     """Texts of some records. Raises CorruptError."""
+    ...
 
 
 class RecordSource:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from maxghost.ghost.schedules import concat, forward_mode, per_example, reverse_scan, two_pass
 from maxghost.ghost.schedules.accumulate import accumulated_plain
 from maxghost.ghost.schedules.base import (
-  Account,
   Model,
   Problem,
   Scored,
@@ -20,9 +19,9 @@ from maxghost.ghost.schedules.base import (
   Validation,
 )
 from maxghost.ghost.schedules.passes import (
-  adam_scalars,
   by_label,
   direction_parts,
+  like,
   mean_loss,
   plain_pass,
   second_order_gradients,
@@ -48,7 +47,6 @@ def score(problem: Problem) -> Scored:
 
 __all__ = [
   "SCHEDULES",
-  "Account",
   "Model",
   "Problem",
   "Scored",
@@ -58,9 +56,9 @@ __all__ = [
   "Update",
   "Validation",
   "accumulated_plain",
-  "adam_scalars",
   "by_label",
   "direction_parts",
+  "like",
   "mean_loss",
   "plain_pass",
   "score",

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from maxghost.ghost import ledger
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.directions import DirectionSpec
+from maxghost.optimizers import Parameter, RuleState, Sgd, UpdateRule
 
 
 class Model(NamedTuple):
@@ -59,27 +58,11 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-  """How the optimizer answers this step's training gradient.
+  """What a step's own training gradient decides. state: as Problem's, with this step's clipping factor. delta: State of
+  the parameters' update; None where it is not asked for."""
 
-  precondition: {label: G} -> {label: P_t G}. delta: State of the parameters' update; None where only P_t is asked for.
-  """
-
-  precondition: Callable[[dict], dict]
+  state: RuleState | None
   delta: nnx.State | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Account:
-  """What the ledger needs to know of the optimizer.
-
-  kappa: clipping factor assumed inside v_t, that of the step before; this step's is known when the whole gradient is.
-  Where the two differ, the columns of schedule reverse_scan that hold P_t G do so too, and their sum misses -<G, Delta>
-  by as much.
-  """
-
-  optimizer: DirectionSpec
-  moments: ledger.Moments
-  kappa: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +70,12 @@ class Problem:
   """One scored step.
 
   schedule: a name in `schedules.SCHEDULES`. loss, val_loss: `loss(model, batch) -> (losses, weights)` of the training
-  and of the validation rows. val_batches: one for each validation set. twin: None where no rules are needed. scored:
-  labels of the scored parameters. second_moments, scalars: as `passes.direction_parts`, for kind 'adam'.
-  second_order: directions are G + 1/2 H delta. update: training gradient -> `Update`; read with second_order and by
-  schedules without rules. validation: what is known of the validation gradients; None: nothing. account: None where no
-  ledger is kept.
+  and of the validation rows. val_batches: one for each validation set. twin: None where no rules are needed.
+  parameters: by label; scored: labels of those that are scored. rule: whose response makes directions where the whole
+  training gradient is known: in schedules without rules, and with second_order, whose directions are
+  P_tᵀ (G + 1/2 H delta); otherwise the twin's own does. state: the optimizer's before the step, with a clipping factor
+  that is assumed; None where no rule reads it. update: training gradient -> `Update`. validation: what is known of the
+  validation gradients; None: nothing. account: the trainer's rule, whose ledger is kept; None: no ledger.
   """
 
   schedule: str
@@ -101,13 +85,14 @@ class Problem:
   batch: Any
   val_batches: tuple
   twin: Twin | None
+  parameters: dict[str, Parameter]
   scored: tuple[str, ...]
-  second_moments: dict | None = None
-  scalars: jax.Array | None = None
+  rule: UpdateRule = dataclasses.field(default_factory=Sgd)
+  state: RuleState | None = None
   second_order: bool = False
-  update: Callable[[nnx.State], Update] | None = None
+  update: Callable[[nnx.State], Update] = lambda grads: Update(None)
   validation: Validation | Stored | None = None
-  account: Account | None = None
+  account: UpdateRule | None = None
   settings: Settings = Settings()
 
 
@@ -116,8 +101,8 @@ class Problem:
 class TrainPass:
   """What one training pass yields.
 
-  scores: {label: [*stack, K, n(, T)]}, the additive form w_i <grad l_i, u>. facts: {label: [*stack, K, 2]} for kind
-  'adam', else {}; see `directions.form`. metrics: see `Objective.measured`.
+  scores: {label: [*stack, K, n(, T)]}, the additive form w_i <grad l_i, u>. facts: {label: [*stack, K, 2]} where
+  directions are formed in the backward pass, else {}; see `directions.form`. metrics: see `Objective.measured`.
   """
 
   loss: jax.Array
@@ -136,9 +121,10 @@ class Scored:
   additive: [K, n(, T)], scores summed over parameters; forward mode credits the position of the loss, the others the
   position where a parameter was used. captured: {label: [*stack, K]}, share of |u|^2 held by rank-r factors.
   validation: the whole validation gradients, to be used again; None where they never exist at once.
-  Of the account: gradients, K dicts {label: G}, from which `ledger.sums` is made when this step's clipping factor is
-  known, or sums, where the schedule has made them; both None: no account. parts: as `passes.direction_parts`. used:
-  <g, u> [K]; None: `ledger.used` of the parts.
+  Of the ledger: gradients, K dicts {label: G}, from which `ledger.sums` is made when this step's clipping factor is
+  known, or the sums, where the schedule has made them (where the factor assumed is another one, the columns that hold
+  P_t differ, and their sum misses -<G, Delta> by as much); both None: no ledger. parts: as `passes.direction_parts`.
+  used: <g, u> [K]; None: `ledger.used` of the parts.
   """
 
   passed: TrainPass

@@ -16,7 +16,7 @@ def run(problem: Problem) -> Scored:
   twin, model = problem.twin, problem.model
   assert twin is not None
   zeros = {p.label: jnp.zeros((*p.stack_shape, *p.shape), float) for p in twin.scored}
-  parts, _ = direction_parts(twin, [zeros], problem.second_moments, problem.scalars)
+  parts, _ = direction_parts(twin, [zeros], problem.state)
   state = twin.direction_state(parts)
   passed, val_loss = concat_pass(
     twin, model.params, model.rest, problem.loss, problem.batch, problem.val_batches[0], state

@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxghost.ghost.schedules.accumulate import accumulated_plain
 from maxghost.ghost.schedules.base import Problem, Scored
-from maxghost.ghost.schedules.passes import by_label, preconditioned, validation
+from maxghost.ghost.schedules.passes import by_label, like, validation, whole_directions
 from maxghost.models import autodiff
 
 
@@ -19,11 +19,11 @@ def run(problem: Problem) -> Scored:
   graphdef, params, rest = problem.model
   passed = accumulated_plain(problem.model, problem.loss, problem.batch, problem.settings.num_micro)
   found = validation(problem)
-  gradients, directions = preconditioned(problem, found.gradients, passed.grads)
+  gradients, directions = whole_directions(problem, found.gradients, passed.grads)
   sets, used, grads = [], [], by_label(passed.grads)
-  for direction in directions:
-    sets.append(jvp_scores(graphdef, params, rest, problem.loss, problem.batch, direction))
-    used.append(sum(jnp.sum(grads[label] * u) for label, u in by_label(direction).items()))
+  for u in directions:
+    sets.append(jvp_scores(graphdef, params, rest, problem.loss, problem.batch, like(params, u)))
+    used.append(sum(jnp.sum(grads[label] * v) for label, v in u.items()))
   labelled = [by_label(g) for g in gradients]
   return Scored(passed, found.losses, jnp.stack(sets), {}, found, gradients=labelled, used=jnp.stack(used))
 

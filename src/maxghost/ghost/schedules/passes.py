@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.directions import AdamScalars
 from maxghost.ghost.schedules.base import Problem, TrainPass, Update, Validation
 from maxghost.objectives import as_objective
+from maxghost.optimizers import RuleState, UpdateRule
 from maxghost.parallel import constrain_state
 
 
@@ -35,6 +35,21 @@ def validation_mean(losses, weights):
 def by_label(state: nnx.State) -> dict:
   """{slash-joined path: array} of a State."""
   return {"/".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
+
+
+def like(state: nnx.State, labelled: dict) -> nnx.State:
+  """A State of the same paths with the arrays of {label: array}."""
+  flat = [(path, v.replace(labelled["/".join(map(str, path))])) for path, v in nnx.to_flat_state(state)]
+  return nnx.from_flat_state(flat)
+
+
+def respond(rule: UpdateRule, state: RuleState, parameters: dict, grads: dict, directions: dict) -> dict:
+  """{label: P_tᵀ G} of whole directions, once this step's whole gradient is known."""
+  scalars = rule.scalars(state.count, state.clip_factor)
+  return {
+    label: rule.response(parameters[label], grads[label], state.of(label), scalars).transpose(direction)
+    for label, direction in directions.items()
+  }
 
 
 def validation_gradients(graphdef, params, rest, loss_fn: Callable, batches: tuple):
@@ -73,23 +88,25 @@ def validation(problem: Problem) -> Validation:
   return Validation(losses, jax.tree.unflatten(tree, leaves))
 
 
-def preconditioned(problem: Problem, gradients: list, training_gradient: nnx.State) -> tuple[list, list]:
-  """(G, u) of each validation set as States: u = P_t G at the training gradient, 0 where nothing is scored.
+def responded(problem: Problem, update: Update, grads: dict, gradients: list[dict]) -> list[dict]:
+  """P_tᵀ G by the problem's rule, of whole gradients {label: G}."""
+  if problem.rule.identity or update.state is None:
+    return gradients
+  return [respond(problem.rule, update.state, problem.parameters, grads, g) for g in gradients]
 
-  The G's are `gradients`, or with second_order what `second_order_gradients` makes of them.
-  """
-  assert problem.update is not None
+
+def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.State) -> tuple[list, list]:
+  """(G, u) of each validation set: States G, those given or with second_order what `curved` makes of them, and dicts
+  {label: u}, 0 where nothing is scored."""
   update = problem.update(training_gradient)
   if problem.second_order:
     gradients = curved(problem, gradients, update)
-
-  def direction(gradient: nnx.State) -> nnx.State:
-    flat = {"/".join(map(str, path)): (path, v) for path, v in nnx.to_flat_state(gradient)}
-    made = update.precondition({label: flat[label][1][...] for label in problem.scored})
-    u = [(path, v.replace(made[k] if k in made else jnp.zeros_like(v[...]))) for k, (path, v) in flat.items()]
-    return nnx.from_flat_state(u)
-
-  return gradients, [direction(g) for g in gradients]
+  labelled = [by_label(g) for g in gradients]
+  scored = [{label: g[label] for label in problem.scored} for g in labelled]
+  made = responded(problem, update, by_label(training_gradient), scored)
+  return gradients, [
+    {k: jnp.zeros_like(g) for k, g in whole.items()} | u for whole, u in zip(labelled, made, strict=True)
+  ]
 
 
 def curved(problem: Problem, gradients: list, update: Update) -> list:
@@ -131,20 +148,22 @@ def _for_each_set(function: Callable, batches: tuple):
   return values, [constrain_state(jax.tree.map(lambda x, k=k: x[k], states)) for k in range(len(batches))]
 
 
-def direction_parts(twin: Twin, gradients: list[dict], second_moments: dict | None = None, scalars=None):
+def direction_parts(twin: Twin, gradients: list[dict], state: RuleState | None = None):
   """({label: parts}, {label: captured [*stack, K]}) for `Twin.direction_state` from K dicts {label: gradient}.
 
-  Kind 'sgd' with a rank is factored here; kind 'adam' needs second_moments {label: [*stack, *parameter]} and the
-  `AdamScalars` as one array, and factors in the backward pass.
+  A direction with a rank is factored here, unless it is formed in the backward pass, which needs the optimizer's state.
   """
   parts, captured = {}, {}
+  rule = twin.spec.rule
+  scalars = None if state is None else rule.scalars(state.count, state.clip_factor)
   for param in twin.scored:
     axis = len(param.stack_shape)
     # The sets come first until they are small: they often are slices of one array, which then need not be copied.
     stacked = param.placed(jnp.moveaxis(jnp.stack([g[param.label] for g in gradients]), 0, axis))
-    if twin.spec.kind == "adam":
+    if state is not None and scalars is not None and twin.spec.in_backward:
+      kept = state.of(param.label)
       spread = jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape))
-      parts[param.label] = (stacked, second_moments[param.label], spread)
+      parts[param.label] = (stacked, *(kept[name] for name in rule.reads(param.spec.parameter)), spread)
     elif param.spec.low_rank:
       left, right, captured[param.label] = _factors(param, stacked)
       parts[param.label] = (left, right)
@@ -156,7 +175,7 @@ def direction_parts(twin: Twin, gradients: list[dict], second_moments: dict | No
 def _factors(param, stacked):
   """(left, right, captured [*stack, K]) of one parameter's directions [*stack, K, *parameter]."""
   axis = len(param.stack_shape)
-  if param.spec.groups:
+  if param.spec.parameter.groups:
     # Layer by layer: what a factorisation sums over the mesh has a whole side of each matrix, of all experts at once.
     run = functools.partial(param.spec.factor, batch_axes=1)
     for _ in param.stack_shape:
@@ -166,8 +185,8 @@ def _factors(param, stacked):
 
 
 def captured(twin: Twin, factored: dict, facts: dict) -> dict:
-  """{label: captured [*stack, K]}: what `direction_parts` says, or kind 'adam' reports, whose factors come late."""
-  if twin.spec.kind == "adam" and twin.spec.rank:
+  """{label: captured [*stack, K]}: what `direction_parts` says, or the facts of what the backward pass factors."""
+  if twin.spec.in_backward and twin.spec.rank:
     return {p.label: facts[p.label][..., 0] for p in twin.scored if p.spec.low_rank}
   return factored
 
@@ -175,11 +194,6 @@ def captured(twin: Twin, factored: dict, facts: dict) -> dict:
 def total(twin: Twin, scores: dict):
   """Sum over parameters and layers: [K, n(, T)] from {label: [*stack, K, n(, T)]}."""
   return sum(scores[p.label].sum(tuple(range(len(p.stack_shape)))) for p in twin.scored)
-
-
-def adam_scalars(twin: Twin, count, kappa):
-  """The array that `direction_parts` wants for kind 'adam', else None."""
-  return AdamScalars.at(twin.spec, count, kappa).stacked() if twin.spec.kind == "adam" else None
 
 
 def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: nnx.State) -> TrainPass:

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.schedules.base import Problem, Scored
-from maxghost.ghost.schedules.passes import by_label, mean_loss, plain_pass, preconditioned, validation
+from maxghost.ghost.schedules.passes import by_label, mean_loss, plain_pass, validation, whole_directions
 
 
 def run(problem: Problem) -> Scored:
   graphdef, params, rest = problem.model
   passed = plain_pass(graphdef, params, rest, problem.loss, problem.batch)
   found = validation(problem)
-  _, directions = preconditioned(problem, found.gradients, passed.grads)
+  _, directions = whole_directions(problem, found.gradients, passed.grads)
   gradients = per_example_gradients(graphdef, params, rest, problem.loss, problem.batch)
-  sets = [_products(gradients, by_label(u)) for u in directions]
+  sets = [_products(gradients, u) for u in directions]
   scores = {label: jnp.stack([s[label] for s in sets]) for label in problem.scored}
   return Scored(dataclasses.replace(passed, scores=scores), found.losses, sum(scores.values()), {}, found)
 

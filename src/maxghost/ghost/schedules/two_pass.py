@@ -10,6 +10,7 @@ from maxghost.ghost.schedules.passes import (
   curved,
   direction_parts,
   plain_pass,
+  responded,
   total,
   train_pass,
   validation,
@@ -20,16 +21,14 @@ def run(problem: Problem) -> Scored:
   twin, model, batch = problem.twin, problem.model, problem.batch
   assert twin is not None
   found = validation(problem)
-  gradients = found.gradients
   if problem.second_order:
-    assert problem.update is not None
-    update = problem.update(plain_pass(*model, problem.loss, batch).grads)
-    gradients = curved(problem, gradients, update)
-    labelled = [by_label(g) for g in gradients]
-    parts, share = direction_parts(twin, [update.precondition(g) for g in labelled])
+    grads = plain_pass(*model, problem.loss, batch).grads
+    update = problem.update(grads)
+    labelled = [by_label(g) for g in curved(problem, found.gradients, update)]
+    parts, share = direction_parts(twin, responded(problem, update, by_label(grads), labelled))
   else:
-    labelled = [by_label(g) for g in gradients]
-    parts, share = direction_parts(twin, labelled, problem.second_moments, problem.scalars)
+    labelled = [by_label(g) for g in found.gradients]
+    parts, share = direction_parts(twin, labelled, problem.state)
   if problem.settings.in_turn:
     # Nothing of the training pass begins before: else its activations may lie beside those of the validation pass.
     parts, batch = jax.lax.optimization_barrier((twin.placed(parts), batch))

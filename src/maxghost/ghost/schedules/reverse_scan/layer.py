@@ -59,18 +59,18 @@ def training_back(walk: Walk, cotangent, kept: Kept, gradients: tuple, made, lay
   """(cotangent of the layer's input, {grads, probes, sums, captured} of the layer). made: what `directions` returns;
   None = make them of the gradients."""
   layers, (params, _, index) = walk.layers, layer
-  moments = account.layer_moments(layers, index)
-  parts, captured = made or directions(layers, gradients, moments)
+  arrays = account.layer_arrays(layers, index)
+  parts, captured = made or directions(layers, gradients, arrays)
   arguments = probed_arguments(layers, kept.x, direction_state(layers, parts), layer)
   grads, probes, cotangent, *_ = _pulled(probed(layers), walk.vjps.train, kept, cotangent, arguments)
-  late = account.late_moments(layers, moments, index, probes)
+  late = account.late_arrays(layers, arrays, index, probes)
   sums = account.layer_sums(layers, params, grads, gradients, late, parts)
   return cotangent, {"grads": grads, "probes": probes, "sums": sums, "captured": captured}
 
 
-def directions(layers: Layers, gradients: tuple, moments: dict):
+def directions(layers: Layers, gradients: tuple, arrays: dict):
   """({label inside the layer: parts}, what factors capture) of one layer."""
-  return parts_of(layers, layers.inner, gradients, moments.get("second"))
+  return parts_of(layers, layers.inner, gradients, arrays)
 
 
 def direction_state(layers: Layers, parts: dict) -> nnx.State:

@@ -106,7 +106,7 @@ def _segment_back(walk: Walk, x_val, train_boundaries, number, cotangents: Pair,
   for one batch at a time, and for all its layers the validation gradients, or just their factors where only these are
   used."""
   layers = walk.layers
-  factored = layers.twin.spec.kind == "sgd" and layers.twin.spec.rank
+  factored = not layers.twin.spec.in_backward and layers.twin.spec.rank
 
   def validation(cts, scanned):
     x_K, layer = scanned

@@ -39,7 +39,7 @@ class Layers:
   """A model and its twin, cut at the stacked layers.
 
   prefix: path of the layers. params, rest: of all layers, with a leading layer axis. graphdef, twin_graphdef, probes:
-  of one layer. inner, outer: the scored parameters of the layers, and those outside.
+  of one layer. inner, outer: the scored parameters of the layers, and those outside. scalars: of the twin's rule.
   """
 
   problem: Problem
@@ -54,11 +54,12 @@ class Layers:
   outer_probes: nnx.State
   inner: tuple[ScoredParam, ...]
   outer: tuple[ScoredParam, ...]
+  scalars: jax.Array | None
 
   @classmethod
   def of(cls, problem: Problem) -> "Layers":
     """Raises ValueError for a model without stacked layers."""
-    twin, (graphdef, params, rest) = problem.twin, problem.model
+    twin, state, (graphdef, params, rest) = problem.twin, problem.state, problem.model
     assert twin is not None
     prefix = tuple(problem.loss.layers_path)
     layer_graphdef, layer_params, layer_rest = nnx.split(
@@ -79,6 +80,7 @@ class Layers:
       outer_probes=_outside(prefix, twin.zero_probes()),
       inner=tuple(p for p in twin.scored if p.path[: len(prefix)] == prefix),
       outer=tuple(p for p in twin.scored if p.path[: len(prefix)] != prefix),
+      scalars=None if state is None else twin.spec.rule.scalars(state.count, state.clip_factor),
     )
 
   @property
@@ -97,6 +99,10 @@ class Layers:
   def stacked(self):
     """What a layer needs to run, with a leading layer axis: parameters, the rest, index."""
     return self.params, self.rest, jnp.arange(self.count)
+
+  def outer_arrays(self) -> dict:
+    """{name: {label: array}} of the optimizer's state."""
+    return {} if self.problem.state is None else self.problem.state.arrays
 
   def joined(self, outer_params: nnx.State) -> nnx.State:
     """The parameters of the whole model."""
@@ -120,18 +126,19 @@ def blank_directions(twin: Twin) -> nnx.State:
   return twin.direction_state(parts)
 
 
-def parts_of(layers: Layers, scored, gradients, second_moments: dict | None):
+def parts_of(layers: Layers, scored, gradients, arrays: dict):
   """({label: parts}, {label: captured [K]}) of parameters of one layer, or outside of the stack.
 
-  gradients: K States. second_moments: as Problem's. Labels are those inside the layer.
+  gradients: K States. arrays: {name: {label: array}} of the optimizer's state. Labels are those inside the layer.
   """
   labelled = [by_label(g) for g in gradients]
   parts, captured = {}, {}
   for p in scored:
-    label = layers.local(p.label)
+    label, direction = layers.local(p.label), p.spec.direction
     gradient_K = p.placed(jnp.stack([g[label] for g in labelled]), stacked=False)
-    if p.spec.direction.kind == "adam":
-      parts[label] = (gradient_K, second_moments[label], layers.problem.scalars)
+    if direction.in_backward:
+      kept = (arrays[name][label] for name in direction.rule.reads(p.spec.parameter))
+      parts[label] = (gradient_K, *kept, layers.scalars)
     elif p.spec.low_rank:
       left, right, captured[label] = p.spec.factor(gradient_K, 1)
       parts[label] = (left, right)

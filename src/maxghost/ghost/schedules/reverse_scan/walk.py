@@ -76,7 +76,7 @@ def run(problem: Problem) -> Scored:
     total(twin, passed.scores),
     captured_of(twin, captured, passed.facts),
     sums=sums,
-    used=sums["used"] if sums and twin.spec.kind == "sgd" else None,
+    used=sums["used"] if sums and not twin.spec.in_backward else None,
   )
 
 
@@ -136,7 +136,7 @@ def _embed_gradient(layers: Layers, batch, cotangent) -> nnx.State:
 
 def _probed(layers: Layers, outer_params: nnx.State, outer_probes: nnx.State, gradients: list):
   """(twin model, captured) whose outer directions are made from K States of outer gradients."""
-  parts, captured = parts_of(layers, layers.outer, gradients, layers.problem.second_moments)
+  parts, captured = parts_of(layers, layers.outer, gradients, layers.outer_arrays())
   twin = layers.twin
   flat = dict(nnx.to_flat_state(blank_directions(twin)))
   for p in layers.outer:
@@ -160,7 +160,7 @@ def _train_forward(layers: Layers, batch) -> _Forward:
   # The forward pass does not depend on the directions, which are not known yet.
   one = jax.tree.map(lambda x: x[0], layers.params)
   gradients = (one,) * layers.twin.num_sets
-  shapes, _ = jax.eval_shape(lambda *a: layer.directions(layers, *a), gradients, account.layer_moments(layers, 0))
+  shapes, _ = jax.eval_shape(lambda *a: layer.directions(layers, *a), gradients, account.layer_arrays(layers, 0))
   blank = layer.direction_state(layers, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes))
   vjp = layer.saved_vjp(layers, layer.probed(layers))
   arguments = lambda x, one: layer.probed_arguments(layers, x, blank, one)  # noqa: E731
