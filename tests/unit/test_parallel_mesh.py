@@ -336,3 +336,30 @@ def test_collectives_are_counted_as_often_as_they_run():
   assert (scatter.axes, scatter.count, scatter.num_bytes) == (("fsdp",), 5, 4 * 6 * 2 * 4)
   assert (whole.axes, whole.count, whole.num_bytes) == (("fsdp", "tensor"), 1, 4 + 40)
   assert found["collective-permute"].axes == ("tensor",)
+
+
+@pytest.mark.parametrize(
+  ("message", "lost"),
+  [
+    ("UNAVAILABLE: failed to connect to all addresses; last error: Connection refused", True),
+    ("DEADLINE_EXCEEDED: Barrier timed out. Id: maxghost/3. 1/2 tasks already at the barrier.", True),
+    ("ABORTED: /job:jax_worker/replica:0/task:1 unexpectedly tried to connect with a different incarnation.", True),
+    ("INTERNAL: [gloo/transport/tcp/pair.cc:547] Gloo AllReduce failed: Connection closed by peer [127.0.0.1]:4", True),
+    (
+      "FAILED_PRECONDITION: Buffer Definition Event: Gloo all-reduce failed:\nRead error: Connection reset by peer",
+      True,
+    ),
+    ("INTERNAL: NCCL operation ncclAllReduce failed: remote process exited or there was a network error", True),
+    ("INTERNAL: /job:jax_worker/replica:0/task:1 heartbeat timeout. This indicates that the remote task failed", True),
+    ("UNIMPLEMENTED: optimization_barrier is not implemented on this backend", False),
+    ("INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled cuda error: out of memory", False),
+    ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes; peer access is off", False),
+    ("INVALID_ARGUMENT: Gloo: unsupported reduction of complex64", False),
+    ("gloo, nccl, barrier, heartbeat", False),
+  ],
+)
+def test_a_lost_peer_is_known_by_status_code_and_lost_connection(message, lost, monkeypatch):
+  monkeypatch.setattr(distributed, "count", lambda: 2)
+  assert distributed.is_lost_peer(RuntimeError(message)) is lost
+  monkeypatch.setattr(distributed, "count", lambda: 1)
+  assert not distributed.is_lost_peer(RuntimeError(message))

@@ -18,6 +18,7 @@ from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Stored, Update
 from maxghost.objectives import Objective, create
 from maxghost.optimizers import RuleState, UpdateRule, clip
+from maxghost.parallel.shardings import slash_path
 from maxghost.training.state import TrainStateNNX, trainable
 
 
@@ -27,7 +28,7 @@ def frozen(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
     return ()
   trained = {path for path, _ in nnx.to_flat_state(nnx.state(model, trainable(cfg, model)))}
   params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-  return tuple("/".join(map(str, path)) for path, _ in params if path not in trained)
+  return tuple(slash_path(path) for path, _ in params if path not in trained)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from maxghost.ghost import schedules
 from maxghost.ghost.schedules import Model
 from maxghost.models import autodiff
 from maxghost.objectives import Objective, create
-from maxghost.optimizers import clip, clip_factor, learning_rate_schedule, scaled
+from maxghost.optimizers import clip, factor_of, learning_rate_schedule, scaled
 from maxghost.parallel import constrain, constrain_state
 from maxghost.training import host_memory, selection, step_outputs
 from maxghost.training.scoring import make_scorer, outputs
@@ -46,7 +46,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     else:
       scored = scorer(train_state, split, step_loss, batch, val_batches)
       passed = scored.passed
-    norm, factor, apply = _clipped_update(cfg, passed.grads)
+    norm, clip_factor, apply = _clipped_update(cfg, passed.grads)
     learning_rate = jnp.asarray(schedule(train_state.step), passed.loss.dtype)
     out = {
       "loss": passed.loss,
@@ -54,18 +54,18 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
       "param_norm": _norm(cfg, nnx.state(train_state.model, nnx.Param)),
       "learning_rate": learning_rate,
       "tokens": passed.weights.sum(),
-      "clip_factor": factor,
+      "clip_factor": clip_factor,
     }
     out |= step_loss.reported(passed.loss, passed.metrics)
     read = []
     if scorer is not None:
-      columns = scorer.columns(train_state, split.params, scored, learning_rate, factor)
+      columns = scorer.columns(train_state, split.params, scored, learning_rate, clip_factor)
       report = outputs if cfg.ghost.ghost_select == "none" else selection.outputs
-      out |= report(cfg, scorer, scored, batch, learning_rate * factor, columns, num_segments)
+      out |= report(cfg, scorer, scored, batch, learning_rate * clip_factor, columns, num_segments)
       if cfg.ghost.ghost_schedule == "reverse_scan":  # the others have the bits of a step without scores
         read = [out["param_norm"], *columns.values()]
     apply(train_state, read)
-    train_state.clip_factor[...] = factor.astype(train_state.clip_factor.dtype)
+    train_state.clip_factor[...] = clip_factor.astype(train_state.clip_factor.dtype)
     return nnx.state(train_state), step_outputs.placed(out)
 
   return step, None if scorer is None else scorer.twin
@@ -83,23 +83,23 @@ def _clipped_update(cfg: Config, grads):
   memory of a scored step."""
   threshold = cfg.optimizer.gradient_clipping_threshold
   if not cfg.model.stacked_segments:
-    norm, factor, clipped = clip(grads, threshold)
+    norm, clip_factor, clipped = clip(grads, threshold)
 
     def update(train_state, read) -> None:
       if read:
-        late = autodiff.after(factor, read)
+        late = autodiff.after(clip_factor, read)
         gradient = jax.tree.map(lambda g: g * late.astype(g.dtype), grads)
       else:
         gradient = clipped
       train_state.apply_gradients(constrain_state(gradient, moments=True))
 
-    return norm, factor, update
+    return norm, clip_factor, update
   norm = _norm(cfg, grads)
-  factor = clip_factor(norm, threshold)
+  clip_factor = factor_of(norm, threshold)
 
   def apply(train_state, read) -> None:
     def scale(g):
-      return scaled(g, factor, threshold)
+      return scaled(g, clip_factor, threshold)
 
     if host_memory.HostMemory.of(cfg):
       length = cfg.model.stacked_segments[0]
@@ -107,7 +107,7 @@ def _clipped_update(cfg: Config, grads):
     else:
       train_state.apply_gradients(constrain_state(jax.tree.map(scale, grads), moments=True))
 
-  return norm, factor, apply
+  return norm, clip_factor, apply
 
 
 def make_eval_step(cfg: Config, graphdef):
