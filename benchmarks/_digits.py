@@ -18,6 +18,7 @@ from maxghost.ghost import DirectionSpec, ledger, schedules
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import per_example
 from maxghost.optimizers import AdamW, Sgd
+from maxghost.parallel.shardings import slash_path
 
 NUM_TRAIN, NUM_VAL, CORRUPT = 1000, 100, 0.1
 B1, B2, EPS = 0.9, 0.95, 1e-8
@@ -154,7 +155,7 @@ class Trainer:
 
   def state_like(self, labelled: dict) -> nnx.State:
     """A State of the parameters' paths from {label: array}."""
-    flat = [(path, v.replace(labelled["/".join(map(str, path))])) for path, v in nnx.to_flat_state(self.params)]
+    flat = [(path, v.replace(labelled[slash_path(path)])) for path, v in nnx.to_flat_state(self.params)]
     return nnx.from_flat_state(flat)
 
 

@@ -26,6 +26,7 @@ from flax import nnx
 
 from maxghost import config as configuration
 from maxghost import data
+from maxghost.parallel.shardings import slash_path
 from maxghost.training import state
 
 SMALL = (
@@ -127,7 +128,7 @@ def oracle(cfg, graphdef, train_state, batch, val_batch, out, num_documents: int
     stacked = path[:2] == ("decoder", "layers")
     axes = tuple(range(2 if stacked else 1, product.ndim))
     score = scale * product.sum(axes)
-    expected["/".join(map(str, path))] = score.T if stacked else score[None]
+    expected[slash_path(path)] = score.T if stacked else score[None]
   return expected
 
 

@@ -31,6 +31,7 @@ from _measure import Figure
 from flax import nnx
 
 from maxghost import config as configuration
+from maxghost.parallel.shardings import slash_path
 from maxghost.training.flops import step_flops
 
 COMMON = ("ghost_enabled=false", "lr_schedule_type=constant", "warmup_steps_fraction=0", "learning_rate=1e-3")
@@ -115,7 +116,7 @@ def measure_shape(shape: str, keys, rounds: int, rows: list, figures: list, note
 def host_weights(state) -> dict[str, np.ndarray]:
   """{slash path: array} of the model's parameters."""
   params = nnx.to_flat_state(nnx.filter_state(state, nnx.Param))
-  return {"/".join(map(str, path[1:])): np.asarray(v[...]) for path, v in params if path[0] == "model"}
+  return {slash_path(path[1:]): np.asarray(v[...]) for path, v in params if path[0] == "model"}
 
 
 def start_torch(cfg, weights: dict, path: Path) -> subprocess.Popen | None:

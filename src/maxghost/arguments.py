@@ -9,6 +9,8 @@ from collections.abc import Callable
 from maxghost import cli
 from maxghost.config import ConfigError, did_you_mean
 
+ACCEPT_HELP = "go on without damaged or missing score files, and say what is lost"
+
 
 def run_door(work: Callable[[], int]) -> int:
   """Runs `work` and returns the exit code: 2 where the input is wrong. A reader may leave early (`| head`)."""

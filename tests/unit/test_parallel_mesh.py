@@ -4,11 +4,14 @@ import dataclasses
 import re
 import socket
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import PartitionSpec
 from meshes import make_config
 
@@ -45,6 +48,25 @@ def test_one_open_size_takes_what_is_left():
 def test_products_that_do_not_fit_name_settings_that_do(keys, message):
   with pytest.raises(ConfigError, match=message):
     meshes.mesh_shape(parallel(*keys), 8, 1)
+
+
+def test_slices_are_outermost_along_every_axis():
+  """2 slices of 4 devices, an axis over both: its first half is slice 0. On TPU the library gets (ici, dcn)."""
+  cfg = parallel(
+    "dcn_data_parallelism=2", "ici_data_parallelism=2", "ici_tensor_parallelism=2", "ici_fsdp_parallelism=1"
+  )
+  mesh = meshes.make_mesh(cfg, jax.devices()[:8])
+  assert dict(mesh.shape) == {**dict.fromkeys(meshes.MESH_AXES, 1), "data": 4, "tensor": 2}
+  ids = np.vectorize(lambda device: device.id)(mesh.devices)
+  assert ids.squeeze().tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_the_sizes_within_and_between_slices_are_told_apart_on_tpu(monkeypatch):
+  called = []
+  monkeypatch.setattr(mesh_utils, "create_hybrid_device_mesh", lambda *args, **options: called.append(args))
+  chips = [types.SimpleNamespace(platform="tpu")] * 12
+  meshes._arranged(chips, (3, 2), (1, 2))
+  assert called == [((3, 2), (1, 2), chips)]
 
 
 def test_slices_that_do_not_divide_the_devices_name_numbers_that_do():
@@ -336,3 +358,30 @@ def test_collectives_are_counted_as_often_as_they_run():
   assert (scatter.axes, scatter.count, scatter.num_bytes) == (("fsdp",), 5, 4 * 6 * 2 * 4)
   assert (whole.axes, whole.count, whole.num_bytes) == (("fsdp", "tensor"), 1, 4 + 40)
   assert found["collective-permute"].axes == ("tensor",)
+
+
+@pytest.mark.parametrize(
+  ("message", "lost"),
+  [
+    ("UNAVAILABLE: failed to connect to all addresses; last error: Connection refused", True),
+    ("DEADLINE_EXCEEDED: Barrier timed out. Id: maxghost/3. 1/2 tasks already at the barrier.", True),
+    ("ABORTED: /job:jax_worker/replica:0/task:1 unexpectedly tried to connect with a different incarnation.", True),
+    ("INTERNAL: [gloo/transport/tcp/pair.cc:547] Gloo AllReduce failed: Connection closed by peer [127.0.0.1]:4", True),
+    (
+      "FAILED_PRECONDITION: Buffer Definition Event: Gloo all-reduce failed:\nRead error: Connection reset by peer",
+      True,
+    ),
+    ("INTERNAL: NCCL operation ncclAllReduce failed: remote process exited or there was a network error", True),
+    ("INTERNAL: /job:jax_worker/replica:0/task:1 heartbeat timeout. This indicates that the remote task failed", True),
+    ("UNIMPLEMENTED: optimization_barrier is not implemented on this backend", False),
+    ("INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled cuda error: out of memory", False),
+    ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes; peer access is off", False),
+    ("INVALID_ARGUMENT: Gloo: unsupported reduction of complex64", False),
+    ("gloo, nccl, barrier, heartbeat", False),
+  ],
+)
+def test_a_lost_peer_is_known_by_status_code_and_lost_connection(message, lost, monkeypatch):
+  monkeypatch.setattr(distributed, "count", lambda: 2)
+  assert distributed.is_lost_peer(RuntimeError(message)) is lost
+  monkeypatch.setattr(distributed, "count", lambda: 1)
+  assert not distributed.is_lost_peer(RuntimeError(message))

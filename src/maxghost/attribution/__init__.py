@@ -2,6 +2,5 @@
 
 from maxghost.attribution.query import Answer, Query, ask
 from maxghost.scorelog import ScoreLog, load
-from maxghost.scorelog.selection import load as load_selection
 
-__all__ = ["Answer", "Query", "ScoreLog", "ask", "load", "load_selection"]
+__all__ = ["Answer", "Query", "ScoreLog", "ask", "load"]

@@ -27,6 +27,7 @@ MEASURES = (
   "per_chunk",
   "chunks",
   "tokens",
+  "share",
   "loss",
 )
 
@@ -134,6 +135,7 @@ def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]
     **result.keys,
     "chunks": result.exposures,
     "tokens": result.tokens,
+    "share": result.share,
     "loss": result.loss_tokens / tokens,
     "contribution": total,
     "half_width": half_width,
@@ -233,6 +235,7 @@ def _units(scale: str) -> dict[str, str]:
   return {
     "chunks": "scored chunks (rows of the log)",
     "tokens": "target tokens",
+    "share": "sum of the shares of the batch loss; 1 is a whole step",
     "loss": "nats per token, at training time",
     "contribution": unit,
     "half_width": f"{unit}; 95 % interval = contribution ± half_width",

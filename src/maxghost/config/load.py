@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 import maxghost
-from maxghost.config import renamed, values
+from maxghost.config import files, renamed, values
 from maxghost.config.errors import ConfigError, did_you_mean
 from maxghost.config.schema import SECTIONS, Config
 from maxghost.config.validate import cross_problems, value_problems
@@ -311,14 +311,4 @@ def to_text(cfg: Config) -> str:
 
 def save(cfg: Config, path: str | os.PathLike) -> None:
   """Writes `to_text(cfg)` to `path`, atomically: a reader sees the old file or the whole new one. Raises OSError."""
-  path = Path(path)
-  temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-  try:
-    with open(temporary, "w", encoding="utf-8") as file:
-      file.write(to_text(cfg))
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(temporary, path)
-  except BaseException:
-    temporary.unlink(missing_ok=True)
-    raise
+  files.write_text(path, to_text(cfg))

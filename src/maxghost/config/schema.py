@@ -15,6 +15,7 @@ from typing import Any
 
 from maxghost.config import plugins
 from maxghost.config.errors import ConfigError
+from maxghost.config.families import FAMILIES
 from maxghost.config.validate import DISTRIBUTED, value_problems
 
 
@@ -54,7 +55,7 @@ class ModelConfig:
   decoder_block: str = key(
     "llama2",
     "architecture family: parameter names, and what the family cannot do without; see configs/models/",
-    choices=("llama2", "gpt2", "mistral", "mixtral", "qwen3", "qwen3_moe", "gpt_oss"),
+    choices=plugins.Names(lambda: tuple(FAMILIES)),
   )
   base_emb_dim: int = key(256, "embed dim D", minimum=1)
   base_num_query_heads: int = key(4, "query heads H", minimum=1)
@@ -412,7 +413,7 @@ class ParallelConfig:
   @property
   def topology(self) -> tuple[str, int]:
     """(`compile_topology` of one slice, slices)."""
-    found = re.fullmatch(r"([0-9]{1,4})x(.+)", self.compile_topology)
+    found = re.fullmatch(r"([1-9][0-9]{0,3})x(.+)", self.compile_topology)
     return (found[2], int(found[1])) if found else (self.compile_topology, 1)
 
 

@@ -11,6 +11,7 @@ from dataclasses import Field
 from typing import Any
 
 from maxghost.config import plugins
+from maxghost.config.families import FAMILIES
 from maxghost.config.values import WrongTypeError, divisors, from_python, limit_problems, shown
 
 DISTRIBUTED = re.compile(r"(\S+:[0-9]+),([0-9]+)/([0-9]+)")  # jax_distributed=HOST:PORT,K/N
@@ -59,41 +60,24 @@ def mlp_activations(v: Values) -> Iterator[str]:
     )
 
 
-# What a family's published models all have: with other values the name would promise another function.
-FAMILIES: dict[str, dict[str, Any]] = {
-  "gpt2": {
-    "normalization_layer_type": "layer_norm", "rope_type": "none", "attention_bias": True, "mlp_bias": True,
-    "mlp_activations": ("gelu",),
-  },
-  "qwen3": {"use_qk_norm": True},
-  "qwen3_moe": {"use_qk_norm": True},
-  "gpt_oss": {
-    "attention_sink": True, "attention_bias": True, "mlp_bias": True, "routed_bias": True,
-    "mlp_activations": ("quick_gelu", "one_plus"), "norm_topk_prob": True,
-  },
-}  # fmt: skip
-ROUTED_FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
-EXAMPLES = {
-  "gpt2": "gpt2-small", "mixtral": "mixtral-8x7b", "qwen3": "qwen3-0.6b", "qwen3_moe": "qwen3-30b-a3b",
-  "gpt_oss": "gpt-oss-20b",
-}  # fmt: skip
-
-
 def family(v: Values) -> Iterator[str]:
-  block = v.decoder_block
-  for key, needed in FAMILIES.get(block, {}).items():
+  record = FAMILIES[v.decoder_block]
+  block, example = f"decoder_block={record.name}", f"model_name={record.example}"
+  for key, needed in record.needs.items():
     value = getattr(v, key)
     if value != needed:
+      own = next(other.name for other in FAMILIES.values() if not other.needs)
       yield (
-        f"decoder_block={block} has {key}={shown(needed)}, not {shown(value)}; set it (model_name={EXAMPLES[block]} "
-        "sets all of the family), or decoder_block=llama2 for a model of your own"
+        f"{block} has {key}={shown(needed)}, not {shown(value)}; set it ({example} sets all of the family), or "
+        f"decoder_block={own} for a model of your own"
       )
-  if block in ROUTED_FAMILIES and v.num_experts == 1:
-    yield f"decoder_block={block} has experts, but num_experts=1; set it, or model_name={EXAMPLES[block]}"
-  if block not in (*ROUTED_FAMILIES, "llama2") and v.num_experts > 1:
-    yield f"decoder_block={block} has no experts, but num_experts={v.num_experts}; use decoder_block=mixtral"
-  if block == "gpt2" and v.trainable_position_size < 1:
-    yield "decoder_block=gpt2 learns its positions; set trainable_position_size, such as 1024"
+  if record.routed and v.num_experts == 1:
+    yield f"{block} has experts, but num_experts=1; set it, or {example}"
+  if record.routed is False and v.num_experts > 1:
+    routed = next(other.name for other in FAMILIES.values() if other.routed)
+    yield f"{block} has no experts, but num_experts={v.num_experts}; use decoder_block={routed}"
+  if record.learned_positions and v.trainable_position_size < 1:
+    yield f"{block} learns its positions; set trainable_position_size, such as 1024"
 
 
 def positions(v: Values) -> Iterator[str]:
@@ -396,7 +380,9 @@ def ghost_validation(v: Values) -> Iterator[str]:
 
 
 MESH_GROUPS = ("ici", "dcn")
-MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
+# Outermost first: axes that split rows vary slowest, so that a process holds whole rows; tensor, which communicates
+# most, varies fastest.
+MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
 
 
 def mesh_sizes(v: Values) -> Iterator[str]:

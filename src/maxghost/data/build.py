@@ -7,7 +7,7 @@ import numpy as np
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
 from maxghost.data import sources
-from maxghost.data.dataset import POOL_DOCUMENTS, Dataset, Part
+from maxghost.data.dataset import POOL_DOCUMENTS, Dataset, SplitSource
 from maxghost.data.duplicates import read_ids
 from maxghost.data.hashing import content_hashes, text_hash
 from maxghost.data.order import Repeated, RowMixture, Uniform
@@ -117,7 +117,7 @@ def _packing(cfg: DataConfig) -> tuple[str, bool]:
 
 def _parts(
   source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, held_out: tuple[str, ...]
-) -> list[Part]:
+) -> list[SplitSource]:
   """The training source and, where `ghost_val_files` names some, the held-out files; each with its split."""
   excluded = read_ids(cfg.dataset_exclude_file) if cfg.dataset_exclude_file else None
   splits: list[tuple[Source, Split]] = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
@@ -146,7 +146,9 @@ def _parts(
       hashes.append(content_hashes(found))
       sizes.update(map(len, found))
   copies = HeldOut(np.unique(np.concatenate(hashes)), frozenset(sizes)) if cfg.ghost_val_copies != "keep" else NO_COPIES
-  return [Part(one, split, _units(one, split, tokenizer, layout, cfg.on_corrupt, copies)) for one, split in splits]
+  return [
+    SplitSource(one, split, _units(one, split, tokenizer, layout, cfg.on_corrupt, copies)) for one, split in splits
+  ]
 
 
 def _units(
@@ -250,7 +252,7 @@ def _check_rows(cfg: DataConfig, source: Source, batch_size: int, num_shards: in
     )
 
 
-def _check_training(part: Part) -> None:
+def _check_training(part: SplitSource) -> None:
   for indices in scan(len(part.source)):
     if not part.split.left_out(indices).all():
       return
@@ -269,7 +271,7 @@ def _check_validation(cfg: DataConfig, domain: str, num_held_out: int) -> None:
 
 
 def _identity(
-  cfg: DataConfig, seed: int, batch_size: int, parts: list[Part], tokenizer: Tokenizer, held_out: tuple[str, ...]
+  cfg: DataConfig, seed: int, batch_size: int, parts: list[SplitSource], tokenizer: Tokenizer, held_out: tuple[str, ...]
 ) -> Identity:
   """What a saved position depends on: the data, the tokenizer, and the settings that shape the rows."""
   settings = (

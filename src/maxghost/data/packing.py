@@ -14,7 +14,6 @@ import numpy as np
 from maxghost.data.types import Batch
 
 FIRST_FIT, CONCAT = "first_fit", "concat_then_split"
-STRATEGIES = (FIRST_FIT, CONCAT)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from maxghost.config import ConfigError
+from maxghost.config.files import write_text, write_whole
 from maxghost.config.schema import DataConfig
 from maxghost.data.hashing import content_hashes, text_hash
 from maxghost.data.packing import token_dtype
@@ -147,7 +148,7 @@ def _claim(job: Job, source: Source, tokenizer: Tokenizer) -> None:
       raise ConfigError(f"{folder} is not empty and holds no prepared corpus; give another folder")
     for name in ("shards", "parts", "index"):
       (folder / name).mkdir(parents=True, exist_ok=True)
-    _write_text(file, json.dumps(mine, indent=1))
+    write_text(file, json.dumps(mine, indent=1))
   except OSError as error:
     raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
 
@@ -202,9 +203,8 @@ def _write_part(job: Job, part: int, source: Source, tokenizer: Tokenizer) -> di
     name: np.concatenate(values) if values else np.empty(0, np.int64) for name, values in columns.items()
   }
   arrays["length"] = np.array(lengths, np.int64)
-  with open(base.with_suffix(".npz.tmp"), "wb") as file:
+  with write_whole(base.with_suffix(".npz")) as file:
     np.savez(file, **arrays, paths=np.array(json.dumps(list(paths))))
-  os.replace(base.with_suffix(".npz.tmp"), base.with_suffix(".npz"))
   os.replace(scratch, shard)
   manifest = {
     "name": shard.name,
@@ -216,7 +216,7 @@ def _write_part(job: Job, part: int, source: Source, tokenizer: Tokenizer) -> di
     "bytes": int(arrays["num_bytes"].sum()),
     **counts,
   }
-  _write_text(base.with_suffix(".json"), json.dumps(manifest))
+  write_text(base.with_suffix(".json"), json.dumps(manifest))
   return manifest
 
 
@@ -312,7 +312,7 @@ def _join(job: Job, source: Source, tokenizer: Tokenizer) -> dict:
     "corrupt": sum(m["corrupt"] for m in manifests),
     "shards": [{key: m[key] for key in ("name", "sha256", "size", "blocks")} for m in manifests],
   }
-  _write_text(folder / INDEX_FILE, json.dumps(meta, indent=1))
+  write_text(folder / INDEX_FILE, json.dumps(meta, indent=1))
   return meta
 
 
@@ -392,16 +392,9 @@ def train_bpe(source: Source, vocab_size: int, path: str, *, sample_bytes: int =
 
   inner.train_from_iterator(texts(), trainer)
   Path(path).parent.mkdir(parents=True, exist_ok=True)
-  _write_text(Path(path), inner.to_str(pretty=False))
+  write_text(Path(path), inner.to_str(pretty=False))
 
 
 def _sha256(path: Path) -> str:
   with open(path, "rb") as file:
     return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_text(path: Path, text: str) -> None:
-  """Writes a file under another name first, so that it is never seen half-written."""
-  scratch = path.with_name(path.name + ".tmp")
-  scratch.write_text(text, encoding="utf-8")
-  os.replace(scratch, path)

@@ -12,10 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from maxghost.config import ConfigError, did_you_mean
 
-# Outermost first: axes that split rows vary slowest, so that a process holds whole rows; tensor, which communicates
-# most, varies fastest.
-MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
-
 Rule = tuple[str, tuple[str, ...]]
 
 DEFAULT_RULES: tuple[Rule, ...] = (

@@ -7,6 +7,7 @@ at once and no network is touched.
 import itertools
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed as jax_distributed  # the key-value store of jax.distributed has no public name
 
 from maxghost.config import Config, ConfigError
 from maxghost.config.schema import ParallelConfig
@@ -30,11 +30,15 @@ OWN_KEYS = frozenset({"jax_distributed"})  # may differ between the processes of
 PATIENCE_SECONDS = 1800  # for another process that is alive; one that is not is noticed by its missing heartbeats
 MOST_SKEW = 10.0  # seconds between two clocks that nobody need hear of
 
-# In the texts of the runtimes' errors: Gloo, NCCL, the coordination service, Orbax' barriers.
-_LOST = (
-  "gloo", "connection reset", "connection closed", "connection refused", "socket closed", "heartbeat",
-  "coordination service", "coordination_service", "unavailable:", "nccl", "peer", "barrier",
-)  # fmt: skip
+# What the runtimes say of a peer that is gone: a status code of the coordination service (also behind Orbax' barriers),
+# a connection that Gloo or NCCL lost, heartbeats that stay away. Other errors of theirs, such as INTERNAL: NCCL ... out
+# of memory or UNIMPLEMENTED: optimization_barrier, are errors of this process.
+_LOST = re.compile(
+  r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): "
+  r"|\b(gloo|nccl)\b.*(connection (closed|reset|refused)|closed by peer|remote process exited|remote error|timed? ?out)"
+  r"|heartbeat (request )?time(d )?out|missing heartbeats|\btasks? .*(died|crashed|unhealthy)",
+  re.IGNORECASE | re.DOTALL,
+)
 
 _exchanges = itertools.count()
 
@@ -97,7 +101,9 @@ def gather(value: Any) -> list:
   """
   if count() == 1:
     return [value]
-  client = jax_distributed.global_state.client
+  from orbax.checkpoint import multihost  # the public way to the key-value store of jax.distributed
+
+  client = multihost.get_jax_distributed_client()
   assert client is not None, "several processes, so jax.distributed runs"
   number = next(_exchanges)
   client.key_value_set(f"maxghost/{number}/{index()}", json.dumps(value))
@@ -112,11 +118,6 @@ def gather(value: Any) -> list:
 def total(values: np.ndarray) -> np.ndarray:
   """The sum of an array of float64 over the processes, the same bits on each."""
   return np.sum([np.array(part) for part in gather(values.tolist())], axis=0) if count() > 1 else values
-
-
-def everywhere(ok: bool) -> bool:
-  """Whether all processes say so; waits for all."""
-  return all(gather(ok))
 
 
 def check_same_config(cfg: Config) -> None:
@@ -175,7 +176,7 @@ class StopFlag:
 
 def is_lost_peer(error: BaseException) -> bool:
   """Whether an error of the runtime means that another process is gone."""
-  return count() > 1 and any(word in str(error).lower() for word in _LOST)
+  return count() > 1 and _LOST.search(str(error)) is not None
 
 
 def end_without_peers(error: BaseException, advice: str) -> None:

@@ -19,6 +19,7 @@ from maxghost.ghost.schedules import TrainPass, forward_mode, reverse_scan
 from maxghost.ghost.schedules.accumulate import accumulated
 from maxghost.objectives import create
 from maxghost.optimizers import RuleState, clip
+from maxghost.parallel.shardings import slash_path
 from maxghost.training.state import TrainStateNNX, trainable
 
 
@@ -44,7 +45,7 @@ def frozen(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
     return ()
   trained = {path for path, _ in nnx.to_flat_state(nnx.state(model, trainable(cfg, model)))}
   params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-  return tuple("/".join(map(str, path)) for path, _ in params if path not in trained)
+  return tuple(slash_path(path) for path, _ in params if path not in trained)
 
 
 def plain_pass(split, step_loss, batch, num_micro: int) -> TrainPass:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from maxghost.config import Config, ConfigError
+from maxghost.config import Config, ConfigError, plugins
 from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
 from maxghost.parallel import Layout, distributed, report
@@ -204,6 +204,7 @@ class Session:
   def _open_recorder(self, run_dir: RunDirectory, position: Position) -> ScoreRecorder:
     """The log of this process's rows, at its position."""
     cfg = self._cfg
+    optimizer = plugins.OPTIMIZERS[cfg.optimizer.opt_type]
     writer = self._open_scores(
       run_dir.path,
       tuple(self._val_sets),
@@ -211,6 +212,8 @@ class Session:
       period=cfg.ghost.ghost_log_period,
       fingerprint=self._dataset.fingerprint,
       num_processes=distributed.count(),
+      ledger=("predicted_examples", *optimizer.columns, "unscored", "direction_residual"),
+      direction=str(optimizer.direction) if cfg.ghost.ghost_direction == "auto" else cfg.ghost.ghost_direction,
     )
     recorder = ScoreRecorder(
       writer, self._dataset.document_id, self._dataset.source.domains, run_dir.path / "ghost" / "tokens"

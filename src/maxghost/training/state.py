@@ -12,6 +12,7 @@ from maxghost import models
 from maxghost.config.schema import Config
 from maxghost.optimizers import make_optimizer
 from maxghost.parallel import Layout
+from maxghost.parallel.shardings import slash_path
 from maxghost.training.compiling import compiler_options
 from maxghost.training.host_memory import HostMemory
 
@@ -81,7 +82,7 @@ def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
   patterns = cfg.optimizer.trainable_parameters_mask
   if not patterns:
     return nnx.Param
-  labels = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+  labels = [slash_path(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
   for pattern in patterns:
     if not fnmatch.filter(labels, pattern):
       raise ValueError(f"trainable_parameters_mask={pattern} matches no parameter; paths: {', '.join(labels)}")
@@ -95,7 +96,7 @@ class PathPatterns:
   patterns: tuple[str, ...]
 
   def __call__(self, path, value) -> bool:
-    label = "/".join(map(str, path))
+    label = slash_path(path)
     return any(fnmatch.fnmatch(label, pattern) for pattern in self.patterns)
 
 

@@ -5,7 +5,7 @@ import numpy as np
 from maxghost.attribution.html.charts import NUM_COLORS, bar, bar_range
 from maxghost.attribution.html.markup import Markup, tag
 from maxghost.attribution.numbers import compact, integer, number, percent
-from maxghost.attribution.report_text import LEDGER_LABELS, shown_columns
+from maxghost.attribution.report_text import ledger_label, shown_columns
 from maxghost.attribution.summary import HeatMap, Ledger, SetSummary, Value
 from maxghost.attribution.texts import SNIPPET_BYTES, snippet
 from maxghost.attribution.token_values import Marked
@@ -88,7 +88,7 @@ def ledger_table(ledger: Ledger) -> Markup:
   total = ledger.predicted
   rows = []
   for (name, value), start in zip(columns, starts, strict=False):
-    label, words = LEDGER_LABELS[name]
+    label, words = ledger_label(name)
     share = percent(value / total) if total else ""
     rows.append(
       tag(

@@ -74,7 +74,7 @@ def _reader(path: str):
   return reader
 
 
-class ArrayRecordPart:
+class ArrayRecordShard:
   """A document per record: a tf.train.Example or a JSON object with text columns, or the text itself.
 
   What the records are is seen from the first readable one, and told in `notes`.
@@ -131,7 +131,7 @@ def load(files: Sequence[CorpusFile], columns: tuple[str, ...], *, on_corrupt: s
   prints = corpus_files.fingerprints(files)
   for file in files:
     try:
-      parts.append(ArrayRecordPart(file, columns, readers, prints[f"{file.domain}/{file.name}"]))
+      parts.append(ArrayRecordShard(file, columns, readers, prints[f"{file.domain}/{file.name}"]))
     except CorruptError as error:
       if on_corrupt == "error":
         raise ConfigError(f"{error}; repair or remove it, or use on_corrupt=skip") from error

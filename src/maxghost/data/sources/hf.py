@@ -11,7 +11,7 @@ from maxghost.data.sources.base import CorruptError, check_columns, join_columns
 from maxghost.data.sources.records import RecordSource
 
 
-class HfPart:
+class HfShard:
   """The rows of one dataset. It travels to worker processes by the paths of its files."""
 
   notes = ()
@@ -43,7 +43,7 @@ def load(paths: Sequence[str], split: str, columns: tuple[str, ...], domains: tu
   """Documents of `domain=folder` datasets; without `domain=`, the domain is the folder's name. A folder is one written
   by `save_to_disk`, or one of Parquet, JSON or text files as `datasets.load_dataset` takes it. Raises ConfigError."""
   pairs = corpus_files.labelled("dataset_files", paths, domains, lambda path: Path(path).name, "hf")
-  return RecordSource([HfPart(domain, os.path.expanduser(path), split, columns) for domain, path in pairs])
+  return RecordSource([HfShard(domain, os.path.expanduser(path), split, columns) for domain, path in pairs])
 
 
 def _open(path: str, split: str):

@@ -11,7 +11,7 @@ from maxghost.data.sources.base import CorruptError, check_columns, join_columns
 from maxghost.data.sources.records import RecordSource
 
 
-class TfdsPart:
+class TfdsShard:
   """One split of one dataset. It is opened anew in each worker process."""
 
   notes = ()
@@ -85,7 +85,7 @@ def load(
   """Documents of prepared TFDS datasets. names: `domain=dataset/config:version`, or without `domain=`, then the domain
   is the dataset's name. Raises ConfigError."""
   pairs = corpus_files.labelled("dataset_files", names, domains, lambda name: name.split("/")[0].split(":")[0], "tfds")
-  return RecordSource([TfdsPart(domain, name, os.path.expanduser(data_dir), split, columns) for domain, name in pairs])
+  return RecordSource([TfdsShard(domain, name, os.path.expanduser(data_dir), split, columns) for domain, name in pairs])
 
 
 def _unknown(name: str, data_dir: str, error: Exception) -> str:
