@@ -193,10 +193,10 @@ class _ValueComparer:
         row.first_index = [int(i) + s.start for i, s in zip(first, index, strict=True)]
       row.num_different += int(different.sum())
       gap, size = _gap(x[different], y[different])
-      row.max_abs = max(row.max_abs, float(gap.max()))
+      row.max_abs = max(row.max_abs or 0.0, float(gap.max()))
       with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(gap == 0, 0.0, gap / size)
-      row.max_rel = max(row.max_rel, float(np.nan_to_num(relative, nan=math.inf).max()))
+      row.max_rel = max(row.max_rel or 0.0, float(np.nan_to_num(relative, nan=math.inf).max()))
     return row
 
   def _different(self, x: np.ndarray, y: np.ndarray, scale: float) -> np.ndarray:
@@ -277,7 +277,7 @@ def compare_checkpoints(
 
 @tool("compare_checkpoints")
 def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
-  parser = argparse.ArgumentParser(prog="compare_checkpoints", description=__doc__.split("\n")[0])
+  parser = argparse.ArgumentParser(prog="compare_checkpoints", description=(__doc__ or "").split("\n")[0])
   parser.add_argument("a", metavar="A")
   parser.add_argument("b", metavar="B")
   add = parser.add_argument

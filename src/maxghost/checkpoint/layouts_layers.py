@@ -144,8 +144,8 @@ class ContainerFinder:
     self._names = frozenset(names)
     self._stacked = stacked
 
-  def find(self, nodes: Mapping[Path, object]) -> dict[Path, dict[str, str]]:
-    """{container path: {name below its parent or below itself: form}} over the outermost containers of `nodes`."""
+  def find(self, nodes: Mapping[Path, object]) -> dict[Path, str]:
+    """{container path: form} over the outermost containers of `nodes`."""
     return self._walk((), nested({path: node for path, node in nodes.items() if path and not isinstance(node, Empty)}))
 
   def _walk(self, prefix: Path, tree: dict) -> dict[Path, str]:

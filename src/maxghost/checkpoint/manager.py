@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from maxghost.checkpoint.checksum import checksums
@@ -112,6 +113,7 @@ class CheckpointManager:
         unusable.append(step)
         self._say(f"maxghost: checkpoint {self.path(step)} cannot be used ({reason}); trying the one before")
         continue
+      assert restored is not None, "without a reason against it, it was read"
       self._set_aside(unusable)
       return restored._replace(tree=_with_typed_keys(restored.tree, abstract_tree))
     if unusable:
@@ -191,7 +193,7 @@ def _flatten(tree: Any) -> dict[str, Any]:
 
 
 def _is_typed_key(leaf: Any) -> bool:
-  return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+  return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _with_raw_keys(tree: Any) -> Any:

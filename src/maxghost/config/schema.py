@@ -20,7 +20,9 @@ from maxghost.config.validate import DISTRIBUTED, value_problems
 from maxghost.config.values import MOST
 
 
-def key(default: Any, help: str, *, choices: Sequence = (), minimum: float | None = None, maximum: float | None = None):
+def key(
+  default: Any, help: str, *, choices: Sequence = (), minimum: float | None = None, maximum: float | None = None
+) -> Any:
   """A config field: `help` is one line with the unit; `choices` or `minimum`/`maximum` bound the value."""
   if maximum is None and type(default) is int:
     maximum = MOST

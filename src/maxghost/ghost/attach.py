@@ -187,11 +187,10 @@ def parameters(model: nnx.Module) -> dict[str, Parameter]:
   found = {}
   for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)):
     *place, name = path
-    rule, module = None, modules.get(tuple(place))
-    if module is not None:
-      rule = rules.find(module)
-    label = _label(path)
-    found[label] = Parameter(label, rule.rows(module, name), rule.groups(module, name)) if rule else Parameter(label)
+    module, label = modules.get(tuple(place)), _label(path)
+    rule = None if module is None else rules.find(module)
+    view = (rule.rows(module, str(name)), rule.groups(module, str(name))) if rule else ()
+    found[label] = Parameter(label, *view)
   return found
 
 

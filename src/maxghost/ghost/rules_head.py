@@ -82,8 +82,8 @@ class TiledSweep(Sweep):
       return losses, (x, table, targets, log_sum)
 
     def op_backward(residuals, g):
-      x, _, targets, log_sum = residuals
-      d_x, d_table, _ = backward(head, *residuals, g)
+      x, table, targets, log_sum = residuals
+      d_x, d_table, _ = backward(head, x, table, targets, log_sum, g)
       facts = jnp.stack([a.astype(head.wide) for a in (g, log_sum, targets)], axis=-1)  # labels are exact below 2**24
       return d_x, np.zeros(targets.shape, jax.dtypes.float0), d_table, x, facts
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from maxghost.checkpoint import compare
@@ -123,7 +124,7 @@ def with_key_type(words: np.ndarray, key_impl: str | None) -> Any:
     return words
   import jax
 
-  return jax.random.wrap_key_data(words, impl=key_impl)
+  return jax.random.wrap_key_data(jnp.asarray(words), impl=key_impl)
 
 
 def _target_layout(checkpoint: Checkpoint, to: str, direction: str) -> str:

@@ -196,7 +196,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
       f"{file.path}: tokenizer of kind {kind} with splitting rule {split}; known are gpt2 with {' or '.join(splits)}"
     )
   tokens, kinds = file.texts("tokens"), said.get("tokenizer.ggml.token_type", [])
-  merges = [tuple(merge.split(" ", 1)) for merge in file.texts("merges")]
+  merges = [(merge.partition(" ")[0], merge.partition(" ")[2]) for merge in file.texts("merges")]
   ids = {name: said.get(f"tokenizer.ggml.{key}_token_id") for name, key in
          (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"))}  # fmt: skip
   try:

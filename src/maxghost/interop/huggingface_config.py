@@ -147,7 +147,7 @@ def _rotary(read: _Reader) -> dict[str, Any]:
   if not isinstance(kind, str) or kind not in names:
     read.problem(f"rope_type={kind} is not known here; known are default, llama3, yarn")
     return {}
-  keys = {"rope_type": "llama3.1" if kind == "llama3" else kind}
+  keys: dict[str, Any] = {"rope_type": "llama3.1" if kind == "llama3" else kind}
   keys["rope_max_timescale"] = read.typed("rope_theta", theta, float)
   for ours, name in names[kind].items():
     if parameters.get(name) is not None:

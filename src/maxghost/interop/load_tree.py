@@ -97,7 +97,7 @@ class _Matcher:
     self.leaves: list[TargetLeaf] = []
     self.fresh: list[TreePath] = []
     self._problems: list[str] = []
-    self._used: set[int] = set()
+    self._used: set[tuple[int, int | None]] = set()
 
   def match(self, *, with_optimizer: bool) -> None:
     self._match_tree(self._target.params, self._source.params, "")
@@ -105,8 +105,10 @@ class _Matcher:
     for key, nodes in self._target.loop_state.items():
       held = self._source.loop_state.get(key, {})
       for path, node in nodes.items():
-        if path in held and held[path].shape == node.shape and held[path].dtype == node.dtype:
-          self.leaves.append(TargetLeaf(node.path, (Ref(held[path]),)))
+        assert isinstance(node, StoredArray), "the model's own loop state holds arrays alone"
+        other = held.get(path)
+        if isinstance(other, StoredArray) and other.shape == node.shape and other.dtype == node.dtype:
+          self.leaves.append(TargetLeaf(node.path, (Ref(other),)))
         else:
           self.fresh.append(node.path)
     if not with_optimizer:
@@ -135,17 +137,18 @@ class _Matcher:
       pairs.sort(key=lambda pair: -1 if pair[1].index is None else pair[1].index)
       parts = [source.leaves.get(leaf) if source else None for leaf, _ in pairs]
       first = pairs[0][1]
-      if any(part is None for part in parts):
+      found = [part for part in parts if part is not None]
+      if len(found) < len(parts):
         missing += [leaf_text(leaf) for (leaf, _), part in zip(pairs, parts, strict=True) if part is None]
         self.fresh += [first.array.path] if optional else []
         continue
-      for (leaf, ref), part in zip(pairs, parts, strict=True):
+      for (leaf, ref), part in zip(pairs, found, strict=True):
         if part.shape != ref.shape or not (part.dtype == ref.dtype or self._widens(part, ref)):
           self._problems.append(f"{prefix}{leaf_text(leaf)} is {_kind(part)} there and {_kind(ref)} in the model")
         self._used.add((id(part.array), part.index))
       axis = None if first.index is None else first.axis
       cast = first.dtype.name if self._widen and not first.array.key_impl else ""
-      self.leaves.append(TargetLeaf(first.array.path, tuple(parts), axis, cast))
+      self.leaves.append(TargetLeaf(first.array.path, tuple(found), axis, cast))
     if missing and not optional:
       self._problems.append(f"misses {prefix}{listed(missing)}")
 

@@ -38,7 +38,7 @@ class ModelPlace:
     for file in (folder / "generation_config.json", folder / tokenizer_files.FOLDER / "generation_config.json"):
       if file.is_file():
         ids = read_json(file).get("eos_token_id")
-        found |= set(ids if isinstance(ids, list) else [ids]) - {None}
+        found |= {number for number in (ids if isinstance(ids, list) else [ids]) if number is not None}
     return found
 
 

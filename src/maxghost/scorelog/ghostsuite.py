@@ -36,7 +36,7 @@ def log_files(folder: Path) -> list[Path]:
 def read(folder: Path, scale: float) -> tuple[list["LogFile"], list[str]]:
   """(files, sentences to show). Raises ConfigError without torch."""
   try:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]  # used if it is there, part of no extra
   except ImportError as error:
     raise ConfigError(f"{folder} holds GhostSuite's .pt logs; reading them needs torch: pip install torch") from error
   messages = ["GhostSuite logs no learning rate: contributions are nats per unit of learning rate, for plain SGD"]

@@ -170,7 +170,7 @@ class Selector:
 
     _, curved = jax.jvp(jax.grad(val_loss), (params,), (moved,))
     along = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(curved), strict=True))
-    size = sum(jnp.vdot(a, a) for a in jax.tree.leaves(moved))
+    size = jnp.asarray(sum(jnp.vdot(a, a) for a in jax.tree.leaves(moved)))
     curvature = jnp.maximum(along / jnp.maximum(size, jnp.finfo(size.dtype).tiny), 0)
     key = jax.random.fold_in(jax.random.key(SEED + 1), step)
     sketch_MRB = sketch.sketch_pass(self.sketch, params, rest, problem.loss, problem.batch, key, NUM_SKETCHES, scale)

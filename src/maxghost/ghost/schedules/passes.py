@@ -8,6 +8,7 @@ K validation sets, n examples, T positions.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -191,7 +192,7 @@ def captured(twin: Twin, factored: dict, facts: dict) -> dict:
   return factored
 
 
-def total(twin: Twin, scores: dict):
+def total(twin: Twin, scores: dict) -> Any:
   """Sum over parameters and layers: [K, n(, T)] from {label: [*stack, K, n(, T)]}."""
   return sum(scores[p.label].sum(tuple(range(len(p.stack_shape)))) for p in twin.scored)
 

@@ -8,6 +8,7 @@ K validation sets, n examples, L layers.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -205,4 +206,5 @@ def _links(model) -> dict:
 
 def _set_links(model, links: dict) -> None:
   for path, arrays in links.items():
-    submodule(model, path).ghost_link = nnx.List([nnx.Intermediate(x) for x in arrays])
+    node: Any = submodule(model, path)
+    node.ghost_link = nnx.List([nnx.Intermediate(x) for x in arrays])
