@@ -21,7 +21,7 @@ def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, An
   raw = opener(path)
   leaves = [_leaf(node_path, node) for node_path, node in raw.nodes.items()]
   content: dict[str, Any] = {"path": str(path), "leaves": leaves, "bytes": sum(leaf["bytes"] for leaf in leaves)}
-  return content | _about(raw) | {"custom_metadata": raw.custom_metadata, "other_items": raw.folder.siblings()}
+  return content | _about(raw) | {"custom_metadata": raw.custom_metadata, "other_items": raw.location.siblings()}
 
 
 def _leaf(path: tuple, node: Any) -> dict[str, Any]:

@@ -85,7 +85,9 @@ class LayerReader:
     if self._held[0] is not array:
       self._held = (None, None)  # freed before the next one is read
       self._held = (array, array.read(None))
-    return self._held[1][index]
+    held = self._held[1]
+    assert held is not None
+    return held[index]
 
 
 def blocks_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
@@ -272,7 +274,8 @@ def _split_stacked(
   block_name, period = _block({rest[0] for rest, _ in members})
   tree.containers[container] = Container(container, SCANNED, num_stacked * period, period, block_name, scan_axis)
   for rest, node in members:
-    offset, tail = (int(_INDEXED.fullmatch(rest[0])[2]), rest[1:]) if block_name else (0, rest)
+    match = _INDEXED.fullmatch(rest[0]) if block_name else None
+    offset, tail = (int(match[2]), rest[1:]) if match else (0, rest)
     for i in range(num_stacked):
       leaf = ((*container, *tail), i * period + offset)
       _add(tree, leaf, node if isinstance(node, Empty) else Ref(node, min(scan_axis, len(node.shape) - 1), i))
@@ -280,8 +283,8 @@ def _split_stacked(
 
 def _block(names: set[str]) -> tuple[str, int]:
   """('layers', P) where a stacked block holds the P unlike layers layers_0 ... layers_{P-1}, else ('', 1)."""
-  matches = [_INDEXED.fullmatch(name) for name in names]
-  if not matches or not all(matches):
+  matches = [match for name in names if (match := _INDEXED.fullmatch(name))]
+  if not matches or len(matches) < len(names):
     return "", 1
   bases, indices = {match[1] for match in matches}, {int(match[2]) for match in matches}
   if len(bases) > 1 or indices != set(range(len(names))) or not _CONTAINER_NAME.fullmatch(min(bases)):

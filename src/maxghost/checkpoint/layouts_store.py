@@ -132,6 +132,12 @@ class RawTree:
   folder: "Location | None" = None
 
   @property
+  def location(self) -> "Location":
+    """`folder`, of a tree that lies on disk."""
+    assert self.folder is not None, f"{self.origin} is in memory"
+    return self.folder
+
+  @property
   def custom_metadata(self) -> dict[str, Any]:
     return self.step_metadata.get("custom_metadata") or {}
 

@@ -51,12 +51,12 @@ class RoutedMoeRule(Rule):
     if "use" not in call.memo:
       call.memo["use"] = _use(call) if split is None else _use_on_mesh(call, split)
     rows, used = call.memo["use"]
-    arrays = (rows, *used[name.removesuffix("_bias")], direction)
+    x_RI, g_RO = used[name.removesuffix("_bias")]
     length = call.cotangent.shape[1]
     if split is None:
-      score_KnT = _token_scores(call.module, name, length, rows, *used[name.removesuffix("_bias")], direction)
+      score_KnT = _token_scores(call.module, name, length, rows, x_RI, g_RO, direction)
     else:
-      score_KnT = _scores_on_mesh(call.module, name, length, split, arrays)
+      score_KnT = _scores_on_mesh(call.module, name, length, split, (rows, x_RI, g_RO, direction))
     return score_KnT if call.resolution == 2 else score_KnT.sum(2)
 
 
@@ -76,7 +76,6 @@ def _use_of(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_exp
   rows = Rows.sort(index_nTk, params["wo"].shape[0], first_expert)
   x_RD = rows.take(x_nTD.reshape(-1, x_nTD.shape[-1])).astype(module.dtype)
   branches = module.branch_rows(params, x_RD, rows)
-  h_RF: jax.Array
   h_RF, pull = jax.vjp(lambda branches: gated(branches, module.activations, module.limit), branches)
   weight_R = weight_nTk.reshape(-1)[rows.order_R].astype(h_RF.dtype)
   g_RD = rows.own(rows.take(b_nTD.reshape(-1, b_nTD.shape[-1]).astype(h_RF.dtype)) * weight_R[:, None])

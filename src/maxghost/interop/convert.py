@@ -144,13 +144,13 @@ def _target_layout(checkpoint: Checkpoint, to: str, direction: str) -> str:
 
 
 def check_target(raw: RawTree, out: Path) -> None:
-  source = raw.folder.item.resolve()
+  source = raw.location.item.resolve()
   target = out.resolve()
-  if target in (source, raw.folder.step.resolve()):
+  if target in (source, raw.location.step.resolve()):
     raise LayoutError(f"target equals source: {out}; name a new folder")
   if source.is_relative_to(target):
     raise LayoutError(f"target {out} holds the source; name a new folder")
-  if target.is_relative_to(raw.folder.step.resolve()):
+  if target.is_relative_to(raw.location.step.resolve()):
     raise LayoutError(f"target {out} lies inside the source; name a folder outside it")
   if out.exists() or out.is_symlink():
     raise LayoutError(f"target {out} exists; name a new folder")
@@ -159,7 +159,7 @@ def check_target(raw: RawTree, out: Path) -> None:
 def check_space(raw: RawTree, plan: Plan, out: Path) -> None:
   """Refuses early where the disk cannot hold the target: about the source's size, by the share of it that moves."""
   everything = sum(array.nbytes for array in raw.arrays().values())
-  stored = sum(f.stat().st_size for f in raw.folder.item.rglob("*") if f.is_file()) or everything
+  stored = sum(f.stat().st_size for f in raw.location.item.rglob("*") if f.is_file()) or everything
   needed = int(stored * sum(leaf.nbytes for leaf in plan.leaves) / max(everything, 1))
   existing = next(p for p in (out, *out.parents) if p.exists())
   free = shutil.disk_usage(existing).free
@@ -169,7 +169,7 @@ def check_space(raw: RawTree, plan: Plan, out: Path) -> None:
 
 def place_like(raw: RawTree, folder: Path) -> Location:
   """Where in `folder` the tree goes: an item folder becomes an item folder, a step folder a step folder."""
-  has_level = raw.folder.item != Path(raw.origin).absolute()
+  has_level = raw.location.item != Path(raw.origin).absolute()
   return Location(item=folder / "items" if has_level else folder, step=folder)
 
 

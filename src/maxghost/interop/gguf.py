@@ -109,7 +109,7 @@ def _tensors(file: GgufFile, stored: list) -> Iterator[tuple[str, Tensor]]:
   for tensor in stored:
     _check_type(file.path, tensor)
     part = tensor.name.split(".")[-2] if "." in tensor.name else ""
-    theirs = names.get(tensor.name, tensor.name)
+    theirs = names[tensor.name] if tensor.name in names else str(tensor.name)
     yield theirs, _tensor(file.path, theirs, tensor, heads.get(part, 0) if file.family.gguf_pairs else 0)
 
 

@@ -165,7 +165,7 @@ def tree_of(tensors: dict[str, Tensor], model: ModelConfig, origin: Path) -> Raw
   """The same from tensors by name; origin: the file or folder they are in."""
   nodes = _nodes(tensors, model, str(origin))
   metadata = {"scan_layers": False, RECORD: {"layout": PARAMS, "values_from": "maxghost"}}
-  return RawTree(nodes, str(origin), {"custom_metadata": metadata}, None, Location(item=origin, step=origin))
+  return RawTree({**nodes}, str(origin), {"custom_metadata": metadata}, None, Location(item=origin, step=origin))
 
 
 def _nodes(tensors: dict[str, Tensor], model: ModelConfig, origin: str) -> dict[tuple, StoredArray]:

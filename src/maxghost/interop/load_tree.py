@@ -73,7 +73,7 @@ def open_load(
     arrays: dict[TreePath, Any] = {}
     for leaf in found.leaves:
       block = read_block(reader, leaf)
-      if rescale and is_query(leaf.path):
+      if rescale and head_dim is not None and is_query(leaf.path):
         block = rescale_leaf(leaf.path, block, head_dim, MAXGHOST)
       arrays[tuple(map(str, leaf.path))] = _place(block, leaf, _look_up(wanted, leaf.path))
     kept = {leaf: _initial(leaf, _look_up(wanted, leaf)) for leaf in found.fresh}
@@ -178,11 +178,11 @@ class _Matcher:
       self.leaves.append(TargetLeaf(array.path, (Ref(chosen),)))
 
   def _match_step(self) -> None:
-    step = self._target.step
-    if step is not None and self._source.step is None:
+    step, stored = self._target.step, self._source.step
+    if step is not None and stored is None:
       self._problems.append("misses step")
-    elif step is not None:
-      self.leaves.append(TargetLeaf(step.path, (Ref(self._source.step),), cast=step.dtype.name))
+    elif step is not None and stored is not None:
+      self.leaves.append(TargetLeaf(step.path, (Ref(stored),), cast=step.dtype.name))
 
 
 def _kind(array: StoredArray | Ref) -> str:

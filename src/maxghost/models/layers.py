@@ -3,6 +3,8 @@
 F feed-forward width.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -89,7 +91,7 @@ def rms_norm(cfg: ModelConfig, num_features: int, *, rngs: nnx.Rngs) -> nnx.RMSN
 def gated(branches: list, activations: tuple[str, ...], limit: float):
   """act_0(branch_0) * act_1(branch_1) ...; with limit > 0 the gate is clamped from above first, the others on both
   sides."""
-  product = None
+  product: Any = None
   for i, (branch, name) in enumerate(zip(branches, activations, strict=True)):
     if limit > 0:
       branch = jnp.minimum(branch, limit) if i == 0 else jnp.clip(branch, -limit, limit)

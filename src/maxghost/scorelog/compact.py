@@ -70,7 +70,7 @@ def _follows(shard: Shard, last: Shard) -> bool:
   there, here = last.meta.get("before"), shard.meta.get("before")
   whole = there is None or here is None or here[1] - there[1] == last.num_rows
   modules, others = last.modules, shard.modules
-  same = (modules is None and others is None) or (None not in (modules, others) and modules.layout == others.layout)
+  same = modules is others if modules is None or others is None else modules.layout == others.layout
   return shard.process_index == last.process_index and whole and same
 
 

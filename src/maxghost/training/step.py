@@ -3,6 +3,8 @@
 B rows, S documents in a row, T positions, K validation sets, L layers.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -30,7 +32,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   that the engine cannot score.
   """
   schedule = learning_rate_schedule(cfg.optimizer, cfg.run.steps)
-  scorer = None
+  scorer: Any = None  # a Scorer or a Selector: each reads what it makes itself
   if cfg.ghost.ghost_enabled:
     model = nnx.merge(graphdef, state).model
     make = make_scorer if cfg.ghost.ghost_select == "none" else selection.make_selector

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ def run(problem: Problem) -> Scored:
   gradients = per_example_gradients(graphdef, params, rest, problem.loss, problem.batch)
   sets = [_products(gradients, u) for u in directions]
   scores = {label: jnp.stack([s[label] for s in sets]) for label in problem.scored}
-  return Scored(dataclasses.replace(passed, scores=scores), found.losses, sum(scores.values()), {}, found)
+  total: Any = sum(scores.values())
+  return Scored(dataclasses.replace(passed, scores=scores), found.losses, total, {}, found)
 
 
 def per_example_gradients(graphdef, params, rest, loss_fn: Callable, batch) -> dict:

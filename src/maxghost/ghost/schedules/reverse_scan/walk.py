@@ -85,7 +85,7 @@ def run(problem: Problem) -> Scored:
 class _Forward:
   """A forward pass up to the head. boundaries: what it kept of layers or segments. vjp: whose forward half it ran."""
 
-  boundaries: jax.Array
+  boundaries: Any
   hidden: jax.Array
   vjp: SavedVjp | None
   links: dict
@@ -198,9 +198,9 @@ def _train_embed(layers: Layers, batch, cotangent, link_cotangents: dict, gradie
 def _links(model) -> dict:
   """{module path: arrays} that linked tables hand to their second use."""
   return {
-    path: tuple(v[...] for v in node.ghost_link)
+    path: tuple(v[...] for v in link)
     for path, node in nnx.iter_graph(model)
-    if isinstance(node, nnx.Module) and hasattr(node, "ghost_link")
+    if isinstance(node, nnx.Module) and (link := getattr(node, "ghost_link", None)) is not None
   }
 
 
