@@ -98,7 +98,7 @@ def _missing(shards: list[Shard], written: dict[int, dict]) -> Iterator[str]:
   for process, group in itertools.groupby(shards, lambda shard: shard.process_index):
     end, last = (0, 0), None
     for shard in group:
-      before = tuple(shard.meta.get("before") or end)
+      before = shard.before or end
       if before != end:
         yield _gap(f"before step {shard.first_step}", last, before, end)
       end, last = (before[0] + len(shard.steps), before[1] + shard.num_rows), shard.last_step
