@@ -398,7 +398,7 @@ class _Device:
       return []
     sets = len(self.cfg.data.validation_sets)
     tensors = []
-    if g.ghost_schedule == "two_pass":
+    if g.passes == "two_pass":
       exact = factors = 0
       for label, (shape, stacked) in self.params.items():
         layers = shape[0] if stacked else 1

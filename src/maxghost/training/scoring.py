@@ -82,7 +82,7 @@ class Scorer:
       num_positions=micro["inputs"].shape[1],
       spec=direction_spec(cfg, direction, self.ghost.ghost_rank),
       exclude=(*self.ghost.ghost_exclude, *frozen(cfg, model)),
-      schedule=self.ghost.ghost_schedule,
+      schedule=self.ghost.passes,
       num_val=self.ghost.ghost_val_batch_size,
     )
 
@@ -90,8 +90,8 @@ class Scorer:
     """split: (graphdef, params, rest) of the model; step_loss: the training loss, with dropout if there is any."""
     graphdef, params, rest = split
     state = self.rule_state(train_state)
-    schedule = self.ghost.ghost_schedule
-    if self.ghost.ghost_engine == "jvp":
+    schedule = self.ghost.passes
+    if self.ghost.engine == "jvp":
       return self._forward_mode(train_state, split, step_loss, batch, val_batches, state)
     if schedule == "reverse_scan":
       passed, val_loss, sums, captured = reverse_scan.run(
@@ -209,7 +209,7 @@ class Scorer:
       sums = ledger.sums(rule, state, twin.parameters, values, grads, scored.gradients, labels)
     if sums is None:
       return {}
-    if self.ghost.ghost_engine == "jvp":
+    if self.ghost.engine == "jvp":
       score = scored.score_KBT.reshape(scored.score_KBT.shape[0], -1)
       totals = score.sum(-1), jnp.abs(score).sum(-1)
       return ledger.columns(rule, sums, totals, scored.parts["used"], learning_rate, clip_factor)
@@ -234,7 +234,7 @@ def outputs(cfg: Config, scorer: Scorer, scored: Scored, batch, scale, columns: 
   score_KBT = scored.score_KBT
   ok = jnp.all(jnp.isfinite(score_KBT))
   score_KBT = jnp.where(ok, score_KBT, 0)
-  forward_mode = cfg.ghost.ghost_engine == "jvp"
+  forward_mode = cfg.ghost.engine == "jvp"
   credited_BTS = targets_BTS if forward_mode else documents_BTS
   score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, credited_BTS)
   share_BS = tokens_BS / jnp.maximum(tokens_BS.sum(), 1)

@@ -140,7 +140,7 @@ class SelectingScorer(Scorer):
       has_tokens_B,
       self.num_chosen,
       jax.random.fold_in(jax.random.key(SEED), train_state.step),
-      threshold=self.ghost.ghost_select_threshold,
+      threshold=self.ghost.ghost_select_fraction,
       pair_BB=pair_BB,
     )
     picked, index_k = take(dict(batch), chosen_B, self.num_chosen)
