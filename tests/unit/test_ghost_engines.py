@@ -65,7 +65,7 @@ class Case:
 
   def score(self, engine, direction="sgd", **settings):
     adam = ghost.AdamState({k: jnp.asarray(v) for k, v in self.moments.items()}, 4, 0.7)
-    extra = {"adam": {"adam": adam}, "second_order": {"delta": self.delta}}.get(direction, {})
+    extra = {"adam": {"state": adam}, "second_order": {"delta": self.delta}}.get(direction, {})
     engine = ghost.GhostEngine(engine=engine, direction=direction, **settings)
     return foreign.score(engine, self.model, TRAIN_ROWS, VALS, loss_fn=loss_fn, **extra)
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from maxghost import config, load_model
 from maxghost.config import ConfigError
-from maxghost.interop import hf_checkpoint, huggingface_config, model_keys, model_path, parameters, safetensors_files
+from maxghost.interop import hf_checkpoint, huggingface_config, model_keys, model_path, safetensors_files
 from maxghost.interop.huggingface import open_tree
 
 
@@ -321,9 +321,9 @@ def test_the_tokenizer_comes_along_and_must_fit(llama, tmp_path):
 def test_keys_that_differ_from_the_given_model_are_listed(llama):
   path = f"load_parameters_path={llama}"
   with pytest.raises(ConfigError, match=r"is another model .*base_emb_dim=12 there, 256 here; .*vocab_size=29 there"):
-    parameters.check_config(config.load(path))
+    load_model.check_config(config.load(path))
   cfg = config.replace(model_path.find(llama).config, load_parameters_path=str(llama), attention="dot_product")
-  assert parameters.check_config(cfg).tree == llama
+  assert load_model.check_config(cfg).tree == llama
 
 
 def test_export_refuses_what_transformers_has_no_model_for():

@@ -6,9 +6,11 @@ A path is a tuple: text for a dict key or a field name, int for a position in a 
 in-memory tree is given.
 """
 
+import functools
 import json
 import os
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,12 +34,67 @@ class LayoutError(ConfigError):
   """A checkpoint, or a wish about one, that cannot be served: one clear line per problem."""
 
 
+class VerificationError(LayoutError):
+  """What was written differs from its source; it was removed again."""
+
+  def __init__(self, rows: Sequence[Any], what: str):
+    first = rows[0].text()
+    super().__init__(
+      f"verification failed: {len(rows)} {what} differ, the first: {first}; nothing is left at the target"
+    )
+
+
+def tool(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+  """Decorates the `main` of a tool: a refusal is one line per problem and exit code 2, a failed verification 1."""
+
+  def decorate(main: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(main)
+    def guarded(*args: Any, **options: Any) -> int:
+      try:
+        return main(*args, **options)
+      except ConfigError as error:
+        for problem in error.problems:
+          print(f"{name}: {problem}", file=sys.stderr)
+        return 1 if isinstance(error, VerificationError) else 2
+
+    return guarded
+
+  return decorate
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+  return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def nested(flat: Mapping[Any, Any]) -> Any:
+  """Nested dicts of leaves by path; lists where all keys of a level are integers."""
+  if () in flat:
+    return flat[()]
+  children: dict[Any, dict[tuple, Any]] = {}
+  for path, value in flat.items():
+    children.setdefault(path[0], {})[path[1:]] = value
+  if children and all(isinstance(key, int) for key in children):
+    return [nested(children[i]) for i in sorted(children)]
+  return {key: nested(value) for key, value in children.items()}
+
+
 def text_of(path: Iterable[str | int]) -> str:
   return "/".join(map(str, path))
 
 
+class Sized:
+  """Anything with a shape and a dtype."""
+
+  shape: tuple[int, ...]
+  dtype: np.dtype
+
+  @property
+  def nbytes(self) -> int:
+    return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
 @dataclass(frozen=True, eq=False)
-class StoredArray:
+class StoredArray(Sized):
   """One array of a checkpoint. shape and dtype are those on disk: a random key is its uint32 words.
 
   read(index): index is a tuple of slices, one per dimension, or None for all. key_impl: PRNG implementation, or None.
@@ -50,10 +107,6 @@ class StoredArray:
   read: Callable[[tuple[slice, ...] | None], np.ndarray]
   key_impl: str | None = None
   chunk_nbytes: int = 0
-
-  @property
-  def nbytes(self) -> int:
-    return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

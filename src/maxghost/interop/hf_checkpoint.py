@@ -9,7 +9,6 @@ written differs (nothing is left); 2: refused, with the tensors named.
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from maxghost import config
 from maxghost.checkpoint import compare
 from maxghost.checkpoint.layouts import MAXGHOST, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
-from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, open_at
-from maxghost.config import Config, ConfigError
+from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, VerificationError, open_at, tool
+from maxghost.config import Config
 from maxghost.config.families import FAMILIES
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
@@ -31,10 +30,6 @@ from maxghost.interop.safetensors_files import read_json, write_tensors
 from maxghost.interop.tree_writer import new_folder
 
 _SHARD_BYTES = 5_000_000_000
-
-
-class VerificationError(LayoutError):
-  """What was written differs from its source; it was removed again."""
 
 
 def import_model(
@@ -65,7 +60,7 @@ def import_model(
     written = read_checkpoint(open_at(place, str(target)))
     rows = compare.compare(checkpoint, written, params_only=True, ram_bytes=ram_bytes).rows
     if rows:
-      raise VerificationError(f"verification failed: {len(rows)} parameters differ, the first: {rows[0].text()}")
+      raise VerificationError(rows, "parameters")
     write_tokenizer(temporary / tokenizer_files.FOLDER)
     keys = model_path.tokenizer_keys(temporary / tokenizer_files.FOLDER, cfg.model.vocab_size)
     if keys:
@@ -140,7 +135,7 @@ def export_model(
     written = read_checkpoint(huggingface.open_folder(temporary))
     rows = compare.compare(checkpoint, written, params_only=True, ram_bytes=ram_bytes).rows
     if rows:
-      raise VerificationError(f"verification failed: {len(rows)} parameters differ, the first: {rows[0].text()}")
+      raise VerificationError(rows, "parameters")
   size = sum(tensor.nbytes for tensor in tensors)
   say(f"written {target}: {len(tensors)} tensors, {size / 1e6:.1f} MB, verified byte by byte")
 
@@ -159,22 +154,15 @@ def _dtype(checkpoint: Checkpoint) -> str:
   return dtypes.pop() if len(dtypes) == 1 else "float32"
 
 
+@tool("hf_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
   args = _parser().parse_args(argv)
   ram_bytes = int(args.ram_mb * 1e6)
-  try:
-    if args.verb == "import":
-      import_model(args.source, args.target, scan_layers=args.scan_layers, ram_bytes=ram_bytes)
-    else:
-      cfg = config.load(args.config) if args.config else None
-      export_model(args.source, args.target, cfg=cfg, shard_bytes=int(args.shard_mb * 1e6), ram_bytes=ram_bytes)
-  except VerificationError as error:
-    print(f"hf_checkpoint: {error}; nothing is left at the target", file=sys.stderr)
-    return 1
-  except ConfigError as error:
-    for problem in error.problems:
-      print(f"hf_checkpoint: {problem}", file=sys.stderr)
-    return 2
+  if args.verb == "import":
+    import_model(args.source, args.target, scan_layers=args.scan_layers, ram_bytes=ram_bytes)
+  else:
+    cfg = config.load(args.config) if args.config else None
+    export_model(args.source, args.target, cfg=cfg, shard_bytes=int(args.shard_mb * 1e6), ram_bytes=ram_bytes)
   return 0
 
 
@@ -196,7 +184,3 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
     verb.add_argument("--ram_mb", type=float, default=DEFAULT_RAM_BYTES / 1e6, help="host memory for arrays")
   return parser
-
-
-if __name__ == "__main__":
-  sys.exit(main())

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.checkpoint.layouts_store import LayoutError
+from maxghost.checkpoint.layouts_store import LayoutError, Sized
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ALIGNMENT = 8
@@ -24,17 +24,13 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Tensor:
+class Tensor(Sized):
   """A stored tensor. read(index): index is a slice on the first axis, or None for all of it."""
 
   name: str
   shape: tuple[int, ...]
   dtype: np.dtype
   read: Callable[[slice | None], np.ndarray]
-
-  @property
-  def nbytes(self) -> int:
-    return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -97,17 +93,13 @@ def _tensor(file: Path, opened: Any, name: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Planned:
+class Planned(Sized):
   """A tensor to write. make(): its values, in memory only while they are written."""
 
   name: str
   shape: tuple[int, ...]
   dtype: np.dtype
   make: Callable[[], np.ndarray]
-
-  @property
-  def nbytes(self) -> int:
-    return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 def write_tensors(folder: Path, tensors: list[Planned], shard_bytes: int) -> None:
