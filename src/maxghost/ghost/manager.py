@@ -92,10 +92,9 @@ class GhostEngineManager:
   @property
   def result(self) -> GhostResult:
     """The scores of the last `prepare_gradients`."""
-    result = self._result
-    self._need(result is not None, "result", "prepare_gradients() comes first")
-    assert result is not None
-    return result
+    self._need(self._result is not None, "result", "prepare_gradients() comes first")
+    assert self._result is not None
+    return self._result
 
   def aggregate_and_log(self, step: int, learning_rate: float = 1.0) -> np.ndarray:
     """Adds the step's scores to the log and returns them: <grad l_i, u>, f32[n] (or [K, n]).

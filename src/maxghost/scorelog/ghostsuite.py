@@ -78,9 +78,7 @@ class LogFile:
     self.path = path
     self.meta: dict = {}
     self.has_tokens = True
-    match = _NAME.fullmatch(path.name)
-    assert match is not None, "files are found by this pattern"
-    last = int(match[1])
+    last = int(path.stem.rpartition("_")[2])
     converted = []
     for i, entry in enumerate(entries):
       if not isinstance(entry, dict):  # early versions logged the bare numbers of consecutive iterations
