@@ -42,8 +42,8 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     train_state = nnx.merge(graphdef, state)
     split = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...))
     step_loss = _training_loss(cfg, train_state.step)
+    scored: Any = None
     if scorer is None:
-      scored = None
       passed = schedules.accumulated_plain(split, step_loss, batch, cfg.optimizer.gradient_accumulation_steps)
     else:
       scored = scorer(train_state, split, step_loss, batch, val_batches)
