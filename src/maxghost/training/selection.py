@@ -22,7 +22,7 @@ from maxghost.ghost.engine import direction_spec, total
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.training import scoring
 from maxghost.training.optimizers import learning_rate_schedule, optimizer_spec
-from maxghost.training.scoring import Scored, Scorer
+from maxghost.training.scoring import Scored, Scorer, Slots
 from maxghost.training.state import adam_moments
 
 NUM_SKETCHES = 32
@@ -35,7 +35,7 @@ class Selected(Scored):
 
   batch: the chosen rows. index_k: their places among the candidates, ascending; None where all rows are kept and the
   others' targets were masked. chosen_B: bool. candidates_KBT: additive scores of the candidate pass, in its own token
-  weights. losses_BT: of the candidates, before the step. candidates: the candidate batch.
+  weights. losses_BT, weights_BT: of the candidates, before the step. candidates: the candidate batch.
   """
 
   batch: dict
@@ -43,6 +43,7 @@ class Selected(Scored):
   chosen_B: jax.Array
   candidates_KBT: jax.Array
   losses_BT: jax.Array
+  weights_BT: jax.Array
   candidates: dict
 
 
@@ -136,7 +137,7 @@ class SelectingScorer(Scorer):
     pair_BB = None
     if self.sketch_twin is not None:
       pair_BB = self._interactions(train_state, split, step_loss, batch, val_batches, candidates.grads, kappa)
-    has_tokens_B = (batch["targets_segmentation"] != 0).any(-1)
+    has_tokens_B = (candidates.weights != 0).any(-1)
     chosen_B = choose(
       self.ghost.ghost_select,
       value_B,
@@ -152,7 +153,7 @@ class SelectingScorer(Scorer):
     self._held = None
     fields = {field.name: getattr(scored, field.name) for field in dataclasses.fields(Scored)}
     return Selected(**fields, batch=picked, index_k=index_k, chosen_B=chosen_B, candidates_KBT=score_KBT,
-                    losses_BT=candidates.losses, candidates=dict(batch))  # fmt: skip
+                    losses_BT=candidates.losses, weights_BT=candidates.weights, candidates=dict(batch))  # fmt: skip
 
   def _validation(self, train_state, split, val_batches):
     """The validation gradient of this step, made once for both passes."""
@@ -206,7 +207,8 @@ def outputs(cfg: Config, scorer: Scorer, scored: Selected, batch, scale, columns
   """As `scoring.outputs`, over all candidates: a row that was not chosen has contribution 0, and the dot product, loss
   and tokens of the candidate pass. Adds chosen_B bool."""
   chosen = scoring.outputs(cfg, scorer, scored, scored.batch, scale, columns, num_segments)
-  seen_tokens, seen_dot, seen_loss = _of_candidates(scored, num_segments)
+  seen = Slots.of(scorer.loss, scored.candidates, scored.losses_BT, scored.weights_BT, num_segments)
+  seen_dot = jnp.einsum("kbt,bts->bsk", scored.candidates_KBT, seen.used_BTS) * seen.per_share_BS[..., None]
   chosen["chosen_B"] = scored.chosen_B
 
   def spread(value, axis: int, fill=None):
@@ -218,27 +220,14 @@ def outputs(cfg: Config, scorer: Scorer, scored: Selected, batch, scale, columns
     mask = jnp.expand_dims(scored.chosen_B, tuple(range(1, len(shape) - axis)))
     return jnp.where(mask, value, out)
 
-  fills = {"score_dot_BSK": seen_dot, "tokens_BS": seen_tokens, "loss_BS": seen_loss}
-  for name in ("score_dot_BSK", "contribution_BSK", "tokens_BS", "loss_BS"):
+  fills = {"score_dot_BSK": seen_dot, "tokens_BS": seen.tokens_BS, "loss_BS": seen.loss_BS}
+  for name in ("score_dot_BSK", "contribution_BSK", "share_BS", "tokens_BS", "loss_BS"):
     chosen[name] = spread(chosen[name], 0, fills.get(name))
   if "token_contribution_KBT" in chosen:
     chosen["token_contribution_KBT"] = spread(chosen["token_contribution_KBT"], 1)
   if "param_contribution" in chosen:
     chosen["param_contribution"] = {name: spread(v, 1) for name, v in chosen["param_contribution"].items()}
   return chosen
-
-
-def _of_candidates(scored: Selected, num_segments: int):
-  """(tokens [B, S], dot products [B, S, K], mean losses [B, S]) of all candidates' documents."""
-  batch, losses = scored.candidates, scored.losses_BT
-  dtype = jnp.promote_types(losses.dtype, jnp.float32)
-  documents_BTS = jax.nn.one_hot(batch["inputs_segmentation"] - 1, num_segments, dtype=dtype)
-  targets_BTS = jax.nn.one_hot(batch["targets_segmentation"] - 1, num_segments, dtype=dtype)
-  tokens_BS = targets_BTS.sum(1)
-  share_BS = tokens_BS / jnp.maximum(tokens_BS.sum(), 1)
-  per_share_BS = jnp.where(tokens_BS > 0, 1 / jnp.where(tokens_BS > 0, share_BS, 1), 0)
-  dot_BSK = jnp.einsum("kbt,bts->bsk", scored.candidates_KBT, documents_BTS) * per_share_BS[..., None]
-  return tokens_BS, dot_BSK, jnp.einsum("bts,bt->bs", targets_BTS, losses) / jnp.maximum(tokens_BS, 1)
 
 
 def _like(state: nnx.State, labelled: dict) -> nnx.State:

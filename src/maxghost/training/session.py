@@ -9,6 +9,7 @@ import jax
 from maxghost.config import Config, ConfigError
 from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
+from maxghost.objectives import create
 from maxghost.parallel import Layout, distributed, report
 from maxghost.training import compiled_steps, devices, memory_report, resume, run_directory, startup_log, state
 from maxghost.training.console import Console
@@ -16,7 +17,7 @@ from maxghost.training.flops import peak_flops, step_flops
 from maxghost.training.host_memory import HostMemory
 from maxghost.training.loop import Hardware, Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog, TensorBoardLog
-from maxghost.training.prefetch import Prefetcher
+from maxghost.training.prefetch import Batches, Prefetcher
 from maxghost.training.resume import Position
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.run_directory import Existing, RunDirectory
@@ -99,8 +100,9 @@ class Session:
     try:
       train_state, position, sinks = self._open(run_dir)
       reweighter = self._reweighter(position)  # before the first batch is drawn
+      batches = Batches(self._dataset, create(self._cfg).prepare)
       prefetcher = Prefetcher(
-        self._dataset.train,
+        batches,
         lambda arrays: self._layout.put_local(arrays, self._rows),
         self._cfg.run.steps - position.completed_steps,
       )
@@ -110,7 +112,7 @@ class Session:
       loop = TrainingLoop(
         self._cfg,
         self._program,
-        self._dataset,
+        batches,
         sinks,
         self._signals,
         hardware,
