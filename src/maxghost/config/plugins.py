@@ -1,7 +1,7 @@
 """The plug-ins that keys choose by name, and what each can do: known before JAX is imported.
 
-A plug-in's module is imported when it is used. A built-in one has its line here; `optimizers.register` and `objectives.register`
-add the line of one that is defined elsewhere.
+A plug-in's module is imported when it is used. A built-in one has its line here; `optimizers.register` and
+`objectives.register` add the line of one that is defined elsewhere.
 """
 
 import dataclasses
