@@ -13,21 +13,21 @@ from maxghost.data.sources import synthetic
 
 def every_type(folder: Path, base: DataConfig) -> dict[str, DataConfig]:
   """{name: configuration} of the six types, and of a prepared corpus. All but stdlib hold the synthetic documents."""
-  base = dataclasses.replace(base, ghost_val_domain="words")
+  base = dataclasses.replace(base, ghost_val_sets=("words",))
   source = synthetic.load(("words", "digits", "brackets"), 120_000)
   texts = {domain: [d.text.decode() for d in source.documents if d.domain == domain] for domain in source.domains}
   made = {
-    "stdlib": dataclasses.replace(base, dataset_domain_bytes=400_000, ghost_val_domain="manual"),
+    "stdlib": dataclasses.replace(base, dataset_domain_bytes=400_000, ghost_val_sets=("manual",)),
     "synthetic": dataclasses.replace(base, dataset_type="synthetic", dataset_domain_bytes=120_000),
-    "text": dataclasses.replace(base, dataset_type="text", text_files=_text(folder / "text", texts)),
+    "text": dataclasses.replace(base, dataset_type="text", dataset_files=_text(folder / "text", texts)),
     "tfds": dataclasses.replace(
-      base, dataset_type="tfds", dataset_name=_tfds(folder / "tfds", texts), dataset_path=str(folder / "tfds")
+      base, dataset_type="tfds", dataset_files=_tfds(folder / "tfds", texts), dataset_path=str(folder / "tfds")
     ),
-    "grain": dataclasses.replace(base, dataset_type="grain", grain_train_files=_records(folder / "records", texts)),
-    "hf": dataclasses.replace(base, dataset_type="hf", hf_path=_hf(folder / "hf", texts)),
+    "grain": dataclasses.replace(base, dataset_type="grain", dataset_files=_records(folder / "records", texts)),
+    "hf": dataclasses.replace(base, dataset_type="hf", dataset_files=_hf(folder / "hf", texts)),
   }
   prepare.prepare(source, base, str(folder / "prepared"), part_bytes=100_000)
-  prepared = dataclasses.replace(base, dataset_type="grain", grain_train_files=(str(folder / "prepared"),))
+  prepared = dataclasses.replace(base, dataset_type="grain", dataset_files=(str(folder / "prepared"),))
   return {**made, "grain, prepared": prepared}
 
 

@@ -15,9 +15,10 @@ import optax
 from flax import nnx
 
 from maxghost.ghost import DirectionSpec, ledger, schedules
-from maxghost.ghost.directions import AdamScalars, preconditioner
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import per_example
+from maxghost.optimizers import AdamW, Sgd
+from maxghost.parallel.shardings import slash_path
 
 NUM_TRAIN, NUM_VAL, CORRUPT = 1000, 100, 0.1
 B1, B2, EPS = 0.9, 0.95, 1e-8
@@ -83,11 +84,11 @@ class Trainer:
   def __init__(
     self, problem: Problem, batch_size: int, learning_rate: float, *, adam: bool = False, decay: float = 0.0
   ):
-    self.problem, self.learning_rate, self.decay = problem, learning_rate, decay
+    self.problem, self.learning_rate = problem, learning_rate
     self.graphdef, self.params, self.rest = nnx.split(problem.model(), nnx.Param, ...)
-    kind = "adam" if adam else "sgd"
-    self.spec = DirectionSpec(kind, B1, B2, EPS)
-    self.tx = optax.adamw(learning_rate, B1, B2, EPS, weight_decay=decay) if adam else optax.sgd(learning_rate)
+    self.rule = AdamW(B1, B2, EPS, decay) if adam else Sgd()
+    self.spec = DirectionSpec(self.rule)
+    self.tx = self.rule.transformation(optax.constant_schedule(learning_rate))
     example = jax.tree.map(lambda x: x[:batch_size], problem.train)
     self.twins = {
       spec: prepare_twin(
@@ -129,28 +130,20 @@ class Trainer:
       self.graphdef, params, self.rest, classification_loss, val, gradients, delta
     )
     labelled = [schedules.by_label(g) for g in (*gradients, *curved)]
-    moments = self.moments(opt_state, count)
-    scalars = schedules.adam_scalars(twin, count, 1.0)
-    parts, _ = schedules.direction_parts(twin, labelled, moments.second, scalars)
+    before = self.rule.read(opt_state, count=count)
+    parts, _ = schedules.direction_parts(twin, labelled, before)
     passed = schedules.train_pass(twin, params, self.rest, classification_loss, batch, twin.direction_state(parts))
     additive_KB = sum(passed.scores.values())
     out = {"contribution_KB": self.learning_rate * additive_KB, "loss_B": passed.losses, "val_loss": val_loss[0]}
     if spec == self.spec:
       grads, params = schedules.by_label(grads), schedules.by_label(params)
-      sums = [ledger.sums(spec, moments, 1.0, params, grads, g, set(passed.scores)) for g in labelled]
-      sums = {name: jnp.stack([s[name] for s in sums]) for name in sums[0]}
+      sums = ledger.sums(self.rule, before, twin.parameters, params, grads, labelled, set(passed.scores))
+      scales = self.rule.column_scales(self.learning_rate, 1.0)
       out["examples"] = out["contribution_KB"].sum(1)
-      out["momentum"] = self.learning_rate * sums["momentum"]
-      out["weight decay"] = self.learning_rate * self.decay * sums["weight_decay"]
+      out |= {name.replace("_", " "): scales[name] * sums[name] for name in self.rule.columns}
       size_K = jnp.abs(additive_KB).sum(1)
       out["check_rel_err"] = jnp.abs(additive_KB.sum(1) - sums["exact"]) / size_K
     return new_state, out
-
-  def moments(self, opt_state, count) -> ledger.Moments:
-    if self.spec.kind == "sgd":
-      return ledger.Moments(None, None, count)
-    trees = (optax.tree_utils.tree_get(opt_state, name) for name in ("mu", "nu"))
-    return ledger.Moments(*(schedules.by_label(tree) for tree in trees), count)
 
   def run(self, rows_SB: np.ndarray):
     """(final state, facts of every step stacked [S, ...])."""
@@ -162,7 +155,7 @@ class Trainer:
 
   def state_like(self, labelled: dict) -> nnx.State:
     """A State of the parameters' paths from {label: array}."""
-    flat = [(path, v.replace(labelled["/".join(map(str, path))])) for path, v in nnx.to_flat_state(self.params)]
+    flat = [(path, v.replace(labelled[slash_path(path)])) for path, v in nnx.to_flat_state(self.params)]
     return nnx.from_flat_state(flat)
 
 
@@ -259,9 +252,7 @@ def leave_one_out(seed: int, steps: tuple[int, ...], learning_rate: float = 1e-3
   def measure(state, rows_B):
     shares = trainer.per_example_gradients(state[0], trainer.batch(rows_B))
     whole = {label: g.sum(0) for label, g in shares.items()}
-    moments = trainer.moments(state[1], state[2])
-    scalars = AdamScalars.at(trainer.spec, state[2], 1.0).stacked()
-    step = {label: preconditioner(trainer.spec, moments.second[label], scalars, g) for label, g in whole.items()}
+    before, views = trainer.rule.read(state[1], count=state[2]), trainer.twins[trainer.spec].parameters
     after = trainer.update(state, trainer.state_like(whole))[0][0]
 
     def real(left_out):
@@ -269,7 +260,8 @@ def leave_one_out(seed: int, steps: tuple[int, ...], learning_rate: float = 1e-3
       return trainer.val_loss(trainer.update(state, grads)[0][0])
 
     def frozen(left_out):
-      moved = trainer.state_like({label: learning_rate * step[label] * g for label, g in left_out.items()})
+      response = schedules.respond(trainer.rule, before, views, whole, left_out)
+      moved = trainer.state_like({label: learning_rate * g for label, g in response.items()})
       return trainer.val_loss(jax.tree.map(jnp.add, after, moved))
 
     loss = trainer.val_loss(after)

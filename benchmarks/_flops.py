@@ -7,7 +7,7 @@ import math
 
 import jax
 import numpy as np
-from jax._src.interpreters.partial_eval import dce_jaxpr  # what is traced but not used is not computed
+from jax.interpreters.partial_eval import dce_jaxpr  # what is traced but not used is not computed
 
 from maxghost.config import Config
 from maxghost.training import state

@@ -69,7 +69,7 @@ def make(cfg: Config):
     return jax.grad(plain, argnums=(0, 1)), (x, params, targets)
   twin = prepare_twin(
     model, {"x": x, "targets": targets}, loss, num_sets=1, num_positions=shape[1],
-    spec=DirectionSpec("sgd", rank=cfg.ghost.ghost_rank),
+    spec=DirectionSpec(rank=cfg.ghost.ghost_rank),
   )  # fmt: skip
   (param,) = twin.scored
   shapes = param.spec.part_shapes((), 1, param.shape)

@@ -43,7 +43,7 @@ class MlpStack(nnx.Module):
     cfg = self.cfg
     return stack.run(
       self.layers, x_BTD, (), num_layers=cfg.base_num_decoder_layers, remat_policy=cfg.remat_policy,
-      segment_lengths=cfg.segments,
+      segment_lengths=cfg.segment_lengths,
     )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def make(cfg: Config):
   shape = (cfg.data.per_device_batch_size, cfg.data.max_target_length, cfg.model.base_emb_dim)
   batch = {"x": jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.model.dtype))}
   if cfg.ghost.ghost_enabled:
-    spec = DirectionSpec("sgd", rank=cfg.ghost.ghost_rank)
+    spec = DirectionSpec(rank=cfg.ghost.ghost_rank)
     twin = prepare_twin(
       model, batch, MeanSquare(), num_sets=1, num_positions=shape[1], spec=spec, schedule="reverse_scan"
     )
@@ -94,7 +94,7 @@ def make(cfg: Config):
       return schedules.plain_pass(graphdef, params, rest, MeanSquare(), batch)[-1]
     passed, _, _, _ = reverse_scan.run(
       twin, graphdef, params, rest, MeanSquare(), batch, val_batches,
-      segment_lengths=cfg.model.segments, carries_on_host=cfg.ghost.ghost_stream_carries == "host",
+      segment_lengths=cfg.model.segment_lengths, carries_on_host="carries" in cfg.model.offload_to_host,
     )  # fmt: skip
     return passed.grads, passed.scores
 

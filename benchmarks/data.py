@@ -61,7 +61,7 @@ def _prepared(source, cfg: DataConfig, folder: Path) -> DataConfig:
   path = str(folder / "tokenizer.json")
   cfg = dataclasses.replace(cfg, tokenizer_type="huggingface", tokenizer_path=path)
   prepare.prepare(source, cfg, str(folder / "prepared"))
-  return dataclasses.replace(cfg, dataset_type="grain", grain_train_files=(str(folder / "prepared"),))
+  return dataclasses.replace(cfg, dataset_type="grain", dataset_files=(str(folder / "prepared"),))
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ def efficiencies(source, cfg: DataConfig, bpe: Tokenizer) -> list[Figure]:
   figures = []
   for strategy in ("first_fit", "concat_then_split"):
     for tokenizer, name in ((ByteTokenizer(), "bytes"), (bpe, "BPE")):
-      dataset = data.make_dataset(source, dataclasses.replace(cfg, grain_packing_type=strategy), tokenizer=tokenizer)
+      dataset = data.make_dataset(source, dataclasses.replace(cfg, packing=strategy), tokenizer=tokenizer)
       _epochs(dataset, 1)
       title = f"rows filled, {strategy}, {name}, T = {cfg.max_target_length}, %"
       figures.append(Figure(title, 100 * dataset.train.packing_efficiency, 98, True, "{:.2f}"))
@@ -137,7 +137,7 @@ def train_step(cfg: configuration.Config, rounds: int, steps: int, folder: Path)
 
   plain = configuration.replace(
     cfg, ghost_enabled=False, max_target_length=256, vocab_size=BPE_IDS, dataset_type="grain",
-    grain_train_files=(str(folder),), tokenizer_type="huggingface", tokenizer_path=str(folder / "tokenizer.json"),
+    dataset_files=(str(folder),), tokenizer_type="huggingface", tokenizer_path=str(folder / "tokenizer.json"),
   )  # fmt: skip
   step = _steps.make_step(plain)
   held = step.batch

@@ -26,6 +26,7 @@ from flax import nnx
 
 from maxghost import config as configuration
 from maxghost import data
+from maxghost.parallel.shardings import slash_path
 from maxghost.training import state
 
 SMALL = (
@@ -127,7 +128,7 @@ def oracle(cfg, graphdef, train_state, batch, val_batch, out, num_documents: int
     stacked = path[:2] == ("decoder", "layers")
     axes = tuple(range(2 if stacked else 1, product.ndim))
     score = scale * product.sum(axes)
-    expected["/".join(map(str, path))] = score.T if stacked else score[None]
+    expected[slash_path(path)] = score.T if stacked else score[None]
   return expected
 
 
@@ -156,7 +157,9 @@ def train(cfg, steps: int) -> list[np.ndarray]:
   graphdef, train_state = state.create_split(cfg)
   val_batches = ()
   if cfg.ghost.ghost_enabled:
-    val_batches = (dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, cfg.data.ghost_val_domain).arrays,)
+    val_batches = (
+      dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, next(iter(cfg.data.validation_sets.values()))).arrays,
+    )
   first = next(dataset.train).arrays
   compiled = _steps.compile_step(cfg, graphdef, train_state, first, val_batches, dataset.max_segments)
   batches = [first, *(next(dataset.train).arrays for _ in range(steps - 1))]

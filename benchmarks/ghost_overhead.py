@@ -98,7 +98,7 @@ def main() -> int:
 
 def config(keys, overrides):
   """The configuration of one row."""
-  return configuration.load(str(_measure.BASE), *SHAPE, "ghost_val_domain=words", *keys, *overrides)
+  return configuration.load(str(_measure.BASE), *SHAPE, "ghost_val_sets=words", *keys, *overrides)
 
 
 def counts_flops(cfg) -> bool:
@@ -222,7 +222,9 @@ def real_scores(num_steps: int, *keys: str):
   compiled = None
   for step in range(num_steps):
     index = step // cfg.ghost.ghost_val_refresh_steps
-    rows = dataset.validation_batch(index, cfg.ghost.ghost_val_batch_size, cfg.data.ghost_val_domain).arrays
+    rows = dataset.validation_batch(
+      index, cfg.ghost.ghost_val_batch_size, next(iter(cfg.data.validation_sets.values()))
+    ).arrays
     batch, val_batches = jax.device_put((first if step == 0 else next(dataset.train).arrays, (rows,)))
     if compiled is None:
       compiled = _steps.compile_step(cfg, graphdef, train_state, batch, val_batches, dataset.max_segments)

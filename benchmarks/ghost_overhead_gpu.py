@@ -26,7 +26,7 @@ from maxghost.training.flops import step_flops
 
 SHAPE = (
   "model_name=gpt2-small", "vocab_size=50304", "max_target_length=1024", "per_device_batch_size=16",
-  "ghost_val_batch_size=1", "dtype=bfloat16", "attention=flash", "dataset_type=synthetic", "ghost_val_domain=words",
+  "ghost_val_batch_size=1", "dtype=bfloat16", "attention=flash", "dataset_type=synthetic", "ghost_val_sets=words",
 )  # fmt: skip
 LEFT_OUT = ("engine jvp",)  # cuDNN's kernel has no forward mode: it would run another model
 MATRIX = (8192, 8192, 8192)

@@ -34,7 +34,7 @@ CHIPS = {"v5e": ("v5e:1x1", (1, 1, 1)), "v5p": ("v5:2x2x1", (2, 2, 1)), "v6e": (
 SHAPE = (
   "base_emb_dim=768", "base_num_query_heads=12", "base_num_kv_heads=12", "head_dim=64", "base_mlp_dim=3072",
   "mlp_activations=[gelu]", "base_num_decoder_layers=2", "vocab_size=50304", "max_target_length=1024",
-  "per_device_batch_size=16", "ghost_val_batch_size=1", "dataset_type=synthetic", "ghost_val_domain=words",
+  "per_device_batch_size=16", "ghost_val_batch_size=1", "dataset_type=synthetic", "ghost_val_sets=words",
   "dtype=bfloat16", "attention=dot_product", "scan_layers=false", "ghost_detail=total",
 )  # fmt: skip
 NAMES = (PLAIN, EXACT, "two_pass exact, adam", "two_pass rank 32, sgd", "two_pass rank 32, 4 validation sets")

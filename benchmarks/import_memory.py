@@ -72,10 +72,10 @@ def write_model(folder: Path, layers: int, width: int) -> tuple[int, int]:
   }  # fmt: skip
   (folder / "config.json").write_text(json.dumps(content))
   model = huggingface.model_config(folder).model
-  letters, rng = huggingface_rules.sizes(model), np.random.default_rng(0)
+  rng = np.random.default_rng(0)
   planned = []
-  for rule, _, _, name in huggingface_rules.llama(model).tensors(layers, letters):
-    shape = rule.tensor_shape(letters)
+  for rule, _, _, name in huggingface_rules.Table(model).tensors():
+    shape = rule.tensor_shape
     make = lambda shape=shape: rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)  # noqa: E731
     planned.append(Planned(name, shape, np.dtype(ml_dtypes.bfloat16), make))
   write_tensors(folder, planned, 5_000_000_000)

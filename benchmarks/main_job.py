@@ -53,7 +53,7 @@ def check(folder: Path, args) -> int:
     for value in part.domains
   ]  # fmt: skip
   per_million = {value.domain: value.per_million for value in part.domains}
-  own = per_million.pop(cfg.data.ghost_val_domain, math.nan)
+  own = per_million.pop(next(iter(cfg.data.validation_sets)), math.nan)
   predicted, actual = part.ledger.predicted, part.ledger.actual
   figures = [
     Figure("seconds from start to the end of training", train_seconds, 180.0, form="{:.0f}"),
@@ -64,7 +64,7 @@ def check(folder: Path, args) -> int:
     Figure(f"training loss, mean of the last {LAST_STEPS} steps", last_loss, form="{:.3f}"),
     Figure("that loss over that entropy", last_loss / entropy, 0.75, form="{:.2f}"),
     Figure(
-      f"contribution per token of '{cfg.data.ghost_val_domain}' over the next best domain's",
+      f"contribution per token of '{next(iter(cfg.data.validation_sets))}' over the next best domain's",
       own / max(per_million.values()), 1.0, above=True, form="{:.2f}",
     ),
     Figure("measured drop of the validation loss, nats", actual, form="{:.3f}"),

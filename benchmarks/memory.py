@@ -35,26 +35,26 @@ from maxghost.training.step import make_train_step
 SHAPE = (
   "base_emb_dim=2048", "base_mlp_dim=4096", "base_num_decoder_layers=48", "max_target_length=65536",
   "per_device_batch_size=1", "dtype=bfloat16", "weight_dtype=bfloat16", "remat_policy=full",
-  "dataset_type=synthetic", "ghost_val_domain=words",
+  "dataset_type=synthetic", "ghost_val_sets=words",
 )  # fmt: skip
 DECODER = (
   "base_num_query_heads=16", "base_num_kv_heads=16", "head_dim=128", "vocab_size=32768", "attention=flash",
-  "num_vocab_tiling=16", "mu_dtype=bfloat16", "ghost_detail=total", "segment_length=6",
+  "num_vocab_tiling=16", "mu_dtype=bfloat16", "ghost_detail=total", "segment_lengths=6",
 )  # fmt: skip
 PLAIN = ("ghost_enabled=false",)
 GHOST = (
   "ghost_schedule=reverse_scan", "ghost_rank=32", "ghost_direction=sgd", "ghost_val_batch_size=1",
-  "ghost_stream_carries=host",
+  "offload_to_host=carries",
 )  # fmt: skip
-STREAMED = ("stream_weights=host", "stream_optimizer=host")
+STREAMED = "offload_to_host=weights,optimizer"
 HEAD = (
   "base_emb_dim=2880", "vocab_size=201088", "max_target_length=32768", "per_device_batch_size=1", "dtype=bfloat16",
-  "weight_dtype=bfloat16", "dataset_type=synthetic", "ghost_val_domain=words",
+  "weight_dtype=bfloat16", "dataset_type=synthetic", "ghost_val_sets=words",
 )  # fmt: skip
 SMALL = (  # the recompute cost, on this machine
   "base_emb_dim=256", "base_mlp_dim=768", "base_num_decoder_layers=8", "max_target_length=256",
   "per_device_batch_size=4", "remat_policy=full", "ghost_enabled=false", "dataset_type=synthetic",
-  "ghost_val_domain=words",
+  "ghost_val_sets=words",
 )  # fmt: skip
 
 
@@ -151,10 +151,10 @@ def segments(bench: Bench) -> Case:
   case = Case()
   found = {}
   for k in divisors(48)[1:-2]:
-    found[k] = bench.stack(*PLAIN, f"segment_length={k}")
+    found[k] = bench.stack(*PLAIN, f"segment_lengths={k}")
     case.line(f"segments of {k}, feed-forward stack", found[k])
   best = min((k for k in found if not found[k].error), key=lambda k: found[k].temporaries)
-  ghost = bench.stack(*GHOST, f"segment_length={best}")
+  ghost = bench.stack(*GHOST, f"segment_lengths={best}")
   case.line(f"segments of {best} with scores", ghost)
   case.notes.append(f"best segment length: {best}")
   case.figures += [
@@ -170,8 +170,8 @@ def segments(bench: Bench) -> Case:
 def streamed_stack(bench: Bench) -> Case:
   """Device arguments fall to nothing, and two segments of weights join the temporaries."""
   case = Case()
-  here = bench.stack(*PLAIN, "segment_length=6")
-  there = bench.stack(*PLAIN, "segment_length=6", "stream_weights=host")
+  here = bench.stack(*PLAIN, "segment_lengths=6")
+  there = bench.stack(*PLAIN, "segment_lengths=6", "offload_to_host=weights")
   case.line("segments of 6, weights on the chip", here)
   case.line("segments of 6, weights streamed", there)
   stacked = there.host
@@ -200,7 +200,7 @@ def decoder_segments(bench: Bench) -> Case:
   """The best segment length of the whole step."""
   case, found = Case(), {}
   for k in (4, 6, 8, 12):
-    found[k] = bench.step(*PLAIN, *STREAMED, f"segment_length={k}")
+    found[k] = bench.step(*PLAIN, *STREAMED, f"segment_lengths={k}")
     case.line(f"train step of the decoder, streamed, segments of {k}", found[k])
   case.notes.append(f"best segment length of the decoder: {min(found, key=lambda k: found[k].peak)}")
   return case
@@ -237,7 +237,7 @@ def recompute(bench: Bench) -> Case:
   case = Case()
   configs = {
     name: configuration.load(str(_measure.BASE), *SMALL, *keys)
-    for name, keys in {"plain": (), "segments": ("segment_length=2",)}.items()
+    for name, keys in {"plain": (), "segments": ("segment_lengths=2",)}.items()
   }
   flops = {name: _flops.of_step(cfg) for name, cfg in configs.items()}
   steps: Mapping[str, Callable] = {name: _steps.make_step(cfg) for name, cfg in configs.items()}

@@ -22,12 +22,12 @@ SHAPE = (
   "base_emb_dim=2048", "base_mlp_dim=4096", "base_num_decoder_layers=48", "base_num_query_heads=16",
   "base_num_kv_heads=16", "head_dim=128", "vocab_size=32768", "max_target_length=16384", "per_device_batch_size=1",
   "ghost_val_batch_size=1", "dtype=bfloat16", "weight_dtype=bfloat16", "mu_dtype=bfloat16", "attention=flash",
-  "num_vocab_tiling=16", "remat_policy=full", "ghost_detail=total", "dataset_type=synthetic", "ghost_val_domain=words",
+  "num_vocab_tiling=16", "remat_policy=full", "ghost_detail=total", "dataset_type=synthetic", "ghost_val_sets=words",
 )  # fmt: skip
 PLAIN = ("ghost_enabled=false",)
 GHOST = ("ghost_schedule=reverse_scan", "ghost_rank=32", "ghost_direction=sgd")
-SEGMENTS = ("segment_length=6",)
-STREAMED = ("stream_weights=host", "stream_optimizer=host")
+SEGMENTS = ("segment_lengths=6",)
+STREAMED = "offload_to_host=weights,optimizer"
 ROWS = {
   "plain scan": PLAIN,
   "plain scan, with scores": GHOST,

@@ -20,6 +20,7 @@ import numpy as np
 from _measure import Figure
 
 from maxghost.scorelog import format as fmt
+from maxghost.scorelog.shard import write_shard
 
 ROWS_PER_FILE = 2_000_000
 DOCUMENTS_PER_PATH = 1000
@@ -101,6 +102,7 @@ def write_run(run_dir: Path, num_rows: int, num_documents: int):
     rows["domain"] = rows["path"] % len(domains)
     rows["step"] = 100 * number + np.arange(num) * 100 // num
     rows["tokens"], rows["loss"] = rng.integers(1, 2048, num), 3.0
+    rows["share"] = 100 / num
     rows["contribution"][:, 0] = rng.normal(1e-7, 1e-6, num)
     steps = fmt.unmeasured_steps(np.arange(100 * number, 100 * number + 100), 1)
     meta = {
@@ -108,7 +110,7 @@ def write_run(run_dir: Path, num_rows: int, num_documents: int):
       "last_step": 100 * number + 99,
     }  # fmt: skip
     path = run_dir / "ghost" / fmt.shard_name(100 * number + 99, 0)
-    fmt.write_shard(path, meta, domains, paths, steps, None, rows)
+    write_shard(path, meta, domains, paths, steps, None, rows)
 
 
 def open_in_browser(page: Path, folder: Path) -> float | None:

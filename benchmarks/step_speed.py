@@ -31,6 +31,7 @@ from _measure import Figure
 from flax import nnx
 
 from maxghost import config as configuration
+from maxghost.parallel.shardings import slash_path
 from maxghost.training.flops import step_flops
 
 COMMON = ("ghost_enabled=false", "lr_schedule_type=constant", "warmup_steps_fraction=0", "learning_rate=1e-3")
@@ -51,7 +52,7 @@ SMALL = {
   "enable_checkpointing": "false", "jax_cache_dir": "",
 }  # fmt: skip
 MAXTEXT_KEYS = ("attention=dot_product", "hardware=cpu", "skip_jax_distributed_system=true")
-MAXGHOST_KEYS = ("ghost_enabled=false", "ghost_val_domain=words", "eval_interval=-1")
+MAXGHOST_KEYS = ("ghost_enabled=false", "ghost_val_sets=words", "eval_interval=-1")
 MAXTEXT_ELSEWHERE = (
   "MaxText 0.2.4, not run here (no --maxtext-python): 0.349 s a step, 2,937 tokens/s on another two-core machine when "
   "idle (JAX 0.10.2). Figures of different machines do not compare."
@@ -115,7 +116,7 @@ def measure_shape(shape: str, keys, rounds: int, rows: list, figures: list, note
 def host_weights(state) -> dict[str, np.ndarray]:
   """{slash path: array} of the model's parameters."""
   params = nnx.to_flat_state(nnx.filter_state(state, nnx.Param))
-  return {"/".join(map(str, path[1:])): np.asarray(v[...]) for path, v in params if path[0] == "model"}
+  return {slash_path(path[1:]): np.asarray(v[...]) for path, v in params if path[0] == "model"}
 
 
 def start_torch(cfg, weights: dict, path: Path) -> subprocess.Popen | None:

@@ -31,7 +31,7 @@ def golden_keys(model: str, topology: str) -> tuple[str, ...]:
 def write(cfg: Config, folder: Path) -> Path:
   from maxghost.training import sharding_dump
 
-  topology, slices = cfg.parallel.compile_topology, cfg.parallel.compile_topology_num_slices
+  topology, slices = cfg.parallel.topology
   text = sharding_dump.to_text(sharding_dump.dump(cfg, topology, slices))
   folder.mkdir(parents=True, exist_ok=True)
   path = folder / sharding_dump.file_name(cfg, topology, slices)

@@ -1,6 +1,7 @@
 """Command lines with flags (report, scores): a wrong one is reported in one line, with the nearest flag."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -8,10 +9,13 @@ from collections.abc import Callable
 from maxghost import cli
 from maxghost.config import ConfigError, did_you_mean
 
+ACCEPT_HELP = "go on without damaged or missing score files, and say what is lost"
+
 
 def run_door(work: Callable[[], int]) -> int:
   """Runs `work` and returns the exit code: 2 where the input is wrong. A reader may leave early (`| head`)."""
-  sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks, not a traceback
+  if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks, not a traceback
   try:
     code = cli.guard(work)
     sys.stdout.flush()

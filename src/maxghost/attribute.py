@@ -71,10 +71,11 @@ def _run(args: argparse.Namespace) -> int:
   corpus = Corpus(tuple(args.data), cfg.data, "--data") if args.data else None
   asked = Corpus(tuple(args.queries), cfg.data, "--queries") if args.queries else None
   queries = {}
-  for name in asked.domains if asked else ():
-    queries[name], total = asked.sample(name, args.query_rows)
-    if total > args.query_rows:
-      print(f"maxghost: note: query '{name}' has {total} rows, the first {args.query_rows} are used", file=sys.stderr)
+  if asked:
+    for name in asked.domains:
+      queries[name], total = asked.sample(name, args.query_rows)
+      if total > args.query_rows:
+        print(f"maxghost: note: query '{name}' has {total} rows, the first {args.query_rows} are used", file=sys.stderr)
   if args.index:
     return _index(args, cfg, paths, corpus, asked, queries)
   return _exact(args, cfg, paths, corpus, queries)
@@ -117,10 +118,9 @@ def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config
   """The configuration that reads this corpus: `maxghost scores --text` and the report find the documents by it."""
   files = tuple("=".join((name, str(Path(glob).absolute()))) for name, _, glob in (p.partition("=") for p in patterns))
   return config.replace(
-    cfg, dataset_type="text", text_files=files, dataset_domains=(), dataset_domain_bytes=-1, dataset_shards=1,
-    dataset_mixture="proportional", dataset_weights=(), dataset_exclude_file="", ghost_val_domain=domains[0],
-    ghost_val_sets=(), ghost_val_files=(), ghost_val_fraction=0.0, ghost_enabled=False, ghost_select="none",
-    ghost_reweight=False,
+    cfg, dataset_type="text", dataset_files=files, dataset_domains=(), dataset_domain_bytes=-1, dataset_shards=1,
+    dataset_mixture=(), dataset_exclude_file="", ghost_val_sets=(domains[0],), ghost_val_files=(),
+    ghost_val_fraction=0.0, ghost_enabled=False, ghost_select="none", ghost_reweight=(),
   )  # fmt: skip
 
 
@@ -175,16 +175,16 @@ def load_point(cfg: Config, step: int, path: Path, say: Callable[[str], None] = 
   from maxghost.attribution.offline import Point
   from maxghost.checkpoint.checksum import checksums
   from maxghost.interop.load_tree import load_tree
+  from maxghost.optimizers import learning_rate_schedule
   from maxghost.training import resume, state
   from maxghost.training.devices import configure_jax
-  from maxghost.training.optimizers import learning_rate_schedule
 
   configure_jax(cfg)
   graphdef, abstract = nnx.split(nnx.eval_shape(lambda: state.create(cfg).model))
   wanted = resume.to_tree(resume.abstract_arrays(abstract))
   tree = load_tree(path, {"model": wanted}, say=say)["model"]
   model = nnx.merge(graphdef, resume.from_tree(tree, abstract))
-  rate = float(learning_rate_schedule(cfg.optimizer, cfg.run.steps)(step))
+  rate = np.asarray(learning_rate_schedule(cfg.optimizer, cfg.run.steps)(step)).item()
   digest = "-".join(map(str, checksums([np.asarray(leaf) for leaf in jax.tree.leaves(tree)])))
   return Point(step, model, rate, f"{hash_text(digest):016x}")
 

@@ -55,7 +55,7 @@ def _run(args: argparse.Namespace) -> int:
   texts = _prompts(args)
   prompts = encode(texts, tokenizer, cfg)
   cache_size = _cache_size(args, cfg, max(map(len, prompts)))
-  stop_ids = place.stop_ids() | ({tokenizer.eos_id} - {None})
+  stop_ids = place.stop_ids() | (set() if tokenizer.eos_id is None else {tokenizer.eos_id})
 
   from maxghost.generation import Generator
 

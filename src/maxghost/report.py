@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from maxghost import attribution
-from maxghost.arguments import Parser, run_door
-from maxghost.attribution.files import write_whole
+from maxghost.arguments import ACCEPT_HELP, Parser, run_door
+from maxghost.attribution.files import write_output
 from maxghost.config import ConfigError
 
 
@@ -23,6 +23,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   parser.add_argument(
     "--no-texts", action="store_true", help="do not read the corpus again to show the documents' texts"
   )
+  parser.add_argument("--accept-lost-rows", action="store_true", help=ACCEPT_HELP)
   parser.add_argument("--watch", action="store_true", help="serve the page on this machine and renew it while training")
   parser.add_argument("--port", type=int, default=0, metavar="N", help="with --watch: the port (0 = any free one)")
   args = parser.parse(argv)
@@ -42,7 +43,7 @@ def _run(args: argparse.Namespace) -> int:
   if args.watch:
     from maxghost.attribution import live
 
-    live.serve(args.run_dir, args.port, args.documents, not args.no_texts)
+    live.serve(args.run_dir, args.port, args.documents, not args.no_texts, args.accept_lost_rows)
     return 0
   from rich.console import Console
 
@@ -51,9 +52,10 @@ def _run(args: argparse.Namespace) -> int:
   from maxghost.attribution.texts import Source
 
   source = None if args.no_texts else Source(args.run_dir)
-  summary = summarize(attribution.load(args.run_dir), args.documents, source)
+  log = attribution.load(args.run_dir, accept_lost_rows=args.accept_lost_rows)
+  summary = summarize(log, args.documents, source)
   output = args.output or args.run_dir / "report.html"
-  write_whole(output, html.render(summary))
+  write_output(output, html.render(summary))
   terminal.show(summary, Console())
   print(f"\nreport: {output}")
   return 0

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from maxghost import attribution
-from maxghost.arguments import Parser, run_door
-from maxghost.attribution.files import write_whole
+from maxghost.arguments import ACCEPT_HELP, Parser, run_door
+from maxghost.attribution.files import write_output
 from maxghost.config import ConfigError, did_you_mean
 
 FORMATS = ("table", "json", "csv", "parquet")
@@ -20,7 +20,7 @@ examples:
   maxghost scores runs/base --by document --top 20 --bottom 20 --text
   maxghost scores runs/base --by domain --where "step>=100" --format json
   maxghost scores runs/base --by source --where "domain=code,path~asyncio/*" --sort per_million_tokens
-  maxghost scores runs/base --compact
+  maxghost scores runs/base --export parquet --output base-parquet
 """
 
 
@@ -39,17 +39,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--text", action="store_true", help="with --by document: the text of each document")
   add("--format", default="table", help="table, json, csv or parquet (table)")
   add("--output", type=Path, metavar="FILE", help="write there instead of to the terminal; parquet needs it")
-  add("--compact", action="store_true", help="turn the score files into Parquet files by ranges of steps")
-  add("--keep-shards", action="store_true", help="with --compact: leave the original files where they are")
+  add("--export", metavar="parquet", help="the whole log as Parquet files in the folder --output (RUN_DIR/parquet)")
+  add("--compact", action="store_true", help="merge the score files into fewer, larger ones")
+  add("--accept-lost-rows", action="store_true", help=ACCEPT_HELP)
   args = parser.parse(argv)
   if args.format not in FORMATS:
     raise ConfigError(
       f"--format {args.format}: unknown" + (did_you_mean(args.format, FORMATS) or f"; there are {', '.join(FORMATS)}")
     )
-  if args.format == "parquet" and args.output is None and not args.compact:
+  if args.export not in (None, "parquet"):
+    raise ConfigError(f"--export {args.export}: the log is exported as parquet")
+  if args.format == "parquet" and args.output is None:
     raise ConfigError("--format parquet needs --output FILE")
-  if args.keep_shards and not args.compact:
-    raise ConfigError("--keep-shards goes with --compact")
   return args
 
 
@@ -62,10 +63,17 @@ def _run(args: argparse.Namespace) -> int:
   from maxghost.attribution import output, query
 
   if args.compact:
-    from maxghost.scorelog.parquet import compact
+    from maxghost.scorelog.compact import compact
 
-    for line in compact(args.run_dir, keep_shards=args.keep_shards):
+    for line in compact(args.run_dir, accept_lost_rows=args.accept_lost_rows):
       print(line)
+    return 0
+  log = attribution.load(args.run_dir, accept_lost_rows=args.accept_lost_rows)
+  if args.export:
+    from maxghost.scorelog.export import to_parquet
+
+    for path in to_parquet(log, args.output or args.run_dir / "parquet"):
+      print(path)
     return 0
   top, bottom = args.top, args.bottom
   if top is None and bottom is None and args.format == "table" and args.by in MANY:
@@ -80,7 +88,7 @@ def _run(args: argparse.Namespace) -> int:
     scale=args.scale,
     text=args.text,
   )
-  answer = query.ask(attribution.load(args.run_dir), question)
+  answer = query.ask(log, question)
   for note in answer.notes:
     print(f"maxghost: note: {note}", file=sys.stderr)
   if args.format == "parquet":
@@ -112,7 +120,7 @@ def _emit(text: str, path: Path | None):
   if path is None:
     sys.stdout.write(text)
   else:
-    write_whole(path, text)
+    write_output(path, text)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ def _run(cfg: Config) -> int:
     print(f"To train on, give more: steps={2 * existing.completed_steps}")
     print(f"Report: python -m maxghost.report {existing.path}")
     return 0
-  if not existing.is_new and not cfg.checkpoint.enable_checkpointing:
+  if not existing.is_new and not cfg.checkpoint.checkpoint_period:
     raise ConfigError(
-      f"enable_checkpointing=false: {existing.path} holds an unfinished run, which would be overwritten; "
+      f"checkpoint_period=0: {existing.path} holds an unfinished run, which would be overwritten; "
       "choose another run_name"
     )
   from maxghost.data import build
@@ -81,6 +81,7 @@ def _train(cfg: Config, existing: Existing, corpus, open_parameters: Callable | 
       )  # fmt: skip
       return session.run()
     except NonFiniteMetricError as error:
+      assert session is not None, "only a step can be non-finite"
       return _failed(f"{error}; {session.last_checkpoint()}")
     except (CheckpointError, ScoreLogError) as error:
       return _failed(str(error))

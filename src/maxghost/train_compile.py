@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(cfg: Config) -> int:
-  topology, slices = cfg.parallel.compile_topology, cfg.parallel.compile_topology_num_slices
+  topology, slices = cfg.parallel.topology
   topologies.parse(topology)
   topologies.prepare_environment(topology)
   from maxghost.parallel import Layout

@@ -21,10 +21,10 @@ STEPS, PERIOD = 8, 3
 KEYS = (
   "base_num_decoder_layers=2", "base_emb_dim=32", "base_mlp_dim=48", "head_dim=8", "base_num_kv_heads=4",
   "vocab_size=272", "max_target_length=64", "per_device_batch_size=1", "dataset_type=synthetic",
-  "ghost_val_domain=words", "ghost_val_batch_size=8", "ghost_detail=module", "learning_rate=3e-3", "adam_eps=1e-3",
+  "ghost_val_sets=words", "ghost_val_batch_size=8", "ghost_detail=module", "learning_rate=3e-3", "adam_eps=1e-3",
   "warmup_steps_fraction=0.1", f"steps={STEPS}", f"checkpoint_period={PERIOD}", "eval_interval=4", "eval_steps=1",
   "ghost_log_period=3", "enable_tensorboard=false", "sharding_tolerance=1.0", "attention=dot_product",
-  "jax_distributed_heartbeat_timeout_seconds=60",
+  "jax_distributed_timeouts=300,60",
 )  # fmt: skip
 
 
@@ -50,8 +50,7 @@ class Processes:
     for index in range(num):
       own = []
       if num > 1:
-        own = [f"jax_distributed_coordinator_address=127.0.0.1:{port}", f"jax_distributed_num_processes={num}",
-               f"jax_distributed_process_id={index}"]  # fmt: skip
+        own = [f"jax_distributed=127.0.0.1:{port},{index}/{num}"]  # fmt: skip
       self.outputs.append(folder / f"out_{port}_{index}.txt")
       with open(self.outputs[-1], "w") as output:
         command = [sys.executable, "-m", "maxghost.train", *common, *own]
@@ -165,8 +164,7 @@ def test_processes_of_unlike_keys_say_which(folder):
   environment = os.environ | {"JAX_PLATFORMS": "cpu"}
   started = []
   for index in range(2):
-    own = (f"jax_distributed_coordinator_address=127.0.0.1:{port}", "jax_distributed_num_processes=2",
-           f"jax_distributed_process_id={index}", f"steps={STEPS + index}")  # fmt: skip
+    own = (f"jax_distributed=127.0.0.1:{port},{index}/2", f"steps={STEPS + index}")  # fmt: skip
     place = (f"base_output_directory={folder}", "run_name=unlike")
     command = [sys.executable, "-m", "maxghost.train", *KEYS, *place, *own]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -82,7 +82,7 @@ def test_one_step_of_fine_tuning_with_scores(imported, tmp_path):
   run = train.main([
     str(imported / "config.yml"), f"base_output_directory={tmp_path}", "run_name=tuned", "steps=1",
     "per_device_batch_size=1", "max_target_length=64", "ghost_val_batch_size=1", "eval_interval=-1", "opt_type=sgd",
-    "learning_rate=1e-3", "enable_tensorboard=false", "enable_checkpointing=false", "dataset_domains=manual",
+    "learning_rate=1e-3", "enable_tensorboard=false", "checkpoint_period=0", "dataset_domains=manual",
     "dataset_domain_bytes=100000",
   ])  # fmt: skip
   assert run == 0

@@ -16,10 +16,12 @@ from maxghost.attribution import aggregate, query
 from maxghost.attribution.query import Query, ask
 from maxghost.attribution.where import Where
 from maxghost.config import ConfigError
-from maxghost.scorelog import Writer, parquet
+from maxghost.scorelog import Writer
 from maxghost.scorelog import format as fmt
+from maxghost.scorelog.compact import compact
+from maxghost.scorelog.shard import write_shard
 
-SYNTHETIC = ("dataset_type=synthetic", "ghost_val_domain=words")
+SYNTHETIC = ("dataset_type=synthetic", "ghost_val_sets=words")
 SETS = ("words", "exams")
 COLUMNS = ("step", "domain", "path", "offset", "chunk", "epoch", "tokens", "loss", "dot", "contribution")
 
@@ -167,7 +169,7 @@ def test_where_reads_quotes_and_spaces(run_dir):
     (["--format", "jsn"], "did you mean 'json'?"),
     (["--top", "-1"], "--top -1: at least 0"),
     (["--botom", "1"], "did you mean '--bottom'?"),
-    (["--keep-shards"], "goes with --compact"),
+    (["--export", "csv"], "--export csv: the log is exported as parquet"),
     (["--output", "/nowhere/x.csv", "--format", "csv"], "cannot write /nowhere/x.csv"),
   ],
 )
@@ -217,12 +219,11 @@ def test_nothing_found_is_said(run_dir, capsys):
 
 
 def test_compaction_changes_no_answer(run_dir, table, tmp_path, capsys):
-  pytest.importorskip("pyarrow")
   copy = make_run(tmp_path / "copy", *SYNTHETIC, val_sets=SETS, steps=47, rows_per_step=11)
   before = attribution.load(copy)
   steps, modules = before.steps, np.concatenate([m.contribution_SMLDK for m in before.modules()])
-  lines = parquet.compact(copy, rows_per_part=150)
-  assert len(lines) == 3 and not list((copy / "ghost").glob("*.npz"))
+  lines = compact(copy, rows_per_file=300)
+  assert len(lines) == 1 and len(list((copy / "ghost").glob("*.npz"))) == 2
   log = attribution.load(copy)
   for name in COLUMNS:
     np.testing.assert_array_equal(log[name], table[name], err_msg=name)
@@ -232,25 +233,17 @@ def test_compaction_changes_no_answer(run_dir, table, tmp_path, capsys):
   asked = Query(by="document", where="domain=words,step>=20")
   for name, values in ask(attribution.load(run_dir), asked).columns.items():
     np.testing.assert_array_equal(values, ask(log, asked).columns[name])
-  assert parquet.compact(copy) == ["nothing to compact"]
-
-
-def test_compacted_files_that_stayed_are_not_counted_twice(run_dir, table, tmp_path):
-  pytest.importorskip("pyarrow")
-  copy = make_run(tmp_path / "copy", *SYNTHETIC, val_sets=SETS, steps=47, rows_per_step=11)
-  assert scores.main([str(copy), "--compact", "--keep-shards"]) == 0
-  assert list((copy / "ghost").glob("*.npz"))
-  np.testing.assert_array_equal(attribution.load(copy)["dot"], table["dot"])
+  assert len(compact(copy)) == 1 and len(list((copy / "ghost").glob("*.npz"))) == 1
+  assert compact(copy) == ["nothing to compact"]
 
 
 @pytest.mark.parametrize("last_step", [9, 19, 33, 46])
 def test_a_run_continues_over_compacted_scores(table, tmp_path, last_step):
-  pytest.importorskip("pyarrow")
   copy = make_run(tmp_path / "copy", *SYNTHETIC, val_sets=SETS, steps=47, rows_per_step=11)
-  parquet.compact(copy, rows_per_part=1)
+  compact(copy)
   for _ in range(2):
     writer = Writer(copy, SETS, period=20)
-    writer.restore({"step": last_step, "num_steps": last_step + 1, "num_rows": 0})
+    writer.restore({"step": last_step, "num_steps": last_step + 1, "num_rows": 11 * (last_step + 1)})
   assert attribution.load(copy).steps["step"].tolist() == list(range(last_step + 1))
   kept = table["step"] <= last_step
   np.testing.assert_array_equal(attribution.load(copy)["dot"], table["dot"][kept])
@@ -264,7 +257,7 @@ def test_a_run_continues_over_compacted_scores(table, tmp_path, last_step):
   for name in COLUMNS:
     np.testing.assert_array_equal(log[name], table[name], err_msg=name)
   Writer(copy, SETS).restore(None)
-  assert not parquet.part_files(copy / "ghost" / "parquet")
+  assert not list((copy / "ghost").iterdir())
 
 
 def test_damaged_index_is_one_line(run_dir, tmp_path):
@@ -272,7 +265,7 @@ def test_damaged_index_is_one_line(run_dir, tmp_path):
   rows = shard.rows()
   rows["domain"][3] = 77
   (tmp_path / "ghost").mkdir()
-  fmt.write_shard(tmp_path / "ghost" / shard.path.name, shard.meta, shard.domains, shard.paths, shard.steps, None, rows)
+  write_shard(tmp_path / "ghost" / shard.path.name, shard.meta, shard.domains, shard.paths, shard.steps, None, rows)
   with pytest.raises(ConfigError, match="a row points to entry 77 of 4"):
     ask(attribution.load(tmp_path), Query())
 

@@ -221,14 +221,14 @@ def test_any_scan_axis(tmp_path):
 def test_small_blocks_give_the_same_bytes_and_bound_what_is_held(tmp_path, monkeypatch):
   save(tmp_path / "linen", linen("scanned"))
   limit, sizes = 100, []  # bytes of a block; a twelfth of the memory allowed
-  part = convert_module.PartReader.part
+  part = convert_module.LayerReader.part
 
   def watched(self, ref, index):
     block = part(self, ref, index)
     sizes.append(block.nbytes)
     return block
 
-  monkeypatch.setattr(convert_module.PartReader, "part", watched)
+  monkeypatch.setattr(convert_module.LayerReader, "part", watched)
   whole = max(x.nbytes for x in orbax_leaves(tmp_path / "linen").values() if x is not None)
   assert whole > 5 * limit
   options = {"to": "linen", "ram_bytes": 12 * limit, "verify": False, "say": silent}

@@ -15,7 +15,7 @@ from maxghost.interop import parameters
 from maxghost.interop.convert import convert
 from maxghost.interop.linen_scaling import main, rescale_checkpoint, rescale_queries
 from maxghost.interop.load_tree import load_tree
-from maxghost.training.optimizers import make_optimizer
+from maxghost.optimizers import make_optimizer
 from maxghost.training.resume import from_tree, to_tree
 from maxghost.training.state import TrainStateNNX
 

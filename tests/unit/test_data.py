@@ -20,7 +20,7 @@ BOS, EOS, PAD = 256, 257, 258
 
 
 def data_config(**keys):
-  values = {"ghost_val_domain": "b", "max_target_length": 13, "per_device_batch_size": 6}
+  values = {"ghost_val_sets": ("b",), "max_target_length": 13, "per_device_batch_size": 6}
   return dataclasses.replace(BASE, **{**values, **keys})
 
 
@@ -88,8 +88,7 @@ def equal(a, b):
 
 
 layouts = {
-  "packing": st.booleans(),
-  "grain_packing_type": st.sampled_from(("first_fit", "concat_then_split")),
+  "packing": st.sampled_from(("first_fit", "concat_then_split", "none")),
   "max_segments_per_seq": st.integers(1, 5),
   "add_bos": st.booleans(),
   "add_eos": st.booleans(),
@@ -130,13 +129,11 @@ def test_every_token_once_per_epoch_and_ids_lead_to_the_bytes(lengths, keys, sho
   steps=st.integers(0, 60),
   seed=st.integers(0, 99),
   keys=st.fixed_dictionaries(layouts),
-  mixture=st.sampled_from(
-    (("proportional", ()), ("weights", ("a=0.5", "b=0.2", "c=0.3")), ("epochs", ("a=2", "b=0.5", "c=1")))
-  ),
+  mixture=st.sampled_from(((), ("a=0.5", "b=0.2", "c=0.3"), ("a=2x", "b=0.5x", "c=1x"))),
 )
 def test_restore_continues_byte_for_byte(steps, seed, keys, mixture):
   source = some_documents([(17 * n) % 61 + 1 for n in range(40)])
-  keys = {**keys, "dataset_mixture": mixture[0], "dataset_weights": mixture[1], "ghost_val_fraction": 0.6}
+  keys = {**keys, "dataset_mixture": mixture, "ghost_val_fraction": 0.6}
   through = make(source, seed=seed, **keys)
   for _ in range(steps):
     next(through.train)
@@ -214,14 +211,14 @@ def test_held_out_documents_and_their_copies_are_not_trained_on():
 
 def test_several_validation_sets_are_held_out():
   source = some_documents([30] * 90)
-  dataset = make(source, ghost_val_sets=("one=a", "c"))
-  assert all(entry.held_out > 1 for entry in dataset.summary()), "those of the sets, and ghost_val_domain"
+  dataset = make(source, ghost_val_sets=("b", "one=a", "c"))
+  assert all(entry.held_out > 1 for entry in dataset.summary())
   for domain in "abc":
     batch = dataset.validation_batch(0, 4, domain)
     assert {source[d].domain for d in batch.document_BS.ravel() if d >= 0} == {domain}
   trained = {segment[1] for segment in first_epoch(dataset)}
   assert len(trained) == dataset.num_train_documents == 90 - sum(entry.held_out for entry in dataset.summary())
-  elsewhere = make(source, ghost_val_sets=("one=c",), ghost_val_domain="manual")
+  elsewhere = make(source, ghost_val_sets=("one=c",))
   assert elsewhere.val_domain == "c" and [entry.held_out > 0 for entry in elsewhere.summary()] == [False, False, True]
   with pytest.raises(config.ConfigError, match="changed since the position was saved"):
     dataset.train.restore(make(source).train.state())
@@ -258,9 +255,7 @@ def test_validation_batches_are_cyclic_and_pure():
 def test_weights_give_shares_of_the_rows():
   source = some_documents([40] * 90)
   weights = {"a": 0.6, "b": 0.1, "c": 0.3}
-  dataset = make(
-    source, dataset_mixture="weights", dataset_weights=tuple(f"{k}={v}" for k, v in weights.items()), dataset_shards=2
-  )
+  dataset = make(source, dataset_mixture=tuple(f"{k}={v}" for k, v in weights.items()), dataset_shards=2)
   rows = dict.fromkeys(weights, 0)
   for batch in itertools.islice(dataset.train, 100):
     for row in range(6):
@@ -275,11 +270,10 @@ def test_epochs_repeat_the_domains():
   source = some_documents([25] * 60)
   dataset = make(
     source,
-    dataset_mixture="epochs",
-    dataset_weights=("a=3", "b=0", "c=1.5"),
+    dataset_mixture=("a=3x", "b=0x", "c=1.5x"),
     ghost_val_fraction=0.0,
     max_target_length=29,
-    packing=False,
+    packing="none",
   )
   times = np.zeros(60, int)
   for segment in first_epoch(dataset):
@@ -296,20 +290,18 @@ def test_a_user_sees_what_is_wrong():
       make(source, **keys)
     return str(caught.value)
 
-  assert message(ghost_val_domain="x") == "ghost_val_domain=x is not a domain of the data; the data has a, b, c"
+  assert message(ghost_val_sets=("x",)) == "ghost_val_sets: domain=x is not a domain of the data; the data has a, b, c"
   assert "the validation set is empty" in message(ghost_val_fraction=1e-9)
   assert message(max_target_length=901).startswith("max_target_length=901 is longer than all the text, 900 bytes")
   assert message(dataset_shards=4).endswith("use one of 1, 2, 3, 6")
   assert "more than the 30 documents" in message(dataset_shards=60, batch_size=60)
   assert "does not divide over 4 shards" in message(num_shards=4, batch_size=6)
-  weights = dict(dataset_mixture="weights")
-  assert "has none for b, c; add b=..." in message(dataset_weights=("a=1",), **weights)
-  assert "sum to 1.5, but shares sum to 1; use for example [a=0.333333,b=0.333333,c=0.333333]" in message(
-    dataset_weights=("a=0.5", "b=0.5", "c=0.5"), **weights
+  assert "has none for b, c; add b=..." in message(dataset_mixture=("a=1",))
+  assert "sums to 1.5, but shares sum to 1; use for example [a=0.333333,b=0.333333,c=0.333333]" in message(
+    dataset_mixture=("a=0.5", "b=0.5", "c=0.5")
   )
-  assert "dataset_weights=e is not a domain" in message(dataset_weights=("e=1",), **weights)
-  assert "not of the form domain=number" in message(dataset_weights=("a",), **weights)
-  assert "proportional does not read it" in message(dataset_weights=("a=1",))
+  assert "dataset_mixture=e is not a domain" in message(dataset_mixture=("e=1",))
+  assert "not of the form domain=share" in message(dataset_mixture=("a",))
 
 
 def empty_but(source, kept):
@@ -350,7 +342,7 @@ def test_a_position_of_other_data_or_settings_is_refused():
 def test_reading_imports_no_jax():
   program = (
     "import sys; from maxghost import config, data; d = data.load_dataset(config.load(None, 'dataset_type=synthetic', "
-    "'ghost_val_domain=words').data); next(d.train); print({'jax', 'grain', 'tensorflow'} & set(sys.modules))"
+    "'ghost_val_sets=words').data); next(d.train); print({'jax', 'grain', 'tensorflow'} & set(sys.modules))"
   )
   done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
   assert done.stdout.strip() == "set()"

@@ -44,8 +44,8 @@ def corpus(tmp_path, tool):
       (tmp_path / domain / f"{name}.txt").write_text(text)
   settings = [
     "dataset_type=text",
-    f"text_files=[a={tmp_path}/a/*.txt,b={tmp_path}/b/*.txt]",
-    "ghost_val_domain=b",
+    f"dataset_files=[a={tmp_path}/a/*.txt,b={tmp_path}/b/*.txt]",
+    "ghost_val_sets=b",
     "ghost_val_fraction=0.5",
     "max_target_length=64",
   ]
@@ -153,8 +153,8 @@ def test_the_demonstration_corpus_is_built_and_read(tool, tmp_path):
   assert set(manifest) == {"speeches", "novels", "scripture", "manpages", "german", "code"}
   assert all(1_900_000 < entry["bytes"] < 3_500_000 for entry in manifest.values())
   cfg = config.load(ROOT / "configs" / "demo-six-domains.yml").data
-  files = tuple(item.replace("corpora/demo", f"{tmp_path}/corpora/demo") for item in cfg.text_files)
-  dataset = data.load_dataset(dataclasses.replace(cfg, text_files=files))
+  files = tuple(item.replace("corpora/demo", f"{tmp_path}/corpora/demo") for item in cfg.dataset_files)
+  dataset = data.load_dataset(dataclasses.replace(cfg, dataset_files=files))
   assert dataset.source.domains == ("speeches", "novels", "scripture", "manpages", "german", "code")
   batch = next(dataset.train)
   assert batch.num_tokens > 0.95 * batch.arrays["targets"].size

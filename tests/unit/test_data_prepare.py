@@ -16,7 +16,7 @@ from maxghost.data.sources import stdlib, synthetic
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.data.types import Document
 
-BASE = dataclasses.replace(config.load().data, ghost_val_domain="words", max_target_length=64)
+BASE = dataclasses.replace(config.load().data, ghost_val_sets=("words",), max_target_length=64)
 
 
 def files_of(folder):
@@ -24,7 +24,7 @@ def files_of(folder):
 
 
 def read(folder, **keys):
-  keys = {**dict(dataset_type="grain", grain_train_files=(str(folder),)), **keys}
+  keys = {**dict(dataset_type="grain", dataset_files=(str(folder),)), **keys}
   return data.load_dataset(dataclasses.replace(BASE, **keys))
 
 
@@ -59,7 +59,7 @@ def test_processes_write_the_same(tmp_path):
 
 def test_the_command_trains_a_bpe_and_the_result_reads(tmp_path, capsys):
   out = tmp_path / "out"
-  settings = ["dataset_type=synthetic", "dataset_domain_bytes=40000", "ghost_val_domain=words"]
+  settings = ["dataset_type=synthetic", "dataset_domain_bytes=40000", "ghost_val_sets=words"]
   command = ["prepare", *settings, "--output", str(out), "--train_bpe", "400", "--part_bytes", "60000"]
   assert door.main(command) == 0
   said = capsys.readouterr().out
@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_refused(tmp_path, capsys):
   with pytest.raises(ConfigError, match="is not empty and holds no prepared corpus"):
     prepare.prepare(source, BASE, str(tmp_path / "full"))
   with pytest.raises(ConfigError, match="a prepared corpus, which goes alone"):
-    read(out, grain_train_files=(str(out), "a=/x"))
+    read(out, dataset_files=(str(out), "a=/x"))
   with pytest.raises(ConfigError, match=r"'digit'.*did you mean 'digits'"):
     read(out, dataset_domains=("digit",))
   prepare.train_bpe(source, 300, str(tmp_path / "t.json"))
@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_refused(tmp_path, capsys):
 def test_prepared_and_read_directly_give_the_same_tokens(tmp_path):
   source = stdlib.load(("manual", "docstrings"), 80_000)
   prepare.prepare(source, BASE, str(tmp_path / "out"), part_bytes=30_000)
-  dataset = read(tmp_path / "out", ghost_val_domain="manual", shuffle_window_bytes=10**9)
+  dataset = read(tmp_path / "out", ghost_val_sets=("manual",), shuffle_window_bytes=10**9)
   by_id = {document.id: document.text for document in source.documents}
   held_out = sum(entry.held_out for entry in dataset.summary())
   found = {}

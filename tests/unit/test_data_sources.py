@@ -17,7 +17,7 @@ from maxghost.config import ConfigError
 from maxghost.data.sources import open_source
 
 BASE = dataclasses.replace(
-  config.load().data, max_target_length=31, per_device_batch_size=4, shuffle_window_bytes=700, ghost_val_domain="b"
+  config.load().data, max_target_length=31, per_device_batch_size=4, shuffle_window_bytes=700, ghost_val_sets=("b",)
 )
 ARRAYS = ("inputs", "targets", "inputs_position", "inputs_segmentation")
 
@@ -54,7 +54,7 @@ def write_text(folder):
   for n, text in enumerate(B[:20]):
     (folder / "b" / f"{n:02d}.txt").write_text(text)
   write_parquet(folder / "b" / "rows.parquet", B[20:])
-  return dict(dataset_type="text", text_files=(f"a={folder}/a*.jsonl*", f"b={folder}/b/**"))
+  return dict(dataset_type="text", dataset_files=(f"a={folder}/a*.jsonl*", f"b={folder}/b/**"))
 
 
 def write_grain(folder):
@@ -71,7 +71,7 @@ def write_grain(folder):
   write_records(folder / "a-1.array_record", map(example, A[20:]))
   write_records(folder / "b-0.array_record", [json.dumps({"text": text}).encode() for text in B[:15]])
   write_records(folder / "b-1.array_record", [text.encode() for text in B[15:]])
-  return dict(dataset_type="grain", grain_train_files=(f"a={folder}/a-*", f"b={folder}/b-*"))
+  return dict(dataset_type="grain", dataset_files=(f"a={folder}/a-*", f"b={folder}/b-*"))
 
 
 def write_tfds(folder):
@@ -98,7 +98,7 @@ def write_tfds(folder):
 
   for texts, name in ((A, "made_a"), (B, "made_b")):
     builder(texts, name).download_and_prepare()
-  return dict(dataset_type="tfds", dataset_name=("a=made_a", "b=made_b:1.2.0"), dataset_path=str(folder))
+  return dict(dataset_type="tfds", dataset_files=("a=made_a", "b=made_b:1.2.0"), dataset_path=str(folder))
 
 
 def write_hf(folder):
@@ -107,7 +107,7 @@ def write_hf(folder):
   datasets.Dataset.from_dict({"text": A, "year": list(range(len(A)))}).save_to_disk(folder / "a")
   both = {"train": datasets.Dataset.from_dict({"text": B}), "test": datasets.Dataset.from_dict({"text": A})}
   datasets.DatasetDict(both).save_to_disk(folder / "b")
-  return dict(dataset_type="hf", hf_path=(f"a={folder}/a", f"b={folder}/b"))
+  return dict(dataset_type="hf", dataset_files=(f"a={folder}/a", f"b={folder}/b"))
 
 
 def write_prepared(folder):
@@ -115,7 +115,7 @@ def write_prepared(folder):
 
   cfg = dataclasses.replace(BASE, **write_text(folder / "raw"))
   prepare.prepare(open_source(cfg, 0), cfg, str(folder / "out"), part_bytes=400)
-  return dict(dataset_type="grain", grain_train_files=(str(folder / "out"),))
+  return dict(dataset_type="grain", dataset_files=(str(folder / "out"),))
 
 
 WRITERS = {
@@ -125,9 +125,12 @@ WRITERS = {
   "hf": write_hf,
   "prepared": write_prepared,
   "stdlib": lambda folder: dict(
-    dataset_domain_bytes=60_000, dataset_domains=("manual", "tables"), ghost_val_domain="manual", ghost_val_fraction=0.5
+    dataset_domain_bytes=60_000,
+    dataset_domains=("manual", "tables"),
+    ghost_val_sets=("manual",),
+    ghost_val_fraction=0.5,
   ),
-  "synthetic": lambda folder: dict(dataset_type="synthetic", dataset_domain_bytes=20_000, ghost_val_domain="words"),
+  "synthetic": lambda folder: dict(dataset_type="synthetic", dataset_domain_bytes=20_000, ghost_val_sets=("words",)),
 }
 FILE_KINDS = ("text", "grain", "tfds", "hf", "prepared")
 
@@ -217,14 +220,14 @@ def test_prepared_data_has_the_ids_and_the_split_of_its_source(tmp_path):
   folder.mkdir()
   prepared = data.load_dataset(dataclasses.replace(BASE, **write_prepared(folder)))
   raw = data.load_dataset(
-    dataclasses.replace(BASE, dataset_type="text", text_files=(f"a={folder}/raw/a*.jsonl*", f"b={folder}/raw/b/**"))
+    dataclasses.replace(BASE, dataset_type="text", dataset_files=(f"a={folder}/raw/a*.jsonl*", f"b={folder}/raw/b/**"))
   )
   ids = [{dataset.document(n).id for n in range(66)} for dataset in (raw, prepared)]
   assert ids[0] == ids[1]
   held = [{dataset.source[n].id for n in dataset._parts[0].split.pool("b", 99)} for dataset in (raw, prepared)]
   assert held[0] == held[1] and 2 < len(held[0]) < 20
   only_b = dataclasses.replace(
-    BASE, dataset_type="grain", grain_train_files=(f"{folder}/out",), dataset_domains=("b",), max_target_length=13
+    BASE, dataset_type="grain", dataset_files=(f"{folder}/out",), dataset_domains=("b",), max_target_length=13
   )
   dataset = data.load_dataset(only_b)
   read = {dataset.document(d).domain for _ in range(60) for d in next(dataset.train).document_BS.ravel() if d >= 0}
@@ -239,7 +242,7 @@ def test_no_tensorflow_is_imported(written):
 
 def test_held_out_files(written, tmp_path):
   (tmp_path / "v.jsonl").write_bytes(jsonl(["held out one", "held out two", A[3]]))
-  cfg = dataclasses.replace(written("text"), ghost_val_files=(f"v={tmp_path}/v.jsonl",), ghost_val_domain="v")
+  cfg = dataclasses.replace(written("text"), ghost_val_files=(f"v={tmp_path}/v.jsonl",), ghost_val_sets=("v",))
   dataset = data.load_dataset(cfg)
   batch = dataset.validation_batch(0, 3)
   held = {dataset.document(n).text.decode() for n in batch.document_BS.ravel() if n >= 0}
@@ -264,25 +267,27 @@ def refused(**keys):
 def test_wrong_text_settings_are_named(tmp_path, written):
   cfg = written("text")
   text = dict(dataset_type="text")
-  assert "text_files is empty" in refused(**text)
-  assert "no file matches /nowhere/*.txt" in refused(**text, text_files=("a=/nowhere/*.txt",))
-  assert "not of the form domain=" in refused(**text, text_files=("=/x",))
-  assert "has 'c', which text_files does not have; text_files has a, b" in refused(
-    **text, text_files=cfg.text_files, dataset_domains=("c",)
+  assert "dataset_files is empty" in refused(**text)
+  assert "no file matches /nowhere/*.txt" in refused(**text, dataset_files=("a=/nowhere/*.txt",))
+  assert "not of the form domain=" in refused(**text, dataset_files=("=/x",))
+  assert "has 'c', which dataset_files does not have; dataset_files has a, b" in refused(
+    **text, dataset_files=cfg.dataset_files, dataset_domains=("c",)
   )
-  assert "text_files is set, but dataset_type=stdlib does not read it; use dataset_type=text" in refused(
-    text_files=("a=/x",)
+  assert "dataset_files is set, but dataset_type=stdlib does not read it; use dataset_type=text" in refused(
+    dataset_files=("a=/x",)
   )
-  assert "did you mean 'text'" in refused(**text, text_files=cfg.text_files, train_data_columns=("txt",))
+  assert "did you mean 'text'" in refused(**text, dataset_files=cfg.dataset_files, train_data_columns=("txt",))
   (tmp_path / "x.pdf").write_text("x")
-  assert "not a kind of file that can be read" in refused(**text, text_files=(f"b={tmp_path}/x.pdf",))
+  assert "not a kind of file that can be read" in refused(**text, dataset_files=(f"b={tmp_path}/x.pdf",))
   (tmp_path / "none.jsonl").write_text("\n \n")
-  assert "domain 'b' has no documents" in refused(**text, text_files=(f"b={tmp_path}/none.jsonl",))
-  assert "does not work with Parquet" in refused(**text, text_files=cfg.text_files, dataset_domain_bytes=900)
+  assert "domain 'b' has no documents" in refused(**text, dataset_files=(f"b={tmp_path}/none.jsonl",))
+  assert "does not work with Parquet" in refused(**text, dataset_files=cfg.dataset_files, dataset_domain_bytes=900)
   assert "is below the first document of domain 'a'" in refused(
-    **text, text_files=cfg.text_files[:1], dataset_domain_bytes=9
+    **text, dataset_files=cfg.dataset_files[:1], dataset_domain_bytes=9
   )
-  capped = open_source(dataclasses.replace(BASE, **text, text_files=cfg.text_files[:1], dataset_domain_bytes=500), 0)
+  capped = open_source(
+    dataclasses.replace(BASE, **text, dataset_files=cfg.dataset_files[:1], dataset_domain_bytes=500), 0
+  )
   assert 2 < len(capped) < 20 and capped.num_bytes <= 500
 
 
@@ -292,22 +297,24 @@ def damaged(folder, kind):
   if kind == "utf8":
     (folder / "b.txt").write_bytes(b"fine " * 30)
     (folder / "c.txt").write_bytes(b"not \xff fine")
-    return dict(dataset_type="text", text_files=(f"b={folder}/*.txt",)), (f"{folder}/c.txt at byte 4: not UTF-8",)
+    return dict(dataset_type="text", dataset_files=(f"b={folder}/*.txt",)), (f"{folder}/c.txt at byte 4: not UTF-8",)
   if kind == "json":
     first = jsonl(B[:1])
     (folder / "b.jsonl").write_bytes(first + b'{"text": 7}\n{"tex\n' + jsonl(B))
-    return dict(dataset_type="text", text_files=(f"b={folder}/b.jsonl",)), (f"{folder}/b.jsonl at byte {len(first)}",)
+    return dict(dataset_type="text", dataset_files=(f"b={folder}/b.jsonl",)), (
+      f"{folder}/b.jsonl at byte {len(first)}",
+    )
   if kind == "gzip":
     (folder / "b.jsonl").write_bytes(jsonl(B))
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(jsonl(A))[:-30])
-    return dict(dataset_type="text", text_files=(f"b={folder}/*",)), (f"{folder}/c.jsonl.gz cannot be unpacked",)
+    return dict(dataset_type="text", dataset_files=(f"b={folder}/*",)), (f"{folder}/c.jsonl.gz cannot be unpacked",)
   if kind == "parquet":
     write_parquet(folder / "b.parquet", B)
     write_parquet(folder / "c.parquet", A)
     raw = bytearray((folder / "c.parquet").read_bytes())
     raw[4:60] = bytes(56)
     (folder / "c.parquet").write_bytes(raw)
-    return dict(dataset_type="grain", grain_train_files=(f"b={folder}/*",)), (f"{folder}/c.parquet, row group 0",)
+    return dict(dataset_type="grain", dataset_files=(f"b={folder}/*",)), (f"{folder}/c.parquet, row group 0",)
   write_records(folder / "b.array_record", [text.encode() for text in B])
   write_records(folder / "c.array_record", [(text * 400).encode() for text in A], "group_size:1,uncompressed")
   raw = bytearray((folder / "c.array_record").read_bytes())
@@ -318,7 +325,7 @@ def damaged(folder, kind):
     raw = raw[: len(raw) // 2]
     named = (f"{folder}/c.array_record is no whole ArrayRecord file",)
   (folder / "c.array_record").write_bytes(raw)
-  return dict(dataset_type="grain", grain_train_files=(f"b={folder}/*",)), named
+  return dict(dataset_type="grain", dataset_files=(f"b={folder}/*",)), named
 
 
 @pytest.mark.parametrize("kind", ["utf8", "json", "gzip", "parquet", "record", "shard"])
@@ -338,7 +345,7 @@ def test_damage_is_named_or_skipped_and_counted(kind, tmp_path):
 def test_a_changed_file_is_named_on_resume(tmp_path):
   (tmp_path / "b1.jsonl").write_bytes(jsonl(B))
   (tmp_path / "b2.jsonl").write_bytes(jsonl(A))
-  cfg = dataclasses.replace(BASE, dataset_type="text", text_files=(f"b={tmp_path}/*.jsonl",))
+  cfg = dataclasses.replace(BASE, dataset_type="text", dataset_files=(f"b={tmp_path}/*.jsonl",))
   state = data.load_dataset(cfg).train.state()
   data.load_dataset(cfg).train.restore(state)
   (tmp_path / "b2.jsonl").write_bytes(jsonl([*A[:-1], A[-1].upper()]))
@@ -349,22 +356,22 @@ def test_a_changed_file_is_named_on_resume(tmp_path):
 def test_wrong_settings_of_the_other_types(tmp_path, written):
   tfds = written("tfds")
   keys = dict(dataset_type="tfds", dataset_path=tfds.dataset_path)
-  assert "dataset_name=none_such is not found" in refused(**keys, dataset_name=("b=none_such",))
-  assert "made_a, made_b" in refused(**keys, dataset_name=("b=none_such",))
-  assert "train_split=dev is no split" in refused(**keys, dataset_name=tfds.dataset_name, train_split="dev")
-  assert "which dataset_name=made_a does not have" in refused(
-    **keys, dataset_name=tfds.dataset_name, train_data_columns=("body",)
+  assert "dataset_files=none_such is not found" in refused(**keys, dataset_files=("b=none_such",))
+  assert "made_a, made_b" in refused(**keys, dataset_files=("b=none_such",))
+  assert "train_split=dev is no split" in refused(**keys, dataset_files=tfds.dataset_files, train_split="dev")
+  assert "which dataset_files=made_a does not have" in refused(
+    **keys, dataset_files=tfds.dataset_files, train_data_columns=("body",)
   )
   grain = written("grain")
   assert "did you mean 'text'" in refused(
-    dataset_type="grain", grain_train_files=grain.grain_train_files, train_data_columns=("texts",)
+    dataset_type="grain", dataset_files=grain.dataset_files, train_data_columns=("texts",)
   )
   assert "dataset_domain_bytes=9 works with" in refused(
-    dataset_type="grain", grain_train_files=grain.grain_train_files, dataset_domain_bytes=9
+    dataset_type="grain", dataset_files=grain.dataset_files, dataset_domain_bytes=9
   )
   notes = data.load_dataset(grain).notes()
   assert "a: records of its ArrayRecord files are read as tf.train.Example" in notes
   assert "b: records of its ArrayRecord files are read as JSON objects" in notes
   hf = written("hf")
-  assert "is no folder" in refused(dataset_type="hf", hf_path=("b=/nowhere",))
-  assert "train_split=dev is no split" in refused(dataset_type="hf", hf_path=hf.hf_path, train_split="dev")
+  assert "is no folder" in refused(dataset_type="hf", dataset_files=("b=/nowhere",))
+  assert "train_split=dev is no split" in refused(dataset_type="hf", dataset_files=hf.dataset_files, train_split="dev")

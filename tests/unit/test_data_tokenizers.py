@@ -161,7 +161,7 @@ def test_segments_of_any_tokenizer_lead_to_their_bytes(kind, made):
   source = data.DocumentList(sorted(documents, key=lambda d: d.domain), ("a", "b"))
   cfg = dataclasses.replace(
     config.load().data,
-    ghost_val_domain="b",
+    ghost_val_sets=("b",),
     max_target_length=16,
     add_bos=tokenizer.bos_id is not None,
     add_eos=tokenizer.eos_id is not None,

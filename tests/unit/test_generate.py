@@ -15,7 +15,7 @@ from maxghost.checkpoint.layouts_store import tree_from_memory
 from maxghost.data.tokenizers import ByteTokenizer
 from maxghost.generation import Generator
 from maxghost.interop import hf_checkpoint, huggingface, huggingface_config, safetensors_files
-from maxghost.training import resume
+from maxghost.training import resume, samples
 from maxghost.training.samples import Sampler
 
 
@@ -115,12 +115,14 @@ def test_models_that_cannot_be_used(folder, tmp_path, capsys):
   assert "differ in base_mlp_dim" in capsys.readouterr().err
 
 
-def test_a_run_starts_from_a_hugging_face_folder_and_is_exported_again(folder, tmp_path, capsys):
+def test_a_run_starts_from_a_hugging_face_folder_and_is_exported_again(folder, tmp_path, capsys, monkeypatch):
   """With a learning rate of 0 the parameters after a step are the given ones, bit by bit, and write the same texts."""
+  monkeypatch.setattr(samples, "NUM_TOKENS", 5)
+  monkeypatch.setattr(samples, "TEMPERATURE", 0.0)
   arguments = [
     str(folder / "byte.yml"), f"load_parameters_path={folder}", f"base_output_directory={tmp_path}", "run_name=fine",
     "steps=2", "per_device_batch_size=1", "ici_fsdp_parallelism=4", "ici_data_parallelism=2",
-    "sample_every=1", "sample_prompt=ab", "sample_tokens=5", "sample_temperature=0", "learning_rate=0.0",
+    "sample_every=1", "sample_prompt=ab", "learning_rate=0.0",
     "ghost_enabled=false", "eval_interval=-1", "dataset_domain_bytes=20000",
     "dataset_domains=manual", "enable_tensorboard=false", "async_checkpointing=false",
   ]  # fmt: skip
@@ -147,7 +149,7 @@ def test_a_run_starts_from_a_hugging_face_folder_and_is_exported_again(folder, t
   ("changes", "message"),
   [
     ({"add_bos": False}, "sample_prompt is empty"),
-    ({"trainable_position_size": 30, "sample_tokens": 30}, "the model has 30 positions; use sample_tokens=29"),
+    ({"trainable_position_size": 64}, "has only 64 positions; use a shorter prompt"),
   ],
 )
 def test_samples_that_cannot_be_drawn_are_refused_at_the_start(changes, message):

@@ -1,13 +1,16 @@
-"""GGUF files: a small one written here, byte by byte, against plain loops over its blocks."""
+"""GGUF files: written here byte by byte and by the library, against plain loops over their blocks; and hostile ones."""
 
 import struct
+import time
 
 import numpy as np
 import pytest
 
 from maxghost.config import ConfigError
-from maxghost.interop import gguf, hf_checkpoint, model_path
+from maxghost.interop import gguf, hf_checkpoint, huggingface, model_path
 from maxghost.interop.huggingface import open_tree
+
+library = pytest.importorskip("gguf")
 
 SIZES = {"heads": 6, "kv": 2, "width": 8, "embed": 32, "mlp": 64, "layers": 2}
 F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
@@ -152,12 +155,184 @@ def test_cut_files(tmp_path):
       gguf.open_file(tmp_path / "m.gguf")
 
 
-@pytest.mark.hf
-def test_values_are_those_of_the_gguf_library(tmp_path):
-  gguf = pytest.importorskip("gguf")
+SUPER = {"embed": 256, "mlp": 512, "heads": 2, "kv": 1, "width": 128}  # rows hold whole blocks of 256 values
+
+
+def write_by_the_library(path, kind, raw=None):
+  """A Llama of one layer by gguf's own writer; blk.0.ffn_gate of the given type. Returns {GGUF name: what it holds}.
+
+  raw: bytes [rows, bytes of a row] of that tensor, where the library cannot quantise it.
+  """
+  rng, s = np.random.default_rng(5), SUPER
+  writer = library.GGUFWriter(path, "llama")
+  writer.add_block_count(1)
+  writer.add_context_length(77)
+  writer.add_embedding_length(s["embed"])
+  writer.add_feed_forward_length(s["mlp"])
+  writer.add_head_count(s["heads"])
+  writer.add_head_count_kv(s["kv"])
+  writer.add_layer_norm_rms_eps(1e-5)
+  shapes = {
+    "token_embd": (37, s["embed"]), "output_norm": (s["embed"],), "blk.0.attn_norm": (s["embed"],),
+    "blk.0.ffn_norm": (s["embed"],), "blk.0.attn_q": (s["heads"] * s["width"], s["embed"]),
+    "blk.0.attn_k": (s["kv"] * s["width"], s["embed"]), "blk.0.attn_v": (s["kv"] * s["width"], s["embed"]),
+    "blk.0.attn_output": (s["embed"], s["heads"] * s["width"]), "blk.0.ffn_gate": (s["mlp"], s["embed"]),
+    "blk.0.ffn_up": (s["mlp"], s["embed"]), "blk.0.ffn_down": (s["embed"], s["mlp"]),
+  }  # fmt: skip
+  held = {}
+  for name, shape in shapes.items():
+    held[name] = rng.normal(size=shape).astype(np.float32)
+    if name != "blk.0.ffn_gate":
+      writer.add_tensor(f"{name}.weight", held[name])
+      continue
+    held[name] = library.quants.quantize(held[name], kind) if raw is None else raw
+    writer.add_tensor(f"{name}.weight", held[name], raw_dtype=kind)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return held
+
+
+GATE = "model.layers.0.mlp.gate_proj.weight"
+WRITTEN = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_type_that_the_library_writes(tmp_path, name):
+  kind = library.GGMLQuantizationType[name]
+  held = write_by_the_library(tmp_path / "m.gguf", kind)
+  tensor = gguf.open_file(tmp_path / "m.gguf").tensors[GATE]
+  expected = library.quants.dequantize(held["blk.0.ffn_gate"], kind)
+  assert tensor.dtype == np.float32 and tensor.shape == (512, 256)
+  np.testing.assert_array_equal(tensor.read(None), expected)
+  np.testing.assert_array_equal(tensor.read(slice(100, 107)), expected[100:107])
+
+
+def scale_and_minimum(scales: np.ndarray, j: int) -> tuple[int, int]:
+  """Six bits each of group j in the 12 bytes of a Q4_K or Q5_K block."""
+  s = [int(x) for x in scales]
+  if j < 4:
+    return s[j] & 63, s[j + 4] & 63
+  return (s[j + 4] & 15) | (s[j - 4] >> 6) << 4, (s[j + 4] >> 4) | (s[j] >> 6) << 4
+
+
+def decode_k(block: np.ndarray, kind: str) -> list[float]:
+  """The 256 values of one block, value by value. Source: dequantize_row_q*_K in ggml-quants.c."""
+  half = lambda at: float(block[at : at + 2].view("<f2")[0])  # noqa: E731
+  out = []
+  if kind == "Q6_K":
+    low, high, scales, d = block[:128], block[128:192], block[192:208].view(np.int8), half(208)
+    for i in range(256):
+      part, quarter, at = i // 128, i % 128 // 32, i % 32
+      nibble = int(low[64 * part + 32 * (quarter % 2) + at]) >> 4 * (quarter // 2) & 15
+      two = int(high[32 * part + at]) >> 2 * quarter & 3
+      out.append(d * int(scales[8 * part + 2 * quarter + at // 16]) * ((nibble | two << 4) - 32))
+    return out
+  d, least, start = half(0), half(2), 16 if kind == "Q4_K" else 48
+  for i in range(256):
+    scale, minimum = scale_and_minimum(block[4:16], i // 32)
+    q = int(block[start + 32 * (i // 64) + i % 32]) >> 4 * (i // 32 % 2) & 15
+    if kind == "Q5_K":
+      q += 16 * (int(block[16 + i % 32]) >> i // 32 & 1)
+    out.append(d * scale * q - least * minimum)
+  return out
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K"])
+def test_k_types_against_loops_over_their_blocks(tmp_path, name):
+  kind = library.GGMLQuantizationType[name]
+  size = library.GGML_QUANT_SIZES[kind][1]
+  rng = np.random.default_rng(7)
+  raw = rng.integers(0, 256, (512, size)).astype(np.uint8)
+  for at in (0, 2) if size != 210 else (208,):
+    raw[:, at : at + 2] = rng.normal(size=(512, 1)).astype("<f2").view(np.uint8)
+  write_by_the_library(tmp_path / "m.gguf", kind, raw)
+  file = gguf.open_file(tmp_path / "m.gguf")
+  model = huggingface.configuration(gguf.config_json(file), "m.gguf").model
+  assert (model.base_mlp_dim, model.head_dim) == (512, 128)
+  nodes = huggingface.tree_of(file.tensors, model, tmp_path / "m.gguf").nodes
+  gate = nodes["decoder", "layers_0", "mlp", "wi_0", "kernel"].read(None)
+  expected = np.array([decode_k(block, name) for block in raw[:9]], np.float64)
+  np.testing.assert_array_equal(gate.T[:9], expected.astype(np.float32))
+  whole = library.quants.dequantize(raw, kind)
+  np.testing.assert_array_equal(gate.T, whole)
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"llama.attention.head_count": "six"}, r"llama\.attention\.head_count='six' is no size"),
+    ({"llama.attention.head_count": 0}, r"head_count=0 is no size"),
+    ({"llama.attention.head_count_kv": [2, 2]}, r"head_count_kv=\[2, 2\] is no size"),
+    ({"llama.block_count": True}, r"block_count=True is no size"),
+    ({"llama.block_count": 4_000_000_000}, r"asks for more than 1,000,000 layers"),
+    ({"llama.attention.layer_norm_rms_epsilon": "x"}, r"layer_norm_rms_epsilon='x' is no positive number"),
+    ({"llama.rope.freq_base": float("nan")}, r"freq_base=nan is no positive number"),
+    ({"general.alignment": 3}, r"is cut or damaged: Invalid alignment"),
+    ({"general.architecture": 7}, r"is of architecture 7; only llama"),
+    ({"tokenizer.ggml.tokens": 5}, r"tokenizer\.ggml\.tokens is no list of texts"),
+    ({"tokenizer.ggml.eos_token_id": 9999}, r"its tokenizer does not fit together"),
+    ({"tokenizer.ggml.merges": ["ab"]}, r"its tokenizer does not fit together"),
+  ],
+)
+def test_metadata_of_a_wrong_type_is_named(tmp_path, change, message):
+  write(tmp_path / "m.gguf", change=change)
+  with pytest.raises(ConfigError, match=message):
+    hf_checkpoint.import_model(tmp_path / "m.gguf", tmp_path / "in", say=lambda line: None)
+  assert not (tmp_path / "in").exists()
+
+
+def header(num_tensors: int, num_keys: int, rest: bytes) -> bytes:
+  return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_keys) + rest
+
+
+@pytest.mark.parametrize(
+  "content",
+  [
+    header(2**60, 0, b""),
+    header(0, 2**63, b""),
+    header(0, 1, struct.pack("<Q", 2**62) + b"key"),
+    header(0, 1, text("key") + struct.pack("<IIQ", 9, 0, 2**60)),  # 2^60 bytes
+    header(0, 1, text("key") + struct.pack("<IIQ", 9, 9, 2**60)),
+    header(0, 1, text("key") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000),  # lists in lists
+    header(0, 1, text("key") + struct.pack("<II", 77, 0)),
+    header(0, 2, entry("key", 1) + entry("key", 1)),
+    header(0, 1, struct.pack("<Q", 2) + b"\xff\xfe" + struct.pack("<II", 4, 0)),
+    header(1, 0, text("w") + struct.pack("<IQQIQ", 2, 2**32, 2**32, 0, 0)),
+    header(1, 0, text("w") + struct.pack("<IQIQ", 1, 2**62, 0, 0)),
+    header(1, 0, text("w") + struct.pack("<IQIQ", 1, 32, 0, 2**63)),
+    header(1, 0, text("w") + struct.pack("<IQIQ", 1, 33, 8, 0) + bytes(4096)),  # no whole block
+    header(1, 0, text("w") + struct.pack("<IQIQ", 1, 32, 999, 0) + bytes(4096)),
+    header(1, 0, text("w") + struct.pack("<I", 2**32 - 1)),
+  ],
+)
+def test_hostile_headers_are_answered_at_once(tmp_path, content):
+  (tmp_path / "m.gguf").write_bytes(content)
+  start = time.monotonic()
+  with pytest.raises(ConfigError, match="is cut or damaged: ") as raised:
+    gguf.open_file(tmp_path / "m.gguf")
+  assert time.monotonic() - start < 5 and "\n" not in str(raised.value)
+
+
+def test_integers_and_unknown_blocks_are_no_weights(tmp_path):
+  file = tmp_path / "m.gguf"
+  write_by_the_library(file, library.GGMLQuantizationType.I8, np.zeros((512, 256), np.int8))
+  with pytest.raises(ConfigError, match=r"blk\.0\.ffn_gate\.weight is of type I8, which is not read"):
+    gguf.open_file(file)
+
+
+def test_flipped_bits_never_end_in_a_traceback(tmp_path):
   write(tmp_path / "m.gguf")
-  ours = gguf.open_file(tmp_path / "m.gguf").tensors
-  for tensor in gguf.GGUFReader(str(tmp_path / "m.gguf")).tensors:
-    if ".attn_q." not in tensor.name and ".attn_k." not in tensor.name:
-      expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-      np.testing.assert_array_equal(ours[gguf._huggingface_name("", tensor.name)].read(None), expected)
+  whole = (tmp_path / "m.gguf").read_bytes()
+  rng, refused = np.random.default_rng(11), 0
+  for place in rng.integers(0, 9000, 300):
+    raw = bytearray(whole)
+    raw[place] ^= 1 << int(rng.integers(8))
+    (tmp_path / "m.gguf").write_bytes(raw)
+    try:
+      file = gguf.open_file(tmp_path / "m.gguf")
+      huggingface.configuration(gguf.config_json(file), "m.gguf")
+    except ConfigError:
+      refused += 1
+  assert refused > 50

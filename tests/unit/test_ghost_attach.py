@@ -183,7 +183,7 @@ def test_direction_adam_wants_its_state_and_only_it():
   with pytest.raises(ValueError, match="AdamState"):
     ghost.GhostEngine(direction="adam").score(model, batch, batch, loss_fn=loss)
   with pytest.raises(ValueError, match="AdamState"):
-    ghost.GhostEngine().score(model, batch, batch, loss_fn=loss, adam=ghost.AdamState({}, 0))
+    ghost.GhostEngine().score(model, batch, batch, loss_fn=loss, state=ghost.AdamState({}, 0))
 
 
 def test_unknown_schedule_and_direction_are_refused():

@@ -50,7 +50,7 @@ from flax import nnx
 from train_steps import TRAIN, VALIDATION, Run
 
 from maxghost import ghost
-from maxghost.ghost import rules, schedules
+from maxghost.ghost import engine, rules, schedules
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.variables import GhostDirection, GhostProbe
 from maxghost.objectives import LanguageModelLoss
@@ -164,7 +164,14 @@ def test_no_array_of_a_scored_pass_has_an_axis_of_examples_and_all_of_a_weight(k
   against the plain one is in benchmarks/ghost_overhead.py.)"""
   cfg = tiny.make_config(remat_policy="none")
   model, batch = tiny.make_model(cfg), TRAIN[0]
-  twin = prepare_twin(model, batch, LanguageModelLoss(), num_sets=1, num_positions=13, spec=ghost.DirectionSpec(kind))
+  twin = prepare_twin(
+    model,
+    batch,
+    LanguageModelLoss(),
+    num_sets=1,
+    num_positions=13,
+    spec=engine.direction_spec(tiny.make_config(), kind),
+  )
   _, params, rest = nnx.split(model, nnx.Param, ...)
   parts = {
     p.label: tuple(jnp.zeros(p.spec.part_shapes(p.stack_shape, 1, p.shape)[name]) for name in p.spec.parts)

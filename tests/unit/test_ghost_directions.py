@@ -64,7 +64,7 @@ def test_adam_against_its_formula(model, oracle):
   """v holds this step's gradient, scaled by the clipping factor that goes into it."""
   moments = foreign.moments_like(oracle)
   adam = ghost.AdamState({k: jnp.asarray(v) for k, v in moments.items()}, COUNT, KAPPA)
-  result = foreign.score(ghost.GhostEngine(direction="adam"), model, TRAIN, VALS, loss_fn=tagging_loss, adam=adam)
+  result = foreign.score(ghost.GhostEngine(direction="adam"), model, TRAIN, VALS, loss_fn=tagging_loss, state=adam)
   for k in range(len(VALS)):
     u = oracle.adam(moments, count=COUNT, kappa=KAPPA, index=k)
     lagged = {label: g * 0 + oracle.G[k][label] / np.sqrt(moments[label]) for label, g in oracle.g.items()}
@@ -79,7 +79,7 @@ def test_a_step_far_along_and_no_clipping_are_the_defaults(model, oracle):
   """count large: the bias corrections vanish; kappa 1."""
   moments = foreign.moments_like(oracle, seed=6)
   adam = ghost.AdamState({k: jnp.asarray(v) for k, v in moments.items()}, 10_000)
-  result = foreign.score(ghost.GhostEngine(direction="adam"), model, TRAIN, VALS[0], loss_fn=tagging_loss, adam=adam)
+  result = foreign.score(ghost.GhostEngine(direction="adam"), model, TRAIN, VALS[0], loss_fn=tagging_loss, state=adam)
   u = {
     label: 0.1 / (np.sqrt(0.95 * moments[label] + 0.05 * oracle.g[label] ** 2) + 1e-8) * G
     for label, G in oracle.G[0].items()
@@ -89,9 +89,9 @@ def test_a_step_far_along_and_no_clipping_are_the_defaults(model, oracle):
 
 def test_auto_follows_the_optimizer(model, oracle):
   adamw, sgd = (tiny.make_config(opt_type=name) for name in ("adamw", "sgd"))
-  assert ghost.GhostEngine(adamw, direction="auto").spec.kind == "adam"
-  assert ghost.GhostEngine(sgd, direction="auto").spec.kind == "sgd"
-  changed = ghost.GhostEngine(tiny.make_config(adam_b1=0.8, adam_b2=0.9, adam_eps=1e-3), direction="adam").spec
+  assert ghost.GhostEngine(adamw, direction="auto").spec.rule.direction == "adam"
+  assert ghost.GhostEngine(sgd, direction="auto").spec.rule.direction == "sgd"
+  changed = ghost.GhostEngine(tiny.make_config(adam_b1=0.8, adam_b2=0.9, adam_eps=1e-3), direction="adam").spec.rule
   assert (changed.b1, changed.b2, changed.eps) == (0.8, 0.9, 1e-3)
 
 
@@ -210,8 +210,8 @@ def test_second_order_is_linear_in_the_step(quadratic):
     ({"direction": "adm"}, {}, "ghost_direction=adm.*sgd, adam, second_order.*did you mean adam"),
     ({"direction": "second-order"}, {}, "did you mean second_order"),
     ({"rank": -2}, {}, "ghost_rank=-2.*0 .exact.*positive"),
-    ({"direction": "adam"}, {}, "needs adam=AdamState"),
-    ({}, {"adam": ghost.AdamState({}, 0)}, "direction 'adam' needs adam"),
+    ({"direction": "adam"}, {}, "needs state=.*AdamState"),
+    ({}, {"state": ghost.AdamState({}, 0)}, "direction 'sgd' reads no state"),
     ({"direction": "second_order"}, {}, "needs delta=State"),
     ({}, {"delta": nnx.State({})}, "direction 'second_order' needs delta"),
   ],
@@ -240,4 +240,4 @@ def test_a_layer_called_twice_is_refused_where_the_whole_gradient_is_needed():
   model, train, val = foreign.randomized(CalledTwice), regression_batch(N, 4), regression_batch(N_VAL, 5)
   adam = ghost.AdamState({}, 0)
   with pytest.raises(ValueError, match=r"inner \(2 calls\).*ghost_direction=sgd with\s+two_pass.*ghost_exclude"):
-    ghost.GhostEngine(direction="adam").score(model, train, val, loss_fn=squared_loss, adam=adam)
+    ghost.GhostEngine(direction="adam").score(model, train, val, loss_fn=squared_loss, state=adam)

@@ -331,7 +331,7 @@ def test_adam_scores_along_factors_made_in_the_backward_pass(wide):
   moments = foreign.moments_like(oracle)
   adam = ghost.AdamState({k: jnp.asarray(v) for k, v in moments.items()}, 3, 0.9)
   engine = ghost.GhostEngine(direction="adam", rank=RANK)
-  result = foreign.score(engine, model, TRAIN, [VAL, LARGE_VAL], loss_fn=loss_fn, adam=adam)
+  result = foreign.score(engine, model, TRAIN, [VAL, LARGE_VAL], loss_fn=loss_fn, state=adam)
   assert result.captured.keys() == FACTORED
   for k in range(2):
     u = oracle.adam(moments, count=3, kappa=0.9, index=k)

@@ -234,4 +234,4 @@ def test_a_layer_called_twice_is_refused_where_its_direction_needs_both_uses(mlp
   _, train, val, _ = mlp
   zeros = {label: np.zeros_like(v) for label, v in tiny.by_label(model).items()}
   with pytest.raises(ValueError, match=r"inner \(2 calls\).*whole gradient.*ghost_exclude"):
-    ghost.GhostEngine(direction="adam").score(model, train, val, loss_fn=squared_loss, adam=ghost.AdamState(zeros, 0))
+    ghost.GhostEngine(direction="adam").score(model, train, val, loss_fn=squared_loss, state=ghost.AdamState(zeros, 0))

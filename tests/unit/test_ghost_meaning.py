@@ -145,7 +145,7 @@ def by_adamw(digits, learning_rate: float, steps: int) -> AdamRun:
   run = AdamRun(0, 0, 0, 0, 0, 0, 0)
   for rows in digits.order(steps, 50):
     first, second, count = moments(state)
-    result = digits.score("adam", params, rows, adam=ghost.AdamState(second, count))
+    result = digits.score("adam", params, rows, state=ghost.AdamState(second, count))
     delta, state = update(result.grads, state, params)
     G, g, change, values = (
       joined(tiny.by_label(tree)) for tree in (digits.val_gradient(params), result.grads, delta, params)
@@ -206,7 +206,7 @@ def test_adams_direction_is_the_effect_of_leaving_an_example_out_of_its_batch(di
   params, state, correlations = digits.params, tx.init(digits.params), {}
   for step, rows in enumerate(digits.order(300, 32), 1):
     _, second, count = moments(state)
-    result = digits.score("adam", params, rows, adam=ghost.AdamState(second, count))
+    result = digits.score("adam", params, rows, state=ghost.AdamState(second, count))
     if step in (3, 100, 200, 300):
       true = np.asarray(effects(params, state, digits.batch(rows)), np.float64)
       plain = digits.score("sgd", params, rows).dot

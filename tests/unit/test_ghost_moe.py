@@ -56,7 +56,7 @@ def assert_case(schedule, direction, changes):
       u = oracle.adam(moments, count=COUNT, kappa=KAPPA)
       adam = ghost.AdamState({k: jnp.asarray(v) for k, v in moments.items()}, COUNT, KAPPA)
     engine = ghost.GhostEngine(cfg, schedule=schedule, direction=direction, per_position=True)
-    result = foreign.score(engine, model, TRAIN, VALIDATION, adam=adam)
+    result = foreign.score(engine, model, TRAIN, VALIDATION, state=adam)
   layers = cfg.model.base_num_decoder_layers // cfg.model.inhomogeneous_layer_cycle_interval
   expected = oracle.dots(u, layers if cfg.model.scan_layers else 0)
   foreign.assert_scores(result.per_param, expected, 1e-10)

@@ -82,7 +82,7 @@ def assert_case(schedule, direction, changes):
       adam, P = ghost.AdamState({k: jnp.asarray(v) for k, v in moments.items()}, COUNT, KAPPA), ones
     others = tuple(label for label in u if not is_experts(label))  # left out: they take most of the time to compile
     engine = ghost.GhostEngine(cfg, schedule=schedule, direction=direction, rank=RANK, exclude=others)
-    result = foreign.score(engine, model, TRAIN, VALIDATION, adam=adam)
+    result = foreign.score(engine, model, TRAIN, VALIDATION, state=adam)
   expected = along_factors(u, result.captured, cfg.model.scan_layers, P, oracle.g)
   oracle.gradients = {label: oracle.gradients[label] for label in expected}
   layers = cfg.model.base_num_decoder_layers // cfg.model.inhomogeneous_layer_cycle_interval

@@ -105,7 +105,7 @@ def assert_case(schedule, kind, rank, changes, oracle_of):
       }
       adam = ghost.AdamState(moments, COUNT, KAPPA)
     engine = ghost.GhostEngine(cfg, schedule=schedule, direction=kind, rank=rank, per_position=True)
-    result = jax.tree.map(np.asarray, engine.score(model, TRAIN, vals, adam=adam))
+    result = jax.tree.map(np.asarray, engine.score(model, TRAIN, vals, state=adam))
   tokens = oracles.token_counts(TRAIN)
   for k in range(len(vals)):
     expected = oracles.dots(oracle.gradients, oracle.direction(kind, k, rank), LAYERS)

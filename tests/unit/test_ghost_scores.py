@@ -110,7 +110,7 @@ class Scored:
         u = oracles.adam_direction(u, g, moments, count=count, kappa=kappa, **constants)
         arrays = {k: jnp.asarray(v, self.cfg.model.dtype) for k, v in unstacked(moments, self.model).items()}
         adam = ghost.AdamState(arrays, jnp.asarray(count), jnp.asarray(kappa, self.cfg.model.dtype))
-      result = self.engine.score(self.model, BATCHES[name], VALIDATION, adam=adam)
+      result = self.engine.score(self.model, BATCHES[name], VALIDATION, state=adam)
       return jax.tree.map(np.asarray, result), u
 
 

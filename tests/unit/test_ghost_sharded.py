@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxghost import ghost
-from maxghost.ghost import schedules
+from maxghost.ghost import engine, schedules
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.objectives import LanguageModelLoss
 from maxghost.parallel import mesh as meshes
@@ -79,7 +79,7 @@ def run(placed: Placed, direction: str, schedule: str = "two_pass", rank: int = 
     adam = ghost.AdamState(moments, 5, 0.8)
   engine = ghost.GhostEngine(placed.cfg, direction=direction, schedule=schedule, rank=rank)
   with tiny.cheap_compilation():
-    return engine.score(placed.model, placed.train, [placed.val], adam=adam)
+    return engine.score(placed.model, placed.train, [placed.val], state=adam)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,12 @@ def test_no_activation_moves_because_of_scores(name, kind):
   loss = LanguageModelLoss() if name in ("data", "tensor") else Gathering(placed)
   graphdef, params, rest = nnx.split(placed.model, nnx.Param, ...)
   twin = prepare_twin(
-    placed.model, placed.train, LanguageModelLoss(), num_sets=1, num_positions=None, spec=ghost.DirectionSpec(kind)
+    placed.model,
+    placed.train,
+    LanguageModelLoss(),
+    num_sets=1,
+    num_positions=None,
+    spec=engine.direction_spec(tiny.make_config(), kind),
   )
   parts, allowed = {}, set()  # shapes of directions, moments, parameters: none has 13 positions
   for path, v in nnx.to_flat_state(params):

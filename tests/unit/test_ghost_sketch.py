@@ -34,7 +34,7 @@ def test_entries_are_products_with_the_drawn_directions():
   batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), batch)
   model, key = Model(), jax.random.key(3)
   graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-  twin = prepare_twin(model, batch, loss, num_sets=1, num_positions=None, spec=DirectionSpec("sgd", rank=1))
+  twin = prepare_twin(model, batch, loss, num_sets=1, num_positions=None, spec=DirectionSpec(rank=1))
   assert {p.spec.low_rank for p in twin.scored} == {True, False}
   blocks_MRn = jax.jit(lambda *states: sketch_pass(twin, *states, loss, batch, key, DIRECTIONS))(*split(model))
   assert blocks_MRn.shape == (len(twin.scored), DIRECTIONS, EXAMPLES)

@@ -102,8 +102,8 @@ def test_the_kernel_of_the_factors_gives_an_orthonormal_basis(rank):
 
 
 def test_streamed_weights_and_moments_train_as_those_on_the_device():
-  changes = {"base_num_decoder_layers": 4, "segment_length": 2, "remat_policy": "full", "ghost_enabled": False}
-  streams = {"stream_weights": "host", "stream_optimizer": "host"}
+  changes = {"base_num_decoder_layers": 4, "segment_lengths": (2,), "remat_policy": "full", "ghost_enabled": False}
+  streams = {"offload_to_host": ("weights", "optimizer")}
   runs = [Run(cheap=False, **changes, **s) for s in ({}, streams)]
   runs[1].state = HostMemory.of(runs[1].cfg).put(runs[1].state)
   with EXACT():

@@ -71,7 +71,7 @@ def test_a_tensor_says_what_it_is():
 def test_carries_follow_the_segments():
   carry = 65_536 * 2048 * 2
   assert row(long(), "boundary carries") == 48 * carry
-  assert row(long(segment_length=6), "boundary carries") == (8 + 6) * carry
+  assert row(long(segment_lengths=(6,)), "boundary carries") == (8 + 6) * carry
   assert row(long(segment_lengths=(12, 4)), "boundary carries") == (4 + 3 + 4) * carry
 
 
@@ -81,12 +81,12 @@ def test_what_the_remat_policy_keeps_is_kept_for_every_layer():
   assert rows["full"] < rows["minimal"] < rows["none"]
   products = 65_536 * 2 * (16 * 128 + 2 * 4 * 128 + 2048 + 2 * 4096)  # queries, keys, values, out, wi_0, wi_1
   assert rows["minimal"] - rows["full"] == 48 * products
-  short = long(remat_policy="minimal", segment_length=6)
+  short = long(remat_policy="minimal", segment_lengths=(6,))
   assert row(short, "within-segment activations") - rows["full"] == 6 * products
 
 
 def test_streamed_weights_and_moments_live_in_host_memory():
-  near, far = long(segment_length=6), long(segment_length=6, stream_weights="host", stream_optimizer="host")
+  near, far = long(segment_lengths=(6,)), long(segment_lengths=(6,), offload_to_host=("weights", "optimizer"))
   stacked = sum(
     size for label, size in sizes(near).items() if "/layers/" in label
   )  # fmt: skip
@@ -101,20 +101,20 @@ def test_segments_at_work_are_beside_the_stack():
   stacked = 2 * sum(size for label, size in sizes(plain).items() if "/layers/" in label)
   outer = 2 * sum(sizes(plain).values()) - stacked
   assert row(plain, "gradients") == outer + stacked
-  assert row(long(segment_length=6), "gradients") == outer + stacked + 2 * stacked // 8
+  assert row(long(segment_lengths=(6,)), "gradients") == outer + stacked + 2 * stacked // 8
   assert row(long(segment_lengths=(12, 4)), "gradients") == outer + stacked + 2 * stacked // 4 + 2 * stacked // 12
-  assert row(long(segment_length=6, stream_weights="host"), "gradients") == outer + 3 * stacked // 8
+  assert row(long(segment_lengths=(6,), offload_to_host=("weights",)), "gradients") == outer + 3 * stacked // 8
 
 
 def test_attention_and_feed_forward_layer_are_differentiated_one_after_the_other_where_layers_are_scored():
   work = "within-segment activations"
   hidden, width, heads, keys = (65_536 * 2 * n for n in (2048, 4096, 16 * 128, 4 * 128))
   scored = {"ghost_enabled": True, "ghost_schedule": "reverse_scan"}
-  assert row(long(segment_length=6), work) == 2 * hidden + 3 * width + 4 * (heads + keys)
-  assert row(long(segment_length=6, **scored), work) == 2 * hidden + 3 * width + 2 * (heads + keys)
-  assert row(long(segment_length=6, base_mlp_dim=512, **scored), work) == 2 * hidden + 4 * (heads + keys)
+  assert row(long(segment_lengths=(6,)), work) == 2 * hidden + 3 * width + 4 * (heads + keys)
+  assert row(long(segment_lengths=(6,), **scored), work) == 2 * hidden + 3 * width + 2 * (heads + keys)
+  assert row(long(segment_lengths=(6,), base_mlp_dim=512, **scored), work) == 2 * hidden + 4 * (heads + keys)
   assert row(long(**scored), work) == row(long(), work)
-  single = row(long(segment_length=6, mlp_activations=("gelu",)), work)  # in place of what it is formed from
+  single = row(long(segment_lengths=(6,), mlp_activations=("gelu",)), work)  # in place of what it is formed from
   assert single == 2 * hidden + width + 4 * (heads + keys)
 
 
@@ -123,21 +123,21 @@ def test_scores_that_take_turns_hold_one_batch_of_a_segments_inputs():
   the stack, and the segment inputs of the validation rows, unless on the host. Those of a segment's weights are where
   the training gradients come."""
   keys = {
-    "ghost_enabled": True, "ghost_schedule": "reverse_scan", "ghost_val_batch_size": 1, "segment_length": 6,
+    "ghost_enabled": True, "ghost_schedule": "reverse_scan", "ghost_val_batch_size": 1, "segment_lengths": (6,),
   }  # fmt: skip
-  carry, plain = 65_536 * 2048 * 2, long(segment_length=6)
+  carry, plain = 65_536 * 2048 * 2, long(segment_lengths=(6,))
   stacked = sum(size for label, size in sizes(plain).items() if "/layers/" in label)
   outer = sum(sizes(plain).values()) - stacked
   probes = sum(48 if "/layers/" in label else 1 for label in sizes(plain)) * 65_536 * 4
-  wanted = {"none": 2 * outer + carry + probes + 8 * carry, "host": None}
-  wanted["host"] = wanted["none"] - 8 * carry
+  wanted = {(): 2 * outer + carry + probes + 8 * carry}
+  wanted["carries",] = wanted[()] - 8 * carry
   for carries, size in wanted.items():
-    scored = long(**keys, ghost_stream_carries=carries)
+    scored = long(**keys, offload_to_host=carries)
     assert row(scored, "ghost directions and probes") == size
     assert row(scored, "boundary carries") == row(plain, "boundary carries") == (8 + 6) * carry
     assert "  validation and training rows take turns by segments of 6 layers" in scored.table()
-  streamed = long(**keys, ghost_stream_carries="host", stream_weights="host")
-  assert row(streamed, "ghost directions and probes") == wanted["host"]
+  streamed = long(**keys, offload_to_host=("weights", "carries"))
+  assert row(streamed, "ghost directions and probes") == wanted["carries",]
   assert row(long(**(keys | {"ghost_val_batch_size": 3})), "boundary carries") == (8 + 3 * 6) * carry
   short = long(**keys, max_target_length=1024)  # gradients are larger than inputs here
   assert "  validation and training rows take turns layer by layer" in short.table()
@@ -164,7 +164,7 @@ def test_the_mesh_divides_weights_and_tokens():
 
 def test_tiles_divide_the_logits():
   def logits(n):
-    return row(long(vocab_size=201_088, num_vocab_tiling=n, max_target_length=32_768, segment_length=6), "logits")
+    return row(long(vocab_size=201_088, num_vocab_tiling=n, max_target_length=32_768, segment_lengths=(6,)), "logits")
 
   whole = 32_768 * 201_088 * 2
   assert logits(1) == whole
@@ -226,8 +226,8 @@ def test_an_allocation_that_failed_becomes_advice():
   error = RuntimeError("RESOURCE_EXHAUSTED: out\nthe total memory required (16.28G) exceeds available HBM (15.75G)")
   text = memory_report.too_large(error, long(), V5E)
   assert text.startswith("out of device memory: the total memory required (16.28G) exceeds available HBM (15.75G)\n")
-  assert "does not fit" in text and "segment_length=" in text
-  small = memory_report.too_large(error, long(segment_length=6, max_target_length=1024), 2 * V5E)
+  assert "does not fit" in text and "segment_lengths=" in text
+  small = memory_report.too_large(error, long(segment_lengths=(6,), max_target_length=1024), 2 * V5E)
   assert "to need a fifth less:" in small and "cheapest settings first" in small
 
 

@@ -160,7 +160,6 @@ OTHER = {
   "attention": "blockwise",
   "scan_layers": False,
   "remat_policy": "full",
-  "segment_length": 3,
   "segment_lengths": (3, 1),
   "z_loss_multiplier": 1e-3,
   "decoder_block": "qwen3_moe",
@@ -206,7 +205,7 @@ NEEDS = {
 }  # fmt: skip
 # Read by config.load: a file laid over the base; by the train state: where the weights live; by the loss
 # of training; by a tiled head.
-ELSEWHERE = {"model_name", "stream_weights", "load_balance_loss_weight", "vocab_tiling_axis"}
+ELSEWHERE = {"model_name", "offload_to_host", "load_balance_loss_weight", "vocab_tiling_axis"}
 
 
 def program_of(cfg) -> str:

@@ -64,13 +64,12 @@ def folder(tmp_path_factory):
   (made / "config.json").write_text(json.dumps(source | changes))
   model = huggingface.model_config(made).model
   rng, tensors = np.random.default_rng(3), {}
-  letters = huggingface_rules.sizes(model)
-  for rule, _, _, name in huggingface_rules.gpt_oss(model).tensors(model.base_num_decoder_layers, letters):
+  for rule, _, _, name in huggingface_rules.Table(model).tensors():
     last = name.rsplit(".", 1)[-1]
     if last in MATRICES:
       tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = packed(rng, *MATRICES[last])
     else:
-      tensors[name] = rng.normal(size=rule.tensor_shape(letters)).astype(ml_dtypes.bfloat16)
+      tensors[name] = rng.normal(size=rule.tensor_shape).astype(ml_dtypes.bfloat16)
   safetensors.numpy.save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
   return made
 

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxghost import optimizers
 from maxghost.config.schema import OptimizerConfig
-from maxghost.training import optimizers
-from maxghost.training.step import clip
 
 PEAK, FINAL = 0.02, 0.005
 
@@ -117,9 +116,10 @@ def test_sgd_follows_the_schedule_and_nothing_else():
 
 
 def test_the_optimizer_of_the_scores_is_the_optimizer_of_the_step():
-  spec = optimizers.optimizer_spec(ADAM)
-  assert (spec.kind, spec.b1, spec.b2, spec.eps) == ("adam", 0.8, 0.9, 1e-3)
-  assert optimizers.optimizer_spec(dataclasses.replace(ADAM, opt_type="sgd")).kind == "sgd"
+  rule = optimizers.create(ADAM)
+  assert rule == optimizers.AdamW(0.8, 0.9, 1e-3, 0.3) == optimizers.direction_rule(ADAM, "auto")
+  sgd = dataclasses.replace(ADAM, opt_type="sgd")
+  assert optimizers.create(sgd) == optimizers.Sgd() == optimizers.direction_rule(sgd, "auto")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_the_optimizer_of_the_scores_is_the_optimizer_of_the_step():
 )
 def test_clipping_by_the_global_norm(threshold, factor):
   gradients = {"a": jnp.asarray([3.0, 0.0]), "b": jnp.asarray([[4.0], [12.0]])}
-  norm, actual, clipped = clip(gradients, threshold)
+  norm, actual, clipped = optimizers.clip(gradients, threshold)
   assert float(norm) == pytest.approx(13)
   assert float(actual) == pytest.approx(factor)
   for name, g in gradients.items():
@@ -135,6 +135,6 @@ def test_clipping_by_the_global_norm(threshold, factor):
 
 
 def test_a_zero_gradient_is_not_divided_by():
-  _, factor, clipped = clip({"a": jnp.zeros(3)}, 1.0)
+  _, factor, clipped = optimizers.clip({"a": jnp.zeros(3)}, 1.0)
   assert float(factor) == 1
   assert (clipped["a"] == 0).all()

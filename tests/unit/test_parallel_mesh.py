@@ -214,11 +214,9 @@ def test_without_libtpu_one_line_says_what_to_install(monkeypatch):
   ("keys", "message"),
   [
     (["jax_distributed=on"], "no other processes are known"),
-    (["jax_distributed_num_processes=2"], "jax_distributed_coordinator_address and jax_distributed_process_id must be"),
-    (["jax_distributed_coordinator_address=here", "jax_distributed_num_processes=2", "jax_distributed_process_id=0"],
-     "is not HOST:PORT"),
-    (["jax_distributed_coordinator_address=a:1", "jax_distributed_num_processes=2", "jax_distributed_process_id=2"],
-     "the numbers are 0 to 1"),
+    (["jax_distributed=a:1"], "is not auto, on, off or HOST:PORT,K/N"),
+    (["jax_distributed=here,0/2"], "is not auto, on, off or HOST:PORT,K/N"),
+    (["jax_distributed=a:1,2/2"], "the numbers are 0 to 1"),
   ],
 )  # fmt: skip
 def test_processes_that_cannot_meet_are_refused(keys, message, monkeypatch):
@@ -235,16 +233,15 @@ def test_a_port_in_use_is_named():
     port = taken.getsockname()[1]
     with pytest.raises(ConfigError, match=f"port {port} of this machine is in use"):
       distributed.start(parallel(
-        f"jax_distributed_coordinator_address=localhost:{port}", "jax_distributed_num_processes=2",
-        "jax_distributed_process_id=0",
+        f"jax_distributed=localhost:{port},0/2"
       ))  # fmt: skip
 
 
 @pytest.mark.parametrize(
   ("said", "message"),
   [
-    ([(1, 2), (2, 3)], r"jax_distributed_num_processes=2 in process 1, 3 in process 0"),
-    ([(1, 3), (1, 3)], r"jax_distributed_process_id=1 is given to two processes; give each of the 3 its own"),
+    ([(1, 2), (2, 3)], r"jax_distributed names 2 processes in process 1, 3 in process 0"),
+    ([(1, 3), (1, 3)], r"jax_distributed: number 1 is given to two processes; give each of the 3 its own"),
     ([(1, 3)], r"did not all meet at 127.0.0.1:\d+ within 2 s: of 3 this one is missing: 2; start all"),
   ],
 )
@@ -339,3 +336,30 @@ def test_collectives_are_counted_as_often_as_they_run():
   assert (scatter.axes, scatter.count, scatter.num_bytes) == (("fsdp",), 5, 4 * 6 * 2 * 4)
   assert (whole.axes, whole.count, whole.num_bytes) == (("fsdp", "tensor"), 1, 4 + 40)
   assert found["collective-permute"].axes == ("tensor",)
+
+
+@pytest.mark.parametrize(
+  ("message", "lost"),
+  [
+    ("UNAVAILABLE: failed to connect to all addresses; last error: Connection refused", True),
+    ("DEADLINE_EXCEEDED: Barrier timed out. Id: maxghost/3. 1/2 tasks already at the barrier.", True),
+    ("ABORTED: /job:jax_worker/replica:0/task:1 unexpectedly tried to connect with a different incarnation.", True),
+    ("INTERNAL: [gloo/transport/tcp/pair.cc:547] Gloo AllReduce failed: Connection closed by peer [127.0.0.1]:4", True),
+    (
+      "FAILED_PRECONDITION: Buffer Definition Event: Gloo all-reduce failed:\nRead error: Connection reset by peer",
+      True,
+    ),
+    ("INTERNAL: NCCL operation ncclAllReduce failed: remote process exited or there was a network error", True),
+    ("INTERNAL: /job:jax_worker/replica:0/task:1 heartbeat timeout. This indicates that the remote task failed", True),
+    ("UNIMPLEMENTED: optimization_barrier is not implemented on this backend", False),
+    ("INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled cuda error: out of memory", False),
+    ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes; peer access is off", False),
+    ("INVALID_ARGUMENT: Gloo: unsupported reduction of complex64", False),
+    ("gloo, nccl, barrier, heartbeat", False),
+  ],
+)
+def test_a_lost_peer_is_known_by_status_code_and_lost_connection(message, lost, monkeypatch):
+  monkeypatch.setattr(distributed, "count", lambda: 2)
+  assert distributed.is_lost_peer(RuntimeError(message)) is lost
+  monkeypatch.setattr(distributed, "count", lambda: 1)
+  assert not distributed.is_lost_peer(RuntimeError(message))

@@ -28,7 +28,7 @@ from maxghost.attribution.texts import Source
 from maxghost.config import ConfigError
 from maxghost.scorelog import Writer
 
-SYNTHETIC = ("dataset_type=synthetic", "ghost_val_domain=words")
+SYNTHETIC = ("dataset_type=synthetic", "ghost_val_sets=words")
 
 
 def summarize(log, num_documents=20):

@@ -19,7 +19,7 @@ TEXT = "né!".encode()  # 4 bytes, 3 characters; the end token follows
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
   folder = tmp_path_factory.mktemp("runs") / "tokens"
-  return make_run(folder, "dataset_type=synthetic", "ghost_val_domain=words", val_sets=("a", "b"), steps=3)
+  return make_run(folder, "dataset_type=synthetic", "ghost_val_sets=words", val_sets=("a", "b"), steps=3)
 
 
 def write(run_dir, step, scale):

@@ -15,9 +15,9 @@ from maxghost.training.prefetch import Prefetcher
 from maxghost.training.reweighting import LAG, Reweighter, reweighted
 
 KEYS = (
-  "dataset_type=synthetic", "dataset_domains=[words,digits,brackets]", "dataset_mixture=weights",
-  "dataset_weights=[words=0.5,digits=0.3,brackets=0.2]", "ghost_val_domain=words", "max_target_length=32",
-  "per_device_batch_size=5", "ghost_reweight=true", "ghost_reweight_every=3", "ghost_reweight_step=0.7",
+  "dataset_type=synthetic", "dataset_domains=[words,digits,brackets]", 
+  "dataset_mixture=[words=0.5,digits=0.3,brackets=0.2]", "ghost_val_sets=words", "max_target_length=32",
+  "per_device_batch_size=5", "ghost_reweight=3,0.7",
 )  # fmt: skip
 STEPS = 23
 SOME = np.ones(3, bool)
@@ -135,7 +135,7 @@ def test_the_reader_refuses_a_change_of_the_past():
   ("change", "message"),
   [
     ("ghost_enabled=false", "ghost_enabled=true"),
-    ("ghost_reweight_floor=0.4", "0.333 or less"),
+    ("ghost_reweight=3,0.7,0.4", "0.333 or less"),
   ],
 )
 def test_contradictions_are_refused(change, message):
@@ -144,11 +144,11 @@ def test_contradictions_are_refused(change, message):
 
 
 def test_other_mixtures_are_refused():
-  keys = [key for key in KEYS if not key.startswith(("dataset_mixture", "dataset_weights"))]
-  with pytest.raises(ConfigError, match="dataset_mixture=weights"):
+  keys = [key for key in KEYS if not key.startswith("dataset_mixture")]
+  with pytest.raises(ConfigError, match="shares"):
     config.load(None, *keys)
-  cfg = dataclasses.replace(config.load().data, dataset_type="synthetic", ghost_val_domain="words")
-  with pytest.raises(ConfigError, match="dataset_mixture=weights"):
+  cfg = dataclasses.replace(config.load().data, dataset_type="synthetic", ghost_val_sets=("words",))
+  with pytest.raises(ConfigError, match="shares"):
     data.load_dataset(cfg).train.schedule_mixture([])
 
 

@@ -58,7 +58,7 @@ def assert_plain(changes):
 
 
 CASES = {
-  "3-full-dropout": {"segment_length": 3, "remat_policy": "full", "dropout_rate": 0.3},
+  "3-full-dropout": {"segment_lengths": (3,), "remat_policy": "full", "dropout_rate": 0.3},
   "6-2-none": {"segment_lengths": (6, 2), "remat_policy": "none"},
 }
 CYCLES = {
@@ -82,7 +82,7 @@ def test_segments_of_cycles_of_unlike_layers():
   def loss(**changes):
     return loss_of(tiny.make_config(base_num_decoder_layers=12, remat_policy="full", **CYCLES, **changes))
 
-  (plain_loss, params), (cut_loss, _) = loss(), loss(segment_length=6)
+  (plain_loss, params), (cut_loss, _) = loss(), loss(segment_lengths=(6,))
   assert kept_sizes(next(scans(jax.make_jaxpr(jax.grad(cut_loss))(params)))) == [2 * np.prod(CARRY)]
   with tiny.cheap_compilation():
     (value, grads), (value_0, grads_0) = (jax.jit(jax.value_and_grad(f))(params) for f in (cut_loss, plain_loss))
@@ -133,7 +133,7 @@ def test_without_segments_it_keeps_one_carry_per_layer():
 
 def test_inside_a_segment_its_layers_keep_their_inputs():
   """The backward pass holds the boundaries and, one segment at a time, k layer inputs."""
-  loss, params = loss_of(make_config(segment_length=3, remat_policy="full"))
+  loss, params = loss_of(make_config(segment_lengths=(3,), remat_policy="full"))
   _, backward = scans(jax.make_jaxpr(jax.grad(loss))(params))
   recomputed = next(scans(backward.params["jaxpr"]))
   assert kept_sizes(recomputed) == [3 * np.prod(CARRY)]
@@ -183,14 +183,16 @@ def test_lengths_that_do_not_divide_are_refused_with_the_divisors():
 @pytest.mark.parametrize(
   ("overrides", "told"),
   [
-    ("segment_length=3", "segment_length=3 does not divide base_num_decoder_layers=4; use one of 1, 2, 4"),
+    ("segment_lengths=3", "segment_lengths=3 does not divide base_num_decoder_layers=4; use one of 1, 2, 4"),
     ("segment_lengths=4,3", "segment_lengths=[4, 3]: 3 does not divide the segment of 4 around it; use one of 1, 2, 4"),
     (
-      "segment_length=2 base_num_decoder_layers=12 inhomogeneous_layer_cycle_interval=3",
+      "segment_lengths=2 base_num_decoder_layers=12 inhomogeneous_layer_cycle_interval=3",
       "does not divide base_num_decoder_layers=12 into whole cycles of 3 unlike layers; use one of 3, 6, 12",
     ),
-    ("segment_length=2 scan_layers=false", "segment_length=2 cuts stacked layers into segments; use scan_layers=true"),
-    ("segment_length=2 segment_lengths=2", "say the same thing twice"),
+    (
+      "segment_lengths=2 scan_layers=false",
+      "segment_lengths=2 cuts stacked layers into segments; use scan_layers=true",
+    ),
   ],
 )
 def test_segments_that_cannot_be_are_refused(overrides, told):
@@ -242,8 +244,8 @@ def as_numbers(tree):
 @pytest.mark.parametrize(
   ("lengths", "policy"),
   [
-    pytest.param({"segment_length": 2}, None, id="2-saved"),
-    pytest.param({"segment_length": 2}, NOTHING, id="2-remat", marks=pytest.mark.slow),
+    pytest.param({"segment_lengths": (2,)}, None, id="2-saved"),
+    pytest.param({"segment_lengths": (2,)}, NOTHING, id="2-remat", marks=pytest.mark.slow),
     pytest.param({"segment_lengths": (4, 2)}, None, id="4-2-saved", marks=pytest.mark.slow),
     pytest.param({"segment_lengths": (4, 2)}, NOTHING, id="4-2-remat"),
   ],

@@ -44,7 +44,7 @@ def score(schedule, direction, rank, **changes):
       moments = {k: jnp.asarray(1e-3 * rng.random(v.shape) ** 4 + 1e-7) for k, v in tiny.by_label(model).items()}
       adam = ghost.AdamState(moments, 6, 0.8)
     engine = ghost.GhostEngine(cfg, schedule=schedule, direction=direction, rank=rank, per_position=True)
-    return jax.tree.map(np.asarray, engine.score(model, BATCH, VALS, adam=adam))
+    return jax.tree.map(np.asarray, engine.score(model, BATCH, VALS, state=adam))
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +94,14 @@ def plain_outputs():
   return [run.step(TRAIN[i]) for i in range(2)]
 
 
-@pytest.mark.parametrize(("carries", "in_turn"), [pytest.param("none", False, marks=pytest.mark.slow), ("host", True)])
+@pytest.mark.parametrize(
+  ("carries", "in_turn"), [pytest.param((), False, marks=pytest.mark.slow), (("carries",), True)]
+)
 def test_the_train_step_accounts_as_without_segments(carries, in_turn, plain_outputs, monkeypatch):
   """All outputs, in float64; the validation rows' segment inputs on the host or not; a segment's validation gradients
   kept until its training gradients take their places, or not."""
   monkeypatch.setattr(walk._Walk, "_smaller_gradients", lambda *args: in_turn)
-  run = Run(segment_length=2, ghost_stream_carries=carries, **STEP)
+  run = Run(segment_lengths=(2,), offload_to_host=carries, **STEP)
   for i, theirs in enumerate(plain_outputs):
     ours = run.step(TRAIN[i])
     assert ours.keys() == theirs.keys()
@@ -122,23 +124,21 @@ def kept(num_layers: int, **changes) -> list[int]:
   return sizes
 
 
-@pytest.mark.parametrize(
-  "streams", [{}, {"stream_weights": "host", "stream_optimizer": "host"}], ids=["device", "streamed"]
-)
+@pytest.mark.parametrize("streams", [{}, {"offload_to_host": ("weights", "optimizer")}], ids=["device", "streamed"])
 def test_the_forward_passes_keep_as_many_carries_as_there_are_segments(streams):
   wanted = [(2, 5, tiny.POSITIONS, 20), (2, 7, tiny.POSITIONS, 20)]
-  assert kept(4, segment_length=2, **streams) == wanted
+  assert kept(4, segment_lengths=(2,), **streams) == wanted
 
 
 def test_without_segments_they_keep_one_per_layer():
   assert kept(4, remat_policy="full") == [(4, 5, tiny.POSITIONS, 20), (4, 7, tiny.POSITIONS, 20)]
 
 
-@pytest.mark.parametrize(("carries", "wanted"), [("host", True), ("none", False)])
+@pytest.mark.parametrize(("carries", "wanted"), [(("carries",), True), ((), False)])
 def test_the_validation_cotangent_waits_on_the_host(carries, wanted, monkeypatch):
   """Between its segments: it is what the loop over segments carries there."""
   monkeypatch.setattr(walk._Walk, "_smaller_gradients", lambda *args: True)
-  run = Run(base_num_decoder_layers=4, ghost_schedule="reverse_scan", segment_length=2, ghost_stream_carries=carries)
+  run = Run(base_num_decoder_layers=4, ghost_schedule="reverse_scan", segment_lengths=(2,), offload_to_host=carries)
   jaxpr = jax.make_jaxpr(run.function)(run.state, TRAIN[0], (VALIDATION,))
   carried = []
   for equation in jaxpr.jaxpr.eqns:
@@ -149,6 +149,6 @@ def test_the_validation_cotangent_waits_on_the_host(carries, wanted, monkeypatch
 
 
 def test_carries_on_the_host_need_segments():
-  for overrides in ("ghost_schedule=reverse_scan", "segment_length=2"):
-    with pytest.raises(config.ConfigError, match="ghost_stream_carries=host needs ghost_schedule=reverse_scan and a"):
-      config.load("ghost_stream_carries=host", overrides)
+  for overrides in ("ghost_schedule=reverse_scan", "segment_lengths=2"):
+    with pytest.raises(config.ConfigError, match="carries needs ghost_schedule=reverse_scan and segment_lengths"):
+      config.load("offload_to_host=carries", overrides)

@@ -8,7 +8,7 @@ import pytest
 import tiny
 from train_steps import TRAIN, Run
 
-from maxghost import config
+from maxghost import attribution, config
 from maxghost.config import ConfigError
 from maxghost.scorelog import Writer
 from maxghost.scorelog import selection as selection_log
@@ -139,9 +139,12 @@ def test_the_log_tells_which_rows_were_trained_on_and_is_cut_on_restart(tmp_path
   with open(tmp_path / "ghost" / selection_log.FILE, "a") as file:
     file.write('{"step": 4, "see')  # cut short by a crash
   selection_log.restore(tmp_path / "ghost", 3)
-  np.testing.assert_array_equal(selection_log.load(tmp_path), np.array([1, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0], bool))
+  np.testing.assert_array_equal(attribution.load(tmp_path).chosen(), np.array([1, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0], bool))
 
 
 def test_a_run_without_selection_says_so(tmp_path):
+  writer = Writer(tmp_path)
+  writer.append({"step": 0}, {}, [])
+  writer.close()
   with pytest.raises(ConfigError, match="ghost_select"):
-    selection_log.load(tmp_path)
+    attribution.load(tmp_path).chosen()

@@ -69,7 +69,7 @@ def on_host(params: nnx.State) -> nnx.State:
 
 
 CASES = {
-  "3-full-dropout": {"segment_length": 3, "remat_policy": "full", "dropout_rate": 0.3},
+  "3-full-dropout": {"segment_lengths": (3,), "remat_policy": "full", "dropout_rate": 0.3},
 }
 SLOW_CASES = {
   f"{lengths}-{remat}": {"segment_lengths": lengths, "remat_policy": remat}
@@ -101,7 +101,7 @@ class StreamedRun(Run):
   """A `Run` whose state is put where its configuration says."""
 
   def __init__(self, **changes):
-    super().__init__(batch=TRAIN[0], base_num_decoder_layers=4, segment_length=2, **changes)
+    super().__init__(batch=TRAIN[0], base_num_decoder_layers=4, segment_lengths=(2,), **changes)
     self.state = HostMemory.of(self.cfg).put(self.state)
 
   def kinds(self) -> dict:
@@ -109,9 +109,9 @@ class StreamedRun(Run):
 
 
 STREAMS = {
-  "both": {"stream_weights": "host", "stream_optimizer": "host"},
-  "weights": {"stream_weights": "host"},
-  "optimizer": {"stream_optimizer": "host"},
+  "both": {"offload_to_host": ("weights", "optimizer")},
+  "weights": {"offload_to_host": ("weights",)},
+  "optimizer": {"offload_to_host": ("optimizer",)},
 }
 PLAIN = {"ghost_enabled": False, "remat_policy": "full"}
 GHOST = {"ghost_schedule": "reverse_scan", "remat_policy": "full", "ghost_rank": 5, "ghost_direction": "adam"}
@@ -171,7 +171,7 @@ def test_streamed_scores_have_the_bits_of_unstreamed_ones(unstreamed):
 
 
 def test_a_fresh_state_is_where_its_abstract_one_says():
-  cfg = tiny.make_config(base_num_decoder_layers=4, segment_length=2, ghost_enabled=False, **STREAMS["both"])
+  cfg = tiny.make_config(base_num_decoder_layers=4, segment_lengths=(2,), ghost_enabled=False, **STREAMS["both"])
   _, abstract = train_state.abstract_split(cfg)
   _, fresh = train_state.create_split(cfg)
   on_host = 0
@@ -183,7 +183,7 @@ def test_a_fresh_state_is_where_its_abstract_one_says():
 
 
 def test_abstract_states_lower_to_a_step_with_host_arguments():
-  cfg = tiny.make_config(base_num_decoder_layers=4, segment_length=2, ghost_enabled=False, **STREAMS["both"])
+  cfg = tiny.make_config(base_num_decoder_layers=4, segment_lengths=(2,), ghost_enabled=False, **STREAMS["both"])
   _, abstract = train_state.abstract_split(cfg)
   seen = {}
 
@@ -207,10 +207,7 @@ def test_without_host_memory_it_says_so():
     addressable_memories=lambda: [types.SimpleNamespace(kind="device")], device_kind="Toy chip"
   )
   host = HostMemory(weights=True, optimizer=True)
-  told = (
-    "stream_weights=host and stream_optimizer=host needs pinned host memory, but Toy chip has only device; "
-    "use stream_weights=none and stream_optimizer=none"
-  )
+  told = "offload_to_host needs pinned host memory, but Toy chip has only device; leave offload_to_host empty"
   with pytest.raises(config.ConfigError, match=told):
     host.check(device)
   HostMemory(weights=False, optimizer=False).check(device)
@@ -220,14 +217,17 @@ def test_without_host_memory_it_says_so():
 @pytest.mark.parametrize(
   ("overrides", "told"),
   [
-    ("stream_weights=host ghost_enabled=false", "one segment of layers at a time; give a segment_length, such as 2"),
-    ("stream_optimizer=host scan_layers=false ghost_enabled=false", "use scan_layers=true and a segment_length"),
-    ("stream_weights=host segment_length=2", "use ghost_schedule=reverse_scan, not two_pass, or ghost_enabled=false"),
+    ("offload_to_host=weights ghost_enabled=false", "one segment of layers at a time; give segment_lengths, such as 2"),
+    ("offload_to_host=optimizer scan_layers=false ghost_enabled=false", "use scan_layers=true and segment_lengths"),
     (
-      "stream_weights=host segment_length=2 ghost_enabled=false gradient_accumulation_steps=3",
+      "offload_to_host=weights segment_lengths=2",
+      "use ghost_schedule=reverse_scan, not two_pass, or ghost_enabled=false",
+    ),
+    (
+      "offload_to_host=weights segment_lengths=2 ghost_enabled=false gradient_accumulation_steps=3",
       "use gradient_accumulation_steps=1, not 3",
     ),
-    ("stream_weights=hots segment_length=2", "did you mean 'host'?"),
+    ("offload_to_host=weigths segment_lengths=2", "did you mean 'weights'?"),
   ],
 )
 def test_streams_that_cannot_be_are_refused(overrides, told):
@@ -239,7 +239,7 @@ def test_streams_that_cannot_be_are_refused(overrides, told):
 
 def test_streamed_layers_without_segments_are_refused():
   w = jax.device_put(jnp.ones((4, 5)), HOST)
-  with pytest.raises(ValueError, match="streamed layers need segments: give segment_length"):
+  with pytest.raises(ValueError, match="streamed layers need segments: give segment_lengths"):
     streaming.scan(lambda c, w, s: c, jnp.ones(5), w, (), ())
 
 

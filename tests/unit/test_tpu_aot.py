@@ -127,7 +127,7 @@ STREAMED = (
   "base_emb_dim=512", "base_mlp_dim=1024", "base_num_decoder_layers=12", "base_num_query_heads=4",
   "base_num_kv_heads=2", "head_dim=128", "vocab_size=2048", "max_target_length=2048", "per_device_batch_size=1",
   "dtype=bfloat16", "weight_dtype=bfloat16", "remat_policy=full", "attention=flash", "dataset_type=synthetic",
-  "ghost_val_domain=words", "ghost_enabled=false", "segment_length=3", "stream_weights=host", "stream_optimizer=host",
+  "ghost_val_sets=words", "ghost_enabled=false", "segment_lengths=3", "offload_to_host=weights,optimizer",
 )  # fmt: skip
 
 

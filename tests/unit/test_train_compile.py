@@ -99,7 +99,7 @@ def one_layer() -> config.Config:
     ({"compile_topology": "cpu-0"}, "compile_topology=cpu-0 is no topology"),
     ({}, "compile_topology is missing"),
     ({"compile_topology": "cpu-8", "ici_tensor_parallelism": 3}, "ici_tensor_parallelism=3 = 3 does not divide the 8"),
-    ({"compile_topology": "cpu-8", "compile_topology_num_slices": 0}, "compile_topology_num_slices=0"),
+    ({"compile_topology": "0xcpu-8"}, "compile_topology=0xcpu-8"),
     ({"compile_topology": "cpu-8", "ici_tensor_parallelism": 8}, "axis 'kv_heads' of size 4 does not divide over tens"),
     ({"compile_topology": "cpu-8", "logical_axis_rules": "[[embd,[fsdp]]]"}, "no tensor has axis 'embd'; did you mean"),
   ],
@@ -124,7 +124,7 @@ def test_the_abstract_path_of_a_70b_model_is_short():
 @pytest.mark.tpu_aot
 def test_two_slices_are_compiled_for():
   """Rows, and with them gradients, cross between the slices; weights stay within one."""
-  done = in_process("compile_topology=v5e-4", "compile_topology_num_slices=2", "dcn_data_parallelism=2")
+  done = in_process("compile_topology=2xv5e-4", "dcn_data_parallelism=2")
   text = done.stdout
   assert done.returncode == 0, done.stderr[-2000:]
   assert "compiling for 2 x v5e-4" in text and "mesh: data 2 x fsdp 4 (8 devices)" in text
@@ -139,7 +139,7 @@ def test_two_slices_are_compiled_for():
 
 @pytest.mark.tpu_aot
 def test_slices_that_the_keys_do_not_mention_are_refused():
-  done = in_process("compile_topology=v5e-4", "compile_topology_num_slices=2", "dcn_data_parallelism=1")
+  done = in_process("compile_topology=2xv5e-4", "dcn_data_parallelism=1")
   assert done.returncode == 2 and "all dcn_*_parallelism are 1, which is not the 2 slices" in done.stderr
 
 

@@ -17,8 +17,8 @@ from flax import nnx
 
 from maxghost import config, models
 from maxghost.objectives import LanguageModelLoss
+from maxghost.optimizers import make_optimizer
 from maxghost.training import step
-from maxghost.training.optimizers import make_optimizer
 from maxghost.training.state import TrainStateNNX
 
 STRIDE, STEPS_TAKEN, SCALE = 17, 3, 4.0

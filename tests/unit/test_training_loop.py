@@ -380,7 +380,7 @@ def test_step_k_starts_before_step_k_minus_1_is_read(tmp_path):
   state = nnx.state(ToyState())
   signals = SimpleNamespace(requested=False)
   metrics_log = MetricsLog(tmp_path / "metrics.jsonl")
-  cfg = make_config(steps=5, eval_interval=-1, enable_checkpointing=False)
+  cfg = make_config(steps=5, eval_interval=-1, checkpoint_period=0)
   dataset = ToyDataset()
   loop = TrainingLoop(
     cfg,

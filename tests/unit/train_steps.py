@@ -8,9 +8,10 @@ import numpy as np
 import tiny
 from flax import nnx
 
-from maxghost.training import optimizers, step
+from maxghost import optimizers
+from maxghost.training import step
 from maxghost.training.compiling import compiler_options
-from maxghost.training.state import TrainStateNNX, adam_moments, trainable
+from maxghost.training.state import TrainStateNNX, trainable
 
 # No warm-up, so that the first step already moves; clipping is at work in some steps and not in others.
 TRAINING = {
@@ -66,15 +67,15 @@ class Run:
   def snapshot(self) -> Snapshot:
     with jax.enable_x64(self.wide):
       train_state = nnx.merge(self.graphdef, self.state)
-      first, second = adam_moments(train_state.optimizer)
+      arrays = optimizers.create(self.cfg.optimizer).read(train_state.optimizer).arrays
 
     def wide(values):
       return None if values is None else {k: np.asarray(v, np.float64) for k, v in values.items()}
 
     return Snapshot(
       wide(tiny.by_label(train_state.model)),
-      wide(first),
-      wide(second),
+      wide(arrays.get("first_moment")),
+      wide(arrays.get("second_moment")),
       int(train_state.step),
       float(train_state.clip_factor[...]),
     )

@@ -42,13 +42,14 @@ class Labels:
 class Groups:
   """Sums per group, in the order of the keys.
 
-  keys: the columns that name a group, Labels or int64 [G]. exposures: rows. tokens: target tokens.
-  loss_tokens: sum of loss times tokens, nats. contribution_GK: nats. square_GK: sum of squared contributions.
+  keys: the columns that name a group, Labels or int64 [G]. exposures: rows. tokens: target tokens. share: of the batch
+  losses, summed. loss_tokens: sum of loss times tokens, nats. contribution_GK: nats. square_GK: their squares, summed.
   """
 
   keys: dict[str, Labels | np.ndarray]
   exposures: np.ndarray
   tokens: np.ndarray
+  share: np.ndarray
   loss_tokens: np.ndarray
   contribution_GK: np.ndarray
   square_GK: np.ndarray
@@ -64,15 +65,14 @@ class Groups:
 
 
 def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None, scaling: tuple | None = None) -> int:
-  """Streams all rows once through the accumulators' `add(shard, rows)`, with the columns they name.
+  """Streams all rows once through the accumulators' `add(shard, rows)`.
 
   where: (shard, rows) -> bool[N], the rows that count. scaling: (steps [S], factors [S, K]) by which contributions are
   multiplied before they are added up. Rows whose contribution is not finite are left out; their number
   is returned.
   """
   num_left_out = 0
-  columns = frozenset(("contribution", "step")).union(*(a.columns for a in accumulators), getattr(where, "columns", ()))
-  for shard, rows in log.blocks(columns):
+  for shard, rows in log.blocks():
     finite = np.isfinite(rows["contribution"]).all(-1)
     if not finite.all():
       num_left_out += int((~finite).sum())
@@ -96,7 +96,6 @@ class GroupSums:
       raise ConfigError(f"by={by}: rows can be grouped by {', '.join(GROUPINGS)}")
     self._by = by
     self._columns = GROUPINGS[by]
-    self.columns = frozenset((*self._columns, "domain", "tokens", "loss"))
     self._domain_index = {name: i for i, name in enumerate(log.domains)}
     self._domains = log.domains
     self._num_sets = len(log.val_sets)
@@ -128,8 +127,7 @@ class GroupSums:
 
   def result(self) -> Groups:
     """Sorted by key: domain, then path, then offset; or step."""
-    width = 3 + 2 * self._num_sets
-    code, offset, sums = _merge(self._parts) if self._parts else _empty(width)
+    code, offset, sums = _merge(self._parts) if self._parts else _empty(4 + 2 * self._num_sets)
     num_domains, num_sets = max(len(self._domains), 1), self._num_sets
     keys: dict[str, Labels | np.ndarray] = {}
     if self._by == "step":
@@ -141,18 +139,16 @@ class GroupSums:
       if "offset" in self._columns:
         keys["offset"] = offset
     counts = (sums[:, 0].astype(np.int64), sums[:, 1].astype(np.int64))
-    groups = Groups(keys, *counts, sums[:, 2], sums[:, 3 : 3 + num_sets], sums[:, 3 + num_sets :])
-    ranks = [getattr(keys[name], "code", keys[name]) for name in reversed(self._columns)]
-    return groups.take(np.lexsort(ranks))
+    groups = Groups(keys, *counts, sums[:, 2], sums[:, 3], sums[:, 4 : 4 + num_sets], sums[:, 4 + num_sets :])
+    ranks = (keys[name] for name in reversed(self._columns))
+    return groups.take(np.lexsort([key.code if isinstance(key, Labels) else key for key in ranks]))
 
 
 class TimeSums:
-  """Accumulator of tokens [D, B] and contributions [D, B, K] over bins of consecutive steps.
+  """Accumulator of tokens, shares [D, B] and contributions [D, B, K] over bins of consecutive steps.
 
   edges: B + 1 steps, growing; bin b holds edges[b] <= step < edges[b + 1].
   """
-
-  columns = frozenset(("domain", "tokens", "loss"))
 
   def __init__(self, log: ScoreLog, edges: np.ndarray):
     self.domains = log.domains
@@ -160,6 +156,7 @@ class TimeSums:
     num_bins, num_sets = len(self.edges) - 1, len(log.val_sets)
     self.tokens_DB = np.zeros((len(self.domains), num_bins))
     self.exposures_DB = np.zeros((len(self.domains), num_bins))
+    self.share_DB = np.zeros((len(self.domains), num_bins))
     self.loss_tokens_DB = np.zeros((len(self.domains), num_bins))
     self.contribution_DBK = np.zeros((len(self.domains), num_bins, num_sets))
     self._index = {name: i for i, name in enumerate(self.domains)}
@@ -171,17 +168,15 @@ class TimeSums:
     num_bins = self.tokens_DB.shape[1]
     cell = local[rows["domain"]] * num_bins + np.searchsorted(self.edges, rows["step"], "right") - 1
     values = _values(rows)
-    for total, column in ((self.exposures_DB, 0), (self.tokens_DB, 1), (self.loss_tokens_DB, 2)):
-      total += np.bincount(cell, values[:, column], total.size).reshape(total.shape)
+    for i, total in enumerate((self.exposures_DB, self.tokens_DB, self.share_DB, self.loss_tokens_DB)):
+      total += np.bincount(cell, values[:, i], total.size).reshape(total.shape)
     for k in range(self.contribution_DBK.shape[2]):
-      flat = np.bincount(cell, values[:, 3 + k], self.tokens_DB.size)
+      flat = np.bincount(cell, values[:, 4 + k], self.tokens_DB.size)
       self.contribution_DBK[:, :, k] += flat.reshape(self.tokens_DB.shape)
 
 
 class AbsoluteSums:
   """Accumulator of the sum of absolute contributions per step and validation set: total_SK over `steps`."""
-
-  columns = frozenset()
 
   def __init__(self, log: ScoreLog):
     self.steps = log.steps["step"]
@@ -198,8 +193,8 @@ def layer_rows(modules: Modules, value_XML: np.ndarray) -> tuple[list[str], np.n
 
   A module is outside of the stack when it has no value beyond layer 0.
   """
-  logged_SML = np.isfinite(modules.contribution_SMLDK).any((3, 4))
-  inside = logged_SML[:, :, 1:].any((0, 2))
+  logged_SML = np.any(np.isfinite(modules.contribution_SMLDK), axis=(3, 4))
+  inside = np.any(logged_SML[:, :, 1:], axis=(0, 2))
   names, values = [], []
   if inside.any():
     names += [f"layer {layer}" for layer in range(value_XML.shape[2])]
@@ -217,16 +212,17 @@ def step_edges(steps: np.ndarray, num_bins: int) -> np.ndarray:
 
 
 def _values(rows: np.ndarray) -> np.ndarray:
-  """[N, C] in float64: 1, tokens, loss * tokens, contributions, their squares."""
+  """[N, C] in float64: 1, tokens, share, loss * tokens, contributions, their squares."""
   contribution = rows["contribution"].astype(np.float64)
   tokens = rows["tokens"].astype(np.float64)
   num_sets = contribution.shape[1]
-  values = np.empty((len(rows), 3 + 2 * num_sets))
+  values = np.empty((len(rows), 4 + 2 * num_sets))
   values[:, 0] = 1.0
   values[:, 1] = tokens
-  values[:, 2] = np.where(tokens > 0, rows["loss"] * tokens, 0.0)
-  values[:, 3 : 3 + num_sets] = contribution
-  values[:, 3 + num_sets :] = contribution**2
+  values[:, 2] = rows["share"]
+  values[:, 3] = np.where(tokens > 0, rows["loss"] * tokens, 0.0)
+  values[:, 4 : 4 + num_sets] = contribution
+  values[:, 4 + num_sets :] = contribution**2
   return values
 
 

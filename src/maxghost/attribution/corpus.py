@@ -31,7 +31,7 @@ class Corpus:
     self.source = text.load(patterns, data.train_data_columns, key=key, on_corrupt=data.on_corrupt)
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
     self.layout = Layout(
-      data.max_target_length, max_segments(data), packing.FIRST_FIT, data.packing, data.add_bos, data.add_eos
+      data.max_target_length, max_segments(data), packing.FIRST_FIT, data.packing != "none", data.add_bos, data.add_eos
     )
     split = Split(self.source, (), 0.0, 0)
     self._units = TextUnits(self.source, split, self.tokenizer, self.layout, on_corrupt=data.on_corrupt)
@@ -68,6 +68,7 @@ class Corpus:
     missing = num_rows - len(numbers)
     if not missing:
       return batch
-    arrays = {name: np.pad(v, ((0, missing), (0, 0))) for name, v in batch.arrays.items()}
-    ids = [np.pad(v, ((0, missing), (0, 0)), constant_values=-1) for v in (batch.document_BS, batch.offset_BS)]
-    return Batch(arrays, *ids, np.pad(batch.epoch_B, (0, missing)))
+    below = ((0, missing), (0, 0))
+    arrays = {name: np.pad(v, below) for name, v in batch.arrays.items()}
+    document_BS, offset_BS = (np.pad(v, below, constant_values=-1) for v in (batch.document_BS, batch.offset_BS))
+    return Batch(arrays, document_BS, offset_BS, np.pad(batch.epoch_B, (0, missing)))

@@ -1,17 +1,14 @@
-"""Output files that are there whole or not at all."""
+"""Output files of the commands."""
 
-import os
 from pathlib import Path
 
 from maxghost.config import ConfigError
+from maxghost.config.files import write_text
 
 
-def write_whole(path: Path, text: str):
-  """Writes a text file through a temporary one. Raises ConfigError where the place cannot be written."""
-  temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def write_output(path: Path, text: str) -> None:
+  """Writes a text file whole or not at all. Raises ConfigError where the place cannot be written."""
   try:
-    temporary.write_text(text, "utf-8", errors="replace")
-    os.replace(temporary, path)
+    write_text(path, text)
   except OSError as error:
-    temporary.unlink(missing_ok=True)
     raise ConfigError(f"cannot write {path} ({error.strerror}); name another place with --output") from error

@@ -18,8 +18,9 @@ MAX_HASHED_DOCUMENTS = 200_000
 class PassTable:
   """Value by pass over the data; first pass = 1, the last entry means "and later".
 
-  rows, tokens: [E]. contribution_EK: nats. expected_EK: nats the same tokens would have been worth at the average of
-  their domain in the same part of the run, so that a falling learning rate does not count as falling value.
+  rows, tokens: [E]. contribution_EK: nats. expected_EK: nats the same shares of the batch losses would have been worth
+  at the average of their domain in the same part of the run, so that a falling learning rate does not count as falling
+  value.
   """
 
   rows: np.ndarray
@@ -58,32 +59,32 @@ class Health:
 class PassSums:
   """Accumulator for PassTable; edges: of the bins of steps over which a domain's average is taken."""
 
-  columns = frozenset(("domain", "tokens", "epoch"))
-
   def __init__(self, log: ScoreLog, edges: np.ndarray):
     self._edges = edges
     self._domains = {name: i for i, name in enumerate(log.domains)}
     self._rows = np.zeros(LAST_PASS, np.int64)
     self._contribution_EK = np.zeros((LAST_PASS, len(log.val_sets)))
-    self._tokens_EDB = np.zeros((LAST_PASS, len(self._domains), len(edges) - 1))
+    self._tokens_E = np.zeros(LAST_PASS)
+    self._share_EDB = np.zeros((LAST_PASS, len(self._domains), len(edges) - 1))
 
   def add(self, shard, rows: np.ndarray):
     if not len(rows):
       return
     number = np.clip(rows["epoch"], 0, LAST_PASS - 1)
     self._rows += np.bincount(number, minlength=LAST_PASS)
+    self._tokens_E += np.bincount(number, rows["tokens"], LAST_PASS)
     for k in range(self._contribution_EK.shape[1]):
       self._contribution_EK[:, k] += np.bincount(number, rows["contribution"][:, k], LAST_PASS)
     domains = np.array([self._domains[str(name)] for name in shard.domains], np.int64)
     bins = np.searchsorted(self._edges, rows["step"], "right") - 1
-    cell = np.ravel_multi_index((number, domains[rows["domain"]], bins), self._tokens_EDB.shape)
-    self._tokens_EDB += np.bincount(cell, rows["tokens"], self._tokens_EDB.size).reshape(self._tokens_EDB.shape)
+    cell = np.ravel_multi_index((number, domains[rows["domain"]], bins), self._share_EDB.shape)
+    self._share_EDB += np.bincount(cell, rows["share"], self._share_EDB.size).reshape(self._share_EDB.shape)
 
   def result(self, time) -> PassTable:
     """time: the TimeSums of the same log and edges."""
-    per_token_DBK = time.contribution_DBK / np.maximum(time.tokens_DB, 1)[..., None]
-    expected_EK = np.einsum("edb,dbk->ek", self._tokens_EDB, per_token_DBK)
-    return PassTable(self._rows, self._tokens_EDB.sum((1, 2)).astype(np.int64), self._contribution_EK, expected_EK)
+    per_share_DBK = time.contribution_DBK / np.where(time.share_DB > 0, time.share_DB, 1)[..., None]
+    expected_EK = np.einsum("edb,dbk->ek", self._share_EDB, per_share_DBK)
+    return PassTable(self._rows, self._tokens_E.astype(np.int64), self._contribution_EK, expected_EK)
 
 
 def duplicates(texts, groups) -> Duplicates | None:

@@ -15,8 +15,8 @@ ADDRESS = "127.0.0.1"
 class LiveReport:
   """The page of a run and a version that changes when the run has written something."""
 
-  def __init__(self, run_dir: Path, num_documents: int, with_texts: bool):
-    self._run_dir, self._num_documents = run_dir, num_documents
+  def __init__(self, run_dir: Path, num_documents: int, with_texts: bool, accept_lost_rows: bool = False):
+    self._run_dir, self._num_documents, self._accept = run_dir, num_documents, accept_lost_rows
     self._source = Source(run_dir) if with_texts else None
     self._lock = threading.Lock()
     self._page: tuple[str, str] = ("", "")
@@ -30,7 +30,7 @@ class LiveReport:
         status = path.stat()
       except FileNotFoundError:  # replaced by a longer file this very moment
         continue
-      if path.suffix in (".npz", ".parquet", ".jsonl"):
+      if path.suffix in (".npz", ".jsonl"):
         known.append((path.name, status.st_size, status.st_mtime_ns))
     return f"{hash(tuple(known)) & (2**64 - 1):016x}"
 
@@ -44,7 +44,8 @@ class LiveReport:
 
   def _render(self, version: str) -> str:
     try:
-      summary = summarize(load(self._run_dir), self._num_documents, self._source)
+      log = load(self._run_dir, accept_lost_rows=self._accept)
+      summary = summarize(log, self._num_documents, self._source)
     except ConfigError as error:
       return html.notice("Waiting for scores", str(error), version)
     return html.render(summary, version)
@@ -77,20 +78,23 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     """Requests are not printed."""
 
 
-def make_server(run_dir: Path, port: int, num_documents: int, with_texts: bool) -> http.server.ThreadingHTTPServer:
+def make_server(
+  run_dir: Path, port: int, num_documents: int, with_texts: bool, accept_lost_rows: bool = False
+) -> http.server.ThreadingHTTPServer:
   """A server bound to the loopback address; port 0 takes a free one. Raises ConfigError when the port is taken."""
   if not Path(run_dir).is_dir():
     raise ConfigError(f"run_dir={run_dir}: no such folder")
-  handler = type("Handler", (_Handler,), {"report": LiveReport(Path(run_dir), num_documents, with_texts)})
+  report = LiveReport(Path(run_dir), num_documents, with_texts, accept_lost_rows)
+  handler = type("Handler", (_Handler,), {"report": report})
   try:
     return http.server.ThreadingHTTPServer((ADDRESS, port), handler)
   except (OSError, OverflowError) as error:
     raise ConfigError(f"--port {port}: cannot be used ({error}); use another, or 0 for any free one") from error
 
 
-def serve(run_dir: Path, port: int, num_documents: int, with_texts: bool):
+def serve(run_dir: Path, port: int, num_documents: int, with_texts: bool, accept_lost_rows: bool = False):
   """Serves the live report until Ctrl-C."""
-  server = make_server(run_dir, port, num_documents, with_texts)
+  server = make_server(run_dir, port, num_documents, with_texts, accept_lost_rows)
   print(f"live report: http://{ADDRESS}:{server.server_port}/ (only from this machine; Ctrl-C ends it)", flush=True)
   try:
     server.serve_forever()

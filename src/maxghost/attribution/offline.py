@@ -167,7 +167,7 @@ class Sketcher:
     loss = create()
     twin = prepare_twin(
       model, loss.batch_spec(num_rows, length), loss, num_sets=1, num_positions=length,
-      spec=DirectionSpec("sgd", rank=1),
+      spec=DirectionSpec(rank=1),
     )  # fmt: skip
 
     def run(params, rest, batch):

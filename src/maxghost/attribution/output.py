@@ -12,7 +12,7 @@ from maxghost.attribution.numbers import integer, number
 from maxghost.attribution.query import Answer
 from maxghost.attribution.texts import snippet
 from maxghost.config import ConfigError
-from maxghost.scorelog.parquet import import_pyarrow
+from maxghost.scorelog.export import import_pyarrow
 
 FORMATS = ("table", "json", "csv", "parquet")
 WIDE = 120  # characters; a narrower table leaves out what it can
@@ -65,7 +65,9 @@ def show(answer: Answer, console):
   from rich.table import Table
   from rich.text import Text
 
-  hidden = {"text"} if console.width >= WIDE else {"text", "per_chunk", "per_million_half_width", "loss"}
+  hidden = {"text", "share"}
+  if console.width < WIDE:
+    hidden |= {"per_chunk", "per_million_half_width", "loss"}
   shown = [name for name in answer.columns if name not in hidden]
   table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
   keys = [name for name in shown if name not in answer.units]

@@ -27,6 +27,7 @@ MEASURES = (
   "per_chunk",
   "chunks",
   "tokens",
+  "share",
   "loss",
 )
 
@@ -134,6 +135,7 @@ def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]
     **result.keys,
     "chunks": result.exposures,
     "tokens": result.tokens,
+    "share": result.share,
     "loss": result.loss_tokens / tokens,
     "contribution": total,
     "half_width": half_width,
@@ -166,7 +168,7 @@ def _by_layer(log: ScoreLog, query: Query, where: Where, k: int) -> dict:
   if query.scale != "nats":
     raise ConfigError(f"--scale {query.scale}: with --by {query.by} contributions are in nats only")
   names, sums, tokens = _layer_sums(log, query.by, where, k)
-  if names is None:
+  if names is None or sums is None:
     raise ConfigError(f"--by {query.by}: this run did not log contributions by module")
   total = sums.sum(-1)
   half_width = statistics.block_half_width(statistics.to_blocks(sums))
@@ -233,6 +235,7 @@ def _units(scale: str) -> dict[str, str]:
   return {
     "chunks": "scored chunks (rows of the log)",
     "tokens": "target tokens",
+    "share": "sum of the shares of the batch loss; 1 is a whole step",
     "loss": "nats per token, at training time",
     "contribution": unit,
     "half_width": f"{unit}; 95 % interval = contribution ± half_width",

@@ -13,6 +13,12 @@ LEDGER_LABELS = {
   "direction_residual": ("Direction residual", "exact minus used direction (stale or low-rank)"),
 }
 
+
+def ledger_label(name: str) -> tuple[str, str]:
+  """(label, explanation) of a column of the ledger; an optimizer may name its own."""
+  return LEDGER_LABELS.get(name) or (name.replace("_", " ").capitalize(), "a part that this run's optimizer names")
+
+
 LARGE_REST = 0.2  # of the prediction; beyond, the reader is warned
 
 

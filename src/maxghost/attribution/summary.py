@@ -15,7 +15,6 @@ from maxghost.attribution.numbers import integer, number
 from maxghost.attribution.texts import SNIPPET_BYTES, Source, Texts
 from maxghost.attribution.token_values import Marked
 from maxghost.config import ConfigError
-from maxghost.scorelog.format import LEDGER
 from maxghost.scorelog.reader import ScoreLog
 
 CURVE_BINS = 240
@@ -26,7 +25,7 @@ MILLION = 1e6
 class Value:
   """What a group of rows was worth. contribution and half_width (95 %) in nats; loss in nats per token.
 
-  relative: value over that of as many average tokens of the same steps; NaN where those were worth nothing.
+  relative: value over that of the same share of the same steps' losses on average; NaN where that was worth nothing.
   """
 
   domain: str
@@ -55,7 +54,7 @@ class Value:
 class Ledger:
   """The drop of the validation loss in nats, predicted column by column and measured, over the same steps.
 
-  columns: by name of format.LEDGER; None where the run did not log it. actual: None when no step's drop is known.
+  columns: by the log's names; None where the run did not log it. actual: None when no step's drop is known.
   """
 
   columns: dict[str, float | None]
@@ -149,7 +148,7 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
   sets = [_set_summary(log, k, time, groups, num_documents, texts) for k in range(len(log.val_sets))]
   messages += _check_sums(log, time, left_out)
   if source is not None:
-    sets, said = _with_tokens(log.run_dir, sets)
+    sets, said = _with_tokens(log, sets)
     messages += said
   empty = Series(np.zeros(0, np.int64), np.zeros(0))
   return Summary(
@@ -178,10 +177,10 @@ def _set_summary(log, k: int, time, groups, num_documents: int, texts: Texts | N
   top = _documents(groups.take(order[:num_shown]), k, texts)
   bottom = _documents(groups.take(order[::-1][: min(num_shown, len(groups) - num_shown)]), k, texts)
   errors = np.abs(steps["check_rel_err"][:, k])
-  predicted, actual = _drops(steps, k)
+  predicted, actual = _drops(log, k)
   return SetSummary(
     name=log.val_sets[k],
-    ledger=_ledger(steps, k),
+    ledger=_ledger(log, k),
     val_loss=Series(steps["step"][known], steps["val_loss"][known, k]),
     predicted_drop=predicted,
     actual_drop=actual,
@@ -197,10 +196,10 @@ def _set_summary(log, k: int, time, groups, num_documents: int, texts: Texts | N
   )
 
 
-def _with_tokens(run_dir: Path, sets: list[SetSummary]) -> tuple[list[SetSummary], list[str]]:
+def _with_tokens(log: ScoreLog, sets: list[SetSummary]) -> tuple[list[SetSummary], list[str]]:
   """The shown documents with the values of their tokens, where the run kept them."""
   wanted = [[(v.domain, v.path, v.offset) for v in (*part.top, *part.bottom)] for part in sets]
-  marked, messages = token_values.find(run_dir, wanted)
+  marked, messages = token_values.find(log.run_dir, wanted, log.checksums("tokens_crc"), log.accept_lost_rows)
 
   def with_marks(values: list[Value], k: int) -> list[Value]:
     return [dataclasses.replace(v, marked=marked.get((k, (v.domain, v.path, v.offset)))) for v in values]
@@ -213,8 +212,8 @@ def _with_tokens(run_dir: Path, sets: list[SetSummary]) -> tuple[list[SetSummary
 
 def _domains(time, k: int) -> list[Value]:
   total = time.contribution_DBK[:, :, k].sum(1)
-  all_tokens_B = np.maximum(time.tokens_DB.sum(0), 1)
-  expected = time.tokens_DB @ (time.contribution_DBK[:, :, k].sum(0) / all_tokens_B)
+  all_share_B = time.share_DB.sum(0)
+  expected = time.share_DB @ (time.contribution_DBK[:, :, k].sum(0) / np.where(all_share_B > 0, all_share_B, 1))
   half_width = statistics.block_half_width(statistics.to_blocks(time.contribution_DBK[:, :, k]))
   values = []
   for d, name in enumerate(time.domains):
@@ -271,23 +270,25 @@ def actual_drops(steps: np.ndarray, k: int) -> np.ndarray:
   return drop
 
 
-def _drops(steps: np.ndarray, k: int) -> tuple[Series, Series]:
+def _drops(log: ScoreLog, k: int) -> tuple[Series, Series]:
   """Predicted and measured drop of the steps that have both."""
+  steps = log.steps
   actual = actual_drops(steps, k)
-  predicted = np.nansum([steps[name][:, k] for name in LEDGER], axis=0)
+  predicted = np.nansum([steps[name][:, k] for name in log.ledger], axis=0)
   both = np.isfinite(actual) & np.isfinite(steps["predicted_examples"][:, k])
   return Series(steps["step"][both], predicted[both]), Series(steps["step"][both], actual[both])
 
 
-def _ledger(steps: np.ndarray, k: int) -> Ledger:
+def _ledger(log: ScoreLog, k: int) -> Ledger:
   """Both sides are summed over the steps whose measured drop is known; over all when none is."""
+  steps = log.steps
   drops = actual_drops(steps, k)
   counted = np.isfinite(drops) & np.isfinite(steps["predicted_examples"][:, k])
   actual = float(drops[counted].sum()) if counted.any() else None
   if actual is None:
     counted = np.isfinite(steps["predicted_examples"][:, k])
   columns: dict[str, float | None] = {}
-  for name in LEDGER:
+  for name in log.ledger:
     values = steps[name][counted, k]
     columns[name] = float(np.nansum(values)) if np.isfinite(values).any() else None
   numbers = steps["step"][counted]
@@ -333,7 +334,9 @@ def _check_sums(log: ScoreLog, time, left_out: int) -> list[str]:
 
 
 def _facts(log: ScoreLog, metrics: dict[str, Series]) -> dict[str, str]:
-  facts = read_facts(log.run_dir)
+  facts = read_facts(log.run_dir) | {"objective": log.objective}
+  if directions := log.said_of("direction"):
+    facts["direction of the scores"] = ", ".join(directions)
   seconds = metrics.get("perf/step_time_seconds")
   if seconds is not None and len(seconds):
     facts["median step time"] = f"{number(np.median(seconds.values))} s"

@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from maxghost.attribution.numbers import compact, integer, number, percent
-from maxghost.attribution.report_text import LEDGER_LABELS, headline, lead, ledger_sentence, shown_columns
+from maxghost.attribution.report_text import headline, lead, ledger_label, ledger_sentence, shown_columns
 from maxghost.attribution.summary import Ledger, SetSummary, Summary, Value
 from maxghost.attribution.texts import snippet
 
@@ -76,7 +76,7 @@ def _domains(part: SetSummary) -> Table:
 def _ledger(ledger: Ledger) -> Table:
   table = _table("\nPredicted and measured drop", "", ">Nats", ">Of predicted")
   total = ledger.predicted
-  rows = [(LEDGER_LABELS[name][0], value) for name, value in shown_columns(ledger)]
+  rows = [(ledger_label(name)[0], value) for name, value in shown_columns(ledger)]
   rows.append(("Predicted drop", total))
   if ledger.actual is not None:
     rows += [("Measured drop", ledger.actual), ("Rest (curvature)", ledger.rest)]

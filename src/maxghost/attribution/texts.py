@@ -21,9 +21,10 @@ class Texts:
 
   def find(self, wanted: Iterable[DocumentKey]) -> dict[DocumentKey, bytes]:
     """Texts of those ids that the source still has; one pass over the ids, only the found texts are read."""
-    from maxghost.data import find_documents
+    from maxghost.data import DocumentId, find_documents
 
-    return {tuple(key): bytes(self.source[index].text) for key, index in find_documents(self.source, wanted).items()}
+    found = find_documents(self.source, [DocumentId(*key) for key in wanted])
+    return {(key.domain, key.path, key.offset): bytes(self.source[index].text) for key, index in found.items()}
 
 
 class Source:

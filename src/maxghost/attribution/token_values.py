@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,8 @@ import numpy as np
 from maxghost import config
 from maxghost.attribution.texts import SNIPPET_BYTES, DocumentKey
 from maxghost.config import ConfigError
+from maxghost.scorelog import tokens
+from maxghost.scorelog.shard import DamagedShard
 
 END = "⟨end⟩"
 
@@ -25,12 +27,18 @@ class Marked:
   values: np.ndarray
 
 
-def find(run_dir: Path, wanted: list[list[DocumentKey]]) -> tuple[dict[tuple[int, DocumentKey], Marked], list[str]]:
+def find(
+  run_dir: Path,
+  wanted: list[list[DocumentKey]],
+  checksums: Mapping[int, int] | None = None,
+  accept_lost_rows: bool = False,
+) -> tuple[dict[tuple[int, DocumentKey], Marked], list[str]]:
   """({(k, id): Marked}, sentences to show). wanted: ids for each validation set; a run without token files has none.
 
   Of several exposures the one with the largest absolute contribution is taken. Files are read one at a time.
+  checksums: {step: CRC-32 of its file}, from the score log. Raises ConfigError for a damaged file, unless accepted.
   """
-  files = sorted(Path(run_dir).glob("ghost/tokens/step_*.npz"), key=_step_of)
+  files = tokens.files(Path(run_dir) / "ghost" / tokens.FOLDER)
   if not files:
     return {}, []
   try:
@@ -38,21 +46,23 @@ def find(run_dir: Path, wanted: list[list[DocumentKey]]) -> tuple[dict[tuple[int
   except (ConfigError, OSError) as error:
     return {}, [f"the tokens of the documents cannot be shown: {error}"]
   best: dict[tuple[int, DocumentKey], tuple[int, np.ndarray, np.ndarray]] = {}
-  for path in files:
-    _improve(best, path, [set(keys) for keys in wanted])
-  return {key: Marked(step, *_pieces(ids, values, piece_of)) for key, (step, ids, values) in best.items()}, []
+  messages = []
+  for step, path in files.items():
+    try:
+      file = tokens.read(path, (checksums or {}).get(step))
+    except DamagedShard as error:
+      if not accept_lost_rows:
+        raise ConfigError(f"run_dir={run_dir}: {error}; put it back, or go on without: --accept-lost-rows") from error
+      messages.append(f"lost: {error}")
+    else:
+      _improve(best, step, file, [set(keys) for keys in wanted])
+  return {key: Marked(step, *_pieces(ids, values, piece_of)) for key, (step, ids, values) in best.items()}, messages
 
 
-def _step_of(path: Path) -> int:
-  return int(path.stem.removeprefix("step_"))
-
-
-def _improve(best: dict, path: Path, wanted: list[set[DocumentKey]]) -> None:
+def _improve(best: dict, step: int, file: dict[str, np.ndarray], wanted: list[set[DocumentKey]]) -> None:
   """Replaces entries of `best` by larger exposures in this file."""
-  with np.load(path) as file:
-    domain, name, offset = file["domain"], file["path"], file["offset"]
-    values_KBT = file["contribution_KBT"]
-    targets, segments = file["targets"], file["inputs_segmentation"]
+  domain, name, offset, values_KBT = (file[key] for key in ("domain", "path", "offset", "contribution_KBT"))
+  targets, segments = file["targets"], file["inputs_segmentation"]
   for b, s in zip(*np.nonzero(offset >= 0), strict=True):
     key = (str(domain[b, s]), str(name[b, s]), int(offset[b, s]))
     inside = segments[b] == s + 1
@@ -60,7 +70,7 @@ def _improve(best: dict, path: Path, wanted: list[set[DocumentKey]]) -> None:
       if key in keys:
         values = values_KBT[k, b, inside]
         if (k, key) not in best or abs(values.sum()) > abs(best[k, key][2].sum()):
-          best[k, key] = (_step_of(path), targets[b, inside], values)
+          best[k, key] = (step, targets[b, inside], values)
 
 
 def _piece_reader(run_dir: Path) -> Callable[[int], bytes]:

@@ -11,7 +11,7 @@ import re
 import numpy as np
 
 from maxghost.config import ConfigError, did_you_mean
-from maxghost.scorelog.reader import ROW_COLUMNS
+from maxghost.scorelog.format import ROW_COLUMNS, row_dtype
 
 _NUMERIC = {
   "=": operator.eq,
@@ -22,7 +22,7 @@ _NUMERIC = {
   ">=": operator.ge,
 }
 _TEXT_COLUMNS = ("domain", "path")
-_INTEGER_COLUMNS = ("step", "offset", "chunk", "epoch", "tokens")
+_INTEGER_COLUMNS = tuple(name for name in ROW_COLUMNS if row_dtype(1)[name].kind == "i" and name not in _TEXT_COLUMNS)
 _TEXT_OPERATORS = ("=", "!=", "~", "!~")
 _CONDITION = re.compile(r"""\s*(\w+)\s*(!=|<=|>=|!~|==|=|<|>|~)\s*("[^"]*"|'[^']*'|[^,]*)\s*(?:,|$)""")
 

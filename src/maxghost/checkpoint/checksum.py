@@ -6,6 +6,7 @@ integers modulo 2^32 are exact in any order, so one device or many give the same
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ def _checksums_jit():
   return jax.jit(lambda leaves: [_checksum(leaf) for leaf in leaves])
 
 
-def checksums(leaves: list[jax.Array]) -> list[int]:
+def checksums(leaves: Sequence[jax.Array | np.ndarray]) -> list[int]:
   """One number in [0, 2^32) for each array; waits for the result. Equal bytes and shape give equal numbers."""
   if not leaves:
     return []

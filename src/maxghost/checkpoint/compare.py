@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from maxghost.checkpoint.layouts import LAYOUTS, Checkpoint, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_layers import ParamTree, PartReader, Ref, blocks_of, chunk_of
+from maxghost.checkpoint.layouts_layers import LayerReader, ParamTree, Ref, blocks_of, chunk_of
 from maxghost.checkpoint.layouts_store import Opener, StoredArray, open_tree, text_of
 from maxghost.config import ConfigError
 
@@ -152,7 +152,7 @@ def _items(checkpoint: Checkpoint, params_only: bool, rngs: bool, loop_state: bo
 class _ValueComparer:
   def __init__(self, atol: float, rtol: float, ram_bytes: int, result: Comparison):
     self._atol, self._rtol = atol, rtol
-    self._left, self._right = PartReader(ram_bytes // 3), PartReader(ram_bytes // 3)
+    self._left, self._right = LayerReader(ram_bytes // 3), LayerReader(ram_bytes // 3)
     self._block_bytes = min(_BLOCK_BYTES, max(ram_bytes // 12, 1))
     self._result = result
 

@@ -59,7 +59,7 @@ class Ref:
     return text_of(self.array.path) + ("" if self.index is None else f"[layer {self.index}]")
 
 
-class PartReader:
+class LayerReader:
   """Reads layers of stored arrays. The last array is held, for its layers and blocks come in turn.
 
   hold_bytes: larger arrays are read block by block instead, unless one chunk of them is larger still.

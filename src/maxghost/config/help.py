@@ -5,10 +5,10 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from maxghost.config import values
-from maxghost.config.errors import ConfigError, did_you_mean
+from maxghost.config import renamed, values
+from maxghost.config.errors import ConfigError
 from maxghost.config.load import Loaded, fields
-from maxghost.config.schema import Config
+from maxghost.config.schema import SECTIONS
 
 
 def limits(field: dataclasses.Field) -> str:
@@ -30,8 +30,8 @@ def default_text(field: dataclasses.Field) -> str:
 
 def sections() -> Iterator[tuple[str, type, tuple[dataclasses.Field, ...]]]:
   """(name, dataclass, keys) of every section."""
-  for part in dataclasses.fields(Config):
-    yield part.name, part.type, dataclasses.fields(part.type)
+  for name, cls in SECTIONS.items():
+    yield name, cls, dataclasses.fields(cls)
 
 
 def first_line(cls: type) -> str:
@@ -43,20 +43,20 @@ def print_help(key: str | None = None, file: TextIO | None = None, usage: str = 
 
   usage: lines printed above the list. Raises ConfigError for a key that does not exist.
   """
-  file = file or sys.stdout
+  out: TextIO = file or sys.stdout
   if key is not None:
-    print(explain(key), file=file)
-  elif file.isatty():
-    _print_rich(file, usage)
+    print(explain(key), file=out)
+  elif out.isatty():
+    _print_rich(out, usage)
   else:
-    print(plain_list(usage), file=file)
+    print(plain_list(usage), file=out)
 
 
 def explain(key: str) -> str:
   """One key in full: help, type, default, limits, section. Raises ConfigError with the nearest valid name."""
   known = fields()
   if key not in known:
-    raise ConfigError(f"unknown key '{key}'{did_you_mean(key, known)}")
+    raise ConfigError(renamed.unknown(key, known))
   section, cls = next((name, cls) for name, cls, items in sections() if any(item.name == key for item in items))
   field = known[key]
   rows = [

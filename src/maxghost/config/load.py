@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 import maxghost
-from maxghost.config import values
+from maxghost.config import files, renamed, values
 from maxghost.config.errors import ConfigError, did_you_mean
-from maxghost.config.schema import Config
+from maxghost.config.schema import SECTIONS, Config
 from maxghost.config.validate import cross_problems, value_problems
 
 COMMAND_LINE = "command line"
@@ -49,7 +49,7 @@ class Loaded:
 
 def fields() -> dict[str, dataclasses.Field]:
   """Every key of the schema and its dataclass field, in the order of the sections."""
-  return {item.name: item for part in dataclasses.fields(Config) for item in dataclasses.fields(part.type)}
+  return {item.name: item for cls in SECTIONS.values() for item in dataclasses.fields(cls)}
 
 
 def config_dir() -> Path:
@@ -84,7 +84,7 @@ def load_with_origins(path=None, *overrides: str, base_dir=None) -> Loaded:
   if model_name is not None and isinstance(model_name.node, yaml.ScalarNode):
     folders = [Path(base_dir)] if base_dir is not None else [Path(path).parent] if path is not None else []
     model = _read_model_file(model_name, [*folders, config_dir()], problems)
-  return _resolve((base, model, command), problems, notes)
+  return _resolve((base, model, command), resolved, problems, notes)
 
 
 def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
@@ -134,7 +134,8 @@ def _read_overrides(texts: tuple[str, ...], problems: list[str], notes: list[str
   """The keys of `key=value` texts. A value is YAML, except that plain text needs no quotes."""
   given: dict[str, Given] = {}
   seen: dict[str, str] = {}
-  kinds = {name: field.type for name, field in fields().items()}
+  kinds = {name: other.kind for name, other in renamed.OTHER.items()}
+  kinds |= {name: field.type for name, field in fields().items()}
   for text in texts:
     key, equals, value = text.partition("=")
     key = key.strip()
@@ -162,6 +163,7 @@ def _read_override(text: str, kind: Any) -> Given:
 
 
 def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> dict[str, Given]:
+  assert isinstance(name.node, yaml.ScalarNode)
   model_name = name.node.value
   if model_name == "default":
     return {}
@@ -183,19 +185,30 @@ def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> d
   return given
 
 
-def _resolve(layers: tuple[dict[str, Given], ...], problems: list[str], notes: list[str]) -> Loaded:
-  """Lays the layers over the defaults, each value as the type of its key, and validates. Raises ConfigError."""
+def _resolve(layers: tuple[dict[str, Given], ...], resolved: bool, problems: list[str], notes: list[str]) -> Loaded:
+  """Lays the layers over the defaults, each value as the type of its key, and validates. Raises ConfigError.
+
+  resolved: the first layer is a run's saved configuration, which may hold former names of keys.
+  """
   known = fields()
   flat = {name: field.default for name, field in known.items()}
   origins = dict.fromkeys(known, DEFAULT)
   broken: set[str] = set()
   base = layers[0]
-  for layer in layers:
+  level_of: dict[str, int] = {}
+  others: list[tuple[int, str, Any, str]] = []
+  for level, layer in enumerate(layers):
     for key, given in layer.items():
-      if key not in known:
-        problems.append(f"unknown key '{key}' ({given.origin}){did_you_mean(key, known)}")
+      other = renamed.OTHER.get(key)
+      if other is not None and (other.maxtext or (resolved and layer is base)):
+        problem, value = _convert(key, other.kind, given)
+        problems.extend([problem] if problem else [])
+        others.extend([] if problem else [(level, key, value, given.origin)])
         continue
-      problem, value = _convert(known[key], given)
+      if key not in known:
+        problems.append(renamed.unknown(key, known, given.origin))
+        continue
+      problem, value = _convert(key, known[key].type, given, known[key])
       if problem:
         problems.append(problem)
         broken.add(key)
@@ -205,7 +218,16 @@ def _resolve(layers: tuple[dict[str, Given], ...], problems: list[str], notes: l
           f"{key}={values.shown(flat[key])} ({origins[key]}) is overridden by {values.shown(value)} of the model file "
           f"({given.origin}); give {key}= on the command line to keep it"
         )
-      flat[key], origins[key] = value, given.origin
+      flat[key], origins[key], level_of[key] = value, given.origin, level
+  for level, key, value, origin in others:
+    for target, changed in renamed.OTHER[key].fold(value, flat).items():
+      if level_of.get(target, level) > level:
+        notes.append(f"{key} ({origin}) is overridden by {target}={values.shown(flat[target])} ({origins[target]})")
+        continue
+      if wrong := values.limit_problems(known[target], changed):
+        problems.append(f"{key} ({origin}) is {target}={values.shown(changed)}{wrong[0]}")
+        broken.add(target)
+      flat[target], origins[target] = changed, origin
   sound = {key: value for key, value in flat.items() if key not in broken}
   problems.extend(cross_problems(sound))
   if problems:
@@ -213,23 +235,28 @@ def _resolve(layers: tuple[dict[str, Given], ...], problems: list[str], notes: l
   return Loaded(_build(flat), origins, tuple(notes))
 
 
-def _convert(field: dataclasses.Field, given: Given) -> tuple[str, Any]:
-  """("", value) or (problem, None) for one given value."""
-  if given.node is None:
-    return f"{field.name} ({given.origin}): {given.problem}", None
-  text = _node_text(given.node)
+def _convert(name: str, kind: Any, given: Given, field: dataclasses.Field | None = None) -> tuple[str, Any]:
+  """("", value) or (problem, None) for one given value, within the limits of the `field` if there is one."""
+  node = given.node
+  if node is None:
+    return f"{name} ({given.origin}): {given.problem}", None
+  text = _node_text(node)
+  if (
+    isinstance(node, yaml.ScalarNode) and (other := renamed.SYNONYMS.get(name, {}).get(node.value.lower())) is not None
+  ):
+    node = yaml.ScalarNode("tag:yaml.org,2002:str", other)
   try:
-    value = values.from_node(given.node, field.type)
+    value = values.from_node(node, kind)
   except values.WrongTypeError as error:
-    expected = values.type_name(field.type) if values.is_tuple(field.type) else error
-    quoted = isinstance(given.node, yaml.ScalarNode) and given.node.style in ("'", '"')
-    hint = "; remove the quotes" if quoted and field.type in (bool, int, float) else ""
-    return f"{field.name}={text} ({given.origin}) is not of type {expected}{hint}", None
-  wrong = values.limit_problems(field, value)
-  return (f"{field.name}={values.shown(value)} ({given.origin}){wrong[0]}", None) if wrong else ("", value)
+    expected = values.type_name(kind) if values.is_tuple(kind) else error
+    quoted = isinstance(node, yaml.ScalarNode) and node.style in ("'", '"')
+    hint = "; remove the quotes" if quoted and kind in (bool, int, float) else ""
+    return f"{name}={text} ({given.origin}) is not of type {expected}{hint}", None
+  wrong = values.limit_problems(field, value) if field else []
+  return (f"{name}={values.shown(value)} ({given.origin}){wrong[0]}", None) if wrong else ("", value)
 
 
-def _node_text(node: yaml.Node, depth: int = 0) -> str:
+def _node_text(node: yaml.Node | None, depth: int = 0) -> str:
   """The node as text for a message. Nested lists are cut: a YAML alias can make a list that holds itself."""
   if isinstance(node, yaml.ScalarNode):
     return f"'{node.value}'" if node.tag != values.NULL_TAG or node.value else "nothing"
@@ -239,10 +266,9 @@ def _node_text(node: yaml.Node, depth: int = 0) -> str:
 
 
 def _build(flat: dict[str, Any]) -> Config:
-  parts = {}
-  for part in dataclasses.fields(Config):
-    parts[part.name] = part.type(**{item.name: flat[item.name] for item in dataclasses.fields(part.type)})
-  return Config(**parts)
+  return Config(
+    **{name: cls(**{item.name: flat[item.name] for item in dataclasses.fields(cls)}) for name, cls in SECTIONS.items()}
+  )
 
 
 def replace(cfg: Config, **changes: Any) -> Config:
@@ -255,7 +281,7 @@ def replace(cfg: Config, **changes: Any) -> Config:
   problems = []
   for key, value in changes.items():
     if key not in known:
-      problems.append(f"unknown key '{key}'{did_you_mean(key, known)}")
+      problems.append(renamed.unknown(key, known))
     elif key == "model_name" and value != cfg.model.model_name:
       problems.append(f"model_name={values.shown(value)} cannot be set by replace; use load with model_name={value}")
     else:
@@ -285,14 +311,4 @@ def to_text(cfg: Config) -> str:
 
 def save(cfg: Config, path: str | os.PathLike) -> None:
   """Writes `to_text(cfg)` to `path`, atomically: a reader sees the old file or the whole new one. Raises OSError."""
-  path = Path(path)
-  temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-  try:
-    with open(temporary, "w", encoding="utf-8") as file:
-      file.write(to_text(cfg))
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(temporary, path)
-  except BaseException:
-    temporary.unlink(missing_ok=True)
-    raise
+  files.write_text(path, to_text(cfg))

@@ -79,15 +79,16 @@ def directions() -> tuple[str, ...]:
   return ("auto", "sgd", *map(str, own), "second_order")
 
 
-def ledger_columns() -> tuple[str, ...]:
-  """The columns that any registered optimizer's ledger can have, in order."""
-  own = dict.fromkeys(name for optimizer in OPTIMIZERS.values() for name in optimizer.columns)
+def ledger_columns(*opt_types: str) -> tuple[str, ...]:
+  """The columns that the ledger of these optimizers (by default: of any registered one) can have, in order."""
+  own = dict.fromkeys(name for opt_type in opt_types or OPTIMIZERS for name in OPTIMIZERS[opt_type].columns)
   return ("predicted_examples", *own, "unscored", "direction_residual")
 
 
 OPT_TYPES = Names(lambda: tuple(OPTIMIZERS))
 OBJECTIVE_NAMES = Names(lambda: tuple(OBJECTIVES))
 DIRECTIONS = Names(directions)
+LEDGER = Names(ledger_columns)
 
 
 def register(key: str, name: str, plugin: Any) -> None:

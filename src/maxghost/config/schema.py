@@ -8,12 +8,15 @@ Nothing in this package imports JAX, so that a wrong key is reported before JAX 
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from maxghost.config import plugins
 from maxghost.config.errors import ConfigError
-from maxghost.config.validate import value_problems
+from maxghost.config.families import FAMILIES
+from maxghost.config.validate import DISTRIBUTED, value_problems
 
 
 def key(default: Any, help: str, *, choices: Sequence = (), minimum: float | None = None, maximum: float | None = None):
@@ -24,11 +27,7 @@ def key(default: Any, help: str, *, choices: Sequence = (), minimum: float | Non
   return dataclasses.field(default=default, metadata=metadata)
 
 
-def section(cls):
-  return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
-
-
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
   """Where a run lives and how long it is."""
 
@@ -40,8 +39,6 @@ class RunConfig:
   eval_steps: int = key(4, "batches per evaluation", minimum=1)
   sample_every: int = key(0, "let the model continue sample_prompt every this many steps; 0 = never", minimum=0)
   sample_prompt: str = key("", "text that samples begin with; empty = only the begin-of-document token")
-  sample_tokens: int = key(64, "most tokens of a sample", minimum=1)
-  sample_temperature: float = key(0.7, "samples divide the logits by it; 0 = always the likeliest token", minimum=0.0)
   init_weights_seed: int = key(0, "seed of the initial weights and of dropout", minimum=0, maximum=2**32 - 1)
   data_shuffle_seed: int = key(
     0, "seed of the document order and of the train/validation split", minimum=0, maximum=2**32 - 1
@@ -50,7 +47,7 @@ class RunConfig:
   jax_cache_dir: str = key("", "folder for JAX's persistent compilation cache; empty = none")
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
   """The decoder-only transformer."""
 
@@ -58,7 +55,7 @@ class ModelConfig:
   decoder_block: str = key(
     "llama2",
     "architecture family: parameter names, and what the family cannot do without; see configs/models/",
-    choices=("llama2", "gpt2", "mistral", "mixtral", "qwen3", "qwen3_moe", "gpt_oss"),
+    choices=plugins.Names(lambda: tuple(FAMILIES)),
   )
   base_emb_dim: int = key(256, "embed dim D", minimum=1)
   base_num_query_heads: int = key(4, "query heads H", minimum=1)
@@ -143,16 +140,17 @@ class ModelConfig:
     "what the backward pass recomputes: none saves all, minimal saves matmul outputs, full saves layer inputs only",
     choices=("none", "minimal", "full"),
   )
-  segment_length: int = key(
-    0, "layers per segment; the backward pass keeps segment inputs only and recomputes inside; 0 = off", minimum=0
-  )
   segment_lengths: tuple[int, ...] = key(
-    (), "more levels: layers per segment, per segment inside it, ...; in place of segment_length", minimum=1
+    (),
+    "layers per segment, or of segments within segments, outermost first; the backward pass keeps segment inputs only "
+    "and recomputes inside; empty = off",
+    minimum=1,
   )
-  stream_weights: str = key(
-    "none",
-    "host = the stacked layers live in pinned host memory and come to the device one segment at a time",
-    choices=("none", "host"),
+  offload_to_host: tuple[str, ...] = key(
+    (),
+    "what waits in pinned host memory, one segment at a time on the device: weights and optimizer state of the stacked "
+    "layers; carries = segment inputs of reverse_scan's validation rows",
+    choices=("weights", "optimizer", "carries"),
   )
   z_loss_multiplier: float = key(0.0, "weight of the squared log-partition added to each token's loss", minimum=0.0)
   final_logits_soft_cap: float = key(0.0, "c: logits become c tanh(logits / c); 0 = no cap", minimum=0.0)
@@ -164,17 +162,12 @@ class ModelConfig:
   )
 
   @property
-  def segments(self) -> tuple[int, ...]:
-    """Layers per segment, outermost level first; empty without segments."""
-    return self.segment_lengths or ((self.segment_length,) if self.segment_length else ())
-
-  @property
   def stacked_segments(self) -> tuple[int, ...]:
-    """The same in entries of the stack, each a cycle of unlike layers."""
-    return tuple(length // self.inhomogeneous_layer_cycle_interval for length in self.segments)
+    """`segment_lengths` in entries of the stack, each a cycle of unlike layers."""
+    return tuple(length // self.inhomogeneous_layer_cycle_interval for length in self.segment_lengths)
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
   """What is read, how it is split, tokenized and packed."""
 
@@ -187,24 +180,19 @@ class DataConfig:
   dataset_domain_bytes: int = key(
     -1, "cap on the bytes read per domain; 0 = no cap, -1 = 2,000,000 for stdlib and synthetic, else none", minimum=-1
   )
-  text_files: tuple[str, ...] = key(
-    (), "text: domain=glob of .txt, .jsonl (both also .gz, .zst) and .parquet files; ** goes down folders"
+  dataset_files: tuple[str, ...] = key(
+    (),
+    "domain=glob of files, ** goes down folders. text: .txt, .jsonl (.gz, .zst), .parquet; grain: ArrayRecord, .parquet"
+    " or a prepared folder; hf: domain=dataset folder; tfds: domain=dataset/config:version",
   )
-  grain_train_files: tuple[str, ...] = key(
-    (), "grain: domain=glob of ArrayRecord or .parquet files, or a folder written by `python -m maxghost.data prepare`"
-  )
-  hf_path: tuple[str, ...] = key((), "hf: domain=folder of a Hugging Face dataset on disk")
-  dataset_name: tuple[str, ...] = key((), "tfds: domain=dataset/config:version, prepared as ArrayRecord")
   dataset_path: str = key("", "tfds: folder of the datasets; empty = ~/tensorflow_datasets")
   train_split: str = key("train", "tfds, hf: split to train on")
   train_data_columns: tuple[str, ...] = key(("text",), "text columns of a record; several are joined by line ends")
-  dataset_mixture: str = key(
-    "proportional",
-    "proportional = every document once per epoch; weights = shares of the rows by dataset_weights; "
-    "epochs = each domain as many times per epoch as dataset_weights says",
-    choices=("proportional", "weights", "epochs"),
+  dataset_mixture: tuple[str, ...] = key(
+    (),
+    "domain=share of the rows (0.25) for each domain, or how often an epoch goes through it (2x); empty = every "
+    "document once per epoch",
   )
-  dataset_weights: tuple[str, ...] = key((), "domain=number for each domain; read by dataset_mixture")
   dataset_exclude_file: str = key(
     "", "JSON lines of document ids (domain, path, offset) to leave out of training, as `duplicates` writes them"
   )
@@ -215,11 +203,11 @@ class DataConfig:
   tokenizer_path: str = key("", "tokenizer.json or its folder, SentencePiece model, or tiktoken encoding or file")
   max_target_length: int = key(256, "sequence length T, tokens per row", minimum=2)
   per_device_batch_size: int = key(8, "rows per device and step", minimum=1)
-  packing: bool = key(True, "pack several documents into a row, with segment ids")
-  grain_packing_type: str = key(
+  packing: str = key(
     "first_fit",
-    "first_fit = cut a document only where it is longer than a row; concat_then_split = cut at row ends",
-    choices=("first_fit", "concat_then_split"),
+    "several documents in a row: first_fit (or true) = cut a document only where it is longer than a row; "
+    "concat_then_split = cut at row ends; none (or false) = one document in a row",
+    choices=("first_fit", "concat_then_split", "none"),
   )
   max_segments_per_seq: int = key(-1, "documents a packed row can hold; -1 = one per 32 tokens, at most 32", minimum=-1)
   shuffle_window_bytes: int = key(
@@ -235,9 +223,10 @@ class DataConfig:
   grain_worker_count: int = key(
     0, "processes that read, tokenize and pack ahead of the training; 0 = a thread of the main process", minimum=0
   )
-  ghost_val_domain: str = key("manual", "domain whose held-out documents form the validation set")
   ghost_val_sets: tuple[str, ...] = key(
-    (), "validation sets as name=domain, each scored apart from one training pass; empty = ghost_val_domain alone"
+    (),
+    "validation sets, each scored apart: a domain, or name=domain, of which a share is held out; empty = manual, for "
+    "synthetic its first domain",
   )
   ghost_val_fraction: float = key(
     0.25, "share of the validation domain's documents held out, chosen by document id", minimum=0.0, maximum=1.0
@@ -248,22 +237,30 @@ class DataConfig:
     choices=("drop", "keep", "error"),
   )
   ghost_val_files: tuple[str, ...] = key(
-    (), "domain=glob of text files (as text_files) that are held out in whole; ghost_val_domain may name such a domain"
+    (), "domain=glob of text files (as dataset_files of text) that are held out in whole, for ghost_val_sets to name"
   )
 
   @property
   def validation_sets(self) -> dict[str, str]:
     """{name: domain} of the sets that are scored against."""
-    pairs = [text.partition("=") for text in self.ghost_val_sets]
-    return {name: domain or name for name, _, domain in pairs} or {self.ghost_val_domain: self.ghost_val_domain}
+    first = (*self.dataset_domains, "words")[0] if self.dataset_type == "synthetic" else "manual"
+    pairs = [text.partition("=") for text in self.ghost_val_sets or (first,)]
+    return {name: domain or name for name, _, domain in pairs}
+
+  @property
+  def mixture(self) -> str:
+    """How an epoch is made: "proportional", by "weights" (shares of the rows), or by "epochs" (times per epoch)."""
+    if not self.dataset_mixture:
+      return "proportional"
+    return "epochs" if self.dataset_mixture[0].endswith("x") else "weights"
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
   """AdamW or SGD and their schedule."""
 
   objective: str = key("next_token", "what the training steps minimise", choices=plugins.OBJECTIVE_NAMES)
-  opt_type: str = key("adamw", "optimizer", choices=("adamw", "sgd"))
+  opt_type: str = key("adamw", "optimizer", choices=plugins.OPT_TYPES)
   learning_rate: float = key(1e-3, "peak learning rate", minimum=0.0)
   lr_schedule_type: str = key(
     "cosine", "cosine decay, or wsd = warmup, stable, decay", choices=("cosine", "wsd", "constant")
@@ -280,11 +277,6 @@ class OptimizerConfig:
     "dtype of Adam's first moment; the second has the parameters' own",
     choices=("float32", "bfloat16"),
   )
-  stream_optimizer: str = key(
-    "none",
-    "host = the moments of the stacked layers live in pinned host memory and are updated one segment at a time",
-    choices=("none", "host"),
-  )
   trainable_parameters_mask: tuple[str, ...] = key(
     (), "path patterns (fnmatch) of the parameters to train, the others stay as they are; empty = all"
   )
@@ -294,27 +286,26 @@ class OptimizerConfig:
   gradient_clipping_threshold: float = key(1.0, "largest global gradient norm; 0 = no clipping", minimum=0.0)
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GhostConfig:
   """Per-example scores: what is scored, along which direction."""
 
   ghost_enabled: bool = key(True, "score every training document in every step")
   ghost_engine: str = key(
     "graddotprod",
-    "graddotprod = one backward pass with rules per layer, jvp = forward mode without rules, perexample = one gradient "
-    "per example (tiny models)",
-    choices=("graddotprod", "jvp", "perexample"),
+    "graddotprod = one backward pass with rules per layer, jvp = forward mode without rules",
+    choices=("graddotprod", "jvp"),
   )
   ghost_schedule: str = key(
     "two_pass",
     "how validation and training share a step: one after the other, layer by layer in one walk back, or in one batch",
-    choices=("two_pass", "reverse_scan", "concat"),
+    choices=plugins.SCHEDULES,
   )
   ghost_direction: str = key(
     "auto",
     "sgd = validation gradient, adam = through this step's AdamW preconditioner, auto = the optimizer's own, "
     "second_order = with half the curvature along the step, through the optimizer's preconditioner",
-    choices=("auto", "sgd", "adam", "second_order"),
+    choices=plugins.DIRECTIONS,
   )
   ghost_rank: int = key(0, "rank of the factors a direction is held in; 0 = exact", minimum=0)
   ghost_val_batch_size: int = key(2, "validation rows per step", minimum=1)
@@ -324,11 +315,6 @@ class GhostConfig:
   ghost_every: int = key(1, "score every this many steps; the steps between are plain training steps", minimum=1)
   ghost_val_every: int = key(
     1, "compute the validation gradient every this many steps and score against it until the next", minimum=1
-  )
-  ghost_stream_carries: str = key(
-    "none",
-    "reverse_scan with segments: host = the validation rows' segment inputs wait in pinned host memory",
-    choices=("none", "host"),
   )
   ghost_exclude: tuple[str, ...] = key((), "path patterns (fnmatch) of parameters left unscored on purpose")
   ghost_detail: str = key(
@@ -350,34 +336,37 @@ class GhostConfig:
   ghost_select_threshold: float = key(
     0.0, "threshold: train on rows worth more than this many times the mean absolute value of the step's rows"
   )
-  ghost_reweight: bool = key(
-    False, "let the domains' shares of the rows follow the nats per token they earned; with dataset_mixture=weights"
-  )
-  ghost_reweight_every: int = key(20, "steps between two changes of the shares", minimum=1)
-  ghost_reweight_step: float = key(
-    0.2,
-    "how far one change goes: a domain that earned the mean grows by this share against one that earned nothing",
+  ghost_reweight: tuple[float, ...] = key(
+    (),
+    "[steps, size, floor]: every so many steps the shares in dataset_mixture follow the nats per token earned, by size "
+    "(0.2) for the mean domain, none below floor (0.02); empty = never",
     minimum=0.0,
   )
-  ghost_reweight_floor: float = key(0.02, "no domain's share falls below this", minimum=0.0, maximum=0.5)
+
+  @property
+  def reweighting(self) -> tuple[int, float, float]:
+    """(steps between two changes of the shares, 0 for never; size of a change; least share of a domain)."""
+    steps, size, floor = (*self.ghost_reweight, *(0.0, 0.2, 0.02)[len(self.ghost_reweight) :])
+    return int(steps), size, floor
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
   """Saving and resuming."""
 
-  enable_checkpointing: bool = key(True, "save checkpoints and resume from the newest good one")
   load_parameters_path: str = key(
     "",
     "start a new run from the parameters of this model: a run or a checkpoint of any layout (also MaxText's), an "
     "imported folder, or a Hugging Face folder; empty = from init_weights_seed",
   )
-  checkpoint_period: int = key(100, "save every this many steps", minimum=1)
+  checkpoint_period: int = key(
+    100, "save every this many steps, and resume from the newest good checkpoint; 0 = no checkpoints", minimum=0
+  )
   max_num_checkpoints_to_keep: int = key(2, "older checkpoints are removed; 0 = keep all", minimum=0)
   async_checkpointing: bool = key(True, "write checkpoints in the background")
 
 
-@section
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
   """Many devices: the mesh, what is sharded how, several processes, compiling for absent hardware."""
 
@@ -405,25 +394,33 @@ class ParallelConfig:
   )
   jax_distributed: str = key(
     "auto",
-    "several processes: auto = where an address is given or JAX detects SLURM, Open MPI, Kubernetes or Cloud TPU; on = "
-    "it is an error if none is found; off = this process alone",
-    choices=("auto", "on", "off"),
+    "several processes: HOST:PORT,K/N = process K of N, process 0 listens at HOST:PORT; auto = as JAX detects SLURM, "
+    "Open MPI, Kubernetes, Cloud TPU; on = an error if none is found; off",
   )
-  jax_distributed_coordinator_address: str = key("", "host:port of process 0; empty = as JAX detects it")
-  jax_distributed_num_processes: int = key(-1, "processes in all; -1 = as JAX detects it", minimum=-1)
-  jax_distributed_process_id: int = key(-1, "number of this process, from 0; -1 = as JAX detects it", minimum=-1)
-  jax_distributed_initialization_timeout: int = key(
-    300, "seconds within which all processes must have started", minimum=1
+  jax_distributed_timeouts: tuple[int, int] = key(
+    (300, 100),
+    "seconds within which all processes must have started, and after which one without a sign of life counts as lost",
+    minimum=1,
   )
-  jax_distributed_heartbeat_timeout_seconds: int = key(
-    100, "seconds without a sign of life after which a process counts as lost and the others end", minimum=10
+  compile_topology: str = key(
+    "", "train_compile: what to compile for, such as v5e-16, 2xv5e-16 (two slices), v5p-256 or cpu-8"
   )
-  compile_topology: str = key("", "train_compile: what to compile for, such as v5e-16, v5p-256 or cpu-8")
-  compile_topology_num_slices: int = key(1, "train_compile: slices of that topology", minimum=1)
   compiled_trainstep_file: str = key("", "train_compile: file to save the compiled step in; empty = none")
 
+  @property
+  def processes(self) -> tuple[str, int, int] | None:
+    """(address of process 0, this process, processes in all), None where `jax_distributed` gives no address."""
+    found = DISTRIBUTED.fullmatch(self.jax_distributed)
+    return (found[1], int(found[2]), int(found[3])) if found else None
 
-@section
+  @property
+  def topology(self) -> tuple[str, int]:
+    """(`compile_topology` of one slice, slices)."""
+    found = re.fullmatch(r"([1-9][0-9]{0,3})x(.+)", self.compile_topology)
+    return (found[2], int(found[1])) if found else (self.compile_topology, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
   """All sections. Built by `maxghost.config.load`; validated at construction. Raises ConfigError."""
 
@@ -446,4 +443,8 @@ class Config:
     return {f.name: getattr(part, f.name) for part in self.sections() for f in dataclasses.fields(part)}
 
   def sections(self) -> tuple:
-    return tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+    return tuple(getattr(self, name) for name in SECTIONS)
+
+
+# name -> dataclass of every section
+SECTIONS: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(Config)}

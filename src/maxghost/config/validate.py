@@ -5,13 +5,16 @@ yields one line per problem: the keys with their values, the limit, and values t
 own value is already wrong is left out, so it may trust types, bounds and choices.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import Field
 from typing import Any
 
 from maxghost.config import plugins
+from maxghost.config.families import FAMILIES
 from maxghost.config.values import WrongTypeError, divisors, from_python, limit_problems, shown
 
+DISTRIBUTED = re.compile(r"(\S+:[0-9]+),([0-9]+)/([0-9]+)")  # jax_distributed=HOST:PORT,K/N
 BYTE_TOKENIZER_IDS = 259  # 256 bytes, and the begin, end and padding ids
 
 
@@ -57,41 +60,24 @@ def mlp_activations(v: Values) -> Iterator[str]:
     )
 
 
-# What a family's published models all have: with other values the name would promise another function.
-FAMILIES: dict[str, dict[str, Any]] = {
-  "gpt2": {
-    "normalization_layer_type": "layer_norm", "rope_type": "none", "attention_bias": True, "mlp_bias": True,
-    "mlp_activations": ("gelu",),
-  },
-  "qwen3": {"use_qk_norm": True},
-  "qwen3_moe": {"use_qk_norm": True},
-  "gpt_oss": {
-    "attention_sink": True, "attention_bias": True, "mlp_bias": True, "routed_bias": True,
-    "mlp_activations": ("quick_gelu", "one_plus"), "norm_topk_prob": True,
-  },
-}  # fmt: skip
-ROUTED_FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
-EXAMPLES = {
-  "gpt2": "gpt2-small", "mixtral": "mixtral-8x7b", "qwen3": "qwen3-0.6b", "qwen3_moe": "qwen3-30b-a3b",
-  "gpt_oss": "gpt-oss-20b",
-}  # fmt: skip
-
-
 def family(v: Values) -> Iterator[str]:
-  block = v.decoder_block
-  for key, needed in FAMILIES.get(block, {}).items():
+  record = FAMILIES[v.decoder_block]
+  block, example = f"decoder_block={record.name}", f"model_name={record.example}"
+  for key, needed in record.needs.items():
     value = getattr(v, key)
     if value != needed:
+      own = next(other.name for other in FAMILIES.values() if not other.needs)
       yield (
-        f"decoder_block={block} has {key}={shown(needed)}, not {shown(value)}; set it (model_name={EXAMPLES[block]} "
-        "sets all of the family), or decoder_block=llama2 for a model of your own"
+        f"{block} has {key}={shown(needed)}, not {shown(value)}; set it ({example} sets all of the family), or "
+        f"decoder_block={own} for a model of your own"
       )
-  if block in ROUTED_FAMILIES and v.num_experts == 1:
-    yield f"decoder_block={block} has experts, but num_experts=1; set it, or model_name={EXAMPLES[block]}"
-  if block not in (*ROUTED_FAMILIES, "llama2") and v.num_experts > 1:
-    yield f"decoder_block={block} has no experts, but num_experts={v.num_experts}; use decoder_block=mixtral"
-  if block == "gpt2" and v.trainable_position_size < 1:
-    yield "decoder_block=gpt2 learns its positions; set trainable_position_size, such as 1024"
+  if record.routed and v.num_experts == 1:
+    yield f"{block} has experts, but num_experts=1; set it, or {example}"
+  if record.routed is False and v.num_experts > 1:
+    routed = next(other.name for other in FAMILIES.values() if other.routed)
+    yield f"{block} has no experts, but num_experts={v.num_experts}; use decoder_block={routed}"
+  if record.learned_positions and v.trainable_position_size < 1:
+    yield f"{block} learns its positions; set trainable_position_size, such as 1024"
 
 
 def positions(v: Values) -> Iterator[str]:
@@ -184,16 +170,16 @@ def ghost_combinations(v: Values) -> Iterator[str]:
     yield "ghost_direction=second_order forms the whole step first; use gradient_accumulation_steps=1"
   if v.ghost_direction == "second_order" and v.ghost_val_every > 1:
     yield f"ghost_direction=second_order needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
-  if v.ghost_schedule == "concat" and v.ghost_rank and v.ghost_direction == "sgd":
+  plain = v.ghost_direction == "sgd" or (v.ghost_direction == "auto" and v.opt_type == "sgd")
+  if v.ghost_schedule == "concat" and v.ghost_rank and plain:
     yield f"ghost_schedule=concat forms its direction inside each layer; use ghost_rank=0, not {v.ghost_rank}"
-  if v.ghost_stream_carries == "host" and (
-    v.ghost_schedule != "reverse_scan" or not (v.segment_length or v.segment_lengths)
-  ):
-    yield "ghost_stream_carries=host needs ghost_schedule=reverse_scan and a segment_length; or use none"
+  if "carries" in v.offload_to_host and (v.ghost_schedule != "reverse_scan" or not v.segment_lengths):
+    yield (
+      f"offload_to_host={shown(v.offload_to_host)}: carries needs ghost_schedule=reverse_scan and segment_lengths; "
+      "leave it out"
+    )
   if v.ghost_schedule == "reverse_scan" and not v.scan_layers:
     yield "ghost_schedule=reverse_scan walks stacked layers; use scan_layers=true"
-  if v.ghost_enabled and v.ghost_engine == "perexample":
-    yield "ghost_engine=perexample is for `GhostEngine.score` on tiny models; to train use graddotprod or jvp"
   if v.ghost_engine != "graddotprod":
     if v.ghost_rank:
       yield f"ghost_rank={v.ghost_rank} has no meaning for ghost_engine={v.ghost_engine}; use ghost_rank=0"
@@ -209,7 +195,7 @@ def selection(v: Values) -> Iterator[str]:
   if v.ghost_schedule != "two_pass" or v.ghost_engine != "graddotprod":
     yield f"ghost_select={v.ghost_select} needs ghost_schedule=two_pass and ghost_engine=graddotprod"
   if v.ghost_direction == "second_order":
-    yield f"ghost_select={v.ghost_select} chooses before the step is known; use ghost_direction=auto, sgd or adam"
+    yield f"ghost_select={v.ghost_select} chooses before the step is known; use ghost_direction=auto or sgd"
   if v.gradient_accumulation_steps > 1:
     yield (
       f"ghost_select={v.ghost_select} chooses among the rows of a whole batch; use gradient_accumulation_steps=1, "
@@ -224,18 +210,32 @@ def selection(v: Values) -> Iterator[str]:
 def reweighting(v: Values) -> Iterator[str]:
   if not v.ghost_reweight:
     return
+  given = f"ghost_reweight={shown(v.ghost_reweight)}"
+  steps, *_ = v.ghost_reweight
+  if len(v.ghost_reweight) > 3 or steps < 1 or steps % 1:
+    yield f"{given} is not [steps, size, floor], such as [20, 0.2, 0.02]; empty = never"
   if not v.ghost_enabled:
-    yield "ghost_reweight=true follows the scores; use ghost_enabled=true, or ghost_reweight=false"
-  if v.dataset_mixture != "weights":
+    yield f"{given} follows the scores; use ghost_enabled=true, or no ghost_reweight"
+  if not v.dataset_mixture or v.dataset_mixture[0].endswith("x"):
+    yield f"{given} changes the domains' shares of the rows; give shares to start from, dataset_mixture=[a=0.5,b=0.5]"
+  floor = (*v.ghost_reweight, 0.2, 0.02)[2]
+  if v.dataset_mixture and floor * len(v.dataset_mixture) > 1:
     yield (
-      f"ghost_reweight=true changes the shares of dataset_mixture=weights, not of {v.dataset_mixture}; give "
-      "dataset_mixture=weights and dataset_weights to start from"
+      f"{given}: a floor of {shown(floor)} for {len(v.dataset_mixture)} domains is more than all rows; "
+      f"use {1 / len(v.dataset_mixture):.3g} or less"
     )
-  num_domains = len(v.dataset_weights)
-  if num_domains and v.ghost_reweight_floor * num_domains > 1:
+
+
+def mixture(v: Values) -> Iterator[str]:
+  if any("=" not in text for text in v.dataset_mixture):
     yield (
-      f"ghost_reweight_floor={shown(v.ghost_reweight_floor)} for {num_domains} domains is more than all rows; "
-      f"use {1 / num_domains:.3g} or less"
+      f"dataset_mixture={shown(v.dataset_mixture)} is not of the form [a=0.25,b=0.75] for shares of the rows, or "
+      "[a=2x,b=1x] for passes per epoch"
+    )
+  if len({text.endswith("x") for text in v.dataset_mixture}) > 1:
+    yield (
+      f"dataset_mixture={shown(v.dataset_mixture)} mixes shares of the rows (0.25) with passes per epoch (2x); "
+      "use one kind for all domains"
     )
 
 
@@ -256,20 +256,17 @@ def vocab_tiling(v: Values) -> Iterator[str]:
 
 
 def segments(v: Values) -> Iterator[str]:
-  single, levels = v.segment_length, v.segment_lengths
-  if single and levels:
-    yield f"segment_length={single} and segment_lengths={shown(levels)} say the same thing twice; give one of them"
+  levels = v.segment_lengths
+  if not levels:
     return
-  if not single and not levels:
-    return
-  given = f"segment_lengths={shown(levels)}" if levels else f"segment_length={single}"
+  given = f"segment_lengths={shown(levels if len(levels) > 1 else levels[0])}"
   if not v.scan_layers:
     yield f"{given} cuts stacked layers into segments; use scan_layers=true, or no segments"
   whole, name = v.base_num_decoder_layers, f"base_num_decoder_layers={v.base_num_decoder_layers}"
   cycle = v.inhomogeneous_layer_cycle_interval
   if whole % cycle:
     return  # said by `layer_cycle`
-  for length in levels or (single,):
+  for length in levels:
     choices = [cycle * k for k in divisors(whole // cycle)]
     if length not in choices:
       which = f": {length}" if len(levels) > 1 else ""
@@ -279,29 +276,44 @@ def segments(v: Values) -> Iterator[str]:
     whole, name = length, f"the segment of {length} around it"
 
 
-def streaming(v: Values) -> Iterator[str]:
-  keys = [name for name in ("stream_weights", "stream_optimizer") if getattr(v, name) == "host"]
-  if not keys:
+def offloading(v: Values) -> Iterator[str]:
+  given = f"offload_to_host={shown(v.offload_to_host)}"
+  if set(v.offload_to_host) <= {"carries"}:
     return
-  given = " and ".join(f"{name}=host" for name in keys)
-  if not v.segment_length and not v.segment_lengths:
+  if not v.segment_lengths:
     if v.scan_layers:
       choices = divisors(v.base_num_decoder_layers)
       near = min(choices, key=lambda k: abs(k * k - v.base_num_decoder_layers))
-      yield f"{given} moves one segment of layers at a time; give a segment_length, such as {near}"
+      yield f"{given} moves one segment of layers at a time; give segment_lengths, such as {near}"
     else:
-      yield f"{given} moves one segment of stacked layers at a time; use scan_layers=true and a segment_length"
+      yield f"{given} moves one segment of stacked layers at a time; use scan_layers=true and segment_lengths"
   if v.ghost_enabled and v.ghost_schedule != "reverse_scan":
     yield (
       f"{given} forms directions one segment at a time; use ghost_schedule=reverse_scan, not {v.ghost_schedule}, "
       "or ghost_enabled=false"
     )
-  if v.sample_every and v.stream_weights == "host":
-    yield f"sample_every={v.sample_every} wants the weights on the device; use sample_every=0 with stream_weights=host"
-  if v.gradient_accumulation_steps > 1 and v.stream_weights == "host":
+  if v.sample_every and "weights" in v.offload_to_host:
+    yield f"sample_every={v.sample_every} wants the weights on the device; use sample_every=0 with {given}"
+  if v.gradient_accumulation_steps > 1 and "weights" in v.offload_to_host:
     yield (
-      f"stream_weights=host sends gradients to the host once per step; use gradient_accumulation_steps=1, "
+      f"{given} sends gradients to the host once per step; use gradient_accumulation_steps=1, "
       f"not {v.gradient_accumulation_steps}"
+    )
+
+
+def processes(v: Values) -> Iterator[str]:
+  if v.jax_distributed in ("auto", "on", "off"):
+    return
+  found = DISTRIBUTED.fullmatch(v.jax_distributed)
+  if not found:
+    yield (
+      f"jax_distributed={shown(v.jax_distributed)} is not auto, on, off or HOST:PORT,K/N (this is process K, from 0, "
+      "of N), such as 10.0.0.1:1234,0/2"
+    )
+  elif int(found[2]) >= int(found[3]):
+    yield (
+      f"jax_distributed={v.jax_distributed} calls this process {int(found[2])}, but of {int(found[3])} the numbers are "
+      f"0 to {int(found[3]) - 1}"
     )
 
 
@@ -328,10 +340,33 @@ def evaluation(v: Values) -> Iterator[str]:
 
 
 def ghost_direction(v: Values) -> Iterator[str]:
-  if v.ghost_enabled and v.ghost_direction == "adam" and v.opt_type == "sgd":
+  rule, direction = plugins.OPTIMIZERS[v.opt_type], v.ghost_direction
+  if not v.ghost_enabled:
+    return
+  if direction == "auto" and rule.direction is None:
+    yield plugins.auto_problem(v.opt_type)
+  if direction not in ("auto", "sgd", "second_order", rule.direction):
+    offering = [name for name, other in plugins.OPTIMIZERS.items() if other.direction == direction]
+    own = "auto or sgd" if rule.direction else "sgd"
     yield (
-      "ghost_direction=adam contradicts opt_type=sgd, which has no preconditioner; "
-      "use ghost_direction=auto or sgd, or opt_type=adamw"
+      f"ghost_direction={direction} goes through the update of opt_type={' or '.join(offering)}, not of "
+      f"opt_type={v.opt_type}; use ghost_direction={own}, or opt_type={' or '.join(offering)}"
+    )
+
+
+def seams(v: Values) -> Iterator[str]:
+  rule = plugins.OPTIMIZERS[v.opt_type]
+  if v.ghost_enabled:
+    yield from plugins.schedule_problems({key: getattr(v, key) for key in plugins.KINDS}, v.ghost_schedule)
+  if v.ghost_select == "greats" and not rule.elementwise:
+    yield (
+      f"ghost_select=greats compares rows by an elementwise update, which opt_type={v.opt_type} has not; "
+      "use ghost_select=topk or threshold"
+    )
+  if {"weights", "optimizer"} & set(v.offload_to_host) and not rule.by_segment:
+    yield (
+      f"offload_to_host={shown(v.offload_to_host)} updates one segment of layers at a time, which "
+      f"opt_type={v.opt_type} cannot; use offload_to_host=[], or another opt_type"
     )
 
 
@@ -361,7 +396,9 @@ def ghost_validation(v: Values) -> Iterator[str]:
 
 
 MESH_GROUPS = ("ici", "dcn")
-MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
+# Outermost first: axes that split rows vary slowest, so that a process holds whole rows; tensor, which communicates
+# most, varies fastest.
+MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
 
 
 def mesh_sizes(v: Values) -> Iterator[str]:
@@ -388,12 +425,15 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
   experts,
   vocab_tiling,
   segments,
-  streaming,
+  offloading,
+  mixture,
+  processes,
   vocabulary,
   schedule,
   evaluation,
   ghost_direction,
   objective_units,
+  seams,
   ghost_validation,
   ghost_combinations,
   selection,

@@ -91,7 +91,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
   where = f" tokenizer_path={Path(parsed.output) / made['path']}" if made["copied"] else ""
   where = where or (f" tokenizer_path={made['path']}" if made["path"] else "")
   print(
-    f"train on it with: dataset_type=grain grain_train_files=[{parsed.output}] tokenizer_type={made['type']}{where} "
+    f"train on it with: dataset_type=grain dataset_files=[{parsed.output}] tokenizer_type={made['type']}{where} "
     f"vocab_size={made['vocab_size']}"
   )
   return 0

@@ -7,11 +7,11 @@ import numpy as np
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
 from maxghost.data import sources
-from maxghost.data.dataset import POOL_DOCUMENTS, Dataset, Part
+from maxghost.data.dataset import POOL_DOCUMENTS, Dataset, SplitSource
 from maxghost.data.duplicates import read_ids
 from maxghost.data.hashing import content_hashes, text_hash
 from maxghost.data.order import Repeated, RowMixture, Uniform
-from maxghost.data.packing import Layout
+from maxghost.data.packing import FIRST_FIT, Layout
 from maxghost.data.prepared import PreparedSource, PreparedUnits, is_prepared
 from maxghost.data.reader import Identity, Sharding, Stream, TrainIterator
 from maxghost.data.sources import text
@@ -56,12 +56,12 @@ def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None) -> tuple
 
 
 def open_corpus(cfg: DataConfig, seed: int, tokenizer: Tokenizer) -> Source:
-  """The documents of a configuration; tokenized already where `grain_train_files` names a prepared folder."""
-  folders = [item for item in cfg.grain_train_files if cfg.dataset_type == "grain" and is_prepared(item)]
+  """The documents of a configuration; tokenized already where `dataset_files` names a prepared folder."""
+  folders = [item for item in cfg.dataset_files if cfg.dataset_type == "grain" and is_prepared(item)]
   if not folders:
     return sources.open_source(cfg, seed)
-  if len(cfg.grain_train_files) > 1:
-    raise ConfigError(f"grain_train_files has {folders[0]}, a prepared corpus, which goes alone; prepare all as one")
+  if len(cfg.dataset_files) > 1:
+    raise ConfigError(f"dataset_files has {folders[0]}, a prepared corpus, which goes alone; prepare all as one")
   return PreparedSource(folders[0], tokenizer, cfg.dataset_domains)
 
 
@@ -77,14 +77,13 @@ def make_dataset(
   val_domains: tuple[str, ...] = (),
 ) -> Dataset:
   """As `load_dataset`, over any source of documents: a `Source`, or `DocumentList` of documents in memory."""
-  tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+  tokenizer = tokenizer or ByteTokenizer()
   check_specials(tokenizer, cfg.add_bos, cfg.add_eos)
-  layout = Layout(
-    cfg.max_target_length, max_segments(cfg), cfg.grain_packing_type, cfg.packing, cfg.add_bos, cfg.add_eos
-  )
+  strategy, packed = _packing(cfg)
+  layout = Layout(cfg.max_target_length, max_segments(cfg), strategy, packed, cfg.add_bos, cfg.add_eos)
   batch_size = cfg.per_device_batch_size * num_shards if batch_size is None else batch_size
   _check_rows(cfg, source, batch_size, num_shards)
-  held_out = _held_out_domains(cfg, source, val_domains)
+  held_out = tuple(dict.fromkeys((*cfg.validation_sets.values(), *val_domains)))
   parts = _parts(source, cfg, seed, tokenizer, layout, held_out)
   _check_training(parts[0])
   streams, mixture = _streams(cfg, source, parts[0].units, layout, seed)
@@ -105,25 +104,23 @@ def make_dataset(
     sharding=Sharding(batch_size, num_shards, shard),
     identity=_identity(cfg, seed, batch_size, parts, tokenizer, held_out),
   )
-  val_domain = cfg.ghost_val_domain if cfg.ghost_val_domain in held_out else held_out[0]
-  dataset = Dataset(parts, tokenizer, layout, val_domain, train, seed)
+  dataset = Dataset(parts, tokenizer, layout, held_out[0], train, seed)
   if cfg.ghost_val_copies == "error" and dataset.copies:
     raise ConfigError(*(f"ghost_val_copies=error: {note}" for note in dataset.notes()))
   return dataset
 
 
-def _held_out_domains(cfg: DataConfig, source: Source, val_domains: tuple[str, ...]) -> tuple[str, ...]:
-  """Those of the validation sets, and ghost_val_domain even where ghost_val_sets names others, if the data has it."""
-  own = (cfg.ghost_val_domain,) if cfg.ghost_val_domain in source.domains else ()
-  return tuple(dict.fromkeys((*own, *cfg.validation_sets.values(), *val_domains)))
+def _packing(cfg: DataConfig) -> tuple[str, bool]:
+  """(how documents are cut into rows, whether several share a row)."""
+  return (FIRST_FIT if cfg.packing == "none" else cfg.packing), cfg.packing != "none"
 
 
 def _parts(
   source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, held_out: tuple[str, ...]
-) -> list[Part]:
+) -> list[SplitSource]:
   """The training source and, where `ghost_val_files` names some, the held-out files; each with its split."""
   excluded = read_ids(cfg.dataset_exclude_file) if cfg.dataset_exclude_file else None
-  splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
+  splits: list[tuple[Source, Split]] = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
   if cfg.ghost_val_files:
     files = text.load(cfg.ghost_val_files, cfg.train_data_columns, key="ghost_val_files", on_corrupt=cfg.on_corrupt)
     both = [domain for domain in files.domains if domain in source.domains]
@@ -132,7 +129,7 @@ def _parts(
     splits.append((files, Split(files, files.domains, 1.0, seed)))
   domains = tuple(domain for one, _ in splits for domain in one.domains)
   for domain in held_out:
-    check_domain("ghost_val_domain" if domain == cfg.ghost_val_domain else "ghost_val_sets: domain", domain, domains)
+    check_domain("ghost_val_sets: domain", domain, domains)
   hashes, sizes = [], set()
   for one, split in splits:
     for domain in one.domains:
@@ -149,7 +146,9 @@ def _parts(
       hashes.append(content_hashes(found))
       sizes.update(map(len, found))
   copies = HeldOut(np.unique(np.concatenate(hashes)), frozenset(sizes)) if cfg.ghost_val_copies != "keep" else NO_COPIES
-  return [Part(one, split, _units(one, split, tokenizer, layout, cfg.on_corrupt, copies)) for one, split in splits]
+  return [
+    SplitSource(one, split, _units(one, split, tokenizer, layout, cfg.on_corrupt, copies)) for one, split in splits
+  ]
 
 
 def _units(
@@ -170,7 +169,7 @@ def check_vocabulary(cfg: DataConfig, tokenizer: Tokenizer, vocab_size: int | No
 
 def max_segments(cfg: DataConfig) -> int:
   """S of the run."""
-  if not cfg.packing:
+  if cfg.packing == "none":
     return 1
   if cfg.max_segments_per_seq > 0:
     return cfg.max_segments_per_seq
@@ -182,11 +181,11 @@ def _streams(cfg: DataConfig, source: Source, units: Units, layout: Layout, seed
   weights = parse_weights(cfg, source.domains)
   common = dict(seed=seed, num_lanes=cfg.dataset_shards)
   size = cfg.shuffle_window_bytes
-  if cfg.dataset_mixture == "proportional":
+  if cfg.mixture == "proportional":
     order = Uniform(units.all_units(), seed)
     return [Stream("", Windows(units, order, layout, name="", window_bytes=size, **common))], None
   parts = [units.units_of(number) for number in range(len(source.domains))]
-  if cfg.dataset_mixture == "epochs":
+  if cfg.mixture == "epochs":
     order = Repeated(parts, [weights[domain] for domain in source.domains], seed)
     return [Stream("", Windows(units, order, layout, name="", window_bytes=size, **common))], None
   streams = []
@@ -205,36 +204,33 @@ def _streams(cfg: DataConfig, source: Source, units: Units, layout: Layout, seed
 
 
 def parse_weights(cfg: DataConfig, domains: tuple[str, ...]) -> dict[str, float]:
-  """dataset_weights as {domain: number}; checks names, numbers, and for shares the sum."""
+  """dataset_mixture as {domain: number}; checks names, numbers, and for shares the sum."""
   weights = {}
-  for item in cfg.dataset_weights:
+  for item in cfg.dataset_mixture:
     name, _, number = item.partition("=")
     try:
-      weights[name.strip()] = float(number)
+      weights[name.strip()] = float(number.removesuffix("x"))
     except ValueError:
-      raise ConfigError(f"dataset_weights has '{item}', which is not of the form domain=number") from None
-    check_domain("dataset_weights", name.strip(), domains)
-    if not 0 <= weights[name.strip()] < float("inf"):
-      raise ConfigError(f"dataset_weights has '{item}'; weights are numbers from 0 up")
-  if cfg.dataset_mixture == "proportional":
-    if weights:
       raise ConfigError(
-        "dataset_weights is set, but dataset_mixture=proportional does not read it; "
-        "use dataset_mixture=weights or dataset_mixture=epochs"
-      )
+        f"dataset_mixture has '{item}', which is not of the form domain=share (0.25) or domain=times (2x)"
+      ) from None
+    check_domain("dataset_mixture", name.strip(), domains)
+    if not 0 <= weights[name.strip()] < float("inf"):
+      raise ConfigError(f"dataset_mixture has '{item}'; shares and times are numbers from 0 up")
+  if cfg.mixture == "proportional":
     return weights
   missing = [domain for domain in domains if domain not in weights]
   if missing:
     raise ConfigError(
-      f"dataset_mixture={cfg.dataset_mixture} needs a weight for each domain, but dataset_weights has none for "
-      f"{', '.join(missing)}; add {missing[0]}=..., or leave the domain out with dataset_domains"
+      f"dataset_mixture needs a number for each domain, but has none for {', '.join(missing)}; add "
+      f"{missing[0]}=..., or leave the domain out with dataset_domains"
     )
   total = sum(weights.values())
-  if cfg.dataset_mixture == "weights" and abs(total - 1) > 1e-6:
+  if cfg.mixture == "weights" and abs(total - 1) > 1e-6:
     fixed = ",".join(f"{name}={value / total:.6g}" for name, value in weights.items()) if total else "a=0.5,b=0.5"
-    raise ConfigError(f"dataset_weights sum to {total:g}, but shares sum to 1; use for example [{fixed}]")
+    raise ConfigError(f"dataset_mixture sums to {total:g}, but shares sum to 1; use for example [{fixed}]")
   if total <= 0:
-    raise ConfigError("dataset_weights are all 0: nothing to train on")
+    raise ConfigError("dataset_mixture is all 0: nothing to train on")
   return weights
 
 
@@ -256,7 +252,7 @@ def _check_rows(cfg: DataConfig, source: Source, batch_size: int, num_shards: in
     )
 
 
-def _check_training(part: Part) -> None:
+def _check_training(part: SplitSource) -> None:
   for indices in scan(len(part.source)):
     if not part.split.left_out(indices).all():
       return
@@ -275,7 +271,7 @@ def _check_validation(cfg: DataConfig, domain: str, num_held_out: int) -> None:
 
 
 def _identity(
-  cfg: DataConfig, seed: int, batch_size: int, parts: list[Part], tokenizer: Tokenizer, held_out: tuple[str, ...]
+  cfg: DataConfig, seed: int, batch_size: int, parts: list[SplitSource], tokenizer: Tokenizer, held_out: tuple[str, ...]
 ) -> Identity:
   """What a saved position depends on: the data, the tokenizer, and the settings that shape the rows."""
   settings = (
@@ -284,16 +280,15 @@ def _identity(
     cfg.dataset_shards,
     cfg.max_target_length,
     max_segments(cfg),
-    cfg.packing,
-    cfg.grain_packing_type,
+    *reversed(_packing(cfg)),
     cfg.add_bos,
     cfg.add_eos,
     cfg.shuffle_window_bytes,
     sorted(held_out),
     cfg.ghost_val_fraction,
     cfg.ghost_val_copies,
-    cfg.dataset_mixture,
-    cfg.dataset_weights,
+    cfg.mixture,
+    tuple(text.removesuffix("x") for text in cfg.dataset_mixture),
     cfg.on_corrupt,
     tokenizer.fingerprint,
     *(part.source.fingerprint for part in parts),

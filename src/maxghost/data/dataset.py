@@ -46,7 +46,7 @@ class DomainSummary:
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitSource:
   """A source with its split and its tokenized view; the training documents, or held-out files."""
 
   source: Source
@@ -62,14 +62,20 @@ class Dataset:
   """
 
   def __init__(
-    self, parts: list[Part], tokenizer: Tokenizer, layout: Layout, val_domain: str, train: TrainIterator, seed: int
+    self,
+    parts: list[SplitSource],
+    tokenizer: Tokenizer,
+    layout: Layout,
+    val_domain: str,
+    train: TrainIterator,
+    seed: int,
   ):
     self._parts, self.tokenizer, self.layout, self.train = parts, tokenizer, layout, train
     self.val_domain = val_domain
     self._seed = seed
 
   @property
-  def parts(self) -> tuple[Part, ...]:
+  def parts(self) -> tuple[SplitSource, ...]:
     """The training source, and the held-out files where there are some."""
     return tuple(self._parts)
 
@@ -166,7 +172,7 @@ class Dataset:
   def validation_batch(self, index: int, num_rows: int, domain: str | None = None) -> Batch:
     """Rows [index, index + 1) * num_rows of the held-out documents of a domain, packed; starts over at their end.
 
-    domain: default the `ghost_val_domain`. A function of its arguments and the configuration alone.
+    domain: default that of the first validation set. A function of its arguments and the configuration alone.
     Raises ConfigError when the domain has no held-out documents.
     """
     rows = self._validation_rows(self.val_domain if domain is None else domain)
@@ -194,8 +200,7 @@ class Dataset:
     )
     if not len(rows):
       raise ConfigError(
-        f"validation domain '{domain}' has no held-out documents; those of ghost_val_domain={self.val_domain} are "
-        "held out"
+        f"validation domain '{domain}' has no held-out documents; those of '{self.val_domain}' are held out"
       )
     return dataclasses.replace(rows, document=rows.document + first)
 
@@ -214,7 +219,7 @@ def _hashes_or_skip(source: Source, indices: np.ndarray) -> list[int | None]:
     return out
 
 
-def _summary(part: Part) -> list[DomainSummary]:
+def _summary(part: SplitSource) -> list[DomainSummary]:
   source = part.source
   if len(source) > _MANY_DOCUMENTS and isinstance(source, PreparedSource):
     return [DomainSummary(domain, *source.totals[domain], None, None) for domain in source.domains]

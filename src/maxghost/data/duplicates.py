@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -75,7 +76,8 @@ def near(documents: Iterable[tuple[DocumentId, bytes, bool]], threshold: float) 
       training.append((document, made))
   pairs = []
   for document, made in training:
-    found = [(made.jaccard(known[original]), original) for original in index.query(made)]
+    originals = cast("list[DocumentId]", index.query(made))  # the keys it was filled with
+    found = [(made.jaccard(known[original]), original) for original in originals]
     pairs.extend(Pair(document, original, share, True) for share, original in found if share >= threshold)
   return sorted(pairs, key=lambda pair: (-pair.similarity, pair.copy))
 

@@ -40,7 +40,7 @@ def mix(x: np.ndarray | int) -> np.ndarray:
 
 def combine(*values: np.ndarray | int) -> np.ndarray:
   """One uint64 hash of several integers (arrays broadcast)."""
-  state = np.uint64(0)
+  state: np.ndarray = np.asarray(np.uint64(0))
   for value in values:
     state = mix(np.asarray(value).astype(np.uint64) ^ state)
   return state

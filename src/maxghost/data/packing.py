@@ -14,7 +14,6 @@ import numpy as np
 from maxghost.data.types import Batch
 
 FIRST_FIT, CONCAT = "first_fit", "concat_then_split"
-STRATEGIES = (FIRST_FIT, CONCAT)
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,7 @@ class Encoded:
   def chunk_bytes(self, document: int, first: np.ndarray) -> np.ndarray:
     """Source bytes of a document's chunks but the last, int64[c - 1]; first: int64[c], where they begin in `tokens`."""
     if self.sizes is None:
+      assert self.byte_table is not None, "one of byte_table and sizes is set"
       place, found = first - first[0], self.byte_table.take(self.tokens[first[0] : first[-1]])
     else:
       place = first - document * sum(self.added) - self.added[0]

@@ -16,17 +16,19 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from maxghost.config import ConfigError
+from maxghost.config.files import write_text, write_whole
 from maxghost.config.schema import DataConfig
 from maxghost.data.hashing import content_hashes, text_hash
 from maxghost.data.packing import token_dtype
 from maxghost.data.prepared import BLOCK_COLUMNS, COLUMNS, DOCUMENT_COLUMNS, INDEX_FILE, INDEX_VERSION, PATH_COLUMNS
 from maxghost.data.sources.base import Source
 from maxghost.data.split import scan
-from maxghost.data.tokenizers import Tokenizer, load_tokenizer
+from maxghost.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from maxghost.data.windows import read_or_skip
 
 PART_BYTES = 64 << 20  # text of a part
@@ -146,7 +148,7 @@ def _claim(job: Job, source: Source, tokenizer: Tokenizer) -> None:
       raise ConfigError(f"{folder} is not empty and holds no prepared corpus; give another folder")
     for name in ("shards", "parts", "index"):
       (folder / name).mkdir(parents=True, exist_ok=True)
-    _write_text(file, json.dumps(mine, indent=1))
+    write_text(file, json.dumps(mine, indent=1))
   except OSError as error:
     raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
 
@@ -166,7 +168,7 @@ def _work(part: int) -> dict:
 
 def _write_part(job: Job, part: int, source: Source, tokenizer: Tokenizer) -> dict:
   """Writes a part's shard, columns and manifest; returns the manifest."""
-  from array_record.python import array_record_module
+  from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
   base = Path(job.folder) / "parts" / f"{part:05d}"
   shard = Path(job.folder) / "shards" / f"part-{part:05d}-of-{job.num_parts:05d}.array_record"
@@ -197,11 +199,12 @@ def _write_part(job: Job, part: int, source: Source, tokenizer: Tokenizer) -> di
       lengths.append(len(tokens))
   block.close()
   writer.close()
-  arrays = {name: np.concatenate(values) if values else np.empty(0, np.int64) for name, values in columns.items()}
+  arrays: dict[str, Any] = {
+    name: np.concatenate(values) if values else np.empty(0, np.int64) for name, values in columns.items()
+  }
   arrays["length"] = np.array(lengths, np.int64)
-  with open(base.with_suffix(".npz.tmp"), "wb") as file:
+  with write_whole(base.with_suffix(".npz")) as file:
     np.savez(file, **arrays, paths=np.array(json.dumps(list(paths))))
-  os.replace(base.with_suffix(".npz.tmp"), base.with_suffix(".npz"))
   os.replace(scratch, shard)
   manifest = {
     "name": shard.name,
@@ -213,7 +216,7 @@ def _write_part(job: Job, part: int, source: Source, tokenizer: Tokenizer) -> di
     "bytes": int(arrays["num_bytes"].sum()),
     **counts,
   }
-  _write_text(base.with_suffix(".json"), json.dumps(manifest))
+  write_text(base.with_suffix(".json"), json.dumps(manifest))
   return manifest
 
 
@@ -264,7 +267,8 @@ class _Block:
 def _join(job: Job, source: Source, tokenizer: Tokenizer) -> dict:
   """Joins the parts' columns into the index and writes its JSON last."""
   folder = Path(job.folder)
-  manifests = [read_manifest(job.folder, part) for part in range(job.num_parts)]
+  manifests = [manifest for part in range(job.num_parts) if (manifest := read_manifest(job.folder, part)) is not None]
+  assert len(manifests) == job.num_parts, "all parts are complete before they are joined"
   num_documents, num_blocks = (sum(manifest[key] for manifest in manifests) for key in ("documents", "blocks"))
   if not num_documents:
     raise ConfigError("there is nothing to prepare: every document is empty or corrupt")
@@ -308,7 +312,7 @@ def _join(job: Job, source: Source, tokenizer: Tokenizer) -> dict:
     "corrupt": sum(m["corrupt"] for m in manifests),
     "shards": [{key: m[key] for key in ("name", "sha256", "size", "blocks")} for m in manifests],
   }
-  _write_text(folder / INDEX_FILE, json.dumps(meta, indent=1))
+  write_text(folder / INDEX_FILE, json.dumps(meta, indent=1))
   return meta
 
 
@@ -342,8 +346,8 @@ class _Paths:
 def _copy_tokenizer(job: Job, tokenizer: Tokenizer) -> dict:
   """What the index says of the tokenizer; its file is copied into the folder."""
   path, copied = job.tokenizer_path, False
-  if path and Path(tokenizer.path).is_file():
-    target = Path(job.folder) / Path(tokenizer.path).name
+  if isinstance(tokenizer, FileTokenizer) and tokenizer.path.is_file():
+    target = Path(job.folder) / tokenizer.path.name
     if not target.exists():
       shutil.copyfile(tokenizer.path, target)
     path, copied = str(target.name), True
@@ -388,16 +392,9 @@ def train_bpe(source: Source, vocab_size: int, path: str, *, sample_bytes: int =
 
   inner.train_from_iterator(texts(), trainer)
   Path(path).parent.mkdir(parents=True, exist_ok=True)
-  _write_text(Path(path), inner.to_str(pretty=False))
+  write_text(Path(path), inner.to_str(pretty=False))
 
 
 def _sha256(path: Path) -> str:
   with open(path, "rb") as file:
     return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_text(path: Path, text: str) -> None:
-  """Writes a file under another name first, so that it is never seen half-written."""
-  scratch = path.with_name(path.name + ".tmp")
-  scratch.write_text(text, encoding="utf-8")
-  os.replace(scratch, path)

@@ -18,7 +18,7 @@ from maxghost.data.sources.base import CorruptError
 from maxghost.data.split import Split
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.data.types import Document, DocumentId
-from maxghost.data.windows import NO_COPIES, HeldOut, concatenated, frame, read_or_skip
+from maxghost.data.windows import NO_COPIES, HeldOut, concatenated, frame, no_counts, read_or_skip
 
 INDEX_FILE = "maxghost-index.json"
 INDEX_VERSION = 1
@@ -43,6 +43,17 @@ def is_prepared(path: str) -> bool:
 
 class Index:
   """The index of a prepared folder: `meta` (the JSON), and a memory-mapped array for each of COLUMNS."""
+
+  id_hash: np.ndarray
+  content_hash: np.ndarray
+  path: np.ndarray
+  offset: np.ndarray
+  num_bytes: np.ndarray
+  token_end: np.ndarray
+  block_first: np.ndarray
+  block_domain: np.ndarray
+  path_end: np.ndarray
+  path_domain: np.ndarray
 
   def __init__(self, folder: str):
     self.folder = Path(folder)
@@ -199,7 +210,7 @@ class PreparedUnits:
     return max(1, self._source.num_bytes // max(1, len(self.all_units())))  # blocks are of one size
 
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
-    counts = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt"), 0)
+    counts = no_counts()
     read = [
       (*self._source.documents_of(block), *found)
       for block, found in zip(units.tolist(), self._read(units, counts), strict=True)

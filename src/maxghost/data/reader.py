@@ -37,16 +37,16 @@ class Cursor:
     """The next `count` rows, each as (rows, number of the row, epoch)."""
     out: list[tuple[packing.Rows, int, int]] = []
     while len(out) < count:
-      epoch, window, row = self._next_place()
-      stop = min(row + count - len(out), len(self._rows))
-      out.extend((self._rows, number, epoch) for number in range(row, stop))
+      rows, (epoch, window, row) = self._next_rows()
+      stop = min(row + count - len(out), len(rows))
+      out.extend((rows, number, epoch) for number in range(row, stop))
       self.place = (epoch, window, stop)
-      if 2 * stop >= len(self._rows):
+      if 2 * stop >= len(rows):
         self._feed.look_ahead(*self._after(epoch, window))
     return out
 
-  def _next_place(self) -> tuple[int, int, int]:
-    """The place of the next row, whose window is then in `_rows`; windows without rows are passed over."""
+  def _next_rows(self) -> tuple[packing.Rows, tuple[int, int, int]]:
+    """The window of the next row, which is then in `_rows`, and its place; windows without rows are passed over."""
     empty = 0
     while True:
       epoch, window, row = self.place
@@ -56,7 +56,7 @@ class Cursor:
         if not row:
           self._met(made.counts)
       if row < len(self._rows):
-        return self.place
+        return self._rows, self.place
       empty += not len(self._rows)
       self._rows, self.place = None, (*self._after(epoch, window), 0)
       # A lane of few documents can be dealt none to train on in an epoch, or in some; not time and again.
@@ -158,11 +158,11 @@ class TrainIterator(Iterator[Batch]):
     """From batch b (counted from the start of the run) on, rows are drawn by these shares: [(b, {domain: share})].
 
     The whole list of a run, in order of b; a later call may add to it. It is no part of `state()`: who decides on the
-    changes saves them, and gives them again after `restore`. Raises ConfigError without dataset_mixture=weights, and
+    changes saves them, and gives them again after `restore`. Raises ConfigError without shares in dataset_mixture, and
     ValueError for a change at a batch that was drawn already.
     """
     if self._mixture is None:
-      raise ConfigError("the shares of the domains can only be changed with dataset_mixture=weights")
+      raise ConfigError("the shares of the domains can only be changed with shares in dataset_mixture")
     made = tuple((batch, tuple(shares[name] for name in self._names)) for batch, shares in changes)
     late = [batch for batch, shares in made if batch < self._batches and (batch, shares) not in self._changes]
     if late and self._batches > self._first_batch:
@@ -171,7 +171,7 @@ class TrainIterator(Iterator[Batch]):
 
   def _current_mixture(self) -> RowMixture | None:
     due = [shares for batch, shares in self._changes if batch <= self._batches]
-    return self._mixture.with_weights(due[-1]) if due else self._mixture
+    return self._mixture.with_weights(due[-1]) if due and self._mixture is not None else self._mixture
 
   def _met(self, counts: dict[str, int]) -> None:
     for name, value in counts.items():

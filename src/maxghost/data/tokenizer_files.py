@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from maxghost.config import ConfigError
-from maxghost.data.tokenizers import BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN, Tokenizer
+from maxghost.data.tokenizers import HUGGINGFACE, SENTENCEPIECE, TIKTOKEN, FileTokenizer, TiktokenTokenizer, Tokenizer
 
 FOLDER = "tokenizer"
 # What transformers puts beside a model for its tokenizer, and the tokens that end a text.
@@ -21,10 +21,10 @@ HUGGINGFACE_FILES = (
 
 def save(tokenizer: Tokenizer, kind: str, folder: Path) -> None:
   """Writes the tokenizer into `folder`, which is made; a tokenizer that lies there already is left."""
-  if kind == BYTE or _files(kind, folder):
+  if not isinstance(tokenizer, FileTokenizer) or _files(kind, folder):
     return
   folder.mkdir(exist_ok=True)
-  if kind == TIKTOKEN:
+  if isinstance(tokenizer, TiktokenTokenizer):
     _save_tiktoken(tokenizer, folder)
   elif kind == SENTENCEPIECE:
     shutil.copyfile(tokenizer.path, folder / f"{tokenizer.path.stem}.model")
@@ -58,7 +58,7 @@ def _files(kind: str, folder: Path) -> list[Path]:
   return sorted(folder.glob(patterns[kind])) if kind in patterns else []
 
 
-def _save_tiktoken(tokenizer: Tokenizer, folder: Path) -> None:
+def _save_tiktoken(tokenizer: TiktokenTokenizer, folder: Path) -> None:
   """The ranks, how text is split, and the special tokens: a name alone would need the library's download."""
   ranks = b"".join(base64.b64encode(piece) + b" %d\n" % rank for piece, rank in tokenizer.ranks())
   stem = Path(tokenizer.name).stem

@@ -44,12 +44,15 @@ class Tokenizer(Protocol):
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     """Ids of each text, an integer array [n]. Raises UnicodeDecodeError for a tokenizer of UTF-8 text."""
+    ...
 
   def encode_bytes(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
     """As `encode`, with the bytes from each token's start to the next one's (int64[n])."""
+    ...
 
   def decode(self, ids: np.ndarray) -> bytes:
     """The bytes that the ids stand for; special ids stand for none."""
+    ...
 
 
 def load_tokenizer(kind: str, path: str = "") -> Tokenizer:
@@ -82,9 +85,11 @@ class ByteTokenizer:
 
   name = "byte"
   vocab_size = 259
-  bos_id, eos_id, pad_id = 256, 257, 258
+  bos_id: int | None = 256
+  eos_id: int | None = 257
+  pad_id = 258
   fingerprint = "byte"
-  byte_table = np.array([1] * 256 + [0] * 3, np.uint8)
+  byte_table: np.ndarray | None = np.array([1] * 256 + [0] * 3, np.uint8)
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     return [np.frombuffer(text, np.uint8) for text in texts]
@@ -97,15 +102,22 @@ class ByteTokenizer:
     return ids[ids < 256].astype(np.uint8).tobytes()
 
 
-class _FileTokenizer:
-  """A tokenizer goes to other processes by its file."""
+class FileTokenizer:
+  """A tokenizer goes to other processes by its file, `path`."""
+
+  path: Path
 
   def __reduce__(self):
     return type(self), (str(self.path),)
 
 
-class _PieceTokenizer(_FileTokenizer):
+class _PieceTokenizer(FileTokenizer):
   """What tokenizers of byte pieces share: the table of bytes by id, used when it proves right on a probe text."""
+
+  byte_table: np.ndarray | None
+
+  def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    raise NotImplementedError
 
   def _set_pieces(self, pieces: list[bytes | None]) -> None:
     """pieces: bytes of each id; None for specials."""
@@ -257,10 +269,10 @@ def _splits_as_gpt2(parts: dict) -> bool:
   )
 
 
-class SentencePieceTokenizer(_FileTokenizer):
+class SentencePieceTokenizer(FileTokenizer):
   """A SentencePiece model file. It normalizes text, so decoding may give back other white space or letters."""
 
-  byte_table = None
+  byte_table: np.ndarray | None = None
 
   def __init__(self, path: str):
     try:
@@ -336,6 +348,7 @@ class TiktokenTokenizer(_PieceTokenizer):
     return [np.array(ids, np.int32) for ids in self._inner.encode_ordinary_batch(decoded, num_threads=_num_threads())]
 
   def encode_bytes(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
+    assert self.byte_table is not None, "tiktoken gives back the text exactly"
     return [(ids, self.byte_table[ids]) for ids in self.encode(texts)]
 
   def decode(self, ids: np.ndarray) -> bytes:

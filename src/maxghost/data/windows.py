@@ -28,6 +28,11 @@ class Window(NamedTuple):
 _SAMPLES = 32  # documents read to estimate the mean size of a stream's
 
 
+def no_counts() -> dict[str, int]:
+  """A new set of counters, all 0: what is met in reading documents."""
+  return dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt"), 0)
+
+
 class HeldOut(NamedTuple):
   """Contents that training leaves out: `content_hashes` (uint64, sorted) of held-out texts, and their sizes."""
 
@@ -52,21 +57,27 @@ class Units(Protocol):
 
   def all_units(self) -> np.ndarray | range:
     """Numbers of the units to train on."""
+    ...
 
   def units_of(self, domain: int) -> np.ndarray | range:
     """Numbers of a domain's units."""
+    ...
 
   def mean_bytes(self, units: np.ndarray | range) -> int:
     """Text bytes of one of the units, about."""
+    ...
 
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
     """Training documents of the units (held-out ones left out), and counts of what was met."""
+    ...
 
   def encode_documents(self, indices: np.ndarray) -> tuple[Encoded, dict[str, int]]:
     """Documents by number, whether held out or not."""
+    ...
 
   def read(self, indices: np.ndarray) -> list[bytes | None]:
     """Texts by number; None for a corrupt one where on_corrupt=skip, else a ConfigError that names it."""
+    ...
 
 
 class TextUnits:
@@ -115,7 +126,7 @@ class TextUnits:
 
   def _encode(self, indices: np.ndarray, held_out: HeldOut) -> tuple[Encoded, dict[str, int]]:
     kept, texts = [], []
-    counts = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt"), 0)
+    counts = no_counts()
     for index, text in zip(indices.tolist(), self.read(indices), strict=True):
       if text is None:
         counts["corrupt"] += 1
@@ -134,7 +145,7 @@ class TextUnits:
 def read_or_skip(source: Source, indices: np.ndarray, on_corrupt: str) -> list[bytes | None]:
   """The texts; with on_corrupt=skip None for a corrupt document, else a ConfigError that names it."""
   try:
-    return source.texts(indices)
+    return [*source.texts(indices)]
   except CorruptError as error:
     if on_corrupt == "error":
       raise ConfigError(f"{error}; repair or remove it, or use on_corrupt=skip") from error
@@ -179,7 +190,11 @@ def frame(
   lengths = concatenated([lengths for _, lengths, _ in pieces])
   ends = np.cumsum(lengths + before + after)
   tokens = np.empty(int(ends[-1]) if len(ends) else 0, packing.token_dtype(tokenizer.vocab_size))
-  sizes = None if tokenizer.byte_table is not None else concatenated([behind for _, _, behind in pieces])
+  sizes = (
+    None
+    if tokenizer.byte_table is not None
+    else concatenated([behind for _, _, behind in pieces if behind is not None])
+  )
   if before:
     tokens[ends - lengths - before - after] = tokenizer.bos_id
   if after:

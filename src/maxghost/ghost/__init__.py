@@ -2,11 +2,12 @@
 
 from maxghost.ghost.attach import Twin, attach, split
 from maxghost.ghost.directions import DirectionSpec
-from maxghost.ghost.engine import AdamState, GhostEngine, GhostResult
+from maxghost.ghost.engine import GhostEngine, GhostResult
 from maxghost.ghost.manager import GhostEngineManager
 from maxghost.ghost.rules import Call, Rule, rule
 from maxghost.ghost.variables import GhostDirection, GhostProbe
 from maxghost.objectives import LanguageModelLoss, StagedLoss
+from maxghost.optimizers import AdamState, RuleState
 
 __all__ = [
   "AdamState",
@@ -19,6 +20,7 @@ __all__ = [
   "GhostResult",
   "LanguageModelLoss",
   "Rule",
+  "RuleState",
   "StagedLoss",
   "Twin",
   "attach",

@@ -18,9 +18,10 @@ from maxghost.ghost import (
   rules_head,  # noqa: F401  and of this project's own
   rules_moe,  # noqa: F401
 )
-from maxghost.ghost.directions import DirectionSpec, ParamSpec, matrix_shape
+from maxghost.ghost.directions import DirectionSpec, ParamSpec
 from maxghost.ghost.probed import SecondUse, TwinInfo, probed_call
 from maxghost.ghost.variables import GhostDirection, GhostProbe, part_name
+from maxghost.optimizers import Parameter
 from maxghost.parallel import constrain, constrain_factor
 
 
@@ -56,16 +57,17 @@ class ScoredParam:
     if self.axes is None:
       return factor
     depth, left = len(self.stack_shape), part == "left"
-    inputs = depth + self.spec.groups
-    place, dim = (inputs, factor.ndim - 2) if left else (inputs + self.spec.rows, factor.ndim - 1)
+    parameter = self.spec.parameter
+    inputs = depth + parameter.groups
+    place, dim = (inputs, factor.ndim - 2) if left else (inputs + parameter.rows, factor.ndim - 1)
     shape = (*self.stack_shape, *self.shape)
-    groups = {depth + 1 + i: depth + i for i in range(self.spec.groups)}
+    groups = {depth + 1 + i: depth + i for i in range(parameter.groups)}
     return constrain_factor(factor, dim, self.axes, shape, place, f"direction of {self.label}, {part}", groups)
 
 
 @dataclasses.dataclass(frozen=True)
 class Twin:
-  """The probed model as pure data: merge `graphdef` with (params, probes, directions, rest)."""
+  """The probed model as pure data: merge `graphdef` with (params, probes, directions, rest). parameters: by label."""
 
   graphdef: nnx.GraphDef
   scored: tuple[ScoredParam, ...]
@@ -73,6 +75,7 @@ class Twin:
   spec: DirectionSpec
   num_sets: int
   probe_template: nnx.State
+  parameters: dict[str, Parameter]
 
   def zero_probes(self) -> nnx.State:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.probe_template)
@@ -99,8 +102,8 @@ class Twin:
     return nnx.merge(self.graphdef, params, probes, directions, rest)
 
   def scores_by_label(self, probe_gradients: nnx.State, part: str = "probe") -> dict:
-    """{label: [*stack, K, n(, T)]} from the probes' gradients; part 'facts' (kind 'adam'): {label: [*stack, K, 2]},
-    the captured share of |u|² and <g, u> of each op."""
+    """{label: [*stack, K, n(, T)]} from the probes' gradients; part 'facts' (of a direction formed in the backward
+    pass): {label: [*stack, K, 2]}, the captured share of |u|² and <g, u> of each op."""
     flat = dict(nnx.to_flat_state(probe_gradients))
     return {p.label: flat[p.part_path(part)][...] for p in self.scored if p.part_path(part) in flat}
 
@@ -160,6 +163,7 @@ def attach(
     spec=spec,
     num_sets=num_sets,
     probe_template=probes,
+    parameters=parameters(model),
   )
 
 
@@ -175,6 +179,20 @@ class _Settings:
 
 def _label(path: tuple) -> str:
   return "/".join(map(str, path))
+
+
+def parameters(model: nnx.Module) -> dict[str, Parameter]:
+  """Each Param of a model by its path, with the matrix view that the rule of its layer gives it."""
+  modules = {path: node for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
+  found = {}
+  for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    *place, name = path
+    rule, module = None, modules.get(tuple(place))
+    if module is not None:
+      rule = rules.find(module)
+    label = _label(path)
+    found[label] = Parameter(label, rule.rows(module, name), rule.groups(module, name)) if rule else Parameter(label)
+  return found
 
 
 def _owners(modules: dict) -> list[tuple[tuple, str]]:
@@ -222,7 +240,7 @@ def _uncovered_message(uncovered) -> str:
 
 def _check_rank(spec: DirectionSpec, scored: list[ScoredParam]) -> None:
   if spec.rank and not any(p.spec.low_rank for p in scored):
-    matrices = [matrix_shape(p.shape, p.spec.rows, p.spec.groups) for p in scored if p.spec.rows]
+    matrices = [p.spec.parameter.matrix_shape(p.shape) for p in scored if p.spec.parameter.rows]
     useful = max((i * o // (2 * (i + o)) for i, o in matrices), default=0)
     raise ValueError(
       f"ghost_rank={spec.rank} saves nothing on any parameter of this model: use at most {useful}, or 0 for exact "
@@ -240,14 +258,14 @@ def _probe_module(module, path, names, found, settings: _Settings) -> list[Score
     shape, dtype = param.shape, jnp.promote_types(param.dtype, jnp.float32)
     split_at = len(shape) - found.rank(module, name)
     stack, shape = shape[:split_at], shape[split_at:]
-    rows, groups = found.rows(module, name), found.groups(module, name)
-    gains = bool(rows) and low_rank.gains(settings.spec.rank, *matrix_shape(shape, rows, groups))
-    spec = ParamSpec(_label((*path, name)), settings.spec, rows, gains, groups)
+    parameter = Parameter(_label((*path, name)), found.rows(module, name), found.groups(module, name))
+    gains = bool(parameter.rows) and low_rank.gains(settings.spec.rank, *parameter.matrix_shape(shape))
+    spec = ParamSpec(parameter, settings.spec, gains)
     axes = param.get_metadata().get("axes")
     axes = tuple(axes) if axes is not None and len(axes) == len(stack) + len(shape) else None
     scored.append(ScoredParam((*path, name), name, stack, shape, spec, axes))
     probes = {"probe": (*stack, settings.num_sets, *reduced)}
-    if settings.spec.kind == "adam":
+    if settings.spec.in_backward:
       probes["facts"] = (*stack, settings.num_sets, 2)
     for part, probe_shape in probes.items():
       setattr(module, part_name(name, part), GhostProbe(jax.ShapeDtypeStruct(probe_shape, dtype)))

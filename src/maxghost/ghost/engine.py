@@ -4,20 +4,21 @@ K validation sets, n examples, T positions.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.schema import Config
-from maxghost.ghost import directions, names, schedules
-from maxghost.ghost.attach import Twin, excluded_labels, split
+from maxghost.ghost import names, schedules
+from maxghost.ghost.attach import Twin, excluded_labels, parameters, split
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import forward_mode, per_example, reverse_scan
 from maxghost.objectives import create
+from maxghost.optimizers import AdamState, RuleState, direction_rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +46,7 @@ class GhostResult:
   captured: dict
 
 
-@dataclasses.dataclass(frozen=True)
-class AdamState:
-  """Optimizer state of the step before: second moments {path: array}, steps taken, and the clipping factor assumed."""
-
-  second_moments: dict
-  count: Any
-  kappa: Any = 1.0
-
-
 jax.tree_util.register_dataclass(GhostResult)
-jax.tree_util.register_dataclass(AdamState)
 
 
 class GhostEngine:
@@ -88,7 +79,8 @@ class GhostEngine:
     self.per_position = per_position
     self.segment_lengths, self.remat_policy = cfg.model.stacked_segments, cfg.model.remat_policy
     self.default_loss = create(cfg).validation()
-    names.check_combination(self.engine, self.schedule, direction, self.rank)
+    used = direction if self.second_order else str(self.spec.rule.direction)
+    names.check_combination(self.engine, self.schedule, used, self.rank)
     if per_position and self.engine == "perexample":
       raise ValueError("ghost_engine=perexample scores whole examples; for per_position use graddotprod or jvp")
     self._compiled: dict = {}
@@ -100,38 +92,45 @@ class GhostEngine:
     val_batch,
     *,
     loss_fn: Callable | None = None,
-    adam: AdamState | None = None,
+    state: RuleState | AdamState | None = None,
     delta: nnx.State | None = None,
   ) -> GhostResult:
     """Scores every example of `train_batch` against the gradient of the mean loss over `val_batch`.
 
     train_batch, val_batch: pytrees of arrays with the example axis first; a list or tuple of val batches gives K sets.
     loss_fn(model, batch) -> (losses, weights), each [n] or [n, T]; default: next-token cross-entropy on MaxText-style
-    batches. adam: required by direction 'adam'. delta: required by direction 'second_order', the step's update of the
-    parameters as a State. The model is not changed. Raises ValueError for an empty validation batch or one without
-    weight, and for a missing or superfluous adam or delta.
+    batches. state: the optimizer's before this step, such as AdamState; required by directions that go through an
+    optimizer. delta: required by direction 'second_order', the step's update of the parameters as a State. The model is
+    not changed. Raises ValueError for an empty validation batch or one without weight, and for a missing or superfluous
+    state or delta.
     """
     loss_fn = loss_fn or self.default_loss
     many = isinstance(val_batch, (list, tuple))
     val_batches = tuple(val_batch) if many else (val_batch,)
-    self._check_inputs(val_batches, adam, delta)
+    state = state.rule_state() if isinstance(state, AdamState) else state
+    self._check_inputs(val_batches, state, delta)
     graphdef, _, _ = nnx.split(model, nnx.Param, ...)
     params, rest = split(model)
     key = (graphdef, loss_fn, _shapes(train_batch), _shapes(val_batches))
     if key not in self._compiled:
       self._compiled[key] = self._compile(model, graphdef, loss_fn, train_batch, val_batches)
-    result = self._compiled[key](params, rest, train_batch, val_batches, adam, delta)
+    result = self._compiled[key](params, rest, train_batch, val_batches, state, delta)
     if not bool(jnp.all(jnp.isfinite(result.val_loss))):
       raise ValueError(
         f"validation loss is {result.val_loss}: a validation batch needs tokens that count, finite losses"
       )
     return result if many else _squeeze(result)
 
-  def _check_inputs(self, val_batches, adam, delta) -> None:
+  def _check_inputs(self, val_batches, state, delta) -> None:
     if not val_batches or any(jax.tree.leaves(b)[0].shape[0] == 0 for b in val_batches):
       raise ValueError("the validation batch is empty; give at least one row")
-    if (adam is None) == (self.spec.kind == "adam"):
-      raise ValueError("direction 'adam' needs adam=AdamState(...), and only it does")
+    direction = self.spec.rule.direction
+    if state is None and self.spec.in_backward:
+      raise ValueError(f"direction '{direction}' needs state=, the optimizer's before this step (such as AdamState)")
+    if state is not None and not self.spec.in_backward:
+      raise ValueError(
+        f"direction '{direction}' reads no state such as AdamState; leave state= out, or use direction 'adam'"
+      )
     if (delta is None) == self.second_order:
       raise ValueError("direction 'second_order' needs delta=State of the step's update, and only it does")
     if self.schedule == "concat" and len(val_batches) > 1:
@@ -139,7 +138,8 @@ class GhostEngine:
 
   def _compile(self, model, graphdef, loss_fn, train_batch, val_batches):
     if self.engine != "graddotprod":
-      return jax.jit(lambda *args: self._run_ruleless(graphdef, loss_fn, *args))
+      views = parameters(model)
+      return jax.jit(lambda *args: self._run_ruleless(graphdef, views, loss_fn, *args))
     leading = jax.tree.leaves(train_batch)[0].shape
     if self.per_position and len(leading) < 2:
       raise ValueError(f"per_position=True needs arrays [n, T] in the batch; its first one has shape {leading}")
@@ -156,9 +156,7 @@ class GhostEngine:
     )
     return jax.jit(lambda *args: self._run(twin, graphdef, loss_fn, *args))
 
-  def _run(self, twin: Twin, graphdef, loss_fn, params, rest, train_batch, val_batches, adam, delta) -> GhostResult:
-    second_moments = None if adam is None else adam.second_moments
-    scalars = None if adam is None else schedules.adam_scalars(twin, adam.count, adam.kappa)
+  def _run(self, twin: Twin, graphdef, loss_fn, params, rest, train_batch, val_batches, state, delta) -> GhostResult:
     captured = {}
     if self.schedule == "reverse_scan":
       out, val_loss, _, captured = reverse_scan.run(
@@ -169,38 +167,40 @@ class GhostEngine:
         loss_fn,
         train_batch,
         val_batches,
-        second_moments,
-        scalars,
+        state,
         segment_lengths=self.segment_lengths,
         remat_policy=self.remat_policy,
       )
     elif self.schedule == "concat":
       zeros = {p.label: jnp.zeros((*p.stack_shape, *p.shape), float) for p in twin.scored}
-      parts, _ = schedules.direction_parts(twin, [zeros], second_moments, scalars)
-      state = twin.direction_state(parts)
-      out, val_loss = schedules.concat_pass(twin, params, rest, loss_fn, train_batch, val_batches[0], state)
+      parts, _ = schedules.direction_parts(twin, [zeros], state)
+      along = twin.direction_state(parts)
+      out, val_loss = schedules.concat_pass(twin, params, rest, loss_fn, train_batch, val_batches[0], along)
       val_loss = val_loss[None]
     else:
       val_loss, gradients = schedules.validation_gradients(graphdef, params, rest, loss_fn, val_batches)
       if self.second_order:
         gradients = schedules.second_order_gradients(graphdef, params, rest, loss_fn, val_batches, gradients, delta)
       gradients = [schedules.by_label(g) for g in gradients]
-      parts, captured = schedules.direction_parts(twin, gradients, second_moments, scalars)
+      parts, captured = schedules.direction_parts(twin, gradients, state)
       out = schedules.train_pass(twin, params, rest, loss_fn, train_batch, twin.direction_state(parts))
     per_position = total(twin, out.scores) if self.per_position else None
     per_param = {k: v.sum(-1) if self.per_position else v for k, v in out.scores.items()}
-    if self.spec.kind == "adam" and self.rank:
+    if self.spec.in_backward and self.rank:
       captured = {p.label: out.facts[p.label][..., 0] for p in twin.scored if p.spec.low_rank}
     return _result(out, total(twin, per_param), per_param, per_position, val_loss, captured)
 
-  def _run_ruleless(self, graphdef, loss_fn, params, rest, train_batch, val_batches, adam, delta) -> GhostResult:
+  def _run_ruleless(
+    self, graphdef, views, loss_fn, params, rest, train_batch, val_batches, state, delta
+  ) -> GhostResult:
     """Engines jvp and perexample: the direction as a whole State, then one product per example."""
     loss, losses, weights, grads = schedules.plain_pass(graphdef, params, rest, loss_fn, train_batch)
     val_loss, gradients = schedules.validation_gradients(graphdef, params, rest, loss_fn, val_batches)
     if self.second_order:
       gradients = schedules.second_order_gradients(graphdef, params, rest, loss_fn, val_batches, gradients, delta)
-    if adam is not None:
-      gradients = [_preconditioned(self.spec, grads, g, adam) for g in gradients]
+    if state is not None:
+      respond = functools.partial(schedules.respond, self.spec.rule, state, views, schedules.by_label(grads))
+      gradients = [schedules.like(g, respond(schedules.by_label(g))) for g in gradients]
     labels = list(schedules.by_label(params))
     left_out = excluded_labels(labels, self.exclude)
     out = schedules.TrainPass(loss, losses, weights, grads, {}, {})
@@ -224,27 +224,13 @@ def _without(state: nnx.State, labels: set[str]) -> nnx.State:
 
 
 def direction_spec(cfg: Config, direction: str, rank: int = 0) -> DirectionSpec:
-  """The direction named by `ghost_direction` with the optimizer's constants; 'auto' follows opt_type."""
-  if direction in ("auto", "second_order"):
-    direction = "adam" if cfg.optimizer.opt_type == "adamw" and direction == "auto" else "sgd"
-  return DirectionSpec(direction, cfg.optimizer.adam_b1, cfg.optimizer.adam_b2, cfg.optimizer.adam_eps, rank)
+  """The direction named by `ghost_direction` with the optimizer's constants; 'auto' is the optimizer's own."""
+  return DirectionSpec(direction_rule(cfg.optimizer, direction), rank)
 
 
 def total(twin: Twin, scores: dict):
   """Sum over parameters and layers: [K, n(, T)] from {label: [*stack, K, n(, T)]}."""
   return sum(scores[p.label].sum(tuple(range(len(p.stack_shape)))) for p in twin.scored)
-
-
-def _preconditioned(spec: DirectionSpec, grads, gradient, adam: AdamState):
-  """P_t G as a State."""
-  scalars = directions.AdamScalars.at(spec, adam.count, adam.kappa).stacked()
-  moments = adam.second_moments
-  g, flat = schedules.by_label(grads), nnx.to_flat_state(gradient)
-  out = {}
-  for path, variable in flat:
-    label = "/".join(map(str, path))
-    out[path] = variable.replace(directions.preconditioner(spec, moments[label], scalars, g[label]) * variable[...])
-  return nnx.from_flat_state(out)
 
 
 def _result(out: schedules.TrainPass, additive, per_param, per_position, val_loss, captured) -> GhostResult:

@@ -1,52 +1,45 @@
 """The columns that add up to a step's predicted change of the validation loss.
 
-With AdamW, -<G, Delta> = examples + momentum + weight decay + unscored + direction residual, where Delta is the update
-of the parameters and G the validation gradient. Each column is in nats; positive lowers the validation loss.
+-<G, Delta> = examples + the optimizer's own columns (AdamW: momentum, weight decay) + unscored + direction residual,
+where Delta is the update of the parameters and G the validation gradient. Each column is in nats; positive lowers the
+validation loss.
 
 K validation sets. Trees are dicts {label: array}.
 """
 
-import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 
 from maxghost.ghost import directions
-from maxghost.ghost.directions import AdamScalars, DirectionSpec
 from maxghost.models import platforms
+from maxghost.optimizers import Parameter, RuleState, UpdateRule
 from maxghost.parallel import shardings
 
-COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Moments:
-  """Adam's state of the step before: m and v as {label: [*parameter]} (None for SGD), and the steps taken."""
-
-  first: dict | None
-  second: dict | None
-  count: jax.Array
-
-
-def sums(optimizer: DirectionSpec, moments: Moments, kappa, params: dict, grads: dict, gradients: list, scored) -> dict:
+def sums(
+  rule: UpdateRule,
+  state: RuleState,
+  parameters: dict[str, Parameter],
+  params: dict,
+  grads: dict,
+  gradients: list,
+  scored,
+) -> dict:
   """Inner products with each validation set's gradient over some parameters, to be added up and passed to `columns`.
 
-  optimizer: what the trainer applies, kind 'adam' or 'sgd'. kappa: the clipping factor inside v_t. gradients: K dicts.
-  scored: labels.
-  Returns float arrays [K] exact and unscored (<g, P_t G> over the scored and the other parameters), momentum
-  (<G, b1 m P_t> / (1 - b1)) and weight_decay (<G, theta>), before the learning rate and the outer clipping factor.
+  rule, state: what the trainer applies, before the step. gradients: K dicts. scored: labels.
+  Returns float arrays [K] exact and unscored (<G, P_t g> over the scored and the other parameters) and one for each of
+  the rule's own columns, before the learning rate and the outer clipping factor.
   """
-  parts = {"exact": [], "unscored": [], "momentum": [], "weight_decay": []}
-  scalars = AdamScalars.at(optimizer, moments.count, kappa).stacked() if optimizer.kind == "adam" else None
+  parts: dict[str, list] = {name: [] for name in ("exact", "unscored", *rule.columns)}
+  scalars = rule.scalars(state.count, state.clip_factor)
   for label, g in grads.items():
-    column, arrays = "exact" if label in scored else "unscored", {"weight_decay": params[label]}
-    if optimizer.kind == "adam":
-      step = directions.preconditioner(optimizer, moments.second[label], scalars, g)
-      arrays |= {column: step * g, "momentum": optimizer.b1 / (1 - optimizer.b1) * step * moments.first[label]}
-    else:
-      arrays[column] = g
+    parameter, kept = parameters[label], state.of(label)
+    response = rule.response(parameter, g, kept, scalars)
+    arrays = {"exact" if label in scored else "unscored": response.apply(g)}
+    arrays |= rule.column_arrays(parameter, params[label], g, kept, response)
     products = partial_products(list(arrays.values()), [gradient[label] for gradient in gradients])
     for name, sums_KP in zip(arrays, products, strict=True):
       parts[name].append(sums_KP)
@@ -81,10 +74,11 @@ def _in_one_pass(arrays: list) -> list:
 
 
 def used(scored_params, grads: dict, parts: dict, facts: dict):
-  """<g, u> over the scored parameters, [K]: from the whole gradient, or from the facts that kind 'adam' reports."""
+  """<g, u> over the scored parameters, [K]: from the whole gradient, or from the facts of directions formed in
+  the backward pass."""
   total = 0.0
   for param in scored_params:
-    if param.spec.direction.kind == "adam":
+    if param.spec.direction.in_backward:
       total = total + facts[param.label][..., 1].reshape(-1, facts[param.label].shape[-2]).sum(0)
       continue
     if len(param.stack_shape) > 1:
@@ -96,7 +90,9 @@ def used(scored_params, grads: dict, parts: dict, facts: dict):
       return directions.along(spec, direction, g)
 
     arrays = (grads[param.label], *parts[param.label])
-    if param.stack_shape and param.spec.groups:  # layer by layer: a device needs the whole factors of all its experts
+    if (
+      param.stack_shape and param.spec.parameter.groups
+    ):  # layer by layer: a device needs the whole factors of all its experts
       value = jax.lax.map(one, arrays).sum(0)
     else:
       value = jax.vmap(one)(arrays).sum(0) if param.stack_shape else one(arrays)
@@ -115,20 +111,20 @@ def score_sums(scored_params, scores: dict):
   return total, size
 
 
-def columns(sums_K: dict, totals, used_K, learning_rate, kappa, weight_decay: float) -> dict:
-  """{column: [K]} for one step, in nats.
+def columns(rule: UpdateRule, sums_K: dict, totals, used_K, learning_rate, clip_factor) -> dict:
+  """{column: [K]} for one step, in nats, their sum `predicted`, and check_rel_err, which compares the sum of all scores
+  with <g, u>: 0 up to rounding.
 
   sums_K: `sums`. totals: `score_sums`; used_K: <g, u> of each set.
-  check_rel_err compares the sum of all scores with <g, u>: 0 up to rounding.
   """
   score_sum, score_size = totals
+  scales = rule.column_scales(learning_rate, clip_factor)
   out = {
-    "predicted_examples": learning_rate * kappa * score_sum,
-    "momentum": learning_rate * sums_K["momentum"],
-    "weight_decay": learning_rate * weight_decay * sums_K["weight_decay"],
-    "unscored": learning_rate * kappa * sums_K["unscored"],
-    "direction_residual": learning_rate * kappa * (sums_K["exact"] - score_sum),
+    "predicted_examples": learning_rate * clip_factor * score_sum,
+    **{name: scales[name] * sums_K[name] for name in rule.columns},
+    "unscored": learning_rate * clip_factor * sums_K["unscored"],
+    "direction_residual": learning_rate * clip_factor * (sums_K["exact"] - score_sum),
   }
-  out["predicted"] = sum(out[name] for name in COLUMNS)
+  out["predicted"] = sum(out.values())
   out["check_rel_err"] = jnp.abs(score_sum - used_K) / jnp.maximum(score_size, jnp.finfo(score_size.dtype).tiny)
   return out

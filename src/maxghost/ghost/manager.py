@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from maxghost.ghost.engine import AdamState, GhostEngine, GhostResult
+from maxghost.ghost.engine import GhostEngine, GhostResult
+from maxghost.optimizers import AdamState, RuleState
 
 
 class GhostEngineManager:
@@ -62,11 +63,11 @@ class GhostEngineManager:
     self._need(self._batch is not None, "prepare_forward_input", "attach_train_batch(batch) comes first")
     return self._batch
 
-  def prepare_gradients(self, adam: AdamState | None = None, delta: nnx.State | None = None) -> nnx.State:
+  def prepare_gradients(self, state: RuleState | AdamState | None = None, delta: nnx.State | None = None) -> nnx.State:
     """Scores the attached batch and returns the gradient of its loss, for `optimizer.update(model, grads)`."""
     self._need(self._batch is not None, "prepare_gradients", "attach_train_batch(batch) comes first")
     self._result = self.engine.score(
-      self.model, self._batch, self.val_batch, loss_fn=self.loss_fn, adam=adam, delta=delta
+      self.model, self._batch, self.val_batch, loss_fn=self.loss_fn, state=state, delta=delta
     )
     return self._result.grads
 

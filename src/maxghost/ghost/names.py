@@ -1,13 +1,16 @@
 """The names users choose engines, schedules and directions by, and which of them go together."""
 
 import difflib
+from collections.abc import Sequence
+
+from maxghost.config import plugins
 
 ENGINES = ("graddotprod", "jvp", "perexample")
-SCHEDULES = ("two_pass", "reverse_scan", "concat")
-DIRECTIONS = ("auto", "sgd", "adam", "second_order")
+SCHEDULES = plugins.SCHEDULES
+DIRECTIONS = plugins.DIRECTIONS
 
 
-def check(key: str, value: str, choices: tuple[str, ...]) -> str:
+def check(key: str, value: str, choices: Sequence[str]) -> str:
   """`value` if it is one of `choices`; ValueError naming the nearest otherwise."""
   if value in choices:
     return value
@@ -22,7 +25,7 @@ def check_combination(engine: str, schedule: str, direction: str, rank: int) -> 
     raise ValueError(f"ghost_rank={rank} has no meaning for ghost_engine={engine}; use ghost_rank=0 or graddotprod")
   if engine != "graddotprod" and schedule != "two_pass":
     raise ValueError(f"ghost_engine={engine} has no ghost_schedule={schedule}; use two_pass or graddotprod")
-  if schedule == "concat" and rank and direction != "adam":
+  if schedule == "concat" and rank and direction in ("sgd", "second_order"):
     raise ValueError("ghost_schedule=concat forms the direction inside each op: use ghost_rank=0, or two_pass")
   if schedule != "two_pass" and direction == "second_order":
     raise ValueError(f"ghost_direction=second_order needs ghost_schedule=two_pass, not {schedule}")

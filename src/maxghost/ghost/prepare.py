@@ -64,14 +64,14 @@ def prepare_twin(
         f"{path}.{method} returns {shape} for a batch of {rows}: its leading axis is not the batch. Broadcast its "
         f"input to the batch, or name its parameters in ghost_exclude"
       )
-  if spec.kind == "sgd" and schedule == "two_pass":
+  if not spec.in_backward and schedule == "two_pass":
     return twin
   often = usage.called_often(used)
   if often:
+    where = ", ".join(f"{path} ({calls} calls)" for path, calls in often.items())
     raise ValueError(
-      f"{', '.join(f'{path} ({calls} calls)' for path, calls in often.items())}: ghost_direction={spec.kind} with "
-      f"ghost_schedule={schedule} needs the whole gradient of a parameter at one call. Use ghost_direction=sgd with "
-      f"two_pass, or name the paths in ghost_exclude"
+      f"{where}: ghost_direction={spec.rule.direction} with ghost_schedule={schedule} needs the whole gradient of a "
+      f"parameter at one call. Use ghost_direction=sgd with two_pass, or name the paths in ghost_exclude"
     )
   looked_up = {use.path for use in used if not use.is_second}
   linked = tuple(

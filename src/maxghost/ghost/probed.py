@@ -82,7 +82,7 @@ def probed_call(twin: nnx.Module, rule: rules.Rule, method: str, args: tuple, kw
 
 def _probes(twin, name: str, spec: ParamSpec) -> dict:
   probes = {"probe": getattr(twin, part_name(name, "probe"))[...]}
-  if spec.direction.kind == "adam":
+  if spec.direction.in_backward:
     probes["facts"] = getattr(twin, part_name(name, "facts"))[...]
   return probes
 
@@ -117,7 +117,7 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
     if info.num_val:
       train, gradients, parts = _split_rows(info, apply, values, arrays, cotangent, parts)
       return finish(residuals, gradients, scores_of(values, *train, parts, gradients[0]))
-    if all(spec.direction.kind == "sgd" for _, spec in info.scored):
+    if not any(spec.direction.in_backward for _, spec in info.scored):
       # Such a direction does not depend on the gradient: with the scores first, the cotangent of the layer's input may
       # be formed where it is used.
       scores = scores_of(values, arrays, cotangent, parts, dict.fromkeys(values))
@@ -162,7 +162,7 @@ def _sweep_op(sweep: rules.Sweep, info: TwinInfo):
 
   def backward(saved, cotangent):
     values, arrays, residuals, parts, probes = saved
-    if spec.direction.kind == "sgd":
+    if not spec.direction.in_backward:
       direction, facts = directions.form(spec, parts[name], values[name])
       d_value, d_first, score = sweep.backward(values, arrays, residuals, cotangent, direction)
     else:

@@ -31,8 +31,9 @@ def random_directions(twin: Twin, key, scale: dict | None = None) -> dict:
       parts[param.label] = (signs * jnp.expand_dims(factor, len(stack)),)
       continue
     # With a scale the last axes of both are those of the factors, groups included.
-    rows_LI, columns_LO = (jnp.expand_dims(x, len(stack)) for x in factored(param.spec.matrices(factor, len(stack))))
-    sets = (*stack, twin.num_sets, *param.shape[: param.spec.groups])
+    view = param.spec.parameter
+    rows_LI, columns_LO = (jnp.expand_dims(x, len(stack)) for x in factored(view.matrices(factor, len(stack))))
+    sets = (*stack, twin.num_sets, *param.shape[: view.groups])
     sizes = (*sets, rows_LI.shape[-1], 1), (*sets, 1, columns_LO.shape[-1])
     left, right = (jax.random.rademacher(jax.random.fold_in(own, i), size, jnp.float32) for i, size in enumerate(sizes))
     parts[param.label] = (left * rows_LI[..., :, None], right * columns_LO[..., None, :])
@@ -42,8 +43,8 @@ def random_directions(twin: Twin, key, scale: dict | None = None) -> dict:
 def sketch_pass(twin: Twin, params, rest, loss_fn, batch, key, num_directions: int, scale: dict | None = None):
   """Additive sketches f32[M, R, n(, T)] of the batch, one block for each scored parameter and layer.
 
-  twin: of kind 'sgd' and rank 1 with one validation set; the R directions are mapped over, so that the program does not
-  grow with them and the passes that do not depend on a direction run once.
+  twin: of rank 1 and one validation set, with the directions of `Sgd`; the R directions are mapped over, so that the
+  program does not grow with them and the passes that do not depend on a direction run once.
   """
 
   def one(key):
@@ -73,7 +74,7 @@ def _along(param, parts, gradient):
   if param.spec.low_rank:
     left, right = parts
     left_LI, right_LO = (x.squeeze(axis) for x in (left.squeeze(-1), right.squeeze(-2)))
-    product = jnp.einsum("...io,...i,...o->...", param.spec.matrices(gradient, axis), left_LI, right_LO)
+    product = jnp.einsum("...io,...i,...o->...", param.spec.parameter.matrices(gradient, axis), left_LI, right_LO)
     return product.sum(tuple(range(axis, product.ndim))).reshape(-1)
   signs = parts[0].squeeze(axis)
   return (signs * gradient).sum(tuple(range(axis, gradient.ndim))).reshape(-1)

@@ -19,7 +19,7 @@ import numpy as np
 
 from maxghost.checkpoint import compare
 from maxghost.checkpoint.layouts import LAYOUTS, LINEN, NNX, PARAMS, Checkpoint, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_layers import INTEGER, SCANNED, UNSCANNED, PartReader, blocks_of, chunk_of
+from maxghost.checkpoint.layouts_layers import INTEGER, SCANNED, UNSCANNED, LayerReader, blocks_of, chunk_of
 from maxghost.checkpoint.layouts_store import (
   LayoutError,
   Location,
@@ -118,7 +118,7 @@ def convert_tree(
 def build_tree(plan: Plan) -> dict:
   """The planned checkpoint as nested dicts and lists of numpy arrays, typed keys and Nones."""
   flat: dict[tuple, Any] = {path: _EMPTY_VALUES[empty.kind]() for path, empty in plan.empties}
-  reader = PartReader(DEFAULT_RAM_BYTES)
+  reader = LayerReader(DEFAULT_RAM_BYTES)
   for leaf in plan.leaves:
     flat[leaf.path] = with_key_type(read_block(reader, leaf), leaf.key_impl)
   return _nested(flat)
@@ -202,7 +202,7 @@ def write_plan(
 ) -> None:
   """Writes the planned arrays into a folder made by `new_folder`. change: of (path, block), element by element."""
   writer = TreeWriter(place.item)
-  reader = PartReader(ram_bytes // 3)
+  reader = LayerReader(ram_bytes // 3)
   # Small chunks are compressed side by side; large ones one after the other.
   block_bytes = min(_BLOCK_BYTES, max(ram_bytes // 12, 1))
   for leaf in plan.leaves:
@@ -226,7 +226,7 @@ def chunk_shape(leaf: TargetLeaf, block_bytes: int) -> tuple[int, ...]:
   return chunk_of(tuple(shape), leaf.dtype.itemsize, block_bytes)
 
 
-def read_block(reader: PartReader, leaf: TargetLeaf, index: tuple[slice, ...] | None = None) -> np.ndarray:
+def read_block(reader: LayerReader, leaf: TargetLeaf, index: tuple[slice, ...] | None = None) -> np.ndarray:
   """A block of a target array (None: all of it), assembled from its parts."""
   index = index if index is not None else tuple(slice(0, size) for size in leaf.shape)
   if leaf.axis is None:

@@ -1,16 +1,12 @@
-"""GGUF files of Llama models: one file with sizes, quantised tensors and a tokenizer, read like a Hugging Face folder.
+"""GGUF files: one file with sizes, quantised tensors and a tokenizer, read like a Hugging Face folder.
 
-Tensors come out as float32 under the names of Hugging Face. A dimension list is written fastest first: the values lie
-[out, in] in rows. Query and key rows are stored for a rotation of neighbouring pairs; here, as in Hugging Face, the two
-halves of a head are rotated against each other, so the rows of each head are put in that order.
-Format: github.com/ggml-org/ggml, docs/gguf.md; blocks of quantised values: ggml-common.h there.
+The package `gguf` reads the file and its blocks; tensors come out as float32 under the names of Hugging Face. Query and
+key rows of some families are stored for a rotation of neighbouring pairs; here, as in Hugging Face, the two halves of a
+head are rotated against each other, so the rows of each head are put in that order.
 """
 
 import json
-import mmap
-import re
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,208 +14,169 @@ from typing import Any
 import numpy as np
 
 from maxghost.checkpoint.layouts_store import LayoutError
+from maxghost.config.families import FAMILIES, Family
 from maxghost.interop.safetensors_files import Tensor
 
 SUFFIX = ".gguf"
-_BLOCK = 32  # values of a quantised block
-_STRING, _ARRAY = 8, 9
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_MOST_VALUES = 1 << 23  # of a header; a vocabulary of a million words has half of them
 _CONTROL = 3  # token_type of a special token
-_NAMES = {
-  "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-  "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-  "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+# What the package raises over a damaged file.
+_DAMAGE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError, MemoryError)
+_SIZES = {
+  "hidden_size": "embedding_length", "num_attention_heads": "attention.head_count",
+  "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
+  "max_position_embeddings": "context_length",
 }  # fmt: skip
-_OUTSIDE = {
-  "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
-  "output.weight": "lm_head.weight",
-}  # fmt: skip
-
-
-def _plain(dtype: str) -> Callable[[np.ndarray], np.ndarray]:
-  return lambda raw: raw.view(dtype).astype(np.float32)
-
-
-def _bfloat16(raw: np.ndarray) -> np.ndarray:
-  return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-
-
-def _half(raw: np.ndarray) -> np.ndarray:
-  return np.ascontiguousarray(raw).view("<f2").astype(np.float32)
-
-
-def _nibbles(raw: np.ndarray) -> np.ndarray:
-  """16 bytes of a block are 32 values: all low halves first, then all high halves."""
-  return np.concatenate([raw & 15, raw >> 4], axis=-1).astype(np.float32)
-
-
-def _q4_0(raw: np.ndarray) -> np.ndarray:
-  blocks = raw.reshape(-1, 18)
-  return (_nibbles(blocks[:, 2:]) - 8) * _half(blocks[:, :2])
-
-
-def _q4_1(raw: np.ndarray) -> np.ndarray:
-  blocks = raw.reshape(-1, 20)
-  return _nibbles(blocks[:, 4:]) * _half(blocks[:, :2]) + _half(blocks[:, 2:4])
-
-
-def _q8_0(raw: np.ndarray) -> np.ndarray:
-  blocks = raw.reshape(-1, 34)
-  return np.ascontiguousarray(blocks[:, 2:]).view(np.int8).astype(np.float32) * _half(blocks[:, :2])
-
-
-# Number of the type: (its name, values of a block, bytes of a block, from bytes to values).
-_TYPES: dict[int, tuple[str, int, int, Callable[[np.ndarray], np.ndarray]]] = {
-  0: ("F32", 1, 4, _plain("<f4")),
-  1: ("F16", 1, 2, _plain("<f2")),
-  2: ("Q4_0", _BLOCK, 18, _q4_0),
-  3: ("Q4_1", _BLOCK, 20, _q4_1),
-  8: ("Q8_0", _BLOCK, 34, _q8_0),
-  30: ("BF16", 1, 2, _bfloat16),
-}
 
 
 @dataclass(frozen=True)
 class GgufFile:
-  """metadata: what the file says of the model, by key. tensors: under Hugging Face's names."""
+  """family: of its architecture. metadata: what it says of the model, by key. tensors: under Hugging Face's names."""
 
   path: Path
+  family: Family
   metadata: Mapping[str, Any]
   tensors: dict[str, Tensor]
 
+  def size(self, name: str, default: int | None = None) -> int:
+    """A whole number of at least 1 that the file says of the architecture. Raises LayoutError where it says none."""
+    value = self.metadata.get(f"{self.family.gguf}.{name}", default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+      raise LayoutError(f"{self.path}: {self.family.gguf}.{name}={value!r:.60} is no size")
+    return value
+
+  def real(self, name: str, default: float | None = None) -> float:
+    """A number stored as float32, as the shortest decimal of it, which is what was meant."""
+    value = self.metadata.get(f"{self.family.gguf}.{name}", default)
+    if not isinstance(value, float) or not 0 < value < np.inf:
+      raise LayoutError(f"{self.path}: {self.family.gguf}.{name}={value!r:.60} is no positive number")
+    return float(str(np.float32(value)))
+
+  def texts(self, name: str) -> list[str]:
+    value = self.metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+      raise LayoutError(f"{self.path} is damaged: tokenizer.ggml.{name} is no list of texts")
+    return value
+
 
 def open_file(path: Path) -> GgufFile:
-  """Reads the header. Raises LayoutError for a cut file, another architecture than Llama, and unknown types."""
+  """Reads the header. Raises LayoutError for a cut file, an architecture that is not known, and unknown types."""
   try:
-    with open(path, "rb") as file:
-      data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-  except (OSError, ValueError) as error:
+    import gguf
+  except ImportError:
+    raise LayoutError("GGUF files need the package gguf: pip install 'maxghost[hf]'") from None
+  try:
+    with open(path, "rb") as opened:
+      magic = opened.read(4)
+  except OSError as error:
     raise LayoutError(f"{path} cannot be read: {error}") from error
-  if data[:4] != b"GGUF":
+  if magic != b"GGUF":
     raise LayoutError(f"{path} is no GGUF file")
-  cursor = _Cursor(data, path, 4)
-  version = cursor.number("I")
-  if version not in (2, 3):
-    raise LayoutError(f"{path} is GGUF version {version}; versions 2 and 3 are read")
-  num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")
-  metadata: dict[str, Any] = {}
-  for _ in range(num_keys):
-    key = cursor.text()
-    metadata[key] = cursor.value(cursor.number("I"))
-  entries = [cursor.tensor() for _ in range(num_tensors)]
-  if metadata.get("general.architecture") != "llama":
-    raise LayoutError(f"{path} is of architecture {metadata.get('general.architecture')}; only llama is read")
-  alignment = metadata.get("general.alignment", 32)
-  start = -(-cursor.place // alignment) * alignment
-  tensors = dict(_tensors(path, data, start, entries, metadata))
-  return GgufFile(path, metadata, tensors)
+
+  class Reader(gguf.GGUFReader):
+    """Stops where the file ends, which the package goes on behind, and at a header that would fill the memory."""
+
+    num_values = 0
+
+    def _get(self, offset, dtype, count=1, override_order=None):
+      values = super()._get(offset, dtype, count, override_order)
+      self.num_values += 1
+      if len(values) != int(count) or self.num_values > _MOST_VALUES:
+        raise ValueError(f"{int(count)} values at byte {offset} are not there")
+      return values
+
+  try:
+    with np.errstate(all="ignore"):  # sizes of a damaged file
+      reader = Reader(path)
+      metadata = {name: field.contents() for name, field in reader.fields.items()}
+  except _DAMAGE as error:
+    raise LayoutError(
+      f"{path} is cut or damaged: {' '.join(str(error).split())[:200] or type(error).__name__}"
+    ) from error
+  architecture = metadata.get("general.architecture")
+  known = {family.gguf: family for family in FAMILIES.values() if family.gguf}
+  if not isinstance(architecture, str) or architecture not in known:
+    raise LayoutError(f"{path} is of architecture {architecture!s:.60}; only {', '.join(known)} is read")
+  file = GgufFile(path, known[architecture], metadata, {})
+  file.tensors.update(_tensors(file, reader.tensors))
+  return file
 
 
-class _Cursor:
-  """Reads the header from front to back."""
-
-  def __init__(self, data: mmap.mmap, path: Path, place: int):
-    self._data, self._path, self.place = data, path, place
-
-  def number(self, code: str) -> Any:
-    size = struct.calcsize(f"<{code}")
-    return struct.unpack(f"<{code}", self._take(size))[0]
-
-  def text(self) -> str:
-    return self._take(self.number("Q")).decode("utf-8", errors="replace")
-
-  def value(self, kind: int) -> Any:
-    if kind == _STRING:
-      return self.text()
-    if kind == _ARRAY:
-      inner, count = self.number("I"), self.number("Q")
-      if inner in _NUMBERS:
-        code = _NUMBERS[inner]
-        return list(struct.unpack(f"<{count}{code}", self._take(count * struct.calcsize(f"<{code}"))))
-      return [self.value(inner) for _ in range(count)]
-    if kind not in _NUMBERS:
-      raise LayoutError(f"{self._path} is damaged: value of type {kind} in its header")
-    return self.number(_NUMBERS[kind])
-
-  def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-    name = self.text()
-    shape = tuple(self.number("Q") for _ in range(self.number("I")))
-    return name, shape[::-1], self.number("I"), self.number("Q")
-
-  def _take(self, size: int) -> bytes:
-    if self.place + size > len(self._data):
-      raise LayoutError(f"{self._path} is cut: its header goes on behind the end of the file")
-    self.place += size
-    return self._data[self.place - size : self.place]
+def _tensors(file: GgufFile, stored: list) -> Iterator[tuple[str, Tensor]]:
+  heads = {"attn_q": file.size("attention.head_count")}
+  heads["attn_k"] = file.size("attention.head_count_kv", heads["attn_q"])
+  names = _huggingface_names(file, len(stored))
+  for tensor in stored:
+    _check_type(file.path, tensor)
+    part = tensor.name.split(".")[-2] if "." in tensor.name else ""
+    theirs = names.get(tensor.name, tensor.name)
+    yield theirs, _tensor(file.path, theirs, tensor, heads.get(part, 0) if file.family.gguf_pairs else 0)
 
 
-def _tensors(path: Path, data: mmap.mmap, start: int, entries: list, metadata: Mapping) -> Iterator[tuple[str, Tensor]]:
-  for name, shape, kind, offset in entries:
-    if kind not in _TYPES:
-      known = ", ".join(entry[0] for entry in _TYPES.values())
-      raise LayoutError(f"{path}: {name} is of type {kind}; types that are read: {known}")
-    _, values, size, decode = _TYPES[kind]
-    num_bytes = int(np.prod(shape, dtype=np.int64)) // values * size
-    place = start + offset
-    if place + num_bytes > len(data):
-      raise LayoutError(f"{path} is cut: {name} ends behind the end of the file")
-    theirs, heads = _huggingface_name(path, name), _heads(name, metadata)
+def _huggingface_names(file: GgufFile, most: int) -> dict[str, str]:
+  """{name in the file: Hugging Face's} of the family's table, by the package's own list of names."""
+  import gguf
 
-    def read(index=None, place=place, num_bytes=num_bytes, decode=decode, shape=shape, heads=heads):
-      raw = np.frombuffer(data, np.uint8, num_bytes, place)
-      array = decode(raw).reshape(shape)
-      array = _in_halves(array, heads) if heads else array
-      return array if index is None else array[index]
-
-    yield theirs, Tensor(theirs, shape, np.dtype(np.float32), read)
+  number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.family.gguf)
+  num_layers = min(file.size("block_count"), most)  # no file has more layers than tensors
+  known = gguf.get_tensor_name_map(number, num_layers)
+  names = {}
+  for rule in file.family.huggingface.tensors:
+    for layer in range(num_layers) if "{layer}" in rule.name else (0,):
+      theirs = rule.name.format(layer=layer, expert=0)
+      if ours := known.get_name(theirs, try_suffixes=(".weight", ".bias")):
+        names[ours] = theirs
+  return names
 
 
-def _huggingface_name(path: Path, name: str) -> str:
-  if name in _OUTSIDE:
-    return _OUTSIDE[name]
-  found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-  if not found or found[2] not in _NAMES:
-    raise LayoutError(f"{path} has the unknown tensor {name}")
-  return f"model.layers.{found[1]}.{_NAMES[found[2]]}.weight"
+def _check_type(path: Path, tensor: Any) -> None:
+  """Raises LayoutError for a tensor of integers, and for blocks that the package cannot decode."""
+  import gguf
+
+  kind = tensor.tensor_type
+  try:
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    if kind not in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
+      gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+  except NotImplementedError:
+    raise LayoutError(f"{path}: {tensor.name} is of type {kind.name}, which is not read") from None
 
 
-def _heads(name: str, metadata: Mapping[str, Any]) -> int:
-  """Heads whose rows are to be put in order; 0 for other tensors."""
-  heads = metadata["llama.attention.head_count"]
-  if ".attn_q." in name:
-    return heads
-  return metadata.get("llama.attention.head_count_kv", heads) if ".attn_k." in name else 0
+def _tensor(path: Path, name: str, stored: Any, heads: int) -> Tensor:
+  """heads: those whose rows are to be put in order; 0 for none."""
+  import gguf
 
+  shape = tuple(int(size) for size in stored.shape[::-1])
 
-def _in_halves(array: np.ndarray, heads: int) -> np.ndarray:
-  """Rows of a head from (pair, member) order to (member, pair) order."""
-  rows, columns = array.shape
-  return array.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+  def read(index: slice | None = None) -> np.ndarray:
+    array = gguf.quants.dequantize(stored.data, stored.tensor_type).astype(np.float32, copy=False).reshape(shape)
+    if heads:  # rows of a head from (pair, member) to (member, pair)
+      rows, columns = shape
+      array = array.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return array if index is None else array[index]
+
+  if heads and (len(shape) != 2 or shape[0] % (2 * heads)):
+    raise LayoutError(f"{path}: {stored.name} is {list(shape)}, which {heads} heads of pairs do not divide")
+  return Tensor(name, shape, np.dtype(np.float32), read)
 
 
 def config_json(file: GgufFile) -> dict[str, Any]:
   """The config.json of the same model. Raises LayoutError where the file does not say a size."""
-  names = {
-    "hidden_size": "embedding_length", "num_attention_heads": "attention.head_count",
-    "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "max_position_embeddings": "context_length",
-  }  # fmt: skip
-  missing = [f"llama.{key}" for key in names.values() if f"llama.{key}" not in file.metadata]
-  if missing:
-    raise LayoutError(f"{file.path} does not say {', '.join(missing)}")
-  if file.metadata.get("llama.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file.tensors:
+  if (
+    file.metadata.get(f"{file.family.gguf}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file.tensors
+  ):
     raise LayoutError(f"{file.path} has scaled rotary frequencies, which are not read from GGUF")
-  content = {theirs: file.metadata[f"llama.{ours}"] for theirs, ours in names.items()}
-  # Stored as float32; the shortest decimal of that is what was meant.
-  for key in ("rms_norm_eps",):
-    content[key] = float(str(np.float32(content[key])))
-  heads = content["num_attention_heads"]
+  embedding = file.tensors.get("model.embed_tokens.weight")
+  if embedding is None:
+    raise LayoutError(f"{file.path} lacks token_embd.weight")
+  content = {theirs: file.size(ours) for theirs, ours in _SIZES.items()}
   return content | {
-    "model_type": "llama",
-    "vocab_size": file.tensors["model.embed_tokens.weight"].shape[0],
-    "num_key_value_heads": file.metadata.get("llama.attention.head_count_kv", heads),
-    "head_dim": file.metadata.get("llama.rope.dimension_count", content["hidden_size"] // heads),
-    "rope_theta": float(str(np.float32(file.metadata.get("llama.rope.freq_base", 10000.0)))),
+    "model_type": file.family.huggingface.model_type,
+    "vocab_size": embedding.shape[0],
+    "num_key_value_heads": file.size("attention.head_count_kv", content["num_attention_heads"]),
+    "head_dim": file.size("rope.dimension_count", content["hidden_size"] // content["num_attention_heads"]),
+    "rms_norm_eps": file.real("attention.layer_norm_rms_epsilon"),
+    "rope_theta": file.real("rope.freq_base", 10000.0),
     "tie_word_embeddings": "lm_head.weight" not in file.tensors,
   }
 
@@ -238,15 +195,17 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     raise LayoutError(
       f"{file.path}: tokenizer of kind {kind} with splitting rule {split}; known are gpt2 with {' or '.join(splits)}"
     )
-  tokens = said["tokenizer.ggml.tokens"]
-  merges = [tuple(merge.split(" ", 1)) for merge in said["tokenizer.ggml.merges"]]
-  made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-  made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(splits[split]), decoders.ByteLevel()
-  kinds = said.get("tokenizer.ggml.token_type", [])
-  made.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL])
-  made.save(str(folder / "tokenizer.json"))
+  tokens, kinds = file.texts("tokens"), said.get("tokenizer.ggml.token_type", [])
+  merges = [tuple(merge.split(" ", 1)) for merge in file.texts("merges")]
   ids = {name: said.get(f"tokenizer.ggml.{key}_token_id") for name, key in
          (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"))}  # fmt: skip
-  words = {name: tokens[number] for name, number in ids.items() if number is not None}
+  try:
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(splits[split]), decoders.ByteLevel()
+    made.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL])
+    words: dict[str, Any] = {name: tokens[number] for name, number in ids.items() if number is not None}
+  except Exception as error:  # the package raises plain Exceptions
+    raise LayoutError(f"{file.path} is damaged: its tokenizer does not fit together ({error})") from error
+  made.save(str(folder / "tokenizer.json"))
   words["add_bos_token"] = bool(said.get("tokenizer.ggml.add_bos_token", False))
   (folder / "tokenizer_config.json").write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")

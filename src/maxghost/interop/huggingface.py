@@ -14,16 +14,17 @@ import numpy as np
 
 from maxghost.checkpoint import layouts_store
 from maxghost.checkpoint.layouts import PARAMS, RECORD, Checkpoint
-from maxghost.checkpoint.layouts_layers import PartReader, Ref, leaf_text
+from maxghost.checkpoint.layouts_layers import LayerReader, Ref, leaf_text
 from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, StoredArray
 from maxghost.config import Config, ModelConfig, replace
 from maxghost.config import load as load_config
 from maxghost.interop import huggingface_config
-from maxghost.interop.huggingface_rules import ARCHITECTURES, Architecture, Rule, sizes
+from maxghost.interop.huggingface_rules import Rule, Table
 from maxghost.interop.mxfp4 import unpacked
 from maxghost.interop.safetensors_files import Planned, Tensor, open_tensors, read_json
 
 CONFIG_JSON = "config.json"
+_HEAD = "lm_head.weight"
 _MOST_NAMES = 8
 
 
@@ -72,43 +73,43 @@ def tree_of(tensors: dict[str, Tensor], model: ModelConfig, origin: Path) -> Raw
 
 
 def _nodes(tensors: dict[str, Tensor], model: ModelConfig, origin: str) -> dict[tuple, StoredArray]:
-  architecture, letters = ARCHITECTURES[model.decoder_block](model), sizes(model)
-  known = _with_prefix(tensors, architecture)
+  table = Table(model)
+  known = _with_prefix(tensors, table.prefix)
   parts: dict[tuple, list[Tensor]] = {}
   rules: dict[tuple, tuple[Rule, int]] = {}
   missing, wrong, used = [], [], set()
-  for rule, layer, _, name in architecture.tensors(model.base_num_decoder_layers, letters):
+  for rule, layer, _, name in table.tensors():
     used.add(name)
     tensor = known.get(name)
     if tensor is None:
       missing.append(name)
       continue
-    if tensor.shape != rule.tensor_shape(letters):
-      wrong.append(f"{tensor.name} is {list(tensor.shape)}, {CONFIG_JSON} makes it {list(rule.tensor_shape(letters))}")
+    if tensor.shape != rule.tensor_shape:
+      wrong.append(f"{tensor.name} is {list(tensor.shape)}, {CONFIG_JSON} makes it {list(rule.tensor_shape)}")
     for which, param in enumerate(rule.paths):
       path = _with_layer(param, layer)
       parts.setdefault(path, []).append(tensor)
       rules[path] = (rule, which)
-  unknown = [t.name for name, t in known.items() if name not in used and not architecture.is_ignored(name)]
-  unknown = [name for name in unknown if not (name == "lm_head.weight" and _is_tied(known, model))]
+  unknown = [t.name for name, t in known.items() if name not in used and not table.is_ignored(name)]
+  unknown = [name for name in unknown if not (name == _HEAD and _is_tied(known, table, model))]
   _check(origin, missing, unknown, wrong)
-  return {path: _stored(path, held, *rules[path], letters) for path, held in parts.items()}
+  return {path: _stored(path, held, *rules[path]) for path, held in parts.items()}
 
 
-def _with_prefix(tensors: dict[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
+def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
   """The tensors by their full names, where a file of the bare model leaves the first level out."""
-  prefix = architecture.prefix
   if any(name.startswith(prefix) for name in tensors):
     return tensors
-  return {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in tensors.items()}
+  return {name if name == _HEAD else prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def _is_tied(tensors: dict[str, Tensor], model: ModelConfig) -> bool:
+def _is_tied(tensors: dict[str, Tensor], table: Table, model: ModelConfig) -> bool:
   """Whether an output projection that config.json calls tied is the embedding indeed: then it may lie there twice."""
-  head, table = tensors["lm_head.weight"], tensors.get("model.embed_tokens.weight")
-  if not model.logits_via_embedding or table is None or (head.shape, head.dtype) != (table.shape, table.dtype):
+  head, embedding = tensors[_HEAD], tensors.get(table.embedding)
+  if not model.logits_via_embedding or embedding is None:
     return False
-  return head.read(None).tobytes() == table.read(None).tobytes()
+  same_form = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
+  return same_form and head.read(None).tobytes() == embedding.read(None).tobytes()
 
 
 def _check(origin: str, missing: list[str], unknown: list[str], wrong: list[str]) -> None:
@@ -126,9 +127,8 @@ def _with_layer(param: str, layer: int | None) -> tuple[str, ...]:
   return tuple(param.replace("decoder/layers/", f"decoder/layers_{layer}/").split("/"))
 
 
-def _stored(path: tuple, tensors: list[Tensor], rule: Rule, which: int, letters: dict[str, int]) -> StoredArray:
+def _stored(path: tuple, tensors: list[Tensor], rule: Rule, which: int) -> StoredArray:
   """One parameter as an array; its tensors are opened when it is read."""
-  shape = rule.param_shape(letters)
   dtypes = {tensor.dtype for tensor in tensors}
   if len(dtypes) > 1:
     listed = ", ".join(sorted(map(str, dtypes)))
@@ -137,14 +137,14 @@ def _stored(path: tuple, tensors: list[Tensor], rule: Rule, which: int, letters:
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
     if rule.per_expert:
       chosen = range(len(tensors))[index[0] if index else slice(None)]
-      values = np.stack([rule.to_param(tensors[i].read(None), which, letters) for i in chosen])
+      values = np.stack([rule.to_param(tensors[i].read(None), which) for i in chosen])
     else:
-      values = rule.to_param(tensors[0].read(index[0] if index and rule.lead else None), which, letters)
+      values = rule.to_param(tensors[0].read(index[0] if index and rule.rule.lead else None), which)
     if index is None:
       return np.ascontiguousarray(values)
-    return values[(slice(None), *index[1:])] if rule.lead else values[index]
+    return values[(slice(None), *index[1:])] if rule.rule.lead else values[index]
 
-  return StoredArray(path, shape, tensors[0].dtype, read)
+  return StoredArray(path, rule.param_shape, tensors[0].dtype, read)
 
 
 def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, hold_bytes: int = 1 << 30) -> list[Planned]:
@@ -153,23 +153,22 @@ def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, hold_bytes: int 
   hold_bytes: host memory for stacked arrays whose layers are wanted one after the other; larger ones are read in parts.
   Raises LayoutError for parameters that are missing, unknown to the architecture, or of another shape than `model`'s.
   """
-  architecture, letters = ARCHITECTURES[model.decoder_block](model), sizes(model)
   leaves, readers = checkpoint.params.leaves, _Readers(hold_bytes)
   planned, used, problems = [], set(), []
-  for rule, layer, expert, name in architecture.tensors(model.base_num_decoder_layers, letters):
+  for rule, layer, expert, name in Table(model).tensors():
     ids = [(tuple(param.split("/")), layer) for param in rule.paths]
     used.update(ids)
     for leaf in ids:
       if leaf not in leaves:
         problems.append(f"{checkpoint.origin} lacks {leaf_text(leaf)}")
-      elif leaves[leaf].shape != rule.param_shape(letters):
-        expected = list(rule.param_shape(letters))
+      elif leaves[leaf].shape != rule.param_shape:
+        expected = list(rule.param_shape)
         problems.append(
           f"{checkpoint.origin}: {leaf_text(leaf)} is {list(leaves[leaf].shape)}, the configuration makes it {expected}"
         )
     if not problems:
       refs = [leaves[leaf] for leaf in ids]
-      planned.append(Planned(name, rule.tensor_shape(letters), refs[0].dtype, _maker(readers, rule, refs, expert)))
+      planned.append(Planned(name, rule.tensor_shape, refs[0].dtype, _maker(readers, rule, refs, expert)))
   problems += [f"{checkpoint.origin}: {leaf_text(leaf)} is unknown to the model" for leaf in leaves if leaf not in used]
   if problems:
     raise LayoutError(*dict.fromkeys(problems[:_MOST_NAMES]))
@@ -183,12 +182,12 @@ class _Readers:
   def __init__(self, hold_bytes: int):
     self._hold_bytes = hold_bytes
     self._paths: tuple[str, ...] = ()
-    self._readers: list[PartReader] = []
+    self._readers: list[LayerReader] = []
 
-  def of(self, paths: tuple[str, ...]) -> list[PartReader]:
+  def of(self, paths: tuple[str, ...]) -> list[LayerReader]:
     if paths != self._paths:
       self._paths = paths
-      self._readers = [PartReader(self._hold_bytes // len(paths)) for _ in paths]
+      self._readers = [LayerReader(self._hold_bytes // len(paths)) for _ in paths]
     return self._readers
 
 

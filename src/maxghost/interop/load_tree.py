@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from maxghost.checkpoint.layouts import MAXGHOST, NNX, Checkpoint, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_layers import ParamTree, PartReader, Path, Ref, leaf_text
+from maxghost.checkpoint.layouts_layers import LayerReader, ParamTree, Path, Ref, leaf_text
 from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, TreePath, text_of, tree_from_memory
 from maxghost.interop.convert import read_block, with_key_type
 from maxghost.interop.convert_plan import TargetLeaf
@@ -60,7 +60,7 @@ def open_load(
     raise LayoutError(f"{path}: nothing tells whether MaxText or maxghost scaled the query weights; pass head_dim=None")
 
   def read_all() -> dict:
-    reader = PartReader(_HOLD_BYTES)
+    reader = LayerReader(_HOLD_BYTES)
     arrays: dict[TreePath, Any] = {}
     for leaf in found.leaves:
       block = read_block(reader, leaf)

@@ -9,7 +9,7 @@ from maxghost.config import ModelConfig
 # Keys that change memory, time, rounding or training, and leave the meaning of the parameters as it is.
 HOW_COMPUTED = frozenset({
   "model_name", "decoder_block", "dropout_rate", "dtype", "weight_dtype", "matmul_precision", "attention",
-  "scan_layers", "remat_policy", "segment_length", "segment_lengths", "stream_weights", "z_loss_multiplier",
+  "scan_layers", "remat_policy", "segment_lengths", "offload_to_host", "z_loss_multiplier",
   "num_vocab_tiling", "vocab_tiling_axis", "load_balance_loss_weight", "sparse_matmul",
 })  # fmt: skip
 _ROPE_KEYS = ("rope_factor", "original_max_position_embeddings")

@@ -6,15 +6,13 @@ from typing import Any
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import Config, ConfigError
+from maxghost.config.families import FAMILIES
 from maxghost.config.values import shown
 from maxghost.interop import model_path
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.load_tree import open_load
 from maxghost.interop.model_keys import differing
 from maxghost.interop.model_path import ModelPlace
-
-# Blocks whose query weights MaxText scales by the attention factor (see `linen_scaling`).
-_SCALED_BLOCKS = ("llama2", "mistral", "mixtral")
 
 
 def check_config(cfg: Config) -> ModelPlace:
@@ -41,7 +39,8 @@ def open_parameters(
   Raises ConfigError that names every parameter which is missing, unknown or unlike.
   """
   values_from = read_checkpoint(open_tree(place.tree), ReadOptions(keep_unknown=True)).values_from
-  if values_from == "maxtext" and cfg.model.decoder_block not in _SCALED_BLOCKS:
+  scales = FAMILIES[cfg.model.decoder_block].maxtext_scales_queries
+  if values_from == "maxtext" and scales is None:
     raise LayoutError(
       f"{place.tree} is a checkpoint of MaxText; how MaxText scales query weights is not known for "
       f"decoder_block={cfg.model.decoder_block}"
@@ -51,6 +50,6 @@ def open_parameters(
       f"{place.tree}: nothing tells whether MaxText or maxghost scaled the query weights; write a copy that does with "
       "maxghost checkpoint rescale"
     )
-  head_dim = cfg.model.head_dim if values_from == "maxtext" else None
+  head_dim = cfg.model.head_dim if values_from == "maxtext" and scales else None
   read = open_load(place.tree, {"model": wanted}, head_dim=head_dim, widen=True, say=say)
   return lambda: read()["model"]

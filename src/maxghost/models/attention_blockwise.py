@@ -32,9 +32,8 @@ def attend(q_BKGTh, k_BKTh, v_BKTh, segment_ids_BT, sinks_BKGT, shape, block: in
   q, k, v = (_pad(x, x.ndim - 2, padding) for x in (q_BKGTh, k_BKTh, v_BKTh))
   segments = _pad(segment_ids_BT, 1, padding)
   sinks = None if sinks_BKGT is None else _pad(sinks_BKGT, 3, padding)
-  op = _forward if autodiff.in_forward_mode() else _attend
-  out = op(shape, block, q, k, v, segments, sinks)
-  out = out[0] if autodiff.in_forward_mode() else out
+  arguments = (shape, block, q, k, v, segments, sinks)
+  out: jax.Array = _forward(*arguments)[0] if autodiff.in_forward_mode() else _attend(*arguments)
   return out[:, :, :, :length]
 
 

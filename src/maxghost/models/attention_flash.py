@@ -4,6 +4,7 @@ B batch, T positions, H query heads, K key/value heads, h head width.
 """
 
 import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -65,11 +66,11 @@ def _splash_whole(shape, interpret: bool, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT
     out = _splash(shape, interpret, q, k, v, segments, sinks)
   else:
     sinks = jnp.pad(sinks, ((0, 0), (0, padding), (0, 0)), mode="edge")
-    out = _splash_with_sinks(shape, interpret, q, k, v, segments, sinks)
+    out: jax.Array = _splash_with_sinks(shape, interpret, q, k, v, segments, sinks)
   return out.swapaxes(1, 2)[:, :length]
 
 
-def _splash(shape, interpret: bool, q_BHTh, k_BKTh, v_BKTh, segments_BT, sinks_H, save_residuals: bool = False):
+def _splash(shape, interpret: bool, q_BHTh, k_BKTh, v_BKTh, segments_BT, sinks_H, save_residuals: bool = False) -> Any:
   from jax.experimental.pallas.ops.tpu import splash_attention as lib
 
   _, heads, length, _ = q_BHTh.shape
@@ -98,7 +99,7 @@ def _splash(shape, interpret: bool, q_BHTh, k_BKTh, v_BKTh, segments_BT, sinks_H
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _splash_with_sinks(shape, interpret, q, k, v, segments, sinks_BTH):
+def _splash_with_sinks(shape, interpret, q, k, v, segments, sinks_BTH) -> jax.Array:
   # The kernel takes one sink per head: all positions of a head hold the same value, only their gradients differ.
   return _splash(shape, interpret, q, k, v, segments, sinks_BTH[0, 0])
 
@@ -120,7 +121,7 @@ def _splash_with_sinks_bwd(shape, interpret, residuals, g):
 _splash_with_sinks.defvjp(_splash_with_sinks_fwd, _splash_with_sinks_bwd)
 
 
-def cudnn(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, implementation: str = "cudnn"):
+def cudnn(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, implementation: Literal["cudnn", "xla"] = "cudnn"):
   """cuDNN's fused kernel through `jax.nn.dot_product_attention`; implementation 'xla' computes the same without it.
 
   Segment ids become a mask of B T^2 elements, which cuDNN reads: packed rows are exact, but not linear in memory.

@@ -40,7 +40,9 @@ class Shape:
     if self.window is not None:
       mask = mask & (distance_TS < self.window)
     mask = mask[None]
-    return mask if segment_ids_BT is None else mask & (segment_ids_BT[:, :, None] == segment_ids_BS[:, None, :])
+    if segment_ids_BT is None or segment_ids_BS is None:
+      return mask
+    return mask & (segment_ids_BT[:, :, None] == segment_ids_BS[:, None, :])
 
 
 def attend(

@@ -7,6 +7,7 @@ Each Param carries `axes`, its logical axis names; nothing here mentions a mesh.
 import jax
 from flax import nnx
 
+from maxghost.config.families import FAMILIES
 from maxghost.config.schema import ModelConfig
 from maxghost.models import autodiff
 from maxghost.models.attention import SelfAttention
@@ -14,9 +15,6 @@ from maxghost.models.hidden import Hidden
 from maxghost.models.layers import FEED_FORWARD, HIDDEN, gated, linear, norm
 from maxghost.models.moe import RoutedMoe
 from maxghost.parallel import constrain
-
-# MaxText's names of (attention, feed-forward layer) where a family has its own.
-_NAMES = {"gpt_oss": ("GptOssAttention", "GptOssMlp"), "qwen3_moe": ("self_attention", "moe_block")}
 
 
 class GatedMlp(nnx.Module):
@@ -49,13 +47,14 @@ class DecoderLayer(nnx.Module):
 
   def __init__(self, cfg: ModelConfig, index: int = 0, *, rngs: nnx.Rngs):
     self.routed = cfg.num_experts > 1
-    default = ("self_attention", "MoeBlock_0" if self.routed else "mlp")
-    self.attention_name, self.mlp_name = _NAMES.get(cfg.decoder_block, default)
+    family = FAMILIES[cfg.decoder_block]
+    self.attention_name, self.norm_names = family.attention, family.norms
+    self.mlp_name = family.experts if self.routed else family.mlp
     kind = cfg.attention_type[index % len(cfg.attention_type)]
     window = cfg.sliding_window_size if kind == "local_sliding" else None
-    self.pre_self_attention_layer_norm = norm(cfg, rngs=rngs)
+    setattr(self, self.norm_names[0], norm(cfg, rngs=rngs))
     setattr(self, self.attention_name, SelfAttention(cfg, window=window, rngs=rngs))
-    self.post_self_attention_layer_norm = norm(cfg, rngs=rngs)
+    setattr(self, self.norm_names[1], norm(cfg, rngs=rngs))
     setattr(self, self.mlp_name, RoutedMoe(cfg, rngs=rngs) if self.routed else GatedMlp(cfg, rngs=rngs))
     self.dropout = nnx.Dropout(cfg.dropout_rate)
 
@@ -67,13 +66,17 @@ class DecoderLayer(nnx.Module):
   def feed_forward(self) -> nnx.Module:
     return getattr(self, self.mlp_name)
 
+  def norm(self, index: int, x_BTD):
+    """The norm before attention (0) or before the feed-forward layer (1)."""
+    return getattr(self, self.norm_names[index])(autodiff.split_residual(x_BTD))
+
   def __call__(self, hidden: Hidden, positions_BT, segment_ids_BT, dropout_key=None, cache=None) -> Hidden:
     x_BTD, routing = hidden.x_BTD, hidden.routing
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    y_BTD = self.pre_self_attention_layer_norm(autodiff.split_residual(x_BTD))
+    y_BTD = self.norm(0, x_BTD)
     y_BTD = self.attention(y_BTD, positions_BT, segment_ids_BT, cache)
     x_BTD = x_BTD + self._drop(y_BTD, keys[0])
-    y_BTD = self.post_self_attention_layer_norm(autodiff.split_residual(x_BTD))
+    y_BTD = self.norm(1, x_BTD)
     if self.routed:
       y_BTD, routing = self.feed_forward(y_BTD, segment_ids_BT, routing)
     else:

@@ -42,7 +42,7 @@ class Rows:
     place_R = jnp.argsort(order_R)
     return cls(order_R, place_R, jnp.diff(edges), expert_R, index_BTk.shape[-1], first_expert is not None)
 
-  def own(self, y_RO):
+  def own(self, y_RO) -> jax.Array:
     """y with zeros where the expert is not one of these."""
     return jnp.where(self.expert_R[:, None] < self.sizes_E.shape[0], y_RO, 0) if self.partial else y_RO
 

@@ -7,6 +7,7 @@ L layers, k layers in a segment, n = L / k segments.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +44,10 @@ def like(tree, template):
 
 def fetch(stacked, index):
   """Entry `index` of the leading axis of every leaf, in device memory."""
-
   return to_device(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stacked))
 
 
-def after(index: int, tree):
+def after(index, tree):
   """`index`, known only when the smallest leaf of `tree` is. The first segment of a loop would otherwise come once for
   all loops over the same weights, and stay on the device between them."""
   leaves = [x for x in jax.tree.leaves(tree) if not on_host(x)]
@@ -55,7 +55,7 @@ def after(index: int, tree):
   return jax.lax.optimization_barrier((index, min(leaves, key=jnp.size)))[0] if leaves else index
 
 
-def loop(step: Callable, carry, xs, stacked, *, reverse: bool = False):
+def loop(step: Callable, carry, xs, stacked, *, reverse: bool = False) -> tuple[Any, Any]:
   """`lax.scan` of step(carry, x, segment) -> (carry, y) over the leading axis n of xs and stacked.
 
   Leaves of `stacked` on the host are brought in one step ahead of their use, so that the transfer can overlap the
@@ -63,8 +63,9 @@ def loop(step: Callable, carry, xs, stacked, *, reverse: bool = False):
   Returns (carry, ys).
   """
   if not any_on_host(stacked):
-    body = lambda carry, scanned: step(carry, to_device(scanned[0]), scanned[1])  # noqa: E731
-    return jax.lax.scan(body, carry, (xs, stacked), reverse=reverse)
+    return jax.lax.scan(
+      lambda carry, scanned: step(carry, to_device(scanned[0]), scanned[1]), carry, (xs, stacked), reverse=reverse
+    )
   num = jax.tree.leaves(stacked)[0].shape[0]
 
   def body(state, scanned):
@@ -87,7 +88,7 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
   is sent there segment by segment, so that device memory holds the weights of two segments and the gradient of one.
   """
   if not segment_lengths:
-    raise ValueError("streamed layers need segments: give segment_length")
+    raise ValueError("streamed layers need segments: give segment_lengths")
   segments.check(jax.tree.leaves(xs)[0].shape[0], segment_lengths)
   floats, others, rebuild = _separate(segments.split(xs, segment_lengths[0]))
   shared_floats, shared_others, rebuild_shared = _separate(shared)
@@ -112,7 +113,7 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
 
     def step(state, x, here):
       cotangent, shared_cotangents = state
-      _, pull = jax.vjp(lambda *args: segment(*args, here[1], shared_others), x, here[0], shared_floats)
+      _, pull = jax.vjp(lambda c, own, all: segment(c, own, all, here[1], shared_others), x, here[0], shared_floats)
       cotangent, weights, added = pull(cotangent)
       return (cotangent, jax.tree.map(jnp.add, shared_cotangents, added)), like(weights, floats)
 

@@ -12,10 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from maxghost.config import ConfigError, did_you_mean
 
-# Outermost first: axes that split rows vary slowest, so that a process holds whole rows; tensor, which communicates
-# most, varies fastest.
-MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
-
 Rule = tuple[str, tuple[str, ...]]
 
 DEFAULT_RULES: tuple[Rule, ...] = (
@@ -155,7 +151,7 @@ def make_rules(own: Sequence[Rule], override: bool, sizes: Mapping[str, int]) ->
   """The default rows with a user's rows in place of those of the same names, in front; override: the user's alone."""
   named = {name for name, _ in own}
   defaults = () if override else tuple(row for row in DEFAULT_RULES if row[0] not in named)
-  return AxisRules((*(tuple(row) for row in own), *defaults), dict(sizes))
+  return AxisRules((*((name, tuple(axes)) for name, axes in own), *defaults), dict(sizes))
 
 
 def unused_axes(rules: AxisRules) -> list[str]:

@@ -125,7 +125,7 @@ def _trips(line: str, computations: dict[str, list[str]]) -> int:
   """How often a loop turns: as the compiler noted, else the one number its condition compares with, else 1."""
   if found := _TRIPS.search(line):
     return int(found[1])
-  waiting, numbers = [_CONDITION.search(line)[1]], set()
+  waiting, numbers = [_found(_CONDITION, line)[1]], set()
   while waiting:
     for inner in computations.get(waiting.pop(), ()):
       numbers.update(map(int, _CONSTANT.findall(inner)))
@@ -133,17 +133,24 @@ def _trips(line: str, computations: dict[str, list[str]]) -> int:
   return numbers.pop() if len(numbers) == 1 else 1
 
 
+def _found(pattern: re.Pattern[str], text: str) -> re.Match[str]:
+  found = pattern.search(text)
+  if found is None:
+    raise ValueError(f"no {pattern.pattern} in this line of the compiled program: {text}")
+  return found
+
+
 def _between_slices(line: str, times: int, slice_axes: tuple[str, ...]) -> Collective | None:
   """A part of a collective that hosts carry out between slices: the sending half, which names it."""
   found = _MEGASCALE.search(line)
   if found is None or " send(" not in line:
     return None
-  dtype, dims = _SHAPE.search(_INSTRUCTION.match(line)[2]).groups()
+  dtype, dims = _found(_SHAPE, _found(_INSTRUCTION, line)[2]).groups()
   return Collective(found[1].lower().replace("_", "-"), slice_axes, f"{dtype}[{dims}]", _bytes(dtype, dims), times)
 
 
 def _collective(line: str, computation: str, times: int, mesh_shape) -> Collective | None:
-  text = _INSTRUCTION.match(line)[2]
+  text = _found(_INSTRUCTION, line)[2]
   operation = _OPERATION.search(" " + text)
   if operation is None:
     return None

@@ -7,6 +7,7 @@ at once and no network is touched.
 import itertools
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed as jax_distributed  # the key-value store of jax.distributed has no public name
 
 from maxghost.config import Config, ConfigError
 from maxghost.config.schema import ParallelConfig
@@ -26,15 +26,19 @@ HINTS = (
   "TPU_WORKER_ID", "CLOUD_TPU_TASK_ID", "MEGASCALE_COORDINATOR_ADDRESS",
 )  # fmt: skip
 ALONE = {"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-OWN_KEYS = frozenset({"jax_distributed_process_id"})  # may differ between the processes of a run
+OWN_KEYS = frozenset({"jax_distributed"})  # may differ between the processes of a run
 PATIENCE_SECONDS = 1800  # for another process that is alive; one that is not is noticed by its missing heartbeats
 MOST_SKEW = 10.0  # seconds between two clocks that nobody need hear of
 
-# In the texts of the runtimes' errors: Gloo, NCCL, the coordination service, Orbax' barriers.
-_LOST = (
-  "gloo", "connection reset", "connection closed", "connection refused", "socket closed", "heartbeat",
-  "coordination service", "coordination_service", "unavailable:", "nccl", "peer", "barrier",
-)  # fmt: skip
+# What the runtimes say of a peer that is gone: a status code of the coordination service (also behind Orbax' barriers),
+# a connection that Gloo or NCCL lost, heartbeats that stay away. Other errors of theirs, such as INTERNAL: NCCL ... out
+# of memory or UNIMPLEMENTED: optimization_barrier, are errors of this process.
+_LOST = re.compile(
+  r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): "
+  r"|\b(gloo|nccl)\b.*(connection (closed|reset|refused)|closed by peer|remote process exited|remote error|timed? ?out)"
+  r"|heartbeat (request )?time(d )?out|missing heartbeats|\btasks? .*(died|crashed|unhealthy)",
+  re.IGNORECASE | re.DOTALL,
+)
 
 _exchanges = itertools.count()
 
@@ -44,29 +48,27 @@ def start(cfg: ParallelConfig) -> None:
 
   Raises ConfigError where processes are asked for and not found, not all start in time, or the port is taken.
   """
-  given = _given(cfg)
   if cfg.jax_distributed == "off" or jax.distributed.is_initialized():
     return
+  given: dict[str, Any] = {}
+  if cfg.processes is not None:
+    given = dict(zip(("coordinator_address", "process_id", "num_processes"), cfg.processes, strict=True))
   hinted = bool(given) or any(name in os.environ for name in HINTS) or Path("/dev/accel0").exists()
   alone = not given and any(os.environ.get(name) == value for name, value in ALONE.items())
   if not hinted or alone:
     if cfg.jax_distributed == "on":
       raise ConfigError(
         "jax_distributed=on: no other processes are known; start with srun, mpirun or on a TPU pod, or give "
-        "jax_distributed_coordinator_address=HOST:PORT with the number of processes and of this one"
+        "jax_distributed=HOST:PORT,K/N to process K of N"
       )
     return
-  timeout = cfg.jax_distributed_initialization_timeout
-  if len(given) == 3:
+  timeout, heartbeat = cfg.jax_distributed_timeouts
+  if given:
     rendezvous.meet(given["coordinator_address"], given["num_processes"], given["process_id"], timeout)
   # Its own handler of SIGTERM would take the place of ours, which asks all processes to stop (`StopFlag`).
   jax.config.update("jax_enable_preemption_service", False)
   try:
-    jax.distributed.initialize(
-      **given,
-      initialization_timeout=timeout,
-      heartbeat_timeout_seconds=cfg.jax_distributed_heartbeat_timeout_seconds,
-    )
+    jax.distributed.initialize(**given, initialization_timeout=timeout, heartbeat_timeout_seconds=heartbeat)
   except ValueError as error:
     if given or cfg.jax_distributed == "on":
       raise ConfigError(f"jax_distributed: {error}") from error
@@ -76,27 +78,6 @@ def start(cfg: ParallelConfig) -> None:
       f"jax_distributed: the processes of the run did not all meet at {where} within {timeout} s "
       f"({_first_line(error)}); start all of them, with the same address and number of processes"
     ) from error
-
-
-def _given(cfg: ParallelConfig) -> dict[str, Any]:
-  """What the keys say, as arguments of `jax.distributed.initialize`. Raises ConfigError where they are incomplete."""
-  names = ("coordinator_address", "num_processes", "process_id")
-  values = {name: getattr(cfg, f"jax_distributed_{name}") for name in names}
-  given = {name: value for name, value in values.items() if value not in ("", -1)}
-  if given and len(given) < 3 and "JAX_COORDINATOR_ADDRESS" not in os.environ:
-    missing = [f"jax_distributed_{name}" for name in names if name not in given]
-    raise ConfigError(f"{' and '.join(missing)} must be given too: the three belong together")
-  host, _, port = values["coordinator_address"].rpartition(":")
-  if values["coordinator_address"] and not (host and port.isdigit()):
-    raise ConfigError(
-      f"jax_distributed_coordinator_address={values['coordinator_address']} is not HOST:PORT, such as 10.0.0.1:1234"
-    )
-  if len(given) == 3 and given["process_id"] >= given["num_processes"]:
-    raise ConfigError(
-      f"jax_distributed_process_id={given['process_id']}: with jax_distributed_num_processes={given['num_processes']} "
-      f"the numbers are 0 to {given['num_processes'] - 1}"
-    )
-  return given
 
 
 def index() -> int:
@@ -120,7 +101,10 @@ def gather(value: Any) -> list:
   """
   if count() == 1:
     return [value]
-  client = jax_distributed.global_state.client
+  from orbax.checkpoint import multihost  # the public way to the key-value store of jax.distributed
+
+  client = multihost.get_jax_distributed_client()
+  assert client is not None, "several processes, so jax.distributed runs"
   number = next(_exchanges)
   client.key_value_set(f"maxghost/{number}/{index()}", json.dumps(value))
   texts = [
@@ -134,11 +118,6 @@ def gather(value: Any) -> list:
 def total(values: np.ndarray) -> np.ndarray:
   """The sum of an array of float64 over the processes, the same bits on each."""
   return np.sum([np.array(part) for part in gather(values.tolist())], axis=0) if count() > 1 else values
-
-
-def everywhere(ok: bool) -> bool:
-  """Whether all processes say so; waits for all."""
-  return all(gather(ok))
 
 
 def check_same_config(cfg: Config) -> None:
@@ -197,7 +176,7 @@ class StopFlag:
 
 def is_lost_peer(error: BaseException) -> bool:
   """Whether an error of the runtime means that another process is gone."""
-  return count() > 1 and any(word in str(error).lower() for word in _LOST)
+  return count() > 1 and _LOST.search(str(error)) is not None
 
 
 def end_without_peers(error: BaseException, advice: str) -> None:

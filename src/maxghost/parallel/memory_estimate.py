@@ -211,7 +211,7 @@ class _Device:
 
   def resident(self) -> list[Row]:
     m, o = self.model, self.cfg.optimizer
-    streams = {"weights": m.stream_weights == "host", "moments": o.stream_optimizer == "host"}
+    streams = {"weights": "weights" in m.offload_to_host, "moments": "optimizer" in m.offload_to_host}
     stacked, outer = self.elements(True), self.elements(False)
     params = [Tensor((outer if streams["weights"] else outer + stacked,), self.weight, "all weights")]
     moments = []
@@ -237,8 +237,8 @@ class _Device:
   def host_bytes(self) -> int:
     m, o = self.model, self.cfg.optimizer
     stacked = self.elements(True)
-    total = stacked * BYTES[self.weight] * (2 if m.stream_weights == "host" else 0)  # and their gradients
-    if o.stream_optimizer == "host" and o.opt_type == "adamw":
+    total = stacked * BYTES[self.weight] * (2 if "weights" in m.offload_to_host else 0)  # and their gradients
+    if "optimizer" in m.offload_to_host and o.opt_type == "adamw":
       total += stacked * (BYTES[o.mu_dtype] + BYTES[self.weight])
     return total
 
@@ -246,7 +246,7 @@ class _Device:
 
   def moments(self) -> dict[str, list[Row]]:
     resident, also = self.resident(), [*self.ghost(), *self.buffers()]
-    streamed = self.of_segments() if self.model.stream_weights == "host" else []
+    streamed = self.of_segments() if "weights" in self.model.offload_to_host else []
     out = {"the update": [*resident, *self.gradients(streamed), *also]}
     if self.num_layers:
       gradients = self.gradients(self.of_segments())
@@ -261,15 +261,15 @@ class _Device:
     layer = self.elements(True) // self.model.base_num_decoder_layers
     tensors = [
       Tensor((2, length * layer), self.weight, f"weights of a segment of {length} layers, and their gradient")
-      for length in self.model.segments
+      for length in self.model.segment_lengths
     ]
-    if self.model.stream_weights == "host":
-      ahead = self.model.segments[0] * layer
+    if "weights" in self.model.offload_to_host:
+      ahead = self.model.segment_lengths[0] * layer
       tensors.append(Tensor((ahead,), self.weight, "weights of the next segment, on their way from the host"))
     return tensors
 
   def gradients(self, of_segments: list[Tensor]) -> list[Row]:
-    streams = self.model.stream_weights == "host"
+    streams = "weights" in self.model.offload_to_host
     held = self.elements(False) if streams else self.elements()
     dtype = "float32" if self.cfg.optimizer.gradient_accumulation_steps > 1 else self.weight
     tensors = [Tensor((held,), dtype, "gradient of the step")]
@@ -281,15 +281,15 @@ class _Device:
     """(number of layer inputs kept, why) level by level."""
     m = self.model
     layers, runs, outer = self.num_layers, [], self.num_layers
-    for length in m.segments:
+    for length in m.segment_lengths:
       runs.append((outer // length, f"inputs of the segments of {length} layers"))
       outer = length
-    what = "layers" if not m.segments else f"{outer} layers of one segment"
-    runs.append((outer, f"inputs of all {layers} {what}" if not m.segments else f"inputs of the {what}"))
+    what = "layers" if not m.segment_lengths else f"{outer} layers of one segment"
+    runs.append((outer, f"inputs of all {layers} {what}" if not m.segment_lengths else f"inputs of the {what}"))
     return runs
 
   def inner_layers(self) -> int:
-    return self.model.segments[-1] if self.model.segments else self.model.base_num_decoder_layers
+    return self.model.segment_lengths[-1] if self.model.segment_lengths else self.model.base_num_decoder_layers
 
   def in_layers(self) -> list[Row]:
     """Boundary carries and what one layer's, or one segment's, backward pass holds."""
@@ -357,7 +357,7 @@ class _Device:
       return tensors
 
     differentiated = attention(LIVE_HEADS, " and their cotangents")
-    if not (self.walks_back() and m.segments):
+    if not (self.walks_back() and m.segment_lengths):
       return [hidden, feed_forward, *differentiated]
     turns = [hidden, feed_forward, *attention(LIVE_HEADS // 2, "")], [hidden, *differentiated]
     return max(turns, key=lambda tensors: sum(tensor.bytes for tensor in tensors))
@@ -423,7 +423,7 @@ class _Device:
   def in_turn(self) -> bool:
     """Whether schedule reverse_scan finishes the validation rows of a segment before it turns to the training rows: it
     does where the validation gradients of a segment are smaller than the validation inputs of its layers."""
-    if not self.walks_back() or not self.model.segments:
+    if not self.walks_back() or not self.model.segment_lengths:
       return False
     stacked = sum(math.prod(shape) for label, shape in self.whole.items() if self.params[label][1])
     layer = stacked // self.model.base_num_decoder_layers * BYTES[self.weight]
@@ -443,10 +443,10 @@ class _Device:
 
   def walked_back(self, sets: int) -> list[Tensor]:
     """What schedule reverse_scan holds of the validation rows while it is at the training rows of a layer."""
-    g, d, in_turn = self.cfg.ghost, self.model.base_emb_dim, self.in_turn()
+    d, in_turn = self.model.base_emb_dim, self.in_turn()
     layer = self.elements(True) // self.model.base_num_decoder_layers
     *outer, inner = (count for count, _ in self.layer_runs())
-    kept = sum(outer[1:] if g.ghost_stream_carries == "host" else outer) + (0 if in_turn else inner)
+    kept = sum(outer[1:] if "carries" in self.model.offload_to_host else outer) + (0 if in_turn else inner)
     # In turn, the first set's gradients of a segment make room for the training gradients, which are counted there.
     gradients = (sets - 1) * inner if in_turn else 2 * sets
     rows = [
@@ -455,7 +455,7 @@ class _Device:
       Tensor((sets * kept, self.val_tokens(), d), self.compute, "layer inputs of the validation rows"),
       self.waiting(sets),
     ]  # fmt: skip
-    if not self.model.segments:
+    if not self.model.segment_lengths:
       rows += [
         Tensor((sets * inner, self.val_tokens(), width), dtype, f"{name} of the validation rows")
         for name, width, dtype in self.kept_per_token()
@@ -465,7 +465,7 @@ class _Device:
   def waiting(self, sets: int) -> Tensor:
     """The cotangent of the rows whose turn it is not."""
     d = self.model.base_emb_dim
-    if self.in_turn() and self.cfg.ghost.ghost_stream_carries == "host":  # where that of the validation rows goes
+    if self.in_turn() and "carries" in self.model.offload_to_host:  # where that of the validation rows goes
       return Tensor((1, self.tokens, d), self.compute, "cotangent of the training rows in the validation rows' turn")
     return Tensor((sets, self.val_tokens(), d), self.compute, "cotangent of the validation rows")
 

@@ -66,8 +66,13 @@ def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, s
     merged |= keys
     after = estimate.change(**merged)
     if after is not None:
-      out.append((" ".join(f"{name}={value}" for name, value in keys.items()), cost, after))
+      out.append((" ".join(f"{name}={_typed(value)}" for name, value in keys.items()), cost, after))
   return out
+
+
+def _typed(value) -> str:
+  """The value of a key as it is typed on the command line."""
+  return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _merged(steps: list[tuple[dict, str]]) -> dict:
@@ -99,12 +104,9 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
     yield {"remat_policy": "full"}, "one more forward pass of the layers"
   if m.scan_layers:
     divisors = [k for k in range(2, layers) if layers % k == 0]
-    best = [(after.total, k) for k in divisors if (after := estimate.change(segment_length=k, segment_lengths=()))]
-    if best and (k := min(best)[1]) != m.segment_length:
-      yield (
-        {"segment_length": k, "segment_lengths": ()} if m.segment_lengths else {"segment_length": k},
-        ("one more forward pass of the layers"),
-      )
+    best = [(after.total, k) for k in divisors if (after := estimate.change(segment_lengths=(k,)))]
+    if best and (lengths := (min(best)[1],)) != m.segment_lengths:
+      yield {"segment_lengths": lengths}, "one more forward pass of the layers"
   if g.ghost_enabled and g.ghost_schedule == "two_pass":
     yield {"ghost_schedule": "reverse_scan"}, "the same scores, in one walk over the layers"
   if g.ghost_enabled and not g.ghost_rank:
@@ -112,12 +114,14 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
   batch, accumulated = cfg.data.per_device_batch_size, o.gradient_accumulation_steps
   if batch % 2 == 0:
     yield {"per_device_batch_size": batch // 2, "gradient_accumulation_steps": 2 * accumulated}, "smaller products"
-  if m.segments and g.ghost_enabled and g.ghost_schedule == "reverse_scan" and g.ghost_stream_carries == "none":
-    yield {"ghost_stream_carries": "host"}, "traffic to the host in every step"
-  if m.scan_layers and m.segments:
+  offloads = m.offload_to_host
+  if m.segment_lengths and g.ghost_enabled and g.ghost_schedule == "reverse_scan" and "carries" not in offloads:
+    yield {"offload_to_host": (*offloads, "carries")}, "traffic to the host in every step"
+  if m.scan_layers and m.segment_lengths:
     host = {"ghost_schedule": "reverse_scan"} if g.ghost_enabled else {}
-    yield {"stream_optimizer": "host", **host}, "traffic to the host in every step"
-    yield {"stream_weights": "host", "stream_optimizer": "host", **host}, "traffic to the host in every step"
+    for more in (("optimizer",), ("weights", "optimizer")):
+      new = {"offload_to_host": tuple(dict.fromkeys((*more, *offloads))), **host}
+      yield new, "traffic to the host in every step"
   if m.weight_dtype == "float32":
     yield {"weight_dtype": "bfloat16"}, "weights rounded to 8 bits"
   if batch % 2 == 0:

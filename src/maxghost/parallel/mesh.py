@@ -11,7 +11,7 @@ import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.config.schema import ParallelConfig
-from maxghost.parallel.axis_rules import MESH_AXES
+from maxghost.config.validate import MESH_AXES
 
 
 def group_sizes(cfg: ParallelConfig, group: str) -> dict[str, int]:

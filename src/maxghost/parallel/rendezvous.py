@@ -41,7 +41,7 @@ def listen(address: str, port: int) -> socket.socket:
   except OSError as error:
     server.close()
     raise ConfigError(
-      f"jax_distributed_coordinator_address={address}: port {port} of this machine is in use ({error.strerror}); "
+      f"jax_distributed={address}: port {port} of this machine is in use ({error.strerror}); "
       "use another, the same for all processes"
     ) from error
   return server
@@ -63,14 +63,14 @@ def _lead(address: str, port: int, expected: int, end: float, timeout: float) ->
       said = _receive(connection, 10)
       if said is None:
         continue  # not one of ours
-      number, theirs = said.get("process"), said.get("of")
+      number, theirs = said.get("process", -1), said.get("of")
       if theirs != expected:
         problem = (
-          f"jax_distributed_num_processes={theirs} in process {number}, {expected} in process 0; start all with the "
+          f"jax_distributed names {theirs} processes in process {number}, {expected} in process 0; start all with the "
           "same number"
         )
       elif number in came or number == 0:
-        problem = f"jax_distributed_process_id={number} is given to two processes; give each of the {expected} its own"
+        problem = f"jax_distributed: number {number} is given to two processes; give each of the {expected} its own"
       if problem:  # the others hear of it if they are about to come
         end = min(end, time.monotonic() + _LATECOMERS_SECONDS)
       came[len(came) + expected if number in came else number] = connection
@@ -86,7 +86,7 @@ def _absent(address: str, expected: int, came: list[int], timeout: float) -> str
   return (
     f"jax_distributed: the processes of the run did not all meet at {address} within {timeout:g} s: of {expected} "
     f"{'these are' if len(missing) > 1 else 'this one is'} missing: {listed}; start all of them, with the same address "
-    "and number of processes, or raise jax_distributed_initialization_timeout"
+    "and number of processes, or raise jax_distributed_timeouts"
   )
 
 
@@ -107,7 +107,7 @@ def _follow(address: str, place: tuple, expected: int, number: int, end: float, 
     time.sleep(_RETRY_SECONDS)
   return (
     f"jax_distributed: process {number} did not meet process 0 at {address} within {timeout:g} s ({reason}); start all "
-    "of them, with the same address and number of processes, or raise jax_distributed_initialization_timeout"
+    "of them, with the same address and number of processes, or raise jax_distributed_timeouts"
   )
 
 

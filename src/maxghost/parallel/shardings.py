@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -250,7 +250,8 @@ def local_size(shape: Sequence[int], sharding: Sharding) -> int:
   return math.prod(sharding.shard_shape(tuple(shape)))
 
 
-def slash_path(path: tuple) -> str:
+def slash_path(path: Iterable[str | int]) -> str:
+  """The path of a leaf as one text: `decoder/layers/mlp/wi_0/kernel`."""
   return "/".join(map(str, path))
 
 

@@ -107,6 +107,7 @@ def open_devices(topology: str, num_slices: int = 1) -> list:
   from jax.experimental import topologies
 
   known, shape = FAMILIES[family], FAMILIES[family].shape(count)
+  assert shape is not None, "parse refuses a count without a shape"
   flat = len(shape) == 2
   options = {
     "chip_config_name": known.config,

@@ -64,12 +64,13 @@ def _val_tokens(torch, folder: Path) -> int | None:
 
 
 class LogFile:
-  """One `.pt` file, converted; offers what format.Shard offers. The tokens that GhostSuite stores are not kept."""
+  """One `.pt` file, converted; offers what shard.Shard offers. The tokens that GhostSuite stores are not kept."""
 
   process_index = 0
-  problem = ""
   modules = None
   val_sets = ("validation",)
+  objective = fmt.NEXT_TOKEN
+  ledger = fmt.LEDGER
   domains = np.array(["train"])
   paths = np.array(["batch_idx", "order in the run"])
 
@@ -107,11 +108,12 @@ class LogFile:
     total = tokens_N.sum() + val_tokens
     dot_N = scale * logged_N * total**2 / np.maximum(tokens_N * val_tokens, 1)
     rows["dot"][:, 0] = dot_N
+    rows["share"] = tokens_N / tokens_N.sum()
     rows["contribution"][:, 0] = dot_N * tokens_N / tokens_N.sum()
     return rows
 
-  def blocks(self, block_rows: int = fmt.BLOCK_ROWS, columns: frozenset[str] | None = None) -> Iterator[np.ndarray]:
-    """As format.Shard.blocks."""
+  def blocks(self, block_rows: int = fmt.BLOCK_ROWS) -> Iterator[np.ndarray]:
+    """As shard.Shard.blocks."""
     for start in range(0, len(self._rows), block_rows):
       yield self._rows[start : start + block_rows]
 

@@ -3,19 +3,27 @@
 K validation sets, N rows, M modules, L layers, D domains.
 """
 
+import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
 from maxghost.config import did_you_mean
 from maxghost.scorelog import format as fmt
+from maxghost.scorelog.shard import Shard
+
+REQUIRED = ("tokens", "loss", "dot", "contribution")
+OPTIONAL = ("share", "chunk", "epoch")
 
 
 class Interval:
-  """Steps not yet written for good; `replaced` is the file that an early flush left for them."""
+  """Steps not yet written for good. before: steps and rows of the log in front of them, None where that is not known;
+  `replaced` is the file that an early flush left for them."""
 
-  def __init__(self, num_sets: int):
-    self._num_sets = num_sets
+  def __init__(self, num_sets: int, ledger: Sequence[str] = fmt.LEDGER, before: tuple[int, int] | None = (0, 0)):
+    self._num_sets, self._ledger, self.before = num_sets, ledger, before
     self.steps: list[np.ndarray] = []
     self.rows: list[np.ndarray] = []
     self.domains: dict[str, int] = {}
@@ -34,46 +42,55 @@ class Interval:
   def last_step(self) -> int:
     return int(self.steps[-1]["step"][-1])
 
-  def add(self, step_record: dict, rows: dict, documents: list, modules: dict | None) -> int:
+  @property
+  def counts(self) -> tuple[int, int]:
+    """How many steps and rows."""
+    return sum(map(len, self.steps)), sum(map(len, self.rows))
+
+  def add(self, record: Mapping[str, Any], rows: Mapping, documents: Sequence, modules: Mapping | None) -> int:
     """Checks and adds one step; returns its number of rows."""
-    step, row = self._step(step_record), self._rows(int(step_record["step"]), rows, documents)
+    number, step = int(record["step"]), self._step(record)
+    row = self._rows(number, rows, documents, step["tokens"][0])
     if modules is not None:
-      self._add_modules(int(step_record["step"]), modules)
+      self._add_modules(number, modules)
     self.steps.append(step)
     self.rows.append(row)
     return len(row)
 
-  def _step(self, record: dict) -> np.ndarray:
-    step = fmt.unmeasured_steps([int(record["step"])], self._num_sets)
+  def _step(self, record: Mapping[str, Any]) -> np.ndarray:
+    step = fmt.unmeasured_steps([int(record["step"])], self._num_sets, self._ledger)
+    names = step.dtype.names or ()
     for name, value in record.items():
-      if name not in step.dtype.names:
-        raise ValueError(f"unknown step column {name!r}{did_you_mean(name, step.dtype.names)}")
+      if name not in names:
+        raise ValueError(f"unknown step column {name!r}{did_you_mean(name, names)}")
       if name != "step":
         step[name][0] = np.asarray(value, np.float64)
     return step
 
-  def _rows(self, step: int, rows: dict, documents: list) -> np.ndarray:
+  def _rows(self, step: int, rows: Mapping, documents: Sequence, step_tokens: float) -> np.ndarray:
     num_rows = len(documents)
     array = np.zeros((num_rows,), fmt.row_dtype(self._num_sets))
     array["step"] = step
-    given = set(rows)
-    if num_rows and (missing := {"tokens", "loss", "dot", "contribution"} - given):
+    if num_rows and (missing := set(REQUIRED) - set(rows)):
       raise ValueError(f"score rows lack the columns {', '.join(sorted(missing))}")
-    for name in given:
-      if name not in ("tokens", "loss", "dot", "contribution", "chunk", "epoch"):
-        raise ValueError(f"unknown score column {name!r}{did_you_mean(name, array.dtype.names)}")
+    for name in rows:
+      if name not in (*REQUIRED, *OPTIONAL):
+        raise ValueError(f"unknown score column {name!r}{did_you_mean(name, array.dtype.names or ())}")
       value = np.asarray(rows[name])
       expected = array[name].shape
       if value.shape != expected and not (value.shape == (num_rows,) and expected == (num_rows, 1)):
         raise ValueError(f"score column {name!r} has shape {value.shape}, expected {expected} for {num_rows} documents")
       array[name] = value.reshape(expected)
+    if "share" not in rows:
+      total = step_tokens if np.isfinite(step_tokens) else array["tokens"].sum()
+      array["share"] = array["tokens"] / max(total, 1)
     for i, (domain, path, offset) in enumerate(documents):
       array["domain"][i] = self.domains.setdefault(str(domain), len(self.domains))
       array["path"][i] = self.paths.setdefault(str(path), len(self.paths))
       array["offset"][i] = offset
     return array
 
-  def _add_modules(self, step: int, modules: dict):
+  def _add_modules(self, step: int, modules: Mapping) -> None:
     names, domains = tuple(modules["names"]), tuple(modules["domains"])
     value_MLDK = np.asarray(modules["contribution"], np.float32)
     if value_MLDK.ndim == 3 and self._num_sets == 1:
@@ -88,33 +105,26 @@ class Interval:
     self.module_steps.append(step)
     self.module_values.append(value_MLDK)
 
-  def copy(self) -> "Interval":
+  def copy(self) -> Self:
     """A frozen view for the writing thread: lists are copied, arrays are shared (they never change)."""
-    other = Interval(self._num_sets)
-    for name, value in vars(self).items():
-      setattr(other, name, value.copy() if isinstance(value, (list, dict)) else value)
+    other = copy.copy(self)
+    vars(other).update({n: v.copy() for n, v in vars(self).items() if isinstance(v, (list, dict))})
     return other
 
-  def tables(self) -> tuple[list[str], list[str]]:
-    return list(self.domains), list(self.paths)
-
-  def step_array(self) -> np.ndarray:
-    return np.concatenate(self.steps)
-
-  def row_array(self) -> np.ndarray:
-    return np.concatenate(self.rows)
-
-  def modules(self) -> fmt.Modules | None:
-    if not self.module_steps:
-      return None
-    values = np.stack(self.module_values)
-    return fmt.Modules(self.module_names, self.module_domains, np.array(self.module_steps), values)
+  def contents(self) -> tuple[list[str], list[str], np.ndarray, fmt.Modules | None, np.ndarray]:
+    """What `shard.write_shard` takes beside path and header."""
+    modules = None
+    if self.module_steps:
+      steps = np.array(self.module_steps)
+      modules = fmt.Modules(self.module_names, self.module_domains, steps, np.stack(self.module_values))
+    return list(self.domains), list(self.paths), np.concatenate(self.steps), modules, np.concatenate(self.rows)
 
   @classmethod
-  def load(cls, shard: fmt.Shard, last_step: int) -> "Interval":
+  def load(cls, shard: Shard, last_step: int, ledger: Sequence[str] = fmt.LEDGER) -> Self:
     """The steps of a file up to `last_step`."""
-    interval = cls(len(shard.val_sets))
-    steps, rows, modules = shard.steps, shard.rows(), shard.modules
+    before = shard.meta.get("before")
+    interval = cls(len(shard.val_sets), ledger, tuple(before) if before is not None else None)
+    steps, rows, modules = fmt.with_ledger(shard.steps, len(shard.val_sets), ledger), shard.rows(), shard.modules
     interval.steps, interval.rows = [steps[steps["step"] <= last_step]], [rows[rows["step"] <= last_step]]
     interval.domains = {str(name): i for i, name in enumerate(shard.domains)}
     interval.paths = {str(name): i for i, name in enumerate(shard.paths)}

@@ -1,10 +1,12 @@
 """The score log being read: `load(run_dir)` merges the files of all processes and intervals.
 
-Nothing is read before it is asked for; `blocks` streams rows in bounded memory, `column` returns a whole column.
+Rows are not read before they are asked for; `blocks` streams them in bounded memory, `column` returns a whole column.
 K validation sets, N rows, S steps.
 """
 
 import functools
+import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,91 +14,155 @@ import numpy as np
 
 from maxghost.config import ConfigError, did_you_mean
 from maxghost.scorelog import format as fmt
-from maxghost.scorelog import ghostsuite, parquet
+from maxghost.scorelog import ghostsuite, selection, tokens
+from maxghost.scorelog.shard import DamagedShard, NewerSchema, Shard, drop_covered
 
-ROW_COLUMNS = ("step", "domain", "path", "offset", "chunk", "epoch", "tokens", "loss", "dot", "contribution")
+SHOWN_LOSSES = 6
 
 
-def load(run_dir, *, ghostsuite_scale: float = 1.0) -> "ScoreLog":
-  """Opens the score log of a run. `run_dir` holds `ghost/`, or is that folder itself, or has GhostSuite's .pt logs.
+def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1.0) -> "ScoreLog":
+  """Opens the score log of a run, after comparing each file with its checksum.
 
-  ghostsuite_scale: A**2 / S**2 for GhostSuite's logs of A micro-batches per step and a loss scaler of S.
+  Args:
+    run_dir: holds `ghost/`, or is that folder itself, or a folder of an own loop's files or of GhostSuite's .pt logs.
+    accept_lost_rows: go on without what is damaged or missing; `messages` then says what that is.
+    ghostsuite_scale: A**2 / S**2 for GhostSuite's logs of A micro-batches per step and a loss scaler of S.
 
-  Raises ConfigError for a missing or foreign folder, no usable file, a file of a newer schema, or files of one folder
-  that were scored against different validation sets. Damaged files are used as far as they go; `messages` says so.
+  Raises:
+    ConfigError: for a missing or foreign folder, no usable file, a damaged or missing one (unless accepted), a file of
+      a newer schema, or files of one folder that were scored against different validation sets.
   """
   run_dir = Path(run_dir)
   if not run_dir.is_dir():
     raise ConfigError(f"run_dir={run_dir}: no such folder")
   folder = run_dir if run_dir.name == "ghost" or not (run_dir / "ghost").is_dir() else run_dir / "ghost"
   if paths := _paths(folder):
-    shards, messages = _open(paths, folder)
-  elif (foreign := ghostsuite.find_folder(run_dir)) is not None:
-    shards, messages = ghostsuite.read(foreign, ghostsuite_scale)
+    written = _written(folder)  # before the files are: what is written in between is not missed
+    shards, lost = _open(paths, folder)
+    shards = drop_covered(shards)
     if not shards:
+      raise ConfigError(f"run_dir={run_dir}: none of {len(paths)} score files is readable ({lost[0]})")
+    lost += [*_missing(shards, written), *_lost_besides(shards, folder)]
+    if lost and not accept_lost_rows:
+      more = [f"and {len(lost) - SHOWN_LOSSES} more"] if len(lost) > SHOWN_LOSSES else []
+      raise ConfigError(
+        f"run_dir={run_dir}: scores are lost: {'; '.join(lost[:SHOWN_LOSSES] + more)}. Put the files back, or go on "
+        "without them: --accept-lost-rows (in Python accept_lost_rows=True)"
+      )
+    return ScoreLog(run_dir, shards, [f"lost: {sentence}" for sentence in lost], accept_lost_rows)
+  if (foreign := ghostsuite.find_folder(run_dir)) is not None:
+    files, messages = ghostsuite.read(foreign, ghostsuite_scale)
+    if not files:
       raise ConfigError(f"run_dir={run_dir}: none of GhostSuite's logs is readable ({messages[-1]})")
-  else:
-    is_run = (run_dir / "config.yml").is_file()
-    found = "no score files" if is_run else "not a run of maxghost (no config.yml, no scores)"
-    raise ConfigError(f"run_dir={run_dir}: {found}; train with ghost_enabled=true to get ghost/dot_prod_log_iter_*.npz")
-  if not shards:
-    raise ConfigError(f"run_dir={run_dir}: none of {len(paths)} score files is readable ({messages[0]})")
-  return ScoreLog(run_dir, shards, messages)
+    return ScoreLog(run_dir, drop_covered(files), messages)
+  is_run = (run_dir / "config.yml").is_file()
+  found = "no score files" if is_run else "not a run of maxghost (no config.yml, no scores)"
+  raise ConfigError(f"run_dir={run_dir}: {found}; train with ghost_enabled=true to get ghost/dot_prod_log_iter_*.npz")
 
 
 def _paths(folder: Path) -> list[Path]:
-  return [*parquet.part_files(folder / "parquet"), *sorted(p for p in folder.iterdir() if fmt.parse_shard_name(p.name))]
+  return sorted(p for p in folder.iterdir() if fmt.parse_shard_name(p.name))
 
 
-def _open(paths: list[Path], folder: Path, tries: int = 5) -> tuple[list, list[str]]:
-  """The readable files, and a sentence about each that is not."""
-  shards, messages = [], []
+def _open(paths: list[Path], folder: Path, tries: int = 5) -> tuple[list[Shard], list[str]]:
+  """The whole files, and a sentence about each that is not."""
+  shards, lost = [], []
   for path in paths:
     try:
-      shards.append(parquet.Part(path) if path.suffix == ".parquet" else fmt.Shard(path))
+      shards.append(Shard(path))
     except FileNotFoundError:  # a run that is training has replaced it by a longer one: look again
       if tries:
         return _open(_paths(folder), folder, tries - 1)
-      messages.append(f"{path} disappeared")
-    except fmt.NewerSchema as error:
+      lost.append(f"{path.name} disappeared")
+    except NewerSchema as error:
       raise ConfigError(str(error)) from error
-    except fmt.DamagedShard as error:
-      messages.append(f"skipped a damaged score file: {error}")
-  return shards, messages
+    except DamagedShard as error:
+      lost.append(f"{error} (damaged, left out whole)")
+  return shards, lost
+
+
+def _written(folder: Path) -> dict[int, dict]:
+  """{process: position} that the writers noted; one that cannot be read counts as none."""
+  found = {}
+  for path in folder.glob("position*.json"):
+    try:
+      position = json.loads(path.read_text("utf-8"))
+      found[int(path.stem.partition("_p")[2] or 0)] = {key: int(position[key]) for key in ("num_steps", "num_rows")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+      raise ConfigError(f"{path}: damaged ({error}); remove it to read the scores without it") from error
+  return found
+
+
+def _missing(shards: list[Shard], written: dict[int, dict]) -> Iterator[str]:
+  """A sentence about each gap between the files of a process: every file counts what came before it."""
+  for process, group in itertools.groupby(shards, lambda shard: shard.process_index):
+    end, last = (0, 0), None
+    for shard in group:
+      before = tuple(shard.meta.get("before") or end)
+      if before != end:
+        yield _gap(f"before step {shard.first_step}", last, before, end)
+      end, last = (before[0] + len(shard.steps), before[1] + shard.num_rows), shard.last_step
+    if process in written and (total := tuple(written.pop(process).values())) > end:
+      yield _gap("at the end", last, total, end)
+  for process, position in written.items():
+    if position["num_rows"]:
+      yield f"all {position['num_rows']} rows of process {process} are missing"
+
+
+def _gap(where: str, last: int | None, there: tuple, have: tuple) -> str:
+  after = "" if last is None else f" (after step {last})"
+  return f"{there[0] - have[0]} steps with {there[1] - have[1]} rows are missing {where}{after}"
+
+
+def _lost_besides(shards: list[Shard], folder: Path) -> Iterator[str]:
+  """Sentences about what lies beside the score files and is missing."""
+  for name, missing in (("tokens_crc", tokens.missing), ("selection_crc", selection.missing)):
+    wanted: dict[int, int] = {}
+    for shard in shards:
+      wanted |= _checksums(shard.steps, name)
+    if wanted:
+      yield from missing(folder, wanted)
+  if list(folder.glob("parquet/rows_*.parquet")):
+    yield f"{folder / 'parquet'} holds scores that an earlier maxghost compacted to Parquet, which is no longer read"
 
 
 class ScoreLog:
-  """A run's scores. `log["contribution"]` is the whole column f32[N, K]; `log.steps["loss"]` is f64[S]."""
+  """A run's scores. `log["contribution"]` is the whole column f32[N, K]; `log.steps["loss"]` is f64[S].
 
-  def __init__(self, run_dir: Path, shards: list[fmt.Shard], messages: list[str]):
-    self.run_dir = run_dir
-    self.shards = _without_overlap(shards)
-    self.messages = [*messages, *(shard.problem for shard in self.shards if shard.problem)]
-    self.val_sets = self.shards[0].val_sets
-    for shard in self.shards:
-      if shard.val_sets != self.val_sets:
+  val_sets, objective: of all files. ledger: columns of the predicted drop. messages: sentences for the reader.
+  """
+
+  def __init__(self, run_dir: Path, shards: list, messages: list[str], accept_lost_rows: bool = True):
+    self.run_dir, self.shards, self.messages = run_dir, shards, messages
+    self.accept_lost_rows = accept_lost_rows
+    self.val_sets, self.objective = shards[0].val_sets, shards[0].objective
+    for shard in shards:
+      if (shard.val_sets, shard.objective) != (self.val_sets, self.objective):
         raise ConfigError(
-          f"{shard.path.name}: validation sets {', '.join(shard.val_sets)}, but {self.shards[0].path.name} has "
-          f"{', '.join(self.val_sets)}; the files are of different runs"
+          f"{shard.path.name}: objective {shard.objective}, validation sets {', '.join(shard.val_sets)}, but "
+          f"{shards[0].path.name} has {self.objective}, {', '.join(self.val_sets)}; the files are of different runs"
         )
-    self.units = fmt.UNITS
+    self.ledger = tuple(dict.fromkeys(name for shard in shards for name in shard.ledger))
+    self.units = fmt.UNITS | {name: fmt.OTHER_LEDGER_UNIT for name in self.ledger if name not in fmt.UNITS}
 
   @property
   def num_rows(self) -> int:
     return sum(shard.num_rows for shard in self.shards)
 
+  def said_of(self, name: str) -> tuple[str, ...]:
+    """What the files' headers say under a name (fingerprint, direction), without repeats."""
+    return tuple(dict.fromkeys(s.meta[name] for s in self.shards if s.meta.get(name)))
+
   @property
   def fingerprints(self) -> tuple[str, ...]:
     """Fingerprints of the data sources that the scored texts came from, without repeats."""
-    return tuple(dict.fromkeys(s.meta["fingerprint"] for s in self.shards if s.meta.get("fingerprint")))
+    return self.said_of("fingerprint")
 
   @functools.cached_property
   def steps(self) -> np.ndarray:
     """Structured array of the steps in order, as `format.step_dtype`; from the lowest process that holds a step."""
-    parts = [shard.steps for shard in self.shards]
-    table = np.concatenate(parts) if parts else np.zeros((0,), fmt.step_dtype(len(self.val_sets)))
-    _, first = np.unique(table["step"], return_index=True)
-    return table[first]
+    table = np.concatenate([fmt.with_ledger(s.steps, len(self.val_sets), self.ledger) for s in self.shards])
+    return table[np.unique(table["step"], return_index=True)[1]]
 
   @functools.cached_property
   def domains(self) -> tuple[str, ...]:
@@ -111,54 +177,56 @@ class ScoreLog:
     first = None
     for shard in self.shards:
       if (modules := shard.modules) is not None:
-        layout = (modules.names, modules.domains, modules.contribution_SMLDK.shape[1:])
-        first = first or layout
-        if layout != first:
+        first = first or modules.layout
+        if modules.layout != first:
           raise ConfigError(f"{shard.path.name}: other modules, layers or domains than in the files before it")
         yield modules
 
-  def blocks(self, columns: frozenset[str] | None = None) -> Iterator[tuple[fmt.Shard, np.ndarray]]:
+  def blocks(self) -> Iterator[tuple[Shard, np.ndarray]]:
     """(file, rows) in bounded memory; `domain` and `path` are indices into the file's tables.
 
-    columns: those that are needed; the others may be 0. Raises ConfigError for rows that point outside of the tables.
+    Raises ConfigError for rows that point outside of the tables.
     """
     for shard in self.shards:
       try:
-        for rows in shard.blocks(columns=columns):
-          _check_indices(shard, rows, columns)
+        sizes = {"domain": len(shard.domains), "path": len(shard.paths)}
+        for rows in shard.blocks():
+          _check_indices(shard, rows, sizes)
           yield shard, rows
-      except (fmt.DamagedShard, FileNotFoundError) as error:
+      except (DamagedShard, FileNotFoundError) as error:
         raise ConfigError(f"{shard.path} changed while it was read; try again ({error})") from error
 
   def column(self, name: str) -> np.ndarray:
     """A whole column as one array; domain and path as strings. Raises ConfigError for an unknown name."""
-    if name not in ROW_COLUMNS:
-      raise ConfigError(f"unknown score column {name!r}{did_you_mean(name, ROW_COLUMNS)}")
-    parts = []
-    for shard, rows in self.blocks(frozenset((name,))):
-      values = rows[name]
-      parts.append(getattr(shard, f"{name}s")[values] if name in ("domain", "path") else values.copy())
+    if name not in fmt.ROW_COLUMNS:
+      raise ConfigError(f"unknown score column {name!r}{did_you_mean(name, fmt.ROW_COLUMNS)}")
     empty = fmt.row_dtype(len(self.val_sets))[name]
-    return np.concatenate(parts) if parts else np.zeros((0, *empty.shape), empty.base)
+    parts = [np.zeros((0, *empty.shape), "<U1" if name in ("domain", "path") else empty.base)]
+    for shard, rows in self.blocks():
+      parts.append(getattr(shard, f"{name}s")[rows[name]] if name in ("domain", "path") else rows[name])
+    return np.concatenate(parts)
 
   __getitem__ = column
 
+  def checksums(self, name: str) -> dict[int, int]:
+    """{step: CRC-32} of what lies beside the log: tokens_crc or selection_crc."""
+    return _checksums(self.steps, name)
 
-def _without_overlap(shards: list) -> list:
-  """Each step of a process once: a compacted range stands for the files inside it, a whole interval for its parts."""
-  parts = fmt.drop_covered([shard for shard in shards if isinstance(shard, parquet.Part)])
-  ranges = [(part.first_step, part.last_step) for part in parts]
-  files = [shard for shard in shards if not isinstance(shard, parquet.Part)]
-  files = [s for s in files if not any(first <= s.first_step and s.last_step <= last for first, last in ranges)]
-  return sorted([*parts, *fmt.drop_covered(files)], key=lambda shard: (shard.process_index, shard.first_step))
+  def chosen(self) -> np.ndarray:
+    """bool[N]: whether the row was trained on, in a run with ghost_select. Raises ConfigError for one without."""
+    return selection.chosen(self.shards[0].path.parent, self["step"], self.checksums("selection_crc"))
 
 
-def _check_indices(shard, rows: np.ndarray, columns: frozenset[str] | None):
-  for name in ("domain", "path"):
-    if len(rows) and (columns is None or name in columns):
-      size = len(getattr(shard, f"{name}s"))
-      if rows[name].min() < 0 or rows[name].max() >= size:
-        raise ConfigError(
-          f"{shard.path}: a row points to entry {rows[name].max()} of {size} in its table of {name}s: "
-          "the file is damaged; remove it to use the others"
-        )
+def _check_indices(shard, rows: np.ndarray, sizes: dict[str, int]) -> None:
+  for name, size in sizes.items():
+    if len(rows) and (rows[name].min() < 0 or rows[name].max() >= size):
+      raise ConfigError(
+        f"{shard.path}: a row points to entry {rows[name].max()} of {size} in its table of {name}s: "
+        "the file is damaged; remove it to use the others"
+      )
+
+
+def _checksums(steps: np.ndarray, name: str) -> dict[int, int]:
+  """{step: checksum} of the steps that have one."""
+  known = steps[np.isfinite(steps[name])]
+  return {int(step): int(crc) for step, crc in zip(known["step"], known[name], strict=True)}

@@ -1,21 +1,25 @@
 """Contributions of single tokens (ghost_detail=token): one file per step, `<run>/ghost/tokens/step_<step>.npz`.
 
-A step's file is a function of the step, so writing it again after a restart gives the same file.
-B rows, T positions, S segments of a row, K validation sets.
+A step's file is a function of the step, so writing it again after a restart gives the same file; the score log keeps
+its CRC-32. B rows, T positions, S segments of a row, K validation sets.
 """
 
-import os
+import io
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from maxghost.scorelog.shard import DAMAGE, DamagedShard, whole_file
+
+FOLDER = "tokens"
 NameOf = Callable[[int], Sequence[Any]]
 
 
-def write(folder: Path, step: int, contribution_KBT: np.ndarray, batch, name_of: NameOf) -> None:
-  """Writes the file of a step, whole or not at all.
+def write(folder: Path, step: int, contribution_KBT: np.ndarray, batch, name_of: NameOf) -> int:
+  """Writes the file of a step, whole or not at all; returns its CRC-32 for the step's record.
 
   contribution_KBT: nats, of the token predicted at each position; sums over a segment to the document's contribution.
   Beside it: inputs, targets, inputs_segmentation int32[B, T]; domain, path (text), offset, chunk int64[B, S] of the
@@ -31,15 +35,43 @@ def write(folder: Path, step: int, contribution_KBT: np.ndarray, batch, name_of:
     "offset": np.array([[int(name[2]) for name in row] for row in names], np.int64),
     "chunk": batch.offset_BS,
   }
-  path = folder / f"step_{step}.npz"
-  temporary = path.with_suffix(".tmp")
-  with open(temporary, "wb") as file:
-    np.savez_compressed(file, **arrays)
-  os.replace(temporary, path)
+  buffer = io.BytesIO()
+  np.savez_compressed(buffer, **arrays)
+  with whole_file(_path(folder, step), durable=False) as file:
+    file.write(buffer.getbuffer())
+  return zlib.crc32(buffer.getbuffer())
+
+
+def files(folder: Path) -> dict[int, Path]:
+  """{step: file}, in the order of the steps."""
+  found = {int(path.stem.removeprefix("step_")): path for path in folder.glob("step_*.npz")}
+  return dict(sorted(found.items()))
+
+
+def read(path: Path, checksum: int | None) -> dict[str, np.ndarray]:
+  """The arrays of a file. checksum: what the score log holds, None where it holds none. Raises DamagedShard."""
+  try:
+    data = path.read_bytes()
+    if checksum is not None and zlib.crc32(data) != checksum:
+      raise ValueError("its bytes do not match the checksum in the score log")
+    with np.load(io.BytesIO(data)) as arrays:
+      return dict(arrays)
+  except DAMAGE as error:
+    raise DamagedShard(f"{FOLDER}/{path.name}: {error}") from error
+
+
+def missing(folder: Path, wanted: Mapping[int, int]) -> list[str]:
+  """A sentence where files are missing. folder: of the log. wanted: {step: CRC-32 of its file}."""
+  have = files(folder / FOLDER)
+  lost = [step for step in wanted if step not in have]
+  return [f"{len(lost)} files of {FOLDER}/ are missing, step_{lost[0]}.npz first"] if lost else []
 
 
 def restore(folder: Path, completed_steps: int) -> None:
-  """Removes the files of steps that are still to come."""
-  for path in folder.glob("step_*.npz") if folder.is_dir() else ():
-    if int(path.stem.removeprefix("step_")) >= completed_steps:
-      path.unlink()
+  """Removes the files of steps that are still to come, and what a killed process left half written."""
+  for path in [*(p for step, p in files(folder).items() if step >= completed_steps), *folder.glob("*.tmp")]:
+    path.unlink()
+
+
+def _path(folder: Path, step: int) -> Path:
+  return folder / f"step_{step}.npz"

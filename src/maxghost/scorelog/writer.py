@@ -1,50 +1,68 @@
-"""The score log being written: every scored document of every step, exactly once, in the background.
+"""The score log being written: every scored unit of every step, exactly once, in the background.
 
 `<run>/ghost/dot_prod_log_iter_<step>.npz` holds one interval of `period` steps, <step> being the last one inside.
 Files are only added. `flush` writes the unfinished interval too; the file of the whole interval, written later, takes
 its place. A reader that meets both keeps the longer one, so a crash between the two loses and doubles nothing.
+Each file says how many steps and rows came before it, and `position.json` how many there are: a file that is missing
+is noticed.
 """
 
+import json
 import queue
 import sys
 import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from maxghost.config import ConfigError
 from maxghost.scorelog import format as fmt
-from maxghost.scorelog import parquet
 from maxghost.scorelog.interval import Interval
+from maxghost.scorelog.shard import DamagedShard, NewerSchema, Shard, drop_covered, sync_folder, whole_file, write_shard
 
 QUEUE_LENGTH = 4  # files waiting for the disk; beyond that the training loop waits too
 
 
 class Writer:
-  """Writes one process's share of the score log.
+  """Writes one process's share of the score log; for the trainer, the manager and loops of one's own.
 
-  run_dir: the run's folder; files go to its `ghost/`. val_sets: names of the K validation sets. period: steps per file.
-  fingerprint: the data source's fingerprint, kept so that a later reader can tell whether the texts are still the same.
-  num_processes: that write at present; process 0 looks after the files of others, from a time when there were more.
+  run_dir: the run's folder; files go to its `ghost/`, or to the folder itself where that is its name. val_sets: names
+  of the K validation sets. process_index, num_processes: of those that write at present; process 0 looks after the
+  files of others, from a time when there were more. period: steps per file. fingerprint: the data source's, kept so
+  that a later reader can tell whether the texts are still the same. objective: what was trained. ledger: columns of
+  the predicted drop, `predicted_examples` among them, as the optimizer names them. direction: what made the scores.
   Errors of the background thread (disk full, ...) are raised by the next call.
   """
 
   def __init__(
     self,
     run_dir,
-    val_sets=("manual",),
+    val_sets: Sequence[str] = ("manual",),
     process_index: int = 0,
     period: int = 20,
     fingerprint: str = "",
     num_processes: int = 1,
+    objective: str = fmt.NEXT_TOKEN,
+    ledger: Sequence[str] = fmt.LEDGER,
+    direction: str = "",
   ):
     if period < 1:
       raise ConfigError(f"ghost_log_period={period}: at least 1 step per score file")
-    self._run_dir, self._num_processes = run_dir, num_processes
-    self._folder = Path(run_dir) / "ghost"
-    self._val_sets = tuple(val_sets)
-    self._process_index = process_index
-    self._period = period
-    self._fingerprint = fingerprint
-    self._pending = Interval(len(self._val_sets))
+    if "predicted_examples" not in ledger or len(set(ledger)) < len(ledger):
+      raise ValueError(f"ledger={list(ledger)}: distinct names, predicted_examples among them")
+    self._folder = Path(run_dir) if Path(run_dir).name == "ghost" else Path(run_dir) / "ghost"
+    self._process_index, self._num_processes, self._period = process_index, num_processes, period
+    self.val_sets, self.ledger = tuple(val_sets), tuple(ledger)
+    self._about = {
+      "schema_version": fmt.SCHEMA_VERSION,
+      "val_sets": self.val_sets,
+      "objective": objective,
+      "ledger": self.ledger,
+      "direction": direction,
+      "process_index": process_index,
+      "fingerprint": fingerprint,
+      "units": fmt.UNITS | {name: fmt.OTHER_LEDGER_UNIT for name in ledger if name not in fmt.UNITS},
+    }
     self._last_step = -1
     self._num_steps = 0
     self._num_rows = 0
@@ -52,17 +70,24 @@ class Writer:
     self._error: BaseException | None = None
     self._queue: queue.Queue = queue.Queue(QUEUE_LENGTH)
     self._thread: threading.Thread | None = None
+    self._pending = self._new_interval()
 
-  def append(self, step_record: dict, rows: dict, documents: list, *, modules: dict | None = None):
+  def append(
+    self, step_record: Mapping[str, Any], rows: Mapping, documents: Sequence, *, modules: Mapping | None = None
+  ) -> None:
     """Adds one step.
 
-    step_record: `step` and any of the step columns; what is left out is NaN. Per-set values are [K] (or a scalar).
-    rows: tokens [N], loss [N], dot [N, K], contribution [N, K]; optionally chunk [N], the bytes between the start of
-      the document and the scored chunk, and epoch [N], how often the data had been read through before.
-    documents: N ids (domain, path, offset).
-    modules: {"names": M strings, "domains": D strings, "contribution": f32[M, L, D, K]} in nats; cells that do not
-      exist (layers of a module outside the stack) are NaN.
-    Raises ValueError for a step out of order, an unknown column or a wrong shape.
+    Args:
+      step_record: `step` and any of the step columns; what is left out is NaN. Per-set values are [K] (or a scalar).
+      rows: tokens [N], loss [N], dot [N, K], contribution [N, K]; optionally share [N], of the batch loss (default:
+        tokens over those of the step), chunk [N], the bytes between the start of the document and the scored chunk, and
+        epoch [N], how often the data had been read through before.
+      documents: N ids (domain, path, offset).
+      modules: {"names": M strings, "domains": D strings, "contribution": f32[M, L, D, K]} in nats; cells that do not
+        exist (layers of a module outside the stack) are NaN.
+
+    Raises:
+      ValueError: for a step out of order, an unknown column or a wrong shape.
     """
     self._raise_error()
     step = int(step_record["step"])
@@ -78,51 +103,48 @@ class Writer:
     if (step + 1) % self._period == 0:
       self._submit(last=True)
 
-  def flush(self):
+  def flush(self) -> None:
     """Returns when every step appended so far is on disk."""
     if self._pending.steps and self._pending.replaced != self._path(self._pending.last_step):
       self._submit(last=False)
     self._queue.join()
     self._raise_error()
 
-  def position(self) -> dict:
+  def position(self) -> dict[str, int]:
     """Flushes; returns what a checkpoint must hold for `restore`: last step, number of steps and of rows."""
     self.flush()
     return {"step": self._last_step, "num_steps": self._num_steps, "num_rows": self._num_rows}
 
-  def restore(self, position: dict | None):
+  def restore(self, position: Mapping[str, int] | None) -> None:
     """Makes the log what it was at `position`: later steps are removed. None empties the log (a run from its start).
 
-    Says so on stderr when the files hold fewer steps or rows than the position says.
+    A damaged file is left where it is, unused. What is missing is said on stderr, and by every reader afterwards.
     """
     self._queue.join()
     self._raise_error()
     last_step = -1 if position is None else int(position["step"])
     for process in self._former_processes() if self._process_index == 0 else ():
-      other = Writer(self._run_dir, self._val_sets, process, self._period, self._fingerprint, self._num_processes)
-      other.restore(None if position is None else {"step": last_step})
-    self._pending = Interval(len(self._val_sets))
+      self._of_process(process).restore(None if position is None else {"step": last_step})
     self._last_step, self._num_steps, self._num_rows = last_step, 0, 0
+    self._pending = self._new_interval()
     self._restored = True
+    (self._folder / fmt.position_name(self._process_index)).unlink(missing_ok=True)
     kept, dropped = [], []
     for path, shard in self._own_shards(last_step):
       if shard is None or shard.first_step > last_step:
         dropped.append(path)
       elif shard.last_step > last_step:
-        self._write(Interval.load(shard, last_step), path)
+        self._write(Interval.load(shard, last_step, self.ledger), path)
         kept.append(self._path(last_step))
       else:
         kept.append(path)
-    self._remove_temporaries()
-    self._cut_parts(last_step)
-    for path in dropped:
+    for path in [*dropped, *self._temporaries()]:
       path.unlink(missing_ok=True)
     if self._folder.is_dir():
-      fmt.sync_folder(self._folder)
-    self._count(kept)
-    self._say_missing(position)
+      sync_folder(self._folder)
+    self._count(kept, position)
 
-  def close(self):
+  def close(self) -> None:
     """Flushes and ends the background thread."""
     try:
       self.flush()
@@ -132,76 +154,83 @@ class Writer:
         self._thread.join()
         self._thread = None
 
-  def _count(self, kept: list[Path]):
-    """Counts the kept files and takes an unfinished last interval back into memory."""
-    shards = [fmt.Shard(path) for path in dict.fromkeys(kept)]
-    for shard in fmt.drop_covered(shards):
-      self._num_steps += len(shard.steps)
-      self._num_rows += shard.num_rows
+  def _count(self, kept: list[Path], position: Mapping[str, int] | None) -> None:
+    """Counts the kept files, says what is missing and takes an unfinished last interval back into memory."""
+    found = end = (0, 0)
+    for shard in drop_covered([Shard(path) for path in dict.fromkeys(kept)]):
+      before, (steps, rows) = tuple(shard.meta.get("before") or end), (len(shard.steps), shard.num_rows)
+      found, end = (found[0] + steps, found[1] + rows), (before[0] + steps, before[1] + rows)
       unfinished = (self._last_step + 1) % self._period and shard.last_step == self._last_step
       if unfinished and shard.first_step // self._period == self._last_step // self._period:
-        self._pending = Interval.load(shard, self._last_step)
-
-  def _say_missing(self, position: dict | None):
-    if position is None or parquet.part_files(self._folder / "parquet"):
-      return  # compacted files are of all processes together: there is no count to compare with
-    for key, have in (("num_steps", self._num_steps), ("num_rows", self._num_rows)):
-      if have != position.get(key, have):
+        self._pending = Interval.load(shard, self._last_step, self.ledger)
+        self._pending.before = before
+    self._num_steps, self._num_rows = end
+    for i, key in enumerate(("num_steps", "num_rows")):
+      if position is not None and found[i] != position.get(key, found[i]):
         print(
-          f"maxghost: the score log in {self._folder} holds {key}={have} up to step {self._last_step}, the checkpoint "
-          f"counted {position[key]}: files were changed since; the missing scores stay missing",
+          f"maxghost: the score log in {self._folder} holds {key}={found[i]} up to step {self._last_step}, the "
+          f"checkpoint counted {position[key]}: files were changed since; the missing scores stay missing",
           file=sys.stderr,
         )
+    if position is not None and "num_steps" in position:  # what was written counts, so that a reader sees the gap
+      self._num_steps, self._num_rows = int(position["num_steps"]), int(position["num_rows"])
+    if not self._pending.steps:
+      self._pending = self._new_interval()
+    if self._num_steps:
+      self._note(self._last_step, self._num_steps, self._num_rows)
 
-  def _own_shards(self, last_step: int):
-    """This process's files and what is in them (None for a useless one of steps after `last_step`)."""
+  def _own_shards(self, last_step: int) -> Iterator[tuple[Path, Shard | None]]:
+    """This process's files and what is in them (None for a damaged one of steps after `last_step`)."""
     for path in self._own_files():
       try:
-        shard = fmt.Shard(path)
-      except fmt.NewerSchema as error:
+        shard = Shard(path)
+      except NewerSchema as error:
         raise ConfigError(str(error)) from error
-      except fmt.DamagedShard as error:
+      except DamagedShard as error:
         print(f"maxghost: {error}; its scores are lost up to step {last_step}", file=sys.stderr)
-        if fmt.parse_shard_name(path.name)[0] > last_step:
+        if (fmt.parse_shard_name(path.name) or (0,))[0] > last_step:
           yield path, None
         continue
-      if shard.val_sets != self._val_sets and shard.first_step <= last_step:
+      if shard.val_sets != self.val_sets and shard.first_step <= last_step:
         raise ConfigError(
           f"{path}: scored against the validation sets {', '.join(shard.val_sets)}, this run against "
-          f"{', '.join(self._val_sets)}; continue with the same sets or under another run_name"
+          f"{', '.join(self.val_sets)}; continue with the same sets or under another run_name"
         )
       yield path, shard
 
   def _former_processes(self) -> list[int]:
-    names = [fmt.parse_shard_name(path.name) for path in self._folder.iterdir()] if self._folder.is_dir() else []
+    names = [fmt.parse_shard_name(path.name) for path in self._files()]
     return sorted({name[1] for name in names if name is not None and name[1] >= self._num_processes})
 
+  def _of_process(self, process: int) -> "Writer":
+    other = Writer(self._folder, self.val_sets, process, self._period, num_processes=self._num_processes)
+    other.ledger, other._about = self.ledger, self._about | {"process_index": process}
+    return other
+
+  def _files(self) -> list[Path]:
+    return sorted(self._folder.iterdir()) if self._folder.is_dir() else []
+
   def _own_files(self) -> list[Path]:
-    names = sorted(self._folder.iterdir()) if self._folder.is_dir() else []
-    return [path for path in names if (fmt.parse_shard_name(path.name) or (0, -1))[1] == self._process_index]
+    return [path for path in self._files() if (fmt.parse_shard_name(path.name) or (0, -1))[1] == self._process_index]
 
-  def _remove_temporaries(self):
-    for path in self._folder.glob("*.npz.*.tmp") if self._folder.is_dir() else ():
-      name = fmt.parse_shard_name(path.name.split(".npz")[0] + ".npz")
-      if name is not None and name[1] == self._process_index:
-        path.unlink(missing_ok=True)
+  def _temporaries(self) -> list[Path]:
+    """What a process that was killed has left of this one's files."""
+    halves = [path for path in self._files() if path.name.endswith(".tmp")]
+    names = [(path, fmt.parse_shard_name(path.name.split(".npz")[0] + ".npz")) for path in halves]
+    return [path for path, name in names if (name or (0, 0))[1] == self._process_index]
 
-  def _cut_parts(self, last_step: int):
-    """Compacted scores after `last_step` go too; they are of all processes, so the first process does it for all."""
-    folder = self._folder / "parquet"
-    if self._process_index == 0 and parquet.part_files(folder):
-      parquet.cut(folder, last_step)
-
-  def _refuse_foreign_files(self):
-    files = self._own_files() or parquet.part_files(self._folder / "parquet")
-    if files:
+  def _refuse_foreign_files(self) -> None:
+    if files := self._own_files():
       raise ValueError(f"{files[0]} is already there: call restore(position), or restore(None) to begin anew")
     self._restored = True
 
   def _path(self, last_step: int) -> Path:
     return self._folder / fmt.shard_name(last_step, self._process_index)
 
-  def _submit(self, last: bool):
+  def _new_interval(self) -> Interval:
+    return Interval(len(self.val_sets), self.ledger, (self._num_steps, self._num_rows))
+
+  def _submit(self, last: bool) -> None:
     """Hands the pending interval to the thread; with `last` a new interval begins."""
     if self._thread is None:
       self._thread = threading.Thread(target=self._work, name="score-writer", daemon=True)
@@ -209,11 +238,11 @@ class Writer:
     interval = self._pending if last else self._pending.copy()
     self._queue.put((interval, interval.replaced, last))
     if last:
-      self._pending = Interval(len(self._val_sets))
+      self._pending = self._new_interval()
     else:
       self._pending.replaced = self._path(interval.last_step)
 
-  def _work(self):
+  def _work(self) -> None:
     while (job := self._queue.get()) is not None:
       try:
         if self._error is None:
@@ -224,24 +253,28 @@ class Writer:
         self._queue.task_done()
     self._queue.task_done()
 
-  def _write(self, interval: Interval, replaced: Path | None, closed: bool = False):
+  def _write(self, interval: Interval, replaced: Path | None, closed: bool = False) -> None:
     """One file for the interval; then the file it makes superfluous goes. closed: it will not be written again."""
     self._folder.mkdir(parents=True, exist_ok=True)
-    meta = {
-      "schema_version": fmt.SCHEMA_VERSION,
-      "val_sets": self._val_sets,
-      "process_index": self._process_index,
+    meta = self._about | {
       "first_step": interval.first_step,
       "last_step": interval.last_step,
+      "before": interval.before,
       "closed": closed,
-      "fingerprint": self._fingerprint,
-      "units": fmt.UNITS,
     }
     path = self._path(interval.last_step)
-    fmt.write_shard(path, meta, *interval.tables(), interval.step_array(), interval.modules(), interval.row_array())
+    write_shard(path, meta, *interval.contents())
+    if interval.before is not None:
+      counts = interval.counts
+      self._note(interval.last_step, interval.before[0] + counts[0], interval.before[1] + counts[1])
     if replaced is not None and replaced != path:
       replaced.unlink(missing_ok=True)
 
-  def _raise_error(self):
+  def _note(self, step: int, num_steps: int, num_rows: int) -> None:
+    position = {"step": step, "num_steps": num_steps, "num_rows": num_rows}
+    with whole_file(self._folder / fmt.position_name(self._process_index), durable=False) as file:
+      file.write(json.dumps(position).encode())
+
+  def _raise_error(self) -> None:
     if self._error is not None:
       raise OSError(f"the score log could not be written to {self._folder}: {self._error}") from self._error

@@ -12,6 +12,7 @@ from flax import nnx
 
 from maxghost.config import Config, ConfigError, replace
 from maxghost.parallel import Layout, distributed, use
+from maxghost.parallel.shardings import slash_path
 from maxghost.training import step as step_lib
 from maxghost.training.compiling import compiler_options
 
@@ -165,5 +166,5 @@ def compile_lowered(name: str, lowered, trace_seconds: float, platform: str | No
 def _sizes(state: nnx.State, labels: list[str]) -> dict[str, int]:
   """Numbers of elements of the model's parameters with these slash paths."""
   params = nnx.to_flat_state(nnx.filter_state(state, nnx.Param))
-  sizes = {"/".join(map(str, path[1:])): variable.get_value().size for path, variable in params if path[0] == "model"}
+  sizes = {slash_path(path[1:]): variable.get_value().size for path, variable in params if path[0] == "model"}
   return {label: sizes[label] for label in labels}

@@ -30,7 +30,7 @@ class HostMemory:
 
   @classmethod
   def of(cls, cfg: Config) -> "HostMemory":
-    return cls(cfg.model.stream_weights == "host", cfg.optimizer.stream_optimizer == "host")
+    return cls("weights" in cfg.model.offload_to_host, "optimizer" in cfg.model.offload_to_host)
 
   def __bool__(self) -> bool:
     return self.weights or self.optimizer
@@ -43,10 +43,9 @@ class HostMemory:
     """Raises ConfigError for a device that cannot reach pinned host memory."""
     kinds = [memory.kind for memory in device.addressable_memories()]
     if self and KIND not in kinds:
-      keys = [k for k, on in (("stream_weights", self.weights), ("stream_optimizer", self.optimizer)) if on]
       raise ConfigError(
-        f"{' and '.join(f'{k}=host' for k in keys)} needs pinned host memory, but {device.device_kind} has only "
-        f"{', '.join(kinds) or 'memory of no named kind'}; use {' and '.join(f'{k}=none' for k in keys)}"
+        f"offload_to_host needs pinned host memory, but {device.device_kind} has only "
+        f"{', '.join(kinds) or 'memory of no named kind'}; leave offload_to_host empty"
       )
 
   def put(self, state: nnx.State) -> nnx.State:

@@ -9,13 +9,14 @@ from flax import nnx
 from maxghost.config import Config
 from maxghost.parallel.memory_estimate import MemoryEstimate, compiled_sizes, estimate, shown
 from maxghost.parallel.memory_verdict import advice, verdict
+from maxghost.parallel.shardings import slash_path
 
 
 def estimate_of(cfg: Config, state: nnx.State, mesh_shape: Mapping[str, int] | None = None) -> MemoryEstimate:
   """The estimate for a train state's own parameters. state: of a TrainStateNNX, abstract or not."""
   params = nnx.to_flat_state(nnx.filter_state(state, nnx.Param))
   parameters = {
-    "/".join(map(str, path[1:])): (v.get_value().shape, v.get_metadata().get("axes") or (None,) * v.get_value().ndim)
+    slash_path(path[1:]): (v.get_value().shape, v.get_metadata().get("axes") or (None,) * v.get_value().ndim)
     for path, v in params
     if path[0] == "model"
   }

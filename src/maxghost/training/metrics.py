@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxghost.config import ConfigError
+from maxghost.config import ConfigError, plugins
 
 # Metrics of a step that must be finite; the first one that is not stops the run. The validation loss is not among
 # them: where it is not finite the step is not scored, and training goes on.
@@ -21,7 +21,7 @@ FINITE_METRICS = ("loss", "grad_norm", "param_norm")
 SAMPLE = "sample/text"  # a text of the model, the only metric that is no number
 
 # The columns that add up to -<grad L_val, update>: what first order predicts of one step's drop of the validation loss.
-PREDICTED_COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
+PREDICTED_COLUMNS = plugins.LEDGER
 
 
 class NonFiniteMetricError(RuntimeError):
@@ -88,14 +88,14 @@ def ghost_metrics(outputs: Mapping[str, Any], val_sets: tuple[str, ...]) -> dict
   loop when the loss after it is known.
   """
   record: dict[str, Any] = {"ghost/scored": int(outputs["scored_ok"])}
-  has_columns = all(column in outputs for column in PREDICTED_COLUMNS)
+  columns = [column for column in PREDICTED_COLUMNS if column in outputs]  # none for schedule concat
   if "chosen_B" in outputs:
     record["ghost/chosen_rows"] = int(outputs["chosen_B"].sum())
   for k, name in enumerate(val_sets):
     record[f"ghost/val_loss/{name}"] = float(outputs["val_loss"][k])
-    if has_columns:
-      record[f"ghost/predicted_drop/{name}"] = sum(float(outputs[column][k]) for column in PREDICTED_COLUMNS)
-      for column in (*PREDICTED_COLUMNS, "check_rel_err"):
+    if columns:
+      record[f"ghost/predicted_drop/{name}"] = sum(float(outputs[column][k]) for column in columns)
+      for column in (*columns, "check_rel_err"):
         record[f"ghost/{column}/{name}"] = float(outputs[column][k])
   for label, captured_LK in outputs.get("captured", {}).items():
     record[f"ghost/captured/{label}"] = captured_LK.tolist()

@@ -18,8 +18,8 @@ class Position:
   data: position of the training iterator behind the last trained batch; None at the start.
   metrics_bytes: length of metrics.jsonl. pending: the record of the last step, which waits for the validation loss
     after it, None at the start. open_loss: the last validation loss that was measured, [K], from which the account of
-    the steps since then is open. scores: position of the score log, None where there is none.
-    of several processes a list of each one's, None for one without.
+    the steps since then is open. scores: position of the score log, of several processes a
+    list with that of each; None for a process, or a run, without one.
   reweighting: where the domains' shares of the rows stand, None where they do not change. rows: of each step over all
     devices, 0 where it was not noted.
   """

@@ -1,8 +1,9 @@
 """Domain reweighting: the domains' shares of the rows follow the nats per token that their documents earned.
 
-Every `ghost_reweight_every` steps, with v the nats per token of each domain over these steps (mean over the validation
-sets), shares become w ∝ w exp(step v / mean |v|), then floor + (1 - D floor) w: exponentiated gradient on the measured
-value, as in DoReMi (Xie et al., arXiv:2305.10429, equation 2) but with the value in place of an excess loss.
+Every so many steps (`ghost_reweight`), with v the nats per token of each domain over these steps (mean over the
+validation sets), shares become w ∝ w exp(step v / mean |v|), then floor + (1 - D floor) w: exponentiated gradient on
+the measured value, as in DoReMi (Xie et al., arXiv:2305.10429, equation 2) but with the value in place of an excess
+loss.
 
 Batches are drawn ahead of the training, so a change decided after step s takes effect at batch s + LAG, whatever the
 timing of threads: a run that is interrupted and continued draws the same rows.
@@ -34,11 +35,12 @@ class Reweighter:
   def __init__(
     self, ghost: GhostConfig, shares: Mapping[str, float], reader: Any, document_id: Callable[[int], Sequence[Any]]
   ):
-    self._ghost, self._reader, self._document_id = ghost, reader, document_id
+    self._reader, self._document_id = reader, document_id
     self._names = tuple(reader.mixture_domains)
-    if ghost.ghost_reweight_floor * len(self._names) > 1:
+    self._every, self._size, self._floor = ghost.reweighting
+    if self._floor * len(self._names) > 1:
       raise ConfigError(
-        f"ghost_reweight_floor={ghost.ghost_reweight_floor:g} for {len(self._names)} domains is more than all rows; "
+        f"ghost_reweight: a floor of {self._floor:g} for {len(self._names)} domains is more than all rows; "
         f"use {1 / len(self._names):.3g} or less"
       )
     self._number = {name: number for number, name in enumerate(self._names)}
@@ -60,7 +62,7 @@ class Reweighter:
     if "contribution_BSK" in outputs and outputs["scored_ok"]:
       self._add(outputs, batch)
     record = {f"ghost/share/{name}": share for name, share in self._in_force(step).items()}
-    if (step + 1) % self._ghost.ghost_reweight_every == 0:
+    if (step + 1) % self._every == 0:
       self._decide(step)
     return record
 
@@ -95,9 +97,7 @@ class Reweighter:
     seen_D = self._tokens_D > 0
     value_D = np.divide(self._nats_D, self._tokens_D, out=np.zeros_like(self._nats_D), where=seen_D)
     self._nats_D, self._tokens_D = np.zeros_like(self._nats_D), np.zeros_like(self._tokens_D)
-    self._shares_D = reweighted(
-      self._shares_D, value_D, seen_D, self._ghost.ghost_reweight_step, self._ghost.ghost_reweight_floor
-    )
+    self._shares_D = reweighted(self._shares_D, value_D, seen_D, self._size, self._floor)
     self._changes.append((step + LAG, self.shares))
     self._reader.schedule_mixture(self._changes)
 

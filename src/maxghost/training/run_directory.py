@@ -15,6 +15,7 @@ from typing import Any
 
 from maxghost import config
 from maxghost.config import Config, ConfigError
+from maxghost.config.files import write_text
 from maxghost.config.schema import ParallelConfig
 
 CONFIG_FILE = "config.yml"
@@ -34,14 +35,11 @@ RESUMABLE_KEYS = frozenset(
     "eval_steps",
     "sample_every",
     "sample_prompt",
-    "sample_tokens",
-    "sample_temperature",
     "enable_tensorboard",
     "jax_cache_dir",
     "checkpoint_period",
     "max_num_checkpoints_to_keep",
     "async_checkpointing",
-    "enable_checkpointing",
   }
 )
 
@@ -139,9 +137,7 @@ class RunDirectory:
 
   def write_facts(self, facts: Mapping[str, str]) -> None:
     """run_facts.json: what is worth knowing of this process beside the config; the report shows it."""
-    temporary = self.path / f".{FACTS_FILE}.tmp"
-    temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, self.path / FACTS_FILE)
+    write_text(self.path / FACTS_FILE, json.dumps(facts, indent=2) + "\n")
 
   def close(self) -> None:
     if self._lock is not None:

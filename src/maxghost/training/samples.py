@@ -9,9 +9,12 @@ from maxghost.config import Config, ConfigError
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.generation import Generator, Sampling
 
+NUM_TOKENS = 64
+TEMPERATURE = 0.7
+
 
 class Sampler:
-  """Continues sample_prompt by up to sample_tokens tokens. Raises ConfigError for a prompt without any token."""
+  """Continues sample_prompt by up to NUM_TOKENS tokens. Raises ConfigError for a prompt without any token."""
 
   def __init__(self, cfg: Config, tokenizer: Tokenizer):
     begin = [tokenizer.bos_id] if cfg.data.add_bos and tokenizer.bos_id is not None else []
@@ -19,17 +22,17 @@ class Sampler:
     self._prompt = begin + ids.tolist()
     if not self._prompt:
       raise ConfigError("sample_prompt is empty, and no begin-of-document token is put before it; give a text")
-    self._text, self._tokenizer, self._num_new = cfg.run.sample_prompt, tokenizer, cfg.run.sample_tokens
+    self._text, self._tokenizer, self._num_new = cfg.run.sample_prompt, tokenizer, NUM_TOKENS
     cache_size = len(self._prompt) + self._num_new
     most = cfg.model.trainable_position_size
     if 0 < most < cache_size:
       raise ConfigError(
-        f"sample_tokens={self._num_new} behind a prompt of {len(self._prompt)} tokens: the model has {most} positions; "
-        f"use sample_tokens={max(most - len(self._prompt), 1)}"
+        f"sample_prompt has {len(self._prompt)} tokens, and {self._num_new} are sampled behind it: the model has only "
+        f"{most} positions; use a shorter prompt, or sample_every=0 and `maxghost generate` on a checkpoint"
       )
     self._stop_ids = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     graphdef = nnx.graphdef(models.create_abstract(cfg))
-    sampling = Sampling(temperature=cfg.run.sample_temperature)
+    sampling = Sampling(temperature=TEMPERATURE)
     self._generator = Generator(graphdef, cache_size, sampling=sampling, stop_ids=self._stop_ids)
 
   def __call__(self, state: nnx.State) -> str:

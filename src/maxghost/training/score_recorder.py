@@ -1,6 +1,6 @@
 """From a step's outputs to rows of the score log, on a thread of its own.
 
-B rows of the batch, S segments a row can hold, K validation sets, N scored documents.
+B rows of the batch, S slots (segments) a row can hold, K validation sets, N scored slots, U scored units.
 """
 
 import queue
@@ -12,42 +12,61 @@ from typing import Any
 import numpy as np
 
 from maxghost.scorelog import selection, tokens
+from maxghost.scorelog.format import STEP_SCALARS
 
 QUEUE_LENGTH = 8
-STEP_COLUMNS = (
-  "learning_rate",
-  "clip_factor",
-  "tokens",
-  "loss",
-  "val_loss",
-  "predicted_examples",
-  "momentum",
-  "weight_decay",
-  "unscored",
-  "direction_residual",
-  "check_rel_err",
-)
 
 
 class ScoreLogError(RuntimeError):
   """The scores of a step could not be written."""
 
 
-def scored_rows(outputs: Mapping[str, np.ndarray], batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
-  """(columns of the N scored segments, their document indices), in the order of the rows of the batch.
+def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """(scored slots bool[B, S], the first of them of each unit, in their order int[U], the unit of each int[N]).
 
-  A segment is scored where it has a document and at least one token that counts.
+  A slot is scored where it has a document and at least one token that counts.
   """
   scored_BS = (batch.document_BS >= 0) & (outputs["tokens_BS"] > 0)
-  columns = {
-    "chunk": batch.offset_BS[scored_BS],
-    "epoch": np.broadcast_to(batch.epoch_B[:, None], scored_BS.shape)[scored_BS],
-    "tokens": outputs["tokens_BS"][scored_BS],
-    "loss": outputs["loss_BS"][scored_BS],
-    "dot": outputs["score_dot_BSK"][scored_BS],
-    "contribution": outputs["contribution_BSK"][scored_BS],
+  unit_BS = getattr(batch, "unit_BS", None)
+  ids_N = np.arange(scored_BS.sum()) if unit_BS is None else unit_BS[scored_BS]
+  _, first_U, unit_N = np.unique(ids_N, return_index=True, return_inverse=True)
+  return scored_BS, np.sort(first_U), np.argsort(np.argsort(first_U))[unit_N]
+
+
+def scored_rows(outputs: Mapping[str, np.ndarray], batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
+  """(columns of the U scored units, their document indices).
+
+  The tokens, shares and contributions of a unit's slots are added up; loss and dot are of the unit's mean loss.
+  """
+  scored_BS, first_U, unit_N = scored_units(outputs, batch)
+  slots = {
+    "chunk": batch.offset_BS,
+    "epoch": np.broadcast_to(batch.epoch_B[:, None], scored_BS.shape),
+    "tokens": outputs["tokens_BS"],
+    "loss": outputs["loss_BS"],
+    "dot": outputs["score_dot_BSK"],
+    "contribution": outputs["contribution_BSK"],
   }
-  return columns, batch.document_BS[scored_BS]
+  if "share_BS" in outputs:
+    slots["share"] = outputs["share_BS"]
+  columns = {name: value_BS[scored_BS] for name, value_BS in slots.items()}
+  if len(first_U) < len(unit_N):
+    columns = _by_unit(columns, first_U, unit_N)
+  return columns, batch.document_BS[scored_BS][first_U]
+
+
+def _by_unit(columns: Mapping[str, np.ndarray], first_U: np.ndarray, unit_N: np.ndarray) -> dict[str, np.ndarray]:
+  """Columns of slots as columns of units."""
+  weights = {"loss": columns["tokens"], "dot": columns.get("share", columns["tokens"])}
+  out = {name: columns[name][first_U] for name in ("chunk", "epoch")}
+  for name in columns.keys() - out.keys():
+    value_N = columns[name]
+    weight_N = np.asarray(weights.get(name, np.ones(len(value_N))), np.float64)
+    total_U = np.bincount(unit_N, weight_N) if name in weights else np.ones(len(first_U))
+    sums = np.zeros((len(first_U), *value_N.shape[1:]))
+    np.add.at(sums, unit_N, (value_N.T * weight_N).T)
+    out[name] = (sums.T / np.where(total_U > 0, total_U, 1)).T.astype(value_N.dtype)
+  return out
 
 
 def module_contributions(
@@ -139,25 +158,30 @@ class ScoreRecorder:
     if outputs is None:
       self._writer.append(record, {}, [])
       return
-    record |= {name: outputs[name] for name in STEP_COLUMNS if name in outputs}
+    record |= {
+      name: outputs[name]
+      for name in (*STEP_SCALARS, "val_loss", "check_rel_err", *self._writer.ledger)
+      if name in outputs
+    }
     if not outputs["scored_ok"]:  # no score rather than a wrong one
       self._writer.append(record, {}, [])
       return
     columns, documents = scored_rows(outputs, batch)
     names = [self._name(int(index)) for index in documents]
+    scored_BS, first_U, _ = scored_units(outputs, batch)
     modules = None
     if "param_contribution" in outputs:
-      scored_BS = (batch.document_BS >= 0) & (outputs["tokens_BS"] > 0)
-      domain_N = np.array([self._domains.index(name[0]) for name in names], np.int64)
+      slots = batch.document_BS[scored_BS]
+      domain_N = np.array([self._domains.index(self._name(int(index))[0]) for index in slots], np.int64)
       by_module = module_contributions(outputs["param_contribution"], scored_BS, domain_N, len(self._domains))
       modules = {"names": tuple(by_module), "domains": self._domains, "contribution": stack_layers(by_module)}
     if "token_contribution_KBT" in outputs:
-      tokens.write(self._token_folder, step, outputs["token_contribution_KBT"], batch, self._name)
+      token_KBT = outputs["token_contribution_KBT"]
+      record["tokens_crc"] = tokens.write(self._token_folder, step, token_KBT, batch, self._name)
     if "chosen_B" in outputs:
-      scored_BS = (batch.document_BS >= 0) & (outputs["tokens_BS"] > 0)
       chosen_BS = np.broadcast_to(outputs["chosen_B"][:, None], scored_BS.shape)
-      chosen = np.flatnonzero(chosen_BS[scored_BS]).tolist()
-      selection.append(self._token_folder.parent, step, len(names), chosen)
+      chosen = np.flatnonzero(chosen_BS[scored_BS][first_U]).tolist()
+      record["selection_crc"] = selection.append(self._token_folder.parent, step, len(names), chosen)
     self._writer.append(record, columns, names, modules=modules)
 
   def _name(self, index: int) -> Sequence[Any]:

@@ -4,21 +4,23 @@ B rows, S documents in a row, T positions, K validation sets, L layers.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxghost import optimizers
 from maxghost.config.schema import Config
 from maxghost.ghost import ledger, schedules
-from maxghost.ghost.directions import AdamScalars, preconditioner
 from maxghost.ghost.engine import direction_spec, total
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import TrainPass, forward_mode, reverse_scan
 from maxghost.ghost.schedules.accumulate import accumulated
 from maxghost.objectives import Objective, create
-from maxghost.training.optimizers import clip, optimizer_spec
-from maxghost.training.state import TrainStateNNX, adam_moments, trainable
+from maxghost.optimizers import RuleState, clip
+from maxghost.parallel.shardings import slash_path
+from maxghost.training.state import TrainStateNNX, trainable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ def frozen(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
     return ()
   trained = {path for path, _ in nnx.to_flat_state(nnx.state(model, trainable(cfg, model)))}
   params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-  return tuple("/".join(map(str, path)) for path, _ in params if path not in trained)
+  return tuple(slash_path(path) for path, _ in params if path not in trained)
 
 
 def plain_pass(split, step_loss, batch, num_micro: int) -> TrainPass:
@@ -59,13 +61,14 @@ def plain_pass(split, step_loss, batch, num_micro: int) -> TrainPass:
 class Scorer:
   """The scored pass of the configured schedule and direction, for batches of one shape.
 
-  Raises ValueError for a model that cannot be scored. delta(train_state, grads) -> State of the parameter update is
-  needed by direction second_order.
+  Raises ValueError for a model that cannot be scored. delta(train_state, grads) -> (State of the parameter update,
+  its clipping factor) is needed by direction second_order.
   """
 
   def __init__(self, cfg: Config, model: nnx.Module, batch, *, num_sets: int, delta):
     self.cfg, self.ghost, self.delta = cfg, cfg.ghost, delta
     self.loss = create(cfg).validation()
+    self.rule = optimizers.create(cfg.optimizer)
     self.num_micro = cfg.optimizer.gradient_accumulation_steps
     rows = jax.tree.leaves(batch)[0].shape[0] // self.num_micro
     micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))
@@ -86,16 +89,11 @@ class Scorer:
   def __call__(self, train_state: TrainStateNNX, split, step_loss, batch, val_batches) -> Scored:
     """split: (graphdef, params, rest) of the model; step_loss: the training loss, with dropout if there is any."""
     graphdef, params, rest = split
-    first, second = adam_moments(train_state.optimizer)
-    # Inside v_t stands the clipping factor of the step before: this step's needs the whole gradient.
-    kappa = train_state.clip_factor[...] if self.cfg.optimizer.gradient_clipping_threshold else jnp.ones((), float)
-    moments = ledger.Moments(first, second, train_state.step)
-    scalars = schedules.adam_scalars(self.twin, train_state.step, kappa)
+    state = self.rule_state(train_state)
     schedule = self.ghost.ghost_schedule
     if self.ghost.ghost_engine == "jvp":
-      return self._forward_mode(train_state, split, step_loss, batch, val_batches, second)
+      return self._forward_mode(train_state, split, step_loss, batch, val_batches, state)
     if schedule == "reverse_scan":
-      account = reverse_scan.Account(optimizer_spec(self.cfg.optimizer), moments, kappa)
       passed, val_loss, sums, captured = reverse_scan.run(
         self.twin,
         graphdef,
@@ -104,31 +102,39 @@ class Scorer:
         step_loss,
         batch,
         val_batches,
-        second,
-        scalars,
-        account,
+        state,
+        self.rule,
         self.loss,
         self.cfg.model.stacked_segments,
-        self.ghost.ghost_stream_carries == "host",
+        "carries" in self.cfg.model.offload_to_host,
         self.cfg.model.remat_policy,
       )
       return Scored(passed, val_loss, None, {}, sums, captured, total(self.twin, passed.scores))
     if schedule == "concat":
-      return self._concat(split, step_loss, batch, val_batches, second, scalars)
-    return self._two_pass(train_state, split, step_loss, batch, val_batches, second, scalars)
+      return self._concat(split, step_loss, batch, val_batches, state)
+    return self._two_pass(train_state, split, step_loss, batch, val_batches, state)
 
-  def _two_pass(self, train_state, split, step_loss, batch, val_batches, second, scalars) -> Scored:
+  def rule_state(self, train_state: TrainStateNNX) -> RuleState:
+    """The optimizer's state, with the clipping factor of the step before: this step's needs the whole gradient."""
+    clips = self.cfg.optimizer.gradient_clipping_threshold
+    return self.rule.read(
+      train_state.optimizer, clip_factor=train_state.clip_factor[...] if clips else jnp.ones((), float)
+    )
+
+  def _two_pass(self, train_state, split, step_loss, batch, val_batches, state) -> Scored:
     graphdef, params, rest = split
     val_loss, gradients = self._validation(train_state, split, val_batches)
     if self.second_order:
       _, _, _, grads = schedules.plain_pass(graphdef, params, rest, step_loss, batch)
-      delta, precondition = self.delta(train_state, grads)
+      delta, clip_factor = self.delta(train_state, grads)
       gradients = schedules.second_order_gradients(graphdef, params, rest, self.loss, val_batches, gradients, delta)
       labelled = [schedules.by_label(g) for g in gradients]
-      parts, captured = schedules.direction_parts(self.twin, [precondition(g) for g in labelled])
+      state = dataclasses.replace(state, clip_factor=clip_factor)
+      respond = functools.partial(schedules.respond, self.rule, state, self.twin.parameters, schedules.by_label(grads))
+      parts, captured = schedules.direction_parts(self.twin, [respond(g) for g in labelled])
     else:
       labelled = [schedules.by_label(g) for g in gradients]
-      parts, captured = schedules.direction_parts(self.twin, labelled, second, scalars)
+      parts, captured = schedules.direction_parts(self.twin, labelled, state)
     # Nothing of the training pass begins before: else its activations may lie beside those of the validation pass.
     parts, batch = jax.lax.optimization_barrier((self.twin.placed(parts), batch))
     directions = self.twin.direction_state(parts)
@@ -140,7 +146,7 @@ class Scorer:
     passed = accumulated(run, batch, self.num_micro, stacks)
     return Scored(passed, val_loss, labelled, parts, None, captured, total(self.twin, passed.scores))
 
-  def _forward_mode(self, train_state, split, step_loss, batch, val_batches, second) -> Scored:
+  def _forward_mode(self, train_state, split, step_loss, batch, val_batches, state) -> Scored:
     """Engine jvp: the gradient first, then the exact direction of this very step, then one forward-mode pass."""
     graphdef, params, rest = split
     passed = plain_pass(split, step_loss, batch, self.num_micro)
@@ -149,22 +155,17 @@ class Scorer:
       delta, _ = self.delta(train_state, passed.grads)
       gradients = schedules.second_order_gradients(graphdef, params, rest, self.loss, val_batches, gradients, delta)
     grads = schedules.by_label(passed.grads)
-    spec, sets, used = self.twin.spec, [], []
-    spec = optimizer_spec(self.cfg.optimizer) if self.second_order else spec
-    _, kappa, _ = clip(passed.grads, self.cfg.optimizer.gradient_clipping_threshold)
-    scalars = AdamScalars.at(spec, train_state.step, kappa).stacked()
+    sets, used = [], []
+    rule = self.rule if self.second_order else self.twin.spec.rule
+    _, clip_factor, _ = clip(passed.grads, self.cfg.optimizer.gradient_clipping_threshold)
+    state = dataclasses.replace(state, clip_factor=clip_factor)
     scored = {p.label for p in self.twin.scored}
     for gradient in gradients:
-      u = {}
-      for path, variable in nnx.to_flat_state(gradient):
-        label = "/".join(map(str, path))
-        value = variable[...] * (label in scored)
-        if spec.kind == "adam":
-          value = value * preconditioner(spec, second[label], scalars, grads[label])
-        u[path] = variable.replace(value)
-      u = nnx.from_flat_state(u)
-      sets.append(forward_mode.jvp_scores(graphdef, params, rest, step_loss, batch, u))
-      used.append(sum(jnp.sum(grads[label] * v) for label, v in schedules.by_label(u).items()))
+      masked = {label: g * (label in scored) for label, g in schedules.by_label(gradient).items()}
+      u = schedules.respond(rule, state, self.twin.parameters, grads, masked)
+      along = schedules.like(gradient, u)
+      sets.append(forward_mode.jvp_scores(graphdef, params, rest, step_loss, batch, along))
+      used.append(sum(jnp.sum(grads[label] * v) for label, v in u.items()))
     labelled = [schedules.by_label(g) for g in gradients]
     return Scored(passed, val_loss, labelled, {"used": jnp.stack(used)}, None, {}, jnp.stack(sets))
 
@@ -189,36 +190,34 @@ class Scorer:
       variable[...] = leaf
     return losses, jax.tree.unflatten(tree, leaves)
 
-  def _concat(self, split, step_loss, batch, val_batches, second, scalars) -> Scored:
+  def _concat(self, split, step_loss, batch, val_batches, state) -> Scored:
     _, params, rest = split
     zeros = {p.label: jnp.zeros((*p.stack_shape, *p.shape), float) for p in self.twin.scored}
-    parts, _ = schedules.direction_parts(self.twin, [zeros], second, scalars)
-    state = self.twin.direction_state(parts)
-    passed, val_loss = schedules.concat_pass(self.twin, params, rest, step_loss, batch, val_batches[0], state)
+    parts, _ = schedules.direction_parts(self.twin, [zeros], state)
+    along = self.twin.direction_state(parts)
+    passed, val_loss = schedules.concat_pass(self.twin, params, rest, step_loss, batch, val_batches[0], along)
     return Scored(passed, val_loss[None], None, {}, None, {}, total(self.twin, passed.scores))
 
-  def columns(self, train_state, params, scored: Scored, learning_rate, kappa) -> dict:
+  def columns(self, train_state, params, scored: Scored, learning_rate, clip_factor) -> dict:
     """The ledger's columns, [K] each; empty for schedule concat, which never holds a whole validation gradient."""
-    twin, passed, optimizer = self.twin, scored.passed, optimizer_spec(self.cfg.optimizer)
-    decay = self.cfg.optimizer.adam_weight_decay if optimizer.kind == "adam" else 0.0
+    twin, passed, rule = self.twin, scored.passed, self.rule
     grads = schedules.by_label(passed.grads)
     sums = scored.sums
     if scored.gradients is not None:
-      moments = ledger.Moments(*adam_moments(train_state.optimizer), train_state.step)
-      labels = {p.label for p in twin.scored}
-      sums = ledger.sums(optimizer, moments, kappa, schedules.by_label(params), grads, scored.gradients, labels)
+      state = dataclasses.replace(self.rule_state(train_state), clip_factor=clip_factor)
+      labels, values = {p.label for p in twin.scored}, schedules.by_label(params)
+      sums = ledger.sums(rule, state, twin.parameters, values, grads, scored.gradients, labels)
     if sums is None:
       return {}
     if self.ghost.ghost_engine == "jvp":
       score = scored.score_KBT.reshape(scored.score_KBT.shape[0], -1)
-      return ledger.columns(
-        sums, (score.sum(-1), jnp.abs(score).sum(-1)), scored.parts["used"], learning_rate, kappa, decay
-      )
-    if twin.spec.kind == "adam" or scored.parts:
+      totals = score.sum(-1), jnp.abs(score).sum(-1)
+      return ledger.columns(rule, sums, totals, scored.parts["used"], learning_rate, clip_factor)
+    if twin.spec.in_backward or scored.parts:
       used = ledger.used(twin.scored, grads, scored.parts, passed.facts)
     else:
       used = sums["used"]
-    return ledger.columns(sums, ledger.score_sums(twin.scored, passed.scores), used, learning_rate, kappa, decay)
+    return ledger.columns(rule, sums, ledger.score_sums(twin.scored, passed.scores), used, learning_rate, clip_factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +280,7 @@ def outputs(cfg: Config, scorer: Scorer, scored: Scored, batch, scale, columns: 
       for p in twin.scored
     }
   captured = dict(scored.captured)
-  if twin.spec.kind == "adam" and twin.spec.rank:
+  if twin.spec.in_backward and twin.spec.rank:
     captured = {p.label: passed.facts[p.label][..., 0] for p in twin.scored if p.spec.low_rank}
   if captured:
     out["captured"] = {label: jnp.atleast_2d(c) for label, c in captured.items()}

@@ -16,14 +16,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.schema import Config
-from maxghost.ghost import directions, schedules, sketch
-from maxghost.ghost.directions import AdamScalars, DirectionSpec
+from maxghost.ghost import schedules, sketch
+from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.engine import direction_spec, total
 from maxghost.ghost.prepare import prepare_twin
+from maxghost.optimizers import learning_rate_schedule
 from maxghost.training import scoring
-from maxghost.training.optimizers import learning_rate_schedule, optimizer_spec
 from maxghost.training.scoring import Scored, Scorer, Slots
-from maxghost.training.state import adam_moments
 
 NUM_SKETCHES = 32
 SEED = 20_240  # of the sketch directions and of `random`
@@ -120,23 +119,21 @@ class SelectingScorer(Scorer):
     self.sketch_twin = None
     if self.ghost.ghost_select == "greats":
       common["num_positions"] = None
-      self.sketch_twin = prepare_twin(model, shapes, self.loss, num_sets=1, spec=DirectionSpec("sgd", rank=1), **common)
+      self.sketch_twin = prepare_twin(model, shapes, self.loss, num_sets=1, spec=DirectionSpec(rank=1), **common)
 
   def __call__(self, train_state, split, step_loss, batch, val_batches) -> Selected:
     _, params, rest = split
     held = super()._validation(train_state, split, val_batches)
     gradients = [schedules.by_label(g) for g in held[1]]
-    _, second = adam_moments(train_state.optimizer)
-    kappa = train_state.clip_factor[...] if self.cfg.optimizer.gradient_clipping_threshold else jnp.ones((), float)
-    scalars = schedules.adam_scalars(self.candidate_twin, train_state.step, kappa)
-    parts, _ = schedules.direction_parts(self.candidate_twin, gradients, second, scalars)
+    state = self.rule_state(train_state)
+    parts, _ = schedules.direction_parts(self.candidate_twin, gradients, state)
     along = self.candidate_twin.direction_state(parts)
     candidates = schedules.train_pass(self.candidate_twin, params, rest, step_loss, batch, along)
     score_KBT = total(self.candidate_twin, candidates.scores)
     value_B = jnp.nan_to_num(score_KBT.mean(0).sum(-1))
     pair_BB = None
     if self.sketch_twin is not None:
-      pair_BB = self._interactions(train_state, split, step_loss, batch, val_batches, candidates.grads, kappa)
+      pair_BB = self._interactions(train_state, split, step_loss, batch, val_batches, candidates.grads)
     has_tokens_B = (candidates.weights != 0).any(-1)
     chosen_B = choose(
       self.ghost.ghost_select,
@@ -159,24 +156,21 @@ class SelectingScorer(Scorer):
     """The validation gradient of this step, made once for both passes."""
     return self._held or super()._validation(train_state, split, val_batches)
 
-  def _interactions(self, train_state, split, step_loss, batch, val_batches, grads, kappa):
+  def _interactions(self, train_state, split, step_loss, batch, val_batches, grads):
     """pair_BB: by how much training on both rows of a pair gains less than on each alone, in the units of the values.
 
     It is lr (n / k) c <P g_i, P g_j>: the curvature of the validation loss along the candidates' step P g, measured by
     one Hessian-vector product (c = <Pg, H Pg> / |Pg|^2, not below 0), taken to be the same in all directions. The inner
-    products are estimated from R rank-one directions; P, elementwise under AdamW, is factored into rows and columns
+    products are estimated from R rank-one directions; P, elementwise here, is factored into rows and columns
     there (Shazeer and Stern, arXiv:1804.04235).
     """
     graphdef, params, rest = split
-    spec = optimizer_spec(self.cfg.optimizer)
-    labelled = schedules.by_label(grads)
-    if spec.kind == "adam":
-      _, second = adam_moments(train_state.optimizer)
-      scalars = AdamScalars.at(spec, train_state.step, kappa).stacked()
-      step = {name: directions.preconditioner(spec, second[name], scalars, g) for name, g in labelled.items()}
-    else:
-      step = {name: jnp.ones_like(g) for name, g in labelled.items()}
-    moved = _like(grads, {name: step[name] * g for name, g in labelled.items()})
+    rule, state, views = self.rule, self.rule_state(train_state), self.candidate_twin.parameters
+    scalars, labelled = rule.scalars(state.count, state.clip_factor), schedules.by_label(grads)
+    responses = {name: rule.response(views[name], g, state.of(name), scalars) for name, g in labelled.items()}
+    weightings = {name: response.weighting() for name, response in responses.items()}
+    step = {name: jnp.ones_like(labelled[name]) if w is None else w for name, w in weightings.items()}
+    moved = schedules.like(grads, {name: responses[name].apply(g) for name, g in labelled.items()})
 
     def val_loss(p):
       model = nnx.merge(graphdef, p, rest)
@@ -228,8 +222,3 @@ def outputs(cfg: Config, scorer: Scorer, scored: Selected, batch, scale, columns
   if "param_contribution" in chosen:
     chosen["param_contribution"] = {name: spread(v, 1) for name, v in chosen["param_contribution"].items()}
   return chosen
-
-
-def _like(state: nnx.State, labelled: dict) -> nnx.State:
-  flat = [(path, v.replace(labelled["/".join(map(str, path))])) for path, v in nnx.to_flat_state(state)]
-  return nnx.from_flat_state(flat)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from maxghost.config import Config, ConfigError
+from maxghost.config import Config, ConfigError, plugins
 from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
 from maxghost.objectives import create
@@ -172,7 +172,7 @@ class Session:
     """Opens the logs and goes to the newest good checkpoint, or to the start. Everything later is cut off."""
     cfg = self._cfg
     restored = None
-    if cfg.checkpoint.enable_checkpointing:
+    if cfg.checkpoint.checkpoint_period:
       self._checkpoints = self._open_checkpoints(
         run_dir.checkpoints_path,
         max_to_keep=cfg.checkpoint.max_num_checkpoints_to_keep,
@@ -206,6 +206,7 @@ class Session:
   def _open_recorder(self, run_dir: RunDirectory, position: Position) -> ScoreRecorder:
     """The log of this process's rows, at its position."""
     cfg = self._cfg
+    optimizer = plugins.OPTIMIZERS[cfg.optimizer.opt_type]
     writer = self._open_scores(
       run_dir.path,
       tuple(self._val_sets),
@@ -213,6 +214,8 @@ class Session:
       period=cfg.ghost.ghost_log_period,
       fingerprint=self._dataset.fingerprint,
       num_processes=distributed.count(),
+      ledger=("predicted_examples", *optimizer.columns, "unscored", "direction_residual"),
+      direction=str(optimizer.direction) if cfg.ghost.ghost_direction == "auto" else cfg.ghost.ghost_direction,
     )
     recorder = ScoreRecorder(
       writer, self._dataset.document_id, self._dataset.source.domains, run_dir.path / "ghost" / "tokens"
@@ -272,11 +275,11 @@ class Session:
           say(line)
       return 0
     saved = f"saved in {run_dir.checkpoints_path / str(outcome.completed_steps)}"
-    if not cfg.checkpoint.enable_checkpointing:
-      saved = "not saved, because enable_checkpointing=false"
+    if not cfg.checkpoint.checkpoint_period:
+      saved = "not saved, because checkpoint_period=0"
     elif not outcome.completed_steps:
       saved = "nothing to save"
     say(f"Stopped by {self._signals.name} after {outcome.completed_steps} of {cfg.run.steps} steps; {saved}")
-    if cfg.checkpoint.enable_checkpointing:
+    if cfg.checkpoint.checkpoint_period:
       say(f"The same command continues it, or: python -m maxghost.train {run_dir.path / run_directory.CONFIG_FILE}")
     return self._signals.exit_code

@@ -17,9 +17,10 @@ import jax
 from flax import nnx
 
 from maxghost.config import Config
+from maxghost.config.validate import MESH_AXES
 from maxghost.parallel import Layout, topologies, use
 from maxghost.parallel import mesh as meshes
-from maxghost.parallel.axis_rules import MESH_AXES, make_rules
+from maxghost.parallel.axis_rules import make_rules
 from maxghost.parallel.shardings import AXES, slash_path
 from maxghost.training import aot
 

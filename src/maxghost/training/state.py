@@ -10,10 +10,11 @@ from flax import nnx
 
 from maxghost import models
 from maxghost.config.schema import Config
+from maxghost.optimizers import make_optimizer
 from maxghost.parallel import Layout
+from maxghost.parallel.shardings import slash_path
 from maxghost.training.compiling import compiler_options
 from maxghost.training.host_memory import HostMemory
-from maxghost.training.optimizers import make_optimizer
 
 
 class TrainCounter(nnx.Variable):
@@ -81,7 +82,7 @@ def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
   patterns = cfg.optimizer.trainable_parameters_mask
   if not patterns:
     return nnx.Param
-  labels = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+  labels = [slash_path(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
   for pattern in patterns:
     if not fnmatch.filter(labels, pattern):
       raise ValueError(f"trainable_parameters_mask={pattern} matches no parameter; paths: {', '.join(labels)}")
@@ -95,7 +96,7 @@ class PathPatterns:
   patterns: tuple[str, ...]
 
   def __call__(self, path, value) -> bool:
-    label = "/".join(map(str, path))
+    label = slash_path(path)
     return any(fnmatch.fnmatch(label, pattern) for pattern in self.patterns)
 
 
@@ -122,14 +123,3 @@ def abstract_split(cfg: Config) -> tuple[nnx.GraphDef, nnx.State]:
   """(graphdef, state) with `jax.ShapeDtypeStruct` leaves: nothing is allocated."""
   graphdef, state = nnx.split(nnx.eval_shape(lambda: create(cfg)))
   return graphdef, HostMemory.of(cfg).abstract(state)
-
-
-def adam_moments(optimizer: nnx.Optimizer) -> tuple[dict | None, dict | None]:
-  """Adam's (first, second) moments as {path: array}, or (None, None) for an optimizer without them."""
-  moments = []
-  for name in ("mu", "nu"):
-    tree = optax.tree_utils.tree_get(optimizer.opt_state, name)
-    if tree is None:
-      return None, None
-    moments.append({"/".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(tree)})
-  return moments[0], moments[1]

@@ -9,15 +9,13 @@ import optax
 from flax import nnx
 
 from maxghost.config.schema import Config
-from maxghost.ghost import directions, schedules
-from maxghost.ghost.directions import AdamScalars
+from maxghost.ghost import schedules
 from maxghost.models import autodiff
 from maxghost.objectives import Objective, create
+from maxghost.optimizers import clip, clip_factor, learning_rate_schedule, scaled
 from maxghost.parallel import constrain, constrain_state
 from maxghost.training import host_memory, selection, step_outputs
-from maxghost.training.optimizers import clip, clip_factor, learning_rate_schedule, optimizer_spec, scaled
 from maxghost.training.scoring import Scorer, outputs, plain_pass
-from maxghost.training.state import adam_moments
 
 
 def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, num_sets: int = 1):
@@ -141,25 +139,12 @@ def _training_loss(cfg: Config, step) -> Objective:
 
 
 def _update_of(cfg: Config, graphdef, train_state, grads):
-  """(State of the parameters' update by this gradient, function G -> P_t G over {label: array} including clipping's
-  share of v_t): what direction second_order needs. The train state is left as it is."""
+  """(State of the parameters' update by this gradient, its clipping factor): what direction second_order needs. The
+  train state is left as it is."""
   _, factor, clipped = clip(grads, cfg.optimizer.gradient_clipping_threshold)
   copy = nnx.merge(graphdef, nnx.state(train_state), copy=True)
   before = nnx.state(copy.model, copy.optimizer.wrt)
   before = jax.tree.map(lambda x: x, before)
   copy.apply_gradients(clipped)
   delta = jax.tree.map(lambda after, start: after - start, nnx.state(copy.model, copy.optimizer.wrt), before)
-  spec = optimizer_spec(cfg.optimizer)
-  labelled = schedules.by_label(grads)
-  _, second = adam_moments(train_state.optimizer)
-
-  def precondition(gradient: dict) -> dict:
-    if spec.kind == "sgd":
-      return gradient
-    scalars = AdamScalars.at(spec, train_state.step, factor).stacked()
-    return {
-      label: directions.preconditioner(spec, second[label], scalars, labelled[label]) * g
-      for label, g in gradient.items()
-    }
-
-  return delta, precondition
+  return delta, factor

@@ -66,7 +66,7 @@ def _script() -> Markup:
 
 
 def _asset(name: str) -> str:
-  return importlib.resources.files(__package__).joinpath(name).read_text("utf-8")
+  return importlib.resources.files("maxghost.attribution.html").joinpath(name).read_text("utf-8")
 
 
 def _messages(messages: list[str]) -> Markup | None:

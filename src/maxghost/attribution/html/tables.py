@@ -5,9 +5,10 @@ import numpy as np
 from maxghost.attribution.html.charts import NUM_COLORS, bar, bar_range
 from maxghost.attribution.html.markup import Markup, tag
 from maxghost.attribution.numbers import compact, integer, number, percent
-from maxghost.attribution.report_text import LEDGER_LABELS, shown_columns
+from maxghost.attribution.report_text import ledger_label, shown_columns
 from maxghost.attribution.summary import HeatMap, Ledger, SetSummary, Value
 from maxghost.attribution.texts import SNIPPET_BYTES, snippet
+from maxghost.attribution.token_values import Marked
 
 SHOWN_DOMAINS = 40
 OPEN_DOCUMENTS = 10
@@ -87,7 +88,7 @@ def ledger_table(ledger: Ledger) -> Markup:
   total = ledger.predicted
   rows = []
   for (name, value), start in zip(columns, starts, strict=False):
-    label, words = LEDGER_LABELS[name]
+    label, words = ledger_label(name)
     share = percent(value / total) if total else ""
     rows.append(
       tag(
@@ -110,7 +111,7 @@ def ledger_table(ledger: Ledger) -> Markup:
       class_="sum",
     )
   )
-  if ledger.actual is not None:
+  if ledger.actual is not None and ledger.rest is not None:
     rows.append(
       tag(
         "tr",
@@ -156,7 +157,7 @@ def _document_table(values: list[Value], colors: dict[str, int], first_rank: int
       class_="where",
     )
     if value.marked is not None:
-      text = _marked_text(value)
+      text = _marked_text(value, value.marked)
     elif value.text is None:
       text = tag("span", "text not at hand", class_="muted")
     else:
@@ -182,9 +183,8 @@ def _document_table(values: list[Value], colors: dict[str, int], first_rank: int
   return _table(head, rows)
 
 
-def _marked_text(value: Value) -> Markup:
+def _marked_text(value: Value, marked: Marked) -> Markup:
   """The text of one exposure, every piece coloured by its part of the contribution."""
-  marked = value.marked
   largest = float(np.abs(marked.values).max()) or 1.0
   levels = np.sign(marked.values) * np.ceil(np.abs(marked.values) / largest * MARK_LEVELS - 0.5)
   spans, start = [], 0

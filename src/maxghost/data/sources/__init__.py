@@ -6,13 +6,7 @@ from maxghost.data.sources.base import Source
 
 _BUILT_IN_CAP = 2_000_000  # bytes per domain of stdlib and synthetic, unless dataset_domain_bytes says otherwise
 # Keys that only some types read. A key set for another type is refused, not ignored.
-_READ_BY = {
-  "text_files": ("text",),
-  "grain_train_files": ("grain",),
-  "hf_path": ("hf",),
-  "dataset_name": ("tfds",),
-  "dataset_path": ("tfds",),
-}
+_READ_BY = {"dataset_files": ("text", "grain", "hf", "tfds"), "dataset_path": ("tfds",)}
 
 
 def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:
@@ -32,7 +26,7 @@ def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:
   if kind == "text":
     from maxghost.data.sources import text
 
-    return text.load(cfg.text_files, columns, domains, domain_bytes=cap, on_corrupt=cfg.on_corrupt, whole=whole)
+    return text.load(cfg.dataset_files, columns, domains, domain_bytes=cap, on_corrupt=cfg.on_corrupt, whole=whole)
   if cap:
     raise ConfigError(
       f"dataset_domain_bytes={cap} works with dataset_type stdlib, synthetic and text, not with {kind}; use -1"
@@ -42,23 +36,22 @@ def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:
   if kind == "tfds":
     from maxghost.data.sources import tfds_source
 
-    return tfds_source.load(cfg.dataset_name, cfg.dataset_path, cfg.train_split, columns, domains)
+    return tfds_source.load(cfg.dataset_files, cfg.dataset_path, cfg.train_split, columns, domains)
   from maxghost.data.sources import hf
 
-  return hf.load(cfg.hf_path, cfg.train_split, columns, domains)
+  return hf.load(cfg.dataset_files, cfg.train_split, columns, domains)
 
 
 def _open_grain(cfg: DataConfig, whole: bool) -> Source:
   from maxghost.data.sources import arrayrecord, text
   from maxghost.data.sources import files as corpus_files
 
-  key = "grain_train_files"
-  files = corpus_files.expand(key, cfg.grain_train_files, cfg.dataset_domains, "text")
+  files = corpus_files.expand("dataset_files", cfg.dataset_files, cfg.dataset_domains, "text", kind="grain")
   parquet = [file.path.endswith(".parquet") for file in files]
   if all(parquet):
     return text.TextSource(files, cfg.train_data_columns, on_corrupt=cfg.on_corrupt, whole=whole)
   if any(parquet):
-    raise ConfigError(f"{key} matches Parquet and ArrayRecord files; use one kind in a run")
+    raise ConfigError("dataset_files matches Parquet and ArrayRecord files; use one kind in a run")
   return arrayrecord.load(files, cfg.train_data_columns, on_corrupt=cfg.on_corrupt)
 
 
@@ -66,6 +59,6 @@ def _check_keys(cfg: DataConfig) -> None:
   for key, kinds in _READ_BY.items():
     if getattr(cfg, key) and cfg.dataset_type not in kinds:
       raise ConfigError(
-        f"{key} is set, but dataset_type={cfg.dataset_type} does not read it; use dataset_type={kinds[0]}, or leave it "
-        "empty"
+        f"{key} is set, but dataset_type={cfg.dataset_type} does not read it; use dataset_type="
+        f"{' or '.join(kinds)}, or leave it empty"
       )

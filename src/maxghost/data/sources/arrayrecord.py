@@ -5,6 +5,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 from maxghost.config import ConfigError
 from maxghost.data.sources import files as corpus_files
@@ -25,7 +26,7 @@ class Readers:
 
   def __init__(self):
     self._lock = threading.Lock()
-    self._open: OrderedDict[str, object] = OrderedDict()
+    self._open: OrderedDict[str, Any] = OrderedDict()
 
   def __reduce__(self):
     return Readers, ()
@@ -60,7 +61,7 @@ class Readers:
 
 
 def _reader(path: str):
-  from array_record.python import array_record_module
+  from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
   reader = array_record_module.ArrayRecordReader(path, options=_NO_READ_AHEAD)
   if not reader.ok():
@@ -73,7 +74,7 @@ def _reader(path: str):
   return reader
 
 
-class ArrayRecordPart:
+class ArrayRecordShard:
   """A document per record: a tf.train.Example or a JSON object with text columns, or the text itself.
 
   What the records are is seen from the first readable one, and told in `notes`.
@@ -130,7 +131,7 @@ def load(files: Sequence[CorpusFile], columns: tuple[str, ...], *, on_corrupt: s
   prints = corpus_files.fingerprints(files)
   for file in files:
     try:
-      parts.append(ArrayRecordPart(file, columns, readers, prints[f"{file.domain}/{file.name}"]))
+      parts.append(ArrayRecordShard(file, columns, readers, prints[f"{file.domain}/{file.name}"]))
     except CorruptError as error:
       if on_corrupt == "error":
         raise ConfigError(f"{error}; repair or remove it, or use on_corrupt=skip") from error
@@ -145,7 +146,7 @@ def load(files: Sequence[CorpusFile], columns: tuple[str, ...], *, on_corrupt: s
 def _example_class():
   from tensorflow_datasets.proto import tf_example_pb2  # the message alone; TensorFlow is not imported
 
-  return tf_example_pb2.Example
+  return tf_example_pb2.Example  # pyright: ignore[reportAttributeAccessIssue]  # made when imported
 
 
 def parse_example(raw: bytes) -> dict[str, bytes]:

@@ -30,7 +30,9 @@ class Source(Protocol):
   fingerprint: str
   files: dict[str, str]
   num_bytes: int
-  notes: tuple[str, ...]
+
+  @property
+  def notes(self) -> tuple[str, ...]: ...
 
   def __len__(self) -> int: ...
 
@@ -38,21 +40,27 @@ class Source(Protocol):
 
   def document_id(self, index: int) -> DocumentId:
     """The id of a document, where the format allows without reading its text."""
+    ...
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
     """int64[n]: the place in `domains` of each document."""
+    ...
 
   def id_hashes(self, indices: np.ndarray) -> np.ndarray:
     """uint64[n]: a hash of each document's id; decides the split."""
+    ...
 
   def texts(self, indices: np.ndarray) -> list[bytes]:
     """The documents' texts. Raises CorruptError."""
+    ...
 
   def sizes(self, indices: np.ndarray) -> np.ndarray | None:
     """int64[n]: bytes of the texts; None where telling needs reading them."""
+    ...
 
   def content_hashes(self, indices: np.ndarray) -> np.ndarray:
     """uint64[n]: `hashing.content_hashes` of the texts. Raises CorruptError."""
+    ...
 
 
 def id_hash(domain: str, path: str, offset: int | np.ndarray) -> np.ndarray:
@@ -63,7 +71,7 @@ def id_hash(domain: str, path: str, offset: int | np.ndarray) -> np.ndarray:
 class DocumentList:
   """A source whose documents are in memory."""
 
-  notes = ()
+  notes: tuple[str, ...] = ()
 
   def __init__(self, documents: Sequence[Document], domains: tuple[str, ...], fingerprint: str = ""):
     self.documents = documents

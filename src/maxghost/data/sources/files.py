@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from maxghost.config import ConfigError, did_you_mean
 from maxghost.data.hashing import text_hash
 
+# By dataset_type.
 _EXAMPLES = {
-  "text_files": "/data/wiki/**/*.jsonl",
-  "ghost_val_files": "/data/held_out/*.txt",
-  "hf_path": "/data/wiki",
-  "grain_train_files": "/data/wiki/*.array_record",
-  "dataset_name": "lm1b:1.1.0",
-}
+  "text": "/data/wiki/**/*.jsonl", "hf": "/data/wiki", "grain": "/data/wiki/*.array_record", "tfds": "lm1b:1.1.0",
+}  # fmt: skip
 _SAMPLE = 1 << 16  # bytes of a file's beginning, middle and end that go into its fingerprint
 
 
@@ -27,14 +24,16 @@ class CorpusFile:
   name: str
 
 
-def expand(key: str, patterns: Sequence[str], domains: tuple[str, ...], default_domain: str) -> list[CorpusFile]:
+def expand(
+  key: str, patterns: Sequence[str], domains: tuple[str, ...], default_domain: str, kind: str = "text"
+) -> list[CorpusFile]:
   """The files of `domain=glob` patterns (`**` goes down folders), by domain in the order given, then by name.
 
   domains: those wanted; empty = all. A pattern without `domain=` is of `default_domain`. Raises ConfigError for a
-  pattern that no file matches, and for an unknown domain.
+  pattern that no file matches, and for an unknown domain. kind: the dataset_type, for the texts of errors.
   """
   by_domain: dict[str, list[str]] = {}
-  for domain, pattern in labelled(key, patterns, domains, lambda _: default_domain):
+  for domain, pattern in labelled(key, patterns, domains, lambda _: default_domain, kind):
     by_domain.setdefault(domain, []).append(os.path.expanduser(pattern))
   found: list[CorpusFile] = []
   for domain, globs in by_domain.items():
@@ -45,19 +44,21 @@ def expand(key: str, patterns: Sequence[str], domains: tuple[str, ...], default_
   return found
 
 
-def labelled(key: str, items: Sequence[str], domains: tuple[str, ...], default_domain: Callable[[str], str]) -> list:
+def labelled(
+  key: str, items: Sequence[str], domains: tuple[str, ...], default_domain: Callable[[str], str], kind: str
+) -> list[tuple[str, str]]:
   """(domain, rest) of `domain=rest` items, those of `domains` in that order (all when empty).
 
   An item without `domain=` is of `default_domain(item)`. Raises ConfigError for a malformed item or unknown domain.
   """
   if not items:
-    raise ConfigError(f"{key} is empty, but dataset_type asks for it; give {key}=[domain={_EXAMPLES[key]}]")
+    raise ConfigError(f"{key} is empty, but dataset_type={kind} asks for it; give {key}=[domain={_EXAMPLES[kind]}]")
   pairs = []
   for item in items:
     domain, separator, rest = item.partition("=")
     domain, rest = (domain.strip(), rest.strip()) if separator else (default_domain(item.strip()), item.strip())
     if not domain or not rest:
-      raise ConfigError(f"{key} has '{item}', which is not of the form domain={_EXAMPLES[key]}")
+      raise ConfigError(f"{key} has '{item}', which is not of the form domain={_EXAMPLES[kind]}")
     pairs.append((domain, rest))
   known = dict.fromkeys(domain for domain, _ in pairs)
   for domain in domains:
@@ -70,7 +71,11 @@ def labelled(key: str, items: Sequence[str], domains: tuple[str, ...], default_d
 def _matches(key: str, domain: str, pattern: str) -> list[str]:
   paths = [os.path.abspath(path) for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
   if not paths:
-    raise ConfigError(f"{key}: domain '{domain}' has no documents: no file matches {pattern}")
+    folder = os.path.isdir(pattern)
+    why = (
+      f"{pattern} is a folder; write {os.path.join(pattern, '**', '*.txt')}" if folder else f"no file matches {pattern}"
+    )
+    raise ConfigError(f"{key}: domain '{domain}' has no documents: {why}")
   return paths
 
 

@@ -11,14 +11,14 @@ from maxghost.data.sources.base import CorruptError, check_columns, join_columns
 from maxghost.data.sources.records import RecordSource
 
 
-class HfPart:
+class HfShard:
   """The rows of one dataset. It travels to worker processes by the paths of its files."""
 
   notes = ()
 
   def __init__(self, domain: str, path: str, split: str, columns: tuple[str, ...]):
     table = _open(path, split)
-    check_columns(f"hf_path={path}", tuple(table.column_names), columns)
+    check_columns(f"dataset_files={path}", tuple(table.column_names), columns)
     self.domain, self.name, self._path, self._columns = domain, f"{Path(path).name}/{split}", path, columns
     self._table = table.select_columns(list(columns))
     shards = sorted({entry["filename"] for entry in table.cache_files})
@@ -42,8 +42,8 @@ class HfPart:
 def load(paths: Sequence[str], split: str, columns: tuple[str, ...], domains: tuple[str, ...] = ()) -> RecordSource:
   """Documents of `domain=folder` datasets; without `domain=`, the domain is the folder's name. A folder is one written
   by `save_to_disk`, or one of Parquet, JSON or text files as `datasets.load_dataset` takes it. Raises ConfigError."""
-  pairs = corpus_files.labelled("hf_path", paths, domains, lambda path: Path(path).name)
-  return RecordSource([HfPart(domain, os.path.expanduser(path), split, columns) for domain, path in pairs])
+  pairs = corpus_files.labelled("dataset_files", paths, domains, lambda path: Path(path).name, "hf")
+  return RecordSource([HfShard(domain, os.path.expanduser(path), split, columns) for domain, path in pairs])
 
 
 def _open(path: str, split: str):
@@ -53,14 +53,14 @@ def _open(path: str, split: str):
     line = "dataset_type=hf needs the package datasets; install it with: pip install 'maxghost[hf]'"
     raise ConfigError(line) from None
   if not os.path.isdir(path):
-    raise ConfigError(f"hf_path={path} is no folder; give one written by save_to_disk, or one of data files")
+    raise ConfigError(f"dataset_files={path} is no folder; give one written by save_to_disk, or one of data files")
   saved = any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
   try:
     table = datasets.load_from_disk(path) if saved else datasets.load_dataset(path)
   except Exception as error:  # the library raises many kinds
-    raise ConfigError(f"hf_path={path} cannot be read: {type(error).__name__}: {error}") from error
+    raise ConfigError(f"dataset_files={path} cannot be read: {type(error).__name__}: {error}") from error
   if isinstance(table, datasets.DatasetDict):
     if split not in table:
-      raise ConfigError(f"train_split={split} is no split of hf_path={path}; it has {', '.join(table)}")
+      raise ConfigError(f"train_split={split} is no split of dataset_files={path}; it has {', '.join(map(str, table))}")
     table = table[split]
   return table

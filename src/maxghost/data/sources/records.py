@@ -13,7 +13,7 @@ from maxghost.data.types import Document, DocumentId
 _SAMPLES = 32  # records read to estimate the size of all
 
 
-class Part(Protocol):
+class RecordShard(Protocol):
   """name: the path in the ids. notes: lines for the user. fingerprint: changes with the data."""
 
   domain: str
@@ -25,12 +25,13 @@ class Part(Protocol):
 
   def texts(self, records: Sequence[int]) -> list[bytes]:
     """Texts of some records. Raises CorruptError."""
+    ...
 
 
 class RecordSource:
   """The documents of some parts, numbered through."""
 
-  def __init__(self, parts: Sequence[Part], notes: tuple[str, ...] = ()):
+  def __init__(self, parts: Sequence[RecordShard], notes: tuple[str, ...] = ()):
     self.domains = tuple(dict.fromkeys(part.domain for part in parts))
     self._parts = parts
     self.files = {f"{part.domain}/{part.name}": part.fingerprint for part in parts}

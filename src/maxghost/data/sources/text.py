@@ -164,8 +164,8 @@ class TextSource:
         held = sum(map(len, self._unpacked.values())) + len(raw)
         if self._whole and held > self._memory_limit:
           raise ConfigError(
-            f"text_files hold more than {self._memory_limit >> 20} MiB of compressed text, which is read from memory; "
-            "unpack the files, or tokenize them once with: python -m maxghost.data prepare"
+            f"dataset_files hold more than {self._memory_limit >> 20} MiB of compressed text, which is read from "
+            "memory; unpack the files, or tokenize them once with: python -m maxghost.data prepare"
           )
         while self._unpacked and held > self._memory_limit:
           held -= len(self._unpacked.popitem(last=False)[1])
@@ -249,7 +249,7 @@ def load(
   columns: tuple[str, ...],
   domains: tuple[str, ...] = (),
   *,
-  key: str = "text_files",
+  key: str = "dataset_files",
   **options,
 ) -> TextSource:
   """Documents of the files that `domain=glob` patterns match.

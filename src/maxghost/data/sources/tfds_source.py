@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from maxghost.config import ConfigError
 from maxghost.data.hashing import text_hash
@@ -10,7 +11,7 @@ from maxghost.data.sources.base import CorruptError, check_columns, join_columns
 from maxghost.data.sources.records import RecordSource
 
 
-class TfdsPart:
+class TfdsShard:
   """One split of one dataset. It is opened anew in each worker process."""
 
   notes = ()
@@ -54,25 +55,25 @@ class TfdsPart:
 
     data_dir = self._data_dir or None
     try:
-      builder = tfds.builder(self._dataset, data_dir=data_dir)
+      builder: Any = tfds.builder(self._dataset, data_dir=data_dir)
     except Exception as error:  # DatasetNotFoundError, and ValueError for malformed names
       raise ConfigError(_unknown(self._dataset, self._data_dir, error)) from error
     if not builder.is_prepared():
       raise ConfigError(
-        f"dataset_name={self._dataset} is not prepared in {builder.data_path}; prepare it with: "
+        f"dataset_files={self._dataset} is not prepared in {builder.data_path}; prepare it with: "
         f"tfds build {self._dataset} --file_format=array_record"
       )
-    check_columns(f"dataset_name={self._dataset}", tuple(builder.info.features), self._columns)
+    check_columns(f"dataset_files={self._dataset}", tuple(builder.info.features), self._columns)
     if self._split not in builder.info.splits:
       raise ConfigError(
-        f"train_split={self._split} is no split of dataset_name={self._dataset}; "
+        f"train_split={self._split} is no split of dataset_files={self._dataset}; "
         f"it has {', '.join(builder.info.splits)}"
       )
     try:
       self._source = builder.as_data_source(split=self._split)
     except NotImplementedError as error:
       raise ConfigError(
-        f"dataset_name={self._dataset} was prepared without random access ({builder.info.file_format}); "
+        f"dataset_files={self._dataset} was prepared without random access ({builder.info.file_format}); "
         "convert it with: tfds convert_format --out_file_format=array_record"
       ) from error
     return self._source
@@ -83,8 +84,8 @@ def load(
 ) -> RecordSource:
   """Documents of prepared TFDS datasets. names: `domain=dataset/config:version`, or without `domain=`, then the domain
   is the dataset's name. Raises ConfigError."""
-  pairs = corpus_files.labelled("dataset_name", names, domains, lambda name: name.split("/")[0].split(":")[0])
-  return RecordSource([TfdsPart(domain, name, os.path.expanduser(data_dir), split, columns) for domain, name in pairs])
+  pairs = corpus_files.labelled("dataset_files", names, domains, lambda name: name.split("/")[0].split(":")[0], "tfds")
+  return RecordSource([TfdsShard(domain, name, os.path.expanduser(data_dir), split, columns) for domain, name in pairs])
 
 
 def _unknown(name: str, data_dir: str, error: Exception) -> str:
@@ -92,4 +93,4 @@ def _unknown(name: str, data_dir: str, error: Exception) -> str:
   path = os.path.expanduser(folder)
   present = sorted(os.listdir(path)) if os.path.isdir(path) else []
   has = f"it holds {', '.join(present[:10])}" if present else "it holds none"
-  return f"dataset_name={name} is not found in dataset_path={folder} ({type(error).__name__}); {has}"
+  return f"dataset_files={name} is not found in dataset_path={folder} ({type(error).__name__}); {has}"

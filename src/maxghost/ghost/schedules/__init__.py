@@ -2,12 +2,13 @@
 
 from maxghost.ghost.schedules.passes import (
   TrainPass,
-  adam_scalars,
   by_label,
   concat_pass,
   direction_parts,
+  like,
   mean_loss,
   plain_pass,
+  respond,
   second_order_gradients,
   train_pass,
   unscored_pass,
@@ -17,12 +18,13 @@ from maxghost.ghost.schedules.passes import (
 
 __all__ = [
   "TrainPass",
-  "adam_scalars",
   "by_label",
   "concat_pass",
   "direction_parts",
+  "like",
   "mean_loss",
   "plain_pass",
+  "respond",
   "second_order_gradients",
   "train_pass",
   "unscored_pass",

@@ -17,7 +17,7 @@ def accumulated(run: Callable, batch, num_micro: int, stacks: dict) -> TrainPass
 
   Each micro-batch's mean is weighted by its share of the batch's weight, so that uneven and empty ones count exactly;
   gradients are summed in float32 or wider. stacks: {label: stack shape} of the scored parameters. Scores come back in
-  the batch's row order. A direction of kind 'adam' is formed from each micro-batch's own gradient.
+  the batch's row order. What is formed in the backward pass is formed from each micro-batch's own gradient.
   """
   if num_micro == 1:
     return run(batch)

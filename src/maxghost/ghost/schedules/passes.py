@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.directions import AdamScalars
 from maxghost.objectives import as_objective
+from maxghost.optimizers import RuleState, UpdateRule
 from maxghost.parallel import constrain_state
 
 
@@ -25,8 +25,9 @@ from maxghost.parallel import constrain_state
 class TrainPass:
   """What one scored training pass yields.
 
-  scores: {label: [*stack, K, n(, T)]}, the additive form w_i <grad l_i, u>. facts: {label: [*stack, K, 2]} for kind
-  'adam', else {}; see `directions.form`. metrics: see `Objective.measured`.
+  scores: {label: [*stack, K, n(, T)]}, the additive form w_i <grad l_i, u>. facts: {label: [*stack, K, 2]} where
+  directions are formed in the backward pass, else {}; see `directions.form`. metrics: see
+  `Objective.measured`.
   """
 
   loss: jax.Array
@@ -53,6 +54,21 @@ def validation_mean(losses, weights):
 def by_label(state: nnx.State) -> dict:
   """{slash-joined path: array} of a State."""
   return {"/".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
+
+
+def like(state: nnx.State, labelled: dict) -> nnx.State:
+  """A State of the same paths with the arrays of {label: array}."""
+  flat = [(path, v.replace(labelled["/".join(map(str, path))])) for path, v in nnx.to_flat_state(state)]
+  return nnx.from_flat_state(flat)
+
+
+def respond(rule: UpdateRule, state: RuleState, parameters: dict, grads: dict, directions: dict) -> dict:
+  """{label: P_tᵀ G} of whole directions, once this step's whole gradient is known."""
+  scalars = rule.scalars(state.count, state.clip_factor)
+  return {
+    label: rule.response(parameters[label], grads[label], state.of(label), scalars).transpose(direction)
+    for label, direction in directions.items()
+  }
 
 
 def validation_gradients(graphdef, params, rest, loss_fn: Callable, batches: tuple):
@@ -99,20 +115,22 @@ def _for_each_set(function: Callable, batches: tuple):
   return values, [constrain_state(jax.tree.map(lambda x, k=k: x[k], states)) for k in range(len(batches))]
 
 
-def direction_parts(twin: Twin, gradients: list[dict], second_moments: dict | None = None, scalars=None):
+def direction_parts(twin: Twin, gradients: list[dict], state: RuleState | None = None):
   """({label: parts}, {label: captured [*stack, K]}) for `Twin.direction_state` from K dicts {label: gradient}.
 
-  Kind 'sgd' with a rank is factored here; kind 'adam' needs second_moments {label: [*stack, *parameter]} and the
-  `AdamScalars` as one array, and factors in the backward pass.
+  A direction with a rank is factored here, unless it is formed in the backward pass, which needs the optimizer's state.
   """
   parts, captured = {}, {}
+  rule = twin.spec.rule
+  scalars = None if state is None else rule.scalars(state.count, state.clip_factor)
   for param in twin.scored:
     axis = len(param.stack_shape)
     # The sets come first until they are small: they often are slices of one array, which then need not be copied.
     stacked = param.placed(jnp.moveaxis(jnp.stack([g[param.label] for g in gradients]), 0, axis))
-    if twin.spec.kind == "adam":
+    if state is not None and scalars is not None and twin.spec.in_backward:
+      kept = state.of(param.label)
       spread = jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape))
-      parts[param.label] = (stacked, second_moments[param.label], spread)
+      parts[param.label] = (stacked, *(kept[name] for name in rule.reads(param.spec.parameter)), spread)
     elif param.spec.low_rank:
       left, right, captured[param.label] = _factors(param, stacked)
       parts[param.label] = (left, right)
@@ -124,18 +142,13 @@ def direction_parts(twin: Twin, gradients: list[dict], second_moments: dict | No
 def _factors(param, stacked):
   """(left, right, captured [*stack, K]) of one parameter's directions [*stack, K, *parameter]."""
   axis = len(param.stack_shape)
-  if param.spec.groups:
+  if param.spec.parameter.groups:
     # Layer by layer: what a factorisation sums over the mesh has a whole side of each matrix, of all experts at once.
     run = functools.partial(param.spec.factor, batch_axes=1)
     for _ in param.stack_shape:
       run = functools.partial(jax.lax.map, run)
     return run(stacked)
   return tuple(jnp.moveaxis(x, 0, axis) for x in param.spec.factor(jnp.moveaxis(stacked, axis, 0), axis + 1))
-
-
-def adam_scalars(twin: Twin, count, kappa):
-  """The array that `direction_parts` wants for kind 'adam', else None."""
-  return AdamScalars.at(twin.spec, count, kappa).stacked() if twin.spec.kind == "adam" else None
 
 
 def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: nnx.State) -> TrainPass:

@@ -1,5 +1,5 @@
 """Schedule 'reverse_scan'."""
 
-from maxghost.ghost.schedules.reverse_scan.walk import Account, run
+from maxghost.ghost.schedules.reverse_scan.walk import run
 
-__all__ = ["Account", "run"]
+__all__ = ["run"]

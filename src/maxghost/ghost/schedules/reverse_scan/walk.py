@@ -24,20 +24,8 @@ from maxghost.ghost.schedules.passes import TrainPass, mean_loss, validation_mea
 from maxghost.ghost.variables import GhostDirection, GhostProbe
 from maxghost.models import autodiff, segments, stack, streaming
 from maxghost.objectives import StagedLoss
+from maxghost.optimizers import RuleState, UpdateRule
 from maxghost.parallel import constrain_state
-
-
-@dataclasses.dataclass(frozen=True)
-class Account:
-  """What the ledger needs per layer, where G_l still exists.
-
-  kappa: clipping factor assumed inside v_t, that of the step before; this step's is known when the walk is over. Where
-  the two differ, the columns that hold P_t G do so too, and their sum misses -<G, Delta> by as much.
-  """
-
-  optimizer: directions.DirectionSpec
-  moments: ledger.Moments
-  kappa: Any
 
 
 def run(
@@ -48,9 +36,8 @@ def run(
   loss: StagedLoss,
   batch,
   val_batches: tuple,
-  second_moments=None,
-  scalars=None,
-  account: Account | None = None,
+  state: RuleState | None = None,
+  optimizer: UpdateRule | None = None,
   val_loss: StagedLoss | None = None,
   segment_lengths: tuple[int, ...] = (),
   carries_on_host: bool = False,
@@ -58,9 +45,11 @@ def run(
 ):
   """(TrainPass, val_loss [K], `ledger.sums` with `used` or None, captured).
 
-  loss: a `StagedLoss`; val_loss: that of the validation rows, where it differs (no dropout). second_moments, scalars:
-  as `passes.direction_parts`. segment_lengths: as `segments.scan`. carries_on_host: the segment inputs of the
-  validation rows, and their cotangents between segments, wait in pinned host memory. remat_policy: none | minimal |
+  loss: a `StagedLoss`; val_loss: that of the validation rows, where it differs (no dropout). state: the optimizer's, as
+  `passes.direction_parts` wants it. optimizer: the trainer's rule, whose ledger is kept; None: no ledger. This step's
+  clipping factor is known when the walk is over; where that of `state` differs, the columns that hold P_t do too, and
+  their sum misses -<G, Delta> by as much. segment_lengths: as `segments.scan`. carries_on_host: the segment inputs of
+  the validation rows, and their cotangents between segments, wait in pinned host memory. remat_policy: none | minimal |
   full, what of a layer's forward pass is kept for the walk back; with segments a segment's layers are recomputed
   instead.
   Scores equal those of 'two_pass', tied tables included.
@@ -70,7 +59,7 @@ def run(
     raise ValueError(
       "ghost_schedule=reverse_scan needs a StagedLoss (embed, layers, head); use two_pass for other losses"
     )
-  walk = _Walk(twin, graphdef, params, rest, loss, val_loss or loss, second_moments, scalars, account)
+  walk = _Walk(twin, graphdef, params, rest, loss, val_loss or loss, state, optimizer)
   walk.segment_lengths, walk.carries_on_host = tuple(segment_lengths), carries_on_host
   walk.remat_policy = remat_policy
   segments.check(walk.num_layers, walk.segment_lengths)
@@ -102,7 +91,7 @@ def run(
     twin.scores_by_label(probe_grads, "facts"),
     loss.metrics(train.hidden, batch),
   )
-  sums = walk.sums(layers["sums"], outer_grads, outer_gradients) if account else None
+  sums = walk.sums(layers["sums"], outer_grads, outer_gradients) if optimizer else None
   return passed, jnp.stack([value for value, _ in val_heads]), sums, captured
 
 
@@ -149,10 +138,11 @@ class _Walk:
   carries_on_host = False
   remat_policy = "full"
 
-  def __init__(self, twin, graphdef, params, rest, loss, val_loss, second_moments, scalars, account):
+  def __init__(self, twin, graphdef, params, rest, loss, val_loss, state, optimizer):
     self.twin, self.graphdef, self.params, self.rest = twin, graphdef, params, rest
     self.loss, self.val_loss = loss, val_loss
-    self.second_moments, self.scalars, self.account = second_moments, scalars, account
+    self.state, self.optimizer = state, optimizer
+    self.scalars = None if state is None else twin.spec.rule.scalars(state.count, state.clip_factor)
     self.prefix = tuple(loss.layers_path)
     self.label_prefix = "/".join(map(str, self.prefix)) + "/"
     model = nnx.merge(graphdef, params, rest)
@@ -256,7 +246,7 @@ class _Walk:
   def probed(self, outer_params, outer_probes, gradients):
     """(twin model, captured) whose outer directions are made from K States of outer gradients."""
     labelled = [passes.by_label(g) for g in gradients]
-    parts, captured = _parts(self.twin, self.outer, labelled, self.second_moments, self.scalars)
+    parts, captured = _parts(self.twin, self.outer, labelled, self.state, self.scalars)
     blank = self._blank_directions()
     flat = dict(nnx.to_flat_state(blank))
     for p in self.outer:
@@ -276,7 +266,7 @@ class _Walk:
     else:
       # The forward pass does not depend on the directions, which are not known yet.
       one = jax.tree.map(lambda x: x[0], self.layer_params)
-      shapes, _ = jax.eval_shape(self._layer_directions, (one,) * self.twin.num_sets, self._layer_moments(0))
+      shapes, _ = jax.eval_shape(self._layer_directions, (one,) * self.twin.num_sets, self._layer_arrays(0))
       blank = self._layer_state(jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes))
       arguments = lambda x, *layer: self._probed_arguments(x, blank, batch, *layer)  # noqa: E731
       boundaries, hidden = self._saving(self.train_vjp, arguments, x)
@@ -369,13 +359,13 @@ class _Walk:
     """The layers of one segment, first all validation VJPs, then all training ones: the inputs of its layers then exist
     for one batch at a time, and for all its layers the validation gradients, or just their factors where only these
     are used."""
-    factored = self.twin.spec.kind == "sgd" and self.twin.spec.rank
+    factored = not self.twin.spec.in_backward and self.twin.spec.rank
 
     def validation(cts, scanned):
       x_K, layer = scanned
       gradients, cts = self._layer_validation(cts, x_K, batches, *layer)
       directions = self._layer_directions(gradients, {}) if factored else None
-      return cts, (() if factored and self.account is None else gradients, directions)
+      return cts, (() if factored and self.optimizer is None else gradients, directions)
 
     inputs_K = self._inputs_K(x_val, batches, layers, ())
     val_cotangents, kept = jax.lax.scan(
@@ -415,36 +405,39 @@ class _Walk:
 
   def _layer_training(self, cotangent, kept, batches, gradients, directions, layer_params, layer_rest, index):
     """(cotangent of the layer's input, its part of what `back` returns). directions: None = of the gradients."""
-    moments = self._layer_moments(index)
-    parts, captured = directions or self._layer_directions(gradients, moments)
+    arrays = self._layer_arrays(index)
+    parts, captured = directions or self._layer_directions(gradients, arrays)
     state = self._layer_state(parts)
     arguments = self._probed_arguments(kept.x, state, batches.train, layer_params, layer_rest, index)
     if kept.saved is None:
       grads, probes, cotangent, *_ = pull_in_order(self._probed_layer, arguments, cotangent)
     else:
       grads, probes, cotangent, *_ = self.train_vjp.backward(kept.saved, cotangent, *arguments)
-    sums = self._layer_sums(layer_params, grads, gradients, self._late_moments(moments, index, probes), parts)
+    sums = self._layer_sums(layer_params, grads, gradients, self._late_arrays(arrays, index, probes), parts)
     return cotangent, {"grads": grads, "probes": probes, "sums": sums, "captured": captured}
 
-  def _moments(self) -> dict:
-    """{"first" | "second": {label inside the layer: stacked array}}; empty without moments."""
-    first = self.account.moments.first if self.account else None
+  @functools.cached_property
+  def arrays(self) -> dict:
+    """{name: {label inside the layer: stacked array}} of the state: what is read."""
+    if self.state is None:
+      return {}
+    read = {name for p in self.inner for name in self.twin.spec.rule.reads(p.spec.parameter)}
     return {
-      name: {k.removeprefix(self.label_prefix): v for k, v in moments.items() if k.startswith(self.label_prefix)}
-      for name, moments in (("first", first), ("second", self.second_moments))
-      if moments is not None
+      name: {k.removeprefix(self.label_prefix): v for k, v in arrays.items() if k.startswith(self.label_prefix)}
+      for name, arrays in self.state.arrays.items()
+      if self.optimizer or name in read
     }
 
-  def _layer_moments(self, index) -> dict:
-    """`_moments` of one layer, on the device."""
+  def _layer_arrays(self, index) -> dict:
+    """`arrays` of one layer, on the device."""
     # Vectors come whole: a TPU cannot cut a single row out of a packed matrix in host memory.
     return {
       name: {k: streaming.fetch(streaming.to_device(v) if v.ndim <= 2 else v, index) for k, v in inside.items()}
-      for name, inside in self._moments().items()
+      for name, inside in self.arrays.items()
     }
 
-  def _late_moments(self, moments: dict, index, probes: nnx.State) -> dict:
-    """`moments` of one layer, each taken from the device's stack when its parameter's probe is there; those that have
+  def _late_arrays(self, arrays: dict, index, probes: nnx.State) -> dict:
+    """`arrays` of one layer, each taken from the device's stack when its parameter's probe is there; those that have
     come from the host stay."""
     there = dict(nnx.to_flat_state(probes))
     place = {}
@@ -454,20 +447,20 @@ class _Walk:
         place[p.label.removeprefix(self.label_prefix)] = autodiff.after(index, probe)
     return {
       name: {
-        k: streaming.fetch(v, place[k]) if k in place and not streaming.on_host(v) else moments[name][k]
+        k: streaming.fetch(v, place[k]) if k in place and not streaming.on_host(v) else arrays[name][k]
         for k, v in inside.items()
       }
-      for name, inside in self._moments().items()
+      for name, inside in self.arrays.items()
     }
 
-  def _layer_directions(self, gradients, moment):
+  def _layer_directions(self, gradients, arrays):
     """({label inside the layer: parts}, what factors capture) of one layer."""
     labelled = [passes.by_label(g) for g in gradients]
     parts, captured = {}, {}
     for p in self.inner:
       label = p.label.removeprefix(self.label_prefix)
-      second = moment["second"][label] if "second" in moment else None
-      parts[label], energy = _unstacked_parts(p, jnp.stack([g[label] for g in labelled]), second, self.scalars)
+      kept = {name: inside[label] for name, inside in arrays.items() if label in inside}
+      parts[label], energy = _unstacked_parts(p, jnp.stack([g[label] for g in labelled]), kept, self.scalars)
       if energy is not None:
         captured[label] = energy
     return parts, captured
@@ -480,15 +473,16 @@ class _Walk:
         flat[p.part_path(name)[len(self.prefix) :]] = GhostDirection(array)
     return nnx.from_flat_state(flat)
 
-  def _layer_sums(self, layer_params, grads, gradients, moment, parts):
-    if self.account is None:
+  def _layer_sums(self, layer_params, grads, gradients, arrays, parts):
+    if self.optimizer is None:
       return {}
     scored = {p.label.removeprefix(self.label_prefix) for p in self.inner}
-    moments = ledger.Moments(moment.get("first"), moment.get("second"), self.account.moments.count)
+    state = dataclasses.replace(self.state, arrays=arrays)
+    parameters = {label.removeprefix(self.label_prefix): p for label, p in self.twin.parameters.items()}
     params, grads = passes.by_label(layer_params), passes.by_label(grads)
     used_K = self._used(self.inner, grads, parts, self.label_prefix)
     labelled = [passes.by_label(g) for g in gradients]
-    found = ledger.sums(self.account.optimizer, moments, self.account.kappa, params, grads, labelled, scored)
+    found = ledger.sums(self.optimizer, state, parameters, params, grads, labelled, scored)
     return found | {"used": used_K}
 
   def sums(self, layer_sums: dict, outer_grads, outer_gradients) -> dict:
@@ -496,40 +490,40 @@ class _Walk:
     grads, params = passes.by_label(outer_grads), passes.by_label(self.outer_params)
     scored = {p.label for p in self.outer}
     labelled = [passes.by_label(g) for g in outer_gradients]
-    parts, _ = _parts(self.twin, self.outer, labelled, self.second_moments, self.scalars)
+    parts, _ = _parts(self.twin, self.outer, labelled, self.state, self.scalars)
     used_K = self._used(self.outer, grads, parts, "")
-    account = self.account
-    outer = ledger.sums(account.optimizer, account.moments, account.kappa, params, grads, labelled, scored)
+    outer = ledger.sums(self.optimizer, self.state, self.twin.parameters, params, grads, labelled, scored)
     outer["used"] = used_K
     return {name: layer_sums[name].sum(0) + outer[name] for name in outer}
 
   def _used(self, scored, grads, parts, prefix: str):
-    """<g, u> [K] over scored parameters of one layer (or outside the stack); 0 for kind 'adam', whose facts hold it."""
+    """<g, u> [K] over scored parameters of one layer (or outside the stack); 0 where facts hold it."""
     used_K = jnp.zeros(self.twin.num_sets, float)
-    for p in scored if self.twin.spec.kind == "sgd" else ():
+    for p in () if self.twin.spec.in_backward else scored:
       label = p.label.removeprefix(prefix)
       direction, _ = directions.form(p.spec, parts[label], grads[label])
       used_K += directions.along(p.spec, direction, grads[label])
     return used_K
 
 
-def _parts(twin, scored, labelled, second_moments, scalars):
+def _parts(twin, scored, labelled, state, scalars):
   """(parts, captured) of unstacked parameters from K dicts of gradients."""
   parts, captured = {}, {}
   for p in scored:
-    second = None if second_moments is None else second_moments[p.label]
+    kept = {} if state is None else state.of(p.label)
     stacked = jnp.stack([g[p.label] for g in labelled])
-    parts[p.label], energy = _unstacked_parts(p, stacked, second, scalars)
+    parts[p.label], energy = _unstacked_parts(p, stacked, kept, scalars)
     if energy is not None:
       captured[p.label] = energy
   return parts, captured
 
 
-def _unstacked_parts(param, gradient_K, second_moment, scalars):
+def _unstacked_parts(param, gradient_K, arrays, scalars):
   """(parts of one layer's parameter, captured [K] or None). gradient_K: [K, *parameter]."""
   gradient_K = param.placed(gradient_K, stacked=False)
-  if param.spec.direction.kind == "adam":
-    return (gradient_K, second_moment, scalars), None
+  if param.spec.direction.in_backward:
+    names = param.spec.direction.rule.reads(param.spec.parameter)
+    return (gradient_K, *(arrays[name] for name in names), scalars), None
   if not param.spec.low_rank:
     return (gradient_K,), None
   left, right, captured = param.spec.factor(gradient_K, 1)

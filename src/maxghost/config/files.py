@@ -1,0 +1,40 @@
+"""Files that are there whole or not at all."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def write_whole(path: str | os.PathLike) -> Iterator[BinaryIO]:
+  """A binary file to write to, which becomes `path` at the end of the `with` block; a reader sees the old file or all
+  of the new one, also after a power cut. Where the block raises, nothing is left. Raises OSError."""
+  path = Path(path)
+  temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+  try:
+    with open(temporary, "wb") as file:
+      yield file
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(temporary, path)
+  except BaseException:
+    temporary.unlink(missing_ok=True)
+    raise
+  sync_folder(path.parent)
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+  """Writes a UTF-8 text file whole or not at all; what UTF-8 cannot hold becomes `?`. Raises OSError."""
+  with write_whole(path) as file:
+    file.write(text.encode("utf-8", errors="replace"))
+
+
+def sync_folder(folder: Path) -> None:
+  """Makes renames and removals in `folder` durable."""
+  handle = os.open(folder, os.O_RDONLY)
+  try:
+    os.fsync(handle)
+  finally:
+    os.close(handle)

@@ -1,0 +1,111 @@
+"""Compaction: many small score files become few large ones of the same kind, one per range of steps and process."""
+
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from maxghost.scorelog import format as fmt
+from maxghost.scorelog.reader import load
+from maxghost.scorelog.shard import Shard, sync_folder, write_shard
+
+ROWS_PER_FILE = 8_000_000
+
+
+def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows: bool = False) -> list[str]:
+  """Merges the finished score files of a run; returns sentences about what was done.
+
+  A merged file takes the name of its last one, which it replaces; the others go afterwards. Of a run that is still
+  training, files that it may write again are left alone. Raises ConfigError as `scorelog.load` does.
+  """
+  log = load(run_dir, accept_lost_rows=accept_lost_rows)
+  running = _is_running(run_dir)
+  files = [shard for shard in log.shards if isinstance(shard, Shard)]
+  open_from = min((s.first_step for s in files if running and not s.meta.get("closed")), default=None)
+  groups = list(_groups([s for s in files if open_from is None or s.last_step < open_from], rows_per_file))
+  lines = [f"left as it is: {message}" for message in log.messages]
+  for group in groups:
+    sizes = sum(shard.path.stat().st_size for shard in group)
+    path = _merge(group, log.ledger)
+    for shard in group[:-1]:
+      shard.path.unlink()
+    sync_folder(path.parent)
+    lines.append(
+      f"{path}: steps {group[0].first_step} to {group[-1].last_step}, {sum(s.num_rows for s in group):,} rows, "
+      f"{path.stat().st_size:,} bytes from {sizes:,} in {len(group)} files"
+    )
+  if not groups:
+    lines.append("nothing to compact" + (": the training has not finished another score file" if running else ""))
+  return lines
+
+
+def _is_running(run_dir: Path) -> bool:
+  """Whether a training process holds the run's lock."""
+  lock = Path(run_dir) / ".lock"
+  if not lock.exists():
+    return False
+  with open(lock) as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+      return True
+  return False
+
+
+def _groups(shards: list[Shard], rows_per_file: int) -> Iterator[list[Shard]]:
+  """Two or more neighbouring files of one process, cut where a file would grow too large or where one is missing."""
+  group: list[Shard] = []
+  for shard in shards:
+    if group and not (_follows(shard, group[-1]) and sum(s.num_rows for s in group) < rows_per_file):
+      if len(group) > 1:
+        yield group
+      group = []
+    group.append(shard)
+  if len(group) > 1:
+    yield group
+
+
+def _follows(shard: Shard, last: Shard) -> bool:
+  there, here = last.meta.get("before"), shard.meta.get("before")
+  whole = there is None or here is None or here[1] - there[1] == last.num_rows
+  modules, others = last.modules, shard.modules
+  same = (modules is None and others is None) or (None not in (modules, others) and modules.layout == others.layout)
+  return shard.process_index == last.process_index and whole and same
+
+
+def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> Path:
+  """Writes the merged file over the last one of them."""
+  tables: dict[str, dict[str, int]] = {"domain": {}, "path": {}}
+  for shard in shards:
+    for name, index in tables.items():
+      for text in getattr(shard, f"{name}s").tolist():
+        index.setdefault(text, len(index))
+
+  def blocks() -> Iterator[np.ndarray]:
+    for shard in shards:
+      place = {n: np.array([t[x] for x in getattr(shard, f"{n}s").tolist()], np.int32) for n, t in tables.items()}
+      for block in shard.blocks():
+        rows = block.copy()
+        for name in tables:
+          rows[name] = place[name][rows[name]]
+        yield rows
+
+  parts = [shard.modules for shard in shards]
+  modules = None
+  if parts[0] is not None:
+    known = [part for part in parts if part is not None]
+    values = np.concatenate([part.contribution_SMLDK for part in known])
+    modules = fmt.Modules(parts[0].names, parts[0].domains, np.concatenate([part.steps for part in known]), values)
+  last = shards[-1]
+  meta = last.meta | {
+    "schema_version": fmt.SCHEMA_VERSION,
+    "first_step": shards[0].first_step,
+    "before": shards[0].meta.get("before"),
+    "closed": True,
+    "ledger": ledger,
+  }
+  steps = np.concatenate([fmt.with_ledger(shard.steps, len(last.val_sets), ledger) for shard in shards])
+  num_rows = sum(shard.num_rows for shard in shards)
+  write_shard(last.path, meta, tables["domain"], tables["path"], steps, modules, blocks(), num_rows)
+  return last.path

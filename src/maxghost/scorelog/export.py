@@ -1,0 +1,86 @@
+"""The score log as Parquet files for other programs: `rows`, `steps` and `modules.parquet`. Nothing here reads them.
+
+Per-set columns are called `contribution` for one validation set and `contribution[name]` for several.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxghost.config import ConfigError
+from maxghost.scorelog.reader import ScoreLog
+from maxghost.scorelog.shard import whole_file
+
+
+def import_pyarrow(what: str) -> tuple[Any, Any]:
+  """(pyarrow, pyarrow.parquet); raises ConfigError that names the extra."""
+  try:
+    import pyarrow
+    import pyarrow.parquet
+  except ImportError as error:
+    raise ConfigError(f"{what} needs pyarrow: pip install 'maxghost[scores]'") from error
+  return pyarrow, pyarrow.parquet
+
+
+def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
+  """Writes the whole log; returns the files. Rows stream past in bounded memory, texts are dictionary-encoded.
+
+  Raises ConfigError without pyarrow, and where the folder cannot be written.
+  """
+  pa, parquet = import_pyarrow("--export parquet")
+  about = {"val_sets": log.val_sets, "objective": log.objective, "ledger": log.ledger, "units": log.units}
+  metadata = {"maxghost": json.dumps(about | {name: log.said_of(name) for name in ("direction", "fingerprint")})}
+  sources = {"rows": _row_tables(pa, log), "steps": iter([_columns(log.steps, log.val_sets)]), "modules": _modules(log)}
+  written = []
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, tables in sources.items():
+      first = next(tables, None)
+      if first is None:
+        continue
+      path = folder / f"{name}.parquet"
+      schema = pa.table(first).schema.with_metadata(metadata)
+      with whole_file(path) as file, parquet.ParquetWriter(file, schema) as writer:
+        writer.write_table(pa.table(first, schema=schema))
+        for columns in tables:
+          writer.write_table(pa.table(columns, schema=schema))
+      written.append(path)
+  except OSError as error:
+    raise ConfigError(f"cannot write {folder} ({error.strerror or error}); name another place with --output") from error
+  return written
+
+
+def _columns(array: np.ndarray, val_sets: Sequence[str]) -> dict[str, Any]:
+  columns = {}
+  for name in array.dtype.names or ():
+    if array.dtype[name].shape:
+      columns |= {
+        name if len(val_sets) == 1 else f"{name}[{val_set}]": np.ascontiguousarray(array[name][:, k])
+        for k, val_set in enumerate(val_sets)
+      }
+    else:
+      columns[name] = np.ascontiguousarray(array[name])
+  return columns
+
+
+def _row_tables(pa, log: ScoreLog) -> Iterator[dict]:
+  for shard, rows in log.blocks():
+    columns = _columns(rows, log.val_sets)
+    for name in ("domain", "path"):
+      texts = pa.array(getattr(shard, f"{name}s").tolist(), pa.string())
+      columns[name] = pa.DictionaryArray.from_arrays(pa.array(columns[name]), texts)
+    yield columns
+
+
+def _modules(log: ScoreLog) -> Iterator[dict]:
+  """Long form, one row per step, module, layer and domain, without the cells that do not exist."""
+  for part in log.modules():
+    step, module, layer, domain = np.nonzero(np.isfinite(part.contribution_SMLDK).any(-1))
+    values = part.contribution_SMLDK[step, module, layer, domain]
+    array = np.zeros(len(step), [("layer", "<i4"), ("contribution", "<f4", (len(log.val_sets),))])
+    array["layer"], array["contribution"] = layer, values
+    names = {"module": np.array(part.names)[module].tolist(), "domain": np.array(part.domains)[domain].tolist()}
+    yield {"step": part.steps[step], **names, **_columns(array, log.val_sets)}

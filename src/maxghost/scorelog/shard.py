@@ -1,0 +1,261 @@
+"""One score file: an `.npz` (np.load opens it), written whole and sealed with a checksum.
+
+Its members, in this order:
+  meta         JSON text: schema version, units, validation sets, objective, ledger, direction, process, data source
+  domain_table, path_table    string tables; `rows` holds indices into them
+  steps        structured array, one record per training step
+  module_*     optional: contribution by module, layer and domain
+  rows         structured array, one record per scored unit; last and uncompressed, so that a large file is read block
+               by block
+The zip's comment, the last bytes of the file, holds the CRC-32 of all bytes before it: any flipped bit is noticed.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import os
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from maxghost.scorelog import format as fmt
+from maxghost.scorelog.format import Modules
+
+_SEAL = re.compile(rb"maxghost crc32 ([0-9a-f]{8})")
+_SEAL_BYTES = len(b"maxghost crc32 00000000")
+# What zipfile, zlib and NumPy raise for bytes that are no archive or no array.
+DAMAGE = (
+  OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, MemoryError, struct.error,
+  zlib.error, zipfile.BadZipFile,
+)  # fmt: skip
+
+
+class DamagedShard(Exception):
+  """A file whose bytes are not those that were written; the message says why."""
+
+
+class NewerSchema(Exception):
+  """A file written by a later version of maxghost."""
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
+  """A file that appears under its name whole or not at all: temporary file, rename; durable: with fsync of both."""
+  temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+  try:
+    with open(temporary, "w+b") as file:
+      yield file
+      file.flush()
+      if durable:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+  except BaseException:
+    temporary.unlink(missing_ok=True)
+    raise
+  if durable:
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+  """Makes renames and removals in `folder` durable."""
+  handle = os.open(folder, os.O_RDONLY)
+  try:
+    os.fsync(handle)
+  finally:
+    os.close(handle)
+
+
+def write_shard(
+  path: Path,
+  meta: dict,
+  domains: Iterable[str],
+  paths: Iterable[str],
+  steps: np.ndarray,
+  modules: Modules | None,
+  rows: np.ndarray | Iterable[np.ndarray],
+  num_rows: int | None = None,
+) -> None:
+  """Writes one file whole or not at all. rows: an array, or blocks that add up to num_rows."""
+  blocks = [rows] if isinstance(rows, np.ndarray) else rows
+  num_rows = len(rows) if isinstance(rows, np.ndarray) else num_rows
+  members: dict[str, Any] = {"meta": np.array(json.dumps(meta))}
+  members |= {"domain_table": _strings(domains), "path_table": _strings(paths), "steps": steps}
+  if modules is not None:
+    members["module_names"], members["module_domains"] = _strings(modules.names), _strings(modules.domains)
+    members["module_steps"] = np.asarray(modules.steps, np.int64)
+    members["module_contribution"] = np.asarray(modules.contribution_SMLDK, np.float32)
+  with whole_file(path) as file:
+    with zipfile.ZipFile(file, "w") as archive:
+      archive.comment = b"\0" * _SEAL_BYTES
+      for name, array in members.items():
+        info = zipfile.ZipInfo(f"{name}.npy")
+        info.compress_type = zipfile.ZIP_DEFLATED
+        buffer = io.BytesIO()
+        np.lib.format.write_array(buffer, np.asarray(array, order="C"), allow_pickle=False)
+        archive.writestr(info, buffer.getvalue())
+      with archive.open(zipfile.ZipInfo("rows.npy"), "w", force_zip64=True) as member:
+        dtype = fmt.row_dtype(len(meta["val_sets"]))
+        header = np.lib.format.header_data_from_array_1_0(np.zeros(0, dtype)) | {"shape": (num_rows,)}
+        np.lib.format.write_array_header_1_0(member, header)
+        for block in blocks:
+          member.write(np.ascontiguousarray(block, dtype).tobytes())
+    size = file.seek(0, os.SEEK_END) - _SEAL_BYTES
+    checksum = _checksum(file, size)
+    file.seek(size)
+    file.write(b"maxghost crc32 %08x" % checksum)
+
+
+def _strings(values: Iterable[str]) -> np.ndarray:
+  return np.array(list(values), dtype=np.str_)
+
+
+def _checksum(file: BinaryIO, size: int) -> int:
+  """CRC-32 of the first `size` bytes."""
+  file.seek(0)
+  checksum = 0
+  while size > 0:
+    block = file.read(min(size, 1 << 20))
+    if not block:
+      raise EOFError("the file became shorter while it was read")
+    checksum = zlib.crc32(block, checksum)
+    size -= len(block)
+  return checksum
+
+
+def _is_sealed(path: Path) -> bool:
+  """Whether the file ends with a checksum, which is then compared. Raises ValueError where it does not match."""
+  with open(path, "rb") as file:
+    size = file.seek(0, os.SEEK_END) - _SEAL_BYTES
+    if size < 0:
+      raise ValueError("not a score file" if size > -_SEAL_BYTES else "empty file")
+    file.seek(size)
+    seal = _SEAL.fullmatch(file.read())
+    if seal is not None and int(seal[1], 16) != _checksum(file, size):
+      raise ValueError("its bytes do not match its checksum")
+    return seal is not None
+
+
+class Shard:
+  """One opened file whose checksum was compared: its header in memory, tables and rows read on demand.
+
+  Schema 1 is read as schema 2: each member has a CRC-32, and a row's share is its part of the step's tokens.
+  Raises DamagedShard for a file that is not whole, NewerSchema for one of a later maxghost, FileNotFoundError.
+  """
+
+  def __init__(self, path: Path):
+    self.path = path
+    with self._reading():
+      sealed = _is_sealed(path)
+      with zipfile.ZipFile(path) as archive:
+        if not sealed and (bad := archive.testzip()):
+          raise ValueError(f"{bad} does not match its checksum")
+        self.meta = json.loads(str(np.lib.format.read_array(io.BytesIO(archive.read("meta.npy")))))
+        self.version = self.meta["schema_version"]
+        if not isinstance(self.version, int) or self.version > fmt.SCHEMA_VERSION:
+          raise NewerSchema(
+            f"{path}: schema_version={self.version}, this maxghost reads up to {fmt.SCHEMA_VERSION}; update maxghost"
+          )
+        if not sealed and self.version > 1:
+          raise ValueError("the checksum at its end is missing: cut short or changed")
+        self.val_sets = tuple(self.meta["val_sets"])
+        self.process_index = int(self.meta["process_index"])
+        self.first_step, self.last_step = int(self.meta["first_step"]), int(self.meta["last_step"])
+        self.ledger = tuple(self.meta.get("ledger", fmt.LEDGER))
+        self.objective = str(self.meta.get("objective", fmt.NEXT_TOKEN))
+        with archive.open("rows.npy") as member:
+          (self.num_rows,), self._dtype = _row_header(member)
+        self._names = {name.removesuffix(".npy") for name in archive.namelist()}
+      if self._dtype != fmt.row_dtype(len(self.val_sets), self.version):
+        raise ValueError("its rows have an unknown layout")
+
+  @contextlib.contextmanager
+  def _reading(self) -> Iterator[None]:
+    try:
+      yield
+    except FileNotFoundError:
+      raise
+    except DAMAGE as error:
+      raise DamagedShard(f"{self.path.name}: {error or type(error).__name__}") from error
+
+  def _table(self, name: str) -> np.ndarray:
+    with self._reading(), zipfile.ZipFile(self.path) as archive:
+      return np.lib.format.read_array(io.BytesIO(archive.read(f"{name}.npy")))
+
+  @property
+  def domains(self) -> np.ndarray:
+    return self._table("domain_table")
+
+  @property
+  def paths(self) -> np.ndarray:
+    return self._table("path_table")
+
+  @property
+  def steps(self) -> np.ndarray:
+    return fmt.with_ledger(self._table("steps"), len(self.val_sets), self.ledger)
+
+  @property
+  def modules(self) -> Modules | None:
+    if "module_contribution" not in self._names:
+      return None
+    names, domains = self._table("module_names"), self._table("module_domains")
+    return Modules(
+      tuple(map(str, names)), tuple(map(str, domains)), self._table("module_steps"), self._table("module_contribution")
+    )
+
+  def blocks(self, block_rows: int = fmt.BLOCK_ROWS) -> Iterator[np.ndarray]:
+    """The rows in order, at most `block_rows` at a time, read-only."""
+    with self._reading(), zipfile.ZipFile(self.path) as archive, archive.open("rows.npy") as member:
+      _row_header(member)
+      for start in range(0, self.num_rows, block_rows):
+        size = min(block_rows, self.num_rows - start) * self._dtype.itemsize
+        data = member.read(size)
+        if len(data) != size:
+          raise EOFError("became shorter while it was read")
+        rows = np.frombuffer(data, self._dtype)
+        yield rows if self.version > 1 else self._with_share(rows)
+
+  def rows(self) -> np.ndarray:
+    """All rows at once."""
+    return np.concatenate([np.zeros((0,), fmt.row_dtype(len(self.val_sets))), *self.blocks()])
+
+  def _with_share(self, old: np.ndarray) -> np.ndarray:
+    rows = np.zeros(len(old), fmt.row_dtype(len(self.val_sets)))
+    for name in old.dtype.names or ():
+      rows[name] = old[name]
+    steps, tokens = self._step_tokens
+    rows["share"] = old["tokens"] / np.maximum(tokens[np.searchsorted(steps, old["step"])], 1)
+    return rows
+
+  @functools.cached_property
+  def _step_tokens(self) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, tokens of each): as the step was recorded, else summed over this file's rows."""
+    table = self.steps
+    with zipfile.ZipFile(self.path) as archive:
+      rows = np.lib.format.read_array(io.BytesIO(archive.read("rows.npy")))
+    place = np.searchsorted(table["step"], rows["step"])
+    summed = np.bincount(place, rows["tokens"], len(table))
+    return table["step"], np.where(np.isfinite(table["tokens"]), table["tokens"], summed)
+
+
+def _row_header(member) -> tuple[tuple[int, ...], np.dtype]:
+  np.lib.format.read_magic(member)
+  shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+  return shape, dtype
+
+
+def drop_covered(shards: list) -> list:
+  """Without the files whose steps all lie inside another file of the same process (an interval flushed early)."""
+  ordered = sorted(shards, key=lambda s: (s.process_index, s.first_step, -s.last_step, -s.num_rows))
+  kept: list = []
+  for shard in ordered:
+    before = kept[-1] if kept else None
+    if before is None or before.process_index != shard.process_index or shard.last_step > before.last_step:
+      kept.append(shard)
+  return kept

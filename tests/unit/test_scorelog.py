@@ -1,0 +1,312 @@
+"""Damage, schema 1, shares, units and an optimizer's own ledger columns. K = 2 validation sets."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from attribution_runs import make_run
+
+from maxghost import attribution, report, scores
+from maxghost.attribution.summary import summarize
+from maxghost.config import ConfigError
+from maxghost.scorelog import Writer, selection, tokens
+from maxghost.scorelog import format as fmt
+from maxghost.scorelog.compact import compact
+from maxghost.scorelog.shard import DamagedShard, Shard
+from maxghost.training.score_recorder import ScoreRecorder, scored_rows
+
+SETS = ("manual", "exams")
+PERIOD = 4
+
+
+def append(writer, step, **record):
+  rng = np.random.default_rng(step)
+  num = step % 3 + 2
+  rows = {name: rng.normal(size=(num, 2)) for name in ("dot", "contribution")}
+  rows |= {"tokens": rng.integers(1, 99, num), "loss": rng.normal(size=num)}
+  writer.append({"step": step, **record}, rows, [("code", f"{step}.py", i) for i in range(num)])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """Steps 0 to 10 in three files, with a file of tokens and a line of selected rows for each step."""
+  run_dir = tmp_path_factory.mktemp("whole")
+  ghost = run_dir / "ghost"
+  writer = Writer(run_dir, SETS, period=PERIOD)
+  one = np.ones((1, 3), np.int32)
+  batch = SimpleNamespace(
+    arrays=dict.fromkeys(("inputs", "targets", "inputs_segmentation"), one),
+    document_BS=one[:, :1],
+    offset_BS=one[:, :1],
+  )
+  for step in range(11):
+    checks = {
+      "tokens_crc": tokens.write(ghost / "tokens", step, np.ones((2, 1, 3)), batch, lambda i: ("code", "x", i)),
+      "selection_crc": selection.append(ghost, step, step % 3 + 2, [step % 2]),
+    }
+    append(writer, step, **checks)
+  writer.close()
+  return run_dir
+
+
+@pytest.fixture
+def run_dir(whole, tmp_path):
+  shutil.copytree(whole, tmp_path / "run")
+  return tmp_path / "run"
+
+
+def shard(run_dir, step):
+  return run_dir / "ghost" / f"dot_prod_log_iter_{step}.npz"
+
+
+def lost(run_dir) -> str:
+  """What load refuses with; what it says where the loss is accepted."""
+  with pytest.raises(ConfigError, match=r"scores are lost: .*--accept-lost-rows") as refusal:
+    attribution.load(run_dir)
+  log = attribution.load(run_dir, accept_lost_rows=True)
+  said = "; ".join(message.removeprefix("lost: ") for message in log.messages)
+  assert said in str(refusal.value)
+  return said
+
+
+def test_any_flipped_bit_is_noticed(run_dir):
+  path = shard(run_dir, 7)
+  data = path.read_bytes()
+  rng = np.random.default_rng(0)
+  ends = [*range(8 * 60), *range(8 * len(data) - 8 * 140, 8 * len(data))]  # the zip's own fields are densest there
+  for bit in [*ends, *rng.integers(0, 8 * len(data), 400)]:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(changed)
+    with pytest.raises(DamagedShard, match=path.name):
+      Shard(path)
+  path.write_bytes(data)
+  assert Shard(path).num_rows == 3 + 4 + 2 + 3
+
+
+def test_a_torn_file_is_left_out_whole_and_named(run_dir):
+  rows = attribution.load(run_dir)["dot"]
+  path = shard(run_dir, 7)
+  data = path.read_bytes()
+  for bad in (b"", b"PK\x03\x04", data[:400], data[:-1], data[: len(data) // 2], b"\0" * 999, data + b"\n"):
+    path.write_bytes(bad)
+    said = lost(run_dir)
+    assert "dot_prod_log_iter_7.npz" in said and "4 steps with 12 rows are missing before step 8 (after step 3)" in said
+    kept = attribution.load(run_dir, accept_lost_rows=True)["dot"]
+    np.testing.assert_array_equal(kept, np.concatenate([rows[:11], rows[23:]]))
+  for step in (3, 7, 10):
+    shard(run_dir, step).write_bytes(b"")
+  with pytest.raises(ConfigError, match="none of 3 score files is readable"):
+    attribution.load(run_dir, accept_lost_rows=True)
+
+
+@pytest.mark.parametrize(
+  ("step", "said"),
+  [
+    (3, "4 steps with 11 rows are missing before step 4"),
+    (7, "4 steps with 12 rows are missing before step 8 (after step 3)"),
+    (10, "3 steps with 9 rows are missing at the end (after step 7)"),
+  ],
+)
+def test_a_missing_interval_is_named(run_dir, step, said):
+  shard(run_dir, step).unlink()
+  assert lost(run_dir) == said
+
+
+def test_lost_tokens_and_selection_lines_are_named(run_dir):
+  (run_dir / "ghost" / "tokens" / "step_6.npz").unlink()
+  assert lost(run_dir) == "1 files of tokens/ are missing, step_6.npz first"
+  path = run_dir / "ghost" / "selection.jsonl"
+  lines = path.read_text().splitlines(keepends=True)
+  path.write_text("".join([*lines[:4], lines[4].replace("[0]", "[1]"), *lines[6:]]))
+  assert "selection.jsonl: lines of 2 steps are missing or changed, that of step 4 first" in lost(run_dir)
+  assert attribution.load(run_dir, accept_lost_rows=True).chosen().sum() == 9
+  path.unlink()
+  assert "lines of 11 steps are missing" in lost(run_dir)
+
+
+def test_a_changed_token_file_is_named(run_dir):
+  path = run_dir / "ghost" / "tokens" / "step_6.npz"
+  data = bytearray(path.read_bytes())
+  data[12] ^= 1  # a date in the zip: nothing else would notice
+  path.write_bytes(data)
+  checksums = attribution.load(run_dir).checksums("tokens_crc")
+  with pytest.raises(DamagedShard, match=r"tokens/step_6.npz: its bytes do not match"):
+    tokens.read(path, checksums[6])
+  assert tokens.read(path, None)["targets"].shape == (1, 3)
+
+
+def test_the_commands_refuse_or_say_what_is_lost(run_dir, tmp_path, capsys):
+  shard(run_dir, 7).unlink()
+  for door, more in ((scores, []), (scores, ["--compact"]), (report, ["--no-texts"])):
+    assert door.main([str(run_dir), *more]) == 2
+    error = capsys.readouterr().err
+    assert "12 rows are missing before step 8" in error and error.count("\n") == 1
+  assert scores.main([str(run_dir), "--accept-lost-rows"]) == 0
+  assert "note: lost: 4 steps with 12 rows" in capsys.readouterr().err
+  assert report.main([str(run_dir), "--no-texts", "--accept-lost-rows"]) == 0
+  assert "lost: 4 steps with 12 rows" in " ".join(capsys.readouterr().out.split())
+  assert "4 steps with 12 rows are missing" in (run_dir / "report.html").read_text()
+
+
+def test_a_resume_carries_no_damage_over(run_dir, capsys):
+  path = shard(run_dir, 10)
+  position = json.loads((run_dir / "ghost" / "position.json").read_text())
+  assert position == {"step": 10, "num_steps": 11, "num_rows": 32}
+  damaged = bytearray(path.read_bytes())
+  damaged[-60] ^= 4
+  path.write_bytes(damaged)
+  writer = Writer(run_dir, SETS, period=PERIOD)
+  writer.restore(position)
+  assert "dot_prod_log_iter_10.npz" in capsys.readouterr().err
+  append(writer, 11)
+  writer.close()
+  assert path.read_bytes() == damaged
+  assert "3 steps with 9 rows are missing before step 11 (after step 7)" in lost(run_dir)
+
+
+def as_schema_1(path):
+  """Writes the file as the version before did: no share, no checks, CRC-32 of the members alone."""
+  new = Shard(path)
+  meta = {n: new.meta[n] for n in ("val_sets", "process_index", "first_step", "last_step", "fingerprint", "closed")}
+  rows, steps = new.rows(), new.steps
+  members = {"domain_table": new.domains, "path_table": new.paths}
+  for name, table, dtype in (("steps", steps, fmt.step_dtype(2, version=1)), ("rows", rows, fmt.row_dtype(2, 1))):
+    members[name] = np.zeros(len(table), dtype)
+    for column in dtype.names:
+      members[name][column] = table[column]
+  np.savez(path, meta=np.array(json.dumps(meta | {"schema_version": 1})), **members)
+
+
+def test_schema_1_is_read_continued_and_compacted(whole, run_dir):
+  (run_dir / "ghost" / "selection.jsonl").unlink()
+  new = attribution.load(whole)
+  for step in (3, 7, 10):
+    as_schema_1(shard(run_dir, step))
+  old = attribution.load(run_dir)
+  assert (old.objective, old.messages, old.ledger) == ("next_token", [], fmt.LEDGER)
+  for name in fmt.ROW_COLUMNS:
+    np.testing.assert_array_equal(old[name], new[name], err_msg=name)
+  position = {"step": 8, "num_steps": 9, "num_rows": 26}
+  writer = Writer(run_dir, SETS, period=PERIOD)
+  writer.restore(position)
+  for step in (9, 10):
+    append(writer, step)
+  writer.close()
+  continued = attribution.load(run_dir)
+  assert [s.version for s in continued.shards] == [1, 1, 2]
+  np.testing.assert_array_equal(continued["share"], new["share"])
+  assert len(compact(run_dir)) == 1
+  np.testing.assert_array_equal(attribution.load(run_dir)["share"], new["share"])
+
+
+def test_a_damaged_file_of_schema_1_is_noticed(run_dir):
+  as_schema_1(shard(run_dir, 7))
+  data = shard(run_dir, 7).read_bytes()
+  at = data.index(Shard(shard(run_dir, 7)).rows()["dot"][2].tobytes())
+  shard(run_dir, 7).write_bytes(data[:at] + b"\x01" + data[at + 1 :])
+  with pytest.raises(DamagedShard, match=r"rows.npy does not match its checksum"):
+    Shard(shard(run_dir, 7))
+
+
+def test_a_ledger_column_of_the_optimizer_goes_through_to_the_report(tmp_path, capsys):
+  """Without momentum, with a column that only this optimizer has; shares that are no part of the tokens."""
+  ledger = ("predicted_examples", "trust_ratio", "unscored", "direction_residual")
+  run_dir = tmp_path / "own"
+  writer = Writer(run_dir, period=3, objective="pairs", ledger=ledger, direction="lamb")
+  for step in range(4):
+    contribution = np.array([0.5, 0.25])
+    rows = {
+      "tokens": [1, 9],
+      "loss": [1.0, 2.0],
+      "dot": contribution,
+      "contribution": contribution,
+      "share": [0.5, 0.5],
+    }
+    record = {"step": step, "val_loss": 9.0 - step, "prev_val_loss": 9.0 - step, "predicted_examples": 0.75}
+    writer.append(record | {"trust_ratio": 0.125}, rows, [("code", "a", 0), ("web", "b", 0)])
+  with pytest.raises(ValueError, match="unknown step column 'momentum'"):
+    writer.append({"step": 4, "momentum": 1.0}, {}, [])
+  writer.close()
+  log = attribution.load(run_dir)
+  assert (log.objective, log.ledger, log.said_of("direction")) == ("pairs", ledger, ("lamb",))
+  assert log.steps["trust_ratio"].tolist() == [[0.125]] * 4 and "optimizer" in log.units["trust_ratio"]
+  part = summarize(log).sets[0]
+  assert part.ledger.columns == {
+    "predicted_examples": 2.25, "trust_ratio": 0.375, "unscored": None, "direction_residual": None,
+  }  # fmt: skip
+  assert [(v.domain, v.relative) for v in part.domains] == [("code", 4 / 3), ("web", 2 / 3)]  # of half the loss each
+  assert report.main([str(run_dir), "--no-texts"]) == 0
+  assert "Trust ratio" in capsys.readouterr().out
+  page = (run_dir / "report.html").read_text()
+  assert "Trust ratio" in page and "lamb" in page and "pairs" in page
+  with pytest.raises(ValueError, match="predicted_examples among them"):
+    Writer(tmp_path, ledger=("momentum",))
+
+
+def test_files_of_two_objectives_are_not_mixed(tmp_path):
+  for process, objective in enumerate(("next_token", "pairs")):
+    writer = Writer(tmp_path, process_index=process, objective=objective)
+    writer.append({"step": 0}, {}, [])
+    writer.close()
+  with pytest.raises(ConfigError, match=r"objective pairs.*has next_token.*of different runs"):
+    attribution.load(tmp_path)
+
+
+class Pairs:
+  """A batch of B=3 rows with S=2 slots; unit 7 owns the slots (0, 0), (1, 1), (2, 1), unit 3 the slot (1, 0)."""
+
+  document_BS = np.array([[4, -1], [9, 4], [5, 4]])
+  offset_BS = np.array([[10, -1], [30, 20], [0, 40]])
+  epoch_B = np.array([1, 1, 1])
+  unit_BS = np.array([[7, -1], [3, 7], [8, 7]])
+
+
+def test_the_slots_of_a_unit_are_one_row(tmp_path):
+  rng = np.random.default_rng(0)
+  outputs = {
+    "tokens_BS": np.array([[3, 0], [2, 5], [0, 2]], np.int32),
+    "loss_BS": rng.random((3, 2)),
+    "score_dot_BSK": rng.normal(size=(3, 2, 2)),
+    "contribution_BSK": rng.normal(size=(3, 2, 2)),
+    "share_BS": np.array([[0.25, 0.0], [0.5, 0.125], [0.0, 0.125]]),
+    "chosen_B": np.array([True, False, True]),
+    "scored_ok": np.array(True),
+  }
+  columns, documents = scored_rows(outputs, Pairs)
+  slots, values = [(0, 0), (1, 1), (2, 1)], {name: outputs[name] for name in outputs if name.endswith(("BS", "BSK"))}
+  assert documents.tolist() == [4, 9] and columns["chunk"].tolist() == [10, 30]
+  assert columns["tokens"].tolist() == [10, 2] and columns["share"].tolist() == [0.5, 0.5]
+  np.testing.assert_allclose(columns["contribution"][0], sum(values["contribution_BSK"][s] for s in slots))
+  np.testing.assert_allclose(columns["loss"][0], sum(values["loss_BS"][s] * values["tokens_BS"][s] for s in slots) / 10)
+  dot = sum(values["score_dot_BSK"][s] * values["share_BS"][s] for s in slots) / 0.5
+  np.testing.assert_allclose(columns["dot"][0], dot)
+  for name, output in (("contribution", "contribution_BSK"), ("dot", "score_dot_BSK"), ("loss", "loss_BS")):
+    np.testing.assert_array_equal(columns[name][1], outputs[output][1, 0])
+  writer = Writer(tmp_path, SETS)
+  recorder = ScoreRecorder(writer, lambda i: ("code", str(i), 0), ("code",), tmp_path / "ghost" / "tokens")
+  recorder.record(0, outputs, None, Pairs)
+  recorder.close()
+  log = attribution.load(tmp_path)
+  assert log["path"].tolist() == ["4", "9"] and log.chosen().tolist() == [True, False]
+
+
+def test_export_to_parquet(tmp_path, capsys):
+  parquet = pytest.importorskip("pyarrow.parquet")
+  run_dir = make_run(tmp_path / "run", "dataset_type=synthetic", "ghost_val_sets=words", val_sets=SETS, steps=5)
+  assert scores.main([str(run_dir), "--export", "parquet", "--output", str(tmp_path / "out")]) == 0
+  assert capsys.readouterr().out.split() == [
+    str(tmp_path / "out" / f"{n}.parquet") for n in ("rows", "steps", "modules")
+  ]
+  log = attribution.load(run_dir)
+  rows = parquet.read_table(tmp_path / "out" / "rows.parquet")
+  assert rows["path"].to_pylist() == log["path"].tolist()
+  for k, name in enumerate(SETS):
+    np.testing.assert_array_equal(rows[f"contribution[{name}]"].to_numpy(), log["contribution"][:, k])
+  np.testing.assert_array_equal(parquet.read_table(tmp_path / "out" / "steps.parquet")["loss"], log.steps["loss"])
+  modules = parquet.read_table(tmp_path / "out" / "modules.parquet")
+  (whole,) = log.modules()
+  total = np.nansum(whole.contribution_SMLDK[..., 1])
+  assert sum(modules["contribution[exams]"].to_pylist()) == pytest.approx(float(total), rel=1e-5)
