@@ -5,6 +5,7 @@ weights that the host gives. U pairs, B = 2 U rows, T positions, S segments of a
 """
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import tiny
 from flax import nnx
 from train_steps import Run
 
-from maxghost import config, objectives
+from maxghost import config, objectives, scorelog, train
 from maxghost.config import ConfigError, plugins
 from maxghost.data.types import Batch
 from maxghost.objectives import LanguageModelLoss
@@ -166,3 +167,37 @@ def test_an_unknown_objective_names_the_nearest():
 def test_a_name_is_taken_once():
   with pytest.raises(ValueError, match="objective=pair_mean is already"):
     objectives.register(type("Other", (LanguageModelLoss,), {"name": NAME}))
+
+
+RUN = {
+  "objective": NAME, "opt_type": "adamw", "per_device_batch_size": 2, "ghost_val_batch_size": 2,
+  "max_target_length": 48,
+  "base_emb_dim": 20, "base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 6, "base_mlp_dim": 36,
+  "base_num_decoder_layers": 3, "lr_schedule_type": "constant", "warmup_steps_fraction": 0.0, "eval_interval": -1,
+  "dataset_type": "synthetic", "dataset_domain_bytes": 20000, "enable_tensorboard": False, "run_name": "run",
+}  # fmt: skip
+
+
+def trained(folder, *, steps):
+  arguments = [f"{key}={value}" for key, value in RUN.items()]
+  arguments += [f"base_output_directory={folder}", f"steps={steps}", "ghost_val_sets=words"]
+  assert train.main(arguments) == 0
+  records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+  return scorelog.load(folder / "run"), records
+
+
+def test_a_run_is_logged_and_continues_bit_for_bit(tmp_path):
+  """Four steps on every device, at once and in two commands: one row of the log for each pair of rows."""
+  whole, records = trained(tmp_path / "whole", steps=4)
+  trained(tmp_path / "parts", steps=2)
+  parts, records_of_parts = trained(tmp_path / "parts", steps=4)
+  assert whole.objective == parts.objective == NAME
+  pairs = jax.device_count()
+  assert whole["step"].tolist() == sorted([*range(4)] * pairs)
+  np.testing.assert_allclose(whole["share"], 1 / pairs, rtol=1e-5)
+  predicted = [whole["contribution"][whole["step"] == step].sum() for step in range(4)]
+  np.testing.assert_allclose(predicted, whole.steps["predicted_examples"][:4, 0], rtol=1e-4)
+  for name in ("share", "tokens", "loss", "dot", "contribution"):
+    np.testing.assert_array_equal(whole[name], parts[name], err_msg=name)
+  for name in ("learning/loss", "learning/param_norm", "learning/grad_norm"):
+    assert [r[name] for r in records] == [r[name] for r in records_of_parts], name

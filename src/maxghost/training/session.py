@@ -214,6 +214,7 @@ class Session:
       period=cfg.ghost.ghost_log_period,
       fingerprint=self._dataset.fingerprint,
       num_processes=distributed.count(),
+      objective=cfg.optimizer.objective,
       ledger=("predicted_examples", *optimizer.columns, "unscored", "direction_residual"),
       direction=str(optimizer.direction) if cfg.ghost.ghost_direction == "auto" else cfg.ghost.ghost_direction,
     )
