@@ -8,10 +8,15 @@ from maxghost.config import Config, ConfigError
 from maxghost.interop import model_keys, model_path, parameters
 
 
-def find(path: str | Path, config_file: str | None = None, **changes) -> tuple[model_path.ModelPlace, Config]:
-  """Where the model is, and its configuration. config_file: for a checkpoint that has none beside it. changes: keys of
-  the configuration to replace. Raises ConfigError; nothing of the parameters has been read then."""
+def find(
+  path: str | Path, config_file: str | None = None, otherwise: str | None = None, **changes
+) -> tuple[model_path.ModelPlace, Config]:
+  """Where the model is, and its configuration. config_file: for a checkpoint that has none beside it, or to confirm
+  that one; otherwise: read only where there is none. changes: keys of the configuration to replace. Raises ConfigError;
+  nothing of the parameters has been read then."""
   place = model_path.find(path)
+  if config_file is None and place.config is None:
+    config_file = otherwise
   cfg = config.load(config_file) if config_file else place.config
   if cfg is None:
     raise ConfigError(f"{path}: no config.yml beside it says what model it is; name one with --config")

@@ -7,20 +7,22 @@ run failed (one line says why); 2 the input is wrong and nothing was written; 13
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from maxghost import cli
 from maxghost.config import Config, ConfigError
 from maxghost.training import run_directory
 from maxghost.training.run_directory import Existing
 
+SWITCHES = {"force": "starts a step that is estimated to need far more memory than there is"}
+
 
 def main(argv: list[str] | None = None) -> int:
   """Runs the door; returns the exit code."""
-  return cli.run_door(_run, argv, "train")
+  return cli.run_door(_run, argv, "train", SWITCHES)
 
 
-def _run(cfg: Config) -> int:
+def _run(cfg: Config, force: bool) -> int:
   existing = run_directory.inspect(cfg)
   if existing.completed_steps == cfg.run.steps:
     print(f"{existing.path} is complete: {existing.completed_steps} steps.")
@@ -36,20 +38,32 @@ def _run(cfg: Config) -> int:
 
   open_parameters = _parameters(cfg, existing)
   corpus = build.open_all(cfg.data, cfg.run.data_shuffle_seed, cfg.model.vocab_size)
-  return _train(cfg, existing, corpus, open_parameters)
+  return _train(cfg, existing, corpus, open_parameters, force)
 
 
 def _parameters(cfg: Config, existing: Existing) -> Callable | None:
   """What opens the parameters to start from. A run that has a checkpoint needs them no more."""
   if not cfg.checkpoint.load_parameters_path or run_directory.has_checkpoint(existing):
     return None
-  from maxghost.interop import parameters
+  from maxghost.interop import model_path, parameters
 
   place = parameters.check_config(cfg)
-  return lambda wanted: parameters.open_parameters(place, cfg, wanted)
+
+  def open_parameters(wanted: Mapping) -> Callable[[], dict]:
+    read = parameters.open_parameters(place, cfg, wanted)
+
+    def read_all() -> dict:
+      model_path.keep_huggingface(place, cfg, existing.path)
+      return read()
+
+    return read_all
+
+  return open_parameters
 
 
-def _train(cfg: Config, existing: Existing, corpus, open_parameters: Callable | None = None) -> int:
+def _train(
+  cfg: Config, existing: Existing, corpus, open_parameters: Callable | None = None, force: bool = False
+) -> int:
   """From valid input to an exit code. corpus: (source, tokenizer). JAX is imported here."""
   from maxghost import data
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
@@ -77,7 +91,7 @@ def _train(cfg: Config, existing: Existing, corpus, open_parameters: Callable | 
       )
       session = Session(
         cfg, existing, dataset, signals, layout, open_checkpoints=CheckpointManager, open_scores=Writer,
-        open_parameters=open_parameters,
+        open_parameters=open_parameters, force=force,
       )  # fmt: skip
       return session.run()
     except NonFiniteMetricError as error:

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from checkpoint_convert_trees import FIXTURES, orbax_leaves, same_bytes, unpack
+from checkpoint_convert_trees import FIXTURES, orbax_leaves, same_bytes, save, unpack
 from flax import nnx
 
 from maxghost import config, models
@@ -73,8 +73,8 @@ def test_load_parameters_path_takes_a_maxtext_checkpoint(tmp_path):
     cfg = given(path)
     found = parameters.open_parameters(parameters.check_config(cfg), cfg, model_only["model"], silent)()
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-  with pytest.raises(LayoutError, match="how MaxText scales query weights is not known for decoder_block=qwen3"):
-    cfg = given(source, decoder_block="qwen3", use_qk_norm=True)
+  with pytest.raises(LayoutError, match="how MaxText scales query weights is not known for decoder_block=gpt2"):
+    cfg = config.replace(config.load("model_name=gpt2-small"), load_parameters_path=str(source))
     parameters.open_parameters(parameters.check_config(cfg), cfg, model_only["model"], silent)
   with pytest.raises(LayoutError, match="misses decoder/layers/self_attention/key_norm/scale"):
     cfg = given(source, use_qk_norm=True)
@@ -82,6 +82,21 @@ def test_load_parameters_path_takes_a_maxtext_checkpoint(tmp_path):
     parameters.open_parameters(parameters.check_config(cfg), cfg, wanted, silent)
   with pytest.raises(LayoutError, match="there is no model folder"):
     parameters.check_config(given(tmp_path / "nowhere"))
+
+
+def test_a_maxtext_checkpoint_of_a_family_without_scaling_is_taken_as_it_is(tmp_path):
+  """MaxText's Qwen3 and gpt-oss divide by sqrt(head_dim) in attention, as maxghost does."""
+  _, abstract = train_state(decoder_block="qwen3", use_qk_norm=True)
+  numbers = np.random.default_rng(3)
+  values = jax.tree.map(lambda x: numbers.normal(size=x.shape).astype(x.dtype), to_tree(abstract)["model"])
+  stacked = jax.tree.map_with_path(
+    lambda path, x: np.moveaxis(x, 0, 1) if "layers" in jax.tree_util.keystr(path) else x, values
+  )
+  source = save(tmp_path / "qwen3", {"params": {"params": stacked}, "step": np.int32(3)})
+  cfg = given(source, decoder_block="qwen3", use_qk_norm=True)
+  wanted = to_tree(abstract)["model"]
+  found = parameters.open_parameters(parameters.check_config(cfg), cfg, wanted, silent)()
+  jax.tree.map(np.testing.assert_array_equal, found, values)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +110,7 @@ def test_a_maxtext_run_in_a_maxghost_model_gives_maxtexts_logits(name, changes, 
   source, said = unpack(name, tmp_path), []
   tree = load_tree(source, on_device(to_tree(abstract)), head_dim=4, say=said.append)
   assert said == [f"not in {source}, kept at its initial value: clip_factor"]
-  tree["clip_factor"] = np.float32(1)
+  assert tree["clip_factor"] == 1
   state = nnx.merge(graphdef, from_tree(tree, abstract))
   assert state.step == 3 and state.step.dtype == np.uint32
   batch = np.load(FIXTURES / f"{name}.npz")

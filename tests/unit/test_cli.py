@@ -155,3 +155,18 @@ def test_output_closed_early_is_no_traceback():
   process.stdout.close()
   assert (process.stderr.read(), process.wait()) == (b"", 0)
   process.stderr.close()
+
+
+def test_a_command_has_flags_of_its_own(capsys):
+  found = []
+
+  def work(cfg, force, quick):
+    found.append((cfg.run.steps, force, quick))
+
+  switches = {"force": "does it anyway", "quick": "does it fast"}
+  assert cli.run_door(work, ["steps=9", "--force"], "train", switches) == 0
+  assert cli.run_door(work, ["steps=8"], "train", switches) == 0
+  assert found == [(9, True, False), (8, False, False)]
+  assert cli.run_door(work, ["--help", "steps"], "train", switches) == 0
+  assert door("--force") == (2, [])
+  assert "unknown flag '--force'" in capsys.readouterr().err

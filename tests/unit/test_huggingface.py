@@ -117,6 +117,37 @@ def test_files_that_leave_the_first_level_out_or_hold_a_tied_table_twice(tmp_pat
     open_tree(tied)
 
 
+def test_a_tied_gpt2_may_hold_its_table_twice(tmp_path):
+  shutil.copytree(hf_models.FOLDER / "gpt2", tmp_path / "tied")
+  rewrite(tmp_path / "tied", lambda tensors: tensors | {"lm_head.weight": tensors["transformer.wte.weight"]})
+  assert ("decoder", "logits_dense", "kernel") not in open_tree(tmp_path / "tied").nodes
+  rewrite(tmp_path / "tied", lambda tensors: tensors | {"lm_head.weight": tensors["lm_head.weight"] * 2})
+  with pytest.raises(ConfigError, match=r"has unknown lm_head\.weight"):
+    open_tree(tmp_path / "tied")
+
+
+def test_entries_that_no_key_stands_for_come_back(llama, tmp_path):
+  """Through an import, through a run that started from it, and straight from the folder."""
+  kept = {"max_position_embeddings": 97, "initializer_range": 0.017, "eos_token_id": [2, 7], "use_cache": False}
+  edit_config(llama, quantization_config={"quant_method": "none"}, **kept)
+  cfg = hf_checkpoint.import_model(llama, tmp_path / "in", say=silent)
+  run = tmp_path / "run"
+  shutil.copytree(tmp_path / "in" / "items", run / "checkpoints" / "3" / "items")
+  config.save(cfg, run / "config.yml")
+  place = model_path.find(tmp_path / "in")
+  model_path.keep_huggingface(place, cfg, run)
+  gone = tmp_path / "moved"
+  for source, target in ((tmp_path / "in", "out"), (llama, "straight"), (run, "tuned"), (run, "later")):
+    hf_checkpoint.export_model(source, tmp_path / target, say=silent)
+    content = json.loads((tmp_path / target / "config.json").read_text())
+    assert {name: content.get(name) for name in kept} == kept and "quantization_config" not in content
+    if source == run and (tmp_path / "in").exists():
+      (tmp_path / "in").rename(gone)  # a run needs the import no more
+  (run / "huggingface.json").unlink()
+  hf_checkpoint.export_model(run, tmp_path / "alone", say=silent)
+  assert json.loads((tmp_path / "alone" / "config.json").read_text())["max_position_embeddings"] == 2048
+
+
 def drop(*names):
   return lambda tensors: {name: x for name, x in tensors.items() if name not in names}
 
@@ -148,6 +179,13 @@ def test_tensors_that_do_not_fit_are_named(llama, tmp_path, change, message):
     ({"hidden_act": "gelu"}, "hidden_act=gelu is not known here; known is silu"),
     ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type=linear is not known"),
     ({"num_attention_heads": 5}, "base_num_query_heads=5 is not a multiple"),
+    ({"hidden_size": "wide"}, "hidden_size=wide must be int"),
+    ({"num_attention_heads": 0}, "num_attention_heads=0 is below the least allowed value 1"),
+    ({"rms_norm_eps": [1]}, r"rms_norm_eps=\[1\] must be float"),
+    ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta=x must be float"),
+    ({"rope_parameters": [1]}, "rope_parameters=.* must be an object"),
+    ({"layer_types": [["full_attention"]] * 3}, "layer_types=.* must name"),
+    ({"num_hidden_layers": 10**12}, "more than 1,000,000 layers"),
     ({"num_hidden_layers": 4}, r"lacks model\.layers\.3\.input_layernorm\.weight"),
     ({"num_hidden_layers": 2}, r"has unknown model\.layers\.2\."),
     ({"attention_bias": True}, r"lacks model\.layers\.0\.self_attn\.q_proj\.bias"),

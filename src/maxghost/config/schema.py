@@ -17,10 +17,13 @@ from maxghost.config import plugins
 from maxghost.config.errors import ConfigError
 from maxghost.config.families import FAMILIES
 from maxghost.config.validate import DISTRIBUTED, value_problems
+from maxghost.config.values import MOST
 
 
 def key(default: Any, help: str, *, choices: Sequence = (), minimum: float | None = None, maximum: float | None = None):
   """A config field: `help` is one line with the unit; `choices` or `minimum`/`maximum` bound the value."""
+  if maximum is None and type(default) is int:
+    maximum = MOST
   metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
   if isinstance(default, (list, dict)):
     raise TypeError("config defaults are immutable: use a tuple")
@@ -58,11 +61,11 @@ class ModelConfig:
     choices=plugins.Names(lambda: tuple(FAMILIES)),
   )
   base_emb_dim: int = key(256, "embed dim D", minimum=1)
-  base_num_query_heads: int = key(4, "query heads H", minimum=1)
-  base_num_kv_heads: int = key(2, "key/value heads K; divides the query heads", minimum=1)
-  head_dim: int = key(64, "width h of one head", minimum=1)
+  base_num_query_heads: int = key(4, "query heads H", minimum=1, maximum=10**5)
+  base_num_kv_heads: int = key(2, "key/value heads K; divides the query heads", minimum=1, maximum=10**5)
+  head_dim: int = key(64, "width h of one head", minimum=1, maximum=10**6)
   base_mlp_dim: int = key(768, "width F of the feed-forward layer", minimum=1)
-  base_num_decoder_layers: int = key(4, "layers L", minimum=1)
+  base_num_decoder_layers: int = key(4, "layers L", minimum=1, maximum=10**5)
   vocab_size: int = key(259, "vocabulary V; must hold the tokenizer's ids", minimum=2)
   mlp_activations: tuple[str, ...] = key(
     ("silu", "linear"),
@@ -113,7 +116,7 @@ class ModelConfig:
     1, "layers after which the pattern of unlike layers repeats; that many are stacked as one", minimum=1
   )
   use_qk_norm: bool = key(False, "RMSNorm of every query and key head before the rotation")
-  num_experts: int = key(1, "experts of the feed-forward layer; 1 = a dense one", minimum=1)
+  num_experts: int = key(1, "experts of the feed-forward layer; 1 = a dense one", minimum=1, maximum=10**6)
   num_experts_per_tok: int = key(1, "experts that each token is sent to", minimum=1)
   base_moe_mlp_dim: int = key(-1, "width of one expert; -1 = base_mlp_dim", minimum=-1)
   norm_topk_prob: bool = key(True, "weights of a token's experts add up to 1; false = their share among all experts")
@@ -145,6 +148,7 @@ class ModelConfig:
     "layers per segment, or of segments within segments, outermost first; the backward pass keeps segment inputs only "
     "and recomputes inside; empty = off",
     minimum=1,
+    maximum=MOST,
   )
   offload_to_host: tuple[str, ...] = key(
     (),
@@ -178,7 +182,10 @@ class DataConfig:
     (), "domains to train on; empty = all the source has (stdlib: code, docstrings, manual, tables)"
   )
   dataset_domain_bytes: int = key(
-    -1, "cap on the bytes read per domain; 0 = no cap, -1 = 2,000,000 for stdlib and synthetic, else none", minimum=-1
+    -1,
+    "cap on the bytes read per domain; 0 = no cap, -1 = 2,000,000 for stdlib and synthetic, else none",
+    minimum=-1,
+    maximum=10**15,
   )
   dataset_files: tuple[str, ...] = key(
     (),
@@ -211,7 +218,10 @@ class DataConfig:
   )
   max_segments_per_seq: int = key(-1, "documents a packed row can hold; -1 = one per 32 tokens, at most 32", minimum=-1)
   shuffle_window_bytes: int = key(
-    8_388_608, "text read, shuffled and packed together; larger mixes better and takes more memory", minimum=1
+    8_388_608,
+    "text read, shuffled and packed together; larger mixes better and takes more memory",
+    minimum=1,
+    maximum=10**15,
   )
   dataset_shards: int = key(
     1,
@@ -221,7 +231,10 @@ class DataConfig:
   add_bos: bool = key(True, "put a begin-of-document token before each document")
   add_eos: bool = key(True, "put an end-of-document token after each document")
   grain_worker_count: int = key(
-    0, "processes that read, tokenize and pack ahead of the training; 0 = a thread of the main process", minimum=0
+    0,
+    "processes that read, tokenize and pack ahead of the training; 0 = a thread of the main process",
+    minimum=0,
+    maximum=4096,
   )
   ghost_val_sets: tuple[str, ...] = key(
     (),
@@ -401,6 +414,7 @@ class ParallelConfig:
     (300, 100),
     "seconds within which all processes must have started, and after which one without a sign of life counts as lost",
     minimum=1,
+    maximum=10**6,
   )
   compile_topology: str = key(
     "", "train_compile: what to compile for, such as v5e-16, 2xv5e-16 (two slices), v5p-256 or cpu-8"

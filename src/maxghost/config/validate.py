@@ -349,8 +349,8 @@ def ghost_direction(v: Values) -> Iterator[str]:
     offering = [name for name, other in plugins.OPTIMIZERS.items() if other.direction == direction]
     own = "auto or sgd" if rule.direction else "sgd"
     yield (
-      f"ghost_direction={direction} goes through the update of opt_type={' or '.join(offering)}, not of "
-      f"opt_type={v.opt_type}; use ghost_direction={own}, or opt_type={' or '.join(offering)}"
+      f"ghost_direction={direction} contradicts opt_type={v.opt_type}: it goes through another optimizer's update; "
+      f"use ghost_direction={own}, or opt_type={' or '.join(offering)}"
     )
 
 

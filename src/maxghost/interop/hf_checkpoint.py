@@ -10,7 +10,7 @@ written differs (nothing is left); 2: refused, with the tensors named.
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from maxghost.checkpoint.layouts import MAXGHOST, Checkpoint, ReadOptions, read_
 from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
 from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, open_at
 from maxghost.config import Config, ConfigError
+from maxghost.config.families import FAMILIES
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import gguf, huggingface, huggingface_config, model_path
 from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_space, check_target, write_plan
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.safetensors_files import write_tensors
+from maxghost.interop.safetensors_files import read_json, write_tensors
 from maxghost.interop.tree_writer import new_folder
 
 _SHARD_BYTES = 5_000_000_000
@@ -49,7 +50,7 @@ def import_model(
   Raises ConfigError for tensors that are missing, unknown or misshapen, and for a tokenizer of another vocabulary.
   """
   source, target = Path(source).expanduser().absolute(), Path(target).expanduser().absolute()
-  cfg, raw, write_tokenizer = _open_gguf(source) if source.suffix == gguf.SUFFIX else _open_folder(source)
+  cfg, raw, content, write_tokenizer = _open_gguf(source) if source.suffix == gguf.SUFFIX else _open_folder(source)
   cfg = config.replace(cfg, scan_layers=scan_layers)
   checkpoint = read_checkpoint(raw)
   check_target(raw, target)
@@ -71,29 +72,32 @@ def import_model(
       keys["tokenizer_path"] = str(target / Path(keys["tokenizer_path"]).relative_to(temporary))
     cfg = config.replace(cfg, tokenizer_path="", load_parameters_path=str(target), run_name=target.name)
     cfg = config.replace(cfg, **keys)
+    huggingface.write_json(temporary / model_path.HUGGINGFACE_FILE, content)
     config.save(cfg, temporary / model_path.CONFIG_FILE)
   say(f"written {target}, verified byte by byte; train it with: maxghost train {target / model_path.CONFIG_FILE}")
   return cfg
 
 
-def _open_folder(source: Path) -> tuple[Config, RawTree, Callable[[Path], Any]]:
-  """(configuration, parameters, what writes the tokenizer files into a folder)."""
+def _open_folder(source: Path) -> tuple[Config, RawTree, Mapping[str, Any], Callable[[Path], Any]]:
+  """(configuration, parameters, content of config.json, what writes the tokenizer files into a folder)."""
   if not huggingface.is_huggingface(source):
     raise LayoutError(f"{source} is no Hugging Face model folder: it has no {huggingface.CONFIG_JSON}")
   cfg = model_path.huggingface_config(source)
-  return cfg, open_tree(source), lambda folder: tokenizer_files.copy(source, folder)
+  content = read_json(source / huggingface.CONFIG_JSON)
+  return cfg, open_tree(source), content, lambda folder: tokenizer_files.copy(source, folder)
 
 
-def _open_gguf(source: Path) -> tuple[Config, RawTree, Callable[[Path], Any]]:
+def _open_gguf(source: Path) -> tuple[Config, RawTree, Mapping[str, Any], Callable[[Path], Any]]:
   """The same for a GGUF file; its quantised values become float32."""
   file = gguf.open_file(source)
-  cfg = huggingface.configuration(gguf.config_json(file), str(source))
+  content = gguf.config_json(file)
+  cfg = huggingface.configuration(content, str(source))
 
   def write_tokenizer(folder: Path) -> None:
     folder.mkdir()
     gguf.write_tokenizer(file, folder)
 
-  return cfg, huggingface.tree_of(file.tensors, cfg.model, source), write_tokenizer
+  return cfg, huggingface.tree_of(file.tensors, cfg.model, source), content, write_tokenizer
 
 
 def export_model(
@@ -115,16 +119,18 @@ def export_model(
     raise LayoutError(f"{source}: no {model_path.CONFIG_FILE} beside it says what model it is; name one with --config")
   raw = open_tree(place.tree)
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
-  if checkpoint.values_from == "maxtext":
+  family = FAMILIES[cfg.model.decoder_block]
+  if checkpoint.values_from == "maxtext" and family.maxtext_scales_queries is not False:
     raise LayoutError(
       f"{source} holds query weights as MaxText wants them; rescale first: maxghost checkpoint rescale --to maxghost"
     )
   target = Path(target).expanduser().absolute()
   check_target(raw, target)
   tensors = huggingface.planned_tensors(checkpoint, cfg.model, ram_bytes // 3)
-  content = huggingface_config.config_json(
-    cfg.model, _dtype(checkpoint), max(cfg.data.max_target_length, 2048), special_ids(cfg)
-  )
+  origin = model_path.huggingface_file(place, cfg)
+  others = huggingface_config.other_entries(read_json(origin), cfg.model) if origin else {}
+  positions = max(cfg.data.max_target_length, 2048)
+  content = huggingface_config.config_json(cfg.model, _dtype(checkpoint), positions, special_ids(cfg), others)
   with new_folder(target) as temporary:
     write_tensors(temporary, tensors, shard_bytes)
     huggingface.write_json(temporary / huggingface.CONFIG_JSON, content)

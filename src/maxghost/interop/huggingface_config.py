@@ -101,9 +101,14 @@ def _family(content: Mapping[str, Any], origin: str) -> Family:
   return known[kind]
 
 
-def other_entries(content: Mapping[str, Any]) -> dict[str, Any]:
-  """The entries of a config.json that no key stands for, such as token ids and the dropout of pretraining."""
-  theirs = _family(content, "config.json").huggingface
+def other_entries(content: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+  """The entries of a config.json that no key of the model stands for, such as token ids and the dropout of pretraining.
+
+  Empty where it is of another family than `model`, which then comes from elsewhere.
+  """
+  theirs = FAMILIES[model.decoder_block].huggingface
+  if content.get("model_type") != theirs.model_type:
+    return {}
   read = {name for entry in theirs.entries for name in entry.names} | set(theirs.demands)
   return {name: value for name, value in content.items() if name not in (*read, *_WINDOW, *_ROTARY, *_PACKING)}
 
@@ -186,7 +191,8 @@ def config_json(
 ) -> dict[str, Any]:
   """A config.json that transformers reads as this model.
 
-  special_ids: bos_token_id, ... others: entries to keep (`other_entries`), where the model was imported.
+  max_positions: for `max_position_embeddings`, where others lacks it. special_ids: bos_token_id, ... others: entries to
+  keep (`other_entries`), where the model was imported.
   Raises LayoutError where transformers has no such model: what is written is read again, and must give the same keys.
   """
   family = FAMILIES[model.decoder_block]
@@ -200,7 +206,7 @@ def config_json(
     value = expert_width(model) if entry.key == "base_moe_mlp_dim" else getattr(model, entry.key)
     content |= dict.fromkeys(entry.names, value)
   if model.rope_type != "none":
-    content["max_position_embeddings"] = max(max_positions, content.get("max_position_embeddings") or 0)
+    content.setdefault("max_position_embeddings", max_positions)
     content |= _write_rotary(model)
   content |= _write_window(model, family)
   for name, number in special_ids.items():

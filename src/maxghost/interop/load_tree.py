@@ -47,7 +47,8 @@ def open_load(
   as numpy arrays. Give {"model": ...} alone for the parameters alone. head_dim: rescale MaxText's query weights (see
   `linen_scaling`) where the checkpoint follows MaxText's convention; None = never. widen: accept parameters of a
   narrower float dtype, which the wider one holds exactly. What no checkpoint of another
-  program can hold (loop state, random keys it did not save) is left out of the result and named by `say`.
+  program can hold (loop state, random keys it did not save) keeps the array that `wanted` has there and is named by
+  `say`; without an array, clipping is 1 and the rest is left out.
   Raises LayoutError that names every parameter or moment which is missing or has another shape or dtype.
   """
   source = read_checkpoint(open_tree(path), read or ReadOptions(keep_unknown=True))
@@ -67,8 +68,14 @@ def open_load(
       if rescale and is_query(leaf.path):
         block = rescale_leaf(leaf.path, block, head_dim, MAXGHOST)
       arrays[tuple(map(str, leaf.path))] = _place(block, leaf, _look_up(wanted, leaf.path))
-    if found.fresh:
-      say(f"not in {path}, kept at its initial value: {', '.join(found.fresh)}")
+    kept = {leaf: _initial(leaf, _look_up(wanted, leaf)) for leaf in found.fresh}
+    arrays |= {tuple(map(str, leaf)): value for leaf, value in kept.items() if value is not None}
+    for what, names in (
+      ("kept at its initial value", [text_of(leaf) for leaf, value in kept.items() if value is not None]),
+      ("left out", [text_of(leaf) for leaf, value in kept.items() if value is None]),
+    ):
+      if names:
+        say(f"not in {path}, {what}: {', '.join(names)}")
     return _nest(arrays)
 
   return read_all
@@ -80,7 +87,7 @@ class _Matcher:
   def __init__(self, source: Checkpoint, target: Checkpoint, widen: bool):
     self._source, self._target, self._widen = source, target, widen
     self.leaves: list[TargetLeaf] = []
-    self.fresh: list[str] = []
+    self.fresh: list[TreePath] = []
     self._problems: list[str] = []
     self._used: set[int] = set()
 
@@ -93,7 +100,7 @@ class _Matcher:
         if path in held and held[path].shape == node.shape and held[path].dtype == node.dtype:
           self.leaves.append(TargetLeaf(node.path, (Ref(held[path]),)))
         else:
-          self.fresh.append(text_of(path))
+          self.fresh.append(node.path)
     if not with_optimizer:
       return
     for place, tree in self._target.moments.items():
@@ -122,6 +129,7 @@ class _Matcher:
       first = pairs[0][1]
       if any(part is None for part in parts):
         missing += [leaf_text(leaf) for (leaf, _), part in zip(pairs, parts, strict=True) if part is None]
+        self.fresh += [first.array.path] if optional else []
         continue
       for (leaf, ref), part in zip(pairs, parts, strict=True):
         if part.shape != ref.shape or not (part.dtype == ref.dtype or self._widens(part, ref)):
@@ -130,9 +138,7 @@ class _Matcher:
       axis = None if first.index is None else first.axis
       cast = first.dtype.name if self._widen and not first.array.key_impl else ""
       self.leaves.append(TargetLeaf(first.array.path, tuple(parts), axis, cast))
-    if missing and optional:
-      self.fresh += missing
-    elif missing:
+    if missing and not optional:
       self._problems.append(f"misses {prefix}{_listed(missing)}")
 
   def _widens(self, part: Ref, ref: Ref) -> bool:
@@ -176,15 +182,24 @@ def _listed(names: list[str], most: int = 6) -> str:
   return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def _initial(path: TreePath, wanted: Any) -> Any:
+  """The value of what the checkpoint does not have; None where only its shape is known."""
+  import jax
+
+  if not isinstance(wanted, jax.ShapeDtypeStruct):
+    return wanted
+  return _place(np.ones(wanted.shape, wanted.dtype), None, wanted) if text_of(path) == "clip_factor" else None
+
+
 def _look_up(tree: Any, path: TreePath) -> Any:
   for key in path:
     tree = tree[key] if key in tree else tree[int(key)]
   return tree
 
 
-def _place(block: np.ndarray, leaf: TargetLeaf, wanted: Any) -> Any:
+def _place(block: np.ndarray, leaf: TargetLeaf | None, wanted: Any) -> Any:
   is_key = "key<" in str(getattr(wanted, "dtype", ""))
-  value = with_key_type(block, leaf.key_impl) if is_key else block
+  value = with_key_type(block, leaf.key_impl) if leaf and is_key else block
   sharding = getattr(wanted, "sharding", None)
   if sharding is None:
     return value

@@ -5,6 +5,7 @@ belongs to it. Nothing here imports JAX.
 """
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from maxghost.interop.huggingface_config import weight_dtype
 from maxghost.interop.safetensors_files import read_json
 
 CONFIG_FILE = "config.yml"
+HUGGINGFACE_FILE = "huggingface.json"  # config.json of the model that a run or an import began with
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +58,24 @@ def find(path: str | Path) -> ModelPlace:
     if file.is_file():
       return ModelPlace(folder, with_own_tokenizer(config.load(file), candidate), file)
   return ModelPlace(folder, None, None)
+
+
+def huggingface_file(place: ModelPlace, cfg: Config) -> Path | None:
+  """The config.json of the Hugging Face model that `place` came from; None where there is none, or it is gone."""
+  if place.config_file and place.config_file.name == huggingface.CONFIG_JSON:
+    return place.config_file
+  began = cfg.checkpoint.load_parameters_path
+  folders = [place.config_file.parent] if place.config_file else []
+  folders += [Path(began).expanduser()] if began else []
+  files = [folder / name for folder in folders for name in (HUGGINGFACE_FILE, huggingface.CONFIG_JSON)]
+  return next((file for file in files if file.is_file()), None)
+
+
+def keep_huggingface(place: ModelPlace, cfg: Config, folder: Path) -> None:
+  """Copies that file into a run's folder, so that an export needs nothing but the run."""
+  file = huggingface_file(place, cfg)
+  if file and not (folder / HUGGINGFACE_FILE).exists():
+    shutil.copyfile(file, folder / HUGGINGFACE_FILE)
 
 
 def newest_step(run: Path) -> Path:

@@ -8,7 +8,7 @@ from maxghost.config import plugins
 from maxghost.config.schema import OptimizerConfig
 from maxghost.optimizers.adamw import AdamState, AdamW
 from maxghost.optimizers.base import Elementwise, Identity, Parameter, Response, RuleState, UpdateRule
-from maxghost.optimizers.clipping import clip, clip_factor, scaled
+from maxghost.optimizers.clipping import clip, factor_of, scaled
 from maxghost.optimizers.schedules import learning_rate_schedule
 from maxghost.optimizers.sgd import Sgd
 
@@ -23,9 +23,9 @@ __all__ = [
   "Sgd",
   "UpdateRule",
   "clip",
-  "clip_factor",
   "create",
   "direction_rule",
+  "factor_of",
   "learning_rate_schedule",
   "make_optimizer",
   "register",

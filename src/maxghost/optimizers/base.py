@@ -167,7 +167,7 @@ class UpdateRule(abc.ABC):
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
     """{column: array} of each of `columns`: the array whose inner product with the validation gradient, times
-    `column_scales`, is the part of the predicted drop that the column holds.
+    `column_scales`, is the part of the predicted drop that the column holds. A column left out is 0 here.
 
     value, gradient: the parameter and its gradient [*lead, *parameter]. arrays: all it has of the state.
     """

@@ -12,7 +12,7 @@ from maxghost.config.schema import Config
 from maxghost.ghost import schedules
 from maxghost.models import autodiff
 from maxghost.objectives import Objective, create
-from maxghost.optimizers import clip, clip_factor, learning_rate_schedule, scaled
+from maxghost.optimizers import clip, factor_of, learning_rate_schedule, scaled
 from maxghost.parallel import constrain, constrain_state
 from maxghost.training import host_memory, selection, step_outputs
 from maxghost.training.scoring import Scorer, outputs, plain_pass
@@ -44,7 +44,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     else:
       scored = scorer(train_state, split, step_loss, batch, val_batches)
       passed = scored.passed
-    norm, factor, apply = _clipped_update(cfg, passed.grads)
+    norm, clip_factor, apply = _clipped_update(cfg, passed.grads)
     learning_rate = jnp.asarray(schedule(train_state.step), passed.loss.dtype)
     out = {
       "loss": passed.loss,
@@ -52,18 +52,18 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
       "param_norm": _norm(cfg, nnx.state(train_state.model, nnx.Param)),
       "learning_rate": learning_rate,
       "tokens": passed.weights.sum(),
-      "clip_factor": factor,
+      "clip_factor": clip_factor,
     }
     out |= step_loss.reported(passed.loss, passed.metrics)
     read = []
     if scorer is not None:
-      columns = scorer.columns(train_state, split[1], scored, learning_rate, factor)
+      columns = scorer.columns(train_state, split[1], scored, learning_rate, clip_factor)
       report = outputs if cfg.ghost.ghost_select == "none" else selection.outputs
-      out |= report(cfg, scorer, scored, batch, learning_rate * factor, columns, num_segments)
+      out |= report(cfg, scorer, scored, batch, learning_rate * clip_factor, columns, num_segments)
       if cfg.ghost.ghost_schedule == "reverse_scan":  # the others have the bits of a step without scores
         read = [out["param_norm"], *columns.values()]
     apply(train_state, read)
-    train_state.clip_factor[...] = factor.astype(train_state.clip_factor.dtype)
+    train_state.clip_factor[...] = clip_factor.astype(train_state.clip_factor.dtype)
     return nnx.state(train_state), step_outputs.placed(out)
 
   return step, None if scorer is None else scorer.twin
@@ -81,23 +81,23 @@ def _clipped_update(cfg: Config, grads):
   memory of a scored step."""
   threshold = cfg.optimizer.gradient_clipping_threshold
   if not cfg.model.stacked_segments:
-    norm, factor, clipped = clip(grads, threshold)
+    norm, clip_factor, clipped = clip(grads, threshold)
 
     def update(train_state, read) -> None:
       if read:
-        late = autodiff.after(factor, read)
+        late = autodiff.after(clip_factor, read)
         gradient = jax.tree.map(lambda g: g * late.astype(g.dtype), grads)
       else:
         gradient = clipped
       train_state.apply_gradients(constrain_state(gradient, moments=True))
 
-    return norm, factor, update
+    return norm, clip_factor, update
   norm = _norm(cfg, grads)
-  factor = clip_factor(norm, threshold)
+  clip_factor = factor_of(norm, threshold)
 
   def apply(train_state, read) -> None:
     def scale(g):
-      return scaled(g, factor, threshold)
+      return scaled(g, clip_factor, threshold)
 
     if host_memory.HostMemory.of(cfg):
       length = cfg.model.stacked_segments[0]
@@ -105,7 +105,7 @@ def _clipped_update(cfg: Config, grads):
     else:
       train_state.apply_gradients(constrain_state(jax.tree.map(scale, grads), moments=True))
 
-  return norm, factor, apply
+  return norm, clip_factor, apply
 
 
 def make_eval_step(cfg: Config, graphdef):
@@ -141,10 +141,10 @@ def _training_loss(cfg: Config, step) -> Objective:
 def _update_of(cfg: Config, graphdef, train_state, grads):
   """(State of the parameters' update by this gradient, its clipping factor): what direction second_order needs. The
   train state is left as it is."""
-  _, factor, clipped = clip(grads, cfg.optimizer.gradient_clipping_threshold)
+  _, clip_factor, clipped = clip(grads, cfg.optimizer.gradient_clipping_threshold)
   copy = nnx.merge(graphdef, nnx.state(train_state), copy=True)
   before = nnx.state(copy.model, copy.optimizer.wrt)
   before = jax.tree.map(lambda x: x, before)
   copy.apply_gradients(clipped)
   delta = jax.tree.map(lambda after, start: after - start, nnx.state(copy.model, copy.optimizer.wrt), before)
-  return delta, factor
+  return delta, clip_factor
