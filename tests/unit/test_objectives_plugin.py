@@ -171,7 +171,7 @@ def test_a_name_is_taken_once():
 
 RUN = {
   "objective": NAME, "opt_type": "adamw", "per_device_batch_size": 2, "ghost_val_batch_size": 2,
-  "max_target_length": 48,
+  "max_target_length": 48, "ici_data_parallelism": 8, "ici_fsdp_parallelism": 1,
   "base_emb_dim": 20, "base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 6, "base_mlp_dim": 36,
   "base_num_decoder_layers": 3, "lr_schedule_type": "constant", "warmup_steps_fraction": 0.0, "eval_interval": -1,
   "dataset_type": "synthetic", "dataset_domain_bytes": 20000, "enable_tensorboard": False, "run_name": "run",
