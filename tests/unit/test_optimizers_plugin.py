@@ -151,7 +151,7 @@ CASES = {
     {"ghost_schedule": "reverse_scan", "dtype": "float64", "weight_dtype": "float64", "logits_via_embedding": False},
     1e-11,
   ),
-  "forward-mode-float32": ({"ghost_engine": "jvp"}, 2e-5),
+  "forward-mode-float32": ({"ghost_schedule": "forward_mode"}, 2e-5),
 }
 
 
@@ -165,7 +165,9 @@ def test_it_trains_and_is_scored_as_documents_alone(case):
   scored = [k for k in steps.g if not ("ghost_exclude" in changes and "norm" in k)]
   u = {k: (1 - rule.b) * (steps.damping(k) * G) @ mixing(G.shape[-1]) for k, G in steps.G.items()}
   dots_N = sum(oracles.dots({k: steps.g_N[k] for k in scored}, u).values())
-  if "ghost_engine" not in changes:  # which credits by the token of the loss: documents are the same, apart from order
+  if (
+    changes.get("ghost_schedule") != "forward_mode"
+  ):  # which credits by the token of the loss: documents are the same, apart from order
     assert out["check_rel_err"][0] < tolerance
   expected = np.zeros(out["contribution_BSK"].shape[:2])
   for (row, segment), dot in zip(steps.documents, dots_N, strict=True):

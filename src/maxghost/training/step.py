@@ -10,12 +10,13 @@ from flax import nnx
 
 from maxghost.config.schema import Config
 from maxghost.ghost import schedules
+from maxghost.ghost.schedules import Model
 from maxghost.models import autodiff
 from maxghost.objectives import Objective, create
 from maxghost.optimizers import clip, factor_of, learning_rate_schedule, scaled
 from maxghost.parallel import constrain, constrain_state
 from maxghost.training import host_memory, selection, step_outputs
-from maxghost.training.scoring import Scorer, outputs, plain_pass
+from maxghost.training.scoring import make_scorer, outputs
 
 
 def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, num_sets: int = 1):
@@ -32,15 +33,16 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   scorer = None
   if cfg.ghost.ghost_enabled:
     model = nnx.merge(graphdef, state).model
-    make_scorer = Scorer if cfg.ghost.ghost_select == "none" else selection.SelectingScorer
-    scorer = make_scorer(cfg, model, batch, num_sets=num_sets, delta=lambda s, g: _update_of(cfg, graphdef, s, g))
+    make = make_scorer if cfg.ghost.ghost_select == "none" else selection.make_selector
+    scorer = make(cfg, graphdef, model, batch, num_sets=num_sets)
 
   def step(state, batch, val_batches):
     train_state = nnx.merge(graphdef, state)
-    split = nnx.split(train_state.model, train_state.optimizer.wrt, ...)
+    split = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...))
     step_loss = _training_loss(cfg, train_state.step)
     if scorer is None:
-      scored, passed = None, plain_pass(split, step_loss, batch, cfg.optimizer.gradient_accumulation_steps)
+      scored = None
+      passed = schedules.accumulated_plain(split, step_loss, batch, cfg.optimizer.gradient_accumulation_steps)
     else:
       scored = scorer(train_state, split, step_loss, batch, val_batches)
       passed = scored.passed
@@ -57,7 +59,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     out |= step_loss.reported(passed.loss, passed.metrics)
     read = []
     if scorer is not None:
-      columns = scorer.columns(train_state, split[1], scored, learning_rate, clip_factor)
+      columns = scorer.columns(train_state, split.params, scored, learning_rate, clip_factor)
       report = outputs if cfg.ghost.ghost_select == "none" else selection.outputs
       out |= report(cfg, scorer, scored, batch, learning_rate * clip_factor, columns, num_segments)
       if cfg.ghost.ghost_schedule == "reverse_scan":  # the others have the bits of a step without scores
@@ -136,15 +138,3 @@ def _training_loss(cfg: Config, step) -> Objective:
     # The key is a function of (seed, step): a restart draws the same masks without any RNG state to save.
     key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), step)
   return create(cfg).training(key)
-
-
-def _update_of(cfg: Config, graphdef, train_state, grads):
-  """(State of the parameters' update by this gradient, its clipping factor): what direction second_order needs. The
-  train state is left as it is."""
-  _, clip_factor, clipped = clip(grads, cfg.optimizer.gradient_clipping_threshold)
-  copy = nnx.merge(graphdef, nnx.state(train_state), copy=True)
-  before = nnx.state(copy.model, copy.optimizer.wrt)
-  before = jax.tree.map(lambda x: x, before)
-  copy.apply_gradients(clipped)
-  delta = jax.tree.map(lambda after, start: after - start, nnx.state(copy.model, copy.optimizer.wrt), before)
-  return delta, clip_factor
