@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from maxghost import __version__
 from maxghost.config import ConfigError, did_you_mean, fields, load_with_origins
 from maxghost.config.help import list_values, print_help
 
@@ -140,6 +141,9 @@ def main(argv: list[str] | None = None) -> int:
     with quiet_pipe():
       print(overview(verbs))
     return 0 if arguments else USER_ERROR
+  if arguments[0] in ("-V", "--version"):
+    print(f"maxghost {__version__}")
+    return 0
   verb, rest = arguments[0], arguments[1:]
   if verb not in verbs:
     hint = did_you_mean(verb, verbs) or f"; there are {', '.join(verbs)}"
@@ -155,7 +159,13 @@ def overview(verbs: dict[str, tuple[str, str]]) -> str:
   """The commands and what each does."""
   width = max(map(len, verbs), default=0)
   lines = ["usage: maxghost COMMAND [...]", "", *(f"  {verb:<{width}}  {about}" for verb, (_, about) in verbs.items())]
-  return "\n".join([*lines, "", "maxghost COMMAND --help explains a command; maxghost train --help lists every key."])
+  return "\n".join(
+    [
+      *lines,
+      "",
+      "maxghost COMMAND --help explains a command; maxghost train --help lists every key; maxghost --version.",
+    ]
+  )
 
 
 if __name__ == "__main__":

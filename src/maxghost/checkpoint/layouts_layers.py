@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, text_of
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, nested, text_of
 
 Path = tuple[str, ...]
 LeafId = tuple[Path, int | None]
@@ -146,7 +146,7 @@ class ContainerFinder:
 
   def find(self, nodes: Mapping[Path, object]) -> dict[Path, dict[str, str]]:
     """{container path: {name below its parent or below itself: form}} over the outermost containers of `nodes`."""
-    return self._walk((), _nest(nodes))
+    return self._walk((), nested({path: node for path, node in nodes.items() if path and not isinstance(node, Empty)}))
 
   def _walk(self, prefix: Path, tree: dict) -> dict[Path, str]:
     found: dict[Path, str] = {}
@@ -192,18 +192,6 @@ def _look_like_layers(base: str, members: dict[str, dict]) -> bool:
     return False
   shapes = [{path: leaf.shape for path, leaf in _flat(member)} for member in members.values()]
   return all(shape == shapes[0] for shape in shapes)
-
-
-def _nest(nodes: Mapping[Path, object]) -> dict:
-  tree: dict = {}
-  for path, node in nodes.items():
-    if not path or isinstance(node, Empty):
-      continue
-    here = tree
-    for key in path[:-1]:
-      here = here.setdefault(key, {})
-    here[path[-1]] = node
-  return tree
 
 
 def _flat(tree: dict, prefix: Path = ()):

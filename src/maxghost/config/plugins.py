@@ -37,7 +37,13 @@ OPTIMIZERS: dict[str, Optimizer] = {
     by_segment=True,
     elementwise=True,
   ),
-  "sgd": Optimizer("maxghost.optimizers.sgd:Sgd", direction="sgd", by_segment=True, elementwise=True),
+  "sgd": Optimizer(
+    "maxghost.optimizers.sgd:Sgd",
+    direction="sgd",
+    columns=("momentum", "weight_decay"),
+    by_segment=True,
+    elementwise=True,
+  ),
 }
 
 KINDS: dict[str, Mapping[str, Plugin]] = {"opt_type": OPTIMIZERS}  # the plug-ins of each key

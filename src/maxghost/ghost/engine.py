@@ -4,7 +4,6 @@ K validation sets, n examples, T positions.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -13,10 +12,10 @@ from flax import nnx
 
 from maxghost.config.schema import Config
 from maxghost.ghost import names, schedules
-from maxghost.ghost.attach import Twin, excluded_labels, parameters, split
+from maxghost.ghost.attach import excluded_labels, parameters, split
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.prepare import prepare_twin
-from maxghost.ghost.schedules import forward_mode, per_example, reverse_scan
+from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Update
 from maxghost.objectives import create
 from maxghost.optimizers import AdamState, RuleState, direction_rule
 
@@ -69,8 +68,8 @@ class GhostEngine:
     per_position: bool = False,
   ):
     cfg = cfg or Config()
-    self.schedule = names.check("ghost_schedule", schedule or cfg.ghost.ghost_schedule, names.SCHEDULES)
-    self.engine = names.check("ghost_engine", engine or cfg.ghost.ghost_engine, names.ENGINES)
+    self.schedule = names.check("ghost_schedule", schedule or cfg.ghost.passes, names.SCHEDULES)
+    self.engine = names.check("engine", engine or cfg.ghost.engine, names.ENGINES)
     self.rank = cfg.ghost.ghost_rank if rank is None else rank
     direction = names.check("ghost_direction", direction or "sgd", names.DIRECTIONS)
     self.second_order = direction == "second_order"
@@ -82,7 +81,7 @@ class GhostEngine:
     used = direction if self.second_order else str(self.spec.rule.direction)
     names.check_combination(self.engine, self.schedule, used, self.rank)
     if per_position and self.engine == "perexample":
-      raise ValueError("ghost_engine=perexample scores whole examples; for per_position use graddotprod or jvp")
+      raise ValueError("engine=perexample scores whole examples; for per_position use graddotprod or jvp")
     self._compiled: dict = {}
 
   def score(
@@ -137,108 +136,75 @@ class GhostEngine:
       raise ValueError("schedule 'concat' scores against one validation set; use two_pass or reverse_scan for several")
 
   def _compile(self, model, graphdef, loss_fn, train_batch, val_batches):
-    if self.engine != "graddotprod":
-      views = parameters(model)
-      return jax.jit(lambda *args: self._run_ruleless(graphdef, views, loss_fn, *args))
-    leading = jax.tree.leaves(train_batch)[0].shape
-    if self.per_position and len(leading) < 2:
-      raise ValueError(f"per_position=True needs arrays [n, T] in the batch; its first one has shape {leading}")
-    twin = prepare_twin(
-      model,
-      train_batch,
-      loss_fn,
-      num_sets=len(val_batches),
-      num_positions=leading[1] if self.per_position else None,
-      spec=self.spec,
-      exclude=self.exclude,
-      schedule=self.schedule,
-      num_val=jax.tree.leaves(val_batches[0])[0].shape[0],
-    )
-    return jax.jit(lambda *args: self._run(twin, graphdef, loss_fn, *args))
-
-  def _run(self, twin: Twin, graphdef, loss_fn, params, rest, train_batch, val_batches, state, delta) -> GhostResult:
-    captured = {}
-    if self.schedule == "reverse_scan":
-      out, val_loss, _, captured = reverse_scan.run(
-        twin,
-        graphdef,
-        params,
-        rest,
-        loss_fn,
+    twin, views = None, parameters(model)
+    if self.engine == "graddotprod":
+      leading = jax.tree.leaves(train_batch)[0].shape
+      if self.per_position and len(leading) < 2:
+        raise ValueError(f"per_position=True needs arrays [n, T] in the batch; its first one has shape {leading}")
+      twin = prepare_twin(
+        model,
         train_batch,
-        val_batches,
-        state,
-        segment_lengths=self.segment_lengths,
-        remat_policy=self.remat_policy,
+        loss_fn,
+        num_sets=len(val_batches),
+        num_positions=leading[1] if self.per_position else None,
+        spec=self.spec,
+        exclude=self.exclude,
+        schedule=self.schedule,
+        num_val=jax.tree.leaves(val_batches[0])[0].shape[0],
       )
-    elif self.schedule == "concat":
-      zeros = {p.label: jnp.zeros((*p.stack_shape, *p.shape), float) for p in twin.scored}
-      parts, _ = schedules.direction_parts(twin, [zeros], state)
-      along = twin.direction_state(parts)
-      out, val_loss = schedules.concat_pass(twin, params, rest, loss_fn, train_batch, val_batches[0], along)
-      val_loss = val_loss[None]
+      scored = tuple(p.label for p in twin.scored)
     else:
-      val_loss, gradients = schedules.validation_gradients(graphdef, params, rest, loss_fn, val_batches)
-      if self.second_order:
-        gradients = schedules.second_order_gradients(graphdef, params, rest, loss_fn, val_batches, gradients, delta)
-      gradients = [schedules.by_label(g) for g in gradients]
-      parts, captured = schedules.direction_parts(twin, gradients, state)
-      out = schedules.train_pass(twin, params, rest, loss_fn, train_batch, twin.direction_state(parts))
-    per_position = total(twin, out.scores) if self.per_position else None
-    per_param = {k: v.sum(-1) if self.per_position else v for k, v in out.scores.items()}
-    if self.spec.in_backward and self.rank:
-      captured = {p.label: out.facts[p.label][..., 0] for p in twin.scored if p.spec.low_rank}
-    return _result(out, total(twin, per_param), per_param, per_position, val_loss, captured)
+      left_out = excluded_labels(list(views), self.exclude)
+      scored = tuple(label for label in views if label not in left_out)
 
-  def _run_ruleless(
-    self, graphdef, views, loss_fn, params, rest, train_batch, val_batches, state, delta
-  ) -> GhostResult:
-    """Engines jvp and perexample: the direction as a whole State, then one product per example."""
-    loss, losses, weights, grads = schedules.plain_pass(graphdef, params, rest, loss_fn, train_batch)
-    val_loss, gradients = schedules.validation_gradients(graphdef, params, rest, loss_fn, val_batches)
-    if self.second_order:
-      gradients = schedules.second_order_gradients(graphdef, params, rest, loss_fn, val_batches, gradients, delta)
-    if state is not None:
-      respond = functools.partial(schedules.respond, self.spec.rule, state, views, schedules.by_label(grads))
-      gradients = [schedules.like(g, respond(schedules.by_label(g))) for g in gradients]
-    labels = list(schedules.by_label(params))
-    left_out = excluded_labels(labels, self.exclude)
-    out = schedules.TrainPass(loss, losses, weights, grads, {}, {})
-    if self.engine == "jvp":
-      gradients = [_without(g, left_out) for g in gradients]
-      scores = jnp.stack([forward_mode.jvp_scores(graphdef, params, rest, loss_fn, train_batch, u) for u in gradients])
-      additive = scores.reshape(*scores.shape[:2], -1).sum(-1)
-      return _result(out, additive, {}, scores if self.per_position and scores.ndim > 2 else None, val_loss, {})
-    stacks = {label: () for label in labels if label not in left_out}
-    sets = [per_example.per_example_scores(graphdef, params, rest, loss_fn, train_batch, u, stacks) for u in gradients]
-    per_param = {label: jnp.stack([s[label] for s in sets]) for label in stacks}
-    return _result(out, sum(per_param.values()), per_param, None, val_loss, {})
+    def run(params, rest, train_batch, val_batches, state, delta) -> GhostResult:
+      problem = Problem(
+        schedule=self.schedule if self.engine == "graddotprod" else self.engine,
+        model=Model(graphdef, params, rest),
+        loss=loss_fn,
+        val_loss=loss_fn,
+        batch=train_batch,
+        val_batches=val_batches,
+        twin=twin,
+        parameters=views,
+        scored=scored,
+        rule=self.spec.rule,
+        state=state,
+        second_order=self.second_order,
+        update=lambda grads: Update(state, delta),
+        settings=Settings(segment_lengths=self.segment_lengths, remat_policy=self.remat_policy),
+      )
+      return self._result(problem, schedules.score(problem))
 
+    return jax.jit(run)
 
-def _without(state: nnx.State, labels: set[str]) -> nnx.State:
-  """The State with zeros at these paths."""
-  flat = nnx.to_flat_state(state)
-  return nnx.from_flat_state(
-    [(path, v.replace(jnp.zeros_like(v[...])) if "/".join(map(str, path)) in labels else v) for path, v in flat]
-  )
+  def _result(self, problem: Problem, scored: Scored) -> GhostResult:
+    twin, out = problem.twin, scored.passed
+    with_positions = scored.additive.ndim > 2
+    per_param, additive = out.scores, scored.additive
+    if with_positions and twin is not None:
+      per_param = {label: v.sum(-1) for label, v in per_param.items()}
+      additive = schedules.total(twin, per_param)
+    elif with_positions:
+      additive = additive.sum(-1)
+    weights = out.weights.reshape(out.weights.shape[0], -1).sum(-1)
+    share = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
+    per_share = jnp.where(share > 0, 1 / jnp.where(share > 0, share, 1), 0)
+    return GhostResult(
+      dot=additive * per_share,
+      additive=additive,
+      per_param={label: v * per_share for label, v in per_param.items()},
+      per_position=scored.additive if self.per_position and with_positions else None,
+      grads=out.grads,
+      loss=out.loss,
+      val_loss=scored.val_loss,
+      captured=scored.captured,
+    )
 
 
 def direction_spec(cfg: Config, direction: str, rank: int = 0) -> DirectionSpec:
   """The direction named by `ghost_direction` with the optimizer's constants; 'auto' is the optimizer's own."""
   return DirectionSpec(direction_rule(cfg.optimizer, direction), rank)
-
-
-def total(twin: Twin, scores: dict):
-  """Sum over parameters and layers: [K, n(, T)] from {label: [*stack, K, n(, T)]}."""
-  return sum(scores[p.label].sum(tuple(range(len(p.stack_shape)))) for p in twin.scored)
-
-
-def _result(out: schedules.TrainPass, additive, per_param, per_position, val_loss, captured) -> GhostResult:
-  weights = out.weights.reshape(out.weights.shape[0], -1).sum(-1)
-  share = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
-  per_share = jnp.where(share > 0, 1 / jnp.where(share > 0, share, 1), 0)
-  per_param = {label: v * per_share for label, v in per_param.items()}
-  return GhostResult(additive * per_share, additive, per_param, per_position, out.grads, out.loss, val_loss, captured)
 
 
 def _shapes(batch):

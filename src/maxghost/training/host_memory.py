@@ -97,7 +97,7 @@ def _squares(x):
 
 
 def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: Callable, segment_length: int) -> None:
-  """`optimizer.update(model, scaled grads)` for an elementwise optimizer, stacked leaves one segment at a time.
+  """`optimizer.update(model, scaled grads)` for an optimizer `by_segment`, stacked leaves one segment at a time.
 
   grads: State with the paths of the optimizer's Params. scale(array) -> array: the clipping of a gradient leaf.
   Weights, gradients and moments of a segment come to the device, are updated there and go back where they live.

@@ -219,7 +219,7 @@ class Session:
       period=cfg.ghost.ghost_log_period,
       fingerprint=self._dataset.fingerprint,
       num_processes=distributed.count(),
-      ledger=("predicted_examples", *optimizer.columns, "unscored", "direction_residual"),
+      ledger=plugins.ledger_columns(cfg.optimizer.opt_type),
       direction=str(optimizer.direction) if cfg.ghost.ghost_direction == "auto" else cfg.ghost.ghost_direction,
     )
     recorder = ScoreRecorder(
