@@ -242,7 +242,7 @@ def test_reverse_scan_says_what_it_needs(tower):
     ({"schedule": "concat", "rank": 2}, "ghost_schedule=concat forms the direction inside each op: use ghost_rank=0"),
     ({"schedule": "concat", "direction": "second_order"}, "second_order needs ghost_schedule=two_pass, not concat"),
     ({"schedule": "reverse_scan", "direction": "second_order"}, "second_order needs ghost_schedule=two_pass"),
-    ({"schedule": "concat", "engine": "jvp"}, "ghost_engine=jvp has no ghost_schedule=concat"),
+    ({"schedule": "concat", "engine": "jvp"}, "engine=jvp has no ghost_schedule=concat"),
   ],
 )
 def test_settings_that_contradict_each_other(settings, message):

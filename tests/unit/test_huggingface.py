@@ -185,7 +185,11 @@ def test_tensors_that_do_not_fit_are_named(llama, tmp_path, change, message):
     ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta=x must be float"),
     ({"rope_parameters": [1]}, "rope_parameters=.* must be an object"),
     ({"layer_types": [["full_attention"]] * 3}, "layer_types=.* must name"),
-    ({"num_hidden_layers": 10**12}, "more than 1,000,000 layers"),
+    ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000 is above the greatest"),
+    (
+      {"model_type": "mixtral", "num_local_experts": 9000, "num_experts_per_tok": 1, "num_hidden_layers": 90_000},
+      "more than 1,000,000 layers",
+    ),
     ({"num_hidden_layers": 4}, r"lacks model\.layers\.3\.input_layernorm\.weight"),
     ({"num_hidden_layers": 2}, r"has unknown model\.layers\.2\."),
     ({"attention_bias": True}, r"lacks model\.layers\.0\.self_attn\.q_proj\.bias"),

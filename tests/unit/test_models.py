@@ -165,7 +165,6 @@ OTHER = {
   "decoder_block": "qwen3_moe",
   "mlp_activations_limit": 0.5,
   "mlp_bias": True,
-  "normalization_layer_type": "layer_norm",
   "trainable_position_size": 17,
   "rope_type": "none",
   "rope_factor": 3.0,

@@ -153,7 +153,7 @@ CASES = {
     {"ghost_schedule": "reverse_scan", "dtype": "float64", "weight_dtype": "float64", "logits_via_embedding": False},
     1e-11,
   ),
-  "forward-mode-float32": ({"ghost_engine": "jvp"}, 2e-5),
+  "forward-mode-float32": ({"ghost_schedule": "forward_mode"}, 2e-5),
 }
 
 

@@ -204,9 +204,9 @@ def open_tree(path: str | os.PathLike) -> RawTree:
 
 def open_at(where: Location, origin: str) -> RawTree:
   """`open_tree` for a place already found; `origin` names it in messages."""
-  tree = _read_json(where.item / TREE_METADATA)
-  step_metadata = _read_json(where.step / STEP_METADATA) if (where.step / STEP_METADATA).is_file() else {}
-  if not isinstance(tree, dict) or not isinstance(tree.get("tree_metadata"), dict):
+  tree = read_json(where.item / TREE_METADATA)
+  step_metadata = read_json(where.step / STEP_METADATA) if (where.step / STEP_METADATA).is_file() else {}
+  if not isinstance(tree.get("tree_metadata"), dict):
     raise LayoutError(f"{where.item / TREE_METADATA} is damaged: it has no tree_metadata")
   nodes: dict[TreePath, StoredArray | Empty | Text] = {}
   wanted = []
@@ -276,18 +276,22 @@ def _key_impls(item: Path) -> dict[str, str]:
   """PRNG implementation by array name, from what each writing process noted."""
   impls = {}
   for file in sorted((item / "array_metadatas").glob("process_*")):
-    for entry in _read_json(file).get("array_metadatas", []):
+    for entry in read_json(file).get("array_metadatas", []):
       extra = entry["array_metadata"].get("ext_metadata") or {}
       if "random_key_impl" in extra:
         impls[entry["array_metadata"]["param_name"]] = extra["random_key_impl"]
   return impls
 
 
-def _read_json(file: Path) -> Any:
+def read_json(file: Path) -> dict[str, Any]:
+  """A JSON object. Raises LayoutError where the file is missing or is none."""
   try:
-    return json.loads(file.read_text(encoding="utf-8"))
+    content = json.loads(file.read_text(encoding="utf-8"))
   except (ValueError, OSError) as error:
     raise LayoutError(f"{file} is damaged or half copied: {error}") from error
+  if not isinstance(content, dict):
+    raise LayoutError(f"{file} is no JSON object")
+  return content
 
 
 def tree_from_memory(tree: Any, origin: str = "the given tree", custom_metadata: dict | None = None) -> RawTree:

@@ -154,7 +154,7 @@ def ghost_combinations(v: Values) -> Iterator[str]:
       f"ghost_every={v.ghost_every} already computes the validation gradient every {v.ghost_every} steps; "
       f"use ghost_val_every=1, not {v.ghost_val_every}"
     )
-  if v.ghost_schedule != "two_pass":
+  if v.ghost_schedule not in ("two_pass", "forward_mode"):
     if v.ghost_direction == "second_order":
       yield f"ghost_direction=second_order needs ghost_schedule=two_pass, not {v.ghost_schedule}"
     if v.ghost_val_every > 1:
@@ -180,11 +180,8 @@ def ghost_combinations(v: Values) -> Iterator[str]:
     )
   if v.ghost_schedule == "reverse_scan" and not v.scan_layers:
     yield "ghost_schedule=reverse_scan walks stacked layers; use scan_layers=true"
-  if v.ghost_engine != "graddotprod":
-    if v.ghost_rank:
-      yield f"ghost_rank={v.ghost_rank} has no meaning for ghost_engine={v.ghost_engine}; use ghost_rank=0"
-    if v.ghost_schedule != "two_pass":
-      yield f"ghost_engine={v.ghost_engine} has no ghost_schedule={v.ghost_schedule}; use ghost_schedule=two_pass"
+  if v.ghost_schedule == "forward_mode" and v.ghost_rank:
+    yield f"ghost_rank={v.ghost_rank} has no meaning for ghost_schedule=forward_mode; use ghost_rank=0"
 
 
 def selection(v: Values) -> Iterator[str]:
@@ -192,8 +189,8 @@ def selection(v: Values) -> Iterator[str]:
     return
   if not v.ghost_enabled:
     yield f"ghost_select={v.ghost_select} chooses by scores; use ghost_enabled=true, or ghost_select=none"
-  if v.ghost_schedule != "two_pass" or v.ghost_engine != "graddotprod":
-    yield f"ghost_select={v.ghost_select} needs ghost_schedule=two_pass and ghost_engine=graddotprod"
+  if v.ghost_schedule != "two_pass":
+    yield f"ghost_select={v.ghost_select} needs ghost_schedule=two_pass, not {v.ghost_schedule}"
   if v.ghost_direction == "second_order":
     yield f"ghost_select={v.ghost_select} chooses before the step is known; use ghost_direction=auto or sgd"
   if v.gradient_accumulation_steps > 1:
@@ -357,7 +354,8 @@ def ghost_direction(v: Values) -> Iterator[str]:
 def seams(v: Values) -> Iterator[str]:
   rule = plugins.OPTIMIZERS[v.opt_type]
   if v.ghost_enabled:
-    yield from plugins.schedule_problems({key: getattr(v, key) for key in plugins.KINDS}, v.ghost_schedule)
+    passes = "two_pass" if v.ghost_schedule == "forward_mode" else v.ghost_schedule
+    yield from plugins.schedule_problems({key: getattr(v, key) for key in plugins.KINDS}, passes)
   if v.ghost_select == "greats" and not rule.elementwise:
     yield (
       f"ghost_select=greats compares rows by an elementwise update, which opt_type={v.opt_type} has not; "

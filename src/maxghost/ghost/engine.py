@@ -68,8 +68,8 @@ class GhostEngine:
     per_position: bool = False,
   ):
     cfg = cfg or Config()
-    self.schedule = names.check("ghost_schedule", schedule or cfg.ghost.ghost_schedule, names.SCHEDULES)
-    self.engine = names.check("ghost_engine", engine or cfg.ghost.ghost_engine, names.ENGINES)
+    self.schedule = names.check("ghost_schedule", schedule or cfg.ghost.passes, names.SCHEDULES)
+    self.engine = names.check("engine", engine or cfg.ghost.engine, names.ENGINES)
     self.rank = cfg.ghost.ghost_rank if rank is None else rank
     direction = names.check("ghost_direction", direction or "sgd", names.DIRECTIONS)
     self.second_order = direction == "second_order"
@@ -81,7 +81,7 @@ class GhostEngine:
     used = direction if self.second_order else str(self.spec.rule.direction)
     names.check_combination(self.engine, self.schedule, used, self.rank)
     if per_position and self.engine == "perexample":
-      raise ValueError("ghost_engine=perexample scores whole examples; for per_position use graddotprod or jvp")
+      raise ValueError("engine=perexample scores whole examples; for per_position use graddotprod or jvp")
     self._compiled: dict = {}
 
   def score(

@@ -22,9 +22,9 @@ def check(key: str, value: str, choices: Sequence[str]) -> str:
 def check_combination(engine: str, schedule: str, direction: str, rank: int) -> None:
   """ValueError for settings that contradict each other."""
   if engine != "graddotprod" and rank:
-    raise ValueError(f"ghost_rank={rank} has no meaning for ghost_engine={engine}; use ghost_rank=0 or graddotprod")
+    raise ValueError(f"ghost_rank={rank} has no meaning for engine={engine}; use ghost_rank=0 or graddotprod")
   if engine != "graddotprod" and schedule != "two_pass":
-    raise ValueError(f"ghost_engine={engine} has no ghost_schedule={schedule}; use two_pass or graddotprod")
+    raise ValueError(f"engine={engine} has no ghost_schedule={schedule}; use two_pass or graddotprod")
   if schedule == "concat" and rank and direction in ("sgd", "second_order"):
     raise ValueError("ghost_schedule=concat forms the direction inside each op: use ghost_rank=0, or two_pass")
   if schedule != "two_pass" and direction == "second_order":

@@ -10,7 +10,6 @@ import argparse
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +38,6 @@ _BLOCK_BYTES = 1 << 26
 DIRECTIONS = ("auto", "linen_to_nnx", "nnx_to_linen")
 
 
-@dataclass
-class Report:
-  """What a conversion did."""
-
-  source: Checkpoint
-  target: Target
-  plan: Plan
-  lines: list[str] = field(default_factory=list)
-
-
 def convert(
   source: str | os.PathLike,
   target_path: str | os.PathLike,
@@ -61,8 +50,8 @@ def convert(
   ram_bytes: int = DEFAULT_RAM_BYTES,
   say: Callable[[str], None] = print,
   **wishes: Any,
-) -> Report:
-  """Converts the checkpoint folder `source` into the new folder `target_path`.
+) -> Plan:
+  """Converts the checkpoint folder `source` into the new folder `target_path`; returns what went where.
 
   to: target layout; '' = the other family, as `direction` says. wishes: fields of `Target`. ram_bytes: host memory for
   arrays; those larger than a third of it are moved in blocks (a single chunk of the source must fit, though).
@@ -72,17 +61,15 @@ def convert(
   checkpoint = read_checkpoint(raw, read)
   target = Target(_target_layout(checkpoint, to, direction), **wishes)
   plan = make_plan(checkpoint, target)
-  report = Report(checkpoint, target, plan)
   out = Path(target_path).absolute()
   check_target(raw, out)
-  for line in _summary(report, out):
-    report.lines.append(line)
+  for line in _summary(checkpoint, target, plan, out):
     say(line)
   if dry_run:
     for line in mapping_lines(plan):
       say(line)
     say("dry run: nothing was written")
-    return report
+    return plan
   check_space(raw, plan, out)
   with new_folder(out) as temporary:
     place = place_like(raw, temporary)
@@ -90,7 +77,7 @@ def convert(
     if verify:
       _verify(checkpoint, place, target, ram_bytes)
   say(f"written {out}" + (", verified byte by byte" if verify else ", not verified (--no-verify)"))
-  return report
+  return plan
 
 
 def convert_tree(
@@ -232,16 +219,14 @@ def _verify(checkpoint: Checkpoint, place: Location, target: Target, ram_bytes: 
     raise VerificationError(wrong, "leaves")
 
 
-def _summary(report: Report, out: Path) -> list[str]:
-  source, plan = report.source, report.plan
+def _summary(source: Checkpoint, target: Target, plan: Plan, out: Path) -> list[str]:
   forms = sorted({c.form for c in source.params.containers.values()}) or ["no layers"]
   size = sum(leaf.nbytes for leaf in plan.leaves)
   lines = [
     f"source {source.origin}: {source.layout} layout, {', '.join(forms)}"
     + (f" on dimension {source.scan_axis}" if "scanned" in forms else "")
     + f", {source.num_params():,} parameters, {len(source.moments)} moment trees",
-    f"target {out}: {report.target.layout} layout, layers {report.target.layers}, {len(plan.leaves)} arrays, "
-    f"{size / 1e6:.1f} MB",
+    f"target {out}: {target.layout} layout, layers {target.layers}, {len(plan.leaves)} arrays, {size / 1e6:.1f} MB",
   ]
   if source.folder is not None and source.folder.siblings():
     lines.append(f"not part of the tree, left behind: {', '.join(source.folder.siblings())}")

@@ -17,7 +17,15 @@ from maxghost import config
 from maxghost.checkpoint import compare
 from maxghost.checkpoint.layouts import MAXGHOST, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
-from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, VerificationError, open_at, tool
+from maxghost.checkpoint.layouts_store import (
+  LayoutError,
+  Location,
+  RawTree,
+  VerificationError,
+  open_at,
+  read_json,
+  tool,
+)
 from maxghost.config import Config
 from maxghost.config.families import FAMILIES
 from maxghost.data import tokenizer_files
@@ -26,7 +34,7 @@ from maxghost.interop import gguf, huggingface, huggingface_config, model_path
 from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_space, check_target, write_plan
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.safetensors_files import read_json, write_tensors
+from maxghost.interop.safetensors_files import write_tensors
 from maxghost.interop.tree_writer import new_folder
 
 _SHARD_BYTES = 5_000_000_000
@@ -57,10 +65,7 @@ def import_model(
   with new_folder(target) as temporary:
     place = Location(item=temporary / "items", step=temporary)
     write_plan(raw, plan, place, ram_bytes)
-    written = read_checkpoint(open_at(place, str(target)))
-    rows = compare.compare(checkpoint, written, params_only=True, ram_bytes=ram_bytes).rows
-    if rows:
-      raise VerificationError(rows, "parameters")
+    _check_written(checkpoint, open_at(place, str(target)), ram_bytes)
     write_tokenizer(temporary / tokenizer_files.FOLDER)
     keys = model_path.tokenizer_keys(temporary / tokenizer_files.FOLDER, cfg.model.vocab_size)
     if keys:
@@ -132,12 +137,15 @@ def export_model(
     if cfg.data.tokenizer_path:
       folder = Path(cfg.data.tokenizer_path)
       tokenizer_files.copy(folder if folder.is_dir() else folder.parent, temporary)
-    written = read_checkpoint(huggingface.open_folder(temporary))
-    rows = compare.compare(checkpoint, written, params_only=True, ram_bytes=ram_bytes).rows
-    if rows:
-      raise VerificationError(rows, "parameters")
+    _check_written(checkpoint, huggingface.open_folder(temporary), ram_bytes)
   size = sum(tensor.nbytes for tensor in tensors)
   say(f"written {target}: {len(tensors)} tensors, {size / 1e6:.1f} MB, verified byte by byte")
+
+
+def _check_written(checkpoint: Checkpoint, written: RawTree, ram_bytes: int) -> None:
+  rows = compare.compare(checkpoint, read_checkpoint(written), params_only=True, ram_bytes=ram_bytes).rows
+  if rows:
+    raise VerificationError(rows, "parameters")
 
 
 def special_ids(cfg: Config) -> dict[str, int]:

@@ -18,14 +18,14 @@ import numpy as np
 from maxghost.checkpoint import layouts_store
 from maxghost.checkpoint.layouts import PARAMS, RECORD, Checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, Ref, leaf_text
-from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, StoredArray, listed
+from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, StoredArray, listed, read_json
 from maxghost.config import Config, ModelConfig, replace
 from maxghost.config import load as load_config
 from maxghost.config.families import FAMILIES, TensorRule
 from maxghost.interop import huggingface_config
 from maxghost.interop.model_keys import expert_width
 from maxghost.interop.mxfp4 import unpacked
-from maxghost.interop.safetensors_files import Planned, Tensor, open_tensors, read_json
+from maxghost.interop.safetensors_files import Planned, Tensor, open_tensors
 
 CONFIG_JSON = "config.json"
 _HEAD = "lm_head.weight"

@@ -6,14 +6,14 @@ length of a JSON header, the header (dtype, shape and place of each tensor), and
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from maxghost.checkpoint.layouts_store import LayoutError, Sized
+from maxghost.checkpoint.layouts_store import LayoutError, Sized, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ALIGNMENT = 8
@@ -52,7 +52,7 @@ def open_tensors(folder: Path) -> dict[str, Tensor]:
       raise LayoutError(f"{folder} is damaged or half copied: it has neither {SINGLE} nor {INDEX}")
     return _open_file(single)
   try:
-    weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
+    weight_map = read_json(index_file)["weight_map"]
     files = sorted(set(weight_map.values()))
   except (ValueError, KeyError, TypeError, AttributeError) as error:
     raise LayoutError(f"{index_file} is damaged: {error!r}") from error
@@ -149,14 +149,3 @@ def _write_file(file: Path, tensors: list[Planned]) -> None:
       if values.shape != tensor.shape or values.dtype != tensor.dtype:
         raise ValueError(f"{tensor.name}: made {values.dtype}{values.shape}, planned {tensor.dtype}{tensor.shape}")
       out.write(values.reshape(-1).view(np.uint8).data)
-
-
-def read_json(file: Path) -> Mapping[str, Any]:
-  """A JSON object. Raises LayoutError where the file is missing or is none."""
-  try:
-    content = json.loads(file.read_text(encoding="utf-8"))
-  except (ValueError, OSError) as error:
-    raise LayoutError(f"{file} is damaged or half copied: {error}") from error
-  if not isinstance(content, dict):
-    raise LayoutError(f"{file} is no JSON object")
-  return content

@@ -53,7 +53,7 @@ class Scorer:
       leaves = [v[...] for v in train_state.stored_gradients]
       stored = Stored(leaves, train_state.step % ghost.ghost_val_every == 0)
     return Problem(
-      schedule=ghost.ghost_schedule if ghost.ghost_engine == "graddotprod" else ghost.ghost_engine,
+      schedule=ghost.passes if ghost.engine == "graddotprod" else ghost.engine,
       model=split,
       loss=step_loss,
       val_loss=self.loss,
@@ -136,7 +136,7 @@ def make_scorer(cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *
     num_positions=micro["inputs"].shape[1],
     spec=direction_spec(cfg, ghost.ghost_direction, ghost.ghost_rank),
     exclude=(*ghost.ghost_exclude, *frozen(cfg, model)),
-    schedule=ghost.ghost_schedule,
+    schedule=ghost.passes,
     num_val=ghost.ghost_val_batch_size,
   )
   return Scorer(cfg, loss, optimizers.create(cfg.optimizer), twin, graphdef)
@@ -164,7 +164,7 @@ def outputs(cfg: Config, scorer: Scorer, scored: Scored, batch, scale, columns: 
   score_KBT = scored.additive
   ok = jnp.all(jnp.isfinite(score_KBT))
   score_KBT = jnp.where(ok, score_KBT, 0)
-  forward_mode = cfg.ghost.ghost_engine == "jvp"
+  forward_mode = cfg.ghost.engine == "jvp"
   credited_BTS = targets_BTS if forward_mode else documents_BTS
   score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, credited_BTS)
   share_BS = tokens_BS / jnp.maximum(tokens_BS.sum(), 1)

@@ -135,7 +135,7 @@ class Selector:
       has_tokens_B,
       self.num_chosen,
       jax.random.fold_in(jax.random.key(SEED), train_state.step),
-      threshold=ghost.ghost_select_threshold,
+      threshold=ghost.ghost_select_fraction,
       pair_BB=pair_BB,
     )
     picked, index_k = take(dict(batch), chosen_B, self.num_chosen)
