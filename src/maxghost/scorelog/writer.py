@@ -160,7 +160,7 @@ class Writer:
     """Counts the kept files, says what is missing and takes an unfinished last interval back into memory."""
     found = end = (0, 0)
     for shard in drop_covered([Shard(path) for path in dict.fromkeys(kept)]):
-      before, (steps, rows) = tuple(shard.meta.get("before") or end), (len(shard.steps), shard.num_rows)
+      before, (steps, rows) = shard.before or end, (len(shard.steps), shard.num_rows)
       found, end = (found[0] + steps, found[1] + rows), (before[0] + steps, before[1] + rows)
       unfinished = (self._last_step + 1) % self._period and shard.last_step == self._last_step
       if unfinished and shard.first_step // self._period == self._last_step // self._period:
