@@ -312,7 +312,7 @@ class GhostConfig:
     "two_pass",
     "how validation and training share a step: one after the other, layer by layer in one walk back, in one batch; "
     "forward_mode = two passes without rules for layers",
-    choices=("two_pass", "reverse_scan", "concat", "forward_mode"),
+    choices=(*plugins.SCHEDULES, "forward_mode"),
   )
   ghost_direction: str = key(
     "auto",
