@@ -116,6 +116,13 @@ class ParamTree:
   containers: dict[Path, Container] = field(default_factory=dict)
   empties: set[LeafId] = field(default_factory=set)
 
+  def add(self, leaf: LeafId, node: StoredArray | Empty, axis: int = 0, index: int | None = None) -> None:
+    """axis, index: as in `Ref`, where the node is an array."""
+    if isinstance(node, Empty):
+      self.empties.add(leaf)
+    else:
+      self.leaves[leaf] = Ref(node, axis if index is None else min(axis, len(node.shape) - 1), index)
+
   def shapes(self) -> dict[LeafId, tuple[int, ...]]:
     return {leaf: ref.shape for leaf, ref in self.leaves.items()}
 
@@ -223,11 +230,11 @@ def split_layers(
   for path, node in nodes.items():
     container, layer, rest = _position(path, found)
     if container is None:
-      _add(tree, (path, None), node if isinstance(node, Empty) else Ref(node))
+      tree.add((path, None), node)
     elif layer is None:
       stacked.setdefault(container, []).append((rest, node))
     else:
-      _add(tree, ((*container, *rest), layer), node if isinstance(node, Empty) else Ref(node))
+      tree.add(((*container, *rest), layer), node)
   for container, form in found.items():
     if form == SCANNED:
       hint = (like or {}).get(container)
@@ -237,13 +244,6 @@ def split_layers(
       layers = {leaf[1] for leaf in (*tree.leaves, *tree.empties) if leaf[0][: len(container)] == container}
       tree.containers[container] = Container(container, form, len(layers))
   return tree
-
-
-def _add(tree: ParamTree, leaf: LeafId, node: Ref | Empty) -> None:
-  if isinstance(node, Empty):
-    tree.empties.add(leaf)
-  else:
-    tree.leaves[leaf] = node
 
 
 def _position(path: Path, found: Mapping[Path, str]) -> tuple[Path | None, int | None, Path]:
@@ -266,7 +266,7 @@ def _split_stacked(
 ) -> None:
   if opaque:
     for rest, node in members:
-      _add(tree, ((*container, *rest), None), node if isinstance(node, Empty) else Ref(node))
+      tree.add(((*container, *rest), None), node)
     tree.containers[container] = Container(container, SCANNED, 0, scan_axis=scan_axis)
     return
   arrays = [(rest, node) for rest, node in members if isinstance(node, StoredArray)]
@@ -277,8 +277,7 @@ def _split_stacked(
     match = _INDEXED.fullmatch(rest[0]) if block_name else None
     offset, tail = (int(match[2]), rest[1:]) if match else (0, rest)
     for i in range(num_stacked):
-      leaf = ((*container, *tail), i * period + offset)
-      _add(tree, leaf, node if isinstance(node, Empty) else Ref(node, min(scan_axis, len(node.shape) - 1), i))
+      tree.add(((*container, *tail), i * period + offset), node, scan_axis, i)
 
 
 def _block(names: set[str]) -> tuple[str, int]:

@@ -1,7 +1,7 @@
 """The plug-ins that keys choose by name, and what each can do: known before JAX is imported.
 
-A plug-in's module is imported when it is used. A built-in one has its line here; `optimizers.register` adds the line of
-one that is defined elsewhere.
+A plug-in's module is imported when it is used. A built-in one has its line here; `optimizers.register` and
+`objectives.register` add the line of one that is defined elsewhere.
 """
 
 import dataclasses
@@ -46,7 +46,18 @@ OPTIMIZERS: dict[str, Optimizer] = {
   ),
 }
 
-KINDS: dict[str, Mapping[str, Plugin]] = {"opt_type": OPTIMIZERS}  # the plug-ins of each key
+
+@dataclasses.dataclass(frozen=True)
+class Objective(Plugin):
+  """What a run minimises; the fields are those of `objectives.Objective`."""
+
+  rows_per_unit: int = 1
+
+
+OBJECTIVES: dict[str, Objective] = {"next_token": Objective("maxghost.objectives.next_token:LanguageModelLoss")}
+
+# The plug-ins of each key.
+KINDS: dict[str, Mapping[str, Plugin]] = {"opt_type": OPTIMIZERS, "objective": OBJECTIVES}
 
 
 class Names(Sequence[str]):
@@ -81,6 +92,7 @@ def ledger_columns(*opt_types: str) -> tuple[str, ...]:
 
 
 OPT_TYPES = Names(lambda: tuple(OPTIMIZERS))
+OBJECTIVE_NAMES = Names(lambda: tuple(OBJECTIVES))
 DIRECTIONS = Names(directions)
 LEDGER = Names(ledger_columns)
 

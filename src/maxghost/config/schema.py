@@ -109,6 +109,7 @@ class ModelConfig:
   rope_attention_scaling: bool = key(True, "yarn: scale the rotated heads by 0.1 ln(rope_factor) + 1")
   attention_bias: bool = key(False, "biases in the query, key, value and out projections")
   attention_sink: bool = key(False, "one learned logit per head that takes part in the softmax and has no value")
+  attn_logits_soft_cap: float = key(0.0, "c: attention scores become c tanh(scores / c); 0 = no cap", minimum=0.0)
   attention_type: tuple[str, ...] = key(
     ("global",),
     "global or local_sliding, for all layers or one for each of a cycle",
@@ -160,6 +161,7 @@ class ModelConfig:
     choices=("weights", "optimizer", "carries"),
   )
   z_loss_multiplier: float = key(0.0, "weight of the squared log-partition added to each token's loss", minimum=0.0)
+  final_logits_soft_cap: float = key(0.0, "c: logits become c tanh(logits / c); 0 = no cap", minimum=0.0)
   num_vocab_tiling: int = key(
     1, "tiles in which output projection and loss are computed, so that 1/n of the logits exists at a time", minimum=1
   )
@@ -276,6 +278,7 @@ class DataConfig:
 class OptimizerConfig:
   """AdamW or SGD and their schedule."""
 
+  objective: str = key("next_token", "what the training steps minimise", choices=plugins.OBJECTIVE_NAMES)
   opt_type: str = key("adamw", "optimizer", choices=plugins.OPT_TYPES)
   learning_rate: float = key(1e-3, "peak learning rate", minimum=0.0)
   lr_schedule_type: str = key(
@@ -311,7 +314,7 @@ class GhostConfig:
     "two_pass",
     "how validation and training share a step: one after the other, layer by layer in one walk back, in one batch; "
     "forward_mode = two passes without rules for layers",
-    choices=("two_pass", "reverse_scan", "concat", "forward_mode"),
+    choices=(*plugins.SCHEDULES, "forward_mode"),
   )
   ghost_direction: str = key(
     "auto",

@@ -368,6 +368,22 @@ def seams(v: Values) -> Iterator[str]:
     )
 
 
+def objective_units(v: Values) -> Iterator[str]:
+  rows = plugins.OBJECTIVES[v.objective].rows_per_unit
+  if rows == 1:
+    return
+  what = f"objective={v.objective} makes a unit of {rows} adjacent rows"
+  for name in ("per_device_batch_size", *(("ghost_val_batch_size",) if v.ghost_enabled else ())):
+    if (size := getattr(v, name)) % rows:
+      yield f"{what}, which {name}={size} would part; use {name}={size - size % rows + rows}"
+  if v.gradient_accumulation_steps > 1:
+    yield (
+      f"{what}, which micro-batches would part; use gradient_accumulation_steps=1, not {v.gradient_accumulation_steps}"
+    )
+  if v.ghost_select != "none":
+    yield f"{what}, and ghost_select={v.ghost_select} chooses single rows; use ghost_select=none"
+
+
 def ghost_validation(v: Values) -> Iterator[str]:
   if v.ghost_enabled and v.ghost_val_fraction in (0.0, 1.0):
     lacking = "validation documents to score against" if v.ghost_val_fraction == 0.0 else "documents of it to train on"
@@ -414,6 +430,7 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
   schedule,
   evaluation,
   ghost_direction,
+  objective_units,
   seams,
   ghost_validation,
   ghost_combinations,

@@ -201,18 +201,16 @@ class Writer:
       yield path, shard
 
   def _former_processes(self) -> list[int]:
-    names = [fmt.parse_shard_name(path.name) for path in self._files()]
+    names = [fmt.parse_shard_name(path.name) for path in _files(self.folder)]
     return sorted({name[1] for name in names if name is not None and name[1] >= self._num_processes})
 
-  def _files(self) -> list[Path]:
-    return sorted(self.folder.iterdir()) if self.folder.is_dir() else []
-
   def _own_files(self) -> list[Path]:
-    return [path for path in self._files() if (fmt.parse_shard_name(path.name) or (0, -1))[1] == self._process_index]
+    own = self._process_index
+    return [path for path in _files(self.folder) if (fmt.parse_shard_name(path.name) or (0, -1))[1] == own]
 
   def _temporaries(self) -> list[Path]:
     """What a process that was killed has left of this one's files."""
-    halves = [path for path in self._files() if path.name.endswith(".tmp")]
+    halves = [path for path in _files(self.folder) if path.name.endswith(".tmp")]
     names = [(path, fmt.parse_shard_name(path.name.split(".npz")[0] + ".npz")) for path in halves]
     return [path for path, name in names if (name or (0, 0))[1] == self._process_index]
 
@@ -275,3 +273,7 @@ class Writer:
   def _raise_error(self) -> None:
     if self._error is not None:
       raise OSError(f"the score log could not be written to {self.folder}: {self._error}") from self._error
+
+
+def _files(folder: Path) -> list[Path]:
+  return sorted(folder.iterdir()) if folder.is_dir() else []

@@ -15,8 +15,8 @@ CLEARLY_TOO_MUCH = 1.5
 
 
 def capacity(device: Any) -> int | None:
-  """Bytes that a step may use on the device: what its allocator says, on CPU its share of the machine's memory, else
-  None."""
+  """Bytes that a step may use on a `jax.Device`: what its allocator says, on CPU its share of the machine's memory,
+  else None."""
   limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
   if limit is None and device.platform == "cpu" and hasattr(os, "sysconf"):
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(jax.local_devices(backend="cpu"))
