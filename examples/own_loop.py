@@ -1,4 +1,4 @@
-"""A training loop of your own with the manager: every step scored, the scores written to files, then read back."""
+"""A training loop of your own with the manager: every step scored, the scores written to a log, then read back."""
 
 import sys
 import tempfile
@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from maxghost import ghost
+from maxghost import attribution, ghost
 
 
 class Mlp(nnx.Module):
@@ -46,6 +46,6 @@ for step in range(40):
   if manager.should_save_metrics(step):
     print("written", manager.save_metrics(step).name)
 manager.cleanup()
-files = sorted(folder.glob("dot_prod_log_iter_*.npz"), key=lambda path: int(path.stem.split("_")[-1]))
-dot_SN = np.concatenate([np.load(path)["dot"] for path in files])  # steps, examples
-print(f"mean score: wrong labels {dot_SN[:, 0].mean():.3f}, right ones {dot_SN[:, 1:].mean():.3f}")
+log = attribution.load(folder)  # also: maxghost scores FOLDER
+scores, is_wrong = log["dot"][:, 0], log["offset"] % 8 == 0  # one row per example, in the order of the steps
+print(f"mean score: wrong labels {scores[is_wrong].mean():.3f}, right ones {scores[~is_wrong].mean():.3f}")

@@ -21,7 +21,7 @@ def run(name: str, monkeypatch, *arguments) -> dict:
 def test_own_loop_scores_wrong_labels_lower(tmp_path, monkeypatch, capsys):
   run("own_loop.py", monkeypatch, tmp_path)
   said = capsys.readouterr().out
-  assert [path.name for path in sorted(tmp_path.iterdir())] == [f"dot_prod_log_iter_{n}.npz" for n in (19, 39)]
+  assert [path.name for path in sorted(tmp_path.glob("*.npz"))] == [f"dot_prod_log_iter_{n}.npz" for n in (19, 39)]
   wrong, right = map(float, re.search(r"wrong labels (\S+), right ones (\S+)", said).groups())
   assert wrong < 0 < right
 

@@ -58,7 +58,7 @@ def learning_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
   multiple of an equal share.
   """
   loss, weights = float(outputs["loss"]), float(outputs["tokens"])
-  record = {
+  record: dict[str, Any] = {
     "learning/loss": loss,
     "learning/perplexity": perplexity(loss),
     "learning/total_weights": _whole(weights),
