@@ -8,7 +8,64 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+  """A way to score. lacks: {what it cannot take, a name of `Scoring.wants`: why}."""
+
+  lacks: Mapping[str, str]
+
+
+_ONE_WALK = "which takes validation and training rows back together, once"
+_ONE_BATCH = "which appends the validation rows to the training batch"
+_WHOLE = "which forms whole directions without rules"
+_STACKED = "which walks back over stacked layers"
+
+# The values of ghost_schedule for ghost_engine=graddotprod, and the other engines.
 SCHEDULES = ("two_pass", "reverse_scan", "concat")
+SCHEDULE_FACTS: dict[str, Schedule] = {
+  "two_pass": Schedule({"offload": "which forms whole directions"}),
+  "reverse_scan": Schedule(
+    dict.fromkeys(("second_order", "val_every", "accumulation", "mask", "selection"), _ONE_WALK)
+    | {"unstacked": _STACKED}
+  ),
+  "concat": Schedule(
+    dict.fromkeys(("second_order", "val_every", "accumulation", "mask", "selection"), _ONE_BATCH)
+    | {
+      "sets": "which scores against one validation set",
+      "early_rank": "which forms the direction inside each layer",
+      "offload": "which forms whole directions",
+      "balance": "which would count the validation rows in the experts' load",
+      "tiles": "which cannot score the head inside its tiles",
+    }
+  ),
+  "jvp": Schedule(dict.fromkeys(("schedule", "rank", "selection", "offload"), _WHOLE)),
+  "perexample": Schedule(
+    dict.fromkeys(("schedule", "rank", "selection", "offload"), _WHOLE) | {"positions": "which scores whole examples"}
+  ),
+}
+ENGINES = ("graddotprod", *(name for name in SCHEDULE_FACTS if name not in SCHEDULES))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+  """What a run, or a call of `GhostEngine`, asks of its schedule. wants: {what: ("key=value", what to use instead)}."""
+
+  engine: str
+  schedule: str
+  wants: Mapping[str, tuple[str, str]]
+
+  def problems(self, prefix: str = "ghost_") -> Iterator[str]:
+    """One line for everything that the schedule cannot take. prefix: of the keys' names."""
+    rules = self.engine == "graddotprod"
+    key, name, names = ("schedule", self.schedule, SCHEDULES) if rules else ("engine", self.engine, ENGINES)
+    lacks = SCHEDULE_FACTS[name].lacks
+    for want, (given, instead) in self.wants.items():
+      if want in lacks:
+        # The engine with rules takes what any of its schedules does.
+        able = [n for n in names if want not in (SCHEDULE_FACTS[n].lacks if n in SCHEDULE_FACTS else ())]
+        other = f", or {prefix}{key}={' or '.join(able)}" if able else ""
+        yield f"{given} does not go with {prefix}{key}={name}, {lacks[want]}; use {instead}{other}"
 
 
 @dataclasses.dataclass(frozen=True)
