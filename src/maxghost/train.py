@@ -45,12 +45,13 @@ def _parameters(cfg: Config, existing: Existing) -> Callable | None:
   """What opens the parameters to start from. A run that has a checkpoint needs them no more."""
   if not cfg.checkpoint.load_parameters_path or run_directory.has_checkpoint(existing):
     return None
-  from maxghost.interop import model_path, parameters
+  from maxghost import load_model
+  from maxghost.interop import model_path
 
-  place = parameters.check_config(cfg)
+  place = load_model.check_config(cfg)
 
   def open_parameters(wanted: Mapping) -> Callable[[], dict]:
-    read = parameters.open_parameters(place, cfg, wanted)
+    read = load_model.open_parameters(place, cfg, wanted)
 
     def read_all() -> dict:
       model_path.keep_huggingface(place, cfg, existing.path)

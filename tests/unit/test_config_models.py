@@ -43,7 +43,7 @@ def test_contradiction_is_named_with_the_fix(overrides, told):
     MOE,
     f"{MOE} decoder_block=llama2 load_balance_loss_weight=0.1 ghost_schedule=reverse_scan",
     "model_name=gpt2-small max_target_length=1024",
-    "decoder_block=llama2 normalization_layer_type=layer_norm rope_type=none head_dim=7",
+    "decoder_block=llama2 rope_type=none head_dim=7",
     "rope_type=yarn rope_factor=4",
     "base_num_decoder_layers=6 inhomogeneous_layer_cycle_interval=2",
     "attention_type=local_sliding sliding_window_size=8",

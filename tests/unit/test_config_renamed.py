@@ -21,6 +21,11 @@ SAVED = [
   ("dataset_mixture: proportional\ndataset_weights: []", {"dataset_mixture": ()}),
   ("dataset_mixture: weights\ndataset_weights: [a=0.3, b=0.7]", {"dataset_mixture": ("a=0.3", "b=0.7")}),
   ("dataset_mixture: epochs\ndataset_weights: [a=3, b=0.5]", {"dataset_mixture": ("a=3x", "b=0.5x")}),
+  ("ghost_engine: jvp\nghost_schedule: two_pass", {"ghost_schedule": "forward_mode"}),
+  ("ghost_engine: graddotprod\nghost_schedule: concat", {"ghost_schedule": "concat"}),
+  ("ghost_val_sets: []\nghost_val_domain: v\nghost_val_files: [v=/x/*.txt]", {"ghost_val_sets": ("v=/x/*.txt",)}),
+  ("ghost_select: threshold\nghost_select_fraction: 0.5\nghost_select_threshold: 0.0", {"ghost_select_fraction": 0.0}),
+  ("ghost_select: topk\nghost_select_fraction: 0.4\nghost_select_threshold: 0.0", {"ghost_select_fraction": 0.4}),
   ("packing: true\ngrain_packing_type: concat_then_split", {"packing": "concat_then_split"}),
   ("packing: false\ngrain_packing_type: first_fit", {"packing": "none"}),
   ("ghost_val_domain: code\nghost_val_sets: []", {"ghost_val_sets": ("code",)}),
@@ -47,7 +52,9 @@ SAVED = [
 @pytest.mark.parametrize(("text", "wanted"), SAVED)
 def test_a_saved_configuration_of_an_earlier_version_keeps_its_meaning(text, wanted, tmp_path):
   path = tmp_path / "config.yml"
-  path.write_text(f"config_is_resolved: true\nghost_enabled: {'ghost_reweight: true' in text}\n".lower() + text)
+  path.write_text(
+    f"config_is_resolved: true\nghost_enabled: {'ghost_reweight: true' in text or 'select' in text}\n".lower() + text
+  )
   if "carries" in str(wanted):
     path.write_text(path.read_text() + "\nghost_schedule: reverse_scan")
   flat = config.load(path).flat()

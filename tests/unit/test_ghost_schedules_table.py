@@ -37,7 +37,7 @@ def refused_by_config(engine, schedule, direction, rank, sets) -> str:
   names = "ghost_val_sets=[a=x,b=y]" if sets == 2 else "ghost_val_sets=[a=x]"
   changes = [f"ghost_direction={direction}", DIRECTIONS[direction], f"ghost_rank={rank}", names]
   try:
-    config.load(f"ghost_engine={engine}", f"ghost_schedule={schedule}", *changes)
+    config.load(f"ghost_schedule={'forward_mode' if engine == 'jvp' else schedule}", *changes)
   except config.ConfigError as error:
     return str(error)
   return ""
@@ -47,12 +47,14 @@ def refused_by_config(engine, schedule, direction, rank, sets) -> str:
 def test_config_and_engine_refuse_the_same_with_the_same_words(schedule):
   refused = 0
   for asked in ASKED:
-    if asked[1] != schedule or asked[0] == "perexample":  # the trainer has no such engine
+    engine = asked[0]  # the trainer has no perexample, and jvp is its schedule forward_mode
+    if asked[1] != schedule or engine == "perexample" or (engine == "jvp" and schedule != "two_pass"):
       continue
     by_engine, by_config = refused_by_engine(*asked), refused_by_config(*asked)
     assert bool(by_engine) == bool(by_config), (asked, by_engine, by_config)
     if by_engine and "sets" not in by_engine:
-      assert by_engine.split("; use ")[0] in by_config.replace("ghost_", ""), asked
+      words = by_engine.split("; use ")[0].replace("engine=jvp", "schedule=forward_mode")
+      assert words in by_config.replace("ghost_", ""), asked
     refused += bool(by_engine)
   assert refused
 
@@ -90,8 +92,8 @@ def test_what_is_not_refused_runs(engine, schedule):
 
 
 def test_every_schedule_has_its_facts():
-  assert schedules.SCHEDULES.keys() == plugins.SCHEDULE_FACTS.keys()
-  assert set(plugins.SCHEDULES) | set(plugins.ENGINES) == {*schedules.SCHEDULES, "graddotprod"}
+  assert schedules.SCHEDULES.keys() == plugins.SCHEDULE_LACKS.keys()
+  assert {*plugins.RUN_SCHEDULES, *plugins.ENGINES.values()} == schedules.SCHEDULES.keys()
 
 
 @pytest.mark.parametrize("schedule", ["two_pass", "reverse_scan"])

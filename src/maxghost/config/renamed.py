@@ -49,6 +49,11 @@ def _validation_domain(value: str, values: Values) -> dict[str, Any]:
   return {"ghost_val_sets": (value,)} if value != "manual" and not values["ghost_val_sets"] else {}
 
 
+def _validation_files(value: tuple[str, ...], values: Values) -> dict[str, Any]:
+  given = {text.partition("=")[0]: text for text in value}
+  return {"ghost_val_sets": tuple(given.get(text, text) for text in values["ghost_val_sets"])} if value else {}
+
+
 def _mixture(value: tuple[str, ...], values: Values) -> dict[str, Any]:
   end = "x" if values["dataset_mixture"] == ("epochs",) else ""
   return {"dataset_mixture": tuple(text + end for text in value)}
@@ -86,6 +91,18 @@ OTHER: dict[str, OtherKey] = {
   "ghost_reweight_every": OtherKey(_REWEIGHT, int, _reweighting(0)),
   "ghost_reweight_step": OtherKey(_REWEIGHT, float, _reweighting(1)),
   "ghost_reweight_floor": OtherKey(_REWEIGHT, float, _reweighting(2)),
+  "ghost_select_threshold": OtherKey(
+    "is now ghost_select_fraction",
+    float,
+    lambda x, values: {"ghost_select_fraction": x} if values["ghost_select"] == "threshold" else {},
+  ),
+  "ghost_val_files": OtherKey("is now part of ghost_val_sets: name=glob", _TEXTS, _validation_files),
+  "ghost_engine": OtherKey(
+    "is now part of ghost_schedule: forward_mode for jvp",
+    str,
+    lambda engine, _: {"ghost_schedule": "forward_mode"} if engine == "jvp" else {},
+  ),
+  "normalization_layer_type": OtherKey("is no key any more: decoder_block=gpt2 has layer_norm", str, _nothing),
   "sample_tokens": OtherKey(f"is no key any more: {_GENERATE}", int, _nothing),
   "sample_temperature": OtherKey(f"is no key any more: {_GENERATE}", float, _nothing),
   # Where a process stood says nothing of the next start.
@@ -174,7 +191,7 @@ _SAME = {
 # What to use instead of a key of MaxText: {what: keys}.
 _INSTEAD = {
   "use dataset_files": "hf_train_files hf_data_dir grain_train_mixture_config_path grain_file_type",
-  "use ghost_val_files, or ghost_val_sets with ghost_val_fraction": "eval_dataset_name eval_split grain_eval_files "
+  "use ghost_val_sets, with ghost_val_fraction or as name=glob": "eval_dataset_name eval_split grain_eval_files "
   "hf_eval_files hf_eval_split",
   "use train_data_columns": "eval_data_columns",
   "use steps": "num_epoch learning_rate_schedule_steps",

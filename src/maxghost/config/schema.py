@@ -30,6 +30,11 @@ def key(default: Any, help: str, *, choices: Sequence = (), minimum: float | Non
   return dataclasses.field(default=default, metadata=metadata)
 
 
+def _is_files(domain: str) -> bool:
+  """Whether a validation set is given by a glob of files and not by a domain."""
+  return any(sign in domain for sign in "/*.")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
   """Where a run lives and how long it is."""
@@ -78,9 +83,6 @@ class ModelConfig:
   )
   mlp_bias: bool = key(False, "biases in the feed-forward layer, the experts' included")
   logits_via_embedding: bool = key(False, "tie the output projection to the token embedding")
-  normalization_layer_type: str = key(
-    "rms_norm", "norm of the residual branches; layer_norm has a bias", choices=("rms_norm", "layer_norm")
-  )
   normalization_layer_epsilon: float = key(1e-5, "epsilon of the norms", minimum=0.0)
   trainable_position_size: int = key(-1, "rows of a learned position embedding; -1 = none", minimum=-1)
   rope_type: str = key(
@@ -105,6 +107,7 @@ class ModelConfig:
   rope_attention_scaling: bool = key(True, "yarn: scale the rotated heads by 0.1 ln(rope_factor) + 1")
   attention_bias: bool = key(False, "biases in the query, key, value and out projections")
   attention_sink: bool = key(False, "one learned logit per head that takes part in the softmax and has no value")
+  attn_logits_soft_cap: float = key(0.0, "c: attention scores become c tanh(scores / c); 0 = no cap", minimum=0.0)
   attention_type: tuple[str, ...] = key(
     ("global",),
     "global or local_sliding, for all layers or one for each of a cycle",
@@ -156,6 +159,7 @@ class ModelConfig:
     choices=("weights", "optimizer", "carries"),
   )
   z_loss_multiplier: float = key(0.0, "weight of the squared log-partition added to each token's loss", minimum=0.0)
+  final_logits_soft_cap: float = key(0.0, "c: logits become c tanh(logits / c); 0 = no cap", minimum=0.0)
   num_vocab_tiling: int = key(
     1, "tiles in which output projection and loss are computed, so that 1/n of the logits exists at a time", minimum=1
   )
@@ -236,8 +240,8 @@ class DataConfig:
   )
   ghost_val_sets: tuple[str, ...] = key(
     (),
-    "validation sets, each scored apart: a domain, or name=domain, of which a share is held out; empty = manual, for "
-    "synthetic its first domain",
+    "validation sets, each scored apart: a domain, or name=domain, of which a share is held out; or name=glob of text "
+    "files, held out in whole; empty = manual, for synthetic its first domain",
   )
   ghost_val_fraction: float = key(
     0.25, "share of the validation domain's documents held out, chosen by document id", minimum=0.0, maximum=1.0
@@ -247,16 +251,18 @@ class DataConfig:
     "training documents byte-identical to a held-out one: leave out and report, keep and report, or an error",
     choices=("drop", "keep", "error"),
   )
-  ghost_val_files: tuple[str, ...] = key(
-    (), "domain=glob of text files (as dataset_files of text) that are held out in whole, for ghost_val_sets to name"
-  )
 
   @property
   def validation_sets(self) -> dict[str, str]:
     """{name: domain} of the sets that are scored against."""
     first = (*self.dataset_domains, "words")[0] if self.dataset_type == "synthetic" else "manual"
     pairs = [text.partition("=") for text in self.ghost_val_sets or (first,)]
-    return {name: domain or name for name, _, domain in pairs}
+    return {name: name if _is_files(domain) else domain or name for name, _, domain in pairs}
+
+  @property
+  def validation_files(self) -> tuple[str, ...]:
+    """The `name=glob` of the validation sets that are files of their own."""
+    return tuple(text for text in self.ghost_val_sets if _is_files(text.partition("=")[2]))
 
   @property
   def mixture(self) -> str:
@@ -270,6 +276,7 @@ class DataConfig:
 class OptimizerConfig:
   """AdamW or SGD and their schedule."""
 
+  objective: str = key("next_token", "what the training steps minimise", choices=plugins.OBJECTIVE_NAMES)
   opt_type: str = key("adamw", "optimizer", choices=plugins.OPT_TYPES)
   learning_rate: float = key(1e-3, "peak learning rate", minimum=0.0)
   lr_schedule_type: str = key(
@@ -301,15 +308,11 @@ class GhostConfig:
   """Per-example scores: what is scored, along which direction."""
 
   ghost_enabled: bool = key(True, "score every training document in every step")
-  ghost_engine: str = key(
-    "graddotprod",
-    "graddotprod = one backward pass with rules per layer, jvp = forward mode without rules",
-    choices=("graddotprod", "jvp"),
-  )
   ghost_schedule: str = key(
     "two_pass",
-    "how validation and training share a step: one after the other, layer by layer in one walk back, or in one batch",
-    choices=plugins.SCHEDULES,
+    "how validation and training share a step: one after the other, layer by layer in one walk back, in one batch; "
+    "forward_mode = two passes without rules for layers",
+    choices=plugins.RUN_SCHEDULES,
   )
   ghost_direction: str = key(
     "auto",
@@ -341,10 +344,11 @@ class GhostConfig:
     choices=("none", "topk", "threshold", "greats", "random", "bottomk"),
   )
   ghost_select_fraction: float = key(
-    0.5, "share of the rows that ghost_select trains on; all rows are scored", minimum=0.0, maximum=1.0
-  )
-  ghost_select_threshold: float = key(
-    0.0, "threshold: train on rows worth more than this many times the mean absolute value of the step's rows"
+    0.5,
+    "share of the rows that ghost_select trains on; for threshold, of the mean absolute value of the step's rows; all "
+    "rows are scored",
+    minimum=0.0,
+    maximum=1.0,
   )
   ghost_reweight: tuple[float, ...] = key(
     (),
@@ -352,6 +356,16 @@ class GhostConfig:
     "(0.2) for the mean domain, none below floor (0.02); empty = never",
     minimum=0.0,
   )
+
+  @property
+  def engine(self) -> str:
+    """How directions meet gradients: by rules for layers, or by the forward mode of differentiation."""
+    return "jvp" if self.ghost_schedule == "forward_mode" else "graddotprod"
+
+  @property
+  def passes(self) -> str:
+    """The schedule of the passes: forward_mode has those of two_pass."""
+    return "two_pass" if self.ghost_schedule == "forward_mode" else self.ghost_schedule
 
   @property
   def reweighting(self) -> tuple[int, float, float]:

@@ -159,12 +159,11 @@ def ghost_combinations(v: Values) -> Iterator[str]:
 
 
 def scoring(v: Values) -> Iterator[str]:
-  """What `plugins.SCHEDULE_FACTS` says of the run's schedule."""
+  """What `plugins.SCHEDULE_LACKS` says of the run's schedule."""
   direction, rule = v.ghost_direction, plugins.OPTIMIZERS[v.opt_type]
   early = direction in ("sgd", "second_order") or (direction == "auto" and rule.direction == "sgd")
   rank = (f"ghost_rank={v.ghost_rank}", "ghost_rank=0")
   asked = {
-    "schedule": (v.ghost_schedule != "two_pass", f"ghost_schedule={v.ghost_schedule}", "ghost_schedule=two_pass"),
     "rank": (v.ghost_rank > 0, *rank),
     "early_rank": (v.ghost_rank > 0 and early, *rank),
     "sets": (len(v.ghost_val_sets) > 1, f"ghost_val_sets={shown(v.ghost_val_sets)}", "one set"),
@@ -193,8 +192,8 @@ def scoring(v: Values) -> Iterator[str]:
       "num_vocab_tiling=1",
     ),
   }
-  wants = {want: (given, instead) for want, (asks, given, instead) in asked.items() if asks}
-  yield from plugins.Scoring(v.ghost_engine, v.ghost_schedule, wants).problems()
+  names = {name: f"ghost_schedule={name}" for name in plugins.RUN_SCHEDULES}
+  yield from plugins.scoring_problems(v.ghost_schedule, names, asked)
 
 
 def selection(v: Values) -> Iterator[str]:
@@ -290,7 +289,7 @@ def offloading(v: Values) -> Iterator[str]:
       yield f"{given} moves one segment of layers at a time; give segment_lengths, such as {near}"
     else:
       yield f"{given} moves one segment of stacked layers at a time; use scan_layers=true and segment_lengths"
-  if v.ghost_enabled and "offload" in plugins.SCHEDULE_FACTS[v.ghost_schedule].lacks:
+  if v.ghost_enabled and "offload" in plugins.SCHEDULE_LACKS[v.ghost_schedule]:
     yield (
       f"{given} forms directions one segment at a time; use ghost_schedule=reverse_scan, not {v.ghost_schedule}, "
       "or ghost_enabled=false"
@@ -360,7 +359,8 @@ def ghost_direction(v: Values) -> Iterator[str]:
 def seams(v: Values) -> Iterator[str]:
   rule = plugins.OPTIMIZERS[v.opt_type]
   if v.ghost_enabled:
-    yield from plugins.schedule_problems({key: getattr(v, key) for key in plugins.KINDS}, v.ghost_schedule)
+    passes = "two_pass" if v.ghost_schedule == "forward_mode" else v.ghost_schedule
+    yield from plugins.schedule_problems({key: getattr(v, key) for key in plugins.KINDS}, passes)
   if v.ghost_select == "greats" and not rule.elementwise:
     yield (
       f"ghost_select=greats compares rows by an elementwise update, which opt_type={v.opt_type} has not; "
@@ -371,6 +371,22 @@ def seams(v: Values) -> Iterator[str]:
       f"offload_to_host={shown(v.offload_to_host)} updates one segment of layers at a time, which "
       f"opt_type={v.opt_type} cannot; use offload_to_host=[], or another opt_type"
     )
+
+
+def objective_units(v: Values) -> Iterator[str]:
+  rows = plugins.OBJECTIVES[v.objective].rows_per_unit
+  if rows == 1:
+    return
+  what = f"objective={v.objective} makes a unit of {rows} adjacent rows"
+  for name in ("per_device_batch_size", *(("ghost_val_batch_size",) if v.ghost_enabled else ())):
+    if (size := getattr(v, name)) % rows:
+      yield f"{what}, which {name}={size} would part; use {name}={size - size % rows + rows}"
+  if v.gradient_accumulation_steps > 1:
+    yield (
+      f"{what}, which micro-batches would part; use gradient_accumulation_steps=1, not {v.gradient_accumulation_steps}"
+    )
+  if v.ghost_select != "none":
+    yield f"{what}, and ghost_select={v.ghost_select} chooses single rows; use ghost_select=none"
 
 
 def ghost_validation(v: Values) -> Iterator[str]:
@@ -419,6 +435,7 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
   schedule,
   evaluation,
   ghost_direction,
+  objective_units,
   seams,
   ghost_validation,
   ghost_combinations,

@@ -5,6 +5,7 @@ direction in use.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ class Direction:
   right: jax.Array | None = None
 
 
-def form(param: ParamSpec, parts: tuple, weight_gradient) -> tuple[Direction, jax.Array | None]:
+def form(param: ParamSpec, parts: Sequence, weight_gradient) -> tuple[Direction, jax.Array | None]:
   """(u, facts) from the parts and this step's weight gradient g [*parameter].
 
   facts [K, 2], for a direction formed in the backward pass only: the share of |u|² that its factors capture (1 without

@@ -78,8 +78,8 @@ class GhostEngine:
     per_position: bool = False,
   ):
     cfg = cfg or Config()
-    self.schedule = _known("schedule", schedule or cfg.ghost.ghost_schedule, plugins.SCHEDULES)
-    self.engine = _known("engine", engine or cfg.ghost.ghost_engine, plugins.ENGINES)
+    self.schedule = _known("schedule", schedule or cfg.ghost.passes, plugins.SCHEDULES)
+    self.engine = _known("engine", engine or cfg.ghost.engine, tuple(plugins.ENGINES))
     self.rank = cfg.ghost.ghost_rank if rank is None else rank
     direction = _known("direction", direction or "sgd", plugins.DIRECTIONS)
     self.second_order = direction == "second_order"
@@ -154,9 +154,17 @@ class GhostEngine:
 
   def _refuse(self, **asked: tuple[bool, str, str]) -> None:
     """ValueError for what the schedule cannot take. asked: {what: (whether, the argument, what to use instead)}."""
-    wants = {want: (given, instead) for want, (asks, given, instead) in asked.items() if asks}
-    for problem in plugins.Scoring(self.engine, self.schedule, wants).problems(prefix=""):
+    if self.engine == "graddotprod":
+      names = {name: f"schedule={name}" for name in plugins.SCHEDULES}
+    else:
+      names = {schedule: f"engine={name}" for name, schedule in plugins.ENGINES.items()}
+    for problem in plugins.scoring_problems(self._schedule, names, asked):
       raise ValueError(problem)
+
+  @property
+  def _schedule(self) -> str:
+    """The name in `schedules.SCHEDULES`."""
+    return self.schedule if self.engine == "graddotprod" else plugins.ENGINES[self.engine]
 
   def _compile(self, model, graphdef, loss_fn, train_batch, val_batches):
     twin, views = None, parameters(model)
@@ -182,7 +190,7 @@ class GhostEngine:
 
     def run(params, rest, train_batch, val_batches, state, delta) -> GhostResult:
       problem = Problem(
-        schedule=self.schedule if self.engine == "graddotprod" else self.engine,
+        schedule=self._schedule,
         model=Model(graphdef, params, rest),
         loss=loss_fn,
         val_loss=loss_fn,

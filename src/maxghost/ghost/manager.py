@@ -93,6 +93,7 @@ class GhostEngineManager:
   def result(self) -> GhostResult:
     """The scores of the last `prepare_gradients`."""
     self._need(self._result is not None, "result", "prepare_gradients() comes first")
+    assert self._result is not None
     return self._result
 
   def aggregate_and_log(self, step: int, learning_rate: float = 1.0) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Rules for the output projections of `models`: a loss by tiles scores each tile while its logits are there.
 
 Cost beyond the plain tiled head, in products of the head's size (the plain one takes four: logits, logits again, both
-gradients): one for the scores where the direction is known beforehand (kind 'sgd'); kind 'adam', and a tied table whose
-direction needs the whole gradient, form it first and sweep the tiles once more: two.
+gradients): one for the scores where the direction is known beforehand; one formed in the backward pass, and a tied
+table whose direction needs the whole gradient, form it first and sweep the tiles once more: two.
 
 K validation sets, B rows (n examples), T positions, D features, V vocabulary.
 """

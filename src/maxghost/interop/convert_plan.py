@@ -121,18 +121,12 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
   if checkpoint.dropped:
     plan.notes.append(f"dropped: {len(checkpoint.dropped)} leaves, the first {checkpoint.dropped[0]}")
   plan.custom_metadata = _metadata(checkpoint, target, plan.scan_axis, containers, aux, params_only)
-  order = {id(array): i for i, array in enumerate(_sources(plan))}
-  plan.leaves.sort(key=lambda leaf: order[id(leaf.parts[0].array)])
-  return plan
-
-
-def _sources(plan: Plan) -> Iterator[StoredArray]:
-  seen = set()
+  order: dict[int, int] = {}
   for leaf in plan.leaves:
     for ref in leaf.parts:
-      if id(ref.array) not in seen:
-        seen.add(id(ref.array))
-        yield ref.array
+      order.setdefault(id(ref.array), len(order))
+  plan.leaves.sort(key=lambda leaf: order[id(leaf.parts[0].array)])
+  return plan
 
 
 def _target_axis(checkpoint: Checkpoint, target: Target) -> int:

@@ -13,7 +13,15 @@ import numpy as np
 
 from maxghost.checkpoint.layouts import MAXGHOST, NNX, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, ParamTree, Path, Ref, leaf_text
-from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, TreePath, text_of, tree_from_memory
+from maxghost.checkpoint.layouts_store import (
+  LayoutError,
+  StoredArray,
+  TreePath,
+  listed,
+  nested,
+  text_of,
+  tree_from_memory,
+)
 from maxghost.interop.convert import read_block, with_key_type
 from maxghost.interop.convert_plan import TargetLeaf
 from maxghost.interop.huggingface import open_tree
@@ -76,7 +84,7 @@ def open_load(
     ):
       if names:
         say(f"not in {path}, {what}: {', '.join(names)}")
-    return _nest(arrays)
+    return nested(arrays)
 
   return read_all
 
@@ -113,7 +121,7 @@ class _Matcher:
     held = self._source.params.leaves
     unused = [leaf_text(leaf) for leaf, ref in held.items() if (id(ref.array), ref.index) not in self._used]
     if unused:
-      self._problems.append(f"has {_listed(unused)}, unknown to the model")
+      self._problems.append(f"has {listed(unused)}, unknown to the model")
     if self._problems:
       more = f"; and {len(self._problems) - 8} more" if len(self._problems) > 8 else ""
       raise LayoutError(f"checkpoint {origin} does not fit this model: {'; '.join(self._problems[:8])}{more}")
@@ -139,7 +147,7 @@ class _Matcher:
       cast = first.dtype.name if self._widen and not first.array.key_impl else ""
       self.leaves.append(TargetLeaf(first.array.path, tuple(parts), axis, cast))
     if missing and not optional:
-      self._problems.append(f"misses {prefix}{_listed(missing)}")
+      self._problems.append(f"misses {prefix}{listed(missing)}")
 
   def _widens(self, part: Ref, ref: Ref) -> bool:
     """Whether the wanted dtype holds every value of the stored one."""
@@ -178,10 +186,6 @@ def _kind(array: StoredArray | Ref) -> str:
   return f"{array.dtype}{list(array.shape)}"
 
 
-def _listed(names: list[str], most: int = 6) -> str:
-  return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def _initial(path: TreePath, wanted: Any) -> Any:
   """The value of what the checkpoint does not have; None where only its shape is known."""
   import jax
@@ -206,13 +210,3 @@ def _place(block: np.ndarray, leaf: TargetLeaf | None, wanted: Any) -> Any:
   import jax
 
   return jax.device_put(value, sharding)
-
-
-def _nest(flat: Mapping[TreePath, Any]) -> dict:
-  tree: dict = {}
-  for path, value in flat.items():
-    here = tree
-    for key in path[:-1]:
-      here = here.setdefault(key, {})
-    here[path[-1]] = value
-  return tree

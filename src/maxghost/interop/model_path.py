@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import config
-from maxghost.checkpoint.layouts_store import LayoutError, locate
+from maxghost.checkpoint.layouts_store import LayoutError, locate, read_json
 from maxghost.config import Config
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface
 from maxghost.interop.huggingface_config import weight_dtype
-from maxghost.interop.safetensors_files import read_json
 
 CONFIG_FILE = "config.yml"
 HUGGINGFACE_FILE = "huggingface.json"  # config.json of the model that a run or an import began with

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxghost.config.families import FAMILIES
 from maxghost.config.schema import ModelConfig
 from maxghost.models import dense
 
@@ -61,7 +62,7 @@ def precision(cfg: ModelConfig):
 
 def norm(cfg: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
   """The norm of a residual branch: RMSNorm, or LayerNorm with bias."""
-  if cfg.normalization_layer_type == "rms_norm":
+  if not FAMILIES[cfg.decoder_block].layer_norm:
     return rms_norm(cfg, cfg.base_emb_dim, rngs=rngs)
   return nnx.LayerNorm(
     cfg.base_emb_dim,

@@ -105,7 +105,7 @@ class Transformer(nnx.Module):
     self.token_embedder = embedding(cfg, cfg.vocab_size, axes, std=std, rngs=rngs, layer_type=layer_type)
     self.decoder = Decoder(cfg, rngs=rngs)
     self.num_experts, self.dtype = cfg.num_experts, jnp.dtype(cfg.dtype)
-    self.soft_cap = None
+    self.soft_cap = cfg.final_logits_soft_cap
 
   @property
   def head(self) -> OutputHead:

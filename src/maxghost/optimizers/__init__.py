@@ -1,6 +1,7 @@
 """Optimizers: the update rules, the learning rate and clipping. One rule a file; `config.plugins` lists them."""
 
 import importlib
+from typing import Any
 
 import optax
 
@@ -58,7 +59,7 @@ def create(cfg: OptimizerConfig) -> UpdateRule:
 
 
 def _create(name: str, cfg: OptimizerConfig) -> UpdateRule:
-  target = plugins.OPTIMIZERS[name].target
+  target: Any = plugins.OPTIMIZERS[name].target
   if isinstance(target, str):
     module, _, attribute = target.partition(":")
     target = getattr(importlib.import_module(module), attribute)

@@ -160,7 +160,7 @@ class Writer:
     """Counts the kept files, says what is missing and takes an unfinished last interval back into memory."""
     found = end = (0, 0)
     for shard in drop_covered([Shard(path) for path in dict.fromkeys(kept)]):
-      before, (steps, rows) = tuple(shard.meta.get("before") or end), (len(shard.steps), shard.num_rows)
+      before, (steps, rows) = shard.before or end, (len(shard.steps), shard.num_rows)
       found, end = (found[0] + steps, found[1] + rows), (before[0] + steps, before[1] + rows)
       unfinished = (self._last_step + 1) % self._period and shard.last_step == self._last_step
       if unfinished and shard.first_step // self._period == self._last_step // self._period:
@@ -201,18 +201,16 @@ class Writer:
       yield path, shard
 
   def _former_processes(self) -> list[int]:
-    names = [fmt.parse_shard_name(path.name) for path in self._files()]
+    names = [fmt.parse_shard_name(path.name) for path in _files(self.folder)]
     return sorted({name[1] for name in names if name is not None and name[1] >= self._num_processes})
 
-  def _files(self) -> list[Path]:
-    return sorted(self.folder.iterdir()) if self.folder.is_dir() else []
-
   def _own_files(self) -> list[Path]:
-    return [path for path in self._files() if (fmt.parse_shard_name(path.name) or (0, -1))[1] == self._process_index]
+    own = self._process_index
+    return [path for path in _files(self.folder) if (fmt.parse_shard_name(path.name) or (0, -1))[1] == own]
 
   def _temporaries(self) -> list[Path]:
     """What a process that was killed has left of this one's files."""
-    halves = [path for path in self._files() if path.name.endswith(".tmp")]
+    halves = [path for path in _files(self.folder) if path.name.endswith(".tmp")]
     names = [(path, fmt.parse_shard_name(path.name.split(".npz")[0] + ".npz")) for path in halves]
     return [path for path, name in names if (name or (0, 0))[1] == self._process_index]
 
@@ -275,3 +273,7 @@ class Writer:
   def _raise_error(self) -> None:
     if self._error is not None:
       raise OSError(f"the score log could not be written to {self.folder}: {self._error}") from self._error
+
+
+def _files(folder: Path) -> list[Path]:
+  return sorted(folder.iterdir()) if folder.is_dir() else []

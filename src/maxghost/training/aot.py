@@ -132,9 +132,9 @@ def compile_step(planned: Planned, options: dict | None = None, folder: Path | N
   lowered = lower(planned)
   platform = planned.layout.platform
   begin = time.perf_counter()
-  with tempfile.TemporaryDirectory() if folder is None else contextlib.nullcontext(folder) as folder:
+  with tempfile.TemporaryDirectory() if folder is None else contextlib.nullcontext(folder) as place:
     # What libtpu compiled cannot always be read back by the XLA beside it (`as_text`), so it writes the text itself.
-    dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True} if platform == "tpu" else {}
+    dump = {"xla_dump_to": str(place), "xla_dump_hlo_as_text": True} if platform == "tpu" else {}
     try:
       executable = lowered.compile(compiler_options=compiler_options(platform) | dump | (options or {}))
     except Exception as error:  # XLA's own type, which differs between versions
@@ -142,7 +142,7 @@ def compile_step(planned: Planned, options: dict | None = None, folder: Path | N
         raise
       return Compiled(planned, None, time.perf_counter() - begin, problem=_reason(error))
     seconds = time.perf_counter() - begin
-    texts = sorted(Path(folder).glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
+    texts = sorted(Path(place).glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
     hlo = texts[-1].read_text() if texts else executable.as_text()
   return Compiled(planned, executable, seconds, hlo)
 
@@ -203,7 +203,7 @@ def memory_lines(compiled: Compiled, topology: str) -> list[str]:
   parts["padding of arguments"] = max(memory.argument_size_in_bytes - compiled.planned.memory.arguments, 0)
   lines = ["memory of one device:"]
   lines += [f"  {name:<34}{size / 1e9:10.3f} GB" for name, size in parts.items() if size >= 5e5]
-  need = compiled.device_bytes
+  need = sum(compiled_sizes(memory).values())
   lines.append(f"  {'in all':<34}{need / 1e9:10.3f} GB")
   if have is not None:
     left = have - need

@@ -53,7 +53,7 @@ class Scorer:
       leaves = [v[...] for v in train_state.stored_gradients]
       stored = Stored(leaves, train_state.step % ghost.ghost_val_every == 0)
     return Problem(
-      schedule=ghost.ghost_schedule if ghost.ghost_engine == "graddotprod" else ghost.ghost_engine,
+      schedule=ghost.ghost_schedule,
       model=split,
       loss=step_loss,
       val_loss=self.loss,
@@ -136,7 +136,7 @@ def make_scorer(cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *
     num_positions=micro["inputs"].shape[1],
     spec=direction_spec(cfg, ghost.ghost_direction, ghost.ghost_rank),
     exclude=(*ghost.ghost_exclude, *frozen(cfg, model)),
-    schedule=ghost.ghost_schedule,
+    schedule=ghost.passes,
     num_val=ghost.ghost_val_batch_size,
   )
   return Scorer(cfg, loss, optimizers.create(cfg.optimizer), twin, graphdef)
@@ -150,31 +150,53 @@ def keep(train_state: TrainStateNNX, problem: Problem, scored: Scored) -> None:
       variable[...] = leaf
 
 
+@dataclasses.dataclass(frozen=True)
+class Slots:
+  """The slots of a batch. used_BTS, target_BTS: 1 where a position is used in a slot, or predicts one of its targets
+  that count; of each slot tokens (targets), mean loss, share of the batch loss, and 1 / share (0 where that is 0)."""
+
+  used_BTS: jax.Array
+  target_BTS: jax.Array
+  tokens_BS: jax.Array
+  loss_BS: jax.Array
+  share_BS: jax.Array
+  per_share_BS: jax.Array
+
+  @classmethod
+  def of(cls, objective: Objective, batch, losses_BT, weights_BT, num_slots: int) -> "Slots":
+    dtype = jnp.promote_types(losses_BT.dtype, jnp.float32)
+    used_BT, target_BT = objective.units(batch)
+    used_BTS = jax.nn.one_hot(used_BT - 1, num_slots, dtype=dtype)
+    target_BTS = jax.nn.one_hot(jnp.where(weights_BT != 0, target_BT, 0) - 1, num_slots, dtype=dtype)
+    weighted_BTS = target_BTS * weights_BT.astype(dtype)[..., None]
+    weight_BS = weighted_BTS.sum(1)
+    loss_BS = jnp.einsum("bts,bt->bs", weighted_BTS, losses_BT) / jnp.where(weight_BS == 0, 1, weight_BS)
+    share_BS = objective.shares(batch, weight_BS)
+    per_share_BS = jnp.where(share_BS != 0, 1 / jnp.where(share_BS != 0, share_BS, 1), 0)
+    return cls(used_BTS, target_BTS, target_BTS.sum(1), loss_BS, share_BS, per_share_BS)
+
+
 def outputs(cfg: Config, scorer: Scorer, scored: Scored, batch, scale, columns: dict, num_segments: int) -> dict:
-  """Per document: score_dot_BSK, contribution_BSK (nats), tokens_BS, loss_BS; by ghost_detail param_contribution
-  {path: [L, B, S, K]}; with a rank captured {path: [L, K]}; scored_ok: whether all scores are finite (else they are 0).
+  """Per slot: score_dot_BSK, contribution_BSK, share_BS (of the batch loss), tokens_BS, loss_BS; by ghost_detail
+  param_contribution {path: [L, B, S, K]}; with a rank captured {path: [L, K]}; scored_ok: whether all scores are finite
+  (else they are 0). Contributions are in the objective's unit (nats) and, as shares, add up over the slots of a unit.
 
   scale: learning rate times clipping factor.
   """
   passed, twin = scored.passed, scorer.twin
-  dtype = jnp.promote_types(passed.losses.dtype, jnp.float32)
-  documents_BTS = jax.nn.one_hot(batch["inputs_segmentation"] - 1, num_segments, dtype=dtype)
-  targets_BTS = jax.nn.one_hot(batch["targets_segmentation"] - 1, num_segments, dtype=dtype)
-  tokens_BS = targets_BTS.sum(1)
+  slots = Slots.of(scorer.loss, batch, passed.losses, passed.weights, num_segments)
   score_KBT = scored.additive
   ok = jnp.all(jnp.isfinite(score_KBT))
   score_KBT = jnp.where(ok, score_KBT, 0)
-  forward_mode = cfg.ghost.ghost_engine == "jvp"
-  credited_BTS = targets_BTS if forward_mode else documents_BTS
-  score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, credited_BTS)
-  share_BS = tokens_BS / jnp.maximum(tokens_BS.sum(), 1)
-  per_share_BS = jnp.where(tokens_BS > 0, 1 / jnp.where(tokens_BS > 0, share_BS, 1), 0)
+  forward_mode = cfg.ghost.engine == "jvp"
+  score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, slots.target_BTS if forward_mode else slots.used_BTS)
   out = {
     "val_loss": scored.val_loss,
-    "score_dot_BSK": score_BSK * per_share_BS[..., None],
+    "score_dot_BSK": score_BSK * slots.per_share_BS[..., None],
     "contribution_BSK": score_BSK * scale,
-    "tokens_BS": tokens_BS.astype(jnp.int32),
-    "loss_BS": jnp.einsum("bts,bt->bs", targets_BTS, passed.losses) / jnp.maximum(tokens_BS, 1),
+    "share_BS": slots.share_BS,
+    "tokens_BS": slots.tokens_BS.astype(jnp.int32),
+    "loss_BS": slots.loss_BS,
     "scored_ok": ok,
     **columns,
   }
@@ -184,7 +206,7 @@ def outputs(cfg: Config, scorer: Scorer, scored: Scored, batch, scale, columns: 
     return out
   if cfg.ghost.ghost_detail != "total":
     out["param_contribution"] = {
-      p.label: _by_document(p, passed.scores[p.label], documents_BTS, cfg.ghost.ghost_detail == "module") * scale
+      p.label: _by_slot(p, passed.scores[p.label], slots.used_BTS, cfg.ghost.ghost_detail == "module") * scale
       for p in twin.scored
     }
   if scored.captured:
@@ -193,8 +215,8 @@ def outputs(cfg: Config, scorer: Scorer, scored: Scored, batch, scale, columns: 
   return out
 
 
-def _by_document(param, score, documents_BTS, sum_layers: bool):
+def _by_slot(param, score, used_BTS, sum_layers: bool):
   """[L, B, S, K] from one parameter's [*stack, K, B, T]."""
   score_LKBT = score.reshape(-1, *score.shape[len(param.stack_shape) :])
-  score_LBSK = jnp.einsum("lkbt,bts->lbsk", score_LKBT, documents_BTS)
+  score_LBSK = jnp.einsum("lkbt,bts->lbsk", score_LKBT, used_BTS)
   return score_LBSK.sum(0, keepdims=True) if sum_layers else score_LBSK

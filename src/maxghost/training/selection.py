@@ -24,7 +24,7 @@ from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import Model, Problem, Scored, TrainPass
 from maxghost.optimizers import learning_rate_schedule
 from maxghost.training import scoring
-from maxghost.training.scoring import Scorer
+from maxghost.training.scoring import Scorer, Slots
 from maxghost.training.state import TrainStateNNX
 
 NUM_SKETCHES = 32
@@ -37,7 +37,7 @@ class Selected:
 
   batch: the chosen rows. index_k: their places among the candidates, ascending; None where all rows are kept and the
   others' targets were masked. chosen_B: bool. candidates_KBT: additive scores of the candidate pass, in its own token
-  weights. losses_BT: of the candidates, before the step. candidates: the candidate batch.
+  weights. losses_BT, weights_BT: of the candidates, before the step. candidates: the candidate batch.
   """
 
   scored: Scored
@@ -46,6 +46,7 @@ class Selected:
   chosen_B: jax.Array
   candidates_KBT: jax.Array
   losses_BT: jax.Array
+  weights_BT: jax.Array
   candidates: dict
 
   @property
@@ -128,20 +129,29 @@ class Selector:
     pair_BB = None
     if self.sketch is not None:
       pair_BB = self._interactions(problem, first.passed.grads, train_state.step)
-    has_tokens_B = (batch["targets_segmentation"] != 0).any(-1)
+    has_tokens_B = (first.passed.weights != 0).any(-1)
     chosen_B = choose(
       ghost.ghost_select,
       value_B,
       has_tokens_B,
       self.num_chosen,
       jax.random.fold_in(jax.random.key(SEED), train_state.step),
-      threshold=ghost.ghost_select_threshold,
+      threshold=ghost.ghost_select_fraction,
       pair_BB=pair_BB,
     )
     picked, index_k = take(dict(batch), chosen_B, self.num_chosen)
     # The validation gradient is made once for both passes.
     scored = schedules.score(dataclasses.replace(problem, batch=picked, validation=first.validation))
-    return Selected(scored, picked, index_k, chosen_B, first.additive, first.passed.losses, dict(batch))
+    return Selected(
+      scored,
+      picked,
+      index_k,
+      chosen_B,
+      first.additive,
+      first.passed.losses,
+      first.passed.weights,
+      dict(batch),
+    )
 
   def columns(self, train_state: TrainStateNNX, params, scored: Selected, learning_rate, clip_factor) -> dict:
     """`Scorer.columns` of the chosen rows."""
@@ -214,7 +224,9 @@ def outputs(cfg: Config, scorer: Selector, scored: Selected, batch, scale, colum
   """As `scoring.outputs`, over all candidates: a row that was not chosen has contribution 0, and the dot product, loss
   and tokens of the candidate pass. Adds chosen_B bool."""
   chosen = scoring.outputs(cfg, scorer.scorer, scored.scored, scored.batch, scale, columns, num_segments)
-  seen_tokens, seen_dot, seen_loss = _of_candidates(scored, num_segments)
+  loss = scorer.scorer.loss
+  seen = Slots.of(loss, scored.candidates, scored.losses_BT, scored.weights_BT, num_segments)
+  seen_dot = jnp.einsum("kbt,bts->bsk", scored.candidates_KBT, seen.used_BTS) * seen.per_share_BS[..., None]
   chosen["chosen_B"] = scored.chosen_B
 
   def spread(value, axis: int, fill=None):
@@ -226,24 +238,11 @@ def outputs(cfg: Config, scorer: Selector, scored: Selected, batch, scale, colum
     mask = jnp.expand_dims(scored.chosen_B, tuple(range(1, len(shape) - axis)))
     return jnp.where(mask, value, out)
 
-  fills = {"score_dot_BSK": seen_dot, "tokens_BS": seen_tokens, "loss_BS": seen_loss}
-  for name in ("score_dot_BSK", "contribution_BSK", "tokens_BS", "loss_BS"):
+  fills = {"score_dot_BSK": seen_dot, "tokens_BS": seen.tokens_BS, "loss_BS": seen.loss_BS}
+  for name in ("score_dot_BSK", "contribution_BSK", "share_BS", "tokens_BS", "loss_BS"):
     chosen[name] = spread(chosen[name], 0, fills.get(name))
   if "token_contribution_KBT" in chosen:
     chosen["token_contribution_KBT"] = spread(chosen["token_contribution_KBT"], 1)
   if "param_contribution" in chosen:
     chosen["param_contribution"] = {name: spread(v, 1) for name, v in chosen["param_contribution"].items()}
   return chosen
-
-
-def _of_candidates(scored: Selected, num_segments: int):
-  """(tokens [B, S], dot products [B, S, K], mean losses [B, S]) of all candidates' documents."""
-  batch, losses = scored.candidates, scored.losses_BT
-  dtype = jnp.promote_types(losses.dtype, jnp.float32)
-  documents_BTS = jax.nn.one_hot(batch["inputs_segmentation"] - 1, num_segments, dtype=dtype)
-  targets_BTS = jax.nn.one_hot(batch["targets_segmentation"] - 1, num_segments, dtype=dtype)
-  tokens_BS = targets_BTS.sum(1)
-  share_BS = tokens_BS / jnp.maximum(tokens_BS.sum(), 1)
-  per_share_BS = jnp.where(tokens_BS > 0, 1 / jnp.where(tokens_BS > 0, share_BS, 1), 0)
-  dot_BSK = jnp.einsum("kbt,bts->bsk", scored.candidates_KBT, documents_BTS) * per_share_BS[..., None]
-  return tokens_BS, dot_BSK, jnp.einsum("bts,bt->bs", targets_BTS, losses) / jnp.maximum(tokens_BS, 1)

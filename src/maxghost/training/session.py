@@ -9,6 +9,7 @@ import jax
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
+from maxghost.objectives import create
 from maxghost.parallel import Layout, distributed, report
 from maxghost.training import compiled_steps, devices, resume, run_directory, startup_log, state
 from maxghost.training.console import Console
@@ -19,7 +20,7 @@ from maxghost.training.memory import estimate
 from maxghost.training.memory import report as memory_report
 from maxghost.training.memory.table import compiled_sizes
 from maxghost.training.metrics import MetricsLog, TensorBoardLog
-from maxghost.training.prefetch import Prefetcher
+from maxghost.training.prefetch import Batches, Prefetcher
 from maxghost.training.resume import Position
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.run_directory import Existing, RunDirectory
@@ -106,8 +107,9 @@ class Session:
     try:
       train_state, position, sinks = self._open(run_dir)
       reweighter = self._reweighter(position)  # before the first batch is drawn
+      batches = Batches(self._dataset, create(self._cfg).prepare)
       prefetcher = Prefetcher(
-        self._dataset.train,
+        batches,
         lambda arrays: self._layout.put_local(arrays, self._rows),
         self._cfg.run.steps - position.completed_steps,
       )
@@ -117,7 +119,7 @@ class Session:
       loop = TrainingLoop(
         self._cfg,
         self._program,
-        self._dataset,
+        batches,
         sinks,
         self._signals,
         hardware,
@@ -219,6 +221,7 @@ class Session:
       period=cfg.ghost.ghost_log_period,
       fingerprint=self._dataset.fingerprint,
       num_processes=distributed.count(),
+      objective=cfg.optimizer.objective,
       ledger=plugins.ledger_columns(cfg.optimizer.opt_type),
       direction=str(optimizer.direction) if cfg.ghost.ghost_direction == "auto" else cfg.ghost.ghost_direction,
     )

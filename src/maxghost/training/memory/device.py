@@ -52,16 +52,18 @@ class PlacedState:
 
   def __init__(self, layout: Layout, split: tuple[nnx.GraphDef, nnx.State]):
     self.layout, self._graphdef, self._abstract = layout, split[0], layout.abstract(split[1])
-    length_axes = next((axes for name, axes in layout.rules.rows if name == "activation_length"), ())
-    batch_axes = {*layout.rules.batch_axes, *layout.rules.active(length_axes)}
+    length_axes = [axes for name, axes in layout.rules.rows if name == "activation_length"]
+    batch_axes = {*layout.rules.batch_axes, *layout.rules.active(length_axes[0] if length_axes else ())}
     self.variables = [self._held(path, v, batch_axes) for path, v in nnx.to_flat_state(self._abstract)]
     self._twins: dict[tuple, Twin] = {}
 
   def _held(self, path: tuple, variable: nnx.Variable, batch_axes: set[str]) -> Held:
     leaf, axes = variable.get_value(), tuple(variable.get_metadata().get(AXES) or ())
     shape, rules = leaf.sharding.shard_shape(leaf.shape), self.layout.rules
-    split = rules.assign(axes, leaf.shape, slash_path(path)) if axes else ()
-    over = [axis for name, found in zip(axes, split, strict=True) if name != EXPERTS for axis in found]
+    over: list[str] = []
+    if axes:
+      split = rules.assign(axes, leaf.shape, slash_path(path))
+      over = [axis for name, found in zip(axes, split, strict=True) if name != EXPERTS for axis in found]
     gathered = math.prod(shape) * rules.parts([axis for axis in over if axis in batch_axes])
     host = getattr(leaf.sharding, "memory_kind", None) == HOST
     row = {"model": "parameters", "optimizer": "optimizer"}.get(path[0], OTHER) if shape else OTHER

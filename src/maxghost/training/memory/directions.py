@@ -43,7 +43,7 @@ class Directions:
     if not self.device.num_sets:
       return []
     tensors = {"two_pass": self._two_pass, "reverse_scan": lambda: self._walked_back(activations)}
-    found = tensors.get(self.ghost.ghost_schedule, list)()  # concat holds no validation gradient
+    found = tensors.get(self.ghost.passes, list)()  # concat holds no validation gradient
     return [Row("ghost directions and probes", (*found, self.device.probes))]
 
   def _two_pass(self) -> list[Tensor]:

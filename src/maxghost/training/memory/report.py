@@ -1,6 +1,7 @@
 """What a run says about the memory of its step: the closed form, what XLA allocates, what to do if it is too much."""
 
 import os
+from typing import Any
 
 import jax
 
@@ -13,9 +14,9 @@ from maxghost.training.memory.verdict import advice, remedies, verdict
 CLEARLY_TOO_MUCH = 1.5
 
 
-def capacity(device: jax.Device) -> int | None:
-  """Bytes that a step may use on the device: what its allocator says, on CPU its share of the machine's memory, else
-  None."""
+def capacity(device: Any) -> int | None:
+  """Bytes that a step may use on a `jax.Device`: what its allocator says, on CPU its share of the machine's memory,
+  else None."""
   limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
   if limit is None and device.platform == "cpu" and hasattr(os, "sysconf"):
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(jax.local_devices(backend="cpu"))
