@@ -176,7 +176,7 @@ _SAME = {
   "save_checkpoint_on_completion tokenize_eval_data tokenize_train_data",
   "": "chat_template custom_mesh_and_rule hf_access_token load_full_state_path lora_input_adapters_path metrics_file "
   "profiler quantization routed_score_func",
-  "0": "adam_eps_root attn_logits_soft_cap chunk_attn_window_size eval_start_step first_num_dense_layers "
+  "0": "adam_eps_root chunk_attn_window_size eval_start_step first_num_dense_layers "
   "mtp_num_layers q_lora_rank reuse_example_batch shared_experts target_eval_loss",
   "1": "global_parameter_scale interleave_moe_layer_step num_epoch partial_rotary_factor routed_scaling_factor "
   "dcn_autoregressive_parallelism dcn_context_autoregressive_parallelism dcn_diloco_parallelism "
