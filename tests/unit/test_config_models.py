@@ -26,7 +26,7 @@ MOE = "decoder_block=mixtral num_experts=4 num_experts_per_tok=2"
     (f"{MOE} num_experts_per_tok=5", "num_experts_per_tok=5 is more than num_experts=4; use 4 or less"),
     (f"{MOE} base_moe_mlp_dim=0", "base_moe_mlp_dim=0 is no width"),
     ("load_balance_loss_weight=0.1", "load_balance_loss_weight=0.1 balances experts, but num_experts=1"),
-    (f"{MOE} load_balance_loss_weight=0.1 ghost_schedule=concat", "ghost_schedule=concat would count"),
+    (f"{MOE} load_balance_loss_weight=0.1 ghost_schedule=concat", "ghost_schedule=concat, which would count"),
   ],
 )
 def test_contradiction_is_named_with_the_fix(overrides, told):

@@ -191,8 +191,11 @@ def test_the_transformer_by_all_three_engines():
     ({"engine": "jpv"}, "engine=jpv: use one of graddotprod, jvp, perexample; did you mean jvp"),
     ({"engine": "per_example"}, "did you mean perexample"),
     ({"engine": "graddot"}, "did you mean graddotprod"),
-    ({"engine": "perexample", "per_position": True}, "scores whole examples; for per_position use graddotprod or jvp"),
-    ({"engine": "jvp", "schedule": "reverse_scan"}, "engine=jvp has no ghost_schedule=reverse_scan"),
+    (
+      {"engine": "perexample", "per_position": True},
+      "whole examples; use per_position=False, or engine=graddotprod or engine=jvp",
+    ),
+    ({"engine": "jvp", "schedule": "reverse_scan"}, "schedule=reverse_scan does not go with engine=jvp"),
   ],
 )
 def test_unknown_names_and_combinations(settings, message):

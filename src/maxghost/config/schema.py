@@ -314,7 +314,7 @@ class GhostConfig:
     "two_pass",
     "how validation and training share a step: one after the other, layer by layer in one walk back, in one batch; "
     "forward_mode = two passes without rules for layers",
-    choices=(*plugins.SCHEDULES, "forward_mode"),
+    choices=plugins.RUN_SCHEDULES,
   )
   ghost_direction: str = key(
     "auto",

@@ -131,11 +131,6 @@ def experts(v: Values) -> Iterator[str]:
       f"load_balance_loss_weight={shown(v.load_balance_loss_weight)} balances experts, but num_experts=1; "
       "use load_balance_loss_weight=0.0"
     )
-  if v.load_balance_loss_weight and v.ghost_enabled and v.ghost_schedule == "concat":
-    yield (
-      "ghost_schedule=concat would count the validation rows in the experts' load; with load_balance_loss_weight="
-      f"{shown(v.load_balance_loss_weight)} use two_pass or reverse_scan"
-    )
 
 
 def validation_sets(v: Values) -> Iterator[str]:
@@ -144,8 +139,6 @@ def validation_sets(v: Values) -> Iterator[str]:
     yield f"ghost_val_sets={shown(v.ghost_val_sets)} has a set without a name; write name=domain"
   for name in sorted({name for name in names if names.count(name) > 1}):
     yield f"ghost_val_sets={shown(v.ghost_val_sets)} names '{name}' twice; give each set its own name"
-  if len(names) > 1 and v.ghost_schedule == "concat":
-    yield "ghost_schedule=concat scores against one validation set; use two_pass or reverse_scan for several"
 
 
 def ghost_combinations(v: Values) -> Iterator[str]:
@@ -154,34 +147,53 @@ def ghost_combinations(v: Values) -> Iterator[str]:
       f"ghost_every={v.ghost_every} already computes the validation gradient every {v.ghost_every} steps; "
       f"use ghost_val_every=1, not {v.ghost_val_every}"
     )
-  if v.ghost_schedule not in ("two_pass", "forward_mode"):
-    if v.ghost_direction == "second_order":
-      yield f"ghost_direction=second_order needs ghost_schedule=two_pass, not {v.ghost_schedule}"
-    if v.ghost_val_every > 1:
-      yield f"ghost_val_every={v.ghost_val_every} needs ghost_schedule=two_pass, not {v.ghost_schedule}; or use 1"
-    if v.gradient_accumulation_steps > 1:
-      yield (
-        f"gradient_accumulation_steps={v.gradient_accumulation_steps} needs ghost_schedule=two_pass, "
-        f"not {v.ghost_schedule}"
-      )
-    if v.trainable_parameters_mask:
-      yield f"trainable_parameters_mask needs ghost_schedule=two_pass, not {v.ghost_schedule}"
   if v.ghost_direction == "second_order" and v.gradient_accumulation_steps > 1:
     yield "ghost_direction=second_order forms the whole step first; use gradient_accumulation_steps=1"
   if v.ghost_direction == "second_order" and v.ghost_val_every > 1:
     yield f"ghost_direction=second_order needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
-  plain = v.ghost_direction == "sgd" or (v.ghost_direction == "auto" and v.opt_type == "sgd")
-  if v.ghost_schedule == "concat" and v.ghost_rank and plain:
-    yield f"ghost_schedule=concat forms its direction inside each layer; use ghost_rank=0, not {v.ghost_rank}"
   if "carries" in v.offload_to_host and (v.ghost_schedule != "reverse_scan" or not v.segment_lengths):
     yield (
       f"offload_to_host={shown(v.offload_to_host)}: carries needs ghost_schedule=reverse_scan and segment_lengths; "
       "leave it out"
     )
-  if v.ghost_schedule == "reverse_scan" and not v.scan_layers:
-    yield "ghost_schedule=reverse_scan walks stacked layers; use scan_layers=true"
-  if v.ghost_schedule == "forward_mode" and v.ghost_rank:
-    yield f"ghost_rank={v.ghost_rank} has no meaning for ghost_schedule=forward_mode; use ghost_rank=0"
+
+
+def scoring(v: Values) -> Iterator[str]:
+  """What `plugins.SCHEDULE_LACKS` says of the run's schedule."""
+  direction, rule = v.ghost_direction, plugins.OPTIMIZERS[v.opt_type]
+  early = direction in ("sgd", "second_order") or (direction == "auto" and rule.direction == "sgd")
+  rank = (f"ghost_rank={v.ghost_rank}", "ghost_rank=0")
+  asked = {
+    "rank": (v.ghost_rank > 0, *rank),
+    "early_rank": (v.ghost_rank > 0 and early, *rank),
+    "sets": (len(v.ghost_val_sets) > 1, f"ghost_val_sets={shown(v.ghost_val_sets)}", "one set"),
+    "second_order": (direction == "second_order", "ghost_direction=second_order", "ghost_direction=auto"),
+    "val_every": (v.ghost_val_every > 1, f"ghost_val_every={v.ghost_val_every}", "ghost_val_every=1"),
+    "accumulation": (
+      v.gradient_accumulation_steps > 1,
+      f"gradient_accumulation_steps={v.gradient_accumulation_steps}",
+      "gradient_accumulation_steps=1",
+    ),
+    "mask": (
+      bool(v.trainable_parameters_mask),
+      f"trainable_parameters_mask={shown(v.trainable_parameters_mask)}",
+      "trainable_parameters_mask=[]",
+    ),
+    "selection": (v.ghost_select != "none", f"ghost_select={v.ghost_select}", "ghost_select=none"),
+    "unstacked": (not v.scan_layers, "scan_layers=false", "scan_layers=true"),
+    "balance": (
+      v.ghost_enabled and v.load_balance_loss_weight > 0,
+      f"load_balance_loss_weight={shown(v.load_balance_loss_weight)}",
+      "load_balance_loss_weight=0.0",
+    ),
+    "tiles": (
+      v.ghost_enabled and v.num_vocab_tiling > 1,
+      f"num_vocab_tiling={v.num_vocab_tiling}",
+      "num_vocab_tiling=1",
+    ),
+  }
+  names = {name: f"ghost_schedule={name}" for name in plugins.RUN_SCHEDULES}
+  yield from plugins.scoring_problems(v.ghost_schedule, names, asked)
 
 
 def selection(v: Values) -> Iterator[str]:
@@ -189,8 +201,6 @@ def selection(v: Values) -> Iterator[str]:
     return
   if not v.ghost_enabled:
     yield f"ghost_select={v.ghost_select} chooses by scores; use ghost_enabled=true, or ghost_select=none"
-  if v.ghost_schedule != "two_pass":
-    yield f"ghost_select={v.ghost_select} needs ghost_schedule=two_pass, not {v.ghost_schedule}"
   if v.ghost_direction == "second_order":
     yield f"ghost_select={v.ghost_select} chooses before the step is known; use ghost_direction=auto or sgd"
   if v.gradient_accumulation_steps > 1:
@@ -245,11 +255,6 @@ def vocab_tiling(v: Values) -> Iterator[str]:
       f"num_vocab_tiling={v.num_vocab_tiling} with vocab_tiling_axis={v.vocab_tiling_axis} is more than {name}={size}; "
       f"use at most {size}"
     )
-  if v.num_vocab_tiling > 1 and v.ghost_enabled and v.ghost_schedule == "concat":
-    yield (
-      f"num_vocab_tiling={v.num_vocab_tiling} scores the head inside its tiles, which ghost_schedule=concat cannot; "
-      "use two_pass or reverse_scan, or num_vocab_tiling=1"
-    )
 
 
 def segments(v: Values) -> Iterator[str]:
@@ -284,7 +289,7 @@ def offloading(v: Values) -> Iterator[str]:
       yield f"{given} moves one segment of layers at a time; give segment_lengths, such as {near}"
     else:
       yield f"{given} moves one segment of stacked layers at a time; use scan_layers=true and segment_lengths"
-  if v.ghost_enabled and v.ghost_schedule != "reverse_scan":
+  if v.ghost_enabled and "offload" in plugins.SCHEDULE_LACKS[v.ghost_schedule]:
     yield (
       f"{given} forms directions one segment at a time; use ghost_schedule=reverse_scan, not {v.ghost_schedule}, "
       "or ghost_enabled=false"
@@ -434,6 +439,7 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
   seams,
   ghost_validation,
   ghost_combinations,
+  scoring,
   selection,
   reweighting,
   validation_sets,

@@ -3,21 +3,27 @@
 K validation sets, n examples, T positions.
 """
 
+import collections
 import dataclasses
-from collections.abc import Callable
+import difflib
+import types
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxghost.config import plugins
 from maxghost.config.schema import Config
-from maxghost.ghost import names, schedules
+from maxghost.ghost import schedules
 from maxghost.ghost.attach import excluded_labels, parameters, split
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Update
 from maxghost.objectives import create
 from maxghost.optimizers import AdamState, RuleState, direction_rule
+
+MAX_COMPILED = 16  # programs that a GhostEngine keeps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +60,10 @@ class GhostEngine:
   GhostEngine(cfg), or GhostEngine(schedule="two_pass", direction="sgd", rank=0, engine="graddotprod", exclude=(),
   per_position=False). Raises ValueError for an unknown name (with the nearest one), a combination that has no meaning,
   and what `attach` raises for the model.
+
+  The last MAX_COMPILED programs are kept, one for each model structure, loss function and shapes of the batches. Two
+  functions, such as a lambda written in a loop, count as one where their code is the same and their closures and
+  defaults hold the same objects; what a function reads of global variables is fixed when it is compiled.
   """
 
   def __init__(
@@ -68,21 +78,25 @@ class GhostEngine:
     per_position: bool = False,
   ):
     cfg = cfg or Config()
-    self.schedule = names.check("ghost_schedule", schedule or cfg.ghost.passes, names.SCHEDULES)
-    self.engine = names.check("engine", engine or cfg.ghost.engine, names.ENGINES)
+    self.schedule = _known("schedule", schedule or cfg.ghost.passes, plugins.SCHEDULES)
+    self.engine = _known("engine", engine or cfg.ghost.engine, tuple(plugins.ENGINES))
     self.rank = cfg.ghost.ghost_rank if rank is None else rank
-    direction = names.check("ghost_direction", direction or "sgd", names.DIRECTIONS)
+    direction = _known("direction", direction or "sgd", plugins.DIRECTIONS)
     self.second_order = direction == "second_order"
     self.spec = direction_spec(cfg, "sgd" if self.second_order else direction, self.rank)
     self.exclude = tuple(cfg.ghost.ghost_exclude if exclude is None else exclude)
     self.per_position = per_position
     self.segment_lengths, self.remat_policy = cfg.model.stacked_segments, cfg.model.remat_policy
     self.default_loss = create(cfg).validation()
-    used = direction if self.second_order else str(self.spec.rule.direction)
-    names.check_combination(self.engine, self.schedule, used, self.rank)
-    if per_position and self.engine == "perexample":
-      raise ValueError("engine=perexample scores whole examples; for per_position use graddotprod or jvp")
-    self._compiled: dict = {}
+    rank_of = (f"rank={self.rank}", "rank=0")
+    self._refuse(
+      schedule=(self.schedule != "two_pass", f"schedule={self.schedule}", "schedule=two_pass"),
+      rank=(self.rank > 0, *rank_of),
+      early_rank=(self.rank > 0 and not self.spec.in_backward, *rank_of),
+      second_order=(self.second_order, "direction=second_order", "direction=auto"),
+      positions=(per_position, "per_position=True", "per_position=False"),
+    )
+    self._compiled: collections.OrderedDict = collections.OrderedDict()
 
   def score(
     self,
@@ -110,10 +124,14 @@ class GhostEngine:
     self._check_inputs(val_batches, state, delta)
     graphdef, _, _ = nnx.split(model, nnx.Param, ...)
     params, rest = split(model)
-    key = (graphdef, loss_fn, _shapes(train_batch), _shapes(val_batches))
+    identity, held = _identity(loss_fn)
+    key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches))
     if key not in self._compiled:
-      self._compiled[key] = self._compile(model, graphdef, loss_fn, train_batch, val_batches)
-    result = self._compiled[key](params, rest, train_batch, val_batches, state, delta)
+      self._compiled[key] = self._compile(model, graphdef, loss_fn, train_batch, val_batches), held
+    self._compiled.move_to_end(key)
+    while len(self._compiled) > MAX_COMPILED:
+      self._compiled.popitem(last=False)
+    result = self._compiled[key][0](params, rest, train_batch, val_batches, state, delta)
     if not bool(jnp.all(jnp.isfinite(result.val_loss))):
       raise ValueError(
         f"validation loss is {result.val_loss}: a validation batch needs tokens that count, finite losses"
@@ -132,8 +150,21 @@ class GhostEngine:
       )
     if (delta is None) == self.second_order:
       raise ValueError("direction 'second_order' needs delta=State of the step's update, and only it does")
-    if self.schedule == "concat" and len(val_batches) > 1:
-      raise ValueError("schedule 'concat' scores against one validation set; use two_pass or reverse_scan for several")
+    self._refuse(sets=(len(val_batches) > 1, f"val_batch of {len(val_batches)} sets", "one set"))
+
+  def _refuse(self, **asked: tuple[bool, str, str]) -> None:
+    """ValueError for what the schedule cannot take. asked: {what: (whether, the argument, what to use instead)}."""
+    if self.engine == "graddotprod":
+      names = {name: f"schedule={name}" for name in plugins.SCHEDULES}
+    else:
+      names = {schedule: f"engine={name}" for name, schedule in plugins.ENGINES.items()}
+    for problem in plugins.scoring_problems(self._schedule, names, asked):
+      raise ValueError(problem)
+
+  @property
+  def _schedule(self) -> str:
+    """The name in `schedules.SCHEDULES`."""
+    return self.schedule if self.engine == "graddotprod" else plugins.ENGINES[self.engine]
 
   def _compile(self, model, graphdef, loss_fn, train_batch, val_batches):
     twin, views = None, parameters(model)
@@ -159,7 +190,7 @@ class GhostEngine:
 
     def run(params, rest, train_batch, val_batches, state, delta) -> GhostResult:
       problem = Problem(
-        schedule=self.schedule if self.engine == "graddotprod" else self.engine,
+        schedule=self._schedule,
         model=Model(graphdef, params, rest),
         loss=loss_fn,
         val_loss=loss_fn,
@@ -205,6 +236,28 @@ class GhostEngine:
 def direction_spec(cfg: Config, direction: str, rank: int = 0) -> DirectionSpec:
   """The direction named by `ghost_direction` with the optimizer's constants; 'auto' is the optimizer's own."""
   return DirectionSpec(direction_rule(cfg.optimizer, direction), rank)
+
+
+def _known(name: str, value: str, choices: Sequence[str]) -> str:
+  """`value` if it is one of `choices`; ValueError naming the nearest otherwise."""
+  if value in choices:
+    return value
+  near = difflib.get_close_matches(value, choices, n=1, cutoff=0.3)
+  hint = f"; did you mean {near[0]}?" if near else ""
+  raise ValueError(f"{name}={value}: use one of {', '.join(choices)}{hint}")
+
+
+def _identity(function: Callable):
+  """(what tells loss functions apart, objects to be kept while that is in use)."""
+  if not isinstance(function, types.FunctionType):
+    return function, ()
+  held = (
+    function.__globals__,
+    *(cell.cell_contents for cell in function.__closure__ or ()),
+    *(function.__defaults__ or ()),
+    *(function.__kwdefaults__ or {}).values(),
+  )
+  return (function.__code__, tuple(id(x) for x in held)), held
 
 
 def _shapes(batch):

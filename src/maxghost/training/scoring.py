@@ -53,7 +53,7 @@ class Scorer:
       leaves = [v[...] for v in train_state.stored_gradients]
       stored = Stored(leaves, train_state.step % ghost.ghost_val_every == 0)
     return Problem(
-      schedule=ghost.passes if ghost.engine == "graddotprod" else ghost.engine,
+      schedule=ghost.ghost_schedule,
       model=split,
       loss=step_loss,
       val_loss=self.loss,

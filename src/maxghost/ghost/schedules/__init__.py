@@ -1,7 +1,7 @@
 """How validation and training share a step: one module for each schedule, and `score`, the one way to run them.
 
 To add a schedule: a module with `run(problem) -> Scored`, a line in `SCHEDULES`, and its facts in
-`config.plugins.SCHEDULES`.
+`config.plugins.SCHEDULE_LACKS`.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ SCHEDULES: dict[str, Callable[[Problem], Scored]] = {
   "two_pass": two_pass.run,
   "reverse_scan": reverse_scan.run,
   "concat": concat.run,
-  "jvp": forward_mode.run,
-  "perexample": per_example.run,
+  "forward_mode": forward_mode.run,
+  "per_example": per_example.run,
 }
 
 
