@@ -19,7 +19,13 @@ README, PAGE = _measure.ROOT / "README.md", _measure.ROOT / "docs" / "figures.md
 FIGURES = Path(__file__).with_name("figures.jsonl")
 ORDER = ("main_job", "startup", "exactness", "ghost_overhead", "step_speed")
 SHOWN = 3  # figures of a benchmark in the README
-DOMAIN_COLUMNS = ("domain", "tokens", "nats in all", "nats per million tokens", "training loss")
+DOMAIN_COLUMNS = {  # head: key of the figures
+  "domain": "domain",
+  "tokens": "tokens",
+  "total nats": "nats in all",
+  "nats per million tokens": "nats per million tokens",
+  "training loss": "training loss",
+}
 MEMORY_COLUMNS = ("program", "temporaries GB", "arguments GB", "host GB", "closed form GB", "off", "verdict")
 
 
@@ -120,7 +126,7 @@ def domains_table(results: dict[str, dict]) -> str:
   rows = results.get("main_job", {}).get("rows", ())
   if not rows:
     return ""
-  return _measure.markdown([{column: row[column] for column in DOMAIN_COLUMNS} for row in rows]) + "\n"
+  return _measure.markdown([{head: row[key] for head, key in DOMAIN_COLUMNS.items()} for row in rows]) + "\n"
 
 
 def overhead_table(results: dict[str, dict]) -> str:
