@@ -232,8 +232,8 @@ def _row_gradients(graphdef):
   def one(params, rest, batch):
     def row(example):
       example = jax.tree.map(lambda x: x[None], example)
-      loss, _, _, grads = schedules.plain_pass(graphdef, params, rest, LanguageModelLoss(), example)
-      return optax.tree_utils.tree_norm(grads), loss
+      out = schedules.plain_pass(graphdef, params, rest, LanguageModelLoss(), example)
+      return optax.tree_utils.tree_norm(out.grads), out.loss
 
     return jax.lax.map(row, batch, batch_size=10)
 
@@ -269,7 +269,7 @@ def duplicates(corpus: Corpus, model, learning_rate: float, copies: tuple[int, .
   first, second = GhostEngine(direction="sgd"), GhostEngine(direction="second_order")
   graphdef, params, rest = nnx.split(model, nnx.Param, ...)
   loss = jax.jit(lambda p: schedules.mean_loss(*LanguageModelLoss()(nnx.merge(graphdef, p, rest), val)))
-  gradient = jax.jit(lambda b: schedules.plain_pass(graphdef, params, rest, LanguageModelLoss(), b)[-1])
+  gradient = jax.jit(lambda b: schedules.plain_pass(graphdef, params, rest, LanguageModelLoss(), b).grads)
   rows = []
   for count in copies:
     batch = rows_of(np.concatenate([np.repeat(planted, count, 0), others[count:]]))

@@ -114,7 +114,7 @@ class Trainer:
     return (optax.apply_updates(params, delta), opt_state, count + 1), delta
 
   def plain_step(self, state, batch):
-    _, _, _, grads = schedules.plain_pass(self.graphdef, state[0], self.rest, classification_loss, batch)
+    grads = schedules.plain_pass(self.graphdef, state[0], self.rest, classification_loss, batch).grads
     return self.update(state, grads)[0]
 
   def scored_step(self, state, rows_B, spec: DirectionSpec | None = None):
@@ -122,7 +122,7 @@ class Trainer:
     spec = spec or self.spec
     twin, batch = self.twins[spec], self.batch(rows_B)
     params, opt_state, count = state
-    _, _, _, grads = schedules.plain_pass(self.graphdef, params, self.rest, classification_loss, batch)
+    grads = schedules.plain_pass(self.graphdef, params, self.rest, classification_loss, batch).grads
     new_state, delta = self.update(state, grads)
     val = (self.problem.val,)
     val_loss, gradients = schedules.validation_gradients(self.graphdef, params, self.rest, classification_loss, val)

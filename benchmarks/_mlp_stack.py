@@ -15,7 +15,6 @@ from maxghost.config import Config
 from maxghost.ghost import schedules
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.prepare import prepare_twin
-from maxghost.ghost.schedules import reverse_scan
 from maxghost.models import stack
 from maxghost.models.decoder_layer import GatedMlp
 from maxghost.objectives import StagedLoss
@@ -77,7 +76,7 @@ def load(base: str, *overrides: str) -> Config:
 def make(cfg: Config):
   """(function(params, batch, val_batches) -> gradients and scores, abstract params, abstract batch).
 
-  With ghost_enabled the gradient comes from `reverse_scan`, along directions of rank ghost_rank.
+  With ghost_enabled the gradient comes from schedule reverse_scan, along directions of rank ghost_rank.
   """
   model = nnx.eval_shape(lambda: MlpStack(cfg.model, rngs=nnx.Rngs(0)))
   graphdef, params, rest = nnx.split(model, nnx.Param, ...)
@@ -91,11 +90,22 @@ def make(cfg: Config):
 
   def run(params, batch, val_batches):
     if not cfg.ghost.ghost_enabled:
-      return schedules.plain_pass(graphdef, params, rest, MeanSquare(), batch)[-1]
-    passed, _, _, _ = reverse_scan.run(
-      twin, graphdef, params, rest, MeanSquare(), batch, val_batches,
-      segment_lengths=cfg.model.segment_lengths, carries_on_host="carries" in cfg.model.offload_to_host,
-    )  # fmt: skip
+      return schedules.plain_pass(graphdef, params, rest, MeanSquare(), batch).grads
+    problem = schedules.Problem(
+      schedule="reverse_scan",
+      model=schedules.Model(graphdef, params, rest),
+      loss=MeanSquare(),
+      val_loss=MeanSquare(),
+      batch=batch,
+      val_batches=val_batches,
+      twin=twin,
+      parameters=twin.parameters,
+      scored=tuple(p.label for p in twin.scored),
+      settings=schedules.Settings(
+        segment_lengths=cfg.model.segment_lengths, carries_on_host="carries" in cfg.model.offload_to_host
+      ),
+    )
+    passed = schedules.score(problem).passed
     return passed.grads, passed.scores
 
   # A train state calls the model's part of itself "model".

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost.models import platforms
-from maxghost.parallel.memory_estimate import MemoryEstimate
+from maxghost.training.memory import MemoryEstimate
 
 jax.config.update("jax_platforms", "cpu")
 # Before libtpu is loaded: several processes may load it, and no cloud metadata is asked for.

@@ -60,7 +60,7 @@ def write_model(folder: Path, layers: int, width: int) -> tuple[int, int]:
   import ml_dtypes
   import numpy as np
 
-  from maxghost.interop import huggingface, huggingface_rules
+  from maxghost.interop import huggingface
   from maxghost.interop.safetensors_files import Planned, write_tensors
 
   folder.mkdir()
@@ -74,7 +74,7 @@ def write_model(folder: Path, layers: int, width: int) -> tuple[int, int]:
   model = huggingface.model_config(folder).model
   rng = np.random.default_rng(0)
   planned = []
-  for rule, _, _, name in huggingface_rules.Table(model).tensors():
+  for rule, _, _, name in huggingface.Table(model).tensors():
     shape = rule.tensor_shape
     make = lambda shape=shape: rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)  # noqa: E731
     planned.append(Planned(name, shape, np.dtype(ml_dtypes.bfloat16), make))

@@ -26,10 +26,12 @@ from flax import nnx
 from maxghost import config as configuration
 from maxghost.config.values import divisors
 from maxghost.models import platforms
-from maxghost.parallel.memory_estimate import MemoryEstimate
-from maxghost.parallel.memory_verdict import verdict
-from maxghost.training import state
-from maxghost.training.memory_report import estimate_of
+from maxghost.parallel import Layout, topologies
+from maxghost.training import aot, state
+from maxghost.training.host_memory import HostMemory
+from maxghost.training.memory import MemoryEstimate, estimate
+from maxghost.training.memory.table import compiled_sizes
+from maxghost.training.memory.verdict import verdict
 from maxghost.training.step import make_train_step
 
 SHAPE = (
@@ -46,11 +48,23 @@ GHOST = (
   "ghost_schedule=reverse_scan", "ghost_rank=32", "ghost_direction=sgd", "ghost_val_batch_size=1",
   "offload_to_host=carries",
 )  # fmt: skip
-STREAMED = "offload_to_host=weights,optimizer"
+STREAMED = ("offload_to_host=weights,optimizer",)
+ALL_STREAMED = ("offload_to_host=weights,optimizer,carries",)
 HEAD = (
   "base_emb_dim=2880", "vocab_size=201088", "max_target_length=32768", "per_device_batch_size=1", "dtype=bfloat16",
   "weight_dtype=bfloat16", "dataset_type=synthetic", "ghost_val_sets=words",
 )  # fmt: skip
+OWN_RULES = {  # name: keys, on four chips
+  "embed on tensor, the rest on fsdp": (
+    *PLAIN, "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2",
+    "logical_axis_rules=[[embed,[tensor]],[mlp,[fsdp]],[q_heads,[fsdp]],[kv_heads,[fsdp]],[heads,[fsdp]],[vocab,[fsdp]]]",
+  ),
+  "embed whole, the rest on fsdp, moments over data too, scores by two_pass": (
+    "ghost_schedule=two_pass", "ghost_rank=32", "ghost_direction=sgd", "ghost_val_batch_size=4",
+    "ici_data_parallelism=2", "ici_fsdp_parallelism=2", "shard_optimizer_over_data=true",
+    "logical_axis_rules=[[embed,[]],[mlp,[fsdp]],[q_heads,[fsdp]],[kv_heads,[fsdp]],[heads,[fsdp]],[vocab,[fsdp]]]",
+  ),
+}  # fmt: skip
 SMALL = (  # the recompute cost, on this machine
   "base_emb_dim=256", "base_mlp_dim=768", "base_num_decoder_layers=8", "max_target_length=256",
   "per_device_batch_size=4", "remat_policy=full", "ghost_enabled=false", "dataset_type=synthetic",
@@ -100,14 +114,25 @@ class Bench:
     run, params, batch = _mlp_stack.make(cfg)
     compiled = _tpu.compile_for(self.device, run, params, batch, (batch,) if cfg.ghost.ghost_enabled else ())
     inputs = batch["x"].size * 2 * (1 + cfg.ghost.ghost_enabled)
-    return compiled.beside(gradient_only(cfg, params), inputs)
+    return compiled.beside(gradient_only(cfg, _mlp_stack.MlpStack), inputs)
 
   def head(self, *keys: str) -> _tpu.Compiled:
     """The gradient of the output head."""
     cfg = configuration.load(str(_measure.BASE), *HEAD, *keys, *self.overrides)
     function, arguments = _head.make(cfg)
-    params = nnx.State({"decoder": arguments[1]})
-    return _tpu.compile_for(self.device, function, *arguments).beside(gradient_only(cfg, params))
+    plain = gradient_only(configuration.replace(cfg, ghost_enabled=False), _head.Head)
+    inputs = num_bytes(arguments[2], arguments[4]) if cfg.ghost.ghost_enabled else 0  # scores and the given direction
+    return _tpu.compile_for(self.device, function, *arguments).beside(plain, inputs)
+
+  def sharded_step(self, *keys: str) -> _tpu.Compiled:
+    """The whole train step of the decoder on four chips."""
+    cfg = configuration.load(str(_measure.BASE), *SHAPE, *DECODER, *keys, *self.overrides)
+    planned = aot.plan(cfg, Layout.of(cfg.parallel, topologies.open_devices(f"{self.name}-4")))
+    compiled = aot.compile_step(planned)
+    if compiled.executable is None:
+      return _tpu.Compiled(error=compiled.problem).beside(planned.memory)
+    sizes = compiled_sizes(compiled.executable.memory_analysis())
+    return _tpu.Compiled(sizes["temporaries"], sizes["arguments"], 0.0, 0.0).beside(planned.memory)
 
   def step(self, *keys: str) -> _tpu.Compiled:
     """The whole train step of the decoder."""
@@ -119,13 +144,22 @@ class Bench:
     with platforms.tracing_for("tpu"):
       step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=1, num_sets=max(len(sets), 1))
     compiled = _tpu.compile_for(self.device, step, abstract, batch, val_batches, donate=(0,))
-    return compiled.beside(estimate_of(cfg, abstract))
+    return compiled.beside(estimate(cfg, split=(graphdef, abstract)))
 
 
-def gradient_only(cfg, params) -> MemoryEstimate:
-  """The closed form of a program that gives the gradient of these parameters, without moments or an update."""
-  cfg = configuration.replace(cfg, opt_type="sgd")
-  return estimate_of(cfg, nnx.State({"model": {"stack": params}} if "layers" in params else {"model": params}))
+def gradient_only(cfg, model_type: Callable[..., nnx.Module]) -> MemoryEstimate:
+  """The closed form of a program that gives the gradient of a model's parameters, without moments or an update."""
+
+  def build(cfg):
+    train_state = nnx.eval_shape(lambda: state.TrainStateNNX(model_type(cfg.model, rngs=nnx.Rngs(0))))
+    graphdef, abstract = nnx.split(train_state)
+    return graphdef, HostMemory.of(cfg).abstract(abstract)
+
+  return estimate(cfg, build=build)
+
+
+def num_bytes(*shapes) -> int:
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
 def batch_shapes(cfg, num_rows: int) -> dict:
@@ -142,7 +176,7 @@ def plain_scan(bench: Bench) -> Case:
   if compiled.error:
     case.notes.append(f"the compiler: {compiled.error.strip()}")
   cfg = _mlp_stack.load(str(_measure.BASE), *SHAPE, *PLAIN, *bench.overrides)
-  case.notes.append(verdict(gradient_only(cfg, _mlp_stack.make(cfg)[1]), int(bench.hbm)))
+  case.notes.append(verdict(gradient_only(cfg, _mlp_stack.MlpStack), int(bench.hbm)))
   return case
 
 
@@ -186,7 +220,7 @@ def decoder(bench: Bench) -> Case:
   """The whole train step: embedding, 48 layers, head, loss, AdamW."""
   case = Case()
   plain = bench.step(*PLAIN, *STREAMED)
-  ghost = bench.step(*GHOST, *STREAMED)
+  ghost = bench.step(*GHOST, *ALL_STREAMED)
   case.line("train step of the decoder, streamed", plain)
   case.line("train step of the decoder, streamed, with scores", ghost)
   case.figures += [
@@ -203,6 +237,14 @@ def decoder_segments(bench: Bench) -> Case:
     found[k] = bench.step(*PLAIN, *STREAMED, f"segment_lengths={k}")
     case.line(f"train step of the decoder, streamed, segments of {k}", found[k])
   case.notes.append(f"best segment length of the decoder: {min(found, key=lambda k: found[k].peak)}")
+  return case
+
+
+def axis_rules(bench: Bench) -> Case:
+  """Weights split by a user's own rules, 16,384 tokens in a row."""
+  case = Case()
+  for name, keys in OWN_RULES.items():
+    case.line(f"4 chips, {name}", bench.sharded_step("max_target_length=16384", *keys))
   return case
 
 
@@ -255,6 +297,7 @@ ROWS: dict[str, Callable[[Bench], Case]] = {
   "streamed_stack": streamed_stack,
   "decoder": decoder,
   "decoder_segments": decoder_segments,
+  "axis_rules": axis_rules,
   "head": head,
   "recompute": recompute,
 }

@@ -27,7 +27,7 @@ SHAPE = (
 PLAIN = ("ghost_enabled=false",)
 GHOST = ("ghost_schedule=reverse_scan", "ghost_rank=32", "ghost_direction=sgd")
 SEGMENTS = ("segment_lengths=6",)
-STREAMED = "offload_to_host=weights,optimizer"
+STREAMED = ("offload_to_host=weights,optimizer",)
 ROWS = {
   "plain scan": PLAIN,
   "plain scan, with scores": GHOST,

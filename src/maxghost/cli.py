@@ -10,10 +10,11 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from maxghost.config import Config, ConfigError, did_you_mean, fields, load_with_origins
+from maxghost import __version__
+from maxghost.config import ConfigError, did_you_mean, fields, load_with_origins
 from maxghost.config.help import list_values, print_help
 
 USER_ERROR = 2
@@ -46,26 +47,37 @@ def guard(work: Callable[[], int | None]) -> int:
     return USER_ERROR
 
 
-def run_door(work: Callable[[Config], int | None], argv: Sequence[str] | None = None, verb: str = "train") -> int:
+def run_door(
+  work: Callable[..., int | None],
+  argv: Sequence[str] | None = None,
+  verb: str = "train",
+  switches: Mapping[str, str] | None = None,
+) -> int:
   """Parses `[config.yml] [key=value ...] [--print_config] [--help [key]]` and runs `work(cfg)`.
 
-  argv: the arguments behind the program's name; None takes sys.argv's.
+  argv: the arguments behind the program's name; None takes sys.argv's. switches: {name: what `--name` is for} of the
+  command's own flags; `work` gets name=True where it was given, else name=False.
   Returns the exit code of `work` (None = 0), or 2 where the input is wrong; nothing has been written then.
   """
   arguments = list(sys.argv[1:] if argv is None else argv)
-  return guard(lambda: _run_door(work, arguments, verb))
+  return guard(lambda: _run_door(work, arguments, verb, switches or {}))
 
 
-def _run_door(work: Callable[[Config], int | None], arguments: list[str], verb: str) -> int | None:
+def _run_door(
+  work: Callable[..., int | None], arguments: list[str], verb: str, switches: Mapping[str, str]
+) -> int | None:
   for position, text in enumerate(arguments):
     flag, _, key = text.partition("=")
     if flag in ("--help", "-h"):
       key = key or next(iter(arguments[position + 1 :]), "").partition("=")[0]
       with quiet_pipe():
-        print_help(key or None, usage=USAGE.format(verb=verb))
+        more = "".join(f"\n       maxghost {verb} [...] --{name}   {purpose}" for name, purpose in switches.items())
+        print_help(key or None, usage=USAGE.format(verb=verb) + more)
       return 0
   flags = {"--print_config", "--print-config"}
-  path, overrides = split_arguments([text for text in arguments if text not in flags])
+  path, overrides = split_arguments(
+    [text for text in arguments if text not in flags | {f"--{name}" for name in switches}]
+  )
   loaded = load_with_origins(path, *overrides)
   for note in loaded.notes:
     print(f"maxghost: note: {note}", file=sys.stderr)
@@ -73,7 +85,7 @@ def _run_door(work: Callable[[Config], int | None], arguments: list[str], verb: 
     with quiet_pipe():
       print(list_values(loaded))
     return 0
-  return work(loaded.config)
+  return work(loaded.config, **{name: f"--{name}" in arguments for name in switches})
 
 
 @contextlib.contextmanager
@@ -129,6 +141,9 @@ def main(argv: list[str] | None = None) -> int:
     with quiet_pipe():
       print(overview(verbs))
     return 0 if arguments else USER_ERROR
+  if arguments[0] in ("-V", "--version"):
+    print(f"maxghost {__version__}")
+    return 0
   verb, rest = arguments[0], arguments[1:]
   if verb not in verbs:
     hint = did_you_mean(verb, verbs) or f"; there are {', '.join(verbs)}"
@@ -144,7 +159,13 @@ def overview(verbs: dict[str, tuple[str, str]]) -> str:
   """The commands and what each does."""
   width = max(map(len, verbs), default=0)
   lines = ["usage: maxghost COMMAND [...]", "", *(f"  {verb:<{width}}  {about}" for verb, (_, about) in verbs.items())]
-  return "\n".join([*lines, "", "maxghost COMMAND --help explains a command; maxghost train --help lists every key."])
+  return "\n".join(
+    [
+      *lines,
+      "",
+      "maxghost COMMAND --help explains a command; maxghost train --help lists every key; maxghost --version.",
+    ]
+  )
 
 
 if __name__ == "__main__":

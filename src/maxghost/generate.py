@@ -10,14 +10,39 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from maxghost.arguments import Parser, run_door
-from maxghost.config import Config, ConfigError
+from maxghost.config import Config, ConfigError, did_you_mean
 
 EXAMPLES = """\
 examples:
   maxghost generate runs/base --prompt "def main(" --max_new_tokens 100 --temperature 0.8 --top_p 0.95
   maxghost generate models/smollm2 --prompt "The capital of France is"
   maxghost generate runs/base/checkpoints/200 --prompts prompts.txt --stop "</s>"
+  maxghost generate configs/base.yml load_parameters_path=runs/base prompt="def main("
 """
+
+
+# Flags that may be typed as keys behind a configuration, by key.
+KEYS = {name: f"--{name}" for name in ("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "dtype")}
+
+
+def from_keys(arguments: list[str]) -> list[str]:
+  """`[config.yml] load_parameters_path=MODEL prompt=TEXT [key=value ...]`, as training is typed, in flags.
+
+  The configuration is that of a model that has none of its own. Other arguments stay as they are. Raises ConfigError.
+  """
+  typed = arguments[:1] if arguments[:1] and Path(arguments[0]).suffix in (".yml", ".yaml") else []
+  pairs = [text.partition("=") for text in arguments[len(typed) :]]
+  if not typed and not any(name == "load_parameters_path" and equals for name, equals, _ in pairs):
+    return arguments
+  given = {name: value for name, equals, value in pairs if equals}
+  for name, equals, _ in pairs:
+    if not equals or name not in (*KEYS, "load_parameters_path"):
+      hint = did_you_mean(name, (*KEYS, "load_parameters_path"))
+      raise ConfigError(f"{name!r} is no key of generate{hint}; it reads load_parameters_path, {', '.join(KEYS)}")
+  if not given.get("load_parameters_path"):
+    raise ConfigError("load_parameters_path is missing: the run, checkpoint or folder of the model to generate with")
+  flags = [part for name, value in given.items() if name in KEYS for part in (KEYS[name], value)]
+  return [given["load_parameters_path"], *flags, *(("--otherwise", typed[0]) if typed else ())]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -36,7 +61,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--cache", type=int, default=0, metavar="N", help="positions of the cache; 0 = as many as needed (0)")
   add("--config", metavar="FILE", help="config.yml of the model, where none lies beside it")
   add("--dtype", choices=("float32", "bfloat16"), help="compute dtype, where it shall not be the configuration's")
-  return parser.parse(argv)
+  add("--otherwise", metavar="FILE", help=argparse.SUPPRESS)  # as --config, where the model has none of its own
+  return parser.parse(from_keys(list(sys.argv[1:] if argv is None else argv)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
   from maxghost.generation.sampling import Sampling
 
   sampling = Sampling(args.temperature, args.top_k, args.top_p)
-  place, cfg = load_model.find(args.model, args.config, **({"dtype": args.dtype} if args.dtype else {}))
+  place, cfg = load_model.find(args.model, args.config, args.otherwise, **({"dtype": args.dtype} if args.dtype else {}))
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   texts = _prompts(args)
   prompts = encode(texts, tokenizer, cfg)

@@ -1,28 +1,42 @@
 """A model from a path, for the commands that use one: a run, a checkpoint, an imported or a Hugging Face folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from maxghost import config
+from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import Config, ConfigError
-from maxghost.interop import model_keys, model_path, parameters
+from maxghost.config.families import FAMILIES
+from maxghost.config.values import shown
+from maxghost.interop import model_path
+from maxghost.interop.huggingface import open_tree
+from maxghost.interop.load_tree import open_load
+from maxghost.interop.model_keys import differing
+from maxghost.interop.model_path import ModelPlace
 
 
-def find(path: str | Path, config_file: str | None = None, **changes) -> tuple[model_path.ModelPlace, Config]:
-  """Where the model is, and its configuration. config_file: for a checkpoint that has none beside it. changes: keys of
-  the configuration to replace. Raises ConfigError; nothing of the parameters has been read then."""
+def find(
+  path: str | Path, config_file: str | None = None, otherwise: str | None = None, **changes
+) -> tuple[ModelPlace, Config]:
+  """Where the model is, and its configuration. config_file: for a checkpoint that has none beside it, or to confirm
+  that one; otherwise: read only where there is none. changes: keys of the configuration to replace. Raises ConfigError;
+  nothing of the parameters has been read then."""
   place = model_path.find(path)
+  if config_file is None and place.config is None:
+    config_file = otherwise
   cfg = config.load(config_file) if config_file else place.config
   if cfg is None:
     raise ConfigError(f"{path}: no config.yml beside it says what model it is; name one with --config")
   if config_file and place.config:
-    unlike = model_keys.differing(place.config.model, cfg.model)
+    unlike = differing(place.config.model, cfg.model)
     if unlike:
       raise ConfigError(f"--config {config_file} is another model than {path}: they differ in {', '.join(unlike)}")
   return place, config.replace(cfg, **changes)
 
 
-def load(place: model_path.ModelPlace, cfg: Config, say: Callable[[str], None] = print):
+def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print):
   """(graphdef, state) of the model with its parameters. JAX is imported here. Raises ConfigError where they misfit."""
   from flax import nnx
 
@@ -33,5 +47,45 @@ def load(place: model_path.ModelPlace, cfg: Config, say: Callable[[str], None] =
   configure_jax(cfg)
   graphdef, abstract = nnx.split(models.create_abstract(cfg))
   wanted = resume.to_tree(resume.abstract_arrays(abstract))
-  tree = parameters.open_parameters(place, cfg, wanted, say)()
+  tree = open_parameters(place, cfg, wanted, say)()
   return graphdef, resume.from_tree(tree, abstract)
+
+
+def check_config(cfg: Config) -> ModelPlace:
+  """Finds the model of `load_parameters_path`; nothing is read but configurations.
+
+  Raises ConfigError where there is none, and where its model differs from the one of `cfg`: every key is named.
+  """
+  path = cfg.checkpoint.load_parameters_path
+  place = model_path.find(path)
+  if place.config is None:
+    return place
+  unlike = differing(place.config.model, cfg.model)
+  if unlike:
+    listed = "; ".join(f"{key}={shown(found)} there, {shown(here)} here" for key, (found, here) in unlike.items())
+    raise ConfigError(f"load_parameters_path={path} is another model ({place.config_file}): {listed}")
+  return place
+
+
+def open_parameters(
+  place: ModelPlace, cfg: Config, wanted: Mapping[str, Any], say: Callable[[str], None] = print
+) -> Callable[[], dict]:
+  """Pairs the parameters at `place` with the tree `wanted`; the function that is returned reads them.
+
+  Raises ConfigError that names every parameter which is missing, unknown or unlike.
+  """
+  values_from = read_checkpoint(open_tree(place.tree), ReadOptions(keep_unknown=True)).values_from
+  scales = FAMILIES[cfg.model.decoder_block].maxtext_scales_queries
+  if values_from == "maxtext" and scales is None:
+    raise LayoutError(
+      f"{place.tree} is a checkpoint of MaxText; how MaxText scales query weights is not known for "
+      f"decoder_block={cfg.model.decoder_block}"
+    )
+  if not values_from:
+    raise LayoutError(
+      f"{place.tree}: nothing tells whether MaxText or maxghost scaled the query weights; write a copy that does with "
+      "maxghost checkpoint rescale"
+    )
+  head_dim = cfg.model.head_dim if values_from == "maxtext" and scales else None
+  read = open_load(place.tree, {"model": wanted}, head_dim=head_dim, widen=True, say=say)
+  return lambda: read()["model"]

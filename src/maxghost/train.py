@@ -14,13 +14,15 @@ from maxghost.config import Config, ConfigError
 from maxghost.training import run_directory
 from maxghost.training.run_directory import Existing
 
+SWITCHES = {"force": "starts a step that is estimated to need far more memory than there is"}
+
 
 def main(argv: list[str] | None = None) -> int:
   """Runs the door; returns the exit code."""
-  return cli.run_door(_run, argv, "train")
+  return cli.run_door(_run, argv, "train", SWITCHES)
 
 
-def _run(cfg: Config) -> int:
+def _run(cfg: Config, force: bool) -> int:
   existing = run_directory.inspect(cfg)
   if existing.completed_steps == cfg.run.steps:
     print(f"{existing.path} is complete: {existing.completed_steps} steps.")
@@ -36,19 +38,20 @@ def _run(cfg: Config) -> int:
 
   open_parameters = _parameters(cfg, existing)
   corpus = build.open_all(cfg.data, cfg.run.data_shuffle_seed, cfg.model.vocab_size)
-  return _train(cfg, existing, corpus, open_parameters)
+  return _train(cfg, existing, corpus, open_parameters, force)
 
 
 def _parameters(cfg: Config, existing: Existing) -> Callable | None:
   """What opens the parameters to start from. A run that has a checkpoint needs them no more."""
   if not cfg.checkpoint.load_parameters_path or run_directory.has_checkpoint(existing):
     return None
-  from maxghost.interop import model_path, parameters
+  from maxghost import load_model
+  from maxghost.interop import model_path
 
-  place = parameters.check_config(cfg)
+  place = load_model.check_config(cfg)
 
   def open_parameters(wanted: Mapping) -> Callable[[], dict]:
-    read = parameters.open_parameters(place, cfg, wanted)
+    read = load_model.open_parameters(place, cfg, wanted)
 
     def read_all() -> dict:
       model_path.keep_huggingface(place, cfg, existing.path)
@@ -59,7 +62,9 @@ def _parameters(cfg: Config, existing: Existing) -> Callable | None:
   return open_parameters
 
 
-def _train(cfg: Config, existing: Existing, corpus, open_parameters: Callable | None = None) -> int:
+def _train(
+  cfg: Config, existing: Existing, corpus, open_parameters: Callable | None = None, force: bool = False
+) -> int:
   """From valid input to an exit code. corpus: (source, tokenizer). JAX is imported here."""
   from maxghost import data
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
@@ -87,7 +92,7 @@ def _train(cfg: Config, existing: Existing, corpus, open_parameters: Callable | 
       )
       session = Session(
         cfg, existing, dataset, signals, layout, open_checkpoints=CheckpointManager, open_scores=Writer,
-        open_parameters=open_parameters,
+        open_parameters=open_parameters, force=force,
       )  # fmt: skip
       return session.run()
     except NonFiniteMetricError as error:

@@ -8,10 +8,9 @@ import pytest
 from checkpoint_convert_trees import FIXTURES, orbax_leaves, same_bytes, save, unpack
 from flax import nnx
 
-from maxghost import config, models
+from maxghost import config, load_model, models
 from maxghost.checkpoint.compare import compare_checkpoints
 from maxghost.checkpoint.layouts_store import LayoutError
-from maxghost.interop import parameters
 from maxghost.interop.convert import convert
 from maxghost.interop.linen_scaling import main, rescale_checkpoint, rescale_queries
 from maxghost.interop.load_tree import load_tree
@@ -71,17 +70,17 @@ def test_load_parameters_path_takes_a_maxtext_checkpoint(tmp_path):
   convert(source, tmp_path / "nnx", to="nnx", say=silent)
   for path in (source, tmp_path / "nnx"):
     cfg = given(path)
-    found = parameters.open_parameters(parameters.check_config(cfg), cfg, model_only["model"], silent)()
+    found = load_model.open_parameters(load_model.check_config(cfg), cfg, model_only["model"], silent)()
     jax.tree.map(np.testing.assert_array_equal, found, expected)
   with pytest.raises(LayoutError, match="how MaxText scales query weights is not known for decoder_block=gpt2"):
     cfg = config.replace(config.load("model_name=gpt2-small"), load_parameters_path=str(source))
-    parameters.open_parameters(parameters.check_config(cfg), cfg, model_only["model"], silent)
+    load_model.open_parameters(load_model.check_config(cfg), cfg, model_only["model"], silent)
   with pytest.raises(LayoutError, match="misses decoder/layers/self_attention/key_norm/scale"):
     cfg = given(source, use_qk_norm=True)
     wanted = to_tree(train_state(use_qk_norm=True)[1])["model"]
-    parameters.open_parameters(parameters.check_config(cfg), cfg, wanted, silent)
+    load_model.open_parameters(load_model.check_config(cfg), cfg, wanted, silent)
   with pytest.raises(LayoutError, match="there is no model folder"):
-    parameters.check_config(given(tmp_path / "nowhere"))
+    load_model.check_config(given(tmp_path / "nowhere"))
 
 
 def test_a_maxtext_checkpoint_of_a_family_without_scaling_is_taken_as_it_is(tmp_path):
@@ -95,7 +94,7 @@ def test_a_maxtext_checkpoint_of_a_family_without_scaling_is_taken_as_it_is(tmp_
   source = save(tmp_path / "qwen3", {"params": {"params": stacked}, "step": np.int32(3)})
   cfg = given(source, decoder_block="qwen3", use_qk_norm=True)
   wanted = to_tree(abstract)["model"]
-  found = parameters.open_parameters(parameters.check_config(cfg), cfg, wanted, silent)()
+  found = load_model.open_parameters(load_model.check_config(cfg), cfg, wanted, silent)()
   jax.tree.map(np.testing.assert_array_equal, found, values)
 
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+import maxghost
 from maxghost import cli, config
 
 
@@ -155,3 +156,25 @@ def test_output_closed_early_is_no_traceback():
   process.stdout.close()
   assert (process.stderr.read(), process.wait()) == (b"", 0)
   process.stderr.close()
+
+
+def test_the_version_is_told_and_the_package_runs(capsys):
+  assert cli.main(["--version"]) == 0
+  assert capsys.readouterr().out == f"maxghost {maxghost.__version__}\n"
+  done = subprocess.run([sys.executable, "-m", "maxghost", "--version"], capture_output=True, text=True, check=True)
+  assert done.stdout == f"maxghost {maxghost.__version__}\n"
+
+
+def test_a_command_has_flags_of_its_own(capsys):
+  found = []
+
+  def work(cfg, force, quick):
+    found.append((cfg.run.steps, force, quick))
+
+  switches = {"force": "does it anyway", "quick": "does it fast"}
+  assert cli.run_door(work, ["steps=9", "--force"], "train", switches) == 0
+  assert cli.run_door(work, ["steps=8"], "train", switches) == 0
+  assert found == [(9, True, False), (8, False, False)]
+  assert cli.run_door(work, ["--help", "steps"], "train", switches) == 0
+  assert door("--force") == (2, [])
+  assert "unknown flag '--force'" in capsys.readouterr().err

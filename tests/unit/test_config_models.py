@@ -26,7 +26,7 @@ MOE = "decoder_block=mixtral num_experts=4 num_experts_per_tok=2"
     (f"{MOE} num_experts_per_tok=5", "num_experts_per_tok=5 is more than num_experts=4; use 4 or less"),
     (f"{MOE} base_moe_mlp_dim=0", "base_moe_mlp_dim=0 is no width"),
     ("load_balance_loss_weight=0.1", "load_balance_loss_weight=0.1 balances experts, but num_experts=1"),
-    (f"{MOE} load_balance_loss_weight=0.1 ghost_schedule=concat", "ghost_schedule=concat would count"),
+    (f"{MOE} load_balance_loss_weight=0.1 ghost_schedule=concat", "ghost_schedule=concat, which would count"),
   ],
 )
 def test_contradiction_is_named_with_the_fix(overrides, told):
@@ -43,7 +43,7 @@ def test_contradiction_is_named_with_the_fix(overrides, told):
     MOE,
     f"{MOE} decoder_block=llama2 load_balance_loss_weight=0.1 ghost_schedule=reverse_scan",
     "model_name=gpt2-small max_target_length=1024",
-    "decoder_block=llama2 normalization_layer_type=layer_norm rope_type=none head_dim=7",
+    "decoder_block=llama2 rope_type=none head_dim=7",
     "rope_type=yarn rope_factor=4",
     "base_num_decoder_layers=6 inhomogeneous_layer_cycle_interval=2",
     "attention_type=local_sliding sliding_window_size=8",

@@ -1,8 +1,12 @@
 """Former names of keys, MaxText's names, and the saved configurations of earlier versions."""
 
+import dataclasses
+import os
+import time
+
 import pytest
 
-from maxghost import config
+from maxghost import config, data
 from maxghost.config import renamed
 
 # A run's own file as the version before wrote it, of the keys that are gone: (text, what it means now).
@@ -17,6 +21,11 @@ SAVED = [
   ("dataset_mixture: proportional\ndataset_weights: []", {"dataset_mixture": ()}),
   ("dataset_mixture: weights\ndataset_weights: [a=0.3, b=0.7]", {"dataset_mixture": ("a=0.3", "b=0.7")}),
   ("dataset_mixture: epochs\ndataset_weights: [a=3, b=0.5]", {"dataset_mixture": ("a=3x", "b=0.5x")}),
+  ("ghost_engine: jvp\nghost_schedule: two_pass", {"ghost_schedule": "forward_mode"}),
+  ("ghost_engine: graddotprod\nghost_schedule: concat", {"ghost_schedule": "concat"}),
+  ("ghost_val_sets: []\nghost_val_domain: v\nghost_val_files: [v=/x/*.txt]", {"ghost_val_sets": ("v=/x/*.txt",)}),
+  ("ghost_select: threshold\nghost_select_fraction: 0.5\nghost_select_threshold: 0.0", {"ghost_select_fraction": 0.0}),
+  ("ghost_select: topk\nghost_select_fraction: 0.4\nghost_select_threshold: 0.0", {"ghost_select_fraction": 0.4}),
   ("packing: true\ngrain_packing_type: concat_then_split", {"packing": "concat_then_split"}),
   ("packing: false\ngrain_packing_type: first_fit", {"packing": "none"}),
   ("ghost_val_domain: code\nghost_val_sets: []", {"ghost_val_sets": ("code",)}),
@@ -43,7 +52,9 @@ SAVED = [
 @pytest.mark.parametrize(("text", "wanted"), SAVED)
 def test_a_saved_configuration_of_an_earlier_version_keeps_its_meaning(text, wanted, tmp_path):
   path = tmp_path / "config.yml"
-  path.write_text(f"config_is_resolved: true\nghost_enabled: {'ghost_reweight: true' in text}\n".lower() + text)
+  path.write_text(
+    f"config_is_resolved: true\nghost_enabled: {'ghost_reweight: true' in text or 'select' in text}\n".lower() + text
+  )
   if "carries" in str(wanted):
     path.write_text(path.read_text() + "\nghost_schedule: reverse_scan")
   flat = config.load(path).flat()
@@ -108,3 +119,87 @@ def test_values_of_maxtext_names_are_checked():
   ):
     with pytest.raises(config.ConfigError, match=told):
       config.load(text)
+
+
+@pytest.mark.parametrize(
+  "text",
+  ["fused_qkv: False", "quantization: ''", "hardware: tpu", "shared_experts: 0", "capacity_factor: -1.0",
+   "lora_input_adapters_path:", "normalize_embedding_logits: False", "ici_sequence_parallelism: 1"],
+)  # fmt: skip
+def test_a_maxtext_key_that_asks_for_nothing_is_accepted(text, tmp_path):
+  (tmp_path / "own.yml").write_text(text)
+  assert config.load(tmp_path / "own.yml") == config.load()
+
+
+@pytest.mark.parametrize(
+  ("text", "told"),
+  [
+    ("fused_qkv=true", "'fused_qkv' (command line) is a MaxText key that maxghost does not have"),
+    ("num_epoch=3", "'num_epoch' (command line) is a MaxText key that maxghost does not have; use steps"),
+    ("hf_train_files=x", "does not have; use dataset_files"),
+    ("muon_beta=0.9", "is a MaxText key that maxghost does not have"),
+    ("ici_diloco_parallelism=2", "is a MaxText key that maxghost does not have"),
+  ],
+)
+def test_another_maxtext_key_is_refused_with_what_to_use(text, told):
+  with pytest.raises(config.ConfigError) as caught:
+    config.load(text)
+  (said,) = caught.value.problems
+  assert told in said
+
+
+def test_a_whole_file_of_maxtext_is_few_lines(tmp_path):
+  names = sorted(renamed._maxtext_keys())
+  assert len(names) > 500 and not set(names) & (set(config.fields()) | set(renamed.OTHER))
+  (tmp_path / "base.yml").write_text("".join(f"{name}: 77.5\n" for name in names) + "stepz: 1\n")
+  with pytest.raises(config.ConfigError) as caught:
+    config.load(tmp_path / "base.yml")
+  first, second = caught.value.problems
+  assert "docs/from-maxtext.md" in first and len(first) < 500 and "'stepz'" in second
+
+
+def test_the_page_for_maxtext_users_names_every_translated_key():
+  page = (config.config_dir().parent / "docs" / "from-maxtext.md").read_text()
+  assert [name for name, other in renamed.OTHER.items() if other.maxtext and name not in page] == []
+
+
+@pytest.mark.parametrize(
+  "text",
+  ["steps=1e18", "head_dim=1e12", "base_num_decoder_layers=1e30 segment_lengths=7", "base_num_query_heads=1e15",
+   "base_num_decoder_layers=1e15 offload_to_host=weights", "segment_lengths=1e30", "jax_distributed_timeouts=1e20,5"],
+)  # fmt: skip
+def test_numbers_without_sense_are_refused_at_once(text):
+  began = time.perf_counter()
+  with pytest.raises(config.ConfigError) as caught:
+    config.load(*text.split())
+  assert len(caught.value.problems) == 1 and "above the greatest allowed value" in str(caught.value)
+  assert time.perf_counter() - began < 1
+
+
+def test_every_whole_number_has_an_upper_bound():
+  for name, field in config.fields().items():
+    if field.type is int or "int" in str(field.type):
+      assert field.metadata["maximum"] is not None, name
+
+
+def test_files_that_are_no_configuration_are_refused_at_once(tmp_path):
+  os.mkfifo(tmp_path / "pipe.yml")
+  (tmp_path / "deep.yml").write_text("a: " + "[" * 3000 + "]" * 3000)
+  for call, told in (
+    (lambda: config.load(tmp_path / "pipe.yml"), "no regular file"),
+    (lambda: config.load(tmp_path / "deep.yml"), "nested too deeply"),
+    (lambda: config.load("dataset_domains=" + "[" * 3000 + "]" * 3000), "is not a YAML list"),
+  ):
+    began = time.perf_counter()
+    with pytest.raises(config.ConfigError, match=told) as caught:
+      call()
+    assert time.perf_counter() - began < 1 and len(str(caught.value)) < 300
+
+
+def test_synthetic_data_needs_no_validation_key():
+  synthetic = config.load("dataset_type=synthetic").data
+  assert synthetic.validation_sets == {"words": "words"}
+  assert config.load("dataset_type=synthetic", "dataset_domains=digits,words").data.validation_sets == {
+    "digits": "digits"
+  }
+  data.load_dataset(dataclasses.replace(synthetic, dataset_domain_bytes=20_000)).validation_batch(0, 2)

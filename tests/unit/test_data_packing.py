@@ -1,5 +1,7 @@
 """Orders and packing on their own: permutations, mixtures, rows."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -48,6 +50,26 @@ def test_the_mixture_is_even_at_every_length():
   counts = np.cumsum(domains[:, None] == np.arange(3), axis=0)
   assert (np.abs(counts - np.arange(1, 5001)[:, None] * weights) < 5).all()
   assert (RowMixture(weights, 3).domains(0, 1234, 50) == domains[1234:1284]).all()
+
+
+@pytest.mark.parametrize("strategy", [packing.FIRST_FIT, packing.CONCAT])
+def test_loss_weights_stay_with_their_targets(strategy):
+  """Token i has the weight i / 4 as a target, wherever its chunk is put; padding has none."""
+  lengths = np.array([5, 13, 2, 30, 7])
+  tokens = np.arange(1, lengths.sum() + 1)
+  encoded = packing.Encoded(
+    tokens, np.cumsum(lengths), np.arange(5), np.ones(100, np.int64), weights=(tokens / 4).astype(np.float32)
+  )
+  layout = packing.Layout(11, 3, strategy)
+  rows = packing.pack(encoded, layout, lambda size, name: np.arange(size)[::-1])
+  batch = packing.fill([(rows, number, 0) for number in range(len(rows))], layout, 0)
+  weights_BT = batch.arrays["targets_weights"]
+  assert weights_BT.dtype == np.float32
+  counts_BT = batch.arrays["targets_segmentation"] != 0
+  np.testing.assert_array_equal(weights_BT, np.where(counts_BT, batch.arrays["targets"] / 4, 0))
+  assert counts_BT.sum() == (lengths - 1).sum()
+  plain = packing.fill([(dataclasses.replace(rows, weights=None), 0, 0)], layout, 0)
+  assert "targets_weights" not in plain.arrays
 
 
 @settings(deadline=None)

@@ -242,7 +242,7 @@ def test_no_tensorflow_is_imported(written):
 
 def test_held_out_files(written, tmp_path):
   (tmp_path / "v.jsonl").write_bytes(jsonl(["held out one", "held out two", A[3]]))
-  cfg = dataclasses.replace(written("text"), ghost_val_files=(f"v={tmp_path}/v.jsonl",), ghost_val_sets=("v",))
+  cfg = dataclasses.replace(written("text"), ghost_val_sets=(f"v={tmp_path}/v.jsonl",))
   dataset = data.load_dataset(cfg)
   batch = dataset.validation_batch(0, 3)
   held = {dataset.document(n).text.decode() for n in batch.document_BS.ravel() if n >= 0}
@@ -253,8 +253,8 @@ def test_held_out_files(written, tmp_path):
   read = {dataset.document(n).text.decode() for n in numbers}
   assert read == set(A + B) - {A[3]}, "a copy of a held-out text is left out of training"
   assert "1 training document is a byte-identical copy of held-out text (left out): a:a.jsonl:" in dataset.notes()[-1]
-  with pytest.raises(ConfigError, match="ghost_val_files has domain 'a', which the training data has too"):
-    data.load_dataset(dataclasses.replace(cfg, ghost_val_files=(f"a={tmp_path}/v.jsonl",)))
+  with pytest.raises(ConfigError, match="ghost_val_sets has the name 'a', which is a domain of the training data"):
+    data.load_dataset(dataclasses.replace(cfg, ghost_val_sets=(f"a={tmp_path}/v.jsonl",)))
 
 
 def refused(**keys):

@@ -134,6 +134,9 @@ def test_a_run_starts_from_a_hugging_face_folder_and_is_exported_again(folder, t
   run(folder, "--prompt", "ab", "--max_new_tokens", 5)
   text = capsys.readouterr().out.removesuffix("\n")
   assert read_samples(tmp_path / "fine" / "metrics.jsonl") == [(0, text), (1, text)]
+  config.save(config.load(), tmp_path / "base.yml")  # of another model; the run has its own
+  typed = [str(tmp_path / "base.yml"), f"load_parameters_path={tmp_path / 'fine'}", "prompt=ab", "max_new_tokens=5"]
+  assert generate.main(typed) == 0 and capsys.readouterr().out == text + "\n"
   hf_checkpoint.export_model(tmp_path / "fine", tmp_path / "out", say=lambda line: None)
   for name in ("model.safetensors", "config.json"):
     before, after = (f / name for f in (folder, tmp_path / "out"))
@@ -156,3 +159,23 @@ def test_samples_that_cannot_be_drawn_are_refused_at_the_start(changes, message)
   cfg = tiny.make_config(sample_every=2, **changes)
   with pytest.raises(config.ConfigError, match=message):
     Sampler(cfg, ByteTokenizer())
+
+
+def test_generate_is_typed_as_training_too():
+  typed = ["base.yml", "load_parameters_path=runs/base", "prompt=a = b", "top_k=4"]
+  assert generate.from_keys(typed) == ["runs/base", "--prompt", "a = b", "--top_k", "4", "--otherwise", "base.yml"]
+  plain = ["runs/base", "--prompt", "load_parameters_path"]
+  assert generate.from_keys(plain) == plain
+
+
+@pytest.mark.parametrize(
+  ("arguments", "told"),
+  [
+    (["base.yml", "prompt=a"], "load_parameters_path is missing"),
+    (["base.yml", "load_parameters_path=x", "promt=a"], "'promt' is no key of generate; did you mean 'prompt'"),
+    (["load_parameters_path=x", "steps=3"], "'steps' is no key of generate"),
+  ],
+)
+def test_wrong_keys_of_generate(arguments, told, capsys):
+  assert generate.main(arguments) == 2
+  assert told in capsys.readouterr().err

@@ -266,7 +266,7 @@ def test_k_types_against_loops_over_their_blocks(tmp_path, name):
     ({"llama.attention.head_count": 0}, r"head_count=0 is no size"),
     ({"llama.attention.head_count_kv": [2, 2]}, r"head_count_kv=\[2, 2\] is no size"),
     ({"llama.block_count": True}, r"block_count=True is no size"),
-    ({"llama.block_count": 4_000_000_000}, r"asks for more than 1,000,000 layers"),
+    ({"llama.block_count": 4_000_000_000}, r"num_hidden_layers=4000000000 is above the greatest"),
     ({"llama.attention.layer_norm_rms_epsilon": "x"}, r"layer_norm_rms_epsilon='x' is no positive number"),
     ({"llama.rope.freq_base": float("nan")}, r"freq_base=nan is no positive number"),
     ({"general.alignment": 3}, r"is cut or damaged: Invalid alignment"),

@@ -65,7 +65,7 @@ class Case:
 
   def score(self, engine, direction="sgd", **settings):
     adam = ghost.AdamState({k: jnp.asarray(v) for k, v in self.moments.items()}, 4, 0.7)
-    extra = {"adam": {"adam": adam}, "second_order": {"delta": self.delta}}.get(direction, {})
+    extra = {"adam": {"state": adam}, "second_order": {"delta": self.delta}}.get(direction, {})
     engine = ghost.GhostEngine(engine=engine, direction=direction, **settings)
     return foreign.score(engine, self.model, TRAIN_ROWS, VALS, loss_fn=loss_fn, **extra)
 
@@ -81,7 +81,7 @@ def case():
 
 
 def test_graddotprod_needs_a_rule_where_the_others_need_none(case):
-  with pytest.raises(ValueError, match=r"gate/strength \(Gate\).*ghost_engine=jvp"):
+  with pytest.raises(ValueError, match=r"gate/strength \(Gate\).*ghost_schedule=forward_mode"):
     case.score("graddotprod")
 
 
@@ -188,11 +188,14 @@ def test_the_transformer_by_all_three_engines():
 @pytest.mark.parametrize(
   ("settings", "message"),
   [
-    ({"engine": "jpv"}, "ghost_engine=jpv: use one of graddotprod, jvp, perexample; did you mean jvp"),
+    ({"engine": "jpv"}, "engine=jpv: use one of graddotprod, jvp, perexample; did you mean jvp"),
     ({"engine": "per_example"}, "did you mean perexample"),
     ({"engine": "graddot"}, "did you mean graddotprod"),
-    ({"engine": "perexample", "per_position": True}, "scores whole examples; for per_position use graddotprod or jvp"),
-    ({"engine": "jvp", "schedule": "reverse_scan"}, "ghost_engine=jvp has no ghost_schedule=reverse_scan"),
+    (
+      {"engine": "perexample", "per_position": True},
+      "whole examples; use per_position=False, or engine=graddotprod or engine=jvp",
+    ),
+    ({"engine": "jvp", "schedule": "reverse_scan"}, "schedule=reverse_scan does not go with engine=jvp"),
   ],
 )
 def test_unknown_names_and_combinations(settings, message):
@@ -215,9 +218,11 @@ COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direct
 class Training:
   """Three steps with forward mode or rules, a part of the parameters frozen, a validation gradient for two steps."""
 
-  def __init__(self, engine):
+  def __init__(self, schedule):
     mask = ("*mlp*", "*norm*", "decoder/logits_dense/*")
-    self.run = Run(ghost_engine=engine, trainable_parameters_mask=mask, ghost_val_every=2, dropout_rate=0.1, **FLOAT64)
+    self.run = Run(
+      ghost_schedule=schedule, trainable_parameters_mask=mask, ghost_val_every=2, dropout_rate=0.1, **FLOAT64
+    )
     self.around, self.out = [self.run.snapshot()], []
     for i in range(3):
       self.out.append(self.run.step(TRAIN[i], (VALIDATION,)))
@@ -226,7 +231,7 @@ class Training:
 
 @pytest.mark.slow
 def test_training_with_frozen_parameters_by_forward_mode_and_by_rules():
-  by_jvp, by_rules = Training("jvp"), Training("graddotprod")
+  by_jvp, by_rules = Training("forward_mode"), Training("two_pass")
   frozen = {"token_embedder/embedding", *(f"decoder/layers/self_attention/{n}/kernel" for n in ("key", "query", "out"))}
   for training in (by_jvp, by_rules):
     for label, start in training.around[0].params.items():

@@ -1,5 +1,6 @@
 """`GhostEngineManager` around a hand-written loop, and the foreign-model example."""
 
+import json
 import runpy
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import tiny
 from flax import nnx
 
-from maxghost import ghost
+from maxghost import ghost, report, scorelog, scores
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "foreign_model.py"
 N, STEPS = 6, 5
@@ -41,10 +42,10 @@ def engine():
   return ghost.GhostEngine()
 
 
-def make_manager(engine, tmp_path, val=VALS, save_every=2):
+def make_manager(engine, tmp_path, val=VALS, save_every=2, **settings):
   model = Mlp(nnx.Rngs(0))
   return ghost.GhostEngineManager(
-    engine, model, val, output_dir=tmp_path / "scores", loss_fn=loss_fn, save_every=save_every
+    engine, model, val, output_dir=tmp_path / "scores", loss_fn=loss_fn, save_every=save_every, **settings
   )
 
 
@@ -70,16 +71,41 @@ def test_a_hand_written_loop(engine, tmp_path):
   for label, value in tiny.by_label(other).items():
     np.testing.assert_allclose(tiny.by_label(model)[label], value, rtol=1e-4, atol=1e-6, err_msg=label)
   names = [f"dot_prod_log_iter_{step}.npz" for step in (1, 3, 4)]
-  assert sorted(path.name for path in (tmp_path / "scores").iterdir()) == names
+  assert sorted(path.name for path in (tmp_path / "scores").iterdir()) == [*names, "position.json"]
   assert [path.name for path in saved] == names[:2]
-  rows = [np.load(tmp_path / "scores" / name) for name in names]
-  joined = {name: np.concatenate([r[name] for r in rows]) for name in ("step", "ids", "dot", "loss", "val_loss")}
-  np.testing.assert_array_equal(joined["step"], range(STEPS))
-  np.testing.assert_array_equal(joined["ids"], 100 * np.arange(STEPS)[:, None] + np.arange(N))
-  np.testing.assert_array_equal(joined["dot"], np.stack([r.dot for r in expected]))
-  assert joined["dot"].shape == (STEPS, 2, N)
-  np.testing.assert_allclose(joined["loss"], [float(r.loss) for r in expected])
-  np.testing.assert_array_equal(joined["val_loss"], np.stack([r.val_loss for r in expected]))
+  log = scorelog.load(tmp_path / "scores")
+  assert log.messages == [] and (log.val_sets, log.objective) == (("validation 0", "validation 1"), "custom")
+  np.testing.assert_array_equal(log["step"], np.repeat(range(STEPS), N))
+  np.testing.assert_array_equal(log["offset"], (100 * np.arange(STEPS)[:, None] + np.arange(N)).ravel())
+  assert set(log["path"]) == {"ids"}
+  np.testing.assert_array_equal(log["dot"], np.concatenate([r.dot.T for r in expected]))
+  np.testing.assert_array_equal(log["contribution"], np.concatenate([r.additive.T for r in expected]))
+  np.testing.assert_allclose(log["share"], np.concatenate([b["w"] / b["w"].sum() for b in BATCHES]), rtol=1e-5)
+  np.testing.assert_allclose(log.steps["loss"], [float(r.loss) for r in expected])
+  np.testing.assert_array_equal(log.steps["val_loss"], np.stack([r.val_loss for r in expected]))
+
+
+def test_every_command_reads_the_log_and_a_loop_that_starts_again_continues_it(engine, tmp_path, capsys):
+  domains = [("code", "a.py", 0), ("code", "a.py", 7), *(("web", "b", i) for i in range(N - 2))]
+  for steps in (range(4), range(2, 5)):  # the second one starts from a checkpoint after two steps
+    manager = make_manager(engine, tmp_path, VALS[0])
+    with tiny.cheap_compilation():
+      for step in steps:
+        manager.attach_train_batch(BATCHES[step], ids=None if step == 4 else domains)
+        manager.prepare_gradients()
+        manager.aggregate_and_log(step, learning_rate=0.5)
+    manager.cleanup()
+  assert "scores from step 2 on are replaced" in capsys.readouterr().err
+  log = scorelog.load(tmp_path / "scores")
+  assert log.steps["step"].tolist() == [0, 1, 2, 3, 4]
+  assert log["path"][-N:].tolist() == ["step 4"] * N
+  np.testing.assert_allclose(log["contribution"], 0.5 * log["share"][:, None] * log["dot"], rtol=1e-5)
+  assert scores.main([str(tmp_path / "scores"), "--by", "document", "--format", "json"]) == 0
+  rows = json.loads(capsys.readouterr().out)["rows"]
+  assert {(r["domain"], r["path"], r["offset"]): r["chunks"] for r in rows}["code", "a.py", 7] == 4
+  assert report.main([str(tmp_path / "scores"), "--no-texts"]) == 0
+  assert scores.main([str(tmp_path / "scores"), "--compact"]) == 0
+  assert scorelog.load(tmp_path / "scores").num_rows == 5 * N
 
 
 def test_an_evaluation_in_between_cannot_attach_a_batch(engine, tmp_path):
@@ -114,17 +140,15 @@ def test_ids_settings_and_batch_sizes_are_checked(engine, tmp_path):
     manager.attach_train_batch(BATCHES[0], ids=range(5))
   with pytest.raises(ValueError, match="save_every=0: use 1 or more"):
     make_manager(engine, tmp_path, save_every=0)
+  with pytest.raises(ValueError, match="2 names for 1 validation batches"):
+    make_manager(engine, tmp_path, VALS[0], val_sets=("a", "b"))
   with tiny.cheap_compilation():
     for step, batch in enumerate((BATCHES[0], make_batch(3, 9))):
       manager.attach_train_batch(batch)
       manager.prepare_gradients()
-      if step == 0:
-        manager.aggregate_and_log(step)
-  with pytest.raises(ValueError, match=r"step 1 has scores \(3,\), the steps before \(6,\).*save_metrics\(step\)"):
-    manager.aggregate_and_log(1)
-  manager.save_metrics(0)
-  manager.aggregate_and_log(1)
-  np.testing.assert_array_equal(np.load(manager.save_metrics(1))["ids"], [[0, 1, 2]])
+      manager.aggregate_and_log(step)
+  manager.save_metrics(1)
+  assert scorelog.load(tmp_path / "scores")["offset"].tolist() == [*range(N), 0, 1, 2]
 
 
 def test_the_foreign_model_example_finds_wrong_labels(capsys):

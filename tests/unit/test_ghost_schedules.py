@@ -238,11 +238,20 @@ def test_reverse_scan_says_what_it_needs(tower):
 @pytest.mark.parametrize(
   ("settings", "message"),
   [
-    ({"schedule": "reverse-scan"}, "ghost_schedule=reverse-scan.*did you mean reverse_scan"),
-    ({"schedule": "concat", "rank": 2}, "ghost_schedule=concat forms the direction inside each op: use ghost_rank=0"),
-    ({"schedule": "concat", "direction": "second_order"}, "second_order needs ghost_schedule=two_pass, not concat"),
-    ({"schedule": "reverse_scan", "direction": "second_order"}, "second_order needs ghost_schedule=two_pass"),
-    ({"schedule": "concat", "engine": "jvp"}, "ghost_engine=jvp has no ghost_schedule=concat"),
+    ({"schedule": "reverse-scan"}, "schedule=reverse-scan.*did you mean reverse_scan"),
+    (
+      {"schedule": "concat", "rank": 2},
+      "rank=2 .* schedule=concat, which forms the direction inside each layer; use rank=0",
+    ),
+    (
+      {"schedule": "concat", "direction": "second_order"},
+      "second_order .* schedule=concat.*or schedule=two_pass",
+    ),
+    (
+      {"schedule": "reverse_scan", "direction": "second_order"},
+      "second_order .* schedule=reverse_scan.*two_pass",
+    ),
+    ({"schedule": "concat", "engine": "jvp"}, "schedule=concat does not go with engine=jvp, .*use schedule=two_pass"),
   ],
 )
 def test_settings_that_contradict_each_other(settings, message):
@@ -251,7 +260,7 @@ def test_settings_that_contradict_each_other(settings, message):
 
 
 def test_concat_scores_one_validation_set():
-  with pytest.raises(ValueError, match=r"'concat' scores against one validation set; use two_pass or reverse_scan"):
+  with pytest.raises(ValueError, match=r"2 sets .* schedule=concat, .*or schedule=two_pass or schedule=reverse_scan"):
     ghost.GhostEngine(schedule="concat").score(None, TRAIN, VALS)
 
 

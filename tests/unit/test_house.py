@@ -1,6 +1,7 @@
 """Rules of the house that a reader relies on: sizes, imports that point down, and what README and docs promise."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "maxghost"
-FOLDERS = ("src", "tests", "benchmarks", "tools")
+FOLDERS = ("src", "tests", "benchmarks", "tools", "examples")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -182,3 +183,50 @@ def test_every_dependency_has_its_reason():
   reasons = (ROOT / "docs" / "dependencies.md").read_text("utf-8")
   assert {name for name in names if not re.search(rf"\b{re.escape(name)}\b", reasons)} == set()
   assert [extra for extra in extras if f"`{extra}`" not in reasons] == []
+
+
+PUBLIC = (
+  "attribution",
+  "checkpoint",
+  "config",
+  "data",
+  "generation",
+  "ghost",
+  "interop",
+  "models",
+  "objectives",
+  "optimizers",
+)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_exported_name_exists_and_has_a_page(name):
+  """`from maxghost import ghost` and the like: __all__ is sorted, importable and rendered by docs/api."""
+  package = importlib.import_module(f"maxghost.{name}")
+  assert sorted(package.__all__) == sorted(set(package.__all__)) and package.__all__
+  assert all(hasattr(package, one) for one in package.__all__)
+  assert f"::: maxghost.{name}\n" in (ROOT / "docs" / "api" / f"{name}.md").read_text("utf-8")
+
+
+def test_code_of_the_docs_imports_names_that_exist():
+  """`from maxghost... import ...` in README and docs."""
+  texts = [re.findall(r"```python\n(.*?)```", path.read_text("utf-8"), re.S) for path in TEXTS]
+  lines = {
+    line
+    for blocks in texts
+    for block in blocks
+    for line in re.findall(r"^(?:from maxghost|import maxghost).*", block, re.M)
+  }
+  assert len(lines) > 4
+  for line in sorted(lines):
+    exec(line.partition("#")[0], {})
+
+
+@pytest.mark.slow
+def test_the_site_of_the_docs_builds(tmp_path):
+  """Every page, link and docstring; needs the `docs` extra."""
+  pytest.importorskip("mkdocstrings", reason="the docs extra is not installed")
+  command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  assert "maxghost.ghost.GhostEngine" in (tmp_path / "site" / "api" / "ghost" / "index.html").read_text("utf-8")

@@ -16,7 +16,7 @@ from flax import nnx
 
 from maxghost import config, load_model
 from maxghost.config import ConfigError
-from maxghost.interop import hf_checkpoint, huggingface_config, model_keys, model_path, parameters, safetensors_files
+from maxghost.interop import hf_checkpoint, huggingface_config, model_keys, model_path, safetensors_files
 from maxghost.interop.huggingface import open_tree
 
 
@@ -185,7 +185,11 @@ def test_tensors_that_do_not_fit_are_named(llama, tmp_path, change, message):
     ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta=x must be float"),
     ({"rope_parameters": [1]}, "rope_parameters=.* must be an object"),
     ({"layer_types": [["full_attention"]] * 3}, "layer_types=.* must name"),
-    ({"num_hidden_layers": 10**12}, "more than 1,000,000 layers"),
+    ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000 is above the greatest"),
+    (
+      {"model_type": "mixtral", "num_local_experts": 9000, "num_experts_per_tok": 1, "num_hidden_layers": 90_000},
+      "more than 1,000,000 layers",
+    ),
     ({"num_hidden_layers": 4}, r"lacks model\.layers\.3\.input_layernorm\.weight"),
     ({"num_hidden_layers": 2}, r"has unknown model\.layers\.2\."),
     ({"attention_bias": True}, r"lacks model\.layers\.0\.self_attn\.q_proj\.bias"),
@@ -321,9 +325,9 @@ def test_the_tokenizer_comes_along_and_must_fit(llama, tmp_path):
 def test_keys_that_differ_from_the_given_model_are_listed(llama):
   path = f"load_parameters_path={llama}"
   with pytest.raises(ConfigError, match=r"is another model .*base_emb_dim=12 there, 256 here; .*vocab_size=29 there"):
-    parameters.check_config(config.load(path))
+    load_model.check_config(config.load(path))
   cfg = config.replace(model_path.find(llama).config, load_parameters_path=str(llama), attention="dot_product")
-  assert parameters.check_config(cfg).tree == llama
+  assert load_model.check_config(cfg).tree == llama
 
 
 def test_export_refuses_what_transformers_has_no_model_for():

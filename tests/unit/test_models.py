@@ -142,6 +142,8 @@ def test_bfloat16_compute_with_float32_weights_computes_in_bfloat16():
 
 # One other value for each key of the section; a key that is added needs a line here.
 OTHER = {
+  "attn_logits_soft_cap": 3.0,
+  "final_logits_soft_cap": 30.0,
   "base_emb_dim": 22,
   "base_num_query_heads": 10,
   "base_num_kv_heads": 4,
@@ -165,7 +167,6 @@ OTHER = {
   "decoder_block": "qwen3_moe",
   "mlp_activations_limit": 0.5,
   "mlp_bias": True,
-  "normalization_layer_type": "layer_norm",
   "trainable_position_size": 17,
   "rope_type": "none",
   "rope_factor": 3.0,

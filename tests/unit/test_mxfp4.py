@@ -16,7 +16,7 @@ from flax import nnx
 
 from maxghost import load_model
 from maxghost.checkpoint.layouts_store import LayoutError
-from maxghost.interop import huggingface, huggingface_rules, mxfp4
+from maxghost.interop import huggingface, mxfp4
 
 E, D, M = 5, 32, 96
 MATRICES = {"gate_up_proj": (2 * M, D // 32), "down_proj": (D, M // 32)}  # outputs, groups
@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
   (made / "config.json").write_text(json.dumps(source | changes))
   model = huggingface.model_config(made).model
   rng, tensors = np.random.default_rng(3), {}
-  for rule, _, _, name in huggingface_rules.Table(model).tensors():
+  for rule, _, _, name in huggingface.Table(model).tensors():
     last = name.rsplit(".", 1)[-1]
     if last in MATRICES:
       tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = packed(rng, *MATRICES[last])

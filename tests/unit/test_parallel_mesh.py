@@ -4,11 +4,14 @@ import dataclasses
 import re
 import socket
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import PartitionSpec
 from meshes import make_config
 
@@ -45,6 +48,25 @@ def test_one_open_size_takes_what_is_left():
 def test_products_that_do_not_fit_name_settings_that_do(keys, message):
   with pytest.raises(ConfigError, match=message):
     meshes.mesh_shape(parallel(*keys), 8, 1)
+
+
+def test_slices_are_outermost_along_every_axis():
+  """2 slices of 4 devices, an axis over both: its first half is slice 0. On TPU the library gets (ici, dcn)."""
+  cfg = parallel(
+    "dcn_data_parallelism=2", "ici_data_parallelism=2", "ici_tensor_parallelism=2", "ici_fsdp_parallelism=1"
+  )
+  mesh = meshes.make_mesh(cfg, jax.devices()[:8])
+  assert dict(mesh.shape) == {**dict.fromkeys(meshes.MESH_AXES, 1), "data": 4, "tensor": 2}
+  ids = np.vectorize(lambda device: device.id)(mesh.devices)
+  assert ids.squeeze().tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_the_sizes_within_and_between_slices_are_told_apart_on_tpu(monkeypatch):
+  called = []
+  monkeypatch.setattr(mesh_utils, "create_hybrid_device_mesh", lambda *args, **options: called.append(args))
+  chips = [types.SimpleNamespace(platform="tpu")] * 12
+  meshes._arranged(chips, (3, 2), (1, 2))
+  assert called == [((3, 2), (1, 2), chips)]
 
 
 def test_slices_that_do_not_divide_the_devices_name_numbers_that_do():

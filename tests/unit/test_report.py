@@ -14,6 +14,7 @@ import urllib.request
 
 import numpy as np
 import pytest
+import scipy.stats
 from attribution_runs import make_run
 
 from maxghost import attribution, report
@@ -129,6 +130,18 @@ def test_block_interval_ignores_a_trend_and_covers_noise():
   draws = np.random.default_rng(0).normal(0.3, 1.0, (4000, 20))
   covered = np.abs(draws.sum(1) - 0.3 * 20) <= statistics.block_half_width(draws)
   assert 0.92 < covered.mean() < 0.98
+
+
+def test_block_interval_is_that_of_neighbouring_differences():
+  """Sums 1, 3, 2, 7: squared differences 4 + 1 + 25 over 2 (4 - 1) are a variance of 5; t at 3 degrees is 3.182."""
+  half = statistics.block_half_width(np.array([[1.0, 3.0, 2.0, 7.0], [2.0, 6.0, 4.0, 14.0]]))
+  np.testing.assert_allclose(half, [3.182 * math.sqrt(4 * 5), 2 * 3.182 * math.sqrt(4 * 5)], rtol=1e-12)
+  np.testing.assert_array_equal(statistics.to_blocks(np.arange(7.0), 3), [1, 9, 11])
+
+
+def test_the_quantiles_are_students_at_every_number_of_degrees():
+  df = np.arange(1, 41)
+  np.testing.assert_allclose(statistics.student_t95(df), scipy.stats.t.ppf(0.975, df), rtol=1e-3)
 
 
 def test_exposure_interval_is_students():

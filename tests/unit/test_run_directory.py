@@ -47,13 +47,12 @@ def test_all_differing_keys_are_named_with_both_values(tmp_path):
 
 def test_what_is_only_printed_or_saved_may_change(tmp_path):
   start(make_config(tmp_path))
-  cfg = make_config(tmp_path, log_period=9, checkpoint_period=11, eval_interval=-1, enable_tensorboard=False)
-  assert set(run_directory.inspect(cfg).changed) == {
-    "log_period",
-    "checkpoint_period",
-    "eval_interval",
-    "enable_tensorboard",
-  }
+  changes = dict(
+    per_device_batch_size=3, log_period=9, checkpoint_period=11, eval_interval=-1, eval_steps=5, sample_every=7,
+    sample_prompt="def", enable_tensorboard=False, jax_cache_dir="cache", max_num_checkpoints_to_keep=4,
+    async_checkpointing=False,
+  )  # fmt: skip
+  assert set(run_directory.inspect(make_config(tmp_path, **changes)).changed) == set(changes)
 
 
 def test_every_key_is_either_free_to_change_or_refused(tmp_path):

@@ -115,6 +115,26 @@ def test_a_missing_interval_is_named(run_dir, step, said):
   assert lost(run_dir) == said
 
 
+def test_scores_compacted_to_parquet_by_an_earlier_version_are_named(run_dir):
+  (run_dir / "ghost" / "parquet").mkdir()
+  (run_dir / "ghost" / "parquet" / "rows_000000000_000000099.parquet").touch()
+  assert "an earlier maxghost compacted to Parquet, which is no longer read" in lost(run_dir)
+  for step in (3, 7, 10):
+    shard(run_dir, step).unlink()
+  with pytest.raises(ConfigError, match="earlier maxghost compacted to Parquet"):
+    attribution.load(run_dir)
+
+
+def test_rows_that_are_there_twice_are_named(run_dir):
+  position = run_dir / "ghost" / "position.json"
+  writer = Writer(run_dir, SETS, period=PERIOD)
+  writer.restore(json.loads(position.read_text()) | {"num_rows": 30})
+  for step in (11, 12):
+    append(writer, step)
+  writer.close()
+  assert lost(run_dir) == "2 rows more than were written before step 12 (after step 11)"
+
+
 def test_lost_tokens_and_selection_lines_are_named(run_dir):
   (run_dir / "ghost" / "tokens" / "step_6.npz").unlink()
   assert lost(run_dir) == "1 files of tokens/ are missing, step_6.npz first"

@@ -81,7 +81,7 @@ def plain():
   [
     pytest.param("topk", {"ghost_select_fraction": 0.43}, marks=pytest.mark.slow),
     pytest.param("greats", {"ghost_select_fraction": 0.43}, marks=pytest.mark.slow),
-    ("threshold", {"ghost_select_threshold": 0.5}),
+    ("threshold", {"ghost_select_fraction": 0.5}),
   ],
 )
 def test_the_step_is_that_of_the_chosen_rows_alone(plain, method, settings):

@@ -16,8 +16,11 @@ import tiny
 from jax.experimental.serialize_executable import deserialize_and_load
 
 from maxghost import config, train_compile
-from maxghost.parallel import use
-from maxghost.training import state
+from maxghost.config.validate import MESH_AXES
+from maxghost.parallel import Layout, use
+from maxghost.parallel.axis_rules import make_rules
+from maxghost.parallel.mesh import auto
+from maxghost.training import aot, state
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {name: value for name, value in meshes.SIZES.items() if name != "steps"} | {"remat_policy": "none"}
@@ -159,3 +162,21 @@ def in_process(*changes: str) -> subprocess.CompletedProcess:
   size = keys(base_num_decoder_layers=2, per_device_batch_size=1, attention="dot_product", dtype="bfloat16")
   command = [sys.executable, "-m", "maxghost.train_compile", *size, *changes]
   return subprocess.run(command, capture_output=True, text=True, timeout=550)
+
+
+def test_the_twin_is_made_with_the_kernels_of_the_topology():
+  """attention=flash has no kernel on this machine's CPU, but one on the TPU that is compiled for."""
+  cfg = config.replace(
+    config.load(), base_emb_dim=256, base_num_query_heads=4, base_num_kv_heads=4, head_dim=128, base_mlp_dim=384,
+    base_num_decoder_layers=2, max_target_length=128, vocab_size=512, attention="flash", per_device_batch_size=1,
+  )  # fmt: skip
+  sizes = tuple(4 if axis == "fsdp" else 1 for axis in MESH_AXES)
+  mesh = jax.sharding.AbstractMesh(sizes, MESH_AXES, axis_types=auto(MESH_AXES))
+  rules = make_rules((), False, dict(zip(MESH_AXES, sizes, strict=True)))
+  for platform in "tpu", "cpu":
+    planned = aot.plan(cfg, Layout(mesh, rules, abstract_platform=platform))
+    if platform == "tpu":
+      assert callable(aot.step_function(planned))
+    else:
+      with pytest.raises(config.ConfigError, match="attention=flash has no kernel on cpu"):
+        aot.step_function(planned)

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ import numpy as np
 
 from maxghost.checkpoint.layouts import LAYOUTS, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, ParamTree, Ref, blocks_of, chunk_of
-from maxghost.checkpoint.layouts_store import Opener, StoredArray, open_tree, text_of
+from maxghost.checkpoint.layouts_store import Opener, StoredArray, open_tree, text_of, tool
 from maxghost.config import ConfigError
 
 ONLY_LEFT, ONLY_RIGHT, STRUCTURE = "only-left", "only-right", "structure"
@@ -194,10 +193,10 @@ class _ValueComparer:
         row.first_index = [int(i) + s.start for i, s in zip(first, index, strict=True)]
       row.num_different += int(different.sum())
       gap, size = _gap(x[different], y[different])
-      row.max_abs = max(row.max_abs, float(gap.max()))
+      row.max_abs = max(row.max_abs or 0.0, float(gap.max()))
       with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(gap == 0, 0.0, gap / size)
-      row.max_rel = max(row.max_rel, float(np.nan_to_num(relative, nan=math.inf).max()))
+      row.max_rel = max(row.max_rel or 0.0, float(np.nan_to_num(relative, nan=math.inf).max()))
     return row
 
   def _different(self, x: np.ndarray, y: np.ndarray, scale: float) -> np.ndarray:
@@ -276,8 +275,9 @@ def compare_checkpoints(
   return compare(left, right, **options)
 
 
+@tool("compare_checkpoints")
 def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
-  parser = argparse.ArgumentParser(prog="compare_checkpoints", description=__doc__.split("\n")[0])
+  parser = argparse.ArgumentParser(prog="compare_checkpoints", description=(__doc__ or "").split("\n")[0])
   parser.add_argument("a", metavar="A")
   parser.add_argument("b", metavar="B")
   add = parser.add_argument
@@ -292,15 +292,6 @@ def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
     add(f"--scan_axis_{side}", type=int, help=f"dimension of stacked layers in {side.upper()}")
   add("--layer_containers", default="", metavar="NAME,...", help="more names of layer containers")
   args = parser.parse_args(argv)
-  try:
-    return _run(args, opener)
-  except ConfigError as error:
-    for problem in error.problems:
-      print(f"compare_checkpoints: {problem}", file=sys.stderr)
-    return 2
-
-
-def _run(args: argparse.Namespace, opener: Opener) -> int:
   if min(args.atol, args.rtol) < 0:
     raise ConfigError(f"atol={args.atol} rtol={args.rtol}: must be 0 or more")
   containers = tuple(filter(None, args.layer_containers.split(",")))
@@ -337,7 +328,3 @@ def result_lines(result: Comparison, max_rows: int) -> Iterator[str]:
   nans = f", {result.num_nans} equal NaNs among them" if result.num_nans else ""
   yield f"compared {result.num_arrays} arrays, {result.num_elements:,} elements{nans}"
   yield "CHECKPOINTS MATCH" if result.equal else f"CHECKPOINTS DIFFER: {len(result.rows)} differences"
-
-
-if __name__ == "__main__":
-  sys.exit(main())

@@ -6,13 +6,11 @@ maxghost checkpoint inspect RUN/checkpoints/2 [--json]
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_store import Empty, LayoutError, Opener, RawTree, StoredArray, open_tree, text_of
-from maxghost.config import ConfigError
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, Opener, RawTree, StoredArray, open_tree, text_of, tool
 
 
 def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, Any]:
@@ -23,7 +21,7 @@ def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, An
   raw = opener(path)
   leaves = [_leaf(node_path, node) for node_path, node in raw.nodes.items()]
   content: dict[str, Any] = {"path": str(path), "leaves": leaves, "bytes": sum(leaf["bytes"] for leaf in leaves)}
-  return content | _about(raw) | {"custom_metadata": raw.custom_metadata, "other_items": raw.folder.siblings()}
+  return content | _about(raw) | {"custom_metadata": raw.custom_metadata, "other_items": raw.location.siblings()}
 
 
 def _leaf(path: tuple, node: Any) -> dict[str, Any]:
@@ -84,20 +82,13 @@ def listing(content: dict[str, Any]) -> Iterator[str]:
     yield f"other items beside the tree: {', '.join(content['other_items'])}"
 
 
+@tool("inspect")
 def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
   parser = argparse.ArgumentParser(prog="inspect", description="Lists what a checkpoint holds.")
   parser.add_argument("path", metavar="CHECKPOINT")
   parser.add_argument("--json", action="store_true", help="print one JSON object")
   args = parser.parse_args(argv)
-  try:
-    content = inspect(args.path, opener)
-  except ConfigError as error:
-    print(f"inspect: {error}", file=sys.stderr)
-    return 2
+  content = inspect(args.path, opener)
   for line in [json.dumps(content)] if args.json else listing(content):
     print(line)
   return 0
-
-
-if __name__ == "__main__":
-  sys.exit(main())

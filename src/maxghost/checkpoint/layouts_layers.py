@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, text_of
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, nested, text_of
 
 Path = tuple[str, ...]
 LeafId = tuple[Path, int | None]
@@ -85,7 +85,9 @@ class LayerReader:
     if self._held[0] is not array:
       self._held = (None, None)  # freed before the next one is read
       self._held = (array, array.read(None))
-    return self._held[1][index]
+    held = self._held[1]
+    assert held is not None
+    return held[index]
 
 
 def blocks_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
@@ -113,6 +115,13 @@ class ParamTree:
   leaves: dict[LeafId, Ref] = field(default_factory=dict)
   containers: dict[Path, Container] = field(default_factory=dict)
   empties: set[LeafId] = field(default_factory=set)
+
+  def add(self, leaf: LeafId, node: StoredArray | Empty, axis: int = 0, index: int | None = None) -> None:
+    """axis, index: as in `Ref`, where the node is an array."""
+    if isinstance(node, Empty):
+      self.empties.add(leaf)
+    else:
+      self.leaves[leaf] = Ref(node, axis if index is None else min(axis, len(node.shape) - 1), index)
 
   def shapes(self) -> dict[LeafId, tuple[int, ...]]:
     return {leaf: ref.shape for leaf, ref in self.leaves.items()}
@@ -144,9 +153,9 @@ class ContainerFinder:
     self._names = frozenset(names)
     self._stacked = stacked
 
-  def find(self, nodes: Mapping[Path, object]) -> dict[Path, dict[str, str]]:
-    """{container path: {name below its parent or below itself: form}} over the outermost containers of `nodes`."""
-    return self._walk((), _nest(nodes))
+  def find(self, nodes: Mapping[Path, object]) -> dict[Path, str]:
+    """{container path: form} over the outermost containers of `nodes`."""
+    return self._walk((), nested({path: node for path, node in nodes.items() if path and not isinstance(node, Empty)}))
 
   def _walk(self, prefix: Path, tree: dict) -> dict[Path, str]:
     found: dict[Path, str] = {}
@@ -194,18 +203,6 @@ def _look_like_layers(base: str, members: dict[str, dict]) -> bool:
   return all(shape == shapes[0] for shape in shapes)
 
 
-def _nest(nodes: Mapping[Path, object]) -> dict:
-  tree: dict = {}
-  for path, node in nodes.items():
-    if not path or isinstance(node, Empty):
-      continue
-    here = tree
-    for key in path[:-1]:
-      here = here.setdefault(key, {})
-    here[path[-1]] = node
-  return tree
-
-
 def _flat(tree: dict, prefix: Path = ()):
   for name, child in tree.items():
     if isinstance(child, dict):
@@ -233,11 +230,11 @@ def split_layers(
   for path, node in nodes.items():
     container, layer, rest = _position(path, found)
     if container is None:
-      _add(tree, (path, None), node if isinstance(node, Empty) else Ref(node))
+      tree.add((path, None), node)
     elif layer is None:
       stacked.setdefault(container, []).append((rest, node))
     else:
-      _add(tree, ((*container, *rest), layer), node if isinstance(node, Empty) else Ref(node))
+      tree.add(((*container, *rest), layer), node)
   for container, form in found.items():
     if form == SCANNED:
       hint = (like or {}).get(container)
@@ -247,13 +244,6 @@ def split_layers(
       layers = {leaf[1] for leaf in (*tree.leaves, *tree.empties) if leaf[0][: len(container)] == container}
       tree.containers[container] = Container(container, form, len(layers))
   return tree
-
-
-def _add(tree: ParamTree, leaf: LeafId, node: Ref | Empty) -> None:
-  if isinstance(node, Empty):
-    tree.empties.add(leaf)
-  else:
-    tree.leaves[leaf] = node
 
 
 def _position(path: Path, found: Mapping[Path, str]) -> tuple[Path | None, int | None, Path]:
@@ -276,7 +266,7 @@ def _split_stacked(
 ) -> None:
   if opaque:
     for rest, node in members:
-      _add(tree, ((*container, *rest), None), node if isinstance(node, Empty) else Ref(node))
+      tree.add(((*container, *rest), None), node)
     tree.containers[container] = Container(container, SCANNED, 0, scan_axis=scan_axis)
     return
   arrays = [(rest, node) for rest, node in members if isinstance(node, StoredArray)]
@@ -284,16 +274,16 @@ def _split_stacked(
   block_name, period = _block({rest[0] for rest, _ in members})
   tree.containers[container] = Container(container, SCANNED, num_stacked * period, period, block_name, scan_axis)
   for rest, node in members:
-    offset, tail = (int(_INDEXED.fullmatch(rest[0])[2]), rest[1:]) if block_name else (0, rest)
+    match = _INDEXED.fullmatch(rest[0]) if block_name else None
+    offset, tail = (int(match[2]), rest[1:]) if match else (0, rest)
     for i in range(num_stacked):
-      leaf = ((*container, *tail), i * period + offset)
-      _add(tree, leaf, node if isinstance(node, Empty) else Ref(node, min(scan_axis, len(node.shape) - 1), i))
+      tree.add(((*container, *tail), i * period + offset), node, scan_axis, i)
 
 
 def _block(names: set[str]) -> tuple[str, int]:
   """('layers', P) where a stacked block holds the P unlike layers layers_0 ... layers_{P-1}, else ('', 1)."""
-  matches = [_INDEXED.fullmatch(name) for name in names]
-  if not matches or not all(matches):
+  matches = [match for name in names if (match := _INDEXED.fullmatch(name))]
+  if not matches or len(matches) < len(names):
     return "", 1
   bases, indices = {match[1] for match in matches}, {int(match[2]) for match in matches}
   if len(bases) > 1 or indices != set(range(len(names))) or not _CONTAINER_NAME.fullmatch(min(bases)):

@@ -6,9 +6,11 @@ A path is a tuple: text for a dict key or a field name, int for a position in a 
 in-memory tree is given.
 """
 
+import functools
 import json
 import os
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,12 +34,67 @@ class LayoutError(ConfigError):
   """A checkpoint, or a wish about one, that cannot be served: one clear line per problem."""
 
 
+class VerificationError(LayoutError):
+  """What was written differs from its source; it was removed again."""
+
+  def __init__(self, rows: Sequence[Any], what: str):
+    first = rows[0].text()
+    super().__init__(
+      f"verification failed: {len(rows)} {what} differ, the first: {first}; nothing is left at the target"
+    )
+
+
+def tool(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+  """Decorates the `main` of a tool: a refusal is one line per problem and exit code 2, a failed verification 1."""
+
+  def decorate(main: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(main)
+    def guarded(*args: Any, **options: Any) -> int:
+      try:
+        return main(*args, **options)
+      except ConfigError as error:
+        for problem in error.problems:
+          print(f"{name}: {problem}", file=sys.stderr)
+        return 1 if isinstance(error, VerificationError) else 2
+
+    return guarded
+
+  return decorate
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+  return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def nested(flat: Mapping[Any, Any]) -> Any:
+  """Nested dicts of leaves by path; lists where all keys of a level are integers."""
+  if () in flat:
+    return flat[()]
+  children: dict[Any, dict[tuple, Any]] = {}
+  for path, value in flat.items():
+    children.setdefault(path[0], {})[path[1:]] = value
+  if children and all(isinstance(key, int) for key in children):
+    return [nested(children[i]) for i in sorted(children)]
+  return {key: nested(value) for key, value in children.items()}
+
+
 def text_of(path: Iterable[str | int]) -> str:
   return "/".join(map(str, path))
 
 
+class Sized:
+  """Anything with a shape and a dtype."""
+
+  shape: tuple[int, ...]
+  dtype: np.dtype
+
+  @property
+  def nbytes(self) -> int:
+    return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
 @dataclass(frozen=True, eq=False)
-class StoredArray:
+class StoredArray(Sized):
   """One array of a checkpoint. shape and dtype are those on disk: a random key is its uint32 words.
 
   read(index): index is a tuple of slices, one per dimension, or None for all. key_impl: PRNG implementation, or None.
@@ -50,10 +107,6 @@ class StoredArray:
   read: Callable[[tuple[slice, ...] | None], np.ndarray]
   key_impl: str | None = None
   chunk_nbytes: int = 0
-
-  @property
-  def nbytes(self) -> int:
-    return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -77,6 +130,12 @@ class RawTree:
   step_metadata: dict[str, Any] = field(default_factory=dict)
   tree_metadata: Any = None
   folder: "Location | None" = None
+
+  @property
+  def location(self) -> "Location":
+    """`folder`, of a tree that lies on disk."""
+    assert self.folder is not None, f"{self.origin} is in memory"
+    return self.folder
 
   @property
   def custom_metadata(self) -> dict[str, Any]:
@@ -151,9 +210,9 @@ def open_tree(path: str | os.PathLike) -> RawTree:
 
 def open_at(where: Location, origin: str) -> RawTree:
   """`open_tree` for a place already found; `origin` names it in messages."""
-  tree = _read_json(where.item / TREE_METADATA)
-  step_metadata = _read_json(where.step / STEP_METADATA) if (where.step / STEP_METADATA).is_file() else {}
-  if not isinstance(tree, dict) or not isinstance(tree.get("tree_metadata"), dict):
+  tree = read_json(where.item / TREE_METADATA)
+  step_metadata = read_json(where.step / STEP_METADATA) if (where.step / STEP_METADATA).is_file() else {}
+  if not isinstance(tree.get("tree_metadata"), dict):
     raise LayoutError(f"{where.item / TREE_METADATA} is damaged: it has no tree_metadata")
   nodes: dict[TreePath, StoredArray | Empty | Text] = {}
   wanted = []
@@ -223,18 +282,22 @@ def _key_impls(item: Path) -> dict[str, str]:
   """PRNG implementation by array name, from what each writing process noted."""
   impls = {}
   for file in sorted((item / "array_metadatas").glob("process_*")):
-    for entry in _read_json(file).get("array_metadatas", []):
+    for entry in read_json(file).get("array_metadatas", []):
       extra = entry["array_metadata"].get("ext_metadata") or {}
       if "random_key_impl" in extra:
         impls[entry["array_metadata"]["param_name"]] = extra["random_key_impl"]
   return impls
 
 
-def _read_json(file: Path) -> Any:
+def read_json(file: Path) -> dict[str, Any]:
+  """A JSON object. Raises LayoutError where the file is missing or is none."""
   try:
-    return json.loads(file.read_text(encoding="utf-8"))
+    content = json.loads(file.read_text(encoding="utf-8"))
   except (ValueError, OSError) as error:
     raise LayoutError(f"{file} is damaged or half copied: {error}") from error
+  if not isinstance(content, dict):
+    raise LayoutError(f"{file} is no JSON object")
+  return content
 
 
 def tree_from_memory(tree: Any, origin: str = "the given tree", custom_metadata: dict | None = None) -> RawTree:

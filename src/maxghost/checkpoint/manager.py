@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from maxghost.checkpoint.checksum import checksums
+from maxghost.checkpoint.layouts_store import listed
 from maxghost.parallel import distributed
 
 FORMAT_VERSION = 1
@@ -111,6 +113,7 @@ class CheckpointManager:
         unusable.append(step)
         self._say(f"maxghost: checkpoint {self.path(step)} cannot be used ({reason}); trying the one before")
         continue
+      assert restored is not None, "without a reason against it, it was read"
       self._set_aside(unusable)
       return restored._replace(tree=_with_typed_keys(restored.tree, abstract_tree))
     if unusable:
@@ -171,9 +174,9 @@ def compare_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, A
   """
   problems = []
   if missing := sorted(wanted.keys() - stored.keys()):
-    problems.append(f"misses {_listed(missing)}")
+    problems.append(f"misses {listed(missing)}")
   if extra := sorted(stored.keys() - wanted.keys()):
-    problems.append(f"has {_listed(extra)}, unknown to the model")
+    problems.append(f"has {listed(extra)}, unknown to the model")
   for name in sorted(wanted.keys() & stored.keys()):
     have, want = stored[name], wanted[name]
     if tuple(have.shape) != tuple(want.shape) or have.dtype != want.dtype:
@@ -183,25 +186,14 @@ def compare_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, A
     raise CheckpointError(f"checkpoint {path} does not fit this model: {'; '.join(problems[:8])}{more}")
 
 
-def _listed(names: list[str], most: int = 6) -> str:
-  return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def _flatten(tree: Any) -> dict[str, Any]:
   """Leaves by slash path, in a fixed order; integer keys count as text."""
   leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-  return {"/".join(_key_text(key) for key in path): leaf for path, leaf in leaves}
-
-
-def _key_text(key: Any) -> str:
-  for attribute in ("key", "idx", "name"):
-    if hasattr(key, attribute):
-      return str(getattr(key, attribute))
-  raise TypeError(f"unknown key {key!r} in a checkpoint tree")
+  return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def _is_typed_key(leaf: Any) -> bool:
-  return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+  return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _with_raw_keys(tree: Any) -> Any:

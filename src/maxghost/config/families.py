@@ -100,6 +100,7 @@ class Family:
     layer.
   maxtext_scales_queries: whether MaxText keeps 1/sqrt(head_dim) in the query weights instead of in attention; None
     where MaxText has no such family.
+  layer_norm: LayerNorm with bias in place of RMSNorm.
   gguf: the architecture in GGUF files; "" = not read. gguf_pairs: whether neighbouring pairs are rotated there.
   """
 
@@ -109,6 +110,7 @@ class Family:
   needs: Mapping[str, Any] = field(default_factory=dict)
   routed: bool | None = False
   learned_positions: bool = False
+  layer_norm: bool = False
   attention: str = "self_attention"
   mlp: str = "mlp"
   experts: str = "MoeBlock_0"
@@ -263,10 +265,10 @@ register(
     ),
     "gpt2-small",
     {
-      "normalization_layer_type": "layer_norm", "rope_type": "none", "attention_bias": True, "mlp_bias": True,
+      "rope_type": "none", "attention_bias": True, "mlp_bias": True,
       "mlp_activations": ("gelu",),
     },
-    learned_positions=True,
+    learned_positions=True, layer_norm=True,
   ),
   Family(
     "mistral", HuggingFace("mistral", "MistralForCausalLM", SIZES, LLAMA, sliding="all"), maxtext_scales_queries=True

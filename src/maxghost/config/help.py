@@ -14,6 +14,7 @@ from maxghost.config.schema import SECTIONS
 def limits(field: dataclasses.Field) -> str:
   """The choices or bounds of a key in words, such as `one of a, b` or `1 or more`; empty when there are none."""
   choices, minimum, maximum = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
+  maximum = None if maximum == values.MOST else maximum
   if choices:
     each = "each one of " if values.is_tuple(field.type) else "one of "
     return each + ", ".join(values.shown(choice) for choice in choices)

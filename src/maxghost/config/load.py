@@ -24,6 +24,7 @@ DEFAULT = "default"
 # A saved configuration holds every value as it was used, the model file's included. This word in it says so: reading it
 # back does not lay the model file over the values again.
 RESOLVED = "config_is_resolved"
+_DEEPEST = 20  # levels of nested lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,20 @@ class Loaded:
   config: Config
   origins: dict[str, str]
   notes: tuple[str, ...] = ()
+
+
+class _Loader(yaml.SafeLoader):
+  """Ends at once where lists are nested deeper than any value is; the stack of Python would, after seconds."""
+
+  depth = 0
+
+  def compose_node(self, parent, index):
+    self.depth += 1
+    if self.depth > _DEEPEST:
+      raise yaml.MarkedYAMLError(problem="it is nested too deeply", problem_mark=self.peek_event().start_mark)
+    node = super().compose_node(parent, index)
+    self.depth -= 1
+    return node
 
 
 def fields() -> dict[str, dataclasses.Field]:
@@ -90,7 +105,10 @@ def load_with_origins(path=None, *overrides: str, base_dir=None) -> Loaded:
 def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
   """The keys of a flat YAML file, with duplicates, syntax errors and a missing file reported in `problems`."""
   try:
-    root = yaml.compose(path.read_bytes(), Loader=yaml.SafeLoader)
+    if path.exists() and not path.is_file() and not path.is_dir():
+      problems.append(f"config file {path} is no regular file; give a .yml file")
+      return {}
+    root = yaml.compose(path.read_bytes(), Loader=_Loader)
   except OSError as error:
     reasons = {FileNotFoundError: "does not exist", IsADirectoryError: "is a folder"}
     reason = reasons.get(type(error), f"cannot be read ({error.strerror})")
@@ -100,9 +118,6 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
     mark = getattr(error, "problem_mark", None)
     where = f"{path}:{mark.line + 1}" if mark else str(path)
     problems.append(f"{where} is not YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}")
-    return {}
-  except RecursionError:
-    problems.append(f"{path} is nested too deeply; it should hold `key: value` lines")
     return {}
   if root is None:
     return {}
@@ -155,11 +170,12 @@ def _read_override(text: str, kind: Any) -> Given:
   if not looks_yaml:
     return Given(COMMAND_LINE, plain)
   try:
-    return Given(COMMAND_LINE, yaml.compose(text, Loader=yaml.SafeLoader))
+    return Given(COMMAND_LINE, yaml.compose(text, Loader=_Loader))
   except yaml.YAMLError:
     if values.is_text(kind):  # a text that merely starts with a quote, such as '"Yes," he said'
       return Given(COMMAND_LINE, plain)
-    return Given(COMMAND_LINE, None, f"'{text}' is not a YAML list; write a,b or quote the items")
+    start = text if len(text) <= 80 else f"{text[:80]}..."
+    return Given(COMMAND_LINE, None, f"'{start}' is not a YAML list; write a,b or quote the items")
 
 
 def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> dict[str, Given]:
@@ -206,7 +222,8 @@ def _resolve(layers: tuple[dict[str, Given], ...], resolved: bool, problems: lis
         others.extend([] if problem else [(level, key, value, given.origin)])
         continue
       if key not in known:
-        problems.append(renamed.unknown(key, known, given.origin))
+        if not renamed.asks_for_nothing(key, getattr(given.node, "value", None)):
+          problems.append(renamed.unknown(key, known, given.origin))
         continue
       problem, value = _convert(key, known[key].type, given, known[key])
       if problem:
@@ -231,7 +248,7 @@ def _resolve(layers: tuple[dict[str, Given], ...], resolved: bool, problems: lis
   sound = {key: value for key, value in flat.items() if key not in broken}
   problems.extend(cross_problems(sound))
   if problems:
-    raise ConfigError(*problems)
+    raise ConfigError(*renamed.shortened(problems))
   return Loaded(_build(flat), origins, tuple(notes))
 
 

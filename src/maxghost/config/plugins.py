@@ -1,14 +1,52 @@
 """The plug-ins that keys choose by name, and what each can do: known before JAX is imported.
 
-A plug-in's module is imported when it is used. A built-in one has its line here; `optimizers.register` adds the line of
-one that is defined elsewhere.
+A plug-in's module is imported when it is used. A built-in one has its line here; `optimizers.register` and
+`objectives.register` add the line of one that is defined elsewhere.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
-SCHEDULES = ("two_pass", "reverse_scan", "concat")
+_ONE_WALK = "which takes validation and training rows back together, once"
+_ONE_BATCH = "which appends the validation rows to the training batch"
+_WHOLE = "which forms whole directions"
+
+# {schedule: {what it cannot take: why}}; the names of `schedules.SCHEDULES`.
+SCHEDULE_LACKS: dict[str, dict[str, str]] = {
+  "two_pass": {"offload": _WHOLE},
+  "reverse_scan": dict.fromkeys(("second_order", "val_every", "accumulation", "mask", "selection"), _ONE_WALK)
+  | {"unstacked": "which walks back over stacked layers"},
+  "concat": dict.fromkeys(("second_order", "val_every", "accumulation", "mask", "selection"), _ONE_BATCH)
+  | {
+    "sets": "which scores against one validation set",
+    "early_rank": "which forms the direction inside each layer",
+    "offload": _WHOLE,
+    "balance": "which would count the validation rows in the experts' load",
+    "tiles": "which cannot score the head inside its tiles",
+  },
+  "forward_mode": dict.fromkeys(("schedule", "rank", "selection", "offload"), _WHOLE),
+  "per_example": dict.fromkeys(("schedule", "rank", "selection", "offload"), _WHOLE)
+  | {"positions": "which scores whole examples"},
+}
+SCHEDULES = ("two_pass", "reverse_scan", "concat")  # by rules; what an optimizer works with
+RUN_SCHEDULES = (*SCHEDULES, "forward_mode")  # the values of ghost_schedule
+ENGINES = {"graddotprod": "two_pass", "jvp": "forward_mode", "perexample": "per_example"}  # of `GhostEngine`
+
+
+def scoring_problems(
+  schedule: str, names: Mapping[str, str], asked: Mapping[str, tuple[bool, str, str]]
+) -> Iterator[str]:
+  """One line for everything asked that the schedule cannot take.
+
+  names: {schedule: "key=value" that chooses it} of those that the user may choose. asked: {what, as in SCHEDULE_LACKS:
+  (whether it is asked for, its "key=value", what to use instead)}.
+  """
+  for want, (asks, given, instead) in asked.items():
+    if asks and want in SCHEDULE_LACKS[schedule]:
+      able = " or ".join(name for other, name in names.items() if want not in SCHEDULE_LACKS[other])
+      other = f", or {able}" if able else ""
+      yield f"{given} does not go with {names[schedule]}, {SCHEDULE_LACKS[schedule][want]}; use {instead}{other}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +75,27 @@ OPTIMIZERS: dict[str, Optimizer] = {
     by_segment=True,
     elementwise=True,
   ),
-  "sgd": Optimizer("maxghost.optimizers.sgd:Sgd", direction="sgd", by_segment=True, elementwise=True),
+  "sgd": Optimizer(
+    "maxghost.optimizers.sgd:Sgd",
+    direction="sgd",
+    columns=("momentum", "weight_decay"),
+    by_segment=True,
+    elementwise=True,
+  ),
 }
 
-KINDS: dict[str, Mapping[str, Plugin]] = {"opt_type": OPTIMIZERS}  # the plug-ins of each key
+
+@dataclasses.dataclass(frozen=True)
+class Objective(Plugin):
+  """What a run minimises; the fields are those of `objectives.Objective`."""
+
+  rows_per_unit: int = 1
+
+
+OBJECTIVES: dict[str, Objective] = {"next_token": Objective("maxghost.objectives.next_token:LanguageModelLoss")}
+
+# The plug-ins of each key.
+KINDS: dict[str, Mapping[str, Plugin]] = {"opt_type": OPTIMIZERS, "objective": OBJECTIVES}
 
 
 class Names(Sequence[str]):
@@ -75,6 +130,7 @@ def ledger_columns(*opt_types: str) -> tuple[str, ...]:
 
 
 OPT_TYPES = Names(lambda: tuple(OPTIMIZERS))
+OBJECTIVE_NAMES = Names(lambda: tuple(OBJECTIVES))
 DIRECTIONS = Names(directions)
 LEDGER = Names(ledger_columns)
 

@@ -4,8 +4,10 @@ One table, `OTHER`. MaxText's names may be typed everywhere and are folded into 
 answered with the present ones, except in the saved configuration of a run, which keeps its meaning.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from maxghost.config.errors import did_you_mean
@@ -47,6 +49,11 @@ def _validation_domain(value: str, values: Values) -> dict[str, Any]:
   return {"ghost_val_sets": (value,)} if value != "manual" and not values["ghost_val_sets"] else {}
 
 
+def _validation_files(value: tuple[str, ...], values: Values) -> dict[str, Any]:
+  given = {text.partition("=")[0]: text for text in value}
+  return {"ghost_val_sets": tuple(given.get(text, text) for text in values["ghost_val_sets"])} if value else {}
+
+
 def _mixture(value: tuple[str, ...], values: Values) -> dict[str, Any]:
   end = "x" if values["dataset_mixture"] == ("epochs",) else ""
   return {"dataset_mixture": tuple(text + end for text in value)}
@@ -84,6 +91,18 @@ OTHER: dict[str, OtherKey] = {
   "ghost_reweight_every": OtherKey(_REWEIGHT, int, _reweighting(0)),
   "ghost_reweight_step": OtherKey(_REWEIGHT, float, _reweighting(1)),
   "ghost_reweight_floor": OtherKey(_REWEIGHT, float, _reweighting(2)),
+  "ghost_select_threshold": OtherKey(
+    "is now ghost_select_fraction",
+    float,
+    lambda x, values: {"ghost_select_fraction": x} if values["ghost_select"] == "threshold" else {},
+  ),
+  "ghost_val_files": OtherKey("is now part of ghost_val_sets: name=glob", _TEXTS, _validation_files),
+  "ghost_engine": OtherKey(
+    "is now part of ghost_schedule: forward_mode for jvp",
+    str,
+    lambda engine, _: {"ghost_schedule": "forward_mode"} if engine == "jvp" else {},
+  ),
+  "normalization_layer_type": OtherKey("is no key any more: decoder_block=gpt2 has layer_norm", str, _nothing),
   "sample_tokens": OtherKey(f"is no key any more: {_GENERATE}", int, _nothing),
   "sample_temperature": OtherKey(f"is no key any more: {_GENERATE}", float, _nothing),
   # Where a process stood says nothing of the next start.
@@ -142,9 +161,90 @@ def _timeouts(values: Values, start: int | None = None, heartbeat: int | None = 
   return {"jax_distributed_timeouts": (start or first, heartbeat or second)}
 
 
+# MaxText's keys with the values that ask for what maxghost does anyway: {value: keys}; * is any value.
+_SAME = {
+  "*": "hardware log_config max_position_embeddings override_model_config use_iota_embed",
+  "false": "activations_in_float32 debug_sharding dump_hlo dump_jaxpr enable_autocheckpoint "
+  "enable_checkpoint_cloud_logger enable_continuous_checkpointing enable_diloco enable_emergency_checkpoint "
+  "enable_goodput_recording enable_jax_profiler enable_multi_tier_checkpointing enable_orbax_v1 "
+  "enable_rampup_batch_size enable_single_controller enable_wandb force_unroll fused_mlp fused_qkv gcs_metrics moba "
+  "monitor_goodput normalize_embedding_logits quantize_kvcache rope_interleave save_config_to_gcs share_kv_projections "
+  "skip_step_on_spikes use_audio use_chat_template use_dpo use_indexer use_mrope use_multimodal use_post_attn_norm "
+  "use_post_ffw_norm use_qk_clip use_qwix_quantization use_random_routing use_ring_of_experts use_sft "
+  "use_untrainable_positional_embedding use_vertex_tensorboard vocab_tiling_ag_once",
+  "true": "abort_on_inf_loss abort_on_nan_loss enable_data_shuffling enable_nnx pure_nnx pure_nnx_decoder "
+  "save_checkpoint_on_completion tokenize_eval_data tokenize_train_data",
+  "": "chat_template custom_mesh_and_rule hf_access_token load_full_state_path lora_input_adapters_path metrics_file "
+  "profiler quantization routed_score_func",
+  "0": "adam_eps_root chunk_attn_window_size eval_start_step first_num_dense_layers "
+  "mtp_num_layers q_lora_rank reuse_example_batch shared_experts target_eval_loss",
+  "1": "global_parameter_scale interleave_moe_layer_step num_epoch partial_rotary_factor routed_scaling_factor "
+  "dcn_autoregressive_parallelism dcn_context_autoregressive_parallelism dcn_diloco_parallelism "
+  "dcn_fsdp_transpose_parallelism dcn_sequence_parallelism dcn_tensor_sequence_parallelism "
+  "ici_autoregressive_parallelism ici_context_autoregressive_parallelism ici_diloco_parallelism "
+  "ici_fsdp_transpose_parallelism ici_sequence_parallelism ici_tensor_sequence_parallelism",
+  "-1": "capacity_factor learning_rate_schedule_steps n_routing_groups nope_layer_interval num_slices "
+  "topk_routing_group",
+  "linear": "wsd_decay_style",
+  "causal_lm": "training_objective",
+}
+# What to use instead of a key of MaxText: {what: keys}.
+_INSTEAD = {
+  "use dataset_files": "hf_train_files hf_data_dir grain_train_mixture_config_path grain_file_type",
+  "use ghost_val_sets, with ghost_val_fraction or as name=glob": "eval_dataset_name eval_split grain_eval_files "
+  "hf_eval_files hf_eval_split",
+  "use train_data_columns": "eval_data_columns",
+  "use steps": "num_epoch learning_rate_schedule_steps",
+  "use load_parameters_path": "load_full_state_path",
+  "use logical_axis_rules": "mesh_axes custom_mesh custom_mesh_and_rule data_sharding input_data_sharding_logical_axes",
+  "use dcn_data_parallelism": "num_slices",
+  "use sparse_matmul": "megablox",
+  "use `maxghost generate`": "prompt max_prefill_predict_length decode_sampling_strategy decode_sampling_temperature "
+  "decode_sampling_top_k decode_sampling_nucleus_p autoregressive_decode_assert",
+  "metrics.jsonl in the run's folder holds them": "metrics_file gcs_metrics",
+  "use tools/dump_shardings.py": "debug_sharding",
+}
+_MOST_LINES = 10  # of keys that only MaxText has
+
+
+def asks_for_nothing(key: str, text: Any) -> bool:
+  """Whether this is a key of MaxText with a value that changes nothing here; a value that is no text always does."""
+  if not isinstance(text, str):
+    return False
+  plain = text.strip().lower().removesuffix(".0")
+  return any(key in keys.split() for value, keys in _SAME.items() if value in ("*", "" if plain == "none" else plain))
+
+
+@functools.cache
+def _maxtext_keys() -> frozenset[str]:
+  package = Path(__file__).parents[1]
+  folder = package / "configs" if (package / "configs").is_dir() else package.parents[1] / "configs"
+  lines = (folder / "maxtext_keys.txt").read_text("utf-8").splitlines()
+  return frozenset(" ".join(lines[1:]).split())
+
+
 def unknown(key: str, known: Mapping[str, Any], origin: str = "") -> str:
-  """What is wrong with a key that the schema does not have: its present name, or the nearest valid ones."""
+  """What is wrong with a key that the schema does not have: its present name, MaxText's, or the nearest valid ones."""
   where = f" ({origin})" if origin else ""
   if key in OTHER:
     return f"key '{key}'{where} {OTHER[key].answer}"
+  if key in _maxtext_keys():
+    instead = next((f"; {what}" for what, keys in _INSTEAD.items() if key in keys.split()), "")
+    return f"'{key}'{where}{_FOREIGN}{instead}"
   return f"unknown key '{key}'{where}{did_you_mean(key, known)}"
+
+
+_FOREIGN = " is a MaxText key that maxghost does not have"
+
+
+def shortened(problems: list[str]) -> list[str]:
+  """The problems, with many keys that only MaxText has on one line: a whole base.yml of MaxText holds hundreds."""
+  foreign = [text for text in problems if _FOREIGN in text]
+  if len(foreign) <= _MOST_LINES:
+    return problems
+  names = ", ".join(text.split("'")[1] for text in foreign[:_MOST_LINES])
+  line = (
+    f"{len(foreign)} keys are MaxText keys that maxghost does not have: {names}, ...; a file needs only the keys that "
+    "it changes (docs/from-maxtext.md)"
+  )
+  return [line, *(text for text in problems if _FOREIGN not in text)]

@@ -17,14 +17,24 @@ from maxghost.config import plugins
 from maxghost.config.errors import ConfigError
 from maxghost.config.families import FAMILIES
 from maxghost.config.validate import DISTRIBUTED, value_problems
+from maxghost.config.values import MOST
 
 
-def key(default: Any, help: str, *, choices: Sequence = (), minimum: float | None = None, maximum: float | None = None):
+def key(
+  default: Any, help: str, *, choices: Sequence = (), minimum: float | None = None, maximum: float | None = None
+) -> Any:
   """A config field: `help` is one line with the unit; `choices` or `minimum`/`maximum` bound the value."""
+  if maximum is None and type(default) is int:
+    maximum = MOST
   metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
   if isinstance(default, (list, dict)):
     raise TypeError("config defaults are immutable: use a tuple")
   return dataclasses.field(default=default, metadata=metadata)
+
+
+def _is_files(domain: str) -> bool:
+  """Whether a validation set is given by a glob of files and not by a domain."""
+  return any(sign in domain for sign in "/*.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +68,11 @@ class ModelConfig:
     choices=plugins.Names(lambda: tuple(FAMILIES)),
   )
   base_emb_dim: int = key(256, "embed dim D", minimum=1)
-  base_num_query_heads: int = key(4, "query heads H", minimum=1)
-  base_num_kv_heads: int = key(2, "key/value heads K; divides the query heads", minimum=1)
-  head_dim: int = key(64, "width h of one head", minimum=1)
+  base_num_query_heads: int = key(4, "query heads H", minimum=1, maximum=10**5)
+  base_num_kv_heads: int = key(2, "key/value heads K; divides the query heads", minimum=1, maximum=10**5)
+  head_dim: int = key(64, "width h of one head", minimum=1, maximum=10**6)
   base_mlp_dim: int = key(768, "width F of the feed-forward layer", minimum=1)
-  base_num_decoder_layers: int = key(4, "layers L", minimum=1)
+  base_num_decoder_layers: int = key(4, "layers L", minimum=1, maximum=10**5)
   vocab_size: int = key(259, "vocabulary V; must hold the tokenizer's ids", minimum=2)
   mlp_activations: tuple[str, ...] = key(
     ("silu", "linear"),
@@ -75,9 +85,6 @@ class ModelConfig:
   )
   mlp_bias: bool = key(False, "biases in the feed-forward layer, the experts' included")
   logits_via_embedding: bool = key(False, "tie the output projection to the token embedding")
-  normalization_layer_type: str = key(
-    "rms_norm", "norm of the residual branches; layer_norm has a bias", choices=("rms_norm", "layer_norm")
-  )
   normalization_layer_epsilon: float = key(1e-5, "epsilon of the norms", minimum=0.0)
   trainable_position_size: int = key(-1, "rows of a learned position embedding; -1 = none", minimum=-1)
   rope_type: str = key(
@@ -102,6 +109,7 @@ class ModelConfig:
   rope_attention_scaling: bool = key(True, "yarn: scale the rotated heads by 0.1 ln(rope_factor) + 1")
   attention_bias: bool = key(False, "biases in the query, key, value and out projections")
   attention_sink: bool = key(False, "one learned logit per head that takes part in the softmax and has no value")
+  attn_logits_soft_cap: float = key(0.0, "c: attention scores become c tanh(scores / c); 0 = no cap", minimum=0.0)
   attention_type: tuple[str, ...] = key(
     ("global",),
     "global or local_sliding, for all layers or one for each of a cycle",
@@ -112,7 +120,7 @@ class ModelConfig:
     1, "layers after which the pattern of unlike layers repeats; that many are stacked as one", minimum=1
   )
   use_qk_norm: bool = key(False, "RMSNorm of every query and key head before the rotation")
-  num_experts: int = key(1, "experts of the feed-forward layer; 1 = a dense one", minimum=1)
+  num_experts: int = key(1, "experts of the feed-forward layer; 1 = a dense one", minimum=1, maximum=10**6)
   num_experts_per_tok: int = key(1, "experts that each token is sent to", minimum=1)
   base_moe_mlp_dim: int = key(-1, "width of one expert; -1 = base_mlp_dim", minimum=-1)
   norm_topk_prob: bool = key(True, "weights of a token's experts add up to 1; false = their share among all experts")
@@ -144,6 +152,7 @@ class ModelConfig:
     "layers per segment, or of segments within segments, outermost first; the backward pass keeps segment inputs only "
     "and recomputes inside; empty = off",
     minimum=1,
+    maximum=MOST,
   )
   offload_to_host: tuple[str, ...] = key(
     (),
@@ -152,6 +161,7 @@ class ModelConfig:
     choices=("weights", "optimizer", "carries"),
   )
   z_loss_multiplier: float = key(0.0, "weight of the squared log-partition added to each token's loss", minimum=0.0)
+  final_logits_soft_cap: float = key(0.0, "c: logits become c tanh(logits / c); 0 = no cap", minimum=0.0)
   num_vocab_tiling: int = key(
     1, "tiles in which output projection and loss are computed, so that 1/n of the logits exists at a time", minimum=1
   )
@@ -176,7 +186,10 @@ class DataConfig:
     (), "domains to train on; empty = all the source has (stdlib: code, docstrings, manual, tables)"
   )
   dataset_domain_bytes: int = key(
-    -1, "cap on the bytes read per domain; 0 = no cap, -1 = 2,000,000 for stdlib and synthetic, else none", minimum=-1
+    -1,
+    "cap on the bytes read per domain; 0 = no cap, -1 = 2,000,000 for stdlib and synthetic, else none",
+    minimum=-1,
+    maximum=10**15,
   )
   dataset_files: tuple[str, ...] = key(
     (),
@@ -209,7 +222,10 @@ class DataConfig:
   )
   max_segments_per_seq: int = key(-1, "documents a packed row can hold; -1 = one per 32 tokens, at most 32", minimum=-1)
   shuffle_window_bytes: int = key(
-    8_388_608, "text read, shuffled and packed together; larger mixes better and takes more memory", minimum=1
+    8_388_608,
+    "text read, shuffled and packed together; larger mixes better and takes more memory",
+    minimum=1,
+    maximum=10**15,
   )
   dataset_shards: int = key(
     1,
@@ -219,12 +235,15 @@ class DataConfig:
   add_bos: bool = key(True, "put a begin-of-document token before each document")
   add_eos: bool = key(True, "put an end-of-document token after each document")
   grain_worker_count: int = key(
-    0, "processes that read, tokenize and pack ahead of the training; 0 = a thread of the main process", minimum=0
+    0,
+    "processes that read, tokenize and pack ahead of the training; 0 = a thread of the main process",
+    minimum=0,
+    maximum=4096,
   )
   ghost_val_sets: tuple[str, ...] = key(
     (),
-    "validation sets, each scored apart: a domain, or name=domain, of which a share is held out; empty = manual, for "
-    "synthetic its first domain",
+    "validation sets, each scored apart: a domain, or name=domain, of which a share is held out; or name=glob of text "
+    "files, held out in whole; empty = manual, for synthetic its first domain",
   )
   ghost_val_fraction: float = key(
     0.25, "share of the validation domain's documents held out, chosen by document id", minimum=0.0, maximum=1.0
@@ -234,16 +253,18 @@ class DataConfig:
     "training documents byte-identical to a held-out one: leave out and report, keep and report, or an error",
     choices=("drop", "keep", "error"),
   )
-  ghost_val_files: tuple[str, ...] = key(
-    (), "domain=glob of text files (as dataset_files of text) that are held out in whole, for ghost_val_sets to name"
-  )
 
   @property
   def validation_sets(self) -> dict[str, str]:
     """{name: domain} of the sets that are scored against."""
     first = (*self.dataset_domains, "words")[0] if self.dataset_type == "synthetic" else "manual"
     pairs = [text.partition("=") for text in self.ghost_val_sets or (first,)]
-    return {name: domain or name for name, _, domain in pairs}
+    return {name: name if _is_files(domain) else domain or name for name, _, domain in pairs}
+
+  @property
+  def validation_files(self) -> tuple[str, ...]:
+    """The `name=glob` of the validation sets that are files of their own."""
+    return tuple(text for text in self.ghost_val_sets if _is_files(text.partition("=")[2]))
 
   @property
   def mixture(self) -> str:
@@ -257,6 +278,7 @@ class DataConfig:
 class OptimizerConfig:
   """AdamW or SGD and their schedule."""
 
+  objective: str = key("next_token", "what the training steps minimise", choices=plugins.OBJECTIVE_NAMES)
   opt_type: str = key("adamw", "optimizer", choices=plugins.OPT_TYPES)
   learning_rate: float = key(1e-3, "peak learning rate", minimum=0.0)
   lr_schedule_type: str = key(
@@ -288,15 +310,11 @@ class GhostConfig:
   """Per-example scores: what is scored, along which direction."""
 
   ghost_enabled: bool = key(True, "score every training document in every step")
-  ghost_engine: str = key(
-    "graddotprod",
-    "graddotprod = one backward pass with rules per layer, jvp = forward mode without rules",
-    choices=("graddotprod", "jvp"),
-  )
   ghost_schedule: str = key(
     "two_pass",
-    "how validation and training share a step: one after the other, layer by layer in one walk back, or in one batch",
-    choices=plugins.SCHEDULES,
+    "how validation and training share a step: one after the other, layer by layer in one walk back, in one batch; "
+    "forward_mode = two passes without rules for layers",
+    choices=plugins.RUN_SCHEDULES,
   )
   ghost_direction: str = key(
     "auto",
@@ -328,10 +346,11 @@ class GhostConfig:
     choices=("none", "topk", "threshold", "greats", "random", "bottomk"),
   )
   ghost_select_fraction: float = key(
-    0.5, "share of the rows that ghost_select trains on; all rows are scored", minimum=0.0, maximum=1.0
-  )
-  ghost_select_threshold: float = key(
-    0.0, "threshold: train on rows worth more than this many times the mean absolute value of the step's rows"
+    0.5,
+    "share of the rows that ghost_select trains on; for threshold, of the mean absolute value of the step's rows; all "
+    "rows are scored",
+    minimum=0.0,
+    maximum=1.0,
   )
   ghost_reweight: tuple[float, ...] = key(
     (),
@@ -339,6 +358,16 @@ class GhostConfig:
     "(0.2) for the mean domain, none below floor (0.02); empty = never",
     minimum=0.0,
   )
+
+  @property
+  def engine(self) -> str:
+    """How directions meet gradients: by rules for layers, or by the forward mode of differentiation."""
+    return "jvp" if self.ghost_schedule == "forward_mode" else "graddotprod"
+
+  @property
+  def passes(self) -> str:
+    """The schedule of the passes: forward_mode has those of two_pass."""
+    return "two_pass" if self.ghost_schedule == "forward_mode" else self.ghost_schedule
 
   @property
   def reweighting(self) -> tuple[int, float, float]:
@@ -398,6 +427,7 @@ class ParallelConfig:
     (300, 100),
     "seconds within which all processes must have started, and after which one without a sign of life counts as lost",
     minimum=1,
+    maximum=10**6,
   )
   compile_topology: str = key(
     "", "train_compile: what to compile for, such as v5e-16, 2xv5e-16 (two slices), v5p-256 or cpu-8"

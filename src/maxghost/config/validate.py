@@ -131,11 +131,6 @@ def experts(v: Values) -> Iterator[str]:
       f"load_balance_loss_weight={shown(v.load_balance_loss_weight)} balances experts, but num_experts=1; "
       "use load_balance_loss_weight=0.0"
     )
-  if v.load_balance_loss_weight and v.ghost_enabled and v.ghost_schedule == "concat":
-    yield (
-      "ghost_schedule=concat would count the validation rows in the experts' load; with load_balance_loss_weight="
-      f"{shown(v.load_balance_loss_weight)} use two_pass or reverse_scan"
-    )
 
 
 def validation_sets(v: Values) -> Iterator[str]:
@@ -144,8 +139,6 @@ def validation_sets(v: Values) -> Iterator[str]:
     yield f"ghost_val_sets={shown(v.ghost_val_sets)} has a set without a name; write name=domain"
   for name in sorted({name for name in names if names.count(name) > 1}):
     yield f"ghost_val_sets={shown(v.ghost_val_sets)} names '{name}' twice; give each set its own name"
-  if len(names) > 1 and v.ghost_schedule == "concat":
-    yield "ghost_schedule=concat scores against one validation set; use two_pass or reverse_scan for several"
 
 
 def ghost_combinations(v: Values) -> Iterator[str]:
@@ -154,37 +147,53 @@ def ghost_combinations(v: Values) -> Iterator[str]:
       f"ghost_every={v.ghost_every} already computes the validation gradient every {v.ghost_every} steps; "
       f"use ghost_val_every=1, not {v.ghost_val_every}"
     )
-  if v.ghost_schedule != "two_pass":
-    if v.ghost_direction == "second_order":
-      yield f"ghost_direction=second_order needs ghost_schedule=two_pass, not {v.ghost_schedule}"
-    if v.ghost_val_every > 1:
-      yield f"ghost_val_every={v.ghost_val_every} needs ghost_schedule=two_pass, not {v.ghost_schedule}; or use 1"
-    if v.gradient_accumulation_steps > 1:
-      yield (
-        f"gradient_accumulation_steps={v.gradient_accumulation_steps} needs ghost_schedule=two_pass, "
-        f"not {v.ghost_schedule}"
-      )
-    if v.trainable_parameters_mask:
-      yield f"trainable_parameters_mask needs ghost_schedule=two_pass, not {v.ghost_schedule}"
   if v.ghost_direction == "second_order" and v.gradient_accumulation_steps > 1:
     yield "ghost_direction=second_order forms the whole step first; use gradient_accumulation_steps=1"
   if v.ghost_direction == "second_order" and v.ghost_val_every > 1:
     yield f"ghost_direction=second_order needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
-  plain = v.ghost_direction == "sgd" or (v.ghost_direction == "auto" and v.opt_type == "sgd")
-  if v.ghost_schedule == "concat" and v.ghost_rank and plain:
-    yield f"ghost_schedule=concat forms its direction inside each layer; use ghost_rank=0, not {v.ghost_rank}"
   if "carries" in v.offload_to_host and (v.ghost_schedule != "reverse_scan" or not v.segment_lengths):
     yield (
       f"offload_to_host={shown(v.offload_to_host)}: carries needs ghost_schedule=reverse_scan and segment_lengths; "
       "leave it out"
     )
-  if v.ghost_schedule == "reverse_scan" and not v.scan_layers:
-    yield "ghost_schedule=reverse_scan walks stacked layers; use scan_layers=true"
-  if v.ghost_engine != "graddotprod":
-    if v.ghost_rank:
-      yield f"ghost_rank={v.ghost_rank} has no meaning for ghost_engine={v.ghost_engine}; use ghost_rank=0"
-    if v.ghost_schedule != "two_pass":
-      yield f"ghost_engine={v.ghost_engine} has no ghost_schedule={v.ghost_schedule}; use ghost_schedule=two_pass"
+
+
+def scoring(v: Values) -> Iterator[str]:
+  """What `plugins.SCHEDULE_LACKS` says of the run's schedule."""
+  direction, rule = v.ghost_direction, plugins.OPTIMIZERS[v.opt_type]
+  early = direction in ("sgd", "second_order") or (direction == "auto" and rule.direction == "sgd")
+  rank = (f"ghost_rank={v.ghost_rank}", "ghost_rank=0")
+  asked = {
+    "rank": (v.ghost_rank > 0, *rank),
+    "early_rank": (v.ghost_rank > 0 and early, *rank),
+    "sets": (len(v.ghost_val_sets) > 1, f"ghost_val_sets={shown(v.ghost_val_sets)}", "one set"),
+    "second_order": (direction == "second_order", "ghost_direction=second_order", "ghost_direction=auto"),
+    "val_every": (v.ghost_val_every > 1, f"ghost_val_every={v.ghost_val_every}", "ghost_val_every=1"),
+    "accumulation": (
+      v.gradient_accumulation_steps > 1,
+      f"gradient_accumulation_steps={v.gradient_accumulation_steps}",
+      "gradient_accumulation_steps=1",
+    ),
+    "mask": (
+      bool(v.trainable_parameters_mask),
+      f"trainable_parameters_mask={shown(v.trainable_parameters_mask)}",
+      "trainable_parameters_mask=[]",
+    ),
+    "selection": (v.ghost_select != "none", f"ghost_select={v.ghost_select}", "ghost_select=none"),
+    "unstacked": (not v.scan_layers, "scan_layers=false", "scan_layers=true"),
+    "balance": (
+      v.ghost_enabled and v.load_balance_loss_weight > 0,
+      f"load_balance_loss_weight={shown(v.load_balance_loss_weight)}",
+      "load_balance_loss_weight=0.0",
+    ),
+    "tiles": (
+      v.ghost_enabled and v.num_vocab_tiling > 1,
+      f"num_vocab_tiling={v.num_vocab_tiling}",
+      "num_vocab_tiling=1",
+    ),
+  }
+  names = {name: f"ghost_schedule={name}" for name in plugins.RUN_SCHEDULES}
+  yield from plugins.scoring_problems(v.ghost_schedule, names, asked)
 
 
 def selection(v: Values) -> Iterator[str]:
@@ -192,8 +201,6 @@ def selection(v: Values) -> Iterator[str]:
     return
   if not v.ghost_enabled:
     yield f"ghost_select={v.ghost_select} chooses by scores; use ghost_enabled=true, or ghost_select=none"
-  if v.ghost_schedule != "two_pass" or v.ghost_engine != "graddotprod":
-    yield f"ghost_select={v.ghost_select} needs ghost_schedule=two_pass and ghost_engine=graddotprod"
   if v.ghost_direction == "second_order":
     yield f"ghost_select={v.ghost_select} chooses before the step is known; use ghost_direction=auto or sgd"
   if v.gradient_accumulation_steps > 1:
@@ -248,11 +255,6 @@ def vocab_tiling(v: Values) -> Iterator[str]:
       f"num_vocab_tiling={v.num_vocab_tiling} with vocab_tiling_axis={v.vocab_tiling_axis} is more than {name}={size}; "
       f"use at most {size}"
     )
-  if v.num_vocab_tiling > 1 and v.ghost_enabled and v.ghost_schedule == "concat":
-    yield (
-      f"num_vocab_tiling={v.num_vocab_tiling} scores the head inside its tiles, which ghost_schedule=concat cannot; "
-      "use two_pass or reverse_scan, or num_vocab_tiling=1"
-    )
 
 
 def segments(v: Values) -> Iterator[str]:
@@ -287,7 +289,7 @@ def offloading(v: Values) -> Iterator[str]:
       yield f"{given} moves one segment of layers at a time; give segment_lengths, such as {near}"
     else:
       yield f"{given} moves one segment of stacked layers at a time; use scan_layers=true and segment_lengths"
-  if v.ghost_enabled and v.ghost_schedule != "reverse_scan":
+  if v.ghost_enabled and "offload" in plugins.SCHEDULE_LACKS[v.ghost_schedule]:
     yield (
       f"{given} forms directions one segment at a time; use ghost_schedule=reverse_scan, not {v.ghost_schedule}, "
       "or ghost_enabled=false"
@@ -349,15 +351,16 @@ def ghost_direction(v: Values) -> Iterator[str]:
     offering = [name for name, other in plugins.OPTIMIZERS.items() if other.direction == direction]
     own = "auto or sgd" if rule.direction else "sgd"
     yield (
-      f"ghost_direction={direction} goes through the update of opt_type={' or '.join(offering)}, not of "
-      f"opt_type={v.opt_type}; use ghost_direction={own}, or opt_type={' or '.join(offering)}"
+      f"ghost_direction={direction} contradicts opt_type={v.opt_type}: it goes through another optimizer's update; "
+      f"use ghost_direction={own}, or opt_type={' or '.join(offering)}"
     )
 
 
 def seams(v: Values) -> Iterator[str]:
   rule = plugins.OPTIMIZERS[v.opt_type]
   if v.ghost_enabled:
-    yield from plugins.schedule_problems({key: getattr(v, key) for key in plugins.KINDS}, v.ghost_schedule)
+    passes = "two_pass" if v.ghost_schedule == "forward_mode" else v.ghost_schedule
+    yield from plugins.schedule_problems({key: getattr(v, key) for key in plugins.KINDS}, passes)
   if v.ghost_select == "greats" and not rule.elementwise:
     yield (
       f"ghost_select=greats compares rows by an elementwise update, which opt_type={v.opt_type} has not; "
@@ -368,6 +371,22 @@ def seams(v: Values) -> Iterator[str]:
       f"offload_to_host={shown(v.offload_to_host)} updates one segment of layers at a time, which "
       f"opt_type={v.opt_type} cannot; use offload_to_host=[], or another opt_type"
     )
+
+
+def objective_units(v: Values) -> Iterator[str]:
+  rows = plugins.OBJECTIVES[v.objective].rows_per_unit
+  if rows == 1:
+    return
+  what = f"objective={v.objective} makes a unit of {rows} adjacent rows"
+  for name in ("per_device_batch_size", *(("ghost_val_batch_size",) if v.ghost_enabled else ())):
+    if (size := getattr(v, name)) % rows:
+      yield f"{what}, which {name}={size} would part; use {name}={size - size % rows + rows}"
+  if v.gradient_accumulation_steps > 1:
+    yield (
+      f"{what}, which micro-batches would part; use gradient_accumulation_steps=1, not {v.gradient_accumulation_steps}"
+    )
+  if v.ghost_select != "none":
+    yield f"{what}, and ghost_select={v.ghost_select} chooses single rows; use ghost_select=none"
 
 
 def ghost_validation(v: Values) -> Iterator[str]:
@@ -416,9 +435,11 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
   schedule,
   evaluation,
   ghost_direction,
+  objective_units,
   seams,
   ghost_validation,
   ghost_combinations,
+  scoring,
   selection,
   reweighting,
   validation_sets,

@@ -22,6 +22,7 @@ INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}")
 # 1e5 is a whole number and a common way to write one; 1.5e3 and 5.0 are not accepted for an int.
 INT_EXPONENT = re.compile(r"[-+]?[0-9]+[eE]\+?[0-9]{1,2}")
 
+MOST = 10**9  # of a whole number, where its key names no smaller bound
 LINE_ENDS = frozenset("\n\r\x85\u2028\u2029")
 
 
@@ -79,6 +80,8 @@ def from_node(node: yaml.Node, kind: Any) -> Any:
     if not isinstance(node, yaml.SequenceNode):
       if isinstance(node, yaml.ScalarNode) and node.tag != NULL_TAG and node.style is None:
         return from_commas(node.value, kind)
+      if isinstance(node, yaml.ScalarNode) and set(typing.get_args(kind)) == {str, Ellipsis}:
+        return (node.value,) if node.value else ()  # quoted: one text
       raise WrongTypeError(type_name(kind))
     kinds = item_kinds(kind, len(node.value))
     return tuple(from_node(item, part) for item, part in zip(node.value, kinds, strict=True))

@@ -118,14 +118,16 @@ def _packing(cfg: DataConfig) -> tuple[str, bool]:
 def _parts(
   source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, held_out: tuple[str, ...]
 ) -> list[SplitSource]:
-  """The training source and, where `ghost_val_files` names some, the held-out files; each with its split."""
+  """The training source and, where `ghost_val_sets` names some, the held-out files; each with its split."""
   excluded = read_ids(cfg.dataset_exclude_file) if cfg.dataset_exclude_file else None
   splits: list[tuple[Source, Split]] = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
-  if cfg.ghost_val_files:
-    files = text.load(cfg.ghost_val_files, cfg.train_data_columns, key="ghost_val_files", on_corrupt=cfg.on_corrupt)
+  if cfg.validation_files:
+    files = text.load(cfg.validation_files, cfg.train_data_columns, key="ghost_val_sets", on_corrupt=cfg.on_corrupt)
     both = [domain for domain in files.domains if domain in source.domains]
     if both:
-      raise ConfigError(f"ghost_val_files has domain '{both[0]}', which the training data has too; name it otherwise")
+      raise ConfigError(
+        f"ghost_val_sets has the name '{both[0]}', which is a domain of the training data; name it otherwise"
+      )
     splits.append((files, Split(files, files.domains, 1.0, seed)))
   domains = tuple(domain for one, _ in splits for domain in one.domains)
   for domain in held_out:

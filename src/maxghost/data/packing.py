@@ -38,7 +38,8 @@ class Encoded:
 
   tokens: uint16 or int32[N]. ends: int64[D]. documents: int64[D], index of each into the source. The source bytes
   behind each token are in byte_table by id, or in sizes by place: an integer for each token of the texts, end to end
-  without the `added` tokens (before, after) of each document.
+  without the `added` tokens (before, after) of each document. weights: float32[N], with which each token counts as a
+  target; None = 1.
   """
 
   tokens: np.ndarray
@@ -47,6 +48,7 @@ class Encoded:
   byte_table: np.ndarray | None
   sizes: np.ndarray | None = None
   added: tuple[int, int] = (0, 0)
+  weights: np.ndarray | None = None
 
   def chunk_bytes(self, document: int, first: np.ndarray) -> np.ndarray:
     """Source bytes of a document's chunks but the last, int64[c - 1]; first: int64[c], where they begin in `tokens`."""
@@ -66,7 +68,7 @@ class Rows:
 
   tokens: uint16 or int32[N]. row_ends: int64[R], chunks before the end of each row. Per chunk, in the order of the
   rows: start: int64[C] first pair in `tokens`; length: int64[C] pairs; document: int64[C]; offset: int64[C] in bytes;
-  slot: int64[C] which segment of its row; begin: int32[C] where in its row.
+  slot: int64[C] which segment of its row; begin: int32[C] where in its row. weights: as in `Encoded`.
   """
 
   tokens: np.ndarray
@@ -77,6 +79,7 @@ class Rows:
   offset: np.ndarray
   slot: np.ndarray
   begin: np.ndarray
+  weights: np.ndarray | None = None
 
   def __len__(self) -> int:
     return len(self.row_ends)
@@ -189,6 +192,7 @@ def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarra
     offset,
     slot=np.arange(len(heads)) - heads,
     begin=(before - before[heads]).astype(np.int32),
+    weights=encoded.weights,
   )
 
 
@@ -212,15 +216,17 @@ def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -
   groups: dict[int, list[int]] = {}
   for b, (rows, _, _) in enumerate(pieces):
     groups.setdefault(id(rows), []).append(b)
+  weighted = any(rows.weights is not None for rows, _, _ in pieces)
   parts = []
   for here in groups.values():
     chunks = _Chunks(pieces[here[0]][0], np.array([pieces[b][1] for b in here], np.int64), layout.row_length)
-    parts.append((*chunks.arrays(pad_id), *chunks.identity(layout.max_segments)))
+    weights = (chunks.weights(),) if weighted else ()
+    parts.append((*chunks.arrays(pad_id), *chunks.identity(layout.max_segments), *weights))
   columns = parts[0]
   if len(parts) > 1:  # a mixture's rows come from several streams: put them back in the order of the pieces
     back = np.argsort(np.concatenate([np.array(here) for here in groups.values()]))
     columns = tuple(np.concatenate(column)[back] for column in zip(*parts, strict=True))
-  inputs, targets, positions, segmentation, document_BS, offset_BS = columns
+  inputs, targets, positions, segmentation, document_BS, offset_BS, *weights = columns
   arrays = {
     "inputs": inputs,
     "inputs_position": positions,
@@ -228,6 +234,7 @@ def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -
     "targets": targets,
     "targets_position": positions,
     "targets_segmentation": segmentation,
+    **({"targets_weights": weights[0]} if weighted else {}),
   }
   return Batch(arrays, document_BS, offset_BS, np.array([epoch for _, _, epoch in pieces], np.int64))
 
@@ -236,7 +243,7 @@ class _Chunks:
   """The chunks of some rows (int64[n]), and what they put into the rows. All of it array by array."""
 
   def __init__(self, rows: Rows, numbers: np.ndarray, row_length: int):
-    self._tokens, self._shape = rows.tokens, (len(numbers), row_length)
+    self._tokens, self._weights, self._shape = rows.tokens, rows.weights, (len(numbers), row_length)
     stop = rows.row_ends[numbers]
     first = np.where(numbers > 0, rows.row_ends[numbers - 1], 0)
     count = stop - first
@@ -274,6 +281,16 @@ class _Chunks:
       for array, value in ((inputs, pad_id), (targets, pad_id), (positions, 0), (segmentation, 0)):
         array[row, self._filled[row] :] = value
     return inputs, targets, positions, segmentation
+
+  def weights(self) -> np.ndarray:
+    """The loss weight of each target, float32[rows, T]; 0 for padding."""
+    place = self._spread(self._start - self._begin) + np.arange(1, self._shape[1] + 1, dtype=np.int32)
+    weights = np.ones(self._shape, np.float32)
+    if self._weights is not None:
+      weights = self._weights.take(place, mode="clip").astype(np.float32)
+    for row in self._short:
+      weights[row, self._filled[row] :] = 0
+    return weights
 
   def _spread(self, values: np.ndarray) -> np.ndarray:
     """int32[rows, T]: each chunk's value at its places."""

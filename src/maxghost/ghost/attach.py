@@ -186,12 +186,11 @@ def parameters(model: nnx.Module) -> dict[str, Parameter]:
   modules = {path: node for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
   found = {}
   for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-    *place, name = path
-    rule, module = None, modules.get(tuple(place))
-    if module is not None:
-      rule = rules.find(module)
-    label = _label(path)
-    found[label] = Parameter(label, rule.rows(module, name), rule.groups(module, name)) if rule else Parameter(label)
+    label, module, name = _label(path), modules.get(path[:-1]), str(path[-1])
+    rule = None if module is None else rules.find(module)
+    found[label] = Parameter(label)
+    if module is not None and rule is not None:
+      found[label] = Parameter(label, rule.rows(module, name), rule.groups(module, name))
   return found
 
 
@@ -234,7 +233,8 @@ def _uncovered_message(uncovered) -> str:
   lines = ", ".join(f"{label} ({kind})" for kind, label in uncovered)
   return (
     f"no scoring rule covers {lines}. Ways out: register one with @ghost.rule(LayerType), name the paths in "
-    f"ghost_exclude, or use ghost_engine=jvp, which needs no rules. Layers with rules: {', '.join(rules.layer_types())}"
+    "ghost_exclude, or use ghost_schedule=forward_mode, which needs no rules. Layers with rules: "
+    f"{', '.join(rules.layer_types())}"
   )
 
 

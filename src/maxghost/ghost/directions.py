@@ -5,6 +5,8 @@ direction in use.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,12 +91,12 @@ class Direction:
   """u for one parameter: `full` [K, *parameter], or factors left [K, *groups, I, r] and right [K, *groups, r, O] (full
   is None)."""
 
-  full: jax.Array | None
-  left: jax.Array | None = None
-  right: jax.Array | None = None
+  full: Any  # an array or None; where arrays are placed on a mesh, their PartitionSpecs
+  left: Any = None
+  right: Any = None
 
 
-def form(param: ParamSpec, parts: tuple, weight_gradient) -> tuple[Direction, jax.Array | None]:
+def form(param: ParamSpec, parts: Sequence, weight_gradient) -> tuple[Direction, jax.Array | None]:
   """(u, facts) from the parts and this step's weight gradient g [*parameter].
 
   facts [K, 2], for a direction formed in the backward pass only: the share of |u|² that its factors capture (1 without

@@ -3,22 +3,27 @@
 K validation sets, n examples, T positions.
 """
 
+import collections
 import dataclasses
-import functools
-from collections.abc import Callable
+import difflib
+import types
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxghost.config import plugins
 from maxghost.config.schema import Config
-from maxghost.ghost import names, schedules
-from maxghost.ghost.attach import Twin, excluded_labels, parameters, split
+from maxghost.ghost import schedules
+from maxghost.ghost.attach import excluded_labels, parameters, split
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.prepare import prepare_twin
-from maxghost.ghost.schedules import forward_mode, per_example, reverse_scan
+from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Update
 from maxghost.objectives import create
 from maxghost.optimizers import AdamState, RuleState, direction_rule
+
+MAX_COMPILED = 16  # programs that a GhostEngine keeps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +60,10 @@ class GhostEngine:
   GhostEngine(cfg), or GhostEngine(schedule="two_pass", direction="sgd", rank=0, engine="graddotprod", exclude=(),
   per_position=False). Raises ValueError for an unknown name (with the nearest one), a combination that has no meaning,
   and what `attach` raises for the model.
+
+  The last MAX_COMPILED programs are kept, one for each model structure, loss function and shapes of the batches. Two
+  functions, such as a lambda written in a loop, count as one where their code is the same and their closures and
+  defaults hold the same objects; what a function reads of global variables is fixed when it is compiled.
   """
 
   def __init__(
@@ -69,21 +78,25 @@ class GhostEngine:
     per_position: bool = False,
   ):
     cfg = cfg or Config()
-    self.schedule = names.check("ghost_schedule", schedule or cfg.ghost.ghost_schedule, names.SCHEDULES)
-    self.engine = names.check("ghost_engine", engine or cfg.ghost.ghost_engine, names.ENGINES)
+    self.schedule = _known("schedule", schedule or cfg.ghost.passes, plugins.SCHEDULES)
+    self.engine = _known("engine", engine or cfg.ghost.engine, tuple(plugins.ENGINES))
     self.rank = cfg.ghost.ghost_rank if rank is None else rank
-    direction = names.check("ghost_direction", direction or "sgd", names.DIRECTIONS)
+    direction = _known("direction", direction or "sgd", plugins.DIRECTIONS)
     self.second_order = direction == "second_order"
     self.spec = direction_spec(cfg, "sgd" if self.second_order else direction, self.rank)
     self.exclude = tuple(cfg.ghost.ghost_exclude if exclude is None else exclude)
     self.per_position = per_position
     self.segment_lengths, self.remat_policy = cfg.model.stacked_segments, cfg.model.remat_policy
     self.default_loss = create(cfg).validation()
-    used = direction if self.second_order else str(self.spec.rule.direction)
-    names.check_combination(self.engine, self.schedule, used, self.rank)
-    if per_position and self.engine == "perexample":
-      raise ValueError("ghost_engine=perexample scores whole examples; for per_position use graddotprod or jvp")
-    self._compiled: dict = {}
+    rank_of = (f"rank={self.rank}", "rank=0")
+    self._refuse(
+      schedule=(self.schedule != "two_pass", f"schedule={self.schedule}", "schedule=two_pass"),
+      rank=(self.rank > 0, *rank_of),
+      early_rank=(self.rank > 0 and not self.spec.in_backward, *rank_of),
+      second_order=(self.second_order, "direction=second_order", "direction=auto"),
+      positions=(per_position, "per_position=True", "per_position=False"),
+    )
+    self._compiled: collections.OrderedDict = collections.OrderedDict()
 
   def score(
     self,
@@ -111,10 +124,14 @@ class GhostEngine:
     self._check_inputs(val_batches, state, delta)
     graphdef, _, _ = nnx.split(model, nnx.Param, ...)
     params, rest = split(model)
-    key = (graphdef, loss_fn, _shapes(train_batch), _shapes(val_batches))
+    identity, held = _identity(loss_fn)
+    key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches))
     if key not in self._compiled:
-      self._compiled[key] = self._compile(model, graphdef, loss_fn, train_batch, val_batches)
-    result = self._compiled[key](params, rest, train_batch, val_batches, state, delta)
+      self._compiled[key] = self._compile(model, graphdef, loss_fn, train_batch, val_batches), held
+    self._compiled.move_to_end(key)
+    while len(self._compiled) > MAX_COMPILED:
+      self._compiled.popitem(last=False)
+    result = self._compiled[key][0](params, rest, train_batch, val_batches, state, delta)
     if not bool(jnp.all(jnp.isfinite(result.val_loss))):
       raise ValueError(
         f"validation loss is {result.val_loss}: a validation batch needs tokens that count, finite losses"
@@ -133,94 +150,87 @@ class GhostEngine:
       )
     if (delta is None) == self.second_order:
       raise ValueError("direction 'second_order' needs delta=State of the step's update, and only it does")
-    if self.schedule == "concat" and len(val_batches) > 1:
-      raise ValueError("schedule 'concat' scores against one validation set; use two_pass or reverse_scan for several")
+    self._refuse(sets=(len(val_batches) > 1, f"val_batch of {len(val_batches)} sets", "one set"))
+
+  def _refuse(self, **asked: tuple[bool, str, str]) -> None:
+    """ValueError for what the schedule cannot take. asked: {what: (whether, the argument, what to use instead)}."""
+    if self.engine == "graddotprod":
+      names = {name: f"schedule={name}" for name in plugins.SCHEDULES}
+    else:
+      names = {schedule: f"engine={name}" for name, schedule in plugins.ENGINES.items()}
+    for problem in plugins.scoring_problems(self._schedule, names, asked):
+      raise ValueError(problem)
+
+  @property
+  def _schedule(self) -> str:
+    """The name in `schedules.SCHEDULES`."""
+    return self.schedule if self.engine == "graddotprod" else plugins.ENGINES[self.engine]
 
   def _compile(self, model, graphdef, loss_fn, train_batch, val_batches):
-    if self.engine != "graddotprod":
-      views = parameters(model)
-      return jax.jit(lambda *args: self._run_ruleless(graphdef, views, loss_fn, *args))
-    leading = jax.tree.leaves(train_batch)[0].shape
-    if self.per_position and len(leading) < 2:
-      raise ValueError(f"per_position=True needs arrays [n, T] in the batch; its first one has shape {leading}")
-    twin = prepare_twin(
-      model,
-      train_batch,
-      loss_fn,
-      num_sets=len(val_batches),
-      num_positions=leading[1] if self.per_position else None,
-      spec=self.spec,
-      exclude=self.exclude,
-      schedule=self.schedule,
-      num_val=jax.tree.leaves(val_batches[0])[0].shape[0],
-    )
-    return jax.jit(lambda *args: self._run(twin, graphdef, loss_fn, *args))
-
-  def _run(self, twin: Twin, graphdef, loss_fn, params, rest, train_batch, val_batches, state, delta) -> GhostResult:
-    captured = {}
-    if self.schedule == "reverse_scan":
-      out, val_loss, _, captured = reverse_scan.run(
-        twin,
-        graphdef,
-        params,
-        rest,
-        loss_fn,
+    twin, views = None, parameters(model)
+    if self.engine == "graddotprod":
+      leading = jax.tree.leaves(train_batch)[0].shape
+      if self.per_position and len(leading) < 2:
+        raise ValueError(f"per_position=True needs arrays [n, T] in the batch; its first one has shape {leading}")
+      twin = prepare_twin(
+        model,
         train_batch,
-        val_batches,
-        state,
-        segment_lengths=self.segment_lengths,
-        remat_policy=self.remat_policy,
+        loss_fn,
+        num_sets=len(val_batches),
+        num_positions=leading[1] if self.per_position else None,
+        spec=self.spec,
+        exclude=self.exclude,
+        schedule=self.schedule,
+        num_val=jax.tree.leaves(val_batches[0])[0].shape[0],
       )
-    elif self.schedule == "concat":
-      zeros = {p.label: jnp.zeros((*p.stack_shape, *p.shape), float) for p in twin.scored}
-      parts, _ = schedules.direction_parts(twin, [zeros], state)
-      along = twin.direction_state(parts)
-      out, val_loss = schedules.concat_pass(twin, params, rest, loss_fn, train_batch, val_batches[0], along)
-      val_loss = val_loss[None]
+      scored = tuple(p.label for p in twin.scored)
     else:
-      val_loss, gradients = schedules.validation_gradients(graphdef, params, rest, loss_fn, val_batches)
-      if self.second_order:
-        gradients = schedules.second_order_gradients(graphdef, params, rest, loss_fn, val_batches, gradients, delta)
-      gradients = [schedules.by_label(g) for g in gradients]
-      parts, captured = schedules.direction_parts(twin, gradients, state)
-      out = schedules.train_pass(twin, params, rest, loss_fn, train_batch, twin.direction_state(parts))
-    per_position = total(twin, out.scores) if self.per_position else None
-    per_param = {k: v.sum(-1) if self.per_position else v for k, v in out.scores.items()}
-    if self.spec.in_backward and self.rank:
-      captured = {p.label: out.facts[p.label][..., 0] for p in twin.scored if p.spec.low_rank}
-    return _result(out, total(twin, per_param), per_param, per_position, val_loss, captured)
+      left_out = excluded_labels(list(views), self.exclude)
+      scored = tuple(label for label in views if label not in left_out)
 
-  def _run_ruleless(
-    self, graphdef, views, loss_fn, params, rest, train_batch, val_batches, state, delta
-  ) -> GhostResult:
-    """Engines jvp and perexample: the direction as a whole State, then one product per example."""
-    loss, losses, weights, grads = schedules.plain_pass(graphdef, params, rest, loss_fn, train_batch)
-    val_loss, gradients = schedules.validation_gradients(graphdef, params, rest, loss_fn, val_batches)
-    if self.second_order:
-      gradients = schedules.second_order_gradients(graphdef, params, rest, loss_fn, val_batches, gradients, delta)
-    if state is not None:
-      respond = functools.partial(schedules.respond, self.spec.rule, state, views, schedules.by_label(grads))
-      gradients = [schedules.like(g, respond(schedules.by_label(g))) for g in gradients]
-    labels = list(schedules.by_label(params))
-    left_out = excluded_labels(labels, self.exclude)
-    out = schedules.TrainPass(loss, losses, weights, grads, {}, {})
-    if self.engine == "jvp":
-      gradients = [_without(g, left_out) for g in gradients]
-      scores = jnp.stack([forward_mode.jvp_scores(graphdef, params, rest, loss_fn, train_batch, u) for u in gradients])
-      additive = scores.reshape(*scores.shape[:2], -1).sum(-1)
-      return _result(out, additive, {}, scores if self.per_position and scores.ndim > 2 else None, val_loss, {})
-    stacks = {label: () for label in labels if label not in left_out}
-    sets = [per_example.per_example_scores(graphdef, params, rest, loss_fn, train_batch, u, stacks) for u in gradients]
-    per_param = {label: jnp.stack([s[label] for s in sets]) for label in stacks}
-    return _result(out, sum(per_param.values()), per_param, None, val_loss, {})
+    def run(params, rest, train_batch, val_batches, state, delta) -> GhostResult:
+      problem = Problem(
+        schedule=self._schedule,
+        model=Model(graphdef, params, rest),
+        loss=loss_fn,
+        val_loss=loss_fn,
+        batch=train_batch,
+        val_batches=val_batches,
+        twin=twin,
+        parameters=views,
+        scored=scored,
+        rule=self.spec.rule,
+        state=state,
+        second_order=self.second_order,
+        update=lambda grads: Update(state, delta),
+        settings=Settings(segment_lengths=self.segment_lengths, remat_policy=self.remat_policy),
+      )
+      return self._result(problem, schedules.score(problem))
 
+    return jax.jit(run)
 
-def _without(state: nnx.State, labels: set[str]) -> nnx.State:
-  """The State with zeros at these paths."""
-  flat = nnx.to_flat_state(state)
-  return nnx.from_flat_state(
-    [(path, v.replace(jnp.zeros_like(v[...])) if "/".join(map(str, path)) in labels else v) for path, v in flat]
-  )
+  def _result(self, problem: Problem, scored: Scored) -> GhostResult:
+    twin, out = problem.twin, scored.passed
+    with_positions = scored.additive.ndim > 2
+    per_param, additive = out.scores, scored.additive
+    if with_positions and twin is not None:
+      per_param = {label: v.sum(-1) for label, v in per_param.items()}
+      additive = schedules.total(twin, per_param)
+    elif with_positions:
+      additive = additive.sum(-1)
+    weights = out.weights.reshape(out.weights.shape[0], -1).sum(-1)
+    share = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
+    per_share = jnp.where(share > 0, 1 / jnp.where(share > 0, share, 1), 0)
+    return GhostResult(
+      dot=additive * per_share,
+      additive=additive,
+      per_param={label: v * per_share for label, v in per_param.items()},
+      per_position=scored.additive if self.per_position and with_positions else None,
+      grads=out.grads,
+      loss=out.loss,
+      val_loss=scored.val_loss,
+      captured=scored.captured,
+    )
 
 
 def direction_spec(cfg: Config, direction: str, rank: int = 0) -> DirectionSpec:
@@ -228,17 +238,26 @@ def direction_spec(cfg: Config, direction: str, rank: int = 0) -> DirectionSpec:
   return DirectionSpec(direction_rule(cfg.optimizer, direction), rank)
 
 
-def total(twin: Twin, scores: dict):
-  """Sum over parameters and layers: [K, n(, T)] from {label: [*stack, K, n(, T)]}."""
-  return sum(scores[p.label].sum(tuple(range(len(p.stack_shape)))) for p in twin.scored)
+def _known(name: str, value: str, choices: Sequence[str]) -> str:
+  """`value` if it is one of `choices`; ValueError naming the nearest otherwise."""
+  if value in choices:
+    return value
+  near = difflib.get_close_matches(value, choices, n=1, cutoff=0.3)
+  hint = f"; did you mean {near[0]}?" if near else ""
+  raise ValueError(f"{name}={value}: use one of {', '.join(choices)}{hint}")
 
 
-def _result(out: schedules.TrainPass, additive, per_param, per_position, val_loss, captured) -> GhostResult:
-  weights = out.weights.reshape(out.weights.shape[0], -1).sum(-1)
-  share = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
-  per_share = jnp.where(share > 0, 1 / jnp.where(share > 0, share, 1), 0)
-  per_param = {label: v * per_share for label, v in per_param.items()}
-  return GhostResult(additive * per_share, additive, per_param, per_position, out.grads, out.loss, val_loss, captured)
+def _identity(function: Callable):
+  """(what tells loss functions apart, objects to be kept while that is in use)."""
+  if not isinstance(function, types.FunctionType):
+    return function, ()
+  held = (
+    function.__globals__,
+    *(cell.cell_contents for cell in function.__closure__ or ()),
+    *(function.__defaults__ or ()),
+    *(function.__kwdefaults__ or {}).values(),
+  )
+  return (function.__code__, tuple(id(x) for x in held)), held
 
 
 def _shapes(batch):

@@ -4,8 +4,10 @@ Nothing here mutates the model: `prepare_gradients` is one pure call of the engi
 """
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +15,8 @@ from flax import nnx
 
 from maxghost.ghost.engine import GhostEngine, GhostResult
 from maxghost.optimizers import AdamState, RuleState
+from maxghost.scorelog import Writer
+from maxghost.scorelog.format import parse_shard_name, shard_name
 
 
 class GhostEngineManager:
@@ -27,8 +31,10 @@ class GhostEngineManager:
     if manager.should_save_metrics(step): manager.save_metrics(step)
 
   and, around an evaluation, detach_for_evaluation() and reattach_after_evaluation(); cleanup() at the end.
-  engine: a GhostEngine; val_batch as GhostEngine.score; output_dir: where save_metrics writes; save_every: steps per
-  file. Raises ValueError when the methods are called out of order or while detached.
+  engine: a GhostEngine; val_batch as GhostEngine.score; output_dir: where the score log goes, which every command reads
+  (`maxghost scores OUTPUT_DIR`); save_every: steps per file; val_sets: names of the validation sets. A loop that starts
+  again at step s keeps the steps before s and replaces the others. Raises ValueError when the methods are called out of
+  order or while detached.
   """
 
   def __init__(
@@ -40,21 +46,33 @@ class GhostEngineManager:
     output_dir: str | os.PathLike,
     loss_fn: Callable | None = None,
     save_every: int = 100,
+    val_sets: Sequence[str] = (),
   ):
     if save_every < 1:
       raise ValueError(f"save_every={save_every}: use 1 or more")
     self.engine, self.model, self.val_batch, self.loss_fn = engine, model, val_batch, loss_fn
     self.output_dir, self.save_every = Path(output_dir), save_every
+    count = len(val_batch) if isinstance(val_batch, (list, tuple)) else 1
+    names = tuple(val_sets) or (("validation",) if count == 1 else tuple(f"validation {k}" for k in range(count)))
+    if len(names) != count:
+      raise ValueError(f"val_sets={list(names)}: {len(names)} names for {count} validation batches")
+    direction = "second_order" if engine.second_order else str(engine.spec.rule.direction)
+    self._writer = Writer(output_dir, names, period=save_every, objective="custom", direction=direction)
+    self._writer.folder = self.output_dir
     self._batch, self._ids, self._result = None, None, None
     self._attached = True
-    self._log: list[dict] = []
+    self._first_step: int | None = None
+    self._unsaved: int | None = None  # last step logged since save_metrics was called
 
   def attach_train_batch(self, batch, ids=None) -> None:
-    """The batch that the next step trains on. ids: one per example, kept in the log; default 0..n-1."""
+    """The batch that the next step trains on.
+
+    ids: one per example, under which the log adds up its scores: numbers, texts or (domain, path, offset). Without ids
+    every example of every step is one of its own.
+    """
     self._need(self._attached, "attach_train_batch", "reattach_after_evaluation() comes first")
     count = jax.tree.leaves(batch)[0].shape[0]
-    ids = np.arange(count) if ids is None else np.asarray(ids)
-    if len(ids) != count:
+    if ids is not None and len(ids) != count:
       raise ValueError(f"{len(ids)} ids for {count} examples: give one id per example")
     self._batch, self._ids = batch, ids
 
@@ -75,42 +93,67 @@ class GhostEngineManager:
   def result(self) -> GhostResult:
     """The scores of the last `prepare_gradients`."""
     self._need(self._result is not None, "result", "prepare_gradients() comes first")
+    assert self._result is not None
     return self._result
 
-  def aggregate_and_log(self, step: int) -> np.ndarray:
-    """Adds the step's scores to the log and returns them: <grad l_i, u>, f32[n] (or [K, n])."""
+  def aggregate_and_log(self, step: int, learning_rate: float = 1.0) -> np.ndarray:
+    """Adds the step's scores to the log and returns them: <grad l_i, u>, f32[n] (or [K, n]).
+
+    learning_rate: that of the step, which makes contributions nats; 1.0 leaves them per unit of learning rate.
+    """
     result = self.result
-    dot = np.asarray(result.dot)
-    if self._log and self._log[0]["dot"].shape != dot.shape:
-      raise ValueError(
-        f"step {step} has scores {dot.shape}, the steps before {self._log[0]['dot'].shape}, and one file holds one "
-        f"shape: save_metrics(step) before the batch changes size"
-      )
-    self._log.append(
-      {"step": step, "ids": self._ids, "dot": dot, "loss": float(result.loss), "val_loss": np.asarray(result.val_loss)}
-    )
-    return dot
+    if self._first_step is None:
+      self._first_step = step
+      self._drop_later(step)
+    dot_NK, additive_NK = (np.atleast_2d(np.asarray(values)).T for values in (result.dot, result.additive))
+    count, largest = len(dot_NK), np.abs(dot_NK).argmax(1)[:, None]
+    dot_N, additive_N = (np.take_along_axis(values, largest, 1)[:, 0] for values in (dot_NK, additive_NK))
+    rows = {
+      "tokens": np.ones(count),  # what a token is only the loss function knows
+      "share": additive_N / np.where(dot_N != 0, dot_N, 1),
+      "loss": np.full(count, np.nan),
+      "dot": dot_NK,
+      "contribution": learning_rate * additive_NK,
+    }
+    record = {"step": step, "learning_rate": learning_rate, "tokens": count, "loss": float(result.loss)}
+    record |= {"val_loss": np.asarray(result.val_loss), "predicted_examples": rows["contribution"].sum(0)}
+    self._writer.append(record, rows, [self._document(step, i) for i in range(count)])
+    self._unsaved = step
+    return np.asarray(result.dot)
+
+  def _document(self, step: int, place: int) -> tuple[str, str, int]:
+    """The id under which the log holds an example: the user's, else its place in its step."""
+    if self._ids is None:
+      return "train", f"step {step}", place
+    own: Any = self._ids[place]
+    if isinstance(own, (list, tuple)):
+      domain, path, offset = own
+      return str(domain), str(path), int(offset)
+    return ("train", "ids", int(own)) if isinstance(own, (int, np.integer)) else ("train", str(own), 0)
+
+  def _drop_later(self, step: int) -> None:
+    files = self.output_dir.iterdir() if self.output_dir.is_dir() else ()
+    ends = [name[0] for path in files if (name := parse_shard_name(path.name))]
+    if ends and max(ends) >= step:
+      print(f"maxghost: {self.output_dir}: scores from step {step} on are replaced", file=sys.stderr)
+    self._writer.restore({"step": step - 1} if step else None)
 
   def clear_gradients(self) -> None:
     """Forgets the batch and its result; the log stays."""
     self._batch, self._ids, self._result = None, None, None
 
   def should_save_metrics(self, step: int) -> bool:
-    return bool(self._log) and (step + 1) % self.save_every == 0
+    return self._unsaved is not None and (step + 1) % self.save_every == 0
 
   def save_metrics(self, step: int) -> Path:
-    """Writes the log to dot_prod_log_iter_<step>.npz (step, ids, dot, loss, val_loss; one row per logged step) and
-    empties it. The file appears whole or not at all."""
-    self._need(bool(self._log), "save_metrics", "aggregate_and_log(step) comes first")
-    self.output_dir.mkdir(parents=True, exist_ok=True)
-    path = self.output_dir / f"dot_prod_log_iter_{step}.npz"
-    columns = {name: np.stack([np.asarray(row[name]) for row in self._log]) for name in self._log[0]}
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-      np.savez(file, **columns)
-    temporary.replace(path)
-    self._log.clear()
-    return path
+    """Writes the log up to `step`, the last one logged, to dot_prod_log_iter_<step>.npz.
+
+    A file that ends inside of `save_every` steps is replaced when those are complete.
+    """
+    self._need(self._unsaved == step, "save_metrics", f"aggregate_and_log({step}) comes first")
+    self._writer.flush()
+    self._unsaved = None
+    return self.output_dir / shard_name(step, 0)
 
   def detach_for_evaluation(self) -> None:
     """Marks that batches now are not training batches; attaching one is refused until `reattach_after_evaluation`."""
@@ -121,8 +164,8 @@ class GhostEngineManager:
 
   def cleanup(self) -> None:
     """Saves what is still in the log and forgets the batch."""
-    if self._log:
-      self.save_metrics(self._log[-1]["step"])
+    self._writer.close()
+    self._unsaved = None
     self.clear_gradients()
 
   @staticmethod

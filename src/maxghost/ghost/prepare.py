@@ -26,7 +26,7 @@ def prepare_twin(
   """The twin for batches of this shape. batch: arrays or shapes with the example axis first; num_val: validation rows
   appended to it by schedule 'concat'.
 
-  Where a direction needs the whole gradient of a parameter (kind 'adam', or a schedule other than two_pass), one
+  Where a direction needs the whole gradient of a parameter (as AdamW's, or under a schedule other than two_pass), one
   abstract trace tells which tables are used twice, and those are linked (`tied`).
   Raises what `attach` raises, and ValueError for a layer that does not keep the example axis first, or that is called
   several times where its direction needs the whole gradient, and for unscored parameters under schedule 'concat'.

@@ -7,6 +7,7 @@ K validation sets, n examples, T positions.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ class TwinInfo:
     return 1 if self.num_positions is None else 2
 
 
-def probed_call(twin: nnx.Module, rule: rules.Rule, method: str, args: tuple, kwargs: dict):
+def probed_call(twin: Any, rule: rules.Rule, method: str, args: tuple, kwargs: dict):
   """The value of `method(*args, **kwargs)` of the layer behind `twin`; its backward pass fills the twin's probes."""
   info: TwinInfo = twin.ghost_info
   values = {

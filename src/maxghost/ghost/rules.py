@@ -10,6 +10,7 @@ K validation sets, n examples, T positions.
 
 import abc
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,27 +31,27 @@ class Rule:
   methods: tuple[str, ...] = ("__call__",)
   second_uses: tuple[str, ...] = ()
 
-  def rank(self, module: nnx.Module, name: str) -> int:
+  def rank(self, module: Any, name: str) -> int:
     """Number of axes of parameter `name` in one unstacked layer. Layer types that are stacked must say it."""
     return getattr(module, name).ndim
 
-  def rows(self, module: nnx.Module, name: str) -> int:
+  def rows(self, module: Any, name: str) -> int:
     """Axes of the rows of the matrix view [I, O] of a parameter whose `score` takes factors; 0 where it does not."""
     return 0
 
-  def groups(self, module: nnx.Module, name: str) -> int:
+  def groups(self, module: Any, name: str) -> int:
     """Axes before those of `rows` that number matrices of their own, each with factors of its own."""
     return 0
 
-  def stock(self, module: nnx.Module) -> nnx.Module:
+  def stock(self, module: Any) -> nnx.Module:
     """The module that computes what this rule scores, without children that are scored on their own."""
     return module
 
-  def combine(self, twin: nnx.Module, out, *args):
+  def combine(self, twin: Any, out, *args):
     """The layer's value from the stock module's and the children's."""
     return out
 
-  def sweep(self, twin: nnx.Module, method: str, static: tuple) -> "Sweep | None":
+  def sweep(self, twin: Any, method: str, static: tuple) -> "Sweep | None":
     """Own passes of `method`, for one whose gradients and scores come from one sweep; None: its VJP, then `score`.
 
     static: the call's arguments that are no arrays.
@@ -75,11 +76,13 @@ class Sweep(abc.ABC):
   """
 
   @abc.abstractmethod
-  def forward(self, values: dict, arrays: list):
+  def forward(self, values: dict, arrays: list) -> tuple[Any, Any]:
     """(output, residuals)."""
 
   @abc.abstractmethod
-  def backward(self, values: dict, arrays: list, residuals, cotangent, direction: Direction | None, gradients=True):
+  def backward(
+    self, values: dict, arrays: list, residuals, cotangent, direction: Direction | None, gradients=True
+  ) -> tuple[Any, Any, Any]:
     """(gradient of the parameter, of the first array, score [K, *reduced]); None for what is not asked for."""
 
   @abc.abstractmethod

@@ -4,6 +4,7 @@ K validation sets, n examples, T positions, I inputs and O outputs of a dense la
 """
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -63,7 +64,7 @@ def _reduce_sets(call, x_Kr, b_Kr):
 class LinearRule(DenseRule):
   """`nnx.Linear`: kernel [I, O], bias [O]."""
 
-  def rank(self, module, name):
+  def rank(self, module: Any, name):
     return 2 if name == "kernel" else 1
 
 
@@ -71,7 +72,7 @@ class LinearRule(DenseRule):
 class LinearGeneralRule(DenseRule):
   """`nnx.LinearGeneral` over trailing axes: kernel [*I, *O], bias [*O]."""
 
-  def rank(self, module, name):
+  def rank(self, module: Any, name):
     if tuple(module.axis) != tuple(range(-len(module.axis), 0)) or module.batch_axis:
       raise ValueError(
         f"LinearGeneral with axis={module.axis}, batch_axis={dict(module.batch_axis)}: only trailing axes have a rule"
@@ -90,7 +91,7 @@ class EmbedRule(Rule):
   methods = ("__call__", "attend")
   second_uses: tuple[str, ...] = ("attend",)
 
-  def rank(self, module, name):
+  def rank(self, module: Any, name):
     return 2
 
   def rows(self, module, name):
@@ -121,7 +122,7 @@ def _factored_lookup(call, ids, direction):
 class NormRule(Rule):
   """Scale and bias over the features, [D]."""
 
-  def rank(self, module, name):
+  def rank(self, module: Any, name):
     return 1
 
 
@@ -129,7 +130,7 @@ class NormRule(Rule):
 class EinsumRule(Rule):
   """`nnx.Einsum`: linear in the kernel, so the tangent is the same einsum with u in its place."""
 
-  def rank(self, module, name):
+  def rank(self, module: Any, name):
     return len(module.kernel_shape) if name == "kernel" else len(module.bias_shape)
 
 
@@ -137,7 +138,7 @@ class EinsumRule(Rule):
 class GroupNormRule(Rule):
   """Scale and bias over the features, [D]; groups never span examples, so the example axis stays first."""
 
-  def rank(self, module, name):
+  def rank(self, module: Any, name):
     return 1
 
 
@@ -145,7 +146,7 @@ class GroupNormRule(Rule):
 class ConvRule(Rule):
   """Convolutions of any dimension: kernel [*window, I / groups, O], bias [O]."""
 
-  def rank(self, module, name):
+  def rank(self, module: Any, name):
     return len(module.kernel_shape) if name == "kernel" else 1
 
 
@@ -156,15 +157,15 @@ class LoRARule(Rule):
   A: <b Bᵀ, x u_A>, B: <b, (x A) u_B>, both by the tangent of the branch. Source: Hu et al., arXiv:2106.09685.
   """
 
-  def rank(self, module, name):
+  def rank(self, module: Any, name):
     return 2
 
-  def stock(self, module):
-    branch = nnx.clone(module)
+  def stock(self, module: Any):
+    branch: Any = nnx.clone(module)
     branch.base_module = None
     return branch
 
-  def combine(self, twin, out, *args):
+  def combine(self, twin: Any, out, *args):
     return out if twin.base_module is None else out + twin.base_module(*args)
 
 
@@ -172,10 +173,10 @@ class LoRARule(Rule):
 class LoRALinearRule(LinearRule):
   """A dense layer plus its own LoRA branch, which is a child with its own rule."""
 
-  def stock(self, module):
+  def stock(self, module: Any):
     names = ("dtype", "param_dtype", "precision", "dot_general", "promote_dtype", "preferred_element_type", "use_bias")
     settings = {name: getattr(module, name) for name in names}
     return nnx.eval_shape(lambda: nnx.Linear(module.in_features, module.out_features, rngs=nnx.Rngs(0), **settings))
 
-  def combine(self, twin, out, *args):
+  def combine(self, twin: Any, out, *args):
     return out + twin.lora(*args)

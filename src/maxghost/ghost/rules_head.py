@@ -1,8 +1,8 @@
 """Rules for the output projections of `models`: a loss by tiles scores each tile while its logits are there.
 
 Cost beyond the plain tiled head, in products of the head's size (the plain one takes four: logits, logits again, both
-gradients): one for the scores where the direction is known beforehand (kind 'sgd'); kind 'adam', and a tied table whose
-direction needs the whole gradient, form it first and sweep the tiles once more: two.
+gradients): one for the scores where the direction is known beforehand; one formed in the backward pass, and a tied
+table whose direction needs the whole gradient, form it first and sweep the tiles once more: two.
 
 K validation sets, B rows (n examples), T positions, D features, V vocabulary.
 """
@@ -82,8 +82,8 @@ class TiledSweep(Sweep):
       return losses, (x, table, targets, log_sum)
 
     def op_backward(residuals, g):
-      x, _, targets, log_sum = residuals
-      d_x, d_table, _ = backward(head, *residuals, g)
+      x, table, targets, log_sum = residuals
+      d_x, d_table, _ = backward(head, x, table, targets, log_sum, g)
       facts = jnp.stack([a.astype(head.wide) for a in (g, log_sum, targets)], axis=-1)  # labels are exact below 2**24
       return d_x, np.zeros(targets.shape, jax.dtypes.float0), d_table, x, facts
 

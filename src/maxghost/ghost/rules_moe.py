@@ -5,6 +5,7 @@ their experts), I inputs and O outputs of an expert's matrix, r rank, H heads, h
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ class RoutedMoeRule(Rule):
 
   methods = ("experts",)
 
-  def rank(self, module, name):
+  def rank(self, module: Any, name):
     return 2 if name.endswith("_bias") else 3
 
   def rows(self, module, name):
@@ -38,8 +39,8 @@ class RoutedMoeRule(Rule):
   def groups(self, module, name):
     return 0 if name.endswith("_bias") else 1
 
-  def stock(self, module):
-    alone = nnx.clone(module)
+  def stock(self, module: Any):
+    alone: Any = nnx.clone(module)
     alone.gate = None
     return alone
 
@@ -50,12 +51,12 @@ class RoutedMoeRule(Rule):
     if "use" not in call.memo:
       call.memo["use"] = _use(call) if split is None else _use_on_mesh(call, split)
     rows, used = call.memo["use"]
-    arrays = (rows, *used[name.removesuffix("_bias")], direction)
+    x_RI, g_RO = used[name.removesuffix("_bias")]
     length = call.cotangent.shape[1]
     if split is None:
-      score_KnT = _token_scores(call.module, name, length, *arrays)
+      score_KnT = _token_scores(call.module, name, length, rows, x_RI, g_RO, direction)
     else:
-      score_KnT = _scores_on_mesh(call.module, name, length, split, arrays)
+      score_KnT = _scores_on_mesh(call.module, name, length, split, (rows, x_RI, g_RO, direction))
     return score_KnT if call.resolution == 2 else score_KnT.sum(2)
 
 
@@ -65,7 +66,8 @@ def _whole(direction: Direction) -> Direction:
 
 def _use(call):
   """`_use_of` the whole layer."""
-  return _use_of(call.module, call.values, *call.args, call.cotangent)
+  x_nTD, index_nTk, weight_nTk = call.args
+  return _use_of(call.module, call.values, x_nTD, index_nTk, weight_nTk, call.cotangent)
 
 
 def _use_of(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert=None):
@@ -83,7 +85,7 @@ def _use_of(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_exp
   return rows, used | {"wo": (h_RF, g_RD)}
 
 
-def _token_scores(module, name: str, length: int, rows: Rows, x_RI, g_RO, direction: Direction):
+def _token_scores(module, name: str, length: int, rows: Rows, x_RI, g_RO, direction: Direction) -> jax.Array:
   """Scores of one Param by token: [K, n, length]."""
   wide = jnp.promote_types(g_RO.dtype, jnp.float32)
   if direction.full is None:
@@ -115,7 +117,8 @@ def _use_on_mesh(call, split: expert_parallel.Split):
   module = call.module
 
   def local(params, x, index, weight, b):
-    return _use_of(module, params, *split.gather(x, index, weight, b), split.first_expert(params))
+    x, index, weight, b = split.gather(x, index, weight, b)
+    return _use_of(module, params, x, index, weight, b, split.first_expert(params))
 
   whole, wide = PartitionSpec(split.sorted_rows), PartitionSpec(split.sorted_rows, split.width or None)
   used = {name: (whole, wide) for name in module.branches} | {"wo": (wide, whole)}
@@ -153,11 +156,11 @@ class AttentionSinkRule(Rule):
 
   methods = ("attend",)
 
-  def rank(self, module, name):
+  def rank(self, module: Any, name):
     return 1
 
-  def stock(self, module):
-    alone = nnx.clone(module)
+  def stock(self, module: Any):
+    alone: Any = nnx.clone(module)
     for name in ("query", "key", "value", "out", "query_norm", "key_norm"):
       if hasattr(alone, name):
         setattr(alone, name, None)
@@ -165,11 +168,11 @@ class AttentionSinkRule(Rule):
 
   def score(self, call, name, direction):
     q_nTHh, k_nTKh, v_nTKh, segments = call.args
-    settings = {"kernel": call.module.kernel, "window": call.module.window}
     sinks_H = call.values["sinks"]
     sinks_nTH = jnp.broadcast_to(sinks_H.astype(jnp.promote_types(sinks_H.dtype, jnp.float32)), q_nTHh.shape[:3])
     _, pull = jax.vjp(
-      lambda sinks: attention_ops.attend(q_nTHh, k_nTKh, v_nTKh, segments, sinks_H=sinks, **settings), sinks_nTH
+      lambda sinks: attention_ops.attend(q_nTHh, k_nTKh, v_nTKh, segments, sinks_H=sinks, **call.module.options),
+      sinks_nTH,
     )
     (gradient_nTH,) = pull(call.cotangent)
     return jnp.stack([call.reduce(gradient_nTH, jnp.broadcast_to(u_H, sinks_nTH.shape)) for u_H in direction.full])

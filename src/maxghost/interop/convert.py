@@ -9,12 +9,11 @@ Values never change: what a maxghost model needs beyond the layout is `linen_sca
 import argparse
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from maxghost.checkpoint import compare
@@ -25,10 +24,12 @@ from maxghost.checkpoint.layouts_store import (
   Location,
   RawTree,
   TreePath,
+  VerificationError,
+  nested,
   open_at,
+  tool,
   tree_from_memory,
 )
-from maxghost.config import ConfigError
 from maxghost.interop.convert_plan import KEEP, MAXTEXT_NNX, TARGETS, Plan, Target, TargetLeaf, make_plan
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.tree_writer import TreeWriter, new_folder, write_step_metadata
@@ -36,17 +37,6 @@ from maxghost.interop.tree_writer import TreeWriter, new_folder, write_step_meta
 DEFAULT_RAM_BYTES = 1 << 31
 _BLOCK_BYTES = 1 << 26
 DIRECTIONS = ("auto", "linen_to_nnx", "nnx_to_linen")
-
-
-@dataclass
-class Report:
-  """What a conversion did. differences: rows of `compare` where verification failed."""
-
-  source: Checkpoint
-  target: Target
-  plan: Plan
-  lines: list[str] = field(default_factory=list)
-  differences: list = field(default_factory=list)
 
 
 def convert(
@@ -61,8 +51,8 @@ def convert(
   ram_bytes: int = DEFAULT_RAM_BYTES,
   say: Callable[[str], None] = print,
   **wishes: Any,
-) -> Report:
-  """Converts the checkpoint folder `source` into the new folder `target_path`.
+) -> Plan:
+  """Converts the checkpoint folder `source` into the new folder `target_path`; returns what went where.
 
   to: target layout; '' = the other family, as `direction` says. wishes: fields of `Target`. ram_bytes: host memory for
   arrays; those larger than a third of it are moved in blocks (a single chunk of the source must fit, though).
@@ -72,35 +62,23 @@ def convert(
   checkpoint = read_checkpoint(raw, read)
   target = Target(_target_layout(checkpoint, to, direction), **wishes)
   plan = make_plan(checkpoint, target)
-  report = Report(checkpoint, target, plan)
   out = Path(target_path).absolute()
   check_target(raw, out)
-  for line in _summary(report, out):
-    report.lines.append(line)
+  for line in _summary(checkpoint, target, plan, out):
     say(line)
   if dry_run:
     for line in mapping_lines(plan):
       say(line)
     say("dry run: nothing was written")
-    return report
+    return plan
   check_space(raw, plan, out)
   with new_folder(out) as temporary:
     place = place_like(raw, temporary)
     write_plan(raw, plan, place, ram_bytes)
     if verify:
-      report.differences = _verify(checkpoint, place, target, ram_bytes)
-      if report.differences:
-        raise VerificationError(report)
+      _verify(checkpoint, place, target, ram_bytes)
   say(f"written {out}" + (", verified byte by byte" if verify else ", not verified (--no-verify)"))
-  return report
-
-
-class VerificationError(LayoutError):
-  """The written checkpoint differs from its source; it was removed again."""
-
-  def __init__(self, report: Report):
-    first = report.differences[0]
-    super().__init__(f"verification failed: {len(report.differences)} leaves differ, the first: {first.text()}")
+  return plan
 
 
 def convert_tree(
@@ -121,7 +99,7 @@ def build_tree(plan: Plan) -> dict:
   reader = LayerReader(DEFAULT_RAM_BYTES)
   for leaf in plan.leaves:
     flat[leaf.path] = with_key_type(read_block(reader, leaf), leaf.key_impl)
-  return _nested(flat)
+  return nested(flat)
 
 
 _EMPTY_VALUES = {"None": lambda: None, "NamedTuple": lambda: None, "Dict": dict, "List": list, "Tuple": tuple}
@@ -133,18 +111,7 @@ def with_key_type(words: np.ndarray, key_impl: str | None) -> Any:
     return words
   import jax
 
-  return jax.random.wrap_key_data(words, impl=key_impl)
-
-
-def _nested(flat: dict[tuple, Any]) -> Any:
-  if () in flat:
-    return flat[()]
-  children: dict[Any, dict[tuple, Any]] = {}
-  for path, value in flat.items():
-    children.setdefault(path[0], {})[path[1:]] = value
-  if children and all(isinstance(key, int) for key in children):
-    return [_nested(children[i]) for i in sorted(children)]
-  return {key: _nested(value) for key, value in children.items()}
+  return jax.random.wrap_key_data(jnp.asarray(words), impl=key_impl)
 
 
 def _target_layout(checkpoint: Checkpoint, to: str, direction: str) -> str:
@@ -164,13 +131,13 @@ def _target_layout(checkpoint: Checkpoint, to: str, direction: str) -> str:
 
 
 def check_target(raw: RawTree, out: Path) -> None:
-  source = raw.folder.item.resolve()
+  source = raw.location.item.resolve()
   target = out.resolve()
-  if target in (source, raw.folder.step.resolve()):
+  if target in (source, raw.location.step.resolve()):
     raise LayoutError(f"target equals source: {out}; name a new folder")
   if source.is_relative_to(target):
     raise LayoutError(f"target {out} holds the source; name a new folder")
-  if target.is_relative_to(raw.folder.step.resolve()):
+  if target.is_relative_to(raw.location.step.resolve()):
     raise LayoutError(f"target {out} lies inside the source; name a folder outside it")
   if out.exists() or out.is_symlink():
     raise LayoutError(f"target {out} exists; name a new folder")
@@ -179,7 +146,7 @@ def check_target(raw: RawTree, out: Path) -> None:
 def check_space(raw: RawTree, plan: Plan, out: Path) -> None:
   """Refuses early where the disk cannot hold the target: about the source's size, by the share of it that moves."""
   everything = sum(array.nbytes for array in raw.arrays().values())
-  stored = sum(f.stat().st_size for f in raw.folder.item.rglob("*") if f.is_file()) or everything
+  stored = sum(f.stat().st_size for f in raw.location.item.rglob("*") if f.is_file()) or everything
   needed = int(stored * sum(leaf.nbytes for leaf in plan.leaves) / max(everything, 1))
   existing = next(p for p in (out, *out.parents) if p.exists())
   free = shutil.disk_usage(existing).free
@@ -189,7 +156,7 @@ def check_space(raw: RawTree, plan: Plan, out: Path) -> None:
 
 def place_like(raw: RawTree, folder: Path) -> Location:
   """Where in `folder` the tree goes: an item folder becomes an item folder, a step folder a step folder."""
-  has_level = raw.folder.item != Path(raw.origin).absolute()
+  has_level = raw.location.item != Path(raw.origin).absolute()
   return Location(item=folder / "items" if has_level else folder, step=folder)
 
 
@@ -239,26 +206,28 @@ def read_block(reader: LayerReader, leaf: TargetLeaf, index: tuple[slice, ...] |
   return np.asarray(block, dtype=leaf.dtype, order="C")
 
 
-def _verify(checkpoint: Checkpoint, place: Location, target: Target, ram_bytes: int) -> list:
-  """Reads the written folder as anyone would, without hints, and compares every leaf with the source."""
+def _verify(checkpoint: Checkpoint, place: Location, target: Target, ram_bytes: int) -> None:
+  """Reads the written folder as anyone would, without hints, and compares every leaf with the source.
+
+  Raises VerificationError.
+  """
   written = read_checkpoint(open_at(place, str(place.step)), ReadOptions(keep_unknown=True))
   params_only = target.params_only or target.layout == PARAMS
   rngs = not (params_only or target.drop_rngs)
   rows = compare.compare(checkpoint, written, params_only=params_only, rngs=rngs, ram_bytes=ram_bytes).rows
   # Moments in another form than the parameters are repaired on the way: a difference, but not from what was planned.
-  return [row for row in rows if row.kind != compare.STRUCTURE or written.odd_moments()]
+  if wrong := [row for row in rows if row.kind != compare.STRUCTURE or written.odd_moments()]:
+    raise VerificationError(wrong, "leaves")
 
 
-def _summary(report: Report, out: Path) -> list[str]:
-  source, plan = report.source, report.plan
+def _summary(source: Checkpoint, target: Target, plan: Plan, out: Path) -> list[str]:
   forms = sorted({c.form for c in source.params.containers.values()}) or ["no layers"]
   size = sum(leaf.nbytes for leaf in plan.leaves)
   lines = [
     f"source {source.origin}: {source.layout} layout, {', '.join(forms)}"
     + (f" on dimension {source.scan_axis}" if "scanned" in forms else "")
     + f", {source.num_params():,} parameters, {len(source.moments)} moment trees",
-    f"target {out}: {report.target.layout} layout, layers {report.target.layers}, {len(plan.leaves)} arrays, "
-    f"{size / 1e6:.1f} MB",
+    f"target {out}: {target.layout} layout, layers {target.layers}, {len(plan.leaves)} arrays, {size / 1e6:.1f} MB",
   ]
   if source.folder is not None and source.folder.siblings():
     lines.append(f"not part of the tree, left behind: {', '.join(source.folder.siblings())}")
@@ -273,40 +242,33 @@ def mapping_lines(plan: Plan) -> Iterator[str]:
     yield f"  (nothing) -> {'/'.join(map(str, path))}  {empty.kind}"
 
 
+@tool("convert_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
   args = _parser().parse_args(argv)
-  try:
-    options = ReadOptions(
-      layout=args.source_layout,
-      scan_axis=args.scan_axis,
-      containers=tuple(filter(None, args.layer_containers.split(","))),
-      wrapped=_YES_NO[args.wrapped],
-      keep=tuple(args.keep),
-      drop=tuple(args.drop),
-    )
-    convert(
-      args.source_path,
-      args.target_path,
-      to=args.to,
-      direction=args.direction,
-      read=options,
-      dry_run=args.dry_run,
-      verify=args.verify,
-      ram_bytes=int(args.ram_mb * 1e6),
-      layers=args.layers,
-      scan_axis=args.target_scan_axis,
-      layer_period=args.layer_period,
-      wrapped=_YES_NO[args.target_wrapped],
-      params_only=args.params_only,
-      drop_rngs=args.drop_rngs,
-    )
-  except VerificationError as error:
-    print(f"convert_checkpoint: {error}; nothing is left at the target", file=sys.stderr)
-    return 1
-  except ConfigError as error:
-    for problem in error.problems:
-      print(f"convert_checkpoint: {problem}", file=sys.stderr)
-    return 2
+  options = ReadOptions(
+    layout=args.source_layout,
+    scan_axis=args.scan_axis,
+    containers=tuple(filter(None, args.layer_containers.split(","))),
+    wrapped=_YES_NO[args.wrapped],
+    keep=tuple(args.keep),
+    drop=tuple(args.drop),
+  )
+  convert(
+    args.source_path,
+    args.target_path,
+    to=args.to,
+    direction=args.direction,
+    read=options,
+    dry_run=args.dry_run,
+    verify=args.verify,
+    ram_bytes=int(args.ram_mb * 1e6),
+    layers=args.layers,
+    scan_axis=args.target_scan_axis,
+    layer_period=args.layer_period,
+    wrapped=_YES_NO[args.target_wrapped],
+    params_only=args.params_only,
+    drop_rngs=args.drop_rngs,
+  )
   return 0
 
 
@@ -350,7 +312,3 @@ def _parser() -> argparse.ArgumentParser:
   flag("dry_run", "print what would go where and write nothing")
   add("verify", "re-read the target and compare all bytes", action=argparse.BooleanOptionalAction, default=True)
   return parser
-
-
-if __name__ == "__main__":
-  sys.exit(main())

@@ -107,7 +107,7 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
     plan.notes += [f"repaired: {text}" for text in checkpoint.odd_moments().values()]
     if checkpoint.step is not None:
       plan.leaves.append(_step_leaf(checkpoint.step, target.layout, end))
-  aux = {} if params_only else _plan_aux(checkpoint, target, plan, restack, end)
+  aux = [] if params_only else _plan_aux(checkpoint, target, plan, restack, end)
   same = target.layout == MAXGHOST and not params_only
   if checkpoint.loop_state and not same:
     plan.notes.append(f"left out, as only a maxghost run knows it: {', '.join(checkpoint.loop_state)}")
@@ -121,18 +121,12 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
   if checkpoint.dropped:
     plan.notes.append(f"dropped: {len(checkpoint.dropped)} leaves, the first {checkpoint.dropped[0]}")
   plan.custom_metadata = _metadata(checkpoint, target, plan.scan_axis, containers, aux, params_only)
-  order = {id(array): i for i, array in enumerate(_sources(plan))}
-  plan.leaves.sort(key=lambda leaf: order[id(leaf.parts[0].array)])
-  return plan
-
-
-def _sources(plan: Plan) -> Iterator[StoredArray]:
-  seen = set()
+  order: dict[int, int] = {}
   for leaf in plan.leaves:
     for ref in leaf.parts:
-      if id(ref.array) not in seen:
-        seen.add(id(ref.array))
-        yield ref.array
+      order.setdefault(id(ref.array), len(order))
+  plan.leaves.sort(key=lambda leaf: order[id(leaf.parts[0].array)])
+  return plan
 
 
 def _target_axis(checkpoint: Checkpoint, target: Target) -> int:
@@ -197,8 +191,9 @@ class _Restack:
     done = set()
     for (path, layer), ref in tree.leaves.items():
       container = container_of(path, tree.containers)
-      about = tree.containers[container] if container and layer is not None else None
-      place = path if about is None else (*_layer_path(about, layer), *path[len(container) :])
+      place = path
+      if container and layer is not None:
+        place = (*_layer_path(tree.containers[container], layer), *path[len(container) :])
       if place not in done:
         done.add(place)
         yield place, (Ref(ref.array),), None

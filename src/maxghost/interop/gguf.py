@@ -109,7 +109,7 @@ def _tensors(file: GgufFile, stored: list) -> Iterator[tuple[str, Tensor]]:
   for tensor in stored:
     _check_type(file.path, tensor)
     part = tensor.name.split(".")[-2] if "." in tensor.name else ""
-    theirs = names.get(tensor.name, tensor.name)
+    theirs = names[tensor.name] if tensor.name in names else str(tensor.name)
     yield theirs, _tensor(file.path, theirs, tensor, heads.get(part, 0) if file.family.gguf_pairs else 0)
 
 
@@ -196,7 +196,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
       f"{file.path}: tokenizer of kind {kind} with splitting rule {split}; known are gpt2 with {' or '.join(splits)}"
     )
   tokens, kinds = file.texts("tokens"), said.get("tokenizer.ggml.token_type", [])
-  merges = [tuple(merge.split(" ", 1)) for merge in file.texts("merges")]
+  merges = [(merge.partition(" ")[0], merge.partition(" ")[2]) for merge in file.texts("merges")]
   ids = {name: said.get(f"tokenizer.ggml.{key}_token_id") for name, key in
          (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"))}  # fmt: skip
   try:

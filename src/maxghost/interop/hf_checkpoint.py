@@ -9,7 +9,6 @@ written differs (nothing is left); 2: refused, with the tensors named.
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,16 @@ from maxghost import config
 from maxghost.checkpoint import compare
 from maxghost.checkpoint.layouts import MAXGHOST, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
-from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, open_at
-from maxghost.config import Config, ConfigError
+from maxghost.checkpoint.layouts_store import (
+  LayoutError,
+  Location,
+  RawTree,
+  VerificationError,
+  open_at,
+  read_json,
+  tool,
+)
+from maxghost.config import Config
 from maxghost.config.families import FAMILIES
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
@@ -27,14 +34,10 @@ from maxghost.interop import gguf, huggingface, huggingface_config, model_path
 from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_space, check_target, write_plan
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.safetensors_files import read_json, write_tensors
+from maxghost.interop.safetensors_files import write_tensors
 from maxghost.interop.tree_writer import new_folder
 
 _SHARD_BYTES = 5_000_000_000
-
-
-class VerificationError(LayoutError):
-  """What was written differs from its source; it was removed again."""
 
 
 def import_model(
@@ -62,10 +65,7 @@ def import_model(
   with new_folder(target) as temporary:
     place = Location(item=temporary / "items", step=temporary)
     write_plan(raw, plan, place, ram_bytes)
-    written = read_checkpoint(open_at(place, str(target)))
-    rows = compare.compare(checkpoint, written, params_only=True, ram_bytes=ram_bytes).rows
-    if rows:
-      raise VerificationError(f"verification failed: {len(rows)} parameters differ, the first: {rows[0].text()}")
+    _check_written(checkpoint, open_at(place, str(target)), ram_bytes)
     write_tokenizer(temporary / tokenizer_files.FOLDER)
     keys = model_path.tokenizer_keys(temporary / tokenizer_files.FOLDER, cfg.model.vocab_size)
     if keys:
@@ -137,12 +137,15 @@ def export_model(
     if cfg.data.tokenizer_path:
       folder = Path(cfg.data.tokenizer_path)
       tokenizer_files.copy(folder if folder.is_dir() else folder.parent, temporary)
-    written = read_checkpoint(huggingface.open_folder(temporary))
-    rows = compare.compare(checkpoint, written, params_only=True, ram_bytes=ram_bytes).rows
-    if rows:
-      raise VerificationError(f"verification failed: {len(rows)} parameters differ, the first: {rows[0].text()}")
+    _check_written(checkpoint, huggingface.open_folder(temporary), ram_bytes)
   size = sum(tensor.nbytes for tensor in tensors)
   say(f"written {target}: {len(tensors)} tensors, {size / 1e6:.1f} MB, verified byte by byte")
+
+
+def _check_written(checkpoint: Checkpoint, written: RawTree, ram_bytes: int) -> None:
+  rows = compare.compare(checkpoint, read_checkpoint(written), params_only=True, ram_bytes=ram_bytes).rows
+  if rows:
+    raise VerificationError(rows, "parameters")
 
 
 def special_ids(cfg: Config) -> dict[str, int]:
@@ -159,22 +162,15 @@ def _dtype(checkpoint: Checkpoint) -> str:
   return dtypes.pop() if len(dtypes) == 1 else "float32"
 
 
+@tool("hf_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
   args = _parser().parse_args(argv)
   ram_bytes = int(args.ram_mb * 1e6)
-  try:
-    if args.verb == "import":
-      import_model(args.source, args.target, scan_layers=args.scan_layers, ram_bytes=ram_bytes)
-    else:
-      cfg = config.load(args.config) if args.config else None
-      export_model(args.source, args.target, cfg=cfg, shard_bytes=int(args.shard_mb * 1e6), ram_bytes=ram_bytes)
-  except VerificationError as error:
-    print(f"hf_checkpoint: {error}; nothing is left at the target", file=sys.stderr)
-    return 1
-  except ConfigError as error:
-    for problem in error.problems:
-      print(f"hf_checkpoint: {problem}", file=sys.stderr)
-    return 2
+  if args.verb == "import":
+    import_model(args.source, args.target, scan_layers=args.scan_layers, ram_bytes=ram_bytes)
+  else:
+    cfg = config.load(args.config) if args.config else None
+    export_model(args.source, args.target, cfg=cfg, shard_bytes=int(args.shard_mb * 1e6), ram_bytes=ram_bytes)
   return 0
 
 
@@ -196,7 +192,3 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
     verb.add_argument("--ram_mb", type=float, default=DEFAULT_RAM_BYTES / 1e6, help="host memory for arrays")
   return parser
-
-
-if __name__ == "__main__":
-  sys.exit(main())

@@ -147,7 +147,7 @@ def _rotary(read: _Reader) -> dict[str, Any]:
   if not isinstance(kind, str) or kind not in names:
     read.problem(f"rope_type={kind} is not known here; known are default, llama3, yarn")
     return {}
-  keys = {"rope_type": "llama3.1" if kind == "llama3" else kind}
+  keys: dict[str, Any] = {"rope_type": "llama3.1" if kind == "llama3" else kind}
   keys["rope_max_timescale"] = read.typed("rope_theta", theta, float)
   for ours, name in names[kind].items():
     if parameters.get(name) is not None:
@@ -163,7 +163,7 @@ def _rotary(read: _Reader) -> dict[str, Any]:
 def _scales_attention(read: _Reader, parameters: Mapping[str, Any]) -> bool:
   """Whether YaRN scales the heads by its usual factor; a factor of another size is refused."""
   usual = 0.1 * math.log(parameters["factor"]) + 1.0 if parameters.get("factor", 1.0) > 1.0 else 1.0
-  factor = parameters.get("attention_factor")
+  factor = read.typed("attention_factor", parameters.get("attention_factor"), float | None)
   if parameters.get("mscale") or parameters.get("mscale_all_dim"):
     read.problem("rope_parameters with mscale are not known here")
   if factor is None or math.isclose(factor, usual, rel_tol=1e-6):

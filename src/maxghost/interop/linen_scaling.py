@@ -17,7 +17,6 @@ h head width.
 import argparse
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -25,8 +24,7 @@ import numpy as np
 
 from maxghost.checkpoint import compare
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_store import LayoutError, TreePath, open_at, text_of
-from maxghost.config import ConfigError
+from maxghost.checkpoint.layouts_store import LayoutError, TreePath, VerificationError, open_at, text_of, tool
 from maxghost.interop.convert import check_target, place_like, write_plan
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
@@ -121,10 +119,11 @@ def rescale_checkpoint(
     written = read_checkpoint(open_at(place, str(place.step)), ReadOptions(keep_unknown=True))
     rows = compare.compare(checkpoint, written, rngs=True).rows
     if wrong := [row for row in rows if not is_query(tuple(row.path.split("/"))) or row.kind != compare.VALUE]:
-      raise LayoutError(f"verification failed: {wrong[0].text()}")
+      raise VerificationError(wrong, "leaves")
   say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}) to {to}'s convention, the rest copied")
 
 
+@tool("rescale")
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
     prog="rescale", description="Moves the attention factor 1/sqrt(head_dim) into or out of the query weights."
@@ -134,14 +133,5 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--head_dim", type=int, required=True)
   parser.add_argument("--to", choices=(MAXGHOST, MAXTEXT), required=True)
   args = parser.parse_args(argv)
-  try:
-    rescale_checkpoint(args.source_path, args.target_path, args.head_dim, args.to)
-  except ConfigError as error:
-    for problem in error.problems:
-      print(f"rescale: {problem}", file=sys.stderr)
-    return 2
+  rescale_checkpoint(args.source_path, args.target_path, args.head_dim, args.to)
   return 0
-
-
-if __name__ == "__main__":
-  sys.exit(main())

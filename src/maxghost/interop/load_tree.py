@@ -13,7 +13,15 @@ import numpy as np
 
 from maxghost.checkpoint.layouts import MAXGHOST, NNX, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, ParamTree, Path, Ref, leaf_text
-from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, TreePath, text_of, tree_from_memory
+from maxghost.checkpoint.layouts_store import (
+  LayoutError,
+  StoredArray,
+  TreePath,
+  listed,
+  nested,
+  text_of,
+  tree_from_memory,
+)
 from maxghost.interop.convert import read_block, with_key_type
 from maxghost.interop.convert_plan import TargetLeaf
 from maxghost.interop.huggingface import open_tree
@@ -65,7 +73,7 @@ def open_load(
     arrays: dict[TreePath, Any] = {}
     for leaf in found.leaves:
       block = read_block(reader, leaf)
-      if rescale and is_query(leaf.path):
+      if rescale and head_dim is not None and is_query(leaf.path):
         block = rescale_leaf(leaf.path, block, head_dim, MAXGHOST)
       arrays[tuple(map(str, leaf.path))] = _place(block, leaf, _look_up(wanted, leaf.path))
     kept = {leaf: _initial(leaf, _look_up(wanted, leaf)) for leaf in found.fresh}
@@ -76,7 +84,7 @@ def open_load(
     ):
       if names:
         say(f"not in {path}, {what}: {', '.join(names)}")
-    return _nest(arrays)
+    return nested(arrays)
 
   return read_all
 
@@ -89,7 +97,7 @@ class _Matcher:
     self.leaves: list[TargetLeaf] = []
     self.fresh: list[TreePath] = []
     self._problems: list[str] = []
-    self._used: set[int] = set()
+    self._used: set[tuple[int, int | None]] = set()
 
   def match(self, *, with_optimizer: bool) -> None:
     self._match_tree(self._target.params, self._source.params, "")
@@ -97,8 +105,10 @@ class _Matcher:
     for key, nodes in self._target.loop_state.items():
       held = self._source.loop_state.get(key, {})
       for path, node in nodes.items():
-        if path in held and held[path].shape == node.shape and held[path].dtype == node.dtype:
-          self.leaves.append(TargetLeaf(node.path, (Ref(held[path]),)))
+        assert isinstance(node, StoredArray), "the model's own loop state holds arrays alone"
+        other = held.get(path)
+        if isinstance(other, StoredArray) and other.shape == node.shape and other.dtype == node.dtype:
+          self.leaves.append(TargetLeaf(node.path, (Ref(other),)))
         else:
           self.fresh.append(node.path)
     if not with_optimizer:
@@ -113,7 +123,7 @@ class _Matcher:
     held = self._source.params.leaves
     unused = [leaf_text(leaf) for leaf, ref in held.items() if (id(ref.array), ref.index) not in self._used]
     if unused:
-      self._problems.append(f"has {_listed(unused)}, unknown to the model")
+      self._problems.append(f"has {listed(unused)}, unknown to the model")
     if self._problems:
       more = f"; and {len(self._problems) - 8} more" if len(self._problems) > 8 else ""
       raise LayoutError(f"checkpoint {origin} does not fit this model: {'; '.join(self._problems[:8])}{more}")
@@ -127,19 +137,20 @@ class _Matcher:
       pairs.sort(key=lambda pair: -1 if pair[1].index is None else pair[1].index)
       parts = [source.leaves.get(leaf) if source else None for leaf, _ in pairs]
       first = pairs[0][1]
-      if any(part is None for part in parts):
+      found = [part for part in parts if part is not None]
+      if len(found) < len(parts):
         missing += [leaf_text(leaf) for (leaf, _), part in zip(pairs, parts, strict=True) if part is None]
         self.fresh += [first.array.path] if optional else []
         continue
-      for (leaf, ref), part in zip(pairs, parts, strict=True):
+      for (leaf, ref), part in zip(pairs, found, strict=True):
         if part.shape != ref.shape or not (part.dtype == ref.dtype or self._widens(part, ref)):
           self._problems.append(f"{prefix}{leaf_text(leaf)} is {_kind(part)} there and {_kind(ref)} in the model")
         self._used.add((id(part.array), part.index))
       axis = None if first.index is None else first.axis
       cast = first.dtype.name if self._widen and not first.array.key_impl else ""
-      self.leaves.append(TargetLeaf(first.array.path, tuple(parts), axis, cast))
+      self.leaves.append(TargetLeaf(first.array.path, tuple(found), axis, cast))
     if missing and not optional:
-      self._problems.append(f"misses {prefix}{_listed(missing)}")
+      self._problems.append(f"misses {prefix}{listed(missing)}")
 
   def _widens(self, part: Ref, ref: Ref) -> bool:
     """Whether the wanted dtype holds every value of the stored one."""
@@ -167,19 +178,15 @@ class _Matcher:
       self.leaves.append(TargetLeaf(array.path, (Ref(chosen),)))
 
   def _match_step(self) -> None:
-    step = self._target.step
-    if step is not None and self._source.step is None:
+    step, stored = self._target.step, self._source.step
+    if step is not None and stored is None:
       self._problems.append("misses step")
-    elif step is not None:
-      self.leaves.append(TargetLeaf(step.path, (Ref(self._source.step),), cast=step.dtype.name))
+    elif step is not None and stored is not None:
+      self.leaves.append(TargetLeaf(step.path, (Ref(stored),), cast=step.dtype.name))
 
 
 def _kind(array: StoredArray | Ref) -> str:
   return f"{array.dtype}{list(array.shape)}"
-
-
-def _listed(names: list[str], most: int = 6) -> str:
-  return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _initial(path: TreePath, wanted: Any) -> Any:
@@ -206,13 +213,3 @@ def _place(block: np.ndarray, leaf: TargetLeaf | None, wanted: Any) -> Any:
   import jax
 
   return jax.device_put(value, sharding)
-
-
-def _nest(flat: Mapping[TreePath, Any]) -> dict:
-  tree: dict = {}
-  for path, value in flat.items():
-    here = tree
-    for key in path[:-1]:
-      here = here.setdefault(key, {})
-    here[path[-1]] = value
-  return tree

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import config
-from maxghost.checkpoint.layouts_store import LayoutError, locate
+from maxghost.checkpoint.layouts_store import LayoutError, locate, read_json
 from maxghost.config import Config
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface
 from maxghost.interop.huggingface_config import weight_dtype
-from maxghost.interop.safetensors_files import read_json
 
 CONFIG_FILE = "config.yml"
 HUGGINGFACE_FILE = "huggingface.json"  # config.json of the model that a run or an import began with
@@ -38,7 +37,7 @@ class ModelPlace:
     for file in (folder / "generation_config.json", folder / tokenizer_files.FOLDER / "generation_config.json"):
       if file.is_file():
         ids = read_json(file).get("eos_token_id")
-        found |= set(ids if isinstance(ids, list) else [ids]) - {None}
+        found |= {number for number in (ids if isinstance(ids, list) else [ids]) if number is not None}
     return found
 
 

@@ -6,14 +6,14 @@ length of a JSON header, the header (dtype, shape and place of each tensor), and
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from maxghost.checkpoint.layouts_store import LayoutError
+from maxghost.checkpoint.layouts_store import LayoutError, Sized, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ALIGNMENT = 8
@@ -24,17 +24,13 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Tensor:
+class Tensor(Sized):
   """A stored tensor. read(index): index is a slice on the first axis, or None for all of it."""
 
   name: str
   shape: tuple[int, ...]
   dtype: np.dtype
   read: Callable[[slice | None], np.ndarray]
-
-  @property
-  def nbytes(self) -> int:
-    return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -56,7 +52,7 @@ def open_tensors(folder: Path) -> dict[str, Tensor]:
       raise LayoutError(f"{folder} is damaged or half copied: it has neither {SINGLE} nor {INDEX}")
     return _open_file(single)
   try:
-    weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
+    weight_map = read_json(index_file)["weight_map"]
     files = sorted(set(weight_map.values()))
   except (ValueError, KeyError, TypeError, AttributeError) as error:
     raise LayoutError(f"{index_file} is damaged: {error!r}") from error
@@ -97,17 +93,13 @@ def _tensor(file: Path, opened: Any, name: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Planned:
+class Planned(Sized):
   """A tensor to write. make(): its values, in memory only while they are written."""
 
   name: str
   shape: tuple[int, ...]
   dtype: np.dtype
   make: Callable[[], np.ndarray]
-
-  @property
-  def nbytes(self) -> int:
-    return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 def write_tensors(folder: Path, tensors: list[Planned], shard_bytes: int) -> None:
@@ -157,14 +149,3 @@ def _write_file(file: Path, tensors: list[Planned]) -> None:
       if values.shape != tensor.shape or values.dtype != tensor.dtype:
         raise ValueError(f"{tensor.name}: made {values.dtype}{values.shape}, planned {tensor.dtype}{tensor.shape}")
       out.write(values.reshape(-1).view(np.uint8).data)
-
-
-def read_json(file: Path) -> Mapping[str, Any]:
-  """A JSON object. Raises LayoutError where the file is missing or is none."""
-  try:
-    content = json.loads(file.read_text(encoding="utf-8"))
-  except (ValueError, OSError) as error:
-    raise LayoutError(f"{file} is damaged or half copied: {error}") from error
-  if not isinstance(content, dict):
-    raise LayoutError(f"{file} is no JSON object")
-  return content

@@ -35,7 +35,7 @@ class SelfAttention(nnx.Module):
     if self.has_sinks:
       self.sinks = nnx.Param(jnp.zeros(heads, jnp.dtype(cfg.weight_dtype)), axes=("q_heads",))
     self.rotary = Rotary.of(cfg)
-    self.kernel, self.window = cfg.attention, window
+    self.kernel, self.window, self.soft_cap = cfg.attention, window, cfg.attn_logits_soft_cap or None
 
   def __call__(self, x_BTD, positions_BT, segment_ids_BT, cache=None):
     """cache: from `kv_cache`, while text is generated; it stands for the positions before x."""
@@ -52,9 +52,14 @@ class SelfAttention(nnx.Module):
     v_BTKh = constrain(self.value(x_BTD), KEYS, "values")
     return constrain(q_BTHh, QUERIES, "queries"), constrain(k_BTKh, KEYS, "keys"), v_BTKh
 
+  @property
+  def options(self) -> dict:
+    """The arguments of `attention_ops.attend` that follow from the layer alone."""
+    return {"kernel": self.kernel, "window": self.window, "soft_cap": self.soft_cap}
+
   def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, cache=None):
     """What the heads read, [B, T, H, h]; the only use of `sinks`."""
     sinks_H = self.sinks[...] if self.has_sinks else None
     attend = attention_ops.attend if cache is None else cache.attend
-    o_BTHh = attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, kernel=self.kernel, window=self.window, sinks_H=sinks_H)
+    o_BTHh = attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks_H=sinks_H, **self.options)
     return constrain(o_BTHh, QUERIES, "attention output")

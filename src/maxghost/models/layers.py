@@ -3,10 +3,13 @@
 F feed-forward width.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxghost.config.families import FAMILIES
 from maxghost.config.schema import ModelConfig
 from maxghost.models import dense
 
@@ -61,7 +64,7 @@ def precision(cfg: ModelConfig):
 
 def norm(cfg: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
   """The norm of a residual branch: RMSNorm, or LayerNorm with bias."""
-  if cfg.normalization_layer_type == "rms_norm":
+  if not FAMILIES[cfg.decoder_block].layer_norm:
     return rms_norm(cfg, cfg.base_emb_dim, rngs=rngs)
   return nnx.LayerNorm(
     cfg.base_emb_dim,
@@ -89,7 +92,7 @@ def rms_norm(cfg: ModelConfig, num_features: int, *, rngs: nnx.Rngs) -> nnx.RMSN
 def gated(branches: list, activations: tuple[str, ...], limit: float):
   """act_0(branch_0) * act_1(branch_1) ...; with limit > 0 the gate is clamped from above first, the others on both
   sides."""
-  product = None
+  product: Any = None
   for i, (branch, name) in enumerate(zip(branches, activations, strict=True)):
     if limit > 0:
       branch = jnp.minimum(branch, limit) if i == 0 else jnp.clip(branch, -limit, limit)

@@ -3,6 +3,8 @@
 B batch, T positions, D embed dim, V vocabulary, L layers.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -105,12 +107,12 @@ class Transformer(nnx.Module):
     self.token_embedder = embedding(cfg, cfg.vocab_size, axes, std=std, rngs=rngs, layer_type=layer_type)
     self.decoder = Decoder(cfg, rngs=rngs)
     self.num_experts, self.dtype = cfg.num_experts, jnp.dtype(cfg.dtype)
-    self.soft_cap = None
+    self.soft_cap = cfg.final_logits_soft_cap
 
   @property
   def head(self) -> OutputHead:
     """Final norm, output projection and loss by tiles, of this model's own layers."""
-    projection = self.token_embedder if self.tied else self.decoder.logits_dense
+    projection: Any = self.token_embedder if self.tied else self.decoder.logits_dense
     return OutputHead(self.decoder.decoder_norm, projection, self.soft_cap)
 
   def __call__(self, tokens_BT, positions=None, segment_ids=None, dropout_key=None):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxghost.config import Config
+from maxghost.config import Config, plugins
 from maxghost.data.types import Batch
 
 BATCH_ARRAYS = tuple(f"{kind}{part}" for kind in ("inputs", "targets") for part in ("", "_position", "_segmentation"))
@@ -24,11 +24,16 @@ BATCH_ARRAYS = tuple(f"{kind}{part}" for kind in ("inputs", "targets") for part 
 class Objective:
   """A loss function `objective(model, batch) -> (losses [B, T], weights [B, T])` and the facts a run needs about it.
 
-  Subclasses say the losses; every other method has a default. name: what the config's `objective` and the score log
-  call it.
+  Subclasses say the losses; every other method has a default. To add one, subclass, and give it a line in
+  `config.plugins.OBJECTIVES` (or call `objectives.register`).
+
+  name: what the config's `objective` and the score log call it. schedules: values of ghost_schedule that can score it.
+  rows_per_unit: adjacent rows that make up a unit and stay together; 1 where each row stands alone.
   """
 
   name: ClassVar[str] = "custom"
+  schedules: ClassVar[tuple[str, ...]] = ("two_pass", "concat")
+  rows_per_unit: ClassVar[int] = 1
 
   @classmethod
   def of(cls, cfg: Config) -> Self:
@@ -66,18 +71,16 @@ class Objective:
     return {name: jax.ShapeDtypeStruct((num_rows, length), np.int32) for name in BATCH_ARRAYS}
 
   def prepare(self, batch: Batch) -> Batch:
-    """The host's batch with the arrays that `batch_spec` names beyond those of the data, and its units."""
+    """The host's batch with the arrays that `batch_spec` names beyond those of the data, and with its units."""
     return batch
 
   def units(self, batch) -> tuple[jax.Array, jax.Array]:
     """(slot in which each position is used, slot whose target it predicts), int32[B, T]; 1, 2, ... in a row, 0 none.
 
-    A score by position of use is summed by the first, losses and what is scored by position of the loss by the second.
+    A score by position of use is summed by the first, losses and what is scored by position of the loss by the second;
+    targets without weight do not count.
     """
-    targets_BT = batch["targets_segmentation"]
-    if "targets_weights" in batch:
-      targets_BT = jnp.where(batch["targets_weights"] != 0, targets_BT, 0)
-    return batch["inputs_segmentation"], targets_BT
+    return batch["inputs_segmentation"], batch["targets_segmentation"]
 
   def shares(self, batch, weights_BS):
     """[B, S]: each slot's share of the batch loss, to be added up over the slots of a unit; 0 for an empty slot.
@@ -95,6 +98,7 @@ class StagedLoss(Objective):
   is an array or a pytree of arrays.
   """
 
+  schedules = plugins.SCHEDULES
   layers_path: tuple = ("decoder", "layers")
 
   def embed(self, model, batch) -> Any:

@@ -4,6 +4,7 @@ B batch, T positions, V vocabulary.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import numpy as np
 from maxghost.models import autodiff
 
 
-def token_losses(logits_BTV, targets_BT, z_loss_multiplier: float = 0.0):
+def token_losses(logits_BTV, targets_BT, z_loss_multiplier: float = 0.0) -> Any:
   """Cross-entropy of each position in nats, plus z_loss_multiplier * logsumexp**2. Returns [B, T] in logits' dtype.
 
   z-loss: Chowdhery et al., arXiv:2204.02311, section 5. The backward pass is written out: the transpose of a gather is

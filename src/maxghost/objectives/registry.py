@@ -1,22 +1,19 @@
 """Objectives by the name that the config's `objective` gives them, and the one place that makes a run's."""
 
-from collections.abc import Callable
+import importlib
 
-from maxghost.config import Config
+from maxghost.config import Config, plugins
 from maxghost.objectives.base import Objective
-from maxghost.objectives.next_token import LanguageModelLoss
-
-_OBJECTIVES: dict[str, type[Objective]] = {"next_token": LanguageModelLoss}
 
 
-def register(name: str) -> Callable[[type[Objective]], type[Objective]]:
-  """`@objectives.register("my_loss") class MyLoss(Objective): ...` makes `objective=my_loss` a choice."""
+def register(objective: type[Objective]) -> type[Objective]:
+  """Makes an objective known as objective=<objective.name>; usable as a decorator.
 
-  def add(cls: type[Objective]) -> type[Objective]:
-    _OBJECTIVES[name] = cls
-    return cls
-
-  return add
+  Raises ValueError for a name that another one has taken.
+  """
+  facts = plugins.Objective(objective, objective.schedules, objective.rows_per_unit)
+  plugins.register("objective", objective.name, facts)
+  return objective
 
 
 def create(cfg: Config | None = None) -> Objective:
@@ -25,4 +22,8 @@ def create(cfg: Config | None = None) -> Objective:
   Its `training`, `validation` and `evaluation` are what steps, validation sets and evaluations measure.
   """
   cfg = cfg or Config()
-  return LanguageModelLoss.of(cfg)
+  target = plugins.OBJECTIVES[cfg.optimizer.objective].target
+  if isinstance(target, str):
+    module, _, attribute = target.partition(":")
+    target = getattr(importlib.import_module(module), attribute)
+  return target.of(cfg)

@@ -169,8 +169,7 @@ def _weighted_losses_fwd(head, x_BTD, w, targets_BT, weights_BT):
 
 
 def _weighted_losses_bwd(head, residuals, g_BT):
-  *inputs, weights_BT, d_x, d_w = residuals
-  x_BTD, w, targets_BT, _ = inputs
+  x_BTD, w, targets_BT, log_sum_BT, weights_BT, d_x, d_w = residuals
   weights, g = weights_BT.astype(head.wide).ravel(), g_BT.astype(head.wide).ravel()
   largest = jnp.argmax(jnp.abs(weights))
   scale = jnp.where(weights[largest] == 0, 0, g[largest] / jnp.where(weights[largest] == 0, 1, weights[largest]))
@@ -180,7 +179,7 @@ def _weighted_losses_bwd(head, residuals, g_BT):
   def scaled():
     return (scale * d_x.astype(head.wide)).astype(x_BTD.dtype), (scale * d_w).astype(w.dtype)
 
-  d_x, d_w = lax.cond(as_expected, scaled, lambda: backward(head, *inputs, g_BT)[:2])
+  d_x, d_w = lax.cond(as_expected, scaled, lambda: backward(head, x_BTD, w, targets_BT, log_sum_BT, g_BT)[:2])
   return d_x, d_w, np.zeros(targets_BT.shape, jax.dtypes.float0), jnp.zeros_like(weights_BT)
 
 
@@ -289,7 +288,9 @@ def backward(
   else:  # a block's gradient is complete, so it needs no wider sum
     out = _backward_vocab(head, x, table, targets_BT, log_sum_BT, g_BT, w.dtype if gradients else None, visit, extra)
     d_x, d_w, visited = out
-  return (d_x.astype(x_BTD.dtype), d_w.astype(w.dtype), visited) if gradients else (None, None, visited)
+  if not gradients or d_x is None or d_w is None:
+    return None, None, visited
+  return d_x.astype(x_BTD.dtype), d_w.astype(w.dtype), visited
 
 
 def _backward_tokens(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit, extra):
@@ -307,7 +308,7 @@ def _backward_tokens(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit,
 
   init = jnp.zeros(w.shape, head.wide) if gradients else None
   d_w, (d_x_n, seen_n) = lax.scan(tile, init, jnp.arange(tiles.count))
-  seen = None if visit is None else tiles.join(seen_n, axis=seen_n.ndim - 2)
+  seen = None if seen_n is None else tiles.join(seen_n, axis=seen_n.ndim - 2)
   return None if d_x_n is None else tiles.join(d_x_n), d_w, seen
 
 

@@ -1,6 +1,7 @@
 """Optimizers: the update rules, the learning rate and clipping. One rule a file; `config.plugins` lists them."""
 
 import importlib
+from typing import Any
 
 import optax
 
@@ -8,7 +9,7 @@ from maxghost.config import plugins
 from maxghost.config.schema import OptimizerConfig
 from maxghost.optimizers.adamw import AdamState, AdamW
 from maxghost.optimizers.base import Elementwise, Identity, Parameter, Response, RuleState, UpdateRule
-from maxghost.optimizers.clipping import clip, clip_factor, scaled
+from maxghost.optimizers.clipping import clip, factor_of, scaled
 from maxghost.optimizers.schedules import learning_rate_schedule
 from maxghost.optimizers.sgd import Sgd
 
@@ -23,9 +24,9 @@ __all__ = [
   "Sgd",
   "UpdateRule",
   "clip",
-  "clip_factor",
   "create",
   "direction_rule",
+  "factor_of",
   "learning_rate_schedule",
   "make_optimizer",
   "register",
@@ -58,7 +59,7 @@ def create(cfg: OptimizerConfig) -> UpdateRule:
 
 
 def _create(name: str, cfg: OptimizerConfig) -> UpdateRule:
-  target = plugins.OPTIMIZERS[name].target
+  target: Any = plugins.OPTIMIZERS[name].target
   if isinstance(target, str):
     module, _, attribute = target.partition(":")
     target = getattr(importlib.import_module(module), attribute)

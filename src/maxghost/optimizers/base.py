@@ -74,7 +74,7 @@ class Response(abc.ABC):
     (out,) = jax.linear_transpose(self.apply, x)(x)
     return out
 
-  def weighting(self):
+  def weighting(self) -> Any:
     """The size of P_t entry by entry [*parameter], where there is one; None = 1 everywhere. Approximations weigh
     errors by it (`low_rank.rank_one_root`); exact scores do not read it."""
     return None
@@ -103,7 +103,7 @@ class Elementwise(Response):
   def transpose(self, x):
     return self.apply(x)
 
-  def weighting(self):
+  def weighting(self) -> Any:
     return self.factor
 
 
@@ -167,7 +167,7 @@ class UpdateRule(abc.ABC):
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
     """{column: array} of each of `columns`: the array whose inner product with the validation gradient, times
-    `column_scales`, is the part of the predicted drop that the column holds.
+    `column_scales`, is the part of the predicted drop that the column holds. A column left out is 0 here.
 
     value, gradient: the parameter and its gradient [*lead, *parameter]. arrays: all it has of the state.
     """
@@ -177,7 +177,7 @@ class UpdateRule(abc.ABC):
     """{column: factor of its inner product} for each of `columns`."""
     return {}
 
-  def read(self, optimizer, *, count=None, clip_factor=1.0) -> RuleState:
+  def read(self, optimizer, *, count=None, clip_factor: Any = 1.0) -> RuleState:
     """The state of an `nnx.Optimizer`, or of an optax state with its count.
 
     Raises ValueError for a state that does not hold what this rule keeps.

@@ -1,4 +1,4 @@
-"""Clipping by the global norm. Not part of the optax chain: scores are multiplied by the factor."""
+"""Clipping by the global norm. Not part of the optax chain: scores are multiplied by clip_factor."""
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +12,17 @@ def clip(grads, threshold: float):
   # of the factor, would depend on whether the step also scores.
   grads = jax.lax.optimization_barrier(grads)
   norm = optax.tree_utils.tree_norm(grads)
-  factor = clip_factor(norm, threshold)
-  return norm, factor, jax.tree.map(lambda g: scaled(g, factor, threshold), grads)
+  clip_factor = factor_of(norm, threshold)
+  return norm, clip_factor, jax.tree.map(lambda g: scaled(g, clip_factor, threshold), grads)
 
 
-def clip_factor(norm, threshold: float):
-  """min(1, threshold / norm); 1 for threshold 0."""
+def factor_of(norm, threshold: float):
+  """clip_factor = min(1, threshold / norm); 1 for threshold 0."""
   if threshold == 0:
     return jnp.ones_like(norm)
   return jnp.minimum(1.0, threshold / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
 
 
-def scaled(gradient, factor, threshold: float):
+def scaled(gradient, clip_factor, threshold: float):
   """One array of the gradient times the clipping factor; untouched for threshold 0."""
-  return gradient * factor.astype(gradient.dtype) if threshold else gradient
+  return gradient * clip_factor.astype(gradient.dtype) if threshold else gradient

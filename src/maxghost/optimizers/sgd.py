@@ -10,10 +10,14 @@ from maxghost.optimizers.base import Identity, Parameter, UpdateRule
 
 @dataclasses.dataclass(frozen=True)
 class Sgd(UpdateRule):
-  """P_t = 1, nothing kept. Its direction is the plain validation gradient, which any optimizer's run may ask for."""
+  """P_t = 1, nothing kept. Its direction is the plain validation gradient, which any optimizer's run may ask for.
+
+  Its ledger has the columns of AdamW's, so that runs compare: both are 0, for it has neither momentum nor decay.
+  """
 
   name = "sgd"
   direction = "sgd"
+  columns = ("momentum", "weight_decay")
   by_segment = True
   elementwise = True
   identity = True
@@ -27,3 +31,6 @@ class Sgd(UpdateRule):
 
   def response(self, parameter: Parameter, gradient, arrays: dict, scalars) -> Identity:
     return Identity()
+
+  def column_scales(self, learning_rate, clip_factor) -> dict:
+    return {"momentum": learning_rate, "weight_decay": learning_rate}

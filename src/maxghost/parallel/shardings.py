@@ -250,7 +250,7 @@ def local_size(shape: Sequence[int], sharding: Sharding) -> int:
   return math.prod(sharding.shard_shape(tuple(shape)))
 
 
-def slash_path(path: Iterable[str | int]) -> str:
+def slash_path(path: Iterable[Any]) -> str:
   """The path of a leaf as one text: `decoder/layers/mlp/wi_0/kernel`."""
   return "/".join(map(str, path))
 

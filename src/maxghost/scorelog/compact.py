@@ -67,11 +67,9 @@ def _groups(shards: list[Shard], rows_per_file: int) -> Iterator[list[Shard]]:
 
 
 def _follows(shard: Shard, last: Shard) -> bool:
-  there, here = last.meta.get("before"), shard.meta.get("before")
-  whole = there is None or here is None or here[1] - there[1] == last.num_rows
-  modules, others = last.modules, shard.modules
-  same = (modules is None and others is None) or (None not in (modules, others) and modules.layout == others.layout)
-  return shard.process_index == last.process_index and whole and same
+  whole = last.before is None or shard.before is None or shard.before[1] - last.before[1] == last.num_rows
+  layouts = [part and part.layout for part in (last.modules, shard.modules)]
+  return shard.process_index == last.process_index and whole and layouts[0] == layouts[1]
 
 
 def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> Path:
@@ -91,17 +89,16 @@ def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> Path:
           rows[name] = place[name][rows[name]]
         yield rows
 
-  parts = [shard.modules for shard in shards]
+  parts = [part for shard in shards if (part := shard.modules) is not None]
   modules = None
-  if parts[0] is not None:
-    known = [part for part in parts if part is not None]
-    values = np.concatenate([part.contribution_SMLDK for part in known])
-    modules = fmt.Modules(parts[0].names, parts[0].domains, np.concatenate([part.steps for part in known]), values)
+  if parts:
+    values = np.concatenate([part.contribution_SMLDK for part in parts])
+    modules = fmt.Modules(parts[0].names, parts[0].domains, np.concatenate([part.steps for part in parts]), values)
   last = shards[-1]
   meta = last.meta | {
     "schema_version": fmt.SCHEMA_VERSION,
     "first_step": shards[0].first_step,
-    "before": shards[0].meta.get("before"),
+    "before": shards[0].before,
     "closed": True,
     "ledger": ledger,
   }

@@ -36,7 +36,7 @@ def log_files(folder: Path) -> list[Path]:
 def read(folder: Path, scale: float) -> tuple[list["LogFile"], list[str]]:
   """(files, sentences to show). Raises ConfigError without torch."""
   try:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]  # used if it is there, part of no extra
   except ImportError as error:
     raise ConfigError(f"{folder} holds GhostSuite's .pt logs; reading them needs torch: pip install torch") from error
   messages = ["GhostSuite logs no learning rate: contributions are nats per unit of learning rate, for plain SGD"]
@@ -78,7 +78,7 @@ class LogFile:
     self.path = path
     self.meta: dict = {}
     self.has_tokens = True
-    last = int(_NAME.fullmatch(path.name)[1])
+    last = int(path.stem.rpartition("_")[2])
     converted = []
     for i, entry in enumerate(entries):
       if not isinstance(entry, dict):  # early versions logged the bare numbers of consecutive iterations
@@ -99,14 +99,13 @@ class LogFile:
       tokens_N = np.ones(num)
     else:
       tokens_N = (labels.reshape(num, -1) >= 0).sum(1).numpy().astype(np.float64)
-    if val_tokens is None or labels is None:
-      val_tokens = tokens_N.max()
+    num_val = tokens_N.max() if val_tokens is None or labels is None else val_tokens
     rows = np.zeros(num, fmt.row_dtype(1))
     rows["step"], rows["tokens"], rows["loss"] = step, tokens_N, np.nan
     rows["path"] = 0 if place is not None else 1
     rows["offset"] = np.asarray(place).reshape(-1) if place is not None else step * num + np.arange(num)
-    total = tokens_N.sum() + val_tokens
-    dot_N = scale * logged_N * total**2 / np.maximum(tokens_N * val_tokens, 1)
+    total = tokens_N.sum() + num_val
+    dot_N = scale * logged_N * total**2 / np.maximum(tokens_N * num_val, 1)
     rows["dot"][:, 0] = dot_N
     rows["share"] = tokens_N / tokens_N.sum()
     rows["contribution"][:, 0] = dot_N * tokens_N / tokens_N.sum()

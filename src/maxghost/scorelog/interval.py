@@ -122,8 +122,7 @@ class Interval:
   @classmethod
   def load(cls, shard: Shard, last_step: int, ledger: Sequence[str] = fmt.LEDGER) -> Self:
     """The steps of a file up to `last_step`."""
-    before = shard.meta.get("before")
-    interval = cls(len(shard.val_sets), ledger, tuple(before) if before is not None else None)
+    interval = cls(len(shard.val_sets), ledger, shard.before)
     steps, rows, modules = fmt.with_ledger(shard.steps, len(shard.val_sets), ledger), shard.rows(), shard.modules
     interval.steps, interval.rows = [steps[steps["step"] <= last_step]], [rows[rows["step"] <= last_step]]
     interval.domains = {str(name): i for i, name in enumerate(shard.domains)}

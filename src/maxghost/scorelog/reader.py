@@ -36,8 +36,8 @@ def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1
   if not run_dir.is_dir():
     raise ConfigError(f"run_dir={run_dir}: no such folder")
   folder = run_dir if run_dir.name == "ghost" or not (run_dir / "ghost").is_dir() else run_dir / "ghost"
+  written = _written(folder)  # before the files are listed: what is written in between is not missed
   if paths := _paths(folder):
-    written = _written(folder)  # before the files are: what is written in between is not missed
     shards, lost = _open(paths, folder)
     shards = drop_covered(shards)
     if not shards:
@@ -57,6 +57,7 @@ def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1
     return ScoreLog(run_dir, drop_covered(files), messages)
   is_run = (run_dir / "config.yml").is_file()
   found = "no score files" if is_run else "not a run of maxghost (no config.yml, no scores)"
+  found = next(_old_parquet(folder), found)
   raise ConfigError(f"run_dir={run_dir}: {found}; train with ghost_enabled=true to get ghost/dot_prod_log_iter_*.npz")
 
 
@@ -98,7 +99,7 @@ def _missing(shards: list[Shard], written: dict[int, dict]) -> Iterator[str]:
   for process, group in itertools.groupby(shards, lambda shard: shard.process_index):
     end, last = (0, 0), None
     for shard in group:
-      before = tuple(shard.meta.get("before") or end)
+      before = shard.before or end
       if before != end:
         yield _gap(f"before step {shard.first_step}", last, before, end)
       end, last = (before[0] + len(shard.steps), before[1] + shard.num_rows), shard.last_step
@@ -111,6 +112,8 @@ def _missing(shards: list[Shard], written: dict[int, dict]) -> Iterator[str]:
 
 def _gap(where: str, last: int | None, there: tuple, have: tuple) -> str:
   after = "" if last is None else f" (after step {last})"
+  if there < have:
+    return f"{have[1] - there[1]} rows more than were written {where}{after}"
   return f"{there[0] - have[0]} steps with {there[1] - have[1]} rows are missing {where}{after}"
 
 
@@ -122,6 +125,10 @@ def _lost_besides(shards: list[Shard], folder: Path) -> Iterator[str]:
       wanted |= _checksums(shard.steps, name)
     if wanted:
       yield from missing(folder, wanted)
+  yield from _old_parquet(folder)
+
+
+def _old_parquet(folder: Path) -> Iterator[str]:
   if list(folder.glob("parquet/rows_*.parquet")):
     yield f"{folder / 'parquet'} holds scores that an earlier maxghost compacted to Parquet, which is no longer read"
 

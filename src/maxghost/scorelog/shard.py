@@ -167,6 +167,8 @@ class Shard:
         self.val_sets = tuple(self.meta["val_sets"])
         self.process_index = int(self.meta["process_index"])
         self.first_step, self.last_step = int(self.meta["first_step"]), int(self.meta["last_step"])
+        before = self.meta.get("before")
+        self.before = (int(before[0]), int(before[1])) if before else None  # steps and rows of the log in front of it
         self.ledger = tuple(self.meta.get("ledger", fmt.LEDGER))
         self.objective = str(self.meta.get("objective", fmt.NEXT_TOKEN))
         with archive.open("rows.npy") as member:

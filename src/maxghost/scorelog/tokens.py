@@ -44,8 +44,8 @@ def write(folder: Path, step: int, contribution_KBT: np.ndarray, batch, name_of:
 
 def files(folder: Path) -> dict[int, Path]:
   """{step: file}, in the order of the steps."""
-  found = {int(path.stem.removeprefix("step_")): path for path in folder.glob("step_*.npz")}
-  return dict(sorted(found.items()))
+  names = [(path.stem.removeprefix("step_"), path) for path in folder.glob("step_*.npz")]
+  return dict(sorted((int(step), path) for step, path in names if step.isdecimal()))
 
 
 def read(path: Path, checksum: int | None) -> dict[str, np.ndarray]:

@@ -26,7 +26,7 @@ QUEUE_LENGTH = 4  # files waiting for the disk; beyond that the training loop wa
 class Writer:
   """Writes one process's share of the score log; for the trainer, the manager and loops of one's own.
 
-  run_dir: the run's folder; files go to its `ghost/`, or to the folder itself where that is its name. val_sets: names
+  run_dir: the run's folder; files go to its `ghost/` (`folder`, to be changed before the first step). val_sets: names
   of the K validation sets. process_index, num_processes: of those that write at present; process 0 looks after the
   files of others, from a time when there were more. period: steps per file. fingerprint: the data source's, kept so
   that a later reader can tell whether the texts are still the same. objective: what was trained. ledger: columns of
@@ -50,7 +50,7 @@ class Writer:
       raise ConfigError(f"ghost_log_period={period}: at least 1 step per score file")
     if "predicted_examples" not in ledger or len(set(ledger)) < len(ledger):
       raise ValueError(f"ledger={list(ledger)}: distinct names, predicted_examples among them")
-    self._folder = Path(run_dir) if Path(run_dir).name == "ghost" else Path(run_dir) / "ghost"
+    self.folder = Path(run_dir) / "ghost"
     self._process_index, self._num_processes, self._period = process_index, num_processes, period
     self.val_sets, self.ledger = tuple(val_sets), tuple(ledger)
     self._about = {
@@ -124,11 +124,13 @@ class Writer:
     self._raise_error()
     last_step = -1 if position is None else int(position["step"])
     for process in self._former_processes() if self._process_index == 0 else ():
-      self._of_process(process).restore(None if position is None else {"step": last_step})
+      other = Writer(self.folder, self.val_sets, process, self._period, num_processes=self._num_processes)
+      other.folder, other.ledger, other._about = self.folder, self.ledger, self._about | {"process_index": process}
+      other.restore(None if position is None else {"step": last_step})
     self._last_step, self._num_steps, self._num_rows = last_step, 0, 0
     self._pending = self._new_interval()
     self._restored = True
-    (self._folder / fmt.position_name(self._process_index)).unlink(missing_ok=True)
+    (self.folder / fmt.position_name(self._process_index)).unlink(missing_ok=True)
     kept, dropped = [], []
     for path, shard in self._own_shards(last_step):
       if shard is None or shard.first_step > last_step:
@@ -140,8 +142,8 @@ class Writer:
         kept.append(path)
     for path in [*dropped, *self._temporaries()]:
       path.unlink(missing_ok=True)
-    if self._folder.is_dir():
-      sync_folder(self._folder)
+    if self.folder.is_dir():
+      sync_folder(self.folder)
     self._count(kept, position)
 
   def close(self) -> None:
@@ -158,7 +160,7 @@ class Writer:
     """Counts the kept files, says what is missing and takes an unfinished last interval back into memory."""
     found = end = (0, 0)
     for shard in drop_covered([Shard(path) for path in dict.fromkeys(kept)]):
-      before, (steps, rows) = tuple(shard.meta.get("before") or end), (len(shard.steps), shard.num_rows)
+      before, (steps, rows) = shard.before or end, (len(shard.steps), shard.num_rows)
       found, end = (found[0] + steps, found[1] + rows), (before[0] + steps, before[1] + rows)
       unfinished = (self._last_step + 1) % self._period and shard.last_step == self._last_step
       if unfinished and shard.first_step // self._period == self._last_step // self._period:
@@ -168,7 +170,7 @@ class Writer:
     for i, key in enumerate(("num_steps", "num_rows")):
       if position is not None and found[i] != position.get(key, found[i]):
         print(
-          f"maxghost: the score log in {self._folder} holds {key}={found[i]} up to step {self._last_step}, the "
+          f"maxghost: the score log in {self.folder} holds {key}={found[i]} up to step {self._last_step}, the "
           f"checkpoint counted {position[key]}: files were changed since; the missing scores stay missing",
           file=sys.stderr,
         )
@@ -199,23 +201,16 @@ class Writer:
       yield path, shard
 
   def _former_processes(self) -> list[int]:
-    names = [fmt.parse_shard_name(path.name) for path in self._files()]
+    names = [fmt.parse_shard_name(path.name) for path in _files(self.folder)]
     return sorted({name[1] for name in names if name is not None and name[1] >= self._num_processes})
 
-  def _of_process(self, process: int) -> "Writer":
-    other = Writer(self._folder, self.val_sets, process, self._period, num_processes=self._num_processes)
-    other.ledger, other._about = self.ledger, self._about | {"process_index": process}
-    return other
-
-  def _files(self) -> list[Path]:
-    return sorted(self._folder.iterdir()) if self._folder.is_dir() else []
-
   def _own_files(self) -> list[Path]:
-    return [path for path in self._files() if (fmt.parse_shard_name(path.name) or (0, -1))[1] == self._process_index]
+    own = self._process_index
+    return [path for path in _files(self.folder) if (fmt.parse_shard_name(path.name) or (0, -1))[1] == own]
 
   def _temporaries(self) -> list[Path]:
     """What a process that was killed has left of this one's files."""
-    halves = [path for path in self._files() if path.name.endswith(".tmp")]
+    halves = [path for path in _files(self.folder) if path.name.endswith(".tmp")]
     names = [(path, fmt.parse_shard_name(path.name.split(".npz")[0] + ".npz")) for path in halves]
     return [path for path, name in names if (name or (0, 0))[1] == self._process_index]
 
@@ -225,7 +220,7 @@ class Writer:
     self._restored = True
 
   def _path(self, last_step: int) -> Path:
-    return self._folder / fmt.shard_name(last_step, self._process_index)
+    return self.folder / fmt.shard_name(last_step, self._process_index)
 
   def _new_interval(self) -> Interval:
     return Interval(len(self.val_sets), self.ledger, (self._num_steps, self._num_rows))
@@ -255,7 +250,7 @@ class Writer:
 
   def _write(self, interval: Interval, replaced: Path | None, closed: bool = False) -> None:
     """One file for the interval; then the file it makes superfluous goes. closed: it will not be written again."""
-    self._folder.mkdir(parents=True, exist_ok=True)
+    self.folder.mkdir(parents=True, exist_ok=True)
     meta = self._about | {
       "first_step": interval.first_step,
       "last_step": interval.last_step,
@@ -272,9 +267,13 @@ class Writer:
 
   def _note(self, step: int, num_steps: int, num_rows: int) -> None:
     position = {"step": step, "num_steps": num_steps, "num_rows": num_rows}
-    with whole_file(self._folder / fmt.position_name(self._process_index), durable=False) as file:
+    with whole_file(self.folder / fmt.position_name(self._process_index), durable=False) as file:
       file.write(json.dumps(position).encode())
 
   def _raise_error(self) -> None:
     if self._error is not None:
-      raise OSError(f"the score log could not be written to {self._folder}: {self._error}") from self._error
+      raise OSError(f"the score log could not be written to {self.folder}: {self._error}") from self._error
+
+
+def _files(folder: Path) -> list[Path]:
+  return sorted(folder.iterdir()) if folder.is_dir() else []

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import pickle
 import tempfile
 import time
@@ -13,14 +14,16 @@ from flax import nnx
 
 from maxghost.config import Config, ConfigError
 from maxghost.data.build import max_segments
+from maxghost.models import platforms
 from maxghost.parallel import Layout, collectives, report, topologies
 from maxghost.parallel.collectives import Collective
-from maxghost.parallel.memory_estimate import MemoryEstimate
 from maxghost.parallel.mesh import describe, mesh_shape, num_slices
-from maxghost.parallel.shardings import local_size
-from maxghost.training import compiled_steps, devices, memory_report, resume, state
+from maxghost.training import compiled_steps, devices, resume, state
 from maxghost.training.compiling import compiler_options
 from maxghost.training.flops import step_flops
+from maxghost.training.memory import MemoryEstimate, estimate
+from maxghost.training.memory import report as memory_report
+from maxghost.training.memory.table import compiled_sizes
 from maxghost.training.step import make_train_step
 
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "exceeds available HBM")
@@ -40,15 +43,10 @@ class Planned:
   def num_params(self) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(resume.to_tree(self.arguments[0])["model"]))
 
-  @property
-  def argument_bytes(self) -> int:
-    """State, batch and validation rows on one device, without padding."""
-    return sum(_argument_parts(self).values())
-
-  @property
+  @functools.cached_property
   def memory(self) -> MemoryEstimate:
-    """The closed form, per device."""
-    return memory_report.estimate_of(self.cfg, self.arguments[0], dict(self.layout.mesh.shape))
+    """The closed form, per device; raises ConfigError for a model that cannot be scored."""
+    return estimate(self.cfg, self.layout, (self.graphdef, self.arguments[0]))
 
   @property
   def rows(self) -> int:
@@ -76,9 +74,7 @@ class Compiled:
     """Arguments, temporaries and new outputs on one device; None where the step did not compile."""
     if self.executable is None:
       return None
-    memory = self.executable.memory_analysis()
-    fresh = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
-    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + fresh
+    return sum(compiled_sizes(self.executable.memory_analysis()).values())
 
   def collectives(self) -> list[Collective]:
     layout = self.planned.layout
@@ -108,14 +104,15 @@ def step_function(planned: Planned):
   """The train step; raises ConfigError for a model that the engine cannot score."""
   train_state, batch, val_batches = planned.arguments
   try:
-    step, _ = make_train_step(
-      planned.cfg,
-      planned.graphdef,
-      train_state,
-      batch,
-      num_segments=max_segments(planned.cfg.data),
-      num_sets=max(len(val_batches), 1),
-    )
+    with platforms.tracing_for(planned.layout.platform):  # the twin is traced, with the kernels of these devices
+      step, _ = make_train_step(
+        planned.cfg,
+        planned.graphdef,
+        train_state,
+        batch,
+        num_segments=max_segments(planned.cfg.data),
+        num_sets=max(len(val_batches), 1),
+      )
   except ValueError as error:
     raise ConfigError(str(error)) from error
   return step
@@ -135,9 +132,9 @@ def compile_step(planned: Planned, options: dict | None = None, folder: Path | N
   lowered = lower(planned)
   platform = planned.layout.platform
   begin = time.perf_counter()
-  with tempfile.TemporaryDirectory() if folder is None else contextlib.nullcontext(folder) as folder:
+  with tempfile.TemporaryDirectory() if folder is None else contextlib.nullcontext(folder) as place:
     # What libtpu compiled cannot always be read back by the XLA beside it (`as_text`), so it writes the text itself.
-    dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True} if platform == "tpu" else {}
+    dump = {"xla_dump_to": str(place), "xla_dump_hlo_as_text": True} if platform == "tpu" else {}
     try:
       executable = lowered.compile(compiler_options=compiler_options(platform) | dump | (options or {}))
     except Exception as error:  # XLA's own type, which differs between versions
@@ -145,7 +142,7 @@ def compile_step(planned: Planned, options: dict | None = None, folder: Path | N
         raise
       return Compiled(planned, None, time.perf_counter() - begin, problem=_reason(error))
     seconds = time.perf_counter() - begin
-    texts = sorted(Path(folder).glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
+    texts = sorted(Path(place).glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
     hlo = texts[-1].read_text() if texts else executable.as_text()
   return Compiled(planned, executable, seconds, hlo)
 
@@ -198,15 +195,15 @@ def memory_lines(compiled: Compiled, topology: str) -> list[str]:
   memory = compiled.executable.memory_analysis()
   fresh = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
   parts = {
-    **_argument_parts(compiled.planned),
+    **{row.name: row.bytes for row in compiled.planned.memory.resident},
     "temporaries": memory.temp_size_in_bytes,
     "outputs that replace no argument": fresh,
     "program": memory.generated_code_size_in_bytes,
   }
-  parts["padding of arguments"] = max(memory.argument_size_in_bytes - compiled.planned.argument_bytes, 0)
+  parts["padding of arguments"] = max(memory.argument_size_in_bytes - compiled.planned.memory.arguments, 0)
   lines = ["memory of one device:"]
   lines += [f"  {name:<34}{size / 1e9:10.3f} GB" for name, size in parts.items() if size >= 5e5]
-  need = compiled.device_bytes
+  need = sum(compiled_sizes(memory).values())
   lines.append(f"  {'in all':<34}{need / 1e9:10.3f} GB")
   if have is not None:
     left = have - need
@@ -214,25 +211,13 @@ def memory_lines(compiled: Compiled, topology: str) -> list[str]:
     lines.append(f"memory: needs {need / 1e9:.2f} of {have / 1e9:.2f} GB: {verdict}")
     if left < 0:
       lines += memory_report.shortage(compiled.planned.memory, have)
-  return [*lines, memory_report.compiled_line(compiled.planned.memory, memory)]
+  return [*lines, compiled.planned.memory.beside(compiled_sizes(memory))]
 
 
 def fits(compiled: Compiled, topology: str) -> bool:
   """Whether the step compiled and stays within the memory of a device."""
   have, need = topologies.hbm_bytes(topology), compiled.device_bytes
   return need is not None and (have is None or need <= have)
-
-
-def _argument_parts(planned: Planned) -> dict[str, int]:
-  """Bytes of one device by part of the arguments."""
-  parts = {"parameters": 0, "optimizer": 0, "other state": 0}
-  for path, variable in nnx.to_flat_state(planned.arguments[0]):
-    leaf = variable.get_value()
-    name = {"model": "parameters", "optimizer": "optimizer"}.get(str(path[0]), "other state")
-    parts[name] += local_size(leaf.shape, leaf.sharding) * leaf.dtype.itemsize
-  batches = jax.tree.leaves(planned.arguments[1:])
-  parts["batch and validation rows"] = sum(local_size(x.shape, x.sharding) * x.dtype.itemsize for x in batches)
-  return parts
 
 
 def save(compiled: Compiled, path: Path) -> int:

@@ -65,7 +65,7 @@ class Console:
     self._progress.start()
 
   def advance(self, completed_steps: int, loss: float) -> None:
-    if self._progress is not None:
+    if self._progress is not None and self._task is not None:
       self._progress.update(self._task, completed=completed_steps, loss=f"loss {loss:.3f}")
 
   def stop(self) -> None:

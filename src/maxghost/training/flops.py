@@ -5,8 +5,7 @@ not counted, so that TFLOP/s with and without it compare. Per row of T tokens; t
 """
 
 import dataclasses
-
-import jax
+from typing import Any
 
 from maxghost.config.schema import ModelConfig
 
@@ -66,7 +65,7 @@ def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
   )
 
 
-def peak_flops(device: jax.Device) -> float | None:
+def peak_flops(device: Any) -> float | None:
   """Dense bf16 FLOP/s of one device, None where it is not known (CPUs among them)."""
   peak = PEAK_TFLOPS.get(device.device_kind)
   return None if peak is None else peak * 1e12

@@ -7,6 +7,7 @@ L layers, k layers in a segment, n = L / k segments.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ class HostMemory:
     """Whether the Variable at `path` of the train state lives on the host: it is stacked over layers, and streamed."""
     return is_stacked(variable) and {"model": self.weights, "optimizer": self.optimizer}.get(path[0], False)
 
-  def check(self, device: jax.Device) -> None:
+  def check(self, device: Any) -> None:
     """Raises ConfigError for a device that cannot reach pinned host memory."""
     kinds = [memory.kind for memory in device.addressable_memories()]
     if self and KIND not in kinds:
@@ -97,7 +98,7 @@ def _squares(x):
 
 
 def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: Callable, segment_length: int) -> None:
-  """`optimizer.update(model, scaled grads)` for an elementwise optimizer, stacked leaves one segment at a time.
+  """`optimizer.update(model, scaled grads)` for an optimizer `by_segment`, stacked leaves one segment at a time.
 
   grads: State with the paths of the optimizer's Params. scale(array) -> array: the clipping of a gradient leaf.
   Weights, gradients and moments of a segment come to the device, are updated there and go back where they live.
@@ -114,9 +115,9 @@ def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: C
   layers = {path: x.shape[0] for path, x in nnx.to_flat_state(params) if path in stacked}
   for num_layers in sorted(set(layers.values())):
     group = {path for path in stacked if layers[path] == num_layers}
-    trees = tuple(_only(tree, group) for tree in (params, grads, opt_state))
+    own = (_only(params, group), _only(grads, group), _only(opt_state, group))
     first = streaming.after(0, _only(grads, outer))
-    group_params, group_opt_state = _update_segments(update, *trees, first, num_layers, segment_length)
+    group_params, group_opt_state = _update_segments(update, *own, first, num_layers, segment_length)
     new_params = _merged(new_params, group_params)
     new_opt_state = _merged(new_opt_state, group_opt_state)
   nnx.update(model, new_params)

@@ -197,6 +197,7 @@ class TrainingLoop:
       batches = [self._dataset.validation_batch(i, num_rows) for i in range(self._cfg.run.eval_steps)]
       self._eval_batches = [self._put(batch.arrays) for batch in batches]
     sums = [self._program.evaluate(self._state, batch) for batch in self._eval_batches]
+    assert self._pending is not None
     self._pending |= metrics.eval_metrics([tuple(map(step_outputs.whole, pair)) for pair in sums])
     self._sinks.console.line(eval_line(self._pending["step"], self._pending))
     self._restart_clock()
@@ -204,6 +205,7 @@ class TrainingLoop:
   def _sample(self) -> None:
     """Adds a text of the model to the record of the step just started."""
     self._read_started()
+    assert self._sampler is not None and self._pending is not None
     text = self._sampler(self._state)
     self._pending[metrics.SAMPLE] = text
     self._sinks.console.line(sample_line(self._pending["step"], text))
@@ -223,6 +225,7 @@ class TrainingLoop:
       scores=sinks.scores.position() if sinks.scores else None,
       reweighting=self._reweighter.state() if self._reweighter else None,
     ).of_all_processes()
+    assert sinks.checkpoints is not None
     sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
     sinks.checkpoints.save(completed, to_tree(self._state), position.to_json() | {"config": self._cfg.flat()})
     self._saved_steps = completed
@@ -291,6 +294,7 @@ class TrainingLoop:
 
   def _add_actual_drop(self, step: int, loss_after_K: np.ndarray) -> None:
     """To the record of step - 1: the drop since the validation loss was last measured, one step ago or several."""
+    assert self._pending is not None and self._position.open_loss is not None, "a step is open"
     if (num_steps := self._validation.account_steps(step)) > 1:
       self._pending["ghost/account_steps"] = num_steps
     for name, before, after in zip(self._val_sets, self._position.open_loss, loss_after_K, strict=True):

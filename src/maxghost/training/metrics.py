@@ -46,17 +46,22 @@ def perplexity(loss: float) -> float:
   return math.exp(loss) if loss < 709.0 else math.inf
 
 
+def _whole(weights: float) -> float:
+  """A number of tokens as an int; other weights as they are."""
+  return int(weights) if weights.is_integer() else weights
+
+
 def learning_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
   """The learning/* part of a record from the host copies of a step's scalar outputs; with experts moe/* too.
 
   moe/expert_load: each expert's share of the tokens' choices, mean over layers; moe/max_expert_load: the largest, as a
   multiple of an equal share.
   """
-  loss = float(outputs["loss"])
-  record = {
+  loss, weights = float(outputs["loss"]), float(outputs["tokens"])
+  record: dict[str, Any] = {
     "learning/loss": loss,
     "learning/perplexity": perplexity(loss),
-    "learning/total_weights": int(outputs["tokens"]),
+    "learning/total_weights": _whole(weights),
     "learning/grad_norm": float(outputs["grad_norm"]),
     "learning/param_norm": float(outputs["param_norm"]),
     "learning/current_learning_rate": float(outputs["learning_rate"]),
@@ -107,10 +112,10 @@ def unscored_line(step: int, outputs: Mapping[str, Any]) -> str | None:
 
 
 def eval_metrics(sums: Sequence[tuple[Any, Any]]) -> dict[str, float]:
-  """The eval/* part from (summed loss, tokens) of each batch: the mean over all tokens, not over batches."""
-  total, tokens = (float(sum(column)) for column in zip(*sums, strict=True))
-  loss = total / max(tokens, 1.0)
-  return {"eval/avg_loss": loss, "eval/avg_perplexity": perplexity(loss), "eval/total_weights": int(tokens)}
+  """The eval/* part from (summed loss, weight) of each batch: the mean over all weights, not over batches."""
+  total, weights = (float(sum(column)) for column in zip(*sums, strict=True))
+  loss = total / (weights or 1.0)
+  return {"eval/avg_loss": loss, "eval/avg_perplexity": perplexity(loss), "eval/total_weights": _whole(weights)}
 
 
 class MetricsLog:

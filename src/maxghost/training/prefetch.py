@@ -16,6 +16,24 @@ class Fetched(NamedTuple):
   position: dict
 
 
+class Batches:
+  """The batches of a dataset with what the objective's `prepare` adds to them."""
+
+  def __init__(self, dataset, prepare: Callable[[Any], Any]):
+    self._dataset, self._prepare = dataset, prepare
+
+  def __next__(self):
+    return self._prepare(next(self._dataset.train))
+
+  def state(self) -> dict:
+    """The position of the training batches."""
+    return self._dataset.train.state()
+
+  def validation_batch(self, index: int, num_rows: int, domain: str | None = None):
+    """As `Dataset.validation_batch`."""
+    return self._prepare(self._dataset.validation_batch(index, num_rows, domain))
+
+
 class Prefetcher:
   """Draws batches from a resumable iterator in a background thread, `NUM_AHEAD` at most.
 

@@ -94,7 +94,7 @@ def claim(existing: Existing, cfg: Config) -> "RunDirectory":
     path.mkdir(parents=True, exist_ok=True)
     lock = open(path / LOCK_FILE, "a+")  # noqa: SIM115 - held open as long as the process lives
   except OSError as error:
-    raise ConfigError(_unwritable(path, cfg, error.strerror)) from error
+    raise ConfigError(_unwritable(path, cfg, str(error.strerror))) from error
   try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError as error:

@@ -65,7 +65,7 @@ def _by_unit(columns: Mapping[str, np.ndarray], first_U: np.ndarray, unit_N: np.
     total_U = np.bincount(unit_N, weight_N) if name in weights else np.ones(len(first_U))
     sums = np.zeros((len(first_U), *value_N.shape[1:]))
     np.add.at(sums, unit_N, (value_N.T * weight_N).T)
-    out[name] = (sums.T / np.where(total_U > 0, total_U, 1)).T.astype(value_N.dtype)
+    out[name] = (sums.T / np.where(total_U != 0, total_U, 1)).T.astype(value_N.dtype)
   return out
 
 

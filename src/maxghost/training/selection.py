@@ -17,32 +17,41 @@ from flax import nnx
 
 from maxghost.config.schema import Config
 from maxghost.ghost import schedules, sketch
+from maxghost.ghost.attach import Twin
 from maxghost.ghost.directions import DirectionSpec
-from maxghost.ghost.engine import direction_spec, total
+from maxghost.ghost.engine import direction_spec
 from maxghost.ghost.prepare import prepare_twin
+from maxghost.ghost.schedules import Model, Problem, Scored, TrainPass
 from maxghost.optimizers import learning_rate_schedule
 from maxghost.training import scoring
-from maxghost.training.scoring import Scored, Scorer
+from maxghost.training.scoring import Scorer, Slots
+from maxghost.training.state import TrainStateNNX
 
 NUM_SKETCHES = 32
 SEED = 20_240  # of the sketch directions and of `random`
 
 
 @dataclasses.dataclass(frozen=True)
-class Selected(Scored):
+class Selected:
   """A scored pass over the chosen rows, and where they came from.
 
   batch: the chosen rows. index_k: their places among the candidates, ascending; None where all rows are kept and the
   others' targets were masked. chosen_B: bool. candidates_KBT: additive scores of the candidate pass, in its own token
-  weights. losses_BT: of the candidates, before the step. candidates: the candidate batch.
+  weights. losses_BT, weights_BT: of the candidates, before the step. candidates: the candidate batch.
   """
 
+  scored: Scored
   batch: dict
   index_k: jax.Array | None
   chosen_B: jax.Array
   candidates_KBT: jax.Array
   losses_BT: jax.Array
+  weights_BT: jax.Array
   candidates: dict
+
+  @property
+  def passed(self) -> TrainPass:
+    return self.scored.passed
 
 
 def num_chosen(cfg: Config, num_candidates: int) -> int:
@@ -92,70 +101,63 @@ def _greedy(value_B, has_tokens_B, k: int, pair_BB):
   return jax.lax.fori_loop(0, k, add, (jnp.zeros(value_B.shape, bool), gain))[0]
 
 
-class SelectingScorer(Scorer):
-  """A `Scorer` that first scores all rows of the batch and then scores and trains on the chosen ones.
+@dataclasses.dataclass(frozen=True)
+class Selector:
+  """First scores all rows of the batch and then scores and trains on the chosen ones. See `make_selector`.
 
-  Raises ValueError where a validation gradient, a preconditioner or a shape does not allow it.
+  scorer: of the chosen rows. candidates: the twin of all rows; sketch: another one, for ghost_select=greats.
   """
 
-  def __init__(self, cfg: Config, model: nnx.Module, batch, *, num_sets: int, delta):
-    self.num_candidates = jax.tree.leaves(batch)[0].shape[0]
-    self.num_chosen = num_chosen(cfg, self.num_candidates)
-    chosen = {name: jax.ShapeDtypeStruct((self.num_chosen, *x.shape[1:]), x.dtype) for name, x in dict(batch).items()}
-    super().__init__(cfg, model, chosen, num_sets=num_sets, delta=delta)
-    self._held = None
-    exclude = (*self.ghost.ghost_exclude, *scoring.frozen(cfg, model))
-    common = {"num_positions": chosen["inputs"].shape[1], "exclude": exclude}
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in dict(batch).items()}
-    self.candidate_twin = prepare_twin(
-      model,
-      shapes,
-      self.loss,
-      num_sets=num_sets,
-      spec=direction_spec(cfg, self.ghost.ghost_direction, self.ghost.ghost_rank),
-      **common,
-    )
-    self.sketch_twin = None
-    if self.ghost.ghost_select == "greats":
-      common["num_positions"] = None
-      self.sketch_twin = prepare_twin(model, shapes, self.loss, num_sets=1, spec=DirectionSpec(rank=1), **common)
+  cfg: Config
+  scorer: Scorer
+  candidates: Twin
+  sketch: Twin | None
+  num_candidates: int
+  num_chosen: int
 
-  def __call__(self, train_state, split, step_loss, batch, val_batches) -> Selected:
-    _, params, rest = split
-    held = super()._validation(train_state, split, val_batches)
-    gradients = [schedules.by_label(g) for g in held[1]]
-    state = self.rule_state(train_state)
-    parts, _ = schedules.direction_parts(self.candidate_twin, gradients, state)
-    along = self.candidate_twin.direction_state(parts)
-    candidates = schedules.train_pass(self.candidate_twin, params, rest, step_loss, batch, along)
-    score_KBT = total(self.candidate_twin, candidates.scores)
-    value_B = jnp.nan_to_num(score_KBT.mean(0).sum(-1))
+  @property
+  def twin(self) -> Twin:
+    return self.scorer.twin
+
+  def __call__(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Selected:
+    ghost = self.cfg.ghost
+    problem = self.scorer.problem(train_state, split, step_loss, batch, val_batches)
+    settings = dataclasses.replace(problem.settings, in_turn=False)
+    first = schedules.score(dataclasses.replace(problem, twin=self.candidates, account=None, settings=settings))
+    scoring.keep(train_state, problem, first)
+    value_B = jnp.nan_to_num(first.additive.mean(0).sum(-1))
     pair_BB = None
-    if self.sketch_twin is not None:
-      pair_BB = self._interactions(train_state, split, step_loss, batch, val_batches, candidates.grads)
-    has_tokens_B = (batch["targets_segmentation"] != 0).any(-1)
+    if self.sketch is not None:
+      pair_BB = self._interactions(problem, first.passed.grads, train_state.step)
+    has_tokens_B = (first.passed.weights != 0).any(-1)
     chosen_B = choose(
-      self.ghost.ghost_select,
+      ghost.ghost_select,
       value_B,
       has_tokens_B,
       self.num_chosen,
       jax.random.fold_in(jax.random.key(SEED), train_state.step),
-      threshold=self.ghost.ghost_select_threshold,
+      threshold=ghost.ghost_select_fraction,
       pair_BB=pair_BB,
     )
     picked, index_k = take(dict(batch), chosen_B, self.num_chosen)
-    self._held = held
-    scored = super().__call__(train_state, split, step_loss, picked, val_batches)
-    self._held = None
-    fields = {field.name: getattr(scored, field.name) for field in dataclasses.fields(Scored)}
-    return Selected(**fields, batch=picked, index_k=index_k, chosen_B=chosen_B, candidates_KBT=score_KBT,
-                    losses_BT=candidates.losses, candidates=dict(batch))  # fmt: skip
+    # The validation gradient is made once for both passes.
+    scored = schedules.score(dataclasses.replace(problem, batch=picked, validation=first.validation))
+    return Selected(
+      scored,
+      picked,
+      index_k,
+      chosen_B,
+      first.additive,
+      first.passed.losses,
+      first.passed.weights,
+      dict(batch),
+    )
 
-  def _validation(self, train_state, split, val_batches):
-    """The validation gradient of this step, made once for both passes."""
-    return self._held or super()._validation(train_state, split, val_batches)
+  def columns(self, train_state: TrainStateNNX, params, scored: Selected, learning_rate, clip_factor) -> dict:
+    """`Scorer.columns` of the chosen rows."""
+    return self.scorer.columns(train_state, params, scored.scored, learning_rate, clip_factor)
 
-  def _interactions(self, train_state, split, step_loss, batch, val_batches, grads):
+  def _interactions(self, problem: Problem, grads: nnx.State, step):
     """pair_BB: by how much training on both rows of a pair gains less than on each alone, in the units of the values.
 
     It is lr (n / k) c <P g_i, P g_j>: the curvature of the validation loss along the candidates' step P g, measured by
@@ -163,27 +165,49 @@ class SelectingScorer(Scorer):
     products are estimated from R rank-one directions; P, elementwise here, is factored into rows and columns
     there (Shazeer and Stern, arXiv:1804.04235).
     """
-    graphdef, params, rest = split
-    rule, state, views = self.rule, self.rule_state(train_state), self.candidate_twin.parameters
+    (graphdef, params, rest), rule, state = problem.model, self.scorer.rule, problem.state
+    assert state is not None and self.sketch is not None
+    views, val_batches = problem.parameters, problem.val_batches
     scalars, labelled = rule.scalars(state.count, state.clip_factor), schedules.by_label(grads)
     responses = {name: rule.response(views[name], g, state.of(name), scalars) for name, g in labelled.items()}
     weightings = {name: response.weighting() for name, response in responses.items()}
-    step = {name: jnp.ones_like(labelled[name]) if w is None else w for name, w in weightings.items()}
+    scale = {name: jnp.ones_like(labelled[name]) if w is None else w for name, w in weightings.items()}
     moved = schedules.like(grads, {name: responses[name].apply(g) for name, g in labelled.items()})
 
     def val_loss(p):
       model = nnx.merge(graphdef, p, rest)
-      return sum(schedules.mean_loss(*self.loss(model, rows)) for rows in val_batches) / len(val_batches)
+      return sum(schedules.mean_loss(*problem.val_loss(model, rows)) for rows in val_batches) / len(val_batches)
 
     _, curved = jax.jvp(jax.grad(val_loss), (params,), (moved,))
     along = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(curved), strict=True))
-    size = sum(jnp.vdot(a, a) for a in jax.tree.leaves(moved))
+    size = jnp.asarray(sum(jnp.vdot(a, a) for a in jax.tree.leaves(moved)))
     curvature = jnp.maximum(along / jnp.maximum(size, jnp.finfo(size.dtype).tiny), 0)
-    key = jax.random.fold_in(jax.random.key(SEED + 1), train_state.step)
-    sketch_MRB = sketch.sketch_pass(self.sketch_twin, params, rest, step_loss, batch, key, NUM_SKETCHES, step)
+    key = jax.random.fold_in(jax.random.key(SEED + 1), step)
+    sketch_MRB = sketch.sketch_pass(self.sketch, params, rest, problem.loss, problem.batch, key, NUM_SKETCHES, scale)
     gram_BB = jnp.einsum("mra,mrb->ab", sketch_MRB, sketch_MRB) / NUM_SKETCHES
-    learning_rate = learning_rate_schedule(self.cfg.optimizer, self.cfg.run.steps)(train_state.step)
+    learning_rate = learning_rate_schedule(self.cfg.optimizer, self.cfg.run.steps)(step)
     return learning_rate * self.num_candidates / self.num_chosen * curvature * gram_BB
+
+
+def make_selector(cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *, num_sets: int) -> Selector:
+  """As `scoring.make_scorer`, of the candidates. Raises ValueError where a validation gradient, a preconditioner or a
+  shape does not allow it."""
+  ghost, rows = cfg.ghost, jax.tree.leaves(batch)[0].shape[0]
+  k = num_chosen(cfg, rows)
+  chosen = {name: jax.ShapeDtypeStruct((k, *x.shape[1:]), x.dtype) for name, x in dict(batch).items()}
+  shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in dict(batch).items()}
+  scorer = scoring.make_scorer(cfg, graphdef, model, chosen, num_sets=num_sets)
+  exclude = (*ghost.ghost_exclude, *scoring.frozen(cfg, model))
+  spec = direction_spec(cfg, ghost.ghost_direction, ghost.ghost_rank)
+  length = shapes["inputs"].shape[1]
+  candidates = prepare_twin(
+    model, shapes, scorer.loss, num_sets=num_sets, num_positions=length, spec=spec, exclude=exclude
+  )
+  sketch_twin = None
+  if ghost.ghost_select == "greats":
+    spec = DirectionSpec(rank=1)
+    sketch_twin = prepare_twin(model, shapes, scorer.loss, num_sets=1, num_positions=None, spec=spec, exclude=exclude)
+  return Selector(cfg, scorer, candidates, sketch_twin, rows, k)
 
 
 def take(batch: dict, chosen_B, k: int):
@@ -196,11 +220,13 @@ def take(batch: dict, chosen_B, k: int):
   return {name: x[index_k] for name, x in batch.items()}, index_k
 
 
-def outputs(cfg: Config, scorer: Scorer, scored: Selected, batch, scale, columns: dict, num_segments: int) -> dict:
+def outputs(cfg: Config, scorer: Selector, scored: Selected, batch, scale, columns: dict, num_segments: int) -> dict:
   """As `scoring.outputs`, over all candidates: a row that was not chosen has contribution 0, and the dot product, loss
   and tokens of the candidate pass. Adds chosen_B bool."""
-  chosen = scoring.outputs(cfg, scorer, scored, scored.batch, scale, columns, num_segments)
-  seen_tokens, seen_dot, seen_loss = _of_candidates(scored, num_segments)
+  chosen = scoring.outputs(cfg, scorer.scorer, scored.scored, scored.batch, scale, columns, num_segments)
+  loss = scorer.scorer.loss
+  seen = Slots.of(loss, scored.candidates, scored.losses_BT, scored.weights_BT, num_segments)
+  seen_dot = jnp.einsum("kbt,bts->bsk", scored.candidates_KBT, seen.used_BTS) * seen.per_share_BS[..., None]
   chosen["chosen_B"] = scored.chosen_B
 
   def spread(value, axis: int, fill=None):
@@ -212,24 +238,11 @@ def outputs(cfg: Config, scorer: Scorer, scored: Selected, batch, scale, columns
     mask = jnp.expand_dims(scored.chosen_B, tuple(range(1, len(shape) - axis)))
     return jnp.where(mask, value, out)
 
-  fills = {"score_dot_BSK": seen_dot, "tokens_BS": seen_tokens, "loss_BS": seen_loss}
-  for name in ("score_dot_BSK", "contribution_BSK", "tokens_BS", "loss_BS"):
+  fills = {"score_dot_BSK": seen_dot, "tokens_BS": seen.tokens_BS, "loss_BS": seen.loss_BS}
+  for name in ("score_dot_BSK", "contribution_BSK", "share_BS", "tokens_BS", "loss_BS"):
     chosen[name] = spread(chosen[name], 0, fills.get(name))
   if "token_contribution_KBT" in chosen:
     chosen["token_contribution_KBT"] = spread(chosen["token_contribution_KBT"], 1)
   if "param_contribution" in chosen:
     chosen["param_contribution"] = {name: spread(v, 1) for name, v in chosen["param_contribution"].items()}
   return chosen
-
-
-def _of_candidates(scored: Selected, num_segments: int):
-  """(tokens [B, S], dot products [B, S, K], mean losses [B, S]) of all candidates' documents."""
-  batch, losses = scored.candidates, scored.losses_BT
-  dtype = jnp.promote_types(losses.dtype, jnp.float32)
-  documents_BTS = jax.nn.one_hot(batch["inputs_segmentation"] - 1, num_segments, dtype=dtype)
-  targets_BTS = jax.nn.one_hot(batch["targets_segmentation"] - 1, num_segments, dtype=dtype)
-  tokens_BS = targets_BTS.sum(1)
-  share_BS = tokens_BS / jnp.maximum(tokens_BS.sum(), 1)
-  per_share_BS = jnp.where(tokens_BS > 0, 1 / jnp.where(tokens_BS > 0, share_BS, 1), 0)
-  dot_BSK = jnp.einsum("kbt,bts->bsk", scored.candidates_KBT, documents_BTS) * per_share_BS[..., None]
-  return tokens_BS, dot_BSK, jnp.einsum("bts,bt->bs", targets_BTS, losses) / jnp.maximum(tokens_BS, 1)

@@ -9,14 +9,18 @@ import jax
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
+from maxghost.objectives import create
 from maxghost.parallel import Layout, distributed, report
-from maxghost.training import compiled_steps, devices, memory_report, resume, run_directory, startup_log, state
+from maxghost.training import compiled_steps, devices, resume, run_directory, startup_log, state
 from maxghost.training.console import Console
 from maxghost.training.flops import peak_flops, step_flops
 from maxghost.training.host_memory import HostMemory
 from maxghost.training.loop import Hardware, Sinks, TrainingLoop
+from maxghost.training.memory import estimate
+from maxghost.training.memory import report as memory_report
+from maxghost.training.memory.table import compiled_sizes
 from maxghost.training.metrics import MetricsLog, TensorBoardLog
-from maxghost.training.prefetch import Prefetcher
+from maxghost.training.prefetch import Batches, Prefetcher
 from maxghost.training.resume import Position
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.run_directory import Existing, RunDirectory
@@ -30,7 +34,8 @@ class Session:
 
   dataset: with this process's part of the rows. open_checkpoints, open_scores: make a checkpoint manager and a score
   writer for the run directory. open_parameters: from the tree of the model's abstract arrays to a function that reads
-  them, for a run that starts from a given model; None = from init_weights_seed. Of several processes the first prints
+  them, for a run that starts from a given model; None = from init_weights_seed. force: a step that is
+  estimated to need far more memory than there is, is compiled all the same. Of several processes the first prints
   and writes what all know alike.
   """
 
@@ -46,6 +51,7 @@ class Session:
     open_scores: Callable,
     open_parameters: Callable | None = None,
     console: Console | None = None,
+    force: bool = False,
   ):
     HostMemory.of(cfg).check(layout.mesh.devices.flat[0])
     self._cfg, self._existing, self._dataset, self._signals = cfg, existing, dataset, signals
@@ -59,10 +65,12 @@ class Session:
     self._abstract = layout.abstract(abstract)
     report.check_rules(self._abstract, layout)
     self._spread = report.check_spread(self._abstract, layout, cfg.parallel.sharding_tolerance)
+    self._memory = estimate(cfg, layout, (self._graphdef, self._abstract))
+    self._capacity = memory_report.capacity(jax.local_devices()[0])
+    if not force:
+      memory_report.check(self._memory, self._capacity)
     self._sampler = Sampler(cfg, dataset.tokenizer) if cfg.run.sample_every else None
     self._read_parameters = open_parameters and open_parameters(self._wanted()["model"])
-    self._memory = memory_report.estimate_of(cfg, self._abstract, dict(layout.mesh.shape))
-    self._capacity = memory_report.capacity(jax.local_devices()[0])
     for domain in self._val_sets.values():
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain)  # raises where a set has no rows
     self._program = compiled_steps.build(
@@ -99,8 +107,9 @@ class Session:
     try:
       train_state, position, sinks = self._open(run_dir)
       reweighter = self._reweighter(position)  # before the first batch is drawn
+      batches = Batches(self._dataset, create(self._cfg).prepare)
       prefetcher = Prefetcher(
-        self._dataset.train,
+        batches,
         lambda arrays: self._layout.put_local(arrays, self._rows),
         self._cfg.run.steps - position.completed_steps,
       )
@@ -110,7 +119,7 @@ class Session:
       loop = TrainingLoop(
         self._cfg,
         self._program,
-        self._dataset,
+        batches,
         sinks,
         self._signals,
         hardware,
@@ -212,7 +221,8 @@ class Session:
       period=cfg.ghost.ghost_log_period,
       fingerprint=self._dataset.fingerprint,
       num_processes=distributed.count(),
-      ledger=("predicted_examples", *optimizer.columns, "unscored", "direction_residual"),
+      objective=cfg.optimizer.objective,
+      ledger=plugins.ledger_columns(cfg.optimizer.opt_type),
       direction=str(optimizer.direction) if cfg.ghost.ghost_direction == "auto" else cfg.ghost.ghost_direction,
     )
     recorder = ScoreRecorder(
@@ -261,7 +271,7 @@ class Session:
     if position.completed_steps < cfg.run.steps:
       say(self._program.describe())
       if (analysis := self._program.memory_analysis()) is not None:
-        say(memory_report.compiled_line(self._memory, analysis))
+        say(self._memory.beside(compiled_sizes(analysis)))
       if distributed.is_first():
         run_dir.write_facts(startup_log.facts(cfg, params, flops, self._program, self._layout))
 

@@ -32,7 +32,7 @@ class StopSignals:
 
   @property
   def exit_code(self) -> int:
-    return EXIT_CODES.get(self.requested, 0)
+    return 0 if self.requested is None else EXIT_CODES[self.requested]
 
   @property
   def name(self) -> str:

@@ -9,6 +9,7 @@ from statistics import median
 
 import jax
 
+import maxghost
 from maxghost.config import Config
 from maxghost.parallel import Layout, distributed
 from maxghost.parallel.mesh import describe
@@ -78,7 +79,7 @@ def facts(cfg: Config, num_params: int, flops: StepFlops, program: Program, layo
     "rows per step": f"{devices.rows_per_step(cfg, layout.num_devices):,}",
     "arithmetic per step": f"{flops.total / 1e12:.4f} TFLOP in the model",
     "train step": program.describe(),
-    "versions": f"maxghost {importlib.metadata.version('maxghost')}, jax {jax.__version__}, "
+    "versions": f"maxghost {maxghost.__version__}, jax {jax.__version__}, "
     f"flax {importlib.metadata.version('flax')}, Python {platform.python_version()}",
   }
 

@@ -62,6 +62,7 @@ class TrainStateNNX(nnx.Module):
   @property
   def step(self):
     """Steps taken, uint32."""
+    assert self.optimizer is not None, "only a state that is trained counts steps"
     return self.optimizer.step[...]
 
 

@@ -3,6 +3,8 @@
 B rows, S documents in a row, T positions, K validation sets, L layers.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,12 +12,13 @@ from flax import nnx
 
 from maxghost.config.schema import Config
 from maxghost.ghost import schedules
+from maxghost.ghost.schedules import Model
 from maxghost.models import autodiff
 from maxghost.objectives import Objective, create
-from maxghost.optimizers import clip, clip_factor, learning_rate_schedule, scaled
+from maxghost.optimizers import clip, factor_of, learning_rate_schedule, scaled
 from maxghost.parallel import constrain, constrain_state
 from maxghost.training import host_memory, selection, step_outputs
-from maxghost.training.scoring import Scorer, outputs, plain_pass
+from maxghost.training.scoring import make_scorer, outputs
 
 
 def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, num_sets: int = 1):
@@ -29,22 +32,23 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   that the engine cannot score.
   """
   schedule = learning_rate_schedule(cfg.optimizer, cfg.run.steps)
-  scorer = None
+  scorer: Any = None  # a Scorer or a Selector: each reads what it makes itself
   if cfg.ghost.ghost_enabled:
     model = nnx.merge(graphdef, state).model
-    make_scorer = Scorer if cfg.ghost.ghost_select == "none" else selection.SelectingScorer
-    scorer = make_scorer(cfg, model, batch, num_sets=num_sets, delta=lambda s, g: _update_of(cfg, graphdef, s, g))
+    make = make_scorer if cfg.ghost.ghost_select == "none" else selection.make_selector
+    scorer = make(cfg, graphdef, model, batch, num_sets=num_sets)
 
   def step(state, batch, val_batches):
     train_state = nnx.merge(graphdef, state)
-    split = nnx.split(train_state.model, train_state.optimizer.wrt, ...)
+    split = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...))
     step_loss = _training_loss(cfg, train_state.step)
+    scored: Any = None
     if scorer is None:
-      scored, passed = None, plain_pass(split, step_loss, batch, cfg.optimizer.gradient_accumulation_steps)
+      passed = schedules.accumulated_plain(split, step_loss, batch, cfg.optimizer.gradient_accumulation_steps)
     else:
       scored = scorer(train_state, split, step_loss, batch, val_batches)
       passed = scored.passed
-    norm, factor, apply = _clipped_update(cfg, passed.grads)
+    norm, clip_factor, apply = _clipped_update(cfg, passed.grads)
     learning_rate = jnp.asarray(schedule(train_state.step), passed.loss.dtype)
     out = {
       "loss": passed.loss,
@@ -52,18 +56,18 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
       "param_norm": _norm(cfg, nnx.state(train_state.model, nnx.Param)),
       "learning_rate": learning_rate,
       "tokens": passed.weights.sum(),
-      "clip_factor": factor,
+      "clip_factor": clip_factor,
     }
     out |= step_loss.reported(passed.loss, passed.metrics)
     read = []
     if scorer is not None:
-      columns = scorer.columns(train_state, split[1], scored, learning_rate, factor)
+      columns = scorer.columns(train_state, split.params, scored, learning_rate, clip_factor)
       report = outputs if cfg.ghost.ghost_select == "none" else selection.outputs
-      out |= report(cfg, scorer, scored, batch, learning_rate * factor, columns, num_segments)
+      out |= report(cfg, scorer, scored, batch, learning_rate * clip_factor, columns, num_segments)
       if cfg.ghost.ghost_schedule == "reverse_scan":  # the others have the bits of a step without scores
         read = [out["param_norm"], *columns.values()]
     apply(train_state, read)
-    train_state.clip_factor[...] = factor.astype(train_state.clip_factor.dtype)
+    train_state.clip_factor[...] = clip_factor.astype(train_state.clip_factor.dtype)
     return nnx.state(train_state), step_outputs.placed(out)
 
   return step, None if scorer is None else scorer.twin
@@ -81,23 +85,23 @@ def _clipped_update(cfg: Config, grads):
   memory of a scored step."""
   threshold = cfg.optimizer.gradient_clipping_threshold
   if not cfg.model.stacked_segments:
-    norm, factor, clipped = clip(grads, threshold)
+    norm, clip_factor, clipped = clip(grads, threshold)
 
     def update(train_state, read) -> None:
       if read:
-        late = autodiff.after(factor, read)
+        late = autodiff.after(clip_factor, read)
         gradient = jax.tree.map(lambda g: g * late.astype(g.dtype), grads)
       else:
         gradient = clipped
       train_state.apply_gradients(constrain_state(gradient, moments=True))
 
-    return norm, factor, update
+    return norm, clip_factor, update
   norm = _norm(cfg, grads)
-  factor = clip_factor(norm, threshold)
+  clip_factor = factor_of(norm, threshold)
 
   def apply(train_state, read) -> None:
     def scale(g):
-      return scaled(g, factor, threshold)
+      return scaled(g, clip_factor, threshold)
 
     if host_memory.HostMemory.of(cfg):
       length = cfg.model.stacked_segments[0]
@@ -105,7 +109,7 @@ def _clipped_update(cfg: Config, grads):
     else:
       train_state.apply_gradients(constrain_state(jax.tree.map(scale, grads), moments=True))
 
-  return norm, factor, apply
+  return norm, clip_factor, apply
 
 
 def make_eval_step(cfg: Config, graphdef):
@@ -136,15 +140,3 @@ def _training_loss(cfg: Config, step) -> Objective:
     # The key is a function of (seed, step): a restart draws the same masks without any RNG state to save.
     key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), step)
   return create(cfg).training(key)
-
-
-def _update_of(cfg: Config, graphdef, train_state, grads):
-  """(State of the parameters' update by this gradient, its clipping factor): what direction second_order needs. The
-  train state is left as it is."""
-  _, factor, clipped = clip(grads, cfg.optimizer.gradient_clipping_threshold)
-  copy = nnx.merge(graphdef, nnx.state(train_state), copy=True)
-  before = nnx.state(copy.model, copy.optimizer.wrt)
-  before = jax.tree.map(lambda x: x, before)
-  copy.apply_gradients(clipped)
-  delta = jax.tree.map(lambda after, start: after - start, nnx.state(copy.model, copy.optimizer.wrt), before)
-  return delta, factor

@@ -17,6 +17,7 @@ from maxghost.parallel.axis_rules import BATCH
 ROW_AXIS = {
   "score_dot_BSK": 0,
   "contribution_BSK": 0,
+  "share_BS": 0,
   "tokens_BS": 0,
   "loss_BS": 0,
   "chosen_B": 0,

@@ -67,21 +67,10 @@ def line_chart(
 
 
 def _svg(title: str, description: str, marks, readout: str) -> Markup:
-  body = join([tag("title", title), tag("desc", description), *marks])
-  return tag(
-    "figure",
-    tag(
-      "svg",
-      body,
-      viewBox=f"0 0 {WIDTH} {HEIGHT}",
-      role="img",
-      tabindex="0",
-      aria_label=f"{title}. {description}",
-      data_readout=readout,
-    ),
-    tag("div", class_="tip", role="status", hidden=True),
-    class_="chart",
-  )
+  box, label = f"0 0 {WIDTH} {HEIGHT}", f"{title}. {description}"
+  body = [tag("title", title), tag("desc", description), *marks]
+  svg = tag("svg", *body, viewBox=box, role="img", tabindex="0", aria_label=label, data_readout=readout)
+  return tag("figure", svg, tag("div", class_="tip", role="status", hidden=True), class_="chart")
 
 
 def _y_axis(y_ticks, py, x_end, zero: bool) -> list[Markup]:
@@ -129,16 +118,8 @@ def _end_labels(lines, px, py, x_end) -> list[Markup]:
   for line, (x, y), label_y in zip(lines, ends, placed, strict=True):
     color = f"c{line.color % NUM_COLORS}"
     if abs(label_y - y) > 4 or x < x_end - 2:
-      marks.append(
-        tag(
-          "line",
-          x1=round(x + 2, 1),
-          y1=round(y, 1),
-          x2=round(x_end + 5, 1),
-          y2=round(label_y, 1),
-          class_=f"leader {color}",
-        )
-      )
+      place = {"x1": round(x + 2, 1), "y1": round(y, 1), "x2": round(x_end + 5, 1), "y2": round(label_y, 1)}
+      marks.append(tag("line", **place, class_=f"leader {color}"))
     marks.append(
       tag("text", _shorten(line.name), x=round(x_end + 8, 1), y=round(label_y + 4, 1), class_=f"label {color}")
     )

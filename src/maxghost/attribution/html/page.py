@@ -77,50 +77,26 @@ def _messages(messages: list[str]) -> Markup | None:
   )
 
 
-def _tile(label: str, value: str, small: str) -> Markup:
-  return tag("div", tag("dt", label), tag("dd", value, tag("small", small)), class_="tile")
-
-
 def _tiles(summary: Summary) -> Markup:
   first = summary.sets[0]
-  tiles = []
-  if len(first.val_loss):
-    values = first.val_loss.values
-    tiles.append(
-      _tile(
-        f"Validation loss ({first.name})",
-        f"{number(values[0])} → {number(values[-1])}",
-        "nats per token, first and last scored step",
-      )
-    )
   ledger = first.ledger
+  tiles = []  # label, value, small print
+  if len(first.val_loss):
+    change = f"{number(first.val_loss.values[0])} → {number(first.val_loss.values[-1])}"
+    tiles.append((f"Validation loss ({first.name})", change, "nats per token, first and last scored step"))
   if ledger.actual:
-    tiles.append(
-      _tile(
-        "Predicted of measured drop",
-        percent(ledger.predicted / ledger.actual),
-        f"{number(ledger.predicted)} of {number(ledger.actual)} nats, {integer(ledger.num_steps)} steps",
-      )
-    )
+    of = f"{number(ledger.predicted)} of {number(ledger.actual)} nats, {integer(ledger.num_steps)} steps"
+    tiles.append(("Predicted of measured drop", percent(ledger.predicted / ledger.actual), of))
   if first.domains:
     best = first.domains[0]
-    half = best.per_million_half_width
-    tiles.append(
-      _tile(
-        "Best domain per token",
-        best.domain,
-        f"{number(best.per_million, plus=True)}{f' ± {number(half, 2)}' if np.isfinite(half) else ''} "
-        "nats per million tokens",
-      )
-    )
-  tiles.append(
-    _tile(
-      "Scored",
-      f"{compact(summary.num_tokens)} tokens",
-      f"{compact(summary.num_documents)} documents in {integer(summary.num_steps)} steps",
-    )
-  )
-  return tag("dl", *tiles, class_="tiles")
+    worth = number(best.per_million, plus=True) + tables.plus_minus(best.per_million_half_width)
+    tiles.append(("Best domain per token", best.domain, f"{worth} nats per million tokens"))
+  documents = f"{compact(summary.num_documents)} documents in {integer(summary.num_steps)} steps"
+  tiles.append(("Scored", f"{compact(summary.num_tokens)} tokens", documents))
+  parts = [
+    tag("div", tag("dt", label), tag("dd", value, tag("small", small)), class_="tile") for label, value, small in tiles
+  ]
+  return tag("dl", *parts, class_="tiles")
 
 
 def _tabs(summary: Summary) -> Markup | None:
@@ -144,7 +120,7 @@ def _panel(summary: Summary, k: int) -> Markup:
     tag(
       "p",
       f"Predicted fall of the {part.name} validation loss by the examples of each domain. "
-      "Lines at the bars are 95 % intervals over blocks of steps. Of an average token: compared with all tokens of the "
+      "Lines at the bars are 95 % intervals over blocks of steps. Of average: compared with the same share of the "
       "same steps, because early steps move the loss most.",
       class_="note",
     ),
@@ -176,34 +152,27 @@ def _curves(summary: Summary, part: SetSummary, colors: dict[str, int]) -> Marku
   if len(summary.eval_loss) and part is summary.sets[0]:
     losses.append(Line("evaluation", summary.eval_loss.steps, summary.eval_loss.values, 1, dots=True))
   cumulative, value = _domain_lines(part, colors)
-  return tag(
-    "div",
-    tag("div", tag("h3", "Loss"), line_chart(losses, title="Loss", x_label="step", y_label="nats per token")),
-    tag(
-      "div",
-      tag("h3", "Contribution added up"),
-      line_chart(cumulative, title="Cumulative contribution per domain", x_label="step", y_label="nats", zero=True),
-    ),
-    tag(
-      "div",
-      tag("h3", "Is a domain still paying for its tokens?"),
-      line_chart(
-        value, title="Value of a domain over time", x_label="step", y_label="nats per million tokens", zero=True
-      ),
-    ),
-    tag("div", tag("h3", "Predicted and measured drop, added up"), _drop_chart(part)),
-    class_="two",
+  charts = (
+    ("Loss", "Loss", losses, "nats per token"),
+    ("Contribution added up", "Cumulative contribution per domain", cumulative, "nats"),
+    ("Is a domain still paying for its tokens?", "Value of a domain over time", value, "nats per million tokens"),
+    ("Predicted and measured drop, added up", "Predicted and measured drop", _drop_lines(part), "nats per token"),
   )
+  drawn = [
+    tag("div", tag("h3", head), line_chart(lines, title=title, x_label="step", y_label=unit, zero=lines is not losses))
+    for head, title, lines, unit in charts
+  ]
+  return tag("div", *drawn, class_="two")
 
 
-def _drop_chart(part: SetSummary) -> Markup:
+def _drop_lines(part: SetSummary) -> list[Line]:
   lines = []
   for name, series, color in (("predicted", part.predicted_drop, 0), ("measured", part.actual_drop, 1)):
     total = Series(series.steps, np.cumsum(series.values))
     if len(total):
       picked = np.unique(np.linspace(0, len(total) - 1, min(CURVE_POINTS, len(total))).round().astype(int))
       lines.append(Line(name, total.steps[picked], total.values[picked], color))
-  return line_chart(lines, title="Predicted and measured drop", x_label="step", y_label="nats per token", zero=True)
+  return lines
 
 
 def _domain_lines(part: SetSummary, colors: dict[str, int]) -> tuple[list[Line], list[Line]]:

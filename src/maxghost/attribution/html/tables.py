@@ -33,7 +33,11 @@ def _num(text, small: str = "") -> Markup:
   return tag("td", text, tag("small", small) if small else None, class_="num")
 
 
-def _plus_minus(half_width: float) -> str:
+def _row(label, *cells, class_: str | None = None) -> Markup:
+  return tag("tr", tag("th", label, scope="row"), *cells, class_=class_)
+
+
+def plus_minus(half_width: float) -> str:
   return f" ± {number(half_width, 2)}" if np.isfinite(half_width) else ""
 
 
@@ -47,34 +51,21 @@ def domain_table(values: list[Value], colors: dict[str, int]) -> Markup:
     color = f"c{colors.get(value.domain, NUM_COLORS - 1)}"
     swatch = tag("span", class_=f"swatch {color}", aria_hidden="true")
     rows.append(
-      tag(
-        "tr",
-        tag("th", swatch, value.domain, scope="row"),
+      _row(
+        [swatch, value.domain],
         tag("td", bar(value.per_million, value.per_million_half_width, low, high, color=color), class_="bar-td"),
-        _num(number(value.per_million, plus=True), _plus_minus(value.per_million_half_width)),
-        _num(number(value.contribution, plus=True), _plus_minus(value.half_width)),
+        _num(number(value.per_million, plus=True), plus_minus(value.per_million_half_width)),
+        _num(number(value.contribution, plus=True), plus_minus(value.half_width)),
         _num(compact(value.tokens), f" {percent(value.tokens / all_tokens)}" if all_tokens else ""),
         _num(percent(value.relative)),
         _num(number(value.loss)),
       )
     )
   if len(values) > len(shown):
-    rest = values[SHOWN_DOMAINS:]
-    rows.append(
-      tag(
-        "tr",
-        tag("th", f"{len(rest)} more", scope="row"),
-        tag("td"),
-        tag("td"),
-        _num(number(sum(v.contribution for v in rest), plus=True)),
-        _num(compact(sum(v.tokens for v in rest))),
-        tag("td"),
-        tag("td"),
-      )
-    )
-  head = _head(
-    "Domain", "", ">Nats per million tokens", ">Nats in all", ">Tokens", ">Of an average token", ">Training loss"
-  )
+    rest, empty = values[SHOWN_DOMAINS:], tag("td")
+    sums = _num(number(sum(v.contribution for v in rest), plus=True)), _num(compact(sum(v.tokens for v in rest)))
+    rows.append(_row(f"{len(rest)} more", empty, empty, *sums, empty, empty))
+  head = _head("Domain", "", ">Nats per million tokens", ">Nats in all", ">Tokens", ">Of average", ">Training loss")
   return _table(head, rows)
 
 
@@ -84,54 +75,24 @@ def ledger_table(ledger: Ledger) -> Markup:
   starts = np.cumsum([0.0, *(value for _, value in columns)])
   extremes = [*starts, ledger.predicted, ledger.actual or 0.0]
   low, high = min(0.0, *extremes), max(0.0, *extremes)
-  nan = float("nan")
   total = ledger.predicted
-  rows = []
-  for (name, value), start in zip(columns, starts, strict=False):
-    label, words = ledger_label(name)
-    share = percent(value / total) if total else ""
-    rows.append(
-      tag(
-        "tr",
-        tag("th", label, scope="row"),
-        tag("td", bar(value, nan, low, high, start=start), class_="bar-td"),
-        _num(number(value, plus=True)),
-        _num(share),
-        tag("td", tag("small", words)),
-      )
-    )
-  rows.append(
-    tag(
-      "tr",
-      tag("th", "Predicted drop", scope="row"),
-      tag("td", bar(total, nan, low, high, color="neutral"), class_="bar-td"),
-      _num(number(total, plus=True)),
-      _num("100\u202f%" if total else ""),
-      tag("td", tag("small", "the sum of the lines above")),
-      class_="sum",
-    )
-  )
+  lines = [(*ledger_label(name), value, start, "") for (name, value), start in zip(columns, starts, strict=False)]
+  lines.append(("Predicted drop", "the sum of the lines above", total, 0.0, "neutral"))
   if ledger.actual is not None and ledger.rest is not None:
-    rows.append(
-      tag(
-        "tr",
-        tag("th", "Measured drop", scope="row"),
-        tag("td", bar(ledger.actual, nan, low, high, color="neutral"), class_="bar-td"),
-        _num(number(ledger.actual, plus=True)),
-        _num(percent(ledger.actual / total) if total else ""),
-        tag("td", tag("small", "validation loss before minus after each step, on the same rows")),
-      )
+    measured = "validation loss before minus after each step, on the same rows"
+    lines.append(("Measured drop", measured, ledger.actual, 0.0, "neutral"))
+    lines.append(("Rest", "curvature: what a first-order prediction cannot see", ledger.rest, total, ""))
+  rows = [
+    _row(
+      label,
+      tag("td", bar(value, float("nan"), low, high, start=start, color=color), class_="bar-td"),
+      _num(number(value, plus=True)),
+      _num(percent(value / total) if total else ""),
+      tag("td", tag("small", words)),
+      class_="sum" if label == "Predicted drop" else None,
     )
-    rows.append(
-      tag(
-        "tr",
-        tag("th", "Rest", scope="row"),
-        tag("td", bar(ledger.rest, nan, low, high, start=total), class_="bar-td"),
-        _num(number(ledger.rest, plus=True)),
-        _num(percent(ledger.rest / total) if total else ""),
-        tag("td", tag("small", "curvature: what a first-order prediction cannot see")),
-      )
-    )
+    for label, words, value, start, color in lines
+  ]
   return _table(_head("", "", ">Nats", ">Of predicted", ""), rows)
 
 
@@ -150,12 +111,7 @@ def _document_table(values: list[Value], colors: dict[str, int], first_rank: int
   rows = []
   for rank, value in enumerate(values, first_rank):
     swatch = tag("span", class_=f"swatch c{colors.get(value.domain, NUM_COLORS - 1)}", aria_hidden="true")
-    where = tag(
-      "span",
-      swatch,
-      f"{value.domain} · {value.path}{f' @ {integer(value.offset)}' if value.offset else ''}",
-      class_="where",
-    )
+    place = f"{value.domain} · {value.path}{f' @ {integer(value.offset)}' if value.offset else ''}"
     if value.marked is not None:
       text = _marked_text(value, value.marked)
     elif value.text is None:
@@ -171,8 +127,8 @@ def _document_table(values: list[Value], colors: dict[str, int], first_rank: int
       tag(
         "tr",
         tag("td", rank, class_="num muted"),
-        tag("td", where, text, class_="doc"),
-        _num(number(value.contribution, plus=True), _plus_minus(value.half_width)),
+        tag("td", tag("span", swatch, place, class_="where"), text, class_="doc"),
+        _num(number(value.contribution, plus=True), plus_minus(value.half_width)),
         _num(number(value.per_million, plus=True)),
         _num(compact(value.tokens)),
         _num(integer(value.exposures)),
@@ -217,7 +173,7 @@ def heat_table(heat: HeatMap) -> Markup:
       color = "helps" if value >= 0 else "hurts"
       style = f"background:color-mix(in srgb,var(--{color}) {share}%,var(--bg))" if np.isfinite(value) else None
       cells.append(tag("td", number(float(value), 2, plus=True), style=style))
-    rows.append(tag("tr", tag("th", name, scope="row"), *cells))
+    rows.append(_row(name, *cells))
   return _table(_head("", *(f">{name}" for name in heat.domains)), rows, class_="heat")
 
 
@@ -227,11 +183,9 @@ def pass_table(summary, k: int) -> Markup:
   rows = []
   for e in np.flatnonzero(table.rows):
     value, expected, tokens = table.contribution_EK[e, k], table.expected_EK[e, k], int(table.tokens[e])
-    ordinal = f"{e + 1}" + (" and later" if e + 1 == len(table.rows) else "")
     rows.append(
-      tag(
-        "tr",
-        tag("th", ordinal, scope="row"),
+      _row(
+        f"{e + 1}" + (" and later" if e + 1 == len(table.rows) else ""),
         _num(integer(int(table.rows[e]))),
         _num(compact(tokens)),
         _num(number(value / tokens * 1e6 if tokens else None, plus=True)),

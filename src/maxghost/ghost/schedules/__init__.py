@@ -1,33 +1,70 @@
-"""How validation and training share a step: one module for each schedule, and the passes that they share."""
+"""How validation and training share a step: one module for each schedule, and `score`, the one way to run them.
 
-from maxghost.ghost.schedules.passes import (
+To add a schedule: a module with `run(problem) -> Scored`, a line in `SCHEDULES`, and its facts in
+`config.plugins.SCHEDULE_LACKS`.
+"""
+
+from collections.abc import Callable
+
+from maxghost.ghost.schedules import concat, forward_mode, per_example, reverse_scan, two_pass
+from maxghost.ghost.schedules.accumulate import accumulated_plain
+from maxghost.ghost.schedules.base import (
+  Model,
+  Problem,
+  Scored,
+  Settings,
+  Stored,
   TrainPass,
+  Update,
+  Validation,
+)
+from maxghost.ghost.schedules.passes import (
   by_label,
-  concat_pass,
   direction_parts,
   like,
   mean_loss,
   plain_pass,
-  respond,
   second_order_gradients,
+  total,
   train_pass,
-  unscored_pass,
   validation_gradients,
   validation_mean,
 )
 
+SCHEDULES: dict[str, Callable[[Problem], Scored]] = {
+  "two_pass": two_pass.run,
+  "reverse_scan": reverse_scan.run,
+  "concat": concat.run,
+  "forward_mode": forward_mode.run,
+  "per_example": per_example.run,
+}
+
+
+def score(problem: Problem) -> Scored:
+  """Runs the passes of one scored step. Raises what the schedule raises of a loss or model that it cannot take."""
+  return SCHEDULES[problem.schedule](problem)
+
+
 __all__ = [
+  "SCHEDULES",
+  "Model",
+  "Problem",
+  "Scored",
+  "Settings",
+  "Stored",
   "TrainPass",
+  "Update",
+  "Validation",
+  "accumulated_plain",
   "by_label",
-  "concat_pass",
   "direction_parts",
   "like",
   "mean_loss",
   "plain_pass",
-  "respond",
+  "score",
   "second_order_gradients",
+  "total",
   "train_pass",
-  "unscored_pass",
   "validation_gradients",
   "validation_mean",
 ]

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from maxghost.ghost.schedules.passes import TrainPass
+from maxghost.ghost.schedules.base import Model, TrainPass
+from maxghost.ghost.schedules.passes import plain_pass
 from maxghost.parallel import constrain_state
 
 
@@ -48,6 +49,11 @@ def accumulated(run: Callable, batch, num_micro: int, stacks: dict) -> TrainPass
     facts=facts,
     metrics=metrics,
   )
+
+
+def accumulated_plain(model: Model, loss: Callable, batch, num_micro: int) -> TrainPass:
+  """The training gradient of the batch without scores."""
+  return accumulated(lambda rows: plain_pass(*model, loss, rows), batch, num_micro, {})
 
 
 def _rows(x, axis: int):

@@ -1,4 +1,7 @@
-"""Engine 'jvp': forward mode, which needs no rules. n examples, T positions."""
+"""Engine 'jvp': the training gradient, the exact direction of this very step, then one forward-mode pass. No rules.
+
+K validation sets, n examples, T positions.
+"""
 
 from collections.abc import Callable
 
@@ -6,7 +9,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxghost.ghost.schedules.accumulate import accumulated_plain
+from maxghost.ghost.schedules.base import Problem, Scored
+from maxghost.ghost.schedules.passes import by_label, like, validation, whole_directions
 from maxghost.models import autodiff
+
+
+def run(problem: Problem) -> Scored:
+  graphdef, params, rest = problem.model
+  passed = accumulated_plain(problem.model, problem.loss, problem.batch, problem.settings.num_micro)
+  found = validation(problem)
+  gradients, directions = whole_directions(problem, found.gradients, passed.grads)
+  sets, used, grads = [], [], by_label(passed.grads)
+  for u in directions:
+    sets.append(jvp_scores(graphdef, params, rest, problem.loss, problem.batch, like(params, u)))
+    used.append(sum(jnp.sum(grads[label] * v) for label, v in u.items()))
+  labelled = [by_label(g) for g in gradients]
+  return Scored(passed, found.losses, jnp.stack(sets), {}, found, gradients=labelled, used=jnp.stack(used))
 
 
 def jvp_scores(graphdef, params, rest, loss_fn: Callable, batch, direction):

@@ -1,4 +1,4 @@
-"""How validation and training share a step.
+"""The passes that schedules are made of.
 
 A loss function is `loss_fn(model, batch) -> (losses, weights)`: float arrays [n] or [n, T], the loss of each example
 (or position) in nats and the weight with which it counts. The batch loss is sum(losses * weights) / sum(weights).
@@ -6,37 +6,19 @@ A loss function is `loss_fn(model, batch) -> (losses, weights)`: float arrays [n
 K validation sets, n examples, T positions.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.attach import Twin
+from maxghost.ghost.schedules.base import Problem, TrainPass, Update, Validation
 from maxghost.objectives import as_objective
 from maxghost.optimizers import RuleState, UpdateRule
 from maxghost.parallel import constrain_state
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainPass:
-  """What one scored training pass yields.
-
-  scores: {label: [*stack, K, n(, T)]}, the additive form w_i <grad l_i, u>. facts: {label: [*stack, K, 2]} where
-  directions are formed in the backward pass, else {}; see `directions.form`. metrics: see
-  `Objective.measured`.
-  """
-
-  loss: jax.Array
-  losses: jax.Array
-  weights: jax.Array
-  grads: nnx.State
-  scores: dict
-  facts: dict
-  metrics: dict = dataclasses.field(default_factory=dict)
 
 
 def mean_loss(losses, weights):
@@ -81,7 +63,59 @@ def validation_gradients(graphdef, params, rest, loss_fn: Callable, batches: tup
     return _for_each_set(lambda batch: jax.value_and_grad(loss)(params, batch), batches)
 
 
-def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: tuple, gradients: list, delta):
+def validation(problem: Problem) -> Validation:
+  """The validation gradients of this step: those that the problem knows, or new ones."""
+  known = problem.validation
+  if isinstance(known, Validation):
+    return known
+  batches = problem.val_batches
+
+  def fresh() -> Validation:
+    return Validation(*validation_gradients(*problem.model, problem.val_loss, batches))
+
+  if known is None:
+    return fresh()
+  stored = known.leaves
+
+  def renewed():
+    found = fresh()
+    return found.losses, [g.astype(s.dtype) for g, s in zip(jax.tree.leaves(found.gradients), stored, strict=True)]
+
+  def stale():
+    return jnp.full((len(batches),), jnp.nan, stored[0].dtype), stored
+
+  losses, leaves = jax.lax.cond(known.refresh, renewed, stale)
+  tree = jax.tree.structure([problem.model.params] * len(batches))
+  return Validation(losses, jax.tree.unflatten(tree, leaves))
+
+
+def responded(problem: Problem, update: Update, grads: dict, gradients: list[dict]) -> list[dict]:
+  """P_tᵀ G by the problem's rule, of whole gradients {label: G}."""
+  if problem.rule.identity or update.state is None:
+    return gradients
+  return [respond(problem.rule, update.state, problem.parameters, grads, g) for g in gradients]
+
+
+def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.State) -> tuple[list, list]:
+  """(G, u) of each validation set: States G, those given or with second_order what `curved` makes of them, and dicts
+  {label: u}, 0 where nothing is scored."""
+  update = problem.update(training_gradient)
+  if problem.second_order:
+    gradients = curved(problem, gradients, update)
+  labelled = [by_label(g) for g in gradients]
+  scored = [{label: g[label] for label in problem.scored} for g in labelled]
+  made = responded(problem, update, by_label(training_gradient), scored)
+  return gradients, [
+    {k: jnp.zeros_like(g) for k, g in whole.items()} | u for whole, u in zip(labelled, made, strict=True)
+  ]
+
+
+def curved(problem: Problem, gradients: list, update: Update) -> list:
+  """`second_order_gradients` of the step that `update` makes."""
+  return second_order_gradients(*problem.model, problem.val_loss, problem.val_batches, gradients, update.delta)
+
+
+def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: tuple, gradients: list, delta) -> list:
   """G + 1/2 H_val delta for each validation set, by one Hessian-vector product (forward over reverse).
 
   gradients: the G's; delta: State of the step's parameter update. With these in place of G, a step's contributions are
@@ -151,6 +185,18 @@ def _factors(param, stacked):
   return tuple(jnp.moveaxis(x, 0, axis) for x in param.spec.factor(jnp.moveaxis(stacked, axis, 0), axis + 1))
 
 
+def captured(twin: Twin, factored: dict, facts: dict) -> dict:
+  """{label: captured [*stack, K]}: what `direction_parts` says, or the facts of what the backward pass factors."""
+  if twin.spec.in_backward and twin.spec.rank:
+    return {p.label: facts[p.label][..., 0] for p in twin.scored if p.spec.low_rank}
+  return factored
+
+
+def total(twin: Twin, scores: dict) -> Any:
+  """Sum over parameters and layers: [K, n(, T)] from {label: [*stack, K, n(, T)]}."""
+  return sum(scores[p.label].sum(tuple(range(len(p.stack_shape)))) for p in twin.scored)
+
+
 def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: nnx.State) -> TrainPass:
   """The training gradient of the batch, with every example scored against `directions` on the way back."""
 
@@ -165,35 +211,7 @@ def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: n
   return TrainPass(value, losses, weights, grads, twin.scores_by_label(probe_grads), facts, metrics)
 
 
-def concat_pass(twin: Twin, params, rest, loss_fn: Callable, batch, val_batch, directions: nnx.State):
-  """(TrainPass, validation loss) of one batch train | validation, the form of GhostSuite's GradDotProd engine.
-
-  The validation gradient is formed inside each op's backward pass from its validation rows. Unlike there, both halves
-  keep their own mean, so scores are <grad l_i, G> without the factor V / (n + V)^2, and the parameter gradient holds
-  the training rows alone. directions: parts whose gradients are ignored. One validation set, rows of equal length.
-  """
-  both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), batch, val_batch)
-  rows = jax.tree.leaves(batch)[0].shape[0]
-
-  def loss(params, probes):
-    losses, weights = loss_fn(twin.merge(params, probes, directions, rest), both)
-    train, val = mean_loss(losses[:rows], weights[:rows]), validation_mean(losses[rows:], weights[rows:])
-    return train + val, (train, val, losses[:rows], weights[:rows])
-
-  value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-  (_, (train, val, losses, weights)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
-  facts = twin.scores_by_label(probe_grads, "facts")
-  grads = constrain_state(grads)
-  return TrainPass(train, losses, weights, grads, twin.scores_by_label(probe_grads), facts), val
-
-
-def plain_pass(graphdef, params, rest, loss_fn: Callable, batch):
-  """(loss, losses, weights, grads) of a step without scores."""
-  out = unscored_pass(graphdef, params, rest, loss_fn, batch)
-  return out.loss, out.losses, out.weights, out.grads
-
-
-def unscored_pass(graphdef, params, rest, loss_fn: Callable, batch) -> TrainPass:
+def plain_pass(graphdef, params, rest, loss_fn: Callable, batch) -> TrainPass:
   """The training gradient of the batch, and no scores."""
 
   def loss(params):

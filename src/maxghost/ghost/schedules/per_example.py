@@ -1,12 +1,27 @@
-"""Engine 'perexample': one gradient per example, which needs no rules. n examples."""
+"""Engine 'perexample': one gradient per example, for tiny models. No rules. K validation sets, n examples."""
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.ghost.schedules.passes import by_label, mean_loss
+from maxghost.ghost.schedules.base import Problem, Scored
+from maxghost.ghost.schedules.passes import by_label, mean_loss, plain_pass, validation, whole_directions
+
+
+def run(problem: Problem) -> Scored:
+  graphdef, params, rest = problem.model
+  passed = plain_pass(graphdef, params, rest, problem.loss, problem.batch)
+  found = validation(problem)
+  _, directions = whole_directions(problem, found.gradients, passed.grads)
+  gradients = per_example_gradients(graphdef, params, rest, problem.loss, problem.batch)
+  sets = [_products(gradients, u) for u in directions]
+  scores = {label: jnp.stack([s[label] for s in sets]) for label in problem.scored}
+  total: Any = sum(scores.values())
+  return Scored(dataclasses.replace(passed, scores=scores), found.losses, total, {}, found)
 
 
 def per_example_gradients(graphdef, params, rest, loss_fn: Callable, batch) -> dict:
@@ -24,12 +39,6 @@ def per_example_gradients(graphdef, params, rest, loss_fn: Callable, batch) -> d
   }
 
 
-def per_example_scores(graphdef, params, rest, loss_fn: Callable, batch, direction, stacks: dict) -> dict:
-  """{label: [*stack, n]} additive scores from materialised per-example gradients. stacks: {label: stack shape}."""
-  gradients, u = per_example_gradients(graphdef, params, rest, loss_fn, batch), by_label(direction)
-  scores = {}
-  for label, stack in stacks.items():
-    g = gradients[label]
-    product = (g * u[label][None]).reshape(g.shape[0], *stack, -1).sum(-1)
-    scores[label] = jnp.moveaxis(product, 0, -1)
-  return scores
+def _products(gradients: dict, direction: dict) -> dict:
+  """{label: [n]} of gradients {label: [n, *parameter]} with one direction."""
+  return {label: (g * direction[label][None]).reshape(g.shape[0], -1).sum(-1) for label, g in gradients.items()}

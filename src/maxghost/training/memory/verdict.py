@@ -1,8 +1,8 @@
 """What to do where a step does not fit: the largest tensors, and the cheapest settings that make it fit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from maxghost.parallel.memory_estimate import MemoryEstimate, Tensor, shown
+from maxghost.training.memory.table import MemoryEstimate, Tensor, shown
 
 
 def verdict(estimate: MemoryEstimate, capacity_bytes: int) -> str:
@@ -43,28 +43,25 @@ def largest(estimate: MemoryEstimate, count: int) -> list[Tensor]:
 
 
 def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, str, MemoryEstimate]]:
-  """[(keys, what they cost, estimate after them and those before)] from the cheapest on, until it fits.
+  """[(keys as they are typed, what they cost, estimate after them and those before)], cheapest first, until it fits.
 
   Settings that turn out not to be needed once later ones are taken are left out.
   """
-  taken: list[tuple[dict, str]] = []
+  taken: dict[tuple[str, ...], tuple[dict, str]] = {}  # by name: a later value replaces an earlier one
   current = estimate
-  while current.total > capacity_bytes:
-    step = next(_helpful(current), None)
-    if step is None:
-      break
+  while current.total > capacity_bytes and (step := next(_helpful(current), None)):
     keys, cost, current = step
-    taken.append((keys, cost))
+    taken.pop(tuple(keys), None)
+    taken[tuple(keys)] = keys, cost
   if current.total <= capacity_bytes:
-    for step in list(taken[:-1]):
-      rest = [other for other in taken if other is not step]
-      after = estimate.change(**_merged(rest))
+    for names in list(taken)[:-1]:
+      rest = {other: step for other, step in taken.items() if other != names}
+      after = estimate.change(**_merged(rest.values()))
       if after is not None and after.total <= capacity_bytes:
         taken = rest
-  out, merged = [], {}
-  for keys, cost in taken:
-    merged |= keys
-    after = estimate.change(**merged)
+  out, steps = [], list(taken.values())
+  for i, (keys, cost) in enumerate(steps):
+    after = estimate.change(**_merged(steps[: i + 1]))
     if after is not None:
       out.append((" ".join(f"{name}={_typed(value)}" for name, value in keys.items()), cost, after))
   return out
@@ -75,7 +72,7 @@ def _typed(value) -> str:
   return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _merged(steps: list[tuple[dict, str]]) -> dict:
+def _merged(steps: Iterable[tuple[dict, str]]) -> dict:
   return {name: value for keys, _ in steps for name, value in keys.items()}
 
 
@@ -98,8 +95,8 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
     yield {"num_vocab_tiling": max(2 * m.num_vocab_tiling, 4)}, "one more product of the head's size"
   if m.remat_policy == "none":
     yield {"remat_policy": "minimal"}, "recomputes what is elementwise, and attention"
-  if o.opt_type == "adamw" and o.mu_dtype == "float32":
-    yield {"mu_dtype": "bfloat16"}, "first moments rounded to 8 bits"
+  if o.mu_dtype == "float32":
+    yield {"mu_dtype": "bfloat16"}, "first moments in 16 bits, 8 of them significant"
   if m.remat_policy != "full":
     yield {"remat_policy": "full"}, "one more forward pass of the layers"
   if m.scan_layers:
@@ -109,8 +106,6 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
       yield {"segment_lengths": lengths}, "one more forward pass of the layers"
   if g.ghost_enabled and g.ghost_schedule == "two_pass":
     yield {"ghost_schedule": "reverse_scan"}, "the same scores, in one walk over the layers"
-  if g.ghost_enabled and not g.ghost_rank:
-    yield {"ghost_rank": 32}, "approximate scores"
   batch, accumulated = cfg.data.per_device_batch_size, o.gradient_accumulation_steps
   if batch % 2 == 0:
     yield {"per_device_batch_size": batch // 2, "gradient_accumulation_steps": 2 * accumulated}, "smaller products"
@@ -123,7 +118,7 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
       new = {"offload_to_host": tuple(dict.fromkeys((*more, *offloads))), **host}
       yield new, "traffic to the host in every step"
   if m.weight_dtype == "float32":
-    yield {"weight_dtype": "bfloat16"}, "weights rounded to 8 bits"
-  if batch % 2 == 0:
+    yield {"weight_dtype": "bfloat16"}, "weights in 16 bits, 8 of them significant"
+  if batch > 1:
     yield {"per_device_batch_size": batch // 2}, "half the tokens per step"
   yield {"max_target_length": cfg.data.max_target_length // 2}, "half the context"

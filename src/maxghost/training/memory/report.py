@@ -1,46 +1,46 @@
 """What a run says about the memory of its step: the closed form, what XLA allocates, what to do if it is too much."""
 
 import os
-from collections.abc import Mapping
+from typing import Any
 
 import jax
-from flax import nnx
 
-from maxghost.config import Config
-from maxghost.parallel.memory_estimate import MemoryEstimate, compiled_sizes, estimate, shown
-from maxghost.parallel.memory_verdict import advice, verdict
-from maxghost.parallel.shardings import slash_path
+from maxghost.config import ConfigError
+from maxghost.training.memory.table import MemoryEstimate, shown
+from maxghost.training.memory.verdict import advice, remedies, verdict
 
-
-def estimate_of(cfg: Config, state: nnx.State, mesh_shape: Mapping[str, int] | None = None) -> MemoryEstimate:
-  """The estimate for a train state's own parameters. state: of a TrainStateNNX, abstract or not."""
-  params = nnx.to_flat_state(nnx.filter_state(state, nnx.Param))
-  parameters = {
-    slash_path(path[1:]): (v.get_value().shape, v.get_metadata().get("axes") or (None,) * v.get_value().ndim)
-    for path, v in params
-    if path[0] == "model"
-  }
-  return estimate(cfg, mesh_shape, parameters)
+# Times the memory of a device. The estimate is within a tenth of what the TPU compiler says of dense models; on CPU,
+# and of small programs, it is rough.
+CLEARLY_TOO_MUCH = 1.5
 
 
-def capacity(device: jax.Device) -> int | None:
-  """Bytes that a step may use on the device: what its allocator says, on CPU its share of the machine's memory, else
-  None."""
+def capacity(device: Any) -> int | None:
+  """Bytes that a step may use on a `jax.Device`: what its allocator says, on CPU its share of the machine's memory,
+  else None."""
   limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
   if limit is None and device.platform == "cpu" and hasattr(os, "sysconf"):
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(jax.local_devices(backend="cpu"))
   return limit
 
 
+def check(estimated: MemoryEstimate, limit: int | None) -> None:
+  """Raises ConfigError, with the settings to change, where the step needs clearly more than the `capacity`."""
+  if limit is None or estimated.total <= CLEARLY_TOO_MUCH * limit:
+    return
+  steps = remedies(estimated, limit)
+  way = "more devices, or a smaller model"
+  if steps:
+    way = " ".join(keys for keys, _, _ in steps) + f", which is estimated to need {shown(steps[-1][2].total)}"
+  raise ConfigError(
+    f"the step is estimated to need {shown(estimated.total)} per device, which has {shown(limit)}; use {way}; "
+    "--force starts it all the same"
+  )
+
+
 def start_lines(estimated: MemoryEstimate, limit: int | None) -> list[str]:
   """The table and the verdict, before anything is compiled."""
   lines = estimated.table()
   return lines if limit is None else [*lines, *verdict(estimated, limit).splitlines()]
-
-
-def compiled_line(estimated: MemoryEstimate, analysis) -> str:
-  """The closed form beside XLA's `memory_analysis()` of the compiled step."""
-  return estimated.beside(compiled_sizes(analysis))
 
 
 def too_large(error: Exception, estimated: MemoryEstimate, limit: int | None) -> str:

@@ -1,0 +1,152 @@
+"""The forward passes through the stacked layers, and the walk back through them, segment by segment.
+
+Without segments the forward passes keep of every layer what the remat policy says. With segments they keep the input of
+every segment, from which the walk computes the layers' inputs again. L layers.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from maxghost.ghost.saved_vjp import SavedVjp
+from maxghost.ghost.schedules.reverse_scan import layer as layer_lib
+from maxghost.ghost.schedules.reverse_scan.state import Kept, Layers, Pair, Walk
+from maxghost.models import autodiff, segments, streaming
+
+
+def inputs(layers: Layers, loss, x, batch, scanned, segment_lengths: tuple, keep=lambda x: x):
+  """(inputs of these layers, or of their segments, with a leading axis; output of the last layer).
+
+  scanned: `Layers.stacked` of these layers. keep: where a segment's input goes.
+  """
+
+  def output(x, layer):
+    return layer_lib.plain(layers)(*layer_lib.plain_arguments(loss, x, batch, layer))
+
+  if not segment_lengths:
+    x, kept = jax.lax.scan(lambda x, layer: (output(x, layer), Kept(x)), x, scanned)
+  else:
+
+    def through(x, _, segment):
+      out, _ = jax.lax.scan(lambda x, layer: (output(x, layer), None), x, segment)
+      return out, keep(x)
+
+    x, kept = streaming.loop(through, x, None, segments.split(scanned, segment_lengths[0]))
+  return kept, x
+
+
+def saving(layers: Layers, vjp: SavedVjp, arguments, x):
+  """(`Kept` of all layers, output of the last). arguments(x, layer): those of `vjp`."""
+
+  def body(x, layer):
+    value, saved = vjp.forward(*arguments(x, layer))
+    return value, Kept(x, saved)
+
+  x, kept = jax.lax.scan(body, x, layers.stacked())
+  return kept, x
+
+
+def back(walk: Walk, boundaries: Pair, cotangents: Pair, scanned, segment_lengths: tuple):
+  """({grads, probes, sums, captured} with a leading layer axis, cotangents of the first layer's inputs).
+
+  boundaries: what `inputs` or `saving` kept. scanned: `Layers.stacked` of these layers.
+  """
+  if not segment_lengths:
+    return _layers_back(walk, boundaries, cotangents, scanned)
+  layers, inner = walk.layers, segment_lengths[1:]
+  in_turn = not inner and smaller_gradients(layers, boundaries.val, scanned[0])
+
+  def segment(cotangents, outside, here):
+    x_val, number = outside
+    if in_turn:
+      out, cotangents = _segment_back(walk, x_val, boundaries.train, number, cotangents, here)
+    else:
+      x_train = streaming.fetch(boundaries.train, number)
+      x = Pair(_inputs_K(walk, x_val, here, inner), _train_inputs(walk, x_train, here, inner))
+      out, cotangents = back(walk, x, cotangents, here, inner)
+    return cotangents, out | {"grads": streaming.like(out["grads"], scanned[0])}
+
+  stacked = segments.split(scanned, segment_lengths[0])
+  outside = (boundaries.val, jnp.arange(scanned[2].shape[0] // segment_lengths[0]))
+  if in_turn:
+    cotangents = Pair(aside(layers, cotangents.val), cotangents.train)
+  cotangents, out = streaming.loop(segment, cotangents, outside, stacked, reverse=True)
+  return segments.join(out), streaming.to_device(cotangents)
+
+
+def aside(layers: Layers, x):
+  """x of the validation rows where it waits while the training rows of a segment have their turn."""
+  return streaming.to_host(x) if layers.problem.settings.carries_on_host else x
+
+
+def smaller_gradients(layers: Layers, boundaries_K, layer_params) -> bool:
+  """Whether the validation gradients of a layer take less room than its validation inputs. Both arguments have a
+  leading axis."""
+  one = lambda tree: sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(tree))  # noqa: E731
+  return layers.twin.num_sets * one(layer_params) < one(boundaries_K)
+
+
+def _layers_back(walk: Walk, boundaries: Pair, cotangents: Pair, scanned):
+  """`back` layer by layer: in each, first the validation VJPs, then the training one."""
+
+  def layer_back(cotangents, scanned):
+    x_val, place, layer = scanned
+    gradients, val_cotangents = layer_lib.validation_back(walk, cotangents.val, x_val, layer)
+    # What the training rows saved is taken out only now, or what is computed from it lies beside the above.
+    kept = streaming.fetch(boundaries.train, autodiff.after(place, val_cotangents))
+    cotangent, out = layer_lib.training_back(walk, cotangents.train, kept, gradients, None, layer)
+    return Pair(val_cotangents, cotangent), out
+
+  places = jnp.arange(scanned[2].shape[0])
+  cotangents, out = jax.lax.scan(layer_back, cotangents, (boundaries.val, places, scanned), reverse=True)
+  return out, cotangents
+
+
+def _segment_back(walk: Walk, x_val, train_boundaries, number, cotangents: Pair, scanned):
+  """The layers of one segment, first all validation VJPs, then all training ones: the inputs of its layers then exist
+  for one batch at a time, and for all its layers the validation gradients, or just their factors where only these are
+  used."""
+  layers = walk.layers
+  factored = not layers.twin.spec.in_backward and layers.twin.spec.rank
+
+  def validation(cts, scanned):
+    x_K, layer = scanned
+    gradients, cts = layer_lib.validation_back(walk, cts, x_K, layer)
+    made = layer_lib.directions(layers, gradients, {}) if factored else None
+    return cts, (() if factored and layers.problem.account is None else gradients, made)
+
+  inputs_K = _inputs_K(walk, x_val, scanned, ())
+  val_cotangents, kept = jax.lax.scan(
+    validation, streaming.to_device(cotangents.val), (inputs_K, scanned), reverse=True
+  )
+  # The barrier: the cotangent has left, and the training inputs are not computed while the validation inputs exist.
+  state = (number, kept, aside(layers, val_cotangents))
+  number, (gradients, directions), val_cotangents = jax.lax.optimization_barrier(state)
+  x_train = streaming.fetch(train_boundaries, number)
+  held = gradients[0] if gradients else jax.tree.map(jnp.zeros_like, scanned[0])
+
+  def training(state, scanned):
+    ct, held = state
+    place, x, others, made, layer = scanned
+    first = jax.tree.map(lambda h: jax.lax.dynamic_index_in_dim(h, place, keepdims=False), held)
+    ct, out = layer_lib.training_back(walk, ct, x, (first, *others) if gradients else (), made, layer)
+    # A layer's training gradient takes the place of its validation gradient, which has been used.
+    grads = out.pop("grads")
+    held = jax.tree.map(lambda h, g: jax.lax.dynamic_update_index_in_dim(h, g, place, 0), held, grads)
+    return (ct, held), out
+
+  train_inputs = _train_inputs(walk, x_train, scanned, ())
+  outside = (jnp.arange(scanned[2].shape[0]), train_inputs, gradients[1:], directions, scanned)
+  (cotangent, held), out = jax.lax.scan(training, (cotangents.train, held), outside, reverse=True)
+  return out | {"grads": held}, Pair(val_cotangents, cotangent)
+
+
+def _inputs_K(walk: Walk, x_K, scanned, segment_lengths: tuple) -> tuple:
+  """`inputs` of each validation set, without the last output."""
+  problem = walk.layers.problem
+  pairs = zip(x_K, problem.val_batches, strict=True)
+  return tuple(inputs(walk.layers, problem.val_loss, x, b, scanned, segment_lengths)[0] for x, b in pairs)
+
+
+def _train_inputs(walk: Walk, x, scanned, segment_lengths: tuple):
+  problem = walk.layers.problem
+  return inputs(walk.layers, problem.loss, x, problem.batch, scanned, segment_lengths)[0]

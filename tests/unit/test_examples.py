@@ -1,0 +1,41 @@
+"""The scripts of `examples/` run as they are, and what they print is true. `foreign_model.py`: test_ghost_manager."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import attribution_runs
+import pytest
+import tiny
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, monkeypatch, *arguments) -> dict:
+  monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+  with tiny.cheap_compilation():
+    return runpy.run_path(str(EXAMPLES / name))
+
+
+def test_own_loop_scores_wrong_labels_lower(tmp_path, monkeypatch, capsys):
+  run("own_loop.py", monkeypatch, tmp_path)
+  said = capsys.readouterr().out
+  assert [path.name for path in sorted(tmp_path.glob("*.npz"))] == [f"dot_prod_log_iter_{n}.npz" for n in (19, 39)]
+  wrong, right = map(float, re.search(r"wrong labels (\S+), right ones (\S+)", said).groups())
+  assert wrong < 0 < right
+
+
+def test_layer_rule_is_exact(monkeypatch, capsys):
+  run("layer_rule.py", monkeypatch)
+  assert float(re.search(r"per-example gradients (\S+)", capsys.readouterr().out)[1]) < 1e-6
+
+
+def test_query_scores_makes_tables_of_the_log(tmp_path, monkeypatch):
+  pytest.importorskip("pandas")
+  folder = attribution_runs.make_run(tmp_path / "run", "dataset_type=synthetic", "dataset_domain_bytes=20000", steps=6)
+  made = run("query_scores.py", monkeypatch, folder)
+  log = made["log"]
+  assert made["domains"]["tokens"].sum() == log["tokens"].sum()
+  assert made["table"]["contribution"].sum().sum() == pytest.approx(float(log["contribution"][:, 0].sum()), rel=1e-5)
+  assert set(made["domains"].index) == set(made["table"]["tokens"].columns)

@@ -1,0 +1,203 @@
+"""An objective that is defined here alone: it trains, is scored exactly, is logged, resumed, and refused by name.
+
+Its unit is a pair of adjacent rows, and its loss the mean over the pairs of each pair's weighted mean, with float
+weights that the host gives. U pairs, B = 2 U rows, T positions, S segments of a row, V vocabulary.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import tiny
+from flax import nnx
+from train_steps import Run
+
+from maxghost import config, objectives, scorelog, train
+from maxghost.config import ConfigError, plugins
+from maxghost.data.types import Batch
+from maxghost.objectives import LanguageModelLoss
+
+NAME = "pair_mean"
+
+
+class PairMean(LanguageModelLoss):
+  """Mean over pairs of rows of the weighted mean of their tokens."""
+
+  name = NAME
+  schedules = ("two_pass", "reverse_scan")
+  rows_per_unit = 2
+
+  def batch_spec(self, num_rows, length):
+    shape = jax.ShapeDtypeStruct((num_rows, length), np.float32)
+    return super().batch_spec(num_rows, length) | {"targets_weights": shape}
+
+  def prepare(self, batch: Batch) -> Batch:
+    numbers = np.arange(len(batch.document_BS))[:, None] // 2
+    return dataclasses.replace(
+      batch,
+      arrays=with_weights(batch.arrays),
+      unit_BS=np.where(batch.document_BS >= 0, numbers, -1),
+    )
+
+  def weights(self, batch):
+    weights_BT = super().weights(batch).astype(float)
+    sums_U = weights_BT.reshape(len(weights_BT) // 2, -1).sum(-1)
+    return weights_BT / jnp.repeat(jnp.where(sums_U > 0, sums_U, 1), 2)[:, None]
+
+  def shares(self, batch, weights_BS):
+    """Each pair one part of all; between its slots by their weights, which add up to 1."""
+    pairs = jnp.maximum(weights_BS.reshape(len(weights_BS) // 2, -1).any(-1).sum(), 1)
+    return weights_BS / pairs
+
+
+@pytest.fixture(autouse=True)
+def registered():
+  """The objective's line in the table, for the tests of this file alone."""
+  objectives.register(PairMean)
+  yield
+  del plugins.OBJECTIVES[NAME]
+
+
+def with_weights(arrays: dict) -> dict:
+  """A batch's arrays with weights 0.25, 0.75 and 1.25 by token; 0 for the first two of a segment, as for a prompt."""
+  weights_BT = 0.25 + 0.5 * (arrays["targets"] % 3)
+  weights_BT = np.where((arrays["targets_position"] < 2) | (arrays["targets_segmentation"] == 0), 0, weights_BT)
+  return dict(arrays) | {"targets_weights": weights_BT.astype(np.float32)}
+
+
+ROWS = (*tiny.PACKED[:4], tiny.PACKED[5], tiny.PACKED[4])  # the last row of the last pair is empty
+TRAIN = [with_weights(tiny.make_batch(ROWS, seed=300 + i)) for i in range(2)]
+VALIDATION = with_weights(tiny.make_batch(tiny.VALIDATION[:4], seed=310))
+U, S, V = 3, tiny.SEGMENTS, tiny.VOCAB
+
+
+def unit_losses(model, batch):
+  """[U] of each pair, without the project's loss, and the gradient of each by `vmap`; `batch`: arrays [U, 2, T]."""
+  graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+  def loss(params, pair):
+    model = nnx.merge(graphdef, params, rest)
+    logits = model(pair["inputs"], pair["inputs_position"], pair["inputs_segmentation"]).astype(float)
+    losses = jax.nn.logsumexp(logits, -1) - jnp.sum(logits * jax.nn.one_hot(pair["targets"], V), -1)
+    weights = pair["targets_weights"].astype(float)
+    return (losses * weights).sum() / weights.sum()
+
+  pairs = {name: jnp.asarray(x).reshape(-1, 2, *x.shape[1:]) for name, x in batch.items()}
+  return jax.jit(jax.vmap(jax.value_and_grad(loss), (None, 0)))(params, pairs)
+
+
+def facts(model):
+  """(losses [U], <gradient of each pair, validation gradient> [U], validation loss) in float64."""
+  with jax.enable_x64(True), tiny.cheap_compilation():
+    graphdef, state = nnx.split(model)
+    model = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(float), state))
+    losses, grads = unit_losses(model, TRAIN[0])
+    val_losses, val_grads = unit_losses(model, VALIDATION)
+  dots = sum(
+    np.asarray(g).reshape(U, -1) @ np.asarray(v).mean(0).ravel()
+    for g, v in zip(jax.tree.leaves(grads), jax.tree.leaves(val_grads), strict=True)
+  )
+  return np.asarray(losses), dots, np.asarray(val_losses).mean()
+
+
+@pytest.mark.parametrize("schedule", PairMean.schedules)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-5), ("float64", 1e-10)])
+def test_scores_of_units_are_exact(schedule, dtype, tolerance):
+  changes = {"dtype": dtype, "weight_dtype": dtype, "opt_type": "sgd", "ghost_schedule": schedule, "objective": NAME}
+  run = Run(batch=TRAIN[0], per_device_batch_size=6, ghost_val_batch_size=4, **changes)
+  with jax.enable_x64(True):
+    losses_U, dots_U, val_loss = facts(nnx.merge(run.graphdef, run.state).model)
+  out = run.step(TRAIN[0], (VALIDATION,))
+  assert out["loss"] == pytest.approx(losses_U.mean(), rel=1e-6)
+  assert out["val_loss"][0] == pytest.approx(val_loss, rel=1e-6)
+  share_BS = out["share_BS"].astype(np.float64)
+  np.testing.assert_allclose(share_BS.reshape(U, -1).sum(-1), np.full(U, 1 / 3), rtol=1e-6)
+  assert (out["tokens_BS"] == tokens_of(TRAIN[0])).all()
+  score_U = (out["score_dot_BSK"][..., 0] * share_BS).reshape(U, -1).sum(-1)
+  assert oracles.relative_error(score_U * 3, dots_U) < tolerance
+  contribution_U = out["contribution_BSK"][..., 0].reshape(U, -1).sum(-1)
+  scale = out["learning_rate"] * out["clip_factor"]
+  assert oracles.relative_error(contribution_U, scale * dots_U / 3) < max(tolerance, 1e-6)
+  assert out["predicted_examples"][0] == pytest.approx(contribution_U.sum(), rel=1e-4)
+
+
+def tokens_of(batch):
+  counted = batch["targets_weights"] > 0
+  return np.stack([(counted & (batch["targets_segmentation"] == s)).sum(1) for s in range(1, S + 1)], 1)
+
+
+def test_weights_of_a_document_reach_the_batch_and_the_loss():
+  """The default objective: a weight scales its token; weights of 1 change nothing."""
+  cfg = tiny.make_config()
+  model, batch = tiny.make_model(cfg), tiny.make_batch(tiny.PACKED, seed=3)
+  loss = objectives.create(cfg)
+  plain, counts = loss(model, batch)
+  ones, same = loss(model, batch | {"targets_weights": np.ones(counts.shape, np.float32)})
+  np.testing.assert_array_equal(plain, ones)
+  np.testing.assert_array_equal(counts, same)
+  _, weights = loss(model, batch | {"targets_weights": np.full(counts.shape, 0.3, np.float32)})
+  np.testing.assert_array_equal(weights, np.float32(0.3) * counts)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"ghost_schedule": "concat"}, r"objective=pair_mean.*ghost_schedule=concat.*two_pass"),
+    ({"per_device_batch_size": 7}, r"objective=pair_mean .*per_device_batch_size=7 .*use per_device_batch_size=8"),
+    ({"ghost_val_batch_size": 3}, r"objective=pair_mean .*ghost_val_batch_size=3 .*use ghost_val_batch_size=4"),
+    ({"gradient_accumulation_steps": 2}, r"objective=pair_mean .*use gradient_accumulation_steps=1, not 2"),
+    ({"ghost_select": "topk"}, r"objective=pair_mean .*ghost_select=topk chooses single rows; use ghost_select=none"),
+  ],
+)
+def test_what_does_not_go_together_is_refused_by_name(changes, message):
+  sound = {"objective": NAME, "per_device_batch_size": 6, "ghost_val_batch_size": 4}
+  with pytest.raises(ConfigError, match=message):
+    tiny.make_config(**(sound | changes))
+
+
+def test_an_unknown_objective_names_the_nearest():
+  with pytest.raises(ConfigError, match=r"objective=pair_meen.*pair_mean"):
+    config.load(None, "objective=pair_meen")
+
+
+def test_a_name_is_taken_once():
+  with pytest.raises(ValueError, match="objective=pair_mean is already"):
+    objectives.register(type("Other", (LanguageModelLoss,), {"name": NAME}))
+
+
+RUN = {
+  "objective": NAME, "opt_type": "adamw", "per_device_batch_size": 2, "ghost_val_batch_size": 2,
+  "max_target_length": 48, "ici_data_parallelism": 8, "ici_fsdp_parallelism": 1,
+  "base_emb_dim": 20, "base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 6, "base_mlp_dim": 36,
+  "base_num_decoder_layers": 3, "lr_schedule_type": "constant", "warmup_steps_fraction": 0.0, "eval_interval": -1,
+  "dataset_type": "synthetic", "dataset_domain_bytes": 20000, "enable_tensorboard": False, "run_name": "run",
+}  # fmt: skip
+
+
+def trained(folder, *, steps):
+  arguments = [f"{key}={value}" for key, value in RUN.items()]
+  arguments += [f"base_output_directory={folder}", f"steps={steps}", "ghost_val_sets=words"]
+  assert train.main(arguments) == 0
+  records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+  return scorelog.load(folder / "run"), records
+
+
+def test_a_run_is_logged_and_continues_bit_for_bit(tmp_path):
+  """Four steps on every device, at once and in two commands: one row of the log for each pair of rows."""
+  whole, records = trained(tmp_path / "whole", steps=4)
+  trained(tmp_path / "parts", steps=2)
+  parts, records_of_parts = trained(tmp_path / "parts", steps=4)
+  assert whole.objective == parts.objective == NAME
+  pairs = jax.device_count()
+  assert whole["step"].tolist() == sorted([*range(4)] * pairs)
+  np.testing.assert_allclose(whole["share"], 1 / pairs, rtol=1e-5)
+  predicted = [whole["contribution"][whole["step"] == step].sum() for step in range(4)]
+  np.testing.assert_allclose(predicted, whole.steps["predicted_examples"][:4, 0], rtol=1e-4)
+  for name in ("share", "tokens", "loss", "dot", "contribution"):
+    np.testing.assert_array_equal(whole[name], parts[name], err_msg=name)
+  for name in ("learning/loss", "learning/param_norm", "learning/grad_norm"):
+    assert [r[name] for r in records] == [r[name] for r in records_of_parts], name

@@ -1,0 +1,327 @@
+"""An optimizer that is defined here alone trains, is scored exactly, keeps its ledger, resumes, and is refused by name.
+
+The rule: momentum, seen through a fixed orthogonal mixing of the last axis. m = b m + (1 - b) g;
+theta -= rate * (s mix(m) + decay theta), where s = 1 / (1 + mean |m| before the step), one number for each row. So
+P_t g = (1 - b) s mix(g): not elementwise, not symmetric, and a function of the optimizer's own state.
+"""
+
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+import tiny
+from flax import nnx
+from train_steps import TRAIN, VALIDATION, Run
+
+from maxghost import config, ghost, optimizers, train
+from maxghost.checkpoint import compare
+from maxghost.config import plugins
+from maxghost.scorelog import load
+
+
+def mixing(size: int) -> np.ndarray:
+  """An orthogonal matrix [size, size] that is not symmetric: a reflection, then a shift."""
+  w = np.arange(1.0, size + 1)
+  return np.roll(np.eye(size) - 2 * np.outer(w, w) / (w @ w), 1, axis=0)
+
+
+def mix(x):
+  return x @ jnp.asarray(mixing(x.shape[-1]).T, x.dtype)
+
+
+def damping(m):
+  return 1 / (1 + jnp.abs(m).mean(-1, keepdims=True))
+
+
+class MixerState(NamedTuple):
+  count: jax.Array
+  trace: nnx.State
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix(optimizers.Response):
+  scale: jax.Array
+
+  def apply(self, x):
+    return jnp.expand_dims(self.scale, tuple(range(x.ndim - self.scale.ndim))) * mix(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixer(optimizers.UpdateRule):
+  name = "mixer"
+  direction = "mixed"
+  columns = ("inertia", "shrinkage")
+  state_keys: ClassVar = {"inertia": "trace"}
+  schedules = ("two_pass", "reverse_scan")
+
+  b: float
+  decay: float
+
+  @classmethod
+  def from_config(cls, cfg):
+    return cls(cfg.adam_b1, cfg.adam_weight_decay)
+
+  def transformation(self, learning_rate):
+    def init(params):
+      return MixerState(jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+    def update(grads, state, params):
+      rate = learning_rate(state.count)
+      trace = jax.tree.map(lambda m, g: self.b * m + (1 - self.b) * g, state.trace, grads)
+
+      def step(old, m, p):
+        return (-rate * (damping(old) * mix(m) + self.decay * p)).astype(p.dtype)
+
+      return jax.tree.map(step, state.trace, trace, params), MixerState(state.count + 1, trace)
+
+    return optax.GradientTransformation(init, update)
+
+  def reads(self, parameter):
+    return ("inertia",)
+
+  def response(self, parameter, gradient, arrays, scalars):
+    return Mix((1 - self.b) * damping(arrays["inertia"]))
+
+  def column_arrays(self, parameter, value, gradient, arrays, response):
+    m = arrays["inertia"]
+    return {"inertia": self.b * damping(m) * mix(m), "shrinkage": value}
+
+  def column_scales(self, learning_rate, clip_factor):
+    return {"inertia": learning_rate, "shrinkage": learning_rate * self.decay}
+
+
+class Silent(Mixer):
+  """The same without a direction of its own."""
+
+  name = "silent"
+  direction = None
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+  monkeypatch.setattr(plugins, "OPTIMIZERS", table := dict(plugins.OPTIMIZERS))
+  monkeypatch.setitem(plugins.KINDS, "opt_type", table)
+  optimizers.register(Mixer)
+  optimizers.register(Silent)
+
+
+COLUMNS = ("predicted_examples", "inertia", "shrinkage", "unscored", "direction_residual")
+
+
+class Steps:
+  """Two steps; the oracle's facts are about the second, which has a history."""
+
+  def __init__(self, **changes):
+    self.run = Run(opt_type="mixer", remat_policy="full", **changes)
+    self.run.step(TRAIN[0])
+    self.before, self.arrays = self.run.snapshot(), self.state().arrays["inertia"]
+    self.out = self.run.step(TRAIN[1])
+    self.after = self.run.snapshot()
+    self.documents = tiny.documents(TRAIN[1])
+    rows = tiny.stack_rows([tiny.alone(TRAIN[1], *document) for document in self.documents])
+    self.tokens = oracles.token_counts(rows)
+    with jax.enable_x64(True), tiny.cheap_compilation():
+      model = tiny.make_model(tiny.make_config(remat_policy="none", dtype="float64", weight_dtype="float64"))
+      gradients = oracles.ExampleGradients(model)
+      self.g_N, val = (gradients(r, self.before.params) for r in (rows, VALIDATION))
+    self.g, self.G = oracles.batch_gradient(self.g_N, rows), oracles.batch_gradient(val, VALIDATION)
+
+  def state(self) -> optimizers.RuleState:
+    with jax.enable_x64(self.run.wide):
+      optimizer = nnx.merge(self.run.graphdef, self.run.state).optimizer
+      return jax.tree.map(np.asarray, optimizers.create(self.run.cfg.optimizer).read(optimizer))
+
+  def damping(self, label):
+    return 1 / (1 + np.abs(self.arrays[label].astype(np.float64)).mean(-1, keepdims=True))
+
+  def inner(self, left, right, labels=None):
+    return sum(float((left[k] * right[k]).sum()) for k in (left if labels is None else labels))
+
+
+CASES = {
+  "two-pass-float64": ({"dtype": "float64", "weight_dtype": "float64", "ghost_exclude": ("*norm*",)}, 1e-11),
+  "two-pass-float32": ({}, 2e-5),
+  "reverse-scan-float64": (
+    {"ghost_schedule": "reverse_scan", "dtype": "float64", "weight_dtype": "float64", "logits_via_embedding": False},
+    1e-11,
+  ),
+  "forward-mode-float32": ({"ghost_schedule": "forward_mode"}, 2e-5),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_and_is_scored_as_documents_alone(case):
+  changes, tolerance = CASES[case]
+  steps = Steps(**changes)
+  out, rule = steps.out, optimizers.create(steps.run.cfg.optimizer)
+  lr, clip_factor = float(out["learning_rate"]), float(out["clip_factor"])
+  assert clip_factor < 1
+  scored = [k for k in steps.g if not ("ghost_exclude" in changes and "norm" in k)]
+  u = {k: (1 - rule.b) * (steps.damping(k) * G) @ mixing(G.shape[-1]) for k, G in steps.G.items()}
+  dots_N = sum(oracles.dots({k: steps.g_N[k] for k in scored}, u).values())
+  assert out["check_rel_err"][0] < tolerance
+  expected = np.zeros(out["contribution_BSK"].shape[:2])
+  for (row, segment), dot in zip(steps.documents, dots_N, strict=True):
+    expected[row, segment - 1] = lr * clip_factor * dot / steps.tokens.sum()
+  assert oracles.relative_error(out["contribution_BSK"][..., 0], expected) < tolerance
+  columns = {
+    "predicted_examples": lr * clip_factor * steps.inner(steps.g, u, scored),
+    "inertia": lr * sum(
+      rule.b * (steps.G[k] * steps.damping(k) * (steps.arrays[k] @ mixing(G.shape[-1]).T)).sum()
+      for k, G in steps.G.items()
+    ),
+    "shrinkage": lr * rule.decay * steps.inner(steps.G, steps.before.params),
+    "unscored": lr * clip_factor * steps.inner(steps.g, u, set(steps.g) - set(scored)),
+    "direction_residual": 0.0,
+  }  # fmt: skip
+  change = {k: steps.after.params[k] - v for k, v in steps.before.params.items()}
+  size = sum(map(abs, columns.values()))
+  for name, value in columns.items():
+    assert out[name][0] == pytest.approx(value, abs=tolerance * size), name
+  assert out["predicted"][0] == pytest.approx(-steps.inner(steps.G, change), abs=max(tolerance, 1e-6) * size * 10)
+  assert "momentum" not in out
+
+
+def test_factors_of_its_direction_leave_their_rest_in_the_ledger():
+  """Without a weighting of its own the factors are made in the plain norm."""
+  steps = Steps(ghost_rank=3)
+  change = {k: steps.after.params[k] - v for k, v in steps.before.params.items()}
+  columns = [float(steps.out[name][0]) for name in COLUMNS]
+  assert abs(columns[-1]) > 1e-3 * abs(columns[0])
+  assert sum(columns) == pytest.approx(-steps.inner(steps.G, change), abs=1e-4 * sum(map(abs, columns)))
+  captured = np.concatenate([c.ravel() for c in steps.out["captured"].values()])
+  assert captured.min() > 0.2 and captured.max() < 1.001
+
+
+def test_the_library_engine_takes_its_state():
+  cfg = tiny.make_config(opt_type="mixer")
+  model = tiny.make_model(cfg)
+  optimizer = nnx.Optimizer(model, optimizers.make_optimizer(cfg.optimizer, 5), wrt=nnx.Param)
+  engine = ghost.GhostEngine(cfg, direction="auto")
+  with tiny.cheap_compilation():
+    first = engine.score(model, TRAIN[0], VALIDATION, state=optimizers.create(cfg.optimizer).read(optimizer))
+    plain = ghost.GhostEngine(cfg, direction="sgd").score(model, TRAIN[0], VALIDATION)
+  assert oracles.relative_error(first.grads["decoder"]["decoder_norm"]["scale"][...], plain.grads["decoder"][
+    "decoder_norm"]["scale"][...]) == 0  # fmt: skip
+  assert np.abs(np.asarray(first.dot - plain.dot)).max() > 0.1 * np.abs(np.asarray(plain.dot)).max()
+  with pytest.raises(ValueError, match="direction 'mixed' needs state="):
+    engine.score(model, TRAIN[0], VALIDATION)
+
+
+KEYS = (
+  "opt_type=mixer", "adam_b1=0.8", "steps=6", "checkpoint_period=3", "max_num_checkpoints_to_keep=0",
+  "async_checkpointing=false", "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=8",
+  "base_mlp_dim=24", "base_num_decoder_layers=1", "max_target_length=32", "per_device_batch_size=1",
+  "sharding_tolerance=1", "dataset_type=synthetic", "ghost_val_sets=words", "eval_interval=-1", "run_name=run",
+  "enable_tensorboard=false",
+)  # fmt: skip
+
+
+def test_the_command_trains_logs_and_resumes_bit_for_bit(tmp_path):
+  """The second run loses all behind its third step, as an interruption there would."""
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  with tiny.cheap_compilation():
+    assert train.main([*KEYS, f"base_output_directory={whole}"]) == 0
+  shutil.copytree(whole, broken)
+  saved = sorted((broken / "run" / "checkpoints").iterdir(), key=lambda path: int(path.name))
+  assert len(saved) == 2
+  shutil.rmtree(saved[-1])
+  records = (broken / "run" / "metrics.jsonl").read_text("utf-8").splitlines(keepends=True)
+  (broken / "run" / "metrics.jsonl").write_text("".join(records[:-1]), "utf-8")
+  log, columns = load(whole / "run"), {}
+  for name in COLUMNS:
+    columns[name] = np.array(log.steps[name])[:6]  # behind them stands the validation loss after the last step
+    assert np.isfinite(columns[name]).all(), name
+  assert (columns["inertia"][1:] != 0).all() and (columns["shrinkage"][1:] != 0).all()
+  with tiny.cheap_compilation():
+    assert train.main([*KEYS, f"base_output_directory={broken}"]) == 0
+  again = load(broken / "run")
+  for name in COLUMNS:
+    np.testing.assert_array_equal(columns[name], again.steps[name][:6])
+  np.testing.assert_array_equal(log["contribution"], again["contribution"])
+  ends = [str(folder / "run" / "checkpoints" / saved[-1].name) for folder in (whole, broken)]
+  assert compare.main(ends) == 0
+
+
+REFUSED = {
+  "ghost_schedule=concat": r"opt_type=mixer.* and ghost_schedule=concat do not go together.*ghost_schedule=two_pass",
+  "ghost_select=greats": "ghost_select=greats .* opt_type=mixer has not",
+  "ghost_direction=adam": "ghost_direction=adam contradicts opt_type=mixer.*opt_type=adamw",
+  "ghost_direction=mixd": "ghost_direction=mixd .*did you mean 'mixed'",
+  "opt_type=mixr": "opt_type=mixr .*did you mean 'mixer'",
+  "opt_type=silent": "ghost_direction=auto means the optimizer's own direction, but opt_type=silent offers none",
+  "opt_type=adamw ghost_direction=mixed": "ghost_direction=mixed contradicts opt_type=adamw.*opt_type=mixer",
+  "offload_to_host=[optimizer] segment_lengths=[2] ghost_schedule=reverse_scan": "opt_type=mixer cannot",
+}
+
+
+@pytest.mark.parametrize("keys", REFUSED)
+def test_what_does_not_go_together_is_named(keys):
+  with pytest.raises(config.ConfigError, match=REFUSED[keys]):
+    config.load(None, "opt_type=mixer", *keys.split())
+
+
+def test_without_a_direction_the_plain_gradient_is_a_choice_and_no_fallback():
+  cfg = config.load(None, "opt_type=silent", "ghost_direction=sgd")
+  assert optimizers.direction_rule(cfg.optimizer, "sgd") == optimizers.Sgd()
+  with pytest.raises(ValueError, match="opt_type=silent offers none; use ghost_direction=sgd"):
+    optimizers.direction_rule(cfg.optimizer, "auto")
+  assert config.load(None, "opt_type=silent", "ghost_enabled=false").optimizer.opt_type == "silent"
+
+
+def test_names_and_directions_are_taken_once():
+  @dataclasses.dataclass(frozen=True)
+  class Other(Mixer):
+    name = "other"
+
+  with pytest.raises(ValueError, match="ghost_direction=mixed is already that of opt_type=mixer"):
+    optimizers.register(Other)
+  Other.name, Other.direction = "adamw", None
+  with pytest.raises(ValueError, match="opt_type=adamw is already"):
+    optimizers.register(Other)
+  assert optimizers.register(Mixer) is Mixer
+
+
+def test_the_table_says_what_the_rules_say():
+  """`config.plugins` is read without JAX, so it repeats what the classes say."""
+  for name in ("adamw", "sgd"):
+    rule = type(optimizers.create(dataclasses.replace(config.load().optimizer, opt_type=name)))
+    assert plugins.OPTIMIZERS[name] == optimizers.facts(rule, plugins.OPTIMIZERS[name].target)
+
+
+def test_the_optimizer_of_the_docs_has_the_ledger_it_promises():
+  """One step in plain optax: gradient and momentum columns add up to -<G, Delta>."""
+  page = (Path(__file__).parents[2] / "docs" / "ghost.md").read_text("utf-8")
+  exec(re.search(r"```python\n(import dataclasses.*?)```", page, re.S)[1], {"__name__": "docs"})
+  rule = optimizers.create(config.load(None, "opt_type=momentum", "adam_b1=0.7").optimizer)
+  tx, params = rule.transformation(optax.constant_schedule(0.1)), {"w": jnp.arange(6.0).reshape(2, 3)}
+  g, G, place = params["w"] - 2.5, jnp.cos(params["w"]), optimizers.Parameter("w")
+  _, opt_state = tx.update({"w": g * g}, tx.init(params), params)
+  state = rule.read(opt_state, count=1)
+  delta, _ = tx.update({"w": g}, opt_state, params)
+  response = rule.response(place, g, state.of("w"), rule.scalars(1, 1.0))
+  columns = rule.column_arrays(place, params["w"], g, state.of("w"), response)
+  scales = rule.column_scales(0.1, 1.0)
+  predicted = 0.1 * jnp.vdot(response.transpose(G), g) + sum(scales[k] * jnp.vdot(G, v) for k, v in columns.items())
+  assert tuple(columns) == rule.columns and float(predicted) == pytest.approx(-float(jnp.vdot(G, delta["w"])), rel=1e-6)
+
+
+def test_state_is_found_and_measured():
+  """Shapes, dtypes and bytes are those of the optax state; a state of another optimizer is refused."""
+  kernel = jax.ShapeDtypeStruct((3, 5), jnp.bfloat16)
+  assert optimizers.AdamW(mu_dtype="float32").state_bytes(kernel) == 15 * (4 + 2)
+  assert optimizers.Sgd().state_bytes(kernel) == 0
+  params = {"a": {"b": jnp.ones((2, 3))}}
+  state = optax.adamw(1e-3).init(params)
+  adam = ghost.AdamState.from_optax(state, clip_factor=0.5)
+  assert list(adam.second_moments) == ["a/b"] and int(adam.count) == 0 and adam.clip_factor == 0.5
+  with pytest.raises(ValueError, match=r"no .mu., which opt_type=adamw keeps"):
+    ghost.AdamState.from_optax(optax.sgd(1e-3).init(params))
