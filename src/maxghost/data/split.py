@@ -19,13 +19,7 @@ class Split:
   def __init__(
     self, source: Source, val_domains: tuple[str, ...], fraction: float, seed: int, excluded: np.ndarray | None = None
   ):
-    """Args:
-    source: the documents.
-    val_domains: domains with held-out documents; those of other sources are ignored.
-    fraction: held-out share of a validation domain's documents.
-    seed: of the choice.
-    excluded: `id_hashes` (uint64, sorted) of documents that are neither held out nor trained on.
-    """
+    """val_domains: those of other sources are ignored. excluded: sorted `id_hashes` not to hold out or train on."""
     self._source = source
     self._nothing, self._all = fraction <= 0.0, fraction >= 1.0
     self._limit = np.uint64(0) if self._nothing or self._all else np.uint64(int(fraction * 2**64))
