@@ -30,9 +30,11 @@ def _run(cfg: Config) -> int:
   layout = Layout.of(cfg.parallel, topologies.open_devices(topology, slices))
   planned = aot.plan(cfg, layout)
   print(f"compiling for {slices} x {topology}" if slices > 1 else f"compiling for {topology}")
-  print(*aot.plan_lines(planned), sep="\n", flush=True)
+  for line in aot.plan_lines(planned):
+    print(line, flush=True)
   compiled = aot.compile_step(planned)
-  print(*aot.report_lines(compiled, topology), sep="\n", flush=True)
+  for line in aot.report_lines(compiled, topology):
+    print(line, flush=True)
   if cfg.parallel.compiled_trainstep_file and compiled.executable is not None:
     path = Path(cfg.parallel.compiled_trainstep_file)
     print(f"saved {path}: {aot.save(compiled, path) / 1e6:.1f} MB")
