@@ -20,8 +20,9 @@ import numpy as np
 
 from maxghost.checkpoint.layouts import LAYOUTS, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, ParamTree, Ref, blocks_of, chunk_of
-from maxghost.checkpoint.layouts_store import Opener, StoredArray, open_tree, text_of, tool
+from maxghost.checkpoint.layouts_store import Opener, StoredArray, open_tree, tool
 from maxghost.config import ConfigError
+from maxghost.config.values import slash_path
 
 ONLY_LEFT, ONLY_RIGHT, STRUCTURE = "only-left", "only-right", "structure"
 SHAPE, DTYPE, VALUE = "shape", "dtype", "value"
@@ -108,7 +109,7 @@ def compare(
     for place in {**odd_left, **odd_right}:
       a, b = odd_left.get(place, "as in the parameters"), odd_right.get(place, "as in the parameters")
       if a != b:
-        result.rows.append(Row(f"opt_state/{text_of(place)}", STRUCTURE, a, b))
+        result.rows.append(Row(f"opt_state/{slash_path(place)}", STRUCTURE, a, b))
   if not params_only and not rngs:
     for side, checkpoint in (("left", left), ("right", right)):
       if count := len({id(ref.array) for ref in checkpoint.aux.leaves.values()}):
@@ -125,7 +126,7 @@ def _items(checkpoint: Checkpoint, params_only: bool, rngs: bool, loop_state: bo
 
   def add(prefix: str, tree: ParamTree) -> None:
     for (path, layer), ref in tree.leaves.items():
-      items.setdefault(f"{prefix}/{text_of(path)}", {})[layer] = ref
+      items.setdefault(f"{prefix}/{slash_path(path)}", {})[layer] = ref
 
   def add_one(path: str, array: StoredArray) -> None:
     items[path] = {None: Ref(array)}
@@ -134,15 +135,15 @@ def _items(checkpoint: Checkpoint, params_only: bool, rngs: bool, loop_state: bo
   if params_only:
     return items
   for place, tree in checkpoint.moments.items():
-    add(f"opt_state/{text_of(place)}", tree)
+    add(f"opt_state/{slash_path(place)}", tree)
   for path, array in checkpoint.opt_leaves.items():
-    add_one(f"opt_state/{text_of(path)}", array)
+    add_one(f"opt_state/{slash_path(path)}", array)
   if checkpoint.step is not None:
     add_one("step", checkpoint.step)
   for nodes in (checkpoint.kept | (checkpoint.loop_state if loop_state else {})).values():
     for path, node in nodes.items():
       if isinstance(node, StoredArray):
-        add_one(text_of(path), node)
+        add_one(slash_path(path), node)
   if rngs:
     add("aux", checkpoint.aux)
   return items

@@ -24,8 +24,9 @@ from maxghost.checkpoint.layouts_layers import (
   split_layers,
   without_layer,
 )
-from maxghost.checkpoint.layouts_store import Empty, LayoutError, Location, RawTree, StoredArray, Text, text_of
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, Location, RawTree, StoredArray, Text
 from maxghost.config import did_you_mean
+from maxghost.config.values import slash_path
 
 LINEN, NNX, NNX_OLD, MAXGHOST, PARAMS = "linen", "nnx", "nnx_old", "maxghost", "params"
 LAYOUTS = (LINEN, NNX, NNX_OLD, MAXGHOST, PARAMS)
@@ -106,7 +107,7 @@ class Checkpoint:
       for path, container in tree.containers.items():
         form = self.params.containers[path].form
         if container.form != form:
-          odd[place] = f"{text_of(path)} {container.form} in opt_state/{text_of(place)}, {form} in the parameters"
+          odd[place] = f"{slash_path(path)} {container.form} in opt_state/{slash_path(place)}, {form} in the parameters"
     return odd
 
   def num_params(self) -> int:
@@ -206,7 +207,7 @@ def _sections(nodes: dict, layout: str, origin: str) -> tuple[dict[str, dict], d
         extra[path] = node
       continue
     if isinstance(node, Text):
-      raise LayoutError(f"leaf {text_of(path)} is text, which cannot be moved")
+      raise LayoutError(f"leaf {slash_path(path)} is text, which cannot be moved")
     sections[_PLACES[layout][place]][path[len(place) :]] = node
   for name in ("params", "aux"):
     sections[name].pop((), None)  # an empty container
@@ -220,18 +221,18 @@ def _unknown(extra: dict, options: ReadOptions) -> tuple[dict, list[str]]:
   kept: dict[str, dict] = {}
   dropped: list[str] = []
   for path, node in extra.items():
-    names = [text_of(path[:depth]) for depth in range(1, len(path) + 1)]
+    names = [slash_path(path[:depth]) for depth in range(1, len(path) + 1)]
     if any(name in options.drop for name in names) or (options.keep_unknown and isinstance(node, Text)):
-      dropped.append(text_of(path))
+      dropped.append(slash_path(path))
     elif options.keep_unknown or any(name in options.keep for name in names):
       if isinstance(node, Text):
-        raise LayoutError(f"leaf {text_of(path)} is text, which cannot be moved; pass --drop {path[0]}")
+        raise LayoutError(f"leaf {slash_path(path)} is text, which cannot be moved; pass --drop {path[0]}")
       kept.setdefault(path[0], {})[path] = node
     else:
       inside = path[0] in ("params", "optimizer", "nnx_aux") and len(path) > 1
-      name = text_of(path[: 1 + inside])
+      name = slash_path(path[: 1 + inside])
       raise LayoutError(f"unknown {'' if inside else 'top-level '}key '{name}'; pass --keep {name} or --drop {name}")
-  known = {text_of(path[:depth]) for path in extra for depth in range(1, len(path) + 1)}
+  known = {slash_path(path[:depth]) for path in extra for depth in range(1, len(path) + 1)}
   for name in (*options.keep, *options.drop):
     if name not in known:
       raise LayoutError(f"--keep or --drop {name}: the checkpoint has no such extra key{did_you_mean(name, known)}")
@@ -272,7 +273,7 @@ def _is_wrapped(nodes: Mapping[Path, Any], is_name: Callable[[Path], bool], opti
   if all(path[:-1] in parents or is_name(path) for path in under):
     return False
   raise LayoutError(
-    f"some leaves wrapped, some not: {text_of(under[0])} is under 'value', {text_of(others[0])} is not; "
+    f"some leaves wrapped, some not: {slash_path(under[0])} is under 'value', {slash_path(others[0])} is not; "
     "pass --wrapped yes, or --wrapped no where 'value' is a parameter's name"
   )
 
@@ -364,7 +365,7 @@ def _read_opt_state(checkpoint: Checkpoint, nodes: dict, record: dict) -> None:
   _check_siblings(checkpoint)
   for path, node in rest.items():
     if isinstance(node, Text):
-      raise LayoutError(f"leaf opt_state/{text_of(path)} is text, which cannot be moved")
+      raise LayoutError(f"leaf opt_state/{slash_path(path)} is text, which cannot be moved")
     if isinstance(node, Empty):
       checkpoint.opt_empties[path] = node.kind
     else:
@@ -400,12 +401,12 @@ def _read_moments(checkpoint: Checkpoint, place: Path, group: dict) -> None:
     tree = split_layers(group, found, checkpoint.scan_axis, like=params.containers)
     wrong = _first_difference(tree, params)
   except LayoutError as error:
-    tree, wrong = ParamTree(), f"opt_state/{text_of(place)}: {error}"
+    tree, wrong = ParamTree(), f"opt_state/{slash_path(place)}: {error}"
   if wrong and factored:
     tree = split_layers(group, found, checkpoint.scan_axis, opaque=True)
     checkpoint.factored.add(place)
   elif wrong:
-    raise LayoutError(wrong if wrong.startswith("opt_state") else f"opt_state/{text_of(place)}: {wrong}")
+    raise LayoutError(wrong if wrong.startswith("opt_state") else f"opt_state/{slash_path(place)}: {wrong}")
   checkpoint.moments[place] = tree
 
 
@@ -431,4 +432,4 @@ def _check_siblings(checkpoint: Checkpoint) -> None:
       tree = checkpoint.moments[place]
       missing = sorted(everything - set(tree.leaves) - tree.empties, key=str)
       if missing:
-        raise LayoutError(f"leaf {leaf_text(missing[0])} is missing from opt_state/{text_of(place)}")
+        raise LayoutError(f"leaf {leaf_text(missing[0])} is missing from opt_state/{slash_path(place)}")

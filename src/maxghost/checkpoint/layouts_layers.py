@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, nested, text_of
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, nested
+from maxghost.config.values import slash_path
 
 Path = tuple[str, ...]
 LeafId = tuple[Path, int | None]
@@ -56,7 +57,7 @@ class Ref:
     return self.array.dtype
 
   def where(self) -> str:
-    return text_of(self.array.path) + ("" if self.index is None else f"[layer {self.index}]")
+    return slash_path(self.array.path) + ("" if self.index is None else f"[layer {self.index}]")
 
 
 class LayerReader:
@@ -139,7 +140,7 @@ def is_standard_name(name: str) -> bool:
 
 def leaf_text(leaf: LeafId) -> str:
   path, layer = leaf
-  return text_of(path) if layer is None else f"{text_of(path)} of layer {layer}"
+  return slash_path(path) if layer is None else f"{slash_path(path)} of layer {layer}"
 
 
 class ContainerFinder:
@@ -190,7 +191,7 @@ class ContainerFinder:
   def _known(self, prefix: Path, name: str) -> bool:
     if _CONTAINER_NAME.fullmatch(name):
       return True
-    return name in self._names or text_of((*prefix, name)) in self._names
+    return name in self._names or slash_path((*prefix, name)) in self._names
 
 
 def _look_like_layers(base: str, members: dict[str, dict]) -> bool:
@@ -296,7 +297,9 @@ def _num_stacked(container: Path, arrays: list[tuple[Path, StoredArray]], scan_a
   sizes = {}
   for rest, array in arrays:
     if not array.shape:
-      raise LayoutError(f"leaf {text_of((*container, *rest))} is a scalar, but {text_of(container)} stacks its layers")
+      raise LayoutError(
+        f"leaf {slash_path((*container, *rest))} is a scalar, but {slash_path(container)} stacks its layers"
+      )
     sizes[rest] = array.shape[min(scan_axis, len(array.shape) - 1)]
   if not sizes:
     return 0
@@ -305,7 +308,7 @@ def _num_stacked(container: Path, arrays: list[tuple[Path, StoredArray]], scan_a
   if wrong:
     rest, size = wrong[0]
     raise LayoutError(
-      f"leaf {text_of((*container, *rest))} has size {size} on scan axis {scan_axis}, expected L={expected}"
+      f"leaf {slash_path((*container, *rest))} has size {size} on scan axis {scan_axis}, expected L={expected}"
       + (f" ({len(wrong)} of {len(sizes)} leaves differ)" if len(wrong) > 1 else "")
       + "; give the right axis with --scan_axis"
     )

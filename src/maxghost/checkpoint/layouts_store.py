@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import numpy as np
 import tensorstore as ts
 
 from maxghost.config import ConfigError
+from maxghost.config.files import write_text
+from maxghost.config.values import slash_path
 
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 ITEM_NAMES = ("items", "default", "state", "model_params")
@@ -76,10 +78,6 @@ def nested(flat: Mapping[Any, Any]) -> Any:
   if children and all(isinstance(key, int) for key in children):
     return [nested(children[i]) for i in sorted(children)]
   return {key: nested(value) for key, value in children.items()}
-
-
-def text_of(path: Iterable[str | int]) -> str:
-  return "/".join(map(str, path))
 
 
 class Sized:
@@ -219,19 +217,14 @@ def open_at(where: Location, origin: str) -> RawTree:
   for entry in tree["tree_metadata"].values():
     tree_path = tuple(int(k["key"]) if k["key_type"] == 1 else str(k["key"]) for k in entry["key_metadata"])
     kind = entry["value_metadata"]["value_type"]
-    if kind in _EMPTY_TYPES:
-      nodes[tree_path] = Empty(kind)
-    elif kind == "string":
-      nodes[tree_path] = Text()
-    else:
-      nodes[tree_path] = Text()  # its place in the order; the array follows below
-      wanted.append(tree_path)
-  for tree_path, array in _open_arrays(where.item, tree, wanted):
-    nodes[tree_path] = array
+    nodes[tree_path] = Empty(kind) if kind in _EMPTY_TYPES else Text()
+    if kind not in (*_EMPTY_TYPES, "string"):
+      wanted.append(tree_path)  # `Text` keeps its place in the order
+  nodes.update(_open_arrays(where.item, tree, wanted))
   return RawTree(nodes, origin, step_metadata, tree.get("custom_metadata"), where)
 
 
-def _open_arrays(item: Path, tree: dict, wanted: list[TreePath]):
+def _open_arrays(item: Path, tree: dict, wanted: list[TreePath]) -> Iterator[tuple[TreePath, StoredArray]]:
   ocdbt = (item / "manifest.ocdbt").is_file()
   if not ocdbt and tree.get("use_ocdbt", True) and wanted:
     raise LayoutError(f"{item} is damaged or half copied: it has no manifest.ocdbt")
@@ -265,7 +258,7 @@ def _stored(item: Path, path: TreePath, store: ts.TensorStore, key_impl: str | N
 
 def _unreadable(item: Path, path: TreePath, error: Exception) -> LayoutError:
   cause = " ".join(str(error).split())[:200]
-  return LayoutError(f"{item} is damaged or half copied: leaf {text_of(path)} cannot be read ({cause})")
+  return LayoutError(f"{item} is damaged or half copied: leaf {slash_path(path)} cannot be read ({cause})")
 
 
 def _read_spec(item: Path, name: str, driver: str, ocdbt: bool) -> dict:
@@ -298,6 +291,11 @@ def read_json(file: Path) -> dict[str, Any]:
   if not isinstance(content, dict):
     raise LayoutError(f"{file} is no JSON object")
   return content
+
+
+def write_json(file: Path, content: Mapping[str, Any], **style: Any) -> None:
+  """Writes a JSON object; style: as in json.dumps, where an indented object ends its last line. Raises OSError."""
+  write_text(file, json.dumps(content, **style) + ("\n" if "indent" in style else ""))
 
 
 def tree_from_memory(tree: Any, origin: str = "the given tree", custom_metadata: dict | None = None) -> RawTree:

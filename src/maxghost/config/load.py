@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 
-import maxghost
 from maxghost.config import files, renamed, values
 from maxghost.config.errors import ConfigError, did_you_mean
 from maxghost.config.schema import SECTIONS, Config
@@ -67,13 +66,6 @@ def fields() -> dict[str, dataclasses.Field]:
   return {item.name: item for cls in SECTIONS.values() for item in dataclasses.fields(cls)}
 
 
-def config_dir() -> Path:
-  """The folder of the shipped configurations: inside the wheel, or in the repository of an editable install."""
-  package = Path(maxghost.__file__).resolve().parent
-  inside = package / "configs"
-  return inside if inside.is_dir() else package.parents[1] / "configs"
-
-
 def load(path: str | os.PathLike | None = None, *overrides: str, base_dir: str | os.PathLike | None = None) -> Config:
   """The validated configuration of a YAML file and `key=value` texts; without any, the defaults (= configs/base.yml).
 
@@ -98,7 +90,7 @@ def load_with_origins(path=None, *overrides: str, base_dir=None) -> Loaded:
   model_name = command.get("model_name") or (None if resolved else base.get("model_name"))
   if model_name is not None and isinstance(model_name.node, yaml.ScalarNode):
     folders = [Path(base_dir)] if base_dir is not None else [Path(path).parent] if path is not None else []
-    model = _read_model_file(model_name, [*folders, config_dir()], problems)
+    model = _read_model_file(model_name, [*folders, files.config_dir()], problems)
   return _resolve((base, model, command), resolved, problems, notes)
 
 
@@ -137,7 +129,7 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
 
 def _nearest_file(path: Path) -> str:
   """`; nearest is X` for a missing YAML file, looking in its folder and among the shipped configurations."""
-  for folder in (path.parent, config_dir()):
+  for folder in (path.parent, files.config_dir()):
     names = sorted(found.name for found in folder.glob("*.y*ml")) if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
     if near:

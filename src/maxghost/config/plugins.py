@@ -5,8 +5,9 @@ A plug-in's module is imported when it is used. A built-in one has its line here
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 _ONE_WALK = "which takes validation and training rows back together, once"
 _ONE_BATCH = "which appends the validation rows to the training batch"
@@ -67,21 +68,10 @@ class Optimizer(Plugin):
   elementwise: bool = False
 
 
+_elementwise = functools.partial(Optimizer, columns=("momentum", "weight_decay"), by_segment=True, elementwise=True)
 OPTIMIZERS: dict[str, Optimizer] = {
-  "adamw": Optimizer(
-    "maxghost.optimizers.adamw:AdamW",
-    direction="adam",
-    columns=("momentum", "weight_decay"),
-    by_segment=True,
-    elementwise=True,
-  ),
-  "sgd": Optimizer(
-    "maxghost.optimizers.sgd:Sgd",
-    direction="sgd",
-    columns=("momentum", "weight_decay"),
-    by_segment=True,
-    elementwise=True,
-  ),
+  "adamw": _elementwise("maxghost.optimizers.adamw:AdamW", direction="adam"),
+  "sgd": _elementwise("maxghost.optimizers.sgd:Sgd", direction="sgd"),
 }
 
 
@@ -104,13 +94,7 @@ class Names(Sequence[str]):
   def __init__(self, read: Callable[[], Sequence[str]]):
     self._read = read
 
-  @overload
-  def __getitem__(self, index: int) -> str: ...
-
-  @overload
-  def __getitem__(self, index: slice) -> Sequence[str]: ...
-
-  def __getitem__(self, index):
+  def __getitem__(self, index: Any) -> Any:
     return self._read()[index]
 
   def __len__(self) -> int:

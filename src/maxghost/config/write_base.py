@@ -5,8 +5,8 @@ import textwrap
 from pathlib import Path
 
 from maxghost.config import values
+from maxghost.config.files import config_dir
 from maxghost.config.help import first_line, limits, sections
-from maxghost.config.load import config_dir
 
 HEADER = """\
 # Every key with its default. A file of your own needs only the keys it changes.

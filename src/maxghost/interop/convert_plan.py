@@ -22,7 +22,8 @@ from maxghost.checkpoint.layouts_layers import (
   container_of,
   is_standard_name,
 )
-from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, TreePath, text_of
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, TreePath
+from maxghost.config.values import slash_path
 
 KEEP = "keep"
 # The linen layout with the optimizer state exactly as MaxText's NNX runs write and want it.
@@ -224,13 +225,13 @@ class _Restack:
       period = self._target.layer_period or period
       block_name = block_name or (about.path[-1] if period > 1 else "")
     if form == SCANNED and about.num_layers % period:
-      raise LayoutError(f"{text_of(about.path)}: {about.num_layers} layers are no multiple of layer_period={period}")
+      raise LayoutError(f"{slash_path(about.path)}: {about.num_layers} layers are no multiple of layer_period={period}")
     return Container(about.path, form, about.num_layers, period, block_name, axis)
 
   def _check_opaque(self, about: Container, path: Path, axis: int) -> None:
     if self._form(about, axis).form != about.form or about.scan_axis != axis:
       raise LayoutError(
-        f"leaf {text_of(path)} has no layer axis of its own and cannot be restacked; use --layers keep and the "
+        f"leaf {slash_path(path)} has no layer axis of its own and cannot be restacked; use --layers keep and the "
         "source's scan axis (or leave it out: --drop_rngs for random state, --params_only for optimizer state)"
       )
 
@@ -249,7 +250,7 @@ def _stack(container: Container, inside: dict[Path, dict[int, Ref]]) -> Iterator
   """The stacked arrays of one container, after checking that its layers are alike."""
   indices = sorted({layer for layers in inside.values() for layer in layers})
   if indices != list(range(len(indices))):
-    parent = text_of(container.path[:-1]) or text_of(container.path)
+    parent = slash_path(container.path[:-1]) or slash_path(container.path)
     raise LayoutError(
       f"layer indices under {parent} are not contiguous: {', '.join(map(str, indices))}; use --layers unscanned"
     )
@@ -282,8 +283,8 @@ def _check_alike(
   name, advice = container.path[-1], "use --layers unscanned"
   if missing := [i for i in wanted if i not in present]:
     raise LayoutError(
-      f"leaf {text_of(rest)} exists in layers {', '.join(map(str, present))} but not in "
-      f"{', '.join(map(str, missing))} (of {text_of(container.path)}); {advice}"
+      f"leaf {slash_path(rest)} exists in layers {', '.join(map(str, present))} but not in "
+      f"{', '.join(map(str, missing))} (of {slash_path(container.path)}); {advice}"
     )
   for layer, ref in zip(present, parts, strict=True):
     for what, first, this in (
@@ -293,8 +294,8 @@ def _check_alike(
     ):
       if first != this:
         raise LayoutError(
-          f"cannot stack {text_of(container.path)}_*: leaf {text_of(rest)} has {what} {first} in {name}_{present[0]} "
-          f"but {this} in {name}_{layer}; {advice}"
+          f"cannot stack {slash_path(container.path)}_*: leaf {slash_path(rest)} has {what} {first} in "
+          f"{name}_{present[0]} but {this} in {name}_{layer}; {advice}"
         )
 
 
@@ -401,8 +402,8 @@ def _is_plain(array: StoredArray, plain: set[Path]) -> bool:
 
 
 def _note_left_out(checkpoint: Checkpoint, plan: Plan) -> None:
-  parts = [f"opt_state/{text_of(place)}" for place in checkpoint.moments]
-  parts += [f"opt_state/{text_of(path)}" for path in checkpoint.opt_leaves]
+  parts = [f"opt_state/{slash_path(place)}" for place in checkpoint.moments]
+  parts += [f"opt_state/{slash_path(path)}" for path in checkpoint.opt_leaves]
   parts += ["step"] if checkpoint.step is not None else []
   parts += ["random state"] if checkpoint.aux.leaves else []
   if parts:
@@ -422,9 +423,9 @@ def _metadata(
   record: dict[str, Any] = {"layout": layout, "param_scan_axis": axis}
   if checkpoint.values_from:
     record["values_from"] = checkpoint.values_from
-  if names := [text_of(c.path) for c in containers if not is_standard_name(c.path[-1])]:
+  if names := [slash_path(c.path) for c in containers if not is_standard_name(c.path[-1])]:
     record["containers"] = names
-  if blocks := {text_of(c.path): [c.period, c.block_name] for c in containers if c.block_name}:
+  if blocks := {slash_path(c.path): [c.period, c.block_name] for c in containers if c.block_name}:
     record["blocks"] = blocks
   if checkpoint.opt_empties and target.layout not in _LINEN_LIKE and not bare:
     record["opt_empties"] = [[list(path), kind] for path, kind in checkpoint.opt_empties.items()]

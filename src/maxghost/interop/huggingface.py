@@ -4,7 +4,6 @@ Read, a folder is a tree of parameters with unscanned layers, so loading, conver
 as on any checkpoint. Tensors are read when asked for, one at a time.
 """
 
-import json
 import math
 import os
 import re
@@ -298,7 +297,3 @@ def _maker(readers: _Readers, rule: Rule, refs: list[Ref], expert: int | None) -
     return rule.to_tensor(params)
 
   return make
-
-
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-  file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -24,8 +24,9 @@ import numpy as np
 
 from maxghost.checkpoint import compare
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_store import LayoutError, TreePath, VerificationError, open_at, text_of, tool
-from maxghost.interop.convert import check_target, place_like, write_plan
+from maxghost.checkpoint.layouts_store import LayoutError, TreePath, open_at, tool
+from maxghost.config.values import slash_path
+from maxghost.interop.convert import check_target, check_written, place_like, write_plan
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.tree_writer import new_folder
@@ -76,7 +77,7 @@ def _gradient_power(path: TreePath) -> int:
     if name in _POWERS:
       return _POWERS[name]
   raise LayoutError(
-    f"leaf {text_of(path)}: it is not known how this state scales with the gradient; known: {', '.join(_POWERS)}"
+    f"leaf {slash_path(path)}: it is not known how this state scales with the gradient; known: {', '.join(_POWERS)}"
   )
 
 
@@ -107,19 +108,19 @@ def rescale_checkpoint(
   list(rescale_queries([], head_dim, to))  # checks head_dim and to before anything is written
   for (path, _), ref in checkpoint.params.leaves.items():
     if is_query(path) and ref.shape[-1:] != (head_dim,):
-      raise LayoutError(f"head_dim={head_dim}, but the last dimension of {text_of(path)} is {ref.shape[-1]}")
+      raise LayoutError(f"head_dim={head_dim}, but the last dimension of {slash_path(path)} is {ref.shape[-1]}")
   plan.custom_metadata[RECORD]["values_from"] = to
 
   def change(path: TreePath, block: np.ndarray) -> np.ndarray:
     return rescale_leaf(path, block, head_dim, to) if is_query(path) else block
 
+  def is_rescaled(row: compare.Row) -> bool:
+    return row.kind == compare.VALUE and is_query(tuple(row.path.split("/")))
+
   with new_folder(out) as temporary:
     place = place_like(raw, temporary)
     write_plan(raw, plan, place, change=change)
-    written = read_checkpoint(open_at(place, str(place.step)), ReadOptions(keep_unknown=True))
-    rows = compare.compare(checkpoint, written, rngs=True).rows
-    if wrong := [row for row in rows if not is_query(tuple(row.path.split("/"))) or row.kind != compare.VALUE]:
-      raise VerificationError(wrong, "leaves")
+    check_written(checkpoint, open_at(place, str(place.step)), rngs=True, is_expected=is_rescaled)
   say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}) to {to}'s convention, the rest copied")
 
 

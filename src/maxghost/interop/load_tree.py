@@ -19,9 +19,9 @@ from maxghost.checkpoint.layouts_store import (
   TreePath,
   listed,
   nested,
-  text_of,
   tree_from_memory,
 )
+from maxghost.config.values import slash_path
 from maxghost.interop.convert import read_block, with_key_type
 from maxghost.interop.convert_plan import TargetLeaf
 from maxghost.interop.huggingface import open_tree
@@ -79,8 +79,8 @@ def open_load(
     kept = {leaf: _initial(leaf, _look_up(wanted, leaf)) for leaf in found.fresh}
     arrays |= {tuple(map(str, leaf)): value for leaf, value in kept.items() if value is not None}
     for what, names in (
-      ("kept at its initial value", [text_of(leaf) for leaf, value in kept.items() if value is not None]),
-      ("left out", [text_of(leaf) for leaf, value in kept.items() if value is None]),
+      ("kept at its initial value", [slash_path(leaf) for leaf, value in kept.items() if value is not None]),
+      ("left out", [slash_path(leaf) for leaf, value in kept.items() if value is None]),
     ):
       if names:
         say(f"not in {path}, {what}: {', '.join(names)}")
@@ -114,7 +114,7 @@ class _Matcher:
     if not with_optimizer:
       return
     for place, tree in self._target.moments.items():
-      self._match_tree(tree, self._source_moment(place), f"opt_state/{text_of(place)}/")
+      self._match_tree(tree, self._source_moment(place), f"opt_state/{slash_path(place)}/")
     for path, array in self._target.opt_leaves.items():
       self._match_count(path, array)
     self._match_step()
@@ -171,9 +171,9 @@ class _Matcher:
     if chosen is None and same_name and len({other.read(None).tobytes() for other in same_name}) == 1:
       chosen = same_name[0]
     if chosen is None:
-      self._problems.append(f"misses opt_state/{text_of(path)}")
+      self._problems.append(f"misses opt_state/{slash_path(path)}")
     elif chosen.shape != array.shape or chosen.dtype != array.dtype:
-      self._problems.append(f"opt_state/{text_of(path)} is {_kind(chosen)} there and {_kind(array)} in the model")
+      self._problems.append(f"opt_state/{slash_path(path)} is {_kind(chosen)} there and {_kind(array)} in the model")
     else:
       self.leaves.append(TargetLeaf(array.path, (Ref(chosen),)))
 
@@ -195,7 +195,7 @@ def _initial(path: TreePath, wanted: Any) -> Any:
 
   if not isinstance(wanted, jax.ShapeDtypeStruct):
     return wanted
-  return _place(np.ones(wanted.shape, wanted.dtype), None, wanted) if text_of(path) == "clip_factor" else None
+  return _place(np.ones(wanted.shape, wanted.dtype), None, wanted) if slash_path(path) == "clip_factor" else None
 
 
 def _look_up(tree: Any, path: TreePath) -> Any:
