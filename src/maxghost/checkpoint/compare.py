@@ -158,19 +158,15 @@ class _ValueComparer:
 
   def compare(self, path: str, pairs: list[tuple[int | None, Ref, Ref]], *, is_step: bool) -> None:
     """Appends at most one row per kind of difference of one logical array."""
-    comparable = []
-    for kind, of in ((SHAPE, lambda ref: ref.shape), (DTYPE, _dtype_text)):
+    bad: set[int] = set()
+    for kind, of, text in ((SHAPE, lambda ref: ref.shape, _describe), (DTYPE, _dtype_text, _dtype_text)):
       if is_step and kind == DTYPE:
         continue
       wrong = [pair for pair in pairs if of(pair[1]) != of(pair[2])]
       if wrong:
         layers = [layer for layer, _, _ in wrong if layer is not None]
-        a, b = (_describe(wrong[0][1]), _describe(wrong[0][2]))
-        if kind == DTYPE:
-          a, b = _dtype_text(wrong[0][1]), _dtype_text(wrong[0][2])
-        self._result.rows.append(Row(path, kind, a, b, layers))
-      comparable.append({id(pair[1]) for pair in wrong})
-    bad = set().union(*comparable)
+        self._result.rows.append(Row(path, kind, text(wrong[0][1]), text(wrong[0][2]), layers))
+      bad |= {id(pair[1]) for pair in wrong}
     row: Row | None = None
     good = [pair for pair in pairs if id(pair[1]) not in bad]
     scale = self._scale(good) if self._atol else 0.0

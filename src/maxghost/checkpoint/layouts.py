@@ -117,8 +117,7 @@ class Checkpoint:
 def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpoint:
   """Reads any layout. Only headers are touched. Raises LayoutError naming the leaf or key."""
   options = options or ReadOptions()
-  nodes = _strings(raw)
-  nodes, prefix = _below_prefix(nodes)
+  nodes, prefix = _below_prefix({tuple(map(str, path)): node for path, node in raw.nodes.items()})
   layout = options.layout or _detect(nodes, raw, prefix)
   record = raw.custom_metadata.get(RECORD) or {}
   sections, extra = _sections(nodes, layout, raw.origin)
@@ -156,10 +155,6 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpo
   if not params.leaves:
     raise LayoutError(f"{raw.origin} holds no parameters")
   return checkpoint
-
-
-def _strings(raw: RawTree) -> dict[Path, StoredArray | Empty | Text]:
-  return {tuple(map(str, path)): node for path, node in raw.nodes.items()}
 
 
 def _below_prefix(nodes: dict) -> tuple[dict, str]:
@@ -401,22 +396,21 @@ def _read_moments(checkpoint: Checkpoint, place: Path, group: dict) -> None:
     tree = split_layers(group, found, checkpoint.scan_axis, like=params.containers)
     wrong = _first_difference(tree, params)
   except LayoutError as error:
-    tree, wrong = ParamTree(), f"opt_state/{slash_path(place)}: {error}"
+    tree, wrong = ParamTree(), str(error)
   if wrong and factored:
     tree = split_layers(group, found, checkpoint.scan_axis, opaque=True)
     checkpoint.factored.add(place)
   elif wrong:
-    raise LayoutError(wrong if wrong.startswith("opt_state") else f"opt_state/{slash_path(place)}: {wrong}")
+    raise LayoutError(f"opt_state/{slash_path(place)}: {wrong}")
   checkpoint.moments[place] = tree
 
 
 def _first_difference(tree: ParamTree, params: ParamTree) -> str:
-  want = params.shapes()
   for leaf, ref in tree.leaves.items():
-    if leaf not in want:
+    if leaf not in params.leaves:
       return f"leaf {leaf_text(leaf)} has no parameter"
-    if ref.shape != want[leaf]:
-      return f"leaf {leaf_text(leaf)} has shape {ref.shape}, its parameter {want[leaf]}"
+    if ref.shape != params.leaves[leaf].shape:
+      return f"leaf {leaf_text(leaf)} has shape {ref.shape}, its parameter {params.leaves[leaf].shape}"
   return ""
 
 

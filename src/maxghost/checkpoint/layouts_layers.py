@@ -124,9 +124,6 @@ class ParamTree:
     else:
       self.leaves[leaf] = Ref(node, axis if index is None else min(axis, len(node.shape) - 1), index)
 
-  def shapes(self) -> dict[LeafId, tuple[int, ...]]:
-    return {leaf: ref.shape for leaf, ref in self.leaves.items()}
-
 
 def container_of(path: Path, containers: Iterable[Path]) -> Path | None:
   """The container that `path` (without layer index) lies in."""
@@ -189,9 +186,7 @@ class ContainerFinder:
     }
 
   def _known(self, prefix: Path, name: str) -> bool:
-    if _CONTAINER_NAME.fullmatch(name):
-      return True
-    return name in self._names or slash_path((*prefix, name)) in self._names
+    return is_standard_name(name) or name in self._names or slash_path((*prefix, name)) in self._names
 
 
 def _look_like_layers(base: str, members: dict[str, dict]) -> bool:
@@ -200,16 +195,12 @@ def _look_like_layers(base: str, members: dict[str, dict]) -> bool:
     return False
   if any(sum(isinstance(child, dict) for child in member.values()) < 2 for member in members.values()):
     return False
-  shapes = [{path: leaf.shape for path, leaf in _flat(member)} for member in members.values()]
+  shapes = [_shapes(member) for member in members.values()]
   return all(shape == shapes[0] for shape in shapes)
 
 
-def _flat(tree: dict, prefix: Path = ()):
-  for name, child in tree.items():
-    if isinstance(child, dict):
-      yield from _flat(child, (*prefix, name))
-    else:
-      yield (*prefix, name), child
+def _shapes(tree: dict) -> dict:
+  return {name: _shapes(child) if isinstance(child, dict) else child.shape for name, child in tree.items()}
 
 
 def split_layers(

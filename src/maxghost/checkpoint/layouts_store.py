@@ -300,22 +300,43 @@ def write_json(file: Path, content: Mapping[str, Any], **style: Any) -> None:
 
 def tree_from_memory(tree: Any, origin: str = "the given tree", custom_metadata: dict | None = None) -> RawTree:
   """A RawTree over arrays in memory: nested dicts, lists, tuples, NamedTuples (optax states), nnx.State, Nones."""
-  import jax
+  from jax.tree_util import SequenceKey, keystr, tree_flatten_with_path
 
   def is_leaf(node):
     return node is None or (isinstance(node, (dict, list, tuple)) and not node)
 
   nodes: dict[TreePath, StoredArray | Empty | Text] = {}
-  for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
-    path = tuple(_key_of(key) for key in keys)
+  for keys, leaf in tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+    path = tuple(k.idx if isinstance(k, SequenceKey) else keystr((k,), simple=True) for k in keys)
     nodes[path] = _memory_node(path, leaf)
   return RawTree(nodes, origin, {"custom_metadata": custom_metadata or {}})
 
 
-def _key_of(key: Any) -> str | int:
-  if hasattr(key, "idx"):
-    return key.idx
-  return str(key.name if hasattr(key, "name") else key.key)
+def is_typed_key(leaf: Any) -> bool:
+  """Whether a leaf is a random key with a type of its own, which may be abstract."""
+  return "key<" in str(getattr(leaf, "dtype", ""))
+
+
+def key_impl(key: Any) -> Any:
+  """The generator of a typed key, which may be abstract: only a traced key can be asked."""
+  import jax
+
+  found = []
+  jax.eval_shape(lambda k: found.append(jax.random.key_impl(k)), key)
+  return found[0]
+
+
+def key_words(key: Any) -> Any:
+  """The uint32 words of a typed key; abstract words of an abstract key."""
+  import jax
+
+  return jax.eval_shape(jax.random.key_data, key) if isinstance(key, jax.ShapeDtypeStruct) else jax.random.key_data(key)
+
+
+def misfit(origin: Any, problems: Sequence[str], most: int = 8) -> str:
+  """The error for a checkpoint whose leaves are not those of the model."""
+  more = f"; and {len(problems) - most} more" if len(problems) > most else ""
+  return f"checkpoint {origin} does not fit this model: {'; '.join(problems[:most])}{more}"
 
 
 def _memory_node(path: TreePath, leaf: Any) -> StoredArray | Empty | Text:
@@ -327,12 +348,8 @@ def _memory_node(path: TreePath, leaf: Any) -> StoredArray | Empty | Text:
   if isinstance(leaf, str):
     return Text()
   impl = None
-  if "key<" in str(getattr(leaf, "dtype", "")):
-    import jax
-
-    impl = str(jax.random.key_impl(leaf))
-    is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
-    leaf = jax.eval_shape(jax.random.key_data, leaf) if is_abstract else jax.random.key_data(leaf)
+  if is_typed_key(leaf):
+    impl, leaf = str(key_impl(leaf)), key_words(leaf)
   shape, dtype = np.shape(leaf), np.dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
 
   def read(index=None, leaf=leaf):

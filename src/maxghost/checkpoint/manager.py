@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from maxghost.checkpoint.checksum import checksums
-from maxghost.checkpoint.layouts_store import listed
+from maxghost.checkpoint.layouts_store import is_typed_key, key_impl, key_words, listed, misfit
 from maxghost.parallel import distributed
 
 FORMAT_VERSION = 1
@@ -182,8 +181,7 @@ def compare_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, A
     if tuple(have.shape) != tuple(want.shape) or have.dtype != want.dtype:
       problems.append(f"{name} is {have.dtype}{list(have.shape)} there and {want.dtype}{list(want.shape)} in the model")
   if problems:
-    more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-    raise CheckpointError(f"checkpoint {path} does not fit this model: {'; '.join(problems[:8])}{more}")
+    raise CheckpointError(misfit(path, problems))
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
@@ -192,34 +190,16 @@ def _flatten(tree: Any) -> dict[str, Any]:
   return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def _is_typed_key(leaf: Any) -> bool:
-  return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _with_raw_keys(tree: Any) -> Any:
   """Typed random keys become their uint32 words (Orbax stores numbers); abstract keys likewise."""
 
-  def raw(leaf):
-    if not _is_typed_key(leaf):
-      return leaf
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-      return jax.eval_shape(jax.random.key_data, leaf)
-    return jax.random.key_data(leaf)
-
-  return jax.tree.map(raw, tree)
+  return jax.tree.map(lambda leaf: key_words(leaf) if is_typed_key(leaf) else leaf, tree)
 
 
 def _with_typed_keys(tree: Any, like: Any) -> Any:
   """The other way round, where `like` has a typed key."""
 
   def typed(leaf, model):
-    return jax.random.wrap_key_data(leaf, impl=_key_impl(model)) if _is_typed_key(model) else leaf
+    return jax.random.wrap_key_data(leaf, impl=key_impl(model)) if is_typed_key(model) else leaf
 
   return jax.tree.map(typed, tree, like)
-
-
-def _key_impl(key: Any) -> Any:
-  """The generator of a key that may be abstract: only a traced key can be asked."""
-  found = []
-  jax.eval_shape(lambda k: found.append(jax.random.key_impl(k)), key)
-  return found[0]

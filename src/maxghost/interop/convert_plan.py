@@ -85,12 +85,11 @@ class Plan:
   empties: list[tuple[TreePath, Empty]] = field(default_factory=list)
   notes: list[str] = field(default_factory=list)
   custom_metadata: dict[str, Any] = field(default_factory=dict)
-  scan_axis: int = 1
 
 
 def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
   """What to write where. Raises LayoutError naming the leaf where the target layout cannot hold the checkpoint."""
-  plan = Plan(scan_axis=_target_axis(checkpoint, target))
+  plan, scan_axis = Plan(), _target_axis(checkpoint, target)
   params_only = target.params_only or target.layout == PARAMS
   wrapped = target.layout == PARAMS if target.wrapped is None else target.wrapped
   end: TreePath = ("value",) if wrapped else ()
@@ -98,7 +97,7 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
     raise LayoutError("the linen layout has no `value` level; leave out --target_wrapped")
   containers: list[Container] = []
   root = {PARAMS: ()}.get(target.layout, ("params", "params") if target.layout in _LINEN_LIKE else ("model",))
-  restack = _Restack(checkpoint, target, plan.scan_axis)
+  restack = _Restack(checkpoint, target, scan_axis)
   for path, parts, axis in restack.leaves(checkpoint.params, containers):
     plan.leaves.append(TargetLeaf((*root, *path, *end), parts, axis))
   if params_only:
@@ -121,7 +120,7 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
     plan.notes.append(f"kept as it is: {key} ({len(nodes)} leaves)")
   if checkpoint.dropped:
     plan.notes.append(f"dropped: {len(checkpoint.dropped)} leaves, the first {checkpoint.dropped[0]}")
-  plan.custom_metadata = _metadata(checkpoint, target, plan.scan_axis, containers, aux, params_only)
+  plan.custom_metadata = _metadata(checkpoint, target, scan_axis, containers, aux, params_only)
   order: dict[int, int] = {}
   for leaf in plan.leaves:
     for ref in leaf.parts:
@@ -390,7 +389,7 @@ def _plan_aux(checkpoint: Checkpoint, target: Target, plan: Plan, restack: _Rest
     leaves = list(restack.as_stored(checkpoint.aux))
   for path, parts, axis in leaves:
     plan.leaves.append(TargetLeaf((*root, *path, *end), parts, axis))
-    if plain and parts[0].array.path[-len(path) :] and _is_plain(parts[0].array, plain):
+    if _is_plain(parts[0].array, plain):
       others.append(path)
   return others
 

@@ -17,7 +17,7 @@ h head width.
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -41,22 +41,6 @@ def is_query(path: TreePath) -> bool:
   names = tuple(map(str, path))
   names = names[:-1] if names[-1:] == ("value",) else names
   return len(names) >= 2 and names[-2] == "query" and names[-1] in ("kernel", "bias")
-
-
-def rescale_queries(
-  leaves: Iterable[tuple[TreePath, np.ndarray]], head_dim: int, to: str = MAXGHOST
-) -> Iterator[tuple[TreePath, np.ndarray]]:
-  """Streams (path, array) pairs of a {"model", "optimizer"} or Linen tree, with the query leaves rescaled.
-
-  to: 'maxghost' multiplies query weights by sqrt(head_dim), 'maxtext' divides. Other leaves pass through untouched.
-  Raises LayoutError for another `to`, a head_dim below 1, or a query leaf in an optimizer state of unknown meaning.
-  """
-  if to not in (MAXGHOST, MAXTEXT):
-    raise LayoutError(f"to={to}: use {MAXGHOST} or {MAXTEXT}")
-  if head_dim < 1:
-    raise LayoutError(f"head_dim={head_dim}: must be 1 or more")
-  for path, array in leaves:
-    yield path, rescale_leaf(path, array, head_dim, to) if is_query(path) else array
 
 
 def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> np.ndarray:
@@ -94,6 +78,10 @@ def rescale_checkpoint(
   Refuses (LayoutError) where the checkpoint already follows the convention `to`, where it holds no query projection,
   and where head_dim is not the last dimension of one.
   """
+  if to not in (MAXGHOST, MAXTEXT):
+    raise LayoutError(f"to={to}: use {MAXGHOST} or {MAXTEXT}")
+  if head_dim < 1:
+    raise LayoutError(f"head_dim={head_dim}: must be 1 or more")
   raw = open_tree(source)
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
   if checkpoint.values_from == to:
@@ -105,7 +93,6 @@ def rescale_checkpoint(
   queries = [leaf for leaf in plan.leaves if is_query(leaf.path)]
   if not queries:
     raise LayoutError(f"{source} holds no query projection (.../query/kernel)")
-  list(rescale_queries([], head_dim, to))  # checks head_dim and to before anything is written
   for (path, _), ref in checkpoint.params.leaves.items():
     if is_query(path) and ref.shape[-1:] != (head_dim,):
       raise LayoutError(f"head_dim={head_dim}, but the last dimension of {slash_path(path)} is {ref.shape[-1]}")

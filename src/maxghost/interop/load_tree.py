@@ -17,7 +17,9 @@ from maxghost.checkpoint.layouts_store import (
   LayoutError,
   StoredArray,
   TreePath,
+  is_typed_key,
   listed,
+  misfit,
   nested,
   tree_from_memory,
 )
@@ -125,8 +127,7 @@ class _Matcher:
     if unused:
       self._problems.append(f"has {listed(unused)}, unknown to the model")
     if self._problems:
-      more = f"; and {len(self._problems) - 8} more" if len(self._problems) > 8 else ""
-      raise LayoutError(f"checkpoint {origin} does not fit this model: {'; '.join(self._problems[:8])}{more}")
+      raise LayoutError(misfit(origin, self._problems))
 
   def _match_tree(self, target: ParamTree, source: ParamTree | None, prefix: str, *, optional: bool = False) -> None:
     wanted: dict[int, list] = {}
@@ -205,8 +206,7 @@ def _look_up(tree: Any, path: TreePath) -> Any:
 
 
 def _place(block: np.ndarray, leaf: TargetLeaf | None, wanted: Any) -> Any:
-  is_key = "key<" in str(getattr(wanted, "dtype", ""))
-  value = with_key_type(block, leaf.key_impl) if leaf and is_key else block
+  value = with_key_type(block, leaf.key_impl) if leaf and is_typed_key(wanted) else block
   sharding = getattr(wanted, "sharding", None)
   if sharding is None:
     return value
