@@ -1,4 +1,4 @@
-"""One canonical checkpoint for every layout: what it is, and how each layout is read into it.
+"""`Checkpoint`, the canonical form of a checkpoint, and how each layout is read into it.
 
 Layouts (docs/checkpoints.md has the tables):
   linen     params/params/..., opt_state (a list with holes), step; NNX runs of MaxText add nnx_aux
@@ -6,7 +6,7 @@ Layouts (docs/checkpoints.md has the tables):
   nnx_old   params/.../value, opt_state, step
   maxghost  as nnx, written by this trainer: bare leaves, stacked layers on dimension 0
   params    parameters alone, with or without `value`, also below `base/` or `model_params/`
-Everything downstream (writing, comparing, listing) sees `Checkpoint` and no layout.
+Writing, comparing and listing work on `Checkpoint` alone.
 """
 
 import math
@@ -48,11 +48,15 @@ _NOT_PARAMS = ("opt_state", "optimizer", "optimizer_state", "inner_state", "oute
 
 @dataclass(frozen=True)
 class ReadOptions:
-  """How to read a tree: what cannot be told from it.
+  """What a tree does not say itself about how to read it.
 
-  layout: one of LAYOUTS, or '' to tell. scan_axis: of stacked layers; None = as recorded, else the layout's own.
-  containers: more names of layer containers. wrapped: leaves under `value`; None = tell. keep, drop: unknown keys.
-  keep_unknown: keep them all (text leaves are dropped).
+  Attributes:
+    layout: One of LAYOUTS; '' = detect.
+    scan_axis: The dimension of stacked layers; None = as recorded, else the layout's own.
+    containers: More names of layer containers.
+    wrapped: Whether leaves lie under `value`; None = detect.
+    keep, drop: Unknown keys to keep and to leave out.
+    keep_unknown: Keep all unknown keys but text leaves.
   """
 
   layout: str = ""
@@ -66,11 +70,15 @@ class ReadOptions:
 
 @dataclass
 class Checkpoint:
-  """What a checkpoint holds, whatever its layout. Paths are text; layer indices are taken out of them.
+  """What a checkpoint holds, whatever its layout. Paths are text without layer indices.
 
-  moments: by place below opt_state (('0', 'mu')), each with the paths of `params`. factored: moment trees whose shapes
-  are not the parameters'. opt_leaves, opt_empties: the rest of opt_state. aux: random keys, counts, batch statistics.
-  kept: keys of no layout, by top-level key. loop_state: what a maxghost trainer saves beside model and optimizer.
+  Attributes:
+    moments: By place below opt_state (('0', 'mu')), each with the paths of `params`.
+    factored: Moment trees whose shapes are not the parameters'.
+    opt_leaves, opt_empties: The rest of opt_state.
+    aux: Random keys, counts, batch statistics.
+    kept: Keys of no layout, by top-level key.
+    loop_state: What a maxghost trainer saves beside model and optimizer.
   """
 
   origin: str
@@ -96,7 +104,7 @@ class Checkpoint:
 
   @property
   def values_from(self) -> str:
-    """'maxtext' or 'maxghost': whose convention the weights follow (see `linen_scaling`); '' where nothing tells."""
+    """'maxtext' or 'maxghost': the convention of the query weights (see `linen_scaling`); '' where it is unknown."""
     recorded = (self.custom_metadata.get(RECORD) or {}).get("values_from")
     return recorded or {LINEN: "maxtext", MAXGHOST: "maxghost"}.get(self.layout, "")
 

@@ -1,9 +1,8 @@
 """Stored checkpoint trees: every leaf by path, opened but not read.
 
-`RawTree` is what a checkpoint folder or an in-memory tree holds, before anyone asks which layout it is. Orbax restores
-whole trees; a converter must hold one array at a time, so arrays are read here with TensorStore, on which Orbax stands.
-A path is a tuple: text for a dict key or a field name, int for a position in a list. Nothing here imports JAX unless an
-in-memory tree is given.
+`RawTree` is what a checkpoint folder or a tree in memory holds, whatever its layout. Orbax restores whole trees; a
+converter holds one array at a time, so this module reads arrays with TensorStore, which Orbax is built on. A path is a
+tuple: text for a dict key or a field name, int for a position in a list. JAX is imported only for trees in memory.
 """
 
 import functools
@@ -33,11 +32,11 @@ TreePath = tuple[str | int, ...]
 
 
 class LayoutError(ConfigError):
-  """A checkpoint, or a wish about one, that cannot be served: one clear line per problem."""
+  """A checkpoint that cannot be read, or a request that it cannot meet: one clear line per problem."""
 
 
 class VerificationError(LayoutError):
-  """What was written differs from its source; it was removed again."""
+  """What was written differs from its source, and was removed."""
 
   def __init__(self, rows: Sequence[Any], what: str):
     first = rows[0].text()
@@ -47,7 +46,8 @@ class VerificationError(LayoutError):
 
 
 def tool(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-  """Decorates the `main` of a tool: a refusal is one line per problem and exit code 2, a failed verification 1."""
+  """Decorates the `main` of a tool: an error prints one line per problem and gives exit code 2, or 1 for a failed
+  verification."""
 
   def decorate(main: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(main)
@@ -93,10 +93,14 @@ class Sized:
 
 @dataclass(frozen=True, eq=False)
 class StoredArray(Sized):
-  """One array of a checkpoint. shape and dtype are those on disk: a random key is its uint32 words.
+  """One array of a checkpoint.
 
-  read(index): index is a tuple of slices, one per dimension, or None for all. key_impl: PRNG implementation, or None.
-  chunk_nbytes: what has to be decoded to read one element.
+  Attributes:
+    path: Where it is in the tree.
+    shape, dtype: As stored: a random key is its uint32 words.
+    read: Reads the block of a tuple of slices, one per dimension; None reads all.
+    key_impl: The generator of a random key, else None.
+    chunk_nbytes: Bytes to decode in order to read one element.
   """
 
   path: TreePath
@@ -109,7 +113,7 @@ class StoredArray(Sized):
 
 @dataclass(frozen=True)
 class Empty:
-  """A place of the tree without array: None, or an empty container. kind: Orbax's word for it."""
+  """A place of the tree without an array: None or an empty container. kind: Orbax's name of it."""
 
   kind: str = "None"
 
@@ -121,7 +125,7 @@ class Text:
 
 @dataclass
 class RawTree:
-  """All leaves of one checkpoint and its metadata; `origin` names it in messages."""
+  """All leaves of a checkpoint and its metadata; `origin` names it in errors."""
 
   nodes: dict[TreePath, StoredArray | Empty | Text]
   origin: str = "the given tree"
@@ -131,7 +135,7 @@ class RawTree:
 
   @property
   def location(self) -> "Location":
-    """`folder`, of a tree that lies on disk."""
+    """`folder` of a tree on disk."""
     assert self.folder is not None, f"{self.origin} is in memory"
     return self.folder
 
@@ -207,7 +211,7 @@ def open_tree(path: str | os.PathLike) -> RawTree:
 
 
 def open_at(where: Location, origin: str) -> RawTree:
-  """`open_tree` for a place already found; `origin` names it in messages."""
+  """As `open_tree`, for a place that `locate` found; `origin` names it in errors."""
   tree = read_json(where.item / TREE_METADATA)
   step_metadata = read_json(where.step / STEP_METADATA) if (where.step / STEP_METADATA).is_file() else {}
   if not isinstance(tree.get("tree_metadata"), dict):
@@ -272,7 +276,7 @@ def _read_spec(item: Path, name: str, driver: str, ocdbt: bool) -> dict:
 
 
 def _key_impls(item: Path) -> dict[str, str]:
-  """PRNG implementation by array name, from what each writing process noted."""
+  """The generator of each random key by array name, from the metadata of each process that wrote."""
   impls = {}
   for file in sorted((item / "array_metadatas").glob("process_*")):
     for entry in read_json(file).get("array_metadatas", []):
@@ -283,7 +287,7 @@ def _key_impls(item: Path) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-  """A JSON object. Raises LayoutError where the file is missing or is none."""
+  """A JSON object. Raises LayoutError where the file is missing or holds something else."""
   try:
     content = json.loads(file.read_text(encoding="utf-8"))
   except (ValueError, OSError) as error:
