@@ -2,9 +2,9 @@
 
   python tools/compare_checkpoints.py A B [--params_only] [--atol X --rtol Y] [--json]
 
-Exit code 0: equal; 1: different; 2: one of them cannot be read. Both are read into the canonical form first: stacked
-equals unstacked layers, wrapped equals bare leaves, and a step of int32 one of uint32. Values are equal when their
-bytes are, or when both are NaN. Arrays are read block by block.
+Exit code 0: equal; 1: different; 2: one of them cannot be read. Both are read into the canonical form first, so stacked
+layers may equal unstacked ones, wrapped leaves bare ones, and a step of int32 one of uint32. Values are equal where
+their bytes are equal or both are NaN. Arrays are read block by block.
 """
 
 import argparse
@@ -83,10 +83,16 @@ def compare(
   rtol: float = 0.0,
   ram_bytes: int = _RAM_BYTES,
 ) -> Comparison:
-  """Compares two canonical checkpoints. ram_bytes: host memory for arrays; large ones are compared block by block.
+  """Compares two canonical checkpoints.
 
-  rngs: random state and other non-parameters too. atol: allowed difference as a share of the largest magnitude of the
-  same array (so 1e-5 means as much for second moments as for weights); rtol: as a share of each element of `right`.
+  Args:
+    left, right: The checkpoints.
+    params_only: Whether to compare parameters alone.
+    rngs: Whether to compare random state and other non-parameters too.
+    atol: Allowed difference as a share of the largest magnitude of the array, so that 1e-5 means as much for second
+      moments as for weights.
+    rtol: Allowed difference as a share of each element of `right`.
+    ram_bytes: Host memory for arrays; larger ones are compared block by block.
   """
   result = Comparison()
   loop_state = bool(left.loop_state) and bool(right.loop_state)

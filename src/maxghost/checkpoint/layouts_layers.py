@@ -1,7 +1,7 @@
-"""Layer containers: the same layers stacked into one array, as siblings `layers_0, layers_1`, or keyed by integers.
+"""Layer containers: layers stacked in one array, as siblings `layers_0, layers_1`, or keyed by integers.
 
-Whatever its form on disk, a parameter tree becomes a `ParamTree`: for every path without layer index, and every layer,
-a `Ref` to where that layer's array lies. Comparing, stacking and unstacking are then the same for all forms.
+A parameter tree of any form becomes a `ParamTree`: for every path without layer index and every layer, a `Ref` to that
+layer's array. Comparing, stacking and unstacking are then the same for all forms.
 L layers; a stacked leaf has L on dimension min(scan axis, rank of one layer's leaf).
 """
 
@@ -61,7 +61,7 @@ class Ref:
 
 
 class LayerReader:
-  """Reads layers of stored arrays. The last array is held, for its layers and blocks come in turn.
+  """Reads layers of stored arrays. The last array stays in memory, because its layers and blocks are read in turn.
 
   hold_bytes: larger arrays are read block by block instead, unless one chunk of them is larger still.
   """

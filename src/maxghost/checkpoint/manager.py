@@ -3,9 +3,9 @@
 A checkpoint `<run>/checkpoints/<step>/` holds the state after <step> completed steps:
   items/      the state as a plain nested dict of arrays, {"model": {...}, "optimizer": {...}}, paths as in the model
   positions/  JSON: where data, metrics and scores stood after that step, the config, one checksum per array
-A folder appears under its name only when all of it is on disk. What cannot be read, or does not match its checksums,
-is skipped with a message and set aside as <step>.unusable. What can be read but has other leaves than the model
-raises: a weight is never left at its initial value in silence.
+A folder gets its name when all of it is on disk. A checkpoint that cannot be read, or does not match its checksums, is
+skipped with a message and renamed to <step>.unusable. One that can be read but has other leaves than the model is an
+error: a weight never keeps its initial value without notice.
 """
 
 import logging
@@ -40,8 +40,9 @@ class Restored(NamedTuple):
 class CheckpointManager:
   """The checkpoints of one run.
 
-  max_to_keep: older ones are removed in the background (0 = keep all). say: receives each message for the user.
-  Several processes make one each, of the same folder, and call it alike; each writes and reads its part of the arrays.
+  Each process makes a manager of the same folder and calls it in the same order; each writes and reads its part of the
+  arrays. max_to_keep: older checkpoints are removed in the background; 0 keeps all. say: receives each message
+  for the user.
   """
 
   def __init__(
@@ -85,14 +86,14 @@ class CheckpointManager:
     self._guard(step, lambda: self._manager.save(step, args=items, force=True))
 
   def wait(self) -> None:
-    """Returns when all saves are on disk. Raises CheckpointError where one failed."""
+    """Waits until all saves are on disk. Raises CheckpointError where one failed."""
     self._guard(None, self._manager.wait_until_finished)
 
   def close(self) -> None:
     self._manager.close()
 
   def restore_latest(self, abstract_tree: Mapping) -> Restored | None:
-    """The newest checkpoint that is whole, or None where none has ever been made.
+    """The newest checkpoint that can be used, or None where there are none.
 
     abstract_tree: ShapeDtypeStructs (with shardings) where the arrays shall be. Raises CheckpointError where a
     readable checkpoint has missing, extra or unlike leaves, or where checkpoints exist and none can be used.
@@ -197,7 +198,7 @@ def _with_raw_keys(tree: Any) -> Any:
 
 
 def _with_typed_keys(tree: Any, like: Any) -> Any:
-  """The other way round, where `like` has a typed key."""
+  """Words become typed keys again where `like` has one."""
 
   def typed(leaf, model):
     return jax.random.wrap_key_data(leaf, impl=key_impl(model)) if is_typed_key(model) else leaf

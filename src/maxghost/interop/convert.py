@@ -3,7 +3,7 @@
   python tools/convert_checkpoint.py --source_path RUN/checkpoints/2 --target_path OUT/2 [--direction auto] [--dry_run]
 
 Exit code 0: written and verified; 1: the written checkpoint differs from the source (nothing is left); 2: refused.
-Values never change: what a maxghost model needs beyond the layout is `linen_scaling`, a step of its own.
+Values never change; `linen_scaling` is the separate step that rescales query weights.
 """
 
 import argparse
@@ -134,7 +134,7 @@ def check_target(raw: RawTree, out: Path) -> None:
 
 
 def check_space(raw: RawTree, plan: Plan, out: Path) -> None:
-  """Refuses early where the disk cannot hold the target: about the source's size, by the share of it that moves."""
+  """Raises LayoutError where the disk cannot hold the target, estimated from the stored size of the source."""
   everything = sum(array.nbytes for array in raw.arrays().values())
   stored = sum(f.stat().st_size for f in raw.location.item.rglob("*") if f.is_file()) or everything
   needed = int(stored * sum(leaf.nbytes for leaf in plan.leaves) / max(everything, 1))
@@ -145,7 +145,7 @@ def check_space(raw: RawTree, plan: Plan, out: Path) -> None:
 
 
 def place_like(raw: RawTree, folder: Path) -> Location:
-  """Where in `folder` the tree goes: an item folder becomes an item folder, a step folder a step folder."""
+  """The place of the tree in `folder`, with an item level where the source was given with one."""
   has_level = raw.location.item != Path(raw.origin).absolute()
   return Location(item=folder / "items" if has_level else folder, step=folder)
 
@@ -157,7 +157,7 @@ def write_plan(
   ram_bytes: int = DEFAULT_RAM_BYTES,
   change: Callable[[TreePath, np.ndarray], np.ndarray] | None = None,
 ) -> None:
-  """Writes the planned arrays into a folder made by `new_folder`. change: of (path, block), element by element."""
+  """Writes the planned arrays into a folder made by `new_folder`; `change(path, block)` is applied elementwise."""
   writer = TreeWriter(place.item)
   reader = LayerReader(ram_bytes // 3)
   # Small chunks are compressed side by side; large ones one after the other.
@@ -176,7 +176,7 @@ def write_plan(
 
 
 def chunk_shape(leaf: TargetLeaf, block_bytes: int) -> tuple[int, ...]:
-  """The whole array where it fits a block; else one layer, then halves of the longest dimension, until it fits."""
+  """The shape of a chunk: the array, else one layer of it, with its longest dimension halved until it fits a block."""
   shape = list(leaf.shape)
   if leaf.axis is not None and leaf.nbytes > block_bytes:
     shape[leaf.axis] = 1
@@ -184,7 +184,7 @@ def chunk_shape(leaf: TargetLeaf, block_bytes: int) -> tuple[int, ...]:
 
 
 def read_block(reader: LayerReader, leaf: TargetLeaf, index: tuple[slice, ...] | None = None) -> np.ndarray:
-  """A block of a target array (None: all of it), assembled from its parts."""
+  """A block of a target array, or all of it for None, assembled from its parts."""
   index = index if index is not None else tuple(slice(0, size) for size in leaf.shape)
   if leaf.axis is None:
     block = reader.part(leaf.parts[0], index)
@@ -205,18 +205,9 @@ def check_written(
   ram_bytes: int = DEFAULT_RAM_BYTES,
   is_expected: Callable[[compare.Row], bool] = lambda row: False,
 ) -> None:
-  """Reads a written tree as anyone would, without hints, and compares every leaf with the source.
+  """Reads a written tree without hints and compares every leaf with the source; options as in `compare.compare`.
 
-  Args:
-    checkpoint: The source.
-    written: The target.
-    params_only: Whether to compare parameters alone.
-    rngs: Whether to compare random state too.
-    ram_bytes: Host memory for arrays.
-    is_expected: Whether a difference is meant.
-
-  Raises:
-    VerificationError: There is another difference.
+  Raises VerificationError for a difference that is not expected.
   """
   target = read_checkpoint(written, ReadOptions(keep_unknown=True))
   rows = compare.compare(checkpoint, target, params_only=params_only, rngs=rngs, ram_bytes=ram_bytes).rows

@@ -1,7 +1,6 @@
-"""From the canonical checkpoint to the arrays of a target layout: which layers go into which array, and where it lies.
+"""Plans a conversion: the arrays of the target layout, and which layers of the source go into each.
 
-One transform serves parameters, every moment tree and the random keys, so they cannot come out in different forms.
-Nothing is read here but the step.
+Parameters, moments and random keys go through one transform, so they all get the same form. Only the step is read.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,7 @@ from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, T
 from maxghost.config.values import slash_path
 
 KEEP = "keep"
-# The linen layout with the optimizer state exactly as MaxText's NNX runs write and want it.
+# The linen layout with the optimizer state as MaxText's NNX runs write and read it.
 MAXTEXT_NNX = "maxtext_nnx"
 TARGETS = (LINEN, MAXTEXT_NNX, NNX, MAXGHOST, PARAMS)
 _LINEN_LIKE = (LINEN, MAXTEXT_NNX)
@@ -34,9 +33,12 @@ _LINEN_LIKE = (LINEN, MAXTEXT_NNX)
 
 @dataclass(frozen=True)
 class Target:
-  """What to write. layers: keep, scanned, unscanned or integer. scan_axis, wrapped: None = the layout's own.
+  """What to write.
 
-  layer_period: layers per stacked block where unscanned layers are stacked; 0 = as recorded, else 1.
+  Attributes:
+    layers: keep, scanned, unscanned or integer.
+    scan_axis, wrapped: None = the layout's own.
+    layer_period: Layers per stacked block where unscanned layers are stacked; 0 = as recorded, else 1.
   """
 
   layout: str
@@ -50,7 +52,7 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class TargetLeaf:
-  """One array to write: its parts in order, stacked along `axis` (None: the one part as it is)."""
+  """One array to write: its parts, stacked along `axis`, or its only part where `axis` is None."""
 
   path: TreePath
   parts: tuple[Ref, ...]
@@ -88,7 +90,7 @@ class Plan:
 
 
 def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
-  """What to write where. Raises LayoutError naming the leaf where the target layout cannot hold the checkpoint."""
+  """The plan of a conversion. Raises LayoutError, naming the leaf, where the target layout cannot hold it."""
   plan, scan_axis = Plan(), _target_axis(checkpoint, target)
   params_only = target.params_only or target.layout == PARAMS
   wrapped = target.layout == PARAMS if target.wrapped is None else target.wrapped
@@ -187,7 +189,7 @@ class _Restack:
 
   @staticmethod
   def as_stored(tree: ParamTree) -> Iterator[tuple[TreePath, tuple[Ref, ...], int | None]]:
-    """The arrays of `tree` in the layer form they have."""
+    """The arrays of `tree` in their own layer form."""
     done = set()
     for (path, layer), ref in tree.leaves.items():
       container = container_of(path, tree.containers)
@@ -270,7 +272,7 @@ def _stack(container: Container, inside: dict[Path, dict[int, Ref]]) -> Iterator
 
 
 def _is_whole(parts: tuple[Ref, ...], axis: int) -> bool:
-  """Whether the parts, in order, are all of one stored array already stacked on `axis`."""
+  """Whether the parts are the layers of one stored array, in order and stacked on `axis` already."""
   whole = parts[0].array
   in_order = all(ref.array is whole and ref.axis == axis and ref.index == i for i, ref in enumerate(parts))
   return in_order and whole.shape[axis] == len(parts)

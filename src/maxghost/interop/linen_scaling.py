@@ -9,8 +9,8 @@ a power of two (h = 16, 64, 256); otherwise each direction rounds once.
 
   maxghost checkpoint rescale --source_path A --target_path B --head_dim 16 --to maxghost|maxtext
 
-The function is the same after the step, training is not quite: Adam's step has the size of the learning rate whatever
-the scale of a weight, so a query weight that is s times larger moves s times less in proportion.
+The function is the same after the step, but training differs: the size of Adam's step does not depend on the scale of a
+weight, so a query weight that is s times larger changes s times less in proportion.
 h head width.
 """
 

@@ -1,8 +1,8 @@
 """Fills a maxghost train state, or a model's parameters, from a checkpoint of any layout.
 
-The wanted tree says which arrays are needed and where they shall be; each is read, stacked or unstacked as the model
-has its layers, put on its devices and released on the host before the next one. Moments are matched by what they are
-(`mu`, `nu`, `trace`), so another number of optimizer stages does no harm.
+The wanted tree gives the arrays and their shardings. Each array is read, stacked or unstacked as the model needs, put
+on its devices, and freed on the host before the next one. Moments are matched by name (`mu`, `nu`, `trace`), so the
+number of optimizer stages may differ.
 """
 
 import os
@@ -50,16 +50,25 @@ def open_load(
   read: ReadOptions | None = None,
   say: Callable[[str], None] = print,
 ) -> Callable[[], dict]:
-  """Pairs the arrays of the checkpoint `path` with `wanted`: {"model": {...}[, "optimizer": {...}][, ...]}. The
-  function that is returned reads them and gives them in the same nested form; until then only headers are read.
+  """Pairs the arrays of the checkpoint `path` with the leaves of `wanted`; reads headers only.
 
-  wanted: leaves with shape and dtype (jax.ShapeDtypeStruct), and a sharding where they shall lie; without one they come
-  as numpy arrays. Give {"model": ...} alone for the parameters alone. head_dim: rescale MaxText's query weights (see
-  `linen_scaling`) where the checkpoint follows MaxText's convention; None = never. widen: accept parameters of a
-  narrower float dtype, which the wider one holds exactly. What no checkpoint of another
-  program can hold (loop state, random keys it did not save) keeps the array that `wanted` has there and is named by
-  `say`; without an array, clipping is 1 and the rest is left out.
-  Raises LayoutError that names every parameter or moment which is missing or has another shape or dtype.
+  Leaves that other programs' checkpoints lack (loop state, random keys) keep the array that `wanted` has there and are
+  named by `say`. Where `wanted` has no array, `clip_factor` is 1 and the others are left out.
+
+  Args:
+    path: The checkpoint folder, or a Hugging Face model folder.
+    wanted: {"model": {...}[, "optimizer": {...}][, ...]}, with leaves that have shape and dtype
+      (jax.ShapeDtypeStruct). A leaf without a sharding is read as a numpy array.
+    head_dim: Rescales query weights in MaxText's convention (see `linen_scaling`); None = never.
+    widen: Whether a parameter may have a narrower float dtype, whose values the wanted one holds exactly.
+    read: How to read the checkpoint.
+    say: Receives each message for the user.
+
+  Returns:
+    A function that reads the arrays and returns them nested as in `wanted`.
+
+  Raises:
+    LayoutError: It names every parameter and moment that is missing or has another shape or dtype.
   """
   source = read_checkpoint(open_tree(path), read or ReadOptions(keep_unknown=True))
   target = read_checkpoint(tree_from_memory(wanted, "the model"), ReadOptions(layout=MAXGHOST, scan_axis=0))

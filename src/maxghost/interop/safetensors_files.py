@@ -1,8 +1,8 @@
-"""Safetensors folders: tensors by name over one or several files, read one at a time and written one at a time.
+"""Safetensors folders: tensors in one or several files, read and written one at a time.
 
-A folder holds `model.safetensors`, or shards that `model.safetensors.index.json` lists. Reading is the library's;
-writing is done here, because the library wants all tensors of a file in memory at once: a file is 8 bytes with the
-length of a JSON header, the header (dtype, shape and place of each tensor), and the tensors' bytes in that order.
+A folder holds `model.safetensors`, or shards that `model.safetensors.index.json` lists. The library reads; this module
+writes, because the library needs all tensors of a file in memory at once. A file is 8 bytes with the length of a JSON
+header, the header (dtype, shape and place of each tensor), and the tensors' bytes in that order.
 """
 
 import json

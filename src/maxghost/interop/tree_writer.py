@@ -1,7 +1,7 @@
-"""Writing a checkpoint folder leaf by leaf, in the form Orbax writes: OCDBT, zarr3, `_METADATA`, key implementations.
+"""Writes a checkpoint folder leaf by leaf, in the form of Orbax: OCDBT, zarr3, `_METADATA`, key implementations.
 
-The folder appears under its name only when every leaf is on disk: it is written beside it, under a name that Orbax
-takes for unfinished, and then renamed. Whatever goes wrong before that, the name stays absent.
+The folder is written under a name that Orbax takes for unfinished, and renamed when every leaf is on disk. After an
+error there is no folder of the final name.
 """
 
 import contextlib
