@@ -238,17 +238,26 @@ def split_layers(
   return tree
 
 
+def _form_of(path: Path, container: Path) -> str:
+  """The form of the container where `path` lies in it, else ''."""
+  depth = len(container)
+  if len(path) <= depth or path[: depth - 1] != container[:-1]:
+    return ""
+  if path[depth - 1] == container[-1]:
+    return INTEGER if path[depth].isdigit() else SCANNED
+  match = _INDEXED.fullmatch(path[depth - 1])
+  return UNSCANNED if match and match[1] == container[-1] else ""
+
+
 def _position(path: Path, found: Mapping[Path, str]) -> tuple[Path | None, int | None, Path]:
   """(container, layer, path below the layer); the layer is None in a stacked container."""
   for container, form in found.items():
-    depth = len(container)
-    if form == UNSCANNED:
-      match = _INDEXED.fullmatch(path[depth - 1]) if len(path) > depth else None
-      if match and path[: depth - 1] == container[:-1] and match[1] == container[-1]:
-        return container, int(match[2]), path[depth:]
-    elif path[:depth] == container and len(path) > depth:
-      if form == INTEGER:
-        return container, int(path[depth]), path[depth + 1 :]
+    depth, here = len(container), _form_of(path, container)
+    if here == form == UNSCANNED:
+      return container, int(path[depth - 1].rpartition("_")[2]), path[depth:]
+    if form == INTEGER and here in (INTEGER, SCANNED):
+      return container, int(path[depth]), path[depth + 1 :]
+    if form == SCANNED and here in (INTEGER, SCANNED):
       return container, None, path[depth:]
   return None, None, path
 
@@ -307,30 +316,17 @@ def _num_stacked(container: Path, arrays: list[tuple[Path, StoredArray]], scan_a
 
 
 def forms_in(paths: Iterable[Path], known: Iterable[Path]) -> dict[Path, str]:
-  """In which form each known container appears among `paths`; one that does not appear is left out."""
-  forms = {}
-  for container in known:
-    depth, parent, name = len(container), container[:-1], container[-1]
-    for path in paths:
-      if path[: depth - 1] != parent or len(path) <= depth - 1:
-        continue
-      if path[depth - 1] == name and len(path) > depth:
-        forms[container] = INTEGER if path[depth].isdigit() else SCANNED
-        break
-      match = _INDEXED.fullmatch(path[depth - 1])
-      if match and match[1] == name and len(path) > depth:
-        forms[container] = UNSCANNED
-        break
-  return forms
+  """The form of each known container among `paths`; a container without a path is left out."""
+  found = ((container, filter(None, (_form_of(path, container) for path in paths))) for container in known)
+  return {container: form for container, forms in found if (form := next(forms, ""))}
 
 
 def without_layer(path: Path, containers: Mapping[Path, Container]) -> Path:
-  """`path` as it would be without its layer index, whatever the form it has."""
+  """`path` without its layer index, whatever its form."""
   for container, about in containers.items():
-    forms = forms_in([path], [container])
-    if container in forms:
-      rest = _position(path, forms)[2]
-      if forms[container] == SCANNED and about.block_name and len(rest) > 1 and _INDEXED.fullmatch(rest[0]):
+    if form := _form_of(path, container):
+      rest = _position(path, {container: form})[2]
+      if form == SCANNED and about.block_name and len(rest) > 1 and _INDEXED.fullmatch(rest[0]):
         rest = rest[1:]
       return (*container, *rest)
   return path
