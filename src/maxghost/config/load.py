@@ -1,7 +1,7 @@
-"""Reading a configuration: schema defaults, then a YAML, then a model file, then `key=value` texts.
+"""Reads a configuration: schema defaults, then a YAML, then a model file, then `key=value` texts.
 
-Reading is pure: it opens the YAML files and changes nothing, and imports no JAX. Every problem of every source is
-collected first and raised as one ConfigError. Each value remembers where it came from.
+Reading has no side effects and imports no JAX. The problems of all sources are raised as one ConfigError. The origin of
+each value is kept.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from maxghost.config.validate import cross_problems, value_problems
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
-# A saved configuration holds every value as it was used, the model file's included. This word in it says so: reading it
-# back does not lay the model file over the values again.
+# This key marks the saved configuration of a run, whose values include those of the model file: reading it does not lay
+# the model file over them again.
 RESOLVED = "config_is_resolved"
 _DEEPEST = 20  # levels of nested lists
 
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-  """One value as it was written: where, and the YAML node (None where the text is not YAML: `problem` says why)."""
+  """One value as it was given: its origin and its YAML node, None where the text is not YAML (see `problem`)."""
 
   origin: str
   node: yaml.Node | None
@@ -48,7 +48,7 @@ class Loaded:
 
 
 class _Loader(yaml.SafeLoader):
-  """Ends at once where lists are nested deeper than any value is; the stack of Python would, after seconds."""
+  """Refuses lists nested deeper than any value is at once; the recursion limit would take seconds to reach."""
 
   depth = 0
 

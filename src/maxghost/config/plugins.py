@@ -1,4 +1,4 @@
-"""The plug-ins that keys choose by name, and what each can do: known before JAX is imported.
+"""The plug-ins that keys choose by name, and what each can do, without importing JAX.
 
 A plug-in's module is imported when it is used. A built-in one has its line here; `optimizers.register` and
 `objectives.register` add the line of one that is defined elsewhere.
@@ -89,7 +89,7 @@ KINDS: dict[str, Mapping[str, Plugin]] = {"opt_type": OPTIMIZERS, "objective": O
 
 
 class Names(Sequence[str]):
-  """The values of a key, read anew each time it is asked: a plug-in may be registered after the key was made."""
+  """The values of a key, read at each access, because a plug-in may be registered after the key was made."""
 
   def __init__(self, read: Callable[[], Sequence[str]]):
     self._read = read
@@ -141,7 +141,7 @@ def schedule_problems(values: Mapping[str, str], schedule: str) -> Iterator[str]
 
 
 def auto_problem(opt_type: str) -> str:
-  """What is said of ghost_direction=auto for an optimizer that offers no direction."""
+  """The error for ghost_direction=auto with an optimizer that has no direction of its own."""
   offering = [name for name, optimizer in OPTIMIZERS.items() if optimizer.direction]
   return (
     f"ghost_direction=auto means the optimizer's own direction, but opt_type={opt_type} offers none; use "

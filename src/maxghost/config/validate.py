@@ -1,8 +1,8 @@
-"""Checks across keys: one plain function per question.
+"""Checks across keys, one function each.
 
-To add a check, write a function of the values and put it on `CHECKS`. It reads keys as attributes (`v.steps`) and
-yields one line per problem: the keys with their values, the limit, and values that work. A check that reads a key whose
-own value is already wrong is left out, so it may trust types, bounds and choices.
+To add a check, write a function of the values and add it to `CHECKS`. It reads keys as attributes (`v.steps`) and
+yields one line per problem: the keys with their values, the limit, and values that work. A check stops at a key whose
+own value is wrong, so it may rely on types, bounds and choices.
 """
 
 import re
@@ -19,7 +19,7 @@ BYTE_TOKENIZER_IDS = 259  # 256 bytes, and the begin, end and padding ids
 
 
 class Values:
-  """Read access to the sound values by key; asking for a broken one stops the check."""
+  """The valid values by key. Reading a key whose own value is wrong raises UnsoundError, which ends the check."""
 
   def __init__(self, values: dict[str, Any]):
     self._values = values
@@ -32,7 +32,7 @@ class Values:
 
 
 class UnsoundError(LookupError):
-  """A check asked for a key whose value is already known to be wrong."""
+  """A check read a key whose own value is wrong."""
 
 
 def heads(v: Values) -> Iterator[str]:
@@ -253,7 +253,7 @@ def segments(v: Values) -> Iterator[str]:
   whole, name = v.base_num_decoder_layers, f"base_num_decoder_layers={v.base_num_decoder_layers}"
   cycle = v.inhomogeneous_layer_cycle_interval
   if whole % cycle:
-    return  # said by `layer_cycle`
+    return  # `layer_cycle` reports it
   for length in levels:
     choices = [cycle * k for k in divisors(whole // cycle)]
     if length not in choices:
@@ -434,7 +434,7 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
 
 
 def cross_problems(values: dict[str, Any]) -> list[str]:
-  """The lines of every check over the sound values (`values` leaves out the keys that are already known wrong)."""
+  """The lines of every check; `values` leaves out the keys whose own values are wrong."""
   problems = []
   for check in CHECKS:
     try:
@@ -445,7 +445,7 @@ def cross_problems(values: dict[str, Any]) -> list[str]:
 
 
 def value_problems(flat: dict[str, Any], fields: dict[str, Field]) -> list[str]:
-  """Everything wrong with values given in Python: types, limits and choices of each key, then the cross-key checks."""
+  """All problems of values given in Python: types, limits and choices of each key, then the checks across keys."""
   problems, sound = [], {}
   for key, value in flat.items():
     field = fields[key]

@@ -1,7 +1,7 @@
-"""One value of the configuration: from YAML to the type of its key, back to YAML, and its limits.
+"""Converts one value of the configuration from YAML to the type of its key and back, and checks its limits.
 
-The key's type leads, not YAML's guess: `learning_rate: 1e-3` is a float although YAML 1.1 reads a string there, and
-`run_name: 7` is the text "7". A quoted value is text and nothing else.
+The key's type decides, not YAML's guess: `learning_rate: 1e-3` is a float although YAML 1.1 reads a string there, and
+`run_name: 7` is the text "7". A quoted value is always text.
 """
 
 import contextlib
@@ -184,10 +184,9 @@ def divisors(number: int) -> list[int]:
 
 
 def limit_problems(field: Field, value: Any) -> list[str]:
-  """What is wrong with a value of the right type: a choice that does not exist, a number out of its bounds.
+  """The problems of a value of the right type: an unknown choice, a number out of bounds.
 
-  The bounds and choices of a list hold for each of its items; null is bound by nothing. Each text goes behind
-  `key=value (origin)`.
+  Bounds and choices of a list hold for each of its items; null has none. Each text follows `key=value (origin)`.
   """
   choices, minimum, maximum = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
   problems = []

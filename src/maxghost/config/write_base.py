@@ -5,7 +5,7 @@ import textwrap
 from pathlib import Path
 
 from maxghost.config import values
-from maxghost.config.files import config_dir
+from maxghost.config.files import config_dir, write_text
 from maxghost.config.help import first_line, limits, sections
 
 HEADER = """\
@@ -34,7 +34,7 @@ def base_text() -> str:
 def main(argv: list[str] | None = None) -> int:
   arguments = sys.argv[1:] if argv is None else argv
   path = Path(arguments[0]) if arguments else config_dir() / "base.yml"
-  path.write_text(base_text(), encoding="utf-8")
+  write_text(path, base_text())
   print(f"wrote {path}")
   return 0
 
