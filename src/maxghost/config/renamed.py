@@ -143,6 +143,7 @@ _MAXTEXT = {
   "parameter_memory_host_offload": OtherKey("is offload_to_host=[weights]", bool, _offload("weights", True)),
   "optimizer_memory_host_offload": OtherKey("is offload_to_host=[optimizer]", bool, _offload("optimizer", True)),
   "compile_topology_num_slices": OtherKey("is compile_topology=2xv5e-16", int, _slices),
+  "routed_bias": OtherKey("is mlp_bias", bool, _where(True, "mlp_bias", True)),
   "ici_pipeline_parallelism": OtherKey("is ici_stage_parallelism", int, lambda n, _: {"ici_stage_parallelism": n}),
   "dcn_pipeline_parallelism": OtherKey("is dcn_stage_parallelism", int, lambda n, _: {"dcn_stage_parallelism": n}),
 }
