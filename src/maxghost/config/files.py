@@ -8,21 +8,24 @@ from typing import BinaryIO
 
 
 @contextlib.contextmanager
-def write_whole(path: str | os.PathLike) -> Iterator[BinaryIO]:
-  """A binary file to write to, which becomes `path` at the end of the `with` block; a reader sees the old file or all
-  of the new one, also after a power cut. Where the block raises, nothing is left. Raises OSError."""
+def write_whole(path: str | os.PathLike, durable: bool = True) -> Iterator[BinaryIO]:
+  """A binary file to write and read back, which becomes `path` at the end of the `with` block: a reader sees the old
+  file or all of the new one, with `durable` also after a power cut. Where the block raises, nothing is left. Raises
+  OSError."""
   path = Path(path)
   temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
   try:
-    with open(temporary, "wb") as file:
+    with open(temporary, "w+b") as file:
       yield file
       file.flush()
-      os.fsync(file.fileno())
+      if durable:
+        os.fsync(file.fileno())
     os.replace(temporary, path)
   except BaseException:
     temporary.unlink(missing_ok=True)
     raise
-  sync_folder(path.parent)
+  if durable:
+    sync_folder(path.parent)
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:

@@ -40,7 +40,7 @@ class Given:
 class Loaded:
   """A configuration, the origin of each value ("configs/base.yml:12", "command line", "default") and notes.
 
-  `notes` are lines on values that were given but are overridden; the doors print them.
+  `notes` are lines on values that were given but are overridden; commands print them.
   """
 
   config: Config
