@@ -172,8 +172,8 @@ def test_generate_is_typed_as_training_too():
   ("arguments", "told"),
   [
     (["base.yml", "prompt=a"], "load_parameters_path is missing"),
-    (["base.yml", "load_parameters_path=x", "promt=a"], "'promt' is no key of generate; did you mean 'prompt'"),
-    (["load_parameters_path=x", "steps=3"], "'steps' is no key of generate"),
+    (["base.yml", "load_parameters_path=x", "promt=a"], "'promt' is not a key of generate; did you mean 'prompt'"),
+    (["load_parameters_path=x", "steps=3"], "'steps' is not a key of generate"),
   ],
 )
 def test_wrong_keys_of_generate(arguments, told, capsys):

@@ -15,24 +15,26 @@ def config_dir() -> Path:
 
 
 @contextlib.contextmanager
-def write_whole(path: str | os.PathLike) -> Iterator[BinaryIO]:
-  """Yields a binary file that becomes `path` at the end of the `with` block.
+def write_whole(path: str | os.PathLike, durable: bool = True) -> Iterator[BinaryIO]:
+  """Yields a binary file, open for writing and reading, that becomes `path` at the end of the `with` block.
 
-  A reader sees the old file or all of the new one, also after a power cut. Nothing is left where the block raises.
-  Raises OSError.
+  A reader sees the old file or all of the new one, with `durable` also after a power cut. Nothing is left where the
+  block raises. Raises OSError.
   """
   path = Path(path)
   temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
   try:
-    with open(temporary, "wb") as file:
+    with open(temporary, "w+b") as file:
       yield file
       file.flush()
-      os.fsync(file.fileno())
+      if durable:
+        os.fsync(file.fileno())
     os.replace(temporary, path)
   except BaseException:
     temporary.unlink(missing_ok=True)
     raise
-  sync_folder(path.parent)
+  if durable:
+    sync_folder(path.parent)
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
