@@ -143,7 +143,7 @@ def _write_file(file: Path, tensors: list[Planned]) -> None:
     place += tensor.nbytes
   text = json.dumps(header, separators=(",", ":")).encode()
   text += b" " * (-len(text) % _ALIGNMENT)
-  with write_whole(file) as out:
+  with write_whole(file, durable=False) as out:
     out.write(len(text).to_bytes(8, "little") + text)
     for tensor in tensors:
       values = np.ascontiguousarray(tensor.make())
