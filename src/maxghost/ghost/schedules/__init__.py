@@ -1,6 +1,6 @@
-"""How validation and training share a step: one module for each schedule, and `score`, the one way to run them.
+"""Schedules: how validation and training passes share a step. `score` runs them.
 
-To add a schedule: a module with `run(problem) -> Scored`, a line in `SCHEDULES`, and its facts in
+To add one, write a module with `run(problem) -> Scored`, and add lines to `SCHEDULES` and
 `config.plugins.SCHEDULE_LACKS`.
 """
 
@@ -41,7 +41,7 @@ SCHEDULES: dict[str, Callable[[Problem], Scored]] = {
 
 
 def score(problem: Problem) -> Scored:
-  """Runs the passes of one scored step. Raises what the schedule raises of a loss or model that it cannot take."""
+  """Runs the passes of one scored step. Raises ValueError for a loss or model that the schedule does not support."""
   return SCHEDULES[problem.schedule](problem)
 
 
