@@ -146,8 +146,8 @@ def _attend_bwd(shape, block, residuals, g):
 
   dq, (dk_N, dv_N) = lax.scan(key_block, jnp.zeros(q.shape, wide), jnp.arange(num_blocks))
   d_sinks = None if sinks is None else (-jnp.exp(sinks.astype(wide) - log_sum) * row).astype(sinks.dtype)
-  dk, dv = _unblock(dk_N, 2), _unblock(dv_N, 2)
-  return dq.astype(q.dtype), dk, dv, autodiff.no_cotangent(segments), d_sinks
+  d_segments = autodiff.no_cotangent(segments)
+  return dq.astype(q.dtype), _unblock(dk_N, 2), _unblock(dv_N, 2), d_segments, d_sinks
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -39,8 +39,8 @@ def _forward(precision, x_RI, w_GIO, sizes_G):
 def _backward(precision, residuals, g_RO):
   x_RI, w_GIO, sizes_G = residuals
   dx_RI = product_transposed(g_RO, w_GIO, sizes_G, precision)
-  dw_GIO = outer_sums(x_RI, g_RO, sizes_G, precision)
-  return dx_RI.astype(x_RI.dtype), dw_GIO.astype(w_GIO.dtype), autodiff.no_cotangent(sizes_G)
+  no_size = autodiff.no_cotangent(sizes_G)
+  return dx_RI.astype(x_RI.dtype), outer_sums(x_RI, g_RO, sizes_G, precision).astype(w_GIO.dtype), no_size
 
 
 _grouped.defvjp(_forward, _backward)
