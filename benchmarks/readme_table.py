@@ -18,8 +18,28 @@ import _measure
 README, PAGE = _measure.ROOT / "README.md", _measure.ROOT / "docs" / "figures.md"
 FIGURES = Path(__file__).with_name("figures.jsonl")
 ORDER = ("main_job", "startup", "exactness", "ghost_overhead", "step_speed")
-SHOWN = 3  # figures of a benchmark in the README
-DOMAIN_COLUMNS = ("domain", "tokens", "nats in all", "nats per million tokens", "training loss")
+SHOWN = 3  # figures of a benchmark in the summary
+# The README's figures: {benchmark: {figure: what it is called there, None for its own name}}.
+HEADLINES = {
+  "main_job": {"seconds from start to the end of training": "default run with scores, seconds on two CPU cores"},
+  "exactness": dict.fromkeys(
+    ("largest relative error of a score, float32", "bytes that differ after 20 steps, scores on and off")
+  ),
+  "ghost_overhead": {
+    "two_pass exact, sgd: time over that of plain step": "time of a step with exact scores over a plain one, CPU",
+    "two_pass rank 32, sgd: time over that of plain step": "time of a step at `ghost_rank=32` over a plain one, CPU",
+  },
+  "ghost_overhead_gpu": {
+    "GPU, two_pass exact, sgd: time over that of plain step": "time of a step with exact scores over a plain one, H200",
+  },
+}
+DOMAIN_COLUMNS = {
+  "domain": "domain",
+  "tokens": "tokens",
+  "nats in all": "total, nats",
+  "nats per million tokens": "nats per million tokens",
+  "training loss": "training loss",
+}
 MEMORY_COLUMNS = ("program", "temporaries GB", "arguments GB", "host GB", "closed form GB", "off", "verdict")
 
 
@@ -30,13 +50,13 @@ def main() -> int:
   results = newest()
   pages = {page: page.read_text("utf-8") for page in (README, PAGE)}
   tables = {
-    README: {
+    README: {"domains": domains_table(results), "headlines": headlines(results)},
+    PAGE: {
       "summary": summary(results),
-      "domains": domains_table(results),
       "overhead": overhead_table(results),
       "memory": memory_table(results),
+      "figures": figures_table(results),
     },
-    PAGE: {"figures": figures_table(results)},
   }
   wanted = {page: filled(page, text, tables[page]) for page, text in pages.items()}
   if check:
@@ -66,6 +86,24 @@ def in_order(results: dict[str, dict]) -> list[str]:
   """The benchmarks that have figures and still exist."""
   others = sorted(name for name in results if name not in ORDER and Path(__file__).with_name(f"{name}.py").is_file())
   return [name for name in (*ORDER, *others) if results.get(name, {}).get("figures")]
+
+
+def headlines(results: dict[str, dict]) -> str:
+  """The README's few figures, and how many of all targets are missed."""
+  rows, verdicts = [], []
+  for name in in_order(results):
+    figures = results[name]["figures"]
+    verdicts += [figure["met"] for figure in figures if figure["met"] is not None]
+    for figure in figures:
+      if figure["name"] in HEADLINES.get(name, {}):
+        state = f"{figure['wanted']}, {_verdict(figure)}" if figure["met"] is not None else ""
+        shown = HEADLINES[name][figure["name"]] or figure["name"]
+        rows.append({"figure": shown, "value": figure["shown"], "target": state,
+                     "command": f"`benchmarks/{name}.py`"})  # fmt: skip
+  if not rows:
+    return ""
+  missed = verdicts.count(False)
+  return f"{_measure.markdown(rows)}\n\nTargets: {len(verdicts) - missed} met, {missed} missed.\n"
 
 
 def summary(results: dict[str, dict]) -> str:
@@ -120,7 +158,7 @@ def domains_table(results: dict[str, dict]) -> str:
   rows = results.get("main_job", {}).get("rows", ())
   if not rows:
     return ""
-  return _measure.markdown([{column: row[column] for column in DOMAIN_COLUMNS} for row in rows]) + "\n"
+  return _measure.markdown([{title: row[column] for column, title in DOMAIN_COLUMNS.items()} for row in rows]) + "\n"
 
 
 def overhead_table(results: dict[str, dict]) -> str:
@@ -165,7 +203,7 @@ def memory_table(results: dict[str, dict]) -> str:
     return ""
   intro = (
     "What long and deep programs need on one TPU v5e chip of 16.9 GB, according to the TPU compiler ahead of time,\n"
-    "and what [the estimate](docs/memory.md) says before anything is compiled: 48 layers of width 2048, one row of\n"
+    "and what [the estimate](memory.md) says before anything is compiled: 48 layers of width 2048, one row of\n"
     "65,536 tokens, bfloat16; the output head with a vocabulary of 201,088 and 32,768 tokens of width 2880."
   )
   rows = _measure.markdown([{column: row[column] for column in MEMORY_COLUMNS} for row in found["rows"]])

@@ -88,7 +88,6 @@ def _train(
         own.shard,
         tokenizer=corpus[1],
         batch_size=devices.rows_per_step(cfg, layout.num_devices),
-        val_domains=tuple(cfg.data.validation_sets.values()),  # held out with ghost and without: the same batches
       )
       session = Session(
         cfg, existing, dataset, signals, layout, open_checkpoints=CheckpointManager, open_scores=Writer,

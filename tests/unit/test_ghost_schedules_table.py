@@ -109,7 +109,7 @@ def test_engine_and_trainer_give_the_same_bits(schedule, monkeypatch):
   def by_trainer(state):
     train_state = nnx.merge(run.graphdef, state)
     split = schedules.Model(*nnx.split(train_state.model, nnx.Param, ...))
-    scored = scorer(train_state, split, scorer.loss, TRAIN[0], (VALIDATION,))
+    scored = schedules.score(scorer.problem(train_state, split, scorer.loss, TRAIN[0], (VALIDATION,)))
     return scored.additive, scored.val_loss, scored.passed.loss, schedules.by_label(scored.passed.grads)
 
   with tiny.cheap_compilation():

@@ -1,6 +1,7 @@
 """Rules of the house that a reader relies on: sizes, imports that point down, and what README and docs promise."""
 
 import ast
+import graphlib
 import importlib
 import re
 import subprocess
@@ -230,3 +231,49 @@ def test_the_site_of_the_docs_builds(tmp_path):
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr
   assert "maxghost.ghost.GhostEngine" in (tmp_path / "site" / "api" / "ghost" / "index.html").read_text("utf-8")
+
+
+MAX_PARAMETERS = 10
+
+
+def parameters_over(text: str) -> list[str]:
+  """Functions of source text with more than MAX_PARAMETERS parameters, self and cls not counted."""
+  found = []
+  for node in functions(ast.parse(text)):
+    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    names += [a.arg for a in (node.args.vararg, node.args.kwarg) if a is not None]
+    found += [node.name] if len([name for name in names if name not in ("self", "cls")]) > MAX_PARAMETERS else []
+  return found
+
+
+def test_no_function_has_too_many_parameters():
+  found = {short(path): parameters_over(path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+  assert {path: names for path, names in found.items() if names} == {}
+  nine = "a, b, c, d, e, f, g, h, i"
+  assert parameters_over(f"def f(self, {nine}, *j): pass\ndef g({nine}, *j, **k): pass") == ["g"]
+
+
+def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+  """{module: modules of `sources` that it imports, inside of functions too}."""
+  graph = {}
+  for module, text in sources.items():
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+      if isinstance(node, ast.Import):
+        names |= {alias.name for alias in node.names}
+      elif isinstance(node, ast.ImportFrom) and node.module:
+        own = {f"{node.module}.{alias.name}" for alias in node.names}
+        names |= {name if name in sources else node.module for name in own}
+    graph[module] = names & sources.keys()
+  return graph
+
+
+def test_no_module_imports_another_in_a_circle():
+  sources = {}
+  for path in PACKAGE.rglob("*.py"):
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    sources[".".join(parts).removesuffix(".__init__")] = path.read_text("utf-8")
+  tuple(graphlib.TopologicalSorter(import_graph(sources)).static_order())  # CycleError names the circle
+  with pytest.raises(graphlib.CycleError):
+    circle = {"m": "import m.a", "m.a": "def f():\n  from m import b", "m.b": "from m.a import f"}
+    tuple(graphlib.TopologicalSorter(import_graph(circle)).static_order())

@@ -299,8 +299,8 @@ def test_the_table_says_what_the_rules_say():
 
 def test_the_optimizer_of_the_docs_has_the_ledger_it_promises():
   """One step in plain optax: gradient and momentum columns add up to -<G, Delta>."""
-  page = (Path(__file__).parents[2] / "docs" / "ghost.md").read_text("utf-8")
-  exec(re.search(r"```python\n(import dataclasses.*?)```", page, re.S)[1], {"__name__": "docs"})
+  page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text("utf-8")
+  exec(re.search(r"```python\n(import dataclasses\nfrom typing.*?)```", page, re.S)[1], {"__name__": "docs"})
   rule = optimizers.create(config.load(None, "opt_type=momentum", "adam_b1=0.7").optimizer)
   tx, params = rule.transformation(optax.constant_schedule(0.1)), {"w": jnp.arange(6.0).reshape(2, 3)}
   g, G, place = params["w"] - 2.5, jnp.cos(params["w"]), optimizers.Parameter("w")

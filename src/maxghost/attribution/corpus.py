@@ -60,7 +60,7 @@ class Corpus:
     return self._filled(rows, np.arange(min(num_rows, len(rows))), num_rows), len(rows)
 
   def _rows(self, indices: np.ndarray) -> Rows:
-    encoded, _ = self._units.encode_documents(indices)
+    encoded = self._units.encode_documents(indices)
     return packing.pack(encoded, self.layout, lambda size, _: np.arange(size))
 
   def _filled(self, rows: Rows, numbers: np.ndarray, num_rows: int) -> Batch:

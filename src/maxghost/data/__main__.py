@@ -1,7 +1,9 @@
 """`python -m maxghost.data`: prepare a corpus, check a prepared one, show what a run reads, look for duplicates."""
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from maxghost import config
@@ -20,12 +22,13 @@ def main(arguments: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(prog="python -m maxghost.data", description=__doc__)
   commands = parser.add_subparsers(dest="command", required=True)
   prepare = _command(commands, "prepare", "tokenize a configuration's data once, into ArrayRecord shards and an index")
-  prepare.add_argument("--output", required=True, help="folder to write; the same command takes an interrupted one up")
+  prepare.add_argument("--output", required=True, help="folder to write; the same command resumes an interrupted one")
   prepare.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
   prepare.add_argument("--train_bpe", type=int, metavar="V", help="first train a byte-level BPE of V ids on the data")
   prepare.add_argument("--part_bytes", type=int, default=preparing.PART_BYTES, help="text per shard, in bytes")
   verify = commands.add_parser("verify", help="compare the shards of a prepared folder with their checksums")
   verify.add_argument("folder")
+  verify.set_defaults(config=None)
   _command(commands, "show", "what a run of a configuration reads: domains, held-out documents, packing")
   repeats = _command(commands, "duplicates", "training documents that repeat held-out ones, or each other")
   repeats.add_argument(
@@ -36,9 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
   )
   repeats.add_argument("--output", help="write the ids of the copies to this file, for dataset_exclude_file")
   parsed, more = parser.parse_known_args(arguments)  # settings may come after the options too
-  if any(item.startswith("-") for item in more) or (more and not hasattr(parsed, "config")):
+  if any(item.startswith("-") for item in more) or (more and parsed.config is None):
     parser.error(f"unrecognized arguments: {' '.join(more)}")
-  parsed.config = [*getattr(parsed, "config", []), *more]
+  parsed.config = [*(parsed.config or ()), *more]
   try:
     return {"prepare": _prepare, "verify": _verify, "show": _show, "duplicates": _duplicates}[parsed.command](parsed)
   except ConfigError as error:
@@ -46,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
       print(f"maxghost: {problem}", file=sys.stderr)
     return 2
   except KeyboardInterrupt:
-    again = "; the same command goes on where it stopped" if parsed.command == "prepare" else ""
+    again = "; the same command continues where this one stopped" if parsed.command == "prepare" else ""
     print(f"maxghost: interrupted{again}", file=sys.stderr)
     return 130
 
@@ -78,7 +81,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
       preparing.train_bpe(source, parsed.train_bpe, str(path))
     vocab_size = max(cfg.model.vocab_size, parsed.train_bpe)
     data = config.replace(cfg, tokenizer_type="huggingface", tokenizer_path=str(path), vocab_size=vocab_size).data
-  with _Progress(source.num_bytes) as progress:
+  with _progress(source.num_bytes) as progress:
     meta = preparing.prepare(
       source, data, parsed.output, num_workers=parsed.workers, part_bytes=parsed.part_bytes, progress=progress
     )
@@ -97,27 +100,21 @@ def _prepare(parsed: argparse.Namespace) -> int:
   return 0
 
 
-class _Progress:
-  """A bar over the bytes on a terminal, a line per shard elsewhere."""
+@contextlib.contextmanager
+def _progress(total_bytes: int) -> Iterator[Callable[[dict], None]]:
+  """What `prepare` calls after each shard: advances a bar over the bytes on a terminal, else prints a line."""
+  from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-  def __init__(self, total_bytes: int):
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+  columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+  with Progress(*columns, disable=not sys.stdout.isatty()) as bar:
+    task = bar.add_task("tokenizing", total=total_bytes)
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    self._bar = Progress(*columns, disable=not sys.stdout.isatty())
-    self._task = self._bar.add_task("tokenizing", total=total_bytes)
+    def advance(manifest: dict) -> None:
+      bar.advance(task, manifest["bytes"])
+      if bar.disable:
+        print(f"{manifest['name']}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens", flush=True)
 
-  def __enter__(self) -> "_Progress":
-    self._bar.start()
-    return self
-
-  def __exit__(self, *_) -> None:
-    self._bar.stop()
-
-  def __call__(self, manifest: dict) -> None:
-    self._bar.advance(self._task, manifest["bytes"])
-    if self._bar.disable:
-      print(f"{manifest['name']}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens", flush=True)
+    yield advance
 
 
 def _verify(parsed: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
-"""From the data section of the configuration to a dataset, with every check that can be made before training."""
+"""Builds the dataset from the data section of the configuration, with every check possible before training."""
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,13 +14,13 @@ from maxghost.data.hashing import content_hashes, text_hash
 from maxghost.data.order import Repeated, RowMixture, Uniform
 from maxghost.data.packing import FIRST_FIT, Layout
 from maxghost.data.prepared import PreparedSource, PreparedUnits, is_prepared
-from maxghost.data.reader import Identity, Sharding, Stream, TrainIterator
+from maxghost.data.reader import Identity, TrainIterator
 from maxghost.data.sources import text
-from maxghost.data.sources.base import Source
+from maxghost.data.sources.base import Source, read_or_skip
 from maxghost.data.split import Split, check_domain, scan
 from maxghost.data.tokenizers import ByteTokenizer, Tokenizer, check_specials, load_tokenizer
 from maxghost.data.window_prefetch import ThreadFeed, WorkerFeed
-from maxghost.data.windows import NO_COPIES, HeldOut, TextUnits, Units, Windows, read_or_skip
+from maxghost.data.windows import NO_COPIES, HeldOut, TextUnits, Units, Windows
 
 _MOST_FILES_IN_A_STATE = 1000
 _SMALLEST_WINDOW = 1 << 18  # bytes
@@ -33,36 +34,38 @@ def load_dataset(
   *,
   batch_size: int | None = None,
   vocab_size: int | None = None,
-  val_domains: tuple[str, ...] = (),
 ) -> Dataset:
   """The dataset of a configuration.
 
-  seed: of the document order and the split. batch_size: rows of the global batch (default: per_device_batch_size for
-  each shard); this process reads the rows of `shard` out of `num_shards`. vocab_size: the model's; checked against the
-  tokenizer's. val_domains: domains held out besides those of the validation sets, by the same fraction.
-  Raises ConfigError for what the data cannot give.
+  Args:
+    cfg: the data section.
+    seed: of the document order and the split.
+    num_shards: equal parts of the global batch.
+    shard: the part that this process reads.
+    batch_size: rows of the global batch; default per_device_batch_size for each shard.
+    vocab_size: of the model; the tokenizer's must not be larger.
+
+  Raises:
+    ConfigError: the data does not allow what the configuration asks for.
   """
   source, tokenizer = open_all(cfg, seed, vocab_size)
-  return make_dataset(
-    source, cfg, seed, num_shards, shard, batch_size=batch_size, tokenizer=tokenizer, val_domains=val_domains
-  )
+  return make_dataset(source, cfg, seed, num_shards, shard, batch_size=batch_size, tokenizer=tokenizer)
 
 
 def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None) -> tuple[Source, Tokenizer]:
-  """What `make_dataset` needs besides the sizes of the devices. Raises ConfigError."""
+  """The source (tokenized if `dataset_files` names a prepared folder) and the tokenizer. Raises ConfigError."""
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
-  check_vocabulary(cfg, tokenizer, vocab_size)
-  return open_corpus(cfg, seed, tokenizer), tokenizer
-
-
-def open_corpus(cfg: DataConfig, seed: int, tokenizer: Tokenizer) -> Source:
-  """The documents of a configuration; tokenized already where `dataset_files` names a prepared folder."""
+  if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+    raise ConfigError(
+      f"vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of tokenizer_type={cfg.tokenizer_type}; "
+      f"use vocab_size={tokenizer.vocab_size} or more"
+    )
   folders = [item for item in cfg.dataset_files if cfg.dataset_type == "grain" and is_prepared(item)]
   if not folders:
-    return sources.open_source(cfg, seed)
+    return sources.open_source(cfg, seed), tokenizer
   if len(cfg.dataset_files) > 1:
     raise ConfigError(f"dataset_files has {folders[0]}, a prepared corpus, which goes alone; prepare all as one")
-  return PreparedSource(folders[0], tokenizer, cfg.dataset_domains)
+  return PreparedSource(folders[0], tokenizer, cfg.dataset_domains), tokenizer
 
 
 def make_dataset(
@@ -74,17 +77,17 @@ def make_dataset(
   *,
   batch_size: int | None = None,
   tokenizer: Tokenizer | None = None,
-  val_domains: tuple[str, ...] = (),
 ) -> Dataset:
-  """As `load_dataset`, over any source of documents: a `Source`, or `DocumentList` of documents in memory."""
+  """Like `load_dataset`, for any `Source`, such as a `DocumentList` of documents in memory."""
   tokenizer = tokenizer or ByteTokenizer()
   check_specials(tokenizer, cfg.add_bos, cfg.add_eos)
-  strategy, packed = _packing(cfg)
+  packed = cfg.packing != "none"
+  strategy = cfg.packing if packed else FIRST_FIT
   layout = Layout(cfg.max_target_length, max_segments(cfg), strategy, packed, cfg.add_bos, cfg.add_eos)
   batch_size = cfg.per_device_batch_size * num_shards if batch_size is None else batch_size
   _check_rows(cfg, source, batch_size, num_shards)
-  held_out = tuple(dict.fromkeys((*cfg.validation_sets.values(), *val_domains)))
-  parts = _parts(source, cfg, seed, tokenizer, layout, held_out)
+  held_out = tuple(dict.fromkeys(cfg.validation_sets.values()))
+  parts, contents = _parts(source, cfg, seed, tokenizer, layout, held_out)
   _check_training(parts[0])
   streams, mixture = _streams(cfg, source, parts[0].units, layout, seed)
   ahead = ThreadPoolExecutor(1, thread_name_prefix="maxghost-data")
@@ -99,26 +102,21 @@ def make_dataset(
     mixture,
     layout,
     pad_id=tokenizer.pad_id,
-    num_lanes=cfg.dataset_shards,
+    rows_per_lane=batch_size // cfg.dataset_shards,
+    rows=(shard * batch_size // num_shards, (shard + 1) * batch_size // num_shards),
     make_feed=make_feed,
-    sharding=Sharding(batch_size, num_shards, shard),
-    identity=_identity(cfg, seed, batch_size, parts, tokenizer, held_out),
+    identity=_identity(cfg, seed, batch_size, parts, tokenizer, layout),
   )
-  dataset = Dataset(parts, tokenizer, layout, held_out[0], train, seed)
+  dataset = Dataset(parts, tokenizer, layout, held_out[0], train, seed, contents)
   if cfg.ghost_val_copies == "error" and dataset.copies:
     raise ConfigError(*(f"ghost_val_copies=error: {note}" for note in dataset.notes()))
   return dataset
 
 
-def _packing(cfg: DataConfig) -> tuple[str, bool]:
-  """(how documents are cut into rows, whether several share a row)."""
-  return (FIRST_FIT if cfg.packing == "none" else cfg.packing), cfg.packing != "none"
-
-
 def _parts(
   source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, held_out: tuple[str, ...]
-) -> list[SplitSource]:
-  """The training source and, where `ghost_val_sets` names some, the held-out files; each with its split."""
+) -> tuple[list[SplitSource], HeldOut]:
+  """The training source and any held-out files of `ghost_val_sets`, each with its split; and the held-out texts."""
   excluded = read_ids(cfg.dataset_exclude_file) if cfg.dataset_exclude_file else None
   splits: list[tuple[Source, Split]] = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
   if cfg.validation_files:
@@ -144,33 +142,23 @@ def _parts(
         hashes.append(one.content_hashes(pool))
         sizes.update(one.sizes(pool).tolist())
         continue
-      found = [text for text in read_or_skip(one, pool, cfg.on_corrupt) if text]
+      found = [text for text in read_or_skip(one.texts, pool, cfg.on_corrupt) if text]
       hashes.append(content_hashes(found))
       sizes.update(map(len, found))
-  copies = HeldOut(np.unique(np.concatenate(hashes)), frozenset(sizes)) if cfg.ghost_val_copies != "keep" else NO_COPIES
-  return [
-    SplitSource(one, split, _units(one, split, tokenizer, layout, cfg.on_corrupt, copies)) for one, split in splits
-  ]
-
-
-def _units(
-  source: Source, split: Split, tokenizer: Tokenizer, layout: Layout, on_corrupt: str, held_out: HeldOut
-) -> Units:
-  if isinstance(source, PreparedSource):
-    return PreparedUnits(source, split, layout, on_corrupt=on_corrupt, held_out=held_out)
-  return TextUnits(source, split, tokenizer, layout, on_corrupt=on_corrupt, held_out=held_out)
-
-
-def check_vocabulary(cfg: DataConfig, tokenizer: Tokenizer, vocab_size: int | None) -> None:
-  if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-    raise ConfigError(
-      f"vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of tokenizer_type={cfg.tokenizer_type}; "
-      f"use vocab_size={tokenizer.vocab_size} or more"
-    )
+  contents = HeldOut(np.unique(np.concatenate(hashes)), frozenset(sizes))
+  options = dict(on_corrupt=cfg.on_corrupt, held_out=NO_COPIES if cfg.ghost_val_copies == "keep" else contents)
+  parts = []
+  for one, split in splits:
+    if isinstance(one, PreparedSource):
+      units = PreparedUnits(one, split, layout, **options)
+    else:
+      units = TextUnits(one, split, tokenizer, layout, **options)
+    parts.append(SplitSource(one, split, units))
+  return parts, contents
 
 
 def max_segments(cfg: DataConfig) -> int:
-  """S of the run."""
+  """S, the most segments of a row."""
   if cfg.packing == "none":
     return 1
   if cfg.max_segments_per_seq > 0:
@@ -178,18 +166,19 @@ def max_segments(cfg: DataConfig) -> int:
   return max(1, min(32, cfg.max_target_length // 32))
 
 
-def _streams(cfg: DataConfig, source: Source, units: Units, layout: Layout, seed: int):
+def _streams(
+  cfg: DataConfig, source: Source, units: Units, layout: Layout, seed: int
+) -> tuple[list[Windows], RowMixture | None]:
   """The streams that rows come from, and the mixture over them (None for a single one)."""
   weights = parse_weights(cfg, source.domains)
-  common = dict(seed=seed, num_lanes=cfg.dataset_shards)
+  windows = functools.partial(Windows, units, layout=layout, seed=seed, num_lanes=cfg.dataset_shards)
   size = cfg.shuffle_window_bytes
   if cfg.mixture == "proportional":
-    order = Uniform(units.all_units(), seed)
-    return [Stream("", Windows(units, order, layout, name="", window_bytes=size, **common))], None
+    return [windows(Uniform(units.all_units(), seed), name="", window_bytes=size)], None
   parts = [units.units_of(number) for number in range(len(source.domains))]
   if cfg.mixture == "epochs":
     order = Repeated(parts, [weights[domain] for domain in source.domains], seed)
-    return [Stream("", Windows(units, order, layout, name="", window_bytes=size, **common))], None
+    return [windows(order, name="", window_bytes=size)], None
   streams = []
   for domain, part in zip(source.domains, parts, strict=True):
     if weights[domain] <= 0:
@@ -200,8 +189,7 @@ def _streams(cfg: DataConfig, source: Source, units: Units, layout: Layout, seed
         f"'{domain}'; use fewer"
       )
     share = max(_SMALLEST_WINDOW, int(size * weights[domain]))
-    windows = Windows(units, Uniform(part, seed), layout, name=domain, window_bytes=share, **common)
-    streams.append(Stream(domain, windows))
+    streams.append(windows(Uniform(part, seed), name=domain, window_bytes=share))
   return streams, RowMixture([weights[stream.name] for stream in streams], seed)
 
 
@@ -273,20 +261,21 @@ def _check_validation(cfg: DataConfig, domain: str, num_held_out: int) -> None:
 
 
 def _identity(
-  cfg: DataConfig, seed: int, batch_size: int, parts: list[SplitSource], tokenizer: Tokenizer, held_out: tuple[str, ...]
+  cfg: DataConfig, seed: int, batch_size: int, parts: list[SplitSource], tokenizer: Tokenizer, layout: Layout
 ) -> Identity:
-  """What a saved position depends on: the data, the tokenizer, and the settings that shape the rows."""
+  """What a saved position depends on: the data, the tokenizer, and the settings that determine the rows."""
   settings = (
     seed,
     batch_size,
     cfg.dataset_shards,
     cfg.max_target_length,
-    max_segments(cfg),
-    *reversed(_packing(cfg)),
+    layout.max_segments,
+    layout.packing,
+    layout.strategy,
     cfg.add_bos,
     cfg.add_eos,
     cfg.shuffle_window_bytes,
-    sorted(held_out),
+    sorted(set(cfg.validation_sets.values())),
     cfg.ghost_val_fraction,
     cfg.ghost_val_copies,
     cfg.mixture,

@@ -1,4 +1,4 @@
-"""A dataset: documents by number, training batches, validation batches, and what there is to say about them."""
+"""A dataset: documents by number, training batches, validation batches, and their summary for the user."""
 
 import dataclasses
 import functools
@@ -12,22 +12,22 @@ from maxghost.data.hashing import permutation, text_hash
 from maxghost.data.packing import Layout, Rows
 from maxghost.data.prepared import PreparedSource
 from maxghost.data.reader import TrainIterator
-from maxghost.data.sources.base import CorruptError, Source
+from maxghost.data.sources.base import Source, read_or_skip
 from maxghost.data.split import Split, check_domain, scan
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.data.types import Batch, Document, DocumentId
-from maxghost.data.windows import Units
+from maxghost.data.windows import HeldOut, Units
 
 _VALIDATION = text_hash("validation order")
-POOL_DOCUMENTS = 4096  # read of a validation domain; further ones are held out too, and not read
-_COPY_BYTES = 1 << 26  # a source of no known document sizes is searched for copies at the start up to this size
-_MANY_DOCUMENTS = 1 << 23  # above, nothing is looked at document by document before training
-_COPY_CANDIDATES = 100_000  # hashed at the start to find copies; where more qualify, copies are met on the way
+POOL_DOCUMENTS = 4096  # read of a validation domain; further ones are held out too, but not read
+_COPY_BYTES = 1 << 26  # a source without known document sizes is searched for copies at the start up to this size
+_MANY_DOCUMENTS = 1 << 23  # above, documents are not examined one by one before training
+_COPY_CANDIDATES = 100_000  # hashed at the start to find copies; with more candidates, copies are found during training
 
 
 @dataclass(frozen=True, slots=True)
 class DomainSummary:
-  """Documents and text bytes of a domain, and how many of them are held out; None where that would take a long look."""
+  """Documents and text bytes of a domain, and how many of them are held out; None where counting takes too long."""
 
   domain: str
   documents: int
@@ -47,7 +47,7 @@ class DomainSummary:
 
 @dataclass(frozen=True)
 class SplitSource:
-  """A source with its split and its tokenized view; the training documents, or held-out files."""
+  """A source with its split and its units: the training data, or the held-out files."""
 
   source: Source
   split: Split
@@ -57,8 +57,11 @@ class SplitSource:
 class Dataset:
   """Documents, split, packed and batched. Made by `load_dataset`.
 
-  train: the iterator of training batches (`next`, `state`, `restore`). A document's number counts through the training
-  source, then through the held-out files.
+  Documents are numbered through the training source, then through the held-out files.
+
+  Attributes:
+    train: the iterator of training batches (`next`, `state`, `restore`).
+    val_domain: the domain of the first validation set.
   """
 
   def __init__(
@@ -69,19 +72,20 @@ class Dataset:
     val_domain: str,
     train: TrainIterator,
     seed: int,
+    held_out: HeldOut,
   ):
     self._parts, self.tokenizer, self.layout, self.train = parts, tokenizer, layout, train
     self.val_domain = val_domain
-    self._seed = seed
+    self._seed, self._held_out = seed, held_out
 
   @property
   def parts(self) -> tuple[SplitSource, ...]:
-    """The training source, and the held-out files where there are some."""
+    """The training source, and the held-out files if there are any."""
     return tuple(self._parts)
 
   @property
   def source(self) -> Source:
-    """The documents that training draws from (its held-out ones included)."""
+    """The training source, including its held-out documents."""
     return self._parts[0].source
 
   @property
@@ -95,7 +99,7 @@ class Dataset:
 
   @property
   def max_segments(self) -> int:
-    """S: segments that a row can hold; the same for every batch of a run."""
+    """S: the most segments of a row; the same for every batch of a run."""
     return self.layout.max_segments
 
   def document(self, index: int) -> Document:
@@ -117,7 +121,7 @@ class Dataset:
 
   @functools.cached_property
   def num_train_documents(self) -> int:
-    """Documents of an epoch; of a corpus too large to look at each, the held-out ones are counted in."""
+    """Documents of an epoch. For a corpus too large to examine each, this includes the held-out ones."""
     return sum(entry.documents - (entry.held_out or 0) for entry in self.summary()[: len(self.source.domains)])
 
   @functools.cache  # noqa: B019 - one dataset per run
@@ -127,8 +131,8 @@ class Dataset:
 
   @functools.cached_property
   def copies(self) -> tuple[int, ...] | None:
-    """Training documents that are byte-identical to a held-out one; None where finding them needs reading it all."""
-    sizes, hashes = self._held_out_contents()
+    """Training documents that are byte-identical to a held-out one; None where all data would have to be read."""
+    hashes, sizes = set(self._held_out.hashes.tolist()), sorted(self._held_out.sizes)
     if len(self.source) > _MANY_DOCUMENTS:
       return None
     candidates = []
@@ -141,22 +145,11 @@ class Dataset:
       candidates.extend(indices[~self._parts[0].split.left_out(indices)].tolist())
       if len(candidates) > _COPY_CANDIDATES:
         return None
-    found = _hashes_or_skip(self.source, np.array(candidates, np.int64))
+    found = read_or_skip(lambda indices: self.source.content_hashes(indices).tolist(), np.array(candidates, np.int64))
     return tuple(index for index, value in zip(candidates, found, strict=True) if value in hashes)
 
-  def _held_out_contents(self) -> tuple[np.ndarray, set[int]]:
-    """Sizes and content hashes of the validation documents that are read, of all validation domains."""
-    sizes, hashes = set(), set()
-    for part in self._parts:
-      for domain in part.source.domains:
-        pool = part.split.pool(domain, POOL_DOCUMENTS)
-        hashes.update(value for value in _hashes_or_skip(part.source, pool) if value is not None)
-        lengths = part.source.sizes(pool)
-        sizes.update([] if lengths is None else lengths.tolist())
-    return np.array(sorted(sizes), np.int64), hashes
-
   def notes(self) -> list[str]:
-    """Lines that a user should see at the start, besides the summary."""
+    """Lines to show the user at the start, besides the summary."""
     lines = [note for part in self._parts for note in part.source.notes]
     found = self.copies
     if found is None:
@@ -170,10 +163,10 @@ class Dataset:
     return [*lines, f"{len(found)} training {plural} of held-out text ({fate}): {names}{more}"]
 
   def validation_batch(self, index: int, num_rows: int, domain: str | None = None) -> Batch:
-    """Rows [index, index + 1) * num_rows of the held-out documents of a domain, packed; starts over at their end.
+    """Packed rows [index, index + 1) * num_rows of a domain's held-out documents; starts over at their end.
 
-    domain: default that of the first validation set. A function of its arguments and the configuration alone.
-    Raises ConfigError when the domain has no held-out documents.
+    A function of the arguments and the configuration. domain: default that of the first validation set. Raises
+    ConfigError when the domain has no held-out documents.
     """
     rows = self._validation_rows(self.val_domain if domain is None else domain)
     numbers = (index * num_rows + np.arange(num_rows)).tolist()
@@ -193,7 +186,7 @@ class Dataset:
         break
       first += len(part.source)
     pool = part.split.pool(domain, POOL_DOCUMENTS)
-    encoded, _ = part.units.encode_documents(pool)
+    encoded = part.units.encode_documents(pool)
     name = text_hash(domain)
     rows = packing.pack(
       encoded, self.layout, lambda size, what: permutation(size, _VALIDATION, text_hash(what), self._seed, name)
@@ -203,20 +196,6 @@ class Dataset:
         f"validation domain '{domain}' has no held-out documents; those of '{self.val_domain}' are held out"
       )
     return dataclasses.replace(rows, document=rows.document + first)
-
-
-def _hashes_or_skip(source: Source, indices: np.ndarray) -> list[int | None]:
-  """Content hashes; None for a corrupt document."""
-  try:
-    return source.content_hashes(indices).tolist()
-  except CorruptError:
-    out: list[int | None] = []
-    for index in indices:
-      try:
-        out.append(int(source.content_hashes(np.array([index]))[0]))
-      except CorruptError:
-        out.append(None)
-    return out
 
 
 def _summary(part: SplitSource) -> list[DomainSummary]:

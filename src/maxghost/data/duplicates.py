@@ -20,8 +20,11 @@ _BATCH = 256  # documents read together
 
 @dataclass(frozen=True)
 class Pair:
-  """A training document and the document it repeats. similarity: 1 for an exact copy, else the estimated share of
-  8-word shingles that the two have in common (Jaccard; standard error 0.09 at most). held_out: of the second one."""
+  """A training document and the document it repeats. held_out: whether the latter is held out.
+
+  similarity: 1 for an exact copy, else the estimated Jaccard similarity of the sets of 8-word shingles (standard error
+  at most 0.09).
+  """
 
   copy: DocumentId
   original: DocumentId
@@ -44,10 +47,9 @@ def exact(documents: Iterable[tuple[DocumentId, bytes, bool]]) -> list[Pair]:
 
 
 def near(documents: Iterable[tuple[DocumentId, bytes, bool]], threshold: float) -> list[Pair]:
-  """Training documents whose shingles overlap those of a held-out document by `threshold` or more, by MinHash.
+  """Training documents with a similarity of at least `threshold` to a held-out one, exact copies included.
 
-  Exact copies are among them. Source: Broder 1997; locality-sensitive hashing by the `datasketch` library.
-  Raises ConfigError when that is not installed.
+  MinHash (Broder 1997) with the locality-sensitive hashing of `datasketch`. Raises ConfigError without that package.
   """
   try:
     from datasketch import MinHash, MinHashLSH
@@ -95,14 +97,14 @@ def documents_of(dataset) -> Iterator[tuple[DocumentId, bytes, bool]]:
 
 
 def write_ids(path: str, documents: Iterable[DocumentId]) -> int:
-  """Writes ids as JSON lines, each once, as `dataset_exclude_file` reads them; returns how many."""
+  """Writes the distinct ids as JSON lines for `dataset_exclude_file`; returns their number."""
   unique = dict.fromkeys(documents)
   Path(path).write_text("".join(json.dumps(document._asdict()) + "\n" for document in unique), encoding="utf-8")
   return len(unique)
 
 
 def read_ids(path: str) -> np.ndarray:
-  """Hashes of the ids in a file of `write_ids` (uint64, sorted). Raises ConfigError naming file and line."""
+  """Hashes of the ids in a file of `write_ids` (uint64, sorted). Raises ConfigError naming the file and the line."""
   try:
     lines = Path(path).read_text(encoding="utf-8").splitlines()
   except OSError as error:

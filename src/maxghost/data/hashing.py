@@ -21,7 +21,7 @@ def text_hash(*parts: str | bytes) -> int:
 
 
 def content_hashes(texts: Iterable[bytes]) -> np.ndarray:
-  """uint64[n]: a hash of each text; byte-identical ones share it, and two others do with a chance of 5e-20."""
+  """uint64[n]: a hash of each text; two different texts collide with probability 5e-20."""
   digests = [hashlib.blake2b(text, digest_size=8).digest() for text in texts]
   return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
 
@@ -47,15 +47,15 @@ def combine(*values: np.ndarray | int) -> np.ndarray:
 
 
 def permutation(size: int, *seeds: int) -> np.ndarray:
-  """int64[size]: a pseudo-random order of 0..size-1 held in memory; a function of the seeds alone."""
+  """int64[size]: a pseudo-random permutation of 0..size-1, a function of the seeds."""
   return np.argsort(combine(*seeds, np.arange(size)), kind="stable")
 
 
 def shuffled_index(positions: np.ndarray, size: int, *seeds: int) -> np.ndarray:
-  """Elements at `positions` of a pseudo-random order of 0..size-1, without storing that order.
+  """Elements at `positions` of a pseudo-random permutation of 0..size-1, without storing the permutation.
 
-  positions: int64[n], each in [0, size). Returns int64[n]. A four-round Feistel network on the next even number of
-  bits, walked until it lands below `size` (fewer than four steps on average).
+  A four-round Feistel network on the next even number of bits, repeated until the value is below `size` (fewer than
+  four times on average). positions: int64[n], each in [0, size). Returns int64[n].
   """
   if size <= 1:
     return np.zeros_like(positions)

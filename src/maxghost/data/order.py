@@ -1,7 +1,7 @@
-"""In which order the units of a source (documents, or blocks of them) are read, and which domain the next row is of.
+"""The order in which the units of a source (documents or blocks) are read, and the domain of each row.
 
-Everything is a function of the seed and of a position, computed without storing an order: the same for any number of
-processes, and as cheap for a hundred million documents as for ten.
+Everything is a function of the seed and of a position, and no order is stored: the result is the same for any number of
+processes, and the cost does not grow with the number of documents.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 
 
 class Uniform:
-  """Every unit once per epoch, in a new order each epoch. all_units: the units, in the order of their numbers."""
+  """Every unit once per epoch, in a new order each epoch. all_units: the units, sorted by number."""
 
   def __init__(self, units: np.ndarray | range, seed: int):
     self.all_units, self._seed = units, seed
@@ -31,7 +31,7 @@ class Uniform:
 
 
 class Repeated:
-  """Each part's units `repeats` times per epoch; a repeat of 1.5 reads all, and another half drawn anew each epoch."""
+  """Each part's units `repeats` times per epoch; 1.5 reads all, and a random half again, a new one each epoch."""
 
   def __init__(self, parts: Sequence[np.ndarray | range], repeats: Sequence[float], seed: int):
     self._parts, self._seed = parts, seed
@@ -62,10 +62,10 @@ def _pick(units: np.ndarray | range, index: np.ndarray) -> np.ndarray:
 
 
 class RowMixture:
-  """Which domain each row of a lane is of, so that the rows follow the weights closely from the first row on.
+  """The domain of each row of a lane. The rows follow the weights closely from the first row on.
 
-  The rows visit [0, 1) in steps of the golden ratio, where the domains lie side by side: after n rows a domain of
-  weight w has had n w rows give or take a few (Weyl 1916; no sequence of this kind is more even).
+  The domains divide [0, 1) by weight, and the rows visit it in steps of the golden ratio: after n rows, a domain of
+  weight w has had n w rows within a few (Weyl 1916).
   """
 
   def __init__(self, weights: Sequence[float], seed: int):
@@ -73,11 +73,11 @@ class RowMixture:
     self._seed = seed
 
   def with_weights(self, weights: Sequence[float]) -> "RowMixture":
-    """The same walk over other shares."""
+    """The same sequence with other weights."""
     return RowMixture(weights, self._seed)
 
   def domains(self, lane: int, first: int, count: int) -> np.ndarray:
-    """int64[count]: number of the domain of rows first, first + 1, ... of a lane."""
+    """int64[count]: domain numbers of the rows first, first + 1, ... of a lane."""
     with np.errstate(over="ignore"):
       steps = (np.uint64(first) + np.arange(count, dtype=np.uint64)) * np.uint64(_GOLDEN)
       place = (steps + combine(_MIXTURE, self._seed, lane)).astype(np.float64) / 2.0**64

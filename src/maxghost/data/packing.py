@@ -1,8 +1,8 @@
-"""Documents into rows: cutting, placing, and filling the arrays of a batch. No Python per token.
+"""Packs documents into rows: cuts them, places the chunks, and fills the arrays of a batch. No Python per token.
 
-Letters: N tokens, T positions of a row, S segments of a row, C chunks, R rows, B rows of one batch, D documents.
+Dimensions: N tokens, T positions of a row, S segments of a row, C chunks, R rows, B rows of one batch, D documents.
 A document of n tokens (begin and end tokens included) has n - 1 pairs of input and target. The pairs are cut into
-chunks of at most T; a chunk becomes one segment of one row. So each pair occurs exactly once, and no target lies in
+chunks of at most T; a chunk becomes one segment of one row. So each pair occurs exactly once, and no target is in
 another document.
 """
 
@@ -34,12 +34,16 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-  """Tokens of documents laid end to end, with begin and end tokens.
+  """Concatenated tokens of documents, with begin and end tokens.
 
-  tokens: uint16 or int32[N]. ends: int64[D]. documents: int64[D], index of each into the source. The source bytes
-  behind each token are in byte_table by id, or in sizes by place: an integer for each token of the texts, end to end
-  without the `added` tokens (before, after) of each document. weights: float32[N], with which each token counts as a
-  target; None = 1.
+  Attributes:
+    tokens: uint16 or int32[N].
+    ends: int64[D], end of each document in `tokens`.
+    documents: int64[D], index of each document into the source.
+    byte_table: source bytes by token id; None where `sizes` holds them.
+    sizes: source bytes by token, without the added tokens.
+    added: number of tokens added (before, after) each document.
+    weights: float32[N], loss weight of each token as a target; None = 1.
   """
 
   tokens: np.ndarray
@@ -51,7 +55,7 @@ class Encoded:
   weights: np.ndarray | None = None
 
   def chunk_bytes(self, document: int, first: np.ndarray) -> np.ndarray:
-    """Source bytes of a document's chunks but the last, int64[c - 1]; first: int64[c], where they begin in `tokens`."""
+    """Source bytes of a document's chunks except the last, int64[c - 1]. first: int64[c], their starts in `tokens`."""
     if self.sizes is None:
       assert self.byte_table is not None, "one of byte_table and sizes is set"
       place, found = first - first[0], self.byte_table.take(self.tokens[first[0] : first[-1]])
@@ -64,11 +68,18 @@ class Encoded:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-  """Packed rows, kept as where their segments lie in a token array; `fill` makes arrays of any of them.
+  """Packed rows, stored as the places of their segments in a token array; `fill` makes arrays of them.
 
-  tokens: uint16 or int32[N]. row_ends: int64[R], chunks before the end of each row. Per chunk, in the order of the
-  rows: start: int64[C] first pair in `tokens`; length: int64[C] pairs; document: int64[C]; offset: int64[C] in bytes;
-  slot: int64[C] which segment of its row; begin: int32[C] where in its row. weights: as in `Encoded`.
+  Attributes:
+    tokens: uint16 or int32[N].
+    row_ends: int64[R], cumulative number of chunks. The following are per chunk, in the order of the rows.
+    start: int64[C], first pair in `tokens`.
+    length: int64[C], pairs.
+    document: int64[C], index into the source.
+    offset: int64[C], first byte in the document.
+    slot: int64[C], segment of the row.
+    begin: int32[C], position in the row.
+    weights: as in `Encoded`.
   """
 
   tokens: np.ndarray
@@ -86,7 +97,7 @@ class Rows:
 
 
 def token_dtype(vocab_size: int) -> type:
-  """The smallest type that the packed tokens are kept in; batches are int32."""
+  """The dtype of packed tokens; batches are int32."""
   return np.uint16 if vocab_size <= 1 << 16 else np.int32
 
 
@@ -103,11 +114,19 @@ def cut(ends: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[np.ndarray, int]:
-  """Row of each chunk, each into the row with the least room that still holds it; and the rows in all.
+  """Places each chunk into the row with the least room that still holds it.
 
-  length: int64[C], each at most row_length. Returns int64[C] and R. Chunks come longest first (best-fit decreasing,
-  Johnson 1973), but in small groups that each hold a spread of all lengths: else the shortest would meet in rows that
-  are out of segments before they are full. Rows by room are found in a bit set: a few operations per chunk.
+  Chunks are taken longest first (best-fit decreasing, Johnson 1973) within small groups that each contain all lengths;
+  otherwise the shortest chunks would fill rows that run out of segments before they are full. A bit set finds the row
+  in a few operations per chunk.
+
+  Args:
+    length: int64[C], each at most row_length.
+    row_length: T.
+    max_segments: S.
+
+  Returns:
+    The row of each chunk, int64[C], and the number of rows R.
   """
   row = np.empty(len(length), np.int64)
   order = np.argsort(-length, kind="stable")
@@ -139,16 +158,17 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[n
 
 
 def _spread(longest_first: np.ndarray, length: np.ndarray, row_length: int) -> np.ndarray:
-  """Chunks dealt out in groups of about two rows' worth, longest first in each."""
+  """The chunks in groups of about two rows' pairs, longest first in each."""
   rows = max(1, int(length[longest_first].sum()) // row_length)
   num_groups = max(1, len(longest_first) // max(8, 2 * (len(longest_first) // rows)))
   return np.concatenate([longest_first[first::num_groups] for first in range(num_groups)])
 
 
 def concat(ends: np.ndarray, order: np.ndarray, row_length: int, max_segments: int) -> tuple[np.ndarray, ...]:
-  """Documents in `order` laid end to end and cut where a row is full (or holds max_segments).
+  """Concatenates the documents in `order` and cuts them where a row is full or has max_segments.
 
-  Returns document, first pair, number of pairs and row of each chunk (int64[C] each).
+  Returns:
+    Document, first pair, number of pairs and row of each chunk (int64[C] each).
   """
   starts = _starts(ends)
   first = starts[order].tolist()
@@ -166,7 +186,7 @@ def concat(ends: np.ndarray, order: np.ndarray, row_length: int, max_segments: i
 
 
 def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarray]) -> Rows:
-  """Rows of the documents. order(n, name): a pseudo-random order of n things, int64[n], one for each name."""
+  """Packs the documents into rows. order(n, name): a pseudo-random permutation int64[n]; name selects which."""
   ends, segments = encoded.ends, layout.segments_per_row
   if layout.strategy == CONCAT and layout.packing:
     document, start, length, row = concat(ends, order(len(ends), "documents"), layout.row_length, segments)
@@ -197,7 +217,7 @@ def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarra
 
 
 def _offsets(encoded: Encoded, document: np.ndarray, start: np.ndarray) -> np.ndarray:
-  """Where in its document, in bytes, each chunk begins (int64[C]); a document's chunks come together and in order."""
+  """int64[C]: byte offset of each chunk in its document. A document's chunks are consecutive and in order."""
   offset = np.zeros(len(start), np.int64)
   heads = np.flatnonzero(np.diff(document, prepend=-1))  # the first chunk of each document
   counts = np.diff(heads, append=len(document))
@@ -223,7 +243,7 @@ def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -
     weights = (chunks.weights(),) if weighted else ()
     parts.append((*chunks.arrays(pad_id), *chunks.identity(layout.max_segments), *weights))
   columns = parts[0]
-  if len(parts) > 1:  # a mixture's rows come from several streams: put them back in the order of the pieces
+  if len(parts) > 1:  # rows of several streams of a mixture: restore the order of the pieces
     back = np.argsort(np.concatenate([np.array(here) for here in groups.values()]))
     columns = tuple(np.concatenate(column)[back] for column in zip(*parts, strict=True))
   inputs, targets, positions, segmentation, document_BS, offset_BS, *weights = columns
@@ -240,7 +260,7 @@ def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -
 
 
 class _Chunks:
-  """The chunks of some rows (int64[n]), and what they put into the rows. All of it array by array."""
+  """The chunks of some rows, and the arrays of these rows."""
 
   def __init__(self, rows: Rows, numbers: np.ndarray, row_length: int):
     self._tokens, self._weights, self._shape = rows.tokens, rows.weights, (len(numbers), row_length)
@@ -250,12 +270,12 @@ class _Chunks:
     self._row = np.arange(len(numbers)).repeat(count)
     if (first[1:] == stop[:-1]).all():
       chunk = slice(int(first[0]), int(stop[-1]))
-    else:  # rows from here and there
+    else:  # rows that are not consecutive
       chunk = np.concatenate([np.arange(*ends) for ends in zip(first.tolist(), stop.tolist(), strict=True)])
     self._slot, self._begin = rows.slot[chunk], rows.begin[chunk]
     self._start, self._length = rows.start[chunk], rows.length[chunk]
     self._document, self._offset = rows.document[chunk], rows.offset[chunk]
-    last = count.cumsum() - 1  # chunk of each row: it goes on over the padding
+    last = count.cumsum() - 1  # of each row; it also covers the padding
     self._filled = self._begin[last] + self._length[last]
     self._covered = self._length.copy()
     self._covered[last] += row_length - self._filled
@@ -293,5 +313,5 @@ class _Chunks:
     return weights
 
   def _spread(self, values: np.ndarray) -> np.ndarray:
-    """int32[rows, T]: each chunk's value at its places."""
+    """int32[rows, T]: each chunk's value at its positions."""
     return values.astype(np.int32, copy=False).repeat(self._covered).reshape(self._shape)

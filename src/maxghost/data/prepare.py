@@ -1,8 +1,8 @@
-"""Writes a prepared corpus: tokenizes any source once, by several processes, part by part.
+"""Writes a prepared corpus: several processes tokenize a source, part by part.
 
 A part is a range of the source's documents and becomes one ArrayRecord shard. Its columns and its manifest (counts and
-the shard's SHA-256) are written last and by renaming, so after an interruption the parts with a manifest are kept and
-the others are done again. When all parts are there, their columns are joined into the index.
+the shard's SHA-256) are written last, by renaming. So after an interrupt the parts with a manifest are kept and the
+others are written again. When all parts are complete, their columns are joined into the index.
 """
 
 import dataclasses
@@ -26,21 +26,21 @@ from maxghost.config.schema import DataConfig
 from maxghost.data.hashing import content_hashes, text_hash
 from maxghost.data.packing import token_dtype
 from maxghost.data.prepared import BLOCK_COLUMNS, COLUMNS, DOCUMENT_COLUMNS, INDEX_FILE, INDEX_VERSION, PATH_COLUMNS
-from maxghost.data.sources.base import Source
+from maxghost.data.sources.base import Source, read_or_skip
 from maxghost.data.split import scan
 from maxghost.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
-from maxghost.data.windows import read_or_skip
 
 PART_BYTES = 64 << 20  # text of a part
 BLOCK_TOKENS = 1 << 15  # tokens of a block, unless one document has more
 _READ_BYTES = 4 << 20  # text read and tokenized together
+_BPE_BYTES = 100 << 20  # text that a BPE is trained on
 _JOB_FILE = "job.json"
-_SHARD_OPTIONS = "group_size:1,uncompressed"  # read at random, two bytes a token: to unpack costs more than to read
+_SHARD_OPTIONS = "group_size:1,uncompressed"  # random access; decompressing would cost more than reading
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """What the processes share. It must be the same when an interrupted run is taken up."""
+  """What the processes share. Must be the same when an interrupted run is resumed."""
 
   folder: str
   part_documents: int
@@ -63,9 +63,21 @@ def prepare(
   part_bytes: int = PART_BYTES,
   progress: Callable[[dict], None] = lambda manifest: None,
 ) -> dict:
-  """Writes `folder` and returns its index (the JSON). progress is called with each part's manifest when it is done.
+  """Tokenizes a source into a folder.
 
-  num_workers: processes. Raises ConfigError when the folder holds another corpus, or a document is corrupt.
+  Args:
+    source: the documents.
+    cfg: states the tokenizer and what to do with corrupt documents.
+    folder: to write; parts that are complete already are kept.
+    num_workers: processes.
+    part_bytes: approximate text of a part.
+    progress: called with the manifest of each complete part.
+
+  Returns:
+    The JSON part of the index.
+
+  Raises:
+    ConfigError: the folder holds another corpus, or a document is corrupt and on_corrupt is "error".
   """
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
   mean = max(1, source.num_bytes // len(source))
@@ -95,7 +107,7 @@ def prepare(
 
 
 def read_manifest(folder: str, part: int) -> dict | None:
-  """A part's manifest when the part is complete: its shard is there with the size that it was written with."""
+  """A part's manifest if the part is complete, that is, its files exist and the shard has its full size; else None."""
   base = Path(folder) / "parts" / f"{part:05d}"
   try:
     manifest = json.loads(base.with_suffix(".json").read_text(encoding="utf-8"))
@@ -107,9 +119,9 @@ def read_manifest(folder: str, part: int) -> dict | None:
 
 
 def verify(folder: str) -> list[str]:
-  """Reads every shard again and compares checksums; drops the manifests of damaged ones, so that `prepare` redoes them.
+  """Compares the checksum of every shard; returns a line for each damaged one.
 
-  Returns a line for each damaged shard.
+  The manifests of damaged shards are deleted, so that `prepare` writes these again.
   """
   meta = json.loads((Path(folder) / INDEX_FILE).read_text(encoding="utf-8"))
   problems = []
@@ -123,7 +135,7 @@ def verify(folder: str) -> list[str]:
 
 
 def _claim(job: Job, source: Source, tokenizer: Tokenizer) -> None:
-  """Takes the folder for this job, or raises ConfigError when it holds another one."""
+  """Claims the folder for this job. Raises ConfigError when it holds another one."""
   folder = Path(job.folder)
   mine = {
     "source": source.fingerprint,
@@ -157,8 +169,8 @@ _worker: dict = {}
 
 
 def _start_worker(job: Job, source: Source) -> None:
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the main process, which ends the others
-  os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C and ends the others
+  os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes run in parallel already
   _worker.update(job=job, source=source, tokenizer=load_tokenizer(job.tokenizer_type, job.tokenizer_path))
 
 
@@ -226,11 +238,11 @@ def _read(job: Job, part: int, source: Source) -> Iterator[tuple[np.ndarray, lis
   stop = min((part + 1) * job.part_documents, job.num_documents)
   for first in range(part * job.part_documents, stop, step):
     indices = np.arange(first, min(first + step, stop))
-    yield indices, read_or_skip(source, indices, job.on_corrupt)
+    yield indices, read_or_skip(source.texts, indices, job.on_corrupt)
 
 
 class _Block:
-  """Gathers documents of one domain and writes them as a record when there are enough tokens."""
+  """Collects documents of one domain and writes them as a record when there are enough tokens."""
 
   def __init__(self, writer, tokenizer: Tokenizer, columns: dict[str, list]):
     self._writer, self._columns = writer, columns
@@ -317,7 +329,7 @@ def _join(job: Job, source: Source, tokenizer: Tokenizer) -> dict:
 
 
 class _Paths:
-  """The table of paths, in flat arrays: it may be as long as the documents are many."""
+  """The table of paths, in flat arrays, since there may be one path per document."""
 
   def __init__(self, domains: tuple[str, ...]):
     self._domains = domains
@@ -325,11 +337,11 @@ class _Paths:
     self._last: tuple[str, str] | None = None
 
   def add(self, pairs: list[list[str]]) -> tuple[np.ndarray, np.ndarray]:
-    """Enters a part's (domain, path) pairs; returns the number in the table and of the domain of each (int64)."""
+    """Adds a part's (domain, path) pairs; returns the number in the table and the domain of each (int64)."""
     numbers, domains = [], []
     for domain, path in pairs:
       domains.append(self._domains.index(domain))
-      if (domain, path) != self._last:  # a file that two parts share is the last of one and the first of the next
+      if (domain, path) != self._last:  # a file shared by two parts is the last of one and the first of the next
         self._last = (domain, path)
         self._names += path.encode("utf-8")
         self._ends.append(len(self._names))
@@ -344,7 +356,7 @@ class _Paths:
 
 
 def _copy_tokenizer(job: Job, tokenizer: Tokenizer) -> dict:
-  """What the index says of the tokenizer; its file is copied into the folder."""
+  """The tokenizer's entry in the index; copies its file into the folder."""
   path, copied = job.tokenizer_path, False
   if isinstance(tokenizer, FileTokenizer) and tokenizer.path.is_file():
     target = Path(job.folder) / tokenizer.path.name
@@ -360,11 +372,11 @@ def _copy_tokenizer(job: Job, tokenizer: Tokenizer) -> dict:
   }
 
 
-def train_bpe(source: Source, vocab_size: int, path: str, *, sample_bytes: int = 100 << 20) -> None:
+def train_bpe(source: Source, vocab_size: int, path: str) -> None:
   """Trains a byte-level BPE of `vocab_size` ids on documents spread over the source and writes its tokenizer.json.
 
-  sample_bytes: text to train on. The tokens <|bos|>, <|eos|> and <|pad|> come first. Raises ConfigError when the
-  package `tokenizers` is missing or vocab_size is below the 259 ids that bytes and specials need.
+  The tokens <|bos|>, <|eos|> and <|pad|> have the first ids. Raises ConfigError when the package `tokenizers` is
+  missing or vocab_size is below the 259 ids of bytes and specials.
   """
   try:
     from tokenizers import Tokenizer as Inner
@@ -383,12 +395,12 @@ def train_bpe(source: Source, vocab_size: int, path: str, *, sample_bytes: int =
     show_progress=False,
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
   )
-  stride = max(1, source.num_bytes // sample_bytes)
+  stride = max(1, source.num_bytes // _BPE_BYTES)
 
   def texts() -> Iterator[str]:
     for indices in scan(len(source)):
       for some in np.array_split(indices[::stride], max(1, len(indices) // stride // 256)):
-        yield from (text.decode("utf-8") for text in read_or_skip(source, some, "skip") if text)
+        yield from (text.decode("utf-8") for text in read_or_skip(source.texts, some) if text)
 
   inner.train_from_iterator(texts(), trainer)
   Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,29 +1,27 @@
 """Tokenized corpora as `python -m maxghost.data prepare` writes them: ArrayRecord shards and a memory-mapped index.
 
-A record is a block: the tokens of documents that follow each other in one domain. The index has one .npy file per
-column, opened by memory mapping, so a hundred million documents cost a worker no more memory than the pages it reads.
-Letters: D documents, K blocks, P paths.
+A record is a block: the tokens of consecutive documents of one domain. The index has one memory-mapped .npy file per
+column, so for a hundred million documents a worker needs memory only for the pages it reads.
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from maxghost.config import ConfigError, did_you_mean
+from maxghost.config import ConfigError
 from maxghost.data.packing import Encoded, Layout, token_dtype
 from maxghost.data.sources.arrayrecord import Readers
-from maxghost.data.sources.base import CorruptError
+from maxghost.data.sources.base import CorruptError, Source, check_domains, read_or_skip
 from maxghost.data.split import Split
 from maxghost.data.tokenizers import Tokenizer
-from maxghost.data.types import Document, DocumentId
-from maxghost.data.windows import NO_COPIES, HeldOut, concatenated, frame, no_counts, read_or_skip
+from maxghost.data.types import DocumentId
+from maxghost.data.windows import NO_COPIES, HeldOut, concatenated, frame, no_counts
 
 INDEX_FILE = "maxghost-index.json"
 INDEX_VERSION = 1
-# Per document: hash of the id, hash of the text, number of the path, offset in it, bytes of text, and tokens of all
-# documents up to and with it. Per block: the documents before it, and its domain. Per path: its end in paths.bin.
+# Per document: hash of the id, hash of the text, number of the path, offset in it, bytes of text, and the cumulative
+# number of tokens. Per block: the number of documents before it, and its domain. Per path: its end in paths.bin.
 DOCUMENT_COLUMNS = {
   "id_hash": np.uint64,
   "content_hash": np.uint64,
@@ -76,23 +74,24 @@ class Index:
     self.__dict__.update(state)
     self._map()
 
+  def tokens_before(self, document: int) -> int:
+    """Tokens of all documents before this one."""
+    return int(self.token_end[document - 1]) if document else 0
+
   def path_name(self, number: int) -> str:
     first = int(self.path_end[number - 1]) if number else 0
     return self._paths[first : int(self.path_end[number])].tobytes().decode("utf-8")
 
 
-class PreparedSource:
-  """The documents of a prepared folder. Texts are decoded from tokens: exact for tokenizers that lose nothing."""
+class PreparedSource(Source):
+  """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless."""
 
   def __init__(self, folder: str, tokenizer: Tokenizer, domains: tuple[str, ...] = ()):
-    """domains: those wanted, empty = all. Raises ConfigError when the folder was made with another tokenizer."""
+    """domains: the wanted ones; empty = all. Raises ConfigError when the folder was made with another tokenizer."""
     self.index = Index(folder)
     meta = self.index.meta
     _check_tokenizer(folder, meta["tokenizer"], tokenizer)
-    for domain in domains:
-      if domain not in meta["domains"]:
-        hint = did_you_mean(domain, meta["domains"]) or f"; it has {', '.join(meta['domains'])}"
-        raise ConfigError(f"dataset_domains has '{domain}', which {folder} does not have{hint}")
+    check_domains(domains, meta["domains"], folder)
     self.domains = tuple(domains) or tuple(meta["domains"])
     self._number = np.full(len(meta["domains"]) + 1, -1, np.int64)  # of each domain of the folder in `domains`
     for place, name in enumerate(self.domains):
@@ -100,7 +99,6 @@ class PreparedSource:
     self.num_bytes = sum(meta["domain_bytes"][name] for name in self.domains)
     self.files = {shard["name"]: shard["sha256"][:16] for shard in meta["shards"]}
     self.fingerprint = f"{meta['fingerprint']}-{','.join(self.domains)}"
-    self.notes = ()
     self.totals = {name: (meta["domain_documents"][name], meta["domain_bytes"][name]) for name in self.domains}
     self._shards = [str(self.index.folder / "shards" / shard["name"]) for shard in meta["shards"]]
     self._shard_ends = np.cumsum([shard["blocks"] for shard in meta["shards"]], dtype=np.int64)
@@ -111,17 +109,13 @@ class PreparedSource:
   def __len__(self) -> int:
     return len(self.index.id_hash)
 
-  def __getitem__(self, index: int) -> Document:
-    (text,) = self.texts(np.array([index]))
-    return Document(*self.document_id(index), text)
-
   def document_id(self, index: int) -> DocumentId:
     number = int(self.index.path[index])
     domain = self.index.meta["domains"][int(self.index.path_domain[number])]
     return DocumentId(domain, self.index.path_name(number), int(self.index.offset[index]))
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
-    """int64[n]; -1 for a document of a domain that is not wanted."""
+    """int64[n]; -1 for a document of an unwanted domain."""
     return self._number[self.index.path_domain[self.index.path[indices]]]
 
   def id_hashes(self, indices: np.ndarray) -> np.ndarray:
@@ -159,7 +153,7 @@ class PreparedSource:
 
   def _parse(self, path: str, record: int, block: int, raw: bytes) -> tuple[np.ndarray, np.ndarray | None]:
     first, stop = self.documents_of(block)
-    count = int(self.index.token_end[stop - 1]) - (int(self.index.token_end[first - 1]) if first else 0)
+    count = self.index.tokens_before(stop) - self.index.tokens_before(first)
     size = count * np.dtype(self._dtype).itemsize
     tabled = self.tokenizer.byte_table is not None
     if len(raw) != size + (0 if tabled else 4 * count):
@@ -168,9 +162,8 @@ class PreparedSource:
     return tokens, None if tabled else np.frombuffer(raw, np.uint32, count, size)
 
   def lengths(self, first: int, stop: int) -> np.ndarray:
-    """int64[n]: tokens of the documents first..stop."""
-    before = int(self.index.token_end[first - 1]) if first else 0
-    return np.diff(self.index.token_end[first:stop], prepend=before)
+    """int64[n]: tokens of each document in first..stop."""
+    return np.diff(self.index.token_end[first:stop], prepend=self.index.tokens_before(first))
 
   def tokens(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """Tokens of documents, and the bytes behind each as `block_tokens` gives them. Raises CorruptError."""
@@ -179,23 +172,21 @@ class PreparedSource:
     read = dict(zip(wanted.tolist(), self.block_tokens(wanted), strict=True))
     out = []
     for index, block in zip(np.asarray(indices).tolist(), blocks.tolist(), strict=True):
-      first, _ = self.documents_of(block)
-      before = int(self.index.token_end[first - 1]) if first else 0
-      start = (int(self.index.token_end[index - 1]) if index else 0) - before
-      place = slice(start, int(self.index.token_end[index]) - before)
+      before = self.index.tokens_before(self.documents_of(block)[0])
+      place = slice(self.index.tokens_before(index) - before, self.index.tokens_before(index + 1) - before)
       tokens, sizes = read[block]
       out.append((tokens[place], None if sizes is None else sizes[place]))
     return out
 
 
 class PreparedUnits:
-  """Blocks of a prepared folder. A unit is a block; nothing is tokenized."""
+  """Blocks of a prepared folder, tokenized already. A unit is a block."""
 
   def __init__(
     self, source: PreparedSource, split: Split, layout: Layout, *, on_corrupt: str, held_out: HeldOut = NO_COPIES
   ):
-    self._source, self._split, self._layout, self._on_corrupt = source, split, layout, on_corrupt
-    self._held_out = held_out
+    self._source, self._split, self._layout = source, split, layout
+    self._on_corrupt, self._held_out = on_corrupt, held_out
     self.drops_copies = bool(held_out.sizes)
 
   def all_units(self) -> np.ndarray | range:
@@ -211,11 +202,16 @@ class PreparedUnits:
 
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
     counts = no_counts()
-    read = [
-      (*self._source.documents_of(block), *found)
-      for block, found in zip(units.tolist(), self._read(units, counts), strict=True)
-      if found[0] is not None
-    ]
+    fix = "run `python -m maxghost.data verify` and prepare again, or use on_corrupt=skip"
+    read = []
+    for block, found in zip(
+      units.tolist(), read_or_skip(self._source.block_tokens, units, self._on_corrupt, fix), strict=True
+    ):
+      first, stop = self._source.documents_of(block)
+      if found is None:
+        counts["corrupt"] += stop - first
+      else:
+        read.append((first, stop, *found))
     documents = concatenated([np.arange(first, stop) for first, stop, _, _ in read])
     keep = self._kept(documents, counts)
     pieces, place = [], 0
@@ -231,39 +227,21 @@ class PreparedUnits:
     counts["bytes"] += int(self._source.sizes(documents).sum())
     return frame(pieces, documents, self._source.tokenizer, self._layout), counts
 
-  def encode_documents(self, indices: np.ndarray) -> tuple[Encoded, dict[str, int]]:
+  def encode_documents(self, indices: np.ndarray) -> Encoded:
     pieces = [(ids, np.array([len(ids)]), sizes) for ids, sizes in self._source.tokens(indices)]
-    return frame(pieces, np.asarray(indices), self._source.tokenizer, self._layout), {"documents": len(indices)}
+    return frame(pieces, np.asarray(indices), self._source.tokenizer, self._layout)
 
   def read(self, indices: np.ndarray) -> list[bytes | None]:
-    return read_or_skip(self._source, indices, self._on_corrupt)
+    return read_or_skip(self._source.texts, indices, self._on_corrupt)
 
   def _kept(self, documents: np.ndarray, counts: dict[str, int]) -> np.ndarray:
-    """bool[n]: documents to train on; counts the copies of held-out texts."""
+    """bool[n]: whether to train on each document. Adds the copies of held-out texts to `counts`."""
     keep = ~self._split.left_out(documents)
     if self.drops_copies:
       copies = keep & self._held_out.copies(self._source.content_hashes(documents))
       counts["copies"] += int(copies.sum())
       keep &= ~copies
     return keep
-
-  def _read(self, units: np.ndarray, counts: dict[str, int]) -> Sequence[tuple]:
-    """As `block_tokens`; (None, None) for a corrupt block where those are skipped (its documents are counted)."""
-    try:
-      return self._source.block_tokens(units)
-    except CorruptError as error:
-      if self._on_corrupt == "error":
-        line = f"{error}; run `python -m maxghost.data verify` and prepare again, or use on_corrupt=skip"
-        raise ConfigError(line) from error
-    out = []
-    for block in units:
-      try:
-        out.extend(self._source.block_tokens(np.array([block])))
-      except CorruptError:
-        first, stop = self._source.documents_of(int(block))
-        counts["corrupt"] += stop - first
-        out.append((None, None))
-    return out
 
 
 def _check_tokenizer(folder: str, made_with: dict, tokenizer: Tokenizer) -> None:

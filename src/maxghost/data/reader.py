@@ -1,4 +1,4 @@
-"""The training iterator: batches from lanes, a position to save and restore, shards for several processes."""
+"""The training iterator: batches from lanes, a position to save and restore, one shard per process."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,22 +11,15 @@ from maxghost.data.window_prefetch import ThreadFeed, WorkerFeed
 from maxghost.data.windows import Windows
 
 _STATE_VERSION = 1
-_EMPTY_WINDOWS = 1000  # in a row, that are still taken for chance
-
-
-@dataclass(frozen=True)
-class Stream:
-  """Rows of one part of the data (all of it, or a domain): its windows by lane."""
-
-  name: str
-  windows: Windows
+_EMPTY_WINDOWS = 1000  # consecutive ones that can still happen by chance
 
 
 class Cursor:
-  """A place in one lane of one stream: window after window, epoch after epoch, without end."""
+  """A place in one lane of one stream; it goes on through windows and epochs without end."""
 
-  def __init__(self, stream: Stream, lane: int, feed: ThreadFeed | WorkerFeed, met: Callable[[dict[str, int]], None]):
-    self._stream, self._lane, self._feed, self._met = stream, lane, feed, met
+  def __init__(self, stream: Windows, lane: int, feed: ThreadFeed | WorkerFeed, count: Callable[[dict], None]):
+    """count: called with the counts of each window that is begun."""
+    self._stream, self._lane, self._feed, self._count = stream, lane, feed, count
     self._rows: packing.Rows | None = None
     self.place = (0, 0, 0)  # epoch, window, next row in it
 
@@ -42,11 +35,11 @@ class Cursor:
       out.extend((rows, number, epoch) for number in range(row, stop))
       self.place = (epoch, window, stop)
       if 2 * stop >= len(rows):
-        self._feed.look_ahead(*self._after(epoch, window))
+        self._feed.look_ahead(*self._stream.after(self._lane, epoch, window))
     return out
 
   def _next_rows(self) -> tuple[packing.Rows, tuple[int, int, int]]:
-    """The window of the next row, which is then in `_rows`, and its place; windows without rows are passed over."""
+    """The rows of the window that holds the next row, and that row's place. Windows without rows are skipped."""
     empty = 0
     while True:
       epoch, window, row = self.place
@@ -54,24 +47,21 @@ class Cursor:
         made = self._feed.get(epoch, window)
         self._rows = made.rows
         if not row:
-          self._met(made.counts)
+          self._count(made.counts)
       if row < len(self._rows):
         return self._rows, self.place
       empty += not len(self._rows)
-      self._rows, self.place = None, (*self._after(epoch, window), 0)
-      # A lane of few documents can be dealt none to train on in an epoch, or in some; not time and again.
-      if empty > 2 * self._stream.windows.num_windows(self._lane) + _EMPTY_WINDOWS:
+      self._rows, self.place = None, (*self._stream.after(self._lane, epoch, window), 0)
+      # A lane of few documents may get no training document in some epochs, but not in all of them.
+      if empty > 2 * self._stream.num_windows(self._lane) + _EMPTY_WINDOWS:
         raise ConfigError(
           f"there is nothing to train on in {self._stream.name or 'the data'}: every document is held out for "
           "validation, empty or left out; use a smaller ghost_val_fraction or more data"
         )
 
-  def _after(self, epoch: int, window: int) -> tuple[int, int]:
-    return (epoch, window + 1) if window + 1 < self._stream.windows.num_windows(self._lane) else (epoch + 1, 0)
-
 
 class Lane:
-  """Rows without end, from one stream or from several by a mixture."""
+  """An endless sequence of rows, from one stream or from several by a mixture."""
 
   def __init__(self, number: int, cursors: list[Cursor]):
     self._number = number
@@ -90,24 +80,8 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Sharding:
-  """Which rows of the global batch this process reads: those of `shard` out of `num_shards`."""
-
-  batch_size: int
-  num_shards: int = 1
-  shard: int = 0
-
-  @property
-  def rows(self) -> tuple[int, int]:
-    return (
-      self.shard * self.batch_size // self.num_shards,
-      (self.shard + 1) * self.batch_size // self.num_shards,
-    )
-
-
-@dataclass(frozen=True)
 class Identity:
-  """What a saved position belongs to: a digest of data and settings, and of each file while there are not too many."""
+  """What a saved position depends on: a digest of data and settings, and one of each file unless there are many."""
 
   fingerprint: str
   files: dict[str, str]
@@ -116,33 +90,33 @@ class Identity:
 class TrainIterator(Iterator[Batch]):
   """Batches of one shard of the global batch.
 
-  The rows of a global batch come from the lanes in order, the same number from each; shard s holds rows
-  [s, s + 1) * batch_size / num_shards. So the shards' batches laid end to end are the batch of a single process.
-  `counts` tells what reading has met so far (documents, bytes, tokens, rows, empty, copies, corrupt), for the windows
-  that this process began.
+  The rows of a global batch come from the lanes in order, the same number from each. Concatenated, the shards' batches
+  are the batch of a single process. `counts` sums what was read so far (documents, bytes, tokens, rows, empty, copies,
+  corrupt) over the windows that this process began.
   """
 
   def __init__(
     self,
-    streams: list[Stream],
+    streams: list[Windows],
     mixture: RowMixture | None,
     layout: packing.Layout,
     *,
     pad_id: int,
-    num_lanes: int,
-    sharding: Sharding,
+    rows_per_lane: int,
+    rows: tuple[int, int],
     identity: Identity,
-    make_feed: Callable,
+    make_feed: Callable[[Windows, int], ThreadFeed | WorkerFeed],
   ):
+    """rows: first row of the global batch that this process reads, and the one after its last."""
     self._layout, self._pad_id, self._identity = layout, pad_id, identity
     self._names = [stream.name for stream in streams]
-    self._per_lane = sharding.batch_size // num_lanes
+    self._per_lane = rows_per_lane
     self.counts: dict[str, int] = {}
-    low, high = sharding.rows
+    low, high = rows
     self._lanes: dict[int, Lane] = {}
     self._slices: dict[int, tuple[int, int]] = {}
     for number in range(low // self._per_lane, -(-high // self._per_lane)):
-      cursors = [Cursor(stream, number, make_feed(stream.windows, number), self._met) for stream in streams]
+      cursors = [Cursor(stream, number, make_feed(stream, number), self._add_counts) for stream in streams]
       self._lanes[number] = Lane(number, cursors)
       begin = number * self._per_lane
       self._slices[number] = (max(low - begin, 0), min(high - begin, self._per_lane))
@@ -155,11 +129,14 @@ class TrainIterator(Iterator[Batch]):
     return () if self._mixture is None else tuple(self._names)
 
   def schedule_mixture(self, changes: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-    """From batch b (counted from the start of the run) on, rows are drawn by these shares: [(b, {domain: share})].
+    """Sets the shares of the domains: [(b, {domain: share})], each from batch b of the run on.
 
-    The whole list of a run, in order of b; a later call may add to it. It is no part of `state()`: who decides on the
-    changes saves them, and gives them again after `restore`. Raises ConfigError without shares in dataset_mixture, and
-    ValueError for a change at a batch that was drawn already.
+    The list holds all changes of the run in order of b; a later call may extend it. `state()` does not contain it: the
+    caller saves the changes and passes them again after `restore`.
+
+    Raises:
+      ConfigError: dataset_mixture has no shares.
+      ValueError: a change at a batch that was drawn already.
     """
     if self._mixture is None:
       raise ConfigError("the shares of the domains can only be changed with shares in dataset_mixture")
@@ -173,7 +150,7 @@ class TrainIterator(Iterator[Batch]):
     due = [shares for batch, shares in self._changes if batch <= self._batches]
     return self._mixture.with_weights(due[-1]) if due and self._mixture is not None else self._mixture
 
-  def _met(self, counts: dict[str, int]) -> None:
+  def _add_counts(self, counts: dict[str, int]) -> None:
     for name, value in counts.items():
       self.counts[name] = self.counts.get(name, 0) + value
 
@@ -187,18 +164,18 @@ class TrainIterator(Iterator[Batch]):
 
   @property
   def packing_efficiency(self) -> float:
-    """Share of the positions that hold a token, over the windows met so far."""
+    """Share of the positions that hold a token, over the windows read so far."""
     return self.counts.get("tokens", 0) / max(1, self.counts.get("rows", 0) * self._layout.row_length)
 
   def describe(self) -> str:
-    """What this process has read and how well it was packed, in a line."""
+    """One line: what this process has read and how well it was packed."""
     met = {name: self.counts.get(name, 0) for name in ("documents", "tokens", "copies", "corrupt", "empty")}
     left_out = ", ".join(f"{met[name]:,} {name}" for name in ("copies", "corrupt", "empty") if met[name])
     line = f"Data read: {met['documents']:,} documents, {met['tokens']:,} tokens; rows filled to "
     return line + f"{self.packing_efficiency:.1%}" + (f"; left out: {left_out}" if left_out else "")
 
   def state(self) -> dict:
-    """The position after the last batch, as JSON can hold it."""
+    """The position after the last batch, as JSON values."""
     lanes = {
       str(number): {
         "rows": lane.num_rows,
@@ -215,9 +192,10 @@ class TrainIterator(Iterator[Batch]):
     }
 
   def restore(self, state: dict) -> None:
-    """Continues from a `state()` of the same data and settings, at any number of shards that it holds the lanes of.
+    """Continues from a `state()` of the same data and settings, saved with any number of shards.
 
-    Raises ConfigError when the data changed (the files are named) or a lane is missing.
+    Raises:
+      ConfigError: the data changed (the message names the files), or the state lacks a lane of this process.
     """
     self._check(state)
     for number, lane in self._lanes.items():
@@ -252,7 +230,7 @@ class TrainIterator(Iterator[Batch]):
 
 
 def merge_states(states: list[dict]) -> dict:
-  """One state of the positions that the processes of a run saved at the same step; restores at any number of them."""
+  """Joins the positions that all processes of a run saved at the same step. Any number of processes can restore it."""
   merged = {**states[0], "lanes": {}}
   for state in states:
     if {**state, "lanes": {}} != {**merged, "lanes": {}}:

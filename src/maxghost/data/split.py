@@ -1,4 +1,4 @@
-"""Which documents are held out for validation: decided by each document's id and the seed, never by its place."""
+"""Which documents are held out for validation: decided by each document's id and the seed, not by its position."""
 
 from collections.abc import Iterable
 
@@ -10,18 +10,16 @@ from maxghost.data.sources.base import Source, id_hash
 from maxghost.data.types import DocumentId
 
 _SPLIT = text_hash("train/validation split")
-_SCAN = 1 << 20  # documents looked at together
+_SCAN = 1 << 20  # documents examined together
 
 
 class Split:
-  """The held-out share of the validation domains. Those not of this source (held-out files, say) are left alone.
-
-  excluded: `id_hashes` (uint64, sorted) of documents that are neither held out nor trained on.
-  """
+  """The held-out share of the validation domains of a source."""
 
   def __init__(
     self, source: Source, val_domains: tuple[str, ...], fraction: float, seed: int, excluded: np.ndarray | None = None
   ):
+    """val_domains: those of other sources are ignored. excluded: sorted `id_hashes` not to hold out or train on."""
     self._source = source
     self._nothing, self._all = fraction <= 0.0, fraction >= 1.0
     self._limit = np.uint64(0) if self._nothing or self._all else np.uint64(int(fraction * 2**64))
@@ -41,7 +39,7 @@ class Split:
     return inside
 
   def left_out(self, indices: np.ndarray) -> np.ndarray:
-    """bool[n]: whether each document is kept out of training: held out, or excluded by name."""
+    """bool[n]: whether each document is not trained on: held out, or excluded by id."""
     out = self.held_out(indices)
     if len(self._excluded):
       out |= np.isin(self._source.id_hashes(indices), self._excluded)
@@ -67,7 +65,7 @@ def scan(size: int):
 
 
 def find_documents(source: Source, wanted: Iterable[DocumentId]) -> dict[DocumentId, int]:
-  """Numbers of the documents with these ids; those that the source does not have are left out."""
+  """Numbers of the documents with these ids; ids that the source does not have are left out."""
   left = {int(id_hash(*document)): DocumentId(*document) for document in wanted}
   found: dict[DocumentId, int] = {}
   hashes = np.array(sorted(left), np.uint64)
@@ -82,7 +80,7 @@ def find_documents(source: Source, wanted: Iterable[DocumentId]) -> dict[Documen
 
 
 def check_domain(key: str, name: str, domains: tuple[str, ...]) -> None:
-  """Raises ConfigError when `name`, the value of `key`, is no domain of the data."""
+  """Raises ConfigError when `name`, the value of `key`, is not a domain of the data."""
   if name not in domains:
     hint = did_you_mean(name, domains) or f"; the data has {', '.join(domains)}"
     raise ConfigError(f"{key}={name} is not a domain of the data{hint}")

@@ -1,6 +1,6 @@
-"""A tokenizer kept beside the model it belongs to: its files in a folder of their own, and where they are then.
+"""A tokenizer's files saved beside the model: in <run>/tokenizer, and likewise for an imported model.
 
-The folder of a run is <run>/tokenizer; an imported model has the same. Byte tokens have no file.
+The byte tokenizer has no file.
 """
 
 import base64
@@ -12,7 +12,7 @@ from maxghost.config import ConfigError
 from maxghost.data.tokenizers import HUGGINGFACE, SENTENCEPIECE, TIKTOKEN, FileTokenizer, TiktokenTokenizer, Tokenizer
 
 FOLDER = "tokenizer"
-# What transformers puts beside a model for its tokenizer, and the tokens that end a text.
+# What transformers saves beside a model for its tokenizer, and the tokens that end a text.
 HUGGINGFACE_FILES = (
   "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
   "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
@@ -20,7 +20,7 @@ HUGGINGFACE_FILES = (
 
 
 def save(tokenizer: Tokenizer, kind: str, folder: Path) -> None:
-  """Writes the tokenizer into `folder`, which is made; a tokenizer that lies there already is left."""
+  """Writes the tokenizer into `folder`, which is created; a tokenizer that is there already is kept."""
   if not isinstance(tokenizer, FileTokenizer) or _files(kind, folder):
     return
   folder.mkdir(exist_ok=True)
@@ -34,7 +34,7 @@ def save(tokenizer: Tokenizer, kind: str, folder: Path) -> None:
 
 
 def copy(source: Path, target: Path) -> list[str]:
-  """Copies the files of a Hugging Face tokenizer; returns their names. `target` is made where there is one."""
+  """Copies the files of a Hugging Face tokenizer; returns their names. Creates `target` if there are any."""
   names = [name for name in HUGGINGFACE_FILES if (source / name).is_file()]
   if names:
     target.mkdir(exist_ok=True)
@@ -44,7 +44,7 @@ def copy(source: Path, target: Path) -> list[str]:
 
 
 def saved_path(kind: str, folder: Path) -> str | None:
-  """The `tokenizer_path` of a tokenizer saved in `folder`; None where there is none of this kind."""
+  """The `tokenizer_path` of a tokenizer saved in `folder`; None if there is none of this kind."""
   files = _files(kind, folder)
   if len(files) > 1:
     raise ConfigError(f"{folder} holds several tokenizers: {', '.join(file.name for file in files)}; leave one")
@@ -59,7 +59,7 @@ def _files(kind: str, folder: Path) -> list[Path]:
 
 
 def _save_tiktoken(tokenizer: TiktokenTokenizer, folder: Path) -> None:
-  """The ranks, how text is split, and the special tokens: a name alone would need the library's download."""
+  """Writes the ranks, the splitting rule and the special tokens; the name alone would need a download."""
   ranks = b"".join(base64.b64encode(piece) + b" %d\n" % rank for piece, rank in tokenizer.ranks())
   stem = Path(tokenizer.name).stem
   (folder / f"{stem}.tiktoken").write_bytes(ranks)

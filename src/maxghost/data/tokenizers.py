@@ -1,25 +1,26 @@
 """Text to token ids and back: bytes, a Hugging Face `tokenizer.json`, a SentencePiece model, tiktoken.
 
-Every tokenizer tells how many source bytes lie behind each token, so that a cut anywhere in a document has a byte
-offset. V: ids of the vocabulary.
+Every tokenizer gives the number of source bytes of each token, so that any cut of a document has a byte offset. V: size
+of the vocabulary.
 """
 
 import hashlib
+import importlib
 import json
 import os
 import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from maxghost.config import ConfigError, did_you_mean
 
 BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
-_MOST_WORDS = 1 << 20  # kept in the table of an AsciiWords
-_WORDS_TOGETHER = 1 << 20  # bytes of text whose words are in memory at a time
+_MOST_WORDS = 1 << 20  # in the table of an AsciiWords
+_WORDS_TOGETHER = 1 << 20  # bytes of text whose words are in memory at once
 _PROBE = '  Two\tgrüne x_1 = 0x7F;\r\n\n"don\'t" 漢字 🙂 \u00a0end. '
 _BOS_NAMES = ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "<|endoftext|>")
 _EOS_NAMES = ("<|eos|>", "</s>", "<eos>", "<|end_of_text|>", "[EOS]", "<|endoftext|>")
@@ -27,11 +28,15 @@ _PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]")
 
 
 class Tokenizer(Protocol):
-  """Turns documents into ids.
+  """Converts documents to token ids and back.
 
-  bos_id, eos_id: ids put before and after a document; None where the tokenizer has none. pad_id fills rows.
-  fingerprint: changes with the vocabulary. byte_table: uint8 or int32[V], the source bytes of each id; then decoding
-  gives back the text exactly. None for a tokenizer that normalizes: then `encode_bytes` tells them token by token.
+  Attributes:
+    bos_id: id before a document; None if the tokenizer has none.
+    eos_id: id after a document; None if the tokenizer has none.
+    pad_id: id of padding.
+    fingerprint: changes with the vocabulary.
+    byte_table: uint8 or int32[V], source bytes of each id; decoding is then exact. None for a tokenizer that normalizes
+      text, whose `encode_bytes` gives them token by token.
   """
 
   name: str
@@ -47,16 +52,16 @@ class Tokenizer(Protocol):
     ...
 
   def encode_bytes(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """As `encode`, with the bytes from each token's start to the next one's (int64[n])."""
+    """Like `encode`, with the source bytes of each token, from its start to the next one's (int64[n])."""
     ...
 
   def decode(self, ids: np.ndarray) -> bytes:
-    """The bytes that the ids stand for; special ids stand for none."""
+    """The text of the ids; special ids have none."""
     ...
 
 
 def load_tokenizer(kind: str, path: str = "") -> Tokenizer:
-  """The tokenizer of `tokenizer_type` and `tokenizer_path`. Raises ConfigError: missing file, extra, or specials."""
+  """The tokenizer of `tokenizer_type` and `tokenizer_path`. Raises ConfigError: missing file or package."""
   if kind == BYTE:
     if path:
       raise ConfigError(f"tokenizer_path={path} is set, but tokenizer_type=byte reads no file; set the file's type")
@@ -67,21 +72,19 @@ def load_tokenizer(kind: str, path: str = "") -> Tokenizer:
 
 
 def check_specials(tokenizer: Tokenizer, add_bos: bool, add_eos: bool) -> None:
-  """Raises ConfigError when a document is to begin or end with a token that the tokenizer lacks."""
-  problems = [
-    f"add_{name}=true, but the tokenizer {tokenizer.name} has no {what} token; use add_{name}=false"
-    for name, wanted, found, what in (
-      ("bos", add_bos, tokenizer.bos_id, "begin-of-document"),
-      ("eos", add_eos, tokenizer.eos_id, "end-of-document"),
-    )
-    if wanted and found is None
-  ]
+  """Raises ConfigError when add_bos or add_eos asks for a token that the tokenizer lacks."""
+  lacks = f"the tokenizer {tokenizer.name} has no"
+  problems = []
+  if add_bos and tokenizer.bos_id is None:
+    problems.append(f"add_bos=true, but {lacks} begin-of-document token; use add_bos=false")
+  if add_eos and tokenizer.eos_id is None:
+    problems.append(f"add_eos=true, but {lacks} end-of-document token; use add_eos=false")
   if problems:
     raise ConfigError(*problems)
 
 
 class ByteTokenizer:
-  """A token is a byte; 256 begins a document, 257 ends it, 258 pads. Needs nothing and loses nothing."""
+  """A token is a byte; 256 begins a document, 257 ends it, 258 pads. Lossless, without a file."""
 
   name = "byte"
   vocab_size = 259
@@ -103,7 +106,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-  """A tokenizer goes to other processes by its file, `path`."""
+  """A tokenizer that is pickled by the `path` of its file."""
 
   path: Path
 
@@ -112,7 +115,7 @@ class FileTokenizer:
 
 
 class _PieceTokenizer(FileTokenizer):
-  """What tokenizers of byte pieces share: the table of bytes by id, used when it proves right on a probe text."""
+  """A tokenizer whose ids stand for bytes. Has a byte table if that reproduces a probe text."""
 
   byte_table: np.ndarray | None
 
@@ -135,10 +138,7 @@ class HuggingFaceTokenizer(_PieceTokenizer):
   """A `tokenizer.json`, run by the `tokenizers` library. Text that spells a special token is encoded as text."""
 
   def __init__(self, path: str):
-    try:
-      import tokenizers
-    except ImportError:
-      raise _missing("tokenizers") from None
+    tokenizers = _import("tokenizers")
     file = Path(path) / "tokenizer.json" if os.path.isdir(path) else Path(path)
     raw = _read(file)
     try:
@@ -149,7 +149,7 @@ class HuggingFaceTokenizer(_PieceTokenizer):
     self._inner.no_truncation()
     self._inner.no_padding()
     self.name, self.path = str(file), file
-    self.fingerprint = hashlib.blake2b(raw, digest_size=8).hexdigest()
+    self.fingerprint = _digest(raw)
     vocab = self._inner.get_vocab(with_added_tokens=True)
     self.vocab_size = max(vocab.values()) + 1
     named = _special_names(file.parent)
@@ -200,8 +200,8 @@ class HuggingFaceTokenizer(_PieceTokenizer):
 class AsciiWords:
   """Byte-level BPE of ASCII text by a table of words: the same ids as the library's, several times faster.
 
-  A word (what GPT-2's rule splits off) is encoded by the library when it is first met; then only its number is looked
-  up. In ASCII the letters, digits and spaces of that rule are those of a bytes pattern.
+  The library encodes a word (a piece of GPT-2's splitting rule) once; afterwards the table gives its ids. For ASCII,
+  a bytes pattern expresses that rule.
   """
 
   _SPLIT = re.compile(rb"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
@@ -238,7 +238,7 @@ class AsciiWords:
     return [_gather(ids, ends, numbers) for numbers in numbers_of]
 
   def _table(self, new_words: set[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of all known words end to end, and where each word's end (with a 0 before), the new words included."""
+    """Adds the new words. Returns the ids of all words end to end, and the end of each word's (with a leading 0)."""
     for word in new_words:
       self._numbers[word] = len(self._numbers)
       self._ids.extend(token.id for token in self._model.tokenize("".join(map(self._letters.__getitem__, word))))
@@ -256,7 +256,7 @@ def _gather(ids: np.ndarray, ends: np.ndarray, numbers: np.ndarray) -> np.ndarra
 
 
 def _splits_as_gpt2(parts: dict) -> bool:
-  """Whether a tokenizer.json holds a plain byte-level BPE with GPT-2's splitting rule and nothing before or besides."""
+  """Whether a tokenizer.json holds a byte-level BPE with GPT-2's splitting rule and no other step."""
   split, model = parts.get("pre_tokenizer") or {}, parts["model"]
   return (
     parts.get("normalizer") is None
@@ -270,22 +270,19 @@ def _splits_as_gpt2(parts: dict) -> bool:
 
 
 class SentencePieceTokenizer(FileTokenizer):
-  """A SentencePiece model file. It normalizes text, so decoding may give back other white space or letters."""
+  """A SentencePiece model file. It normalizes text, so decoding may give other white space or letters."""
 
   byte_table: np.ndarray | None = None
 
   def __init__(self, path: str):
-    try:
-      import sentencepiece
-    except ImportError:
-      raise _missing("sentencepiece") from None
+    sentencepiece = _import("sentencepiece")
     raw = _read(Path(path))
     try:
       self._inner = sentencepiece.SentencePieceProcessor(model_proto=raw)
     except RuntimeError as error:
       raise ConfigError(f"tokenizer_path={path} is no SentencePiece model: {error}") from error
     self.name, self.path = path, Path(path)
-    self.fingerprint = hashlib.blake2b(raw, digest_size=8).hexdigest()
+    self.fingerprint = _digest(raw)
     self.vocab_size = self._inner.vocab_size()
     self.bos_id, self.eos_id, pad = (
       None if number < 0 else number for number in (self._inner.bos_id(), self._inner.eos_id(), self._inner.pad_id())
@@ -310,36 +307,32 @@ class SentencePieceTokenizer(FileTokenizer):
 class TiktokenTokenizer(_PieceTokenizer):
   """A tiktoken encoding by name (`o200k_base`; looked up in TIKTOKEN_CACHE_DIR), or a file of ranks.
 
-  A file of ranks holds no more: text is split as Llama 3 does, whose begin and end tokens follow the ranks. A file
-  `*.encoding.json`, as a run saves it, names its ranks and holds the rest as well.
+  A file of ranks holds only these: text is split as in Llama 3, and the begin and end tokens follow the ranks. A file
+  `*.encoding.json`, as a run saves it, names its file of ranks and also holds the splitting rule and special tokens.
   """
 
   def __init__(self, path: str):
-    try:
-      import tiktoken
-    except ImportError:
-      raise _missing("tiktoken") from None
-    self._inner = _tiktoken_file(path) if os.path.isfile(path) else _tiktoken_name(tiktoken, path)
+    tiktoken = _import("tiktoken")
+    self._inner = (_tiktoken_file if os.path.isfile(path) else _tiktoken_name)(tiktoken, path)
     self.name, self.path = path, Path(path)
     specials = {name: self._inner.encode_single_token(name) for name in self._inner.special_tokens_set}
     self.vocab_size = self._inner.n_vocab
     self.bos_id = _first(specials, None, _BOS_NAMES)
     self.eos_id = _first(specials, None, _EOS_NAMES)
     self.pad_id = self.eos_id or 0
-    digest = hashlib.blake2b(digest_size=8)
+    values = self._inner.token_byte_values()
     pieces: list[bytes | None] = [None] * self.vocab_size
-    for piece in self._inner.token_byte_values():
+    for piece in values:
       pieces[self._inner.encode_single_token(piece)] = piece
-      digest.update(len(piece).to_bytes(4, "little") + piece)
-    self.fingerprint = digest.hexdigest()
+    self.fingerprint = _digest(b"".join(len(piece).to_bytes(4, "little") + piece for piece in values))
     self._set_pieces(pieces)
 
   def ranks(self) -> list[tuple[bytes, int]]:
-    """(bytes, id) of every token that is not special, by id."""
+    """(bytes, id) of every token that is not special, sorted by id."""
     return [(piece, i) for i, piece in enumerate(self._pieces) if piece is not None]
 
   def rules(self) -> dict:
-    """What a file of ranks does not hold: how text is split before the merges, and the special tokens."""
+    """What a file of ranks lacks: the pattern that splits text before the merges, and the special tokens."""
     specials = {name: self._inner.encode_single_token(name) for name in sorted(self._inner.special_tokens_set)}
     return {"split": self._inner._pat_str, "special_tokens": specials}
 
@@ -348,7 +341,7 @@ class TiktokenTokenizer(_PieceTokenizer):
     return [np.array(ids, np.int32) for ids in self._inner.encode_ordinary_batch(decoded, num_threads=_num_threads())]
 
   def encode_bytes(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
-    assert self.byte_table is not None, "tiktoken gives back the text exactly"
+    assert self.byte_table is not None, "tiktoken is lossless"
     return [(ids, self.byte_table[ids]) for ids in self.encode(texts)]
 
   def decode(self, ids: np.ndarray) -> bytes:
@@ -381,8 +374,7 @@ def _tiktoken_name(tiktoken, name: str):
     ) from error
 
 
-def _tiktoken_file(path: str):
-  import tiktoken
+def _tiktoken_file(tiktoken, path: str):
   from tiktoken.load import load_tiktoken_bpe
 
   rules, file = None, path
@@ -403,12 +395,12 @@ def _tiktoken_file(path: str):
 
 
 def _gaps(starts: Sequence[int], stop: int) -> np.ndarray:
-  """From each token's start to the next one's, int64[n]; from 0 for the first, to `stop` for the last."""
+  """int64[n]: from each token's start to the next one's; the first counts from 0, the last to `stop`."""
   return np.diff(np.array([0, *starts[1:], stop], np.int64)) if len(starts) else np.zeros(0, np.int64)
 
 
 def _byte_starts(starts: Sequence[int], text: str) -> Sequence[int]:
-  """Places in characters of `text` as places in its UTF-8 bytes."""
+  """Converts character offsets in `text` to offsets in its UTF-8 bytes."""
   if text.isascii():
     return starts
   raw = np.frombuffer(text.encode("utf-8"), np.uint8)
@@ -417,7 +409,7 @@ def _byte_starts(starts: Sequence[int], text: str) -> Sequence[int]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-  """The letter that stands for each byte in a byte-level vocabulary: printable ones for themselves, others from 256 on.
+  """{letter: byte} of a byte-level vocabulary: printable bytes are their own letter, the others come from 256 on.
 
   Source: the GPT-2 byte-pair encoder (Radford et al. 2019).
   """
@@ -427,7 +419,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 def _special_names(folder: Path) -> dict[str, str]:
-  """bos_token, eos_token and pad_token as `tokenizer_config.json` beside the tokenizer names them."""
+  """bos_token, eos_token and pad_token of the `tokenizer_config.json` beside the tokenizer."""
   file = folder / "tokenizer_config.json"
   if not file.is_file():
     return {}
@@ -451,8 +443,16 @@ def _read(file: Path) -> bytes:
     raise ConfigError(f"tokenizer_path={file} cannot be read: {error.strerror}") from error
 
 
-def _missing(package: str) -> ConfigError:
-  return ConfigError(f"this tokenizer_type needs the package {package}; install it with: pip install 'maxghost[data]'")
+def _import(package: str) -> Any:
+  try:
+    return importlib.import_module(package)
+  except ImportError:
+    line = f"this tokenizer_type needs the package {package}; install it with: pip install 'maxghost[data]'"
+    raise ConfigError(line) from None
+
+
+def _digest(raw: bytes) -> str:
+  return hashlib.blake2b(raw, digest_size=8).hexdigest()
 
 
 def _num_threads() -> int:

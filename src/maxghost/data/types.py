@@ -1,4 +1,4 @@
-"""What the reader hands on: documents and batches.
+"""Documents and batches.
 
 Shapes: B rows of a batch, T positions of a row, S segments a row can hold.
 """
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class DocumentId(NamedTuple):
-  """Names a document for good: its domain, the path of its source, and its byte offset (or record number) there."""
+  """A document's permanent name: its domain, the path of its file, and its byte offset or record number there."""
 
   domain: str
   path: str

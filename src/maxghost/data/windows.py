@@ -1,54 +1,52 @@
-"""Window by window: units of a source read, tokenized and packed into shuffled rows.
+"""Windows: some units of a source, read, tokenized and packed into shuffled rows.
 
-The positions of an epoch are dealt to lanes (position p to lane p mod num_lanes), and each lane's positions are taken
-in windows. A window is a pure function of (lane, epoch, window). So a place in the data is three small numbers per
-lane, there is no packing remainder outside of a window, and any process or worker can compute any window.
+Position p of an epoch belongs to lane p mod num_lanes, and each lane's positions are split into windows. A window is a
+pure function of (lane, epoch, window). So a position in the data is three small integers per lane, no packing remainder
+is carried from window to window, and any process or worker can compute any window.
 """
 
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from maxghost.config import ConfigError
 from maxghost.data import packing
 from maxghost.data.hashing import content_hashes, permutation, text_hash
 from maxghost.data.packing import Encoded, Layout, Rows
-from maxghost.data.sources.base import CorruptError, Source
+from maxghost.data.sources.base import Source, read_or_skip
 from maxghost.data.split import Split, scan
 from maxghost.data.tokenizers import Tokenizer
 
+_SAMPLES = 32  # documents read to estimate a stream's mean document size
+
 
 class Window(NamedTuple):
-  """Rows, and what was met in making them (documents, bytes, empty, copies, corrupt)."""
+  """Rows, and counts of what was read for them (documents, bytes, tokens, rows, empty, copies, corrupt)."""
 
   rows: Rows
   counts: dict[str, int]
 
 
-_SAMPLES = 32  # documents read to estimate the mean size of a stream's
-
-
 def no_counts() -> dict[str, int]:
-  """A new set of counters, all 0: what is met in reading documents."""
+  """New counters of what is read, all 0."""
   return dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt"), 0)
 
 
 class HeldOut(NamedTuple):
-  """Contents that training leaves out: `content_hashes` (uint64, sorted) of held-out texts, and their sizes."""
+  """The held-out texts, whose copies training leaves out: `content_hashes` (uint64, sorted) and sizes in bytes."""
 
   hashes: np.ndarray
   sizes: frozenset[int]
 
-  def copies(self, texts_hashes: np.ndarray) -> np.ndarray:
-    """bool[n]: which of the hashes are of held-out texts."""
-    return np.isin(texts_hashes, self.hashes)
+  def copies(self, text_hashes: np.ndarray) -> np.ndarray:
+    """bool[n]: whether each hash is that of a held-out text."""
+    return np.isin(text_hashes, self.hashes)
 
 
 NO_COPIES = HeldOut(np.empty(0, np.uint64), frozenset())
 
 
 class Units(Protocol):
-  """What can be read at random: documents, or blocks of prepared documents.
+  """What is read in random order: documents, or blocks of prepared documents.
 
   drops_copies: whether copies of held-out texts are left out.
   """
@@ -64,19 +62,19 @@ class Units(Protocol):
     ...
 
   def mean_bytes(self, units: np.ndarray | range) -> int:
-    """Text bytes of one of the units, about."""
+    """Approximate mean text bytes of these units."""
     ...
 
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
-    """Training documents of the units (held-out ones left out), and counts of what was met."""
+    """Training documents of the units (held-out ones left out), and counts of what was read."""
     ...
 
-  def encode_documents(self, indices: np.ndarray) -> tuple[Encoded, dict[str, int]]:
-    """Documents by number, whether held out or not."""
+  def encode_documents(self, indices: np.ndarray) -> Encoded:
+    """Documents by number, held out or not."""
     ...
 
   def read(self, indices: np.ndarray) -> list[bytes | None]:
-    """Texts by number; None for a corrupt one where on_corrupt=skip, else a ConfigError that names it."""
+    """Texts by document number; see `read_or_skip` for corrupt ones."""
     ...
 
 
@@ -101,7 +99,7 @@ class TextUnits:
     return range(len(self._source))
 
   def units_of(self, domain: int) -> np.ndarray | range:
-    """A range where the domain's documents lie together."""
+    """A range where the domain's documents are consecutive."""
     found = [indices[self._source.domain_numbers(indices) == domain] for indices in scan(len(self._source))]
     indices = np.concatenate(found) if found else np.empty(0, np.int64)
     if len(indices) and indices[-1] - indices[0] + 1 == len(indices):
@@ -112,17 +110,17 @@ class TextUnits:
     if len(units) == len(self._source):
       return max(1, self._source.num_bytes // max(1, len(units)))
     some = np.asarray(units[:: max(1, len(units) // _SAMPLES)])
-    found = [len(text) for text in read_or_skip(self._source, some, "skip") if text]
+    found = [len(text) for text in read_or_skip(self._source.texts, some) if text]
     return max(1, sum(found) // max(1, len(found)))
 
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
     return self._encode(units[~self._split.left_out(units)], self._held_out)
 
-  def encode_documents(self, indices: np.ndarray) -> tuple[Encoded, dict[str, int]]:
-    return self._encode(indices, NO_COPIES)
+  def encode_documents(self, indices: np.ndarray) -> Encoded:
+    return self._encode(indices, NO_COPIES)[0]
 
   def read(self, indices: np.ndarray) -> list[bytes | None]:
-    return read_or_skip(self._source, indices, self._on_corrupt)
+    return read_or_skip(self._source.texts, indices, self._on_corrupt)
 
   def _encode(self, indices: np.ndarray, held_out: HeldOut) -> tuple[Encoded, dict[str, int]]:
     kept, texts = [], []
@@ -139,39 +137,19 @@ class TextUnits:
         texts.append(text)
     counts["documents"] += len(kept)
     counts["bytes"] += sum(map(len, texts))
-    return encode_texts(texts, np.array(kept, np.int64), self._tokenizer, self._layout), counts
-
-
-def read_or_skip(source: Source, indices: np.ndarray, on_corrupt: str) -> list[bytes | None]:
-  """The texts; with on_corrupt=skip None for a corrupt document, else a ConfigError that names it."""
-  try:
-    return [*source.texts(indices)]
-  except CorruptError as error:
-    if on_corrupt == "error":
-      raise ConfigError(f"{error}; repair or remove it, or use on_corrupt=skip") from error
-  out: list[bytes | None] = []
-  for index in indices:
-    try:
-      out.append(source.texts(np.array([index]))[0])
-    except CorruptError:
-      out.append(None)
-  return out
-
-
-def encode_texts(texts: list[bytes], documents: np.ndarray, tokenizer: Tokenizer, layout: Layout) -> Encoded:
-  """Tokens of the texts, each with its begin and end token."""
-  sizes = None
-  if tokenizer.byte_table is None:
-    pairs = tokenizer.encode_bytes(texts)
-    ids, sizes = [ids for ids, _ in pairs], concatenated([size for _, size in pairs])
-  else:
-    ids = tokenizer.encode(texts)
-  lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-  return frame([(concatenated(ids), lengths, sizes)], documents, tokenizer, layout)
+    sizes = None
+    if self._tokenizer.byte_table is None:
+      pairs = self._tokenizer.encode_bytes(texts)
+      ids, sizes = [ids for ids, _ in pairs], concatenated([size for _, size in pairs])
+    else:
+      ids = self._tokenizer.encode(texts)
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    piece = (concatenated(ids), lengths, sizes)
+    return frame([piece], np.array(kept, np.int64), self._tokenizer, self._layout), counts
 
 
 def concatenated(arrays: list[np.ndarray]) -> np.ndarray:
-  """The arrays laid end to end; of none, an empty one."""
+  """`np.concatenate` that gives an empty array for an empty list."""
   return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
 
 
@@ -181,10 +159,10 @@ def frame(
   tokenizer: Tokenizer,
   layout: Layout,
 ) -> Encoded:
-  """Puts begin and end tokens around documents.
+  """Adds the layout's begin and end tokens to documents.
 
-  pieces: (ids of some documents end to end, int64 lengths of these, bytes behind each id or None where the tokenizer
-  has a table). documents: int64[D], of all pieces.
+  pieces: (ids of some documents end to end, int64 length of each, source bytes of each id or None where the tokenizer
+  has a byte table). documents: int64[D], of all pieces.
   """
   before, after = int(layout.add_bos), int(layout.add_eos)
   lengths = concatenated([lengths for _, lengths, _ in pieces])
@@ -200,7 +178,7 @@ def frame(
   if after:
     tokens[ends - 1] = tokenizer.eos_id
   stop = 0
-  for ids, count, _ in pieces:  # one after the other: what is at hand stays in the cache
+  for ids, count, _ in pieces:  # piece by piece, so that each stays in the CPU's cache
     own = np.cumsum(count + before + after)
     first, stop = stop, stop + (int(own[-1]) if len(own) else 0)
     is_text = np.ones(stop - first, bool)
@@ -213,24 +191,28 @@ def frame(
 
 
 class Windows:
-  """Makes the windows of every lane of one stream of units. `name` tells the stream's orders from other streams'."""
+  """The windows of every lane of one stream: of all the data, or of a domain. The stream's name enters its seeds."""
 
   def __init__(self, units: Units, order, layout: Layout, *, name: str, seed: int, num_lanes: int, window_bytes: int):
-    """order: the stream's units by position (`Uniform` or `Repeated`). window_bytes: text of a window, about."""
+    """order: the stream's units by position (`Uniform` or `Repeated`). window_bytes: approximate text of a window."""
     self._units, self._order, self._layout = units, order, layout
-    self._seeds = (text_hash("window", name), seed)
+    self.name, self._seeds = name, (text_hash("window", name), seed)
     self.num_lanes = num_lanes
     self.units_per_window = max(1, window_bytes // units.mean_bytes(order.all_units))
 
   def num_units(self, lane: int) -> int:
-    """Units of a lane per epoch, those of held-out documents included."""
+    """Units of a lane per epoch, including those of held-out documents."""
     return len(range(lane, len(self._order), self.num_lanes))
 
   def num_windows(self, lane: int) -> int:
     return -(-self.num_units(lane) // self.units_per_window)
 
+  def after(self, lane: int, epoch: int, window: int) -> tuple[int, int]:
+    """(epoch, window) of the lane's next window."""
+    return (epoch, window + 1) if window + 1 < self.num_windows(lane) else (epoch + 1, 0)
+
   def make(self, lane: int, epoch: int, window: int) -> Window:
-    """A window's rows; none when all its documents are held out or empty."""
+    """Reads and packs a window. It has no rows when all its documents are held out or empty."""
     first = window * self.units_per_window
     place = np.arange(first, min(first + self.units_per_window, self.num_units(lane)))
     encoded, counts = self._units.encode(self._order.units(epoch, place * self.num_lanes + lane))

@@ -1,9 +1,9 @@
-"""Logical axis rules: which mesh axes a named dimension is split over.
+"""Logical axis rules: the mesh axes that a named dimension is split over.
 
-A rule is (logical axis, mesh axes). For one tensor the rules are read from the first to the last: a rule gives its
-dimension its mesh axes if none of them is spent on another dimension of that tensor; a further rule of the same name is
-then the second choice. Nothing is dropped in silence: a name without a rule, a rule that names no mesh axis, two
-dimensions that need the same mesh axis and a size that does not divide are errors that name the tensor.
+A rule is (logical axis, mesh axes). The rules are applied to a tensor in order: a rule assigns its mesh axes to its
+dimension unless another dimension of the tensor has one of them; a later rule of the same name is then the second
+choice. A name without a rule, an unknown mesh axis, two dimensions that need the same mesh axis and a size that does
+not divide are errors that name the tensor.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ DEFAULT_RULES: tuple[Rule, ...] = (
   ("kv", ()),
   ("norm", ()),
   ("layers", ()),
-  # the factors of a direction of low rank, beyond the mesh axes of their weight's own dimension
+  # factors of a low-rank direction, in addition to the mesh axes of their weight's dimension
   ("direction", ("fsdp", "context", "expert")),
   # activations
   ("activation_exp", ("expert",)),
@@ -48,8 +48,11 @@ FACTOR = "direction"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AxisRules:
-  """Rules for one mesh. sizes: {mesh axis: devices along it}. Raises ConfigError for a rule that names a mesh axis
-  twice; one that names none is an error of the first tensor that needs it."""
+  """Rules for one mesh. sizes: {mesh axis: devices along it}.
+
+  Raises ConfigError for a rule that names a mesh axis twice. An unknown mesh axis is an error of the first tensor that
+  needs it.
+  """
 
   rows: tuple[Rule, ...]
   sizes: Mapping[str, int]
@@ -60,9 +63,9 @@ class AxisRules:
         raise ConfigError(f"logical_axis_rules: the row of '{name}' names a mesh axis twice: {', '.join(axes)}")
 
   def check(self, names: Collection[str | None] | None = None, label: str = "") -> None:
-    """Raises ConfigError where a row of these logical axes (default: any row) names a mesh axis that does not exist.
+    """Raises ConfigError if a rule of these logical axes (default: any rule) names an unknown mesh axis.
 
-    label: of the tensor that has these axes.
+    label: the tensor's path, for the message.
     """
     for name, axes in self.rows:
       for axis in axes if names is None or name in names else ():
@@ -80,23 +83,31 @@ class AxisRules:
 
   @property
   def batch_axes(self) -> tuple[str, ...]:
-    """Mesh axes that rows are split over, those of one device left out."""
+    """Mesh axes of several devices that rows are split over."""
     self.check((BATCH,), "every batch")
     return self.active(next((axes for name, axes in self.rows if name == BATCH), ()))
 
   def active(self, axes: Sequence[str]) -> tuple[str, ...]:
-    """Those of the mesh axes that have more than one device."""
+    """The mesh axes among these that have more than one device."""
     return tuple(axis for axis in axes if self.sizes[axis] > 1)
 
   def parts(self, axes: Sequence[str]) -> int:
-    """Pieces that these mesh axes cut a dimension into."""
+    """Number of parts of a dimension that is split over these mesh axes."""
     return math.prod(self.sizes[axis] for axis in axes)
 
   def assign(self, axes: Sequence[str | None], shape: Sequence[int], label: str) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes of each dimension, () where it is not split.
+    """Assigns mesh axes to a tensor. The batch dimension gets as many of its leading mesh axes as divide it.
 
-    axes: logical names, None for a dimension that is never split. label: the tensor's path, for messages. Rows are
-    split over as many of their leading mesh axes as divide their number. Raises ConfigError.
+    Args:
+      axes: logical names; None for a dimension that is never split.
+      shape: of the tensor.
+      label: the tensor's path, for messages.
+
+    Returns:
+      The mesh axes of each dimension, () if it is not split.
+
+    Raises:
+      ConfigError: see the module docstring.
     """
     if len(axes) != len(shape):
       raise ConfigError(f"{label} has shape {tuple(shape)}, but {len(axes)} logical axes: {_listed(axes)}")
@@ -127,7 +138,7 @@ class AxisRules:
   def _dividing(self, name: str, axes: tuple[str, ...], size: int, label: str) -> tuple[str, ...]:
     if size % self.parts(axes) == 0:
       return axes
-    if name == BATCH:  # few validation rows: as many mesh axes as divide them, the others hold copies
+    if name == BATCH:  # for few validation rows: the mesh axes that do not divide them hold copies
       return self.leading(axes, size)
     fit = math.gcd(size, self.parts(axes))
     meshes = " x ".join(f"{axis} {self.sizes[axis]}" for axis in axes)
@@ -137,25 +148,25 @@ class AxisRules:
     )
 
   def rows_axes(self, num_rows: int) -> tuple[str, ...]:
-    """The leading batch axes that divide this many rows."""
+    """The leading batch axes whose sizes together divide this many rows."""
     return self.leading(self.batch_axes, num_rows)
 
   def leading(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-    """As many of the leading mesh axes as divide a size together."""
+    """The most leading mesh axes whose sizes together divide `size`."""
     while axes and size % self.parts(axes):
       axes = axes[:-1]
     return axes
 
 
 def make_rules(own: Sequence[Rule], override: bool, sizes: Mapping[str, int]) -> AxisRules:
-  """The default rows with a user's rows in place of those of the same names, in front; override: the user's alone."""
+  """The user's rules, then the default rules of other names. override: only the user's."""
   named = {name for name, _ in own}
   defaults = () if override else tuple(row for row in DEFAULT_RULES if row[0] not in named)
   return AxisRules((*((name, tuple(axes)) for name, axes in own), *defaults), dict(sizes))
 
 
 def unused_axes(rules: AxisRules) -> list[str]:
-  """Mesh axes of several devices that no rule names: these devices would all do the same work."""
+  """Mesh axes of several devices that no rule names; these devices would all do the same work."""
   used = {axis for _, axes in rules.rows for axis in axes}
   return [axis for axis, size in rules.sizes.items() if size > 1 and axis not in used]
 

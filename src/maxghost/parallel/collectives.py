@@ -1,9 +1,9 @@
-"""What a compiled program moves between devices, read from its HLO text.
+"""The collectives of a compiled program, read from its HLO text.
 
-Each collective is counted as often as it runs: a loop's body as many times as the loop turns, where the text tells
-that number. The TPU compiler writes one collective that runs beside several others into each of them; by their channel
-they are known to be one. Bytes are those of the whole array that a group of devices exchanges, on one device: the
-result of an all-gather, the operand of a reduce-scatter.
+Each collective is counted as often as it runs: those in a loop once per iteration, if the text gives the number of
+iterations. The TPU compiler repeats a collective in every computation that overlaps it; equal channels identify it.
+Bytes are those of the whole array that a group of devices exchanges, on one device: the result of an all-gather, the
+operand of a reduce-scatter.
 """
 
 import collections
@@ -39,8 +39,9 @@ _MESH = re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-  """One collective instruction. axes: mesh axes that its groups run over. count: how often it runs in a step. shape: of
-  the exchanged array, of several the first.
+  """One collective instruction. axes: mesh axes along which its groups run. count: how often it runs in a step.
+
+  shape: of the exchanged array; of several, the first.
   """
 
   kind: str
@@ -51,8 +52,13 @@ class Collective:
 
 
 def read(hlo: str, mesh_shape: Mapping[str, int], slice_axes: tuple[str, ...] = ()) -> list[Collective]:
-  """The collectives of a compiled program. mesh_shape: {mesh axis: size}, in the order of the mesh. slice_axes: those
-  that lead from slice to slice; the TPU compiler writes what crosses them as transfers by the hosts."""
+  """The collectives of a compiled program.
+
+  Args:
+    hlo: the compiled program's text.
+    mesh_shape: {mesh axis: size}, in the order of the mesh.
+    slice_axes: mesh axes between slices, which the TPU compiler crosses by transfers of the hosts.
+  """
   computations, entry = _split(hlo)
   times = _times(computations, entry)
   found: dict[Any, Collective] = {}
@@ -69,7 +75,7 @@ def read(hlo: str, mesh_shape: Mapping[str, int], slice_axes: tuple[str, ...] = 
 
 
 def table(found: list[Collective]) -> list[str]:
-  """Lines: kind, mesh axes, how many run in a step, bytes of all of them; the largest sums first."""
+  """Lines of kind, mesh axes, runs per step and total bytes; the largest first."""
   sums: dict[tuple, list[int]] = collections.defaultdict(lambda: [0, 0])
   for one in found:
     entry = sums[one.kind, one.axes]
@@ -122,7 +128,7 @@ def _times(computations: dict[str, list[str]], entry: str) -> dict[str, int]:
 
 
 def _trips(line: str, computations: dict[str, list[str]]) -> int:
-  """How often a loop turns: as the compiler noted, else the one number its condition compares with, else 1."""
+  """Iterations of a loop: the compiler's note, else the only constant in its condition, else 1."""
   if found := _TRIPS.search(line):
     return int(found[1])
   waiting, numbers = [_found(_CONDITION, line)[1]], set()
@@ -141,7 +147,7 @@ def _found(pattern: re.Pattern[str], text: str) -> re.Match[str]:
 
 
 def _between_slices(line: str, times: int, slice_axes: tuple[str, ...]) -> Collective | None:
-  """A part of a collective that hosts carry out between slices: the sending half, which names it."""
+  """The sending half of a transfer between slices, which names the collective it belongs to."""
   found = _MEGASCALE.search(line)
   if found is None or " send(" not in line:
     return None
@@ -176,8 +182,8 @@ def _bytes(dtype: str, dims: str) -> int:
   return math.prod(int(d) for d in dims.split(",") if d) * bits // 8
 
 
-def _groups(line: str, num_devices: int) -> np.ndarray | None:
-  """Device numbers, one group in a row; for permutations the pairs; None where the text names none (all devices)."""
+def _groups(line: str, num_devices: int) -> np.ndarray:
+  """Device numbers, one group per row (for permutations, pairs); all devices in one group if the text names none."""
   if found := _IOTA.search(line):
     shape, dims = ([int(n) for n in part.split(",")] for part in (found[1], found[2]))
     numbers = np.arange(math.prod(dims)).reshape(dims)
@@ -193,8 +199,8 @@ def _groups(line: str, num_devices: int) -> np.ndarray | None:
 
 
 def _mesh_groups(axes: str, dims: str | None, order: str | None, listed: str | None, varied: str) -> np.ndarray:
-  """Groups written as a mesh of the compiler's own: 'name'=size, perhaps a device order, and the axes, or parts
-  'name':(before)size of axes, along which a group runs."""
+  """Groups given by the compiler's own mesh: 'name'=size, an optional device order, and the axes along which a group
+  runs, or parts 'name':(before)size of axes."""
   sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
   count = math.prod(sizes.values())
   if listed:
@@ -219,9 +225,9 @@ def _mesh_groups(axes: str, dims: str | None, order: str | None, listed: str | N
   return numbers.transpose([*still, *moving]).reshape(-1, math.prod(shape[axis] for axis in moving))
 
 
-def _axes(groups: np.ndarray | None, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
+def _axes(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
   """The mesh axes along which the devices of a group differ."""
-  if groups is None or groups.size == 0:
+  if groups.size == 0:
     return ()
   places = np.stack(np.unravel_index(groups, tuple(mesh_shape.values())))  # [axes, groups, members]
   differ = (places != places[:, :, :1]).any((1, 2))

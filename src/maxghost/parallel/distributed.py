@@ -1,7 +1,6 @@
-"""Several processes: starting together, agreeing, and noticing that one is lost.
+"""Several processes: starting together, exchanging values, and detecting that one is lost.
 
-The engine is `jax.distributed`; here are only the questions the trainer asks. With one process every function answers
-at once and no network is touched.
+Built on `jax.distributed`. With a single process every function returns at once and uses no network.
 """
 
 import itertools
@@ -20,19 +19,19 @@ from maxghost.config import Config, ConfigError
 from maxghost.config.schema import ParallelConfig
 from maxghost.parallel import rendezvous
 
-# What JAX looks at to find the other processes of a job.
+# Environment variables by which JAX finds the other processes of a job.
 HINTS = (
   "JAX_COORDINATOR_ADDRESS", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST", "TPU_WORKER_HOSTNAMES",
   "TPU_WORKER_ID", "CLOUD_TPU_TASK_ID", "MEGASCALE_COORDINATOR_ADDRESS",
 )  # fmt: skip
 ALONE = {"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 OWN_KEYS = frozenset({"jax_distributed"})  # may differ between the processes of a run
-PATIENCE_SECONDS = 1800  # for another process that is alive; one that is not is noticed by its missing heartbeats
-MOST_SKEW = 10.0  # seconds between two clocks that nobody need hear of
+PATIENCE_SECONDS = 1800  # for another live process; a dead one is detected by its missing heartbeats
+MOST_SKEW = 10.0  # seconds between two clocks that are not reported
 
-# What the runtimes say of a peer that is gone: a status code of the coordination service (also behind Orbax' barriers),
-# a connection that Gloo or NCCL lost, heartbeats that stay away. Other errors of theirs, such as INTERNAL: NCCL ... out
-# of memory or UNIMPLEMENTED: optimization_barrier, are errors of this process.
+# Error messages for a lost peer: a status code of the coordination service (also from Orbax' barriers), a connection
+# lost by Gloo or NCCL, missing heartbeats. Other errors of these, such as INTERNAL: NCCL ... out of memory or
+# UNIMPLEMENTED: optimization_barrier, are errors of this process.
 _LOST = re.compile(
   r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): "
   r"|\b(gloo|nccl)\b.*(connection (closed|reset|refused)|closed by peer|remote process exited|remote error|timed? ?out)"
@@ -44,9 +43,9 @@ _exchanges = itertools.count()
 
 
 def start(cfg: ParallelConfig) -> None:
-  """Joins the processes of a job, where there are several. To be called before JAX makes its first array.
+  """Joins the processes of a job, if there are several. Call this before JAX makes its first array.
 
-  Raises ConfigError where processes are asked for and not found, not all start in time, or the port is taken.
+  Raises ConfigError if requested processes are not found, not all start in time, or the port is in use.
   """
   if cfg.jax_distributed == "off" or jax.distributed.is_initialized():
     return
@@ -65,7 +64,7 @@ def start(cfg: ParallelConfig) -> None:
   timeout, heartbeat = cfg.jax_distributed_timeouts
   if given:
     rendezvous.meet(given["coordinator_address"], given["num_processes"], given["process_id"], timeout)
-  # Its own handler of SIGTERM would take the place of ours, which asks all processes to stop (`StopFlag`).
+  # JAX's handler of SIGTERM would replace ours, which asks all processes to stop (`StopFlag`).
   jax.config.update("jax_enable_preemption_service", False)
   try:
     jax.distributed.initialize(**given, initialization_timeout=timeout, heartbeat_timeout_seconds=heartbeat)
@@ -89,15 +88,15 @@ def count() -> int:
 
 
 def is_first() -> bool:
-  """Whether this is the process that prints and writes what all processes know alike."""
+  """Whether this is the process that prints and writes what all processes have in common."""
   return jax.process_index() == 0
 
 
 def gather(value: Any) -> list:
-  """The values (anything JSON can hold) of all processes, in their order; waits for all.
+  """The JSON values of all processes, in their order. Every process must call it, each from one thread; waits for all.
 
-  To be called by all processes alike, each from one thread. It goes through the coordination service, not through the
-  devices: a process may come minutes after the others, as after compiling, where Gloo waits for half a minute.
+  Uses the coordination service rather than the devices: a process may arrive minutes after the others, for example
+  after compiling, and Gloo waits only half a minute.
   """
   if count() == 1:
     return [value]
@@ -121,10 +120,10 @@ def total(values: np.ndarray) -> np.ndarray:
 
 
 def check_same_config(cfg: Config) -> None:
-  """Raises ConfigError, on all processes alike, naming a key whose values differ. Says so where clocks differ."""
+  """Raises ConfigError on every process, naming the keys whose values differ. Prints a note if the clocks differ."""
   if count() == 1:
     return
-  # Through JSON, as the others' values are.
+  # Process 0's values are used after a round trip through JSON, like the others'.
   said = gather({"config": {k: v for k, v in cfg.flat().items() if k not in OWN_KEYS}, "clock": time.time()})
   first = said[0]["config"]
   problems = []
@@ -148,8 +147,8 @@ def check_same_config(cfg: Config) -> None:
 class StopFlag:
   """Whether any process wants to stop, the same answer on all, without waiting for a running step.
 
-  Each turn sends this process's wish on its way and reads the one of the turn before: that exchange lies in front of a
-  step which has long begun.
+  Each call starts an exchange of the wishes and reads the result of the previous call's, which was queued before a step
+  that is running by now.
   """
 
   def __init__(self):
@@ -169,7 +168,7 @@ class StopFlag:
       whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
       wishes = jax.ShapeDtypeStruct((jax.device_count(),), np.int32, sharding=self._sharding)
       self._any = jax.jit(lambda wishes: wishes.max(), out_shardings=whole).lower(wishes).compile()
-      gather(None)  # the devices of one process do not wait long for those of another
+      gather(None)  # a barrier, since devices do not wait long for those of another process
     local = np.full(jax.local_device_count(), wish, np.int32)
     return self._any(jax.make_array_from_process_local_data(self._sharding, local, (jax.device_count(),)))
 
@@ -180,7 +179,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def end_without_peers(error: BaseException, advice: str) -> None:
-  """Says that another process is lost and ends this one at once: whatever waits for the others would wait in vain."""
+  """Reports that another process is lost and exits at once, since waiting for it would not end."""
   print(
     f"maxghost: process {index()} of {count()}: another process of the run is lost ({_first_line(error)}); {advice}",
     file=sys.stderr,

@@ -1,6 +1,6 @@
 """The mesh of all devices: sizes from the configuration, device order from the hardware.
 
-A slice is a set of devices joined by a fast network (a TPU slice); slices are joined by a slower one. Each mesh axis is
+A slice is a set of devices with a fast network (a TPU slice); a slower network joins the slices. Each mesh axis has
 dcn_<axis>_parallelism slices times ici_<axis>_parallelism devices of a slice.
 """
 
@@ -20,9 +20,9 @@ def group_sizes(cfg: ParallelConfig, group: str) -> dict[str, int]:
 
 
 def fill(group: str, sizes: dict[str, int], total: int, what: str) -> dict[str, int]:
-  """The sizes with -1 replaced so that they multiply to `total`.
+  """The sizes with -1 replaced so that their product is `total`.
 
-  what: what is counted, for the message. Raises ConfigError with the settings next to these that work.
+  what: the unit of `total`, for the message. Raises ConfigError with the nearest settings that work.
   """
   open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
   given = {axis: size for axis, size in sizes.items() if size != -1}
@@ -39,7 +39,7 @@ def fill(group: str, sizes: dict[str, int], total: int, what: str) -> dict[str, 
 
 
 def _ways(group: str, given: dict[str, int], total: int, filled: bool) -> list[str]:
-  """Up to three changes of a single key that make the product right."""
+  """Up to three changes of a single key that correct the product."""
   ways = []
   for axis, size in sorted(given.items(), key=lambda item: -item[1]):
     others = math.prod(given.values()) // size
@@ -58,14 +58,14 @@ def _ways(group: str, given: dict[str, int], total: int, filled: bool) -> list[s
 
 
 def num_slices(cfg: ParallelConfig, devices: Sequence) -> int:
-  """Slices among the devices: on TPU as the hardware says, elsewhere as many as the dcn keys ask for."""
+  """Number of slices: on TPU reported by the hardware, elsewhere the product of the dcn keys."""
   if devices[0].platform == "tpu":
     return len({getattr(device, "slice_index", 0) for device in devices})
   return math.prod(size for size in group_sizes(cfg, "dcn").values() if size != -1)
 
 
 def mesh_shape(cfg: ParallelConfig, num_devices: int, slices: int = 1) -> tuple[dict[str, int], dict[str, int]]:
-  """(ici sizes, dcn sizes) by mesh axis. Raises ConfigError where the keys do not multiply to the devices."""
+  """(ici sizes, dcn sizes) by mesh axis. Raises ConfigError if their product is not the number of devices."""
   dcn = fill("dcn", group_sizes(cfg, "dcn"), slices, f"slice{'s' if slices > 1 else ''}")
   if num_devices % slices:
     raise ConfigError(_uneven_slices(dcn, num_devices, slices))
@@ -87,7 +87,7 @@ def _uneven_slices(dcn: dict[str, int], num_devices: int, slices: int) -> str:
 
 
 def auto(axes: Sequence[str]) -> tuple:
-  """Axis types of a mesh on which XLA decides how results are sharded; newer versions of JAX assume another."""
+  """Axis types of a mesh on which XLA decides how results are sharded; newer versions of JAX have another default."""
   import jax
 
   return (jax.sharding.AxisType.Auto,) * len(axes)
@@ -104,8 +104,8 @@ def make_mesh(cfg: ParallelConfig, devices: Sequence):
 
 
 def _arranged(devices: list, ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
-  """Devices as an array of shape dcn * ici: on TPU neighbours along an axis are neighbours in the torus; elsewhere in
-  the order of processes, slices outermost."""
+  """Devices as an array of shape dcn * ici: on TPU, neighbours along an axis are neighbours in the torus; elsewhere
+  they are in the order of processes, slices outermost."""
   from jax.experimental import mesh_utils
 
   if devices[0].platform == "tpu":

@@ -1,7 +1,7 @@
-"""Do all processes of a run meet? Asked before JAX is, which ends a process with a core dump where they do not.
+"""Checks that every process reaches process 0 before jax.distributed starts; JAX would abort with a core dump.
 
-Process 0 listens at the coordinator's address; each other process says there which one it is and how many it expects,
-and all get the same answer. The port is then free again for JAX's own service.
+Process 0 listens at the coordinator's address; each other process sends its number and how many processes it expects,
+and all get the same answer. The port is then released for JAX's own service.
 """
 
 import contextlib
@@ -16,8 +16,12 @@ _LATECOMERS_SECONDS = 2.0
 
 
 def meet(address: str, num_processes: int, process_id: int, timeout: float) -> None:
-  """Returns in all processes when all have come. Raises ConfigError, in all that came alike, where one does not come
-  in `timeout` seconds, two have the same number or their numbers of processes differ, and where the port is taken."""
+  """Returns in every process once all are connected.
+
+  Raises:
+    ConfigError: on every connected process, if one is missing after `timeout` seconds, two have the same number or
+      they expect different numbers of processes; on process 0 also if the port is in use.
+  """
   host, _, port = address.rpartition(":")
   end = time.monotonic() + timeout
   if process_id == 0:
@@ -29,7 +33,7 @@ def meet(address: str, num_processes: int, process_id: int, timeout: float) -> N
 
 
 def listen(address: str, port: int) -> socket.socket:
-  """A listening socket on all addresses of this machine. Raises ConfigError where the port is taken."""
+  """A listening socket on all addresses of this machine. Raises ConfigError if the port is in use."""
   family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
   server = socket.socket(family, socket.SOCK_STREAM)
   try:
@@ -48,7 +52,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def _lead(address: str, port: int, expected: int, end: float, timeout: float) -> str:
-  """Process 0: what is wrong, or ''; the others are told."""
+  """Process 0: waits for the others and tells them the result; returns the error message or ''."""
   came: dict[int, socket.socket] = {}
   problem = ""
   with contextlib.ExitStack() as stack:
@@ -62,7 +66,7 @@ def _lead(address: str, port: int, expected: int, end: float, timeout: float) ->
         break
       said = _receive(connection, 10)
       if said is None:
-        continue  # not one of ours
+        continue  # not a process of a run
       number, theirs = said.get("process", -1), said.get("of")
       if theirs != expected:
         problem = (
@@ -71,7 +75,7 @@ def _lead(address: str, port: int, expected: int, end: float, timeout: float) ->
         )
       elif number in came or number == 0:
         problem = f"jax_distributed: number {number} is given to two processes; give each of the {expected} its own"
-      if problem:  # the others hear of it if they are about to come
+      if problem:  # wait a little, so that processes about to connect get the message too
         end = min(end, time.monotonic() + _LATECOMERS_SECONDS)
       came[len(came) + expected if number in came else number] = connection
     for connection in came.values():
@@ -91,13 +95,13 @@ def _absent(address: str, expected: int, came: list[int], timeout: float) -> str
 
 
 def _follow(address: str, place: tuple, expected: int, number: int, end: float, timeout: float) -> str:
-  """Another process: what process 0 says is wrong, or ''."""
+  """Another process: returns the error message of process 0 or ''."""
   reason = "no answer"
   while time.monotonic() < end:
     try:
       with socket.create_connection(place, timeout=5) as connection:
         connection.sendall(json.dumps({"process": number, "of": expected}).encode() + b"\n")
-        # Process 0 may have begun to wait later than this one, and answers in its own time.
+        # Process 0 may have started to wait later than this one, and answers when its own timeout ends.
         said = _receive(connection, 2 * timeout + 10)
       if said is not None:
         return said["problem"]
@@ -112,7 +116,7 @@ def _follow(address: str, place: tuple, expected: int, number: int, end: float, 
 
 
 def _receive(connection: socket.socket, seconds: float) -> dict | None:
-  """One line of JSON, None where something else comes or nothing."""
+  """The JSON object of one line; None if anything else or nothing arrives."""
   connection.settimeout(seconds)
   data = b""
   try:

@@ -1,4 +1,4 @@
-"""Is the state split as widely as the mesh allows, and does every rule that was given say something about it?"""
+"""Checks that the state is split as widely as the mesh allows, and that every rule applies to something."""
 
 import difflib
 import math
@@ -11,11 +11,10 @@ from maxghost.parallel.shardings import AXES, Layout, local_size, slash_path
 
 
 def check_rules(abstract: nnx.State, layout: Layout) -> None:
-  """Raises ConfigError for a row that names a mesh axis that does not exist, and for one of a logical axis that nothing
-  of this model has: it would have no effect.
+  """Raises ConfigError for a rule that names an unknown mesh axis, or a logical axis that this model does not have.
 
-  abstract: a train state. Activations tell their axes only when they are traced: an axis activation_* that is no
-  neighbour of a known one is left to them.
+  abstract: a train state. The axes of activations are known only when they are traced, so an axis activation_* is
+  accepted unless it resembles a known one.
   """
   layout.rules.check()
   states = [v.get_metadata().get(AXES) or () for _, v in nnx.to_flat_state(abstract)]
@@ -30,10 +29,10 @@ def check_rules(abstract: nnx.State, layout: Layout) -> None:
 
 
 def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:
-  """`a device holds 12.7 % of the parameters, an even split 12.5 %`.
+  """Returns a line that compares a device's share of the parameters with an even split over the weights' mesh axes.
 
-  abstract: a train state with shardings. The even split is over all mesh axes that rules of weights name. Raises
-  ConfigError where a device holds more than (1 + tolerance) times that, naming the largest parameter kept whole.
+  abstract: a train state with shardings. Raises ConfigError, naming the largest parameter that is not split, if the
+  excess is above `tolerance`.
   """
   total = held = 0
   whole: list[tuple[int, str]] = []

@@ -11,7 +11,7 @@ from maxghost.config import ConfigError
 class OwnRows:
   """The rows of this process: part `shard` of `num_shards` equal parts of the batch.
 
-  writes: whether this process records what belongs to these rows; another one may hold the same rows.
+  writes: whether this process records the results of these rows; other processes may hold the same rows.
   """
 
   num_shards: int = 1
@@ -20,8 +20,7 @@ class OwnRows:
 
 
 def own_rows(sharding: jax.sharding.Sharding, num_rows: int, process: int) -> OwnRows:
-  """The part of a process, given how batch arrays [B, ...] lie. Raises ConfigError where processes hold parts that
-  overlap without being equal."""
+  """The part of a process under the sharding of batch arrays [B, ...]. Raises ConfigError for partial overlaps."""
   held: dict[int, set[tuple[int, int]]] = {}
   for device, index in sharding.devices_indices_map((num_rows,)).items():
     start, stop, _ = index[0].indices(num_rows)

@@ -1,7 +1,7 @@
-"""From logical axes to shardings: of a train state, of batches, and of activations inside a model.
+"""Shardings from logical axes: of a train state, of batches, and of activations inside a model.
 
-A model names the axes of its activations with `constrain(x, axes)`; which mesh axes that means is known where the step
-is traced, inside `use(layout)`. Without a layout, or on one device, `constrain` returns x as it is.
+A model names the axes of its activations with `constrain(x, axes)`; the layout of the surrounding `use(layout)` at
+tracing time maps them to mesh axes. Without a layout, or on one device, `constrain` returns x unchanged.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ _current: contextvars.ContextVar = contextvars.ContextVar("maxghost_layout", def
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-  """Where the arrays of a run lie: a mesh and the rules that lead there.
+  """How the arrays of a run are placed: a mesh and the axis rules.
 
-  mesh: of devices, or abstract for tracing alone. split_moments: the optimizer's state is split over mesh axis data as
-  well (ZeRO-1). record: receives (label, axes, shape, dtype name, spec) of every constrained activation, which is then
-  left as it is. abstract_platform: what an abstract mesh stands for.
+  mesh: of devices, or abstract for tracing only. split_moments: whether the optimizer's state is also split over mesh
+  axis data (ZeRO-1). record: called with (label, axes, shape, dtype name, spec) of every activation instead of
+  constraining it. abstract_platform: the platform that an abstract mesh stands for.
   """
 
   mesh: Any
@@ -54,7 +54,7 @@ class Layout:
 
   @property
   def platform(self) -> str:
-    """Of the devices that are compiled for: cpu, gpu, tpu."""
+    """Platform that is compiled for: cpu, gpu, tpu."""
     return self.abstract_platform or self.mesh.devices.flat[0].platform
 
   def sharding(self, spec: PartitionSpec) -> Sharding:
@@ -63,22 +63,22 @@ class Layout:
     return NamedSharding(self.mesh, spec)
 
   def spec(self, axes: Sequence[str | None], shape: Sequence[int], label: str) -> PartitionSpec:
-    """Raises ConfigError, see `AxisRules.assign`."""
+    """The PartitionSpec of a tensor. Raises ConfigError, see `AxisRules.assign`."""
     return partition_spec(self.rules.assign(axes, shape, label))
 
   def rows(self, num_rows: int) -> Sharding:
-    """Of batch arrays [B, ...]."""
+    """The sharding of batch arrays [B, ...]."""
     return self.sharding(partition_spec((self.rules.rows_axes(num_rows),)))
 
   @property
   def row_parts(self) -> int:
-    """Pieces that a batch is cut into."""
+    """Number of parts that a batch is split into."""
     return self.rules.parts(self.rules.batch_axes)
 
   def variable_spec(self, path: tuple, variable: nnx.Variable, moments: bool = False) -> PartitionSpec:
-    """Of one Variable of a train state, by its logical axes; without axes it lies whole on every device.
+    """The PartitionSpec of a train state's Variable by its logical axes; without axes it is replicated.
 
-    moments: as if it were the optimizer's.
+    moments: treat it as part of the optimizer's state.
     """
     axes = variable.get_metadata().get(AXES)
     shape, label = variable.get_value().shape, slash_path(path)
@@ -90,7 +90,7 @@ class Layout:
     return partition_spec(parts)
 
   def _over_data(self, parts: tuple, shape: Sequence[int]) -> tuple:
-    """The same with mesh axis data on the largest dimension that it divides; unchanged where it divides none."""
+    """The same with mesh axis data on the largest dimension that it divides; unchanged if it divides none."""
     size = self.rules.sizes.get("data", 1)
     if size == 1 or any("data" in axes for axes in parts):
       return parts
@@ -101,11 +101,11 @@ class Layout:
     return tuple((*axes, "data") if i == best else axes for i, axes in enumerate(parts))
 
   def shardings(self, state: nnx.State) -> nnx.State:
-    """The State with the sharding of each leaf in place of it. Raises ConfigError naming the leaf."""
+    """The State with each leaf replaced by its sharding. Raises ConfigError naming the leaf."""
     return _mapped(state, self._variable_sharding)
 
   def abstract(self, state: nnx.State) -> nnx.State:
-    """The State with `jax.ShapeDtypeStruct`s that carry shardings; a leaf that is in host memory stays there."""
+    """The State as `jax.ShapeDtypeStruct`s with shardings; a leaf in host memory stays there."""
 
     def leaf(path, variable):
       value = variable.get_value()
@@ -140,7 +140,7 @@ class Layout:
 
 @contextlib.contextmanager
 def use(layout: Layout | None) -> Iterator[None]:
-  """Inside, `constrain` means this layout."""
+  """Makes this the current layout, which `constrain` uses."""
   token = _current.set(layout)
   try:
     yield
@@ -149,18 +149,18 @@ def use(layout: Layout | None) -> Iterator[None]:
 
 
 def current() -> Layout | None:
-  """The layout that a function is traced for, None where none is set."""
+  """The layout that a function is traced for; None if none is set."""
   return _current.get()
 
 
 def platform() -> str:
-  """What the function being traced is compiled for: the layout's devices, else JAX's default backend."""
+  """The platform that the traced function is compiled for: the current layout's, else JAX's default backend."""
   layout = current()
   return jax.default_backend() if layout is None else layout.platform
 
 
 def num_parts(axis: str) -> int:
-  """Pieces that the current layout cuts a logical axis into by its first rule; 1 without a layout."""
+  """Number of parts of a logical axis by the current layout's first rule for it; 1 without a layout."""
   layout = current()
   if layout is None:
     return 1
@@ -169,7 +169,7 @@ def num_parts(axis: str) -> int:
 
 
 def constrain(x, axes: Sequence[str | None], label: str = "an activation"):
-  """x, split over the mesh as its logical axes say. axes: one name for each dimension, None = not split."""
+  """x, split over the mesh by its logical axes. axes: one name for each dimension, None = not split."""
   layout = current()
   if layout is None or layout.num_devices == 1:
     return x
@@ -190,11 +190,11 @@ def constrain_factor(
   label: str,
   others: Mapping[int, int] | None = None,
 ):
-  """A factor of a tensor's matrix view: x, split along `dim` as dimension `place` of the tensor is, and further over
-  the mesh axes that the rule of FACTOR gives, as far as they divide it.
+  """x, a factor of a tensor's matrix view, split like that tensor.
 
-  axes, shape: of the tensor. others: {dimension of x: the tensor's} of those that both have, split alike. The rest of x
-  lies whole on every device.
+  Dimension `dim` of x is split like dimension `place` of the tensor, and further over the mesh axes of FACTOR's rule as
+  far as they divide it. axes, shape, label: of the tensor. others: {dimension of x: the tensor's} of further common
+  dimensions, which are split alike.
   """
   layout = current()
   if layout is None or layout.num_devices == 1:
@@ -217,9 +217,9 @@ def constrain_factor(
 
 
 def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
-  """A State (of parameters, gradients, ...) with each leaf that has logical axes split as they say.
+  """A State (of parameters, gradients, ...) with each leaf split by its logical axes, if it has any.
 
-  moments: split as the optimizer's moments are, which shard_optimizer_over_data splits further.
+  moments: split like the optimizer's moments, which shard_optimizer_over_data splits further.
   """
   layout = current()
   if layout is None or layout.num_devices == 1 or layout.record is not None:
@@ -238,7 +238,7 @@ def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
 
 
 def partition_spec(parts: Sequence[tuple[str, ...]]) -> PartitionSpec:
-  """From the mesh axes of each dimension; trailing whole dimensions are left out."""
+  """The PartitionSpec from the mesh axes of each dimension, without trailing dimensions that are not split."""
   entries = [axes[0] if len(axes) == 1 else (axes or None) for axes in parts]
   while entries and entries[-1] is None:
     entries.pop()
@@ -246,7 +246,7 @@ def partition_spec(parts: Sequence[tuple[str, ...]]) -> PartitionSpec:
 
 
 def local_size(shape: Sequence[int], sharding: Sharding) -> int:
-  """Elements of an array that one device holds."""
+  """Elements of an array on one device."""
   return math.prod(sharding.shard_shape(tuple(shape)))
 
 

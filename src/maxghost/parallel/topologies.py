@@ -1,12 +1,13 @@
-"""Devices that need not be there: TPU slices by name through libtpu, and N virtual CPU devices.
+"""Devices to compile for without having them: TPU slices by name through libtpu, and N virtual CPU devices.
 
-A name is FAMILY-N. N counts as the cloud does: TensorCores for v4 and v5p (two on a chip), chips for v5e and v6e,
-devices for tpu7x (two on a chip). Importing this module imports no JAX.
+A name is FAMILY-N. N counts as in the cloud's names: TensorCores for v4 and v5p (two per chip), chips for v5e and v6e,
+devices for tpu7x (two per chip). Importing this module does not import JAX.
 """
 
 import dataclasses
 import difflib
 import importlib.util
+import math
 import os
 
 from maxghost.config import ConfigError
@@ -22,10 +23,9 @@ _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-  """One generation. name: libtpu's. smallest: the cloud's name of a single host. per_chip: what N counts for each
-  chip. devices_per_chip: JAX devices.
+  """One generation of TPUs. name and config are libtpu's; smallest: the cloud's name of a single host.
 
-  hbm_bytes: usable memory of one device, as the compiler of libtpu 0.0.51 reports it.
+  per_chip: what a chip adds to N. hbm_bytes: usable memory of one device as reported by the compiler of libtpu 0.0.51.
   """
 
   name: str
@@ -36,17 +36,15 @@ class Family:
   devices_per_chip: int
   hbm_bytes: int
 
-  def shape(self, count: int) -> tuple[int, ...] | None:
-    """Chips along each axis of the slice FAMILY-`count`, None where there is no such slice."""
-    for text in self.shapes:
-      dims = tuple(map(int, text.split("x")))
-      if _product(dims) * self.per_chip == count:
-        return dims
-    return None
-
   @property
-  def counts(self) -> list[int]:
-    return [_product(map(int, text.split("x"))) * self.per_chip for text in self.shapes]
+  def slices(self) -> dict[int, tuple[int, ...]]:
+    """{N: chips along each axis}."""
+    dims = [tuple(map(int, text.split("x"))) for text in self.shapes]
+    return {math.prod(shape) * self.per_chip: shape for shape in dims}
+
+  def shape(self, count: int) -> tuple[int, ...] | None:
+    """Chips along each axis of the slice FAMILY-`count`; None if there is no such slice."""
+    return self.slices.get(count)
 
 
 FAMILIES = {
@@ -60,21 +58,19 @@ FAMILIES = {
 
 def names() -> list[str]:
   """All TPU topologies."""
-  return [f"{name}-{count}" for name, family in FAMILIES.items() for count in family.counts]
+  return [f"{name}-{count}" for name, family in FAMILIES.items() for count in family.slices]
 
 
 def parse(topology: str) -> tuple[str, int]:
-  """(family, N) of a name; ('cpu', N) for virtual devices. Raises ConfigError with the valid names next to it."""
+  """(family, N) of a name; ('cpu', N) for virtual devices. Raises ConfigError with the nearest valid names."""
   family, _, count = topology.partition("-")
-  if family == "cpu" and count.isdigit() and int(count) > 0:
-    return family, int(count)
-  if family in FAMILIES and count.isdigit() and FAMILIES[family].shape(int(count)) is not None:
-    return family, int(count)
+  number = int(count) if count.isdigit() else 0
+  if (family == "cpu" and number > 0) or (family in FAMILIES and number in FAMILIES[family].slices):
+    return family, number
   if not topology:
     raise ConfigError("compile_topology is missing: what to compile for, such as v5e-16, v5p-256 or cpu-8")
   if family in FAMILIES:
-    wanted = int(count) if count.isdigit() else 0
-    near = [f"{family}-{n}" for n in sorted(FAMILIES[family].counts, key=lambda n: (abs(n - wanted), n))[:4]]
+    near = [f"{family}-{n}" for n in sorted(FAMILIES[family].slices, key=lambda n: (abs(n - number), n))[:4]]
   else:
     near = difflib.get_close_matches(topology, names(), n=4, cutoff=0.3) or ["v5e-16", "v5p-256", "v6e-16"]
   raise ConfigError(
@@ -84,7 +80,7 @@ def parse(topology: str) -> tuple[str, int]:
 
 
 def prepare_environment(topology: str) -> None:
-  """What must stand in the environment before JAX is imported: no search for hardware, no questions to a cloud."""
+  """Sets the environment before JAX is imported, so that it neither looks for hardware nor asks a cloud's server."""
   os.environ["JAX_PLATFORMS"] = "cpu"
   if not topology.startswith("cpu-"):
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -95,7 +91,7 @@ def prepare_environment(topology: str) -> None:
 
 
 def open_devices(topology: str, num_slices: int = 1) -> list:
-  """The devices of a topology. Raises ConfigError for an unknown name, and where libtpu is missing or refuses."""
+  """The devices of a topology. Raises ConfigError for an unknown name, and if libtpu is missing or refuses it."""
   family, count = parse(topology)
   if family == "cpu":
     return _cpu_devices(count * num_slices)
@@ -106,12 +102,11 @@ def open_devices(topology: str, num_slices: int = 1) -> list:
     )
   from jax.experimental import topologies
 
-  known, shape = FAMILIES[family], FAMILIES[family].shape(count)
-  assert shape is not None, "parse refuses a count without a shape"
+  known, shape = FAMILIES[family], FAMILIES[family].slices[count]
   flat = len(shape) == 2
   options = {
     "chip_config_name": known.config,
-    "chips_per_host_bounds": (1, 1, 1) if _product(shape) == 1 else (2, 2, 1),
+    "chips_per_host_bounds": (1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1),
     "num_slices": num_slices,
     "wrap": tuple(size == 16 if flat else size % 4 == 0 for size in (*shape, *([1] if flat else []))),
   }
@@ -140,13 +135,6 @@ def _cpu_devices(count: int) -> list:
 
 
 def hbm_bytes(topology: str) -> int | None:
-  """Usable memory of one device, None for CPUs."""
+  """Usable memory of one device; None for CPUs."""
   family, _ = parse(topology)
   return FAMILIES[family].hbm_bytes if family in FAMILIES else None
-
-
-def _product(values) -> int:
-  result = 1
-  for value in values:
-    result *= value
-  return result

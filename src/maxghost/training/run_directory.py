@@ -134,12 +134,12 @@ class RunDirectory:
       self._lock.close()
 
 
-def last_metrics_record(path: Path, tail_bytes: int = 1 << 20) -> dict | None:
+def last_metrics_record(path: Path) -> dict | None:
   """The last complete record of a metrics.jsonl, or None."""
   if not path.exists():
     return None
   with open(path, "rb") as file:
-    file.seek(max(0, os.path.getsize(path) - tail_bytes))
+    file.seek(max(0, os.path.getsize(path) - (1 << 20)))
     lines = file.read().split(b"\n")
   for line in reversed(lines[:-1]):  # text after the last newline is incomplete
     try:

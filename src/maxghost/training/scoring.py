@@ -4,6 +4,8 @@ B rows, S documents in a row, T positions, K validation sets, L layers.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from maxghost.ghost import ledger, schedules
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.engine import direction_spec
 from maxghost.ghost.prepare import prepare_twin
-from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Stored, Update
+from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Stored, TrainPass, Update
 from maxghost.objectives import Objective, create
 from maxghost.optimizers import RuleState, UpdateRule, clip
 from maxghost.parallel.shardings import slash_path
@@ -29,6 +31,10 @@ def frozen(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
   trained = {path for path, _ in nnx.to_flat_state(nnx.state(model, trainable(cfg, model)))}
   params = nnx.to_flat_state(nnx.state(model, nnx.Param))
   return tuple(slash_path(path) for path, _ in params if path not in trained)
+
+
+# (learning rate, clipping factor of the step) -> (the ledger's columns, all that the step reports of its scores).
+Report = Callable[[Any, Any], tuple[dict, dict]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +83,19 @@ class Scorer:
       ),
     )
 
-  def __call__(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Scored:
+  def __call__(
+    self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple, num_segments: int
+  ) -> tuple[TrainPass, Report]:
     """Scores the batch, and stores in the train state the validation gradients for later steps."""
     problem = self.problem(train_state, split, step_loss, batch, val_batches)
     scored = schedules.score(problem)
     keep(train_state, problem, scored)
-    return scored
+
+    def report(learning_rate, clip_factor):
+      columns = self.columns(train_state, split.params, scored, learning_rate, clip_factor)
+      return columns, outputs(self.cfg, self, scored, batch, learning_rate * clip_factor, columns, num_segments)
+
+    return scored.passed, report
 
   def _update(self, train_state: TrainStateNNX, grads: nnx.State, state: RuleState) -> Update:
     """The `Update` of this gradient. The train state does not change."""

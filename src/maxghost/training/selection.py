@@ -49,10 +49,6 @@ class Selected:
   weights_BT: jax.Array
   candidates: dict
 
-  @property
-  def passed(self) -> TrainPass:
-    return self.scored.passed
-
 
 def num_chosen(cfg: Config, num_candidates: int) -> int:
   """k: rows in the training pass; all for threshold, which gives rows that are not chosen no weight."""
@@ -114,7 +110,10 @@ class Selector:
   def twin(self) -> Twin:
     return self.scorer.twin
 
-  def __call__(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Selected:
+  def __call__(
+    self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple, num_segments: int
+  ) -> tuple[TrainPass, scoring.Report]:
+    """As `Scorer`; the pass is that of the chosen rows."""
     ghost = self.cfg.ghost
     problem = self.scorer.problem(train_state, split, step_loss, batch, val_batches)
     settings = dataclasses.replace(problem.settings, in_turn=False)
@@ -138,11 +137,13 @@ class Selector:
     # The validation gradient is made once for both passes.
     scored = schedules.score(dataclasses.replace(problem, batch=picked, validation=first.validation))
     passed = first.passed
-    return Selected(scored, picked, index_k, chosen_B, first.additive, passed.losses, passed.weights, dict(batch))
+    selected = Selected(scored, picked, index_k, chosen_B, first.additive, passed.losses, passed.weights, dict(batch))
 
-  def columns(self, train_state: TrainStateNNX, params, scored: Selected, learning_rate, clip_factor) -> dict:
-    """`Scorer.columns` of the chosen rows."""
-    return self.scorer.columns(train_state, params, scored.scored, learning_rate, clip_factor)
+    def report(learning_rate, clip_factor):
+      columns = self.scorer.columns(train_state, split.params, scored, learning_rate, clip_factor)
+      return columns, outputs(self.cfg, self, selected, batch, learning_rate * clip_factor, columns, num_segments)
+
+    return scored.passed, report
 
   def _interactions(self, problem: Problem, grads: nnx.State, step):
     """pair_BB: how much less both rows of a pair gain together than separately, in the units of the values.

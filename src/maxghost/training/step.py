@@ -3,8 +3,6 @@
 B rows, S documents in a row, T positions, K validation sets, L layers.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -18,7 +16,7 @@ from maxghost.objectives import Objective, create
 from maxghost.optimizers import clip, factor_of, learning_rate_schedule, scaled
 from maxghost.parallel import constrain, constrain_state
 from maxghost.training import host_memory, selection, step_outputs
-from maxghost.training.scoring import make_scorer, outputs
+from maxghost.training.scoring import Scorer, make_scorer
 
 
 def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, num_sets: int = 1):
@@ -37,7 +35,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   Raises: ValueError for a model that the engine cannot score.
   """
   schedule = learning_rate_schedule(cfg.optimizer, cfg.run.steps)
-  scorer: Any = None  # a Scorer or a Selector; each reads only its own results
+  scorer: Scorer | selection.Selector | None = None
   if cfg.ghost.ghost_enabled:
     model = nnx.merge(graphdef, state).model
     make = make_scorer if cfg.ghost.ghost_select == "none" else selection.make_selector
@@ -47,12 +45,11 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     train_state = nnx.merge(graphdef, state)
     split = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...))
     step_loss = _training_loss(cfg, train_state.step)
-    scored: Any = None
+    report = None
     if scorer is None:
       passed = schedules.accumulated_plain(split, step_loss, batch, cfg.optimizer.gradient_accumulation_steps)
     else:
-      scored = scorer(train_state, split, step_loss, batch, val_batches)
-      passed = scored.passed
+      passed, report = scorer(train_state, split, step_loss, batch, val_batches, num_segments)
     norm, clip_factor, apply = _clipped_update(cfg, passed.grads)
     learning_rate = jnp.asarray(schedule(train_state.step), passed.loss.dtype)
     out = {
@@ -65,10 +62,9 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     }
     out |= step_loss.reported(passed.loss, passed.metrics)
     read = []
-    if scorer is not None:
-      columns = scorer.columns(train_state, split.params, scored, learning_rate, clip_factor)
-      report = outputs if cfg.ghost.ghost_select == "none" else selection.outputs
-      out |= report(cfg, scorer, scored, batch, learning_rate * clip_factor, columns, num_segments)
+    if report is not None:
+      columns, scores = report(learning_rate, clip_factor)
+      out |= scores
       if cfg.ghost.ghost_schedule == "reverse_scan":  # other schedules have the bits of a step without scores anyway
         read = [out["param_norm"], *columns.values()]
     apply(train_state, read)

@@ -1,11 +1,9 @@
-"""ArrayRecord files: records at random, and documents in them."""
+"""ArrayRecord files: random access to records, and the documents in them."""
 
 import functools
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
 from maxghost.config import ConfigError
 from maxghost.data.sources import files as corpus_files
@@ -14,50 +12,41 @@ from maxghost.data.sources.files import CorpusFile
 from maxghost.data.sources.records import RecordSource
 
 _OPEN_FILES = 64
-_NO_READ_AHEAD = "readahead_buffer_size:0"  # reads are at random
+_NO_READ_AHEAD = "readahead_buffer_size:0"  # records are read in random order
 TEXT, JSON, EXAMPLE = "plain text", "JSON objects", "tf.train.Example"
 
 
 class Readers:
-  """Reads records of ArrayRecord files by path; the files used last stay open. Pickles without its open files.
+  """Reads records of ArrayRecord files by path; the files used last stay open. Is pickled without its open files.
 
-  A file that is cut off counts as empty for the library; here it is a CorruptError.
+  The library reads a truncated file as an empty one; here it raises CorruptError.
   """
 
   def __init__(self):
     self._lock = threading.Lock()
-    self._open: OrderedDict[str, Any] = OrderedDict()
+    self._reader = functools.lru_cache(_OPEN_FILES)(_reader)
 
   def __reduce__(self):
     return Readers, ()
 
   def count(self, path: str) -> int:
-    """Records of a file. Raises CorruptError for one that is cut off or of another kind."""
+    """Number of records of a file. Raises CorruptError for a truncated file or one of another kind."""
     with self._lock:
       return self._reader(path).num_records()
 
   def read(self, path: str, records: Sequence[int]) -> list[bytes]:
-    """Records of a file. Raises CorruptError naming file and record."""
+    """Records of a file. Raises CorruptError naming the file and the record."""
     with self._lock:
       reader = self._reader(path)
       try:
         return reader.read(list(records))
       except RuntimeError:
-        for record in records:  # find the one
+        for record in records:  # find the corrupt one
           try:
             reader.read([record])
           except RuntimeError as error:
             raise CorruptError(f"{path}, record {record}: {error}") from error
         raise
-
-  def _reader(self, path: str):
-    reader = self._open.get(path)
-    if reader is None:
-      if len(self._open) >= _OPEN_FILES:
-        self._open.popitem(last=False)[1].close()
-      reader = self._open[path] = _reader(path)
-    self._open.move_to_end(path)
-    return reader
 
 
 def _reader(path: str):
@@ -77,14 +66,14 @@ def _reader(path: str):
 class ArrayRecordShard:
   """A document per record: a tf.train.Example or a JSON object with text columns, or the text itself.
 
-  What the records are is seen from the first readable one, and told in `notes`.
+  The first readable record decides the format; `notes` states it.
   """
 
   def __init__(self, file: CorpusFile, columns: tuple[str, ...], readers: Readers, fingerprint: str):
     self.domain, self.name, self.fingerprint = file.domain, file.name, fingerprint
     self._path, self._columns, self._readers = file.path, columns, readers
     self._count = readers.count(file.path)
-    self._format = self._see()
+    self._format = self._detect_format()
     self.notes = (f"{file.domain}: records of its ArrayRecord files are read as {self._format}",)
 
   def __len__(self) -> int:
@@ -104,7 +93,7 @@ class ArrayRecordShard:
       raise CorruptError(f"{where}: not {self._format} as the file's first record is ({error})") from error
     return join_columns(where, values if isinstance(values, dict) else {}, self._columns)
 
-  def _see(self) -> str:
+  def _detect_format(self) -> str:
     for record in range(min(8, self._count)):
       try:
         (raw,) = self._readers.read(self._path, [record])

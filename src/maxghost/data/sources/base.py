@@ -1,7 +1,7 @@
-"""The reader interface: random access to documents by number, and what the reader asks of a source beyond the text."""
+"""The interface of a data source: random access to documents by number, and what the reader asks beyond the text."""
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -9,9 +9,11 @@ from maxghost.config import ConfigError, did_you_mean
 from maxghost.data.hashing import combine, content_hashes, text_hash
 from maxghost.data.types import Document, DocumentId
 
+T = TypeVar("T")
+
 
 class CorruptError(ValueError):
-  """A document or file that cannot be read: names the file, the place in it and why, in one line."""
+  """A document or file cannot be read. The message is one line: the file, the place in it and the reason."""
 
   def __init__(self, message: str):
     super().__init__(" ".join(message.split()))
@@ -21,25 +23,28 @@ class CorruptError(ValueError):
 class Source(Protocol):
   """Random access to documents; has the shape of `grain.sources.RandomAccessDataSource`.
 
-  domains: names in a fixed order. fingerprint: changes when the data behind the source changes; `files` tells it for
-  each file (none for a source without files of its own). num_bytes: text bytes in all (an estimate where the format
-  does not tell). notes: lines that a user should see (files left out, say).
+  Attributes:
+    domains: names in a fixed order.
+    fingerprint: changes when the data behind the source changes.
+    files: fingerprint of each file; empty for a source without files of its own.
+    num_bytes: total text bytes (an estimate where the format does not record them).
+    notes: lines to show the user, such as files left out.
   """
 
   domains: tuple[str, ...]
   fingerprint: str
   files: dict[str, str]
   num_bytes: int
-
-  @property
-  def notes(self) -> tuple[str, ...]: ...
+  notes: tuple[str, ...] = ()
 
   def __len__(self) -> int: ...
 
-  def __getitem__(self, index: int) -> Document: ...
+  def __getitem__(self, index: int) -> Document:
+    (text,) = self.texts(np.array([index]))
+    return Document(*self.document_id(index), text)
 
   def document_id(self, index: int) -> DocumentId:
-    """The id of a document, where the format allows without reading its text."""
+    """The id of a document, without reading its text where the format allows that."""
     ...
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
@@ -55,12 +60,12 @@ class Source(Protocol):
     ...
 
   def sizes(self, indices: np.ndarray) -> np.ndarray | None:
-    """int64[n]: bytes of the texts; None where telling needs reading them."""
-    ...
+    """int64[n]: bytes of the texts; None where the texts have to be read for that."""
+    return None
 
   def content_hashes(self, indices: np.ndarray) -> np.ndarray:
     """uint64[n]: `hashing.content_hashes` of the texts. Raises CorruptError."""
-    ...
+    return content_hashes(self.texts(indices))
 
 
 def id_hash(domain: str, path: str, offset: int | np.ndarray) -> np.ndarray:
@@ -68,15 +73,38 @@ def id_hash(domain: str, path: str, offset: int | np.ndarray) -> np.ndarray:
   return combine(text_hash(domain, path), offset)
 
 
-class DocumentList:
-  """A source whose documents are in memory."""
+def read_or_skip(
+  read: Callable[[np.ndarray], Iterable[T]],
+  indices: np.ndarray,
+  on_corrupt: str = "skip",
+  fix: str = "repair or remove it, or use on_corrupt=skip",
+) -> list[T | None]:
+  """The results of `read`, one for each index; None for a corrupt one with on_corrupt=skip.
 
-  notes: tuple[str, ...] = ()
+  Raises:
+    ConfigError: on_corrupt=error and something is corrupt. The message names it and ends with `fix`.
+  """
+  try:
+    return [*read(indices)]
+  except CorruptError as error:
+    if on_corrupt == "error":
+      raise ConfigError(f"{error}; {fix}") from error
+  out: list[T | None] = []
+  for index in indices:
+    try:
+      out.extend(read(np.array([index])))
+    except CorruptError:
+      out.append(None)
+  return out
+
+
+class DocumentList(Source):
+  """A source whose documents are in memory."""
 
   def __init__(self, documents: Sequence[Document], domains: tuple[str, ...], fingerprint: str = ""):
     self.documents = documents
     self.domains = domains
-    self.files: dict[str, str] = {}
+    self.files = {}
     self._sizes = np.fromiter((len(document.text) for document in documents), np.int64, len(documents))
     self.num_bytes = int(self._sizes.sum())
     self.fingerprint = fingerprint or f"{_digest(documents):016x}"
@@ -110,12 +138,39 @@ class DocumentList:
   def sizes(self, indices: np.ndarray) -> np.ndarray:
     return self._sizes[indices]
 
-  def content_hashes(self, indices: np.ndarray) -> np.ndarray:
-    return content_hashes(self.texts(indices))
-
 
 def _digest(documents: Sequence[Document]) -> int:
   return text_hash(*(part for d in documents for part in (d.domain, d.path, str(d.offset), d.text)))
+
+
+def take(documents: Iterable[Document], cap: int, domain: str) -> list[Document]:
+  """The first documents of a domain, up to `cap` bytes together (0 = no cap). Raises ConfigError for too low a cap."""
+  taken, size = [], 0
+  for document in documents:
+    size += len(document.text)
+    if cap and size > cap:
+      if not taken:
+        raise too_low_cap(cap, domain, size)
+      break
+    taken.append(document)
+  return taken
+
+
+def too_low_cap(cap: int, domain: str, first_bytes: int) -> ConfigError:
+  """The error for a cap below the size of the domain's first document."""
+  return ConfigError(
+    f"dataset_domain_bytes={cap} is below the first document of domain '{domain}', which has {first_bytes} bytes; "
+    f"use {first_bytes} or more, or 0 for no cap"
+  )
+
+
+def check_domains(domains: Iterable[str], known: Iterable[str], owner: str) -> None:
+  """Raises ConfigError for the first domain that `owner`, which has the `known` ones, does not have."""
+  known = tuple(known)
+  for domain in domains:
+    if domain not in known:
+      hint = did_you_mean(domain, known) or f"; {owner} has {', '.join(known)}"
+      raise ConfigError(f"dataset_domains has '{domain}', which {owner} does not have{hint}")
 
 
 def utf8(path: str, offset: int, raw: bytes) -> bytes:
@@ -128,7 +183,7 @@ def utf8(path: str, offset: int, raw: bytes) -> bytes:
 
 
 def join_columns(where: str, record: dict, columns: Sequence[str]) -> bytes:
-  """The text columns of a record, joined by line ends; a null is an empty text. Raises CorruptError."""
+  """The text columns of a record, joined by line ends; null counts as an empty text. Raises CorruptError."""
   values = []
   for column in columns:
     value = record.get(column)

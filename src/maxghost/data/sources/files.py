@@ -1,12 +1,13 @@
-"""Files of a corpus: globs with a domain each, names that do not depend on where the corpus lies, fingerprints."""
+"""Files of a corpus: globs with a domain each, names relative to the corpus's folder, and fingerprints."""
 
 import glob
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from maxghost.config import ConfigError, did_you_mean
+from maxghost.config import ConfigError
 from maxghost.data.hashing import text_hash
+from maxghost.data.sources.base import check_domains
 
 # By dataset_type.
 _EXAMPLES = {
@@ -17,7 +18,7 @@ _SAMPLE = 1 << 16  # bytes of a file's beginning, middle and end that go into it
 
 @dataclass(frozen=True)
 class CorpusFile:
-  """path: where it lies. name: relative to the folder that the domain's globs share; part of the document ids."""
+  """One file. name: its path below the folder that the domain's globs share; part of the document ids."""
 
   domain: str
   path: str
@@ -27,10 +28,10 @@ class CorpusFile:
 def expand(
   key: str, patterns: Sequence[str], domains: tuple[str, ...], default_domain: str, kind: str = "text"
 ) -> list[CorpusFile]:
-  """The files of `domain=glob` patterns (`**` goes down folders), by domain in the order given, then by name.
+  """The files of `domain=glob` patterns (`**` matches any number of folders), by domain as given, then by name.
 
-  domains: those wanted; empty = all. A pattern without `domain=` is of `default_domain`. Raises ConfigError for a
-  pattern that no file matches, and for an unknown domain. kind: the dataset_type, for the texts of errors.
+  domains: the wanted ones; empty = all. default_domain: of a pattern without `domain=`. key, kind: the setting and the
+  dataset_type, for error messages. Raises ConfigError for a pattern without a file and for an unknown domain.
   """
   by_domain: dict[str, list[str]] = {}
   for domain, pattern in labelled(key, patterns, domains, lambda _: default_domain, kind):
@@ -47,9 +48,10 @@ def expand(
 def labelled(
   key: str, items: Sequence[str], domains: tuple[str, ...], default_domain: Callable[[str], str], kind: str
 ) -> list[tuple[str, str]]:
-  """(domain, rest) of `domain=rest` items, those of `domains` in that order (all when empty).
+  """(domain, rest) of `domain=rest` items, ordered as `domains` (empty = all).
 
-  An item without `domain=` is of `default_domain(item)`. Raises ConfigError for a malformed item or unknown domain.
+  The domain of an item without `domain=` is `default_domain(item)`. Raises ConfigError for a malformed item or an
+  unknown domain.
   """
   if not items:
     raise ConfigError(f"{key} is empty, but dataset_type={kind} asks for it; give {key}=[domain={_EXAMPLES[kind]}]")
@@ -61,10 +63,7 @@ def labelled(
       raise ConfigError(f"{key} has '{item}', which is not of the form domain={_EXAMPLES[kind]}")
     pairs.append((domain, rest))
   known = dict.fromkeys(domain for domain, _ in pairs)
-  for domain in domains:
-    if domain not in known:
-      hint = did_you_mean(domain, known) or f"; {key} has {', '.join(known)}"
-      raise ConfigError(f"dataset_domains has '{domain}', which {key} does not have{hint}")
+  check_domains(domains, known, key)
   return [pair for domain in domains or known for pair in pairs if pair[0] == domain]
 
 
@@ -80,7 +79,7 @@ def _matches(key: str, domain: str, pattern: str) -> list[str]:
 
 
 def _fixed_part(pattern: str) -> str:
-  """The folder above the first part of a glob that holds a wildcard; of a plain path, its folder."""
+  """The folder above a glob's first part with a wildcard; the folder of a plain path."""
   parts = os.path.abspath(pattern).split(os.sep)
   for number, part in enumerate(parts):
     if glob.has_magic(part):
@@ -89,7 +88,7 @@ def _fixed_part(pattern: str) -> str:
 
 
 def fingerprint(path: str) -> str:
-  """A hash of a file's size, and of its beginning, middle and end. The time it was written does not count."""
+  """A hash of a file's size, beginning, middle and end; the modification time does not enter."""
   size = os.path.getsize(path)
   with open(path, "rb") as file:
     samples = []

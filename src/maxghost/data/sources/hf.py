@@ -1,4 +1,4 @@
-"""Hugging Face `datasets` folders on disk (extra `hf`): memory-mapped Arrow tables, rows at random."""
+"""Hugging Face `datasets` folders on disk (extra `hf`): memory-mapped Arrow tables with random access to rows."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from maxghost.data.sources.records import RecordSource
 
 
 class HfShard:
-  """The rows of one dataset. It travels to worker processes by the paths of its files."""
+  """The rows of one dataset. Is pickled by the paths of its files."""
 
   notes = ()
 
@@ -40,8 +40,10 @@ class HfShard:
 
 
 def load(paths: Sequence[str], split: str, columns: tuple[str, ...], domains: tuple[str, ...] = ()) -> RecordSource:
-  """Documents of `domain=folder` datasets; without `domain=`, the domain is the folder's name. A folder is one written
-  by `save_to_disk`, or one of Parquet, JSON or text files as `datasets.load_dataset` takes it. Raises ConfigError."""
+  """Documents of `domain=folder` datasets; without `domain=` the domain is the folder's name. Raises ConfigError.
+
+  A folder was written by `save_to_disk`, or holds Parquet, JSON or text files as `datasets.load_dataset` reads them.
+  """
   pairs = corpus_files.labelled("dataset_files", paths, domains, lambda path: Path(path).name, "hf")
   return RecordSource([HfShard(domain, os.path.expanduser(path), split, columns) for domain, path in pairs])
 

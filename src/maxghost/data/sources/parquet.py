@@ -9,13 +9,15 @@ from maxghost.data.sources.base import CorruptError, check_columns
 
 
 class ParquetText:
-  """Some columns of a Parquet file by row; keeps the row group read last, so neighbours are best read together.
+  """Some columns of a Parquet file by row. Keeps the row group read last, so read neighbouring rows together.
 
-  num_rows: in all. mean_bytes: of the columns in a row, as the file's footer states them. Raises CorruptError for an
-  unreadable file, ConfigError for a missing column.
+  Attributes:
+    num_rows: rows of the file.
+    mean_bytes: mean size of a row's columns, from the file's footer.
   """
 
   def __init__(self, path: str, columns: Sequence[str]):
+    """Raises CorruptError for an unreadable file, ConfigError for a missing column."""
     try:
       import pyarrow.parquet
     except ImportError:
@@ -48,12 +50,3 @@ class ParquetText:
         raise CorruptError(f"{self._path}, row group {group} (rows from {first}): {error}") from error
       self._group = group
     return self._values[number - first]
-
-  def close(self) -> None:
-    self._file.close()
-
-  def __enter__(self) -> "ParquetText":
-    return self
-
-  def __exit__(self, *_) -> None:
-    self.close()

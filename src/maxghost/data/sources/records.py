@@ -1,4 +1,4 @@
-"""A source made of parts whose records are counted: shard files, splits, tables. A document's offset is its record."""
+"""A source made of parts with numbered records: shard files, splits, tables. A document's offset is its record."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,11 +6,11 @@ from typing import Protocol
 import numpy as np
 
 from maxghost.config import ConfigError
-from maxghost.data.hashing import combine, content_hashes, text_hash
-from maxghost.data.sources.base import CorruptError
-from maxghost.data.types import Document, DocumentId
+from maxghost.data.hashing import combine, text_hash
+from maxghost.data.sources.base import Source, read_or_skip
+from maxghost.data.types import DocumentId
 
-_SAMPLES = 32  # records read to estimate the size of all
+_SAMPLES = 32  # records read to estimate the total size
 
 
 class RecordShard(Protocol):
@@ -28,8 +28,8 @@ class RecordShard(Protocol):
     ...
 
 
-class RecordSource:
-  """The documents of some parts, numbered through."""
+class RecordSource(Source):
+  """The documents of all parts, numbered consecutively."""
 
   def __init__(self, parts: Sequence[RecordShard], notes: tuple[str, ...] = ()):
     self.domains = tuple(dict.fromkeys(part.domain for part in parts))
@@ -48,10 +48,6 @@ class RecordSource:
   def __len__(self) -> int:
     return int(self._ends[-1])
 
-  def __getitem__(self, index: int) -> Document:
-    (text,) = self.texts(np.array([index]))
-    return Document(*self.document_id(index), text)
-
   def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Part and record in it (int64[n] each)."""
     numbers = np.searchsorted(self._ends, indices, side="right")
@@ -68,12 +64,6 @@ class RecordSource:
     numbers, records = self._locate(indices)
     return combine(self._part_hash[numbers], records)
 
-  def sizes(self, indices: np.ndarray) -> None:
-    return None
-
-  def content_hashes(self, indices: np.ndarray) -> np.ndarray:
-    return content_hashes(self.texts(indices))
-
   def texts(self, indices: np.ndarray) -> list[bytes]:
     numbers, records = self._locate(indices)
     out: list[bytes] = [b""] * len(indices)
@@ -85,11 +75,7 @@ class RecordSource:
     return out
 
   def _estimate(self) -> int:
-    """Text bytes in all, from records spread over the source."""
-    sizes = []
-    for index in np.unique(np.linspace(0, len(self) - 1, _SAMPLES).astype(np.int64)).tolist():
-      try:
-        sizes.append(len(self.texts(np.array([index]))[0]))
-      except CorruptError:
-        continue
+    """Total text bytes, from records spread over the source."""
+    some = np.unique(np.linspace(0, len(self) - 1, _SAMPLES).astype(np.int64))
+    sizes = [len(text) for text in read_or_skip(self.texts, some) if text is not None]
     return int(np.mean(sizes) * len(self)) if sizes else 0

@@ -12,28 +12,18 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from maxghost.config import ConfigError, did_you_mean
-from maxghost.data.sources.base import DocumentList
+from maxghost.config import ConfigError
+from maxghost.data.sources.base import DocumentList, check_domains, take
 from maxghost.data.types import Document
 
 DOMAINS = ("code", "docstrings", "manual", "tables")
 _SKIPPED_FOLDERS = {
-  "__pycache__",
-  "site-packages",
-  "dist-packages",
-  "test",
-  "tests",
-  "idle_test",
-  "idlelib",
-  "lib2to3",
-  "distutils",
-  "pydoc_data",
-  "turtledemo",
-  "ensurepip",
-}
+  "__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "distutils",
+  "pydoc_data", "turtledemo", "ensurepip",
+}  # fmt: skip
 _TABLE_MODULES = {"html/entities.py", "stringprep.py", "tkinter/constants.py"}
 # A triple-quoted string that opens a module or stands on the first line of code after one that ends with a colon.
 _DOCSTRING = re.compile(
@@ -45,40 +35,32 @@ _SHORTEST_DOCSTRING = 24  # bytes; below, there is nothing to learn from
 def load(domains: tuple[str, ...] = (), domain_bytes: int = 0, root: str | os.PathLike | None = None) -> DocumentList:
   """Documents of the standard library in `root` (default: the running Python's).
 
-  domains: which to read, in this order; empty = all. domain_bytes: whole documents are taken up to this many bytes per
-  domain; 0 = no cap. Raises ConfigError for an unknown domain, one this Python has no text for, or a cap below the
-  first document.
+  Args:
+    domains: which to read, in this order; empty = all.
+    domain_bytes: whole documents are taken up to this many bytes per domain; 0 = no cap.
+    root: folder of the library.
+
+  Raises:
+    ConfigError: an unknown domain, one this Python has no text for, or a cap below the first document.
   """
   chosen = tuple(domains) or DOMAINS
-  for domain in chosen:
-    if domain not in DOMAINS:
-      hint = did_you_mean(domain, DOMAINS) or f"; the standard library has {', '.join(DOMAINS)}"
-      raise ConfigError(f"dataset_domains has '{domain}', which dataset_type=stdlib does not know{hint}")
+  check_domains(chosen, DOMAINS, "dataset_type=stdlib")
   library = Path(root if root is not None else sysconfig.get_path("stdlib"))
-  readers = {"code": _code, "docstrings": _docstrings, "manual": _manual, "tables": _tables}
-  modules = _modules(library)
+  paths = _modules(library)
+  modules = [path for path in paths if not _is_table(path)]
+  readers = {
+    "code": lambda: _code(library, modules),
+    "docstrings": lambda: _docstrings(library, modules),
+    "manual": _manual,
+    "tables": lambda: _tables(library, filter(_is_table, paths)),
+  }
   documents: list[Document] = []
   for domain in chosen:
-    taken = _take(readers[domain](library, modules), domain_bytes, domain)
+    taken = take(readers[domain](), domain_bytes, domain)
     if not taken:
       raise ConfigError(_missing(domain, library, chosen))
     documents.extend(taken)
   return DocumentList(documents, chosen)
-
-
-def _take(found: Iterator[Document], cap: int, domain: str) -> list[Document]:
-  taken, size = [], 0
-  for document in found:
-    size += len(document.text)
-    if cap and size > cap:
-      if not taken:
-        raise ConfigError(
-          f"dataset_domain_bytes={cap} is below the first document of domain '{domain}', which has {size} bytes; "
-          f"use {size} or more, or 0 for no cap"
-        )
-      break
-    taken.append(document)
-  return taken
 
 
 def _missing(domain: str, library: Path, chosen: tuple[str, ...]) -> str:
@@ -116,12 +98,11 @@ def _read(library: Path, path: str) -> bytes:
   return raw
 
 
-def _code(library: Path, modules: list[str]) -> Iterator[Document]:
+def _code(library: Path, modules: Iterable[str]) -> Iterator[Document]:
   for path in modules:
-    if not _is_table(path):
-      text = _DOCSTRING.sub(_without_body, _read(library, path))
-      if text.strip():
-        yield Document("code", path, 0, text)
+    text = _DOCSTRING.sub(_without_body, _read(library, path))
+    if text.strip():
+      yield Document("code", path, 0, text)
 
 
 def _without_body(match: re.Match) -> bytes:
@@ -130,15 +111,14 @@ def _without_body(match: re.Match) -> bytes:
   return whole[: start - match.start()] + whole[stop - match.start() :]
 
 
-def _docstrings(library: Path, modules: list[str]) -> Iterator[Document]:
+def _docstrings(library: Path, modules: Iterable[str]) -> Iterator[Document]:
   for path in modules:
-    if not _is_table(path):
-      for match in _DOCSTRING.finditer(_read(library, path)):
-        if len(match.group(2)) >= _SHORTEST_DOCSTRING:
-          yield Document("docstrings", path, match.start(2), match.group(2))
+    for match in _DOCSTRING.finditer(_read(library, path)):
+      if len(match.group(2)) >= _SHORTEST_DOCSTRING:
+        yield Document("docstrings", path, match.start(2), match.group(2))
 
 
-def _manual(library: Path, modules: list[str]) -> Iterator[Document]:
+def _manual() -> Iterator[Document]:
   try:
     topics = importlib.import_module("pydoc_data.topics").topics
   except ImportError:
@@ -147,9 +127,8 @@ def _manual(library: Path, modules: list[str]) -> Iterator[Document]:
     yield Document("manual", f"pydoc_data/topics.py:{topic}", 0, topics[topic].encode("utf-8"))
 
 
-def _tables(library: Path, modules: list[str]) -> Iterator[Document]:
+def _tables(library: Path, modules: Iterable[str]) -> Iterator[Document]:
   for path in modules:
-    if _is_table(path):
-      text = _read(library, path)
-      if text.strip():
-        yield Document("tables", path, 0, text)
+    text = _read(library, path)
+    if text.strip():
+      yield Document("tables", path, 0, text)

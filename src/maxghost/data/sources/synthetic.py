@@ -1,10 +1,9 @@
-"""Made-up documents: several domains of unlike statistics, a function of the seed alone. For tests and timings."""
+"""Generated documents in domains with different statistics, a function of the seed. For tests and timings."""
 
 import numpy as np
 
-from maxghost.config import ConfigError, did_you_mean
 from maxghost.data.hashing import combine, text_hash
-from maxghost.data.sources.base import DocumentList
+from maxghost.data.sources.base import DocumentList, check_domains, take
 from maxghost.data.types import Document
 
 DOMAINS = ("words", "digits", "brackets", "noise")
@@ -16,27 +15,15 @@ _WORDS = (b"ghost", b"light", b"river", b"stone", b"under", b"the", b"a", b"of",
 def load(domains: tuple[str, ...] = (), domain_bytes: int = 0, seed: int = 0) -> DocumentList:
   """`words` repeats a small lexicon, `digits` counts upwards, `brackets` nests, `noise` is random ASCII.
 
-  domain_bytes: stop a domain before this many bytes; 0 = 256 documents each.
+  domain_bytes: whole documents up to this many bytes per domain; 0 = 256 documents each.
   """
   chosen = tuple(domains) or DOMAINS
-  for domain in chosen:
-    if domain not in DOMAINS:
-      hint = did_you_mean(domain, DOMAINS) or f"; the synthetic data has {', '.join(DOMAINS)}"
-      raise ConfigError(f"dataset_domains has '{domain}', which dataset_type=synthetic does not know{hint}")
+  check_domains(chosen, DOMAINS, "dataset_type=synthetic")
   documents = []
   for domain in chosen:
-    size = 0
-    for number in range(_DOCUMENTS_PER_DOMAIN):
-      text = _text(domain, number, seed)
-      size += len(text)
-      if domain_bytes and size > domain_bytes:
-        if not number:
-          raise ConfigError(
-            f"dataset_domain_bytes={domain_bytes} is below the first document of domain '{domain}', which has {size} "
-            f"bytes; use {size} or more, or 0 for no cap"
-          )
-        break
-      documents.append(Document(domain, f"synthetic/{domain}", number, text))
+    numbers = range(_DOCUMENTS_PER_DOMAIN)
+    made = (Document(domain, f"synthetic/{domain}", n, _text(domain, n, seed)) for n in numbers)
+    documents.extend(take(made, domain_bytes, domain))
   return DocumentList(documents, chosen)
 
 

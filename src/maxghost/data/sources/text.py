@@ -1,9 +1,10 @@
-"""Plain files: .txt (a document each), .jsonl (a document per line), both also .gz or .zst, and .parquet (per row).
+"""Text files: .txt (one document), .jsonl (a document per line), both also .gz or .zst, and .parquet (per row).
 
-Documents are read where they lie, by offset; compressed files are unpacked into memory, for they cannot be entered in
-the middle. An id's offset is the byte where the line begins (in the unpacked file), or the row number in Parquet.
+Documents are read from the files by offset; compressed files have no random access and are unpacked into memory. An
+id's offset is the byte where the line begins (in the unpacked file), or the row number in Parquet.
 """
 
+import functools
 import gzip
 import io
 import json
@@ -16,12 +17,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxghost.config import ConfigError
-from maxghost.data.hashing import combine, content_hashes, text_hash
+from maxghost.data.hashing import combine, text_hash
 from maxghost.data.sources import files as corpus_files
 from maxghost.data.sources import parquet
-from maxghost.data.sources.base import CorruptError, check_columns, join_columns, utf8
+from maxghost.data.sources.base import CorruptError, Source, check_columns, join_columns, too_low_cap, utf8
 from maxghost.data.sources.files import CorpusFile
-from maxghost.data.types import Document, DocumentId
+from maxghost.data.types import DocumentId
 
 _MEMORY_LIMIT = 2 << 30  # bytes of unpacked text held at a time
 _OPEN_FILES = 128
@@ -31,8 +32,8 @@ _ENDINGS = {".txt": TXT, ".md": TXT, ".jsonl": JSONL, ".ndjson": JSONL, ".parque
 _PACKED = (".gz", ".zst")
 
 
-class TextSource:
-  """Documents of text files, by number. Made by `load`; goes to worker processes without its open files."""
+class TextSource(Source):
+  """Documents of text files, by number. Made by `load`; is pickled without its open files."""
 
   def __init__(
     self,
@@ -41,18 +42,19 @@ class TextSource:
     *,
     domain_bytes: int = 0,
     on_corrupt: str = "error",
-    memory_limit: int = _MEMORY_LIMIT,
     whole: bool = True,
   ):
-    """whole: the compressed files must fit into memory_limit together (training reads all of them all the time); else
-    the ones read last are kept (preparing reads them one after another). Raises ConfigError."""
+    """Indexes the files. Raises ConfigError.
+
+    whole: all compressed files must fit into memory together, since training reads them in random order. False: only
+    those read last are kept, which is enough for `prepare`.
+    """
     self.domains = tuple(dict.fromkeys(file.domain for file in files))
-    self._files, self._columns, self._whole, self._memory_limit = files, columns, whole, memory_limit
+    self._files, self._columns, self._whole = files, columns, whole
     self._kinds = [_kind(file.path) for file in files]
     self.files = corpus_files.fingerprints(files)
     self.fingerprint = corpus_files.digest(self.files, *columns, str(domain_bytes))
     self._open()
-    self._skipped: list[str] = []
     indexed = [self._index_or_skip(number, on_corrupt) for number in range(len(files))]
     counts = [len(offsets) for offsets, _ in indexed]
     self._file = np.repeat(np.arange(len(files), dtype=np.int32), counts)
@@ -68,13 +70,13 @@ class TextSource:
 
   def _open(self) -> None:
     self._lock = threading.RLock()
-    self._descriptors: OrderedDict[int, int] = OrderedDict()
     self._unpacked: OrderedDict[int, bytes] = OrderedDict()
-    self._parquet: OrderedDict[int, parquet.ParquetText] = OrderedDict()
+    self._opened = functools.lru_cache(_OPEN_FILES)(_opened)  # a file that drops out is closed with its last reference
+    self._parquet = functools.lru_cache(_OPEN_PARQUET)(parquet.ParquetText)
 
   def __getstate__(self) -> dict:
     kept = dict(self.__dict__)
-    for name in ("_lock", "_descriptors", "_unpacked", "_parquet"):
+    for name in ("_lock", "_opened", "_unpacked", "_parquet"):
       del kept[name]
     return kept
 
@@ -84,10 +86,6 @@ class TextSource:
 
   def __len__(self) -> int:
     return len(self._file)
-
-  def __getitem__(self, index: int) -> Document:
-    (text,) = self.texts(np.array([index]))
-    return Document(*self.document_id(index), text)
 
   def document_id(self, index: int) -> DocumentId:
     file = self._files[self._file[index]]
@@ -100,11 +98,8 @@ class TextSource:
     return combine(self._file_hash[self._file[indices]], self._offset[indices])
 
   def sizes(self, indices: np.ndarray) -> np.ndarray | None:
-    """Known for .txt; the others' texts lie inside lines and rows."""
+    """Known for .txt; the other formats store the text inside lines and rows."""
     return self._size[indices] if all(kind == TXT for kind in self._kinds) else None
-
-  def content_hashes(self, indices: np.ndarray) -> np.ndarray:
-    return content_hashes(self.texts(indices))
 
   def texts(self, indices: np.ndarray) -> list[bytes]:
     out: list[bytes] = [b""] * len(indices)
@@ -119,27 +114,21 @@ class TextSource:
     if kind == PARQUET:
       return self._row(number, offset)
     raw = self._bytes(number, offset, size)
-    return utf8(self._name(number), offset, raw) if kind == TXT else self._field(number, offset, raw)
+    path = self._files[number].path
+    return utf8(path, offset, raw) if kind == TXT else self._field(f"{path} at byte {offset}", raw)
 
   def _bytes(self, number: int, offset: int, size: int) -> bytes:
     file = self._files[number]
     if file.path.endswith(_PACKED):
       return self._unpack(number)[offset : offset + size]
-    with self._lock:
-      descriptor = self._descriptors.get(number)
-      if descriptor is None:
-        if len(self._descriptors) >= _OPEN_FILES:
-          os.close(self._descriptors.popitem(last=False)[1])
-        descriptor = self._descriptors[number] = _opened(file.path)
-      self._descriptors.move_to_end(number)
-      raw = os.pread(descriptor, size, offset)
+    opened = self._opened(file.path)  # this reference keeps it open
+    raw = os.pread(opened.fileno(), size, offset)
     if len(raw) < size:
       raise CorruptError(f"{file.path} ends at byte {offset + len(raw)}, inside the document at byte {offset}")
     return raw
 
-  def _field(self, number: int, offset: int, line: bytes) -> bytes:
+  def _field(self, where: str, line: bytes) -> bytes:
     """The text of a line of JSON."""
-    where = f"{self._name(number)} at byte {offset}"
     try:
       record = json.loads(line)
     except (ValueError, UnicodeDecodeError) as error:
@@ -147,38 +136,26 @@ class TextSource:
     return join_columns(where, record if isinstance(record, dict) else {}, self._columns)
 
   def _row(self, number: int, row: int) -> bytes:
-    """The text of a Parquet row; the last files read stay open."""
+    """The text of a Parquet row."""
+    path = self._files[number].path
     with self._lock:
-      if number not in self._parquet:
-        if len(self._parquet) >= _OPEN_PARQUET:
-          self._parquet.popitem(last=False)[1].close()
-        self._parquet[number] = parquet.ParquetText(self._name(number), self._columns)
-      self._parquet.move_to_end(number)
-      values = self._parquet[number].row(row)
-    return join_columns(f"{self._name(number)}, row {row}", values, self._columns)
+      values = self._parquet(path, self._columns).row(row)
+    return join_columns(f"{path}, row {row}", values, self._columns)
 
   def _unpack(self, number: int) -> bytes:
     with self._lock:
       if number not in self._unpacked:
         raw = _unpacked(self._files[number].path)
         held = sum(map(len, self._unpacked.values())) + len(raw)
-        if self._whole and held > self._memory_limit:
+        if self._whole and held > _MEMORY_LIMIT:
           raise ConfigError(
-            f"dataset_files hold more than {self._memory_limit >> 20} MiB of compressed text, which is read from "
+            f"dataset_files hold more than {_MEMORY_LIMIT >> 20} MiB of compressed text, which is read from "
             "memory; unpack the files, or tokenize them once with: python -m maxghost.data prepare"
           )
-        while self._unpacked and held > self._memory_limit:
+        while self._unpacked and held > _MEMORY_LIMIT:
           held -= len(self._unpacked.popitem(last=False)[1])
         self._unpacked[number] = raw
       return self._unpacked[number]
-
-  def _name(self, number: int) -> str:
-    return self._files[number].path
-
-  @property
-  def notes(self) -> tuple[str, ...]:
-    """A line for each file that was left out as unreadable."""
-    return tuple(self._skipped)
 
   def _index_or_skip(self, number: int, on_corrupt: str) -> tuple[np.ndarray, np.ndarray]:
     try:
@@ -186,15 +163,15 @@ class TextSource:
     except CorruptError as error:
       if on_corrupt == "error":
         raise ConfigError(f"{error}; repair or remove it, or use on_corrupt=skip") from error
-      self._skipped.append(f"left out: {error}")
+      self.notes = (*self.notes, f"left out: {error}")
       return np.zeros(0, np.int64), np.zeros(0, np.int64)
 
   def _index(self, number: int) -> tuple[np.ndarray, np.ndarray]:
     """Offsets and sizes of a file's documents (int64): in bytes, or row numbers and the mean size for Parquet."""
     path, kind = self._files[number].path, self._kinds[number]
     if kind == PARQUET:
-      with parquet.ParquetText(path, self._columns) as opened:
-        return np.arange(opened.num_rows, dtype=np.int64), np.full(opened.num_rows, opened.mean_bytes, np.int64)
+      opened = parquet.ParquetText(path, self._columns)
+      return np.arange(opened.num_rows, dtype=np.int64), np.full(opened.num_rows, opened.mean_bytes, np.int64)
     packed = path.endswith(_PACKED)
     size = len(self._unpack(number)) if packed else os.path.getsize(path)
     if kind == TXT:
@@ -207,7 +184,7 @@ class TextSource:
       return _lines(mapped)
 
   def _cap(self, domain_bytes: int) -> None:
-    """Keeps each domain's first documents of up to `domain_bytes` bytes in all."""
+    """Keeps each domain's first documents, up to `domain_bytes` bytes together."""
     if PARQUET in self._kinds:
       raise ConfigError(
         f"dataset_domain_bytes={domain_bytes} does not work with Parquet, which does not tell the size of a row; "
@@ -218,10 +195,7 @@ class TextSource:
       here = np.flatnonzero(self._file_domain[self._file] == number)
       keep[here] = np.cumsum(self._size[here]) <= domain_bytes
       if len(here) and not keep[here[0]]:
-        raise ConfigError(
-          f"dataset_domain_bytes={domain_bytes} is below the first document of domain '{domain}', which has "
-          f"{self._size[here[0]]} bytes; use {self._size[here[0]]} or more, or 0 for no cap"
-        )
+        raise too_low_cap(domain_bytes, domain, self._size[here[0]])
     self._file, self._offset, self._size = self._file[keep], self._offset[keep], self._size[keep]
 
   def _check_columns(self) -> None:
@@ -234,14 +208,12 @@ class TextSource:
     firsts = np.searchsorted(self._file, np.arange(len(self._files)))
     for number, first in enumerate(firsts.tolist()):
       if first < len(self) and self._file[first] == number and self._kinds[number] == JSONL:
-        self._check_record(number, first)
-
-  def _check_record(self, number: int, index: int) -> None:
-    try:
-      record = json.loads(self._bytes(number, int(self._offset[index]), int(self._size[index])))
-    except ValueError:
-      return  # met again, with its place, when it is read
-    check_columns(self._name(number), tuple(record) if isinstance(record, dict) else (), self._columns)
+        try:
+          record = json.loads(self._bytes(number, int(self._offset[first]), int(self._size[first])))
+        except ValueError:
+          continue  # reported with its place when it is read
+        names = tuple(record) if isinstance(record, dict) else ()
+        check_columns(self._files[number].path, names, self._columns)
 
 
 def load(
@@ -252,9 +224,9 @@ def load(
   key: str = "dataset_files",
   **options,
 ) -> TextSource:
-  """Documents of the files that `domain=glob` patterns match.
+  """Documents of the files that `domain=glob` patterns match. options: of `TextSource`. Raises ConfigError.
 
-  columns: of JSON lines and Parquet; several are joined by line ends. options: of `TextSource`. Raises ConfigError.
+  columns: text columns of JSON lines and Parquet; several are joined by line ends.
   """
   return TextSource(corpus_files.expand(key, patterns, domains, "text"), columns, **options)
 
@@ -270,9 +242,9 @@ def _kind(path: str) -> str:
   return kind
 
 
-def _opened(path: str) -> int:
+def _opened(path: str) -> io.FileIO:
   try:
-    return os.open(path, os.O_RDONLY)
+    return open(path, "rb", buffering=0)
   except OSError as error:
     raise CorruptError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -293,10 +265,7 @@ def _zstd(path: str) -> bytes:
   except ImportError:
     raise ConfigError(f"{path} needs the package pyarrow; install it with: pip install 'maxghost[data]'") from None
   with pyarrow.OSFile(path, "rb") as raw, pyarrow.CompressedInputStream(raw, "zstd") as stream:
-    out = io.BytesIO()
-    while chunk := stream.read(1 << 20):
-      out.write(chunk)
-  return out.getvalue()
+    return stream.read()
 
 
 def _lines(raw) -> tuple[np.ndarray, np.ndarray]:

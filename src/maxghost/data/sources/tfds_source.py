@@ -12,7 +12,7 @@ from maxghost.data.sources.records import RecordSource
 
 
 class TfdsShard:
-  """One split of one dataset. It is opened anew in each worker process."""
+  """One split of one dataset. Each worker process opens it again."""
 
   notes = ()
 
@@ -35,7 +35,7 @@ class TfdsShard:
     source = self._open()
     try:
       found = source.__getitems__(list(records))
-    except RuntimeError:
+    except RuntimeError:  # find the corrupt one
       found = [self._one(source, record) for record in records]
     return [
       join_columns(f"{self.name}, record {record}", one, self._columns)
@@ -82,8 +82,10 @@ class TfdsShard:
 def load(
   names: Sequence[str], data_dir: str, split: str, columns: tuple[str, ...], domains: tuple[str, ...] = ()
 ) -> RecordSource:
-  """Documents of prepared TFDS datasets. names: `domain=dataset/config:version`, or without `domain=`, then the domain
-  is the dataset's name. Raises ConfigError."""
+  """Documents of prepared TFDS datasets. Raises ConfigError.
+
+  names: `domain=dataset/config:version`; without `domain=` the domain is the dataset's name.
+  """
   pairs = corpus_files.labelled("dataset_files", names, domains, lambda name: name.split("/")[0].split(":")[0], "tfds")
   return RecordSource([TfdsShard(domain, name, os.path.expanduser(data_dir), split, columns) for domain, name in pairs])
 

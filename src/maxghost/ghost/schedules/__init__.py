@@ -8,16 +8,7 @@ from collections.abc import Callable
 
 from maxghost.ghost.schedules import concat, forward_mode, per_example, reverse_scan, two_pass
 from maxghost.ghost.schedules.accumulate import accumulated_plain
-from maxghost.ghost.schedules.base import (
-  Model,
-  Problem,
-  Scored,
-  Settings,
-  Stored,
-  TrainPass,
-  Update,
-  Validation,
-)
+from maxghost.ghost.schedules.base import Model, Problem, Scored, Settings, Stored, TrainPass, Update, Validation
 from maxghost.ghost.schedules.passes import (
   by_label,
   direction_parts,
