@@ -190,10 +190,10 @@ def test_files_that_are_no_configuration_are_refused_at_once(tmp_path):
     (lambda: config.load(tmp_path / "deep.yml"), "nested too deeply"),
     (lambda: config.load("dataset_domains=" + "[" * 3000 + "]" * 3000), "is not a YAML list"),
   ):
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(config.ConfigError, match=told) as caught:
       call()
-    assert time.perf_counter() - began < 1 and len(str(caught.value)) < 300
+    assert time.process_time() - began < 1 and len(str(caught.value)) < 300
 
 
 def test_synthetic_data_needs_no_validation_key():

@@ -314,7 +314,7 @@ register(
     ),
     "gpt-oss-20b",
     {
-      "attention_sink": True, "attention_bias": True, "mlp_bias": True, "routed_bias": True,
+      "attention_sink": True, "attention_bias": True, "mlp_bias": True,
       "mlp_activations": ("quick_gelu", "one_plus"), "norm_topk_prob": True,
     },
     routed=True, attention="GptOssAttention", mlp="GptOssMlp", experts="GptOssMlp", maxtext_scales_queries=False,

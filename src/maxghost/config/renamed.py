@@ -139,6 +139,7 @@ OTHER: dict[str, OtherKey] = {
     "is offload_to_host=[optimizer]", bool, _offload("optimizer", True), maxtext=True
   ),
   "compile_topology_num_slices": OtherKey("is compile_topology=2xv5e-16", int, _slices, maxtext=True),
+  "routed_bias": OtherKey("is mlp_bias", bool, lambda on, _: {"mlp_bias": True} if on else {}, maxtext=True),
   "ici_pipeline_parallelism": OtherKey(
     "is ici_stage_parallelism", int, lambda n, _: {"ici_stage_parallelism": n}, maxtext=True
   ),

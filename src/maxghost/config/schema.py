@@ -83,7 +83,7 @@ class ModelConfig:
   mlp_activations_limit: float = key(
     -1.0, "clamp before the activations: gate from above, up on both sides; 0 or less = none"
   )
-  mlp_bias: bool = key(False, "biases in the feed-forward layer, the experts' included")
+  mlp_bias: bool = key(False, "biases in the feed-forward layer, the experts' and the router's included")
   logits_via_embedding: bool = key(False, "tie the output projection to the token embedding")
   normalization_layer_epsilon: float = key(1e-5, "epsilon of the norms", minimum=0.0)
   trainable_position_size: int = key(-1, "rows of a learned position embedding; -1 = none", minimum=-1)
@@ -124,7 +124,6 @@ class ModelConfig:
   num_experts_per_tok: int = key(1, "experts that each token is sent to", minimum=1)
   base_moe_mlp_dim: int = key(-1, "width of one expert; -1 = base_mlp_dim", minimum=-1)
   norm_topk_prob: bool = key(True, "weights of a token's experts add up to 1; false = their share among all experts")
-  routed_bias: bool = key(False, "bias in the router")
   load_balance_loss_weight: float = key(
     0.0, "weight of the router's load-balancing loss in the training loss", minimum=0.0
   )
