@@ -71,8 +71,8 @@ def test_the_command_trains_a_bpe_and_the_result_reads(tmp_path, capsys):
   dataset = read(out, tokenizer_type="huggingface", tokenizer_path=keys["tokenizer_path"])
   source = synthetic.load(domain_bytes=40_000)
   assert {dataset.document(n) for n in range(len(source))} == set(source.documents)
-  assert len(dataset.source.index.token_end) == len(source)
-  assert dataset.source.index.token_end[-1] < source.num_bytes / 2
+  assert len(dataset.source.columns["token_end"]) == len(source)
+  assert dataset.source.columns["token_end"][-1] < source.num_bytes / 2
 
 
 def test_damage_is_found_and_only_the_damaged_shard_redone(tmp_path, capsys):
