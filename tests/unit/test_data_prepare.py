@@ -245,9 +245,9 @@ def test_a_hundred_million_documents_cost_a_worker_no_memory(tmp_path):
     # The only pages written are those of block_first; token ends of the windows read are given by arithmetic.
     program = PROGRAM.replace(
       "before =",
-      "index = source.index\nclass Ends:\n  def __getitem__(self, at):\n"
+      "class Ends:\n  def __getitem__(self, at):\n"
       "    at = np.arange(*at.indices(len(source))) if isinstance(at, slice) else at\n    return (at + 1) * 20\n"
-      "index.token_end = Ends()\nbefore =",
+      "source.columns['token_end'] = Ends()\nbefore =",
     )
     done = subprocess.run([sys.executable, "-c", program, str(folder), "4"], capture_output=True, text=True, check=True)
     length, rows, before, after = json.loads(done.stdout)
