@@ -5,8 +5,13 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import hypothesis
 import jax
 import pytest
+
+# A busy machine is no failure of the code: the suite has time limits of its own.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Tracing makes many objects that stay: looking through them as often as Python does takes a tenth of the suite's time.

@@ -10,7 +10,7 @@ MIXTRAL = {
 GPT_OSS = {
   "decoder_block": "gpt_oss", "num_experts": 5, "num_experts_per_tok": 3, "base_moe_mlp_dim": 14,
   "base_num_decoder_layers": 4, "inhomogeneous_layer_cycle_interval": 2, "attention_type": ("local_sliding", "global"),
-  "sliding_window_size": 5, "attention_sink": True, "attention_bias": True, "mlp_bias": True, "routed_bias": True,
+  "sliding_window_size": 5, "attention_sink": True, "attention_bias": True, "mlp_bias": True,
   "mlp_activations": ("quick_gelu", "one_plus"), "mlp_activations_limit": 0.1, "rope_type": "yarn", "rope_factor": 6.0,
   "beta_fast": 8.0, "original_max_position_embeddings": 64, "rope_truncate": False,
 }  # fmt: skip

@@ -149,7 +149,7 @@ def test_another_maxtext_key_is_refused_with_what_to_use(text, told):
 
 
 def test_a_whole_file_of_maxtext_is_few_lines(tmp_path):
-  names = sorted(renamed._maxtext_keys())
+  names = sorted(renamed._maxtext()["lacking"].split())
   assert len(names) > 500 and not set(names) & (set(config.fields()) | set(renamed.OTHER))
   (tmp_path / "base.yml").write_text("".join(f"{name}: 77.5\n" for name in names) + "stepz: 1\n")
   with pytest.raises(config.ConfigError) as caught:
@@ -190,10 +190,10 @@ def test_files_that_are_no_configuration_are_refused_at_once(tmp_path):
     (lambda: config.load(tmp_path / "deep.yml"), "nested too deeply"),
     (lambda: config.load("dataset_domains=" + "[" * 3000 + "]" * 3000), "is not a YAML list"),
   ):
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(config.ConfigError, match=told) as caught:
       call()
-    assert time.perf_counter() - began < 1 and len(str(caught.value)) < 300
+    assert time.process_time() - began < 1 and len(str(caught.value)) < 300
 
 
 def test_synthetic_data_needs_no_validation_key():

@@ -187,7 +187,6 @@ OTHER = {
   "num_experts_per_tok": 3,
   "base_moe_mlp_dim": 10,
   "norm_topk_prob": False,
-  "routed_bias": True,
   "sparse_matmul": False,
   "num_vocab_tiling": 2,
 }
@@ -202,7 +201,7 @@ NEEDS = {
   "attention_type": {"sliding_window_size": 4, "attention_type": ("local_sliding", "global", "global"),
                      "inhomogeneous_layer_cycle_interval": 3},
   "sliding_window_size": {"attention_type": ("local_sliding",), "sliding_window_size": 4},
-  "norm_topk_prob": EXPERTS, "routed_bias": EXPERTS, "sparse_matmul": EXPERTS,
+  "norm_topk_prob": EXPERTS, "sparse_matmul": EXPERTS,
 }  # fmt: skip
 # Read by config.load: a file laid over the base; by the train state: where the weights live; by the loss
 # of training; by a tiled head.

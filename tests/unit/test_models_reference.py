@@ -11,6 +11,7 @@ import tiny
 from flax import nnx
 
 from maxghost.models import stack
+from maxghost.models.hidden import Hidden
 from maxghost.objectives import token_losses
 
 PACKED = tiny.make_batch(tiny.PACKED, seed=11)
@@ -195,7 +196,7 @@ def test_each_branch_and_each_layer_draws_its_own_dropout_mask():
     for silent in (layer.mlp.wo, layer.self_attention.out):
       kernel = silent.kernel[...]
       silent.kernel[...] = 0 * kernel
-      out.append(layer(x_BTD, positions, None, key) != x_BTD)
+      out.append(layer(Hidden(x_BTD), positions, None, key).x_BTD != x_BTD)
       silent.kernel[...] = kernel
     return out
 

@@ -15,7 +15,6 @@ from maxghost.parallel import use
 EXPERTS = {
   "decoder_block": "mixtral", "num_experts": 12, "num_experts_per_tok": 3, "base_moe_mlp_dim": 10,
   "load_balance_loss_weight": 0.1, "base_num_decoder_layers": 1, "remat_policy": "none", "mlp_bias": True,
-  "routed_bias": True,
 }  # fmt: skip
 MESHES = {
   "expert 4 x data 2": {"ici_expert_parallelism": 4, "ici_data_parallelism": 2},

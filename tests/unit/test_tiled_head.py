@@ -261,7 +261,10 @@ def test_the_other_engines(engine):
   [
     ({"num_vocab_tiling": T + 1}, "num_vocab_tiling=14 .* is more than max_target_length=13; use at most 13"),
     ({"num_vocab_tiling": V + 1, "vocab_tiling_axis": "vocab"}, "more than vocab_size=263; use at most 263"),
-    ({"num_vocab_tiling": 2, "ghost_schedule": "concat"}, "use two_pass or reverse_scan, or num_vocab_tiling=1"),
+    (
+      {"num_vocab_tiling": 2, "ghost_schedule": "concat"},
+      "use num_vocab_tiling=1, or ghost_schedule=two_pass or",
+    ),
     ({"num_vocab_tiling": 0}, "num_vocab_tiling=0"),
     ({"vocab_tiling_axis": "token"}, "tokens"),
   ],

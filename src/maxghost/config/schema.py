@@ -1,10 +1,10 @@
 """Every configuration key: its default, its type, its help line and its limits.
 
-The YAML a user writes is flat; here each component owns one frozen section and receives only that section.
-A key is one dataclass field made by `key(...)`; `maxghost train --help` and `configs/base.yml` are written from these
-fields. To add one: its field here, its reader in the same change, a check in validate.py where it can contradict
-another key, and `python -m maxghost.config.write_base`.
-Nothing in this package imports JAX, so that a wrong key is reported before JAX starts.
+A user's YAML is flat; here each component has a frozen section of its own and receives only that section. A key is a
+dataclass field made by `key(...)`; `maxghost train --help` and `configs/base.yml` are written from these fields. To add
+a key, write its field here and its reader in the same change, add a check to validate.py where it can contradict
+another key, and run `python -m maxghost.config.write_base`. Nothing in this package imports JAX, so that a wrong key is
+reported before JAX starts.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class RunConfig:
 
   run_name: str = key("base", "name of the run; its folder is <base_output_directory>/<run_name>")
   base_output_directory: str = key("runs", "folder that holds the runs")
-  steps: int = key(200, "training steps in all", minimum=1)
+  steps: int = key(200, "total training steps", minimum=1)
   log_period: int = key(1, "print a step line every this many steps", minimum=1)
   eval_interval: int = key(100, "evaluate on the validation documents every this many steps; -1 = never", minimum=-1)
   eval_steps: int = key(4, "batches per evaluation", minimum=1)
@@ -83,7 +83,7 @@ class ModelConfig:
   mlp_activations_limit: float = key(
     -1.0, "clamp before the activations: gate from above, up on both sides; 0 or less = none"
   )
-  mlp_bias: bool = key(False, "biases in the feed-forward layer, the experts' included")
+  mlp_bias: bool = key(False, "biases in the feed-forward layer, the experts' and the router's included")
   logits_via_embedding: bool = key(False, "tie the output projection to the token embedding")
   normalization_layer_epsilon: float = key(1e-5, "epsilon of the norms", minimum=0.0)
   trainable_position_size: int = key(-1, "rows of a learned position embedding; -1 = none", minimum=-1)
@@ -124,7 +124,6 @@ class ModelConfig:
   num_experts_per_tok: int = key(1, "experts that each token is sent to", minimum=1)
   base_moe_mlp_dim: int = key(-1, "width of one expert; -1 = base_mlp_dim", minimum=-1)
   norm_topk_prob: bool = key(True, "weights of a token's experts add up to 1; false = their share among all experts")
-  routed_bias: bool = key(False, "bias in the router")
   load_balance_loss_weight: float = key(
     0.0, "weight of the router's load-balancing loss in the training loss", minimum=0.0
   )
@@ -436,7 +435,7 @@ class ParallelConfig:
 
   @property
   def processes(self) -> tuple[str, int, int] | None:
-    """(address of process 0, this process, processes in all), None where `jax_distributed` gives no address."""
+    """(address of process 0, index of this process, number of processes); None where no address is given."""
     found = DISTRIBUTED.fullmatch(self.jax_distributed)
     return (found[1], int(found[2]), int(found[3])) if found else None
 

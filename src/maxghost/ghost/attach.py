@@ -233,8 +233,8 @@ def _uncovered_message(uncovered) -> str:
   lines = ", ".join(f"{label} ({kind})" for kind, label in uncovered)
   return (
     f"no scoring rule covers {lines}. Ways out: register one with @ghost.rule(LayerType), name the paths in "
-    "ghost_exclude, or use ghost_schedule=forward_mode, which needs no rules. Layers with rules: "
-    f"{', '.join(rules.layer_types())}"
+    "ghost_exclude (GhostEngine: exclude=), or use ghost_schedule=forward_mode (GhostEngine: engine='jvp'), which "
+    f"needs no rules. Layers with rules: {', '.join(rules.layer_types())}"
   )
 
 

@@ -15,7 +15,7 @@ HOW_COMPUTED = frozenset({
 _ROPE_KEYS = ("rope_factor", "original_max_position_embeddings")
 _YARN_KEYS = ("beta_fast", "beta_slow", "rope_truncate", "rope_attention_scaling")
 _LLAMA3_KEYS = ("rope_low_freq_factor", "rope_high_freq_factor")
-_EXPERT_KEYS = ("num_experts_per_tok", "norm_topk_prob", "routed_bias", "base_moe_mlp_dim")
+_EXPERT_KEYS = ("num_experts_per_tok", "norm_topk_prob", "base_moe_mlp_dim")
 
 
 def function_keys(model: ModelConfig) -> dict[str, Any]:

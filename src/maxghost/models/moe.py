@@ -47,7 +47,7 @@ class RoutedMoe(nnx.Module):
     self.activations, self.limit = cfg.mlp_activations, cfg.mlp_activations_limit
     self.sums_to_one, self.sparse, self.has_bias = cfg.norm_topk_prob, cfg.sparse_matmul, cfg.mlp_bias
     self.dtype, self.precision = jnp.dtype(cfg.dtype), precision(cfg)
-    self.gate = linear(cfg, embed, experts, ("embed", None), rngs=rngs, std=embed**-0.5, use_bias=cfg.routed_bias)
+    self.gate = linear(cfg, embed, experts, ("embed", None), rngs=rngs, std=embed**-0.5, use_bias=cfg.mlp_bias)
 
     def weights(shape, axes, std):
       return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.dtype(cfg.weight_dtype)), axes=axes)

@@ -1,7 +1,7 @@
 """The run directory: what it holds, whether a command may use it, and who writes into it.
 
 `inspect` looks and never writes, so that every complaint comes before anything exists on disk; `claim` creates the
-directory, takes its lock and writes config.yml. Nothing here imports JAX: the doors call `inspect` before JAX starts.
+directory, takes its lock and writes config.yml. Nothing here imports JAX: commands call `inspect` before JAX starts.
 """
 
 import dataclasses
