@@ -1,32 +1,27 @@
-"""Command lines with flags (report, scores): a wrong one is reported in one line, with the nearest flag."""
+"""Command lines with flags (report, scores, ...); mistakes are reported in one line with the nearest flag."""
 
 import argparse
 import io
-import os
 import sys
 from collections.abc import Callable
 
 from maxghost import cli
 from maxghost.config import ConfigError, did_you_mean
 
-ACCEPT_HELP = "go on without damaged or missing score files, and say what is lost"
+ACCEPT_HELP = "continue without damaged or missing score files, and list what is lost"
 
 
-def run_door(work: Callable[[], int]) -> int:
-  """Runs `work` and returns the exit code: 2 where the input is wrong. A reader may leave early (`| head`)."""
+def run_command(work: Callable[[], int]) -> int:
+  """Runs `work` and returns its exit code, or 2 for wrong input. The output may be closed early (`| head`)."""
   if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks, not a traceback
-  try:
-    code = cli.guard(work)
-    sys.stdout.flush()
-    return code
-  except BrokenPipeError:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again at its exit
-    return 0
+  with cli.quiet_pipe():
+    return cli.guard(work)
+  return 0
 
 
 class Parser(argparse.ArgumentParser):
-  """argparse that raises ConfigError instead of printing its usage and exiting; flags are never abbreviated."""
+  """An argparse parser that raises ConfigError instead of exiting, and accepts no abbreviated flags."""
 
   def __init__(self, verb: str, description: str | None, epilog: str | None = None):
     plain = argparse.RawDescriptionHelpFormatter
@@ -38,7 +33,7 @@ class Parser(argparse.ArgumentParser):
     raise ConfigError(f"{message}; {self.prog} --help lists the arguments")
 
   def parse(self, argv: list[str] | None) -> argparse.Namespace:
-    """Raises ConfigError for anything wrong."""
+    """The parsed arguments. Raises ConfigError."""
     args, unknown = self.parse_known_args(argv)
     if unknown:
       flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]

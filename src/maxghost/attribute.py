@@ -1,18 +1,17 @@
-"""`maxghost attribute CKPT... --data DOMAIN=GLOB --queries NAME=GLOB --output DIR`: ask a finished model.
+"""`maxghost attribute CKPT... --data DOMAIN=GLOB --queries NAME=GLOB --output DIR`: scores a corpus for queries.
 
-Scores every document of a corpus against queries at one or several checkpoints of a run (the more, the closer to what
-training really did), and writes the score log that `maxghost scores` and `maxghost report` read. With --index the
-documents' gradients are sketched once, and later questions need no pass over the corpus.
+Scores every document of a corpus against queries at one or several checkpoints of a run, and writes a score log for
+`maxghost scores` and `maxghost report`. More checkpoints approximate the training better. --index sketches the
+documents' gradients once, so that later queries need no pass over the corpus.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from maxghost import config
-from maxghost.arguments import Parser, run_door
+from maxghost.arguments import Parser, run_command
 from maxghost.config import Config, ConfigError
 from maxghost.interop import model_path
 
@@ -31,9 +30,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add = parser.add_argument
   add("checkpoints", nargs="+", type=Path, metavar="CKPT", help="<run>/checkpoints/<step>, or <run> for all it has")
   add("--data", nargs="+", default=[], metavar="DOMAIN=GLOB", help="the documents to score: text, .jsonl or .parquet")
-  add("--queries", nargs="+", default=[], metavar="NAME=GLOB", help="what to ask with: a set of texts for each name")
+  add("--queries", nargs="+", default=[], metavar="NAME=GLOB", help="texts to query with, by name")
   add("--output", type=Path, metavar="DIR", help="new folder for the score log")
-  add("--index", type=Path, metavar="DIR", help="folder of sketched gradients: made with --data, asked with --queries")
+  add("--index", type=Path, metavar="DIR", help="folder of gradient sketches: written with --data, read for --queries")
   add("--directions", type=int, default=16, metavar="R", help="--index: random directions per parameter and layer (16)")
   add("--rows", type=int, default=8, metavar="N", help="rows scored together (8)")
   add("--query-rows", type=int, default=8, metavar="N", help="rows of each query that are used (8)")
@@ -51,16 +50,16 @@ def _check(args: argparse.Namespace) -> None:
     missing = [flag for flag in ("data", "queries", "output") if not getattr(args, flag)]
     raise ConfigError(f"--{missing[0]} is missing: give --data, --queries and --output, or --index")
   if args.index and args.output:
-    raise ConfigError("--output takes exact scores, --index sketches; give one of them")
+    raise ConfigError("--output is for exact scores and --index for sketches; give one of them")
   if args.index and not (args.data or args.queries):
-    raise ConfigError("--index needs --data to make the index, or --queries to ask it")
+    raise ConfigError("--index needs --data to write the index, or --queries to query it")
   if args.output and args.output.exists() and any(args.output.iterdir()):
     raise ConfigError(f"--output {args.output} is not empty; give a new folder")
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Exit code 0, or 2 where the input is wrong; nothing has been written then."""
-  return run_door(lambda: _run(parse(argv)))
+  """Exit code 0, or 2 for wrong input; nothing has been written then."""
+  return run_command(lambda: _run(parse(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -107,7 +106,7 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict) -> 
 
 
 def rows_per_step(cfg: Config, run_dir: Path) -> int:
-  """Rows that a step of the run had over all its devices, as its `run_facts.json` says; else those of one device."""
+  """Rows of a training step over all devices, from the run's `run_facts.json`; else those of one device."""
   path = run_dir / "run_facts.json"
   facts = json.loads(path.read_text("utf-8")) if path.is_file() else {}
   own = cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps
@@ -115,7 +114,7 @@ def rows_per_step(cfg: Config, run_dir: Path) -> int:
 
 
 def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config:
-  """The configuration that reads this corpus: `maxghost scores --text` and the report find the documents by it."""
+  """The configuration that reads this corpus, by which `maxghost scores --text` and the report find documents."""
   files = tuple("=".join((name, str(Path(glob).absolute()))) for name, _, glob in (p.partition("=") for p in patterns))
   return config.replace(
     cfg, dataset_type="text", dataset_files=files, dataset_domains=(), dataset_domain_bytes=-1, dataset_shards=1,
@@ -141,7 +140,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
 
 
 def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
-  """(the run, {step: checkpoint} ascending). Raises ConfigError for what is no checkpoint, and for two runs."""
+  """(run, {step: checkpoint}, ascending). Raises ConfigError for other paths, and for checkpoints of two runs."""
   paths: dict[int, Path] = {}
   runs = set()
   for path in given:
@@ -159,21 +158,22 @@ def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
       paths[int(entry.name)] = entry
       runs.add(entry.resolve().parent.parent)
   if len(runs) > 1:
-    raise ConfigError(f"the checkpoints are of different runs: {', '.join(sorted(map(str, runs)))}; ask one at a time")
+    raise ConfigError(f"the checkpoints are of different runs: {', '.join(sorted(map(str, runs)))}; give those of one")
   run_dir = runs.pop()
   if not (run_dir / "config.yml").is_file():
     raise ConfigError(f"{run_dir} has no config.yml, which says what model the checkpoints are of")
   return run_dir, dict(sorted(paths.items()))
 
 
-def load_point(cfg: Config, step: int, path: Path, say: Callable[[str], None] = print):
-  """The model of a checkpoint. JAX is imported here. Raises ConfigError for one that does not fit the configuration."""
+def load_point(cfg: Config, step: int, path: Path):
+  """The Point of a checkpoint. JAX is imported here. Raises ConfigError if it does not fit the configuration."""
   import jax
   import numpy as np
   from flax import nnx
 
   from maxghost.attribution.offline import Point
   from maxghost.checkpoint.checksum import checksums
+  from maxghost.data.hashing import text_hash
   from maxghost.interop.load_tree import load_tree
   from maxghost.optimizers import learning_rate_schedule
   from maxghost.training import resume, state
@@ -182,18 +182,11 @@ def load_point(cfg: Config, step: int, path: Path, say: Callable[[str], None] = 
   configure_jax(cfg)
   graphdef, abstract = nnx.split(nnx.eval_shape(lambda: state.create(cfg).model))
   wanted = resume.to_tree(resume.abstract_arrays(abstract))
-  tree = load_tree(path, {"model": wanted}, say=say)["model"]
+  tree = load_tree(path, {"model": wanted})["model"]
   model = nnx.merge(graphdef, resume.from_tree(tree, abstract))
   rate = np.asarray(learning_rate_schedule(cfg.optimizer, cfg.run.steps)(step)).item()
   digest = "-".join(map(str, checksums([np.asarray(leaf) for leaf in jax.tree.leaves(tree)])))
-  return Point(step, model, rate, f"{hash_text(digest):016x}")
-
-
-def hash_text(text: str) -> int:
-  """64 bits that stay the same from process to process."""
-  from maxghost.data.hashing import text_hash
-
-  return int(text_hash(text))
+  return Point(step, model, rate, f"{int(text_hash(digest)):016x}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The console script `maxghost` and what its doors share: reading arguments, reporting mistakes in one line each.
+"""The console script `maxghost`, and how its commands read arguments and report mistakes in one line each.
 
-A door is a module with `main(argv: list[str] | None = None) -> int`. One that takes a configuration is written
-`def main(argv=None): return cli.run_door(_run, argv, "train")`, with JAX imported inside `_run`: a wrong key is then
-reported before JAX starts.
+A command is a module with `main(argv: list[str] | None = None) -> int`. A command with a configuration calls
+`cli.run_command(_run, argv, "train")` there and imports JAX inside `_run`, so that wrong keys are reported before JAX
+starts.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from maxghost.config.help import list_values, print_help
 
 USER_ERROR = 2
 
-# verb -> (module, what it does). A verb is offered when its module exists in this installation.
+# verb -> (module, description). Verbs whose module is missing in this installation are not offered.
 VERBS = {
   "train": ("maxghost.train", "train a model and score every training example"),
   "report": ("maxghost.report", "tables and report.html of a run"),
@@ -47,7 +47,7 @@ def guard(work: Callable[[], int | None]) -> int:
     return USER_ERROR
 
 
-def run_door(
+def run_command(
   work: Callable[..., int | None],
   argv: Sequence[str] | None = None,
   verb: str = "train",
@@ -55,15 +55,20 @@ def run_door(
 ) -> int:
   """Parses `[config.yml] [key=value ...] [--print_config] [--help [key]]` and runs `work(cfg)`.
 
-  argv: the arguments behind the program's name; None takes sys.argv's. switches: {name: what `--name` is for} of the
-  command's own flags; `work` gets name=True where it was given, else name=False.
-  Returns the exit code of `work` (None = 0), or 2 where the input is wrong; nothing has been written then.
+  Args:
+    work: the command; it gets the configuration, and each switch as name=True or False.
+    argv: the arguments after the program's name; None = those of sys.argv.
+    verb: of the command, for its usage.
+    switches: {name: description} of the command's own flags `--name`.
+
+  Returns:
+    The exit code of `work` (None = 0), or 2 for wrong input; nothing has been written then.
   """
   arguments = list(sys.argv[1:] if argv is None else argv)
-  return guard(lambda: _run_door(work, arguments, verb, switches or {}))
+  return guard(lambda: _run_command(work, arguments, verb, switches or {}))
 
 
-def _run_door(
+def _run_command(
   work: Callable[..., int | None], arguments: list[str], verb: str, switches: Mapping[str, str]
 ) -> int | None:
   for position, text in enumerate(arguments):
@@ -75,9 +80,8 @@ def _run_door(
         print_help(key or None, usage=USAGE.format(verb=verb) + more)
       return 0
   flags = {"--print_config", "--print-config"}
-  path, overrides = split_arguments(
-    [text for text in arguments if text not in flags | {f"--{name}" for name in switches}]
-  )
+  own = flags | {f"--{name}" for name in switches}
+  path, overrides = split_arguments([text for text in arguments if text not in own])
   loaded = load_with_origins(path, *overrides)
   for note in loaded.notes:
     print(f"maxghost: note: {note}", file=sys.stderr)
@@ -90,7 +94,7 @@ def _run_door(
 
 @contextlib.contextmanager
 def quiet_pipe() -> Iterator[None]:
-  """Lets `| head` close the output early without a traceback."""
+  """Allows `| head` to close the output early without a traceback."""
   try:
     yield
     sys.stdout.flush()
@@ -99,7 +103,7 @@ def quiet_pipe() -> Iterator[None]:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-  """(path of the YAML or None, key=value texts). Raises ConfigError for a flag or for a second path."""
+  """(path of the YAML file or None, key=value texts). Raises ConfigError for a flag or a second path."""
   paths, overrides, problems = [], [], []
   for text in arguments:
     if text.startswith("-"):
@@ -121,7 +125,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def available_verbs() -> dict[str, tuple[str, str]]:
-  """The verbs whose module exists; nothing but the `maxghost` package itself is imported to find out."""
+  """The verbs whose module exists; imports no module but `maxghost` itself."""
   return {verb: entry for verb, entry in VERBS.items() if _exists(entry[0])}
 
 
@@ -134,7 +138,7 @@ def _exists(module: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-  """`maxghost VERB ...`: hands the remaining arguments to the verb's module."""
+  """`maxghost VERB ...`: passes the remaining arguments to the verb's module."""
   arguments = list(sys.argv[1:] if argv is None else argv)
   verbs = available_verbs()
   if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -147,25 +151,17 @@ def main(argv: list[str] | None = None) -> int:
   verb, rest = arguments[0], arguments[1:]
   if verb not in verbs:
     hint = did_you_mean(verb, verbs) or f"; there are {', '.join(verbs)}"
-    return guard(lambda: _fail(f"unknown command '{verb}'{hint}"))
+    print(f"maxghost: unknown command '{verb}'{hint}", file=sys.stderr)
+    return USER_ERROR
   return guard(lambda: importlib.import_module(verbs[verb][0]).main(rest))
 
 
-def _fail(problem: str) -> int:
-  raise ConfigError(problem)
-
-
 def overview(verbs: dict[str, tuple[str, str]]) -> str:
-  """The commands and what each does."""
+  """The commands and their descriptions."""
   width = max(map(len, verbs), default=0)
   lines = ["usage: maxghost COMMAND [...]", "", *(f"  {verb:<{width}}  {about}" for verb, (_, about) in verbs.items())]
-  return "\n".join(
-    [
-      *lines,
-      "",
-      "maxghost COMMAND --help explains a command; maxghost train --help lists every key; maxghost --version.",
-    ]
-  )
+  more = "maxghost COMMAND --help explains a command; maxghost train --help lists every key; maxghost --version."
+  return "\n".join([*lines, "", more])
 
 
 if __name__ == "__main__":

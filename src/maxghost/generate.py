@@ -1,15 +1,15 @@
 """`maxghost generate MODEL --prompt TEXT`: continues texts with a trained or imported model.
 
 MODEL is a run, a checkpoint of it, a checkpoint of another layout, an imported folder or a Hugging Face folder. The
-text goes to the standard output as it grows; times go to the standard error.
+text is streamed to stdout; times go to stderr.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from maxghost.arguments import Parser, run_door
+from maxghost.arguments import Parser, run_command
 from maxghost.config import Config, ConfigError, did_you_mean
 
 EXAMPLES = """\
@@ -19,16 +19,14 @@ examples:
   maxghost generate runs/base/checkpoints/200 --prompts prompts.txt --stop "</s>"
   maxghost generate configs/base.yml load_parameters_path=runs/base prompt="def main("
 """
-
-
-# Flags that may be typed as keys behind a configuration, by key.
+# key that may follow a configuration -> its flag
 KEYS = {name: f"--{name}" for name in ("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "dtype")}
 
 
 def from_keys(arguments: list[str]) -> list[str]:
-  """`[config.yml] load_parameters_path=MODEL prompt=TEXT [key=value ...]`, as training is typed, in flags.
+  """Turns `[config.yml] load_parameters_path=MODEL prompt=TEXT [key=value ...]` into flags.
 
-  The configuration is that of a model that has none of its own. Other arguments stay as they are. Raises ConfigError.
+  The configuration is for a model that has none of its own. Other arguments are unchanged. Raises ConfigError.
   """
   typed = arguments[:1] if arguments[:1] and Path(arguments[0]).suffix in (".yml", ".yaml") else []
   pairs = [text.partition("=") for text in arguments[len(typed) :]]
@@ -38,7 +36,7 @@ def from_keys(arguments: list[str]) -> list[str]:
   for name, equals, _ in pairs:
     if not equals or name not in (*KEYS, "load_parameters_path"):
       hint = did_you_mean(name, (*KEYS, "load_parameters_path"))
-      raise ConfigError(f"{name!r} is no key of generate{hint}; it reads load_parameters_path, {', '.join(KEYS)}")
+      raise ConfigError(f"{name!r} is not a key of generate{hint}; it reads load_parameters_path, {', '.join(KEYS)}")
   if not given.get("load_parameters_path"):
     raise ConfigError("load_parameters_path is missing: the run, checkpoint or folder of the model to generate with")
   flags = [part for name, value in given.items() if name in KEYS for part in (KEYS[name], value)]
@@ -52,22 +50,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("model", metavar="MODEL", help="run, checkpoint, imported folder, or Hugging Face folder")
   add("--prompt", nargs="+", default=[], metavar="TEXT", help="one or several texts, continued together")
   add("--prompts", type=Path, metavar="FILE", help="more prompts, one per line")
-  add("--max_new_tokens", type=int, default=64, metavar="N", help="most tokens to add (64)")
+  add("--max_new_tokens", type=int, default=64, metavar="N", help="maximum number of new tokens (64)")
   add("--temperature", type=float, default=0.0, metavar="X", help="0 = always the likeliest token (0)")
-  add("--top_k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens; 0 = all (0)")
-  add("--top_p", type=float, default=1.0, metavar="P", help="draw among the likeliest that make up share P (1)")
-  add("--stop", nargs="+", default=[], metavar="TEXT", help="end a text before this; the end token always ends it")
-  add("--seed", type=int, default=0, help="of the random draws (0)")
-  add("--cache", type=int, default=0, metavar="N", help="positions of the cache; 0 = as many as needed (0)")
-  add("--config", metavar="FILE", help="config.yml of the model, where none lies beside it")
-  add("--dtype", choices=("float32", "bfloat16"), help="compute dtype, where it shall not be the configuration's")
-  add("--otherwise", metavar="FILE", help=argparse.SUPPRESS)  # as --config, where the model has none of its own
+  add("--top_k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0 = all (0)")
+  add("--top_p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of share P (1)")
+  add("--stop", nargs="+", default=[], metavar="TEXT", help="stop before this text; the end token always stops")
+  add("--seed", type=int, default=0, help="of the sampling (0)")
+  add("--cache", type=int, default=0, metavar="N", help="positions of the cache; 0 = as needed (0)")
+  add("--config", metavar="FILE", help="config.yml of a model that has none beside it")
+  add("--dtype", choices=("float32", "bfloat16"), help="compute dtype (the configuration's)")
+  add("--otherwise", metavar="FILE", help=argparse.SUPPRESS)  # as --config, for a model that has none
   return parser.parse(from_keys(list(sys.argv[1:] if argv is None else argv)))
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Exit code 0, or 2 where the input is wrong."""
-  return run_door(lambda: _run(parse(argv)))
+  """Exit code 0, or 2 for wrong input."""
+  return run_command(lambda: _run(parse(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -114,8 +112,10 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def encode(texts: Sequence[str], tokenizer, cfg: Config) -> list[list[int]]:
-  """Ids of each text, the begin token first where the model was trained with one. Raises ConfigError for a text
-  without any token, and for ids that the vocabulary does not hold."""
+  """Ids of each text, with the begin token if the model was trained with one.
+
+  Raises ConfigError for a text without tokens, and for a tokenizer with more ids than the model.
+  """
   if tokenizer.vocab_size > cfg.model.vocab_size:
     raise ConfigError(
       f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model's vocabulary {cfg.model.vocab_size}: "
@@ -140,14 +140,14 @@ def _cache_size(args: argparse.Namespace, cfg: Config, longest: int) -> int:
 
 
 class Row:
-  """The text of one row as it grows. stop_texts: it ends before the first of them."""
+  """The growing text of one row; it ends before the first of `stop_texts`."""
 
   def __init__(self, tokenizer, stop_ids: set[int], stop_texts: Sequence[str]):
     self._tokenizer, self._stop_ids, self._stop_texts = tokenizer, stop_ids, [text for text in stop_texts if text]
     self.text, self.num_tokens, self.ended = "", 0, False
 
   def take(self, ids: Sequence[int], last: bool) -> str:
-    """All ids so far -> what is new of the text. A character whose bytes are not all there is held back."""
+    """The new text after all `ids` so far; incomplete characters are held back."""
     if self.ended:
       return ""
     self.num_tokens = len(ids)
@@ -165,33 +165,28 @@ class Row:
 
 
 def _show(texts: Sequence[str], rows: Sequence[Row], stream: Iterator) -> None:
-  """One text as it grows; several at the end, one below the other."""
-  write: Callable[[str], object] = sys.stdout.write
+  """Streams one text; prints several at the end, one below the other."""
   alone = len(texts) == 1
   if alone:
-    write(texts[0])
+    sys.stdout.write(texts[0])
   before = None
   for progress in stream:
     if before is not None:
-      _take(rows, before, last=False, show=write if alone else None)
+      _take(rows, before, last=False, show=alone)
     before = progress
     if all(row.ended for row in rows):
       break
-  _take(rows, before, last=True, show=write if alone else None)
-  if not alone:
-    for text, row in zip(texts, rows, strict=True):
-      write(f"{text}{row.text}\n\n")
-  else:
-    write("\n")
+  _take(rows, before, last=True, show=alone)
+  ends = ["\n"] if alone else [f"{text}{row.text}\n\n" for text, row in zip(texts, rows, strict=True)]
+  sys.stdout.writelines(ends)
   sys.stdout.flush()
 
 
-def _take(rows: Sequence[Row], progress, *, last: bool, show: Callable | None) -> None:
+def _take(rows: Sequence[Row], progress, *, last: bool, show: bool) -> None:
   for i, row in enumerate(rows):
     new = row.take(progress.row(i), last)
     if show and new:
-      show(new)
-      sys.stdout.flush()
+      print(new, end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A model from a path, for the commands that use one: a run, a checkpoint, an imported or a Hugging Face folder."""
+"""Loads a model from a run, a checkpoint, an imported folder or a Hugging Face folder, for the commands."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,9 +20,17 @@ from maxghost.interop.model_path import ModelPlace
 def find(
   path: str | Path, config_file: str | None = None, otherwise: str | None = None, **changes
 ) -> tuple[ModelPlace, Config]:
-  """Where the model is, and its configuration. config_file: for a checkpoint that has none beside it, or to confirm
-  that one; otherwise: read only where there is none. changes: keys of the configuration to replace. Raises ConfigError;
-  nothing of the parameters has been read then."""
+  """(where the model is, its configuration); reads no parameters.
+
+  Args:
+    path: of the model.
+    config_file: for a checkpoint without a configuration, or one that must agree with it.
+    otherwise: a configuration for a model that has none.
+    **changes: keys of the configuration to replace.
+
+  Raises:
+    ConfigError: if there is no model or no configuration, or the configurations differ.
+  """
   place = model_path.find(path)
   if config_file is None and place.config is None:
     config_file = otherwise
@@ -37,7 +45,7 @@ def find(
 
 
 def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print):
-  """(graphdef, state) of the model with its parameters. JAX is imported here. Raises ConfigError where they misfit."""
+  """(graphdef, state) of the model. JAX is imported here. Raises ConfigError for parameters that do not fit."""
   from flax import nnx
 
   from maxghost import models
@@ -52,9 +60,9 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print):
 
 
 def check_config(cfg: Config) -> ModelPlace:
-  """Finds the model of `load_parameters_path`; nothing is read but configurations.
+  """Finds the model of `load_parameters_path`; reads only configurations.
 
-  Raises ConfigError where there is none, and where its model differs from the one of `cfg`: every key is named.
+  Raises ConfigError if there is none, and with every differing key if it is not the model of `cfg`.
   """
   path = cfg.checkpoint.load_parameters_path
   place = model_path.find(path)
@@ -70,9 +78,9 @@ def check_config(cfg: Config) -> ModelPlace:
 def open_parameters(
   place: ModelPlace, cfg: Config, wanted: Mapping[str, Any], say: Callable[[str], None] = print
 ) -> Callable[[], dict]:
-  """Pairs the parameters at `place` with the tree `wanted`; the function that is returned reads them.
+  """Pairs the parameters at `place` with the tree `wanted`, and returns a function that reads them.
 
-  Raises ConfigError that names every parameter which is missing, unknown or unlike.
+  Raises ConfigError with every missing, unknown or differing parameter.
   """
   values_from = read_checkpoint(open_tree(place.tree), ReadOptions(keep_unknown=True)).values_from
   scales = FAMILIES[cfg.model.decoder_block].maxtext_scales_queries

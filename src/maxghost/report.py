@@ -1,11 +1,11 @@
-"""`maxghost report RUN_DIR`: what the training examples were worth, on the terminal and as RUN_DIR/report.html."""
+"""`maxghost report RUN_DIR`: the value of the training examples, on the terminal and as RUN_DIR/report.html."""
 
 import argparse
 import sys
 from pathlib import Path
 
 from maxghost import attribution
-from maxghost.arguments import ACCEPT_HELP, Parser, run_door
+from maxghost.arguments import ACCEPT_HELP, Parser, run_command
 from maxghost.attribution.files import write_output
 from maxghost.config import ConfigError
 
@@ -13,19 +13,14 @@ from maxghost.config import ConfigError
 def parse(argv: list[str] | None) -> argparse.Namespace:
   """The command line."""
   parser = Parser("report", __doc__)
-  parser.add_argument(
-    "run_dir", type=Path, metavar="RUN_DIR", help="folder of a run: <base_output_directory>/<run_name>"
-  )
-  parser.add_argument(
-    "--documents", type=int, default=20, metavar="N", help="best and worst documents on the page (20)"
-  )
-  parser.add_argument("--output", type=Path, metavar="FILE", help="where the page goes (RUN_DIR/report.html)")
-  parser.add_argument(
-    "--no-texts", action="store_true", help="do not read the corpus again to show the documents' texts"
-  )
-  parser.add_argument("--accept-lost-rows", action="store_true", help=ACCEPT_HELP)
-  parser.add_argument("--watch", action="store_true", help="serve the page on this machine and renew it while training")
-  parser.add_argument("--port", type=int, default=0, metavar="N", help="with --watch: the port (0 = any free one)")
+  add = parser.add_argument
+  add("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run: <base_output_directory>/<run_name>")
+  add("--documents", type=int, default=20, metavar="N", help="best and worst documents on the page (20)")
+  add("--output", type=Path, metavar="FILE", help="path of the page (RUN_DIR/report.html)")
+  add("--no-texts", action="store_true", help="do not read the corpus to show the documents' texts")
+  add("--accept-lost-rows", action="store_true", help=ACCEPT_HELP)
+  add("--watch", action="store_true", help="serve the page on this machine and renew it during training")
+  add("--port", type=int, default=0, metavar="N", help="with --watch: the port (0 = any free one)")
   args = parser.parse(argv)
   if args.documents < 0:
     raise ConfigError(f"--documents={args.documents}: at least 0")
@@ -35,15 +30,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Exit code 0, or 2 where the input is wrong; nothing has been written then."""
-  return run_door(lambda: _run(parse(argv)))
+  """Exit code 0, or 2 for wrong input; nothing has been written then."""
+  return run_command(lambda: _run(parse(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:
   if args.watch:
     from maxghost.attribution import live
 
-    live.serve(args.run_dir, args.port, args.documents, not args.no_texts, args.accept_lost_rows)
+    live.serve(live.make_server(args.run_dir, args.port, args.documents, not args.no_texts, args.accept_lost_rows))
     return 0
   from rich.console import Console
 

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 from maxghost import attribution
-from maxghost.arguments import ACCEPT_HELP, Parser, run_door
+from maxghost.arguments import ACCEPT_HELP, Parser, run_command
 from maxghost.attribution.files import write_output
 from maxghost.config import ConfigError, did_you_mean
 
 FORMATS = ("table", "json", "csv", "parquet")
-MANY = ("document", "source")  # groupings of which a table shows the best and the worst unless asked otherwise
+MANY = ("document", "source")  # groupings of which a table shows only the best and worst by default
 SHOWN = 20
 PIPE_WIDTH = 160
 
@@ -29,16 +29,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   parser = Parser("scores", __doc__, EXAMPLES)
   add = parser.add_argument
   add("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, or a folder of GhostSuite's .pt logs")
-  add("--by", default="domain", help="what is added up: domain, document, source, step, layer or module (domain)")
+  add("--by", default="domain", help="group by domain, document, source, step, layer or module (domain)")
   add("--where", default="", help='conditions on rows, joined by commas: "domain=code,step>=100,path~asyncio/*"')
   add("--top", type=int, metavar="N", help="the N best; all when neither --top nor --bottom is given (20 documents)")
   add("--bottom", type=int, metavar="N", help="the N worst")
-  add("--sort", default="contribution", help="column that says what is best (contribution)")
+  add("--sort", default="contribution", help="column to sort by (contribution)")
   add("--set", default="", metavar="NAME", help="validation set (the first)")
   add("--scale", default="nats", help="nats; per_lr: over the learning rate; share: of each step's absolute sum")
   add("--text", action="store_true", help="with --by document: the text of each document")
   add("--format", default="table", help="table, json, csv or parquet (table)")
-  add("--output", type=Path, metavar="FILE", help="write there instead of to the terminal; parquet needs it")
+  add("--output", type=Path, metavar="FILE", help="output file; needed for parquet")
   add("--export", metavar="parquet", help="the whole log as Parquet files in the folder --output (RUN_DIR/parquet)")
   add("--compact", action="store_true", help="merge the score files into fewer, larger ones")
   add("--accept-lost-rows", action="store_true", help=ACCEPT_HELP)
@@ -55,8 +55,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Exit code 0, or 2 where the input is wrong; nothing has been written then."""
-  return run_door(lambda: _run(parse(argv)))
+  """Exit code 0, or 2 for wrong input; nothing has been written then."""
+  return run_command(lambda: _run(parse(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -78,17 +78,8 @@ def _run(args: argparse.Namespace) -> int:
   top, bottom = args.top, args.bottom
   if top is None and bottom is None and args.format == "table" and args.by in MANY:
     top = bottom = SHOWN
-  question = query.Query(
-    by=args.by,
-    where=args.where,
-    top=top,
-    bottom=bottom,
-    sort=args.sort,
-    val_set=args.set,
-    scale=args.scale,
-    text=args.text,
-  )
-  answer = query.ask(log, question)
+  about = {"val_set": args.set, "scale": args.scale, "text": args.text}
+  answer = query.ask(log, query.Query(by=args.by, where=args.where, top=top, bottom=bottom, sort=args.sort, **about))
   for note in answer.notes:
     print(f"maxghost: note: {note}", file=sys.stderr)
   if args.format == "parquet":
@@ -97,8 +88,10 @@ def _run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     output.show(answer, Console(width=None if sys.stdout.isatty() else PIPE_WIDTH))
+  elif args.output is None:
+    sys.stdout.write(_text(answer, args))
   else:
-    _emit(_text(answer, args), args.output)
+    write_output(args.output, _text(answer, args))
   return 0
 
 
@@ -114,13 +107,6 @@ def _text(answer, args: argparse.Namespace) -> str:
   buffer = io.StringIO()
   output.show(answer, Console(file=buffer, width=PIPE_WIDTH))
   return buffer.getvalue()
-
-
-def _emit(text: str, path: Path | None):
-  if path is None:
-    sys.stdout.write(text)
-  else:
-    write_output(path, text)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`python -m maxghost.train configs/base.yml [key=value ...]`: trains a model and scores every training document.
 
 The same command continues an interrupted run. Exit codes: 0 done, or stopped by SIGTERM with everything saved; 1 the
-run failed (one line says why); 2 the input is wrong and nothing was written; 130 Ctrl-C.
+run failed, with the reason in one line; 2 wrong input, nothing was written; 130 Ctrl-C.
 """
 
 import errno
@@ -18,15 +18,15 @@ SWITCHES = {"force": "starts a step that is estimated to need far more memory th
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Runs the door; returns the exit code."""
-  return cli.run_door(_run, argv, "train", SWITCHES)
+  """Runs the command and returns the exit code."""
+  return cli.run_command(_run, argv, "train", SWITCHES)
 
 
 def _run(cfg: Config, force: bool) -> int:
   existing = run_directory.inspect(cfg)
   if existing.completed_steps == cfg.run.steps:
     print(f"{existing.path} is complete: {existing.completed_steps} steps.")
-    print(f"To train on, give more: steps={2 * existing.completed_steps}")
+    print(f"To train longer, set steps={2 * existing.completed_steps}")
     print(f"Report: python -m maxghost.report {existing.path}")
     return 0
   if not existing.is_new and not cfg.checkpoint.checkpoint_period:
@@ -42,7 +42,7 @@ def _run(cfg: Config, force: bool) -> int:
 
 
 def _parameters(cfg: Config, existing: Existing) -> Callable | None:
-  """What opens the parameters to start from. A run that has a checkpoint needs them no more."""
+  """A function that opens the initial parameters; None for a run that has a checkpoint."""
   if not cfg.checkpoint.load_parameters_path or run_directory.has_checkpoint(existing):
     return None
   from maxghost import load_model
@@ -65,7 +65,7 @@ def _parameters(cfg: Config, existing: Existing) -> Callable | None:
 def _train(
   cfg: Config, existing: Existing, corpus, open_parameters: Callable | None = None, force: bool = False
 ) -> int:
-  """From valid input to an exit code. corpus: (source, tokenizer). JAX is imported here."""
+  """Trains and returns the exit code. corpus: (source, tokenizer). JAX is imported here."""
   from maxghost import data
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
   from maxghost.scorelog import Writer
@@ -104,16 +104,14 @@ def _train(
         raise
       return _failed(f"the disk is full ({error.filename or existing.path}); free some space and start again")
     except RuntimeError as error:
-      if "RESOURCE_EXHAUSTED" not in str(error):
-        raise
-      if session is None:
+      if "RESOURCE_EXHAUSTED" not in str(error) or session is None:
         raise
       return _failed(session.out_of_memory(error))
     except KeyboardInterrupt:
       print("\nmaxghost: stopped at once; the same command continues from the last checkpoint", file=sys.stderr)
       sys.stdout.flush()
       sys.stderr.flush()
-      os._exit(130)  # threads that compile or write are not waited for
+      os._exit(130)  # does not wait for threads that compile or write
 
 
 def _failed(message: str) -> int:

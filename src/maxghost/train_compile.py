@@ -1,7 +1,7 @@
-"""`python -m maxghost.train_compile configs/base.yml compile_topology=v5e-16 [key=value ...]`: will it fit?
+"""`python -m maxghost.train_compile configs/base.yml compile_topology=v5e-16 [key=value ...]`: checks that a step fits.
 
 Compiles the train step of `maxghost train` for a topology, on any machine: TPU slices need the extra `tpu` (libtpu),
-cpu-N nothing. Exit codes: 0 it compiles and fits, 1 it does not fit, 2 the input is wrong.
+cpu-N needs nothing. Exit codes: 0 the step compiles and fits, 1 it does not fit, 2 wrong input.
 """
 
 import sys
@@ -14,8 +14,8 @@ from maxghost.parallel import topologies
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Runs the door; returns the exit code."""
-  return cli.run_door(_run, argv, "train_compile")
+  """Runs the command and returns the exit code."""
+  return cli.run_command(_run, argv, "train_compile")
 
 
 def _run(cfg: Config) -> int:
@@ -30,19 +30,14 @@ def _run(cfg: Config) -> int:
   layout = Layout.of(cfg.parallel, topologies.open_devices(topology, slices))
   planned = aot.plan(cfg, layout)
   print(f"compiling for {slices} x {topology}" if slices > 1 else f"compiling for {topology}")
-  _say(aot.plan_lines(planned))
+  print(*aot.plan_lines(planned), sep="\n", flush=True)
   compiled = aot.compile_step(planned)
-  _say(aot.report_lines(compiled, topology))
+  print(*aot.report_lines(compiled, topology), sep="\n", flush=True)
   if cfg.parallel.compiled_trainstep_file and compiled.executable is not None:
     path = Path(cfg.parallel.compiled_trainstep_file)
     print(f"saved {path}: {aot.save(compiled, path) / 1e6:.1f} MB")
   print(f"done in {time.perf_counter() - begin:.1f} s")
   return 0 if aot.fits(compiled, topology) else 1
-
-
-def _say(lines: list[str]) -> None:
-  for line in lines:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

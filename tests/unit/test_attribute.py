@@ -116,7 +116,7 @@ def test_an_index_of_other_weights_is_refused(points, tmp_path):
     offline.open_index(tmp_path, points)
   with pytest.raises(ConfigError, match="no index there"):
     offline.open_index(tmp_path / "nowhere", points)
-  for version, message in ((3, "update maxghost"), (1, "give --data to make the index again")):
+  for version, message in ((3, "update maxghost"), (1, "give --data to write the index again")):
     (tmp_path / "index.json").write_text(json.dumps(about | {"version": version}))
     with pytest.raises(ConfigError, match=message):
       offline.open_index(tmp_path, points)

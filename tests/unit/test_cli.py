@@ -1,4 +1,4 @@
-"""The doors: arguments, exit codes, one line per problem, no JAX before the configuration is valid."""
+"""The commands: arguments, exit codes, one line per problem, no JAX before the configuration is valid."""
 
 import subprocess
 import sys
@@ -11,35 +11,35 @@ import maxghost
 from maxghost import cli, config
 
 
-def door(*argv):
+def command(*argv):
   ran = []
-  code = cli.run_door(ran.append, argv, "train")
+  code = cli.run_command(ran.append, argv, "train")
   return code, ran
 
 
-def test_door_hands_the_configuration_over(tmp_path, capsys):
+def test_command_hands_the_configuration_over(tmp_path, capsys):
   path = tmp_path / "a.yml"
   path.write_text("log_period: 7\n", encoding="utf-8")
-  code, ran = door(str(path), "steps=9")
+  code, ran = command(str(path), "steps=9")
   assert code == 0 and ran == [config.load("log_period=7", "steps=9")]
-  assert door("steps=9") == (0, [config.load("steps=9")]) and door() == (0, [config.load()])
-  assert cli.run_door(lambda cfg: cfg.run.steps, ["steps=6"]) == 6
+  assert command("steps=9") == (0, [config.load("steps=9")]) and command() == (0, [config.load()])
+  assert cli.run_command(lambda cfg: cfg.run.steps, ["steps=6"]) == 6
   assert capsys.readouterr() == ("", "")
 
 
-def test_door_reports_one_line_per_problem_and_exits_2(capsys):
-  assert door("stepz=9", "head_dim=3") == (2, [])
+def test_command_reports_one_line_per_problem_and_exits_2(capsys):
+  assert command("stepz=9", "head_dim=3") == (2, [])
   assert capsys.readouterr().err.splitlines() == [
     "maxghost: unknown key 'stepz' (command line); did you mean 'steps'?",
     "maxghost: head_dim=3 is odd, but the rotary embedding turns pairs; use 4",
   ]
 
 
-def test_problems_found_later_by_the_door_exit_2_too(capsys):
+def test_problems_found_later_by_the_command_exit_2_too(capsys):
   def work(cfg):
     raise config.ConfigError("run_name=base: exists", "steps: differ")
 
-  assert cli.run_door(work, []) == 2
+  assert cli.run_command(work, []) == 2
   assert capsys.readouterr().err == "maxghost: run_name=base: exists\nmaxghost: steps: differ\n"
   with pytest.raises(ZeroDivisionError):  # a defect of ours keeps its traceback
     cli.guard(lambda: 1 // 0)
@@ -56,23 +56,23 @@ def test_problems_found_later_by_the_door_exit_2_too(capsys):
   ],
 )
 def test_wrong_arguments(argv, told, capsys):
-  assert door(*argv) == (2, [])
+  assert command(*argv) == (2, [])
   assert capsys.readouterr().err.splitlines()[0] == f"maxghost: {told}"
 
 
 def test_help_and_print_config_run_nothing(capsys):
-  assert door("--help") == (0, [])
+  assert command("--help") == (0, [])
   text = capsys.readouterr().out
   assert text.startswith("usage: maxghost train [config.yml]") and "ghost_val_refresh_steps" in text
   for argv in (["--help", "steps"], ["--help", "steps=3"], ["--help=steps"], ["-h", "steps"]):
-    assert door(*argv) == (0, [])
-    assert capsys.readouterr().out.startswith("steps\n  training steps in all\n")
-  assert door("steps=11", "--print_config") == (0, [])
+    assert command(*argv) == (0, [])
+    assert capsys.readouterr().out.startswith("steps\n  total training steps\n")
+  assert command("steps=11", "--print_config") == (0, [])
   assert any(line.split() == ["steps:", "11", "#", "command", "line"] for line in capsys.readouterr().out.splitlines())
 
 
 def test_overridden_values_are_told(capsys):
-  assert door("steps=9", "steps=8")[0] == 0
+  assert command("steps=9", "steps=8")[0] == 0
   assert capsys.readouterr().err == "maxghost: note: steps=9 (command line) is overridden by the later steps=8\n"
 
 
@@ -111,20 +111,20 @@ def test_verbs_whose_module_exists_are_offered_and_run(capsys):
   assert capsys.readouterr().out.count("  second  does another") == 2
 
 
-DOOR = """
+SCRIPT = """
 import sys
 from maxghost import cli
 def work(cfg):
   import jax
-code = cli.run_door(work, sys.argv[1:], "train")
+code = cli.run_command(work, sys.argv[1:], "train")
 print("jax imported:", "jax" in sys.modules)
 sys.exit(code)
 """
 
 
 def test_first_error_comes_before_jax_and_soon(tmp_path):
-  (tmp_path / "door.py").write_text(textwrap.dedent(DOOR))
-  command = [sys.executable, str(tmp_path / "door.py")]
+  (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+  command = [sys.executable, str(tmp_path / "script.py")]
   start = time.monotonic()
   wrong = subprocess.run([*command, "stepz=1"], capture_output=True, text=True)
   seconds = time.monotonic() - start
@@ -135,7 +135,7 @@ def test_first_error_comes_before_jax_and_soon(tmp_path):
 
 
 @pytest.mark.parametrize("verb", [verb for verb in ("train", "train_compile") if verb in cli.VERBS])
-def test_real_doors_refuse_before_jax(verb, tmp_path):
+def test_real_commands_refuse_before_jax(verb, tmp_path):
   if verb not in cli.available_verbs():
     pytest.skip(f"{cli.VERBS[verb][0]} is not part of this installation")
   for argv in (["-m", cli.VERBS[verb][0]], ["-m", "maxghost.cli", verb]):
@@ -151,7 +151,7 @@ def test_real_doors_refuse_before_jax(verb, tmp_path):
 
 
 def test_output_closed_early_is_no_traceback():
-  code = "import sys; from maxghost import cli; sys.exit(cli.run_door(print, ['--help'] * 1))"
+  code = "import sys; from maxghost import cli; sys.exit(cli.run_command(print, ['--help'] * 1))"
   process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
   process.stdout.close()
   assert (process.stderr.read(), process.wait()) == (b"", 0)
@@ -172,9 +172,9 @@ def test_a_command_has_flags_of_its_own(capsys):
     found.append((cfg.run.steps, force, quick))
 
   switches = {"force": "does it anyway", "quick": "does it fast"}
-  assert cli.run_door(work, ["steps=9", "--force"], "train", switches) == 0
-  assert cli.run_door(work, ["steps=8"], "train", switches) == 0
+  assert cli.run_command(work, ["steps=9", "--force"], "train", switches) == 0
+  assert cli.run_command(work, ["steps=8"], "train", switches) == 0
   assert found == [(9, True, False), (8, False, False)]
-  assert cli.run_door(work, ["--help", "steps"], "train", switches) == 0
-  assert door("--force") == (2, [])
+  assert cli.run_command(work, ["--help", "steps"], "train", switches) == 0
+  assert command("--force") == (2, [])
   assert "unknown flag '--force'" in capsys.readouterr().err

@@ -232,7 +232,7 @@ def test_not_finite_contributions_are_left_out_and_said(tmp_path):
   steps = [({}, [("a", "x", 0, 0, 5, math.nan), ("a", "y", 0, 0, 5, 2.0)])]
   summary = summarize(attribution.load(write_log(tmp_path, steps)))
   assert summary.sets[0].domains[0].contribution == 2.0
-  assert any(m.startswith("1 rows with a contribution that is not finite") for m in summary.messages)
+  assert any(m.startswith("1 rows with a non-finite contribution") for m in summary.messages)
 
 
 def test_texts_are_found_and_a_changed_source_is_said(tmp_path):

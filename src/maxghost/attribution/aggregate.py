@@ -1,4 +1,4 @@
-"""Sums over the score log in bounded memory: rows stream past, small accumulators keep what is asked for.
+"""Sums over the score log in bounded memory: accumulators take the rows block by block.
 
 K validation sets, G groups, D domains, B bins of consecutive steps, C summed columns.
 """
@@ -18,12 +18,13 @@ GROUPINGS = {
   "document": ("domain", "path", "offset"),
   "step": ("step",),
 }
-MERGE_ROWS = 1 << 20  # partial sums are merged when at least this many have piled up
+MERGE_ROWS = 1 << 20  # partial sums are merged beyond this many
+LEFT_OUT = "{} rows with a non-finite contribution were left out"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Labels:
-  """A column of strings, as numbers into a sorted table: a million documents share few paths."""
+  """A column of strings as indices into a sorted table, which saves memory where many rows share few strings."""
 
   code: np.ndarray
   table: np.ndarray
@@ -40,10 +41,11 @@ class Labels:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Groups:
-  """Sums per group, in the order of the keys.
+  """Sums per group, sorted by key.
 
-  keys: the columns that name a group, Labels or int64 [G]. exposures: rows. tokens: target tokens. share: of the batch
-  losses, summed. loss_tokens: sum of loss times tokens, nats. contribution_GK: nats. square_GK: their squares, summed.
+  keys: the columns that name a group, Labels or int64 [G]. exposures: number of rows. tokens: target tokens. share: sum
+  of the shares of the batch losses. loss_tokens: sum of loss times tokens, nats. contribution_GK: nats. square_GK: sum
+  of the squared contributions.
   """
 
   keys: dict[str, Labels | np.ndarray]
@@ -57,8 +59,12 @@ class Groups:
   def __len__(self) -> int:
     return len(self.exposures)
 
+  def document_ids(self) -> list[tuple[str, str, int]]:
+    """(domain, path, offset) of each group, for groups by document."""
+    return list(zip(*(self.keys[name].tolist() for name in GROUPINGS["document"]), strict=True))
+
   def take(self, index) -> "Groups":
-    """The groups `index` selects, in its order."""
+    """The groups at `index`, in that order."""
     keys = {name: values[index] for name, values in self.keys.items()}
     rest = [getattr(self, field.name)[index] for field in dataclasses.fields(self)[1:]]
     return Groups(keys, *rest)
@@ -67,9 +73,14 @@ class Groups:
 def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None, scaling: tuple | None = None) -> int:
   """Streams all rows once through the accumulators' `add(shard, rows)`.
 
-  where: (shard, rows) -> bool[N], the rows that count. scaling: (steps [S], factors [S, K]) by which contributions are
-  multiplied before they are added up. Rows whose contribution is not finite are left out; their number
-  is returned.
+  Args:
+    log: the score log.
+    accumulators: objects with `add`.
+    where: (shard, rows) -> bool[N], the selected rows.
+    scaling: (steps [S], factors [S, K]); contributions are multiplied by the factor of their step.
+
+  Returns:
+    The number of rows with a non-finite contribution, which are left out.
   """
   num_left_out = 0
   for shard, rows in log.blocks():
@@ -88,16 +99,18 @@ def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None, s
   return num_left_out
 
 
+def domain_numbers(log: ScoreLog, shard) -> np.ndarray:
+  """int64 per domain of a file: its index among the log's sorted domains."""
+  return np.searchsorted(np.array(log.domains, np.str_), shard.domains)
+
+
 class GroupSums:
   """Accumulator for one grouping of GROUPINGS. Memory grows with the number of groups, not of rows."""
 
   def __init__(self, log: ScoreLog, by: str):
     if by not in GROUPINGS:
       raise ConfigError(f"by={by}: rows can be grouped by {', '.join(GROUPINGS)}")
-    self._by = by
-    self._columns = GROUPINGS[by]
-    self._domain_index = {name: i for i, name in enumerate(log.domains)}
-    self._domains = log.domains
+    self._log, self._by, self._columns = log, by, GROUPINGS[by]
     self._num_sets = len(log.val_sets)
     self._path_index: dict[str, int] = {}
     self._shard = None
@@ -106,7 +119,7 @@ class GroupSums:
   def add(self, shard, rows: np.ndarray):
     if shard is not self._shard:
       self._shard = shard
-      self._local_domain = np.array([self._domain_index[str(name)] for name in shard.domains], np.int64)
+      self._local_domain = domain_numbers(self._log, shard)
       if "path" in self._columns:
         index = self._path_index
         self._local_path = np.array([index.setdefault(str(name), len(index)) for name in shard.paths], np.int64)
@@ -123,17 +136,18 @@ class GroupSums:
     if self._by == "step":
       return rows["step"].astype(np.int64)
     domain = self._local_domain[rows["domain"]]
-    return self._local_path[rows["path"]] * len(self._domains) + domain if "path" in self._columns else domain
+    return self._local_path[rows["path"]] * len(self._log.domains) + domain if "path" in self._columns else domain
 
   def result(self) -> Groups:
     """Sorted by key: domain, then path, then offset; or step."""
-    code, offset, sums = _merge(self._parts) if self._parts else _empty(4 + 2 * self._num_sets)
-    num_domains, num_sets = max(len(self._domains), 1), self._num_sets
+    num_domains, num_sets = max(len(self._log.domains), 1), self._num_sets
+    none = np.zeros(0, np.int64)
+    code, offset, sums = _merge(self._parts) if self._parts else (none, none, np.zeros((0, 4 + 2 * num_sets)))
     keys: dict[str, Labels | np.ndarray] = {}
     if self._by == "step":
       keys["step"] = code
     else:
-      keys["domain"] = _labels(code % num_domains, self._domains)
+      keys["domain"] = _labels(code % num_domains, self._log.domains)
       if "path" in self._columns:
         keys["path"] = _labels(code // num_domains, self._path_index)
       if "offset" in self._columns:
@@ -145,28 +159,23 @@ class GroupSums:
 
 
 class TimeSums:
-  """Accumulator of tokens, shares [D, B] and contributions [D, B, K] over bins of consecutive steps.
+  """Accumulator of exposures, tokens, shares, losses [D, B] and contributions [D, B, K] over bins of steps.
 
-  edges: B + 1 steps, growing; bin b holds edges[b] <= step < edges[b + 1].
+  edges: B + 1 ascending steps; bin b holds edges[b] <= step < edges[b + 1].
   """
 
   def __init__(self, log: ScoreLog, edges: np.ndarray):
-    self.domains = log.domains
+    self._log, self.domains = log, log.domains
     self.edges = np.asarray(edges, np.int64)
-    num_bins, num_sets = len(self.edges) - 1, len(log.val_sets)
-    self.tokens_DB = np.zeros((len(self.domains), num_bins))
-    self.exposures_DB = np.zeros((len(self.domains), num_bins))
-    self.share_DB = np.zeros((len(self.domains), num_bins))
-    self.loss_tokens_DB = np.zeros((len(self.domains), num_bins))
-    self.contribution_DBK = np.zeros((len(self.domains), num_bins, num_sets))
-    self._index = {name: i for i, name in enumerate(self.domains)}
+    shape = (len(self.domains), len(self.edges) - 1)
+    self.exposures_DB, self.tokens_DB, self.share_DB, self.loss_tokens_DB = np.zeros((4, *shape))
+    self.contribution_DBK = np.zeros((*shape, len(log.val_sets)))
 
   def add(self, shard, rows: np.ndarray):
     if not len(rows):
       return
-    local = np.array([self._index[str(name)] for name in shard.domains], np.int64)
-    num_bins = self.tokens_DB.shape[1]
-    cell = local[rows["domain"]] * num_bins + np.searchsorted(self.edges, rows["step"], "right") - 1
+    domain = domain_numbers(self._log, shard)[rows["domain"]]
+    cell = domain * self.tokens_DB.shape[1] + np.searchsorted(self.edges, rows["step"], "right") - 1
     values = _values(rows)
     for i, total in enumerate((self.exposures_DB, self.tokens_DB, self.share_DB, self.loss_tokens_DB)):
       total += np.bincount(cell, values[:, i], total.size).reshape(total.shape)
@@ -189,9 +198,9 @@ class AbsoluteSums:
 
 
 def layer_rows(modules: Modules, value_XML: np.ndarray) -> tuple[list[str], np.ndarray]:
-  """(names, values [X, R]): one row per layer of the stack, then one per module outside of it.
+  """(names, values [X, R]): one entry per layer of the stack, then one per module outside of it.
 
-  A module is outside of the stack when it has no value beyond layer 0.
+  A module is outside the stack if it has values in layer 0 only.
   """
   logged_SML = np.any(np.isfinite(modules.contribution_SMLDK), axis=(3, 4))
   inside = np.any(logged_SML[:, :, 1:], axis=(0, 2))
@@ -250,14 +259,7 @@ def _merge(parts):
   return _reduce(code, offset, sums)
 
 
-def _empty(width: int):
-  return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, width))
-
-
 def _labels(code: np.ndarray, names) -> Labels:
-  """Labels whose numbers are in the order of the strings, so that sorting needs no strings."""
-  table = np.array(list(names), dtype=np.str_) if len(names) else np.zeros(0, dtype="<U1")
-  order = np.argsort(table)
-  rank = np.empty(len(table), np.int64)
-  rank[order] = np.arange(len(table))
-  return Labels(rank[code], table[order])
+  """Labels with a sorted table, so that sorting compares no strings. names: distinct."""
+  table, rank = np.unique(np.array(list(names), np.str_), return_inverse=True)
+  return Labels(rank[code], table)

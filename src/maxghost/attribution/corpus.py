@@ -1,4 +1,4 @@
-"""Documents as batches for scoring at fixed checkpoints: every document once, in the order of the source.
+"""Documents as batches for scoring at fixed checkpoints: every document once, in source order.
 
 B rows, S documents in a row, T positions.
 """
@@ -18,13 +18,13 @@ from maxghost.data.tokenizers import load_tokenizer
 from maxghost.data.types import Batch, DocumentId
 from maxghost.data.windows import TextUnits
 
-BLOCK_DOCUMENTS = 4096  # packed together
+BLOCK_DOCUMENTS = 4096  # packed at a time
 
 
 class Corpus:
   """The documents of `domain=glob` patterns (text, JSON lines, Parquet), tokenized and packed as a run packs them.
 
-  data: of the run. Raises ConfigError for patterns and files that cannot be read.
+  data: the run's settings. Raises ConfigError for patterns and files that cannot be read.
   """
 
   def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str):
@@ -44,19 +44,19 @@ class Corpus:
     return self.source.document_id(int(index))
 
   def batches(self, num_rows: int) -> Iterator[Batch]:
-    """All documents, `num_rows` rows at a time; the last batch is filled up with empty rows."""
+    """All documents, `num_rows` rows at a time; empty rows complete the last batch of a block."""
     for first in range(0, len(self.source), BLOCK_DOCUMENTS):
       rows = self._rows(np.arange(first, min(first + BLOCK_DOCUMENTS, len(self.source))))
       for start in range(0, len(rows), num_rows):
         yield self._filled(rows, np.arange(start, min(start + num_rows, len(rows))), num_rows)
 
   def sample(self, domain: str, num_rows: int) -> tuple[Batch, int]:
-    """(a batch of the domain's first rows, empty ones behind, and how many rows the domain has in all)."""
+    """(batch of the domain's first rows, completed with empty rows; the total number of rows of the domain)."""
     indices = np.arange(len(self.source))
     number = self.source.domains.index(domain)
     rows = self._rows(indices[self.source.domain_numbers(indices) == number][:BLOCK_DOCUMENTS])
     if not len(rows):
-      raise ConfigError(f"--queries: '{domain}' holds no text to ask with")
+      raise ConfigError(f"--queries: '{domain}' holds no text to query with")
     return self._filled(rows, np.arange(min(num_rows, len(rows))), num_rows), len(rows)
 
   def _rows(self, indices: np.ndarray) -> Rows:

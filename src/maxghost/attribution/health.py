@@ -1,4 +1,4 @@
-"""Is the data still worth its tokens: repeated passes and duplicated texts.
+"""Data health: the value of repeated passes and of duplicated texts.
 
 K validation sets, E passes, D domains, B bins of consecutive steps.
 """
@@ -8,19 +8,19 @@ import hashlib
 
 import numpy as np
 
+from maxghost.attribution.aggregate import domain_numbers
 from maxghost.scorelog.reader import ScoreLog
 
-LAST_PASS = 6  # this one and later ones are counted together
+LAST_PASS = 6  # counted together with later ones
 MAX_HASHED_DOCUMENTS = 200_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassTable:
-  """Value by pass over the data; first pass = 1, the last entry means "and later".
+  """Value by pass over the data; the first pass is entry 0, the last entry also holds all later passes.
 
-  rows, tokens: [E]. contribution_EK: nats. expected_EK: nats the same shares of the batch losses would have been worth
-  at the average of their domain in the same part of the run, so that a falling learning rate does not count as falling
-  value.
+  rows, tokens: [E]. contribution_EK: nats. expected_EK: nats of the same shares of the batch losses at the average
+  value of their domain in the same part of the run, so that a falling learning rate does not look like falling value.
   """
 
   rows: np.ndarray
@@ -35,9 +35,9 @@ class PassTable:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Duplicates:
-  """Texts that occur under more than one id of the scored documents.
+  """Texts with more than one id among the scored documents.
 
-  tokens: trained on all copies; extra_tokens: on all but one of each text. contribution_K: nats of all copies.
+  tokens: of all copies; extra_tokens: of all but one copy of each text. contribution_K: nats of all copies.
   """
 
   num_texts: int
@@ -50,7 +50,7 @@ class Duplicates:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Health:
-  """duplicates: None when the texts were not at hand or are too many to compare."""
+  """duplicates: None without texts, or with too many to compare."""
 
   passes: PassTable
   duplicates: Duplicates | None
@@ -60,12 +60,11 @@ class PassSums:
   """Accumulator for PassTable; edges: of the bins of steps over which a domain's average is taken."""
 
   def __init__(self, log: ScoreLog, edges: np.ndarray):
-    self._edges = edges
-    self._domains = {name: i for i, name in enumerate(log.domains)}
+    self._log, self._edges = log, edges
     self._rows = np.zeros(LAST_PASS, np.int64)
     self._contribution_EK = np.zeros((LAST_PASS, len(log.val_sets)))
     self._tokens_E = np.zeros(LAST_PASS)
-    self._share_EDB = np.zeros((LAST_PASS, len(self._domains), len(edges) - 1))
+    self._share_EDB = np.zeros((LAST_PASS, len(log.domains), len(edges) - 1))
 
   def add(self, shard, rows: np.ndarray):
     if not len(rows):
@@ -75,9 +74,9 @@ class PassSums:
     self._tokens_E += np.bincount(number, rows["tokens"], LAST_PASS)
     for k in range(self._contribution_EK.shape[1]):
       self._contribution_EK[:, k] += np.bincount(number, rows["contribution"][:, k], LAST_PASS)
-    domains = np.array([self._domains[str(name)] for name in shard.domains], np.int64)
+    domain = domain_numbers(self._log, shard)[rows["domain"]]
     bins = np.searchsorted(self._edges, rows["step"], "right") - 1
-    cell = np.ravel_multi_index((number, domains[rows["domain"]], bins), self._share_EDB.shape)
+    cell = np.ravel_multi_index((number, domain, bins), self._share_EDB.shape)
     self._share_EDB += np.bincount(cell, rows["share"], self._share_EDB.size).reshape(self._share_EDB.shape)
 
   def result(self, time) -> PassTable:
@@ -88,14 +87,13 @@ class PassSums:
 
 
 def duplicates(texts, groups) -> Duplicates | None:
-  """Exact duplicates among the scored documents, found by a hash of their text.
+  """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many.
 
-  texts: attribution.texts.Texts or None. groups: Groups by document. None when there are no texts or too many.
+  texts: attribution.texts.Texts or None. groups: Groups by document.
   """
   if texts is None or len(groups) > MAX_HASHED_DOCUMENTS or len(texts.source) > MAX_HASHED_DOCUMENTS:
     return None
-  keys = zip(groups.keys["domain"].tolist(), groups.keys["path"].tolist(), groups.keys["offset"].tolist(), strict=True)
-  place = {key: i for i, key in enumerate(keys)}
+  place = {key: i for i, key in enumerate(groups.document_ids())}
   by_text: dict[bytes, list[tuple]] = {}
   for index in range(len(texts.source)):
     key = tuple(texts.source.document_id(index))

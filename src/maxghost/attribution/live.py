@@ -1,4 +1,4 @@
-"""The report of a run that is still training, on this machine only: the page loads itself again for new scores."""
+"""The report of a run in training, served on this machine only; the page reloads itself for new scores."""
 
 import http.server
 import threading
@@ -13,7 +13,7 @@ ADDRESS = "127.0.0.1"
 
 
 class LiveReport:
-  """The page of a run and a version that changes when the run has written something."""
+  """The page of a run, and a version that changes whenever the run has written something."""
 
   def __init__(self, run_dir: Path, num_documents: int, with_texts: bool, accept_lost_rows: bool = False):
     self._run_dir, self._num_documents, self._accept = run_dir, num_documents, accept_lost_rows
@@ -22,7 +22,7 @@ class LiveReport:
     self._page: tuple[str, str] = ("", "")
 
   def version(self) -> str:
-    """Names, sizes and times of the files the report is made of."""
+    """Digest of the names, sizes and times of the report's input files."""
     files = [*(self._run_dir / "ghost").glob("**/*"), self._run_dir / "metrics.jsonl"]
     known = []
     for path in sorted(files):
@@ -35,7 +35,7 @@ class LiveReport:
     return f"{hash(tuple(known)) & (2**64 - 1):016x}"
 
   def page(self) -> str:
-    """The report as it is now; made again only when the version has changed."""
+    """The current report; rendered again only when the version has changed."""
     with self._lock:
       version = self.version()
       if self._page[0] != version:
@@ -92,9 +92,8 @@ def make_server(
     raise ConfigError(f"--port {port}: cannot be used ({error}); use another, or 0 for any free one") from error
 
 
-def serve(run_dir: Path, port: int, num_documents: int, with_texts: bool, accept_lost_rows: bool = False):
+def serve(server: http.server.HTTPServer) -> None:
   """Serves the live report until Ctrl-C."""
-  server = make_server(run_dir, port, num_documents, with_texts, accept_lost_rows)
   print(f"live report: http://{ADDRESS}:{server.server_port}/ (only from this machine; Ctrl-C ends it)", flush=True)
   try:
     server.serve_forever()

@@ -1,4 +1,4 @@
-"""metrics.jsonl and the facts of a run, as the report needs them."""
+"""Reads metrics.jsonl and run_facts.json for the report."""
 
 import contextlib
 import dataclasses
@@ -20,9 +20,9 @@ class Series:
 
 
 def read_metrics(path: Path) -> tuple[dict[str, Series], list[str]]:
-  """Every numeric metric of metrics.jsonl by name, and sentences about lines that could not be read.
+  """({name: numeric metric} of metrics.jsonl, messages about a missing file or unreadable lines).
 
-  A missing file gives no metrics and a sentence. Of a step that occurs twice the later record counts.
+  The later record of a step replaces the earlier one.
   """
   if not path.is_file():
     return {}, [f"{path.name} is missing: the loss curve and the speed are left out"]
@@ -44,7 +44,7 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], list[str]]:
 
 
 def read_samples(path: Path) -> list[tuple[int, str]]:
-  """(step, text) of the texts that the model wrote while it was trained, in the order of the steps."""
+  """(step, text) of the samples that the model wrote during training, by step."""
   texts: dict[int, str] = {}
   if path.is_file():
     for line in path.read_bytes().splitlines():
@@ -60,7 +60,7 @@ def _series(points: dict[int, float]) -> Series:
 
 
 def thin(series: Series, num_points: int) -> Series:
-  """At most `num_points` points, each the mean over neighbouring steps, at their last step."""
+  """At most `num_points` points, each the mean over consecutive steps, at the last of them."""
   if len(series) <= num_points:
     return series
   starts = np.linspace(0, len(series), num_points + 1).round().astype(int)
@@ -69,7 +69,7 @@ def thin(series: Series, num_points: int) -> Series:
 
 
 def read_facts(run_dir: Path) -> dict[str, str]:
-  """What the run itself noted in run_facts.json (devices, memory, parameters, ...), as text; empty without the file."""
+  """The facts in run_facts.json (devices, memory, parameters, ...) as text; empty without the file."""
   path = run_dir / "run_facts.json"
   if not path.is_file():
     return {}

@@ -1,4 +1,4 @@
-"""Numbers as people read them: significant digits, a real minus sign, thin spaces between thousands."""
+"""Formats numbers for people: significant digits, a real minus sign, thin spaces between thousands."""
 
 import math
 
@@ -7,7 +7,7 @@ THIN = "\u202f"
 
 
 def number(value: float | None, digits: int = 3, plus: bool = False) -> str:
-  """`digits` significant digits with a real minus sign; thin spaces between thousands; an en dash for nothing."""
+  """`digits` significant digits with a real minus sign and thin spaces between thousands; an en dash for no value."""
   if value is None or not math.isfinite(value):
     return "–"
   if value == 0:
@@ -37,6 +37,6 @@ def compact(value: float) -> str:
 
 
 def percent(share: float | None) -> str:
-  return (
-    "–" if share is None or not math.isfinite(share) else f"{number(100 * share, 2 if abs(share) < 1 else 3)}{THIN}%"
-  )
+  if share is None or not math.isfinite(share):
+    return "–"
+  return f"{number(100 * share, 2 if abs(share) < 1 else 3)}{THIN}%"

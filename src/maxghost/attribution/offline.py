@@ -1,8 +1,8 @@
-"""Scoring a corpus against queries at fixed checkpoints (TracIn: Pruthi et al., arXiv:2002.08484), and sketches of it.
+"""Scores a corpus against queries at fixed checkpoints (TracIn: Pruthi et al., arXiv:2002.08484), exactly or sketched.
 
 The score of a document for a query is the sum over checkpoints of learning rate times <gradient of the document's mean
-loss, gradient of the query's mean loss>: the engine and the store are those of a training run, a checkpoint taking the
-place of a step. Imports JAX, so the package does not import this module.
+loss, gradient of the query's mean loss>. It uses the engine and the score log of training, with checkpoints in place of
+steps. Imports JAX, so the package does not import this module.
 
 B rows, S documents in a row, T positions, K queries, M blocks of a sketch, R directions, N chunks.
 """
@@ -27,13 +27,13 @@ from maxghost.ghost.sketch import sketch_gradient, sketch_pass
 from maxghost.objectives import create
 from maxghost.scorelog import Writer
 
-INDEX_VERSION = 2  # 2: experts have random directions of their own
+INDEX_VERSION = 2  # 2: experts have separate random directions
 _SEED = 4711
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-  """One checkpoint: the model as it was after `step` steps, the learning rate there, and a digest of the weights."""
+  """One checkpoint: the model after `step` steps, the learning rate at that step, and a digest of the weights."""
 
   step: int
   model: nnx.Module
@@ -45,10 +45,10 @@ def score(
   points: Iterator[Point], corpus: Corpus, queries: dict[str, Batch], writer: Writer, num_rows: int,
   step_tokens: int,
 ) -> int:  # fmt: skip
-  """Writes one step per checkpoint to the score log; returns the number of scored chunks of one.
+  """Writes one step per checkpoint to the score log; returns the number of scored chunks per checkpoint.
 
-  queries: {name: batch}, as the writer's val_sets. step_tokens: tokens of a training step; a contribution is what one
-  exposure of the document in such a step is predicted to lower the query's loss by.
+  queries: {name: batch}, as the writer's val_sets. step_tokens: tokens of a training step; a contribution is the
+  predicted drop of the query's loss due to one exposure of the document in such a step.
   """
   engine, count = GhostEngine(direction="sgd", per_position=True), 0
   val = [jax.tree.map(jnp.asarray, batch.arrays) for batch in queries.values()]
@@ -77,7 +77,7 @@ def score(
 
 
 def by_document(batch: Batch, score_KBT: np.ndarray, loss_BT: np.ndarray):
-  """(dot [N, K], mean loss [N], tokens [N], which segments these are bool[B, S]) from additive scores by position."""
+  """(dot [N, K], mean loss [N], tokens [N], bool[B, S] of the segments they belong to) from scores by position."""
   num_segments = batch.document_BS.shape[1]
   segments = np.arange(1, num_segments + 1)
   documents_BTS = (batch.arrays["inputs_segmentation"][..., None] == segments).astype(np.float32)
@@ -95,10 +95,10 @@ def build_index(points: list[Point], corpus: Corpus, folder: Path, num_rows: int
   """Writes a memory-mapped index of sketched gradients; returns the number of chunks.
 
   `sketch_<step>.npy` f32[N, M R] of each checkpoint: the gradient of each chunk's mean loss along R random directions
-  in each parameter and layer. `ids.jsonl`: [domain, path, offset, chunk, tokens] of each. `index.json`: the rest.
+  in each parameter and layer. `ids.jsonl`: [domain, path, offset, chunk, tokens] of each chunk. `index.json`: the rest.
   """
   folder.mkdir(parents=True, exist_ok=True)
-  (folder / "index.json").unlink(missing_ok=True)  # it comes last: an index without it is not whole
+  (folder / "index.json").unlink(missing_ok=True)  # written last: without it the index is incomplete
   count = 0
   sketcher = Sketcher(points[0].model, corpus, num_rows, num_directions)
   for point in points:
@@ -121,29 +121,29 @@ def build_index(points: list[Point], corpus: Corpus, folder: Path, num_rows: int
 
 
 def open_index(folder: Path, points: list[Point]) -> dict:
-  """index.json of an index made from exactly these checkpoints. Raises ConfigError with what differs."""
+  """index.json of an index of exactly these checkpoints. Raises ConfigError for the first difference."""
   path = folder / "index.json"
   if not path.is_file():
-    raise ConfigError(f"--index {folder}: no index there; give --data to make one")
+    raise ConfigError(f"--index {folder}: no index there; give --data to write one")
   about = json.loads(path.read_text(encoding="utf-8"))
   if about["version"] != INDEX_VERSION:
-    way = "update maxghost" if about["version"] > INDEX_VERSION else "give --data to make the index again"
+    way = "update maxghost" if about["version"] > INDEX_VERSION else "give --data to write the index again"
     raise ConfigError(f"{path}: version {about['version']}, this maxghost reads version {INDEX_VERSION}; {way}")
   there, here = {step: digest for step, _, digest in about["checkpoints"]}, {p.step: p.digest for p in points}
   if there != here:
     wrong = sorted({step for step in {*there, *here} if there.get(step) != here.get(step)})
     raise ConfigError(
-      f"--index {folder}: made from the checkpoints of steps {sorted(there)}, asked with {sorted(here)}; step "
-      f"{wrong[0]} has other weights or is missing. Give the same checkpoints, or --data to make the index anew"
+      f"--index {folder}: written for the checkpoints of steps {sorted(there)}, queried with {sorted(here)}; step "
+      f"{wrong[0]} has other weights or is missing. Give the same checkpoints, or --data to write the index again"
     )
   return about
 
 
 def nearest(folder: Path, points: list[Point], queries: dict[str, Batch], corpus: Corpus, top: int) -> dict[str, list]:
-  """{query: the `top` best chunks as (value, id)}: value estimates the sum over checkpoints of lr <g_chunk, g_query>.
+  """{query: the `top` best chunks as (value, id)}; value estimates the sum over checkpoints of lr <g_chunk, g_query>.
 
-  No backward pass over the corpus: one product of the memory-mapped sketches with each query's sketch.
-  corpus: of the queries (its layout makes the rows).
+  Multiplies the memory-mapped sketches with each query's sketch, without a backward pass over the corpus. corpus: of
+  the queries, whose layout makes the rows.
   """
   about = open_index(folder, points)
   value_NK = np.zeros((about["chunks"], len(queries)))
@@ -160,7 +160,7 @@ def nearest(folder: Path, points: list[Point], queries: dict[str, Batch], corpus
 
 
 class Sketcher:
-  """Sketched gradients of the documents of batches of one shape; the directions are the same for every model."""
+  """Sketches the gradients of documents in batches of one shape, along the same directions for every model."""
 
   def __init__(self, model: nnx.Module, corpus: Corpus, num_rows: int, num_directions: int):
     length = corpus.layout.row_length
@@ -182,7 +182,7 @@ class Sketcher:
     self._run, self._run_mean = jax.jit(run), jax.jit(run_mean)
 
   def __call__(self, model, batch: Batch):
-    """(sketch of the gradient of each document's mean loss [N, M R], tokens [N], which segments bool[B, S])."""
+    """(sketch of the gradient of each document's mean loss [N, M R], tokens [N], their segments bool[B, S])."""
     _, params, rest = nnx.split(model, nnx.Param, ...)
     sketch_MRBT = np.asarray(self._run(params, rest, batch.arrays))
     flat_KBT = sketch_MRBT.reshape(-1, *sketch_MRBT.shape[2:])

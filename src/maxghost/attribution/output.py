@@ -14,7 +14,6 @@ from maxghost.attribution.texts import snippet
 from maxghost.config import ConfigError
 from maxghost.scorelog.export import import_pyarrow
 
-FORMATS = ("table", "json", "csv", "parquet")
 WIDE = 120  # characters; a narrower table leaves out what it can
 HEADS = {
   "contribution": "total",
@@ -26,7 +25,7 @@ HEADS = {
 
 
 def as_json(answer: Answer, by: str) -> str:
-  """One object: what was asked, units, and the rows; what is not a number is null."""
+  """One object with the question, units and rows; a non-finite number is null."""
   rows = [dict(zip(answer.columns, map(_plain, values), strict=True)) for values in _rows(answer)]
   head = {"by": by, "val_set": answer.val_set, "groups": answer.num_groups, "best": answer.num_top}
   units = {name: text for name, text in answer.units.items() if name in answer.columns}
@@ -35,7 +34,7 @@ def as_json(answer: Answer, by: str) -> str:
 
 
 def as_csv(answer: Answer) -> str:
-  """A header and one line per group; what is not a number is empty."""
+  """A header and one line per group; a non-finite number is empty."""
   buffer = io.StringIO()
   writer = csv.writer(buffer, lineterminator="\n")
   writer.writerow(answer.columns)
@@ -82,8 +81,8 @@ def show(answer: Answer, console):
     row = dict(zip(answer.columns, values, strict=True))
     cells = [_cell(name, row[name]) for name in shown]
     if row.get("text"):
-      at = shown.index("path")
-      cells[at] = Text(str(cells[at]) + "\n", no_wrap=True, overflow="ellipsis").append(snippet_of(row["text"]), "dim")
+      at, text = shown.index("path"), snippet(row["text"].encode("utf-8", "replace"), 120)
+      cells[at] = Text(f"{cells[at]}\n", no_wrap=True, overflow="ellipsis").append(text, "dim")
     table.add_row(*cells)
   console.print(table)
   console.print(
@@ -93,10 +92,6 @@ def show(answer: Answer, console):
       style="dim",
     )
   )
-
-
-def snippet_of(text: str) -> str:
-  return snippet(text.encode("utf-8", "replace"), 120)
 
 
 def _cell(name: str, value):

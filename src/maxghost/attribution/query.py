@@ -1,4 +1,4 @@
-"""Questions to the score log: totals by domain, document, source, step or layer, best and worst first.
+"""Queries of the score log: totals by domain, document, source, step, layer or module, best and worst first.
 
 K validation sets, G groups, B blocks of steps, S steps.
 """
@@ -19,26 +19,26 @@ SCALES = {
   "per_lr": "nats per unit of learning rate",
   "share": "share of the sum of absolute contributions of the step",
 }
-MEASURES = (
-  "contribution",
-  "half_width",
-  "per_million_tokens",
-  "per_million_half_width",
-  "per_chunk",
-  "chunks",
-  "tokens",
-  "share",
-  "loss",
-)
+MEASURES = {  # column: its unit, {unit} being that of the scale
+  "chunks": "scored chunks (rows of the log)",
+  "tokens": "target tokens",
+  "share": "sum of the shares of the batch loss; 1 is a whole step",
+  "loss": "nats per token, at training time",
+  "contribution": "{unit}",
+  "half_width": "{unit}; 95 % interval = contribution ± half_width",
+  "per_million_tokens": "{unit}, per million tokens",
+  "per_million_half_width": "{unit}, per million tokens",
+  "per_chunk": "{unit}, per chunk",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-  """What is asked.
+  """A question to the score log.
 
-  by: one of BY. where: conditions on rows. top, bottom: how many of the best and worst groups; None = all groups.
-  sort: the column that says what is best. val_set: name of a validation set; "" = the first. scale: one of SCALES.
-  text: adds the text of each document.
+  by: one of BY. where: conditions on rows. top, bottom: number of best and worst groups; None = all groups. sort: the
+  column to sort by. val_set: name of a validation set; "" = the first. scale: one of SCALES. text: adds the text of
+  each document.
   """
 
   by: str = "domain"
@@ -53,10 +53,10 @@ class Query:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-  """What a query found.
+  """The result of a query.
 
-  columns: name -> values of the shown groups, keys first. num_groups: of all. num_top: how many of the shown are best
-  ones; the others are worst ones, worst first. units: of the columns. notes: sentences for the reader.
+  columns: name -> values of the shown groups, keys first. num_groups: found. num_top: number of best groups among the
+  shown; the worst groups follow, worst first. units: of the columns. notes: sentences for the reader.
   """
 
   columns: dict[str, list | np.ndarray]
@@ -120,7 +120,7 @@ def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]
   accumulators = [groups, time] if query.by == "domain" else [groups]
   left_out = aggregate.scan(log, accumulators, where if query.where else None, _scaling(log, query.scale))
   if left_out:
-    notes.append(f"{left_out} rows with a contribution that is not finite were left out")
+    notes.append(aggregate.LEFT_OUT.format(left_out))
   result = groups.result()
   total, square = result.contribution_GK[:, k], result.square_GK[:, k]
   if query.by == "domain":
@@ -161,7 +161,7 @@ def _scaling(log: ScoreLog, scale: str):
 
 
 def _by_layer(log: ScoreLog, query: Query, where: Where, k: int) -> dict:
-  """From the contributions by module; only steps and domains can be selected there."""
+  """Answers from the contributions by module, where only steps and domains can be selected."""
   if where.columns - {"step", "domain"}:
     wrong = ", ".join(sorted(where.columns - {"step", "domain"}))
     raise ConfigError(f"--where {wrong}: with --by {query.by} only step and domain can be selected")
@@ -202,7 +202,7 @@ def _layer_sums(log: ScoreLog, by: str, where: Where, k: int):
 
 
 def _order(columns: dict, query: Query) -> tuple[np.ndarray, int]:
-  """(indices of the groups to show, how many of them are the best ones)."""
+  """(indices of the groups to show, number of best groups among them)."""
   if query.sort not in columns:
     hint = did_you_mean(query.sort, columns) or f"; there are {', '.join(columns)}"
     raise ConfigError(f"--sort {query.sort}: no column of --by {query.by}{hint}")
@@ -231,15 +231,4 @@ def _texts(log: ScoreLog, columns: dict, notes: list[str]) -> list[str | None]:
 
 
 def _units(scale: str) -> dict[str, str]:
-  unit = SCALES[scale]
-  return {
-    "chunks": "scored chunks (rows of the log)",
-    "tokens": "target tokens",
-    "share": "sum of the shares of the batch loss; 1 is a whole step",
-    "loss": "nats per token, at training time",
-    "contribution": unit,
-    "half_width": f"{unit}; 95 % interval = contribution ± half_width",
-    "per_million_tokens": f"{unit}, per million tokens",
-    "per_million_half_width": f"{unit}, per million tokens",
-    "per_chunk": f"{unit}, per chunk",
-  }
+  return {name: text.format(unit=SCALES[scale]) for name, text in MEASURES.items()}

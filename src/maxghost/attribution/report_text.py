@@ -1,13 +1,15 @@
-"""The run in sentences; the terminal and the page say the same."""
+"""Sentences and labels of the report, shared by the terminal and the page."""
 
 import math
+
+import numpy as np
 
 from maxghost.attribution.numbers import integer, number, percent
 from maxghost.attribution.summary import Ledger, SetSummary
 
 LEDGER_LABELS = {
-  "predicted_examples": ("This step's examples", "the contributions that are shared out over documents on this page"),
-  "momentum": ("Momentum", "what AdamW still owes to the batches before; their examples earned it"),
+  "predicted_examples": ("This step's examples", "the contributions that this page divides among documents"),
+  "momentum": ("Momentum", "AdamW's part of the step that comes from the examples of earlier batches"),
   "weight_decay": ("Weight decay", "pulling the weights towards zero"),
   "unscored": ("Unscored parameters", "parameters left out with ghost_exclude"),
   "direction_residual": ("Direction residual", "exact minus used direction (stale or low-rank)"),
@@ -15,15 +17,15 @@ LEDGER_LABELS = {
 
 
 def ledger_label(name: str) -> tuple[str, str]:
-  """(label, explanation) of a column of the ledger; an optimizer may name its own."""
+  """(label, explanation) of a column of the ledger; optimizers may name their own columns."""
   return LEDGER_LABELS.get(name) or (name.replace("_", " ").capitalize(), "a part that this run's optimizer names")
 
 
-LARGE_REST = 0.2  # of the prediction; beyond, the reader is warned
+LARGE_REST = 0.2  # share of the prediction beyond which the reader is warned
 
 
 def headline(part: SetSummary) -> str:
-  """What happened to the validation loss, in one sentence."""
+  """The change of the validation loss in one sentence."""
   actual = part.ledger.actual
   if actual is None and part.ledger.columns["predicted_examples"] is None:
     return f"What the training examples were worth for the {part.name} loss."
@@ -38,9 +40,8 @@ def _moved(drop: float, down: str, up: str) -> str:
 
 
 def lead(part: SetSummary) -> str:
-  """How well that was predicted, and which domains did it."""
-  sentences = []
-  ledger = part.ledger
+  """How well the change was predicted, and what each domain contributed."""
+  sentences, ledger = [], part.ledger
   if ledger.actual is not None:
     moved = number(ledger.predicted) if ledger.predicted >= 0 else f"a rise of {number(-ledger.predicted)}"
     share = f" ({percent(ledger.predicted / ledger.actual)} of it)" if ledger.actual > 0 else ""
@@ -50,14 +51,10 @@ def lead(part: SetSummary) -> str:
     worth = ", ".join(f"{value.domain} {number(value.per_million, 2, plus=True)}" for value in known[:4])
     more = f" and {len(known) - 4} more" if len(known) > 4 else ""
     sentences.append(f"Per million tokens: {worth}{more} nats.")
-  harmful = [value.domain for value in known if value.per_million + _or_zero(value.per_million_half_width) < 0]
+  harmful = [v.domain for v in known if v.per_million + float(np.nan_to_num(v.per_million_half_width)) < 0]
   if harmful:
-    sentences.append(f"{_listed(harmful)} raised the loss, beyond the noise.")
+    sentences.append(f"{_listed(harmful)} raised the loss by more than the noise.")
   return " ".join(sentences)
-
-
-def _or_zero(value: float) -> float:
-  return value if math.isfinite(value) else 0.0
 
 
 def _listed(names: list[str]) -> str:
@@ -66,11 +63,16 @@ def _listed(names: list[str]) -> str:
   return text[:1].upper() + text[1:]
 
 
+def plus_minus(half_width: float) -> str:
+  """The 95 % interval behind a number; empty if it is unknown."""
+  return f" ± {number(half_width, 2)}" if math.isfinite(half_width) else ""
+
+
 def ledger_sentence(ledger: Ledger) -> str:
-  """How to read the ledger; says so when momentum carries much of the step."""
+  """How to read the ledger, with notes on large momentum and on a large rest."""
   count = f"{integer(ledger.num_steps)} step{'s' if ledger.num_steps != 1 else ''}"
   steps = f"{count} ({ledger.first_step} to {ledger.last_step})"
-  text = f"Each step's predicted drop, added up over {steps}."
+  text = f"The predicted drops of the steps, added up over {steps}."
   momentum, examples = ledger.columns.get("momentum"), ledger.columns.get("predicted_examples")
   if momentum and ledger.predicted > 0 and momentum > 0.2 * ledger.predicted:
     text += (
@@ -88,6 +90,6 @@ def ledger_sentence(ledger: Ledger) -> str:
 
 
 def shown_columns(ledger: Ledger) -> list[tuple[str, float]]:
-  """The logged columns in order; unscored parameters and direction residual only where there is something in them."""
+  """The logged columns in order, without columns that are zero; examples, momentum and weight decay always appear."""
   known = [(name, value) for name, value in ledger.columns.items() if value is not None]
   return [(n, v) for n, v in known if v != 0 or n in ("predicted_examples", "momentum", "weight_decay")]

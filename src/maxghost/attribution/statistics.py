@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-# Two-sided 95 % quantile of Student's t by degrees of freedom; the series in 1/df beyond is off by less than 0.1 %.
+# Two-sided 95 % quantile of Student's t by degrees of freedom; beyond, a series in 1/df is accurate to 0.1 %.
 _T95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 NUM_BLOCKS = 20
 
@@ -21,7 +21,7 @@ def student_t95(df):
 def exposure_half_width(count, total, square):
   """95 % half-width of a sum of `count` independent contributions from their sum and sum of squares; NaN for one.
 
-  Says how far the sum could have been off had the same examples been met in other batches.
+  It estimates how much the sum would vary if the same examples had been in other batches.
   """
   count = np.asarray(count, np.float64)
   variance = np.maximum(square - total**2 / np.maximum(count, 1), 0) / np.maximum(count - 1, 1)
@@ -31,8 +31,8 @@ def exposure_half_width(count, total, square):
 def block_half_width(sums: np.ndarray) -> np.ndarray:
   """95 % half-width of the total of sums[..., B] over B equal blocks of consecutive steps; NaN for fewer than 3.
 
-  The variance comes from the differences of neighbouring blocks (von Neumann, 1941), so that a trend over the run does
-  not count as noise; blocks rather than steps, because neighbouring steps share validation rows.
+  The variance comes from the differences of consecutive blocks (von Neumann, 1941), so that a trend over the run does
+  not count as noise. Blocks replace steps because consecutive steps share validation rows.
   """
   num = sums.shape[-1]
   if num < 3:
@@ -42,7 +42,7 @@ def block_half_width(sums: np.ndarray) -> np.ndarray:
 
 
 def to_blocks(sums: np.ndarray, num_blocks: int = NUM_BLOCKS) -> np.ndarray:
-  """sums[..., B] over many bins, added up to at most `num_blocks` blocks of neighbouring bins."""
+  """sums[..., B] over bins, added up over at most `num_blocks` blocks of consecutive bins."""
   num = sums.shape[-1]
   starts = np.linspace(0, num, min(num_blocks, num) + 1).round().astype(int)[:-1]
   return np.add.reduceat(sums, starts, axis=-1)

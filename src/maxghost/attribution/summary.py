@@ -1,4 +1,4 @@
-"""Everything a report says about a run, as numbers: computed once, shown by the terminal, the page and the live view.
+"""The numbers of a report, computed once for the terminal, the page and the live view.
 
 K validation sets, D domains, B bins of consecutive steps, M modules, L layers.
 """
@@ -23,9 +23,10 @@ MILLION = 1e6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-  """What a group of rows was worth. contribution and half_width (95 %) in nats; loss in nats per token.
+  """The value of a group of rows. contribution and half_width (95 %) in nats; loss in nats per token.
 
-  relative: value over that of the same share of the same steps' losses on average; NaN where that was worth nothing.
+  relative: contribution over the average contribution of the same shares of the same steps; NaN where that is not
+  positive. path, offset, text and marked: of a document.
   """
 
   domain: str
@@ -52,9 +53,9 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ledger:
-  """The drop of the validation loss in nats, predicted column by column and measured, over the same steps.
+  """The predicted and the measured drop of the validation loss in nats, over the same steps.
 
-  columns: by the log's names; None where the run did not log it. actual: None when no step's drop is known.
+  columns: parts of the prediction by the log's names; None if not logged. actual: None if no step's drop is known.
   """
 
   columns: dict[str, float | None]
@@ -69,13 +70,13 @@ class Ledger:
 
   @property
   def rest(self) -> float | None:
-    """What first order leaves out: curvature, and the rounding of two nearly equal losses."""
+    """Measured minus predicted drop: curvature, and the rounding of two nearly equal losses."""
     return None if self.actual is None else self.actual - self.predicted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeatMap:
-  """Nats per million tokens of each domain, by row: layers first, then modules outside the stack."""
+  """Nats per million tokens of each domain; rows are layers, then modules outside the stack."""
 
   rows: tuple[str, ...]
   domains: tuple[str, ...]
@@ -84,8 +85,11 @@ class HeatMap:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SetSummary:
-  """One validation set. predicted_drop, actual_drop: nats of each step that has both.
-  domains: best per token first. edges: B + 1 steps of the curves' bins."""
+  """One validation set.
+
+  predicted_drop, actual_drop: nats of each step that has both. domains: best per token first. edges: B + 1 steps, of
+  the curves' bins.
+  """
 
   name: str
   ledger: Ledger
@@ -105,7 +109,7 @@ class SetSummary:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
-  """A run. messages: sentences the reader must know (damaged files, changed source, ...)."""
+  """A run. messages: warnings for the reader (damaged files, changed source, ...)."""
 
   name: str
   run_dir: Path
@@ -124,10 +128,15 @@ class Summary:
 
 
 def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = None) -> Summary:
-  """Reads the log once and the run's other files; `num_documents` best and worst documents per validation set.
+  """Reads the log once, and the run's other files.
 
-  source: where the texts of documents come from; without it they are left out and duplicates are not looked for.
-  Raises ConfigError when not a single step was scored.
+  Args:
+    log: the score log.
+    num_documents: best and worst documents per validation set.
+    source: of the documents' texts; without it the texts and the search for duplicates are left out.
+
+  Raises:
+    ConfigError: if the log holds no scored document.
   """
   steps = log.steps
   if not log.num_rows:
@@ -140,7 +149,7 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
   metrics, messages = read_metrics(log.run_dir / "metrics.jsonl")
   messages = [*log.messages, *messages]
   if left_out:
-    messages.append(f"{left_out} rows with a contribution that is not finite were left out")
+    messages.append(aggregate.LEFT_OUT.format(left_out))
   texts = None
   if source is not None:
     texts, said = source.texts(log.fingerprints)
@@ -197,7 +206,7 @@ def _set_summary(log, k: int, time, groups, num_documents: int, texts: Texts | N
 
 
 def _with_tokens(log: ScoreLog, sets: list[SetSummary]) -> tuple[list[SetSummary], list[str]]:
-  """The shown documents with the values of their tokens, where the run kept them."""
+  """Adds the values of tokens to the shown documents, if the run logged them."""
   wanted = [[(v.domain, v.path, v.offset) for v in (*part.top, *part.bottom)] for part in sets]
   marked, messages = token_values.find(log.run_dir, wanted, log.checksums("tokens_crc"), log.accept_lost_rows)
 
@@ -227,34 +236,23 @@ def _domains(time, k: int) -> list[Value]:
 
 
 def _documents(groups, k: int, texts: Texts | None) -> list[Value]:
-  keys = list(
-    zip(groups.keys["domain"].tolist(), groups.keys["path"].tolist(), groups.keys["offset"].tolist(), strict=True)
-  )
+  keys = groups.document_ids()
   found = texts.find(keys) if texts is not None else {}
   total, square = groups.contribution_GK[:, k], groups.square_GK[:, k]
   half_width = statistics.exposure_half_width(groups.exposures, total, square)
   loss = groups.loss_tokens / np.maximum(groups.tokens, 1)
+  numbers = zip(*(a.tolist() for a in (groups.exposures, groups.tokens, loss, total, half_width)), strict=True)
   return [
-    Value(
-      domain,
-      int(groups.exposures[i]),
-      int(groups.tokens[i]),
-      float(loss[i]),
-      float(total[i]),
-      float(half_width[i]),
-      path=path,
-      offset=offset,
-      text=found[key][:SNIPPET_BYTES] if (key := (domain, path, offset)) in found else None,
-    )
-    for i, (domain, path, offset) in enumerate(keys)
+    Value(key[0], *values, path=key[1], offset=key[2], text=found[key][:SNIPPET_BYTES] if key in found else None)
+    for key, values in zip(keys, numbers, strict=True)
   ]
 
 
 def actual_drops(steps: np.ndarray, k: int) -> np.ndarray:
-  """f64[S]: the measured drop of each step; NaN where it is not known.
+  """f64[S]: the measured drop of each step; NaN where unknown.
 
-  An account opens at a step with val_loss and closes at the next step with prev_val_loss: one step later, or several
-  where a validation gradient is reused (ghost_val_every). The drop stands at the opening step, 0 at the others.
+  A measurement starts at a step with val_loss and ends at the next step with prev_val_loss: one step later, or several
+  where a validation gradient is reused (ghost_val_every). The first of its steps gets the drop, the others get 0.
   """
   drop = np.full(len(steps), np.nan)
   number, opened, closed = steps["step"], steps["val_loss"][:, k], steps["prev_val_loss"][:, k]
@@ -272,15 +270,14 @@ def actual_drops(steps: np.ndarray, k: int) -> np.ndarray:
 
 def _drops(log: ScoreLog, k: int) -> tuple[Series, Series]:
   """Predicted and measured drop of the steps that have both."""
-  steps = log.steps
-  actual = actual_drops(steps, k)
+  steps, actual = log.steps, actual_drops(log.steps, k)
   predicted = np.nansum([steps[name][:, k] for name in log.ledger], axis=0)
   both = np.isfinite(actual) & np.isfinite(steps["predicted_examples"][:, k])
   return Series(steps["step"][both], predicted[both]), Series(steps["step"][both], actual[both])
 
 
 def _ledger(log: ScoreLog, k: int) -> Ledger:
-  """Both sides are summed over the steps whose measured drop is known; over all when none is."""
+  """Sums both sides over the steps with a known measured drop, or over all steps if there is none."""
   steps = log.steps
   drops = actual_drops(steps, k)
   counted = np.isfinite(drops) & np.isfinite(steps["predicted_examples"][:, k])
@@ -317,15 +314,15 @@ def _logged_loss(steps: np.ndarray) -> Series:
 
 
 def _check_sums(log: ScoreLog, time, left_out: int) -> list[str]:
-  """The rows must add up to what the steps say of themselves; if not, scores are missing."""
+  """Compares the sum of the rows with the steps' own sums; a difference means missing or doubled scores."""
   if left_out:
     return []
   messages = []
   for k, name in enumerate(log.val_sets):
-    said = np.nansum(log.steps["predicted_examples"][:, k])
+    logged_S = log.steps["predicted_examples"][:, k]
+    said, scale = np.nansum(logged_S), np.nansum(np.abs(logged_S))
     found = time.contribution_DBK[:, :, k].sum()
-    scale = np.nansum(np.abs(log.steps["predicted_examples"][:, k]))
-    if np.isfinite(log.steps["predicted_examples"][:, k]).any() and abs(said - found) > 1e-2 * scale + 1e-9:
+    if np.isfinite(logged_S).any() and abs(said - found) > 1e-2 * scale + 1e-9:
       messages.append(
         f"the rows for validation set {name} add up to {found:.4g} nats, the steps' own sums to {said:.4g}: "
         "rows are missing or doubled"
@@ -337,15 +334,13 @@ def _facts(log: ScoreLog, metrics: dict[str, Series]) -> dict[str, str]:
   facts = read_facts(log.run_dir) | {"objective": log.objective}
   if directions := log.said_of("direction"):
     facts["direction of the scores"] = ", ".join(directions)
-  seconds = metrics.get("perf/step_time_seconds")
-  if seconds is not None and len(seconds):
-    facts["median step time"] = f"{number(np.median(seconds.values))} s"
-  tokens = metrics.get("perf/per_device_tokens_per_sec")
-  if tokens is not None and len(tokens):
-    facts["median tokens per second and device"] = integer(round(np.median(tokens.values)))
-  flops = metrics.get("perf/per_device_tflops_per_sec")
-  if flops is not None and len(flops):
-    facts["median TFLOP/s per device"] = number(np.median(flops.values))
+  for name, metric, shown in (
+    ("median step time", "perf/step_time_seconds", lambda value: f"{number(value)} s"),
+    ("median tokens per second and device", "perf/per_device_tokens_per_sec", lambda value: integer(round(value))),
+    ("median TFLOP/s per device", "perf/per_device_tflops_per_sec", number),
+  ):
+    if metric in metrics:
+      facts[name] = shown(np.median(metrics[metric].values))
   errors = np.abs(log.steps["check_rel_err"])
   if np.isfinite(errors).any():
     facts["largest error of the score self-check"] = number(np.nanmax(errors), 2)
@@ -353,7 +348,7 @@ def _facts(log: ScoreLog, metrics: dict[str, Series]) -> dict[str, str]:
 
 
 def _config(run_dir: Path) -> dict[str, str]:
-  """The keys of config.yml as text, without interpreting them: a report must open on runs of other versions too."""
+  """The keys of config.yml as text, uninterpreted, so that runs of other versions can be reported too."""
   path = run_dir / "config.yml"
   if not path.is_file():
     return {}

@@ -1,11 +1,11 @@
-"""The report on a terminal: the same numbers and sentences as the page, as rich tables."""
+"""The report on a terminal: the numbers and sentences of the page as rich tables."""
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from maxghost.attribution.numbers import compact, integer, number, percent
-from maxghost.attribution.report_text import headline, lead, ledger_label, ledger_sentence, shown_columns
+from maxghost.attribution.report_text import headline, lead, ledger_label, ledger_sentence, plus_minus, shown_columns
 from maxghost.attribution.summary import Ledger, SetSummary, Summary, Value
 from maxghost.attribution.texts import snippet
 
@@ -14,13 +14,9 @@ SHOWN_DOCUMENTS = 5
 
 
 def show(summary: Summary, console: Console):
-  """Prints the report; of the documents the first few."""
-  console.print(
-    Text(
-      f"Run {summary.name}: {integer(summary.num_steps)} steps, {compact(summary.num_tokens)} scored "
-      f"tokens, {compact(summary.num_documents)} documents"
-    )
-  )
+  """Prints the report with the first few documents of each table."""
+  counts = f"{compact(summary.num_tokens)} scored tokens, {compact(summary.num_documents)} documents"
+  console.print(Text(f"Run {summary.name}: {integer(summary.num_steps)} steps, {counts}"))
   for part in summary.sets:
     console.print()
     console.print(Text(headline(part), style="bold"))
@@ -28,39 +24,29 @@ def show(summary: Summary, console: Console):
     console.print(_domains(part))
     console.print(_ledger(part.ledger))
     console.print(Text(ledger_sentence(part.ledger)))
-    console.print(_documents(part.top[:SHOWN_DOCUMENTS], "Documents that helped most"))
-    if part.bottom[:SHOWN_DOCUMENTS]:
-      console.print(_documents(part.bottom[:SHOWN_DOCUMENTS], "Documents that helped least or hurt"))
+    console.print(_documents(part.top, "Documents that helped most"))
+    if part.bottom:
+      console.print(_documents(part.bottom, "Documents that helped least or hurt"))
   for message in summary.messages:
     console.print(Text(f"note: {message}", style="yellow"))
 
 
 def _table(title: str, *columns: str) -> Table:
-  """A leading > means a column of numbers."""
+  """An empty table; a leading > marks a column of numbers."""
   table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
   for name in columns:
-    if name.startswith(">"):
-      table.add_column(name[1:], justify="right", no_wrap=True)
-    else:
-      table.add_column(name)
+    numbers = name.startswith(">")
+    table.add_column(name.removeprefix(">"), justify="right" if numbers else "left", no_wrap=numbers)
   return table
 
 
 def _with_interval(value: float, half_width: float) -> str:
-  shown = number(half_width, 2)
-  return number(value, plus=True) + (f" ± {shown}" if shown != "–" else "")
+  return number(value, plus=True) + plus_minus(half_width)
 
 
 def _domains(part: SetSummary) -> Table:
-  table = _table(
-    f"\nDomains, for the {part.name} validation loss",
-    "Domain",
-    ">Tokens",
-    ">Nats in all",
-    ">Nats per\nmillion tokens",
-    ">Of\naverage",
-    ">Training\nloss",
-  )
+  head = ("Domain", ">Tokens", ">Total nats", ">Nats per\nmillion tokens", ">Of\naverage", ">Training\nloss")
+  table = _table(f"\nDomains, for the {part.name} validation loss", *head)
   for value in part.domains:
     table.add_row(
       Text(value.domain),
@@ -86,8 +72,8 @@ def _ledger(ledger: Ledger) -> Table:
 
 
 def _documents(values: list[Value], title: str) -> Table:
-  table = _table(f"\n{title}", ">Nats in all", ">Per million", ">Tokens", ">Chunks", "Document")
-  for value in values:
+  table = _table(f"\n{title}", ">Total nats", ">Per million\ntokens", ">Tokens", ">Chunks", "Document")
+  for value in values[:SHOWN_DOCUMENTS]:
     where = f"{value.domain} · {value.path}" + (f" @ {value.offset}" if value.offset else "")
     lines = Text(where, no_wrap=True, overflow="ellipsis")  # the column shrinks, not the numbers beside it
     if value.text is not None:

@@ -1,4 +1,4 @@
-"""Which tokens of a document carried its contribution, from the files of ghost_detail=token.
+"""The contribution of each token of a document, from the files of ghost_detail=token.
 
 `<run>/ghost/tokens/step_<step>.npz` is described in scorelog/tokens.py. B rows, T positions, K validation sets.
 """
@@ -20,7 +20,7 @@ END = "⟨end⟩"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Marked:
-  """One exposure of a document: its texts piece by piece and what each was worth, in nats."""
+  """One exposure of a document: pieces of its text and the value of each in nats."""
 
   step: int
   pieces: tuple[str, ...]
@@ -33,10 +33,16 @@ def find(
   checksums: Mapping[int, int] | None = None,
   accept_lost_rows: bool = False,
 ) -> tuple[dict[tuple[int, DocumentKey], Marked], list[str]]:
-  """({(k, id): Marked}, sentences to show). wanted: ids for each validation set; a run without token files has none.
+  """({(k, id): Marked}, messages) of the exposure of each document with the largest absolute contribution.
 
-  Of several exposures the one with the largest absolute contribution is taken. Files are read one at a time.
-  checksums: {step: CRC-32 of its file}, from the score log. Raises ConfigError for a damaged file, unless accepted.
+  Args:
+    run_dir: the run's folder; without token files the result is empty.
+    wanted: document ids per validation set.
+    checksums: {step: CRC-32 of its file}, from the score log.
+    accept_lost_rows: continue without damaged files.
+
+  Raises:
+    ConfigError: for a damaged file, unless accepted.
   """
   files = tokens.files(Path(run_dir) / "ghost" / tokens.FOLDER)
   if not files:
@@ -60,7 +66,7 @@ def find(
 
 
 def _improve(best: dict, step: int, file: dict[str, np.ndarray], wanted: list[set[DocumentKey]]) -> None:
-  """Replaces entries of `best` by larger exposures in this file."""
+  """Replaces entries of `best` with larger exposures from this file."""
   domain, name, offset, values_KBT = (file[key] for key in ("domain", "path", "offset", "contribution_KBT"))
   targets, segments = file["targets"], file["inputs_segmentation"]
   for b, s in zip(*np.nonzero(offset >= 0), strict=True):
@@ -82,7 +88,7 @@ def _piece_reader(run_dir: Path) -> Callable[[int], bytes]:
 
 
 def _pieces(ids: Iterable[int], values: np.ndarray, piece_of: Callable[[int], bytes]):
-  """(texts, values): tokens that share a character are one piece; a token without text is END."""
+  """(texts, values) of pieces; tokens that share a character form one piece, a token without text is END."""
   pieces, sums, pending, total, size = [], [], b"", 0.0, 0
   for number, value in zip(ids, values, strict=True):
     raw = piece_of(int(number))

@@ -1,4 +1,4 @@
-"""Conditions on score rows: `domain=code,step>=100,path~asyncio/*`; all must hold.
+"""Conditions on score rows such as `domain=code,step>=100,path~asyncio/*`; all must hold.
 
 K validation sets, N rows.
 """
@@ -29,7 +29,7 @@ _CONDITION = re.compile(r"""\s*(\w+)\s*(!=|<=|>=|!~|==|=|<|>|~)\s*("[^"]*"|'[^']
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Condition:
-  """`column operator value`; value is a number, or a text for domain and path."""
+  """`column operator value`; value: a number, or a string for domain and path."""
 
   column: str
   operator: str
@@ -37,10 +37,10 @@ class Condition:
 
 
 class Where:
-  """Parsed conditions. An empty text holds for every row.
+  """Parsed conditions; an empty text selects every row.
 
-  set_index: which of the K validation sets `dot` and `contribution` mean.
-  Raises ConfigError for an unknown column, an operator that the column does not have, or a value that is no number.
+  set_index: validation set of `dot` and `contribution`. Raises ConfigError for an unknown column, an operator that the
+  column does not have, or a value that is not a number.
   """
 
   def __init__(self, text: str = "", set_index: int = 0):
@@ -55,7 +55,7 @@ class Where:
     return frozenset(condition.column for condition in self.conditions)
 
   def __call__(self, shard, rows: np.ndarray) -> np.ndarray:
-    """bool[N]; texts are compared once per entry of the file's tables, not once per row."""
+    """bool[N]; strings are compared once per entry of the file's tables, not per row."""
     if shard is not self._shard:
       self._shard = shard
       texts = [condition for condition in self.conditions if condition.column in _TEXT_COLUMNS]
@@ -71,7 +71,7 @@ class Where:
     return keep
 
   def steps(self, step: np.ndarray) -> np.ndarray:
-    """bool per step: what the conditions on `step` alone allow."""
+    """bool per step: whether the conditions on `step` hold."""
     keep = np.ones(len(step), bool)
     for condition in self.conditions:
       if condition.column == "step":
@@ -79,7 +79,7 @@ class Where:
     return keep
 
   def names(self, column: str, names) -> np.ndarray:
-    """bool per name: what the conditions on a text column alone allow."""
+    """bool per name: whether the conditions on a text column hold."""
     keep = np.ones(len(names), bool)
     for condition in self.conditions:
       if condition.column == column:
@@ -128,5 +128,5 @@ def _condition(column: str, sign: str, value: str) -> Condition:
   try:
     return Condition(column, sign, kind(value))
   except ValueError:
-    article = "a whole number" if kind is int else "a number"
-    raise ConfigError(f"--where: {column}{sign}{value}: {value!r} is not {article}") from None
+    expected = "a whole number" if kind is int else "a number"
+    raise ConfigError(f"--where: {column}{sign}{value}: {value!r} is not {expected}") from None

@@ -1,4 +1,4 @@
-"""What a wrong configuration raises, and the search for the name that was meant."""
+"""The error of a wrong configuration, and the search for the nearest valid name."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 class ConfigError(ValueError):
   """A mistake of the user: one clear line per problem (what is wrong, the value, the fix).
 
-  `problems` holds the lines; the message is the lines joined. The doors print them and exit with code 2.
+  `problems` holds the lines; the message is the lines joined. Commands print them and exit with code 2.
   """
 
   def __init__(self, *problems: str):

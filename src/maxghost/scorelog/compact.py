@@ -1,4 +1,4 @@
-"""Compaction: many small score files become few large ones of the same kind, one per range of steps and process."""
+"""Compaction: merges the small score files of each process into fewer, larger ones of the same format."""
 
 import fcntl
 from collections.abc import Iterator
@@ -6,18 +6,19 @@ from pathlib import Path
 
 import numpy as np
 
+from maxghost.config.files import sync_folder
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.reader import load
-from maxghost.scorelog.shard import Shard, sync_folder, write_shard
+from maxghost.scorelog.shard import Shard, write_shard
 
 ROWS_PER_FILE = 8_000_000
 
 
 def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows: bool = False) -> list[str]:
-  """Merges the finished score files of a run; returns sentences about what was done.
+  """Merges the finished score files of a run; returns one line about each merge.
 
-  A merged file takes the name of its last one, which it replaces; the others go afterwards. Of a run that is still
-  training, files that it may write again are left alone. Raises ConfigError as `scorelog.load` does.
+  A merged file replaces the last of its files under the same name; the others are removed afterwards. Files that a run
+  still in training may write again stay as they are. Raises ConfigError as `scorelog.load` does.
   """
   log = load(run_dir, accept_lost_rows=accept_lost_rows)
   running = _is_running(run_dir)

@@ -1,4 +1,4 @@
-"""The score log as Parquet files for other programs: `rows`, `steps` and `modules.parquet`. Nothing here reads them.
+"""The score log as Parquet files for other programs: `rows`, `steps` and `modules.parquet`. maxghost never reads them.
 
 Per-set columns are called `contribution` for one validation set and `contribution[name]` for several.
 """
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from maxghost.config import ConfigError
+from maxghost.config.files import write_whole
 from maxghost.scorelog.reader import ScoreLog
-from maxghost.scorelog.shard import whole_file
 
 
 def import_pyarrow(what: str) -> tuple[Any, Any]:
@@ -43,7 +43,7 @@ def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
         continue
       path = folder / f"{name}.parquet"
       schema = pa.table(first).schema.with_metadata(metadata)
-      with whole_file(path) as file, parquet.ParquetWriter(file, schema) as writer:
+      with write_whole(path) as file, parquet.ParquetWriter(file, schema) as writer:
         writer.write_table(pa.table(first, schema=schema))
         for columns in tables:
           writer.write_table(pa.table(columns, schema=schema))

@@ -1,4 +1,4 @@
-"""What the score log holds: columns, their units, and the names of its files.
+"""The format of the score log: columns, units and file names.
 
 K validation sets, S steps, M modules, L layers, D domains.
 """
@@ -18,7 +18,7 @@ UNITS = {
   "path": "path of the document inside its source",
   "offset": "bytes from the start of the path to the document",
   "chunk": "bytes from the start of the document to the scored chunk",
-  "epoch": "how often the stream that the chunk came from had been read through before",
+  "epoch": "full passes over the chunk's stream before this one",
   "tokens": "target tokens of the chunk that count in the loss",
   "share": "share of the batch loss; adds up to 1 over the rows of a step",
   "loss": "nats per token, mean over the chunk",
@@ -29,9 +29,9 @@ UNITS = {
   "val_loss": "nats per token before the step, on the step's validation rows",
   "prev_val_loss": "nats per token before the step, on the validation rows of the step before",
   "predicted_examples": "nats: sum of the contributions over the batch",
-  "momentum": "nats: part of the step owed to earlier batches through the optimizer's first moment",
-  "weight_decay": "nats: part of the step owed to weight decay",
-  "unscored": "nats: part of the step owed to parameters left unscored on purpose",
+  "momentum": "nats: part of the step due to earlier batches, through the optimizer's first moment",
+  "weight_decay": "nats: part of the step due to weight decay",
+  "unscored": "nats: part of the step due to parameters excluded from scoring",
   "direction_residual": "nats: difference between the exact and the used direction",
   "check_rel_err": "relative error of the sum of the scores against the batch gradient",
   "tokens_crc": "CRC-32 of the step's file of contributions by token",
@@ -45,6 +45,11 @@ NEXT_TOKEN = "next_token"
 
 ROW_COLUMNS = ("step", "domain", "path", "offset", "chunk", "epoch", "tokens", "share", "loss", "dot", "contribution")
 _ROW_TYPES = ("<i8", "<i4", "<i4", "<i8", "<i8", "<i4", "<i4", "<f4", "<f4", "<f4", "<f4")
+
+
+def units(ledger: Sequence[str]) -> dict[str, str]:
+  """Unit of every column, including those that only this run's optimizer names."""
+  return UNITS | {name: OTHER_LEDGER_UNIT for name in ledger if name not in UNITS}
 
 
 def row_dtype(num_sets: int, version: int = SCHEMA_VERSION) -> np.dtype:

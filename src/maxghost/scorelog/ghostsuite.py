@@ -1,9 +1,9 @@
-"""GhostSuite's logs (`grad_dotprods/dot_prod_log_iter_*.pt`) as a score log, for which torch must be installed.
+"""Reads GhostSuite's logs (`grad_dotprods/dot_prod_log_iter_*.pt`) as a score log; needs torch.
 
 GhostSuite (https://github.com/Jiachen-T-Wang/GhostSuite) logs, for the concatenated batch with mean loss,
 `tokens_i * tokens_val / tokens_all**2 * <grad ell_i, grad L_val>`; here that becomes `dot = <grad ell_i, grad L_val>`.
-It logs no learning rate, so `contribution` is `tokens_i / tokens_train * dot`: nats per unit of learning rate (of plain
-SGD). Runs with gradient accumulation over A micro-batches or a loss scaler S need a scale of A**2 / S**2.
+It logs no learning rate, so `contribution` is `tokens_i / tokens_train * dot`: nats per unit of plain SGD's learning
+rate. Runs with gradient accumulation over A micro-batches or a loss scaler S need a scale of A**2 / S**2.
 
 N examples of a logged step.
 """
@@ -64,7 +64,7 @@ def _val_tokens(torch, folder: Path) -> int | None:
 
 
 class LogFile:
-  """One `.pt` file, converted; offers what shard.Shard offers. The tokens that GhostSuite stores are not kept."""
+  """One `.pt` file converted to the interface of shard.Shard; GhostSuite's tokens are not kept."""
 
   process_index = 0
   modules = None

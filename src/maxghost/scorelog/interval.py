@@ -1,4 +1,4 @@
-"""The steps of one score file while they are gathered in memory.
+"""The steps of one score file while they are collected in memory.
 
 K validation sets, N rows, M modules, L layers, D domains.
 """
@@ -19,8 +19,10 @@ OPTIONAL = ("share", "chunk", "epoch")
 
 
 class Interval:
-  """Steps not yet written for good. before: steps and rows of the log in front of them, None where that is not known;
-  `replaced` is the file that an early flush left for them."""
+  """Steps whose final file is not written yet.
+
+  before: steps and rows of the log before them, None where unknown. `replaced`: the file of an early flush, if any.
+  """
 
   def __init__(self, num_sets: int, ledger: Sequence[str] = fmt.LEDGER, before: tuple[int, int] | None = (0, 0)):
     self._num_sets, self._ledger, self.before = num_sets, ledger, before
@@ -112,7 +114,7 @@ class Interval:
     return other
 
   def contents(self) -> tuple[list[str], list[str], np.ndarray, fmt.Modules | None, np.ndarray]:
-    """What `shard.write_shard` takes beside path and header."""
+    """The arguments of `shard.write_shard` after path and header."""
     modules = None
     if self.module_steps:
       steps = np.array(self.module_steps)

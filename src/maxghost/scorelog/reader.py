@@ -1,6 +1,6 @@
-"""The score log being read: `load(run_dir)` merges the files of all processes and intervals.
+"""Reads the score log: `load(run_dir)` merges the files of all processes and intervals.
 
-Rows are not read before they are asked for; `blocks` streams them in bounded memory, `column` returns a whole column.
+Rows are read on demand: `blocks` streams them in bounded memory, `column` returns a whole column.
 K validation sets, N rows, S steps.
 """
 
@@ -24,13 +24,13 @@ def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1
   """Opens the score log of a run, after comparing each file with its checksum.
 
   Args:
-    run_dir: holds `ghost/`, or is that folder itself, or a folder of an own loop's files or of GhostSuite's .pt logs.
-    accept_lost_rows: go on without what is damaged or missing; `messages` then says what that is.
+    run_dir: holds `ghost/`, or is that folder, or a folder with a custom loop's files or GhostSuite's .pt logs.
+    accept_lost_rows: continue without damaged or missing files; `messages` lists them.
     ghostsuite_scale: A**2 / S**2 for GhostSuite's logs of A micro-batches per step and a loss scaler of S.
 
   Raises:
-    ConfigError: for a missing or foreign folder, no usable file, a damaged or missing one (unless accepted), a file of
-      a newer schema, or files of one folder that were scored against different validation sets.
+    ConfigError: for a missing or foreign folder, no readable file, a damaged or missing one (unless accepted), a file
+      of a newer schema, or files that were scored against different validation sets.
   """
   run_dir = Path(run_dir)
   if not run_dir.is_dir():
@@ -83,7 +83,7 @@ def _open(paths: list[Path], folder: Path, tries: int = 5) -> tuple[list[Shard],
 
 
 def _written(folder: Path) -> dict[int, dict]:
-  """{process: position} that the writers noted; one that cannot be read counts as none."""
+  """{process: position} as the writers recorded it. Raises ConfigError for a damaged file."""
   found = {}
   for path in folder.glob("position*.json"):
     try:
@@ -95,7 +95,7 @@ def _written(folder: Path) -> dict[int, dict]:
 
 
 def _missing(shards: list[Shard], written: dict[int, dict]) -> Iterator[str]:
-  """A sentence about each gap between the files of a process: every file counts what came before it."""
+  """A sentence about each gap between the files of a process, found by each file's count of what precedes it."""
   for process, group in itertools.groupby(shards, lambda shard: shard.process_index):
     end, last = (0, 0), None
     for shard in group:
@@ -118,7 +118,7 @@ def _gap(where: str, last: int | None, there: tuple, have: tuple) -> str:
 
 
 def _lost_besides(shards: list[Shard], folder: Path) -> Iterator[str]:
-  """Sentences about what lies beside the score files and is missing."""
+  """Sentences about missing files of tokens and selections, and about scores in a format no longer read."""
   for name, missing in (("tokens_crc", tokens.missing), ("selection_crc", selection.missing)):
     wanted: dict[int, int] = {}
     for shard in shards:
@@ -150,19 +150,19 @@ class ScoreLog:
           f"{shards[0].path.name} has {self.objective}, {', '.join(self.val_sets)}; the files are of different runs"
         )
     self.ledger = tuple(dict.fromkeys(name for shard in shards for name in shard.ledger))
-    self.units = fmt.UNITS | {name: fmt.OTHER_LEDGER_UNIT for name in self.ledger if name not in fmt.UNITS}
+    self.units = fmt.units(self.ledger)
 
   @property
   def num_rows(self) -> int:
     return sum(shard.num_rows for shard in self.shards)
 
   def said_of(self, name: str) -> tuple[str, ...]:
-    """What the files' headers say under a name (fingerprint, direction), without repeats."""
+    """The distinct values of a key of the files' headers (fingerprint, direction)."""
     return tuple(dict.fromkeys(s.meta[name] for s in self.shards if s.meta.get(name)))
 
   @property
   def fingerprints(self) -> tuple[str, ...]:
-    """Fingerprints of the data sources that the scored texts came from, without repeats."""
+    """The distinct fingerprints of the data sources of the scored texts."""
     return self.said_of("fingerprint")
 
   @functools.cached_property

@@ -1,7 +1,7 @@
 """Which of the seen documents were trained on (ghost_select): `<run>/ghost/selection.jsonl`, one line per step.
 
-{"step": 7, "seen": 31, "chosen": [0, 1, 4]}: of the step's 31 rows in the score log, in their order, those three. The
-score log holds the ids, scores and losses of all that were seen, and each line's CRC-32; `ScoreLog.chosen` joins them.
+{"step": 7, "seen": 31, "chosen": [0, 1, 4]} names three of the step's 31 rows in the score log, by their position. The
+score log holds the ids, scores and losses of all seen documents, and each line's CRC-32; `ScoreLog.chosen` joins both.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from maxghost.config import ConfigError
-from maxghost.scorelog.shard import whole_file
+from maxghost.config.files import write_whole
 
 FILE = "selection.jsonl"
 
@@ -35,13 +35,13 @@ def missing(folder: Path, wanted: Mapping[int, int]) -> list[str]:
 
 
 def restore(folder: Path, completed_steps: int) -> None:
-  """Removes the lines of steps that are still to come, and a last line that was cut short."""
+  """Removes the lines of later steps, and a last line that was cut short."""
   path = folder / FILE
   if not path.is_file():
     return
   lines = path.read_bytes().splitlines(keepends=True)
   kept = [line for line in lines if line.endswith(b"\n") and not _is_of_later_step(line, completed_steps)]
-  with whole_file(path) as file:
+  with write_whole(path) as file:
     file.write(b"".join(kept))
 
 

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from maxghost.config.files import write_whole
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.format import Modules
 
@@ -45,33 +46,6 @@ class NewerSchema(Exception):
   """A file written by a later version of maxghost."""
 
 
-@contextlib.contextmanager
-def whole_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
-  """A file that appears under its name whole or not at all: temporary file, rename; durable: with fsync of both."""
-  temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-  try:
-    with open(temporary, "w+b") as file:
-      yield file
-      file.flush()
-      if durable:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-  except BaseException:
-    temporary.unlink(missing_ok=True)
-    raise
-  if durable:
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-  """Makes renames and removals in `folder` durable."""
-  handle = os.open(folder, os.O_RDONLY)
-  try:
-    os.fsync(handle)
-  finally:
-    os.close(handle)
-
-
 def write_shard(
   path: Path,
   meta: dict,
@@ -82,7 +56,18 @@ def write_shard(
   rows: np.ndarray | Iterable[np.ndarray],
   num_rows: int | None = None,
 ) -> None:
-  """Writes one file whole or not at all. rows: an array, or blocks that add up to num_rows."""
+  """Writes one file, whole or not at all.
+
+  Args:
+    path: of the file.
+    meta: its header.
+    domains: table of domain names.
+    paths: table of paths.
+    steps: records of `format.step_dtype`.
+    modules: contributions by module, if the run logs them.
+    rows: records of `format.row_dtype`: one array, or blocks with `num_rows` rows together.
+    num_rows: needed with blocks.
+  """
   blocks = [rows] if isinstance(rows, np.ndarray) else rows
   num_rows = len(rows) if isinstance(rows, np.ndarray) else num_rows
   members: dict[str, Any] = {"meta": np.array(json.dumps(meta))}
@@ -91,7 +76,7 @@ def write_shard(
     members["module_names"], members["module_domains"] = _strings(modules.names), _strings(modules.domains)
     members["module_steps"] = np.asarray(modules.steps, np.int64)
     members["module_contribution"] = np.asarray(modules.contribution_SMLDK, np.float32)
-  with whole_file(path) as file:
+  with write_whole(path) as file:
     with zipfile.ZipFile(file, "w") as archive:
       archive.comment = b"\0" * _SEAL_BYTES
       for name, array in members.items():

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.scorelog.shard import DAMAGE, DamagedShard, whole_file
+from maxghost.config.files import write_whole
+from maxghost.scorelog.shard import DAMAGE, DamagedShard
 
 FOLDER = "tokens"
 NameOf = Callable[[int], Sequence[Any]]
@@ -21,9 +22,15 @@ NameOf = Callable[[int], Sequence[Any]]
 def write(folder: Path, step: int, contribution_KBT: np.ndarray, batch, name_of: NameOf) -> int:
   """Writes the file of a step, whole or not at all; returns its CRC-32 for the step's record.
 
-  contribution_KBT: nats, of the token predicted at each position; sums over a segment to the document's contribution.
-  Beside it: inputs, targets, inputs_segmentation int32[B, T]; domain, path (text), offset, chunk int64[B, S] of the
-  document of segment s + 1 (empty text and -1 where there is none). name_of: (domain, path, offset) of a document.
+  The file holds contribution_KBT; inputs, targets, inputs_segmentation int32[B, T]; and domain, path (text), offset,
+  chunk int64[B, S] of the document of segment s + 1 (empty text and -1 where there is none).
+
+  Args:
+    folder: of the token files.
+    step: training step.
+    contribution_KBT: nats of the token predicted at each position; the sum over a segment is the document's.
+    batch: the step's batch.
+    name_of: document index -> (domain, path, offset).
   """
   folder.mkdir(parents=True, exist_ok=True)
   names = [[name_of(int(index)) if index >= 0 else ("", "", -1) for index in row] for row in batch.document_BS]
@@ -37,13 +44,13 @@ def write(folder: Path, step: int, contribution_KBT: np.ndarray, batch, name_of:
   }
   buffer = io.BytesIO()
   np.savez_compressed(buffer, **arrays)
-  with whole_file(_path(folder, step), durable=False) as file:
+  with write_whole(folder / f"step_{step}.npz", durable=False) as file:
     file.write(buffer.getbuffer())
   return zlib.crc32(buffer.getbuffer())
 
 
 def files(folder: Path) -> dict[int, Path]:
-  """{step: file}, in the order of the steps."""
+  """{step: file}, ascending."""
   names = [(path.stem.removeprefix("step_"), path) for path in folder.glob("step_*.npz")]
   return dict(sorted((int(step), path) for step, path in names if step.isdecimal()))
 
@@ -68,10 +75,6 @@ def missing(folder: Path, wanted: Mapping[int, int]) -> list[str]:
 
 
 def restore(folder: Path, completed_steps: int) -> None:
-  """Removes the files of steps that are still to come, and what a killed process left half written."""
+  """Removes the files of later steps, and the partial files of a killed process."""
   for path in [*(p for step, p in files(folder).items() if step >= completed_steps), *folder.glob("*.tmp")]:
     path.unlink()
-
-
-def _path(folder: Path, step: int) -> Path:
-  return folder / f"step_{step}.npz"

@@ -1,10 +1,9 @@
-"""The score log being written: every scored unit of every step, exactly once, in the background.
+"""Writes the score log: every scored row of every step exactly once, in a background thread.
 
-`<run>/ghost/dot_prod_log_iter_<step>.npz` holds one interval of `period` steps, <step> being the last one inside.
-Files are only added. `flush` writes the unfinished interval too; the file of the whole interval, written later, takes
-its place. A reader that meets both keeps the longer one, so a crash between the two loses and doubles nothing.
-Each file says how many steps and rows came before it, and `position.json` how many there are: a file that is missing
-is noticed.
+`<run>/ghost/dot_prod_log_iter_<step>.npz` holds one interval of `period` steps and is named after its last step.
+`flush` also writes the unfinished interval; the file of the whole interval replaces it later. A reader that finds both
+keeps the longer one, so a crash between the two neither loses nor doubles a row. Each file holds the number of steps
+and rows before it, and `position.json` the totals, so that a reader notices a missing file.
 """
 
 import json
@@ -16,22 +15,29 @@ from pathlib import Path
 from typing import Any
 
 from maxghost.config import ConfigError
+from maxghost.config.files import sync_folder, write_whole
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.interval import Interval
-from maxghost.scorelog.shard import DamagedShard, NewerSchema, Shard, drop_covered, sync_folder, whole_file, write_shard
+from maxghost.scorelog.shard import DamagedShard, NewerSchema, Shard, drop_covered, write_shard
 
 QUEUE_LENGTH = 4  # files waiting for the disk; beyond that the training loop waits too
 
 
 class Writer:
-  """Writes one process's share of the score log; for the trainer, the manager and loops of one's own.
+  """Writes one process's part of the score log: for the trainer, the manager and custom training loops.
 
-  run_dir: the run's folder; files go to its `ghost/` (`folder`, to be changed before the first step). val_sets: names
-  of the K validation sets. process_index, num_processes: of those that write at present; process 0 looks after the
-  files of others, from a time when there were more. period: steps per file. fingerprint: the data source's, kept so
-  that a later reader can tell whether the texts are still the same. objective: what was trained. ledger: columns of
-  the predicted drop, `predicted_examples` among them, as the optimizer names them. direction: what made the scores.
-  Errors of the background thread (disk full, ...) are raised by the next call.
+  The next call raises the errors of the background thread (disk full, ...).
+
+  Args:
+    run_dir: the run's folder; files go to its `ghost/` (`folder`, which may be changed before the first step).
+    val_sets: names of the K validation sets.
+    process_index: of this process; process 0 also restores the files of processes beyond `num_processes`.
+    period: steps per file.
+    fingerprint: of the data source; it tells a reader whether the texts are still the same.
+    num_processes: that write now.
+    objective: of the training.
+    ledger: columns of the predicted drop, `predicted_examples` among them, as the optimizer names them.
+    direction: that the scores were computed with.
   """
 
   def __init__(
@@ -61,11 +67,9 @@ class Writer:
       "direction": direction,
       "process_index": process_index,
       "fingerprint": fingerprint,
-      "units": fmt.UNITS | {name: fmt.OTHER_LEDGER_UNIT for name in ledger if name not in fmt.UNITS},
+      "units": fmt.units(ledger),
     }
-    self._last_step = -1
-    self._num_steps = 0
-    self._num_rows = 0
+    self._last_step, self._num_steps, self._num_rows = -1, 0, 0
     self._restored = False
     self._error: BaseException | None = None
     self._queue: queue.Queue = queue.Queue(QUEUE_LENGTH)
@@ -91,8 +95,9 @@ class Writer:
     """
     self._raise_error()
     step = int(step_record["step"])
-    if self._last_step < 0 and not self._restored:
-      self._refuse_foreign_files()
+    if not self._restored and (files := self._own_files()):
+      raise ValueError(f"{files[0]} is already there: call restore(position), or restore(None) to begin anew")
+    self._restored = True
     if step <= self._last_step:
       raise ValueError(f"step={step}: the score log already holds step {self._last_step}; steps only grow")
     if self._pending.steps and step // self._period != self._pending.first_step // self._period:
@@ -104,21 +109,21 @@ class Writer:
       self._submit(last=True)
 
   def flush(self) -> None:
-    """Returns when every step appended so far is on disk."""
+    """Waits until every appended step is on disk."""
     if self._pending.steps and self._pending.replaced != self._path(self._pending.last_step):
       self._submit(last=False)
     self._queue.join()
     self._raise_error()
 
   def position(self) -> dict[str, int]:
-    """Flushes; returns what a checkpoint must hold for `restore`: last step, number of steps and of rows."""
+    """Flushes and returns what `restore` needs: the last step, the number of steps and of rows."""
     self.flush()
     return {"step": self._last_step, "num_steps": self._num_steps, "num_rows": self._num_rows}
 
   def restore(self, position: Mapping[str, int] | None) -> None:
-    """Makes the log what it was at `position`: later steps are removed. None empties the log (a run from its start).
+    """Returns the log to `position`, removing later steps; None empties it (a run from its start).
 
-    A damaged file is left where it is, unused. What is missing is said on stderr, and by every reader afterwards.
+    A damaged file stays in place, unused. Missing scores are reported on stderr, and by every later reader.
     """
     self._queue.join()
     self._raise_error()
@@ -157,7 +162,7 @@ class Writer:
         self._thread = None
 
   def _count(self, kept: list[Path], position: Mapping[str, int] | None) -> None:
-    """Counts the kept files, says what is missing and takes an unfinished last interval back into memory."""
+    """Counts the kept files, reports what is missing and loads an unfinished last interval into memory."""
     found = end = (0, 0)
     for shard in drop_covered([Shard(path) for path in dict.fromkeys(kept)]):
       before, (steps, rows) = shard.before or end, (len(shard.steps), shard.num_rows)
@@ -209,15 +214,10 @@ class Writer:
     return [path for path in _files(self.folder) if (fmt.parse_shard_name(path.name) or (0, -1))[1] == own]
 
   def _temporaries(self) -> list[Path]:
-    """What a process that was killed has left of this one's files."""
-    halves = [path for path in _files(self.folder) if path.name.endswith(".tmp")]
-    names = [(path, fmt.parse_shard_name(path.name.split(".npz")[0] + ".npz")) for path in halves]
+    """Partial files that this process left when it was killed."""
+    partial = [path for path in _files(self.folder) if path.name.endswith(".tmp")]
+    names = [(path, fmt.parse_shard_name(path.name.strip(".").split(".npz")[0] + ".npz")) for path in partial]
     return [path for path, name in names if (name or (0, 0))[1] == self._process_index]
-
-  def _refuse_foreign_files(self) -> None:
-    if files := self._own_files():
-      raise ValueError(f"{files[0]} is already there: call restore(position), or restore(None) to begin anew")
-    self._restored = True
 
   def _path(self, last_step: int) -> Path:
     return self.folder / fmt.shard_name(last_step, self._process_index)
@@ -226,7 +226,7 @@ class Writer:
     return Interval(len(self.val_sets), self.ledger, (self._num_steps, self._num_rows))
 
   def _submit(self, last: bool) -> None:
-    """Hands the pending interval to the thread; with `last` a new interval begins."""
+    """Gives the pending interval to the thread; `last`: begins a new interval."""
     if self._thread is None:
       self._thread = threading.Thread(target=self._work, name="score-writer", daemon=True)
       self._thread.start()
@@ -249,7 +249,7 @@ class Writer:
     self._queue.task_done()
 
   def _write(self, interval: Interval, replaced: Path | None, closed: bool = False) -> None:
-    """One file for the interval; then the file it makes superfluous goes. closed: it will not be written again."""
+    """Writes the interval's file and removes the one it replaces. closed: it will not be written again."""
     self.folder.mkdir(parents=True, exist_ok=True)
     meta = self._about | {
       "first_step": interval.first_step,
@@ -267,7 +267,7 @@ class Writer:
 
   def _note(self, step: int, num_steps: int, num_rows: int) -> None:
     position = {"step": step, "num_steps": num_steps, "num_rows": num_rows}
-    with whole_file(self.folder / fmt.position_name(self._process_index), durable=False) as file:
+    with write_whole(self.folder / fmt.position_name(self._process_index), durable=False) as file:
       file.write(json.dumps(position).encode())
 
   def _raise_error(self) -> None:

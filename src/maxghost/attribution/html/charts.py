@@ -1,4 +1,4 @@
-"""Drawings as inline SVG. Every drawing has a title and a description in words; colours come from the style sheet."""
+"""Charts as inline SVG with a title and a description in words; colours come from the style sheet."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ NUM_COLORS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-  """One curve; `color` is a number of the palette, `dots` marks single measurements. Values are drawn where finite."""
+  """One curve, drawn where finite. color: index into the palette. dots: mark the single measurements."""
 
   name: str
   x: np.ndarray
@@ -26,16 +26,14 @@ class Line:
   faint: bool = False
 
 
-def line_chart(
-  lines: list[Line], *, title: str, x_label: str, y_label: str, zero: bool = False, unit: str = ""
-) -> Markup:
-  """Curves over steps with the names at their ends; the values can be read with the pointer or the arrow keys.
+def line_chart(lines: list[Line], *, title: str, x_label: str, y_label: str, zero: bool = False) -> Markup:
+  """Curves over steps with their names at the ends; the pointer or the arrow keys show the values.
 
-  zero: the y axis includes 0 and marks it.
+  zero: the y axis includes and marks 0.
   """
   lines = [line for line in lines if np.isfinite(line.y).any()]
   if not lines:
-    return tag("p", "Nothing was logged for this drawing.", class_="muted")
+    return tag("p", "No data was logged for this chart.", class_="muted")
   label_width = max(len(line.name) for line in lines) * 6.9 + 14
   right = min(max(label_width, 30), 170)
   values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
@@ -63,7 +61,7 @@ def line_chart(
   marks += _end_labels(lines, px, py, WIDTH - right)
   marks.append(tag("line", class_="cursor", x1=0, x2=0, y1=TOP, y2=HEIGHT - BOTTOM, visibility="hidden"))
   words = "; ".join(_in_words(line) for line in lines)
-  return _svg(title, f"{y_label} over {x_label}. {words}.", marks, _readout(lines, px, x_label, unit))
+  return _svg(title, f"{y_label} over {x_label}. {words}.", marks, _readout(lines, px, x_label))
 
 
 def _svg(title: str, description: str, marks, readout: str) -> Markup:
@@ -102,9 +100,8 @@ def _curve(line: Line, px, py) -> Markup:
     points = "L".join(f"{x:.1f} {y:.1f}" for x, y in zip(xs, ys, strict=True))
     marks.append(tag("path", d=f"M{points}", class_=f"line {class_}"))
   if line.dots or len(xs) == 1:
-    marks += [
-      tag("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=3.2, class_=f"dot {class_}") for x, y in zip(xs, ys, strict=True)
-    ]
+    places = [(f"{x:.1f}", f"{y:.1f}") for x, y in zip(xs, ys, strict=True)]
+    marks += [tag("circle", cx=x, cy=y, r=3.2, class_=f"dot {class_}") for x, y in places]
   return join(marks)
 
 
@@ -138,24 +135,21 @@ def _in_words(line: Line) -> str:
   return f"{line.name}: from {number(float(line.y[first]))} to {number(float(line.y[last]))}"
 
 
-def _readout(lines: list[Line], px, x_label: str, unit: str) -> str:
-  """JSON for the page's script: where each value lies and what it says. One entry per distinct x."""
-  xs = sorted({float(x) for line in lines for x in line.x})
-  at = {x: [] for x in xs}
+def _readout(lines: list[Line], px, x_label: str) -> str:
+  """JSON for the page's script: one entry of position and values per distinct x."""
+  at = {x: [] for x in sorted({float(x) for line in lines for x in line.x})}
   for line in lines:
     for x, y in zip(line.x, line.y, strict=True):
       if np.isfinite(y):
-        at[float(x)].append(f"{line.name} {number(float(y))}{unit}")
-  entries = [[round(float(px(x)), 1), f"{x_label} {int(x)}", *at[x]] for x in xs if at[x]]
+        at[float(x)].append(f"{line.name} {number(float(y))}")
+  entries = [[round(float(px(x)), 1), f"{x_label} {int(x)}", *values] for x, values in at.items() if values]
   return json.dumps(entries, ensure_ascii=False, separators=(",", ":"))
 
 
 def bar(value: float, half_width: float, low: float, high: float, *, start: float = 0.0, color: str = "") -> Markup:
   """A small horizontal bar from `start` to start + value on the scale [low, high], with its 95 % interval.
 
-  color: a class of the style sheet; empty = by sign.
-
-  It stands in a table whose cells say the same in numbers, so it is hidden from screen readers.
+  color: a class of the style sheet; empty = by sign. Screen readers skip it: the table's cells hold the same numbers.
   """
   width, height = 220, 18
   span = (high - low) or 1.0
@@ -176,12 +170,7 @@ def bar(value: float, half_width: float, low: float, high: float, *, start: floa
 
 
 def bar_range(values, half_widths) -> tuple[float, float]:
-  """A scale for `bar` that holds zero and all intervals."""
-  low, high = [0.0], [0.0]
-  for value, half_width in zip(values, half_widths, strict=True):
-    if not np.isfinite(value):
-      continue
-    wide = half_width if np.isfinite(half_width) else 0.0
-    low.append(value - wide)
-    high.append(value + wide)
-  return min(low), max(high)
+  """The scale for `bar` that includes zero and all intervals."""
+  values, half_widths = np.asarray(values), np.nan_to_num(half_widths, posinf=0.0)
+  ends = np.concatenate([[0.0], values - half_widths, values + half_widths])
+  return float(np.nanmin(ends)), float(np.nanmax(ends))

@@ -1,4 +1,4 @@
-"""The page: headline, tiles, one panel per validation set, facts of the run."""
+"""The report page: headline, tiles, one panel per validation set, facts of the run."""
 
 import importlib.resources
 
@@ -10,36 +10,33 @@ from maxghost.attribution.html.charts import NUM_COLORS, Line, line_chart
 from maxghost.attribution.html.markup import Markup, join, tag
 from maxghost.attribution.metrics import Series, thin
 from maxghost.attribution.numbers import compact, integer, number, percent
-from maxghost.attribution.report_text import headline, lead, ledger_sentence
+from maxghost.attribution.report_text import headline, lead, ledger_sentence, plus_minus
 from maxghost.attribution.summary import SetSummary, Summary
 
 CURVE_POINTS = 240
 SHOWN_SAMPLES = 8
+DOMAIN_NOTE = (
+  "Predicted drop of the {} validation loss due to the examples of each domain. Lines on the bars are 95 % intervals "
+  "over blocks of steps. Of average: relative to the same share of the same steps, because early steps move the loss "
+  "most."
+)
 
 
 def render(summary: Summary, live_version: str = "") -> str:
-  """The whole page as HTML text. live_version: of the live view, whose page loads itself again when it changes."""
+  """The whole page as HTML. live_version: of the live view; its page reloads when the version changes."""
   first = summary.sets[0]
   panels = [_panel(summary, k) for k in range(len(summary.sets))]
+  title = [tag("p", f"maxghost report · {summary.name}", class_="eyebrow"), tag("h1", headline(first))]
+  opening = [tag("p", lead(first), class_="lead"), _messages(summary.messages), _tiles(summary)]
+  note = (
+    f"Scores from {summary.run_dir}; query them with: maxghost scores {summary.run_dir} --by domain. A contribution is "
+    "a first-order prediction for this run and this validation set, not a statement about what another run would have "
+    "done without the document."
+  )
   body = [
-    tag(
-      "header",
-      tag("p", f"maxghost report · {summary.name}", class_="eyebrow"),
-      tag("h1", headline(first)),
-      tag("p", lead(first), class_="lead"),
-      _messages(summary.messages),
-      _tiles(summary),
-    ),
-    tag("main", _tabs(summary), *panels, _samples(summary), _health_of_run(summary)),
-    tag(
-      "footer",
-      tag(
-        "p",
-        f"Scores from {summary.run_dir}; query them with: maxghost scores {summary.run_dir} --by domain. "
-        "A contribution is a first-order prediction for this run and this validation set; it is not a "
-        "statement about what another run would have done without the document.",
-      ),
-    ),
+    tag("header", *title, *opening),
+    tag("main", _tabs(summary), *panels, _samples(summary), _facts(summary)),
+    tag("footer", tag("p", note)),
     _script(),
   ]
   return _document(f"{summary.name} · maxghost report", body, live_version)
@@ -72,15 +69,14 @@ def _asset(name: str) -> str:
 def _messages(messages: list[str]) -> Markup | None:
   if not messages:
     return None
-  return tag(
-    "div", tag("b", "Please note"), tag("ul", *[tag("li", text) for text in messages]), class_="messages", role="note"
-  )
+  items = tag("ul", *[tag("li", text) for text in messages])
+  return tag("div", tag("b", "Please note"), items, class_="messages", role="note")
 
 
 def _tiles(summary: Summary) -> Markup:
   first = summary.sets[0]
   ledger = first.ledger
-  tiles = []  # label, value, small print
+  tiles = []  # (label, value, small print)
   if len(first.val_loss):
     change = f"{number(first.val_loss.values[0])} → {number(first.val_loss.values[-1])}"
     tiles.append((f"Validation loss ({first.name})", change, "nats per token, first and last scored step"))
@@ -89,7 +85,7 @@ def _tiles(summary: Summary) -> Markup:
     tiles.append(("Predicted of measured drop", percent(ledger.predicted / ledger.actual), of))
   if first.domains:
     best = first.domains[0]
-    worth = number(best.per_million, plus=True) + tables.plus_minus(best.per_million_half_width)
+    worth = number(best.per_million, plus=True) + plus_minus(best.per_million_half_width)
     tiles.append(("Best domain per token", best.domain, f"{worth} nats per million tokens"))
   documents = f"{compact(summary.num_documents)} documents in {integer(summary.num_steps)} steps"
   tiles.append(("Scored", f"{compact(summary.num_tokens)} tokens", documents))
@@ -117,13 +113,7 @@ def _panel(summary: Summary, k: int) -> Markup:
   sections = [
     *opening,
     tag("h2", "What each domain was worth"),
-    tag(
-      "p",
-      f"Predicted fall of the {part.name} validation loss by the examples of each domain. "
-      "Lines at the bars are 95 % intervals over blocks of steps. Of average: compared with the same share of the "
-      "same steps, because early steps move the loss most.",
-      class_="note",
-    ),
+    tag("p", DOMAIN_NOTE.format(part.name), class_="note"),
     tables.domain_table(part.domains, colors),
     _curves(summary, part, colors),
     tag("h2", "Where the drop came from"),
@@ -154,9 +144,9 @@ def _curves(summary: Summary, part: SetSummary, colors: dict[str, int]) -> Marku
   cumulative, value = _domain_lines(part, colors)
   charts = (
     ("Loss", "Loss", losses, "nats per token"),
-    ("Contribution added up", "Cumulative contribution per domain", cumulative, "nats"),
-    ("Is a domain still paying for its tokens?", "Value of a domain over time", value, "nats per million tokens"),
-    ("Predicted and measured drop, added up", "Predicted and measured drop", _drop_lines(part), "nats per token"),
+    ("Cumulative contribution", "Cumulative contribution per domain", cumulative, "nats"),
+    ("Value of a domain over time", "Value of a domain over time", value, "nats per million tokens"),
+    ("Cumulative predicted and measured drop", "Predicted and measured drop", _drop_lines(part), "nats per token"),
   )
   drawn = [
     tag("div", tag("h3", head), line_chart(lines, title=title, x_label="step", y_label=unit, zero=lines is not losses))
@@ -176,7 +166,7 @@ def _drop_lines(part: SetSummary) -> list[Line]:
 
 
 def _domain_lines(part: SetSummary, colors: dict[str, int]) -> tuple[list[Line], list[Line]]:
-  """Cumulative contribution, and value per million tokens over blocks; domains without a colour are taken together."""
+  """(cumulative contribution, value per million tokens over blocks); domains without a colour share one line."""
   groups = [
     (name, [d for d, other in enumerate(part.curve_domains) if other == name], color)
     for name, color in sorted(colors.items(), key=lambda item: item[1])
@@ -199,7 +189,7 @@ def _domain_lines(part: SetSummary, colors: dict[str, int]) -> tuple[list[Line],
 def _documents(part: SetSummary, colors: dict[str, int]) -> list[Markup]:
   parts = [
     tag("h2", "Documents that helped most"),
-    tag("p", "By their whole contribution; click a text to open it.", class_="note"),
+    tag("p", "By total contribution; click a text to open it.", class_="note"),
     *tables.document_tables(part.top, colors),
   ]
   if part.bottom:
@@ -210,13 +200,9 @@ def _documents(part: SetSummary, colors: dict[str, int]) -> list[Markup]:
 def _heat(part: SetSummary) -> list[Markup]:
   if part.heat_map is None or not len(part.heat_map.domains):
     return []
-  return [
-    tag("h2", "Which layers learned from which domain"),
-    tag(
-      "p", "Nats per million tokens of the domain; blue lowers the validation loss, orange raises it.", class_="note"
-    ),
-    tables.heat_table(part.heat_map),
-  ]
+  words = "Nats per million tokens of the domain; blue lowers the validation loss, orange raises it."
+  heat = tables.heat_table(part.heat_map)
+  return [tag("h2", "Which layers learned from which domain"), tag("p", words, class_="note"), heat]
 
 
 def _health(summary: Summary, k: int) -> list[Markup]:
@@ -226,42 +212,35 @@ def _health(summary: Summary, k: int) -> list[Markup]:
     words = "Passes over the data: 100\u202f% means worth as much as the domain's average at that point of the run."
     parts += [tag("p", words, class_="note"), tables.pass_table(summary, k)]
   else:
-    parts.append(tag("p", "Nothing was trained on twice: the run stayed within its first pass over the data."))
+    parts.append(tag("p", "No document was trained on twice: the run did not go beyond its first pass over the data."))
   copies = summary.health.duplicates
   if copies is None:
-    parts.append(tag("p", "Duplicates were not looked for: the texts are not at hand or are too many.", class_="note"))
+    words = "There was no search for duplicates: the texts are not available, or there are too many."
+    parts.append(tag("p", words, class_="note"))
   elif not copies.num_texts:
     parts.append(tag("p", "No two scored documents have the same text."))
   else:
     worth = number(float(copies.contribution_K[k]), plus=True)
-    parts.append(
-      tag(
-        "p",
-        f"{integer(copies.num_texts)} texts occur under {integer(copies.num_documents)} ids. "
-        f"{compact(copies.extra_tokens)} of {compact(copies.tokens)} tokens on them went to further copies; "
-        f"all copies together contributed {worth} nats.",
-      )
+    words = (
+      f"{integer(copies.num_texts)} texts occur under {integer(copies.num_documents)} ids. "
+      f"{compact(copies.extra_tokens)} of their {compact(copies.tokens)} tokens were further copies; "
+      f"all copies together contributed {worth} nats."
     )
-    parts.append(
-      tag("details", tag("summary", "Show the largest"), tables.duplicate_list(copies.examples), class_="more")
-    )
+    largest = tables.duplicate_list(copies.examples)
+    parts += [tag("p", words), tag("details", tag("summary", "Show the largest"), largest, class_="more")]
   return parts
 
 
 def _samples(summary: Summary) -> Markup | None:
   if not summary.samples:
     return None
+  note = tag("p", "The same prompt and random draws each time; the newest text is last.", class_="note")
   last = summary.samples[-SHOWN_SAMPLES:]
-  return join(
-    [
-      tag("h2", "What the model wrote"),
-      tag("p", "The same prompt and the same random draws each time; the newest text last.", class_="note"),
-      tag("ul", *[tag("li", tag("b", f"step {integer(step)}"), " ", text) for step, text in last]),
-    ]
-  )
+  items = [tag("li", tag("b", f"step {integer(step)}"), " ", text) for step, text in last]
+  return join([tag("h2", "What the model wrote"), note, tag("ul", *items)])
 
 
-def _health_of_run(summary: Summary) -> Markup:
+def _facts(summary: Summary) -> Markup:
   facts = {
     "score rows": integer(summary.num_rows),
     "scored documents": integer(summary.num_documents),
@@ -270,7 +249,6 @@ def _health_of_run(summary: Summary) -> Markup:
   }
   parts = [tag("h2", "The run"), tables.facts(facts)]
   if summary.config:
-    parts.append(
-      tag("details", tag("summary", "Show the whole configuration"), tables.facts(summary.config), class_="more")
-    )
+    keys = tables.facts(summary.config)
+    parts.append(tag("details", tag("summary", "Show the whole configuration"), keys, class_="more"))
   return join(parts)

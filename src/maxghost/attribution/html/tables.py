@@ -5,7 +5,7 @@ import numpy as np
 from maxghost.attribution.html.charts import NUM_COLORS, bar, bar_range
 from maxghost.attribution.html.markup import Markup, tag
 from maxghost.attribution.numbers import compact, integer, number, percent
-from maxghost.attribution.report_text import ledger_label, shown_columns
+from maxghost.attribution.report_text import ledger_label, plus_minus, shown_columns
 from maxghost.attribution.summary import HeatMap, Ledger, SetSummary, Value
 from maxghost.attribution.texts import SNIPPET_BYTES, snippet
 from maxghost.attribution.token_values import Marked
@@ -15,18 +15,14 @@ OPEN_DOCUMENTS = 10
 MARK_LEVELS = 4  # shades of a token's value; style.css has one rule for each
 
 
-def _table(head: list, rows: list, caption: str | None = None, class_: str | None = None) -> Markup:
-  body = [tag("caption", caption)] if caption else []
-  return tag(
-    "div", tag("table", *body, tag("thead", tag("tr", *head)), tag("tbody", *rows), class_=class_), class_="scroll"
-  )
+def _table(head: list, rows: list, class_: str | None = None) -> Markup:
+  table = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows), class_=class_)
+  return tag("div", table, class_="scroll")
 
 
 def _head(*names: str) -> list[Markup]:
-  """Column heads; a leading > means a column of numbers."""
-  return [
-    tag("th", name.removeprefix(">"), scope="col", class_="num" if name.startswith(">") else None) for name in names
-  ]
+  """Column heads; a leading > marks a column of numbers."""
+  return [tag("th", n.removeprefix(">"), scope="col", class_="num" if n.startswith(">") else None) for n in names]
 
 
 def _num(text, small: str = "") -> Markup:
@@ -37,8 +33,13 @@ def _row(label, *cells, class_: str | None = None) -> Markup:
   return tag("tr", tag("th", label, scope="row"), *cells, class_=class_)
 
 
-def plus_minus(half_width: float) -> str:
-  return f" ± {number(half_width, 2)}" if np.isfinite(half_width) else ""
+def _swatch(domain: str, colors: dict[str, int]) -> Markup:
+  return tag("span", class_=f"swatch c{colors.get(domain, NUM_COLORS - 1)}", aria_hidden="true")
+
+
+def _details(text: bytes, *content) -> Markup:
+  """A snippet of the text that opens the content on a click."""
+  return tag("details", tag("summary", snippet(text, 140) or "(no visible characters)"), *content)
 
 
 def domain_table(values: list[Value], colors: dict[str, int]) -> Markup:
@@ -49,10 +50,9 @@ def domain_table(values: list[Value], colors: dict[str, int]) -> Markup:
   rows = []
   for value in shown:
     color = f"c{colors.get(value.domain, NUM_COLORS - 1)}"
-    swatch = tag("span", class_=f"swatch {color}", aria_hidden="true")
     rows.append(
       _row(
-        [swatch, value.domain],
+        [_swatch(value.domain, colors), value.domain],
         tag("td", bar(value.per_million, value.per_million_half_width, low, high, color=color), class_="bar-td"),
         _num(number(value.per_million, plus=True), plus_minus(value.per_million_half_width)),
         _num(number(value.contribution, plus=True), plus_minus(value.half_width)),
@@ -65,12 +65,12 @@ def domain_table(values: list[Value], colors: dict[str, int]) -> Markup:
     rest, empty = values[SHOWN_DOMAINS:], tag("td")
     sums = _num(number(sum(v.contribution for v in rest), plus=True)), _num(compact(sum(v.tokens for v in rest)))
     rows.append(_row(f"{len(rest)} more", empty, empty, *sums, empty, empty))
-  head = _head("Domain", "", ">Nats per million tokens", ">Nats in all", ">Tokens", ">Of average", ">Training loss")
+  head = _head("Domain", "", ">Nats per million tokens", ">Total nats", ">Tokens", ">Of average", ">Training loss")
   return _table(head, rows)
 
 
 def ledger_table(ledger: Ledger) -> Markup:
-  """The columns as a cascade that ends at the prediction, then the measured drop and the rest."""
+  """A waterfall of the columns up to the predicted drop, then the measured drop and the rest."""
   columns = shown_columns(ledger)
   starts = np.cumsum([0.0, *(value for _, value in columns)])
   extremes = [*starts, ledger.predicted, ledger.actual or 0.0]
@@ -97,37 +97,30 @@ def ledger_table(ledger: Ledger) -> Markup:
 
 
 def document_tables(values: list[Value], colors: dict[str, int]) -> list[Markup]:
-  """Documents with their value; the text opens on a click, and so do the documents after the first ten."""
+  """Documents with their value; a click opens a text, and the documents after the first ten."""
   tables = [_document_table(values[:OPEN_DOCUMENTS], colors, 1)]
-  if len(values) > OPEN_DOCUMENTS:
-    words = tag("summary", f"Show {len(values) - OPEN_DOCUMENTS} more")
-    tables.append(
-      tag("details", words, _document_table(values[OPEN_DOCUMENTS:], colors, OPEN_DOCUMENTS + 1), class_="more")
-    )
+  if more := values[OPEN_DOCUMENTS:]:
+    table = _document_table(more, colors, OPEN_DOCUMENTS + 1)
+    tables.append(tag("details", tag("summary", f"Show {len(more)} more"), table, class_="more"))
   return tables
 
 
 def _document_table(values: list[Value], colors: dict[str, int], first_rank: int) -> Markup:
   rows = []
   for rank, value in enumerate(values, first_rank):
-    swatch = tag("span", class_=f"swatch c{colors.get(value.domain, NUM_COLORS - 1)}", aria_hidden="true")
     place = f"{value.domain} · {value.path}{f' @ {integer(value.offset)}' if value.offset else ''}"
     if value.marked is not None:
       text = _marked_text(value, value.marked)
     elif value.text is None:
-      text = tag("span", "text not at hand", class_="muted")
+      text = tag("span", "text not available", class_="muted")
     else:
       cut = "\n…" if len(value.text) == SNIPPET_BYTES else ""
-      text = tag(
-        "details",
-        tag("summary", snippet(value.text, 140) or "(no visible characters)"),
-        tag("pre", value.text.decode("utf-8", "replace") + cut),
-      )
+      text = _details(value.text, tag("pre", value.text.decode("utf-8", "replace") + cut))
     rows.append(
       tag(
         "tr",
         tag("td", rank, class_="num muted"),
-        tag("td", tag("span", swatch, place, class_="where"), text, class_="doc"),
+        tag("td", tag("span", _swatch(value.domain, colors), place, class_="where"), text, class_="doc"),
         _num(number(value.contribution, plus=True), plus_minus(value.half_width)),
         _num(number(value.per_million, plus=True)),
         _num(compact(value.tokens)),
@@ -135,12 +128,12 @@ def _document_table(values: list[Value], colors: dict[str, int], first_rank: int
         _num(number(value.loss)),
       )
     )
-  head = _head(">", "Document", ">Nats in all", ">Per million tokens", ">Tokens", ">Chunks", ">Training loss")
+  head = _head(">", "Document", ">Total nats", ">Per million tokens", ">Tokens", ">Chunks", ">Training loss")
   return _table(head, rows)
 
 
 def _marked_text(value: Value, marked: Marked) -> Markup:
-  """The text of one exposure, every piece coloured by its part of the contribution."""
+  """The text of one exposure; the colour of each piece shows its contribution."""
   largest = float(np.abs(marked.values).max()) or 1.0
   levels = np.sign(marked.values) * np.ceil(np.abs(marked.values) / largest * MARK_LEVELS - 0.5)
   spans, start = [], 0
@@ -154,16 +147,11 @@ def _marked_text(value: Value, marked: Marked) -> Markup:
   total = number(float(marked.values.sum()), plus=True)
   words = f"step {integer(marked.step)}: {total} nats; blue lowers the validation loss, orange raises it"
   first = value.text if value.text is not None else "".join(marked.pieces).encode()
-  return tag(
-    "details",
-    tag("summary", snippet(first, 140) or "(no visible characters)"),
-    tag("p", words, class_="note"),
-    tag("pre", *spans),
-  )
+  return _details(first, tag("p", words, class_="note"), tag("pre", *spans))
 
 
 def heat_table(heat: HeatMap) -> Markup:
-  """Cells coloured by sign and size; every cell also says its number."""
+  """Numbers in cells coloured by sign and size."""
   largest = float(np.nanmax(np.abs(heat.value_RD))) or 1.0
   rows = []
   for name, value_D in zip(heat.rows, heat.value_RD, strict=True):
@@ -178,7 +166,7 @@ def heat_table(heat: HeatMap) -> Markup:
 
 
 def pass_table(summary, k: int) -> Markup:
-  """Value of the first, second, ... pass over the data beside the average of the domain at that time."""
+  """The value of each pass over the data, and its ratio to the domain's average at that time."""
   table = summary.health.passes
   rows = []
   for e in np.flatnonzero(table.rows):
@@ -197,14 +185,10 @@ def pass_table(summary, k: int) -> Markup:
 
 
 def duplicate_list(examples: list) -> Markup:
-  items = [
-    tag(
-      "li",
-      " = ".join(f"{domain} · {path}{f' @ {offset}' if offset else ''}" for domain, path, offset in keys[:4]),
-      f" and {len(keys) - 4} more" if len(keys) > 4 else None,
-    )
-    for keys in examples
-  ]
+  items = []
+  for keys in examples:
+    shown = " = ".join(f"{domain} · {path}{f' @ {offset}' if offset else ''}" for domain, path, offset in keys[:4])
+    items.append(tag("li", shown, f" and {len(keys) - 4} more" if len(keys) > 4 else None))
   return tag("ul", *items)
 
 
@@ -213,6 +197,6 @@ def facts(pairs: dict[str, str]) -> Markup:
 
 
 def palette(summary: SetSummary) -> dict[str, int]:
-  """Colour numbers of the domains with the largest total value; the others share the last colour."""
+  """Colours of the domains with the largest absolute contributions; the others share the last colour."""
   order = sorted(summary.domains, key=lambda value: -abs(value.contribution))
   return {value.domain: i for i, value in enumerate(order[: NUM_COLORS - 1])}
