@@ -2,9 +2,16 @@
 
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
+
+from maxghost.checkpoint.layouts import LINEN, NNX, ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts_layers import LayerReader
+from maxghost.checkpoint.layouts_store import nested, tree_from_memory
+from maxghost.interop.convert import read_block, with_key_type
+from maxghost.interop.convert_plan import Target, make_plan
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "maxtext"
 REAL = ("linen_scanned", "linen_unscanned", "nnx_scanned", "nnx_unscanned", "linen_moe_scanned", "nnx_muon_scanned")
@@ -24,6 +31,21 @@ def save(folder: Path, tree, **custom_metadata) -> Path:
   with ocp.PyTreeCheckpointer(use_ocdbt=True, use_zarr3=True) as checkpointer:
     checkpointer.save(folder, tree, custom_metadata=custom_metadata or None)
   return folder
+
+
+def convert_tree(tree: Any, to: str = "", *, read: ReadOptions | None = None, **wishes: Any) -> dict:
+  """A tree in memory (dicts, lists, tuples, optax NamedTuples, nnx.State) in layout `to`, as nested dicts and lists.
+
+  Random keys come back as typed keys where they went in as such.
+  """
+  checkpoint = read_checkpoint(tree_from_memory(tree), read)
+  plan = make_plan(checkpoint, Target(to or (NNX if checkpoint.layout == LINEN else LINEN), **wishes))
+  empties = {"Dict": dict, "List": list, "Tuple": tuple}
+  flat: dict[tuple, Any] = {path: empties.get(empty.kind, lambda: None)() for path, empty in plan.empties}
+  reader = LayerReader(1 << 31)
+  for leaf in plan.leaves:
+    flat[leaf.path] = with_key_type(read_block(reader, leaf), leaf.key_impl)
+  return nested(flat)
 
 
 def orbax_leaves(folder: Path) -> dict[tuple, np.ndarray | None]:

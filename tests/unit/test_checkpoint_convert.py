@@ -6,14 +6,26 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from checkpoint_convert_trees import FIXTURES, REAL, L, linen, nnx, orbax_leaves, same_bytes, save, unpack, wrap
+from checkpoint_convert_trees import (
+  FIXTURES,
+  REAL,
+  L,
+  convert_tree,
+  linen,
+  nnx,
+  orbax_leaves,
+  same_bytes,
+  save,
+  unpack,
+  wrap,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxghost.checkpoint.layouts import ReadOptions
 from maxghost.checkpoint.layouts_store import open_tree
 from maxghost.interop import convert as convert_module
-from maxghost.interop.convert import convert, convert_tree
+from maxghost.interop.convert import convert
 
 
 def silent(_):

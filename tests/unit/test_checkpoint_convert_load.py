@@ -12,7 +12,7 @@ from maxghost import config, load_model, models
 from maxghost.checkpoint.compare import compare_checkpoints
 from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.interop.convert import convert
-from maxghost.interop.linen_scaling import main, rescale_checkpoint, rescale_queries
+from maxghost.interop.linen_scaling import main, rescale_checkpoint, rescale_leaf
 from maxghost.interop.load_tree import load_tree
 from maxghost.optimizers import make_optimizer
 from maxghost.training.resume import from_tree, to_tree
@@ -139,9 +139,9 @@ def test_query_leaves_are_rescaled_by_the_power_of_the_gradient(tmp_path):
 
   np.testing.assert_array_equal(at(scaled, query), 2 * at(plain, query))
   moments = [(("optimizer", "opt_state", "0", m, *query), np.float32([8.0])) for m in ("mu", "nu", "trace")]
-  got = [float(x[0]) for _, x in rescale_queries(moments, 4)]
+  got = [float(rescale_leaf(*moment, 4, "maxghost")[0]) for moment in moments]
   assert got == [8 / 2, 8 / 4, 8 / 2]
-  assert [float(x[0]) for _, x in rescale_queries(moments, 4, "maxtext")] == [16, 32, 16]
+  assert [float(rescale_leaf(*moment, 4, "maxtext")[0]) for moment in moments] == [16, 32, 16]
 
 
 def test_load_names_what_does_not_fit(tmp_path):
@@ -188,4 +188,4 @@ def test_rescaling_a_checkpoint_and_back(tmp_path, capsys):
 def test_rescaling_refuses_state_of_unknown_meaning():
   path = ("optimizer", "opt_state", "0", "wobble", "decoder", "layers_0", "self_attention", "query", "kernel")
   with pytest.raises(LayoutError, match=r"wobble.*not known how this state scales"):
-    list(rescale_queries([(path, np.ones(2))], 16))
+    rescale_leaf(path, np.ones(2), 16, "maxghost")

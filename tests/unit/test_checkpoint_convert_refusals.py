@@ -12,13 +12,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_convert_trees import E, L, M, Numbers, linen, model, nnx, orbax_leaves, same_bytes, save, unpack, wrap
+from checkpoint_convert_trees import (
+  E,
+  L,
+  M,
+  Numbers,
+  convert_tree,
+  linen,
+  model,
+  nnx,
+  orbax_leaves,
+  same_bytes,
+  save,
+  unpack,
+  wrap,
+)
 
 from maxghost.checkpoint.compare import compare_checkpoints
 from maxghost.checkpoint.layouts import ReadOptions
 from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.interop import convert as convert_module
-from maxghost.interop.convert import convert, convert_tree, main
+from maxghost.interop.convert import convert, main
 
 
 def silent(_):

@@ -66,7 +66,7 @@ def test_help_and_print_config_run_nothing(capsys):
   assert text.startswith("usage: maxghost train [config.yml]") and "ghost_val_refresh_steps" in text
   for argv in (["--help", "steps"], ["--help", "steps=3"], ["--help=steps"], ["-h", "steps"]):
     assert command(*argv) == (0, [])
-    assert capsys.readouterr().out.startswith("steps\n  training steps in all\n")
+    assert capsys.readouterr().out.startswith("steps\n  total training steps\n")
   assert command("steps=11", "--print_config") == (0, [])
   assert any(line.split() == ["steps:", "11", "#", "command", "line"] for line in capsys.readouterr().out.splitlines())
 

@@ -71,8 +71,8 @@ def test_the_command_trains_a_bpe_and_the_result_reads(tmp_path, capsys):
   dataset = read(out, tokenizer_type="huggingface", tokenizer_path=keys["tokenizer_path"])
   source = synthetic.load(domain_bytes=40_000)
   assert {dataset.document(n) for n in range(len(source))} == set(source.documents)
-  assert len(dataset.source.index.token_end) == len(source)
-  assert dataset.source.index.token_end[-1] < source.num_bytes / 2
+  assert len(dataset.source.columns["token_end"]) == len(source)
+  assert dataset.source.columns["token_end"][-1] < source.num_bytes / 2
 
 
 def test_damage_is_found_and_only_the_damaged_shard_redone(tmp_path, capsys):
@@ -245,9 +245,9 @@ def test_a_hundred_million_documents_cost_a_worker_no_memory(tmp_path):
     # The only pages written are those of block_first; token ends of the windows read are given by arithmetic.
     program = PROGRAM.replace(
       "before =",
-      "index = source.index\nclass Ends:\n  def __getitem__(self, at):\n"
+      "class Ends:\n  def __getitem__(self, at):\n"
       "    at = np.arange(*at.indices(len(source))) if isinstance(at, slice) else at\n    return (at + 1) * 20\n"
-      "index.token_end = Ends()\nbefore =",
+      "source.columns['token_end'] = Ends()\nbefore =",
     )
     done = subprocess.run([sys.executable, "-c", program, str(folder), "4"], capture_output=True, text=True, check=True)
     length, rows, before, after = json.loads(done.stdout)

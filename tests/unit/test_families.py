@@ -8,7 +8,7 @@ from flax import nnx
 
 from maxghost import config, load_model
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_store import tree_from_memory
+from maxghost.checkpoint.layouts_store import tree_from_memory, write_json
 from maxghost.config import ConfigError
 from maxghost.config.families import FAMILIES, SIZES, Entry, Family, HuggingFace, TensorRule, register, table
 from maxghost.interop import hf_checkpoint, huggingface, huggingface_config, safetensors_files
@@ -87,7 +87,7 @@ def test_a_folder_goes_in_and_out_bit_by_bit(cfg, tmp_path):
   safetensors_files.write_tensors(tmp_path / "folder", huggingface.planned_tensors(checkpoint, cfg.model), 1 << 30)
   content = huggingface_config.config_json(cfg.model, "float32", 64, {})
   assert (content["model_type"], content["eps"], content["activation"]) == ("toy_lm", 3e-3, "swiglu")
-  huggingface.write_json(tmp_path / "folder" / "config.json", content)
+  write_json(tmp_path / "folder" / "config.json", content)
 
   tensors = safetensors.numpy.load_file(tmp_path / "folder" / "model.safetensors")
   assert len(tensors) == 3 + 3 * 7

@@ -11,7 +11,7 @@ from flax import nnx
 from maxghost import config, generate, load_model, train
 from maxghost.attribution.metrics import read_samples
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_store import tree_from_memory
+from maxghost.checkpoint.layouts_store import tree_from_memory, write_json
 from maxghost.data.tokenizers import ByteTokenizer
 from maxghost.generation import Generator
 from maxghost.interop import hf_checkpoint, huggingface, huggingface_config, safetensors_files
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
   checkpoint = read_checkpoint(tree_from_memory(tree), ReadOptions(layout=MAXGHOST, scan_axis=0))
   tensors = huggingface.planned_tensors(checkpoint, cfg.model)
   safetensors_files.write_tensors(path, tensors, 1 << 30)
-  huggingface.write_json(path / "config.json", huggingface_config.config_json(cfg.model, "float32", 64, {}))
+  write_json(path / "config.json", huggingface_config.config_json(cfg.model, "float32", 64, {}))
   config.save(cfg, path / "byte.yml")
   return path
 

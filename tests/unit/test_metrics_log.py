@@ -268,6 +268,7 @@ class Rows:
   document_BS = np.array([[4, 9, -1], [5, 4, 6]])
   offset_BS = np.array([[10, 20, -1], [30, 40, 50]])
   epoch_B = np.array([0, 1])
+  unit_BS = None
 
 
 def rows_outputs(num_sets=2):

@@ -276,7 +276,7 @@ def test_remat_scan_keeps_boundaries_only():
 
   def loss(params):
     blocks = nnx.merge(graphdef, params, rest, copy=True)
-    return jnp.sum(models.remat_scan(lambda x, b: b(x), segment_length=2)(X_BD, blocks))
+    return jnp.sum(models.remat_scan(lambda x, b: b(x), segment_lengths=(2,))(X_BD, blocks))
 
   forward = next(scans(jax.make_jaxpr(jax.grad(loss))(params)))
   carries = [v for v in forward.outvars[tiny.num_carried(forward) :] if v.aval.shape == (2, *X_BD.shape)]
@@ -304,7 +304,7 @@ def test_remat_scan_axes():
   axes = nnx.StateAxes({nnx.Param: 1, nnx.BatchStat: None, ...: nnx.Carry})
   scales = jnp.linspace(0.5, 2.0, 4)
 
-  @models.remat_scan(segment_length=2, in_axes=(axes, nnx.Carry, 0, None), out_axes=(nnx.Carry, 1))
+  @models.remat_scan(segment_lengths=(2,), in_axes=(axes, nnx.Carry, 0, None), out_axes=(nnx.Carry, 1))
   def forward(module, x, scale, factor):
     return module(x, scale * factor)
 
@@ -324,7 +324,7 @@ def test_remat_scan_splits_rng_streams():
   rngs = nnx.Rngs(dropout=3)
 
   @nnx.split_rngs(splits=6)
-  @models.remat_scan(segment_length=3, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+  @models.remat_scan(segment_lengths=(3,), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
   def draw(x, rngs):
     noise = jax.random.normal(rngs.dropout())
     return x + noise, noise
@@ -339,16 +339,14 @@ def test_remat_scan_refuses_what_it_cannot_do():
   step = lambda x, m: m(x, 1.0)[0]  # noqa: E731
   axes = nnx.StateAxes({nnx.Param: 1, ...: None})
   with pytest.raises(ValueError, match=r"calls \(Variable\) has axis None in remat_scan, but the layer changes it"):
-    models.remat_scan(step, segment_length=2, in_axes=(nnx.Carry, axes))(X_BD, module)
+    models.remat_scan(step, segment_lengths=(2,), in_axes=(nnx.Carry, axes))(X_BD, module)
   with pytest.raises(ValueError, match="a segment of 3 layers does not divide 4 layers; use one of 1, 2, 4"):
-    models.remat_scan(lambda x, b: b(x), segment_length=3)(X_BD, make_blocks())
-  with pytest.raises(ValueError, match="give one of them"):
-    models.remat_scan(step, segment_length=2, segment_lengths=(4, 2))
+    models.remat_scan(lambda x, b: b(x), segment_lengths=(3,))(X_BD, make_blocks())
   with pytest.raises(ValueError, match=r"have \[4, 6\] layers"):
-    models.remat_scan(lambda x, a, b: x, segment_length=2, in_axes=(nnx.Carry, 0, 0))(0.0, jnp.ones(4), jnp.ones(6))
+    models.remat_scan(lambda x, a, b: x, segment_lengths=(2,), in_axes=(nnx.Carry, 0, 0))(0.0, jnp.ones(4), jnp.ones(6))
   with pytest.raises(ValueError, match="have no layers"):
-    models.remat_scan(lambda x: x, segment_length=2, in_axes=(nnx.Carry,))(0.0)
+    models.remat_scan(lambda x: x, segment_lengths=(2,), in_axes=(nnx.Carry,))(0.0)
   with pytest.raises(ValueError, match="has several"):
     models.remat_scan(lambda x, y: x, in_axes=(nnx.Carry, nnx.Carry))(0.0, 0.0)
   with pytest.raises(ValueError, match="1 arguments, but in_axes has 2 entries"):
-    models.remat_scan(step, segment_length=2)(X_BD)
+    models.remat_scan(step, segment_lengths=(2,))(X_BD)

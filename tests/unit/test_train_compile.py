@@ -61,7 +61,7 @@ def test_it_prints_what_a_step_is_made_of_needs_and_moves(compiled):
     rf"number parameters: 0.000 billion \({count:,}\)",
     r"compiled in \d+\.\d s",
     "memory of one device:",
-    r"  in all +\d+\.\d{3} GB",
+    r"  total +\d+\.\d{3} GB",
     r"FLOPs per token: \d+\.\d+ G by shapes; XLA counts \d+\.\d+ G",
     "collectives of a step, on each device:",
     r"  all-gather +over fsdp +\d+ times +\d+\.\d MB",

@@ -39,7 +39,7 @@ class ToyState(nnx.Module):
 
 
 class ToyBatch(SimpleNamespace):
-  pass
+  unit_BS = None
 
 
 class ToyIterator:

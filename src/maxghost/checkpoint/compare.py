@@ -2,9 +2,9 @@
 
   python tools/compare_checkpoints.py A B [--params_only] [--atol X --rtol Y] [--json]
 
-Exit code 0: equal; 1: different; 2: one of them cannot be read. Both are read into the canonical form first: stacked
-equals unstacked layers, wrapped equals bare leaves, and a step of int32 one of uint32. Values are equal when their
-bytes are, or when both are NaN. Arrays are read block by block.
+Exit code 0: equal; 1: different; 2: one of them cannot be read. Both are read into the canonical form first, so stacked
+layers may equal unstacked ones, wrapped leaves bare ones, and a step of int32 one of uint32. Values are equal where
+their bytes are equal or both are NaN. Arrays are read block by block.
 """
 
 import argparse
@@ -20,8 +20,9 @@ import numpy as np
 
 from maxghost.checkpoint.layouts import LAYOUTS, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, ParamTree, Ref, blocks_of, chunk_of
-from maxghost.checkpoint.layouts_store import Opener, StoredArray, open_tree, text_of, tool
+from maxghost.checkpoint.layouts_store import Opener, StoredArray, open_tree, tool
 from maxghost.config import ConfigError
+from maxghost.config.values import slash_path
 
 ONLY_LEFT, ONLY_RIGHT, STRUCTURE = "only-left", "only-right", "structure"
 SHAPE, DTYPE, VALUE = "shape", "dtype", "value"
@@ -82,10 +83,16 @@ def compare(
   rtol: float = 0.0,
   ram_bytes: int = _RAM_BYTES,
 ) -> Comparison:
-  """Compares two canonical checkpoints. ram_bytes: host memory for arrays; large ones are compared block by block.
+  """Compares two canonical checkpoints.
 
-  rngs: random state and other non-parameters too. atol: allowed difference as a share of the largest magnitude of the
-  same array (so 1e-5 means as much for second moments as for weights); rtol: as a share of each element of `right`.
+  Args:
+    left, right: The checkpoints.
+    params_only: Whether to compare parameters alone.
+    rngs: Whether to compare random state and other non-parameters too.
+    atol: Allowed difference as a share of the largest magnitude of the array, so that 1e-5 means as much for second
+      moments as for weights.
+    rtol: Allowed difference as a share of each element of `right`.
+    ram_bytes: Host memory for arrays; larger ones are compared block by block.
   """
   result = Comparison()
   loop_state = bool(left.loop_state) and bool(right.loop_state)
@@ -108,7 +115,7 @@ def compare(
     for place in {**odd_left, **odd_right}:
       a, b = odd_left.get(place, "as in the parameters"), odd_right.get(place, "as in the parameters")
       if a != b:
-        result.rows.append(Row(f"opt_state/{text_of(place)}", STRUCTURE, a, b))
+        result.rows.append(Row(f"opt_state/{slash_path(place)}", STRUCTURE, a, b))
   if not params_only and not rngs:
     for side, checkpoint in (("left", left), ("right", right)):
       if count := len({id(ref.array) for ref in checkpoint.aux.leaves.values()}):
@@ -125,7 +132,7 @@ def _items(checkpoint: Checkpoint, params_only: bool, rngs: bool, loop_state: bo
 
   def add(prefix: str, tree: ParamTree) -> None:
     for (path, layer), ref in tree.leaves.items():
-      items.setdefault(f"{prefix}/{text_of(path)}", {})[layer] = ref
+      items.setdefault(f"{prefix}/{slash_path(path)}", {})[layer] = ref
 
   def add_one(path: str, array: StoredArray) -> None:
     items[path] = {None: Ref(array)}
@@ -134,15 +141,15 @@ def _items(checkpoint: Checkpoint, params_only: bool, rngs: bool, loop_state: bo
   if params_only:
     return items
   for place, tree in checkpoint.moments.items():
-    add(f"opt_state/{text_of(place)}", tree)
+    add(f"opt_state/{slash_path(place)}", tree)
   for path, array in checkpoint.opt_leaves.items():
-    add_one(f"opt_state/{text_of(path)}", array)
+    add_one(f"opt_state/{slash_path(path)}", array)
   if checkpoint.step is not None:
     add_one("step", checkpoint.step)
   for nodes in (checkpoint.kept | (checkpoint.loop_state if loop_state else {})).values():
     for path, node in nodes.items():
       if isinstance(node, StoredArray):
-        add_one(text_of(path), node)
+        add_one(slash_path(path), node)
   if rngs:
     add("aux", checkpoint.aux)
   return items
@@ -157,19 +164,15 @@ class _ValueComparer:
 
   def compare(self, path: str, pairs: list[tuple[int | None, Ref, Ref]], *, is_step: bool) -> None:
     """Appends at most one row per kind of difference of one logical array."""
-    comparable = []
-    for kind, of in ((SHAPE, lambda ref: ref.shape), (DTYPE, _dtype_text)):
+    bad: set[int] = set()
+    for kind, of, text in ((SHAPE, lambda ref: ref.shape, _describe), (DTYPE, _dtype_text, _dtype_text)):
       if is_step and kind == DTYPE:
         continue
       wrong = [pair for pair in pairs if of(pair[1]) != of(pair[2])]
       if wrong:
         layers = [layer for layer, _, _ in wrong if layer is not None]
-        a, b = (_describe(wrong[0][1]), _describe(wrong[0][2]))
-        if kind == DTYPE:
-          a, b = _dtype_text(wrong[0][1]), _dtype_text(wrong[0][2])
-        self._result.rows.append(Row(path, kind, a, b, layers))
-      comparable.append({id(pair[1]) for pair in wrong})
-    bad = set().union(*comparable)
+        self._result.rows.append(Row(path, kind, text(wrong[0][1]), text(wrong[0][2]), layers))
+      bad |= {id(pair[1]) for pair in wrong}
     row: Row | None = None
     good = [pair for pair in pairs if id(pair[1]) not in bad]
     scale = self._scale(good) if self._atol else 0.0

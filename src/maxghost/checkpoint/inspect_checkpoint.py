@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_store import Empty, LayoutError, Opener, RawTree, StoredArray, open_tree, text_of, tool
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, Opener, RawTree, StoredArray, open_tree, tool
+from maxghost.config.values import slash_path
 
 
 def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, An
 
 
 def _leaf(path: tuple, node: Any) -> dict[str, Any]:
-  leaf: dict[str, Any] = {"path": text_of(path), "shape": None, "dtype": "text", "bytes": 0}
+  leaf: dict[str, Any] = {"path": slash_path(path), "shape": None, "dtype": "text", "bytes": 0}
   if isinstance(node, Empty):
     leaf["dtype"] = node.kind
   if isinstance(node, StoredArray):
@@ -44,10 +45,10 @@ def _about(raw: RawTree) -> dict[str, Any]:
     "wrapped": checkpoint.wrapped,
     "scan_axis": checkpoint.scan_axis,
     "containers": {
-      text_of(c.path): {"form": c.form, "layers": c.num_layers} for c in checkpoint.params.containers.values()
+      slash_path(c.path): {"form": c.form, "layers": c.num_layers} for c in checkpoint.params.containers.values()
     },
     "parameters": checkpoint.num_params(),
-    "moments": ["opt_state/" + text_of(place) for place in checkpoint.moments],
+    "moments": ["opt_state/" + slash_path(place) for place in checkpoint.moments],
     "step": None if checkpoint.step is None else int(checkpoint.step.read(None)),
     "loop_state": sorted(checkpoint.loop_state),
     "unknown_keys": sorted(checkpoint.kept),

@@ -1,4 +1,4 @@
-"""One canonical checkpoint for every layout: what it is, and how each layout is read into it.
+"""`Checkpoint`, the canonical form of a checkpoint, and how each layout is read into it.
 
 Layouts (docs/checkpoints.md has the tables):
   linen     params/params/..., opt_state (a list with holes), step; NNX runs of MaxText add nnx_aux
@@ -6,7 +6,7 @@ Layouts (docs/checkpoints.md has the tables):
   nnx_old   params/.../value, opt_state, step
   maxghost  as nnx, written by this trainer: bare leaves, stacked layers on dimension 0
   params    parameters alone, with or without `value`, also below `base/` or `model_params/`
-Everything downstream (writing, comparing, listing) sees `Checkpoint` and no layout.
+Writing, comparing and listing work on `Checkpoint` alone.
 """
 
 import math
@@ -24,8 +24,9 @@ from maxghost.checkpoint.layouts_layers import (
   split_layers,
   without_layer,
 )
-from maxghost.checkpoint.layouts_store import Empty, LayoutError, Location, RawTree, StoredArray, Text, text_of
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, Location, RawTree, StoredArray, Text
 from maxghost.config import did_you_mean
+from maxghost.config.values import slash_path
 
 LINEN, NNX, NNX_OLD, MAXGHOST, PARAMS = "linen", "nnx", "nnx_old", "maxghost", "params"
 LAYOUTS = (LINEN, NNX, NNX_OLD, MAXGHOST, PARAMS)
@@ -47,11 +48,15 @@ _NOT_PARAMS = ("opt_state", "optimizer", "optimizer_state", "inner_state", "oute
 
 @dataclass(frozen=True)
 class ReadOptions:
-  """How to read a tree: what cannot be told from it.
+  """What a tree does not say itself about how to read it.
 
-  layout: one of LAYOUTS, or '' to tell. scan_axis: of stacked layers; None = as recorded, else the layout's own.
-  containers: more names of layer containers. wrapped: leaves under `value`; None = tell. keep, drop: unknown keys.
-  keep_unknown: keep them all (text leaves are dropped).
+  Attributes:
+    layout: One of LAYOUTS; '' = detect.
+    scan_axis: The dimension of stacked layers; None = as recorded, else the layout's own.
+    containers: More names of layer containers.
+    wrapped: Whether leaves lie under `value`; None = detect.
+    keep, drop: Unknown keys to keep and to leave out.
+    keep_unknown: Keep all unknown keys but text leaves.
   """
 
   layout: str = ""
@@ -65,11 +70,15 @@ class ReadOptions:
 
 @dataclass
 class Checkpoint:
-  """What a checkpoint holds, whatever its layout. Paths are text; layer indices are taken out of them.
+  """What a checkpoint holds, whatever its layout. Paths are text without layer indices.
 
-  moments: by place below opt_state (('0', 'mu')), each with the paths of `params`. factored: moment trees whose shapes
-  are not the parameters'. opt_leaves, opt_empties: the rest of opt_state. aux: random keys, counts, batch statistics.
-  kept: keys of no layout, by top-level key. loop_state: what a maxghost trainer saves beside model and optimizer.
+  Attributes:
+    moments: By place below opt_state (('0', 'mu')), each with the paths of `params`.
+    factored: Moment trees whose shapes are not the parameters'.
+    opt_leaves, opt_empties: The rest of opt_state.
+    aux: Random keys, counts, batch statistics.
+    kept: Keys of no layout, by top-level key.
+    loop_state: What a maxghost trainer saves beside model and optimizer.
   """
 
   origin: str
@@ -95,7 +104,7 @@ class Checkpoint:
 
   @property
   def values_from(self) -> str:
-    """'maxtext' or 'maxghost': whose convention the weights follow (see `linen_scaling`); '' where nothing tells."""
+    """'maxtext' or 'maxghost': the convention of the query weights (see `linen_scaling`); '' where it is unknown."""
     recorded = (self.custom_metadata.get(RECORD) or {}).get("values_from")
     return recorded or {LINEN: "maxtext", MAXGHOST: "maxghost"}.get(self.layout, "")
 
@@ -106,7 +115,7 @@ class Checkpoint:
       for path, container in tree.containers.items():
         form = self.params.containers[path].form
         if container.form != form:
-          odd[place] = f"{text_of(path)} {container.form} in opt_state/{text_of(place)}, {form} in the parameters"
+          odd[place] = f"{slash_path(path)} {container.form} in opt_state/{slash_path(place)}, {form} in the parameters"
     return odd
 
   def num_params(self) -> int:
@@ -116,8 +125,7 @@ class Checkpoint:
 def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpoint:
   """Reads any layout. Only headers are touched. Raises LayoutError naming the leaf or key."""
   options = options or ReadOptions()
-  nodes = _strings(raw)
-  nodes, prefix = _below_prefix(nodes)
+  nodes, prefix = _below_prefix({tuple(map(str, path)): node for path, node in raw.nodes.items()})
   layout = options.layout or _detect(nodes, raw, prefix)
   record = raw.custom_metadata.get(RECORD) or {}
   sections, extra = _sections(nodes, layout, raw.origin)
@@ -155,10 +163,6 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpo
   if not params.leaves:
     raise LayoutError(f"{raw.origin} holds no parameters")
   return checkpoint
-
-
-def _strings(raw: RawTree) -> dict[Path, StoredArray | Empty | Text]:
-  return {tuple(map(str, path)): node for path, node in raw.nodes.items()}
 
 
 def _below_prefix(nodes: dict) -> tuple[dict, str]:
@@ -206,7 +210,7 @@ def _sections(nodes: dict, layout: str, origin: str) -> tuple[dict[str, dict], d
         extra[path] = node
       continue
     if isinstance(node, Text):
-      raise LayoutError(f"leaf {text_of(path)} is text, which cannot be moved")
+      raise LayoutError(f"leaf {slash_path(path)} is text, which cannot be moved")
     sections[_PLACES[layout][place]][path[len(place) :]] = node
   for name in ("params", "aux"):
     sections[name].pop((), None)  # an empty container
@@ -220,18 +224,18 @@ def _unknown(extra: dict, options: ReadOptions) -> tuple[dict, list[str]]:
   kept: dict[str, dict] = {}
   dropped: list[str] = []
   for path, node in extra.items():
-    names = [text_of(path[:depth]) for depth in range(1, len(path) + 1)]
+    names = [slash_path(path[:depth]) for depth in range(1, len(path) + 1)]
     if any(name in options.drop for name in names) or (options.keep_unknown and isinstance(node, Text)):
-      dropped.append(text_of(path))
+      dropped.append(slash_path(path))
     elif options.keep_unknown or any(name in options.keep for name in names):
       if isinstance(node, Text):
-        raise LayoutError(f"leaf {text_of(path)} is text, which cannot be moved; pass --drop {path[0]}")
+        raise LayoutError(f"leaf {slash_path(path)} is text, which cannot be moved; pass --drop {path[0]}")
       kept.setdefault(path[0], {})[path] = node
     else:
       inside = path[0] in ("params", "optimizer", "nnx_aux") and len(path) > 1
-      name = text_of(path[: 1 + inside])
+      name = slash_path(path[: 1 + inside])
       raise LayoutError(f"unknown {'' if inside else 'top-level '}key '{name}'; pass --keep {name} or --drop {name}")
-  known = {text_of(path[:depth]) for path in extra for depth in range(1, len(path) + 1)}
+  known = {slash_path(path[:depth]) for path in extra for depth in range(1, len(path) + 1)}
   for name in (*options.keep, *options.drop):
     if name not in known:
       raise LayoutError(f"--keep or --drop {name}: the checkpoint has no such extra key{did_you_mean(name, known)}")
@@ -272,7 +276,7 @@ def _is_wrapped(nodes: Mapping[Path, Any], is_name: Callable[[Path], bool], opti
   if all(path[:-1] in parents or is_name(path) for path in under):
     return False
   raise LayoutError(
-    f"some leaves wrapped, some not: {text_of(under[0])} is under 'value', {text_of(others[0])} is not; "
+    f"some leaves wrapped, some not: {slash_path(under[0])} is under 'value', {slash_path(others[0])} is not; "
     "pass --wrapped yes, or --wrapped no where 'value' is a parameter's name"
   )
 
@@ -364,7 +368,7 @@ def _read_opt_state(checkpoint: Checkpoint, nodes: dict, record: dict) -> None:
   _check_siblings(checkpoint)
   for path, node in rest.items():
     if isinstance(node, Text):
-      raise LayoutError(f"leaf opt_state/{text_of(path)} is text, which cannot be moved")
+      raise LayoutError(f"leaf opt_state/{slash_path(path)} is text, which cannot be moved")
     if isinstance(node, Empty):
       checkpoint.opt_empties[path] = node.kind
     else:
@@ -400,22 +404,21 @@ def _read_moments(checkpoint: Checkpoint, place: Path, group: dict) -> None:
     tree = split_layers(group, found, checkpoint.scan_axis, like=params.containers)
     wrong = _first_difference(tree, params)
   except LayoutError as error:
-    tree, wrong = ParamTree(), f"opt_state/{text_of(place)}: {error}"
+    tree, wrong = ParamTree(), str(error)
   if wrong and factored:
     tree = split_layers(group, found, checkpoint.scan_axis, opaque=True)
     checkpoint.factored.add(place)
   elif wrong:
-    raise LayoutError(wrong if wrong.startswith("opt_state") else f"opt_state/{text_of(place)}: {wrong}")
+    raise LayoutError(f"opt_state/{slash_path(place)}: {wrong}")
   checkpoint.moments[place] = tree
 
 
 def _first_difference(tree: ParamTree, params: ParamTree) -> str:
-  want = params.shapes()
   for leaf, ref in tree.leaves.items():
-    if leaf not in want:
+    if leaf not in params.leaves:
       return f"leaf {leaf_text(leaf)} has no parameter"
-    if ref.shape != want[leaf]:
-      return f"leaf {leaf_text(leaf)} has shape {ref.shape}, its parameter {want[leaf]}"
+    if ref.shape != params.leaves[leaf].shape:
+      return f"leaf {leaf_text(leaf)} has shape {ref.shape}, its parameter {params.leaves[leaf].shape}"
   return ""
 
 
@@ -431,4 +434,4 @@ def _check_siblings(checkpoint: Checkpoint) -> None:
       tree = checkpoint.moments[place]
       missing = sorted(everything - set(tree.leaves) - tree.empties, key=str)
       if missing:
-        raise LayoutError(f"leaf {leaf_text(missing[0])} is missing from opt_state/{text_of(place)}")
+        raise LayoutError(f"leaf {leaf_text(missing[0])} is missing from opt_state/{slash_path(place)}")

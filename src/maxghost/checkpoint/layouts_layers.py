@@ -1,7 +1,7 @@
-"""Layer containers: the same layers stacked into one array, as siblings `layers_0, layers_1`, or keyed by integers.
+"""Layer containers: layers stacked in one array, as siblings `layers_0, layers_1`, or keyed by integers.
 
-Whatever its form on disk, a parameter tree becomes a `ParamTree`: for every path without layer index, and every layer,
-a `Ref` to where that layer's array lies. Comparing, stacking and unstacking are then the same for all forms.
+A parameter tree of any form becomes a `ParamTree`: for every path without layer index and every layer, a `Ref` to that
+layer's array. Comparing, stacking and unstacking are then the same for all forms.
 L layers; a stacked leaf has L on dimension min(scan axis, rank of one layer's leaf).
 """
 
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, nested, text_of
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, nested
+from maxghost.config.values import slash_path
 
 Path = tuple[str, ...]
 LeafId = tuple[Path, int | None]
@@ -56,11 +57,11 @@ class Ref:
     return self.array.dtype
 
   def where(self) -> str:
-    return text_of(self.array.path) + ("" if self.index is None else f"[layer {self.index}]")
+    return slash_path(self.array.path) + ("" if self.index is None else f"[layer {self.index}]")
 
 
 class LayerReader:
-  """Reads layers of stored arrays. The last array is held, for its layers and blocks come in turn.
+  """Reads layers of stored arrays. The last array stays in memory, because its layers and blocks are read in turn.
 
   hold_bytes: larger arrays are read block by block instead, unless one chunk of them is larger still.
   """
@@ -123,9 +124,6 @@ class ParamTree:
     else:
       self.leaves[leaf] = Ref(node, axis if index is None else min(axis, len(node.shape) - 1), index)
 
-  def shapes(self) -> dict[LeafId, tuple[int, ...]]:
-    return {leaf: ref.shape for leaf, ref in self.leaves.items()}
-
 
 def container_of(path: Path, containers: Iterable[Path]) -> Path | None:
   """The container that `path` (without layer index) lies in."""
@@ -139,7 +137,7 @@ def is_standard_name(name: str) -> bool:
 
 def leaf_text(leaf: LeafId) -> str:
   path, layer = leaf
-  return text_of(path) if layer is None else f"{text_of(path)} of layer {layer}"
+  return slash_path(path) if layer is None else f"{slash_path(path)} of layer {layer}"
 
 
 class ContainerFinder:
@@ -188,9 +186,7 @@ class ContainerFinder:
     }
 
   def _known(self, prefix: Path, name: str) -> bool:
-    if _CONTAINER_NAME.fullmatch(name):
-      return True
-    return name in self._names or text_of((*prefix, name)) in self._names
+    return is_standard_name(name) or name in self._names or slash_path((*prefix, name)) in self._names
 
 
 def _look_like_layers(base: str, members: dict[str, dict]) -> bool:
@@ -199,16 +195,12 @@ def _look_like_layers(base: str, members: dict[str, dict]) -> bool:
     return False
   if any(sum(isinstance(child, dict) for child in member.values()) < 2 for member in members.values()):
     return False
-  shapes = [{path: leaf.shape for path, leaf in _flat(member)} for member in members.values()]
+  shapes = [_shapes(member) for member in members.values()]
   return all(shape == shapes[0] for shape in shapes)
 
 
-def _flat(tree: dict, prefix: Path = ()):
-  for name, child in tree.items():
-    if isinstance(child, dict):
-      yield from _flat(child, (*prefix, name))
-    else:
-      yield (*prefix, name), child
+def _shapes(tree: dict) -> dict:
+  return {name: _shapes(child) if isinstance(child, dict) else child.shape for name, child in tree.items()}
 
 
 def split_layers(
@@ -246,17 +238,26 @@ def split_layers(
   return tree
 
 
+def _form_of(path: Path, container: Path) -> str:
+  """The form of the container where `path` lies in it, else ''."""
+  depth = len(container)
+  if len(path) <= depth or path[: depth - 1] != container[:-1]:
+    return ""
+  if path[depth - 1] == container[-1]:
+    return INTEGER if path[depth].isdigit() else SCANNED
+  match = _INDEXED.fullmatch(path[depth - 1])
+  return UNSCANNED if match and match[1] == container[-1] else ""
+
+
 def _position(path: Path, found: Mapping[Path, str]) -> tuple[Path | None, int | None, Path]:
   """(container, layer, path below the layer); the layer is None in a stacked container."""
   for container, form in found.items():
-    depth = len(container)
-    if form == UNSCANNED:
-      match = _INDEXED.fullmatch(path[depth - 1]) if len(path) > depth else None
-      if match and path[: depth - 1] == container[:-1] and match[1] == container[-1]:
-        return container, int(match[2]), path[depth:]
-    elif path[:depth] == container and len(path) > depth:
-      if form == INTEGER:
-        return container, int(path[depth]), path[depth + 1 :]
+    depth, here = len(container), _form_of(path, container)
+    if here == form == UNSCANNED:
+      return container, int(path[depth - 1].rpartition("_")[2]), path[depth:]
+    if form == INTEGER and here in (INTEGER, SCANNED):
+      return container, int(path[depth]), path[depth + 1 :]
+    if form == SCANNED and here in (INTEGER, SCANNED):
       return container, None, path[depth:]
   return None, None, path
 
@@ -296,7 +297,9 @@ def _num_stacked(container: Path, arrays: list[tuple[Path, StoredArray]], scan_a
   sizes = {}
   for rest, array in arrays:
     if not array.shape:
-      raise LayoutError(f"leaf {text_of((*container, *rest))} is a scalar, but {text_of(container)} stacks its layers")
+      raise LayoutError(
+        f"leaf {slash_path((*container, *rest))} is a scalar, but {slash_path(container)} stacks its layers"
+      )
     sizes[rest] = array.shape[min(scan_axis, len(array.shape) - 1)]
   if not sizes:
     return 0
@@ -305,7 +308,7 @@ def _num_stacked(container: Path, arrays: list[tuple[Path, StoredArray]], scan_a
   if wrong:
     rest, size = wrong[0]
     raise LayoutError(
-      f"leaf {text_of((*container, *rest))} has size {size} on scan axis {scan_axis}, expected L={expected}"
+      f"leaf {slash_path((*container, *rest))} has size {size} on scan axis {scan_axis}, expected L={expected}"
       + (f" ({len(wrong)} of {len(sizes)} leaves differ)" if len(wrong) > 1 else "")
       + "; give the right axis with --scan_axis"
     )
@@ -313,30 +316,17 @@ def _num_stacked(container: Path, arrays: list[tuple[Path, StoredArray]], scan_a
 
 
 def forms_in(paths: Iterable[Path], known: Iterable[Path]) -> dict[Path, str]:
-  """In which form each known container appears among `paths`; one that does not appear is left out."""
-  forms = {}
-  for container in known:
-    depth, parent, name = len(container), container[:-1], container[-1]
-    for path in paths:
-      if path[: depth - 1] != parent or len(path) <= depth - 1:
-        continue
-      if path[depth - 1] == name and len(path) > depth:
-        forms[container] = INTEGER if path[depth].isdigit() else SCANNED
-        break
-      match = _INDEXED.fullmatch(path[depth - 1])
-      if match and match[1] == name and len(path) > depth:
-        forms[container] = UNSCANNED
-        break
-  return forms
+  """The form of each known container among `paths`; a container without a path is left out."""
+  found = ((container, filter(None, (_form_of(path, container) for path in paths))) for container in known)
+  return {container: form for container, forms in found if (form := next(forms, ""))}
 
 
 def without_layer(path: Path, containers: Mapping[Path, Container]) -> Path:
-  """`path` as it would be without its layer index, whatever the form it has."""
+  """`path` without its layer index, whatever its form."""
   for container, about in containers.items():
-    forms = forms_in([path], [container])
-    if container in forms:
-      rest = _position(path, forms)[2]
-      if forms[container] == SCANNED and about.block_name and len(rest) > 1 and _INDEXED.fullmatch(rest[0]):
+    if form := _form_of(path, container):
+      rest = _position(path, {container: form})[2]
+      if form == SCANNED and about.block_name and len(rest) > 1 and _INDEXED.fullmatch(rest[0]):
         rest = rest[1:]
       return (*container, *rest)
   return path

@@ -1,16 +1,15 @@
 """Stored checkpoint trees: every leaf by path, opened but not read.
 
-`RawTree` is what a checkpoint folder or an in-memory tree holds, before anyone asks which layout it is. Orbax restores
-whole trees; a converter must hold one array at a time, so arrays are read here with TensorStore, on which Orbax stands.
-A path is a tuple: text for a dict key or a field name, int for a position in a list. Nothing here imports JAX unless an
-in-memory tree is given.
+`RawTree` is what a checkpoint folder or a tree in memory holds, whatever its layout. Orbax restores whole trees; a
+converter holds one array at a time, so this module reads arrays with TensorStore, which Orbax is built on. A path is a
+tuple: text for a dict key or a field name, int for a position in a list. JAX is imported only for trees in memory.
 """
 
 import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ import numpy as np
 import tensorstore as ts
 
 from maxghost.config import ConfigError
+from maxghost.config.files import write_text
+from maxghost.config.values import slash_path
 
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 ITEM_NAMES = ("items", "default", "state", "model_params")
@@ -31,11 +32,11 @@ TreePath = tuple[str | int, ...]
 
 
 class LayoutError(ConfigError):
-  """A checkpoint, or a wish about one, that cannot be served: one clear line per problem."""
+  """A checkpoint that cannot be read, or a request that it cannot meet: one clear line per problem."""
 
 
 class VerificationError(LayoutError):
-  """What was written differs from its source; it was removed again."""
+  """What was written differs from its source, and was removed."""
 
   def __init__(self, rows: Sequence[Any], what: str):
     first = rows[0].text()
@@ -45,7 +46,8 @@ class VerificationError(LayoutError):
 
 
 def tool(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-  """Decorates the `main` of a tool: a refusal is one line per problem and exit code 2, a failed verification 1."""
+  """Decorates the `main` of a tool: an error prints one line per problem and gives exit code 2, or 1 for a failed
+  verification."""
 
   def decorate(main: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(main)
@@ -78,10 +80,6 @@ def nested(flat: Mapping[Any, Any]) -> Any:
   return {key: nested(value) for key, value in children.items()}
 
 
-def text_of(path: Iterable[str | int]) -> str:
-  return "/".join(map(str, path))
-
-
 class Sized:
   """Anything with a shape and a dtype."""
 
@@ -95,10 +93,14 @@ class Sized:
 
 @dataclass(frozen=True, eq=False)
 class StoredArray(Sized):
-  """One array of a checkpoint. shape and dtype are those on disk: a random key is its uint32 words.
+  """One array of a checkpoint.
 
-  read(index): index is a tuple of slices, one per dimension, or None for all. key_impl: PRNG implementation, or None.
-  chunk_nbytes: what has to be decoded to read one element.
+  Attributes:
+    path: Where it is in the tree.
+    shape, dtype: As stored: a random key is its uint32 words.
+    read: Reads the block of a tuple of slices, one per dimension; None reads all.
+    key_impl: The generator of a random key, else None.
+    chunk_nbytes: Bytes to decode in order to read one element.
   """
 
   path: TreePath
@@ -111,7 +113,7 @@ class StoredArray(Sized):
 
 @dataclass(frozen=True)
 class Empty:
-  """A place of the tree without array: None, or an empty container. kind: Orbax's word for it."""
+  """A place of the tree without an array: None or an empty container. kind: Orbax's name of it."""
 
   kind: str = "None"
 
@@ -123,7 +125,7 @@ class Text:
 
 @dataclass
 class RawTree:
-  """All leaves of one checkpoint and its metadata; `origin` names it in messages."""
+  """All leaves of a checkpoint and its metadata; `origin` names it in errors."""
 
   nodes: dict[TreePath, StoredArray | Empty | Text]
   origin: str = "the given tree"
@@ -133,7 +135,7 @@ class RawTree:
 
   @property
   def location(self) -> "Location":
-    """`folder`, of a tree that lies on disk."""
+    """`folder` of a tree on disk."""
     assert self.folder is not None, f"{self.origin} is in memory"
     return self.folder
 
@@ -209,7 +211,7 @@ def open_tree(path: str | os.PathLike) -> RawTree:
 
 
 def open_at(where: Location, origin: str) -> RawTree:
-  """`open_tree` for a place already found; `origin` names it in messages."""
+  """As `open_tree`, for a place that `locate` found; `origin` names it in errors."""
   tree = read_json(where.item / TREE_METADATA)
   step_metadata = read_json(where.step / STEP_METADATA) if (where.step / STEP_METADATA).is_file() else {}
   if not isinstance(tree.get("tree_metadata"), dict):
@@ -219,19 +221,14 @@ def open_at(where: Location, origin: str) -> RawTree:
   for entry in tree["tree_metadata"].values():
     tree_path = tuple(int(k["key"]) if k["key_type"] == 1 else str(k["key"]) for k in entry["key_metadata"])
     kind = entry["value_metadata"]["value_type"]
-    if kind in _EMPTY_TYPES:
-      nodes[tree_path] = Empty(kind)
-    elif kind == "string":
-      nodes[tree_path] = Text()
-    else:
-      nodes[tree_path] = Text()  # its place in the order; the array follows below
-      wanted.append(tree_path)
-  for tree_path, array in _open_arrays(where.item, tree, wanted):
-    nodes[tree_path] = array
+    nodes[tree_path] = Empty(kind) if kind in _EMPTY_TYPES else Text()
+    if kind not in (*_EMPTY_TYPES, "string"):
+      wanted.append(tree_path)  # `Text` keeps its place in the order
+  nodes.update(_open_arrays(where.item, tree, wanted))
   return RawTree(nodes, origin, step_metadata, tree.get("custom_metadata"), where)
 
 
-def _open_arrays(item: Path, tree: dict, wanted: list[TreePath]):
+def _open_arrays(item: Path, tree: dict, wanted: list[TreePath]) -> Iterator[tuple[TreePath, StoredArray]]:
   ocdbt = (item / "manifest.ocdbt").is_file()
   if not ocdbt and tree.get("use_ocdbt", True) and wanted:
     raise LayoutError(f"{item} is damaged or half copied: it has no manifest.ocdbt")
@@ -265,7 +262,7 @@ def _stored(item: Path, path: TreePath, store: ts.TensorStore, key_impl: str | N
 
 def _unreadable(item: Path, path: TreePath, error: Exception) -> LayoutError:
   cause = " ".join(str(error).split())[:200]
-  return LayoutError(f"{item} is damaged or half copied: leaf {text_of(path)} cannot be read ({cause})")
+  return LayoutError(f"{item} is damaged or half copied: leaf {slash_path(path)} cannot be read ({cause})")
 
 
 def _read_spec(item: Path, name: str, driver: str, ocdbt: bool) -> dict:
@@ -279,7 +276,7 @@ def _read_spec(item: Path, name: str, driver: str, ocdbt: bool) -> dict:
 
 
 def _key_impls(item: Path) -> dict[str, str]:
-  """PRNG implementation by array name, from what each writing process noted."""
+  """The generator of each random key by array name, from the metadata of each process that wrote."""
   impls = {}
   for file in sorted((item / "array_metadatas").glob("process_*")):
     for entry in read_json(file).get("array_metadatas", []):
@@ -290,7 +287,7 @@ def _key_impls(item: Path) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-  """A JSON object. Raises LayoutError where the file is missing or is none."""
+  """A JSON object. Raises LayoutError where the file is missing or holds something else."""
   try:
     content = json.loads(file.read_text(encoding="utf-8"))
   except (ValueError, OSError) as error:
@@ -300,24 +297,50 @@ def read_json(file: Path) -> dict[str, Any]:
   return content
 
 
+def write_json(file: Path, content: Mapping[str, Any], **style: Any) -> None:
+  """Writes a JSON object; style: as in json.dumps, where an indented object ends its last line. Raises OSError."""
+  write_text(file, json.dumps(content, **style) + ("\n" if "indent" in style else ""))
+
+
 def tree_from_memory(tree: Any, origin: str = "the given tree", custom_metadata: dict | None = None) -> RawTree:
   """A RawTree over arrays in memory: nested dicts, lists, tuples, NamedTuples (optax states), nnx.State, Nones."""
-  import jax
+  from jax.tree_util import SequenceKey, keystr, tree_flatten_with_path
 
   def is_leaf(node):
     return node is None or (isinstance(node, (dict, list, tuple)) and not node)
 
   nodes: dict[TreePath, StoredArray | Empty | Text] = {}
-  for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
-    path = tuple(_key_of(key) for key in keys)
+  for keys, leaf in tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+    path = tuple(k.idx if isinstance(k, SequenceKey) else keystr((k,), simple=True) for k in keys)
     nodes[path] = _memory_node(path, leaf)
   return RawTree(nodes, origin, {"custom_metadata": custom_metadata or {}})
 
 
-def _key_of(key: Any) -> str | int:
-  if hasattr(key, "idx"):
-    return key.idx
-  return str(key.name if hasattr(key, "name") else key.key)
+def is_typed_key(leaf: Any) -> bool:
+  """Whether a leaf is a random key with a type of its own, which may be abstract."""
+  return "key<" in str(getattr(leaf, "dtype", ""))
+
+
+def key_impl(key: Any) -> Any:
+  """The generator of a typed key, which may be abstract: only a traced key can be asked."""
+  import jax
+
+  found = []
+  jax.eval_shape(lambda k: found.append(jax.random.key_impl(k)), key)
+  return found[0]
+
+
+def key_words(key: Any) -> Any:
+  """The uint32 words of a typed key; abstract words of an abstract key."""
+  import jax
+
+  return jax.eval_shape(jax.random.key_data, key) if isinstance(key, jax.ShapeDtypeStruct) else jax.random.key_data(key)
+
+
+def misfit(origin: Any, problems: Sequence[str], most: int = 8) -> str:
+  """The error for a checkpoint whose leaves are not those of the model."""
+  more = f"; and {len(problems) - most} more" if len(problems) > most else ""
+  return f"checkpoint {origin} does not fit this model: {'; '.join(problems[:most])}{more}"
 
 
 def _memory_node(path: TreePath, leaf: Any) -> StoredArray | Empty | Text:
@@ -329,12 +352,8 @@ def _memory_node(path: TreePath, leaf: Any) -> StoredArray | Empty | Text:
   if isinstance(leaf, str):
     return Text()
   impl = None
-  if "key<" in str(getattr(leaf, "dtype", "")):
-    import jax
-
-    impl = str(jax.random.key_impl(leaf))
-    is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
-    leaf = jax.eval_shape(jax.random.key_data, leaf) if is_abstract else jax.random.key_data(leaf)
+  if is_typed_key(leaf):
+    impl, leaf = str(key_impl(leaf)), key_words(leaf)
   shape, dtype = np.shape(leaf), np.dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
 
   def read(index=None, leaf=leaf):

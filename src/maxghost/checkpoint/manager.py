@@ -3,9 +3,9 @@
 A checkpoint `<run>/checkpoints/<step>/` holds the state after <step> completed steps:
   items/      the state as a plain nested dict of arrays, {"model": {...}, "optimizer": {...}}, paths as in the model
   positions/  JSON: where data, metrics and scores stood after that step, the config, one checksum per array
-A folder appears under its name only when all of it is on disk. What cannot be read, or does not match its checksums,
-is skipped with a message and set aside as <step>.unusable. What can be read but has other leaves than the model
-raises: a weight is never left at its initial value in silence.
+A folder gets its name when all of it is on disk. A checkpoint that cannot be read, or does not match its checksums, is
+skipped with a message and renamed to <step>.unusable. One that can be read but has other leaves than the model is an
+error: a weight never keeps its initial value without notice.
 """
 
 import logging
@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from maxghost.checkpoint.checksum import checksums
-from maxghost.checkpoint.layouts_store import listed
+from maxghost.checkpoint.layouts_store import is_typed_key, key_impl, key_words, listed, misfit
 from maxghost.parallel import distributed
 
 FORMAT_VERSION = 1
@@ -41,8 +40,9 @@ class Restored(NamedTuple):
 class CheckpointManager:
   """The checkpoints of one run.
 
-  max_to_keep: older ones are removed in the background (0 = keep all). say: receives each message for the user.
-  Several processes make one each, of the same folder, and call it alike; each writes and reads its part of the arrays.
+  Each process makes a manager of the same folder and calls it in the same order; each writes and reads its part of the
+  arrays. max_to_keep: older checkpoints are removed in the background; 0 keeps all. say: receives each message
+  for the user.
   """
 
   def __init__(
@@ -86,14 +86,14 @@ class CheckpointManager:
     self._guard(step, lambda: self._manager.save(step, args=items, force=True))
 
   def wait(self) -> None:
-    """Returns when all saves are on disk. Raises CheckpointError where one failed."""
+    """Waits until all saves are on disk. Raises CheckpointError where one failed."""
     self._guard(None, self._manager.wait_until_finished)
 
   def close(self) -> None:
     self._manager.close()
 
   def restore_latest(self, abstract_tree: Mapping) -> Restored | None:
-    """The newest checkpoint that is whole, or None where none has ever been made.
+    """The newest checkpoint that can be used, or None where there are none.
 
     abstract_tree: ShapeDtypeStructs (with shardings) where the arrays shall be. Raises CheckpointError where a
     readable checkpoint has missing, extra or unlike leaves, or where checkpoints exist and none can be used.
@@ -182,8 +182,7 @@ def compare_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, A
     if tuple(have.shape) != tuple(want.shape) or have.dtype != want.dtype:
       problems.append(f"{name} is {have.dtype}{list(have.shape)} there and {want.dtype}{list(want.shape)} in the model")
   if problems:
-    more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-    raise CheckpointError(f"checkpoint {path} does not fit this model: {'; '.join(problems[:8])}{more}")
+    raise CheckpointError(misfit(path, problems))
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
@@ -192,34 +191,16 @@ def _flatten(tree: Any) -> dict[str, Any]:
   return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def _is_typed_key(leaf: Any) -> bool:
-  return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _with_raw_keys(tree: Any) -> Any:
   """Typed random keys become their uint32 words (Orbax stores numbers); abstract keys likewise."""
 
-  def raw(leaf):
-    if not _is_typed_key(leaf):
-      return leaf
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-      return jax.eval_shape(jax.random.key_data, leaf)
-    return jax.random.key_data(leaf)
-
-  return jax.tree.map(raw, tree)
+  return jax.tree.map(lambda leaf: key_words(leaf) if is_typed_key(leaf) else leaf, tree)
 
 
 def _with_typed_keys(tree: Any, like: Any) -> Any:
-  """The other way round, where `like` has a typed key."""
+  """Words become typed keys again where `like` has one."""
 
   def typed(leaf, model):
-    return jax.random.wrap_key_data(leaf, impl=_key_impl(model)) if _is_typed_key(model) else leaf
+    return jax.random.wrap_key_data(leaf, impl=key_impl(model)) if is_typed_key(model) else leaf
 
   return jax.tree.map(typed, tree, like)
-
-
-def _key_impl(key: Any) -> Any:
-  """The generator of a key that may be abstract: only a traced key can be asked."""
-  found = []
-  jax.eval_shape(lambda k: found.append(jax.random.key_impl(k)), key)
-  return found[0]

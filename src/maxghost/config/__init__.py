@@ -1,9 +1,9 @@
 """The configuration: `load` reads and validates it, `Config` holds it. No module in here imports JAX."""
 
 from maxghost.config.errors import ConfigError, did_you_mean, nearest
+from maxghost.config.files import config_dir
 from maxghost.config.load import (
   Loaded,
-  config_dir,
   differing_keys,
   fields,
   load,

@@ -1,4 +1,4 @@
-"""What a wrong configuration raises, and the search for the name that was meant."""
+"""The error of a wrong configuration, and the search for the nearest valid name."""
 
 import difflib
 from collections.abc import Iterable

@@ -1,14 +1,16 @@
-"""Architecture families: one record holds all that is particular about a `decoder_block`.
+"""Architecture families: one record holds all that is particular to a `decoder_block`.
 
-To add a dense family, write its record here, or `register` it from your own code, and a file in configs/models.
-Records are data: layers take their names from them, the configuration its checks, and `interop` the names and shapes
-of the tensors of Hugging Face and GGUF.
+To add a dense family, write its record here or `register` it from your own code, and add a file to configs/models.
+Layers take their names from the record, the configuration its checks, and `interop` the names and shapes of the tensors
+of Hugging Face and GGUF.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from maxghost.config.files import config_dir
 
 REQUIRED = object()  # default of an entry that config.json must have
 
@@ -17,8 +19,8 @@ REQUIRED = object()  # default of an entry that config.json must have
 class Entry:
   """A model key and its name in config.json.
 
-  names: the first that is there is read, all are written; none for a key that follows from others. default: used where
-  config.json has none; a callable is given the content of config.json.
+  names: the first one present is read, all are written; none for a key that follows from others. default: the value
+  where config.json has none, or a function of the content of config.json.
   """
 
   key: str
@@ -50,16 +52,18 @@ class TensorRule:
 
 
 def table(theirs: str, ours: str, lines: str) -> tuple[TensorRule, ...]:
-  """Rules from lines of `tensor parameters shape [when]`; theirs, ours: what the names begin with.
+  """Rules from lines of `tensor parameters shape [when]`, which configs/tensors.txt explains.
 
-  parameters: joined by `+` where a tensor holds several, by `|` where these alternate. {attention}, {mlp}, {experts},
-  {norm_0} and {norm_1} stand for the family's names. shape: `lead:inputs>outputs`, `lead:inputs<outputs` for a tensor
-  that is stored [out, in], or `lead:outputs`, in the letters V vocabulary, P positions, D embed dim, H query heads, K
-  key/value heads, h head width, F feed-forward width, E experts, M width of an expert.
+  Args:
+    theirs: What the names of the tensors begin with.
+    ours: What the paths of the parameters begin with.
+    lines: One rule a line; empty lines and comments are left out.
   """
   rules = []
-  for line in filter(None, map(str.strip, lines.splitlines())):
-    name, paths, shape, *when = line.split()
+  for line in map(str.split, lines.splitlines()):
+    if not line or line[0] == "#":
+      continue
+    name, paths, shape, *when = line
     lead, _, rest = shape.rpartition(":")
     inputs, _, outputs = rest.replace("<", ">").rpartition(">")
     every = tuple(ours + path for path in paths.replace("|", "+").split("+"))
@@ -140,79 +144,22 @@ def register(*families: Family) -> None:
     FAMILIES[family.name] = family
 
 
-L, OURS = "model.layers.{layer}.", "decoder/layers/"
-HEAD = table("", "", "lm_head.weight decoder/logits_dense/kernel D<V !logits_via_embedding")
-OUTER = (
-  *table("model.", "", "embed_tokens.weight token_embedder/embedding V>D"),
-  *table(L, OURS, "input_layernorm.weight {norm_0}/scale D"),
-  *table(L, OURS, "post_attention_layernorm.weight {norm_1}/scale D"),
-  *table("model.", "", "norm.weight decoder/decoder_norm/scale D"),
-  *HEAD,
-)
-ATTENTION = table(L + "self_attn.", OURS + "{attention}/", """
-  q_proj.weight  query/kernel  D<Hh
-  q_proj.bias    query/bias    Hh    attention_bias
-  k_proj.weight  key/kernel    D<Kh
-  k_proj.bias    key/bias      Kh    attention_bias
-  v_proj.weight  value/kernel  D<Kh
-  v_proj.bias    value/bias    Kh    attention_bias
-  o_proj.weight  out/kernel    Hh<D
-  o_proj.bias    out/bias      D     attention_bias
-  """)  # fmt: skip
-QK_NORMS = table(L + "self_attn.", OURS + "{attention}/", """
-  q_norm.weight  query_norm/scale  h  use_qk_norm
-  k_norm.weight  key_norm/scale    h  use_qk_norm
-  """)  # fmt: skip
-GATED_MLP = table(L + "mlp.", OURS + "{mlp}/", """
-  gate_proj.weight  wi_0/kernel  D<F
-  gate_proj.bias    wi_0/bias    F    mlp_bias
-  up_proj.weight    wi_1/kernel  D<F
-  up_proj.bias      wi_1/bias    F    mlp_bias
-  down_proj.weight  wo/kernel    F<D
-  down_proj.bias    wo/bias      D    mlp_bias
-  """)  # fmt: skip
-LLAMA = (*OUTER, *ATTENTION, *GATED_MLP, *QK_NORMS)
-MIXTRAL_EXPERTS = table(L + "block_sparse_moe.", OURS + "{experts}/", """
-  gate.weight                 gate/kernel  D<E
-  experts.{expert}.w1.weight  wi_0         E:D<M
-  experts.{expert}.w3.weight  wi_1         E:D<M
-  experts.{expert}.w2.weight  wo           E:M<D
-  """)  # fmt: skip
-QWEN3_EXPERTS = table(L + "mlp.", OURS + "{experts}/", """
-  gate.weight                        gate/kernel  D<E
-  experts.{expert}.gate_proj.weight  wi_0         E:D<M
-  experts.{expert}.up_proj.weight    wi_1         E:D<M
-  experts.{expert}.down_proj.weight  wo           E:M<D
-  """)  # fmt: skip
-# All experts of a layer are in one tensor, gate and up columns in turn.
-GPT_OSS_EXPERTS = table(L + "mlp.", OURS + "{experts}/", """
-  router.weight              gate/kernel          D<E
-  router.bias                gate/bias            E
-  experts.gate_up_proj       wi_0|wi_1            E:D>M
-  experts.gate_up_proj_bias  wi_0_bias|wi_1_bias  E:M
-  experts.down_proj          wo                   E:M>D
-  experts.down_proj_bias     wo_bias              E:D
-  """)  # fmt: skip
-SINKS = table(L + "self_attn.", OURS + "{attention}/", "sinks sinks H")
-GPT2 = table("transformer.", "", """
-  wte.weight   token_embedder/embedding            V>D
-  wpe.weight   decoder/position_embedder/embedding P>D
-  ln_f.weight  decoder/decoder_norm/scale          D
-  ln_f.bias    decoder/decoder_norm/bias           D
-  """) + table("transformer.h.{layer}.", OURS, """
-  ln_1.weight         {norm_0}/scale     D
-  ln_1.bias           {norm_0}/bias      D
-  ln_2.weight         {norm_1}/scale     D
-  ln_2.bias           {norm_1}/bias      D
-  attn.c_attn.weight  {attention}/query/kernel+{attention}/key/kernel+{attention}/value/kernel  D>Hh
-  attn.c_attn.bias    {attention}/query/bias+{attention}/key/bias+{attention}/value/bias        Hh
-  attn.c_proj.weight  {attention}/out/kernel  Hh>D
-  attn.c_proj.bias    {attention}/out/bias    D
-  mlp.c_fc.weight     {mlp}/wi/kernel         D>F
-  mlp.c_fc.bias       {mlp}/wi/bias           F
-  mlp.c_proj.weight   {mlp}/wo/kernel         F>D
-  mlp.c_proj.bias     {mlp}/wo/bias           D
-  """) + HEAD  # fmt: skip
+def shipped(*names: str) -> tuple[TensorRule, ...]:
+  """The rules of the named groups of configs/tensors.txt, in order."""
+  groups = {}
+  for group in (config_dir() / "tensors.txt").read_text("utf-8").split("\n[")[1:]:
+    head, _, lines = group.partition("\n")
+    name, _, begins = head.partition("]")
+    theirs, ours, *_ = (*begins.split(), "", "")
+    groups[name] = table(theirs, ours, lines)
+  return tuple(rule for name in names for rule in groups[name])
+
+
+LLAMA = shipped("outer", "head", "attention", "gated_mlp", "qk_norms")
+MIXTRAL = shipped("outer", "head", "attention", "mixtral_experts")
+QWEN3_MOE = shipped("outer", "head", "attention", "qk_norms", "qwen3_experts")
+GPT_OSS = shipped("outer", "head", "attention", "sinks", "gpt_oss_experts")
+GPT2 = shipped("gpt2_outer", "gpt2_layers", "head")
 
 SIZES = (
   Entry("base_emb_dim", ("hidden_size",)),
@@ -276,7 +223,7 @@ register(
   Family(
     "mixtral",
     HuggingFace(
-      "mixtral", "MixtralForCausalLM", (*SIZES, *EXPERTS), (*OUTER, *ATTENTION, *MIXTRAL_EXPERTS), sliding="all"
+      "mixtral", "MixtralForCausalLM", (*SIZES, *EXPERTS), MIXTRAL, sliding="all"
     ),
     "mixtral-8x7b", routed=True, maxtext_scales_queries=True,
   ),
@@ -293,7 +240,7 @@ register(
         *SIZES, BIAS, *ROUTING, Entry("num_experts", ("num_local_experts", "num_experts")),
         Entry("base_moe_mlp_dim", ("moe_intermediate_size",), -1), Entry("norm_topk_prob", ("norm_topk_prob",), False),
       ),
-      (*OUTER, *ATTENTION, *QK_NORMS, *QWEN3_EXPERTS),
+      QWEN3_MOE,
       {"hidden_act": ("silu",), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
       sliding="late",
     ),
@@ -308,7 +255,7 @@ register(
         *SIZES, *EXPERTS, Entry("attention_bias", ("attention_bias",), True),
         Entry("mlp_activations_limit", ("swiglu_limit",), 7.0),
       ),
-      (*OUTER, *ATTENTION, *SINKS, *GPT_OSS_EXPERTS),
+      GPT_OSS,
       {"hidden_act": ("silu",), "swiglu_alpha": (1.702,)},
       sliding="alternate", layer_types=True,
     ),

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""The folder of the shipped configurations, and files that are written whole or not at all."""
 
 import contextlib
 import os
@@ -7,11 +7,20 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def config_dir() -> Path:
+  """The folder of the shipped configurations: inside the wheel, or in the repository of an editable install."""
+  package = Path(__file__).resolve().parents[1]
+  inside = package / "configs"
+  return inside if inside.is_dir() else package.parents[1] / "configs"
+
+
 @contextlib.contextmanager
 def write_whole(path: str | os.PathLike, durable: bool = True) -> Iterator[BinaryIO]:
-  """A binary file to write and read back, which becomes `path` at the end of the `with` block: a reader sees the old
-  file or all of the new one, with `durable` also after a power cut. Where the block raises, nothing is left. Raises
-  OSError."""
+  """Yields a binary file, open for writing and reading, that becomes `path` at the end of the `with` block.
+
+  A reader sees the old file or all of the new one, with `durable` also after a power cut. Nothing is left where the
+  block raises. Raises OSError.
+  """
   path = Path(path)
   temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
   try:

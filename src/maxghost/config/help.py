@@ -24,11 +24,6 @@ def limits(field: dataclasses.Field) -> str:
   return f"{low} or more" if low else f"{high} or less" if high else ""
 
 
-def default_text(field: dataclasses.Field) -> str:
-  """The default as it would be written in the YAML; `''` for empty text."""
-  return values.shown(field.default)
-
-
 def sections() -> Iterator[tuple[str, type, tuple[dataclasses.Field, ...]]]:
   """(name, dataclass, keys) of every section."""
   for name, cls in SECTIONS.items():
@@ -62,7 +57,7 @@ def explain(key: str) -> str:
   field = known[key]
   rows = [
     ("type", values.type_name(field.type)),
-    ("default", default_text(field)),
+    ("default", values.shown(field.default)),
     ("limits", limits(field) or "none"),
     ("section", f"{section}: {first_line(cls)}"),
     ("example", f"{key}={values.shown(field.metadata['choices'][-1] if field.metadata['choices'] else field.default)}"),
@@ -83,7 +78,8 @@ def plain_list(usage: str = "") -> str:
 
 
 def _bracket(field: dataclasses.Field) -> str:
-  return f"[{'; '.join(filter(None, [values.type_name(field.type), limits(field), f'default {default_text(field)}']))}]"
+  parts = (values.type_name(field.type), limits(field), f"default {values.shown(field.default)}")
+  return f"[{'; '.join(filter(None, parts))}]"
 
 
 def _print_rich(file: TextIO, usage: str) -> None:
@@ -103,7 +99,7 @@ def _print_rich(file: TextIO, usage: str) -> None:
     for item in items:
       bound = limits(item)
       about = Text.assemble(item.metadata["help"], (f"  ({bound})" if bound else "", "dim"))
-      table.add_row(item.name, Text(default_text(item)), about)
+      table.add_row(item.name, Text(values.shown(item.default)), about)
     console.print(table)
 
 

@@ -1,7 +1,7 @@
-"""Reading a configuration: schema defaults, then a YAML, then a model file, then `key=value` texts.
+"""Reads a configuration: schema defaults, then a YAML, then a model file, then `key=value` texts.
 
-Reading is pure: it opens the YAML files and changes nothing, and imports no JAX. Every problem of every source is
-collected first and raised as one ConfigError. Each value remembers where it came from.
+Reading has no side effects and imports no JAX. The problems of all sources are raised as one ConfigError. The origin of
+each value is kept.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 
-import maxghost
 from maxghost.config import files, renamed, values
 from maxghost.config.errors import ConfigError, did_you_mean
 from maxghost.config.schema import SECTIONS, Config
@@ -21,15 +20,15 @@ from maxghost.config.validate import cross_problems, value_problems
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
-# A saved configuration holds every value as it was used, the model file's included. This word in it says so: reading it
-# back does not lay the model file over the values again.
+# This key marks the saved configuration of a run, whose values include those of the model file: reading it does not lay
+# the model file over them again.
 RESOLVED = "config_is_resolved"
 _DEEPEST = 20  # levels of nested lists
 
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-  """One value as it was written: where, and the YAML node (None where the text is not YAML: `problem` says why)."""
+  """One value as it was given: its origin and its YAML node, None where the text is not YAML (see `problem`)."""
 
   origin: str
   node: yaml.Node | None
@@ -49,7 +48,7 @@ class Loaded:
 
 
 class _Loader(yaml.SafeLoader):
-  """Ends at once where lists are nested deeper than any value is; the stack of Python would, after seconds."""
+  """Refuses lists nested deeper than any value is at once; the recursion limit would take seconds to reach."""
 
   depth = 0
 
@@ -65,13 +64,6 @@ class _Loader(yaml.SafeLoader):
 def fields() -> dict[str, dataclasses.Field]:
   """Every key of the schema and its dataclass field, in the order of the sections."""
   return {item.name: item for cls in SECTIONS.values() for item in dataclasses.fields(cls)}
-
-
-def config_dir() -> Path:
-  """The folder of the shipped configurations: inside the wheel, or in the repository of an editable install."""
-  package = Path(maxghost.__file__).resolve().parent
-  inside = package / "configs"
-  return inside if inside.is_dir() else package.parents[1] / "configs"
 
 
 def load(path: str | os.PathLike | None = None, *overrides: str, base_dir: str | os.PathLike | None = None) -> Config:
@@ -98,7 +90,7 @@ def load_with_origins(path=None, *overrides: str, base_dir=None) -> Loaded:
   model_name = command.get("model_name") or (None if resolved else base.get("model_name"))
   if model_name is not None and isinstance(model_name.node, yaml.ScalarNode):
     folders = [Path(base_dir)] if base_dir is not None else [Path(path).parent] if path is not None else []
-    model = _read_model_file(model_name, [*folders, config_dir()], problems)
+    model = _read_model_file(model_name, [*folders, files.config_dir()], problems)
   return _resolve((base, model, command), resolved, problems, notes)
 
 
@@ -137,7 +129,7 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
 
 def _nearest_file(path: Path) -> str:
   """`; nearest is X` for a missing YAML file, looking in its folder and among the shipped configurations."""
-  for folder in (path.parent, config_dir()):
+  for folder in (path.parent, files.config_dir()):
     names = sorted(found.name for found in folder.glob("*.y*ml")) if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
     if near:

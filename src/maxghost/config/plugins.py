@@ -1,12 +1,13 @@
-"""The plug-ins that keys choose by name, and what each can do: known before JAX is imported.
+"""The plug-ins that keys choose by name, and what each can do, without importing JAX.
 
 A plug-in's module is imported when it is used. A built-in one has its line here; `optimizers.register` and
 `objectives.register` add the line of one that is defined elsewhere.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 _ONE_WALK = "which takes validation and training rows back together, once"
 _ONE_BATCH = "which appends the validation rows to the training batch"
@@ -67,21 +68,10 @@ class Optimizer(Plugin):
   elementwise: bool = False
 
 
+_elementwise = functools.partial(Optimizer, columns=("momentum", "weight_decay"), by_segment=True, elementwise=True)
 OPTIMIZERS: dict[str, Optimizer] = {
-  "adamw": Optimizer(
-    "maxghost.optimizers.adamw:AdamW",
-    direction="adam",
-    columns=("momentum", "weight_decay"),
-    by_segment=True,
-    elementwise=True,
-  ),
-  "sgd": Optimizer(
-    "maxghost.optimizers.sgd:Sgd",
-    direction="sgd",
-    columns=("momentum", "weight_decay"),
-    by_segment=True,
-    elementwise=True,
-  ),
+  "adamw": _elementwise("maxghost.optimizers.adamw:AdamW", direction="adam"),
+  "sgd": _elementwise("maxghost.optimizers.sgd:Sgd", direction="sgd"),
 }
 
 
@@ -99,18 +89,12 @@ KINDS: dict[str, Mapping[str, Plugin]] = {"opt_type": OPTIMIZERS, "objective": O
 
 
 class Names(Sequence[str]):
-  """The values of a key, read anew each time it is asked: a plug-in may be registered after the key was made."""
+  """The values of a key, read at each access, because a plug-in may be registered after the key was made."""
 
   def __init__(self, read: Callable[[], Sequence[str]]):
     self._read = read
 
-  @overload
-  def __getitem__(self, index: int) -> str: ...
-
-  @overload
-  def __getitem__(self, index: slice) -> Sequence[str]: ...
-
-  def __getitem__(self, index):
+  def __getitem__(self, index: Any) -> Any:
     return self._read()[index]
 
   def __len__(self) -> int:
@@ -157,7 +141,7 @@ def schedule_problems(values: Mapping[str, str], schedule: str) -> Iterator[str]
 
 
 def auto_problem(opt_type: str) -> str:
-  """What is said of ghost_direction=auto for an optimizer that offers no direction."""
+  """The error for ghost_direction=auto with an optimizer that has no direction of its own."""
   offering = [name for name, optimizer in OPTIMIZERS.items() if optimizer.direction]
   return (
     f"ghost_direction=auto means the optimizer's own direction, but opt_type={opt_type} offers none; use "

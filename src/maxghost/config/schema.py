@@ -1,10 +1,10 @@
 """Every configuration key: its default, its type, its help line and its limits.
 
-The YAML a user writes is flat; here each component owns one frozen section and receives only that section.
-A key is one dataclass field made by `key(...)`; `maxghost train --help` and `configs/base.yml` are written from these
-fields. To add one: its field here, its reader in the same change, a check in validate.py where it can contradict
-another key, and `python -m maxghost.config.write_base`.
-Nothing in this package imports JAX, so that a wrong key is reported before JAX starts.
+A user's YAML is flat; here each component has a frozen section of its own and receives only that section. A key is a
+dataclass field made by `key(...)`; `maxghost train --help` and `configs/base.yml` are written from these fields. To add
+a key, write its field here and its reader in the same change, add a check to validate.py where it can contradict
+another key, and run `python -m maxghost.config.write_base`. Nothing in this package imports JAX, so that a wrong key is
+reported before JAX starts.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class RunConfig:
 
   run_name: str = key("base", "name of the run; its folder is <base_output_directory>/<run_name>")
   base_output_directory: str = key("runs", "folder that holds the runs")
-  steps: int = key(200, "training steps in all", minimum=1)
+  steps: int = key(200, "total training steps", minimum=1)
   log_period: int = key(1, "print a step line every this many steps", minimum=1)
   eval_interval: int = key(100, "evaluate on the validation documents every this many steps; -1 = never", minimum=-1)
   eval_steps: int = key(4, "batches per evaluation", minimum=1)
@@ -435,7 +435,7 @@ class ParallelConfig:
 
   @property
   def processes(self) -> tuple[str, int, int] | None:
-    """(address of process 0, this process, processes in all), None where `jax_distributed` gives no address."""
+    """(address of process 0, index of this process, number of processes); None where no address is given."""
     found = DISTRIBUTED.fullmatch(self.jax_distributed)
     return (found[1], int(found[2]), int(found[3])) if found else None
 

@@ -1,8 +1,8 @@
-"""Checks across keys: one plain function per question.
+"""Checks across keys, one function each.
 
-To add a check, write a function of the values and put it on `CHECKS`. It reads keys as attributes (`v.steps`) and
-yields one line per problem: the keys with their values, the limit, and values that work. A check that reads a key whose
-own value is already wrong is left out, so it may trust types, bounds and choices.
+To add a check, write a function of the values and add it to `CHECKS`. It reads keys as attributes (`v.steps`) and
+yields one line per problem: the keys with their values, the limit, and values that work. A check stops at a key whose
+own value is wrong, so it may rely on types, bounds and choices.
 """
 
 import re
@@ -19,7 +19,7 @@ BYTE_TOKENIZER_IDS = 259  # 256 bytes, and the begin, end and padding ids
 
 
 class Values:
-  """Read access to the sound values by key; asking for a broken one stops the check."""
+  """The valid values by key. Reading a key whose own value is wrong raises UnsoundError, which ends the check."""
 
   def __init__(self, values: dict[str, Any]):
     self._values = values
@@ -32,18 +32,17 @@ class Values:
 
 
 class UnsoundError(LookupError):
-  """A check asked for a key whose value is already known to be wrong."""
+  """A check read a key whose own value is wrong."""
 
 
 def heads(v: Values) -> Iterator[str]:
   num_heads, num_kv = v.base_num_query_heads, v.base_num_kv_heads
   if num_heads % num_kv:
-    divisors = [str(k) for k in range(1, min(num_heads, 1024) + 1) if num_heads % k == 0]
     down, up = num_heads - num_heads % num_kv, num_heads + num_kv - num_heads % num_kv
     more = f"{down} or {up}" if down else str(up)
     yield (
       f"base_num_query_heads={num_heads} is not a multiple of base_num_kv_heads={num_kv}; "
-      f"use base_num_query_heads={more}, or base_num_kv_heads={' or '.join(divisors)}"
+      f"use base_num_query_heads={more}, or base_num_kv_heads={' or '.join(map(str, divisors(num_heads)))}"
     )
 
 
@@ -162,35 +161,22 @@ def scoring(v: Values) -> Iterator[str]:
   """What `plugins.SCHEDULE_LACKS` says of the run's schedule."""
   direction, rule = v.ghost_direction, plugins.OPTIMIZERS[v.opt_type]
   early = direction in ("sgd", "second_order") or (direction == "auto" and rule.direction == "sgd")
-  rank = (f"ghost_rank={v.ghost_rank}", "ghost_rank=0")
+
+  def asks(does: bool, key: str, instead: str) -> tuple[bool, str, str]:
+    return does, f"{key}={shown(getattr(v, key))}", instead if " " in instead else f"{key}={instead}"
+
   asked = {
-    "rank": (v.ghost_rank > 0, *rank),
-    "early_rank": (v.ghost_rank > 0 and early, *rank),
-    "sets": (len(v.ghost_val_sets) > 1, f"ghost_val_sets={shown(v.ghost_val_sets)}", "one set"),
-    "second_order": (direction == "second_order", "ghost_direction=second_order", "ghost_direction=auto"),
-    "val_every": (v.ghost_val_every > 1, f"ghost_val_every={v.ghost_val_every}", "ghost_val_every=1"),
-    "accumulation": (
-      v.gradient_accumulation_steps > 1,
-      f"gradient_accumulation_steps={v.gradient_accumulation_steps}",
-      "gradient_accumulation_steps=1",
-    ),
-    "mask": (
-      bool(v.trainable_parameters_mask),
-      f"trainable_parameters_mask={shown(v.trainable_parameters_mask)}",
-      "trainable_parameters_mask=[]",
-    ),
-    "selection": (v.ghost_select != "none", f"ghost_select={v.ghost_select}", "ghost_select=none"),
-    "unstacked": (not v.scan_layers, "scan_layers=false", "scan_layers=true"),
-    "balance": (
-      v.ghost_enabled and v.load_balance_loss_weight > 0,
-      f"load_balance_loss_weight={shown(v.load_balance_loss_weight)}",
-      "load_balance_loss_weight=0.0",
-    ),
-    "tiles": (
-      v.ghost_enabled and v.num_vocab_tiling > 1,
-      f"num_vocab_tiling={v.num_vocab_tiling}",
-      "num_vocab_tiling=1",
-    ),
+    "rank": asks(v.ghost_rank > 0, "ghost_rank", "0"),
+    "early_rank": asks(v.ghost_rank > 0 and early, "ghost_rank", "0"),
+    "sets": asks(len(v.ghost_val_sets) > 1, "ghost_val_sets", "one set"),
+    "second_order": asks(direction == "second_order", "ghost_direction", "auto"),
+    "val_every": asks(v.ghost_val_every > 1, "ghost_val_every", "1"),
+    "accumulation": asks(v.gradient_accumulation_steps > 1, "gradient_accumulation_steps", "1"),
+    "mask": asks(bool(v.trainable_parameters_mask), "trainable_parameters_mask", "[]"),
+    "selection": asks(v.ghost_select != "none", "ghost_select", "none"),
+    "unstacked": asks(not v.scan_layers, "scan_layers", "true"),
+    "balance": asks(v.ghost_enabled and v.load_balance_loss_weight > 0, "load_balance_loss_weight", "0.0"),
+    "tiles": asks(v.ghost_enabled and v.num_vocab_tiling > 1, "num_vocab_tiling", "1"),
   }
   names = {name: f"ghost_schedule={name}" for name in plugins.RUN_SCHEDULES}
   yield from plugins.scoring_problems(v.ghost_schedule, names, asked)
@@ -267,7 +253,7 @@ def segments(v: Values) -> Iterator[str]:
   whole, name = v.base_num_decoder_layers, f"base_num_decoder_layers={v.base_num_decoder_layers}"
   cycle = v.inhomogeneous_layer_cycle_interval
   if whole % cycle:
-    return  # said by `layer_cycle`
+    return  # `layer_cycle` reports it
   for length in levels:
     choices = [cycle * k for k in divisors(whole // cycle)]
     if length not in choices:
@@ -448,7 +434,7 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
 
 
 def cross_problems(values: dict[str, Any]) -> list[str]:
-  """The lines of every check over the sound values (`values` leaves out the keys that are already known wrong)."""
+  """The lines of every check; `values` leaves out the keys whose own values are wrong."""
   problems = []
   for check in CHECKS:
     try:
@@ -459,7 +445,7 @@ def cross_problems(values: dict[str, Any]) -> list[str]:
 
 
 def value_problems(flat: dict[str, Any], fields: dict[str, Field]) -> list[str]:
-  """Everything wrong with values given in Python: types, limits and choices of each key, then the cross-key checks."""
+  """All problems of values given in Python: types, limits and choices of each key, then the checks across keys."""
   problems, sound = [], {}
   for key, value in flat.items():
     field = fields[key]

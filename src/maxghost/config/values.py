@@ -1,14 +1,16 @@
-"""One value of the configuration: from YAML to the type of its key, back to YAML, and its limits.
+"""Converts one value of the configuration from YAML to the type of its key and back, and checks its limits.
 
-The key's type leads, not YAML's guess: `learning_rate: 1e-3` is a float although YAML 1.1 reads a string there, and
-`run_name: 7` is the text "7". A quoted value is text and nothing else.
+The key's type decides, not YAML's guess: `learning_rate: 1e-3` is a float although YAML 1.1 reads a string there, and
+`run_name: 7` is the text "7". A quoted value is always text.
 """
 
+import contextlib
 import math
 import numbers
 import re
 import types
 import typing
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field
 from typing import Any
 
@@ -55,46 +57,40 @@ def type_name(kind: Any) -> str:
   return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))
 
 
-def item_kinds(kind: Any, count: int) -> tuple:
-  """The type of each of `count` items of a tuple type. Raises WrongTypeError when the count does not fit."""
+def _any_of(read: Callable[[Any, Any], Any], value: Any, kind: Any) -> Any:
+  """`read(value, part)` for the first part of a union that takes the value. Raises WrongTypeError."""
+  for part in typing.get_args(kind):
+    with contextlib.suppress(WrongTypeError):
+      return read(value, part)
+  raise WrongTypeError(type_name(kind))
+
+
+def _each(read: Callable[[Any, Any], Any], items: Sequence, kind: Any) -> tuple:
+  """The items, each read as its part of a tuple type. Raises WrongTypeError, also where their count does not fit."""
   parts = typing.get_args(kind)
   if len(parts) == 2 and parts[1] is Ellipsis:
-    return (parts[0],) * count
-  if len(parts) != count:
+    parts = (parts[0],) * len(items)
+  if len(parts) != len(items):
     raise WrongTypeError(type_name(kind))
-  return parts
+  return tuple(read(item, part) for item, part in zip(items, parts, strict=True))
 
 
 def from_node(node: yaml.Node, kind: Any) -> Any:
   """The value of a YAML node as `kind`. Raises WrongTypeError."""
   if is_union(kind):
-    for part in typing.get_args(kind):
-      try:
-        return from_node(node, part)
-      except WrongTypeError:
-        continue
-    raise WrongTypeError(type_name(kind))
-  if is_tuple(kind):
-    if isinstance(node, yaml.MappingNode) and set(typing.get_args(kind)) == {str, Ellipsis}:
-      return tuple(f"{key.value}={value.value}" for key, value in node.value)
-    if not isinstance(node, yaml.SequenceNode):
-      if isinstance(node, yaml.ScalarNode) and node.tag != NULL_TAG and node.style is None:
-        return from_commas(node.value, kind)
-      if isinstance(node, yaml.ScalarNode) and set(typing.get_args(kind)) == {str, Ellipsis}:
-        return (node.value,) if node.value else ()  # quoted: one text
-      raise WrongTypeError(type_name(kind))
-    kinds = item_kinds(kind, len(node.value))
-    return tuple(from_node(item, part) for item, part in zip(node.value, kinds, strict=True))
+    return _any_of(from_node, node, kind)
+  texts = is_tuple(kind) and set(typing.get_args(kind)) == {str, Ellipsis}
+  if isinstance(node, yaml.MappingNode) and texts:
+    return tuple(f"{key.value}={value.value}" for key, value in node.value)
+  if isinstance(node, yaml.SequenceNode) and is_tuple(kind):
+    return _each(from_node, node.value, kind)
   if not isinstance(node, yaml.ScalarNode):
     raise WrongTypeError(type_name(kind))
+  if is_tuple(kind) and node.tag != NULL_TAG and node.style is None:  # a,b
+    return _each(from_scalar, [item.strip() for item in node.value.split(",")] if node.value.strip() else [], kind)
+  if texts:
+    return (node.value,) if node.value else ()  # quoted: one text
   return from_scalar(node.value, kind, quoted=node.style is not None, null=node.tag == NULL_TAG)
-
-
-def from_commas(text: str, kind: Any) -> tuple:
-  """A tuple from `a,b`; the empty text is the empty tuple. Raises WrongTypeError."""
-  items = [item.strip() for item in text.split(",")] if text.strip() else []
-  kinds = item_kinds(kind, len(items))
-  return tuple(from_scalar(item, part) for item, part in zip(items, kinds, strict=True))
 
 
 def from_scalar(text: str, kind: Any, quoted: bool = False, null: bool = False) -> Any:
@@ -130,17 +126,9 @@ def finite_float(number: str | numbers.Real) -> float:
 def from_python(value: Any, kind: Any) -> Any:
   """A value given in Python as `kind`: a list becomes a tuple, an int a float. Raises WrongTypeError."""
   if is_union(kind):
-    for part in typing.get_args(kind):
-      try:
-        return from_python(value, part)
-      except WrongTypeError:
-        continue
-    raise WrongTypeError(type_name(kind))
-  if is_tuple(kind):
-    if not isinstance(value, (list, tuple)):
-      raise WrongTypeError(type_name(kind))
-    kinds = item_kinds(kind, len(value))
-    return tuple(from_python(item, part) for item, part in zip(value, kinds, strict=True))
+    return _any_of(from_python, value, kind)
+  if is_tuple(kind) and isinstance(value, (list, tuple)):
+    return _each(from_python, value, kind)
   if kind in (str, bool, type(None)) and type(value) is kind:
     return value
   if kind is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
@@ -174,7 +162,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 def to_yaml(key: str, value: Any) -> str:
   """One `key: value` entry of a YAML file, with its line end; reading it gives the value back exactly."""
-  plain = [_lists(item) for item in value] if isinstance(value, tuple) else value
+  plain = _lists(value)
   style = isinstance(plain, list)  # a list stays on its line; a top-level `{key: value}` never does
   text = yaml.dump(plain, Dumper=_Dumper, default_flow_style=style, width=2**30, allow_unicode=True)
   return f"{key}: {text.removesuffix('...' + chr(10))}"
@@ -184,6 +172,11 @@ def _lists(value: Any) -> Any:
   return [_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
+def slash_path(path: Iterable[Any]) -> str:
+  """A path of the model as one text, such as `decoder/layers/mlp/wo/kernel`."""
+  return "/".join(map(str, path))
+
+
 def divisors(number: int) -> list[int]:
   """The divisors of a positive number, in order."""
   small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
@@ -191,10 +184,9 @@ def divisors(number: int) -> list[int]:
 
 
 def limit_problems(field: Field, value: Any) -> list[str]:
-  """What is wrong with a value of the right type: a choice that does not exist, a number out of its bounds.
+  """The problems of a value of the right type: an unknown choice, a number out of bounds.
 
-  The bounds and choices of a list hold for each of its items; null is bound by nothing. Each text goes behind
-  `key=value (origin)`.
+  Bounds and choices of a list hold for each of its items; null has none. Each text follows `key=value (origin)`.
   """
   choices, minimum, maximum = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
   problems = []

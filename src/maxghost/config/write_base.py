@@ -5,8 +5,8 @@ import textwrap
 from pathlib import Path
 
 from maxghost.config import values
+from maxghost.config.files import config_dir, write_text
 from maxghost.config.help import first_line, limits, sections
-from maxghost.config.load import config_dir
 
 HEADER = """\
 # Every key with its default. A file of your own needs only the keys it changes.
@@ -34,7 +34,7 @@ def base_text() -> str:
 def main(argv: list[str] | None = None) -> int:
   arguments = sys.argv[1:] if argv is None else argv
   path = Path(arguments[0]) if arguments else config_dir() / "base.yml"
-  path.write_text(base_text(), encoding="utf-8")
+  write_text(path, base_text())
   print(f"wrote {path}")
   return 0
 

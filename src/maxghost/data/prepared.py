@@ -39,57 +39,19 @@ def is_prepared(path: str) -> bool:
   return (Path(path) / INDEX_FILE).is_file()
 
 
-class Index:
-  """The index of a prepared folder: `meta` (the JSON), and a memory-mapped array for each of COLUMNS."""
-
-  id_hash: np.ndarray
-  content_hash: np.ndarray
-  path: np.ndarray
-  offset: np.ndarray
-  num_bytes: np.ndarray
-  token_end: np.ndarray
-  block_first: np.ndarray
-  block_domain: np.ndarray
-  path_end: np.ndarray
-  path_domain: np.ndarray
-
-  def __init__(self, folder: str):
-    self.folder = Path(folder)
-    self.meta = json.loads((self.folder / INDEX_FILE).read_text(encoding="utf-8"))
-    if self.meta["version"] != INDEX_VERSION:
-      version = self.meta["version"]
-      raise ConfigError(f"{folder} was prepared as version {version}, but this program reads {INDEX_VERSION}")
-    self._map()
-
-  def _map(self) -> None:
-    for name in COLUMNS:
-      mapped = np.load(self.folder / "index" / f"{name}.npy", mmap_mode="r")
-      setattr(self, name, mapped.view(np.ndarray))  # a plain array over the mapping: np.memmap is slow to index
-    self._paths = np.memmap(self.folder / "index" / "paths.bin", np.uint8, mode="r")
-
-  def __getstate__(self) -> dict:
-    return {"folder": self.folder, "meta": self.meta}
-
-  def __setstate__(self, state: dict) -> None:
-    self.__dict__.update(state)
-    self._map()
-
-  def tokens_before(self, document: int) -> int:
-    """Tokens of all documents before this one."""
-    return int(self.token_end[document - 1]) if document else 0
-
-  def path_name(self, number: int) -> str:
-    first = int(self.path_end[number - 1]) if number else 0
-    return self._paths[first : int(self.path_end[number])].tobytes().decode("utf-8")
-
-
 class PreparedSource(Source):
-  """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless."""
+  """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless.
+
+  Is pickled without the memory-mapped columns of the index. meta: the JSON part of the index.
+  """
 
   def __init__(self, folder: str, tokenizer: Tokenizer, domains: tuple[str, ...] = ()):
     """domains: the wanted ones; empty = all. Raises ConfigError when the folder was made with another tokenizer."""
-    self.index = Index(folder)
-    meta = self.index.meta
+    self._folder = Path(folder)
+    self.meta = meta = json.loads((self._folder / INDEX_FILE).read_text(encoding="utf-8"))
+    if meta["version"] != INDEX_VERSION:
+      raise ConfigError(f"{folder} was prepared as version {meta['version']}, but this program reads {INDEX_VERSION}")
+    self._map()
     _check_tokenizer(folder, meta["tokenizer"], tokenizer)
     check_domains(domains, meta["domains"], folder)
     self.domains = tuple(domains) or tuple(meta["domains"])
@@ -100,43 +62,61 @@ class PreparedSource(Source):
     self.files = {shard["name"]: shard["sha256"][:16] for shard in meta["shards"]}
     self.fingerprint = f"{meta['fingerprint']}-{','.join(self.domains)}"
     self.totals = {name: (meta["domain_documents"][name], meta["domain_bytes"][name]) for name in self.domains}
-    self._shards = [str(self.index.folder / "shards" / shard["name"]) for shard in meta["shards"]]
+    self._shards = [str(self._folder / "shards" / shard["name"]) for shard in meta["shards"]]
     self._shard_ends = np.cumsum([shard["blocks"] for shard in meta["shards"]], dtype=np.int64)
     self._readers = Readers()
     self.tokenizer = tokenizer
     self._dtype = token_dtype(tokenizer.vocab_size)
 
+  def _map(self) -> None:
+    folder = self._folder / "index"
+    mapped = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in COLUMNS}
+    self.columns = {name: array.view(np.ndarray) for name, array in mapped.items()}  # np.memmap is slow to index
+    self._paths = np.memmap(folder / "paths.bin", np.uint8, mode="r")
+
+  def __getstate__(self) -> dict:
+    return {name: value for name, value in self.__dict__.items() if name not in ("columns", "_paths")}
+
+  def __setstate__(self, state: dict) -> None:
+    self.__dict__.update(state)
+    self._map()
+
   def __len__(self) -> int:
-    return len(self.index.id_hash)
+    return len(self.columns["id_hash"])
+
+  def _tokens_before(self, document: int) -> int:
+    """Tokens of all documents before this one."""
+    return int(self.columns["token_end"][document - 1]) if document else 0
 
   def document_id(self, index: int) -> DocumentId:
-    number = int(self.index.path[index])
-    domain = self.index.meta["domains"][int(self.index.path_domain[number])]
-    return DocumentId(domain, self.index.path_name(number), int(self.index.offset[index]))
+    columns, number = self.columns, int(self.columns["path"][index])
+    first = int(columns["path_end"][number - 1]) if number else 0
+    path = self._paths[first : int(columns["path_end"][number])].tobytes().decode("utf-8")
+    return DocumentId(self.meta["domains"][int(columns["path_domain"][number])], path, int(columns["offset"][index]))
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
     """int64[n]; -1 for a document of an unwanted domain."""
-    return self._number[self.index.path_domain[self.index.path[indices]]]
+    return self._number[self.columns["path_domain"][self.columns["path"][indices]]]
 
   def id_hashes(self, indices: np.ndarray) -> np.ndarray:
-    return np.asarray(self.index.id_hash[indices])
+    return np.asarray(self.columns["id_hash"][indices])
 
   def sizes(self, indices: np.ndarray) -> np.ndarray:
-    return np.asarray(self.index.num_bytes[indices])
+    return np.asarray(self.columns["num_bytes"][indices])
 
   def content_hashes(self, indices: np.ndarray) -> np.ndarray:
-    return np.asarray(self.index.content_hash[indices])
+    return np.asarray(self.columns["content_hash"][indices])
 
   def texts(self, indices: np.ndarray) -> list[bytes]:
     return [self.tokenizer.decode(ids) for ids, _ in self.tokens(indices)]
 
   def blocks_of(self, domain: int) -> np.ndarray:
     """Numbers of a domain's blocks."""
-    return np.flatnonzero(self._number[np.asarray(self.index.block_domain)] == domain)
+    return np.flatnonzero(self._number[self.columns["block_domain"]] == domain)
 
   def documents_of(self, block: int) -> tuple[int, int]:
     """First document of a block, and the one after its last."""
-    first = self.index.block_first
+    first = self.columns["block_first"]
     return int(first[block]), int(first[block + 1]) if block + 1 < len(first) else len(self)
 
   def block_tokens(self, blocks: np.ndarray) -> list[tuple[np.ndarray, np.ndarray | None]]:
@@ -153,7 +133,7 @@ class PreparedSource(Source):
 
   def _parse(self, path: str, record: int, block: int, raw: bytes) -> tuple[np.ndarray, np.ndarray | None]:
     first, stop = self.documents_of(block)
-    count = self.index.tokens_before(stop) - self.index.tokens_before(first)
+    count = self._tokens_before(stop) - self._tokens_before(first)
     size = count * np.dtype(self._dtype).itemsize
     tabled = self.tokenizer.byte_table is not None
     if len(raw) != size + (0 if tabled else 4 * count):
@@ -163,17 +143,17 @@ class PreparedSource(Source):
 
   def lengths(self, first: int, stop: int) -> np.ndarray:
     """int64[n]: tokens of each document in first..stop."""
-    return np.diff(self.index.token_end[first:stop], prepend=self.index.tokens_before(first))
+    return np.diff(self.columns["token_end"][first:stop], prepend=self._tokens_before(first))
 
   def tokens(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """Tokens of documents, and the bytes behind each as `block_tokens` gives them. Raises CorruptError."""
-    blocks = np.searchsorted(self.index.block_first, indices, side="right") - 1
+    blocks = np.searchsorted(self.columns["block_first"], indices, side="right") - 1
     wanted = np.unique(blocks)
     read = dict(zip(wanted.tolist(), self.block_tokens(wanted), strict=True))
     out = []
     for index, block in zip(np.asarray(indices).tolist(), blocks.tolist(), strict=True):
-      before = self.index.tokens_before(self.documents_of(block)[0])
-      place = slice(self.index.tokens_before(index) - before, self.index.tokens_before(index + 1) - before)
+      before = self._tokens_before(self.documents_of(block)[0])
+      place = slice(self._tokens_before(index) - before, self._tokens_before(index + 1) - before)
       tokens, sizes = read[block]
       out.append((tokens[place], None if sizes is None else sizes[place]))
     return out
@@ -190,8 +170,8 @@ class PreparedUnits:
     self.drops_copies = bool(held_out.sizes)
 
   def all_units(self) -> np.ndarray | range:
-    if len(self._source.domains) == len(self._source.index.meta["domains"]):
-      return range(len(self._source.index.block_first))
+    if len(self._source.domains) == len(self._source.meta["domains"]):
+      return range(len(self._source.columns["block_first"]))
     return np.sort(np.concatenate([self.units_of(number) for number in range(len(self._source.domains))]))
 
   def units_of(self, domain: int) -> np.ndarray:

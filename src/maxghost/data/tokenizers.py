@@ -6,10 +6,10 @@ of the vocabulary.
 
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import re
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,6 @@ from maxghost.config import ConfigError, did_you_mean
 
 BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
 _MOST_WORDS = 1 << 20  # in the table of an AsciiWords
-_WORDS_TOGETHER = 1 << 20  # bytes of text whose words are in memory at once
 _PROBE = '  Two\tgrüne x_1 = 0x7F;\r\n\n"don\'t" 漢字 🙂 \u00a0end. '
 _BOS_NAMES = ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "<|endoftext|>")
 _EOS_NAMES = ("<|eos|>", "</s>", "<eos>", "<|end_of_text|>", "[EOS]", "<|endoftext|>")
@@ -175,9 +174,8 @@ class HuggingFaceTokenizer(_PieceTokenizer):
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     if self._ascii is None:
       return self._encode(texts)
-    plain = iter(self._ascii.encode([text for text in texts if text.isascii()]))
     other = iter(self._encode([text for text in texts if not text.isascii()]))
-    return [next(plain if text.isascii() else other) for text in texts]
+    return [self._ascii.encode(text) if text.isascii() else next(other) for text in texts]
 
   def _encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     decoded = [text.decode("utf-8") for text in texts]
@@ -201,7 +199,7 @@ class AsciiWords:
   """Byte-level BPE of ASCII text by a table of words: the same ids as the library's, several times faster.
 
   The library encodes a word (a piece of GPT-2's splitting rule) once; afterwards the table gives its ids. For ASCII,
-  a bytes pattern expresses that rule.
+  a bytes pattern expresses that rule. Threads may share the table: each adds words that it does not find.
   """
 
   _SPLIT = re.compile(rb"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
@@ -209,50 +207,18 @@ class AsciiWords:
   def __init__(self, model):
     self._model = model
     self._letters = {byte: letter for letter, byte in _byte_level_alphabet().items()}
-    self._lock = threading.Lock()
-    self._clear()
+    self._table: dict[bytes, tuple[int, ...]] = {}
 
-  def _clear(self) -> None:
-    self._numbers: dict[bytes, int] = {}
-    self._ids: list[int] = []
-    self._ends = [0]
-    self._arrays: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int32), np.zeros(1, np.int64))
-
-  def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-    """Ids of ASCII texts, int32[n] each."""
-    out, first, size = [], 0, 0
-    for stop, text in enumerate(texts, 1):
-      size += len(text)
-      if size >= _WORDS_TOGETHER or stop == len(texts):
-        out.extend(self._encode(texts[first:stop]))
-        first, size = stop, 0
-    return out
-
-  def _encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-    words_of = [self._SPLIT.findall(text) for text in texts]
-    with self._lock:
-      if len(self._numbers) > _MOST_WORDS:
-        self._clear()
-      ids, ends = self._table(set().union(*words_of).difference(self._numbers))
-      numbers_of = [np.fromiter(map(self._numbers.__getitem__, words), np.int64, len(words)) for words in words_of]
-    return [_gather(ids, ends, numbers) for numbers in numbers_of]
-
-  def _table(self, new_words: set[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Adds the new words. Returns the ids of all words end to end, and the end of each word's (with a leading 0)."""
-    for word in new_words:
-      self._numbers[word] = len(self._numbers)
-      self._ids.extend(token.id for token in self._model.tokenize("".join(map(self._letters.__getitem__, word))))
-      self._ends.append(len(self._ids))
-    if new_words:
-      self._arrays = np.array(self._ids, np.int32), np.array(self._ends, np.int64)
-    return self._arrays
-
-
-def _gather(ids: np.ndarray, ends: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-  """The ids of the words `numbers`, end to end."""
-  starts, lengths = ends[numbers], ends[numbers + 1] - ends[numbers]
-  place = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-  return ids[place + np.arange(len(place))]
+  def encode(self, text: bytes) -> np.ndarray:
+    """Ids of an ASCII text, int32[n]."""
+    if len(self._table) > _MOST_WORDS:
+      self._table = {}
+    table, words = self._table, self._SPLIT.findall(text)
+    for word in set(words):
+      if word not in table:
+        tokens = self._model.tokenize("".join(map(self._letters.__getitem__, word)))
+        table[word] = tuple(token.id for token in tokens)
+    return np.fromiter(itertools.chain.from_iterable(map(table.__getitem__, words)), np.int32)
 
 
 def _splits_as_gpt2(parts: dict) -> bool:

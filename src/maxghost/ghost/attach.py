@@ -1,6 +1,6 @@
-"""`attach`: a model's probed twin, with the same attribute names and the same Params.
+"""`attach`: builds a model's probed twin, another graph definition over the same parameter paths.
 
-The user's model is not touched: the twin is another graph definition over the same parameter paths.
+The user's model is not changed.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from maxghost.ghost import (
   low_rank,
   rules,
   rules_flax,  # noqa: F401  registers the rules of flax's layers
-  rules_head,  # noqa: F401  and of this project's own
+  rules_head,  # noqa: F401  and of this project's layers
   rules_moe,  # noqa: F401
 )
 from maxghost.ghost.directions import DirectionSpec, ParamSpec
@@ -23,18 +23,19 @@ from maxghost.ghost.probed import SecondUse, TwinInfo, probed_call
 from maxghost.ghost.variables import GhostDirection, GhostProbe, part_name
 from maxghost.optimizers import Parameter
 from maxghost.parallel import constrain, constrain_factor
+from maxghost.parallel.shardings import slash_path
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoredParam:
-  """One scored parameter: where it is, how it is stacked, how its direction is held."""
+  """One scored parameter: its path, its stack axes, and how its direction is stored."""
 
   path: tuple  # of the Param
   name: str
   stack_shape: tuple[int, ...]
   shape: tuple[int, ...]  # of one unstacked layer
   spec: ParamSpec
-  axes: tuple[str, ...] | None = None  # logical axes, those of the stack included; None where the Param names none
+  axes: tuple[str, ...] | None = None  # logical axes with those of the stack; None if the Param has none
 
   @property
   def label(self) -> str:
@@ -44,7 +45,7 @@ class ScoredParam:
     return (*self.path[:-1], part_name(self.name, part))
 
   def placed(self, direction, stacked: bool = True):
-    """A whole direction [*stack, K, *parameter] (or [K, *parameter]), split over the mesh as its parameter is."""
+    """Shards a whole direction [*stack, K, *parameter] (or [K, *parameter]) as its parameter."""
     if self.axes is None:
       return direction
     depth = len(self.stack_shape)
@@ -52,8 +53,10 @@ class ScoredParam:
     return constrain(direction, (*stack, None, *own), f"direction of {self.label}")
 
   def placed_factor(self, part: str, factor):
-    """The 'left' [*stack, K, *groups, I, r] or 'right' [*stack, K, *groups, r, O] of a direction, split over the mesh
-    along its groups, and along I or O."""
+    """Shards a factor along its groups, and along I or O.
+
+    factor: the part 'left' [*stack, K, *groups, I, r] or 'right' [*stack, K, *groups, r, O] of a direction.
+    """
     if self.axes is None:
       return factor
     depth, left = len(self.stack_shape), part == "left"
@@ -81,7 +84,7 @@ class Twin:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.probe_template)
 
   def placed(self, parts: dict) -> dict:
-    """{label: parts} with factors split over the mesh: whole ones of all layers would be the largest arrays here."""
+    """{label: parts} with sharded factors; unsharded, those of all layers would be the largest arrays of the step."""
     return {
       param.label: tuple(
         param.placed_factor(name, array) if name in ("left", "right") else array
@@ -89,6 +92,13 @@ class Twin:
       )
       for param in self.scored
     }
+
+  def blank_directions(self) -> nnx.State:
+    """The GhostDirection State of zeros."""
+    shapes = {p.label: p.spec.part_shapes(p.stack_shape, self.num_sets, p.shape) for p in self.scored}
+    return self.direction_state(
+      {p.label: tuple(jnp.zeros(shapes[p.label][name]) for name in p.spec.parts) for p in self.scored}
+    )
 
   def direction_state(self, parts: dict) -> nnx.State:
     """The twin's GhostDirection State from {label: tuple of arrays}, in the order of `ParamSpec.parts`."""
@@ -102,14 +112,16 @@ class Twin:
     return nnx.merge(self.graphdef, params, probes, directions, rest)
 
   def scores_by_label(self, probe_gradients: nnx.State, part: str = "probe") -> dict:
-    """{label: [*stack, K, n(, T)]} from the probes' gradients; part 'facts' (of a direction formed in the backward
-    pass): {label: [*stack, K, 2]}, the captured share of |u|² and <g, u> of each op."""
+    """{label: [*stack, K, n(, T)]} from the probes' gradients.
+
+    part: 'facts', for directions formed in the backward pass, gives {label: [*stack, K, 2]}; see `directions.form`.
+    """
     flat = dict(nnx.to_flat_state(probe_gradients))
     return {p.label: flat[p.part_path(part)][...] for p in self.scored if p.part_path(part) in flat}
 
 
 def split(model: nnx.Module):
-  """(params, rest) of a model, as `Twin.merge` wants them."""
+  """(params, rest) of a model, for `Twin.merge`."""
   _, params, rest = nnx.split(model, nnx.Param, ...)
   return params, rest
 
@@ -127,12 +139,13 @@ def attach(
 ) -> Twin:
   """Replaces each supported layer by its probed twin, in a copy of the model's graph.
 
-  num_positions: None scores examples, an int scores every position of every example [n, T].
-  exclude: fnmatch patterns over parameter paths that are left unscored on purpose; each must match something.
-  num_val: validation rows at the end of each batch (schedule 'concat'); num_examples does not count them.
-  linked: (module path, second use) of tables whose direction needs both their uses; see `tied`.
-  Raises ValueError: a Param that no rule covers (its path and the ways out), a Param shared under two names, an
-  exclude pattern without a match.
+  Args:
+    num_positions: T, to score every position of every example [n, T]; None scores whole examples [n].
+    exclude: fnmatch patterns of parameter paths that are not scored; each must match a path.
+    num_val: validation rows at the end of each batch (schedule 'concat'), not counted by num_examples.
+    linked: (module path, second use) of tables whose direction needs both uses; see `tied`.
+
+  Raises: ValueError for a Param without a rule, a Param shared under two names, or an exclude pattern without a match.
   """
   spec = spec or DirectionSpec()
   graphdef, state = nnx.split(model)
@@ -140,16 +153,16 @@ def attach(
   twin = nnx.merge(graphdef, abstract)
   modules = {path: node for path, node in nnx.iter_graph(twin) if isinstance(node, nnx.Module)}
   owners = _owners(modules)
-  excluded = _excluded(owners, exclude)
+  excluded = excluded_labels(list(owners), exclude)
   settings = _Settings(num_examples, num_positions, num_sets, spec, num_val, dict(linked))
   scored, uncovered = [], []
   for module_path, module in modules.items():
-    names = [n for p, n in owners if p == module_path and (p, n) not in excluded]
+    names = [n for label, (p, n) in owners.items() if p == module_path and label not in excluded]
     if not names:
       continue
     found = rules.find(module)
     if found is None:
-      uncovered += [(type(module).__name__, _label((*module_path, n))) for n in names]
+      uncovered += [(type(module).__name__, slash_path((*module_path, n))) for n in names]
       continue
     scored += _probe_module(module, module_path, names, found, settings)
   if uncovered:
@@ -159,7 +172,7 @@ def attach(
   return Twin(
     graphdef=twin_graphdef,
     scored=tuple(sorted(scored, key=lambda s: s.label)),
-    excluded=tuple(sorted(_label((*p, n)) for p, n in excluded)),
+    excluded=tuple(sorted(excluded)),
     spec=spec,
     num_sets=num_sets,
     probe_template=probes,
@@ -177,16 +190,12 @@ class _Settings:
   linked: dict[str, SecondUse]
 
 
-def _label(path: tuple) -> str:
-  return "/".join(map(str, path))
-
-
 def parameters(model: nnx.Module) -> dict[str, Parameter]:
-  """Each Param of a model by its path, with the matrix view that the rule of its layer gives it."""
+  """{path: Parameter} of a model, with the matrix views of the layers' rules."""
   modules = {path: node for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
   found = {}
   for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-    label, module, name = _label(path), modules.get(path[:-1]), str(path[-1])
+    label, module, name = slash_path(path), modules.get(path[:-1]), str(path[-1])
     rule = None if module is None else rules.find(module)
     found[label] = Parameter(label)
     if module is not None and rule is not None:
@@ -194,32 +203,26 @@ def parameters(model: nnx.Module) -> dict[str, Parameter]:
   return found
 
 
-def _owners(modules: dict) -> list[tuple[tuple, str]]:
-  """(module path, attribute) of every Param; raises for a Param held under two names."""
-  owners, seen = [], {}
+def _owners(modules: dict) -> dict[str, tuple[tuple, str]]:
+  """{label: (module path, attribute)} of every Param; raises ValueError for a Param held under two names."""
+  owners, seen = {}, {}
   for path, module in modules.items():
     for name, value in vars(module).items():
       if not isinstance(value, nnx.Param):
         continue
-      label = _label((*path, name))
+      label = slash_path((*path, name))
       if id(value) in seen:
         raise ValueError(
           f"Param {label} is also {seen[id(value)]}: a shared Param needs one owner whose methods make both uses "
-          f"(as nnx.Embed's __call__ and attend)"
+          "(as nnx.Embed's __call__ and attend)"
         )
       seen[id(value)] = label
-      owners.append((path, name))
+      owners[label] = path, name
   return owners
 
 
-def _excluded(owners, patterns: tuple[str, ...]) -> set:
-  labels = {(p, n): _label((*p, n)) for p, n in owners}
-  left_out = excluded_labels(list(labels.values()), patterns)
-  return {key for key, label in labels.items() if label in left_out}
-
-
 def excluded_labels(labels: list[str], patterns: tuple[str, ...]) -> set[str]:
-  """The parameter paths that fnmatch patterns name; ValueError for a pattern without a match."""
+  """The parameter paths that match fnmatch patterns; raises ValueError for a pattern without a match."""
   left_out = set()
   for pattern in patterns:
     hits = fnmatch.filter(labels, pattern)
@@ -250,7 +253,7 @@ def _check_rank(spec: DirectionSpec, scored: list[ScoredParam]) -> None:
 
 def _probe_module(module, path, names, found, settings: _Settings) -> list[ScoredParam]:
   stock, _ = nnx.split(found.stock(module))
-  label = _label(path)
+  label = slash_path(path)
   reduced = (settings.num_examples,) + (() if settings.num_positions is None else (settings.num_positions,))
   scored = []
   for name in names:
@@ -258,7 +261,7 @@ def _probe_module(module, path, names, found, settings: _Settings) -> list[Score
     shape, dtype = param.shape, jnp.promote_types(param.dtype, jnp.float32)
     split_at = len(shape) - found.rank(module, name)
     stack, shape = shape[:split_at], shape[split_at:]
-    parameter = Parameter(_label((*path, name)), found.rows(module, name), found.groups(module, name))
+    parameter = Parameter(slash_path((*path, name)), found.rows(module, name), found.groups(module, name))
     gains = bool(parameter.rows) and low_rank.gains(settings.spec.rank, *parameter.matrix_shape(shape))
     spec = ParamSpec(parameter, settings.spec, gains)
     axes = param.get_metadata().get("axes")
@@ -280,14 +283,13 @@ def _probe_module(module, path, names, found, settings: _Settings) -> list[Score
     num_val=settings.num_val,
     linked=settings.linked.get(label),
   )
-  module.__class__ = _twin_class(type(module))
+  module.__class__ = _twin_class(type(module), found)
   return scored
 
 
 @functools.cache
-def _twin_class(layer_type: type) -> type:
-  """A subclass of the layer whose parameter-using methods are probed."""
-  found = rules.of(layer_type)
+def _twin_class(layer_type: type, found: rules.Rule) -> type:
+  """A subclass of the layer whose methods that use parameters are probed."""
 
   def probed_method(method):
     return lambda self, *args, **kwargs: probed_call(self, found, method, args, kwargs)

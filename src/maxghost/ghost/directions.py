@@ -1,4 +1,4 @@
-"""What a parameter's direction is made of, and how it is formed where the weight gradient is at hand.
+"""The parts of a parameter's direction, and its formation where the weight gradient is known.
 
 K validation sets, r rank; a parameter has any shape, its matrix view is [I, O]. `G` is the validation gradient, `u` the
 direction in use.
@@ -17,10 +17,10 @@ from maxghost.optimizers import Parameter, Sgd, UpdateRule
 
 @dataclasses.dataclass(frozen=True)
 class DirectionSpec:
-  """Static description of every direction of a twin: u = P_tᵀ G, P_t the response of `rule` with its state held fixed.
+  """Static description of a twin's directions: u = P_tᵀ G, with P_t the response of `rule` to this step's gradient.
 
-  P_t holds *this* step's gradient and is formed inside the backward pass of each op, without the learning rate and the
-  outer clipping factor; for `Sgd` it is 1, and u = G is known before.
+  P_t is formed inside the backward pass of each op, without the learning rate and the outer clipping factor. For `Sgd`
+  P_t = 1, so u = G is known before.
   rank > 0: matrices large enough to gain are scored along rank-r factors of u (`low_rank`), the others exactly.
   """
 
@@ -33,13 +33,13 @@ class DirectionSpec:
 
   @property
   def in_backward(self) -> bool:
-    """Whether u needs the weight gradient, and is therefore formed where the backward pass has it."""
+    """Whether u needs the weight gradient, and so is formed in the backward pass."""
     return not self.rule.identity
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-  """How one parameter's direction is held and formed."""
+  """How one parameter's direction is stored and formed."""
 
   parameter: Parameter
   direction: DirectionSpec
@@ -51,13 +51,13 @@ class ParamSpec:
 
   @property
   def parts(self) -> tuple[str, ...]:
-    """Names of the arrays that make the direction, in order."""
+    """Names of the arrays that form the direction, in order."""
     if self.direction.in_backward:
       return ("gradient", *self.direction.rule.reads(self.parameter), "scalars")
     return ("left", "right") if self.low_rank else ("gradient",)
 
   def part_shapes(self, stack: tuple[int, ...], num_sets: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Shape of each part. shape: the unstacked parameter's."""
+    """Shape of each part. shape: of the unstacked parameter."""
     gradient = {"gradient": (*stack, num_sets, *shape)}
     if self.direction.in_backward:
       rule = self.direction.rule
@@ -76,7 +76,7 @@ class ParamSpec:
     return low_rank.factor(u, self.direction.rank, self.label, self.parameter.groups)
 
   def factor_for(self, weight_gradient, weighting, u_K):
-    """`low_rank.factor_for` of u_K [K, *parameter] and g [*parameter]; weighting: that of `optimizers.Response`."""
+    """`low_rank.factor_for` of u_K [K, *parameter] and g [*parameter]; weighting: of the `optimizers.Response`."""
     g, u_K = self.parameter.matrices(weight_gradient, 0), self.parameter.matrices(u_K, 1)
     if weighting is None:
       weights = (jnp.ones(g.shape[:-1], u_K.dtype), jnp.ones((*g.shape[:-2], g.shape[-1]), u_K.dtype))
@@ -88,19 +88,18 @@ class ParamSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Direction:
-  """u for one parameter: `full` [K, *parameter], or factors left [K, *groups, I, r] and right [K, *groups, r, O] (full
-  is None)."""
+  """u of one parameter: `full` [K, *parameter], or factors left [K, *groups, I, r] and right [K, *groups, r, O]."""
 
-  full: Any  # an array or None; where arrays are placed on a mesh, their PartitionSpecs
+  full: Any  # an array, or None with factors; for arrays on a mesh also their PartitionSpecs
   left: Any = None
   right: Any = None
 
 
 def form(param: ParamSpec, parts: Sequence, weight_gradient) -> tuple[Direction, jax.Array | None]:
-  """(u, facts) from the parts and this step's weight gradient g [*parameter].
+  """Returns (u, facts) from the parts and this step's weight gradient g [*parameter].
 
-  facts [K, 2], for a direction formed in the backward pass only: the share of |u|² that its factors capture (1 without
-  factors), in the norm that the gradient's spread weights, and <g, u>. The factors are made for products with gradients
+  facts [K, 2], for a direction formed in the backward pass, else None: the share of |u|² that its factors capture (1
+  without factors), in the norm weighted by the gradient's spread, and <g, u>. The factors suit products with gradients
   like g.
   """
   if not param.direction.in_backward:
@@ -119,7 +118,7 @@ def form(param: ParamSpec, parts: Sequence, weight_gradient) -> tuple[Direction,
 
 
 def along(param: ParamSpec, direction: Direction, weight_gradient):
-  """<g, u> for every set, [K], in float32 or wider."""
+  """<g, u> of each set, [K], in float32 or wider."""
   g = weight_gradient.astype(jnp.promote_types(weight_gradient.dtype, jnp.float32))
   if direction.full is not None:
     return jnp.sum(g[None] * direction.full, axis=tuple(range(1, direction.full.ndim)))

@@ -1,4 +1,4 @@
-"""Elimination on small Gram matrices: without LAPACK, whose batched routines can deadlock in a jitted program on CPU.
+"""Elimination on small Gram matrices, without LAPACK: its batched routines can deadlock in a jitted program on CPU.
 
 ... batch axes, r rank, n matrices.
 """
@@ -18,11 +18,11 @@ _LARGEST = 128  # rank up to which a matrix and its triangle stay in the registe
 
 def eliminate(gram, floor):
   """(pivots [..., r], triangle [..., r, r]) of symmetric gram [..., r, r]: triangle is unit upper, and
-  triangleᵀ gram triangle is diagonal with these pivots. floor [...]: a column whose pivot is not above it takes part
-  in no later one.
+  triangleᵀ gram triangle is diagonal with these pivots. floor [...]: a column with a pivot not above it does not enter
+  later columns.
 
-  On a GPU one kernel for all matrices: a loop of XLA's launches several for each column, and such launches took most of
-  the time of the factors (docs/ghost.md).
+  On a GPU one kernel handles all matrices. An XLA loop launches several kernels for each column, which took most of the
+  time of the factors (docs/ghost.md).
   """
   if platforms.target() == "gpu" and gram.shape[-1] <= _LARGEST:
     return by_kernel(gram, floor)
@@ -50,9 +50,9 @@ def by_loop(gram, floor):
 
 
 def by_kernel(gram, floor, *, interpret: bool = False):
-  """As `eliminate`, by a Pallas kernel of one thread block per matrix. interpret: as plain operations, on any backend.
+  """As `eliminate`, by a Pallas kernel, one thread block per matrix. interpret: as plain operations, on any backend.
 
-  On a mesh every device eliminates all matrices, which are small: a kernel is opaque to the partitioner.
+  On a mesh every device eliminates all matrices, which are small, because a kernel is opaque to the partitioner.
   """
   batch, rank = gram.shape[:-2], gram.shape[-1]
   num, size = math.prod(batch), max(16, 1 << (rank - 1).bit_length())  # Triton wants powers of two
@@ -85,7 +85,7 @@ def _kernel_call(rank: int, interpret: bool, grams, floors):
 
 
 def _kernel(rank: int, gram_ref, floor_ref, pivots_ref, triangle_ref):
-  """Rows and columns are picked by sums over a mask, since a block in registers cannot be indexed by a variable."""
+  """Selects rows and columns by sums over a mask: a block in registers cannot be indexed by a variable."""
   gram, floor = gram_ref[0], floor_ref[0, 0]
   rows, columns = (jax.lax.broadcasted_iota(jnp.int32, gram.shape, axis) for axis in (0, 1))
   index = jax.lax.broadcasted_iota(jnp.int32, gram.shape[:1], 0)

@@ -26,18 +26,19 @@ from maxghost.optimizers import AdamState, RuleState, direction_rule
 MAX_COMPILED = 16  # programs that a GhostEngine keeps
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GhostResult:
-  """Scores of one batch.
+  """Scores of one batch. With several validation sets, arrays have a leading set axis, [K, n] for [n].
 
   dot: f32[n], <grad l_i, u> with l_i the weighted mean loss of example i (u = the gradient of the validation loss for
-    direction 'sgd'); with several validation sets f32[K, n]. An example without weight has 0.
-  per_param: {path: [*stack, n]} (or [*stack, K, n]); the sum over paths and layers is dot. Engine perexample does not
-    tell stacked layers apart: [n] (or [K, n]). Empty for engine 'jvp'.
-  additive: f32[n] or [K, n]: w_i * dot_i, w_i the example's share of the batch's weight; adds up over examples.
+    direction 'sgd'). 0 for an example without weight.
+  per_param: {path: [*stack(, K), n]}; the sum over paths and layers is dot. Engine perexample sums stacked layers:
+    [n] or [K, n]. Empty for engine 'jvp'.
+  additive: f32[n], w_i * dot_i with w_i the example's share of the batch's weight; can be summed over examples.
   per_position: like additive with a trailing position axis, or None. Engine graddotprod credits the position where a
-    parameter was used, engine jvp the position whose loss it is.
-  grads: State of the gradient of the batch loss, same paths as nnx.Param.
+    parameter was used, engine jvp the position of the loss.
+  grads: State of the gradient of the batch loss, with the paths of nnx.Param.
   loss, val_loss: nats. captured: {path: [*stack(, K)]}, share of |u|^2 held by rank-r factors.
   """
 
@@ -51,19 +52,16 @@ class GhostResult:
   captured: dict
 
 
-jax.tree_util.register_dataclass(GhostResult)
-
-
 class GhostEngine:
   """Scores training examples by the dot product of their gradient with a validation direction.
 
   GhostEngine(cfg), or GhostEngine(schedule="two_pass", direction="sgd", rank=0, engine="graddotprod", exclude=(),
-  per_position=False). Raises ValueError for an unknown name (with the nearest one), a combination that has no meaning,
-  and what `attach` raises for the model.
+  per_position=False). Raises ValueError for an unknown name (with the nearest one), an unsupported combination, and
+  whatever `attach` raises for the model.
 
-  The last MAX_COMPILED programs are kept, one for each model structure, loss function and shapes of the batches. Two
-  functions, such as a lambda written in a loop, count as one where their code is the same and their closures and
-  defaults hold the same objects; what a function reads of global variables is fixed when it is compiled.
+  Keeps the last MAX_COMPILED programs, one for each model structure, loss function and batch shapes. Two functions
+  (such as a lambda in a loop) are the same if their code is the same and their closures and defaults hold the same
+  objects. Global variables are read when a program is compiled.
   """
 
   def __init__(
@@ -110,12 +108,16 @@ class GhostEngine:
   ) -> GhostResult:
     """Scores every example of `train_batch` against the gradient of the mean loss over `val_batch`.
 
-    train_batch, val_batch: pytrees of arrays with the example axis first; a list or tuple of val batches gives K sets.
-    loss_fn(model, batch) -> (losses, weights), each [n] or [n, T]; default: next-token cross-entropy on MaxText-style
-    batches. state: the optimizer's before this step, such as AdamState; required by directions that go through an
-    optimizer. delta: required by direction 'second_order', the step's update of the parameters as a State. The model is
-    not changed. Raises ValueError for an empty validation batch or one without weight, and for a missing or superfluous
-    state or delta.
+    Args:
+      model: is not changed.
+      train_batch, val_batch: pytrees of arrays with the example axis first; a list or tuple of val batches: K sets.
+      loss_fn: loss_fn(model, batch) -> (losses, weights), each [n] or [n, T]; by default next-token cross-entropy on
+        MaxText-style batches.
+      state: the optimizer's before this step, such as AdamState, for directions that depend on the optimizer.
+      delta: for direction 'second_order', the step's update of the parameters as a State.
+
+    Raises: ValueError for a validation batch that is empty or without weight, and for a missing or needless state or
+      delta.
     """
     loss_fn = loss_fn or self.default_loss
     many = isinstance(val_batch, (list, tuple))
@@ -153,7 +155,7 @@ class GhostEngine:
     self._refuse(sets=(len(val_batches) > 1, f"val_batch of {len(val_batches)} sets", "one set"))
 
   def _refuse(self, **asked: tuple[bool, str, str]) -> None:
-    """ValueError for what the schedule cannot take. asked: {what: (whether, the argument, what to use instead)}."""
+    """Raises ValueError for what the schedule does not support. asked: {what: (whether, argument, alternative)}."""
     if self.engine == "graddotprod":
       names = {name: f"schedule={name}" for name in plugins.SCHEDULES}
     else:
@@ -234,12 +236,12 @@ class GhostEngine:
 
 
 def direction_spec(cfg: Config, direction: str, rank: int = 0) -> DirectionSpec:
-  """The direction named by `ghost_direction` with the optimizer's constants; 'auto' is the optimizer's own."""
+  """The DirectionSpec of a `ghost_direction`, with the optimizer's constants; 'auto' is the optimizer's own."""
   return DirectionSpec(direction_rule(cfg.optimizer, direction), rank)
 
 
 def _known(name: str, value: str, choices: Sequence[str]) -> str:
-  """`value` if it is one of `choices`; ValueError naming the nearest otherwise."""
+  """Returns `value` if it is one of `choices`; else raises ValueError with the nearest one."""
   if value in choices:
     return value
   near = difflib.get_close_matches(value, choices, n=1, cutoff=0.3)
@@ -248,7 +250,7 @@ def _known(name: str, value: str, choices: Sequence[str]) -> str:
 
 
 def _identity(function: Callable):
-  """(what tells loss functions apart, objects to be kept while that is in use)."""
+  """(key that identifies a loss function, objects to keep alive while the key is used)."""
   if not isinstance(function, types.FunctionType):
     return function, ()
   held = (

@@ -1,8 +1,8 @@
 """The columns that add up to a step's predicted change of the validation loss.
 
 -<G, Delta> = examples + the optimizer's own columns (AdamW: momentum, weight decay) + unscored + direction residual,
-where Delta is the update of the parameters and G the validation gradient. Each column is in nats; positive lowers the
-validation loss.
+where Delta is the update of the parameters and G the validation gradient. Columns are in nats; a positive column lowers
+the validation loss.
 
 K validation sets. Trees are dicts {label: array}.
 """
@@ -27,11 +27,11 @@ def sums(
   gradients: list,
   scored,
 ) -> dict:
-  """Inner products with each validation set's gradient over some parameters, to be added up and passed to `columns`.
+  """Inner products of some parameters with each validation set's gradient, to be summed and passed to `columns`.
 
-  rule, state: what the trainer applies, before the step. gradients: K dicts. scored: labels.
-  Returns float arrays [K] exact and unscored (<G, P_t g> over the scored and the other parameters) and one for each of
-  the rule's own columns, before the learning rate and the outer clipping factor.
+  rule, state: of the trainer, before the step. gradients: K dicts. scored: labels.
+  Returns float arrays [K]: exact and unscored (<G, P_t g> over the scored and the other parameters), and each of the
+  rule's own columns, before the learning rate and the outer clipping factor.
   """
   parts: dict[str, list] = {name: [] for name in ("exact", "unscored", *rule.columns)}
   scalars = rule.scalars(state.count, state.clip_factor)
@@ -43,14 +43,13 @@ def sums(
     products = partial_products(list(arrays.values()), [gradient[label] for gradient in gradients])
     for name, sums_KP in zip(arrays, products, strict=True):
       parts[name].append(sums_KP)
-  # Added up at the end: one small loop for each column and set, not for each parameter.
+  # Summed at the end: one small loop for each column and set, not for each parameter.
   whole = lambda found_KP: jnp.stack([jnp.sum(jnp.concatenate(x)) for x in zip(*found_KP, strict=True)])  # noqa: E731
   return {name: whole(found) if found else jnp.zeros(len(gradients), float) for name, found in parts.items()}
 
 
 def partial_products(left: list, right: list) -> list[list]:
-  """[len(left)][len(right)] arrays [P]: parts of the sums over left[i] * right[j], arrays of one shape, in float32 or
-  wider."""
+  """Partial sums [P] of left[i] * right[j], in float32 or wider; all arrays have one shape."""
   wide = jnp.promote_types(jnp.result_type(*left, *right), jnp.float32)
   pairs = [x.astype(wide) * y.astype(wide) for x in left for y in right]
   layout = shardings.current()
@@ -60,9 +59,11 @@ def partial_products(left: list, right: list) -> list[list]:
 
 
 def _in_one_pass(arrays: list) -> list:
-  """Sums of rows of each array, [P]. XLA's CPU compiler gives every sum a loop of its own, which reads and computes
-  again what several have in common; a reduction of several operands is one loop. It adds one by one, so only within
-  short rows; and on a mesh it gathers."""
+  """Sums of rows of each array, [P], by one reduction with several operands, which XLA's CPU compiler makes one loop.
+
+  Separate sums would be separate loops that repeat common reads and computations. The reduction adds one by one, so
+  rows are short. On a mesh it would gather.
+  """
   size = arrays[0].size
   length = size if size <= 1024 else math.gcd(size, 1024)
   if length < 16 < size:
@@ -74,8 +75,7 @@ def _in_one_pass(arrays: list) -> list:
 
 
 def used(scored_params, grads: dict, parts: dict, facts: dict):
-  """<g, u> over the scored parameters, [K]: from the whole gradient, or from the facts of directions formed in
-  the backward pass."""
+  """<g, u> over the scored parameters, [K], from the whole gradient or from facts (see `directions.form`)."""
   total = 0.0
   for param in scored_params:
     if param.spec.direction.in_backward:
@@ -90,9 +90,8 @@ def used(scored_params, grads: dict, parts: dict, facts: dict):
       return directions.along(spec, direction, g)
 
     arrays = (grads[param.label], *parts[param.label])
-    if (
-      param.stack_shape and param.spec.parameter.groups
-    ):  # layer by layer: a device needs the whole factors of all its experts
+    if param.stack_shape and param.spec.parameter.groups:
+      # Layer by layer, because a device needs the whole factors of all its experts.
       value = jax.lax.map(one, arrays).sum(0)
     else:
       value = jax.vmap(one)(arrays).sum(0) if param.stack_shape else one(arrays)
@@ -101,21 +100,21 @@ def used(scored_params, grads: dict, parts: dict, facts: dict):
 
 
 def score_sums(scored_params, scores: dict):
-  """(sum, sum of absolute values) of all additive scores {label: [*stack, K, n(, T)]} for every set, [K] each."""
+  """(sum, sum of absolute values) of additive scores {label: [*stack, K, n(, T)]}, [K] each."""
   total, size = 0.0, 0.0
   for param in scored_params:
     score = scores[param.label]
-    # Not by way of [K, everything]: layers before rows, that would gather the rows of all devices.
+    # No reshape to [K, everything]: with layers before rows it would gather the rows of all devices.
     axes = tuple(axis for axis in range(score.ndim) if axis != len(param.stack_shape))
     total, size = total + score.sum(axes), size + jnp.abs(score).sum(axes)
   return total, size
 
 
 def columns(rule: UpdateRule, sums_K: dict, totals, used_K, learning_rate, clip_factor) -> dict:
-  """{column: [K]} for one step, in nats, their sum `predicted`, and check_rel_err, which compares the sum of all scores
-  with <g, u>: 0 up to rounding.
+  """{column: [K]} of one step in nats, with their sum `predicted` and check_rel_err.
 
-  sums_K: `sums`. totals: `score_sums`; used_K: <g, u> of each set.
+  check_rel_err compares the sum of all scores with <g, u> and is 0 up to rounding. sums_K: from `sums`. totals: from
+  `score_sums`. used_K: <g, u> of each set.
   """
   score_sum, score_size = totals
   scales = rule.column_scales(learning_rate, clip_factor)

@@ -5,7 +5,7 @@ then costs r (I + O) instead of I O per token. For any u and target rank k <= r 
 E |u - Q Qᵀ u|_F <= (1 + k / (r - k - 1))^(1/2) (sum of the squared singular values beyond the k-th)^(1/2)
 (Halko, Martinsson and Tropp, arXiv:0909.4061, theorem 10.5; the power step only improves it), so a score is off by at
 most |grad l_i|_F times that. The error of the batch's sum is known exactly: it is the ledger's direction residual.
-Where the batch's gradient is at hand, `factor_for` finds the part of u that gradients like it can see.
+Where the batch's gradient is known, `factor_for` finds the part of u that matters to gradients like it.
 
 Leading axes are batch axes throughout: [..., I, O]. r rank.
 """
@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from maxghost.ghost import elimination
 
 _HIGHEST = jax.lax.Precision.HIGHEST
-_LEAST_WEIGHT = 1e-4  # of the largest: factors are divided by the weights again
-_WHITE = 1e-2  # of the mean eigenvalue of g gᵀ: what the norm of `factor_for` gives to gradients unlike g
+_LEAST_WEIGHT = 1e-4  # relative to the largest weight, since factors are divided by weights
+_WHITE = 1e-2  # relative to the mean eigenvalue of g gᵀ: weight of gradients unlike g in the norm of `factor_for`
 _NEGLIGIBLE = 1e-3  # squared length of a column that an orthonormalisation could only enlarge, not make orthogonal
 
 
 def gains(rank: int, inputs: int, outputs: int) -> bool:
-  """Whether factors of this rank halve the cost of scoring an [inputs, outputs] matrix at least."""
+  """Whether factors of this rank at least halve the cost of scoring an [inputs, outputs] matrix."""
   return 0 < 2 * rank * (inputs + outputs) <= inputs * outputs
 
 
@@ -45,18 +45,17 @@ def rank_one_root(square_IO):
 def factor(u, rank: int, label: str, groups: int = 0):
   """(left [..., I, r], right [..., r, O], captured [...]): u ~ left @ right, captured = |left right|² / |u|² in [0, 1].
 
-  groups: the last so many leading axes number the parts of one direction: captured is the share of all of them
-  together, without these axes.
-  label seeds Omega, so that a direction depends on nothing but u and its name. A zero u gives zero factors. Singular
-  values below 5e-3 of the largest may be lost to the rounding of float32; captured tells.
+  groups: number of last leading axes that number the parts of one direction; captured is their joint share, without
+  these axes. label: seeds Omega, so that factors depend only on u and its name. A zero u gives zero factors. Singular
+  values below 5e-3 of the largest may be lost to float32 rounding, which captured shows.
   """
   u = u.astype(jnp.promote_types(u.dtype, jnp.float32))
   omega = jax.random.normal(_key(label), (u.shape[-1], rank), u.dtype)
   q = _matmul(u, jnp.broadcast_to(omega, (*u.shape[:-2], *omega.shape)))
-  # Products are scaled, not u itself: to scale u, or to look for its largest entry, costs as much as a product.
+  # Products are scaled, not u: scaling u, or finding its largest entry, costs as much as a product.
   size = jnp.max(jnp.abs(q), (-2, -1), keepdims=True)
   scale = _one_over(size)
-  # Between the two products, or the columns of small singular values would drown: their squares meet at rounding.
+  # Between the two products; otherwise the columns of small singular values, now squared, would be lost to rounding.
   z = orthonormal_rows(_transposed_matmul(q * scale, u) * scale, drop=False)
   q = _matmul_transposed(u, z) * scale
   q = orthonormalize(orthonormalize(q, drop=False), drop=True)
@@ -66,15 +65,15 @@ def factor(u, rank: int, label: str, groups: int = 0):
 
 @jax.named_scope("ghost_factor")
 def factor_for(gradient, weights, u, rank: int, label: str, groups: int = 0):
-  """`factor` of u for products with gradients that resemble gradient [..., I, O], such as the examples whose sum it is.
+  """`factor` of u for products with gradients that resemble gradient [..., I, O], such as its examples' gradients.
 
-  weights: (a [..., I], b [..., O]), all positive: the spread of a gradient's rows and columns, see `rank_one_root`;
-  like the gradient's their leading axes are the last ones of u, or as many. With A = diag(a) u diag(b) and
+  weights: (a [..., I], b [..., O]), all positive: the spread of a gradient's rows and columns, see `rank_one_root`.
+  Leading axes of weights and gradient are the last ones of u, or all of them. With A = diag(a) u diag(b) and
   g = diag(a)^-1 gradient diag(b)^-1, u becomes diag(a)^-1 A Q Qᵀ diag(b)^-1, Q[O, r] an orthonormal basis of the range
   of (Aᵀ C A) Aᵀ z, the columns of z Gaussian with covariance C = I g gᵀ / |g|² + 0.01.
-  The bound of this module holds for C^(1/2) A in place of u: what is lost of A is small along g, where gradients like
-  it read, and |A - A Q Qᵀ|_F is at most 10 times the bound and never more than |A|_F. captured = |A Q|² / |A|²; a
-  score is off by at most |diag(a)^-1 grad l_i diag(b)^-1|_F |A|_F (1 - captured)^(1/2). A zero gradient leaves C flat.
+  The bound of this module holds for C^(1/2) A in place of u: the error of A is small along g, so for gradients like g,
+  and |A - A Q Qᵀ|_F is at most 10 times the bound and never more than |A|_F. captured = |A Q|² / |A|²; a
+  score is off by at most |diag(a)^-1 grad l_i diag(b)^-1|_F |A|_F (1 - captured)^(1/2). A zero gradient makes C flat.
   """
   wide = jnp.promote_types(u.dtype, jnp.float32)
   u, g = u.astype(wide), gradient.astype(wide)
@@ -84,7 +83,7 @@ def factor_for(gradient, weights, u, rank: int, label: str, groups: int = 0):
   scale, g_scale = _one_over(size), _one_over(jnp.max(jnp.abs(g / ab), (-2, -1), keepdims=True))
   squares = jnp.sum(jnp.square(g / ab * g_scale), (-2, -1), keepdims=True)
   g_scale *= jnp.sqrt(g.shape[-2] * _one_over(squares))
-  # Weights are put on the thin factors: weighted copies of u and g would cost as much as the products.
+  # Weights multiply the thin factors: weighted copies of u and g would cost as much as the products.
   across = lambda z: a * _matmul_transposed(u, z * b) * scale  # noqa: E731  A zᵀ
   back = lambda y: _transposed_matmul(a * y, u) * b * scale  # noqa: E731  yᵀ A
   g_across = lambda z: _matmul_transposed(g, z / b) / a * g_scale  # noqa: E731  g zᵀ; g gᵀ has a mean eigenvalue of 1
@@ -104,13 +103,12 @@ def _key(label: str):
 
 
 def _one_over(size):
-  """1 / size, or 1 where size is too small for that."""
+  """1 / size, or 1 where that would overflow."""
   return 1 / jnp.where(size < jnp.finfo(size.dtype).tiny, 1, size)
 
 
 def _share(part, whole, size, groups: int):
-  """|part|² / |whole|² of matrices divided by size [..., 1, 1], 0 where both are 0; over the last `groups` axes
-  together."""
+  """|part|² / |whole|², joint over the last `groups` axes; 0 where both are 0. size [..., 1, 1]: divisor of both."""
   kept, energy = (jnp.sum(jnp.square(x), (-2, -1)) for x in (part, whole))
   if groups:
     axes, size = tuple(range(-groups, 0)), size.squeeze((-2, -1))
@@ -129,8 +127,8 @@ def _matmul_transposed(a, b):
 
 
 def _transposed_matmul(a, b):
-  """a[..., I, r]ᵀ b[..., I, O] -> [..., r, O]. Its transpose would make XLA's CPU compiler transpose b, which takes
-  several times as long as the product."""
+  """a[..., I, r]ᵀ b[..., I, O] -> [..., r, O]. In the other order XLA's CPU compiler would transpose b, at several
+  times the cost of the product."""
   return jnp.einsum("...ir,...io->...ro", a, b, precision=_HIGHEST)
 
 
@@ -138,9 +136,8 @@ def orthonormalize(y, drop: bool):
   """y [..., I, r] C with C upper triangular, orthonormal up to rounding times the squared condition number of y.
 
   Applying it twice gives orthonormality to rounding (Yamamoto et al., "Roundoff error analysis of the CholeskyQR2
-  algorithm", ETNA 44, 2015). Columns that nearly depend on earlier ones become zero (drop) or are only enlarged, for
-  the next application to see what they add (Fukaya et al., "Shifted Cholesky QR", SIAM J. Sci. Comput. 42, 2020). The
-  triangle is found by `elimination` on the r x r Gram matrix.
+  algorithm", ETNA 44, 2015). Columns that nearly depend on earlier ones become zero (drop), or are only enlarged for
+  the next application (Fukaya et al., "Shifted Cholesky QR", SIAM J. Sci. Comput. 42, 2020).
   """
   return _matmul(y, _triangle(_transposed_matmul(y, y), drop))
 

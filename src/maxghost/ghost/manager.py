@@ -1,6 +1,6 @@
-"""`GhostEngineManager`: the engine behind the method names of GhostSuite's manager, for hand-written loops.
+"""`GhostEngineManager`: the engine with the method names of GhostSuite's manager, for hand-written loops.
 
-Nothing here mutates the model: `prepare_gradients` is one pure call of the engine, the other methods keep its results.
+The model is not changed: `prepare_gradients` is one pure call of the engine, and the other methods keep its results.
 """
 
 import os
@@ -31,10 +31,11 @@ class GhostEngineManager:
     if manager.should_save_metrics(step): manager.save_metrics(step)
 
   and, around an evaluation, detach_for_evaluation() and reattach_after_evaluation(); cleanup() at the end.
-  engine: a GhostEngine; val_batch as GhostEngine.score; output_dir: where the score log goes, which every command reads
-  (`maxghost scores OUTPUT_DIR`); save_every: steps per file; val_sets: names of the validation sets. A loop that starts
-  again at step s keeps the steps before s and replaces the others. Raises ValueError when the methods are called out of
-  order or while detached.
+  A loop that restarts at step s keeps the steps before s and replaces the others. Methods raise ValueError when
+  they are called out of order or while detached.
+
+  val_batch: as in GhostEngine.score. output_dir: of the score log, for all commands (`maxghost scores OUTPUT_DIR`).
+  save_every: steps per file. val_sets: names of the validation sets.
   """
 
   def __init__(
@@ -65,10 +66,10 @@ class GhostEngineManager:
     self._unsaved: int | None = None  # last step logged since save_metrics was called
 
   def attach_train_batch(self, batch, ids=None) -> None:
-    """The batch that the next step trains on.
+    """Sets the batch that the next step trains on.
 
-    ids: one per example, under which the log adds up its scores: numbers, texts or (domain, path, offset). Without ids
-    every example of every step is one of its own.
+    ids: one per example, under which the log sums its scores: numbers, texts or (domain, path, offset). Without ids
+    every example of every step is separate.
     """
     self._need(self._attached, "attach_train_batch", "reattach_after_evaluation() comes first")
     count = jax.tree.leaves(batch)[0].shape[0]
@@ -77,7 +78,7 @@ class GhostEngineManager:
     self._batch, self._ids = batch, ids
 
   def prepare_forward_input(self):
-    """The attached batch: unlike a hook-based engine, nothing has to be appended to it."""
+    """Returns the attached batch; unlike in a hook-based engine, nothing has to be appended to it."""
     self._need(self._batch is not None, "prepare_forward_input", "attach_train_batch(batch) comes first")
     return self._batch
 
@@ -99,7 +100,7 @@ class GhostEngineManager:
   def aggregate_and_log(self, step: int, learning_rate: float = 1.0) -> np.ndarray:
     """Adds the step's scores to the log and returns them: <grad l_i, u>, f32[n] (or [K, n]).
 
-    learning_rate: that of the step, which makes contributions nats; 1.0 leaves them per unit of learning rate.
+    learning_rate: of the step, for contributions in nats; 1.0 gives nats per unit of learning rate.
     """
     result = self.result
     if self._first_step is None:
@@ -109,7 +110,7 @@ class GhostEngineManager:
     count, largest = len(dot_NK), np.abs(dot_NK).argmax(1)[:, None]
     dot_N, additive_N = (np.take_along_axis(values, largest, 1)[:, 0] for values in (dot_NK, additive_NK))
     rows = {
-      "tokens": np.ones(count),  # what a token is only the loss function knows
+      "tokens": np.ones(count),  # only the loss function knows the tokens
       "share": additive_N / np.where(dot_N != 0, dot_N, 1),
       "loss": np.full(count, np.nan),
       "dot": dot_NK,
@@ -122,7 +123,7 @@ class GhostEngineManager:
     return np.asarray(result.dot)
 
   def _document(self, step: int, place: int) -> tuple[str, str, int]:
-    """The id under which the log holds an example: the user's, else its place in its step."""
+    """The id of an example in the log: the user's, else its index in its step."""
     if self._ids is None:
       return "train", f"step {step}", place
     own: Any = self._ids[place]
@@ -148,7 +149,7 @@ class GhostEngineManager:
   def save_metrics(self, step: int) -> Path:
     """Writes the log up to `step`, the last one logged, to dot_prod_log_iter_<step>.npz.
 
-    A file that ends inside of `save_every` steps is replaced when those are complete.
+    A file of fewer than `save_every` steps is replaced when these are complete.
     """
     self._need(self._unsaved == step, "save_metrics", f"aggregate_and_log({step}) comes first")
     self._writer.flush()
@@ -156,14 +157,14 @@ class GhostEngineManager:
     return self.output_dir / shard_name(step, 0)
 
   def detach_for_evaluation(self) -> None:
-    """Marks that batches now are not training batches; attaching one is refused until `reattach_after_evaluation`."""
+    """Refuses training batches until `reattach_after_evaluation`."""
     self._attached = False
 
   def reattach_after_evaluation(self) -> None:
     self._attached = True
 
   def cleanup(self) -> None:
-    """Saves what is still in the log and forgets the batch."""
+    """Writes the rest of the log and forgets the batch."""
     self._writer.close()
     self._unsaved = None
     self.clear_gradients()

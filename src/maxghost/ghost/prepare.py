@@ -1,9 +1,9 @@
-"""From a model and the shape of a batch to its probed twin."""
+"""Builds the probed twin of a model for a batch shape."""
 
+import functools
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 from maxghost.ghost import usage
 from maxghost.ghost.attach import Twin, attach, split
@@ -23,25 +23,25 @@ def prepare_twin(
   schedule: str = "two_pass",
   num_val: int = 0,
 ) -> Twin:
-  """The twin for batches of this shape. batch: arrays or shapes with the example axis first; num_val: validation rows
-  appended to it by schedule 'concat'.
+  """Builds the twin for batches of this shape.
 
-  Where a direction needs the whole gradient of a parameter (as AdamW's, or under a schedule other than two_pass), one
-  abstract trace tells which tables are used twice, and those are linked (`tied`).
-  Raises what `attach` raises, and ValueError for a layer that does not keep the example axis first, or that is called
-  several times where its direction needs the whole gradient, and for unscored parameters under schedule 'concat'.
+  A direction may need the whole gradient of a parameter (AdamW's, or a schedule other than two_pass). Then an abstract
+  trace finds tables that are used twice, and these are linked (`tied`).
+
+  Args:
+    batch: arrays or shapes with the example axis first.
+    num_val: validation rows that schedule 'concat' appends to the batch.
+
+  Raises: ValueError as `attach`; for a layer that does not keep the example axis first, or is called several times
+    where its direction needs the whole gradient; and for unscored parameters with schedule 'concat'.
   """
   num_examples = jax.tree.leaves(batch)[0].shape[0]
   num_val = num_val if schedule == "concat" else 0
-  arguments = {
-    "num_examples": num_examples,
-    "num_positions": num_positions,
-    "num_sets": num_sets,
-    "spec": spec,
-    "exclude": exclude,
-    "num_val": num_val,
-  }
-  twin = attach(model, **arguments)
+  attached = functools.partial(
+    attach, model, num_examples=num_examples, num_positions=num_positions, num_sets=num_sets, spec=spec,
+    exclude=exclude, num_val=num_val,
+  )  # fmt: skip
+  twin = attached()
   if schedule == "concat" and twin.excluded:
     raise ValueError(
       f"ghost_schedule=concat cannot leave {', '.join(twin.excluded)} unscored: only a scored layer keeps the "
@@ -50,7 +50,7 @@ def prepare_twin(
   params, rest = split(model)
   rows = num_examples + num_val
   used = _trace(twin, params, rest, loss_fn, _shapes(batch, rows))
-  try:  # twice the rows: a number that any mesh divides which divides the rows
+  try:  # twice the rows, which a mesh divides if it divides the rows
     used_doubled = _trace(twin, params, rest, loss_fn, _shapes(batch, 2 * rows))
   except Exception as error:
     raise ValueError(
@@ -79,7 +79,7 @@ def prepare_twin(
     for use in used
     if use.is_second and use.path in looked_up
   )
-  return attach(model, **arguments, linked=linked) if linked else twin
+  return attached(linked=linked) if linked else twin
 
 
 def _shapes(batch, rows: int):
@@ -88,14 +88,9 @@ def _shapes(batch, rows: int):
 
 def _trace(twin: Twin, params, rest, loss_fn, shapes) -> list[usage.Use]:
   """The probed calls in one abstract evaluation of the loss."""
-  abstract = {}
-  for param in twin.scored:
-    part_shapes = param.spec.part_shapes(param.stack_shape, twin.num_sets, param.shape)
-    abstract[param.label] = tuple(part_shapes[name] for name in param.spec.parts)
 
   def loss(params, rest, batch):
-    parts = {label: tuple(jnp.zeros(s) for s in shapes) for label, shapes in abstract.items()}
-    return loss_fn(twin.merge(params, twin.zero_probes(), twin.direction_state(parts), rest), batch)
+    return loss_fn(twin.merge(params, twin.zero_probes(), twin.blank_directions(), rest), batch)
 
   with usage.record() as used:
     jax.eval_shape(loss, params, rest, shapes)

@@ -1,7 +1,7 @@
 """The probed call: a layer's own computation whose backward pass also scores it.
 
 `custom_vjp` *defines* the cotangent of the probe, a zero per example, to be the score <grad_W loss_i, u>. Autodiff
-does the rest: it adds scores over layers, scan steps and tied uses, inside lax.scan and jax.checkpoint, on any mesh.
+then sums scores over layers, scan steps and tied uses, inside lax.scan and jax.checkpoint, on any mesh.
 
 K validation sets, n examples, T positions.
 """
@@ -25,7 +25,7 @@ SCORES = (None, "activation_batch", "activation_length")  # logical axes of a sc
 
 @dataclasses.dataclass(frozen=True)
 class SecondUse:
-  """How a looked-up table is used at the output: method, shape of its input, arguments that are no arrays."""
+  """The use of a looked-up table at the output: method, shape of its input, static arguments."""
 
   method: str
   input_shape: tuple[int, ...]
@@ -34,11 +34,11 @@ class SecondUse:
 
 @dataclasses.dataclass(frozen=True)
 class TwinInfo:
-  """Static facts of one probed layer: its path for messages, its stock graph, what is scored and how.
+  """Static properties of one probed layer: its path, its graph without probes (`stock`), and its scored parameters.
 
   num_examples, num_positions: leading axes of the layer's output; num_positions None scores whole examples.
-  num_val: rows at the end of the batch that are validation examples (schedule 'concat'), whose weight gradient is G.
-  linked: of a table whose direction needs the weight gradient of both its uses, the second one.
+  num_val: validation rows at the end of the batch (schedule 'concat'), whose weight gradient is G.
+  linked: second use of a table whose direction needs the weight gradient of both uses.
   """
 
   path: str
@@ -51,12 +51,12 @@ class TwinInfo:
 
   @property
   def resolution(self) -> int:
-    """Axes of a probe beyond its sets: 1 for [n], 2 for [n, T]."""
+    """Number of axes of a probe after its sets: 1 for [n], 2 for [n, T]."""
     return 1 if self.num_positions is None else 2
 
 
 def probed_call(twin: Any, rule: rules.Rule, method: str, args: tuple, kwargs: dict):
-  """The value of `method(*args, **kwargs)` of the layer behind `twin`; its backward pass fills the twin's probes."""
+  """Calls `method(*args, **kwargs)` of the layer behind `twin`; the backward pass scores into the twin's probes."""
   info: TwinInfo = twin.ghost_info
   values = {
     name: v[...] for name, v in vars(twin).items() if isinstance(v, nnx.Variable) and not name.startswith("ghost_")
@@ -89,8 +89,7 @@ def _probes(twin, name: str, spec: ParamSpec) -> dict:
 
 
 def _separate(args, kwargs):
-  """(array leaves, other leaves, rebuild): strings, flags and None are static; `rebuild(arrays)` gives (args, kwargs)
-  again."""
+  """(arrays, static leaves such as strings and flags, rebuild), with rebuild(arrays) -> (args, kwargs)."""
   leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda x: x is None)
   is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
 
@@ -113,14 +112,14 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
     return out, (values, arrays, parts, pull)
 
   def backward(residuals, cotangent):
-    # The layer's own rule gives the training gradients, so that they are those of a run without scores.
+    # The layer's own VJP gives the training gradients, so that they equal those of a run without scores.
     values, arrays, parts, pull = residuals
     if info.num_val:
       train, gradients, parts = _split_rows(info, apply, values, arrays, cotangent, parts)
       return finish(residuals, gradients, scores_of(values, *train, parts, gradients[0]))
     if not any(spec.direction.in_backward for _, spec in info.scored):
-      # Such a direction does not depend on the gradient: with the scores first, the cotangent of the layer's input may
-      # be formed where it is used.
+      # These directions do not depend on the gradient. With the scores first, the cotangent of the layer's input can be
+      # formed where it is used.
       scores = scores_of(values, arrays, cotangent, parts, dict.fromkeys(values))
       cotangent, scores = autodiff.barrier(cotangent, scores)
       return finish(residuals, pull(cotangent), scores)
@@ -136,7 +135,7 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
       direction, facts = directions.form(spec, parts[name], weight_gradients[name])
       with jax.named_scope("ghost_score"):
         score = constrain(rule.score(call, name, direction), SCORES[: 1 + info.resolution])
-      scores[name] = {"probe": score.astype(_probe_dtype(values[name].dtype))}
+      scores[name] = {"probe": score.astype(jnp.promote_types(values[name].dtype, jnp.float32))}
       if facts is not None:
         scores[name]["facts"] = facts
     return scores
@@ -149,7 +148,7 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
 
 
 def _sweep_op(sweep: rules.Sweep, info: TwinInfo):
-  """As `_make_op`, for a method with passes of its own."""
+  """As `_make_op`, for a method with its own passes."""
   ((name, spec),) = info.scored
 
   @jax.custom_vjp
@@ -180,8 +179,11 @@ def _sweep_op(sweep: rules.Sweep, info: TwinInfo):
 
 
 def _split_rows(info: TwinInfo, apply, values, arrays, cotangent, parts):
-  """Schedule 'concat': the training rows' (arrays, cotangent), (d_values of the training rows, d_arrays of all rows),
-  and parts whose gradient is the validation rows' weight gradient."""
+  """Separates training and validation rows for schedule 'concat'.
+
+  Returns the training rows' (arrays, cotangent), (d_values of the training rows, d_arrays of all rows), and the parts
+  with the validation rows' weight gradient.
+  """
   n = info.num_examples
   shared = [x.ndim == 0 or x.shape[0] != n + info.num_val for x in arrays]
   if any(shared):
@@ -192,18 +194,15 @@ def _split_rows(info: TwinInfo, apply, values, arrays, cotangent, parts):
     pulls.append(pull(cotangent[rows]))
   (d_values, d_train), (gradients, d_val) = pulls
   d_arrays = [
-    a if a.dtype == jax.dtypes.float0 else jnp.concatenate([a, b]) for a, b in zip(d_train, d_val, strict=True)
-  ]
-  d_arrays = [
-    np.zeros(x.shape, jax.dtypes.float0) if d.dtype == jax.dtypes.float0 else d
-    for x, d in zip(arrays, d_arrays, strict=True)
+    autodiff.no_cotangent(x) if a.dtype == jax.dtypes.float0 else jnp.concatenate([a, b])
+    for x, a, b in zip(arrays, d_train, d_val, strict=True)
   ]
   parts = {name: (gradients[name][None].astype(p[0].dtype), *p[1:]) for name, p in parts.items()}
   return ([x[:n] for x in arrays], cotangent[:n]), (d_values, d_arrays), parts
 
 
 def _linked_call(twin, rule, method, info: TwinInfo, values, arrays, parts, probes):
-  """A table used by `__call__` first and once more later; see `tied`."""
+  """A call of a table that is used by `__call__` and by one later method; see `tied`."""
   ((name, table),) = values.items()
   spec, use = dict(info.scored)[name], info.linked
   assert use is not None
@@ -246,12 +245,8 @@ def _linked_call(twin, rule, method, info: TwinInfo, values, arrays, parts, prob
   return rows
 
 
-def _probe_dtype(dtype):
-  return jnp.promote_types(dtype, jnp.float32)
-
-
 def _zero_cotangent(x):
-  return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
+  return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else autodiff.no_cotangent(x)
 
 
 def _check_axes(info: TwinInfo, method: str, out):

@@ -1,9 +1,9 @@
 """One scoring rule per layer type, in a registry that users extend with `@ghost.rule(LayerType)`.
 
-A rule says which of a layer's methods use its parameters and how one parameter's score is computed from the
-arguments, the output's cotangent b and the direction u: s_it = <b_it, d f(x, W)_it / dW . u>. The default does that by
-one forward-mode derivative of the layer in the parameter, exact for every layer whose output keeps the example axis
-first; dense layers and tables have cheaper forms of the same number.
+A rule names the methods of a layer that use its parameters, and computes a parameter's score from the arguments, the
+output's cotangent b and the direction u: s_it = <b_it, d f(x, W)_it / dW . u>. The default uses one forward-mode
+derivative in the parameter, which is exact for every layer whose output keeps the example axis first. Dense layers and
+tables have cheaper forms.
 
 K validation sets, n examples, T positions.
 """
@@ -25,36 +25,36 @@ class Rule:
   """How a layer type is probed.
 
   methods: the methods that use the parameters; each is called with arrays whose leading axis is the example axis.
-  second_uses: those of them by which a table is used after its lookup, `__call__`.
+  second_uses: those that use a table after its lookup, `__call__`.
   """
 
   methods: tuple[str, ...] = ("__call__",)
   second_uses: tuple[str, ...] = ()
 
   def rank(self, module: Any, name: str) -> int:
-    """Number of axes of parameter `name` in one unstacked layer. Layer types that are stacked must say it."""
+    """Number of axes of parameter `name` in one unstacked layer. Layer types that are stacked must override it."""
     return getattr(module, name).ndim
 
   def rows(self, module: Any, name: str) -> int:
-    """Axes of the rows of the matrix view [I, O] of a parameter whose `score` takes factors; 0 where it does not."""
+    """Number of row axes in the matrix view [I, O] of a parameter; 0 where `score` takes no factors."""
     return 0
 
   def groups(self, module: Any, name: str) -> int:
-    """Axes before those of `rows` that number matrices of their own, each with factors of its own."""
+    """Number of axes before those of `rows` that number matrices with factors of their own."""
     return 0
 
   def stock(self, module: Any) -> nnx.Module:
-    """The module that computes what this rule scores, without children that are scored on their own."""
+    """The module that this rule scores, without children that have rules of their own."""
     return module
 
   def combine(self, twin: Any, out, *args):
-    """The layer's value from the stock module's and the children's."""
+    """The layer's value, from that of the stock module and of the children."""
     return out
 
   def sweep(self, twin: Any, method: str, static: tuple) -> "Sweep | None":
-    """Own passes of `method`, for one whose gradients and scores come from one sweep; None: its VJP, then `score`.
+    """Passes of a `method` that computes gradients and scores in one sweep; None: uses its VJP, then `score`.
 
-    static: the call's arguments that are no arrays.
+    static: the call's arguments that are not arrays.
     """
     return None
 
@@ -70,7 +70,7 @@ class Rule:
 
 
 class Sweep(abc.ABC):
-  """The passes of a method that goes over its work in pieces and scores each piece while it is there.
+  """The passes of a method that works piece by piece and scores each piece while it exists.
 
   For layers with one parameter. arrays: the call's arguments that are arrays, the differentiated one first.
   """
@@ -83,26 +83,28 @@ class Sweep(abc.ABC):
   def backward(
     self, values: dict, arrays: list, residuals, cotangent, direction: Direction | None, gradients=True
   ) -> tuple[Any, Any, Any]:
-    """(gradient of the parameter, of the first array, score [K, *reduced]); None for what is not asked for."""
+    """(gradient of the parameter, of the first array, score [K, *reduced]); None for those not requested."""
 
   @abc.abstractmethod
   def blank_link(self, shape: tuple[int, ...], dtype) -> tuple:
-    """For a linked table (`tied`): zeros shaped like what its second use, `linked_call`, sends back to the lookup.
-    shape: of the first array; dtype: of the looked-up rows."""
+    """Zeros shaped like the arrays that `linked_call`, the second use of a linked table (`tied`), sends to the lookup.
+
+    shape: of the first array. dtype: of the looked-up rows.
+    """
 
   @abc.abstractmethod
   def linked_call(self, arrays: list, link: tuple):
-    """The output; link: the table, and `blank_link`, whose cotangents are defined to be what `linked_score` gets."""
+    """The output. link: the table, and `blank_link`, whose cotangents become the `carried` of `linked_score`."""
 
   @abc.abstractmethod
   def linked_score(self, table, carried: list, direction: Direction):
-    """The second use's part of the score, from what came back along the link."""
+    """The second use's part of the score, from the arrays sent along the link."""
 
 
 class Call:
   """One use of a layer in the backward pass: its arguments, its output's cotangent, and how scores are reduced.
 
-  memo: what a rule computes once for all parameters of the layer.
+  memo: values that a rule computes once for all parameters of the layer.
   """
 
   def __init__(self, module, method, values, args, cotangent, apply, resolution):
@@ -130,11 +132,6 @@ def rule(*layer_types: type) -> Callable:
     return cls
 
   return register
-
-
-def of(layer_type: type) -> "Rule":
-  """The rule registered for exactly this type; KeyError without one."""
-  return _RULES[layer_type]
 
 
 def find(module: nnx.Module) -> Rule | None:

@@ -14,8 +14,7 @@ from maxghost.models import dense
 
 
 class DenseRule(Rule):
-  """y = x W + b over trailing axes: the product with u that has the smaller result, x u or b uᵀ; or x Q against
-  b Rᵀ for factors u = Q R."""
+  """y = x W + b over trailing axes: uses x u or b uᵀ, whichever is smaller, or x Q and b Rᵀ for factors u = Q R."""
 
   def rows(self, module, name):
     return self.num_inputs(module) if name == "kernel" else 0
@@ -43,7 +42,7 @@ def _full(call, x, b, u, count: int):
 
 
 def _factored(call, x, b, direction, count: int):
-  """<x Q, b Rᵀ> for every set: left [K, I, r], right [K, r, O]. All sets share one product with x and one with b."""
+  """<x Q, b Rᵀ> for every set: left [K, I, r], right [K, r, O]. Sets share one product with x and one with b."""
   wide, precision = jnp.promote_types(x.dtype, jnp.float32), getattr(call.module, "precision", None)
   inputs, outputs = x.shape[x.ndim - count :], b.shape[x.ndim - count :]
   left_IKr = jnp.moveaxis(direction.left.astype(x.dtype), 0, 1).reshape(*inputs, *direction.left.shape[::2])
@@ -85,8 +84,8 @@ class LinearGeneralRule(DenseRule):
 
 @rule(nnx.Embed)
 class EmbedRule(Rule):
-  """`nnx.Embed`: gathered rows, and `attend` for a tied output. Both uses share one direction, so that the cross terms
-  of a tied table come out by themselves."""
+  """`nnx.Embed`: gathered rows, and `attend` for a tied output. Both uses share one direction, which gives the cross
+  terms of a tied table."""
 
   methods = ("__call__", "attend")
   second_uses: tuple[str, ...] = ("attend",)
@@ -118,9 +117,9 @@ def _factored_lookup(call, ids, direction):
   return _reduce_sets(call, jnp.take(jnp.moveaxis(direction.left, 0, 1), ids, axis=0).astype(wide), b_Kr)
 
 
-@rule(nnx.RMSNorm, nnx.LayerNorm)
+@rule(nnx.RMSNorm, nnx.LayerNorm, nnx.GroupNorm, nnx.InstanceNorm)
 class NormRule(Rule):
-  """Scale and bias over the features, [D]."""
+  """Scale and bias over the features, [D]; groups never span examples, so the example axis stays first."""
 
   def rank(self, module: Any, name):
     return 1
@@ -134,14 +133,6 @@ class EinsumRule(Rule):
     return len(module.kernel_shape) if name == "kernel" else len(module.bias_shape)
 
 
-@rule(nnx.GroupNorm, nnx.InstanceNorm)
-class GroupNormRule(Rule):
-  """Scale and bias over the features, [D]; groups never span examples, so the example axis stays first."""
-
-  def rank(self, module: Any, name):
-    return 1
-
-
 @rule(nnx.Conv, nnx.ConvTranspose)
 class ConvRule(Rule):
   """Convolutions of any dimension: kernel [*window, I / groups, O], bias [O]."""
@@ -152,7 +143,7 @@ class ConvRule(Rule):
 
 @rule(nnx.LoRA)
 class LoRARule(Rule):
-  """The low-rank branch x A B; a wrapped `base_module` is a layer of its own, with a rule of its own.
+  """The low-rank branch x A B; a wrapped `base_module` has its own rule.
 
   A: <b Bᵀ, x u_A>, B: <b, (x A) u_B>, both by the tangent of the branch. Source: Hu et al., arXiv:2106.09685.
   """
@@ -171,7 +162,7 @@ class LoRARule(Rule):
 
 @rule(nnx.LoRALinear)
 class LoRALinearRule(LinearRule):
-  """A dense layer plus its own LoRA branch, which is a child with its own rule."""
+  """A dense layer plus a LoRA branch, which is a child with its own rule."""
 
   def stock(self, module: Any):
     names = ("dtype", "param_dtype", "precision", "dot_general", "promote_dtype", "preferred_element_type", "use_bias")

@@ -1,19 +1,19 @@
-"""Rules for the output projections of `models`: a loss by tiles scores each tile while its logits are there.
+"""Rules for the output projections of `models`: a loss by tiles scores each tile while its logits exist.
 
-Cost beyond the plain tiled head, in products of the head's size (the plain one takes four: logits, logits again, both
-gradients): one for the scores where the direction is known beforehand; one formed in the backward pass, and a tied
-table whose direction needs the whole gradient, form it first and sweep the tiles once more: two.
+The plain tiled head takes four products of the head's size: logits, logits again, both gradients. Scores add one where
+the direction is known beforehand. They add two where it is formed in the backward pass, or for a tied table whose
+direction needs the whole gradient: the tiles are then swept again after the gradient is known.
 
 K validation sets, B rows (n examples), T positions, D features, V vocabulary.
 """
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from maxghost.ghost.directions import Direction
 from maxghost.ghost.rules import Call, Rule, Sweep, rule
 from maxghost.ghost.rules_flax import EmbedRule, LinearGeneralRule
+from maxghost.models import autodiff
 from maxghost.models.output_head import OutputProjection, TiedTable
 from maxghost.objectives.tiled import Head, backward, forward
 
@@ -26,8 +26,7 @@ class TiledSweep(Sweep):
 
   def forward(self, values, arrays):
     x_BTD, targets_BT, *_ = arrays
-    losses_BT, log_sum_BT = forward(self.head, x_BTD, values[self.name], targets_BT)
-    return losses_BT, log_sum_BT
+    return forward(self.head, x_BTD, values[self.name], targets_BT)
 
   def backward(self, values, arrays, residuals, cotangent, direction, gradients=True):
     x_BTD, targets_BT, *_ = arrays
@@ -38,7 +37,7 @@ class TiledSweep(Sweep):
     return d_table, d_x, score
 
   def _visits(self, direction: Direction) -> dict:
-    """What `backward` needs to score the tiles by the layer's own rule, one score per token: [K, B, c]."""
+    """Arguments with which `backward` scores the tiles by the layer's own rule, one score per token: [K, B, c]."""
     head = self.head
 
     def visit(x, delta, direction):
@@ -51,7 +50,7 @@ class TiledSweep(Sweep):
     def whole(array):
       return jnp.broadcast_to(array, (head.num_tiles, *array.shape))
 
-    axis = 1 + head.vocab_axis  # behind the sets
+    axis = 1 + head.vocab_axis  # after the sets
     if direction.full is not None:
       blocks = Direction(head.split_vocab(direction.full, axis))
     elif head.tied:
@@ -63,8 +62,9 @@ class TiledSweep(Sweep):
   def _reduced(self, score_KBT):
     return score_KBT if self.twin.ghost_info.resolution == 2 else score_KBT.sum(-1)
 
-  # A tied table whose direction needs the gradient of both its uses. The untiled link (`tied`) carries the cotangent of
-  # all logits; this one carries, for each token, what makes them again: x, the loss's cotangent, log-sum-exp and label.
+  # A tied table whose direction needs the gradient of both uses. The untiled link (`tied`) carries the cotangent of
+  # all logits. This one carries the inputs to recompute them for each token: x, the loss's cotangent, log-sum-exp and
+  # label.
 
   def blank_link(self, x_shape, dtype):
     return jnp.zeros(x_shape, dtype), jnp.zeros((*x_shape[:-1], 3), self.head.wide)
@@ -85,7 +85,7 @@ class TiledSweep(Sweep):
       x, table, targets, log_sum = residuals
       d_x, d_table, _ = backward(head, x, table, targets, log_sum, g)
       facts = jnp.stack([a.astype(head.wide) for a in (g, log_sum, targets)], axis=-1)  # labels are exact below 2**24
-      return d_x, np.zeros(targets.shape, jax.dtypes.float0), d_table, x, facts
+      return d_x, autodiff.no_cotangent(targets), d_table, x, facts
 
     op.defvjp(op_forward, op_backward)
     table, x_link, facts_link = link

@@ -1,4 +1,4 @@
-"""Rules for the own layer types of `models`: experts and attention sinks.
+"""Rules for the layer types of `models`: experts and attention sinks.
 
 K validation sets, n examples, T positions, N = n T tokens, E experts, R rows (tokens sorted by expert, once for each of
 their experts), I inputs and O outputs of an expert's matrix, r rank, H heads, h head width.
@@ -23,9 +23,10 @@ from maxghost.models.layers import gated
 
 @rule(moe.RoutedMoe)
 class RoutedMoeRule(Rule):
-  """Expert matrices and biases. A row's share of <grad_W loss_i, u> is <g_R, x_R u_e> with e its expert, or
-  <g_R R_eᵀ, x_R Q_e> for factors u_e = Q_e R_e of each expert; rows are followed back to their token. The router is a
-  dense layer with the rule of one.
+  """Expert matrices and biases.
+
+  A row's share of <grad_W loss_i, u> is <g_R, x_R u_e> with e its expert, or <g_R R_eᵀ, x_R Q_e> for factors
+  u_e = Q_e R_e. Rows are mapped back to their tokens. The router is a dense layer with its own rule.
   """
 
   methods = ("experts",)
@@ -49,7 +50,8 @@ class RoutedMoeRule(Rule):
       return super().score(call, name, direction if direction.left is None else _whole(direction))
     split = expert_parallel.find(call.module, call.args[0].shape)
     if "use" not in call.memo:
-      call.memo["use"] = _use(call) if split is None else _use_on_mesh(call, split)
+      whole = (call.module, call.values, *call.args, call.cotangent)
+      call.memo["use"] = _use(*whole) if split is None else _use_on_mesh(call, split)
     rows, used = call.memo["use"]
     x_RI, g_RO = used[name.removesuffix("_bias")]
     length = call.cotangent.shape[1]
@@ -64,15 +66,11 @@ def _whole(direction: Direction) -> Direction:
   return Direction(jnp.matmul(direction.left, direction.right, precision=jax.lax.Precision.HIGHEST))
 
 
-def _use(call):
-  """`_use_of` the whole layer."""
-  x_nTD, index_nTk, weight_nTk = call.args
-  return _use_of(call.module, call.values, x_nTD, index_nTk, weight_nTk, call.cotangent)
+def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert=None):
+  """(rows, {matrix: (its input x_RI, the cotangent of its output g_RO)}).
 
-
-def _use_of(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert=None):
-  """(rows, {matrix: (its input x_RI, the cotangent of its output g_RO)}): the layer's own pass once more, up to the
-  last product, and back."""
+  Repeats the layer's own pass up to the last product, and its backward pass.
+  """
   rows = Rows.sort(index_nTk, params["wo"].shape[0], first_expert)
   x_RD = rows.take(x_nTD.reshape(-1, x_nTD.shape[-1])).astype(module.dtype)
   branches = module.branch_rows(params, x_RD, rows)
@@ -100,8 +98,8 @@ def _token_scores(module, name: str, length: int, rows: Rows, x_RI, g_RO, direct
 
 
 def _factored_rows(module, rows: Rows, x_RI, g_RO, direction: Direction, wide):
-  """<x Q, g Rᵀ> of each row and set, [R, K], with left Q [K, E, I, r] and right R [K, E, r, O]: all sets share one
-  product with x and one with g."""
+  """<x Q, g Rᵀ> of each row and set, [R, K], with left Q [K, E, I, r] and right R [K, E, r, O]. Sets share one product
+  with x and one with g."""
   sets, experts, inputs, rank = direction.left.shape
   left_EIq = jnp.moveaxis(direction.left.astype(x_RI.dtype), 0, 2).reshape(experts, inputs, sets * rank)
   right_EqO = jnp.moveaxis(direction.right.astype(g_RO.dtype), 0, 1).reshape(experts, sets * rank, -1)
@@ -110,7 +108,7 @@ def _factored_rows(module, rows: Rows, x_RI, g_RO, direction: Direction, wide):
   return (x_Rq * g_Rq).reshape(-1, sets, rank).sum(-1)
 
 
-# On a mesh, as `expert_parallel` runs the layer: each device scores the rows of its own experts.
+# On a mesh each device scores the rows of its own experts, as in `expert_parallel`.
 
 
 def _use_on_mesh(call, split: expert_parallel.Split):
@@ -118,7 +116,7 @@ def _use_on_mesh(call, split: expert_parallel.Split):
 
   def local(params, x, index, weight, b):
     x, index, weight, b = split.gather(x, index, weight, b)
-    return _use_of(module, params, x, index, weight, b, split.first_expert(params))
+    return _use(module, params, x, index, weight, b, split.first_expert(params))
 
   whole, wide = PartitionSpec(split.sorted_rows), PartitionSpec(split.sorted_rows, split.width or None)
   used = {name: (whole, wide) for name in module.branches} | {"wo": (wide, whole)}
@@ -143,7 +141,7 @@ def _scores_on_mesh(module, name: str, length: int, split: expert_parallel.Split
 
 
 def _direction_specs(name: str, split: expert_parallel.Split, direction: Direction) -> Direction:
-  """The PartitionSpec of each part: as the Param's."""
+  """The PartitionSpecs of a direction's parts, as those of the Param."""
   if direction.full is not None:
     return Direction(split.param(name, leading=1))
   expert, inputs, outputs = (*split.param(name), None)[:3]
@@ -152,7 +150,7 @@ def _direction_specs(name: str, split: expert_parallel.Split, direction: Directi
 
 @rule(SelfAttention)
 class AttentionSinkRule(Rule):
-  """`sinks` [H]: the gradient of a copy of them at every position. The projections have rules of their own."""
+  """`sinks` [H], scored by the gradient of a copy at every position. The projections have their own rules."""
 
   methods = ("attend",)
 

@@ -1,8 +1,8 @@
-"""A VJP in two halves that may run in different loops: what the forward half saved is plain arrays.
+"""A VJP in two halves that may run in different loops: the forward half saves plain arrays.
 
-`jax.vjp` returns the residuals that are arguments (`args_res`) apart from those it had to compute
-(`opaque_residuals`). Only the latter have to be stored. Arguments are given again to the backward half, and there an
-argument that the value does not depend on, such as a direction, may be another one than in the forward half.
+`jax.vjp` separates residuals that are arguments (`args_res`) from computed ones (`opaque_residuals`); only the latter
+must be stored. The backward half gets the arguments again. An argument that the value does not depend on, such as a
+direction, may then differ from that of the forward half.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ _SMALL = 8  # a saved array this many times smaller than the cotangent is a stat
 class SavedVjp:
   """The VJP of `function(*arguments)`, a value that is an array or a pytree of arrays.
 
-  `forward` and `backward` are traced in this order, each as often as one likes, with arguments of the same shapes. What
-  is saved between them is decided by jax.checkpoint around `function`, if there is one.
+  `forward` must be traced before `backward`; each may be traced several times, with arguments of the same shapes. A
+  jax.checkpoint around `function` decides what is saved.
   """
 
   def __init__(self, function: Callable):
@@ -41,9 +41,9 @@ class SavedVjp:
 def pull_in_order(function: Callable, arguments: tuple, cotangent):
   """Cotangents of the arguments of `function`, by a backward pass that holds little at a time.
 
-  As `jax.vjp(function, *arguments)[1](cotangent)`, inside `autodiff.gradients_in_order`, and with the statistics of the
-  forward pass (log-sum-exps, inverse norms) there before the backward pass starts: what they are taken from may be 100
-  times as large, and the TPU compiler would keep it.
+  Equals `jax.vjp(function, *arguments)[1](cotangent)`, inside `autodiff.gradients_in_order`. The statistics of the
+  forward pass (log-sum-exps, inverse norms) are computed before the backward pass starts. Otherwise the TPU compiler
+  would keep their inputs, which may be 100 times as large.
   """
   vjp = SavedVjp(function)
   _, saved = vjp.forward(*arguments)

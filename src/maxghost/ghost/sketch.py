@@ -1,9 +1,9 @@
 """Sketches of per-example gradients: their products with random directions, from one backward pass.
 
 <g_i, g_j> = E[<g_i, z> <g_j, z>] for any z with E[z zᵀ] = 1. A direction of rank one (z = a bᵀ, entries ±1) has that
-property and costs I + O per token in place of I O, so R of them cost about as much as one exact score (Choe et al.,
-arXiv:2405.13954, sketch gradients along factors too). The products of different parameters are kept apart: summed
-first, their cross terms would only add noise.
+property and costs I + O per token instead of I O, so R of them cost about as much as one exact score (Choe et al.,
+arXiv:2405.13954, also sketch gradients along factors). The products of different parameters are kept separate: if they
+were summed first, their cross terms would only add noise.
 
 R directions, n examples, T positions; a parameter's matrix view is [I, O].
 """
@@ -18,8 +18,8 @@ from maxghost.ghost.attach import Twin
 def random_directions(twin: Twin, key, scale: dict | None = None) -> dict:
   """{label: parts} for `Twin.direction_state`: twin.num_sets random directions of every scored parameter.
 
-  key: of the random signs. scale: {label: array}, to sketch P g in place of g for an elementwise P; where the direction
-  is of rank one, P is replaced by the outer product of its row and column means (`factored`).
+  key: of the random signs. scale: {label: array}, to sketch P g instead of g for an elementwise P; for directions of
+  rank one, P is replaced by the outer product of its row and column means (`factored`).
   """
   parts = {}
   for number, param in enumerate(twin.scored):
@@ -43,8 +43,8 @@ def random_directions(twin: Twin, key, scale: dict | None = None) -> dict:
 def sketch_pass(twin: Twin, params, rest, loss_fn, batch, key, num_directions: int, scale: dict | None = None):
   """Additive sketches f32[M, R, n(, T)] of the batch, one block for each scored parameter and layer.
 
-  twin: of rank 1 and one validation set, with the directions of `Sgd`; the R directions are mapped over, so that the
-  program does not grow with them and the passes that do not depend on a direction run once.
+  twin: of rank 1 and one validation set, with the directions of `Sgd`. `jax.vmap` over the R directions keeps the
+  program small, and runs passes that do not depend on a direction once.
   """
 
   def one(key):
@@ -58,7 +58,7 @@ def sketch_pass(twin: Twin, params, rest, loss_fn, batch, key, num_directions: i
 def sketch_gradient(twin: Twin, gradient: dict, key, num_directions: int, scale: dict | None = None):
   """Sketch f32[M, R] of one gradient {label: [*stack, *parameter]}, in the blocks and directions of `sketch_pass`.
 
-  Where a whole batch is one question this takes the place of a scored pass: one product per direction and parameter.
+  This replaces a scored pass where a whole batch is one query: one product per direction and parameter.
   """
 
   def one(key):

@@ -1,10 +1,10 @@
-"""A table used twice, scored exactly under a direction that is known only where the backward pass ends.
+"""A table used twice, scored exactly along a direction that is known only at the end of the backward pass.
 
-A tied table gets one half of its gradient at the output, where the backward pass begins, and the other at the lookup,
-where it ends. Adam's direction is formed from the whole gradient; the schedules 'reverse_scan' and 'concat' know the
-whole validation gradient only at the end. The lookup therefore hands the output three arrays whose cotangents carry
-what the output saw back to it: the table itself (its cotangent is the output's half of the weight gradient) and two
-zeros, whose cotangents are *defined* to be the output's input h and cotangent delta (`rules_head` has a smaller pair).
+A tied table gets one part of its gradient at the output, where the backward pass begins, and the other at the lookup,
+where it ends. Adam's direction needs the whole gradient, and the schedules 'reverse_scan' and 'concat' know the whole
+validation gradient only at the end. The lookup therefore passes three arrays to the output, whose cotangents carry data
+back: the table itself (its cotangent is the output's part of the weight gradient) and two zeros, whose cotangents are
+*defined* to be the output's input h and cotangent delta (`rules_head` has a smaller pair).
 
 n examples, T positions, D features, V vocabulary.
 """
@@ -14,14 +14,15 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from maxghost.models import autodiff
 
 
 @dataclasses.dataclass(frozen=True)
 class TableUse:
   """Both uses of a table: gather(table, ids), attend(table, h), and
-  score(table, ids, b, carried, weight_gradient, parts) -> like the probe; b: cotangents of the rows; carried: what the
-  output sent back, (h, delta) unless it is tiled. blank(table, dtype of the rows): zeros shaped like `carried`.
+  score(table, ids, b, carried, weight_gradient, parts) -> like the probe; b: cotangents of the rows; carried: arrays
+  sent back by the output, (h, delta) unless it is tiled. blank(table, dtype of the rows): zeros shaped like `carried`.
 
   num_val > 0: the last rows of the batch are validation examples, whose gradient replaces parts[0].
   """
@@ -35,7 +36,7 @@ class TableUse:
 
 
 def lookup(use: TableUse, ids, table_VD, parts, probe):
-  """(rows, link): the gathered rows and what `attend` needs."""
+  """(rows, link): the gathered rows and the link for `attend`."""
 
   @jax.custom_vjp
   def op(table_VD, ids, parts, probe):
@@ -64,7 +65,7 @@ def lookup(use: TableUse, ids, table_VD, parts, probe):
     carried = [array[train] for array in carried]
     scores = use.score(table_VD, ids[train], b[train], carried, d_table, used_parts)
     scores = jax.tree.map(lambda s, p: s.astype(p.dtype), scores, probe)
-    return d_table, np.zeros(ids.shape, jax.dtypes.float0), jax.tree.map(jnp.zeros_like, parts), scores
+    return d_table, autodiff.no_cotangent(ids), jax.tree.map(jnp.zeros_like, parts), scores
 
   op.defvjp(forward, backward)
   return op(table_VD, ids, parts, probe)
@@ -73,7 +74,7 @@ def lookup(use: TableUse, ids, table_VD, parts, probe):
 def attend(apply, h, link, num_examples: int | None = None):
   """apply(table, h), whose backward pass sends (table gradient, h, output cotangent) along the link.
 
-  num_examples: rows that count in the table gradient; None = all.
+  num_examples: rows that count in the table gradient; None: all.
   """
 
   @jax.custom_vjp

@@ -1,4 +1,4 @@
-"""Which methods of which probed layers a loss really calls: learnt from one abstract trace."""
+"""Records in an abstract trace which methods of which probed layers a loss calls."""
 
 import contextlib
 import contextvars
@@ -10,15 +10,15 @@ _recorder: contextvars.ContextVar[list | None] = contextvars.ContextVar("ghost_u
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-  """One call of a probed layer. layer: the object itself; a scan or remat that traces its body again has another."""
+  """One call of a probed layer. layer: the object; each trace of a scan or remat body has its own."""
 
   layer: Any
   path: str
   method: str
   argument_shapes: tuple
   shape: tuple
-  static: tuple  # arguments that are no arrays
-  is_second: bool  # of a table, after its lookup
+  static: tuple  # arguments that are not arrays
+  is_second: bool  # the use of a table after its lookup
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def note(*use) -> None:
 
 
 def called_often(used: list[Use]) -> dict[str, int]:
-  """{path: calls} of the layers that one trace calls more than once, but for a table's lookup with one other use."""
+  """{path: calls} of layers called more than once in a trace, except tables with one lookup and one other use."""
   calls: dict[int, list[Use]] = {}
   for use in used:
     calls.setdefault(id(use.layer), []).append(use)

@@ -1,7 +1,7 @@
-"""The two Variable types of the ghost engine, and where a twin holds them.
+"""The two Variable types of the ghost engine, and their attribute names in a twin.
 
-Both live in the probed twin only: never in the model a user holds, in optimizer state, in a checkpoint or in a
-parameter count (filter `nnx.Param`).
+Only the probed twin has them, never the user's model, the optimizer state, a checkpoint or a parameter count (filter
+`nnx.Param`).
 """
 
 from flax import nnx
@@ -15,7 +15,7 @@ class GhostProbe(nnx.Variable):
 
 
 class GhostDirection(nnx.Variable):
-  """What a parameter's gradient is scored against: [*stack, K, *parameter] or what such a direction is made from."""
+  """A direction [*stack, K, *parameter] against which gradients are scored, or an array from which it is formed."""
 
 
 def part_name(name: str, part: str) -> str:

@@ -3,7 +3,7 @@
   python tools/convert_checkpoint.py --source_path RUN/checkpoints/2 --target_path OUT/2 [--direction auto] [--dry_run]
 
 Exit code 0: written and verified; 1: the written checkpoint differs from the source (nothing is left); 2: refused.
-Values never change: what a maxghost model needs beyond the layout is `linen_scaling`, a step of its own.
+Values never change; `linen_scaling` is the separate step that rescales query weights.
 """
 
 import argparse
@@ -25,10 +25,8 @@ from maxghost.checkpoint.layouts_store import (
   RawTree,
   TreePath,
   VerificationError,
-  nested,
   open_at,
   tool,
-  tree_from_memory,
 )
 from maxghost.interop.convert_plan import KEEP, MAXTEXT_NNX, TARGETS, Plan, Target, TargetLeaf, make_plan
 from maxghost.interop.huggingface import open_tree
@@ -52,11 +50,25 @@ def convert(
   say: Callable[[str], None] = print,
   **wishes: Any,
 ) -> Plan:
-  """Converts the checkpoint folder `source` into the new folder `target_path`; returns what went where.
+  """Converts the checkpoint folder `source` into the new folder `target_path`.
 
-  to: target layout; '' = the other family, as `direction` says. wishes: fields of `Target`. ram_bytes: host memory for
-  arrays; those larger than a third of it are moved in blocks (a single chunk of the source must fit, though).
-  Raises LayoutError where something cannot be moved; nothing is written then.
+  Args:
+    source: The checkpoint folder, or a Hugging Face model folder.
+    target_path: The folder to write, which must not exist.
+    to: The target layout; '' = the other family, as `direction` says.
+    direction: One of `DIRECTIONS`.
+    read: How to read the source.
+    dry_run: Whether to print the plan and write nothing.
+    verify: Whether to read the target again and compare it with the source.
+    ram_bytes: Host memory for arrays. Those larger than a third of it are moved in blocks, of at least one chunk.
+    say: Receives each message for the user.
+    **wishes: The other fields of `Target`.
+
+  Returns:
+    What went where.
+
+  Raises:
+    LayoutError: Something cannot be moved, and nothing was written.
   """
   raw = open_tree(source)
   checkpoint = read_checkpoint(raw, read)
@@ -76,33 +88,11 @@ def convert(
     place = place_like(raw, temporary)
     write_plan(raw, plan, place, ram_bytes)
     if verify:
-      _verify(checkpoint, place, target, ram_bytes)
+      bare = target.params_only or target.layout == PARAMS
+      rngs = not (bare or target.drop_rngs)
+      check_written(checkpoint, open_at(place, str(place.step)), params_only=bare, rngs=rngs, ram_bytes=ram_bytes)
   say(f"written {out}" + (", verified byte by byte" if verify else ", not verified (--no-verify)"))
   return plan
-
-
-def convert_tree(
-  tree: Any, to: str = "", *, direction: str = "auto", read: ReadOptions | None = None, **wishes: Any
-) -> dict:
-  """The same for a tree in memory (dicts, lists, tuples, optax NamedTuples, nnx.State): returns nested dicts and lists.
-
-  Random keys come back as typed keys where they went in as such.
-  """
-  checkpoint = read_checkpoint(tree_from_memory(tree), read)
-  plan = make_plan(checkpoint, Target(_target_layout(checkpoint, to, direction), **wishes))
-  return build_tree(plan)
-
-
-def build_tree(plan: Plan) -> dict:
-  """The planned checkpoint as nested dicts and lists of numpy arrays, typed keys and Nones."""
-  flat: dict[tuple, Any] = {path: _EMPTY_VALUES[empty.kind]() for path, empty in plan.empties}
-  reader = LayerReader(DEFAULT_RAM_BYTES)
-  for leaf in plan.leaves:
-    flat[leaf.path] = with_key_type(read_block(reader, leaf), leaf.key_impl)
-  return nested(flat)
-
-
-_EMPTY_VALUES = {"None": lambda: None, "NamedTuple": lambda: None, "Dict": dict, "List": list, "Tuple": tuple}
 
 
 def with_key_type(words: np.ndarray, key_impl: str | None) -> Any:
@@ -144,7 +134,7 @@ def check_target(raw: RawTree, out: Path) -> None:
 
 
 def check_space(raw: RawTree, plan: Plan, out: Path) -> None:
-  """Refuses early where the disk cannot hold the target: about the source's size, by the share of it that moves."""
+  """Raises LayoutError where the disk cannot hold the target, estimated from the stored size of the source."""
   everything = sum(array.nbytes for array in raw.arrays().values())
   stored = sum(f.stat().st_size for f in raw.location.item.rglob("*") if f.is_file()) or everything
   needed = int(stored * sum(leaf.nbytes for leaf in plan.leaves) / max(everything, 1))
@@ -155,7 +145,7 @@ def check_space(raw: RawTree, plan: Plan, out: Path) -> None:
 
 
 def place_like(raw: RawTree, folder: Path) -> Location:
-  """Where in `folder` the tree goes: an item folder becomes an item folder, a step folder a step folder."""
+  """The place of the tree in `folder`, with an item level where the source was given with one."""
   has_level = raw.location.item != Path(raw.origin).absolute()
   return Location(item=folder / "items" if has_level else folder, step=folder)
 
@@ -167,7 +157,7 @@ def write_plan(
   ram_bytes: int = DEFAULT_RAM_BYTES,
   change: Callable[[TreePath, np.ndarray], np.ndarray] | None = None,
 ) -> None:
-  """Writes the planned arrays into a folder made by `new_folder`. change: of (path, block), element by element."""
+  """Writes the planned arrays into a folder made by `new_folder`; `change(path, block)` is applied elementwise."""
   writer = TreeWriter(place.item)
   reader = LayerReader(ram_bytes // 3)
   # Small chunks are compressed side by side; large ones one after the other.
@@ -186,7 +176,7 @@ def write_plan(
 
 
 def chunk_shape(leaf: TargetLeaf, block_bytes: int) -> tuple[int, ...]:
-  """The whole array where it fits a block; else one layer, then halves of the longest dimension, until it fits."""
+  """The shape of a chunk: the array, else one layer of it, with its longest dimension halved until it fits a block."""
   shape = list(leaf.shape)
   if leaf.axis is not None and leaf.nbytes > block_bytes:
     shape[leaf.axis] = 1
@@ -194,7 +184,7 @@ def chunk_shape(leaf: TargetLeaf, block_bytes: int) -> tuple[int, ...]:
 
 
 def read_block(reader: LayerReader, leaf: TargetLeaf, index: tuple[slice, ...] | None = None) -> np.ndarray:
-  """A block of a target array (None: all of it), assembled from its parts."""
+  """A block of a target array, or all of it for None, assembled from its parts."""
   index = index if index is not None else tuple(slice(0, size) for size in leaf.shape)
   if leaf.axis is None:
     block = reader.part(leaf.parts[0], index)
@@ -206,18 +196,26 @@ def read_block(reader: LayerReader, leaf: TargetLeaf, index: tuple[slice, ...] |
   return np.asarray(block, dtype=leaf.dtype, order="C")
 
 
-def _verify(checkpoint: Checkpoint, place: Location, target: Target, ram_bytes: int) -> None:
-  """Reads the written folder as anyone would, without hints, and compares every leaf with the source.
+def check_written(
+  checkpoint: Checkpoint,
+  written: RawTree,
+  *,
+  params_only: bool = False,
+  rngs: bool = False,
+  ram_bytes: int = DEFAULT_RAM_BYTES,
+  is_expected: Callable[[compare.Row], bool] = lambda row: False,
+) -> None:
+  """Reads a written tree without hints and compares every leaf with the source; options as in `compare.compare`.
 
-  Raises VerificationError.
+  Raises VerificationError for a difference that is not expected.
   """
-  written = read_checkpoint(open_at(place, str(place.step)), ReadOptions(keep_unknown=True))
-  params_only = target.params_only or target.layout == PARAMS
-  rngs = not (params_only or target.drop_rngs)
-  rows = compare.compare(checkpoint, written, params_only=params_only, rngs=rngs, ram_bytes=ram_bytes).rows
+  target = read_checkpoint(written, ReadOptions(keep_unknown=True))
+  rows = compare.compare(checkpoint, target, params_only=params_only, rngs=rngs, ram_bytes=ram_bytes).rows
   # Moments in another form than the parameters are repaired on the way: a difference, but not from what was planned.
-  if wrong := [row for row in rows if row.kind != compare.STRUCTURE or written.odd_moments()]:
-    raise VerificationError(wrong, "leaves")
+  repaired = not target.odd_moments()
+  wrong = [row for row in rows if not is_expected(row) and not (repaired and row.kind == compare.STRUCTURE)]
+  if wrong:
+    raise VerificationError(wrong, "parameters" if params_only else "leaves")
 
 
 def _summary(source: Checkpoint, target: Target, plan: Plan, out: Path) -> list[str]:
@@ -285,30 +283,25 @@ def _parser() -> argparse.ArgumentParser:
     names = {f"--{name}", f"--{name.replace('_', '-')}"}
     parser.add_argument(*sorted(names, reverse=True), help=about, **more)
 
-  def flag(name: str, about: str) -> None:
-    add(name, about, action="store_true")
-
   add("source_path", "step folder (RUN/checkpoints/2) or item folder (.../2/items)", required=True)
   add("target_path", "folder to write; must not exist", required=True)
   add("direction", "auto: from the source's family to the other one", choices=DIRECTIONS, default="auto")
   add("to", "target layout; linen puts random state into nnx_aux, as MaxText's NNX does", choices=TARGETS, default="")
   add("from", "source layout, where it cannot be told", dest="source_layout", choices=LAYOUTS, default="")
   add("layers", "form of the layers in the target", choices=(KEEP, SCANNED, UNSCANNED, INTEGER), default=KEEP)
-  for names, form in ((["scan_layers", "scan-layers"], SCANNED), (["no-scan_layers", "no-scan-layers"], UNSCANNED)):
-    parser.add_argument(
-      *(f"--{name}" for name in names), dest="layers", action="store_const", const=form, help=f"--layers {form}"
-    )
+  for name, form in (("scan_layers", SCANNED), ("no-scan_layers", UNSCANNED)):
+    add(name, f"--layers {form}", dest="layers", action="store_const", const=form)
   add("scan_axis", "dimension of the source's stacked layers; default: recorded, else the layout's", type=int)
   add("target_scan_axis", "the same of the target; default: the source's (maxghost 0, from maxghost 1)", type=int)
   add("layer_period", "stack unlike layers in blocks of this many (layers/layers_0, ...)", type=int, default=0)
   add("layer_containers", "more names of layer containers: tower for tower_0, tower_1", default="", metavar="NAME,...")
-  flag("params_only", "parameters alone, for decoding or fine-tuning")
-  flag("drop_rngs", "leave random keys and counts out")
+  add("params_only", "parameters alone, for decoding or fine-tuning", action="store_true")
+  add("drop_rngs", "leave random keys and counts out", action="store_true")
   add("keep", "copy an unknown top-level key as it is", action="append", default=[], metavar="KEY")
   add("drop", "leave an unknown top-level key out", action="append", default=[], metavar="KEY")
   add("wrapped", "whether the source's leaves are under `value`; default: told", choices=("yes", "no"), default="")
   add("target_wrapped", "the same of the target; default: params yes, others no", choices=("yes", "no"), default="")
   add("ram_mb", "host memory for arrays; large ones are moved in blocks", type=float, default=DEFAULT_RAM_BYTES / 1e6)
-  flag("dry_run", "print what would go where and write nothing")
+  add("dry_run", "print what would go where and write nothing", action="store_true")
   add("verify", "re-read the target and compare all bytes", action=argparse.BooleanOptionalAction, default=True)
   return parser

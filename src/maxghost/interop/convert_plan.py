@@ -1,7 +1,6 @@
-"""From the canonical checkpoint to the arrays of a target layout: which layers go into which array, and where it lies.
+"""Plans a conversion: the arrays of the target layout, and which layers of the source go into each.
 
-One transform serves parameters, every moment tree and the random keys, so they cannot come out in different forms.
-Nothing is read here but the step.
+Parameters, moments and random keys go through one transform, so they all get the same form. Only the step is read.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,10 +21,11 @@ from maxghost.checkpoint.layouts_layers import (
   container_of,
   is_standard_name,
 )
-from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, TreePath, text_of
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, TreePath
+from maxghost.config.values import slash_path
 
 KEEP = "keep"
-# The linen layout with the optimizer state exactly as MaxText's NNX runs write and want it.
+# The linen layout with the optimizer state as MaxText's NNX runs write and read it.
 MAXTEXT_NNX = "maxtext_nnx"
 TARGETS = (LINEN, MAXTEXT_NNX, NNX, MAXGHOST, PARAMS)
 _LINEN_LIKE = (LINEN, MAXTEXT_NNX)
@@ -33,9 +33,12 @@ _LINEN_LIKE = (LINEN, MAXTEXT_NNX)
 
 @dataclass(frozen=True)
 class Target:
-  """What to write. layers: keep, scanned, unscanned or integer. scan_axis, wrapped: None = the layout's own.
+  """What to write.
 
-  layer_period: layers per stacked block where unscanned layers are stacked; 0 = as recorded, else 1.
+  Attributes:
+    layers: keep, scanned, unscanned or integer.
+    scan_axis, wrapped: None = the layout's own.
+    layer_period: Layers per stacked block where unscanned layers are stacked; 0 = as recorded, else 1.
   """
 
   layout: str
@@ -49,7 +52,7 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class TargetLeaf:
-  """One array to write: its parts in order, stacked along `axis` (None: the one part as it is)."""
+  """One array to write: its parts, stacked along `axis`, or its only part where `axis` is None."""
 
   path: TreePath
   parts: tuple[Ref, ...]
@@ -84,12 +87,11 @@ class Plan:
   empties: list[tuple[TreePath, Empty]] = field(default_factory=list)
   notes: list[str] = field(default_factory=list)
   custom_metadata: dict[str, Any] = field(default_factory=dict)
-  scan_axis: int = 1
 
 
 def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
-  """What to write where. Raises LayoutError naming the leaf where the target layout cannot hold the checkpoint."""
-  plan = Plan(scan_axis=_target_axis(checkpoint, target))
+  """The plan of a conversion. Raises LayoutError, naming the leaf, where the target layout cannot hold it."""
+  plan, scan_axis = Plan(), _target_axis(checkpoint, target)
   params_only = target.params_only or target.layout == PARAMS
   wrapped = target.layout == PARAMS if target.wrapped is None else target.wrapped
   end: TreePath = ("value",) if wrapped else ()
@@ -97,7 +99,7 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
     raise LayoutError("the linen layout has no `value` level; leave out --target_wrapped")
   containers: list[Container] = []
   root = {PARAMS: ()}.get(target.layout, ("params", "params") if target.layout in _LINEN_LIKE else ("model",))
-  restack = _Restack(checkpoint, target, plan.scan_axis)
+  restack = _Restack(checkpoint, target, scan_axis)
   for path, parts, axis in restack.leaves(checkpoint.params, containers):
     plan.leaves.append(TargetLeaf((*root, *path, *end), parts, axis))
   if params_only:
@@ -120,7 +122,7 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
     plan.notes.append(f"kept as it is: {key} ({len(nodes)} leaves)")
   if checkpoint.dropped:
     plan.notes.append(f"dropped: {len(checkpoint.dropped)} leaves, the first {checkpoint.dropped[0]}")
-  plan.custom_metadata = _metadata(checkpoint, target, plan.scan_axis, containers, aux, params_only)
+  plan.custom_metadata = _metadata(checkpoint, target, scan_axis, containers, aux, params_only)
   order: dict[int, int] = {}
   for leaf in plan.leaves:
     for ref in leaf.parts:
@@ -187,7 +189,7 @@ class _Restack:
 
   @staticmethod
   def as_stored(tree: ParamTree) -> Iterator[tuple[TreePath, tuple[Ref, ...], int | None]]:
-    """The arrays of `tree` in the layer form they have."""
+    """The arrays of `tree` in their own layer form."""
     done = set()
     for (path, layer), ref in tree.leaves.items():
       container = container_of(path, tree.containers)
@@ -224,13 +226,13 @@ class _Restack:
       period = self._target.layer_period or period
       block_name = block_name or (about.path[-1] if period > 1 else "")
     if form == SCANNED and about.num_layers % period:
-      raise LayoutError(f"{text_of(about.path)}: {about.num_layers} layers are no multiple of layer_period={period}")
+      raise LayoutError(f"{slash_path(about.path)}: {about.num_layers} layers are no multiple of layer_period={period}")
     return Container(about.path, form, about.num_layers, period, block_name, axis)
 
   def _check_opaque(self, about: Container, path: Path, axis: int) -> None:
     if self._form(about, axis).form != about.form or about.scan_axis != axis:
       raise LayoutError(
-        f"leaf {text_of(path)} has no layer axis of its own and cannot be restacked; use --layers keep and the "
+        f"leaf {slash_path(path)} has no layer axis of its own and cannot be restacked; use --layers keep and the "
         "source's scan axis (or leave it out: --drop_rngs for random state, --params_only for optimizer state)"
       )
 
@@ -249,7 +251,7 @@ def _stack(container: Container, inside: dict[Path, dict[int, Ref]]) -> Iterator
   """The stacked arrays of one container, after checking that its layers are alike."""
   indices = sorted({layer for layers in inside.values() for layer in layers})
   if indices != list(range(len(indices))):
-    parent = text_of(container.path[:-1]) or text_of(container.path)
+    parent = slash_path(container.path[:-1]) or slash_path(container.path)
     raise LayoutError(
       f"layer indices under {parent} are not contiguous: {', '.join(map(str, indices))}; use --layers unscanned"
     )
@@ -270,7 +272,7 @@ def _stack(container: Container, inside: dict[Path, dict[int, Ref]]) -> Iterator
 
 
 def _is_whole(parts: tuple[Ref, ...], axis: int) -> bool:
-  """Whether the parts, in order, are all of one stored array already stacked on `axis`."""
+  """Whether the parts are the layers of one stored array, in order and stacked on `axis` already."""
   whole = parts[0].array
   in_order = all(ref.array is whole and ref.axis == axis and ref.index == i for i, ref in enumerate(parts))
   return in_order and whole.shape[axis] == len(parts)
@@ -282,8 +284,8 @@ def _check_alike(
   name, advice = container.path[-1], "use --layers unscanned"
   if missing := [i for i in wanted if i not in present]:
     raise LayoutError(
-      f"leaf {text_of(rest)} exists in layers {', '.join(map(str, present))} but not in "
-      f"{', '.join(map(str, missing))} (of {text_of(container.path)}); {advice}"
+      f"leaf {slash_path(rest)} exists in layers {', '.join(map(str, present))} but not in "
+      f"{', '.join(map(str, missing))} (of {slash_path(container.path)}); {advice}"
     )
   for layer, ref in zip(present, parts, strict=True):
     for what, first, this in (
@@ -293,8 +295,8 @@ def _check_alike(
     ):
       if first != this:
         raise LayoutError(
-          f"cannot stack {text_of(container.path)}_*: leaf {text_of(rest)} has {what} {first} in {name}_{present[0]} "
-          f"but {this} in {name}_{layer}; {advice}"
+          f"cannot stack {slash_path(container.path)}_*: leaf {slash_path(rest)} has {what} {first} in "
+          f"{name}_{present[0]} but {this} in {name}_{layer}; {advice}"
         )
 
 
@@ -389,7 +391,7 @@ def _plan_aux(checkpoint: Checkpoint, target: Target, plan: Plan, restack: _Rest
     leaves = list(restack.as_stored(checkpoint.aux))
   for path, parts, axis in leaves:
     plan.leaves.append(TargetLeaf((*root, *path, *end), parts, axis))
-    if plain and parts[0].array.path[-len(path) :] and _is_plain(parts[0].array, plain):
+    if _is_plain(parts[0].array, plain):
       others.append(path)
   return others
 
@@ -401,8 +403,8 @@ def _is_plain(array: StoredArray, plain: set[Path]) -> bool:
 
 
 def _note_left_out(checkpoint: Checkpoint, plan: Plan) -> None:
-  parts = [f"opt_state/{text_of(place)}" for place in checkpoint.moments]
-  parts += [f"opt_state/{text_of(path)}" for path in checkpoint.opt_leaves]
+  parts = [f"opt_state/{slash_path(place)}" for place in checkpoint.moments]
+  parts += [f"opt_state/{slash_path(path)}" for path in checkpoint.opt_leaves]
   parts += ["step"] if checkpoint.step is not None else []
   parts += ["random state"] if checkpoint.aux.leaves else []
   if parts:
@@ -422,9 +424,9 @@ def _metadata(
   record: dict[str, Any] = {"layout": layout, "param_scan_axis": axis}
   if checkpoint.values_from:
     record["values_from"] = checkpoint.values_from
-  if names := [text_of(c.path) for c in containers if not is_standard_name(c.path[-1])]:
+  if names := [slash_path(c.path) for c in containers if not is_standard_name(c.path[-1])]:
     record["containers"] = names
-  if blocks := {text_of(c.path): [c.period, c.block_name] for c in containers if c.block_name}:
+  if blocks := {slash_path(c.path): [c.period, c.block_name] for c in containers if c.block_name}:
     record["blocks"] = blocks
   if checkpoint.opt_empties and target.layout not in _LINEN_LIKE and not bare:
     record["opt_empties"] = [[list(path), kind] for path, kind in checkpoint.opt_empties.items()]

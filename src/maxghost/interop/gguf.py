@@ -5,7 +5,6 @@ key rows of some families are stored for a rotation of neighbouring pairs; here,
 head are rotated against each other, so the rows of each head are put in that order.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.checkpoint.layouts_store import LayoutError
+from maxghost.checkpoint.layouts_store import LayoutError, write_json
 from maxghost.config.families import FAMILIES, Family
 from maxghost.interop.safetensors_files import Tensor
 
@@ -208,4 +207,4 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     raise LayoutError(f"{file.path} is damaged: its tokenizer does not fit together ({error})") from error
   made.save(str(folder / "tokenizer.json"))
   words["add_bos_token"] = bool(said.get("tokenizer.ggml.add_bos_token", False))
-  (folder / "tokenizer_config.json").write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
+  write_json(folder / "tokenizer_config.json", words, indent=2)

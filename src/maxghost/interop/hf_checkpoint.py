@@ -14,24 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import config
-from maxghost.checkpoint import compare
-from maxghost.checkpoint.layouts import MAXGHOST, Checkpoint, ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
 from maxghost.checkpoint.layouts_store import (
   LayoutError,
   Location,
   RawTree,
-  VerificationError,
   open_at,
   read_json,
   tool,
+  write_json,
 )
 from maxghost.config import Config
 from maxghost.config.families import FAMILIES
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import gguf, huggingface, huggingface_config, model_path
-from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_space, check_target, write_plan
+from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_space, check_target, check_written, write_plan
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.safetensors_files import write_tensors
@@ -65,14 +64,14 @@ def import_model(
   with new_folder(target) as temporary:
     place = Location(item=temporary / "items", step=temporary)
     write_plan(raw, plan, place, ram_bytes)
-    _check_written(checkpoint, open_at(place, str(target)), ram_bytes)
+    check_written(checkpoint, open_at(place, str(target)), params_only=True, ram_bytes=ram_bytes)
     write_tokenizer(temporary / tokenizer_files.FOLDER)
     keys = model_path.tokenizer_keys(temporary / tokenizer_files.FOLDER, cfg.model.vocab_size)
     if keys:
       keys["tokenizer_path"] = str(target / Path(keys["tokenizer_path"]).relative_to(temporary))
     cfg = config.replace(cfg, tokenizer_path="", load_parameters_path=str(target), run_name=target.name)
     cfg = config.replace(cfg, **keys)
-    huggingface.write_json(temporary / model_path.HUGGINGFACE_FILE, content)
+    write_json(temporary / model_path.HUGGINGFACE_FILE, content, indent=2, sort_keys=True)
     config.save(cfg, temporary / model_path.CONFIG_FILE)
   say(f"written {target}, verified byte by byte; train it with: maxghost train {target / model_path.CONFIG_FILE}")
   return cfg
@@ -130,22 +129,18 @@ def export_model(
   origin = model_path.huggingface_file(place, cfg)
   others = huggingface_config.other_entries(read_json(origin), cfg.model) if origin else {}
   positions = max(cfg.data.max_target_length, 2048)
-  content = huggingface_config.config_json(cfg.model, _dtype(checkpoint), positions, special_ids(cfg), others)
+  dtypes = {ref.dtype.name for ref in checkpoint.params.leaves.values()}
+  dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+  content = huggingface_config.config_json(cfg.model, dtype, positions, special_ids(cfg), others)
   with new_folder(target) as temporary:
     write_tensors(temporary, tensors, shard_bytes)
-    huggingface.write_json(temporary / huggingface.CONFIG_JSON, content)
+    write_json(temporary / huggingface.CONFIG_JSON, content, indent=2, sort_keys=True)
     if cfg.data.tokenizer_path:
       folder = Path(cfg.data.tokenizer_path)
       tokenizer_files.copy(folder if folder.is_dir() else folder.parent, temporary)
-    _check_written(checkpoint, huggingface.open_folder(temporary), ram_bytes)
+    check_written(checkpoint, huggingface.open_folder(temporary), params_only=True, ram_bytes=ram_bytes)
   size = sum(tensor.nbytes for tensor in tensors)
   say(f"written {target}: {len(tensors)} tensors, {size / 1e6:.1f} MB, verified byte by byte")
-
-
-def _check_written(checkpoint: Checkpoint, written: RawTree, ram_bytes: int) -> None:
-  rows = compare.compare(checkpoint, read_checkpoint(written), params_only=True, ram_bytes=ram_bytes).rows
-  if rows:
-    raise VerificationError(rows, "parameters")
 
 
 def special_ids(cfg: Config) -> dict[str, int]:
@@ -155,11 +150,6 @@ def special_ids(cfg: Config) -> dict[str, int]:
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
   return {name: number for name, number in ids.items() if number is not None}
-
-
-def _dtype(checkpoint: Checkpoint) -> str:
-  dtypes = {ref.dtype.name for ref in checkpoint.params.leaves.values()}
-  return dtypes.pop() if len(dtypes) == 1 else "float32"
 
 
 @tool("hf_checkpoint")

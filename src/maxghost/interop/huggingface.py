@@ -1,10 +1,10 @@
-"""Hugging Face model folders as one more checkpoint layout: read into the same tree as every other, and written.
+"""Hugging Face model folders as a checkpoint layout: read into the same tree as the other layouts, and written.
 
-Read, a folder is a tree of parameters with unscanned layers, so loading, converting, comparing and listing work on it
-as on any checkpoint. Tensors are read when asked for, one at a time.
+A folder is read as a tree of parameters with unscanned layers, so loading, converting, comparing and listing work on it
+as on any checkpoint. Tensors are read one at a time, when they are needed.
 """
 
-import json
+import functools
 import math
 import os
 import re
@@ -66,7 +66,7 @@ class Rule:
     return tuple(self.sizes[letter] for letter in letters)
 
   def to_param(self, values: np.ndarray, which: int) -> np.ndarray:
-    """From a tensor (or a slice of its lead axis) to paths[which] of the same lead, without copying where possible."""
+    """paths[which] from a tensor, or from a slice of its lead axis; a view where possible."""
     if self.rule.transpose:
       values = values.swapaxes(-1, -2)
     count = len(self.paths)
@@ -79,7 +79,7 @@ class Rule:
     return values.reshape(*lead, *self._shape(self.rule.inputs + self.rule.outputs))
 
   def to_tensor(self, params: list[np.ndarray]) -> np.ndarray:
-    """The other way round: `params` are all of `paths`, with their lead axes unless the tensor is of one expert."""
+    """A tensor from the parameters of all `paths`, with their lead axes unless the tensor is of one expert."""
     num_lead = 0 if self.per_expert else len(self.rule.lead)
     flat = []
     for values in params:
@@ -125,15 +125,15 @@ def _exists(when: str, model: ModelConfig) -> bool:
 
 
 def model_config(folder: Path) -> Config:
-  """The configuration that makes the folder's model; what is not about the model has its default.
+  """The configuration of the folder's model; other keys have their defaults.
 
-  Raises ConfigError for a model that is not known here, or whose config.json contradicts itself.
+  Raises ConfigError for an unknown architecture and for a config.json that contradicts itself.
   """
   return configuration(read_json(folder / CONFIG_JSON), str(folder / CONFIG_JSON))
 
 
 def configuration(content: Mapping[str, Any], origin: str) -> Config:
-  """The same from the content of a config.json; `origin` names it in messages."""
+  """As `model_config`, from the content of a config.json; `origin` names it in errors."""
   keys = huggingface_config.keys_of(content, origin)
   # The tokenizer is looked at elsewhere; bytes, the default, would want a vocabulary of their size.
   return replace(load_config(), tokenizer_type="huggingface", **keys)
@@ -157,12 +157,12 @@ def open_folder(path: Path) -> RawTree:
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-  """The folder's tensors by name, packed ones as what they stand for; only headers are read. Raises LayoutError."""
+  """The folder's tensors by name, packed ones as the matrices they encode; reads headers only. Raises LayoutError."""
   return unpacked(open_tensors(folder))
 
 
 def tree_of(tensors: dict[str, Tensor], model: ModelConfig, origin: Path) -> RawTree:
-  """The same from tensors by name; origin: the file or folder they are in."""
+  """As `open_folder`, from tensors by name; `origin` is the file or folder they are in."""
   nodes = _nodes(tensors, model, str(origin))
   metadata = {"scan_layers": False, RECORD: {"layout": PARAMS, "values_from": "maxghost"}}
   return RawTree({**nodes}, str(origin), {"custom_metadata": metadata}, None, Location(item=origin, step=origin))
@@ -200,7 +200,7 @@ def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _is_tied(tensors: dict[str, Tensor], table: Table, model: ModelConfig) -> bool:
-  """Whether an output projection that config.json calls tied is the embedding indeed: then it may lie there twice."""
+  """Whether the folder's output projection is a second copy of the embedding that config.json says it is."""
   head, embedding = tensors[_HEAD], tensors.get(table.embedding)
   if not model.logits_via_embedding or embedding is None:
     return False
@@ -245,10 +245,21 @@ def _stored(path: tuple, tensors: list[Tensor], rule: Rule, which: int) -> Store
 def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, hold_bytes: int = 1 << 30) -> list[Planned]:
   """The tensors to write for the parameters of a checkpoint, whatever its layout, made when they are written.
 
-  hold_bytes: host memory for stacked arrays whose layers are wanted one after the other; larger ones are read in parts.
-  Raises LayoutError for parameters that are missing, unknown to the architecture, or of another shape than `model`'s.
+  Args:
+    checkpoint: What to write.
+    model: The configuration of its model.
+    hold_bytes: Host memory for stacked arrays whose layers are read in turn; larger arrays are read in parts.
+
+  Raises:
+    LayoutError: Parameters are missing, unknown to the architecture, or of another shape than in `model`.
   """
-  leaves, readers = checkpoint.params.leaves, _Readers(hold_bytes)
+  leaves = checkpoint.params.leaves
+
+  @functools.lru_cache(maxsize=1)
+  def readers(paths: tuple[str, ...]) -> list[LayerReader]:
+    # One for each parameter of a tensor, kept from layer to layer: the layers of a stacked array come in turn.
+    return [LayerReader(hold_bytes // len(paths)) for _ in paths]
+
   planned, used, problems = [], set(), []
   for rule, layer, expert, name in Table(model).tensors():
     ids = [(tuple(param.split("/")), layer) for param in rule.paths]
@@ -270,26 +281,12 @@ def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, hold_bytes: int 
   return planned
 
 
-class _Readers:
-  """A reader for each parameter of the tensor that is being made: the layers of a stacked array come in turn, and two
-  or three arrays alternate where a tensor holds several parameters."""
-
-  def __init__(self, hold_bytes: int):
-    self._hold_bytes = hold_bytes
-    self._paths: tuple[str, ...] = ()
-    self._readers: list[LayerReader] = []
-
-  def of(self, paths: tuple[str, ...]) -> list[LayerReader]:
-    if paths != self._paths:
-      self._paths = paths
-      self._readers = [LayerReader(self._hold_bytes // len(paths)) for _ in paths]
-    return self._readers
-
-
-def _maker(readers: _Readers, rule: Rule, refs: list[Ref], expert: int | None) -> Callable[[], np.ndarray]:
+def _maker(
+  readers: Callable[[tuple[str, ...]], list[LayerReader]], rule: Rule, refs: list[Ref], expert: int | None
+) -> Callable[[], np.ndarray]:
   def make() -> np.ndarray:
     params = []
-    for reader, ref in zip(readers.of(rule.paths), refs, strict=True):
+    for reader, ref in zip(readers(rule.paths), refs, strict=True):
       index = [slice(0, size) for size in ref.shape]
       if expert is not None:
         index[0] = slice(expert, expert + 1)
@@ -298,7 +295,3 @@ def _maker(readers: _Readers, rule: Rule, refs: list[Ref], expert: int | None) -
     return rule.to_tensor(params)
 
   return make
-
-
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-  file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

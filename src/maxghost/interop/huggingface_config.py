@@ -1,7 +1,7 @@
-"""config.json of a Hugging Face model to configuration keys, and back.
+"""Translates config.json of a Hugging Face model into configuration keys, and back.
 
-A value that would make another function than ours is refused by name. Entries that change nothing here (dropout of
-pretraining, token ids, caches) are kept aside, for an export of the same model.
+A value that stands for a function which no key can express is an error. Entries without effect here (dropout of
+pretraining, token ids, caches) are kept for an export of the same model.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _PACKING = ("quantization_config", "compression_config")
 
 
 class _Reader:
-  """A config.json whose problems are collected, so that all of them are told at once."""
+  """A config.json, and the problems found in it, which are raised together."""
 
   def __init__(self, content: Mapping[str, Any], origin: str):
     self.content, self.origin = content, origin
@@ -191,9 +191,15 @@ def config_json(
 ) -> dict[str, Any]:
   """A config.json that transformers reads as this model.
 
-  max_positions: for `max_position_embeddings`, where others lacks it. special_ids: bos_token_id, ... others: entries to
-  keep (`other_entries`), where the model was imported.
-  Raises LayoutError where transformers has no such model: what is written is read again, and must give the same keys.
+  Args:
+    model: The model.
+    dtype: The dtype of its parameters.
+    max_positions: `max_position_embeddings`, where `others` lacks it.
+    special_ids: bos_token_id and the like.
+    others: Entries of the model's original config.json to keep (`other_entries`).
+
+  Raises:
+    LayoutError: transformers has no such model: reading the result gives other keys.
   """
   family = FAMILIES[model.decoder_block]
   theirs = family.huggingface

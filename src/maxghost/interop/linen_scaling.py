@@ -9,23 +9,24 @@ a power of two (h = 16, 64, 256); otherwise each direction rounds once.
 
   maxghost checkpoint rescale --source_path A --target_path B --head_dim 16 --to maxghost|maxtext
 
-The function is the same after the step, training is not quite: Adam's step has the size of the learning rate whatever
-the scale of a weight, so a query weight that is s times larger moves s times less in proportion.
+The function is the same after the step, but training differs: the size of Adam's step does not depend on the scale of a
+weight, so a query weight that is s times larger changes s times less in proportion.
 h head width.
 """
 
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from maxghost.checkpoint import compare
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_store import LayoutError, TreePath, VerificationError, open_at, text_of, tool
-from maxghost.interop.convert import check_target, place_like, write_plan
+from maxghost.checkpoint.layouts_store import LayoutError, TreePath, open_at, tool
+from maxghost.config.values import slash_path
+from maxghost.interop.convert import check_target, check_written, place_like, write_plan
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.tree_writer import new_folder
@@ -40,22 +41,6 @@ def is_query(path: TreePath) -> bool:
   names = tuple(map(str, path))
   names = names[:-1] if names[-1:] == ("value",) else names
   return len(names) >= 2 and names[-2] == "query" and names[-1] in ("kernel", "bias")
-
-
-def rescale_queries(
-  leaves: Iterable[tuple[TreePath, np.ndarray]], head_dim: int, to: str = MAXGHOST
-) -> Iterator[tuple[TreePath, np.ndarray]]:
-  """Streams (path, array) pairs of a {"model", "optimizer"} or Linen tree, with the query leaves rescaled.
-
-  to: 'maxghost' multiplies query weights by sqrt(head_dim), 'maxtext' divides. Other leaves pass through untouched.
-  Raises LayoutError for another `to`, a head_dim below 1, or a query leaf in an optimizer state of unknown meaning.
-  """
-  if to not in (MAXGHOST, MAXTEXT):
-    raise LayoutError(f"to={to}: use {MAXGHOST} or {MAXTEXT}")
-  if head_dim < 1:
-    raise LayoutError(f"head_dim={head_dim}: must be 1 or more")
-  for path, array in leaves:
-    yield path, rescale_leaf(path, array, head_dim, to) if is_query(path) else array
 
 
 def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> np.ndarray:
@@ -76,7 +61,7 @@ def _gradient_power(path: TreePath) -> int:
     if name in _POWERS:
       return _POWERS[name]
   raise LayoutError(
-    f"leaf {text_of(path)}: it is not known how this state scales with the gradient; known: {', '.join(_POWERS)}"
+    f"leaf {slash_path(path)}: it is not known how this state scales with the gradient; known: {', '.join(_POWERS)}"
   )
 
 
@@ -93,6 +78,10 @@ def rescale_checkpoint(
   Refuses (LayoutError) where the checkpoint already follows the convention `to`, where it holds no query projection,
   and where head_dim is not the last dimension of one.
   """
+  if to not in (MAXGHOST, MAXTEXT):
+    raise LayoutError(f"to={to}: use {MAXGHOST} or {MAXTEXT}")
+  if head_dim < 1:
+    raise LayoutError(f"head_dim={head_dim}: must be 1 or more")
   raw = open_tree(source)
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
   if checkpoint.values_from == to:
@@ -104,22 +93,21 @@ def rescale_checkpoint(
   queries = [leaf for leaf in plan.leaves if is_query(leaf.path)]
   if not queries:
     raise LayoutError(f"{source} holds no query projection (.../query/kernel)")
-  list(rescale_queries([], head_dim, to))  # checks head_dim and to before anything is written
   for (path, _), ref in checkpoint.params.leaves.items():
     if is_query(path) and ref.shape[-1:] != (head_dim,):
-      raise LayoutError(f"head_dim={head_dim}, but the last dimension of {text_of(path)} is {ref.shape[-1]}")
+      raise LayoutError(f"head_dim={head_dim}, but the last dimension of {slash_path(path)} is {ref.shape[-1]}")
   plan.custom_metadata[RECORD]["values_from"] = to
 
   def change(path: TreePath, block: np.ndarray) -> np.ndarray:
     return rescale_leaf(path, block, head_dim, to) if is_query(path) else block
 
+  def is_rescaled(row: compare.Row) -> bool:
+    return row.kind == compare.VALUE and is_query(tuple(row.path.split("/")))
+
   with new_folder(out) as temporary:
     place = place_like(raw, temporary)
     write_plan(raw, plan, place, change=change)
-    written = read_checkpoint(open_at(place, str(place.step)), ReadOptions(keep_unknown=True))
-    rows = compare.compare(checkpoint, written, rngs=True).rows
-    if wrong := [row for row in rows if not is_query(tuple(row.path.split("/"))) or row.kind != compare.VALUE]:
-      raise VerificationError(wrong, "leaves")
+    check_written(checkpoint, open_at(place, str(place.step)), rngs=True, is_expected=is_rescaled)
   say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}) to {to}'s convention, the rest copied")
 
 

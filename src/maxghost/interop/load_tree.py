@@ -1,8 +1,8 @@
 """Fills a maxghost train state, or a model's parameters, from a checkpoint of any layout.
 
-The wanted tree says which arrays are needed and where they shall be; each is read, stacked or unstacked as the model
-has its layers, put on its devices and released on the host before the next one. Moments are matched by what they are
-(`mu`, `nu`, `trace`), so another number of optimizer stages does no harm.
+The wanted tree gives the arrays and their shardings. Each array is read, stacked or unstacked as the model needs, put
+on its devices, and freed on the host before the next one. Moments are matched by name (`mu`, `nu`, `trace`), so the
+number of optimizer stages may differ.
 """
 
 import os
@@ -17,11 +17,13 @@ from maxghost.checkpoint.layouts_store import (
   LayoutError,
   StoredArray,
   TreePath,
+  is_typed_key,
   listed,
+  misfit,
   nested,
-  text_of,
   tree_from_memory,
 )
+from maxghost.config.values import slash_path
 from maxghost.interop.convert import read_block, with_key_type
 from maxghost.interop.convert_plan import TargetLeaf
 from maxghost.interop.huggingface import open_tree
@@ -48,16 +50,25 @@ def open_load(
   read: ReadOptions | None = None,
   say: Callable[[str], None] = print,
 ) -> Callable[[], dict]:
-  """Pairs the arrays of the checkpoint `path` with `wanted`: {"model": {...}[, "optimizer": {...}][, ...]}. The
-  function that is returned reads them and gives them in the same nested form; until then only headers are read.
+  """Pairs the arrays of the checkpoint `path` with the leaves of `wanted`; reads headers only.
 
-  wanted: leaves with shape and dtype (jax.ShapeDtypeStruct), and a sharding where they shall lie; without one they come
-  as numpy arrays. Give {"model": ...} alone for the parameters alone. head_dim: rescale MaxText's query weights (see
-  `linen_scaling`) where the checkpoint follows MaxText's convention; None = never. widen: accept parameters of a
-  narrower float dtype, which the wider one holds exactly. What no checkpoint of another
-  program can hold (loop state, random keys it did not save) keeps the array that `wanted` has there and is named by
-  `say`; without an array, clipping is 1 and the rest is left out.
-  Raises LayoutError that names every parameter or moment which is missing or has another shape or dtype.
+  Leaves that other programs' checkpoints lack (loop state, random keys) keep the array that `wanted` has there and are
+  named by `say`. Where `wanted` has no array, `clip_factor` is 1 and the others are left out.
+
+  Args:
+    path: The checkpoint folder, or a Hugging Face model folder.
+    wanted: {"model": {...}[, "optimizer": {...}][, ...]}, with leaves that have shape and dtype
+      (jax.ShapeDtypeStruct). A leaf without a sharding is read as a numpy array.
+    head_dim: Rescales query weights in MaxText's convention (see `linen_scaling`); None = never.
+    widen: Whether a parameter may have a narrower float dtype, whose values the wanted one holds exactly.
+    read: How to read the checkpoint.
+    say: Receives each message for the user.
+
+  Returns:
+    A function that reads the arrays and returns them nested as in `wanted`.
+
+  Raises:
+    LayoutError: It names every parameter and moment that is missing or has another shape or dtype.
   """
   source = read_checkpoint(open_tree(path), read or ReadOptions(keep_unknown=True))
   target = read_checkpoint(tree_from_memory(wanted, "the model"), ReadOptions(layout=MAXGHOST, scan_axis=0))
@@ -79,8 +90,8 @@ def open_load(
     kept = {leaf: _initial(leaf, _look_up(wanted, leaf)) for leaf in found.fresh}
     arrays |= {tuple(map(str, leaf)): value for leaf, value in kept.items() if value is not None}
     for what, names in (
-      ("kept at its initial value", [text_of(leaf) for leaf, value in kept.items() if value is not None]),
-      ("left out", [text_of(leaf) for leaf, value in kept.items() if value is None]),
+      ("kept at its initial value", [slash_path(leaf) for leaf, value in kept.items() if value is not None]),
+      ("left out", [slash_path(leaf) for leaf, value in kept.items() if value is None]),
     ):
       if names:
         say(f"not in {path}, {what}: {', '.join(names)}")
@@ -114,7 +125,7 @@ class _Matcher:
     if not with_optimizer:
       return
     for place, tree in self._target.moments.items():
-      self._match_tree(tree, self._source_moment(place), f"opt_state/{text_of(place)}/")
+      self._match_tree(tree, self._source_moment(place), f"opt_state/{slash_path(place)}/")
     for path, array in self._target.opt_leaves.items():
       self._match_count(path, array)
     self._match_step()
@@ -125,8 +136,7 @@ class _Matcher:
     if unused:
       self._problems.append(f"has {listed(unused)}, unknown to the model")
     if self._problems:
-      more = f"; and {len(self._problems) - 8} more" if len(self._problems) > 8 else ""
-      raise LayoutError(f"checkpoint {origin} does not fit this model: {'; '.join(self._problems[:8])}{more}")
+      raise LayoutError(misfit(origin, self._problems))
 
   def _match_tree(self, target: ParamTree, source: ParamTree | None, prefix: str, *, optional: bool = False) -> None:
     wanted: dict[int, list] = {}
@@ -171,9 +181,9 @@ class _Matcher:
     if chosen is None and same_name and len({other.read(None).tobytes() for other in same_name}) == 1:
       chosen = same_name[0]
     if chosen is None:
-      self._problems.append(f"misses opt_state/{text_of(path)}")
+      self._problems.append(f"misses opt_state/{slash_path(path)}")
     elif chosen.shape != array.shape or chosen.dtype != array.dtype:
-      self._problems.append(f"opt_state/{text_of(path)} is {_kind(chosen)} there and {_kind(array)} in the model")
+      self._problems.append(f"opt_state/{slash_path(path)} is {_kind(chosen)} there and {_kind(array)} in the model")
     else:
       self.leaves.append(TargetLeaf(array.path, (Ref(chosen),)))
 
@@ -195,7 +205,7 @@ def _initial(path: TreePath, wanted: Any) -> Any:
 
   if not isinstance(wanted, jax.ShapeDtypeStruct):
     return wanted
-  return _place(np.ones(wanted.shape, wanted.dtype), None, wanted) if text_of(path) == "clip_factor" else None
+  return _place(np.ones(wanted.shape, wanted.dtype), None, wanted) if slash_path(path) == "clip_factor" else None
 
 
 def _look_up(tree: Any, path: TreePath) -> Any:
@@ -205,8 +215,7 @@ def _look_up(tree: Any, path: TreePath) -> Any:
 
 
 def _place(block: np.ndarray, leaf: TargetLeaf | None, wanted: Any) -> Any:
-  is_key = "key<" in str(getattr(wanted, "dtype", ""))
-  value = with_key_type(block, leaf.key_impl) if leaf and is_key else block
+  value = with_key_type(block, leaf.key_impl) if leaf and is_typed_key(wanted) else block
   sharding = getattr(wanted, "sharding", None)
   if sharding is None:
     return value

@@ -1,17 +1,17 @@
-"""What a user means by the path of a model: a run, a step of it, an imported folder, or a Hugging Face folder.
+"""Finds the model at a path: a run, one of its steps, an imported folder, or a Hugging Face folder.
 
-Whichever it is, a `ModelPlace` says where the parameters lie, which configuration makes the model, and which tokenizer
-belongs to it. Nothing here imports JAX.
+A `ModelPlace` says where the parameters are, and has the configuration of the model and its tokenizer. Nothing here
+imports JAX.
 """
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
 from maxghost import config
 from maxghost.checkpoint.layouts_store import LayoutError, locate, read_json
 from maxghost.config import Config
+from maxghost.config.files import write_text
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface
@@ -23,8 +23,13 @@ HUGGINGFACE_FILE = "huggingface.json"  # config.json of the model that a run or 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelPlace:
-  """tree: what `open_tree` reads. config: of the model, with the tokenizer that lies beside it. config_file: where it
-  was read; None for a checkpoint of another program, whose configuration is not known (config is None then)."""
+  """Where a model is.
+
+  Attributes:
+    tree: The folder that `open_tree` reads.
+    config: The configuration of the model, with the tokenizer beside it; None for a checkpoint of another program.
+    config_file: The file that `config` was read from, or None.
+  """
 
   tree: Path
   config: Config | None
@@ -42,7 +47,7 @@ class ModelPlace:
 
 
 def find(path: str | Path) -> ModelPlace:
-  """Raises ConfigError where there is no model, or where its configuration cannot be read."""
+  """The model at `path`. Raises ConfigError where there is none, or where its configuration cannot be read."""
   folder = Path(path).expanduser().absolute()
   if not folder.is_dir():
     raise LayoutError(f"there is no model folder {path}")
@@ -60,7 +65,7 @@ def find(path: str | Path) -> ModelPlace:
 
 
 def huggingface_file(place: ModelPlace, cfg: Config) -> Path | None:
-  """The config.json of the Hugging Face model that `place` came from; None where there is none, or it is gone."""
+  """The config.json of the Hugging Face model that `place` came from; None where there is none any more."""
   if place.config_file and place.config_file.name == huggingface.CONFIG_JSON:
     return place.config_file
   began = cfg.checkpoint.load_parameters_path
@@ -71,10 +76,10 @@ def huggingface_file(place: ModelPlace, cfg: Config) -> Path | None:
 
 
 def keep_huggingface(place: ModelPlace, cfg: Config, folder: Path) -> None:
-  """Copies that file into a run's folder, so that an export needs nothing but the run."""
+  """Copies the config.json of the original model into a run's folder, so that an export needs only the run."""
   file = huggingface_file(place, cfg)
   if file and not (folder / HUGGINGFACE_FILE).exists():
-    shutil.copyfile(file, folder / HUGGINGFACE_FILE)
+    write_text(folder / HUGGINGFACE_FILE, file.read_text("utf-8"))
 
 
 def newest_step(run: Path) -> Path:
@@ -129,6 +134,6 @@ def _begins_with_bos(folder: Path, tokenizer) -> bool:
 
 
 def with_own_tokenizer(cfg: Config, folder: Path) -> Config:
-  """The configuration with the tokenizer saved beside it, which may have moved with it."""
+  """The configuration with the path of the tokenizer saved beside it, as the folder may have been moved."""
   saved = tokenizer_files.saved_path(cfg.data.tokenizer_type, folder / tokenizer_files.FOLDER)
   return config.replace(cfg, tokenizer_path=saved) if saved else cfg

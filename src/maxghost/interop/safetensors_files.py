@@ -1,8 +1,8 @@
-"""Safetensors folders: tensors by name over one or several files, read one at a time and written one at a time.
+"""Safetensors folders: tensors in one or several files, read and written one at a time.
 
-A folder holds `model.safetensors`, or shards that `model.safetensors.index.json` lists. Reading is the library's;
-writing is done here, because the library wants all tensors of a file in memory at once: a file is 8 bytes with the
-length of a JSON header, the header (dtype, shape and place of each tensor), and the tensors' bytes in that order.
+A folder holds `model.safetensors`, or shards that `model.safetensors.index.json` lists. The library reads; this module
+writes, because the library needs all tensors of a file in memory at once. A file is 8 bytes with the length of a JSON
+header, the header (dtype, shape and place of each tensor), and the tensors' bytes in that order.
 """
 
 import json
@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.checkpoint.layouts_store import LayoutError, Sized, read_json
+from maxghost.checkpoint.layouts_store import LayoutError, Sized, read_json, write_json
+from maxghost.config.files import write_whole
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ALIGNMENT = 8
@@ -115,7 +116,7 @@ def write_tensors(folder: Path, tensors: list[Planned], shard_bytes: int) -> Non
     weight_map |= {tensor.name: name for tensor in shard}
   total = sum(tensor.nbytes for tensor in tensors)
   index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-  (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+  write_json(folder / INDEX, index, indent=2)
 
 
 def _shards(tensors: list[Planned], shard_bytes: int) -> Iterator[list[Planned]]:
@@ -142,7 +143,7 @@ def _write_file(file: Path, tensors: list[Planned]) -> None:
     place += tensor.nbytes
   text = json.dumps(header, separators=(",", ":")).encode()
   text += b" " * (-len(text) % _ALIGNMENT)
-  with open(file, "wb") as out:
+  with write_whole(file, durable=False) as out:
     out.write(len(text).to_bytes(8, "little") + text)
     for tensor in tensors:
       values = np.ascontiguousarray(tensor.make())

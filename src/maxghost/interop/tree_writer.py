@@ -1,11 +1,10 @@
-"""Writing a checkpoint folder leaf by leaf, in the form Orbax writes: OCDBT, zarr3, `_METADATA`, key implementations.
+"""Writes a checkpoint folder leaf by leaf, in the form of Orbax: OCDBT, zarr3, `_METADATA`, key implementations.
 
-The folder appears under its name only when every leaf is on disk: it is written beside it, under a name that Orbax
-takes for unfinished, and then renamed. Whatever goes wrong before that, the name stays absent.
+The folder is written under a name that Orbax takes for unfinished, and renamed when every leaf is on disk. After an
+error there is no folder of the final name.
 """
 
 import contextlib
-import json
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -22,8 +21,10 @@ from maxghost.checkpoint.layouts_store import (
   Empty,
   LayoutError,
   TreePath,
-  text_of,
+  write_json,
 )
+from maxghost.config.files import write_text
+from maxghost.config.values import slash_path
 
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _COMMIT_BYTES = 64_000_000
@@ -102,20 +103,13 @@ class TreeWriter:
         self._pending += block.nbytes
         if self._pending >= _COMMIT_BYTES:
           self._commit()
-          store = self._reopen(name)
+          store = self._open(name, {}, open=True)
     except ValueError as error:  # TensorStore's one error type
       raise self._not_written(error) from error
     self._entries[str(tuple(map(str, path)))] = _entry(path, "np.ndarray", list(shape))
-    self._array_metadata.append(
-      {
-        "array_metadata": {
-          "param_name": name,
-          "write_shape": list(shape),
-          "chunk_shape": list(chunk_shape),
-          "ext_metadata": {"random_key_impl": key_impl} if key_impl else None,
-        }
-      }
-    )
+    metadata = {"param_name": name, "write_shape": list(shape), "chunk_shape": list(chunk_shape)}
+    metadata["ext_metadata"] = {"random_key_impl": key_impl} if key_impl else None
+    self._array_metadata.append({"array_metadata": metadata})
 
   def put_empty(self, path: TreePath, empty: Empty) -> None:
     self._register(path)
@@ -127,7 +121,7 @@ class TreeWriter:
     except ValueError as error:
       raise self._not_written(error) from error
     (self._folder / "array_metadatas").mkdir()
-    _write_json(self._folder / "array_metadatas" / "process_0", {"array_metadatas": self._array_metadata})
+    write_json(self._folder / "array_metadatas" / "process_0", {"array_metadatas": self._array_metadata})
     tree = {
       "tree_metadata": self._entries,
       "use_ocdbt": True,
@@ -135,24 +129,24 @@ class TreeWriter:
       "store_array_data_equal_to_fill_value": True,
       "custom_metadata": custom_metadata,
     }
-    _write_json(self._folder / TREE_METADATA, tree)
+    write_json(self._folder / TREE_METADATA, tree)
     _mark_finished(self._folder)
 
   def _register(self, path: TreePath) -> str:
     name = ".".join(map(str, path))
     if name in self._names:
-      raise LayoutError(f"two leaves would be stored as '{name}': {text_of(self._names[name])} and {text_of(path)}")
+      raise LayoutError(
+        f"two leaves would be stored as '{name}': {slash_path(self._names[name])} and {slash_path(path)}"
+      )
     self._names[name] = path
     return name
 
   def _create(self, name: str, shape, dtype, chunk_shape) -> ts.TensorStore:
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
     sharding = {
       "chunk_shape": chunk_shape,
-      "codecs": [
-        {"name": "bytes", "configuration": {"endian": "little"}},
-        {"name": "zstd", "configuration": {"level": 1}},
-      ],
-      "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+      "codecs": [little, {"name": "zstd", "configuration": {"level": 1}}],
+      "index_codecs": [little, {"name": "crc32c"}],
       "index_location": "end",
     }
     metadata = {
@@ -161,17 +155,13 @@ class TreeWriter:
       "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
       "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
     }
-    spec = {**self._spec(name), "metadata": metadata, "store_data_equal_to_fill_value": True}
-    return ts.open(spec, create=True, context=self._context, transaction=self._transaction).result()
+    return self._open(name, {"metadata": metadata}, create=True)
 
-  def _reopen(self, name: str) -> ts.TensorStore:
-    spec = {**self._spec(name), "store_data_equal_to_fill_value": True}
-    return ts.open(spec, open=True, context=self._context, transaction=self._transaction).result()
-
-  def _spec(self, name: str) -> dict:
+  def _open(self, name: str, more: dict, **mode: bool) -> ts.TensorStore:
     files = {"driver": "file", "path": f"{self._folder}/"}
     store = {"driver": "ocdbt", "base": files, "path": f"{name}/", "config": _KVSTORE_CONFIG, "assume_config": True}
-    return {"driver": "zarr3", "kvstore": store}
+    spec = {"driver": "zarr3", "kvstore": store, "store_data_equal_to_fill_value": True, **more}
+    return ts.open(spec, context=self._context, transaction=self._transaction, **mode).result()
 
   def _commit(self) -> None:
     # One commit rewrites the index of all arrays, so small leaves share one.
@@ -193,20 +183,16 @@ def write_step_metadata(step: Path, item_name: str, custom_metadata: dict, like:
     "commit_timestamp_nsecs": now,
     "custom_metadata": custom_metadata,
   }
-  _write_json(step / STEP_METADATA, content)
+  write_json(step / STEP_METADATA, content)
   _mark_finished(step)
 
 
 def _mark_finished(folder: Path) -> None:
   # Orbax looks for this file where a file system has no atomic rename.
-  (folder / "commit_success.txt").write_text("Checkpoint commit was successful", encoding="utf-8")
+  write_text(folder / "commit_success.txt", "Checkpoint commit was successful")
 
 
 def _entry(path: TreePath, kind: str, shape: list[int] | None) -> dict:
   value: dict[str, Any] = {"value_type": kind, "skip_deserialize": shape is None}
   keys = [{"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in path]
   return {"key_metadata": keys, "value_metadata": value | ({} if shape is None else {"write_shape": shape})}
-
-
-def _write_json(file: Path, content: Any) -> None:
-  file.write_text(json.dumps(content), encoding="utf-8")

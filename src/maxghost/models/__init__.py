@@ -1,4 +1,4 @@
-"""Models: plain flax.nnx modules with MaxText's parameter names. `create` and its abstract twin."""
+"""Models: plain flax.nnx modules with MaxText's parameter names, built by `create` or `create_abstract`."""
 
 from maxghost.models.factory import create, create_abstract
 from maxghost.models.segments import remat_scan

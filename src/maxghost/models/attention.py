@@ -14,9 +14,9 @@ from maxghost.parallel import constrain
 
 
 class SelfAttention(nnx.Module):
-  """x_BTD -> [B, T, D]. window: positions that a token sees, itself included; None = all before it.
+  """Maps x_BTD to [B, T, D]. window: number of positions a token sees, itself included; None: all earlier ones.
 
-  With attention_sink, the Param `sinks` [H] is one more logit of each head's softmax, without a value.
+  With attention_sink, the Param `sinks` [H] adds one logit without a value to each head's softmax.
   """
 
   def __init__(self, cfg: ModelConfig, *, window: int | None = None, rngs: nnx.Rngs):
@@ -38,13 +38,13 @@ class SelfAttention(nnx.Module):
     self.kernel, self.window, self.soft_cap = cfg.attention, window, cfg.attn_logits_soft_cap or None
 
   def __call__(self, x_BTD, positions_BT, segment_ids_BT, cache=None):
-    """cache: from `kv_cache`, while text is generated; it stands for the positions before x."""
+    """cache: the keys and values of the positions before x, from `kv_cache`, during generation."""
     heads = self.project(x_BTD, positions_BT)
     more = {} if cache is None else {"cache": cache}
     return constrain(self.out(self.attend(*heads, segment_ids_BT, **more)), HIDDEN)
 
   def project(self, x_BTD, positions_BT):
-    """(q_BTHh, k_BTKh, v_BTKh): projected, normed, rotated."""
+    """(q_BTHh, k_BTKh, v_BTKh), normalized and rotated."""
     q_BTHh, k_BTKh = self.query(x_BTD), self.key(x_BTD)
     if self.has_qk_norm:
       q_BTHh, k_BTKh = self.query_norm(q_BTHh), self.key_norm(k_BTKh)
@@ -54,11 +54,11 @@ class SelfAttention(nnx.Module):
 
   @property
   def options(self) -> dict:
-    """The arguments of `attention_ops.attend` that follow from the layer alone."""
+    """The arguments of `attention_ops.attend` that depend on the layer alone."""
     return {"kernel": self.kernel, "window": self.window, "soft_cap": self.soft_cap}
 
   def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, cache=None):
-    """What the heads read, [B, T, H, h]; the only use of `sinks`."""
+    """Output of the heads, [B, T, H, h]; the only method that uses `sinks`."""
     sinks_H = self.sinks[...] if self.has_sinks else None
     attend = attention_ops.attend if cache is None else cache.attend
     o_BTHh = attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks_H=sinks_H, **self.options)

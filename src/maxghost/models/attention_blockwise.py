@@ -1,4 +1,4 @@
-"""Attention in memory linear in the number of positions, in plain JAX: an online softmax over blocks of keys.
+"""Attention with memory linear in the number of positions, in plain JAX: an online softmax over blocks of keys.
 
 B batch, T positions, K key/value heads, G query heads per key/value head, h head width, N blocks of c positions.
 Source: Rabe and Staats, arXiv:2112.05682; the backward pass from the saved log-sum-exp: Dao, arXiv:2307.08691.
@@ -9,7 +9,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from maxghost.models import autodiff
@@ -20,14 +19,13 @@ BLOCK = 512
 def attend(q_BKGTh, k_BKTh, v_BKTh, segment_ids_BT, sinks_BKGT, shape, block: int | None = None):
   """As `attention_ops.attend`, on grouped heads; returns [B, K, G, T, width of v] in q's dtype.
 
-  shape: `attention_ops.Shape`. block: positions of queries and of keys that meet at a
-  time, 512 by default.
+  shape: `attention_ops.Shape`. block: positions in a block of queries or keys, 512 by default.
   """
   length = q_BKGTh.shape[3]
   block = min(block or BLOCK, length)
   if segment_ids_BT is None:
     segment_ids_BT = jnp.zeros((q_BKGTh.shape[0], length), jnp.int32)
-  # Positions added at the end are later than every query, so none sees them; their own results are cut off.
+  # Padding comes after every query, so no query sees it; its own results are cut off.
   padding = -length % block
   q, k, v = (_pad(x, x.ndim - 2, padding) for x in (q_BKGTh, k_BKTh, v_BKTh))
   segments = _pad(segment_ids_BT, 1, padding)
@@ -118,7 +116,7 @@ def _attend_fwd(shape, block, q, k, v, segments, sinks):
 def _attend_bwd(shape, block, residuals, g):
   q, k, v, segments, sinks, out, log_sum = residuals
   wide, num_blocks = log_sum.dtype, q.shape[3] // block
-  # <g, out> of a query: what every score of its row loses in the derivative of the softmax.
+  # The derivative of the softmax subtracts <g, out> of a query from every score of its row.
   row = jnp.einsum("bkgth,bkgth->bkgt", g, out, preferred_element_type=wide)
 
   def key_block(dq, j):
@@ -148,7 +146,7 @@ def _attend_bwd(shape, block, residuals, g):
 
   dq, (dk_N, dv_N) = lax.scan(key_block, jnp.zeros(q.shape, wide), jnp.arange(num_blocks))
   d_sinks = None if sinks is None else (-jnp.exp(sinks.astype(wide) - log_sum) * row).astype(sinks.dtype)
-  d_segments = np.zeros(segments.shape, jax.dtypes.float0)
+  d_segments = autodiff.no_cotangent(segments)
   return dq.astype(q.dtype), _unblock(dk_N, 2), _unblock(dv_N, 2), d_segments, d_sinks
 
 

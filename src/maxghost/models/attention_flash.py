@@ -1,4 +1,4 @@
-"""Kernels of JAX's own: splash attention on TPU, cuDNN on GPU.
+"""Attention kernels that come with JAX: splash attention on TPU, cuDNN on GPU.
 
 B batch, T positions, H query heads, K key/value heads, h head width.
 """
@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from maxghost.config.errors import ConfigError
+from maxghost.models import autodiff
 from maxghost.parallel import shardings
 
 _LANES = 128
@@ -18,7 +18,7 @@ _MAX_BLOCK = 512
 
 
 def attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, platform: str):
-  """As `attention_ops.attend`. Raises ConfigError, naming a setting that works, for what a kernel does not support."""
+  """As `attention_ops.attend`; raises ConfigError, with a setting that works, for what the kernel does not support."""
   if platform == "tpu":
     return splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape)
   if platform in ("gpu", "cuda", "rocm"):
@@ -27,9 +27,9 @@ def attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, platform: str):
 
 
 def splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, interpret: bool = False):
-  """JAX's splash kernel, padded to a multiple of 128 positions. interpret: run it as plain operations, on any backend.
+  """JAX's splash kernel, padded to a multiple of 128 positions. interpret: run as plain operations, on any backend.
 
-  With sinks [B, T, H] the backward pass runs the forward kernel once more, for the log-sum-exp of each position.
+  With sinks [B, T, H] the backward pass runs the forward kernel again for the log-sum-exp of each position.
   """
   if q_BTHh.dtype == jnp.float64:
     raise ConfigError("attention=flash has no float64 on tpu; use attention=blockwise, or dtype=float32 or bfloat16")
@@ -78,7 +78,7 @@ def _splash(shape, interpret: bool, q_BHTh, k_BKTh, v_BKTh, segments_BT, sinks_H
   window = shape.window
   mask = lib.CausalMask(square) if window is None else lib.LocalMask(square, (window - 1, 0), 0)
   block = next(size for size in (_MAX_BLOCK, 256, _LANES) if length % size == 0)
-  # Unfused: the fused backward kernel holds one dq for every block of keys.
+  # Unfused, because the fused backward kernel holds one dq for every block of keys.
   blocks = lib.BlockSizes(
     block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
   )
@@ -114,7 +114,7 @@ def _splash_with_sinks_bwd(shape, interpret, residuals, g):
   _, pull = jax.vjp(lambda q, k, v: _splash(shape, interpret, q, k, v, segments, sinks_BTH[0, 0]), q, k, v)
   row_BHT = jnp.einsum("bhtw,bhtw->bht", g, out, preferred_element_type=log_sum_BHT.dtype)
   d_sinks_BHT = -jnp.exp(sinks_BTH.transpose(0, 2, 1) - log_sum_BHT) * row_BHT
-  d_segments = None if segments is None else np.zeros(segments.shape, jax.dtypes.float0)
+  d_segments = None if segments is None else autodiff.no_cotangent(segments)
   return *pull(g), d_segments, d_sinks_BHT.transpose(0, 2, 1).astype(sinks_BTH.dtype)
 
 
@@ -124,7 +124,7 @@ _splash_with_sinks.defvjp(_splash_with_sinks_fwd, _splash_with_sinks_bwd)
 def cudnn(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, implementation: Literal["cudnn", "xla"] = "cudnn"):
   """cuDNN's fused kernel through `jax.nn.dot_product_attention`; implementation 'xla' computes the same without it.
 
-  Segment ids become a mask of B T^2 elements, which cuDNN reads: packed rows are exact, but not linear in memory.
+  Segment ids become a mask of B T^2 elements, so memory for packed rows is quadratic in T.
   """
   if q_BTHh.dtype not in (jnp.bfloat16, jnp.float16):
     raise ConfigError(

@@ -14,13 +14,13 @@ from maxghost.models import attention_blockwise, attention_flash, autodiff, plat
 from maxghost.parallel import shardings
 
 KERNELS = ("autoselected", "dot_product", "blockwise", "flash")
-SHORT = 1024  # positions up to which every score fits comfortably, and forming them at once is fastest
+SHORT = 1024  # up to this many positions all scores fit in memory, and computing them at once is fastest
 _BLOCKS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """What is static about an attention: scale of the scores, window, soft cap; see `attend`."""
+  """The static settings of an attention: scale of the scores, window, soft cap; see `attend`."""
 
   scale: float
   window: int | None = None
@@ -59,15 +59,18 @@ def attend(
 ):
   """Softmax attention of each position over itself and the earlier positions of its own document; S = T.
 
-  Returns [B, T, H, width of v] in q's dtype; the softmax runs in float32 or wider.
-  segment_ids_BT: int32, equal ids may attend to each other; None = one document per row.
-  window: a position sees itself and the window - 1 before it. soft_cap: a score s becomes cap * tanh(s / cap).
-  sinks_H: a logit per head that takes part in the softmax and adds nothing to the output, [H] or, for a gradient per
-  position, [B, T, H]. scale: of the scores, by default (width of q) ** -0.5.
-  kernel: 'dot_product' (all scores at once), 'blockwise' (memory linear in T, on every backend; at most 1,024 positions
-  in four blocks that see only the keys up to their end), 'flash' (TPU: JAX's splash kernel; GPU: cuDNN; blockwise under
-  `autodiff.forward_mode`, which these do not have), or 'autoselected', see `resolve_kernel`.
-  Raises ConfigError for another name and for what the kernel cannot do.
+  Args:
+    segment_ids_BT: int32; positions with equal ids may attend to each other. None: one document per row.
+    kernel: 'dot_product' (all scores at once); 'blockwise' (memory linear in T, on every backend; up to 1,024
+      positions run as four blocks that see only the keys up to their end); 'flash' (TPU: JAX's splash kernel; GPU:
+      cuDNN; blockwise under `autodiff.forward_mode`); or 'autoselected', see `resolve_kernel`.
+    window: a position sees itself and the window - 1 positions before it.
+    sinks_H: a logit per head that enters the softmax without a value: [H], or [B, T, H] for a gradient per position.
+    soft_cap: a score s becomes soft_cap * tanh(s / soft_cap).
+    scale: of the scores, by default (width of q) ** -0.5.
+
+  Returns: [B, T, H, width of v] in q's dtype; the softmax runs in float32 or wider.
+  Raises: ConfigError for an unknown kernel, or for what the kernel does not support.
   """
   _check(q_BTHh, k_BSKh, v_BSKh, window, soft_cap)
   num_positions = q_BTHh.shape[1]
@@ -92,9 +95,9 @@ def attend(
 
 
 def resolve_kernel(kernel: str, num_positions: int) -> str:
-  """The kernel that 'autoselected' stands for: blockwise on CPU and for more than 1,024 positions, else dot_product.
+  """Resolves 'autoselected': blockwise on CPU and for more than 1,024 positions, else dot_product.
 
-  Where a mesh splits the positions of a row it is dot_product: a block of queries would lie on few of the devices.
+  A mesh that splits the positions of a row gets dot_product: a block of queries would occupy only a few devices.
   """
   if kernel not in KERNELS:
     raise ConfigError(f"attention={kernel}: use dot_product, blockwise, flash or autoselected")

@@ -5,6 +5,7 @@ import contextvars
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _forward_mode = contextvars.ContextVar("maxghost_forward_mode", default=False)
 _in_order = contextvars.ContextVar("maxghost_gradients_in_order", default=False)
@@ -12,8 +13,10 @@ _in_order = contextvars.ContextVar("maxghost_gradients_in_order", default=False)
 
 @contextlib.contextmanager
 def forward_mode():
-  """Inside, functions of this project with a hand-written backward pass are traced as plain JAX, so that `jax.jvp`
-  can pass through them (custom_vjp has no forward mode). Same values."""
+  """Traces this project's hand-written backward passes as plain JAX, with the same values.
+
+  `jax.jvp` needs this, because custom_vjp has no forward mode.
+  """
   token = _forward_mode.set(True)
   try:
     yield
@@ -27,9 +30,11 @@ def in_forward_mode() -> bool:
 
 @contextlib.contextmanager
 def gradients_in_order():
-  """Inside, a backward pass goes on to the layer before only when a dense or probed layer's weight gradient, and its
-  scores, are there. Where these have further uses the TPU compiler puts them off, left alone, and keeps the inputs and
-  cotangents of several layers for them. Same values."""
+  """Makes a backward pass compute a layer's weight gradient and scores before it goes on to the previous layer.
+
+  Affects dense and probed layers; values stay the same. Otherwise the TPU compiler defers weight gradients that have
+  further uses, and keeps the inputs and cotangents of several layers for them.
+  """
   token = _in_order.set(True)
   try:
     yield
@@ -38,7 +43,7 @@ def gradients_in_order():
 
 
 def barrier(*trees):
-  """The trees; inside `gradients_in_order`, none of their arrays is there before all are."""
+  """Returns the trees; inside `gradients_in_order`, no array is available before all of them are."""
   if not _in_order.get():
     return trees
   leaves, tree = jax.tree.flatten(trees)
@@ -48,10 +53,10 @@ def barrier(*trees):
 
 
 def after(tree, read):
-  """The arrays of `tree`, bit for bit, but not there before the arrays in `read` are, on any backend.
+  """Returns the arrays of `tree`, bit for bit, but available only after those in `read`, on any backend.
 
-  XLA decides on CPU on copies and on order when optimization barriers are gone already: there, only a value that
-  depends on another comes after it. A sum of squares never is the most negative number, which XLA does not know.
+  On CPU, XLA removes optimization barriers before it decides on copies and order, so only a data dependency keeps the
+  order. XLA does not know that a sum of squares is never the most negative number.
   """
   floats = [x for x in jax.tree.leaves(read) if jnp.issubdtype(x.dtype, jnp.inexact)]
   squares = [jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32)))) for x in floats]
@@ -60,11 +65,16 @@ def after(tree, read):
   return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), tree)
 
 
-def split_residual(x):
-  """x itself; the cotangents of a branch that starts here are added up before they meet those of x's other uses.
+def no_cotangent(x):
+  """The cotangent of integers, flags and PRNG keys."""
+  return np.zeros(x.shape, jax.dtypes.float0)
 
-  Float addition depends on its order. With this at the start of a residual branch the order does not depend on how
-  the branch's first layer writes its own backward pass, so a run with scores has the bits of one without.
+
+def split_residual(x):
+  """Returns x; the cotangents of the branch that starts here are summed before those of x's other uses are added.
+
+  Float addition depends on its order. At the start of a residual branch this makes the order independent of how the
+  branch's first layer writes its backward pass, so a run with scores has the bits of one without.
   """
   return x if in_forward_mode() else _split_residual(x)
 
@@ -78,11 +88,11 @@ _split_residual.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent,))
 
 
 def join_cotangents(xs: list) -> list:
-  """xs itself; inside `gradients_in_order` the cotangents of all of them are there before one is used.
+  """Returns xs; inside `gradients_in_order` all of their cotangents are computed before one is used.
 
-  For the branches of a product: left alone, the TPU compiler forms each branch's cotangent where that branch's dense
-  layer uses it, and keeps the product's cotangent and the branches for the last of them. Formed at once, they take the
-  place of what they are formed from.
+  For the branches of a product. Otherwise the TPU compiler computes each cotangent where its branch's dense layer uses
+  it, and keeps the branches and the product's cotangent until the last one. Computed together, the cotangents replace
+  these arrays.
   """
   return list(xs) if in_forward_mode() else _join_cotangents(list(xs))
 

@@ -1,4 +1,4 @@
-"""One pre-norm transformer layer, or a cycle of unlike ones, of plain nnx modules with MaxText's parameter names.
+"""One pre-norm transformer layer, or a cycle of different ones, with MaxText's parameter names.
 
 B batch, T positions, D embed dim, F feed-forward width.
 Each Param carries `axes`, its logical axis names; nothing here mentions a mesh.
@@ -43,7 +43,7 @@ class GatedMlp(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-  """x + attention(norm x), then x + mlp(norm x). index: place in the cycle of unlike layers."""
+  """x + attention(norm x), then x + mlp(norm x). index: of the layer in its cycle."""
 
   def __init__(self, cfg: ModelConfig, index: int = 0, *, rngs: nnx.Rngs):
     self.routed = cfg.num_experts > 1
@@ -88,7 +88,7 @@ class DecoderLayer(nnx.Module):
 
 
 class LayerCycle(nnx.Module):
-  """Unlike layers, `layers_0` ... `layers_(k-1)`, run one after the other; what a stack of them repeats."""
+  """Different layers, `layers_0` ... `layers_(k-1)`, run in order; the unit that a stack repeats."""
 
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
     self.num_layers = cfg.inhomogeneous_layer_cycle_interval

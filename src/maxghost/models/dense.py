@@ -1,4 +1,4 @@
-"""The dot product behind every dense layer, with a backward pass in natural order.
+"""The dot product behind every dense layer, with a backward pass that transposes nothing.
 
 B batch, T positions, I inputs of a dense layer, O outputs.
 """
@@ -14,10 +14,10 @@ from maxghost.models import autodiff
 def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
   """`lax.dot_general` for a dense layer: the trailing axes of lhs against the leading axes of rhs.
 
-  lhs: [..., *I]; rhs: [*I, *O]; returns [..., *O]. Same values and gradients as `lax.dot_general`; only the order in
-  which the backward pass names its operands differs: the weight gradient comes out as [*I, *O] at once, where the
-  transpose rule of JAX forms [*O, *I] and transposes it, which costs more than the product itself on CPU.
-  Raises ValueError for batch dimensions or other contractions: those are not dense layers.
+  lhs: [..., *I]; rhs: [*I, *O]; returns [..., *O]. Values and gradients are those of `lax.dot_general`, but the
+  backward pass forms the weight gradient directly as [*I, *O]. JAX's transpose rule forms [*O, *I] and transposes it,
+  which costs more than the product itself on CPU.
+  Raises ValueError for batch dimensions or other contractions.
   """
   (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
   count = len(rhs_contract)

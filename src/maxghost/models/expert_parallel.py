@@ -1,8 +1,8 @@
-"""The routed layer on a mesh: tokens are sorted where they lie, and experts stay where they are.
+"""The routed layer on a mesh: experts stay on their devices, and tokens are gathered to them.
 
 Rows are split over the batch's mesh axes, experts over theirs, the experts' width over tensor's. Devices that differ in
-their experts gather each other's tokens, each multiplies those of its own experts, and the sum over the experts goes
-back to where the token lies. None is dropped.
+their experts gather each other's tokens, each applies its own experts, and the sum over experts returns to the device
+of the token. No token is dropped.
 
 B rows, T positions, D embed dim, F width of an expert, E experts, k experts of a token, R rows of tokens and choices.
 """
@@ -31,16 +31,16 @@ class Split:
 
   @property
   def tokens(self) -> PartitionSpec:
-    """Of arrays [B, T, ...]."""
+    """Spec of arrays [B, T, ...]."""
     return PartitionSpec(self.rows or None, self.length or None)
 
   @property
   def sorted_rows(self) -> tuple[str, ...]:
-    """Mesh axes that arrays [R, ...] are split over: no two such devices have the same rows."""
+    """Mesh axes over which arrays [R, ...] are split; devices that differ in them hold different rows."""
     return (*self.rows, *self.length, *(axis for axis in self.experts if axis not in self.rows))
 
   def param(self, name: str, leading: int = 0) -> PartitionSpec:
-    """Of one of the layer's Params, with `leading` more axes in front."""
+    """Spec of the layer's Param `name`, with `leading` more axes in front."""
     experts, width = self.experts or None, self.width or None
     parts = {"wo": (experts, width), "wo_bias": (experts,)}.get(name)
     if parts is None:
@@ -51,7 +51,7 @@ class Split:
     return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
   def run(self, experts: Callable, params: dict, x_BTD, index_BTk, weight_BTk):
-    """`experts(params, x, index, weight, first_expert)` with whole arrays in and out."""
+    """Runs `experts(params, x, index, weight, first_expert)` on every device; whole arrays in and out."""
 
     def local(params, x, index, weight):
       return self.sum(experts(self.once(params), *self.gather(x, index, weight), self.first_expert(params)))
@@ -62,12 +62,12 @@ class Split:
   # For use inside `map`.
 
   def gather(self, *tokens):
-    """Arrays [B, T, ...] of all devices that differ in their experts alone."""
+    """Gathers arrays [B, T, ...] from the devices that differ only in their experts."""
     shared = self._gathered
     return [jax.lax.all_gather(x, shared, axis=0, tiled=True) for x in tokens] if shared else list(tokens)
 
   def sum(self, y_BT):
-    """Parts [B, T, ...] of gathered tokens, added up, each token where it lies."""
+    """Sums the parts [B, T, ...] of gathered tokens and returns each token to its device."""
     if self._gathered:
       y_BT = jax.lax.psum_scatter(y_BT, self._gathered, scatter_dimension=0, tiled=True)
     others = (*self.width, *(axis for axis in self.experts if axis not in self._gathered))
@@ -78,7 +78,7 @@ class Split:
     return self._index(self.experts) * params["wo"].shape[0]
 
   def once(self, params: dict) -> dict:
-    """The params, the output's bias on one of the devices that share its experts: their outputs are added up."""
+    """The params, with the output's bias on only one of the devices whose outputs are summed."""
     if "wo_bias" not in params or not self.width:
       return params
     bias = params["wo_bias"]

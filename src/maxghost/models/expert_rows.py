@@ -7,18 +7,18 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from maxghost.models import autodiff
+from maxghost.models.autodiff import no_cotangent
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-  """The (token, choice) pairs sorted by expert. order_R: pair of each row; place_R: row of each pair; sizes_E: rows of
-  each expert; expert_R: expert of each row.
+  """The (token, choice) pairs sorted by expert.
 
-  partial: these are a part of all experts; rows of others come last, and nothing counts there.
+  order_R: pair of each row. place_R: row of each pair. sizes_E: rows of each expert. expert_R: expert of each row.
+  partial: these are only some of the experts; the rows of all others come last and do not count.
   """
 
   order_R: jax.Array
@@ -30,7 +30,7 @@ class Rows:
 
   @classmethod
   def sort(cls, index_BTk, num_experts: int, first_expert=None) -> "Rows":
-    """first_expert: index of the first of a part of the experts; None = all of them."""
+    """first_expert: index of the first one where `num_experts` are only some of the experts; None: all of them."""
     expert_of_pair = index_BTk.reshape(-1)
     if first_expert is not None:
       expert_of_pair = expert_of_pair - first_expert
@@ -43,7 +43,7 @@ class Rows:
     return cls(order_R, place_R, jnp.diff(edges), expert_R, index_BTk.shape[-1], first_expert is not None)
 
   def own(self, y_RO) -> jax.Array:
-    """y with zeros where the expert is not one of these."""
+    """y with zeros in the rows of other experts."""
     return jnp.where(self.expert_R[:, None] < self.sizes_E.shape[0], y_RO, 0) if self.partial else y_RO
 
   def take(self, x_N):
@@ -53,23 +53,23 @@ class Rows:
     return _take(self.num_chosen, x_N, self.order_R, self.place_R)
 
   def restore(self, y_R):
-    """Rows back in the order of the pairs."""
+    """Puts rows back in the order of the pairs."""
     if autodiff.in_forward_mode():
       return y_R[self.place_R]
     return _permute(y_R, self.place_R, self.order_R)
 
   def sums(self, s_R):
-    """Added up over each token's rows: [R] -> [N]."""
+    """Sums over each token's rows: [R] -> [N]."""
     return s_R[self.place_R].reshape(-1, self.num_chosen).sum(1)
 
   def of_expert(self, b_E):
-    """b of each row's expert: [E, ...] -> [R, ...]."""
+    """The entry of each row's expert: [E, ...] -> [R, ...]."""
     if autodiff.in_forward_mode():
       return b_E[self.expert_R]
     return _of_expert(b_E, self.expert_R)
 
 
-# Gathers whose transpose is a gather or a product as well: a scatter of rows runs one row at a time on CPU.
+# Gathers with a gather or a product as transpose: on CPU a scatter runs one row at a time.
 
 
 def _take(num_chosen: int, x_N, order_R, place_R):
@@ -79,7 +79,7 @@ def _take(num_chosen: int, x_N, order_R, place_R):
 
   def backward(place_R, g_R):
     g_pairs = g_R[place_R]
-    return g_pairs.reshape(-1, num_chosen, *g_pairs.shape[1:]).sum(1), _no(order_R), _no(place_R)
+    return g_pairs.reshape(-1, num_chosen, *g_pairs.shape[1:]).sum(1), no_cotangent(order_R), no_cotangent(place_R)
 
   take.defvjp(lambda x_N, order_R, place_R: (x_N[order_R // num_chosen], place_R), backward)
   return take(x_N, order_R, place_R)
@@ -91,7 +91,8 @@ def _permute(y_R, there, back):
 
 
 _permute.defvjp(
-  lambda y_R, there, back: (y_R[there], (there, back)), lambda kept, g: (g[kept[1]], _no(kept[0]), _no(kept[1]))
+  lambda y_R, there, back: (y_R[there], (there, back)),
+  lambda kept, g: (g[kept[1]], no_cotangent(kept[0]), no_cotangent(kept[1])),
 )
 
 
@@ -103,11 +104,7 @@ def _of_expert(b_E, expert_R):
 def _of_expert_backward(kept, g_R):
   b_E, expert_R = kept
   one_hot_RE = jax.nn.one_hot(expert_R, b_E.shape[0], dtype=g_R.dtype)
-  return jnp.einsum("re,ro->eo", one_hot_RE, g_R).astype(b_E.dtype), _no(expert_R)
+  return jnp.einsum("re,ro->eo", one_hot_RE, g_R).astype(b_E.dtype), no_cotangent(expert_R)
 
 
 _of_expert.defvjp(lambda b_E, expert_R: (b_E[expert_R], (b_E, expert_R)), _of_expert_backward)
-
-
-def _no(index):
-  return np.zeros(index.shape, jax.dtypes.float0)

@@ -1,4 +1,4 @@
-"""From a config to a model."""
+"""Builds models from a config."""
 
 from flax import nnx
 

@@ -1,4 +1,4 @@
-"""Products of rows, sorted by group, with the matrix of their group: the work does not depend on how many groups.
+"""Products of rows, sorted by group, with their group's matrix; the work does not depend on the number of groups.
 
 R rows, G groups, I inputs, O outputs. `sizes_G`: rows of each group, in order; they add up to R.
 """
@@ -8,12 +8,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from maxghost.models import autodiff
 
-# Rows of one product on CPU. More rows make a product faster; fewer leave less of each group's last one unused.
+# Rows of one product on CPU. More rows make a product faster; fewer waste less of each group's last product.
 _BLOCK, _OUTER_BLOCK = 64, 128
 
 
@@ -40,7 +39,7 @@ def _forward(precision, x_RI, w_GIO, sizes_G):
 def _backward(precision, residuals, g_RO):
   x_RI, w_GIO, sizes_G = residuals
   dx_RI = product_transposed(g_RO, w_GIO, sizes_G, precision)
-  no_size = np.zeros(sizes_G.shape, jax.dtypes.float0)
+  no_size = autodiff.no_cotangent(sizes_G)
   return dx_RI.astype(x_RI.dtype), outer_sums(x_RI, g_RO, sizes_G, precision).astype(w_GIO.dtype), no_size
 
 
@@ -78,9 +77,11 @@ def outer_sums(x_RI, g_RO, sizes_G, precision=None):
 
 
 def _choose(on_cpu, elsewhere, arguments):
-  """A product of two arrays and the sizes, by the platform that the program is compiled for, which need not be the one
-  that compiles it. Under `jax.vmap` one after the other: `ragged_dot` has no batching rule, and batched blocks would be
-  gathers. Its derivative is given, as it is bilinear: `jax.jvp` through a mapped `custom_vmap` does not end."""
+  """Chooses a product of two arrays by the platform that the program is compiled for.
+
+  `jax.vmap` becomes a loop: `ragged_dot` has no batching rule, and batched blocks would be gathers. The derivative of
+  the bilinear product is given, because `jax.jvp` through a mapped `custom_vmap` does not terminate.
+  """
 
   @jax.custom_batching.sequential_vmap
   def run(a, b, sizes_G):
@@ -107,8 +108,10 @@ def _padded(x, block: int):
 
 
 def _blocks(x_R, w_G, sizes_G, *, contract: int, precision, dtype):
-  """Group by group, block by block. A group's last block runs over into the next group's rows, which are written after
-  it; that of the last group into padding. contract: the axis of w (1 or 2) that meets x."""
+  """Multiplies group by group and block by block. contract: the axis of w (1 or 2) that is contracted with x.
+
+  A group's last block runs over into the rows of the next group, which overwrites them, or into padding.
+  """
   num_rows, num_groups = x_R.shape[0], w_G.shape[0]
   block = _block(_BLOCK, num_rows)
   padded, starts_G = _padded(x_R, block), jnp.cumsum(sizes_G) - sizes_G

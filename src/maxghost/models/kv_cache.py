@@ -1,9 +1,9 @@
 """Keys and values of earlier positions, kept while text is generated.
 
 B rows, T positions of a call, S slots of a cache, H query heads, K key/value heads, G = H / K, h head width, L layers.
-An attention layer that is given a cache calls `cache.attend` in place of `attention_ops.attend`, with the same
-arguments. The token of position p lies in slot p modulo S, so a layer with a sliding window needs no more than its
-window of slots, and which position a slot holds follows from the number of tokens a row has.
+An attention layer with a cache calls `cache.attend` in place of `attention_ops.attend`, with the same arguments. The
+token at position p is stored in slot p modulo S. So a layer with a sliding window needs only its window of slots, and
+the position that a slot holds follows from the row's number of tokens.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from maxghost.models import attention_ops
 
 
 class Prompt:
-  """The cache of a layer while the prompts are read: `entries` is what the attention layers have to keep.
+  """The cache of a layer while the prompts are read. `entries`: keys and values that the attention layers keep.
 
-  lengths_B: tokens of each row; the positions behind them are padding. size: S of a layer without a window.
+  lengths_B: tokens of each row; later positions are padding. size: S of a layer without a window.
   """
 
   def __init__(self, lengths_B, size: int):
@@ -33,9 +33,9 @@ class Prompt:
 
 
 class Continuation:
-  """The cache of a layer while one token is added to each row: `entries` are the keys and values of these tokens.
+  """The cache of a layer while one token is added to each row. `entries`: keys and values of these tokens.
 
-  kept: what the layer's attentions kept so far, [B, K, S, h] twice each. counts_B: tokens kept in each row.
+  kept: (keys, values) [B, K, S, h] of each of the layer's attentions. counts_B: tokens kept in each row.
   """
 
   def __init__(self, kept, counts_B):
@@ -46,8 +46,10 @@ class Continuation:
     self, q_B1Hh, k_B1Kh, v_B1Kh, segment_ids_BT=None, *, kernel=None, window=None, sinks_H=None, soft_cap=None,
     scale=None,
   ):  # fmt: skip
-    """Attention of the new token over its row's earlier tokens and itself. A row is one document, and one query needs
-    no choice of kernel: segment ids and `kernel` are not read."""
+    """Attention of the new token over its row's earlier tokens and itself.
+
+    Segment ids and `kernel` are not read: a row is one document, and one query needs no choice of kernel.
+    """
     k_BKSh, v_BKSh = self._kept[len(self.entries)]
     self.entries.append((k_B1Kh[:, 0], v_B1Kh[:, 0]))
     held_BS = held_positions(self._counts_B, k_BKSh.shape[2])
@@ -71,8 +73,7 @@ def held_positions(counts_B, num_slots: int):
 def append(kept, new, counts_B):
   """`kept` with one more token per row: leaves [..., B, K, S, h] and [..., B, K, h]; the dots are stacked layers.
 
-  Row by row, because each row has a slot of its own: a loop of such updates is done in place, while a scatter over all
-  rows at once makes XLA rearrange the whole cache.
+  Rows are updated in a loop, which XLA does in place; a scatter over all rows makes it rearrange the whole cache.
   """
 
   def put(kept, new):
@@ -89,10 +90,10 @@ def append(kept, new, counts_B):
 
 
 def run_stacked(layers: nnx.Module, carry, layer_inputs: tuple, open_cache: Callable, kept=None):
-  """carry (what the first layer sees) through stacked layers, each with its cache.
+  """Runs carry (the first layer's input) through stacked layers, each with its cache.
 
-  open_cache: from a layer's part of `kept` to its cache. Returns (what the last layer returns, the entries of all
-  layers with a leading layer axis).
+  open_cache: maps a layer's part of `kept` to its cache. Returns (output of the last layer, entries of all layers with
+  a leading layer axis).
   """
   graphdef, state = nnx.split(layers)
 
@@ -106,14 +107,14 @@ def run_stacked(layers: nnx.Module, carry, layer_inputs: tuple, open_cache: Call
 
 
 def _slots(x_BTKh, lengths_B, size: int):
-  """The last `size` positions of each row in their slots: [B, K, S, h]; zeros where a row has none for a slot."""
+  """The last `size` positions of each row in their slots: [B, K, S, h]; zeros in empty slots."""
   position_BS = held_positions(lengths_B, size)
   found = jnp.take_along_axis(x_BTKh, jnp.clip(position_BS, 0, x_BTKh.shape[1] - 1)[:, :, None, None], axis=1)
   return jnp.where((position_BS >= 0)[:, :, None, None], found, 0).swapaxes(1, 2)
 
 
 def _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks_H, shape: attention_ops.Shape):
-  """softmax([q k_S | q k_new | sink]) over kept, new and sink; the sink takes weight and gives no value."""
+  """softmax([q k_S | q k_new | sink]) applied to the kept and new values; the sink has no value."""
   q_BKG1h = attention_ops.group_heads(q_B1Hh, k_BKSh.shape[1])
   k_BK1h, v_BK1h = k_B1Kh.swapaxes(1, 2), v_B1Kh.swapaxes(1, 2)
   kept_BKG1S = jnp.where(seen_BS[:, None, None, None], shape.scores(q_BKG1h, k_BKSh), -jnp.inf)

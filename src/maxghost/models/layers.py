@@ -1,4 +1,4 @@
-"""The small parts layers are assembled from: dense layers, norms, activations; which of them, the config's keys say.
+"""The building blocks of layers: dense layers, norms and activations, chosen by the config.
 
 F feed-forward width.
 """
@@ -41,7 +41,7 @@ def linear(
   use_bias=False,
   layer_type: type[nnx.LinearGeneral] = nnx.LinearGeneral,
 ) -> nnx.Module:
-  """A dense layer over the trailing `in_axes` axes, normal weights of deviation `std`, logical `axes` of its kernel."""
+  """A dense layer over the trailing `in_axes` axes. std: of its normal weights. axes: logical axes of its kernel."""
   return layer_type(
     in_features,
     out_features,
@@ -90,8 +90,7 @@ def rms_norm(cfg: ModelConfig, num_features: int, *, rngs: nnx.Rngs) -> nnx.RMSN
 
 
 def gated(branches: list, activations: tuple[str, ...], limit: float):
-  """act_0(branch_0) * act_1(branch_1) ...; with limit > 0 the gate is clamped from above first, the others on both
-  sides."""
+  """act_0(branch_0) * act_1(branch_1) ...; limit > 0 first clamps the gate from above, the others on both sides."""
   product: Any = None
   for i, (branch, name) in enumerate(zip(branches, activations, strict=True)):
     if limit > 0:

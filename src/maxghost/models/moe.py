@@ -1,4 +1,4 @@
-"""The routed feed-forward layer: each token goes to a few of many experts, none is dropped.
+"""The routed feed-forward layer: each token goes to a few of many experts, and no token is dropped.
 
 B batch, T positions, N = B T tokens, D embed dim, F width of an expert, E experts, k experts of a token, R = N k rows
 (a token once for each of its experts).
@@ -21,10 +21,10 @@ from maxghost.models.layers import gated, linear, precision
 def no_routing(num_experts: int, shape_BT: tuple[int, int], dtype) -> dict:
   """Sums over the layers so far, each divided by the number of layers, in float32 or wider.
 
-  load_balance_BT: each token's own share of the load-balancing loss, E sum_e f_e p_te, with f_e the share of the
-  batch's tokens that expert e gets (held constant) and p_te the router's probability: its mean over the tokens is the
-  loss. entropy_BT: of the router's probabilities, nats. load_E: f_e k^-1, 1 / E where all is balanced. Padding tokens
-  do not count in f_e.
+  load_balance_BT: each token's part of the load-balancing loss, E sum_e f_e p_te, with f_e the share of the batch's
+    tokens that expert e gets (held constant, without padding) and p_te the router's probability; the loss is its mean.
+  entropy_BT: of the router's probabilities, nats.
+  load_E: f_e / k, which is 1 / E for a balanced load.
   """
   wide = jnp.promote_types(dtype, jnp.float32)
   return {
@@ -35,7 +35,7 @@ def no_routing(num_experts: int, shape_BT: tuple[int, int], dtype) -> dict:
 
 
 class RoutedMoe(nnx.Module):
-  """sum over a token's experts of weight * wo_e(act_0(wi_0_e x) * act_1(wi_1_e x)); a router chooses and weighs them.
+  """sum over a token's experts of weight * wo_e(act_0(wi_0_e x) * act_1(wi_1_e x)); chosen and weighted by a router.
 
   Params: wi_i [E, D, F], wo [E, F, D]; with mlp_bias wi_i_bias [E, F], wo_bias [E, D]; gate/kernel [D, E], gate/bias.
   """
@@ -94,7 +94,7 @@ class RoutedMoe(nnx.Module):
     return {name: routing[name] + value / self.num_layers for name, value in added.items()}
 
   def experts(self, x_BTD, index_BTk, weight_BTk):
-    """The chosen experts' outputs, weighted and added up, [B, T, D]: the only use of the experts' Params."""
+    """The weighted sum of the chosen experts' outputs, [B, T, D]; the only method that uses the experts' Params."""
     matrices = [*self.branches, "wo"]
     names = [*matrices, *(f"{name}_bias" for name in matrices if self.has_bias)]
     params = {name: getattr(self, name)[...] for name in names}
@@ -106,8 +106,10 @@ class RoutedMoe(nnx.Module):
     return split.run(self.experts_sorted, params, x_BTD, index_BTk, weight_BTk)
 
   def experts_sorted(self, params: dict, x_BTD, index_BTk, weight_BTk, first_expert=None):
-    """`experts` by sorted rows. first_expert: the one that the params begin with, where they are a part of all; choices
-    of others add nothing then."""
+    """`experts` by sorted rows.
+
+    first_expert: index of the first expert in params that hold only some of them; choices of others then add nothing.
+    """
     rows = Rows.sort(index_BTk, params["wo"].shape[0], first_expert)
     branches = self.branch_rows(params, rows.take(x_BTD.reshape(-1, x_BTD.shape[-1])), rows)
     y_RD = rows.own(self.multiply(params, "wo", gated(branches, self.activations, self.limit), rows))
@@ -116,7 +118,7 @@ class RoutedMoe(nnx.Module):
     return y_ND.reshape(x_BTD.shape)
 
   def branch_rows(self, params: dict, x_RD, rows: Rows) -> list:
-    """What the activations get: one array [R, F] for each branch."""
+    """The inputs of the activations: one array [R, F] for each branch."""
     return [self.multiply(params, name, x_RD, rows) for name in self.branches]
 
   def multiply(self, params: dict, name: str, x_RI, rows: Rows):
@@ -127,7 +129,7 @@ class RoutedMoe(nnx.Module):
     return y_RO + rows.of_expert(params[f"{name}_bias"].astype(self.dtype))
 
   def _experts_dense(self, params: dict, x_BTD, index_BTk, weight_BTk):
-    """Every expert for every token, for comparison: E / k times the work, and no sorting."""
+    """Applies every expert to every token, for comparison: E / k times the work, and no sorting."""
     params = {name: value.astype(self.dtype) for name, value in params.items()}
 
     def product(spec, x, name):

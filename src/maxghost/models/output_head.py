@@ -1,4 +1,4 @@
-"""The output head: final norm, projection, soft cap; as whole logits, or as losses of which a tile exists at a time.
+"""The output head: final norm, projection and soft cap; gives whole logits, or losses computed by tiles of logits.
 
 B batch, T positions, D embed dim, V vocabulary.
 """
@@ -19,13 +19,13 @@ class Tiles(Protocol):
 
 
 class Tiling(Protocol):
-  """What a loss knows of its tiles before it knows the projection (`objectives.tiled.Tiling`)."""
+  """The settings of tiles that do not depend on the projection (`objectives.tiled.Tiling`)."""
 
   def of(self, *, tied: bool, dtype, precision, soft_cap: float | None) -> Tiles: ...
 
 
 class TiedTable(nnx.Embed):
-  """A token embedding [V, D] that is the output projection, too."""
+  """A token embedding [V, D] that is also the output projection."""
 
   def losses(self, tiles: Tiles, x_BTD, targets_BT, weights_BT):
     """The loss of each position, [B, T], by tiles of `attend`."""
@@ -41,10 +41,10 @@ class OutputProjection(nnx.LinearGeneral):
 
 
 class OutputHead(nnx.Module):
-  """Norm, projection and soft cap of a model, made of its own layers when it is needed: it adds no parameter paths.
+  """Norm, projection and soft cap of a model, built from its own layers on demand, without parameter paths of its own.
 
-  norm: None for hidden states that are normed already. soft_cap: a logit y becomes soft_cap * tanh(y / soft_cap); 0 or
-  None = none.
+  norm: None for hidden states that are already normalized. soft_cap: a logit y becomes soft_cap * tanh(y / soft_cap); 0
+  or None: no cap.
   """
 
   def __init__(self, norm: nnx.Module | None, projection: TiedTable | OutputProjection, soft_cap: float | None = None):
@@ -59,8 +59,7 @@ class OutputHead(nnx.Module):
     return logits_BTV if self.soft_cap is None else self.soft_cap * jnp.tanh(logits_BTV / self.soft_cap)
 
   def losses(self, hidden: Hidden, targets_BT, weights_BT, tiling: Tiling):
-    """The loss of each position, [B, T], as of the whole `logits`. weights_BT: what they will be weighted with, or
-    None."""
+    """The loss of each position, [B, T], equal to that of whole `logits`. weights_BT: the loss weights, if known."""
     projection = self.projection
     tied = isinstance(projection, TiedTable)
     tiles = tiling.of(

@@ -1,4 +1,4 @@
-"""Which kind of device a computation is traced for."""
+"""The kind of device that a computation is traced for."""
 
 import contextlib
 import contextvars
@@ -10,8 +10,7 @@ _target: contextvars.ContextVar[str | None] = contextvars.ContextVar("maxghost_t
 
 @contextlib.contextmanager
 def tracing_for(platform: str):
-  """Inside, kernels are chosen for 'cpu', 'gpu' or 'tpu' whatever the default backend is: for compiling ahead of time
-  on a machine without the device."""
+  """Chooses kernels for 'cpu', 'gpu' or 'tpu', to compile ahead of time on a machine without the device."""
   token = _target.set(platform)
   try:
     yield
@@ -20,5 +19,5 @@ def tracing_for(platform: str):
 
 
 def target() -> str:
-  """'cpu', 'gpu' or 'tpu': what is being traced for, by default the devices of the layout in use, or JAX's own."""
+  """'cpu', 'gpu' or 'tpu': the platform traced for, by default that of the layout in use, or JAX's default."""
   return _target.get() or shardings.platform()

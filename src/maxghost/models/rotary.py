@@ -14,9 +14,9 @@ from maxghost.config.schema import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-  """How heads are rotated: static numbers from the configuration, under the names of its keys.
+  """The static settings of the rotation, named as in the configuration.
 
-  rope_type: default, llama3.1, yarn, or none (heads stay as they are).
+  rope_type: default, llama3.1, yarn, or none (no rotation).
   """
 
   rope_type: str
@@ -77,8 +77,8 @@ class Rotary:
     return frequency_i * (plain_i + (1 - plain_i) / self.rope_factor)
 
   def _stretched_by_index(self, frequency_i):
-    """YaRN: the share of the plain frequency falls from 1 to 0 linearly in the index, between the pairs that turn
-    beta_fast and beta_slow times in the original length. Source: arXiv:2309.00071, section 3.2."""
+    """YaRN: the share of the plain frequency falls linearly in the index, from 1 at the pair that turns beta_fast times
+    in the original length to 0 at the pair that turns beta_slow times. Source: arXiv:2309.00071, section 3.2."""
     half = len(frequency_i)
 
     def index_of(turns: float) -> float:

@@ -1,13 +1,15 @@
 """Scans over layers whose backward pass keeps only the carries at the boundaries of segments.
 
-The VJP of `lax.scan` keeps the carry of every step whatever its body's remat policy. Here an outer scan runs over
-segments under `jax.checkpoint`, an inner scan over the layers of one: L / k + k carries exist instead of L, for one
-more forward pass. Deeper nesting keeps fewer still (Griewank and Walther, "Evaluating Derivatives", 2008, chapter 12).
+The VJP of `lax.scan` keeps the carry of every step, whatever its body's remat policy. Here an outer scan runs over
+segments under `jax.checkpoint`, and an inner scan over the layers of one segment. This keeps L / k + k carries instead
+of L, for one more forward pass; deeper nesting keeps fewer (Griewank and Walther, "Evaluating Derivatives", 2008,
+chapter 12).
 
 L layers, k layers in a segment.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.values import divisors
+from maxghost.parallel.shardings import slash_path
 
 
 def check(length: int, segment_lengths: tuple[int, ...]) -> None:
@@ -30,20 +33,16 @@ def check(length: int, segment_lengths: tuple[int, ...]) -> None:
 
 
 def scan(body: Callable, carry, xs, segment_lengths: tuple[int, ...] = ()):
-  """`jax.lax.scan(body, carry, xs)`; its backward pass keeps carries at segment boundaries only.
+  """`jax.lax.scan(body, carry, xs)` whose backward pass keeps carries only at segment boundaries.
 
   segment_lengths: layers in a segment, then in a segment of a segment, ...; empty for a plain scan. carry, xs: pytrees,
-  xs with a leading layer axis. Same values and, up to rounding, gradients as the plain scan.
+  xs with a leading layer axis. Values are those of the plain scan, gradients too up to rounding.
   Raises ValueError for lengths that do not divide.
   """
   check(jax.tree.leaves(xs)[0].shape[0], segment_lengths)
-  return _scan(body, carry, xs, tuple(segment_lengths))
-
-
-def _scan(body, carry, xs, segment_lengths):
   if not segment_lengths:
     return jax.lax.scan(body, carry, xs)
-  segment = jax.checkpoint(lambda carry, xs: _scan(body, carry, xs, segment_lengths[1:]), prevent_cse=False)
+  segment = jax.checkpoint(lambda carry, xs: scan(body, carry, xs, segment_lengths[1:]), prevent_cse=False)
   carry, ys = jax.lax.scan(segment, carry, split(xs, segment_lengths[0]))
   return carry, join(ys)
 
@@ -61,7 +60,6 @@ def join(ys):
 def remat_scan(
   f: Callable | None = None,
   *,
-  segment_length: int = 0,
   segment_lengths: tuple[int, ...] = (),
   length: int | None = None,
   in_axes: tuple = (nnx.Carry, 0),
@@ -70,44 +68,37 @@ def remat_scan(
 ) -> Callable:
   """`nnx.scan` whose backward pass keeps only the carries at segment boundaries; also a decorator.
 
-    @remat_scan(segment_length=8)
+    @remat_scan(segment_lengths=(8,))
     def forward(x, layer):  # layer: one of the stacked layers
       return layer(x)
 
     x = forward(x, layers)
 
-  f(*args): called once per layer. in_axes, one entry per argument: an int (the layer axis of its arrays), None (the
-  same for every layer), nnx.Carry (at most one: what f hands from layer to layer, a pytree of floats) or, for an
-  nnx object, `nnx.StateAxes` with these per filter. out_axes: nnx.Carry, an int or None per output of f, a tuple for
-  several; the Carry is returned as after the last layer, others stacked along their axis (None is not an output axis).
-  segment_length, segment_lengths: as `scan`; one of them. length: L, where no argument has a layer axis.
-  policy: a `jax.checkpoint` policy for the inside of each layer; None saves all of the segment at work.
+  Variables that f changes in an object with a layer axis (RNG counts, batch statistics, new ones) are stacked back into
+  it; those with axis nnx.Carry pass from layer to layer. An Rngs inside stacked layers has one stream per layer; split
+  another with `nnx.split_rngs(splits=L)`, or carry its counts. The recomputed forward pass draws the same numbers.
 
-  Variables that f changes in an object with a layer axis are stacked back into it (RNG counts, batch statistics,
-  new ones); those with axis nnx.Carry go from layer to layer. RNG streams: an Rngs inside stacked layers has one
-  stream per layer; split another with `nnx.split_rngs(splits=L)`, or let its counts be carried. The recomputed forward
-  pass draws the same numbers.
-  Raises ValueError: lengths that do not divide (with the divisors), arguments that disagree in L, a Variable of axis
-  None that f changes.
+  Args:
+    f: called as f(*args) once per layer.
+    segment_lengths: as in `scan`.
+    length: L, where no argument has a layer axis.
+    in_axes: one entry per argument: an int (the layer axis of its arrays), None (the same for every layer), nnx.Carry
+      (at most one: a pytree of floats that passes from layer to layer) or, for an nnx object, `nnx.StateAxes` with
+      these per filter.
+    out_axes: nnx.Carry (returned as of the last layer) or an int (stacked along that axis); a tuple for several.
+    policy: a `jax.checkpoint` policy for the inside of each layer; None saves everything of the current segment.
+
+  Raises: ValueError for lengths that do not divide, arguments that disagree in L, or a changed Variable of axis None.
   """
   if f is None:
-    return lambda g: remat_scan(
-      g,
-      segment_length=segment_length,
-      segment_lengths=segment_lengths,
-      length=length,
-      in_axes=in_axes,
-      out_axes=out_axes,
-      policy=policy,
+    return functools.partial(
+      remat_scan, segment_lengths=segment_lengths, length=length, in_axes=in_axes, out_axes=out_axes, policy=policy
     )
-  if segment_length and segment_lengths:
-    raise ValueError(f"segment_length={segment_length} and segment_lengths={list(segment_lengths)}: give one of them")
-  lengths = tuple(segment_lengths) or ((segment_length,) if segment_length else ())
 
   def wrapped(*args):
     if len(args) != len(in_axes):
       raise ValueError(f"{len(args)} arguments, but in_axes has {len(in_axes)} entries")
-    return _LiftedScan(f, args, in_axes, out_axes, policy).run(length, lengths)
+    return _LiftedScan(f, args, in_axes, out_axes, policy).run(length, segment_lengths)
 
   return wrapped
 
@@ -141,7 +132,7 @@ class _Argument:
     return {p: _array(v) for p, v in self.leaves.items() if _kind(self.axes[p]) is kind}
 
   def build(self, arrays: Mapping):
-    """(the value with these arrays as leaves, its Variables by path for nnx objects)."""
+    """The value with these arrays as leaves."""
     if self.graphdef is None:
       return jax.tree.unflatten(self.tree, [arrays[i] for i in range(len(arrays))])
     return nnx.merge(self.graphdef, nnx.from_flat_state({p: v.replace(arrays[p]) for p, v in self.leaves.items()}))
@@ -156,7 +147,7 @@ def _kind(axis):
 
 
 class _LiftedScan:
-  """One call of a `remat_scan`. State goes through the scan as {argument number: {path: array}}."""
+  """One call of `remat_scan`. State passes through the scan as {argument number: {path: array}}."""
 
   def __init__(self, f, args, in_axes, out_axes, policy):
     self.f, self.args, self.out_axes, self.policy = f, args, out_axes, policy
@@ -201,7 +192,7 @@ class _LiftedScan:
     return carry, {"states": states, "outputs": outputs}
 
   def changes(self, i: int, part: _Argument, state, given: Mapping, carry: dict) -> dict:
-    """{path: array} of the layer's Variables that are new or not what they were; carried ones go into `carry`."""
+    """{path: array} of the layer's new or changed Variables; carried ones go into `carry`."""
     out = {}
     for path, variable in nnx.to_flat_state(state):
       array = variable.get_value()
@@ -211,7 +202,7 @@ class _LiftedScan:
       elif path not in given or array is not given[path]:
         if axis is None:
           raise ValueError(
-            f"{'/'.join(map(str, path))} ({type(variable).__name__}) has axis None in remat_scan, but the layer "
+            f"{slash_path(path)} ({type(variable).__name__}) has axis None in remat_scan, but the layer "
             f"changes it; give it nnx.Carry or a layer axis by nnx.StateAxes"
           )
         out[path] = array

@@ -1,7 +1,7 @@
-"""A stack of equal layers: how it is built, and how one scan runs it, or a scan over segments of layers.
+"""Stacks of equal layers: builds them, and runs them by a scan over layers or over segments of layers.
 
-L layers. A stacked layer is one nnx module whose Variables carry a leading layer axis; its Params' `axes` metadata
-begins with "layers".
+L layers. A stack is one nnx module whose Variables have a leading layer axis; the `axes` metadata of its Params begins
+with "layers".
 """
 
 from collections.abc import Callable
@@ -42,12 +42,15 @@ def run(
   dropout_key=None,
   segment_lengths: tuple[int, ...] = (),
 ):
-  """Runs x through the stacked `layers`, the first one first.
+  """Runs x through the stacked `layers`; returns the last layer's output, with the shapes and dtypes of x.
 
-  layers: a stacked module called as layer(x, *layer_inputs, key); x: an array or a pytree of arrays; layer_inputs:
-  arrays every layer sees alike. remat_policy: none | minimal | full, inside each layer. dropout_key: a PRNG key folded
-  with the layer's index, or None. segment_lengths: see `segments.scan`.
-  Returns x after the last layer, with its shapes and dtypes unchanged.
+  Args:
+    layers: a stacked module, each layer called as layer(x, *layer_inputs, key).
+    x: an array or a pytree of arrays.
+    layer_inputs: arrays that are the same for every layer.
+    remat_policy: none | minimal | full, inside each layer.
+    dropout_key: a PRNG key that is folded with the layer's index, or None.
+    segment_lengths: see `segments.scan`.
   """
   graphdef, state = nnx.split(layers)
 
@@ -69,7 +72,7 @@ def run(
 
 
 def remat(function: Callable, policy: str) -> Callable:
-  """`function` under jax.checkpoint with the named policy; 'none' returns it as it is."""
+  """`function` under jax.checkpoint with the named policy; unchanged for 'none'."""
   if policy == "none":
     return function
   if policy not in _POLICIES:

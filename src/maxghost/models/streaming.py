@@ -1,7 +1,7 @@
 """Stacked weights that live in pinned host memory and come to the device one segment at a time.
 
-Where an array lives is part of its type (`memory_space`), so the code below needs no table of what is streamed: it
-brings in the leaves that are on the host and leaves the others where they are.
+The memory of an array is part of its type (`memory_space`), so no table of streamed arrays is needed: leaves on the
+host are fetched, and all others stay in place.
 
 L layers, k layers in a segment, n = L / k segments.
 """
@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from maxghost.models import segments
+from maxghost.models.autodiff import no_cotangent
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -48,8 +48,10 @@ def fetch(stacked, index):
 
 
 def after(index, tree):
-  """`index`, known only when the smallest leaf of `tree` is. The first segment of a loop would otherwise come once for
-  all loops over the same weights, and stay on the device between them."""
+  """`index`, available only after the smallest leaf of `tree`.
+
+  Otherwise XLA would fetch the first segment once for all loops over the same weights, and keep it on the device.
+  """
   leaves = [x for x in jax.tree.leaves(tree) if not on_host(x)]
   index = jnp.asarray(index)
   return jax.lax.optimization_barrier((index, min(leaves, key=jnp.size)))[0] if leaves else index
@@ -58,9 +60,8 @@ def after(index, tree):
 def loop(step: Callable, carry, xs, stacked, *, reverse: bool = False) -> tuple[Any, Any]:
   """`lax.scan` of step(carry, x, segment) -> (carry, y) over the leading axis n of xs and stacked.
 
-  Leaves of `stacked` on the host are brought in one step ahead of their use, so that the transfer can overlap the
-  computation; two segments are then on the device. Leaves of xs on the host come when they are used.
-  Returns (carry, ys).
+  Leaves of `stacked` on the host are fetched one step ahead, so that transfer and computation overlap and two segments
+  are on the device. Leaves of xs on the host are fetched when they are used. Returns (carry, ys).
   """
   if not any_on_host(stacked):
     return jax.lax.scan(
@@ -81,11 +82,13 @@ def loop(step: Callable, carry, xs, stacked, *, reverse: bool = False) -> tuple[
 
 
 def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
-  """Layers in order, carry = body(carry, x, shared) each, with the host-resident leaves of xs streamed by segments.
+  """Runs carry = body(carry, x, shared) over the layers, with the leaves of xs on the host streamed by segments.
 
-  carry: a pytree of floats. xs: leaves with a leading layer axis. shared: what every layer sees. segment_lengths: as
-  `segments.scan`, at least one. Values and gradients are those of `segments.scan`; the gradient of a leaf on the host
-  is sent there segment by segment, so that device memory holds the weights of two segments and the gradient of one.
+  Values and gradients are those of `segments.scan`. The gradient of a leaf on the host is sent there segment by
+  segment, so that device memory holds the weights of two segments and the gradient of one.
+
+  carry: a pytree of floats. xs: leaves with a leading layer axis. shared: inputs of every layer. segment_lengths: as in
+  `segments.scan`, at least one.
   """
   if not segment_lengths:
     raise ValueError("streamed layers need segments: give segment_lengths")
@@ -119,7 +122,7 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
 
     zeros = jax.tree.map(jnp.zeros_like, shared_floats)
     (cotangent, shared_cotangents), weights = loop(step, (cotangent, zeros), boundaries, (floats, others), reverse=True)
-    return cotangent, weights, shared_cotangents, *(jax.tree.map(_no_cotangent, t) for t in (others, shared_others))
+    return cotangent, weights, shared_cotangents, *(jax.tree.map(no_cotangent, t) for t in (others, shared_others))
 
   run.defvjp(forward, backward)
   return run(carry, floats, shared_floats, others, shared_others)
@@ -136,8 +139,3 @@ def _separate(tree):
 
   floats, others = ([x for x, f in zip(leaves, is_float, strict=True) if f is kind] for kind in (True, False))
   return floats, others, rebuild
-
-
-def _no_cotangent(x):
-  """The cotangent of integers, flags and PRNG keys."""
-  return np.zeros(x.shape, jax.dtypes.float0)

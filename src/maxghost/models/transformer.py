@@ -19,7 +19,7 @@ from maxghost.parallel import constrain
 
 
 class Decoder(nnx.Module):
-  """Learned positions if there are any, layers, final norm and (unless tied) the output projection."""
+  """Learned positions (optional), layers, final norm and, unless tied, the output projection."""
 
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
     cycle = cfg.inhomogeneous_layer_cycle_interval
@@ -45,7 +45,7 @@ class Decoder(nnx.Module):
       )
 
   def __call__(self, hidden: Hidden, positions_BT, segment_ids_BT, dropout_key=None) -> Hidden:
-    """What the last layer returns for what the first one sees."""
+    """Runs the input of the first layer through all layers."""
     if self.scan_layers:
       return stack.run(
         self.layers,
@@ -66,9 +66,9 @@ class Decoder(nnx.Module):
     return hidden
 
   def cached(self, hidden: Hidden, positions_BT, segment_ids_BT, open_cache, kept=None):
-    """As __call__, each layer with its cache; returns also what the caches have to keep. See `kv_cache`.
+    """As __call__, each layer with its cache; returns also the entries that the caches have to keep (`kv_cache`).
 
-    open_cache: from a layer's part of `kept` (None at the first call) to its cache.
+    open_cache: maps a layer's part of `kept` (None at the first call) to its cache.
     """
     if self.scan_layers:
       return kv_cache.run_stacked(self.layers, hidden, (positions_BT, segment_ids_BT), open_cache, kept)
@@ -111,7 +111,7 @@ class Transformer(nnx.Module):
 
   @property
   def head(self) -> OutputHead:
-    """Final norm, output projection and loss by tiles, of this model's own layers."""
+    """The output head, built from this model's own layers."""
     projection: Any = self.token_embedder if self.tied else self.decoder.logits_dense
     return OutputHead(self.decoder.decoder_norm, projection, self.soft_cap)
 
@@ -119,13 +119,13 @@ class Transformer(nnx.Module):
     return self.logits(self.hidden(tokens_BT, positions, segment_ids, dropout_key))
 
   def hidden(self, tokens_BT, positions_BT=None, segment_ids_BT=None, dropout_key=None) -> Hidden:
-    """What the last layer returns: hidden states before the final norm, and the routing of experts."""
+    """Output of the last layer: hidden states before the final norm, and the routing of experts."""
     if positions_BT is None:
       positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
     return self.decoder(self.embed(tokens_BT, positions_BT), positions_BT, segment_ids_BT, dropout_key)
 
   def embed(self, tokens_BT, positions_BT) -> Hidden:
-    """What the first layer sees."""
+    """Input of the first layer."""
     x_BTD = self.token_embedder(tokens_BT)
     if self.decoder.has_positions:
       x_BTD = x_BTD + self.decoder.position_embedder(positions_BT)
@@ -134,5 +134,5 @@ class Transformer(nnx.Module):
     return Hidden(x_BTD, routing)
 
   def logits(self, hidden: Hidden):
-    """Final norm and output projection of what `hidden` returns -> float32 [B, T, V]."""
+    """Final norm and output projection: float32 or wider [B, T, V]."""
     return self.head.logits(hidden)

@@ -1,4 +1,4 @@
-"""Objectives: what a run minimises, and how its tokens make up scored examples."""
+"""Objectives: the loss that a run minimises, and how its tokens form scored examples."""
 
 from maxghost.objectives.base import Objective, PlainLoss, StagedLoss, as_objective
 from maxghost.objectives.cross_entropy import token_losses

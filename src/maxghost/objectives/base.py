@@ -1,4 +1,4 @@
-"""What a run minimises, as trainer and ghost engine see it: a loss of each token, and how tokens make up examples.
+"""The interface of objectives: the loss of each token, and how tokens form scored examples.
 
 The batch loss is sum(losses * weights) / sum(weights) over all tokens. A *slot* is one segment of one row; a *unit* is
 a scored example (a document, a pair, a rollout), which may own several slots.
@@ -6,6 +6,7 @@ a scored example (a document, a pair, a rollout), which may own several slots.
 B rows, T positions, S slots of a row.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
@@ -21,14 +22,14 @@ BATCH_ARRAYS = tuple(f"{kind}{part}" for kind in ("inputs", "targets") for part 
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Objective:
-  """A loss function `objective(model, batch) -> (losses [B, T], weights [B, T])` and the facts a run needs about it.
+class Objective(abc.ABC):
+  """A loss function `objective(model, batch) -> (losses [B, T], weights [B, T])` with its properties.
 
-  Subclasses say the losses; every other method has a default. To add one, subclass, and give it a line in
+  Subclasses define the losses; every other method has a default. To add one, subclass and add a line to
   `config.plugins.OBJECTIVES` (or call `objectives.register`).
 
-  name: what the config's `objective` and the score log call it. schedules: values of ghost_schedule that can score it.
-  rows_per_unit: adjacent rows that make up a unit and stay together; 1 where each row stands alone.
+  name: its name in the config's `objective` and the score log. schedules: values of ghost_schedule that can score it.
+  rows_per_unit: number of adjacent rows that form a unit and stay together; 1 where rows are independent.
   """
 
   name: ClassVar[str] = "custom"
@@ -37,19 +38,19 @@ class Objective:
 
   @classmethod
   def of(cls, cfg: Config) -> Self:
-    """The objective of the training steps that a config asks for, without dropout."""
+    """The objective of the training steps of a config, without dropout."""
     return cls()
 
+  @abc.abstractmethod
   def __call__(self, model, batch) -> tuple[Any, Any]:
-    """(losses, weights): the loss of each token (or example) and the weight with which it counts."""
-    raise NotImplementedError
+    """Returns (losses, weights): the loss and the weight of each token (or example)."""
 
   def measured(self, model, batch) -> tuple[Any, Any, dict]:
-    """(losses, weights, metrics); metrics: {name: float array}, means over the batch's weight."""
+    """Returns (losses, weights, metrics); metrics: {name: float array}, weighted means over the batch."""
     return *self(model, batch), {}
 
   def reported(self, loss, metrics: dict) -> dict:
-    """What a step reports beside its loss, from the metrics of the whole batch."""
+    """The metrics that a step reports beside its loss, from those of the whole batch."""
     return metrics
 
   def training(self, dropout_key: jax.Array | None) -> Self:
@@ -57,74 +58,74 @@ class Objective:
     return self
 
   def validation(self) -> Self:
-    """What a validation set measures and what scores are taken against: no dropout, no balance loss."""
+    """The objective of validation sets, against which training examples are scored: no dropout, no balance loss."""
     return self
 
   def evaluation(self) -> Self:
-    """What an evaluation reports: as `validation`, without regularisers of the loss."""
+    """The objective of evaluations: `validation` without regularisers."""
     return self.validation()
 
   # The batch and its units.
 
   def batch_spec(self, num_rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of a batch, each with the rows first."""
+    """Shapes of the arrays of a batch; rows are the first axis."""
     return {name: jax.ShapeDtypeStruct((num_rows, length), np.int32) for name in BATCH_ARRAYS}
 
   def prepare(self, batch: Batch) -> Batch:
-    """The host's batch with the arrays that `batch_spec` names beyond those of the data, and with its units."""
+    """Adds to the host's batch its units and the arrays of `batch_spec` that the data does not provide."""
     return batch
 
   def units(self, batch) -> tuple[jax.Array, jax.Array]:
-    """(slot in which each position is used, slot whose target it predicts), int32[B, T]; 1, 2, ... in a row, 0 none.
+    """(slot in which each position is used, slot whose target it predicts), int32[B, T]; 1, 2, ... in a row, 0: none.
 
-    A score by position of use is summed by the first, losses and what is scored by position of the loss by the second;
-    targets without weight do not count.
+    Scores by position of use are summed by the first. Losses, and scores by position of the loss, are summed by the
+    second; targets without weight do not count.
     """
     return batch["inputs_segmentation"], batch["targets_segmentation"]
 
   def shares(self, batch, weights_BS):
-    """[B, S]: each slot's share of the batch loss, to be added up over the slots of a unit; 0 for an empty slot.
+    """Each slot's share of the batch loss, [B, S]; 0 for an empty slot. A unit's share is the sum over its slots.
 
-    weights_BS: the loss weights of each slot. Default: these over the whole batch's.
+    weights_BS: the loss weight of each slot; by default, shares are proportional to it.
     """
     return weights_BS / jnp.maximum(weights_BS.sum(), jnp.finfo(weights_BS.dtype).tiny)
 
 
 class StagedLoss(Objective):
-  """An objective of a model with stacked layers that schedule 'reverse_scan' can take apart.
+  """An objective in stages, for models with stacked layers, as schedule 'reverse_scan' needs it.
 
-  layers_path: where the model holds its stacked layers. Calling the objective must be the same as `embed`, the layers
-  in order, each called as layer(x, *layer_inputs(batch), layer_key(index)), and `head`. What flows through the layers
-  is an array or a pytree of arrays.
+  Calling the objective must equal `embed`, then the layers in order, each called as
+  layer(x, *layer_inputs(batch), layer_key(index)), then `head`. x is an array or a pytree of arrays.
+  layers_path: path of the stacked layers in the model.
   """
 
   schedules = plugins.SCHEDULES
   layers_path: tuple = ("decoder", "layers")
 
+  @abc.abstractmethod
   def embed(self, model, batch) -> Any:
-    """What the first layer sees."""
-    raise NotImplementedError
+    """The input of the first layer."""
 
+  @abc.abstractmethod
   def layer_inputs(self, batch) -> tuple:
     """Arrays that every layer gets after x."""
-    raise NotImplementedError
 
   def layer_key(self, index) -> Any:
     """The last argument of layer `index`."""
     return None
 
+  @abc.abstractmethod
   def head(self, model, x, batch) -> tuple[Any, Any]:
-    """(losses, weights) from what the last layer returns."""
-    raise NotImplementedError
+    """(losses, weights) from the output x of the last layer."""
 
   def metrics(self, x, batch) -> dict:
-    """The metrics of `measured`, from what the last layer returns."""
+    """The metrics of `measured`, from the output x of the last layer."""
     return {}
 
 
 @dataclasses.dataclass(frozen=True)
 class PlainLoss(Objective):
-  """A function `loss_fn(model, batch) -> (losses, weights)` of a foreign model: one call without stages."""
+  """The objective of a plain function `loss_fn(model, batch) -> (losses, weights)`."""
 
   loss_fn: Callable
 
@@ -133,5 +134,5 @@ class PlainLoss(Objective):
 
 
 def as_objective(loss_fn: Callable) -> Objective:
-  """An Objective as it is, any other function as a `PlainLoss`."""
+  """Wraps a function that is not an Objective in a `PlainLoss`."""
   return loss_fn if isinstance(loss_fn, Objective) else PlainLoss(loss_fn)

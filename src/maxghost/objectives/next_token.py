@@ -20,10 +20,10 @@ from maxghost.objectives.tiled import Tiling
 class LanguageModelLoss(StagedLoss):
   """Cross-entropy of the next token in nats, with z-loss and, in a model with experts, the load-balancing loss.
 
-  A token counts with its `targets_weights`, or where there are none with 1, if its targets_segmentation is not 0.
-  dropout_key: None turns dropout off. load_balance_loss_weight: each token's loss holds its own share of the
-  load-balancing loss times this; 0 leaves it out. num_tiles > 1: the logits exist a tile at a time, of the tokens or of
-  the vocabulary (`tile_axis`).
+  A token whose targets_segmentation is not 0 has the weight `targets_weights`, or 1 in a batch without weights.
+  dropout_key: None turns dropout off. load_balance_loss_weight: factor of each token's share of the load-balancing
+  loss, which is added to the token's loss. num_tiles > 1: computes the logits by tiles of the tokens or of the
+  vocabulary (`tile_axis`).
   """
 
   name = "next_token"
@@ -53,8 +53,11 @@ class LanguageModelLoss(StagedLoss):
     return *self.head(model, hidden, batch), self.metrics(hidden, batch)
 
   def metrics(self, x: Hidden, batch) -> dict:
-    """Of a model with experts, means over layers and counting tokens: moe_lb_loss, the load-balancing loss without its
-    weight; router_entropy, nats; expert_load_E, each expert's share of the tokens' choices. Else empty."""
+    """Means over layers and weighted tokens, for a model with experts; else empty.
+
+    moe_lb_loss: the load-balancing loss without its weight. router_entropy: nats. expert_load_E: each expert's share of
+    the tokens' choices.
+    """
     routing = x.routing
     if routing is None:
       return {}
@@ -67,7 +70,7 @@ class LanguageModelLoss(StagedLoss):
     }
 
   def reported(self, loss, metrics: dict) -> dict:
-    """With experts also lm_loss, the loss without the load-balancing term."""
+    """Adds lm_loss, the loss without the load-balancing term, for a model with experts."""
     if not metrics:
       return metrics
     return metrics | {"lm_loss": loss - self.load_balance_loss_weight * metrics["moe_lb_loss"]}

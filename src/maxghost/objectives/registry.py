@@ -1,4 +1,4 @@
-"""Objectives by the name that the config's `objective` gives them, and the one place that makes a run's."""
+"""Registers objectives under their config name, and creates the objective of a run."""
 
 import importlib
 
@@ -7,9 +7,9 @@ from maxghost.objectives.base import Objective
 
 
 def register(objective: type[Objective]) -> type[Objective]:
-  """Makes an objective known as objective=<objective.name>; usable as a decorator.
+  """Registers an objective as objective=<objective.name>; usable as a decorator.
 
-  Raises ValueError for a name that another one has taken.
+  Raises ValueError for a name that is already taken.
   """
   facts = plugins.Objective(objective, objective.schedules, objective.rows_per_unit)
   plugins.register("objective", objective.name, facts)
@@ -17,10 +17,7 @@ def register(objective: type[Objective]) -> type[Objective]:
 
 
 def create(cfg: Config | None = None) -> Objective:
-  """The objective of the training steps of a run, without dropout; None = that of the default configuration.
-
-  Its `training`, `validation` and `evaluation` are what steps, validation sets and evaluations measure.
-  """
+  """The objective of a run without dropout; None: that of the default configuration."""
   cfg = cfg or Config()
   target = plugins.OBJECTIVES[cfg.optimizer.objective].target
   if isinstance(target, str):

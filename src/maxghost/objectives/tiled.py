@@ -1,8 +1,8 @@
-"""Output projection and cross-entropy in tiles: only one tile of the logits exists at a time, in both passes.
+"""Output projection and cross-entropy in tiles: both passes hold only one tile of the logits at a time.
 
-The backward pass forms each tile's logits once more from the saved log-sum-exp, unless the tokens' weights are given:
-then the forward pass forms the gradients, too, and the backward pass only scales them. Differentiated are the
-projection's table and the hidden states, nothing else: no other parameter is an argument.
+The backward pass recomputes each tile's logits and uses the saved log-sum-exp. If the tokens' weights are given, the
+forward pass computes the gradients as well, and the backward pass only scales them. Only the projection's table and the
+hidden states have gradients.
 
 B batch, T positions, D features, V vocabulary; n tiles of c positions or of v vocabulary entries.
 Source of the online log-sum-exp: Milakov and Gimelshein, arXiv:1805.02867.
@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from maxghost.models import autodiff, dense, platforms
@@ -25,7 +24,7 @@ AXES = ("tokens", "vocab")
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-  """How an objective wants its losses computed; `Head` has the projection's facts as well."""
+  """Tile settings of an objective; `Head` adds those of the projection."""
 
   num_tiles: int
   axis: str = "tokens"
@@ -56,7 +55,7 @@ class Head:
       raise ValueError(f"vocab_tiling_axis={self.axis}: use one of {', '.join(AXES)}")
 
   def __call__(self, x_BTD, w, targets_BT, weights_BT=None):
-    """`tiled_losses`; known weights are used on CPU, where arithmetic costs more than holding a table's gradient."""
+    """`tiled_losses`; uses the weights on CPU only, where arithmetic costs more than holding a table's gradient."""
     return tiled_losses(self, x_BTD, w, targets_BT, weights_BT if platforms.target() == "cpu" else None)
 
   @property
@@ -70,15 +69,15 @@ class Head:
     return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
   def losses(self, log_sum, label):
-    """From log-sum-exp and the label's logit."""
+    """Losses from the log-sum-exp and the label's logit."""
     return log_sum - label + self.z_loss * log_sum**2 if self.z_loss else log_sum - label
 
   def cotangent(self, logits, targets, log_sum, g):
-    """That of the projection's output, in `dtype`. targets: the entry of `logits` that is the label; -1 = none."""
+    """Cotangent of the projection's output, in `dtype`. targets: index of the label in `logits`; -1: none."""
     weight = g * (1 + 2 * self.z_loss * log_sum) if self.z_loss else g
     is_target = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
     delta = jnp.exp(logits - log_sum[..., None]) * weight[..., None] - jnp.where(is_target, g[..., None], 0)
-    if self.soft_cap is not None:  # the ratio of what only pads a block is far from [-1, 1], and its delta 0
+    if self.soft_cap is not None:  # padding has ratios far outside [-1, 1], and a delta of 0
       delta = delta * (1 - jnp.square(jnp.clip(logits / self.soft_cap, -1, 1)))
     return delta.astype(self.dtype)
 
@@ -92,8 +91,10 @@ class Head:
     return dense.outer_sum(left, right, 1, 1, self.precision, self.wide)
 
   def split_vocab(self, table, axis: int):
-    """[..., V, ...] -> [n, ..., v, ...]: entry i of block j is entry i n + j of the vocabulary, so that every block of
-    a vocabulary that is sharded over devices is sharded alike. The last entries are padded with zeros."""
+    """[..., V, ...] -> [n, ..., v, ...], padded with zeros.
+
+    Entry i of block j is entry i n + j of the vocabulary, so that all blocks of a sharded vocabulary are sharded alike.
+    """
     padding = -table.shape[axis] % self.num_tiles
     table = jnp.pad(table, [(0, padding if i == axis else 0) for i in range(table.ndim)]) if padding else table
     shape = (*table.shape[:axis], table.shape[axis] // self.num_tiles, self.num_tiles, *table.shape[axis + 1 :])
@@ -107,17 +108,17 @@ class Head:
 
   @property
   def vocab_axis(self) -> int:
-    """Of the table."""
+    """The vocabulary axis of the table."""
     return 0 if self.tied else 1
 
 
 def tiled_losses(head: Head, x_BTD, w, targets_BT, weights_BT=None):
   """Cross-entropy of each position in nats plus z_loss * logsumexp**2, [B, T], float32 or wider.
 
-  x_BTD: what the projection sees (after the final norm). Equal to `token_losses` of the whole logits.
-  weights_BT: what the losses will be weighted with, up to one factor for all of them. With tiles of tokens this saves
-  the backward pass the logits, at the price of holding the table's gradient from the forward pass on. The gradient is
-  right for any other weights as well: it is then formed anew.
+  Equal to `token_losses` of the whole logits.
+  x_BTD: input of the projection (after the final norm). weights_BT: expected weights of the losses, up to a common
+  factor. With tiles of tokens, the backward pass then needs no logits, but the table's gradient is held since the
+  forward pass. If the actual weights differ, the gradient is computed anew.
   """
   if autodiff.in_forward_mode():
     return forward(head, x_BTD, w, targets_BT)[0]
@@ -139,7 +140,7 @@ def _losses_fwd(head, x_BTD, w, targets_BT):
 def _losses_bwd(head, residuals, g_BT):
   x_BTD, w, targets_BT, log_sum_BT = residuals
   d_x, d_w, _ = backward(head, x_BTD, w, targets_BT, log_sum_BT, g_BT)
-  return d_x, d_w, np.zeros(targets_BT.shape, jax.dtypes.float0)
+  return d_x, d_w, autodiff.no_cotangent(targets_BT)
 
 
 _losses.defvjp(_losses_fwd, _losses_bwd)
@@ -180,7 +181,7 @@ def _weighted_losses_bwd(head, residuals, g_BT):
     return (scale * d_x.astype(head.wide)).astype(x_BTD.dtype), (scale * d_w).astype(w.dtype)
 
   d_x, d_w = lax.cond(as_expected, scaled, lambda: backward(head, x_BTD, w, targets_BT, log_sum_BT, g_BT)[:2])
-  return d_x, d_w, np.zeros(targets_BT.shape, jax.dtypes.float0), jnp.zeros_like(weights_BT)
+  return d_x, d_w, autodiff.no_cotangent(targets_BT), jnp.zeros_like(weights_BT)
 
 
 _weighted_losses.defvjp(_weighted_losses_fwd, _weighted_losses_bwd)
@@ -231,14 +232,14 @@ class _Positions:
 
 
 def _vocab_logits(head: Head, x, w_j, j, size: int):
-  """Logits of block j of a vocabulary of `size` entries; what only pads the block is as good as minus infinity."""
+  """Logits of block j of a vocabulary of `size` entries; padding gets a very large negative logit."""
   logits = head.logits(x, w_j)
   entries = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) * head.num_tiles + j
   return jnp.where(entries < size, logits, -0.7 * jnp.finfo(logits.dtype).max)
 
 
 def _targets_in(head: Head, targets, j):
-  """Place of each label inside block j, -1 where it lies in another block."""
+  """Index of each label in block j, -1 for labels of other blocks."""
   return jnp.where(targets % head.num_tiles == j, targets // head.num_tiles, -1)
 
 
@@ -274,12 +275,12 @@ def backward(
   visit: Callable | None = None,
   extra=None,
 ):
-  """(gradient of x in x's dtype, gradient of w in w's dtype, visited) for the losses' cotangent g_BT.
+  """Returns (gradient of x in x's dtype, gradient of w in w's dtype, visited) for the losses' cotangent g_BT.
 
-  visit(x_tile, delta_tile, extra) is called in every tile with the projection's input and its output's cotangent; it
-  returns an array whose last axes are those of the tile's tokens. `visited` holds these for all tokens. extra: with
-  tokens tiled, passed on as it is; with the vocabulary tiled, arrays [n, ...] of which a block gets its own.
-  gradients: False forms none (both are then None): the visits alone. Without visit, `visited` is None.
+  visit: called as visit(x_tile, delta_tile, extra) in every tile, with the projection's input and its output's
+  cotangent. It returns an array whose last axes are those of the tile's tokens; `visited` joins these for all tokens
+  and is None without visit. extra: passed on unchanged for tiles of tokens; for tiles of the vocabulary, arrays
+  [n, ...] indexed by tile. gradients: False computes none (both are then None).
   """
   x, table = x_BTD.astype(head.dtype), w.astype(head.dtype)
   g_BT = g_BT.astype(head.wide)

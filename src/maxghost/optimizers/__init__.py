@@ -1,4 +1,4 @@
-"""Optimizers: the update rules, the learning rate and clipping. One rule a file; `config.plugins` lists them."""
+"""Optimizers: update rules (one per file, listed in `config.plugins`), learning rate and clipping."""
 
 import importlib
 from typing import Any
@@ -35,9 +35,9 @@ __all__ = [
 
 
 def register(rule: type[UpdateRule]) -> type[UpdateRule]:
-  """Makes a rule known as opt_type=<rule.name>, and its direction as a ghost_direction; usable as a decorator.
+  """Registers a rule as opt_type=<rule.name>, and its direction as a ghost_direction; usable as a decorator.
 
-  Raises ValueError for a name or a direction that another rule has taken.
+  Raises ValueError for a name or a direction that is already taken.
   """
   for name, other in plugins.OPTIMIZERS.items():
     if rule.direction is not None and other.direction == rule.direction and name != rule.name:
@@ -47,7 +47,7 @@ def register(rule: type[UpdateRule]) -> type[UpdateRule]:
 
 
 def facts(rule: type[UpdateRule], target: str | type) -> plugins.Optimizer:
-  """What `config.plugins` says of a rule."""
+  """The entry of a rule in `config.plugins`."""
   return plugins.Optimizer(
     target, rule.schedules, rule.direction, rule.columns, by_segment=rule.by_segment, elementwise=rule.elementwise
   )
@@ -67,9 +67,9 @@ def _create(name: str, cfg: OptimizerConfig) -> UpdateRule:
 
 
 def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
-  """The rule whose response a ghost_direction stands for; 'second_order' is formed before, so that P_t = 1 is left.
+  """The rule whose response forms a ghost_direction; `Sgd` for 'second_order', which is formed beforehand.
 
-  Raises ValueError for 'auto' with an optimizer that offers no direction.
+  Raises ValueError for an unknown direction, and for 'auto' with an optimizer without a direction.
   """
   own = create(cfg)
   if direction == "auto" and own.direction is None:
@@ -85,5 +85,5 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
 
 
 def make_optimizer(cfg: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-  """The optax transformation of the configured rule and schedule for a run of so many steps."""
+  """The optax transformation of the configured rule and schedule for a run of `steps` steps."""
   return create(cfg).transformation(learning_rate_schedule(cfg, steps))

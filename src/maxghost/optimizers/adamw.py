@@ -16,7 +16,7 @@ class AdamW(UpdateRule):
   """AdamW with decay on every parameter.
 
   P_t = (1 - b1) / [(1 - b1^t) (sqrt(v_t / (1 - b2^t)) + eps)], entry by entry, with
-  v_t = b2 v_{t-1} + (1 - b2) (clip_factor g)^2, which holds *this* step's gradient g.
+  v_t = b2 v_{t-1} + (1 - b2) (clip_factor g)^2, which contains *this* step's gradient g.
   """
 
   name = "adamw"
@@ -74,8 +74,10 @@ class AdamW(UpdateRule):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdamState:
-  """What direction 'adam' needs of the state before a step: second moments {path: array}, steps taken, and the clipping
-  factor assumed of this step."""
+  """The optimizer state that direction 'adam' needs, before a step.
+
+  second_moments: {path: array}. count: steps taken. clip_factor: the one assumed for this step.
+  """
 
   second_moments: dict[str, Any]
   count: Any
@@ -83,7 +85,7 @@ class AdamState:
 
   @classmethod
   def from_optax(cls, optimizer, *, count=None, clip_factor=1.0) -> "AdamState":
-    """Of an `nnx.Optimizer` made with `optax.adamw` or `optax.adam`, or of their optax state."""
+    """Reads an `nnx.Optimizer` made with `optax.adamw` or `optax.adam`, or their optax state."""
     state = AdamW().read(optimizer, count=count, clip_factor=clip_factor)
     return cls(state.arrays["second_moment"], state.count, state.clip_factor)
 

@@ -1,4 +1,4 @@
-"""What an optimizer is to the trainer and to the scores: `UpdateRule`, its `RuleState` and its `Response`.
+"""The interface of optimizers, for trainer and scores: `UpdateRule`, its `RuleState` and its `Response`.
 
 K validation sets; a parameter has any shape and may be stacked over layers: [*stack, *parameter].
 """
@@ -16,14 +16,15 @@ from flax import nnx
 
 from maxghost.config import plugins
 from maxghost.config.schema import OptimizerConfig
+from maxghost.parallel.shardings import slash_path
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-  """Which parameter a rule is asked about.
+  """A parameter and its matrix view, as defined by the scoring rule of its layer.
 
-  label: its slash-joined path. rows: axes that make the rows of its matrix view (0: it has none), as its layer's rule
-  says. groups: axes before those that number matrices of their own (experts).
+  label: its slash-joined path. rows: number of axes that form the rows of the matrix (0: no matrix view). groups:
+  number of axes before these that number separate matrices (experts).
   """
 
   label: str
@@ -31,22 +32,22 @@ class Parameter:
   groups: int = 0
 
   def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-    """(I, O) of one group. shape: the unstacked parameter's."""
+    """(I, O) of one group. shape: of the unstacked parameter."""
     inputs = self.groups + self.rows
     return math.prod(shape[self.groups : inputs]), math.prod(shape[inputs:])
 
   def matrices(self, x, lead: int):
-    """[*lead, *groups, I, O] view of x [*lead, *parameter], lead: its number of leading axes."""
+    """[*lead, *groups, I, O] view of x [*lead, *parameter]. lead: number of leading axes."""
     return x.reshape(*x.shape[: lead + self.groups], *self.matrix_shape(x.shape[lead:]))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RuleState:
-  """The optimizer's state before a step, as an `UpdateRule` reads it.
+  """The optimizer's state before a step, as read by an `UpdateRule`.
 
-  arrays: {name: {label: array [*stack, *parameter]}}, the names those of `UpdateRule.state_keys`. count: steps that the
-  optimizer has taken (int). clip_factor: what gradient clipping multiplies this step's gradient by, or is assumed to.
+  arrays: {name: {label: array [*stack, *parameter]}}, with the names of `UpdateRule.state_keys`. count: steps taken
+  (int). clip_factor: the factor of gradient clipping in this step, or the one assumed for it.
   """
 
   arrays: dict[str, dict[str, Any]]
@@ -54,20 +55,20 @@ class RuleState:
   clip_factor: Any = 1.0
 
   def of(self, label: str) -> dict[str, Any]:
-    """{name: array} of one parameter; names without an array for it are left out."""
+    """{name: array} of one parameter, without names that have no array for it."""
     return {name: arrays[label] for name, arrays in self.arrays.items() if label in arrays}
 
 
 class Response(abc.ABC):
-  """The linear operator P_t of one parameter: how this very step's update responds to its gradient.
+  """The linear operator P_t of one parameter: the response of this step's update to its gradient.
 
-  With the state held fixed the step moves the parameter by -learning_rate * clip_factor * P_t g, plus what does not
-  come from this step's gradient (momentum, decay).
+  With the state held fixed, the step moves the parameter by -learning_rate * clip_factor * P_t g, plus terms that do
+  not depend on this step's gradient (momentum, decay).
   """
 
   @abc.abstractmethod
   def apply(self, x):
-    """P_t x. x [*lead, *parameter], with any number of axes in front of those of the gradient."""
+    """P_t x, for x [*lead, *parameter] with any number of leading axes."""
 
   def transpose(self, x):
     """P_tᵀ x, the direction along which gradients are scored: <G, P_t g> = <P_tᵀ G, g>."""
@@ -75,8 +76,10 @@ class Response(abc.ABC):
     return out
 
   def weighting(self) -> Any:
-    """The size of P_t entry by entry [*parameter], where there is one; None = 1 everywhere. Approximations weigh
-    errors by it (`low_rank.rank_one_root`); exact scores do not read it."""
+    """The elementwise size of P_t, [*parameter]; None: 1 everywhere.
+
+    Approximations weight errors by it (`low_rank.rank_one_root`); exact scores do not use it.
+    """
     return None
 
 
@@ -93,7 +96,7 @@ class Identity(Response):
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise(Response):
-  """P_t multiplies entry by entry. factor: [*parameter]."""
+  """P_t multiplies elementwise by factor [*parameter]."""
 
   factor: Any
 
@@ -109,17 +112,17 @@ class Elementwise(Response):
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRule(abc.ABC):
-  """An optimizer: its optax transformation, and how this step's update responds to a gradient.
+  """An optimizer: its optax transformation, and the response of its update to a gradient.
 
-  A rule is static: a frozen dataclass of its constants, hashable, without arrays. To add one, subclass, set the class
-  variables, write the abstract methods and give it a line in `config.plugins.OPTIMIZERS` (or call
-  `optimizers.register`). Arrays may carry leading stack axes in every method, `response` included.
+  A rule is static: a frozen, hashable dataclass of constants, without arrays. To add one, subclass, set the class
+  variables, write the abstract methods and add a line to `config.plugins.OPTIMIZERS` (or call `optimizers.register`).
+  Arrays may have leading stack axes in every method.
 
-  name: its opt_type. direction: the ghost_direction that scores through it, which `auto` means; None: it offers none.
-  columns: names of the ledger's columns beside those of every rule, in order. state_keys: {name: field of the optax
-  state that holds it}, what the rule keeps for each parameter between steps. num_scalars: length of `scalars`.
-  by_segment: whether the update of some layers needs nothing of the others, so that host memory can hand it one
-  segment at a time. elementwise: whether P_t is. schedules: values of ghost_schedule that can score it.
+  name: its opt_type. direction: the ghost_direction of its response, which `auto` selects; None: it has none.
+  columns: names of its own ledger columns, in order. state_keys: {name: field of the optax state} of the arrays kept
+  for each parameter between steps. num_scalars: length of `scalars`. by_segment: whether layers are updated
+  independently, so that host memory can hand over one segment at a time. elementwise: whether P_t is elementwise.
+  schedules: values of ghost_schedule that can score it.
   """
 
   name: ClassVar[str]
@@ -130,34 +133,33 @@ class UpdateRule(abc.ABC):
   by_segment: ClassVar[bool] = False
   elementwise: ClassVar[bool] = False
   schedules: ClassVar[tuple[str, ...]] = plugins.SCHEDULES
-  identity: ClassVar[bool] = False  # P_t = 1: a direction is then known before the gradient, and may be factored early
+  identity: ClassVar[bool] = False  # P_t = 1, so that a direction does not depend on the gradient
 
   @classmethod
   @abc.abstractmethod
   def from_config(cls, cfg: OptimizerConfig) -> Self:
-    """The rule with the constants of the configuration."""
+    """Builds the rule from the configuration."""
 
   @abc.abstractmethod
   def transformation(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
-    """The optax transformation; clipping comes before it and is not part of it."""
+    """The optax transformation, without clipping, which comes before it."""
 
   @abc.abstractmethod
   def response(self, parameter: Parameter, gradient, arrays: dict[str, Any], scalars) -> Response:
     """P_t of one parameter.
 
     Args:
-      parameter: which one, and its matrix view.
       gradient: this step's gradient [*lead, *parameter], before clipping.
-      arrays: {name: array} of the names that `reads` gives.
-      scalars: what `scalars` gives, [num_scalars].
+      arrays: {name: array} for the names of `reads`.
+      scalars: result of `scalars`, [num_scalars].
     """
 
   def reads(self, parameter: Parameter) -> tuple[str, ...]:
-    """Names of the state arrays that this parameter's response needs, in order."""
+    """Names of the state arrays that the parameter's response needs, in order."""
     return ()
 
   def scalars(self, count, clip_factor):
-    """What P_t takes from the step's number and clipping factor, as one float array [num_scalars].
+    """The values that P_t derives from the step's number and clipping factor, one float array [num_scalars].
 
     Args:
       count: optimizer steps already taken (int).
@@ -166,10 +168,10 @@ class UpdateRule(abc.ABC):
     return jnp.asarray(clip_factor, float)[None]
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
-    """{column: array} of each of `columns`: the array whose inner product with the validation gradient, times
-    `column_scales`, is the part of the predicted drop that the column holds. A column left out is 0 here.
+    """{column: array} for `columns`; a missing column is 0.
 
-    value, gradient: the parameter and its gradient [*lead, *parameter]. arrays: all it has of the state.
+    A column's part of the predicted drop is the array's inner product with the validation gradient, times
+    `column_scales`. value, gradient: of the parameter, [*lead, *parameter]. arrays: its whole optimizer state.
     """
     return {}
 
@@ -178,9 +180,9 @@ class UpdateRule(abc.ABC):
     return {}
 
   def read(self, optimizer, *, count=None, clip_factor: Any = 1.0) -> RuleState:
-    """The state of an `nnx.Optimizer`, or of an optax state with its count.
+    """Reads an `nnx.Optimizer`, or an optax state with its count.
 
-    Raises ValueError for a state that does not hold what this rule keeps.
+    Raises ValueError for a state without the arrays of this rule.
     """
     if isinstance(optimizer, nnx.Optimizer):
       optimizer, count = optimizer.opt_state, optimizer.step[...] if count is None else count
@@ -198,18 +200,18 @@ class UpdateRule(abc.ABC):
     return RuleState(arrays, count, clip_factor)
 
   def state_shapes(self, parameter: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
-    """{name: shape and dtype} of the arrays that the optimizer keeps for a parameter of this shape and dtype."""
+    """{name: shape and dtype} of the arrays kept for a parameter of this shape and dtype."""
     state = jax.eval_shape(self.transformation(optax.constant_schedule(0.0)).init, {"": parameter})
     return {name: optax.tree_utils.tree_get(state, key)[""] for name, key in self.state_keys.items()}
 
   def state_bytes(self, parameter: jax.ShapeDtypeStruct) -> int:
-    """Bytes of what is kept for a parameter of this shape and dtype."""
+    """Bytes of the arrays kept for a parameter of this shape and dtype."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.state_shapes(parameter).values())
 
 
 def by_label(tree) -> dict[str, Any]:
   """{slash-joined path: array} of a State, or of any tree of arrays."""
   if isinstance(tree, nnx.State):
-    return {"/".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(tree)}
+    return {slash_path(path): variable[...] for path, variable in nnx.to_flat_state(tree)}
   flat, _ = jax.tree_util.tree_flatten_with_path(tree)
   return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}

@@ -1,4 +1,4 @@
-"""Clipping by the global norm. Not part of the optax chain: scores are multiplied by clip_factor."""
+"""Clipping by the global norm, outside the optax chain, because scores are multiplied by clip_factor too."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,9 @@ import optax
 
 
 def clip(grads, threshold: float):
-  """(global norm, clip_factor, grads * clip_factor) with clip_factor = min(1, threshold / norm); threshold 0 leaves
-  grads alone."""
-  # The barrier keeps the sum of squares from fusing with what made the gradients: its order, and with it the last bit
-  # of the factor, would depend on whether the step also scores.
+  """Returns (global norm, clip_factor, grads * clip_factor); threshold 0 leaves grads unchanged."""
+  # The barrier keeps the sum of squares from fusing with the computation of the gradients. Otherwise its order, and so
+  # the last bit of the factor, would depend on whether the step is scored.
   grads = jax.lax.optimization_barrier(grads)
   norm = optax.tree_utils.tree_norm(grads)
   clip_factor = factor_of(norm, threshold)
@@ -24,5 +23,5 @@ def factor_of(norm, threshold: float):
 
 
 def scaled(gradient, clip_factor, threshold: float):
-  """One array of the gradient times the clipping factor; untouched for threshold 0."""
+  """One array of the gradient times the clipping factor; unchanged for threshold 0."""
   return gradient * clip_factor.astype(gradient.dtype) if threshold else gradient

@@ -6,11 +6,10 @@ from maxghost.config.schema import OptimizerConfig
 
 
 def learning_rate_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
-  """Learning rate of step 0..steps-1. Warm-up rises linearly from exactly 0.
+  """Learning rate of step 0..steps-1, with MaxText's values. Warm-up rises linearly from exactly 0.
 
-  cosine: to learning_rate_final_fraction at the last step. wsd: constant, then linear decay over the last
-  wsd_decay_steps_fraction of the steps, to the same value at the last step (Hu et al., arXiv:2404.06395). constant: no
-  decay. The same values as MaxText's.
+  cosine: decays to learning_rate_final_fraction at the last step. wsd: constant, then decays linearly to the same value
+  over the last wsd_decay_steps_fraction of the steps (Hu et al., arXiv:2404.06395). constant: no decay.
   """
   peak, final = cfg.learning_rate, cfg.learning_rate * cfg.learning_rate_final_fraction
   warmup = int(steps * cfg.warmup_steps_fraction)

@@ -10,9 +10,9 @@ from maxghost.optimizers.base import Identity, Parameter, UpdateRule
 
 @dataclasses.dataclass(frozen=True)
 class Sgd(UpdateRule):
-  """P_t = 1, nothing kept. Its direction is the plain validation gradient, which any optimizer's run may ask for.
+  """P_t = 1, without state. Its direction is the plain validation gradient, which runs of any optimizer may use.
 
-  Its ledger has the columns of AdamW's, so that runs compare: both are 0, for it has neither momentum nor decay.
+  Its ledger has AdamW's columns, so that runs can be compared; both are 0.
   """
 
   name = "sgd"

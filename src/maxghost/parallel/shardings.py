@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from maxghost.config.schema import ParallelConfig
+from maxghost.config.values import slash_path
 from maxghost.parallel import mesh as meshes
 from maxghost.parallel.axis_rules import FACTOR, AxisRules, make_rules
 
@@ -248,11 +249,6 @@ def partition_spec(parts: Sequence[tuple[str, ...]]) -> PartitionSpec:
 def local_size(shape: Sequence[int], sharding: Sharding) -> int:
   """Elements of an array on one device."""
   return math.prod(sharding.shard_shape(tuple(shape)))
-
-
-def slash_path(path: Iterable[Any]) -> str:
-  """The path of a leaf as one text: `decoder/layers/mlp/wi_0/kernel`."""
-  return "/".join(map(str, path))
 
 
 def _mapped(state: nnx.State, leaf: Callable[[tuple, nnx.Variable], Any]) -> nnx.State:

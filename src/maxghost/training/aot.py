@@ -1,4 +1,4 @@
-"""The train step compiled for devices that need not be there, and what the compiler says about it."""
+"""Compiles the train step for devices that need not be present, and reports the compiler's figures."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "exceeds available HBM")
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-  """A train step for a layout, traced to nothing yet. arguments: abstract state, batch and validation batches."""
+  """A train step for a layout, not traced yet. arguments: abstract state, batch and validation batches."""
 
   cfg: Config
   layout: Layout
@@ -45,7 +45,7 @@ class Planned:
 
   @functools.cached_property
   def memory(self) -> MemoryEstimate:
-    """The closed form, per device; raises ConfigError for a model that cannot be scored."""
+    """The estimate per device; raises ConfigError for a model that cannot be scored."""
     return estimate(self.cfg, self.layout, (self.graphdef, self.arguments[0]))
 
   @property
@@ -60,8 +60,7 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """A step that was compiled, and its HLO text; or, with `executable` None, did not fit: `problem` is what the compiler
-  said."""
+  """A compiled step and its HLO text; `executable` is None if it did not fit, and `problem` the compiler's message."""
 
   planned: Planned
   executable: Any
@@ -71,7 +70,7 @@ class Compiled:
 
   @property
   def device_bytes(self) -> int | None:
-    """Arguments, temporaries and new outputs on one device; None where the step did not compile."""
+    """Arguments, temporaries and new outputs on one device; None if the step did not compile."""
     if self.executable is None:
       return None
     return sum(compiled_sizes(self.executable.memory_analysis()).values())
@@ -85,7 +84,7 @@ class Compiled:
 
 
 def plan(cfg: Config, layout: Layout) -> Planned:
-  """The abstract path: nothing is allocated or compiled. Raises ConfigError where the mesh does not fit the run."""
+  """Plans a step without allocating or compiling. Raises ConfigError for a mesh that does not fit the run."""
   devices.check_layout(cfg, layout)
   graphdef, abstract = state.abstract_split(cfg)
   abstract = layout.abstract(abstract)
@@ -104,7 +103,7 @@ def step_function(planned: Planned):
   """The train step; raises ConfigError for a model that the engine cannot score."""
   train_state, batch, val_batches = planned.arguments
   try:
-    with platforms.tracing_for(planned.layout.platform):  # the twin is traced, with the kernels of these devices
+    with platforms.tracing_for(planned.layout.platform):  # traces the twin with the kernels of these devices
       step, _ = make_train_step(
         planned.cfg,
         planned.graphdef,
@@ -125,15 +124,15 @@ def lower(planned: Planned):
 
 
 def compile_step(planned: Planned, options: dict | None = None, folder: Path | None = None) -> Compiled:
-  """Compiles the step. A step that the compiler finds too large for the memory is no error.
+  """Compiles the step; a step that is too large for the memory is not an error.
 
-  options: further options of the compiler. folder: where the TPU compiler leaves its texts, None for nowhere.
+  options: further compiler options. folder: for the texts of the TPU compiler, if they are to be kept.
   """
   lowered = lower(planned)
   platform = planned.layout.platform
   begin = time.perf_counter()
   with tempfile.TemporaryDirectory() if folder is None else contextlib.nullcontext(folder) as place:
-    # What libtpu compiled cannot always be read back by the XLA beside it (`as_text`), so it writes the text itself.
+    # XLA cannot always read back what libtpu compiled (`as_text`), so libtpu writes the text.
     dump = {"xla_dump_to": str(place), "xla_dump_hlo_as_text": True} if platform == "tpu" else {}
     try:
       executable = lowered.compile(compiler_options=compiler_options(platform) | dump | (options or {}))
@@ -148,18 +147,18 @@ def compile_step(planned: Planned, options: dict | None = None, folder: Path | N
 
 
 def _reason(error: Exception) -> str:
-  """XLA's sentence on the memory that is missing."""
+  """XLA's message on the missing memory."""
   lines = [line.strip() for line in str(error).splitlines()]
   return next((line for line in lines if "exceeds" in line or "Ran out of memory" in line), lines[0])[:400]
 
 
 def plan_lines(planned: Planned) -> list[str]:
-  """What is known before compiling."""
+  """Lines on mesh, batch, model and memory, known before compiling."""
   cfg, layout = planned.cfg, planned.layout
   validation = devices.describe_validation(cfg, layout)
   return [
     f"mesh: {describe(layout.mesh)}; {planned.spread}",
-    f"{devices.describe_batch(cfg, layout)}",
+    devices.describe_batch(cfg, layout),
     *([] if validation is None else [validation]),
     f"number parameters: {planned.num_params / 1e9:.3f} billion ({planned.num_params:,})",
     planned.flops.describe(),
@@ -187,7 +186,7 @@ def report_lines(compiled: Compiled, topology: str) -> list[str]:
 
 
 def memory_lines(compiled: Compiled, topology: str) -> list[str]:
-  """The memory of one device, part by part, and whether it is enough."""
+  """Lines on the memory of one device by parts, and whether it suffices."""
   have = topologies.hbm_bytes(topology)
   if compiled.executable is None:
     lines = [f"memory: does not fit: {compiled.problem}"]
@@ -204,7 +203,7 @@ def memory_lines(compiled: Compiled, topology: str) -> list[str]:
   lines = ["memory of one device:"]
   lines += [f"  {name:<34}{size / 1e9:10.3f} GB" for name, size in parts.items() if size >= 5e5]
   need = sum(compiled_sizes(memory).values())
-  lines.append(f"  {'in all':<34}{need / 1e9:10.3f} GB")
+  lines.append(f"  {'total':<34}{need / 1e9:10.3f} GB")
   if have is not None:
     left = have - need
     verdict = f"fits, {left / 1e9:.2f} GB to spare" if left >= 0 else f"does not fit, {-left / 1e9:.2f} GB too much"
@@ -221,9 +220,9 @@ def fits(compiled: Compiled, topology: str) -> bool:
 
 
 def save(compiled: Compiled, path: Path) -> int:
-  """Writes the executable, as `jax.experimental.serialize_executable` gives it, with pickle; returns its bytes.
+  """Pickles the result of `jax.experimental.serialize_executable`; returns its size in bytes.
 
-  `jax.experimental.serialize_executable.deserialize_and_load(*pickle.load(file))` makes a function of it on a machine
+  `jax.experimental.serialize_executable.deserialize_and_load(*pickle.load(file))` loads it as a function, on a machine
   with these devices and the same versions.
   """
   from jax.experimental import serialize_executable

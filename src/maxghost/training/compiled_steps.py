@@ -1,4 +1,4 @@
-"""The compiled functions of a run. Each is compiled once, ahead of the first step, and that executable is what runs."""
+"""The compiled functions of a run, each compiled once, ahead of the first step."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ STEPS = ("train_step", "plain_step")  # functions (state, batch, val_batches) ->
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Executable:
-  """One compiled function. seconds: tracing, compiling."""
+  """One compiled function, with the times to trace and compile it."""
 
   name: str
   call: Callable
@@ -29,7 +29,7 @@ class Executable:
   compile_seconds: float
 
   def describe(self) -> str:
-    """Compile time, and memory and XLA's FLOPs of this very executable."""
+    """One line: compile time, memory and XLA's FLOPs."""
     parts = [f"Compiled {self.name} in {self.compile_seconds:.1f} s (traced in {self.trace_seconds:.1f} s)"]
     memory = self.call.memory_analysis()
     if memory is not None:
@@ -46,10 +46,10 @@ class Executable:
 
 
 class Program:
-  """What the loop calls; `scored` are the labels and sizes of the scored parameters.
+  """The functions that the loop calls. scored: labels and sizes of the scored parameters.
 
-  train_step(state, batch, val_batches) -> (state, out): the state is donated. validation_loss(state, val_batches) ->
-  [K]. evaluate(state, batch) -> (summed loss, tokens). While they compile in the background, these wait.
+  train_step(state, batch, val_batches) -> (state, out) donates the state. validation_loss(state, val_batches) -> [K].
+  evaluate(state, batch) -> (summed loss, tokens). Each property waits until its function is compiled.
   """
 
   def __init__(self, futures: Mapping[str, Any], scored: dict[str, int]):
@@ -62,7 +62,7 @@ class Program:
 
   @functools.cached_property
   def plain_step(self) -> Callable:
-    """The train step without scores, where only some steps are scored."""
+    """The train step without scores, for runs that score only some steps."""
     return self._call("plain_step")
 
   @functools.cached_property
@@ -74,24 +74,23 @@ class Program:
     return self._call("evaluate")
 
   def _call(self, name: str) -> Callable:
-    """The function, when every process has compiled it: none waits inside it for one that has not."""
+    """Waits until every process has compiled the function, so that none waits inside it."""
     compiled = self._futures[name].result()
     distributed.gather(name)
     return compiled.call
 
   def is_ready(self, name: str) -> bool:
-    """Whether a function is compiled."""
     return self._futures[name].done()
 
   def wait(self, name: str) -> None:
     self._futures[name].result()
 
   def memory_analysis(self):
-    """XLA's account of the train step, None where the backend gives none. Waits for its compilation."""
+    """XLA's memory analysis of the train step, or None. Waits for its compilation."""
     return self._futures["train_step"].result().call.memory_analysis()
 
   def describe(self) -> str:
-    """The line on the train step: seconds, memory, FLOPs. Waits for its compilation."""
+    """`Executable.describe` of the train step. Waits for its compilation."""
     return self._futures["train_step"].result().describe()
 
 
@@ -105,12 +104,11 @@ def build(
   num_segments: int,
   layout: Layout | None = None,
 ) -> Program:
-  """Traces the step and the evaluations for these shapes and starts to compile them in the background.
+  """Traces the step and the evaluations for these shapes, and starts to compile them in the background.
 
-  Arrays and `jax.ShapeDtypeStruct`s serve alike; with a layout they must carry their shardings. batch: of a step, all
-  its micro-batches. val_batches: one batch per validation set, empty when ghost is off. eval_batch: of an evaluation.
-  num_segments: S, segments a row can hold.
-  Raises ConfigError for a model that the engine cannot score.
+  Arguments may be arrays or `jax.ShapeDtypeStruct`s; with a layout they need shardings. batch: of a step, with all
+  micro-batches. val_batches: one per validation set, empty without ghost. eval_batch: of an evaluation. num_segments:
+  S, segments that a row can hold. Raises ConfigError for a model that the engine cannot score.
   """
   begin = time.perf_counter()
   try:
@@ -141,9 +139,9 @@ def build(
 
 
 def lower(name: str, function: Callable, layout: Layout | None, begin: float, *arguments) -> tuple:
-  """(function, arguments) of the compilation, for a thread: only the main thread traces.
+  """Lowers a function; returns (`compile_lowered`, its arguments) for a thread, as only the main thread traces.
 
-  A step gives back its state where it lay, and takes its buffers.
+  A step donates its state, and returns it with the same shardings.
   """
   function.__name__ = name  # what profiles and JAX's own compile log call it
   options: dict[str, Any] = {}

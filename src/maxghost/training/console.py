@@ -1,4 +1,4 @@
-"""What a run prints: lines in MaxText's form, and on a terminal a progress bar below them."""
+"""Console output: lines in MaxText's form, and on a terminal a progress bar below them."""
 
 import math
 import sys
@@ -9,8 +9,8 @@ from typing import Any, TextIO
 def step_line(record: Mapping[str, Any], val_sets: tuple[str, ...] = ()) -> str:
   """MaxText's step line and, where validation sets are named, ghost's part.
 
-  Drops of the validation loss are in nats per token, positive = it fell. What the step did not measure is left out:
-  `actual_drop` before an interruption, the losses between two of ghost_val_every steps.
+  Drops of the validation loss are in nats per token; positive means that it fell. Values that the step did not measure
+  are left out: `actual_drop` before an interruption, losses of steps without validation (ghost_val_every).
   """
   parts = [f"completed step: {record['step']}"]
   parts += [f"seconds: {record['perf/step_time_seconds']:.3f}"]

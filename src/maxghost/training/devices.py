@@ -1,4 +1,4 @@
-"""From the configuration to devices: the layout of a run and the sizes that follow from it.
+"""The layout of a run on its devices, and the sizes that follow from it.
 
 B rows, T positions.
 """
@@ -13,7 +13,7 @@ from maxghost.parallel.rows import OwnRows, own_rows
 
 
 def configure_jax(cfg: Config) -> None:
-  """Global switches that follow from the config; to be called before the first array is made."""
+  """Sets JAX's global options from the config; must be called before the first array is made."""
   if "float64" in (cfg.model.dtype, cfg.model.weight_dtype):
     jax.config.update("jax_enable_x64", True)
   if cfg.run.jax_cache_dir:
@@ -21,9 +21,9 @@ def configure_jax(cfg: Config) -> None:
 
 
 def open_layout(cfg: Config) -> Layout:
-  """Joins the other processes, where there are some, and lays the mesh over all devices.
+  """Connects the processes, if there are several, and builds the mesh over all devices.
 
-  Raises ConfigError for what the configuration asks of the devices in vain.
+  Raises ConfigError for a configuration that the devices cannot satisfy.
   """
   configure_jax(cfg)
   distributed.start(cfg.parallel)
@@ -34,7 +34,7 @@ def open_layout(cfg: Config) -> Layout:
 
 
 def check_layout(cfg: Config, layout: Layout) -> None:
-  """Raises ConfigError where a mesh does not fit the run."""
+  """Raises ConfigError for a mesh that does not fit the run."""
   if unused := unused_axes(layout.rules):
     axis = unused[0]
     raise ConfigError(
@@ -78,7 +78,7 @@ def check_layout(cfg: Config, layout: Layout) -> None:
 
 
 def rows_per_step(cfg: Config, num_devices: int) -> int:
-  """Rows of one step's batch over all devices: those of all its micro-batches."""
+  """Rows of one step over all devices and micro-batches."""
   return cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps * num_devices
 
 
@@ -89,13 +89,13 @@ def rows_of_process(cfg: Config, layout: Layout) -> OwnRows:
 
 
 def batch_shapes(cfg: Config, num_rows: int, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
-  """Shapes of a batch of the run's objective, and where it lies."""
+  """Shapes and shardings of a batch of the run's objective."""
   spec, sharding = create(cfg).batch_spec(num_rows, cfg.data.max_target_length), layout.rows(num_rows)
   return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in spec.items()}
 
 
 def describe_batch(cfg: Config, layout: Layout) -> str:
-  """The batch of a step over all devices, with no factor left unsaid."""
+  """One line on the batch of a step over all devices, with all factors."""
   accumulated, length = cfg.optimizer.gradient_accumulation_steps, cfg.data.max_target_length
   rows = rows_per_step(cfg, layout.num_devices)
   micro = f" in {accumulated} micro-batches" if accumulated > 1 else ""
@@ -107,7 +107,7 @@ def describe_batch(cfg: Config, layout: Layout) -> str:
 
 
 def describe_validation(cfg: Config, layout: Layout) -> str | None:
-  """Where the validation rows lie, None where there is nothing to say."""
+  """One line on the placement of the validation rows; None without ghost or on one group of devices."""
   if not cfg.ghost.ghost_enabled or layout.row_parts == 1:
     return None
   rows = cfg.ghost.ghost_val_batch_size

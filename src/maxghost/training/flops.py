@@ -1,7 +1,7 @@
 """The arithmetic of one training step, from the shapes of the model, and the peak rate of known devices.
 
-XLA's own count is of no use here: it counts the body of a scan once, whatever its trip count. Ghost's extra work is
-not counted, so that TFLOP/s with and without it compare. Per row of T tokens; training = 3 x forward.
+XLA's own count is useless here: it counts the body of a scan once, whatever its trip count. Ghost's extra work is not
+counted, so that TFLOP/s with and without it are comparable. Training counts as 3 forward passes.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ PEAK_TFLOPS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepFlops:
-  """FLOPs of one step over all devices: in matrix products with weights, and in attention (causal: half the square)."""
+  """FLOPs of one step over all devices: products with weights, and causal attention (half the square)."""
 
   weights: float
   attention: float
@@ -44,7 +44,7 @@ class StepFlops:
 def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
   """FLOPs of forward and backward over `num_rows` rows of `row_length` tokens, padding included.
 
-  Of experts those that a token is sent to count; of a sliding window its area.
+  Experts count where a token is sent to them; a sliding window counts its area.
   """
   d, heads, kv_heads, h = model.base_emb_dim, model.base_num_query_heads, model.base_num_kv_heads, model.head_dim
   attention_weights = d * (heads + 2 * kv_heads) * h + heads * h * d
@@ -66,6 +66,6 @@ def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
 
 
 def peak_flops(device: Any) -> float | None:
-  """Dense bf16 FLOP/s of one device, None where it is not known (CPUs among them)."""
+  """Dense bf16 FLOP/s of one device; None for unknown devices, such as CPUs."""
   peak = PEAK_TFLOPS.get(device.device_kind)
   return None if peak is None else peak * 1e12

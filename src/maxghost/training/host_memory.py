@@ -1,12 +1,12 @@
-"""Stacked weights and optimizer moments in pinned host memory: what lives there, and the update segment by segment.
+"""Stacked weights and optimizer moments in pinned host memory, and their update segment by segment.
 
-Every value is computed on the device, by the formulas of the unstreamed step, on one segment after the other.
+All values are computed on the device by the formulas of the unstreamed step, one segment after the other.
 
 L layers, k layers in a segment, n = L / k segments.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ KIND = "pinned_host"
 
 @dataclasses.dataclass(frozen=True)
 class HostMemory:
-  """Which Variables of a train state live in host memory."""
+  """Selects the Variables of a train state that live in host memory."""
 
   weights: bool
   optimizer: bool
@@ -37,7 +37,7 @@ class HostMemory:
     return self.weights or self.optimizer
 
   def holds(self, path: tuple, variable: nnx.Variable) -> bool:
-    """Whether the Variable at `path` of the train state lives on the host: it is stacked over layers, and streamed."""
+    """Whether the Variable at `path` of the train state is stacked and streamed, so lives on the host."""
     return is_stacked(variable) and {"model": self.weights, "optimizer": self.optimizer}.get(path[0], False)
 
   def check(self, device: Any) -> None:
@@ -50,15 +50,15 @@ class HostMemory:
       )
 
   def put(self, state: nnx.State) -> nnx.State:
-    """The state of a function being traced, with what lives on the host sent there."""
+    """Sends the host's Variables of a traced state to host memory."""
     return self._mapped(state, lambda x: jax.device_put(x, jax.memory.Space.Host))
 
   def abstract(self, state: nnx.State) -> nnx.State:
-    """The state with host memory in the shardings of its `jax.ShapeDtypeStruct`s, by default of the first device."""
+    """The abstract state with host memory in its shardings, by default of the first device."""
 
     def placed(x):
       sharding = x.sharding or SingleDeviceSharding(jax.devices()[0])
-      if isinstance(sharding, SingleDeviceSharding):  # of an abstract array, JAX reads memory kinds off a mesh only
+      if isinstance(sharding, SingleDeviceSharding):  # for abstract arrays JAX reads memory kinds only from a mesh
         (device,) = sharding.device_set
         sharding = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
       return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.with_memory_kind(KIND))
@@ -78,11 +78,14 @@ def is_stacked(variable: nnx.Variable) -> bool:
 
 
 def norm(state: nnx.State, segment_length: int):
-  """Global norm in float32 or wider. Squares of stacked leaves are summed segment by segment, on the host or not, so
-  that its bits do not depend on where the leaves live. Scalar."""
+  """Global norm in float32 or wider, a scalar.
+
+  Squares of stacked leaves are always summed segment by segment, so that the bits do not depend on the leaves' memory.
+  """
   stacked, outer = _separate(state)
   total = sum((_squares(x) for x in outer.values()), jnp.zeros((), float))
-  for group in _by_layers(stacked):
+  for size in sorted({x.shape[0] for x in stacked.values()}):
+    group = {path: x for path, x in stacked.items() if x.shape[0] == size}
 
     def step(total, _, segment):
       return total + sum(_squares(x) for x in segment.values()), None
@@ -92,7 +95,7 @@ def norm(state: nnx.State, segment_length: int):
 
 
 def _squares(x):
-  # The barrier keeps the sum's order, and with it the last bit, from depending on what x was made by.
+  # The barrier makes the sum's order, and with it the last bit, independent of the computation of x.
   x = jax.lax.optimization_barrier(x)
   return jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))))
 
@@ -100,8 +103,8 @@ def _squares(x):
 def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: Callable, segment_length: int) -> None:
   """`optimizer.update(model, scaled grads)` for an optimizer `by_segment`, stacked leaves one segment at a time.
 
-  grads: State with the paths of the optimizer's Params. scale(array) -> array: the clipping of a gradient leaf.
-  Weights, gradients and moments of a segment come to the device, are updated there and go back where they live.
+  Weights, gradients and moments of a segment are fetched to the device, updated, and returned to their memory.
+  grads: State with the paths of the optimizer's Params. scale(array) -> array: clips a gradient leaf.
   """
   params = nnx.as_pure(nnx.state(model, optimizer.wrt))
   stacked, outer = (set(part) for part in _separate(nnx.state(model, optimizer.wrt)))
@@ -126,13 +129,13 @@ def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: C
 
 
 def _update_segments(update: Callable, params, grads, opt_state, first, num_layers: int, segment_length: int):
-  """`update` of stacked trees, in place, a segment at a time. Scalars of opt_state (counts) are shared by all.
+  """Runs `update` on stacked trees in place, one segment at a time. Scalars of opt_state (counts) are shared.
 
-  first: 0, known when the first segment may come.
+  first: 0, available when the first segment may be fetched.
   """
   held, tree = jax.tree.flatten((params, opt_state))
   layered = [x.ndim > 0 and x.shape[0] == num_layers for x in held]
-  # Cut beforehand: a TPU cannot cut an odd number of rows out of a packed matrix in host memory.
+  # Split beforehand: a TPU cannot cut an odd number of rows out of a packed matrix in host memory.
   held = [segments.split(x, segment_length) if flag else x for x, flag in zip(held, layered, strict=True)]
   grads = segments.split(grads, segment_length)
 
@@ -145,7 +148,7 @@ def _update_segments(update: Callable, params, grads, opt_state, first, num_laye
     ahead = fetch(held, jnp.minimum(index + 1, num_layers // segment_length - 1))
     params, opt_state = jax.tree.unflatten(tree, here)
     new = jax.tree.leaves(update(params, gradient, opt_state))
-    # All of `held` that is read has been read before it is written, or the compiler copies it, on the host.
+    # Finish reading `held` before writing it; otherwise the compiler copies it on the host.
     new, ahead = jax.lax.optimization_barrier((new, ahead))
     held = [
       jax.lax.dynamic_update_index_in_dim(x, streaming.like(part, x), index, 0) if flag else x
@@ -163,18 +166,12 @@ def _separate(state: nnx.State) -> tuple[dict, dict]:
   return {p: v.get_value() for p, v, flag in flat if flag}, {p: v.get_value() for p, v, flag in flat if not flag}
 
 
-def _by_layers(stacked: Mapping) -> list[dict]:
-  """The stacked leaves grouped by their number of layers."""
-  sizes = sorted({x.shape[0] for x in stacked.values()})
-  return [{path: x for path, x in stacked.items() if x.shape[0] == size} for size in sizes]
-
-
 def _is_state(x) -> bool:
   return isinstance(x, nnx.State)
 
 
 def _only(tree, paths: set):
-  """The tree with each State in it cut down to these paths."""
+  """The tree with each State restricted to these paths."""
 
   def cut(x):
     if not _is_state(x):
@@ -185,7 +182,7 @@ def _only(tree, paths: set):
 
 
 def _merged(tree, other):
-  """The tree with the leaves of `other` added to its States; the other leaves are the tree's."""
+  """The tree with the leaves of `other` added to its States."""
 
   def join(x, y):
     return nnx.merge_state(x, y) if _is_state(x) else x

@@ -1,11 +1,11 @@
 """The training loop: one step runs on the device while the host reads the step before.
 
-Order of one turn: take the batch that was fetched ahead, start step k, then read what step k - 1 measured (the host
-waits here, for a result that is ready about when step k begins). Nothing else waits, except an evaluation or a
-checkpoint, whose time is no part of any step's.
+One iteration takes the batch that was fetched ahead, starts step k, then reads the outputs of step k - 1. The host
+waits there, for outputs that are ready about when step k begins. Otherwise only evaluations and checkpoints wait, and
+their time is not counted in any step.
 
-A step's record is written one step late, because its `actual_drop` needs the validation loss after it; the record that
-waits is part of every checkpoint, so that an interruption neither loses nor doubles it.
+A step's record is written one step late, because its `actual_drop` needs the validation loss after it. The pending
+record is part of every checkpoint, so that an interruption neither loses nor duplicates it.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from maxghost.training.validation import ValidationRows
 
 
 class Checkpoints(Protocol):
-  """What the loop needs of `checkpoint.manager.CheckpointManager`."""
+  """The part of `checkpoint.manager.CheckpointManager` that the loop uses."""
 
   def save(self, step: int, tree: Mapping, positions: Mapping[str, Any]) -> None: ...
 
@@ -46,7 +46,7 @@ class Checkpoints(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sinks:
-  """Where a run's results go. What is switched off is None."""
+  """The outputs of a run; None for those that are switched off."""
 
   console: Console
   metrics: MetricsLog | None
@@ -55,8 +55,8 @@ class Sinks:
   checkpoints: Checkpoints | None
 
   def close(self) -> None:
-    """Everything handed over is on disk afterwards, whether the run went well or not."""
-    with contextlib.ExitStack() as stack:  # one that fails does not keep the others open
+    """Writes everything to disk, also after an error."""
+    with contextlib.ExitStack() as stack:  # closes all, even if one fails
       for sink in (self.metrics, self.tensorboard, self.scores, self.checkpoints):
         if sink is not None:
           stack.callback(sink.close)
@@ -64,7 +64,7 @@ class Sinks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hardware:
-  """What rates are made of. rows: of a step over all devices; peak_flops: FLOP/s of one device, None where unknown."""
+  """Input of rates. rows: of a step over all devices. peak_flops: FLOP/s of one device, if known."""
 
   num_devices: int
   peak_flops: float | None
@@ -74,7 +74,7 @@ class Hardware:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-  """How the loop ended. seconds: of each step of this process; the first one warms up."""
+  """Result of the loop. seconds: of each step of this process; the first one is a warm-up."""
 
   completed_steps: int
   interrupted: bool
@@ -83,7 +83,7 @@ class Outcome:
 
 @dataclasses.dataclass(slots=True)
 class _Started:
-  """A step that was started and not read yet. Arrays may not be ready."""
+  """A started step whose outputs have not been read. Arrays may not be ready."""
 
   step: int
   outputs: Mapping[str, jax.Array]
@@ -94,8 +94,8 @@ class _Started:
 class TrainingLoop:
   """Runs the steps of a run from a position to its end, or to a signal.
 
-  put: sends a dict of host arrays to the devices, of validation rows, which every process holds alike. val_sets: {name:
-  domain} of the K sets, empty without ghost. sampler: from the train state to a text of its model.
+  put: sends a dict of host arrays of validation rows, which all processes have alike, to the devices. val_sets:
+  {name: domain} of the K sets, empty without ghost. sampler: maps the train state to a sampled text.
   """
 
   def __init__(
@@ -129,8 +129,8 @@ class TrainingLoop:
   def run(self, state, position: Position, prefetcher: Prefetcher) -> Outcome:
     """Trains from `position` on. The state is donated. Raises NonFiniteMetricError, and what the sinks raise.
 
-    When this returns, the last checkpoint is on disk. After the last step the closing validation loss is recorded, and
-    the last record of metrics.jsonl is written after everything else: where it stands, the run is complete.
+    When this returns, the last checkpoint is on disk. After the last step the closing validation loss is recorded. The
+    last record of metrics.jsonl is written after everything else, so it marks a complete run.
     """
     self._state, self._position, self._pending = state, position, position.pending
     self._saved_steps = position.completed_steps
@@ -177,20 +177,22 @@ class TrainingLoop:
       self._save()
 
   def _loss_of_replaced_rows(self, step: int) -> jax.Array | None:
-    """Where a step draws new validation rows: the loss of the old ones before it, f32[K], which closes their account.
-    To be started before the step takes the state."""
+    """The loss of the old validation rows, f32[K], where a step draws new ones; it closes their account.
+
+    Must be started before the step donates the state.
+    """
     if not self._validation.replaces(step):
       return None
-    if not self._program.is_ready("validation_loss"):  # still compiling, early in a run: no part of a step's time
+    if not self._program.is_ready("validation_loss"):  # still compiling, early in a run: not counted in a step's time
       self._read_started()
       self._program.wait("validation_loss")
       self._restart_clock()
     return self._program.validation_loss(self._state, self._validation.batches(step - 1))
 
-  # Waiting on purpose: evaluations, checkpoints, the end.
+  # Evaluations, checkpoints and the end, which wait for results.
 
   def _evaluate(self) -> None:
-    """Adds eval/* to the record of the step just started: the same rows every time, so that evaluations compare."""
+    """Adds eval/* to the record of the step just started, always on the same rows."""
     self._read_started()
     if not self._eval_batches:
       num_rows = self._cfg.data.per_device_batch_size * self._hardware.num_devices
@@ -212,7 +214,7 @@ class TrainingLoop:
     self._restart_clock()
 
   def _save(self) -> None:
-    """Saves the state after the last step read, with the positions of that very moment."""
+    """Saves the state after the last step that was read, with the positions of the same moment."""
     sinks, completed = self._sinks, self._position.completed_steps
     if completed == self._saved_steps:
       return
@@ -232,7 +234,7 @@ class TrainingLoop:
     self._restart_clock()
 
   def _close_account(self) -> None:
-    """The validation loss after the last step: it ends the account of that step."""
+    """Records the validation loss after the last step, which closes the account of that step."""
     if not self._val_sets or not self._validation.has_open_account(self._cfg.run.steps):
       return
     num_steps = self._cfg.run.steps
@@ -243,7 +245,7 @@ class TrainingLoop:
       self._sinks.scores.record_end(num_steps, loss_after_K)
       self._sinks.scores.position()  # on disk before the last record of metrics.jsonl says that the run is complete
 
-  # Reading what a step measured.
+  # Reading the outputs of a step.
 
   def _read_started(self) -> None:
     if self._started is None:
@@ -273,14 +275,14 @@ class TrainingLoop:
     self._sinks.console.advance(started.step + 1, record["learning/loss"])
 
   def _restart_clock(self) -> float:
-    """Seconds between results that were ready, not between starts: what a step really takes."""
+    """Seconds since the previous result was ready: the actual time of a step."""
     now = time.perf_counter()
     seconds, self._last_ready = now - self._last_ready, now
     return seconds
 
   def _settle_pending(self, started: _Started, outputs: Mapping[str, Any]) -> np.ndarray | None:
-    """Writes the record of the step before. Where the validation loss before this step is known, it closes the account
-    that an earlier step opened, and is returned, f32[K]."""
+    """Writes the pending record. If the validation loss before this step is known, f32[K], closes the account of an
+    earlier step with it and returns it."""
     prev_val_loss = None
     if self._validation.closes(started.step):
       replaced = started.prev_val_loss
@@ -293,7 +295,7 @@ class TrainingLoop:
     return prev_val_loss
 
   def _add_actual_drop(self, step: int, loss_after_K: np.ndarray) -> None:
-    """To the record of step - 1: the drop since the validation loss was last measured, one step ago or several."""
+    """Adds to the record of step - 1 the drop since the validation loss was last measured."""
     assert self._pending is not None and self._position.open_loss is not None, "a step is open"
     if (num_steps := self._validation.account_steps(step)) > 1:
       self._pending["ghost/account_steps"] = num_steps
@@ -301,7 +303,7 @@ class TrainingLoop:
       self._pending[f"ghost/actual_drop/{name}"] = before - float(after)
 
   def _write_pending(self, show: bool = False) -> None:
-    """The record that waits goes to the logs, and every `log_period` steps (or with `show`) to the console."""
+    """Writes the pending record to the logs, and every `log_period` steps (or with `show`) to the console."""
     if self._pending is None:
       return
     record, self._pending = self._pending, None
@@ -313,7 +315,7 @@ class TrainingLoop:
       self._sinks.console.line(step_line(record, self._val_sets))
 
   def _rates(self, seconds: float) -> dict[str, float]:
-    """perf/*: of one device, in MaxText's names. Tokens are positions of the rows, padding included."""
+    """perf/* of one device, with MaxText's names. Tokens include padding."""
     hardware = self._hardware
     tokens = hardware.rows * self._cfg.data.max_target_length // hardware.num_devices
     flops = hardware.flops.total / hardware.num_devices

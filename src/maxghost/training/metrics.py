@@ -1,8 +1,8 @@
-"""What a step is measured by: the names, metrics.jsonl and TensorBoard.
+"""The metrics of a step: their names, metrics.jsonl and TensorBoard.
 
-metrics.jsonl holds one JSON object per step, in order, each step once however often the run was interrupted: a
-checkpoint remembers how long the file was, and resuming cuts it back to that length. Names are MaxText's where it
-has the metric: learning/*, perf/*, eval/*; moe/* and ghost/* are new, the latter one value per validation set.
+metrics.jsonl holds one JSON object per step, in order, each step exactly once: a checkpoint stores the length of the
+file, and resuming cuts it back to that length. learning/*, perf/* and eval/* have MaxText's names; moe/* and ghost/*
+are new, the latter with one value per validation set.
 """
 
 import json
@@ -14,13 +14,13 @@ from typing import Any
 
 from maxghost.config import ConfigError, plugins
 
-# Metrics of a step that must be finite; the first one that is not stops the run. The validation loss is not among
-# them: where it is not finite the step is not scored, and training goes on.
+# Metrics of a step that must be finite; the first one that is not stops the run. If the validation loss is not finite,
+# the step is not scored, and training goes on.
 FINITE_METRICS = ("loss", "grad_norm", "param_norm")
 
-SAMPLE = "sample/text"  # a text of the model, the only metric that is no number
+SAMPLE = "sample/text"  # a text of the model, the only metric that is not a number
 
-# The columns that add up to -<grad L_val, update>: what first order predicts of one step's drop of the validation loss.
+# The columns that sum to -<grad L_val, update>, the first-order prediction of a step's drop of the validation loss.
 PREDICTED_COLUMNS = plugins.LEDGER
 
 
@@ -35,9 +35,7 @@ class NonFiniteMetricError(RuntimeError):
 def check_finite(step: int, outputs: Mapping[str, Any]) -> None:
   """Raises NonFiniteMetricError for the first metric of FINITE_METRICS that holds a NaN or an infinity."""
   for name in FINITE_METRICS:
-    if name not in outputs:
-      continue
-    if not math.isfinite(outputs[name]):
+    if name in outputs and not math.isfinite(outputs[name]):
       raise NonFiniteMetricError(step, name, float(outputs[name]))
 
 
@@ -47,7 +45,7 @@ def perplexity(loss: float) -> float:
 
 
 def _whole(weights: float) -> float:
-  """A number of tokens as an int; other weights as they are."""
+  """A whole weight as an int; other weights unchanged."""
   return int(weights) if weights.is_integer() else weights
 
 
@@ -81,11 +79,11 @@ def learning_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
 def ghost_metrics(outputs: Mapping[str, Any], val_sets: tuple[str, ...]) -> dict[str, Any]:
   """The ghost/* part, in nats: val_loss before the update, the predicted drop and its columns, the self-check.
 
-  A step that measures no validation loss (ghost_val_every > 1) has NaN there; schedule concat has no columns.
-  ghost/scored is 1, or 0 where the scores were not finite. ghost/chosen_rows: rows trained on, with ghost_select.
-  ghost/captured/<parameter>: the share of |u|^2 that low-rank factors hold, per layer and set; under Adam a floor,
-  since its factors leave out first what this batch's gradient does not see. `ghost/actual_drop/<set>` is added by the
-  loop when the loss after it is known.
+  A step without a validation loss (ghost_val_every > 1) has NaN there; schedule concat has no columns. ghost/scored is
+  1, or 0 if the scores were not finite. ghost/chosen_rows: rows trained on, with ghost_select.
+  ghost/captured/<parameter>: the share of |u|^2 held by low-rank factors, per layer and set; a lower bound under Adam,
+  whose factors first leave out directions that do not matter to this batch's gradient. The loop adds
+  `ghost/actual_drop/<set>` later.
   """
   record: dict[str, Any] = {"ghost/scored": int(outputs["scored_ok"])}
   columns = [column for column in PREDICTED_COLUMNS if column in outputs]  # none for schedule concat
@@ -103,7 +101,7 @@ def ghost_metrics(outputs: Mapping[str, Any], val_sets: tuple[str, ...]) -> dict
 
 
 def unscored_line(step: int, outputs: Mapping[str, Any]) -> str | None:
-  """What to say where the scores of a step were not finite: the parameters they came from. None where all is well."""
+  """A line that names the parameters with non-finite scores; None if all scores are finite."""
   if outputs["scored_ok"]:
     return None
   labels = [label for label, bad in outputs["nonfinite_scores"].items() if bad]
@@ -112,7 +110,7 @@ def unscored_line(step: int, outputs: Mapping[str, Any]) -> str | None:
 
 
 def eval_metrics(sums: Sequence[tuple[Any, Any]]) -> dict[str, float]:
-  """The eval/* part from (summed loss, weight) of each batch: the mean over all weights, not over batches."""
+  """The eval/* part from (summed loss, weight) of each batch: the weighted mean over all batches."""
   total, weights = (float(sum(column)) for column in zip(*sums, strict=True))
   loss = total / (weights or 1.0)
   return {"eval/avg_loss": loss, "eval/avg_perplexity": perplexity(loss), "eval/total_weights": _whole(weights)}
@@ -126,7 +124,7 @@ class MetricsLog:
     self._file = open(self._path, "ab")  # noqa: SIM115 - open as long as the run
 
   def append(self, record: Mapping[str, Any]) -> None:
-    # JSON has no NaN: what a step did not measure becomes null. Losses and norms are finite here.
+    # JSON has no NaN: values that were not measured become null. Losses and norms are finite here.
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     self._file.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
     self._file.flush()
@@ -137,7 +135,7 @@ class MetricsLog:
     return os.path.getsize(self._path)
 
   def restore(self, num_bytes: int) -> None:
-    """Cuts the file back to a position. Raises ConfigError where the file is shorter than that."""
+    """Cuts the file back to a position. Raises ConfigError if the file is shorter."""
     size = os.path.getsize(self._path)
     if size < num_bytes:
       raise ConfigError(
@@ -151,7 +149,7 @@ class MetricsLog:
 
 
 class TensorBoardLog:
-  """Event files for TensorBoard. `first_step`: what earlier event files hold from this step on is purged."""
+  """Event files for TensorBoard. Entries of earlier files from `first_step` on are purged."""
 
   def __init__(self, path: Path, first_step: int):
     from tensorboardX import SummaryWriter  # 0.4 s of import, not needed where TensorBoard is off

@@ -1,4 +1,4 @@
-"""The next batch is made and sent to the devices while the step runs."""
+"""Prepares the next batches and sends them to the devices while the step runs."""
 
 import queue
 import threading
@@ -9,7 +9,7 @@ NUM_AHEAD = 2
 
 
 class Fetched(NamedTuple):
-  """One training batch: the host's Batch, its arrays on the devices, and the data position right after it."""
+  """One training batch: the host's Batch, its arrays on the devices, and the data position after it."""
 
   batch: Any
   arrays: Any
@@ -17,7 +17,7 @@ class Fetched(NamedTuple):
 
 
 class Batches:
-  """The batches of a dataset with what the objective's `prepare` adds to them."""
+  """The batches of a dataset, prepared by the objective."""
 
   def __init__(self, dataset, prepare: Callable[[Any], Any]):
     self._dataset, self._prepare = dataset, prepare
@@ -30,16 +30,15 @@ class Batches:
     return self._dataset.train.state()
 
   def validation_batch(self, index: int, num_rows: int, domain: str | None = None):
-    """As `Dataset.validation_batch`."""
     return self._prepare(self._dataset.validation_batch(index, num_rows, domain))
 
 
 class Prefetcher:
   """Draws batches from a resumable iterator in a background thread, `NUM_AHEAD` at most.
 
-  The iterator runs ahead of the training, so its own position is of no use for a checkpoint: each batch carries the
-  position behind itself. `put` sends a batch's arrays to the devices. An error of the iterator is raised by `next`,
-  after the batches that came before it. `num_batches` bounds what is drawn.
+  The iterator is ahead of the training, so each batch carries the position after it for checkpoints. `put` sends a
+  batch's arrays to the devices. `next` raises an error of the iterator after the batches before it. `num_batches`: the
+  number of batches to draw.
   """
 
   def __init__(self, iterator, put: Callable[[dict], Any], num_batches: int):
@@ -58,7 +57,7 @@ class Prefetcher:
     return item
 
   def close(self) -> None:
-    """Stops the thread; the iterator's position is then somewhere ahead and must not be used."""
+    """Stops the thread; the iterator's position is then undefined."""
     self._stop.set()
     while self._thread.is_alive():
       try:
@@ -73,5 +72,5 @@ class Prefetcher:
           return
         batch = next(self._iterator)
         self._queue.put(Fetched(batch, self._put(batch.arrays), self._iterator.state()))
-    except BaseException as error:  # whatever it is belongs to the main thread
+    except BaseException as error:  # raised in the main thread
       self._queue.put(error)

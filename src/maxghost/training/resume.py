@@ -1,4 +1,4 @@
-"""Where a run stands after a number of completed steps: everything a checkpoint holds beside the arrays."""
+"""The position of a run after a number of steps: the contents of a checkpoint besides its arrays."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,13 +15,12 @@ from maxghost.parallel import distributed
 class Position:
   """The run after `completed_steps` steps. All parts belong to the same moment, although batches are read ahead.
 
-  data: position of the training iterator behind the last trained batch; None at the start.
-  metrics_bytes: length of metrics.jsonl. pending: the record of the last step, which waits for the validation loss
-    after it, None at the start. open_loss: the last validation loss that was measured, [K], from which the account of
-    the steps since then is open. scores: position of the score log, of several processes a
-    list with that of each; None for a process, or a run, without one.
-  reweighting: where the domains' shares of the rows stand, None where they do not change. rows: of each step over all
-    devices, 0 where it was not noted.
+  data: position of the training iterator after the last trained batch; None at the start.
+  metrics_bytes: length of metrics.jsonl.
+  pending: the record of the last step, which waits for the validation loss after it; None at the start.
+  open_loss: the last measured validation loss, [K], which opens the account of the following steps.
+  scores: position of the score log, or a list with one for each of several processes; None without a log.
+  reweighting: state of the domains' shares, None if they are constant. rows: of each step over all devices, 0: unknown.
   """
 
   completed_steps: int = 0
@@ -34,7 +33,7 @@ class Position:
   rows: int = 0
 
   def scores_of(self, process: int) -> dict | None:
-    """The position of one process's score log. Where other processes wrote it then, its step alone is known."""
+    """The position of one process's score log; only its step, if other processes wrote it before."""
     if isinstance(self.scores, list):
       if process < len(self.scores) and self.scores[process] is not None:
         return self.scores[process]
@@ -45,7 +44,7 @@ class Position:
     return self.scores
 
   def of_all_processes(self) -> "Position":
-    """The position that a checkpoint holds: that of every process's data and score log."""
+    """The position for a checkpoint, with those of every process's data and score log."""
     if distributed.count() == 1:
       return self
     said = distributed.gather({"data": self.data, "scores": self.scores})
@@ -76,7 +75,7 @@ def to_tree(state: nnx.State) -> dict:
 
 
 def from_tree(tree: Mapping, like: nnx.State) -> nnx.State:
-  """The other way round: `like` (which may be abstract) with the arrays of a tree of the same paths."""
+  """The inverse of `to_tree`: `like` (which may be abstract) with the arrays of a tree of the same paths."""
   flat = []
   for path, variable in nnx.to_flat_state(like):
     value: Any = tree

@@ -1,12 +1,11 @@
-"""Domain reweighting: the domains' shares of the rows follow the nats per token that their documents earned.
+"""Domain reweighting: the domains' shares of the rows follow the nats per token of their documents.
 
-Every so many steps (`ghost_reweight`), with v the nats per token of each domain over these steps (mean over the
-validation sets), shares become w ∝ w exp(step v / mean |v|), then floor + (1 - D floor) w: exponentiated gradient on
-the measured value, as in DoReMi (Xie et al., arXiv:2305.10429, equation 2) but with the value in place of an excess
-loss.
+At a fixed interval of steps (`ghost_reweight`), with v the nats per token of each domain in the interval (mean over the
+validation sets), shares become w ∝ w exp(step v / mean |v|), then floor + (1 - D floor) w. This is exponentiated
+gradient on the measured value, as in DoReMi (Xie et al., arXiv:2305.10429, equation 2), which uses an excess loss.
 
-Batches are drawn ahead of the training, so a change decided after step s takes effect at batch s + LAG, whatever the
-timing of threads: a run that is interrupted and continued draws the same rows.
+Batches are drawn ahead of the training, so a change decided after step s takes effect at batch s + LAG, independent of
+the timing of threads: a resumed run draws the same rows.
 
 D domains, B rows, S documents in a row, K validation sets.
 """
@@ -22,14 +21,14 @@ from maxghost.config.schema import GhostConfig
 from maxghost.parallel import distributed
 from maxghost.training.prefetch import NUM_AHEAD
 
-LAG = NUM_AHEAD + 4  # drawn at most when step s is read: s + 1 in the step, NUM_AHEAD in the queue, one waiting for it
+LAG = NUM_AHEAD + 4  # batches drawn when step s is read: s + 1 runs, NUM_AHEAD are queued, one waits for the queue
 
 
 class Reweighter:
   """Watches the scores of each step and schedules changes of the mixture.
 
   shares: {domain: share of the rows} to start from. reader: has `mixture_domains` and `schedule_mixture(changes)`.
-  document_id: (domain, path, offset) of a document by its index. Raises ConfigError where the floor leaves no room.
+  document_id: (domain, path, offset) of a document by its index. Raises ConfigError for a floor that exceeds 1 / D.
   """
 
   def __init__(
@@ -51,13 +50,13 @@ class Reweighter:
 
   @property
   def shares(self) -> dict[str, float]:
-    """The shares decided on last."""
+    """The latest shares."""
     return dict(zip(self._names, self._shares_D.tolist(), strict=True))
 
   def observe(self, step: int, outputs: Mapping[str, np.ndarray], batch) -> dict[str, float]:
-    """Takes in the scores of a step, steps in order; returns ghost/share/<domain>, those in force for its batch.
+    """Adds the scores of a step, steps in order; returns ghost/share/<domain> that apply to its batch.
 
-    A step without scores counts nothing; a row that online selection left out earned nothing and counts nothing.
+    Steps without scores, and rows that online selection left out, are not counted.
     """
     if "contribution_BSK" in outputs and outputs["scored_ok"]:
       self._add(outputs, batch)
@@ -67,7 +66,7 @@ class Reweighter:
     return record
 
   def state(self) -> dict:
-    """All that a continued run needs, as JSON can hold it."""
+    """The state for a resumed run, as JSON values."""
     return {
       "shares": self._shares_D.tolist(),
       "nats": self._nats_D.tolist(),
@@ -76,7 +75,7 @@ class Reweighter:
     }
 
   def restore(self, state: Mapping | None) -> None:
-    """Goes on from a `state()`; None is the start of a run. To be called before the next batch is drawn."""
+    """Restores a `state()`; None: the start of a run. Must be called before the next batch is drawn."""
     if state is None:
       return
     self._shares_D, self._nats_D, self._tokens_D = (np.array(state[name]) for name in ("shares", "nats", "tokens"))
@@ -112,7 +111,7 @@ class Reweighter:
 
 
 def reweighted(shares_D, value_D, seen_D, step: float, floor: float) -> np.ndarray:
-  """The next shares. value_D: nats per token; a domain that was not seen counts as the mean of the others."""
+  """The next shares. value_D: nats per token; a domain without tokens gets the mean of the others."""
   size = np.abs(value_D[seen_D]).mean() if seen_D.any() else 0.0
   if not size > 0 or not math.isfinite(size):
     return shares_D

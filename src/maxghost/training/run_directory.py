@@ -1,7 +1,7 @@
-"""The run directory: what it holds, whether a command may use it, and who writes into it.
+"""The run directory: its contents, its lock, and whether a command may use it.
 
-`inspect` looks and never writes, so that every complaint comes before anything exists on disk; `claim` creates the
-directory, takes its lock and writes config.yml. Nothing here imports JAX: commands call `inspect` before JAX starts.
+`inspect` never writes, so that errors are raised before anything exists on disk. `claim` creates the directory, locks
+it and writes config.yml. This module does not import JAX: commands call `inspect` before JAX starts.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ CONFIG_FILE = "config.yml"
 METRICS_FILE = "metrics.jsonl"
 FACTS_FILE = "run_facts.json"
 LOCK_FILE = ".lock"
-# Keys that say where a run lives, not what it computes: a run directory may be moved or renamed.
+# Keys of a run's location, which do not change its results: a run directory may be moved or renamed.
 LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
-# Keys that change what is printed or saved and when, or on which devices, never a batch or what is computed from it.
-# per_device_batch_size times the devices must stay: the session checks that, for only JAX can tell the devices.
+# Keys that change output, saving or devices, but never a batch or the values computed from it. per_device_batch_size
+# times the number of devices must not change: the session checks this, because only JAX knows the devices.
 RESUMABLE_KEYS = frozenset(
   {
     *(field.name for field in dataclasses.fields(ParallelConfig)),
@@ -46,7 +46,7 @@ RESUMABLE_KEYS = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Existing:
-  """What stands at the place of the run. `previous_config` is None where no run has been yet."""
+  """The contents of the run's place on disk. `previous_config` is None for a new run."""
 
   path: Path
   previous_config: Config | None
@@ -59,11 +59,11 @@ class Existing:
 
 
 def inspect(cfg: Config) -> Existing:
-  """Reads the run's directory and decides whether this command may use it. Writes nothing.
+  """Reads the run's directory and checks that this command may use it. Writes nothing.
 
-  `completed_steps` is 0 unless the run once went to its end; then it is the number of steps of that run.
-  Raises ConfigError where the place is not writable, holds something that is not a run, or holds a run whose
-  config differs in a key that may not change (all differing keys are named).
+  `completed_steps` is the number of steps of a finished run, else 0.
+  Raises ConfigError if the place is not writable, holds something that is not a run, or a run whose config differs in
+  keys that may not change (all are named).
   """
   path = Path(cfg.run.base_output_directory).expanduser() / cfg.run.run_name
   _check_writable(path, cfg)
@@ -82,13 +82,13 @@ def inspect(cfg: Config) -> Existing:
 
 
 def has_checkpoint(existing: Existing) -> bool:
-  """Whether a checkpoint lies there, good or not."""
+  """Whether the run has a checkpoint, valid or not."""
   folder = existing.path / "checkpoints"
   return folder.is_dir() and any(entry.name.isdecimal() for entry in folder.iterdir())
 
 
 def claim(existing: Existing, cfg: Config) -> "RunDirectory":
-  """Creates the directory where it is new, locks it and writes config.yml. Raises ConfigError where it cannot."""
+  """Creates the directory if it is new, locks it and writes config.yml. Raises ConfigError on failure."""
   path = existing.path
   try:
     path.mkdir(parents=True, exist_ok=True)
@@ -114,29 +114,19 @@ def claim(existing: Existing, cfg: Config) -> "RunDirectory":
 
 
 class RunDirectory:
-  """The places inside a claimed run directory. The lock is released by `close`, or by the end of the process.
+  """Paths in a claimed run directory. `close`, or the end of the process, releases the lock.
 
-  lock: None in a process whose first process holds it.
+  lock: None in all processes but the first.
   """
 
   def __init__(self, path: Path, lock=None):
-    self.path = path
-    self._lock = lock
-
-  @property
-  def metrics_path(self) -> Path:
-    return self.path / METRICS_FILE
-
-  @property
-  def tensorboard_path(self) -> Path:
-    return self.path / "tensorboard"
-
-  @property
-  def checkpoints_path(self) -> Path:
-    return self.path / "checkpoints"
+    self.path, self._lock = path, lock
+    self.metrics_path = path / METRICS_FILE
+    self.tensorboard_path = path / "tensorboard"
+    self.checkpoints_path = path / "checkpoints"
 
   def write_facts(self, facts: Mapping[str, str]) -> None:
-    """run_facts.json: what is worth knowing of this process beside the config; the report shows it."""
+    """Writes run_facts.json, facts of this process besides the config, for the report."""
     write_text(self.path / FACTS_FILE, json.dumps(facts, indent=2) + "\n")
 
   def close(self) -> None:
@@ -144,14 +134,14 @@ class RunDirectory:
       self._lock.close()
 
 
-def last_metrics_record(path: Path, tail_bytes: int = 1 << 20) -> dict | None:
-  """The last whole record of a metrics.jsonl, or None where there is none."""
+def last_metrics_record(path: Path) -> dict | None:
+  """The last complete record of a metrics.jsonl, or None."""
   if not path.exists():
     return None
   with open(path, "rb") as file:
-    file.seek(max(0, os.path.getsize(path) - tail_bytes))
+    file.seek(max(0, os.path.getsize(path) - (1 << 20)))
     lines = file.read().split(b"\n")
-  for line in reversed(lines[:-1]):  # what follows the last newline is not whole
+  for line in reversed(lines[:-1]):  # text after the last newline is incomplete
     try:
       return json.loads(line)
     except ValueError:
@@ -160,7 +150,7 @@ def last_metrics_record(path: Path, tail_bytes: int = 1 << 20) -> dict | None:
 
 
 def _entries(path: Path) -> list[str]:
-  """Names in the directory that a run has left; the traces of a start that was killed do not count."""
+  """Names in the directory, without the traces of a start that was killed."""
   if not path.is_dir():
     raise ConfigError(f"{path} exists and is not a directory; choose another run_name or base_output_directory")
   return [name for name in os.listdir(path) if name != LOCK_FILE and not name.startswith(f".{CONFIG_FILE}.")]
@@ -205,7 +195,7 @@ def _check_changes(path: Path, changed: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _completed_steps(path: Path, previous: Config) -> int:
-  """The run's own number of steps where its last record has been written (it is written after all else), else 0."""
+  """The run's number of steps if its last record exists (it is written after everything else), else 0."""
   record = last_metrics_record(path / METRICS_FILE)
   steps = previous.run.steps
   return steps if record is not None and record.get("step") == steps - 1 else 0

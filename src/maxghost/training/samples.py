@@ -1,4 +1,4 @@
-"""Texts that the model writes while it is trained: the same prompt and the same draws every time, so they compare."""
+"""Texts sampled from the model during training, always with the same prompt and random draws."""
 
 import json
 
@@ -14,7 +14,7 @@ TEMPERATURE = 0.7
 
 
 class Sampler:
-  """Continues sample_prompt by up to NUM_TOKENS tokens. Raises ConfigError for a prompt without any token."""
+  """Continues sample_prompt by up to NUM_TOKENS tokens. Raises ConfigError for a prompt without tokens."""
 
   def __init__(self, cfg: Config, tokenizer: Tokenizer):
     begin = [tokenizer.bos_id] if cfg.data.add_bos and tokenizer.bos_id is not None else []
@@ -36,7 +36,7 @@ class Sampler:
     self._generator = Generator(graphdef, cache_size, sampling=sampling, stop_ids=self._stop_ids)
 
   def __call__(self, state: nnx.State) -> str:
-    """Prompt and continuation, by the model in a train state."""
+    """The prompt with its continuation by the model of a train state."""
     ids = self._generator.generate(state["model"], [self._prompt], self._num_new).row(0)
     if len(ids) and int(ids[-1]) in self._stop_ids:
       ids = ids[:-1]
@@ -44,5 +44,4 @@ class Sampler:
 
 
 def sample_line(step: int, text: str) -> str:
-  """What the console says."""
   return f"sample after step {step}: {json.dumps(text, ensure_ascii=False)}"

@@ -1,4 +1,4 @@
-"""From a step's outputs to rows of the score log, on a thread of its own.
+"""Writes a step's outputs as rows of the score log, in a separate thread.
 
 B rows of the batch, S slots (segments) a row can hold, K validation sets, N scored slots, U scored units.
 """
@@ -22,13 +22,12 @@ class ScoreLogError(RuntimeError):
 
 
 def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """(scored slots bool[B, S], the first of them of each unit, in their order int[U], the unit of each int[N]).
+  """(scored slots bool[B, S], index of the first slot of each unit int[U] in order, unit of each slot int[N]).
 
-  A slot is scored where it has a document and at least one token that counts.
+  A slot is scored if it has a document and at least one token that counts.
   """
   scored_BS = (batch.document_BS >= 0) & (outputs["tokens_BS"] > 0)
-  unit_BS = getattr(batch, "unit_BS", None)
-  ids_N = np.arange(scored_BS.sum()) if unit_BS is None else unit_BS[scored_BS]
+  ids_N = np.arange(scored_BS.sum()) if batch.unit_BS is None else batch.unit_BS[scored_BS]
   _, first_U, unit_N = np.unique(ids_N, return_index=True, return_inverse=True)
   return scored_BS, np.sort(first_U), np.argsort(np.argsort(first_U))[unit_N]
 
@@ -36,7 +35,7 @@ def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, 
 def scored_rows(outputs: Mapping[str, np.ndarray], batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
   """(columns of the U scored units, their document indices).
 
-  The tokens, shares and contributions of a unit's slots are added up; loss and dot are of the unit's mean loss.
+  Tokens, shares and contributions of a unit's slots are summed; loss and dot are of the unit's mean loss.
   """
   scored_BS, first_U, unit_N = scored_units(outputs, batch)
   slots = {
@@ -56,7 +55,7 @@ def scored_rows(outputs: Mapping[str, np.ndarray], batch) -> tuple[dict[str, np.
 
 
 def _by_unit(columns: Mapping[str, np.ndarray], first_U: np.ndarray, unit_N: np.ndarray) -> dict[str, np.ndarray]:
-  """Columns of slots as columns of units."""
+  """Combines columns of slots into columns of units."""
   weights = {"loss": columns["tokens"], "dot": columns.get("share", columns["tokens"])}
   out = {name: columns[name][first_U] for name in ("chunk", "epoch")}
   for name in columns.keys() - out.keys():
@@ -81,7 +80,7 @@ def module_contributions(
 
 
 def stack_layers(by_module: Mapping[str, np.ndarray]) -> np.ndarray:
-  """f32[M, L, D, K], L the most layers of any; layers that a module does not have are NaN."""
+  """f32[M, L, D, K] with L the largest number of layers; missing layers are NaN."""
   num_layers = max(len(value) for value in by_module.values())
   shape = next(iter(by_module.values())).shape[1:]
   stacked = np.full((len(by_module), num_layers, *shape), np.nan, np.float32)
@@ -91,12 +90,10 @@ def stack_layers(by_module: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 class ScoreRecorder:
-  """Feeds a Writer.
+  """Feeds a Writer. An error of the writer (such as a full disk) is raised as ScoreLogError by the next call.
 
-  document_id: (domain, path, offset) of a document by its index; asked once per document. domains: all domains, an axis
-  of the contributions by parameter. token_folder: where ghost_detail=token puts its files.
-
-  What the writer raises (disk full, ...) is raised as ScoreLogError by the next call.
+  document_id: (domain, path, offset) of a document by its index; called once per document. domains: all domains, an
+  axis of the contributions by parameter. token_folder: for the files of ghost_detail=token.
   """
 
   def __init__(self, writer, document_id: Callable[[int], Sequence[Any]], domains: Sequence[str], token_folder: Path):
@@ -111,30 +108,33 @@ class ScoreRecorder:
     self._thread.start()
 
   def record(self, step: int, outputs: Mapping[str, np.ndarray], prev_val_loss: np.ndarray | None, batch) -> None:
-    """Hands over one step: host copies of its outputs, the loss of the last step's validation rows before this step
-    (f32[K], None for the first step of all), and the batch that was trained on."""
+    """Records one step.
+
+    outputs: host copies. prev_val_loss: f32[K], loss of the previous step's validation rows before this step; None for
+    the first step. batch: the one trained on.
+    """
     self._raise_error()
     self._queue.put((step, outputs, prev_val_loss, batch))
 
   def record_end(self, step: int, prev_val_loss: np.ndarray) -> None:
-    """A record without scores: what the validation loss became after the last scored step."""
+    """Records the validation loss after the last scored step, without scores."""
     self._raise_error()
     self._queue.put((step, None, prev_val_loss, None))
 
   def position(self) -> dict:
-    """The writer's position after every step handed over; those steps are then on disk."""
+    """The writer's position after every recorded step; these steps are then on disk."""
     self._queue.join()
     self._raise_error()
     return self._writer.position()
 
   def restore(self, position: dict | None, completed_steps: int) -> None:
-    """Removes what was recorded after a checkpoint; None empties the log."""
+    """Removes the records after a checkpoint; None empties the log."""
     self._writer.restore(position)
     tokens.restore(self._token_folder, completed_steps)
     selection.restore(self._token_folder.parent, completed_steps)
 
   def close(self) -> None:
-    """Everything handed over is on disk afterwards."""
+    """Writes all recorded steps to disk."""
     self._queue.put(None)
     self._thread.join()
     self._writer.close()

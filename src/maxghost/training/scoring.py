@@ -1,4 +1,4 @@
-"""The scored half of the train step: the step as a `Problem`, its ledger, and what it reports about its documents.
+"""The scoring of the train step: the step as a `Problem`, its ledger, and its outputs for each document.
 
 B rows, S documents in a row, T positions, K validation sets, L layers.
 """
@@ -25,7 +25,7 @@ from maxghost.training.state import TrainStateNNX, trainable
 
 
 def frozen(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
-  """Paths of the Params that are not trained: no update, so nothing to score."""
+  """Paths of the Params that are not trained, and so not scored."""
   if not cfg.optimizer.trainable_parameters_mask:
     return ()
   trained = {path for path, _ in nnx.to_flat_state(nnx.state(model, trainable(cfg, model)))}
@@ -51,7 +51,7 @@ class Scorer:
   train_graphdef: nnx.GraphDef
 
   def problem(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Problem:
-    """This step. split: the model; step_loss: the training loss, with dropout if there is any."""
+    """This step. split: the model. step_loss: the training loss, with dropout."""
     ghost, optimizer = self.cfg.ghost, self.cfg.optimizer
     state, second_order = self.rule_state(train_state), ghost.ghost_direction == "second_order"
     stored = None
@@ -86,7 +86,7 @@ class Scorer:
   def __call__(
     self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple, num_segments: int
   ) -> tuple[TrainPass, Report]:
-    """Scores the batch, and keeps the validation gradients that later steps score against in the train state."""
+    """Scores the batch, and stores in the train state the validation gradients for later steps."""
     problem = self.problem(train_state, split, step_loss, batch, val_batches)
     scored = schedules.score(problem)
     keep(train_state, problem, scored)
@@ -98,7 +98,7 @@ class Scorer:
     return scored.passed, report
 
   def _update(self, train_state: TrainStateNNX, grads: nnx.State, state: RuleState) -> Update:
-    """What this gradient decides. The train state is left as it is."""
+    """The `Update` of this gradient. The train state does not change."""
     _, factor, clipped = clip(grads, self.cfg.optimizer.gradient_clipping_threshold)
     delta = None
     if self.cfg.ghost.ghost_direction == "second_order":
@@ -109,7 +109,7 @@ class Scorer:
     return Update(dataclasses.replace(state, clip_factor=factor), delta)
 
   def rule_state(self, train_state: TrainStateNNX) -> RuleState:
-    """The optimizer's state, with the clipping factor of the step before: this step's needs the whole gradient."""
+    """The optimizer's state with the previous step's clipping factor; this step's needs the whole gradient."""
     clips = self.cfg.optimizer.gradient_clipping_threshold
     return self.rule.read(
       train_state.optimizer, clip_factor=train_state.clip_factor[...] if clips else jnp.ones((), float)
@@ -156,7 +156,7 @@ def make_scorer(cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *
 
 
 def keep(train_state: TrainStateNNX, problem: Problem, scored: Scored) -> None:
-  """Puts the validation gradients of the step where the next steps look for them (ghost_val_every)."""
+  """Stores the validation gradients of the step for the next steps (ghost_val_every)."""
   if isinstance(problem.validation, Stored) and scored.validation is not None:
     leaves = jax.tree.leaves(scored.validation.gradients)
     for variable, leaf in zip(train_state.stored_gradients, leaves, strict=True):
@@ -165,8 +165,10 @@ def keep(train_state: TrainStateNNX, problem: Problem, scored: Scored) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-  """The slots of a batch. used_BTS, target_BTS: 1 where a position is used in a slot, or predicts one of its targets
-  that count; of each slot tokens (targets), mean loss, share of the batch loss, and 1 / share (0 where that is 0)."""
+  """The slots of a batch. used_BTS, target_BTS: 1 where a position is used in a slot, or predicts one of its targets.
+
+  tokens_BS: number of targets. loss_BS: mean loss. share_BS: of the batch loss. per_share_BS: 1 / share, 0 for share 0.
+  """
 
   used_BTS: jax.Array
   target_BTS: jax.Array
@@ -190,11 +192,11 @@ class Slots:
 
 
 def outputs(cfg: Config, scorer: Scorer, scored: Scored, batch, scale, columns: dict, num_segments: int) -> dict:
-  """Per slot: score_dot_BSK, contribution_BSK, share_BS (of the batch loss), tokens_BS, loss_BS; by ghost_detail
-  param_contribution {path: [L, B, S, K]}; with a rank captured {path: [L, K]}; scored_ok: whether all scores are finite
-  (else they are 0). Contributions are in the objective's unit (nats) and, as shares, add up over the slots of a unit.
+  """The step's outputs per slot: score_dot_BSK, contribution_BSK, share_BS (of the batch loss), tokens_BS, loss_BS.
 
-  scale: learning rate times clipping factor.
+  Also param_contribution {path: [L, B, S, K]} by ghost_detail, captured {path: [L, K]} with a rank, and scored_ok:
+  whether all scores are finite (else they are 0). Contributions are in the objective's unit (nats); contributions and
+  shares can be summed over the slots of a unit. scale: learning rate times clipping factor.
   """
   passed, twin = scored.passed, scorer.twin
   slots = Slots.of(scorer.loss, batch, passed.losses, passed.weights, num_segments)

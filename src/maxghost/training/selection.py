@@ -1,10 +1,10 @@
-"""Online selection: every row of the candidate batch is scored, and the step is taken on the chosen rows alone.
+"""Online selection: scores every row of the candidate batch, and trains on the chosen rows alone.
 
-Rows are chosen, not documents: a row has the same number of positions whatever it holds, so the second backward pass
-has one shape and costs what its rows cost. The batch of the configuration is the candidates; `ghost_select_fraction` of
-its rows are trained on. The chosen rows are then scored anew with their own token weights and, under AdamW, the
-preconditioner of the step they really take, so that contributions still add up to the step (`ghost.ledger`). A row that
-was not chosen moved nothing: its contribution is 0; its dot product is that of the candidate pass.
+Rows are chosen, not documents: all rows have the same number of positions, so the second backward pass has a fixed
+shape. The configured batch holds the candidates, and `ghost_select_fraction` of its rows are trained on. The chosen
+rows are scored again with their own token weights and, under AdamW, the preconditioner of the actual step, so that
+contributions still sum to the step (`ghost.ledger`). Other rows have contribution 0 and the dot product of the
+candidate pass.
 
 n candidate rows, k chosen, B rows, T positions, K validation sets, R sketch directions; row r holds S documents.
 """
@@ -33,10 +33,10 @@ SEED = 20_240  # of the sketch directions and of `random`
 
 @dataclasses.dataclass(frozen=True)
 class Selected:
-  """A scored pass over the chosen rows, and where they came from.
+  """A scored pass over the chosen rows, and the results of the candidate pass.
 
-  batch: the chosen rows. index_k: their places among the candidates, ascending; None where all rows are kept and the
-  others' targets were masked. chosen_B: bool. candidates_KBT: additive scores of the candidate pass, in its own token
+  batch: the chosen rows. index_k: their indices among the candidates, ascending; None if all rows are kept and the
+  targets of others are masked. chosen_B: bool. candidates_KBT: additive scores of the candidate pass, with its token
   weights. losses_BT, weights_BT: of the candidates, before the step. candidates: the candidate batch.
   """
 
@@ -51,20 +51,19 @@ class Selected:
 
 
 def num_chosen(cfg: Config, num_candidates: int) -> int:
-  """k: rows trained on in each step; all for threshold, whose number varies (the others weigh nothing)."""
+  """k: rows in the training pass; all for threshold, which gives rows that are not chosen no weight."""
   if cfg.ghost.ghost_select in ("none", "threshold"):
     return num_candidates
   return max(1, round(cfg.ghost.ghost_select_fraction * num_candidates))
 
 
 def choose(method: str, value_B, has_tokens_B, k: int, key, *, threshold: float = 0.0, pair_BB=None):
-  """bool[B]: the rows to train on.
+  """bool[B]: the rows to train on. Rows without tokens come last; ties go to the earlier row.
 
-  value_B: what a row's step is worth (nats per unit of learning rate; larger is better). Rows without tokens come last.
-  topk, bottomk: the k largest, smallest. random: k rows drawn by `key`. threshold: rows worth more than `threshold`
-  times the mean absolute value, or the best one where none is. greats: one row after the other, each time the one that
-  adds most to what is chosen: value_i - sum over chosen j of pair_ij - pair_ii / 2 (Wang et al., GREATS, 2024).
-  Ties go to the earlier row.
+  value_B: value of a row's step (nats per unit of learning rate; larger is better). topk, bottomk: the k largest,
+  smallest. random: k rows drawn by `key`. threshold: rows with values above `threshold` times the mean absolute value,
+  or else the best row. greats: repeatedly the row that adds most to those chosen, by value_i - sum over chosen j of
+  pair_ij - pair_ii / 2 (Wang et al., GREATS, 2024).
   """
   lowest = -jnp.inf
   if method == "threshold":
@@ -75,11 +74,7 @@ def choose(method: str, value_B, has_tokens_B, k: int, key, *, threshold: float 
     return jnp.where(above.any(), above, best)
   if method == "greats":
     return _greedy(value_B, has_tokens_B, k, pair_BB)
-  rank = {
-    "topk": value_B,
-    "bottomk": -value_B,
-    "random": jax.random.uniform(key, value_B.shape),
-  }[method]
+  rank = {"topk": value_B, "bottomk": -value_B, "random": jax.random.uniform(key, value_B.shape)}[method]
   order = jnp.argsort(-jnp.where(has_tokens_B, rank, lowest), stable=True)
   return jnp.zeros(value_B.shape, bool).at[order[:k]].set(True)
 
@@ -99,7 +94,7 @@ def _greedy(value_B, has_tokens_B, k: int, pair_BB):
 
 @dataclasses.dataclass(frozen=True)
 class Selector:
-  """First scores all rows of the batch and then scores and trains on the chosen ones. See `make_selector`.
+  """Scores all rows of the batch, then scores the chosen ones and trains on them. See `make_selector`.
 
   scorer: of the chosen rows. candidates: the twin of all rows; sketch: another one, for ghost_select=greats.
   """
@@ -151,12 +146,12 @@ class Selector:
     return scored.passed, report
 
   def _interactions(self, problem: Problem, grads: nnx.State, step):
-    """pair_BB: by how much training on both rows of a pair gains less than on each alone, in the units of the values.
+    """pair_BB: how much less both rows of a pair gain together than separately, in the units of the values.
 
-    It is lr (n / k) c <P g_i, P g_j>: the curvature of the validation loss along the candidates' step P g, measured by
-    one Hessian-vector product (c = <Pg, H Pg> / |Pg|^2, not below 0), taken to be the same in all directions. The inner
-    products are estimated from R rank-one directions; P, elementwise here, is factored into rows and columns
-    there (Shazeer and Stern, arXiv:1804.04235).
+    It is lr (n / k) c <P g_i, P g_j>. One Hessian-vector product measures the curvature of the validation loss along
+    the candidates' step P g (c = <Pg, H Pg> / |Pg|^2, at least 0), which is used for all directions. The inner products
+    are estimated from R rank-one directions, with the elementwise P factored into rows and columns (Shazeer and Stern,
+    arXiv:1804.04235).
     """
     (graphdef, params, rest), rule, state = problem.model, self.scorer.rule, problem.state
     assert state is not None and self.sketch is not None
@@ -183,8 +178,7 @@ class Selector:
 
 
 def make_selector(cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *, num_sets: int) -> Selector:
-  """As `scoring.make_scorer`, of the candidates. Raises ValueError where a validation gradient, a preconditioner or a
-  shape does not allow it."""
+  """As `scoring.make_scorer`, with twins for the candidates. Raises ValueError for a model that cannot be scored."""
   ghost, rows = cfg.ghost, jax.tree.leaves(batch)[0].shape[0]
   k = num_chosen(cfg, rows)
   chosen = {name: jax.ShapeDtypeStruct((k, *x.shape[1:]), x.dtype) for name, x in dict(batch).items()}
@@ -204,8 +198,10 @@ def make_selector(cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch,
 
 
 def take(batch: dict, chosen_B, k: int):
-  """(the chosen rows [k, ...], their places [k] ascending). Where k is the whole batch, the rows stay and those not
-  chosen have no targets, so that they weigh nothing; the places are then None."""
+  """(the chosen rows [k, ...], their indices [k] ascending).
+
+  If k is the whole batch, all rows stay, rows that are not chosen lose their targets, and the indices are None.
+  """
   if k == chosen_B.shape[0]:
     kept = jnp.where(chosen_B[:, None], batch["targets_segmentation"], 0)
     return batch | {"targets_segmentation": kept}, None
@@ -214,8 +210,10 @@ def take(batch: dict, chosen_B, k: int):
 
 
 def outputs(cfg: Config, scorer: Selector, scored: Selected, batch, scale, columns: dict, num_segments: int) -> dict:
-  """As `scoring.outputs`, over all candidates: a row that was not chosen has contribution 0, and the dot product, loss
-  and tokens of the candidate pass. Adds chosen_B bool."""
+  """As `scoring.outputs`, for all candidates, with chosen_B bool.
+
+  Rows that were not chosen have contribution 0, and the dot product, loss and tokens of the candidate pass.
+  """
   chosen = scoring.outputs(cfg, scorer.scorer, scored.scored, scored.batch, scale, columns, num_segments)
   loss = scorer.scorer.loss
   seen = Slots.of(loss, scored.candidates, scored.losses_BT, scored.weights_BT, num_segments)
@@ -223,7 +221,7 @@ def outputs(cfg: Config, scorer: Selector, scored: Selected, batch, scale, colum
   chosen["chosen_B"] = scored.chosen_B
 
   def spread(value, axis: int, fill=None):
-    """Values of the chosen rows at the candidates' places, `fill` (0) elsewhere."""
+    """Puts values of the chosen rows at their indices among the candidates, `fill` (0) elsewhere."""
     shape = (*value.shape[:axis], len(scored.chosen_B), *value.shape[axis + 1 :])
     out = jnp.zeros(shape, value.dtype) if fill is None else fill.astype(value.dtype)
     if scored.index_k is not None:

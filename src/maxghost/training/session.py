@@ -1,4 +1,4 @@
-"""One run from start to end: builds the parts, continues where the last process stopped, and says how it ended."""
+"""One run from start to end: builds its parts, resumes from the last checkpoint, and reports the result."""
 
 import os
 from collections.abc import Callable
@@ -30,13 +30,12 @@ from maxghost.training.signals import StopSignals
 
 
 class Session:
-  """A training run. Making it validates what only JAX can tell and writes nothing; `run` does the work.
+  """A training run. The constructor validates, with JAX, and writes nothing; `run` trains.
 
   dataset: with this process's part of the rows. open_checkpoints, open_scores: make a checkpoint manager and a score
-  writer for the run directory. open_parameters: from the tree of the model's abstract arrays to a function that reads
-  them, for a run that starts from a given model; None = from init_weights_seed. force: a step that is
-  estimated to need far more memory than there is, is compiled all the same. Of several processes the first prints
-  and writes what all know alike.
+  writer for the run directory. open_parameters: maps the tree of the model's abstract arrays to a function that reads
+  them, for a run that starts from a given model; None: from init_weights_seed. force: compiles a step even if it is
+  estimated to need far too much memory. With several processes, the first one prints and writes common results.
   """
 
   def __init__(
@@ -87,11 +86,11 @@ class Session:
   def run(self) -> int:
     """Trains to the end or to a signal; returns the exit code. Raises what the loop raises.
 
-    Where another process of the run is lost, this one says so and ends at once with exit code 1.
+    If another process of the run is lost, this one reports it and exits at once with code 1.
     """
     try:
       return self._run()
-    except (RuntimeError, ValueError) as error:  # what the runtimes raise, also through Orbax
+    except (RuntimeError, ValueError) as error:  # raised by the runtimes, also through Orbax
       if not distributed.is_lost_peer(error):
         raise
       distributed.end_without_peers(error, f"{self.last_checkpoint()}; start all processes again to continue from it")
@@ -140,7 +139,7 @@ class Session:
     return self._conclude(outcome, run_dir)
 
   def _claim(self) -> RunDirectory:
-    """The first process takes the directory; the others come after it."""
+    """The first process claims the directory; the others wait for it."""
     if distributed.is_first():
       try:
         run_dir = run_directory.claim(self._existing, self._cfg)
@@ -161,22 +160,22 @@ class Session:
     run_dir.close()
 
   def out_of_memory(self, error: Exception) -> str:
-    """What to do about an allocation that failed."""
+    """Advice on a failed allocation."""
     return memory_report.too_large(error, self._memory, self._capacity)
 
   def last_checkpoint(self) -> str:
-    """Names the newest checkpoint for a message."""
+    """The newest checkpoint, for a message."""
     steps = self._checkpoints.steps() if self._checkpoints else []
     if not steps:
       return "no checkpoint has been saved yet"
     return f"the last good checkpoint is {self._checkpoints.path(steps[-1])}"
 
   def _wanted(self) -> dict:
-    """Shapes, dtypes and places of the arrays of a train state."""
+    """Shapes, dtypes and shardings of the arrays of a train state."""
     return resume.to_tree(resume.abstract_arrays(self._abstract))
 
   def _open(self, run_dir: RunDirectory) -> tuple[Any, Position, Sinks]:
-    """Opens the logs and goes to the newest good checkpoint, or to the start. Everything later is cut off."""
+    """Opens the logs and restores the newest valid checkpoint, or starts; later records are removed."""
     cfg = self._cfg
     restored = None
     if cfg.checkpoint.checkpoint_period:
@@ -211,7 +210,7 @@ class Session:
     return train_state, position, Sinks(self._console, metrics_log, tensorboard, scores, self._checkpoints)
 
   def _open_recorder(self, run_dir: RunDirectory, position: Position) -> ScoreRecorder:
-    """The log of this process's rows, at its position."""
+    """Opens the log of this process's rows at its position."""
     cfg = self._cfg
     optimizer = plugins.OPTIMIZERS[cfg.optimizer.opt_type]
     writer = self._open_scores(
@@ -232,7 +231,7 @@ class Session:
     return recorder
 
   def _check_rows(self, position: Position, then: dict) -> None:
-    """Raises ConfigError where this command would train on batches of another size."""
+    """Raises ConfigError if this command would train on batches of another size."""
     if position.rows and position.rows != self._rows:
       own = self._cfg.optimizer.gradient_accumulation_steps * self._layout.num_devices
       way = f"per_device_batch_size={position.rows // own}" if position.rows % own == 0 else "another number of devices"

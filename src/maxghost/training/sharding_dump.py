@@ -1,10 +1,9 @@
-"""Every array of a train step and how it is split, as compact JSON: for looking at, and for comparing with what was.
+"""The sharding of every array of a train step as compact JSON, to inspect and to compare with golden files.
 
-Nothing is allocated or compiled and no device is asked: the step is traced for an abstract mesh of the topology's size.
-One line for each entry:
+The step is traced for an abstract mesh of the topology's size, without devices. One line for each entry:
   state         path: [dtype, shape, logical axes, mesh axes of each dimension]
-  constraints   label of an activation, a direction, scores or an output: the same, and how often it occurs; gradients
-                are split as their parameters.
+  constraints   label of an activation, a direction, scores or an output: the same, and its number of occurrences;
+                gradients are split as their parameters.
 """
 
 import collections
@@ -26,7 +25,7 @@ from maxghost.training import aot
 
 
 def dump(cfg: Config, topology: str, num_slices: int = 1) -> dict:
-  """What the files hold. Raises ConfigError for an unknown topology and a mesh that does not fit."""
+  """The contents of a file. Raises ConfigError for an unknown topology or a mesh that does not fit."""
   constraints: collections.Counter = collections.Counter()
 
   def record(label, axes, shape, dtype, spec):
@@ -63,14 +62,14 @@ def to_text(found: Mapping) -> str:
 
 
 def file_name(cfg: Config, topology: str, num_slices: int = 1) -> str:
-  """One for each model, topology and set of rules."""
+  """File name for a model, topology and set of rules."""
   rules = "default" if not cfg.parallel.logical_axis_rules else "own"
   slices = f"_{num_slices}_slices" if num_slices > 1 else ""
   return f"{cfg.model.model_name}_{topology}{slices}_{rules}.json"
 
 
 def difference(golden: str, found: str) -> str:
-  """A readable difference of two dumps, empty where there is none."""
+  """A readable difference of two dumps, empty if they are equal."""
   lines = difflib.unified_diff(golden.splitlines(), found.splitlines(), "golden", "now", lineterm="", n=0)
   return "\n".join(lines)
 

@@ -4,15 +4,15 @@ import os
 import signal
 import threading
 
-# SIGTERM is a request that was fulfilled, so the program succeeded; for Ctrl-C the shell's own convention, 128 + 2.
+# A fulfilled SIGTERM is a success; Ctrl-C gives the shell's conventional code, 128 + 2.
 EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}
 
 
 class StopSignals:
-  """While active, the first SIGTERM or SIGINT only sets `requested`; the loop looks at it between steps.
+  """While active, the first SIGTERM or SIGINT only sets `requested`, which the loop checks between steps.
 
-  A second SIGINT raises KeyboardInterrupt in the main thread; further SIGTERMs change nothing, because schedulers
-  repeat them. Outside the main thread Python cannot install handlers, and the object stays idle.
+  A second SIGINT raises KeyboardInterrupt in the main thread; further SIGTERMs are ignored, because schedulers repeat
+  them. Outside the main thread, where Python cannot install handlers, the object does nothing.
   """
 
   def __init__(self):

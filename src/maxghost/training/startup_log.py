@@ -1,4 +1,4 @@
-"""What a run says when it starts and when it ends."""
+"""Console lines at the start and the end of a run."""
 
 import importlib.metadata
 import json
@@ -21,11 +21,11 @@ from maxghost.training.run_directory import METRICS_FILE
 
 
 def domain_lines(summary: Iterable) -> list[str]:
-  """One line per domain of the data: documents and text, and what of it is held out. summary: data.DomainSummary."""
+  """One line per domain of the data: documents, size, and held-out documents. summary: data.DomainSummary."""
   lines = []
   for entry in summary:
     held_out = f", {entry.held_out} documents held out for validation" if entry.held_out else ""
-    size = "" if entry.bytes is None else f", {entry.bytes / 1e6:.2f} MB"  # not every format tells it
+    size = "" if entry.bytes is None else f", {entry.bytes / 1e6:.2f} MB"  # unknown for some formats
     lines.append(f"  {entry.domain}: {entry.documents} documents{size}{held_out}")
   return lines
 
@@ -40,7 +40,7 @@ def start_lines(
   layout: Layout,
   spread: str,
 ) -> list[str]:
-  """Sizes of the model, the batch and the data, the mesh, and where the run is written. spread: what a device holds."""
+  """Sizes of model, batch and data, the mesh, and the run directory. spread: the share that a device holds."""
   tokens = devices.rows_per_step(cfg, layout.num_devices) * cfg.data.max_target_length
   validation = devices.describe_validation(cfg, layout)
   lines = [
@@ -69,7 +69,7 @@ def _processes() -> str:
 
 
 def facts(cfg: Config, num_params: int, flops: StepFlops, program: Program, layout: Layout) -> dict[str, str]:
-  """For run_facts.json: label -> text."""
+  """{label: text} for run_facts.json."""
   device = jax.devices()[0]
   mesh = {"mesh": describe(layout.mesh) + _processes()} if layout.num_devices > 1 else {}
   return {
@@ -85,7 +85,7 @@ def facts(cfg: Config, num_params: int, flops: StepFlops, program: Program, layo
 
 
 def end_lines(cfg: Config, outcome: Outcome, path: Path, rows: int) -> list[str]:
-  """The headline figures of a complete run, read from its metrics.jsonl, and the report command."""
+  """The main results of a complete run, from its metrics.jsonl, and the report command."""
   with open(path / METRICS_FILE, encoding="utf-8") as file:
     records = [json.loads(line) for line in file]
   first, last = records[0], records[-1]
@@ -103,7 +103,7 @@ def end_lines(cfg: Config, outcome: Outcome, path: Path, rows: int) -> list[str]
 
 
 def ghost_line(records: list[dict], name: str) -> str:
-  """The drop of the validation loss over the run against its prediction; what no step measured is left out."""
+  """The drop of the validation loss over the run, with its prediction if measured."""
   actual, predicted, check = (
     [record.get(f"ghost/{column}/{name}") for record in records]
     for column in ("actual_drop", "predicted_drop", "check_rel_err")
@@ -120,10 +120,7 @@ def ghost_line(records: list[dict], name: str) -> str:
 
 
 def speed_lines(cfg: Config, outcome: Outcome, rows: int) -> list[str]:
-  """Median step time of this process without its first step; nothing where there are no more steps than that.
-
-  rows: of a step over all devices.
-  """
+  """Median step time of this process without its first step, if there are others. rows: of a step over all devices."""
   steady = outcome.seconds[1:]
   if not steady:
     return []

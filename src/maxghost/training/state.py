@@ -1,4 +1,4 @@
-"""`TrainStateNNX`: what a training step changes, as one nnx module."""
+"""`TrainStateNNX`: everything that a training step changes, as one nnx module."""
 
 import dataclasses
 import fnmatch
@@ -26,13 +26,13 @@ class StoredGradient(nnx.Variable):
 
 
 def _zeros_like(param: nnx.Variable) -> StoredGradient:
-  """A stored gradient of this parameter, which keeps its logical axes."""
+  """A stored gradient of this parameter, with its logical axes."""
   axes = param.get_metadata().get("axes")
   return StoredGradient(jnp.zeros(param.shape, param.dtype), **({} if axes is None else {"axes": axes}))
 
 
 class TrainStateNNX(nnx.Module):
-  """Model, optimizer and the clipping factor of the step before.
+  """Model, optimizer and the clipping factor of the previous step.
 
   apply_gradients(grads) updates the parameters in place; without an optimizer it raises RuntimeError.
   """
@@ -74,12 +74,12 @@ def create(cfg: Config) -> TrainStateNNX:
     model,
     make_optimizer(cfg.optimizer, cfg.run.steps),
     trainable=trainable(cfg, model),
-    num_stored=num_sets(cfg) if stores else 0,
+    num_stored=len(cfg.data.validation_sets) if stores else 0,
   )
 
 
 def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
-  """The filter of the Params that `trainable_parameters_mask` names. ValueError for a pattern without a match."""
+  """The filter of `trainable_parameters_mask`. Raises ValueError for a pattern without a match."""
   patterns = cfg.optimizer.trainable_parameters_mask
   if not patterns:
     return nnx.Param
@@ -101,15 +101,10 @@ class PathPatterns:
     return any(fnmatch.fnmatch(label, pattern) for pattern in self.patterns)
 
 
-def num_sets(cfg: Config) -> int:
-  """K, the number of validation sets."""
-  return len(cfg.data.validation_sets)
-
-
 def create_split(cfg: Config, layout: Layout | None = None) -> tuple[nnx.GraphDef, nnx.State]:
-  """(graphdef, state) of a fresh train state; the weights are made in one compiled call, each device its own part.
+  """(graphdef, state) of a fresh train state; one compiled call makes each device's part of the weights.
 
-  The values depend on the seed alone, not on the layout.
+  Values depend only on the seed, not on the layout.
   """
   graphdef, abstract = abstract_split(cfg)
 
@@ -121,6 +116,6 @@ def create_split(cfg: Config, layout: Layout | None = None) -> tuple[nnx.GraphDe
 
 
 def abstract_split(cfg: Config) -> tuple[nnx.GraphDef, nnx.State]:
-  """(graphdef, state) with `jax.ShapeDtypeStruct` leaves: nothing is allocated."""
+  """(graphdef, state) with `jax.ShapeDtypeStruct` leaves, without allocation."""
   graphdef, state = nnx.split(nnx.eval_shape(lambda: create(cfg)))
   return graphdef, HostMemory.of(cfg).abstract(state)

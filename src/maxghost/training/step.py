@@ -20,14 +20,19 @@ from maxghost.training.scoring import Scorer, make_scorer
 
 
 def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, num_sets: int = 1):
-  """(`step(state, batch, val_batches) -> (state, out)`, twin or None), the step to be jitted with the state donated.
+  """Returns (`step(state, batch, val_batches) -> (state, out)`, twin or None); jit the step with the state donated.
 
-  graphdef, state: a split TrainStateNNX (the state may be abstract). batch: arrays or shapes of one training batch;
-  num_segments: S, the largest segment id a row may hold. val_batches: a tuple of K batches (empty when ghost is off).
-  out: scalars loss, grad_norm, param_norm, learning_rate, tokens, clip_factor; what the objective
-  measures on its way, but for schedule concat; with ghost also the ledger's
-  columns [K] and what `scoring.outputs`, or with ghost_select `selection.outputs`, lists. Raises ValueError for a model
-  that the engine cannot score.
+  out: scalars loss, grad_norm, param_norm, learning_rate, tokens, clip_factor; the objective's metrics, except for
+  schedule concat; with ghost also the ledger's columns [K] and the outputs of `scoring.outputs`, or with ghost_select
+  of `selection.outputs`.
+
+  Args:
+    graphdef, state: a split TrainStateNNX (the state may be abstract).
+    batch: arrays or shapes of one training batch.
+    num_segments: S, the largest segment id in a row.
+    num_sets: K, the length of val_batches, which is empty without ghost.
+
+  Raises: ValueError for a model that the engine cannot score.
   """
   schedule = learning_rate_schedule(cfg.optimizer, cfg.run.steps)
   scorer: Scorer | selection.Selector | None = None
@@ -60,7 +65,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     if report is not None:
       columns, scores = report(learning_rate, clip_factor)
       out |= scores
-      if cfg.ghost.ghost_schedule == "reverse_scan":  # the others have the bits of a step without scores
+      if cfg.ghost.ghost_schedule == "reverse_scan":  # other schedules have the bits of a step without scores anyway
         read = [out["param_norm"], *columns.values()]
     apply(train_state, read)
     train_state.clip_factor[...] = clip_factor.astype(train_state.clip_factor.dtype)
@@ -75,10 +80,11 @@ def _norm(cfg: Config, state: nnx.State):
 
 
 def _clipped_update(cfg: Config, grads):
-  """(global norm, clipping factor, function (train state, what was read of it) that updates the state by the clipped
-  gradient). What was read: sums over the old state, for which the update waits, unless it goes by segments. XLA would
-  copy what is updated in place and still read elsewhere when the step begins, and keep the copies: on CPU 5 % of the
-  memory of a scored step."""
+  """(global norm, clipping factor, update(train state, read)), which updates the state by the clipped gradient.
+
+  read: sums over the old state, for which an update without segments waits. Otherwise XLA would copy arrays that are
+  read elsewhere before it updates them in place, and keep the copies: on CPU 5 % of the memory of a scored step.
+  """
   threshold = cfg.optimizer.gradient_clipping_threshold
   if not cfg.model.stacked_segments:
     norm, clip_factor, clipped = clip(grads, threshold)
@@ -120,7 +126,7 @@ def make_eval_step(cfg: Config, graphdef):
 
 
 def make_validation_loss(cfg: Config, graphdef):
-  """`losses(state, val_batches) -> [K]`: what the train step calls val_loss, for rows of an earlier step."""
+  """`losses(state, val_batches) -> [K]`: the train step's val_loss, for rows of an earlier step."""
   loss_fn = create(cfg).validation()
 
   def losses(state, val_batches):
@@ -133,6 +139,6 @@ def make_validation_loss(cfg: Config, graphdef):
 def _training_loss(cfg: Config, step) -> Objective:
   key = None
   if cfg.model.dropout_rate:
-    # The key is a function of (seed, step): a restart draws the same masks without any RNG state to save.
+    # The key depends only on (seed, step), so that a restart draws the same masks without saved RNG state.
     key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), step)
   return create(cfg).training(key)

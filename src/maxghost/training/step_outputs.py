@@ -1,4 +1,4 @@
-"""Where a step's outputs lie, and how they come to the host: what belongs to rows stays with the rows.
+"""The placement of a step's outputs, sharded as the rows they belong to, and their transfer to the host.
 
 B rows; the other letters as in `scoring.outputs`.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from maxghost.parallel import shardings
 from maxghost.parallel.axis_rules import BATCH
 
-# Outputs with an axis of rows, and which axis that is; of param_contribution, every entry.
+# The row axis of outputs that have one; of param_contribution, that of every entry.
 ROW_AXIS = {
   "score_dot_BSK": 0,
   "contribution_BSK": 0,
@@ -27,7 +27,7 @@ ROW_AXIS = {
 
 
 def placed(out: Mapping[str, Any]) -> dict[str, Any]:
-  """Inside a step: rows' outputs split over the devices as the rows are, all others whole on every device."""
+  """Shards the outputs of rows as the rows, inside a step; all others are whole on every device."""
 
   def place(x, axis: int | None):
     names = [None] * x.ndim
@@ -39,21 +39,21 @@ def placed(out: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_host(out: Mapping[str, jax.Array]) -> dict[str, Any]:
-  """Host copies; waits until they are there. Of rows' outputs only the rows of this process, in their order."""
+  """Waits for host copies. Outputs of rows contain only the rows of this process, in their order."""
   if all(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(out)):
     return jax.device_get(dict(out))
   return _each(_local, out)
 
 
 def _each(function: Callable, out: Mapping[str, Any]) -> dict[str, Any]:
-  """function(array, its axis of rows or None) of every output."""
+  """function(array, its row axis or None) of every output."""
   return {
     name: jax.tree.map(functools.partial(function, axis=ROW_AXIS.get(name)), value) for name, value in out.items()
   }
 
 
 def whole(x: jax.Array) -> np.ndarray:
-  """The host copy of an array that lies whole on every device; waits until it is there."""
+  """Waits for the host copy of an array that is whole on every device."""
   return np.asarray(x.addressable_data(0)) if not getattr(x, "is_fully_addressable", True) else jax.device_get(x)
 
 

@@ -101,13 +101,14 @@ def read_or_skip(
 class DocumentList(Source):
   """A source whose documents are in memory."""
 
-  def __init__(self, documents: Sequence[Document], domains: tuple[str, ...], fingerprint: str = ""):
+  def __init__(self, documents: Sequence[Document], domains: tuple[str, ...]):
     self.documents = documents
     self.domains = domains
     self.files = {}
     self._sizes = np.fromiter((len(document.text) for document in documents), np.int64, len(documents))
     self.num_bytes = int(self._sizes.sum())
-    self.fingerprint = fingerprint or f"{_digest(documents):016x}"
+    parts = (part for d in documents for part in (d.domain, d.path, str(d.offset), d.text))
+    self.fingerprint = f"{text_hash(*parts):016x}"
     place = {domain: number for number, domain in enumerate(domains)}
     self._domain_numbers = np.fromiter((place[d.domain] for d in documents), np.int64, len(documents))
     paths = {(d.domain, d.path) for d in documents}
@@ -137,10 +138,6 @@ class DocumentList(Source):
 
   def sizes(self, indices: np.ndarray) -> np.ndarray:
     return self._sizes[indices]
-
-
-def _digest(documents: Sequence[Document]) -> int:
-  return text_hash(*(part for d in documents for part in (d.domain, d.path, str(d.offset), d.text)))
 
 
 def take(documents: Iterable[Document], cap: int, domain: str) -> list[Document]:

@@ -104,8 +104,3 @@ def fingerprints(files: Sequence[CorpusFile]) -> dict[str, str]:
     return {f"{file.domain}/{file.name}": fingerprint(file.path) for file in files}
   except OSError as error:
     raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
-
-
-def digest(files: dict[str, str], *settings: str) -> str:
-  """One fingerprint of all files."""
-  return f"{text_hash(*settings, *(part for item in sorted(files.items()) for part in item)):016x}"

@@ -32,10 +32,9 @@ class HfShard:
       found = self._table[list(records)]
     except (OSError, ValueError) as error:  # what Arrow raises
       raise CorruptError(f"{self._path}, rows {records[0]} to {records[-1]}: {error}") from error
-    rows = zip(*(found[column] for column in self._columns), strict=True)
+    rows = ({column: found[column][n] for column in self._columns} for n in range(len(records)))
     return [
-      join_columns(f"{self._path}, row {record}", dict(zip(self._columns, values, strict=True)), self._columns)
-      for record, values in zip(records, rows, strict=True)
+      join_columns(f"{self._path}, row {record}", row, self._columns) for record, row in zip(records, rows, strict=True)
     ]
 
 

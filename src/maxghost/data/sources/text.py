@@ -53,7 +53,8 @@ class TextSource(Source):
     self._files, self._columns, self._whole = files, columns, whole
     self._kinds = [_kind(file.path) for file in files]
     self.files = corpus_files.fingerprints(files)
-    self.fingerprint = corpus_files.digest(self.files, *columns, str(domain_bytes))
+    parts = (*columns, str(domain_bytes), *(part for item in sorted(self.files.items()) for part in item))
+    self.fingerprint = f"{text_hash(*parts):016x}"
     self._open()
     indexed = [self._index_or_skip(number, on_corrupt) for number in range(len(files))]
     counts = [len(offsets) for offsets, _ in indexed]

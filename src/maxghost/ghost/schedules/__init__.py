@@ -1,6 +1,6 @@
-"""How validation and training share a step: one module for each schedule, and `score`, the one way to run them.
+"""Schedules: how validation and training passes share a step. `score` runs them.
 
-To add a schedule: a module with `run(problem) -> Scored`, a line in `SCHEDULES`, and its facts in
+To add one, write a module with `run(problem) -> Scored`, and add lines to `SCHEDULES` and
 `config.plugins.SCHEDULE_LACKS`.
 """
 
@@ -8,16 +8,7 @@ from collections.abc import Callable
 
 from maxghost.ghost.schedules import concat, forward_mode, per_example, reverse_scan, two_pass
 from maxghost.ghost.schedules.accumulate import accumulated_plain
-from maxghost.ghost.schedules.base import (
-  Model,
-  Problem,
-  Scored,
-  Settings,
-  Stored,
-  TrainPass,
-  Update,
-  Validation,
-)
+from maxghost.ghost.schedules.base import Model, Problem, Scored, Settings, Stored, TrainPass, Update, Validation
 from maxghost.ghost.schedules.passes import (
   by_label,
   direction_parts,
@@ -41,7 +32,7 @@ SCHEDULES: dict[str, Callable[[Problem], Scored]] = {
 
 
 def score(problem: Problem) -> Scored:
-  """Runs the passes of one scored step. Raises what the schedule raises of a loss or model that it cannot take."""
+  """Runs the passes of one scored step. Raises ValueError for a loss or model that the schedule does not support."""
   return SCHEDULES[problem.schedule](problem)
 
 

@@ -14,11 +14,11 @@ from maxghost.parallel import constrain_state
 
 
 def accumulated(run: Callable, batch, num_micro: int, stacks: dict) -> TrainPass:
-  """`run(micro_batch) -> TrainPass` over all micro-batches: the pass of the whole batch, whatever its token counts.
+  """Runs `run(micro_batch) -> TrainPass` on all micro-batches; returns the pass of the whole batch.
 
-  Each micro-batch's mean is weighted by its share of the batch's weight, so that uneven and empty ones count exactly;
-  gradients are summed in float32 or wider. stacks: {label: stack shape} of the scored parameters. Scores come back in
-  the batch's row order. What is formed in the backward pass is formed from each micro-batch's own gradient.
+  Each micro-batch's mean is weighted by its share of the batch's weight, so that uneven and empty ones count exactly.
+  Gradients are summed in float32 or wider; scores are in the batch's row order. Directions formed in the backward pass
+  use each micro-batch's own gradient. stacks: {label: stack shape} of the scored parameters.
   """
   if num_micro == 1:
     return run(batch)

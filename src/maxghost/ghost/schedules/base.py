@@ -1,4 +1,4 @@
-"""One scored step as a value: `Problem`, all that its passes need, and `Scored`, all that they yield.
+"""One scored step as a value: `Problem` holds the inputs of its passes, `Scored` their results.
 
 K validation sets, n examples, T positions. A State has the parameters' paths; a label is such a path joined by slashes.
 """
@@ -15,7 +15,7 @@ from maxghost.optimizers import Parameter, RuleState, Sgd, UpdateRule
 
 
 class Model(NamedTuple):
-  """A split model. params: what is differentiated; rest: every other Variable."""
+  """A split model. params: the differentiated Variables. rest: all others."""
 
   graphdef: nnx.GraphDef
   params: nnx.State
@@ -24,13 +24,15 @@ class Model(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """How the passes run; scores do not depend on it.
+  """Execution settings, on which scores do not depend.
 
-  num_micro: micro-batches of the training batch. For schedule reverse_scan: segment_lengths, as `segments.scan`;
-  remat_policy: none | minimal | full, what of a layer's forward pass is kept for the walk back (with segments a
-  segment's layers are recomputed instead); carries_on_host: the segment inputs of the validation rows, and their
-  cotangents between segments, wait in pinned host memory. For schedule two_pass: in_turn, nothing of the training pass
-  begins before the direction exists, so that the activations of the two passes do not lie beside each other.
+  num_micro: micro-batches of the training batch.
+  segment_lengths (schedule reverse_scan): as in `segments.scan`.
+  remat_policy (reverse_scan): none | minimal | full, what is kept of a layer's forward pass; with segments, a segment's
+    layers are recomputed instead.
+  carries_on_host (reverse_scan): keeps the validation rows' segment inputs and cotangents in pinned host memory.
+  in_turn (schedule two_pass): starts the training pass only when the direction exists, so that the activations of both
+    passes do not exist at the same time.
   """
 
   num_micro: int = 1
@@ -42,7 +44,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Validation:
-  """losses: [K], NaN where the gradients are those of an earlier step. gradients: K States."""
+  """losses: [K], NaN if the gradients are from an earlier step. gradients: K States."""
 
   losses: jax.Array
   gradients: list
@@ -50,7 +52,7 @@ class Validation:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-  """Validation gradients of an earlier step. leaves: of the K States, in order; refresh: bool scalar, take new ones."""
+  """Validation gradients of an earlier step. leaves: of the K States, in order. refresh: bool scalar, renew them."""
 
   leaves: list
   refresh: jax.Array
@@ -58,8 +60,8 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-  """What a step's own training gradient decides. state: as Problem's, with this step's clipping factor. delta: State of
-  the parameters' update; None where it is not asked for."""
+  """Results of a step's training gradient. state: the Problem's, with this step's clipping factor. delta: State of the
+  parameters' update, if requested."""
 
   state: RuleState | None
   delta: nnx.State | None = None
@@ -69,13 +71,15 @@ class Update:
 class Problem:
   """One scored step.
 
-  schedule: a name in `schedules.SCHEDULES`. loss, val_loss: `loss(model, batch) -> (losses, weights)` of the training
-  and of the validation rows. val_batches: one for each validation set. twin: None where no rules are needed.
-  parameters: by label; scored: labels of those that are scored. rule: whose response makes directions where the whole
-  training gradient is known: in schedules without rules, and with second_order, whose directions are
-  P_tᵀ (G + 1/2 H delta); otherwise the twin's own does. state: the optimizer's before the step, with a clipping factor
-  that is assumed; None where no rule reads it. update: training gradient -> `Update`. validation: what is known of the
-  validation gradients; None: nothing. account: the trainer's rule, whose ledger is kept; None: no ledger.
+  schedule: a name in `schedules.SCHEDULES`.
+  loss, val_loss: `loss(model, batch) -> (losses, weights)` of the training and of the validation rows.
+  val_batches: one for each validation set. twin: None for schedules without scoring rules.
+  parameters: by label. scored: labels of the scored ones.
+  rule: forms directions from the whole training gradient, in schedules without scoring rules and with second_order,
+    whose directions are P_tᵀ (G + 1/2 H delta). Otherwise the twin's own rule does.
+  state: the optimizer's before the step, with an assumed clipping factor; None if no rule reads it.
+  update: training gradient -> `Update`. validation: known validation gradients, if any.
+  account: the trainer's rule, for the ledger; None: no ledger.
   """
 
   schedule: str
@@ -99,9 +103,9 @@ class Problem:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainPass:
-  """What one training pass yields.
+  """Results of one training pass.
 
-  scores: {label: [*stack, K, n(, T)]}, the additive form w_i <grad l_i, u>. facts: {label: [*stack, K, 2]} where
+  scores: {label: [*stack, K, n(, T)]}, the additive form w_i <grad l_i, u>. facts: {label: [*stack, K, 2]} if
   directions are formed in the backward pass, else {}; see `directions.form`. metrics: see `Objective.measured`.
   """
 
@@ -116,15 +120,16 @@ class TrainPass:
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-  """What `schedules.score` returns.
+  """Results of `schedules.score`.
 
   additive: [K, n(, T)], scores summed over parameters; forward mode credits the position of the loss, the others the
-  position where a parameter was used. captured: {label: [*stack, K]}, share of |u|^2 held by rank-r factors.
-  validation: the whole validation gradients, to be used again; None where they never exist at once.
-  Of the ledger: gradients, K dicts {label: G}, from which `ledger.sums` is made when this step's clipping factor is
-  known, or the sums, where the schedule has made them (where the factor assumed is another one, the columns that hold
-  P_t differ, and their sum misses -<G, Delta> by as much); both None: no ledger. parts: as `passes.direction_parts`.
-  used: <g, u> [K]; None: `ledger.used` of the parts.
+    position where a parameter was used.
+  captured: {label: [*stack, K]}, share of |u|^2 held by rank-r factors.
+  validation: the whole validation gradients, for reuse; None if they never exist at once.
+  gradients: K dicts {label: G}, for `ledger.sums` once this step's clipping factor is known.
+  sums: `ledger.sums`, if the schedule computes them, with the assumed clipping factor. If the actual factor differs,
+    the columns with P_t, and so the total, deviate accordingly. Without gradients and sums there is no ledger.
+  parts: as `passes.direction_parts`. used: <g, u> [K]; None: `ledger.used` of the parts.
   """
 
   passed: TrainPass

@@ -27,9 +27,10 @@ def run(problem: Problem) -> Scored:
 def concat_pass(twin: Twin, params, rest, loss_fn: Callable, batch, val_batch, directions: nnx.State):
   """(TrainPass, validation loss) of one batch train | validation.
 
-  The validation gradient is formed inside each op's backward pass from its validation rows. Unlike there, both halves
-  keep their own mean, so scores are <grad l_i, G> without the factor V / (n + V)^2, and the parameter gradient holds
-  the training rows alone. directions: parts whose gradients are ignored. One validation set, rows of equal length.
+  Each op's backward pass forms the validation gradient from its validation rows. Unlike in GhostSuite, both halves
+  keep their own mean, so scores are <grad l_i, G> without the factor V / (n + V)^2, and the parameter gradient is that
+  of the training rows alone. directions: parts whose gradients are ignored. Needs one validation set and rows of equal
+  length.
   """
   both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), batch, val_batch)
   rows = jax.tree.leaves(batch)[0].shape[0]

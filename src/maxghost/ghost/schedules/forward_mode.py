@@ -31,8 +31,8 @@ def run(problem: Problem) -> Scored:
 def jvp_scores(graphdef, params, rest, loss_fn: Callable, batch, direction):
   """<grad of (weight share times loss), u> of every example or position, in losses' shape, by one forward-mode pass.
 
-  direction: State u. Any model that `jax.jvp` passes through; per loss token, not per position of use, and without
-  detail per parameter. Cost: about one forward pass more than the forward pass.
+  direction: State u. Works for any model that supports `jax.jvp`. Scores are per loss token, not per position of use,
+  without detail per parameter. Costs about two forward passes.
   """
 
   def weighted(params):

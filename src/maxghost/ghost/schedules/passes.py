@@ -1,7 +1,7 @@
-"""The passes that schedules are made of.
+"""The passes that schedules consist of.
 
 A loss function is `loss_fn(model, batch) -> (losses, weights)`: float arrays [n] or [n, T], the loss of each example
-(or position) in nats and the weight with which it counts. The batch loss is sum(losses * weights) / sum(weights).
+(or position) in nats and its weight. The batch loss is sum(losses * weights) / sum(weights).
 
 K validation sets, n examples, T positions.
 """
@@ -18,7 +18,9 @@ from maxghost.ghost.attach import Twin
 from maxghost.ghost.schedules.base import Problem, TrainPass, Update, Validation
 from maxghost.objectives import as_objective
 from maxghost.optimizers import RuleState, UpdateRule
+from maxghost.optimizers.base import by_label
 from maxghost.parallel import constrain_state
+from maxghost.parallel.shardings import slash_path
 
 
 def mean_loss(losses, weights):
@@ -29,23 +31,17 @@ def mean_loss(losses, weights):
 
 
 def validation_mean(losses, weights):
-  """`mean_loss`; NaN, with gradient 0, for a batch without weight: it measures nothing."""
+  """`mean_loss`, but NaN with gradient 0 for a batch without weight."""
   return jnp.where(jnp.sum(weights) > 0, mean_loss(losses, weights), jnp.nan)
-
-
-def by_label(state: nnx.State) -> dict:
-  """{slash-joined path: array} of a State."""
-  return {"/".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
 
 
 def like(state: nnx.State, labelled: dict) -> nnx.State:
   """A State of the same paths with the arrays of {label: array}."""
-  flat = [(path, v.replace(labelled["/".join(map(str, path))])) for path, v in nnx.to_flat_state(state)]
-  return nnx.from_flat_state(flat)
+  return nnx.from_flat_state([(path, v.replace(labelled[slash_path(path)])) for path, v in nnx.to_flat_state(state)])
 
 
 def respond(rule: UpdateRule, state: RuleState, parameters: dict, grads: dict, directions: dict) -> dict:
-  """{label: P_tᵀ G} of whole directions, once this step's whole gradient is known."""
+  """{label: P_tᵀ G} of whole directions, for a known whole gradient."""
   scalars = rule.scalars(state.count, state.clip_factor)
   return {
     label: rule.response(parameters[label], grads[label], state.of(label), scalars).transpose(direction)
@@ -64,7 +60,7 @@ def validation_gradients(graphdef, params, rest, loss_fn: Callable, batches: tup
 
 
 def validation(problem: Problem) -> Validation:
-  """The validation gradients of this step: those that the problem knows, or new ones."""
+  """The validation gradients of this step, known or new."""
   known = problem.validation
   if isinstance(known, Validation):
     return known
@@ -90,15 +86,15 @@ def validation(problem: Problem) -> Validation:
 
 
 def responded(problem: Problem, update: Update, grads: dict, gradients: list[dict]) -> list[dict]:
-  """P_tᵀ G by the problem's rule, of whole gradients {label: G}."""
+  """P_tᵀ G of whole gradients {label: G}, by the problem's rule."""
   if problem.rule.identity or update.state is None:
     return gradients
   return [respond(problem.rule, update.state, problem.parameters, grads, g) for g in gradients]
 
 
 def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.State) -> tuple[list, list]:
-  """(G, u) of each validation set: States G, those given or with second_order what `curved` makes of them, and dicts
-  {label: u}, 0 where nothing is scored."""
+  """([G], [u]) of the validation sets: States G, with second_order those of `curved`, and dicts {label: u}, 0 for
+  parameters that are not scored."""
   update = problem.update(training_gradient)
   if problem.second_order:
     gradients = curved(problem, gradients, update)
@@ -111,15 +107,15 @@ def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.S
 
 
 def curved(problem: Problem, gradients: list, update: Update) -> list:
-  """`second_order_gradients` of the step that `update` makes."""
+  """`second_order_gradients` of the update."""
   return second_order_gradients(*problem.model, problem.val_loss, problem.val_batches, gradients, update.delta)
 
 
 def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: tuple, gradients: list, delta) -> list:
   """G + 1/2 H_val delta for each validation set, by one Hessian-vector product (forward over reverse).
 
-  gradients: the G's; delta: State of the step's parameter update. With these in place of G, a step's contributions are
-  the Shapley values of the validation loss's quadratic model (`docs/ghost.md`).
+  gradients: the G's. delta: State of the step's parameter update. In place of G, these make a step's contributions the
+  Shapley values of the validation loss's quadratic model (`docs/ghost.md`).
   """
 
   def loss(params, batch):
@@ -138,8 +134,8 @@ def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: t
 def _for_each_set(function: Callable, batches: tuple):
   """(stacked first results, list of second results) of function(batch) -> (scalar, State).
 
-  Sets of one shape run as one mapped pass: the products with the weights see all their rows at once, which K small
-  passes would not fill the machine with.
+  Sets of one shape run as one mapped pass, whose products with the weights include all rows at once; K small passes
+  would use the device less well.
   """
   shapes = [jax.tree.map(jnp.shape, batch) for batch in batches]
   if len(batches) == 1 or any(shape != shapes[0] for shape in shapes):
@@ -152,14 +148,14 @@ def _for_each_set(function: Callable, batches: tuple):
 def direction_parts(twin: Twin, gradients: list[dict], state: RuleState | None = None):
   """({label: parts}, {label: captured [*stack, K]}) for `Twin.direction_state` from K dicts {label: gradient}.
 
-  A direction with a rank is factored here, unless it is formed in the backward pass, which needs the optimizer's state.
+  Directions with a rank are factored here, unless they are formed in the backward pass, which needs `state`.
   """
   parts, captured = {}, {}
   rule = twin.spec.rule
   scalars = None if state is None else rule.scalars(state.count, state.clip_factor)
   for param in twin.scored:
     axis = len(param.stack_shape)
-    # The sets come first until they are small: they often are slices of one array, which then need not be copied.
+    # The sets are stacked first: often they are slices of one array, which then need not be copied.
     stacked = param.placed(jnp.moveaxis(jnp.stack([g[param.label] for g in gradients]), 0, axis))
     if state is not None and scalars is not None and twin.spec.in_backward:
       kept = state.of(param.label)
@@ -177,7 +173,7 @@ def _factors(param, stacked):
   """(left, right, captured [*stack, K]) of one parameter's directions [*stack, K, *parameter]."""
   axis = len(param.stack_shape)
   if param.spec.parameter.groups:
-    # Layer by layer: what a factorisation sums over the mesh has a whole side of each matrix, of all experts at once.
+    # Layer by layer: sums over the mesh hold a whole side of each matrix, of all experts at once.
     run = functools.partial(param.spec.factor, batch_axes=1)
     for _ in param.stack_shape:
       run = functools.partial(jax.lax.map, run)
@@ -186,7 +182,7 @@ def _factors(param, stacked):
 
 
 def captured(twin: Twin, factored: dict, facts: dict) -> dict:
-  """{label: captured [*stack, K]}: what `direction_parts` says, or the facts of what the backward pass factors."""
+  """{label: captured [*stack, K]}, from `direction_parts` or from the facts of the backward pass."""
   if twin.spec.in_backward and twin.spec.rank:
     return {p.label: facts[p.label][..., 0] for p in twin.scored if p.spec.low_rank}
   return factored
@@ -198,7 +194,7 @@ def total(twin: Twin, scores: dict) -> Any:
 
 
 def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: nnx.State) -> TrainPass:
-  """The training gradient of the batch, with every example scored against `directions` on the way back."""
+  """The training gradient of the batch; its backward pass scores every example against `directions`."""
 
   def loss(params, probes):
     losses, weights, metrics = as_objective(loss_fn).measured(twin.merge(params, probes, directions, rest), batch)
@@ -212,7 +208,7 @@ def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: n
 
 
 def plain_pass(graphdef, params, rest, loss_fn: Callable, batch) -> TrainPass:
-  """The training gradient of the batch, and no scores."""
+  """The training gradient of the batch, without scores."""
 
   def loss(params):
     losses, weights, metrics = as_objective(loss_fn).measured(nnx.merge(graphdef, params, rest), batch)

@@ -25,7 +25,7 @@ def run(problem: Problem) -> Scored:
 
 
 def per_example_gradients(graphdef, params, rest, loss_fn: Callable, batch) -> dict:
-  """{label: [n, *parameter]}: the gradient of each example's share of the batch loss; n times the parameters' size."""
+  """{label: [n, *parameter]}: the gradient of each example's share of the batch loss."""
 
   def loss(params, example):
     losses, weights = loss_fn(nnx.merge(graphdef, params, rest), jax.tree.map(lambda x: x[None], example))

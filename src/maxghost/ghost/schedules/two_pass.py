@@ -30,7 +30,7 @@ def run(problem: Problem) -> Scored:
     labelled = [by_label(g) for g in found.gradients]
     parts, share = direction_parts(twin, labelled, problem.state)
   if problem.settings.in_turn:
-    # Nothing of the training pass begins before: else its activations may lie beside those of the validation pass.
+    # Otherwise activations of the training pass may exist at the same time as those of the validation pass.
     parts, batch = jax.lax.optimization_barrier((twin.placed(parts), batch))
   directions = twin.direction_state(parts)
 

@@ -1,8 +1,8 @@
-"""What a train step needs on one device, before anything is compiled, and what to do where it is too much.
+"""Estimates the memory of a train step on one device before it is compiled, and suggests settings if it is too much.
 
-`step.estimate` adds up; `table` holds the result; `device` reads sizes off the abstract objects of the run;
-`activations` and `directions` are closed forms of what only the compiled step holds; `verdict` and `report` put it into
-words.
+`step.estimate` computes the estimate, and `table` holds it. `device` reads sizes from the run's abstract objects;
+`activations` and `directions` are closed forms for arrays that exist only in the compiled step. `verdict` and `report`
+print the result.
 """
 
 from maxghost.training.memory.step import estimate

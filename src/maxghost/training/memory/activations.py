@@ -1,14 +1,14 @@
-"""Closed forms of what the backward pass of a layer or of the output head holds, which only the compiled step has.
+"""Closed forms of the memory of the backward passes of a layer and of the output head.
 
 B rows, T positions, N = B T tokens on one device; D embed dim, F feed-forward width, H query and K key/value heads,
-h head width, L layers, V vocabulary. Calibrated against the TPU compiler (benchmarks/memory.py), which fuses what is
-elementwise.
+h head width, L layers, V vocabulary. Calibrated against the TPU compiler (benchmarks/memory.py), which fuses
+elementwise operations.
 """
 
 from maxghost.training.memory.device import Device, Held
 from maxghost.training.memory.table import Row, Tensor
 
-# Arrays that live at once while a layer's backward pass runs.
+# Numbers of arrays that exist at once while a layer's backward pass runs.
 LIVE_HIDDEN = 2  # of [N, D]: the layer's input and a cotangent
 LIVE_FEED_FORWARD = 1  # of [N, F] beyond the output of each branch, if there are several: their product's cotangent
 LIVE_HEADS = 4  # of [N, H h], and of [N, K h] for keys and values
@@ -16,7 +16,7 @@ LINEAR_FROM = 1024  # positions from which blockwise attention forms no scores o
 
 
 class Activations:
-  """Of the rows that go through the model at once. walks_back, in_turn: see `directions.Directions`."""
+  """Activations of the rows that pass through the model at once. walks_back, in_turn: see `directions.Directions`."""
 
   def __init__(self, device: Device, walks_back: bool, in_turn: bool):
     self.cfg, self.model, self.device = device.cfg, device.cfg.model, device
@@ -36,7 +36,7 @@ class Activations:
 
   @property
   def layers_at_once(self) -> int:
-    """Layers that are differentiated without computing their inputs again."""
+    """Number of layers that are differentiated without recomputing their inputs."""
     return self.model.segment_lengths[-1] if self.model.segment_lengths else self.model.base_num_decoder_layers
 
   def layer_runs(self) -> list[tuple[int, str]]:
@@ -48,7 +48,7 @@ class Activations:
     return [*runs, (outer, f"inputs of the {outer} layers of one segment" if runs else f"inputs of all {outer} layers")]
 
   def in_layers(self) -> list[Row]:
-    """Boundary carries and what one layer's, or one segment's, backward pass holds."""
+    """Boundary carries, and the arrays of the backward pass of one layer or segment."""
     n, device = self.tokens, self.device
     *outer, (inner, within) = self.layer_runs()
     widest = max(n, device.num_sets * device.val_rows * device.length) if self.in_turn else n
@@ -81,17 +81,17 @@ class Activations:
 
   @property
   def linear_attention(self) -> bool:
-    """Whether attention needs memory in proportion to T, not to T squared."""
+    """Whether the memory of attention is linear in T."""
     attention = self.model.attention
     blocks = attention in ("blockwise", "autoselected") and self.device.length > LINEAR_FROM
     return attention == "flash" or blocks
 
   def working(self) -> list[Tensor]:
-    """What lives while one layer is computed again and differentiated.
+    """Arrays that exist while one layer is recomputed and differentiated.
 
-    Left to itself the compiler puts off weight gradients, and what they are taken from, to the end of the layer.
-    Schedule reverse_scan takes them in order where it computes layers again (`models.autodiff.gradients_in_order`):
-    attention is differentiated when the feed-forward arrays are gone.
+    By default the compiler defers weight gradients, and keeps their inputs, to the end of the layer. Schedule
+    reverse_scan computes them in order where it recomputes layers (`models.autodiff.gradients_in_order`): attention is
+    differentiated after the feed-forward arrays are freed.
     """
     n, c, branches = self.tokens, self.compute, len(self.model.mlp_activations)
     hidden = Tensor((n, self.embed), c, "hidden states and their cotangents in one layer", LIVE_HIDDEN)
@@ -117,20 +117,17 @@ class Activations:
     return tensors
 
   def in_head(self, table: Held) -> list[Row]:
-    """Carries, the logits and the head's gradient."""
+    """Carries, logits and the head's gradient."""
     m, n, d, c = self.model, self.tokens, self.embed, self.compute
-    vocab, (carries, why), tiles = (
-      self.device.part(m.vocab_size, "activation_vocab"),
-      self.layer_runs()[0],
-      m.num_vocab_tiling,
-    )
+    vocab, tiles = self.device.part(m.vocab_size, "activation_vocab"), m.num_vocab_tiling
+    carries, why = self.layer_runs()[0]
     tile = "logits" if tiles == 1 else f"one of {tiles} tiles of the logits"
     wide = "float64" if c == "float64" else "float32"
     logits = Tensor((-(-n // tiles), vocab), c, f"{tile}, or their cotangent (num_vocab_tiling={tiles})")
     head = [Tensor(table.shape, table.dtype, "gradient of the output table")]
     hidden = [Tensor((n, d), c, "last hidden states", 2)]
     if tiles > 1 and m.vocab_tiling_axis == "vocab":
-      # The blocks are interleaved, so the table is turned around to cut them, and their gradients to join them.
+      # The blocks are interleaved, so the table is transposed to cut them, and their gradients to join them.
       head += [
         Tensor(table.shape, c, f"blocks of the output table (num_vocab_tiling={tiles})"),
         Tensor(table.shape, table.dtype, "their gradients"),

@@ -1,4 +1,4 @@
-"""What a run's own objects take on one device: the abstract train state, its batches, and the parts of its twin.
+"""Sizes of a run's objects on one device: the abstract train state, its batches, and the parts of its twin.
 
 B rows, T positions, K validation sets.
 """
@@ -21,16 +21,16 @@ from maxghost.training.memory.table import Row, Tensor
 from maxghost.training.scoring import frozen
 
 EXPERTS = "exp"  # the logical axis that numbers experts
-
-
 OTHER = "other state"
 
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-  """One Variable of the train state. row: of the table; whole: its shape; shape: of the part on this device; stacked:
-  it has a leading layer axis; gathered: its elements where a layer computes with it, whole along the mesh axes that
-  split the batch."""
+  """One Variable of the train state.
+
+  row: of the table. whole: its shape. shape: of the part on this device. stacked: whether it has a leading layer axis.
+  gathered: number of elements when a layer uses it, gathered along the mesh axes that split the batch.
+  """
 
   row: str
   label: str
@@ -48,7 +48,7 @@ class Held:
 
 
 class PlacedState:
-  """A train state over the devices of a layout. split: its (graphdef, abstract state)."""
+  """A train state on the devices of a layout. split: its (graphdef, abstract state)."""
 
   def __init__(self, layout: Layout, split: tuple[nnx.GraphDef, nnx.State]):
     self.layout, self._graphdef, self._abstract = layout, split[0], layout.abstract(split[1])
@@ -71,7 +71,7 @@ class PlacedState:
     return Held(row, label, axes, leaf.shape, shape, str(leaf.dtype), host, axes[:1] == ("layers",), gathered)
 
   def twin(self, cfg: Config) -> Twin:
-    """The probed twin, of one example. Raises ValueError, see `attach`."""
+    """The probed twin for one example. Raises ValueError as `attach`."""
     model = nnx.merge(self._graphdef, self._abstract).model
     exclude = (*cfg.ghost.ghost_exclude, *frozen(cfg, model))
     spec = direction_spec(cfg, cfg.ghost.ghost_direction, cfg.ghost.ghost_rank)
@@ -82,7 +82,7 @@ class PlacedState:
 
 
 class Device:
-  """Sizes on one device, of a run with this train state."""
+  """Sizes on one device of a run with this train state."""
 
   def __init__(self, cfg: Config, placed: PlacedState):
     self.cfg, self.layout, self.variables = cfg, placed.layout, placed.variables
@@ -96,7 +96,7 @@ class Device:
     self.scored = placed.twin(cfg).scored if self.num_sets else ()
 
   def part(self, size: int, axis: str) -> int:
-    """Of a dimension of an activation on this device. axis: its logical name."""
+    """Size of an activation's dimension on this device. axis: its logical name."""
     with use(self.layout):
       return -(-size // num_parts(axis))
 
@@ -104,18 +104,18 @@ class Device:
     return self.layout.rows(num_rows).shard_shape((num_rows,))[0]
 
   def elements(self, stacked: bool | None = None) -> int:
-    """Of the parameters: in the stack, outside it, or all."""
+    """Elements of the parameters in the stack, outside it, or (None) of all."""
     return sum(v.elements for v in self.params.values() if stacked is None or stacked == v.stacked)
 
   @property
   def output_table(self) -> Held | None:
-    """The weight that makes logits: the projection, else the embedding that is used twice."""
+    """The weight of the logits: the projection, or else the tied embedding."""
     tables = [v for v in self.params.values() if "vocab" in v.axes and len(v.axes) == 2]
     return max(tables, key=lambda v: v.axes[-1] == "vocab", default=None)
 
   @functools.cached_property
   def resident(self) -> tuple[Row, ...]:
-    """What lives between steps, in device memory."""
+    """Arrays in device memory between steps."""
     rows: dict[str, list[Tensor]] = {"parameters": [], "optimizer": [], OTHER: [], "batch and validation rows": []}
     for v in self.variables:
       if not v.on_host:
@@ -129,7 +129,7 @@ class Device:
 
   @property
   def host_bytes(self) -> int:
-    """Of the state, and of the gradients of streamed weights."""
+    """Bytes of the state and of the gradients of streamed weights in host memory."""
     held = [v for v in self.variables if v.on_host]
     return sum(v.elements * jnp.dtype(v.dtype).itemsize * (2 if v.row == "parameters" else 1) for v in held)
 
@@ -140,7 +140,7 @@ class Device:
     return Tensor((count, self.num_sets, self.rows, self.length), "float32", "scores per token of every parameter")
 
   def factors(self, param: ScoredParam) -> int:
-    """Elements of a parameter's factors on this device; 0 where its direction is held whole."""
+    """Elements of a parameter's factors on this device; 0 for a whole direction."""
     shapes = param.spec.part_shapes(param.stack_shape, self.num_sets, param.shape)
     size, specs = 0, []
     with use(dataclasses.replace(self.layout, record=lambda *entry: specs.append(entry[-1]))):

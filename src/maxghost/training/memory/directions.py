@@ -1,6 +1,6 @@
-"""What the scores of a step hold: validation gradients or their factors, validation rows, scores per token.
+"""Memory of the scores of a step: validation gradients or their factors, validation rows, scores per token.
 
-The parts of each direction are the twin's own; what reverse_scan keeps of the validation rows is a closed form.
+The parts of each direction come from the twin; the memory of reverse_scan's validation rows is a closed form.
 """
 
 import functools
@@ -14,7 +14,7 @@ from maxghost.training.memory.table import Row, Tensor
 
 
 class Directions:
-  """Of the configured schedule."""
+  """Memory of the directions for the configured schedule."""
 
   def __init__(self, device: Device):
     self.device, self.cfg, self.ghost, self.model = device, device.cfg, device.cfg.ghost, device.cfg.model
@@ -24,8 +24,10 @@ class Directions:
 
   @functools.cached_property
   def in_turn(self) -> bool:
-    """Whether schedule reverse_scan finishes the validation rows of a segment before it turns to the training rows: it
-    does where the validation gradients of a layer are smaller than its validation inputs, over all devices."""
+    """Whether schedule reverse_scan finishes the validation rows of a segment before its training rows.
+
+    It does if the validation gradients of a layer are smaller than its validation inputs, over all devices.
+    """
     if not self.walks_back or not self.model.segment_lengths:
       return False
     stacked = [v for v in self.device.params.values() if v.stacked]
@@ -34,12 +36,12 @@ class Directions:
     return layer < tokens * self.model.base_emb_dim * jnp.dtype(self.compute).itemsize
 
   def walk(self, layers_at_once: int) -> str:
-    """How schedule reverse_scan goes back through the layers; empty for the others."""
+    """One line on the order of schedule reverse_scan; empty for other schedules."""
     unit = f"by segments of {layers_at_once} layers" if self.in_turn else "layer by layer"
     return f"validation and training rows take turns {unit}" if self.walks_back else ""
 
   def rows(self, activations: Activations) -> list[Row]:
-    """Empty without scores."""
+    """Rows of the table; empty without scores."""
     if not self.device.num_sets:
       return []
     tensors = {"two_pass": self._two_pass, "reverse_scan": lambda: self._walked_back(activations)}
@@ -47,7 +49,7 @@ class Directions:
     return [Row("ghost directions and probes", (*found, self.device.probes))]
 
   def _two_pass(self) -> list[Tensor]:
-    """The validation gradients stay for the account, also where the scores follow their factors."""
+    """The validation gradients are kept for the ledger, even if scores use their factors."""
     scored, sets = self.device.scored, self.device.num_sets
     whole = sum(self.device.params[p.label].elements for p in scored)
     tensors = [Tensor((sets, whole), self.weight, "validation gradients, the directions of the scores")]
@@ -56,13 +58,13 @@ class Directions:
     return tensors
 
   def _walked_back(self, activations: Activations) -> list[Tensor]:
-    """What schedule reverse_scan holds of the validation rows while it is at the training rows of a layer."""
+    """Memory of the validation rows while schedule reverse_scan processes the training rows of a layer."""
     device, sets, embed = self.device, self.device.num_sets, self.model.base_emb_dim
     layer = device.elements(True) // self.model.base_num_decoder_layers
     *outer, inner = (count for count, _ in activations.layer_runs())
     on_host = "carries" in self.model.offload_to_host
     kept = sum(outer[1:] if on_host else outer) + (0 if self.in_turn else inner)
-    # In turn, the first set's gradients of a segment make room for the training gradients, which are counted there.
+    # In turn, the training gradients replace the first set's gradients of a segment, and are counted elsewhere.
     gradients = (sets - 1) * inner if self.in_turn else 2 * sets
     tensors = [
       Tensor((sets * device.elements(False),), self.weight, "validation gradients outside the stack"),

@@ -1,4 +1,4 @@
-"""What a run says about the memory of its step: the closed form, what XLA allocates, what to do if it is too much."""
+"""Messages on the memory of a step: the estimate, XLA's allocation, and suggestions if it is too much."""
 
 import os
 from typing import Any
@@ -9,14 +9,13 @@ from maxghost.config import ConfigError
 from maxghost.training.memory.table import MemoryEstimate, shown
 from maxghost.training.memory.verdict import advice, remedies, verdict
 
-# Times the memory of a device. The estimate is within a tenth of what the TPU compiler says of dense models; on CPU,
-# and of small programs, it is rough.
+# Times the memory of a device. The estimate is within a tenth of the TPU compiler's figure for dense models; it is
+# rough on CPU and for small programs.
 CLEARLY_TOO_MUCH = 1.5
 
 
 def capacity(device: Any) -> int | None:
-  """Bytes that a step may use on a `jax.Device`: what its allocator says, on CPU its share of the machine's memory,
-  else None."""
+  """Bytes that a step may use on a `jax.Device`: its allocator's limit, or on CPU its share of the machine's memory."""
   limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
   if limit is None and device.platform == "cpu" and hasattr(os, "sysconf"):
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(jax.local_devices(backend="cpu"))
@@ -24,7 +23,7 @@ def capacity(device: Any) -> int | None:
 
 
 def check(estimated: MemoryEstimate, limit: int | None) -> None:
-  """Raises ConfigError, with the settings to change, where the step needs clearly more than the `capacity`."""
+  """Raises ConfigError, with settings to change, if the step needs clearly more than the `capacity`."""
   if limit is None or estimated.total <= CLEARLY_TOO_MUCH * limit:
     return
   steps = remedies(estimated, limit)
@@ -44,15 +43,14 @@ def start_lines(estimated: MemoryEstimate, limit: int | None) -> list[str]:
 
 
 def too_large(error: Exception, estimated: MemoryEstimate, limit: int | None) -> str:
-  """XLA's words on an allocation that failed, and what to change."""
+  """XLA's message on a failed allocation, and settings to change."""
   lines = str(error).splitlines() or ["RESOURCE_EXHAUSTED"]
   words = next((line.strip() for line in lines if "exceeds" in line), lines[0])
   return "\n".join([f"out of device memory: {words}", *shortage(estimated, limit)])
 
 
 def shortage(estimated: MemoryEstimate, limit: int | None) -> list[str]:
-  """What to change where XLA needs more than there is: the verdict, or, where the estimate is that it fits, how to need
-  a fifth less than estimated."""
+  """Settings to change if XLA needs too much: the verdict, or, if the estimate fits, how to need a fifth less."""
   if limit is not None and estimated.total > limit:
     return verdict(estimated, limit).splitlines()
   less = int(0.8 * estimated.total)

@@ -1,7 +1,6 @@
 """Bytes of one train step on one device, from the abstract objects of the run, before anything is compiled.
 
-The estimate is of the fullest moment of the step: the backward pass of one layer, of the output head, or the update,
-whichever needs most. Nothing is allocated.
+The estimate is the maximum over the backward pass of one layer, that of the output head, and the update.
 """
 
 import functools
@@ -22,7 +21,7 @@ from maxghost.training.memory.table import MemoryEstimate, Row, Tensor
 
 Split = tuple[nnx.GraphDef, nnx.State]
 
-# Keys that change neither the shapes nor the places of the train state.
+# Keys that change neither the shapes nor the shardings of the train state.
 _OF_THE_STEP = {
   "attention", "num_vocab_tiling", "remat_policy", "segment_lengths", "ghost_schedule", "ghost_rank",
   "per_device_batch_size", "gradient_accumulation_steps", "max_target_length",
@@ -34,9 +33,8 @@ def estimate(
 ) -> MemoryEstimate:
   """Bytes per device of one train step.
 
-  layout: of the run's devices; None = one device. build(cfg) -> (graphdef, abstract state) of the `TrainStateNNX` that
-  is trained. split: what it gives, where that is known.
-  Raises ConfigError for a model that cannot be scored.
+  layout: of the run's devices; None: one device. build(cfg) -> (graphdef, abstract state) of the `TrainStateNNX`.
+  split: its result, if known. Raises ConfigError for a model that cannot be scored.
   """
   placed = functools.partial(PlacedState, layout or Layout.of(ParallelConfig(), jax.devices()[:1]))
   states = {} if split is None else {_state_keys(cfg): placed(split)}
@@ -44,7 +42,7 @@ def estimate(
 
 
 def _estimate(cfg: Config, states: dict[str, PlacedState], build: Callable[[Config], PlacedState]) -> MemoryEstimate:
-  """states: by `_state_keys`; new ones are added."""
+  """As `estimate`. states: a cache by `_state_keys`."""
   keys = _state_keys(cfg)
   try:
     if keys not in states:
@@ -73,7 +71,7 @@ def _state_keys(cfg: Config) -> str:
 
 
 def _moments(device: Device, activations: Activations, scores: list[Row]) -> dict[str, list[Row]]:
-  """{moment of the step: what is held then}."""
+  """{moment of the step: memory at that moment}."""
   model, also = device.cfg.model, [*scores, *_buffers(device)]
   segments = _segments(device)
   streamed = segments if "weights" in model.offload_to_host else []
@@ -87,8 +85,7 @@ def _moments(device: Device, activations: Activations, scores: list[Row]) -> dic
 
 
 def _segments(device: Device) -> list[Tensor]:
-  """Weights and gradients of the segments at work. A loop over the layers of a segment takes the weights as an array of
-  their own, cut out of the stack or brought in from the host, and returns the gradients as one."""
+  """Weights and gradients of the current segments, which are separate arrays in a loop over the layers of a segment."""
   model = device.cfg.model
   layer = device.elements(True) // model.base_num_decoder_layers
   tensors = [

@@ -1,4 +1,4 @@
-"""The memory estimate of a step: tensors, rows of tensors, and the table that is printed."""
+"""The memory estimate of a step: tensors, rows of tensors, and the printed table."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ SHORT_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64"
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """One array on one device. why: what it is and what it is kept for."""
+  """One array on one device. why: its description and purpose."""
 
   shape: tuple[int, ...]
   dtype: str
@@ -33,7 +33,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """A line of the table: what the tensors of one kind take at the fullest moment."""
+  """A line of the table: the tensors of one kind at the moment of the maximum."""
 
   name: str
   tensors: tuple[Tensor, ...]
@@ -45,11 +45,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-  """Bytes per device at the fullest moment of a step.
+  """Bytes per device at the moment of a step with the highest memory.
 
-  rows: of that moment, the resident ones first. moment: its name. resident: what lives between steps. host: bytes in
-  the host's pinned memory. tokens: at work at once. walk: how validation and training rows share the backward pass,
-  empty where they do not. change(**keys) -> the estimate with other settings, or None where those are refused.
+  rows: at that moment, the resident ones first. moment: its name. resident: memory between steps. host: bytes in the
+  host's pinned memory. tokens: processed at once. walk: how validation and training rows share the backward pass, or
+  empty. change(**keys) -> the estimate with other settings, or None if they are refused.
   """
 
   rows: tuple[Row, ...]
@@ -71,11 +71,10 @@ class MemoryEstimate:
 
   @property
   def temporaries(self) -> int:
-    """What XLA calls temporaries: all but the arguments."""
+    """XLA's temporaries: everything except the arguments."""
     return self.total - self.arguments
 
   def table(self) -> list[str]:
-    """Lines to print."""
     lines = [f"memory per device, closed form, fullest during {self.moment} ({self.tokens:,} tokens per device):"]
     rows = [(row.name, row.bytes) for row in self.rows if row.bytes]
     rows += [("total", self.total)] + ([("in host memory", self.host)] if self.host else [])
@@ -83,7 +82,7 @@ class MemoryEstimate:
     return [*lines, f"  {self.walk}"] if self.walk else lines
 
   def beside(self, compiled: Mapping[str, int]) -> str:
-    """The closed form against an executable's `compiled_sizes`."""
+    """Compares the estimate with an executable's `compiled_sizes`."""
     total = compiled["arguments"] + compiled["temporaries"]
     parts = [("arguments", self.arguments), ("temporaries", self.temporaries)]
     each = ", ".join(f"{name} {shown(compiled[name])} against {shown(mine)}" for name, mine in parts)
@@ -92,14 +91,13 @@ class MemoryEstimate:
 
 
 def compiled_sizes(analysis: Any) -> dict[str, int]:
-  """{"arguments", "temporaries"} of XLA's `memory_analysis()`; outputs that take no argument's place count as
-  temporaries."""
+  """{"arguments", "temporaries"} of XLA's `memory_analysis()`; outputs that replace no argument are temporaries."""
   fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
   return {"arguments": analysis.argument_size_in_bytes, "temporaries": analysis.temp_size_in_bytes + max(fresh, 0)}
 
 
 def shown(size: float) -> str:
-  """A size in the unit that fits it."""
+  """A size in a suitable unit."""
   for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
     if size >= factor:
       return f"{size / factor:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""What to do where a step does not fit: the largest tensors, and the cheapest settings that make it fit."""
+"""Advice for a step that does not fit: the largest tensors, and the cheapest settings that make it fit."""
 
 from collections.abc import Iterable, Iterator
 
@@ -6,10 +6,7 @@ from maxghost.training.memory.table import MemoryEstimate, Tensor, shown
 
 
 def verdict(estimate: MemoryEstimate, capacity_bytes: int) -> str:
-  """One line where the step fits; else the largest tensors and the settings to change, with the estimate after each.
-
-  capacity_bytes: of one device.
-  """
+  """One line if the step fits; else the largest tensors and the settings to change. capacity_bytes: of one device."""
   need, have = estimate.total, capacity_bytes
   if need <= have:
     return f"memory: needs {shown(need)} of {shown(have)} per device; {shown(have - need)} to spare"
@@ -24,7 +21,7 @@ def verdict(estimate: MemoryEstimate, capacity_bytes: int) -> str:
 
 
 def advice(estimate: MemoryEstimate, capacity_bytes: int) -> list[str]:
-  """The largest tensors, and the settings that bring the estimate down to the capacity, or as near as they can."""
+  """The largest tensors, and the settings that bring the estimate to the capacity, or as near as possible."""
   lines = ["  largest:", *(f"    {tensor.describe()}" for tensor in largest(estimate, 5))]
   steps = remedies(estimate, capacity_bytes)
   if not steps:
@@ -43,9 +40,9 @@ def largest(estimate: MemoryEstimate, count: int) -> list[Tensor]:
 
 
 def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, str, MemoryEstimate]]:
-  """[(keys as they are typed, what they cost, estimate after them and those before)], cheapest first, until it fits.
+  """[(keys as typed, their cost, estimate with them and the previous ones)], cheapest first, until it fits.
 
-  Settings that turn out not to be needed once later ones are taken are left out.
+  Settings that later ones make unnecessary are left out.
   """
   taken: dict[tuple[str, ...], tuple[dict, str]] = {}  # by name: a later value replaces an earlier one
   current = estimate
@@ -68,7 +65,7 @@ def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, s
 
 
 def _typed(value) -> str:
-  """The value of a key as it is typed on the command line."""
+  """The value of a key as typed on the command line."""
   return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -85,7 +82,7 @@ def _helpful(estimate: MemoryEstimate) -> Iterator[tuple[dict, str, MemoryEstima
 
 
 def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
-  """(keys, what they cost), from those that cost nothing to those that change the run."""
+  """(keys, their cost), from those without cost to those that change the run."""
   cfg = estimate.cfg
   m, o, g = cfg.model, cfg.optimizer, cfg.ghost
   layers = m.base_num_decoder_layers

@@ -1,4 +1,4 @@
-"""Schedule 'reverse_scan': one walk back over the stacked layers, validation and training together."""
+"""Schedule 'reverse_scan': one backward walk over the stacked layers for validation and training."""
 
 from maxghost.ghost.schedules.reverse_scan.walk import run
 

@@ -1,4 +1,4 @@
-"""What the ledger needs of a layer, taken where its validation gradients still exist.
+"""The ledger's sums of a layer, computed while its validation gradients exist.
 
 K validation sets. `arrays`: {name: {label inside the layer: array}} of the optimizer's state.
 """
@@ -16,7 +16,7 @@ from maxghost.models import autodiff, streaming
 
 def layer_arrays(layers: Layers, index) -> dict:
   """`arrays` of one layer, on the device."""
-  # Vectors come whole: a TPU cannot cut a single row out of a packed matrix in host memory.
+  # Vectors are fetched whole: a TPU cannot cut a single row out of a packed matrix in host memory.
   return {
     name: {k: streaming.fetch(streaming.to_device(v) if v.ndim <= 2 else v, index) for k, v in inside.items()}
     for name, inside in _stacked_arrays(layers).items()
@@ -24,8 +24,8 @@ def layer_arrays(layers: Layers, index) -> dict:
 
 
 def late_arrays(layers: Layers, arrays: dict, index, probes: nnx.State) -> dict:
-  """`arrays` of one layer, each taken from the device's stack when its parameter's probe is there; those that have
-  come from the host stay."""
+  """`arrays` of one layer, each cut from the device's stack only after its parameter's probe is computed. Arrays
+  fetched from the host are reused."""
   there = dict(nnx.to_flat_state(probes))
   place = {}
   for p in layers.inner:
@@ -70,7 +70,7 @@ def whole_sums(layers: Layers, inner_sums: dict, outer_grads, outer_gradients) -
 
 
 def _stacked_arrays(layers: Layers) -> dict:
-  """`arrays` of all layers: what the ledger or the directions read."""
+  """`arrays` of all layers that the ledger or the directions read."""
   problem, rule = layers.problem, layers.twin.spec.rule
   read = {name for p in layers.inner for name in rule.reads(p.spec.parameter)}
   return {
@@ -81,7 +81,7 @@ def _stacked_arrays(layers: Layers) -> dict:
 
 
 def _used(layers: Layers, scored, grads: dict, parts: dict):
-  """<g, u> [K] over scored parameters of one layer (or outside the stack); 0 where facts hold it."""
+  """<g, u> [K] over scored parameters of one layer (or outside the stack); 0 if the facts contain it."""
   used_K = jnp.zeros(layers.twin.num_sets, float)
   for p in () if layers.twin.spec.in_backward else scored:
     label = layers.local(p.label)

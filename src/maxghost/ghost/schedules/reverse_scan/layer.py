@@ -13,7 +13,7 @@ from maxghost.models import stack
 
 
 def plain(layers: Layers):
-  """The plain layer as a function of `plain_arguments`."""
+  """The plain layer, a function of `plain_arguments`."""
 
   def function(params, x, rest, inputs, key):
     return nnx.merge(layers.graphdef, params, rest)(x, *inputs, key)
@@ -27,7 +27,7 @@ def plain_arguments(loss, x, batch, layer) -> tuple:
 
 
 def probed(layers: Layers):
-  """The twin's layer as a function of `probed_arguments`."""
+  """The twin's layer, a function of `probed_arguments`."""
 
   def function(params, probes, x, state, rest, inputs, key):
     return nnx.merge(layers.twin_graphdef, params, probes, state, rest)(x, *inputs, key)
@@ -42,7 +42,7 @@ def probed_arguments(layers: Layers, x, state: nnx.State, layer) -> tuple:
 
 
 def saved_vjp(layers: Layers, function) -> SavedVjp:
-  """A VJP that keeps what the remat policy says."""
+  """A VJP that saves arrays by the remat policy."""
   return SavedVjp(stack.remat(function, layers.problem.settings.remat_policy))
 
 
@@ -56,8 +56,10 @@ def validation_back(walk: Walk, cotangents: tuple, kept_K: tuple, layer):
 
 
 def training_back(walk: Walk, cotangent, kept: Kept, gradients: tuple, made, layer):
-  """(cotangent of the layer's input, {grads, probes, sums, captured} of the layer). made: what `directions` returns;
-  None = make them of the gradients."""
+  """(cotangent of the layer's input, {grads, probes, sums, captured} of the layer).
+
+  made: result of `directions`; None: computes it from the gradients.
+  """
   layers, (params, _, index) = walk.layers, layer
   arrays = account.layer_arrays(layers, index)
   parts, captured = made or directions(layers, gradients, arrays)
@@ -69,7 +71,7 @@ def training_back(walk: Walk, cotangent, kept: Kept, gradients: tuple, made, lay
 
 
 def directions(layers: Layers, gradients: tuple, arrays: dict):
-  """({label inside the layer: parts}, what factors capture) of one layer."""
+  """({label inside the layer: parts}, {label: captured [K]}) of one layer."""
   return parts_of(layers, layers.inner, gradients, arrays)
 
 
@@ -83,7 +85,7 @@ def direction_state(layers: Layers, parts: dict) -> nnx.State:
 
 
 def _pulled(function, vjp: SavedVjp | None, kept: Kept, cotangent, arguments: tuple):
-  """Cotangents of the arguments, from what the forward pass kept, or by a pass of their own."""
+  """Cotangents of the arguments, from the saved arrays of the forward pass, or by a new pass."""
   if vjp is None or kept.saved is None:
     return pull_in_order(function, arguments, cotangent)
   return vjp.backward(kept.saved, cotangent, *arguments)

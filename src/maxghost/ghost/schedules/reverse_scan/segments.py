@@ -1,7 +1,7 @@
-"""The forward passes through the stacked layers, and the walk back through them, segment by segment.
+"""The forward passes through the stacked layers, and the backward walk, segment by segment.
 
-Without segments the forward passes keep of every layer what the remat policy says. With segments they keep the input of
-every segment, from which the walk computes the layers' inputs again. L layers.
+Without segments the forward passes save arrays of every layer by the remat policy. With segments they save the input of
+every segment, from which the walk recomputes the layers' inputs. L layers.
 """
 
 import jax
@@ -16,7 +16,7 @@ from maxghost.models import autodiff, segments, streaming
 def inputs(layers: Layers, loss, x, batch, scanned, segment_lengths: tuple, keep=lambda x: x):
   """(inputs of these layers, or of their segments, with a leading axis; output of the last layer).
 
-  scanned: `Layers.stacked` of these layers. keep: where a segment's input goes.
+  scanned: `Layers.stacked` of these layers. keep: moves a segment's input to its memory.
   """
 
   def output(x, layer):
@@ -48,7 +48,7 @@ def saving(layers: Layers, vjp: SavedVjp, arguments, x):
 def back(walk: Walk, boundaries: Pair, cotangents: Pair, scanned, segment_lengths: tuple):
   """({grads, probes, sums, captured} with a leading layer axis, cotangents of the first layer's inputs).
 
-  boundaries: what `inputs` or `saving` kept. scanned: `Layers.stacked` of these layers.
+  boundaries: kept by `inputs` or `saving`. scanned: `Layers.stacked` of these layers.
   """
   if not segment_lengths:
     return _layers_back(walk, boundaries, cotangents, scanned)
@@ -74,24 +74,23 @@ def back(walk: Walk, boundaries: Pair, cotangents: Pair, scanned, segment_length
 
 
 def aside(layers: Layers, x):
-  """x of the validation rows where it waits while the training rows of a segment have their turn."""
+  """Moves x of the validation rows to the memory where it stays during the training rows of a segment."""
   return streaming.to_host(x) if layers.problem.settings.carries_on_host else x
 
 
 def smaller_gradients(layers: Layers, boundaries_K, layer_params) -> bool:
-  """Whether the validation gradients of a layer take less room than its validation inputs. Both arguments have a
-  leading axis."""
+  """Whether a layer's validation gradients are smaller than its validation inputs, for arrays with a leading axis."""
   one = lambda tree: sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(tree))  # noqa: E731
   return layers.twin.num_sets * one(layer_params) < one(boundaries_K)
 
 
 def _layers_back(walk: Walk, boundaries: Pair, cotangents: Pair, scanned):
-  """`back` layer by layer: in each, first the validation VJPs, then the training one."""
+  """`back` layer by layer: first the validation VJPs of a layer, then its training VJP."""
 
   def layer_back(cotangents, scanned):
     x_val, place, layer = scanned
     gradients, val_cotangents = layer_lib.validation_back(walk, cotangents.val, x_val, layer)
-    # What the training rows saved is taken out only now, or what is computed from it lies beside the above.
+    # Fetched only now; otherwise arrays computed from it would exist together with those above.
     kept = streaming.fetch(boundaries.train, autodiff.after(place, val_cotangents))
     cotangent, out = layer_lib.training_back(walk, cotangents.train, kept, gradients, None, layer)
     return Pair(val_cotangents, cotangent), out
@@ -102,9 +101,11 @@ def _layers_back(walk: Walk, boundaries: Pair, cotangents: Pair, scanned):
 
 
 def _segment_back(walk: Walk, x_val, train_boundaries, number, cotangents: Pair, scanned):
-  """The layers of one segment, first all validation VJPs, then all training ones: the inputs of its layers then exist
-  for one batch at a time, and for all its layers the validation gradients, or just their factors where only these are
-  used."""
+  """`back` for the layers of one segment: first all validation VJPs, then all training VJPs.
+
+  Layer inputs then exist for one batch at a time, and validation gradients (or only their factors, if these suffice)
+  for all layers of the segment.
+  """
   layers = walk.layers
   factored = not layers.twin.spec.in_backward and layers.twin.spec.rank
 
@@ -118,7 +119,7 @@ def _segment_back(walk: Walk, x_val, train_boundaries, number, cotangents: Pair,
   val_cotangents, kept = jax.lax.scan(
     validation, streaming.to_device(cotangents.val), (inputs_K, scanned), reverse=True
   )
-  # The barrier: the cotangent has left, and the training inputs are not computed while the validation inputs exist.
+  # After this barrier the cotangent has moved, and the validation inputs are free before training inputs are computed.
   state = (number, kept, aside(layers, val_cotangents))
   number, (gradients, directions), val_cotangents = jax.lax.optimization_barrier(state)
   x_train = streaming.fetch(train_boundaries, number)
@@ -129,7 +130,7 @@ def _segment_back(walk: Walk, x_val, train_boundaries, number, cotangents: Pair,
     place, x, others, made, layer = scanned
     first = jax.tree.map(lambda h: jax.lax.dynamic_index_in_dim(h, place, keepdims=False), held)
     ct, out = layer_lib.training_back(walk, ct, x, (first, *others) if gradients else (), made, layer)
-    # A layer's training gradient takes the place of its validation gradient, which has been used.
+    # A layer's training gradient replaces its validation gradient, which has been used.
     grads = out.pop("grads")
     held = jax.tree.map(lambda h, g: jax.lax.dynamic_update_index_in_dim(h, g, place, 0), held, grads)
     return (ct, held), out

@@ -1,4 +1,4 @@
-"""What the walk knows of the model: the stacked layers apart from everything outside of them ("outer").
+"""The model as seen by the walk: the stacked layers, and everything outside of them ("outer").
 
 K validation sets, n examples, L layers.
 """
@@ -14,12 +14,13 @@ from maxghost.ghost.attach import ScoredParam, Twin
 from maxghost.ghost.schedules.base import Problem
 from maxghost.ghost.schedules.passes import by_label
 from maxghost.ghost.variables import GhostDirection, GhostProbe
+from maxghost.parallel.shardings import slash_path
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pair:
-  """The same thing of every validation set and of the training rows."""
+  """A value for each validation set, and one for the training rows."""
 
   val: tuple
   train: Any
@@ -28,7 +29,7 @@ class Pair:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Kept:
-  """What the walk back finds of a layer's forward pass: its input, and residuals of its VJP; None: recompute them."""
+  """Input of a layer and residuals of its VJP, kept from the forward pass; None: recomputes the residuals."""
 
   x: Any
   saved: list | None = None
@@ -36,7 +37,7 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-  """A model and its twin, cut at the stacked layers.
+  """A model and its twin, split at the stacked layers.
 
   prefix: path of the layers. params, rest: of all layers, with a leading layer axis. graphdef, twin_graphdef, probes:
   of one layer. inner, outer: the scored parameters of the layers, and those outside. scalars: of the twin's rule.
@@ -65,7 +66,7 @@ class Layers:
     layer_graphdef, layer_params, layer_rest = nnx.split(
       submodule(nnx.merge(graphdef, params, rest), prefix), nnx.Param, ...
     )
-    probed = submodule(twin.merge(params, twin.zero_probes(), blank_directions(twin), rest), prefix)
+    probed = submodule(twin.merge(params, twin.zero_probes(), twin.blank_directions(), rest), prefix)
     twin_graphdef, _, probes, _, _ = nnx.split(probed, nnx.Param, GhostProbe, GhostDirection, ...)
     return cls(
       problem=problem,
@@ -90,40 +91,27 @@ class Layers:
 
   @property
   def label_prefix(self) -> str:
-    return "/".join(map(str, self.prefix)) + "/"
+    return f"{slash_path(self.prefix)}/"
 
   def local(self, label: str) -> str:
     """The label inside a layer."""
     return label.removeprefix(self.label_prefix)
 
   def stacked(self):
-    """What a layer needs to run, with a leading layer axis: parameters, the rest, index."""
+    """Arguments of a layer, with a leading layer axis: parameters, rest, index."""
     return self.params, self.rest, jnp.arange(self.count)
 
   def outer_arrays(self) -> dict:
     """{name: {label: array}} of the optimizer's state."""
     return {} if self.problem.state is None else self.problem.state.arrays
 
-  def joined(self, outer_params: nnx.State) -> nnx.State:
-    """The parameters of the whole model."""
-    return join(self.prefix, self.params, outer_params)
-
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-  """What stays the same from layer to layer. vjps: those whose forward half has run; None: layers are recomputed."""
+  """State shared by all layers of the walk. vjps: with a finished forward half; None: layers are recomputed."""
 
   layers: Layers
   vjps: Pair
-
-
-def blank_directions(twin: Twin) -> nnx.State:
-  """Directions of zeros, of all scored parameters."""
-  parts = {}
-  for p in twin.scored:
-    shapes = p.spec.part_shapes(p.stack_shape, twin.num_sets, p.shape)
-    parts[p.label] = tuple(jnp.zeros(shapes[name]) for name in p.spec.parts)
-  return twin.direction_state(parts)
 
 
 def parts_of(layers: Layers, scored, gradients, arrays: dict):
@@ -148,11 +136,11 @@ def parts_of(layers: Layers, scored, gradients, arrays: dict):
 
 
 def submodule(model: nnx.Module, path: tuple) -> nnx.Module:
-  """The module at `path`; ValueError naming the path if there is none."""
+  """The module at `path`; raises ValueError if there is none."""
   node = model
   for name in path:
     if not hasattr(node, str(name)):
-      raise ValueError(f"the model has no stacked layers at {'/'.join(map(str, path))}; set scan_layers=true")
+      raise ValueError(f"the model has no stacked layers at {slash_path(path)}; set scan_layers=true")
     node = getattr(node, str(name))
   return node
 

@@ -1,8 +1,8 @@
-"""Schedule 'reverse_scan': one walk back over the stacked layers that gives direction, gradient and scores of each.
+"""Schedule 'reverse_scan': one backward walk over the stacked layers that gives direction, gradient and scores of each.
 
-Walking back, a layer's validation VJP yields its validation gradient G_l, which becomes that layer's direction; its
-training VJP then yields cotangent, parameter gradient and scores against it; then G_l is dropped. The whole direction
-never exists at once, and streamed weights come in once for both.
+The validation VJP of a layer gives its validation gradient G_l, which becomes its direction. Its training VJP then
+gives cotangent, parameter gradient and scores against that direction, and G_l is dropped. The whole direction never
+exists at once, and streamed weights are fetched once for both VJPs.
 
 K validation sets, n examples, L layers.
 """
@@ -19,7 +19,7 @@ from maxghost.ghost.schedules.base import Problem, Scored, TrainPass
 from maxghost.ghost.schedules.passes import captured as captured_of
 from maxghost.ghost.schedules.passes import mean_loss, total, validation_mean
 from maxghost.ghost.schedules.reverse_scan import account, layer, segments
-from maxghost.ghost.schedules.reverse_scan.state import Layers, Pair, Walk, blank_directions, join, parts_of, submodule
+from maxghost.ghost.schedules.reverse_scan.state import Layers, Pair, Walk, join, parts_of, submodule
 from maxghost.ghost.variables import GhostDirection
 from maxghost.models.segments import check
 from maxghost.objectives import StagedLoss
@@ -27,7 +27,7 @@ from maxghost.parallel import constrain_state
 
 
 def run(problem: Problem) -> Scored:
-  """Scores equal those of 'two_pass', tied tables included.
+  """Runs the walk; scores equal those of 'two_pass', also for tied tables.
 
   Raises ValueError for a loss without stages or a model without stacked layers.
   """
@@ -83,7 +83,7 @@ def run(problem: Problem) -> Scored:
 
 @dataclasses.dataclass(frozen=True)
 class _Forward:
-  """A forward pass up to the head. boundaries: what it kept of layers or segments. vjp: whose forward half it ran."""
+  """A forward pass up to the head. boundaries: kept inputs of layers or segments. vjp: with a finished forward half."""
 
   boundaries: Any
   hidden: jax.Array
@@ -107,7 +107,7 @@ class _Head:
 
 def _plain(layers: Layers, outer_params: nnx.State) -> nnx.Module:
   model = layers.problem.model
-  return nnx.merge(model.graphdef, layers.joined(outer_params), model.rest)
+  return nnx.merge(model.graphdef, join(layers.prefix, layers.params, outer_params), model.rest)
 
 
 def _validation_forward(layers: Layers, batch) -> _Forward:
@@ -136,14 +136,14 @@ def _embed_gradient(layers: Layers, batch, cotangent) -> nnx.State:
 
 
 def _probed(layers: Layers, outer_params: nnx.State, outer_probes: nnx.State, gradients: list):
-  """(twin model, captured) whose outer directions are made from K States of outer gradients."""
+  """(twin model, captured), with outer directions formed from K States of outer gradients."""
   parts, captured = parts_of(layers, layers.outer, gradients, layers.outer_arrays())
   twin = layers.twin
-  flat = dict(nnx.to_flat_state(blank_directions(twin)))
+  flat = dict(nnx.to_flat_state(twin.blank_directions()))
   for p in layers.outer:
     for name, array in zip(p.spec.parts, parts[p.label], strict=True):
       flat[p.part_path(name)] = GhostDirection(array)
-  params = layers.joined(outer_params)
+  params = join(layers.prefix, layers.params, outer_params)
   probes = dict(nnx.to_flat_state(twin.zero_probes())) | dict(nnx.to_flat_state(outer_probes))
   state = nnx.from_flat_state(flat)
   return twin.merge(params, nnx.from_flat_state(probes), state, layers.problem.model.rest), captured
@@ -158,7 +158,7 @@ def _train_forward(layers: Layers, batch) -> _Forward:
   if lengths:
     boundaries, hidden = segments.inputs(layers, loss, x, batch, layers.stacked(), lengths)
     return _Forward(boundaries, hidden, None, links)
-  # The forward pass does not depend on the directions, which are not known yet.
+  # The directions are not known yet; the forward pass does not depend on them.
   one = jax.tree.map(lambda x: x[0], layers.params)
   gradients = (one,) * layers.twin.num_sets
   shapes, _ = jax.eval_shape(lambda *a: layer.directions(layers, *a), gradients, account.layer_arrays(layers, 0))
@@ -184,7 +184,7 @@ def _train_head(layers: Layers, batch, train: _Forward, gradients: list) -> _Hea
 
 
 def _train_embed(layers: Layers, batch, cotangent, link_cotangents: dict, gradients: list):
-  """(gradients, probe gradients) of the lookup, and what the outer factors capture."""
+  """(gradients, probe gradients, captured) of the lookup."""
 
   def embed(outer_params, outer_probes):
     model, captured = _probed(layers, outer_params, outer_probes, gradients)
@@ -196,7 +196,7 @@ def _train_embed(layers: Layers, batch, cotangent, link_cotangents: dict, gradie
 
 
 def _links(model) -> dict:
-  """{module path: arrays} that linked tables hand to their second use."""
+  """{module path: arrays} that linked tables pass to their second use."""
   return {
     path: tuple(v[...] for v in link)
     for path, node in nnx.iter_graph(model)
