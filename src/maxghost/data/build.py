@@ -146,13 +146,13 @@ def _parts(
       hashes.append(content_hashes(found))
       sizes.update(map(len, found))
   contents = HeldOut(np.unique(np.concatenate(hashes)), frozenset(sizes))
-  options = dict(on_corrupt=cfg.on_corrupt, held_out=NO_COPIES if cfg.ghost_val_copies == "keep" else contents)
+  left_out = NO_COPIES if cfg.ghost_val_copies == "keep" else contents
   parts = []
   for one, split in splits:
     if isinstance(one, PreparedSource):
-      units = PreparedUnits(one, split, layout, **options)
+      units = PreparedUnits(one, split, layout, on_corrupt=cfg.on_corrupt, held_out=left_out)
     else:
-      units = TextUnits(one, split, tokenizer, layout, **options)
+      units = TextUnits(one, split, tokenizer, layout, on_corrupt=cfg.on_corrupt, held_out=left_out)
     parts.append(SplitSource(one, split, units))
   return parts, contents
 

@@ -50,7 +50,8 @@ class RoutedMoeRule(Rule):
       return super().score(call, name, direction if direction.left is None else _whole(direction))
     split = expert_parallel.find(call.module, call.args[0].shape)
     if "use" not in call.memo:
-      whole = (call.module, call.values, *call.args, call.cotangent)
+      x, index, weight = call.args
+      whole = (call.module, call.values, x, index, weight, call.cotangent)
       call.memo["use"] = _use(*whole) if split is None else _use_on_mesh(call, split)
     rows, used = call.memo["use"]
     x_RI, g_RO = used[name.removesuffix("_bias")]

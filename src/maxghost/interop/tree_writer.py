@@ -103,7 +103,7 @@ class TreeWriter:
         self._pending += block.nbytes
         if self._pending >= _COMMIT_BYTES:
           self._commit()
-          store = self._open(name, {}, open=True)
+          store = self._open(name, {})
     except ValueError as error:  # TensorStore's one error type
       raise self._not_written(error) from error
     self._entries[str(tuple(map(str, path)))] = _entry(path, "np.ndarray", list(shape))
@@ -157,11 +157,11 @@ class TreeWriter:
     }
     return self._open(name, {"metadata": metadata}, create=True)
 
-  def _open(self, name: str, more: dict, **mode: bool) -> ts.TensorStore:
+  def _open(self, name: str, more: dict, *, create: bool = False) -> ts.TensorStore:
     files = {"driver": "file", "path": f"{self._folder}/"}
     store = {"driver": "ocdbt", "base": files, "path": f"{name}/", "config": _KVSTORE_CONFIG, "assume_config": True}
     spec = {"driver": "zarr3", "kvstore": store, "store_data_equal_to_fill_value": True, **more}
-    return ts.open(spec, context=self._context, transaction=self._transaction, **mode).result()
+    return ts.open(spec, context=self._context, transaction=self._transaction, open=not create, create=create).result()
 
   def _commit(self) -> None:
     # One commit rewrites the index of all arrays, so small leaves share one.

@@ -196,7 +196,7 @@ class TextSource(Source):
       here = np.flatnonzero(self._file_domain[self._file] == number)
       keep[here] = np.cumsum(self._size[here]) <= domain_bytes
       if len(here) and not keep[here[0]]:
-        raise too_low_cap(domain_bytes, domain, self._size[here[0]])
+        raise too_low_cap(domain_bytes, domain, int(self._size[here[0]]))
     self._file, self._offset, self._size = self._file[keep], self._offset[keep], self._size[keep]
 
   def _check_columns(self) -> None:
