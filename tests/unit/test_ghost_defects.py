@@ -19,7 +19,7 @@
    only rank 0 saves                            test_attribution_store::test_processes_are_merged
 11 requested bfloat16 not used                  test_models::test_bfloat16_compute_with_float32_weights_computes_in_bfloat16
    unknown method only printed                  test_ghost_engines::test_unknown_names_and_combinations
-   exit code 0 after an error                   test_cli::test_problems_found_later_by_the_door_exit_2_too
+   exit code 0 after an error                   test_cli::test_problems_found_later_by_the_command_exit_2_too
    padding ids ignored                          test_ghost_identities::test_tokens_in_padding_and_masked_targets_do_not_matter
 12 validation with dropout                      test_ghost_schedules_step::test_validation_rows_see_no_dropout
    validation row never refreshed               test_training_loop::test_actual_drop_is_measured_on_the_rows_of_the_step
