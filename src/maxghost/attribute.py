@@ -1,18 +1,20 @@
 """`maxghost attribute CKPT... --data DOMAIN=GLOB --queries NAME=GLOB --output DIR`: scores a corpus for queries.
 
-Scores every document of a corpus against queries at one or several checkpoints of a run, and writes a score log for
-`maxghost scores` and `maxghost report`. More checkpoints approximate the training better. --index sketches the
-documents' gradients once, so that later queries need no pass over the corpus.
+Scores every document of a corpus against queries at one or several checkpoints of a run, as the training step after
+each checkpoint would, and writes a score log for `maxghost scores` and `maxghost report`. More checkpoints approximate
+the training better. --index sketches the documents' gradients once, so that later queries need no pass over the corpus.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from maxghost import config
 from maxghost.arguments import Parser, run_command
-from maxghost.config import Config, ConfigError
+from maxghost.config import Config, ConfigError, plugins
 from maxghost.interop import model_path
 
 EXAMPLES = """\
@@ -22,6 +24,8 @@ examples:
   maxghost attribute runs/base/checkpoints/240 --data notes=corpus/**/*.txt --index runs/base/index
   maxghost attribute runs/base/checkpoints/240 --index runs/base/index --queries mine=questions.jsonl
 """
+DIRECTIONS = 256  # see docs/attribution.md
+SKETCHED_ROWS = 8
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -31,10 +35,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("checkpoints", nargs="+", type=Path, metavar="CKPT", help="<run>/checkpoints/<step>, or <run> for all it has")
   add("--data", nargs="+", default=[], metavar="DOMAIN=GLOB", help="the documents to score: text, .jsonl or .parquet")
   add("--queries", nargs="+", default=[], metavar="NAME=GLOB", help="texts to query with, by name")
-  add("--output", type=Path, metavar="DIR", help="new folder for the score log")
+  add("--output", type=Path, metavar="PATH", help="new folder for the score log; with --index a JSON file")
+  add("--direction", default="", metavar="NAME", help=f"{', '.join(plugins.DIRECTIONS)} (the run's ghost_direction)")
   add("--index", type=Path, metavar="DIR", help="folder of gradient sketches: written with --data, read for --queries")
-  add("--directions", type=int, default=16, metavar="R", help="--index: random directions per parameter and layer (16)")
-  add("--rows", type=int, default=8, metavar="N", help="rows scored together (8)")
+  add("--directions", type=int, default=DIRECTIONS, metavar="R",
+      help=f"--index: random directions per parameter and layer ({DIRECTIONS})")  # fmt: skip
+  add("--rows", type=int, metavar="N", help=f"rows scored together (those of a step; --index: {SKETCHED_ROWS})")
   add("--query-rows", type=int, default=8, metavar="N", help="rows of each query that are used (8)")
   add("--top", type=int, default=10, metavar="N", help="best documents shown for each query (10)")
   args = parser.parse(argv)
@@ -43,17 +49,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _check(args: argparse.Namespace) -> None:
-  for name in ("directions", "rows", "query_rows", "top"):
-    if getattr(args, name) < 1:
-      raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+  for name, least in (("directions", 2), ("rows", 1), ("query_rows", 1), ("top", 1)):
+    if (value := getattr(args, name)) is not None and value < least:
+      raise ConfigError(f"--{name.replace('_', '-')} {value}: at least {least}")
   if not args.index and not (args.data and args.queries and args.output):
     missing = [flag for flag in ("data", "queries", "output") if not getattr(args, flag)]
     raise ConfigError(f"--{missing[0]} is missing: give --data, --queries and --output, or --index")
-  if args.index and args.output:
-    raise ConfigError("--output is for exact scores and --index for sketches; give one of them")
   if args.index and not (args.data or args.queries):
     raise ConfigError("--index needs --data to write the index, or --queries to query it")
-  if args.output and args.output.exists() and any(args.output.iterdir()):
+  if args.index and args.output and (args.output.is_dir() or not args.queries):
+    raise ConfigError(f"--output {args.output}: with --index, the JSON file for the answer to --queries")
+  if args.output and args.output.is_dir() and any(args.output.iterdir()):
     raise ConfigError(f"--output {args.output} is not empty; give a new folder")
 
 
@@ -65,6 +71,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
   run_dir, paths = resolve(args.checkpoints)
   cfg = model_path.with_own_tokenizer(config.load(str(run_dir / "config.yml")), run_dir)
+  step_rows = rows_per_step(cfg, run_dir)
+  cfg = scoring_config(cfg, args, paths)
   from maxghost.attribution.corpus import Corpus
 
   corpus = Corpus(tuple(args.data), cfg.data, "--data") if args.data else None
@@ -76,31 +84,66 @@ def _run(args: argparse.Namespace) -> int:
       if total > args.query_rows:
         print(f"maxghost: note: query '{name}' has {total} rows, the first {args.query_rows} are used", file=sys.stderr)
   if args.index:
-    return _index(args, cfg, paths, corpus, asked, queries)
-  return _exact(args, cfg, paths, corpus, queries)
+    return _index(args, cfg, paths, corpus, asked, queries, step_rows)
+  return _exact(args, cfg, paths, corpus, queries, step_rows)
 
 
-def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict) -> int:
+def points(cfg: Config, paths: dict[int, Path]) -> Iterator:
+  """The checkpoints, one in memory at a time."""
+  return (load_point(cfg, step, path) for step, path in paths.items())
+
+
+def scoring_config(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]) -> Config:
+  """The run's configuration for single scored steps, with the name of the optimizer's direction in place of auto.
+
+  A step of fewer rows is not accumulated. Checkpoints without optimizer state have no own direction, and the learning
+  rate of a warmed-up run.
+  """
+  direction = args.direction or cfg.ghost.ghost_direction
+  changes: dict[str, Any] = {"gradient_accumulation_steps": 1} if args.rows else {}
+  if cfg.ghost.ghost_schedule == "concat":  # one validation set, and a stale preconditioner
+    changes["ghost_schedule"] = "two_pass"
+  if bare := [path for path in paths.values() if not has_optimizer(path)]:
+    if args.direction != "sgd":
+      raise ConfigError(f"{bare[0]} holds no optimizer state, which the direction needs; give --direction sgd")
+    changes |= {"lr_schedule_type": "constant", "warmup_steps_fraction": 0.0}
+  if direction == "auto":
+    direction = plugins.OPTIMIZERS[cfg.optimizer.opt_type].direction or direction
+  return config.replace(
+    cfg, ghost_enabled=True, ghost_direction=direction, ghost_select="none", ghost_reweight=(), ghost_every=1,
+    ghost_val_every=1, ghost_val_sets=(), ghost_val_fraction=0.5, ghost_detail="total", offload_to_host=(), **changes,
+  )  # fmt: skip
+
+
+def has_optimizer(path: Path) -> bool:
+  """Whether a checkpoint holds the optimizer's state."""
+  from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
+  from maxghost.interop.huggingface import open_tree
+
+  return read_checkpoint(open_tree(path), ReadOptions(keep_unknown=True)).has_opt_state
+
+
+def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, step_rows: int) -> int:
+  from rich.console import Console
+
   from maxghost import attribution, scorelog
-  from maxghost.attribution import offline
+  from maxghost.attribution import offline, output
   from maxghost.attribution.query import Query, ask
 
-  writer = scorelog.Writer(args.output, tuple(queries), period=1, fingerprint=corpus.source.fingerprint)
+  rows = args.rows or step_rows
+  writer = scorelog.Writer(
+    args.output, tuple(queries), period=1, fingerprint=corpus.source.fingerprint, objective=cfg.optimizer.objective,
+    ledger=plugins.ledger_columns(cfg.optimizer.opt_type), direction=cfg.ghost.ghost_direction,
+  )  # fmt: skip
   writer.restore(None)
-  step_tokens = rows_per_step(cfg, next(iter(paths.values())).resolve().parents[1]) * cfg.data.max_target_length
-  points = (load_point(cfg, step, path) for step, path in paths.items())
-  count = offline.score(points, corpus, queries, writer, args.rows, step_tokens)
+  count = offline.score(cfg, points(cfg, paths), corpus, queries, writer, rows, rows / step_rows)
   writer.close()
   config.save(as_run(cfg, args.data, corpus.domains), args.output / "config.yml")
-  print(f"scored {count:,} chunks against {len(queries)} queries at {len(paths)} checkpoints: {args.output}")
+  print(f"scored {count:,} chunks against {len(queries)} queries: {args.output}")
   log = attribution.load(args.output)
   for name in queries:
-    answer = ask(log, Query(by="document", top=args.top, val_set=name))
-    columns = answer.columns
-    print(f"\nmost helpful for '{name}' (nats per exposure, summed over the checkpoints)")
-    rows = zip(*(columns[c] for c in ("contribution", "domain", "path", "offset")), strict=True)
-    for value, domain, path, offset in rows:
-      print(f"  {value:+.3e}  {domain}:{path}:{offset}")
+    print(f"\nmost helpful for '{name}': {offline.UNIT}")
+    output.show(ask(log, Query(by="document", top=args.top, val_set=name)), Console())
   print(f"\nmore: maxghost scores {args.output} --by document --set {next(iter(queries))}")
   return 0
 
@@ -119,44 +162,63 @@ def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config
   return config.replace(
     cfg, dataset_type="text", dataset_files=files, dataset_domains=(), dataset_domain_bytes=-1, dataset_shards=1,
     dataset_mixture=(), dataset_exclude_file="", ghost_val_sets=(domains[0],),
-    ghost_val_fraction=0.0, ghost_enabled=False, ghost_select="none", ghost_reweight=(),
+    ghost_val_fraction=0.0, ghost_enabled=False,
   )  # fmt: skip
 
 
-def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: dict) -> int:
+def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: dict, step_rows: int) -> int:
   from maxghost.attribution import offline
+  from maxghost.attribution.files import write_output
 
-  points = [load_point(cfg, step, path) for step, path in paths.items()]
+  if cfg.ghost.ghost_direction == "second_order":
+    raise ConfigError("--index: the direction second_order needs the curvature of each step; give --direction auto")
   if corpus is not None:
-    count = offline.build_index(points, corpus, args.index, args.rows, args.directions)
-    print(f"indexed {count:,} chunks at {len(points)} checkpoints: {args.index}")
+    rows = args.rows or SKETCHED_ROWS
+    count = offline.build_index(cfg, points(cfg, paths), corpus, args.index, rows, step_rows, args.directions)
+    print(f"indexed {count:,} chunks at {len(paths)} checkpoints: {args.index}")
   if not queries:
     return 0
-  for name, found in offline.nearest(args.index, points, queries, asked, args.top).items():
-    print(f"\nnearest to '{name}' (estimated learning rate x product of gradients)")
-    for value, (domain, path, offset, chunk, tokens) in found:
-      print(f"  {value:+.3e}  {domain}:{path}:{offset}+{chunk} ({tokens} tokens)")
+  about = offline.open_index(args.index, list(paths))
+  if not args.direction:
+    cfg = config.replace(cfg, ghost_direction=about["direction"])
+  elif cfg.ghost.ghost_direction != about["direction"]:
+    raise ConfigError(f"--direction {args.direction}: the index was written for {about['direction']}; leave it out")
+  found = offline.nearest(cfg, points(cfg, paths), args.index, about, queries, asked, args.top)
+  for name, chunks in found.items():
+    how = f"direction {about['direction']}, estimated from {about['directions']} random directions"
+    print(f"\nnearest to '{name}': {offline.UNIT}; {how}")
+    for chunk in chunks:
+      value, error = chunk["contribution"], chunk["standard_error"]
+      rank = f"{chunk['rank']}{'=' if chunk['tied'] else ' '}"
+      place = f"{chunk['domain']}:{chunk['path']}:{chunk['offset']}+{chunk['chunk']} ({chunk['tokens']} tokens)"
+      print(f"{rank:>6} {value:+.3e} ± {error:.1e}  {place}")
+  print("\n± is the standard error; = marks ranks that it does not tell apart (more --directions would)")
+  if args.output:
+    about = {key: about[key] for key in ("direction", "directions", "checkpoints")} | {"unit": offline.UNIT}
+    write_output(args.output, json.dumps(about | {"queries": found}, ensure_ascii=False, indent=1) + "\n")
   return 0
 
 
 def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
-  """(run, {step: checkpoint}, ascending). Raises ConfigError for other paths, and for checkpoints of two runs."""
+  """(run, {step: checkpoint}, ascending); an import is step 0 of itself. Raises ConfigError for other paths, and for
+  checkpoints of two runs."""
   paths: dict[int, Path] = {}
   runs = set()
   for path in given:
     folder = path / "checkpoints"
     if folder.is_dir():
-      found = [entry for entry in folder.iterdir() if entry.name.isdecimal()]
+      found = {int(entry.name): entry for entry in folder.iterdir() if entry.name.isdecimal()}
       if not found:
         raise ConfigError(f"{path}: no checkpoint in {folder}")
     elif path.is_dir() and path.name.isdecimal():
-      found = [path]
+      found = {int(path.name): path}
+    elif (path / "config.yml").is_file():
+      found = {0: path}
     else:
       what = "is not a checkpoint (<run>/checkpoints/<step>) or a run" if path.exists() else "does not exist"
       raise ConfigError(f"{path} {what}")
-    for entry in found:
-      paths[int(entry.name)] = entry
-      runs.add(entry.resolve().parent.parent)
+    paths |= found
+    runs |= {entry.resolve() if 0 in found else entry.resolve().parent.parent for entry in found.values()}
   if len(runs) > 1:
     raise ConfigError(f"the checkpoints are of different runs: {', '.join(sorted(map(str, runs)))}; give those of one")
   run_dir = runs.pop()
@@ -166,27 +228,29 @@ def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
 
 
 def load_point(cfg: Config, step: int, path: Path):
-  """The Point of a checkpoint. JAX is imported here. Raises ConfigError if it does not fit the configuration."""
+  """The Point of a checkpoint; without optimizer state its moments are 0. JAX is imported here.
+
+  Raises ConfigError if it does not fit the configuration.
+  """
   import jax
   import numpy as np
-  from flax import nnx
 
   from maxghost.attribution.offline import Point
   from maxghost.checkpoint.checksum import checksums
   from maxghost.data.hashing import text_hash
   from maxghost.interop.load_tree import load_tree
-  from maxghost.optimizers import learning_rate_schedule
   from maxghost.training import resume, state
   from maxghost.training.devices import configure_jax
 
   configure_jax(cfg)
-  graphdef, abstract = nnx.split(nnx.eval_shape(lambda: state.create(cfg).model))
+  _, abstract = state.abstract_split(cfg)
   wanted = resume.to_tree(resume.abstract_arrays(abstract))
-  tree = load_tree(path, {"model": wanted})["model"]
-  model = nnx.merge(graphdef, resume.from_tree(tree, abstract))
-  rate = np.asarray(learning_rate_schedule(cfg.optimizer, cfg.run.steps)(step)).item()
+  if has_optimizer(path):
+    tree = load_tree(path, wanted)
+  else:
+    tree = resume.to_tree(state.create_split(cfg)[1]) | load_tree(path, {"model": wanted["model"]})
   digest = "-".join(map(str, checksums([np.asarray(leaf) for leaf in jax.tree.leaves(tree)])))
-  return Point(step, model, rate, f"{int(text_hash(digest)):016x}")
+  return Point(step, resume.from_tree(tree, abstract), f"{int(text_hash(digest)):016x}")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,36 @@
-"""`maxghost attribute`: scores at fixed checkpoints against gradients of one document at a time, and the sketches."""
+"""`maxghost attribute`: scores at checkpoints against the run's own log and against gradients of one document at a
+time, and the sketches with their errors."""
 
 import functools
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny
 from flax import nnx
 
-from maxghost import attribute, attribution, config, scorelog
+from maxghost import attribute, attribution, config, data, optimizers, scorelog, train
 from maxghost.attribution import offline
 from maxghost.attribution.corpus import Corpus
 from maxghost.attribution.offline import Point
+from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import ConfigError
+from maxghost.training import resume, state
+from maxghost.training.state import TrainStateNNX
 
-CFG = tiny.make_config(base_num_decoder_layers=1, max_target_length=24, remat_policy="none", scan_layers=True)
-DOCUMENTS = {"code": ["for i in range(7): print(i)", "x"], "prose": ["It was late.", "a" * 40, "Nothing moved there."]}
 ROWS = 3
+Z_LOSS = 1e-2
+CFG = tiny.make_config(
+  base_num_decoder_layers=1, max_target_length=24, remat_policy="none", scan_layers=True, z_loss_multiplier=Z_LOSS,
+  gradient_clipping_threshold=0.3, warmup_steps_fraction=0.0, lr_schedule_type="constant", learning_rate=0.01,
+  adam_eps=1e-6, ghost_direction="adam", ghost_detail="total",
+)  # fmt: skip
+SGD = config.replace(CFG, opt_type="sgd", ghost_direction="sgd", learning_rate=0.5)
+DOCUMENTS = {"code": ["for i in range(7): print(i)", "x"], "prose": ["It was late.", "a" * 40, "Nothing moved there."]}
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +44,21 @@ def corpora(tmp_path_factory):
   return data, Corpus((f"ask={folder}/ask.txt", f"tell={folder}/prose0.txt"), CFG.data, "--queries")
 
 
-@pytest.fixture(scope="module")
-def points():
-  return [Point(step, tiny.make_model(CFG, seed), rate, f"d{step}") for step, seed, rate in ((4, 0, 0.5), (9, 1, 0.25))]
+@functools.cache
+def points(cfg):
+  """Two checkpoints with moments of earlier gradients, the clipping factors of the steps before not 1."""
+  found = []
+  for step, seed in ((4, 0), (9, 1)):
+    model, rng = tiny.make_model(cfg, seed), np.random.default_rng(seed)
+    held = TrainStateNNX(model, optimizers.make_optimizer(cfg.optimizer, cfg.run.steps))
+    values = nnx.state(model, nnx.Param)
+    for _ in range(2):
+      held.optimizer.update(
+        model, jax.tree.map(lambda x, rng=rng: 0.03 * rng.normal(size=x.shape).astype("f4"), values)
+      )
+    held.clip_factor[...] = jnp.float32(0.6 + 0.1 * seed)
+    found.append(Point(step, nnx.state(held), f"d{step}"))
+  return found
 
 
 @pytest.fixture(scope="module")
@@ -43,83 +67,213 @@ def queries(corpora):
 
 
 @functools.cache
-def gradient_function(graphdef):
+def gradient_function(graphdef, z_loss):
   def mean_loss(params, rest, rows, segment):
     model = nnx.merge(graphdef, params, rest)
     logits = model(*(rows[name] for name in ("inputs", "inputs_position", "inputs_segmentation")))
     counts = jnp.where(segment > 0, rows["targets_segmentation"] == segment, rows["targets_segmentation"] != 0)
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), rows["targets"][..., None], -1)[..., 0]
+    losses += z_loss * jax.nn.logsumexp(logits, -1) ** 2
     return (losses * counts).sum() / counts.sum()
 
-  return jax.jit(jax.grad(mean_loss))
+  def per_segment(params, rest, rows, segments):
+    one = jax.grad(mean_loss)
+    return jax.vmap(lambda row, s: one(params, rest, jax.tree.map(lambda x: x[None], row), s))(rows, segments)
+
+  return jax.jit(jax.grad(mean_loss)), jax.jit(per_segment)
 
 
-def gradient(model, rows, segment=0):
-  """Of the mean loss of a segment of the rows, or (0) of all their tokens."""
-  graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-  grad = gradient_function(graphdef)(params, rest, rows, segment)
-  return np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(grad)])
+def truth(cfg, point, batch, queries):
+  """{(row, segment): contributions [K]} of a step on `batch`: vmap(grad), and optax's own update, linear in g."""
+  held = nnx.merge(state.abstract_split(cfg)[0], point.state)
+  graphdef, params, rest = nnx.split(held.model, nnx.Param, ...)
+  whole, each = gradient_function(graphdef, Z_LOSS)
+  documents = tiny.documents(batch.arrays)
+  rows = [row for row, _ in documents]
+  picked = {name: v[rows] for name, v in batch.arrays.items()}
+  segments = np.array([segment for _, segment in documents])
+  g_N = each(params, rest, picked, segments)
+  tokens_N = (picked["targets_segmentation"] == segments[:, None]).sum(-1)
+  share_N = tokens_N / tokens_N.sum()
+  g = jax.tree.map(lambda x: np.einsum("n,n...->...", share_N, x), g_N)
+  norm = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(g)))
+  clip_factor = min(1.0, cfg.optimizer.gradient_clipping_threshold / norm)
+  assert clip_factor < 1
+  response = jax.tree.map(np.ones_like, g)
+  if cfg.optimizer.opt_type == "adamw":  # in one step without a first moment the update is linear, but for v
+    (adam,) = (x for x in jax.tree.leaves(held.optimizer.opt_state, is_leaf=is_adam) if is_adam(x))
+    assumed = float(held.clip_factor[...])
+    gradient = jax.tree.map(lambda x: np.float32(assumed) * x.astype("f4"), g)
+    start = optax.ScaleByAdamState(adam.count[...], jax.tree.map(np.zeros_like, gradient), nnx.pure(adam.nu))
+    tx = optax.scale_by_adam(cfg.optimizer.adam_b1, cfg.optimizer.adam_b2, cfg.optimizer.adam_eps)
+    moved, _ = tx.update(nnx.pure(gradient), start._replace(mu=nnx.pure(start.mu)))
+    response = jax.tree.map(lambda u, x: np.where(x == 0, 0, u / np.where(x == 0, 1, x)), moved, nnx.pure(gradient))
+  asked = [whole(params, rest, q.arrays, 0) for q in queries.values()]
+  flat = lambda tree: np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])  # noqa: E731
+  u_K = [flat(response) * flat(G) for G in asked]
+  rate = cfg.optimizer.learning_rate * clip_factor
+  one = lambda n: flat(jax.tree.map(lambda x: x[n], g_N))  # noqa: E731
+  return {pair: rate * share_N[n] * np.array([one(n) @ u for u in u_K]) for n, pair in enumerate(documents)}
 
 
-@pytest.fixture(scope="module")
-def truth(corpora, points, queries):
-  """{document id and chunk: exact dot products [checkpoint, query]}."""
-  out = {}
-  for p, point in enumerate(points):
-    asked = [gradient(point.model, batch.arrays) for batch in queries.values()]
-    for batch in corpora[0].batches(ROWS):
-      for row, segment in zip(*np.nonzero(batch.document_BS >= 0), strict=True):
-        arrays = {name: v[row : row + 1] for name, v in batch.arrays.items()}
-        own = gradient(point.model, arrays, segment + 1)
-        key = (*corpora[0].document_id(batch.document_BS[row, segment]), int(batch.offset_BS[row, segment]))
-        out.setdefault(key, np.zeros((len(points), len(asked))))[p] = [own @ one for one in asked]
-  return out
+def is_adam(x):
+  return isinstance(x, optax.ScaleByAdamState)
 
 
-def test_every_document_is_scored_exactly_at_every_checkpoint(corpora, points, queries, truth, tmp_path):
-  writer = scorelog.Writer(tmp_path, tuple(queries), period=1)
+def written(cfg, corpus, queries, folder, num_rows, share=1.0):
+  writer = scorelog.Writer(folder, tuple(queries), period=1)
   writer.restore(None)
-  assert offline.score(iter(points), corpora[0], queries, writer, ROWS, 100) == len(truth) >= 6
+  count = offline.score(cfg, iter(points(cfg)), corpus, queries, writer, num_rows, share)
   writer.close()
-  log = attribution.load(tmp_path)
-  assert log.val_sets == ("ask", "tell")
-  keys = list(zip(log["domain"], log["path"], log["offset"].tolist(), log["chunk"].tolist(), strict=True))
-  steps = {4: 0, 9: 1}
-  expected = np.array([truth[key][steps[int(step)]] for key, step in zip(keys, log["step"], strict=True)])
-  np.testing.assert_allclose(log["dot"], expected, rtol=2e-4, atol=1e-6)
-  rate = np.where(log["step"] == 4, 0.5, 0.25) * log["tokens"] / 100
-  np.testing.assert_allclose(log["contribution"], rate[:, None] * log["dot"], rtol=1e-5)
-  assert {key[:2] for key in keys} >= {("code", keys[0][1])}
-  assert len({key[1] for key in keys}) == 5, "every document once"
+  return attribution.load(folder), count
 
 
-@pytest.mark.slow
-def test_the_index_estimates_the_same_sums_and_finds_the_same_best(corpora, points, queries, truth, tmp_path):
-  index = tmp_path / "index"
-  assert offline.build_index(points, corpora[0], index, ROWS, 128) == len(truth)
-  found = offline.nearest(index, points, queries, corpora[1], top=len(truth))
-  rates = np.array([0.5, 0.25])
+@pytest.mark.parametrize("cfg", [CFG, SGD], ids=["adamw", "sgd"])
+def test_every_document_is_scored_as_the_next_step_would(cfg, corpora, queries, tmp_path):
+  with tiny.cheap_compilation():
+    log, count = written(cfg, corpora[0], queries, tmp_path, ROWS, share=0.25)
+  assert log.val_sets == ("ask", "tell") and log.steps["step"].tolist() == [4, 9]
+  expected = {}
+  for point in points(cfg):
+    for batch in corpora[0].batches(ROWS):
+      with tiny.cheap_compilation():
+        found = truth(cfg, point, batch, queries)
+      for (row, segment), value in found.items():
+        document = batch.document_BS[row, segment - 1]
+        if document >= 0:
+          chunk = int(batch.offset_BS[row, segment - 1])
+          expected[point.step, *corpora[0].document_id(document), chunk] = 0.25 * value
+  names = ("step", "domain", "path", "offset", "chunk")
+  keys = list(zip(*(np.asarray(log[name]).tolist() for name in names), strict=True))
+  assert sorted(keys) == sorted(expected) and count == len(expected) / 2 >= 6
+  assert len({key[2] for key in keys}) == 5, "every document once"
+  scale = np.abs(list(expected.values())).max()
+  np.testing.assert_allclose(log["contribution"], [expected[key] for key in keys], rtol=1e-4, atol=1e-5 * scale)
+
+
+RUN = (
+  "steps=7", "checkpoint_period=5", "max_num_checkpoints_to_keep=0", "async_checkpointing=false", "run_name=run",
+  "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=8", "base_mlp_dim=24",
+  "base_num_decoder_layers=2", "max_target_length=32", "per_device_batch_size=2", "sharding_tolerance=1",
+  "dataset_type=synthetic", "ghost_val_sets=words", "eval_interval=-1", "enable_tensorboard=false",
+  "gradient_clipping_threshold=0.4", "dropout_rate=0.1", "z_loss_multiplier=0.01", "warmup_steps_fraction=0.3",
+)  # fmt: skip
+KINDS = {
+  "adamw": ("adam_weight_decay=0.2", "ghost_val_every=5"),
+  "adamw-part": ("trainable_parameters_mask=*layers*", "gradient_accumulation_steps=2", "ghost_schedule=two_pass"),
+  "sgd": ("opt_type=sgd", "learning_rate=0.3", "ghost_schedule=reverse_scan", "dropout_rate=0.0"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_logged_step_asked_again_at_its_checkpoint_is_the_log(kind, tmp_path, capsys):
+  """The step after the checkpoint: its own training and validation rows, asked as a corpus and a query."""
+  with tiny.cheap_compilation():
+    assert train.main([*RUN, *KINDS[kind], f"base_output_directory={tmp_path}"]) == 0
+  run, step = tmp_path / "run", 5
+  cfg = config.load(str(run / "config.yml"))
+  rows = attribute.rows_per_step(cfg, run)
+  args = SimpleNamespace(direction="", rows=None)
+  dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed, batch_size=rows)
+  batch = [next(dataset.train) for _ in range(step + 1)][-1]
+  asked = {"words": dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, "words")}
+  corpus = SimpleNamespace(layout=dataset.layout, batches=lambda num_rows: [batch], document_id=dataset.document_id)
+  paths = {step: run / "checkpoints" / str(step)}
+  cfg = attribute.scoring_config(cfg, args, paths)
+  assert cfg.ghost.ghost_direction == ("sgd" if kind == "sgd" else "adam")
+  writer = scorelog.Writer(tmp_path / "asked", ("words",), period=1)
+  with tiny.cheap_compilation():
+    offline.score(cfg, attribute.points(cfg, paths), corpus, asked, writer, rows)
+  writer.close()
+  again, log = attribution.load(tmp_path / "asked"), attribution.load(run)
+  here = log["step"] == step
+  assert here.sum() == len(again["step"]) > rows
+  for name in ("domain", "path", "offset", "chunk", "tokens"):
+    np.testing.assert_array_equal(again[name], log[name][here], err_msg=name)
+  for name in ("share", "loss", "dot", "contribution"):
+    value = log[name][here]
+    np.testing.assert_allclose(again[name], value, rtol=2e-5, atol=2e-6 * np.abs(value).max(), err_msg=name)
+  before, after = (x.steps[x.steps["step"] == step] for x in (log, again))
+  np.testing.assert_allclose(after["learning_rate"], before["learning_rate"], rtol=1e-6)
+  np.testing.assert_allclose(after["predicted_examples"], before["predicted_examples"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("cfg", [CFG, SGD], ids=["adamw", "sgd"])
+def test_the_index_is_unbiased_and_knows_its_error(cfg, corpora, queries, tmp_path):
+  """32 independent estimates from 64 directions each, of chunks whose exact contributions are known.
+
+  A step has one clipping factor here: the scored step forms its direction with the one of the step before.
+  """
+  cfg, groups, each = config.replace(cfg, gradient_clipping_threshold=0.0), 32, 64
+  rows = len(next(corpora[0].batches(1)).arrays["inputs"]) * 4
+  with tiny.cheap_compilation():
+    log, count = written(cfg, corpora[0], queries, tmp_path, rows)
+    offline.build_index(cfg, iter(points(cfg)), corpora[0], tmp_path, ROWS, rows, groups * each)
+  exact = np.asarray(log["contribution"]).reshape(2, count, 2).sum(0)
+  with np.load(tmp_path / "step.npz") as file:
+    step_batch = dict(file)
+  sketcher = offline.Sketcher(cfg, corpora[1], ROWS, groups * each)
+  product_NKR = 0
+  for point in points(cfg):
+    with tiny.cheap_compilation():
+      _, rate, sketch_KMR = sketcher.respond(point.state, step_batch, tuple(q.arrays for q in queries.values()))
+    product_NKR += np.einsum("nmr,kmr->nkr", np.load(tmp_path / f"sketch_{point.step}.npy"), rate * sketch_KMR)
+  names = [tuple(json.loads(line)[:4]) for line in (tmp_path / "ids.jsonl").read_text().splitlines()]
+  keys = list(zip(*(np.asarray(log[n])[:count].tolist() for n in ("domain", "path", "offset", "chunk")), strict=True))
+  exact = exact[[keys.index(name) for name in names]]
+  error = offline.standard_error(product_NKR)
+  assert (np.abs(product_NKR.mean(-1) - exact) < 4 * error).all(), "unbiased"
+  estimate_NKG = product_NKR.reshape(count, 2, groups, each)
+  off = np.abs(estimate_NKG.mean(-1) - exact[..., None]) / offline.standard_error(estimate_NKG)
+  assert 0.92 < (off < 2).mean() < 0.98, (off < 2).mean()
+  found = offline.nearest(
+    cfg, iter(points(cfg)), tmp_path, offline.open_index(tmp_path, (4, 9)), queries, corpora[1], top=count
+  )
   for k, name in enumerate(queries):
-    estimate = {tuple(key[:4]): value for value, key in found[name]}
-    exact = {key: rates @ value[:, k] for key, value in truth.items()}
-    pairs = np.array([(estimate[key], exact[key]) for key in exact])
-    assert np.corrcoef(pairs.T)[0, 1] > 0.95
-    np.testing.assert_allclose(pairs[:, 0].sum(), pairs[:, 1].sum(), rtol=0.25)
-  values = [value for value, _ in found["ask"]]
-  assert values == sorted(values, reverse=True)
+    values = {tuple(c[n] for n in ("domain", "path", "offset", "chunk")): c for c in found[name]}
+    np.testing.assert_allclose([values[n]["contribution"] for n in names], product_NKR.mean(-1)[:, k], rtol=1e-4)
+    np.testing.assert_allclose([values[n]["standard_error"] for n in names], error[:, k], rtol=1e-4)
+    order = [c["contribution"] for c in found[name]]
+    assert order == sorted(order, reverse=True)
+    assert found[name][0]["rank"] == 1
 
 
-def test_an_index_of_other_weights_is_refused(points, tmp_path):
-  about = {"version": 2, "directions": 2, "chunks": 0, "checkpoints": [[4, 0.5, "d4"], [9, 0.25, "other"]]}
+def test_ranks_do_not_tell_apart_what_the_error_does_not(tmp_path, monkeypatch):
+  """Products made by hand: a is best, b and c differ by noise alone, d is worst."""
+  rng = np.random.default_rng(0)
+  noise = rng.normal(size=(4, 1, 50)).astype(np.float32)
+  value = np.array([9.0, 2.0, 2.1, -3.0], np.float32)
+  product_NMR = noise + value[:, None, None]
+  np.save(tmp_path / "sketch_3.npy", product_NMR)
+  np.savez(tmp_path / "step.npz", x=np.zeros(1))
+  (tmp_path / "ids.jsonl").write_text("".join(json.dumps(["d", name, 0, 0, 5]) + "\n" for name in "abcd"))
+  ones = SimpleNamespace(respond=lambda *_: (None, 1.0, np.ones((1, 1, 50), np.float32)))
+  monkeypatch.setattr(offline, "Sketcher", lambda *_: ones)
+  about = {"directions": 50, "chunks": 4, "checkpoints": [[3, "x"]]}
+  queries = {"q": SimpleNamespace(epoch_B=[0], arrays={})}
+  ask = functools.partial(offline.nearest, CFG, folder=tmp_path, about=about, queries=queries, corpus=None)
+  (chunks,) = ask(points=iter([Point(3, None, "x")]), top=4).values()
+  assert [c["rank"] for c in chunks] == [1, 2, 2, 4]
+  assert [c["tied"] for c in chunks] == [False, True, True, False]
+  assert chunks[0]["path"] == "a" and chunks[-1]["path"] == "d"
+  np.testing.assert_allclose(chunks[0]["standard_error"], noise[0].std(ddof=1) / 50**0.5, rtol=1e-5)
+  (chunks,) = ask(points=iter([Point(3, None, "x")]), top=2).values()
+  assert [c["tied"] for c in chunks] == [False, True], "tied with one that is not shown"
+  with pytest.raises(ConfigError, match="step 3 had other weights"):
+    ask(points=iter([Point(3, None, "y")]), top=2)
+
+
+def test_an_index_of_other_checkpoints_is_refused(tmp_path):
+  about = {"version": 3, "directions": 2, "chunks": 0, "checkpoints": [[4, "d4"], [9, "other"]]}
   (tmp_path / "index.json").write_text(json.dumps(about))
-  with pytest.raises(ConfigError, match="step 9 has other weights"):
-    offline.open_index(tmp_path, points)
+  with pytest.raises(ConfigError, match=r"steps \[4, 9\], queried with \[4\]"):
+    offline.open_index(tmp_path, [4])
   with pytest.raises(ConfigError, match="no index there"):
-    offline.open_index(tmp_path / "nowhere", points)
-  for version, message in ((3, "update maxghost"), (1, "give --data to write the index again")):
+    offline.open_index(tmp_path / "nowhere", [4])
+  for version, message in ((4, "update maxghost"), (2, "give --data to write the index again")):
     (tmp_path / "index.json").write_text(json.dumps(about | {"version": version}))
     with pytest.raises(ConfigError, match=message):
-      offline.open_index(tmp_path, points)
+      offline.open_index(tmp_path, [4, 9])
 
 
 @pytest.mark.parametrize(
@@ -127,11 +281,11 @@ def test_an_index_of_other_weights_is_refused(points, tmp_path):
   [
     (["nowhere", "--data", "a=b", "--queries", "c=d", "--output", "out"], "nowhere does not exist"),
     (["run", "--data", "a=b", "--output", "out"], "--queries is missing"),
-    (["run", "--queries", "a=b", "--index", "i", "--output", "out"], "give one of them"),
+    (["run", "--data", "a=b", "--index", "i", "--output", "out"], "the JSON file for the answer"),
     (["run", "--index", "i"], "needs --data"),
     (["run", "--data", "a=b", "--queries", "c=d", "--output", "full"], "is not empty"),
     (["run", "--queris", "a=b"], "did you mean '--queries'"),
-    (["run", "--index", "i", "--queries", "a=b", "--directions", "0"], "at least 1"),
+    (["run", "--index", "i", "--queries", "a=b", "--directions", "1"], "at least 2"),
     (["empty", "--index", "i", "--queries", "a=b"], "no checkpoint in"),
     (["full", "--index", "i", "--queries", "a=b"], "is not a checkpoint"),
     (["run", "other", "--index", "i", "--queries", "a=b"], "different runs"),
@@ -159,20 +313,34 @@ def test_checkpoints_of_a_run_are_found_in_order(tmp_path):
   assert list(attribute.resolve([tmp_path / "checkpoints" / "9"])[1]) == [9]
 
 
-def test_a_checkpoint_loads_as_the_model_that_was_saved(tmp_path):
-  from maxghost.checkpoint.manager import CheckpointManager
-  from maxghost.training import resume, state
-
-  cfg = config.replace(CFG, steps=20, lr_schedule_type="constant", warmup_steps_fraction=0.0)
+def saved(cfg, folder, *parts):
+  """A checkpoint of step 7 of a fresh state; its tree."""
   _, split = state.create_split(cfg)
-  manager = CheckpointManager(tmp_path / "checkpoints", asynchronous=False)
-  manager.save(7, resume.to_tree(split), {})
+  tree = resume.to_tree(split)
+  manager = CheckpointManager(folder / "checkpoints", asynchronous=False)
+  manager.save(7, {name: tree[name] for name in parts} if parts else tree, {})
   manager.wait()
   manager.close()
-  point = attribute.load_point(cfg, 7, tmp_path / "checkpoints" / "7")
-  saved = tiny.by_label(nnx.merge(*state.create_split(cfg)).model)
-  assert point.learning_rate == pytest.approx(cfg.optimizer.learning_rate)
-  for label, value in tiny.by_label(point.model).items():
-    np.testing.assert_array_equal(value, saved[label])
+  return nnx.merge(*state.create_split(cfg))
+
+
+def test_a_checkpoint_loads_as_the_state_that_was_saved(tmp_path):
+  held = saved(CFG, tmp_path)
+  point = attribute.load_point(CFG, 7, tmp_path / "checkpoints" / "7")
+  for label, value in tiny.by_label(point.state["model"]).items():
+    np.testing.assert_array_equal(value, tiny.by_label(held.model)[label])
+  assert len(jax.tree.leaves(point.state)) == len(jax.tree.leaves(nnx.state(held)))
   with pytest.raises(ConfigError):
-    attribute.load_point(config.replace(cfg, base_mlp_dim=35), 7, tmp_path / "checkpoints" / "7")
+    attribute.load_point(config.replace(CFG, base_mlp_dim=35), 7, tmp_path / "checkpoints" / "7")
+
+
+def test_without_optimizer_state_the_direction_must_be_named(tmp_path):
+  saved(CFG, tmp_path, "model")
+  paths = {7: tmp_path / "checkpoints" / "7"}
+  for direction in ("", "auto"):
+    with pytest.raises(ConfigError, match=r"holds no optimizer state.* give --direction sgd"):
+      attribute.scoring_config(CFG, SimpleNamespace(direction=direction, rows=None), paths)
+  cfg = attribute.scoring_config(CFG, SimpleNamespace(direction="sgd", rows=None), paths)
+  assert cfg.ghost.ghost_direction == "sgd"
+  (point,) = attribute.points(cfg, paths)
+  assert all(not np.any(x) for x in jax.tree.leaves(point.state["optimizer"]["opt_state"]))

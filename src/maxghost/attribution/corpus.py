@@ -44,11 +44,17 @@ class Corpus:
     return self.source.document_id(int(index))
 
   def batches(self, num_rows: int) -> Iterator[Batch]:
-    """All documents, `num_rows` rows at a time; empty rows complete the last batch of a block."""
+    """All documents, `num_rows` rows at a time.
+
+    The last batch of a block is completed with rows from the block's start, whose documents are not named again.
+    """
     for first in range(0, len(self.source), BLOCK_DOCUMENTS):
       rows = self._rows(np.arange(first, min(first + BLOCK_DOCUMENTS, len(self.source))))
       for start in range(0, len(rows), num_rows):
-        yield self._filled(rows, np.arange(start, min(start + num_rows, len(rows))), num_rows)
+        numbers = np.arange(start, start + num_rows)
+        batch = self._filled(rows, numbers % len(rows), num_rows)
+        batch.document_BS[numbers >= len(rows)] = -1
+        yield batch
 
   def sample(self, domain: str, num_rows: int) -> tuple[Batch, int]:
     """(batch of the domain's first rows, completed with empty rows; the total number of rows of the domain)."""

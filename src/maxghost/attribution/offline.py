@@ -1,127 +1,127 @@
-"""Scores a corpus against queries at fixed checkpoints (TracIn: Pruthi et al., arXiv:2002.08484), exactly or sketched.
+"""Scores a corpus against queries at checkpoints of a run, exactly or from sketched gradients.
 
-The score of a document for a query is the sum over checkpoints of learning rate times <gradient of the document's mean
-loss, gradient of the query's mean loss>. It uses the engine and the score log of training, with checkpoints in place of
-steps. Imports JAX, so the package does not import this module.
+TracIn (Pruthi et al., arXiv:2002.08484) with the run's own steps: at each checkpoint the corpus is scored by the train
+step that would come next, with its objective, optimizer state, clipping and learning rate. Imports JAX, so the package
+does not import this module.
 
 B rows, S documents in a row, T positions, K queries, M blocks of a sketch, R directions, N chunks.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxghost import optimizers
 from maxghost.attribution.corpus import Corpus
-from maxghost.config import ConfigError
+from maxghost.config import Config, ConfigError
 from maxghost.data.types import Batch
-from maxghost.ghost import DirectionSpec, GhostEngine, schedules
+from maxghost.ghost import DirectionSpec, schedules
+from maxghost.ghost.attach import split
+from maxghost.ghost.low_rank import rank_one_root
 from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.sketch import sketch_gradient, sketch_pass
 from maxghost.objectives import create
 from maxghost.scorelog import Writer
+from maxghost.training import scoring, state
+from maxghost.training.score_recorder import scored_rows
+from maxghost.training.step import make_train_step
 
-INDEX_VERSION = 2  # 2: experts have separate random directions
+INDEX_VERSION = 3  # 3: sketches along the optimizer's direction, of the summed loss
+UNIT = "nats by which one exposure in a training step is predicted to lower the query's loss, over the checkpoints"
 _SEED = 4711
+_BLOCK = 1024  # chunks multiplied at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-  """One checkpoint: the model after `step` steps, the learning rate at that step, and a digest of the weights."""
+  """One checkpoint: the train state after `step` steps, and a digest of it."""
 
   step: int
-  model: nnx.Module
-  learning_rate: float
+  state: nnx.State
   digest: str
 
 
 def score(
-  points: Iterator[Point], corpus: Corpus, queries: dict[str, Batch], writer: Writer, num_rows: int,
-  step_tokens: int,
+  cfg: Config, points: Iterator[Point], corpus: Corpus, queries: dict[str, Batch], writer: Writer, num_rows: int,
+  share: float = 1.0,
 ) -> int:  # fmt: skip
   """Writes one step per checkpoint to the score log; returns the number of scored chunks per checkpoint.
 
-  queries: {name: batch}, as the writer's val_sets. step_tokens: tokens of a training step; a contribution is the
-  predicted drop of the query's loss due to one exposure of the document in such a step.
+  Each `num_rows` rows of the corpus are scored as the batch of the run's next step. cfg: of the run, with ghost.
+  queries: {name: batch}, as the writer's val_sets. share: of a training step's rows that num_rows are.
   """
-  engine, count = GhostEngine(direction="sgd", per_position=True), 0
-  val = [jax.tree.map(jnp.asarray, batch.arrays) for batch in queries.values()]
+  objective, (graphdef, abstract) = create(cfg), state.abstract_split(cfg)
+  val = tuple(objective.prepare(batch).arrays for batch in queries.values())
+  spec, names = objective.batch_spec(num_rows, corpus.layout.row_length), []
+  slots = corpus.layout.max_segments
+  step, _ = make_train_step(cfg, graphdef, abstract, spec, num_segments=slots, num_sets=len(val))
+  run = jax.jit(lambda *args: {name: value for name, value in step(*args)[1].items() if name in _OUTPUTS})
   for point in points:
-    columns: dict[str, list] = {name: [] for name in ("tokens", "loss", "dot", "contribution", "chunk")}
-    names: list = []
-    losses, val_loss = _token_losses(point.model), None
-    for batch in corpus.batches(num_rows):
-      result = engine.score(point.model, batch.arrays, val)
-      val_loss = np.asarray(result.val_loss)
-      dot_NK, loss_N, tokens_N, kept_BS = by_document(
-        batch, np.asarray(result.per_position), np.asarray(losses(batch.arrays))
-      )
-      columns["dot"].append(dot_NK)
-      columns["contribution"].append(point.learning_rate * (tokens_N / step_tokens)[:, None] * dot_NK)
-      columns["loss"].append(loss_N)
-      columns["tokens"].append(tokens_N)
-      columns["chunk"].append(batch.offset_BS[kept_BS])
-      names += [corpus.document_id(index) for index in batch.document_BS[kept_BS]]
-    rows = {name: np.concatenate(parts) for name, parts in columns.items()}
-    record: dict[str, Any] = {"step": point.step, "learning_rate": point.learning_rate, "val_loss": val_loss}
-    record["predicted_examples"] = rows["contribution"].sum(0, dtype=np.float64)
-    writer.append(record, rows, names)
-    count = len(names)
-  return count
+    parts, names = [], []
+    for batch in map(objective.prepare, corpus.batches(num_rows)):
+      out = jax.device_get(run(point.state, batch.arrays, val))
+      if not out["scored_ok"]:
+        raise ConfigError(f"step {point.step}: a score is not finite; the checkpoint's weights may have diverged")
+      columns, documents = scored_rows(out, batch)
+      parts.append(columns)
+      names += [corpus.document_id(index) for index in documents]
+    rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    rows["contribution"] *= share
+    rows["share"] /= rows["share"].sum()
+    record = {name: out[name] for name in ("learning_rate", "val_loss")} | {"step": point.step}
+    writer.append(record | {"predicted_examples": rows["contribution"].sum(0, dtype=np.float64)}, rows, names)
+  return len(names)
 
 
-def by_document(batch: Batch, score_KBT: np.ndarray, loss_BT: np.ndarray):
-  """(dot [N, K], mean loss [N], tokens [N], bool[B, S] of the segments they belong to) from scores by position."""
-  num_segments = batch.document_BS.shape[1]
-  segments = np.arange(1, num_segments + 1)
-  documents_BTS = (batch.arrays["inputs_segmentation"][..., None] == segments).astype(np.float32)
-  targets_BTS = (batch.arrays["targets_segmentation"][..., None] == segments).astype(np.float32)
-  tokens_BS = targets_BTS.sum(1)
-  kept_BS = (batch.document_BS >= 0) & (tokens_BS > 0)
-  share_BS = tokens_BS / max(tokens_BS.sum(), 1)
-  additive_BSK = np.einsum("kbt,bts->bsk", score_KBT, documents_BTS)
-  loss_BS = np.einsum("bt,bts->bs", loss_BT, targets_BTS) / np.maximum(tokens_BS, 1)
-  dot_NK = additive_BSK[kept_BS] / share_BS[kept_BS][:, None]
-  return dot_NK, loss_BS[kept_BS], tokens_BS[kept_BS].astype(np.int64), kept_BS
+_OUTPUTS = (
+  "score_dot_BSK", "contribution_BSK", "share_BS", "tokens_BS", "loss_BS", "scored_ok", "learning_rate", "val_loss",
+)  # fmt: skip
 
 
-def build_index(points: list[Point], corpus: Corpus, folder: Path, num_rows: int, num_directions: int) -> int:
+def build_index(
+  cfg: Config, points: Iterator[Point], corpus: Corpus, folder: Path, num_rows: int, step_rows: int, num_directions: int
+) -> int:
   """Writes a memory-mapped index of sketched gradients; returns the number of chunks.
 
-  `sketch_<step>.npy` f32[N, M R] of each checkpoint: the gradient of each chunk's mean loss along R random directions
-  in each parameter and layer. `ids.jsonl`: [domain, path, offset, chunk, tokens] of each chunk. `index.json`: the rest.
+  `sketch_<step>.npy` f32[N, M, R] of each checkpoint: the gradient of each chunk's summed loss along R random
+  directions in each parameter and layer. `ids.jsonl`: [domain, path, offset, chunk, tokens] of each chunk. `step.npz`:
+  the corpus's first `step_rows` rows, the batch of the step whose response queries are passed through. `index.json`:
+  the rest.
   """
   folder.mkdir(parents=True, exist_ok=True)
   (folder / "index.json").unlink(missing_ok=True)  # written last: without it the index is incomplete
-  count = 0
-  sketcher = Sketcher(points[0].model, corpus, num_rows, num_directions)
+  sketcher = Sketcher(cfg, corpus, num_rows, num_directions)
+  step_batch, ids, checkpoints = next(corpus.batches(step_rows)).arrays, [], []
   for point in points:
     blocks, ids = [], []
+    scale = sketcher.respond(point.state, step_batch, ())[0]
     for batch in corpus.batches(num_rows):
-      sketch_ND, tokens_N, kept_BS = sketcher(point.model, batch)
-      blocks.append(sketch_ND)
-      places = zip(batch.document_BS[kept_BS], batch.offset_BS[kept_BS], tokens_N, strict=True)
+      sketch_BSMR, tokens_BS = jax.device_get(sketcher.sketch(point.state, scale, batch.arrays))
+      kept_BS = (batch.document_BS >= 0) & (tokens_BS > 0)
+      blocks.append(sketch_BSMR[kept_BS])
+      places = zip(batch.document_BS[kept_BS], batch.offset_BS[kept_BS], tokens_BS[kept_BS], strict=True)
       ids += [[*corpus.document_id(index), int(chunk), int(tokens)] for index, chunk, tokens in places]
     np.save(folder / f"sketch_{point.step}.npy", np.concatenate(blocks))
-    count = len(ids)
+    checkpoints.append([point.step, point.digest])
+  np.savez(folder / "step.npz", allow_pickle=False, **step_batch)
   with open(folder / "ids.jsonl", "w", encoding="utf-8") as file:
     file.writelines(json.dumps(entry) + "\n" for entry in ids)
   about = {
-    "version": INDEX_VERSION, "directions": num_directions, "chunks": count, "fingerprint": corpus.source.fingerprint,
-    "checkpoints": [[p.step, p.learning_rate, p.digest] for p in points],
+    "version": INDEX_VERSION, "direction": cfg.ghost.ghost_direction, "directions": num_directions,
+    "chunks": len(ids), "fingerprint": corpus.source.fingerprint, "checkpoints": checkpoints,
   }  # fmt: skip
   (folder / "index.json").write_text(json.dumps(about, indent=2), encoding="utf-8")
-  return count
+  return len(ids)
 
 
-def open_index(folder: Path, points: list[Point]) -> dict:
-  """index.json of an index of exactly these checkpoints. Raises ConfigError for the first difference."""
+def open_index(folder: Path, steps: Sequence[int]) -> dict:
+  """index.json of an index of these checkpoints. Raises ConfigError."""
   path = folder / "index.json"
   if not path.is_file():
     raise ConfigError(f"--index {folder}: no index there; give --data to write one")
@@ -129,74 +129,118 @@ def open_index(folder: Path, points: list[Point]) -> dict:
   if about["version"] != INDEX_VERSION:
     way = "update maxghost" if about["version"] > INDEX_VERSION else "give --data to write the index again"
     raise ConfigError(f"{path}: version {about['version']}, this maxghost reads version {INDEX_VERSION}; {way}")
-  there, here = {step: digest for step, _, digest in about["checkpoints"]}, {p.step: p.digest for p in points}
-  if there != here:
-    wrong = sorted({step for step in {*there, *here} if there.get(step) != here.get(step)})
-    raise ConfigError(
-      f"--index {folder}: written for the checkpoints of steps {sorted(there)}, queried with {sorted(here)}; step "
-      f"{wrong[0]} has other weights or is missing. Give the same checkpoints, or --data to write the index again"
-    )
+  if (there := [step for step, _ in about["checkpoints"]]) != list(steps):
+    raise ConfigError(f"--index {folder}: written for the checkpoints of steps {there}, queried with {list(steps)}")
   return about
 
 
-def nearest(folder: Path, points: list[Point], queries: dict[str, Batch], corpus: Corpus, top: int) -> dict[str, list]:
-  """{query: the `top` best chunks as (value, id)}; value estimates the sum over checkpoints of lr <g_chunk, g_query>.
+def nearest(
+  cfg: Config, points: Iterator[Point], folder: Path, about: dict, queries: dict[str, Batch], corpus: Corpus, top: int
+) -> dict[str, list[dict]]:
+  """{query: its `top` best chunks}, without a backward pass over the corpus. about: from `open_index`.
 
-  Multiplies the memory-mapped sketches with each query's sketch, without a backward pass over the corpus. corpus: of
-  the queries, whose layout makes the rows.
+  The product of two sketches along one direction has the contribution as its mean (`ghost.sketch`), so the estimate is
+  the mean over R directions, and the spread over them gives its standard error: root of the variance over R. rank: one
+  more than the number of chunks that are better by more than 2 standard errors of the difference, which is smaller than
+  the errors suggest, as both chunks have the same directions. tied: another chunk, shown or next, is within them.
   """
-  about = open_index(folder, points)
-  value_NK = np.zeros((about["chunks"], len(queries)))
-  sketcher = Sketcher(points[0].model, corpus, len(next(iter(queries.values())).epoch_B), about["directions"])
+  with np.load(folder / "step.npz") as file:
+    step_batch = dict(file)
+  sketcher = Sketcher(cfg, corpus, len(next(iter(queries.values())).epoch_B), about["directions"])
+  asked, digests = [], dict(about["checkpoints"])
   for point in points:
-    sketch_ND = np.load(folder / f"sketch_{point.step}.npy", mmap_mode="r")
-    for k, batch in enumerate(queries.values()):
-      query_D = sketcher.mean(point.model, batch)
-      value_NK[:, k] += point.learning_rate * (sketch_ND @ query_D) / about["directions"]
-  with open(folder / "ids.jsonl", encoding="utf-8") as file:
-    ids = [json.loads(line) for line in file]
-  best = {name: np.argsort(-value_NK[:, k], kind="stable")[:top] for k, name in enumerate(queries)}
-  return {name: [(float(value_NK[n, k]), tuple(ids[n])) for n in best[name]] for k, name in enumerate(queries)}
+    if point.digest != digests[point.step]:
+      raise ConfigError(f"--index {folder}: step {point.step} had other weights; give --data to write the index again")
+    _, rate, sketch_KMR = sketcher.respond(point.state, step_batch, tuple(batch.arrays for batch in queries.values()))
+    held_NMR = np.load(folder / f"sketch_{point.step}.npy", mmap_mode="r")
+    asked.append((held_NMR, np.asarray(rate * sketch_KMR)))
+
+  def products(chunks) -> np.ndarray:
+    return np.sum([np.einsum("nmr,kmr->knr", held_NMR[chunks], sketch_KMR) for held_NMR, sketch_KMR in asked], 0)
+
+  blocks = [slice(start, start + _BLOCK) for start in range(0, about["chunks"], _BLOCK)]
+  value_KN = np.concatenate([products(block).mean(-1) for block in blocks], axis=1)
+  ids = [json.loads(line) for line in (folder / "ids.jsonl").read_text(encoding="utf-8").splitlines()]
+  found = {}
+  for k, name in enumerate(queries):
+    order = np.argsort(-value_KN[k], kind="stable")[: top + 1]
+    product_NR = products(order)[k]
+    gap_NNR = product_NR[:, None] - product_NR[None]
+    better_NN = gap_NNR.mean(-1) > 2 * standard_error(gap_NNR)
+    tied_N = ~(better_NN | better_NN.T | np.eye(len(order), dtype=bool)).all(0)
+    rank_N, error_N = 1 + better_NN.sum(0), standard_error(product_NR)
+    keys = ("domain", "path", "offset", "chunk", "tokens")
+    found[name] = [
+      {"rank": int(rank_N[i]), "tied": bool(tied_N[i]), "contribution": float(value_KN[k, n]),
+       "standard_error": float(error_N[i]), **dict(zip(keys, ids[n], strict=True))}
+      for i, n in enumerate(order[:top])
+    ]  # fmt: skip
+  return found
+
+
+def standard_error(products) -> np.ndarray:
+  """Of the mean over the last axis, of independent products along one direction each."""
+  return products.std(-1, ddof=1) / np.sqrt(products.shape[-1])
 
 
 class Sketcher:
-  """Sketches the gradients of documents in batches of one shape, along the same directions for every model."""
+  """Sketches gradients along the same random directions for every checkpoint, in batches of one shape.
 
-  def __init__(self, model: nnx.Module, corpus: Corpus, num_rows: int, num_directions: int):
-    length = corpus.layout.row_length
-    loss = create()
+  Of <P G, g>, with P the response of the optimizer, g is sketched along s z and P G along z / s. Any s > 0 leaves the
+  estimate unbiased; the error is least where both sides are equally large, so s is the root of P. For a direction of
+  rank one, so is s.
+  """
+
+  def __init__(self, cfg: Config, corpus: Corpus, num_rows: int, num_directions: int):
+    graphdef, abstract = state.abstract_split(cfg)
+    model, objective, length = nnx.merge(graphdef, abstract).model, create(cfg), corpus.layout.row_length
+    rule = optimizers.direction_rule(cfg.optimizer, cfg.ghost.ghost_direction)
+    rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
     twin = prepare_twin(
-      model, loss.batch_spec(num_rows, length), loss, num_sets=1, num_positions=length,
-      spec=DirectionSpec(rank=1),
+      model, objective.batch_spec(num_rows, length), objective, num_sets=1, num_positions=length,
+      spec=DirectionSpec(rank=1), exclude=(*cfg.ghost.ghost_exclude, *scoring.frozen(cfg, model)),
     )  # fmt: skip
 
-    def run(params, rest, batch):
-      return sketch_pass(twin, params, rest, loss, batch, jax.random.key(_SEED), num_directions)
+    def respond(train_state, step_batch, val: tuple):
+      """(s {label: array}, factor of the products, sketches [K, M, R] of P G / s)."""
+      held = nnx.merge(graphdef, train_state)
+      parts = schedules.Model(*nnx.split(held.model, held.optimizer.wrt, ...))
+      passed = schedules.accumulated_plain(parts, objective, step_batch, cfg.optimizer.gradient_accumulation_steps)
+      _, clip_factor, _ = optimizers.clip(passed.grads, cfg.optimizer.gradient_clipping_threshold)
+      before, grads = rule.read(held.optimizer, clip_factor=clip_factor), schedules.by_label(passed.grads)
+      scalars = rule.scalars(before.count, clip_factor)
+      response = {
+        p.label: rule.response(p.spec.parameter, grads[p.label], before.of(p.label), scalars) for p in twin.scored
+      }
+      scale = {p.label: _root(p, response[p.label].weighting(), grads[p.label]) for p in twin.scored}
+      sketches = []
+      for rows in val:
+        _, (gradient,) = schedules.validation_gradients(*parts, objective.validation(), (rows,))
+        labelled = schedules.by_label(gradient)
+        moved = {label: one.transpose(labelled[label]) / scale[label] for label, one in response.items()}
+        sketches.append(sketch_gradient(twin, moved, jax.random.key(_SEED), num_directions))
+      factor = rate(before.count) * clip_factor / passed.weights.sum()
+      return scale, factor, jnp.stack(sketches) if sketches else None
 
-    graphdef = nnx.split(model, nnx.Param, ...)[0]
+    def sketch(train_state, scale, batch):
+      """(sketch [B, S, M, R] of each document's gradient times s, tokens [B, S])."""
+      trained = nnx.merge(graphdef, train_state).model
+      losses_BT, weights_BT = objective(trained, batch)
+      slots = scoring.Slots.of(objective, batch, losses_BT, weights_BT, corpus.layout.max_segments)
+      key = jax.random.key(_SEED)
+      sketch_MRBT = sketch_pass(twin, *split(trained), objective, batch, key, num_directions, scale)
+      sketch_BSMR = jnp.einsum("mrbt,bts->bsmr", sketch_MRBT, slots.used_BTS) * weights_BT.sum()
+      return sketch_BSMR, slots.tokens_BS
 
-    def run_mean(params, rest, batch):
-      _, (gradient,) = schedules.validation_gradients(graphdef, params, rest, loss, (batch,))
-      return sketch_gradient(twin, schedules.by_label(gradient), jax.random.key(_SEED), num_directions)
-
-    self._run, self._run_mean = jax.jit(run), jax.jit(run_mean)
-
-  def __call__(self, model, batch: Batch):
-    """(sketch of the gradient of each document's mean loss [N, M R], tokens [N], their segments bool[B, S])."""
-    _, params, rest = nnx.split(model, nnx.Param, ...)
-    sketch_MRBT = np.asarray(self._run(params, rest, batch.arrays))
-    flat_KBT = sketch_MRBT.reshape(-1, *sketch_MRBT.shape[2:])
-    dot_NK, _, tokens_N, kept_BS = by_document(batch, flat_KBT, np.zeros(flat_KBT.shape[1:], np.float32))
-    return dot_NK, tokens_N, kept_BS
-
-  def mean(self, model, batch: Batch) -> np.ndarray:
-    """Sketch of the gradient of the batch's mean loss, [M R]."""
-    _, params, rest = nnx.split(model, nnx.Param, ...)
-    return np.asarray(self._run_mean(params, rest, batch.arrays)).ravel()
+    self.respond, self.sketch = jax.jit(respond), jax.jit(sketch)
 
 
-def _token_losses(model):
-  graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-  loss = create()
-  function = jax.jit(lambda p, r, batch: loss(nnx.merge(graphdef, p, r), batch)[0])
-  return lambda batch: function(params, rest, batch)
+def _root(param, weighting, like):
+  """s of a parameter, [*stack, *parameter]; of rank one where its directions are."""
+  if weighting is None:
+    return jnp.ones_like(like)
+  if not param.spec.low_rank:
+    return jnp.sqrt(weighting)
+  axis = len(param.stack_shape)
+  a, b = rank_one_root(1 / jnp.square(param.spec.parameter.matrices(weighting, axis)))
+  return jax.lax.rsqrt(a[..., :, None] * b[..., None, :]).reshape(weighting.shape)

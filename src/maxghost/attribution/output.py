@@ -27,7 +27,13 @@ HEADS = {
 def as_json(answer: Answer, by: str) -> str:
   """One object with the question, units and rows; a non-finite number is null."""
   rows = [dict(zip(answer.columns, map(_plain, values), strict=True)) for values in _rows(answer)]
-  head = {"by": by, "val_set": answer.val_set, "groups": answer.num_groups, "best": answer.num_top}
+  head = {
+    "by": by,
+    "val_set": answer.val_set,
+    "direction": answer.direction,
+    "groups": answer.num_groups,
+    "best": answer.num_top,
+  }
   units = {name: text for name, text in answer.units.items() if name in answer.columns}
   body = {**head, "units": units, "notes": answer.notes, "rows": rows}
   return json.dumps(body, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
@@ -52,7 +58,7 @@ def write_parquet(answer: Answer, path: Path):
     unit = answer.units.get(name)
     fields.append(pa.field(name, array.type, metadata={"unit": unit} if unit else None))
     arrays.append(array)
-  schema = pa.schema(fields, metadata={"val_set": answer.val_set})
+  schema = pa.schema(fields, metadata={"val_set": answer.val_set, "direction": answer.direction})
   try:
     parquet.write_table(pa.Table.from_arrays(arrays, schema=schema), path)
   except OSError as error:
@@ -88,7 +94,7 @@ def show(answer: Answer, console):
   console.print(
     Text(
       f"{len(answer)} of {integer(answer.num_groups)} groups; {answer.units['contribution']}, for the "
-      f"{answer.val_set} validation loss; ± is a 95 % interval",
+      f"{answer.val_set} validation loss, direction {answer.direction or 'not logged'}; ± is a 95 % interval",
       style="dim",
     )
   )

@@ -56,7 +56,8 @@ class Answer:
   """The result of a query.
 
   columns: name -> values of the shown groups, keys first. num_groups: found. num_top: number of best groups among the
-  shown; the worst groups follow, worst first. units: of the columns. notes: sentences for the reader.
+  shown; the worst groups follow, worst first. units: of the columns. notes: sentences for the reader. direction: along
+  which the scores were computed; empty where the log does not say it.
   """
 
   columns: dict[str, list | np.ndarray]
@@ -65,6 +66,7 @@ class Answer:
   units: dict[str, str]
   notes: list[str]
   val_set: str
+  direction: str
 
   def __len__(self) -> int:
     return len(next(iter(self.columns.values())))
@@ -88,7 +90,8 @@ def ask(log: ScoreLog, query: Query) -> Answer:
   columns = {n: v.tolist() if isinstance(v, aggregate.Labels) else v for n, v in columns.items()}
   if query.text:
     columns["text"] = _texts(log, columns, notes)
-  return Answer(columns, num_groups, num_top, _units(query.scale), notes, log.val_sets[k])
+  direction = ", ".join(log.said_of("direction"))
+  return Answer(columns, num_groups, num_top, _units(query.scale), notes, log.val_sets[k], direction)
 
 
 def _check(query: Query):
