@@ -100,7 +100,7 @@ def scoring_config(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]
   rate of a warmed-up run.
   """
   direction = args.direction or cfg.ghost.ghost_direction
-  changes: dict[str, Any] = {"gradient_accumulation_steps": 1} if args.rows else {}
+  changes: dict[str, Any] = {} if args.index or not args.rows else {"gradient_accumulation_steps": 1}
   if cfg.ghost.ghost_schedule == "concat":  # one validation set, and a stale preconditioner
     changes["ghost_schedule"] = "two_pass"
   if bare := [path for path in paths.values() if not has_optimizer(path)]:
@@ -200,25 +200,27 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
 
 
 def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
-  """(run, {step: checkpoint}, ascending); an import is step 0 of itself. Raises ConfigError for other paths, and for
-  checkpoints of two runs."""
+  """(run, {step: checkpoint}, ascending); an imported model is step 0 of itself.
+
+  Raises ConfigError for other paths, and for checkpoints of two runs.
+  """
   paths: dict[int, Path] = {}
   runs = set()
   for path in given:
-    folder = path / "checkpoints"
+    run, folder = path.resolve(), path / "checkpoints"
     if folder.is_dir():
       found = {int(entry.name): entry for entry in folder.iterdir() if entry.name.isdecimal()}
       if not found:
         raise ConfigError(f"{path}: no checkpoint in {folder}")
     elif path.is_dir() and path.name.isdecimal():
-      found = {int(path.name): path}
+      run, found = run.parents[1], {int(path.name): path}
     elif (path / "config.yml").is_file():
       found = {0: path}
     else:
       what = "is not a checkpoint (<run>/checkpoints/<step>) or a run" if path.exists() else "does not exist"
       raise ConfigError(f"{path} {what}")
     paths |= found
-    runs |= {entry.resolve() if 0 in found else entry.resolve().parent.parent for entry in found.values()}
+    runs.add(run)
   if len(runs) > 1:
     raise ConfigError(f"the checkpoints are of different runs: {', '.join(sorted(map(str, runs)))}; give those of one")
   run_dir = runs.pop()

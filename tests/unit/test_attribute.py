@@ -175,7 +175,7 @@ def test_a_logged_step_asked_again_at_its_checkpoint_is_the_log(kind, tmp_path, 
   run, step = tmp_path / "run", 5
   cfg = config.load(str(run / "config.yml"))
   rows = attribute.rows_per_step(cfg, run)
-  args = SimpleNamespace(direction="", rows=None)
+  args = SimpleNamespace(direction="", rows=None, index=None)
   dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed, batch_size=rows)
   batch = [next(dataset.train) for _ in range(step + 1)][-1]
   asked = {"words": dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, "words")}
@@ -341,8 +341,8 @@ def test_without_optimizer_state_the_direction_must_be_named(tmp_path):
   paths = {7: tmp_path / "checkpoints" / "7"}
   for direction in ("", "auto"):
     with pytest.raises(ConfigError, match=r"holds no optimizer state.* give --direction sgd"):
-      attribute.scoring_config(CFG, SimpleNamespace(direction=direction, rows=None), paths)
-  cfg = attribute.scoring_config(CFG, SimpleNamespace(direction="sgd", rows=None), paths)
+      attribute.scoring_config(CFG, SimpleNamespace(direction=direction, rows=None, index=None), paths)
+  cfg = attribute.scoring_config(CFG, SimpleNamespace(direction="sgd", rows=None, index=None), paths)
   assert cfg.ghost.ghost_direction == "sgd"
   (point,) = attribute.points(cfg, paths)
   assert all(not np.any(x) for x in jax.tree.leaves(point.state["optimizer"]["opt_state"]))
