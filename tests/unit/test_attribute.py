@@ -13,7 +13,7 @@ import pytest
 import tiny
 from flax import nnx
 
-from maxghost import attribute, attribution, config, data, optimizers, scorelog, train
+from maxghost import attribute, attribution, config, data, optimizers, scorelog, scores, train
 from maxghost.attribution import offline
 from maxghost.attribution.corpus import Corpus
 from maxghost.attribution.offline import Point
@@ -167,12 +167,24 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+  """The folder of a run of each kind."""
+
+  @functools.cache
+  def one(kind):
+    folder = tmp_path_factory.mktemp(kind)
+    with tiny.cheap_compilation():
+      assert train.main([*RUN, *KINDS[kind], f"base_output_directory={folder}"]) == 0
+    return folder / "run"
+
+  return one
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_logged_step_asked_again_at_its_checkpoint_is_the_log(kind, tmp_path, capsys):
+def test_a_logged_step_asked_again_at_its_checkpoint_is_the_log(kind, trained, tmp_path):
   """The step after the checkpoint: its own training and validation rows, asked as a corpus and a query."""
-  with tiny.cheap_compilation():
-    assert train.main([*RUN, *KINDS[kind], f"base_output_directory={tmp_path}"]) == 0
-  run, step = tmp_path / "run", 5
+  run, step = trained(kind), 5
   cfg = config.load(str(run / "config.yml"))
   rows = attribute.rows_per_step(cfg, run)
   args = SimpleNamespace(direction="", rows=None, index=None)
@@ -238,6 +250,29 @@ def test_the_index_is_unbiased_and_knows_its_error(cfg, corpora, queries, tmp_pa
     order = [c["contribution"] for c in found[name]]
     assert order == sorted(order, reverse=True)
     assert found[name][0]["rank"] == 1
+
+
+def test_answers_name_the_direction_and_are_written(trained, tmp_path, capsys):
+  run = trained("adamw")
+  for name, text in {"a": "for i in range(7): print(i)", "b": "It was late.", "ask": "for j in range(9)"}.items():
+    (tmp_path / f"{name}.txt").write_text(text)
+  checkpoint = str(run / "checkpoints" / "5")
+  data, ask = ["--data", f"notes={tmp_path}/[ab].txt"], ["--queries", f"mine={tmp_path}/ask.txt"]
+  index, answer = str(tmp_path / "index"), tmp_path / "answer.json"
+  with tiny.cheap_compilation():
+    assert attribute.main([checkpoint, *data, *ask, "--rows", "4", "--output", str(tmp_path / "asked")]) == 0
+    assert "direction adam" in capsys.readouterr().out
+    assert attribute.main([checkpoint, *data, "--index", index, "--directions", "8", "--rows", "2"]) == 0
+    assert attribute.main([checkpoint, *ask, "--index", index, "--output", str(answer)]) == 0
+  assert "direction adam, estimated from 8 random directions" in capsys.readouterr().out
+  assert attribution.load(tmp_path / "asked").said_of("direction") == ("adam",)
+  assert scores.main([str(tmp_path / "asked"), "--by", "document", "--format", "json"]) == 0
+  assert json.loads(capsys.readouterr().out)["direction"] == "adam"
+  written = json.loads(answer.read_text())
+  assert written["direction"] == "adam" and {c["path"][-5:] for c in written["queries"]["mine"]} == {"a.txt", "b.txt"}
+  assert {"rank", "tied", "contribution", "standard_error"} < written["queries"]["mine"][0].keys()
+  assert attribute.main([checkpoint, *ask, "--index", index, "--direction", "sgd"]) == 2
+  assert "the index was written for adam" in capsys.readouterr().err
 
 
 def test_ranks_do_not_tell_apart_what_the_error_does_not(tmp_path, monkeypatch):
@@ -313,6 +348,9 @@ def test_checkpoints_of_a_run_are_found_in_order(tmp_path):
   run_dir, paths = attribute.resolve([tmp_path])
   assert run_dir == tmp_path and list(paths) == [9, 10, 200]
   assert list(attribute.resolve([tmp_path / "checkpoints" / "9"])[1]) == [9]
+  (tmp_path / "imported").mkdir()
+  (tmp_path / "imported" / "config.yml").write_text("")
+  assert attribute.resolve([tmp_path / "imported"]) == (tmp_path / "imported", {0: tmp_path / "imported"})
 
 
 def saved(cfg, folder, *parts):
