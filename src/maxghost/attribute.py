@@ -88,11 +88,6 @@ def _run(args: argparse.Namespace) -> int:
   return _exact(args, cfg, paths, corpus, queries, step_rows)
 
 
-def points(cfg: Config, paths: dict[int, Path]) -> Iterator:
-  """The checkpoints, one in memory at a time."""
-  return (load_point(cfg, step, path) for step, path in paths.items())
-
-
 def scoring_config(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]) -> Config:
   """The run's configuration for single scored steps, with the name of the optimizer's direction in place of auto.
 
@@ -229,10 +224,10 @@ def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
   return run_dir, dict(sorted(paths.items()))
 
 
-def load_point(cfg: Config, step: int, path: Path):
-  """The Point of a checkpoint; without optimizer state its moments are 0. JAX is imported here.
+def points(cfg: Config, paths: dict[int, Path]) -> Iterator:
+  """The checkpoints' Points, one in memory at a time; without optimizer state its moments are 0. JAX is imported here.
 
-  Raises ConfigError if it does not fit the configuration.
+  Raises ConfigError for one that does not fit the configuration.
   """
   import jax
   import numpy as np
@@ -247,12 +242,13 @@ def load_point(cfg: Config, step: int, path: Path):
   configure_jax(cfg)
   _, abstract = state.abstract_split(cfg)
   wanted = resume.to_tree(resume.abstract_arrays(abstract))
-  if has_optimizer(path):
-    tree = load_tree(path, wanted)
-  else:
-    tree = resume.to_tree(state.create_split(cfg)[1]) | load_tree(path, {"model": wanted["model"]})
-  digest = "-".join(map(str, checksums([np.asarray(leaf) for leaf in jax.tree.leaves(tree)])))
-  return Point(step, resume.from_tree(tree, abstract), f"{int(text_hash(digest)):016x}")
+  for step, path in paths.items():
+    if has_optimizer(path):
+      tree = load_tree(path, wanted)
+    else:
+      tree = resume.to_tree(state.create_split(cfg)[1]) | load_tree(path, {"model": wanted["model"]})
+    digest = "-".join(map(str, checksums([np.asarray(leaf) for leaf in jax.tree.leaves(tree)])))
+    yield Point(step, resume.from_tree(tree, abstract), f"{int(text_hash(digest)):016x}")
 
 
 if __name__ == "__main__":

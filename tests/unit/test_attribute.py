@@ -366,12 +366,13 @@ def saved(cfg, folder, *parts):
 
 def test_a_checkpoint_loads_as_the_state_that_was_saved(tmp_path):
   held = saved(CFG, tmp_path)
-  point = attribute.load_point(CFG, 7, tmp_path / "checkpoints" / "7")
+  paths = {7: tmp_path / "checkpoints" / "7"}
+  (point,) = attribute.points(CFG, paths)
   for label, value in tiny.by_label(point.state["model"]).items():
     np.testing.assert_array_equal(value, tiny.by_label(held.model)[label])
   assert len(jax.tree.leaves(point.state)) == len(jax.tree.leaves(nnx.state(held)))
   with pytest.raises(ConfigError):
-    attribute.load_point(config.replace(CFG, base_mlp_dim=35), 7, tmp_path / "checkpoints" / "7")
+    next(attribute.points(config.replace(CFG, base_mlp_dim=35), paths))
 
 
 def test_without_optimizer_state_the_direction_must_be_named(tmp_path):
