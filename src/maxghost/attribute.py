@@ -74,7 +74,9 @@ def _run(args: argparse.Namespace) -> int:
   step_rows = rows_per_step(cfg, run_dir)
   cfg = scoring_config(cfg, args, paths)
   from maxghost.attribution.corpus import Corpus
+  from maxghost.training.devices import configure_jax
 
+  configure_jax(cfg)
   corpus = Corpus(tuple(args.data), cfg.data, "--data") if args.data else None
   asked = Corpus(tuple(args.queries), cfg.data, "--queries") if args.queries else None
   queries = {}
@@ -237,9 +239,7 @@ def points(cfg: Config, paths: dict[int, Path]) -> Iterator:
   from maxghost.data.hashing import text_hash
   from maxghost.interop.load_tree import load_tree
   from maxghost.training import resume, state
-  from maxghost.training.devices import configure_jax
 
-  configure_jax(cfg)
   _, abstract = state.abstract_split(cfg)
   wanted = resume.to_tree(resume.abstract_arrays(abstract))
   for step, path in paths.items():
