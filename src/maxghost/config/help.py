@@ -30,10 +30,6 @@ def sections() -> Iterator[tuple[str, type, tuple[dataclasses.Field, ...]]]:
     yield name, cls, dataclasses.fields(cls)
 
 
-def first_line(cls: type) -> str:
-  return (cls.__doc__ or "").strip().partition("\n")[0]
-
-
 def print_help(key: str | None = None, file: TextIO | None = None, usage: str = "") -> None:
   """Prints all keys by section, or explains one `key`; with colours and columns when `file` is a terminal.
 
@@ -53,13 +49,13 @@ def explain(key: str) -> str:
   known = fields()
   if key not in known:
     raise ConfigError(renamed.unknown(key, known))
-  section, cls = next((name, cls) for name, cls, items in sections() if any(item.name == key for item in items))
   field = known[key]
+  section, cls = next((name, cls) for name, cls, items in sections() if field in items)
   rows = [
     ("type", values.type_name(field.type)),
     ("default", values.shown(field.default)),
     ("limits", limits(field) or "none"),
-    ("section", f"{section}: {first_line(cls)}"),
+    ("section", f"{section}: {cls.__doc__}"),
     ("example", f"{key}={values.shown(field.metadata['choices'][-1] if field.metadata['choices'] else field.default)}"),
   ]
   return "\n".join([key, f"  {field.metadata['help']}", *(f"  {name + ':':<9}{text}" for name, text in rows)])
@@ -70,16 +66,12 @@ def plain_list(usage: str = "") -> str:
   width = max(len(name) for name in fields())
   lines = [usage, ""] if usage else []
   for name, cls, items in sections():
-    lines.append(f"{name}: {first_line(cls)}")
+    lines.append(f"{name}: {cls.__doc__}")
     for item in items:
-      lines.append(f"  {item.name:<{width}}  {item.metadata['help']} {_bracket(item)}")
+      parts = (values.type_name(item.type), limits(item), f"default {values.shown(item.default)}")
+      lines.append(f"  {item.name:<{width}}  {item.metadata['help']} [{'; '.join(filter(None, parts))}]")
     lines.append("")
   return "\n".join(lines).rstrip()
-
-
-def _bracket(field: dataclasses.Field) -> str:
-  parts = (values.type_name(field.type), limits(field), f"default {values.shown(field.default)}")
-  return f"[{'; '.join(filter(None, parts))}]"
 
 
 def _print_rich(file: TextIO, usage: str) -> None:
@@ -91,7 +83,7 @@ def _print_rich(file: TextIO, usage: str) -> None:
   if usage:
     console.print(Text(usage))
   for name, cls, items in sections():
-    console.print(Text.assemble("\n", (name, "bold"), f"  {first_line(cls)}"))
+    console.print(Text.assemble("\n", (name, "bold"), f"  {cls.__doc__}"))
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 1), pad_edge=True)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(style="green", max_width=24, overflow="fold")

@@ -16,7 +16,7 @@ from typing import Any
 from maxghost.config import plugins
 from maxghost.config.errors import ConfigError
 from maxghost.config.families import FAMILIES
-from maxghost.config.validate import DISTRIBUTED, value_problems
+from maxghost.config.validate import DISTRIBUTED, reweighting_parts, value_problems
 from maxghost.config.values import MOST
 
 
@@ -50,9 +50,7 @@ class RunConfig:
   sample_every: int = key(0, "let the model continue sample_prompt every this many steps; 0 = never", minimum=0)
   sample_prompt: str = key("", "text that samples begin with; empty = only the begin-of-document token")
   init_weights_seed: int = key(0, "seed of the initial weights and of dropout", minimum=0, maximum=2**32 - 1)
-  data_shuffle_seed: int = key(
-    0, "seed of the document order and of the train/validation split", minimum=0, maximum=2**32 - 1
-  )
+  data_shuffle_seed: int = key(0, "seed of the document order and the validation split", minimum=0, maximum=2**32 - 1)
   enable_tensorboard: bool = key(True, "write TensorBoard event files")
   jax_cache_dir: str = key("", "folder for JAX's persistent compilation cache; empty = none")
 
@@ -100,9 +98,7 @@ class ModelConfig:
   rope_low_freq_factor: float = key(
     1.0, "llama3.1: wavelengths over original length / this are stretched in full", minimum=1e-6
   )
-  rope_high_freq_factor: float = key(
-    4.0, "llama3.1: wavelengths under original length / this stay as they are", minimum=1e-6
-  )
+  rope_high_freq_factor: float = key(4.0, "llama3.1: wavelengths under original length / this stay", minimum=1e-6)
   beta_fast: float = key(32.0, "yarn: pairs that turn more often than this in the original length stay", minimum=1e-6)
   beta_slow: float = key(1.0, "yarn: pairs that turn less often than this are stretched in full", minimum=1e-6)
   rope_truncate: bool = key(True, "yarn: round the bounds of the ramp between both outwards to whole pairs")
@@ -111,9 +107,7 @@ class ModelConfig:
   attention_sink: bool = key(False, "one learned logit per head that takes part in the softmax and has no value")
   attn_logits_soft_cap: float = key(0.0, "c: attention scores become c tanh(scores / c); 0 = no cap", minimum=0.0)
   attention_type: tuple[str, ...] = key(
-    ("global",),
-    "global or local_sliding, for all layers or one for each of a cycle",
-    choices=("global", "local_sliding"),
+    ("global",), "for all layers, or one for each of a cycle", choices=("global", "local_sliding")
   )
   sliding_window_size: int = key(0, "local_sliding: tokens a position sees, itself included", minimum=0)
   inhomogeneous_layer_cycle_interval: int = key(
@@ -124,12 +118,8 @@ class ModelConfig:
   num_experts_per_tok: int = key(1, "experts that each token is sent to", minimum=1)
   base_moe_mlp_dim: int = key(-1, "width of one expert; -1 = base_mlp_dim", minimum=-1)
   norm_topk_prob: bool = key(True, "weights of a token's experts add up to 1; false = their share among all experts")
-  load_balance_loss_weight: float = key(
-    0.0, "weight of the router's load-balancing loss in the training loss", minimum=0.0
-  )
-  sparse_matmul: bool = key(
-    True, "multiply each token with its own experts only; false = with all of them, for comparison"
-  )
+  load_balance_loss_weight: float = key(0.0, "weight of the router's load-balancing loss", minimum=0.0)
+  sparse_matmul: bool = key(True, "multiply each token with its own experts only; false = with all, to compare")
   dropout_rate: float = key(0.0, "dropout on the residual branches", minimum=0.0, maximum=0.999)
   dtype: str = key("float32", "compute dtype", choices=("float32", "bfloat16", "float64"))
   weight_dtype: str = key("float32", "parameter dtype", choices=("float32", "bfloat16", "float64"))
@@ -161,9 +151,7 @@ class ModelConfig:
   )
   z_loss_multiplier: float = key(0.0, "weight of the squared log-partition added to each token's loss", minimum=0.0)
   final_logits_soft_cap: float = key(0.0, "c: logits become c tanh(logits / c); 0 = no cap", minimum=0.0)
-  num_vocab_tiling: int = key(
-    1, "tiles in which output projection and loss are computed, so that 1/n of the logits exists at a time", minimum=1
-  )
+  num_vocab_tiling: int = key(1, "tiles of output projection and loss; 1/n of the logits exists at a time", minimum=1)
   vocab_tiling_axis: str = key(
     "tokens", "what num_vocab_tiling divides: the positions of a row, or the vocabulary", choices=("tokens", "vocab")
   )
@@ -227,9 +215,7 @@ class DataConfig:
     maximum=10**15,
   )
   dataset_shards: int = key(
-    1,
-    "streams the documents are dealt to; with a multiple of the processes, each process reads only its own",
-    minimum=1,
+    1, "streams of documents; a multiple of the processes lets each read only its own", minimum=1
   )
   add_bos: bool = key(True, "put a begin-of-document token before each document")
   add_eos: bool = key(True, "put an end-of-document token after each document")
@@ -244,9 +230,7 @@ class DataConfig:
     "validation sets, each scored apart: a domain, or name=domain, of which a share is held out; or name=glob of text "
     "files, held out in whole; empty = manual, for synthetic its first domain",
   )
-  ghost_val_fraction: float = key(
-    0.25, "share of the validation domain's documents held out, chosen by document id", minimum=0.0, maximum=1.0
-  )
+  ghost_val_fraction: float = key(0.25, "share of the validation domain's documents held out", minimum=0.0, maximum=1.0)
   ghost_val_copies: str = key(
     "drop",
     "training documents byte-identical to a held-out one: leave out and report, keep and report, or an error",
@@ -291,16 +275,12 @@ class OptimizerConfig:
   adam_eps: float = key(1e-8, "added to the root of the second moment", minimum=0.0)
   adam_weight_decay: float = key(0.1, "decoupled weight decay", minimum=0.0)
   mu_dtype: str = key(
-    "float32",
-    "dtype of Adam's first moment; the second has the parameters' own",
-    choices=("float32", "bfloat16"),
+    "float32", "dtype of Adam's first moment; the second has that of the weights", choices=("float32", "bfloat16")
   )
   trainable_parameters_mask: tuple[str, ...] = key(
     (), "path patterns (fnmatch) of the parameters to train, the others stay as they are; empty = all"
   )
-  gradient_accumulation_steps: int = key(
-    1, "micro-batches per step; the step's batch is this many times per_device_batch_size", minimum=1
-  )
+  gradient_accumulation_steps: int = key(1, "micro-batches of per_device_batch_size rows per step", minimum=1)
   gradient_clipping_threshold: float = key(1.0, "largest global gradient norm; 0 = no clipping", minimum=0.0)
 
 
@@ -323,13 +303,9 @@ class GhostConfig:
   )
   ghost_rank: int = key(0, "rank of the factors a direction is held in; 0 = exact", minimum=0)
   ghost_val_batch_size: int = key(2, "validation rows per step", minimum=1)
-  ghost_val_refresh_steps: int = key(
-    20, "draw new validation rows every this many steps; 0 = keep the first", minimum=0
-  )
+  ghost_val_refresh_steps: int = key(20, "steps between draws of new validation rows; 0 = keep the first", minimum=0)
   ghost_every: int = key(1, "score every this many steps; the steps between are plain training steps", minimum=1)
-  ghost_val_every: int = key(
-    1, "compute the validation gradient every this many steps and score against it until the next", minimum=1
-  )
+  ghost_val_every: int = key(1, "steps between validation gradients; scores use the newest", minimum=1)
   ghost_exclude: tuple[str, ...] = key((), "path patterns (fnmatch) of parameters left unscored on purpose")
   ghost_detail: str = key(
     "layer",
@@ -371,7 +347,7 @@ class GhostConfig:
   @property
   def reweighting(self) -> tuple[int, float, float]:
     """(steps between two changes of the shares, 0 for never; size of a change; least share of a domain)."""
-    steps, size, floor = (*self.ghost_reweight, *(0.0, 0.2, 0.02)[len(self.ghost_reweight) :])
+    steps, size, floor = reweighting_parts(self.ghost_reweight)
     return int(steps), size, floor
 
 
@@ -428,9 +404,7 @@ class ParallelConfig:
     minimum=1,
     maximum=10**6,
   )
-  compile_topology: str = key(
-    "", "train_compile: what to compile for, such as v5e-16, 2xv5e-16 (two slices), v5p-256 or cpu-8"
-  )
+  compile_topology: str = key("", "train_compile: what to compile for, such as v5e-16, 2xv5e-16 (two slices) or cpu-8")
   compiled_trainstep_file: str = key("", "train_compile: file to save the compiled step in; empty = none")
 
   @property

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from maxghost.config import values
 from maxghost.config.files import config_dir, write_text
-from maxghost.config.help import first_line, limits, sections
+from maxghost.config.help import limits, sections
 
 HEADER = """\
 # Every key with its default. A file of your own needs only the keys it changes.
@@ -19,7 +19,7 @@ def base_text() -> str:
   """The text of configs/base.yml."""
   lines = [HEADER]
   for name, cls, items in sections():
-    lines.append(f"\n# ---- {name}: {first_line(cls)}\n")
+    lines.append(f"\n# ---- {name}: {cls.__doc__}\n")
     for item in items:
       about, bound = item.metadata["help"], limits(item)
       paragraphs = [f"{about} ({bound})" if bound else about]

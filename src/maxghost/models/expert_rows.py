@@ -8,8 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from maxghost.models import autodiff
-from maxghost.models.autodiff import no_cotangent
+from maxghost.models.autodiff import no_cotangent, with_backward
 
 
 @jax.tree_util.register_dataclass
@@ -48,14 +47,10 @@ class Rows:
 
   def take(self, x_N):
     """Rows of the tokens' values: [N, ...] -> [R, ...]."""
-    if autodiff.in_forward_mode():
-      return x_N[self.order_R // self.num_chosen]
     return _take(self.num_chosen, x_N, self.order_R, self.place_R)
 
   def restore(self, y_R):
     """Puts rows back in the order of the pairs."""
-    if autodiff.in_forward_mode():
-      return y_R[self.place_R]
     return _permute(y_R, self.place_R, self.order_R)
 
   def sums(self, s_R):
@@ -64,41 +59,16 @@ class Rows:
 
   def of_expert(self, b_E):
     """The entry of each row's expert: [E, ...] -> [R, ...]."""
-    if autodiff.in_forward_mode():
-      return b_E[self.expert_R]
     return _of_expert(b_E, self.expert_R)
 
 
 # Gathers with a gather or a product as transpose: on CPU a scatter runs one row at a time.
 
 
-def _take(num_chosen: int, x_N, order_R, place_R):
-  @jax.custom_vjp
-  def take(x_N, order_R, place_R):
-    return x_N[order_R // num_chosen]
-
-  def backward(place_R, g_R):
-    g_pairs = g_R[place_R]
-    return g_pairs.reshape(-1, num_chosen, *g_pairs.shape[1:]).sum(1), no_cotangent(order_R), no_cotangent(place_R)
-
-  take.defvjp(lambda x_N, order_R, place_R: (x_N[order_R // num_chosen], place_R), backward)
-  return take(x_N, order_R, place_R)
-
-
-@jax.custom_vjp
-def _permute(y_R, there, back):
-  return y_R[there]
-
-
-_permute.defvjp(
-  lambda y_R, there, back: (y_R[there], (there, back)),
-  lambda kept, g: (g[kept[1]], no_cotangent(kept[0]), no_cotangent(kept[1])),
-)
-
-
-@jax.custom_vjp
-def _of_expert(b_E, expert_R):
-  return b_E[expert_R]
+def _take_backward(num_chosen: int, place_R, g_R):
+  g_pairs = g_R[place_R]
+  sums_N = g_pairs.reshape(-1, num_chosen, *g_pairs.shape[1:]).sum(1)
+  return sums_N, no_cotangent(place_R), no_cotangent(place_R)
 
 
 def _of_expert_backward(kept, g_R):
@@ -107,4 +77,9 @@ def _of_expert_backward(kept, g_R):
   return jnp.einsum("re,ro->eo", one_hot_RE, g_R).astype(b_E.dtype), no_cotangent(expert_R)
 
 
-_of_expert.defvjp(lambda b_E, expert_R: (b_E[expert_R], (b_E, expert_R)), _of_expert_backward)
+_take = with_backward(lambda k, x_N, order_R, place_R: (x_N[order_R // k], place_R), _take_backward, (0,))
+_permute = with_backward(
+  lambda y_R, there, back: (y_R[there], (there, back)),
+  lambda kept, g: (g[kept[1]], no_cotangent(kept[0]), no_cotangent(kept[1])),
+)
+_of_expert = with_backward(lambda b_E, expert_R: (b_E[expert_R], (b_E, expert_R)), _of_expert_backward)

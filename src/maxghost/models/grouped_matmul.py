@@ -27,11 +27,6 @@ def grouped_matmul(x_RI, w_GIO, sizes_G, precision=None):
   return _grouped(precision, x_RI, w_GIO, sizes_G)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(precision, x_RI, w_GIO, sizes_G):
-  return product(x_RI, w_GIO, sizes_G, precision)
-
-
 def _forward(precision, x_RI, w_GIO, sizes_G):
   return product(x_RI, w_GIO, sizes_G, precision), (x_RI, w_GIO, sizes_G)
 
@@ -43,7 +38,7 @@ def _backward(precision, residuals, g_RO):
   return dx_RI.astype(x_RI.dtype), outer_sums(x_RI, g_RO, sizes_G, precision).astype(w_GIO.dtype), no_size
 
 
-_grouped.defvjp(_forward, _backward)
+_grouped = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0,))
 
 
 def product(x_RI, w_GIO, sizes_G, precision=None, dtype=None):

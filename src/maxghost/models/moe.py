@@ -3,7 +3,7 @@
 B batch, T positions, N = B T tokens, D embed dim, F width of an expert, E experts, k experts of a token, R = N k rows
 (a token once for each of its experts).
 
-`hidden.Hidden` carries the routing from layer to layer; `no_routing` says what it holds.
+`layers.Hidden` carries the routing from layer to layer; `no_routing` says what it holds.
 Source of the load-balancing loss: Fedus et al., arXiv:2101.03961, equations 4 to 6, for k experts.
 """
 
