@@ -1,12 +1,14 @@
-"""The list of keys and the explanation of one, from the fields of the schema."""
+"""The list of keys and the explanation of one, from the fields of the schema and the comments of configs/base.yml."""
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterator
 from typing import TextIO
 
 from maxghost.config import renamed, values
 from maxghost.config.errors import ConfigError
+from maxghost.config.files import config_dir
 from maxghost.config.load import Loaded, fields
 from maxghost.config.schema import SECTIONS
 
@@ -22,6 +24,23 @@ def limits(field: dataclasses.Field) -> str:
   if low and high:
     return f"from {low} to {high}"
   return f"{low} or more" if low else f"{high} or less" if high else ""
+
+
+@functools.cache
+def comments() -> dict[str, str]:
+  """{key: the comment above it in configs/base.yml, with its limits}."""
+  found, lines = {}, []
+  for line in (config_dir() / "base.yml").read_text("utf-8").splitlines():
+    if line.startswith("# ") and not line.startswith("# ----"):
+      lines.append(line.removeprefix("# "))
+    else:
+      found[line.partition(":")[0]], lines = " ".join(lines), []
+  return found
+
+
+def about(field: dataclasses.Field) -> str:
+  """What a key is, without its limits."""
+  return comments()[field.name].removesuffix(f" ({limits(field)})")
 
 
 def sections() -> Iterator[tuple[str, type, tuple[dataclasses.Field, ...]]]:
@@ -58,7 +77,7 @@ def explain(key: str) -> str:
     ("section", f"{section}: {cls.__doc__}"),
     ("example", f"{key}={values.shown(field.metadata['choices'][-1] if field.metadata['choices'] else field.default)}"),
   ]
-  return "\n".join([key, f"  {field.metadata['help']}", *(f"  {name + ':':<9}{text}" for name, text in rows)])
+  return "\n".join([key, f"  {about(field)}", *(f"  {name + ':':<9}{text}" for name, text in rows)])
 
 
 def plain_list(usage: str = "") -> str:
@@ -69,7 +88,7 @@ def plain_list(usage: str = "") -> str:
     lines.append(f"{name}: {cls.__doc__}")
     for item in items:
       parts = (values.type_name(item.type), limits(item), f"default {values.shown(item.default)}")
-      lines.append(f"  {item.name:<{width}}  {item.metadata['help']} [{'; '.join(filter(None, parts))}]")
+      lines.append(f"  {item.name:<{width}}  {about(item)} [{'; '.join(filter(None, parts))}]")
     lines.append("")
   return "\n".join(lines).rstrip()
 
@@ -90,8 +109,8 @@ def _print_rich(file: TextIO, usage: str) -> None:
     table.add_column(overflow="fold")
     for item in items:
       bound = limits(item)
-      about = Text.assemble(item.metadata["help"], (f"  ({bound})" if bound else "", "dim"))
-      table.add_row(item.name, Text(values.shown(item.default)), about)
+      text = Text.assemble(about(item), (f"  ({bound})" if bound else "", "dim"))
+      table.add_row(item.name, Text(values.shown(item.default)), text)
     console.print(table)
 
 

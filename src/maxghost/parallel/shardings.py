@@ -69,6 +69,14 @@ class Layout:
     """The PartitionSpec of a tensor. Raises ConfigError, see `AxisRules.assign`."""
     return partition_spec(self.rules.assign(axes, shape, label))
 
+  def constrain(self, x, axes: Sequence[str | None], spec: PartitionSpec, label: str):
+    """x, split as `spec` says, or recorded."""
+    if self.record is None:
+      return jax.lax.with_sharding_constraint(x, self.sharding(spec))
+    if any(axes):
+      self.record(label, tuple(axes), x.shape, str(x.dtype), spec)
+    return x
+
   def rows(self, num_rows: int) -> Sharding:
     """The sharding of batch arrays [B, ...]."""
     return self.sharding(partition_spec((self.rules.rows_axes(num_rows),)))
@@ -186,12 +194,7 @@ def constrain(x, axes: Sequence[str | None], label: str = "an activation"):
   layout = current()
   if layout is None or layout.num_devices == 1:
     return x
-  spec = layout.spec(axes, x.shape, label)
-  if layout.record is not None:
-    if any(axes):
-      layout.record(label, tuple(axes), x.shape, str(x.dtype), spec)
-    return x
-  return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
+  return layout.constrain(x, axes, layout.spec(axes, x.shape, label), label)
 
 
 def constrain_factor(
@@ -221,12 +224,8 @@ def constrain_factor(
   further = [axis for axis in layout.rules.active(wanted) if axis not in spent]
   split[dim] = layout.rules.leading((*assigned[place], *further), x.shape[dim])
   spec = partition_spec([split.get(i, ()) for i in range(x.ndim)])
-  if layout.record is not None:
-    named = {i: axes[there] for i, there in others.items()} | {dim: FACTOR}
-    names = tuple(named.get(i) for i in range(x.ndim))
-    layout.record(label, names, x.shape, str(x.dtype), spec)
-    return x
-  return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
+  named = {i: axes[there] for i, there in others.items()} | {dim: FACTOR}
+  return layout.constrain(x, [named.get(i) for i in range(x.ndim)], spec, label)
 
 
 def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
