@@ -157,6 +157,7 @@ _FOLLOWS: dict[str, Callable[[Callable[[str], int]], int]] = {
 
 def _entries(groups: Iterable[Mapping[str, Mapping]]) -> tuple[Entry, ...]:
   """The entries of some groups of configs/families.yml."""
+  read: dict[str, dict[str, Any]]
   read = {key: dict(entry, names=tuple(entry["names"].split())) for group in groups for key, entry in group.items()}
   for key, entry in read.items():
     if entry.get("default") == "follows":

@@ -121,7 +121,7 @@ class _Call:
   def __init__(self, f: Callable, args: tuple, in_axes: tuple, out_axes: Any):
     self.f, self.args, self.several = f, args, isinstance(out_axes, tuple)
     self.out_axes: tuple = out_axes if self.several else (out_axes,)
-    self.carry_at = in_axes.index(nnx.Carry) if nnx.Carry in in_axes else None
+    self.carry_at = in_axes.index(nnx.Carry) if nnx.Carry in self.out_axes else -1
     plain = tuple(arg if nnx.graph.is_graph_node(arg) else jax.tree.map(jnp.asarray, arg) for arg in args)
     self.graphdef, state = nnx.split(plain)
     self.leaves: dict[tuple, Any] = dict(nnx.to_flat_state(state))  # arrays and Variables, later also new ones
