@@ -281,5 +281,6 @@ def test_the_commands_in_the_documentation_are_understood():
       query._check(Query(by=args.by, top=args.top, bottom=args.bottom, scale=args.scale, text=args.text))
 
 
-def test_query_names_match_the_columns():
-  assert set(query.MEASURES) == set(query._units("nats"))
+def test_query_names_match_the_columns(run_dir):
+  answer = ask(attribution.load(run_dir), Query())
+  assert set(query.MEASURES) == set(answer.units) == set(answer.columns) - {"domain"}

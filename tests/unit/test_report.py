@@ -21,10 +21,9 @@ from maxghost import attribution, report
 from maxghost.attribution import live, report_text, statistics
 from maxghost.attribution import summary as summary_module
 from maxghost.attribution.html import render
-from maxghost.attribution.html.markup import escape, tag
-from maxghost.attribution.html.scale import spread, tick_text, ticks
+from maxghost.attribution.html.charts import spread, tick_text, ticks
 from maxghost.attribution.metrics import Series, read_metrics, thin
-from maxghost.attribution.numbers import compact, integer, number, percent
+from maxghost.attribution.numbers import compact, integer, number, percent, printable
 from maxghost.attribution.texts import Source
 from maxghost.config import ConfigError
 from maxghost.scorelog import Writer
@@ -99,7 +98,7 @@ def test_ledger_and_domains_by_hand(tmp_path):
   assert "Momentum carries 62" in report_text.ledger_sentence(part.ledger)
 
   without_close = summarize(attribution.load(write_log(tmp_path / "s", steps))).sets[0].ledger
-  assert (without_close.actual, without_close.predicted, without_close.num_steps) == (0.5, 0.375, 1)
+  assert (without_close.actual, without_close.predicted, len(without_close.steps)) == (0.5, 0.375, 1)
   assert "over 1 step (0 to 0). 33\u202f% of the predicted drop came on top" in report_text.ledger_sentence(
     without_close
   )
@@ -113,7 +112,7 @@ def test_a_step_whose_successor_was_not_scored_has_no_measured_drop(tmp_path):
     writer.append(record, rows, [("a", "b", 0)])
   writer.close()
   ledger = summarize(attribution.load(tmp_path)).sets[0].ledger
-  assert (ledger.actual, ledger.predicted, ledger.num_steps) == (1.0, 1.0, 1)
+  assert (ledger.actual, ledger.predicted, len(ledger.steps)) == (1.0, 1.0, 1)
 
 
 def test_missing_rows_are_noticed(tmp_path):
@@ -159,7 +158,7 @@ def test_passes_over_the_data_and_their_value(tmp_path):
   """The second pass is worth half of what the first is worth in the same step."""
   first, second = ("a", "x", 0, 0, 40, 4.0), ("a", "y", 0, 0, 40, 2.0)
   steps = [({}, [first]), ({}, [first, second]), ({}, [second])]
-  table = summarize(attribution.load(write_log(tmp_path, steps, epochs=[[0], [0, 1], [9]]))).health.passes
+  table = summarize(attribution.load(write_log(tmp_path, steps, epochs=[[0], [0, 1], [9]]))).passes
   assert table.rows.tolist() == [2, 1, 0, 0, 0, 1] and table.tokens.tolist() == [80, 40, 0, 0, 0, 40]
   assert table.contribution_EK[:, 0].tolist() == [8.0, 2.0, 0, 0, 0, 2.0]
   assert table.expected_EK[:, 0].tolist() == [7.0, 3.0, 0, 0, 0, 2.0]
@@ -317,8 +316,7 @@ def test_numbers_as_people_read_them():
   assert number(2, plus=True) == "+2.00" and integer(12345) == "12\u202f345"
   assert [compact(v) for v in (950, 953_000, 1_234_567)] == ["950", "953\u202fk", "1.23\u202fM"]
   assert percent(0.5) == "50\u202f%" and percent(None) == "–"
-  assert tag("a", "<&", title='"', hidden=True, style=None) == '<a title="&quot;" hidden>&lt;&amp;</a>'
-  assert escape("a\x07b") == "a\ufffdb"
+  assert printable("a\x07b\n\u202e") == "a\ufffdb\n\ufffd"
 
 
 def test_axes():
@@ -330,7 +328,7 @@ def test_axes():
 
 def test_live_view(tmp_path):
   """On loopback only; the version changes with the scores; foreign host names are refused."""
-  server = live.make_server(tmp_path, 0, 5, with_texts=False)
+  server = live.LiveServer(tmp_path, 0, 5, with_texts=False)
   threading.Thread(target=server.serve_forever, daemon=True).start()
   try:
     assert server.server_address[0] == "127.0.0.1"
@@ -351,7 +349,7 @@ def test_live_view(tmp_path):
         get(path, **headers)
       assert refused.value.code == code
     with pytest.raises(ConfigError, match="cannot be used"):
-      live.make_server(tmp_path, server.server_port, 5, with_texts=False)
+      live.LiveServer(tmp_path, server.server_port, 5, with_texts=False)
   finally:
     server.shutdown()
     server.server_close()

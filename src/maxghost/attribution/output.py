@@ -1,9 +1,10 @@
-"""Answers as a table, JSON, CSV or Parquet."""
+"""Output files of the commands; answers as a table, JSON, CSV or Parquet."""
 
 import csv
 import io
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from maxghost.attribution.numbers import integer, number
 from maxghost.attribution.query import Answer
 from maxghost.attribution.texts import snippet
 from maxghost.config import ConfigError
+from maxghost.config.files import write_text
 from maxghost.scorelog.export import import_pyarrow
 
 WIDE = 120  # characters; a narrower table leaves out what it can
@@ -24,9 +26,17 @@ HEADS = {
 }
 
 
+def write_output(path: Path, text: str) -> None:
+  """Writes a text file whole or not at all. Raises ConfigError where the place cannot be written."""
+  try:
+    write_text(path, text)
+  except OSError as error:
+    raise ConfigError(f"cannot write {path} ({error.strerror}); name another place with --output") from error
+
+
 def as_json(answer: Answer, by: str) -> str:
   """One object with the question, units and rows; a non-finite number is null."""
-  rows = [dict(zip(answer.columns, map(_plain, values), strict=True)) for values in _rows(answer)]
+  rows = [dict(zip(answer.columns, values, strict=True)) for values in _plain_rows(answer)]
   head = {"by": by, "val_set": answer.val_set, "groups": answer.num_groups, "best": answer.num_top}
   units = {name: text for name, text in answer.units.items() if name in answer.columns}
   body = {**head, "units": units, "notes": answer.notes, "rows": rows}
@@ -38,23 +48,18 @@ def as_csv(answer: Answer) -> str:
   buffer = io.StringIO()
   writer = csv.writer(buffer, lineterminator="\n")
   writer.writerow(answer.columns)
-  for values in _rows(answer):
-    writer.writerow(["" if (plain := _plain(value)) is None else plain for value in values])
+  writer.writerows(_plain_rows(answer))
   return buffer.getvalue()
 
 
 def write_parquet(answer: Answer, path: Path):
   """A Parquet file whose fields carry their units. Raises ConfigError without pyarrow."""
   pa, parquet = import_pyarrow("--format parquet")
-  fields, arrays = [], []
-  for name, values in answer.columns.items():
-    array = pa.array(values)
-    unit = answer.units.get(name)
-    fields.append(pa.field(name, array.type, metadata={"unit": unit} if unit else None))
-    arrays.append(array)
-  schema = pa.schema(fields, metadata={"val_set": answer.val_set})
+  table = pa.table(answer.columns)
+  units = [{"unit": answer.units[name]} if name in answer.units else None for name in answer.columns]
+  fields = [field.with_metadata(unit) for field, unit in zip(table.schema, units, strict=True)]
   try:
-    parquet.write_table(pa.Table.from_arrays(arrays, schema=schema), path)
+    parquet.write_table(table.cast(pa.schema(fields, metadata={"val_set": answer.val_set})), path)
   except OSError as error:
     raise ConfigError(f"cannot write {path} ({error.strerror or error}); name another place with --output") from error
 
@@ -81,7 +86,7 @@ def show(answer: Answer, console):
     row = dict(zip(answer.columns, values, strict=True))
     cells = [_cell(name, row[name]) for name in shown]
     if row.get("text"):
-      at, text = shown.index("path"), snippet(row["text"].encode("utf-8", "replace"), 120)
+      at, text = shown.index("path"), snippet(row["text"], 120)
       cells[at] = Text(f"{cells[at]}\n", no_wrap=True, overflow="ellipsis").append(text, "dim")
     table.add_row(*cells)
   console.print(table)
@@ -106,11 +111,12 @@ def _cell(name: str, value):
   return integer(int(value))
 
 
-def _rows(answer: Answer):
+def _plain_rows(answer: Answer) -> Iterator[list]:
+  """The rows as Python values; None for a number that is not finite."""
+  for values in _rows(answer):
+    plain = [value.item() if isinstance(value, np.generic) else value for value in values]
+    yield [None if isinstance(value, float) and not math.isfinite(value) else value for value in plain]
+
+
+def _rows(answer: Answer) -> Iterator[tuple]:
   return zip(*answer.columns.values(), strict=True)
-
-
-def _plain(value):
-  if isinstance(value, np.generic):
-    value = value.item()
-  return None if isinstance(value, float) and not math.isfinite(value) else value

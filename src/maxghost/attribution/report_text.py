@@ -1,8 +1,7 @@
 """Sentences and labels of the report, shared by the terminal and the page."""
 
+import dataclasses
 import math
-
-import numpy as np
 
 from maxghost.attribution.numbers import integer, number, percent
 from maxghost.attribution.summary import Ledger, SetSummary
@@ -14,11 +13,6 @@ LEDGER_LABELS = {
   "unscored": ("Unscored parameters", "parameters left out with ghost_exclude"),
   "direction_residual": ("Direction residual", "exact minus used direction (stale or low-rank)"),
 }
-
-
-def ledger_label(name: str) -> tuple[str, str]:
-  """(label, explanation) of a column of the ledger; optimizers may name their own columns."""
-  return LEDGER_LABELS.get(name) or (name.replace("_", " ").capitalize(), "a part that this run's optimizer names")
 
 
 LARGE_REST = 0.2  # share of the prediction beyond which the reader is warned
@@ -51,7 +45,7 @@ def lead(part: SetSummary) -> str:
     worth = ", ".join(f"{value.domain} {number(value.per_million, 2, plus=True)}" for value in known[:4])
     more = f" and {len(known) - 4} more" if len(known) > 4 else ""
     sentences.append(f"Per million tokens: {worth}{more} nats.")
-  harmful = [v.domain for v in known if v.per_million + float(np.nan_to_num(v.per_million_half_width)) < 0]
+  harmful = [v.domain for v in known if v.per_million + v.per_million_half_width < 0]
   if harmful:
     sentences.append(f"{_listed(harmful)} raised the loss by more than the noise.")
   return " ".join(sentences)
@@ -63,15 +57,10 @@ def _listed(names: list[str]) -> str:
   return text[:1].upper() + text[1:]
 
 
-def plus_minus(half_width: float) -> str:
-  """The 95 % interval behind a number; empty if it is unknown."""
-  return f" ± {number(half_width, 2)}" if math.isfinite(half_width) else ""
-
-
 def ledger_sentence(ledger: Ledger) -> str:
   """How to read the ledger, with notes on large momentum and on a large rest."""
-  count = f"{integer(ledger.num_steps)} step{'s' if ledger.num_steps != 1 else ''}"
-  steps = f"{count} ({ledger.first_step} to {ledger.last_step})"
+  count = f"{integer(len(ledger.steps))} step{'s' if len(ledger.steps) != 1 else ''}"
+  steps = f"{count} ({ledger.steps[0]} to {ledger.steps[-1]})" if len(ledger.steps) else count
   text = f"The predicted drops of the steps, added up over {steps}."
   momentum, examples = ledger.columns.get("momentum"), ledger.columns.get("predicted_examples")
   if momentum and ledger.predicted > 0 and momentum > 0.2 * ledger.predicted:
@@ -89,7 +78,33 @@ def ledger_sentence(ledger: Ledger) -> str:
   return text
 
 
-def shown_columns(ledger: Ledger) -> list[tuple[str, float]]:
-  """The logged columns in order, without columns that are zero; examples, momentum and weight decay always appear."""
-  known = [(name, value) for name, value in ledger.columns.items() if value is not None]
-  return [(n, v) for n, v in known if v != 0 or n in ("predicted_examples", "momentum", "weight_decay")]
+@dataclasses.dataclass(frozen=True, slots=True)
+class LedgerLine:
+  """One line of the ledger in nats. start: where its bar begins, so that the bars of the parts form a waterfall."""
+
+  label: str
+  words: str
+  value: float
+  start: float = 0.0
+  is_total: bool = False
+
+
+def ledger_lines(ledger: Ledger) -> list[LedgerLine]:
+  """The parts of the prediction, their sum, the measured drop and the rest.
+
+  Parts that are zero are left out, except for examples, momentum and weight decay.
+  """
+  lines, total = [], 0.0
+  for name, value in ledger.columns.items():
+    if value or (value == 0 and name in ("predicted_examples", "momentum", "weight_decay")):
+      named = (name.replace("_", " ").capitalize(), "a part that this run's optimizer names")
+      lines.append(LedgerLine(*LEDGER_LABELS.get(name, named), value, total))
+      total += value
+  lines.append(LedgerLine("Predicted drop", "the sum of the lines above", ledger.predicted, is_total=True))
+  if ledger.actual is not None and ledger.rest is not None:
+    measured = "validation loss before minus after each step, on the same rows"
+    lines.append(LedgerLine("Measured drop", measured, ledger.actual, is_total=True))
+    lines.append(
+      LedgerLine("Rest", "curvature: what a first-order prediction cannot see", ledger.rest, ledger.predicted)
+    )
+  return lines

@@ -4,8 +4,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from maxghost.attribution.numbers import compact, integer, number, percent
-from maxghost.attribution.report_text import headline, lead, ledger_label, ledger_sentence, plus_minus, shown_columns
+from maxghost.attribution.numbers import compact, integer, number, percent, plus_minus
+from maxghost.attribution.report_text import headline, lead, ledger_lines, ledger_sentence
 from maxghost.attribution.summary import Ledger, SetSummary, Summary, Value
 from maxghost.attribution.texts import snippet
 
@@ -40,10 +40,6 @@ def _table(title: str, *columns: str) -> Table:
   return table
 
 
-def _with_interval(value: float, half_width: float) -> str:
-  return number(value, plus=True) + plus_minus(half_width)
-
-
 def _domains(part: SetSummary) -> Table:
   head = ("Domain", ">Tokens", ">Total nats", ">Nats per\nmillion tokens", ">Of\naverage", ">Training\nloss")
   table = _table(f"\nDomains, for the {part.name} validation loss", *head)
@@ -51,8 +47,8 @@ def _domains(part: SetSummary) -> Table:
     table.add_row(
       Text(value.domain),
       compact(value.tokens),
-      _with_interval(value.contribution, value.half_width),
-      _with_interval(value.per_million, value.per_million_half_width),
+      number(value.contribution, plus=True) + plus_minus(value.half_width),
+      number(value.per_million, plus=True) + plus_minus(value.per_million_half_width),
       percent(value.relative),
       number(value.loss),
     )
@@ -61,21 +57,16 @@ def _domains(part: SetSummary) -> Table:
 
 def _ledger(ledger: Ledger) -> Table:
   table = _table("\nPredicted and measured drop", "", ">Nats", ">Of predicted")
-  total = ledger.predicted
-  rows = [(ledger_label(name)[0], value) for name, value in shown_columns(ledger)]
-  rows.append(("Predicted drop", total))
-  if ledger.actual is not None:
-    rows += [("Measured drop", ledger.actual), ("Rest (curvature)", ledger.rest)]
-  for label, value in rows:
-    table.add_row(label, number(value, plus=True), percent(value / total) if total else "")
+  for line in ledger_lines(ledger):
+    share = percent(line.value / ledger.predicted) if ledger.predicted else ""
+    table.add_row(line.label, number(line.value, plus=True), share)
   return table
 
 
 def _documents(values: list[Value], title: str) -> Table:
   table = _table(f"\n{title}", ">Total nats", ">Per million\ntokens", ">Tokens", ">Chunks", "Document")
   for value in values[:SHOWN_DOCUMENTS]:
-    where = f"{value.domain} · {value.path}" + (f" @ {value.offset}" if value.offset else "")
-    lines = Text(where, no_wrap=True, overflow="ellipsis")  # the column shrinks, not the numbers beside it
+    lines = Text(value.place, no_wrap=True, overflow="ellipsis")  # the column shrinks, not the numbers beside it
     if value.text is not None:
       lines.append("\n" + snippet(value.text, SNIPPET_CHARS), style="dim")
     table.add_row(

@@ -30,10 +30,7 @@ class Interval:
     self.rows: list[np.ndarray] = []
     self.domains: dict[str, int] = {}
     self.paths: dict[str, int] = {}
-    self.module_names: tuple[str, ...] = ()
-    self.module_domains: tuple[str, ...] = ()
-    self.module_steps: list[int] = []
-    self.module_values: list[np.ndarray] = []
+    self.modules: list[fmt.Modules] = []
     self.replaced: Path | None = None
 
   @property
@@ -54,7 +51,7 @@ class Interval:
     number, step = int(record["step"]), self._step(record)
     row = self._rows(number, rows, documents, step["tokens"][0])
     if modules is not None:
-      self._add_modules(number, modules)
+      self.modules.append(self._modules(number, modules))
     self.steps.append(step)
     self.rows.append(row)
     return len(row)
@@ -92,7 +89,7 @@ class Interval:
       array["offset"][i] = offset
     return array
 
-  def _add_modules(self, step: int, modules: Mapping) -> None:
+  def _modules(self, step: int, modules: Mapping) -> fmt.Modules:
     names, domains = tuple(modules["names"]), tuple(modules["domains"])
     value_MLDK = np.asarray(modules["contribution"], np.float32)
     if value_MLDK.ndim == 3 and self._num_sets == 1:
@@ -101,11 +98,10 @@ class Interval:
     expected = (len(names), num_layers, len(domains), self._num_sets)
     if value_MLDK.shape != expected:
       raise ValueError(f"module contributions have shape {value_MLDK.shape}, expected [M, layers, D, K] = {expected}")
-    if self.module_steps and (names, domains) != (self.module_names, self.module_domains):
+    found = fmt.Modules(names, domains, np.array([step]), value_MLDK[None])
+    if self.modules and found.layout != self.modules[0].layout:
       raise ValueError("the names of modules and domains must not change inside a run")
-    self.module_names, self.module_domains = names, domains
-    self.module_steps.append(step)
-    self.module_values.append(value_MLDK)
+    return found
 
   def copy(self) -> Self:
     """A frozen view for the writing thread: lists are copied, arrays are shared (they never change)."""
@@ -115,11 +111,8 @@ class Interval:
 
   def contents(self) -> tuple[list[str], list[str], np.ndarray, fmt.Modules | None, np.ndarray]:
     """The arguments of `shard.write_shard` after path and header."""
-    modules = None
-    if self.module_steps:
-      steps = np.array(self.module_steps)
-      modules = fmt.Modules(self.module_names, self.module_domains, steps, np.stack(self.module_values))
-    return list(self.domains), list(self.paths), np.concatenate(self.steps), modules, np.concatenate(self.rows)
+    steps, rows = np.concatenate(self.steps), np.concatenate(self.rows)
+    return list(self.domains), list(self.paths), steps, fmt.Modules.joined(self.modules), rows
 
   @classmethod
   def load(cls, shard: Shard, last_step: int, ledger: Sequence[str] = fmt.LEDGER) -> Self:
@@ -130,9 +123,8 @@ class Interval:
     interval.domains = {str(name): i for i, name in enumerate(shard.domains)}
     interval.paths = {str(name): i for i, name in enumerate(shard.paths)}
     if modules is not None:
-      interval.module_names, interval.module_domains = modules.names, modules.domains
-      keep = [i for i, step in enumerate(modules.steps) if step <= last_step]
-      interval.module_steps = [int(modules.steps[i]) for i in keep]
-      interval.module_values = [modules.contribution_SMLDK[i] for i in keep]
+      kept = modules.steps <= last_step
+      values = modules.contribution_SMLDK[kept]
+      interval.modules = [fmt.Modules(modules.names, modules.domains, modules.steps[kept], values)]
     interval.replaced = shard.path
     return interval

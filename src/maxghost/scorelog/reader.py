@@ -37,11 +37,11 @@ def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1
     raise ConfigError(f"run_dir={run_dir}: no such folder")
   folder = run_dir if run_dir.name == "ghost" or not (run_dir / "ghost").is_dir() else run_dir / "ghost"
   written = _written(folder)  # before the files are listed: what is written in between is not missed
-  if paths := _paths(folder):
-    shards, lost = _open(paths, folder)
+  shards, lost = _open(folder)
+  if not shards and lost:
+    raise ConfigError(f"run_dir={run_dir}: none of {len(lost)} score files is readable ({lost[0]})")
+  if shards:
     shards = drop_covered(shards)
-    if not shards:
-      raise ConfigError(f"run_dir={run_dir}: none of {len(paths)} score files is readable ({lost[0]})")
     lost += [*_missing(shards, written), *_lost_besides(shards, folder)]
     if lost and not accept_lost_rows:
       more = [f"and {len(lost) - SHOWN_LOSSES} more"] if len(lost) > SHOWN_LOSSES else []
@@ -56,24 +56,19 @@ def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1
       raise ConfigError(f"run_dir={run_dir}: none of GhostSuite's logs is readable ({messages[-1]})")
     return ScoreLog(run_dir, drop_covered(files), messages)
   is_run = (run_dir / "config.yml").is_file()
-  found = "no score files" if is_run else "not a run of maxghost (no config.yml, no scores)"
-  found = next(_old_parquet(folder), found)
+  found = next(_old_parquet(folder), "no score files" if is_run else "not a run of maxghost (no config.yml, no scores)")
   raise ConfigError(f"run_dir={run_dir}: {found}; train with ghost_enabled=true to get ghost/dot_prod_log_iter_*.npz")
 
 
-def _paths(folder: Path) -> list[Path]:
-  return sorted(p for p in folder.iterdir() if fmt.parse_shard_name(p.name))
-
-
-def _open(paths: list[Path], folder: Path, tries: int = 5) -> tuple[list[Shard], list[str]]:
+def _open(folder: Path, tries: int = 5) -> tuple[list[Shard], list[str]]:
   """The whole files, and a sentence about each that is not."""
   shards, lost = [], []
-  for path in paths:
+  for path in sorted(path for path in folder.iterdir() if fmt.parse_shard_name(path.name)):
     try:
       shards.append(Shard(path))
     except FileNotFoundError:  # a run that is training has replaced it by a longer one: look again
       if tries:
-        return _open(_paths(folder), folder, tries - 1)
+        return _open(folder, tries - 1)
       lost.append(f"{path.name} disappeared")
     except NewerSchema as error:
       raise ConfigError(str(error)) from error
@@ -120,11 +115,7 @@ def _gap(where: str, last: int | None, there: tuple, have: tuple) -> str:
 def _lost_besides(shards: list[Shard], folder: Path) -> Iterator[str]:
   """Sentences about missing files of tokens and selections, and about scores in a format no longer read."""
   for name, missing in (("tokens_crc", tokens.missing), ("selection_crc", selection.missing)):
-    wanted: dict[int, int] = {}
-    for shard in shards:
-      wanted |= _checksums(shard.steps, name)
-    if wanted:
-      yield from missing(folder, wanted)
+    yield from missing(folder, {step: crc for shard in shards for step, crc in _checksums(shard.steps, name).items()})
   yield from _old_parquet(folder)
 
 
@@ -198,7 +189,12 @@ class ScoreLog:
       try:
         sizes = {"domain": len(shard.domains), "path": len(shard.paths)}
         for rows in shard.blocks():
-          _check_indices(shard, rows, sizes)
+          for name, size in sizes.items():
+            if len(rows) and (rows[name].min() < 0 or rows[name].max() >= size):
+              raise ConfigError(
+                f"{shard.path}: a row points to entry {rows[name].max()} of {size} in its table of {name}s: "
+                "the file is damaged; remove it to use the others"
+              )
           yield shard, rows
       except (DamagedShard, FileNotFoundError) as error:
         raise ConfigError(f"{shard.path} changed while it was read; try again ({error})") from error
@@ -222,15 +218,6 @@ class ScoreLog:
   def chosen(self) -> np.ndarray:
     """bool[N]: whether the row was trained on, in a run with ghost_select. Raises ConfigError for one without."""
     return selection.chosen(self.shards[0].path.parent, self["step"], self.checksums("selection_crc"))
-
-
-def _check_indices(shard, rows: np.ndarray, sizes: dict[str, int]) -> None:
-  for name, size in sizes.items():
-    if len(rows) and (rows[name].min() < 0 or rows[name].max() >= size):
-      raise ConfigError(
-        f"{shard.path}: a row points to entry {rows[name].max()} of {size} in its table of {name}s: "
-        "the file is damaged; remove it to use the others"
-      )
 
 
 def _checksums(steps: np.ndarray, name: str) -> dict[int, int]:

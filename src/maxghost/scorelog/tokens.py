@@ -16,10 +16,9 @@ from maxghost.config.files import write_whole
 from maxghost.scorelog.shard import DAMAGE, DamagedShard
 
 FOLDER = "tokens"
-NameOf = Callable[[int], Sequence[Any]]
 
 
-def write(folder: Path, step: int, contribution_KBT: np.ndarray, batch, name_of: NameOf) -> int:
+def write(folder: Path, step: int, contribution_KBT: np.ndarray, batch, name_of: Callable[[int], Sequence]) -> int:
   """Writes the file of a step, whole or not at all; returns its CRC-32 for the step's record.
 
   The file holds contribution_KBT; inputs, targets, inputs_segmentation int32[B, T]; and domain, path (text), offset,

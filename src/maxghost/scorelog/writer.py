@@ -96,7 +96,7 @@ class Writer:
     self._raise_error()
     step = int(step_record["step"])
     if not self._restored and (files := self._own_files()):
-      raise ValueError(f"{files[0]} is already there: call restore(position), or restore(None) to begin anew")
+      raise ValueError(f"{files[0][0]} is already there: call restore(position), or restore(None) to begin anew")
     self._restored = True
     if step <= self._last_step:
       raise ValueError(f"step={step}: the score log already holds step {self._last_step}; steps only grow")
@@ -128,7 +128,8 @@ class Writer:
     self._queue.join()
     self._raise_error()
     last_step = -1 if position is None else int(position["step"])
-    for process in self._former_processes() if self._process_index == 0 else ():
+    former = {process for *_, process in self._files() if process >= self._num_processes}
+    for process in sorted(former) if self._process_index == 0 else ():
       other = Writer(self.folder, self.val_sets, process, self._period, num_processes=self._num_processes)
       other.folder, other.ledger, other._about = self.folder, self.ledger, self._about | {"process_index": process}
       other.restore(None if position is None else {"step": last_step})
@@ -188,14 +189,14 @@ class Writer:
 
   def _own_shards(self, last_step: int) -> Iterator[tuple[Path, Shard | None]]:
     """This process's files and what is in them (None for a damaged one of steps after `last_step`)."""
-    for path in self._own_files():
+    for path, path_step in self._own_files():
       try:
         shard = Shard(path)
       except NewerSchema as error:
         raise ConfigError(str(error)) from error
       except DamagedShard as error:
         print(f"maxghost: {error}; its scores are lost up to step {last_step}", file=sys.stderr)
-        if (fmt.parse_shard_name(path.name) or (0,))[0] > last_step:
+        if path_step > last_step:
           yield path, None
         continue
       if shard.val_sets != self.val_sets and shard.first_step <= last_step:
@@ -205,19 +206,21 @@ class Writer:
         )
       yield path, shard
 
-  def _former_processes(self) -> list[int]:
-    names = [fmt.parse_shard_name(path.name) for path in _files(self.folder)]
-    return sorted({name[1] for name in names if name is not None and name[1] >= self._num_processes})
+  def _files(self) -> Iterator[tuple[Path, int, int]]:
+    """(path, last step, process) of the score files of all processes."""
+    for path in sorted(self.folder.glob("*.npz")):
+      if (name := fmt.parse_shard_name(path.name)) is not None:
+        yield path, *name
 
-  def _own_files(self) -> list[Path]:
-    own = self._process_index
-    return [path for path in _files(self.folder) if (fmt.parse_shard_name(path.name) or (0, -1))[1] == own]
+  def _own_files(self) -> list[tuple[Path, int]]:
+    return [(path, step) for path, step, process in self._files() if process == self._process_index]
 
-  def _temporaries(self) -> list[Path]:
+  def _temporaries(self) -> Iterator[Path]:
     """Partial files that this process left when it was killed."""
-    partial = [path for path in _files(self.folder) if path.name.endswith(".tmp")]
-    names = [(path, fmt.parse_shard_name(path.name.strip(".").split(".npz")[0] + ".npz")) for path in partial]
-    return [path for path, name in names if (name or (0, 0))[1] == self._process_index]
+    for path in self.folder.glob(".*.tmp"):
+      name = fmt.parse_shard_name(path.name[1:].partition(".npz")[0] + ".npz")
+      if (name or (0, 0))[1] == self._process_index:
+        yield path
 
   def _path(self, last_step: int) -> Path:
     return self.folder / fmt.shard_name(last_step, self._process_index)
@@ -273,7 +276,3 @@ class Writer:
   def _raise_error(self) -> None:
     if self._error is not None:
       raise OSError(f"the score log could not be written to {self.folder}: {self._error}") from self._error
-
-
-def _files(folder: Path) -> list[Path]:
-  return sorted(folder.iterdir()) if folder.is_dir() else []
