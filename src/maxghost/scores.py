@@ -7,6 +7,7 @@ from pathlib import Path
 
 from maxghost import attribution
 from maxghost.arguments import ACCEPT_HELP, Parser, run_command
+from maxghost.attribution.numbers import printable
 from maxghost.attribution.where import refuse_unknown
 from maxghost.config import ConfigError
 
@@ -78,7 +79,7 @@ def _run(args: argparse.Namespace) -> int:
   about = {"val_set": args.set, "scale": args.scale, "text": args.text}
   answer = query.ask(log, query.Query(by=args.by, where=args.where, top=top, bottom=bottom, sort=args.sort, **about))
   for note in answer.notes:
-    print(f"maxghost: note: {note}", file=sys.stderr)
+    print(printable(f"maxghost: note: {note}"), file=sys.stderr)
   if args.format == "parquet":
     output.write_parquet(answer, args.output)
     return 0
@@ -88,8 +89,8 @@ def _run(args: argparse.Namespace) -> int:
     output.show(answer, Console(width=None) if on_terminal else Console(file=text, width=PIPE_WIDTH))
   else:
     text.write(output.as_json(answer, args.by) if args.format == "json" else output.as_csv(answer))
-  if args.output is None:
-    sys.stdout.write(text.getvalue())
+  if args.output is None:  # what a file or another program gets stays exact
+    sys.stdout.write(printable(text.getvalue()) if sys.stdout.isatty() else text.getvalue())
   else:
     output.write_output(args.output, text.getvalue())
   return 0

@@ -34,11 +34,12 @@ class PassTable:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Duplicates:
-  """Texts with more than one id among the scored documents.
+  """Texts with more than one id among the num_compared scored documents whose text was found.
 
   tokens: of all copies; extra_tokens: of all but one copy of each text. contribution_K: nats of all copies.
   """
 
+  num_compared: int
   num_texts: int
   num_documents: int
   tokens: int
@@ -76,6 +77,7 @@ def duplicates(documents, groups: Groups) -> Duplicates | None:
   copies.sort(key=lambda copy: -copy[0].sum())
   members = [place[key] for _, keys in copies for key in keys]
   return Duplicates(
+    sum(map(len, by_text.values())),
     len(copies),
     len(members),
     int(groups.tokens[members].sum()),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxghost.attribution.numbers import integer, number
+from maxghost.attribution.numbers import integer, number, plus_minus, printable
 from maxghost.attribution.query import Answer
 from maxghost.attribution.texts import snippet
 from maxghost.config import ConfigError
@@ -17,13 +17,7 @@ from maxghost.config.files import write_text
 from maxghost.scorelog.export import import_pyarrow
 
 WIDE = 120  # characters; a narrower table leaves out what it can
-HEADS = {
-  "contribution": "total",
-  "half_width": "±",
-  "per_million_tokens": "per M tokens",
-  "per_million_half_width": "±",
-  "per_chunk": "per chunk",
-}
+INTERVALS = {"contribution": "half_width", "per_million_tokens": "per_million_half_width"}  # shown in the same cell
 
 
 def write_output(path: Path, text: str) -> None:
@@ -65,50 +59,39 @@ def write_parquet(answer: Answer, path: Path):
 
 
 def show(answer: Answer, console):
-  """The answer as a rich table; worst groups stand below a rule."""
+  """The answer as a rich table with the names that --sort takes; worst groups stand below a rule."""
   from rich.table import Table
   from rich.text import Text
 
-  hidden = {"text", "share"}
-  if console.width < WIDE:
-    hidden |= {"per_chunk", "per_million_half_width", "loss"}
+  hidden = {"text", "share", *INTERVALS.values()} | ({"per_chunk", "loss"} if console.width < WIDE else set())
   shown = [name for name in answer.columns if name not in hidden]
   table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-  keys = [name for name in shown if name not in answer.units]
   for name in shown:
-    table.add_column(
-      HEADS.get(name, name), justify="left" if name in ("domain", "path") else "right", no_wrap=name != "path"
-    )
+    table.add_column(name, justify="left" if name in ("domain", "path") else "right", no_wrap=name != "path")
   for i, values in enumerate(_rows(answer)):
     if i == answer.num_top and i > 0:
       table.add_section()
-      table.add_row(*["…" if name in keys[:1] else "" for name in shown])
+      table.add_row("…")
     row = dict(zip(answer.columns, values, strict=True))
-    cells = [_cell(name, row[name]) for name in shown]
+    cells = [_cell(name, row) for name in shown]
     if row.get("text"):
-      at, text = shown.index("path"), snippet(row["text"], 120)
-      cells[at] = Text(f"{cells[at]}\n", no_wrap=True, overflow="ellipsis").append(text, "dim")
+      cells[shown.index("path")].append(f"\n{snippet(printable(row['text']), 120)}", "dim")
     table.add_row(*cells)
   console.print(table)
-  console.print(
-    Text(
-      f"{len(answer)} of {integer(answer.num_groups)} groups; {answer.units['contribution']}, for the "
-      f"{answer.val_set} validation loss; ± is a 95 % interval",
-      style="dim",
-    )
-  )
+  about = f"{len(answer)} of {integer(answer.num_groups)} groups; {answer.units['contribution']}, for the "
+  console.print(Text(printable(f"{about}{answer.val_set} validation loss; ± is a 95 % interval"), style="dim"))
 
 
-def _cell(name: str, value):
+def _cell(name: str, row: dict):
   from rich.text import Text
 
+  value = row[name]
   if isinstance(value, str):
-    return Text(value, no_wrap=True, overflow="ellipsis")
-  if name in ("contribution", "per_million_tokens", "per_chunk"):
-    return number(float(value), plus=True)
-  if name == "loss" or name.endswith("half_width"):
-    return number(float(value), 2 if name.endswith("half_width") else 3)
-  return integer(int(value))
+    return Text(printable(value), no_wrap=True, overflow="ellipsis")
+  if name in (*INTERVALS, "per_chunk"):
+    half_width = float(row.get(INTERVALS.get(name), float("nan")))
+    return Text(number(float(value), plus=True) + plus_minus(half_width))
+  return Text(number(float(value)) if name == "loss" else integer(int(value)))
 
 
 def _plain_rows(answer: Answer) -> Iterator[list]:

@@ -82,7 +82,8 @@ def ask(log: ScoreLog, query: Query) -> Answer:
   columns = answer(log, query, where, k, notes)
   num_groups = len(columns["contribution"])
   if not num_groups:
-    notes.append(f"no scored document satisfies --where {query.where}" if query.where else "no document was scored yet")
+    none = f"no scored document satisfies --where {query.where}{where.hints(log)}"
+    notes.append(none if query.where else "no document was scored yet")
   order, num_top = _order(columns, query)
   columns = {name: values[order] for name, values in columns.items()}
   columns = {n: v.tolist() if isinstance(v, aggregate.Labels) else v for n, v in columns.items()}

@@ -19,6 +19,7 @@ from maxghost.config import ConfigError
 from maxghost.scorelog.reader import ScoreLog
 
 CURVE_BINS = 240
+MIN_CHUNKS = 3  # of a document, for its interval to rank it: that of two chunks is narrow by chance too often
 MILLION = 1e6
 NAN = float("nan")
 
@@ -101,15 +102,23 @@ class HeatMap:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SetSummary:
-  """Validation set number `index`. domains: best per token first. time: sums over the run, of all sets."""
+  """Validation set number `index`.
+
+  num_renewals: how often other validation rows were taken. domains: best per token first. top: documents with the
+  largest totals. helped, hurt: documents whose interval lies above or below zero, those that are surest to have helped
+  or hurt most per token first; num_judged documents have enough chunks for that. time: sums over the run, of all sets.
+  """
 
   name: str
   index: int
   ledger: Ledger
   val_loss: Series
+  num_renewals: int
   domains: list[Value]
+  helped: list[Value]
+  hurt: list[Value]
   top: list[Value]
-  bottom: list[Value]
+  num_judged: int
   time: TimeSums
   heat_map: HeatMap | None
 
@@ -142,7 +151,7 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
 
   Args:
     log: the score log.
-    num_documents: best and worst documents per validation set.
+    num_documents: length of each list of documents.
     source: of the documents' texts; without it the texts and the search for duplicates are left out.
 
   Raises:
@@ -161,12 +170,18 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
     messages.append(aggregate.LEFT_OUT.format(left_out))
   else:
     messages += _check_sums(log, time)
+  picked = [_pick(groups, k, num_documents) for k in range(len(log.val_sets))]
+  keys = [groups.take(np.unique(np.concatenate(list(lists.values())))).document_ids() for lists in picked]
+  texts, marked = {}, {}
   if source is not None:
     messages += source.open(log.fingerprints)
-  sets = [_set_summary(log, k, time, groups, num_documents, source) for k in range(len(log.val_sets))]
-  if source is not None:
-    sets, said = _with_tokens(log, sets)
+    texts = source.find({key for some in keys for key in some})
+    marked, said = token_values.find(log.run_dir, keys, log.checksums("tokens_crc"), log.accept_lost_rows)
     messages += said
+  sets = []
+  for k, lists in enumerate(picked):
+    shown = {name: _documents(groups.take(index), k, texts, marked) for name, index in lists.items()}
+    sets.append(_set_summary(log, k, time, int(_is_judged(groups).sum()), shown))
   num_tokens = int(time.sums_DB("tokens").sum())
   counts = {"score rows": log.num_rows, "scored documents": len(groups), "scored tokens": num_tokens}
   known, empty = steps[np.isfinite(steps["loss"])], np.zeros(0, np.int64)
@@ -188,37 +203,38 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
   )
 
 
-def _set_summary(
-  log: ScoreLog, k: int, time: TimeSums, groups: Groups, num_documents: int, source: Source | None
-) -> SetSummary:
-  known = log.steps[np.isfinite(log.steps["val_loss"][:, k])]
-  order = np.argsort(-groups.contribution_GK[:, k], kind="stable")
-  num_shown = min(num_documents, (len(groups) + 1) // 2)
+def _is_judged(groups: Groups) -> np.ndarray:
+  """bool[G]: whether a document has enough chunks for its interval to rank it."""
+  return (groups.exposures >= MIN_CHUNKS) & (groups.tokens > 0)
+
+
+def _pick(groups: Groups, k: int, num_documents: int) -> dict[str, np.ndarray]:
+  """{list of SetSummary: indices of its documents}."""
+  total = groups.contribution_GK[:, k]
+  half_width = statistics.exposure_half_width(groups.exposures, total, groups.square_GK[:, k])
+  picked = {"top": np.argsort(-total, kind="stable")[: min(num_documents, (len(groups) + 1) // 2)]}
+  for name, sign in (("helped", 1), ("hurt", -1)):
+    sure = np.where(_is_judged(groups), (sign * total - half_width) / np.maximum(groups.tokens, 1), 0.0)
+    order = np.argsort(-sure, kind="stable")[:num_documents]
+    picked[name] = order[sure[order] > 0]
+  return picked
+
+
+def _set_summary(log: ScoreLog, k: int, time: TimeSums, num_judged: int, documents: dict) -> SetSummary:
+  loss_S, before_S = log.steps["val_loss"][:, k], log.steps["prev_val_loss"][:, k]
+  known = np.isfinite(loss_S)
   return SetSummary(
     name=log.val_sets[k],
     index=k,
     ledger=_ledger(log, k),
-    val_loss=Series(known["step"], known["val_loss"][:, k]),
+    val_loss=Series(log.steps["step"][known], loss_S[known]),
+    num_renewals=int((known & np.isfinite(before_S) & (loss_S != before_S)).sum()),
     domains=_domains(time, k),
-    top=_documents(groups.take(order[:num_shown]), k, source),
-    bottom=_documents(groups.take(order[::-1][: min(num_shown, len(groups) - num_shown)]), k, source),
+    num_judged=num_judged,
     time=time,
     heat_map=_heat_map(log, time, k),
+    **documents,
   )
-
-
-def _with_tokens(log: ScoreLog, sets: list[SetSummary]) -> tuple[list[SetSummary], list[str]]:
-  """Adds the values of tokens to the shown documents, if the run logged them."""
-  wanted = [[(v.domain, v.path, v.offset) for v in (*part.top, *part.bottom)] for part in sets]
-  marked, messages = token_values.find(log.run_dir, wanted, log.checksums("tokens_crc"), log.accept_lost_rows)
-
-  def with_marks(values: list[Value], k: int) -> list[Value]:
-    return [dataclasses.replace(v, marked=marked.get((k, (v.domain, v.path, v.offset)))) for v in values]
-
-  return [
-    dataclasses.replace(part, top=with_marks(part.top, k), bottom=with_marks(part.bottom, k))
-    for k, part in enumerate(sets)
-  ], messages
 
 
 def _domains(time: TimeSums, k: int) -> list[Value]:
@@ -235,18 +251,18 @@ def _domains(time: TimeSums, k: int) -> list[Value]:
   return sorted(values, key=lambda value: -value.per_million if value.tokens else float("inf"))
 
 
-def _documents(groups: Groups, k: int, source: Source | None) -> list[Value]:
-  keys = groups.document_ids()
-  found = source.find(keys) if source is not None else {}
-  texts = {key: text[:SHOWN_CHARS] + "\n…" * (len(text) > SHOWN_CHARS) for key, text in found.items()}
+def _documents(groups: Groups, k: int, texts: dict, marked: dict) -> list[Value]:
   total = groups.contribution_GK[:, k]
   half_width = statistics.exposure_half_width(groups.exposures, total, groups.square_GK[:, k])
   loss = groups.loss_tokens / np.maximum(groups.tokens, 1)
   numbers = zip(*(a.tolist() for a in (groups.exposures, groups.tokens, loss, total, half_width)), strict=True)
-  return [
-    Value(key[0], *values, path=key[1], offset=key[2], text=texts.get(key))
-    for key, values in zip(keys, numbers, strict=True)
-  ]
+  values = []
+  for key, columns in zip(groups.document_ids(), numbers, strict=True):
+    text = texts.get(key)
+    if text is not None and len(text) > SHOWN_CHARS:
+      text = text[:SHOWN_CHARS] + "\n…"
+    values.append(Value(key[0], *columns, path=key[1], offset=key[2], text=text, marked=marked.get((k, key))))
+  return values
 
 
 def actual_drops(steps: np.ndarray, k: int) -> np.ndarray:

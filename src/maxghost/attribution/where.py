@@ -11,8 +11,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from maxghost.attribution.numbers import printable
 from maxghost.config import ConfigError, did_you_mean
 from maxghost.scorelog.format import ROW_COLUMNS, row_dtype
+from maxghost.scorelog.reader import ScoreLog
 
 _OPERATORS = {
   "=": operator.eq,
@@ -30,7 +32,7 @@ _CONDITION = re.compile(r"""\s*(\w+)\s*(!=|<=|>=|!~|==|=|<|>|~)\s*("[^"]*"|'[^']
 def refuse_unknown(said: str, name: str, known: Iterable[str]) -> None:
   """Raises ConfigError with `said` and the nearest of the known names, or all of them, if `name` is none of them."""
   if name not in known:
-    raise ConfigError(said + (did_you_mean(name, known) or f"; there are {', '.join(known)}"))
+    raise ConfigError(printable(said + (did_you_mean(name, known) or f"; there are {', '.join(known)}")))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +74,12 @@ class Where:
       values = rows[column][:, self._set_index] if rows[column].ndim == 2 else rows[column]
       keep &= self._tables[column][values] if column in _TEXT_COLUMNS else self.holds(column, values)
     return keep
+
+  def hints(self, log: ScoreLog) -> str:
+    """`; did you mean 'code'?` for each name that no row has."""
+    wanted = [c for c in self.conditions if c.column in _TEXT_COLUMNS and c.operator == "="]
+    known = {name: {str(t) for s in log.shards for t in getattr(s, f"{name}s")} for name in {c.column for c in wanted}}
+    return "".join(did_you_mean(str(c.value), known[c.column]) for c in wanted if c.value not in known[c.column])
 
   def holds(self, column: str, values) -> np.ndarray:
     """bool per value of a column: whether the conditions on it hold."""

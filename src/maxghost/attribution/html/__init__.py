@@ -7,7 +7,6 @@ import itertools
 
 import jinja2
 import numpy as np
-from markupsafe import Markup
 
 from maxghost.attribution import numbers, report_text, statistics
 from maxghost.attribution.html.charts import NUM_COLORS, Line, bars, line_chart
@@ -19,6 +18,7 @@ from maxghost.attribution.token_values import Marked
 
 CURVE_POINTS = 240
 SHOWN_DOMAINS = 40
+FIRST_CURVE, SECOND_CURVE = 2, 3  # colours of curves that are no domain: neither blue nor orange
 MARK_LEVELS = 4  # shades of a token's value; style.css has one rule for each
 
 
@@ -59,17 +59,18 @@ def _charts(summary: Summary, part: SetSummary, colors: dict[str, int]) -> list[
   train, validation = thin(summary.train_loss, CURVE_POINTS), thin(part.val_loss, CURVE_POINTS)
   losses = [
     Line("training", train.steps, train.values, NUM_COLORS - 1, faint=True),
-    Line("validation", validation.steps, validation.values, 0),
+    Line("validation", validation.steps, validation.values, FIRST_CURVE),
   ]
-  if len(summary.eval_loss) and part is summary.sets[0]:
-    losses.append(Line("evaluation", summary.eval_loss.steps, summary.eval_loss.values, 1, dots=True))
+  if len(summary.eval_loss) and part.index == 0:
+    losses.append(Line("evaluation", summary.eval_loss.steps, summary.eval_loss.values, SECOND_CURVE, dots=True))
   cumulative, value = _domain_lines(part, colors)
+  steps = (int(part.time.edges[0]), int(part.time.edges[-1]) - 1)
   heading = "Cumulative predicted and measured drop"
   return [
-    line_chart("Loss", losses, "nats per token"),
-    line_chart("Cumulative contribution", cumulative, "nats", title="Cumulative contribution per domain", zero=True),
-    line_chart("Value of a domain over time", value, "nats per million tokens", zero=True),
-    line_chart(heading, _drop_lines(part), "nats per token", title="Predicted and measured drop", zero=True),
+    line_chart("Loss", losses, steps, "nats per token"),
+    line_chart("Cumulative contribution of each domain", cumulative, steps, "nats", zero=True),
+    line_chart("Value of a domain over time", value, steps, "nats per million tokens", zero=True),
+    line_chart(heading, _drop_lines(part), steps, "nats per token", zero=True),
   ]
 
 
@@ -79,8 +80,8 @@ def _drop_lines(part: SetSummary) -> list[Line]:
     return []
   count = len(ledger.steps)
   picked = np.unique(np.linspace(0, count - 1, min(CURVE_POINTS, count)).round().astype(int))
-  drops = (("predicted", ledger.predicted_S), ("measured", ledger.actual_S))
-  return [Line(name, ledger.steps[picked], np.cumsum(drop)[picked], i) for i, (name, drop) in enumerate(drops)]
+  drops = (("predicted", ledger.predicted_S, FIRST_CURVE), ("measured", ledger.actual_S, SECOND_CURVE))
+  return [Line(name, ledger.steps[picked], np.cumsum(drop)[picked], color) for name, drop, color in drops]
 
 
 def _domain_lines(part: SetSummary, colors: dict[str, int]) -> tuple[list[Line], list[Line]]:
@@ -118,7 +119,7 @@ def _spans(marked: Marked) -> list[tuple[str, str, str]]:
 
 
 def _printable(value):
-  return numbers.printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+  return numbers.printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 _templates = jinja2.Environment(
@@ -129,8 +130,10 @@ _templates = jinja2.Environment(
   trim_blocks=True,
   lstrip_blocks=True,
 )
-_templates.filters |= {
-  name: getattr(numbers, name) for name in ("compact", "integer", "number", "percent", "plus_minus")
-}
-_templates.filters |= {name: getattr(report_text, name) for name in ("headline", "lead", "ledger_sentence")}
+_FILTERS = (
+  *(numbers.compact, numbers.integer, numbers.number, numbers.percent, numbers.plus_minus),
+  *(report_text.headline, report_text.lead, report_text.ledger_sentence, report_text.losses_sentence),
+  *(report_text.helped_sentence, report_text.hurt_sentence),
+)
+_templates.filters |= {function.__name__: function for function in _FILTERS}
 _templates.filters |= {"snippet": lambda text: snippet(text, 140) or "(no visible characters)", "spans": _spans}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.attribution.numbers import MINUS, THIN, number
+from maxghost.attribution.numbers import MINUS, THIN, integer, number
 
 WIDTH, HEIGHT = 520, 270
 TOP, BOTTOM, LEFT = 30, 34, 46
@@ -28,18 +28,18 @@ class Line:
   faint: bool = False
 
 
-def line_chart(heading: str, lines: list[Line], y_label: str, *, title: str = "", zero: bool = False) -> dict:
-  """Curves over steps with their names at the ends; no curves where nothing was logged.
+def line_chart(heading: str, lines: list[Line], steps: tuple[int, int], y_label: str, zero: bool = False) -> dict:
+  """Curves with their names at the ends; no curves where nothing was logged.
 
   Args:
     heading: above the chart.
     lines: the curves.
+    steps: first and last of the x axis; both ends have a tick.
     y_label: unit of the y axis.
-    title: for screen readers, where the heading does not say enough.
     zero: the y axis includes and marks 0.
   """
   lines = [line for line in lines if np.isfinite(line.y).any()]
-  chart = {"heading": heading, "title": title or heading, "y_label": y_label, "lines": []}
+  chart = {"heading": heading, "y_label": y_label, "lines": []}
   if not lines:
     return chart
   right = WIDTH - min(max(max(len(line.name) for line in lines) * 6.9 + 14, 30), 170)
@@ -48,9 +48,10 @@ def line_chart(heading: str, lines: list[Line], y_label: str, *, title: str = ""
   if high <= low:
     low, high = low - 0.5, high + 0.5
   y_ticks = ticks(low, high)
-  x_low, x_high = min(line.x.min() for line in lines), max(line.x.max() for line in lines)
-  x_high = max(x_high, x_low + 1)
-  x_ticks = [value for value in ticks(x_low, x_high) if x_low <= value <= x_high and value == round(value)]
+  x_low, x_high = steps[0], max(steps[1], steps[0] + 1)
+  margin = 0.1 * (x_high - x_low)  # between a round tick and those at the ends
+  inner = [v for v in ticks(x_low, x_high) if x_low + margin < v < x_high - margin and v == round(v)]
+  x_ticks = [float(x_low), *inner, float(x_high)]
   px = _scale(x_low, x_high, LEFT, right)
   py = _scale(min(low, y_ticks[0]), max(high, y_ticks[-1]), HEIGHT - BOTTOM, TOP)
   drawn = [_curve(line, px, py) for line in lines]
@@ -64,8 +65,8 @@ def line_chart(heading: str, lines: list[Line], y_label: str, *, title: str = ""
     "right": round(right, 1),
     "top": TOP,
     "bottom": HEIGHT - BOTTOM,
-    "y_ticks": [(y, text, "zero" if zero and text == "0" else "grid") for y, text in _marked(y_ticks, py)],
-    "x_ticks": _marked(x_ticks, px),
+    "y_ticks": [(py(v), tick_text(v, y_ticks[1] - y_ticks[0]), "zero" if zero and v == 0 else "grid") for v in y_ticks],
+    "x_ticks": [(px(value), integer(round(value))) for value in x_ticks],
     "lines": drawn,
     "readout": _readout(lines, px),
   }
@@ -136,12 +137,6 @@ def tick_text(value: float, step: float) -> str:
     decimals = next((d for d in range(8) if abs(step * 10**d - round(step * 10**d)) < 1e-6), 8)
     text = f"{abs(value):,.{decimals}f}".replace(",", THIN)
   return (MINUS if value < 0 else "") + text
-
-
-def _marked(values: list[float], scale) -> list[tuple[float, str]]:
-  """(pixel, text) of each tick."""
-  step = values[1] - values[0] if len(values) > 1 else 1.0
-  return [(scale(value), tick_text(value, step)) for value in values]
 
 
 def spread(positions: list[float], gap: float, low: float, high: float) -> np.ndarray:
