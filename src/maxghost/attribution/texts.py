@@ -56,7 +56,8 @@ class Source:
     from maxghost.data import DocumentId, find_documents
 
     found = find_documents(self.documents, [DocumentId(*key) for key in wanted])
-    return {tuple(key): bytes(self.documents[index].text).decode("utf-8", "replace") for key, index in found.items()}
+    texts = {key: bytes(self.documents[index].text).decode("utf-8", "replace") for key, index in found.items()}
+    return {(key.domain, key.path, key.offset): text for key, text in texts.items()}
 
 
 def snippet(text: str, num_chars: int) -> str:

@@ -103,7 +103,7 @@ def _readout(lines: list[Line], px) -> str:
   return json.dumps(entries, ensure_ascii=False, separators=(",", ":"))
 
 
-def bars(items: list, values: list[float], half_widths=0.0, starts=0.0) -> list[tuple[Any, dict]]:
+def bars(items: list, values: Any, half_widths: Any = 0.0, starts: Any = 0.0) -> list[tuple[Any, dict]]:
   """Each item with a horizontal bar from `starts` to start + value; 95 % intervals. One scale, which includes zero."""
   value, half, start = np.broadcast_arrays(np.nan_to_num(values), np.nan_to_num(half_widths, posinf=0.0), starts)
   end, zero = start + value, np.zeros(len(items))
