@@ -1,19 +1,19 @@
 """The numbers of a report, computed once for the terminal, the page and the live view.
 
-K validation sets, D domains, B bins of consecutive steps, S steps, R rows of the heat map.
+K validation sets, D domains, E passes, B bins of consecutive steps, S steps, R rows of the heat map.
 """
 
 import dataclasses
+import hashlib
 from pathlib import Path
 
 import numpy as np
 
 from maxghost.attribution import aggregate, statistics, token_values
 from maxghost.attribution.aggregate import Groups, TimeSums
-from maxghost.attribution.health import Duplicates, PassTable, duplicates, passes
 from maxghost.attribution.metrics import Series, read_mapping, read_metrics, read_samples
 from maxghost.attribution.numbers import integer, number
-from maxghost.attribution.texts import SHOWN_CHARS, Source
+from maxghost.attribution.texts import SHOWN_CHARS, DocumentKey, Source
 from maxghost.attribution.token_values import Marked
 from maxghost.config import ConfigError
 from maxghost.scorelog.reader import ScoreLog
@@ -22,6 +22,7 @@ CURVE_BINS = 240
 MIN_CHUNKS = 3  # of a document, for its interval to rank it: that of two chunks is narrow by chance too often
 MILLION = 1e6
 NAN = float("nan")
+MAX_HASHED_DOCUMENTS = 200_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,6 +99,40 @@ class HeatMap:
   def largest(self) -> float:
     """The largest absolute value."""
     return float(np.nanmax(np.abs(self.value_RD)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassTable:
+  """Value by pass over the data; the first pass is entry 0, the last entry also holds all later passes.
+
+  rows, tokens: [E]. contribution_EK: nats. expected_EK: nats of the same shares of the batch losses at the average
+  value of their domain in the same part of the run, so that a falling learning rate does not look like falling value.
+  """
+
+  rows: np.ndarray
+  tokens: np.ndarray
+  contribution_EK: np.ndarray
+  expected_EK: np.ndarray
+
+  @property
+  def has_repeats(self) -> bool:
+    return bool(self.rows[1:].sum())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Duplicates:
+  """Texts with more than one id among the num_compared scored documents whose text was found.
+
+  tokens: of all copies; extra_tokens: of all but one copy of each text. contribution_K: nats of all copies.
+  """
+
+  num_compared: int
+  num_texts: int
+  num_documents: int
+  tokens: int
+  extra_tokens: int
+  contribution_K: np.ndarray
+  examples: list[list[DocumentKey]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,8 +232,8 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
     num_tokens=num_tokens,
     facts=_facts(log, metrics, counts),
     config=read_mapping(log.run_dir / "config.yml"),
-    passes=passes(time),
-    duplicates=duplicates(source and source.documents, groups),
+    passes=_passes(time),
+    duplicates=_duplicates(source and source.documents, groups),
     samples=read_samples(log.run_dir / "metrics.jsonl"),
   )
 
@@ -341,3 +376,42 @@ def _facts(log: ScoreLog, metrics: dict[str, Series], counts: dict[str, int]) ->
   if np.isfinite(errors).any():
     facts["largest error of the score self-check"] = number(np.nanmax(errors), 2)
   return facts
+
+
+def _passes(time: TimeSums) -> PassTable:
+  """The value of each pass, from sums over the run."""
+  rows_EDB, tokens_EDB, share_EDB, _, *value_KEDB = time.sums_CEDB
+  expected = []
+  for value_EDB in value_KEDB:
+    share_DB = share_EDB.sum(0)
+    expected.append(share_EDB * (value_EDB.sum(0) / np.where(share_DB > 0, share_DB, 1)))
+  total_EK, expected_EK = (np.sum(values, (2, 3)).T for values in (value_KEDB, expected))
+  return PassTable(rows_EDB.sum((1, 2)).astype(int), tokens_EDB.sum((1, 2)).astype(int), total_EK, expected_EK)
+
+
+def _duplicates(documents, groups: Groups) -> Duplicates | None:
+  """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many.
+
+  documents: the data source, or None. groups: by document.
+  """
+  if documents is None or len(groups) > MAX_HASHED_DOCUMENTS or len(documents) > MAX_HASHED_DOCUMENTS:
+    return None
+  place = {key: i for i, key in enumerate(groups.document_ids())}
+  by_text: dict[bytes, list[DocumentKey]] = {}
+  for index in range(len(documents)):
+    key = tuple(documents.document_id(index))
+    if key in place:
+      digest = hashlib.blake2b(bytes(documents[index].text).strip(), digest_size=16).digest()
+      by_text.setdefault(digest, []).append(key)
+  copies = [(groups.tokens[[place[key] for key in keys]], keys) for keys in by_text.values() if len(keys) > 1]
+  copies.sort(key=lambda copy: -copy[0].sum())
+  members = [place[key] for _, keys in copies for key in keys]
+  return Duplicates(
+    sum(map(len, by_text.values())),
+    len(copies),
+    len(members),
+    int(groups.tokens[members].sum()),
+    int(sum(tokens.sum() - tokens.max() for tokens, _ in copies)),
+    groups.contribution_GK[members].sum(0),
+    [keys for _, keys in copies[:10]],
+  )

@@ -18,7 +18,7 @@ from maxghost.config import ConfigError
 from maxghost.config.files import sync_folder, write_whole
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.interval import Interval
-from maxghost.scorelog.shard import DamagedShard, NewerSchema, Shard, drop_covered, write_shard
+from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered, write_shard
 
 QUEUE_LENGTH = 4  # files waiting for the disk; beyond that the training loop waits too
 
@@ -192,8 +192,6 @@ class Writer:
     for path, path_step in self._own_files():
       try:
         shard = Shard(path)
-      except NewerSchema as error:
-        raise ConfigError(str(error)) from error
       except DamagedShard as error:
         print(f"maxghost: {error}; its scores are lost up to step {last_step}", file=sys.stderr)
         if path_step > last_step:
