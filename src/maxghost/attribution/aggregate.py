@@ -73,16 +73,9 @@ class Groups:
 
 
 def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None, scaling: tuple | None = None) -> int:
-  """Streams all rows once through the accumulators' `add(shard, rows)`.
+  """Streams all rows once through the accumulators' `add(shard, rows)`; returns how many were not finite and left out.
 
-  Args:
-    log: the score log.
-    accumulators: objects with `add`.
-    where: (shard, rows) -> bool[N], the selected rows.
-    scaling: (steps [S], factors [S, K]); contributions are multiplied by the factor of their step.
-
-  Returns:
-    The number of rows with a non-finite contribution, which are left out.
+  where: (shard, rows) -> bool[N], the selected rows. scaling: (steps [S], factors [S, K]) of the contributions.
   """
   num_left_out = 0
   for shard, rows in log.blocks():
@@ -217,11 +210,7 @@ def _reduce(code: np.ndarray, offset: np.ndarray | None, values: np.ndarray):
     sums = np.stack([np.bincount(code - low, column, width)[present] for column in values.T], 1)
     return present + low, np.zeros(len(present), np.int64), sums
   offset = np.zeros_like(code) if offset is None else offset.astype(np.int64)
-  offset_bits = int(offset.max()).bit_length() if offset.min() >= 0 else 64
-  if low >= 0 and high.bit_length() + offset_bits <= 63:  # one sort key instead of two
-    order = np.argsort((code << offset_bits) | offset)
-  else:
-    order = np.lexsort((offset, code))
+  order = np.lexsort((offset, code))
   code, offset = code[order], offset[order]
   starts = np.flatnonzero(np.append(True, (np.diff(code) != 0) | (np.diff(offset) != 0)))
   return code[starts], offset[starts], np.add.reduceat(values[order], starts, axis=0)

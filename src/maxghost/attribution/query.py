@@ -80,7 +80,11 @@ def ask(log: ScoreLog, query: Query) -> Answer:
   notes = list(log.messages)
   answer = _by_layer if query.by in ("layer", "module") else _by_rows
   columns = answer(log, query, where, k, notes)
-  num_groups = len(columns["contribution"])
+  tokens, num_groups = np.maximum(columns["tokens"], 1), len(columns["contribution"])
+  columns["per_million_tokens"] = columns["contribution"] / tokens * 1e6
+  columns["per_million_half_width"] = columns["half_width"] / tokens * 1e6
+  if "chunks" in columns:
+    columns["per_chunk"] = columns["contribution"] / np.maximum(columns["chunks"], 1)
   if not num_groups:
     none = f"no scored document satisfies --where {query.where}{where.hints(log)}"
     notes.append(none if query.where else "no document was scored yet")
@@ -120,18 +124,14 @@ def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]
     half_width = np.full(len(result), np.nan)
   else:
     half_width = statistics.exposure_half_width(result.exposures, total, square)
-  tokens = np.maximum(result.tokens, 1)
   return {
     **result.keys,
     "chunks": result.exposures,
     "tokens": result.tokens,
     "share": result.share,
-    "loss": result.loss_tokens / tokens,
+    "loss": result.loss_tokens / np.maximum(result.tokens, 1),
     "contribution": total,
     "half_width": half_width,
-    "per_million_tokens": total / tokens * 1e6,
-    "per_million_half_width": half_width / tokens * 1e6,
-    "per_chunk": total / np.maximum(result.exposures, 1),
   }
 
 
@@ -173,15 +173,11 @@ def _by_layer(log: ScoreLog, query: Query, where: Where, k: int, _notes: list[st
   aggregate.scan(log, [rows], where if where.conditions else None)
   tokens = int(rows.result().tokens.sum())
   sums_GS = np.concatenate(parts).T
-  total, half_width = sums_GS.sum(-1), statistics.block_half_width(statistics.to_blocks(sums_GS))
-  per_million = 1e6 / max(tokens, 1)
   return {
     query.by: np.array(names, dtype=np.str_),
     "tokens": np.full(len(names), tokens),
-    "contribution": total,
-    "half_width": half_width,
-    "per_million_tokens": total * per_million,
-    "per_million_half_width": half_width * per_million,
+    "contribution": sums_GS.sum(-1),
+    "half_width": statistics.block_half_width(statistics.to_blocks(sums_GS)),
   }
 
 

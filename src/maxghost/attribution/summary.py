@@ -182,15 +182,10 @@ class Summary:
 
 
 def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = None) -> Summary:
-  """Reads the log once, and the run's other files.
+  """Reads the log once, and the run's other files. Raises ConfigError if the log holds no scored document.
 
-  Args:
-    log: the score log.
-    num_documents: length of each list of documents.
-    source: of the documents' texts; without it the texts and the search for duplicates are left out.
-
-  Raises:
-    ConfigError: if the log holds no scored document.
+  num_documents: length of each list of documents. source: of their texts; without it the texts and the search for
+  duplicates are left out.
   """
   steps = log.steps
   if not log.num_rows:

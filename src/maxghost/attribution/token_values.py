@@ -5,7 +5,7 @@
 
 import codecs
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -36,14 +36,8 @@ def find(
 ) -> tuple[dict[tuple[int, DocumentKey], Marked], list[str]]:
   """({(k, id): Marked}, messages) of the exposure of each document with the largest absolute contribution.
 
-  Args:
-    run_dir: the run's folder; without token files the result is empty.
-    wanted: document ids per validation set.
-    checksums: {step: CRC-32 of its file}, from the score log.
-    accept_lost_rows: continue without damaged files.
-
-  Raises:
-    ConfigError: for a damaged file, unless accepted.
+  wanted: document ids per validation set. checksums: {step: CRC-32 of its file}, from the score log. Empty for a run
+  without token files. Raises ConfigError for a damaged file, unless accept_lost_rows.
   """
   files = tokens.files(Path(run_dir) / "ghost" / tokens.FOLDER)
   if not files:
@@ -64,23 +58,20 @@ def find(
       if not accept_lost_rows:
         raise ConfigError(f"run_dir={run_dir}: {error}; put it back, or go on without: --accept-lost-rows") from error
       messages.append(f"lost: {error}")
-    else:
-      _improve(best, step, file, [set(keys) for keys in wanted])
+      continue
+    for k, keys in enumerate(map(set, wanted)):
+      for key, ids, values in _documents(file, k):
+        if key in keys and ((k, key) not in best or abs(values.sum()) > abs(best[k, key][2].sum())):
+          best[k, key] = (step, ids, values)
   return {key: Marked(step, *_pieces(ids, values, tokenizer)) for key, (step, ids, values) in best.items()}, messages
 
 
-def _improve(best: dict, step: int, file: dict[str, np.ndarray], wanted: list[set[DocumentKey]]) -> None:
-  """Replaces entries of `best` with larger exposures from this file."""
-  domain, name, offset, values_KBT = (file[key] for key in ("domain", "path", "offset", "contribution_KBT"))
-  targets, segments = file["targets"], file["inputs_segmentation"]
-  for b, s in zip(*np.nonzero(offset >= 0), strict=True):
-    key = (str(domain[b, s]), str(name[b, s]), int(offset[b, s]))
-    inside = segments[b] == s + 1
-    for k, keys in enumerate(wanted):
-      if key in keys:
-        values = values_KBT[k, b, inside]
-        if (k, key) not in best or abs(values.sum()) > abs(best[k, key][2].sum()):
-          best[k, key] = (step, targets[b, inside], values)
+def _documents(file: dict[str, np.ndarray], k: int) -> Iterator[tuple[DocumentKey, np.ndarray, np.ndarray]]:
+  """(id, tokens, their contributions to set k) of each document of a file."""
+  for b, s in zip(*np.nonzero(file["offset"] >= 0), strict=True):
+    key = (str(file["domain"][b, s]), str(file["path"][b, s]), int(file["offset"][b, s]))
+    inside = file["inputs_segmentation"][b] == s + 1
+    yield key, file["targets"][b, inside], file["contribution_KBT"][k, b, inside]
 
 
 def _pieces(ids: Iterable[int], values: np.ndarray, tokenizer) -> tuple[tuple[str, ...], np.ndarray]:

@@ -55,15 +55,13 @@ def _is_running(run_dir: Path) -> bool:
 
 def _groups(shards: list[Shard], rows_per_file: int) -> Iterator[list[Shard]]:
   """Two or more neighbouring files of one process, cut where a file would grow too large or where one is missing."""
-  group: list[Shard] = []
+  groups: list[list[Shard]] = []
   for shard in shards:
-    if group and not (_follows(shard, group[-1]) and sum(s.num_rows for s in group) < rows_per_file):
-      if len(group) > 1:
-        yield group
-      group = []
-    group.append(shard)
-  if len(group) > 1:
-    yield group
+    if groups and _follows(shard, groups[-1][-1]) and sum(s.num_rows for s in groups[-1]) < rows_per_file:
+      groups[-1].append(shard)
+    else:
+      groups.append([shard])
+  return (group for group in groups if len(group) > 1)
 
 
 def _follows(shard: Shard, last: Shard) -> bool:

@@ -55,14 +55,9 @@ def restore(folder: Path, completed_steps: int) -> None:
 def chosen(folder: Path, steps: np.ndarray, wanted: Mapping[int, int]) -> np.ndarray:
   """bool[rows of the score log]: whether the row's document was trained on in that step.
 
-  Args:
-    folder: the log's.
-    steps: i8[rows], the step of each row of the log.
-    wanted: {step: CRC-32 of its line}; other lines are left out. Empty for a log that has none.
-
-  Raises:
-    ConfigError: for a run without selection, and where the score log holds other rows than were selected from (files
-      removed or added by hand).
+  steps: i8[rows], of each row of the log. wanted: {step: CRC-32 of its line}; other lines are left out. Empty for a log
+  that has none. Raises ConfigError for a run without selection, and where the score log holds other rows than were
+  selected from (files removed or added by hand).
   """
   path = folder / FILE
   if not path.is_file():

@@ -55,14 +55,8 @@ def write_shard(
 ) -> None:
   """Writes one file, whole or not at all.
 
-  Args:
-    path: of the file.
-    meta: its header.
-    domains, paths: tables that the rows point into.
-    steps: records of `format.step_dtype`.
-    modules: contributions by module, if the run logs them.
-    rows: records of `format.row_dtype`: one array, or blocks with `num_rows` rows together.
-    num_rows: needed with blocks.
+  meta: the header. rows: records of `format.row_dtype`, one array or blocks with `num_rows` rows together; they point
+  into the tables `domains` and `paths`. steps: records of `format.step_dtype`.
   """
   blocks = [rows] if isinstance(rows, np.ndarray) else rows
   num_rows = len(rows) if isinstance(rows, np.ndarray) else num_rows

@@ -31,12 +31,7 @@ class Line:
 def line_chart(heading: str, lines: list[Line], steps: tuple[int, int], y_label: str, zero: bool = False) -> dict:
   """Curves with their names at the ends; no curves where nothing was logged.
 
-  Args:
-    heading: above the chart.
-    lines: the curves.
-    steps: first and last of the x axis; both ends have a tick.
-    y_label: unit of the y axis.
-    zero: the y axis includes and marks 0.
+  steps: first and last of the x axis; both ends have a tick. zero: the y axis includes and marks 0.
   """
   lines = [line for line in lines if np.isfinite(line.y).any()]
   chart = {"heading": heading, "y_label": y_label, "lines": []}
