@@ -195,14 +195,14 @@ def test_documents_are_ranked_by_what_is_sure_per_token(tmp_path):
   assert "at the lower end of the 95 % interval, among the 5 documents" in report_text.helped_sentence(part)
   assert "Of 5 documents without any effect, less than one" in report_text.hurt_sentence(part)
   page, only = render(summarize(attribution.load(tmp_path))), [({}, [("a", "x", 0, 0, 10, -1.0)])] * 4
-  assert page.index("Documents that helped most") < page.index("short") < page.index("Documents that hurt")
+  assert page.index("Documents that helped most") < page.index("a · short") < page.index("Documents that hurt")
   part = summarize(attribution.load(write_log(tmp_path / "b", only))).sets[0]
   assert not part.helped and "None of the 1 document with 3 or more" in report_text.helped_sentence(part)
   assert [v.path for v in part.hurt] == ["x"]
 
 
-PERCENT = r"(−?[\d.]+)\u202f%"
 NATS = r"−?[\d.\u202f]+(?:e−?\d+)?"
+PERCENT = rf"({NATS})\u202f%"
 
 
 def said(text: str) -> float:
@@ -231,7 +231,7 @@ def check_sentences(text: str, ledger) -> None:
     rf"First order predicted a rise of {NATS} \({PERCENT} of it\)\.":
       lambda share: predicted < 0 and share == pytest.approx(100 * predicted / actual, rel=0.06),
     r"The predicted drops of the steps, added up over \d+ steps? \(\d+ to \d+\)\.": lambda: True,
-    rf"Momentum carries {PERCENT} of it, the examples of the steps themselves {PERCENT} \({NATS} nats\): .*":
+    rf"Momentum carries {PERCENT} of it, the examples of the steps themselves {PERCENT} \({NATS} nats\): .*? momentum\.":
       lambda momentum, examples: momentum > 20 * 0.99
       and (momentum, examples)
       == pytest.approx([100 * parts[name] / predicted for name in ("momentum", "predicted_examples")], rel=0.06),
