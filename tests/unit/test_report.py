@@ -231,7 +231,7 @@ def check_sentences(text: str, ledger) -> None:
     rf"First order predicted a rise of {NATS} \({PERCENT} of it\)\.":
       lambda share: predicted < 0 and share == pytest.approx(100 * predicted / actual, rel=0.06),
     r"The predicted drops of the steps, added up over \d+ steps? \(\d+ to \d+\)\.": lambda: True,
-    rf"Momentum carries {PERCENT} of it, the examples of the steps themselves {PERCENT} \({NATS} nats\): .*? momentum\.":
+    rf"Momentum carries {PERCENT} of it, the examples of the steps .*? {PERCENT} \({NATS} nats\): .*? momentum\.":
       lambda momentum, examples: momentum > 20 * 0.99
       and (momentum, examples)
       == pytest.approx([100 * parts[name] / predicted for name in ("momentum", "predicted_examples")], rel=0.06),
