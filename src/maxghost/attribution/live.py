@@ -1,5 +1,6 @@
 """The report of a run in training, served on this machine only; the page reloads itself for new scores."""
 
+import contextlib
 import http.server
 import threading
 from pathlib import Path
@@ -35,12 +36,9 @@ class LiveServer(http.server.ThreadingHTTPServer):
     """Digest of the names, sizes and times of the report's input files; it changes when the run has written."""
     files = [*(self._run_dir / "ghost").glob("**/*"), self._run_dir / "metrics.jsonl"]
     known = []
-    for path in sorted(files):
-      try:
+    for path in sorted(path for path in files if path.suffix in (".npz", ".jsonl")):
+      with contextlib.suppress(FileNotFoundError):  # replaced by a longer file this very moment
         status = path.stat()
-      except FileNotFoundError:  # replaced by a longer file this very moment
-        continue
-      if path.suffix in (".npz", ".jsonl"):
         known.append((path.name, status.st_size, status.st_mtime_ns))
     return f"{hash(tuple(known)) & (2**64 - 1):016x}"
 

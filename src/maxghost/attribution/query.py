@@ -139,18 +139,17 @@ def _scaling(log: ScoreLog, scale: str):
   """(steps, factor [S, K]) for aggregate.scan, None for nats."""
   if scale == "nats":
     return None
+  steps, size_SK = log.steps["step"], np.zeros((len(log.steps), len(log.val_sets)))
   if scale == "per_lr":
-    rate = log.steps["learning_rate"]
-    if not np.isfinite(rate).any():
+    size_SK += log.steps["learning_rate"][:, None]
+    if not np.isfinite(size_SK).any():
       raise ConfigError("--scale per_lr: the run did not log its learning rate")
-    factor = np.where(rate > 0, 1 / np.where(rate > 0, rate, 1), 0.0)
-    return log.steps["step"], np.repeat(factor[:, None], len(log.val_sets), 1)
-  total_SK = np.zeros((len(log.steps), len(log.val_sets)))
-  for _, rows in log.blocks():
-    size_NK = np.abs(rows["contribution"])
-    counted = np.isfinite(size_NK).all(-1)
-    np.add.at(total_SK, np.searchsorted(log.steps["step"], rows["step"][counted]), size_NK[counted])
-  return log.steps["step"], np.where(total_SK > 0, 1 / np.where(total_SK > 0, total_SK, 1), 0.0)
+  else:
+    for _, rows in log.blocks():
+      size_NK = np.abs(rows["contribution"])
+      counted = np.isfinite(size_NK).all(-1)
+      np.add.at(size_SK, np.searchsorted(steps, rows["step"][counted]), size_NK[counted])
+  return steps, np.where(size_SK > 0, 1 / np.where(size_SK > 0, size_SK, 1), 0.0)
 
 
 def _by_layer(log: ScoreLog, query: Query, where: Where, k: int, _notes: list[str]) -> dict:
