@@ -165,7 +165,7 @@ def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config
 
 def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: dict, step_rows: int) -> int:
   from maxghost.attribution import offline
-  from maxghost.attribution.files import write_output
+  from maxghost.attribution.output import write_output
 
   if cfg.ghost.ghost_direction == "second_order":
     raise ConfigError("--index: the direction second_order needs the curvature of each step; give --direction auto")
