@@ -165,6 +165,7 @@ def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config
 
 def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: dict, step_rows: int) -> int:
   from maxghost.attribution import offline
+  from maxghost.attribution.numbers import printable
   from maxghost.attribution.output import write_output
 
   if cfg.ghost.ghost_direction == "second_order":
@@ -188,7 +189,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
       value, error = chunk["contribution"], chunk["standard_error"]
       rank = f"{chunk['rank']}{'=' if chunk['tied'] else ' '}"
       place = f"{chunk['domain']}:{chunk['path']}:{chunk['offset']}+{chunk['chunk']} ({chunk['tokens']} tokens)"
-      print(f"{rank:>6} {value:+.3e} ± {error:.1e}  {place}")
+      print(f"{rank:>6} {value:+.3e} ± {error:.1e}  {printable(place)}")
   print("\n± is the standard error; = marks ranks that it does not tell apart (more --directions would)")
   if args.output:
     about = {key: about[key] for key in ("direction", "directions", "checkpoints")} | {"unit": offline.UNIT}
