@@ -16,6 +16,7 @@ from maxghost import config
 from maxghost.arguments import Parser, run_command
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.interop import model_path
+from maxghost.scores import PIPE_WIDTH
 
 EXAMPLES = """\
 examples:
@@ -138,9 +139,10 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
   config.save(as_run(cfg, args.data, corpus.domains), args.output / "config.yml")
   print(f"scored {count:,} chunks against {len(queries)} queries: {args.output}")
   log = attribution.load(args.output)
+  console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
   for name in queries:
     print(f"\nmost helpful for '{name}': {offline.UNIT}")
-    output.show(ask(log, Query(by="document", top=args.top, val_set=name)), Console())
+    output.show(ask(log, Query(by="document", top=args.top, val_set=name)), console)
   print(f"\nmore: maxghost scores {args.output} --by document --set {next(iter(queries))}")
   return 0
 
