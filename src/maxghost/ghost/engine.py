@@ -16,10 +16,10 @@ from flax import nnx
 from maxghost.config import plugins
 from maxghost.config.schema import Config
 from maxghost.ghost import schedules
-from maxghost.ghost.attach import excluded_labels, parameters, split
+from maxghost.ghost.attach import excluded_labels, parameters, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
-from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Update
+from maxghost.ghost.schedules.passes import total
 from maxghost.objectives import create
 from maxghost.optimizers import AdamState, RuleState, direction_rule
 
@@ -124,8 +124,7 @@ class GhostEngine:
     val_batches = tuple(val_batch) if many else (val_batch,)
     state = state.rule_state() if isinstance(state, AdamState) else state
     self._check_inputs(val_batches, state, delta)
-    graphdef, _, _ = nnx.split(model, nnx.Param, ...)
-    params, rest = split(model)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     identity, held = _identity(loss_fn)
     key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches))
     if key not in self._compiled:
@@ -217,7 +216,7 @@ class GhostEngine:
     per_param, additive = out.scores, scored.additive
     if with_positions and twin is not None:
       per_param = {label: v.sum(-1) for label, v in per_param.items()}
-      additive = schedules.total(twin, per_param)
+      additive = total(twin, per_param)
     elif with_positions:
       additive = additive.sum(-1)
     weights = out.weights.reshape(out.weights.shape[0], -1).sum(-1)

@@ -6,6 +6,8 @@ then sums scores over layers, scan steps and tied uses, inside lax.scan and jax.
 K validation sets, n examples, T positions.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 from typing import Any
 
@@ -14,13 +16,51 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxghost.ghost import directions, rules, tied, usage
-from maxghost.ghost.directions import ParamSpec
-from maxghost.ghost.variables import part_name
+from maxghost.ghost import directions, rules, tied
+from maxghost.ghost.directions import ScoredParam, part_name
 from maxghost.models import autodiff
 from maxghost.parallel import constrain
 
 SCORES = (None, "activation_batch", "activation_length")  # logical axes of a score [K, n(, T)]
+
+
+_recorder: contextvars.ContextVar[list | None] = contextvars.ContextVar("maxghost_used", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+  """One call of a probed layer in a trace. layer: the object; each trace of a scan or remat body has its own."""
+
+  layer: Any
+  path: str
+  method: str
+  argument_shapes: tuple
+  shape: tuple
+  static: tuple  # arguments that are not arrays
+  is_second: bool  # the use of a table after its lookup
+
+
+@contextlib.contextmanager
+def record():
+  """Collects a `Use` for every probed call traced inside, in their order."""
+  used: list[Use] = []
+  token = _recorder.set(used)
+  try:
+    yield used
+  finally:
+    _recorder.reset(token)
+
+
+def called_often(used: list[Use]) -> dict[str, int]:
+  """{path: calls} of layers called more than once in a trace, except tables with one lookup and one other use."""
+  calls: dict[int, list[Use]] = {}
+  for use in used:
+    calls.setdefault(id(use.layer), []).append(use)
+  return {
+    uses[0].path: len(uses)
+    for uses in calls.values()
+    if len(uses) > 1 and sorted(use.is_second for use in uses) != [False, True]
+  }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +83,7 @@ class TwinInfo:
 
   path: str
   stock: nnx.GraphDef
-  scored: tuple[tuple[str, ParamSpec], ...]
+  scored: tuple[ScoredParam, ...]
   num_examples: int
   num_positions: int | None
   num_val: int = 0
@@ -54,6 +94,10 @@ class TwinInfo:
     """Number of axes of a probe after its sets: 1 for [n], 2 for [n, T]."""
     return 1 if self.num_positions is None else 2
 
+  @property
+  def in_backward(self) -> bool:
+    return self.scored[0].spec.in_backward
+
 
 def probed_call(twin: Any, rule: rules.Rule, method: str, args: tuple, kwargs: dict):
   """Calls `method(*args, **kwargs)` of the layer behind `twin`; the backward pass scores into the twin's probes."""
@@ -61,8 +105,9 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, args: tuple, kwargs: d
   values = {
     name: v[...] for name, v in vars(twin).items() if isinstance(v, nnx.Variable) and not name.startswith("ghost_")
   }
-  parts = {name: tuple(getattr(twin, part_name(name, p))[...] for p in spec.parts) for name, spec in info.scored}
-  probes = {name: _probes(twin, name, spec) for name, spec in info.scored}
+  parts = {p.name: tuple(getattr(twin, part_name(p.name, part))[...] for part in p.parts) for p in info.scored}
+  kinds = ("probe", "facts") if info.in_backward else ("probe",)
+  probes = {p.name: {kind: getattr(twin, part_name(p.name, kind))[...] for kind in kinds} for p in info.scored}
   arrays, static, rebuild = _separate(args, kwargs)
   sweep = rule.sweep(twin, method, static)
   if sweep is not None and info.num_val:
@@ -76,16 +121,11 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, args: tuple, kwargs: d
 
   op = _make_op(twin, rule, method, apply, rebuild, info) if sweep is None else _sweep_op(sweep, info)
   out = op(values, arrays, parts, probes)
-  shapes = tuple(x.shape for x in arrays)
-  usage.note(twin, info.path, method, shapes, out.shape, static, method in rule.second_uses)
+  used = _recorder.get()
+  if used is not None:
+    shapes = tuple(x.shape for x in arrays)
+    used.append(Use(twin, info.path, method, shapes, out.shape, static, method in rule.second_uses))
   return rule.combine(twin, out, *args)
-
-
-def _probes(twin, name: str, spec: ParamSpec) -> dict:
-  probes = {"probe": getattr(twin, part_name(name, "probe"))[...]}
-  if spec.direction.in_backward:
-    probes["facts"] = getattr(twin, part_name(name, "facts"))[...]
-  return probes
 
 
 def _separate(args, kwargs):
@@ -117,7 +157,7 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
     if info.num_val:
       train, gradients, parts = _split_rows(info, apply, values, arrays, cotangent, parts)
       return finish(residuals, gradients, scores_of(values, *train, parts, gradients[0]))
-    if not any(spec.direction.in_backward for _, spec in info.scored):
+    if not info.in_backward:
       # These directions do not depend on the gradient. With the scores first, the cotangent of the layer's input can be
       # formed where it is used.
       scores = scores_of(values, arrays, cotangent, parts, dict.fromkeys(values))
@@ -131,8 +171,9 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
     args, _ = rebuild(arrays)
     call = rules.Call(twin, method, values, args, cotangent, lambda v: apply(v, arrays), info.resolution)
     scores = {}
-    for name, spec in info.scored:
-      direction, facts = directions.form(spec, parts[name], weight_gradients[name])
+    for param in info.scored:
+      name = param.name
+      direction, facts = directions.form(param, parts[name], weight_gradients[name])
       with jax.named_scope("ghost_score"):
         score = constrain(rule.score(call, name, direction), SCORES[: 1 + info.resolution])
       scores[name] = {"probe": score.astype(jnp.promote_types(values[name].dtype, jnp.float32))}
@@ -149,7 +190,8 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
 
 def _sweep_op(sweep: rules.Sweep, info: TwinInfo):
   """As `_make_op`, for a method with its own passes."""
-  ((name, spec),) = info.scored
+  (param,) = info.scored
+  name = param.name
 
   @jax.custom_vjp
   def op(values, arrays, parts, probes):
@@ -162,12 +204,12 @@ def _sweep_op(sweep: rules.Sweep, info: TwinInfo):
 
   def backward(saved, cotangent):
     values, arrays, residuals, parts, probes = saved
-    if not spec.direction.in_backward:
-      direction, facts = directions.form(spec, parts[name], values[name])
+    if not info.in_backward:
+      direction, facts = directions.form(param, parts[name], values[name])
       d_value, d_first, score = sweep.backward(values, arrays, residuals, cotangent, direction)
     else:
       d_value, d_first, _ = sweep.backward(values, arrays, residuals, cotangent, None)
-      direction, facts = directions.form(spec, parts[name], d_value)
+      direction, facts = directions.form(param, parts[name], d_value)
       _, _, score = sweep.backward(values, arrays, residuals, cotangent, direction, gradients=False)
     scores = {"probe": score} | ({} if facts is None else {"facts": facts})
     scores = {name: {part: x.astype(probes[name][part].dtype) for part, x in scores.items()}}
@@ -204,7 +246,7 @@ def _split_rows(info: TwinInfo, apply, values, arrays, cotangent, parts):
 def _linked_call(twin, rule, method, info: TwinInfo, values, arrays, parts, probes):
   """A call of a table that is used by `__call__` and by one later method; see `tied`."""
   ((name, table),) = values.items()
-  spec, use = dict(info.scored)[name], info.linked
+  (param,), use = info.scored, info.linked
   assert use is not None
   sweep = rule.sweep(twin, use.method, use.static)
 
@@ -227,7 +269,7 @@ def _linked_call(twin, rule, method, info: TwinInfo, values, arrays, parts, prob
 
   @jax.named_scope("ghost_score")
   def score(table, ids, b, carried, weight_gradient, parts):
-    direction, facts = directions.form(spec, parts, weight_gradient)
+    direction, facts = directions.form(param, parts, weight_gradient)
     lookup = rules.Call(twin, "__call__", values, (ids,), b, None, info.resolution)
     if sweep is not None:
       output_score = sweep.linked_score(table, carried, direction)

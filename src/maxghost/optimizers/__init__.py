@@ -8,7 +8,7 @@ import optax
 from maxghost.config import plugins
 from maxghost.config.schema import OptimizerConfig
 from maxghost.optimizers.adamw import AdamState, AdamW
-from maxghost.optimizers.base import Elementwise, Identity, Parameter, Response, RuleState, UpdateRule
+from maxghost.optimizers.base import Elementwise, Identity, Parameter, Response, RuleState, UpdateRule, by_label
 from maxghost.optimizers.clipping import clip, factor_of, scaled
 from maxghost.optimizers.schedules import learning_rate_schedule
 from maxghost.optimizers.sgd import Sgd
@@ -23,6 +23,7 @@ __all__ = [
   "RuleState",
   "Sgd",
   "UpdateRule",
+  "by_label",
   "clip",
   "create",
   "direction_rule",

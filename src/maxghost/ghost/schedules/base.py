@@ -21,6 +21,10 @@ class Model(NamedTuple):
   params: nnx.State
   rest: nnx.State
 
+  def merge(self, params: nnx.State) -> nnx.Module:
+    """The model with other parameters."""
+    return nnx.merge(self.graphdef, params, self.rest)
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -129,7 +133,7 @@ class Scored:
   gradients: K dicts {label: G}, for `ledger.sums` once this step's clipping factor is known.
   sums: `ledger.sums`, if the schedule computes them, with the assumed clipping factor. If the actual factor differs,
     the columns with P_t, and so the total, deviate accordingly. Without gradients and sums there is no ledger.
-  parts: as `passes.direction_parts`. used: <g, u> [K]; None: `ledger.used` of the parts.
+  parts: as `directions.direction_parts`. used: <g, u> [K]; None: `ledger.used` of the parts.
   """
 
   passed: TrainPass

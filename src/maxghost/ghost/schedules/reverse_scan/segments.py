@@ -7,38 +7,38 @@ every segment, from which the walk recomputes the layers' inputs. L layers.
 import jax
 import jax.numpy as jnp
 
-from maxghost.ghost.saved_vjp import SavedVjp
 from maxghost.ghost.schedules.reverse_scan import layer as layer_lib
-from maxghost.ghost.schedules.reverse_scan.state import Kept, Layers, Pair, Walk
+from maxghost.ghost.schedules.reverse_scan.layer import Kept, Layers, Pair, Rows, Walk
 from maxghost.models import autodiff, segments, streaming
 
 
-def inputs(layers: Layers, loss, x, batch, scanned, segment_lengths: tuple, keep=lambda x: x):
+def inputs(layers: Layers, rows: Rows, x, scanned, segment_lengths: tuple, keep=lambda x: x):
   """(inputs of these layers, or of their segments, with a leading axis; output of the last layer).
 
   scanned: `Layers.stacked` of these layers. keep: moves a segment's input to its memory.
   """
+  apply = layer_lib.function(layers.graphdef)
 
-  def output(x, layer):
-    return layer_lib.plain(layers)(*layer_lib.plain_arguments(loss, x, batch, layer))
+  def body(x, layer):
+    return apply(*rows.arguments(x, layer)), None if segment_lengths else Kept(x)
 
   if not segment_lengths:
-    x, kept = jax.lax.scan(lambda x, layer: (output(x, layer), Kept(x)), x, scanned)
+    x, kept = jax.lax.scan(body, x, scanned)
   else:
 
     def through(x, _, segment):
-      out, _ = jax.lax.scan(lambda x, layer: (output(x, layer), None), x, segment)
-      return out, keep(x)
+      return jax.lax.scan(body, x, segment)[0], keep(x)
 
     x, kept = streaming.loop(through, x, None, segments.split(scanned, segment_lengths[0]))
   return kept, x
 
 
-def saving(layers: Layers, vjp: SavedVjp, arguments, x):
-  """(`Kept` of all layers, output of the last). arguments(x, layer): those of `vjp`."""
+def saving(layers: Layers, rows: Rows, x, ghost: tuple = ()):
+  """(`Kept` of all layers, output of the last), by the forward half of the rows' VJP. ghost: as in `Rows.arguments`."""
 
   def body(x, layer):
-    value, saved = vjp.forward(*arguments(x, layer))
+    assert rows.vjp is not None
+    value, saved = rows.vjp.forward(*rows.arguments(x, layer, ghost))
     return value, Kept(x, saved)
 
   x, kept = jax.lax.scan(body, x, layers.stacked())
@@ -61,7 +61,7 @@ def back(walk: Walk, boundaries: Pair, cotangents: Pair, scanned, segment_length
       out, cotangents = _segment_back(walk, x_val, boundaries.train, number, cotangents, here)
     else:
       x_train = streaming.fetch(boundaries.train, number)
-      x = Pair(_inputs_K(walk, x_val, here, inner), _train_inputs(walk, x_train, here, inner))
+      x = Pair(_inputs_K(walk, x_val, here, inner), inputs(layers, walk.rows.train, x_train, here, inner)[0])
       out, cotangents = back(walk, x, cotangents, here, inner)
     return cotangents, out | {"grads": streaming.like(out["grads"], scanned[0])}
 
@@ -112,7 +112,7 @@ def _segment_back(walk: Walk, x_val, train_boundaries, number, cotangents: Pair,
   def validation(cts, scanned):
     x_K, layer = scanned
     gradients, cts = layer_lib.validation_back(walk, cts, x_K, layer)
-    made = layer_lib.directions(layers, gradients, {}) if factored else None
+    made = layers.directions(gradients, None) if factored else None
     return cts, (() if factored and layers.problem.account is None else gradients, made)
 
   inputs_K = _inputs_K(walk, x_val, scanned, ())
@@ -135,7 +135,7 @@ def _segment_back(walk: Walk, x_val, train_boundaries, number, cotangents: Pair,
     held = jax.tree.map(lambda h, g: jax.lax.dynamic_update_index_in_dim(h, g, place, 0), held, grads)
     return (ct, held), out
 
-  train_inputs = _train_inputs(walk, x_train, scanned, ())
+  train_inputs, _ = inputs(layers, walk.rows.train, x_train, scanned, ())
   outside = (jnp.arange(scanned[2].shape[0]), train_inputs, gradients[1:], directions, scanned)
   (cotangent, held), out = jax.lax.scan(training, (cotangents.train, held), outside, reverse=True)
   return out | {"grads": held}, Pair(val_cotangents, cotangent)
@@ -143,11 +143,5 @@ def _segment_back(walk: Walk, x_val, train_boundaries, number, cotangents: Pair,
 
 def _inputs_K(walk: Walk, x_K, scanned, segment_lengths: tuple) -> tuple:
   """`inputs` of each validation set, without the last output."""
-  problem = walk.layers.problem
-  pairs = zip(x_K, problem.val_batches, strict=True)
-  return tuple(inputs(walk.layers, problem.val_loss, x, b, scanned, segment_lengths)[0] for x, b in pairs)
-
-
-def _train_inputs(walk: Walk, x, scanned, segment_lengths: tuple):
-  problem = walk.layers.problem
-  return inputs(walk.layers, problem.loss, x, problem.batch, scanned, segment_lengths)[0]
+  pairs = zip(walk.rows.val, x_K, strict=True)
+  return tuple(inputs(walk.layers, rows, x, scanned, segment_lengths)[0] for rows, x in pairs)
