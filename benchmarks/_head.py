@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config import Config
-from maxghost.ghost import schedules
-from maxghost.ghost.attach import split
+from maxghost.ghost.attach import prepare_twin, split
 from maxghost.ghost.directions import DirectionSpec
-from maxghost.ghost.prepare import prepare_twin
+from maxghost.ghost.schedules.passes import mean_loss
 from maxghost.models.hidden import Hidden
 from maxghost.models.layers import linear
 from maxghost.models.output_head import OutputHead, OutputProjection
@@ -64,7 +63,7 @@ def make(cfg: Config):
     graphdef, _, _ = nnx.split(model, nnx.Param, ...)
 
     def plain(x, params, targets):
-      return schedules.mean_loss(*loss(nnx.merge(graphdef, params, rest), {"x": x, "targets": targets}))
+      return mean_loss(*loss(nnx.merge(graphdef, params, rest), {"x": x, "targets": targets}))
 
     return jax.grad(plain, argnums=(0, 1)), (x, params, targets)
   twin = prepare_twin(
@@ -72,11 +71,11 @@ def make(cfg: Config):
     spec=DirectionSpec(rank=cfg.ghost.ghost_rank),
   )  # fmt: skip
   (param,) = twin.scored
-  shapes = param.spec.part_shapes((), 1, param.shape)
-  parts = tuple(jax.ShapeDtypeStruct(shapes[name], jnp.float32) for name in param.spec.parts)
+  shapes = param.part_shapes(1)
+  parts = tuple(jax.ShapeDtypeStruct(shapes[name], jnp.float32) for name in param.parts)
 
   def scored(x, params, probes, targets, parts):
     model = twin.merge(params, probes, twin.direction_state({param.label: parts}), rest)
-    return schedules.mean_loss(*loss(model, {"x": x, "targets": targets}))
+    return mean_loss(*loss(model, {"x": x, "targets": targets}))
 
   return jax.grad(scored, argnums=(0, 1, 2)), (x, params, twin.probe_template, targets, parts)

@@ -4,6 +4,7 @@ import dataclasses
 import fnmatch
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def attach(
   spec, linked, views = spec or DirectionSpec(), linked or {}, parameters(model)
   graphdef, state = nnx.split(model)
   twin = nnx.merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
-  modules = {path: node for path, node in nnx.iter_graph(twin) if isinstance(node, nnx.Module)}
+  modules: dict[tuple, Any] = {path: node for path, node in nnx.iter_graph(twin) if isinstance(node, nnx.Module)}
   owners = _owners(modules)
   excluded = excluded_labels(list(owners), exclude)
   reduced = (num_examples,) if num_positions is None else (num_examples, num_positions)

@@ -14,9 +14,8 @@ from flax import nnx
 from maxghost import optimizers
 from maxghost.config.schema import Config
 from maxghost.ghost import ledger, schedules
-from maxghost.ghost.attach import Twin
+from maxghost.ghost.attach import Twin, prepare_twin
 from maxghost.ghost.engine import direction_spec
-from maxghost.ghost.prepare import prepare_twin
 from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Stored, TrainPass, Update
 from maxghost.objectives import Objective, create
 from maxghost.optimizers import RuleState, UpdateRule, clip
@@ -118,10 +117,10 @@ class Scorer:
   def columns(self, train_state: TrainStateNNX, params, scored: Scored, learning_rate, clip_factor) -> dict:
     """The ledger's columns, [K] each; empty for schedule concat, which never holds a whole validation gradient."""
     twin, passed, rule = self.twin, scored.passed, self.rule
-    grads, sums = schedules.by_label(passed.grads), scored.sums
+    grads, sums = optimizers.by_label(passed.grads), scored.sums
     if scored.gradients is not None:
       state = dataclasses.replace(self.rule_state(train_state), clip_factor=clip_factor)
-      labels, values = {p.label for p in twin.scored}, schedules.by_label(params)
+      labels, values = {p.label for p in twin.scored}, optimizers.by_label(params)
       sums = ledger.sums(rule, state, twin.parameters, values, grads, scored.gradients, labels)
     if sums is None:
       return {}
