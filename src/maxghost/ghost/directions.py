@@ -160,11 +160,12 @@ def direction_parts(scored: Sequence[ScoredParam], gradients: list[dict], state:
   parts, captured = {}, {}
   for param in scored:
     rule, axis = param.spec.rule, len(param.stack_shape)
+    if state is not None and scalars is None:
+      scalars = rule.scalars(state.count, state.clip_factor)
     # The sets are stacked first: often they are slices of one array, which then need not be copied.
     stacked = param.placed(jnp.moveaxis(jnp.stack([g[param.label] for g in gradients]), 0, axis))
     if param.spec.in_backward:
-      assert state is not None
-      scalars = rule.scalars(state.count, state.clip_factor) if scalars is None else scalars
+      assert state is not None and scalars is not None
       kept = (state.arrays[name][param.label] for name in rule.reads(param.parameter))
       parts[param.label] = (stacked, *kept, jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape)))
     elif param.low_rank:
