@@ -16,8 +16,7 @@ from maxghost.ghost.schedules.passes import mean_loss
 from maxghost.models.hidden import Hidden
 from maxghost.models.layers import linear
 from maxghost.models.output_head import OutputHead, OutputProjection
-from maxghost.objectives import token_losses
-from maxghost.objectives.tiled import Tiling
+from maxghost.objectives import tiled, token_losses
 
 
 class Head(nnx.Module):
@@ -40,7 +39,7 @@ class HeadLoss:
   def __call__(self, model, batch):
     if self.num_tiles > 1:
       head = OutputHead(None, model.logits_dense)
-      losses_BT = head.losses(Hidden(batch["x"]), batch["targets"], None, Tiling(self.num_tiles, self.axis))
+      losses_BT = head.losses(Hidden(batch["x"]), batch["targets"], None, tiled.Head(self.num_tiles, self.axis))
     else:
       logits_BTV = model.logits_dense(batch["x"])
       losses_BT = token_losses(logits_BTV.astype(jnp.float32), batch["targets"])

@@ -188,9 +188,9 @@ def test_the_transformer_by_all_three_engines():
 @pytest.mark.parametrize(
   ("settings", "message"),
   [
-    ({"engine": "jpv"}, "engine=jpv: use one of graddotprod, jvp, perexample; did you mean jvp"),
-    ({"engine": "per_example"}, "did you mean perexample"),
-    ({"engine": "graddot"}, "did you mean graddotprod"),
+    ({"engine": "jpv"}, "engine=jpv: use one of graddotprod, jvp, perexample; did you mean 'jvp'"),
+    ({"engine": "per_example"}, "did you mean 'perexample'"),
+    ({"engine": "graddot"}, "did you mean 'graddotprod'"),
     (
       {"engine": "perexample", "per_position": True},
       "whole examples; use per_position=False, or engine=graddotprod or engine=jvp",

@@ -5,7 +5,6 @@ K validation sets, n examples, T positions.
 
 import collections
 import dataclasses
-import difflib
 import types
 from collections.abc import Callable, Sequence
 
@@ -14,13 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config import plugins
+from maxghost.config.errors import did_you_mean
 from maxghost.config.schema import Config
 from maxghost.ghost import schedules
 from maxghost.ghost.attach import excluded_labels, parameters, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Update
 from maxghost.ghost.schedules.passes import total
-from maxghost.objectives import create
+from maxghost.objectives import as_objective, create
 from maxghost.optimizers import AdamState, RuleState, direction_rule
 
 MAX_COMPILED = 16  # programs that a GhostEngine keeps
@@ -111,13 +111,13 @@ class GhostEngine:
     Args:
       model: is not changed.
       train_batch, val_batch: pytrees of arrays with the example axis first; a list or tuple of val batches: K sets.
-      loss_fn: loss_fn(model, batch) -> (losses, weights), each [n] or [n, T]; by default next-token cross-entropy on
-        MaxText-style batches.
+      loss_fn: loss_fn(model, batch) -> (losses, weights), each [n] or [n, T], or losses alone, whose weights are 1; by
+        default next-token cross-entropy on MaxText-style batches.
       state: the optimizer's before this step, such as AdamState, for directions that depend on the optimizer.
       delta: for direction 'second_order', the step's update of the parameters as a State.
 
-    Raises: ValueError for a validation batch that is empty or without weight, and for a missing or needless state or
-      delta.
+    Raises: ValueError for a validation batch that is empty or without weight, for a loss function that returns anything
+      else, and for a missing or needless state or delta.
     """
     loss_fn = loss_fn or self.default_loss
     many = isinstance(val_batch, (list, tuple))
@@ -128,7 +128,7 @@ class GhostEngine:
     identity, held = _identity(loss_fn)
     key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches))
     if key not in self._compiled:
-      self._compiled[key] = self._compile(model, graphdef, loss_fn, train_batch, val_batches), held
+      self._compiled[key] = self._compile(model, graphdef, as_objective(loss_fn), train_batch, val_batches), held
     self._compiled.move_to_end(key)
     while len(self._compiled) > MAX_COMPILED:
       self._compiled.popitem(last=False)
@@ -243,9 +243,7 @@ def _known(name: str, value: str, choices: Sequence[str]) -> str:
   """Returns `value` if it is one of `choices`; else raises ValueError with the nearest one."""
   if value in choices:
     return value
-  near = difflib.get_close_matches(value, choices, n=1, cutoff=0.3)
-  hint = f"; did you mean {near[0]}?" if near else ""
-  raise ValueError(f"{name}={value}: use one of {', '.join(choices)}{hint}")
+  raise ValueError(f"{name}={value}: use one of {', '.join(choices)}{did_you_mean(value, choices)}")
 
 
 def _identity(function: Callable):

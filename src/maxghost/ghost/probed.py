@@ -188,7 +188,7 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
   return op
 
 
-def _sweep_op(sweep: rules.Sweep, info: TwinInfo):
+def _sweep_op(sweep, info: TwinInfo):
   """As `_make_op`, for a method with its own passes."""
   (param,) = info.scored
   name = param.name

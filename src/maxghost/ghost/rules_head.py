@@ -11,24 +11,29 @@ import jax
 import jax.numpy as jnp
 
 from maxghost.ghost.directions import Direction
-from maxghost.ghost.rules import Call, Rule, Sweep, rule
+from maxghost.ghost.rules import Call, Rule, rule
 from maxghost.ghost.rules_flax import EmbedRule, LinearGeneralRule
 from maxghost.models import autodiff
 from maxghost.models.output_head import OutputProjection, TiedTable
 from maxghost.objectives.tiled import Head, backward, forward
 
 
-class TiledSweep(Sweep):
-  """The passes of `losses(head, x, targets, weights)` over the tiles of `head`. name: of the table."""
+class TiledSweep:
+  """The passes of `losses(head, x, targets, weights)`, which scores each tile of `head` while it exists.
+
+  name: of the table, the layer's one parameter. arrays: the call's arguments that are arrays.
+  """
 
   def __init__(self, rule: Rule, twin, name: str, head: Head):
     self.rule, self.twin, self.name, self.head = rule, twin, name, head
 
   def forward(self, values, arrays):
+    """(losses, residuals)."""
     x_BTD, targets_BT, *_ = arrays
     return forward(self.head, x_BTD, values[self.name], targets_BT)
 
-  def backward(self, values, arrays, residuals, cotangent, direction, gradients=True):
+  def backward(self, values, arrays, residuals, cotangent, direction: Direction | None, gradients=True):
+    """(gradient of the table, of x, score [K, *reduced]); None for those not requested."""
     x_BTD, targets_BT, *_ = arrays
     inputs = (x_BTD, values[self.name], targets_BT, residuals, cotangent)
     visits = {} if direction is None else self._visits(direction)
@@ -67,6 +72,7 @@ class TiledSweep(Sweep):
   # label.
 
   def blank_link(self, x_shape, dtype):
+    """Zeros, whose cotangents become the `carried` of `linked_score`. dtype: of the looked-up rows."""
     return jnp.zeros(x_shape, dtype), jnp.zeros((*x_shape[:-1], 3), self.head.wide)
 
   def linked_call(self, arrays, link):
@@ -92,6 +98,7 @@ class TiledSweep(Sweep):
     return op(x_BTD, targets_BT, table, x_link.astype(x_BTD.dtype), facts_link)
 
   def linked_score(self, table, carried, direction):
+    """The output's part of the score, from the arrays sent along the link."""
     x, facts = carried
     g, log_sum, targets = facts[..., 0], facts[..., 1], facts[..., 2].astype(jnp.int32)
     _, _, score_KBT = backward(self.head, x, table, targets, log_sum, g, gradients=False, **self._visits(direction))

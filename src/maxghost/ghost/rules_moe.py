@@ -5,7 +5,7 @@ their experts), I inputs and O outputs of an expert's matrix, r rank, H heads, h
 """
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,9 @@ class RoutedMoeRule(Rule):
 
   def score(self, call, name, direction):
     if not call.module.sparse:
-      return super().score(call, name, direction if direction.left is None else _whole(direction))
+      if direction.left is not None:
+        direction = Direction(jnp.matmul(direction.left, direction.right, precision=jax.lax.Precision.HIGHEST))
+      return super().score(call, name, direction)
     split = expert_parallel.find(call.module, call.args[0].shape)
     if "use" not in call.memo:
       x, index, weight = call.args
@@ -61,10 +63,6 @@ class RoutedMoeRule(Rule):
     else:
       score_KnT = _scores_on_mesh(call.module, name, length, split, (rows, x_RI, g_RO, direction))
     return score_KnT if call.resolution == 2 else score_KnT.sum(2)
-
-
-def _whole(direction: Direction) -> Direction:
-  return Direction(jnp.matmul(direction.left, direction.right, precision=jax.lax.Precision.HIGHEST))
 
 
 def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert=None):
@@ -154,9 +152,7 @@ class AttentionSinkRule(Rule):
   """`sinks` [H], scored by the gradient of a copy at every position. The projections have their own rules."""
 
   methods = ("attend",)
-
-  def rank(self, module: Any, name):
-    return 1
+  ranks: ClassVar = {"sinks": 1}
 
   def stock(self, module: Any):
     alone: Any = nnx.clone(module)

@@ -19,7 +19,7 @@ class Tiles(Protocol):
 
 
 class Tiling(Protocol):
-  """The settings of tiles that do not depend on the projection (`objectives.tiled.Tiling`)."""
+  """The settings of tiles that do not depend on the projection (`objectives.tiled.Head`)."""
 
   def of(self, *, tied: bool, dtype, precision, soft_cap: float | None) -> Tiles: ...
 

@@ -23,29 +23,18 @@ AXES = ("tokens", "vocab")
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-  """Tile settings of an objective; `Head` adds those of the projection."""
-
-  num_tiles: int
-  axis: str = "tokens"
-  z_loss: float = 0.0
-
-  def of(self, *, tied: bool, dtype, precision=None, soft_cap: float | None = None) -> "Head":
-    return Head(self.num_tiles, self.axis, tied, dtype, precision, self.z_loss, soft_cap)
-
-
-@dataclasses.dataclass(frozen=True)
 class Head:
   """A tiled projection. num_tiles: n. axis: 'tokens' (tiles of ceil(T / n) positions of every row) or 'vocab'.
 
   tied: the table is [V, D], else [D, V]. dtype: of the products, as in the untiled layer; losses, log-sum-exp and the
-  sums over tiles are float32 or wider. soft_cap: a logit y becomes soft_cap * tanh(y / soft_cap).
+  sums over tiles are float32 or wider. soft_cap: a logit y becomes soft_cap * tanh(y / soft_cap). An objective sets
+  num_tiles, axis and z_loss; `of` adds the rest, which is the projection's.
   """
 
   num_tiles: int
-  axis: str
-  tied: bool
-  dtype: Any
+  axis: str = "tokens"
+  tied: bool = False
+  dtype: Any = None
   precision: Any = None
   z_loss: float = 0.0
   soft_cap: float | None = None
@@ -53,6 +42,9 @@ class Head:
   def __post_init__(self):
     if self.axis not in AXES:
       raise ValueError(f"vocab_tiling_axis={self.axis}: use one of {', '.join(AXES)}")
+
+  def of(self, **projection) -> "Head":
+    return dataclasses.replace(self, **projection)
 
   def __call__(self, x_BTD, w, targets_BT, weights_BT=None):
     """`tiled_losses`; uses the weights on CPU only, where arithmetic costs more than holding a table's gradient."""
@@ -122,36 +114,19 @@ def tiled_losses(head: Head, x_BTD, w, targets_BT, weights_BT=None):
   """
   if autodiff.in_forward_mode():
     return forward(head, x_BTD, w, targets_BT)[0]
-  if weights_BT is None or head.axis != "tokens":
-    return _losses(head, x_BTD, w, targets_BT)
-  return _weighted_losses(head, x_BTD, w, targets_BT, jnp.asarray(weights_BT))
+  return _losses(head, x_BTD, w, targets_BT, weights_BT if head.axis == "tokens" else None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _losses(head: Head, x_BTD, w, targets_BT):
+def _losses(head: Head, x_BTD, w, targets_BT, weights_BT):
   return forward(head, x_BTD, w, targets_BT)[0]
 
 
-def _losses_fwd(head, x_BTD, w, targets_BT):
-  losses_BT, log_sum_BT = forward(head, x_BTD, w, targets_BT)
-  return losses_BT, (x_BTD, w, targets_BT, log_sum_BT)
-
-
-def _losses_bwd(head, residuals, g_BT):
-  x_BTD, w, targets_BT, log_sum_BT = residuals
-  d_x, d_w, _ = backward(head, x_BTD, w, targets_BT, log_sum_BT, g_BT)
-  return d_x, d_w, autodiff.no_cotangent(targets_BT)
-
-
-_losses.defvjp(_losses_fwd, _losses_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _weighted_losses(head: Head, x_BTD, w, targets_BT, weights_BT):
-  return forward(head, x_BTD, w, targets_BT)[0]
-
-
-def _weighted_losses_fwd(head, x_BTD, w, targets_BT, weights_BT):
+def _losses_fwd(head, x_BTD, w, targets_BT, weights_BT):
+  if weights_BT is None:
+    losses_BT, log_sum_BT = forward(head, x_BTD, w, targets_BT)
+    return losses_BT, (x_BTD, w, targets_BT, log_sum_BT, None, None)
+  weights_BT = jnp.asarray(weights_BT)
   x, table = x_BTD.astype(head.dtype), w.astype(head.dtype)
   tiles = _Positions(head, x.shape[1])
   padded = [tiles.pad(a) for a in (x, targets_BT, weights_BT.astype(head.wide))]
@@ -166,25 +141,32 @@ def _weighted_losses_fwd(head, x_BTD, w, targets_BT, weights_BT):
   d_w, (log_sum_n, label_n, d_x_n) = lax.scan(tile, jnp.zeros(w.shape, head.wide), jnp.arange(tiles.count))
   log_sum_BT, label_BT = tiles.join(log_sum_n), tiles.join(label_n)
   losses_BT = head.losses(log_sum_BT, label_BT)
-  return losses_BT, (x_BTD, w, targets_BT, log_sum_BT, weights_BT, tiles.join(d_x_n), d_w)
+  return losses_BT, (x_BTD, w, targets_BT, log_sum_BT, weights_BT, (tiles.join(d_x_n), d_w))
 
 
-def _weighted_losses_bwd(head, residuals, g_BT):
-  x_BTD, w, targets_BT, log_sum_BT, weights_BT, d_x, d_w = residuals
+def _losses_bwd(head, residuals, g_BT):
+  x_BTD, w, targets_BT, log_sum_BT, weights_BT, expected = residuals
+
+  def anew():
+    return backward(head, x_BTD, w, targets_BT, log_sum_BT, g_BT)[:2]
+
+  if expected is None:
+    return *anew(), autodiff.no_cotangent(targets_BT), None
   weights, g = weights_BT.astype(head.wide).ravel(), g_BT.astype(head.wide).ravel()
   largest = jnp.argmax(jnp.abs(weights))
   scale = jnp.where(weights[largest] == 0, 0, g[largest] / jnp.where(weights[largest] == 0, 1, weights[largest]))
-  expected = scale * weights
-  as_expected = jnp.all(jnp.abs(g - expected) <= 4 * jnp.finfo(head.wide).eps * jnp.abs(expected))
+  scaled = scale * weights
+  as_expected = jnp.all(jnp.abs(g - scaled) <= 4 * jnp.finfo(head.wide).eps * jnp.abs(scaled))
 
-  def scaled():
+  def rescaled():
+    d_x, d_w = expected
     return (scale * d_x.astype(head.wide)).astype(x_BTD.dtype), (scale * d_w).astype(w.dtype)
 
-  d_x, d_w = lax.cond(as_expected, scaled, lambda: backward(head, x_BTD, w, targets_BT, log_sum_BT, g_BT)[:2])
+  d_x, d_w = lax.cond(as_expected, rescaled, anew)
   return d_x, d_w, autodiff.no_cotangent(targets_BT), jnp.zeros_like(weights_BT)
 
 
-_weighted_losses.defvjp(_weighted_losses_fwd, _weighted_losses_bwd)
+_losses.defvjp(_losses_fwd, _losses_bwd)
 
 
 def _label(logits, targets):
@@ -283,57 +265,41 @@ def backward(
   [n, ...] indexed by tile. gradients: False computes none (both are then None).
   """
   x, table = x_BTD.astype(head.dtype), w.astype(head.dtype)
-  g_BT = g_BT.astype(head.wide)
-  if head.axis == "tokens":
-    d_x, d_w, visited = _backward_tokens(head, x, table, targets_BT, log_sum_BT, g_BT, gradients, visit, extra)
-  else:  # a block's gradient is complete, so it needs no wider sum
-    out = _backward_vocab(head, x, table, targets_BT, log_sum_BT, g_BT, w.dtype if gradients else None, visit, extra)
-    d_x, d_w, visited = out
-  if not gradients or d_x is None or d_w is None:
-    return None, None, visited
-  return d_x.astype(x_BTD.dtype), d_w.astype(w.dtype), visited
+  rows = (x, targets_BT, log_sum_BT, g_BT.astype(head.wide))
+  by_tokens, tiles, size = head.axis == "tokens", _Positions(head, x.shape[1]), w.shape[head.vocab_axis]
+  if by_tokens:  # zeros in the last tile's padding: logits 0, log-sum-exp 0, cotangent 0
+    rows, scanned = [tiles.pad(a) for a in rows], jnp.arange(tiles.count)
+  else:
+    scanned = (head.split_vocab(table, head.vocab_axis), jnp.arange(head.num_tiles), extra)
 
+  def one(scanned) -> dict:
+    if by_tokens:
+      x_j, targets, log_sum, g = (tiles.cut(a, scanned) for a in rows)
+      w_j, extra_j, logits = table, extra, head.logits(x_j, table)
+    else:
+      (w_j, j, extra_j), (x_j, _, log_sum, g) = scanned, rows
+      logits, targets = _vocab_logits(head, x, w_j, j, size), _targets_in(head, targets_BT, j)
+    delta = head.cotangent(logits, targets, log_sum, g)
+    found = {} if visit is None else {"visited": visit(x_j, delta, extra_j)}
+    if gradients and by_tokens:
+      return found | {"w": head.d_table(x_j, delta), "x": head.d_inputs(delta, w_j)}
+    if gradients:  # a block's gradient is complete, so it needs no wider sum
+      return found | {"x": head.d_inputs(delta, w_j, head.wide), "w": head.d_table(x_j, delta).astype(w.dtype)}
+    return found
 
-def _backward_tokens(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit, extra):
-  tiles = _Positions(head, x.shape[1])
-  # Zeros in the last tile's padding: logits 0, log-sum-exp 0, cotangent 0.
-  padded = [tiles.pad(a) for a in (x, targets_BT, log_sum_BT, g_BT)]
+  def tile(sums, scanned):
+    found = one(scanned)
+    return {name: total + found.pop(name) for name, total in sums.items()}, found
 
-  def tile(d_w, j):
-    x_j, targets, log_sum, g = (tiles.cut(a, j) for a in padded)
-    delta = head.cotangent(head.logits(x_j, w), targets, log_sum, g)
-    seen = None if visit is None else visit(x_j, delta, extra)
-    if not gradients:
-      return d_w, (None, seen)
-    return d_w + head.d_table(x_j, delta), (head.d_inputs(delta, w), seen)
-
-  init = jnp.zeros(w.shape, head.wide) if gradients else None
-  d_w, (d_x_n, seen_n) = lax.scan(tile, init, jnp.arange(tiles.count))
-  seen = None if seen_n is None else tiles.join(seen_n, axis=seen_n.ndim - 2)
-  return None if d_x_n is None else tiles.join(d_x_n), d_w, seen
-
-
-def _backward_vocab(head, x, w, targets_BT, log_sum_BT, g_BT, table_dtype, visit, extra):
-  size = w.shape[head.vocab_axis]
-
-  def block(carry, scanned):
-    d_x, seen = carry
-    w_j, j, extra_j = scanned
-    logits = _vocab_logits(head, x, w_j, j, size)
-    delta = head.cotangent(logits, _targets_in(head, targets_BT, j), log_sum_BT, g_BT)
-    if visit is not None:
-      seen = seen + visit(x, delta, extra_j)
-    if table_dtype is None:
-      return (d_x, seen), None
-    return (d_x + head.d_inputs(delta, w_j, head.wide), seen), head.d_table(x, delta).astype(table_dtype)
-
-  blocks = (head.split_vocab(w, head.vocab_axis), jnp.arange(head.num_tiles), extra)
-  seen = None
-  if visit is not None:
-    w_0, _, extra_0 = jax.tree.map(lambda a: a[0], blocks)
-    delta = jax.ShapeDtypeStruct((*targets_BT.shape, w_0.shape[head.vocab_axis]), x.dtype)
-    shape = jax.eval_shape(visit, x, delta, extra_0)
-    seen = jnp.zeros(shape.shape, shape.dtype)
-  init = (None if table_dtype is None else jnp.zeros(x.shape, head.wide), seen)
-  (d_x, seen), d_w_n = lax.scan(block, init, blocks)
-  return d_x, None if d_w_n is None else head.join_vocab(d_w_n, head.vocab_axis, size), seen
+  shapes = jax.eval_shape(lambda scanned: one(jax.tree.map(lambda a: a[0], scanned)), scanned)
+  summed = ("w",) if by_tokens else ("x", "visited")
+  init = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items() if name in summed}
+  sums, parts = lax.scan(tile, init, scanned)
+  if by_tokens:
+    joined = {name: tiles.join(part, {"x": 1, "visited": part.ndim - 2}[name]) for name, part in parts.items()}
+  else:
+    joined = {name: head.join_vocab(part, head.vocab_axis, size) for name, part in parts.items()}
+  found = sums | joined
+  if not gradients:
+    return None, None, found.get("visited")
+  return found["x"].astype(x_BTD.dtype), found["w"].astype(w.dtype), found.get("visited")

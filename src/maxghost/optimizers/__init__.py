@@ -9,9 +9,8 @@ from maxghost.config import plugins
 from maxghost.config.schema import OptimizerConfig
 from maxghost.optimizers.adamw import AdamState, AdamW
 from maxghost.optimizers.base import Elementwise, Identity, Parameter, Response, RuleState, UpdateRule, by_label
-from maxghost.optimizers.clipping import clip, factor_of, scaled
-from maxghost.optimizers.schedules import learning_rate_schedule
 from maxghost.optimizers.sgd import Sgd
+from maxghost.optimizers.step_size import clip, factor_of, learning_rate_schedule, scaled
 
 __all__ = [
   "AdamState",
