@@ -59,10 +59,8 @@ class Twin:
     return direction_state(self.scored, parts)
 
   def blank_directions(self) -> nnx.State:
-    """The GhostDirection State of zeros."""
-    return self.direction_state(
-      {p.label: tuple(map(jnp.zeros, p.part_shapes(self.num_sets).values())) for p in self.scored}
-    )
+    shapes = {p.label: p.part_shapes(self.num_sets).values() for p in self.scored}
+    return self.direction_state({label: tuple(map(jnp.zeros, found)) for label, found in shapes.items()})
 
   def merge(self, params, probes, directions, rest) -> nnx.Module:
     return nnx.merge(self.graphdef, params, probes, directions, rest)
@@ -133,7 +131,13 @@ def attach(
       "paths in ghost_exclude (GhostEngine: exclude=), or use ghost_schedule=forward_mode (GhostEngine: engine='jvp'), "
       f"which needs no rules. Layers with rules: {', '.join(rules.layer_types())}"
     )
-  _check_rank(spec, scored)
+  if spec.rank and not any(p.low_rank for p in scored):
+    matrices = [p.parameter.matrix_shape(p.shape) for p in scored if p.parameter.rows]
+    useful = max((i * o // (2 * (i + o)) for i, o in matrices), default=0)
+    raise ValueError(
+      f"ghost_rank={spec.rank} saves nothing on any parameter of this model: use at most {useful}, or 0 for exact "
+      "scores"
+    )
   twin_graphdef, _, probes, _, _ = nnx.split(twin, nnx.Param, GhostProbe, GhostDirection, ...)
   return Twin(
     graphdef=twin_graphdef,
@@ -185,16 +189,6 @@ def excluded_labels(labels: list[str], patterns: tuple[str, ...]) -> set[str]:
       raise ValueError(f"ghost_exclude pattern '{pattern}' matches no parameter; paths: {', '.join(labels)}")
     left_out.update(hits)
   return left_out
-
-
-def _check_rank(spec: DirectionSpec, scored: list[ScoredParam]) -> None:
-  if spec.rank and not any(p.low_rank for p in scored):
-    matrices = [p.parameter.matrix_shape(p.shape) for p in scored if p.parameter.rows]
-    useful = max((i * o // (2 * (i + o)) for i, o in matrices), default=0)
-    raise ValueError(
-      f"ghost_rank={spec.rank} saves nothing on any parameter of this model: use at most {useful}, or 0 for exact "
-      f"scores"
-    )
 
 
 def _scored_param(module, path: tuple, found: rules.Rule, views: dict, spec: DirectionSpec) -> ScoredParam:
@@ -251,21 +245,29 @@ def prepare_twin(
   """
   num_examples = jax.tree.leaves(batch)[0].shape[0]
   num_val = num_val if schedule == "concat" else 0
-  attached = functools.partial(
-    attach, model, num_examples=num_examples, num_positions=num_positions, num_sets=num_sets, spec=spec,
-    exclude=exclude, num_val=num_val,
-  )  # fmt: skip
+  sizes = {"num_examples": num_examples, "num_positions": num_positions, "num_sets": num_sets, "num_val": num_val}
+  attached = functools.partial(attach, model, spec=spec, exclude=exclude, **sizes)
   twin = attached()
   if schedule == "concat" and twin.excluded:
     raise ValueError(
       f"ghost_schedule=concat cannot leave {', '.join(twin.excluded)} unscored: only a scored layer keeps the "
       f"validation rows out of its training gradient. Use two_pass or reverse_scan, or an empty ghost_exclude"
     )
-  params, rest = split(model)
   rows = num_examples + num_val
-  used = _trace(twin, params, rest, loss_fn, _shapes(batch, rows))
+
+  def loss(params, rest, batch):
+    return loss_fn(twin.merge(params, twin.zero_probes(), twin.blank_directions(), rest), batch)
+
+  def calls(rows: int) -> list[probed.Use]:
+    """The probed calls in one abstract evaluation of the loss."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+    with probed.record() as used:
+      jax.eval_shape(loss, *split(model), shapes)
+    return used
+
+  used = calls(rows)
   try:  # twice the rows, which a mesh divides if it divides the rows
-    used_doubled = _trace(twin, params, rest, loss_fn, _shapes(batch, 2 * rows))
+    used_doubled = calls(2 * rows)
   except Exception as error:
     raise ValueError(
       f"the loss works for {rows} rows, but not for {2 * rows}, which is how layers are checked for a leading batch "
@@ -294,18 +296,3 @@ def prepare_twin(
     if use.is_second and use.path in looked_up
   }
   return attached(linked=linked) if linked else twin
-
-
-def _shapes(batch, rows: int):
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
-
-
-def _trace(twin: Twin, params, rest, loss_fn, shapes) -> list[probed.Use]:
-  """The probed calls in one abstract evaluation of the loss."""
-
-  def loss(params, rest, batch):
-    return loss_fn(twin.merge(params, twin.zero_probes(), twin.blank_directions(), rest), batch)
-
-  with probed.record() as used:
-    jax.eval_shape(loss, params, rest, shapes)
-  return used
