@@ -71,7 +71,7 @@ class GhostEngineManager:
     ids: one per example, under which the log sums its scores: numbers, texts or (domain, path, offset). Without ids
     every example of every step is separate.
     """
-    self._need(self._attached, "attach_train_batch", "reattach_after_evaluation() comes first")
+    _need(self._attached, "attach_train_batch", "reattach_after_evaluation() comes first")
     count = jax.tree.leaves(batch)[0].shape[0]
     if ids is not None and len(ids) != count:
       raise ValueError(f"{len(ids)} ids for {count} examples: give one id per example")
@@ -79,23 +79,18 @@ class GhostEngineManager:
 
   def prepare_forward_input(self):
     """Returns the attached batch; unlike in a hook-based engine, nothing has to be appended to it."""
-    self._need(self._batch is not None, "prepare_forward_input", "attach_train_batch(batch) comes first")
-    return self._batch
+    return _need(self._batch, "prepare_forward_input", "attach_train_batch(batch) comes first")
 
   def prepare_gradients(self, state: RuleState | AdamState | None = None, delta: nnx.State | None = None) -> nnx.State:
     """Scores the attached batch and returns the gradient of its loss, for `optimizer.update(model, grads)`."""
-    self._need(self._batch is not None, "prepare_gradients", "attach_train_batch(batch) comes first")
-    self._result = self.engine.score(
-      self.model, self._batch, self.val_batch, loss_fn=self.loss_fn, state=state, delta=delta
-    )
+    batch = _need(self._batch, "prepare_gradients", "attach_train_batch(batch) comes first")
+    self._result = self.engine.score(self.model, batch, self.val_batch, loss_fn=self.loss_fn, state=state, delta=delta)
     return self._result.grads
 
   @property
   def result(self) -> GhostResult:
     """The scores of the last `prepare_gradients`."""
-    self._need(self._result is not None, "result", "prepare_gradients() comes first")
-    assert self._result is not None
-    return self._result
+    return _need(self._result, "result", "prepare_gradients() comes first")
 
   def aggregate_and_log(self, step: int, learning_rate: float = 1.0) -> np.ndarray:
     """Adds the step's scores to the log and returns them: <grad l_i, u>, f32[n] (or [K, n]).
@@ -151,7 +146,7 @@ class GhostEngineManager:
 
     A file of fewer than `save_every` steps is replaced when these are complete.
     """
-    self._need(self._unsaved == step, "save_metrics", f"aggregate_and_log({step}) comes first")
+    _need(self._unsaved == step, "save_metrics", f"aggregate_and_log({step}) comes first")
     self._writer.flush()
     self._unsaved = None
     return self.output_dir / shard_name(step, 0)
@@ -169,7 +164,9 @@ class GhostEngineManager:
     self._unsaved = None
     self.clear_gradients()
 
-  @staticmethod
-  def _need(condition: bool, method: str, fix: str) -> None:
-    if not condition:
-      raise ValueError(f"{method} called out of order: {fix}")
+
+def _need(found, method: str, fix: str) -> Any:
+  """Returns `found`; raises ValueError if there is nothing."""
+  if found is None or found is False:
+    raise ValueError(f"{method} called out of order: {fix}")
+  return found

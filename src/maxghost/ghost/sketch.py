@@ -51,7 +51,9 @@ def sketch_pass(twin: Twin, params, rest, loss_fn, batch, key, num_directions: i
   def one(key):
     state = twin.direction_state(random_directions(twin, key, scale))
     scores = train_pass(Model(twin.graphdef, params, rest), loss_fn, batch, twin, state).scores
-    return jnp.concatenate([_blocks(scores[p.label], p) for p in twin.scored])
+    return jnp.concatenate(
+      [scores[p.label].reshape(-1, *scores[p.label].shape[len(p.stack_shape) + 1 :]) for p in twin.scored]
+    )
 
   return jax.vmap(one, out_axes=1)(jax.random.split(key, num_directions))
 
@@ -79,13 +81,6 @@ def _along(param, parts, gradient):
     return product.sum(tuple(range(axis, product.ndim))).reshape(-1)
   signs = parts[0].squeeze(axis)
   return (signs * gradient).sum(tuple(range(axis, gradient.ndim))).reshape(-1)
-
-
-def _blocks(score, param):
-  """[layers, n(, T)] of scores [*stack, 1, n(, T)]."""
-  axis = len(param.stack_shape)
-  score = score.squeeze(axis)
-  return score.reshape(-1, *score.shape[axis:])
 
 
 def factored(scale):

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost import ledger
-from maxghost.ghost.attach import Twin
-from maxghost.ghost.directions import GhostDirection, GhostProbe, ScoredParam, direction_parts, direction_state
+from maxghost.ghost.directions import GhostDirection, GhostProbe, direction_parts, direction_state
 from maxghost.ghost.saved_vjp import SavedVjp, pull_in_order
 from maxghost.ghost.schedules.base import Problem
 from maxghost.models import autodiff, stack, streaming
@@ -41,7 +40,6 @@ class Kept:
   saved: list | None = None
 
 
-@dataclasses.dataclass(frozen=True)
 class Layers:
   """A model and its twin, split at the stacked layers.
 
@@ -50,56 +48,33 @@ class Layers:
   arrays of the layers that the ledger or the directions read. scalars: of the twin's rule.
   """
 
-  problem: Problem
-  twin: Twin
-  prefix: tuple
-  graphdef: nnx.GraphDef
-  params: nnx.State
-  rest: nnx.State
-  twin_graphdef: nnx.GraphDef
-  probes: nnx.State
-  outer_params: nnx.State
-  outer_probes: nnx.State
-  inner: tuple[ScoredParam, ...]
-  outer: tuple[ScoredParam, ...]
-  state: RuleState | None
-  scalars: jax.Array | None
-
-  @classmethod
-  def of(cls, problem: Problem, prefix: tuple) -> "Layers":
+  def __init__(self, problem: Problem, prefix: tuple):
     """Raises ValueError for a model without stacked layers."""
+    assert problem.twin is not None
+    self.problem, self.twin, self.prefix = problem, problem.twin, prefix
     twin, state, (graphdef, params, rest) = problem.twin, problem.state, problem.model
-    assert twin is not None
     layers = submodule(nnx.merge(graphdef, params, rest), prefix)
-    layer_graphdef, layer_params, layer_rest = nnx.split(layers, nnx.Param, ...)
+    self.graphdef, self.params, self.rest = nnx.split(layers, nnx.Param, ...)
     probed = submodule(twin.merge(params, twin.zero_probes(), twin.blank_directions(), rest), prefix)
-    twin_graphdef, _, probes, _, _ = nnx.split(probed, nnx.Param, GhostProbe, GhostDirection, ...)
-    inner = tuple(p.inside(prefix) for p in twin.scored if p.path[: len(prefix)] == prefix)
-    stacked = state
+    self.twin_graphdef, _, probes, _, _ = nnx.split(probed, nnx.Param, GhostProbe, GhostDirection, ...)
+    self.probes = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), probes)
+    depth = len(prefix)
+    self.outer_params, self.outer_probes = (
+      nnx.from_flat_state({path: v for path, v in nnx.to_flat_state(whole) if path[:depth] != prefix})
+      for whole in (params, twin.zero_probes())
+    )
+    self.inner = tuple(p.inside(prefix) for p in twin.scored if p.path[:depth] == prefix)
+    self.outer = tuple(p for p in twin.scored if p.path[:depth] != prefix)
+    self.scalars = None if state is None else twin.spec.rule.scalars(state.count, state.clip_factor)
+    self.state = state
     if state is not None:
-      read, start = {name for p in inner for name in p.spec.rule.reads(p.parameter)}, f"{slash_path(prefix)}/"
+      read, start = {name for p in self.inner for name in p.spec.rule.reads(p.parameter)}, f"{slash_path(prefix)}/"
       arrays = {
         name: {label: x for label, x in arrays.items() if label.startswith(start)}
         for name, arrays in state.arrays.items()
         if problem.account or name in read
       }
-      stacked = dataclasses.replace(state, arrays=arrays)
-    return cls(
-      problem=problem,
-      twin=twin,
-      prefix=prefix,
-      graphdef=layer_graphdef,
-      params=layer_params,
-      rest=layer_rest,
-      twin_graphdef=twin_graphdef,
-      probes=jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), probes),
-      outer_params=_outside(prefix, params),
-      outer_probes=_outside(prefix, twin.zero_probes()),
-      inner=inner,
-      outer=tuple(p for p in twin.scored if p.path[: len(prefix)] != prefix),
-      state=stacked,
-      scalars=None if state is None else twin.spec.rule.scalars(state.count, state.clip_factor),
-    )
+      self.state = dataclasses.replace(state, arrays=arrays)
 
   @property
   def count(self) -> int:
@@ -243,7 +218,3 @@ def submodule(model: nnx.Module, path: tuple) -> nnx.Module:
       raise ValueError(f"the model has no stacked layers at {slash_path(path)}; set scan_layers=true")
     node = getattr(node, str(name))
   return node
-
-
-def _outside(prefix: tuple, state: nnx.State) -> nnx.State:
-  return nnx.from_flat_state({path: v for path, v in nnx.to_flat_state(state) if path[: len(prefix)] != prefix})

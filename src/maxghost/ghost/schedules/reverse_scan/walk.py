@@ -34,7 +34,7 @@ def run(problem: Problem) -> Scored:
     raise ValueError(
       "ghost_schedule=reverse_scan needs a StagedLoss (embed, layers, head); use two_pass for other losses"
     )
-  layers = Layers.of(problem, tuple(loss.layers_path))
+  layers = Layers(problem, tuple(loss.layers_path))
   twin, lengths = layers.twin, problem.settings.segment_lengths
   check(layers.count, lengths)
   vals = [_validation_forward(layers, Rows(val_loss, b)) for b in problem.val_batches]
