@@ -141,15 +141,6 @@ class ScoredParam:
     u = self.parameter.matrices(u, batch_axes)
     return low_rank.factor(u, self.spec.rank, self.label, self.parameter.groups)
 
-  def factor_for(self, weight_gradient, weighting, u_K):
-    """`low_rank.factor_for` of u_K [K, *parameter] and g [*parameter]; weighting: of the `optimizers.Response`."""
-    g, u_K = self.parameter.matrices(weight_gradient, 0), self.parameter.matrices(u_K, 1)
-    if weighting is None:
-      weights = (jnp.ones(g.shape[:-1], u_K.dtype), jnp.ones((*g.shape[:-2], g.shape[-1]), u_K.dtype))
-    else:
-      weights = low_rank.rank_one_root(1 / jnp.square(self.parameter.matrices(weighting, 0)))
-    return low_rank.factor_for(g, weights, u_K, self.spec.rank, self.label, self.parameter.groups)
-
 
 def direction_parts(scored: Sequence[ScoredParam], gradients: list[dict], state: RuleState | None = None, scalars=None):
   """({label: parts}, {label: captured [*stack, K]}) from K dicts {label: G}.
@@ -219,12 +210,18 @@ def form(param: ScoredParam, parts: Sequence, weight_gradient) -> tuple[Directio
   gradient, *arrays, scalars = parts
   rule = param.spec.rule
   arrays = dict(zip(rule.reads(param.parameter), arrays, strict=True))
-  response = rule.response(param.parameter, weight_gradient, arrays, scalars)
+  view = param.parameter
+  response = rule.response(view, weight_gradient, arrays, scalars)
   u_K = response.transpose(gradient)
   if not param.low_rank:
     direction, captured = Direction(u_K), jnp.ones(u_K.shape[0], u_K.dtype)
   else:
-    left, right, captured = param.factor_for(weight_gradient, response.weighting(), u_K)
+    weighting, g, u_K = response.weighting(), view.matrices(weight_gradient, 0), view.matrices(u_K, 1)
+    if weighting is None:
+      weights = (jnp.ones(g.shape[:-1], u_K.dtype), jnp.ones((*g.shape[:-2], g.shape[-1]), u_K.dtype))
+    else:
+      weights = low_rank.rank_one_root(1 / jnp.square(view.matrices(weighting, 0)))
+    left, right, captured = low_rank.factor_for(g, weights, u_K, param.spec.rank, param.label, view.groups)
     direction = Direction(None, left, right)
   return direction, jnp.stack([captured, along(param, direction, weight_gradient)], axis=-1)
 

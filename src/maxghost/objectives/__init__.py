@@ -1,7 +1,5 @@
 """Objectives: the loss that a run minimises, and how its tokens form scored examples."""
 
-import importlib
-
 from maxghost.config import Config, plugins
 from maxghost.objectives.base import Objective, PlainLoss, StagedLoss, as_objective
 from maxghost.objectives.cross_entropy import token_losses
@@ -34,8 +32,4 @@ def register(objective: type[Objective]) -> type[Objective]:
 def create(cfg: Config | None = None) -> Objective:
   """The objective of a run without dropout; None: that of the default configuration."""
   cfg = cfg or Config()
-  target = plugins.OBJECTIVES[cfg.optimizer.objective].target
-  if isinstance(target, str):
-    module, _, attribute = target.partition(":")
-    target = getattr(importlib.import_module(module), attribute)
-  return target.of(cfg)
+  return plugins.OBJECTIVES[cfg.optimizer.objective].load().of(cfg)

@@ -128,20 +128,9 @@ def _losses_fwd(head, x_BTD, w, targets_BT, weights_BT):
     return losses_BT, (x_BTD, w, targets_BT, log_sum_BT, None, None)
   weights_BT = jnp.asarray(weights_BT)
   x, table = x_BTD.astype(head.dtype), w.astype(head.dtype)
-  tiles = _Positions(head, x.shape[1])
-  padded = [tiles.pad(a) for a in (x, targets_BT, weights_BT.astype(head.wide))]
-
-  def tile(d_w, j):
-    x_j, targets, weights = (tiles.cut(a, j) for a in padded)
-    logits = head.logits(x_j, table)
-    log_sum, label = jax.nn.logsumexp(logits, axis=-1), _label(logits, targets)
-    delta = head.cotangent(logits, targets, log_sum, weights)
-    return d_w + head.d_table(x_j, delta), (log_sum, label, head.d_inputs(delta, table))
-
-  d_w, (log_sum_n, label_n, d_x_n) = lax.scan(tile, jnp.zeros(w.shape, head.wide), jnp.arange(tiles.count))
-  log_sum_BT, label_BT = tiles.join(log_sum_n), tiles.join(label_n)
-  losses_BT = head.losses(log_sum_BT, label_BT)
-  return losses_BT, (x_BTD, w, targets_BT, log_sum_BT, weights_BT, (tiles.join(d_x_n), d_w))
+  found = _by_tokens(head, x, table, targets_BT, g_BT=weights_BT.astype(head.wide))
+  losses_BT = head.losses(found["log_sum"], found["label"])
+  return losses_BT, (x_BTD, w, targets_BT, found["log_sum"], weights_BT, (found["x"], found["w"]))
 
 
 def _losses_bwd(head, residuals, g_BT):
@@ -175,42 +164,50 @@ def _label(logits, targets):
 
 def forward(head: Head, x_BTD, w, targets_BT):
   """(losses, log-sum-exp of the logits), both [B, T] in float32 or wider."""
-  x, w = x_BTD.astype(head.dtype), w.astype(head.dtype)
-  if head.axis == "tokens":
-    tiles = _Positions(head, x.shape[1])
-
-    def tile(_, j):
-      logits = head.logits(tiles.cut(x_padded, j), w)
-      return None, (jax.nn.logsumexp(logits, axis=-1), _label(logits, tiles.cut(targets, j)))
-
-    x_padded, targets = tiles.pad(x), tiles.pad(targets_BT)
-    _, (log_sum_n, label_n) = lax.scan(tile, None, jnp.arange(tiles.count))
-    log_sum_BT, label_BT = tiles.join(log_sum_n), tiles.join(label_n)
-  else:
-    log_sum_BT, label_BT = _forward_vocab(head, x, w, targets_BT)
-  return head.losses(log_sum_BT, label_BT), log_sum_BT
+  over_tiles = _by_tokens if head.axis == "tokens" else _forward_vocab
+  found = over_tiles(head, x_BTD.astype(head.dtype), w.astype(head.dtype), targets_BT)
+  return head.losses(found["log_sum"], found["label"]), found["log_sum"]
 
 
-class _Positions:
-  """Tiles of c = ceil(T / n) positions, the last one padded."""
+def _by_tokens(head, x, w, targets_BT, log_sum_BT=None, g_BT=None, gradients=True, visit=None, extra=None) -> dict:
+  """One pass over tiles of c = ceil(T / n) positions, the last one padded, as a dict.
 
-  def __init__(self, head: Head, length: int):
-    self.length, self.size = length, -(-length // head.num_tiles)
-    self.count = -(-length // self.size)
+  Without log_sum: log_sum and label, of the logits. With the losses' cotangent g: visited, and the gradients x and w.
+  """
+  length = x.shape[1]
+  size = -(-length // head.num_tiles)
+  count = -(-length // size)
 
-  def pad(self, x):
-    padding = self.count * self.size - self.length
+  def padded(x):  # zeros: logits 0, log-sum-exp 0, cotangent 0
+    padding = count * size - length
     return jnp.pad(x, [(0, padding if i == 1 else 0) for i in range(x.ndim)]) if padding else x
 
-  def cut(self, x, j):
-    """Tile j of a padded array [B, n c, ...]."""
-    return lax.dynamic_slice_in_dim(x, j * self.size, self.size, 1)
-
-  def join(self, tiles_n, axis: int = 1):
+  def joined(tiles_n, axis: int):
     """[n, ..., c, ...] with the positions at `axis` of the rest -> [..., T, ...]."""
     x = jnp.moveaxis(tiles_n, 0, axis)
-    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-    return lax.slice_in_dim(x, 0, self.length, axis=axis)
+    return lax.slice_in_dim(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), 0, length, axis=axis)
+
+  whole = {"x": x, "targets": targets_BT, "log_sum": log_sum_BT, "g": g_BT}
+  whole = {name: padded(x) for name, x in whole.items() if x is not None}
+
+  def tile(d_w, j):
+    cut = {name: lax.dynamic_slice_in_dim(x, j * size, size, 1) for name, x in whole.items()}
+    logits, found = head.logits(cut["x"], w), {}
+    if log_sum_BT is None:
+      cut["log_sum"] = jax.nn.logsumexp(logits, axis=-1)
+      found = {"log_sum": cut["log_sum"], "label": _label(logits, cut["targets"])}
+    if g_BT is None:
+      return d_w, found
+    delta = head.cotangent(logits, cut["targets"], cut["log_sum"], cut["g"])
+    if visit is not None:
+      found["visited"] = visit(cut["x"], delta, extra)
+    if gradients:
+      d_w, found["x"] = d_w + head.d_table(cut["x"], delta), head.d_inputs(delta, w)
+    return d_w, found
+
+  init = jnp.zeros(w.shape, head.wide) if gradients and g_BT is not None else None
+  d_w, found = lax.scan(tile, init, jnp.arange(count))
+  return {name: joined(part, 2 if name == "visited" else 1) for name, part in found.items()} | {"w": d_w}
 
 
 def _vocab_logits(head: Head, x, w_j, j, size: int):
@@ -225,7 +222,7 @@ def _targets_in(head: Head, targets, j):
   return jnp.where(targets % head.num_tiles == j, targets // head.num_tiles, -1)
 
 
-def _forward_vocab(head: Head, x, w, targets_BT):
+def _forward_vocab(head: Head, x, w, targets_BT) -> dict:
   size = w.shape[head.vocab_axis]
 
   def block(carry, scanned):
@@ -242,7 +239,25 @@ def _forward_vocab(head: Head, x, w, targets_BT):
   init = (lowest, jnp.zeros_like(lowest), jnp.zeros_like(lowest))
   blocks = (head.split_vocab(w, head.vocab_axis), jnp.arange(head.num_tiles))
   (highest, total, label), _ = lax.scan(block, init, blocks)
-  return highest + jnp.log(total), label
+  return {"log_sum": highest + jnp.log(total), "label": label}
+
+
+def _backward_vocab(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit, extra, table_dtype) -> dict:
+  size = w.shape[head.vocab_axis]
+
+  def block(sums, scanned):
+    w_j, j, extra_j = scanned
+    delta = head.cotangent(_vocab_logits(head, x, w_j, j, size), _targets_in(head, targets_BT, j), log_sum_BT, g_BT)
+    found = {} if visit is None else {"visited": visit(x, delta, extra_j)}
+    if gradients:
+      found["x"] = head.d_inputs(delta, w_j, head.wide)
+    d_w = head.d_table(x, delta).astype(table_dtype) if gradients else None  # is complete, so it needs no wider sum
+    return {name: found[name] if sums is None else sums[name] + found[name] for name in found}, d_w
+
+  blocks = (head.split_vocab(w, head.vocab_axis), jnp.arange(head.num_tiles), extra)
+  shapes, _ = jax.eval_shape(lambda blocks: block(None, jax.tree.map(lambda a: a[0], blocks)), blocks)
+  sums, d_w_n = lax.scan(block, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), blocks)
+  return sums | {"w": head.join_vocab(d_w_n, head.vocab_axis, size) if gradients else None}
 
 
 def backward(
@@ -265,41 +280,8 @@ def backward(
   [n, ...] indexed by tile. gradients: False computes none (both are then None).
   """
   x, table = x_BTD.astype(head.dtype), w.astype(head.dtype)
-  rows = (x, targets_BT, log_sum_BT, g_BT.astype(head.wide))
-  by_tokens, tiles, size = head.axis == "tokens", _Positions(head, x.shape[1]), w.shape[head.vocab_axis]
-  if by_tokens:  # zeros in the last tile's padding: logits 0, log-sum-exp 0, cotangent 0
-    rows, scanned = [tiles.pad(a) for a in rows], jnp.arange(tiles.count)
-  else:
-    scanned = (head.split_vocab(table, head.vocab_axis), jnp.arange(head.num_tiles), extra)
-
-  def one(scanned) -> dict:
-    if by_tokens:
-      x_j, targets, log_sum, g = (tiles.cut(a, scanned) for a in rows)
-      w_j, extra_j, logits = table, extra, head.logits(x_j, table)
-    else:
-      (w_j, j, extra_j), (x_j, _, log_sum, g) = scanned, rows
-      logits, targets = _vocab_logits(head, x, w_j, j, size), _targets_in(head, targets_BT, j)
-    delta = head.cotangent(logits, targets, log_sum, g)
-    found = {} if visit is None else {"visited": visit(x_j, delta, extra_j)}
-    if gradients and by_tokens:
-      return found | {"w": head.d_table(x_j, delta), "x": head.d_inputs(delta, w_j)}
-    if gradients:  # a block's gradient is complete, so it needs no wider sum
-      return found | {"x": head.d_inputs(delta, w_j, head.wide), "w": head.d_table(x_j, delta).astype(w.dtype)}
-    return found
-
-  def tile(sums, scanned):
-    found = one(scanned)
-    return {name: total + found.pop(name) for name, total in sums.items()}, found
-
-  shapes = jax.eval_shape(lambda scanned: one(jax.tree.map(lambda a: a[0], scanned)), scanned)
-  summed = ("w",) if by_tokens else ("x", "visited")
-  init = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items() if name in summed}
-  sums, parts = lax.scan(tile, init, scanned)
-  if by_tokens:
-    joined = {name: tiles.join(part, {"x": 1, "visited": part.ndim - 2}[name]) for name, part in parts.items()}
-  else:
-    joined = {name: head.join_vocab(part, head.vocab_axis, size) for name, part in parts.items()}
-  found = sums | joined
+  rows = (x, table, targets_BT, log_sum_BT, g_BT.astype(head.wide), gradients, visit, extra)
+  found = _by_tokens(head, *rows) if head.axis == "tokens" else _backward_vocab(head, *rows, w.dtype)
   if not gradients:
     return None, None, found.get("visited")
   return found["x"].astype(x_BTD.dtype), found["w"].astype(w.dtype), found.get("visited")
