@@ -97,7 +97,7 @@ def attach(
     num_positions: T, to score every position of every example [n, T]; None scores whole examples [n].
     exclude: fnmatch patterns of parameter paths that are not scored; each must match a path.
     num_val: validation rows at the end of each batch (schedule 'concat'), not counted by num_examples.
-    linked: {module path: second use} of tables whose direction needs both uses; see `tied`.
+    linked: {module path: second use} of tables whose direction needs both uses; see `probed`.
 
   Raises: ValueError for a Param without a rule, a Param shared under two names, or an exclude pattern without a match.
   """
@@ -234,7 +234,7 @@ def prepare_twin(
   """Builds the twin for batches of this shape.
 
   A direction may need the whole gradient of a parameter (AdamW's, or a schedule other than two_pass). Then an abstract
-  trace finds tables that are used twice, and these are linked (`tied`).
+  trace finds tables that are used twice, and these are linked (`probed`).
 
   Args:
     batch: arrays or shapes with the example axis first.

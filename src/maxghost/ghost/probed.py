@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxghost.ghost import directions, rules, tied
+from maxghost.ghost import directions, rules
 from maxghost.ghost.directions import ScoredParam, part_name
 from maxghost.models import autodiff
 from maxghost.parallel import constrain
@@ -243,10 +243,21 @@ def _split_rows(info: TwinInfo, apply, values, arrays, cotangent, parts):
   return ([x[:n] for x in arrays], cotangent[:n]), (d_values, d_arrays), parts
 
 
+# A table used twice, scored exactly along a direction that is known only at the end of the backward pass.
+#
+# A tied table gets one part of its gradient at the output, where the backward pass begins, and the other at the lookup,
+# where it ends. Adam's direction needs the whole gradient, and the schedules 'reverse_scan' and 'concat' know the whole
+# validation gradient only at the end. So the lookup passes three arrays to the output, the link, whose cotangents carry
+# data back: the table itself (its cotangent is the output's part of the weight gradient) and two zeros, whose cotangents
+# are *defined* to be the output's input h and cotangent delta (`rules_head` has a smaller pair).
+#
+# D features, V vocabulary.
+
+
 def _linked_call(twin, rule, method, info: TwinInfo, values, arrays, parts, probes):
-  """A call of a table that is used by `__call__` and by one later method; see `tied`."""
+  """A call of a table that is used by `__call__`, and then by one other method."""
   ((name, table),) = values.items()
-  (param,), use = info.scored, info.linked
+  use = info.linked
   assert use is not None
   sweep = rule.sweep(twin, use.method, use.static)
 
@@ -259,32 +270,89 @@ def _linked_call(twin, rule, method, info: TwinInfo, values, arrays, parts, prob
     link = tuple(v[...] for v in twin.ghost_link)
     if sweep is not None:
       return sweep.linked_call(arrays, link)
-    return tied.attend(on_table(method), arrays[0], link, info.num_examples if info.num_val else None)
+    return _linked_attend(on_table(method), arrays[0], link, info.num_examples if info.num_val else None)
+  op = _linked_lookup(twin, rule, info, sweep, on_table("__call__"), on_table("attend"))
+  rows, link = op(table, arrays[0], parts[name], probes[name])
+  _check_axes(info, method, rows)
+  twin.ghost_link = nnx.List([nnx.Intermediate(x) for x in link])
+  return rows
 
-  def blank(table, dtype):
-    shape = use.input_shape
+
+def _linked_lookup(twin, rule, info: TwinInfo, sweep, gather, attend):
+  """op(table, ids, parts, probe) -> (the gathered rows, the link). gather(table, ids); attend(table, h)."""
+  (param,), use = info.scored, info.linked
+  assert use is not None
+  train, val = slice(None, info.num_examples), slice(info.num_examples, None)
+
+  def run(table_VD, ids):
+    rows, shape = gather(table_VD, ids), use.input_shape
     if sweep is not None:
-      return sweep.blank_link(shape, dtype)
-    return jnp.zeros(shape, dtype), jnp.zeros((*shape[:-1], table.shape[0]), dtype)
+      return rows, (table_VD, *sweep.blank_link(shape, rows.dtype))
+    return rows, (table_VD, jnp.zeros(shape, rows.dtype), jnp.zeros((*shape[:-1], table_VD.shape[0]), rows.dtype))
 
   @jax.named_scope("ghost_score")
   def score(table, ids, b, carried, weight_gradient, parts):
     direction, facts = directions.form(param, parts, weight_gradient)
+    values = {param.name: table}
     lookup = rules.Call(twin, "__call__", values, (ids,), b, None, info.resolution)
     if sweep is not None:
       output_score = sweep.linked_score(table, carried, direction)
     else:
       h, delta = carried
       output = rules.Call(twin, use.method, values, (h,), delta, None, info.resolution)
-      output_score = rule.score(output, name, direction)
-    scores = {"probe": constrain(rule.score(lookup, name, direction) + output_score, SCORES[: 1 + info.resolution])}
+      output_score = rule.score(output, param.name, direction)
+    whole = rule.score(lookup, param.name, direction) + output_score
+    scores = {"probe": constrain(whole, SCORES[: 1 + info.resolution])}
     return scores if facts is None else {**scores, "facts": facts}
 
-  table_use = tied.TableUse(on_table("__call__"), on_table("attend"), score, blank, info.num_examples, info.num_val)
-  rows, link = tied.lookup(table_use, arrays[0], table, parts[name], probes[name])
-  _check_axes(info, method, rows)
-  twin.ghost_link = nnx.List([nnx.Intermediate(x) for x in link])
-  return rows
+  @jax.custom_vjp
+  def op(table_VD, ids, parts, probe):
+    return run(table_VD, ids)
+
+  def forward(table_VD, ids, parts, probe):
+    return run(table_VD, ids), (table_VD, ids, parts, probe)
+
+  def backward(residuals, cotangents):
+    table_VD, ids, parts, probe = residuals
+    b, (d_table_out, *carried) = cotangents
+    used = parts
+    if info.num_val:  # the gradient of the validation rows, which come last, replaces parts[0]
+      h, delta = carried
+      _, pull = jax.vjp(lambda table: (gather(table, ids[val]), attend(table, h[val])), table_VD)
+      (gradient,) = pull((b[val], delta[val]))
+      used = (gradient[None].astype(parts[0].dtype), *parts[1:])
+    (d_table_in,) = jax.vjp(lambda table: gather(table, ids[train]), table_VD)[1](b[train])
+    d_table = d_table_in + d_table_out
+    scores = score(table_VD, ids[train], b[train], [array[train] for array in carried], d_table, used)
+    scores = jax.tree.map(lambda s, p: s.astype(p.dtype), scores, probe)
+    return d_table, autodiff.no_cotangent(ids), jax.tree.map(jnp.zeros_like, parts), scores
+
+  op.defvjp(forward, backward)
+  return op
+
+
+def _linked_attend(apply, h, link, num_examples: int | None):
+  """apply(table, h), whose backward pass sends (table gradient, h, output cotangent) along the link.
+
+  num_examples: rows that count in the table gradient; None: all.
+  """
+
+  @jax.custom_vjp
+  def op(h, table_VD, h_link, delta_link):
+    return apply(table_VD, h)
+
+  def forward(h, table_VD, h_link, delta_link):
+    return apply(table_VD, h), (h, table_VD)
+
+  def backward(residuals, delta):
+    h, table_VD = residuals
+    d_table, d_h = jax.vjp(apply, table_VD, h)[1](delta)
+    if num_examples is not None:
+      (d_table,) = jax.vjp(lambda table: apply(table, h[:num_examples]), table_VD)[1](delta[:num_examples])
+    return d_h, d_table, h.astype(link[1].dtype), delta.astype(link[2].dtype)
+
+  op.defvjp(forward, backward)
+  return op(h, *link)
 
 
 def _zero_cotangent(x):

@@ -67,7 +67,7 @@ class TiledSweep:
   def _reduced(self, score_KBT):
     return score_KBT if self.twin.ghost_info.resolution == 2 else score_KBT.sum(-1)
 
-  # A tied table whose direction needs the gradient of both uses. The untiled link (`tied`) carries the cotangent of
+  # A tied table whose direction needs the gradient of both uses. The untiled link (`probed`) carries the cotangent of
   # all logits. This one carries the inputs to recompute them for each token: x, the loss's cotangent, log-sum-exp and
   # label.
 
