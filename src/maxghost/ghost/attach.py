@@ -139,15 +139,8 @@ def attach(
       "scores"
     )
   twin_graphdef, _, probes, _, _ = nnx.split(twin, nnx.Param, GhostProbe, GhostDirection, ...)
-  return Twin(
-    graphdef=twin_graphdef,
-    scored=tuple(sorted(scored, key=lambda s: s.label)),
-    excluded=tuple(sorted(excluded)),
-    spec=spec,
-    num_sets=num_sets,
-    probe_template=probes,
-    parameters=views,
-  )
+  ordered = tuple(sorted(scored, key=lambda param: param.label))
+  return Twin(twin_graphdef, ordered, tuple(sorted(excluded)), spec, num_sets, probes, views)
 
 
 def parameters(model: nnx.Module) -> dict[str, Parameter]:

@@ -126,9 +126,10 @@ class GhostEngine:
     self._check_inputs(val_batches, state, delta)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     identity, held = _identity(loss_fn)
-    key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches))
+    key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many)
     if key not in self._compiled:
-      self._compiled[key] = self._compile(model, graphdef, as_objective(loss_fn), train_batch, val_batches), held
+      program = self._compile(model, graphdef, as_objective(loss_fn), train_batch, val_batches, many)
+      self._compiled[key] = program, held
     self._compiled.move_to_end(key)
     while len(self._compiled) > MAX_COMPILED:
       self._compiled.popitem(last=False)
@@ -137,7 +138,7 @@ class GhostEngine:
       raise ValueError(
         f"validation loss is {result.val_loss}: a validation batch needs tokens that count, finite losses"
       )
-    return result if many else _squeeze(result)
+    return result
 
   def _check_inputs(self, val_batches, state, delta) -> None:
     if not val_batches or any(jax.tree.leaves(b)[0].shape[0] == 0 for b in val_batches):
@@ -167,7 +168,7 @@ class GhostEngine:
     """The name in `schedules.SCHEDULES`."""
     return self.schedule if self.engine == "graddotprod" else plugins.ENGINES[self.engine]
 
-  def _compile(self, model, graphdef, loss_fn, train_batch, val_batches):
+  def _compile(self, model, graphdef, loss_fn, train_batch, val_batches, many: bool):
     twin, views = None, parameters(model)
     if self.engine == "graddotprod":
       leading = jax.tree.leaves(train_batch)[0].shape
@@ -206,11 +207,11 @@ class GhostEngine:
         update=lambda grads: Update(state, delta),
         settings=Settings(segment_lengths=self.segment_lengths, remat_policy=self.remat_policy),
       )
-      return self._result(problem, schedules.score(problem))
+      return self._result(problem, schedules.score(problem), many)
 
     return jax.jit(run)
 
-  def _result(self, problem: Problem, scored: Scored) -> GhostResult:
+  def _result(self, problem: Problem, scored: Scored, many: bool) -> GhostResult:
     twin, out = problem.twin, scored.passed
     with_positions = scored.additive.ndim > 2
     per_param, additive = out.scores, scored.additive
@@ -222,15 +223,19 @@ class GhostEngine:
     weights = out.weights.reshape(out.weights.shape[0], -1).sum(-1)
     share = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
     per_share = jnp.where(share > 0, 1 / jnp.where(share > 0, share, 1), 0)
+
+    def by_set(x, axis: int = 0):
+      return x if many else x.squeeze(axis)
+
     return GhostResult(
-      dot=additive * per_share,
-      additive=additive,
-      per_param={label: v * per_share for label, v in per_param.items()},
-      per_position=scored.additive if self.per_position and with_positions else None,
+      dot=by_set(additive * per_share),
+      additive=by_set(additive),
+      per_param={label: by_set(v * per_share, v.ndim - 2) for label, v in per_param.items()},
+      per_position=by_set(scored.additive) if self.per_position and with_positions else None,
       grads=out.grads,
       loss=out.loss,
-      val_loss=scored.val_loss,
-      captured=scored.captured,
+      val_loss=by_set(scored.val_loss),
+      captured={label: by_set(v, -1) for label, v in scored.captured.items()},
     )
 
 
@@ -262,16 +267,3 @@ def _identity(function: Callable):
 def _shapes(batch):
   leaves, tree = jax.tree.flatten(batch)
   return tree, tuple((x.shape, jnp.result_type(x)) for x in leaves)
-
-
-def _squeeze(result: GhostResult) -> GhostResult:
-  """Drops the validation-set axis of a result with one set."""
-  return dataclasses.replace(
-    result,
-    dot=result.dot[0],
-    additive=result.additive[0],
-    per_param={label: v.squeeze(v.ndim - 2) for label, v in result.per_param.items()},
-    per_position=None if result.per_position is None else result.per_position[0],
-    val_loss=result.val_loss[0],
-    captured={label: v.squeeze(-1) for label, v in result.captured.items()},
-  )

@@ -247,9 +247,9 @@ def _split_rows(info: TwinInfo, apply, values, arrays, cotangent, parts):
 #
 # A tied table gets one part of its gradient at the output, where the backward pass begins, and the other at the lookup,
 # where it ends. Adam's direction needs the whole gradient, and the schedules 'reverse_scan' and 'concat' know the whole
-# validation gradient only at the end. So the lookup passes three arrays to the output, the link, whose cotangents carry
-# data back: the table itself (its cotangent is the output's part of the weight gradient) and two zeros, whose cotangents
-# are *defined* to be the output's input h and cotangent delta (`rules_head` has a smaller pair).
+# validation gradient only at the end. So the lookup passes three arrays to the output, the link. Their cotangents carry
+# data back: that of the table is the output's part of the weight gradient, and those of two zeros are *defined* to be
+# the output's input h and cotangent delta (`rules_head` has a smaller pair).
 #
 # D features, V vocabulary.
 

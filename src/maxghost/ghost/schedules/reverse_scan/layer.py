@@ -6,6 +6,7 @@ The ledger's sums of a layer are computed here, while its validation gradients e
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,12 +15,13 @@ from flax import nnx
 
 from maxghost.ghost import ledger
 from maxghost.ghost.directions import GhostDirection, GhostProbe, direction_parts, direction_state
-from maxghost.ghost.saved_vjp import SavedVjp, pull_in_order
 from maxghost.ghost.schedules.base import Problem
 from maxghost.models import autodiff, stack, streaming
 from maxghost.objectives import StagedLoss
 from maxghost.optimizers import RuleState, by_label
 from maxghost.parallel.shardings import slash_path
+
+_SMALL = 8  # a saved array this many times smaller than the cotangent is a statistic, not an activation
 
 
 @jax.tree_util.register_dataclass
@@ -99,10 +101,55 @@ class Layers:
     return nnx.from_flat_state(flat | dict(nnx.to_flat_state(outer)))
 
 
+class SavedVjp:
+  """The VJP of `function(*arguments)`, a value that is an array or a pytree of arrays, in two halves that may run in
+  different loops.
+
+  `jax.vjp` separates residuals that are arguments (`args_res`) from computed ones (`opaque_residuals`); only the latter
+  must be stored. The backward half gets the arguments again. An argument that the value does not depend on, such as a
+  direction, may then differ from that of the forward half.
+  `forward` must be traced before `backward`; each may be traced several times, with arguments of the same shapes. A
+  jax.checkpoint around `function` decides what is saved.
+  """
+
+  def __init__(self, function: Callable):
+    self._function = function
+    self._pull: Any = None
+
+  def forward(self, *arguments):
+    """(value, saved): `saved` is a list of arrays."""
+    value, self._pull = jax.vjp(self._function, *arguments)
+    return value, self._pull.opaque_residuals
+
+  def backward(self, saved, cotangent, *arguments):
+    """Cotangents of the arguments, from what `forward` saved for the same ones."""
+    return dataclasses.replace(self._pull, args_res=list(arguments), opaque_residuals=saved)(cotangent)
+
+
+def pull_in_order(function: Callable, arguments: tuple, cotangent):
+  """Cotangents of the arguments of `function`, by a backward pass that holds little at a time.
+
+  Equals `jax.vjp(function, *arguments)[1](cotangent)`, inside `autodiff.gradients_in_order`. The statistics of the
+  forward pass (log-sum-exps, inverse norms) are computed before the backward pass starts. Otherwise the TPU compiler
+  would keep their inputs, which may be 100 times as large.
+  """
+  vjp = SavedVjp(function)
+  _, saved = vjp.forward(*arguments)
+  limit = max(x.nbytes for x in jax.tree.leaves(cotangent)) // _SMALL
+  small = [jnp.issubdtype(x.dtype, jnp.floating) and x.nbytes <= limit for x in saved]
+  statistics = [x for x, flag in zip(saved, small, strict=True) if flag]
+  statistics, cotangent = jax.lax.optimization_barrier((statistics, cotangent))
+  ready = iter(statistics)
+  saved = [next(ready) if flag else x for x, flag in zip(saved, small, strict=True)]
+  with autodiff.gradients_in_order():
+    return vjp.backward(saved, cotangent, *arguments)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rows:
   """One batch on its way through the layers. vjp: with a finished forward half; None: layers are recomputed."""
 
+  layers: Layers
   loss: StagedLoss
   batch: Any
   vjp: SavedVjp | None = None
@@ -112,13 +159,10 @@ class Rows:
     params, rest, index = layer
     return params, ghost, x, rest, self.loss.layer_inputs(self.batch), self.loss.layer_key(index)
 
-
-@dataclasses.dataclass(frozen=True)
-class Walk:
-  """What all layers of the walk share. rows: a `Pair` of `Rows`."""
-
-  layers: Layers
-  rows: Pair
+  def saving(self, graphdef: nnx.GraphDef) -> "Rows":
+    """With a VJP that saves arrays by the remat policy."""
+    policy = self.layers.problem.settings.remat_policy
+    return dataclasses.replace(self, vjp=SavedVjp(stack.remat(function(graphdef), policy)))
 
 
 def function(graphdef: nnx.GraphDef):
@@ -130,27 +174,22 @@ def function(graphdef: nnx.GraphDef):
   return run
 
 
-def saved_vjp(layers: Layers, graphdef: nnx.GraphDef) -> SavedVjp:
-  """A VJP that saves arrays by the remat policy."""
-  return SavedVjp(stack.remat(function(graphdef), layers.problem.settings.remat_policy))
-
-
-def validation_back(walk: Walk, cotangents: tuple, kept_K: tuple, layer):
+def validation_back(batches: Pair, cotangents: tuple, kept_K: tuple, layer):
   """(validation gradients, cotangents of the layer's inputs) of each set."""
   gradients, below = [], []
-  for rows, kept, cotangent in zip(walk.rows.val, kept_K, cotangents, strict=True):
-    gradient, _, cotangent, *_ = _pulled(walk.layers.graphdef, rows, kept, cotangent, rows.arguments(kept.x, layer))
+  for rows, kept, cotangent in zip(batches.val, kept_K, cotangents, strict=True):
+    gradient, _, cotangent, *_ = _pulled(rows.layers.graphdef, rows, kept, cotangent, rows.arguments(kept.x, layer))
     gradients.append(gradient)
     below.append(cotangent)
   return tuple(gradients), tuple(below)
 
 
-def training_back(walk: Walk, cotangent, kept: Kept, gradients: tuple, made, layer):
+def training_back(rows: Rows, cotangent, kept: Kept, gradients: tuple, made, layer):
   """(cotangent of the layer's input, {grads, probes, sums, captured} of the layer).
 
   made: result of `Layers.directions`; None: computes it from the gradients.
   """
-  layers, rows, (params, _, index) = walk.layers, walk.rows.train, layer
+  layers, (params, _, index) = rows.layers, layer
   state = layer_state(layers, index)
   parts, captured = made or layers.directions(gradients, state)
   arguments = rows.arguments(kept.x, layer, (layers.probes, direction_state(layers.inner, parts)))

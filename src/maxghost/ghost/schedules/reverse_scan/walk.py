@@ -17,7 +17,7 @@ from maxghost.ghost.directions import direction_parts, direction_state
 from maxghost.ghost.schedules.base import Problem, Scored, TrainPass
 from maxghost.ghost.schedules.passes import captured, mean_loss, total, validation_mean
 from maxghost.ghost.schedules.reverse_scan import layer, segments
-from maxghost.ghost.schedules.reverse_scan.layer import Layers, Pair, Rows, Walk, submodule
+from maxghost.ghost.schedules.reverse_scan.layer import Layers, Pair, Rows, submodule
 from maxghost.models.segments import check
 from maxghost.objectives import StagedLoss
 from maxghost.optimizers import by_label
@@ -37,26 +37,26 @@ def run(problem: Problem) -> Scored:
   layers = Layers(problem, tuple(loss.layers_path))
   twin, lengths = layers.twin, problem.settings.segment_lengths
   check(layers.count, lengths)
-  vals = [_validation_forward(layers, Rows(val_loss, b)) for b in problem.val_batches]
-  val_heads = [_validation_head(layers, rows, hidden) for rows, _, hidden in vals]
+  vals = [_validation_forward(Rows(layers, val_loss, b)) for b in problem.val_batches]
+  val_heads = [_validation_head(rows, hidden) for rows, _, hidden in vals]
   head_gradients = [pull(jnp.ones_like(value)) for value, pull in val_heads]
-  train, boundaries, hidden, links = _train_forward(layers, Rows(loss, batch))
+  train, boundaries, hidden, links = _train_forward(Rows(layers, loss, batch))
   parts, _ = direction_parts(layers.outer, [by_label(g) for g, _ in head_gradients], state, layers.scalars)
-  value, pull, (losses, weights) = _train_head(layers, batch, hidden, links, parts)
+  value, pull, (losses, weights) = _train_head(train, hidden, links, parts)
   head_grads, head_probes, cotangent, links = pull(jnp.ones_like(value))
   found, cotangents = segments.back(
-    Walk(layers, Pair(tuple(rows for rows, _, _ in vals), train)),
+    Pair(tuple(rows for rows, _, _ in vals), train),
     Pair(tuple(kept for _, kept, _ in vals), boundaries),
     Pair(tuple(ct for _, ct in head_gradients), cotangent),
     layers.stacked(),
     lengths,
   )
   outer_gradients = [
-    by_label(jax.tree.map(jnp.add, g, _embed_gradient(layers, b, ct)))
-    for (g, _), b, ct in zip(head_gradients, problem.val_batches, cotangents.val, strict=True)
+    by_label(jax.tree.map(jnp.add, g, _embed_gradient(rows, ct)))
+    for (g, _), (rows, _, _), ct in zip(head_gradients, vals, cotangents.val, strict=True)
   ]
   parts, shares = direction_parts(layers.outer, outer_gradients, state, layers.scalars)
-  embed_grads, embed_probes = _train_embed(layers, batch, cotangents.train, links, parts)
+  embed_grads, embed_probes = _train_embed(train, cotangents.train, links, parts)
   outer_grads = jax.tree.map(jnp.add, head_grads, embed_grads)
   probe_grads = layers.join(found["probes"], jax.tree.map(jnp.add, head_probes, embed_probes))
   grads = constrain_state(layers.join(found["grads"], outer_grads))
@@ -82,27 +82,27 @@ def _plain(layers: Layers, outer_params: nnx.State) -> nnx.Module:
   return layers.problem.model.merge(layers.join(layers.params, outer_params))
 
 
-def _validation_forward(layers: Layers, rows: Rows):
+def _validation_forward(rows: Rows):
   """(rows, kept inputs of layers or segments, hidden states for the head)."""
-  lengths = layers.problem.settings.segment_lengths
+  layers, lengths = rows.layers, rows.layers.problem.settings.segment_lengths
   x = rows.loss.embed(_plain(layers, layers.outer_params), rows.batch)
   if lengths:
     keep = lambda x: segments.aside(layers, x)  # noqa: E731
-    return rows, *segments.inputs(layers, rows, x, layers.stacked(), lengths, keep)
-  rows = Rows(rows.loss, rows.batch, layer.saved_vjp(layers, layers.graphdef))
-  return rows, *segments.saving(layers, rows, x)
+    return rows, *segments.inputs(rows, x, layers.stacked(), lengths, keep)
+  rows = rows.saving(layers.graphdef)
+  return rows, *segments.saving(rows, x)
 
 
-def _validation_head(layers: Layers, rows: Rows, x):
+def _validation_head(rows: Rows, x):
   def head(outer_params, x):
-    return validation_mean(*rows.loss.head(_plain(layers, outer_params), x, rows.batch))
+    return validation_mean(*rows.loss.head(_plain(rows.layers, outer_params), x, rows.batch))
 
-  return jax.vjp(head, layers.outer_params, x)
+  return jax.vjp(head, rows.layers.outer_params, x)
 
 
-def _embed_gradient(layers: Layers, batch, cotangent) -> nnx.State:
-  val_loss: Any = layers.problem.val_loss
-  _, pull = jax.vjp(lambda p: val_loss.embed(_plain(layers, p), batch), layers.outer_params)
+def _embed_gradient(rows: Rows, cotangent) -> nnx.State:
+  layers = rows.layers
+  _, pull = jax.vjp(lambda p: rows.loss.embed(_plain(layers, p), rows.batch), layers.outer_params)
   return pull(cotangent)[0]
 
 
@@ -118,9 +118,9 @@ def _probed(layers: Layers, outer_params: nnx.State, outer_probes: nnx.State, pa
   return twin.merge(layers.join(layers.params, outer_params), probes, directions, layers.problem.model.rest)
 
 
-def _train_forward(layers: Layers, rows: Rows):
+def _train_forward(rows: Rows):
   """As `_validation_forward`, with the links of tied tables."""
-  lengths, num_sets = layers.problem.settings.segment_lengths, layers.twin.num_sets
+  layers, lengths, num_sets = rows.layers, rows.layers.problem.settings.segment_lengths, rows.layers.twin.num_sets
   # The directions are not known yet; the forward pass does not depend on them.
   zeros = [by_label(jax.tree.map(jnp.zeros_like, layers.outer_params))] * num_sets
   parts, _ = direction_parts(layers.outer, zeros, layers.problem.state, layers.scalars)
@@ -128,38 +128,36 @@ def _train_forward(layers: Layers, rows: Rows):
   x = rows.loss.embed(model, rows.batch)
   links = _links(model)
   if lengths:
-    return rows, *segments.inputs(layers, rows, x, layers.stacked(), lengths), links
+    return rows, *segments.inputs(rows, x, layers.stacked(), lengths), links
   one = jax.tree.map(lambda x: x[0], layers.params)
   shapes, _ = jax.eval_shape(layers.directions, (one,) * num_sets, layer.layer_state(layers, 0))
   blank = direction_state(layers.inner, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes))
-  rows = Rows(rows.loss, rows.batch, layer.saved_vjp(layers, layers.twin_graphdef))
-  return rows, *segments.saving(layers, rows, x, (layers.probes, blank)), links
+  rows = rows.saving(layers.twin_graphdef)
+  return rows, *segments.saving(rows, x, (layers.probes, blank)), links
 
 
-def _train_head(layers: Layers, batch, x, links: dict, parts: dict):
+def _train_head(rows: Rows, x, links: dict, parts: dict):
   """`jax.vjp` of the loss in (outer parameters, outer probes, x, links)."""
-  loss: Any = layers.problem.loss
 
   def head(outer_params, outer_probes, x, links):
-    model = _probed(layers, outer_params, outer_probes, parts)
+    model = _probed(rows.layers, outer_params, outer_probes, parts)
     for path, arrays in links.items():
       node: Any = submodule(model, path)
       node.ghost_link = nnx.List([nnx.Intermediate(array) for array in arrays])
-    losses, weights = loss.head(model, x, batch)
+    losses, weights = rows.loss.head(model, x, rows.batch)
     return mean_loss(losses, weights), (losses, weights)
 
-  return jax.vjp(head, layers.outer_params, layers.outer_probes, x, links, has_aux=True)
+  return jax.vjp(head, rows.layers.outer_params, rows.layers.outer_probes, x, links, has_aux=True)
 
 
-def _train_embed(layers: Layers, batch, cotangent, link_cotangents: dict, parts: dict):
+def _train_embed(rows: Rows, cotangent, link_cotangents: dict, parts: dict):
   """(gradients, probe gradients) of the lookup."""
-  loss: Any = layers.problem.loss
 
   def embed(outer_params, outer_probes):
-    model = _probed(layers, outer_params, outer_probes, parts)
-    return loss.embed(model, batch), _links(model)
+    model = _probed(rows.layers, outer_params, outer_probes, parts)
+    return rows.loss.embed(model, rows.batch), _links(model)
 
-  _, pull = jax.vjp(embed, layers.outer_params, layers.outer_probes)
+  _, pull = jax.vjp(embed, rows.layers.outer_params, rows.layers.outer_probes)
   return pull((cotangent, link_cotangents))
 
 
