@@ -14,8 +14,7 @@ from maxghost.ghost import (
   probed,
   rules,
   rules_flax,  # noqa: F401  registers the rules of flax's layers
-  rules_head,  # noqa: F401  and of this project's layers
-  rules_moe,  # noqa: F401
+  rules_models,  # noqa: F401  and of this project's layers
 )
 from maxghost.ghost.directions import (
   DirectionSpec,

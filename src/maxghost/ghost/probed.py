@@ -249,7 +249,7 @@ def _split_rows(info: TwinInfo, apply, values, arrays, cotangent, parts):
 # where it ends. Adam's direction needs the whole gradient, and the schedules 'reverse_scan' and 'concat' know the whole
 # validation gradient only at the end. So the lookup passes three arrays to the output, the link. Their cotangents carry
 # data back: that of the table is the output's part of the weight gradient, and those of two zeros are *defined* to be
-# the output's input h and cotangent delta (`rules_head` has a smaller pair).
+# the output's input h and cotangent delta (`rules_models` has a smaller pair).
 #
 # D features, V vocabulary.
 
