@@ -53,8 +53,10 @@ class Rule:
     return out
 
   def sweep(self, twin: Any, method: str, static: tuple) -> Any:
-    """The passes of a `method` that computes gradients and scores in one sweep, as `rules_models.TiledSweep`; None: uses
-    its VJP, then `score`. static: the call's arguments that are not arrays."""
+    """The passes of a `method` that computes gradients and scores in one sweep, as `rules_models.TiledSweep`.
+
+    None: uses its VJP, then `score`. static: the call's arguments that are not arrays.
+    """
     return None
 
   def score(self, call: "Call", name: str, direction: Direction):
