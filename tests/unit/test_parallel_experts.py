@@ -61,7 +61,7 @@ def layer_results(mesh: dict, rank: int = 0):
   compiled = jax.jit(graded).lower(*arguments).compile()
   (grads, probes, dx), y = compiled(*arguments)
   named = {"/".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(grads)}
-  return {"y": y, "x": dx, **named, **{f"scores of {k}": v for k, v in twin.scores_by_label(probes).items()}}, compiled
+  return {"y": y, "x": dx, **named, **{f"scores of {k}": v for k, v in twin.scores(probes)[0].items()}}, compiled
 
 
 @pytest.fixture(scope="module")

@@ -64,13 +64,14 @@ class Twin:
   def merge(self, params, probes, directions, rest) -> nnx.Module:
     return nnx.merge(self.graphdef, params, probes, directions, rest)
 
-  def scores_by_label(self, probe_gradients: nnx.State, part: str = "probe") -> dict:
-    """{label: [*stack, K, n(, T)]} from the probes' gradients.
-
-    part: 'facts', for directions formed in the backward pass, gives {label: [*stack, K, 2]}; see `directions.form`.
-    """
+  def scores(self, probe_gradients: nnx.State) -> tuple[dict, dict]:
+    """({label: [*stack, K, n(, T)]}, {label: facts [*stack, K, 2]}); facts: see `directions.form`."""
     flat = dict(nnx.to_flat_state(probe_gradients))
-    return {p.label: flat[p.part_path(part)][...] for p in self.scored if p.part_path(part) in flat}
+
+    def part(kind: str) -> dict:
+      return {p.label: flat[p.part_path(kind)][...] for p in self.scored}
+
+    return part("probe"), part("facts") if self.spec.in_backward else {}
 
 
 def split(model: nnx.Module):
@@ -274,9 +275,17 @@ def prepare_twin(
       )
   if not spec.in_backward and schedule == "two_pass":
     return twin
-  often = probed.called_often(used)
+  by_layer: dict[int, list[probed.Use]] = {}
+  for use in used:
+    by_layer.setdefault(id(use.layer), []).append(use)
+  # A table may have one lookup and one other use.
+  often = {
+    uses[0].path: len(uses)
+    for uses in by_layer.values()
+    if len(uses) > 1 and sorted(use.is_second for use in uses) != [False, True]
+  }
   if often:
-    where = ", ".join(f"{path} ({calls} calls)" for path, calls in often.items())
+    where = ", ".join(f"{path} ({count} calls)" for path, count in often.items())
     raise ValueError(
       f"{where}: ghost_direction={spec.rule.direction} with ghost_schedule={schedule} needs the whole gradient of a "
       f"parameter at one call. Use ghost_direction=sgd with two_pass, or name the paths in ghost_exclude"

@@ -18,7 +18,7 @@ from maxghost.config.schema import Config
 from maxghost.ghost import schedules
 from maxghost.ghost.attach import excluded_labels, parameters, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
-from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Update
+from maxghost.ghost.schedules import Model, Problem, Scored, Settings
 from maxghost.ghost.schedules.passes import total
 from maxghost.objectives import as_objective, create
 from maxghost.optimizers import AdamState, RuleState, direction_rule
@@ -204,7 +204,7 @@ class GhostEngine:
         rule=self.spec.rule,
         state=state,
         second_order=self.second_order,
-        update=lambda grads: Update(state, delta),
+        update=lambda grads: (state, delta),
         settings=Settings(segment_lengths=self.segment_lengths, remat_policy=self.remat_policy),
       )
       return self._result(problem, schedules.score(problem), many)

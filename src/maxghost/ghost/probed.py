@@ -51,18 +51,6 @@ def record():
     _recorder.reset(token)
 
 
-def called_often(used: list[Use]) -> dict[str, int]:
-  """{path: calls} of layers called more than once in a trace, except tables with one lookup and one other use."""
-  calls: dict[int, list[Use]] = {}
-  for use in used:
-    calls.setdefault(id(use.layer), []).append(use)
-  return {
-    uses[0].path: len(uses)
-    for uses in calls.values()
-    if len(uses) > 1 and sorted(use.is_second for use in uses) != [False, True]
-  }
-
-
 @dataclasses.dataclass(frozen=True)
 class SecondUse:
   """The use of a looked-up table at the output: method, shape of its input, static arguments."""

@@ -16,7 +16,7 @@ from maxghost.config.schema import Config
 from maxghost.ghost import ledger, schedules
 from maxghost.ghost.attach import Twin, prepare_twin
 from maxghost.ghost.engine import direction_spec
-from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Stored, TrainPass, Update
+from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Stored, TrainPass
 from maxghost.objectives import Objective, create
 from maxghost.optimizers import RuleState, UpdateRule, clip
 from maxghost.parallel.shardings import slash_path
@@ -96,8 +96,8 @@ class Scorer:
 
     return scored.passed, report
 
-  def _update(self, train_state: TrainStateNNX, grads: nnx.State, state: RuleState) -> Update:
-    """The `Update` of this gradient. The train state does not change."""
+  def _update(self, train_state: TrainStateNNX, grads: nnx.State, state: RuleState) -> tuple:
+    """`Problem.update` of this gradient. The train state does not change."""
     _, factor, clipped = clip(grads, self.cfg.optimizer.gradient_clipping_threshold)
     delta = None
     if self.cfg.ghost.ghost_direction == "second_order":
@@ -105,7 +105,7 @@ class Scorer:
       before = jax.tree.map(lambda x: x, nnx.state(copy.model, copy.optimizer.wrt))
       copy.apply_gradients(clipped)
       delta = jax.tree.map(lambda after, start: after - start, nnx.state(copy.model, copy.optimizer.wrt), before)
-    return Update(dataclasses.replace(state, clip_factor=factor), delta)
+    return dataclasses.replace(state, clip_factor=factor), delta
 
   def rule_state(self, train_state: TrainStateNNX) -> RuleState:
     """The optimizer's state with the previous step's clipping factor; this step's needs the whole gradient."""

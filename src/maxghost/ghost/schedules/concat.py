@@ -30,6 +30,6 @@ def run(problem: Problem) -> Scored:
 
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
   (_, (train, val, losses, weights)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
-  scores, facts = (twin.scores_by_label(probe_grads, part) for part in ("probe", "facts"))
+  scores, facts = twin.scores(probe_grads)
   passed = TrainPass(train, losses, weights, constrain_state(grads), scores, facts)
   return Scored(passed, val[None], total(twin, scores), captured(twin, {}, facts))

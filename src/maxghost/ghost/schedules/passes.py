@@ -79,10 +79,10 @@ def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.S
 
   u = P_tᵀ G, and 0 for parameters that are not scored. With second_order, G is that of `second_order_gradients`.
   """
-  rule, update, grads = problem.rule, problem.update(training_gradient), by_label(training_gradient)
+  rule, grads, (state, delta) = problem.rule, by_label(training_gradient), problem.update(training_gradient)
   if problem.second_order:
-    gradients = second_order_gradients(problem.model, problem.val_loss, problem.val_batches, gradients, update.delta)
-  labelled, state = [by_label(g) for g in gradients], update.state
+    gradients = second_order_gradients(problem.model, problem.val_loss, problem.val_batches, gradients, delta)
+  labelled = [by_label(g) for g in gradients]
   scalars = None if state is None else rule.scalars(state.count, state.clip_factor)
 
   def direction(label: str, gradient):
@@ -155,7 +155,7 @@ def train_pass(
   probes = None if twin is None else twin.zero_probes()
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
   (value, (losses, weights, metrics)), (grads, probe_grads) = value_and_grad(params, probes)
-  scores, facts = ({}, {}) if twin is None else (twin.scores_by_label(probe_grads, part) for part in ("probe", "facts"))
+  scores, facts = ({}, {}) if twin is None else twin.scores(probe_grads)
   return TrainPass(value, losses, weights, constrain_state(grads), scores, facts, metrics)
 
 

@@ -60,7 +60,7 @@ def run(problem: Problem) -> Scored:
   outer_grads = jax.tree.map(jnp.add, head_grads, embed_grads)
   probe_grads = layers.join(found["probes"], jax.tree.map(jnp.add, head_probes, embed_probes))
   grads = constrain_state(layers.join(found["grads"], outer_grads))
-  scores, facts = (twin.scores_by_label(probe_grads, part) for part in ("probe", "facts"))
+  scores, facts = twin.scores(probe_grads)
   passed = TrainPass(value, losses, weights, grads, scores, facts, loss.metrics(hidden, batch))
   outer_params = by_label(layers.outer_params)
   outer = layer.ledger_sums(layers, layers.outer, outer_params, by_label(outer_grads), outer_gradients, state, parts)
