@@ -61,8 +61,7 @@ class GhostEngineManager:
     self._writer = Writer(output_dir, names, period=save_every, objective="custom", direction=direction)
     self._writer.folder = self.output_dir
     self._batch, self._ids, self._result = None, None, None
-    self._attached = True
-    self._first_step: int | None = None
+    self._attached, self._started = True, False
     self._unsaved: int | None = None  # last step logged since save_metrics was called
 
   def attach_train_batch(self, batch, ids=None) -> None:
@@ -73,6 +72,8 @@ class GhostEngineManager:
     """
     _need(self._attached, "attach_train_batch", "reattach_after_evaluation() comes first")
     count = jax.tree.leaves(batch)[0].shape[0]
+    if np.isscalar(ids) or getattr(ids, "ndim", 1) == 0:
+      raise ValueError(f"ids={ids!r} is one value for {count} examples: give one id per example")
     if ids is not None and len(ids) != count:
       raise ValueError(f"{len(ids)} ids for {count} examples: give one id per example")
     self._batch, self._ids = batch, ids
@@ -98,9 +99,12 @@ class GhostEngineManager:
     learning_rate: of the step, for contributions in nats; 1.0 gives nats per unit of learning rate.
     """
     result = self.result
-    if self._first_step is None:
-      self._first_step = step
-      self._drop_later(step)
+    if not self._started:
+      self._started = True
+      files = self.output_dir.iterdir() if self.output_dir.is_dir() else ()
+      if any(name[0] >= step for path in files if (name := parse_shard_name(path.name))):
+        print(f"maxghost: {self.output_dir}: scores from step {step} on are replaced", file=sys.stderr)
+      self._writer.restore({"step": step - 1} if step else None)
     dot_NK, additive_NK = (np.atleast_2d(np.asarray(values)).T for values in (result.dot, result.additive))
     count, largest = len(dot_NK), np.abs(dot_NK).argmax(1)[:, None]
     dot_N, additive_N = (np.take_along_axis(values, largest, 1)[:, 0] for values in (dot_NK, additive_NK))
@@ -126,13 +130,6 @@ class GhostEngineManager:
       domain, path, offset = own
       return str(domain), str(path), int(offset)
     return ("train", "ids", int(own)) if isinstance(own, (int, np.integer)) else ("train", str(own), 0)
-
-  def _drop_later(self, step: int) -> None:
-    files = self.output_dir.iterdir() if self.output_dir.is_dir() else ()
-    ends = [name[0] for path in files if (name := parse_shard_name(path.name))]
-    if ends and max(ends) >= step:
-      print(f"maxghost: {self.output_dir}: scores from step {step} on are replaced", file=sys.stderr)
-    self._writer.restore({"step": step - 1} if step else None)
 
   def clear_gradients(self) -> None:
     """Forgets the batch and its result; the log stays."""
