@@ -37,8 +37,8 @@ def test_entries_are_products_with_the_drawn_directions():
   assert {p.low_rank for p in twin.scored} == {True, False}
   blocks_MRn = jax.jit(lambda *states: sketch_pass(twin, *states, loss, batch, key, DIRECTIONS))(*split(model))
   assert blocks_MRn.shape == (len(twin.scored), DIRECTIONS, EXAMPLES)
-  whole = per_example.per_example_gradients
-  gradients = jax.jit(lambda params: whole(base.Model(graphdef, params, rest), loss, batch))(params)
+  exact = per_example.per_example_gradients
+  gradients = jax.jit(lambda params: exact(base.Model(graphdef, params, rest), loss, batch))(params)
   for r, own in enumerate(jax.random.split(key, DIRECTIONS)):
     parts = jax.jit(lambda key: random_directions(twin, key))(own)
     for m, param in enumerate(twin.scored):

@@ -118,11 +118,10 @@ def attach(
     if found is None or not names:
       continue
     stock, _ = nnx.split(found.stock(module))
-    own = tuple(_scored_param(module, (*path, name), found, views, spec) for name in names)
-    for param in own:
-      _add_variables(module, param, num_sets, reduced)
-    label = slash_path(path)
-    module.ghost_info = TwinInfo(label, stock, own, num_examples, num_positions, num_val, linked.get(label))
+    label, own = slash_path(path), []
+    for where in ((*path, name) for name in names):
+      own.append(_probe(module, where, found, views[slash_path(where)], spec, num_sets, reduced))
+    module.ghost_info = TwinInfo(label, stock, tuple(own), num_examples, num_positions, num_val, linked.get(label))
     module.__class__ = _twin_class(type(module), found)
     scored += own
   if uncovered:
@@ -184,22 +183,22 @@ def excluded_labels(labels: list[str], patterns: tuple[str, ...]) -> set[str]:
   return left_out
 
 
-def _scored_param(module, path: tuple, found: rules.Rule, views: dict, spec: DirectionSpec) -> ScoredParam:
+def _probe(
+  module, path: tuple, found: rules.Rule, view: Parameter, spec: DirectionSpec, num_sets: int, reduced: tuple[int, ...]
+) -> ScoredParam:
+  """Adds the probe and the direction of a Param to its module. reduced: axes of a score, [n] or [n, T]."""
   param = getattr(module, path[-1])
-  depth = param.ndim - found.rank(module, path[-1])
+  depth, dtype = param.ndim - found.rank(module, path[-1]), jnp.promote_types(param.dtype, jnp.float32)
   axes = param.get_metadata().get("axes")
   axes = tuple(axes) if axes is not None and len(axes) == param.ndim else None
-  return ScoredParam(path, param.shape[:depth], param.shape[depth:], views[slash_path(path)], spec, axes)
-
-
-def _add_variables(module, param: ScoredParam, num_sets: int, reduced: tuple[int, ...]) -> None:
-  dtype = jnp.promote_types(getattr(module, param.name).dtype, jnp.float32)
-  probes = {"probe": (*param.stack_shape, num_sets, *reduced)}
-  if param.spec.in_backward:
-    probes["facts"] = (*param.stack_shape, num_sets, 2)
-  for kind, shapes in ((GhostProbe, probes), (GhostDirection, param.part_shapes(num_sets))):
+  scored = ScoredParam(path, param.shape[:depth], param.shape[depth:], view, spec, axes)
+  probes = {"probe": (*scored.stack_shape, num_sets, *reduced)}
+  if spec.in_backward:
+    probes["facts"] = (*scored.stack_shape, num_sets, 2)
+  for kind, shapes in ((GhostProbe, probes), (GhostDirection, scored.part_shapes(num_sets))):
     for part, shape in shapes.items():
-      setattr(module, part_name(param.name, part), kind(jax.ShapeDtypeStruct(shape, dtype)))
+      setattr(module, part_name(scored.name, part), kind(jax.ShapeDtypeStruct(shape, dtype)))
+  return scored
 
 
 @functools.cache

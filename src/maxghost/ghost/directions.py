@@ -136,10 +136,19 @@ class ScoredParam:
     groups = {depth + 1 + i: depth + i for i in range(parameter.groups)}
     return constrain_factor(factor, dim, self.axes, shape, place, f"direction of {self.label}, {part}", groups)
 
-  def factor(self, u, batch_axes: int):
-    """`low_rank.factor` of u [*batch, *parameter]: left, right, and captured [*batch]."""
-    u = self.parameter.matrices(u, batch_axes)
-    return low_rank.factor(u, self.spec.rank, self.label, self.parameter.groups)
+  def factors(self, u):
+    """`low_rank.factor` of a direction [*stack, K, *parameter]: left, right, and captured [*stack, K]."""
+    axis, view = len(self.stack_shape), self.parameter
+
+    def factor(u, batch_axes: int = 1):
+      return low_rank.factor(view.matrices(u, batch_axes), self.spec.rank, self.label, view.groups)
+
+    if view.groups:
+      # Layer by layer: sums over the mesh hold a whole side of each matrix, of all experts at once.
+      for _ in self.stack_shape:
+        factor = functools.partial(jax.lax.map, factor)
+      return factor(u)
+    return tuple(jnp.moveaxis(x, 0, axis) for x in factor(jnp.moveaxis(u, axis, 0), axis + 1))
 
 
 def direction_parts(scored: Sequence[ScoredParam], gradients: list[dict], state: RuleState | None = None, scalars=None):
@@ -160,23 +169,11 @@ def direction_parts(scored: Sequence[ScoredParam], gradients: list[dict], state:
       kept = (state.arrays[name][param.label] for name in rule.reads(param.parameter))
       parts[param.label] = (stacked, *kept, jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape)))
     elif param.low_rank:
-      left, right, captured[param.label] = _factors(param, stacked)
+      left, right, captured[param.label] = param.factors(stacked)
       parts[param.label] = (left, right)
     else:
       parts[param.label] = (stacked,)
   return parts, captured
-
-
-def _factors(param: ScoredParam, stacked):
-  """(left, right, captured [*stack, K]) of one parameter's directions [*stack, K, *parameter]."""
-  axis = len(param.stack_shape)
-  if param.parameter.groups:
-    # Layer by layer: sums over the mesh hold a whole side of each matrix, of all experts at once.
-    run = functools.partial(param.factor, batch_axes=1)
-    for _ in param.stack_shape:
-      run = functools.partial(jax.lax.map, run)
-    return run(stacked)
-  return tuple(jnp.moveaxis(x, 0, axis) for x in param.factor(jnp.moveaxis(stacked, axis, 0), axis + 1))
 
 
 def direction_state(scored: Sequence[ScoredParam], parts: dict) -> nnx.State:

@@ -168,7 +168,7 @@ class GhostEngine:
     """The name in `schedules.SCHEDULES`."""
     return self.schedule if self.engine == "graddotprod" else plugins.ENGINES[self.engine]
 
-  def _compile(self, model, graphdef, loss_fn, train_batch, val_batches, many: bool):
+  def _compile(self, model, graphdef, loss_fn, train_batch, val_batches, many: bool = True):
     twin, views = None, parameters(model)
     if self.engine == "graddotprod":
       leading = jax.tree.leaves(train_batch)[0].shape

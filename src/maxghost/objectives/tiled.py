@@ -43,8 +43,8 @@ class Head:
     if self.axis not in AXES:
       raise ValueError(f"vocab_tiling_axis={self.axis}: use one of {', '.join(AXES)}")
 
-  def of(self, **projection) -> "Head":
-    return dataclasses.replace(self, **projection)
+  def of(self, *, tied: bool, dtype, precision=None, soft_cap: float | None = None) -> "Head":
+    return dataclasses.replace(self, tied=tied, dtype=dtype, precision=precision, soft_cap=soft_cap)
 
   def __call__(self, x_BTD, w, targets_BT, weights_BT=None):
     """`tiled_losses`; uses the weights on CPU only, where arithmetic costs more than holding a table's gradient."""
