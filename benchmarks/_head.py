@@ -13,8 +13,7 @@ from maxghost.config import Config
 from maxghost.ghost.attach import prepare_twin, split
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.schedules.passes import mean_loss
-from maxghost.models.hidden import Hidden
-from maxghost.models.layers import linear
+from maxghost.models.layers import Hidden, linear
 from maxghost.models.output_head import OutputHead, OutputProjection
 from maxghost.objectives import tiled, token_losses
 

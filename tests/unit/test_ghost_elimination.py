@@ -12,8 +12,7 @@ import tiny
 
 from maxghost import config
 from maxghost.ghost import low_rank
-from maxghost.models import platforms
-from maxghost.parallel import Layout, use
+from maxghost.parallel import Layout, shardings, use
 
 RANK = 11
 WAYS = {"loop": low_rank.by_loop, "kernel": functools.partial(low_rank.by_kernel, interpret=True)}
@@ -88,7 +87,7 @@ def test_a_gpu_takes_the_kernel(monkeypatch):
   monkeypatch.setattr(low_rank, "by_kernel", lambda gram, floor: "kernel")
   monkeypatch.setattr(low_rank, "by_loop", lambda gram, floor: "loop")
   for platform, rank, wanted in (("gpu", 32, "kernel"), ("gpu", 200, "loop"), ("cpu", 32, "loop"), ("tpu", 32, "loop")):
-    with platforms.tracing_for(platform):
+    with shardings.tracing_for(platform):
       assert low_rank.eliminate(np.ones((rank, rank)), np.ones(())) == wanted
 
 

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from maxghost.models import platforms
 from maxghost.parallel import shardings
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -175,7 +174,7 @@ def eliminate(gram, floor):
   On a GPU one kernel handles all matrices. An XLA loop launches several kernels for each column, which took most of the
   time of the factors (docs/ghost.md).
   """
-  if platforms.target() == "gpu" and gram.shape[-1] <= _LARGEST_RANK:
+  if shardings.platform() == "gpu" and gram.shape[-1] <= _LARGEST_RANK:
     return by_kernel(gram, floor)
   return by_loop(gram, floor)
 

@@ -17,7 +17,6 @@ from maxghost.ghost.rules import Call, Rule, rule
 from maxghost.ghost.rules_flax import EmbedRule, LinearGeneralRule
 from maxghost.models import attention_ops, autodiff, expert_parallel, moe
 from maxghost.models.attention import SelfAttention
-from maxghost.models.expert_rows import Rows
 from maxghost.models.grouped_matmul import product, product_transposed
 from maxghost.models.layers import gated
 from maxghost.models.output_head import OutputProjection, TiedTable
@@ -73,7 +72,7 @@ def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert
 
   Repeats the layer's own pass up to the last product, and its backward pass.
   """
-  rows = Rows.sort(index_nTk, params["wo"].shape[0], first_expert)
+  rows = moe.Rows.sort(index_nTk, params["wo"].shape[0], first_expert)
   x_RD = rows.take(x_nTD.reshape(-1, x_nTD.shape[-1])).astype(module.dtype)
   branches = module.branch_rows(params, x_RD, rows)
   h_RF, pull = jax.vjp(lambda branches: gated(branches, module.activations, module.limit), branches)
@@ -85,7 +84,7 @@ def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert
   return rows, used | {"wo": (h_RF, g_RD)}
 
 
-def _token_scores(module, name: str, length: int, rows: Rows, x_RI, g_RO, direction: Direction) -> jax.Array:
+def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, direction: Direction) -> jax.Array:
   """Scores of one Param by token: [K, n, length].
 
   Factors left Q [K, E, I, r] and right R [K, E, r, O] of all sets share one product with x and one with g.
