@@ -30,7 +30,6 @@ class LanguageModelLoss(StagedLoss):
   z_loss_multiplier: float = 0.0
   dropout_key: jax.Array | None = None
   load_balance_loss_weight: float = 0.0
-  layers_path: tuple = ("decoder", "layers")
   num_tiles: int = 1
   tile_axis: str = "tokens"
 

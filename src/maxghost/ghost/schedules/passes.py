@@ -160,12 +160,7 @@ def train_pass(
 
 
 def accumulated(
-  model: Model,
-  loss_fn: Callable,
-  batch,
-  num_micro: int,
-  twin: Twin | None = None,
-  directions: nnx.State | None = None,
+  model: Model, loss_fn: Callable, batch, num_micro: int, twin: Twin | None = None, directions: nnx.State | None = None
 ) -> TrainPass:
   """`train_pass` in micro-batches, weighted exactly. num_micro: M; micro-batch m holds rows m, m + M, m + 2 M, ...
 
@@ -176,6 +171,11 @@ def accumulated(
 
   def run(rows) -> TrainPass:
     return train_pass(model, loss_fn, rows, twin, directions)
+
+  def rows_of(x, axis: int = 0):
+    """[M, ..., rows per micro-batch, ...] with the rows at `axis` of the rest -> the batch's row order."""
+    x = jnp.moveaxis(x, 0, axis + 1)
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
   if num_micro == 1:
     return run(batch)
@@ -199,16 +199,10 @@ def accumulated(
   facts, metrics = jax.tree.map(lambda f: f * inverse, means)
   return TrainPass(
     loss=loss.sum() * inverse,
-    losses=_rows(losses, 0),
-    weights=_rows(weights, 0),
+    losses=rows_of(losses),
+    weights=rows_of(weights),
     grads=jax.tree.map(lambda g, s: (g * inverse).astype(s.dtype), grads, shapes.grads),
-    scores={p.label: _rows(scores[p.label], len(p.stack_shape) + 1) * inverse for p in (twin.scored if twin else ())},
+    scores={p.label: rows_of(scores[p.label], len(p.stack_shape) + 1) * inverse for p in (twin.scored if twin else ())},
     facts=facts,
     metrics=metrics,
   )
-
-
-def _rows(x, axis: int):
-  """[M, ..., rows per micro-batch, ...] with the rows at `axis` of the rest -> the batch's row order."""
-  x = jnp.moveaxis(x, 0, axis + 1)
-  return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])

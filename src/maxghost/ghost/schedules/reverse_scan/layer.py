@@ -7,7 +7,7 @@ The ledger's sums of a layer are computed here, while its validation gradients e
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +24,14 @@ from maxghost.parallel.shardings import slash_path
 _SMALL = 8  # a saved array this many times smaller than the cotangent is a statistic, not an activation
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
   """A value for each validation set, and one for the training rows."""
 
   val: tuple
   train: Any
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
   """Input of a layer and residuals of its VJP, kept from the forward pass; None: recomputes the residuals."""
 
   x: Any
@@ -102,8 +98,7 @@ class Layers:
 
 
 class SavedVjp:
-  """The VJP of `function(*arguments)`, a value that is an array or a pytree of arrays, in two halves that may run in
-  different loops.
+  """The VJP of `function(*arguments)`, a pytree of arrays, in two halves that may run in different loops.
 
   `jax.vjp` separates residuals that are arguments (`args_res`) from computed ones (`opaque_residuals`); only the latter
   must be stored. The backward half gets the arguments again. An argument that the value does not depend on, such as a
