@@ -246,20 +246,9 @@ def prepare_twin(
       f"validation rows out of its training gradient. Use two_pass or reverse_scan, or an empty ghost_exclude"
     )
   rows = num_examples + num_val
-
-  def loss(params, rest, batch):
-    return loss_fn(twin.merge(params, twin.zero_probes(), twin.blank_directions(), rest), batch)
-
-  def calls(rows: int) -> list[probed.Use]:
-    """The probed calls in one abstract evaluation of the loss."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
-    with probed.record() as used:
-      jax.eval_shape(loss, *split(model), shapes)
-    return used
-
-  used = calls(rows)
+  used = _calls(twin, model, loss_fn, batch, rows)
   try:  # twice the rows, which a mesh divides if it divides the rows
-    used_doubled = calls(2 * rows)
+    used_doubled = _calls(twin, model, loss_fn, batch, 2 * rows)
   except Exception as error:
     raise ValueError(
       f"the loss works for {rows} rows, but not for {2 * rows}, which is how layers are checked for a leading batch "
@@ -296,3 +285,15 @@ def prepare_twin(
     if use.is_second and use.path in looked_up
   }
   return attached(linked=linked) if linked else twin
+
+
+def _calls(twin: Twin, model: nnx.Module, loss_fn: Callable, batch, rows: int) -> list[probed.Use]:
+  """The probed calls in one abstract evaluation of the loss, for a batch of so many rows."""
+
+  def loss(params, rest, batch):
+    return loss_fn(twin.merge(params, twin.zero_probes(), twin.blank_directions(), rest), batch)
+
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+  with probed.record() as used:
+    jax.eval_shape(loss, *split(model), shapes)
+  return used

@@ -6,7 +6,7 @@ direction in use.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -145,9 +145,10 @@ class ScoredParam:
 
     if view.groups:
       # Layer by layer: sums over the mesh hold a whole side of each matrix, of all experts at once.
+      run: Callable = factor
       for _ in self.stack_shape:
-        factor = functools.partial(jax.lax.map, factor)
-      return factor(u)
+        run = functools.partial(jax.lax.map, run)
+      return run(u)
     return tuple(jnp.moveaxis(x, 0, axis) for x in factor(jnp.moveaxis(u, axis, 0), axis + 1))
 
 
