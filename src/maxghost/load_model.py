@@ -12,8 +12,8 @@ from maxghost.config.families import FAMILIES
 from maxghost.config.values import shown
 from maxghost.interop import model_path
 from maxghost.interop.huggingface import open_tree
+from maxghost.interop.huggingface_config import differing
 from maxghost.interop.load_tree import open_load
-from maxghost.interop.model_keys import differing
 from maxghost.interop.model_path import ModelPlace
 
 

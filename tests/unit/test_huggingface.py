@@ -16,7 +16,7 @@ from flax import nnx
 
 from maxghost import config, load_model
 from maxghost.config import ConfigError
-from maxghost.interop import hf_checkpoint, huggingface_config, model_keys, model_path, safetensors_files
+from maxghost.interop import hf_checkpoint, huggingface_config, model_path, safetensors_files
 from maxghost.interop.huggingface import open_tree
 
 
@@ -57,7 +57,7 @@ def test_import_gives_the_model_and_export_gives_the_same_bits_back(name, tmp_pa
   source, imported, exported = hf_models.FOLDER / name, tmp_path / "in", tmp_path / "out"
   cfg = hf_checkpoint.import_model(source, imported, scan_layers=name != "mixtral", say=silent)
   expected_cfg, weights, *_ = hf_models.load(name, attention="autoselected")
-  assert model_keys.differing(cfg.model, expected_cfg.model) == {}
+  assert huggingface_config.differing(cfg.model, expected_cfg.model) == {}
   found = loaded_labels(*load_model.find(imported, scan_layers=True))
   assert set(found) == set(weights)
   for label, value in weights.items():

@@ -9,15 +9,14 @@ Values never change; `linen_scaling` is the separate step that rescales query we
 import argparse
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from maxghost.checkpoint import compare
-from maxghost.checkpoint.layouts import LAYOUTS, LINEN, NNX, PARAMS, Checkpoint, ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts import LAYOUTS, LINEN, NNX, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import INTEGER, SCANNED, UNSCANNED, LayerReader, blocks_of, chunk_of
 from maxghost.checkpoint.layouts_store import (
   LayoutError,
@@ -25,10 +24,12 @@ from maxghost.checkpoint.layouts_store import (
   RawTree,
   TreePath,
   VerificationError,
+  full_path,
   open_at,
   tool,
 )
-from maxghost.interop.convert_plan import KEEP, MAXTEXT_NNX, TARGETS, Plan, Target, TargetLeaf, make_plan
+from maxghost.config.values import slash_path
+from maxghost.interop.convert_plan import KEEP, TARGETS, Plan, Target, TargetLeaf, make_plan
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.tree_writer import TreeWriter, new_folder, write_step_metadata
 
@@ -74,13 +75,15 @@ def convert(
   checkpoint = read_checkpoint(raw, read)
   target = Target(_target_layout(checkpoint, to, direction), **wishes)
   plan = make_plan(checkpoint, target)
-  out = Path(target_path).absolute()
+  out = full_path(target_path)
   check_target(raw, out)
   for line in _summary(checkpoint, target, plan, out):
     say(line)
   if dry_run:
-    for line in mapping_lines(plan):
-      say(line)
+    for leaf in plan.leaves:
+      say(f"  {leaf.text()}")
+    for path, empty in plan.empties:
+      say(f"  (nothing) -> {slash_path(path)}  {empty.kind}")
     say("dry run: nothing was written")
     return plan
   check_space(raw, plan, out)
@@ -88,9 +91,8 @@ def convert(
     place = place_like(raw, temporary)
     write_plan(raw, plan, place, ram_bytes)
     if verify:
-      bare = target.params_only or target.layout == PARAMS
-      rngs = not (bare or target.drop_rngs)
-      check_written(checkpoint, open_at(place, str(place.step)), params_only=bare, rngs=rngs, ram_bytes=ram_bytes)
+      rngs = not (target.bare or target.drop_rngs)
+      check_written(checkpoint, open_at(place, str(out)), params_only=target.bare, rngs=rngs, ram_bytes=ram_bytes)
   say(f"written {out}" + (", verified byte by byte" if verify else ", not verified (--no-verify)"))
   return plan
 
@@ -101,7 +103,7 @@ def with_key_type(words: np.ndarray, key_impl: str | None) -> Any:
     return words
   import jax
 
-  return jax.random.wrap_key_data(jnp.asarray(words), impl=key_impl)
+  return jax.random.wrap_key_data(jax.numpy.asarray(words), impl=key_impl)
 
 
 def _target_layout(checkpoint: Checkpoint, to: str, direction: str) -> str:
@@ -115,7 +117,7 @@ def _target_layout(checkpoint: Checkpoint, to: str, direction: str) -> str:
   wanted = to or (NNX if is_linen else LINEN)
   if wanted not in TARGETS:
     raise LayoutError(f"to={to}: use {', '.join(TARGETS)}")
-  if direction != "auto" and (direction == "nnx_to_linen") != (wanted in (LINEN, MAXTEXT_NNX)):
+  if direction != "auto" and (direction == "nnx_to_linen") != Target(wanted).is_linen:
     raise LayoutError(f"direction={direction} and to={to} contradict each other; give one of them")
   return wanted
 
@@ -146,7 +148,7 @@ def check_space(raw: RawTree, plan: Plan, out: Path) -> None:
 
 def place_like(raw: RawTree, folder: Path) -> Location:
   """The place of the tree in `folder`, with an item level where the source was given with one."""
-  has_level = raw.location.item != Path(raw.origin).absolute()
+  has_level = raw.location.item != full_path(raw.origin)
   return Location(item=folder / "items" if has_level else folder, step=folder)
 
 
@@ -163,7 +165,11 @@ def write_plan(
   # Small chunks are compressed side by side; large ones one after the other.
   block_bytes = min(_BLOCK_BYTES, max(ram_bytes // 12, 1))
   for leaf in plan.leaves:
-    chunk = chunk_shape(leaf, block_bytes)
+    # The array, else one layer of it, with its longest dimension halved until it fits a block.
+    shape = list(leaf.shape)
+    if leaf.axis is not None and leaf.nbytes > block_bytes:
+      shape[leaf.axis] = 1
+    chunk = chunk_of(tuple(shape), leaf.dtype.itemsize, block_bytes)
     blocks = ((index, read_block(reader, leaf, index)) for index in blocks_of(leaf.shape, chunk))
     if change is not None:
       blocks = ((index, change(leaf.path, block)) for index, block in blocks)
@@ -173,14 +179,6 @@ def write_plan(
   writer.close(raw.tree_metadata)
   item_name = "" if place.item == place.step else place.item.name
   write_step_metadata(place.step, item_name, plan.custom_metadata, raw.step_metadata)
-
-
-def chunk_shape(leaf: TargetLeaf, block_bytes: int) -> tuple[int, ...]:
-  """The shape of a chunk: the array, else one layer of it, with its longest dimension halved until it fits a block."""
-  shape = list(leaf.shape)
-  if leaf.axis is not None and leaf.nbytes > block_bytes:
-    shape[leaf.axis] = 1
-  return chunk_of(tuple(shape), leaf.dtype.itemsize, block_bytes)
 
 
 def read_block(reader: LayerReader, leaf: TargetLeaf, index: tuple[slice, ...] | None = None) -> np.ndarray:
@@ -215,65 +213,45 @@ def check_written(
   repaired = not target.odd_moments()
   wrong = [row for row in rows if not is_expected(row) and not (repaired and row.kind == compare.STRUCTURE)]
   if wrong:
-    raise VerificationError(wrong, "parameters" if params_only else "leaves")
+    raise VerificationError(
+      f"verification failed: {len(wrong)} {'parameters' if params_only else 'leaves'} differ, the first: "
+      f"{wrong[0].text()}; nothing is left at the target"
+    )
 
 
 def _summary(source: Checkpoint, target: Target, plan: Plan, out: Path) -> list[str]:
   forms = sorted({c.form for c in source.params.containers.values()}) or ["no layers"]
   size = sum(leaf.nbytes for leaf in plan.leaves)
   lines = [
-    f"source {source.origin}: {source.layout} layout, {', '.join(forms)}"
+    f"source {source.raw.origin}: {source.layout} layout, {', '.join(forms)}"
     + (f" on dimension {source.scan_axis}" if "scanned" in forms else "")
     + f", {source.num_params():,} parameters, {len(source.moments)} moment trees",
     f"target {out}: {target.layout} layout, layers {target.layers}, {len(plan.leaves)} arrays, {size / 1e6:.1f} MB",
   ]
-  if source.folder is not None and source.folder.siblings():
-    lines.append(f"not part of the tree, left behind: {', '.join(source.folder.siblings())}")
+  if siblings := source.raw.location.siblings():
+    lines.append(f"not part of the tree, left behind: {', '.join(siblings)}")
   return lines + plan.notes
-
-
-def mapping_lines(plan: Plan) -> Iterator[str]:
-  for leaf in plan.leaves:
-    shape = ",".join(map(str, leaf.shape))
-    yield f"  {leaf.source_text()} -> {'/'.join(map(str, leaf.path))}  {leaf.dtype}[{shape}]"
-  for path, empty in plan.empties:
-    yield f"  (nothing) -> {'/'.join(map(str, path))}  {empty.kind}"
 
 
 @tool("convert_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
-  args = _parser().parse_args(argv)
-  options = ReadOptions(
-    layout=args.source_layout,
-    scan_axis=args.scan_axis,
-    containers=tuple(filter(None, args.layer_containers.split(","))),
-    wrapped=_YES_NO[args.wrapped],
-    keep=tuple(args.keep),
-    drop=tuple(args.drop),
+  options = vars(_parser().parse_args(argv))
+  yes_no = {"": None, "yes": True, "no": False}
+  read = ReadOptions(
+    layout=options.pop("source_layout"),
+    scan_axis=options.pop("source_scan_axis"),
+    containers=tuple(filter(None, options.pop("layer_containers").split(","))),
+    wrapped=yes_no[options.pop("source_wrapped")],
+    keep=tuple(options.pop("keep")),
+    drop=tuple(options.pop("drop")),
   )
-  convert(
-    args.source_path,
-    args.target_path,
-    to=args.to,
-    direction=args.direction,
-    read=options,
-    dry_run=args.dry_run,
-    verify=args.verify,
-    ram_bytes=int(args.ram_mb * 1e6),
-    layers=args.layers,
-    scan_axis=args.target_scan_axis,
-    layer_period=args.layer_period,
-    wrapped=_YES_NO[args.target_wrapped],
-    params_only=args.params_only,
-    drop_rngs=args.drop_rngs,
-  )
+  ram_bytes, wrapped = int(options.pop("ram_mb") * 1e6), yes_no[options.pop("wrapped")]
+  convert(options.pop("source_path"), read=read, ram_bytes=ram_bytes, wrapped=wrapped, **options)
   return 0
 
 
-_YES_NO = {"": None, "yes": True, "no": False}
-
-
 def _parser() -> argparse.ArgumentParser:
+  """Its values have the names of the parameters of `convert` and the fields of `Target`."""
   parser = argparse.ArgumentParser(
     prog="convert_checkpoint",
     description="Converts checkpoints between the Linen, NNX and maxghost layouts, bit by bit (docs/checkpoints.md).",
@@ -291,16 +269,19 @@ def _parser() -> argparse.ArgumentParser:
   add("layers", "form of the layers in the target", choices=(KEEP, SCANNED, UNSCANNED, INTEGER), default=KEEP)
   for name, form in (("scan_layers", SCANNED), ("no-scan_layers", UNSCANNED)):
     add(name, f"--layers {form}", dest="layers", action="store_const", const=form)
-  add("scan_axis", "dimension of the source's stacked layers; default: recorded, else the layout's", type=int)
-  add("target_scan_axis", "the same of the target; default: the source's (maxghost 0, from maxghost 1)", type=int)
+  about = "dimension of the source's stacked layers; default: recorded, else the layout's"
+  add("scan_axis", about, dest="source_scan_axis", type=int)
+  about = "the same of the target; default: the source's (maxghost 0, from maxghost 1)"
+  add("target_scan_axis", about, dest="scan_axis", type=int)
   add("layer_period", "stack unlike layers in blocks of this many (layers/layers_0, ...)", type=int, default=0)
   add("layer_containers", "more names of layer containers: tower for tower_0, tower_1", default="", metavar="NAME,...")
   add("params_only", "parameters alone, for decoding or fine-tuning", action="store_true")
   add("drop_rngs", "leave random keys and counts out", action="store_true")
   add("keep", "copy an unknown top-level key as it is", action="append", default=[], metavar="KEY")
   add("drop", "leave an unknown top-level key out", action="append", default=[], metavar="KEY")
-  add("wrapped", "whether the source's leaves are under `value`; default: told", choices=("yes", "no"), default="")
-  add("target_wrapped", "the same of the target; default: params yes, others no", choices=("yes", "no"), default="")
+  wrapped: dict[str, Any] = {"choices": ("yes", "no"), "default": ""}
+  add("wrapped", "whether the source's leaves are under `value`; default: told", dest="source_wrapped", **wrapped)
+  add("target_wrapped", "the same of the target; default: params yes, others no", dest="wrapped", **wrapped)
   add("ram_mb", "host memory for arrays; large ones are moved in blocks", type=float, default=DEFAULT_RAM_BYTES / 1e6)
   add("dry_run", "print what would go where and write nothing", action="store_true")
   add("verify", "re-read the target and compare all bytes", action=argparse.BooleanOptionalAction, default=True)

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.checkpoint.layouts_store import LayoutError, write_json
+from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, write_json
 from maxghost.config.families import FAMILIES, Family
-from maxghost.interop.safetensors_files import Tensor
 
 SUFFIX = ".gguf"
 _MOST_VALUES = 1 << 23  # of a header; a vocabulary of a million words has half of them
@@ -35,7 +34,7 @@ class GgufFile:
   path: Path
   family: Family
   metadata: Mapping[str, Any]
-  tensors: dict[str, Tensor]
+  tensors: dict[str, StoredArray]
 
   def size(self, name: str, default: int | None = None) -> int:
     """A whole number of at least 1 that the file says of the architecture. Raises LayoutError where it says none."""
@@ -101,7 +100,7 @@ def open_file(path: Path) -> GgufFile:
   return file
 
 
-def _tensors(file: GgufFile, stored: list) -> Iterator[tuple[str, Tensor]]:
+def _tensors(file: GgufFile, stored: list) -> Iterator[tuple[str, StoredArray]]:
   heads = {"attn_q": file.size("attention.head_count")}
   heads["attn_k"] = file.size("attention.head_count_kv", heads["attn_q"])
   names = _huggingface_names(file, len(stored))
@@ -141,13 +140,13 @@ def _check_type(path: Path, tensor: Any) -> None:
     raise LayoutError(f"{path}: {tensor.name} is of type {kind.name}, which is not read") from None
 
 
-def _tensor(path: Path, name: str, stored: Any, heads: int) -> Tensor:
+def _tensor(path: Path, name: str, stored: Any, heads: int) -> StoredArray:
   """heads: those whose rows are to be put in order; 0 for none."""
   import gguf
 
   shape = tuple(int(size) for size in stored.shape[::-1])
 
-  def read(index: slice | None = None) -> np.ndarray:
+  def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
     array = gguf.quants.dequantize(stored.data, stored.tensor_type).astype(np.float32, copy=False).reshape(shape)
     if heads:  # rows of a head from (pair, member) to (member, pair)
       rows, columns = shape
@@ -156,7 +155,7 @@ def _tensor(path: Path, name: str, stored: Any, heads: int) -> Tensor:
 
   if heads and (len(shape) != 2 or shape[0] % (2 * heads)):
     raise LayoutError(f"{path}: {stored.name} is {list(shape)}, which {heads} heads of pairs do not divide")
-  return Tensor(name, shape, np.dtype(np.float32), read)
+  return StoredArray((name,), shape, np.dtype(np.float32), read)
 
 
 def config_json(file: GgufFile) -> dict[str, Any]:

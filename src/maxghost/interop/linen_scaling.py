@@ -18,13 +18,12 @@ import argparse
 import math
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from maxghost.checkpoint import compare
-from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_store import LayoutError, TreePath, open_at, tool
+from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint, without_value
+from maxghost.checkpoint.layouts_store import LayoutError, TreePath, full_path, open_at, tool
 from maxghost.config.values import slash_path
 from maxghost.interop.convert import check_target, check_written, place_like, write_plan
 from maxghost.interop.convert_plan import Target, make_plan
@@ -38,9 +37,7 @@ _POWERS = {"mu": 1, "trace": 1, "m": 1, "nu": 2, "v": 2, "v_row": 2, "v_col": 2}
 
 def is_query(path: TreePath) -> bool:
   """Whether a parameter path (or a moment's) ends in a query projection's kernel or bias."""
-  names = tuple(map(str, path))
-  names = names[:-1] if names[-1:] == ("value",) else names
-  return len(names) >= 2 and names[-2] == "query" and names[-1] in ("kernel", "bias")
+  return without_value(path)[-2:] in (("query", "kernel"), ("query", "bias"))
 
 
 def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> np.ndarray:
@@ -86,7 +83,7 @@ def rescale_checkpoint(
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
   if checkpoint.values_from == to:
     raise LayoutError(f"{source} already holds query weights as {to} wants them; nothing to rescale")
-  out = Path(target_path).absolute()
+  out = full_path(target_path)
   check_target(raw, out)
   layout = NNX if checkpoint.layout == NNX_OLD else checkpoint.layout
   plan = make_plan(checkpoint, Target(layout, wrapped=checkpoint.wrapped or None))

@@ -90,36 +90,30 @@ class TreeWriter:
     dtype: np.dtype,
     blocks: Iterable[tuple[tuple[slice, ...], np.ndarray]],
     *,
-    chunk_shape: tuple[int, ...] | None = None,
+    chunk_shape: tuple[int, ...],
     key_impl: str | None = None,
   ) -> None:
     """Writes one array from its blocks. key_impl: of a random key, whose uint32 words are given."""
-    name = self._register(path)
-    chunk_shape = tuple(max(1, size) for size in chunk_shape or shape)
-    try:
-      store = self._create(name, shape, dtype, chunk_shape)
+    name = self._register(path, "np.ndarray", {"skip_deserialize": False, "write_shape": list(shape)})
+    chunk_shape = tuple(max(1, size) for size in chunk_shape)
+    with _named_failure():
+      store = self._open(name, {"metadata": _zarr3(shape, dtype, chunk_shape)}, create=True)
       for index, block in blocks:
         store[index].write(block).result()
         self._pending += block.nbytes
         if self._pending >= _COMMIT_BYTES:
           self._commit()
           store = self._open(name, {})
-    except ValueError as error:  # TensorStore's one error type
-      raise self._not_written(error) from error
-    self._entries[str(tuple(map(str, path)))] = _entry(path, "np.ndarray", list(shape))
-    metadata = {"param_name": name, "write_shape": list(shape), "chunk_shape": list(chunk_shape)}
+    metadata: dict[str, Any] = {"param_name": name, "write_shape": list(shape), "chunk_shape": list(chunk_shape)}
     metadata["ext_metadata"] = {"random_key_impl": key_impl} if key_impl else None
     self._array_metadata.append({"array_metadata": metadata})
 
   def put_empty(self, path: TreePath, empty: Empty) -> None:
-    self._register(path)
-    self._entries[str(tuple(map(str, path)))] = _entry(path, empty.kind, None)
+    self._register(path, empty.kind, {"skip_deserialize": True})
 
   def close(self, custom_metadata: Any = None) -> None:
-    try:
+    with _named_failure():
       self._commit()
-    except ValueError as error:
-      raise self._not_written(error) from error
     (self._folder / "array_metadatas").mkdir()
     write_json(self._folder / "array_metadatas" / "process_0", {"array_metadatas": self._array_metadata})
     tree = {
@@ -132,30 +126,17 @@ class TreeWriter:
     write_json(self._folder / TREE_METADATA, tree)
     _mark_finished(self._folder)
 
-  def _register(self, path: TreePath) -> str:
+  def _register(self, path: TreePath, kind: str, about: dict[str, Any]) -> str:
+    """Enters a leaf into the tree; returns the name that it is stored by."""
     name = ".".join(map(str, path))
     if name in self._names:
       raise LayoutError(
         f"two leaves would be stored as '{name}': {slash_path(self._names[name])} and {slash_path(path)}"
       )
     self._names[name] = path
+    keys = [{"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in path]
+    self._entries[str(tuple(map(str, path)))] = {"key_metadata": keys, "value_metadata": {"value_type": kind, **about}}
     return name
-
-  def _create(self, name: str, shape, dtype, chunk_shape) -> ts.TensorStore:
-    little = {"name": "bytes", "configuration": {"endian": "little"}}
-    sharding = {
-      "chunk_shape": chunk_shape,
-      "codecs": [little, {"name": "zstd", "configuration": {"level": 1}}],
-      "index_codecs": [little, {"name": "crc32c"}],
-      "index_location": "end",
-    }
-    metadata = {
-      "shape": shape,
-      "data_type": np.dtype(dtype).name,
-      "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
-      "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-    }
-    return self._open(name, {"metadata": metadata}, create=True)
 
   def _open(self, name: str, more: dict, *, create: bool = False) -> ts.TensorStore:
     files = {"driver": "file", "path": f"{self._folder}/"}
@@ -168,8 +149,30 @@ class TreeWriter:
     self._transaction.commit_async().result()
     self._transaction, self._pending = ts.Transaction(), 0
 
-  def _not_written(self, error: Exception) -> LayoutError:
-    return LayoutError(f"writing failed ({' '.join(str(error).split())[:300]}); nothing is left at the target")
+
+def _zarr3(shape: tuple[int, ...], dtype: np.dtype, chunk_shape: tuple[int, ...]) -> dict:
+  little = {"name": "bytes", "configuration": {"endian": "little"}}
+  sharding = {
+    "chunk_shape": chunk_shape,
+    "codecs": [little, {"name": "zstd", "configuration": {"level": 1}}],
+    "index_codecs": [little, {"name": "crc32c"}],
+    "index_location": "end",
+  }
+  return {
+    "shape": shape,
+    "data_type": np.dtype(dtype).name,
+    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+    "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+  }
+
+
+@contextlib.contextmanager
+def _named_failure() -> Iterator[None]:
+  try:
+    yield
+  except ValueError as error:  # TensorStore's one error type
+    cause = " ".join(str(error).split())[:300]
+    raise LayoutError(f"writing failed ({cause}); nothing is left at the target") from error
 
 
 def write_step_metadata(step: Path, item_name: str, custom_metadata: dict, like: dict) -> None:
@@ -190,9 +193,3 @@ def write_step_metadata(step: Path, item_name: str, custom_metadata: dict, like:
 def _mark_finished(folder: Path) -> None:
   # Orbax looks for this file where a file system has no atomic rename.
   write_text(folder / "commit_success.txt", "Checkpoint commit was successful")
-
-
-def _entry(path: TreePath, kind: str, shape: list[int] | None) -> dict:
-  value: dict[str, Any] = {"value_type": kind, "skip_deserialize": shape is None}
-  keys = [{"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in path]
-  return {"key_metadata": keys, "value_metadata": value | ({} if shape is None else {"write_shape": shape})}
