@@ -10,7 +10,6 @@ Writing, comparing and listing work on `Checkpoint` alone.
 """
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,8 @@ from maxghost.checkpoint.layouts_layers import (
   ParamTree,
   Path,
   find_containers,
-  forms_in,
   leaf_text,
+  position,
   split_layers,
   without_layer,
 )
@@ -131,26 +130,21 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpo
   nodes, prefix = _below_prefix({tuple(map(str, path)): node for path, node in raw.nodes.items()})
   layout = options.layout or _detect(nodes, raw, prefix)
   sections, extra = _sections(nodes, layout, raw.origin)
-  kept, dropped, loop_state = {}, [], {}
-  if layout == MAXGHOST:
-    for path, node in extra.items():
-      loop_state.setdefault(path[0], {})[path] = node
-  else:
-    kept, dropped = _unknown(extra, options)
   wrapped = _unwrap_sections(sections, layout, options)
   aux, aux_plain = _take_aux(sections, record_of(raw))
   names = (*options.containers, *record_of(raw).get("containers", ()))
   stacked = raw.custom_metadata.get("scan_layers") is not False
-  find = functools.partial(find_containers, names=names, stacked=stacked)
-  found = find(sections["params"])
+  found = find_containers(sections["params"], names, stacked)
   scan_axis = _scan_axis(sections["params"], found, layout, raw, options)
   params = split_layers(sections["params"], found, scan_axis)
   if not params.leaves:
     raise LayoutError(f"{raw.origin} holds no parameters")
   checkpoint = Checkpoint(raw, layout, scan_axis, wrapped, params, step=sections["step"].get(()), aux_plain=aux_plain)
-  checkpoint.kept, checkpoint.dropped, checkpoint.loop_state = kept, dropped, loop_state
-  forms = forms_in(aux, params.containers)
-  forms |= {path: form for path, form in find(aux).items() if not _overlaps(path, forms)}
+  if layout == MAXGHOST:
+    checkpoint.loop_state = _by_top(extra)
+  else:
+    _read_unknown(checkpoint, extra, options)
+  forms = find_containers(aux, (*names, *map(slash_path, found)), stacked)
   try:
     checkpoint.aux = split_layers(aux, forms, 0, like=params.containers)
   except LayoutError:  # a leaf that is not one per layer: moved as it is
@@ -171,6 +165,10 @@ def _below_prefix(nodes: dict) -> tuple[dict, str]:
 
 def _tops(nodes: Iterable[Path]) -> list[str]:
   return list(dict.fromkeys(path[0] for path in nodes if path))
+
+
+def _by_top(nodes: Mapping[Path, Any]) -> dict[str, dict[Path, Any]]:
+  return {top: {path: node for path, node in nodes.items() if path[0] == top} for top in _tops(nodes)}
 
 
 def _detect(nodes: dict, raw: RawTree, prefix: str) -> str:
@@ -212,20 +210,18 @@ def _sections(nodes: dict, layout: str, origin: str) -> tuple[dict[str, dict], d
   return sections, extra
 
 
-def _unknown(extra: dict, options: ReadOptions) -> tuple[dict, list[str]]:
+def _read_unknown(checkpoint: Checkpoint, extra: dict, options: ReadOptions) -> None:
   """Splits what the layout does not know into what the user keeps and drops; refuses the rest by name."""
-  kept: dict[str, dict] = {}
-  dropped: list[str] = []
-  known: set[str] = set()
+  kept, known = {}, set()
   for path, node in extra.items():
     names = {slash_path(path[:depth]) for depth in range(1, len(path) + 1)}
     known |= names
     if names.intersection(options.drop) or (options.keep_unknown and isinstance(node, Text)):
-      dropped.append(slash_path(path))
+      checkpoint.dropped.append(slash_path(path))
     elif options.keep_unknown or names.intersection(options.keep):
       if isinstance(node, Text):
         raise LayoutError(f"leaf {slash_path(path)} is text, which cannot be moved; pass --drop {path[0]}")
-      kept.setdefault(path[0], {})[path] = node
+      kept[path] = node
     else:
       inside = path[0] in ("params", "optimizer", "nnx_aux") and len(path) > 1
       name = slash_path(path[: 1 + inside])
@@ -233,7 +229,7 @@ def _unknown(extra: dict, options: ReadOptions) -> tuple[dict, list[str]]:
   for name in (*options.keep, *options.drop):
     if name not in known:
       raise LayoutError(f"--keep or --drop {name}: the checkpoint has no such extra key{did_you_mean(name, known)}")
-  return kept, dropped
+  checkpoint.kept = _by_top(kept)
 
 
 def _unwrap_sections(sections: dict[str, dict], layout: str, options: ReadOptions) -> bool:
@@ -303,10 +299,6 @@ def _random_leaves(nodes: Mapping[Path, Any]) -> set[Path]:
   return found
 
 
-def _overlaps(container: Path, others: Iterable[Path]) -> bool:
-  return any(container[: len(other)] == other or other[: len(container)] == container for other in others)
-
-
 def _scan_axis(nodes: dict, found: dict[Path, str], layout: str, raw: RawTree, options: ReadOptions) -> int:
   """--scan_axis, else the recorded one, else the layout's: 0 for maxghost, 1 for MaxText.
 
@@ -334,11 +326,10 @@ def _read_opt_state(checkpoint: Checkpoint, nodes: dict) -> None:
   groups: dict[Path, dict[Path, StoredArray | Empty]] = {}
   rest: dict[Path, StoredArray | Empty] = {}
   for path, node in nodes.items():
-    split = _moment_split(path, known, params)
-    if split is None:
-      rest[path] = node
+    if split := _moment_split(path, known, params):
+      groups.setdefault(split[0], {})[split[1]] = node
     else:
-      groups.setdefault(path[: split[0]], {})[path[split[1] :]] = node
+      rest[path] = node
   for place, group in groups.items():
     # A count beside mu, where a parameter is called `count`, only looks like a tree of moments.
     inner = any(other != place and other[: len(place)] == place for other in groups)
@@ -347,46 +338,37 @@ def _read_opt_state(checkpoint: Checkpoint, nodes: dict) -> None:
     else:
       _read_moments(checkpoint, place, group)
   _check_siblings(checkpoint)
-  for path, node in rest.items():
-    if isinstance(node, Text):
-      raise LayoutError(f"leaf opt_state/{slash_path(path)} is text, which cannot be moved")
-    if isinstance(node, Empty):
-      checkpoint.opt_empties[path] = node.kind
-    else:
-      checkpoint.opt_leaves[path] = node
-  for path, kind in record_of(checkpoint.raw).get("opt_empties", ()):
-    checkpoint.opt_empties.setdefault(tuple(path), kind)
+  checkpoint.opt_leaves = {path: node for path, node in rest.items() if isinstance(node, StoredArray)}
+  recorded = {tuple(path): kind for path, kind in record_of(checkpoint.raw).get("opt_empties", ())}
+  checkpoint.opt_empties = recorded | {path: node.kind for path, node in rest.items() if isinstance(node, Empty)}
 
 
-def _moment_split(path: Path, known: set[Path], params: ParamTree) -> tuple[int, int] | None:
-  """(end of the moment's place, start of the parameter's path) in a path below opt_state; the longest match wins."""
+def _moment_split(path: Path, known: set[Path], params: ParamTree) -> tuple[Path, Path] | None:
+  """(place of the moment, path of the parameter) in a path below opt_state; the longest parameter wins."""
   for k in range(len(path)):
     for start in (k + 1, k) if path[k] == "params" else (k,):
       if start < len(path) and without_layer(path[start:], params.containers) in known:
-        return k, start
+        return path[:k], path[start:]
   return None
 
 
 def _read_moments(checkpoint: Checkpoint, place: Path, group: dict) -> None:
   params = checkpoint.params
-  found = forms_in(group, params.containers)
+  positions = (position(path, dict.fromkeys(params.containers, "")) for path in group)
+  found = {container: form for container, form, *_ in positions if container is not None}
   try:
     tree = split_layers(group, found, checkpoint.scan_axis, like=params.containers)
-    _check_moments(tree, params)
+    for leaf, ref in tree.leaves.items():
+      if leaf not in params.leaves:
+        raise LayoutError(f"leaf {leaf_text(leaf)} has no parameter")
+      if ref.shape != params.leaves[leaf].shape:
+        raise LayoutError(f"leaf {leaf_text(leaf)} has shape {ref.shape}, its parameter {params.leaves[leaf].shape}")
   except LayoutError as error:
     if place[-1:] not in _FACTORED:
       raise LayoutError(f"opt_state/{slash_path(place)}: {error}") from error
     tree = split_layers(group, found, checkpoint.scan_axis, opaque=True)
     checkpoint.factored.add(place)
   checkpoint.moments[place] = tree
-
-
-def _check_moments(tree: ParamTree, params: ParamTree) -> None:
-  for leaf, ref in tree.leaves.items():
-    if leaf not in params.leaves:
-      raise LayoutError(f"leaf {leaf_text(leaf)} has no parameter")
-    if ref.shape != params.leaves[leaf].shape:
-      raise LayoutError(f"leaf {leaf_text(leaf)} has shape {ref.shape}, its parameter {params.leaves[leaf].shape}")
 
 
 def _check_siblings(checkpoint: Checkpoint) -> None:

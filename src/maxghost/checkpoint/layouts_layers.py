@@ -192,12 +192,12 @@ def _look_like_layers(base: str, members: dict[str, dict]) -> bool:
     return False
   if any(sum(isinstance(child, dict) for child in member.values()) < 2 for member in members.values()):
     return False
-  shapes = [_shapes(member) for member in members.values()]
-  return all(shape == shapes[0] for shape in shapes)
 
+  def shapes(tree: dict) -> dict:
+    return {name: shapes(child) if isinstance(child, dict) else child.shape for name, child in tree.items()}
 
-def _shapes(tree: dict) -> dict:
-  return {name: _shapes(child) if isinstance(child, dict) else child.shape for name, child in tree.items()}
+  first, *others = map(shapes, members.values())
+  return all(other == first for other in others)
 
 
 def split_layers(
@@ -210,14 +210,14 @@ def split_layers(
 ) -> ParamTree:
   """Turns the arrays of one tree into a ParamTree.
 
-  found: containers and their forms, from `find_containers` or `forms_in`. like: the parameters' containers, which
+  found: containers and their forms, from `find_containers` or `position`. like: the parameters' containers, which
   tell L where a moment tree has no array in one. opaque: leave stacked arrays whole.
   Raises LayoutError where a stacked leaf has another number of layers than the rest of its container.
   """
   tree = ParamTree()
   stacked: dict[Path, list[tuple[Path, StoredArray | Empty]]] = {path: [] for path in found}
   for path, node in nodes.items():
-    container, form, layer, rest = _position(path, found)
+    container, form, layer, rest = position(path, found)
     if container is None:
       tree.add((path, None), node)
     elif form == SCANNED:
@@ -246,7 +246,7 @@ def split_layers(
   return tree
 
 
-def _position(path: Path, forms: Mapping[Path, str]) -> tuple[Path | None, str, int | None, Path]:
+def position(path: Path, forms: Mapping[Path, str]) -> tuple[Path | None, str, int | None, Path]:
   """(container, form, layer, path below the layer) of a leaf; the layer is None where layers are stacked.
 
   forms: of the containers; '' for one in any form.
@@ -296,19 +296,9 @@ def _num_stacked(container: Path, arrays: Mapping[Path, StoredArray], scan_axis:
   return expected
 
 
-def forms_in(paths: Iterable[Path], known: Iterable[Path]) -> dict[Path, str]:
-  """The form of each known container among `paths`; a container without a path is left out."""
-  anywhere, forms = dict.fromkeys(known, ""), {}
-  for path in paths:
-    container, form, *_ = _position(path, anywhere)
-    if container is not None:
-      forms.setdefault(container, form)
-  return forms
-
-
 def without_layer(path: Path, containers: Mapping[Path, Container]) -> Path:
   """`path` without its layer index, whatever its form."""
-  container, form, _, below = _position(path, dict.fromkeys(containers, ""))
+  container, form, _, below = position(path, dict.fromkeys(containers, ""))
   if container is None:
     return path
   if form == SCANNED and containers[container].block_name and len(below) > 1 and _INDEXED.fullmatch(below[0]):

@@ -59,7 +59,9 @@ def tool(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
 
 
 def full_path(path: str | os.PathLike) -> Path:
-  """An absolute path without `~` and `..`, which TensorStore does not take."""
+  """An absolute path without `~` and `..`, which TensorStore does not take. Raises LayoutError for a URL."""
+  if "://" in str(path):
+    raise LayoutError(f"{path}: only local folders are read and written; copy the checkpoint here first")
   return Path(os.path.abspath(os.path.expanduser(path)))
 
 
@@ -170,8 +172,6 @@ def locate(path: str | os.PathLike) -> Location:
 
   Raises LayoutError where there is none, where it is unfinished or half copied, or where the choice is not clear.
   """
-  if "://" in str(path):
-    raise LayoutError(f"{path}: only local folders are read; copy the checkpoint here first")
   folder = full_path(path)
   if TEMPORARY_MARK in folder.name or TEMPORARY_MARK in folder.parent.name:
     raise LayoutError(f"{path} was never finished ('{TEMPORARY_MARK}' in its name); use a finished checkpoint")

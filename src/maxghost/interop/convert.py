@@ -7,18 +7,24 @@ Values never change; `linen_scaling` is the separate step that rescales query we
 """
 
 import argparse
+import contextlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorstore as ts
 
 from maxghost.checkpoint import compare
 from maxghost.checkpoint.layouts import LAYOUTS, LINEN, NNX, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import INTEGER, SCANNED, UNSCANNED, LayerReader, blocks_of, chunk_of
 from maxghost.checkpoint.layouts_store import (
+  STEP_METADATA,
+  TEMPORARY_MARK,
+  TREE_METADATA,
   LayoutError,
   Location,
   RawTree,
@@ -27,14 +33,18 @@ from maxghost.checkpoint.layouts_store import (
   full_path,
   open_at,
   tool,
+  write_json,
 )
+from maxghost.config.files import write_text
 from maxghost.config.values import slash_path
 from maxghost.interop.convert_plan import KEEP, TARGETS, Plan, Target, TargetLeaf, make_plan
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.tree_writer import TreeWriter, new_folder, write_step_metadata
 
 DEFAULT_RAM_BYTES = 1 << 31
 _BLOCK_BYTES = 1 << 26
+_COMMIT_BYTES = 64_000_000
+_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+_KVSTORE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
 DIRECTIONS = ("auto", "linen_to_nnx", "nnx_to_linen")
 
 
@@ -152,6 +162,30 @@ def place_like(raw: RawTree, folder: Path) -> Location:
   return Location(item=folder / "items" if has_level else folder, step=folder)
 
 
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+  """Yields a temporary sibling of `target`; renames it to `target` at the end, or removes it where anything is raised.
+
+  Orbax takes a folder of the temporary name for unfinished. Raises LayoutError where the disk is full.
+  """
+  temporary = target.with_name(f"{target.name}{TEMPORARY_MARK}-{time.time_ns()}")
+  made = [folder for folder in target.parents if not folder.exists()]
+  try:
+    temporary.mkdir(parents=True)
+    yield temporary
+    if target.exists():
+      raise LayoutError(f"target {target} appeared while it was being written; nothing was replaced")
+    temporary.rename(target)
+  except BaseException as error:
+    shutil.rmtree(temporary, ignore_errors=True)
+    for folder in made:
+      with contextlib.suppress(OSError):
+        folder.rmdir()
+    if isinstance(error, OSError):
+      raise LayoutError(f"{target} could not be written: {error}; nothing is left there") from error
+    raise
+
+
 def write_plan(
   raw: RawTree,
   plan: Plan,
@@ -159,26 +193,113 @@ def write_plan(
   ram_bytes: int = DEFAULT_RAM_BYTES,
   change: Callable[[TreePath, np.ndarray], np.ndarray] | None = None,
 ) -> None:
-  """Writes the planned arrays into a folder made by `new_folder`; `change(path, block)` is applied elementwise."""
-  writer = TreeWriter(place.item)
-  reader = LayerReader(ram_bytes // 3)
+  """Writes the planned arrays into a folder made by `new_folder`, in the form of Orbax.
+
+  At most one block and _COMMIT_BYTES of blocks not yet committed are held in memory. `change(path, block)` is applied
+  elementwise.
+  """
+  place.item.mkdir(exist_ok=True)
+  entries = [(leaf.path, "np.ndarray", {"write_shape": list(leaf.shape)}) for leaf in plan.leaves]
+  entries += [(path, empty.kind, {}) for path, empty in plan.empties]
+  tree, names = {}, {}
+  for path, kind, about in entries:
+    name = ".".join(map(str, path))
+    if name in names:
+      raise LayoutError(f"two leaves would be stored as '{name}': {slash_path(names[name])} and {slash_path(path)}")
+    names[name] = path
+    keys = [{"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in path]
+    value = {"value_type": kind, "skip_deserialize": not about, **about}
+    tree[str(tuple(map(str, path)))] = {"key_metadata": keys, "value_metadata": value}
+  try:
+    arrays = _write_arrays(place.item, plan.leaves, ram_bytes, change)
+  except LayoutError:
+    raise
+  except ValueError as error:  # TensorStore's one error type
+    cause = " ".join(str(error).split())[:300]
+    raise LayoutError(f"writing failed ({cause}); nothing is left at the target") from error
+  now = time.time_ns()
+  like = raw.step_metadata
+  files = {
+    place.item / "array_metadatas" / "process_0": {"array_metadatas": arrays},
+    place.item / TREE_METADATA: {
+      "tree_metadata": tree,
+      "use_ocdbt": True,
+      "use_zarr3": True,
+      "store_array_data_equal_to_fill_value": True,
+      "custom_metadata": raw.tree_metadata,
+    },
+    place.step / STEP_METADATA: {
+      "item_handlers": _HANDLER if place.item == place.step else {place.item.name: _HANDLER},
+      "metrics": like.get("metrics") or {},
+      "performance_metrics": {},
+      "init_timestamp_nsecs": like.get("init_timestamp_nsecs") or now,
+      "commit_timestamp_nsecs": now,
+      "custom_metadata": plan.custom_metadata,
+    },
+  }
+  (place.item / "array_metadatas").mkdir()
+  for file, content in files.items():
+    write_json(file, content)
+  for folder in {place.item, place.step}:  # Orbax looks for this file where a file system has no atomic rename
+    write_text(folder / "commit_success.txt", "Checkpoint commit was successful")
+
+
+def _write_arrays(
+  folder: Path,
+  leaves: list[TargetLeaf],
+  ram_bytes: int,
+  change: Callable[[TreePath, np.ndarray], np.ndarray] | None,
+) -> list[dict]:
+  """Writes arrays with OCDBT and zarr3; returns what Orbax notes about each."""
+  reader, context = LayerReader(ram_bytes // 3), ts.Context({"cache_pool": {"total_bytes_limit": 0}})
   # Small chunks are compressed side by side; large ones one after the other.
   block_bytes = min(_BLOCK_BYTES, max(ram_bytes // 12, 1))
-  for leaf in plan.leaves:
+  transaction, pending, notes = ts.Transaction(), 0, []
+
+  def store_of(name: str, **more: Any) -> ts.TensorStore:
+    files = {"driver": "file", "path": f"{folder}/"}
+    kvstore = {"driver": "ocdbt", "base": files, "path": f"{name}/", "config": _KVSTORE_CONFIG, "assume_config": True}
+    spec = {"driver": "zarr3", "kvstore": kvstore, "store_data_equal_to_fill_value": True, **more}
+    new = "metadata" in more
+    return ts.open(spec, context=context, transaction=transaction, open=not new, create=new).result()
+
+  for leaf in leaves:
     # The array, else one layer of it, with its longest dimension halved until it fits a block.
     shape = list(leaf.shape)
     if leaf.axis is not None and leaf.nbytes > block_bytes:
       shape[leaf.axis] = 1
     chunk = chunk_of(tuple(shape), leaf.dtype.itemsize, block_bytes)
-    blocks = ((index, read_block(reader, leaf, index)) for index in blocks_of(leaf.shape, chunk))
-    if change is not None:
-      blocks = ((index, change(leaf.path, block)) for index, block in blocks)
-    writer.put(leaf.path, leaf.shape, leaf.dtype, blocks, chunk_shape=chunk, key_impl=leaf.key_impl)
-  for path, empty in plan.empties:
-    writer.put_empty(path, empty)
-  writer.close(raw.tree_metadata)
-  item_name = "" if place.item == place.step else place.item.name
-  write_step_metadata(place.step, item_name, plan.custom_metadata, raw.step_metadata)
+    name, stored_chunk = ".".join(map(str, leaf.path)), [max(1, size) for size in chunk]
+    store = store_of(name, metadata=_zarr3(leaf, stored_chunk))
+    for index in blocks_of(leaf.shape, chunk):
+      block = read_block(reader, leaf, index)
+      store[index].write(block if change is None else change(leaf.path, block)).result()
+      pending += block.nbytes
+      if pending >= _COMMIT_BYTES:  # one commit rewrites the index of all arrays, so small leaves share one
+        transaction.commit_async().result()
+        transaction, pending = ts.Transaction(), 0
+        store = store_of(name)
+    about = {"param_name": name, "write_shape": list(leaf.shape), "chunk_shape": stored_chunk}
+    about["ext_metadata"] = {"random_key_impl": leaf.key_impl} if leaf.key_impl else None
+    notes.append({"array_metadata": about})
+  transaction.commit_async().result()
+  return notes
+
+
+def _zarr3(leaf: TargetLeaf, chunk: list[int]) -> dict[str, Any]:
+  little = {"name": "bytes", "configuration": {"endian": "little"}}
+  sharding = {
+    "chunk_shape": chunk,
+    "codecs": [little, {"name": "zstd", "configuration": {"level": 1}}],
+    "index_codecs": [little, {"name": "crc32c"}],
+    "index_location": "end",
+  }
+  return {
+    "shape": leaf.shape,
+    "data_type": leaf.dtype.name,
+    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+    "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+  }
 
 
 def read_block(reader: LayerReader, leaf: TargetLeaf, index: tuple[slice, ...] | None = None) -> np.ndarray:

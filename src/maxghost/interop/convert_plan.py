@@ -109,13 +109,16 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
   if wrapped and target.is_linen:
     raise LayoutError("the linen layout has no `value` level; leave out --target_wrapped")
   end: TreePath = ("value",) if wrapped else ()
-  forms = _forms(checkpoint, checkpoint.params, target, scan_axis)
+  forms = _forms(checkpoint.params, checkpoint, target, scan_axis)
   root = ("params", "params") if target.is_linen else () if target.layout == PARAMS else ("model",)
   for path, parts, axis in _restacked(checkpoint.params, forms):
     plan.leaves.append(TargetLeaf((*root, *path, *end), parts, axis))
   aux = []
   if target.bare:
-    _note_left_out(checkpoint, plan)
+    parts = [f"opt_state/{slash_path(path)}" for path in (*checkpoint.moments, *checkpoint.opt_leaves)]
+    parts += ["step"] if checkpoint.step is not None else []
+    parts += ["random state"] if checkpoint.aux.leaves else []
+    plan.notes += [f"parameters only; left out: {', '.join(parts)}"] if parts else []
   else:
     _plan_opt_state(checkpoint, target, plan, forms, end)
     plan.notes += [f"repaired: {text}" for text in checkpoint.odd_moments().values()]
@@ -152,26 +155,25 @@ def _target_axis(checkpoint: Checkpoint, target: Target) -> int:
   return target.scan_axis
 
 
-def _forms(checkpoint: Checkpoint, tree: ParamTree, target: Target, axis: int) -> dict[Path, Container]:
+def _forms(tree: ParamTree, checkpoint: Checkpoint, target: Target, axis: int) -> dict[Path, Container]:
   """The containers of `tree` as the target has them."""
   blocks = record_of(checkpoint.raw).get("blocks") or {}
-  return {path: _form(about, target, axis, *blocks.get(slash_path(path), (1, ""))) for path, about in
-          tree.containers.items()}  # fmt: skip
-
-
-def _form(about: Container, target: Target, axis: int, recorded_period: int, recorded_name: str) -> Container:
-  form = about.form if target.layers == KEEP else target.layers
-  if form == INTEGER and target.is_linen:
-    if target.layers == INTEGER:
-      raise LayoutError("the linen layout has no integer-keyed layers; use --layers unscanned")
-    form = UNSCANNED
-  period, block_name = about.period, about.block_name
-  if form == SCANNED and about.form != SCANNED:
-    period = target.layer_period or recorded_period
-    block_name = recorded_name or (about.path[-1] if period > 1 else "")
-  if form == SCANNED and about.num_layers % period:
-    raise LayoutError(f"{slash_path(about.path)}: {about.num_layers} layers are no multiple of layer_period={period}")
-  return replace(about, form=form, period=period, block_name=block_name, scan_axis=axis)
+  forms = {}
+  for path, about in tree.containers.items():
+    form = about.form if target.layers == KEEP else target.layers
+    if form == INTEGER and target.is_linen:
+      if target.layers == INTEGER:
+        raise LayoutError("the linen layout has no integer-keyed layers; use --layers unscanned")
+      form = UNSCANNED
+    period, block_name = about.period, about.block_name
+    if form == SCANNED and about.form != SCANNED:
+      recorded, block_name = blocks.get(slash_path(path), (1, ""))
+      period = target.layer_period or recorded
+      block_name = block_name or (path[-1] if period > 1 else "")
+    if form == SCANNED and about.num_layers % period:
+      raise LayoutError(f"{slash_path(path)}: {about.num_layers} layers are no multiple of layer_period={period}")
+    forms[path] = replace(about, form=form, period=period, block_name=block_name, scan_axis=axis)
+  return forms
 
 
 def _place(leaf: LeafId, forms: Mapping[Path, Container]) -> tuple[TreePath, Container | None]:
@@ -193,9 +195,13 @@ def _restacked(tree: ParamTree, forms: Mapping[Path, Container]) -> Iterator[_Pl
     if stack and layer is not None:
       stacks.setdefault(place, (stack, {}))[1][layer] = ref
       continue
-    container = container_of(path, tree.containers) if layer is None else None
-    if container:
-      _check_opaque(path, tree.containers[container], forms[container])
+    if layer is None and (container := container_of(path, tree.containers)):
+      stored, wanted = tree.containers[container], forms[container]
+      if (stored.form, stored.scan_axis) != (wanted.form, wanted.scan_axis):
+        raise LayoutError(
+          f"leaf {slash_path(path)} has no layer axis of its own and cannot be restacked; use --layers keep and the "
+          "source's scan axis (or leave it out: --drop_rngs for random state, --params_only for optimizer state)"
+        )
     yield place, (ref,), None
   indices: dict[Path, set[int]] = {}
   for stack, layers in stacks.values():
@@ -215,14 +221,6 @@ def _restacked(tree: ParamTree, forms: Mapping[Path, Container]) -> Iterator[_Pl
       yield place, (Ref(whole),), None
     else:
       yield place, parts, axis
-
-
-def _check_opaque(path: Path, stored: Container, wanted: Container) -> None:
-  if (stored.form, stored.scan_axis) != (wanted.form, wanted.scan_axis):
-    raise LayoutError(
-      f"leaf {slash_path(path)} has no layer axis of its own and cannot be restacked; use --layers keep and the "
-      "source's scan axis (or leave it out: --drop_rngs for random state, --params_only for optimizer state)"
-    )
 
 
 def _check_alike(stack: Container, place: TreePath, layers: Mapping[int, Ref], num_layers: int) -> None:
@@ -313,7 +311,7 @@ def _plan_aux(checkpoint: Checkpoint, target: Target, plan: Plan, end: TreePath)
     return []
   root = ("nnx_aux", "model") if target.is_linen else ("model",)
   try:
-    leaves = list(_restacked(tree, _forms(checkpoint, tree, target, 0)))
+    leaves = list(_restacked(tree, _forms(tree, checkpoint, target, 0)))
   except LayoutError as error:
     # An nnx model that shares one Rngs between layers saves it with the first of them only.
     plan.notes.append(f"random state keeps its own layer form ({error.problems[0].split('; ')[0]})")
@@ -324,14 +322,6 @@ def _plan_aux(checkpoint: Checkpoint, target: Target, plan: Plan, end: TreePath)
     return any(path[k:] in checkpoint.aux_plain for k in range(len(path)))
 
   return [path for path, parts, _ in leaves if is_plain(without_value(parts[0].array.path))]
-
-
-def _note_left_out(checkpoint: Checkpoint, plan: Plan) -> None:
-  parts = [f"opt_state/{slash_path(path)}" for path in (*checkpoint.moments, *checkpoint.opt_leaves)]
-  parts += ["step"] if checkpoint.step is not None else []
-  parts += ["random state"] if checkpoint.aux.leaves else []
-  if parts:
-    plan.notes.append(f"parameters only; left out: {', '.join(parts)}")
 
 
 def _metadata(checkpoint: Checkpoint, target: Target, axis: int, containers: list[Container], aux: list) -> dict:

@@ -88,9 +88,8 @@ def open_file(path: Path) -> GgufFile:
       reader = Reader(path)
       metadata = {name: field.contents() for name, field in reader.fields.items()}
   except _DAMAGE as error:
-    raise LayoutError(
-      f"{path} is cut or damaged: {' '.join(str(error).split())[:200] or type(error).__name__}"
-    ) from error
+    cause = " ".join(str(error).split())[:200] or type(error).__name__
+    raise LayoutError(f"{path} is cut or damaged: {cause}") from error
   architecture = metadata.get("general.architecture")
   known = {family.gguf: family for family in FAMILIES.values() if family.gguf}
   if not isinstance(architecture, str) or architecture not in known:
@@ -160,9 +159,8 @@ def _tensor(path: Path, name: str, stored: Any, heads: int) -> StoredArray:
 
 def config_json(file: GgufFile) -> dict[str, Any]:
   """The config.json of the same model. Raises LayoutError where the file does not say a size."""
-  if (
-    file.metadata.get(f"{file.family.gguf}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file.tensors
-  ):
+  scaling = file.metadata.get(f"{file.family.gguf}.rope.scaling.type", "none")
+  if scaling != "none" or "rope_freqs.weight" in file.tensors:
     raise LayoutError(f"{file.path} has scaled rotary frequencies, which are not read from GGUF")
   embedding = file.tensors.get("model.embed_tokens.weight")
   if embedding is None:
@@ -204,6 +202,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     words: dict[str, Any] = {name: tokens[number] for name, number in ids.items() if number is not None}
   except Exception as error:  # the package raises plain Exceptions
     raise LayoutError(f"{file.path} is damaged: its tokenizer does not fit together ({error})") from error
+  folder.mkdir()
   made.save(str(folder / "tokenizer.json"))
   words["add_bos_token"] = bool(said.get("tokenizer.ggml.add_bos_token", False))
   write_json(folder / "tokenizer_config.json", words, indent=2)

@@ -25,10 +25,9 @@ from maxghost.checkpoint import compare
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint, without_value
 from maxghost.checkpoint.layouts_store import LayoutError, TreePath, full_path, open_at, tool
 from maxghost.config.values import slash_path
-from maxghost.interop.convert import check_target, check_written, place_like, write_plan
+from maxghost.interop.convert import check_target, check_written, new_folder, place_like, write_plan
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.tree_writer import new_folder
 
 MAXGHOST, MAXTEXT = "maxghost", "maxtext"
 # Which power of the gradient a moment holds, by the name optax gives it.
@@ -77,8 +76,6 @@ def rescale_checkpoint(
   """
   if to not in (MAXGHOST, MAXTEXT):
     raise LayoutError(f"to={to}: use {MAXGHOST} or {MAXTEXT}")
-  if head_dim < 1:
-    raise LayoutError(f"head_dim={head_dim}: must be 1 or more")
   raw = open_tree(source)
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
   if checkpoint.values_from == to:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import config
-from maxghost.checkpoint.layouts_store import LayoutError, locate, read_json
+from maxghost.checkpoint.layouts_store import LayoutError, full_path, locate, read_json
 from maxghost.config import Config
 from maxghost.config.files import write_text
 from maxghost.data import tokenizer_files
@@ -48,7 +48,7 @@ class ModelPlace:
 
 def find(path: str | Path) -> ModelPlace:
   """The model at `path`. Raises ConfigError where there is none, or where its configuration cannot be read."""
-  folder = Path(path).expanduser().absolute()
+  folder = full_path(path)
   if not folder.is_dir():
     raise LayoutError(f"there is no model folder {path}")
   if huggingface.is_huggingface(folder):
@@ -70,7 +70,7 @@ def huggingface_file(place: ModelPlace, cfg: Config) -> Path | None:
     return place.config_file
   began = cfg.checkpoint.load_parameters_path
   folders = [place.config_file.parent] if place.config_file else []
-  folders += [Path(began).expanduser()] if began else []
+  folders += [full_path(began)] if began else []
   files = [folder / name for folder in folders for name in (HUGGINGFACE_FILE, huggingface.CONFIG_JSON)]
   return next((file for file in files if file.is_file()), None)
 
@@ -84,9 +84,10 @@ def keep_huggingface(place: ModelPlace, cfg: Config, folder: Path) -> None:
 
 def newest_step(run: Path) -> Path:
   """The newest checkpoint of a run. Raises LayoutError where it has none."""
-  steps = [entry for entry in (run / "checkpoints").iterdir() if entry.name.isdecimal() and entry.is_dir()]
+  folder = run / "checkpoints"
+  steps = [entry for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir()]
   if not steps:
-    raise LayoutError(f"{run} has no checkpoint in {run / 'checkpoints'}")
+    raise LayoutError(f"{run} has no checkpoint in {folder}")
   return max(steps, key=lambda entry: int(entry.name))
 
 
