@@ -75,7 +75,7 @@ def write_model(folder: Path, layers: int, width: int) -> tuple[int, int]:
   model = huggingface.model_config(folder).model
   rng = np.random.default_rng(0)
   planned = []
-  for rule, _, _, name in huggingface.Table(model).tensors():
+  for rule, _, _, name in huggingface.table(model):
     shape = rule.tensor_shape
     make = lambda _=None, shape=shape: rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)  # noqa: E731
     planned.append(StoredArray((name,), shape, np.dtype(ml_dtypes.bfloat16), make))

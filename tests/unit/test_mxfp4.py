@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
   (made / "config.json").write_text(json.dumps(source | changes))
   model = huggingface.model_config(made).model
   rng, tensors = np.random.default_rng(3), {}
-  for rule, _, _, name in huggingface.Table(model).tensors():
+  for rule, _, _, name in huggingface.table(model):
     last = name.rsplit(".", 1)[-1]
     if last in MATRICES:
       tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = packed(rng, *MATRICES[last])

@@ -33,7 +33,7 @@ from maxghost.interop import gguf, huggingface, huggingface_config, model_path
 from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_space, check_target, check_written, new_folder, write_plan
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.safetensors_files import write_tensors
+from maxghost.interop.safetensors_files import open_tensors, write_tensors
 
 _SHARD_BYTES = 5_000_000_000
 
@@ -57,13 +57,11 @@ def import_model(
     write_tokenizer = functools.partial(gguf.write_tokenizer, file)
   elif huggingface.is_huggingface(source):
     origin = source / huggingface.CONFIG_JSON
-    content, tensors = read_json(origin), huggingface.tensors_in(source)
+    content, tensors = read_json(origin), open_tensors(source)
     write_tokenizer = functools.partial(tokenizer_files.copy, source)
   else:
     raise LayoutError(f"{source} is no Hugging Face model folder: it has no {huggingface.CONFIG_JSON}")
-  cfg = huggingface.configuration(content, str(origin))
-  dtype = huggingface_config.weight_dtype({tensor.dtype.name for tensor in tensors.values()}, str(source))
-  cfg = config.replace(cfg, scan_layers=scan_layers, weight_dtype=dtype)
+  cfg = config.replace(huggingface.configuration(content, str(origin), tensors), scan_layers=scan_layers)
   model_path.tokenizer_keys(source, cfg.model.vocab_size)  # a wrong one is named before anything is written
   raw = huggingface.tree_of(tensors, cfg.model, source)
   checkpoint = read_checkpoint(raw)

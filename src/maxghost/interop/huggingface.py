@@ -34,7 +34,7 @@ from maxghost.config import load as load_config
 from maxghost.config.families import FAMILIES, TensorRule
 from maxghost.interop import huggingface_config
 from maxghost.interop.huggingface_config import expert_width
-from maxghost.interop.safetensors_files import open_tensors, unpacked
+from maxghost.interop.safetensors_files import open_tensors
 
 CONFIG_JSON = "config.json"
 _HEAD = "lm_head.weight"
@@ -90,48 +90,36 @@ class Rule(TensorRule):
     return np.ascontiguousarray(joined.swapaxes(-1, -2) if self.transpose else joined)
 
 
-class Table:
-  """The table of a model's family: its tensors, and what their names may look like."""
-
-  def __init__(self, model: ModelConfig):
-    family = FAMILIES[model.decoder_block]
-    self.prefix = family.huggingface.prefix
-    self._ignored = family.huggingface.ignored
-    self._num_layers = model.base_num_decoder_layers
-    sizes = {
-      "V": model.vocab_size, "P": model.trainable_position_size, "D": model.base_emb_dim,
-      "H": model.base_num_query_heads, "K": model.base_num_kv_heads, "h": model.head_dim, "F": model.base_mlp_dim,
-      "E": model.num_experts, "M": expert_width(model),
-    }  # fmt: skip
-    self._rules = [
-      Rule(**dataclasses.asdict(rule), sizes=sizes)
-      for rule in family.tensors()
-      if not rule.when or bool(getattr(model, rule.when.removeprefix("!"))) != rule.when.startswith("!")
-    ]
-    self.embedding = next(rule.name for rule in self._rules if rule.paths == ("token_embedder/embedding",))
-
-  def is_ignored(self, name: str) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in self._ignored)
-
-  def tensors(self) -> Iterator[tuple[Rule, int | None, int | None, str]]:
-    """(rule, layer, expert, name) of every tensor; all layers of a rule together, as stacked checkpoints hold them."""
-    for rule in self._rules:
-      for layer in range(self._num_layers) if "{layer}" in rule.name else (None,):
-        for expert in range(rule.sizes[rule.lead]) if rule.per_expert else (None,):
-          yield rule, layer, expert, rule.name.format(layer=layer, expert=expert)
+def table(model: ModelConfig) -> Iterator[tuple[Rule, int | None, int | None, str]]:
+  """(rule, layer, expert, name) of every tensor; all layers of a rule together, as stacked checkpoints hold them."""
+  sizes = {
+    "V": model.vocab_size, "P": model.trainable_position_size, "D": model.base_emb_dim,
+    "H": model.base_num_query_heads, "K": model.base_num_kv_heads, "h": model.head_dim, "F": model.base_mlp_dim,
+    "E": model.num_experts, "M": expert_width(model),
+  }  # fmt: skip
+  for shared in FAMILIES[model.decoder_block].tensors():
+    when, negated = shared.when.removeprefix("!"), shared.when.startswith("!")
+    if when and bool(getattr(model, when)) == negated:
+      continue
+    rule = Rule(**dataclasses.asdict(shared), sizes=sizes)
+    for layer in range(model.base_num_decoder_layers) if "{layer}" in rule.name else (None,):
+      for expert in range(sizes[rule.lead]) if rule.per_expert else (None,):
+        yield rule, layer, expert, rule.name.format(layer=layer, expert=expert)
 
 
-def model_config(folder: Path) -> Config:
-  """The configuration of the folder's model; other keys have their defaults.
+def model_config(folder: Path, tensors: Mapping[str, StoredArray] | None = None) -> Config:
+  """The configuration of the folder's model, with the dtype of its tensors; other keys have their defaults.
 
   Raises ConfigError for an unknown architecture and for a config.json that contradicts itself.
   """
-  return configuration(read_json(folder / CONFIG_JSON), str(folder / CONFIG_JSON))
+  return configuration(read_json(folder / CONFIG_JSON), str(folder / CONFIG_JSON), tensors)
 
 
-def configuration(content: Mapping[str, Any], origin: str) -> Config:
+def configuration(content: Mapping[str, Any], origin: str, tensors: Mapping[str, StoredArray] | None = None) -> Config:
   """As `model_config`, from the content of a config.json; `origin` names it in errors."""
   keys = huggingface_config.keys_of(content, origin)
+  if tensors:
+    keys["weight_dtype"] = huggingface_config.weight_dtype({x.dtype.name for x in tensors.values()}, origin)
   # The tokenizer is looked at elsewhere; bytes, the default, would want a vocabulary of their size.
   return replace(load_config(), tokenizer_type="huggingface", **keys)
 
@@ -151,22 +139,19 @@ def open_folder(path: Path) -> RawTree:
 
   Raises LayoutError, naming tensors, where some are missing, unknown or of another shape than config.json says.
   """
-  return tree_of(tensors_in(path), model_config(path).model, path)
-
-
-def tensors_in(folder: Path) -> dict[str, StoredArray]:
-  """The folder's tensors by name, packed ones as the matrices they encode; reads headers only. Raises LayoutError."""
-  return unpacked(open_tensors(folder))
+  return tree_of(open_tensors(path), model_config(path).model, path)
 
 
 def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -> RawTree:
   """As `open_folder`, from tensors by name; `origin` is the file or folder they are in."""
-  table = Table(model)
-  known = _with_prefix(tensors, table.prefix)
+  theirs = FAMILIES[model.decoder_block].huggingface
+  known = tensors
+  if not any(name.startswith(theirs.prefix) for name in tensors):  # a file of the bare model leaves the first level out
+    known = {name if name == _HEAD else theirs.prefix + name: tensor for name, tensor in tensors.items()}
   parts: dict[TreePath, list[StoredArray]] = {}
   rules: dict[TreePath, tuple[Rule, int]] = {}
-  missing, wrong, used = [], [], set()
-  for rule, layer, _, name in table.tensors():
+  missing, wrong, used, embedding = [], [], set(), None
+  for rule, layer, _, name in table(model):
     used.add(name)
     tensor = known.get(name)
     if tensor is None:
@@ -175,16 +160,18 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
     if tensor.shape != rule.tensor_shape:
       expected = list(rule.tensor_shape)
       wrong.append(f"{origin}: {tensor.name} is {list(tensor.shape)}, {CONFIG_JSON} makes it {expected}")
+    if rule.paths == ("token_embedder/embedding",):
+      embedding = tensor
     for which, param in enumerate(rule.paths):
       path = tuple(param.replace("decoder/layers/", f"decoder/layers_{layer}/").split("/"))
       parts.setdefault(path, []).append(tensor)
       rules[path] = (rule, which)
-  unknown = [t.name for name, t in known.items() if name not in used and not table.is_ignored(name)]
-  if _HEAD in unknown and _is_tied(known, table, model):
+  unknown = [name for name in known if name not in used and not any(re.fullmatch(x, name) for x in theirs.ignored)]
+  if _HEAD in unknown and model.logits_via_embedding and _same(known[_HEAD], embedding):
     unknown.remove(_HEAD)
   problems = [
     f"{origin} {what} {listed(names, _MOST_NAMES)}"
-    for what, names in (("lacks", missing), ("has unknown", unknown))
+    for what, names in (("lacks", missing), ("has unknown", [known[name].name for name in unknown]))
     if names
   ]
   if problems or wrong:
@@ -194,20 +181,11 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
   return RawTree(nodes, str(origin), {"custom_metadata": metadata}, None, Location(item=origin, step=origin))
 
 
-def _with_prefix(tensors: dict[str, StoredArray], prefix: str) -> dict[str, StoredArray]:
-  """The tensors by their full names, where a file of the bare model leaves the first level out."""
-  if any(name.startswith(prefix) for name in tensors):
-    return tensors
-  return {name if name == _HEAD else prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def _is_tied(tensors: dict[str, StoredArray], table: Table, model: ModelConfig) -> bool:
-  """Whether the folder's output projection is a second copy of the embedding that config.json says it is."""
-  head, embedding = tensors[_HEAD], tensors.get(table.embedding)
-  if not model.logits_via_embedding or embedding is None:
+def _same(head: StoredArray, embedding: StoredArray | None) -> bool:
+  """Whether a folder's output projection is a second copy of the embedding."""
+  if embedding is None or (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
     return False
-  same_form = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
-  return same_form and head.read(None).tobytes() == embedding.read(None).tobytes()
+  return head.read(None).tobytes() == embedding.read(None).tobytes()
 
 
 def _stored(path: TreePath, tensors: list[StoredArray], rule: Rule, which: int) -> StoredArray:
@@ -261,7 +239,7 @@ def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, hold_bytes: int 
     return StoredArray((name,), rule.tensor_shape, refs[0].dtype, make)
 
   tensors, used, problems = [], set(), []
-  for rule, layer, expert, name in Table(model).tensors():
+  for rule, layer, expert, name in table(model):
     ids = [(tuple(param.split("/")), layer) for param in rule.paths]
     used.update(ids)
     for leaf in ids:

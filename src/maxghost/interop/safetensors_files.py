@@ -32,21 +32,19 @@ _DTYPES = {
 
 
 def open_tensors(folder: Path) -> dict[str, StoredArray]:
-  """All tensors of the folder by name; only headers are read.
+  """All tensors of the folder by name, packed ones as the matrices they stand for; only headers are read.
 
   Raises LayoutError for a missing, cut or damaged file, and for an index that does not fit its files.
   """
-  index_file = folder / INDEX
-  if not index_file.is_file():
-    single = folder / SINGLE
-    if not single.is_file():
-      raise LayoutError(f"{folder} is damaged or half copied: it has neither {SINGLE} nor {INDEX}")
-    return _open_file(single)
-  try:
-    weight_map = read_json(index_file)["weight_map"]
-    files = sorted(set(weight_map.values()))
-  except (ValueError, KeyError, TypeError, AttributeError) as error:
-    raise LayoutError(f"{index_file} is damaged: {error!r}") from error
+  index_file, weight_map, files = folder / INDEX, {}, [SINGLE]
+  if index_file.is_file():
+    try:
+      weight_map = read_json(index_file)["weight_map"]
+      files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+      raise LayoutError(f"{index_file} is damaged: {error!r}") from error
+  elif not (folder / SINGLE).is_file():
+    raise LayoutError(f"{folder} is damaged or half copied: it has neither {SINGLE} nor {INDEX}")
   missing = [name for name in files if not (folder / name).is_file()]
   if missing:
     raise LayoutError(f"{folder} is half copied: {INDEX} lists {', '.join(missing)}, which is not there")
@@ -56,7 +54,7 @@ def open_tensors(folder: Path) -> dict[str, StoredArray]:
   lost = sorted(set(weight_map) - set(tensors))
   if lost:
     raise LayoutError(f"{folder}: {INDEX} lists {lost[0]}, which is in none of its files ({len(lost)} such tensors)")
-  return tensors
+  return _unpacked(tensors)
 
 
 def _open_file(file: Path) -> dict[str, StoredArray]:
@@ -83,7 +81,7 @@ def _tensor(file: Path, opened: Any, name: str) -> StoredArray:
   return StoredArray((name,), tuple(view.get_shape()), np.dtype(_DTYPES[stored]), read)
 
 
-def unpacked(tensors: dict[str, StoredArray]) -> dict[str, StoredArray]:
+def _unpacked(tensors: dict[str, StoredArray]) -> dict[str, StoredArray]:
   """The tensors, each pair of blocks and scales replaced by the matrix it stands for; decoded when it is read.
 
   Raises LayoutError for a pair that lacks a half, or whose halves do not fit each other.
