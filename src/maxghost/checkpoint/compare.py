@@ -1,10 +1,8 @@
 """Compares two checkpoints of any layouts: structure, shapes, dtypes and values of parameters and optimizer state.
 
-  python tools/compare_checkpoints.py A B [--params_only] [--atol X --rtol Y] [--json]
-
-Exit code 0: equal; 1: different; 2: one of them cannot be read. Both are read into the canonical form first, so stacked
-layers may equal unstacked ones, wrapped leaves bare ones, and a step of int32 one of uint32. Values are equal where
-their bytes are equal or both are NaN. Arrays are read block by block.
+Both are read into the canonical form first, so stacked layers may equal unstacked ones, wrapped leaves bare ones, and a
+step of int32 one of uint32. Values are equal where their bytes are equal or both are NaN. Arrays are read block by
+block. Exit code 0: equal; 1: different; 2: one of them cannot be read.
 """
 
 import argparse
@@ -146,8 +144,8 @@ def _items(checkpoint: Checkpoint, params_only: bool, rngs: bool, loop_state: bo
     trees |= {f"opt_state/{slash_path(place)}": tree for place, tree in checkpoint.moments.items()}
     single |= {f"opt_state/{slash_path(path)}": array for path, array in checkpoint.opt_leaves.items()}
     single["step"] = checkpoint.step
-    for nodes in (checkpoint.kept | (checkpoint.loop_state if loop_state else {})).values():
-      single |= {slash_path(path): node for path, node in nodes.items()}
+    kept = checkpoint.kept | (checkpoint.loop_state if loop_state else {})
+    single |= {slash_path(path): node for path, node in kept.items()}
     if rngs:
       trees["aux"] = checkpoint.aux
   items: dict[str, Item] = {}

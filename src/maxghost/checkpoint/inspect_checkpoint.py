@@ -41,8 +41,8 @@ def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, An
       "parameters": checkpoint.num_params(),
       "moments": ["opt_state/" + slash_path(place) for place in checkpoint.moments],
       "step": None if checkpoint.step is None else int(checkpoint.step.read(None)),
-      "loop_state": sorted(checkpoint.loop_state),
-      "unknown_keys": sorted(checkpoint.kept),
+      "loop_state": sorted({path[0] for path in checkpoint.loop_state}),
+      "unknown_keys": sorted({path[0] for path in checkpoint.kept}),
     }
   except LayoutError as error:
     content |= {"layout": "", "problem": str(error)}

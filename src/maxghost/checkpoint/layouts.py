@@ -1,12 +1,6 @@
 """`Checkpoint`, the canonical form of a checkpoint, and how each layout is read into it.
 
-Layouts (docs/checkpoints.md has the tables):
-  linen     params/params/..., opt_state (a list with holes), step; NNX runs of MaxText add nnx_aux
-  nnx       model/..., optimizer/{opt_state,step}; leaves bare or under `value`
-  nnx_old   params/.../value, opt_state, step
-  maxghost  as nnx, written by this trainer: bare leaves, stacked layers on dimension 0
-  params    parameters alone, with or without `value`, also below `base/` or `model_params/`
-Writing, comparing and listing work on `Checkpoint` alone.
+docs/checkpoints.md has the table of layouts. Writing, comparing and listing work on `Checkpoint` alone.
 """
 
 import contextlib
@@ -80,7 +74,7 @@ class Checkpoint:
     opt_leaves, opt_empties: The rest of opt_state.
     aux: Random keys, counts, batch statistics.
     aux_plain: Those of them that are not random.
-    kept: Keys of no layout, by top-level key.
+    kept: Keys of no layout.
     loop_state: What a maxghost trainer saves beside model and optimizer.
   """
 
@@ -96,8 +90,8 @@ class Checkpoint:
   step: StoredArray | None = None
   aux: ParamTree = field(default_factory=ParamTree)
   aux_plain: list[Path] = field(default_factory=list)
-  kept: dict[str, dict[tuple, StoredArray | Empty]] = field(default_factory=dict)
-  loop_state: dict[str, dict[tuple, StoredArray | Empty]] = field(default_factory=dict)
+  kept: dict[Path, StoredArray | Empty] = field(default_factory=dict)
+  loop_state: dict[Path, StoredArray | Empty] = field(default_factory=dict)
   dropped: list[str] = field(default_factory=list)
 
   @property
@@ -141,7 +135,7 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpo
     raise LayoutError(f"{raw.origin} holds no parameters")
   checkpoint = Checkpoint(raw, layout, scan_axis, wrapped, params, step=sections["step"].get(()), aux_plain=aux_plain)
   if layout == MAXGHOST:
-    checkpoint.loop_state = _by_top(extra)
+    checkpoint.loop_state = extra
   else:
     _read_unknown(checkpoint, extra, options)
   forms = find_containers(aux, (*names, *map(slash_path, found)), stacked)
@@ -165,10 +159,6 @@ def _below_prefix(nodes: dict) -> tuple[dict, str]:
 
 def _tops(nodes: Iterable[Path]) -> list[str]:
   return list(dict.fromkeys(path[0] for path in nodes if path))
-
-
-def _by_top(nodes: Mapping[Path, Any]) -> dict[str, dict[Path, Any]]:
-  return {top: {path: node for path, node in nodes.items() if path[0] == top} for top in _tops(nodes)}
 
 
 def _detect(nodes: dict, raw: RawTree, prefix: str) -> str:
@@ -212,7 +202,7 @@ def _sections(nodes: dict, layout: str, origin: str) -> tuple[dict[str, dict], d
 
 def _read_unknown(checkpoint: Checkpoint, extra: dict, options: ReadOptions) -> None:
   """Splits what the layout does not know into what the user keeps and drops; refuses the rest by name."""
-  kept, known = {}, set()
+  known = set()
   for path, node in extra.items():
     names = {slash_path(path[:depth]) for depth in range(1, len(path) + 1)}
     known |= names
@@ -221,7 +211,7 @@ def _read_unknown(checkpoint: Checkpoint, extra: dict, options: ReadOptions) -> 
     elif options.keep_unknown or names.intersection(options.keep):
       if isinstance(node, Text):
         raise LayoutError(f"leaf {slash_path(path)} is text, which cannot be moved; pass --drop {path[0]}")
-      kept[path] = node
+      checkpoint.kept[path] = node
     else:
       inside = path[0] in ("params", "optimizer", "nnx_aux") and len(path) > 1
       name = slash_path(path[: 1 + inside])
@@ -229,7 +219,6 @@ def _read_unknown(checkpoint: Checkpoint, extra: dict, options: ReadOptions) -> 
   for name in (*options.keep, *options.drop):
     if name not in known:
       raise LayoutError(f"--keep or --drop {name}: the checkpoint has no such extra key{did_you_mean(name, known)}")
-  checkpoint.kept = _by_top(kept)
 
 
 def _unwrap_sections(sections: dict[str, dict], layout: str, options: ReadOptions) -> bool:

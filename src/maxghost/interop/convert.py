@@ -118,12 +118,10 @@ def with_key_type(words: np.ndarray, key_impl: str | None) -> Any:
 
 def _target_layout(checkpoint: Checkpoint, to: str, direction: str) -> str:
   is_linen = checkpoint.layout == LINEN
-  if direction == "linen_to_nnx" and not is_linen:
-    raise LayoutError("source is NNX layout; linen_to_nnx refused")
-  if direction == "nnx_to_linen" and is_linen:
-    raise LayoutError("source is Linen layout; nnx_to_linen refused")
   if direction not in DIRECTIONS:
     raise LayoutError(f"direction={direction}: use {', '.join(DIRECTIONS)}")
+  if direction == ("nnx_to_linen" if is_linen else "linen_to_nnx"):
+    raise LayoutError(f"source is {'Linen' if is_linen else 'NNX'} layout; {direction} refused")
   wanted = to or (NNX if is_linen else LINEN)
   if wanted not in TARGETS:
     raise LayoutError(f"to={to}: use {', '.join(TARGETS)}")
@@ -133,16 +131,15 @@ def _target_layout(checkpoint: Checkpoint, to: str, direction: str) -> str:
 
 
 def check_target(raw: RawTree, out: Path) -> None:
-  source = raw.location.item.resolve()
-  target = out.resolve()
-  if target in (source, raw.location.step.resolve()):
-    raise LayoutError(f"target equals source: {out}; name a new folder")
-  if source.is_relative_to(target):
-    raise LayoutError(f"target {out} holds the source; name a new folder")
-  if target.is_relative_to(raw.location.step.resolve()):
-    raise LayoutError(f"target {out} lies inside the source; name a folder outside it")
-  if out.exists() or out.is_symlink():
-    raise LayoutError(f"target {out} exists; name a new folder")
+  source, step, target = raw.location.item.resolve(), raw.location.step.resolve(), out.resolve()
+  for is_wrong, text in (
+    (target in (source, step), f"target equals source: {out}"),
+    (source.is_relative_to(target), f"target {out} holds the source"),
+    (target.is_relative_to(step), f"target {out} lies inside the source"),
+    (out.exists() or out.is_symlink(), f"target {out} exists"),
+  ):
+    if is_wrong:
+      raise LayoutError(f"{text}; name a new folder")
 
 
 def check_space(raw: RawTree, plan: Plan, out: Path) -> None:

@@ -4,6 +4,7 @@ Parameters, moments and random keys go through one transform, so they all get th
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -129,11 +130,11 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
   if target.layout == MAXGHOST and not target.bare:
     kept = kept | checkpoint.loop_state
   elif checkpoint.loop_state:
-    plan.notes.append(f"left out, as only a maxghost run knows it: {', '.join(checkpoint.loop_state)}")
-  for key, nodes in kept.items():
-    plan.empties += [(path, node) for path, node in nodes.items() if isinstance(node, Empty)]
-    plan.leaves += [TargetLeaf(path, (Ref(node),)) for path, node in nodes.items() if isinstance(node, StoredArray)]
-    plan.notes.append(f"kept as it is: {key} ({len(nodes)} leaves)")
+    names = dict.fromkeys(path[0] for path in checkpoint.loop_state)
+    plan.notes.append(f"left out, as only a maxghost run knows it: {', '.join(names)}")
+  plan.empties += [(path, node) for path, node in kept.items() if isinstance(node, Empty)]
+  plan.leaves += [TargetLeaf(path, (Ref(node),)) for path, node in kept.items() if isinstance(node, StoredArray)]
+  plan.notes += [f"kept as it is: {key} ({n} leaves)" for key, n in Counter(path[0] for path in kept).items()]
   if checkpoint.dropped:
     plan.notes.append(f"dropped: {len(checkpoint.dropped)} leaves, the first {checkpoint.dropped[0]}")
   plan.custom_metadata = _metadata(checkpoint, target, scan_axis, [*forms.values()], aux)

@@ -104,9 +104,8 @@ def _tensors(file: GgufFile, stored: list) -> Iterator[tuple[str, StoredArray]]:
   heads["attn_k"] = file.size("attention.head_count_kv", heads["attn_q"])
   names = _huggingface_names(file, len(stored))
   for tensor in stored:
-    _check_type(file.path, tensor)
     part = tensor.name.split(".")[-2] if "." in tensor.name else ""
-    theirs = names[tensor.name] if tensor.name in names else str(tensor.name)
+    theirs = str(names.get(tensor.name, tensor.name))
     yield theirs, _tensor(file.path, theirs, tensor, heads.get(part, 0) if file.family.gguf_pairs else 0)
 
 
@@ -126,27 +125,23 @@ def _huggingface_names(file: GgufFile, most: int) -> dict[str, str]:
   return names
 
 
-def _check_type(path: Path, tensor: Any) -> None:
-  """Raises LayoutError for a tensor of integers, and for blocks that the package cannot decode."""
+def _tensor(path: Path, name: str, stored: Any, heads: int) -> StoredArray:
+  """heads: those whose rows are to be put in order; 0 for none.
+
+  Raises LayoutError for a tensor of integers, and for blocks that the package cannot decode.
+  """
   import gguf
 
-  kind = tensor.tensor_type
+  kind, shape = stored.tensor_type, tuple(int(size) for size in stored.shape[::-1])
   try:
     _, size = gguf.GGML_QUANT_SIZES[kind]
     if kind not in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
       gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
   except NotImplementedError:
-    raise LayoutError(f"{path}: {tensor.name} is of type {kind.name}, which is not read") from None
-
-
-def _tensor(path: Path, name: str, stored: Any, heads: int) -> StoredArray:
-  """heads: those whose rows are to be put in order; 0 for none."""
-  import gguf
-
-  shape = tuple(int(size) for size in stored.shape[::-1])
+    raise LayoutError(f"{path}: {stored.name} is of type {kind.name}, which is not read") from None
 
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
-    array = gguf.quants.dequantize(stored.data, stored.tensor_type).astype(np.float32, copy=False).reshape(shape)
+    array = gguf.quants.dequantize(stored.data, kind).astype(np.float32, copy=False).reshape(shape)
     if heads:  # rows of a head from (pair, member) to (member, pair)
       rows, columns = shape
       array = array.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)

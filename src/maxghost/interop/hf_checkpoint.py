@@ -1,11 +1,8 @@
 """Hugging Face models in and out, one tensor at a time.
 
-  python tools/hf_checkpoint.py import HF_FOLDER TARGET      a folder with items/, config.yml and tokenizer/
-  python tools/hf_checkpoint.py import MODEL.gguf TARGET     the same from a GGUF file of a Llama model
-  python tools/hf_checkpoint.py export CHECKPOINT TARGET     a folder that transformers loads
-
-An import keeps every tensor's bits and dtype, and is read again and compared. Exit code 0: written; 1: what was
-written differs (nothing is left); 2: refused, with the tensors named.
+An import makes a folder with items/, config.yml and tokenizer/ of a Hugging Face folder or a GGUF file; it keeps every
+tensor's bits and dtype. An export makes a folder that transformers loads. Both are read again and compared. Exit code
+0: written; 1: what was written differs (nothing is left); 2: refused, with the tensors named.
 """
 
 import argparse

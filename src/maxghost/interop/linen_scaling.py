@@ -1,17 +1,10 @@
 """Moves 1/sqrt(head_dim) of attention out of MaxText's query weights, and back in.
 
 MaxText's llama2, mistral, mixtral, gemma and gemma2 blocks compute softmax(q k) and keep the factor in the query
-weights; maxghost computes softmax(q k / sqrt(h)). The two functions are equal when the query weights are multiplied by
-s = sqrt(h); their gradients are then divided by s, so first moments are divided by s and second moments by s^2 = h.
-(MaxText's qwen2, qwen3, gpt_oss, llama4, olmo3 and gemma3 blocks divide in the forward pass, as maxghost does: nothing
-to do there.) This changes values, so the converter does not do it. It is exact, and so is its inverse, where sqrt(h) is
-a power of two (h = 16, 64, 256); otherwise each direction rounds once.
-
-  maxghost checkpoint rescale --source_path A --target_path B --head_dim 16 --to maxghost|maxtext
-
-The function is the same after the step, but training differs: the size of Adam's step does not depend on the scale of a
-weight, so a query weight that is s times larger changes s times less in proportion.
-h head width.
+weights; maxghost computes softmax(q k / sqrt(h)), h being the head width. The two functions are equal when the query
+weights are multiplied by s = sqrt(h); their gradients are then divided by s, so first moments are divided by s and
+second moments by h. This changes values, so the converter does not do it. It is exact, and so is its inverse, where s
+is a power of two; otherwise each direction rounds once. docs/checkpoints.md says how training differs.
 """
 
 import argparse

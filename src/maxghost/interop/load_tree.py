@@ -73,7 +73,7 @@ def open_load(
   found.match(target.params, source.params)
   unused = [leaf_text(leaf) for leaf, ref in source.params.leaves.items() if ref not in found.used]
   found.match(target.aux, source.aux, optional=True)
-  found.match(_loop_state(target), _loop_state(source), optional=True)
+  found.match(_tree(target.loop_state.items()), _tree(source.loop_state.items()), optional=True)
   if "optimizer" in wanted:
     for place, tree in target.moments.items():
       found.match(tree, _moment(source, place), f"opt_state/{slash_path(place)}/")
@@ -153,10 +153,6 @@ class _Matcher:
 
 def _tree(arrays: Iterable[tuple[Path, Any]]) -> ParamTree:
   return ParamTree({(path, None): Ref(array) for path, array in arrays if isinstance(array, StoredArray)})
-
-
-def _loop_state(checkpoint: Checkpoint) -> ParamTree:
-  return _tree(item for nodes in checkpoint.loop_state.values() for item in nodes.items())
 
 
 def _moment(source: Checkpoint, place: Path) -> ParamTree:
