@@ -267,7 +267,10 @@ def _write_arrays(
       shape[leaf.axis] = 1
     chunk = chunk_of(tuple(shape), leaf.dtype.itemsize, block_bytes)
     name, stored_chunk = ".".join(map(str, leaf.path)), [max(1, size) for size in chunk]
-    store = store_of(name, metadata=_zarr3(leaf, stored_chunk))
+    grid = {"name": "regular", "configuration": {"chunk_shape": stored_chunk}}
+    codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "zstd", "configuration": {"level": 1}}]
+    zarr3 = {"shape": leaf.shape, "data_type": leaf.dtype.name, "chunk_grid": grid, "codecs": codecs}
+    store = store_of(name, metadata=zarr3)
     for index in blocks_of(leaf.shape, chunk):
       block = read_block(reader, leaf, index)
       store[index].write(block if change is None else change(leaf.path, block)).result()
@@ -281,22 +284,6 @@ def _write_arrays(
     notes.append({"array_metadata": about})
   transaction.commit_async().result()
   return notes
-
-
-def _zarr3(leaf: TargetLeaf, chunk: list[int]) -> dict[str, Any]:
-  little = {"name": "bytes", "configuration": {"endian": "little"}}
-  sharding = {
-    "chunk_shape": chunk,
-    "codecs": [little, {"name": "zstd", "configuration": {"level": 1}}],
-    "index_codecs": [little, {"name": "crc32c"}],
-    "index_location": "end",
-  }
-  return {
-    "shape": leaf.shape,
-    "data_type": leaf.dtype.name,
-    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-    "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-  }
 
 
 def read_block(reader: LayerReader, leaf: TargetLeaf, index: tuple[slice, ...] | None = None) -> np.ndarray:
