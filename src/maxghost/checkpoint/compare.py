@@ -152,7 +152,10 @@ def _items(checkpoint: Checkpoint, params_only: bool, rngs: bool, loop_state: bo
   for prefix, tree in trees.items():
     for (path, layer), ref in tree.leaves.items():
       items.setdefault(f"{prefix}/{slash_path(path)}", {})[layer] = ref
-  return items | {path: {None: Ref(node)} for path, node in single.items() if isinstance(node, StoredArray)}
+  for path, node in single.items():
+    if isinstance(node, StoredArray):
+      items[path] = {None: Ref(node)}
+  return items
 
 
 class _ValueComparer:

@@ -96,13 +96,8 @@ def convert(
       say(f"  (nothing) -> {slash_path(path)}  {empty.kind}")
     say("dry run: nothing was written")
     return plan
-  check_space(raw, plan, out)
-  with new_folder(out) as temporary:
-    place = place_like(raw, temporary)
-    write_plan(raw, plan, place, ram_bytes)
-    if verify:
-      rngs = not (target.bare or target.drop_rngs)
-      check_written(checkpoint, open_at(place, str(out)), params_only=target.bare, rngs=rngs, ram_bytes=ram_bytes)
+  rngs = not (target.bare or target.drop_rngs)
+  write_checkpoint(checkpoint, plan, out, verify=verify, ram_bytes=ram_bytes, params_only=target.bare, rngs=rngs)
   say(f"written {out}" + (", verified byte by byte" if verify else ", not verified (--no-verify)"))
   return plan
 
@@ -153,10 +148,27 @@ def check_space(raw: RawTree, plan: Plan, out: Path) -> None:
     raise LayoutError(f"{existing} has {free / 1e9:.2f} GB free, the checkpoint needs about {needed / 1e9:.2f} GB")
 
 
-def place_like(raw: RawTree, folder: Path) -> Location:
-  """The place of the tree in `folder`, with an item level where the source was given with one."""
-  has_level = raw.location.item != full_path(raw.origin)
-  return Location(item=folder / "items" if has_level else folder, step=folder)
+def write_checkpoint(
+  checkpoint: Checkpoint,
+  plan: Plan,
+  out: Path,
+  *,
+  verify: bool = True,
+  ram_bytes: int = DEFAULT_RAM_BYTES,
+  change: Callable[[TreePath, np.ndarray], np.ndarray] | None = None,
+  **options: Any,
+) -> None:
+  """Writes the new folder `out`, with an item level where the source was given with one.
+
+  change(path, block): applied elementwise. options: of `check_written`.
+  """
+  check_space(checkpoint.raw, plan, out)
+  has_level = checkpoint.raw.location.item != full_path(checkpoint.raw.origin)
+  with new_folder(out) as temporary:
+    place = Location(item=temporary / "items" if has_level else temporary, step=temporary)
+    write_plan(checkpoint.raw, plan, place, ram_bytes, change)
+    if verify:
+      check_written(checkpoint, open_at(place, str(out)), ram_bytes=ram_bytes, **options)
 
 
 @contextlib.contextmanager
@@ -192,8 +204,7 @@ def write_plan(
 ) -> None:
   """Writes the planned arrays into a folder made by `new_folder`, in the form of Orbax.
 
-  At most one block and _COMMIT_BYTES of blocks not yet committed are held in memory. `change(path, block)` is applied
-  elementwise.
+  At most one block and _COMMIT_BYTES of blocks not yet committed are held in memory.
   """
   place.item.mkdir(exist_ok=True)
   entries = [(leaf.path, "np.ndarray", {"write_shape": list(leaf.shape)}) for leaf in plan.leaves]
@@ -302,26 +313,21 @@ def read_block(reader: LayerReader, leaf: TargetLeaf, index: tuple[slice, ...] |
 def check_written(
   checkpoint: Checkpoint,
   written: RawTree,
-  *,
-  params_only: bool = False,
-  rngs: bool = False,
-  ram_bytes: int = DEFAULT_RAM_BYTES,
   is_expected: Callable[[compare.Row], bool] = lambda row: False,
+  **options: Any,
 ) -> None:
   """Reads a written tree without hints and compares every leaf with the source; options as in `compare.compare`.
 
   Raises VerificationError for a difference that is not expected.
   """
   target = read_checkpoint(written, ReadOptions(keep_unknown=True))
-  rows = compare.compare(checkpoint, target, params_only=params_only, rngs=rngs, ram_bytes=ram_bytes).rows
+  rows = compare.compare(checkpoint, target, **options).rows
   # Moments in another form than the parameters are repaired on the way: a difference, but not from what was planned.
   repaired = not target.odd_moments()
   wrong = [row for row in rows if not is_expected(row) and not (repaired and row.kind == compare.STRUCTURE)]
   if wrong:
-    raise VerificationError(
-      f"verification failed: {len(wrong)} {'parameters' if params_only else 'leaves'} differ, the first: "
-      f"{wrong[0].text()}; nothing is left at the target"
-    )
+    what = f"{len(wrong)} {'parameters' if options.get('params_only') else 'leaves'} differ"
+    raise VerificationError(f"verification failed: {what}, the first: {wrong[0].text()}; nothing is left at the target")
 
 
 def _summary(source: Checkpoint, target: Target, plan: Plan, out: Path) -> list[str]:

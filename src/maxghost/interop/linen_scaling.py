@@ -16,9 +16,9 @@ import numpy as np
 
 from maxghost.checkpoint import compare
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint, without_value
-from maxghost.checkpoint.layouts_store import LayoutError, TreePath, full_path, open_at, tool
+from maxghost.checkpoint.layouts_store import LayoutError, TreePath, full_path, tool
 from maxghost.config.values import slash_path
-from maxghost.interop.convert import check_target, check_written, new_folder, place_like, write_plan
+from maxghost.interop.convert import check_target, write_checkpoint
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
 
@@ -91,10 +91,7 @@ def rescale_checkpoint(
   def is_rescaled(row: compare.Row) -> bool:
     return row.kind == compare.VALUE and is_query(tuple(row.path.split("/")))
 
-  with new_folder(out) as temporary:
-    place = place_like(raw, temporary)
-    write_plan(raw, plan, place, change=change)
-    check_written(checkpoint, open_at(place, str(place.step)), rngs=True, is_expected=is_rescaled)
+  write_checkpoint(checkpoint, plan, out, change=change, rngs=True, is_expected=is_rescaled)
   say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}) to {to}'s convention, the rest copied")
 
 

@@ -78,8 +78,7 @@ def open_load(
     for place, tree in target.moments.items():
       found.match(tree, _moment(source, place), f"opt_state/{slash_path(place)}/")
     found.match(_tree(target.opt_leaves.items()), _counts(target, source), "opt_state/")
-    steps = [_tree([((), checkpoint.step)] if checkpoint.step else []) for checkpoint in (target, source)]
-    found.match(*steps, "step", cast=True)
+    found.match(_tree([((), target.step)]), _tree([((), source.step)]), "step", cast=True)
   if unused:
     found.problems.append(f"has {listed(unused)}, unknown to the model")
   if found.problems:

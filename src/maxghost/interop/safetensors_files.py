@@ -115,7 +115,7 @@ def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
   """bfloat16[E, in, out] from blocks uint8[E, out, G, 16] and scales uint8[E, out, G]; NaN where a scale is 255."""
   byte = np.arange(256, dtype=np.uint8)
   pairs = np.stack([byte & 15, byte >> 4], axis=-1).view(ml_dtypes.float4_e2m1fn).astype(ml_dtypes.bfloat16)
-  values = pairs[blocks]
+  values: Any = pairs[blocks]
   values *= scales.view(ml_dtypes.float8_e8m0fnu).astype(ml_dtypes.bfloat16)[..., None, None]
   return values.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
 
