@@ -7,6 +7,7 @@ block. Exit code 0: equal; 1: different; 2: one of them cannot be read.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -252,13 +253,9 @@ def _gap(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _ranges(numbers: Sequence[int]) -> str:
   """0-3, 5"""
-  parts: list[list[int]] = []
-  for n in sorted(numbers):
-    if parts and n == parts[-1][1] + 1:
-      parts[-1][1] = n
-    else:
-      parts.append([n, n])
-  return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+  runs = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+  ends = [(members[0][1], members[-1][1]) for members in (list(run) for _, run in runs)]
+  return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)
 
 
 def compare_checkpoints(

@@ -138,11 +138,6 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
   if checkpoint.dropped:
     plan.notes.append(f"dropped: {len(checkpoint.dropped)} leaves, the first {checkpoint.dropped[0]}")
   plan.custom_metadata = _metadata(checkpoint, target, scan_axis, [*forms.values()], aux)
-  order: dict[int, int] = {}
-  for leaf in plan.leaves:
-    for ref in leaf.parts:
-      order.setdefault(id(ref.array), len(order))
-  plan.leaves.sort(key=lambda leaf: order[id(leaf.parts[0].array)])
   return plan
 
 

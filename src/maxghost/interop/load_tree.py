@@ -88,6 +88,8 @@ def open_load(
     raise LayoutError(f"{path}: nothing tells whether MaxText or maxghost scaled the query weights; pass head_dim=None")
 
   def read_all() -> dict:
+    import jax
+
     reader = LayerReader(_HOLD_BYTES)
     arrays: dict[TreePath, Any] = {}
     for leaf in found.leaves:
@@ -95,9 +97,15 @@ def open_load(
       if rescale and head_dim is not None and is_query(leaf.path):
         block = rescale_leaf(leaf.path, block, head_dim, MAXGHOST)
       arrays[leaf.path] = _put(block, leaf.key_impl, _look_up(wanted, leaf.path))
-    fresh = {leaf: _initial(leaf, _look_up(wanted, leaf)) for leaf in found.fresh}
-    left_out = [leaf for leaf, value in fresh.items() if value is None]
-    kept = {leaf: value for leaf, value in fresh.items() if value is not None}
+    kept, left_out = {}, []
+    for leaf in found.fresh:
+      like = _look_up(wanted, leaf)
+      if not isinstance(like, jax.ShapeDtypeStruct):
+        kept[leaf] = like
+      elif leaf == ("clip_factor",):
+        kept[leaf] = _put(np.ones(like.shape, like.dtype), None, like)
+      else:
+        left_out.append(leaf)
     for what, leaves in (("kept at its initial value", kept), ("left out", left_out)):
       if leaves:
         say(f"not in {path}, {what}: {', '.join(map(slash_path, leaves))}")
@@ -168,15 +176,6 @@ def _counts(target: Checkpoint, source: Checkpoint) -> ParamTree:
     equal = len({array.read(None).tobytes() for array in named}) == 1
     found[path] = source.opt_leaves.get(path, named[0] if equal else None)
   return _tree(found.items())
-
-
-def _initial(path: TreePath, wanted: Any) -> Any:
-  """The value of what the checkpoint does not have; None where only its shape is known."""
-  import jax
-
-  if not isinstance(wanted, jax.ShapeDtypeStruct):
-    return wanted
-  return _put(np.ones(wanted.shape, wanted.dtype), None, wanted) if path == ("clip_factor",) else None
 
 
 def _look_up(tree: Any, path: TreePath) -> Any:
