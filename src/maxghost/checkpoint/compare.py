@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.checkpoint.layouts import LAYOUTS, Checkpoint, ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts import Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, Ref, blocks_of, chunk_of
 from maxghost.checkpoint.layouts_store import Opener, StoredArray, open_tree, tool
 from maxghost.config import ConfigError
@@ -259,21 +259,13 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def compare_checkpoints(
-  a: str | os.PathLike,
-  b: str | os.PathLike,
-  *,
-  read_a: ReadOptions | None = None,
-  read_b: ReadOptions | None = None,
-  opener: Opener = open_tree,
-  **options: Any,
+  a: str | os.PathLike, b: str | os.PathLike, opener: Opener = open_tree, **options: Any
 ) -> Comparison:
   """Compares two checkpoint folders; options as in `compare`. Raises LayoutError where one cannot be read.
 
   opener: opens a folder; `interop.huggingface.open_tree` knows Hugging Face folders too.
   """
-  default = ReadOptions(keep_unknown=True)
-  left = read_checkpoint(opener(a), read_a or default)
-  right = read_checkpoint(opener(b), read_b or default)
+  left, right = (read_checkpoint(opener(path), ReadOptions(keep_unknown=True)) for path in (a, b))
   return compare(left, right, **options)
 
 
@@ -289,17 +281,9 @@ def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
   add("--rtol", type=float, default=0.0, help="allowed difference, as a share of each element of B")
   add("--json", action="store_true", help="print one JSON object")
   add("--max_rows", "--max-rows", type=int, default=20, help="differences printed; 0 = all")
-  for side in ("a", "b"):
-    add(f"--layout_{side}", choices=LAYOUTS, default="", help=f"layout of {side.upper()}; default: told from the tree")
-    add(f"--scan_axis_{side}", type=int, help=f"dimension of stacked layers in {side.upper()}")
-  add("--layer_containers", default="", metavar="NAME,...", help="more names of layer containers")
   options = vars(parser.parse_args(argv))
   if min(options["atol"], options["rtol"]) < 0:
     raise ConfigError(f"atol={options['atol']} rtol={options['rtol']}: must be 0 or more")
-  containers = tuple(filter(None, options.pop("layer_containers").split(",")))
-  for side in ("a", "b"):
-    layout, axis = options.pop(f"layout_{side}"), options.pop(f"scan_axis_{side}")
-    options[f"read_{side}"] = ReadOptions(layout, axis, containers, keep_unknown=True)
   as_json, max_rows = options.pop("json"), options.pop("max_rows")
   result = compare_checkpoints(**options, opener=opener)
   content = {"equal": result.equal, "left": options["a"], "right": options["b"], **dataclasses.asdict(result)}

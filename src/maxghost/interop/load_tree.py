@@ -44,7 +44,6 @@ def open_load(
   *,
   head_dim: int | None = None,
   widen: bool = False,
-  read: ReadOptions | None = None,
   say: Callable[[str], None] = print,
 ) -> Callable[[], dict]:
   """Pairs the arrays of the checkpoint `path` with the leaves of `wanted`; reads headers only.
@@ -58,7 +57,6 @@ def open_load(
       (jax.ShapeDtypeStruct). A leaf without a sharding is read as a numpy array.
     head_dim: Rescales query weights in MaxText's convention (see `linen_scaling`); None = never.
     widen: Whether a parameter may have a narrower float dtype, whose values the wanted one holds exactly.
-    read: How to read the checkpoint.
     say: Receives each message for the user.
 
   Returns:
@@ -67,7 +65,7 @@ def open_load(
   Raises:
     LayoutError: It names every parameter and moment that is missing or has another shape or dtype.
   """
-  source = read_checkpoint(open_tree(path), read or ReadOptions(keep_unknown=True))
+  source = read_checkpoint(open_tree(path), ReadOptions(keep_unknown=True))
   target = read_checkpoint(tree_from_memory(wanted, "the model"), ReadOptions(layout=MAXGHOST, scan_axis=0))
   found = _Matcher(widen)
   found.match(target.params, source.params)
