@@ -28,6 +28,7 @@ STEP_METADATA = "_CHECKPOINT_METADATA"
 TREE_METADATA = "_METADATA"
 _EMPTY_TYPES = ("None", "Dict", "List", "Tuple", "NamedTuple")
 _OPEN_AT_ONCE = 256
+_MOST_UNLIKE = 8
 
 TreePath = tuple[str | int, ...]
 
@@ -331,10 +332,15 @@ def key_words(key: Any) -> Any:
   return jax.eval_shape(jax.random.key_data, key) if isinstance(key, jax.ShapeDtypeStruct) else jax.random.key_data(key)
 
 
-def misfit(origin: Any, problems: Sequence[str], most: int = 8) -> str:
-  """The error for a checkpoint whose leaves are not those of the model."""
-  more = f"; and {len(problems) - most} more" if len(problems) > most else ""
-  return f"checkpoint {origin} does not fit this model: {'; '.join(problems[:most])}{more}"
+def misfit(origin: Any, missing: Sequence[str], extra: Sequence[str], unlike: Sequence[str]) -> str:
+  """The error for a checkpoint whose leaves are not those of the model; '' where they are.
+
+  unlike: a text for each leaf of another shape or dtype.
+  """
+  problems = [f"misses {listed(missing)}"] if missing else []
+  problems += [f"has {listed(extra)}, unknown to the model"] if extra else []
+  problems += [*unlike[:_MOST_UNLIKE], *([f"and {len(unlike) - _MOST_UNLIKE} more"] if unlike[_MOST_UNLIKE:] else [])]
+  return f"checkpoint {origin} does not fit this model: {'; '.join(problems)}" if problems else ""
 
 
 def _memory_node(path: TreePath, leaf: Any) -> Node:

@@ -18,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from maxghost.checkpoint.checksum import checksums
-from maxghost.checkpoint.layouts_store import full_path, is_typed_key, key_impl, key_words, listed, misfit
+from maxghost.checkpoint.layouts_store import full_path, is_typed_key, key_impl, key_words, misfit
 from maxghost.parallel import distributed
 
 FORMAT_VERSION = 1
@@ -165,17 +165,14 @@ def _check_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, An
 
   stored, wanted: leaf path -> anything with `shape` and `dtype`.
   """
-  problems = []
-  if missing := sorted(wanted.keys() - stored.keys()):
-    problems.append(f"misses {listed(missing)}")
-  if extra := sorted(stored.keys() - wanted.keys()):
-    problems.append(f"has {listed(extra)}, unknown to the model")
+  unlike = []
   for name in sorted(wanted.keys() & stored.keys()):
     have, want = stored[name], wanted[name]
     if tuple(have.shape) != tuple(want.shape) or have.dtype != want.dtype:
-      problems.append(f"{name} is {have.dtype}{list(have.shape)} there and {want.dtype}{list(want.shape)} in the model")
-  if problems:
-    raise CheckpointError(misfit(path, problems))
+      unlike.append(f"{name} is {have.dtype}{list(have.shape)} there and {want.dtype}{list(want.shape)} in the model")
+  missing, extra = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
+  if text := misfit(path, sorted(missing), sorted(extra), unlike):
+    raise CheckpointError(text)
 
 
 def _flatten(tree: Any) -> dict[str, Any]:

@@ -36,19 +36,16 @@ class GgufFile:
   metadata: Mapping[str, Any]
   tensors: dict[str, StoredArray]
 
-  def size(self, name: str, default: int | None = None) -> int:
-    """A whole number of at least 1 that the file says of the architecture. Raises LayoutError where it says none."""
-    value = self.metadata.get(f"{self.family.gguf}.{name}", default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-      raise LayoutError(f"{self.path}: {self.family.gguf}.{name}={value!r:.60} is no size")
-    return value
+  def number(self, name: str, kind: type = int, default: float | None = None) -> Any:
+    """A positive number that the file says of the architecture. Raises LayoutError where it says none.
 
-  def real(self, name: str, default: float | None = None) -> float:
-    """A number stored as float32, as the shortest decimal of it, which is what was meant."""
+    A float is stored as float32; it comes as the shortest decimal of that, which is what was meant.
+    """
     value = self.metadata.get(f"{self.family.gguf}.{name}", default)
-    if not isinstance(value, float) or not 0 < value < np.inf:
-      raise LayoutError(f"{self.path}: {self.family.gguf}.{name}={value!r:.60} is no positive number")
-    return float(str(np.float32(value)))
+    if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < np.inf:
+      what = "size" if kind is int else "positive number"
+      raise LayoutError(f"{self.path}: {self.family.gguf}.{name}={value!r:.60} is no {what}")
+    return value if kind is int else float(str(np.float32(value)))
 
   def texts(self, name: str) -> list[str]:
     value = self.metadata.get(f"tokenizer.ggml.{name}")
@@ -100,8 +97,8 @@ def open_file(path: Path) -> GgufFile:
 
 
 def _tensors(file: GgufFile, stored: list) -> Iterator[tuple[str, StoredArray]]:
-  heads = {"attn_q": file.size("attention.head_count")}
-  heads["attn_k"] = file.size("attention.head_count_kv", heads["attn_q"])
+  heads = {"attn_q": file.number("attention.head_count")}
+  heads["attn_k"] = file.number("attention.head_count_kv", default=heads["attn_q"])
   names = _huggingface_names(file, len(stored))
   for tensor in stored:
     part = tensor.name.split(".")[-2] if "." in tensor.name else ""
@@ -114,7 +111,7 @@ def _huggingface_names(file: GgufFile, most: int) -> dict[str, str]:
   import gguf
 
   number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.family.gguf)
-  num_layers = min(file.size("block_count"), most)  # no file has more layers than tensors
+  num_layers = min(file.number("block_count"), most)  # no file has more layers than tensors
   known = gguf.get_tensor_name_map(number, num_layers)
   names = {}
   for rule in file.family.huggingface.tensors:
@@ -160,14 +157,14 @@ def config_json(file: GgufFile) -> dict[str, Any]:
   embedding = file.tensors.get("model.embed_tokens.weight")
   if embedding is None:
     raise LayoutError(f"{file.path} lacks token_embd.weight")
-  content = {theirs: file.size(ours) for theirs, ours in _SIZES.items()}
+  content = {theirs: file.number(ours) for theirs, ours in _SIZES.items()}
   return content | {
     "model_type": file.family.huggingface.model_type,
     "vocab_size": embedding.shape[0],
-    "num_key_value_heads": file.size("attention.head_count_kv", content["num_attention_heads"]),
-    "head_dim": file.size("rope.dimension_count", content["hidden_size"] // content["num_attention_heads"]),
-    "rms_norm_eps": file.real("attention.layer_norm_rms_epsilon"),
-    "rope_theta": file.real("rope.freq_base", 10000.0),
+    "num_key_value_heads": file.number("attention.head_count_kv", default=content["num_attention_heads"]),
+    "head_dim": file.number("rope.dimension_count", default=content["hidden_size"] // content["num_attention_heads"]),
+    "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon", float),
+    "rope_theta": file.number("rope.freq_base", float, 10000.0),
     "tie_word_embeddings": "lm_head.weight" not in file.tensors,
   }
 

@@ -23,7 +23,7 @@ from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
 
 MAXGHOST, MAXTEXT = "maxghost", "maxtext"
-# Which power of the gradient a moment holds, by the name optax gives it.
+# Which power of the gradient a moment holds, by the name optax gives it; a weight holds power 0.
 _POWERS = {"mu": 1, "trace": 1, "m": 1, "nu": 2, "v": 2, "v_row": 2, "v_col": 2}
 
 
@@ -34,24 +34,14 @@ def is_query(path: TreePath) -> bool:
 
 def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> np.ndarray:
   """One query leaf, or a block of it, rescaled in float64 and rounded once to its own dtype."""
-  power = _gradient_power(path)
-  factor = float(head_dim) if power == 2 else math.sqrt(head_dim)
-  grows = (power == 0) == (to == MAXGHOST)
+  powers = [_POWERS[name] for name in map(str, path) if name in _POWERS] if "opt_state" in path else [0]
+  if not powers:
+    known = ", ".join(_POWERS)
+    raise LayoutError(f"leaf {slash_path(path)}: it is not known how this state scales with gradients; known: {known}")
+  factor = float(head_dim) if powers[0] == 2 else math.sqrt(head_dim)
+  grows = (powers[0] == 0) == (to == MAXGHOST)
   wide = array.astype(np.float64)
   return (wide * factor if grows else wide / factor).astype(array.dtype)
-
-
-def _gradient_power(path: TreePath) -> int:
-  """0 for a weight, 1 or 2 for a moment."""
-  names = tuple(map(str, path))
-  if "opt_state" not in names:
-    return 0
-  for name in names[names.index("opt_state") + 1 :]:
-    if name in _POWERS:
-      return _POWERS[name]
-  raise LayoutError(
-    f"leaf {slash_path(path)}: it is not known how this state scales with the gradient; known: {', '.join(_POWERS)}"
-  )
 
 
 def rescale_checkpoint(

@@ -18,7 +18,6 @@ from maxghost.checkpoint.layouts_store import (
   StoredArray,
   TreePath,
   is_typed_key,
-  listed,
   misfit,
   nested,
   tree_from_memory,
@@ -77,10 +76,8 @@ def open_load(
       found.match(tree, _moment(source, place), f"opt_state/{slash_path(place)}/")
     found.match(_tree(target.opt_leaves.items()), _counts(target, source), "opt_state/")
     found.match(_tree([((), target.step)]), _tree([((), source.step)]), "step", cast=True)
-  if unused:
-    found.problems.append(f"has {listed(unused)}, unknown to the model")
-  if found.problems:
-    raise LayoutError(misfit(path, found.problems))
+  if text := misfit(path, found.missing, unused, found.unlike):
+    raise LayoutError(text)
   rescale = head_dim is not None and source.values_from == "maxtext"
   if head_dim is not None and not source.values_from and source.layout == NNX:
     raise LayoutError(f"{path}: nothing tells whether MaxText or maxghost scaled the query weights; pass head_dim=None")
@@ -119,7 +116,8 @@ class _Matcher:
     self._widen = widen
     self.leaves: list[TargetLeaf] = []
     self.fresh: list[TreePath] = []
-    self.problems: list[str] = []
+    self.missing: list[str] = []
+    self.unlike: list[str] = []
     self.used: set[Ref] = set()
 
   def match(
@@ -129,26 +127,23 @@ class _Matcher:
     arrays: dict[StoredArray, list] = {}
     for leaf, ref in target.leaves.items():
       arrays.setdefault(ref.array, []).append((ref.index or 0, leaf, ref))
-    missing = []
     for array, layers in arrays.items():
       layers.sort(key=lambda layer: layer[0])
       absent = [leaf for _, leaf, _ in layers if leaf not in source.leaves]
       if absent:
-        missing += absent
         self.fresh += [array.path] if optional else []
+        self.missing += [] if optional else [f"{prefix}{leaf_text(leaf)}" for leaf in absent]
         continue
       for _, leaf, ref in layers:
         part = source.leaves[leaf]
         if part.shape != ref.shape or not (cast or part.dtype == ref.dtype or self._widens(part, ref)):
           there, here = (f"{side.dtype}{list(side.shape)}" for side in (part, ref))
-          self.problems.append(f"{prefix}{leaf_text(leaf)} is {there} there and {here} in the model")
+          self.unlike.append(f"{prefix}{leaf_text(leaf)} is {there} there and {here} in the model")
       parts = tuple(source.leaves[leaf] for _, leaf, _ in layers)
       self.used.update(parts)
       first = layers[0][2]
       dtype = array.dtype.name if (cast or self._widen) and not array.key_impl else ""
       self.leaves.append(TargetLeaf(array.path, parts, None if first.index is None else first.axis, dtype))
-    if missing and not optional:
-      self.problems.append(f"misses {prefix}{listed([leaf_text(leaf) for leaf in missing])}")
 
   def _widens(self, part: Ref, ref: Ref) -> bool:
     """Whether the wanted dtype holds every value of the stored one."""
