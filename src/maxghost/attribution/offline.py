@@ -21,12 +21,13 @@ from maxghost import optimizers
 from maxghost.attribution.corpus import Corpus
 from maxghost.config import Config, ConfigError
 from maxghost.data.types import Batch
-from maxghost.ghost import DirectionSpec, schedules
-from maxghost.ghost.attach import split
+from maxghost.ghost import DirectionSpec
+from maxghost.ghost.attach import prepare_twin
 from maxghost.ghost.low_rank import rank_one_root
-from maxghost.ghost.prepare import prepare_twin
+from maxghost.ghost.schedules import Model, passes
 from maxghost.ghost.sketch import sketch_gradient, sketch_pass
 from maxghost.objectives import create
+from maxghost.optimizers import by_label
 from maxghost.scorelog import Writer
 from maxghost.training import scoring, state
 from maxghost.training.score_recorder import scored_rows
@@ -204,19 +205,17 @@ class Sketcher:
     def respond(train_state, step_batch, val: tuple):
       """(s {label: array}, factor of the products, sketches [K, M, R] of P G / s)."""
       held = nnx.merge(graphdef, train_state)
-      parts = schedules.Model(*nnx.split(held.model, held.optimizer.wrt, ...))
-      passed = schedules.accumulated_plain(parts, objective, step_batch, cfg.optimizer.gradient_accumulation_steps)
+      parts = Model(*nnx.split(held.model, held.optimizer.wrt, ...))
+      passed = passes.accumulated(parts, objective, step_batch, cfg.optimizer.gradient_accumulation_steps)
       _, clip_factor, _ = optimizers.clip(passed.grads, cfg.optimizer.gradient_clipping_threshold)
-      before, grads = rule.read(held.optimizer, clip_factor=clip_factor), schedules.by_label(passed.grads)
+      before, grads = rule.read(held.optimizer, clip_factor=clip_factor), by_label(passed.grads)
       scalars = rule.scalars(before.count, clip_factor)
-      response = {
-        p.label: rule.response(p.spec.parameter, grads[p.label], before.of(p.label), scalars) for p in twin.scored
-      }
+      response = {p.label: rule.response(p.parameter, grads[p.label], before.of(p.label), scalars) for p in twin.scored}
       scale = {p.label: _root(p, response[p.label].weighting(), grads[p.label]) for p in twin.scored}
       sketches = []
       for rows in val:
-        _, (gradient,) = schedules.validation_gradients(*parts, objective.validation(), (rows,))
-        labelled = schedules.by_label(gradient)
+        _, (gradient,) = passes.validation_gradients(parts, objective.validation(), (rows,))
+        labelled = by_label(gradient)
         moved = {label: one.transpose(labelled[label]) / scale[label] for label, one in response.items()}
         sketches.append(sketch_gradient(twin, moved, jax.random.key(_SEED), num_directions))
       factor = rate(before.count) * clip_factor / passed.weights.sum()
@@ -228,7 +227,8 @@ class Sketcher:
       losses_BT, weights_BT = objective(trained, batch)
       slots = scoring.Slots.of(objective, batch, losses_BT, weights_BT, corpus.layout.max_segments)
       key = jax.random.key(_SEED)
-      sketch_MRBT = sketch_pass(twin, *split(trained), objective, batch, key, num_directions, scale)
+      _, params, rest = nnx.split(trained, nnx.Param, ...)
+      sketch_MRBT = sketch_pass(twin, params, rest, objective, batch, key, num_directions, scale)
       sketch_BSMR = jnp.einsum("mrbt,bts->bsmr", sketch_MRBT, slots.used_BTS) * weights_BT.sum()
       return sketch_BSMR, slots.tokens_BS
 
@@ -239,8 +239,8 @@ def _root(param, weighting, like):
   """s of a parameter, [*stack, *parameter]; of rank one where its directions are."""
   if weighting is None:
     return jnp.ones_like(like)
-  if not param.spec.low_rank:
+  if not param.low_rank:
     return jnp.sqrt(weighting)
   axis = len(param.stack_shape)
-  a, b = rank_one_root(1 / jnp.square(param.spec.parameter.matrices(weighting, axis)))
+  a, b = rank_one_root(1 / jnp.square(param.parameter.matrices(weighting, axis)))
   return jax.lax.rsqrt(a[..., :, None] * b[..., None, :]).reshape(weighting.shape)
