@@ -118,7 +118,8 @@ def has_optimizer(path: Path) -> bool:
   from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
   from maxghost.interop.huggingface import open_tree
 
-  return read_checkpoint(open_tree(path), ReadOptions(keep_unknown=True)).has_opt_state
+  held = read_checkpoint(open_tree(path), ReadOptions(keep_unknown=True))
+  return bool(held.moments or held.opt_leaves)
 
 
 def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, step_rows: int) -> int:
