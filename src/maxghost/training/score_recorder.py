@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.scorelog import selection, tokens
+from maxghost.config import Config, plugins
+from maxghost.parallel import distributed
+from maxghost.scorelog import Writer, selection, tokens
 from maxghost.scorelog.format import STEP_SCALARS
 
 QUEUE_LENGTH = 8
@@ -19,6 +21,23 @@ QUEUE_LENGTH = 8
 
 class ScoreLogError(RuntimeError):
   """The scores of a step could not be written."""
+
+
+def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
+  """A recorder of this process's rows, in the run directory at `path`."""
+  ghost, optimizer = cfg.ghost, plugins.OPTIMIZERS[cfg.optimizer.opt_type]
+  writer = Writer(
+    path,
+    tuple(cfg.data.validation_sets),
+    process_index=distributed.index(),
+    period=ghost.ghost_log_period,
+    fingerprint=dataset.fingerprint,
+    num_processes=distributed.count(),
+    objective=cfg.optimizer.objective,
+    ledger=plugins.ledger_columns(cfg.optimizer.opt_type),
+    direction=str(optimizer.direction) if ghost.ghost_direction == "auto" else ghost.ghost_direction,
+  )
+  return ScoreRecorder(writer, dataset.document_id, dataset.source.domains, path / "ghost" / tokens.FOLDER)
 
 
 def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ from maxghost.config.schema import Config
 from maxghost.optimizers import make_optimizer
 from maxghost.parallel import Layout
 from maxghost.parallel.shardings import slash_path
-from maxghost.training.compiling import compiler_options
+from maxghost.training.devices import compiler_options
 from maxghost.training.host_memory import HostMemory
 
 
