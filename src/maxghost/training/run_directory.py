@@ -134,21 +134,6 @@ class RunDirectory:
       self._lock.close()
 
 
-def last_metrics_record(path: Path) -> dict | None:
-  """The last complete record of a metrics.jsonl, or None."""
-  if not path.exists():
-    return None
-  with open(path, "rb") as file:
-    file.seek(max(0, os.path.getsize(path) - (1 << 20)))
-    lines = file.read().split(b"\n")
-  for line in reversed(lines[:-1]):  # text after the last newline is incomplete
-    try:
-      return json.loads(line)
-    except ValueError:
-      return None
-  return None
-
-
 def _entries(path: Path) -> list[str]:
   """Names in the directory, without the traces of a start that was killed."""
   if not path.is_dir():
@@ -196,6 +181,13 @@ def _check_changes(path: Path, changed: dict[str, tuple[Any, Any]]) -> None:
 
 def _completed_steps(path: Path, previous: Config) -> int:
   """The run's number of steps if its last record exists (it is written after everything else), else 0."""
-  record = last_metrics_record(path / METRICS_FILE)
-  steps = previous.run.steps
-  return steps if record is not None and record.get("step") == steps - 1 else 0
+  metrics, steps = path / METRICS_FILE, previous.run.steps
+  if not metrics.exists():
+    return 0
+  with open(metrics, "rb") as file:
+    file.seek(max(0, os.path.getsize(metrics) - (1 << 20)))
+    lines = file.read().split(b"\n")[:-1]  # text after the last newline is incomplete
+  try:
+    return steps if lines and json.loads(lines[-1]).get("step") == steps - 1 else 0
+  except ValueError:
+    return 0

@@ -1,7 +1,5 @@
 """Texts sampled from the model during training, always with the same prompt and random draws."""
 
-import json
-
 from flax import nnx
 
 from maxghost import models
@@ -41,7 +39,3 @@ class Sampler:
     if len(ids) and int(ids[-1]) in self._stop_ids:
       ids = ids[:-1]
     return self._text + self._tokenizer.decode(ids).decode("utf-8", errors="replace")
-
-
-def sample_line(step: int, text: str) -> str:
-  return f"sample after step {step}: {json.dumps(text, ensure_ascii=False)}"

@@ -3,6 +3,7 @@
 B rows of the batch, S slots (segments) a row can hold, K validation sets, N scored slots, U scored units.
 """
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -119,26 +120,24 @@ class ScoreRecorder:
     self._writer = writer
     self._token_folder = token_folder
     self._domains = tuple(domains)
-    self._document_id = document_id
-    self._known: dict[int, Sequence[Any]] = {}
+    self._name = functools.cache(document_id)
     self._error: BaseException | None = None
     self._queue: queue.Queue = queue.Queue(QUEUE_LENGTH)
     self._thread = threading.Thread(target=self._work, name="score-recorder", daemon=True)
     self._thread.start()
 
-  def record(self, step: int, outputs: Mapping[str, np.ndarray], prev_val_loss: np.ndarray | None, batch) -> None:
+  def record(self, step: int, outputs: Mapping | None, prev_val_loss: np.ndarray | None, batch) -> None:
     """Records one step.
 
-    outputs: host copies. prev_val_loss: f32[K], loss of the previous step's validation rows before this step; None for
-    the first step. batch: the one trained on.
+    outputs: host copies; None: no scores. prev_val_loss: f32[K], loss of the previous step's validation rows before
+    this step; None for the first step. batch: the one trained on.
     """
     self._raise_error()
     self._queue.put((step, outputs, prev_val_loss, batch))
 
   def record_end(self, step: int, prev_val_loss: np.ndarray) -> None:
     """Records the validation loss after the last scored step, without scores."""
-    self._raise_error()
-    self._queue.put((step, None, prev_val_loss, None))
+    self.record(step, None, prev_val_loss, None)
 
   def position(self) -> dict:
     """The writer's position after every recorded step; these steps are then on disk."""
@@ -202,11 +201,6 @@ class ScoreRecorder:
       chosen = np.flatnonzero(chosen_BS[scored_BS][first_U]).tolist()
       record["selection_crc"] = selection.append(self._token_folder.parent, step, len(names), chosen)
     self._writer.append(record, columns, names, modules=modules)
-
-  def _name(self, index: int) -> Sequence[Any]:
-    if index not in self._known:
-      self._known[index] = self._document_id(index)
-    return self._known[index]
 
   def _raise_error(self) -> None:
     if self._error is not None:
