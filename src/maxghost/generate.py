@@ -71,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
   from maxghost import load_model
   from maxghost.data.tokenizers import load_tokenizer
-  from maxghost.generation.sampling import Sampling
+  from maxghost.generation import Generator, Sampling
+  from maxghost.generation.samples import encode
 
   sampling = Sampling(args.temperature, args.top_k, args.top_p)
   place, cfg = load_model.find(args.model, args.config, args.otherwise, **({"dtype": args.dtype} if args.dtype else {}))
@@ -80,9 +81,6 @@ def _run(args: argparse.Namespace) -> int:
   prompts = encode(texts, tokenizer, cfg)
   cache_size = _cache_size(args, cfg, max(map(len, prompts)))
   stop_ids = place.stop_ids() | (set() if tokenizer.eos_id is None else {tokenizer.eos_id})
-
-  from maxghost.generation import Generator
-
   graphdef, state = load_model.load(place, cfg, say=lambda line: print(line, file=sys.stderr))
   generator = Generator(graphdef, cache_size, sampling=sampling, stop_ids=sorted(stop_ids))
   rows = [Row(tokenizer, stop_ids, args.stop) for _ in texts]
@@ -109,24 +107,6 @@ def _prompts(args: argparse.Namespace) -> list[str]:
   if args.max_new_tokens < 1:
     raise ConfigError(f"--max_new_tokens {args.max_new_tokens}: at least 1")
   return texts
-
-
-def encode(texts: Sequence[str], tokenizer, cfg: Config) -> list[list[int]]:
-  """Ids of each text, with the begin token if the model was trained with one.
-
-  Raises ConfigError for a text without tokens, and for a tokenizer with more ids than the model.
-  """
-  if tokenizer.vocab_size > cfg.model.vocab_size:
-    raise ConfigError(
-      f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model's vocabulary {cfg.model.vocab_size}: "
-      "they do not belong together"
-    )
-  begin = [tokenizer.bos_id] if cfg.data.add_bos and tokenizer.bos_id is not None else []
-  prompts = [begin + ids.tolist() for ids in tokenizer.encode([text.encode() for text in texts])]
-  for text, prompt in zip(texts, prompts, strict=True):
-    if not prompt:
-      raise ConfigError(f"the prompt {text!r} has no token, and this model has no begin token; write something")
-  return prompts
 
 
 def _cache_size(args: argparse.Namespace, cfg: Config, longest: int) -> int:

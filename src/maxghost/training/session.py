@@ -10,6 +10,7 @@ import jax
 from maxghost.config import ConfigError
 from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
+from maxghost.generation.samples import Sampler
 from maxghost.objectives import create
 from maxghost.parallel import distributed
 from maxghost.training import compiled_steps, resume, run_directory, score_recorder, startup_log, state
@@ -24,7 +25,6 @@ from maxghost.training.prefetch import Batches, Prefetcher
 from maxghost.training.resume import Position
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.run_directory import Existing, RunDirectory
-from maxghost.training.samples import Sampler
 from maxghost.training.signals import StopSignals
 
 
