@@ -23,16 +23,15 @@ import numpy as np
 from maxghost.config import Config
 from maxghost.parallel import distributed
 from maxghost.training import metrics, step_outputs
+from maxghost.training.batches import Fetched, Prefetcher, ValidationRows
 from maxghost.training.compiled_steps import Program
 from maxghost.training.console import Console, eval_line, step_line
 from maxghost.training.flops import StepFlops
 from maxghost.training.metrics import MetricsLog, TensorBoardLog
-from maxghost.training.prefetch import Fetched, Prefetcher
 from maxghost.training.resume import Position, to_tree
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
-from maxghost.training.validation import ValidationRows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import numpy as np
 from maxghost.config import ConfigError
 from maxghost.config.schema import GhostConfig
 from maxghost.parallel import distributed
-from maxghost.training.prefetch import NUM_AHEAD
+from maxghost.training.batches import NUM_AHEAD
 
 LAG = NUM_AHEAD + 4  # batches drawn when step s is read: s + 1 runs, NUM_AHEAD are queued, one waits for the queue
 

@@ -14,6 +14,7 @@ from maxghost.generation.samples import Sampler
 from maxghost.objectives import create
 from maxghost.parallel import distributed
 from maxghost.training import compiled_steps, resume, run_directory, score_recorder, startup_log, state
+from maxghost.training.batches import Batches, Prefetcher
 from maxghost.training.console import Console
 from maxghost.training.flops import peak_flops
 from maxghost.training.loop import Hardware, Outcome, Sinks, TrainingLoop
@@ -21,7 +22,6 @@ from maxghost.training.memory import report as memory_report
 from maxghost.training.memory.table import compiled_sizes
 from maxghost.training.metrics import MetricsLog, TensorBoardLog
 from maxghost.training.plan import Plan
-from maxghost.training.prefetch import Batches, Prefetcher
 from maxghost.training.resume import Position
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.run_directory import Existing, RunDirectory
