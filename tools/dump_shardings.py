@@ -55,8 +55,8 @@ def dump(cfg: Config, topology: str, num_slices: int = 1) -> dict:
 
   layout = _abstract_layout(cfg, topology, num_slices, record)
   plan = Plan.of(cfg, layout)
-  step, _ = compiled_steps.train_step(plan)
   with use(layout):
+    step, _ = compiled_steps.train_step(plan)
     jax.eval_shape(step, *plan.arguments)
   state = {}
   for path, variable in nnx.to_flat_state(plan.state):
