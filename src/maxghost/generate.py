@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from maxghost.arguments import Parser, run_command
 from maxghost.config import Config, ConfigError, did_you_mean
@@ -147,26 +148,24 @@ class Row:
 def _show(texts: Sequence[str], rows: Sequence[Row], stream: Iterator) -> None:
   """Streams one text; prints several at the end, one below the other."""
   alone = len(texts) == 1
+  progress: Any = None
+
+  def take(last: bool) -> None:
+    for i, row in enumerate(rows):
+      new = row.take(progress.row(i), last)
+      if alone and new:
+        print(new, end="", flush=True)
+
   if alone:
     sys.stdout.write(texts[0])
-  before = None
   for progress in stream:
-    if before is not None:
-      _take(rows, before, last=False, show=alone)
-    before = progress
+    take(last=False)
     if all(row.ended for row in rows):
       break
-  _take(rows, before, last=True, show=alone)
+  take(last=True)
   ends = ["\n"] if alone else [f"{text}{row.text}\n\n" for text, row in zip(texts, rows, strict=True)]
   sys.stdout.writelines(ends)
   sys.stdout.flush()
-
-
-def _take(rows: Sequence[Row], progress, *, last: bool, show: bool) -> None:
-  for i, row in enumerate(rows):
-    new = row.take(progress.row(i), last)
-    if show and new:
-      print(new, end="", flush=True)
 
 
 if __name__ == "__main__":

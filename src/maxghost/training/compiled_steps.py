@@ -11,12 +11,14 @@ import jax
 from flax import nnx
 
 from maxghost.config import ConfigError, replace
+from maxghost.data.build import max_segments
 from maxghost.ghost.attach import Twin
 from maxghost.models import platforms
 from maxghost.parallel import Layout, distributed, use
 from maxghost.parallel.shardings import slash_path
 from maxghost.training import step as step_lib
 from maxghost.training.devices import batch_shapes, compiler_options
+from maxghost.training.memory.table import compiled_sizes
 from maxghost.training.plan import Plan
 
 STEPS = ("train_step", "plain_step")  # functions (state, batch, val_batches) -> (state, out)
@@ -34,14 +36,8 @@ class Executable:
   def describe(self) -> str:
     """One line: compile time, memory and XLA's FLOPs."""
     parts = [f"Compiled {self.name} in {self.compile_seconds:.1f} s (traced in {self.trace_seconds:.1f} s)"]
-    memory = self.call.memory_analysis()
-    if memory is not None:
-      arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-      fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
-      parts.append(
-        f"Total estimated memory size: {(arguments + fresh + temporaries) / 1e9:.3f} GB per device (arguments "
-        f"{arguments / 1e9:.3f}, temporaries {temporaries / 1e9:.3f}, outputs beyond donated ones {fresh / 1e9:.3f})"
-      )
+    if (memory := self.call.memory_analysis()) is not None:
+      parts.append(f"Total estimated memory size: {sum(compiled_sizes(memory).values()) / 1e9:.3f} GB per device")
     flops = (self.call.cost_analysis() or {}).get("flops", 0.0)
     if flops > 0:
       parts.append(f"XLA counts {flops / 1e12:.4f} TFLOP, the body of each loop once")
@@ -96,7 +92,12 @@ def train_step(plan: Plan) -> tuple[Callable, Twin | None]:
   try:
     with platforms.tracing_for(plan.layout.platform):  # traces the twin with the kernels of these devices
       return step_lib.make_train_step(
-        plan.cfg, plan.graphdef, train_state, batch, num_segments=plan.num_segments, num_sets=max(len(val_batches), 1)
+        plan.cfg,
+        plan.graphdef,
+        train_state,
+        batch,
+        num_segments=max_segments(plan.cfg.data),
+        num_sets=max(len(val_batches), 1),
       )
   except ValueError as error:  # a parameter without a rule, a pattern that matches nothing
     raise ConfigError(str(error)) from error
@@ -127,7 +128,7 @@ def build(plan: Plan) -> Program:
   if plan.val_sets:
     submit("validation_loss", time.perf_counter(), step_lib.make_validation_loss(cfg, graphdef), state, val_batches)
   if cfg.run.eval_interval > 0:
-    rows = batch_shapes(cfg, plan.eval_rows, layout)
+    rows = batch_shapes(cfg, cfg.data.per_device_batch_size * layout.num_devices, layout)
     submit("evaluate", time.perf_counter(), step_lib.make_eval_step(cfg, graphdef), state, rows)
   pool.shutdown(wait=False)
   sizes = {slash_path(path): v.get_value().size for path, v in nnx.to_flat_state(plan.state["model"])}

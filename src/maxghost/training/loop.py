@@ -209,7 +209,7 @@ class TrainingLoop:
     ).of_all_processes()
     assert sinks.checkpoints is not None
     sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
-    sinks.checkpoints.save(completed, to_tree(self._state), position.to_json() | {"config": self._cfg.flat()})
+    sinks.checkpoints.save(completed, to_tree(self._state), dataclasses.asdict(position) | {"config": self._cfg.flat()})
     self._saved_steps = completed
     self._restart_clock()
 

@@ -10,7 +10,6 @@ import jax
 from flax import nnx
 
 from maxghost.config import Config
-from maxghost.data.build import max_segments
 from maxghost.parallel import Layout, distributed, report
 from maxghost.parallel.mesh import describe
 from maxghost.parallel.rows import OwnRows, own_rows
@@ -55,20 +54,10 @@ class Plan:
     return OwnRows() if alone else own_rows(self.layout.rows(self.rows), self.rows, distributed.index())
 
   @property
-  def num_segments(self) -> int:
-    """Segments that a row can hold."""
-    return max_segments(self.cfg.data)
-
-  @property
   def arguments(self) -> tuple:
     """(state, batch, validation batches): the abstract arguments of the train step."""
     val_batch = devices.batch_shapes(self.cfg, self.cfg.ghost.ghost_val_batch_size, self.layout)
     return self.state, devices.batch_shapes(self.cfg, self.rows, self.layout), (val_batch,) * len(self.val_sets)
-
-  @property
-  def eval_rows(self) -> int:
-    """Rows of an evaluation batch over all devices."""
-    return self.cfg.data.per_device_batch_size * self.layout.num_devices
 
   @property
   def wanted(self) -> dict:

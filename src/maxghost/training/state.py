@@ -44,15 +44,14 @@ class TrainStateNNX(nnx.Module):
     self.clip_factor = TrainCounter(jnp.ones((), float))
     if num_stored:
       params = [v for _, v in nnx.to_flat_state(nnx.state(model, trainable))] * num_stored
-      axes = [{"axes": v.get_metadata()["axes"]} if "axes" in v.get_metadata() else {} for v in params]
-      zeros = [StoredGradient(jnp.zeros(v.shape, v.dtype), **own) for v, own in zip(params, axes, strict=True)]
+      zeros = [StoredGradient(jnp.zeros(v.shape, v.dtype), axes=v.get_metadata().get("axes")) for v in params]
       self.stored_gradients = nnx.List(zeros)
 
-  def apply_gradients(self, grads, **kwargs) -> None:
-    """grads: State with the paths of the model's Params. kwargs go to the optax transformation."""
+  def apply_gradients(self, grads) -> None:
+    """grads: State with the paths of the model's Params."""
     if self.optimizer is None:
       raise RuntimeError("this train state was made without an optimizer; it cannot apply gradients")
-    self.optimizer.update(self.model, grads, **kwargs)
+    self.optimizer.update(self.model, grads)
 
   @property
   def step(self):
