@@ -150,7 +150,7 @@ def _show(texts: Sequence[str], rows: Sequence[Row], stream: Iterator) -> None:
   alone = len(texts) == 1
   progress: Any = None
 
-  def take(last: bool) -> None:
+  def take(progress, last: bool) -> None:
     for i, row in enumerate(rows):
       new = row.take(progress.row(i), last)
       if alone and new:
@@ -159,10 +159,10 @@ def _show(texts: Sequence[str], rows: Sequence[Row], stream: Iterator) -> None:
   if alone:
     sys.stdout.write(texts[0])
   for progress in stream:
-    take(last=False)
+    take(progress, last=False)
     if all(row.ended for row in rows):
       break
-  take(last=True)
+  take(progress, last=True)
   ends = ["\n"] if alone else [f"{text}{row.text}\n\n" for text, row in zip(texts, rows, strict=True)]
   sys.stdout.writelines(ends)
   sys.stdout.flush()

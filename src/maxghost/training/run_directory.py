@@ -9,18 +9,16 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from maxghost import config
 from maxghost.config import Config, ConfigError
-from maxghost.config.files import write_text
 from maxghost.config.schema import ParallelConfig
 
 CONFIG_FILE = "config.yml"
 METRICS_FILE = "metrics.jsonl"
-FACTS_FILE = "run_facts.json"
+CHECKPOINTS = "checkpoints"
 LOCK_FILE = ".lock"
 # Keys of a run's location, which do not change its results: a run directory may be moved or renamed.
 LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
@@ -67,7 +65,10 @@ def inspect(cfg: Config) -> Existing:
   """
   path = Path(cfg.run.base_output_directory).expanduser() / cfg.run.run_name
   _check_writable(path, cfg)
-  if not path.exists() or not _entries(path):
+  names = os.listdir(path) if path.exists() else []
+  if all(
+    name == LOCK_FILE or name.startswith(f".{CONFIG_FILE}.") for name in names
+  ):  # traces of a start that was killed
     return Existing(path, None, {}, 0)
   config_path = path / CONFIG_FILE
   if not config_path.exists():
@@ -83,12 +84,15 @@ def inspect(cfg: Config) -> Existing:
 
 def has_checkpoint(existing: Existing) -> bool:
   """Whether the run has a checkpoint, valid or not."""
-  folder = existing.path / "checkpoints"
+  folder = existing.path / CHECKPOINTS
   return folder.is_dir() and any(entry.name.isdecimal() for entry in folder.iterdir())
 
 
-def claim(existing: Existing, cfg: Config) -> "RunDirectory":
-  """Creates the directory if it is new, locks it and writes config.yml. Raises ConfigError on failure."""
+def claim(existing: Existing, cfg: Config) -> TextIO:
+  """Creates the directory if it is new, locks it and writes config.yml. Raises ConfigError on failure.
+
+  Returns the lock; closing it, or the end of the process, releases the directory.
+  """
   path = existing.path
   try:
     path.mkdir(parents=True, exist_ok=True)
@@ -110,35 +114,7 @@ def claim(existing: Existing, cfg: Config) -> "RunDirectory":
   lock.write(f"{os.getpid()}\n")
   lock.flush()
   config.save(cfg, path / CONFIG_FILE)
-  return RunDirectory(path, lock)
-
-
-class RunDirectory:
-  """Paths in a claimed run directory. `close`, or the end of the process, releases the lock.
-
-  lock: None in all processes but the first.
-  """
-
-  def __init__(self, path: Path, lock=None):
-    self.path, self._lock = path, lock
-    self.metrics_path = path / METRICS_FILE
-    self.tensorboard_path = path / "tensorboard"
-    self.checkpoints_path = path / "checkpoints"
-
-  def write_facts(self, facts: Mapping[str, str]) -> None:
-    """Writes run_facts.json, facts of this process besides the config, for the report."""
-    write_text(self.path / FACTS_FILE, json.dumps(facts, indent=2) + "\n")
-
-  def close(self) -> None:
-    if self._lock is not None:
-      self._lock.close()
-
-
-def _entries(path: Path) -> list[str]:
-  """Names in the directory, without the traces of a start that was killed."""
-  if not path.is_dir():
-    raise ConfigError(f"{path} exists and is not a directory; choose another run_name or base_output_directory")
-  return [name for name in os.listdir(path) if name != LOCK_FILE and not name.startswith(f".{CONFIG_FILE}.")]
+  return lock
 
 
 def _unwritable(path: Path, cfg: Config, reason: str) -> str:

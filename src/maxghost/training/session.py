@@ -24,7 +24,7 @@ from maxghost.training.metrics import MetricsLog, TensorBoardLog
 from maxghost.training.plan import Plan
 from maxghost.training.resume import Position
 from maxghost.training.reweighting import Reweighter
-from maxghost.training.run_directory import Existing, RunDirectory
+from maxghost.training.run_directory import Existing
 from maxghost.training.signals import StopSignals
 
 
@@ -50,7 +50,7 @@ class Session:
   ):
     cfg = plan.cfg
     self._plan, self._cfg, self._existing, self._dataset, self._signals = plan, cfg, existing, dataset, signals
-    self._open_checkpoints = open_checkpoints
+    self._path, self._open_checkpoints = existing.path, open_checkpoints
     self._console = Console(None if distributed.is_first() else open(os.devnull, "w"))  # noqa: SIM115
     self._checkpoints: Any = None
     self._capacity = memory_report.capacity(jax.local_devices()[0])
@@ -68,16 +68,15 @@ class Session:
     If another process of the run is lost, this one reports it and exits at once with code 1.
     """
     try:
-      run_dir = self._claim()
       with contextlib.ExitStack() as opened:
-        opened.callback(run_dir.close)
+        opened.enter_context(self._claim())
         try:
-          outcome = self._train(run_dir, opened)
+          outcome = self._train(opened)
         except BaseException as error:
           if distributed.is_lost_peer(error):
             opened.pop_all()  # closing would wait for the others
           raise
-      return self._conclude(outcome, run_dir)
+      return self._conclude(outcome)
     except (RuntimeError, ValueError) as error:  # raised by the runtimes, also through Orbax
       if distributed.is_lost_peer(error):
         again = "start all processes again to continue from it"
@@ -95,27 +94,26 @@ class Session:
       return "no checkpoint has been saved yet"
     return f"the last good checkpoint is {self._checkpoints.path(steps[-1])}"
 
-  def _claim(self) -> RunDirectory:
-    """The first process claims the directory; the others wait for it."""
+  def _claim(self) -> contextlib.AbstractContextManager:
+    """The first process locks the run directory; the others wait for it."""
+    lock = contextlib.nullcontext()
     if distributed.is_first():
       try:
-        run_dir = run_directory.claim(self._existing, self._cfg)
+        lock = run_directory.claim(self._existing, self._cfg)
       except ConfigError as error:
         distributed.gather(str(error))
         raise
-    said = distributed.gather("")[0]
-    if said:
+    if said := distributed.gather("")[0]:
       raise ConfigError(said)
-    return run_dir if distributed.is_first() else RunDirectory(self._existing.path)
+    return lock
 
-  def _train(self, run_dir: RunDirectory, opened: contextlib.ExitStack) -> Outcome:
+  def _train(self, opened: contextlib.ExitStack) -> Outcome:
     """Opens logs and checkpoints, which `opened` closes, and runs the loop."""
     plan, cfg, dataset = self._plan, self._cfg, self._dataset
     if distributed.is_first():
-      folder = run_dir.path / tokenizer_files.FOLDER
-      tokenizer_files.save(dataset.tokenizer, cfg.data.tokenizer_type, folder)
-    train_state, position = self._restore(run_dir)
-    sinks = self._open_sinks(run_dir, position)
+      tokenizer_files.save(dataset.tokenizer, cfg.data.tokenizer_type, self._path / tokenizer_files.FOLDER)
+    train_state, position = self._restore()
+    sinks = self._open_sinks(position)
     opened.callback(sinks.close)
     reweighter = None
     if cfg.ghost.ghost_reweight:
@@ -127,7 +125,7 @@ class Session:
       batches, lambda arrays: plan.layout.put_local(arrays, plan.rows), cfg.run.steps - position.completed_steps
     )
     opened.callback(prefetcher.close)
-    self._announce(position, run_dir)
+    self._announce(position)
     loop = TrainingLoop(
       cfg,
       self._program,
@@ -145,13 +143,13 @@ class Session:
       self._console.line(dataset.train.describe())
     return outcome
 
-  def _restore(self, run_dir: RunDirectory) -> tuple[Any, Position]:
+  def _restore(self) -> tuple[Any, Position]:
     """The newest valid checkpoint, or the start of the run."""
     plan, cfg, say = self._plan, self._cfg, self._console.line
     restored = None
     if cfg.checkpoint.checkpoint_period:
       self._checkpoints = self._open_checkpoints(
-        run_dir.checkpoints_path,
+        self._path / run_directory.CHECKPOINTS,
         max_to_keep=cfg.checkpoint.max_num_checkpoints_to_keep,
         asynchronous=cfg.checkpoint.async_checkpointing,
         say=say,
@@ -186,23 +184,23 @@ class Session:
         f"(per_device_batch_size={then.get('per_device_batch_size')}); use {way}, or another run_name"
       )
 
-  def _open_sinks(self, run_dir: RunDirectory, position: Position) -> Sinks:
+  def _open_sinks(self, position: Position) -> Sinks:
     """Opens the logs at a position; later records are removed."""
     metrics_log = scores = tensorboard = None
     if distributed.is_first():
-      metrics_log = MetricsLog(run_dir.metrics_path)
+      metrics_log = MetricsLog(self._path / run_directory.METRICS_FILE)
       metrics_log.restore(position.metrics_bytes)
     if self._plan.val_sets and self._plan.own.writes:
-      scores = score_recorder.open_recorder(self._cfg, self._dataset, run_dir.path)
+      scores = score_recorder.open_recorder(self._cfg, self._dataset, self._path)
       scores.restore(position.scores_of(distributed.index()), position.completed_steps)
     if self._cfg.run.enable_tensorboard and distributed.is_first():
       first = position.completed_steps if position.pending is None else position.pending["step"]
-      tensorboard = TensorBoardLog(run_dir.tensorboard_path, first)
+      tensorboard = TensorBoardLog(self._path / "tensorboard", first)
     return Sinks(self._console, metrics_log, tensorboard, scores, self._checkpoints)
 
-  def _announce(self, position: Position, run_dir: RunDirectory) -> None:
+  def _announce(self, position: Position) -> None:
     plan, program, say = self._plan, self._program, self._console.line
-    lines = startup_log.start_lines(plan, self._dataset, program.scored, run_dir.path)
+    lines = startup_log.start_lines(plan, self._dataset, program.scored, self._path)
     for line in [*lines, *memory_report.start_lines(plan.memory, self._capacity)]:
       say(line)
     if position.completed_steps < self._cfg.run.steps:
@@ -211,13 +209,13 @@ class Session:
       if (analysis := compiled.call.memory_analysis()) is not None:
         say(plan.memory.beside(compiled_sizes(analysis)))
       if distributed.is_first():
-        run_dir.write_facts(startup_log.facts(plan, compiled.describe()))
+        startup_log.write_facts(self._path, plan, compiled.describe())
 
-  def _conclude(self, outcome: Outcome, run_dir: RunDirectory) -> int:
+  def _conclude(self, outcome: Outcome) -> int:
     if outcome.interrupted:
-      lines = startup_log.interrupted_lines(self._cfg, outcome, run_dir, self._signals.name)
+      lines = startup_log.interrupted_lines(self._cfg, outcome, self._path, self._signals.name)
     else:
-      lines = startup_log.end_lines(self._plan, outcome, run_dir.path) if distributed.is_first() else []
+      lines = startup_log.end_lines(self._plan, outcome, self._path) if distributed.is_first() else []
     for line in lines:
       self._console.line(line)
     return self._signals.exit_code if outcome.interrupted else 0

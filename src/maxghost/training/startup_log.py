@@ -11,9 +11,12 @@ import jax
 
 import maxghost
 from maxghost.config import Config
+from maxghost.config.files import write_text
 from maxghost.training.loop import Outcome
 from maxghost.training.plan import Plan
-from maxghost.training.run_directory import CONFIG_FILE, METRICS_FILE, RunDirectory
+from maxghost.training.run_directory import CHECKPOINTS, CONFIG_FILE, METRICS_FILE
+
+FACTS_FILE = "run_facts.json"
 
 
 def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> list[str]:
@@ -36,10 +39,13 @@ def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> l
   return [*lines, f"run directory: {path}"]
 
 
-def facts(plan: Plan, train_step: str) -> dict[str, str]:
-  """{label: text} for run_facts.json. train_step: a line on its compilation."""
+def write_facts(path: Path, plan: Plan, train_step: str) -> None:
+  """Writes run_facts.json, facts of this process besides the config, for the report.
+
+  train_step: a line on its compilation.
+  """
   device = jax.devices()[0]
-  return {
+  facts = {
     "parameters": f"{plan.num_params:,}",
     "device": f"{plan.layout.num_devices} x {device.device_kind} ({device.platform})",
     **({"mesh": plan.mesh} if plan.layout.num_devices > 1 else {}),
@@ -49,18 +55,19 @@ def facts(plan: Plan, train_step: str) -> dict[str, str]:
     "versions": f"maxghost {maxghost.__version__}, jax {jax.__version__}, "
     f"flax {importlib.metadata.version('flax')}, Python {platform.python_version()}",
   }
+  write_text(path / FACTS_FILE, json.dumps(facts, indent=2) + "\n")
 
 
-def interrupted_lines(cfg: Config, outcome: Outcome, run_dir: RunDirectory, signal: str) -> list[str]:
+def interrupted_lines(cfg: Config, outcome: Outcome, path: Path, signal: str) -> list[str]:
   """How far the run came, and how to continue it."""
-  saved = f"saved in {run_dir.checkpoints_path / str(outcome.completed_steps)}"
+  saved = f"saved in {path / CHECKPOINTS / str(outcome.completed_steps)}"
   if not cfg.checkpoint.checkpoint_period:
     saved = "not saved, because checkpoint_period=0"
   elif not outcome.completed_steps:
     saved = "nothing to save"
   lines = [f"Stopped by {signal} after {outcome.completed_steps} of {cfg.run.steps} steps; {saved}"]
   if cfg.checkpoint.checkpoint_period:
-    lines.append(f"The same command continues it, or: python -m maxghost.train {run_dir.path / CONFIG_FILE}")
+    lines.append(f"The same command continues it, or: python -m maxghost.train {path / CONFIG_FILE}")
   return lines
 
 
