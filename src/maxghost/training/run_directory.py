@@ -44,22 +44,17 @@ RESUMABLE_KEYS = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Existing:
-  """The contents of the run's place on disk. `previous_config` is None for a new run."""
+  """The contents of the run's place on disk. completed_steps: the number of steps of a finished run, else 0."""
 
   path: Path
-  previous_config: Config | None
+  is_new: bool
   changed: dict[str, tuple[Any, Any]]
   completed_steps: int
-
-  @property
-  def is_new(self) -> bool:
-    return self.previous_config is None
 
 
 def inspect(cfg: Config) -> Existing:
   """Reads the run's directory and checks that this command may use it. Writes nothing.
 
-  `completed_steps` is the number of steps of a finished run, else 0.
   Raises ConfigError if the place is not writable, holds something that is not a run, or a run whose config differs in
   keys that may not change (all are named).
   """
@@ -69,7 +64,7 @@ def inspect(cfg: Config) -> Existing:
   if all(
     name == LOCK_FILE or name.startswith(f".{CONFIG_FILE}.") for name in names
   ):  # traces of a start that was killed
-    return Existing(path, None, {}, 0)
+    return Existing(path, True, {}, 0)
   config_path = path / CONFIG_FILE
   if not config_path.exists():
     raise ConfigError(
@@ -79,7 +74,7 @@ def inspect(cfg: Config) -> Existing:
   previous = _read_config(config_path)
   changed = config.differing_keys(previous, cfg)
   _check_changes(path, changed)
-  return Existing(path, previous, changed, _completed_steps(path, previous))
+  return Existing(path, False, changed, _completed_steps(path, previous))
 
 
 def has_checkpoint(existing: Existing) -> bool:

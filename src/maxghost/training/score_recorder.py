@@ -18,6 +18,10 @@ from maxghost.scorelog import Writer, selection, tokens
 from maxghost.scorelog.format import STEP_SCALARS
 
 QUEUE_LENGTH = 8
+COLUMNS = {  # of the score log, from arrays of the step's outputs
+  "tokens": "tokens_BS", "share": "share_BS", "loss": "loss_BS", "dot": "score_dot_BSK",
+  "contribution": "contribution_BSK",
+}  # fmt: skip
 
 
 class ScoreLogError(RuntimeError):
@@ -58,16 +62,8 @@ def scored_rows(outputs: Mapping[str, np.ndarray], batch) -> tuple[dict[str, np.
   Tokens, shares and contributions of a unit's slots are summed; loss and dot are of the unit's mean loss.
   """
   scored_BS, first_U, unit_N = scored_units(outputs, batch)
-  slots = {
-    "chunk": batch.offset_BS,
-    "epoch": np.broadcast_to(batch.epoch_B[:, None], scored_BS.shape),
-    "tokens": outputs["tokens_BS"],
-    "loss": outputs["loss_BS"],
-    "dot": outputs["score_dot_BSK"],
-    "contribution": outputs["contribution_BSK"],
-  }
-  if "share_BS" in outputs:
-    slots["share"] = outputs["share_BS"]
+  slots = {name: outputs[array] for name, array in COLUMNS.items() if array in outputs}
+  slots |= {"chunk": batch.offset_BS, "epoch": np.broadcast_to(batch.epoch_B[:, None], scored_BS.shape)}
   columns = {name: value_BS[scored_BS] for name, value_BS in slots.items()}
   if len(first_U) < len(unit_N):
     columns = _by_unit(columns, first_U, unit_N)
@@ -170,22 +166,15 @@ class ScoreRecorder:
     self._queue.task_done()
 
   def _append(self, step: int, outputs, prev_val_loss, batch) -> None:
-    record: dict[str, Any] = {"step": step}
-    if prev_val_loss is not None:
-      record["prev_val_loss"] = prev_val_loss
-    if outputs is None:
-      self._writer.append(record, {}, [])
-      return
-    record |= {
-      name: outputs[name]
-      for name in (*STEP_SCALARS, "val_loss", "check_rel_err", *self._writer.ledger)
-      if name in outputs
-    }
-    if not outputs["scored_ok"]:  # no score rather than a wrong one
+    record: dict[str, Any] = {"step": step} | ({} if prev_val_loss is None else {"prev_val_loss": prev_val_loss})
+    if outputs is not None:
+      names = (*STEP_SCALARS, "val_loss", "check_rel_err", *self._writer.ledger)
+      record |= {name: outputs[name] for name in names if name in outputs}
+    if outputs is None or not outputs["scored_ok"]:  # no score rather than a wrong one
       self._writer.append(record, {}, [])
       return
     columns, documents = scored_rows(outputs, batch)
-    names = [self._name(int(index)) for index in documents]
+    ids = [self._name(int(index)) for index in documents]
     scored_BS, first_U, _ = scored_units(outputs, batch)
     modules = None
     if "param_contribution" in outputs:
@@ -199,8 +188,8 @@ class ScoreRecorder:
     if "chosen_B" in outputs:
       chosen_BS = np.broadcast_to(outputs["chosen_B"][:, None], scored_BS.shape)
       chosen = np.flatnonzero(chosen_BS[scored_BS][first_U]).tolist()
-      record["selection_crc"] = selection.append(self._token_folder.parent, step, len(names), chosen)
-    self._writer.append(record, columns, names, modules=modules)
+      record["selection_crc"] = selection.append(self._token_folder.parent, step, len(ids), chosen)
+    self._writer.append(record, columns, ids, modules=modules)
 
   def _raise_error(self) -> None:
     if self._error is not None:
