@@ -47,13 +47,15 @@ def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, s
   taken: dict[tuple[str, ...], tuple[dict, str]] = {}  # by name: a later value replaces an earlier one
   current = estimate
   while current.total > capacity_bytes:
-    tried = ((keys, cost, current.change(**keys)) for keys, cost in _candidates(current))
-    step = next((step for step in tried if step[2] is not None and step[2].total < 0.98 * current.total), None)
-    if step is None:
+    for keys, cost in _candidates(current):
+      found = current.change(**keys)
+      if found is not None and found.total < 0.98 * current.total:
+        taken.pop(tuple(keys), None)
+        taken[tuple(keys)] = keys, cost
+        current = found
+        break
+    else:
       break
-    keys, cost, current = step
-    taken.pop(tuple(keys), None)
-    taken[tuple(keys)] = keys, cost
 
   def after(steps: Iterable[tuple[dict, str]]) -> MemoryEstimate | None:
     return estimate.change(**{name: value for keys, _ in steps for name, value in keys.items()})
