@@ -6,8 +6,7 @@ import pickle
 import tempfile
 import time
 from pathlib import Path
-
-import jax
+from typing import Any
 
 from maxghost.parallel import collectives, topologies
 from maxghost.parallel.collectives import Collective
@@ -26,7 +25,7 @@ class Compiled:
   """A compiled step and its HLO text; `executable` is None if it did not fit, and `problem` the compiler's message."""
 
   plan: Plan
-  executable: jax.stages.Compiled | None
+  executable: Any
   seconds: float
   hlo: str = ""
   problem: str = ""
@@ -74,7 +73,7 @@ def compile_step(plan: Plan, options: dict | None = None, folder: Path | None = 
       return Compiled(plan, None, time.perf_counter() - begin, problem=problem)
     seconds = time.perf_counter() - begin
     texts = sorted(Path(place).glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
-    hlo = texts[-1].read_text() if texts else executable.as_text()
+    hlo = texts[-1].read_text() if texts else executable.as_text() or ""
   return Compiled(plan, executable, seconds, hlo)
 
 
@@ -100,7 +99,7 @@ def report_lines(compiled: Compiled, topology: str) -> tuple[list[str], bool]:
   return lines, fits
 
 
-def _memory_lines(executable: jax.stages.Compiled, plan: Plan, have: int | None) -> tuple[list[str], bool]:
+def _memory_lines(executable: Any, plan: Plan, have: int | None) -> tuple[list[str], bool]:
   """(lines on the memory of one device by parts, whether it suffices). have: bytes of a device, if known."""
   memory = executable.memory_analysis()
   parts = {

@@ -1,5 +1,7 @@
 """The devices of a run: JAX's options, the layout, and the shapes of its batches."""
 
+from typing import Any
+
 import jax
 
 from maxghost.config import Config, ConfigError
@@ -17,7 +19,7 @@ def configure_jax(cfg: Config) -> None:
     jax.config.update("jax_compilation_cache_dir", cfg.run.jax_cache_dir)
 
 
-def compiler_options(platform: str | None = None) -> dict[str, int]:
+def compiler_options(platform: str | None = None) -> dict[str, Any]:
   """XLA's options for `lower().compile(...)` and `jax.jit` on a platform, by default JAX's default backend.
 
   On CPU most of a step's time is spent in matrix products, which are library calls, so LLVM's higher levels only make

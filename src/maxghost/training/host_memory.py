@@ -111,10 +111,11 @@ def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: C
   layers = {path: v.get_value().shape[0] if is_stacked(v) else 0 for path, v in nnx.to_flat_state(variables)}
   trees = nnx.as_pure(variables), nnx.as_pure(grads), nnx.as_pure(optimizer.opt_state)
 
-  def of_depth(num_layers: int):
+  def of_depth(num_layers: int) -> tuple[Any, Any, Any]:
     """The trees' entries for parameters of a stack with this many layers; 0: outside the stacks."""
     paths = {path for path, depth in layers.items() if depth == num_layers}
-    return tuple(_only(tree, paths) for tree in trees)
+    params, grads, opt_state = (_only(tree, paths) for tree in trees)
+    return params, grads, opt_state
 
   def update(params, grads, opt_state):
     updates, opt_state = optimizer.tx.update(jax.tree.map(scale, grads), opt_state, params)

@@ -14,7 +14,7 @@ from maxghost.parallel import shardings
 from maxghost.parallel.axis_rules import BATCH
 
 # The row axis of outputs that have one; of param_contribution, that of every entry.
-ROW_AXIS = dict.fromkeys(("token_contribution_KBT", "param_contribution"), 1)
+ROW_AXIS: dict[str, int] = dict.fromkeys(("token_contribution_KBT", "param_contribution"), 1)
 ROW_AXIS |= dict.fromkeys(("score_dot_BSK", "contribution_BSK", "share_BS", "tokens_BS", "loss_BS", "chosen_B"), 0)
 
 

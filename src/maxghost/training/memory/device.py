@@ -63,7 +63,7 @@ class PlacedState:
   def _held(self, path: tuple, variable: nnx.Variable, batch_axes: set[str]) -> Held:
     leaf, axes = variable.get_value(), tuple(variable.get_metadata().get(AXES) or ())
     shape, rules = leaf.sharding.shard_shape(leaf.shape), self.layout.rules
-    split = rules.assign(axes, leaf.shape, slash_path(path)) if axes else ()
+    split: tuple[tuple[str, ...], ...] = rules.assign(axes, leaf.shape, slash_path(path)) if axes else ()
     over = [axis for name, found in zip(axes, split, strict=True) if name != EXPERTS for axis in found]
     gathered = math.prod(shape) * rules.parts([axis for axis in over if axis in batch_axes])
     host = getattr(leaf.sharding, "memory_kind", None) == HOST
