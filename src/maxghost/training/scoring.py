@@ -24,11 +24,8 @@ from maxghost.training.state import TrainStateNNX, trainable
 
 def excluded(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
   """Paths and patterns of the Params that are not scored: those of ghost_exclude, and all that are not trained."""
-  if not cfg.optimizer.trainable_parameters_mask:
-    return cfg.ghost.ghost_exclude
-  trained = {path for path, _ in nnx.to_flat_state(nnx.state(model, trainable(cfg, model)))}
-  params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-  return (*cfg.ghost.ghost_exclude, *(slash_path(path) for path, _ in params if path not in trained))
+  frozen = nnx.state(model, nnx.All(nnx.Param, nnx.Not(trainable(cfg, model))))
+  return (*cfg.ghost.ghost_exclude, *(slash_path(path) for path, _ in nnx.to_flat_state(frozen)))
 
 
 @dataclasses.dataclass(frozen=True)
