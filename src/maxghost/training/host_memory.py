@@ -36,10 +36,6 @@ class HostMemory:
   def __bool__(self) -> bool:
     return self.weights or self.optimizer
 
-  def holds(self, path: tuple, variable: nnx.Variable) -> bool:
-    """Whether the Variable at `path` of the train state is stacked and streamed, so lives on the host."""
-    return is_stacked(variable) and {"model": self.weights, "optimizer": self.optimizer}.get(path[0], False)
-
   def check(self, device: Any) -> None:
     """Raises ConfigError for a device that cannot reach pinned host memory."""
     kinds = [memory.kind for memory in device.addressable_memories()]
@@ -68,7 +64,11 @@ class HostMemory:
   def _mapped(self, state: nnx.State, move: Callable) -> nnx.State:
     if not self:
       return state
-    flat = [(p, v.replace(move(v.get_value())) if self.holds(p, v) else v) for p, v in nnx.to_flat_state(state)]
+    streamed = {"model": self.weights, "optimizer": self.optimizer}
+    flat = [
+      (path, v.replace(move(v.get_value())) if streamed.get(path[0]) and is_stacked(v) else v)
+      for path, v in nnx.to_flat_state(state)
+    ]
     return nnx.from_flat_state(flat)
 
 
@@ -113,9 +113,7 @@ def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: C
 
   def of_depth(num_layers: int) -> tuple[Any, Any, Any]:
     """The trees' entries for parameters of a stack with this many layers; 0: outside the stacks."""
-    paths = {path for path, depth in layers.items() if depth == num_layers}
-    params, grads, opt_state = (_only(tree, paths) for tree in trees)
-    return params, grads, opt_state
+    return _map_states(lambda state: state.filter(lambda path, _: layers.get(path) == num_layers), trees)
 
   def update(params, grads, opt_state):
     updates, opt_state = optimizer.tx.update(jax.tree.map(scale, grads), opt_state, params)
@@ -125,7 +123,8 @@ def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: C
   new = update(*outer)
   for num_layers in sorted(set(layers.values()) - {0}):
     first = streaming.after(0, outer[1])
-    new = _merged(new, _update_segments(update, *of_depth(num_layers), first, num_layers, segment_length))
+    own = _update_segments(update, *of_depth(num_layers), first, num_layers, segment_length)
+    new = _map_states(nnx.merge_state, new, own)
   nnx.update(model, new[0])
   nnx.update(optimizer.opt_state, nnx.state(new[1]))
   optimizer.step[...] += 1
@@ -163,19 +162,10 @@ def _update_segments(update: Callable, params, grads, opt_state, first, num_laye
   return jax.tree.unflatten(tree, [segments.join(x) if flag else x for x, flag in zip(held, layered, strict=True)])
 
 
-def _is_state(x) -> bool:
-  return isinstance(x, nnx.State)
+def _map_states(function: Callable, *trees) -> Any:
+  """function(State, ...) of each State in the trees; other leaves are those of the first tree."""
 
+  def apply(x, *others):
+    return function(x, *others) if isinstance(x, nnx.State) else x
 
-def _only(tree, paths: set):
-  """The tree with each State restricted to these paths."""
-
-  def cut(x):
-    return x.filter(lambda path, _: path in paths) if _is_state(x) else x
-
-  return jax.tree.map(cut, tree, is_leaf=_is_state)
-
-
-def _merged(tree, other):
-  """The tree with the leaves of `other` added to its States."""
-  return jax.tree.map(lambda x, y: nnx.merge_state(x, y) if _is_state(x) else x, tree, other, is_leaf=_is_state)
+  return jax.tree.map(apply, *trees, is_leaf=lambda x: isinstance(x, nnx.State))
