@@ -71,7 +71,10 @@ def inspect(cfg: Config) -> Existing:
       f"run_name={cfg.run.run_name}: {path} exists, is not empty and has no {CONFIG_FILE}, so it is not a run "
       "directory; choose another run_name or base_output_directory"
     )
-  previous = _read_config(config_path)
+  try:
+    previous = config.load(config_path)
+  except ConfigError as error:
+    raise ConfigError(*(f"{problem} (the config of the run in {path})" for problem in error.problems)) from error
   changed = config.differing_keys(previous, cfg)
   _check_changes(path, changed)
   return Existing(path, False, changed, _completed_steps(path, previous))
@@ -129,14 +132,6 @@ def _check_writable(path: Path, cfg: Config) -> None:
     raise ConfigError(_unwritable(path, cfg, f"{place} is not a directory"))
   if not os.access(place, os.W_OK | os.X_OK):
     raise ConfigError(_unwritable(path, cfg, f"no permission in {place}"))
-
-
-def _read_config(path: Path) -> Config:
-  try:
-    return config.load(path)
-  except ConfigError as error:
-    problems = [f"{problem} (the config of the run in {path.parent})" for problem in error.problems]
-    raise ConfigError(*problems) from error
 
 
 def _check_changes(path: Path, changed: dict[str, tuple[Any, Any]]) -> None:

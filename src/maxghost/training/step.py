@@ -14,7 +14,7 @@ from maxghost.config.schema import Config
 from maxghost.ghost import schedules
 from maxghost.ghost.schedules import Model
 from maxghost.models import autodiff
-from maxghost.objectives import Objective, create
+from maxghost.objectives import create
 from maxghost.optimizers import clip, factor_of, learning_rate_schedule, scaled
 from maxghost.parallel import constrain, constrain_state
 from maxghost.training import host_memory, selection, step_outputs
@@ -47,7 +47,11 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   def step(state, batch, val_batches):
     train_state = nnx.merge(graphdef, state)
     split = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...))
-    step_loss = _training_loss(cfg, train_state.step)
+    key = None
+    if cfg.model.dropout_rate:
+      # The key depends only on (seed, step), so that a restart draws the same masks without saved RNG state.
+      key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), train_state.step)
+    step_loss = create(cfg).training(key)
     scored: Any = None  # of the scorer's own type
     if scorer is None:
       passed = schedules.accumulated_plain(split, step_loss, batch, cfg.optimizer.gradient_accumulation_steps)
@@ -134,11 +138,3 @@ def make_validation_loss(cfg: Config, graphdef):
     return constrain(jnp.stack([schedules.validation_mean(*loss_fn(model, batch)) for batch in val_batches]), (None,))
 
   return losses
-
-
-def _training_loss(cfg: Config, step) -> Objective:
-  key = None
-  if cfg.model.dropout_rate:
-    # The key depends only on (seed, step), so that a restart draws the same masks without saved RNG state.
-    key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), step)
-  return create(cfg).training(key)
