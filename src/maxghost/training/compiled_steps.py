@@ -13,8 +13,7 @@ from flax import nnx
 from maxghost.config import ConfigError, replace
 from maxghost.data.build import max_segments
 from maxghost.ghost.attach import Twin
-from maxghost.models import platforms
-from maxghost.parallel import Layout, distributed, use
+from maxghost.parallel import Layout, distributed, shardings, use
 from maxghost.parallel.shardings import slash_path
 from maxghost.training import step as step_lib
 from maxghost.training.devices import batch_shapes, compiler_options
@@ -90,7 +89,7 @@ def train_step(plan: Plan) -> tuple[Callable, Twin | None]:
   """(the step, the twin of a scored one). Raises ConfigError for a model that the engine cannot score."""
   train_state, batch, val_batches = plan.arguments
   try:
-    with platforms.tracing_for(plan.layout.platform):  # traces the twin with the kernels of these devices
+    with shardings.tracing_for(plan.layout.platform):  # traces the twin with the kernels of these devices
       return step_lib.make_train_step(
         plan.cfg,
         plan.graphdef,

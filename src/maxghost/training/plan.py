@@ -12,7 +12,7 @@ from flax import nnx
 from maxghost.config import Config
 from maxghost.parallel import Layout, distributed, report
 from maxghost.parallel.mesh import describe
-from maxghost.parallel.rows import OwnRows, own_rows
+from maxghost.parallel.shardings import OwnRows, own_rows
 from maxghost.training import devices, resume, state
 from maxghost.training.flops import StepFlops, step_flops
 from maxghost.training.memory import MemoryEstimate, estimate

@@ -78,7 +78,7 @@ def end_lines(plan: Plan, outcome: Outcome, path: Path) -> list[str]:
   first, last = records[0], records[-1]
   tokens = sum(record["learning/total_weights"] for record in records)
   lines = [
-    f"Training complete: {len(records)} steps, {tokens:,} target tokens, loss {first['learning/loss']:.3f} -> "
+    f"Training complete: {len(records)} steps, {tokens:,} target tokens, training loss {first['learning/loss']:.3f} -> "
     f"{last['learning/loss']:.3f}"
   ]
   if steady := outcome.seconds[1:]:  # of this process; the first step is a warm-up
@@ -86,10 +86,10 @@ def end_lines(plan: Plan, outcome: Outcome, path: Path) -> list[str]:
     lines.append(f"Median step {middle:.3f} s, {plan.rows * plan.cfg.data.max_target_length / middle:,.0f} tokens/s")
   if "eval/avg_loss" in last:
     lines.append(f"Held-out loss: {last['eval/avg_loss']:.4f} (perplexity {last['eval/avg_perplexity']:.3f})")
-  return [*lines, *(_ghost_line(records, name) for name in plan.val_sets), f"Report: python -m maxghost.report {path}"]
+  return [*lines, *(ghost_line(records, name) for name in plan.val_sets), f"Report: python -m maxghost.report {path}"]
 
 
-def _ghost_line(records: list[dict], name: str) -> str:
+def ghost_line(records: list[dict], name: str) -> str:
   """The drop of the validation loss over the run, with its prediction if measured."""
   actual, predicted, check = (
     [record.get(f"ghost/{column}/{name}") for record in records]
@@ -97,7 +97,8 @@ def _ghost_line(records: list[dict], name: str) -> str:
   )
   measured = sum("ghost/scored" in record for record in records)
   where = "" if measured == len(records) else f" in the {measured} scored steps of {len(records)}"
-  parts = [f"Validation loss '{name}' fell by {sum(value or 0.0 for value in actual):.4f} nats{where}"]
+  drop = sum(value or 0.0 for value in actual)
+  parts = [f"Validation loss '{name}' {'rose' if drop < 0 else 'fell'} by {abs(drop):.4f} nats{where}"]
   if any(value is not None for value in predicted):
     parts.append(f"predicted by the gradients: {sum(value or 0.0 for value in predicted):.4f}")
     parts.append(f"largest error of the score self-check {max(value or 0.0 for value in check):.1e}")
