@@ -113,7 +113,7 @@ def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: C
 
   def of_depth(num_layers: int) -> tuple[Any, Any, Any]:
     """The trees' entries for parameters of a stack with this many layers; 0: outside the stacks."""
-    return _map_states(lambda state: state.filter(lambda path, _: layers.get(path) == num_layers), trees)
+    return _map_states(lambda state: nnx.filter_state(state, lambda path, _: layers.get(path) == num_layers), trees)
 
   def update(params, grads, opt_state):
     updates, opt_state = optimizer.tx.update(jax.tree.map(scale, grads), opt_state, params)
