@@ -58,12 +58,14 @@ def inspect(cfg: Config) -> Existing:
   Raises ConfigError if the place is not writable, holds something that is not a run, or a run whose config differs in
   keys that may not change (all are named).
   """
-  path = Path(cfg.run.base_output_directory).expanduser() / cfg.run.run_name
+  folder = cfg.run.base_output_directory
+  if "://" in folder:
+    raise ConfigError(f"base_output_directory={folder}: runs are written to local folders; mount the bucket as one")
+  path = Path(folder).expanduser() / cfg.run.run_name
   _check_writable(path, cfg)
   names = os.listdir(path) if path.exists() else []
-  if all(
-    name == LOCK_FILE or name.startswith(f".{CONFIG_FILE}.") for name in names
-  ):  # traces of a start that was killed
+  traces = [name for name in names if name == LOCK_FILE or name.startswith(f".{CONFIG_FILE}.")]  # of a killed start
+  if len(traces) == len(names):
     return Existing(path, True, {}, 0)
   config_path = path / CONFIG_FILE
   if not config_path.exists():

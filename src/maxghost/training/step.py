@@ -11,8 +11,7 @@ import optax
 from flax import nnx
 
 from maxghost.config.schema import Config
-from maxghost.ghost import schedules
-from maxghost.ghost.schedules import Model
+from maxghost.ghost.schedules import Model, passes
 from maxghost.models import autodiff
 from maxghost.objectives import create
 from maxghost.optimizers import clip, factor_of, learning_rate_schedule, scaled
@@ -54,7 +53,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     step_loss = create(cfg).training(key)
     scored: Any = None  # of the scorer's own type
     if scorer is None:
-      passed = schedules.accumulated_plain(split, step_loss, batch, cfg.optimizer.gradient_accumulation_steps)
+      passed = passes.accumulated(split, step_loss, batch, cfg.optimizer.gradient_accumulation_steps)
     else:
       scored = scorer.score(train_state, split, step_loss, batch, val_batches)
       passed = scored.passed
@@ -135,6 +134,6 @@ def make_validation_loss(cfg: Config, graphdef):
 
   def losses(state, val_batches):
     model = nnx.merge(graphdef, state).model
-    return constrain(jnp.stack([schedules.validation_mean(*loss_fn(model, batch)) for batch in val_batches]), (None,))
+    return constrain(jnp.stack([passes.validation_mean(*loss_fn(model, batch)) for batch in val_batches]), (None,))
 
   return losses
