@@ -29,8 +29,9 @@ from maxghost.ghost.sketch import sketch_gradient, sketch_pass
 from maxghost.objectives import create
 from maxghost.optimizers import by_label
 from maxghost.scorelog import Writer
-from maxghost.training import scoring, state
+from maxghost.training import state
 from maxghost.training.score_recorder import scored_rows
+from maxghost.training.scoring import excluded
 from maxghost.training.step import make_train_step
 
 INDEX_VERSION = 3  # 3: sketches along the optimizer's direction, of the summed loss
@@ -199,7 +200,7 @@ class Sketcher:
     rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
     twin = prepare_twin(
       model, objective.batch_spec(num_rows, length), objective, num_sets=1, num_positions=length,
-      spec=DirectionSpec(rank=1), exclude=(*cfg.ghost.ghost_exclude, *scoring.frozen(cfg, model)),
+      spec=DirectionSpec(rank=1), exclude=excluded(cfg, model),
     )  # fmt: skip
 
     def respond(train_state, step_batch, val: tuple):
@@ -224,13 +225,14 @@ class Sketcher:
     def sketch(train_state, scale, batch):
       """(sketch [B, S, M, R] of each document's gradient times s, tokens [B, S])."""
       trained = nnx.merge(graphdef, train_state).model
-      losses_BT, weights_BT = objective(trained, batch)
-      slots = scoring.Slots.of(objective, batch, losses_BT, weights_BT, corpus.layout.max_segments)
+      _, weights_BT = objective(trained, batch)
+      used_BT, target_BT = objective.units(batch)
+      used_BTS, target_BTS = (x[..., None] == 1 + jnp.arange(corpus.layout.max_segments) for x in (used_BT, target_BT))
       key = jax.random.key(_SEED)
       _, params, rest = nnx.split(trained, nnx.Param, ...)
       sketch_MRBT = sketch_pass(twin, params, rest, objective, batch, key, num_directions, scale)
-      sketch_BSMR = jnp.einsum("mrbt,bts->bsmr", sketch_MRBT, slots.used_BTS) * weights_BT.sum()
-      return sketch_BSMR, slots.tokens_BS
+      sketch_BSMR = jnp.einsum("mrbt,bts->bsmr", sketch_MRBT, used_BTS.astype(sketch_MRBT.dtype))
+      return sketch_BSMR * weights_BT.sum(), (target_BTS & (weights_BT != 0)[..., None]).sum(1)
 
     self.respond, self.sketch = jax.jit(respond), jax.jit(sketch)
 
