@@ -187,7 +187,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   found = offline.nearest(cfg, points(cfg, paths), args.index, about, queries, asked, args.top)
   for name, chunks in found.items():
     how = f"direction {about['direction']}, estimated from {about['directions']} random directions"
-    print(f"\nnearest to '{name}': {offline.UNIT}; {how}")
+    print(f"\nnearest to '{name}': {offline.UNIT}\n({how})")
     for chunk in chunks:
       value, error = chunk["contribution"], chunk["standard_error"]
       rank = f"{chunk['rank']}{'=' if chunk['tied'] else ' '}"

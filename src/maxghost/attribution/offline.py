@@ -170,7 +170,7 @@ def nearest(
     gap_NNR = product_NR[:, None] - product_NR[None]
     better_NN = gap_NNR.mean(-1) > 2 * standard_error(gap_NNR)
     tied_N = ~(better_NN | better_NN.T | np.eye(len(order), dtype=bool)).all(0)
-    rank_N, error_N = 1 + better_NN.sum(0), standard_error(product_NR)
+    rank_N, error_N = np.maximum.accumulate(1 + better_NN.sum(0)), standard_error(product_NR)
     keys = ("domain", "path", "offset", "chunk", "tokens")
     found[name] = [
       {"rank": int(rank_N[i]), "tied": bool(tied_N[i]), "contribution": float(value_KN[k, n]),
