@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec
 
 from maxghost.ghost.directions import Direction
 from maxghost.ghost.rules import Rule, rule
-from maxghost.models import attention_ops, expert_parallel, moe
-from maxghost.models.attention import SelfAttention
+from maxghost.models import attention, moe
 from maxghost.models.grouped_matmul import product, product_transposed
 from maxghost.models.layers import gated
 
@@ -47,7 +46,7 @@ class RoutedMoeRule(Rule):
   def score(self, call, name, direction):
     if not call.module.sparse:
       return super().score(call, name, direction if direction.left is None else _whole(direction))
-    split = expert_parallel.find(call.module, call.args[0].shape)
+    split = moe.find_split(call.module, call.args[0].shape)
     if "use" not in call.memo:
       x, index, weight = call.args
       whole = (call.module, call.values, x, index, weight, call.cotangent)
@@ -108,10 +107,10 @@ def _factored_rows(module, rows: moe.Rows, x_RI, g_RO, direction: Direction, wid
   return (x_Rq * g_Rq).reshape(-1, sets, rank).sum(-1)
 
 
-# On a mesh each device scores the rows of its own experts, as in `expert_parallel`.
+# On a mesh each device scores the rows of its own experts, as in `moe.Split`.
 
 
-def _use_on_mesh(call, split: expert_parallel.Split):
+def _use_on_mesh(call, split: moe.Split):
   module = call.module
 
   def local(params, x, index, weight, b):
@@ -125,7 +124,7 @@ def _use_on_mesh(call, split: expert_parallel.Split):
   return run(call.values, *call.args, call.cotangent)
 
 
-def _scores_on_mesh(module, name: str, length: int, split: expert_parallel.Split, arrays):
+def _scores_on_mesh(module, name: str, length: int, split: moe.Split, arrays):
   parts = math.prod(split.mesh.shape[axis] for axis in split.length)
 
   def local(*arrays):
@@ -140,7 +139,7 @@ def _scores_on_mesh(module, name: str, length: int, split: expert_parallel.Split
   return split.map(local, specs, PartitionSpec(None, *split.tokens))(*arrays)
 
 
-def _direction_specs(name: str, split: expert_parallel.Split, direction: Direction) -> Direction:
+def _direction_specs(name: str, split: moe.Split, direction: Direction) -> Direction:
   """The PartitionSpecs of a direction's parts, as those of the Param."""
   if direction.full is not None:
     return Direction(split.param(name, leading=1))
@@ -148,7 +147,7 @@ def _direction_specs(name: str, split: expert_parallel.Split, direction: Directi
   return Direction(None, PartitionSpec(None, expert, inputs), PartitionSpec(None, expert, None, outputs))
 
 
-@rule(SelfAttention)
+@rule(attention.SelfAttention)
 class AttentionSinkRule(Rule):
   """`sinks` [H], scored by the gradient of a copy at every position. The projections have their own rules."""
 
@@ -169,7 +168,7 @@ class AttentionSinkRule(Rule):
     sinks_H = call.values["sinks"]
     sinks_nTH = jnp.broadcast_to(sinks_H.astype(jnp.promote_types(sinks_H.dtype, jnp.float32)), q_nTHh.shape[:3])
     _, pull = jax.vjp(
-      lambda sinks: attention_ops.attend(q_nTHh, k_nTKh, v_nTKh, segments, sinks_H=sinks, **call.module.options),
+      lambda sinks: attention.attend(q_nTHh, k_nTKh, v_nTKh, segments, sinks_H=sinks, **call.module.options),
       sinks_nTH,
     )
     (gradient_nTH,) = pull(call.cotangent)

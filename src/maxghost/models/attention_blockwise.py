@@ -14,9 +14,9 @@ BLOCK = 512
 
 
 def attend(q_BKGTh, k_BKTh, v_BKTh, segment_ids_BT, sinks_BKGT, shape, block: int | None = None):
-  """As `attention_ops.attend`, on grouped heads; returns [B, K, G, T, width of v] in q's dtype.
+  """As `attention.attend`, on grouped heads; returns [B, K, G, T, width of v] in q's dtype.
 
-  shape: `attention_ops.Shape`. block: positions in a block of queries or keys, 512 by default.
+  shape: `attention.Shape`. block: positions in a block of queries or keys, 512 by default.
   """
   length = q_BKGTh.shape[3]
   block = min(block or BLOCK, length)

@@ -19,7 +19,7 @@ _MAX_BLOCK = 512
 
 
 def attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, platform: str):
-  """As `attention_ops.attend`; raises ConfigError, with a setting that works, for what the kernel does not support."""
+  """As `attention.attend`; raises ConfigError, with a setting that works, for what the kernel does not support."""
   kernel = {"tpu": splash, "gpu": cudnn, "cuda": cudnn, "rocm": cudnn}.get(platform)
   if kernel is None:
     raise ConfigError(f"attention=flash has no kernel on {platform}, only on tpu and gpu; use attention=blockwise")

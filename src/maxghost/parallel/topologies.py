@@ -54,14 +54,14 @@ FAMILIES = {
 
 def parse(topology: str) -> tuple[str, int]:
   """(family, N) of a name; ('cpu', N) for virtual devices. Raises ConfigError with the nearest valid names."""
-  family, _, count = topology.partition("-")
-  number = int(count) if count.isdigit() else 0
-  if (family == "cpu" and number > 0) or (family in FAMILIES and number in FAMILIES[family].slices):
-    return family, number
   if not topology:
     raise ConfigError("compile_topology is missing: what to compile for, such as v5e-16, v5p-256 or cpu-8")
-  if family in FAMILIES:
-    near = [f"{family}-{n}" for n in sorted(FAMILIES[family].slices, key=lambda n: (abs(n - number), n))[:4]]
+  family, _, count = topology.partition("-")
+  number, slices = int(count) if count.isdigit() else 0, FAMILIES[family].slices if family in FAMILIES else {}
+  if number in slices or (family == "cpu" and number > 0):
+    return family, number
+  if slices:
+    near = [f"{family}-{n}" for n in sorted(slices, key=lambda n: (abs(n - number), n))[:4]]
   else:
     names = [f"{name}-{count}" for name, known in FAMILIES.items() for count in known.slices]
     near = difflib.get_close_matches(topology, names, n=4, cutoff=0.3) or ["v5e-16", "v5p-256", "v6e-16"]
