@@ -80,7 +80,7 @@ def with_backward(forward: Callable, backward: Callable, nondiff_argnums: tuple[
   return lambda *arguments: plain(*arguments) if in_forward_mode() else rule(*arguments)
 
 
-# split_residual(x): x; the cotangents of the branch that starts here are summed before those of x's other uses are added.
+# split_residual(x) is x; the cotangents of the branch that starts here are summed before those of other uses are added.
 # Float addition depends on its order. At the start of a residual branch this makes the order independent of how the
 # branch's first layer writes its backward pass, so a run with scores has the bits of one without.
 split_residual = with_backward(lambda x: (x, None), lambda _, cotangent: (cotangent,))
