@@ -245,7 +245,7 @@ def test_compaction_changes_no_answer(run_dir, table, tmp_path, capsys):
     np.testing.assert_array_equal(log[name], table[name], err_msg=name)
   assert log.steps.tobytes() == steps.tobytes()
   np.testing.assert_array_equal(np.concatenate([m.contribution_SMLDK for m in log.modules()]), modules)
-  assert log.fingerprints == before.fingerprints
+  assert log.said_of("fingerprint") == before.said_of("fingerprint")
   asked = Query(by="document", where="domain=words,step>=20")
   for name, values in ask(attribution.load(run_dir), asked).columns.items():
     np.testing.assert_array_equal(values, ask(log, asked).columns[name])

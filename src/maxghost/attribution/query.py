@@ -197,7 +197,7 @@ def _order(columns: dict, query: Query) -> tuple[np.ndarray, int]:
 
 def _texts(log: ScoreLog, columns: dict, notes: list[str]) -> list[str | None]:
   source = Source(log.run_dir)
-  notes += source.open(log.fingerprints)
+  notes += source.open(log.said_of("fingerprint"))
   keys = list(zip(columns["domain"], columns["path"], columns["offset"].tolist(), strict=True))
   found = source.find(keys)
   if source.documents is not None and len(found) < len(keys):
