@@ -43,7 +43,7 @@ def lead(part: SetSummary) -> str:
   known = [value for value in part.domains if math.isfinite(value.per_million)]
   if known:
     worth = ", ".join(f"{value.domain} {number(value.per_million, 2, plus=True)}" for value in known[:4])
-    more = f"; {len(known) - 4} more domains are below" if len(known) > 4 else ""
+    more = f" and {len(known) - 4} more below" if len(known) > 4 else ""
     sentences.append(f"Nats per million tokens: {worth}{more}.")
   harmful = [value.domain for value in known if value.contribution + value.half_width < 0]
   if harmful:
