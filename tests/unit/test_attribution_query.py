@@ -223,6 +223,8 @@ def test_a_name_that_no_row_has_is_answered_with_the_nearest(run_dir, table, cap
   for where, name in (("domain=word", "words"), (f"path={path}x", path)):
     assert scores.main([str(run_dir), "--where", where]) == 0
     assert f"satisfies --where {where}; did you mean '{name}'" in capsys.readouterr().err
+  assert scores.main([str(run_dir), "--by", "layer", "--where", "domain=word"]) == 0
+  assert "satisfies --where domain=word; did you mean 'words'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("by", query.BY)

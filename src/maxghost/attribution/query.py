@@ -85,7 +85,7 @@ def ask(log: ScoreLog, query: Query) -> Answer:
   columns["per_million_half_width"] = columns["half_width"] / tokens * 1e6
   if "chunks" in columns:
     columns["per_chunk"] = columns["contribution"] / np.maximum(columns["chunks"], 1)
-  if not num_groups:
+  if not num_groups or not np.any(columns.get("chunks", columns["tokens"])):
     none = f"no scored document satisfies --where {query.where}{where.hints(log)}"
     notes.append(none if query.where else "no document was scored yet")
   order, num_top = _order(columns, query)
