@@ -19,7 +19,7 @@ from maxghost.data.sources.base import Source, check_known, read_or_skip
 from maxghost.data.sources.files import expand
 from maxghost.data.split import Split, scan
 from maxghost.data.tokenizers import ByteTokenizer, Tokenizer, check_specials, load_tokenizer
-from maxghost.data.windows import HeldOut, Units, Windows
+from maxghost.data.windows import Units, Windows
 
 _MOST_FILES_IN_A_STATE = 1000
 _SMALLEST_WINDOW = 1 << 18  # bytes
@@ -136,12 +136,11 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
       "there is nothing to train on: every document is held out for validation or excluded; use a smaller "
       "ghost_val_fraction or more data"
     )
-  drops_copies = bool(sizes) and cfg.ghost_val_copies != "keep"
-  contents = HeldOut(np.unique(np.concatenate(hashes)), frozenset(sizes))
+  contents = (np.unique(np.concatenate(hashes)), frozenset(sizes), bool(sizes) and cfg.ghost_val_copies != "keep")
   parts = []
   for one, split in splits:
     kind = PreparedUnits if isinstance(one, PreparedSource) else Units
-    parts.append(kind(one, split, tokenizer, layout, cfg.on_corrupt, contents, drops_copies))
+    parts.append(kind(one, split, tokenizer, layout, cfg.on_corrupt, *contents))
   return parts
 
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.data.packing import Encoded, token_dtype
-from maxghost.data.sources.arrayrecord import open_readers, read_records
+from maxghost.data.sources.arrayrecord import OPEN_FILES, open_reader, read_records
 from maxghost.data.sources.base import CorruptError, Source, check_known, read_or_skip
-from maxghost.data.sources.records import read_by_shard
+from maxghost.data.sources.records import Opened, read_by_shard
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.data.types import DocumentId
 from maxghost.data.windows import NO_COUNTS, Units, concatenated
@@ -42,7 +42,7 @@ def is_prepared(path: str) -> bool:
 class PreparedSource(Source):
   """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless.
 
-  Is pickled without the memory-mapped columns of the index. meta: the JSON part of the index.
+  Is pickled by its folder. meta: the JSON part of the index. numbers: of each domain of the folder in `domains`.
   """
 
   def __init__(self, folder: str, tokenizer: Tokenizer, domains: tuple[str, ...] = ()):
@@ -51,7 +51,6 @@ class PreparedSource(Source):
     self.meta = meta = json.loads((self._folder / INDEX_FILE).read_text(encoding="utf-8"))
     if meta["version"] != INDEX_VERSION:
       raise ConfigError(f"{folder} was prepared as version {meta['version']}, but this program reads {INDEX_VERSION}")
-    self._map()
     made_with = meta["tokenizer"]
     if made_with["fingerprint"] != tokenizer.fingerprint:
       path = folder if made_with["copied"] else made_with["path"]
@@ -67,25 +66,18 @@ class PreparedSource(Source):
     self.num_bytes = sum(meta["domain_bytes"][name] for name in self.domains)
     self.files = {shard["name"]: shard["sha256"][:16] for shard in meta["shards"]}
     self.fingerprint = f"{meta['fingerprint']}-{','.join(self.domains)}"
-    self.totals = {name: (meta["domain_documents"][name], meta["domain_bytes"][name]) for name in self.domains}
     self._shards = [str(self._folder / "shards" / shard["name"]) for shard in meta["shards"]]
     self._shard_ends = np.cumsum([shard["blocks"] for shard in meta["shards"]], dtype=np.int64)
-    self._readers = open_readers()
+    self._readers = Opened(open_reader, OPEN_FILES)
     self.tokenizer = tokenizer
     self._dtype = token_dtype(tokenizer.vocab_size)
-
-  def _map(self) -> None:
-    folder = self._folder / "index"
-    mapped = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in COLUMNS}
+    index = self._folder / "index"
+    mapped = {name: np.load(index / f"{name}.npy", mmap_mode="r") for name in COLUMNS}
     self.columns = {name: array.view(np.ndarray) for name, array in mapped.items()}  # np.memmap is slow to index
-    self._paths = np.memmap(folder / "paths.bin", np.uint8, mode="r")
+    self._paths = np.memmap(index / "paths.bin", np.uint8, mode="r")
 
-  def __getstate__(self) -> dict:
-    return {name: value for name, value in self.__dict__.items() if name not in ("columns", "_paths")}
-
-  def __setstate__(self, state: dict) -> None:
-    self.__dict__.update(state)
-    self._map()
+  def __reduce__(self):
+    return PreparedSource, (str(self._folder), self.tokenizer, self.domains)
 
   def __len__(self) -> int:
     return len(self.columns["id_hash"])
@@ -183,7 +175,7 @@ class PreparedUnits(Units):
     documents = concatenated([np.arange(first, stop) for first, stop, read in blocks if read is not None])
     keep = ~self.split.left_out(documents)
     if self.drops_copies:
-      copies = keep & self.held_out.copies(source.content_hashes(documents))
+      copies = keep & np.isin(source.content_hashes(documents), self.hashes)
       counts["copies"] = int(copies.sum())
       keep &= ~copies
     pieces, place = [], 0

@@ -16,6 +16,10 @@ class DocumentId(NamedTuple):
   path: str
   offset: int
 
+  @property
+  def shown(self) -> str:
+    return f"{self.domain}:{self.path}:{self.offset}"
+
 
 @dataclass(frozen=True, slots=True)
 class Document:

@@ -20,6 +20,7 @@ from maxghost.data.split import Split, scan
 from maxghost.data.tokenizers import Tokenizer
 
 NO_COUNTS: dict[str, int] = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt"), 0)
+_NO_HASHES = np.empty(0, np.uint64)
 _SAMPLES = 32  # documents read to estimate a stream's mean document size
 
 
@@ -30,27 +31,14 @@ class Window(NamedTuple):
   counts: dict[str, int]
 
 
-class HeldOut(NamedTuple):
-  """The held-out texts, whose copies training leaves out: `content_hashes` (uint64, sorted) and sizes in bytes."""
-
-  hashes: np.ndarray
-  sizes: frozenset[int]
-
-  def copies(self, text_hashes: np.ndarray) -> np.ndarray:
-    """bool[n]: whether each hash is that of a held-out text."""
-    return np.isin(text_hashes, self.hashes)
-
-
-NO_TEXTS = HeldOut(np.empty(0, np.uint64), frozenset())
-
-
 @dataclass(frozen=True, eq=False)
 class Units:
   """What is read in random order, and tokenized as it is read: the documents of a source.
 
   Attributes:
     on_corrupt: as in the configuration.
-    held_out: the held-out texts of all sources.
+    hashes: uint64, sorted, `content_hashes` of the held-out texts of all sources.
+    sizes: their sizes in bytes.
     drops_copies: whether documents with these texts are not trained on.
   """
 
@@ -59,7 +47,8 @@ class Units:
   tokenizer: Tokenizer
   layout: Layout
   on_corrupt: str
-  held_out: HeldOut = NO_TEXTS
+  hashes: np.ndarray = _NO_HASHES
+  sizes: frozenset[int] = frozenset()
   drops_copies: bool = False
 
   def all_units(self) -> np.ndarray | range:
@@ -84,18 +73,17 @@ class Units:
 
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
     """Training documents of the units (held-out ones left out), and counts of what was read."""
-    held_out = self.held_out if self.drops_copies else NO_TEXTS
-    return self._encode(units[~self.split.left_out(units)], held_out)
+    return self._encode(units[~self.split.left_out(units)], self.drops_copies)
 
   def encode_documents(self, indices: np.ndarray) -> Encoded:
     """Documents by number, held out or not."""
-    return self._encode(indices, NO_TEXTS)[0]
+    return self._encode(indices, False)[0]
 
   def read(self, indices: np.ndarray) -> list[bytes | None]:
     """Texts by document number; None for a corrupt one that is skipped."""
     return read_or_skip(self.source.texts, indices, self.on_corrupt)
 
-  def _encode(self, indices: np.ndarray, held_out: HeldOut) -> tuple[Encoded, dict[str, int]]:
+  def _encode(self, indices: np.ndarray, drops_copies: bool) -> tuple[Encoded, dict[str, int]]:
     kept, texts = [], []
     counts = NO_COUNTS.copy()
     for index, text in zip(indices.tolist(), self.read(indices), strict=True):
@@ -103,7 +91,7 @@ class Units:
         counts["corrupt"] += 1
       elif not text:
         counts["empty"] += 1
-      elif len(text) in held_out.sizes and held_out.copies(content_hashes([text]))[0]:
+      elif drops_copies and len(text) in self.sizes and np.isin(content_hashes([text]), self.hashes)[0]:
         counts["copies"] += 1
       else:
         kept.append(index)
@@ -140,8 +128,11 @@ class Units:
     for ids, count, _ in pieces:  # piece by piece, so that each stays in the CPU's cache
       first, stop = stop, stop + len(ids) + len(count) * (before + after)
       tokens[first:stop][is_text[first:stop]] = ids
-    table, sizes = self.tokenizer.byte_table, [behind for _, _, behind in pieces if behind is not None]
-    return Encoded(tokens, ends, documents, table, concatenated(sizes) if table is None else None, (before, after))
+    table = self.tokenizer.byte_table
+    sizes = np.zeros(len(tokens) if table is None else 0, np.int64)
+    if table is None:
+      sizes[is_text] = concatenated([behind for _, _, behind in pieces if behind is not None])
+    return Encoded(tokens, ends, documents, table, sizes)
 
 
 def concatenated(arrays: list[np.ndarray]) -> np.ndarray:
