@@ -307,7 +307,7 @@ def damaged(folder, kind):
   if kind == "gzip":
     (folder / "b.jsonl").write_bytes(jsonl(B))
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(jsonl(A))[:-30])
-    return dict(dataset_type="text", dataset_files=(f"b={folder}/*",)), (f"{folder}/c.jsonl.gz cannot be unpacked",)
+    return dict(dataset_type="text", dataset_files=(f"b={folder}/*",)), (f"{folder}/c.jsonl.gz cannot be read",)
   if kind == "parquet":
     write_parquet(folder / "b.parquet", B)
     write_parquet(folder / "c.parquet", A)

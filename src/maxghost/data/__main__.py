@@ -134,7 +134,7 @@ def _show(parsed: argparse.Namespace) -> int:
     f"first window: {counts['documents']:,} documents, {counts['tokens']:,} tokens in {counts['rows']:,} rows of "
     f"{dataset.layout.row_length}; {dataset.train.packing_efficiency:.2%} of the places filled"
   )
-  print(f"validation '{dataset.val_domain}': {dataset.num_validation_rows():,} rows")
+  print(f"validation '{dataset.val_domain}': {len(dataset.validation_rows()):,} rows")
   return 0
 
 

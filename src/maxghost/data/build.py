@@ -10,7 +10,6 @@ from maxghost.data import sources
 from maxghost.data.dataset import POOL_DOCUMENTS, Dataset
 from maxghost.data.duplicates import read_ids
 from maxghost.data.hashing import content_hashes, text_hash
-from maxghost.data.order import Repeated, Uniform
 from maxghost.data.packing import FIRST_FIT, Layout
 from maxghost.data.prepared import PreparedSource, PreparedUnits, is_prepared
 from maxghost.data.reader import TrainIterator
@@ -19,7 +18,7 @@ from maxghost.data.sources.base import Source, check_known, read_or_skip
 from maxghost.data.sources.files import expand
 from maxghost.data.split import Split, scan
 from maxghost.data.tokenizers import ByteTokenizer, Tokenizer, check_specials, load_tokenizer
-from maxghost.data.windows import Units, Windows
+from maxghost.data.windows import Order, Units, Windows
 
 _MOST_FILES_IN_A_STATE = 1000
 _SMALLEST_WINDOW = 1 << 18  # bytes
@@ -107,7 +106,7 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
   splits: list[tuple[Source, Split]] = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
   if cfg.validation_files:
     files = expand("ghost_val_sets", cfg.validation_files)
-    read = text.load(files, cfg.train_data_columns, on_corrupt=cfg.on_corrupt)
+    read = text.load(files, cfg)
     both = [domain for domain in read.domains if domain in source.domains]
     if both:
       raise ConfigError(
@@ -160,10 +159,10 @@ def _streams(cfg: DataConfig, units: Units, seed: int) -> tuple[list[Windows], l
   windows = functools.partial(Windows, units, seed=seed, num_lanes=cfg.dataset_shards)
   size = cfg.shuffle_window_bytes
   if cfg.mixture == "proportional":
-    return [windows(Uniform(units.all_units(), seed), name="", window_bytes=size)], None
+    return [windows(Order([units.all_units()], seed), name="", window_bytes=size)], None
   parts = [units.units_of(number) for number in range(len(domains))]
   if cfg.mixture == "epochs":
-    order = Repeated(parts, [weights[domain] for domain in domains], seed)
+    order = Order(parts, seed, [weights[domain] for domain in domains])
     return [windows(order, name="", window_bytes=size)], None
   streams = []
   for domain, part in zip(domains, parts, strict=True):
@@ -175,7 +174,7 @@ def _streams(cfg: DataConfig, units: Units, seed: int) -> tuple[list[Windows], l
         f"'{domain}'; use fewer"
       )
     share = max(_SMALLEST_WINDOW, int(size * weights[domain]))
-    streams.append(windows(Uniform(part, seed), name=domain, window_bytes=share))
+    streams.append(windows(Order([part], seed), name=domain, window_bytes=share))
   return streams, [weights[stream.name] for stream in streams]
 
 

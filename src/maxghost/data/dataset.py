@@ -130,17 +130,15 @@ class Dataset:
     A function of the arguments and the configuration. domain: default that of the first validation set. Raises
     ConfigError when the domain has no held-out documents.
     """
-    rows = self._validation_rows(self.val_domain if domain is None else domain)
+    rows = self.validation_rows(domain)
     numbers = (index * num_rows + np.arange(num_rows)).tolist()
     pieces = [(rows, number % len(rows), number // len(rows)) for number in numbers]
     return packing.fill(pieces, self.layout, self.tokenizer.pad_id)
 
-  def num_validation_rows(self, domain: str | None = None) -> int:
-    """Packed rows of a validation domain; `validation_batch` repeats after them."""
-    return len(self._validation_rows(self.val_domain if domain is None else domain))
-
   @functools.cache  # noqa: B019 - one dataset per run
-  def _validation_rows(self, domain: str) -> Rows:
+  def validation_rows(self, domain: str | None = None) -> Rows:
+    """The packed rows of a validation domain; `validation_batch` repeats after them."""
+    domain = self.val_domain if domain is None else domain
     domains = [name for part in self.parts for name in part.source.domains]
     check_known("validation_batch", [domain], domains, "the data")
     number, part = next((n, part) for n, part in enumerate(self.parts) if domain in part.source.domains)

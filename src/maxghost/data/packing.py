@@ -103,13 +103,7 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[n
   otherwise the shortest chunks would fill rows that run out of segments before they are full. A bit set finds the row
   in a few operations per chunk.
 
-  Args:
-    length: int64[C], each at most row_length.
-    row_length: T.
-    max_segments: S.
-
-  Returns:
-    The row of each chunk, int64[C], and the number of rows R.
+  length: int64[C], each at most row_length. Returns the row of each chunk, int64[C], and the number of rows R.
   """
   row = np.empty(len(length), np.int64)
   order = np.argsort(-length, kind="stable")

@@ -49,10 +49,7 @@ class Job:
   cfg: DataConfig
   folder: Path
   part_documents: int
-
-  @property
-  def num_parts(self) -> int:
-    return -(-len(self.source) // self.part_documents)
+  num_parts: int
 
 
 def prepare(
@@ -81,7 +78,8 @@ def prepare(
     ConfigError: the folder holds another corpus, or a document is corrupt and on_corrupt is "error".
   """
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
-  job = Job(source, tokenizer, cfg, Path(folder), max(1, part_bytes // max(1, source.num_bytes // len(source))))
+  part_documents = max(1, part_bytes // max(1, source.num_bytes // len(source)))
+  job = Job(source, tokenizer, cfg, Path(folder), part_documents, -(-len(source) // part_documents))
   _claim(job)
   done = {part: manifest for part in range(job.num_parts) if (manifest := _manifest(job, part)) is not None}
   todo = [part for part in range(job.num_parts) if part not in done]
@@ -271,21 +269,17 @@ def _join(job: Job, manifests: list[dict]) -> dict:
   }
   documents = blocks = tokens = 0
   totals = np.zeros((2, len(names)), np.int64)  # documents, bytes
-  paths, path_end, path_domain, last = bytearray(), array("q"), array("H"), None  # flat: perhaps a path per document
+  paths, path_end, path_domain = bytearray(), array("q"), array("H")  # flat: perhaps a path per document
   for part in range(job.num_parts):
     with np.load(folder / "parts" / f"{part:05d}.npz") as loaded:
       new = {name: loaded[name] for name in loaded.files}
     if not len(new["path"]):
       continue
-    numbers = []  # of the part's paths in the table
+    new["path"] = new["path"] + len(path_end)
     for domain, path in json.loads(str(new.pop("paths"))):
-      if (domain, path) != last:  # a file shared by two parts is the last of one and the first of the next
-        last = (domain, path)
-        paths += path.encode("utf-8")
-        path_end.append(len(paths))
-        path_domain.append(names.index(domain))
-      numbers.append(len(path_end) - 1)
-    new["path"] = np.array(numbers)[new["path"]]
+      paths += path.encode("utf-8")
+      path_end.append(len(paths))
+      path_domain.append(names.index(domain))
     domains = np.frombuffer(path_domain, np.uint16)[new["path"]]
     totals[0] += np.bincount(domains, minlength=len(names))
     totals[1] += np.bincount(domains, new["num_bytes"], len(names)).astype(np.int64)

@@ -82,7 +82,7 @@ class PreparedSource(Source):
   def __len__(self) -> int:
     return len(self.columns["id_hash"])
 
-  def _tokens_before(self, document: int) -> int:
+  def tokens_before(self, document: int) -> int:
     """Tokens of all documents before this one."""
     return int(self.columns["token_end"][document - 1]) if document else 0
 
@@ -124,17 +124,13 @@ class PreparedSource(Source):
     out = []
     for block, shard, record, one in zip(blocks.tolist(), shards.tolist(), records.tolist(), raw, strict=True):
       first, stop = self.documents_of(block)
-      count = self._tokens_before(stop) - self._tokens_before(first)
+      count = self.tokens_before(stop) - self.tokens_before(first)
       if len(one) != count * (item if tabled else item + 4):
         path = self._shards[shard]
         raise CorruptError(f"{path}, record {record}: {len(one)} bytes where the index says {count} tokens")
       sizes = None if tabled else np.frombuffer(one, np.uint32, count, count * item)
       out.append((np.frombuffer(one, self._dtype, count), sizes))
     return out
-
-  def lengths(self, first: int, stop: int) -> np.ndarray:
-    """int64[n]: tokens of each document in first..stop."""
-    return np.diff(self.columns["token_end"][first:stop], prepend=self._tokens_before(first))
 
   def tokens(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """Tokens of documents, and the bytes behind each as `block_tokens` gives them. Raises CorruptError."""
@@ -143,8 +139,8 @@ class PreparedSource(Source):
     read = dict(zip(wanted.tolist(), self.block_tokens(wanted), strict=True))
     out = []
     for index, block in zip(np.asarray(indices).tolist(), blocks.tolist(), strict=True):
-      before = self._tokens_before(self.documents_of(block)[0])
-      place = slice(self._tokens_before(index) - before, self._tokens_before(index + 1) - before)
+      before = self.tokens_before(self.documents_of(block)[0])
+      place = slice(self.tokens_before(index) - before, self.tokens_before(index + 1) - before)
       tokens, sizes = read[block]
       out.append((tokens[place], None if sizes is None else sizes[place]))
     return out
@@ -182,7 +178,8 @@ class PreparedUnits(Units):
     for first, stop, read in blocks:
       if read is None:
         continue
-      (tokens, sizes), count = read, source.lengths(first, stop)
+      (tokens, sizes), ends = read, source.columns["token_end"][first:stop]
+      count = np.diff(ends, prepend=source.tokens_before(first))
       kept = keep[place : place + stop - first]
       place += stop - first
       if not kept.all():

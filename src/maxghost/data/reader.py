@@ -5,9 +5,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from maxghost.config import ConfigError
 from maxghost.data import packing
-from maxghost.data.order import row_domains
 from maxghost.data.types import Batch
-from maxghost.data.windows import Window, Windows
+from maxghost.data.windows import Windows, row_domains
 
 _STATE_VERSION = 1
 _EMPTY_WINDOWS = 1000  # consecutive ones that can still happen by chance
@@ -30,8 +29,8 @@ class Cursor:
     """place: epoch, window, next row in it."""
     self.place = place
     self._rows: packing.Rows | None = None
-    self._ahead: Future[Window] | None = None
-    self._windows: Iterator[Window] | None = None
+    self._ahead: Future | None = None
+    self._windows: Iterator | None = None
 
   def take(self, count: int) -> list[tuple[packing.Rows, int, int]]:
     """The next `count` rows, each as (rows, number of the row, epoch)."""
@@ -52,10 +51,9 @@ class Cursor:
     while True:
       epoch, window, row = self.place
       if self._rows is None:
-        made = self._make(epoch, window)
-        self._rows = made.rows
+        self._rows, counts = self._make(epoch, window)
         if not row:
-          self._count(made.counts)
+          self._count(counts)
       if row < len(self._rows):
         return self._rows, self.place
       empty += not len(self._rows)
@@ -67,7 +65,7 @@ class Cursor:
           "validation, empty or left out; use a smaller ghost_val_fraction or more data"
         )
 
-  def _make(self, epoch: int, window: int) -> Window:
+  def _make(self, epoch: int, window: int) -> tuple[packing.Rows, dict[str, int]]:
     if isinstance(self._workers, int):
       if self._windows is None:
         self._windows = self._stream.from_workers(self._lane, epoch, window, self._workers)
@@ -94,15 +92,10 @@ class TrainIterator(Iterator[Batch]):
     rows: tuple[int, int],
     num_workers: int,
   ):
-    """Starts at the beginning.
-
-    Args:
-      streams: what the rows come from.
-      weights: shares of the streams; None for a single one.
-      identity: what a saved position depends on: `fingerprint` of data and settings, `files` with that of each file.
-      rows_per_lane: of the global batch.
-      rows: first row of the global batch that this process reads, and the one after its last.
-      num_workers: processes that make windows ahead; 0: a thread.
+    """weights: shares of the streams; None for a single one. identity: what a saved position depends on, `fingerprint`
+    of data and settings and `files` with that of each file. rows_per_lane: of the global batch. rows: first row of the
+    global batch that this process reads, and the one after its last. num_workers: processes that make windows ahead;
+    0: a thread.
     """
     self._streams, self._identity = streams, {"version": _STATE_VERSION, **identity}
     self._per_lane, self._rows = rows_per_lane, rows

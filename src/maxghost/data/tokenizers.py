@@ -237,9 +237,8 @@ class SentencePieceTokenizer(Tokenizer):
     self.name, self.path = path, Path(path)
     self.fingerprint = _digest(raw)
     self.vocab_size = self._inner.vocab_size()
-    self.bos_id, self.eos_id, pad = (
-      None if number < 0 else number for number in (self._inner.bos_id(), self._inner.eos_id(), self._inner.pad_id())
-    )
+    specials = (self._inner.bos_id(), self._inner.eos_id(), self._inner.pad_id())
+    self.bos_id, self.eos_id, pad = (None if number < 0 else number for number in specials)
     self.pad_id = pad if pad is not None else self.eos_id or 0
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:

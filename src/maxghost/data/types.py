@@ -53,8 +53,3 @@ class Batch:
   offset_BS: np.ndarray
   epoch_B: np.ndarray
   unit_BS: np.ndarray | None = None
-
-  @property
-  def num_tokens(self) -> int:
-    """Tokens that count in the loss."""
-    return int(np.count_nonzero(self.arrays["targets_segmentation"]))

@@ -34,7 +34,7 @@ def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:
   files = expand("dataset_files", cfg.dataset_files, cfg.dataset_domains, kind)
   parquet = [file.path.endswith(".parquet") for file in files]
   if kind == "text" or all(parquet):
-    return text.load(files, cfg.train_data_columns, domain_bytes=cap, on_corrupt=cfg.on_corrupt, whole=whole)
+    return text.load(files, cfg, cap=cap, whole=whole)
   if any(parquet):
     raise ConfigError("dataset_files matches Parquet and ArrayRecord files; use one kind in a run")
-  return arrayrecord.load(files, cfg.train_data_columns, on_corrupt=cfg.on_corrupt)
+  return arrayrecord.load(files, cfg)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxghost.config import ConfigError
+from maxghost.config.schema import DataConfig
 from maxghost.data.sources.base import CorruptError, check_known, join_columns, left_out, read_all, utf8
 from maxghost.data.sources.files import CorpusFile
 from maxghost.data.sources.records import Opened, RecordSource, Shard
@@ -19,18 +20,18 @@ _NO_READ_AHEAD = "readahead_buffer_size:0"  # records are read in random order
 TEXT, JSON, EXAMPLE = "plain text", "JSON objects", "tf.train.Example"
 
 
-def load(files: Sequence[CorpusFile], columns: tuple[str, ...], *, on_corrupt: str = "error") -> RecordSource:
+def load(files: Sequence[CorpusFile], cfg: DataConfig) -> RecordSource:
   """Documents of ArrayRecord files. Raises ConfigError."""
   readers, shards, notes, formats = Opened(open_reader, OPEN_FILES), [], [], {}
   for file in files:
     try:
       count = readers.get(file.path).num_records()
     except CorruptError as error:
-      notes.append(left_out(error, on_corrupt))
+      notes.append(left_out(error, cfg.on_corrupt))
       continue
-    kind = _format(readers, file.path, count, columns)
+    kind = _format(readers, file.path, count, cfg.train_data_columns)
     formats[f"{file.domain}: records of its ArrayRecord files are read as {kind}"] = None
-    read = functools.partial(_texts, readers, file.path, kind, columns)
+    read = functools.partial(_texts, readers, file.path, kind, cfg.train_data_columns)
     shards.append(Shard(file.domain, file.name, file.fingerprint, count, read))
   for domain in dict.fromkeys(file.domain for file in files):
     if not any(shard.domain == domain for shard in shards):
