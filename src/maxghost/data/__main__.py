@@ -14,8 +14,6 @@ from maxghost.data.build import load_dataset
 from maxghost.data.prepared import INDEX_FILE
 from maxghost.data.sources import open_source
 
-_BPE_FILE = "tokenizer.json"
-
 
 def main(arguments: list[str] | None = None) -> int:
   """Runs one command; returns the exit code (0 done, 1 damage found, 2 wrong input, 130 Ctrl-C)."""
@@ -70,7 +68,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
     print(note)
   data = cfg.data
   if parsed.train_bpe is not None:
-    path = Path(parsed.output) / _BPE_FILE
+    path = Path(parsed.output) / "tokenizer.json"
     if not path.is_file():
       print(f"training a BPE of {parsed.train_bpe} ids")
       preparing.train_bpe(source, parsed.train_bpe, str(path))

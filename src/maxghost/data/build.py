@@ -147,9 +147,7 @@ def max_segments(cfg: DataConfig) -> int:
   """S, the most segments of a row."""
   if cfg.packing == "none":
     return 1
-  if cfg.max_segments_per_seq > 0:
-    return cfg.max_segments_per_seq
-  return max(1, min(32, cfg.max_target_length // 32))
+  return cfg.max_segments_per_seq if cfg.max_segments_per_seq > 0 else max(1, min(32, cfg.max_target_length // 32))
 
 
 def _streams(cfg: DataConfig, units: Units, seed: int) -> tuple[list[Windows], list[float] | None]:

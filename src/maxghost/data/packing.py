@@ -7,14 +7,13 @@ another document.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from maxghost.data.types import Batch
 
 FIRST_FIT, CONCAT = "first_fit", "concat_then_split"
-_NO_SIZES = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Encoded:
   ends: np.ndarray
   documents: np.ndarray
   byte_table: np.ndarray | None
-  sizes: np.ndarray = _NO_SIZES
+  sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
   weights: np.ndarray | None = None
 
 

@@ -34,7 +34,6 @@ PART_BYTES = 64 << 20  # text of a part
 BLOCK_TOKENS = 1 << 15  # tokens of a block, unless one document has more
 _READ_BYTES = 4 << 20  # text read and tokenized together
 _BPE_BYTES = 100 << 20  # text that a BPE is trained on
-_JOB_FILE = "job.json"
 # Number of the domain, tokens, and source bytes of each where the tokenizer has no table of them.
 _Document = tuple[int, np.ndarray, np.ndarray | None]
 _SHARD_OPTIONS = "group_size:1,uncompressed"  # random access; decompressing would cost more than reading
@@ -143,7 +142,7 @@ def _claim(job: Job) -> None:
     "version": INDEX_VERSION,
     "files": source.files,
   }
-  file = folder / _JOB_FILE
+  file = folder / "job.json"
   if file.is_file():
     other = json.loads(file.read_text(encoding="utf-8"))
     if other != mine:

@@ -8,7 +8,7 @@ the number of documents.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from maxghost.data.tokenizers import Tokenizer
 NO_COUNTS: dict[str, int] = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt"), 0)
 _ORDER, _COPY, _MIXTURE = text_hash("unit order"), text_hash("copy order"), text_hash("mixture")
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
-_NO_HASHES = np.empty(0, np.uint64)
 _SAMPLES = 32  # documents read to estimate a stream's mean document size
 
 
@@ -42,7 +41,7 @@ class Units:
   tokenizer: Tokenizer
   layout: Layout
   on_corrupt: str
-  hashes: np.ndarray = _NO_HASHES
+  hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
   sizes: frozenset[int] = frozenset()
   drops_copies: bool = False
 

@@ -5,16 +5,14 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.data.hashing import combine, text_hash
-from maxghost.data.sources.base import Source, read_or_skip
+from maxghost.data.sources.base import Source, T, read_or_skip
 from maxghost.data.types import DocumentId
 
-T = TypeVar("T")
 _SAMPLES = 32  # records read to estimate the total size
 
 

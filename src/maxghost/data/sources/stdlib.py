@@ -68,9 +68,8 @@ def _modules(library: Path) -> list[str]:
   found = []
   for folder, subfolders, files in os.walk(library):
     subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and "site-packages" not in name]
-    here = Path(folder).relative_to(library).as_posix()
-    prefix = "" if here == "." else here + "/"
-    found.extend(prefix + name for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata"))
+    names = (name for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata"))
+    found.extend(Path(folder, name).relative_to(library).as_posix() for name in names)
   return sorted(found)
 
 
