@@ -269,6 +269,9 @@ def test_wrong_text_settings_are_named(tmp_path, written):
   text = dict(dataset_type="text")
   assert "dataset_files is empty" in refused(**text)
   assert "no file matches /nowhere/*.txt" in refused(**text, dataset_files=("a=/nowhere/*.txt",))
+  for kind, ending in (("text", "txt"), ("grain", "array_record")):
+    said = refused(dataset_type=kind, dataset_files=(str(tmp_path),))
+    assert f"{tmp_path} is a folder; write {tmp_path}/**/*.{ending}" in said
   assert "not of the form domain=" in refused(**text, dataset_files=("=/x",))
   assert "has 'c', which dataset_files does not have; dataset_files has a, b" in refused(
     **text, dataset_files=cfg.dataset_files, dataset_domains=("c",)

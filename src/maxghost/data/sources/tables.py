@@ -24,11 +24,8 @@ def load(cfg: DataConfig) -> RecordSource:
   """
   kind, shards = cfg.dataset_type, []
   opened = Opened(_open_hf if kind == "hf" else _open_tfds, None)
-
-  def name_of(path: str) -> str:
-    return Path(path).name if kind == "hf" else path.split("/")[0].split(":")[0]
-
-  for domain, path in labelled("dataset_files", cfg.dataset_files, cfg.dataset_domains, name_of, kind):
+  names = {"hf": lambda path: Path(path).name, "tfds": lambda name: name.split("/")[0].split(":")[0]}
+  for domain, path in labelled("dataset_files", cfg.dataset_files, cfg.dataset_domains, names[kind], kind):
     table, name, files = opened.get(path, cfg)
     prints = f"{text_hash(*map(fingerprint, sorted(files))):016x}"
     shards.append(Shard(domain, name, prints, len(table), functools.partial(_texts, opened, path, cfg)))
@@ -37,8 +34,8 @@ def load(cfg: DataConfig) -> RecordSource:
 
 def _texts(opened: Opened, path: str, cfg: DataConfig, rows: list[int], sizes: list[int]) -> list[bytes]:
   table, _, _ = opened.get(path, cfg)  # each worker process opens it again
-  # What ArrayRecord and Arrow raise.
-  found = read_all(table.__getitems__, rows, (RuntimeError, OSError, ValueError), path)
+  errors = (RuntimeError, OSError, ValueError)  # what ArrayRecord and Arrow raise
+  found = read_all(table.__getitems__, rows, errors, path)
   return [join_columns(f"{path}, record {n}", one, cfg.train_data_columns) for n, one in zip(rows, found, strict=True)]
 
 

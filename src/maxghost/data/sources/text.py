@@ -67,7 +67,7 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
     except CorruptError as error:
       notes.append(base.left_out(error, cfg.on_corrupt))
       offset = size = np.zeros(0, np.int64)
-    unpacked += is_packed * int(size.sum())
+    unpacked += int(size.sum()) if is_packed else 0
     if whole and unpacked > _MEMORY_LIMIT:
       raise ConfigError(
         f"dataset_files hold more than {_MEMORY_LIMIT >> 20} MiB of compressed text, which is read from "
@@ -79,8 +79,7 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
         raise base.too_low_cap(cap, file.domain, int(ends[0]))
       used[file.domain] = int(ends[-1])
       offset, size = (x[: np.searchsorted(ends, cap, side="right")] for x in (offset, size))
-    reader = functools.partial(read, *arguments)
-    shards.append(Shard(file.domain, file.name, file.fingerprint, len(offset), reader))
+    shards.append(Shard(file.domain, file.name, file.fingerprint, len(offset), functools.partial(read, *arguments)))
     offsets.append(offset)
     sizes.append(size)
   source = RecordSource(shards, notes, (np.concatenate(offsets), np.concatenate(sizes)), exact=set(kinds) == {TXT})
