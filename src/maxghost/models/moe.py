@@ -87,7 +87,7 @@ class RoutedMoe(nnx.Module):
     fixed_BTE = jax.lax.stop_gradient(probability_BTE)
     entropy_BT = -(fixed_BTE * jnp.log(jnp.maximum(fixed_BTE, jnp.finfo(wide).tiny))).sum(-1)
     added = {
-      "load_balance_BT": self.num_experts * (probability_BTE * share_E).sum(-1),
+      "load_balance_BT": self.num_experts * (probability_BTE * share_E[None, None]).sum(-1),
       "entropy_BT": entropy_BT,
       "load_E": share_E / self.num_chosen,
     }
