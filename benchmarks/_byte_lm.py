@@ -19,6 +19,7 @@ from flax import nnx
 
 from maxghost import config
 from maxghost.data.sources import stdlib, synthetic, text
+from maxghost.data.sources.files import expand
 from maxghost.ghost import GhostEngine, schedules
 from maxghost.objectives import LanguageModelLoss
 from maxghost.optimizers import make_optimizer
@@ -74,7 +75,7 @@ def load_fetched(folder: str) -> Corpus:
   names = sorted(p.name for p in pathlib.Path(folder).iterdir() if p.is_dir() and p.name != "downloads")
   kinds = ("txt", "jsonl")
   files = tuple(f"{n}={folder}/{n}/*.{k}" for n in names for k in kinds if list(pathlib.Path(folder, n).glob(f"*.{k}")))
-  source = text.load(files, ("text",))
+  source = text.load(expand("files", files), ("text",))
   parts = [_chunks_of(source, number) for number in range(len(source.domains))]
   return Corpus(*(np.stack(part) for part in zip(*parts, strict=True)))
 

@@ -14,8 +14,7 @@ from maxghost.ghost import schedules
 from maxghost.ghost.attach import split
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.prepare import prepare_twin
-from maxghost.models.hidden import Hidden
-from maxghost.models.layers import linear
+from maxghost.models.layers import Hidden, linear
 from maxghost.models.output_head import OutputHead, OutputProjection
 from maxghost.objectives import token_losses
 from maxghost.objectives.tiled import Tiling

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxghost.models import platforms
+from maxghost.parallel import shardings
 from maxghost.training.memory import MemoryEstimate
 
 jax.config.update("jax_platforms", "cpu")
@@ -76,7 +76,7 @@ def compile_for(device, function: Callable, *arguments, donate: tuple[int, ...] 
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.with_memory_kind(kind) if kind else sharding)
 
   try:
-    with platforms.tracing_for(device.platform):
+    with shardings.tracing_for(device.platform):
       lowered = jax.jit(function, donate_argnums=donate).lower(*jax.tree.map(placed, arguments))
     memory = lowered.compile().memory_analysis()
   except jax.errors.JaxRuntimeError as error:

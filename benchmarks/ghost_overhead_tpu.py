@@ -26,7 +26,7 @@ from ghost_overhead import EXACT, PLAIN, ROWS
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost import config as configuration
-from maxghost.models import platforms
+from maxghost.parallel import shardings
 from maxghost.training import state
 from maxghost.training.step import make_train_step
 
@@ -92,7 +92,7 @@ def compile_row(keys, overrides, device):
 
   sets = cfg.data.validation_sets if cfg.ghost.ghost_enabled else ()
   batch, val_batches = rows(cfg.data.per_device_batch_size), tuple(rows(cfg.ghost.ghost_val_batch_size) for _ in sets)
-  with platforms.tracing_for("tpu"):
+  with shardings.tracing_for("tpu"):
     graphdef, abstract = state.abstract_split(cfg)
     step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=3, num_sets=max(len(sets), 1))
     lowered = jax.jit(step, donate_argnums=0).lower(placed(abstract), placed(batch), placed(val_batches))

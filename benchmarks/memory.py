@@ -25,8 +25,7 @@ from flax import nnx
 
 from maxghost import config as configuration
 from maxghost.config.values import divisors
-from maxghost.models import platforms
-from maxghost.parallel import Layout, topologies
+from maxghost.parallel import Layout, shardings, topologies
 from maxghost.training import aot, state
 from maxghost.training.host_memory import HostMemory
 from maxghost.training.memory import MemoryEstimate, estimate
@@ -141,7 +140,7 @@ class Bench:
     batch, val_batches = batch_shapes(cfg, cfg.data.per_device_batch_size), ()
     val_batches = tuple(batch_shapes(cfg, cfg.ghost.ghost_val_batch_size) for _ in sets)
     graphdef, abstract = state.abstract_split(cfg)
-    with platforms.tracing_for("tpu"):
+    with shardings.tracing_for("tpu"):
       step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=1, num_sets=max(len(sets), 1))
     compiled = _tpu.compile_for(self.device, step, abstract, batch, val_batches, donate=(0,))
     return compiled.beside(estimate(cfg, split=(graphdef, abstract)))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from maxghost import attribution
 from maxghost.arguments import ACCEPT_HELP, Parser, run_command
-from maxghost.attribution.files import write_output
 from maxghost.config import ConfigError
 
 
@@ -38,21 +37,21 @@ def _run(args: argparse.Namespace) -> int:
   if args.watch:
     from maxghost.attribution import live
 
-    live.serve(live.make_server(args.run_dir, args.port, args.documents, not args.no_texts, args.accept_lost_rows))
+    live.serve(live.LiveServer(args.run_dir, args.port, args.documents, not args.no_texts, args.accept_lost_rows))
     return 0
   from rich.console import Console
 
-  from maxghost.attribution import html, terminal
+  from maxghost.attribution import html, output, terminal
   from maxghost.attribution.summary import summarize
   from maxghost.attribution.texts import Source
 
   source = None if args.no_texts else Source(args.run_dir)
   log = attribution.load(args.run_dir, accept_lost_rows=args.accept_lost_rows)
   summary = summarize(log, args.documents, source)
-  output = args.output or args.run_dir / "report.html"
-  write_output(output, html.render(summary))
+  path = args.output or args.run_dir / "report.html"
+  output.write_output(path, html.render(summary))
   terminal.show(summary, Console())
-  print(f"\nreport: {output}")
+  print(f"\nreport: {path}")
   return 0
 
 

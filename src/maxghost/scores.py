@@ -7,8 +7,9 @@ from pathlib import Path
 
 from maxghost import attribution
 from maxghost.arguments import ACCEPT_HELP, Parser, run_command
-from maxghost.attribution.files import write_output
-from maxghost.config import ConfigError, did_you_mean
+from maxghost.attribution.numbers import printable
+from maxghost.attribution.where import refuse_unknown
+from maxghost.config import ConfigError
 
 FORMATS = ("table", "json", "csv", "parquet")
 MANY = ("document", "source")  # groupings of which a table shows only the best and worst by default
@@ -43,10 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--compact", action="store_true", help="merge the score files into fewer, larger ones")
   add("--accept-lost-rows", action="store_true", help=ACCEPT_HELP)
   args = parser.parse(argv)
-  if args.format not in FORMATS:
-    raise ConfigError(
-      f"--format {args.format}: unknown" + (did_you_mean(args.format, FORMATS) or f"; there are {', '.join(FORMATS)}")
-    )
+  refuse_unknown(f"--format {args.format}: unknown", args.format, FORMATS)
   if args.export not in (None, "parquet"):
     raise ConfigError(f"--export {args.export}: the log is exported as parquet")
   if args.format == "parquet" and args.output is None:
@@ -60,20 +58,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+  from rich.console import Console
+
   from maxghost.attribution import output, query
 
   if args.compact:
     from maxghost.scorelog.compact import compact
 
-    for line in compact(args.run_dir, accept_lost_rows=args.accept_lost_rows):
-      print(line)
+    print("\n".join(compact(args.run_dir, accept_lost_rows=args.accept_lost_rows)))
     return 0
   log = attribution.load(args.run_dir, accept_lost_rows=args.accept_lost_rows)
   if args.export:
     from maxghost.scorelog.export import to_parquet
 
-    for path in to_parquet(log, args.output or args.run_dir / "parquet"):
-      print(path)
+    print("\n".join(map(str, to_parquet(log, args.output or args.run_dir / "parquet"))))
     return 0
   top, bottom = args.top, args.bottom
   if top is None and bottom is None and args.format == "table" and args.by in MANY:
@@ -81,32 +79,21 @@ def _run(args: argparse.Namespace) -> int:
   about = {"val_set": args.set, "scale": args.scale, "text": args.text}
   answer = query.ask(log, query.Query(by=args.by, where=args.where, top=top, bottom=bottom, sort=args.sort, **about))
   for note in answer.notes:
-    print(f"maxghost: note: {note}", file=sys.stderr)
+    print(printable(f"maxghost: note: {note}"), file=sys.stderr)
   if args.format == "parquet":
     output.write_parquet(answer, args.output)
-  elif args.format == "table" and args.output is None:
-    from rich.console import Console
-
-    output.show(answer, Console(width=None if sys.stdout.isatty() else PIPE_WIDTH))
-  elif args.output is None:
-    sys.stdout.write(_text(answer, args))
+    return 0
+  text = io.StringIO()
+  if args.format == "table":
+    on_terminal = args.output is None and sys.stdout.isatty()
+    output.show(answer, Console(width=None) if on_terminal else Console(file=text, width=PIPE_WIDTH))
   else:
-    write_output(args.output, _text(answer, args))
+    text.write(output.as_json(answer, args.by) if args.format == "json" else output.as_csv(answer))
+  if args.output is None:  # what a file or another program gets stays exact
+    sys.stdout.write(printable(text.getvalue()) if sys.stdout.isatty() else text.getvalue())
+  else:
+    output.write_output(args.output, text.getvalue())
   return 0
-
-
-def _text(answer, args: argparse.Namespace) -> str:
-  from maxghost.attribution import output
-
-  if args.format == "json":
-    return output.as_json(answer, args.by)
-  if args.format == "csv":
-    return output.as_csv(answer)
-  from rich.console import Console
-
-  buffer = io.StringIO()
-  output.show(answer, Console(file=buffer, width=PIPE_WIDTH))
-  return buffer.getvalue()
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import tiny
 
 from maxghost import config
 from maxghost.config import ConfigError
-from maxghost.models import attention_blockwise, attention_flash, attention_ops, autodiff, platforms
-from maxghost.parallel import Layout, use
+from maxghost.models import attention_blockwise, attention_flash, attention_ops, autodiff
+from maxghost.parallel import Layout, shardings, use
 
 B, T, H, K, WIDTH, VALUES = 2, 13, 6, 3, 5, 4
 SEGMENTS = np.array([[1] * 4 + [2] * 6 + [0] * 3, [1] * 9 + [2] * 4], np.int32)
@@ -238,7 +238,7 @@ def test_blockwise_skips_the_blocks_that_a_window_hides(monkeypatch):
 
 def test_the_choice_of_a_kernel_follows_length_and_platform():
   assert attention_ops.resolve_kernel("autoselected", 64) == "blockwise"
-  with platforms.tracing_for("tpu"):
+  with shardings.tracing_for("tpu"):
     assert attention_ops.resolve_kernel("autoselected", 1024) == "dot_product"
     assert attention_ops.resolve_kernel("autoselected", 1025) == "blockwise"
     assert attention_ops.resolve_kernel("dot_product", 1025) == "dot_product"
@@ -272,7 +272,7 @@ def test_what_flash_cannot_do_is_an_error(platform, changes, message):
   changes = dict(changes)
   dtype, width, length = (changes.pop(n, x) for n, x in (("dtype", jnp.bfloat16), ("width", 16), ("length", 14)))
   segments = np.resize(SEGMENTS, (B, length))
-  with jax.enable_x64(True), platforms.tracing_for(platform):
+  with jax.enable_x64(True), shardings.tracing_for(platform):
     (q, k, v), sinks = arrays(dtype, length=length, width=width, values=width)
     with pytest.raises(ConfigError, match=message):
       attention_ops.attend(q, k, v, segments, kernel="flash", **chosen(changes, sinks))

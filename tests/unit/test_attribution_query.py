@@ -218,6 +218,22 @@ def test_nothing_found_is_said(run_dir, capsys):
   assert "no scored document satisfies --where domain=nix" in capsys.readouterr().err
 
 
+def test_a_name_that_no_row_has_is_answered_with_the_nearest(run_dir, table, capsys):
+  path = str(table["path"][0])
+  for where, name in (("domain=word", "words"), (f"path={path}x", path)):
+    assert scores.main([str(run_dir), "--where", where]) == 0
+    assert f"satisfies --where {where}; did you mean '{name}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by", query.BY)
+def test_sort_takes_the_heads_of_the_table(run_dir, capsys, by):
+  assert scores.main([str(run_dir), "--by", by, "--top", "3"]) == 0
+  heads = capsys.readouterr().out.splitlines()[0].split()
+  assert "contribution" in heads and "per_million_tokens" in heads
+  for head in heads:
+    assert scores.main([str(run_dir), "--by", by, "--top", "3", "--sort", head]) == 0
+
+
 def test_compaction_changes_no_answer(run_dir, table, tmp_path, capsys):
   copy = make_run(tmp_path / "copy", *SYNTHETIC, val_sets=SETS, steps=47, rows_per_step=11)
   before = attribution.load(copy)
@@ -281,5 +297,6 @@ def test_the_commands_in_the_documentation_are_understood():
       query._check(Query(by=args.by, top=args.top, bottom=args.bottom, scale=args.scale, text=args.text))
 
 
-def test_query_names_match_the_columns():
-  assert set(query.MEASURES) == set(query._units("nats"))
+def test_query_names_match_the_columns(run_dir):
+  answer = ask(attribution.load(run_dir), Query())
+  assert set(query.MEASURES) == set(answer.units) == set(answer.columns) - {"domain"}

@@ -7,9 +7,7 @@ import pytest
 import yaml
 
 from maxghost import config
-from maxghost.config.help import list_values, print_help
-from maxghost.config.write_base import base_text
-from maxghost.config.write_base import main as write_base
+from maxghost.config.help import about, comments, limits, list_values, print_help, sections
 
 
 def printed(key=None, terminal=False, usage=""):
@@ -30,7 +28,7 @@ def test_help_lists_every_key_in_its_section(terminal, monkeypatch):
   assert text.startswith("usage: this")
   for name, field in config.fields().items():
     assert words.count(name) >= 1, name
-    assert field.metadata["help"].split()[0] in words
+    assert about(field).split()[0] in words
   order = [text.index(f"\n{name}") for name in ("run", "model", "data", "optimizer", "ghost", "checkpoint")]
   assert order == sorted(order)
   assert text.index("\nghost") < text.index("ghost_log_period") < text.index("\ncheckpoint")
@@ -53,22 +51,21 @@ def test_help_of_one_key_tells_type_default_limits_and_section():
     printed("opttype")
 
 
-def test_base_yml_is_what_the_schema_gives():
+def test_base_yml_has_the_defaults_and_explains_every_key_with_its_limits():
   path = config.config_dir() / "base.yml"
-  assert path.read_text(encoding="utf-8") == base_text(), "run: python -m maxghost.config.write_base"
-  assert list(yaml.safe_load(base_text())) == list(config.fields())  # also for readers that are not ours
+  text = path.read_text(encoding="utf-8")
+  assert list(yaml.safe_load(text)) == list(config.fields())  # also for readers that are not ours
   loaded = config.load_with_origins(path)
   assert loaded.config == config.Config() and loaded.notes == ()
   assert not [key for key, origin in loaded.origins.items() if not origin.startswith(f"{path}:")]
-  lines = base_text().splitlines()
+  lines = text.splitlines()
   assert max(map(len, lines)) <= 120
-  assert lines[lines.index("opt_type: adamw") - 1].startswith("# optimizer (one of adamw, sgd")
-
-
-def test_write_base_writes_where_it_is_told(tmp_path, capsys):
-  assert write_base([str(tmp_path / "out.yml")]) == 0
-  assert (tmp_path / "out.yml").read_text(encoding="utf-8") == base_text()
-  assert capsys.readouterr().out == f"wrote {tmp_path / 'out.yml'}\n"
+  assert lines[lines.index("opt_type: adamw") - 1] == "# optimizer (one of adamw, sgd)"
+  for name, cls, items in sections():
+    assert f"# ---- {name}: {cls.__doc__}" in lines
+    for item in items:
+      bound = limits(item)
+      assert about(item) and comments()[item.name] == about(item) + (f" ({bound})" if bound else ""), item.name
 
 
 def test_listing_shows_value_and_origin_and_reads_back(tmp_path):

@@ -222,16 +222,16 @@ def test_several_validation_sets_are_held_out():
   assert elsewhere.val_domain == "c" and [entry.held_out > 0 for entry in elsewhere.summary()] == [False, False, True]
   with pytest.raises(config.ConfigError, match="changed since the position was saved"):
     dataset.train.restore(make(source).train.state())
-  with pytest.raises(config.ConfigError, match="ghost_val_sets: domain=d is not a domain of the data"):
+  with pytest.raises(config.ConfigError, match="ghost_val_sets has 'd', which the data does not have"):
     make(source, ghost_val_sets=("one=d",))
 
 
 def test_the_split_is_by_id_and_not_by_place():
   source = some_documents([30] * 90)
-  out = {source[i].id for i in make(source)._parts[0].split.pool("b", 99)}
+  out = {source[i].id for i in make(source).parts[0].split.pool("b", 99)}
   turned = data.DocumentList(source.documents[::-1], source.domains)
-  assert {turned[i].id for i in make(turned)._parts[0].split.pool("b", 99)} == out
-  assert {source[i].id for i in make(source, seed=8)._parts[0].split.pool("b", 99)} != out
+  assert {turned[i].id for i in make(turned).parts[0].split.pool("b", 99)} == out
+  assert {source[i].id for i in make(source, seed=8).parts[0].split.pool("b", 99)} != out
 
 
 def test_validation_batches_are_cyclic_and_pure():
@@ -248,7 +248,7 @@ def test_validation_batches_are_cyclic_and_pure():
   assert dataset.validation_batch(0, 2 * rows + 1).document_BS.shape == (2 * rows + 1, dataset.max_segments)
   with pytest.raises(config.ConfigError, match="'a' has no held-out documents"):
     dataset.validation_batch(0, 2, "a")
-  with pytest.raises(config.ConfigError, match="validation domain=bb is not a domain of the data; did you mean 'b'"):
+  with pytest.raises(config.ConfigError, match="validation_batch has 'bb', which the data does not have; did you mean"):
     dataset.validation_batch(0, 2, "bb")
 
 
@@ -290,7 +290,7 @@ def test_a_user_sees_what_is_wrong():
       make(source, **keys)
     return str(caught.value)
 
-  assert message(ghost_val_sets=("x",)) == "ghost_val_sets: domain=x is not a domain of the data; the data has a, b, c"
+  assert message(ghost_val_sets=("x",)) == "ghost_val_sets has 'x', which the data does not have; the data has a, b, c"
   assert "the validation set is empty" in message(ghost_val_fraction=1e-9)
   assert message(max_target_length=901).startswith("max_target_length=901 is longer than all the text, 900 bytes")
   assert message(dataset_shards=4).endswith("use one of 1, 2, 3, 6")
@@ -300,7 +300,7 @@ def test_a_user_sees_what_is_wrong():
   assert "sums to 1.5, but shares sum to 1; use for example [a=0.333333,b=0.333333,c=0.333333]" in message(
     dataset_mixture=("a=0.5", "b=0.5", "c=0.5")
   )
-  assert "dataset_mixture=e is not a domain" in message(dataset_mixture=("e=1",))
+  assert "dataset_mixture has 'e', which the data does not have" in message(dataset_mixture=("e=1",))
   assert "not of the form domain=share" in message(dataset_mixture=("a",))
 
 
@@ -315,7 +315,7 @@ def test_nothing_to_train_on_is_said():
   with pytest.raises(config.ConfigError, match="nothing to train on: every document is held out"):
     make(source, ghost_val_fraction=1.0)
   empty = data.DocumentList([Document("b", f"f{n}", n, b"x" * 40 * (n < 9)) for n in range(30)], ("b",))
-  held_out = {n for n in range(9) if make(empty, ghost_val_fraction=0.5)._parts[0].split.held_out(np.array([n]))[0]}
+  held_out = {n for n in range(9) if make(empty, ghost_val_fraction=0.5).parts[0].split.held_out(np.array([n]))[0]}
   assert 0 < len(held_out) < 9
   with pytest.raises(config.ConfigError, match="nothing to train on in the data"):
     next(make(empty_but(empty, held_out), ghost_val_fraction=0.5).train)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxghost.data import hashing, packing
-from maxghost.data.order import Repeated, RowMixture, Uniform
+from maxghost.data.order import Repeated, Uniform, row_domains
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**63))
@@ -46,10 +46,10 @@ def test_repeats_and_fresh_fractions():
 
 def test_the_mixture_is_even_at_every_length():
   weights = np.array([0.55, 0.05, 0.4])
-  domains = RowMixture(weights, 3).domains(0, 0, 5000)
+  domains = row_domains(weights, 3, 0, 0, 5000)
   counts = np.cumsum(domains[:, None] == np.arange(3), axis=0)
   assert (np.abs(counts - np.arange(1, 5001)[:, None] * weights) < 5).all()
-  assert (RowMixture(weights, 3).domains(0, 1234, 50) == domains[1234:1284]).all()
+  assert (row_domains(weights, 3, 0, 1234, 50) == domains[1234:1284]).all()
 
 
 @pytest.mark.parametrize("strategy", [packing.FIRST_FIT, packing.CONCAT])

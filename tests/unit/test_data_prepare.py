@@ -200,10 +200,10 @@ from maxghost.data.windows import Windows
 folder, touch = sys.argv[1:]
 source = prepared.PreparedSource(folder, ByteTokenizer())
 split = Split(source, ("b",), 0.2, 0)
-units = prepared.PreparedUnits(source, split, Layout(256, 8), on_corrupt="error")
-source._readers.read = lambda path, records: [bytes(2 * 64 * 20)] * len(records)
+units = prepared.PreparedUnits(source, split, ByteTokenizer(), Layout(256, 8), "error")
+prepared.read_records = lambda readers, path, records: [bytes(2 * 64 * 20)] * len(records)
 order = Uniform(units.all_units(), 0)
-windows = Windows(units, order, Layout(256, 8), name="", seed=0, num_lanes=4, window_bytes=1 << 18)
+windows = Windows(units, order, name="", seed=0, num_lanes=4, window_bytes=1 << 18)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 rows = sum(len(windows.make(lane, 1, 9).rows) for lane in range(int(touch)))
 assert source.document_id(len(source) - 1).offset == 0

@@ -224,7 +224,7 @@ def test_prepared_data_has_the_ids_and_the_split_of_its_source(tmp_path):
   )
   ids = [{dataset.document(n).id for n in range(66)} for dataset in (raw, prepared)]
   assert ids[0] == ids[1]
-  held = [{dataset.source[n].id for n in dataset._parts[0].split.pool("b", 99)} for dataset in (raw, prepared)]
+  held = [{dataset.source[n].id for n in dataset.parts[0].split.pool("b", 99)} for dataset in (raw, prepared)]
   assert held[0] == held[1] and 2 < len(held[0]) < 20
   only_b = dataclasses.replace(
     BASE, dataset_type="grain", dataset_files=(f"{folder}/out",), dataset_domains=("b",), max_target_length=13

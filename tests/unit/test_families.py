@@ -10,7 +10,7 @@ from maxghost import config, load_model
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import tree_from_memory, write_json
 from maxghost.config import ConfigError
-from maxghost.config.families import FAMILIES, SIZES, Entry, Family, HuggingFace, TensorRule, register, table
+from maxghost.config.families import FAMILIES, Entry, Family, HuggingFace, TensorRule, register, table
 from maxghost.interop import hf_checkpoint, huggingface, huggingface_config, safetensors_files
 from maxghost.training import resume
 
@@ -35,7 +35,7 @@ TOY = Family(
   "toy",
   HuggingFace(
     "toy_lm", "ToyForCausalLM",
-    (*(entry for entry in SIZES if entry.key != "normalization_layer_epsilon"),
+    (*(entry for entry in FAMILIES["mistral"].huggingface.entries if entry.key != "normalization_layer_epsilon"),
      Entry("normalization_layer_epsilon", ("eps",), 1e-3)),
     TENSORS, {"activation": ("swiglu", "silu_glu")}, prefix="",
   ),

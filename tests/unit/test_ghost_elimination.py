@@ -12,8 +12,7 @@ import tiny
 
 from maxghost import config
 from maxghost.ghost import elimination
-from maxghost.models import platforms
-from maxghost.parallel import Layout, use
+from maxghost.parallel import Layout, shardings, use
 
 RANK = 11
 WAYS = {"loop": elimination.by_loop, "kernel": functools.partial(elimination.by_kernel, interpret=True)}
@@ -88,7 +87,7 @@ def test_a_gpu_takes_the_kernel(monkeypatch):
   monkeypatch.setattr(elimination, "by_kernel", lambda gram, floor: "kernel")
   monkeypatch.setattr(elimination, "by_loop", lambda gram, floor: "loop")
   for platform, rank, wanted in (("gpu", 32, "kernel"), ("gpu", 200, "loop"), ("cpu", 32, "loop"), ("tpu", 32, "loop")):
-    with platforms.tracing_for(platform):
+    with shardings.tracing_for(platform):
       assert elimination.eliminate(np.ones((rank, rank)), np.ones(())) == wanted
 
 

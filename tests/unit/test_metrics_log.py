@@ -14,7 +14,7 @@ import pytest
 
 from maxghost.config import ConfigError
 from maxghost.config.schema import ModelConfig
-from maxghost.training import metrics
+from maxghost.training import metrics, startup_log
 from maxghost.training.console import Console, eval_line, step_line
 from maxghost.training.flops import step_flops
 from maxghost.training.metrics import MetricsLog, NonFiniteMetricError, TensorBoardLog
@@ -339,3 +339,12 @@ def test_flops_of_a_step_by_hand():
   flops = step_flops(model, 7, 13)
   assert flops.weights == 6 * per_token * 7 * 13
   assert flops.attention == 3 * 3 * (2 * 160 * 13 * 13) * 7  # two products of T x T x H h multiply-adds, half masked
+
+
+def test_a_loss_that_rose_is_not_said_to_have_fallen():
+  def line(*drops):
+    records = [{"ghost/scored": True, "ghost/actual_drop/manual": drop} for drop in drops]
+    return startup_log.ghost_line(records, "manual")
+
+  assert line(0.5, -2.45).startswith("Validation loss 'manual' rose by 1.9500 nats")
+  assert line(0.5, 0.25, None).startswith("Validation loss 'manual' fell by 0.7500 nats")

@@ -11,7 +11,7 @@ import tiny
 from flax import nnx
 
 from maxghost.models import stack
-from maxghost.models.hidden import Hidden
+from maxghost.models.layers import Hidden
 from maxghost.objectives import token_losses
 
 PACKED = tiny.make_batch(tiny.PACKED, seed=11)

@@ -20,7 +20,7 @@ from maxghost.config import ConfigError
 from maxghost.parallel import Layout, collectives, distributed, rendezvous, report, topologies
 from maxghost.parallel import mesh as meshes
 from maxghost.parallel.axis_rules import make_rules, unused_axes
-from maxghost.parallel.rows import own_rows
+from maxghost.parallel.shardings import own_rows
 from maxghost.training import aot, devices, state
 
 SIZES = {"data": 2, "stage": 1, "fsdp": 3, "expert": 5, "context": 1, "tensor": 4}
@@ -217,7 +217,7 @@ class _Sharding:
 
 def test_unknown_topologies_name_their_neighbours():
   assert topologies.parse("v5p-256") == ("v5p", 256) and topologies.parse("cpu-12") == ("cpu", 12)
-  assert topologies.FAMILIES["v5p"].shape(256) == (4, 4, 8)  # 128 chips
+  assert topologies.FAMILIES["v5p"].slices[256] == (4, 4, 8)  # 128 chips
   with pytest.raises(ConfigError, match=r"v5p-100 is no topology; nearest are v5p-128, v5p-64"):
     topologies.parse("v5p-100")
   with pytest.raises(ConfigError, match=r"nearest are v5p-16, v5e-16"):
@@ -277,7 +277,7 @@ def test_processes_that_do_not_meet_are_told_alike(said, message):
 def test_processes_that_meet_leave_the_port_free():
   address = free_address()
   assert gathering([(0, 3), (2, 3), (1, 3)], address) == ["", "", ""]
-  rendezvous.listen(address, int(address.rpartition(":")[2])).close()
+  rendezvous.listen(address).close()
 
 
 def test_a_process_without_a_first_one_says_so():

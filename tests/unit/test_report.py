@@ -11,20 +11,22 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import scipy.stats
 from attribution_runs import make_run
 
-from maxghost import attribution, report
+from maxghost import attribution, report, scores
 from maxghost.attribution import live, report_text, statistics
 from maxghost.attribution import summary as summary_module
 from maxghost.attribution.html import render
-from maxghost.attribution.html.markup import escape, tag
-from maxghost.attribution.html.scale import spread, tick_text, ticks
+from maxghost.attribution.html.charts import spread, tick_text, ticks
 from maxghost.attribution.metrics import Series, read_metrics, thin
-from maxghost.attribution.numbers import compact, integer, number, percent
+from maxghost.attribution.numbers import compact, integer, number, percent, printable
 from maxghost.attribution.texts import Source
 from maxghost.config import ConfigError
 from maxghost.scorelog import Writer
@@ -92,14 +94,14 @@ def test_ledger_and_domains_by_hand(tmp_path):
   assert part.domains[0].per_million == 50_000 and part.domains[1].per_million == 6250
   assert part.domains[1].loss == (30 * 31 + 50 * 51) / 80
   assert [(v.path, v.offset, v.contribution) for v in part.top] == [("x", 0, 1.0), ("z", 7, 0.75)]
-  assert [(v.path, v.contribution) for v in part.bottom] == [("y", -0.25)]
+  assert not part.helped and not part.hurt and part.num_judged == 0  # no document has three chunks
   assert not any("add up" in message for message in with_close.messages)
 
   assert "first-order prediction" not in report_text.ledger_sentence(part.ledger)
   assert "Momentum carries 62" in report_text.ledger_sentence(part.ledger)
 
   without_close = summarize(attribution.load(write_log(tmp_path / "s", steps))).sets[0].ledger
-  assert (without_close.actual, without_close.predicted, without_close.num_steps) == (0.5, 0.375, 1)
+  assert (without_close.actual, without_close.predicted, len(without_close.steps)) == (0.5, 0.375, 1)
   assert "over 1 step (0 to 0). 33\u202f% of the predicted drop came on top" in report_text.ledger_sentence(
     without_close
   )
@@ -113,7 +115,7 @@ def test_a_step_whose_successor_was_not_scored_has_no_measured_drop(tmp_path):
     writer.append(record, rows, [("a", "b", 0)])
   writer.close()
   ledger = summarize(attribution.load(tmp_path)).sets[0].ledger
-  assert (ledger.actual, ledger.predicted, ledger.num_steps) == (1.0, 1.0, 1)
+  assert (ledger.actual, ledger.predicted, len(ledger.steps)) == (1.0, 1.0, 1)
 
 
 def test_missing_rows_are_noticed(tmp_path):
@@ -159,7 +161,7 @@ def test_passes_over_the_data_and_their_value(tmp_path):
   """The second pass is worth half of what the first is worth in the same step."""
   first, second = ("a", "x", 0, 0, 40, 4.0), ("a", "y", 0, 0, 40, 2.0)
   steps = [({}, [first]), ({}, [first, second]), ({}, [second])]
-  table = summarize(attribution.load(write_log(tmp_path, steps, epochs=[[0], [0, 1], [9]]))).health.passes
+  table = summarize(attribution.load(write_log(tmp_path, steps, epochs=[[0], [0, 1], [9]]))).passes
   assert table.rows.tolist() == [2, 1, 0, 0, 0, 1] and table.tokens.tolist() == [80, 40, 0, 0, 0, 40]
   assert table.contribution_EK[:, 0].tolist() == [8.0, 2.0, 0, 0, 0, 2.0]
   assert table.expected_EK[:, 0].tolist() == [7.0, 3.0, 0, 0, 0, 2.0]
@@ -172,6 +174,150 @@ def test_value_of_a_domain_against_the_same_steps(tmp_path):
   a, b = summarize(attribution.load(write_log(tmp_path, steps))).sets[0].domains
   assert (a.domain, b.domain) == ("a", "b")
   assert b.relative == pytest.approx(0.3 / (0.6 * 10 / 40)) and a.relative == pytest.approx(8.3 / (8 + 0.6 * 30 / 40))
+
+
+def test_documents_are_ranked_by_what_is_sure_per_token(tmp_path):
+  """Long documents have the largest totals; the best per token are those whose interval ends highest above zero."""
+  values = {
+    "long": [(1000, 5.0), (1000, 5.5), (1000, 4.5)],
+    "short": [(10, 1.0), (10, 1.1), (10, 0.9)],
+    "noisy": [(10, 9.0), (10, -6.0), (10, 4.0)],
+    "twice": [(10, 3.0), (10, 3.0)],
+    "bad": [(10, -0.5), (10, -0.6), (10, -0.4)],
+    "doubtful": [(10, -2.0), (10, 1.0), (10, -1.0)],
+  }
+  steps = [
+    ({}, [("a", name, 0, 0, *rows[step]) for name, rows in values.items() if step < len(rows)]) for step in range(3)
+  ]
+  part = summarize(attribution.load(write_log(tmp_path, steps))).sets[0]
+  assert [v.path for v in part.helped] == ["short", "long"] and [v.path for v in part.hurt] == ["bad"]
+  assert [v.path for v in part.top] == ["long", "noisy", "twice"] and part.num_judged == 5
+  assert "at the lower end of the 95 % interval, among the 5 documents" in report_text.helped_sentence(part)
+  assert "Of 5 documents without any effect, less than one" in report_text.hurt_sentence(part)
+  page, only = render(summarize(attribution.load(tmp_path))), [({}, [("a", "x", 0, 0, 10, -1.0)])] * 4
+  assert page.index("Documents that helped most") < page.index("a · short") < page.index("Documents that hurt")
+  part = summarize(attribution.load(write_log(tmp_path / "b", only))).sets[0]
+  assert not part.helped and "None of the 1 document with 3 or more" in report_text.helped_sentence(part)
+  assert [v.path for v in part.hurt] == ["x"]
+
+
+NATS = r"−?[\d.\u202f]+(?:e−?\d+)?"
+PERCENT = rf"({NATS})\u202f%"
+
+
+def said(text: str) -> float:
+  return float(text.replace("−", "-").replace("\u202f", ""))
+
+
+def check_sentences(text: str, ledger) -> None:
+  """Every sentence about the ledger is one of these, and what it says of the numbers holds."""
+  predicted, actual = ledger.predicted, ledger.actual
+  parts = {name: ledger.columns.get(name) or 0.0 for name in ("predicted_examples", "momentum")}
+  rest = r"(?: a first-order prediction does not explain these steps\. Read the .*, not as exact nats\.)"
+  known = {
+    rf"The \w+ validation loss fell {NATS} nats per token\.": lambda: actual > 0,
+    rf"The \w+ validation loss rose {NATS} nats per token\.": lambda: actual < 0,
+    r"The \w+ validation loss did not change\.": lambda: actual == 0,
+    rf"The \w+ validation loss was predicted to fall {NATS} nats per token; no drop was measured\.":
+      lambda: actual is None and predicted > 0,
+    rf"The \w+ validation loss was predicted to rise {NATS} nats per token; no drop was measured\.":
+      lambda: actual is None and predicted < 0,
+    r"The \w+ validation loss was predicted to stay as it is; no drop was measured\.":
+      lambda: actual is None and predicted == 0,
+    rf"First order predicted {NATS}\.": lambda: predicted >= 0 and not predicted * actual > 0,
+    rf"First order predicted {NATS} \({PERCENT} of it\)\.":
+      lambda share: predicted >= 0 and share == pytest.approx(100 * predicted / actual, rel=0.06),
+    rf"First order predicted a rise of {NATS}\.": lambda: predicted < 0 and not predicted * actual > 0,
+    rf"First order predicted a rise of {NATS} \({PERCENT} of it\)\.":
+      lambda share: predicted < 0 and share == pytest.approx(100 * predicted / actual, rel=0.06),
+    r"The predicted drops of the steps, added up over \d+ steps? \(\d+ to \d+\)\.": lambda: True,
+    rf"Momentum carries {PERCENT} of it, the examples of the steps .*? {PERCENT} \({NATS} nats\): .*? momentum\.":
+      lambda momentum, examples: momentum > 20 * 0.99
+      and (momentum, examples)
+      == pytest.approx([100 * parts[name] / predicted for name in ("momentum", "predicted_examples")], rel=0.06),
+    rf"{PERCENT} of the predicted drop did not happen:{rest}": lambda share: 0 < actual < predicted and share > 19,
+    rf"{PERCENT} of the predicted drop came on top:{rest}": lambda share: 0 < predicted < actual and share > 19,
+    rf"{PERCENT} of the predicted rise did not happen:{rest}": lambda share: predicted < actual < 0 and share > 19,
+    rf"{PERCENT} of the predicted rise came on top:{rest}": lambda share: actual < predicted < 0 and share > 19,
+    rf"The measured loss fell {NATS} nats per token, against a predicted rise:{rest}": lambda: predicted < 0 < actual,
+    rf"The measured loss rose {NATS} nats per token, against a predicted drop:{rest}": lambda: actual < 0 < predicted,
+    rf"The measured loss did not change, against a predicted (?:drop|rise):{rest}": lambda: predicted and not actual,
+    rf"No change was predicted, but the measured loss (?:fell|rose) {NATS} nats per token:{rest}":
+      lambda: not predicted and actual,
+  }  # fmt: skip
+  while text:
+    found = [(m, holds) for pattern, holds in known.items() if (m := re.match(pattern + r"(?: |$)", text))]
+    match, holds = max(found, key=lambda pair: pair[0].end(), default=(None, None))
+    assert match, f"no rule for: {text}"
+    assert holds(*map(said, match.groups())), match[0]
+    text = text[match.end() :]
+
+
+small = st.one_of(st.just(0.0), st.floats(0.001, 1000), st.floats(-1000, -0.001))
+
+
+@hypothesis.given(small, small, small, st.one_of(st.none(), small))
+@hypothesis.settings(max_examples=400, deadline=None)
+def test_every_sentence_follows_from_its_numbers(examples, momentum, decay, actual):
+  columns = {"predicted_examples": examples, "momentum": momentum, "weight_decay": decay, "unscored": None}
+  drops = None if actual is None else np.array([actual / 2, actual / 2])
+  ledger = summary_module.Ledger(columns, np.array([3, 4]), np.zeros(2), drops)
+  part = SimpleNamespace(name="manual", ledger=ledger, domains=[])
+  check_sentences(report_text.headline(part), ledger)
+  check_sentences(report_text.lead(part), ledger)
+  check_sentences(report_text.ledger_sentence(ledger), ledger)
+
+
+@hypothesis.given(st.lists(st.tuples(small, st.one_of(st.just(math.nan), st.floats(0, 100))), min_size=1, max_size=6))
+@hypothesis.settings(max_examples=200, deadline=None)
+def test_only_domains_that_differ_from_zero_are_said_to_have_raised_the_loss(values):
+  domains = [summary_module.Value(f"d{i}x", 3, 10, 1.0, total, half) for i, (total, half) in enumerate(values)]
+  ledger = summary_module.Ledger({"predicted_examples": 1.0}, np.array([3]), np.zeros(1), None)
+  text = report_text.lead(SimpleNamespace(name="manual", ledger=ledger, domains=domains))
+  worth, _, harm = text.partition("By more than the noise, the loss was raised by ")
+  harmful = [v.domain for v in domains if math.isfinite(v.half_width) and v.contribution + v.half_width < 0]
+  assert [name for name in re.findall(r"d\dx", harm)] == harmful[:3]
+  assert ("more" in harm) == (len(harmful) > 3) and bool(harm) == bool(harmful)
+  assert re.findall(r"d\dx", worth) == [v.domain for v in domains[:4]]
+
+
+def test_the_three_losses_are_explained(run_dir):
+  """The measured drop, the ends of the curve and the evaluation are three numbers; the page says why."""
+  summary = summarize(attribution.load(run_dir))
+  part = summary.sets[0]
+  steps = attribution.load(run_dir).steps
+  assert part.num_renewals == 2  # make_run takes other rows at steps 20 and 40
+  text = report_text.losses_sentence(part, True)
+  assert "renewed 2 times" in text and number(part.ledger.actual) in text and "Evaluation averages" in text
+  assert number(steps["val_loss"][0, 0]) in text and number(steps["val_loss"][43, 0]) in text
+  page = render(summary)
+  assert page.count("The measured drop (") == 2 and page.count("Evaluation averages") == 1
+  assert "blue lowers the loss and orange raises it" in page
+  ticks_of_steps = re.findall(r'class="tick middle"[^>]*>([^<]+)<', page)
+  assert ticks_of_steps.count("0") == ticks_of_steps.count("44") == page.count("data-readout")
+
+
+HOSTILE = "evil\x1b[31m\x9b1m\u202e\x07"
+
+
+def test_nothing_from_the_data_steers_the_terminal(tmp_path, capsys, monkeypatch):
+  text = f"a text {HOSTILE} of some length, again and again"
+  run_dir = tmp_path / "run"
+  rows = [(HOSTILE, f"{HOSTILE}.txt", 0, 0, 9, value) for value in (1.0, 1.1, 0.9)]
+  write_log(run_dir, [({"val_loss": 2.0, "predicted_examples": 1.0}, [row]) for row in rows])
+  monkeypatch.setattr(Source, "open", lambda self, fingerprints: [f"note {HOSTILE}"])
+  monkeypatch.setattr(Source, "find", lambda self, wanted: {key: text for key in wanted})
+  assert report.main([str(run_dir)]) == 0
+  for arguments in (["--by", "document", "--text"], ["--by", "source"], ["--where", f"domain={HOSTILE[:-2]}"]):
+    assert scores.main([str(run_dir), *arguments]) == 0
+  assert scores.main([str(run_dir), "--by", HOSTILE]) == 2
+  monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+  for form in ("json", "csv"):
+    assert scores.main([str(run_dir), "--by", "document", "--text", "--format", form]) == 0
+  shown = "".join(capsys.readouterr())
+  assert "evil" in shown and "a text" in shown
+  assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", shown)
+  assert "\u202e" not in (run_dir / "report.html").read_text("utf-8")
 
 
 def test_page_is_self_contained_and_well_formed(run_dir):
@@ -222,7 +368,7 @@ def test_hostile_names_are_escaped(tmp_path):
 def test_one_step_and_no_other_files(tmp_path):
   steps = [({"val_loss": 2.0, "predicted_examples": -1.0}, [("a", "x", 0, 0, 5, -1.0)])]
   summary = summarize(attribution.load(write_log(tmp_path, steps)))
-  assert summary.sets[0].ledger.actual is None and not summary.sets[0].bottom
+  assert summary.sets[0].ledger.actual is None and not summary.sets[0].hurt
   assert any("config.yml is missing" in m for m in summary.messages)
   assert any("metrics.jsonl is missing" in m for m in summary.messages)
   assert "was predicted to rise 1.00 nats per token; no drop was measured" in render(summary)
@@ -317,8 +463,7 @@ def test_numbers_as_people_read_them():
   assert number(2, plus=True) == "+2.00" and integer(12345) == "12\u202f345"
   assert [compact(v) for v in (950, 953_000, 1_234_567)] == ["950", "953\u202fk", "1.23\u202fM"]
   assert percent(0.5) == "50\u202f%" and percent(None) == "–"
-  assert tag("a", "<&", title='"', hidden=True, style=None) == '<a title="&quot;" hidden>&lt;&amp;</a>'
-  assert escape("a\x07b") == "a\ufffdb"
+  assert printable("a\x07b\n\u202e") == "a\ufffdb\n\ufffd"
 
 
 def test_axes():
@@ -330,7 +475,7 @@ def test_axes():
 
 def test_live_view(tmp_path):
   """On loopback only; the version changes with the scores; foreign host names are refused."""
-  server = live.make_server(tmp_path, 0, 5, with_texts=False)
+  server = live.LiveServer(tmp_path, 0, 5, with_texts=False)
   threading.Thread(target=server.serve_forever, daemon=True).start()
   try:
     assert server.server_address[0] == "127.0.0.1"
@@ -351,7 +496,7 @@ def test_live_view(tmp_path):
         get(path, **headers)
       assert refused.value.code == code
     with pytest.raises(ConfigError, match="cannot be used"):
-      live.make_server(tmp_path, server.server_port, 5, with_texts=False)
+      live.LiveServer(tmp_path, server.server_port, 5, with_texts=False)
   finally:
     server.shutdown()
     server.server_close()

@@ -17,7 +17,7 @@ from flax import nnx
 from maxghost import config, ghost
 from maxghost.config import ConfigError
 from maxghost.models import autodiff
-from maxghost.models.hidden import Hidden
+from maxghost.models.layers import Hidden
 from maxghost.objectives import LanguageModelLoss, tiled, tiled_losses
 
 B, T, D, V = 7, 13, 20, 263

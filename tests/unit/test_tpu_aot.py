@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost import config
-from maxghost.models import attention_ops, platforms
+from maxghost.models import attention_ops
 from maxghost.objectives import tiled, tiled_losses
+from maxghost.parallel import shardings
 
 pytestmark = pytest.mark.tpu_aot
 ENVIRONMENT = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
@@ -35,7 +36,7 @@ def compiled_for_tpu():
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.with_memory_kind(kind) if kind else sharding)
 
   def run(function, *arguments, donate=()):
-    with platforms.tracing_for("tpu"):
+    with shardings.tracing_for("tpu"):
       return jax.jit(function, donate_argnums=donate).lower(*jax.tree.map(placed, arguments)).compile()
 
   return run
@@ -198,6 +199,6 @@ def compiled_step_text(compiled_for_tpu, keys) -> str:
   shape = jax.ShapeDtypeStruct((1, cfg.data.max_target_length), jnp.int32)
   batch = {f"{n}{part}": shape for n in ("inputs", "targets") for part in ("", "_position", "_segmentation")}
   graphdef, abstract = state.abstract_split(cfg)
-  with platforms.tracing_for("tpu"):
+  with shardings.tracing_for("tpu"):
     step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=1)
   return compiled_for_tpu(step, abstract, batch, (), donate=(0,)).as_text()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from maxghost.config import ConfigError
+from maxghost.attribution.statistics import block_edges
 from maxghost.scorelog.format import Modules
 from maxghost.scorelog.reader import ScoreLog
 
@@ -18,6 +18,8 @@ GROUPINGS = {
   "document": ("domain", "path", "offset"),
   "step": ("step",),
 }
+COLUMNS = ("exposures", "tokens", "share", "loss_tokens", "contribution")  # the last one per validation set
+NUM_PASSES = 6
 MERGE_ROWS = 1 << 20  # partial sums are merged beyond this many
 LEFT_OUT = "{} rows with a non-finite contribution were left out"
 
@@ -71,16 +73,9 @@ class Groups:
 
 
 def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None, scaling: tuple | None = None) -> int:
-  """Streams all rows once through the accumulators' `add(shard, rows)`.
+  """Streams all rows once through the accumulators' `add(shard, rows)`; returns how many were not finite and left out.
 
-  Args:
-    log: the score log.
-    accumulators: objects with `add`.
-    where: (shard, rows) -> bool[N], the selected rows.
-    scaling: (steps [S], factors [S, K]); contributions are multiplied by the factor of their step.
-
-  Returns:
-    The number of rows with a non-finite contribution, which are left out.
+  where: (shard, rows) -> bool[N], the selected rows. scaling: (steps [S], factors [S, K]) of the contributions.
   """
   num_left_out = 0
   for shard, rows in log.blocks():
@@ -108,8 +103,6 @@ class GroupSums:
   """Accumulator for one grouping of GROUPINGS. Memory grows with the number of groups, not of rows."""
 
   def __init__(self, log: ScoreLog, by: str):
-    if by not in GROUPINGS:
-      raise ConfigError(f"by={by}: rows can be grouped by {', '.join(GROUPINGS)}")
     self._log, self._by, self._columns = log, by, GROUPINGS[by]
     self._num_sets = len(log.val_sets)
     self._path_index: dict[str, int] = {}
@@ -125,18 +118,14 @@ class GroupSums:
         self._local_path = np.array([index.setdefault(str(name), len(index)) for name in shard.paths], np.int64)
     if not len(rows):
       return
-    code = self._code(rows)
+    code = rows["step"].astype(np.int64) if self._by == "step" else self._local_domain[rows["domain"]]
+    if "path" in self._columns:
+      code = self._local_path[rows["path"]] * len(self._log.domains) + code
     offset = rows["offset"] if "offset" in self._columns else None
     self._parts.append(_reduce(code, offset, _values(rows)))
     merged, *fresh = (len(part[0]) for part in self._parts)
     if sum(fresh) > max(MERGE_ROWS, merged):  # sooner would take quadratic time
       self._parts = [_merge(self._parts)]
-
-  def _code(self, rows: np.ndarray) -> np.ndarray:
-    if self._by == "step":
-      return rows["step"].astype(np.int64)
-    domain = self._local_domain[rows["domain"]]
-    return self._local_path[rows["path"]] * len(self._log.domains) + domain if "path" in self._columns else domain
 
   def result(self) -> Groups:
     """Sorted by key: domain, then path, then offset; or step."""
@@ -159,42 +148,27 @@ class GroupSums:
 
 
 class TimeSums:
-  """Accumulator of exposures, tokens, shares, losses [D, B] and contributions [D, B, K] over bins of steps.
+  """Accumulator of the columns C over passes E through the data, domains D and bins B of steps: sums_CEDB.
 
-  edges: B + 1 ascending steps; bin b holds edges[b] <= step < edges[b + 1].
+  The last pass also counts later ones. edges: B + 1 ascending steps; bin b holds edges[b] <= step < edges[b + 1].
   """
 
   def __init__(self, log: ScoreLog, edges: np.ndarray):
-    self._log, self.domains = log, log.domains
-    self.edges = np.asarray(edges, np.int64)
-    shape = (len(self.domains), len(self.edges) - 1)
-    self.exposures_DB, self.tokens_DB, self.share_DB, self.loss_tokens_DB = np.zeros((4, *shape))
-    self.contribution_DBK = np.zeros((*shape, len(log.val_sets)))
+    self._log, self.domains, self.edges = log, log.domains, edges
+    self.sums_CEDB = np.zeros((len(COLUMNS) - 1 + len(log.val_sets), NUM_PASSES, len(self.domains), len(edges) - 1))
 
   def add(self, shard, rows: np.ndarray):
     if not len(rows):
       return
     domain = domain_numbers(self._log, shard)[rows["domain"]]
-    cell = domain * self.tokens_DB.shape[1] + np.searchsorted(self.edges, rows["step"], "right") - 1
-    values = _values(rows)
-    for i, total in enumerate((self.exposures_DB, self.tokens_DB, self.share_DB, self.loss_tokens_DB)):
-      total += np.bincount(cell, values[:, i], total.size).reshape(total.shape)
-    for k in range(self.contribution_DBK.shape[2]):
-      flat = np.bincount(cell, values[:, 4 + k], self.tokens_DB.size)
-      self.contribution_DBK[:, :, k] += flat.reshape(self.tokens_DB.shape)
+    places = (np.clip(rows["epoch"], 0, NUM_PASSES - 1), domain, np.searchsorted(self.edges, rows["step"], "right") - 1)
+    cell = np.ravel_multi_index(places, self.sums_CEDB.shape[1:])
+    for total, values in zip(self.sums_CEDB, _values(rows).T, strict=False):
+      total += np.bincount(cell, values, total.size).reshape(total.shape)
 
-
-class AbsoluteSums:
-  """Accumulator of the sum of absolute contributions per step and validation set: total_SK over `steps`."""
-
-  def __init__(self, log: ScoreLog):
-    self.steps = log.steps["step"]
-    self.total_SK = np.zeros((len(self.steps), len(log.val_sets)))
-
-  def add(self, shard, rows: np.ndarray):
-    place = np.searchsorted(self.steps, rows["step"])
-    for k in range(self.total_SK.shape[1]):
-      self.total_SK[:, k] += np.bincount(place, np.abs(rows["contribution"][:, k]), len(self.steps))
+  def sums_DB(self, column: str, k: int = 0) -> np.ndarray:
+    """Sums of one of COLUMNS over the passes. k: the validation set of a contribution."""
+    return self.sums_CEDB[COLUMNS.index(column) + k].sum(0)
 
 
 def layer_rows(modules: Modules, value_XML: np.ndarray) -> tuple[list[str], np.ndarray]:
@@ -216,23 +190,15 @@ def step_edges(steps: np.ndarray, num_bins: int) -> np.ndarray:
   """Edges of at most `num_bins` bins with about equally many of the given (sorted) steps each."""
   if not len(steps):
     return np.array([0, 1], np.int64)
-  starts = np.linspace(0, len(steps), min(num_bins, len(steps)) + 1).round().astype(np.int64)[:-1]
-  return np.append(steps[starts], steps[-1] + 1).astype(np.int64)
+  return np.append(steps[block_edges(len(steps), num_bins)[:-1]], steps[-1] + 1)
 
 
 def _values(rows: np.ndarray) -> np.ndarray:
-  """[N, C] in float64: 1, tokens, share, loss * tokens, contributions, their squares."""
+  """[N, C + K] in float64: COLUMNS (1, tokens, share, loss * tokens, contributions), then squared contributions."""
   contribution = rows["contribution"].astype(np.float64)
   tokens = rows["tokens"].astype(np.float64)
-  num_sets = contribution.shape[1]
-  values = np.empty((len(rows), 4 + 2 * num_sets))
-  values[:, 0] = 1.0
-  values[:, 1] = tokens
-  values[:, 2] = rows["share"]
-  values[:, 3] = np.where(tokens > 0, rows["loss"] * tokens, 0.0)
-  values[:, 4 : 4 + num_sets] = contribution
-  values[:, 4 + num_sets :] = contribution**2
-  return values
+  loss_tokens = np.where(tokens > 0, rows["loss"] * tokens, 0.0)
+  return np.column_stack([np.ones(len(rows)), tokens, rows["share"], loss_tokens, contribution, contribution**2])
 
 
 def _reduce(code: np.ndarray, offset: np.ndarray | None, values: np.ndarray):
@@ -244,11 +210,7 @@ def _reduce(code: np.ndarray, offset: np.ndarray | None, values: np.ndarray):
     sums = np.stack([np.bincount(code - low, column, width)[present] for column in values.T], 1)
     return present + low, np.zeros(len(present), np.int64), sums
   offset = np.zeros_like(code) if offset is None else offset.astype(np.int64)
-  offset_bits = int(offset.max()).bit_length() if offset.min() >= 0 else 64
-  if low >= 0 and high.bit_length() + offset_bits <= 63:  # one sort key instead of two
-    order = np.argsort((code << offset_bits) | offset)
-  else:
-    order = np.lexsort((offset, code))
+  order = np.lexsort((offset, code))
   code, offset = code[order], offset[order]
   starts = np.flatnonzero(np.append(True, (np.diff(code) != 0) | (np.diff(offset) != 0)))
   return code[starts], offset[starts], np.add.reduceat(values[order], starts, axis=0)

@@ -13,10 +13,11 @@ from maxghost.data import packing
 from maxghost.data.build import max_segments
 from maxghost.data.packing import Layout, Rows
 from maxghost.data.sources import text
+from maxghost.data.sources.files import expand
 from maxghost.data.split import Split
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.data.types import Batch, DocumentId
-from maxghost.data.windows import TextUnits
+from maxghost.data.windows import Units
 
 BLOCK_DOCUMENTS = 4096  # packed at a time
 
@@ -28,13 +29,11 @@ class Corpus:
   """
 
   def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str):
-    self.source = text.load(patterns, data.train_data_columns, key=key, on_corrupt=data.on_corrupt)
+    self.source = text.load(expand(key, patterns), data.train_data_columns, on_corrupt=data.on_corrupt)
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
-    self.layout = Layout(
-      data.max_target_length, max_segments(data), packing.FIRST_FIT, data.packing != "none", data.add_bos, data.add_eos
-    )
+    self.layout = Layout(data.max_target_length, max_segments(data), packing.FIRST_FIT, data.add_bos, data.add_eos)
     split = Split(self.source, (), 0.0, 0)
-    self._units = TextUnits(self.source, split, self.tokenizer, self.layout, on_corrupt=data.on_corrupt)
+    self._units = Units(self.source, split, self.tokenizer, self.layout, data.on_corrupt)
 
   @property
   def domains(self) -> tuple[str, ...]:

@@ -1,42 +1,50 @@
 """The report of a run in training, served on this machine only; the page reloads itself for new scores."""
 
+import contextlib
 import http.server
 import threading
 from pathlib import Path
 
 from maxghost.attribution import html
-from maxghost.attribution.summary import Source, summarize
+from maxghost.attribution.summary import summarize
+from maxghost.attribution.texts import Source
 from maxghost.config import ConfigError
 from maxghost.scorelog.reader import load
 
 ADDRESS = "127.0.0.1"
 
 
-class LiveReport:
-  """The page of a run, and a version that changes whenever the run has written something."""
+class LiveServer(http.server.ThreadingHTTPServer):
+  """Serves the page of a run on the loopback address; port 0 takes a free one.
 
-  def __init__(self, run_dir: Path, num_documents: int, with_texts: bool, accept_lost_rows: bool = False):
+  Raises ConfigError for a missing folder or a port that is taken.
+  """
+
+  def __init__(self, run_dir: Path, port: int, num_documents: int, with_texts: bool, accept_lost_rows: bool = False):
+    if not run_dir.is_dir():
+      raise ConfigError(f"run_dir={run_dir}: no such folder")
     self._run_dir, self._num_documents, self._accept = run_dir, num_documents, accept_lost_rows
     self._source = Source(run_dir) if with_texts else None
-    self._lock = threading.Lock()
+    self._rendering = threading.Lock()
     self._page: tuple[str, str] = ("", "")
+    try:
+      super().__init__((ADDRESS, port), _Handler)
+    except (OSError, OverflowError) as error:
+      raise ConfigError(f"--port {port}: cannot be used ({error}); use another, or 0 for any free one") from error
 
   def version(self) -> str:
-    """Digest of the names, sizes and times of the report's input files."""
+    """Digest of the names, sizes and times of the report's input files; it changes when the run has written."""
     files = [*(self._run_dir / "ghost").glob("**/*"), self._run_dir / "metrics.jsonl"]
     known = []
-    for path in sorted(files):
-      try:
+    for path in sorted(path for path in files if path.suffix in (".npz", ".jsonl")):
+      with contextlib.suppress(FileNotFoundError):  # replaced by a longer file this very moment
         status = path.stat()
-      except FileNotFoundError:  # replaced by a longer file this very moment
-        continue
-      if path.suffix in (".npz", ".jsonl"):
         known.append((path.name, status.st_size, status.st_mtime_ns))
     return f"{hash(tuple(known)) & (2**64 - 1):016x}"
 
   def page(self) -> str:
     """The current report; rendered again only when the version has changed."""
-    with self._lock:
+    with self._rendering:
       version = self.version()
       if self._page[0] != version:
         self._page = (version, self._render(version))
@@ -52,16 +60,16 @@ class LiveReport:
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-  report: LiveReport
+  server: LiveServer
 
   def do_GET(self):
     host = (self.headers.get("Host") or "").rpartition(":")[0]
     if host not in (ADDRESS, "localhost"):  # a foreign page that points its name at this machine
       self.send_error(403)
     elif self.path == "/":
-      self._send("text/html; charset=utf-8", self.report.page())
+      self._send("text/html; charset=utf-8", self.server.page())
     elif self.path == "/version":
-      self._send("text/plain; charset=utf-8", self.report.version())
+      self._send("text/plain; charset=utf-8", self.server.version())
     else:
       self.send_error(404)
 
@@ -76,20 +84,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   def log_message(self, format, *args):
     """Requests are not printed."""
-
-
-def make_server(
-  run_dir: Path, port: int, num_documents: int, with_texts: bool, accept_lost_rows: bool = False
-) -> http.server.ThreadingHTTPServer:
-  """A server bound to the loopback address; port 0 takes a free one. Raises ConfigError when the port is taken."""
-  if not Path(run_dir).is_dir():
-    raise ConfigError(f"run_dir={run_dir}: no such folder")
-  report = LiveReport(Path(run_dir), num_documents, with_texts, accept_lost_rows)
-  handler = type("Handler", (_Handler,), {"report": report})
-  try:
-    return http.server.ThreadingHTTPServer((ADDRESS, port), handler)
-  except (OSError, OverflowError) as error:
-    raise ConfigError(f"--port {port}: cannot be used ({error}); use another, or 0 for any free one") from error
 
 
 def serve(server: http.server.HTTPServer) -> None:

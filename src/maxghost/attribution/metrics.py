@@ -1,11 +1,13 @@
-"""Reads metrics.jsonl and run_facts.json for the report."""
+"""Reads metrics.jsonl, run_facts.json and config.yml for the report."""
 
-import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+
+from maxghost.attribution.statistics import block_edges
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,6 +21,17 @@ class Series:
     return len(self.steps)
 
 
+def _records(path: Path) -> Iterator[tuple[int, dict] | None]:
+  """(step, record) of each line of a metrics file; None for a line that cannot be read."""
+  with open(path, "rb") as file:
+    for line in file:
+      try:
+        record = json.loads(line)
+        yield int(record["step"]), record
+      except (ValueError, KeyError, TypeError):
+        yield None
+
+
 def read_metrics(path: Path) -> tuple[dict[str, Series], list[str]]:
   """({name: numeric metric} of metrics.jsonl, messages about a missing file or unreadable lines).
 
@@ -28,53 +41,48 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], list[str]]:
     return {}, [f"{path.name} is missing: the loss curve and the speed are left out"]
   columns: dict[str, dict[int, float]] = {}
   unreadable = 0
-  with open(path, "rb") as file:
-    for line in file:
-      try:
-        record = json.loads(line)
-        step = int(record["step"])
-      except (ValueError, KeyError, TypeError):
-        unreadable += 1
-        continue
-      for name, value in record.items():
-        if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
-          columns.setdefault(name, {})[step] = float(value)
+  for found in _records(path):
+    if found is None:
+      unreadable += 1
+      continue
+    step, record = found
+    for name, value in record.items():
+      if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
+        columns.setdefault(name, {})[step] = float(value)
   messages = [f"{path.name}: {unreadable} lines could not be read and were left out"] if unreadable else []
   return {name: _series(points) for name, points in columns.items()}, messages
 
 
-def read_samples(path: Path) -> list[tuple[int, str]]:
-  """(step, text) of the samples that the model wrote during training, by step."""
-  texts: dict[int, str] = {}
-  if path.is_file():
-    for line in path.read_bytes().splitlines():
-      with contextlib.suppress(ValueError, KeyError, TypeError):
-        record = json.loads(line)
-        texts[int(record["step"])] = str(record["sample/text"])
-  return sorted(texts.items())
-
-
 def _series(points: dict[int, float]) -> Series:
   steps = np.array(sorted(points), np.int64)
-  return Series(steps, np.array([points[int(step)] for step in steps]))
+  return Series(steps, np.array([points[step] for step in steps.tolist()]))
+
+
+def read_samples(path: Path) -> list[tuple[int, str]]:
+  """(step, text) of the samples that the model wrote during training, by step."""
+  found = filter(None, _records(path)) if path.is_file() else ()
+  return sorted({step: str(record["sample/text"]) for step, record in found if "sample/text" in record}.items())
 
 
 def thin(series: Series, num_points: int) -> Series:
   """At most `num_points` points, each the mean over consecutive steps, at the last of them."""
   if len(series) <= num_points:
     return series
-  starts = np.linspace(0, len(series), num_points + 1).round().astype(int)
-  sums = np.add.reduceat(series.values, starts[:-1])
-  return Series(series.steps[starts[1:] - 1], sums / np.diff(starts))
+  edges = block_edges(len(series), num_points)
+  return Series(series.steps[edges[1:] - 1], np.add.reduceat(series.values, edges[:-1]) / np.diff(edges))
 
 
-def read_facts(run_dir: Path) -> dict[str, str]:
-  """The facts in run_facts.json (devices, memory, parameters, ...) as text; empty without the file."""
-  path = run_dir / "run_facts.json"
+def read_mapping(path: Path) -> dict[str, str]:
+  """The entries of a YAML or JSON file as text, uninterpreted, so that runs of other versions can be reported too.
+
+  Empty without the file.
+  """
   if not path.is_file():
     return {}
+  import yaml
+
   try:
-    facts = json.loads(path.read_text("utf-8"))
-  except (ValueError, OSError):
-    return {"run_facts.json": "unreadable"}
-  return {str(name): str(value) for name, value in facts.items()} if isinstance(facts, dict) else {}
+    loaded = yaml.safe_load(path.read_text("utf-8"))
+  except (yaml.YAMLError, OSError, UnicodeDecodeError):
+    return {path.name: "unreadable"}
+  return {str(k): "" if v is None else str(v) for k, v in loaded.items()} if isinstance(loaded, dict) else {}

@@ -1,9 +1,11 @@
-"""Formats numbers for people: significant digits, a real minus sign, thin spaces between thousands."""
+"""Numbers and foreign text for people: significant digits, a real minus sign, nothing that steers a terminal."""
 
 import math
+import re
 
 MINUS = "\u2212"
 THIN = "\u202f"
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def number(value: float | None, digits: int = 3, plus: bool = False) -> str:
@@ -40,3 +42,13 @@ def percent(share: float | None) -> str:
   if share is None or not math.isfinite(share):
     return "–"
   return f"{number(100 * share, 2 if abs(share) < 1 else 3)}{THIN}%"
+
+
+def plus_minus(half_width: float) -> str:
+  """The 95 % interval behind a number; empty if it is unknown."""
+  return f" ± {number(half_width, 2)}" if math.isfinite(half_width) else ""
+
+
+def printable(text: str) -> str:
+  """Text whose control characters, marks of writing direction and lone surrogates are replacement signs."""
+  return _UNPRINTABLE.sub("\ufffd", text)

@@ -9,8 +9,8 @@ import numpy as np
 
 from maxghost.attribution import aggregate, statistics
 from maxghost.attribution.texts import Source
-from maxghost.attribution.where import Where
-from maxghost.config import ConfigError, did_you_mean
+from maxghost.attribution.where import Where, refuse_unknown
+from maxghost.config import ConfigError
 from maxghost.scorelog.reader import ScoreLog
 
 BY = ("domain", "document", "source", "step", "layer", "module")
@@ -73,30 +73,33 @@ class Answer:
 def ask(log: ScoreLog, query: Query) -> Answer:
   """Answers a query. Raises ConfigError for unknown names and for combinations that have no answer."""
   _check(query)
-  k = _set_index(log, query.val_set)
+  if query.val_set:
+    refuse_unknown(f"--set {query.val_set}: no validation set of this run", query.val_set, log.val_sets)
+  k = log.val_sets.index(query.val_set) if query.val_set else 0
   where = Where(query.where, k)
   notes = list(log.messages)
-  if query.by in ("layer", "module"):
-    columns = _by_layer(log, query, where, k)
-  else:
-    columns = _by_rows(log, query, where, k, notes)
-  num_groups = len(columns["contribution"])
+  answer = _by_layer if query.by in ("layer", "module") else _by_rows
+  columns = answer(log, query, where, k, notes)
+  tokens, num_groups = np.maximum(columns["tokens"], 1), len(columns["contribution"])
+  columns["per_million_tokens"] = columns["contribution"] / tokens * 1e6
+  columns["per_million_half_width"] = columns["half_width"] / tokens * 1e6
+  if "chunks" in columns:
+    columns["per_chunk"] = columns["contribution"] / np.maximum(columns["chunks"], 1)
   if not num_groups:
-    notes.append(f"no scored document satisfies --where {query.where}" if query.where else "no document was scored yet")
+    none = f"no scored document satisfies --where {query.where}{where.hints(log)}"
+    notes.append(none if query.where else "no document was scored yet")
   order, num_top = _order(columns, query)
   columns = {name: values[order] for name, values in columns.items()}
   columns = {n: v.tolist() if isinstance(v, aggregate.Labels) else v for n, v in columns.items()}
   if query.text:
     columns["text"] = _texts(log, columns, notes)
-  return Answer(columns, num_groups, num_top, _units(query.scale), notes, log.val_sets[k])
+  units = {name: text.format(unit=SCALES[query.scale]) for name, text in MEASURES.items()}
+  return Answer(columns, num_groups, num_top, units, notes, log.val_sets[k])
 
 
 def _check(query: Query):
-  for flag, value, known in (("by", query.by, BY), ("scale", query.scale, SCALES)):
-    if value not in known:
-      raise ConfigError(
-        f"--{flag} {value}: unknown" + (did_you_mean(value, known) or f"; there are {', '.join(known)}")
-      )
+  refuse_unknown(f"--by {query.by}: unknown", query.by, BY)
+  refuse_unknown(f"--scale {query.scale}: unknown", query.scale, SCALES)
   for name, count in (("top", query.top), ("bottom", query.bottom)):
     if count is not None and count < 0:
       raise ConfigError(f"--{name} {count}: at least 0")
@@ -104,44 +107,31 @@ def _check(query: Query):
     raise ConfigError(f"--text shows the text of documents, but --by is {query.by}; use --by document")
 
 
-def _set_index(log: ScoreLog, name: str) -> int:
-  if not name:
-    return 0
-  if name not in log.val_sets:
-    hint = did_you_mean(name, log.val_sets) or f"; the run has {', '.join(log.val_sets)}"
-    raise ConfigError(f"--set {name}: no validation set of this run{hint}")
-  return log.val_sets.index(name)
-
-
 def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]) -> dict:
   groups = aggregate.GroupSums(log, query.by)
   steps = log.steps["step"]
-  time = aggregate.TimeSums(log, aggregate.step_edges(steps[where.steps(steps)], statistics.NUM_BLOCKS))
+  time = aggregate.TimeSums(log, aggregate.step_edges(steps[where.holds("step", steps)], statistics.NUM_BLOCKS))
   accumulators = [groups, time] if query.by == "domain" else [groups]
-  left_out = aggregate.scan(log, accumulators, where if query.where else None, _scaling(log, query.scale))
+  left_out = aggregate.scan(log, accumulators, where if where.conditions else None, _scaling(log, query.scale))
   if left_out:
     notes.append(aggregate.LEFT_OUT.format(left_out))
   result = groups.result()
   total, square = result.contribution_GK[:, k], result.square_GK[:, k]
   if query.by == "domain":
     present = np.isin(log.domains, result.keys["domain"].tolist())
-    half_width = statistics.block_half_width(time.contribution_DBK[present, :, k])
+    half_width = statistics.block_half_width(time.sums_DB("contribution", k)[present])
   elif query.by == "step":
     half_width = np.full(len(result), np.nan)
   else:
     half_width = statistics.exposure_half_width(result.exposures, total, square)
-  tokens = np.maximum(result.tokens, 1)
   return {
     **result.keys,
     "chunks": result.exposures,
     "tokens": result.tokens,
     "share": result.share,
-    "loss": result.loss_tokens / tokens,
+    "loss": result.loss_tokens / np.maximum(result.tokens, 1),
     "contribution": total,
     "half_width": half_width,
-    "per_million_tokens": total / tokens * 1e6,
-    "per_million_half_width": half_width / tokens * 1e6,
-    "per_chunk": total / np.maximum(result.exposures, 1),
   }
 
 
@@ -149,69 +139,55 @@ def _scaling(log: ScoreLog, scale: str):
   """(steps, factor [S, K]) for aggregate.scan, None for nats."""
   if scale == "nats":
     return None
+  steps, size_SK = log.steps["step"], np.zeros((len(log.steps), len(log.val_sets)))
   if scale == "per_lr":
-    rate = log.steps["learning_rate"]
-    if not np.isfinite(rate).any():
+    size_SK += log.steps["learning_rate"][:, None]
+    if not np.isfinite(size_SK).any():
       raise ConfigError("--scale per_lr: the run did not log its learning rate")
-    factor = np.where(rate > 0, 1 / np.where(rate > 0, rate, 1), 0.0)
-    return log.steps["step"], np.repeat(factor[:, None], len(log.val_sets), 1)
-  sums = aggregate.AbsoluteSums(log)
-  aggregate.scan(log, [sums])
-  return sums.steps, np.where(sums.total_SK > 0, 1 / np.where(sums.total_SK > 0, sums.total_SK, 1), 0.0)
+  else:
+    for _, rows in log.blocks():
+      size_NK = np.abs(rows["contribution"])
+      counted = np.isfinite(size_NK).all(-1)
+      np.add.at(size_SK, np.searchsorted(steps, rows["step"][counted]), size_NK[counted])
+  return steps, np.where(size_SK > 0, 1 / np.where(size_SK > 0, size_SK, 1), 0.0)
 
 
-def _by_layer(log: ScoreLog, query: Query, where: Where, k: int) -> dict:
+def _by_layer(log: ScoreLog, query: Query, where: Where, k: int, _notes: list[str]) -> dict:
   """Answers from the contributions by module, where only steps and domains can be selected."""
-  if where.columns - {"step", "domain"}:
-    wrong = ", ".join(sorted(where.columns - {"step", "domain"}))
-    raise ConfigError(f"--where {wrong}: with --by {query.by} only step and domain can be selected")
+  if wrong := sorted({condition.column for condition in where.conditions} - {"step", "domain"}):
+    raise ConfigError(f"--where {', '.join(wrong)}: with --by {query.by} only step and domain can be selected")
   if query.scale != "nats":
     raise ConfigError(f"--scale {query.scale}: with --by {query.by} contributions are in nats only")
-  names, sums, tokens = _layer_sums(log, query.by, where, k)
-  if names is None or sums is None:
+  names, parts = (), []
+  for modules in log.modules():
+    value_SMLD = modules.contribution_SMLDK[where.holds("step", modules.steps)][..., k]
+    value_SML = value_SMLD[..., where.holds("domain", modules.domains)].astype(np.float64).sum(-1)
+    names, value_SG = aggregate.layer_rows(modules, value_SML)
+    if query.by == "module":
+      names, value_SG = modules.names, np.nansum(value_SML, 2)
+    parts.append(value_SG)
+  if not parts:
     raise ConfigError(f"--by {query.by}: this run did not log contributions by module")
-  total = sums.sum(-1)
-  half_width = statistics.block_half_width(statistics.to_blocks(sums))
-  per_million = 1e6 / max(tokens, 1)
+  rows = aggregate.GroupSums(log, "step")
+  aggregate.scan(log, [rows], where if where.conditions else None)
+  tokens = int(rows.result().tokens.sum())
+  sums_GS = np.concatenate(parts).T
   return {
     query.by: np.array(names, dtype=np.str_),
     "tokens": np.full(len(names), tokens),
-    "contribution": total,
-    "half_width": half_width,
-    "per_million_tokens": total * per_million,
-    "per_million_half_width": half_width * per_million,
+    "contribution": sums_GS.sum(-1),
+    "half_width": statistics.block_half_width(statistics.to_blocks(sums_GS)),
   }
-
-
-def _layer_sums(log: ScoreLog, by: str, where: Where, k: int):
-  """(names, sums [G, S], tokens of the selected rows)."""
-  parts, names = [], None
-  for modules in log.modules():
-    value_SMLDK = modules.contribution_SMLDK[where.steps(modules.steps)]
-    value_SML = value_SMLDK[..., where.names("domain", modules.domains), k].astype(np.float64).sum(-1)
-    if by == "module":
-      names, values = modules.names, np.nansum(value_SML, 2)
-    else:
-      names, values = aggregate.layer_rows(modules, value_SML)
-    parts.append(values)
-  if names is None:
-    return None, None, 0
-  time = aggregate.GroupSums(log, "step")
-  aggregate.scan(log, [time], where if where.conditions else None)
-  return names, np.concatenate(parts).T, int(time.result().tokens.sum())
 
 
 def _order(columns: dict, query: Query) -> tuple[np.ndarray, int]:
   """(indices of the groups to show, number of best groups among them)."""
-  if query.sort not in columns:
-    hint = did_you_mean(query.sort, columns) or f"; there are {', '.join(columns)}"
-    raise ConfigError(f"--sort {query.sort}: no column of --by {query.by}{hint}")
+  refuse_unknown(f"--sort {query.sort}: no column of --by {query.by}", query.sort, columns)
   values = columns[query.sort]
   values = values.code if isinstance(values, aggregate.Labels) else values
   if query.sort in MEASURES:
-    order = np.argsort(-np.where(np.isfinite(values), values, -np.inf).astype(np.float64), kind="stable")
-  else:
-    order = np.argsort(values, kind="stable")
+    values = -np.where(np.isfinite(values), values, -np.inf).astype(np.float64)
+  order = np.argsort(values, kind="stable")
   if query.top is None and query.bottom is None:
     return order, len(order)
   top = min(query.top or 0, len(order))
@@ -220,15 +196,10 @@ def _order(columns: dict, query: Query) -> tuple[np.ndarray, int]:
 
 
 def _texts(log: ScoreLog, columns: dict, notes: list[str]) -> list[str | None]:
-  texts, said = Source(log.run_dir).texts(log.fingerprints)
-  notes += said
-  offsets = [int(offset) for offset in columns["offset"]]
-  keys = list(zip(columns["domain"], columns["path"], offsets, strict=True))
-  found = texts.find(keys) if texts is not None else {}
-  if texts is not None and (missing := sum(key not in found for key in keys)):
-    notes.append(f"{missing} of {len(keys)} documents are no longer in the source")
-  return [found[key].decode("utf-8", "replace") if key in found else None for key in keys]
-
-
-def _units(scale: str) -> dict[str, str]:
-  return {name: text.format(unit=SCALES[scale]) for name, text in MEASURES.items()}
+  source = Source(log.run_dir)
+  notes += source.open(log.fingerprints)
+  keys = list(zip(columns["domain"], columns["path"], columns["offset"].tolist(), strict=True))
+  found = source.find(keys)
+  if source.documents is not None and len(found) < len(keys):
+    notes.append(f"{len(keys) - len(found)} of {len(keys)} documents are no longer in the source")
+  return [found.get(key) for key in keys]

@@ -1,24 +1,18 @@
 """Sentences and labels of the report, shared by the terminal and the page."""
 
+import dataclasses
 import math
 
-import numpy as np
-
 from maxghost.attribution.numbers import integer, number, percent
-from maxghost.attribution.summary import Ledger, SetSummary
+from maxghost.attribution.summary import MIN_CHUNKS, Ledger, SetSummary
 
 LEDGER_LABELS = {
   "predicted_examples": ("This step's examples", "the contributions that this page divides among documents"),
-  "momentum": ("Momentum", "AdamW's part of the step that comes from the examples of earlier batches"),
+  "momentum": ("Momentum", "the part of the step that comes from the gradients of earlier batches"),
   "weight_decay": ("Weight decay", "pulling the weights towards zero"),
   "unscored": ("Unscored parameters", "parameters left out with ghost_exclude"),
   "direction_residual": ("Direction residual", "exact minus used direction (stale or low-rank)"),
 }
-
-
-def ledger_label(name: str) -> tuple[str, str]:
-  """(label, explanation) of a column of the ledger; optimizers may name their own columns."""
-  return LEDGER_LABELS.get(name) or (name.replace("_", " ").capitalize(), "a part that this run's optimizer names")
 
 
 LARGE_REST = 0.2  # share of the prediction beyond which the reader is warned
@@ -30,13 +24,13 @@ def headline(part: SetSummary) -> str:
   if actual is None and part.ledger.columns["predicted_examples"] is None:
     return f"What the training examples were worth for the {part.name} loss."
   if actual is None:
-    drop = part.ledger.predicted
-    return f"The {part.name} validation loss was predicted to {_moved(drop, 'fall', 'rise')}; no drop was measured."
-  return f"The {part.name} validation loss {_moved(actual, 'fell', 'rose')}."
+    moved = _moved(part.ledger.predicted, "fall", "rise", "stay as it is")
+    return f"The {part.name} validation loss was predicted to {moved}; no drop was measured."
+  return f"The {part.name} validation loss {_moved(actual, 'fell', 'rose', 'did not change')}."
 
 
-def _moved(drop: float, down: str, up: str) -> str:
-  return f"{down if drop >= 0 else up} {number(abs(drop))} nats per token"
+def _moved(drop: float, down: str, up: str, still: str) -> str:
+  return f"{down if drop > 0 else up} {number(abs(drop))} nats per token" if drop else still
 
 
 def lead(part: SetSummary) -> str:
@@ -44,52 +38,120 @@ def lead(part: SetSummary) -> str:
   sentences, ledger = [], part.ledger
   if ledger.actual is not None:
     moved = number(ledger.predicted) if ledger.predicted >= 0 else f"a rise of {number(-ledger.predicted)}"
-    share = f" ({percent(ledger.predicted / ledger.actual)} of it)" if ledger.actual > 0 else ""
+    share = f" ({percent(ledger.predicted / ledger.actual)} of it)" if ledger.predicted * ledger.actual > 0 else ""
     sentences.append(f"First order predicted {moved}{share}.")
   known = [value for value in part.domains if math.isfinite(value.per_million)]
   if known:
     worth = ", ".join(f"{value.domain} {number(value.per_million, 2, plus=True)}" for value in known[:4])
-    more = f" and {len(known) - 4} more" if len(known) > 4 else ""
-    sentences.append(f"Per million tokens: {worth}{more} nats.")
-  harmful = [v.domain for v in known if v.per_million + float(np.nan_to_num(v.per_million_half_width)) < 0]
+    more = f"; {len(known) - 4} more domains are below" if len(known) > 4 else ""
+    sentences.append(f"Nats per million tokens: {worth}{more}.")
+  harmful = [value.domain for value in known if value.contribution + value.half_width < 0]
   if harmful:
-    sentences.append(f"{_listed(harmful)} raised the loss by more than the noise.")
+    sentences.append(f"By more than the noise, the loss was raised by {_listed(harmful)}.")
   return " ".join(sentences)
 
 
 def _listed(names: list[str]) -> str:
   shown = names[:3] + ([f"{len(names) - 3} more"] if len(names) > 3 else [])
-  text = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
-  return text[:1].upper() + text[1:]
-
-
-def plus_minus(half_width: float) -> str:
-  """The 95 % interval behind a number; empty if it is unknown."""
-  return f" ± {number(half_width, 2)}" if math.isfinite(half_width) else ""
+  return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def ledger_sentence(ledger: Ledger) -> str:
   """How to read the ledger, with notes on large momentum and on a large rest."""
-  count = f"{integer(ledger.num_steps)} step{'s' if ledger.num_steps != 1 else ''}"
-  steps = f"{count} ({ledger.first_step} to {ledger.last_step})"
+  count = f"{integer(len(ledger.steps))} step{'s' if len(ledger.steps) != 1 else ''}"
+  steps = f"{count} ({ledger.steps[0]} to {ledger.steps[-1]})" if len(ledger.steps) else count
   text = f"The predicted drops of the steps, added up over {steps}."
   momentum, examples = ledger.columns.get("momentum"), ledger.columns.get("predicted_examples")
-  if momentum and ledger.predicted > 0 and momentum > 0.2 * ledger.predicted:
+  predicted, actual, rest = ledger.predicted, ledger.actual, ledger.rest
+  if momentum and examples is not None and predicted > 0 and momentum > 0.2 * predicted:
     text += (
-      f" Momentum carries {percent(momentum / ledger.predicted)} of it: AdamW moves mostly along the mean of earlier "
-      "gradients, so the examples of a step are credited with the small part that is new in this step"
+      f" Momentum carries {percent(momentum / predicted)} of it, the examples of the steps themselves "
+      f"{percent(examples / predicted)} ({number(examples)} nats): the optimizer moves along a running mean of "
+      "gradients; what comes from the gradients of earlier steps counts as momentum."
     )
-    text += f" ({number(examples)} nats)." if examples is not None else "."
-  if ledger.rest is not None and ledger.predicted > 0 and abs(ledger.rest) > LARGE_REST * ledger.predicted:
-    less = "did not happen" if ledger.rest < 0 else "came on top"
-    text += (
-      f" {percent(abs(ledger.rest) / ledger.predicted)} of the predicted drop {less}: the steps were too long for a "
-      "first-order prediction. Read the contributions as a comparison of documents and domains, not as exact nats."
-    )
-  return text
+  if actual is None or rest is None or abs(rest) <= LARGE_REST * abs(predicted):
+    return text
+  direction = "drop" if predicted > 0 else "rise"
+  if predicted * actual > 0:
+    share = percent(abs(rest / predicted))
+    text += f" {share} of the predicted {direction} {'did not happen' if rest * predicted < 0 else 'came on top'}:"
+  elif predicted:
+    text += f" The measured loss {_moved(actual, 'fell', 'rose', 'did not change')}, against a predicted {direction}:"
+  else:
+    text += f" No change was predicted, but the measured loss {_moved(actual, 'fell', 'rose', '')}:"
+  return text + (
+    " a first-order prediction does not explain these steps. Read the contributions as a comparison of documents and "
+    "domains, not as exact nats."
+  )
 
 
-def shown_columns(ledger: Ledger) -> list[tuple[str, float]]:
-  """The logged columns in order, without columns that are zero; examples, momentum and weight decay always appear."""
-  known = [(name, value) for name, value in ledger.columns.items() if value is not None]
-  return [(n, v) for n, v in known if v != 0 or n in ("predicted_examples", "momentum", "weight_decay")]
+def losses_sentence(part: SetSummary, has_evaluation: bool) -> str:
+  """How the measured drop, the curve of the validation loss and the evaluation belong together."""
+  text = ""
+  if part.num_renewals:
+    times = "once" if part.num_renewals == 1 else f"{integer(part.num_renewals)} times"
+    text += f"The validation rows were renewed {times}, where their curve jumps. "
+  if part.ledger.actual is not None and len(part.val_loss) > 1:
+    first, last = part.val_loss.values[0], part.val_loss.values[-1]
+    why = "are of different rows" if part.num_renewals else "are both from before their step"
+    text += (
+      f"The measured drop ({number(part.ledger.actual)}) compares the same rows before and after each step; the ends "
+      f"of the curve ({number(first)} and {number(last)}) {why}, so their difference is another number. "
+    )
+  if has_evaluation:
+    text += "Evaluation averages over batches of its own, so it is a third number. "
+  return text.rstrip()
+
+
+def helped_sentence(part: SetSummary) -> str:
+  """How the documents that helped were ranked, or why there are none."""
+  if not part.num_judged:
+    return f"No document was scored in {MIN_CHUNKS} or more chunks, so that none has an interval to rank it by."
+  judged = f"{integer(part.num_judged)} document{'s' if part.num_judged != 1 else ''} with {MIN_CHUNKS} or more chunks"
+  if not part.helped:
+    return f"None of the {judged} has a 95 % interval above zero."
+  return f"By nats per token at the lower end of the 95 % interval, among the {judged}."
+
+
+def hurt_sentence(part: SetSummary) -> str:
+  """Which documents hurt more than by chance, or that none did."""
+  if not part.hurt:
+    return f"No document with {MIN_CHUNKS} or more chunks has a 95 % interval below zero."
+  chance = part.num_judged * 0.025
+  by_chance = f"about {integer(round(chance))}" if chance >= 1 else "less than one"
+  return (
+    f"Their 95 % interval lies below zero. Of {integer(part.num_judged)} documents without any effect, {by_chance} "
+    "would get there by chance."
+  )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LedgerLine:
+  """One line of the ledger in nats. start: where its bar begins, so that the bars of the parts form a waterfall."""
+
+  label: str
+  words: str
+  value: float
+  start: float = 0.0
+  is_total: bool = False
+
+
+def ledger_lines(ledger: Ledger) -> list[LedgerLine]:
+  """The parts of the prediction, their sum, the measured drop and the rest.
+
+  Parts that are zero are left out, except for examples, momentum and weight decay.
+  """
+  lines, total = [], 0.0
+  for name, value in ledger.columns.items():
+    if value or (value == 0 and name in ("predicted_examples", "momentum", "weight_decay")):
+      named = (name.replace("_", " ").capitalize(), "a part that this run's optimizer names")
+      lines.append(LedgerLine(*LEDGER_LABELS.get(name, named), value, total))
+      total += value
+  lines.append(LedgerLine("Predicted drop", "the sum of the lines above", ledger.predicted, is_total=True))
+  if ledger.actual is not None and ledger.rest is not None:
+    measured = "validation loss before minus after each step, on the same rows"
+    lines.append(LedgerLine("Measured drop", measured, ledger.actual, is_total=True))
+    lines.append(
+      LedgerLine("Rest", "curvature and rounding: what first order cannot see", ledger.rest, ledger.predicted)
+    )
+  return lines

@@ -41,8 +41,11 @@ def block_half_width(sums: np.ndarray) -> np.ndarray:
   return student_t95(num - 1) * np.sqrt(num * variance)
 
 
+def block_edges(num: int, num_blocks: int = NUM_BLOCKS) -> np.ndarray:
+  """Where at most `num_blocks` blocks of about equally many of `num` entries begin, and where the last ends."""
+  return np.linspace(0, num, min(num_blocks, num) + 1).round().astype(np.int64)
+
+
 def to_blocks(sums: np.ndarray, num_blocks: int = NUM_BLOCKS) -> np.ndarray:
   """sums[..., B] over bins, added up over at most `num_blocks` blocks of consecutive bins."""
-  num = sums.shape[-1]
-  starts = np.linspace(0, num, min(num_blocks, num) + 1).round().astype(int)[:-1]
-  return np.add.reduceat(sums, starts, axis=-1)
+  return np.add.reduceat(sums, block_edges(sums.shape[-1], num_blocks)[:-1], axis=-1)

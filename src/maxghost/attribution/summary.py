@@ -1,24 +1,28 @@
 """The numbers of a report, computed once for the terminal, the page and the live view.
 
-K validation sets, D domains, B bins of consecutive steps, M modules, L layers.
+K validation sets, D domains, E passes, B bins of consecutive steps, S steps, R rows of the heat map.
 """
 
 import dataclasses
+import hashlib
 from pathlib import Path
 
 import numpy as np
 
 from maxghost.attribution import aggregate, statistics, token_values
-from maxghost.attribution.health import Health, PassSums, duplicates
-from maxghost.attribution.metrics import Series, read_facts, read_metrics, read_samples
+from maxghost.attribution.aggregate import Groups, TimeSums
+from maxghost.attribution.metrics import Series, read_mapping, read_metrics, read_samples
 from maxghost.attribution.numbers import integer, number
-from maxghost.attribution.texts import SNIPPET_BYTES, Source, Texts
+from maxghost.attribution.texts import SHOWN_CHARS, DocumentKey, Source
 from maxghost.attribution.token_values import Marked
 from maxghost.config import ConfigError
 from maxghost.scorelog.reader import ScoreLog
 
 CURVE_BINS = 240
+MIN_CHUNKS = 3  # of a document, for its interval to rank it: that of two chunks is narrow by chance too often
 MILLION = 1e6
+NAN = float("nan")
+MAX_HASHED_DOCUMENTS = 200_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,38 +39,47 @@ class Value:
   loss: float
   contribution: float
   half_width: float
-  relative: float = float("nan")
+  relative: float = NAN
   path: str = ""
   offset: int = 0
-  text: bytes | None = None
+  text: str | None = None
   marked: Marked | None = None
 
   @property
   def per_million(self) -> float:
     """Nats per million tokens."""
-    return self.contribution / self.tokens * MILLION if self.tokens else float("nan")
+    return self.contribution / self.tokens * MILLION if self.tokens else NAN
 
   @property
   def per_million_half_width(self) -> float:
-    return self.half_width / self.tokens * MILLION if self.tokens else float("nan")
+    return self.half_width / self.tokens * MILLION if self.tokens else NAN
+
+  @property
+  def place(self) -> str:
+    """Where the document is."""
+    return f"{self.domain} · {self.path}" + (f" @ {self.offset}" if self.offset else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ledger:
   """The predicted and the measured drop of the validation loss in nats, over the same steps.
 
-  columns: parts of the prediction by the log's names; None if not logged. actual: None if no step's drop is known.
+  columns: parts of the prediction by the log's names; None if not logged. steps: those counted. predicted_S: per step.
+  actual_S: per step; None if no step's drop is known.
   """
 
   columns: dict[str, float | None]
-  actual: float | None
-  num_steps: int
-  first_step: int
-  last_step: int
+  steps: np.ndarray
+  predicted_S: np.ndarray
+  actual_S: np.ndarray | None
 
   @property
   def predicted(self) -> float:
     return sum(value for value in self.columns.values() if value is not None)
+
+  @property
+  def actual(self) -> float | None:
+    return None if self.actual_S is None else float(self.actual_S.sum())
 
   @property
   def rest(self) -> float | None:
@@ -82,34 +95,75 @@ class HeatMap:
   domains: tuple[str, ...]
   value_RD: np.ndarray
 
+  @property
+  def largest(self) -> float:
+    """The largest absolute value."""
+    return float(np.nanmax(np.abs(self.value_RD)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassTable:
+  """Value by pass over the data; the first pass is entry 0, the last entry also holds all later passes.
+
+  rows, tokens: [E]. contribution_EK: nats. expected_EK: nats of the same shares of the batch losses at the average
+  value of their domain in the same part of the run, so that a falling learning rate does not look like falling value.
+  """
+
+  rows: np.ndarray
+  tokens: np.ndarray
+  contribution_EK: np.ndarray
+  expected_EK: np.ndarray
+
+  @property
+  def has_repeats(self) -> bool:
+    return bool(self.rows[1:].sum())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Duplicates:
+  """Texts with more than one id among the num_compared scored documents whose text was found.
+
+  tokens: of all copies; extra_tokens: of all but one copy of each text. contribution_K: nats of all copies.
+  """
+
+  num_compared: int
+  num_texts: int
+  num_documents: int
+  tokens: int
+  extra_tokens: int
+  contribution_K: np.ndarray
+  examples: list[list[DocumentKey]]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SetSummary:
-  """One validation set.
+  """Validation set number `index`.
 
-  predicted_drop, actual_drop: nats of each step that has both. domains: best per token first. edges: B + 1 steps, of
-  the curves' bins.
+  num_renewals: how often other validation rows were taken. domains: best per token first. top: documents with the
+  largest totals. helped, hurt: documents whose interval lies above or below zero, those that are surest to have helped
+  or hurt most per token first; num_judged documents have enough chunks for that. time: sums over the run, of all sets.
   """
 
   name: str
+  index: int
   ledger: Ledger
   val_loss: Series
-  predicted_drop: Series
-  actual_drop: Series
+  num_renewals: int
   domains: list[Value]
+  helped: list[Value]
+  hurt: list[Value]
   top: list[Value]
-  bottom: list[Value]
-  edges: np.ndarray
-  curve_domains: tuple[str, ...]
-  contribution_DB: np.ndarray
-  tokens_DB: np.ndarray
+  num_judged: int
+  time: TimeSums
   heat_map: HeatMap | None
-  max_check_error: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
-  """A run. messages: warnings for the reader (damaged files, changed source, ...)."""
+  """A run. messages: warnings for the reader (damaged files, changed source, ...).
+
+  duplicates: None without texts, or with too many to compare.
+  """
 
   name: str
   run_dir: Path
@@ -118,134 +172,127 @@ class Summary:
   train_loss: Series
   eval_loss: Series
   num_steps: int
-  num_rows: int
   num_documents: int
   num_tokens: int
   facts: dict[str, str]
   config: dict[str, str]
-  health: Health
+  passes: PassTable
+  duplicates: Duplicates | None
   samples: list[tuple[int, str]]
 
 
 def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = None) -> Summary:
-  """Reads the log once, and the run's other files.
+  """Reads the log once, and the run's other files. Raises ConfigError if the log holds no scored document.
 
-  Args:
-    log: the score log.
-    num_documents: best and worst documents per validation set.
-    source: of the documents' texts; without it the texts and the search for duplicates are left out.
-
-  Raises:
-    ConfigError: if the log holds no scored document.
+  num_documents: length of each list of documents. source: of their texts; without it the texts and the search for
+  duplicates are left out.
   """
   steps = log.steps
   if not log.num_rows:
     raise ConfigError(f"run_dir={log.run_dir}: the score log holds {len(steps)} steps but no scored document yet")
-  time = aggregate.TimeSums(log, aggregate.step_edges(steps["step"], CURVE_BINS))
+  time = TimeSums(log, aggregate.step_edges(steps["step"], CURVE_BINS))
   documents = aggregate.GroupSums(log, "document")
-  passes = PassSums(log, time.edges)
-  left_out = aggregate.scan(log, [time, documents, passes])
+  left_out = aggregate.scan(log, [time, documents])
   groups = documents.result()
   metrics, messages = read_metrics(log.run_dir / "metrics.jsonl")
   messages = [*log.messages, *messages]
   if left_out:
     messages.append(aggregate.LEFT_OUT.format(left_out))
-  texts = None
+  else:
+    messages += _check_sums(log, time)
+  picked = [_pick(groups, k, num_documents) for k in range(len(log.val_sets))]
+  keys = [groups.take(np.unique(np.concatenate(list(lists.values())))).document_ids() for lists in picked]
+  texts, marked = {}, {}
   if source is not None:
-    texts, said = source.texts(log.fingerprints)
+    messages += source.open(log.fingerprints)
+    texts = source.find({key for some in keys for key in some})
+    marked, said = token_values.find(log.run_dir, keys, log.checksums("tokens_crc"), log.accept_lost_rows)
     messages += said
-  sets = [_set_summary(log, k, time, groups, num_documents, texts) for k in range(len(log.val_sets))]
-  messages += _check_sums(log, time, left_out)
-  if source is not None:
-    sets, said = _with_tokens(log, sets)
-    messages += said
-  empty = Series(np.zeros(0, np.int64), np.zeros(0))
+  sets = []
+  for k, lists in enumerate(picked):
+    shown = {name: _documents(groups.take(index), k, texts, marked) for name, index in lists.items()}
+    sets.append(_set_summary(log, k, time, int(_is_judged(groups).sum()), shown))
+  num_tokens = int(time.sums_DB("tokens").sum())
+  counts = {"score rows": log.num_rows, "scored documents": len(groups), "scored tokens": num_tokens}
+  known, empty = steps[np.isfinite(steps["loss"])], np.zeros(0, np.int64)
   return Summary(
     name=log.run_dir.resolve().name,
     run_dir=log.run_dir,
     messages=messages,
     sets=sets,
-    train_loss=metrics.get("learning/loss", _logged_loss(steps)),
-    eval_loss=metrics.get("eval/avg_loss", empty),
+    train_loss=metrics.get("learning/loss", Series(known["step"], known["loss"])),
+    eval_loss=metrics.get("eval/avg_loss", Series(empty, empty)),
     num_steps=int(np.isfinite(steps["predicted_examples"]).any(-1).sum()) or len(steps),
-    num_rows=log.num_rows,
     num_documents=len(groups),
-    num_tokens=int(time.tokens_DB.sum()),
-    facts=_facts(log, metrics),
-    config=_config(log.run_dir),
-    health=Health(passes.result(time), duplicates(texts, groups)),
+    num_tokens=num_tokens,
+    facts=_facts(log, metrics, counts),
+    config=read_mapping(log.run_dir / "config.yml"),
+    passes=_passes(time),
+    duplicates=_duplicates(source and source.documents, groups),
     samples=read_samples(log.run_dir / "metrics.jsonl"),
   )
 
 
-def _set_summary(log, k: int, time, groups, num_documents: int, texts: Texts | None) -> SetSummary:
-  steps = log.steps
-  known = np.isfinite(steps["val_loss"][:, k])
-  order = np.argsort(-groups.contribution_GK[:, k], kind="stable")
-  num_shown = min(num_documents, (len(groups) + 1) // 2)
-  top = _documents(groups.take(order[:num_shown]), k, texts)
-  bottom = _documents(groups.take(order[::-1][: min(num_shown, len(groups) - num_shown)]), k, texts)
-  errors = np.abs(steps["check_rel_err"][:, k])
-  predicted, actual = _drops(log, k)
+def _is_judged(groups: Groups) -> np.ndarray:
+  """bool[G]: whether a document has enough chunks for its interval to rank it."""
+  return (groups.exposures >= MIN_CHUNKS) & (groups.tokens > 0)
+
+
+def _pick(groups: Groups, k: int, num_documents: int) -> dict[str, np.ndarray]:
+  """{list of SetSummary: indices of its documents}."""
+  total = groups.contribution_GK[:, k]
+  half_width = statistics.exposure_half_width(groups.exposures, total, groups.square_GK[:, k])
+  picked = {"top": np.argsort(-total, kind="stable")[: min(num_documents, (len(groups) + 1) // 2)]}
+  for name, sign in (("helped", 1), ("hurt", -1)):
+    sure = np.where(_is_judged(groups), (sign * total - half_width) / np.maximum(groups.tokens, 1), 0.0)
+    order = np.argsort(-sure, kind="stable")[:num_documents]
+    picked[name] = order[sure[order] > 0]
+  return picked
+
+
+def _set_summary(log: ScoreLog, k: int, time: TimeSums, num_judged: int, documents: dict) -> SetSummary:
+  loss_S, before_S = log.steps["val_loss"][:, k], log.steps["prev_val_loss"][:, k]
+  known = np.isfinite(loss_S)
   return SetSummary(
     name=log.val_sets[k],
+    index=k,
     ledger=_ledger(log, k),
-    val_loss=Series(steps["step"][known], steps["val_loss"][known, k]),
-    predicted_drop=predicted,
-    actual_drop=actual,
+    val_loss=Series(log.steps["step"][known], loss_S[known]),
+    num_renewals=int((known & np.isfinite(before_S) & (loss_S != before_S)).sum()),
     domains=_domains(time, k),
-    top=top,
-    bottom=bottom,
-    edges=time.edges,
-    curve_domains=time.domains,
-    contribution_DB=time.contribution_DBK[:, :, k],
-    tokens_DB=time.tokens_DB,
+    num_judged=num_judged,
+    time=time,
     heat_map=_heat_map(log, time, k),
-    max_check_error=float(np.nanmax(errors)) if np.isfinite(errors).any() else float("nan"),
+    **documents,
   )
 
 
-def _with_tokens(log: ScoreLog, sets: list[SetSummary]) -> tuple[list[SetSummary], list[str]]:
-  """Adds the values of tokens to the shown documents, if the run logged them."""
-  wanted = [[(v.domain, v.path, v.offset) for v in (*part.top, *part.bottom)] for part in sets]
-  marked, messages = token_values.find(log.run_dir, wanted, log.checksums("tokens_crc"), log.accept_lost_rows)
-
-  def with_marks(values: list[Value], k: int) -> list[Value]:
-    return [dataclasses.replace(v, marked=marked.get((k, (v.domain, v.path, v.offset)))) for v in values]
-
-  return [
-    dataclasses.replace(part, top=with_marks(part.top, k), bottom=with_marks(part.bottom, k))
-    for k, part in enumerate(sets)
-  ], messages
-
-
-def _domains(time, k: int) -> list[Value]:
-  total = time.contribution_DBK[:, :, k].sum(1)
-  all_share_B = time.share_DB.sum(0)
-  expected = time.share_DB @ (time.contribution_DBK[:, :, k].sum(0) / np.where(all_share_B > 0, all_share_B, 1))
-  half_width = statistics.block_half_width(statistics.to_blocks(time.contribution_DBK[:, :, k]))
-  values = []
-  for d, name in enumerate(time.domains):
-    tokens = float(time.tokens_DB[d].sum())
-    loss = float(time.loss_tokens_DB[d].sum() / tokens) if tokens else float("nan")
-    exposures = int(time.exposures_DB[d].sum())
-    if exposures:
-      relative = float(total[d] / expected[d]) if expected[d] > 0 else float("nan")
-      values.append(Value(name, exposures, int(tokens), loss, float(total[d]), float(half_width[d]), relative))
+def _domains(time: TimeSums, k: int) -> list[Value]:
+  value_DB, share_DB = time.sums_DB("contribution", k), time.sums_DB("share")
+  share_B = share_DB.sum(0)
+  columns = [time.sums_DB(name).sum(1) for name in ("exposures", "tokens", "loss_tokens")]
+  columns += [value_DB.sum(1), statistics.block_half_width(statistics.to_blocks(value_DB))]
+  columns.append(share_DB @ (value_DB.sum(0) / np.where(share_B > 0, share_B, 1)))
+  values = [
+    Value(name, int(rows), int(tokens), loss / (tokens or NAN), total, half, total / expected if expected > 0 else NAN)
+    for name, (rows, tokens, loss, total, half, expected) in zip(time.domains, np.transpose(columns), strict=True)
+    if rows
+  ]
   return sorted(values, key=lambda value: -value.per_million if value.tokens else float("inf"))
 
 
-def _documents(groups, k: int, texts: Texts | None) -> list[Value]:
-  keys = groups.document_ids()
-  found = texts.find(keys) if texts is not None else {}
-  total, square = groups.contribution_GK[:, k], groups.square_GK[:, k]
-  half_width = statistics.exposure_half_width(groups.exposures, total, square)
+def _documents(groups: Groups, k: int, texts: dict, marked: dict) -> list[Value]:
+  total = groups.contribution_GK[:, k]
+  half_width = statistics.exposure_half_width(groups.exposures, total, groups.square_GK[:, k])
   loss = groups.loss_tokens / np.maximum(groups.tokens, 1)
   numbers = zip(*(a.tolist() for a in (groups.exposures, groups.tokens, loss, total, half_width)), strict=True)
-  return [
-    Value(key[0], *values, path=key[1], offset=key[2], text=found[key][:SNIPPET_BYTES] if key in found else None)
-    for key, values in zip(keys, numbers, strict=True)
-  ]
+  values = []
+  for key, columns in zip(groups.document_ids(), numbers, strict=True):
+    text = texts.get(key)
+    if text is not None and len(text) > SHOWN_CHARS:
+      text = text[:SHOWN_CHARS] + "\n…"
+    values.append(Value(key[0], *columns, path=key[1], offset=key[2], text=text, marked=marked.get((k, key))))
+  return values
 
 
 def actual_drops(steps: np.ndarray, k: int) -> np.ndarray:
@@ -268,60 +315,38 @@ def actual_drops(steps: np.ndarray, k: int) -> np.ndarray:
   return drop
 
 
-def _drops(log: ScoreLog, k: int) -> tuple[Series, Series]:
-  """Predicted and measured drop of the steps that have both."""
-  steps, actual = log.steps, actual_drops(log.steps, k)
-  predicted = np.nansum([steps[name][:, k] for name in log.ledger], axis=0)
-  both = np.isfinite(actual) & np.isfinite(steps["predicted_examples"][:, k])
-  return Series(steps["step"][both], predicted[both]), Series(steps["step"][both], actual[both])
-
-
 def _ledger(log: ScoreLog, k: int) -> Ledger:
   """Sums both sides over the steps with a known measured drop, or over all steps if there is none."""
-  steps = log.steps
-  drops = actual_drops(steps, k)
-  counted = np.isfinite(drops) & np.isfinite(steps["predicted_examples"][:, k])
-  actual = float(drops[counted].sum()) if counted.any() else None
-  if actual is None:
-    counted = np.isfinite(steps["predicted_examples"][:, k])
-  columns: dict[str, float | None] = {}
-  for name in log.ledger:
-    values = steps[name][counted, k]
-    columns[name] = float(np.nansum(values)) if np.isfinite(values).any() else None
-  numbers = steps["step"][counted]
-  first, last = (int(numbers[0]), int(numbers[-1])) if len(numbers) else (0, 0)
-  return Ledger(columns, actual, int(counted.sum()), first, last)
+  scored, drops = np.isfinite(log.steps["predicted_examples"][:, k]), actual_drops(log.steps, k)
+  measured = scored & np.isfinite(drops)
+  steps = log.steps[measured if measured.any() else scored]
+  columns = {name: steps[name][:, k] for name in log.ledger}
+  totals = {name: float(np.nansum(v)) if np.isfinite(v).any() else None for name, v in columns.items()}
+  predicted_S = np.nansum(list(columns.values()), axis=0)
+  return Ledger(totals, steps["step"], predicted_S, drops[measured] if measured.any() else None)
 
 
-def _heat_map(log: ScoreLog, time, k: int) -> HeatMap | None:
-  rows, domains, total_RD = (), (), None
+def _heat_map(log: ScoreLog, time: TimeSums, k: int) -> HeatMap | None:
+  rows, domains, total_RD = (), (), np.zeros(())
   for modules in log.modules():
     value_DML = np.moveaxis(modules.contribution_SMLDK[..., k].astype(np.float64).sum(0), 2, 0)
     rows, value_DR = aggregate.layer_rows(modules, value_DML)
-    domains = modules.domains
-    total_RD = value_DR.T if total_RD is None else total_RD + value_DR.T
-  if total_RD is None:
-    return None
-  tokens = {name: time.tokens_DB[d].sum() for d, name in enumerate(time.domains)}
+    domains, total_RD = modules.domains, total_RD + value_DR.T
+  tokens = dict(zip(time.domains, time.sums_DB("tokens").sum(1), strict=True))
   shown = [d for d, name in enumerate(domains) if tokens.get(name)]
+  if not shown:
+    return None
   scale = np.array([MILLION / tokens[domains[d]] for d in shown])
   return HeatMap(tuple(rows), tuple(domains[d] for d in shown), total_RD[:, shown] * scale)
 
 
-def _logged_loss(steps: np.ndarray) -> Series:
-  known = np.isfinite(steps["loss"])
-  return Series(steps["step"][known], steps["loss"][known])
-
-
-def _check_sums(log: ScoreLog, time, left_out: int) -> list[str]:
+def _check_sums(log: ScoreLog, time: TimeSums) -> list[str]:
   """Compares the sum of the rows with the steps' own sums; a difference means missing or doubled scores."""
-  if left_out:
-    return []
   messages = []
   for k, name in enumerate(log.val_sets):
     logged_S = log.steps["predicted_examples"][:, k]
     said, scale = np.nansum(logged_S), np.nansum(np.abs(logged_S))
-    found = time.contribution_DBK[:, :, k].sum()
+    found = time.sums_DB("contribution", k).sum()
     if np.isfinite(logged_S).any() and abs(said - found) > 1e-2 * scale + 1e-9:
       messages.append(
         f"the rows for validation set {name} add up to {found:.4g} nats, the steps' own sums to {said:.4g}: "
@@ -330,8 +355,9 @@ def _check_sums(log: ScoreLog, time, left_out: int) -> list[str]:
   return messages
 
 
-def _facts(log: ScoreLog, metrics: dict[str, Series]) -> dict[str, str]:
-  facts = read_facts(log.run_dir) | {"objective": log.objective}
+def _facts(log: ScoreLog, metrics: dict[str, Series], counts: dict[str, int]) -> dict[str, str]:
+  facts = {name: integer(count) for name, count in counts.items()}
+  facts |= read_mapping(log.run_dir / "run_facts.json") | {"objective": log.objective}
   if directions := log.said_of("direction"):
     facts["direction of the scores"] = ", ".join(directions)
   for name, metric, shown in (
@@ -347,15 +373,40 @@ def _facts(log: ScoreLog, metrics: dict[str, Series]) -> dict[str, str]:
   return facts
 
 
-def _config(run_dir: Path) -> dict[str, str]:
-  """The keys of config.yml as text, uninterpreted, so that runs of other versions can be reported too."""
-  path = run_dir / "config.yml"
-  if not path.is_file():
-    return {}
-  import yaml
+def _passes(time: TimeSums) -> PassTable:
+  """The value of each pass, from sums over the run."""
+  rows_EDB, tokens_EDB, share_EDB, _, *value_KEDB = time.sums_CEDB
+  expected = []
+  for value_EDB in value_KEDB:
+    share_DB = share_EDB.sum(0)
+    expected.append(share_EDB * (value_EDB.sum(0) / np.where(share_DB > 0, share_DB, 1)))
+  total_EK, expected_EK = (np.sum(values, (2, 3)).T for values in (value_KEDB, expected))
+  return PassTable(rows_EDB.sum((1, 2)).astype(int), tokens_EDB.sum((1, 2)).astype(int), total_EK, expected_EK)
 
-  try:
-    loaded = yaml.safe_load(path.read_text("utf-8"))
-  except (yaml.YAMLError, OSError, UnicodeDecodeError):
-    return {}
-  return {str(k): "" if v is None else str(v) for k, v in loaded.items()} if isinstance(loaded, dict) else {}
+
+def _duplicates(documents, groups: Groups) -> Duplicates | None:
+  """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many.
+
+  documents: the data source, or None. groups: by document.
+  """
+  if documents is None or len(groups) > MAX_HASHED_DOCUMENTS or len(documents) > MAX_HASHED_DOCUMENTS:
+    return None
+  place = {key: i for i, key in enumerate(groups.document_ids())}
+  by_text: dict[bytes, list[DocumentKey]] = {}
+  for index in range(len(documents)):
+    key = tuple(documents.document_id(index))
+    if key in place:
+      digest = hashlib.blake2b(bytes(documents[index].text).strip(), digest_size=16).digest()
+      by_text.setdefault(digest, []).append(key)
+  copies = [(groups.tokens[[place[key] for key in keys]], keys) for keys in by_text.values() if len(keys) > 1]
+  copies.sort(key=lambda copy: -copy[0].sum())
+  members = [place[key] for _, keys in copies for key in keys]
+  return Duplicates(
+    sum(map(len, by_text.values())),
+    len(copies),
+    len(members),
+    int(groups.tokens[members].sum()),
+    int(sum(tokens.sum() - tokens.max() for tokens, _ in copies)),
+    groups.contribution_GK[members].sum(0),
+    [keys for _, keys in copies[:10]],
+  )

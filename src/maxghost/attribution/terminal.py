@@ -4,8 +4,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from maxghost.attribution.numbers import compact, integer, number, percent
-from maxghost.attribution.report_text import headline, lead, ledger_label, ledger_sentence, plus_minus, shown_columns
+from maxghost.attribution import report_text
+from maxghost.attribution.numbers import compact, integer, number, percent, plus_minus, printable
 from maxghost.attribution.summary import Ledger, SetSummary, Summary, Value
 from maxghost.attribution.texts import snippet
 
@@ -16,32 +16,42 @@ SHOWN_DOCUMENTS = 5
 def show(summary: Summary, console: Console):
   """Prints the report with the first few documents of each table."""
   counts = f"{compact(summary.num_tokens)} scored tokens, {compact(summary.num_documents)} documents"
-  console.print(Text(f"Run {summary.name}: {integer(summary.num_steps)} steps, {counts}"))
+  console.print(_text(f"Run {summary.name}: {integer(summary.num_steps)} steps, {counts}"))
   for part in summary.sets:
     console.print()
-    console.print(Text(headline(part), style="bold"))
-    console.print(Text(lead(part)))
+    console.print(_text(report_text.headline(part), style="bold"))
+    console.print(_text(report_text.lead(part)))
     console.print(_domains(part))
     console.print(_ledger(part.ledger))
-    console.print(Text(ledger_sentence(part.ledger)))
-    console.print(_documents(part.top, "Documents that helped most"))
-    if part.bottom:
-      console.print(_documents(part.bottom, "Documents that helped least or hurt"))
+    console.print(_text(report_text.ledger_sentence(part.ledger)))
+    lists = (
+      ("Documents that helped most", report_text.helped_sentence(part), part.helped),
+      ("Documents that hurt", report_text.hurt_sentence(part), part.hurt),
+      ("Documents with the largest totals", "", part.top),
+    )
+    for title, sentence, values in lists:
+      console.print(Text(f"\n{title}", style="bold"))
+      if sentence:
+        console.print(_text(sentence))
+      if values:
+        console.print(_documents(values))
   for message in summary.messages:
-    console.print(Text(f"note: {message}", style="yellow"))
+    console.print(_text(f"note: {message}", style="yellow"))
+
+
+def _text(text: str, style: str = "", cut: bool = False) -> Text:
+  """Text of the data, made harmless. cut: lines are cut at the width, so that the columns beside keep theirs."""
+  return Text(printable(text), style, no_wrap=cut, overflow="ellipsis" if cut else None)
 
 
 def _table(title: str, *columns: str) -> Table:
   """An empty table; a leading > marks a column of numbers."""
-  table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+  heading = _text(title, style="bold")
+  table = Table(title=heading if title else None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
   for name in columns:
     numbers = name.startswith(">")
     table.add_column(name.removeprefix(">"), justify="right" if numbers else "left", no_wrap=numbers)
   return table
-
-
-def _with_interval(value: float, half_width: float) -> str:
-  return number(value, plus=True) + plus_minus(half_width)
 
 
 def _domains(part: SetSummary) -> Table:
@@ -49,10 +59,10 @@ def _domains(part: SetSummary) -> Table:
   table = _table(f"\nDomains, for the {part.name} validation loss", *head)
   for value in part.domains:
     table.add_row(
-      Text(value.domain),
+      _text(value.domain),
       compact(value.tokens),
-      _with_interval(value.contribution, value.half_width),
-      _with_interval(value.per_million, value.per_million_half_width),
+      number(value.contribution, plus=True) + plus_minus(value.half_width),
+      number(value.per_million, plus=True) + plus_minus(value.per_million_half_width),
       percent(value.relative),
       number(value.loss),
     )
@@ -61,26 +71,21 @@ def _domains(part: SetSummary) -> Table:
 
 def _ledger(ledger: Ledger) -> Table:
   table = _table("\nPredicted and measured drop", "", ">Nats", ">Of predicted")
-  total = ledger.predicted
-  rows = [(ledger_label(name)[0], value) for name, value in shown_columns(ledger)]
-  rows.append(("Predicted drop", total))
-  if ledger.actual is not None:
-    rows += [("Measured drop", ledger.actual), ("Rest (curvature)", ledger.rest)]
-  for label, value in rows:
-    table.add_row(label, number(value, plus=True), percent(value / total) if total else "")
+  for line in report_text.ledger_lines(ledger):
+    share = percent(line.value / ledger.predicted) if ledger.predicted else ""
+    table.add_row(_text(line.label), number(line.value, plus=True), share)
   return table
 
 
-def _documents(values: list[Value], title: str) -> Table:
-  table = _table(f"\n{title}", ">Total nats", ">Per million\ntokens", ">Tokens", ">Chunks", "Document")
+def _documents(values: list[Value]) -> Table:
+  table = _table("", ">Total nats", ">Per million\ntokens", ">Tokens", ">Chunks", "Document")
   for value in values[:SHOWN_DOCUMENTS]:
-    where = f"{value.domain} · {value.path}" + (f" @ {value.offset}" if value.offset else "")
-    lines = Text(where, no_wrap=True, overflow="ellipsis")  # the column shrinks, not the numbers beside it
+    lines = _text(value.place, cut=True)
     if value.text is not None:
-      lines.append("\n" + snippet(value.text, SNIPPET_CHARS), style="dim")
+      lines.append(printable("\n" + snippet(value.text, SNIPPET_CHARS)), style="dim")
     table.add_row(
       number(value.contribution, plus=True),
-      number(value.per_million, plus=True),
+      number(value.per_million, plus=True) + plus_minus(value.per_million_half_width),
       compact(value.tokens),
       integer(value.exposures),
       lines,

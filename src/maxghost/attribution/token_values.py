@@ -3,14 +3,15 @@
 `<run>/ghost/tokens/step_<step>.npz` is described in scorelog/tokens.py. B rows, T positions, K validation sets.
 """
 
+import codecs
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from maxghost import config
-from maxghost.attribution.texts import SNIPPET_BYTES, DocumentKey
+from maxghost.attribution.texts import SHOWN_CHARS, DocumentKey
 from maxghost.config import ConfigError
 from maxghost.scorelog import tokens
 from maxghost.scorelog.shard import DamagedShard
@@ -35,20 +36,17 @@ def find(
 ) -> tuple[dict[tuple[int, DocumentKey], Marked], list[str]]:
   """({(k, id): Marked}, messages) of the exposure of each document with the largest absolute contribution.
 
-  Args:
-    run_dir: the run's folder; without token files the result is empty.
-    wanted: document ids per validation set.
-    checksums: {step: CRC-32 of its file}, from the score log.
-    accept_lost_rows: continue without damaged files.
-
-  Raises:
-    ConfigError: for a damaged file, unless accepted.
+  wanted: document ids per validation set. checksums: {step: CRC-32 of its file}, from the score log. Empty for a run
+  without token files. Raises ConfigError for a damaged file, unless accept_lost_rows.
   """
   files = tokens.files(Path(run_dir) / "ghost" / tokens.FOLDER)
   if not files:
     return {}, []
+  from maxghost.data.tokenizers import load_tokenizer  # only where token files exist
+
   try:
-    piece_of = _piece_reader(run_dir)
+    data = config.load(Path(run_dir) / "config.yml").data
+    tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
   except (ConfigError, OSError) as error:
     return {}, [f"the tokens of the documents cannot be shown: {error}"]
   best: dict[tuple[int, DocumentKey], tuple[int, np.ndarray, np.ndarray]] = {}
@@ -60,49 +58,34 @@ def find(
       if not accept_lost_rows:
         raise ConfigError(f"run_dir={run_dir}: {error}; put it back, or go on without: --accept-lost-rows") from error
       messages.append(f"lost: {error}")
-    else:
-      _improve(best, step, file, [set(keys) for keys in wanted])
-  return {key: Marked(step, *_pieces(ids, values, piece_of)) for key, (step, ids, values) in best.items()}, messages
+      continue
+    for k, keys in enumerate(map(set, wanted)):
+      for key, ids, values in _documents(file, k):
+        if key in keys and ((k, key) not in best or abs(values.sum()) > abs(best[k, key][2].sum())):
+          best[k, key] = (step, ids, values)
+  return {key: Marked(step, *_pieces(ids, values, tokenizer)) for key, (step, ids, values) in best.items()}, messages
 
 
-def _improve(best: dict, step: int, file: dict[str, np.ndarray], wanted: list[set[DocumentKey]]) -> None:
-  """Replaces entries of `best` with larger exposures from this file."""
-  domain, name, offset, values_KBT = (file[key] for key in ("domain", "path", "offset", "contribution_KBT"))
-  targets, segments = file["targets"], file["inputs_segmentation"]
-  for b, s in zip(*np.nonzero(offset >= 0), strict=True):
-    key = (str(domain[b, s]), str(name[b, s]), int(offset[b, s]))
-    inside = segments[b] == s + 1
-    for k, keys in enumerate(wanted):
-      if key in keys:
-        values = values_KBT[k, b, inside]
-        if (k, key) not in best or abs(values.sum()) > abs(best[k, key][2].sum()):
-          best[k, key] = (step, targets[b, inside], values)
+def _documents(file: dict[str, np.ndarray], k: int) -> Iterator[tuple[DocumentKey, np.ndarray, np.ndarray]]:
+  """(id, tokens, their contributions to set k) of each document of a file."""
+  for b, s in zip(*np.nonzero(file["offset"] >= 0), strict=True):
+    key = (str(file["domain"][b, s]), str(file["path"][b, s]), int(file["offset"][b, s]))
+    inside = file["inputs_segmentation"][b] == s + 1
+    yield key, file["targets"][b, inside], file["contribution_KBT"][k, b, inside]
 
 
-def _piece_reader(run_dir: Path) -> Callable[[int], bytes]:
-  from maxghost.data.tokenizers import load_tokenizer  # only where token files exist
-
-  data = config.load(Path(run_dir) / "config.yml").data
-  tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
-  return lambda number: tokenizer.decode(np.array([number]))
-
-
-def _pieces(ids: Iterable[int], values: np.ndarray, piece_of: Callable[[int], bytes]):
+def _pieces(ids: Iterable[int], values: np.ndarray, tokenizer) -> tuple[tuple[str, ...], np.ndarray]:
   """(texts, values) of pieces; tokens that share a character form one piece, a token without text is END."""
-  pieces, sums, pending, total, size = [], [], b"", 0.0, 0
+  decoder = codecs.getincrementaldecoder("utf-8")("replace")
+  pieces, sums, text, total, size = [], [], "", 0.0, 0
   for number, value in zip(ids, values, strict=True):
-    raw = piece_of(int(number))
+    raw = tokenizer.decode(np.array([number]))
     size += len(raw)
-    if size > SNIPPET_BYTES:
+    if size > SHOWN_CHARS:
       break
-    pending, total = pending + raw, total + float(value)
-    try:
-      text = pending.decode("utf-8")
-    except UnicodeDecodeError:
-      if len(pending) < 4:
-        continue
-      text = pending.decode("utf-8", "replace")
-    pieces.append(text or END)
-    sums.append(total)
-    pending, total = b"", 0.0
+    text, total = text + decoder.decode(raw), total + float(value)
+    if not decoder.getstate()[0]:
+      pieces.append(text or END)
+      sums.append(total)
+      text, total = "", 0.0
   return tuple(pieces), np.array(sums)

@@ -7,13 +7,16 @@ import dataclasses
 import fnmatch
 import operator
 import re
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from maxghost.attribution.numbers import printable
 from maxghost.config import ConfigError, did_you_mean
 from maxghost.scorelog.format import ROW_COLUMNS, row_dtype
+from maxghost.scorelog.reader import ScoreLog
 
-_NUMERIC = {
+_OPERATORS = {
   "=": operator.eq,
   "!=": operator.ne,
   "<": operator.lt,
@@ -21,10 +24,15 @@ _NUMERIC = {
   ">": operator.gt,
   ">=": operator.ge,
 }
-_TEXT_COLUMNS = ("domain", "path")
-_INTEGER_COLUMNS = tuple(name for name in ROW_COLUMNS if row_dtype(1)[name].kind == "i" and name not in _TEXT_COLUMNS)
 _TEXT_OPERATORS = ("=", "!=", "~", "!~")
+_TEXT_COLUMNS = ("domain", "path")
 _CONDITION = re.compile(r"""\s*(\w+)\s*(!=|<=|>=|!~|==|=|<|>|~)\s*("[^"]*"|'[^']*'|[^,]*)\s*(?:,|$)""")
+
+
+def refuse_unknown(said: str, name: str, known: Iterable[str]) -> None:
+  """Raises ConfigError with `said` and the nearest of the known names, or all of them, if `name` is none of them."""
+  if name not in known:
+    raise ConfigError(printable(said + (did_you_mean(name, known) or f"; there are {', '.join(known)}")))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +43,13 @@ class Condition:
   operator: str
   value: str | float | int
 
+  def holds(self, values) -> np.ndarray:
+    """bool per value of the column."""
+    if "~" not in self.operator:
+      return _OPERATORS[self.operator](np.asarray(values), self.value)
+    matches = np.array([fnmatch.fnmatchcase(str(name), str(self.value)) for name in values], bool)
+    return ~matches if self.operator == "!~" else matches
+
 
 class Where:
   """Parsed conditions; an empty text selects every row.
@@ -44,60 +59,38 @@ class Where:
   """
 
   def __init__(self, text: str = "", set_index: int = 0):
-    self.text = text
     self.conditions = tuple(_parse(text))
     self._set_index = set_index
     self._shard = None
-    self._tables: list[tuple[str, np.ndarray]] = []
-
-  @property
-  def columns(self) -> frozenset[str]:
-    return frozenset(condition.column for condition in self.conditions)
+    self._tables: dict[str, np.ndarray] = {}
 
   def __call__(self, shard, rows: np.ndarray) -> np.ndarray:
     """bool[N]; strings are compared once per entry of the file's tables, not per row."""
     if shard is not self._shard:
-      self._shard = shard
-      texts = [condition for condition in self.conditions if condition.column in _TEXT_COLUMNS]
-      self._tables = [(c.column, _match_texts(c, getattr(shard, f"{c.column}s"))) for c in texts]
+      texts = {condition.column for condition in self.conditions}.intersection(_TEXT_COLUMNS)
+      self._shard, self._tables = shard, {name: self.holds(name, getattr(shard, f"{name}s")) for name in texts}
     keep = np.ones(len(rows), bool)
-    for column, matches in self._tables:
-      keep &= matches[rows[column]]
-    for condition in self.conditions:
-      if condition.column not in _TEXT_COLUMNS:
-        values = rows[condition.column]
-        values = values[:, self._set_index] if values.ndim == 2 else values
-        keep &= _NUMERIC[condition.operator](values, condition.value)
+    for column in {condition.column for condition in self.conditions}:
+      values = rows[column][:, self._set_index] if rows[column].ndim == 2 else rows[column]
+      keep &= self._tables[column][values] if column in _TEXT_COLUMNS else self.holds(column, values)
     return keep
 
-  def steps(self, step: np.ndarray) -> np.ndarray:
-    """bool per step: whether the conditions on `step` hold."""
-    keep = np.ones(len(step), bool)
-    for condition in self.conditions:
-      if condition.column == "step":
-        keep &= _NUMERIC[condition.operator](step, condition.value)
-    return keep
+  def hints(self, log: ScoreLog) -> str:
+    """`; did you mean 'code'?` for each name that no row has."""
+    wanted = [c for c in self.conditions if c.column in _TEXT_COLUMNS and c.operator == "="]
+    known = {name: {str(t) for s in log.shards for t in getattr(s, f"{name}s")} for name in {c.column for c in wanted}}
+    return "".join(did_you_mean(str(c.value), known[c.column]) for c in wanted if c.value not in known[c.column])
 
-  def names(self, column: str, names) -> np.ndarray:
-    """bool per name: whether the conditions on a text column hold."""
-    keep = np.ones(len(names), bool)
+  def holds(self, column: str, values) -> np.ndarray:
+    """bool per value of a column: whether the conditions on it hold."""
+    keep = np.ones(len(values), bool)
     for condition in self.conditions:
       if condition.column == column:
-        keep &= _match_texts(condition, names)
+        keep &= condition.holds(values)
     return keep
 
 
-def _match_texts(condition: Condition, names) -> np.ndarray:
-  value = str(condition.value)
-  if condition.operator in ("~", "!~"):
-    matches = re.compile(fnmatch.translate(value)).match
-    found = np.array([matches(str(name)) is not None for name in names], bool)
-  else:
-    found = np.array([str(name) == value for name in names], bool)
-  return ~found if condition.operator.startswith("!") else found
-
-
-def _parse(text: str):
+def _parse(text: str) -> Iterator[Condition]:
   at = 0
   while text[at:].strip():
     found = _CONDITION.match(text, at)
@@ -111,22 +104,18 @@ def _parse(text: str):
 
 
 def _condition(column: str, sign: str, value: str) -> Condition:
-  if column not in ROW_COLUMNS:
-    hint = did_you_mean(column, ROW_COLUMNS) or f"; there are {', '.join(ROW_COLUMNS)}"
-    raise ConfigError(f"--where: unknown column {column!r}{hint}")
+  refuse_unknown(f"--where: unknown column {column!r}", column, ROW_COLUMNS)
   if value[:1] in ("'", '"'):
     value = value[1:-1]
+  wrong = f"--where: {column}{sign}{value}: "
   if column in _TEXT_COLUMNS:
     if sign not in _TEXT_OPERATORS:
-      raise ConfigError(
-        f"--where: {column}{sign}{value}: a text takes {', '.join(_TEXT_OPERATORS)} (~ is a glob pattern)"
-      )
+      raise ConfigError(f"{wrong}a text takes {', '.join(_TEXT_OPERATORS)} (~ is a glob pattern)")
     return Condition(column, sign, value)
-  if sign not in _NUMERIC:
-    raise ConfigError(f"--where: {column}{sign}{value}: a number takes {', '.join(_NUMERIC)}")
-  kind = int if column in _INTEGER_COLUMNS else float
+  if sign not in _OPERATORS:
+    raise ConfigError(f"{wrong}a number takes {', '.join(_OPERATORS)}")
+  whole = row_dtype(1)[column].kind == "i"
   try:
-    return Condition(column, sign, kind(value))
+    return Condition(column, sign, int(value) if whole else float(value))
   except ValueError:
-    expected = "a whole number" if kind is int else "a number"
-    raise ConfigError(f"--where: {column}{sign}{value}: {value!r} is not {expected}") from None
+    raise ConfigError(f"{wrong}{value!r} is not {'a whole number' if whole else 'a number'}") from None

@@ -2,16 +2,7 @@
 
 from maxghost.config.errors import ConfigError, did_you_mean, nearest
 from maxghost.config.files import config_dir
-from maxghost.config.load import (
-  Loaded,
-  differing_keys,
-  fields,
-  load,
-  load_with_origins,
-  replace,
-  save,
-  to_text,
-)
+from maxghost.config.load import Loaded, differing_keys, fields, load, load_with_origins, replace, save, to_text
 from maxghost.config.schema import (
   CheckpointConfig,
   Config,
@@ -23,23 +14,7 @@ from maxghost.config.schema import (
 )
 
 __all__ = [
-  "CheckpointConfig",
-  "Config",
-  "ConfigError",
-  "DataConfig",
-  "GhostConfig",
-  "Loaded",
-  "ModelConfig",
-  "OptimizerConfig",
-  "RunConfig",
-  "config_dir",
-  "did_you_mean",
-  "differing_keys",
-  "fields",
-  "load",
-  "load_with_origins",
-  "nearest",
-  "replace",
-  "save",
-  "to_text",
-]
+  "CheckpointConfig", "Config", "ConfigError", "DataConfig", "GhostConfig", "Loaded", "ModelConfig", "OptimizerConfig",
+  "RunConfig", "config_dir", "did_you_mean", "differing_keys", "fields", "load", "load_with_origins", "nearest",
+  "replace", "save", "to_text",
+]  # fmt: skip

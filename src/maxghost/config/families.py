@@ -1,14 +1,17 @@
 """Architecture families: one record holds all that is particular to a `decoder_block`.
 
-To add a dense family, write its record here or `register` it from your own code, and add a file to configs/models.
+To add a dense family, write its record in configs/families.yml or `register` it from your own code, and add a file to
+configs/models.
 Layers take their names from the record, the configuration its checks, and `interop` the names and shapes of the tensors
 of Hugging Face and GGUF.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import yaml
 
 from maxghost.config.files import config_dir
 
@@ -87,11 +90,11 @@ class HuggingFace:
   model_class: str
   entries: tuple[Entry, ...]
   tensors: tuple[TensorRule, ...]
-  demands: Mapping[str, tuple] = field(default_factory=lambda: {"hidden_act": ("silu",)})
+  demands: Mapping[str, Sequence] = field(default_factory=lambda: {"hidden_act": ("silu",)})
   sliding: str = ""
   layer_types: bool = False
   prefix: str = "model."
-  ignored: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+  ignored: Sequence[str] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,126 +147,40 @@ def register(*families: Family) -> None:
     FAMILIES[family.name] = family
 
 
-def shipped(*names: str) -> tuple[TensorRule, ...]:
-  """The rules of the named groups of configs/tensors.txt, in order."""
-  groups = {}
+# Sizes that follow from others where config.json has none; `size` gives those that it has.
+_FOLLOWS: dict[str, Callable[[Callable[[str], int]], int]] = {
+  "base_num_kv_heads": lambda size: size("base_num_query_heads"),
+  "head_dim": lambda size: size("base_emb_dim") // size("base_num_query_heads"),
+  "base_mlp_dim": lambda size: 4 * size("base_emb_dim"),
+}
+
+
+def _entries(groups: Iterable[Mapping[str, Mapping]]) -> tuple[Entry, ...]:
+  """The entries of some groups of configs/families.yml."""
+  read: dict[str, dict[str, Any]]
+  read = {key: dict(entry, names=tuple(entry["names"].split())) for group in groups for key, entry in group.items()}
+  for key, entry in read.items():
+    if entry.get("default") == "follows":
+      follow = _FOLLOWS[key]
+      entry["default"] = lambda content, follow=follow: follow(lambda other: content[read[other]["names"][0]])
+  return tuple(Entry(key, **entry) for key, entry in read.items())
+
+
+def _shipped() -> Iterator[Family]:
+  """The families of configs/families.yml, with the tensors of configs/tensors.txt."""
+  rules = {}
   for group in (config_dir() / "tensors.txt").read_text("utf-8").split("\n[")[1:]:
     head, _, lines = group.partition("\n")
     name, _, begins = head.partition("]")
     theirs, ours, *_ = (*begins.split(), "", "")
-    groups[name] = table(theirs, ours, lines)
-  return tuple(rule for name in names for rule in groups[name])
+    rules[name] = table(theirs, ours, lines)
+  shipped = yaml.safe_load((config_dir() / "families.yml").read_text("utf-8"))
+  for name, record in shipped["families"].items():
+    theirs = record["huggingface"]
+    theirs["entries"] = _entries(shipped["entries"][group] for group in theirs["entries"])
+    theirs["tensors"] = tuple(rule for group in theirs["tensors"] for rule in rules[group])
+    needs = {key: tuple(value) if isinstance(value, list) else value for key, value in record.get("needs", {}).items()}
+    yield Family(name, **record | {"huggingface": HuggingFace(**theirs), "needs": needs})
 
 
-LLAMA = shipped("outer", "head", "attention", "gated_mlp", "qk_norms")
-MIXTRAL = shipped("outer", "head", "attention", "mixtral_experts")
-QWEN3_MOE = shipped("outer", "head", "attention", "qk_norms", "qwen3_experts")
-GPT_OSS = shipped("outer", "head", "attention", "sinks", "gpt_oss_experts")
-GPT2 = shipped("gpt2_outer", "gpt2_layers", "head")
-
-SIZES = (
-  Entry("base_emb_dim", ("hidden_size",)),
-  Entry("base_num_query_heads", ("num_attention_heads",)),
-  Entry("base_mlp_dim", ("intermediate_size",)),
-  Entry("base_num_decoder_layers", ("num_hidden_layers",)),
-  Entry("vocab_size", ("vocab_size",)),
-  Entry("base_num_kv_heads", ("num_key_value_heads",), lambda c: c["num_attention_heads"]),
-  Entry("head_dim", ("head_dim",), lambda c: c["hidden_size"] // c["num_attention_heads"]),
-  Entry("logits_via_embedding", ("tie_word_embeddings",), False),
-  Entry("normalization_layer_epsilon", ("rms_norm_eps",), 1e-6),
-)
-BIAS = Entry("attention_bias", ("attention_bias",), False)
-ROUTING = (
-  Entry("num_experts_per_tok", ("num_experts_per_tok",)),
-  Entry("load_balance_loss_weight", ("router_aux_loss_coef",), 0.0),
-)
-EXPERTS = (
-  Entry("num_experts", ("num_local_experts",)), Entry("base_moe_mlp_dim", ("intermediate_size",)), *ROUTING
-)  # fmt: skip
-
-register(
-  Family(
-    "llama2",
-    HuggingFace("llama", "LlamaForCausalLM", (*SIZES, BIAS, Entry("mlp_bias", ("mlp_bias",), False)), LLAMA),
-    routed=None, maxtext_scales_queries=True, gguf="llama", gguf_pairs=True,
-  ),
-  Family(
-    "gpt2",
-    HuggingFace(
-      "gpt2", "GPT2LMHeadModel",
-      (
-        Entry("base_emb_dim", ("n_embd",)),
-        Entry("base_num_query_heads", ("n_head",)),
-        Entry("base_num_decoder_layers", ("n_layer",)),
-        Entry("vocab_size", ("vocab_size",)),
-        Entry("trainable_position_size", ("n_positions", "n_ctx")),
-        Entry("base_num_kv_heads", (), lambda c: c["n_head"]),
-        Entry("head_dim", (), lambda c: c["n_embd"] // c["n_head"]),
-        Entry("base_mlp_dim", ("n_inner",), lambda c: 4 * c["n_embd"]),
-        Entry("normalization_layer_epsilon", ("layer_norm_epsilon",), 1e-5),
-        Entry("logits_via_embedding", ("tie_word_embeddings",), True),
-      ),
-      GPT2,
-      {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of the tanh form
-        "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-      },
-      prefix="transformer.", ignored=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
-    ),
-    "gpt2-small",
-    {
-      "rope_type": "none", "attention_bias": True, "mlp_bias": True,
-      "mlp_activations": ("gelu",),
-    },
-    learned_positions=True, layer_norm=True,
-  ),
-  Family(
-    "mistral", HuggingFace("mistral", "MistralForCausalLM", SIZES, LLAMA, sliding="all"), maxtext_scales_queries=True
-  ),
-  Family(
-    "mixtral",
-    HuggingFace(
-      "mixtral", "MixtralForCausalLM", (*SIZES, *EXPERTS), MIXTRAL, sliding="all"
-    ),
-    "mixtral-8x7b", routed=True, maxtext_scales_queries=True,
-  ),
-  Family(
-    "qwen3",
-    HuggingFace("qwen3", "Qwen3ForCausalLM", (*SIZES, BIAS), LLAMA, sliding="late", layer_types=True),
-    "qwen3-0.6b", {"use_qk_norm": True}, maxtext_scales_queries=False,
-  ),
-  Family(
-    "qwen3_moe",
-    HuggingFace(
-      "qwen3_moe", "Qwen3MoeForCausalLM",
-      (
-        *SIZES, BIAS, *ROUTING, Entry("num_experts", ("num_local_experts", "num_experts")),
-        Entry("base_moe_mlp_dim", ("moe_intermediate_size",), -1), Entry("norm_topk_prob", ("norm_topk_prob",), False),
-      ),
-      QWEN3_MOE,
-      {"hidden_act": ("silu",), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
-      sliding="late",
-    ),
-    "qwen3-30b-a3b", {"use_qk_norm": True}, routed=True, mlp="moe_block", experts="moe_block",
-    maxtext_scales_queries=False,
-  ),
-  Family(
-    "gpt_oss",
-    HuggingFace(
-      "gpt_oss", "GptOssForCausalLM",
-      (
-        *SIZES, *EXPERTS, Entry("attention_bias", ("attention_bias",), True),
-        Entry("mlp_activations_limit", ("swiglu_limit",), 7.0),
-      ),
-      GPT_OSS,
-      {"hidden_act": ("silu",), "swiglu_alpha": (1.702,)},
-      sliding="alternate", layer_types=True,
-    ),
-    "gpt-oss-20b",
-    {
-      "attention_sink": True, "attention_bias": True, "mlp_bias": True,
-      "mlp_activations": ("quick_gelu", "one_plus"), "norm_topk_prob": True,
-    },
-    routed=True, attention="GptOssAttention", mlp="GptOssMlp", experts="GptOssMlp", maxtext_scales_queries=False,
-  ),
-)  # fmt: skip
+register(*_shipped())

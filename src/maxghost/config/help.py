@@ -1,12 +1,14 @@
-"""The list of keys and the explanation of one, from the fields of the schema."""
+"""The list of keys and the explanation of one, from the fields of the schema and the comments of configs/base.yml."""
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterator
 from typing import TextIO
 
 from maxghost.config import renamed, values
 from maxghost.config.errors import ConfigError
+from maxghost.config.files import config_dir
 from maxghost.config.load import Loaded, fields
 from maxghost.config.schema import SECTIONS
 
@@ -24,14 +26,27 @@ def limits(field: dataclasses.Field) -> str:
   return f"{low} or more" if low else f"{high} or less" if high else ""
 
 
+@functools.cache
+def comments() -> dict[str, str]:
+  """{key: the comment above it in configs/base.yml, with its limits}."""
+  found, lines = {}, []
+  for line in (config_dir() / "base.yml").read_text("utf-8").splitlines():
+    if line.startswith("# ") and not line.startswith("# ----"):
+      lines.append(line.removeprefix("# "))
+    else:
+      found[line.partition(":")[0]], lines = " ".join(lines), []
+  return found
+
+
+def about(field: dataclasses.Field) -> str:
+  """What a key is, without its limits."""
+  return comments()[field.name].removesuffix(f" ({limits(field)})")
+
+
 def sections() -> Iterator[tuple[str, type, tuple[dataclasses.Field, ...]]]:
   """(name, dataclass, keys) of every section."""
   for name, cls in SECTIONS.items():
     yield name, cls, dataclasses.fields(cls)
-
-
-def first_line(cls: type) -> str:
-  return (cls.__doc__ or "").strip().partition("\n")[0]
 
 
 def print_help(key: str | None = None, file: TextIO | None = None, usage: str = "") -> None:
@@ -53,16 +68,16 @@ def explain(key: str) -> str:
   known = fields()
   if key not in known:
     raise ConfigError(renamed.unknown(key, known))
-  section, cls = next((name, cls) for name, cls, items in sections() if any(item.name == key for item in items))
   field = known[key]
+  section, cls = next((name, cls) for name, cls, items in sections() if field in items)
   rows = [
     ("type", values.type_name(field.type)),
     ("default", values.shown(field.default)),
     ("limits", limits(field) or "none"),
-    ("section", f"{section}: {first_line(cls)}"),
+    ("section", f"{section}: {cls.__doc__}"),
     ("example", f"{key}={values.shown(field.metadata['choices'][-1] if field.metadata['choices'] else field.default)}"),
   ]
-  return "\n".join([key, f"  {field.metadata['help']}", *(f"  {name + ':':<9}{text}" for name, text in rows)])
+  return "\n".join([key, f"  {about(field)}", *(f"  {name + ':':<9}{text}" for name, text in rows)])
 
 
 def plain_list(usage: str = "") -> str:
@@ -70,16 +85,12 @@ def plain_list(usage: str = "") -> str:
   width = max(len(name) for name in fields())
   lines = [usage, ""] if usage else []
   for name, cls, items in sections():
-    lines.append(f"{name}: {first_line(cls)}")
+    lines.append(f"{name}: {cls.__doc__}")
     for item in items:
-      lines.append(f"  {item.name:<{width}}  {item.metadata['help']} {_bracket(item)}")
+      parts = (values.type_name(item.type), limits(item), f"default {values.shown(item.default)}")
+      lines.append(f"  {item.name:<{width}}  {about(item)} [{'; '.join(filter(None, parts))}]")
     lines.append("")
   return "\n".join(lines).rstrip()
-
-
-def _bracket(field: dataclasses.Field) -> str:
-  parts = (values.type_name(field.type), limits(field), f"default {values.shown(field.default)}")
-  return f"[{'; '.join(filter(None, parts))}]"
 
 
 def _print_rich(file: TextIO, usage: str) -> None:
@@ -91,15 +102,15 @@ def _print_rich(file: TextIO, usage: str) -> None:
   if usage:
     console.print(Text(usage))
   for name, cls, items in sections():
-    console.print(Text.assemble("\n", (name, "bold"), f"  {first_line(cls)}"))
+    console.print(Text.assemble("\n", (name, "bold"), f"  {cls.__doc__}"))
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 1), pad_edge=True)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(style="green", max_width=24, overflow="fold")
     table.add_column(overflow="fold")
     for item in items:
       bound = limits(item)
-      about = Text.assemble(item.metadata["help"], (f"  ({bound})" if bound else "", "dim"))
-      table.add_row(item.name, Text(values.shown(item.default)), about)
+      text = Text.assemble(about(item), (f"  ({bound})" if bound else "", "dim"))
+      table.add_row(item.name, Text(values.shown(item.default)), text)
     console.print(table)
 
 

@@ -158,13 +158,13 @@ def _read_overrides(texts: tuple[str, ...], problems: list[str], notes: list[str
 
 def _read_override(text: str, kind: Any) -> Given:
   plain = yaml.ScalarNode("tag:yaml.org,2002:str", text, style=None)
-  looks_yaml = text[:1] in ("'", '"') or (not values.is_text(kind) and text[:1] in ("[", "{")) or text in ("null", "~")
+  looks_yaml = text[:1] in ("'", '"') or (kind is not str and text[:1] in ("[", "{")) or text in ("null", "~")
   if not looks_yaml:
     return Given(COMMAND_LINE, plain)
   try:
     return Given(COMMAND_LINE, yaml.compose(text, Loader=_Loader))
   except yaml.YAMLError:
-    if values.is_text(kind):  # a text that merely starts with a quote, such as '"Yes," he said'
+    if kind is str:  # a text that merely starts with a quote, such as '"Yes," he said'
       return Given(COMMAND_LINE, plain)
     start = text if len(text) <= 80 else f"{text[:80]}..."
     return Given(COMMAND_LINE, None, f"'{start}' is not a YAML list; write a,b or quote the items")

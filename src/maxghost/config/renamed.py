@@ -52,28 +52,16 @@ def _offload(what: str, asked: Any) -> Fold:
   return fold
 
 
-def _segment_length(value: int, values: Values) -> dict[str, Any]:
-  return {"segment_lengths": (value,)} if value else {}
+def _item(key: str, place: int, unset: Any = None) -> Fold:
+  """One item of a list that is set."""
 
-
-def _select_threshold(value: float, values: Values) -> dict[str, Any]:
-  return {"ghost_select_fraction": value} if values["ghost_select"] == "threshold" else {}
-
-
-def _packing(value: str, values: Values) -> dict[str, Any]:
-  return {"packing": value} if values["packing"] != "none" else {}
-
-
-def _timeout(place: int) -> Fold:
-  def fold(value: int, values: Values) -> dict[str, Any]:
-    held = values["jax_distributed_timeouts"]
-    return {"jax_distributed_timeouts": (*held[:place], value or held[place], *held[place + 1 :])}
+  def fold(value: Any, values: Values) -> dict[str, Any]:
+    held = values[key]
+    if not held or value == unset:
+      return {}
+    return {key: (*held[:place], type(held[0])(value), *held[place + 1 :])}
 
   return fold
-
-
-def _validation_domain(value: str, values: Values) -> dict[str, Any]:
-  return {"ghost_val_sets": (value,)} if value != "manual" and not values["ghost_val_sets"] else {}
 
 
 def _validation_files(value: tuple[str, ...], values: Values) -> dict[str, Any]:
@@ -86,14 +74,6 @@ def _mixture(value: tuple[str, ...], values: Values) -> dict[str, Any]:
   return {"dataset_mixture": tuple(text + end for text in value)}
 
 
-def _reweighting(place: int) -> Fold:
-  def fold(value: Any, values: Values) -> dict[str, Any]:
-    held = values["ghost_reweight"]
-    return {"ghost_reweight": (*held[:place], float(value))} if held else {}
-
-  return fold
-
-
 def _slices(value: int, values: Values) -> dict[str, Any]:
   one = values["compile_topology"]
   return {"compile_topology": f"{value}x{one}"} if value > 1 and one else {}
@@ -102,43 +82,54 @@ def _slices(value: int, values: Values) -> dict[str, Any]:
 _TEXTS = tuple[str, ...]
 _PROCESS = "is now jax_distributed=HOST:PORT,K/N, process K of N with process 0 at HOST:PORT"
 _REWEIGHT = "is now part of ghost_reweight=[steps, size, floor]"
-_GENERATE = "samples during training have 64 tokens at temperature 0.7; see `maxghost generate` for others"
+_GENERATE = "is no key any more: samples during training have 64 tokens at temperature 0.7; see `maxghost generate`"
 _MIXTURE = "is now dataset_mixture: [a=0.25,b=0.75] for shares of the rows, [a=2x,b=1x] for passes per epoch"
+_ENGINE = "is now part of ghost_schedule: forward_mode for jvp"
 _FORMER = {
   "stream_weights": OtherKey("is now offload_to_host=[weights]", str, _offload("weights", "host")),
   "stream_optimizer": OtherKey("is now offload_to_host=[optimizer]", str, _offload("optimizer", "host")),
   "ghost_stream_carries": OtherKey("is now offload_to_host=[carries]", str, _offload("carries", "host")),
-  "segment_length": OtherKey("is now segment_lengths, which takes a number too", int, _segment_length),
+  "segment_length": OtherKey(
+    "is now segment_lengths, which takes a number too", int, lambda k, _: {"segment_lengths": (k,)} if k else {}
+  ),
   "text_files": OtherKey("is now dataset_files, with dataset_type=text", _TEXTS, _files("text")),
   "dataset_weights": OtherKey(_MIXTURE, _TEXTS, _mixture),
-  "ghost_val_domain": OtherKey("is now ghost_val_sets, which takes one domain too", str, _validation_domain),
-  "ghost_reweight_every": OtherKey(_REWEIGHT, int, _reweighting(0)),
-  "ghost_reweight_step": OtherKey(_REWEIGHT, float, _reweighting(1)),
-  "ghost_reweight_floor": OtherKey(_REWEIGHT, float, _reweighting(2)),
-  "ghost_select_threshold": OtherKey("is now ghost_select_fraction", float, _select_threshold),
-  "ghost_val_files": OtherKey("is now part of ghost_val_sets: name=glob", _TEXTS, _validation_files),
-  "ghost_engine": OtherKey(
-    "is now part of ghost_schedule: forward_mode for jvp", str, _where("jvp", "ghost_schedule", "forward_mode")
+  "ghost_val_domain": OtherKey(
+    "is now ghost_val_sets, which takes one domain too",
+    str,
+    lambda name, held: {"ghost_val_sets": (name,)} if name != "manual" and not held["ghost_val_sets"] else {},
   ),
+  "ghost_reweight_every": OtherKey(_REWEIGHT, int, _item("ghost_reweight", 0)),
+  "ghost_reweight_step": OtherKey(_REWEIGHT, float, _item("ghost_reweight", 1)),
+  "ghost_reweight_floor": OtherKey(_REWEIGHT, float, _item("ghost_reweight", 2)),
+  "ghost_select_threshold": OtherKey(
+    "is now ghost_select_fraction",
+    float,
+    lambda share, held: {"ghost_select_fraction": share} if held["ghost_select"] == "threshold" else {},
+  ),
+  "ghost_val_files": OtherKey("is now part of ghost_val_sets: name=glob", _TEXTS, _validation_files),
+  "ghost_engine": OtherKey(_ENGINE, str, _where("jvp", "ghost_schedule", "forward_mode")),
   "normalization_layer_type": OtherKey("is no key any more: decoder_block=gpt2 has layer_norm", str),
-  "sample_tokens": OtherKey(f"is no key any more: {_GENERATE}", int),
-  "sample_temperature": OtherKey(f"is no key any more: {_GENERATE}", float),
+  "sample_tokens": OtherKey(_GENERATE, int),
+  "sample_temperature": OtherKey(_GENERATE, float),
   # Where a process stood says nothing of the next start.
   "jax_distributed_coordinator_address": OtherKey(_PROCESS, str),
   "jax_distributed_num_processes": OtherKey(_PROCESS, int),
   "jax_distributed_process_id": OtherKey(_PROCESS, int),
 }
+_TIMEOUTS = "is jax_distributed_timeouts"
+_CHECKPOINTS = "is checkpoint_period, 0 for no checkpoints"
 _MAXTEXT = {
-  "jax_distributed_initialization_timeout": OtherKey("is jax_distributed_timeouts", int, _timeout(0)),
-  "jax_distributed_heartbeat_timeout_seconds": OtherKey("is jax_distributed_timeouts", int, _timeout(1)),
+  "jax_distributed_initialization_timeout": OtherKey(_TIMEOUTS, int, _item("jax_distributed_timeouts", 0, unset=0)),
+  "jax_distributed_heartbeat_timeout_seconds": OtherKey(_TIMEOUTS, int, _item("jax_distributed_timeouts", 1, unset=0)),
   "skip_jax_distributed_system": OtherKey("is jax_distributed=off", bool, _where(True, "jax_distributed", "off")),
   "grain_train_files": OtherKey("is dataset_files, with dataset_type=grain", _TEXTS, _files("grain")),
   "hf_path": OtherKey("is dataset_files, with dataset_type=hf", _TEXTS, _files("hf")),
   "dataset_name": OtherKey("is dataset_files, with dataset_type=tfds", _TEXTS, _files("tfds")),
-  "grain_packing_type": OtherKey("is packing", str, _packing),
-  "enable_checkpointing": OtherKey(
-    "is checkpoint_period, 0 for no checkpoints", bool, _where(False, "checkpoint_period", 0)
+  "grain_packing_type": OtherKey(
+    "is packing", str, lambda way, held: {"packing": way} if held["packing"] != "none" else {}
   ),
+  "enable_checkpointing": OtherKey(_CHECKPOINTS, bool, _where(False, "checkpoint_period", 0)),
   "enable_dropout": OtherKey("is dropout_rate", bool, _where(False, "dropout_rate", 0.0)),
   "parameter_memory_host_offload": OtherKey("is offload_to_host=[weights]", bool, _offload("weights", True)),
   "optimizer_memory_host_offload": OtherKey("is offload_to_host=[optimizer]", bool, _offload("optimizer", True)),

@@ -4,11 +4,9 @@ The key's type decides, not YAML's guess: `learning_rate: 1e-3` is a float altho
 `run_name: 7` is the text "7". A quoted value is always text.
 """
 
-import contextlib
 import math
 import numbers
 import re
-import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field
@@ -32,43 +30,24 @@ class WrongTypeError(Exception):
   """The value does not have the type of its key; the text says what is expected."""
 
 
-def is_union(kind: Any) -> bool:
-  return typing.get_origin(kind) in (typing.Union, types.UnionType)
-
-
 def is_tuple(kind: Any) -> bool:
   return typing.get_origin(kind) is tuple
 
 
-def is_text(kind: Any) -> bool:
-  """Whether the key holds text, perhaps optional."""
-  return kind is str or (is_union(kind) and set(typing.get_args(kind)) == {str, type(None)})
-
-
 def type_name(kind: Any) -> str:
-  """The type in words: `int`, `list of str`, `float or null`."""
-  if is_union(kind):
-    return " or ".join(type_name(part) for part in typing.get_args(kind))
-  if is_tuple(kind):
-    parts = typing.get_args(kind)
-    if len(parts) == 2 and parts[1] is Ellipsis:
-      return f"list of {type_name(parts[0])}"
-    return "list of (" + ", ".join(type_name(part) for part in parts) + ")"
-  return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))
-
-
-def _any_of(read: Callable[[Any, Any], Any], value: Any, kind: Any) -> Any:
-  """`read(value, part)` for the first part of a union that takes the value. Raises WrongTypeError."""
-  for part in typing.get_args(kind):
-    with contextlib.suppress(WrongTypeError):
-      return read(value, part)
-  raise WrongTypeError(type_name(kind))
+  """The type in words: `int`, `list of str`."""
+  if not is_tuple(kind):
+    return kind.__name__
+  parts = typing.get_args(kind)
+  if parts[-1] is Ellipsis:
+    return f"list of {type_name(parts[0])}"
+  return "list of (" + ", ".join(type_name(part) for part in parts) + ")"
 
 
 def _each(read: Callable[[Any, Any], Any], items: Sequence, kind: Any) -> tuple:
   """The items, each read as its part of a tuple type. Raises WrongTypeError, also where their count does not fit."""
   parts = typing.get_args(kind)
-  if len(parts) == 2 and parts[1] is Ellipsis:
+  if parts[-1] is Ellipsis:
     parts = (parts[0],) * len(items)
   if len(parts) != len(items):
     raise WrongTypeError(type_name(kind))
@@ -77,39 +56,37 @@ def _each(read: Callable[[Any, Any], Any], items: Sequence, kind: Any) -> tuple:
 
 def from_node(node: yaml.Node, kind: Any) -> Any:
   """The value of a YAML node as `kind`. Raises WrongTypeError."""
-  if is_union(kind):
-    return _any_of(from_node, node, kind)
-  texts = is_tuple(kind) and set(typing.get_args(kind)) == {str, Ellipsis}
+  texts = kind == tuple[str, ...]
   if isinstance(node, yaml.MappingNode) and texts:
     return tuple(f"{key.value}={value.value}" for key, value in node.value)
   if isinstance(node, yaml.SequenceNode) and is_tuple(kind):
     return _each(from_node, node.value, kind)
   if not isinstance(node, yaml.ScalarNode):
     raise WrongTypeError(type_name(kind))
-  if is_tuple(kind) and node.tag != NULL_TAG and node.style is None:  # a,b
-    return _each(from_scalar, [item.strip() for item in node.value.split(",")] if node.value.strip() else [], kind)
+  text, quoted, null = node.value, node.style is not None, node.tag == NULL_TAG
+  if is_tuple(kind) and not null and not quoted:  # a,b
+    return _each(from_scalar, [item.strip() for item in text.split(",")] if text.strip() else [], kind)
   if texts:
-    return (node.value,) if node.value else ()  # quoted: one text
-  return from_scalar(node.value, kind, quoted=node.style is not None, null=node.tag == NULL_TAG)
+    return (text,) if text else ()  # quoted: one text
+  if (quoted and kind is not str) or null:
+    raise WrongTypeError(type_name(kind))
+  return from_scalar(text, kind)
 
 
-def from_scalar(text: str, kind: Any, quoted: bool = False, null: bool = False) -> Any:
+def from_scalar(text: str, kind: Any) -> Any:
   """A plain value from its text. Raises WrongTypeError."""
-  if kind is str and not null:
+  if kind is str:
     return text
-  if kind is type(None) and not quoted and (null or text.lower() == "none"):
-    return None
-  if kind in (bool, int, float) and not quoted:
-    text = text.strip()
-    if kind is bool and text.lower() in WORDS:
-      return WORDS[text.lower()]
-    if kind is int and INT.fullmatch(text):
-      return int(text)
-    if kind is int and INT_EXPONENT.fullmatch(text):
-      base, _, exponent = text.lower().partition("e")
-      return int(base) * 10 ** int(exponent)
-    if kind is float:
-      return finite_float(text)
+  text = text.strip()
+  if kind is bool and text.lower() in WORDS:
+    return WORDS[text.lower()]
+  if kind is int and INT.fullmatch(text):
+    return int(text)
+  if kind is int and INT_EXPONENT.fullmatch(text):
+    base, _, exponent = text.lower().partition("e")
+    return int(base) * 10 ** int(exponent)
+  if kind is float:
+    return finite_float(text)
   raise WrongTypeError(type_name(kind))
 
 
@@ -125,11 +102,9 @@ def finite_float(number: str | numbers.Real) -> float:
 
 def from_python(value: Any, kind: Any) -> Any:
   """A value given in Python as `kind`: a list becomes a tuple, an int a float. Raises WrongTypeError."""
-  if is_union(kind):
-    return _any_of(from_python, value, kind)
   if is_tuple(kind) and isinstance(value, (list, tuple)):
     return _each(from_python, value, kind)
-  if kind in (str, bool, type(None)) and type(value) is kind:
+  if kind in (str, bool) and type(value) is kind:
     return value
   if kind is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
     return int(value)
@@ -186,13 +161,13 @@ def divisors(number: int) -> list[int]:
 def limit_problems(field: Field, value: Any) -> list[str]:
   """The problems of a value of the right type: an unknown choice, a number out of bounds.
 
-  Bounds and choices of a list hold for each of its items; null has none. Each text follows `key=value (origin)`.
+  Bounds and choices of a list hold for each of its items. Each text follows `key=value (origin)`.
   """
   choices, minimum, maximum = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
   problems = []
   for item in value if isinstance(value, tuple) else (value,):
     who = f" holds {shown(item)}, which" if isinstance(value, tuple) else ""
-    if item is None or isinstance(item, tuple):
+    if isinstance(item, tuple):
       continue
     if choices and item not in choices:
       hint = did_you_mean(item, choices) if isinstance(item, str) else ""

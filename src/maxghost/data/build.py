@@ -1,26 +1,25 @@
 """Builds the dataset from the data section of the configuration, with every check possible before training."""
 
 import functools
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
 from maxghost.data import sources
-from maxghost.data.dataset import POOL_DOCUMENTS, Dataset, SplitSource
+from maxghost.data.dataset import POOL_DOCUMENTS, Dataset
 from maxghost.data.duplicates import read_ids
 from maxghost.data.hashing import content_hashes, text_hash
-from maxghost.data.order import Repeated, RowMixture, Uniform
+from maxghost.data.order import Repeated, Uniform
 from maxghost.data.packing import FIRST_FIT, Layout
 from maxghost.data.prepared import PreparedSource, PreparedUnits, is_prepared
-from maxghost.data.reader import Identity, TrainIterator
+from maxghost.data.reader import TrainIterator
 from maxghost.data.sources import text
-from maxghost.data.sources.base import Source, read_or_skip
-from maxghost.data.split import Split, check_domain, scan
+from maxghost.data.sources.base import Source, check_known, read_or_skip
+from maxghost.data.sources.files import expand
+from maxghost.data.split import Split, scan
 from maxghost.data.tokenizers import ByteTokenizer, Tokenizer, check_specials, load_tokenizer
-from maxghost.data.window_prefetch import ThreadFeed, WorkerFeed
-from maxghost.data.windows import NO_COPIES, HeldOut, TextUnits, Units, Windows
+from maxghost.data.windows import HeldOut, Units, Windows
 
 _MOST_FILES_IN_A_STATE = 1000
 _SMALLEST_WINDOW = 1 << 18  # bytes
@@ -81,80 +80,69 @@ def make_dataset(
   """Like `load_dataset`, for any `Source`, such as a `DocumentList` of documents in memory."""
   tokenizer = tokenizer or ByteTokenizer()
   check_specials(tokenizer, cfg.add_bos, cfg.add_eos)
-  packed = cfg.packing != "none"
-  strategy = cfg.packing if packed else FIRST_FIT
-  layout = Layout(cfg.max_target_length, max_segments(cfg), strategy, packed, cfg.add_bos, cfg.add_eos)
+  strategy = FIRST_FIT if cfg.packing == "none" else cfg.packing
+  layout = Layout(cfg.max_target_length, max_segments(cfg), strategy, cfg.add_bos, cfg.add_eos)
   batch_size = cfg.per_device_batch_size * num_shards if batch_size is None else batch_size
   _check_rows(cfg, source, batch_size, num_shards)
-  held_out = tuple(dict.fromkeys(cfg.validation_sets.values()))
-  parts, contents = _parts(source, cfg, seed, tokenizer, layout, held_out)
-  _check_training(parts[0])
-  streams, mixture = _streams(cfg, source, parts[0].units, layout, seed)
-  ahead = ThreadPoolExecutor(1, thread_name_prefix="maxghost-data")
-
-  def make_feed(windows: Windows, lane: int):
-    if cfg.grain_worker_count:
-      return WorkerFeed(windows, lane, cfg.grain_worker_count)
-    return ThreadFeed(windows, lane, ahead)
-
+  parts = _parts(source, cfg, seed, tokenizer, layout)
+  streams, weights = _streams(cfg, parts[0], seed)
   train = TrainIterator(
     streams,
-    mixture,
-    layout,
-    pad_id=tokenizer.pad_id,
+    weights,
+    _identity(cfg, seed, batch_size, parts),
     rows_per_lane=batch_size // cfg.dataset_shards,
     rows=(shard * batch_size // num_shards, (shard + 1) * batch_size // num_shards),
-    make_feed=make_feed,
-    identity=_identity(cfg, seed, batch_size, parts, tokenizer, layout),
+    num_workers=cfg.grain_worker_count,
   )
-  dataset = Dataset(parts, tokenizer, layout, held_out[0], train, seed, contents)
+  dataset = Dataset(parts, train, next(iter(cfg.validation_sets.values())), seed)
   if cfg.ghost_val_copies == "error" and dataset.copies:
     raise ConfigError(*(f"ghost_val_copies=error: {note}" for note in dataset.notes()))
   return dataset
 
 
-def _parts(
-  source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, held_out: tuple[str, ...]
-) -> tuple[list[SplitSource], HeldOut]:
-  """The training source and any held-out files of `ghost_val_sets`, each with its split; and the held-out texts."""
+def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout) -> list[Units]:
+  """The training source and any held-out files of `ghost_val_sets`, each with its split and the held-out texts."""
+  held_out = tuple(dict.fromkeys(cfg.validation_sets.values()))
   excluded = read_ids(cfg.dataset_exclude_file) if cfg.dataset_exclude_file else None
   splits: list[tuple[Source, Split]] = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
   if cfg.validation_files:
-    files = text.load(cfg.validation_files, cfg.train_data_columns, key="ghost_val_sets", on_corrupt=cfg.on_corrupt)
-    both = [domain for domain in files.domains if domain in source.domains]
+    files = expand("ghost_val_sets", cfg.validation_files)
+    read = text.load(files, cfg.train_data_columns, on_corrupt=cfg.on_corrupt)
+    both = [domain for domain in read.domains if domain in source.domains]
     if both:
       raise ConfigError(
         f"ghost_val_sets has the name '{both[0]}', which is a domain of the training data; name it otherwise"
       )
-    splits.append((files, Split(files, files.domains, 1.0, seed)))
-  domains = tuple(domain for one, _ in splits for domain in one.domains)
-  for domain in held_out:
-    check_domain("ghost_val_sets: domain", domain, domains)
+    splits.append((read, Split(read, read.domains, 1.0, seed)))
+  check_known("ghost_val_sets", held_out, (domain for one, _ in splits for domain in one.domains), "the data")
   hashes, sizes = [], set()
   for one, split in splits:
-    for domain in one.domains:
-      if one is source and domain not in held_out:
-        continue
+    for domain in (domain for domain in one.domains if domain in held_out):
       pool = split.pool(domain, POOL_DOCUMENTS)
-      if domain in held_out:
-        _check_validation(cfg, domain, len(pool))
+      if not len(pool) and cfg.ghost_val_fraction > 0:
+        raise ConfigError(
+          f"ghost_val_fraction={cfg.ghost_val_fraction} of the documents of validation domain '{domain}' is none: "
+          "the validation set is empty; use a larger share or a domain with more documents"
+        )
       if isinstance(one, PreparedSource):
         hashes.append(one.content_hashes(pool))
         sizes.update(one.sizes(pool).tolist())
-        continue
-      found = [text for text in read_or_skip(one.texts, pool, cfg.on_corrupt) if text]
-      hashes.append(content_hashes(found))
-      sizes.update(map(len, found))
+      else:
+        found = [text for text in read_or_skip(one.texts, pool, cfg.on_corrupt) if text]
+        hashes.append(content_hashes(found))
+        sizes.update(map(len, found))
+  if all(splits[0][1].left_out(indices).all() for indices in scan(len(source))):
+    raise ConfigError(
+      "there is nothing to train on: every document is held out for validation or excluded; use a smaller "
+      "ghost_val_fraction or more data"
+    )
+  drops_copies = bool(sizes) and cfg.ghost_val_copies != "keep"
   contents = HeldOut(np.unique(np.concatenate(hashes)), frozenset(sizes))
-  left_out = NO_COPIES if cfg.ghost_val_copies == "keep" else contents
   parts = []
   for one, split in splits:
-    if isinstance(one, PreparedSource):
-      units = PreparedUnits(one, split, layout, on_corrupt=cfg.on_corrupt, held_out=left_out)
-    else:
-      units = TextUnits(one, split, tokenizer, layout, on_corrupt=cfg.on_corrupt, held_out=left_out)
-    parts.append(SplitSource(one, split, units))
-  return parts, contents
+    kind = PreparedUnits if isinstance(one, PreparedSource) else Units
+    parts.append(kind(one, split, tokenizer, layout, cfg.on_corrupt, contents, drops_copies))
+  return parts
 
 
 def max_segments(cfg: DataConfig) -> int:
@@ -166,21 +154,20 @@ def max_segments(cfg: DataConfig) -> int:
   return max(1, min(32, cfg.max_target_length // 32))
 
 
-def _streams(
-  cfg: DataConfig, source: Source, units: Units, layout: Layout, seed: int
-) -> tuple[list[Windows], RowMixture | None]:
-  """The streams that rows come from, and the mixture over them (None for a single one)."""
-  weights = parse_weights(cfg, source.domains)
-  windows = functools.partial(Windows, units, layout=layout, seed=seed, num_lanes=cfg.dataset_shards)
+def _streams(cfg: DataConfig, units: Units, seed: int) -> tuple[list[Windows], list[float] | None]:
+  """The streams that rows come from, and their shares of the rows (None for a single one)."""
+  domains = units.source.domains
+  weights = parse_weights(cfg, domains)
+  windows = functools.partial(Windows, units, seed=seed, num_lanes=cfg.dataset_shards)
   size = cfg.shuffle_window_bytes
   if cfg.mixture == "proportional":
     return [windows(Uniform(units.all_units(), seed), name="", window_bytes=size)], None
-  parts = [units.units_of(number) for number in range(len(source.domains))]
+  parts = [units.units_of(number) for number in range(len(domains))]
   if cfg.mixture == "epochs":
-    order = Repeated(parts, [weights[domain] for domain in source.domains], seed)
+    order = Repeated(parts, [weights[domain] for domain in domains], seed)
     return [windows(order, name="", window_bytes=size)], None
   streams = []
-  for domain, part in zip(source.domains, parts, strict=True):
+  for domain, part in zip(domains, parts, strict=True):
     if weights[domain] <= 0:
       continue
     if len(part) < cfg.dataset_shards:
@@ -190,7 +177,7 @@ def _streams(
       )
     share = max(_SMALLEST_WINDOW, int(size * weights[domain]))
     streams.append(windows(Uniform(part, seed), name=domain, window_bytes=share))
-  return streams, RowMixture([weights[stream.name] for stream in streams], seed)
+  return streams, [weights[stream.name] for stream in streams]
 
 
 def parse_weights(cfg: DataConfig, domains: tuple[str, ...]) -> dict[str, float]:
@@ -204,7 +191,7 @@ def parse_weights(cfg: DataConfig, domains: tuple[str, ...]) -> dict[str, float]
       raise ConfigError(
         f"dataset_mixture has '{item}', which is not of the form domain=share (0.25) or domain=times (2x)"
       ) from None
-    check_domain("dataset_mixture", name.strip(), domains)
+    check_known("dataset_mixture", [name.strip()], domains, "the data")
     if not 0 <= weights[name.strip()] < float("inf"):
       raise ConfigError(f"dataset_mixture has '{item}'; shares and times are numbers from 0 up")
   if cfg.mixture == "proportional":
@@ -242,48 +229,18 @@ def _check_rows(cfg: DataConfig, source: Source, batch_size: int, num_shards: in
     )
 
 
-def _check_training(part: SplitSource) -> None:
-  for indices in scan(len(part.source)):
-    if not part.split.left_out(indices).all():
-      return
-  raise ConfigError(
-    "there is nothing to train on: every document is held out for validation or excluded; use a smaller "
-    "ghost_val_fraction or more data"
-  )
-
-
-def _check_validation(cfg: DataConfig, domain: str, num_held_out: int) -> None:
-  if not num_held_out and cfg.ghost_val_fraction > 0:
-    raise ConfigError(
-      f"ghost_val_fraction={cfg.ghost_val_fraction} of the documents of validation domain '{domain}' is none: "
-      "the validation set is empty; use a larger share or a domain with more documents"
-    )
-
-
-def _identity(
-  cfg: DataConfig, seed: int, batch_size: int, parts: list[SplitSource], tokenizer: Tokenizer, layout: Layout
-) -> Identity:
+def _identity(cfg: DataConfig, seed: int, batch_size: int, parts: list[Units]) -> dict:
   """What a saved position depends on: the data, the tokenizer, and the settings that determine the rows."""
-  settings = (
-    seed,
-    batch_size,
-    cfg.dataset_shards,
-    cfg.max_target_length,
-    layout.max_segments,
-    layout.packing,
-    layout.strategy,
-    cfg.add_bos,
-    cfg.add_eos,
-    cfg.shuffle_window_bytes,
-    sorted(set(cfg.validation_sets.values())),
-    cfg.ghost_val_fraction,
-    cfg.ghost_val_copies,
-    cfg.mixture,
-    tuple(text.removesuffix("x") for text in cfg.dataset_mixture),
-    cfg.on_corrupt,
-    tokenizer.fingerprint,
-    *(part.source.fingerprint for part in parts),
-    *(read_ids(cfg.dataset_exclude_file).tolist() if cfg.dataset_exclude_file else ()),
-  )
+  layout = parts[0].layout
+  rows = (seed, batch_size, cfg.dataset_shards, cfg.max_target_length, layout.max_segments, cfg.packing != "none")
+  windows = (layout.strategy, cfg.add_bos, cfg.add_eos, cfg.shuffle_window_bytes)
+  held_out = (sorted(set(cfg.validation_sets.values())), cfg.ghost_val_fraction, cfg.ghost_val_copies)
+  mixture = (cfg.mixture, tuple(text.removesuffix("x") for text in cfg.dataset_mixture))
+  sources = (parts[0].tokenizer.fingerprint, *(part.source.fingerprint for part in parts))
+  excluded = read_ids(cfg.dataset_exclude_file).tolist() if cfg.dataset_exclude_file else ()
+  settings = (*rows, *windows, *held_out, *mixture, cfg.on_corrupt, *sources, *excluded)
   files = {name: value for part in parts for name, value in part.source.files.items()}
-  return Identity(f"{text_hash(*map(repr, settings)):016x}", files if len(files) <= _MOST_FILES_IN_A_STATE else {})
+  return {
+    "fingerprint": f"{text_hash(*map(repr, settings)):016x}",
+    "files": files if len(files) <= _MOST_FILES_IN_A_STATE else {},
+  }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,14 +10,13 @@ import numpy as np
 from maxghost.config import ConfigError
 from maxghost.data import packing
 from maxghost.data.hashing import permutation, text_hash
-from maxghost.data.packing import Layout, Rows
+from maxghost.data.packing import Rows
 from maxghost.data.prepared import PreparedSource
 from maxghost.data.reader import TrainIterator
-from maxghost.data.sources.base import Source, read_or_skip
-from maxghost.data.split import Split, check_domain, scan
-from maxghost.data.tokenizers import Tokenizer
+from maxghost.data.sources.base import Source, check_known, read_or_skip
+from maxghost.data.split import scan
 from maxghost.data.types import Batch, Document, DocumentId
-from maxghost.data.windows import HeldOut, Units
+from maxghost.data.windows import Units
 
 _VALIDATION = text_hash("validation order")
 POOL_DOCUMENTS = 4096  # read of a validation domain; further ones are held out too, but not read
@@ -45,57 +45,34 @@ class DomainSummary:
     return text
 
 
-@dataclass(frozen=True)
-class SplitSource:
-  """A source with its split and its units: the training data, or the held-out files."""
-
-  source: Source
-  split: Split
-  units: Units
-
-
 class Dataset:
   """Documents, split, packed and batched. Made by `load_dataset`.
 
   Documents are numbered through the training source, then through the held-out files.
 
   Attributes:
+    parts: the training source, and the held-out files if there are any.
     train: the iterator of training batches (`next`, `state`, `restore`).
     val_domain: the domain of the first validation set.
   """
 
-  def __init__(
-    self,
-    parts: list[SplitSource],
-    tokenizer: Tokenizer,
-    layout: Layout,
-    val_domain: str,
-    train: TrainIterator,
-    seed: int,
-    held_out: HeldOut,
-  ):
-    self._parts, self.tokenizer, self.layout, self.train = parts, tokenizer, layout, train
-    self.val_domain = val_domain
-    self._seed, self._held_out = seed, held_out
-
-  @property
-  def parts(self) -> tuple[SplitSource, ...]:
-    """The training source, and the held-out files if there are any."""
-    return tuple(self._parts)
+  def __init__(self, parts: Sequence[Units], train: TrainIterator, val_domain: str, seed: int):
+    self.parts, self.train, self.val_domain, self._seed = parts, train, val_domain, seed
+    self.tokenizer, self.layout = parts[0].tokenizer, parts[0].layout
 
   @property
   def source(self) -> Source:
     """The training source, including its held-out documents."""
-    return self._parts[0].source
+    return self.parts[0].source
 
   @property
   def domains(self) -> tuple[str, ...]:
-    return tuple(name for part in self._parts for name in part.source.domains)
+    return tuple(name for part in self.parts for name in part.source.domains)
 
   @property
   def fingerprint(self) -> str:
     """Changes with the data."""
-    return "-".join(part.source.fingerprint for part in self._parts)
+    return "-".join(part.source.fingerprint for part in self.parts)
 
   @property
   def max_segments(self) -> int:
@@ -113,11 +90,11 @@ class Dataset:
 
   def _locate(self, index: int) -> tuple[Source, int]:
     place = int(index)
-    for part in self._parts:
+    for part in self.parts:
       if 0 <= place < len(part.source):
         return part.source, place
       place -= len(part.source)
-    raise IndexError(f"document {index} of {sum(len(part.source) for part in self._parts)}")
+    raise IndexError(f"document {index} of {sum(len(part.source) for part in self.parts)}")
 
   @functools.cached_property
   def num_train_documents(self) -> int:
@@ -127,12 +104,12 @@ class Dataset:
   @functools.cache  # noqa: B019 - one dataset per run
   def summary(self) -> tuple[DomainSummary, ...]:
     """What each domain holds, in the order of the sources."""
-    return tuple(entry for part in self._parts for entry in _summary(part))
+    return tuple(entry for part in self.parts for entry in _summary(part))
 
   @functools.cached_property
   def copies(self) -> tuple[int, ...] | None:
     """Training documents that are byte-identical to a held-out one; None where all data would have to be read."""
-    hashes, sizes = set(self._held_out.hashes.tolist()), sorted(self._held_out.sizes)
+    hashes, sizes = set(self.parts[0].held_out.hashes.tolist()), sorted(self.parts[0].held_out.sizes)
     if len(self.source) > _MANY_DOCUMENTS:
       return None
     candidates = []
@@ -142,15 +119,15 @@ class Dataset:
         indices = indices[np.isin(lengths, sizes)]
       elif self.source.num_bytes > _COPY_BYTES:
         return None
-      candidates.extend(indices[~self._parts[0].split.left_out(indices)].tolist())
+      candidates.extend(indices[~self.parts[0].split.left_out(indices)].tolist())
       if len(candidates) > _COPY_CANDIDATES:
         return None
-    found = read_or_skip(lambda indices: self.source.content_hashes(indices).tolist(), np.array(candidates, np.int64))
+    found = read_or_skip(self.source.content_hashes, np.array(candidates, np.int64))
     return tuple(index for index, value in zip(candidates, found, strict=True) if value in hashes)
 
   def notes(self) -> list[str]:
     """Lines to show the user at the start, besides the summary."""
-    lines = [note for part in self._parts for note in part.source.notes]
+    lines = [note for part in self.parts for note in part.source.notes]
     found = self.copies
     if found is None:
       return [*lines, "copies of held-out text in the training data are looked for as it is read"]
@@ -159,7 +136,7 @@ class Dataset:
     names = ", ".join("{}:{}:{}".format(*self.document_id(index)) for index in found[:3])
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     plural = "document is a byte-identical copy" if len(found) == 1 else "documents are byte-identical copies"
-    fate = "left out" if self._parts[0].units.drops_copies else "kept, as ghost_val_copies=keep asks"
+    fate = "left out" if self.parts[0].drops_copies else "kept, as ghost_val_copies=keep asks"
     return [*lines, f"{len(found)} training {plural} of held-out text ({fate}): {names}{more}"]
 
   def validation_batch(self, index: int, num_rows: int, domain: str | None = None) -> Batch:
@@ -179,14 +156,14 @@ class Dataset:
 
   @functools.cache  # noqa: B019 - one dataset per run
   def _validation_rows(self, domain: str) -> Rows:
-    check_domain("validation domain", domain, self.domains)
+    check_known("validation_batch", [domain], self.domains, "the data")
     first = 0
-    for part in self._parts:
+    for part in self.parts:
       if domain in part.source.domains:
         break
       first += len(part.source)
     pool = part.split.pool(domain, POOL_DOCUMENTS)
-    encoded = part.units.encode_documents(pool)
+    encoded = part.encode_documents(pool)
     name = text_hash(domain)
     rows = packing.pack(
       encoded, self.layout, lambda size, what: permutation(size, _VALIDATION, text_hash(what), self._seed, name)
@@ -198,7 +175,7 @@ class Dataset:
     return dataclasses.replace(rows, document=rows.document + first)
 
 
-def _summary(part: SplitSource) -> list[DomainSummary]:
+def _summary(part: Units) -> list[DomainSummary]:
   source = part.source
   if len(source) > _MANY_DOCUMENTS and isinstance(source, PreparedSource):
     return [DomainSummary(domain, *source.totals[domain], None, None) for domain in source.domains]

@@ -4,13 +4,12 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.data.hashing import content_hashes
-from maxghost.data.sources.base import id_hash
+from maxghost.data.sources.base import id_hash, import_package
 from maxghost.data.types import DocumentId
 
 _SHINGLE_WORDS = 8
@@ -51,35 +50,27 @@ def near(documents: Iterable[tuple[DocumentId, bytes, bool]], threshold: float) 
 
   MinHash (Broder 1997) with the locality-sensitive hashing of `datasketch`. Raises ConfigError without that package.
   """
-  try:
-    from datasketch import MinHash, MinHashLSH
-  except ImportError:
-    line = "near-duplicates need the package datasketch; install it with: pip install 'maxghost[data]'"
-    raise ConfigError(line) from None
+  datasketch = import_package("datasketch", "--near")
 
-  def sketch(text: bytes) -> MinHash:
+  def sketch(text: bytes):
     words = text.split()
     shingles = {b" ".join(words[n : n + _SHINGLE_WORDS]) for n in range(max(1, len(words) - _SHINGLE_WORDS + 1))}
-    made = MinHash(_PERMUTATIONS)
+    made = datasketch.MinHash(_PERMUTATIONS)
     made.update_batch(shingles)
     return made
 
-  index = MinHashLSH(threshold, _PERMUTATIONS)
-  known: dict[DocumentId, MinHash] = {}
+  index = datasketch.MinHashLSH(threshold, _PERMUTATIONS)
+  known = {}
   training = []
   for document, text, held_out in documents:
-    if not text:
-      continue
-    made = sketch(text)
-    if held_out:
-      known[document] = made
-      index.insert(document, made)
-    else:
-      training.append((document, made))
+    if text and held_out:
+      known[document] = sketch(text)
+      index.insert(document, known[document])
+    elif text:
+      training.append((document, sketch(text)))
   pairs = []
   for document, made in training:
-    originals = cast("list[DocumentId]", index.query(made))  # the keys it was filled with
-    found = [(made.jaccard(known[original]), original) for original in originals]
+    found = [(made.jaccard(known[original]), original) for original in index.query(made)]
     pairs.extend(Pair(document, original, share, True) for share, original in found if share >= threshold)
   return sorted(pairs, key=lambda pair: (-pair.similarity, pair.copy))
 
@@ -91,7 +82,7 @@ def documents_of(dataset) -> Iterator[tuple[DocumentId, bytes, bool]]:
       indices = np.arange(first, min(first + _BATCH, len(part.source)))
       indices = indices[part.source.domain_numbers(indices) >= 0]
       held_out = part.split.held_out(indices).tolist()
-      for index, text, out in zip(indices.tolist(), part.units.read(indices), held_out, strict=True):
+      for index, text, out in zip(indices.tolist(), part.read(indices), held_out, strict=True):
         if text is not None:
           yield part.source.document_id(index), text, out
 

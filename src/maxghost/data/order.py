@@ -61,24 +61,14 @@ def _pick(units: np.ndarray | range, index: np.ndarray) -> np.ndarray:
   return index + units.start if isinstance(units, range) else units[index]
 
 
-class RowMixture:
-  """The domain of each row of a lane. The rows follow the weights closely from the first row on.
+def row_domains(weights: Sequence[float], seed: int, lane: int, first: int, count: int) -> np.ndarray:
+  """int64[count]: domain numbers of the rows first, first + 1, ... of a lane in a mixture.
 
   The domains divide [0, 1) by weight, and the rows visit it in steps of the golden ratio: after n rows, a domain of
   weight w has had n w rows within a few (Weyl 1916).
   """
-
-  def __init__(self, weights: Sequence[float], seed: int):
-    self._ends = np.cumsum(np.asarray(weights, np.float64) / np.sum(weights))
-    self._seed = seed
-
-  def with_weights(self, weights: Sequence[float]) -> "RowMixture":
-    """The same sequence with other weights."""
-    return RowMixture(weights, self._seed)
-
-  def domains(self, lane: int, first: int, count: int) -> np.ndarray:
-    """int64[count]: domain numbers of the rows first, first + 1, ... of a lane."""
-    with np.errstate(over="ignore"):
-      steps = (np.uint64(first) + np.arange(count, dtype=np.uint64)) * np.uint64(_GOLDEN)
-      place = (steps + combine(_MIXTURE, self._seed, lane)).astype(np.float64) / 2.0**64
-    return np.minimum(np.searchsorted(self._ends, place, side="right"), len(self._ends) - 1)
+  ends = np.cumsum(np.asarray(weights, np.float64) / np.sum(weights))
+  with np.errstate(over="ignore"):
+    steps = (np.uint64(first) + np.arange(count, dtype=np.uint64)) * np.uint64(_GOLDEN)
+    place = (steps + combine(_MIXTURE, seed, lane)).astype(np.float64) / 2.0**64
+  return np.minimum(np.searchsorted(ends, place, side="right"), len(ends) - 1)

@@ -18,18 +18,13 @@ FIRST_FIT, CONCAT = "first_fit", "concat_then_split"
 
 @dataclass(frozen=True)
 class Layout:
-  """How tokens become rows. max_segments is S; with packing off a row holds one chunk."""
+  """How tokens become rows. max_segments is S."""
 
   row_length: int
   max_segments: int
   strategy: str = FIRST_FIT
-  packing: bool = True
   add_bos: bool = True
   add_eos: bool = True
-
-  @property
-  def segments_per_row(self) -> int:
-    return self.max_segments if self.packing else 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,8 +182,8 @@ def concat(ends: np.ndarray, order: np.ndarray, row_length: int, max_segments: i
 
 def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarray]) -> Rows:
   """Packs the documents into rows. order(n, name): a pseudo-random permutation int64[n]; name selects which."""
-  ends, segments = encoded.ends, layout.segments_per_row
-  if layout.strategy == CONCAT and layout.packing:
+  ends, segments = encoded.ends, layout.max_segments
+  if layout.strategy == CONCAT:
     document, start, length, row = concat(ends, order(len(ends), "documents"), layout.row_length, segments)
     num_rows = int(row[-1]) + 1 if len(row) else 0
   else:
@@ -239,14 +234,13 @@ def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -
   weighted = any(rows.weights is not None for rows, _, _ in pieces)
   parts = []
   for here in groups.values():
-    chunks = _Chunks(pieces[here[0]][0], np.array([pieces[b][1] for b in here], np.int64), layout.row_length)
-    weights = (chunks.weights(),) if weighted else ()
-    parts.append((*chunks.arrays(pad_id), *chunks.identity(layout.max_segments), *weights))
+    numbers = np.array([pieces[b][1] for b in here], np.int64)
+    parts.append(_filled(pieces[here[0]][0], numbers, layout, pad_id, weighted))
   columns = parts[0]
   if len(parts) > 1:  # rows of several streams of a mixture: restore the order of the pieces
     back = np.argsort(np.concatenate([np.array(here) for here in groups.values()]))
     columns = tuple(np.concatenate(column)[back] for column in zip(*parts, strict=True))
-  inputs, targets, positions, segmentation, document_BS, offset_BS, *weights = columns
+  document_BS, offset_BS, inputs, targets, positions, segmentation, *weights = columns
   arrays = {
     "inputs": inputs,
     "inputs_position": positions,
@@ -259,59 +253,42 @@ def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -
   return Batch(arrays, document_BS, offset_BS, np.array([epoch for _, _, epoch in pieces], np.int64))
 
 
-class _Chunks:
-  """The chunks of some rows, and the arrays of these rows."""
+def _filled(rows: Rows, numbers: np.ndarray, layout: Layout, pad_id: int, weighted: bool) -> tuple[np.ndarray, ...]:
+  """Document and offset of each segment, int64[B, S], -1 where there is none; the arrays of a batch, [B, T]."""
+  B, T = len(numbers), layout.row_length
+  stop = rows.row_ends[numbers]
+  first = np.where(numbers > 0, rows.row_ends[numbers - 1], 0)
+  count = stop - first
+  row = np.arange(B).repeat(count)
+  if (first[1:] == stop[:-1]).all():
+    chunk = slice(int(first[0]), int(stop[-1]))
+  else:  # rows that are not consecutive
+    chunk = np.concatenate([np.arange(*ends) for ends in zip(first.tolist(), stop.tolist(), strict=True)])
+  slot, begin, start, length = (x[chunk] for x in (rows.slot, rows.begin, rows.start, rows.length))
+  last = count.cumsum() - 1  # of each row; it also covers the padding
+  filled = begin[last] + length[last]
+  covered = length.copy()
+  covered[last] += T - filled
 
-  def __init__(self, rows: Rows, numbers: np.ndarray, row_length: int):
-    self._tokens, self._weights, self._shape = rows.tokens, rows.weights, (len(numbers), row_length)
-    stop = rows.row_ends[numbers]
-    first = np.where(numbers > 0, rows.row_ends[numbers - 1], 0)
-    count = stop - first
-    self._row = np.arange(len(numbers)).repeat(count)
-    if (first[1:] == stop[:-1]).all():
-      chunk = slice(int(first[0]), int(stop[-1]))
-    else:  # rows that are not consecutive
-      chunk = np.concatenate([np.arange(*ends) for ends in zip(first.tolist(), stop.tolist(), strict=True)])
-    self._slot, self._begin = rows.slot[chunk], rows.begin[chunk]
-    self._start, self._length = rows.start[chunk], rows.length[chunk]
-    self._document, self._offset = rows.document[chunk], rows.offset[chunk]
-    last = count.cumsum() - 1  # of each row; it also covers the padding
-    self._filled = self._begin[last] + self._length[last]
-    self._covered = self._length.copy()
-    self._covered[last] += row_length - self._filled
-    self._short = np.flatnonzero(self._filled < row_length).tolist()
+  def spread(values: np.ndarray) -> np.ndarray:
+    """int32[B, T]: each chunk's value at its positions."""
+    return values.astype(np.int32, copy=False).repeat(covered).reshape(B, T)
 
-  def identity(self, max_segments: int) -> tuple[np.ndarray, np.ndarray]:
-    """Document and byte offset of each segment, int64[rows, S]; -1 where there is none."""
-    identity = np.full((2, self._shape[0], max_segments), -1, np.int64)
-    identity[:, self._row, self._slot] = self._document, self._offset
-    return identity[0], identity[1]
-
-  def arrays(self, pad_id: int) -> tuple[np.ndarray, ...]:
-    """Inputs, targets, positions and segment numbers, int32[rows, T]."""
-    positions = np.arange(self._shape[1], dtype=np.int32) - self._spread(self._begin)
-    segmentation = self._spread(self._slot + 1)
-    place = self._spread(self._start)
-    place += positions
-    inputs = self._tokens.take(place, mode="clip").astype(np.int32)  # past the end only under padding
-    targets = np.empty_like(inputs)
-    targets[:, :-1] = inputs[:, 1:]  # true but for the last pair of each chunk
-    targets[self._row, self._begin + self._length - 1] = self._tokens[self._start + self._length]
-    for row in self._short:
-      for array, value in ((inputs, pad_id), (targets, pad_id), (positions, 0), (segmentation, 0)):
-        array[row, self._filled[row] :] = value
-    return inputs, targets, positions, segmentation
-
-  def weights(self) -> np.ndarray:
-    """The loss weight of each target, float32[rows, T]; 0 for padding."""
-    place = self._spread(self._start - self._begin) + np.arange(1, self._shape[1] + 1, dtype=np.int32)
-    weights = np.ones(self._shape, np.float32)
-    if self._weights is not None:
-      weights = self._weights.take(place, mode="clip").astype(np.float32)
-    for row in self._short:
-      weights[row, self._filled[row] :] = 0
-    return weights
-
-  def _spread(self, values: np.ndarray) -> np.ndarray:
-    """int32[rows, T]: each chunk's value at its positions."""
-    return values.astype(np.int32, copy=False).repeat(self._covered).reshape(self._shape)
+  identity = np.full((2, B, layout.max_segments), -1, np.int64)
+  identity[:, row, slot] = rows.document[chunk], rows.offset[chunk]
+  positions = np.arange(T, dtype=np.int32) - spread(begin)
+  segmentation = spread(slot + 1)
+  place = spread(start)
+  place += positions
+  inputs = rows.tokens.take(place, mode="clip").astype(np.int32)  # past the end only under padding
+  targets = np.empty_like(inputs)
+  targets[:, :-1] = inputs[:, 1:]  # true but for the last pair of each chunk
+  targets[row, begin + length - 1] = rows.tokens[start + length]
+  values = [(inputs, pad_id), (targets, pad_id), (positions, 0), (segmentation, 0)]
+  if weighted:
+    weights = np.ones(B * T, np.float32) if rows.weights is None else rows.weights.take(place + 1, mode="clip")
+    values.append((weights.astype(np.float32).reshape(B, T), 0))
+  for short in np.flatnonzero(filled < T).tolist():
+    for array, value in values:
+      array[short, filled[short] :] = value
+  return (*identity, *(array for array, _ in values))

@@ -25,33 +25,34 @@ from maxghost.config.files import write_text, write_whole
 from maxghost.config.schema import DataConfig
 from maxghost.data.hashing import content_hashes, text_hash
 from maxghost.data.packing import token_dtype
-from maxghost.data.prepared import BLOCK_COLUMNS, COLUMNS, DOCUMENT_COLUMNS, INDEX_FILE, INDEX_VERSION, PATH_COLUMNS
-from maxghost.data.sources.base import Source, read_or_skip
+from maxghost.data.prepared import BLOCK_COLUMNS, COLUMNS, DOCUMENT_COLUMNS, INDEX_FILE, INDEX_VERSION
+from maxghost.data.sources.base import Source, import_package, read_or_skip
 from maxghost.data.split import scan
-from maxghost.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
+from maxghost.data.tokenizers import Tokenizer, load_tokenizer
 
 PART_BYTES = 64 << 20  # text of a part
 BLOCK_TOKENS = 1 << 15  # tokens of a block, unless one document has more
 _READ_BYTES = 4 << 20  # text read and tokenized together
 _BPE_BYTES = 100 << 20  # text that a BPE is trained on
 _JOB_FILE = "job.json"
+# Number of the domain, tokens, and source bytes of each where the tokenizer has no table of them.
+_Document = tuple[int, np.ndarray, np.ndarray | None]
 _SHARD_OPTIONS = "group_size:1,uncompressed"  # random access; decompressing would cost more than reading
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """What the processes share. Must be the same when an interrupted run is resumed."""
+  """What the processes share."""
 
-  folder: str
+  source: Source
+  tokenizer: Tokenizer
+  cfg: DataConfig
+  folder: Path
   part_documents: int
-  num_documents: int
-  on_corrupt: str
-  tokenizer_type: str
-  tokenizer_path: str
 
   @property
   def num_parts(self) -> int:
-    return -(-self.num_documents // self.part_documents)
+    return -(-len(self.source) // self.part_documents)
 
 
 def prepare(
@@ -80,40 +81,38 @@ def prepare(
     ConfigError: the folder holds another corpus, or a document is corrupt and on_corrupt is "error".
   """
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
-  mean = max(1, source.num_bytes // len(source))
-  job = Job(folder, max(1, part_bytes // mean), len(source), cfg.on_corrupt, cfg.tokenizer_type, cfg.tokenizer_path)
-  _claim(job, source, tokenizer)
-  todo = []
-  for part in range(job.num_parts):
-    manifest = read_manifest(folder, part)
-    if manifest is None:
-      todo.append(part)
-    else:
-      progress(manifest)
+  job = Job(source, tokenizer, cfg, Path(folder), max(1, part_bytes // max(1, source.num_bytes // len(source))))
+  _claim(job)
+  done = {part: manifest for part in range(job.num_parts) if (manifest := _manifest(job, part)) is not None}
+  todo = [part for part in range(job.num_parts) if part not in done]
+  for manifest in done.values():
+    progress(manifest)
   if num_workers == 1:
     for part in todo:
-      progress(_write_part(job, part, source, tokenizer))
+      done[part] = _write_part(job, part)
+      progress(done[part])
   elif todo:
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(num_workers, len(todo)), context, _start_worker, (job, source)) as pool:
-      futures = [pool.submit(_work, part) for part in todo]
+    with ProcessPoolExecutor(min(num_workers, len(todo)), context, _start_worker, (job,)) as pool:
+      futures = {pool.submit(_work, part): part for part in todo}
       try:
         for future in as_completed(futures):
+          done[futures[future]] = future.result()
           progress(future.result())
       except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise
-  return _join(job, source, tokenizer)
+  return _join(job, [done[part] for part in range(job.num_parts)])
 
 
-def read_manifest(folder: str, part: int) -> dict | None:
+def _manifest(job: Job, part: int) -> dict | None:
   """A part's manifest if the part is complete, that is, its files exist and the shard has its full size; else None."""
-  base = Path(folder) / "parts" / f"{part:05d}"
+  base = job.folder / "parts" / f"{part:05d}"
   try:
     manifest = json.loads(base.with_suffix(".json").read_text(encoding="utf-8"))
   except (OSError, ValueError):
     return None
-  shard = Path(folder) / "shards" / manifest["name"]
+  shard = job.folder / "shards" / manifest["name"]
   whole = shard.is_file() and shard.stat().st_size == manifest["size"] and base.with_suffix(".npz").is_file()
   return manifest if whole else None
 
@@ -134,15 +133,15 @@ def verify(folder: str) -> list[str]:
   return problems
 
 
-def _claim(job: Job, source: Source, tokenizer: Tokenizer) -> None:
+def _claim(job: Job) -> None:
   """Claims the folder for this job. Raises ConfigError when it holds another one."""
-  folder = Path(job.folder)
+  folder, source = job.folder, job.source
   mine = {
     "source": source.fingerprint,
-    "tokenizer": tokenizer.fingerprint,
+    "tokenizer": job.tokenizer.fingerprint,
     "part_documents": job.part_documents,
-    "num_documents": job.num_documents,
-    "on_corrupt": job.on_corrupt,
+    "num_documents": len(source),
+    "on_corrupt": job.cfg.on_corrupt,
     "version": INDEX_VERSION,
     "files": source.files,
   }
@@ -165,51 +164,38 @@ def _claim(job: Job, source: Source, tokenizer: Tokenizer) -> None:
     raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
 
 
-_worker: dict = {}
+_worker: dict[str, Job] = {}
 
 
-def _start_worker(job: Job, source: Source) -> None:
+def _start_worker(job: Job) -> None:
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C and ends the others
   os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes run in parallel already
-  _worker.update(job=job, source=source, tokenizer=load_tokenizer(job.tokenizer_type, job.tokenizer_path))
+  _worker["job"] = job
 
 
 def _work(part: int) -> dict:
-  return _write_part(_worker["job"], part, _worker["source"], _worker["tokenizer"])
+  return _write_part(_worker["job"], part)
 
 
-def _write_part(job: Job, part: int, source: Source, tokenizer: Tokenizer) -> dict:
+def _write_part(job: Job, part: int) -> dict:
   """Writes a part's shard, columns and manifest; returns the manifest."""
   from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
-  base = Path(job.folder) / "parts" / f"{part:05d}"
-  shard = Path(job.folder) / "shards" / f"part-{part:05d}-of-{job.num_parts:05d}.array_record"
+  base = job.folder / "parts" / f"{part:05d}"
+  shard = job.folder / "shards" / f"part-{part:05d}-of-{job.num_parts:05d}.array_record"
   scratch = shard.with_suffix(".tmp")
-  columns = {name: [] for name in (*DOCUMENT_COLUMNS, *BLOCK_COLUMNS) if name != "token_end"}
-  lengths: list[int] = []
+  columns: dict[str, list] = {name: [] for name in (*DOCUMENT_COLUMNS, *BLOCK_COLUMNS) if name != "token_end"}
   paths: dict[tuple[str, str], int] = {}
-  counts = dict.fromkeys(("empty", "corrupt"), 0)
+  counts: dict[str, int] = dict.fromkeys(("empty", "corrupt"), 0)
   writer = array_record_module.ArrayRecordWriter(str(scratch), _SHARD_OPTIONS)
-  block = _Block(writer, tokenizer, columns)
-  for indices, texts in _read(job, part, source):
-    kept = [(index, text) for index, text in zip(indices.tolist(), texts, strict=True) if text]
-    counts["corrupt"] += sum(text is None for text in texts)
-    counts["empty"] += sum(text == b"" for text in texts)
-    if not kept:
-      continue
-    numbers, texts = np.array([index for index, _ in kept]), [text for _, text in kept]
-    columns["id_hash"].append(source.id_hashes(numbers))
-    columns["content_hash"].append(content_hashes(texts))
-    columns["num_bytes"].append(np.array([len(text) for text in texts]))
-    ids = [source.document_id(index) for index, _ in kept]
-    columns["offset"].append(np.array([one.offset for one in ids]))
-    columns["path"].append(np.array([paths.setdefault((one.domain, one.path), len(paths)) for one in ids]))
-    tabled = tokenizer.byte_table is not None
-    encoded = [(one, None) for one in tokenizer.encode(texts)] if tabled else tokenizer.encode_bytes(texts)
-    for domain, (tokens, sizes) in zip(source.domain_numbers(numbers).tolist(), encoded, strict=True):
-      block.add(domain, tokens, sizes)
-      lengths.append(len(tokens))
-  block.close()
+  dtype, lengths = token_dtype(job.tokenizer.vocab_size), []
+  for block in _blocks(_documents(job, part, columns, paths, counts)):
+    columns["block_first"].append([len(lengths)])
+    domains, tokens, sizes = zip(*block, strict=True)
+    columns["block_domain"].append(domains[:1])
+    raw = np.concatenate(tokens).astype(dtype).tobytes()
+    writer.write(raw if sizes[0] is None else raw + np.concatenate(sizes).astype(np.uint32).tobytes())
+    lengths.extend(map(len, tokens))
   writer.close()
   arrays: dict[str, Any] = {
     name: np.concatenate(values) if values else np.empty(0, np.int64) for name, values in columns.items()
@@ -222,7 +208,7 @@ def _write_part(job: Job, part: int, source: Source, tokenizer: Tokenizer) -> di
     "name": shard.name,
     "sha256": _sha256(shard),
     "size": shard.stat().st_size,
-    "blocks": block.count,
+    "blocks": len(arrays["block_first"]),
     "documents": len(lengths),
     "tokens": sum(lengths),
     "bytes": int(arrays["num_bytes"].sum()),
@@ -232,76 +218,77 @@ def _write_part(job: Job, part: int, source: Source, tokenizer: Tokenizer) -> di
   return manifest
 
 
-def _read(job: Job, part: int, source: Source) -> Iterator[tuple[np.ndarray, list[bytes | None]]]:
-  """A part's documents, a few megabytes at a time."""
+def _documents(
+  job: Job, part: int, columns: dict[str, list], paths: dict[tuple[str, str], int], counts: dict[str, int]
+) -> Iterator[_Document]:
+  """A part's documents that hold text, read a few megabytes at a time. Adds to the columns, paths and counts."""
+  source, tokenizer = job.source, job.tokenizer
   step = max(1, _READ_BYTES // max(1, source.num_bytes // len(source)))
-  stop = min((part + 1) * job.part_documents, job.num_documents)
+  stop = min((part + 1) * job.part_documents, len(source))
   for first in range(part * job.part_documents, stop, step):
     indices = np.arange(first, min(first + step, stop))
-    yield indices, read_or_skip(source.texts, indices, job.on_corrupt)
+    read = read_or_skip(source.texts, indices, job.cfg.on_corrupt)
+    counts["corrupt"] += sum(text is None for text in read)
+    counts["empty"] += sum(text == b"" for text in read)
+    numbers, texts = indices[[bool(text) for text in read]], [text for text in read if text]
+    if not texts:
+      continue
+    ids = [source.document_id(index) for index in numbers.tolist()]
+    columns["id_hash"].append(source.id_hashes(numbers))
+    columns["content_hash"].append(content_hashes(texts))
+    columns["num_bytes"].append([len(text) for text in texts])
+    columns["offset"].append([one.offset for one in ids])
+    columns["path"].append([paths.setdefault((one.domain, one.path), len(paths)) for one in ids])
+    tabled = tokenizer.byte_table is not None
+    encoded = [(one, None) for one in tokenizer.encode(texts)] if tabled else tokenizer.encode_bytes(texts)
+    for domain, (tokens, sizes) in zip(source.domain_numbers(numbers).tolist(), encoded, strict=True):
+      yield domain, tokens, sizes
 
 
-class _Block:
-  """Collects documents of one domain and writes them as a record when there are enough tokens."""
-
-  def __init__(self, writer, tokenizer: Tokenizer, columns: dict[str, list]):
-    self._writer, self._columns = writer, columns
-    self._dtype = token_dtype(tokenizer.vocab_size)
-    self._tokens: list[np.ndarray] = []
-    self._sizes: list[np.ndarray] = []
-    self._size, self._domain, self._documents = 0, -1, 0
-    self.count = 0
-
-  def add(self, domain: int, tokens: np.ndarray, sizes: np.ndarray | None) -> None:
-    if self._tokens and (domain != self._domain or self._size >= BLOCK_TOKENS):
-      self.close()
-    if not self._tokens:
-      self._columns["block_first"].append(np.array([self._documents]))
-      self._columns["block_domain"].append(np.array([domain]))
-      self._domain = domain
-    self._tokens.append(tokens)
-    if sizes is not None:
-      self._sizes.append(sizes)
-    self._size += len(tokens)
-    self._documents += 1
-
-  def close(self) -> None:
-    if not self._tokens:
-      return
-    raw = np.concatenate(self._tokens).astype(self._dtype).tobytes()
-    if self._sizes:
-      raw += np.concatenate(self._sizes).astype(np.uint32).tobytes()
-    self._writer.write(raw)
-    self._tokens, self._sizes, self._size = [], [], 0
-    self.count += 1
+def _blocks(documents: Iterator[_Document]) -> Iterator[list[_Document]]:
+  """Consecutive documents of one domain, until they have enough tokens."""
+  block, size = [], 0
+  for document in documents:
+    if block and (document[0] != block[0][0] or size >= BLOCK_TOKENS):
+      yield block
+      block, size = [], 0
+    block.append(document)
+    size += len(document[1])
+  if block:
+    yield block
 
 
-def _join(job: Job, source: Source, tokenizer: Tokenizer) -> dict:
+def _join(job: Job, manifests: list[dict]) -> dict:
   """Joins the parts' columns into the index and writes its JSON last."""
-  folder = Path(job.folder)
-  manifests = [manifest for part in range(job.num_parts) if (manifest := read_manifest(job.folder, part)) is not None]
-  assert len(manifests) == job.num_parts, "all parts are complete before they are joined"
+  folder, names = job.folder, job.source.domains
   num_documents, num_blocks = (sum(manifest[key] for manifest in manifests) for key in ("documents", "blocks"))
   if not num_documents:
     raise ConfigError("there is nothing to prepare: every document is empty or corrupt")
-  sizes = dict.fromkeys(DOCUMENT_COLUMNS, num_documents) | dict.fromkeys(BLOCK_COLUMNS, num_blocks)
+  lengths = dict.fromkeys(DOCUMENT_COLUMNS, num_documents) | dict.fromkeys(BLOCK_COLUMNS, num_blocks)
   columns = {
-    name: np.lib.format.open_memmap(folder / "index" / f"{name}.npy", "w+", COLUMNS[name], (size,))
-    for name, size in sizes.items()
+    name: np.lib.format.open_memmap(folder / "index" / f"{name}.npy", "w+", COLUMNS[name], (length,))
+    for name, length in lengths.items()
   }
-  paths = _Paths(source.domains)
   documents = blocks = tokens = 0
-  totals = np.zeros((2, len(source.domains)), np.int64)  # documents, bytes
+  totals = np.zeros((2, len(names)), np.int64)  # documents, bytes
+  paths, path_end, path_domain, last = bytearray(), array("q"), array("H"), None  # flat: perhaps a path per document
   for part in range(job.num_parts):
     with np.load(folder / "parts" / f"{part:05d}.npz") as loaded:
       new = {name: loaded[name] for name in loaded.files}
     if not len(new["path"]):
       continue
-    numbers, domains = paths.add(json.loads(str(new.pop("paths"))))
-    place = domains[new["path"]]
-    totals[0] += np.bincount(place, minlength=len(source.domains))
-    totals[1] += np.bincount(place, new["num_bytes"], len(source.domains)).astype(np.int64)
-    new["path"] = numbers[new["path"]]
+    numbers = []  # of the part's paths in the table
+    for domain, path in json.loads(str(new.pop("paths"))):
+      if (domain, path) != last:  # a file shared by two parts is the last of one and the first of the next
+        last = (domain, path)
+        paths += path.encode("utf-8")
+        path_end.append(len(paths))
+        path_domain.append(names.index(domain))
+      numbers.append(len(path_end) - 1)
+    new["path"] = np.array(numbers)[new["path"]]
+    domains = np.frombuffer(path_domain, np.uint16)[new["path"]]
+    totals[0] += np.bincount(domains, minlength=len(names))
+    totals[1] += np.bincount(domains, new["num_bytes"], len(names)).astype(np.int64)
     new["token_end"] = tokens + np.cumsum(new.pop("length"))
     new["block_first"] = new["block_first"] + documents
     for name, values in new.items():
@@ -311,14 +298,16 @@ def _join(job: Job, source: Source, tokenizer: Tokenizer) -> dict:
     tokens = int(new["token_end"][-1])
   for column in columns.values():
     column.flush()
-  paths.save(folder / "index")
+  (folder / "index" / "paths.bin").write_bytes(paths)
+  for name, values in (("path_end", path_end), ("path_domain", path_domain)):
+    np.save(folder / "index" / f"{name}.npy", np.array(values, COLUMNS[name]))
   meta = {
     "version": INDEX_VERSION,
     "fingerprint": f"{text_hash(*(m['sha256'] for m in manifests)):016x}",
-    "tokenizer": _copy_tokenizer(job, tokenizer),
-    "domains": list(source.domains),
-    "domain_documents": dict(zip(source.domains, totals[0].tolist(), strict=True)),
-    "domain_bytes": dict(zip(source.domains, totals[1].tolist(), strict=True)),
+    "tokenizer": _copy_tokenizer(job),
+    "domains": list(names),
+    "domain_documents": dict(zip(names, totals[0].tolist(), strict=True)),
+    "domain_bytes": dict(zip(names, totals[1].tolist(), strict=True)),
     "tokens": tokens,
     "empty": sum(m["empty"] for m in manifests),
     "corrupt": sum(m["corrupt"] for m in manifests),
@@ -328,47 +317,20 @@ def _join(job: Job, source: Source, tokenizer: Tokenizer) -> dict:
   return meta
 
 
-class _Paths:
-  """The table of paths, in flat arrays, since there may be one path per document."""
-
-  def __init__(self, domains: tuple[str, ...]):
-    self._domains = domains
-    self._names, self._ends, self._numbers = bytearray(), array("q"), array("H")
-    self._last: tuple[str, str] | None = None
-
-  def add(self, pairs: list[list[str]]) -> tuple[np.ndarray, np.ndarray]:
-    """Adds a part's (domain, path) pairs; returns the number in the table and the domain of each (int64)."""
-    numbers, domains = [], []
-    for domain, path in pairs:
-      domains.append(self._domains.index(domain))
-      if (domain, path) != self._last:  # a file shared by two parts is the last of one and the first of the next
-        self._last = (domain, path)
-        self._names += path.encode("utf-8")
-        self._ends.append(len(self._names))
-        self._numbers.append(domains[-1])
-      numbers.append(len(self._ends) - 1)
-    return np.array(numbers, np.int64), np.array(domains, np.int64)
-
-  def save(self, folder: Path) -> None:
-    (folder / "paths.bin").write_bytes(self._names)
-    np.save(folder / "path_end.npy", np.array(self._ends, PATH_COLUMNS["path_end"]))
-    np.save(folder / "path_domain.npy", np.array(self._numbers, PATH_COLUMNS["path_domain"]))
-
-
-def _copy_tokenizer(job: Job, tokenizer: Tokenizer) -> dict:
+def _copy_tokenizer(job: Job) -> dict:
   """The tokenizer's entry in the index; copies its file into the folder."""
-  path, copied = job.tokenizer_path, False
-  if isinstance(tokenizer, FileTokenizer) and tokenizer.path.is_file():
-    target = Path(job.folder) / tokenizer.path.name
+  file, path, copied = job.tokenizer.path, job.cfg.tokenizer_path, False
+  if file is not None and file.is_file():
+    target = job.folder / file.name
     if not target.exists():
-      shutil.copyfile(tokenizer.path, target)
-    path, copied = str(target.name), True
+      shutil.copyfile(file, target)
+    path, copied = file.name, True
   return {
-    "type": job.tokenizer_type,
+    "type": job.cfg.tokenizer_type,
     "path": path,
     "copied": copied,
-    "fingerprint": tokenizer.fingerprint,
-    "vocab_size": tokenizer.vocab_size,
+    "fingerprint": job.tokenizer.fingerprint,
+    "vocab_size": job.tokenizer.vocab_size,
   }
 
 
@@ -378,22 +340,17 @@ def train_bpe(source: Source, vocab_size: int, path: str) -> None:
   The tokens <|bos|>, <|eos|> and <|pad|> have the first ids. Raises ConfigError when the package `tokenizers` is
   missing or vocab_size is below the 259 ids of bytes and specials.
   """
-  try:
-    from tokenizers import Tokenizer as Inner
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-  except ImportError:
-    line = "training a BPE needs the package tokenizers; install it with: pip install 'maxghost[data]'"
-    raise ConfigError(line) from None
+  tokenizers = import_package("tokenizers", "--train_bpe")
   if vocab_size < 259:
     raise ConfigError(f"--train_bpe {vocab_size} is below the 259 ids of bytes and specials; use 259 or more")
-  inner = Inner(models.BPE())
-  inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-  inner.decoder = decoders.ByteLevel()
-  trainer = trainers.BpeTrainer(
+  inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+  inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  inner.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
     vocab_size=vocab_size,
     special_tokens=["<|bos|>", "<|eos|>", "<|pad|>"],
     show_progress=False,
-    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
   )
   stride = max(1, source.num_bytes // _BPE_BYTES)
 

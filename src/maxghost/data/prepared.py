@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from maxghost.config import ConfigError
-from maxghost.data.packing import Encoded, Layout, token_dtype
-from maxghost.data.sources.arrayrecord import Readers
-from maxghost.data.sources.base import CorruptError, Source, check_domains, read_or_skip
-from maxghost.data.split import Split
+from maxghost.data.packing import Encoded, token_dtype
+from maxghost.data.sources.arrayrecord import open_readers, read_records
+from maxghost.data.sources.base import CorruptError, Source, check_known, read_or_skip
+from maxghost.data.sources.records import read_by_shard
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.data.types import DocumentId
-from maxghost.data.windows import NO_COPIES, HeldOut, concatenated, frame, no_counts
+from maxghost.data.windows import NO_COUNTS, Units, concatenated
 
 INDEX_FILE = "maxghost-index.json"
 INDEX_VERSION = 1
@@ -52,19 +52,25 @@ class PreparedSource(Source):
     if meta["version"] != INDEX_VERSION:
       raise ConfigError(f"{folder} was prepared as version {meta['version']}, but this program reads {INDEX_VERSION}")
     self._map()
-    _check_tokenizer(folder, meta["tokenizer"], tokenizer)
-    check_domains(domains, meta["domains"], folder)
+    made_with = meta["tokenizer"]
+    if made_with["fingerprint"] != tokenizer.fingerprint:
+      path = folder if made_with["copied"] else made_with["path"]
+      raise ConfigError(
+        f"{folder} was prepared with another tokenizer than {tokenizer.name}; use tokenizer_type={made_with['type']}"
+        + (f" tokenizer_path={path}" if made_with["path"] else " and no tokenizer_path")
+      )
+    check_known("dataset_domains", domains, meta["domains"], folder)
     self.domains = tuple(domains) or tuple(meta["domains"])
-    self._number = np.full(len(meta["domains"]) + 1, -1, np.int64)  # of each domain of the folder in `domains`
+    self.numbers = np.full(len(meta["domains"]) + 1, -1, np.int64)  # of each domain of the folder in `domains`
     for place, name in enumerate(self.domains):
-      self._number[meta["domains"].index(name)] = place
+      self.numbers[meta["domains"].index(name)] = place
     self.num_bytes = sum(meta["domain_bytes"][name] for name in self.domains)
     self.files = {shard["name"]: shard["sha256"][:16] for shard in meta["shards"]}
     self.fingerprint = f"{meta['fingerprint']}-{','.join(self.domains)}"
     self.totals = {name: (meta["domain_documents"][name], meta["domain_bytes"][name]) for name in self.domains}
     self._shards = [str(self._folder / "shards" / shard["name"]) for shard in meta["shards"]]
     self._shard_ends = np.cumsum([shard["blocks"] for shard in meta["shards"]], dtype=np.int64)
-    self._readers = Readers()
+    self._readers = open_readers()
     self.tokenizer = tokenizer
     self._dtype = token_dtype(tokenizer.vocab_size)
 
@@ -96,7 +102,7 @@ class PreparedSource(Source):
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
     """int64[n]; -1 for a document of an unwanted domain."""
-    return self._number[self.columns["path_domain"][self.columns["path"][indices]]]
+    return self.numbers[self.columns["path_domain"][self.columns["path"][indices]]]
 
   def id_hashes(self, indices: np.ndarray) -> np.ndarray:
     return np.asarray(self.columns["id_hash"][indices])
@@ -110,10 +116,6 @@ class PreparedSource(Source):
   def texts(self, indices: np.ndarray) -> list[bytes]:
     return [self.tokenizer.decode(ids) for ids, _ in self.tokens(indices)]
 
-  def blocks_of(self, domain: int) -> np.ndarray:
-    """Numbers of a domain's blocks."""
-    return np.flatnonzero(self._number[self.columns["block_domain"]] == domain)
-
   def documents_of(self, block: int) -> tuple[int, int]:
     """First document of a block, and the one after its last."""
     first = self.columns["block_first"]
@@ -123,23 +125,20 @@ class PreparedSource(Source):
     """Tokens of the blocks, and the bytes behind each (None for a tokenizer with a table). Raises CorruptError."""
     shards = np.searchsorted(self._shard_ends, blocks, side="right")
     records = blocks - np.where(shards > 0, self._shard_ends[shards - 1], 0)
-    out: list[tuple[np.ndarray, np.ndarray | None]] = [(np.empty(0), None)] * len(blocks)
-    for shard in np.unique(shards).tolist():
-      places = np.flatnonzero(shards == shard)
-      raw = self._readers.read(self._shards[shard], records[places].tolist())
-      for place, one in zip(places.tolist(), raw, strict=True):
-        out[place] = self._parse(self._shards[shard], int(records[place]), int(blocks[place]), one)
+    raw = read_by_shard(
+      shards, records, lambda n, places: read_records(self._readers, self._shards[n], records[places].tolist())
+    )
+    tabled, item = self.tokenizer.byte_table is not None, np.dtype(self._dtype).itemsize
+    out = []
+    for block, shard, record, one in zip(blocks.tolist(), shards.tolist(), records.tolist(), raw, strict=True):
+      first, stop = self.documents_of(block)
+      count = self._tokens_before(stop) - self._tokens_before(first)
+      if len(one) != count * (item if tabled else item + 4):
+        path = self._shards[shard]
+        raise CorruptError(f"{path}, record {record}: {len(one)} bytes where the index says {count} tokens")
+      sizes = None if tabled else np.frombuffer(one, np.uint32, count, count * item)
+      out.append((np.frombuffer(one, self._dtype, count), sizes))
     return out
-
-  def _parse(self, path: str, record: int, block: int, raw: bytes) -> tuple[np.ndarray, np.ndarray | None]:
-    first, stop = self.documents_of(block)
-    count = self._tokens_before(stop) - self._tokens_before(first)
-    size = count * np.dtype(self._dtype).itemsize
-    tabled = self.tokenizer.byte_table is not None
-    if len(raw) != size + (0 if tabled else 4 * count):
-      raise CorruptError(f"{path}, record {record}: {len(raw)} bytes where the index says {count} tokens")
-    tokens = np.frombuffer(raw, self._dtype, count)
-    return tokens, None if tabled else np.frombuffer(raw, np.uint32, count, size)
 
   def lengths(self, first: int, stop: int) -> np.ndarray:
     """int64[n]: tokens of each document in first..stop."""
@@ -159,75 +158,49 @@ class PreparedSource(Source):
     return out
 
 
-class PreparedUnits:
-  """Blocks of a prepared folder, tokenized already. A unit is a block."""
+class PreparedUnits(Units):
+  """A prepared folder, tokenized already. A unit is a block."""
 
-  def __init__(
-    self, source: PreparedSource, split: Split, layout: Layout, *, on_corrupt: str, held_out: HeldOut = NO_COPIES
-  ):
-    self._source, self._split, self._layout = source, split, layout
-    self._on_corrupt, self._held_out = on_corrupt, held_out
-    self.drops_copies = bool(held_out.sizes)
+  source: PreparedSource
 
   def all_units(self) -> np.ndarray | range:
-    if len(self._source.domains) == len(self._source.meta["domains"]):
-      return range(len(self._source.columns["block_first"]))
-    return np.sort(np.concatenate([self.units_of(number) for number in range(len(self._source.domains))]))
+    if len(self.source.domains) == len(self.source.meta["domains"]):
+      return range(len(self.source.columns["block_first"]))
+    return np.sort(np.concatenate([self.units_of(number) for number in range(len(self.source.domains))]))
 
   def units_of(self, domain: int) -> np.ndarray:
-    return self._source.blocks_of(domain)
+    return np.flatnonzero(self.source.numbers[self.source.columns["block_domain"]] == domain)
 
   def mean_bytes(self, units: np.ndarray | range) -> int:
-    return max(1, self._source.num_bytes // max(1, len(self.all_units())))  # blocks are of one size
+    return max(1, self.source.num_bytes // max(1, len(self.all_units())))  # blocks are of one size
 
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
-    counts = no_counts()
+    source, counts = self.source, NO_COUNTS.copy()
     fix = "run `python -m maxghost.data verify` and prepare again, or use on_corrupt=skip"
-    read = []
-    for block, found in zip(
-      units.tolist(), read_or_skip(self._source.block_tokens, units, self._on_corrupt, fix), strict=True
-    ):
-      first, stop = self._source.documents_of(block)
-      if found is None:
-        counts["corrupt"] += stop - first
-      else:
-        read.append((first, stop, *found))
-    documents = concatenated([np.arange(first, stop) for first, stop, _, _ in read])
-    keep = self._kept(documents, counts)
+    found = read_or_skip(source.block_tokens, units, self.on_corrupt, fix)
+    blocks = [(*source.documents_of(block), read) for block, read in zip(units.tolist(), found, strict=True)]
+    counts["corrupt"] = sum(stop - first for first, stop, read in blocks if read is None)
+    documents = concatenated([np.arange(first, stop) for first, stop, read in blocks if read is not None])
+    keep = ~self.split.left_out(documents)
+    if self.drops_copies:
+      copies = keep & self.held_out.copies(source.content_hashes(documents))
+      counts["copies"] = int(copies.sum())
+      keep &= ~copies
     pieces, place = [], 0
-    for first, stop, tokens, sizes in read:
-      count, kept = self._source.lengths(first, stop), keep[place : place + stop - first]
+    for first, stop, read in blocks:
+      if read is None:
+        continue
+      (tokens, sizes), count = read, source.lengths(first, stop)
+      kept = keep[place : place + stop - first]
       place += stop - first
       if not kept.all():
         mask = np.repeat(kept, count)
         count, tokens, sizes = count[kept], tokens[mask], None if sizes is None else sizes[mask]
       pieces.append((tokens, count, sizes))
     documents = documents[keep]
-    counts["documents"] += len(documents)
-    counts["bytes"] += int(self._source.sizes(documents).sum())
-    return frame(pieces, documents, self._source.tokenizer, self._layout), counts
+    counts["documents"], counts["bytes"] = len(documents), int(source.sizes(documents).sum())
+    return self.frame(pieces, documents), counts
 
   def encode_documents(self, indices: np.ndarray) -> Encoded:
-    pieces = [(ids, np.array([len(ids)]), sizes) for ids, sizes in self._source.tokens(indices)]
-    return frame(pieces, np.asarray(indices), self._source.tokenizer, self._layout)
-
-  def read(self, indices: np.ndarray) -> list[bytes | None]:
-    return read_or_skip(self._source.texts, indices, self._on_corrupt)
-
-  def _kept(self, documents: np.ndarray, counts: dict[str, int]) -> np.ndarray:
-    """bool[n]: whether to train on each document. Adds the copies of held-out texts to `counts`."""
-    keep = ~self._split.left_out(documents)
-    if self.drops_copies:
-      copies = keep & self._held_out.copies(self._source.content_hashes(documents))
-      counts["copies"] += int(copies.sum())
-      keep &= ~copies
-    return keep
-
-
-def _check_tokenizer(folder: str, made_with: dict, tokenizer: Tokenizer) -> None:
-  if made_with["fingerprint"] != tokenizer.fingerprint:
-    where = f" tokenizer_path={folder}" if made_with["copied"] else f" tokenizer_path={made_with['path']}"
-    raise ConfigError(
-      f"{folder} was prepared with another tokenizer than {tokenizer.name}; use tokenizer_type={made_with['type']}"
-      + (where if made_with["path"] else " and no tokenizer_path")
-    )
+    pieces = [(ids, np.array([len(ids)]), sizes) for ids, sizes in self.source.tokens(indices)]
+    return self.frame(pieces, np.asarray(indices))

@@ -1,30 +1,37 @@
 """The training iterator: batches from lanes, a position to save and restore, one shard per process."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from maxghost.config import ConfigError
 from maxghost.data import packing
-from maxghost.data.order import RowMixture
+from maxghost.data.order import row_domains
 from maxghost.data.types import Batch
-from maxghost.data.window_prefetch import ThreadFeed, WorkerFeed
-from maxghost.data.windows import Windows
+from maxghost.data.windows import Window, Windows
 
 _STATE_VERSION = 1
 _EMPTY_WINDOWS = 1000  # consecutive ones that can still happen by chance
 
 
 class Cursor:
-  """A place in one lane of one stream; it goes on through windows and epochs without end."""
+  """A place in one lane of one stream; it goes on through windows and epochs without end.
 
-  def __init__(self, stream: Windows, lane: int, feed: ThreadFeed | WorkerFeed, count: Callable[[dict], None]):
+  The window after the current one is made ahead: in `workers`, a thread pool or a number of Grain's processes.
+  """
+
+  def __init__(
+    self, stream: Windows, lane: int, workers: ThreadPoolExecutor | int, count: Callable[[Mapping[str, int]], None]
+  ):
     """count: called with the counts of each window that is begun."""
-    self._stream, self._lane, self._feed, self._count = stream, lane, feed, count
-    self._rows: packing.Rows | None = None
-    self.place = (0, 0, 0)  # epoch, window, next row in it
+    self._stream, self._lane, self._workers, self._count = stream, lane, workers, count
+    self.seek((0, 0, 0))
 
   def seek(self, place: tuple[int, int, int]) -> None:
-    self.place, self._rows = place, None
+    """place: epoch, window, next row in it."""
+    self.place = place
+    self._rows: packing.Rows | None = None
+    self._ahead: Future[Window] | None = None
+    self._windows: Iterator[Window] | None = None
 
   def take(self, count: int) -> list[tuple[packing.Rows, int, int]]:
     """The next `count` rows, each as (rows, number of the row, epoch)."""
@@ -34,8 +41,9 @@ class Cursor:
       stop = min(row + count - len(out), len(rows))
       out.extend((rows, number, epoch) for number in range(row, stop))
       self.place = (epoch, window, stop)
-      if 2 * stop >= len(rows):
-        self._feed.look_ahead(*self._stream.after(self._lane, epoch, window))
+      if 2 * stop >= len(rows) and self._ahead is None and not isinstance(self._workers, int):
+        following = self._stream.after(self._lane, epoch, window)
+        self._ahead = self._workers.submit(self._stream.make, self._lane, *following)
     return out
 
   def _next_rows(self) -> tuple[packing.Rows, tuple[int, int, int]]:
@@ -44,7 +52,7 @@ class Cursor:
     while True:
       epoch, window, row = self.place
       if self._rows is None:
-        made = self._feed.get(epoch, window)
+        made = self._make(epoch, window)
         self._rows = made.rows
         if not row:
           self._count(made.counts)
@@ -59,32 +67,13 @@ class Cursor:
           "validation, empty or left out; use a smaller ghost_val_fraction or more data"
         )
 
-
-class Lane:
-  """An endless sequence of rows, from one stream or from several by a mixture."""
-
-  def __init__(self, number: int, cursors: list[Cursor]):
-    self._number = number
-    self.cursors = cursors
-    self.num_rows = 0
-
-  def take(self, count: int, mixture: RowMixture | None) -> list[tuple[packing.Rows, int, int]]:
-    """The next `count` rows."""
-    if mixture is None:
-      out = self.cursors[0].take(count)
-    else:
-      streams = mixture.domains(self._number, self.num_rows, count).tolist()
-      out = [self.cursors[stream].take(1)[0] for stream in streams]
-    self.num_rows += count
-    return out
-
-
-@dataclass(frozen=True)
-class Identity:
-  """What a saved position depends on: a digest of data and settings, and one of each file unless there are many."""
-
-  fingerprint: str
-  files: dict[str, str]
+  def _make(self, epoch: int, window: int) -> Window:
+    if isinstance(self._workers, int):
+      if self._windows is None:
+        self._windows = self._stream.from_workers(self._lane, epoch, window, self._workers)
+      return next(self._windows)
+    ahead, self._ahead = self._ahead, None
+    return ahead.result() if ahead else self._stream.make(self._lane, epoch, window)
 
 
 class TrainIterator(Iterator[Batch]):
@@ -98,35 +87,38 @@ class TrainIterator(Iterator[Batch]):
   def __init__(
     self,
     streams: list[Windows],
-    mixture: RowMixture | None,
-    layout: packing.Layout,
+    weights: Sequence[float] | None,
+    identity: dict,
     *,
-    pad_id: int,
     rows_per_lane: int,
     rows: tuple[int, int],
-    identity: Identity,
-    make_feed: Callable[[Windows, int], ThreadFeed | WorkerFeed],
+    num_workers: int,
   ):
-    """rows: first row of the global batch that this process reads, and the one after its last."""
-    self._layout, self._pad_id, self._identity = layout, pad_id, identity
-    self._names = [stream.name for stream in streams]
-    self._per_lane = rows_per_lane
+    """Starts at the beginning.
+
+    Args:
+      streams: what the rows come from.
+      weights: shares of the streams; None for a single one.
+      identity: what a saved position depends on: `fingerprint` of data and settings, `files` with that of each file.
+      rows_per_lane: of the global batch.
+      rows: first row of the global batch that this process reads, and the one after its last.
+      num_workers: processes that make windows ahead; 0: a thread.
+    """
+    self._streams, self._identity = streams, {"version": _STATE_VERSION, **identity}
+    self._per_lane, self._rows = rows_per_lane, rows
     self.counts: dict[str, int] = {}
-    low, high = rows
-    self._lanes: dict[int, Lane] = {}
-    self._slices: dict[int, tuple[int, int]] = {}
-    for number in range(low // self._per_lane, -(-high // self._per_lane)):
-      cursors = [Cursor(stream, number, make_feed(stream, number), self._add_counts) for stream in streams]
-      self._lanes[number] = Lane(number, cursors)
-      begin = number * self._per_lane
-      self._slices[number] = (max(low - begin, 0), min(high - begin, self._per_lane))
+    workers = num_workers or ThreadPoolExecutor(1, thread_name_prefix="maxghost-data")
+    self._lanes = {
+      lane: [Cursor(stream, lane, workers, self._add_counts) for stream in streams]
+      for lane in range(rows[0] // rows_per_lane, -(-rows[1] // rows_per_lane))
+    }
     self._batches = self._first_batch = 0
-    self._mixture, self._changes = mixture, ()
+    self._weights, self._changes = weights, ()
 
   @property
   def mixture_domains(self) -> tuple[str, ...]:
     """The domains whose shares of the rows can be changed; empty where the data is not a mixture by weights."""
-    return () if self._mixture is None else tuple(self._names)
+    return () if self._weights is None else tuple(stream.name for stream in self._streams)
 
   def schedule_mixture(self, changes: Sequence[tuple[int, Mapping[str, float]]]) -> None:
     """Sets the shares of the domains: [(b, {domain: share})], each from batch b of the run on.
@@ -138,34 +130,38 @@ class TrainIterator(Iterator[Batch]):
       ConfigError: dataset_mixture has no shares.
       ValueError: a change at a batch that was drawn already.
     """
-    if self._mixture is None:
+    if self._weights is None:
       raise ConfigError("the shares of the domains can only be changed with shares in dataset_mixture")
-    made = tuple((batch, tuple(shares[name] for name in self._names)) for batch, shares in changes)
+    made = tuple((batch, tuple(shares[name] for name in self.mixture_domains)) for batch, shares in changes)
     late = [batch for batch, shares in made if batch < self._batches and (batch, shares) not in self._changes]
     if late and self._batches > self._first_batch:
       raise ValueError(f"the mixture cannot change at batch {late[0]}: {self._batches} batches were drawn already")
     self._changes = made
 
-  def _current_mixture(self) -> RowMixture | None:
-    due = [shares for batch, shares in self._changes if batch <= self._batches]
-    return self._mixture.with_weights(due[-1]) if due and self._mixture is not None else self._mixture
-
-  def _add_counts(self, counts: dict[str, int]) -> None:
+  def _add_counts(self, counts: Mapping[str, int]) -> None:
     for name, value in counts.items():
       self.counts[name] = self.counts.get(name, 0) + value
 
   def __next__(self) -> Batch:
-    pieces, mixture = [], self._current_mixture()
-    for number, lane in self._lanes.items():
-      first, stop = self._slices[number]
-      pieces.extend(lane.take(self._per_lane, mixture)[first:stop])
+    due = [shares for batch, shares in self._changes if batch <= self._batches]
+    weights = due[-1] if due else self._weights
+    pieces, units, per_lane = [], self._streams[0].units, self._per_lane
+    for lane, cursors in self._lanes.items():
+      if weights is None:
+        taken = cursors[0].take(per_lane)
+      else:
+        domains = row_domains(weights, self._streams[0].seed, lane, self._batches * per_lane, per_lane)
+        taken = [cursors[domain].take(1)[0] for domain in domains.tolist()]
+      first, stop = (row - lane * per_lane for row in self._rows)
+      pieces.extend(taken[max(first, 0) : stop])
     self._batches += 1
-    return packing.fill(pieces, self._layout, self._pad_id)
+    return packing.fill(pieces, units.layout, units.tokenizer.pad_id)
 
   @property
   def packing_efficiency(self) -> float:
     """Share of the positions that hold a token, over the windows read so far."""
-    return self.counts.get("tokens", 0) / max(1, self.counts.get("rows", 0) * self._layout.row_length)
+    places = self.counts.get("rows", 0) * self._streams[0].units.layout.row_length
+    return self.counts.get("tokens", 0) / max(1, places)
 
   def describe(self) -> str:
     """One line: what this process has read and how well it was packed."""
@@ -177,19 +173,13 @@ class TrainIterator(Iterator[Batch]):
   def state(self) -> dict:
     """The position after the last batch, as JSON values."""
     lanes = {
-      str(number): {
-        "rows": lane.num_rows,
-        "streams": {name: list(cursor.place) for name, cursor in zip(self._names, lane.cursors, strict=True)},
+      str(lane): {
+        "rows": self._batches * self._per_lane,
+        "streams": {stream.name: list(cursor.place) for stream, cursor in zip(self._streams, cursors, strict=True)},
       }
-      for number, lane in self._lanes.items()
+      for lane, cursors in self._lanes.items()
     }
-    return {
-      "version": _STATE_VERSION,
-      "fingerprint": self._identity.fingerprint,
-      "files": self._identity.files,
-      "batches": self._batches,
-      "lanes": lanes,
-    }
+    return {**self._identity, "batches": self._batches, "lanes": lanes}
 
   def restore(self, state: dict) -> None:
     """Continues from a `state()` of the same data and settings, saved with any number of shards.
@@ -197,36 +187,27 @@ class TrainIterator(Iterator[Batch]):
     Raises:
       ConfigError: the data changed (the message names the files), or the state lacks a lane of this process.
     """
-    self._check(state)
-    for number, lane in self._lanes.items():
-      saved = state["lanes"][str(number)]
-      lane.num_rows = saved["rows"]
-      for name, cursor in zip(self._names, lane.cursors, strict=True):
-        epoch, window, row = saved["streams"][name]
-        cursor.seek((epoch, window, row))
-    self._batches = self._first_batch = state["batches"]
-
-  def _check(self, state: dict) -> None:
     if state.get("version") != _STATE_VERSION:
       raise ConfigError(f"data position has version {state.get('version')}, but this program reads {_STATE_VERSION}")
-    if state["fingerprint"] != self._identity.fingerprint:
-      then, now = state["files"], self._identity.files
+    if state["fingerprint"] != self._identity["fingerprint"]:
+      then, now = state["files"], self._identity["files"]
       changed = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
       named = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
-      what = (
-        f"changed: {named}"
-        if changed
-        else (f"fingerprint {state['fingerprint']} then, {self._identity.fingerprint} now")
-      )
+      prints = f"fingerprint {state['fingerprint']} then, {self._identity['fingerprint']} now"
       raise ConfigError(
-        f"the data or its settings changed since the position was saved ({what}); restore them, or start a new run "
-        "with another run_name"
+        "the data or its settings changed since the position was saved "
+        f"({f'changed: {named}' if changed else prints}); restore them, or start a new run with another run_name"
       )
-    missing = [number for number in self._lanes if str(number) not in state["lanes"]]
+    missing = [lane for lane in self._lanes if str(lane) not in state["lanes"]]
     if missing:
       raise ConfigError(
         f"the saved data position has no lanes {missing}; join the positions of all processes with data.merge_states"
       )
+    for lane, cursors in self._lanes.items():
+      for stream, cursor in zip(self._streams, cursors, strict=True):
+        epoch, window, row = state["lanes"][str(lane)]["streams"][stream.name]
+        cursor.seek((epoch, window, row))
+    self._batches = self._first_batch = state["batches"]
 
 
 def merge_states(states: list[dict]) -> dict:

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from maxghost.config import ConfigError, did_you_mean
 from maxghost.data.hashing import combine, text_hash
 from maxghost.data.sources.base import Source, id_hash
 from maxghost.data.types import DocumentId
@@ -77,10 +76,3 @@ def find_documents(source: Source, wanted: Iterable[DocumentId]) -> dict[Documen
     if len(found) == len(left):
       break
   return found
-
-
-def check_domain(key: str, name: str, domains: tuple[str, ...]) -> None:
-  """Raises ConfigError when `name`, the value of `key`, is not a domain of the data."""
-  if name not in domains:
-    hint = did_you_mean(name, domains) or f"; the data has {', '.join(domains)}"
-    raise ConfigError(f"{key}={name} is not a domain of the data{hint}")

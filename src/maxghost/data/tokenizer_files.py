@@ -3,13 +3,11 @@
 The byte tokenizer has no file.
 """
 
-import base64
-import json
 import shutil
 from pathlib import Path
 
 from maxghost.config import ConfigError
-from maxghost.data.tokenizers import HUGGINGFACE, SENTENCEPIECE, TIKTOKEN, FileTokenizer, TiktokenTokenizer, Tokenizer
+from maxghost.data.tokenizers import HUGGINGFACE, SENTENCEPIECE, TIKTOKEN, TiktokenTokenizer, Tokenizer
 
 FOLDER = "tokenizer"
 # What transformers saves beside a model for its tokenizer, and the tokens that end a text.
@@ -21,11 +19,11 @@ HUGGINGFACE_FILES = (
 
 def save(tokenizer: Tokenizer, kind: str, folder: Path) -> None:
   """Writes the tokenizer into `folder`, which is created; a tokenizer that is there already is kept."""
-  if not isinstance(tokenizer, FileTokenizer) or _files(kind, folder):
+  if tokenizer.path is None or _files(kind, folder):
     return
   folder.mkdir(exist_ok=True)
   if isinstance(tokenizer, TiktokenTokenizer):
-    _save_tiktoken(tokenizer, folder)
+    tokenizer.save(folder)
   elif kind == SENTENCEPIECE:
     shutil.copyfile(tokenizer.path, folder / f"{tokenizer.path.stem}.model")
   else:
@@ -56,12 +54,3 @@ def saved_path(kind: str, folder: Path) -> str | None:
 def _files(kind: str, folder: Path) -> list[Path]:
   patterns = {HUGGINGFACE: "tokenizer.json", SENTENCEPIECE: "*.model", TIKTOKEN: "*.encoding.json"}
   return sorted(folder.glob(patterns[kind])) if kind in patterns else []
-
-
-def _save_tiktoken(tokenizer: TiktokenTokenizer, folder: Path) -> None:
-  """Writes the ranks, the splitting rule and the special tokens; the name alone would need a download."""
-  ranks = b"".join(base64.b64encode(piece) + b" %d\n" % rank for piece, rank in tokenizer.ranks())
-  stem = Path(tokenizer.name).stem
-  (folder / f"{stem}.tiktoken").write_bytes(ranks)
-  content = {"ranks": f"{stem}.tiktoken"} | tokenizer.rules()
-  (folder / f"{stem}.encoding.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

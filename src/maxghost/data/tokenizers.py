@@ -4,32 +4,35 @@ Every tokenizer gives the number of source bytes of each token, so that any cut 
 of the vocabulary.
 """
 
+import base64
 import hashlib
-import importlib
 import itertools
 import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
 from maxghost.config import ConfigError, did_you_mean
+from maxghost.data.sources.base import import_package
 
 BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
 _MOST_WORDS = 1 << 20  # in the table of an AsciiWords
 _PROBE = '  Two\tgrüne x_1 = 0x7F;\r\n\n"don\'t" 漢字 🙂 \u00a0end. '
-_BOS_NAMES = ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "<|endoftext|>")
-_EOS_NAMES = ("<|eos|>", "</s>", "<eos>", "<|end_of_text|>", "[EOS]", "<|endoftext|>")
-_PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]")
+_SPECIALS = {
+  "bos_token": ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "<|endoftext|>"),
+  "eos_token": ("<|eos|>", "</s>", "<eos>", "<|end_of_text|>", "[EOS]", "<|endoftext|>"),
+  "pad_token": ("<|pad|>", "<pad>", "[PAD]"),
+}
 
 
-class Tokenizer(Protocol):
-  """Converts documents to token ids and back.
+class Tokenizer:
+  """Converts documents to token ids and back. Is pickled by the path of its file.
 
   Attributes:
+    path: its file; None for the byte tokenizer, which has none.
     bos_id: id before a document; None if the tokenizer has none.
     eos_id: id after a document; None if the tokenizer has none.
     pad_id: id of padding.
@@ -39,24 +42,47 @@ class Tokenizer(Protocol):
   """
 
   name: str
+  path: Path | None = None
   vocab_size: int
   bos_id: int | None
   eos_id: int | None
   pad_id: int
   fingerprint: str
-  byte_table: np.ndarray | None
+  byte_table: np.ndarray | None = None
+  _pieces: list[bytes | None]
+
+  def __reduce__(self):
+    return type(self), (str(self.path),) if self.path else ()
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     """Ids of each text, an integer array [n]. Raises UnicodeDecodeError for a tokenizer of UTF-8 text."""
-    ...
+    raise NotImplementedError
 
   def encode_bytes(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Like `encode`, with the source bytes of each token, from its start to the next one's (int64[n])."""
-    ...
+    """Like `encode`, with the source bytes of each token, from its start to the next one's (integers [n])."""
+    assert self.byte_table is not None, "a tokenizer without a table overrides this"
+    return [(ids, self.byte_table[ids]) for ids in self.encode(texts)]
 
   def decode(self, ids: np.ndarray) -> bytes:
     """The text of the ids; special ids have none."""
-    ...
+    return b"".join([self._pieces[i] or b"" for i in np.asarray(ids).tolist()])
+
+  def _set_specials(self, vocab: dict[str, int], named: dict[str, str] | None = None) -> None:
+    """named: bos_token, eos_token and pad_token; each that is missing is looked for under its usual names."""
+    found = {}
+    for key, usual in _SPECIALS.items():
+      names = (named[key],) if named and key in named else usual
+      found[key] = next((vocab[name] for name in names if name in vocab), None)
+    self.bos_id, self.eos_id, pad = found.values()
+    self.pad_id = pad if pad is not None else self.eos_id or 0
+
+  def _set_pieces(self, pieces: list[bytes | None]) -> None:
+    """pieces: bytes of each id; None for specials. They become a byte table if that reproduces a probe text."""
+    self._pieces = pieces
+    table = np.array([0 if piece is None else len(piece) for piece in pieces], np.int32)
+    table = table.astype(np.uint8) if table.max() < 256 else table
+    (ids,) = self.encode([_PROBE.encode()])
+    self.byte_table = table if Tokenizer.decode(self, ids) == _PROBE.encode() else None
 
 
 def load_tokenizer(kind: str, path: str = "") -> Tokenizer:
@@ -82,62 +108,26 @@ def check_specials(tokenizer: Tokenizer, add_bos: bool, add_eos: bool) -> None:
     raise ConfigError(*problems)
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
   """A token is a byte; 256 begins a document, 257 ends it, 258 pads. Lossless, without a file."""
 
-  name = "byte"
-  vocab_size = 259
-  bos_id: int | None = 256
-  eos_id: int | None = 257
-  pad_id = 258
-  fingerprint = "byte"
-  byte_table: np.ndarray | None = np.array([1] * 256 + [0] * 3, np.uint8)
+  name = fingerprint = "byte"
+  vocab_size, bos_id, eos_id, pad_id = 259, 256, 257, 258
+  byte_table = np.array([1] * 256 + [0] * 3, np.uint8)
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     return [np.frombuffer(text, np.uint8) for text in texts]
-
-  def encode_bytes(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
-    return [(np.frombuffer(text, np.uint8), np.ones(len(text), np.int64)) for text in texts]
 
   def decode(self, ids: np.ndarray) -> bytes:
     ids = np.asarray(ids)
     return ids[ids < 256].astype(np.uint8).tobytes()
 
 
-class FileTokenizer:
-  """A tokenizer that is pickled by the `path` of its file."""
-
-  path: Path
-
-  def __reduce__(self):
-    return type(self), (str(self.path),)
-
-
-class _PieceTokenizer(FileTokenizer):
-  """A tokenizer whose ids stand for bytes. Has a byte table if that reproduces a probe text."""
-
-  byte_table: np.ndarray | None
-
-  def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-    raise NotImplementedError
-
-  def _set_pieces(self, pieces: list[bytes | None]) -> None:
-    """pieces: bytes of each id; None for specials."""
-    self._pieces = pieces
-    table = np.array([0 if piece is None else len(piece) for piece in pieces], np.int32)
-    table = table.astype(np.uint8) if table.max() < 256 else table
-    (ids,) = self.encode([_PROBE.encode()])
-    self.byte_table = table if b"".join(pieces[i] or b"" for i in ids.tolist()) == _PROBE.encode() else None
-
-  def _join(self, ids: np.ndarray) -> bytes:
-    return b"".join([self._pieces[i] or b"" for i in np.asarray(ids).tolist()])
-
-
-class HuggingFaceTokenizer(_PieceTokenizer):
+class HuggingFaceTokenizer(Tokenizer):
   """A `tokenizer.json`, run by the `tokenizers` library. Text that spells a special token is encoded as text."""
 
   def __init__(self, path: str):
-    tokenizers = _import("tokenizers")
+    tokenizers = import_package("tokenizers", "tokenizer_type=huggingface")
     file = Path(path) / "tokenizer.json" if os.path.isdir(path) else Path(path)
     raw = _read(file)
     try:
@@ -151,12 +141,7 @@ class HuggingFaceTokenizer(_PieceTokenizer):
     self.fingerprint = _digest(raw)
     vocab = self._inner.get_vocab(with_added_tokens=True)
     self.vocab_size = max(vocab.values()) + 1
-    named = _special_names(file.parent)
-    self.bos_id = _first(vocab, named.get("bos_token"), _BOS_NAMES)
-    self.eos_id = _first(vocab, named.get("eos_token"), _EOS_NAMES)
-    pad = _first(vocab, named.get("pad_token"), _PAD_NAMES)
-    self.pad_id = pad if pad is not None else self.eos_id or 0
-    self.byte_table = None
+    self._set_specials(vocab, _special_names(file.parent))
     self._ascii = None
     if '"ByteLevel"' in raw.decode("utf-8"):
       added = self._inner.get_added_tokens_decoder()
@@ -191,7 +176,7 @@ class HuggingFaceTokenizer(_PieceTokenizer):
 
   def decode(self, ids: np.ndarray) -> bytes:
     if self.byte_table is not None:
-      return self._join(ids)
+      return super().decode(ids)
     return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True).encode("utf-8")
 
 
@@ -235,13 +220,11 @@ def _splits_as_gpt2(parts: dict) -> bool:
   )
 
 
-class SentencePieceTokenizer(FileTokenizer):
+class SentencePieceTokenizer(Tokenizer):
   """A SentencePiece model file. It normalizes text, so decoding may give other white space or letters."""
 
-  byte_table: np.ndarray | None = None
-
   def __init__(self, path: str):
-    sentencepiece = _import("sentencepiece")
+    sentencepiece = import_package("sentencepiece", "tokenizer_type=sentencepiece")
     raw = _read(Path(path))
     try:
       self._inner = sentencepiece.SentencePieceProcessor(model_proto=raw)
@@ -270,7 +253,7 @@ class SentencePieceTokenizer(FileTokenizer):
     return self._inner.decode(np.asarray(ids).tolist()).encode("utf-8")
 
 
-class TiktokenTokenizer(_PieceTokenizer):
+class TiktokenTokenizer(Tokenizer):
   """A tiktoken encoding by name (`o200k_base`; looked up in TIKTOKEN_CACHE_DIR), or a file of ranks.
 
   A file of ranks holds only these: text is split as in Llama 3, and the begin and end tokens follow the ranks. A file
@@ -278,13 +261,12 @@ class TiktokenTokenizer(_PieceTokenizer):
   """
 
   def __init__(self, path: str):
-    tiktoken = _import("tiktoken")
+    tiktoken = import_package("tiktoken", "tokenizer_type=tiktoken")
     self._inner = (_tiktoken_file if os.path.isfile(path) else _tiktoken_name)(tiktoken, path)
     self.name, self.path = path, Path(path)
-    specials = {name: self._inner.encode_single_token(name) for name in self._inner.special_tokens_set}
     self.vocab_size = self._inner.n_vocab
-    self.bos_id = _first(specials, None, _BOS_NAMES)
-    self.eos_id = _first(specials, None, _EOS_NAMES)
+    self._specials = {name: self._inner.encode_single_token(name) for name in sorted(self._inner.special_tokens_set)}
+    self._set_specials(self._specials)
     self.pad_id = self.eos_id or 0
     values = self._inner.token_byte_values()
     pieces: list[bytes | None] = [None] * self.vocab_size
@@ -293,25 +275,18 @@ class TiktokenTokenizer(_PieceTokenizer):
     self.fingerprint = _digest(b"".join(len(piece).to_bytes(4, "little") + piece for piece in values))
     self._set_pieces(pieces)
 
-  def ranks(self) -> list[tuple[bytes, int]]:
-    """(bytes, id) of every token that is not special, sorted by id."""
-    return [(piece, i) for i, piece in enumerate(self._pieces) if piece is not None]
-
-  def rules(self) -> dict:
-    """What a file of ranks lacks: the pattern that splits text before the merges, and the special tokens."""
-    specials = {name: self._inner.encode_single_token(name) for name in sorted(self._inner.special_tokens_set)}
-    return {"split": self._inner._pat_str, "special_tokens": specials}
+  def save(self, folder: Path) -> None:
+    """Writes the ranks, the splitting rule and the special tokens; the name alone would need a download."""
+    stem = Path(self.name).stem
+    ranks = [base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(self._pieces) if piece is not None]
+    (folder / f"{stem}.tiktoken").write_bytes(b"".join(ranks))
+    rules = {"ranks": f"{stem}.tiktoken", "split": self._inner._pat_str, "special_tokens": self._specials}
+    (folder / f"{stem}.encoding.json").write_text(json.dumps(rules, indent=2) + "\n", encoding="utf-8")
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     decoded = [text.decode("utf-8") for text in texts]
-    return [np.array(ids, np.int32) for ids in self._inner.encode_ordinary_batch(decoded, num_threads=_num_threads())]
-
-  def encode_bytes(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
-    assert self.byte_table is not None, "tiktoken is lossless"
-    return [(ids, self.byte_table[ids]) for ids in self.encode(texts)]
-
-  def decode(self, ids: np.ndarray) -> bytes:
-    return self._join(ids)
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return [np.array(ids, np.int32) for ids in self._inner.encode_ordinary_batch(decoded, num_threads=threads)]
 
 
 _LOADERS = {HUGGINGFACE: HuggingFaceTokenizer, SENTENCEPIECE: SentencePieceTokenizer, TIKTOKEN: TiktokenTokenizer}
@@ -390,16 +365,8 @@ def _special_names(folder: Path) -> dict[str, str]:
   if not file.is_file():
     return {}
   entries = json.loads(file.read_text(encoding="utf-8"))
-  names = {}
-  for key in ("bos_token", "eos_token", "pad_token"):
-    entry = entries.get(key)
-    if entry:
-      names[key] = entry["content"] if isinstance(entry, dict) else entry
-  return names
-
-
-def _first(vocab: dict[str, int], named: str | None, usual: tuple[str, ...]) -> int | None:
-  return next((vocab[name] for name in ((named,) if named else usual) if name in vocab), None)
+  named = {key: entries[key] for key in _SPECIALS if entries.get(key)}
+  return {key: entry["content"] if isinstance(entry, dict) else entry for key, entry in named.items()}
 
 
 def _read(file: Path) -> bytes:
@@ -409,17 +376,5 @@ def _read(file: Path) -> bytes:
     raise ConfigError(f"tokenizer_path={file} cannot be read: {error.strerror}") from error
 
 
-def _import(package: str) -> Any:
-  try:
-    return importlib.import_module(package)
-  except ImportError:
-    line = f"this tokenizer_type needs the package {package}; install it with: pip install 'maxghost[data]'"
-    raise ConfigError(line) from None
-
-
 def _digest(raw: bytes) -> str:
   return hashlib.blake2b(raw, digest_size=8).hexdigest()
-
-
-def _num_threads() -> int:
-  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

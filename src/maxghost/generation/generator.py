@@ -17,7 +17,7 @@ from flax import nnx
 
 from maxghost.generation.sampling import Sampling, choose
 from maxghost.models import kv_cache
-from maxghost.models.hidden import Hidden
+from maxghost.models.layers import Hidden
 
 _PROMPT_MULTIPLE = 32  # prompts are padded to a multiple of it, so that similar lengths share a compilation
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from maxghost.models import platforms
 from maxghost.parallel import shardings
 
 _LARGEST = 128  # rank up to which a matrix and its triangle stay in the registers of one thread block
@@ -24,7 +23,7 @@ def eliminate(gram, floor):
   On a GPU one kernel handles all matrices. An XLA loop launches several kernels for each column, which took most of the
   time of the factors (docs/ghost.md).
   """
-  if platforms.target() == "gpu" and gram.shape[-1] <= _LARGEST:
+  if shardings.platform() == "gpu" and gram.shape[-1] <= _LARGEST:
     return by_kernel(gram, floor)
   return by_loop(gram, floor)
 

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from maxghost.ghost import directions
-from maxghost.models import platforms
 from maxghost.optimizers import Parameter, RuleState, UpdateRule
 from maxghost.parallel import shardings
 
@@ -54,7 +53,7 @@ def partial_products(left: list, right: list) -> list[list]:
   pairs = [x.astype(wide) * y.astype(wide) for x in left for y in right]
   layout = shardings.current()
   alone = layout is None or layout.num_devices == 1
-  found = _in_one_pass(pairs) if alone and platforms.target() == "cpu" else [jnp.sum(x)[None] for x in pairs]
+  found = _in_one_pass(pairs) if alone and shardings.platform() == "cpu" else [jnp.sum(x)[None] for x in pairs]
   return [found[i : i + len(right)] for i in range(0, len(found), len(right))]
 
 

@@ -16,7 +16,6 @@ from maxghost.ghost.directions import Direction
 from maxghost.ghost.rules import Rule, rule
 from maxghost.models import attention_ops, expert_parallel, moe
 from maxghost.models.attention import SelfAttention
-from maxghost.models.expert_rows import Rows
 from maxghost.models.grouped_matmul import product, product_transposed
 from maxghost.models.layers import gated
 
@@ -72,7 +71,7 @@ def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert
 
   Repeats the layer's own pass up to the last product, and its backward pass.
   """
-  rows = Rows.sort(index_nTk, params["wo"].shape[0], first_expert)
+  rows = moe.Rows.sort(index_nTk, params["wo"].shape[0], first_expert)
   x_RD = rows.take(x_nTD.reshape(-1, x_nTD.shape[-1])).astype(module.dtype)
   branches = module.branch_rows(params, x_RD, rows)
   h_RF, pull = jax.vjp(lambda branches: gated(branches, module.activations, module.limit), branches)
@@ -84,7 +83,7 @@ def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert
   return rows, used | {"wo": (h_RF, g_RD)}
 
 
-def _token_scores(module, name: str, length: int, rows: Rows, x_RI, g_RO, direction: Direction) -> jax.Array:
+def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, direction: Direction) -> jax.Array:
   """Scores of one Param by token: [K, n, length]."""
   wide = jnp.promote_types(g_RO.dtype, jnp.float32)
   if direction.full is None:
@@ -98,7 +97,7 @@ def _token_scores(module, name: str, length: int, rows: Rows, x_RI, g_RO, direct
   return jnp.stack(scores)
 
 
-def _factored_rows(module, rows: Rows, x_RI, g_RO, direction: Direction, wide):
+def _factored_rows(module, rows: moe.Rows, x_RI, g_RO, direction: Direction, wide):
   """<x Q, g Rᵀ> of each row and set, [R, K], with left Q [K, E, I, r] and right R [K, E, r, O]. Sets share one product
   with x and one with g."""
   sets, experts, inputs, rank = direction.left.shape

@@ -163,7 +163,8 @@ def _rotary(read: _Reader) -> dict[str, Any]:
 def _scales_attention(read: _Reader, parameters: Mapping[str, Any]) -> bool:
   """Whether YaRN scales the heads by its usual factor; a factor of another size is refused."""
   usual = 0.1 * math.log(parameters["factor"]) + 1.0 if parameters.get("factor", 1.0) > 1.0 else 1.0
-  factor = read.typed("attention_factor", parameters.get("attention_factor"), float | None)
+  factor = parameters.get("attention_factor")
+  factor = None if factor is None else read.typed("attention_factor", factor, float)
   if parameters.get("mscale") or parameters.get("mscale_all_dim"):
     read.problem("rope_parameters with mscale are not known here")
   if factor is None or math.isclose(factor, usual, rel_tol=1e-6):

@@ -34,7 +34,7 @@ class SelfAttention(nnx.Module):
       self.key_norm = rms_norm(cfg, width, rngs=rngs)
     if self.has_sinks:
       self.sinks = nnx.Param(jnp.zeros(heads, jnp.dtype(cfg.weight_dtype)), axes=("q_heads",))
-    self.rotary = Rotary.of(cfg)
+    self.rotary = Rotary(cfg)
     self.kernel, self.window, self.soft_cap = cfg.attention, window, cfg.attn_logits_soft_cap or None
 
   def __call__(self, x_BTD, positions_BT, segment_ids_BT, cache=None):

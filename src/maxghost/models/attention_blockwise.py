@@ -5,9 +5,6 @@ Source: Rabe and Staats, arXiv:2112.05682; the backward pass from the saved log-
 Only blocks on or below the diagonal (and inside the window) are computed: the inner loop's bounds depend on the block.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -30,19 +27,12 @@ def attend(q_BKGTh, k_BKTh, v_BKTh, segment_ids_BT, sinks_BKGT, shape, block: in
   q, k, v = (_pad(x, x.ndim - 2, padding) for x in (q_BKGTh, k_BKTh, v_BKTh))
   segments = _pad(segment_ids_BT, 1, padding)
   sinks = None if sinks_BKGT is None else _pad(sinks_BKGT, 3, padding)
-  arguments = (shape, block, q, k, v, segments, sinks)
-  out: jax.Array = _forward(*arguments)[0] if autodiff.in_forward_mode() else _attend(*arguments)
-  return out[:, :, :, :length]
+  return _attend(shape, block, q, k, v, segments, sinks)[:, :, :, :length]
 
 
 def _pad(x, axis: int, amount: int):
   widths = [(0, amount if i == axis % x.ndim else 0) for i in range(x.ndim)]
   return jnp.pad(x, widths) if amount else x
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(shape, block, q, k, v, segments, sinks):
-  return _forward(shape, block, q, k, v, segments, sinks)[0]
 
 
 def _cut(x, index, block: int, axis: int):
@@ -70,7 +60,7 @@ def _mask(shape, block: int, segments, i, j):
 
 
 def _forward(shape, block, q, k, v, segments, sinks):
-  """(out, log-sum-exp of the scores and the sink [B, K, G, T] in float32 or wider)."""
+  """(out, (the arguments, out, log-sum-exp of the scores and the sink [B, K, G, T] in float32 or wider))."""
   wide = jnp.promote_types(q.dtype, jnp.float32)
   rows = (*q.shape[:3], block)
   lowest = jnp.asarray(-0.7 * jnp.finfo(wide).max, wide)
@@ -99,7 +89,8 @@ def _forward(shape, block, q, k, v, segments, sinks):
     return None, ((out / total[..., None]).astype(q.dtype), highest + jnp.log(total))
 
   _, (out_N, log_sum_N) = lax.scan(query_block, None, jnp.arange(q.shape[3] // block))
-  return _unblock(out_N, 3), _unblock(log_sum_N, 3)
+  out, log_sum = _unblock(out_N, 3), _unblock(log_sum_N, 3)
+  return out, (q, k, v, segments, sinks, out, log_sum)
 
 
 def _unblock(x_N, axis: int):
@@ -108,12 +99,7 @@ def _unblock(x_N, axis: int):
   return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
-def _attend_fwd(shape, block, q, k, v, segments, sinks):
-  out, log_sum = _forward(shape, block, q, k, v, segments, sinks)
-  return out, (q, k, v, segments, sinks, out, log_sum)
-
-
-def _attend_bwd(shape, block, residuals, g):
+def _backward(shape, block, residuals, g):
   q, k, v, segments, sinks, out, log_sum = residuals
   wide, num_blocks = log_sum.dtype, q.shape[3] // block
   # The derivative of the softmax subtracts <g, out> of a query from every score of its row.
@@ -150,4 +136,4 @@ def _attend_bwd(shape, block, residuals, g):
   return dq.astype(q.dtype), _unblock(dk_N, 2), _unblock(dv_N, 2), d_segments, d_sinks
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+_attend = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0, 1))

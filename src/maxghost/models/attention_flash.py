@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from maxghost.config.errors import ConfigError
 from maxghost.models import autodiff
+from maxghost.models.layers import KEYS, QUERIES
 from maxghost.parallel import shardings
 
 _LANES = 128
@@ -19,11 +20,10 @@ _MAX_BLOCK = 512
 
 def attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, platform: str):
   """As `attention_ops.attend`; raises ConfigError, with a setting that works, for what the kernel does not support."""
-  if platform == "tpu":
-    return splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape)
-  if platform in ("gpu", "cuda", "rocm"):
-    return cudnn(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape)
-  raise ConfigError(f"attention=flash has no kernel on {platform}, only on tpu and gpu; use attention=blockwise")
+  kernel = {"tpu": splash, "gpu": cudnn, "cuda": cudnn, "rocm": cudnn}.get(platform)
+  if kernel is None:
+    raise ConfigError(f"attention=flash has no kernel on {platform}, only on tpu and gpu; use attention=blockwise")
+  return kernel(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape)
 
 
 def splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, interpret: bool = False):
@@ -40,17 +40,17 @@ def splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, interpret: b
   if layout is None or layout.num_devices == 1:
     return run(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks)
   # A Pallas kernel is opaque to the partitioner: each device runs it on its own rows and heads.
-  heads = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
-  kv_heads = ("activation_batch", "activation_kv_length", "activation_kv_heads", "activation_kv")
-  specs = [layout.spec(heads, q_BTHh.shape, "queries")]
-  specs += [layout.spec(kv_heads, x.shape, name) for name, x in (("keys", k_BTKh), ("values", v_BTKh))]
+  specs = [layout.spec(QUERIES, q_BTHh.shape, "queries")]
+  specs += [layout.spec(KEYS, x.shape, name) for name, x in (("keys", k_BTKh), ("values", v_BTKh))]
   if len(specs[0]) > 1 and specs[0][1] is not None:
     raise ConfigError(
       "attention=flash needs the positions of a row on one device, but the mesh splits them; use "
       "attention=dot_product, or ici_context_parallelism=1"
     )
-  rows = None if segment_ids_BT is None else layout.spec(heads[:2], segment_ids_BT.shape, "segment ids")
-  by_head = None if sinks is None else layout.spec(heads[2:3] if sinks.ndim == 1 else heads[:3], sinks.shape, "sinks")
+  rows = None if segment_ids_BT is None else layout.spec(QUERIES[:2], segment_ids_BT.shape, "segment ids")
+  by_head = (
+    None if sinks is None else layout.spec(QUERIES[2:3] if sinks.ndim == 1 else QUERIES[:3], sinks.shape, "sinks")
+  )
   mapped = jax.shard_map(run, mesh=layout.mesh, in_specs=(*specs, rows, by_head), out_specs=specs[0], check_vma=False)
   return mapped(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks)
 
@@ -66,7 +66,7 @@ def _splash_whole(shape, interpret: bool, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT
     out = _splash(shape, interpret, q, k, v, segments, sinks)
   else:
     sinks = jnp.pad(sinks, ((0, 0), (0, padding), (0, 0)), mode="edge")
-    out: jax.Array = _splash_with_sinks(shape, interpret, q, k, v, segments, sinks)
+    out = _splash_with_sinks(shape, interpret, q, k, v, segments, sinks)
   return out.swapaxes(1, 2)[:, :length]
 
 
@@ -79,12 +79,10 @@ def _splash(shape, interpret: bool, q_BHTh, k_BKTh, v_BKTh, segments_BT, sinks_H
   mask = lib.CausalMask(square) if window is None else lib.LocalMask(square, (window - 1, 0), 0)
   block = next(size for size in (_MAX_BLOCK, 256, _LANES) if length % size == 0)
   # Unfused, because the fused backward kernel holds one dq for every block of keys.
-  blocks = lib.BlockSizes(
-    block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
-  )
+  sizes = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
   kernel = lib.make_splash_mha(
     lib.MultiHeadMask([mask] * heads),
-    block_sizes=blocks,
+    block_sizes=lib.BlockSizes(**dict.fromkeys(sizes, block)),
     head_shards=1,
     q_seq_shards=1,
     attn_logits_soft_cap=shape.soft_cap,
@@ -98,18 +96,13 @@ def _splash(shape, interpret: bool, q_BHTh, k_BKTh, v_BKTh, segments_BT, sinks_H
   return jax.vmap(one, (0, 0, 0, None if segments_BT is None else 0))(q_BHTh, k_BKTh, v_BKTh, segments_BT)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _splash_with_sinks(shape, interpret, q, k, v, segments, sinks_BTH) -> jax.Array:
+def _forward(shape, interpret, q, k, v, segments, sinks_BTH):
   # The kernel takes one sink per head: all positions of a head hold the same value, only their gradients differ.
-  return _splash(shape, interpret, q, k, v, segments, sinks_BTH[0, 0])
-
-
-def _splash_with_sinks_fwd(shape, interpret, q, k, v, segments, sinks_BTH):
   out, (log_sum_BHT,) = _splash(shape, interpret, q, k, v, segments, sinks_BTH[0, 0], save_residuals=True)
   return out, (q, k, v, segments, sinks_BTH, out, log_sum_BHT)
 
 
-def _splash_with_sinks_bwd(shape, interpret, residuals, g):
+def _backward(shape, interpret, residuals, g):
   q, k, v, segments, sinks_BTH, out, log_sum_BHT = residuals
   _, pull = jax.vjp(lambda q, k, v: _splash(shape, interpret, q, k, v, segments, sinks_BTH[0, 0]), q, k, v)
   row_BHT = jnp.einsum("bhtw,bhtw->bht", g, out, preferred_element_type=log_sum_BHT.dtype)
@@ -118,7 +111,7 @@ def _splash_with_sinks_bwd(shape, interpret, residuals, g):
   return *pull(g), d_segments, d_sinks_BHT.transpose(0, 2, 1).astype(sinks_BTH.dtype)
 
 
-_splash_with_sinks.defvjp(_splash_with_sinks_fwd, _splash_with_sinks_bwd)
+_splash_with_sinks = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0, 1))
 
 
 def cudnn(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, implementation: Literal["cudnn", "xla"] = "cudnn"):

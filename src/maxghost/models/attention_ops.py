@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from maxghost.config.errors import ConfigError
-from maxghost.models import attention_blockwise, attention_flash, autodiff, platforms
+from maxghost.models import attention_blockwise, attention_flash, autodiff
 from maxghost.parallel import shardings
 
 KERNELS = ("autoselected", "dot_product", "blockwise", "flash")
@@ -77,7 +77,7 @@ def attend(
   kernel = resolve_kernel(kernel, num_positions)
   shape = Shape(q_BTHh.shape[-1] ** -0.5 if scale is None else float(scale), window, soft_cap)
   if kernel == "flash" and not autodiff.in_forward_mode():
-    return attention_flash.attend(q_BTHh, k_BSKh, v_BSKh, segment_ids_BT, sinks_H, shape, platforms.target())
+    return attention_flash.attend(q_BTHh, k_BSKh, v_BSKh, segment_ids_BT, sinks_H, shape, shardings.platform())
   q_BKGTh = group_heads(q_BTHh, k_BSKh.shape[2])
   k_BKSh, v_BKSh = k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
   sinks_BKGT = None if sinks_H is None else _group_sinks(sinks_H, q_BKGTh)
@@ -105,7 +105,7 @@ def resolve_kernel(kernel: str, num_positions: int) -> str:
     return kernel
   if shardings.num_parts("activation_length") > 1:
     return "dot_product"
-  return "blockwise" if platforms.target() == "cpu" or num_positions > SHORT else "dot_product"
+  return "blockwise" if shardings.platform() == "cpu" or num_positions > SHORT else "dot_product"
 
 
 def _check(q_BTHh, k_BSKh, v_BSKh, window, soft_cap) -> None:

@@ -2,44 +2,37 @@
 
 import contextlib
 import contextvars
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxghost.parallel.shardings import setting
+
 _forward_mode = contextvars.ContextVar("maxghost_forward_mode", default=False)
 _in_order = contextvars.ContextVar("maxghost_gradients_in_order", default=False)
 
 
-@contextlib.contextmanager
-def forward_mode():
+def forward_mode() -> contextlib.AbstractContextManager[None]:
   """Traces this project's hand-written backward passes as plain JAX, with the same values.
 
   `jax.jvp` needs this, because custom_vjp has no forward mode.
   """
-  token = _forward_mode.set(True)
-  try:
-    yield
-  finally:
-    _forward_mode.reset(token)
+  return setting(_forward_mode, True)
 
 
 def in_forward_mode() -> bool:
   return _forward_mode.get()
 
 
-@contextlib.contextmanager
-def gradients_in_order():
+def gradients_in_order() -> contextlib.AbstractContextManager[None]:
   """Makes a backward pass compute a layer's weight gradient and scores before it goes on to the previous layer.
 
   Affects dense and probed layers; values stay the same. Otherwise the TPU compiler defers weight gradients that have
   further uses, and keeps the inputs and cotangents of several layers for them.
   """
-  token = _in_order.set(True)
-  try:
-    yield
-  finally:
-    _in_order.reset(token)
+  return setting(_in_order, True)
 
 
 def barrier(*trees):
@@ -70,21 +63,34 @@ def no_cotangent(x):
   return np.zeros(x.shape, jax.dtypes.float0)
 
 
+def with_backward(forward: Callable, backward: Callable, nondiff_argnums: tuple[int, ...] = ()) -> Callable:
+  """The function `forward(*arguments)[0]` with a hand-written backward pass; plain JAX inside `forward_mode`.
+
+  Args:
+    forward: Returns the output and what the backward pass keeps.
+    backward: Called as by `jax.custom_vjp`, with the arguments of `nondiff_argnums`, what is kept, and the cotangent.
+    nondiff_argnums: Arguments that are no arrays.
+  """
+
+  def plain(*arguments):
+    return forward(*arguments)[0]
+
+  rule = jax.custom_vjp(plain, nondiff_argnums=nondiff_argnums)
+  rule.defvjp(forward, backward)
+  return lambda *arguments: plain(*arguments) if in_forward_mode() else rule(*arguments)
+
+
+_split_residual = with_backward(lambda x: (x, None), lambda _, cotangent: (cotangent,))
+_join_cotangents = with_backward(lambda xs: (xs, None), lambda _, cotangents: (list(barrier(*cotangents)),))
+
+
 def split_residual(x):
   """Returns x; the cotangents of the branch that starts here are summed before those of x's other uses are added.
 
   Float addition depends on its order. At the start of a residual branch this makes the order independent of how the
   branch's first layer writes its backward pass, so a run with scores has the bits of one without.
   """
-  return x if in_forward_mode() else _split_residual(x)
-
-
-@jax.custom_vjp
-def _split_residual(x):
-  return x
-
-
-_split_residual.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent,))
+  return _split_residual(x)
 
 
 def join_cotangents(xs: list) -> list:
@@ -94,12 +100,4 @@ def join_cotangents(xs: list) -> list:
   it, and keeps the branches and the product's cotangent until the last one. Computed together, the cotangents replace
   these arrays.
   """
-  return list(xs) if in_forward_mode() else _join_cotangents(list(xs))
-
-
-@jax.custom_vjp
-def _join_cotangents(xs):
-  return xs
-
-
-_join_cotangents.defvjp(lambda xs: (xs, None), lambda _, cotangents: (list(barrier(*cotangents)),))
+  return _join_cotangents(list(xs))

@@ -11,8 +11,7 @@ from maxghost.config.families import FAMILIES
 from maxghost.config.schema import ModelConfig
 from maxghost.models import autodiff
 from maxghost.models.attention import SelfAttention
-from maxghost.models.hidden import Hidden
-from maxghost.models.layers import FEED_FORWARD, HIDDEN, gated, linear, norm
+from maxghost.models.layers import FEED_FORWARD, HIDDEN, Hidden, gated, linear, norm
 from maxghost.models.moe import RoutedMoe
 from maxghost.parallel import constrain
 

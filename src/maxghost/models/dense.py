@@ -3,9 +3,6 @@
 B batch, T positions, I inputs of a dense layer, O outputs.
 """
 
-import functools
-
-import jax
 from jax import lax
 
 from maxghost.models import autodiff
@@ -24,14 +21,9 @@ def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_t
   trailing = tuple(range(lhs.ndim - count, lhs.ndim))
   if tuple(lhs_contract) != trailing or tuple(rhs_contract) != tuple(range(count)) or lhs_batch or rhs_batch:
     raise ValueError(f"dense dot_general contracts trailing with leading axes; got {dimension_numbers}")
-  if out_sharding is not None or autodiff.in_forward_mode():
+  if out_sharding is not None:
     return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
   return _dense(count, precision, preferred_element_type, lhs, rhs)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _dense(count, precision, out_dtype, x, w):
-  return contract(x, w, count, precision, out_dtype)
 
 
 def contract(x, w, count, precision=None, out_dtype=None):
@@ -55,16 +47,15 @@ def outer_sum(x, g, count, outputs, precision=None, out_dtype=None):
   return lax.dot_general(x, g, ((leading, leading), ((), ())), precision=precision, preferred_element_type=out_dtype)
 
 
-def _dense_fwd(count, precision, out_dtype, x, w):
-  # Not `_dense` again: a remat policy sees products, but not into a nested custom_vjp.
+def _forward(count, precision, out_dtype, x, w):
   return contract(x, w, count, precision, out_dtype), (x, w)
 
 
-def _dense_bwd(count, precision, out_dtype, residuals, g):
+def _backward(count, precision, out_dtype, residuals, g):
   x, w = residuals
   dw = outer_sum(x, g, count, w.ndim - count, precision, w.dtype)
   g, dw = autodiff.barrier(g, dw)
   return contract_transposed(g, w, count, precision, x.dtype), dw
 
 
-_dense.defvjp(_dense_fwd, _dense_bwd)
+_dense = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0, 1, 2))

@@ -27,11 +27,6 @@ def grouped_matmul(x_RI, w_GIO, sizes_G, precision=None):
   return _grouped(precision, x_RI, w_GIO, sizes_G)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(precision, x_RI, w_GIO, sizes_G):
-  return product(x_RI, w_GIO, sizes_G, precision)
-
-
 def _forward(precision, x_RI, w_GIO, sizes_G):
   return product(x_RI, w_GIO, sizes_G, precision), (x_RI, w_GIO, sizes_G)
 
@@ -43,7 +38,7 @@ def _backward(precision, residuals, g_RO):
   return dx_RI.astype(x_RI.dtype), outer_sums(x_RI, g_RO, sizes_G, precision).astype(w_GIO.dtype), no_size
 
 
-_grouped.defvjp(_forward, _backward)
+_grouped = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0,))
 
 
 def product(x_RI, w_GIO, sizes_G, precision=None, dtype=None):
@@ -99,12 +94,10 @@ def _choose(on_cpu, elsewhere, arguments):
   return bilinear(*arguments)
 
 
-def _block(most: int, num_rows: int) -> int:
-  return min(most, 8 * math.ceil(num_rows / 8))
-
-
-def _padded(x, block: int):
-  return jnp.pad(x, ((0, block), (0, 0)))
+def _in_blocks(most: int, *arrays):
+  """(rows of a block, the arrays [R, ...] with a block of padding)."""
+  block = min(most, 8 * math.ceil(arrays[0].shape[0] / 8))
+  return block, *(jnp.pad(x, ((0, block), (0, 0))) for x in arrays)
 
 
 def _blocks(x_R, w_G, sizes_G, *, contract: int, precision, dtype):
@@ -113,8 +106,7 @@ def _blocks(x_R, w_G, sizes_G, *, contract: int, precision, dtype):
   A group's last block runs over into the rows of the next group, which overwrites them, or into padding.
   """
   num_rows, num_groups = x_R.shape[0], w_G.shape[0]
-  block = _block(_BLOCK, num_rows)
-  padded, starts_G = _padded(x_R, block), jnp.cumsum(sizes_G) - sizes_G
+  (block, padded), starts_G = _in_blocks(_BLOCK, x_R), jnp.cumsum(sizes_G) - sizes_G
 
   def group(e, out):
     w = lax.dynamic_index_in_dim(w_G, e, keepdims=False)
@@ -132,14 +124,13 @@ def _blocks(x_R, w_G, sizes_G, *, contract: int, precision, dtype):
 
 
 def _outer_blocks(x_RI, g_RO, sizes_G, *, precision):
-  block = _block(_OUTER_BLOCK, x_RI.shape[0])
+  (block, *padded), starts_G = _in_blocks(_OUTER_BLOCK, x_RI, g_RO), jnp.cumsum(sizes_G) - sizes_G
   wide = jnp.promote_types(x_RI.dtype, jnp.float32)
-  x_pad, g_pad, starts_G = _padded(x_RI, block), _padded(g_RO, block), jnp.cumsum(sizes_G) - sizes_G
 
   def group(e, sums):
     def one(j, total):
       start = starts_G[e] + j * block
-      x, g = (lax.dynamic_slice_in_dim(a, start, block) for a in (x_pad, g_pad))
+      x, g = (lax.dynamic_slice_in_dim(a, start, block) for a in padded)
       own = jnp.arange(block)[:, None] < sizes_G[e] - j * block
       g = jnp.where(own, g, 0)
       return total + lax.dot_general(x, g, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=wide)

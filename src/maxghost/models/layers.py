@@ -1,8 +1,9 @@
-"""The building blocks of layers: dense layers, norms and activations, chosen by the config.
+"""The building blocks of layers: what flows through them, dense layers, norms and activations, chosen by the config.
 
-F feed-forward width.
+B batch, T positions, D embed dim, F feed-forward width.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -27,6 +28,15 @@ ACTIVATIONS = {
   "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
   "one_plus": lambda x: 1 + x,
 }
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+  """Hidden states and, in a model with experts, the routing so far (`moe.no_routing`); None in a dense one."""
+
+  x_BTD: Any
+  routing: dict[str, Any] | None = None
 
 
 def linear(

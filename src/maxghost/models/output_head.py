@@ -3,31 +3,19 @@
 B batch, T positions, D embed dim, V vocabulary.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.models.hidden import Hidden
+from maxghost.models.layers import Hidden
 from maxghost.parallel import constrain
-
-
-class Tiles(Protocol):
-  """A loss that forms its logits in tiles (`objectives.tiled.Head`)."""
-
-  def __call__(self, x_BTD, table, targets_BT, weights_BT) -> Any: ...
-
-
-class Tiling(Protocol):
-  """The settings of tiles that do not depend on the projection (`objectives.tiled.Tiling`)."""
-
-  def of(self, *, tied: bool, dtype, precision, soft_cap: float | None) -> Tiles: ...
 
 
 class TiedTable(nnx.Embed):
   """A token embedding [V, D] that is also the output projection."""
 
-  def losses(self, tiles: Tiles, x_BTD, targets_BT, weights_BT):
+  def losses(self, tiles: Callable, x_BTD, targets_BT, weights_BT):
     """The loss of each position, [B, T], by tiles of `attend`."""
     return tiles(x_BTD, self.embedding[...], targets_BT, weights_BT)
 
@@ -35,7 +23,7 @@ class TiedTable(nnx.Embed):
 class OutputProjection(nnx.LinearGeneral):
   """A projection [D, V] without bias."""
 
-  def losses(self, tiles: Tiles, x_BTD, targets_BT, weights_BT):
+  def losses(self, tiles: Callable, x_BTD, targets_BT, weights_BT):
     """The loss of each position, [B, T], by tiles of the logits."""
     return tiles(x_BTD, self.kernel[...], targets_BT, weights_BT)
 
@@ -58,8 +46,11 @@ class OutputHead(nnx.Module):
     logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
     return logits_BTV if self.soft_cap is None else self.soft_cap * jnp.tanh(logits_BTV / self.soft_cap)
 
-  def losses(self, hidden: Hidden, targets_BT, weights_BT, tiling: Tiling):
-    """The loss of each position, [B, T], equal to that of whole `logits`. weights_BT: the loss weights, if known."""
+  def losses(self, hidden: Hidden, targets_BT, weights_BT, tiling):
+    """The loss of each position, [B, T], equal to that of whole `logits`, by tiles (`objectives.tiled.Tiling`).
+
+    weights_BT: the loss weights, if known.
+    """
     projection = self.projection
     tied = isinstance(projection, TiedTable)
     tiles = tiling.of(

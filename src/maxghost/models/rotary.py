@@ -14,32 +14,16 @@ from maxghost.config.schema import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-  """The static settings of the rotation, named as in the configuration.
+  """The rotation that a configuration asks for."""
 
-  rope_type: default, llama3.1, yarn, or none (no rotation).
-  """
-
-  rope_type: str
-  rope_max_timescale: float
-  rope_factor: float
-  original_max_position_embeddings: int
-  rope_low_freq_factor: float
-  rope_high_freq_factor: float
-  beta_fast: float
-  beta_slow: float
-  rope_truncate: bool
-  rope_attention_scaling: bool
-
-  @classmethod
-  def of(cls, cfg: ModelConfig) -> "Rotary":
-    return cls(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(cls)})
+  cfg: ModelConfig
 
   def __call__(self, x_BTHh, positions_BT):
     """Rotates each head by its position. x_BTHh: any float dtype, kept; angles are formed in float32 or wider.
 
     h must be even. Position p turns pair i by p * `frequencies`[i] radians.
     """
-    if self.rope_type == "none":
+    if self.cfg.rope_type == "none":
       return x_BTHh
     half = x_BTHh.shape[-1] // 2
     angle_dtype = jnp.promote_types(x_BTHh.dtype, jnp.float32)
@@ -55,26 +39,26 @@ class Rotary:
   @property
   def scale(self) -> float:
     """Factor on every rotated head. Source: Peng et al., arXiv:2309.00071, section 3.4."""
-    if self.rope_type != "yarn" or not self.rope_attention_scaling:
+    if self.cfg.rope_type != "yarn" or not self.cfg.rope_attention_scaling:
       return 1.0
-    return 0.1 * math.log(self.rope_factor) + 1.0
+    return 0.1 * math.log(self.cfg.rope_factor) + 1.0
 
   def frequencies(self, half: int, dtype):
     """Radians per position of each of the `half` pairs."""
     exponent_i = jnp.arange(half, dtype=dtype) / half
-    frequency_i = jnp.asarray(self.rope_max_timescale, dtype) ** -exponent_i
-    if self.rope_type == "llama3.1":
+    frequency_i = jnp.asarray(self.cfg.rope_max_timescale, dtype) ** -exponent_i
+    if self.cfg.rope_type == "llama3.1":
       return self._stretched_by_wavelength(frequency_i)
-    if self.rope_type == "yarn":
+    if self.cfg.rope_type == "yarn":
       return self._stretched_by_index(frequency_i)
     return frequency_i
 
   def _stretched_by_wavelength(self, frequency_i):
     """Llama 3.1: the share of the plain frequency falls from 1 to 0 with the turns in the original length."""
-    turns_i = self.original_max_position_embeddings * frequency_i / (2 * math.pi)
-    low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+    turns_i = self.cfg.original_max_position_embeddings * frequency_i / (2 * math.pi)
+    low, high = self.cfg.rope_low_freq_factor, self.cfg.rope_high_freq_factor
     plain_i = jnp.clip((turns_i - low) / (high - low), 0, 1)
-    return frequency_i * (plain_i + (1 - plain_i) / self.rope_factor)
+    return frequency_i * (plain_i + (1 - plain_i) / self.cfg.rope_factor)
 
   def _stretched_by_index(self, frequency_i):
     """YaRN: the share of the plain frequency falls linearly in the index, from 1 at the pair that turns beta_fast times
@@ -82,13 +66,13 @@ class Rotary:
     half = len(frequency_i)
 
     def index_of(turns: float) -> float:
-      length = self.original_max_position_embeddings / (turns * 2 * math.pi)
-      return half * math.log(length) / math.log(self.rope_max_timescale)
+      length = self.cfg.original_max_position_embeddings / (turns * 2 * math.pi)
+      return half * math.log(length) / math.log(self.cfg.rope_max_timescale)
 
-    first, last = index_of(self.beta_fast), index_of(self.beta_slow)
-    if self.rope_truncate:
+    first, last = index_of(self.cfg.beta_fast), index_of(self.cfg.beta_slow)
+    if self.cfg.rope_truncate:
       first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * half - 1)
     width = last - first or 0.001
     plain_i = 1 - jnp.clip((jnp.arange(half, dtype=frequency_i.dtype) - first) / width, 0, 1)
-    return frequency_i * (plain_i + (1 - plain_i) / self.rope_factor)
+    return frequency_i * (plain_i + (1 - plain_i) / self.cfg.rope_factor)

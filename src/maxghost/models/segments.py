@@ -8,7 +8,6 @@ chapter 12).
 L layers, k layers in a segment.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -94,139 +93,101 @@ def remat_scan(
     return functools.partial(
       remat_scan, segment_lengths=segment_lengths, length=length, in_axes=in_axes, out_axes=out_axes, policy=policy
     )
+  if sum(axis is nnx.Carry for axis in in_axes) > 1:
+    raise ValueError("in_axes has several nnx.Carry; put what is carried into one pytree")
 
   def wrapped(*args):
     if len(args) != len(in_axes):
       raise ValueError(f"{len(args)} arguments, but in_axes has {len(in_axes)} entries")
-    return _LiftedScan(f, args, in_axes, out_axes, policy).run(length, segment_lengths)
+    call = _Call(f, args, in_axes, out_axes)
+    carry, broadcast = call.select(nnx.Carry), call.select(None)
+    scanned = {path: jnp.moveaxis(x, call.axes[path], 0) for path, x in call.select(int).items()}
+    lengths = {x.shape[0] for x in scanned.values()} | ({length} if length is not None else set())
+    if len(lengths) != 1:
+      raise ValueError(f"the arguments of remat_scan have {sorted(lengths) or 'no'} layers; give all the same length")
+    layer = lambda carry, scanned: call.layer(carry, scanned, broadcast)  # noqa: E731  traced anew each time
+    if policy is not None:
+      layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    index = jnp.arange(lengths.pop())
+    carry, (changed, out) = scan(lambda c, xs: layer(c, xs[0]), carry, (scanned, index), segment_lengths)
+    return call.write_back(carry, changed, out)
 
   return wrapped
 
 
-@dataclasses.dataclass(frozen=True)
-class _Argument:
-  """An argument taken apart. leaves: {path: array or Variable}, axes: {path: int | None | nnx.Carry}.
+class _Call:
+  """One call of `remat_scan`. Its state are the arrays of all arguments: {(argument number, *path): array}."""
 
-  graphdef: of an nnx object; else tree, of a pytree.
-  """
+  def __init__(self, f: Callable, args: tuple, in_axes: tuple, out_axes: Any):
+    self.f, self.args, self.several = f, args, isinstance(out_axes, tuple)
+    self.out_axes: tuple = out_axes if self.several else (out_axes,)
+    self.carry_at = in_axes.index(nnx.Carry) if nnx.Carry in self.out_axes else -1
+    plain = tuple(arg if nnx.graph.is_graph_node(arg) else jax.tree.map(jnp.asarray, arg) for arg in args)
+    self.graphdef, state = nnx.split(plain)
+    self.leaves: dict[tuple, Any] = dict(nnx.to_flat_state(state))  # arrays and Variables, later also new ones
+    self.given = dict(self.leaves)
+    axes = {path: in_axes[path[0]] for path in self.given}
+    self.axes = {
+      path: axis.map_prefix(path[1:], self.given[path]) if isinstance(axis, nnx.StateAxes) else axis
+      for path, axis in axes.items()
+    }
 
-  leaves: Mapping
-  axes: Mapping
-  graphdef: Any = None
-  tree: Any = None
+  def select(self, kind) -> dict[tuple, jax.Array]:
+    """The arrays whose axis is `kind`: int (any), None or nnx.Carry."""
+    return {
+      path: _array(leaf)
+      for path, leaf in self.given.items()
+      if (int if isinstance(self.axes[path], int) else self.axes[path]) is kind
+    }
 
-  @classmethod
-  def of(cls, value, axis) -> "_Argument":
-    if nnx.graph.is_graph_node(value):
-      graphdef, state = nnx.split(value)
-      flat = dict(nnx.to_flat_state(state))
-      find = axis.map_prefix if isinstance(axis, nnx.StateAxes) else lambda path, variable: axis
-      return cls(flat, {path: find(path, v) for path, v in flat.items()}, graphdef=graphdef)
-    if isinstance(axis, nnx.StateAxes):
-      raise ValueError("nnx.StateAxes in in_axes is for an nnx object; give an int, None or nnx.Carry")
-    leaves, tree = jax.tree.flatten(value)
-    return cls(dict(enumerate(leaves)), dict.fromkeys(range(len(leaves)), axis), tree=tree)
+  def build(self, arrays: Mapping[tuple, Any]) -> tuple:
+    """The arguments with these arrays."""
+    flat = [(path, _with_array(leaf, arrays[path])) for path, leaf in self.given.items()]
+    return nnx.merge(self.graphdef, nnx.from_flat_state(flat))
 
-  def select(self, kind) -> dict:
-    """{path: array} of the leaves whose axis is `kind`: int (any), None or nnx.Carry."""
-    return {p: _array(v) for p, v in self.leaves.items() if _kind(self.axes[p]) is kind}
+  def layer(self, carry: Mapping, scanned: Mapping, broadcast: Mapping):
+    """f on one layer. Returns (carry, (arrays that it changed or added, {position: output}))."""
+    given = {**carry, **scanned, **broadcast}
+    values = self.build(given)
+    out = self.f(*values)
+    out = dict(enumerate(out if self.several else (out,)))
+    carry, changed = {}, {}
+    for position, axis in enumerate(self.out_axes):
+      if axis is nnx.Carry:
+        values = tuple(out.pop(position) if i == self.carry_at else value for i, value in enumerate(values))
+    for path, leaf in nnx.to_flat_state(nnx.split(values)[1]):
+      array, axis = _array(leaf), self.axes.get(path, 0)
+      if axis is nnx.Carry:
+        carry[path] = array
+      elif array is not given.get(path):
+        if axis is None:
+          raise ValueError(
+            f"{slash_path(path[1:])} ({type(leaf).__name__}) has axis None in remat_scan, but the layer "
+            f"changes it; give it nnx.Carry or a layer axis by nnx.StateAxes"
+          )
+        changed[path], self.leaves[path] = array, leaf
+    return carry, (changed, out)
 
-  def build(self, arrays: Mapping):
-    """The value with these arrays as leaves."""
-    if self.graphdef is None:
-      return jax.tree.unflatten(self.tree, [arrays[i] for i in range(len(arrays))])
-    return nnx.merge(self.graphdef, nnx.from_flat_state({p: v.replace(arrays[p]) for p, v in self.leaves.items()}))
+  def write_back(self, carry: Mapping, changed: Mapping, out: Mapping):
+    """Puts the new arrays into the nnx objects among the arguments; returns the outputs."""
+    stacked = {path: jnp.moveaxis(x, 0, self.axes.get(path, 0)) for path, x in changed.items()}
+    for i, arg in enumerate(self.args):
+      own = {p[1:]: _with_array(self.leaves[p], x) for p, x in {**carry, **stacked}.items() if p[0] == i}
+      if own and nnx.graph.is_graph_node(arg):
+        nnx.update(arg, nnx.from_flat_state(own))
+    final = self.build({path: carry.get(path, _array(leaf)) for path, leaf in self.given.items()})
+    outputs = tuple(
+      final[self.carry_at]
+      if axis is nnx.Carry
+      else jax.tree.map(lambda x, axis=axis: jnp.moveaxis(x, 0, axis), out[position])
+      for position, axis in enumerate(self.out_axes)
+    )
+    return outputs if self.several else outputs[0]
 
 
 def _array(leaf):
-  return leaf.get_value() if isinstance(leaf, nnx.Variable) else jnp.asarray(leaf)
+  return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _kind(axis):
-  return int if isinstance(axis, int) else axis
-
-
-class _LiftedScan:
-  """One call of `remat_scan`. State passes through the scan as {argument number: {path: array}}."""
-
-  def __init__(self, f, args, in_axes, out_axes, policy):
-    self.f, self.args, self.out_axes, self.policy = f, args, out_axes, policy
-    self.in_axes = in_axes
-    if sum(axis is nnx.Carry for axis in in_axes) > 1:
-      raise ValueError("in_axes has several nnx.Carry; put what is carried into one pytree")
-    self.parts = [_Argument.of(a, axis) for a, axis in zip(args, in_axes, strict=True)]
-    self.templates: dict = {}  # (argument, path) -> a Variable of what f changes or adds
-
-  def run(self, length: int | None, segment_lengths: tuple[int, ...]):
-    carry, broadcast = ({i: p.select(kind) for i, p in enumerate(self.parts)} for kind in (nnx.Carry, None))
-    scanned = {
-      i: {path: jnp.moveaxis(x, p.axes[path], 0) for path, x in p.select(int).items()} for i, p in enumerate(self.parts)
-    }
-    lengths = {x.shape[0] for x in jax.tree.leaves(scanned)} | ({length} if length is not None else set())
-    if len(lengths) != 1:
-      raise ValueError(f"the arguments of remat_scan have {sorted(lengths) or 'no'} layers; give all the same length")
-    layer = lambda carry, scanned, broadcast: self.layer(carry, scanned, broadcast)  # noqa: E731  traced anew each time
-    if self.policy is not None:
-      layer = jax.checkpoint(layer, policy=self.policy, prevent_cse=False)
-    index = jnp.arange(lengths.pop())
-    carry, ys = scan(lambda c, xs: layer(c, xs[0], broadcast), carry, (scanned, index), segment_lengths)
-    self.write_back(carry, ys["states"])
-    return self.outputs(carry, ys["outputs"])
-
-  def layer(self, carry, scanned, broadcast):
-    """f on one layer. Returns (carry, {"states": what it changed, "outputs": {position: output}})."""
-    given = [{**carry[i], **scanned[i], **broadcast[i]} for i in range(len(self.parts))]
-    values = [p.build(arrays) for p, arrays in zip(self.parts, given, strict=True)]
-    out = self.f(*values)
-    states, carry = {}, {i: dict(c) for i, c in carry.items()}
-    for i, (p, value) in enumerate(zip(self.parts, values, strict=True)):
-      states[i] = {} if p.graphdef is None else self.changes(i, p, nnx.state(value), given[i], carry[i])
-    outputs = {}
-    axes, out = (self.out_axes, out) if isinstance(self.out_axes, tuple) else ((self.out_axes,), (out,))
-    for position, (axis, value) in enumerate(zip(axes, out, strict=True)):
-      if axis is nnx.Carry:
-        at = self.in_axes.index(nnx.Carry)
-        carry[at] = dict(enumerate(jax.tree.leaves(value)))
-      else:
-        outputs[position] = value
-    return carry, {"states": states, "outputs": outputs}
-
-  def changes(self, i: int, part: _Argument, state, given: Mapping, carry: dict) -> dict:
-    """{path: array} of the layer's new or changed Variables; carried ones go into `carry`."""
-    out = {}
-    for path, variable in nnx.to_flat_state(state):
-      array = variable.get_value()
-      axis = part.axes.get(path, 0)
-      if axis is nnx.Carry:
-        carry[path] = array
-      elif path not in given or array is not given[path]:
-        if axis is None:
-          raise ValueError(
-            f"{slash_path(path)} ({type(variable).__name__}) has axis None in remat_scan, but the layer "
-            f"changes it; give it nnx.Carry or a layer axis by nnx.StateAxes"
-          )
-        out[path] = array
-        self.templates[i, path] = variable
-    return out
-
-  def write_back(self, carry, states) -> None:
-    for i, part in enumerate(self.parts):
-      if part.graphdef is None:
-        continue
-      flat = {path: part.leaves[path].replace(x) for path, x in carry[i].items()}
-      for path, stacked in states[i].items():
-        axis = part.axes.get(path, 0)
-        flat[path] = self.templates[i, path].replace(jax.tree.map(lambda x, a=axis: jnp.moveaxis(x, 0, a), stacked))
-      if flat:
-        nnx.update(self.args[i], nnx.from_flat_state(flat))
-
-  def outputs(self, carry, stacked: Mapping):
-    axes = self.out_axes if isinstance(self.out_axes, tuple) else (self.out_axes,)
-    out = []
-    for position, axis in enumerate(axes):
-      if axis is nnx.Carry:
-        at = self.in_axes.index(nnx.Carry)
-        out.append(self.parts[at].build(carry[at]))
-      else:
-        out.append(jax.tree.map(lambda x, a=axis: jnp.moveaxis(x, 0, a), stacked[position]))
-    return tuple(out) if isinstance(self.out_axes, tuple) else out[0]
+def _with_array(leaf, x):
+  return leaf.replace(x) if isinstance(leaf, nnx.Variable) else x

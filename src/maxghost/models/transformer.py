@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.config.schema import ModelConfig
+from maxghost.config.schema import Config, ModelConfig
 from maxghost.models import kv_cache, moe, stack
 from maxghost.models.decoder_layer import DecoderLayer, LayerCycle
-from maxghost.models.hidden import Hidden
-from maxghost.models.layers import HIDDEN, linear, norm
+from maxghost.models.layers import HIDDEN, Hidden, linear, norm
 from maxghost.models.output_head import OutputHead, OutputProjection, TiedTable
 from maxghost.parallel import constrain
 
@@ -136,3 +135,13 @@ class Transformer(nnx.Module):
   def logits(self, hidden: Hidden):
     """Final norm and output projection: float32 or wider [B, T, V]."""
     return self.head.logits(hidden)
+
+
+def create(cfg: Config | ModelConfig, *, rngs: nnx.Rngs) -> Transformer:
+  """A model with fresh weights. Its `nnx.Param` paths are MaxText's; each carries `axes`, its logical axis names."""
+  return Transformer(cfg.model if isinstance(cfg, Config) else cfg, rngs=rngs)
+
+
+def create_abstract(cfg: Config | ModelConfig) -> Transformer:
+  """The same model with `jax.ShapeDtypeStruct` leaves: nothing is allocated."""
+  return nnx.eval_shape(lambda: create(cfg, rngs=nnx.Rngs(0)))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from maxghost.config import Config
-from maxghost.models.hidden import Hidden
+from maxghost.models.layers import Hidden
 from maxghost.objectives.base import StagedLoss
 from maxghost.objectives.cross_entropy import token_losses
 from maxghost.objectives.tiled import Tiling

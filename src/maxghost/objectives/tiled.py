@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxghost.models import autodiff, dense, platforms
+from maxghost.models import autodiff, dense
+from maxghost.parallel import shardings
 
 AXES = ("tokens", "vocab")
 
@@ -56,7 +57,7 @@ class Head:
 
   def __call__(self, x_BTD, w, targets_BT, weights_BT=None):
     """`tiled_losses`; uses the weights on CPU only, where arithmetic costs more than holding a table's gradient."""
-    return tiled_losses(self, x_BTD, w, targets_BT, weights_BT if platforms.target() == "cpu" else None)
+    return tiled_losses(self, x_BTD, w, targets_BT, weights_BT if shardings.platform() == "cpu" else None)
 
   @property
   def wide(self):

@@ -10,37 +10,14 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from maxghost.config import ConfigError, did_you_mean
+import yaml
+
+from maxghost.config import ConfigError, config_dir, did_you_mean
 
 Rule = tuple[str, tuple[str, ...]]
 
-DEFAULT_RULES: tuple[Rule, ...] = (
-  # weights
-  ("exp", ("expert",)),
-  ("embed", ("fsdp", "context", "expert")),
-  ("embed", ("fsdp", "context")),  # of a weight whose experts are split
-  ("mlp", ("tensor",)),
-  ("vocab", ("tensor",)),
-  ("heads", ("tensor",)),
-  ("q_heads", ("tensor",)),
-  ("kv_heads", ("tensor",)),
-  ("kv", ()),
-  ("norm", ()),
-  ("layers", ()),
-  # factors of a low-rank direction, in addition to the mesh axes of their weight's dimension
-  ("direction", ("fsdp", "context", "expert")),
-  # activations
-  ("activation_exp", ("expert",)),
-  ("activation_batch", ("data", "fsdp", "expert")),
-  ("activation_batch", ("data", "fsdp")),  # of an activation whose experts are split
-  ("activation_length", ("context",)),
-  ("activation_kv_length", ()),  # keys and values are gathered over context
-  ("activation_embed", ()),
-  ("activation_heads", ("tensor",)),
-  ("activation_kv_heads", ("tensor",)),
-  ("activation_kv", ()),
-  ("activation_mlp", ("tensor",)),
-  ("activation_vocab", ("tensor",)),
+DEFAULT_RULES: tuple[Rule, ...] = tuple(
+  (name, tuple(axes)) for name, axes in yaml.safe_load((config_dir() / "axis_rules.yml").read_text("utf-8"))
 )
 BATCH = "activation_batch"
 FACTOR = "direction"

@@ -49,9 +49,9 @@ def start(cfg: ParallelConfig) -> None:
   """
   if cfg.jax_distributed == "off" or jax.distributed.is_initialized():
     return
-  given: dict[str, Any] = {}
-  if cfg.processes is not None:
-    given = dict(zip(("coordinator_address", "process_id", "num_processes"), cfg.processes, strict=True))
+  given: dict[str, Any] = dict(
+    zip(("coordinator_address", "process_id", "num_processes"), cfg.processes or (), strict=False)
+  )
   hinted = bool(given) or any(name in os.environ for name in HINTS) or Path("/dev/accel0").exists()
   alone = not given and any(os.environ.get(name) == value for name, value in ALONE.items())
   if not hinted or alone:
@@ -124,24 +124,20 @@ def check_same_config(cfg: Config) -> None:
   if count() == 1:
     return
   # Process 0's values are used after a round trip through JSON, like the others'.
-  said = gather({"config": {k: v for k, v in cfg.flat().items() if k not in OWN_KEYS}, "clock": time.time()})
-  first = said[0]["config"]
-  problems = []
-  for number, other in enumerate(said):
-    names = [key for key in first if other["config"].get(key, first[key]) != first[key]]
-    for key in [*names, *(set(other["config"]) - set(first))]:
-      there = other["config"].get(key)
-      problems.append(f"{key}={there} in process {number}, {first.get(key)} in process 0; start all with the same keys")
+  said = gather([time.time(), {k: v for k, v in cfg.flat().items() if k not in OWN_KEYS}])
+  clocks, configs = zip(*said, strict=True)
+  problems = [
+    f"{key}={there} in process {number}, {configs[0].get(key)} in process 0; start all with the same keys"
+    for number, other in enumerate(configs)
+    for key, there in other.items()
+    if there != configs[0].get(key)
+  ]
   if problems:
     raise ConfigError(*problems[:8])
-  clocks = [other["clock"] for other in said]
-  if is_first() and max(clocks) - min(clocks) > MOST_SKEW:
-    late = int(np.argmin(clocks))
-    print(
-      f"maxghost: note: the clock of process {late} is {max(clocks) - min(clocks):.0f} s behind; times in files will "
-      "not agree",
-      file=sys.stderr,
-    )
+  skew = max(clocks) - min(clocks)
+  if is_first() and skew > MOST_SKEW:
+    late = f"maxghost: note: the clock of process {int(np.argmin(clocks))} is {skew:.0f} s behind"
+    print(f"{late}; times in files will not agree", file=sys.stderr)
 
 
 class StopFlag:

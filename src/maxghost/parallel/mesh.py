@@ -12,6 +12,7 @@ import numpy as np
 from maxghost.config import ConfigError
 from maxghost.config.schema import ParallelConfig
 from maxghost.config.validate import MESH_AXES
+from maxghost.config.values import divisors
 
 
 def group_sizes(cfg: ParallelConfig, group: str) -> dict[str, int]:
@@ -45,7 +46,7 @@ def _ways(group: str, given: dict[str, int], total: int, filled: bool) -> list[s
     others = math.prod(given.values()) // size
     if size == 1 or total % others:
       continue
-    fitting = [n for n in range(1, total // others + 1) if total // others % n == 0] if filled else [total // others]
+    fitting = divisors(total // others) if filled else [total // others]
     near = min(fitting, key=lambda n: (abs(n - size), n))
     if near != size:
       ways.append(f"{group}_{axis}_parallelism={near}")
@@ -70,9 +71,7 @@ def mesh_shape(cfg: ParallelConfig, num_devices: int, slices: int = 1) -> tuple[
   if num_devices % slices:
     raise ConfigError(_uneven_slices(dcn, num_devices, slices))
   per_slice = num_devices // slices
-  where = "devices" if slices == 1 else "devices of each slice"
-  if per_slice == 1:
-    where = "device" if slices == 1 else "device of each slice"
+  where = f"device{'s' if per_slice > 1 else ''}{' of each slice' if slices > 1 else ''}"
   return fill("ici", group_sizes(cfg, "ici"), per_slice, where), dcn
 
 
@@ -80,8 +79,8 @@ def _uneven_slices(dcn: dict[str, int], num_devices: int, slices: int) -> str:
   shown = " x ".join(f"dcn_{axis}_parallelism={size}" for axis, size in dcn.items() if size > 1)
   axis = max(dcn, key=lambda axis: dcn[axis])
   others = slices // dcn[axis]
-  near = sorted((n for n in range(1, num_devices // others + 1) if num_devices % (n * others) == 0),
-                key=lambda n: (abs(n - dcn[axis]), n))[:2]  # fmt: skip
+  fitting = [] if num_devices % others else divisors(num_devices // others)
+  near = sorted(fitting, key=lambda n: (abs(n - dcn[axis]), n))[:2]
   ways = " or ".join(f"dcn_{axis}_parallelism={n}" for n in near) or f"dcn_{axis}_parallelism=1 and others"
   return f"{shown} = {slices} slices do not divide the {num_devices} devices; use {ways}"
 

@@ -6,6 +6,7 @@ and all get the same answer. The port is then released for JAX's own service.
 
 import contextlib
 import json
+import os
 import socket
 import time
 
@@ -22,41 +23,35 @@ def meet(address: str, num_processes: int, process_id: int, timeout: float) -> N
     ConfigError: on every connected process, if one is missing after `timeout` seconds, two have the same number or
       they expect different numbers of processes; on process 0 also if the port is in use.
   """
-  host, _, port = address.rpartition(":")
-  end = time.monotonic() + timeout
   if process_id == 0:
-    problem = _lead(address, int(port), num_processes, end, timeout)
+    problem = _lead(address, num_processes, timeout)
   else:
-    problem = _follow(address, (host.strip("[]"), int(port)), num_processes, process_id, end, timeout)
+    problem = _follow(address, num_processes, process_id, timeout)
   if problem:
     raise ConfigError(problem)
 
 
-def listen(address: str, port: int) -> socket.socket:
+def listen(address: str) -> socket.socket:
   """A listening socket on all addresses of this machine. Raises ConfigError if the port is in use."""
-  family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-  server = socket.socket(family, socket.SOCK_STREAM)
+  port, both = int(address.rpartition(":")[2]), socket.has_dualstack_ipv6()
   try:
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if family == socket.AF_INET6:
-      server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    server.bind(("", port))
-    server.listen(1024)
+    return socket.create_server(
+      ("", port), family=socket.AF_INET6 if both else socket.AF_INET, backlog=1024, dualstack_ipv6=both
+    )
   except OSError as error:
-    server.close()
     raise ConfigError(
-      f"jax_distributed={address}: port {port} of this machine is in use ({error.strerror}); "
+      f"jax_distributed={address}: port {port} of this machine is in use ({os.strerror(error.errno or 0)}); "
       "use another, the same for all processes"
     ) from error
-  return server
 
 
-def _lead(address: str, port: int, expected: int, end: float, timeout: float) -> str:
+def _lead(address: str, expected: int, timeout: float) -> str:
   """Process 0: waits for the others and tells them the result; returns the error message or ''."""
+  end = time.monotonic() + timeout
   came: dict[int, socket.socket] = {}
   problem = ""
   with contextlib.ExitStack() as stack:
-    server = stack.enter_context(listen(address, port))
+    server = stack.enter_context(listen(address))
     while len(came) < expected - 1:
       server.settimeout(max(end - time.monotonic(), 0.01))
       try:
@@ -94,12 +89,13 @@ def _absent(address: str, expected: int, came: list[int], timeout: float) -> str
   )
 
 
-def _follow(address: str, place: tuple, expected: int, number: int, end: float, timeout: float) -> str:
+def _follow(address: str, expected: int, number: int, timeout: float) -> str:
   """Another process: returns the error message of process 0 or ''."""
-  reason = "no answer"
+  host, _, port = address.rpartition(":")
+  end, reason = time.monotonic() + timeout, "no answer"
   while time.monotonic() < end:
     try:
-      with socket.create_connection(place, timeout=5) as connection:
+      with socket.create_connection((host.strip("[]"), int(port)), timeout=5) as connection:
         connection.sendall(json.dumps({"process": number, "of": expected}).encode() + b"\n")
         # Process 0 may have started to wait later than this one, and answers when its own timeout ends.
         said = _receive(connection, 2 * timeout + 10)
@@ -118,14 +114,9 @@ def _follow(address: str, place: tuple, expected: int, number: int, end: float, 
 def _receive(connection: socket.socket, seconds: float) -> dict | None:
   """The JSON object of one line; None if anything else or nothing arrives."""
   connection.settimeout(seconds)
-  data = b""
   try:
-    while not data.endswith(b"\n") and len(data) < 4096:
-      part = connection.recv(1024)
-      if not part:
-        return None
-      data += part
-    said = json.loads(data)
+    with connection.makefile("rb") as lines:
+      said = json.loads(lines.readline(4096))
   except (OSError, ValueError):
     return None
   return said if isinstance(said, dict) else None

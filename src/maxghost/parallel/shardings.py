@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from maxghost.config import ConfigError
 from maxghost.config.schema import ParallelConfig
 from maxghost.config.values import slash_path
 from maxghost.parallel import mesh as meshes
@@ -25,6 +26,7 @@ AXES = "axes"  # metadata of a Variable: its logical axes
 HOST = "pinned_host"
 
 _current: contextvars.ContextVar = contextvars.ContextVar("maxghost_layout", default=None)
+_target: contextvars.ContextVar = contextvars.ContextVar("maxghost_target_platform", default=None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,6 +68,14 @@ class Layout:
   def spec(self, axes: Sequence[str | None], shape: Sequence[int], label: str) -> PartitionSpec:
     """The PartitionSpec of a tensor. Raises ConfigError, see `AxisRules.assign`."""
     return partition_spec(self.rules.assign(axes, shape, label))
+
+  def constrain(self, x, axes: Sequence[str | None], spec: PartitionSpec, label: str):
+    """x, split as `spec` says, or recorded."""
+    if self.record is None:
+      return jax.lax.with_sharding_constraint(x, self.sharding(spec))
+    if any(axes):
+      self.record(label, tuple(axes), x.shape, str(x.dtype), spec)
+    return x
 
   def rows(self, num_rows: int) -> Sharding:
     """The sharding of batch arrays [B, ...]."""
@@ -140,13 +150,18 @@ class Layout:
 
 
 @contextlib.contextmanager
-def use(layout: Layout | None) -> Iterator[None]:
-  """Makes this the current layout, which `constrain` uses."""
-  token = _current.set(layout)
+def setting(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+  """Sets the variable inside a `with` block."""
+  token = variable.set(value)
   try:
     yield
   finally:
-    _current.reset(token)
+    variable.reset(token)
+
+
+def use(layout: Layout | None) -> contextlib.AbstractContextManager[None]:
+  """Makes this the current layout, which `constrain` uses."""
+  return setting(_current, layout)
 
 
 def current() -> Layout | None:
@@ -154,10 +169,15 @@ def current() -> Layout | None:
   return _current.get()
 
 
+def tracing_for(platform: str) -> contextlib.AbstractContextManager[None]:
+  """Chooses kernels for 'cpu', 'gpu' or 'tpu', to compile ahead of time on a machine without the device."""
+  return setting(_target, platform)
+
+
 def platform() -> str:
-  """The platform that the traced function is compiled for: the current layout's, else JAX's default backend."""
+  """'cpu', 'gpu' or 'tpu': the platform traced for, by default that of the current layout, or JAX's default."""
   layout = current()
-  return jax.default_backend() if layout is None else layout.platform
+  return _target.get() or (jax.default_backend() if layout is None else layout.platform)
 
 
 def num_parts(axis: str) -> int:
@@ -174,12 +194,7 @@ def constrain(x, axes: Sequence[str | None], label: str = "an activation"):
   layout = current()
   if layout is None or layout.num_devices == 1:
     return x
-  spec = layout.spec(axes, x.shape, label)
-  if layout.record is not None:
-    if any(axes):
-      layout.record(label, tuple(axes), x.shape, str(x.dtype), spec)
-    return x
-  return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
+  return layout.constrain(x, axes, layout.spec(axes, x.shape, label), label)
 
 
 def constrain_factor(
@@ -209,12 +224,8 @@ def constrain_factor(
   further = [axis for axis in layout.rules.active(wanted) if axis not in spent]
   split[dim] = layout.rules.leading((*assigned[place], *further), x.shape[dim])
   spec = partition_spec([split.get(i, ()) for i in range(x.ndim)])
-  if layout.record is not None:
-    named = {i: axes[there] for i, there in others.items()} | {dim: FACTOR}
-    names = tuple(named.get(i) for i in range(x.ndim))
-    layout.record(label, names, x.shape, str(x.dtype), spec)
-    return x
-  return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
+  named = {i: axes[there] for i, there in others.items()} | {dim: FACTOR}
+  return layout.constrain(x, [named.get(i) for i in range(x.ndim)], spec, label)
 
 
 def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
@@ -236,6 +247,35 @@ def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
     return jax.lax.with_sharding_constraint(value, sharding)
 
   return _mapped(state, leaf)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OwnRows:
+  """The rows of this process: part `shard` of `num_shards` equal parts of the batch.
+
+  writes: whether this process records the results of these rows; other processes may hold the same rows.
+  """
+
+  num_shards: int = 1
+  shard: int = 0
+  writes: bool = True
+
+
+def own_rows(sharding: Sharding, num_rows: int, process: int) -> OwnRows:
+  """The part of a process under the sharding of batch arrays [B, ...]. Raises ConfigError for partial overlaps."""
+  held: dict[int, set[tuple[int, int]]] = {}
+  for device, index in sharding.devices_indices_map((num_rows,)).items():
+    start, stop, _ = index[0].indices(num_rows)
+    held.setdefault(device.process_index, set()).add((start, stop))
+  parts = sorted({frozenset(blocks) for blocks in held.values()}, key=min)
+  sizes = {sum(stop - start for start, stop in blocks) for blocks in parts}
+  if len(sizes) > 1 or sizes.pop() * len(parts) != num_rows:
+    raise ConfigError(
+      f"{len(held)} processes hold parts of the {num_rows} rows that overlap: give each process whole copies of rows, "
+      "with a product of data, fsdp and expert parallelism that is a multiple of the processes or divides them"
+    )
+  mine = frozenset(held[process])
+  return OwnRows(len(parts), parts.index(mine), min(p for p, blocks in held.items() if blocks == mine) == process)
 
 
 def partition_spec(parts: Sequence[tuple[str, ...]]) -> PartitionSpec:

@@ -42,10 +42,6 @@ class Family:
     dims = [tuple(map(int, text.split("x"))) for text in self.shapes]
     return {math.prod(shape) * self.per_chip: shape for shape in dims}
 
-  def shape(self, count: int) -> tuple[int, ...] | None:
-    """Chips along each axis of the slice FAMILY-`count`; None if there is no such slice."""
-    return self.slices.get(count)
-
 
 FAMILIES = {
   "v4": Family("v4", "v4-8", "megacore", _TORUS, 2, 1, int(30.75 * GIB)),
@@ -54,11 +50,6 @@ FAMILIES = {
   "v6e": Family("v6e", "v6e-4", "default", _FLAT, 1, 1, int(31.2 * GIB)),
   "tpu7x": Family("tpu7x", "tpu7x-8", "default", ("1x1x1", *_TORUS), 2, 2, int(94.7 * GIB)),
 }
-
-
-def names() -> list[str]:
-  """All TPU topologies."""
-  return [f"{name}-{count}" for name, family in FAMILIES.items() for count in family.slices]
 
 
 def parse(topology: str) -> tuple[str, int]:
@@ -72,7 +63,8 @@ def parse(topology: str) -> tuple[str, int]:
   if family in FAMILIES:
     near = [f"{family}-{n}" for n in sorted(FAMILIES[family].slices, key=lambda n: (abs(n - number), n))[:4]]
   else:
-    near = difflib.get_close_matches(topology, names(), n=4, cutoff=0.3) or ["v5e-16", "v5p-256", "v6e-16"]
+    names = [f"{name}-{count}" for name, known in FAMILIES.items() for count in known.slices]
+    near = difflib.get_close_matches(topology, names, n=4, cutoff=0.3) or ["v5e-16", "v5p-256", "v6e-16"]
   raise ConfigError(
     f"compile_topology={topology} is no topology; nearest are {', '.join(near)}; families are "
     f"{', '.join(FAMILIES)}, and cpu-N"
@@ -83,11 +75,9 @@ def prepare_environment(topology: str) -> None:
   """Sets the environment before JAX is imported, so that it neither looks for hardware nor asks a cloud's server."""
   os.environ["JAX_PLATFORMS"] = "cpu"
   if not topology.startswith("cpu-"):
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    family, _ = parse(topology)
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", FAMILIES[family].smallest)
+    own = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    for name, value in (own | {"TPU_ACCELERATOR_TYPE": FAMILIES[parse(topology)[0]].smallest}).items():
+      os.environ.setdefault(name, value)
 
 
 def open_devices(topology: str, num_slices: int = 1) -> list:
@@ -104,15 +94,14 @@ def open_devices(topology: str, num_slices: int = 1) -> list:
 
   known, shape = FAMILIES[family], FAMILIES[family].slices[count]
   flat = len(shape) == 2
-  options = {
-    "chip_config_name": known.config,
-    "chips_per_host_bounds": (1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1),
-    "num_slices": num_slices,
-    "wrap": tuple(size == 16 if flat else size % 4 == 0 for size in (*shape, *([1] if flat else []))),
-  }
   try:
     described = topologies.get_topology_desc(
-      platform="tpu", topology_name=f"{known.name}:{'x'.join(map(str, shape))}", **options
+      platform="tpu",
+      topology_name=f"{known.name}:{'x'.join(map(str, shape))}",
+      chip_config_name=known.config,
+      chips_per_host_bounds=(1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1),
+      num_slices=num_slices,
+      wrap=(*(size == 16 for size in shape), False) if flat else tuple(size % 4 == 0 for size in shape),
     )
   except Exception as error:  # whatever libtpu says
     first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -44,27 +44,24 @@ def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows:
 def _is_running(run_dir: Path) -> bool:
   """Whether a training process holds the run's lock."""
   lock = Path(run_dir) / ".lock"
-  if not lock.exists():
-    return False
-  with open(lock) as file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-      return True
+  if lock.exists():
+    with open(lock) as file:
+      try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+      except OSError:
+        return True
   return False
 
 
 def _groups(shards: list[Shard], rows_per_file: int) -> Iterator[list[Shard]]:
   """Two or more neighbouring files of one process, cut where a file would grow too large or where one is missing."""
-  group: list[Shard] = []
+  groups: list[list[Shard]] = []
   for shard in shards:
-    if group and not (_follows(shard, group[-1]) and sum(s.num_rows for s in group) < rows_per_file):
-      if len(group) > 1:
-        yield group
-      group = []
-    group.append(shard)
-  if len(group) > 1:
-    yield group
+    if groups and _follows(shard, groups[-1][-1]) and sum(s.num_rows for s in groups[-1]) < rows_per_file:
+      groups[-1].append(shard)
+    else:
+      groups.append([shard])
+  return (group for group in groups if len(group) > 1)
 
 
 def _follows(shard: Shard, last: Shard) -> bool:
@@ -75,26 +72,19 @@ def _follows(shard: Shard, last: Shard) -> bool:
 
 def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> Path:
   """Writes the merged file over the last one of them."""
-  tables: dict[str, dict[str, int]] = {"domain": {}, "path": {}}
-  for shard in shards:
-    for name, index in tables.items():
-      for text in getattr(shard, f"{name}s").tolist():
-        index.setdefault(text, len(index))
+  names = ("domain", "path")
+  tables = {name: np.unique(np.concatenate([getattr(shard, f"{name}s") for shard in shards])) for name in names}
 
   def blocks() -> Iterator[np.ndarray]:
     for shard in shards:
-      place = {n: np.array([t[x] for x in getattr(shard, f"{n}s").tolist()], np.int32) for n, t in tables.items()}
+      places = {name: np.searchsorted(table, getattr(shard, f"{name}s")) for name, table in tables.items()}
       for block in shard.blocks():
         rows = block.copy()
-        for name in tables:
-          rows[name] = place[name][rows[name]]
+        for name, place in places.items():
+          rows[name] = place[rows[name]]
         yield rows
 
-  parts = [part for shard in shards if (part := shard.modules) is not None]
-  modules = None
-  if parts:
-    values = np.concatenate([part.contribution_SMLDK for part in parts])
-    modules = fmt.Modules(parts[0].names, parts[0].domains, np.concatenate([part.steps for part in parts]), values)
+  modules = fmt.Modules.joined([part for shard in shards if (part := shard.modules) is not None])
   last = shards[-1]
   meta = last.meta | {
     "schema_version": fmt.SCHEMA_VERSION,

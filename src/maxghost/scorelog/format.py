@@ -102,6 +102,14 @@ class Modules:
     """What must be the same in all files of a run."""
     return self.names, self.domains, self.contribution_SMLDK.shape[1:]
 
+  @classmethod
+  def joined(cls, parts: "Sequence[Modules]") -> "Modules | None":
+    """Parts of one layout as one, in order of steps; None for none."""
+    if not parts:
+      return None
+    steps, values = zip(*((part.steps, part.contribution_SMLDK) for part in parts), strict=True)
+    return cls(parts[0].names, parts[0].domains, np.concatenate(steps), np.concatenate(values))
+
 
 def shard_name(step: int, process_index: int) -> str:
   """File name of the interval that ends with `step`."""

@@ -40,8 +40,10 @@ def read(folder: Path, scale: float) -> tuple[list["LogFile"], list[str]]:
   except ImportError as error:
     raise ConfigError(f"{folder} holds GhostSuite's .pt logs; reading them needs torch: pip install torch") from error
   messages = ["GhostSuite logs no learning rate: contributions are nats per unit of learning rate, for plain SGD"]
-  val_tokens = _val_tokens(torch, folder)
-  if val_tokens is None:
+  val_tokens = None
+  if (folder / VAL_SET).is_file():
+    val_tokens = int((torch.load(folder / VAL_SET, map_location="cpu", weights_only=True)["Y_val"] >= 0).sum())
+  else:
     messages.append(f"{VAL_SET} is missing: the validation batch is taken to be one row as long as a training row")
   files = []
   for path in log_files(folder):
@@ -53,14 +55,6 @@ def read(folder: Path, scale: float) -> tuple[list["LogFile"], list[str]]:
   if any(not file.has_tokens for file in files):
     messages.append("logs without token ids: every example is counted as one token")
   return files, messages
-
-
-def _val_tokens(torch, folder: Path) -> int | None:
-  path = folder / VAL_SET
-  if not path.is_file():
-    return None
-  labels = torch.load(path, map_location="cpu", weights_only=True)["Y_val"]
-  return int((labels >= 0).sum())
 
 
 class LogFile:
@@ -115,6 +109,3 @@ class LogFile:
     """As shard.Shard.blocks."""
     for start in range(0, len(self._rows), block_rows):
       yield self._rows[start : start + block_rows]
-
-  def rows(self) -> np.ndarray:
-    return self._rows

@@ -15,7 +15,7 @@ import numpy as np
 from maxghost.config import ConfigError, did_you_mean
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog import ghostsuite, selection, tokens
-from maxghost.scorelog.shard import DamagedShard, NewerSchema, Shard, drop_covered
+from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered
 
 SHOWN_LOSSES = 6
 
@@ -37,46 +37,42 @@ def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1
     raise ConfigError(f"run_dir={run_dir}: no such folder")
   folder = run_dir if run_dir.name == "ghost" or not (run_dir / "ghost").is_dir() else run_dir / "ghost"
   written = _written(folder)  # before the files are listed: what is written in between is not missed
-  if paths := _paths(folder):
-    shards, lost = _open(paths, folder)
-    shards = drop_covered(shards)
-    if not shards:
-      raise ConfigError(f"run_dir={run_dir}: none of {len(paths)} score files is readable ({lost[0]})")
-    lost += [*_missing(shards, written), *_lost_besides(shards, folder)]
+  shards, lost = _open(folder)
+  if not shards and lost:
+    raise ConfigError(f"run_dir={run_dir}: none of {len(lost)} score files is readable ({lost[0]})")
+  if shards:
+    log = ScoreLog(run_dir, drop_covered(shards), [], accept_lost_rows)
+    lost += [*_missing(log.shards, written), *_old_parquet(folder)]
+    lost += tokens.missing(folder, log.checksums("tokens_crc"))
+    lost += selection.missing(folder, log.checksums("selection_crc"))
     if lost and not accept_lost_rows:
       more = [f"and {len(lost) - SHOWN_LOSSES} more"] if len(lost) > SHOWN_LOSSES else []
       raise ConfigError(
         f"run_dir={run_dir}: scores are lost: {'; '.join(lost[:SHOWN_LOSSES] + more)}. Put the files back, or go on "
         "without them: --accept-lost-rows (in Python accept_lost_rows=True)"
       )
-    return ScoreLog(run_dir, shards, [f"lost: {sentence}" for sentence in lost], accept_lost_rows)
+    log.messages += [f"lost: {sentence}" for sentence in lost]
+    return log
   if (foreign := ghostsuite.find_folder(run_dir)) is not None:
     files, messages = ghostsuite.read(foreign, ghostsuite_scale)
     if not files:
       raise ConfigError(f"run_dir={run_dir}: none of GhostSuite's logs is readable ({messages[-1]})")
     return ScoreLog(run_dir, drop_covered(files), messages)
   is_run = (run_dir / "config.yml").is_file()
-  found = "no score files" if is_run else "not a run of maxghost (no config.yml, no scores)"
-  found = next(_old_parquet(folder), found)
+  found = next(_old_parquet(folder), "no score files" if is_run else "not a run of maxghost (no config.yml, no scores)")
   raise ConfigError(f"run_dir={run_dir}: {found}; train with ghost_enabled=true to get ghost/dot_prod_log_iter_*.npz")
 
 
-def _paths(folder: Path) -> list[Path]:
-  return sorted(p for p in folder.iterdir() if fmt.parse_shard_name(p.name))
-
-
-def _open(paths: list[Path], folder: Path, tries: int = 5) -> tuple[list[Shard], list[str]]:
+def _open(folder: Path, tries: int = 5) -> tuple[list[Shard], list[str]]:
   """The whole files, and a sentence about each that is not."""
   shards, lost = [], []
-  for path in paths:
+  for path in sorted(path for path in folder.iterdir() if fmt.parse_shard_name(path.name)):
     try:
       shards.append(Shard(path))
     except FileNotFoundError:  # a run that is training has replaced it by a longer one: look again
       if tries:
-        return _open(_paths(folder), folder, tries - 1)
+        return _open(folder, tries - 1)
       lost.append(f"{path.name} disappeared")
-    except NewerSchema as error:
-      raise ConfigError(str(error)) from error
     except DamagedShard as error:
       lost.append(f"{error} (damaged, left out whole)")
   return shards, lost
@@ -115,17 +111,6 @@ def _gap(where: str, last: int | None, there: tuple, have: tuple) -> str:
   if there < have:
     return f"{have[1] - there[1]} rows more than were written {where}{after}"
   return f"{there[0] - have[0]} steps with {there[1] - have[1]} rows are missing {where}{after}"
-
-
-def _lost_besides(shards: list[Shard], folder: Path) -> Iterator[str]:
-  """Sentences about missing files of tokens and selections, and about scores in a format no longer read."""
-  for name, missing in (("tokens_crc", tokens.missing), ("selection_crc", selection.missing)):
-    wanted: dict[int, int] = {}
-    for shard in shards:
-      wanted |= _checksums(shard.steps, name)
-    if wanted:
-      yield from missing(folder, wanted)
-  yield from _old_parquet(folder)
 
 
 def _old_parquet(folder: Path) -> Iterator[str]:
@@ -198,7 +183,12 @@ class ScoreLog:
       try:
         sizes = {"domain": len(shard.domains), "path": len(shard.paths)}
         for rows in shard.blocks():
-          _check_indices(shard, rows, sizes)
+          for name, size in sizes.items():
+            if len(rows) and (rows[name].min() < 0 or rows[name].max() >= size):
+              raise ConfigError(
+                f"{shard.path}: a row points to entry {rows[name].max()} of {size} in its table of {name}s: "
+                "the file is damaged; remove it to use the others"
+              )
           yield shard, rows
       except (DamagedShard, FileNotFoundError) as error:
         raise ConfigError(f"{shard.path} changed while it was read; try again ({error})") from error
@@ -217,23 +207,9 @@ class ScoreLog:
 
   def checksums(self, name: str) -> dict[int, int]:
     """{step: CRC-32} of what lies beside the log: tokens_crc or selection_crc."""
-    return _checksums(self.steps, name)
+    known = self.steps[np.isfinite(self.steps[name])]
+    return dict(zip(known["step"].tolist(), known[name].astype(np.int64).tolist(), strict=True))
 
   def chosen(self) -> np.ndarray:
     """bool[N]: whether the row was trained on, in a run with ghost_select. Raises ConfigError for one without."""
     return selection.chosen(self.shards[0].path.parent, self["step"], self.checksums("selection_crc"))
-
-
-def _check_indices(shard, rows: np.ndarray, sizes: dict[str, int]) -> None:
-  for name, size in sizes.items():
-    if len(rows) and (rows[name].min() < 0 or rows[name].max() >= size):
-      raise ConfigError(
-        f"{shard.path}: a row points to entry {rows[name].max()} of {size} in its table of {name}s: "
-        "the file is damaged; remove it to use the others"
-      )
-
-
-def _checksums(steps: np.ndarray, name: str) -> dict[int, int]:
-  """{step: checksum} of the steps that have one."""
-  known = steps[np.isfinite(steps[name])]
-  return {int(step): int(crc) for step, crc in zip(known["step"], known[name], strict=True)}

@@ -4,6 +4,7 @@
 score log holds the ids, scores and losses of all seen documents, and each line's CRC-32; `ScoreLog.chosen` joins both.
 """
 
+import contextlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -29,46 +30,41 @@ def append(folder: Path, step: int, seen: int, chosen: Sequence[int]) -> int:
 def missing(folder: Path, wanted: Mapping[int, int]) -> list[str]:
   """A sentence where lines are missing or changed. wanted: {step: CRC-32 of its line}."""
   path = folder / FILE
-  found = {zlib.crc32(line) for line in path.read_bytes().splitlines(keepends=True)} if path.is_file() else set()
+  data = path.read_bytes() if wanted and path.is_file() else b""
+  found = {zlib.crc32(line) for line in data.splitlines(keepends=True)}
   lost = [step for step, checksum in wanted.items() if checksum not in found]
   return [f"{FILE}: lines of {len(lost)} steps are missing or changed, that of step {lost[0]} first"] if lost else []
 
 
 def restore(folder: Path, completed_steps: int) -> None:
-  """Removes the lines of later steps, and a last line that was cut short."""
+  """Removes the lines of later steps, and a last line that was cut short. A damaged line stays: readers name it."""
   path = folder / FILE
   if not path.is_file():
     return
-  lines = path.read_bytes().splitlines(keepends=True)
-  kept = [line for line in lines if line.endswith(b"\n") and not _is_of_later_step(line, completed_steps)]
+  kept = []
+  for line in path.read_bytes().splitlines(keepends=True):
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+      if int(json.loads(line)["step"]) >= completed_steps:
+        continue
+    if line.endswith(b"\n"):
+      kept.append(line)
   with write_whole(path) as file:
     file.write(b"".join(kept))
-
-
-def _is_of_later_step(line: bytes, completed_steps: int) -> bool:
-  """A damaged line stays: every reader of the log names it."""
-  try:
-    return int(json.loads(line)["step"]) >= completed_steps
-  except (ValueError, KeyError, TypeError):
-    return False
 
 
 def chosen(folder: Path, steps: np.ndarray, wanted: Mapping[int, int]) -> np.ndarray:
   """bool[rows of the score log]: whether the row's document was trained on in that step.
 
-  Args:
-    folder: the log's.
-    steps: i8[rows], the step of each row of the log.
-    wanted: {step: CRC-32 of its line}; other lines are left out. Empty for a log that has none.
-
-  Raises:
-    ConfigError: for a run without selection, and where the score log holds other rows than were selected from (files
-      removed or added by hand).
+  steps: i8[rows], of each row of the log. wanted: {step: CRC-32 of its line}; other lines are left out. Empty for a log
+  that has none. Raises ConfigError for a run without selection, and where the score log holds other rows than were
+  selected from (files removed or added by hand).
   """
   path = folder / FILE
   if not path.is_file():
     raise ConfigError(f"{folder}: no {FILE}; the run was not trained with ghost_select")
-  starts = {int(step): (int(first), int(count)) for step, first, count in zip(*_groups(steps), strict=True)}
+  starts = np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1))  # of the runs of equal steps
+  counts = np.diff(starts, append=len(steps))
+  runs = dict(zip(steps[starts].tolist(), zip(starts.tolist(), counts.tolist(), strict=True), strict=True))
   out = np.zeros(len(steps), bool)
   for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
     if wanted and zlib.crc32(line) not in wanted.values():
@@ -78,15 +74,9 @@ def chosen(folder: Path, steps: np.ndarray, wanted: Mapping[int, int]) -> np.nda
       step, seen, taken = int(entry["step"]), int(entry["seen"]), np.array(entry["chosen"], int)
     except (ValueError, KeyError, TypeError) as error:
       raise ConfigError(f"{path}:{number}: not a line of selected rows ({error})") from error
-    first, count = starts.get(step, (0, 0))
+    first, count = runs.get(step, (0, 0))
     if count not in (0, seen):
       raise ConfigError(f"{path}:{number}: step {step} selected from {seen} documents, the score log holds {count}")
     if count:
       out[first + taken] = True
   return out
-
-
-def _groups(steps: np.ndarray):
-  """(step, first row, rows) of each run of equal steps."""
-  starts = np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1))
-  return steps[starts], starts, np.diff(starts, append=len(steps))

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from maxghost.config import ConfigError
 from maxghost.config.files import write_whole
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.format import Modules
@@ -42,10 +43,6 @@ class DamagedShard(Exception):
   """A file whose bytes are not those that were written; the message says why."""
 
 
-class NewerSchema(Exception):
-  """A file written by a later version of maxghost."""
-
-
 def write_shard(
   path: Path,
   meta: dict,
@@ -58,15 +55,8 @@ def write_shard(
 ) -> None:
   """Writes one file, whole or not at all.
 
-  Args:
-    path: of the file.
-    meta: its header.
-    domains: table of domain names.
-    paths: table of paths.
-    steps: records of `format.step_dtype`.
-    modules: contributions by module, if the run logs them.
-    rows: records of `format.row_dtype`: one array, or blocks with `num_rows` rows together.
-    num_rows: needed with blocks.
+  meta: the header. rows: records of `format.row_dtype`, one array or blocks with `num_rows` rows together; they point
+  into the tables `domains` and `paths`. steps: records of `format.step_dtype`.
   """
   blocks = [rows] if isinstance(rows, np.ndarray) else rows
   num_rows = len(rows) if isinstance(rows, np.ndarray) else num_rows
@@ -131,7 +121,7 @@ class Shard:
   """One opened file whose checksum was compared: its header in memory, tables and rows read on demand.
 
   Schema 1 is read as schema 2: each member has a CRC-32, and a row's share is its part of the step's tokens.
-  Raises DamagedShard for a file that is not whole, NewerSchema for one of a later maxghost, FileNotFoundError.
+  Raises DamagedShard for a file that is not whole, ConfigError for one of a later maxghost, FileNotFoundError.
   """
 
   def __init__(self, path: Path):
@@ -144,7 +134,7 @@ class Shard:
         self.meta = json.loads(str(np.lib.format.read_array(io.BytesIO(archive.read("meta.npy")))))
         self.version = self.meta["schema_version"]
         if not isinstance(self.version, int) or self.version > fmt.SCHEMA_VERSION:
-          raise NewerSchema(
+          raise ConfigError(
             f"{path}: schema_version={self.version}, this maxghost reads up to {fmt.SCHEMA_VERSION}; update maxghost"
           )
         if not sealed and self.version > 1:
@@ -166,7 +156,7 @@ class Shard:
   def _reading(self) -> Iterator[None]:
     try:
       yield
-    except FileNotFoundError:
+    except (FileNotFoundError, ConfigError):
       raise
     except DAMAGE as error:
       raise DamagedShard(f"{self.path.name}: {error or type(error).__name__}") from error

@@ -16,21 +16,14 @@ from maxghost.config.files import write_whole
 from maxghost.scorelog.shard import DAMAGE, DamagedShard
 
 FOLDER = "tokens"
-NameOf = Callable[[int], Sequence[Any]]
 
 
-def write(folder: Path, step: int, contribution_KBT: np.ndarray, batch, name_of: NameOf) -> int:
+def write(folder: Path, step: int, contribution_KBT: np.ndarray, batch, name_of: Callable[[int], Sequence]) -> int:
   """Writes the file of a step, whole or not at all; returns its CRC-32 for the step's record.
 
   The file holds contribution_KBT; inputs, targets, inputs_segmentation int32[B, T]; and domain, path (text), offset,
-  chunk int64[B, S] of the document of segment s + 1 (empty text and -1 where there is none).
-
-  Args:
-    folder: of the token files.
-    step: training step.
-    contribution_KBT: nats of the token predicted at each position; the sum over a segment is the document's.
-    batch: the step's batch.
-    name_of: document index -> (domain, path, offset).
+  chunk int64[B, S] of the document of segment s + 1 (empty text and -1 where there is none). contribution_KBT: nats of
+  the token predicted at each position. name_of: document index -> (domain, path, offset).
   """
   folder.mkdir(parents=True, exist_ok=True)
   names = [[name_of(int(index)) if index >= 0 else ("", "", -1) for index in row] for row in batch.document_BS]

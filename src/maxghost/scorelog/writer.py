@@ -4,23 +4,141 @@
 `flush` also writes the unfinished interval; the file of the whole interval replaces it later. A reader that finds both
 keeps the longer one, so a crash between the two neither loses nor doubles a row. Each file holds the number of steps
 and rows before it, and `position.json` the totals, so that a reader notices a missing file.
+
+K validation sets, N rows, M modules, L layers, D domains.
 """
 
+import copy
 import json
 import queue
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from maxghost.config import ConfigError
+import numpy as np
+
+from maxghost.config import ConfigError, did_you_mean
 from maxghost.config.files import sync_folder, write_whole
 from maxghost.scorelog import format as fmt
-from maxghost.scorelog.interval import Interval
-from maxghost.scorelog.shard import DamagedShard, NewerSchema, Shard, drop_covered, write_shard
+from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered, write_shard
 
 QUEUE_LENGTH = 4  # files waiting for the disk; beyond that the training loop waits too
+REQUIRED = ("tokens", "loss", "dot", "contribution")
+OPTIONAL = ("share", "chunk", "epoch")
+
+
+class Interval:
+  """Steps whose final file is not written yet.
+
+  before: steps and rows of the log before them, None where unknown. `replaced`: the file of an early flush, if any.
+  """
+
+  def __init__(self, num_sets: int, ledger: Sequence[str] = fmt.LEDGER, before: tuple[int, int] | None = (0, 0)):
+    self._num_sets, self._ledger, self.before = num_sets, ledger, before
+    self.steps: list[np.ndarray] = []
+    self.rows: list[np.ndarray] = []
+    self.domains: dict[str, int] = {}
+    self.paths: dict[str, int] = {}
+    self.modules: list[fmt.Modules] = []
+    self.replaced: Path | None = None
+
+  @property
+  def first_step(self) -> int:
+    return int(self.steps[0]["step"][0])
+
+  @property
+  def last_step(self) -> int:
+    return int(self.steps[-1]["step"][-1])
+
+  @property
+  def counts(self) -> tuple[int, int]:
+    """How many steps and rows."""
+    return sum(map(len, self.steps)), sum(map(len, self.rows))
+
+  def add(self, record: Mapping[str, Any], rows: Mapping, documents: Sequence, modules: Mapping | None) -> int:
+    """Checks and adds one step; returns its number of rows."""
+    number, step = int(record["step"]), self._step(record)
+    row = self._rows(number, rows, documents, step["tokens"][0])
+    if modules is not None:
+      self.modules.append(self._modules(number, modules))
+    self.steps.append(step)
+    self.rows.append(row)
+    return len(row)
+
+  def _step(self, record: Mapping[str, Any]) -> np.ndarray:
+    step = fmt.unmeasured_steps([int(record["step"])], self._num_sets, self._ledger)
+    names = step.dtype.names or ()
+    for name, value in record.items():
+      if name not in names:
+        raise ValueError(f"unknown step column {name!r}{did_you_mean(name, names)}")
+      if name != "step":
+        step[name][0] = np.asarray(value, np.float64)
+    return step
+
+  def _rows(self, step: int, rows: Mapping, documents: Sequence, step_tokens: float) -> np.ndarray:
+    num_rows = len(documents)
+    array = np.zeros((num_rows,), fmt.row_dtype(self._num_sets))
+    array["step"] = step
+    if num_rows and (missing := set(REQUIRED) - set(rows)):
+      raise ValueError(f"score rows lack the columns {', '.join(sorted(missing))}")
+    for name in rows:
+      if name not in (*REQUIRED, *OPTIONAL):
+        raise ValueError(f"unknown score column {name!r}{did_you_mean(name, array.dtype.names or ())}")
+      value = np.asarray(rows[name])
+      expected = array[name].shape
+      if value.shape != expected and not (value.shape == (num_rows,) and expected == (num_rows, 1)):
+        raise ValueError(f"score column {name!r} has shape {value.shape}, expected {expected} for {num_rows} documents")
+      array[name] = value.reshape(expected)
+    if "share" not in rows:
+      total = step_tokens if np.isfinite(step_tokens) else array["tokens"].sum()
+      array["share"] = array["tokens"] / max(total, 1)
+    for i, (domain, path, offset) in enumerate(documents):
+      array["domain"][i] = self.domains.setdefault(str(domain), len(self.domains))
+      array["path"][i] = self.paths.setdefault(str(path), len(self.paths))
+      array["offset"][i] = offset
+    return array
+
+  def _modules(self, step: int, modules: Mapping) -> fmt.Modules:
+    names, domains = tuple(modules["names"]), tuple(modules["domains"])
+    value_MLDK = np.asarray(modules["contribution"], np.float32)
+    if value_MLDK.ndim == 3 and self._num_sets == 1:
+      value_MLDK = value_MLDK[..., None]
+    num_layers = value_MLDK.shape[1] if value_MLDK.ndim == 4 else 0
+    expected = (len(names), num_layers, len(domains), self._num_sets)
+    if value_MLDK.shape != expected:
+      raise ValueError(f"module contributions have shape {value_MLDK.shape}, expected [M, layers, D, K] = {expected}")
+    found = fmt.Modules(names, domains, np.array([step]), value_MLDK[None])
+    if self.modules and found.layout != self.modules[0].layout:
+      raise ValueError("the names of modules and domains must not change inside a run")
+    return found
+
+  def copy(self) -> Self:
+    """A frozen view for the writing thread: lists are copied, arrays are shared (they never change)."""
+    other = copy.copy(self)
+    vars(other).update({n: v.copy() for n, v in vars(self).items() if isinstance(v, (list, dict))})
+    return other
+
+  def contents(self) -> tuple[list[str], list[str], np.ndarray, fmt.Modules | None, np.ndarray]:
+    """The arguments of `shard.write_shard` after path and header."""
+    steps, rows = np.concatenate(self.steps), np.concatenate(self.rows)
+    return list(self.domains), list(self.paths), steps, fmt.Modules.joined(self.modules), rows
+
+  @classmethod
+  def load(cls, shard: Shard, last_step: int, ledger: Sequence[str] = fmt.LEDGER) -> Self:
+    """The steps of a file up to `last_step`."""
+    interval = cls(len(shard.val_sets), ledger, shard.before)
+    steps, rows, modules = fmt.with_ledger(shard.steps, len(shard.val_sets), ledger), shard.rows(), shard.modules
+    interval.steps, interval.rows = [steps[steps["step"] <= last_step]], [rows[rows["step"] <= last_step]]
+    interval.domains = {str(name): i for i, name in enumerate(shard.domains)}
+    interval.paths = {str(name): i for i, name in enumerate(shard.paths)}
+    if modules is not None:
+      kept = modules.steps <= last_step
+      values = modules.contribution_SMLDK[kept]
+      interval.modules = [fmt.Modules(modules.names, modules.domains, modules.steps[kept], values)]
+    interval.replaced = shard.path
+    return interval
 
 
 class Writer:
@@ -96,7 +214,7 @@ class Writer:
     self._raise_error()
     step = int(step_record["step"])
     if not self._restored and (files := self._own_files()):
-      raise ValueError(f"{files[0]} is already there: call restore(position), or restore(None) to begin anew")
+      raise ValueError(f"{files[0][0]} is already there: call restore(position), or restore(None) to begin anew")
     self._restored = True
     if step <= self._last_step:
       raise ValueError(f"step={step}: the score log already holds step {self._last_step}; steps only grow")
@@ -128,7 +246,8 @@ class Writer:
     self._queue.join()
     self._raise_error()
     last_step = -1 if position is None else int(position["step"])
-    for process in self._former_processes() if self._process_index == 0 else ():
+    former = {process for *_, process in self._files() if process >= self._num_processes}
+    for process in sorted(former) if self._process_index == 0 else ():
       other = Writer(self.folder, self.val_sets, process, self._period, num_processes=self._num_processes)
       other.folder, other.ledger, other._about = self.folder, self.ledger, self._about | {"process_index": process}
       other.restore(None if position is None else {"step": last_step})
@@ -188,14 +307,12 @@ class Writer:
 
   def _own_shards(self, last_step: int) -> Iterator[tuple[Path, Shard | None]]:
     """This process's files and what is in them (None for a damaged one of steps after `last_step`)."""
-    for path in self._own_files():
+    for path, path_step in self._own_files():
       try:
         shard = Shard(path)
-      except NewerSchema as error:
-        raise ConfigError(str(error)) from error
       except DamagedShard as error:
         print(f"maxghost: {error}; its scores are lost up to step {last_step}", file=sys.stderr)
-        if (fmt.parse_shard_name(path.name) or (0,))[0] > last_step:
+        if path_step > last_step:
           yield path, None
         continue
       if shard.val_sets != self.val_sets and shard.first_step <= last_step:
@@ -205,19 +322,21 @@ class Writer:
         )
       yield path, shard
 
-  def _former_processes(self) -> list[int]:
-    names = [fmt.parse_shard_name(path.name) for path in _files(self.folder)]
-    return sorted({name[1] for name in names if name is not None and name[1] >= self._num_processes})
+  def _files(self) -> Iterator[tuple[Path, int, int]]:
+    """(path, last step, process) of the score files of all processes."""
+    for path in sorted(self.folder.glob("*.npz")):
+      if (name := fmt.parse_shard_name(path.name)) is not None:
+        yield path, *name
 
-  def _own_files(self) -> list[Path]:
-    own = self._process_index
-    return [path for path in _files(self.folder) if (fmt.parse_shard_name(path.name) or (0, -1))[1] == own]
+  def _own_files(self) -> list[tuple[Path, int]]:
+    return [(path, step) for path, step, process in self._files() if process == self._process_index]
 
-  def _temporaries(self) -> list[Path]:
+  def _temporaries(self) -> Iterator[Path]:
     """Partial files that this process left when it was killed."""
-    partial = [path for path in _files(self.folder) if path.name.endswith(".tmp")]
-    names = [(path, fmt.parse_shard_name(path.name.strip(".").split(".npz")[0] + ".npz")) for path in partial]
-    return [path for path, name in names if (name or (0, 0))[1] == self._process_index]
+    for path in self.folder.glob(".*.tmp"):
+      name = fmt.parse_shard_name(path.name[1:].partition(".npz")[0] + ".npz")
+      if (name or (0, 0))[1] == self._process_index:
+        yield path
 
   def _path(self, last_step: int) -> Path:
     return self.folder / fmt.shard_name(last_step, self._process_index)
@@ -273,7 +392,3 @@ class Writer:
   def _raise_error(self) -> None:
     if self._error is not None:
       raise OSError(f"the score log could not be written to {self.folder}: {self._error}") from self._error
-
-
-def _files(folder: Path) -> list[Path]:
-  return sorted(folder.iterdir()) if folder.is_dir() else []

@@ -14,8 +14,7 @@ from flax import nnx
 
 from maxghost.config import Config, ConfigError
 from maxghost.data.build import max_segments
-from maxghost.models import platforms
-from maxghost.parallel import Layout, collectives, report, topologies
+from maxghost.parallel import Layout, collectives, report, shardings, topologies
 from maxghost.parallel.collectives import Collective
 from maxghost.parallel.mesh import describe, mesh_shape, num_slices
 from maxghost.training import compiled_steps, devices, resume, state
@@ -103,7 +102,7 @@ def step_function(planned: Planned):
   """The train step; raises ConfigError for a model that the engine cannot score."""
   train_state, batch, val_batches = planned.arguments
   try:
-    with platforms.tracing_for(planned.layout.platform):  # traces the twin with the kernels of these devices
+    with shardings.tracing_for(planned.layout.platform):  # traces the twin with the kernels of these devices
       step, _ = make_train_step(
         planned.cfg,
         planned.graphdef,

@@ -9,7 +9,7 @@ from maxghost.config import Config, ConfigError
 from maxghost.objectives import create
 from maxghost.parallel import Layout, distributed
 from maxghost.parallel.axis_rules import unused_axes
-from maxghost.parallel.rows import OwnRows, own_rows
+from maxghost.parallel.shardings import OwnRows, own_rows
 
 
 def configure_jax(cfg: Config) -> None:

@@ -78,9 +78,7 @@ def _abstract_layout(cfg: Config, topology: str, num_slices: int, record) -> Lay
   family, count = topologies.parse(topology)
   if family != "cpu":
     known = topologies.FAMILIES[family]
-    shape = known.shape(count)
-    assert shape is not None, "parse refuses a count without a shape"
-    count = math.prod(shape) * known.devices_per_chip
+    count = math.prod(known.slices[count]) * known.devices_per_chip
   ici, dcn = meshes.mesh_shape(cfg.parallel, count * num_slices, num_slices)
   sizes = {axis: ici[axis] * dcn[axis] for axis in MESH_AXES}
   mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=meshes.auto(tuple(sizes)))

@@ -91,7 +91,7 @@ def end_lines(cfg: Config, outcome: Outcome, path: Path, rows: int) -> list[str]
   first, last = records[0], records[-1]
   tokens = sum(record["learning/total_weights"] for record in records)
   lines = [
-    f"Training complete: {len(records)} steps, {tokens:,} target tokens, loss {first['learning/loss']:.3f} -> "
+    f"Training complete: {len(records)} steps, {tokens:,} target tokens, training loss {first['learning/loss']:.3f} -> "
     f"{last['learning/loss']:.3f}",
     *speed_lines(cfg, outcome, rows),
   ]
@@ -110,7 +110,8 @@ def ghost_line(records: list[dict], name: str) -> str:
   )
   measured = sum("ghost/scored" in record for record in records)
   where = "" if measured == len(records) else f" in the {measured} scored steps of {len(records)}"
-  parts = [f"Validation loss '{name}' fell by {sum(value or 0.0 for value in actual):.4f} nats{where}"]
+  drop = sum(value or 0.0 for value in actual)
+  parts = [f"Validation loss '{name}' {'rose' if drop < 0 else 'fell'} by {abs(drop):.4f} nats{where}"]
   if any(value is not None for value in predicted):
     parts.append(f"predicted by the gradients: {sum(value or 0.0 for value in predicted):.4f}")
     parts.append(f"largest error of the score self-check {max(value or 0.0 for value in check):.1e}")

@@ -1,5 +1,139 @@
-"""The report as one self-contained HTML page: no network, no fonts to load, drawings as inline SVG."""
+"""The report as one self-contained HTML page: no network, no fonts to load, drawings as inline SVG.
 
-from maxghost.attribution.html.page import notice, render
+The templates beside this file say what the page shows; this module computes what they need beyond the Summary.
+"""
 
-__all__ = ["notice", "render"]
+import itertools
+
+import jinja2
+import numpy as np
+
+from maxghost.attribution import numbers, report_text, statistics
+from maxghost.attribution.html.charts import NUM_COLORS, Line, bars, line_chart
+from maxghost.attribution.metrics import thin
+from maxghost.attribution.numbers import number
+from maxghost.attribution.summary import SetSummary, Summary
+from maxghost.attribution.texts import snippet
+from maxghost.attribution.token_values import Marked
+
+CURVE_POINTS = 240
+SHOWN_DOMAINS = 40
+FIRST_CURVE, SECOND_CURVE = 2, 3  # colours of curves that are no domain: neither blue nor orange
+MARK_LEVELS = 4  # shades of a token's value; style.css has one rule for each
+
+
+def render(summary: Summary, live_version: str = "") -> str:
+  """The whole page as HTML. live_version: of the live view; its page reloads when the version changes."""
+  panels = [_panel(summary, part) for part in summary.sets]
+  title = f"{summary.name} · maxghost report"
+  template = _templates.get_template("report.html")
+  return template.render(title=title, live_version=live_version, summary=summary, panels=panels)
+
+
+def notice(title: str, text: str, live_version: str) -> str:
+  """A page that says why there is no report yet."""
+  return _templates.get_template("page.html").render(title=title, text=text, live_version=live_version)
+
+
+def _panel(summary: Summary, part: SetSummary) -> dict:
+  shown, lines = part.domains[:SHOWN_DOMAINS], report_text.ledger_lines(part.ledger)
+  colors = _palette(part)
+  return {
+    "part": part,
+    "colors": colors,
+    "domains": bars(shown, [v.per_million for v in shown], [v.per_million_half_width for v in shown]),
+    "charts": _charts(summary, part, colors),
+    "ledger": bars(lines, [line.value for line in lines], starts=[line.start for line in lines]),
+  }
+
+
+def _palette(part: SetSummary) -> dict[str, int]:
+  """Colours of the domains with the largest absolute contributions; the others share the last colour."""
+  order = sorted(part.domains, key=lambda value: -abs(value.contribution))
+  return dict.fromkeys(part.time.domains, NUM_COLORS - 1) | {
+    value.domain: i for i, value in enumerate(order[: NUM_COLORS - 1])
+  }
+
+
+def _charts(summary: Summary, part: SetSummary, colors: dict[str, int]) -> list[dict]:
+  train, validation = thin(summary.train_loss, CURVE_POINTS), thin(part.val_loss, CURVE_POINTS)
+  losses = [
+    Line("training", train.steps, train.values, NUM_COLORS - 1, faint=True),
+    Line("validation", validation.steps, validation.values, FIRST_CURVE),
+  ]
+  if len(summary.eval_loss) and part.index == 0:
+    losses.append(Line("evaluation", summary.eval_loss.steps, summary.eval_loss.values, SECOND_CURVE, dots=True))
+  cumulative, value = _domain_lines(part, colors)
+  steps = (int(part.time.edges[0]), int(part.time.edges[-1]) - 1)
+  heading = "Cumulative predicted and measured drop"
+  return [
+    line_chart("Loss", losses, steps, "nats per token"),
+    line_chart("Cumulative contribution of each domain", cumulative, steps, "nats", zero=True),
+    line_chart("Value of a domain over time", value, steps, "nats per million tokens", zero=True),
+    line_chart(heading, _drop_lines(part), steps, "nats per token", zero=True),
+  ]
+
+
+def _drop_lines(part: SetSummary) -> list[Line]:
+  ledger = part.ledger
+  if ledger.actual_S is None:
+    return []
+  count = len(ledger.steps)
+  picked = np.unique(np.linspace(0, count - 1, min(CURVE_POINTS, count)).round().astype(int))
+  drops = (("predicted", ledger.predicted_S, FIRST_CURVE), ("measured", ledger.actual_S, SECOND_CURVE))
+  return [Line(name, ledger.steps[picked], np.cumsum(drop)[picked], color) for name, drop, color in drops]
+
+
+def _domain_lines(part: SetSummary, colors: dict[str, int]) -> tuple[list[Line], list[Line]]:
+  """(cumulative contribution, value per million tokens over blocks); domains without a colour share one line."""
+  time = part.time
+  contribution_DB, tokens_DB = time.sums_DB("contribution", part.index), time.sums_DB("tokens")
+  color_D = np.array([colors[name] for name in time.domains])
+  ends = time.edges[1:] - 1
+  block_ends = ends[statistics.block_edges(len(ends))[1:] - 1]
+  cumulative, value = [], []
+  for color in np.unique(color_D).tolist():
+    members = np.flatnonzero(color_D == color)
+    name = time.domains[members[0]] if color < NUM_COLORS - 1 else f"{len(members)} others"
+    contribution, tokens = contribution_DB[members].sum(0), tokens_DB[members].sum(0)
+    cumulative.append(Line(name, np.append(time.edges[0], ends), np.append(0.0, np.cumsum(contribution)), color))
+    block, weight = statistics.to_blocks(contribution), statistics.to_blocks(tokens)
+    with np.errstate(divide="ignore", invalid="ignore"):
+      per_million = np.where(weight > 0, block / weight * 1e6, np.nan)
+    value.append(Line(name, block_ends, per_million, color))
+  return cumulative, value
+
+
+def _spans(marked: Marked) -> list[tuple[str, str, str]]:
+  """(text, class, worth) of stretches of one colour; pieces worth little have no class."""
+  largest = float(np.abs(marked.values).max()) or 1.0
+  levels = (np.sign(marked.values) * np.ceil(np.abs(marked.values) / largest * MARK_LEVELS - 0.5)).astype(int)
+  spans, start = [], 0
+  for level, stretch in itertools.groupby(levels.tolist()):
+    end = start + len(list(stretch))
+    kind = f"{'up' if level > 0 else 'down'}{abs(level)}" if level else ""
+    worth = f"{number(float(marked.values[start:end].sum()), 2, plus=True)} nats"
+    spans.append(("".join(marked.pieces[start:end]), kind, worth))
+    start = end
+  return spans
+
+
+def _printable(value):
+  return numbers.printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+
+
+_templates = jinja2.Environment(
+  loader=jinja2.PackageLoader("maxghost.attribution", "html"),
+  autoescape=True,
+  finalize=_printable,
+  undefined=jinja2.StrictUndefined,
+  trim_blocks=True,
+  lstrip_blocks=True,
+)
+_FILTERS = (
+  *(numbers.compact, numbers.integer, numbers.number, numbers.percent, numbers.plus_minus),
+  *(report_text.headline, report_text.lead, report_text.ledger_sentence, report_text.losses_sentence),
+  *(report_text.helped_sentence, report_text.hurt_sentence),
+)
+_templates.filters |= {function.__name__: function for function in _FILTERS}
+_templates.filters |= {"snippet": lambda text: snippet(text, 140) or "(no visible characters)", "spans": _spans}

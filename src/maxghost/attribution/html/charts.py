@@ -1,17 +1,19 @@
-"""Charts as inline SVG with a title and a description in words; colours come from the style sheet."""
+"""Charts and bars as positions and words; macros.html draws them, style.css colours them."""
 
 import dataclasses
 import json
+import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from maxghost.attribution.html.markup import Markup, join, tag
-from maxghost.attribution.html.scale import spread, tick_text, ticks
-from maxghost.attribution.numbers import number
+from maxghost.attribution.numbers import MINUS, THIN, integer, number
 
 WIDTH, HEIGHT = 520, 270
 TOP, BOTTOM, LEFT = 30, 34, 46
 NUM_COLORS = 8
+BAR_WIDTH = 220
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,151 +28,117 @@ class Line:
   faint: bool = False
 
 
-def line_chart(lines: list[Line], *, title: str, x_label: str, y_label: str, zero: bool = False) -> Markup:
-  """Curves over steps with their names at the ends; the pointer or the arrow keys show the values.
+def line_chart(heading: str, lines: list[Line], steps: tuple[int, int], y_label: str, zero: bool = False) -> dict:
+  """Curves with their names at the ends; no curves where nothing was logged.
 
-  zero: the y axis includes and marks 0.
+  steps: first and last of the x axis; both ends have a tick. zero: the y axis includes and marks 0.
   """
   lines = [line for line in lines if np.isfinite(line.y).any()]
+  chart = {"heading": heading, "y_label": y_label, "lines": []}
   if not lines:
-    return tag("p", "No data was logged for this chart.", class_="muted")
-  label_width = max(len(line.name) for line in lines) * 6.9 + 14
-  right = min(max(label_width, 30), 170)
-  values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
+    return chart
+  right = WIDTH - min(max(max(len(line.name) for line in lines) * 6.9 + 14, 30), 170)
+  values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines] + [np.zeros(int(zero))])
   low, high = float(values.min()), float(values.max())
-  if zero:
-    low, high = min(low, 0.0), max(high, 0.0)
   if high <= low:
     low, high = low - 0.5, high + 0.5
-  y_ticks = ticks(low, high, 5)
-  low, high = min(low, y_ticks[0]), max(high, y_ticks[-1])
-  x_low = float(min(line.x.min() for line in lines))
-  x_high = float(max(line.x.max() for line in lines))
-  x_high = x_high if x_high > x_low else x_low + 1
-
-  def px(x):
-    return LEFT + (np.asarray(x, float) - x_low) / (x_high - x_low) * (WIDTH - LEFT - right)
-
-  def py(y):
-    return HEIGHT - BOTTOM - (np.asarray(y, float) - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
-
-  marks = [*_y_axis(y_ticks, py, WIDTH - right, zero), *_x_axis(x_low, x_high, px)]
-  marks += [tag("text", y_label, x=0, y=12, class_="axis-title")]
-  marks += [tag("text", x_label, x=round(WIDTH - right, 1), y=HEIGHT - 2, class_="axis-title end")]
-  marks += [_curve(line, px, py) for line in lines]
-  marks += _end_labels(lines, px, py, WIDTH - right)
-  marks.append(tag("line", class_="cursor", x1=0, x2=0, y1=TOP, y2=HEIGHT - BOTTOM, visibility="hidden"))
-  words = "; ".join(_in_words(line) for line in lines)
-  return _svg(title, f"{y_label} over {x_label}. {words}.", marks, _readout(lines, px, x_label))
-
-
-def _svg(title: str, description: str, marks, readout: str) -> Markup:
-  box, label = f"0 0 {WIDTH} {HEIGHT}", f"{title}. {description}"
-  body = [tag("title", title), tag("desc", description), *marks]
-  svg = tag("svg", *body, viewBox=box, role="img", tabindex="0", aria_label=label, data_readout=readout)
-  return tag("figure", svg, tag("div", class_="tip", role="status", hidden=True), class_="chart")
+  y_ticks = ticks(low, high)
+  x_low, x_high = steps[0], max(steps[1], steps[0] + 1)
+  margin = 0.1 * (x_high - x_low)  # between a round tick and those at the ends
+  inner = [v for v in ticks(x_low, x_high) if x_low + margin < v < x_high - margin and v == round(v)]
+  x_ticks = [float(x_low), *inner, float(x_high)]
+  px = _scale(x_low, x_high, LEFT, right)
+  py = _scale(min(low, y_ticks[0]), max(high, y_ticks[-1]), HEIGHT - BOTTOM, TOP)
+  drawn = [_curve(line, px, py) for line in lines]
+  for curve, label_y in zip(drawn, spread([c["points"][-1][1] for c in drawn], 14, TOP, HEIGHT - BOTTOM), strict=True):
+    end_x, end_y = curve["points"][-1]
+    curve |= {"label_y": round(float(label_y), 1), "leader": abs(label_y - end_y) > 4 or end_x < right - 2}
+  return chart | {
+    "width": WIDTH,
+    "height": HEIGHT,
+    "left": LEFT,
+    "right": round(right, 1),
+    "top": TOP,
+    "bottom": HEIGHT - BOTTOM,
+    "y_ticks": [(py(v), tick_text(v, y_ticks[1] - y_ticks[0]), "zero" if zero and v == 0 else "grid") for v in y_ticks],
+    "x_ticks": [(px(value), integer(round(value))) for value in x_ticks],
+    "lines": drawn,
+    "readout": _readout(lines, px),
+  }
 
 
-def _y_axis(y_ticks, py, x_end, zero: bool) -> list[Markup]:
-  step = y_ticks[1] - y_ticks[0] if len(y_ticks) > 1 else 1.0
-  marks = []
-  for value in y_ticks:
-    y = round(float(py(value)), 1)
-    marks.append(tag("line", x1=LEFT, x2=round(x_end, 1), y1=y, y2=y, class_="zero" if zero and value == 0 else "grid"))
-    marks.append(tag("text", tick_text(value, step), x=LEFT - 6, y=y + 4, class_="tick end"))
-  return marks
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[Any], Any]:
+  """The map from [low, high] to pixels [start, end], to a tenth of a pixel."""
+  return lambda value: np.round(start + (np.asarray(value, float) - low) / (high - low) * (end - start), 1).tolist()
 
 
-def _x_axis(x_low, x_high, px) -> list[Markup]:
-  values = [value for value in ticks(x_low, x_high, 5) if x_low <= value <= x_high and value == round(value)]
-  step = values[1] - values[0] if len(values) > 1 else 1.0
-  y = HEIGHT - BOTTOM
-  return [
-    tag("text", tick_text(value, step), x=round(float(px(value)), 1), y=y + 16, class_="tick middle")
-    for value in values
-  ]
-
-
-def _curve(line: Line, px, py) -> Markup:
+def _curve(line: Line, px, py) -> dict:
   finite = np.isfinite(line.y)
-  xs, ys = np.atleast_1d(px(line.x[finite])), np.atleast_1d(py(line.y[finite]))
-  class_ = f"c{line.color % NUM_COLORS}{' faint' if line.faint else ''}"
-  marks = []
-  if len(xs) > 1:
-    points = "L".join(f"{x:.1f} {y:.1f}" for x, y in zip(xs, ys, strict=True))
-    marks.append(tag("path", d=f"M{points}", class_=f"line {class_}"))
-  if line.dots or len(xs) == 1:
-    places = [(f"{x:.1f}", f"{y:.1f}") for x, y in zip(xs, ys, strict=True)]
-    marks += [tag("circle", cx=x, cy=y, r=3.2, class_=f"dot {class_}") for x, y in places]
-  return join(marks)
+  points, y = list(zip(px(line.x[finite]), py(line.y[finite]), strict=True)), line.y[finite]
+  words = number(float(y[-1]))
+  return {
+    "name": line.name,
+    "color": line.color % NUM_COLORS,
+    "dots": line.dots,
+    "faint": line.faint,
+    "points": points,
+    "path": "M" + "L".join(f"{x} {y}" for x, y in points),
+    "words": words if len(y) == 1 else f"from {number(float(y[0]))} to {words}",
+  }
 
 
-def _end_labels(lines, px, py, x_end) -> list[Markup]:
-  ends = []
+def _readout(lines: list[Line], px) -> str:
+  """JSON for the page's script: one entry of position and values per distinct step."""
+  at: dict[float, list[str]] = {}
   for line in lines:
-    last = np.flatnonzero(np.isfinite(line.y))[-1]
-    ends.append((float(px(line.x[last])), float(py(line.y[last]))))
-  placed = spread([y for _, y in ends], 14, TOP, HEIGHT - BOTTOM)
-  marks = []
-  for line, (x, y), label_y in zip(lines, ends, placed, strict=True):
-    color = f"c{line.color % NUM_COLORS}"
-    if abs(label_y - y) > 4 or x < x_end - 2:
-      place = {"x1": round(x + 2, 1), "y1": round(y, 1), "x2": round(x_end + 5, 1), "y2": round(label_y, 1)}
-      marks.append(tag("line", **place, class_=f"leader {color}"))
-    marks.append(
-      tag("text", _shorten(line.name), x=round(x_end + 8, 1), y=round(label_y + 4, 1), class_=f"label {color}")
-    )
-  return marks
-
-
-def _shorten(name: str, limit: int = 22) -> str:
-  return name if len(name) <= limit else name[: limit - 1] + "…"
-
-
-def _in_words(line: Line) -> str:
-  finite = np.flatnonzero(np.isfinite(line.y))
-  first, last = finite[0], finite[-1]
-  if first == last:
-    return f"{line.name}: {number(float(line.y[last]))}"
-  return f"{line.name}: from {number(float(line.y[first]))} to {number(float(line.y[last]))}"
-
-
-def _readout(lines: list[Line], px, x_label: str) -> str:
-  """JSON for the page's script: one entry of position and values per distinct x."""
-  at = {x: [] for x in sorted({float(x) for line in lines for x in line.x})}
-  for line in lines:
-    for x, y in zip(line.x, line.y, strict=True):
-      if np.isfinite(y):
-        at[float(x)].append(f"{line.name} {number(float(y))}")
-  entries = [[round(float(px(x)), 1), f"{x_label} {int(x)}", *values] for x, values in at.items() if values]
+    for x, y in zip(line.x.tolist(), line.y.tolist(), strict=True):
+      if math.isfinite(y):
+        at.setdefault(x, []).append(f"{line.name} {number(y)}")
+  entries = [[px(x), f"step {x:.0f}", *at[x]] for x in sorted(at)]
   return json.dumps(entries, ensure_ascii=False, separators=(",", ":"))
 
 
-def bar(value: float, half_width: float, low: float, high: float, *, start: float = 0.0, color: str = "") -> Markup:
-  """A small horizontal bar from `start` to start + value on the scale [low, high], with its 95 % interval.
-
-  color: a class of the style sheet; empty = by sign. Screen readers skip it: the table's cells hold the same numbers.
-  """
-  width, height = 220, 18
-  span = (high - low) or 1.0
-
-  def px(v):
-    return (v - low) / span * (width - 8) + 4
-
-  left, right = sorted((px(start), px(start + value)))
-  kind = color or ("helps" if value >= 0 else "hurts")
-  marks = [
-    tag("rect", x=f"{left:.1f}", y=3, width=f"{max(right - left, 0.8):.1f}", height=12, rx=1.5, class_=f"bar {kind}"),
-    tag("line", x1=f"{px(0):.1f}", x2=f"{px(0):.1f}", y1=0, y2=height, class_="zero"),
+def bars(items: list, values: Any, half_widths: Any = 0.0, starts: Any = 0.0) -> list[tuple[Any, dict]]:
+  """Each item with a horizontal bar from `starts` to start + value; 95 % intervals. One scale, which includes zero."""
+  value, half, start = np.broadcast_arrays(np.nan_to_num(values), np.nan_to_num(half_widths, posinf=0.0), starts)
+  end, zero = start + value, np.zeros(len(items))
+  marks = np.stack([zero, np.minimum(start, end), np.maximum(start, end), end - half, end + half], axis=1)
+  low, high = marks.min(initial=0), marks.max(initial=0)
+  px = _scale(low, high if high > low else low + 1, 4, BAR_WIDTH - 4)
+  return [
+    (item, {"zero": zero, "x": x, "width": max(round(right - x, 1), 0.8), "whisker": whisker if width > 0 else None})
+    for item, (zero, x, right, *whisker), width in zip(items, px(marks), half, strict=True)
   ]
-  if np.isfinite(half_width) and half_width > 0:
-    a, b = px(max(low, start + value - half_width)), px(min(high, start + value + half_width))
-    marks.append(tag("path", d=f"M{a:.1f} 6V12M{a:.1f} 9H{b:.1f}M{b:.1f} 6V12", class_="whisker"))
-  return tag("svg", *marks, viewBox=f"0 0 {width} {height}", class_="bar-cell", aria_hidden="true")
 
 
-def bar_range(values, half_widths) -> tuple[float, float]:
-  """The scale for `bar` that includes zero and all intervals."""
-  values, half_widths = np.asarray(values), np.nan_to_num(half_widths, posinf=0.0)
-  ends = np.concatenate([[0.0], values - half_widths, values + half_widths])
-  return float(np.nanmin(ends)), float(np.nanmax(ends))
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+  """About `count` round values that span [low, high]."""
+  if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
+    return [low]
+  rough = (high - low) / count
+  power = 10 ** math.floor(math.log10(rough))
+  step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+  first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+  return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def tick_text(value: float, step: float) -> str:
+  """A tick's value with as many decimals as the distance between ticks needs."""
+  if value == 0:
+    return "0"
+  if abs(value) >= 1e6 or step < 1e-4:
+    text = f"{abs(value):.3g}"
+  else:
+    decimals = next((d for d in range(8) if abs(step * 10**d - round(step * 10**d)) < 1e-6), 8)
+    text = f"{abs(value):,.{decimals}f}".replace(",", THIN)
+  return (MINUS if value < 0 else "") + text
+
+
+def spread(positions: list[float], gap: float, low: float, high: float) -> np.ndarray:
+  """Positions moved as little as needed so that neighbours are `gap` apart and all lie in [low, high]."""
+  order = np.argsort(positions, kind="stable")
+  offsets = gap * np.arange(len(order))
+  packed = np.maximum.accumulate(np.asarray(positions, float)[order] - offsets)
+  placed = np.empty(len(order))
+  placed[order] = np.maximum(np.minimum(packed, high - offsets[-1]), low) + offsets
+  return placed

@@ -1,7 +1,9 @@
 """The interface of a data source: random access to documents by number, and what the reader asks beyond the text."""
 
+import functools
+import importlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,7 +21,6 @@ class CorruptError(ValueError):
     super().__init__(" ".join(message.split()))
 
 
-@runtime_checkable
 class Source(Protocol):
   """Random access to documents; has the shape of `grain.sources.RandomAccessDataSource`.
 
@@ -73,6 +74,13 @@ def id_hash(domain: str, path: str, offset: int | np.ndarray) -> np.ndarray:
   return combine(text_hash(domain, path), offset)
 
 
+def left_out(error: CorruptError, on_corrupt: str) -> str:
+  """The note that a file is left out. Raises ConfigError with on_corrupt=error."""
+  if on_corrupt == "error":
+    raise ConfigError(f"{error}; repair or remove it, or use on_corrupt=skip") from error
+  return f"left out: {error}"
+
+
 def read_or_skip(
   read: Callable[[np.ndarray], Iterable[T]],
   indices: np.ndarray,
@@ -105,24 +113,19 @@ class DocumentList(Source):
     self.documents = documents
     self.domains = domains
     self.files = {}
-    self._sizes = np.fromiter((len(document.text) for document in documents), np.int64, len(documents))
+    self._sizes = np.array([len(d.text) for d in documents], np.int64)
     self.num_bytes = int(self._sizes.sum())
     parts = (part for d in documents for part in (d.domain, d.path, str(d.offset), d.text))
     self.fingerprint = f"{text_hash(*parts):016x}"
-    place = {domain: number for number, domain in enumerate(domains)}
-    self._domain_numbers = np.fromiter((place[d.domain] for d in documents), np.int64, len(documents))
-    paths = {(d.domain, d.path) for d in documents}
-    path_hash = {pair: text_hash(*pair) for pair in paths}
+    self._domain_numbers = np.array([domains.index(d.domain) for d in documents], np.int64)
+    path_hash = functools.cache(text_hash)  # paths repeat
     self._id_hashes = combine(
-      np.fromiter((path_hash[d.domain, d.path] for d in documents), np.uint64, len(documents)),
-      np.fromiter((d.offset for d in documents), np.int64, len(documents)),
+      np.array([path_hash(d.domain, d.path) for d in documents], np.uint64),
+      np.array([d.offset for d in documents], np.int64),
     )
 
   def __len__(self) -> int:
     return len(self.documents)
-
-  def __getitem__(self, index: int) -> Document:
-    return self.documents[index]
 
   def document_id(self, index: int) -> DocumentId:
     return self.documents[index].id
@@ -161,13 +164,13 @@ def too_low_cap(cap: int, domain: str, first_bytes: int) -> ConfigError:
   )
 
 
-def check_domains(domains: Iterable[str], known: Iterable[str], owner: str) -> None:
-  """Raises ConfigError for the first domain that `owner`, which has the `known` ones, does not have."""
+def check_known(key: str, names: Iterable[str], known: Iterable[str], owner: str) -> None:
+  """Raises ConfigError for the first name in the value of `key` that `owner` does not have. known: those it has."""
   known = tuple(known)
-  for domain in domains:
-    if domain not in known:
-      hint = did_you_mean(domain, known) or f"; {owner} has {', '.join(known)}"
-      raise ConfigError(f"dataset_domains has '{domain}', which {owner} does not have{hint}")
+  for name in names:
+    if name not in known:
+      hint = did_you_mean(name, known) or f"; {owner} has {', '.join(known) or 'none'}"
+      raise ConfigError(f"{key} has '{name}', which {owner} does not have{hint}")
 
 
 def utf8(path: str, offset: int, raw: bytes) -> bytes:
@@ -179,12 +182,13 @@ def utf8(path: str, offset: int, raw: bytes) -> bytes:
   return raw
 
 
-def join_columns(where: str, record: dict, columns: Sequence[str]) -> bytes:
+def join_columns(where: str, record: Any, columns: Sequence[str]) -> bytes:
   """The text columns of a record, joined by line ends; null counts as an empty text. Raises CorruptError."""
   values = []
+  record = record if isinstance(record, dict) else {}
   for column in columns:
-    value = record.get(column)
-    if value is None and column in record:
+    value = record.get(column, 0)
+    if value is None:
       value = ""
     if isinstance(value, bytes):
       value = utf8(f"{where}, column {column}", 0, value).decode("utf-8")
@@ -197,10 +201,10 @@ def join_columns(where: str, record: dict, columns: Sequence[str]) -> bytes:
     raise CorruptError(f"{where}: half of a surrogate pair in the text ({error.reason})") from error
 
 
-def check_columns(path: str, names: tuple[str, ...], columns: Sequence[str]) -> None:
-  """Raises ConfigError for the first column that is not among the names."""
-  for column in columns:
-    if column not in names:
-      has = f"; it has {', '.join(names)}" if names else "; its records are no objects"
-      hint = did_you_mean(column, names) or has
-      raise ConfigError(f"train_data_columns has '{column}', which {path} does not have{hint}")
+def import_package(name: str, user: str, extra: str = "data") -> Any:
+  """An optional package, or a module of it. Raises ConfigError that says what needs it and how to install it."""
+  try:
+    return importlib.import_module(name)
+  except ImportError:
+    package = name.partition(".")[0]
+    raise ConfigError(f"{user} needs the package {package}; install it with: pip install 'maxghost[{extra}]'") from None

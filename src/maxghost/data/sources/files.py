@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from maxghost.config import ConfigError
 from maxghost.data.hashing import text_hash
-from maxghost.data.sources.base import check_domains
+from maxghost.data.sources.base import check_known
 
 # By dataset_type.
 _EXAMPLES = {
@@ -23,25 +23,24 @@ class CorpusFile:
   domain: str
   path: str
   name: str
+  fingerprint: str
 
 
-def expand(
-  key: str, patterns: Sequence[str], domains: tuple[str, ...], default_domain: str, kind: str = "text"
-) -> list[CorpusFile]:
+def expand(key: str, patterns: Sequence[str], domains: tuple[str, ...] = (), kind: str = "text") -> list[CorpusFile]:
   """The files of `domain=glob` patterns (`**` matches any number of folders), by domain as given, then by name.
 
-  domains: the wanted ones; empty = all. default_domain: of a pattern without `domain=`. key, kind: the setting and the
-  dataset_type, for error messages. Raises ConfigError for a pattern without a file and for an unknown domain.
+  domains: the wanted ones; empty = all. key, kind: the setting and the dataset_type, for error messages. Raises
+  ConfigError for a pattern without a file, an unreadable file and an unknown domain.
   """
   by_domain: dict[str, list[str]] = {}
-  for domain, pattern in labelled(key, patterns, domains, lambda _: default_domain, kind):
+  for domain, pattern in labelled(key, patterns, domains, lambda _: "text", kind):
     by_domain.setdefault(domain, []).append(os.path.expanduser(pattern))
   found: list[CorpusFile] = []
   for domain, globs in by_domain.items():
-    paths = {path for pattern in globs for path in _matches(key, domain, pattern)}
+    paths = {path for pattern in globs for path in _matches(key, domain, pattern, kind)}
     base = os.path.commonpath([_fixed_part(pattern) for pattern in globs])
     named = sorted((os.path.relpath(path, base).replace(os.sep, "/"), path) for path in paths)
-    found.extend(CorpusFile(domain, path, name) for name, path in named)
+    found.extend(CorpusFile(domain, path, name, fingerprint(path)) for name, path in named)
   return found
 
 
@@ -63,17 +62,16 @@ def labelled(
       raise ConfigError(f"{key} has '{item}', which is not of the form domain={_EXAMPLES[kind]}")
     pairs.append((domain, rest))
   known = dict.fromkeys(domain for domain, _ in pairs)
-  check_domains(domains, known, key)
+  check_known("dataset_domains", domains, known, key)
   return [pair for domain in domains or known for pair in pairs if pair[0] == domain]
 
 
-def _matches(key: str, domain: str, pattern: str) -> list[str]:
+def _matches(key: str, domain: str, pattern: str, kind: str) -> list[str]:
   paths = [os.path.abspath(path) for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
   if not paths:
-    folder = os.path.isdir(pattern)
-    why = (
-      f"{pattern} is a folder; write {os.path.join(pattern, '**', '*.txt')}" if folder else f"no file matches {pattern}"
-    )
+    ending = ".txt" if kind == "text" else ".array_record"
+    folder = f"{pattern} is a folder; write {os.path.join(pattern, '**', '*' + ending)}"
+    why = folder if os.path.isdir(pattern) else f"no file matches {pattern}"
     raise ConfigError(f"{key}: domain '{domain}' has no documents: {why}")
   return paths
 
@@ -81,26 +79,19 @@ def _matches(key: str, domain: str, pattern: str) -> list[str]:
 def _fixed_part(pattern: str) -> str:
   """The folder above a glob's first part with a wildcard; the folder of a plain path."""
   parts = os.path.abspath(pattern).split(os.sep)
-  for number, part in enumerate(parts):
-    if glob.has_magic(part):
-      return os.sep.join(parts[:number]) or os.sep
-  return os.path.dirname(os.path.abspath(pattern))
+  magic = (number for number, part in enumerate(parts) if glob.has_magic(part))
+  return os.sep.join(parts[: next(magic, len(parts) - 1)]) or os.sep
 
 
 def fingerprint(path: str) -> str:
-  """A hash of a file's size, beginning, middle and end; the modification time does not enter."""
-  size = os.path.getsize(path)
-  with open(path, "rb") as file:
-    samples = []
-    for place in sorted({0, max(0, size // 2 - _SAMPLE // 2), max(0, size - _SAMPLE)}):
-      file.seek(place)
-      samples.append(file.read(_SAMPLE))
-  return f"{text_hash(str(size), *samples):016x}"
-
-
-def fingerprints(files: Sequence[CorpusFile]) -> dict[str, str]:
-  """{domain/name: fingerprint}. Raises ConfigError for an unreadable file."""
+  """A hash of a file's size, beginning, middle and end; not of its modification time. Raises ConfigError."""
   try:
-    return {f"{file.domain}/{file.name}": fingerprint(file.path) for file in files}
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+      samples = []
+      for place in sorted({0, max(0, size // 2 - _SAMPLE // 2), max(0, size - _SAMPLE)}):
+        file.seek(place)
+        samples.append(file.read(_SAMPLE))
   except OSError as error:
-    raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
+    raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+  return f"{text_hash(str(size), *samples):016x}"

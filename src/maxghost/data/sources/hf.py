@@ -1,58 +1,50 @@
 """Hugging Face `datasets` folders on disk (extra `hf`): memory-mapped Arrow tables with random access to rows."""
 
+import functools
 import os
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from maxghost.config import ConfigError
+from maxghost.config.schema import DataConfig
 from maxghost.data.hashing import text_hash
-from maxghost.data.sources import files as corpus_files
-from maxghost.data.sources.base import CorruptError, check_columns, join_columns
-from maxghost.data.sources.records import RecordSource
+from maxghost.data.sources.base import CorruptError, check_known, import_package, join_columns
+from maxghost.data.sources.files import fingerprint, labelled
+from maxghost.data.sources.records import RecordSource, Shard
 
 
-class HfShard:
-  """The rows of one dataset. Is pickled by the paths of its files."""
-
-  notes = ()
-
-  def __init__(self, domain: str, path: str, split: str, columns: tuple[str, ...]):
-    table = _open(path, split)
-    check_columns(f"dataset_files={path}", tuple(table.column_names), columns)
-    self.domain, self.name, self._path, self._columns = domain, f"{Path(path).name}/{split}", path, columns
-    self._table = table.select_columns(list(columns))
-    shards = sorted({entry["filename"] for entry in table.cache_files})
-    self.fingerprint = f"{text_hash(*map(corpus_files.fingerprint, shards)):016x}"
-
-  def __len__(self) -> int:
-    return len(self._table)
-
-  def texts(self, records: Sequence[int]) -> list[bytes]:
-    try:
-      found = self._table[list(records)]
-    except (OSError, ValueError) as error:  # what Arrow raises
-      raise CorruptError(f"{self._path}, rows {records[0]} to {records[-1]}: {error}") from error
-    rows = ({column: found[column][n] for column in self._columns} for n in range(len(records)))
-    return [
-      join_columns(f"{self._path}, row {record}", row, self._columns) for record, row in zip(records, rows, strict=True)
-    ]
-
-
-def load(paths: Sequence[str], split: str, columns: tuple[str, ...], domains: tuple[str, ...] = ()) -> RecordSource:
+def load(cfg: DataConfig) -> RecordSource:
   """Documents of `domain=folder` datasets; without `domain=` the domain is the folder's name. Raises ConfigError.
 
   A folder was written by `save_to_disk`, or holds Parquet, JSON or text files as `datasets.load_dataset` reads them.
   """
-  pairs = corpus_files.labelled("dataset_files", paths, domains, lambda path: Path(path).name, "hf")
-  return RecordSource([HfShard(domain, os.path.expanduser(path), split, columns) for domain, path in pairs])
+  pairs = labelled("dataset_files", cfg.dataset_files, cfg.dataset_domains, lambda path: Path(path).name, "hf")
+  return RecordSource([_shard(domain, os.path.expanduser(path), cfg) for domain, path in pairs])
 
 
-def _open(path: str, split: str):
+def _shard(domain: str, path: str, cfg: DataConfig) -> Shard:
+  """The rows of one dataset. Is pickled by the paths of its files."""
+  table, columns = _open(path, cfg.train_split), cfg.train_data_columns
+  check_known("train_data_columns", columns, tuple(table.column_names), f"dataset_files={path}")
+  files = sorted({entry["filename"] for entry in table.cache_files})
+  prints = f"{text_hash(*map(fingerprint, files)):016x}"
+  read = functools.partial(_texts, table.select_columns(list(columns)), path, columns)
+  return Shard(domain, f"{Path(path).name}/{cfg.train_split}", prints, len(table), read)
+
+
+def _texts(table, path: str, columns: tuple[str, ...], rows: list[int], sizes: list[int]) -> list[bytes]:
   try:
-    import datasets
-  except ImportError:
-    line = "dataset_type=hf needs the package datasets; install it with: pip install 'maxghost[hf]'"
-    raise ConfigError(line) from None
+    found = table[rows]
+  except (OSError, ValueError) as error:  # what Arrow raises
+    raise CorruptError(f"{path}, rows {rows[0]} to {rows[-1]}: {error}") from error
+  return [
+    join_columns(f"{path}, row {row}", {column: found[column][n] for column in columns}, columns)
+    for n, row in enumerate(rows)
+  ]
+
+
+def _open(path: str, split: str) -> Any:
+  datasets = import_package("datasets", "dataset_type=hf", "hf")
   if not os.path.isdir(path):
     raise ConfigError(f"dataset_files={path} is no folder; give one written by save_to_disk, or one of data files")
   saved = any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))

@@ -1,7 +1,11 @@
-"""A source made of parts with numbered records: shard files, splits, tables. A document's offset is its record."""
+"""A source made of shards, each of which reads the documents of one file, split or table."""
 
-from collections.abc import Sequence
-from typing import Protocol
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -10,72 +14,116 @@ from maxghost.data.hashing import combine, text_hash
 from maxghost.data.sources.base import Source, read_or_skip
 from maxghost.data.types import DocumentId
 
+T = TypeVar("T")
 _SAMPLES = 32  # records read to estimate the total size
 
 
-class RecordShard(Protocol):
-  """name: the path in the ids. notes: lines for the user. fingerprint: changes with the data."""
+class Opened:
+  """Keeps the last `limit` results of `open_one`, by its arguments. Is pickled without them.
+
+  lock: for files that two threads must not read at once.
+  """
+
+  def __init__(self, open_one: Callable, limit: int | None):
+    self._open_one, self._limit = open_one, limit
+    self.lock = threading.Lock()
+    self.get = functools.lru_cache(limit)(open_one)
+
+  def __reduce__(self):
+    return Opened, (self._open_one, self._limit)
+
+
+@dataclass(frozen=True)
+class Shard:
+  """Documents of one domain.
+
+  Attributes:
+    domain: their domain.
+    name: the path in their ids.
+    fingerprint: changes with the data.
+    count: number of documents.
+    read: the texts of documents, from their offsets and, in a source with an index, their sizes. Is pickled with the
+      source. Raises CorruptError.
+  """
 
   domain: str
   name: str
   fingerprint: str
-  notes: tuple[str, ...]
-
-  def __len__(self) -> int: ...
-
-  def texts(self, records: Sequence[int]) -> list[bytes]:
-    """Texts of some records. Raises CorruptError."""
-    ...
+  count: int
+  read: Callable[[list[int], list[int]], list[bytes]]
 
 
 class RecordSource(Source):
-  """The documents of all parts, numbered consecutively."""
+  """The documents of all shards, numbered consecutively. A document's offset is its number in the shard.
 
-  def __init__(self, parts: Sequence[RecordShard], notes: tuple[str, ...] = ()):
-    self.domains = tuple(dict.fromkeys(part.domain for part in parts))
-    self._parts = parts
-    self.files = {f"{part.domain}/{part.name}": part.fingerprint for part in parts}
-    self.fingerprint = f"{text_hash(*(word for item in self.files.items() for word in item)):016x}"
-    self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-    self._domain_number = np.array([self.domains.index(part.domain) for part in parts], np.int64)
-    self._part_hash = np.array([text_hash(part.domain, part.name) for part in parts], np.uint64)
+  index: offset and size of each document instead (int64[n] each). exact: these sizes are those of the texts.
+  """
+
+  def __init__(
+    self,
+    shards: Sequence[Shard],
+    notes: Sequence[str] = (),
+    index: tuple[np.ndarray, np.ndarray] | None = None,
+    exact: bool = False,
+  ):
+    self.domains = tuple(dict.fromkeys(shard.domain for shard in shards))
+    self.notes = tuple(notes)
+    self.files = {f"{shard.domain}/{shard.name}": shard.fingerprint for shard in shards}
+    self.fingerprint = f"{text_hash(*itertools.chain(*self.files.items())):016x}"
+    self._shards, self._index, self._exact = shards, index, exact
+    self._ends = np.cumsum([shard.count for shard in shards], dtype=np.int64)
+    self._domain_number = np.array([self.domains.index(shard.domain) for shard in shards], np.int64)
+    self._shard_hash = np.array([text_hash(shard.domain, shard.name) for shard in shards], np.uint64)
     for domain in self.domains:
-      if not any(len(part) for part in parts if part.domain == domain):
-        raise ConfigError(f"domain '{domain}' has no documents")
-    self.notes = (*notes, *dict.fromkeys(note for part in parts for note in part.notes))
-    self.num_bytes = self._estimate()
+      own = [shard for shard in shards if shard.domain == domain]
+      if not any(shard.count for shard in own):
+        names = ", ".join(shard.name for shard in own[:3])
+        raise ConfigError(f"domain '{domain}' has no documents: {names} cannot be read or hold none")
+    self.num_bytes = self._estimate() if index is None else int(index[1].sum())
 
   def __len__(self) -> int:
     return int(self._ends[-1])
 
   def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Part and record in it (int64[n] each)."""
+    """Shard of each document and offset in it (int64[n] each)."""
     numbers = np.searchsorted(self._ends, indices, side="right")
+    if self._index is not None:
+      return numbers, self._index[0][indices]
     return numbers, indices - np.where(numbers > 0, self._ends[numbers - 1], 0)
 
   def document_id(self, index: int) -> DocumentId:
-    number, record = (int(x[0]) for x in self._locate(np.array([index])))
-    return DocumentId(self._parts[number].domain, self._parts[number].name, record)
+    number, offset = (int(x[0]) for x in self._locate(np.array([index])))
+    return DocumentId(self._shards[number].domain, self._shards[number].name, offset)
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
     return self._domain_number[self._locate(indices)[0]]
 
   def id_hashes(self, indices: np.ndarray) -> np.ndarray:
-    numbers, records = self._locate(indices)
-    return combine(self._part_hash[numbers], records)
+    numbers, offsets = self._locate(indices)
+    return combine(self._shard_hash[numbers], offsets)
+
+  def sizes(self, indices: np.ndarray) -> np.ndarray | None:
+    return self._index[1][indices] if self._index is not None and self._exact else None
 
   def texts(self, indices: np.ndarray) -> list[bytes]:
-    numbers, records = self._locate(indices)
-    out: list[bytes] = [b""] * len(indices)
-    for number in np.unique(numbers).tolist():
-      places = np.flatnonzero(numbers == number)
-      places = places[np.argsort(records[places], kind="stable")]
-      for place, text in zip(places.tolist(), self._parts[number].texts(records[places].tolist()), strict=True):
-        out[place] = text
-    return out
+    numbers, offsets = self._locate(indices)
+    sizes = offsets if self._index is None else self._index[1][indices]
+    return read_by_shard(
+      numbers, offsets, lambda n, places: self._shards[n].read(offsets[places].tolist(), sizes[places].tolist())
+    )
 
   def _estimate(self) -> int:
     """Total text bytes, from records spread over the source."""
     some = np.unique(np.linspace(0, len(self) - 1, _SAMPLES).astype(np.int64))
     sizes = [len(text) for text in read_or_skip(self.texts, some) if text is not None]
     return int(np.mean(sizes) * len(self)) if sizes else 0
+
+
+def read_by_shard(numbers: np.ndarray, offsets: np.ndarray, read: Callable[[int, np.ndarray], list[T]]) -> list[T]:
+  """What `read` gives for each shard and the places in `numbers` and `offsets` that belong to it, in their order."""
+  out: list = [None] * len(numbers)
+  order = np.lexsort((offsets, numbers))  # what a shard reads at once lies together
+  for places in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(order) else ():
+    for place, found in zip(places.tolist(), read(int(numbers[places[0]]), places), strict=True):
+      out[place] = found
+  return out

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from maxghost.config import ConfigError
-from maxghost.data.sources.base import DocumentList, check_domains, take
+from maxghost.data.sources.base import DocumentList, check_known, take
 from maxghost.data.types import Document
 
 DOMAINS = ("code", "docstrings", "manual", "tables")
@@ -27,7 +27,7 @@ _SKIPPED_FOLDERS = {
 _TABLE_MODULES = {"html/entities.py", "stringprep.py", "tkinter/constants.py"}
 # A triple-quoted string that opens a module or stands on the first line of code after one that ends with a colon.
 _DOCSTRING = re.compile(
-  rb"""(?:\A|:[ \t]*(?:\#[^\n]*)?\n)(?:[ \t]*(?:\#[^\n]*)?\n)*[ \t]*[rRuU]?(\"{3}|'{3})(.*?)(?<!\\)\1""", re.S | re.X
+  rb"""((?:\A|:[ \t]*(?:\#[^\n]*)?\n)(?:[ \t]*(?:\#[^\n]*)?\n)*[ \t]*[rRuU]?)(\"{3}|'{3})(.*?)(?<!\\)\2""", re.S | re.X
 )
 _SHORTEST_DOCSTRING = 24  # bytes; below, there is nothing to learn from
 
@@ -44,33 +44,29 @@ def load(domains: tuple[str, ...] = (), domain_bytes: int = 0, root: str | os.Pa
     ConfigError: an unknown domain, one this Python has no text for, or a cap below the first document.
   """
   chosen = tuple(domains) or DOMAINS
-  check_domains(chosen, DOMAINS, "dataset_type=stdlib")
+  check_known("dataset_domains", chosen, DOMAINS, "dataset_type=stdlib")
   library = Path(root if root is not None else sysconfig.get_path("stdlib"))
   paths = _modules(library)
   modules = [path for path in paths if not _is_table(path)]
   readers = {
-    "code": lambda: _code(library, modules),
+    "code": lambda: _whole("code", library, modules),
     "docstrings": lambda: _docstrings(library, modules),
     "manual": _manual,
-    "tables": lambda: _tables(library, filter(_is_table, paths)),
+    "tables": lambda: _whole("tables", library, filter(_is_table, paths)),
   }
   documents: list[Document] = []
   for domain in chosen:
     taken = take(readers[domain](), domain_bytes, domain)
     if not taken:
-      raise ConfigError(_missing(domain, library, chosen))
+      others = [name for name in chosen if name != domain]
+      fix = f"use dataset_domains=[{','.join(others)}]" if others else "name another domain"
+      what = "pydoc_data.topics" if domain == "manual" else "source files (*.py)"
+      raise ConfigError(
+        f"dataset_domains has '{domain}', but this Python ({sys.version.split()[0]}, library in {library}) has no "
+        f"{what}; {fix}, or run a Python that brings its library's source"
+      )
     documents.extend(taken)
   return DocumentList(documents, chosen)
-
-
-def _missing(domain: str, library: Path, chosen: tuple[str, ...]) -> str:
-  others = [name for name in chosen if name != domain]
-  fix = f"use dataset_domains=[{','.join(others)}]" if others else "name another domain"
-  what = "pydoc_data.topics" if domain == "manual" else "source files (*.py)"
-  return (
-    f"dataset_domains has '{domain}', but this Python ({sys.version.split()[0]}, library in {library}) has no {what}; "
-    f"{fix}, or run a Python that brings its library's source"
-  )
 
 
 def _modules(library: Path) -> list[str]:
@@ -98,24 +94,20 @@ def _read(library: Path, path: str) -> bytes:
   return raw
 
 
-def _code(library: Path, modules: Iterable[str]) -> Iterator[Document]:
+def _whole(domain: str, library: Path, modules: Iterable[str]) -> Iterator[Document]:
   for path in modules:
-    text = _DOCSTRING.sub(_without_body, _read(library, path))
+    text = _read(library, path)
+    if domain == "code":
+      text = _DOCSTRING.sub(rb"\1\2\2", text)
     if text.strip():
-      yield Document("code", path, 0, text)
-
-
-def _without_body(match: re.Match) -> bytes:
-  start, stop = match.span(2)
-  whole = match.group(0)
-  return whole[: start - match.start()] + whole[stop - match.start() :]
+      yield Document(domain, path, 0, text)
 
 
 def _docstrings(library: Path, modules: Iterable[str]) -> Iterator[Document]:
   for path in modules:
     for match in _DOCSTRING.finditer(_read(library, path)):
-      if len(match.group(2)) >= _SHORTEST_DOCSTRING:
-        yield Document("docstrings", path, match.start(2), match.group(2))
+      if len(match[3]) >= _SHORTEST_DOCSTRING:
+        yield Document("docstrings", path, match.start(3), match[3])
 
 
 def _manual() -> Iterator[Document]:
@@ -125,10 +117,3 @@ def _manual() -> Iterator[Document]:
     return
   for topic in sorted(topics):
     yield Document("manual", f"pydoc_data/topics.py:{topic}", 0, topics[topic].encode("utf-8"))
-
-
-def _tables(library: Path, modules: Iterable[str]) -> Iterator[Document]:
-  for path in modules:
-    text = _read(library, path)
-    if text.strip():
-      yield Document("tables", path, 0, text)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from maxghost.data.hashing import combine, text_hash
-from maxghost.data.sources.base import DocumentList, check_domains, take
+from maxghost.data.sources.base import DocumentList, check_known, take
 from maxghost.data.types import Document
 
 DOMAINS = ("words", "digits", "brackets", "noise")
@@ -18,7 +18,7 @@ def load(domains: tuple[str, ...] = (), domain_bytes: int = 0, seed: int = 0) ->
   domain_bytes: whole documents up to this many bytes per domain; 0 = 256 documents each.
   """
   chosen = tuple(domains) or DOMAINS
-  check_domains(chosen, DOMAINS, "dataset_type=synthetic")
+  check_known("dataset_domains", chosen, DOMAINS, "dataset_type=synthetic")
   documents = []
   for domain in chosen:
     numbers = range(_DOCUMENTS_PER_DOMAIN)
