@@ -294,7 +294,7 @@ class Shared(nnx.Module):
 
   def __call__(self, x_BD, scale):
     self.calls[...] += 1
-    x_BD = jnp.tanh(x_BD @ self.kernel[...] * scale + self.shift[...])
+    x_BD = jnp.tanh(x_BD @ self.kernel[...] * scale + self.shift[...][None])
     return x_BD, x_BD[0] * self.calls[...]
 
 

@@ -249,7 +249,7 @@ def test_gradients_of_what_every_layer_sees_are_summed():
   x, shift = jnp.ones((2, 5)), jnp.linspace(0, 1, 5)
 
   def loss(w, shift):
-    step = lambda x, w, s: jnp.tanh(x @ w[0] + s[0]) * (w[1] + 1)  # noqa: E731
+    step = lambda x, w, s: jnp.tanh(x @ w[0] + s[0][None]) * (w[1] + 1)  # noqa: E731
     return streaming.scan(step, x, (w, jnp.arange(4)), (shift, jnp.arange(3)), (2,)).sum()
 
   ours = jax.jit(jax.grad(loss, (0, 1)))(jax.device_put(w, HOST), shift)

@@ -210,7 +210,7 @@ class RoutedMoe(nnx.Module):
 
     def product(spec, x, name):
       y = jnp.einsum(spec, x, params[name], precision=self.precision)
-      return y + params[f"{name}_bias"] if self.has_bias else y
+      return y + params[f"{name}_bias"][None, None] if self.has_bias else y
 
     weight_BTE = (jax.nn.one_hot(index_BTk, self.num_experts, dtype=weight_BTk.dtype) * weight_BTk[..., None]).sum(2)
     branches = [product("btd,edf->btef", x_BTD.astype(self.dtype), name) for name in self.branches]
