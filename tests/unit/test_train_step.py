@@ -66,7 +66,7 @@ def test_the_same_bits_with_a_tied_table_and_dropout():
 
 
 def test_the_same_bits_in_segments():
-  assert_same_bits(TwentySteps(cheap=True, base_num_decoder_layers=4, segment_lengths=(2,), remat_policy="full"))
+  assert_same_bits(TwentySteps(base_num_decoder_layers=4, segment_lengths=(2,), remat_policy="full"))
 
 
 @pytest.mark.slow

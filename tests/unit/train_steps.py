@@ -54,6 +54,8 @@ class Run:
         self.cfg, self.graphdef, self.state, batch, num_segments=tiny.SEGMENTS, num_sets=num_sets
       )
     options = None if cheap else compiler_options()
+    if options:  # on CPU: as the trainer compiles it, conftest.py notwithstanding
+      options["xla_cpu_use_fusion_emitters"] = True
     self.compilation = tiny.cheap_compilation if cheap else contextlib.nullcontext
     self._run = jax.jit(self.function, compiler_options=options)
 
