@@ -60,8 +60,9 @@ def write_model(folder: Path, layers: int, width: int) -> tuple[int, int]:
   import ml_dtypes
   import numpy as np
 
+  from maxghost.checkpoint.layouts_store import StoredArray
   from maxghost.interop import huggingface
-  from maxghost.interop.safetensors_files import Planned, write_tensors
+  from maxghost.interop.safetensors_files import write_tensors
 
   folder.mkdir()
   content = {
@@ -74,10 +75,10 @@ def write_model(folder: Path, layers: int, width: int) -> tuple[int, int]:
   model = huggingface.model_config(folder).model
   rng = np.random.default_rng(0)
   planned = []
-  for rule, _, _, name in huggingface.Table(model).tensors():
+  for rule, _, _, name in huggingface.table(model):
     shape = rule.tensor_shape
-    make = lambda shape=shape: rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)  # noqa: E731
-    planned.append(Planned(name, shape, np.dtype(ml_dtypes.bfloat16), make))
+    make = lambda _=None, shape=shape: rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)  # noqa: E731
+    planned.append(StoredArray((name,), shape, np.dtype(ml_dtypes.bfloat16), make))
   write_tensors(folder, planned, 5_000_000_000)
   sizes = [tensor.nbytes for tensor in planned]
   return sum(sizes), max(sizes)

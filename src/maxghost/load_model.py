@@ -10,10 +10,10 @@ from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import Config, ConfigError
 from maxghost.config.families import FAMILIES
 from maxghost.config.values import shown
-from maxghost.interop import model_path
+from maxghost.interop import huggingface, model_path
 from maxghost.interop.huggingface import open_tree
+from maxghost.interop.huggingface_config import differing
 from maxghost.interop.load_tree import open_load
-from maxghost.interop.model_keys import differing
 from maxghost.interop.model_path import ModelPlace
 
 
@@ -71,7 +71,11 @@ def check_config(cfg: Config) -> ModelPlace:
   unlike = differing(place.config.model, cfg.model)
   if unlike:
     listed = "; ".join(f"{key}={shown(found)} there, {shown(here)} here" for key, (found, here) in unlike.items())
-    raise ConfigError(f"load_parameters_path={path} is another model ({place.config_file}): {listed}")
+    own = f"begin with its own: maxghost train {place.config_file} load_parameters_path={path} run_name=NAME"
+    if huggingface.is_huggingface(place.tree):
+      own = f"let maxghost checkpoint hf import {path} FOLDER write a config with them"
+    way_out = f"; set these keys as they are there, or {own}"
+    raise ConfigError(f"load_parameters_path={path} is another model ({place.config_file}): {listed}{way_out}")
   return place
 
 

@@ -1,6 +1,7 @@
 """Converting real MaxText checkpoints and synthetic ones: every leaf, bit by bit, read back by Orbax itself."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,10 +23,13 @@ from checkpoint_convert_trees import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maxghost.checkpoint import compare_checkpoints, inspect
 from maxghost.checkpoint.layouts import ReadOptions
-from maxghost.checkpoint.layouts_store import open_tree
+from maxghost.checkpoint.layouts_store import nested, open_tree
 from maxghost.interop import convert as convert_module
 from maxghost.interop.convert import convert
+from maxghost.interop.linen_scaling import rescale_checkpoint
+from maxghost.interop.load_tree import load_tree
 
 
 def silent(_):
@@ -428,3 +432,19 @@ def test_any_tree_through_any_form_comes_back(data):
   jax.tree.map(np.testing.assert_array_equal, linen_tree["opt_state"][1]["mu"]["params"], params(through, mu))
   back = convert_tree(linen_tree, "nnx", layers=first, read=read, scan_axis=axis)
   jax.tree.map(np.testing.assert_array_equal, back, checkpoint(first))
+
+
+def test_paths_may_lead_through_the_folder_above(tmp_path, monkeypatch):
+  """TensorStore takes no `..`."""
+  source = unpack("linen_scanned", tmp_path / "a")
+  (tmp_path / "b").mkdir()
+  monkeypatch.chdir(tmp_path / "b")
+  upward = Path("..") / source.relative_to(tmp_path)
+  convert(upward, "../b/../ours", to="maxghost", say=silent)
+  rescale_checkpoint("../ours", "../rescaled", 4, "maxghost", say=silent)
+  assert compare_checkpoints(upward, "../ours").equal and inspect("../rescaled")["parameters"] == 5028
+  before = orbax_leaves(tmp_path / "ours")
+  path = ("model", "token_embedder", "embedding")
+  wanted = {"model": nested({key[1:]: value for key, value in before.items() if key[0] == "model"})}
+  found = load_tree("../ours", wanted, say=silent)["model"]
+  np.testing.assert_array_equal(found[path[1]][path[2]], before[path])

@@ -11,6 +11,7 @@ import pytest
 
 from maxghost.checkpoint.checksum import checksums
 from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
+from maxghost.config import ConfigError
 
 
 def make_tree(seed=0):
@@ -81,6 +82,20 @@ def test_restores_the_newest_and_keeps_only_so_many(manager):
   manager.wait()
   assert manager.steps() == [2, 3, 10]
   assert manager.restore_latest(abstract(make_tree())).positions["step"] == 10
+
+
+def test_the_folder_may_be_named_from_the_one_beside_it(tmp_path, monkeypatch):
+  """TensorStore takes no `..`; a URL is refused before a folder of that name is made."""
+  (tmp_path / "beside").mkdir()
+  monkeypatch.chdir(tmp_path / "beside")
+  made = CheckpointManager("../run/checkpoints")
+  made.save(3, make_tree(3), {})
+  made.wait()
+  assert_same(made.restore_latest(abstract(make_tree())).tree, make_tree(3))
+  made.close()
+  with pytest.raises(ConfigError, match="gs://bucket/run: only local folders"):
+    CheckpointManager("gs://bucket/run")
+  assert list((tmp_path / "beside").iterdir()) == []
 
 
 def test_no_checkpoint_is_none(manager):

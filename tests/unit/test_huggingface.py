@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from flax import nnx
 
 from maxghost import config, load_model
 from maxghost.config import ConfigError
-from maxghost.interop import hf_checkpoint, huggingface_config, model_keys, model_path, safetensors_files
+from maxghost.interop import hf_checkpoint, huggingface_config, model_path, safetensors_files
 from maxghost.interop.huggingface import open_tree
 
 
@@ -57,7 +58,7 @@ def test_import_gives_the_model_and_export_gives_the_same_bits_back(name, tmp_pa
   source, imported, exported = hf_models.FOLDER / name, tmp_path / "in", tmp_path / "out"
   cfg = hf_checkpoint.import_model(source, imported, scan_layers=name != "mixtral", say=silent)
   expected_cfg, weights, *_ = hf_models.load(name, attention="autoselected")
-  assert model_keys.differing(cfg.model, expected_cfg.model) == {}
+  assert huggingface_config.differing(cfg.model, expected_cfg.model) == {}
   found = loaded_labels(*load_model.find(imported, scan_layers=True))
   assert set(found) == set(weights)
   for label, value in weights.items():
@@ -283,6 +284,17 @@ def test_targets_and_sources_that_are_refused(llama, tmp_path, capsys):
   assert "exists; name a new folder" in capsys.readouterr().err
 
 
+def test_paths_may_lead_through_the_folder_above(llama, tmp_path, monkeypatch):
+  (tmp_path / "beside").mkdir()
+  monkeypatch.chdir(tmp_path / "beside")
+  cfg = hf_checkpoint.import_model("../llama2", "../beside/../in", say=silent)
+  assert cfg.checkpoint.load_parameters_path == str(tmp_path / "in")
+  found = loaded_labels(*load_model.find("../in"))
+  np.testing.assert_array_equal(found["token_embedder/embedding"], tensors_of(llama)["model.embed_tokens.weight"])
+  hf_checkpoint.export_model("../in", "../out", say=silent)
+  assert tensors_of(tmp_path / "out").keys() == tensors_of(llama).keys()
+
+
 def make_tokenizer(folder: Path, num_words: int, begins: bool) -> None:
   """A tokenizer.json of byte-level BPE without merges: 256 bytes, then specials <s>, </s> and num_words more."""
   import tokenizers
@@ -326,6 +338,12 @@ def test_keys_that_differ_from_the_given_model_are_listed(llama):
   path = f"load_parameters_path={llama}"
   with pytest.raises(ConfigError, match=r"is another model .*base_emb_dim=12 there, 256 here; .*vocab_size=29 there"):
     load_model.check_config(config.load(path))
+  # Keys that only experts read have the same values in both; what to do comes last.
+  with pytest.raises(ConfigError) as caught:
+    load_model.check_config(config.load(path, "num_experts=4", "num_experts_per_tok=1", "norm_topk_prob=false"))
+  pairs = re.findall(r"(\w+)=(\S+) there, (\S+) here", str(caught.value))
+  assert ("num_experts", "1", "4") in pairs and all(there != here for _, there, here in pairs), pairs
+  assert str(caught.value).endswith(f"or let maxghost checkpoint hf import {llama} FOLDER write a config with them")
   cfg = config.replace(model_path.find(llama).config, load_parameters_path=str(llama), attention="dot_product")
   assert load_model.check_config(cfg).tree == llama
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from maxghost import load_model
 from maxghost.checkpoint.layouts_store import LayoutError
-from maxghost.interop import huggingface, mxfp4
+from maxghost.interop import huggingface, safetensors_files
 
 E, D, M = 5, 32, 96
 MATRICES = {"gate_up_proj": (2 * M, D // 32), "down_proj": (D, M // 32)}  # outputs, groups
@@ -46,10 +46,10 @@ def packed(rng: np.random.Generator, outputs: int, groups: int) -> tuple[np.ndar
 def test_every_byte_means_what_the_format_says():
   blocks = np.arange(256, dtype=np.uint8).reshape(2, 4, 2, 16)
   scales = np.array([1, 100, 126, 127, 128, 131, 200, 252] * 2, np.uint8).reshape(2, 4, 2)
-  found = mxfp4.decode(blocks, scales)
+  found = safetensors_files.decode(blocks, scales)
   assert found.dtype == ml_dtypes.bfloat16 and found.shape == (2, 64, 4)
   np.testing.assert_array_equal(found.astype(np.float64), meaning(blocks, scales))
-  assert np.isnan(mxfp4.decode(blocks, np.full_like(scales, 255)).astype(np.float32)).all()
+  assert np.isnan(safetensors_files.decode(blocks, np.full_like(scales, 255)).astype(np.float32)).all()
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
   (made / "config.json").write_text(json.dumps(source | changes))
   model = huggingface.model_config(made).model
   rng, tensors = np.random.default_rng(3), {}
-  for rule, _, _, name in huggingface.Table(model).tensors():
+  for rule, _, _, name in huggingface.table(model):
     last = name.rsplit(".", 1)[-1]
     if last in MATRICES:
       tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = packed(rng, *MATRICES[last])
@@ -118,5 +118,5 @@ def test_transformers_reads_the_same_numbers():
 
   blocks, scales = packed(np.random.default_rng(4), 2 * M, D // 32)
   theirs = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.bfloat16)
-  ours = mxfp4.decode(blocks, scales)
+  ours = safetensors_files.decode(blocks, scales)
   np.testing.assert_array_equal(theirs.float().numpy(), ours.astype(np.float32))

@@ -103,6 +103,13 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path, base):
   assert "\n" not in str(raised.value)
 
 
+def test_a_bucket_is_refused_before_anything_is_made(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(ConfigError, match=r"^base_output_directory=gs://bucket/runs: runs are written to"):
+    run_directory.inspect(config.replace(config.load(), base_output_directory="gs://bucket/runs"))
+  assert list(tmp_path.iterdir()) == []
+
+
 def test_a_damaged_config_is_one_line(tmp_path):
   start(make_config(tmp_path))
   (tmp_path / "runs" / "one" / "config.yml").write_text("steps: [1")

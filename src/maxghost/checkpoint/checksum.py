@@ -4,7 +4,6 @@ Orbax notices a missing or shortened file but not a flipped bit inside an uncomp
 integers modulo 2^32 are exact in any order, so one device or many give the same number.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -19,16 +18,14 @@ from maxghost.models import streaming
 _SPREAD = 2654435761
 
 
-@functools.cache
-def _checksums_jit():
-  return jax.jit(lambda leaves: [_checksum(leaf) for leaf in leaves])
-
-
 def checksums(leaves: Sequence[jax.Array | np.ndarray]) -> list[int]:
   """One number in [0, 2^32) for each array; waits for the result. Equal bytes and shape give equal numbers."""
-  if not leaves:
-    return []
-  return [int(np.asarray(value)) for value in _checksums_jit()(leaves)]
+  return [int(np.asarray(value)) for value in _checksums(leaves)]
+
+
+@jax.jit
+def _checksums(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+  return [_checksum(leaf) for leaf in leaves]
 
 
 def _checksum(x: jax.Array) -> jax.Array:

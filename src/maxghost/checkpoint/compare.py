@@ -1,14 +1,13 @@
 """Compares two checkpoints of any layouts: structure, shapes, dtypes and values of parameters and optimizer state.
 
-  python tools/compare_checkpoints.py A B [--params_only] [--atol X --rtol Y] [--json]
-
-Exit code 0: equal; 1: different; 2: one of them cannot be read. Both are read into the canonical form first, so stacked
-layers may equal unstacked ones, wrapped leaves bare ones, and a step of int32 one of uint32. Values are equal where
-their bytes are equal or both are NaN. Arrays are read block by block.
+Both are read into the canonical form first, so stacked layers may equal unstacked ones, wrapped leaves bare ones, and a
+step of int32 one of uint32. Values are equal where their bytes are equal or both are NaN. Arrays are read block by
+block. Exit code 0: equal; 1: different; 2: one of them cannot be read.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -18,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.checkpoint.layouts import LAYOUTS, Checkpoint, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_layers import LayerReader, ParamTree, Ref, blocks_of, chunk_of
+from maxghost.checkpoint.layouts import Checkpoint, ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts_layers import LayerReader, Ref, blocks_of, chunk_of
 from maxghost.checkpoint.layouts_store import Opener, StoredArray, open_tree, tool
 from maxghost.config import ConfigError
 from maxghost.config.values import slash_path
@@ -72,6 +71,17 @@ class Comparison:
   def equal(self) -> bool:
     return not self.rows
 
+  def lines(self, max_rows: int) -> Iterator[str]:
+    """The comparison as text; max_rows: differences shown, 0 = all."""
+    shown = self.rows[: max(max_rows, 0) or None]
+    yield from (row.text() for row in shown)
+    if len(self.rows) > len(shown):
+      yield f"... and {len(self.rows) - len(shown)} more differences (--max_rows 0 prints all)"
+    yield from self.notes
+    nans = f", {self.num_nans} equal NaNs among them" if self.num_nans else ""
+    yield f"compared {self.num_arrays} arrays, {self.num_elements:,} elements{nans}"
+    yield "CHECKPOINTS MATCH" if self.equal else f"CHECKPOINTS DIFFER: {len(self.rows)} differences"
+
 
 def compare(
   left: Checkpoint,
@@ -96,30 +106,30 @@ def compare(
   """
   result = Comparison()
   loop_state = bool(left.loop_state) and bool(right.loop_state)
-  items_left = _items(left, params_only, rngs, loop_state)
-  items_right = _items(right, params_only, rngs, loop_state)
+  items_left, items_right = (_items(side, params_only, rngs, loop_state) for side in (left, right))
   arrays = _ValueComparer(atol, rtol, ram_bytes, result)
-  for path in [*items_left, *(p for p in items_right if p not in items_left)]:
+  for path in items_left | items_right:
     a, b = items_left.get(path, {}), items_right.get(path, {})
     for kind, mine, other in ((ONLY_LEFT, a, b), (ONLY_RIGHT, b, a)):
       if missing := [layer for layer in mine if layer not in other]:
-        described = _describe(mine[missing[0]])
+        text = _describe(mine[missing[0]])
         layers = [layer for layer in missing if layer is not None]
-        result.rows.append(Row(path, kind, described if mine is a else "", described if mine is b else "", layers))
+        result.rows.append(Row(path, kind, *((text, "") if mine is a else ("", text)), layers))
     both = [layer for layer in a if layer in b]
     if both:
       result.num_arrays += 1
       arrays.compare(path, [(layer, a[layer], b[layer]) for layer in both], is_step=path == "step")
-  if not params_only:
-    odd_left, odd_right = left.odd_moments(), right.odd_moments()
-    for place in {**odd_left, **odd_right}:
-      a, b = odd_left.get(place, "as in the parameters"), odd_right.get(place, "as in the parameters")
-      if a != b:
-        result.rows.append(Row(f"opt_state/{slash_path(place)}", STRUCTURE, a, b))
-  if not params_only and not rngs:
-    for side, checkpoint in (("left", left), ("right", right)):
-      if count := len({id(ref.array) for ref in checkpoint.aux.leaves.values()}):
-        result.notes.append(f"not compared: {count} random-state leaves on the {side} (--rngs compares them)")
+  if params_only:
+    return result
+  odd_left, odd_right = left.odd_moments(), right.odd_moments()
+  for place in odd_left | odd_right:
+    a, b = (odd.get(place, "as in the parameters") for odd in (odd_left, odd_right))
+    if a != b:
+      result.rows.append(Row(f"opt_state/{slash_path(place)}", STRUCTURE, a, b))
+  for side, checkpoint in (("left", left), ("right", right)):
+    count = len({id(ref.array) for ref in checkpoint.aux.leaves.values()})
+    if count and not rngs:
+      result.notes.append(f"not compared: {count} random-state leaves on the {side} (--rngs compares them)")
   return result
 
 
@@ -128,79 +138,73 @@ def _describe(ref: Ref) -> str:
 
 
 def _items(checkpoint: Checkpoint, params_only: bool, rngs: bool, loop_state: bool) -> dict[str, Item]:
+  """What is compared, by path."""
+  trees = {"params": checkpoint.params}
+  single: dict[str, Any] = {}
+  if not params_only:
+    trees |= {f"opt_state/{slash_path(place)}": tree for place, tree in checkpoint.moments.items()}
+    single |= {f"opt_state/{slash_path(path)}": array for path, array in checkpoint.opt_leaves.items()}
+    single["step"] = checkpoint.step
+    kept = checkpoint.kept | (checkpoint.loop_state if loop_state else {})
+    single |= {slash_path(path): node for path, node in kept.items()}
+    if rngs:
+      trees["aux"] = checkpoint.aux
   items: dict[str, Item] = {}
-
-  def add(prefix: str, tree: ParamTree) -> None:
+  for prefix, tree in trees.items():
     for (path, layer), ref in tree.leaves.items():
       items.setdefault(f"{prefix}/{slash_path(path)}", {})[layer] = ref
-
-  def add_one(path: str, array: StoredArray) -> None:
-    items[path] = {None: Ref(array)}
-
-  add("params", checkpoint.params)
-  if params_only:
-    return items
-  for place, tree in checkpoint.moments.items():
-    add(f"opt_state/{slash_path(place)}", tree)
-  for path, array in checkpoint.opt_leaves.items():
-    add_one(f"opt_state/{slash_path(path)}", array)
-  if checkpoint.step is not None:
-    add_one("step", checkpoint.step)
-  for nodes in (checkpoint.kept | (checkpoint.loop_state if loop_state else {})).values():
-    for path, node in nodes.items():
-      if isinstance(node, StoredArray):
-        add_one(slash_path(path), node)
-  if rngs:
-    add("aux", checkpoint.aux)
+  for path, node in single.items():
+    if isinstance(node, StoredArray):
+      items[path] = {None: Ref(node)}
   return items
 
 
 class _ValueComparer:
+  """Compares logical arrays block by block and writes what it finds into `result`."""
+
   def __init__(self, atol: float, rtol: float, ram_bytes: int, result: Comparison):
-    self._atol, self._rtol = atol, rtol
+    self._atol, self._rtol, self._result = atol, rtol, result
     self._left, self._right = LayerReader(ram_bytes // 3), LayerReader(ram_bytes // 3)
     self._block_bytes = min(_BLOCK_BYTES, max(ram_bytes // 12, 1))
-    self._result = result
 
   def compare(self, path: str, pairs: list[tuple[int | None, Ref, Ref]], *, is_step: bool) -> None:
     """Appends at most one row per kind of difference of one logical array."""
-    bad: set[int] = set()
+    good = pairs
     for kind, of, text in ((SHAPE, lambda ref: ref.shape, _describe), (DTYPE, _dtype_text, _dtype_text)):
-      if is_step and kind == DTYPE:
-        continue
-      wrong = [pair for pair in pairs if of(pair[1]) != of(pair[2])]
+      wrong = [] if is_step and kind == DTYPE else [pair for pair in pairs if of(pair[1]) != of(pair[2])]
       if wrong:
         layers = [layer for layer, _, _ in wrong if layer is not None]
         self._result.rows.append(Row(path, kind, text(wrong[0][1]), text(wrong[0][2]), layers))
-      bad |= {id(pair[1]) for pair in wrong}
-    row: Row | None = None
-    good = [pair for pair in pairs if id(pair[1]) not in bad]
-    scale = self._scale(good) if self._atol else 0.0
+        good = [pair for pair in good if pair not in wrong]
+    row = Row(path, VALUE, max_abs=0.0, max_rel=0.0)
+    scale = max((self._largest(ref) for _, _, ref in good), default=0.0) if self._atol else 0.0
     for layer, a, b in good:
-      row = self._layer(path, layer, a, b, scale, row)
-    if row is not None:
+      for index in self._blocks(a):
+        self._compare_block(row, layer, index, (self._left.part(a, index), self._right.part(b, index)), scale)
+    if row.num_different:
       self._result.rows.append(row)
 
-  def _layer(self, path: str, layer: int | None, a: Ref, b: Ref, scale: float, row: Row | None) -> Row | None:
-    for index in blocks_of(a.shape, chunk_of(a.shape, a.dtype.itemsize, self._block_bytes)):
-      x, y = self._left.part(a, index), self._right.part(b, index)
-      self._result.num_elements += x.size
-      different = self._different(x, y, scale)
-      if not different.any():
-        continue
-      row = row or Row(path, VALUE, max_abs=0.0, max_rel=0.0)
-      if layer is not None and layer not in row.layers:
-        row.layers.append(layer)
-      if row.first_index is None:
-        first = np.unravel_index(int(np.argmax(different)), different.shape) if different.shape else ()
-        row.first_index = [int(i) + s.start for i, s in zip(first, index, strict=True)]
-      row.num_different += int(different.sum())
-      gap, size = _gap(x[different], y[different])
-      row.max_abs = max(row.max_abs or 0.0, float(gap.max()))
-      with np.errstate(divide="ignore", invalid="ignore"):
-        relative = np.where(gap == 0, 0.0, gap / size)
-      row.max_rel = max(row.max_rel or 0.0, float(np.nan_to_num(relative, nan=math.inf).max()))
-    return row
+  def _blocks(self, ref: Ref) -> Iterator[tuple[slice, ...]]:
+    return blocks_of(ref.shape, chunk_of(ref.shape, ref.dtype.itemsize, self._block_bytes))
+
+  def _compare_block(self, row: Row, layer: int | None, index: tuple[slice, ...], values: tuple, scale: float) -> None:
+    """Adds the differences of one block to the row of its array. scale: largest magnitude of the array."""
+    x, y = values
+    self._result.num_elements += x.size
+    different = self._different(x, y, scale)
+    if not different.any():
+      return
+    if layer is not None and layer not in row.layers:
+      row.layers.append(layer)
+    if row.first_index is None:
+      first = np.unravel_index(int(np.argmax(different)), different.shape)
+      row.first_index = [int(i) + s.start for i, s in zip(first, index, strict=True)]
+    row.num_different += int(different.sum())
+    gap, size = _gap(x[different], y[different])
+    with np.errstate(divide="ignore", invalid="ignore"):
+      relative = np.nan_to_num(np.where(gap == 0, 0.0, gap / size), nan=math.inf)
+    row.max_abs = max(row.max_abs or 0.0, float(gap.max()))
+    row.max_rel = max(row.max_rel or 0.0, float(relative.max()))
 
   def _different(self, x: np.ndarray, y: np.ndarray, scale: float) -> np.ndarray:
     """Elements that count as different; equal NaNs are counted on the way."""
@@ -215,13 +219,12 @@ class _ValueComparer:
       different &= ~(gap <= self._atol * scale + self._rtol * size)
     return different
 
-  def _scale(self, pairs: list[tuple[int | None, Ref, Ref]]) -> float:
-    """Largest finite magnitude of one logical array, on the right."""
+  def _largest(self, ref: Ref) -> float:
+    """The largest finite magnitude."""
     largest = 0.0
-    for _, _, ref in pairs:
-      for index in blocks_of(ref.shape, chunk_of(ref.shape, ref.dtype.itemsize, self._block_bytes)):
-        magnitude = np.abs(_wide(self._right.part(ref, index)))
-        largest = max(largest, float(np.max(magnitude, initial=0.0, where=np.isfinite(magnitude))))
+    for index in self._blocks(ref):
+      magnitude = np.abs(_wide(self._right.part(ref, index)))
+      largest = max(largest, float(np.max(magnitude, initial=0.0, where=np.isfinite(magnitude))))
     return largest
 
 
@@ -250,31 +253,19 @@ def _gap(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _ranges(numbers: Sequence[int]) -> str:
   """0-3, 5"""
-  parts: list[list[int]] = []
-  for n in sorted(numbers):
-    if parts and n == parts[-1][1] + 1:
-      parts[-1][1] = n
-    else:
-      parts.append([n, n])
-  return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+  runs = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+  ends = [(members[0][1], members[-1][1]) for members in (list(run) for _, run in runs)]
+  return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)
 
 
 def compare_checkpoints(
-  a: str | os.PathLike,
-  b: str | os.PathLike,
-  *,
-  read_a: ReadOptions | None = None,
-  read_b: ReadOptions | None = None,
-  opener: Opener = open_tree,
-  **options: Any,
+  a: str | os.PathLike, b: str | os.PathLike, opener: Opener = open_tree, **options: Any
 ) -> Comparison:
   """Compares two checkpoint folders; options as in `compare`. Raises LayoutError where one cannot be read.
 
   opener: opens a folder; `interop.huggingface.open_tree` knows Hugging Face folders too.
   """
-  default = ReadOptions(keep_unknown=True)
-  left = read_checkpoint(opener(a), read_a or default)
-  right = read_checkpoint(opener(b), read_b or default)
+  left, right = (read_checkpoint(opener(path), ReadOptions(keep_unknown=True)) for path in (a, b))
   return compare(left, right, **options)
 
 
@@ -290,44 +281,12 @@ def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
   add("--rtol", type=float, default=0.0, help="allowed difference, as a share of each element of B")
   add("--json", action="store_true", help="print one JSON object")
   add("--max_rows", "--max-rows", type=int, default=20, help="differences printed; 0 = all")
-  for side in ("a", "b"):
-    add(f"--layout_{side}", choices=LAYOUTS, default="", help=f"layout of {side.upper()}; default: told from the tree")
-    add(f"--scan_axis_{side}", type=int, help=f"dimension of stacked layers in {side.upper()}")
-  add("--layer_containers", default="", metavar="NAME,...", help="more names of layer containers")
-  args = parser.parse_args(argv)
-  if min(args.atol, args.rtol) < 0:
-    raise ConfigError(f"atol={args.atol} rtol={args.rtol}: must be 0 or more")
-  containers = tuple(filter(None, args.layer_containers.split(",")))
-  read_a, read_b = (
-    ReadOptions(layout=layout, scan_axis=axis, containers=containers, keep_unknown=True)
-    for layout, axis in ((args.layout_a, args.scan_axis_a), (args.layout_b, args.scan_axis_b))
-  )
-  result = compare_checkpoints(
-    args.a,
-    args.b,
-    read_a=read_a,
-    read_b=read_b,
-    opener=opener,
-    params_only=args.params_only,
-    rngs=args.rngs,
-    atol=args.atol,
-    rtol=args.rtol,
-  )
-  if args.json:
-    content = {"equal": result.equal, "left": args.a, "right": args.b, **dataclasses.asdict(result)}
-    print(json.dumps(content))
-  else:
-    for line in result_lines(result, args.max_rows):
-      print(line)
+  options = vars(parser.parse_args(argv))
+  if min(options["atol"], options["rtol"]) < 0:
+    raise ConfigError(f"atol={options['atol']} rtol={options['rtol']}: must be 0 or more")
+  as_json, max_rows = options.pop("json"), options.pop("max_rows")
+  result = compare_checkpoints(**options, opener=opener)
+  content = {"equal": result.equal, "left": options["a"], "right": options["b"], **dataclasses.asdict(result)}
+  for line in [json.dumps(content)] if as_json else result.lines(max_rows):
+    print(line)
   return 0 if result.equal else 1
-
-
-def result_lines(result: Comparison, max_rows: int) -> Iterator[str]:
-  shown = result.rows if max_rows <= 0 else result.rows[:max_rows]
-  yield from (row.text() for row in shown)
-  if len(result.rows) > len(shown):
-    yield f"... and {len(result.rows) - len(shown)} more differences (--max_rows 0 prints all)"
-  yield from result.notes
-  nans = f", {result.num_nans} equal NaNs among them" if result.num_nans else ""
-  yield f"compared {result.num_arrays} arrays, {result.num_elements:,} elements{nans}"
-  yield "CHECKPOINTS MATCH" if result.equal else f"CHECKPOINTS DIFFER: {len(result.rows)} differences"

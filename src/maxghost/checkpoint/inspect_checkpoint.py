@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_store import Empty, LayoutError, Opener, RawTree, StoredArray, open_tree, tool
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, Opener, StoredArray, open_tree, tool
 from maxghost.config.values import slash_path
 
 
@@ -20,50 +20,45 @@ def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, An
   Raises LayoutError where the folder cannot be read. A tree of unknown layout is listed all the same.
   """
   raw = opener(path)
-  leaves = [_leaf(node_path, node) for node_path, node in raw.nodes.items()]
+  leaves = []
+  for node_path, node in raw.nodes.items():
+    leaf: dict[str, Any] = {"path": slash_path(node_path), "shape": None, "dtype": "text", "bytes": 0}
+    if isinstance(node, Empty):
+      leaf["dtype"] = node.kind
+    elif isinstance(node, StoredArray):
+      dtype = f"key<{node.key_impl}>" if node.key_impl else node.dtype.name
+      leaf |= {"shape": list(node.shape), "dtype": dtype, "bytes": node.nbytes}
+    leaves.append(leaf)
   content: dict[str, Any] = {"path": str(path), "leaves": leaves, "bytes": sum(leaf["bytes"] for leaf in leaves)}
-  return content | _about(raw) | {"custom_metadata": raw.custom_metadata, "other_items": raw.location.siblings()}
-
-
-def _leaf(path: tuple, node: Any) -> dict[str, Any]:
-  leaf: dict[str, Any] = {"path": slash_path(path), "shape": None, "dtype": "text", "bytes": 0}
-  if isinstance(node, Empty):
-    leaf["dtype"] = node.kind
-  if isinstance(node, StoredArray):
-    dtype = f"key<{node.key_impl}>" if node.key_impl else node.dtype.name
-    leaf |= {"shape": list(node.shape), "dtype": dtype, "bytes": node.nbytes}
-  return leaf
-
-
-def _about(raw: RawTree) -> dict[str, Any]:
   try:
     checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
+    containers = checkpoint.params.containers.values()
+    content |= {
+      "layout": checkpoint.layout,
+      "wrapped": checkpoint.wrapped,
+      "scan_axis": checkpoint.scan_axis,
+      "containers": {slash_path(c.path): {"form": c.form, "layers": c.num_layers} for c in containers},
+      "parameters": checkpoint.num_params(),
+      "moments": ["opt_state/" + slash_path(place) for place in checkpoint.moments],
+      "step": None if checkpoint.step is None else int(checkpoint.step.read(None)),
+      "loop_state": sorted({path[0] for path in checkpoint.loop_state}),
+      "unknown_keys": sorted({path[0] for path in checkpoint.kept}),
+    }
   except LayoutError as error:
-    return {"layout": "", "problem": str(error)}
-  return {
-    "layout": checkpoint.layout,
-    "wrapped": checkpoint.wrapped,
-    "scan_axis": checkpoint.scan_axis,
-    "containers": {
-      slash_path(c.path): {"form": c.form, "layers": c.num_layers} for c in checkpoint.params.containers.values()
-    },
-    "parameters": checkpoint.num_params(),
-    "moments": ["opt_state/" + slash_path(place) for place in checkpoint.moments],
-    "step": None if checkpoint.step is None else int(checkpoint.step.read(None)),
-    "loop_state": sorted(checkpoint.loop_state),
-    "unknown_keys": sorted(checkpoint.kept),
-  }
+    content |= {"layout": "", "problem": str(error)}
+  return content | {"custom_metadata": raw.custom_metadata, "other_items": raw.location.siblings()}
 
 
-def listing(content: dict[str, Any]) -> Iterator[str]:
+def _listing(content: dict[str, Any]) -> Iterator[str]:
   """The content as aligned lines, with the totals last."""
   rows = []
   for leaf in content["leaves"]:
     shape = "-" if leaf["shape"] is None else f"[{','.join(map(str, leaf['shape']))}]"
-    rows.append((leaf["path"], shape, leaf["dtype"], leaf["bytes"]))
-  widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
-  for path, shape, dtype, size in rows:
-    yield f"{path:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {size:>12,}"
+    rows.append((leaf["path"], shape, leaf["dtype"]))
+  widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
+  for row, leaf in zip(rows, content["leaves"], strict=True):
+    cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
+    yield "  ".join([*cells, f"{leaf['bytes']:>12,}"])
   yield f"{len(rows)} leaves, {content['bytes']:,} bytes"
   if not content["layout"]:
     yield f"layout: unknown ({content['problem']})"
@@ -75,12 +70,13 @@ def listing(content: dict[str, Any]) -> Iterator[str]:
   yield f"layout: {content['layout']}{', leaves under value' if content['wrapped'] else ''}; {'; '.join(forms)}"
   step = "" if content["step"] is None else f"; step {content['step']}"
   yield f"{content['parameters']:,} parameters; moments: {', '.join(content['moments']) or 'none'}{step}"
-  if content["loop_state"]:
-    yield f"state of the training loop: {', '.join(content['loop_state'])}"
-  if content["unknown_keys"]:
-    yield f"keys of no layout: {', '.join(content['unknown_keys'])}"
-  if content["other_items"]:
-    yield f"other items beside the tree: {', '.join(content['other_items'])}"
+  for what, key in (
+    ("state of the training loop", "loop_state"),
+    ("keys of no layout", "unknown_keys"),
+    ("other items beside the tree", "other_items"),
+  ):
+    if content[key]:
+      yield f"{what}: {', '.join(content[key])}"
 
 
 @tool("inspect")
@@ -90,6 +86,6 @@ def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
   parser.add_argument("--json", action="store_true", help="print one JSON object")
   args = parser.parse_args(argv)
   content = inspect(args.path, opener)
-  for line in [json.dumps(content)] if args.json else listing(content):
+  for line in [json.dumps(content)] if args.json else _listing(content):
     print(line)
   return 0

@@ -1,30 +1,25 @@
 """`Checkpoint`, the canonical form of a checkpoint, and how each layout is read into it.
 
-Layouts (docs/checkpoints.md has the tables):
-  linen     params/params/..., opt_state (a list with holes), step; NNX runs of MaxText add nnx_aux
-  nnx       model/..., optimizer/{opt_state,step}; leaves bare or under `value`
-  nnx_old   params/.../value, opt_state, step
-  maxghost  as nnx, written by this trainer: bare leaves, stacked layers on dimension 0
-  params    parameters alone, with or without `value`, also below `base/` or `model_params/`
-Writing, comparing and listing work on `Checkpoint` alone.
+docs/checkpoints.md has the table of layouts. Writing, comparing and listing work on `Checkpoint` alone.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from maxghost.checkpoint.layouts_layers import (
-  ContainerFinder,
   LeafId,
   ParamTree,
   Path,
-  forms_in,
+  find_containers,
   leaf_text,
+  position,
   split_layers,
   without_layer,
 )
-from maxghost.checkpoint.layouts_store import Empty, LayoutError, Location, RawTree, StoredArray, Text
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, RawTree, StoredArray, Text
 from maxghost.config import did_you_mean
 from maxghost.config.values import slash_path
 
@@ -34,7 +29,7 @@ RECORD = "maxghost"  # key of our record in a checkpoint's custom metadata
 _PREFIXES = ("base", "model_params")
 _MODEL_KEYS = ("decoder", "encoder", "token_embedder", "vision_encoder", "audio_encoder", "shared_embedding")
 # Adafactor keeps rows and columns of a parameter: its path, not its shape.
-_FACTORED = ("v_row", "v_col", "v")
+_FACTORED = (("v_row",), ("v_col",), ("v",))
 _IN_MODEL = {("model",): "params", ("optimizer", "opt_state"): "opt_state", ("optimizer", "step"): "step"}
 _PLACES: dict[str, dict[Path, str]] = {
   LINEN: {("params", "params"): "params", ("opt_state",): "opt_state", ("step",): "step", ("nnx_aux", "model"): "aux"},
@@ -73,15 +68,17 @@ class Checkpoint:
   """What a checkpoint holds, whatever its layout. Paths are text without layer indices.
 
   Attributes:
+    raw: What was read.
     moments: By place below opt_state (('0', 'mu')), each with the paths of `params`.
     factored: Moment trees whose shapes are not the parameters'.
     opt_leaves, opt_empties: The rest of opt_state.
     aux: Random keys, counts, batch statistics.
-    kept: Keys of no layout, by top-level key.
+    aux_plain: Those of them that are not random.
+    kept: Keys of no layout.
     loop_state: What a maxghost trainer saves beside model and optimizer.
   """
 
-  origin: str
+  raw: RawTree
   layout: str
   scan_axis: int
   wrapped: bool
@@ -90,23 +87,17 @@ class Checkpoint:
   factored: set[Path] = field(default_factory=set)
   opt_leaves: dict[Path, StoredArray] = field(default_factory=dict)
   opt_empties: dict[Path, str] = field(default_factory=dict)
-  has_opt_state: bool = False
   step: StoredArray | None = None
   aux: ParamTree = field(default_factory=ParamTree)
   aux_plain: list[Path] = field(default_factory=list)
-  kept: dict[str, dict[tuple, StoredArray | Empty]] = field(default_factory=dict)
-  loop_state: dict[str, dict[tuple, StoredArray | Empty]] = field(default_factory=dict)
+  kept: dict[Path, StoredArray | Empty] = field(default_factory=dict)
+  loop_state: dict[Path, StoredArray | Empty] = field(default_factory=dict)
   dropped: list[str] = field(default_factory=list)
-  custom_metadata: dict[str, Any] = field(default_factory=dict)
-  tree_metadata: Any = None
-  step_metadata: dict[str, Any] = field(default_factory=dict)
-  folder: Location | None = None
 
   @property
   def values_from(self) -> str:
     """'maxtext' or 'maxghost': the convention of the query weights (see `linen_scaling`); '' where it is unknown."""
-    recorded = (self.custom_metadata.get(RECORD) or {}).get("values_from")
-    return recorded or {LINEN: "maxtext", MAXGHOST: "maxghost"}.get(self.layout, "")
+    return record_of(self.raw).get("values_from") or {LINEN: "maxtext", MAXGHOST: "maxghost"}.get(self.layout, "")
 
   def odd_moments(self) -> dict[Path, str]:
     """Moment trees whose layers have another form than the parameters'; MaxText can restore no such checkpoint."""
@@ -122,46 +113,37 @@ class Checkpoint:
     return sum(math.prod(ref.shape) for ref in self.params.leaves.values())
 
 
+def record_of(raw: RawTree) -> dict[str, Any]:
+  """What this program recorded in the checkpoint's metadata."""
+  return raw.custom_metadata.get(RECORD) or {}
+
+
 def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpoint:
   """Reads any layout. Only headers are touched. Raises LayoutError naming the leaf or key."""
   options = options or ReadOptions()
   nodes, prefix = _below_prefix({tuple(map(str, path)): node for path, node in raw.nodes.items()})
   layout = options.layout or _detect(nodes, raw, prefix)
-  record = raw.custom_metadata.get(RECORD) or {}
   sections, extra = _sections(nodes, layout, raw.origin)
-  kept, dropped, loop_state = {}, [], {}
-  if layout == MAXGHOST:
-    for path, node in extra.items():
-      loop_state.setdefault(path[0], {})[path] = node
-  else:
-    kept, dropped = _unknown(extra, options)
   wrapped = _unwrap_sections(sections, layout, options)
-  aux, aux_plain = _take_aux(sections, record)
-  names = (*options.containers, *record.get("containers", ()))
-  finder = ContainerFinder(names, stacked=raw.custom_metadata.get("scan_layers") is not False)
-  found = finder.find(sections["params"])
+  aux, aux_plain = _take_aux(sections, record_of(raw))
+  names = (*options.containers, *record_of(raw).get("containers", ()))
+  stacked = raw.custom_metadata.get("scan_layers") is not False
+  found = find_containers(sections["params"], names, stacked)
   scan_axis = _scan_axis(sections["params"], found, layout, raw, options)
   params = split_layers(sections["params"], found, scan_axis)
-  checkpoint = Checkpoint(
-    raw.origin,
-    layout,
-    scan_axis,
-    wrapped,
-    params,
-    aux=_aux_tree(aux, params, finder),
-    aux_plain=aux_plain,
-    step=sections["step"].get(()),
-    kept=kept,
-    dropped=dropped,
-    loop_state=loop_state,
-    folder=raw.folder,
-    custom_metadata=raw.custom_metadata,
-    tree_metadata=raw.tree_metadata,
-    step_metadata=raw.step_metadata,
-  )
-  _read_opt_state(checkpoint, sections["opt_state"], record)
   if not params.leaves:
     raise LayoutError(f"{raw.origin} holds no parameters")
+  checkpoint = Checkpoint(raw, layout, scan_axis, wrapped, params, step=sections["step"].get(()), aux_plain=aux_plain)
+  if layout == MAXGHOST:
+    checkpoint.loop_state = extra
+  else:
+    _read_unknown(checkpoint, extra, options)
+  forms = find_containers(aux, (*names, *map(slash_path, found)), stacked)
+  try:
+    checkpoint.aux = split_layers(aux, forms, 0, like=params.containers)
+  except LayoutError:  # a leaf that is not one per layer: moved as it is
+    checkpoint.aux = split_layers(aux, forms, 0, opaque=True)
+  _read_opt_state(checkpoint, sections["opt_state"])
   return checkpoint
 
 
@@ -171,9 +153,8 @@ def _below_prefix(nodes: dict) -> tuple[dict, str]:
   prefix = next((p for p in _PREFIXES if p in tops), "")
   if not prefix or "params" in tops or "model" in tops:
     return nodes, ""
-  inside = {path[1:]: node for path, node in nodes.items() if path[0] == prefix and len(path) > 1}
-  outside = {path: node for path, node in nodes.items() if path[0] != prefix}
-  return inside | outside, prefix
+  below = {path[1:] if path[0] == prefix else path: node for path, node in nodes.items() if path != (prefix,)}
+  return below, prefix
 
 
 def _tops(nodes: Iterable[Path]) -> list[str]:
@@ -182,7 +163,7 @@ def _tops(nodes: Iterable[Path]) -> list[str]:
 
 def _detect(nodes: dict, raw: RawTree, prefix: str) -> str:
   tops = _tops(nodes)
-  recorded = (raw.custom_metadata.get(RECORD) or {}).get("layout")
+  recorded = record_of(raw).get("layout")
   if recorded in LAYOUTS:
     return recorded
   if prefix:
@@ -219,45 +200,40 @@ def _sections(nodes: dict, layout: str, origin: str) -> tuple[dict[str, dict], d
   return sections, extra
 
 
-def _unknown(extra: dict, options: ReadOptions) -> tuple[dict, list[str]]:
+def _read_unknown(checkpoint: Checkpoint, extra: dict, options: ReadOptions) -> None:
   """Splits what the layout does not know into what the user keeps and drops; refuses the rest by name."""
-  kept: dict[str, dict] = {}
-  dropped: list[str] = []
+  known = set()
   for path, node in extra.items():
-    names = [slash_path(path[:depth]) for depth in range(1, len(path) + 1)]
-    if any(name in options.drop for name in names) or (options.keep_unknown and isinstance(node, Text)):
-      dropped.append(slash_path(path))
-    elif options.keep_unknown or any(name in options.keep for name in names):
+    names = {slash_path(path[:depth]) for depth in range(1, len(path) + 1)}
+    known |= names
+    if names.intersection(options.drop) or (options.keep_unknown and isinstance(node, Text)):
+      checkpoint.dropped.append(slash_path(path))
+    elif options.keep_unknown or names.intersection(options.keep):
       if isinstance(node, Text):
         raise LayoutError(f"leaf {slash_path(path)} is text, which cannot be moved; pass --drop {path[0]}")
-      kept.setdefault(path[0], {})[path] = node
+      checkpoint.kept[path] = node
     else:
       inside = path[0] in ("params", "optimizer", "nnx_aux") and len(path) > 1
       name = slash_path(path[: 1 + inside])
       raise LayoutError(f"unknown {'' if inside else 'top-level '}key '{name}'; pass --keep {name} or --drop {name}")
-  known = {slash_path(path[:depth]) for path in extra for depth in range(1, len(path) + 1)}
   for name in (*options.keep, *options.drop):
     if name not in known:
       raise LayoutError(f"--keep or --drop {name}: the checkpoint has no such extra key{did_you_mean(name, known)}")
-  return kept, dropped
 
 
 def _unwrap_sections(sections: dict[str, dict], layout: str, options: ReadOptions) -> bool:
   """Takes the `value` level off every leaf, section by section; decides it once for all leaves of a section."""
   if layout == LINEN:
     return False
-  sections["step"] = _unwrap(sections["step"])
+  params, moments = sections["params"], sections["opt_state"]
   # A name that parameters and moments share is a name: then `value` is what a parameter is called.
-  in_moments = {path[k:] for path in sections["opt_state"] for k in range(len(path))}
-  in_optimizer = _is_wrapped(
-    sections["opt_state"], lambda path: any(path[k:] in sections["params"] for k in range(len(path))), options
-  )
-  in_params = _is_wrapped(sections["params"], lambda path: path in in_moments and not in_optimizer, options)
-  if in_params:
-    sections["params"] = _unwrap(sections["params"])
-  if in_optimizer:
-    sections["opt_state"] = _unwrap(sections["opt_state"])
-  return in_params
+  in_moments = {path[k:] for path in moments for k in range(len(path))}
+  wrapped_moments = _is_wrapped(moments, lambda path: any(path[k:] in params for k in range(len(path))), options)
+  wrapped_params = _is_wrapped(params, lambda path: path in in_moments and not wrapped_moments, options)
+  for name, wrapped in (("params", wrapped_params), ("opt_state", wrapped_moments), ("step", True)):
+    if wrapped:
+      sections[name] = {without_value(path): node for path, node in sections[name].items()}
+  return wrapped_params
 
 
 def _is_wrapped(nodes: Mapping[Path, Any], is_name: Callable[[Path], bool], options: ReadOptions) -> bool:
@@ -281,8 +257,10 @@ def _is_wrapped(nodes: Mapping[Path, Any], is_name: Callable[[Path], bool], opti
   )
 
 
-def _unwrap(nodes: dict) -> dict:
-  return {path[:-1] if path[-1:] == ("value",) else path: node for path, node in nodes.items()}
+def without_value(path: Sequence[Any]) -> Path:
+  """A path as text, without the level `value` that wraps a leaf."""
+  names = tuple(map(str, path))
+  return names[:-1] if names[-1:] == ("value",) else names
 
 
 def _take_aux(sections: dict[str, dict], record: dict) -> tuple[dict, list[Path]]:
@@ -298,31 +276,16 @@ def _take_aux(sections: dict[str, dict], record: dict) -> tuple[dict, list[Path]
 
 def _random_leaves(nodes: Mapping[Path, Any]) -> set[Path]:
   """Paths of random keys (`key`, by type or as uint32 words) and of the `count` beside each."""
-  found = set()
-  for path, node in nodes.items():
-    if not isinstance(node, StoredArray) or path[-1] != "key":
-      continue
-    count = nodes.get((*path[:-1], "count"))
-    if not isinstance(count, StoredArray) or count.dtype != "uint32" or node.dtype != "uint32":
-      if node.key_impl:
-        found.add(path)
+  arrays = {path: node for path, node in nodes.items() if isinstance(node, StoredArray)}
+  found = {path for path, node in arrays.items() if node.key_impl}
+  for path, node in arrays.items():
+    beside = (*path[:-1], "count")
+    count = arrays.get(beside)
+    if path[-1] != "key" or count is None or not count.dtype == node.dtype == "uint32":
       continue
     if node.shape[:-1] == count.shape and node.shape[-1:] in ((2,), (4,)):
-      found |= {path, (*path[:-1], "count")}
-  return found | {path for path, node in nodes.items() if isinstance(node, StoredArray) and node.key_impl}
-
-
-def _aux_tree(nodes: dict, params: ParamTree, finder: ContainerFinder) -> ParamTree:
-  found = forms_in(nodes, params.containers)
-  found |= {c: form for c, form in finder.find(nodes).items() if not _overlaps(c, found)}
-  try:
-    return split_layers(nodes, found, 0, like=params.containers)
-  except LayoutError:  # an aux leaf that is not one per layer: moved as it is
-    return split_layers(nodes, found, 0, opaque=True)
-
-
-def _overlaps(container: Path, others: Iterable[Path]) -> bool:
-  return any(container[: len(other)] == other or other[: len(container)] == container for other in others)
+      found |= {path, beside}
+  return found
 
 
 def _scan_axis(nodes: dict, found: dict[Path, str], layout: str, raw: RawTree, options: ReadOptions) -> int:
@@ -330,108 +293,79 @@ def _scan_axis(nodes: dict, found: dict[Path, str], layout: str, raw: RawTree, o
 
   A bare NNX tree without record may come from either; it is 0 where 1 cannot be and 0 can.
   """
-  record = raw.custom_metadata.get(RECORD) or {}
-  for value in (options.scan_axis, record.get("param_scan_axis"), raw.custom_metadata.get("param_scan_axis")):
+  recorded = (about.get("param_scan_axis") for about in (record_of(raw), raw.custom_metadata))
+  for value in (options.scan_axis, *recorded):
     if value is not None:
       if int(value) < 0:
         raise LayoutError(f"scan_axis={value}: must be 0 or more")
       return int(value)
   if layout == MAXGHOST:
     return 0
-  if layout == NNX:
-    for axis in (1, 0):
-      try:
-        split_layers(nodes, found, axis)
-        return axis
-      except LayoutError:
-        continue
+  for axis in (1, 0) if layout == NNX else ():
+    with contextlib.suppress(LayoutError):
+      split_layers(nodes, found, axis)
+      return axis
   return 1
 
 
-def _read_opt_state(checkpoint: Checkpoint, nodes: dict, record: dict) -> None:
+def _read_opt_state(checkpoint: Checkpoint, nodes: dict) -> None:
   """Finds the parameter-shaped trees in opt_state by structure; the rest are counts and the like."""
-  checkpoint.has_opt_state = bool(nodes)
   params = checkpoint.params
   known = {path for path, _ in params.leaves}
   groups: dict[Path, dict[Path, StoredArray | Empty]] = {}
   rest: dict[Path, StoredArray | Empty] = {}
   for path, node in nodes.items():
-    split = _moment_split(path, known, params)
-    if split is None:
+    if split := _moment_split(path, known, params):
+      groups.setdefault(split[0], {})[split[1]] = node
+    else:
       rest[path] = node
-    else:
-      groups.setdefault(path[: split[0]], {})[path[split[1] :]] = node
-  for place in _not_moments(groups, params):
-    rest |= {(*place, *path): node for path, node in groups.pop(place).items()}
   for place, group in groups.items():
-    _read_moments(checkpoint, place, group)
-  _check_siblings(checkpoint)
-  for path, node in rest.items():
-    if isinstance(node, Text):
-      raise LayoutError(f"leaf opt_state/{slash_path(path)} is text, which cannot be moved")
-    if isinstance(node, Empty):
-      checkpoint.opt_empties[path] = node.kind
+    # A count beside mu, where a parameter is called `count`, only looks like a tree of moments.
+    inner = any(other != place and other[: len(place)] == place for other in groups)
+    if inner and {without_layer(path, params.containers) for path in group} != known:
+      rest |= {(*place, *path): node for path, node in group.items()}
     else:
-      checkpoint.opt_leaves[path] = node
-  for path, kind in record.get("opt_empties", ()):
-    checkpoint.opt_empties.setdefault(tuple(path), kind)
+      _read_moments(checkpoint, place, group)
+  _check_siblings(checkpoint)
+  checkpoint.opt_leaves = {path: node for path, node in rest.items() if isinstance(node, StoredArray)}
+  recorded = {tuple(path): kind for path, kind in record_of(checkpoint.raw).get("opt_empties", ())}
+  checkpoint.opt_empties = recorded | {path: node.kind for path, node in rest.items() if isinstance(node, Empty)}
 
 
-def _moment_split(path: Path, known: set[Path], params: ParamTree) -> tuple[int, int] | None:
-  """(end of the moment's place, start of the parameter's path) in a path below opt_state; the longest match wins."""
+def _moment_split(path: Path, known: set[Path], params: ParamTree) -> tuple[Path, Path] | None:
+  """(place of the moment, path of the parameter) in a path below opt_state; the longest parameter wins."""
   for k in range(len(path)):
     for start in (k + 1, k) if path[k] == "params" else (k,):
       if start < len(path) and without_layer(path[start:], params.containers) in known:
-        return k, start
+        return path[:k], path[start:]
   return None
-
-
-def _not_moments(groups: Mapping[Path, dict], params: ParamTree) -> list[Path]:
-  """Places that only look like moment trees: a count beside mu, where a parameter is called `count`."""
-  return [
-    place
-    for place, group in groups.items()
-    if any(other != place and other[: len(place)] == place for other in groups)
-    and {without_layer(p, params.containers) for p in group} != {p for p, _ in params.leaves}
-  ]
 
 
 def _read_moments(checkpoint: Checkpoint, place: Path, group: dict) -> None:
   params = checkpoint.params
-  found = forms_in(group, params.containers)
-  factored = place[-1:] and place[-1] in _FACTORED
+  positions = (position(path, dict.fromkeys(params.containers, "")) for path in group)
+  found = {container: form for container, form, *_ in positions if container is not None}
   try:
     tree = split_layers(group, found, checkpoint.scan_axis, like=params.containers)
-    wrong = _first_difference(tree, params)
+    for leaf, ref in tree.leaves.items():
+      if leaf not in params.leaves:
+        raise LayoutError(f"leaf {leaf_text(leaf)} has no parameter")
+      if ref.shape != params.leaves[leaf].shape:
+        raise LayoutError(f"leaf {leaf_text(leaf)} has shape {ref.shape}, its parameter {params.leaves[leaf].shape}")
   except LayoutError as error:
-    tree, wrong = ParamTree(), str(error)
-  if wrong and factored:
+    if place[-1:] not in _FACTORED:
+      raise LayoutError(f"opt_state/{slash_path(place)}: {error}") from error
     tree = split_layers(group, found, checkpoint.scan_axis, opaque=True)
     checkpoint.factored.add(place)
-  elif wrong:
-    raise LayoutError(f"opt_state/{slash_path(place)}: {wrong}")
   checkpoint.moments[place] = tree
-
-
-def _first_difference(tree: ParamTree, params: ParamTree) -> str:
-  for leaf, ref in tree.leaves.items():
-    if leaf not in params.leaves:
-      return f"leaf {leaf_text(leaf)} has no parameter"
-    if ref.shape != params.leaves[leaf].shape:
-      return f"leaf {leaf_text(leaf)} has shape {ref.shape}, its parameter {params.leaves[leaf].shape}"
-  return ""
 
 
 def _check_siblings(checkpoint: Checkpoint) -> None:
   """mu and nu of one optimizer hold the same leaves; where one lacks a leaf, the checkpoint is not whole."""
-  by_parent: dict[Path, list[Path]] = {}
-  for place in checkpoint.moments:
-    by_parent.setdefault(place[:-1], []).append(place)
-  for places in by_parent.values():
-    places = [place for place in places if place not in checkpoint.factored]
-    everything: set[LeafId] = set().union(*(checkpoint.moments[p].leaves for p in places))
-    for place in places:
-      tree = checkpoint.moments[place]
-      missing = sorted(everything - set(tree.leaves) - tree.empties, key=str)
-      if missing:
-        raise LayoutError(f"leaf {leaf_text(missing[0])} is missing from opt_state/{slash_path(place)}")
+  whole = {place: tree for place, tree in checkpoint.moments.items() if place not in checkpoint.factored}
+  siblings: dict[Path, set[LeafId]] = {}
+  for place, tree in whole.items():
+    siblings.setdefault(place[:-1], set()).update(tree.leaves)
+  for place, tree in whole.items():
+    if missing := sorted(siblings[place[:-1]] - set(tree.leaves) - tree.empties, key=str):
+      raise LayoutError(f"leaf {leaf_text(missing[0])} is missing from opt_state/{slash_path(place)}")

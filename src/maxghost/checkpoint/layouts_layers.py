@@ -38,6 +38,14 @@ class Container:
   block_name: str = ""
   scan_axis: int = 0
 
+  def layer_path(self, layer: int) -> Path:
+    """Where the arrays of a layer are."""
+    if self.form == SCANNED:
+      return (*self.path, f"{self.block_name}_{layer % self.period}") if self.block_name else self.path
+    if self.form == UNSCANNED:
+      return (*self.path[:-1], f"{self.path[-1]}_{layer}")
+    return (*self.path, str(layer))
+
 
 @dataclass(frozen=True)
 class Ref:
@@ -140,53 +148,42 @@ def leaf_text(leaf: LeafId) -> str:
   return slash_path(path) if layer is None else f"{slash_path(path)} of layer {layer}"
 
 
-class ContainerFinder:
-  """Decides which parts of a tree are layers.
+def find_containers(nodes: Mapping[Path, object], names: Iterable[str] = (), stacked: bool = True) -> dict[Path, str]:
+  """{container path: form} of the outermost layer containers.
 
-  names: containers known beforehand, by last name ('tower') or path ('decoder/tower'); given by the user or recorded in
-  the checkpoint. stacked: whether an un-indexed container (`layers`) holds stacked arrays.
+  Args:
+    nodes: A tree by path.
+    names: Containers known beforehand, by last name ('tower') or path ('decoder/tower').
+    stacked: Whether a container without index (`layers`) holds stacked arrays.
   """
 
-  def __init__(self, names: Iterable[str] = (), *, stacked: bool = True):
-    self._names = frozenset(names)
-    self._stacked = stacked
+  def is_known(prefix: Path, name: str) -> bool:
+    return is_standard_name(name) or name in names or slash_path((*prefix, name)) in names
 
-  def find(self, nodes: Mapping[Path, object]) -> dict[Path, str]:
-    """{container path: form} over the outermost containers of `nodes`."""
-    return self._walk((), nested({path: node for path, node in nodes.items() if path and not isinstance(node, Empty)}))
-
-  def _walk(self, prefix: Path, tree: dict) -> dict[Path, str]:
+  def walk(prefix: Path, tree: dict) -> dict[Path, str]:
     found: dict[Path, str] = {}
-    indexed = self._indexed_children(prefix, tree)
-    for base, members in indexed.items():
-      found[(*prefix, base)] = UNSCANNED
-      tree = {name: child for name, child in tree.items() if name not in members}
+    groups: dict[str, dict[str, dict]] = {}
+    for name, child in tree.items():
+      if match := _INDEXED.fullmatch(name):
+        groups.setdefault(match[1], {})[name] = child
+    for base, members in groups.items():
+      modules = all(isinstance(child, dict) for child in members.values())
+      if modules and (is_known(prefix, base) or _look_like_layers(base, members)):
+        found[(*prefix, base)] = UNSCANNED
+        tree = {name: child for name, child in tree.items() if name not in members}
     for name, child in tree.items():
       here = (*prefix, name)
       if not isinstance(child, dict) or name == _OPAQUE:
         continue
       if all(key.isdigit() for key in child):
         found[here] = INTEGER
-      elif self._stacked and self._known(prefix, name):
+      elif stacked and is_known(prefix, name):
         found[here] = SCANNED
       else:
-        found |= self._walk(here, child)
+        found |= walk(here, child)
     return found
 
-  def _indexed_children(self, prefix: Path, tree: dict) -> dict[str, dict[str, dict]]:
-    groups: dict[str, dict[str, dict]] = {}
-    for name, child in tree.items():
-      if match := _INDEXED.fullmatch(name):
-        groups.setdefault(match[1], {})[name] = child
-    return {
-      base: members
-      for base, members in groups.items()
-      if all(isinstance(child, dict) for child in members.values())
-      and (self._known(prefix, base) or _look_like_layers(base, members))
-    }
-
-  def _known(self, prefix: Path, name: str) -> bool:
-    return is_standard_name(name) or name in self._names or slash_path((*prefix, name)) in self._names
+  return walk((), nested({path: node for path, node in nodes.items() if path and not isinstance(node, Empty)}))
 
 
 def _look_like_layers(base: str, members: dict[str, dict]) -> bool:
@@ -195,12 +192,12 @@ def _look_like_layers(base: str, members: dict[str, dict]) -> bool:
     return False
   if any(sum(isinstance(child, dict) for child in member.values()) < 2 for member in members.values()):
     return False
-  shapes = [_shapes(member) for member in members.values()]
-  return all(shape == shapes[0] for shape in shapes)
 
+  def shapes(tree: dict) -> dict:
+    return {name: shapes(child) if isinstance(child, dict) else child.shape for name, child in tree.items()}
 
-def _shapes(tree: dict) -> dict:
-  return {name: _shapes(child) if isinstance(child, dict) else child.shape for name, child in tree.items()}
+  first, *others = map(shapes, members.values())
+  return all(other == first for other in others)
 
 
 def split_layers(
@@ -213,94 +210,78 @@ def split_layers(
 ) -> ParamTree:
   """Turns the arrays of one tree into a ParamTree.
 
-  found: containers and their forms, from `ContainerFinder.find` or `forms_in`. like: the parameters' containers, which
+  found: containers and their forms, from `find_containers` or `position`. like: the parameters' containers, which
   tell L where a moment tree has no array in one. opaque: leave stacked arrays whole.
   Raises LayoutError where a stacked leaf has another number of layers than the rest of its container.
   """
   tree = ParamTree()
-  stacked: dict[Path, list[tuple[Path, StoredArray | Empty]]] = {}
+  stacked: dict[Path, list[tuple[Path, StoredArray | Empty]]] = {path: [] for path in found}
   for path, node in nodes.items():
-    container, layer, rest = _position(path, found)
+    container, form, layer, rest = position(path, found)
     if container is None:
       tree.add((path, None), node)
-    elif layer is None:
-      stacked.setdefault(container, []).append((rest, node))
+    elif form == SCANNED:
+      stacked[container].append((rest, node))
     else:
       tree.add(((*container, *rest), layer), node)
   for container, form in found.items():
-    if form == SCANNED:
-      hint = (like or {}).get(container)
-      num_stacked = hint.num_layers // hint.period if hint else 0
-      _split_stacked(tree, container, stacked.get(container, []), scan_axis, num_stacked, opaque)
-    else:
-      layers = {leaf[1] for leaf in (*tree.leaves, *tree.empties) if leaf[0][: len(container)] == container}
+    members = stacked[container]
+    if form != SCANNED:
+      layers = {layer for path, layer in (*tree.leaves, *tree.empties) if path[: len(container)] == container}
       tree.containers[container] = Container(container, form, len(layers))
+    elif opaque:
+      for rest, node in members:
+        tree.add(((*container, *rest), None), node)
+      tree.containers[container] = Container(container, SCANNED, 0, scan_axis=scan_axis)
+    else:
+      arrays = {rest: node for rest, node in members if isinstance(node, StoredArray)}
+      hint = (like or {}).get(container)
+      num_stacked = _num_stacked(container, arrays, scan_axis) or (hint.num_layers // hint.period if hint else 0)
+      block_name, period = _block({rest[0] for rest, _ in members})
+      tree.containers[container] = Container(container, SCANNED, num_stacked * period, period, block_name, scan_axis)
+      for rest, node in members:
+        offset, below = (int(rest[0].rpartition("_")[2]), rest[1:]) if block_name else (0, rest)
+        for i in range(num_stacked):
+          tree.add(((*container, *below), i * period + offset), node, scan_axis, i)
   return tree
 
 
-def _form_of(path: Path, container: Path) -> str:
-  """The form of the container where `path` lies in it, else ''."""
-  depth = len(container)
-  if len(path) <= depth or path[: depth - 1] != container[:-1]:
-    return ""
-  if path[depth - 1] == container[-1]:
-    return INTEGER if path[depth].isdigit() else SCANNED
-  match = _INDEXED.fullmatch(path[depth - 1])
-  return UNSCANNED if match and match[1] == container[-1] else ""
+def position(path: Path, forms: Mapping[Path, str]) -> tuple[Path | None, str, int | None, Path]:
+  """(container, form, layer, path below the layer) of a leaf; the layer is None where layers are stacked.
 
-
-def _position(path: Path, found: Mapping[Path, str]) -> tuple[Path | None, int | None, Path]:
-  """(container, layer, path below the layer); the layer is None in a stacked container."""
-  for container, form in found.items():
-    depth, here = len(container), _form_of(path, container)
-    if here == form == UNSCANNED:
-      return container, int(path[depth - 1].rpartition("_")[2]), path[depth:]
-    if form == INTEGER and here in (INTEGER, SCANNED):
-      return container, int(path[depth]), path[depth + 1 :]
-    if form == SCANNED and here in (INTEGER, SCANNED):
-      return container, None, path[depth:]
-  return None, None, path
-
-
-def _split_stacked(
-  tree: ParamTree, container: Path, members: list, scan_axis: int, num_stacked: int, opaque: bool
-) -> None:
-  if opaque:
-    for rest, node in members:
-      tree.add(((*container, *rest), None), node)
-    tree.containers[container] = Container(container, SCANNED, 0, scan_axis=scan_axis)
-    return
-  arrays = [(rest, node) for rest, node in members if isinstance(node, StoredArray)]
-  num_stacked = _num_stacked(container, arrays, scan_axis) or num_stacked
-  block_name, period = _block({rest[0] for rest, _ in members})
-  tree.containers[container] = Container(container, SCANNED, num_stacked * period, period, block_name, scan_axis)
-  for rest, node in members:
-    match = _INDEXED.fullmatch(rest[0]) if block_name else None
-    offset, tail = (int(match[2]), rest[1:]) if match else (0, rest)
-    for i in range(num_stacked):
-      tree.add(((*container, *tail), i * period + offset), node, scan_axis, i)
+  forms: of the containers; '' for one in any form.
+  """
+  for container, known in forms.items():
+    depth = len(container)
+    if len(path) <= depth or path[: depth - 1] != container[:-1]:
+      continue
+    name, below = path[depth - 1], path[depth:]
+    match = _INDEXED.fullmatch(name)
+    if match and match[1] == container[-1] and known in ("", UNSCANNED):
+      return container, UNSCANNED, int(match[2]), below
+    if name == container[-1] and below[0].isdigit() and known in ("", INTEGER):
+      return container, INTEGER, int(below[0]), below[1:]
+    if name == container[-1] and known in ("", SCANNED):
+      return container, SCANNED, None, below
+  return None, "", None, path
 
 
 def _block(names: set[str]) -> tuple[str, int]:
   """('layers', P) where a stacked block holds the P unlike layers layers_0 ... layers_{P-1}, else ('', 1)."""
-  matches = [match for name in names if (match := _INDEXED.fullmatch(name))]
-  if not matches or len(matches) < len(names):
+  bases = {match[1] for name in names if (match := _INDEXED.fullmatch(name))}
+  base = min(bases, default="")
+  if not is_standard_name(base) or names != {f"{base}_{i}" for i in range(len(names))}:
     return "", 1
-  bases, indices = {match[1] for match in matches}, {int(match[2]) for match in matches}
-  if len(bases) > 1 or indices != set(range(len(names))) or not _CONTAINER_NAME.fullmatch(min(bases)):
-    return "", 1
-  return min(bases), len(names)
+  return base, len(names)
 
 
-def _num_stacked(container: Path, arrays: list[tuple[Path, StoredArray]], scan_axis: int) -> int:
+def _num_stacked(container: Path, arrays: Mapping[Path, StoredArray], scan_axis: int) -> int:
   """L of a stacked container: the size most leaves have on the scan axis. All must have it."""
-  sizes = {}
-  for rest, array in arrays:
+  where = slash_path(container)
+  for rest, array in arrays.items():
     if not array.shape:
-      raise LayoutError(
-        f"leaf {slash_path((*container, *rest))} is a scalar, but {slash_path(container)} stacks its layers"
-      )
-    sizes[rest] = array.shape[min(scan_axis, len(array.shape) - 1)]
+      raise LayoutError(f"leaf {where}/{slash_path(rest)} is a scalar, but {where} stacks its layers")
+  sizes = {rest: array.shape[min(scan_axis, len(array.shape) - 1)] for rest, array in arrays.items()}
   if not sizes:
     return 0
   expected = Counter(sizes.values()).most_common(1)[0][0]
@@ -308,25 +289,18 @@ def _num_stacked(container: Path, arrays: list[tuple[Path, StoredArray]], scan_a
   if wrong:
     rest, size = wrong[0]
     raise LayoutError(
-      f"leaf {slash_path((*container, *rest))} has size {size} on scan axis {scan_axis}, expected L={expected}"
+      f"leaf {where}/{slash_path(rest)} has size {size} on scan axis {scan_axis}, expected L={expected}"
       + (f" ({len(wrong)} of {len(sizes)} leaves differ)" if len(wrong) > 1 else "")
       + "; give the right axis with --scan_axis"
     )
   return expected
 
 
-def forms_in(paths: Iterable[Path], known: Iterable[Path]) -> dict[Path, str]:
-  """The form of each known container among `paths`; a container without a path is left out."""
-  found = ((container, filter(None, (_form_of(path, container) for path in paths))) for container in known)
-  return {container: form for container, forms in found if (form := next(forms, ""))}
-
-
 def without_layer(path: Path, containers: Mapping[Path, Container]) -> Path:
   """`path` without its layer index, whatever its form."""
-  for container, about in containers.items():
-    if form := _form_of(path, container):
-      rest = _position(path, {container: form})[2]
-      if form == SCANNED and about.block_name and len(rest) > 1 and _INDEXED.fullmatch(rest[0]):
-        rest = rest[1:]
-      return (*container, *rest)
-  return path
+  container, form, _, below = position(path, dict.fromkeys(containers, ""))
+  if container is None:
+    return path
+  if form == SCANNED and containers[container].block_name and len(below) > 1 and _INDEXED.fullmatch(below[0]):
+    below = below[1:]
+  return (*container, *below)

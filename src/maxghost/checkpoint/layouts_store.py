@@ -7,9 +7,10 @@ tuple: text for a dict key or a field name, int for a position in a list. JAX is
 
 import functools
 import json
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ STEP_METADATA = "_CHECKPOINT_METADATA"
 TREE_METADATA = "_METADATA"
 _EMPTY_TYPES = ("None", "Dict", "List", "Tuple", "NamedTuple")
 _OPEN_AT_ONCE = 256
+_MOST_UNLIKE = 8
 
 TreePath = tuple[str | int, ...]
 
@@ -38,16 +40,9 @@ class LayoutError(ConfigError):
 class VerificationError(LayoutError):
   """What was written differs from its source, and was removed."""
 
-  def __init__(self, rows: Sequence[Any], what: str):
-    first = rows[0].text()
-    super().__init__(
-      f"verification failed: {len(rows)} {what} differ, the first: {first}; nothing is left at the target"
-    )
-
 
 def tool(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-  """Decorates the `main` of a tool: an error prints one line per problem and gives exit code 2, or 1 for a failed
-  verification."""
+  """Decorates a tool's `main`: an error prints one line per problem; exit code 2, or 1 for a failed verification."""
 
   def decorate(main: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(main)
@@ -62,6 +57,13 @@ def tool(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
     return guarded
 
   return decorate
+
+
+def full_path(path: str | os.PathLike) -> Path:
+  """An absolute path without `~` and `..`, which TensorStore does not take. Raises LayoutError for a URL."""
+  if "://" in str(path):
+    raise LayoutError(f"{path}: only local folders are read and written; copy the checkpoint here first")
+  return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
@@ -80,25 +82,14 @@ def nested(flat: Mapping[Any, Any]) -> Any:
   return {key: nested(value) for key, value in children.items()}
 
 
-class Sized:
-  """Anything with a shape and a dtype."""
-
-  shape: tuple[int, ...]
-  dtype: np.dtype
-
-  @property
-  def nbytes(self) -> int:
-    return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-
-
 @dataclass(frozen=True, eq=False)
-class StoredArray(Sized):
-  """One array of a checkpoint.
+class StoredArray:
+  """One array of a checkpoint, or tensor of a file.
 
   Attributes:
     path: Where it is in the tree.
     shape, dtype: As stored: a random key is its uint32 words.
-    read: Reads the block of a tuple of slices, one per dimension; None reads all.
+    read: Reads the block of a tuple of slices, one per dimension (of a tensor: for the first one); None reads all.
     key_impl: The generator of a random key, else None.
     chunk_nbytes: Bytes to decode in order to read one element.
   """
@@ -110,6 +101,14 @@ class StoredArray(Sized):
   key_impl: str | None = None
   chunk_nbytes: int = 0
 
+  @property
+  def name(self) -> str:
+    return slash_path(self.path)
+
+  @property
+  def nbytes(self) -> int:
+    return math.prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Empty:
@@ -120,14 +119,19 @@ class Empty:
 
 @dataclass(frozen=True)
 class Text:
-  """A string leaf; it has no place in any layout."""
+  """A string leaf; it has no place in any layout. kind: Orbax's name of it."""
+
+  kind: str = "string"
+
+
+Node = StoredArray | Empty | Text
 
 
 @dataclass
 class RawTree:
   """All leaves of a checkpoint and its metadata; `origin` names it in errors."""
 
-  nodes: dict[TreePath, StoredArray | Empty | Text]
+  nodes: dict[TreePath, Node]
   origin: str = "the given tree"
   step_metadata: dict[str, Any] = field(default_factory=dict)
   tree_metadata: Any = None
@@ -169,9 +173,7 @@ def locate(path: str | os.PathLike) -> Location:
 
   Raises LayoutError where there is none, where it is unfinished or half copied, or where the choice is not clear.
   """
-  if "://" in str(path):
-    raise LayoutError(f"{path}: only local folders are read; copy the checkpoint here first")
-  folder = Path(path).absolute()
+  folder = full_path(path)
   if TEMPORARY_MARK in folder.name or TEMPORARY_MARK in folder.parent.name:
     raise LayoutError(f"{path} was never finished ('{TEMPORARY_MARK}' in its name); use a finished checkpoint")
   if not folder.is_dir():
@@ -180,14 +182,13 @@ def locate(path: str | os.PathLike) -> Location:
     outer = folder.parent
     has_level = not (folder / STEP_METADATA).is_file() and (outer / STEP_METADATA).is_file()
     return Location(item=folder, step=outer if has_level else folder)
-  items = {p.name: p for p in sorted(folder.iterdir()) if p.is_dir() and (p / TREE_METADATA).is_file()}
-  chosen = next((items[name] for name in ITEM_NAMES if name in items), None)
-  chosen = chosen or (next(iter(items.values())) if len(items) == 1 else None)
-  if chosen:
-    return Location(item=chosen, step=folder)
-  if items:
-    raise LayoutError(f"{path} holds several trees: {', '.join(items)}; name one, as in {folder / next(iter(items))}")
-  raise LayoutError(_no_tree(path, folder))
+  items = sorted(p.name for p in folder.iterdir() if (p / TREE_METADATA).is_file())
+  chosen = next((name for name in (*ITEM_NAMES, *items) if name in items), "")
+  if not chosen:
+    raise LayoutError(_no_tree(path, folder))
+  if chosen not in ITEM_NAMES and len(items) > 1:
+    raise LayoutError(f"{path} holds several trees: {', '.join(items)}; name one, as in {folder / chosen}")
+  return Location(item=folder / chosen, step=folder)
 
 
 def _no_tree(path: Any, folder: Path) -> str:
@@ -216,63 +217,57 @@ def open_at(where: Location, origin: str) -> RawTree:
   step_metadata = read_json(where.step / STEP_METADATA) if (where.step / STEP_METADATA).is_file() else {}
   if not isinstance(tree.get("tree_metadata"), dict):
     raise LayoutError(f"{where.item / TREE_METADATA} is damaged: it has no tree_metadata")
-  nodes: dict[TreePath, StoredArray | Empty | Text] = {}
-  wanted = []
+  nodes: dict[TreePath, Node] = {}
   for entry in tree["tree_metadata"].values():
-    tree_path = tuple(int(k["key"]) if k["key_type"] == 1 else str(k["key"]) for k in entry["key_metadata"])
+    path = tuple(int(k["key"]) if k["key_type"] == 1 else str(k["key"]) for k in entry["key_metadata"])
     kind = entry["value_metadata"]["value_type"]
-    nodes[tree_path] = Empty(kind) if kind in _EMPTY_TYPES else Text()
-    if kind not in (*_EMPTY_TYPES, "string"):
-      wanted.append(tree_path)  # `Text` keeps its place in the order
-  nodes.update(_open_arrays(where.item, tree, wanted))
-  return RawTree(nodes, origin, step_metadata, tree.get("custom_metadata"), where)
+    nodes[path] = Empty(kind) if kind in _EMPTY_TYPES else Text(kind)
+  wanted = [path for path, node in nodes.items() if isinstance(node, Text) and node.kind != "string"]
+  return RawTree(
+    nodes | _open_arrays(where.item, tree, wanted), origin, step_metadata, tree.get("custom_metadata"), where
+  )
 
 
-def _open_arrays(item: Path, tree: dict, wanted: list[TreePath]) -> Iterator[tuple[TreePath, StoredArray]]:
+def _open_arrays(item: Path, tree: dict, wanted: list[TreePath]) -> dict[TreePath, StoredArray]:
   ocdbt = (item / "manifest.ocdbt").is_file()
   if not ocdbt and tree.get("use_ocdbt", True) and wanted:
     raise LayoutError(f"{item} is damaged or half copied: it has no manifest.ocdbt")
-  impls = _key_impls(item)
+  impls, driver = _key_impls(item), "zarr3" if tree.get("use_zarr3") else "zarr"
   context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}})
-  driver = "zarr3" if tree.get("use_zarr3") else "zarr"
-  for start in range(0, len(wanted), _OPEN_AT_ONCE):
-    batch = wanted[start : start + _OPEN_AT_ONCE]
-    specs = [_read_spec(item, ".".join(map(str, path)), driver, ocdbt) for path in batch]
-    opened = [ts.open(spec, open=True, read=True, context=context) for spec in specs]
-    for path, future in zip(batch, opened, strict=True):
-      try:
-        store = future.result()
-      except Exception as error:  # TensorStore reports every cause as one type, with the cause in the text
-        raise _unreadable(item, path, error) from error
-      yield path, _stored(item, path, store, impls.get(".".join(map(str, path))))
+
+  def start(name: str) -> ts.Future:
+    kvstore: dict[str, Any] = {"driver": "file", "path": f"{item}/{name}/"}
+    if ocdbt:
+      base = {"driver": "file", "path": f"{item}/"}
+      kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": "cache_pool#ocdbt"}
+    # A missing chunk is damage here, never the fill value.
+    options = {"fill_missing_data_reads": False, "recheck_cached_metadata": False}
+    return ts.open({"driver": driver, "kvstore": kvstore, **options}, open=True, read=True, context=context)
+
+  arrays = {}
+  for first in range(0, len(wanted), _OPEN_AT_ONCE):
+    names = {path: ".".join(map(str, path)) for path in wanted[first : first + _OPEN_AT_ONCE]}
+    for path, future in {path: start(name) for path, name in names.items()}.items():
+      arrays[path] = _stored(item, path, _result(item, path, future), impls.get(names[path]))
+  return arrays
 
 
 def _stored(item: Path, path: TreePath, store: ts.TensorStore, key_impl: str | None) -> StoredArray:
   def read(index=None):
-    try:
-      return np.asarray((store if index is None else store[index]).read().result())
-    except Exception as error:
-      raise _unreadable(item, path, error) from error
+    return np.asarray(_result(item, path, (store if index is None else store[index]).read()))
 
   dtype = np.dtype(store.dtype.numpy_dtype)
   chunk = store.chunk_layout.read_chunk.shape or store.shape
-  chunk_nbytes = int(np.prod([min(c, n) if c else n for c, n in zip(chunk, store.shape, strict=True)])) * dtype.itemsize
+  chunk_nbytes = math.prod(min(c, n) if c else n for c, n in zip(chunk, store.shape, strict=True)) * dtype.itemsize
   return StoredArray(path, tuple(store.shape), dtype, read, key_impl, chunk_nbytes)
 
 
-def _unreadable(item: Path, path: TreePath, error: Exception) -> LayoutError:
-  cause = " ".join(str(error).split())[:200]
-  return LayoutError(f"{item} is damaged or half copied: leaf {slash_path(path)} cannot be read ({cause})")
-
-
-def _read_spec(item: Path, name: str, driver: str, ocdbt: bool) -> dict:
-  files = {"driver": "file", "path": f"{item}/"}
-  if ocdbt:
-    store = {"driver": "ocdbt", "base": files, "path": f"{name}/", "cache_pool": "cache_pool#ocdbt"}
-  else:
-    store = {"driver": "file", "path": f"{item}/{name}/"}
-  # A missing chunk is damage here, never the fill value.
-  return {"driver": driver, "kvstore": store, "fill_missing_data_reads": False, "recheck_cached_metadata": False}
+def _result(item: Path, path: TreePath, future: ts.Future) -> Any:
+  try:
+    return future.result()
+  except Exception as error:  # TensorStore reports every cause as one type, with the cause in the text
+    cause = " ".join(str(error).split())[:200]
+    raise LayoutError(f"{item} is damaged or half copied: leaf {slash_path(path)} cannot be read ({cause})") from error
 
 
 def _key_impls(item: Path) -> dict[str, str]:
@@ -302,18 +297,18 @@ def write_json(file: Path, content: Mapping[str, Any], **style: Any) -> None:
   write_text(file, json.dumps(content, **style) + ("\n" if "indent" in style else ""))
 
 
-def tree_from_memory(tree: Any, origin: str = "the given tree", custom_metadata: dict | None = None) -> RawTree:
+def tree_from_memory(tree: Any, origin: str = "the given tree") -> RawTree:
   """A RawTree over arrays in memory: nested dicts, lists, tuples, NamedTuples (optax states), nnx.State, Nones."""
   from jax.tree_util import SequenceKey, keystr, tree_flatten_with_path
 
   def is_leaf(node):
     return node is None or (isinstance(node, (dict, list, tuple)) and not node)
 
-  nodes: dict[TreePath, StoredArray | Empty | Text] = {}
+  nodes: dict[TreePath, Node] = {}
   for keys, leaf in tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
     path = tuple(k.idx if isinstance(k, SequenceKey) else keystr((k,), simple=True) for k in keys)
     nodes[path] = _memory_node(path, leaf)
-  return RawTree(nodes, origin, {"custom_metadata": custom_metadata or {}})
+  return RawTree(nodes, origin)
 
 
 def is_typed_key(leaf: Any) -> bool:
@@ -337,13 +332,18 @@ def key_words(key: Any) -> Any:
   return jax.eval_shape(jax.random.key_data, key) if isinstance(key, jax.ShapeDtypeStruct) else jax.random.key_data(key)
 
 
-def misfit(origin: Any, problems: Sequence[str], most: int = 8) -> str:
-  """The error for a checkpoint whose leaves are not those of the model."""
-  more = f"; and {len(problems) - most} more" if len(problems) > most else ""
-  return f"checkpoint {origin} does not fit this model: {'; '.join(problems[:most])}{more}"
+def misfit(origin: Any, missing: Sequence[str], extra: Sequence[str], unlike: Sequence[str]) -> str:
+  """The error for a checkpoint whose leaves are not those of the model; '' where they are.
+
+  unlike: a text for each leaf of another shape or dtype.
+  """
+  problems = [f"misses {listed(missing)}"] if missing else []
+  problems += [f"has {listed(extra)}, unknown to the model"] if extra else []
+  problems += [*unlike[:_MOST_UNLIKE], *([f"and {len(unlike) - _MOST_UNLIKE} more"] if unlike[_MOST_UNLIKE:] else [])]
+  return f"checkpoint {origin} does not fit this model: {'; '.join(problems)}" if problems else ""
 
 
-def _memory_node(path: TreePath, leaf: Any) -> StoredArray | Empty | Text:
+def _memory_node(path: TreePath, leaf: Any) -> Node:
   if leaf is None:
     return Empty("None")
   if isinstance(leaf, (dict, list, tuple)):
@@ -354,9 +354,7 @@ def _memory_node(path: TreePath, leaf: Any) -> StoredArray | Empty | Text:
   impl = None
   if is_typed_key(leaf):
     impl, leaf = str(key_impl(leaf)), key_words(leaf)
-  shape, dtype = np.shape(leaf), np.dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
-
-  def read(index=None, leaf=leaf):
-    return np.asarray(leaf if index is None else leaf[index])
-
-  return StoredArray(path, tuple(shape), dtype, read, impl)
+  dtype = np.dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
+  return StoredArray(
+    path, np.shape(leaf), dtype, lambda index: np.asarray(leaf if index is None else leaf[index]), impl
+  )

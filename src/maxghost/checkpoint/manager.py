@@ -10,7 +10,7 @@ error: a weight never keeps its initial value without notice.
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from maxghost.checkpoint.checksum import checksums
-from maxghost.checkpoint.layouts_store import is_typed_key, key_impl, key_words, listed, misfit
+from maxghost.checkpoint.layouts_store import full_path, is_typed_key, key_impl, key_words, misfit
 from maxghost.parallel import distributed
 
 FORMAT_VERSION = 1
@@ -46,10 +46,9 @@ class CheckpointManager:
   """
 
   def __init__(
-    self, directory: Path, *, max_to_keep: int = 2, asynchronous: bool = True, say: Callable[[str], None] = print
+    self, directory: str | Path, *, max_to_keep: int = 2, asynchronous: bool = True, say: Callable[[str], None] = print
   ):
-    self._directory = Path(directory).absolute()
-    self._say = say
+    self._directory, self._say = full_path(directory), say
     # Orbax reports every phase of a save as a warning or info; what matters to the user is said here.
     logging.getLogger("absl").setLevel(logging.ERROR)
     if distributed.is_first():
@@ -78,16 +77,13 @@ class CheckpointManager:
     Waits for an earlier save first. Raises CheckpointError where that one, or this one, could not be written.
     """
     tree = _with_raw_keys(tree)
-    flat = _flatten(tree)
-    record = dict(positions)
-    record["format"] = FORMAT_VERSION
-    record["checksums"] = dict(zip(flat, checksums(list(flat.values())), strict=True))
+    record = {**positions, "format": FORMAT_VERSION, "checksums": _checksums(tree)}
     items = ocp.args.Composite(items=ocp.args.StandardSave(tree), positions=ocp.args.JsonSave(record))
-    self._guard(step, lambda: self._manager.save(step, args=items, force=True))
+    self._guard(f"checkpoint {self.path(step)}", lambda: self._manager.save(step, args=items, force=True))
 
   def wait(self) -> None:
     """Waits until all saves are on disk. Raises CheckpointError where one failed."""
-    self._guard(None, self._manager.wait_until_finished)
+    self._guard(f"a checkpoint in {self._directory}", self._manager.wait_until_finished)
 
   def close(self) -> None:
     self._manager.close()
@@ -132,20 +128,18 @@ class CheckpointManager:
         "update maxghost"
       )
     stored = _flatten(self._manager.item_metadata(step)["items"].tree)
-    compare_leaves(self.path(step), stored, _flatten(wanted))
+    _check_leaves(self.path(step), stored, _flatten(wanted))
     tree = self._manager.restore(step, args=ocp.args.Composite(items=ocp.args.StandardRestore(wanted)))["items"]
-    flat = _flatten(tree)
-    for name, found in zip(flat, checksums(list(flat.values())), strict=True):
+    for name, found in _checksums(tree).items():
       if positions["checksums"].get(name) != found:
         raise ValueError(f"the bytes of {name} changed since they were saved")
     return Restored(step, tree, positions)
 
-  def _guard(self, step: int | None, work: Callable[[], Any]) -> None:
+  def _guard(self, which: str, work: Callable[[], Any]) -> None:
     try:
       work()
       self._manager.check_for_errors()
     except Exception as error:
-      which = f"checkpoint {self.path(step)}" if step is not None else f"a checkpoint in {self._directory}"
       raise CheckpointError(f"{which} could not be written ({type(error).__name__}: {error})") from error
 
   def _remove_half_written(self) -> None:
@@ -153,9 +147,8 @@ class CheckpointManager:
       self._say(f"maxghost: checkpoint {path} was only half written and is removed")
       shutil.rmtree(path, ignore_errors=True)
 
-  def _set_aside(self, steps: Iterable[int]) -> None:
+  def _set_aside(self, steps: list[int]) -> None:
     """Renames unusable checkpoints, so that the run can save at their steps again and someone can look at them."""
-    steps = list(steps)
     for step in steps:
       target = self._directory / f"{step}{UNUSABLE_SUFFIX}"
       if distributed.is_first():
@@ -167,22 +160,19 @@ class CheckpointManager:
     self._manager.reload()
 
 
-def compare_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
   """Raises CheckpointError that names leaves which are missing, extra, or of another shape or dtype.
 
   stored, wanted: leaf path -> anything with `shape` and `dtype`.
   """
-  problems = []
-  if missing := sorted(wanted.keys() - stored.keys()):
-    problems.append(f"misses {listed(missing)}")
-  if extra := sorted(stored.keys() - wanted.keys()):
-    problems.append(f"has {listed(extra)}, unknown to the model")
+  unlike = []
   for name in sorted(wanted.keys() & stored.keys()):
     have, want = stored[name], wanted[name]
     if tuple(have.shape) != tuple(want.shape) or have.dtype != want.dtype:
-      problems.append(f"{name} is {have.dtype}{list(have.shape)} there and {want.dtype}{list(want.shape)} in the model")
-  if problems:
-    raise CheckpointError(misfit(path, problems))
+      unlike.append(f"{name} is {have.dtype}{list(have.shape)} there and {want.dtype}{list(want.shape)} in the model")
+  missing, extra = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
+  if text := misfit(path, sorted(missing), sorted(extra), unlike):
+    raise CheckpointError(text)
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
@@ -191,9 +181,13 @@ def _flatten(tree: Any) -> dict[str, Any]:
   return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
+def _checksums(tree: Any) -> dict[str, int]:
+  flat = _flatten(tree)
+  return dict(zip(flat, checksums(list(flat.values())), strict=True))
+
+
 def _with_raw_keys(tree: Any) -> Any:
   """Typed random keys become their uint32 words (Orbax stores numbers); abstract keys likewise."""
-
   return jax.tree.map(lambda leaf: key_words(leaf) if is_typed_key(leaf) else leaf, tree)
 
 

@@ -7,33 +7,44 @@ Values never change; `linen_scaling` is the separate step that rescales query we
 """
 
 import argparse
+import contextlib
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
+import tensorstore as ts
 
 from maxghost.checkpoint import compare
-from maxghost.checkpoint.layouts import LAYOUTS, LINEN, NNX, PARAMS, Checkpoint, ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts import LAYOUTS, LINEN, NNX, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import INTEGER, SCANNED, UNSCANNED, LayerReader, blocks_of, chunk_of
 from maxghost.checkpoint.layouts_store import (
+  STEP_METADATA,
+  TEMPORARY_MARK,
+  TREE_METADATA,
   LayoutError,
   Location,
   RawTree,
   TreePath,
   VerificationError,
+  full_path,
   open_at,
   tool,
+  write_json,
 )
-from maxghost.interop.convert_plan import KEEP, MAXTEXT_NNX, TARGETS, Plan, Target, TargetLeaf, make_plan
+from maxghost.config.files import write_text
+from maxghost.config.values import slash_path
+from maxghost.interop.convert_plan import KEEP, TARGETS, Plan, Target, TargetLeaf, make_plan
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.tree_writer import TreeWriter, new_folder, write_step_metadata
 
 DEFAULT_RAM_BYTES = 1 << 31
 _BLOCK_BYTES = 1 << 26
+_COMMIT_BYTES = 64_000_000
+_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+_KVSTORE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
 DIRECTIONS = ("auto", "linen_to_nnx", "nnx_to_linen")
 
 
@@ -74,23 +85,19 @@ def convert(
   checkpoint = read_checkpoint(raw, read)
   target = Target(_target_layout(checkpoint, to, direction), **wishes)
   plan = make_plan(checkpoint, target)
-  out = Path(target_path).absolute()
+  out = full_path(target_path)
   check_target(raw, out)
   for line in _summary(checkpoint, target, plan, out):
     say(line)
   if dry_run:
-    for line in mapping_lines(plan):
-      say(line)
+    for leaf in plan.leaves:
+      say(f"  {leaf.text()}")
+    for path, empty in plan.empties:
+      say(f"  (nothing) -> {slash_path(path)}  {empty.kind}")
     say("dry run: nothing was written")
     return plan
-  check_space(raw, plan, out)
-  with new_folder(out) as temporary:
-    place = place_like(raw, temporary)
-    write_plan(raw, plan, place, ram_bytes)
-    if verify:
-      bare = target.params_only or target.layout == PARAMS
-      rngs = not (bare or target.drop_rngs)
-      check_written(checkpoint, open_at(place, str(place.step)), params_only=bare, rngs=rngs, ram_bytes=ram_bytes)
+  rngs = not (target.bare or target.drop_rngs)
+  write_checkpoint(checkpoint, plan, out, verify=verify, ram_bytes=ram_bytes, params_only=target.bare, rngs=rngs)
   say(f"written {out}" + (", verified byte by byte" if verify else ", not verified (--no-verify)"))
   return plan
 
@@ -101,36 +108,33 @@ def with_key_type(words: np.ndarray, key_impl: str | None) -> Any:
     return words
   import jax
 
-  return jax.random.wrap_key_data(jnp.asarray(words), impl=key_impl)
+  return jax.random.wrap_key_data(jax.numpy.asarray(words), impl=key_impl)
 
 
 def _target_layout(checkpoint: Checkpoint, to: str, direction: str) -> str:
   is_linen = checkpoint.layout == LINEN
-  if direction == "linen_to_nnx" and not is_linen:
-    raise LayoutError("source is NNX layout; linen_to_nnx refused")
-  if direction == "nnx_to_linen" and is_linen:
-    raise LayoutError("source is Linen layout; nnx_to_linen refused")
   if direction not in DIRECTIONS:
     raise LayoutError(f"direction={direction}: use {', '.join(DIRECTIONS)}")
+  if direction == ("nnx_to_linen" if is_linen else "linen_to_nnx"):
+    raise LayoutError(f"source is {'Linen' if is_linen else 'NNX'} layout; {direction} refused")
   wanted = to or (NNX if is_linen else LINEN)
   if wanted not in TARGETS:
     raise LayoutError(f"to={to}: use {', '.join(TARGETS)}")
-  if direction != "auto" and (direction == "nnx_to_linen") != (wanted in (LINEN, MAXTEXT_NNX)):
+  if direction != "auto" and (direction == "nnx_to_linen") != Target(wanted).is_linen:
     raise LayoutError(f"direction={direction} and to={to} contradict each other; give one of them")
   return wanted
 
 
 def check_target(raw: RawTree, out: Path) -> None:
-  source = raw.location.item.resolve()
-  target = out.resolve()
-  if target in (source, raw.location.step.resolve()):
-    raise LayoutError(f"target equals source: {out}; name a new folder")
-  if source.is_relative_to(target):
-    raise LayoutError(f"target {out} holds the source; name a new folder")
-  if target.is_relative_to(raw.location.step.resolve()):
-    raise LayoutError(f"target {out} lies inside the source; name a folder outside it")
-  if out.exists() or out.is_symlink():
-    raise LayoutError(f"target {out} exists; name a new folder")
+  source, step, target = raw.location.item.resolve(), raw.location.step.resolve(), out.resolve()
+  for is_wrong, text in (
+    (target in (source, step), f"target equals source: {out}"),
+    (source.is_relative_to(target), f"target {out} holds the source"),
+    (target.is_relative_to(step), f"target {out} lies inside the source"),
+    (out.exists() or out.is_symlink(), f"target {out} exists"),
+  ):
+    if is_wrong:
+      raise LayoutError(f"{text}; name a new folder")
 
 
 def check_space(raw: RawTree, plan: Plan, out: Path) -> None:
@@ -144,10 +148,51 @@ def check_space(raw: RawTree, plan: Plan, out: Path) -> None:
     raise LayoutError(f"{existing} has {free / 1e9:.2f} GB free, the checkpoint needs about {needed / 1e9:.2f} GB")
 
 
-def place_like(raw: RawTree, folder: Path) -> Location:
-  """The place of the tree in `folder`, with an item level where the source was given with one."""
-  has_level = raw.location.item != Path(raw.origin).absolute()
-  return Location(item=folder / "items" if has_level else folder, step=folder)
+def write_checkpoint(
+  checkpoint: Checkpoint,
+  plan: Plan,
+  out: Path,
+  *,
+  verify: bool = True,
+  ram_bytes: int = DEFAULT_RAM_BYTES,
+  change: Callable[[TreePath, np.ndarray], np.ndarray] | None = None,
+  **options: Any,
+) -> None:
+  """Writes the new folder `out`, with an item level where the source was given with one.
+
+  change(path, block): applied elementwise. options: of `check_written`.
+  """
+  check_space(checkpoint.raw, plan, out)
+  has_level = checkpoint.raw.location.item != full_path(checkpoint.raw.origin)
+  with new_folder(out) as temporary:
+    place = Location(item=temporary / "items" if has_level else temporary, step=temporary)
+    write_plan(checkpoint.raw, plan, place, ram_bytes, change)
+    if verify:
+      check_written(checkpoint, open_at(place, str(out)), ram_bytes=ram_bytes, **options)
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+  """Yields a temporary sibling of `target`; renames it to `target` at the end, or removes it where anything is raised.
+
+  Orbax takes a folder of the temporary name for unfinished. Raises LayoutError where the disk is full.
+  """
+  temporary = target.with_name(f"{target.name}{TEMPORARY_MARK}-{time.time_ns()}")
+  made = [folder for folder in target.parents if not folder.exists()]
+  try:
+    temporary.mkdir(parents=True)
+    yield temporary
+    if target.exists():
+      raise LayoutError(f"target {target} appeared while it was being written; nothing was replaced")
+    temporary.rename(target)
+  except BaseException as error:
+    shutil.rmtree(temporary, ignore_errors=True)
+    for folder in made:
+      with contextlib.suppress(OSError):
+        folder.rmdir()
+    if isinstance(error, OSError):
+      raise LayoutError(f"{target} could not be written: {error}; nothing is left there") from error
+    raise
 
 
 def write_plan(
@@ -157,30 +202,99 @@ def write_plan(
   ram_bytes: int = DEFAULT_RAM_BYTES,
   change: Callable[[TreePath, np.ndarray], np.ndarray] | None = None,
 ) -> None:
-  """Writes the planned arrays into a folder made by `new_folder`; `change(path, block)` is applied elementwise."""
-  writer = TreeWriter(place.item)
-  reader = LayerReader(ram_bytes // 3)
+  """Writes the planned arrays into a folder made by `new_folder`, in the form of Orbax.
+
+  At most one block and _COMMIT_BYTES of blocks not yet committed are held in memory.
+  """
+  place.item.mkdir(exist_ok=True)
+  entries = [(leaf.path, "np.ndarray", {"write_shape": list(leaf.shape)}) for leaf in plan.leaves]
+  entries += [(path, empty.kind, {}) for path, empty in plan.empties]
+  tree, names = {}, {}
+  for path, kind, about in entries:
+    name = ".".join(map(str, path))
+    if name in names:
+      raise LayoutError(f"two leaves would be stored as '{name}': {slash_path(names[name])} and {slash_path(path)}")
+    names[name] = path
+    keys = [{"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in path]
+    value = {"value_type": kind, "skip_deserialize": not about, **about}
+    tree[str(tuple(map(str, path)))] = {"key_metadata": keys, "value_metadata": value}
+  try:
+    arrays = _write_arrays(place.item, plan.leaves, ram_bytes, change)
+  except LayoutError:
+    raise
+  except ValueError as error:  # TensorStore's one error type
+    cause = " ".join(str(error).split())[:300]
+    raise LayoutError(f"writing failed ({cause}); nothing is left at the target") from error
+  now = time.time_ns()
+  like = raw.step_metadata
+  files = {
+    place.item / "array_metadatas" / "process_0": {"array_metadatas": arrays},
+    place.item / TREE_METADATA: {
+      "tree_metadata": tree,
+      "use_ocdbt": True,
+      "use_zarr3": True,
+      "store_array_data_equal_to_fill_value": True,
+      "custom_metadata": raw.tree_metadata,
+    },
+    place.step / STEP_METADATA: {
+      "item_handlers": _HANDLER if place.item == place.step else {place.item.name: _HANDLER},
+      "metrics": like.get("metrics") or {},
+      "performance_metrics": {},
+      "init_timestamp_nsecs": like.get("init_timestamp_nsecs") or now,
+      "commit_timestamp_nsecs": now,
+      "custom_metadata": plan.custom_metadata,
+    },
+  }
+  (place.item / "array_metadatas").mkdir()
+  for file, content in files.items():
+    write_json(file, content)
+  for folder in {place.item, place.step}:  # Orbax looks for this file where a file system has no atomic rename
+    write_text(folder / "commit_success.txt", "Checkpoint commit was successful")
+
+
+def _write_arrays(
+  folder: Path,
+  leaves: list[TargetLeaf],
+  ram_bytes: int,
+  change: Callable[[TreePath, np.ndarray], np.ndarray] | None,
+) -> list[dict]:
+  """Writes arrays with OCDBT and zarr3; returns what Orbax notes about each."""
+  reader, context = LayerReader(ram_bytes // 3), ts.Context({"cache_pool": {"total_bytes_limit": 0}})
   # Small chunks are compressed side by side; large ones one after the other.
   block_bytes = min(_BLOCK_BYTES, max(ram_bytes // 12, 1))
-  for leaf in plan.leaves:
-    chunk = chunk_shape(leaf, block_bytes)
-    blocks = ((index, read_block(reader, leaf, index)) for index in blocks_of(leaf.shape, chunk))
-    if change is not None:
-      blocks = ((index, change(leaf.path, block)) for index, block in blocks)
-    writer.put(leaf.path, leaf.shape, leaf.dtype, blocks, chunk_shape=chunk, key_impl=leaf.key_impl)
-  for path, empty in plan.empties:
-    writer.put_empty(path, empty)
-  writer.close(raw.tree_metadata)
-  item_name = "" if place.item == place.step else place.item.name
-  write_step_metadata(place.step, item_name, plan.custom_metadata, raw.step_metadata)
+  transaction, pending, notes = ts.Transaction(), 0, []
 
+  def store_of(name: str, **more: Any) -> ts.TensorStore:
+    files = {"driver": "file", "path": f"{folder}/"}
+    kvstore = {"driver": "ocdbt", "base": files, "path": f"{name}/", "config": _KVSTORE_CONFIG, "assume_config": True}
+    spec = {"driver": "zarr3", "kvstore": kvstore, "store_data_equal_to_fill_value": True, **more}
+    new = "metadata" in more
+    return ts.open(spec, context=context, transaction=transaction, open=not new, create=new).result()
 
-def chunk_shape(leaf: TargetLeaf, block_bytes: int) -> tuple[int, ...]:
-  """The shape of a chunk: the array, else one layer of it, with its longest dimension halved until it fits a block."""
-  shape = list(leaf.shape)
-  if leaf.axis is not None and leaf.nbytes > block_bytes:
-    shape[leaf.axis] = 1
-  return chunk_of(tuple(shape), leaf.dtype.itemsize, block_bytes)
+  for leaf in leaves:
+    # The array, else one layer of it, with its longest dimension halved until it fits a block.
+    shape = list(leaf.shape)
+    if leaf.axis is not None and leaf.nbytes > block_bytes:
+      shape[leaf.axis] = 1
+    chunk = chunk_of(tuple(shape), leaf.dtype.itemsize, block_bytes)
+    name, stored_chunk = ".".join(map(str, leaf.path)), [max(1, size) for size in chunk]
+    grid = {"name": "regular", "configuration": {"chunk_shape": stored_chunk}}
+    codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "zstd", "configuration": {"level": 1}}]
+    zarr3 = {"shape": leaf.shape, "data_type": leaf.dtype.name, "chunk_grid": grid, "codecs": codecs}
+    store = store_of(name, metadata=zarr3)
+    for index in blocks_of(leaf.shape, chunk):
+      block = read_block(reader, leaf, index)
+      store[index].write(block if change is None else change(leaf.path, block)).result()
+      pending += block.nbytes
+      if pending >= _COMMIT_BYTES:  # one commit rewrites the index of all arrays, so small leaves share one
+        transaction.commit_async().result()
+        transaction, pending = ts.Transaction(), 0
+        store = store_of(name)
+    about = {"param_name": name, "write_shape": list(leaf.shape), "chunk_shape": stored_chunk}
+    about["ext_metadata"] = {"random_key_impl": leaf.key_impl} if leaf.key_impl else None
+    notes.append({"array_metadata": about})
+  transaction.commit_async().result()
+  return notes
 
 
 def read_block(reader: LayerReader, leaf: TargetLeaf, index: tuple[slice, ...] | None = None) -> np.ndarray:
@@ -199,81 +313,56 @@ def read_block(reader: LayerReader, leaf: TargetLeaf, index: tuple[slice, ...] |
 def check_written(
   checkpoint: Checkpoint,
   written: RawTree,
-  *,
-  params_only: bool = False,
-  rngs: bool = False,
-  ram_bytes: int = DEFAULT_RAM_BYTES,
   is_expected: Callable[[compare.Row], bool] = lambda row: False,
+  **options: Any,
 ) -> None:
   """Reads a written tree without hints and compares every leaf with the source; options as in `compare.compare`.
 
   Raises VerificationError for a difference that is not expected.
   """
   target = read_checkpoint(written, ReadOptions(keep_unknown=True))
-  rows = compare.compare(checkpoint, target, params_only=params_only, rngs=rngs, ram_bytes=ram_bytes).rows
+  rows = compare.compare(checkpoint, target, **options).rows
   # Moments in another form than the parameters are repaired on the way: a difference, but not from what was planned.
   repaired = not target.odd_moments()
   wrong = [row for row in rows if not is_expected(row) and not (repaired and row.kind == compare.STRUCTURE)]
   if wrong:
-    raise VerificationError(wrong, "parameters" if params_only else "leaves")
+    what = f"{len(wrong)} {'parameters' if options.get('params_only') else 'leaves'} differ"
+    raise VerificationError(f"verification failed: {what}, the first: {wrong[0].text()}; nothing is left at the target")
 
 
 def _summary(source: Checkpoint, target: Target, plan: Plan, out: Path) -> list[str]:
   forms = sorted({c.form for c in source.params.containers.values()}) or ["no layers"]
   size = sum(leaf.nbytes for leaf in plan.leaves)
   lines = [
-    f"source {source.origin}: {source.layout} layout, {', '.join(forms)}"
+    f"source {source.raw.origin}: {source.layout} layout, {', '.join(forms)}"
     + (f" on dimension {source.scan_axis}" if "scanned" in forms else "")
     + f", {source.num_params():,} parameters, {len(source.moments)} moment trees",
     f"target {out}: {target.layout} layout, layers {target.layers}, {len(plan.leaves)} arrays, {size / 1e6:.1f} MB",
   ]
-  if source.folder is not None and source.folder.siblings():
-    lines.append(f"not part of the tree, left behind: {', '.join(source.folder.siblings())}")
+  if siblings := source.raw.location.siblings():
+    lines.append(f"not part of the tree, left behind: {', '.join(siblings)}")
   return lines + plan.notes
-
-
-def mapping_lines(plan: Plan) -> Iterator[str]:
-  for leaf in plan.leaves:
-    shape = ",".join(map(str, leaf.shape))
-    yield f"  {leaf.source_text()} -> {'/'.join(map(str, leaf.path))}  {leaf.dtype}[{shape}]"
-  for path, empty in plan.empties:
-    yield f"  (nothing) -> {'/'.join(map(str, path))}  {empty.kind}"
 
 
 @tool("convert_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
-  args = _parser().parse_args(argv)
-  options = ReadOptions(
-    layout=args.source_layout,
-    scan_axis=args.scan_axis,
-    containers=tuple(filter(None, args.layer_containers.split(","))),
-    wrapped=_YES_NO[args.wrapped],
-    keep=tuple(args.keep),
-    drop=tuple(args.drop),
+  options = vars(_parser().parse_args(argv))
+  yes_no = {"": None, "yes": True, "no": False}
+  read = ReadOptions(
+    layout=options.pop("source_layout"),
+    scan_axis=options.pop("source_scan_axis"),
+    containers=tuple(filter(None, options.pop("layer_containers").split(","))),
+    wrapped=yes_no[options.pop("source_wrapped")],
+    keep=tuple(options.pop("keep")),
+    drop=tuple(options.pop("drop")),
   )
-  convert(
-    args.source_path,
-    args.target_path,
-    to=args.to,
-    direction=args.direction,
-    read=options,
-    dry_run=args.dry_run,
-    verify=args.verify,
-    ram_bytes=int(args.ram_mb * 1e6),
-    layers=args.layers,
-    scan_axis=args.target_scan_axis,
-    layer_period=args.layer_period,
-    wrapped=_YES_NO[args.target_wrapped],
-    params_only=args.params_only,
-    drop_rngs=args.drop_rngs,
-  )
+  ram_bytes, wrapped = int(options.pop("ram_mb") * 1e6), yes_no[options.pop("wrapped")]
+  convert(options.pop("source_path"), read=read, ram_bytes=ram_bytes, wrapped=wrapped, **options)
   return 0
 
 
-_YES_NO = {"": None, "yes": True, "no": False}
-
-
 def _parser() -> argparse.ArgumentParser:
+  """Its values have the names of the parameters of `convert` and the fields of `Target`."""
   parser = argparse.ArgumentParser(
     prog="convert_checkpoint",
     description="Converts checkpoints between the Linen, NNX and maxghost layouts, bit by bit (docs/checkpoints.md).",
@@ -291,16 +380,19 @@ def _parser() -> argparse.ArgumentParser:
   add("layers", "form of the layers in the target", choices=(KEEP, SCANNED, UNSCANNED, INTEGER), default=KEEP)
   for name, form in (("scan_layers", SCANNED), ("no-scan_layers", UNSCANNED)):
     add(name, f"--layers {form}", dest="layers", action="store_const", const=form)
-  add("scan_axis", "dimension of the source's stacked layers; default: recorded, else the layout's", type=int)
-  add("target_scan_axis", "the same of the target; default: the source's (maxghost 0, from maxghost 1)", type=int)
+  about = "dimension of the source's stacked layers; default: recorded, else the layout's"
+  add("scan_axis", about, dest="source_scan_axis", type=int)
+  about = "the same of the target; default: the source's (maxghost 0, from maxghost 1)"
+  add("target_scan_axis", about, dest="scan_axis", type=int)
   add("layer_period", "stack unlike layers in blocks of this many (layers/layers_0, ...)", type=int, default=0)
   add("layer_containers", "more names of layer containers: tower for tower_0, tower_1", default="", metavar="NAME,...")
   add("params_only", "parameters alone, for decoding or fine-tuning", action="store_true")
   add("drop_rngs", "leave random keys and counts out", action="store_true")
   add("keep", "copy an unknown top-level key as it is", action="append", default=[], metavar="KEY")
   add("drop", "leave an unknown top-level key out", action="append", default=[], metavar="KEY")
-  add("wrapped", "whether the source's leaves are under `value`; default: told", choices=("yes", "no"), default="")
-  add("target_wrapped", "the same of the target; default: params yes, others no", choices=("yes", "no"), default="")
+  wrapped: dict[str, Any] = {"choices": ("yes", "no"), "default": ""}
+  add("wrapped", "whether the source's leaves are under `value`; default: told", dest="source_wrapped", **wrapped)
+  add("target_wrapped", "the same of the target; default: params yes, others no", dest="wrapped", **wrapped)
   add("ram_mb", "host memory for arrays; large ones are moved in blocks", type=float, default=DEFAULT_RAM_BYTES / 1e6)
   add("dry_run", "print what would go where and write nothing", action="store_true")
   add("verify", "re-read the target and compare all bytes", action=argparse.BooleanOptionalAction, default=True)

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.checkpoint.layouts_store import LayoutError, write_json
+from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, write_json
 from maxghost.config.families import FAMILIES, Family
-from maxghost.interop.safetensors_files import Tensor
 
 SUFFIX = ".gguf"
 _MOST_VALUES = 1 << 23  # of a header; a vocabulary of a million words has half of them
@@ -35,21 +34,18 @@ class GgufFile:
   path: Path
   family: Family
   metadata: Mapping[str, Any]
-  tensors: dict[str, Tensor]
+  tensors: dict[str, StoredArray]
 
-  def size(self, name: str, default: int | None = None) -> int:
-    """A whole number of at least 1 that the file says of the architecture. Raises LayoutError where it says none."""
-    value = self.metadata.get(f"{self.family.gguf}.{name}", default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-      raise LayoutError(f"{self.path}: {self.family.gguf}.{name}={value!r:.60} is no size")
-    return value
+  def number(self, name: str, kind: type = int, default: float | None = None) -> Any:
+    """A positive number that the file says of the architecture. Raises LayoutError where it says none.
 
-  def real(self, name: str, default: float | None = None) -> float:
-    """A number stored as float32, as the shortest decimal of it, which is what was meant."""
+    A float is stored as float32; it comes as the shortest decimal of that, which is what was meant.
+    """
     value = self.metadata.get(f"{self.family.gguf}.{name}", default)
-    if not isinstance(value, float) or not 0 < value < np.inf:
-      raise LayoutError(f"{self.path}: {self.family.gguf}.{name}={value!r:.60} is no positive number")
-    return float(str(np.float32(value)))
+    if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < np.inf:
+      what = "size" if kind is int else "positive number"
+      raise LayoutError(f"{self.path}: {self.family.gguf}.{name}={value!r:.60} is no {what}")
+    return value if kind is int else float(str(np.float32(value)))
 
   def texts(self, name: str) -> list[str]:
     value = self.metadata.get(f"tokenizer.ggml.{name}")
@@ -89,9 +85,8 @@ def open_file(path: Path) -> GgufFile:
       reader = Reader(path)
       metadata = {name: field.contents() for name, field in reader.fields.items()}
   except _DAMAGE as error:
-    raise LayoutError(
-      f"{path} is cut or damaged: {' '.join(str(error).split())[:200] or type(error).__name__}"
-    ) from error
+    cause = " ".join(str(error).split())[:200] or type(error).__name__
+    raise LayoutError(f"{path} is cut or damaged: {cause}") from error
   architecture = metadata.get("general.architecture")
   known = {family.gguf: family for family in FAMILIES.values() if family.gguf}
   if not isinstance(architecture, str) or architecture not in known:
@@ -101,14 +96,13 @@ def open_file(path: Path) -> GgufFile:
   return file
 
 
-def _tensors(file: GgufFile, stored: list) -> Iterator[tuple[str, Tensor]]:
-  heads = {"attn_q": file.size("attention.head_count")}
-  heads["attn_k"] = file.size("attention.head_count_kv", heads["attn_q"])
+def _tensors(file: GgufFile, stored: list) -> Iterator[tuple[str, StoredArray]]:
+  heads = {"attn_q": file.number("attention.head_count")}
+  heads["attn_k"] = file.number("attention.head_count_kv", default=heads["attn_q"])
   names = _huggingface_names(file, len(stored))
   for tensor in stored:
-    _check_type(file.path, tensor)
     part = tensor.name.split(".")[-2] if "." in tensor.name else ""
-    theirs = names[tensor.name] if tensor.name in names else str(tensor.name)
+    theirs = str(names.get(tensor.name, tensor.name))
     yield theirs, _tensor(file.path, theirs, tensor, heads.get(part, 0) if file.family.gguf_pairs else 0)
 
 
@@ -117,7 +111,7 @@ def _huggingface_names(file: GgufFile, most: int) -> dict[str, str]:
   import gguf
 
   number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.family.gguf)
-  num_layers = min(file.size("block_count"), most)  # no file has more layers than tensors
+  num_layers = min(file.number("block_count"), most)  # no file has more layers than tensors
   known = gguf.get_tensor_name_map(number, num_layers)
   names = {}
   for rule in file.family.huggingface.tensors:
@@ -128,27 +122,23 @@ def _huggingface_names(file: GgufFile, most: int) -> dict[str, str]:
   return names
 
 
-def _check_type(path: Path, tensor: Any) -> None:
-  """Raises LayoutError for a tensor of integers, and for blocks that the package cannot decode."""
+def _tensor(path: Path, name: str, stored: Any, heads: int) -> StoredArray:
+  """heads: those whose rows are to be put in order; 0 for none.
+
+  Raises LayoutError for a tensor of integers, and for blocks that the package cannot decode.
+  """
   import gguf
 
-  kind = tensor.tensor_type
+  kind, shape = stored.tensor_type, tuple(int(size) for size in stored.shape[::-1])
   try:
     _, size = gguf.GGML_QUANT_SIZES[kind]
     if kind not in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
       gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
   except NotImplementedError:
-    raise LayoutError(f"{path}: {tensor.name} is of type {kind.name}, which is not read") from None
+    raise LayoutError(f"{path}: {stored.name} is of type {kind.name}, which is not read") from None
 
-
-def _tensor(path: Path, name: str, stored: Any, heads: int) -> Tensor:
-  """heads: those whose rows are to be put in order; 0 for none."""
-  import gguf
-
-  shape = tuple(int(size) for size in stored.shape[::-1])
-
-  def read(index: slice | None = None) -> np.ndarray:
-    array = gguf.quants.dequantize(stored.data, stored.tensor_type).astype(np.float32, copy=False).reshape(shape)
+  def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
+    array = gguf.quants.dequantize(stored.data, kind).astype(np.float32, copy=False).reshape(shape)
     if heads:  # rows of a head from (pair, member) to (member, pair)
       rows, columns = shape
       array = array.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
@@ -156,26 +146,25 @@ def _tensor(path: Path, name: str, stored: Any, heads: int) -> Tensor:
 
   if heads and (len(shape) != 2 or shape[0] % (2 * heads)):
     raise LayoutError(f"{path}: {stored.name} is {list(shape)}, which {heads} heads of pairs do not divide")
-  return Tensor(name, shape, np.dtype(np.float32), read)
+  return StoredArray((name,), shape, np.dtype(np.float32), read)
 
 
 def config_json(file: GgufFile) -> dict[str, Any]:
   """The config.json of the same model. Raises LayoutError where the file does not say a size."""
-  if (
-    file.metadata.get(f"{file.family.gguf}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file.tensors
-  ):
+  scaling = file.metadata.get(f"{file.family.gguf}.rope.scaling.type", "none")
+  if scaling != "none" or "rope_freqs.weight" in file.tensors:
     raise LayoutError(f"{file.path} has scaled rotary frequencies, which are not read from GGUF")
   embedding = file.tensors.get("model.embed_tokens.weight")
   if embedding is None:
     raise LayoutError(f"{file.path} lacks token_embd.weight")
-  content = {theirs: file.size(ours) for theirs, ours in _SIZES.items()}
+  content = {theirs: file.number(ours) for theirs, ours in _SIZES.items()}
   return content | {
     "model_type": file.family.huggingface.model_type,
     "vocab_size": embedding.shape[0],
-    "num_key_value_heads": file.size("attention.head_count_kv", content["num_attention_heads"]),
-    "head_dim": file.size("rope.dimension_count", content["hidden_size"] // content["num_attention_heads"]),
-    "rms_norm_eps": file.real("attention.layer_norm_rms_epsilon"),
-    "rope_theta": file.real("rope.freq_base", 10000.0),
+    "num_key_value_heads": file.number("attention.head_count_kv", default=content["num_attention_heads"]),
+    "head_dim": file.number("rope.dimension_count", default=content["hidden_size"] // content["num_attention_heads"]),
+    "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon", float),
+    "rope_theta": file.number("rope.freq_base", float, 10000.0),
     "tie_word_embeddings": "lm_head.weight" not in file.tensors,
   }
 
@@ -205,6 +194,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     words: dict[str, Any] = {name: tokens[number] for name, number in ids.items() if number is not None}
   except Exception as error:  # the package raises plain Exceptions
     raise LayoutError(f"{file.path} is damaged: its tokenizer does not fit together ({error})") from error
+  folder.mkdir()
   made.save(str(folder / "tokenizer.json"))
   words["add_bos_token"] = bool(said.get("tokenizer.ggml.add_bos_token", False))
   write_json(folder / "tokenizer_config.json", words, indent=2)

@@ -1,17 +1,14 @@
 """Hugging Face models in and out, one tensor at a time.
 
-  python tools/hf_checkpoint.py import HF_FOLDER TARGET      a folder with items/, config.yml and tokenizer/
-  python tools/hf_checkpoint.py import MODEL.gguf TARGET     the same from a GGUF file of a Llama model
-  python tools/hf_checkpoint.py export CHECKPOINT TARGET     a folder that transformers loads
-
-An import keeps every tensor's bits and dtype, and is read again and compared. Exit code 0: written; 1: what was
-written differs (nothing is left); 2: refused, with the tensors named.
+An import makes a folder with items/, config.yml and tokenizer/ of a Hugging Face folder or a GGUF file; it keeps every
+tensor's bits and dtype. An export makes a folder that transformers loads. Both are read again and compared. Exit code
+0: written; 1: what was written differs (nothing is left); 2: refused, with the tensors named.
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from maxghost import config
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
@@ -19,7 +16,7 @@ from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
 from maxghost.checkpoint.layouts_store import (
   LayoutError,
   Location,
-  RawTree,
+  full_path,
   open_at,
   read_json,
   tool,
@@ -30,11 +27,10 @@ from maxghost.config.families import FAMILIES
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import gguf, huggingface, huggingface_config, model_path
-from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_space, check_target, check_written, write_plan
+from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_space, check_target, check_written, new_folder, write_plan
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.safetensors_files import write_tensors
-from maxghost.interop.tree_writer import new_folder
+from maxghost.interop.safetensors_files import open_tensors, write_tensors
 
 _SHARD_BYTES = 5_000_000_000
 
@@ -51,9 +47,20 @@ def import_model(
 
   Raises ConfigError for tensors that are missing, unknown or misshapen, and for a tokenizer of another vocabulary.
   """
-  source, target = Path(source).expanduser().absolute(), Path(target).expanduser().absolute()
-  cfg, raw, content, write_tokenizer = _open_gguf(source) if source.suffix == gguf.SUFFIX else _open_folder(source)
-  cfg = config.replace(cfg, scan_layers=scan_layers)
+  source, target = full_path(source), full_path(target)
+  if source.suffix == gguf.SUFFIX:
+    file = gguf.open_file(source)
+    content, tensors, origin = gguf.config_json(file), file.tensors, source
+    write_tokenizer = functools.partial(gguf.write_tokenizer, file)
+  elif huggingface.is_huggingface(source):
+    origin = source / huggingface.CONFIG_JSON
+    content, tensors = read_json(origin), open_tensors(source)
+    write_tokenizer = functools.partial(tokenizer_files.copy, source)
+  else:
+    raise LayoutError(f"{source} is no Hugging Face model folder: it has no {huggingface.CONFIG_JSON}")
+  cfg = config.replace(huggingface.configuration(content, str(origin), tensors), scan_layers=scan_layers)
+  model_path.tokenizer_keys(source, cfg.model.vocab_size)  # a wrong one is named before anything is written
+  raw = huggingface.tree_of(tensors, cfg.model, source)
   checkpoint = read_checkpoint(raw)
   check_target(raw, target)
   layers = SCANNED if scan_layers else UNSCANNED
@@ -65,8 +72,9 @@ def import_model(
     place = Location(item=temporary / "items", step=temporary)
     write_plan(raw, plan, place, ram_bytes)
     check_written(checkpoint, open_at(place, str(target)), params_only=True, ram_bytes=ram_bytes)
-    write_tokenizer(temporary / tokenizer_files.FOLDER)
-    keys = model_path.tokenizer_keys(temporary / tokenizer_files.FOLDER, cfg.model.vocab_size)
+    tokenizer = temporary / tokenizer_files.FOLDER
+    write_tokenizer(tokenizer)
+    keys = model_path.tokenizer_keys(tokenizer, cfg.model.vocab_size)
     if keys:
       keys["tokenizer_path"] = str(target / Path(keys["tokenizer_path"]).relative_to(temporary))
     cfg = config.replace(cfg, tokenizer_path="", load_parameters_path=str(target), run_name=target.name)
@@ -75,28 +83,6 @@ def import_model(
     config.save(cfg, temporary / model_path.CONFIG_FILE)
   say(f"written {target}, verified byte by byte; train it with: maxghost train {target / model_path.CONFIG_FILE}")
   return cfg
-
-
-def _open_folder(source: Path) -> tuple[Config, RawTree, Mapping[str, Any], Callable[[Path], Any]]:
-  """(configuration, parameters, content of config.json, what writes the tokenizer files into a folder)."""
-  if not huggingface.is_huggingface(source):
-    raise LayoutError(f"{source} is no Hugging Face model folder: it has no {huggingface.CONFIG_JSON}")
-  cfg = model_path.huggingface_config(source)
-  content = read_json(source / huggingface.CONFIG_JSON)
-  return cfg, open_tree(source), content, lambda folder: tokenizer_files.copy(source, folder)
-
-
-def _open_gguf(source: Path) -> tuple[Config, RawTree, Mapping[str, Any], Callable[[Path], Any]]:
-  """The same for a GGUF file; its quantised values become float32."""
-  file = gguf.open_file(source)
-  content = gguf.config_json(file)
-  cfg = huggingface.configuration(content, str(source))
-
-  def write_tokenizer(folder: Path) -> None:
-    folder.mkdir()
-    gguf.write_tokenizer(file, folder)
-
-  return cfg, huggingface.tree_of(file.tensors, cfg.model, source), content, write_tokenizer
 
 
 def export_model(
@@ -123,7 +109,7 @@ def export_model(
     raise LayoutError(
       f"{source} holds query weights as MaxText wants them; rescale first: maxghost checkpoint rescale --to maxghost"
     )
-  target = Path(target).expanduser().absolute()
+  target = full_path(target)
   check_target(raw, target)
   tensors = huggingface.planned_tensors(checkpoint, cfg.model, ram_bytes // 3)
   origin = model_path.huggingface_file(place, cfg)

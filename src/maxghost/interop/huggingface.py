@@ -4,12 +4,13 @@ A folder is read as a tree of parameters with unscanned layers, so loading, conv
 as on any checkpoint. Tensors are read one at a time, when they are needed.
 """
 
+import dataclasses
 import functools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,22 @@ import numpy as np
 from maxghost.checkpoint import layouts_store
 from maxghost.checkpoint.layouts import PARAMS, RECORD, Checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, Ref, leaf_text
-from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, StoredArray, listed, read_json
+from maxghost.checkpoint.layouts_store import (
+  LayoutError,
+  Location,
+  RawTree,
+  StoredArray,
+  TreePath,
+  full_path,
+  listed,
+  read_json,
+)
 from maxghost.config import Config, ModelConfig, replace
 from maxghost.config import load as load_config
 from maxghost.config.families import FAMILIES, TensorRule
 from maxghost.interop import huggingface_config
-from maxghost.interop.model_keys import expert_width
-from maxghost.interop.mxfp4 import unpacked
-from maxghost.interop.safetensors_files import Planned, Tensor, open_tensors
+from maxghost.interop.huggingface_config import expert_width
+from maxghost.interop.safetensors_files import open_tensors
 
 CONFIG_JSON = "config.json"
 _HEAD = "lm_head.weight"
@@ -33,108 +42,84 @@ _MOST_NAMES = 8
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(TensorRule):
   """A line of the table with the sizes of one model."""
 
-  rule: TensorRule
-  sizes: dict[str, int]
-
-  @property
-  def paths(self) -> tuple[str, ...]:
-    return self.rule.paths
+  sizes: Mapping[str, int] = field(default_factory=dict)
 
   @property
   def per_expert(self) -> bool:
-    return "{expert}" in self.rule.name
+    return "{expert}" in self.name
 
   @property
   def param_shape(self) -> tuple[int, ...]:
     """Shape of each of `paths` in one layer."""
-    return self._shape(self.rule.lead + self.rule.inputs + self.rule.outputs)
+    return self._shape(self.lead + self.inputs + self.outputs)
 
   @property
   def tensor_shape(self) -> tuple[int, ...]:
     """Shape of one tensor."""
-    lead = () if self.per_expert else self._shape(self.rule.lead)
-    columns = math.prod(self._shape(self.rule.outputs)) * len(self.paths)
-    if not self.rule.inputs:
+    lead = () if self.per_expert else self._shape(self.lead)
+    columns = math.prod(self._shape(self.outputs)) * len(self.paths)
+    if not self.inputs:
       return (*lead, columns)
-    rows = math.prod(self._shape(self.rule.inputs))
-    return (*lead, columns, rows) if self.rule.transpose else (*lead, rows, columns)
+    rows = math.prod(self._shape(self.inputs))
+    return (*lead, columns, rows) if self.transpose else (*lead, rows, columns)
 
   def _shape(self, letters: str) -> tuple[int, ...]:
     return tuple(self.sizes[letter] for letter in letters)
 
   def to_param(self, values: np.ndarray, which: int) -> np.ndarray:
     """paths[which] from a tensor, or from a slice of its lead axis; a view where possible."""
-    if self.rule.transpose:
-      values = values.swapaxes(-1, -2)
+    values = values.swapaxes(-1, -2) if self.transpose else values
     count = len(self.paths)
-    if self.rule.interleaved:
-      values = values[..., which::count]
-    elif count > 1:
-      width = values.shape[-1] // count
-      values = values[..., which * width : (which + 1) * width]
-    lead = values.shape[: values.ndim - (2 if self.rule.inputs else 1)]
-    return values.reshape(*lead, *self._shape(self.rule.inputs + self.rule.outputs))
+    width = values.shape[-1] // count
+    chosen = slice(which, None, count) if self.interleaved else slice(which * width, (which + 1) * width)
+    lead = values.shape[: values.ndim - (2 if self.inputs else 1)]
+    return values[..., chosen].reshape(*lead, *self._shape(self.inputs + self.outputs))
 
   def to_tensor(self, params: list[np.ndarray]) -> np.ndarray:
     """A tensor from the parameters of all `paths`, with their lead axes unless the tensor is of one expert."""
-    num_lead = 0 if self.per_expert else len(self.rule.lead)
-    flat = []
-    for values in params:
-      rows = math.prod(values.shape[num_lead : num_lead + len(self.rule.inputs)])
-      shape = (*values.shape[:num_lead], rows, -1) if self.rule.inputs else (*values.shape[:num_lead], -1)
-      flat.append(values.reshape(shape))
-    if self.rule.interleaved:
+    num_lead = 0 if self.per_expert else len(self.lead)
+    rows = (math.prod(self._shape(self.inputs)),) if self.inputs else ()
+    flat = [values.reshape(*values.shape[:num_lead], *rows, -1) for values in params]
+    if self.interleaved:
       joined = np.stack(flat, axis=-1).reshape(*flat[0].shape[:-1], -1)
     else:
       joined = flat[0] if len(flat) == 1 else np.concatenate(flat, axis=-1)
-    return np.ascontiguousarray(joined.swapaxes(-1, -2) if self.rule.transpose else joined)
+    return np.ascontiguousarray(joined.swapaxes(-1, -2) if self.transpose else joined)
 
 
-class Table:
-  """The table of a model's family: its tensors, and what their names may look like."""
-
-  def __init__(self, model: ModelConfig):
-    family = FAMILIES[model.decoder_block]
-    self.prefix = family.huggingface.prefix
-    self._ignored = family.huggingface.ignored
-    self._num_layers = model.base_num_decoder_layers
-    sizes = {
-      "V": model.vocab_size, "P": model.trainable_position_size, "D": model.base_emb_dim,
-      "H": model.base_num_query_heads, "K": model.base_num_kv_heads, "h": model.head_dim, "F": model.base_mlp_dim,
-      "E": model.num_experts, "M": expert_width(model),
-    }  # fmt: skip
-    self._rules = [Rule(rule, sizes) for rule in family.tensors() if _exists(rule.when, model)]
-    self.embedding = next(rule.rule.name for rule in self._rules if rule.paths == ("token_embedder/embedding",))
-
-  def is_ignored(self, name: str) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in self._ignored)
-
-  def tensors(self) -> Iterator[tuple[Rule, int | None, int | None, str]]:
-    """(rule, layer, expert, name) of every tensor; all layers of a rule together, as stacked checkpoints hold them."""
-    for rule in self._rules:
-      for layer in range(self._num_layers) if "{layer}" in rule.rule.name else (None,):
-        for expert in range(rule.sizes[rule.rule.lead]) if rule.per_expert else (None,):
-          yield rule, layer, expert, rule.rule.name.format(layer=layer, expert=expert)
+def table(model: ModelConfig) -> Iterator[tuple[Rule, int | None, int | None, str]]:
+  """(rule, layer, expert, name) of every tensor; all layers of a rule together, as stacked checkpoints hold them."""
+  sizes = {
+    "V": model.vocab_size, "P": model.trainable_position_size, "D": model.base_emb_dim,
+    "H": model.base_num_query_heads, "K": model.base_num_kv_heads, "h": model.head_dim, "F": model.base_mlp_dim,
+    "E": model.num_experts, "M": expert_width(model),
+  }  # fmt: skip
+  for shared in FAMILIES[model.decoder_block].tensors():
+    when, negated = shared.when.removeprefix("!"), shared.when.startswith("!")
+    if when and bool(getattr(model, when)) == negated:
+      continue
+    rule = Rule(**dataclasses.asdict(shared), sizes=sizes)
+    for layer in range(model.base_num_decoder_layers) if "{layer}" in rule.name else (None,):
+      for expert in range(sizes[rule.lead]) if rule.per_expert else (None,):
+        yield rule, layer, expert, rule.name.format(layer=layer, expert=expert)
 
 
-def _exists(when: str, model: ModelConfig) -> bool:
-  return not when or bool(getattr(model, when.removeprefix("!"))) != when.startswith("!")
-
-
-def model_config(folder: Path) -> Config:
-  """The configuration of the folder's model; other keys have their defaults.
+def model_config(folder: Path, tensors: Mapping[str, StoredArray] | None = None) -> Config:
+  """The configuration of the folder's model, with the dtype of its tensors; other keys have their defaults.
 
   Raises ConfigError for an unknown architecture and for a config.json that contradicts itself.
   """
-  return configuration(read_json(folder / CONFIG_JSON), str(folder / CONFIG_JSON))
+  return configuration(read_json(folder / CONFIG_JSON), str(folder / CONFIG_JSON), tensors)
 
 
-def configuration(content: Mapping[str, Any], origin: str) -> Config:
+def configuration(content: Mapping[str, Any], origin: str, tensors: Mapping[str, StoredArray] | None = None) -> Config:
   """As `model_config`, from the content of a config.json; `origin` names it in errors."""
   keys = huggingface_config.keys_of(content, origin)
+  if tensors:
+    keys["weight_dtype"] = huggingface_config.weight_dtype({x.dtype.name for x in tensors.values()}, origin)
   # The tokenizer is looked at elsewhere; bytes, the default, would want a vocabulary of their size.
   return replace(load_config(), tokenizer_type="huggingface", **keys)
 
@@ -145,7 +130,8 @@ def is_huggingface(folder: Path) -> bool:
 
 def open_tree(path: str | os.PathLike) -> RawTree:
   """Opens a checkpoint folder, or a Hugging Face model folder; reads metadata and headers only. Raises LayoutError."""
-  return open_folder(Path(path)) if is_huggingface(Path(path)) else layouts_store.open_tree(path)
+  folder = full_path(path)
+  return open_folder(folder) if is_huggingface(folder) else layouts_store.open_tree(path)
 
 
 def open_folder(path: Path) -> RawTree:
@@ -153,96 +139,75 @@ def open_folder(path: Path) -> RawTree:
 
   Raises LayoutError, naming tensors, where some are missing, unknown or of another shape than config.json says.
   """
-  return tree_of(tensors_in(path), model_config(path).model, path)
+  return tree_of(open_tensors(path), model_config(path).model, path)
 
 
-def tensors_in(folder: Path) -> dict[str, Tensor]:
-  """The folder's tensors by name, packed ones as the matrices they encode; reads headers only. Raises LayoutError."""
-  return unpacked(open_tensors(folder))
-
-
-def tree_of(tensors: dict[str, Tensor], model: ModelConfig, origin: Path) -> RawTree:
+def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -> RawTree:
   """As `open_folder`, from tensors by name; `origin` is the file or folder they are in."""
-  nodes = _nodes(tensors, model, str(origin))
-  metadata = {"scan_layers": False, RECORD: {"layout": PARAMS, "values_from": "maxghost"}}
-  return RawTree({**nodes}, str(origin), {"custom_metadata": metadata}, None, Location(item=origin, step=origin))
-
-
-def _nodes(tensors: dict[str, Tensor], model: ModelConfig, origin: str) -> dict[tuple, StoredArray]:
-  table = Table(model)
-  known = _with_prefix(tensors, table.prefix)
-  parts: dict[tuple, list[Tensor]] = {}
-  rules: dict[tuple, tuple[Rule, int]] = {}
-  missing, wrong, used = [], [], set()
-  for rule, layer, _, name in table.tensors():
+  theirs = FAMILIES[model.decoder_block].huggingface
+  known = tensors
+  if not any(name.startswith(theirs.prefix) for name in tensors):  # a file of the bare model leaves the first level out
+    known = {name if name == _HEAD else theirs.prefix + name: tensor for name, tensor in tensors.items()}
+  parts: dict[TreePath, list[StoredArray]] = {}
+  rules: dict[TreePath, tuple[Rule, int]] = {}
+  missing, wrong, used, embedding = [], [], set(), None
+  for rule, layer, _, name in table(model):
     used.add(name)
     tensor = known.get(name)
     if tensor is None:
       missing.append(name)
       continue
     if tensor.shape != rule.tensor_shape:
-      wrong.append(f"{tensor.name} is {list(tensor.shape)}, {CONFIG_JSON} makes it {list(rule.tensor_shape)}")
+      expected = list(rule.tensor_shape)
+      wrong.append(f"{origin}: {tensor.name} is {list(tensor.shape)}, {CONFIG_JSON} makes it {expected}")
+    if rule.paths == ("token_embedder/embedding",):
+      embedding = tensor
     for which, param in enumerate(rule.paths):
-      path = _with_layer(param, layer)
+      path = tuple(param.replace("decoder/layers/", f"decoder/layers_{layer}/").split("/"))
       parts.setdefault(path, []).append(tensor)
       rules[path] = (rule, which)
-  unknown = [t.name for name, t in known.items() if name not in used and not table.is_ignored(name)]
-  unknown = [name for name in unknown if not (name == _HEAD and _is_tied(known, table, model))]
-  _check(origin, missing, unknown, wrong)
-  return {path: _stored(path, held, *rules[path]) for path, held in parts.items()}
+  unknown = [name for name in known if name not in used and not any(re.fullmatch(x, name) for x in theirs.ignored)]
+  if _HEAD in unknown and model.logits_via_embedding and _same(known[_HEAD], embedding):
+    unknown.remove(_HEAD)
+  problems = [
+    f"{origin} {what} {listed(names, _MOST_NAMES)}"
+    for what, names in (("lacks", missing), ("has unknown", [known[name].name for name in unknown]))
+    if names
+  ]
+  if problems or wrong:
+    raise LayoutError(*problems, *wrong[:_MOST_NAMES])
+  nodes: dict[TreePath, Any] = {path: _stored(path, held, *rules[path]) for path, held in parts.items()}
+  metadata = {"scan_layers": False, RECORD: {"layout": PARAMS, "values_from": "maxghost"}}
+  return RawTree(nodes, str(origin), {"custom_metadata": metadata}, None, Location(item=origin, step=origin))
 
 
-def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-  """The tensors by their full names, where a file of the bare model leaves the first level out."""
-  if any(name.startswith(prefix) for name in tensors):
-    return tensors
-  return {name if name == _HEAD else prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def _is_tied(tensors: dict[str, Tensor], table: Table, model: ModelConfig) -> bool:
-  """Whether the folder's output projection is a second copy of the embedding that config.json says it is."""
-  head, embedding = tensors[_HEAD], tensors.get(table.embedding)
-  if not model.logits_via_embedding or embedding is None:
+def _same(head: StoredArray, embedding: StoredArray | None) -> bool:
+  """Whether a folder's output projection is a second copy of the embedding."""
+  if embedding is None or (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
     return False
-  same_form = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
-  return same_form and head.read(None).tobytes() == embedding.read(None).tobytes()
+  return head.read(None).tobytes() == embedding.read(None).tobytes()
 
 
-def _check(origin: str, missing: list[str], unknown: list[str], wrong: list[str]) -> None:
-  problems = []
-  for what, names in (("lacks", missing), ("has unknown", unknown)):
-    if names:
-      problems.append(f"{origin} {what} {listed(names, _MOST_NAMES)}")
-  problems += [f"{origin}: {text}" for text in wrong[:_MOST_NAMES]]
-  if problems:
-    raise LayoutError(*problems)
-
-
-def _with_layer(param: str, layer: int | None) -> tuple[str, ...]:
-  return tuple(param.replace("decoder/layers/", f"decoder/layers_{layer}/").split("/"))
-
-
-def _stored(path: tuple, tensors: list[Tensor], rule: Rule, which: int) -> StoredArray:
+def _stored(path: TreePath, tensors: list[StoredArray], rule: Rule, which: int) -> StoredArray:
   """One parameter as an array; its tensors are opened when it is read."""
-  dtypes = {tensor.dtype for tensor in tensors}
+  dtypes = sorted({tensor.dtype.name for tensor in tensors})
   if len(dtypes) > 1:
-    listed = ", ".join(sorted(map(str, dtypes)))
-    raise LayoutError(f"{tensors[0].name} and the other experts' tensors differ in dtype: {listed}")
+    raise LayoutError(f"{tensors[0].name} and the other experts' tensors differ in dtype: {', '.join(dtypes)}")
 
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
     if rule.per_expert:
       chosen = range(len(tensors))[index[0] if index else slice(None)]
       values = np.stack([rule.to_param(tensors[i].read(None), which) for i in chosen])
     else:
-      values = rule.to_param(tensors[0].read(index[0] if index and rule.rule.lead else None), which)
+      values = rule.to_param(tensors[0].read(index[:1] if index and rule.lead else None), which)
     if index is None:
       return np.ascontiguousarray(values)
-    return values[(slice(None), *index[1:])] if rule.rule.lead else values[index]
+    return values[(slice(None), *index[1:])] if rule.lead else values[index]
 
   return StoredArray(path, rule.param_shape, tensors[0].dtype, read)
 
 
-def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, hold_bytes: int = 1 << 30) -> list[Planned]:
+def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, hold_bytes: int = 1 << 30) -> list[StoredArray]:
   """The tensors to write for the parameters of a checkpoint, whatever its layout, made when they are written.
 
   Args:
@@ -253,45 +218,39 @@ def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, hold_bytes: int 
   Raises:
     LayoutError: Parameters are missing, unknown to the architecture, or of another shape than in `model`.
   """
-  leaves = checkpoint.params.leaves
+  leaves, origin = checkpoint.params.leaves, checkpoint.raw.origin
 
   @functools.lru_cache(maxsize=1)
   def readers(paths: tuple[str, ...]) -> list[LayerReader]:
     # One for each parameter of a tensor, kept from layer to layer: the layers of a stacked array come in turn.
     return [LayerReader(hold_bytes // len(paths)) for _ in paths]
 
-  planned, used, problems = [], set(), []
-  for rule, layer, expert, name in Table(model).tensors():
+  def planned(name: str, rule: Rule, refs: list[Ref], expert: int | None) -> StoredArray:
+    def make(_=None) -> np.ndarray:
+      params = []
+      for reader, ref in zip(readers(rule.paths), refs, strict=True):
+        index = tuple(slice(0, size) for size in ref.shape)
+        if expert is None:
+          params.append(reader.part(ref, index))
+        else:
+          params.append(reader.part(ref, (slice(expert, expert + 1), *index[1:]))[0])
+      return rule.to_tensor(params)
+
+    return StoredArray((name,), rule.tensor_shape, refs[0].dtype, make)
+
+  tensors, used, problems = [], set(), []
+  for rule, layer, expert, name in table(model):
     ids = [(tuple(param.split("/")), layer) for param in rule.paths]
     used.update(ids)
     for leaf in ids:
       if leaf not in leaves:
-        problems.append(f"{checkpoint.origin} lacks {leaf_text(leaf)}")
+        problems.append(f"{origin} lacks {leaf_text(leaf)}")
       elif leaves[leaf].shape != rule.param_shape:
-        expected = list(rule.param_shape)
-        problems.append(
-          f"{checkpoint.origin}: {leaf_text(leaf)} is {list(leaves[leaf].shape)}, the configuration makes it {expected}"
-        )
+        there, here = list(leaves[leaf].shape), list(rule.param_shape)
+        problems.append(f"{origin}: {leaf_text(leaf)} is {there}, the configuration makes it {here}")
     if not problems:
-      refs = [leaves[leaf] for leaf in ids]
-      planned.append(Planned(name, rule.tensor_shape, refs[0].dtype, _maker(readers, rule, refs, expert)))
-  problems += [f"{checkpoint.origin}: {leaf_text(leaf)} is unknown to the model" for leaf in leaves if leaf not in used]
+      tensors.append(planned(name, rule, [leaves[leaf] for leaf in ids], expert))
+  problems += [f"{origin}: {leaf_text(leaf)} is unknown to the model" for leaf in leaves if leaf not in used]
   if problems:
     raise LayoutError(*dict.fromkeys(problems[:_MOST_NAMES]))
-  return planned
-
-
-def _maker(
-  readers: Callable[[tuple[str, ...]], list[LayerReader]], rule: Rule, refs: list[Ref], expert: int | None
-) -> Callable[[], np.ndarray]:
-  def make() -> np.ndarray:
-    params = []
-    for reader, ref in zip(readers(rule.paths), refs, strict=True):
-      index = [slice(0, size) for size in ref.shape]
-      if expert is not None:
-        index[0] = slice(expert, expert + 1)
-      values = reader.part(ref, tuple(index))
-      params.append(values[0] if expert is not None else values)
-    return rule.to_tensor(params)
-
-  return make
+  return tensors

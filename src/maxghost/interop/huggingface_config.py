@@ -1,4 +1,4 @@
-"""Translates config.json of a Hugging Face model into configuration keys, and back.
+"""Translates config.json of a Hugging Face model into configuration keys, and back; compares such keys.
 
 A value that stands for a function which no key can express is an error. Entries without effect here (dropout of
 pretraining, token ids, caches) are kept for an export of the same model.
@@ -13,7 +13,6 @@ from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import ModelConfig, did_you_mean
 from maxghost.config.families import FAMILIES, REQUIRED, Entry, Family
 from maxghost.config.values import WrongTypeError, from_python, limit_problems, shown, type_name
-from maxghost.interop.model_keys import differing, expert_width
 
 _FIELDS = {field.name: field for field in dataclasses.fields(ModelConfig)}
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32", "float64": "float64"}
@@ -27,6 +26,16 @@ _ROTARY = ("rope_theta", "rope_parameters", "rope_scaling")
 _MOST_PARTS = 1_000_000
 # How the folder's own tensors were packed; they are written in full.
 _PACKING = ("quantization_config", "compression_config")
+# Keys that change memory, time, rounding or training, and leave the meaning of the parameters as it is.
+_HOW_COMPUTED = frozenset({
+  "model_name", "decoder_block", "dropout_rate", "dtype", "weight_dtype", "matmul_precision", "attention",
+  "scan_layers", "remat_policy", "segment_lengths", "offload_to_host", "z_loss_multiplier",
+  "num_vocab_tiling", "vocab_tiling_axis", "load_balance_loss_weight", "sparse_matmul",
+})  # fmt: skip
+_SCALING = {
+  "llama3.1": {*_LLAMA3, "original_max_position_embeddings"},
+  "yarn": {*_YARN, "original_max_position_embeddings", "rope_attention_scaling"},
+}
 
 
 class _Reader:
@@ -259,3 +268,28 @@ def _write_rotary(model: ModelConfig) -> dict[str, Any]:
   parameters = {"rope_theta": model.rope_max_timescale, "rope_type": "default"} | scaling
   content = {"rope_theta": model.rope_max_timescale, "rope_parameters": parameters}
   return content | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _function_keys(model: ModelConfig) -> dict[str, Any]:
+  """The keys that make the model's function; what its other keys leave without effect is not among them."""
+  keys = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+  unread = _HOW_COMPUTED | (set().union(*_SCALING.values()) - _SCALING.get(model.rope_type, set()))
+  if model.rope_type == "none":
+    unread |= {"rope_max_timescale"}
+  if model.num_experts > 1:
+    keys["base_moe_mlp_dim"] = expert_width(model)
+    unread |= {"base_mlp_dim"}
+  else:
+    unread |= {"num_experts_per_tok", "norm_topk_prob", "base_moe_mlp_dim"}
+  return {key: value for key, value in keys.items() if key not in unread}
+
+
+def expert_width(model: ModelConfig) -> int:
+  return model.base_mlp_dim if model.base_moe_mlp_dim < 0 else model.base_moe_mlp_dim
+
+
+def differing(found: ModelConfig, wanted: ModelConfig) -> Mapping[str, tuple[Any, Any]]:
+  """Keys of the function that differ: {key: (found, wanted)}."""
+  a, b = _function_keys(found), _function_keys(wanted)
+  pairs = {key: (a.get(key, getattr(found, key)), b.get(key, getattr(wanted, key))) for key in a | b}
+  return {key: (there, here) for key, (there, here) in pairs.items() if there != here}

@@ -1,68 +1,47 @@
 """Moves 1/sqrt(head_dim) of attention out of MaxText's query weights, and back in.
 
 MaxText's llama2, mistral, mixtral, gemma and gemma2 blocks compute softmax(q k) and keep the factor in the query
-weights; maxghost computes softmax(q k / sqrt(h)). The two functions are equal when the query weights are multiplied by
-s = sqrt(h); their gradients are then divided by s, so first moments are divided by s and second moments by s^2 = h.
-(MaxText's qwen2, qwen3, gpt_oss, llama4, olmo3 and gemma3 blocks divide in the forward pass, as maxghost does: nothing
-to do there.) This changes values, so the converter does not do it. It is exact, and so is its inverse, where sqrt(h) is
-a power of two (h = 16, 64, 256); otherwise each direction rounds once.
-
-  maxghost checkpoint rescale --source_path A --target_path B --head_dim 16 --to maxghost|maxtext
-
-The function is the same after the step, but training differs: the size of Adam's step does not depend on the scale of a
-weight, so a query weight that is s times larger changes s times less in proportion.
-h head width.
+weights; maxghost computes softmax(q k / sqrt(h)), h being the head width. The two functions are equal when the query
+weights are multiplied by s = sqrt(h); their gradients are then divided by s, so first moments are divided by s and
+second moments by h. This changes values, so the converter does not do it. It is exact, and so is its inverse, where s
+is a power of two; otherwise each direction rounds once. docs/checkpoints.md says how training differs.
 """
 
 import argparse
 import math
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from maxghost.checkpoint import compare
-from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_store import LayoutError, TreePath, open_at, tool
+from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint, without_value
+from maxghost.checkpoint.layouts_store import LayoutError, TreePath, full_path, tool
 from maxghost.config.values import slash_path
-from maxghost.interop.convert import check_target, check_written, place_like, write_plan
+from maxghost.interop.convert import check_target, write_checkpoint
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.tree_writer import new_folder
 
 MAXGHOST, MAXTEXT = "maxghost", "maxtext"
-# Which power of the gradient a moment holds, by the name optax gives it.
+# Which power of the gradient a moment holds, by the name optax gives it; a weight holds power 0.
 _POWERS = {"mu": 1, "trace": 1, "m": 1, "nu": 2, "v": 2, "v_row": 2, "v_col": 2}
 
 
 def is_query(path: TreePath) -> bool:
   """Whether a parameter path (or a moment's) ends in a query projection's kernel or bias."""
-  names = tuple(map(str, path))
-  names = names[:-1] if names[-1:] == ("value",) else names
-  return len(names) >= 2 and names[-2] == "query" and names[-1] in ("kernel", "bias")
+  return without_value(path)[-2:] in (("query", "kernel"), ("query", "bias"))
 
 
 def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> np.ndarray:
   """One query leaf, or a block of it, rescaled in float64 and rounded once to its own dtype."""
-  power = _gradient_power(path)
-  factor = float(head_dim) if power == 2 else math.sqrt(head_dim)
-  grows = (power == 0) == (to == MAXGHOST)
+  powers = [_POWERS[name] for name in map(str, path) if name in _POWERS] if "opt_state" in path else [0]
+  if not powers:
+    known = ", ".join(_POWERS)
+    raise LayoutError(f"leaf {slash_path(path)}: it is not known how this state scales with gradients; known: {known}")
+  factor = float(head_dim) if powers[0] == 2 else math.sqrt(head_dim)
+  grows = (powers[0] == 0) == (to == MAXGHOST)
   wide = array.astype(np.float64)
   return (wide * factor if grows else wide / factor).astype(array.dtype)
-
-
-def _gradient_power(path: TreePath) -> int:
-  """0 for a weight, 1 or 2 for a moment."""
-  names = tuple(map(str, path))
-  if "opt_state" not in names:
-    return 0
-  for name in names[names.index("opt_state") + 1 :]:
-    if name in _POWERS:
-      return _POWERS[name]
-  raise LayoutError(
-    f"leaf {slash_path(path)}: it is not known how this state scales with the gradient; known: {', '.join(_POWERS)}"
-  )
 
 
 def rescale_checkpoint(
@@ -80,13 +59,11 @@ def rescale_checkpoint(
   """
   if to not in (MAXGHOST, MAXTEXT):
     raise LayoutError(f"to={to}: use {MAXGHOST} or {MAXTEXT}")
-  if head_dim < 1:
-    raise LayoutError(f"head_dim={head_dim}: must be 1 or more")
   raw = open_tree(source)
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
   if checkpoint.values_from == to:
     raise LayoutError(f"{source} already holds query weights as {to} wants them; nothing to rescale")
-  out = Path(target_path).absolute()
+  out = full_path(target_path)
   check_target(raw, out)
   layout = NNX if checkpoint.layout == NNX_OLD else checkpoint.layout
   plan = make_plan(checkpoint, Target(layout, wrapped=checkpoint.wrapped or None))
@@ -104,10 +81,7 @@ def rescale_checkpoint(
   def is_rescaled(row: compare.Row) -> bool:
     return row.kind == compare.VALUE and is_query(tuple(row.path.split("/")))
 
-  with new_folder(out) as temporary:
-    place = place_like(raw, temporary)
-    write_plan(raw, plan, place, change=change)
-    check_written(checkpoint, open_at(place, str(place.step)), rngs=True, is_expected=is_rescaled)
+  write_checkpoint(checkpoint, plan, out, change=change, rngs=True, is_expected=is_rescaled)
   say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}) to {to}'s convention, the rest copied")
 
 

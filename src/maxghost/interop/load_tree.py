@@ -6,7 +6,7 @@ number of optimizer stages may differ.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from maxghost.checkpoint.layouts_store import (
   StoredArray,
   TreePath,
   is_typed_key,
-  listed,
   misfit,
   nested,
   tree_from_memory,
@@ -30,10 +29,7 @@ from maxghost.interop.huggingface import open_tree
 from maxghost.interop.linen_scaling import is_query, rescale_leaf
 
 _HOLD_BYTES = 1 << 30
-_WIDER = {
-  ("bfloat16", "float32"), ("float16", "float32"), ("bfloat16", "float64"), ("float16", "float64"),
-  ("float32", "float64"),
-}  # fmt: skip
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def load_tree(path: str | os.PathLike, wanted: Mapping[str, Any], **options: Any) -> dict:
@@ -47,7 +43,6 @@ def open_load(
   *,
   head_dim: int | None = None,
   widen: bool = False,
-  read: ReadOptions | None = None,
   say: Callable[[str], None] = print,
 ) -> Callable[[], dict]:
   """Pairs the arrays of the checkpoint `path` with the leaves of `wanted`; reads headers only.
@@ -61,7 +56,6 @@ def open_load(
       (jax.ShapeDtypeStruct). A leaf without a sharding is read as a numpy array.
     head_dim: Rescales query weights in MaxText's convention (see `linen_scaling`); None = never.
     widen: Whether a parameter may have a narrower float dtype, whose values the wanted one holds exactly.
-    read: How to read the checkpoint.
     say: Receives each message for the user.
 
   Returns:
@@ -70,142 +64,111 @@ def open_load(
   Raises:
     LayoutError: It names every parameter and moment that is missing or has another shape or dtype.
   """
-  source = read_checkpoint(open_tree(path), read or ReadOptions(keep_unknown=True))
+  source = read_checkpoint(open_tree(path), ReadOptions(keep_unknown=True))
   target = read_checkpoint(tree_from_memory(wanted, "the model"), ReadOptions(layout=MAXGHOST, scan_axis=0))
-  found = _Matcher(source, target, widen)
-  found.match(with_optimizer="optimizer" in wanted)
-  found.check(str(path))
+  found = _Matcher(widen)
+  found.match(target.params, source.params)
+  unused = [leaf_text(leaf) for leaf, ref in source.params.leaves.items() if ref not in found.used]
+  found.match(target.aux, source.aux, optional=True)
+  found.match(_tree(target.loop_state.items()), _tree(source.loop_state.items()), optional=True)
+  if "optimizer" in wanted:
+    for place, tree in target.moments.items():
+      found.match(tree, _moment(source, place), f"opt_state/{slash_path(place)}/")
+    found.match(_tree(target.opt_leaves.items()), _counts(target, source), "opt_state/")
+    found.match(_tree([((), target.step)]), _tree([((), source.step)]), "step", cast=True)
+  if text := misfit(path, found.missing, unused, found.unlike):
+    raise LayoutError(text)
   rescale = head_dim is not None and source.values_from == "maxtext"
   if head_dim is not None and not source.values_from and source.layout == NNX:
     raise LayoutError(f"{path}: nothing tells whether MaxText or maxghost scaled the query weights; pass head_dim=None")
 
   def read_all() -> dict:
+    import jax
+
     reader = LayerReader(_HOLD_BYTES)
     arrays: dict[TreePath, Any] = {}
     for leaf in found.leaves:
       block = read_block(reader, leaf)
       if rescale and head_dim is not None and is_query(leaf.path):
         block = rescale_leaf(leaf.path, block, head_dim, MAXGHOST)
-      arrays[tuple(map(str, leaf.path))] = _place(block, leaf, _look_up(wanted, leaf.path))
-    kept = {leaf: _initial(leaf, _look_up(wanted, leaf)) for leaf in found.fresh}
-    arrays |= {tuple(map(str, leaf)): value for leaf, value in kept.items() if value is not None}
-    for what, names in (
-      ("kept at its initial value", [slash_path(leaf) for leaf, value in kept.items() if value is not None]),
-      ("left out", [slash_path(leaf) for leaf, value in kept.items() if value is None]),
-    ):
-      if names:
-        say(f"not in {path}, {what}: {', '.join(names)}")
-    return nested(arrays)
+      arrays[leaf.path] = _put(block, leaf.key_impl, _look_up(wanted, leaf.path))
+    kept, left_out = {}, []
+    for leaf in found.fresh:
+      like = _look_up(wanted, leaf)
+      if not isinstance(like, jax.ShapeDtypeStruct):
+        kept[leaf] = like
+      elif leaf == ("clip_factor",):
+        kept[leaf] = _put(np.ones(like.shape, like.dtype), None, like)
+      else:
+        left_out.append(leaf)
+    for what, leaves in (("kept at its initial value", kept), ("left out", left_out)):
+      if leaves:
+        say(f"not in {path}, {what}: {', '.join(map(slash_path, leaves))}")
+    return nested({tuple(map(str, leaf)): value for leaf, value in (arrays | kept).items()})
 
   return read_all
 
 
 class _Matcher:
-  """Pairs every array of the target with parts of the source."""
+  """Pairs arrays of the model with layers of the source: `leaves`; `fresh` are those that it lacks."""
 
-  def __init__(self, source: Checkpoint, target: Checkpoint, widen: bool):
-    self._source, self._target, self._widen = source, target, widen
+  def __init__(self, widen: bool):
+    self._widen = widen
     self.leaves: list[TargetLeaf] = []
     self.fresh: list[TreePath] = []
-    self._problems: list[str] = []
-    self._used: set[tuple[int, int | None]] = set()
+    self.missing: list[str] = []
+    self.unlike: list[str] = []
+    self.used: set[Ref] = set()
 
-  def match(self, *, with_optimizer: bool) -> None:
-    self._match_tree(self._target.params, self._source.params, "")
-    self._match_tree(self._target.aux, self._source.aux, "", optional=True)
-    for key, nodes in self._target.loop_state.items():
-      held = self._source.loop_state.get(key, {})
-      for path, node in nodes.items():
-        assert isinstance(node, StoredArray), "the model's own loop state holds arrays alone"
-        other = held.get(path)
-        if isinstance(other, StoredArray) and other.shape == node.shape and other.dtype == node.dtype:
-          self.leaves.append(TargetLeaf(node.path, (Ref(other),)))
-        else:
-          self.fresh.append(node.path)
-    if not with_optimizer:
-      return
-    for place, tree in self._target.moments.items():
-      self._match_tree(tree, self._source_moment(place), f"opt_state/{slash_path(place)}/")
-    for path, array in self._target.opt_leaves.items():
-      self._match_count(path, array)
-    self._match_step()
-
-  def check(self, origin: str) -> None:
-    held = self._source.params.leaves
-    unused = [leaf_text(leaf) for leaf, ref in held.items() if (id(ref.array), ref.index) not in self._used]
-    if unused:
-      self._problems.append(f"has {listed(unused)}, unknown to the model")
-    if self._problems:
-      raise LayoutError(misfit(origin, self._problems))
-
-  def _match_tree(self, target: ParamTree, source: ParamTree | None, prefix: str, *, optional: bool = False) -> None:
-    wanted: dict[int, list] = {}
+  def match(
+    self, target: ParamTree, source: ParamTree, prefix: str = "", *, optional: bool = False, cast: bool = False
+  ) -> None:
+    """optional: whether the source may lack arrays. cast: whether it may have any other dtype."""
+    arrays: dict[StoredArray, list] = {}
     for leaf, ref in target.leaves.items():
-      wanted.setdefault(id(ref.array), []).append((leaf, ref))
-    missing = []
-    for pairs in wanted.values():
-      pairs.sort(key=lambda pair: -1 if pair[1].index is None else pair[1].index)
-      parts = [source.leaves.get(leaf) if source else None for leaf, _ in pairs]
-      first = pairs[0][1]
-      found = [part for part in parts if part is not None]
-      if len(found) < len(parts):
-        missing += [leaf_text(leaf) for (leaf, _), part in zip(pairs, parts, strict=True) if part is None]
-        self.fresh += [first.array.path] if optional else []
+      arrays.setdefault(ref.array, []).append((ref.index or 0, leaf, ref))
+    for array, layers in arrays.items():
+      layers.sort(key=lambda layer: layer[0])
+      absent = [leaf for _, leaf, _ in layers if leaf not in source.leaves]
+      if absent:
+        self.fresh += [array.path] if optional else []
+        self.missing += [] if optional else [f"{prefix}{leaf_text(leaf)}" for leaf in absent]
         continue
-      for (leaf, ref), part in zip(pairs, found, strict=True):
-        if part.shape != ref.shape or not (part.dtype == ref.dtype or self._widens(part, ref)):
-          self._problems.append(f"{prefix}{leaf_text(leaf)} is {_kind(part)} there and {_kind(ref)} in the model")
-        self._used.add((id(part.array), part.index))
-      axis = None if first.index is None else first.axis
-      cast = first.dtype.name if self._widen and not first.array.key_impl else ""
-      self.leaves.append(TargetLeaf(first.array.path, tuple(found), axis, cast))
-    if missing and not optional:
-      self._problems.append(f"misses {prefix}{listed(missing)}")
+      for _, leaf, ref in layers:
+        part = source.leaves[leaf]
+        if part.shape != ref.shape or not (cast or part.dtype == ref.dtype or self._widens(part, ref)):
+          there, here = (f"{side.dtype}{list(side.shape)}" for side in (part, ref))
+          self.unlike.append(f"{prefix}{leaf_text(leaf)} is {there} there and {here} in the model")
+      parts = tuple(source.leaves[leaf] for _, leaf, _ in layers)
+      self.used.update(parts)
+      first = layers[0][2]
+      dtype = array.dtype.name if (cast or self._widen) and not array.key_impl else ""
+      self.leaves.append(TargetLeaf(array.path, parts, None if first.index is None else first.axis, dtype))
 
   def _widens(self, part: Ref, ref: Ref) -> bool:
     """Whether the wanted dtype holds every value of the stored one."""
-    return self._widen and (part.dtype.name, ref.dtype.name) in _WIDER
-
-  def _source_moment(self, place: Path) -> ParamTree | None:
-    """The moment tree of the same place; else the only one of the same name."""
-    moments = self._source.moments
-    if place in moments:
-      return moments[place]
-    named = [tree for other, tree in moments.items() if other[-1:] == place[-1:]]
-    return named[0] if len(named) == 1 else None
-
-  def _match_count(self, path: Path, array: StoredArray) -> None:
-    held = self._source.opt_leaves
-    same_name = [other for other_path, other in held.items() if other_path[-1] == path[-1]]
-    chosen = held.get(path)
-    if chosen is None and same_name and len({other.read(None).tobytes() for other in same_name}) == 1:
-      chosen = same_name[0]
-    if chosen is None:
-      self._problems.append(f"misses opt_state/{slash_path(path)}")
-    elif chosen.shape != array.shape or chosen.dtype != array.dtype:
-      self._problems.append(f"opt_state/{slash_path(path)} is {_kind(chosen)} there and {_kind(array)} in the model")
-    else:
-      self.leaves.append(TargetLeaf(array.path, (Ref(chosen),)))
-
-  def _match_step(self) -> None:
-    step, stored = self._target.step, self._source.step
-    if step is not None and stored is None:
-      self._problems.append("misses step")
-    elif step is not None and stored is not None:
-      self.leaves.append(TargetLeaf(step.path, (Ref(stored),), cast=step.dtype.name))
+    names = part.dtype.name, ref.dtype.name
+    return self._widen and all(name in _FLOATS for name in names) and part.dtype.itemsize < ref.dtype.itemsize
 
 
-def _kind(array: StoredArray | Ref) -> str:
-  return f"{array.dtype}{list(array.shape)}"
+def _tree(arrays: Iterable[tuple[Path, Any]]) -> ParamTree:
+  return ParamTree({(path, None): Ref(array) for path, array in arrays if isinstance(array, StoredArray)})
 
 
-def _initial(path: TreePath, wanted: Any) -> Any:
-  """The value of what the checkpoint does not have; None where only its shape is known."""
-  import jax
+def _moment(source: Checkpoint, place: Path) -> ParamTree:
+  """The moment tree of the same place; else the only one of the same name."""
+  named = [tree for other, tree in source.moments.items() if other[-1:] == place[-1:]]
+  return source.moments.get(place) or (named[0] if len(named) == 1 else ParamTree())
 
-  if not isinstance(wanted, jax.ShapeDtypeStruct):
-    return wanted
-  return _place(np.ones(wanted.shape, wanted.dtype), None, wanted) if slash_path(path) == "clip_factor" else None
+
+def _counts(target: Checkpoint, source: Checkpoint) -> ParamTree:
+  """The state of the same place for each of the target's; else that of the same name, where all of it are equal."""
+  found = {}
+  for path in target.opt_leaves:
+    named = [array for other, array in source.opt_leaves.items() if other[-1] == path[-1]]
+    equal = len({array.read(None).tobytes() for array in named}) == 1
+    found[path] = source.opt_leaves.get(path, named[0] if equal else None)
+  return _tree(found.items())
 
 
 def _look_up(tree: Any, path: TreePath) -> Any:
@@ -214,8 +177,8 @@ def _look_up(tree: Any, path: TreePath) -> Any:
   return tree
 
 
-def _place(block: np.ndarray, leaf: TargetLeaf | None, wanted: Any) -> Any:
-  value = with_key_type(block, leaf.key_impl) if leaf and is_typed_key(wanted) else block
+def _put(block: np.ndarray, key_impl: str | None, wanted: Any) -> Any:
+  value = with_key_type(block, key_impl) if is_typed_key(wanted) else block
   sharding = getattr(wanted, "sharding", None)
   if sharding is None:
     return value

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import config
-from maxghost.checkpoint.layouts_store import LayoutError, locate, read_json
+from maxghost.checkpoint.layouts_store import LayoutError, full_path, locate, read_json
 from maxghost.config import Config
 from maxghost.config.files import write_text
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface
-from maxghost.interop.huggingface_config import weight_dtype
+from maxghost.interop.safetensors_files import open_tensors
 
 CONFIG_FILE = "config.yml"
 HUGGINGFACE_FILE = "huggingface.json"  # config.json of the model that a run or an import began with
@@ -48,13 +48,18 @@ class ModelPlace:
 
 def find(path: str | Path) -> ModelPlace:
   """The model at `path`. Raises ConfigError where there is none, or where its configuration cannot be read."""
-  folder = Path(path).expanduser().absolute()
+  folder = full_path(path)
   if not folder.is_dir():
     raise LayoutError(f"there is no model folder {path}")
   if huggingface.is_huggingface(folder):
-    return ModelPlace(folder, huggingface_config(folder), folder / huggingface.CONFIG_JSON)
+    cfg = huggingface.model_config(folder, open_tensors(folder))
+    cfg = config.replace(cfg, **tokenizer_keys(folder, cfg.model.vocab_size))
+    return ModelPlace(folder, cfg, folder / huggingface.CONFIG_JSON)
   if (folder / "checkpoints").is_dir():
-    folder = newest_step(folder)
+    steps = [entry for entry in (folder / "checkpoints").iterdir() if entry.name.isdecimal() and entry.is_dir()]
+    if not steps:
+      raise LayoutError(f"{folder} has no checkpoint in {folder / 'checkpoints'}")
+    folder = max(steps, key=lambda entry: int(entry.name))
   locate(folder)
   # <run>/checkpoints/<step>[/items] and <imported>[/items].
   for candidate in (folder, *list(folder.parents)[:3]):
@@ -70,7 +75,7 @@ def huggingface_file(place: ModelPlace, cfg: Config) -> Path | None:
     return place.config_file
   began = cfg.checkpoint.load_parameters_path
   folders = [place.config_file.parent] if place.config_file else []
-  folders += [Path(began).expanduser()] if began else []
+  folders += [full_path(began)] if began else []
   files = [folder / name for folder in folders for name in (HUGGINGFACE_FILE, huggingface.CONFIG_JSON)]
   return next((file for file in files if file.is_file()), None)
 
@@ -80,22 +85,6 @@ def keep_huggingface(place: ModelPlace, cfg: Config, folder: Path) -> None:
   file = huggingface_file(place, cfg)
   if file and not (folder / HUGGINGFACE_FILE).exists():
     write_text(folder / HUGGINGFACE_FILE, file.read_text("utf-8"))
-
-
-def newest_step(run: Path) -> Path:
-  """The newest checkpoint of a run. Raises LayoutError where it has none."""
-  steps = [entry for entry in (run / "checkpoints").iterdir() if entry.name.isdecimal() and entry.is_dir()]
-  if not steps:
-    raise LayoutError(f"{run} has no checkpoint in {run / 'checkpoints'}")
-  return max(steps, key=lambda entry: int(entry.name))
-
-
-def huggingface_config(folder: Path) -> Config:
-  """The configuration of a Hugging Face folder: its model, the dtype of its tensors, and its tokenizer."""
-  cfg = huggingface.model_config(folder)
-  dtypes = {tensor.dtype.name for tensor in huggingface.tensors_in(folder).values()}
-  changes: dict[str, Any] = {"weight_dtype": weight_dtype(dtypes, str(folder))}
-  return config.replace(cfg, **changes, **tokenizer_keys(folder, cfg.model.vocab_size))
 
 
 def tokenizer_keys(folder: Path, vocab_size: int) -> dict[str, Any]:

@@ -3,73 +3,61 @@
 A folder holds `model.safetensors`, or shards that `model.safetensors.index.json` lists. The library reads; this module
 writes, because the library needs all tensors of a file in memory at once. A file is 8 bytes with the length of a JSON
 header, the header (dtype, shape and place of each tensor), and the tensors' bytes in that order.
+
+MXFP4, as gpt-oss is published, is read as the bfloat16 arrays that it stands for. A matrix `name` [E, in, out] lies as
+`name_blocks` uint8[E, out, G, 16] and `name_scales` uint8[E, out, G]: G groups of 32 inputs, two to a byte with the
+first in its low half, each a 4-bit float (E2M1) times the power of two of its group (E8M0). OCP Microscaling Formats
+(MX) specification 1.0, sections 5.2 to 5.4. Every product is exact in bfloat16.
 """
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # numpy knows the name bfloat16 from here on
 import numpy as np
 
-from maxghost.checkpoint.layouts_store import LayoutError, Sized, read_json, write_json
+from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, read_json, write_json
 from maxghost.config.files import write_whole
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ALIGNMENT = 8
+_BLOCKS, _SCALES = "_blocks", "_scales"  # of a matrix in MXFP4
+_GROUP_BYTES = 16
 _DTYPES = {
   "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
   "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Tensor(Sized):
-  """A stored tensor. read(index): index is a slice on the first axis, or None for all of it."""
-
-  name: str
-  shape: tuple[int, ...]
-  dtype: np.dtype
-  read: Callable[[slice | None], np.ndarray]
-
-
-def numpy_dtype(name: str) -> np.dtype:
-  """The dtype of a name such as bfloat16, which numpy alone does not know."""
-  import ml_dtypes
-
-  return np.dtype(getattr(ml_dtypes, name, None) or name)
-
-
-def open_tensors(folder: Path) -> dict[str, Tensor]:
-  """All tensors of the folder by name; only headers are read.
+def open_tensors(folder: Path) -> dict[str, StoredArray]:
+  """All tensors of the folder by name, packed ones as the matrices they stand for; only headers are read.
 
   Raises LayoutError for a missing, cut or damaged file, and for an index that does not fit its files.
   """
-  index_file = folder / INDEX
-  if not index_file.is_file():
-    single = folder / SINGLE
-    if not single.is_file():
-      raise LayoutError(f"{folder} is damaged or half copied: it has neither {SINGLE} nor {INDEX}")
-    return _open_file(single)
-  try:
-    weight_map = read_json(index_file)["weight_map"]
-    files = sorted(set(weight_map.values()))
-  except (ValueError, KeyError, TypeError, AttributeError) as error:
-    raise LayoutError(f"{index_file} is damaged: {error!r}") from error
+  index_file, weight_map, files = folder / INDEX, {}, [SINGLE]
+  if index_file.is_file():
+    try:
+      weight_map = read_json(index_file)["weight_map"]
+      files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+      raise LayoutError(f"{index_file} is damaged: {error!r}") from error
+  elif not (folder / SINGLE).is_file():
+    raise LayoutError(f"{folder} is damaged or half copied: it has neither {SINGLE} nor {INDEX}")
   missing = [name for name in files if not (folder / name).is_file()]
   if missing:
     raise LayoutError(f"{folder} is half copied: {INDEX} lists {', '.join(missing)}, which is not there")
-  tensors: dict[str, Tensor] = {}
+  tensors: dict[str, StoredArray] = {}
   for name in files:
     tensors |= _open_file(folder / name)
   lost = sorted(set(weight_map) - set(tensors))
   if lost:
     raise LayoutError(f"{folder}: {INDEX} lists {lost[0]}, which is in none of its files ({len(lost)} such tensors)")
-  return tensors
+  return _unpacked(tensors)
 
 
-def _open_file(file: Path) -> dict[str, Tensor]:
+def _open_file(file: Path) -> dict[str, StoredArray]:
   try:
     import safetensors
   except ImportError:
@@ -81,30 +69,62 @@ def _open_file(file: Path) -> dict[str, Tensor]:
     raise LayoutError(f"{file} is cut or damaged: {error}") from error
 
 
-def _tensor(file: Path, opened: Any, name: str) -> Tensor:
+def _tensor(file: Path, opened: Any, name: str) -> StoredArray:
   view = opened.get_slice(name)
   stored = view.get_dtype()
   if stored not in _DTYPES:
     raise LayoutError(f"{file}: {name} has dtype {stored}; only {', '.join(_DTYPES)} are read")
 
-  def read(index: slice | None = None) -> np.ndarray:
+  def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
     return opened.get_tensor(name) if index is None else view[index]
 
-  return Tensor(name, tuple(view.get_shape()), numpy_dtype(_DTYPES[stored]), read)
+  return StoredArray((name,), tuple(view.get_shape()), np.dtype(_DTYPES[stored]), read)
 
 
-@dataclass(frozen=True)
-class Planned(Sized):
-  """A tensor to write. make(): its values, in memory only while they are written."""
+def _unpacked(tensors: dict[str, StoredArray]) -> dict[str, StoredArray]:
+  """The tensors, each pair of blocks and scales replaced by the matrix it stands for; decoded when it is read.
 
-  name: str
-  shape: tuple[int, ...]
-  dtype: np.dtype
-  make: Callable[[], np.ndarray]
+  Raises LayoutError for a pair that lacks a half, or whose halves do not fit each other.
+  """
+  out = dict(tensors)
+  for name in [name for name in tensors if name.endswith(_BLOCKS)]:
+    base = name.removesuffix(_BLOCKS)
+    blocks, scales = out.pop(name), out.pop(base + _SCALES, None)
+    if scales is None:
+      raise LayoutError(f"{blocks.name} has no {base + _SCALES} beside it: the folder is half copied")
+    out[base] = _matrix(base, blocks, scales)
+  return out
 
 
-def write_tensors(folder: Path, tensors: list[Planned], shard_bytes: int) -> None:
-  """Writes the tensors into `folder`, in files of at most shard_bytes (or one tensor), with an index where several."""
+def _matrix(name: str, blocks: StoredArray, scales: StoredArray) -> StoredArray:
+  fits = blocks.shape == (*scales.shape, _GROUP_BYTES) and len(scales.shape) == 3
+  if not fits or {blocks.dtype, scales.dtype} != {np.dtype(np.uint8)}:
+    raise LayoutError(
+      f"{blocks.name} is {blocks.dtype}{list(blocks.shape)} and its scales are {scales.dtype}{list(scales.shape)}; "
+      f"MXFP4 is uint8[experts, out, groups, {_GROUP_BYTES}] with uint8[experts, out, groups]"
+    )
+  experts, outputs, groups = scales.shape
+
+  def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
+    return decode(blocks.read(index), scales.read(index))
+
+  return StoredArray((name,), (experts, groups * 2 * _GROUP_BYTES, outputs), np.dtype("bfloat16"), read)
+
+
+def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+  """bfloat16[E, in, out] from blocks uint8[E, out, G, 16] and scales uint8[E, out, G]; NaN where a scale is 255."""
+  byte = np.arange(256, dtype=np.uint8)
+  pairs = np.stack([byte & 15, byte >> 4], axis=-1).view(ml_dtypes.float4_e2m1fn).astype(ml_dtypes.bfloat16)
+  values: Any = pairs[blocks]
+  values *= scales.view(ml_dtypes.float8_e8m0fnu).astype(ml_dtypes.bfloat16)[..., None, None]
+  return values.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
+
+
+def write_tensors(folder: Path, tensors: list[StoredArray], shard_bytes: int) -> None:
+  """Writes the tensors into `folder`, in files of at most shard_bytes (or one tensor), with an index where several.
+
+  Each is read when it is written, and is in memory only then.
+  """
   shards = list(_shards(tensors, shard_bytes))
   if len(shards) == 1:
     _write_file(folder / SINGLE, shards[0])
@@ -119,8 +139,8 @@ def write_tensors(folder: Path, tensors: list[Planned], shard_bytes: int) -> Non
   write_json(folder / INDEX, index, indent=2)
 
 
-def _shards(tensors: list[Planned], shard_bytes: int) -> Iterator[list[Planned]]:
-  shard: list[Planned] = []
+def _shards(tensors: list[StoredArray], shard_bytes: int) -> Iterator[list[StoredArray]]:
+  shard: list[StoredArray] = []
   size = 0
   for tensor in tensors:
     if shard and size + tensor.nbytes > shard_bytes:
@@ -131,8 +151,8 @@ def _shards(tensors: list[Planned], shard_bytes: int) -> Iterator[list[Planned]]
   yield shard
 
 
-def _write_file(file: Path, tensors: list[Planned]) -> None:
-  codes = {numpy_dtype(name): code for code, name in _DTYPES.items()}
+def _write_file(file: Path, tensors: list[StoredArray]) -> None:
+  codes = {np.dtype(name): code for code, name in _DTYPES.items()}
   # Widest types first: then every tensor begins at a multiple of its item size.
   tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -146,7 +166,5 @@ def _write_file(file: Path, tensors: list[Planned]) -> None:
   with write_whole(file, durable=False) as out:
     out.write(len(text).to_bytes(8, "little") + text)
     for tensor in tensors:
-      values = np.ascontiguousarray(tensor.make())
-      if values.shape != tensor.shape or values.dtype != tensor.dtype:
-        raise ValueError(f"{tensor.name}: made {values.dtype}{values.shape}, planned {tensor.dtype}{tensor.shape}")
+      values = np.ascontiguousarray(tensor.read(None))
       out.write(values.reshape(-1).view(np.uint8).data)

@@ -65,7 +65,10 @@ def inspect(cfg: Config) -> Existing:
   Raises ConfigError if the place is not writable, holds something that is not a run, or a run whose config differs in
   keys that may not change (all are named).
   """
-  path = Path(cfg.run.base_output_directory).expanduser() / cfg.run.run_name
+  folder = cfg.run.base_output_directory
+  if "://" in folder:
+    raise ConfigError(f"base_output_directory={folder}: runs are written to local folders; mount the bucket as one")
+  path = Path(folder).expanduser() / cfg.run.run_name
   _check_writable(path, cfg)
   if not path.exists() or not _entries(path):
     return Existing(path, None, {}, 0)
