@@ -5,7 +5,7 @@ import os
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Without its fusion emitters XLA compiles for the CPU in a little more than half the time. `.ci/nightly` tests with them.
+# XLA compiles for the CPU in little more than half the time without its fusion emitters; `.ci/nightly` has them on.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 
 import hypothesis

@@ -4,6 +4,7 @@ import json
 import runpy
 from pathlib import Path
 
+import jax
 import numpy as np
 import optax
 import pytest
