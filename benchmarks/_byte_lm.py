@@ -20,7 +20,8 @@ from flax import nnx
 from maxghost import config
 from maxghost.data.sources import stdlib, synthetic, text
 from maxghost.data.sources.files import expand
-from maxghost.ghost import GhostEngine, schedules
+from maxghost.ghost import GhostEngine
+from maxghost.ghost.schedules import Model, passes
 from maxghost.objectives import LanguageModelLoss
 from maxghost.optimizers import make_optimizer
 from maxghost.training import state as state_lib
@@ -143,7 +144,7 @@ def mean_losses(model, chunk_sets) -> np.ndarray:
 
 @functools.cache
 def _mean_loss(graphdef):
-  return jax.jit(lambda p, r, b: schedules.mean_loss(*LanguageModelLoss()(nnx.merge(graphdef, p, r), b)))
+  return jax.jit(lambda p, r, b: passes.mean_loss(*LanguageModelLoss()(nnx.merge(graphdef, p, r), b)))
 
 
 def telescoping(corpus: Corpus, queries: tuple[str, ...], *, steps: int, seed: int = 0, **changes) -> dict:
@@ -233,7 +234,7 @@ def _row_gradients(graphdef):
   def one(params, rest, batch):
     def row(example):
       example = jax.tree.map(lambda x: x[None], example)
-      out = schedules.plain_pass(graphdef, params, rest, LanguageModelLoss(), example)
+      out = passes.train_pass(Model(graphdef, params, rest), LanguageModelLoss(), example)
       return optax.tree_utils.tree_norm(out.grads), out.loss
 
     return jax.lax.map(row, batch, batch_size=10)
@@ -269,8 +270,8 @@ def duplicates(corpus: Corpus, model, learning_rate: float, copies: tuple[int, .
   planted, others = corpus.pool[DOMAINS.index("manual")][:1], corpus.mixed(1, 7)[0][0]
   first, second = GhostEngine(direction="sgd"), GhostEngine(direction="second_order")
   graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-  loss = jax.jit(lambda p: schedules.mean_loss(*LanguageModelLoss()(nnx.merge(graphdef, p, rest), val)))
-  gradient = jax.jit(lambda b: schedules.plain_pass(graphdef, params, rest, LanguageModelLoss(), b).grads)
+  loss = jax.jit(lambda p: passes.mean_loss(*LanguageModelLoss()(nnx.merge(graphdef, p, rest), val)))
+  gradient = jax.jit(lambda b: passes.train_pass(Model(graphdef, params, rest), LanguageModelLoss(), b).grads)
   rows = []
   for count in copies:
     batch = rows_of(np.concatenate([np.repeat(planted, count, 0), others[count:]]))
@@ -312,7 +313,7 @@ def group_truth(
   val = jax.tree.map(lambda *x: jnp.stack(x), *[rows_of(corpus.val[number]) for number in numbers])
 
   def loss_of(params, batch):
-    return schedules.mean_loss(*LanguageModelLoss()(nnx.merge(graphdef, params, rest), batch))
+    return passes.mean_loss(*LanguageModelLoss()(nnx.merge(graphdef, params, rest), batch))
 
   @jax.jit
   def drops(member_D):

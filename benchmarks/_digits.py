@@ -14,10 +14,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from maxghost.ghost import DirectionSpec, ledger, schedules
-from maxghost.ghost.prepare import prepare_twin
-from maxghost.ghost.schedules import per_example
-from maxghost.optimizers import AdamW, Sgd
+from maxghost.ghost import DirectionSpec, ledger
+from maxghost.ghost.attach import prepare_twin
+from maxghost.ghost.directions import direction_parts
+from maxghost.ghost.schedules import Model, passes, per_example
+from maxghost.optimizers import AdamW, Sgd, by_label
 from maxghost.parallel.shardings import slash_path
 
 NUM_TRAIN, NUM_VAL, CORRUPT = 1000, 100, 0.1
@@ -105,7 +106,7 @@ class Trainer:
     return jax.tree.map(lambda x: x[rows_B], self.problem.train)
 
   def val_loss(self, params):
-    return schedules.mean_loss(*classification_loss(nnx.merge(self.graphdef, params, self.rest), self.problem.val))
+    return passes.mean_loss(*classification_loss(nnx.merge(self.graphdef, params, self.rest), self.problem.val))
 
   def update(self, state, grads):
     """(new state, update of the parameters)."""
@@ -114,7 +115,7 @@ class Trainer:
     return (optax.apply_updates(params, delta), opt_state, count + 1), delta
 
   def plain_step(self, state, batch):
-    grads = schedules.plain_pass(self.graphdef, state[0], self.rest, classification_loss, batch).grads
+    grads = passes.train_pass(Model(self.graphdef, state[0], self.rest), classification_loss, batch).grads
     return self.update(state, grads)[0]
 
   def scored_step(self, state, rows_B, spec: DirectionSpec | None = None):
@@ -122,21 +123,20 @@ class Trainer:
     spec = spec or self.spec
     twin, batch = self.twins[spec], self.batch(rows_B)
     params, opt_state, count = state
-    grads = schedules.plain_pass(self.graphdef, params, self.rest, classification_loss, batch).grads
+    model = Model(self.graphdef, params, self.rest)
+    grads = passes.train_pass(model, classification_loss, batch).grads
     new_state, delta = self.update(state, grads)
     val = (self.problem.val,)
-    val_loss, gradients = schedules.validation_gradients(self.graphdef, params, self.rest, classification_loss, val)
-    curved = schedules.second_order_gradients(
-      self.graphdef, params, self.rest, classification_loss, val, gradients, delta
-    )
-    labelled = [schedules.by_label(g) for g in (*gradients, *curved)]
+    val_loss, gradients = passes.validation_gradients(model, classification_loss, val)
+    curved = passes.second_order_gradients(model, classification_loss, val, gradients, delta)
+    labelled = [by_label(g) for g in (*gradients, *curved)]
     before = self.rule.read(opt_state, count=count)
-    parts, _ = schedules.direction_parts(twin, labelled, before)
-    passed = schedules.train_pass(twin, params, self.rest, classification_loss, batch, twin.direction_state(parts))
+    parts, _ = direction_parts(twin.scored, labelled, before)
+    passed = passes.train_pass(model, classification_loss, batch, twin, twin.direction_state(parts))
     additive_KB = sum(passed.scores.values())
     out = {"contribution_KB": self.learning_rate * additive_KB, "loss_B": passed.losses, "val_loss": val_loss[0]}
     if spec == self.spec:
-      grads, params = schedules.by_label(grads), schedules.by_label(params)
+      grads, params = by_label(grads), by_label(params)
       sums = ledger.sums(self.rule, before, twin.parameters, params, grads, labelled, set(passed.scores))
       scales = self.rule.column_scales(self.learning_rate, 1.0)
       out["examples"] = out["contribution_KB"].sum(1)
@@ -151,7 +151,7 @@ class Trainer:
 
   def per_example_gradients(self, params, batch) -> dict:
     """{label: [n, *parameter]}, each example's share of the batch gradient."""
-    return per_example.per_example_gradients(self.graphdef, params, self.rest, classification_loss, batch)
+    return per_example.per_example_gradients(Model(self.graphdef, params, self.rest), classification_loss, batch)
 
   def state_like(self, labelled: dict) -> nnx.State:
     """A State of the parameters' paths from {label: array}."""
@@ -176,7 +176,7 @@ def telescoping(seed: int, learning_rate: float, steps: int) -> dict:
   gradients = trainer.per_example_gradients(state[0], problem.train)
   gradients = np.concatenate([np.asarray(g).reshape(NUM_TRAIN, -1) for g in gradients.values()], 1)
   val_gradient = jax.grad(trainer.val_loss)(state[0])
-  val_gradient = np.concatenate([np.asarray(v).ravel() for v in schedules.by_label(val_gradient).values()])
+  val_gradient = np.concatenate([np.asarray(v).ravel() for v in by_label(val_gradient).values()])
   random = np.random.default_rng((seed, 2)).random(NUM_TRAIN)
   signals = {
     "first order": -first,
@@ -252,7 +252,8 @@ def leave_one_out(seed: int, steps: tuple[int, ...], learning_rate: float = 1e-3
   def measure(state, rows_B):
     shares = trainer.per_example_gradients(state[0], trainer.batch(rows_B))
     whole = {label: g.sum(0) for label, g in shares.items()}
-    before, views = trainer.rule.read(state[1], count=state[2]), trainer.twins[trainer.spec].parameters
+    rule, views = trainer.rule, trainer.twins[trainer.spec].parameters
+    before = rule.read(state[1], count=state[2])
     after = trainer.update(state, trainer.state_like(whole))[0][0]
 
     def real(left_out):
@@ -260,9 +261,11 @@ def leave_one_out(seed: int, steps: tuple[int, ...], learning_rate: float = 1e-3
       return trainer.val_loss(trainer.update(state, grads)[0][0])
 
     def frozen(left_out):
-      response = schedules.respond(trainer.rule, before, views, whole, left_out)
-      moved = trainer.state_like({label: learning_rate * g for label, g in response.items()})
-      return trainer.val_loss(jax.tree.map(jnp.add, after, moved))
+      scalars, moved = rule.scalars(before.count, before.clip_factor), {}
+      for label, g in left_out.items():
+        response = rule.response(views[label], whole[label], before.of(label), scalars)
+        moved[label] = learning_rate * response.transpose(g)
+      return trainer.val_loss(jax.tree.map(jnp.add, after, trainer.state_like(moved)))
 
     loss = trainer.val_loss(after)
     sgd, adam = (trainer.scored_step(state, rows_B, s)[1]["contribution_KB"] for s in (DirectionSpec(), trainer.spec))

@@ -10,14 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config import Config
-from maxghost.ghost import schedules
-from maxghost.ghost.attach import split
+from maxghost.ghost.attach import prepare_twin, split
 from maxghost.ghost.directions import DirectionSpec
-from maxghost.ghost.prepare import prepare_twin
+from maxghost.ghost.schedules.passes import mean_loss
 from maxghost.models.layers import Hidden, linear
 from maxghost.models.output_head import OutputHead, OutputProjection
-from maxghost.objectives import token_losses
-from maxghost.objectives.tiled import Tiling
+from maxghost.objectives import tiled, token_losses
 
 
 class Head(nnx.Module):
@@ -40,7 +38,7 @@ class HeadLoss:
   def __call__(self, model, batch):
     if self.num_tiles > 1:
       head = OutputHead(None, model.logits_dense)
-      losses_BT = head.losses(Hidden(batch["x"]), batch["targets"], None, Tiling(self.num_tiles, self.axis))
+      losses_BT = head.losses(Hidden(batch["x"]), batch["targets"], None, tiled.Head(self.num_tiles, self.axis))
     else:
       logits_BTV = model.logits_dense(batch["x"])
       losses_BT = token_losses(logits_BTV.astype(jnp.float32), batch["targets"])
@@ -63,7 +61,7 @@ def make(cfg: Config):
     graphdef, _, _ = nnx.split(model, nnx.Param, ...)
 
     def plain(x, params, targets):
-      return schedules.mean_loss(*loss(nnx.merge(graphdef, params, rest), {"x": x, "targets": targets}))
+      return mean_loss(*loss(nnx.merge(graphdef, params, rest), {"x": x, "targets": targets}))
 
     return jax.grad(plain, argnums=(0, 1)), (x, params, targets)
   twin = prepare_twin(
@@ -71,11 +69,11 @@ def make(cfg: Config):
     spec=DirectionSpec(rank=cfg.ghost.ghost_rank),
   )  # fmt: skip
   (param,) = twin.scored
-  shapes = param.spec.part_shapes((), 1, param.shape)
-  parts = tuple(jax.ShapeDtypeStruct(shapes[name], jnp.float32) for name in param.spec.parts)
+  shapes = param.part_shapes(1)
+  parts = tuple(jax.ShapeDtypeStruct(shapes[name], jnp.float32) for name in param.parts)
 
   def scored(x, params, probes, targets, parts):
     model = twin.merge(params, probes, twin.direction_state({param.label: parts}), rest)
-    return schedules.mean_loss(*loss(model, {"x": x, "targets": targets}))
+    return mean_loss(*loss(model, {"x": x, "targets": targets}))
 
   return jax.grad(scored, argnums=(0, 1, 2)), (x, params, twin.probe_template, targets, parts)

@@ -13,8 +13,9 @@ from flax import nnx
 from maxghost import config as configuration
 from maxghost.config import Config
 from maxghost.ghost import schedules
+from maxghost.ghost.attach import prepare_twin
 from maxghost.ghost.directions import DirectionSpec
-from maxghost.ghost.prepare import prepare_twin
+from maxghost.ghost.schedules import passes
 from maxghost.models import stack
 from maxghost.models.decoder_layer import GatedMlp
 from maxghost.objectives import StagedLoss
@@ -90,7 +91,7 @@ def make(cfg: Config):
 
   def run(params, batch, val_batches):
     if not cfg.ghost.ghost_enabled:
-      return schedules.plain_pass(graphdef, params, rest, MeanSquare(), batch).grads
+      return passes.train_pass(schedules.Model(graphdef, params, rest), MeanSquare(), batch).grads
     problem = schedules.Problem(
       schedule="reverse_scan",
       model=schedules.Model(graphdef, params, rest),

@@ -25,7 +25,8 @@ from scipy.stats import pearsonr, spearmanr
 
 from maxghost import config as configuration
 from maxghost import data
-from maxghost.ghost import GhostEngine, schedules
+from maxghost.ghost import GhostEngine
+from maxghost.ghost.schedules import Model, passes
 from maxghost.objectives import LanguageModelLoss
 from maxghost.training import state
 
@@ -128,7 +129,7 @@ def validation_pass(plain, overrides):
   @jax.jit
   def gradient(train_state, batch):
     model_graphdef, params, rest = nnx.split(nnx.merge(graphdef, train_state).model, nnx.Param, ...)
-    return schedules.validation_gradients(model_graphdef, params, rest, LanguageModelLoss(), (batch,))
+    return passes.validation_gradients(Model(model_graphdef, params, rest), LanguageModelLoss(), (batch,))
 
   def run() -> None:
     jax.block_until_ready(gradient(plain.state, batch))

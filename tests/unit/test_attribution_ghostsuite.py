@@ -75,6 +75,23 @@ def test_bare_numbers_of_early_versions(tmp_path):
   assert any("valset.pt is missing" in m for m in log.messages) and any("one token" in m for m in log.messages)
 
 
+@pytest.mark.parametrize("number", [torch.tensor, lambda number: torch.tensor([number]), int])
+def test_the_rows_of_a_numbered_batch_are_separate_documents(tmp_path, number, capsys):
+  entries = [{"dot_product": torch.arange(3.0), "iter_num": step, "batch_idx": number(step % 2)} for step in range(4)]
+  torch.save(entries, tmp_path / "dot_prod_log_iter_3.pt")
+  assert scores.main([str(tmp_path), "--by", "document", "--format", "json"]) == 0
+  rows = json.loads(capsys.readouterr().out)["rows"]
+  found = {(row["path"], row["offset"]): row["chunks"] for row in rows}
+  assert found == {(f"batch_idx {batch}", row): 2 for batch in range(2) for row in range(3)}
+
+
+def test_a_batch_index_of_the_wrong_length_is_said(logs):
+  entry = {"dot_product": torch.arange(3.0), "iter_num": 1, "batch_idx": torch.tensor([1, 2])}
+  torch.save([entry], logs[0] / "dot_prod_log_iter_1.pt")
+  messages = attribution.load(logs[0]).messages
+  assert any("iter_num 1 has 3 scores, but a batch_idx of 2 entries" in m for m in messages)
+
+
 def test_damaged_file_is_skipped_and_said(logs):
   folder, dot, _ = logs
   (folder / "dot_prod_log_iter_1.pt").write_bytes(b"not a torch file")

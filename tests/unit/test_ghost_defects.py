@@ -50,9 +50,10 @@ from flax import nnx
 from train_steps import TRAIN, VALIDATION, Run
 
 from maxghost import ghost
-from maxghost.ghost import engine, rules, schedules
-from maxghost.ghost.prepare import prepare_twin
-from maxghost.ghost.variables import GhostDirection, GhostProbe
+from maxghost.ghost import engine, rules
+from maxghost.ghost.attach import prepare_twin
+from maxghost.ghost.directions import GhostDirection, GhostProbe
+from maxghost.ghost.schedules import Model, passes
 from maxghost.objectives import LanguageModelLoss
 
 
@@ -173,12 +174,11 @@ def test_no_array_of_a_scored_pass_has_an_axis_of_examples_and_all_of_a_weight(k
     spec=engine.direction_spec(tiny.make_config(), kind),
   )
   _, params, rest = nnx.split(model, nnx.Param, ...)
-  parts = {
-    p.label: tuple(jnp.zeros(p.spec.part_shapes(p.stack_shape, 1, p.shape)[name]) for name in p.spec.parts)
-    for p in twin.scored
-  }
+  parts = {p.label: tuple(jnp.zeros(p.part_shapes(1)[name]) for name in p.parts) for p in twin.scored}
   jaxpr = jax.make_jaxpr(
-    lambda p, b: schedules.train_pass(twin, p, rest, LanguageModelLoss(), b, twin.direction_state(parts))
+    lambda p, b: passes.train_pass(
+      Model(twin.graphdef, p, rest), LanguageModelLoss(), b, twin, twin.direction_state(parts)
+    )
   )(params, batch)
   shapes = {v.aval.shape for e in tiny.equations(jaxpr) for v in e.outvars}
   weights = [(20, 36), (36, 20), (20, 8, 6), (20, 263)]

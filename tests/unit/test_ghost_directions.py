@@ -207,8 +207,8 @@ def test_second_order_is_linear_in_the_step(quadratic):
 @pytest.mark.parametrize(
   ("settings", "extra", "message"),
   [
-    ({"direction": "adm"}, {}, "direction=adm.*sgd, adam, second_order.*did you mean adam"),
-    ({"direction": "second-order"}, {}, "did you mean second_order"),
+    ({"direction": "adm"}, {}, "direction=adm.*sgd, adam, second_order.*did you mean 'adam'"),
+    ({"direction": "second-order"}, {}, "did you mean 'second_order'"),
     ({"rank": -2}, {}, "ghost_rank=-2.*0 .exact.*positive"),
     ({"direction": "adam"}, {}, "needs state=.*AdamState"),
     ({}, {"state": ghost.AdamState({}, 0)}, "direction 'sgd' reads no state"),

@@ -11,11 +11,11 @@ import pytest
 import tiny
 
 from maxghost import config
-from maxghost.ghost import elimination
+from maxghost.ghost import low_rank
 from maxghost.parallel import Layout, shardings, use
 
 RANK = 11
-WAYS = {"loop": elimination.by_loop, "kernel": functools.partial(elimination.by_kernel, interpret=True)}
+WAYS = {"loop": low_rank.by_loop, "kernel": functools.partial(low_rank.by_kernel, interpret=True)}
 
 
 def grams(seed: int = 0) -> np.ndarray:
@@ -84,11 +84,11 @@ def test_the_kernel_on_a_mesh():
 
 
 def test_a_gpu_takes_the_kernel(monkeypatch):
-  monkeypatch.setattr(elimination, "by_kernel", lambda gram, floor: "kernel")
-  monkeypatch.setattr(elimination, "by_loop", lambda gram, floor: "loop")
+  monkeypatch.setattr(low_rank, "by_kernel", lambda gram, floor: "kernel")
+  monkeypatch.setattr(low_rank, "by_loop", lambda gram, floor: "loop")
   for platform, rank, wanted in (("gpu", 32, "kernel"), ("gpu", 200, "loop"), ("cpu", 32, "loop"), ("tpu", 32, "loop")):
     with shardings.tracing_for(platform):
-      assert elimination.eliminate(np.ones((rank, rank)), np.ones(())) == wanted
+      assert low_rank.eliminate(np.ones((rank, rank)), np.ones(())) == wanted
 
 
 @pytest.mark.parametrize("rank", [11, 32, 128])
@@ -99,7 +99,7 @@ def test_the_kernel_lowers_for_a_gpu_without_one(rank):
   for dtype in (np.float32, np.float64):
     with jax.enable_x64(True), jax.sharding.use_abstract_mesh(mesh):
       shapes = jax.ShapeDtypeStruct((3, rank, rank), dtype), jax.ShapeDtypeStruct((3,), dtype)
-      lowered = jax.jit(elimination.by_kernel).trace(*shapes).lower(lowering_platforms=("cuda",))
+      lowered = jax.jit(low_rank.by_kernel).trace(*shapes).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert "__gpu$xla.gpu.triton" in text
     assert "ghost_eliminate" in text

@@ -189,9 +189,9 @@ def test_the_transformer_by_all_three_engines():
 @pytest.mark.parametrize(
   ("settings", "message"),
   [
-    ({"engine": "jpv"}, "engine=jpv: use one of graddotprod, jvp, perexample; did you mean jvp"),
-    ({"engine": "per_example"}, "did you mean perexample"),
-    ({"engine": "graddot"}, "did you mean graddotprod"),
+    ({"engine": "jpv"}, "engine=jpv: use one of graddotprod, jvp, perexample; did you mean 'jvp'"),
+    ({"engine": "per_example"}, "did you mean 'perexample'"),
+    ({"engine": "graddot"}, "did you mean 'graddotprod'"),
     (
       {"engine": "perexample", "per_position": True},
       "whole examples; use per_position=False, or engine=graddotprod or engine=jvp",
@@ -211,6 +211,42 @@ def test_positions_of_a_batch_without_any(case):
     ghost.GhostEngine(per_position=True).score(
       model, batch, batch, loss_fn=lambda m, b: (jnp.square(m(b["x"])).sum(-1), b["w"])
     )
+
+
+def squares(model, batch):
+  return jnp.square(model(batch["x"])).sum(-1)
+
+
+@pytest.mark.parametrize("engine", ["graddotprod", "jvp", "perexample"])
+@pytest.mark.parametrize("shape", [(5, 4), (2, 4), (2, 3, 4)], ids=str)
+def test_losses_alone_have_weight_one(engine, shape):
+  """Losses [2, T] are not taken apart as losses and weights."""
+  model = foreign.randomized(lambda rngs: nnx.Linear(4, 3, rngs=rngs))
+  batch = {"x": np.random.default_rng(0).normal(size=shape).astype(np.float32)}
+  alone, weighted = (
+    ghost.GhostEngine(engine=engine).score(model, batch, batch, loss_fn=loss_fn)
+    for loss_fn in (squares, lambda m, b: (squares(m, b), jnp.ones(b["x"].shape[:-1])))
+  )
+  np.testing.assert_array_equal(alone.dot, weighted.dot)
+  assert alone.loss == weighted.loss
+  assert alone.dot.shape == shape[:1] and np.abs(alone.dot).min() > 0
+
+
+@pytest.mark.parametrize("engine", ["graddotprod", "jvp"])
+@pytest.mark.parametrize(
+  ("result", "shapes"),
+  [
+    (lambda losses: losses.mean(), r"the shapes \(\) for a batch of 5 rows"),
+    (lambda losses: (losses, losses[0]), r"the shapes \(5,\), \(\) for a batch"),
+    (lambda losses: (losses, losses, losses), r"the shapes \(5,\), \(5,\), \(5,\) for a batch"),
+    (lambda losses: (losses[:2], losses[:2]), r"the shapes \(2,\), \(2,\) for a batch"),
+  ],
+)
+def test_what_else_a_loss_function_returns_is_named(engine, result, shapes):
+  model, batch = foreign.randomized(lambda rngs: nnx.Linear(4, 3, rngs=rngs)), {"x": np.ones((5, 4), np.float32)}
+  message = shapes + r".*return \(losses, weights\), or losses alone, each of shape \(5,\) or \(5, positions\)"
+  with pytest.raises(ValueError, match=message):
+    ghost.GhostEngine(engine=engine).score(model, batch, batch, loss_fn=lambda m, b: result(squares(m, b)))
 
 
 COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")

@@ -139,6 +139,9 @@ def test_ids_settings_and_batch_sizes_are_checked(engine, tmp_path):
   manager = make_manager(engine, tmp_path, VALS[0])
   with pytest.raises(ValueError, match="5 ids for 6 examples"):
     manager.attach_train_batch(BATCHES[0], ids=range(5))
+  for one in (7, "seven", np.array(7)):
+    with pytest.raises(ValueError, match="is one value for 6 examples: give one id per example"):
+      manager.attach_train_batch(BATCHES[0], ids=one)
   with pytest.raises(ValueError, match="save_every=0: use 1 or more"):
     make_manager(engine, tmp_path, save_every=0)
   with pytest.raises(ValueError, match="2 names for 1 validation batches"):

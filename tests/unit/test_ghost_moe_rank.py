@@ -123,7 +123,7 @@ def layer_scores(layer, spec, parts, x):
 
   with tiny.cheap_compilation():
     _, probes = jax.jit(jax.grad(run, (0, 1)))(params, twin.zero_probes())
-  return {label: np.asarray(v) for label, v in twin.scores_by_label(probes).items()}, twin
+  return {label: np.asarray(v) for label, v in twin.scores(probes)[0].items()}, twin
 
 
 @pytest.mark.slow
@@ -142,10 +142,10 @@ def test_factors_of_full_rank_give_the_exact_scores_of_two_sets(monkeypatch):
     monkeypatch.setattr(low_rank, "gains", lambda rank, *sides: sides == (20, 14) or sides == (14, 20))
 
     def full_rank(twin):
-      return {p.label: decomposed(u[p.label]) if p.spec.low_rank else (u[p.label],) for p in twin.scored}
+      return {p.label: decomposed(u[p.label]) if p.low_rank else (u[p.label],) for p in twin.scored}
 
     factored, twin = layer_scores(layer, directions.DirectionSpec(rank=14), full_rank, x)
-  assert {p.label for p in twin.scored if p.spec.low_rank} == {"wi_0", "wi_1", "wo"}
+  assert {p.label for p in twin.scored if p.low_rank} == {"wi_0", "wi_1", "wo"}
   for label, value in exact.items():
     assert np.abs(value[0] - value[1]).max() > 0.1
     assert oracles.relative_error(factored[label], value) < 1e-12, label
@@ -176,8 +176,8 @@ def test_a_small_expert_keeps_its_direction_whole():
   model = nnx.eval_shape(lambda: tiny.make_model(cfg))
   for rank, gains in ((4, True), (5, False)):
     twin = attach(model, num_examples=3, spec=directions.DirectionSpec(rank=rank))
-    assert {p.spec.low_rank for p in twin.scored if is_experts(p.label)} == {gains}
-    assert any(p.spec.low_rank for p in twin.scored)
+    assert {p.low_rank for p in twin.scored if is_experts(p.label)} == {gains}
+    assert any(p.low_rank for p in twin.scored)
 
 
 def test_sketches_draw_one_direction_for_each_expert():
@@ -197,7 +197,7 @@ def test_sketches_draw_one_direction_for_each_expert():
     drawn = [sketch.random_directions(twin, k, scale) for k in jax.random.split(key, 2)]
   expected = []
   for p in twin.scored:
-    shapes = p.spec.part_shapes(p.stack_shape, 1, p.shape)
+    shapes = p.part_shapes(1)
     assert [part.shape for part in drawn[0][p.label]] == [shapes["left"], shapes["right"]]
     u = np.stack([np.asarray(left @ right)[:, 0] for left, right in (parts[p.label] for parts in drawn)])  # [R, L, EIO]
     assert len(np.unique(np.sign(u[0, 0, :, 0, 0] * u[0, 0, :, 1, 1]))) == 2  # experts have signs of their own

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from maxghost.ghost.saved_vjp import SavedVjp
+from maxghost.ghost.schedules.reverse_scan.layer import SavedVjp
 from maxghost.models import stack
 
 L, N, D = 3, 5, 4

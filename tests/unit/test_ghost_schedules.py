@@ -238,7 +238,7 @@ def test_reverse_scan_says_what_it_needs(tower):
 @pytest.mark.parametrize(
   ("settings", "message"),
   [
-    ({"schedule": "reverse-scan"}, "schedule=reverse-scan.*did you mean reverse_scan"),
+    ({"schedule": "reverse-scan"}, "schedule=reverse-scan.*did you mean 'reverse_scan'"),
     (
       {"schedule": "concat", "rank": 2},
       "rank=2 .* schedule=concat, which forms the direction inside each layer; use rank=0",

@@ -14,6 +14,7 @@ from train_steps import TRAIN, VALIDATION, Run
 from maxghost import config, ghost
 from maxghost.config import plugins
 from maxghost.ghost import schedules
+from maxghost.optimizers import by_label
 from maxghost.training import scoring
 
 SMALL = {"base_num_decoder_layers": 2}
@@ -110,7 +111,7 @@ def test_engine_and_trainer_give_the_same_bits(schedule, monkeypatch):
     train_state = nnx.merge(run.graphdef, state)
     split = schedules.Model(*nnx.split(train_state.model, nnx.Param, ...))
     scored = schedules.score(scorer.problem(train_state, split, scorer.loss, TRAIN[0], (VALIDATION,)))
-    return scored.additive, scored.val_loss, scored.passed.loss, schedules.by_label(scored.passed.grads)
+    return scored.additive, scored.val_loss, scored.passed.loss, by_label(scored.passed.grads)
 
   with tiny.cheap_compilation():
     theirs = jax.jit(by_trainer)(run.state)
@@ -121,7 +122,7 @@ def test_engine_and_trainer_give_the_same_bits(schedule, monkeypatch):
   np.testing.assert_array_equal(ours.per_position, theirs[0][0])
   np.testing.assert_array_equal(ours.val_loss, theirs[1][0])
   np.testing.assert_array_equal(ours.loss, theirs[2])
-  for label, gradient in schedules.by_label(ours.grads).items():
+  for label, gradient in by_label(ours.grads).items():
     np.testing.assert_array_equal(gradient, theirs[3][label], err_msg=label)
 
 

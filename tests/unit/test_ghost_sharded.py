@@ -18,8 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxghost import ghost
-from maxghost.ghost import engine, schedules
-from maxghost.ghost.prepare import prepare_twin
+from maxghost.ghost import engine
+from maxghost.ghost.attach import prepare_twin
+from maxghost.ghost.schedules import Model, passes
 from maxghost.objectives import LanguageModelLoss
 from maxghost.parallel import mesh as meshes
 
@@ -193,8 +194,10 @@ def test_no_activation_moves_because_of_scores(name, kind):
     local = local_shape(v.shape, placed.specs[label], placed.mesh.shape["tensor"])
     allowed |= {local, (*local[:stack], 1, *local[stack:])}
   directions = twin.direction_state(parts)
-  plain = jax.jit(lambda p, b: schedules.plain_pass(graphdef, p, rest, loss, b)).lower(params, placed.train).compile()
-  scored = jax.jit(lambda p, b, d: schedules.train_pass(twin, p, rest, loss, b, d))
+  plain = (
+    jax.jit(lambda p, b: passes.train_pass(Model(graphdef, p, rest), loss, b)).lower(params, placed.train).compile()
+  )
+  scored = jax.jit(lambda p, b, d: passes.train_pass(Model(graphdef, p, rest), loss, b, twin, d))
   scored = scored.lower(params, placed.train, directions).compile()
   before, after = collectives(plain), collectives(scored)
   assert not before - after

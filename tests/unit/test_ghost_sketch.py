@@ -6,9 +6,8 @@ import numpy as np
 from flax import nnx
 
 from maxghost.ghost import DirectionSpec
-from maxghost.ghost.attach import split
-from maxghost.ghost.prepare import prepare_twin
-from maxghost.ghost.schedules import per_example
+from maxghost.ghost.attach import prepare_twin, split
+from maxghost.ghost.schedules import base, per_example
 from maxghost.ghost.sketch import factored, random_directions, sketch_gradient, sketch_pass
 
 EXAMPLES, DIRECTIONS = 5, 3
@@ -35,14 +34,15 @@ def test_entries_are_products_with_the_drawn_directions():
   model, key = Model(), jax.random.key(3)
   graphdef, params, rest = nnx.split(model, nnx.Param, ...)
   twin = prepare_twin(model, batch, loss, num_sets=1, num_positions=None, spec=DirectionSpec(rank=1))
-  assert {p.spec.low_rank for p in twin.scored} == {True, False}
+  assert {p.low_rank for p in twin.scored} == {True, False}
   blocks_MRn = jax.jit(lambda *states: sketch_pass(twin, *states, loss, batch, key, DIRECTIONS))(*split(model))
   assert blocks_MRn.shape == (len(twin.scored), DIRECTIONS, EXAMPLES)
-  gradients = jax.jit(lambda params: per_example.per_example_gradients(graphdef, params, rest, loss, batch))(params)
+  exact = per_example.per_example_gradients
+  gradients = jax.jit(lambda params: exact(base.Model(graphdef, params, rest), loss, batch))(params)
   for r, own in enumerate(jax.random.split(key, DIRECTIONS)):
     parts = jax.jit(lambda key: random_directions(twin, key))(own)
     for m, param in enumerate(twin.scored):
-      u = (parts[param.label][0] @ parts[param.label][1])[0] if param.spec.low_rank else parts[param.label][0][0]
+      u = (parts[param.label][0] @ parts[param.label][1])[0] if param.low_rank else parts[param.label][0][0]
       assert set(np.unique(np.asarray(u))) <= {-1.0, 1.0}
       expected = (gradients[param.label] * u[None]).reshape(EXAMPLES, -1).sum(-1)
       np.testing.assert_allclose(blocks_MRn[m, r], expected, rtol=1e-4, atol=1e-5)

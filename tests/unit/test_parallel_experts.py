@@ -38,7 +38,7 @@ def layer_results(mesh: dict, rank: int = 0):
   twin = attach(layer, num_examples=8, num_positions=meshes.POSITIONS, spec=DirectionSpec(rank=rank))
   params, rest = split(layer)
   params = jax.tree.map(jax.device_put, params, layout.shardings(params))
-  sizes = {p.label: p.spec.part_shapes((), 1, p.shape).values() for p in twin.scored}
+  sizes = {p.label: p.part_shapes(1).values() for p in twin.scored}
   u = {label: tuple(rng.normal(size=size).astype(np.float32) for size in parts) for label, parts in sizes.items()}
   assert [len(u[name]) for name in ("wi_0", "wi_1", "wo")] == [2 if rank else 1] * 3
 
@@ -61,7 +61,7 @@ def layer_results(mesh: dict, rank: int = 0):
   compiled = jax.jit(graded).lower(*arguments).compile()
   (grads, probes, dx), y = compiled(*arguments)
   named = {"/".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(grads)}
-  return {"y": y, "x": dx, **named, **{f"scores of {k}": v for k, v in twin.scores_by_label(probes).items()}}, compiled
+  return {"y": y, "x": dx, **named, **{f"scores of {k}": v for k, v in twin.scores(probes)[0].items()}}, compiled
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import tiny
 from flax import nnx
 
 from maxghost import config, models
-from maxghost.ghost.schedules import mean_loss
+from maxghost.ghost.schedules.passes import mean_loss
 from maxghost.models import segments, stack
 from maxghost.objectives import LanguageModelLoss
 

@@ -16,7 +16,7 @@ from train_steps import TRAIN, Run
 
 from maxghost import config
 from maxghost.checkpoint.checksum import checksums
-from maxghost.ghost.schedules import mean_loss
+from maxghost.ghost.schedules.passes import mean_loss
 from maxghost.models import streaming
 from maxghost.objectives import LanguageModelLoss
 from maxghost.training import state as train_state

@@ -21,10 +21,12 @@ from flax import nnx
 from maxghost.attribution.corpus import Corpus
 from maxghost.config import ConfigError
 from maxghost.data.types import Batch
-from maxghost.ghost import DirectionSpec, GhostEngine, schedules
-from maxghost.ghost.prepare import prepare_twin
+from maxghost.ghost import DirectionSpec, GhostEngine
+from maxghost.ghost.attach import prepare_twin
+from maxghost.ghost.schedules import Model, passes
 from maxghost.ghost.sketch import sketch_gradient, sketch_pass
 from maxghost.objectives import create
+from maxghost.optimizers import by_label
 from maxghost.scorelog import Writer
 
 INDEX_VERSION = 2  # 2: experts have separate random directions
@@ -176,8 +178,8 @@ class Sketcher:
     graphdef = nnx.split(model, nnx.Param, ...)[0]
 
     def run_mean(params, rest, batch):
-      _, (gradient,) = schedules.validation_gradients(graphdef, params, rest, loss, (batch,))
-      return sketch_gradient(twin, schedules.by_label(gradient), jax.random.key(_SEED), num_directions)
+      _, (gradient,) = passes.validation_gradients(Model(graphdef, params, rest), loss, (batch,))
+      return sketch_gradient(twin, by_label(gradient), jax.random.key(_SEED), num_directions)
 
     self._run, self._run_mean = jax.jit(run), jax.jit(run_mean)
 

@@ -6,6 +6,7 @@ A plug-in's module is imported when it is used. A built-in one has its line here
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,13 @@ class Plugin:
 
   target: str | type
   schedules: tuple[str, ...] = SCHEDULES
+
+  def load(self) -> Any:
+    """The class."""
+    if not isinstance(self.target, str):
+      return self.target
+    module, _, name = self.target.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,71 +1,32 @@
-"""`attach`: builds a model's probed twin, another graph definition over the same parameter paths.
-
-The user's model is not changed.
-"""
+"""Builds a model's probed twin, another graph definition over the same parameter paths. The model is not changed."""
 
 import dataclasses
 import fnmatch
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost import (
-  low_rank,
+  probed,
   rules,
   rules_flax,  # noqa: F401  registers the rules of flax's layers
-  rules_head,  # noqa: F401  and of this project's layers
-  rules_moe,  # noqa: F401
+  rules_models,  # noqa: F401  and of this project's layers
 )
-from maxghost.ghost.directions import DirectionSpec, ParamSpec
+from maxghost.ghost.directions import (
+  DirectionSpec,
+  GhostDirection,
+  GhostProbe,
+  ScoredParam,
+  direction_state,
+  part_name,
+)
 from maxghost.ghost.probed import SecondUse, TwinInfo, probed_call
-from maxghost.ghost.variables import GhostDirection, GhostProbe, part_name
 from maxghost.optimizers import Parameter
-from maxghost.parallel import constrain, constrain_factor
 from maxghost.parallel.shardings import slash_path
-
-
-@dataclasses.dataclass(frozen=True)
-class ScoredParam:
-  """One scored parameter: its path, its stack axes, and how its direction is stored."""
-
-  path: tuple  # of the Param
-  name: str
-  stack_shape: tuple[int, ...]
-  shape: tuple[int, ...]  # of one unstacked layer
-  spec: ParamSpec
-  axes: tuple[str, ...] | None = None  # logical axes with those of the stack; None if the Param has none
-
-  @property
-  def label(self) -> str:
-    return self.spec.label
-
-  def part_path(self, part: str) -> tuple:
-    return (*self.path[:-1], part_name(self.name, part))
-
-  def placed(self, direction, stacked: bool = True):
-    """Shards a whole direction [*stack, K, *parameter] (or [K, *parameter]) as its parameter."""
-    if self.axes is None:
-      return direction
-    depth = len(self.stack_shape)
-    stack, own = self.axes[:depth] if stacked else (), self.axes[depth:]
-    return constrain(direction, (*stack, None, *own), f"direction of {self.label}")
-
-  def placed_factor(self, part: str, factor):
-    """Shards a factor along its groups, and along I or O.
-
-    factor: the part 'left' [*stack, K, *groups, I, r] or 'right' [*stack, K, *groups, r, O] of a direction.
-    """
-    if self.axes is None:
-      return factor
-    depth, left = len(self.stack_shape), part == "left"
-    parameter = self.spec.parameter
-    inputs = depth + parameter.groups
-    place, dim = (inputs, factor.ndim - 2) if left else (inputs + parameter.rows, factor.ndim - 1)
-    shape = (*self.stack_shape, *self.shape)
-    groups = {depth + 1 + i: depth + i for i in range(parameter.groups)}
-    return constrain_factor(factor, dim, self.axes, shape, place, f"direction of {self.label}, {part}", groups)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,36 +49,29 @@ class Twin:
     return {
       param.label: tuple(
         param.placed_factor(name, array) if name in ("left", "right") else array
-        for name, array in zip(param.spec.parts, parts[param.label], strict=True)
+        for name, array in zip(param.parts, parts[param.label], strict=True)
       )
       for param in self.scored
     }
 
-  def blank_directions(self) -> nnx.State:
-    """The GhostDirection State of zeros."""
-    shapes = {p.label: p.spec.part_shapes(p.stack_shape, self.num_sets, p.shape) for p in self.scored}
-    return self.direction_state(
-      {p.label: tuple(jnp.zeros(shapes[p.label][name]) for name in p.spec.parts) for p in self.scored}
-    )
-
   def direction_state(self, parts: dict) -> nnx.State:
-    """The twin's GhostDirection State from {label: tuple of arrays}, in the order of `ParamSpec.parts`."""
-    flat = {}
-    for param in self.scored:
-      for name, array in zip(param.spec.parts, parts[param.label], strict=True):
-        flat[param.part_path(name)] = GhostDirection(array)
-    return nnx.from_flat_state(flat)
+    return direction_state(self.scored, parts)
+
+  def blank_directions(self) -> nnx.State:
+    shapes = {p.label: p.part_shapes(self.num_sets).values() for p in self.scored}
+    return self.direction_state({label: tuple(map(jnp.zeros, found)) for label, found in shapes.items()})
 
   def merge(self, params, probes, directions, rest) -> nnx.Module:
     return nnx.merge(self.graphdef, params, probes, directions, rest)
 
-  def scores_by_label(self, probe_gradients: nnx.State, part: str = "probe") -> dict:
-    """{label: [*stack, K, n(, T)]} from the probes' gradients.
-
-    part: 'facts', for directions formed in the backward pass, gives {label: [*stack, K, 2]}; see `directions.form`.
-    """
+  def scores(self, probe_gradients: nnx.State) -> tuple[dict, dict]:
+    """({label: [*stack, K, n(, T)]}, {label: facts [*stack, K, 2]}); facts: see `directions.form`."""
     flat = dict(nnx.to_flat_state(probe_gradients))
-    return {p.label: flat[p.part_path(part)][...] for p in self.scored if p.part_path(part) in flat}
+
+    def part(kind: str) -> dict:
+      return {p.label: flat[p.part_path(kind)][...] for p in self.scored}
+
+    return part("probe"), part("facts") if self.spec.in_backward else {}
 
 
 def split(model: nnx.Module):
@@ -135,7 +89,7 @@ def attach(
   spec: DirectionSpec | None = None,
   exclude: tuple[str, ...] = (),
   num_val: int = 0,
-  linked: tuple[tuple[str, SecondUse], ...] = (),
+  linked: dict[str, SecondUse] | None = None,
 ) -> Twin:
   """Replaces each supported layer by its probed twin, in a copy of the model's graph.
 
@@ -143,51 +97,49 @@ def attach(
     num_positions: T, to score every position of every example [n, T]; None scores whole examples [n].
     exclude: fnmatch patterns of parameter paths that are not scored; each must match a path.
     num_val: validation rows at the end of each batch (schedule 'concat'), not counted by num_examples.
-    linked: (module path, second use) of tables whose direction needs both uses; see `tied`.
+    linked: {module path: second use} of tables whose direction needs both uses; see `probed`.
 
   Raises: ValueError for a Param without a rule, a Param shared under two names, or an exclude pattern without a match.
   """
-  spec = spec or DirectionSpec()
+  spec, linked, views = spec or DirectionSpec(), linked or {}, parameters(model)
   graphdef, state = nnx.split(model)
-  abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-  twin = nnx.merge(graphdef, abstract)
-  modules = {path: node for path, node in nnx.iter_graph(twin) if isinstance(node, nnx.Module)}
+  twin = nnx.merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
+  modules: dict[tuple, Any] = {path: node for path, node in nnx.iter_graph(twin) if isinstance(node, nnx.Module)}
   owners = _owners(modules)
   excluded = excluded_labels(list(owners), exclude)
-  settings = _Settings(num_examples, num_positions, num_sets, spec, num_val, dict(linked))
-  scored, uncovered = [], []
-  for module_path, module in modules.items():
-    names = [n for label, (p, n) in owners.items() if p == module_path and label not in excluded]
-    if not names:
-      continue
+  reduced = (num_examples,) if num_positions is None else (num_examples, num_positions)
+  scored: list[ScoredParam] = []
+  uncovered = []
+  for path, module in modules.items():
+    names = [n for label, (p, n) in owners.items() if p == path and label not in excluded]
     found = rules.find(module)
     if found is None:
-      uncovered += [(type(module).__name__, slash_path((*module_path, n))) for n in names]
+      uncovered += [f"{slash_path((*path, n))} ({type(module).__name__})" for n in names]
+    if found is None or not names:
       continue
-    scored += _probe_module(module, module_path, names, found, settings)
+    stock, _ = nnx.split(found.stock(module))
+    label, own = slash_path(path), []
+    for where in ((*path, name) for name in names):
+      own.append(_probe(module, where, found, views[slash_path(where)], spec, num_sets, reduced))
+    module.ghost_info = TwinInfo(label, stock, tuple(own), num_examples, num_positions, num_val, linked.get(label))
+    module.__class__ = _twin_class(type(module), found)
+    scored += own
   if uncovered:
-    raise ValueError(_uncovered_message(uncovered))
-  _check_rank(spec, scored)
+    raise ValueError(
+      f"no scoring rule covers {', '.join(uncovered)}. Ways out: register one with @ghost.rule(LayerType), name the "
+      "paths in ghost_exclude (GhostEngine: exclude=), or use ghost_schedule=forward_mode (GhostEngine: engine='jvp'), "
+      f"which needs no rules. Layers with rules: {', '.join(rules.layer_types())}"
+    )
+  if spec.rank and not any(p.low_rank for p in scored):
+    matrices = [p.parameter.matrix_shape(p.shape) for p in scored if p.parameter.rows]
+    useful = max((i * o // (2 * (i + o)) for i, o in matrices), default=0)
+    raise ValueError(
+      f"ghost_rank={spec.rank} saves nothing on any parameter of this model: use at most {useful}, or 0 for exact "
+      "scores"
+    )
   twin_graphdef, _, probes, _, _ = nnx.split(twin, nnx.Param, GhostProbe, GhostDirection, ...)
-  return Twin(
-    graphdef=twin_graphdef,
-    scored=tuple(sorted(scored, key=lambda s: s.label)),
-    excluded=tuple(sorted(excluded)),
-    spec=spec,
-    num_sets=num_sets,
-    probe_template=probes,
-    parameters=parameters(model),
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-  num_examples: int
-  num_positions: int | None
-  num_sets: int
-  spec: DirectionSpec
-  num_val: int
-  linked: dict[str, SecondUse]
+  ordered = tuple(sorted(scored, key=lambda param: param.label))
+  return Twin(twin_graphdef, ordered, tuple(sorted(excluded)), spec, num_sets, probes, views)
 
 
 def parameters(model: nnx.Module) -> dict[str, Parameter]:
@@ -197,9 +149,8 @@ def parameters(model: nnx.Module) -> dict[str, Parameter]:
   for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)):
     label, module, name = slash_path(path), modules.get(path[:-1]), str(path[-1])
     rule = None if module is None else rules.find(module)
-    found[label] = Parameter(label)
-    if module is not None and rule is not None:
-      found[label] = Parameter(label, rule.rows(module, name), rule.groups(module, name))
+    view = (0, 0) if rule is None else (rule.rows(module, name), rule.groups(module, name))
+    found[label] = Parameter(label, *view)
   return found
 
 
@@ -232,58 +183,21 @@ def excluded_labels(labels: list[str], patterns: tuple[str, ...]) -> set[str]:
   return left_out
 
 
-def _uncovered_message(uncovered) -> str:
-  lines = ", ".join(f"{label} ({kind})" for kind, label in uncovered)
-  return (
-    f"no scoring rule covers {lines}. Ways out: register one with @ghost.rule(LayerType), name the paths in "
-    "ghost_exclude (GhostEngine: exclude=), or use ghost_schedule=forward_mode (GhostEngine: engine='jvp'), which "
-    f"needs no rules. Layers with rules: {', '.join(rules.layer_types())}"
-  )
-
-
-def _check_rank(spec: DirectionSpec, scored: list[ScoredParam]) -> None:
-  if spec.rank and not any(p.spec.low_rank for p in scored):
-    matrices = [p.spec.parameter.matrix_shape(p.shape) for p in scored if p.spec.parameter.rows]
-    useful = max((i * o // (2 * (i + o)) for i, o in matrices), default=0)
-    raise ValueError(
-      f"ghost_rank={spec.rank} saves nothing on any parameter of this model: use at most {useful}, or 0 for exact "
-      f"scores"
-    )
-
-
-def _probe_module(module, path, names, found, settings: _Settings) -> list[ScoredParam]:
-  stock, _ = nnx.split(found.stock(module))
-  label = slash_path(path)
-  reduced = (settings.num_examples,) + (() if settings.num_positions is None else (settings.num_positions,))
-  scored = []
-  for name in names:
-    param = getattr(module, name)
-    shape, dtype = param.shape, jnp.promote_types(param.dtype, jnp.float32)
-    split_at = len(shape) - found.rank(module, name)
-    stack, shape = shape[:split_at], shape[split_at:]
-    parameter = Parameter(slash_path((*path, name)), found.rows(module, name), found.groups(module, name))
-    gains = bool(parameter.rows) and low_rank.gains(settings.spec.rank, *parameter.matrix_shape(shape))
-    spec = ParamSpec(parameter, settings.spec, gains)
-    axes = param.get_metadata().get("axes")
-    axes = tuple(axes) if axes is not None and len(axes) == len(stack) + len(shape) else None
-    scored.append(ScoredParam((*path, name), name, stack, shape, spec, axes))
-    probes = {"probe": (*stack, settings.num_sets, *reduced)}
-    if settings.spec.in_backward:
-      probes["facts"] = (*stack, settings.num_sets, 2)
-    for part, probe_shape in probes.items():
-      setattr(module, part_name(name, part), GhostProbe(jax.ShapeDtypeStruct(probe_shape, dtype)))
-    for part, part_shape in spec.part_shapes(stack, settings.num_sets, shape).items():
-      setattr(module, part_name(name, part), GhostDirection(jax.ShapeDtypeStruct(part_shape, dtype)))
-  module.ghost_info = TwinInfo(
-    path=label,
-    stock=stock,
-    scored=tuple((p.name, p.spec) for p in scored),
-    num_examples=settings.num_examples,
-    num_positions=settings.num_positions,
-    num_val=settings.num_val,
-    linked=settings.linked.get(label),
-  )
-  module.__class__ = _twin_class(type(module), found)
+def _probe(
+  module, path: tuple, found: rules.Rule, view: Parameter, spec: DirectionSpec, num_sets: int, reduced: tuple[int, ...]
+) -> ScoredParam:
+  """Adds the probe and the direction of a Param to its module. reduced: axes of a score, [n] or [n, T]."""
+  param = getattr(module, path[-1])
+  depth, dtype = param.ndim - found.rank(module, path[-1]), jnp.promote_types(param.dtype, jnp.float32)
+  axes = param.get_metadata().get("axes")
+  axes = tuple(axes) if axes is not None and len(axes) == param.ndim else None
+  scored = ScoredParam(path, param.shape[:depth], param.shape[depth:], view, spec, axes)
+  probes = {"probe": (*scored.stack_shape, num_sets, *reduced)}
+  if spec.in_backward:
+    probes["facts"] = (*scored.stack_shape, num_sets, 2)
+  for kind, shapes in ((GhostProbe, probes), (GhostDirection, scored.part_shapes(num_sets))):
+    for part, shape in shapes.items():
+      setattr(module, part_name(scored.name, part), kind(jax.ShapeDtypeStruct(shape, dtype)))
   return scored
 
 
@@ -295,3 +209,91 @@ def _twin_class(layer_type: type, found: rules.Rule) -> type:
     return lambda self, *args, **kwargs: probed_call(self, found, method, args, kwargs)
 
   return type(f"Probed{layer_type.__name__}", (layer_type,), {m: probed_method(m) for m in found.methods})
+
+
+def prepare_twin(
+  model,
+  batch,
+  loss_fn: Callable,
+  *,
+  num_sets: int,
+  num_positions: int | None,
+  spec: DirectionSpec,
+  exclude: tuple[str, ...] = (),
+  schedule: str = "two_pass",
+  num_val: int = 0,
+) -> Twin:
+  """Builds the twin for batches of this shape.
+
+  A direction may need the whole gradient of a parameter (AdamW's, or a schedule other than two_pass). Then an abstract
+  trace finds tables that are used twice, and these are linked (`probed`).
+
+  Args:
+    batch: arrays or shapes with the example axis first.
+    num_val: validation rows that schedule 'concat' appends to the batch.
+
+  Raises: ValueError as `attach`; for a layer that does not keep the example axis first, or is called several times
+    where its direction needs the whole gradient; and for unscored parameters with schedule 'concat'.
+  """
+  num_examples = jax.tree.leaves(batch)[0].shape[0]
+  num_val = num_val if schedule == "concat" else 0
+  sizes = {"num_examples": num_examples, "num_positions": num_positions, "num_sets": num_sets, "num_val": num_val}
+  attached = functools.partial(attach, model, spec=spec, exclude=exclude, **sizes)
+  twin = attached()
+  if schedule == "concat" and twin.excluded:
+    raise ValueError(
+      f"ghost_schedule=concat cannot leave {', '.join(twin.excluded)} unscored: only a scored layer keeps the "
+      f"validation rows out of its training gradient. Use two_pass or reverse_scan, or an empty ghost_exclude"
+    )
+  rows = num_examples + num_val
+  used = _calls(twin, model, loss_fn, batch, rows)
+  try:  # twice the rows, which a mesh divides if it divides the rows
+    used_doubled = _calls(twin, model, loss_fn, batch, 2 * rows)
+  except Exception as error:
+    raise ValueError(
+      f"the loss works for {rows} rows, but not for {2 * rows}, which is how layers are checked for a leading batch "
+      f"axis: let model and loss take any number of rows ({error})"
+    ) from error
+  shapes, doubled = ({(use.path, use.method): use.shape for use in uses} for uses in (used, used_doubled))
+  for (path, method), shape in shapes.items():
+    if not shape or doubled[path, method][:1] != (2 * shape[0],):
+      raise ValueError(
+        f"{path}.{method} returns {shape} for a batch of {rows}: its leading axis is not the batch. Broadcast its "
+        f"input to the batch, or name its parameters in ghost_exclude"
+      )
+  if not spec.in_backward and schedule == "two_pass":
+    return twin
+  by_layer: dict[int, list[probed.Use]] = {}
+  for use in used:
+    by_layer.setdefault(id(use.layer), []).append(use)
+  # A table may have one lookup and one other use.
+  often = {
+    uses[0].path: len(uses)
+    for uses in by_layer.values()
+    if len(uses) > 1 and sorted(use.is_second for use in uses) != [False, True]
+  }
+  if often:
+    where = ", ".join(f"{path} ({count} calls)" for path, count in often.items())
+    raise ValueError(
+      f"{where}: ghost_direction={spec.rule.direction} with ghost_schedule={schedule} needs the whole gradient of a "
+      f"parameter at one call. Use ghost_direction=sgd with two_pass, or name the paths in ghost_exclude"
+    )
+  looked_up = {use.path for use in used if not use.is_second}
+  linked = {
+    use.path: SecondUse(use.method, use.argument_shapes[0], use.static)
+    for use in used
+    if use.is_second and use.path in looked_up
+  }
+  return attached(linked=linked) if linked else twin
+
+
+def _calls(twin: Twin, model: nnx.Module, loss_fn: Callable, batch, rows: int) -> list[probed.Use]:
+  """The probed calls in one abstract evaluation of the loss, for a batch of so many rows."""
+
+  def loss(params, rest, batch):
+    return loss_fn(twin.merge(params, twin.zero_probes(), twin.blank_directions(), rest), batch)
+
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+  with probed.record() as used:
+    jax.eval_shape(loss, *split(model), shapes)
+  return used

@@ -1,18 +1,38 @@
-"""The parts of a parameter's direction, and its formation where the weight gradient is known.
+"""The direction of each scored parameter: its parts, and its formation where the weight gradient is known.
 
 K validation sets, r rank; a parameter has any shape, its matrix view is [I, O]. `G` is the validation gradient, `u` the
 direction in use.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from maxghost.ghost import low_rank
-from maxghost.optimizers import Parameter, Sgd, UpdateRule
+from maxghost.optimizers import Parameter, RuleState, Sgd, UpdateRule
+from maxghost.parallel import constrain, constrain_factor
+
+
+class GhostProbe(nnx.Variable):
+  """Zeros of shape [*stack, K, n] or [*stack, K, n, T], float32 or wider. Its gradient IS the score.
+
+  stack: the layer axes of a stacked module; K validation sets; n examples; T positions. Only the probed twin has
+  probes and directions, never the user's model, the optimizer state, a checkpoint or a parameter count.
+  """
+
+
+class GhostDirection(nnx.Variable):
+  """A direction [*stack, K, *parameter] against which gradients are scored, or an array from which it is formed."""
+
+
+def part_name(name: str, part: str) -> str:
+  """Attribute of the twin that holds a part of parameter `name`'s direction, or its probe."""
+  return f"ghost_{name}_{part}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,51 +58,132 @@ class DirectionSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class ParamSpec:
-  """How one parameter's direction is stored and formed."""
+class ScoredParam:
+  """One scored parameter, and how its direction is stored and formed.
 
+  path: of the Param. shape: of one unstacked layer. axes: logical axes with those of the stack; None if the Param has
+  none.
+  """
+
+  path: tuple
+  stack_shape: tuple[int, ...]
+  shape: tuple[int, ...]
   parameter: Parameter
-  direction: DirectionSpec
-  low_rank: bool
+  spec: DirectionSpec
+  axes: tuple[str, ...] | None = None
 
   @property
   def label(self) -> str:
     return self.parameter.label
 
   @property
+  def name(self) -> str:
+    return self.path[-1]
+
+  @property
+  def low_rank(self) -> bool:
+    """Whether the direction has factors."""
+    view = self.parameter
+    return bool(view.rows) and low_rank.gains(self.spec.rank, *view.matrix_shape(self.shape))
+
+  @property
   def parts(self) -> tuple[str, ...]:
     """Names of the arrays that form the direction, in order."""
-    if self.direction.in_backward:
-      return ("gradient", *self.direction.rule.reads(self.parameter), "scalars")
+    if self.spec.in_backward:
+      return ("gradient", *self.spec.rule.reads(self.parameter), "scalars")
     return ("left", "right") if self.low_rank else ("gradient",)
 
-  def part_shapes(self, stack: tuple[int, ...], num_sets: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Shape of each part. shape: of the unstacked parameter."""
-    gradient = {"gradient": (*stack, num_sets, *shape)}
-    if self.direction.in_backward:
-      rule = self.direction.rule
-      kept = rule.state_shapes(jax.ShapeDtypeStruct(shape, jnp.float32))
+  def part_shapes(self, num_sets: int) -> dict[str, tuple[int, ...]]:
+    """Shape of each part."""
+    stack, rule = self.stack_shape, self.spec.rule
+    gradient = {"gradient": (*stack, num_sets, *self.shape)}
+    if self.spec.in_backward:
+      kept = rule.state_shapes(jax.ShapeDtypeStruct(self.shape, jnp.float32))
       read = {name: (*stack, *kept[name].shape) for name in rule.reads(self.parameter)}
       return gradient | read | {"scalars": (*stack, rule.num_scalars)}
     if not self.low_rank:
       return gradient
-    inputs, outputs = self.parameter.matrix_shape(shape)
-    sets, rank = (*stack, num_sets, *shape[: self.parameter.groups]), self.direction.rank
+    inputs, outputs = self.parameter.matrix_shape(self.shape)
+    sets, rank = (*stack, num_sets, *self.shape[: self.parameter.groups]), self.spec.rank
     return {"left": (*sets, inputs, rank), "right": (*sets, rank, outputs)}
 
-  def factor(self, u, batch_axes: int):
-    """`low_rank.factor` of u [*batch, *parameter]: left, right, and captured [*batch]."""
-    u = self.parameter.matrices(u, batch_axes)
-    return low_rank.factor(u, self.direction.rank, self.label, self.parameter.groups)
+  def part_path(self, part: str) -> tuple:
+    return (*self.path[:-1], part_name(self.name, part))
 
-  def factor_for(self, weight_gradient, weighting, u_K):
-    """`low_rank.factor_for` of u_K [K, *parameter] and g [*parameter]; weighting: of the `optimizers.Response`."""
-    g, u_K = self.parameter.matrices(weight_gradient, 0), self.parameter.matrices(u_K, 1)
-    if weighting is None:
-      weights = (jnp.ones(g.shape[:-1], u_K.dtype), jnp.ones((*g.shape[:-2], g.shape[-1]), u_K.dtype))
+  def inside(self, prefix: tuple) -> "ScoredParam":
+    """The parameter of one layer, with the same label. prefix: path of the stacked layers."""
+    axes = None if self.axes is None else self.axes[len(self.stack_shape) :]
+    return dataclasses.replace(self, path=self.path[len(prefix) :], stack_shape=(), axes=axes)
+
+  def placed(self, direction):
+    """Shards a whole direction [*stack, K, *parameter] as its parameter."""
+    if self.axes is None:
+      return direction
+    depth = len(self.stack_shape)
+    return constrain(direction, (*self.axes[:depth], None, *self.axes[depth:]), f"direction of {self.label}")
+
+  def placed_factor(self, part: str, factor):
+    """Shards a factor along its groups, and along I or O.
+
+    factor: the part 'left' [*stack, K, *groups, I, r] or 'right' [*stack, K, *groups, r, O] of a direction.
+    """
+    if self.axes is None:
+      return factor
+    depth, parameter = len(self.stack_shape), self.parameter
+    inputs = depth + parameter.groups
+    place, dim = (inputs, factor.ndim - 2) if part == "left" else (inputs + parameter.rows, factor.ndim - 1)
+    shape = (*self.stack_shape, *self.shape)
+    groups = {depth + 1 + i: depth + i for i in range(parameter.groups)}
+    return constrain_factor(factor, dim, self.axes, shape, place, f"direction of {self.label}, {part}", groups)
+
+  def factors(self, u):
+    """`low_rank.factor` of a direction [*stack, K, *parameter]: left, right, and captured [*stack, K]."""
+    axis, view = len(self.stack_shape), self.parameter
+
+    def factor(u, batch_axes: int = 1):
+      return low_rank.factor(view.matrices(u, batch_axes), self.spec.rank, self.label, view.groups)
+
+    if view.groups:
+      # Layer by layer: sums over the mesh hold a whole side of each matrix, of all experts at once.
+      run: Callable = factor
+      for _ in self.stack_shape:
+        run = functools.partial(jax.lax.map, run)
+      return run(u)
+    return tuple(jnp.moveaxis(x, 0, axis) for x in factor(jnp.moveaxis(u, axis, 0), axis + 1))
+
+
+def direction_parts(scored: Sequence[ScoredParam], gradients: list[dict], state: RuleState | None = None, scalars=None):
+  """({label: parts}, {label: captured [*stack, K]}) from K dicts {label: G}.
+
+  Directions with a rank are factored here, unless they are formed in the backward pass, which needs the optimizer's
+  state. scalars: of the rule and this state, if they are known already.
+  """
+  parts, captured = {}, {}
+  for param in scored:
+    rule, axis = param.spec.rule, len(param.stack_shape)
+    if state is not None and scalars is None:
+      scalars = rule.scalars(state.count, state.clip_factor)
+    # The sets are stacked first: often they are slices of one array, which then need not be copied.
+    stacked = param.placed(jnp.moveaxis(jnp.stack([g[param.label] for g in gradients]), 0, axis))
+    if param.spec.in_backward:
+      assert state is not None and scalars is not None
+      kept = (state.arrays[name][param.label] for name in rule.reads(param.parameter))
+      parts[param.label] = (stacked, *kept, jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape)))
+    elif param.low_rank:
+      left, right, captured[param.label] = param.factors(stacked)
+      parts[param.label] = (left, right)
     else:
-      weights = low_rank.rank_one_root(1 / jnp.square(self.parameter.matrices(weighting, 0)))
-    return low_rank.factor_for(g, weights, u_K, self.direction.rank, self.label, self.parameter.groups)
+      parts[param.label] = (stacked,)
+  return parts, captured
+
+
+def direction_state(scored: Sequence[ScoredParam], parts: dict) -> nnx.State:
+  """The GhostDirection State from {label: tuple of arrays}, in the order of `ScoredParam.parts`."""
+  flat = {}
+  for param in scored:
+    for name, array in zip(param.parts, parts[param.label], strict=True):
+      flat[param.part_path(name)] = GhostDirection(array)
+  return nnx.from_flat_state(flat)
 
 
 @jax.tree_util.register_dataclass
@@ -95,29 +196,35 @@ class Direction:
   right: Any = None
 
 
-def form(param: ParamSpec, parts: Sequence, weight_gradient) -> tuple[Direction, jax.Array | None]:
-  """Returns (u, facts) from the parts and this step's weight gradient g [*parameter].
+def form(param: ScoredParam, parts: Sequence, weight_gradient) -> tuple[Direction, jax.Array | None]:
+  """Returns (u, facts) from the parts of one layer and this step's weight gradient g [*parameter].
 
   facts [K, 2], for a direction formed in the backward pass, else None: the share of |u|² that its factors capture (1
   without factors), in the norm weighted by the gradient's spread, and <g, u>. The factors suit products with gradients
   like g.
   """
-  if not param.direction.in_backward:
+  if not param.spec.in_backward:
     return (Direction(None, *parts) if param.low_rank else Direction(parts[0])), None
   gradient, *arrays, scalars = parts
-  rule = param.direction.rule
+  rule = param.spec.rule
   arrays = dict(zip(rule.reads(param.parameter), arrays, strict=True))
-  response = rule.response(param.parameter, weight_gradient, arrays, scalars)
+  view = param.parameter
+  response = rule.response(view, weight_gradient, arrays, scalars)
   u_K = response.transpose(gradient)
   if not param.low_rank:
     direction, captured = Direction(u_K), jnp.ones(u_K.shape[0], u_K.dtype)
   else:
-    left, right, captured = param.factor_for(weight_gradient, response.weighting(), u_K)
+    weighting, g, u_K = response.weighting(), view.matrices(weight_gradient, 0), view.matrices(u_K, 1)
+    if weighting is None:
+      weights = (jnp.ones(g.shape[:-1], u_K.dtype), jnp.ones((*g.shape[:-2], g.shape[-1]), u_K.dtype))
+    else:
+      weights = low_rank.rank_one_root(1 / jnp.square(view.matrices(weighting, 0)))
+    left, right, captured = low_rank.factor_for(g, weights, u_K, param.spec.rank, param.label, view.groups)
     direction = Direction(None, left, right)
   return direction, jnp.stack([captured, along(param, direction, weight_gradient)], axis=-1)
 
 
-def along(param: ParamSpec, direction: Direction, weight_gradient):
+def along(param: ScoredParam, direction: Direction, weight_gradient):
   """<g, u> of each set, [K], in float32 or wider."""
   g = weight_gradient.astype(jnp.promote_types(weight_gradient.dtype, jnp.float32))
   if direction.full is not None:

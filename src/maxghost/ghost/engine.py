@@ -5,7 +5,6 @@ K validation sets, n examples, T positions.
 
 import collections
 import dataclasses
-import difflib
 import types
 from collections.abc import Callable, Sequence
 
@@ -14,13 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config import plugins
+from maxghost.config.errors import did_you_mean
 from maxghost.config.schema import Config
 from maxghost.ghost import schedules
-from maxghost.ghost.attach import excluded_labels, parameters, split
+from maxghost.ghost.attach import excluded_labels, parameters, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
-from maxghost.ghost.prepare import prepare_twin
-from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Update
-from maxghost.objectives import create
+from maxghost.ghost.schedules import Model, Problem, Scored, Settings
+from maxghost.ghost.schedules.passes import total
+from maxghost.objectives import as_objective, create
 from maxghost.optimizers import AdamState, RuleState, direction_rule
 
 MAX_COMPILED = 16  # programs that a GhostEngine keeps
@@ -111,25 +111,25 @@ class GhostEngine:
     Args:
       model: is not changed.
       train_batch, val_batch: pytrees of arrays with the example axis first; a list or tuple of val batches: K sets.
-      loss_fn: loss_fn(model, batch) -> (losses, weights), each [n] or [n, T]; by default next-token cross-entropy on
-        MaxText-style batches.
+      loss_fn: loss_fn(model, batch) -> (losses, weights), each [n] or [n, T], or losses alone, whose weights are 1; by
+        default next-token cross-entropy on MaxText-style batches.
       state: the optimizer's before this step, such as AdamState, for directions that depend on the optimizer.
       delta: for direction 'second_order', the step's update of the parameters as a State.
 
-    Raises: ValueError for a validation batch that is empty or without weight, and for a missing or needless state or
-      delta.
+    Raises: ValueError for a validation batch that is empty or without weight, for a loss function that returns anything
+      else, and for a missing or needless state or delta.
     """
     loss_fn = loss_fn or self.default_loss
     many = isinstance(val_batch, (list, tuple))
     val_batches = tuple(val_batch) if many else (val_batch,)
     state = state.rule_state() if isinstance(state, AdamState) else state
     self._check_inputs(val_batches, state, delta)
-    graphdef, _, _ = nnx.split(model, nnx.Param, ...)
-    params, rest = split(model)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     identity, held = _identity(loss_fn)
-    key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches))
+    key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many)
     if key not in self._compiled:
-      self._compiled[key] = self._compile(model, graphdef, loss_fn, train_batch, val_batches), held
+      program = self._compile(model, graphdef, as_objective(loss_fn), train_batch, val_batches, many)
+      self._compiled[key] = program, held
     self._compiled.move_to_end(key)
     while len(self._compiled) > MAX_COMPILED:
       self._compiled.popitem(last=False)
@@ -138,7 +138,7 @@ class GhostEngine:
       raise ValueError(
         f"validation loss is {result.val_loss}: a validation batch needs tokens that count, finite losses"
       )
-    return result if many else _squeeze(result)
+    return result
 
   def _check_inputs(self, val_batches, state, delta) -> None:
     if not val_batches or any(jax.tree.leaves(b)[0].shape[0] == 0 for b in val_batches):
@@ -168,7 +168,7 @@ class GhostEngine:
     """The name in `schedules.SCHEDULES`."""
     return self.schedule if self.engine == "graddotprod" else plugins.ENGINES[self.engine]
 
-  def _compile(self, model, graphdef, loss_fn, train_batch, val_batches):
+  def _compile(self, model, graphdef, loss_fn, train_batch, val_batches, many: bool = True):
     twin, views = None, parameters(model)
     if self.engine == "graddotprod":
       leading = jax.tree.leaves(train_batch)[0].shape
@@ -204,34 +204,38 @@ class GhostEngine:
         rule=self.spec.rule,
         state=state,
         second_order=self.second_order,
-        update=lambda grads: Update(state, delta),
+        update=lambda grads: (state, delta),
         settings=Settings(segment_lengths=self.segment_lengths, remat_policy=self.remat_policy),
       )
-      return self._result(problem, schedules.score(problem))
+      return self._result(problem, schedules.score(problem), many)
 
     return jax.jit(run)
 
-  def _result(self, problem: Problem, scored: Scored) -> GhostResult:
+  def _result(self, problem: Problem, scored: Scored, many: bool) -> GhostResult:
     twin, out = problem.twin, scored.passed
     with_positions = scored.additive.ndim > 2
     per_param, additive = out.scores, scored.additive
     if with_positions and twin is not None:
       per_param = {label: v.sum(-1) for label, v in per_param.items()}
-      additive = schedules.total(twin, per_param)
+      additive = total(twin, per_param)
     elif with_positions:
       additive = additive.sum(-1)
     weights = out.weights.reshape(out.weights.shape[0], -1).sum(-1)
     share = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
     per_share = jnp.where(share > 0, 1 / jnp.where(share > 0, share, 1), 0)
+
+    def by_set(x, axis: int = 0):
+      return x if many else x.squeeze(axis)
+
     return GhostResult(
-      dot=additive * per_share,
-      additive=additive,
-      per_param={label: v * per_share for label, v in per_param.items()},
-      per_position=scored.additive if self.per_position and with_positions else None,
+      dot=by_set(additive * per_share),
+      additive=by_set(additive),
+      per_param={label: by_set(v * per_share, v.ndim - 2) for label, v in per_param.items()},
+      per_position=by_set(scored.additive) if self.per_position and with_positions else None,
       grads=out.grads,
       loss=out.loss,
-      val_loss=scored.val_loss,
-      captured=scored.captured,
+      val_loss=by_set(scored.val_loss),
+      captured={label: by_set(v, -1) for label, v in scored.captured.items()},
     )
 
 
@@ -244,9 +248,7 @@ def _known(name: str, value: str, choices: Sequence[str]) -> str:
   """Returns `value` if it is one of `choices`; else raises ValueError with the nearest one."""
   if value in choices:
     return value
-  near = difflib.get_close_matches(value, choices, n=1, cutoff=0.3)
-  hint = f"; did you mean {near[0]}?" if near else ""
-  raise ValueError(f"{name}={value}: use one of {', '.join(choices)}{hint}")
+  raise ValueError(f"{name}={value}: use one of {', '.join(choices)}{did_you_mean(value, choices)}")
 
 
 def _identity(function: Callable):
@@ -265,16 +267,3 @@ def _identity(function: Callable):
 def _shapes(batch):
   leaves, tree = jax.tree.flatten(batch)
   return tree, tuple((x.shape, jnp.result_type(x)) for x in leaves)
-
-
-def _squeeze(result: GhostResult) -> GhostResult:
-  """Drops the validation-set axis of a result with one set."""
-  return dataclasses.replace(
-    result,
-    dot=result.dot[0],
-    additive=result.additive[0],
-    per_param={label: v.squeeze(v.ndim - 2) for label, v in result.per_param.items()},
-    per_position=None if result.per_position is None else result.per_position[0],
-    val_loss=result.val_loss[0],
-    captured={label: v.squeeze(-1) for label, v in result.captured.items()},
-  )

@@ -77,19 +77,19 @@ def used(scored_params, grads: dict, parts: dict, facts: dict):
   """<g, u> over the scored parameters, [K], from the whole gradient or from facts (see `directions.form`)."""
   total = 0.0
   for param in scored_params:
-    if param.spec.direction.in_backward:
+    if param.spec.in_backward:
       total = total + facts[param.label][..., 1].reshape(-1, facts[param.label].shape[-2]).sum(0)
       continue
     if len(param.stack_shape) > 1:
       raise ValueError(f"{param.label} is stacked {len(param.stack_shape)} times; one layer axis is supported")
 
-    def one(arrays, spec=param.spec):
+    def one(arrays, param=param):
       g, *arrays = arrays
-      direction, _ = directions.form(spec, arrays, g)
-      return directions.along(spec, direction, g)
+      direction, _ = directions.form(param, arrays, g)
+      return directions.along(param, direction, g)
 
     arrays = (grads[param.label], *parts[param.label])
-    if param.stack_shape and param.spec.parameter.groups:
+    if param.stack_shape and param.parameter.groups:
       # Layer by layer, because a device needs the whole factors of all its experts.
       value = jax.lax.map(one, arrays).sum(0)
     else:

@@ -61,8 +61,7 @@ class GhostEngineManager:
     self._writer = Writer(output_dir, names, period=save_every, objective="custom", direction=direction)
     self._writer.folder = self.output_dir
     self._batch, self._ids, self._result = None, None, None
-    self._attached = True
-    self._first_step: int | None = None
+    self._attached, self._started = True, False
     self._unsaved: int | None = None  # last step logged since save_metrics was called
 
   def attach_train_batch(self, batch, ids=None) -> None:
@@ -71,31 +70,28 @@ class GhostEngineManager:
     ids: one per example, under which the log sums its scores: numbers, texts or (domain, path, offset). Without ids
     every example of every step is separate.
     """
-    self._need(self._attached, "attach_train_batch", "reattach_after_evaluation() comes first")
+    _need(self._attached, "attach_train_batch", "reattach_after_evaluation() comes first")
     count = jax.tree.leaves(batch)[0].shape[0]
+    if np.isscalar(ids) or getattr(ids, "ndim", 1) == 0:
+      raise ValueError(f"ids={ids!r} is one value for {count} examples: give one id per example")
     if ids is not None and len(ids) != count:
       raise ValueError(f"{len(ids)} ids for {count} examples: give one id per example")
     self._batch, self._ids = batch, ids
 
   def prepare_forward_input(self):
     """Returns the attached batch; unlike in a hook-based engine, nothing has to be appended to it."""
-    self._need(self._batch is not None, "prepare_forward_input", "attach_train_batch(batch) comes first")
-    return self._batch
+    return _need(self._batch, "prepare_forward_input", "attach_train_batch(batch) comes first")
 
   def prepare_gradients(self, state: RuleState | AdamState | None = None, delta: nnx.State | None = None) -> nnx.State:
     """Scores the attached batch and returns the gradient of its loss, for `optimizer.update(model, grads)`."""
-    self._need(self._batch is not None, "prepare_gradients", "attach_train_batch(batch) comes first")
-    self._result = self.engine.score(
-      self.model, self._batch, self.val_batch, loss_fn=self.loss_fn, state=state, delta=delta
-    )
+    batch = _need(self._batch, "prepare_gradients", "attach_train_batch(batch) comes first")
+    self._result = self.engine.score(self.model, batch, self.val_batch, loss_fn=self.loss_fn, state=state, delta=delta)
     return self._result.grads
 
   @property
   def result(self) -> GhostResult:
     """The scores of the last `prepare_gradients`."""
-    self._need(self._result is not None, "result", "prepare_gradients() comes first")
-    assert self._result is not None
-    return self._result
+    return _need(self._result, "result", "prepare_gradients() comes first")
 
   def aggregate_and_log(self, step: int, learning_rate: float = 1.0) -> np.ndarray:
     """Adds the step's scores to the log and returns them: <grad l_i, u>, f32[n] (or [K, n]).
@@ -103,9 +99,12 @@ class GhostEngineManager:
     learning_rate: of the step, for contributions in nats; 1.0 gives nats per unit of learning rate.
     """
     result = self.result
-    if self._first_step is None:
-      self._first_step = step
-      self._drop_later(step)
+    if not self._started:
+      self._started = True
+      files = self.output_dir.iterdir() if self.output_dir.is_dir() else ()
+      if any(name[0] >= step for path in files if (name := parse_shard_name(path.name))):
+        print(f"maxghost: {self.output_dir}: scores from step {step} on are replaced", file=sys.stderr)
+      self._writer.restore({"step": step - 1} if step else None)
     dot_NK, additive_NK = (np.atleast_2d(np.asarray(values)).T for values in (result.dot, result.additive))
     count, largest = len(dot_NK), np.abs(dot_NK).argmax(1)[:, None]
     dot_N, additive_N = (np.take_along_axis(values, largest, 1)[:, 0] for values in (dot_NK, additive_NK))
@@ -132,13 +131,6 @@ class GhostEngineManager:
       return str(domain), str(path), int(offset)
     return ("train", "ids", int(own)) if isinstance(own, (int, np.integer)) else ("train", str(own), 0)
 
-  def _drop_later(self, step: int) -> None:
-    files = self.output_dir.iterdir() if self.output_dir.is_dir() else ()
-    ends = [name[0] for path in files if (name := parse_shard_name(path.name))]
-    if ends and max(ends) >= step:
-      print(f"maxghost: {self.output_dir}: scores from step {step} on are replaced", file=sys.stderr)
-    self._writer.restore({"step": step - 1} if step else None)
-
   def clear_gradients(self) -> None:
     """Forgets the batch and its result; the log stays."""
     self._batch, self._ids, self._result = None, None, None
@@ -151,7 +143,7 @@ class GhostEngineManager:
 
     A file of fewer than `save_every` steps is replaced when these are complete.
     """
-    self._need(self._unsaved == step, "save_metrics", f"aggregate_and_log({step}) comes first")
+    _need(self._unsaved == step, "save_metrics", f"aggregate_and_log({step}) comes first")
     self._writer.flush()
     self._unsaved = None
     return self.output_dir / shard_name(step, 0)
@@ -169,7 +161,9 @@ class GhostEngineManager:
     self._unsaved = None
     self.clear_gradients()
 
-  @staticmethod
-  def _need(condition: bool, method: str, fix: str) -> None:
-    if not condition:
-      raise ValueError(f"{method} called out of order: {fix}")
+
+def _need(found, method: str, fix: str) -> Any:
+  """Returns `found`; raises ValueError if there is nothing."""
+  if found is None or found is False:
+    raise ValueError(f"{method} called out of order: {fix}")
+  return found

@@ -6,6 +6,8 @@ then sums scores over layers, scan steps and tied uses, inside lax.scan and jax.
 K validation sets, n examples, T positions.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 from typing import Any
 
@@ -14,13 +16,39 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxghost.ghost import directions, rules, tied, usage
-from maxghost.ghost.directions import ParamSpec
-from maxghost.ghost.variables import part_name
+from maxghost.ghost import directions, rules
+from maxghost.ghost.directions import ScoredParam, part_name
 from maxghost.models import autodiff
 from maxghost.parallel import constrain
 
 SCORES = (None, "activation_batch", "activation_length")  # logical axes of a score [K, n(, T)]
+
+
+_recorder: contextvars.ContextVar[list | None] = contextvars.ContextVar("maxghost_used", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+  """One call of a probed layer in a trace. layer: the object; each trace of a scan or remat body has its own."""
+
+  layer: Any
+  path: str
+  method: str
+  argument_shapes: tuple
+  shape: tuple
+  static: tuple  # arguments that are not arrays
+  is_second: bool  # the use of a table after its lookup
+
+
+@contextlib.contextmanager
+def record():
+  """Collects a `Use` for every probed call traced inside, in their order."""
+  used: list[Use] = []
+  token = _recorder.set(used)
+  try:
+    yield used
+  finally:
+    _recorder.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +71,7 @@ class TwinInfo:
 
   path: str
   stock: nnx.GraphDef
-  scored: tuple[tuple[str, ParamSpec], ...]
+  scored: tuple[ScoredParam, ...]
   num_examples: int
   num_positions: int | None
   num_val: int = 0
@@ -54,6 +82,10 @@ class TwinInfo:
     """Number of axes of a probe after its sets: 1 for [n], 2 for [n, T]."""
     return 1 if self.num_positions is None else 2
 
+  @property
+  def in_backward(self) -> bool:
+    return self.scored[0].spec.in_backward
+
 
 def probed_call(twin: Any, rule: rules.Rule, method: str, args: tuple, kwargs: dict):
   """Calls `method(*args, **kwargs)` of the layer behind `twin`; the backward pass scores into the twin's probes."""
@@ -61,8 +93,9 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, args: tuple, kwargs: d
   values = {
     name: v[...] for name, v in vars(twin).items() if isinstance(v, nnx.Variable) and not name.startswith("ghost_")
   }
-  parts = {name: tuple(getattr(twin, part_name(name, p))[...] for p in spec.parts) for name, spec in info.scored}
-  probes = {name: _probes(twin, name, spec) for name, spec in info.scored}
+  parts = {p.name: tuple(getattr(twin, part_name(p.name, part))[...] for part in p.parts) for p in info.scored}
+  kinds = ("probe", "facts") if info.in_backward else ("probe",)
+  probes = {p.name: {kind: getattr(twin, part_name(p.name, kind))[...] for kind in kinds} for p in info.scored}
   arrays, static, rebuild = _separate(args, kwargs)
   sweep = rule.sweep(twin, method, static)
   if sweep is not None and info.num_val:
@@ -76,16 +109,11 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, args: tuple, kwargs: d
 
   op = _make_op(twin, rule, method, apply, rebuild, info) if sweep is None else _sweep_op(sweep, info)
   out = op(values, arrays, parts, probes)
-  shapes = tuple(x.shape for x in arrays)
-  usage.note(twin, info.path, method, shapes, out.shape, static, method in rule.second_uses)
+  used = _recorder.get()
+  if used is not None:
+    shapes = tuple(x.shape for x in arrays)
+    used.append(Use(twin, info.path, method, shapes, out.shape, static, method in rule.second_uses))
   return rule.combine(twin, out, *args)
-
-
-def _probes(twin, name: str, spec: ParamSpec) -> dict:
-  probes = {"probe": getattr(twin, part_name(name, "probe"))[...]}
-  if spec.direction.in_backward:
-    probes["facts"] = getattr(twin, part_name(name, "facts"))[...]
-  return probes
 
 
 def _separate(args, kwargs):
@@ -117,7 +145,7 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
     if info.num_val:
       train, gradients, parts = _split_rows(info, apply, values, arrays, cotangent, parts)
       return finish(residuals, gradients, scores_of(values, *train, parts, gradients[0]))
-    if not any(spec.direction.in_backward for _, spec in info.scored):
+    if not info.in_backward:
       # These directions do not depend on the gradient. With the scores first, the cotangent of the layer's input can be
       # formed where it is used.
       scores = scores_of(values, arrays, cotangent, parts, dict.fromkeys(values))
@@ -131,8 +159,9 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
     args, _ = rebuild(arrays)
     call = rules.Call(twin, method, values, args, cotangent, lambda v: apply(v, arrays), info.resolution)
     scores = {}
-    for name, spec in info.scored:
-      direction, facts = directions.form(spec, parts[name], weight_gradients[name])
+    for param in info.scored:
+      name = param.name
+      direction, facts = directions.form(param, parts[name], weight_gradients[name])
       with jax.named_scope("ghost_score"):
         score = constrain(rule.score(call, name, direction), SCORES[: 1 + info.resolution])
       scores[name] = {"probe": score.astype(jnp.promote_types(values[name].dtype, jnp.float32))}
@@ -147,9 +176,10 @@ def _make_op(twin, rule, method, apply, rebuild, info: TwinInfo):
   return op
 
 
-def _sweep_op(sweep: rules.Sweep, info: TwinInfo):
+def _sweep_op(sweep, info: TwinInfo):
   """As `_make_op`, for a method with its own passes."""
-  ((name, spec),) = info.scored
+  (param,) = info.scored
+  name = param.name
 
   @jax.custom_vjp
   def op(values, arrays, parts, probes):
@@ -162,12 +192,12 @@ def _sweep_op(sweep: rules.Sweep, info: TwinInfo):
 
   def backward(saved, cotangent):
     values, arrays, residuals, parts, probes = saved
-    if not spec.direction.in_backward:
-      direction, facts = directions.form(spec, parts[name], values[name])
+    if not info.in_backward:
+      direction, facts = directions.form(param, parts[name], values[name])
       d_value, d_first, score = sweep.backward(values, arrays, residuals, cotangent, direction)
     else:
       d_value, d_first, _ = sweep.backward(values, arrays, residuals, cotangent, None)
-      direction, facts = directions.form(spec, parts[name], d_value)
+      direction, facts = directions.form(param, parts[name], d_value)
       _, _, score = sweep.backward(values, arrays, residuals, cotangent, direction, gradients=False)
     scores = {"probe": score} | ({} if facts is None else {"facts": facts})
     scores = {name: {part: x.astype(probes[name][part].dtype) for part, x in scores.items()}}
@@ -201,10 +231,21 @@ def _split_rows(info: TwinInfo, apply, values, arrays, cotangent, parts):
   return ([x[:n] for x in arrays], cotangent[:n]), (d_values, d_arrays), parts
 
 
+# A table used twice, scored exactly along a direction that is known only at the end of the backward pass.
+#
+# A tied table gets one part of its gradient at the output, where the backward pass begins, and the other at the lookup,
+# where it ends. Adam's direction needs the whole gradient, and the schedules 'reverse_scan' and 'concat' know the whole
+# validation gradient only at the end. So the lookup passes three arrays to the output, the link. Their cotangents carry
+# data back: that of the table is the output's part of the weight gradient, and those of two zeros are *defined* to be
+# the output's input h and cotangent delta (`rules_models` has a smaller pair).
+#
+# D features, V vocabulary.
+
+
 def _linked_call(twin, rule, method, info: TwinInfo, values, arrays, parts, probes):
-  """A call of a table that is used by `__call__` and by one later method; see `tied`."""
+  """A call of a table that is used by `__call__`, and then by one other method."""
   ((name, table),) = values.items()
-  spec, use = dict(info.scored)[name], info.linked
+  use = info.linked
   assert use is not None
   sweep = rule.sweep(twin, use.method, use.static)
 
@@ -217,32 +258,89 @@ def _linked_call(twin, rule, method, info: TwinInfo, values, arrays, parts, prob
     link = tuple(v[...] for v in twin.ghost_link)
     if sweep is not None:
       return sweep.linked_call(arrays, link)
-    return tied.attend(on_table(method), arrays[0], link, info.num_examples if info.num_val else None)
+    return _linked_attend(on_table(method), arrays[0], link, info.num_examples if info.num_val else None)
+  op = _linked_lookup(twin, rule, info, sweep, on_table("__call__"), on_table("attend"))
+  rows, link = op(table, arrays[0], parts[name], probes[name])
+  _check_axes(info, method, rows)
+  twin.ghost_link = nnx.List([nnx.Intermediate(x) for x in link])
+  return rows
 
-  def blank(table, dtype):
-    shape = use.input_shape
+
+def _linked_lookup(twin, rule, info: TwinInfo, sweep, gather, attend):
+  """op(table, ids, parts, probe) -> (the gathered rows, the link). gather(table, ids); attend(table, h)."""
+  (param,), use = info.scored, info.linked
+  assert use is not None
+  train, val = slice(None, info.num_examples), slice(info.num_examples, None)
+
+  def run(table_VD, ids):
+    rows, shape = gather(table_VD, ids), use.input_shape
     if sweep is not None:
-      return sweep.blank_link(shape, dtype)
-    return jnp.zeros(shape, dtype), jnp.zeros((*shape[:-1], table.shape[0]), dtype)
+      return rows, (table_VD, *sweep.blank_link(shape, rows.dtype))
+    return rows, (table_VD, jnp.zeros(shape, rows.dtype), jnp.zeros((*shape[:-1], table_VD.shape[0]), rows.dtype))
 
   @jax.named_scope("ghost_score")
   def score(table, ids, b, carried, weight_gradient, parts):
-    direction, facts = directions.form(spec, parts, weight_gradient)
+    direction, facts = directions.form(param, parts, weight_gradient)
+    values = {param.name: table}
     lookup = rules.Call(twin, "__call__", values, (ids,), b, None, info.resolution)
     if sweep is not None:
       output_score = sweep.linked_score(table, carried, direction)
     else:
       h, delta = carried
       output = rules.Call(twin, use.method, values, (h,), delta, None, info.resolution)
-      output_score = rule.score(output, name, direction)
-    scores = {"probe": constrain(rule.score(lookup, name, direction) + output_score, SCORES[: 1 + info.resolution])}
+      output_score = rule.score(output, param.name, direction)
+    whole = rule.score(lookup, param.name, direction) + output_score
+    scores = {"probe": constrain(whole, SCORES[: 1 + info.resolution])}
     return scores if facts is None else {**scores, "facts": facts}
 
-  table_use = tied.TableUse(on_table("__call__"), on_table("attend"), score, blank, info.num_examples, info.num_val)
-  rows, link = tied.lookup(table_use, arrays[0], table, parts[name], probes[name])
-  _check_axes(info, method, rows)
-  twin.ghost_link = nnx.List([nnx.Intermediate(x) for x in link])
-  return rows
+  @jax.custom_vjp
+  def op(table_VD, ids, parts, probe):
+    return run(table_VD, ids)
+
+  def forward(table_VD, ids, parts, probe):
+    return run(table_VD, ids), (table_VD, ids, parts, probe)
+
+  def backward(residuals, cotangents):
+    table_VD, ids, parts, probe = residuals
+    b, (d_table_out, *carried) = cotangents
+    used = parts
+    if info.num_val:  # the gradient of the validation rows, which come last, replaces parts[0]
+      h, delta = carried
+      _, pull = jax.vjp(lambda table: (gather(table, ids[val]), attend(table, h[val])), table_VD)
+      (gradient,) = pull((b[val], delta[val]))
+      used = (gradient[None].astype(parts[0].dtype), *parts[1:])
+    (d_table_in,) = jax.vjp(lambda table: gather(table, ids[train]), table_VD)[1](b[train])
+    d_table = d_table_in + d_table_out
+    scores = score(table_VD, ids[train], b[train], [array[train] for array in carried], d_table, used)
+    scores = jax.tree.map(lambda s, p: s.astype(p.dtype), scores, probe)
+    return d_table, autodiff.no_cotangent(ids), jax.tree.map(jnp.zeros_like, parts), scores
+
+  op.defvjp(forward, backward)
+  return op
+
+
+def _linked_attend(apply, h, link, num_examples: int | None):
+  """apply(table, h), whose backward pass sends (table gradient, h, output cotangent) along the link.
+
+  num_examples: rows that count in the table gradient; None: all.
+  """
+
+  @jax.custom_vjp
+  def op(h, table_VD, h_link, delta_link):
+    return apply(table_VD, h)
+
+  def forward(h, table_VD, h_link, delta_link):
+    return apply(table_VD, h), (h, table_VD)
+
+  def backward(residuals, delta):
+    h, table_VD = residuals
+    d_table, d_h = jax.vjp(apply, table_VD, h)[1](delta)
+    if num_examples is not None:
+      (d_table,) = jax.vjp(lambda table: apply(table, h[:num_examples]), table_VD)[1](delta[:num_examples])
+    return d_h, d_table, h.astype(link[1].dtype), delta.astype(link[2].dtype)
+
+  op.defvjp(forward, backward)
+  return op(h, *link)
 
 
 def _zero_cotangent(x):

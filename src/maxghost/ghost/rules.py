@@ -8,9 +8,8 @@ tables have cheaper forms.
 K validation sets, n examples, T positions.
 """
 
-import abc
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +24,17 @@ class Rule:
   """How a layer type is probed.
 
   methods: the methods that use the parameters; each is called with arrays whose leading axis is the example axis.
-  second_uses: those that use a table after its lookup, `__call__`.
+  second_uses: those that use a table after its lookup, `__call__`. ranks: {parameter: number of axes in one unstacked
+  layer}; layer types that are stacked need it (or `rank`).
   """
 
   methods: tuple[str, ...] = ("__call__",)
   second_uses: tuple[str, ...] = ()
+  ranks: ClassVar[Mapping[str, int]] = {}
 
   def rank(self, module: Any, name: str) -> int:
-    """Number of axes of parameter `name` in one unstacked layer. Layer types that are stacked must override it."""
-    return getattr(module, name).ndim
+    """Number of axes of parameter `name` in one unstacked layer."""
+    return self.ranks.get(name, getattr(module, name).ndim)
 
   def rows(self, module: Any, name: str) -> int:
     """Number of row axes in the matrix view [I, O] of a parameter; 0 where `score` takes no factors."""
@@ -51,10 +52,10 @@ class Rule:
     """The layer's value, from that of the stock module and of the children."""
     return out
 
-  def sweep(self, twin: Any, method: str, static: tuple) -> "Sweep | None":
-    """Passes of a `method` that computes gradients and scores in one sweep; None: uses its VJP, then `score`.
+  def sweep(self, twin: Any, method: str, static: tuple) -> Any:
+    """The passes of a `method` that computes gradients and scores in one sweep, as `rules_models.TiledSweep`.
 
-    static: the call's arguments that are not arrays.
+    None: uses its VJP, then `score`. static: the call's arguments that are not arrays.
     """
     return None
 
@@ -67,38 +68,6 @@ class Rule:
       return call.reduce(tangent, call.cotangent)
 
     return jnp.stack([one(u) for u in direction.full])
-
-
-class Sweep(abc.ABC):
-  """The passes of a method that works piece by piece and scores each piece while it exists.
-
-  For layers with one parameter. arrays: the call's arguments that are arrays, the differentiated one first.
-  """
-
-  @abc.abstractmethod
-  def forward(self, values: dict, arrays: list) -> tuple[Any, Any]:
-    """(output, residuals)."""
-
-  @abc.abstractmethod
-  def backward(
-    self, values: dict, arrays: list, residuals, cotangent, direction: Direction | None, gradients=True
-  ) -> tuple[Any, Any, Any]:
-    """(gradient of the parameter, of the first array, score [K, *reduced]); None for those not requested."""
-
-  @abc.abstractmethod
-  def blank_link(self, shape: tuple[int, ...], dtype) -> tuple:
-    """Zeros shaped like the arrays that `linked_call`, the second use of a linked table (`tied`), sends to the lookup.
-
-    shape: of the first array. dtype: of the looked-up rows.
-    """
-
-  @abc.abstractmethod
-  def linked_call(self, arrays: list, link: tuple):
-    """The output. link: the table, and `blank_link`, whose cotangents become the `carried` of `linked_score`."""
-
-  @abc.abstractmethod
-  def linked_score(self, table, carried: list, direction: Direction):
-    """The second use's part of the score, from the arrays sent along the link."""
 
 
 class Call:

@@ -4,7 +4,7 @@ K validation sets, n examples, T positions, I inputs and O outputs of a dense la
 """
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -22,28 +22,28 @@ class DenseRule(Rule):
   def score(self, call, name, direction):
     if name != "kernel":
       return super().score(call, name, direction)
-    x, b, count = call.args[0], call.cotangent, self.num_inputs(call.module)
-    dtype = call.module.dtype or jnp.result_type(x, b)
-    x = x.astype(dtype)
-    if direction.full is None:
-      return _factored(call, x, b, direction, count)
-    return jnp.stack([_full(call, x, b, u.astype(dtype), count) for u in direction.full])
+    x, b = call.args[0], call.cotangent
+    x = x.astype(call.module.dtype or jnp.result_type(x, b))
+    return matrix_scores(call, x, b, direction, self.num_inputs(call.module))
 
   def num_inputs(self, module) -> int:
     return 1
 
 
-def _full(call, x, b, u, count: int):
-  """<b, x u>: x [..., *I], b [..., *O], u [*I, *O] with `count` axes in I."""
-  wide, precision = jnp.promote_types(x.dtype, jnp.float32), getattr(call.module, "precision", None)
-  if math.prod(u.shape[count:]) <= math.prod(u.shape[:count]):
-    return call.reduce(dense.contract(x, u, count, precision, wide), b)
-  return call.reduce(dense.contract_transposed(b.astype(x.dtype), u, count, precision, wide), x)
+def matrix_scores(call, x, b, direction, count: int):
+  """<b, x u> for every set: x [..., *I] and b [..., *O], with `count` axes in I.
 
-
-def _factored(call, x, b, direction, count: int):
-  """<x Q, b Rᵀ> for every set: left [K, I, r], right [K, r, O]. Sets share one product with x and one with b."""
+  Factors left [K, I, r] and right [K, r, O] of all sets share one product with x and one with b.
+  """
   wide, precision = jnp.promote_types(x.dtype, jnp.float32), getattr(call.module, "precision", None)
+
+  def along(u):
+    if math.prod(u.shape[count:]) <= math.prod(u.shape[:count]):
+      return call.reduce(dense.contract(x, u, count, precision, wide), b)
+    return call.reduce(dense.contract_transposed(b.astype(x.dtype), u, count, precision, wide), x)
+
+  if direction.full is not None:
+    return jnp.stack([along(u.astype(x.dtype)) for u in direction.full])
   inputs, outputs = x.shape[x.ndim - count :], b.shape[x.ndim - count :]
   left_IKr = jnp.moveaxis(direction.left.astype(x.dtype), 0, 1).reshape(*inputs, *direction.left.shape[::2])
   right_OKr = jnp.moveaxis(direction.right.astype(x.dtype), 2, 0).reshape(*outputs, *direction.right.shape[:2])
@@ -63,8 +63,7 @@ def _reduce_sets(call, x_Kr, b_Kr):
 class LinearRule(DenseRule):
   """`nnx.Linear`: kernel [I, O], bias [O]."""
 
-  def rank(self, module: Any, name):
-    return 2 if name == "kernel" else 1
+  ranks: ClassVar = {"kernel": 2, "bias": 1}
 
 
 @rule(nnx.LinearGeneral)
@@ -89,40 +88,28 @@ class EmbedRule(Rule):
 
   methods = ("__call__", "attend")
   second_uses: tuple[str, ...] = ("attend",)
-
-  def rank(self, module: Any, name):
-    return 2
+  ranks: ClassVar = {"embedding": 2}
 
   def rows(self, module, name):
     return 1
 
   def score(self, call, name, direction):
-    (x,) = call.args
+    (x,), b = call.args, call.cotangent
     if call.method == "attend":  # x = h [..., D], cotangent delta [..., V]: the table is the weight of h Eᵀ
-      dtype = call.module.dtype
-      delta = call.cotangent.astype(dtype)
-      if direction.full is None:
-        return _factored(call, delta, x, direction, 1)
-      return jnp.stack([_full(call, delta, x, u_VD.astype(dtype), 1) for u_VD in direction.full])
-    if direction.full is None:
-      return _factored_lookup(call, x, direction)
-    return jnp.stack([call.reduce(jnp.take(u_VD, x, axis=0), call.cotangent) for u_VD in direction.full])
-
-
-def _factored_lookup(call, ids, direction):
-  """<b, Q[id] R> = <b Rᵀ, Q[id]> for every set: left [K, V, r], right [K, r, D]."""
-  wide = jnp.promote_types(call.cotangent.dtype, jnp.float32)
-  right_DKr = jnp.moveaxis(direction.right.astype(call.cotangent.dtype), 2, 0)
-  b_Kr = dense.contract(call.cotangent, right_DKr, 1, out_dtype=wide)
-  return _reduce_sets(call, jnp.take(jnp.moveaxis(direction.left, 0, 1), ids, axis=0).astype(wide), b_Kr)
+      return matrix_scores(call, b.astype(call.module.dtype), x, direction, 1)
+    if direction.full is not None:
+      return jnp.stack([call.reduce(jnp.take(u_VD, x, axis=0), b) for u_VD in direction.full])
+    # <b, Q[id] R> = <b Rᵀ, Q[id]> for every set: left [K, V, r], right [K, r, D]
+    wide = jnp.promote_types(b.dtype, jnp.float32)
+    b_Kr = dense.contract(b, jnp.moveaxis(direction.right.astype(b.dtype), 2, 0), 1, out_dtype=wide)
+    return _reduce_sets(call, jnp.take(jnp.moveaxis(direction.left, 0, 1), x, axis=0).astype(wide), b_Kr)
 
 
 @rule(nnx.RMSNorm, nnx.LayerNorm, nnx.GroupNorm, nnx.InstanceNorm)
 class NormRule(Rule):
   """Scale and bias over the features, [D]; groups never span examples, so the example axis stays first."""
 
-  def rank(self, module: Any, name):
-    return 1
+  ranks: ClassVar = {"scale": 1, "bias": 1}
 
 
 @rule(nnx.Einsum)
@@ -148,8 +135,7 @@ class LoRARule(Rule):
   A: <b Bᵀ, x u_A>, B: <b, (x A) u_B>, both by the tangent of the branch. Source: Hu et al., arXiv:2106.09685.
   """
 
-  def rank(self, module: Any, name):
-    return 2
+  ranks: ClassVar = {"lora_a": 2, "lora_b": 2}
 
   def stock(self, module: Any):
     branch: Any = nnx.clone(module)

@@ -11,8 +11,9 @@ R directions, n examples, T positions; a parameter's matrix view is [I, O].
 import jax
 import jax.numpy as jnp
 
-from maxghost.ghost import schedules
 from maxghost.ghost.attach import Twin
+from maxghost.ghost.schedules.base import Model
+from maxghost.ghost.schedules.passes import train_pass
 
 
 def random_directions(twin: Twin, key, scale: dict | None = None) -> dict:
@@ -26,12 +27,12 @@ def random_directions(twin: Twin, key, scale: dict | None = None) -> dict:
     own, stack = jax.random.fold_in(key, number), param.stack_shape
     shape = (*stack, *param.shape)
     factor = jnp.ones(shape, jnp.float32) if scale is None else scale[param.label].astype(jnp.float32)
-    if not param.spec.low_rank:
+    if not param.low_rank:
       signs = jax.random.rademacher(own, (*stack, twin.num_sets, *param.shape), jnp.float32)
       parts[param.label] = (signs * jnp.expand_dims(factor, len(stack)),)
       continue
     # With a scale the last axes of both are those of the factors, groups included.
-    view = param.spec.parameter
+    view = param.parameter
     rows_LI, columns_LO = (jnp.expand_dims(x, len(stack)) for x in factored(view.matrices(factor, len(stack))))
     sets = (*stack, twin.num_sets, *param.shape[: view.groups])
     sizes = (*sets, rows_LI.shape[-1], 1), (*sets, 1, columns_LO.shape[-1])
@@ -49,8 +50,10 @@ def sketch_pass(twin: Twin, params, rest, loss_fn, batch, key, num_directions: i
 
   def one(key):
     state = twin.direction_state(random_directions(twin, key, scale))
-    scores = schedules.train_pass(twin, params, rest, loss_fn, batch, state).scores
-    return jnp.concatenate([_blocks(scores[p.label], p) for p in twin.scored])
+    scores = train_pass(Model(twin.graphdef, params, rest), loss_fn, batch, twin, state).scores
+    return jnp.concatenate(
+      [scores[p.label].reshape(-1, *scores[p.label].shape[len(p.stack_shape) + 1 :]) for p in twin.scored]
+    )
 
   return jax.vmap(one, out_axes=1)(jax.random.split(key, num_directions))
 
@@ -71,20 +74,13 @@ def sketch_gradient(twin: Twin, gradient: dict, key, num_directions: int, scale:
 def _along(param, parts, gradient):
   """<gradient, direction> [layers] of one parameter."""
   axis = len(param.stack_shape)
-  if param.spec.low_rank:
+  if param.low_rank:
     left, right = parts
     left_LI, right_LO = (x.squeeze(axis) for x in (left.squeeze(-1), right.squeeze(-2)))
-    product = jnp.einsum("...io,...i,...o->...", param.spec.parameter.matrices(gradient, axis), left_LI, right_LO)
+    product = jnp.einsum("...io,...i,...o->...", param.parameter.matrices(gradient, axis), left_LI, right_LO)
     return product.sum(tuple(range(axis, product.ndim))).reshape(-1)
   signs = parts[0].squeeze(axis)
   return (signs * gradient).sum(tuple(range(axis, gradient.ndim))).reshape(-1)
-
-
-def _blocks(score, param):
-  """[layers, n(, T)] of scores [*stack, 1, n(, T)]."""
-  axis = len(param.stack_shape)
-  score = score.squeeze(axis)
-  return score.reshape(-1, *score.shape[axis:])
 
 
 def factored(scale):

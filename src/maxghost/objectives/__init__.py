@@ -1,9 +1,9 @@
 """Objectives: the loss that a run minimises, and how its tokens form scored examples."""
 
+from maxghost.config import Config, plugins
 from maxghost.objectives.base import Objective, PlainLoss, StagedLoss, as_objective
 from maxghost.objectives.cross_entropy import token_losses
 from maxghost.objectives.next_token import LanguageModelLoss
-from maxghost.objectives.registry import create, register
 from maxghost.objectives.tiled import tiled_losses
 
 __all__ = [
@@ -17,3 +17,19 @@ __all__ = [
   "tiled_losses",
   "token_losses",
 ]
+
+
+def register(objective: type[Objective]) -> type[Objective]:
+  """Registers an objective as objective=<objective.name>; usable as a decorator.
+
+  Raises ValueError for a name that is already taken.
+  """
+  facts = plugins.Objective(objective, objective.schedules, objective.rows_per_unit)
+  plugins.register("objective", objective.name, facts)
+  return objective
+
+
+def create(cfg: Config | None = None) -> Objective:
+  """The objective of a run without dropout; None: that of the default configuration."""
+  cfg = cfg or Config()
+  return plugins.OBJECTIVES[cfg.optimizer.objective].load().of(cfg)

@@ -13,7 +13,7 @@ from maxghost.config import Config
 from maxghost.models.layers import Hidden
 from maxghost.objectives.base import StagedLoss
 from maxghost.objectives.cross_entropy import token_losses
-from maxghost.objectives.tiled import Tiling
+from maxghost.objectives.tiled import Head
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,7 +30,6 @@ class LanguageModelLoss(StagedLoss):
   z_loss_multiplier: float = 0.0
   dropout_key: jax.Array | None = None
   load_balance_loss_weight: float = 0.0
-  layers_path: tuple = ("decoder", "layers")
   num_tiles: int = 1
   tile_axis: str = "tokens"
 
@@ -101,8 +100,8 @@ class LanguageModelLoss(StagedLoss):
   def head(self, model, x: Hidden, batch):
     targets_BT, weights_BT = batch["targets"], self.weights(batch)
     if self.num_tiles > 1:
-      tiling = Tiling(self.num_tiles, self.tile_axis, self.z_loss_multiplier)
-      losses_BT = model.head.losses(x, targets_BT, weights_BT.astype(float), tiling)
+      tiles = Head(self.num_tiles, self.tile_axis, z_loss=self.z_loss_multiplier)
+      losses_BT = model.head.losses(x, targets_BT, weights_BT.astype(float), tiles)
     else:
       losses_BT = token_losses(model.logits(x), targets_BT, self.z_loss_multiplier)
     if self.load_balance_loss_weight and x.routing is not None:

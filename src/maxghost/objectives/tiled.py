@@ -24,29 +24,18 @@ AXES = ("tokens", "vocab")
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-  """Tile settings of an objective; `Head` adds those of the projection."""
-
-  num_tiles: int
-  axis: str = "tokens"
-  z_loss: float = 0.0
-
-  def of(self, *, tied: bool, dtype, precision=None, soft_cap: float | None = None) -> "Head":
-    return Head(self.num_tiles, self.axis, tied, dtype, precision, self.z_loss, soft_cap)
-
-
-@dataclasses.dataclass(frozen=True)
 class Head:
   """A tiled projection. num_tiles: n. axis: 'tokens' (tiles of ceil(T / n) positions of every row) or 'vocab'.
 
   tied: the table is [V, D], else [D, V]. dtype: of the products, as in the untiled layer; losses, log-sum-exp and the
-  sums over tiles are float32 or wider. soft_cap: a logit y becomes soft_cap * tanh(y / soft_cap).
+  sums over tiles are float32 or wider. soft_cap: a logit y becomes soft_cap * tanh(y / soft_cap). An objective sets
+  num_tiles, axis and z_loss; `of` adds the rest, which is the projection's.
   """
 
   num_tiles: int
-  axis: str
-  tied: bool
-  dtype: Any
+  axis: str = "tokens"
+  tied: bool = False
+  dtype: Any = None
   precision: Any = None
   z_loss: float = 0.0
   soft_cap: float | None = None
@@ -54,6 +43,9 @@ class Head:
   def __post_init__(self):
     if self.axis not in AXES:
       raise ValueError(f"vocab_tiling_axis={self.axis}: use one of {', '.join(AXES)}")
+
+  def of(self, *, tied: bool, dtype, precision=None, soft_cap: float | None = None) -> "Head":
+    return dataclasses.replace(self, tied=tied, dtype=dtype, precision=precision, soft_cap=soft_cap)
 
   def __call__(self, x_BTD, w, targets_BT, weights_BT=None):
     """`tiled_losses`; uses the weights on CPU only, where arithmetic costs more than holding a table's gradient."""
@@ -123,69 +115,48 @@ def tiled_losses(head: Head, x_BTD, w, targets_BT, weights_BT=None):
   """
   if autodiff.in_forward_mode():
     return forward(head, x_BTD, w, targets_BT)[0]
-  if weights_BT is None or head.axis != "tokens":
-    return _losses(head, x_BTD, w, targets_BT)
-  return _weighted_losses(head, x_BTD, w, targets_BT, jnp.asarray(weights_BT))
+  return _losses(head, x_BTD, w, targets_BT, weights_BT if head.axis == "tokens" else None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _losses(head: Head, x_BTD, w, targets_BT):
+def _losses(head: Head, x_BTD, w, targets_BT, weights_BT):
   return forward(head, x_BTD, w, targets_BT)[0]
 
 
-def _losses_fwd(head, x_BTD, w, targets_BT):
-  losses_BT, log_sum_BT = forward(head, x_BTD, w, targets_BT)
-  return losses_BT, (x_BTD, w, targets_BT, log_sum_BT)
+def _losses_fwd(head, x_BTD, w, targets_BT, weights_BT):
+  if weights_BT is None:
+    losses_BT, log_sum_BT = forward(head, x_BTD, w, targets_BT)
+    return losses_BT, (x_BTD, w, targets_BT, log_sum_BT, None, None)
+  weights_BT = jnp.asarray(weights_BT)
+  x, table = x_BTD.astype(head.dtype), w.astype(head.dtype)
+  found = _by_tokens(head, x, table, targets_BT, g_BT=weights_BT.astype(head.wide))
+  losses_BT = head.losses(found["log_sum"], found["label"])
+  return losses_BT, (x_BTD, w, targets_BT, found["log_sum"], weights_BT, (found["x"], found["w"]))
 
 
 def _losses_bwd(head, residuals, g_BT):
-  x_BTD, w, targets_BT, log_sum_BT = residuals
-  d_x, d_w, _ = backward(head, x_BTD, w, targets_BT, log_sum_BT, g_BT)
-  return d_x, d_w, autodiff.no_cotangent(targets_BT)
+  x_BTD, w, targets_BT, log_sum_BT, weights_BT, expected = residuals
 
+  def anew():
+    return backward(head, x_BTD, w, targets_BT, log_sum_BT, g_BT)[:2]
 
-_losses.defvjp(_losses_fwd, _losses_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _weighted_losses(head: Head, x_BTD, w, targets_BT, weights_BT):
-  return forward(head, x_BTD, w, targets_BT)[0]
-
-
-def _weighted_losses_fwd(head, x_BTD, w, targets_BT, weights_BT):
-  x, table = x_BTD.astype(head.dtype), w.astype(head.dtype)
-  tiles = _Positions(head, x.shape[1])
-  padded = [tiles.pad(a) for a in (x, targets_BT, weights_BT.astype(head.wide))]
-
-  def tile(d_w, j):
-    x_j, targets, weights = (tiles.cut(a, j) for a in padded)
-    logits = head.logits(x_j, table)
-    log_sum, label = jax.nn.logsumexp(logits, axis=-1), _label(logits, targets)
-    delta = head.cotangent(logits, targets, log_sum, weights)
-    return d_w + head.d_table(x_j, delta), (log_sum, label, head.d_inputs(delta, table))
-
-  d_w, (log_sum_n, label_n, d_x_n) = lax.scan(tile, jnp.zeros(w.shape, head.wide), jnp.arange(tiles.count))
-  log_sum_BT, label_BT = tiles.join(log_sum_n), tiles.join(label_n)
-  losses_BT = head.losses(log_sum_BT, label_BT)
-  return losses_BT, (x_BTD, w, targets_BT, log_sum_BT, weights_BT, tiles.join(d_x_n), d_w)
-
-
-def _weighted_losses_bwd(head, residuals, g_BT):
-  x_BTD, w, targets_BT, log_sum_BT, weights_BT, d_x, d_w = residuals
+  if expected is None:
+    return *anew(), autodiff.no_cotangent(targets_BT), None
   weights, g = weights_BT.astype(head.wide).ravel(), g_BT.astype(head.wide).ravel()
   largest = jnp.argmax(jnp.abs(weights))
   scale = jnp.where(weights[largest] == 0, 0, g[largest] / jnp.where(weights[largest] == 0, 1, weights[largest]))
-  expected = scale * weights
-  as_expected = jnp.all(jnp.abs(g - expected) <= 4 * jnp.finfo(head.wide).eps * jnp.abs(expected))
+  scaled = scale * weights
+  as_expected = jnp.all(jnp.abs(g - scaled) <= 4 * jnp.finfo(head.wide).eps * jnp.abs(scaled))
 
-  def scaled():
+  def rescaled():
+    d_x, d_w = expected
     return (scale * d_x.astype(head.wide)).astype(x_BTD.dtype), (scale * d_w).astype(w.dtype)
 
-  d_x, d_w = lax.cond(as_expected, scaled, lambda: backward(head, x_BTD, w, targets_BT, log_sum_BT, g_BT)[:2])
+  d_x, d_w = lax.cond(as_expected, rescaled, anew)
   return d_x, d_w, autodiff.no_cotangent(targets_BT), jnp.zeros_like(weights_BT)
 
 
-_weighted_losses.defvjp(_weighted_losses_fwd, _weighted_losses_bwd)
+_losses.defvjp(_losses_fwd, _losses_bwd)
 
 
 def _label(logits, targets):
@@ -194,42 +165,50 @@ def _label(logits, targets):
 
 def forward(head: Head, x_BTD, w, targets_BT):
   """(losses, log-sum-exp of the logits), both [B, T] in float32 or wider."""
-  x, w = x_BTD.astype(head.dtype), w.astype(head.dtype)
-  if head.axis == "tokens":
-    tiles = _Positions(head, x.shape[1])
-
-    def tile(_, j):
-      logits = head.logits(tiles.cut(x_padded, j), w)
-      return None, (jax.nn.logsumexp(logits, axis=-1), _label(logits, tiles.cut(targets, j)))
-
-    x_padded, targets = tiles.pad(x), tiles.pad(targets_BT)
-    _, (log_sum_n, label_n) = lax.scan(tile, None, jnp.arange(tiles.count))
-    log_sum_BT, label_BT = tiles.join(log_sum_n), tiles.join(label_n)
-  else:
-    log_sum_BT, label_BT = _forward_vocab(head, x, w, targets_BT)
-  return head.losses(log_sum_BT, label_BT), log_sum_BT
+  over_tiles = _by_tokens if head.axis == "tokens" else _forward_vocab
+  found = over_tiles(head, x_BTD.astype(head.dtype), w.astype(head.dtype), targets_BT)
+  return head.losses(found["log_sum"], found["label"]), found["log_sum"]
 
 
-class _Positions:
-  """Tiles of c = ceil(T / n) positions, the last one padded."""
+def _by_tokens(head, x, w, targets_BT, log_sum_BT=None, g_BT=None, gradients=True, visit=None, extra=None) -> dict:
+  """One pass over tiles of c = ceil(T / n) positions, the last one padded, as a dict.
 
-  def __init__(self, head: Head, length: int):
-    self.length, self.size = length, -(-length // head.num_tiles)
-    self.count = -(-length // self.size)
+  Without log_sum: log_sum and label, of the logits. With the losses' cotangent g: visited, and the gradients x and w.
+  """
+  length = x.shape[1]
+  size = -(-length // head.num_tiles)
+  count = -(-length // size)
 
-  def pad(self, x):
-    padding = self.count * self.size - self.length
+  def padded(x):  # zeros: logits 0, log-sum-exp 0, cotangent 0
+    padding = count * size - length
     return jnp.pad(x, [(0, padding if i == 1 else 0) for i in range(x.ndim)]) if padding else x
 
-  def cut(self, x, j):
-    """Tile j of a padded array [B, n c, ...]."""
-    return lax.dynamic_slice_in_dim(x, j * self.size, self.size, 1)
-
-  def join(self, tiles_n, axis: int = 1):
+  def joined(tiles_n, axis: int):
     """[n, ..., c, ...] with the positions at `axis` of the rest -> [..., T, ...]."""
     x = jnp.moveaxis(tiles_n, 0, axis)
-    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-    return lax.slice_in_dim(x, 0, self.length, axis=axis)
+    return lax.slice_in_dim(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), 0, length, axis=axis)
+
+  whole = {"x": x, "targets": targets_BT, "log_sum": log_sum_BT, "g": g_BT}
+  whole = {name: padded(x) for name, x in whole.items() if x is not None}
+
+  def tile(d_w, j):
+    cut = {name: lax.dynamic_slice_in_dim(x, j * size, size, 1) for name, x in whole.items()}
+    logits, found = head.logits(cut["x"], w), {}
+    if log_sum_BT is None:
+      cut["log_sum"] = jax.nn.logsumexp(logits, axis=-1)
+      found = {"log_sum": cut["log_sum"], "label": _label(logits, cut["targets"])}
+    if g_BT is None:
+      return d_w, found
+    delta = head.cotangent(logits, cut["targets"], cut["log_sum"], cut["g"])
+    if visit is not None:
+      found["visited"] = visit(cut["x"], delta, extra)
+    if gradients:
+      d_w, found["x"] = d_w + head.d_table(cut["x"], delta), head.d_inputs(delta, w)
+    return d_w, found
+
+  init = jnp.zeros(w.shape, head.wide) if gradients and g_BT is not None else None
+  d_w, found = lax.scan(tile, init, jnp.arange(count))
+  return {name: joined(part, 2 if name == "visited" else 1) for name, part in found.items()} | {"w": d_w}
 
 
 def _vocab_logits(head: Head, x, w_j, j, size: int):
@@ -244,7 +223,7 @@ def _targets_in(head: Head, targets, j):
   return jnp.where(targets % head.num_tiles == j, targets // head.num_tiles, -1)
 
 
-def _forward_vocab(head: Head, x, w, targets_BT):
+def _forward_vocab(head: Head, x, w, targets_BT) -> dict:
   size = w.shape[head.vocab_axis]
 
   def block(carry, scanned):
@@ -261,7 +240,25 @@ def _forward_vocab(head: Head, x, w, targets_BT):
   init = (lowest, jnp.zeros_like(lowest), jnp.zeros_like(lowest))
   blocks = (head.split_vocab(w, head.vocab_axis), jnp.arange(head.num_tiles))
   (highest, total, label), _ = lax.scan(block, init, blocks)
-  return highest + jnp.log(total), label
+  return {"log_sum": highest + jnp.log(total), "label": label}
+
+
+def _backward_vocab(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit, extra, table_dtype) -> dict:
+  size = w.shape[head.vocab_axis]
+
+  def block(sums, scanned):
+    w_j, j, extra_j = scanned
+    delta = head.cotangent(_vocab_logits(head, x, w_j, j, size), _targets_in(head, targets_BT, j), log_sum_BT, g_BT)
+    found = {} if visit is None else {"visited": visit(x, delta, extra_j)}
+    if gradients:
+      found["x"] = head.d_inputs(delta, w_j, head.wide)
+    d_w = head.d_table(x, delta).astype(table_dtype) if gradients else None  # is complete, so it needs no wider sum
+    return {name: found[name] if sums is None else sums[name] + found[name] for name in found}, d_w
+
+  blocks = (head.split_vocab(w, head.vocab_axis), jnp.arange(head.num_tiles), extra)
+  shapes, _ = jax.eval_shape(lambda blocks: block(None, jax.tree.map(lambda a: a[0], blocks)), blocks)
+  sums, d_w_n = lax.scan(block, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), blocks)
+  return sums | {"w": head.join_vocab(d_w_n, head.vocab_axis, size) if gradients else None}
 
 
 def backward(
@@ -284,57 +281,8 @@ def backward(
   [n, ...] indexed by tile. gradients: False computes none (both are then None).
   """
   x, table = x_BTD.astype(head.dtype), w.astype(head.dtype)
-  g_BT = g_BT.astype(head.wide)
-  if head.axis == "tokens":
-    d_x, d_w, visited = _backward_tokens(head, x, table, targets_BT, log_sum_BT, g_BT, gradients, visit, extra)
-  else:  # a block's gradient is complete, so it needs no wider sum
-    out = _backward_vocab(head, x, table, targets_BT, log_sum_BT, g_BT, w.dtype if gradients else None, visit, extra)
-    d_x, d_w, visited = out
-  if not gradients or d_x is None or d_w is None:
-    return None, None, visited
-  return d_x.astype(x_BTD.dtype), d_w.astype(w.dtype), visited
-
-
-def _backward_tokens(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit, extra):
-  tiles = _Positions(head, x.shape[1])
-  # Zeros in the last tile's padding: logits 0, log-sum-exp 0, cotangent 0.
-  padded = [tiles.pad(a) for a in (x, targets_BT, log_sum_BT, g_BT)]
-
-  def tile(d_w, j):
-    x_j, targets, log_sum, g = (tiles.cut(a, j) for a in padded)
-    delta = head.cotangent(head.logits(x_j, w), targets, log_sum, g)
-    seen = None if visit is None else visit(x_j, delta, extra)
-    if not gradients:
-      return d_w, (None, seen)
-    return d_w + head.d_table(x_j, delta), (head.d_inputs(delta, w), seen)
-
-  init = jnp.zeros(w.shape, head.wide) if gradients else None
-  d_w, (d_x_n, seen_n) = lax.scan(tile, init, jnp.arange(tiles.count))
-  seen = None if seen_n is None else tiles.join(seen_n, axis=seen_n.ndim - 2)
-  return None if d_x_n is None else tiles.join(d_x_n), d_w, seen
-
-
-def _backward_vocab(head, x, w, targets_BT, log_sum_BT, g_BT, table_dtype, visit, extra):
-  size = w.shape[head.vocab_axis]
-
-  def block(carry, scanned):
-    d_x, seen = carry
-    w_j, j, extra_j = scanned
-    logits = _vocab_logits(head, x, w_j, j, size)
-    delta = head.cotangent(logits, _targets_in(head, targets_BT, j), log_sum_BT, g_BT)
-    if visit is not None:
-      seen = seen + visit(x, delta, extra_j)
-    if table_dtype is None:
-      return (d_x, seen), None
-    return (d_x + head.d_inputs(delta, w_j, head.wide), seen), head.d_table(x, delta).astype(table_dtype)
-
-  blocks = (head.split_vocab(w, head.vocab_axis), jnp.arange(head.num_tiles), extra)
-  seen = None
-  if visit is not None:
-    w_0, _, extra_0 = jax.tree.map(lambda a: a[0], blocks)
-    delta = jax.ShapeDtypeStruct((*targets_BT.shape, w_0.shape[head.vocab_axis]), x.dtype)
-    shape = jax.eval_shape(visit, x, delta, extra_0)
-    seen = jnp.zeros(shape.shape, shape.dtype)
-  init = (None if table_dtype is None else jnp.zeros(x.shape, head.wide), seen)
-  (d_x, seen), d_w_n = lax.scan(block, init, blocks)
-  return d_x, None if d_w_n is None else head.join_vocab(d_w_n, head.vocab_axis, size), seen
+  rows = (x, table, targets_BT, log_sum_BT, g_BT.astype(head.wide), gradients, visit, extra)
+  found = _by_tokens(head, *rows) if head.axis == "tokens" else _backward_vocab(head, *rows, w.dtype)
+  if not gradients:
+    return None, None, found.get("visited")
+  return found["x"].astype(x_BTD.dtype), found["w"].astype(w.dtype), found.get("visited")

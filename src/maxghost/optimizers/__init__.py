@@ -1,17 +1,13 @@
 """Optimizers: update rules (one per file, listed in `config.plugins`), learning rate and clipping."""
 
-import importlib
-from typing import Any
-
 import optax
 
 from maxghost.config import plugins
 from maxghost.config.schema import OptimizerConfig
 from maxghost.optimizers.adamw import AdamState, AdamW
-from maxghost.optimizers.base import Elementwise, Identity, Parameter, Response, RuleState, UpdateRule
-from maxghost.optimizers.clipping import clip, factor_of, scaled
-from maxghost.optimizers.schedules import learning_rate_schedule
+from maxghost.optimizers.base import Elementwise, Identity, Parameter, Response, RuleState, UpdateRule, by_label
 from maxghost.optimizers.sgd import Sgd
+from maxghost.optimizers.step_size import clip, factor_of, learning_rate_schedule, scaled
 
 __all__ = [
   "AdamState",
@@ -23,6 +19,7 @@ __all__ = [
   "RuleState",
   "Sgd",
   "UpdateRule",
+  "by_label",
   "clip",
   "create",
   "direction_rule",
@@ -55,15 +52,7 @@ def facts(rule: type[UpdateRule], target: str | type) -> plugins.Optimizer:
 
 def create(cfg: OptimizerConfig) -> UpdateRule:
   """The configured rule."""
-  return _create(cfg.opt_type, cfg)
-
-
-def _create(name: str, cfg: OptimizerConfig) -> UpdateRule:
-  target: Any = plugins.OPTIMIZERS[name].target
-  if isinstance(target, str):
-    module, _, attribute = target.partition(":")
-    target = getattr(importlib.import_module(module), attribute)
-  return target.from_config(cfg)
+  return plugins.OPTIMIZERS[cfg.opt_type].load().from_config(cfg)
 
 
 def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
@@ -78,10 +67,10 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
     return own
   if direction in ("sgd", "second_order"):
     return Sgd()
-  names = [name for name, optimizer in plugins.OPTIMIZERS.items() if optimizer.direction == direction]
-  if not names:
-    raise ValueError(f"ghost_direction={direction}: use one of {', '.join(plugins.DIRECTIONS)}")
-  return _create(names[0], cfg)
+  for optimizer in plugins.OPTIMIZERS.values():
+    if optimizer.direction == direction:
+      return optimizer.load().from_config(cfg)
+  raise ValueError(f"ghost_direction={direction}: use one of {', '.join(plugins.DIRECTIONS)}")
 
 
 def make_optimizer(cfg: OptimizerConfig, steps: int) -> optax.GradientTransformation:

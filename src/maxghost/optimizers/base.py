@@ -148,10 +148,8 @@ class UpdateRule(abc.ABC):
   def response(self, parameter: Parameter, gradient, arrays: dict[str, Any], scalars) -> Response:
     """P_t of one parameter.
 
-    Args:
-      gradient: this step's gradient [*lead, *parameter], before clipping.
-      arrays: {name: array} for the names of `reads`.
-      scalars: result of `scalars`, [num_scalars].
+    gradient: of this step, [*lead, *parameter], before clipping. arrays: {name: array} for the names of `reads`.
+    scalars: as `scalars` returns them.
     """
 
   def reads(self, parameter: Parameter) -> tuple[str, ...]:
@@ -159,12 +157,7 @@ class UpdateRule(abc.ABC):
     return ()
 
   def scalars(self, count, clip_factor):
-    """The values that P_t derives from the step's number and clipping factor, one float array [num_scalars].
-
-    Args:
-      count: optimizer steps already taken (int).
-      clip_factor: float scalar.
-    """
+    """What P_t derives from the steps already taken (count) and the clipping factor: float[num_scalars]."""
     return jnp.asarray(clip_factor, float)[None]
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
@@ -200,12 +193,12 @@ class UpdateRule(abc.ABC):
     return RuleState(arrays, count, clip_factor)
 
   def state_shapes(self, parameter: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
-    """{name: shape and dtype} of the arrays kept for a parameter of this shape and dtype."""
+    """{name: shape and dtype} of the arrays kept for a parameter."""
     state = jax.eval_shape(self.transformation(optax.constant_schedule(0.0)).init, {"": parameter})
     return {name: optax.tree_utils.tree_get(state, key)[""] for name, key in self.state_keys.items()}
 
   def state_bytes(self, parameter: jax.ShapeDtypeStruct) -> int:
-    """Bytes of the arrays kept for a parameter of this shape and dtype."""
+    """Bytes of the arrays kept for a parameter."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.state_shapes(parameter).values())
 
 

@@ -66,19 +66,20 @@ class LogFile:
   objective = fmt.NEXT_TOKEN
   ledger = fmt.LEDGER
   domains = np.array(["train"])
-  paths = np.array(["batch_idx", "order in the run"])
 
   def __init__(self, path: Path, entries, val_tokens: int | None, scale: float):
     self.path = path
     self.meta: dict = {}
     self.has_tokens = True
     last = int(path.stem.rpartition("_")[2])
+    self._paths = {"batch_idx": 0, "order in the run": 1}
     converted = []
     for i, entry in enumerate(entries):
       if not isinstance(entry, dict):  # early versions logged the bare numbers of consecutive iterations
         entry = {"dot_product": entry, "iter_num": last - len(entries) + 1 + i}
       converted.append(self._convert(entry, val_tokens, scale))
     self._rows = np.concatenate(converted)
+    self.paths = np.array(list(self._paths))
     steps = np.unique(self._rows["step"])
     self.steps = fmt.unmeasured_steps(steps, 1)
     self.num_rows = len(self._rows)
@@ -96,8 +97,13 @@ class LogFile:
     num_val = tokens_N.max() if val_tokens is None or labels is None else val_tokens
     rows = np.zeros(num, fmt.row_dtype(1))
     rows["step"], rows["tokens"], rows["loss"] = step, tokens_N, np.nan
-    rows["path"] = 0 if place is not None else 1
-    rows["offset"] = np.asarray(place).reshape(-1) if place is not None else step * num + np.arange(num)
+    places_N = step * num + np.arange(num) if place is None else np.asarray(place).reshape(-1)
+    path = "order in the run" if place is None else "batch_idx"
+    if len(places_N) == 1 < num:  # the number of a batch, not of its rows
+      path, places_N = f"batch_idx {int(places_N[0])}", np.arange(num)
+    elif len(places_N) != num:
+      raise ValueError(f"iter_num {step} has {num} scores, but a batch_idx of {len(places_N)} entries")
+    rows["path"], rows["offset"] = self._paths.setdefault(path, len(self._paths)), places_N
     total = tokens_N.sum() + num_val
     dot_N = scale * logged_N * total**2 / np.maximum(tokens_N * num_val, 1)
     rows["dot"][:, 0] = dot_N

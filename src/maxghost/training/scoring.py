@@ -14,10 +14,9 @@ from flax import nnx
 from maxghost import optimizers
 from maxghost.config.schema import Config
 from maxghost.ghost import ledger, schedules
-from maxghost.ghost.attach import Twin
+from maxghost.ghost.attach import Twin, prepare_twin
 from maxghost.ghost.engine import direction_spec
-from maxghost.ghost.prepare import prepare_twin
-from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Stored, TrainPass, Update
+from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Stored, TrainPass
 from maxghost.objectives import Objective, create
 from maxghost.optimizers import RuleState, UpdateRule, clip
 from maxghost.parallel.shardings import slash_path
@@ -97,8 +96,8 @@ class Scorer:
 
     return scored.passed, report
 
-  def _update(self, train_state: TrainStateNNX, grads: nnx.State, state: RuleState) -> Update:
-    """The `Update` of this gradient. The train state does not change."""
+  def _update(self, train_state: TrainStateNNX, grads: nnx.State, state: RuleState) -> tuple:
+    """`Problem.update` of this gradient. The train state does not change."""
     _, factor, clipped = clip(grads, self.cfg.optimizer.gradient_clipping_threshold)
     delta = None
     if self.cfg.ghost.ghost_direction == "second_order":
@@ -106,7 +105,7 @@ class Scorer:
       before = jax.tree.map(lambda x: x, nnx.state(copy.model, copy.optimizer.wrt))
       copy.apply_gradients(clipped)
       delta = jax.tree.map(lambda after, start: after - start, nnx.state(copy.model, copy.optimizer.wrt), before)
-    return Update(dataclasses.replace(state, clip_factor=factor), delta)
+    return dataclasses.replace(state, clip_factor=factor), delta
 
   def rule_state(self, train_state: TrainStateNNX) -> RuleState:
     """The optimizer's state with the previous step's clipping factor; this step's needs the whole gradient."""
@@ -118,10 +117,10 @@ class Scorer:
   def columns(self, train_state: TrainStateNNX, params, scored: Scored, learning_rate, clip_factor) -> dict:
     """The ledger's columns, [K] each; empty for schedule concat, which never holds a whole validation gradient."""
     twin, passed, rule = self.twin, scored.passed, self.rule
-    grads, sums = schedules.by_label(passed.grads), scored.sums
+    grads, sums = optimizers.by_label(passed.grads), scored.sums
     if scored.gradients is not None:
       state = dataclasses.replace(self.rule_state(train_state), clip_factor=clip_factor)
-      labels, values = {p.label for p in twin.scored}, schedules.by_label(params)
+      labels, values = {p.label for p in twin.scored}, optimizers.by_label(params)
       sums = ledger.sums(rule, state, twin.parameters, values, grads, scored.gradients, labels)
     if sums is None:
       return {}

@@ -17,12 +17,11 @@ from flax import nnx
 
 from maxghost.config.schema import Config
 from maxghost.ghost import schedules, sketch
-from maxghost.ghost.attach import Twin
+from maxghost.ghost.attach import Twin, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.engine import direction_spec
-from maxghost.ghost.prepare import prepare_twin
-from maxghost.ghost.schedules import Model, Problem, Scored, TrainPass
-from maxghost.optimizers import learning_rate_schedule
+from maxghost.ghost.schedules import Model, Problem, Scored, TrainPass, passes
+from maxghost.optimizers import by_label, learning_rate_schedule
 from maxghost.training import scoring
 from maxghost.training.scoring import Scorer, Slots
 from maxghost.training.state import TrainStateNNX
@@ -156,15 +155,15 @@ class Selector:
     (graphdef, params, rest), rule, state = problem.model, self.scorer.rule, problem.state
     assert state is not None and self.sketch is not None
     views, val_batches = problem.parameters, problem.val_batches
-    scalars, labelled = rule.scalars(state.count, state.clip_factor), schedules.by_label(grads)
+    scalars, labelled = rule.scalars(state.count, state.clip_factor), by_label(grads)
     responses = {name: rule.response(views[name], g, state.of(name), scalars) for name, g in labelled.items()}
     weightings = {name: response.weighting() for name, response in responses.items()}
     scale = {name: jnp.ones_like(labelled[name]) if w is None else w for name, w in weightings.items()}
-    moved = schedules.like(grads, {name: responses[name].apply(g) for name, g in labelled.items()})
+    moved = passes.like(grads, {name: responses[name].apply(g) for name, g in labelled.items()})
 
     def val_loss(p):
       model = nnx.merge(graphdef, p, rest)
-      return sum(schedules.mean_loss(*problem.val_loss(model, rows)) for rows in val_batches) / len(val_batches)
+      return sum(passes.mean_loss(*problem.val_loss(model, rows)) for rows in val_batches) / len(val_batches)
 
     _, curved = jax.jvp(jax.grad(val_loss), (params,), (moved,))
     along = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(curved), strict=True))

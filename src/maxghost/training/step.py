@@ -9,8 +9,7 @@ import optax
 from flax import nnx
 
 from maxghost.config.schema import Config
-from maxghost.ghost import schedules
-from maxghost.ghost.schedules import Model
+from maxghost.ghost.schedules import Model, passes
 from maxghost.models import autodiff
 from maxghost.objectives import Objective, create
 from maxghost.optimizers import clip, factor_of, learning_rate_schedule, scaled
@@ -47,7 +46,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     step_loss = _training_loss(cfg, train_state.step)
     report = None
     if scorer is None:
-      passed = schedules.accumulated_plain(split, step_loss, batch, cfg.optimizer.gradient_accumulation_steps)
+      passed = passes.accumulated(split, step_loss, batch, cfg.optimizer.gradient_accumulation_steps)
     else:
       passed, report = scorer(train_state, split, step_loss, batch, val_batches, num_segments)
     norm, clip_factor, apply = _clipped_update(cfg, passed.grads)
@@ -131,7 +130,7 @@ def make_validation_loss(cfg: Config, graphdef):
 
   def losses(state, val_batches):
     model = nnx.merge(graphdef, state).model
-    return constrain(jnp.stack([schedules.validation_mean(*loss_fn(model, batch)) for batch in val_batches]), (None,))
+    return constrain(jnp.stack([passes.validation_mean(*loss_fn(model, batch)) for batch in val_batches]), (None,))
 
   return losses
 

@@ -7,20 +7,9 @@ To add one, write a module with `run(problem) -> Scored`, and add lines to `SCHE
 from collections.abc import Callable
 
 from maxghost.ghost.schedules import concat, forward_mode, per_example, reverse_scan, two_pass
-from maxghost.ghost.schedules.accumulate import accumulated_plain
-from maxghost.ghost.schedules.base import Model, Problem, Scored, Settings, Stored, TrainPass, Update, Validation
-from maxghost.ghost.schedules.passes import (
-  by_label,
-  direction_parts,
-  like,
-  mean_loss,
-  plain_pass,
-  second_order_gradients,
-  total,
-  train_pass,
-  validation_gradients,
-  validation_mean,
-)
+from maxghost.ghost.schedules.base import Model, Problem, Scored, Settings, Stored, TrainPass, Validation
+
+__all__ = ["Model", "Problem", "Scored", "Settings", "Stored", "TrainPass", "Validation", "score"]
 
 SCHEDULES: dict[str, Callable[[Problem], Scored]] = {
   "two_pass": two_pass.run,
@@ -34,28 +23,3 @@ SCHEDULES: dict[str, Callable[[Problem], Scored]] = {
 def score(problem: Problem) -> Scored:
   """Runs the passes of one scored step. Raises ValueError for a loss or model that the schedule does not support."""
   return SCHEDULES[problem.schedule](problem)
-
-
-__all__ = [
-  "SCHEDULES",
-  "Model",
-  "Problem",
-  "Scored",
-  "Settings",
-  "Stored",
-  "TrainPass",
-  "Update",
-  "Validation",
-  "accumulated_plain",
-  "by_label",
-  "direction_parts",
-  "like",
-  "mean_loss",
-  "plain_pass",
-  "score",
-  "second_order_gradients",
-  "total",
-  "train_pass",
-  "validation_gradients",
-  "validation_mean",
-]

@@ -21,6 +21,10 @@ class Model(NamedTuple):
   params: nnx.State
   rest: nnx.State
 
+  def merge(self, params: nnx.State) -> nnx.Module:
+    """The model with other parameters."""
+    return nnx.merge(self.graphdef, params, self.rest)
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -59,15 +63,6 @@ class Stored:
 
 
 @dataclasses.dataclass(frozen=True)
-class Update:
-  """Results of a step's training gradient. state: the Problem's, with this step's clipping factor. delta: State of the
-  parameters' update, if requested."""
-
-  state: RuleState | None
-  delta: nnx.State | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Problem:
   """One scored step.
 
@@ -78,7 +73,8 @@ class Problem:
   rule: forms directions from the whole training gradient, in schedules without scoring rules and with second_order,
     whose directions are P_tᵀ (G + 1/2 H delta). Otherwise the twin's own rule does.
   state: the optimizer's before the step, with an assumed clipping factor; None if no rule reads it.
-  update: training gradient -> `Update`. validation: known validation gradients, if any.
+  update: training gradient -> (state with this step's clipping factor, State of the parameters' update for
+    second_order). validation: known validation gradients, if any.
   account: the trainer's rule, for the ledger; None: no ledger.
   """
 
@@ -94,7 +90,7 @@ class Problem:
   rule: UpdateRule = dataclasses.field(default_factory=Sgd)
   state: RuleState | None = None
   second_order: bool = False
-  update: Callable[[nnx.State], Update] = lambda grads: Update(None)
+  update: Callable[[nnx.State], tuple[RuleState | None, nnx.State | None]] = lambda grads: (None, None)
   validation: Validation | Stored | None = None
   account: UpdateRule | None = None
   settings: Settings = Settings()
@@ -129,7 +125,7 @@ class Scored:
   gradients: K dicts {label: G}, for `ledger.sums` once this step's clipping factor is known.
   sums: `ledger.sums`, if the schedule computes them, with the assumed clipping factor. If the actual factor differs,
     the columns with P_t, and so the total, deviate accordingly. Without gradients and sums there is no ledger.
-  parts: as `passes.direction_parts`. used: <g, u> [K]; None: `ledger.used` of the parts.
+  parts: as `directions.direction_parts`. used: <g, u> [K]; None: `ledger.used` of the parts.
   """
 
   passed: TrainPass

@@ -6,7 +6,6 @@ A loss function is `loss_fn(model, batch) -> (losses, weights)`: float arrays [n
 K validation sets, n examples, T positions.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.schedules.base import Problem, TrainPass, Update, Validation
+from maxghost.ghost.schedules.base import Model, Problem, TrainPass, Validation
 from maxghost.objectives import as_objective
-from maxghost.optimizers import RuleState, UpdateRule
-from maxghost.optimizers.base import by_label
+from maxghost.optimizers import by_label
 from maxghost.parallel import constrain_state
 from maxghost.parallel.shardings import slash_path
 
@@ -40,23 +38,14 @@ def like(state: nnx.State, labelled: dict) -> nnx.State:
   return nnx.from_flat_state([(path, v.replace(labelled[slash_path(path)])) for path, v in nnx.to_flat_state(state)])
 
 
-def respond(rule: UpdateRule, state: RuleState, parameters: dict, grads: dict, directions: dict) -> dict:
-  """{label: P_tᵀ G} of whole directions, for a known whole gradient."""
-  scalars = rule.scalars(state.count, state.clip_factor)
-  return {
-    label: rule.response(parameters[label], grads[label], state.of(label), scalars).transpose(direction)
-    for label, direction in directions.items()
-  }
-
-
-def validation_gradients(graphdef, params, rest, loss_fn: Callable, batches: tuple):
+def validation_gradients(model: Model, loss_fn: Callable, batches: tuple):
   """(losses [K], one gradient State per validation set): gradients of the mean loss of each validation batch."""
 
   def loss(params, batch):
-    return validation_mean(*loss_fn(nnx.merge(graphdef, params, rest), batch))
+    return validation_mean(*loss_fn(model.merge(params), batch))
 
   with jax.named_scope("ghost_validation"):
-    return _for_each_set(lambda batch: jax.value_and_grad(loss)(params, batch), batches)
+    return _for_each_set(lambda batch: jax.value_and_grad(loss)(model.params, batch), batches)
 
 
 def validation(problem: Problem) -> Validation:
@@ -67,7 +56,7 @@ def validation(problem: Problem) -> Validation:
   batches = problem.val_batches
 
   def fresh() -> Validation:
-    return Validation(*validation_gradients(*problem.model, problem.val_loss, batches))
+    return Validation(*validation_gradients(problem.model, problem.val_loss, batches))
 
   if known is None:
     return fresh()
@@ -85,33 +74,28 @@ def validation(problem: Problem) -> Validation:
   return Validation(losses, jax.tree.unflatten(tree, leaves))
 
 
-def responded(problem: Problem, update: Update, grads: dict, gradients: list[dict]) -> list[dict]:
-  """P_tᵀ G of whole gradients {label: G}, by the problem's rule."""
-  if problem.rule.identity or update.state is None:
-    return gradients
-  return [respond(problem.rule, update.state, problem.parameters, grads, g) for g in gradients]
-
-
 def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.State) -> tuple[list, list]:
-  """([G], [u]) of the validation sets: States G, with second_order those of `curved`, and dicts {label: u}, 0 for
-  parameters that are not scored."""
-  update = problem.update(training_gradient)
+  """([G], [u]) of the validation sets, from their States G and by the problem's rule: dicts {label: array}.
+
+  u = P_tᵀ G, and 0 for parameters that are not scored. With second_order, G is that of `second_order_gradients`.
+  """
+  rule, grads, (state, delta) = problem.rule, by_label(training_gradient), problem.update(training_gradient)
   if problem.second_order:
-    gradients = curved(problem, gradients, update)
+    gradients = second_order_gradients(problem.model, problem.val_loss, problem.val_batches, gradients, delta)
   labelled = [by_label(g) for g in gradients]
-  scored = [{label: g[label] for label in problem.scored} for g in labelled]
-  made = responded(problem, update, by_label(training_gradient), scored)
-  return gradients, [
-    {k: jnp.zeros_like(g) for k, g in whole.items()} | u for whole, u in zip(labelled, made, strict=True)
-  ]
+  scalars = None if state is None else rule.scalars(state.count, state.clip_factor)
+
+  def direction(label: str, gradient):
+    if label not in problem.scored:
+      return jnp.zeros_like(gradient)
+    if rule.identity or state is None:
+      return gradient
+    return rule.response(problem.parameters[label], grads[label], state.of(label), scalars).transpose(gradient)
+
+  return labelled, [{label: direction(label, g) for label, g in whole.items()} for whole in labelled]
 
 
-def curved(problem: Problem, gradients: list, update: Update) -> list:
-  """`second_order_gradients` of the update."""
-  return second_order_gradients(*problem.model, problem.val_loss, problem.val_batches, gradients, update.delta)
-
-
-def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: tuple, gradients: list, delta) -> list:
+def second_order_gradients(model: Model, loss_fn: Callable, batches: tuple, gradients: list, delta) -> list:
   """G + 1/2 H_val delta for each validation set, by one Hessian-vector product (forward over reverse).
 
   gradients: the G's. delta: State of the step's parameter update. In place of G, these make a step's contributions the
@@ -119,10 +103,10 @@ def second_order_gradients(graphdef, params, rest, loss_fn: Callable, batches: t
   """
 
   def loss(params, batch):
-    return mean_loss(*loss_fn(nnx.merge(graphdef, params, rest), batch))
+    return mean_loss(*loss_fn(model.merge(params), batch))
 
   def curvature(batch):
-    return jnp.zeros(()), jax.jvp(lambda p: jax.grad(loss)(p, batch), (params,), (delta,))[1]
+    return jnp.zeros(()), jax.jvp(lambda p: jax.grad(loss)(p, batch), (model.params,), (delta,))[1]
 
   _, along = _for_each_set(curvature, batches)
   return [
@@ -145,46 +129,10 @@ def _for_each_set(function: Callable, batches: tuple):
   return values, [constrain_state(jax.tree.map(lambda x, k=k: x[k], states)) for k in range(len(batches))]
 
 
-def direction_parts(twin: Twin, gradients: list[dict], state: RuleState | None = None):
-  """({label: parts}, {label: captured [*stack, K]}) for `Twin.direction_state` from K dicts {label: gradient}.
-
-  Directions with a rank are factored here, unless they are formed in the backward pass, which needs `state`.
-  """
-  parts, captured = {}, {}
-  rule = twin.spec.rule
-  scalars = None if state is None else rule.scalars(state.count, state.clip_factor)
-  for param in twin.scored:
-    axis = len(param.stack_shape)
-    # The sets are stacked first: often they are slices of one array, which then need not be copied.
-    stacked = param.placed(jnp.moveaxis(jnp.stack([g[param.label] for g in gradients]), 0, axis))
-    if state is not None and scalars is not None and twin.spec.in_backward:
-      kept = state.of(param.label)
-      spread = jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape))
-      parts[param.label] = (stacked, *(kept[name] for name in rule.reads(param.spec.parameter)), spread)
-    elif param.spec.low_rank:
-      left, right, captured[param.label] = _factors(param, stacked)
-      parts[param.label] = (left, right)
-    else:
-      parts[param.label] = (stacked,)
-  return parts, captured
-
-
-def _factors(param, stacked):
-  """(left, right, captured [*stack, K]) of one parameter's directions [*stack, K, *parameter]."""
-  axis = len(param.stack_shape)
-  if param.spec.parameter.groups:
-    # Layer by layer: sums over the mesh hold a whole side of each matrix, of all experts at once.
-    run = functools.partial(param.spec.factor, batch_axes=1)
-    for _ in param.stack_shape:
-      run = functools.partial(jax.lax.map, run)
-    return run(stacked)
-  return tuple(jnp.moveaxis(x, 0, axis) for x in param.spec.factor(jnp.moveaxis(stacked, axis, 0), axis + 1))
-
-
 def captured(twin: Twin, factored: dict, facts: dict) -> dict:
   """{label: captured [*stack, K]}, from `direction_parts` or from the facts of the backward pass."""
   if twin.spec.in_backward and twin.spec.rank:
-    return {p.label: facts[p.label][..., 0] for p in twin.scored if p.spec.low_rank}
+    return {p.label: facts[p.label][..., 0] for p in twin.scored if p.low_rank}
   return factored
 
 
@@ -193,26 +141,68 @@ def total(twin: Twin, scores: dict) -> Any:
   return sum(scores[p.label].sum(tuple(range(len(p.stack_shape)))) for p in twin.scored)
 
 
-def train_pass(twin: Twin, params, rest, loss_fn: Callable, batch, directions: nnx.State) -> TrainPass:
-  """The training gradient of the batch; its backward pass scores every example against `directions`."""
+def train_pass(
+  model: Model, loss_fn: Callable, batch, twin: Twin | None = None, directions: nnx.State | None = None
+) -> TrainPass:
+  """The training gradient of the batch. With a twin, the backward pass scores every example against `directions`."""
+  params, rest = model.params, model.rest
 
   def loss(params, probes):
-    losses, weights, metrics = as_objective(loss_fn).measured(twin.merge(params, probes, directions, rest), batch)
+    built = model.merge(params) if twin is None else twin.merge(params, probes, directions, rest)
+    losses, weights, metrics = as_objective(loss_fn).measured(built, batch)
     return mean_loss(losses, weights), (losses, weights, metrics)
 
+  probes = None if twin is None else twin.zero_probes()
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-  (value, (losses, weights, metrics)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
-  facts = twin.scores_by_label(probe_grads, "facts")
-  grads = constrain_state(grads)
-  return TrainPass(value, losses, weights, grads, twin.scores_by_label(probe_grads), facts, metrics)
+  (value, (losses, weights, metrics)), (grads, probe_grads) = value_and_grad(params, probes)
+  scores, facts = ({}, {}) if twin is None else twin.scores(probe_grads)
+  return TrainPass(value, losses, weights, constrain_state(grads), scores, facts, metrics)
 
 
-def plain_pass(graphdef, params, rest, loss_fn: Callable, batch) -> TrainPass:
-  """The training gradient of the batch, without scores."""
+def accumulated(
+  model: Model, loss_fn: Callable, batch, num_micro: int, twin: Twin | None = None, directions: nnx.State | None = None
+) -> TrainPass:
+  """`train_pass` in micro-batches, weighted exactly. num_micro: M; micro-batch m holds rows m, m + M, m + 2 M, ...
 
-  def loss(params):
-    losses, weights, metrics = as_objective(loss_fn).measured(nnx.merge(graphdef, params, rest), batch)
-    return mean_loss(losses, weights), (losses, weights, metrics)
+  Each micro-batch's mean is weighted by its share of the batch's weight, so that uneven and empty ones count exactly.
+  Gradients are summed in float32 or wider; scores are in the batch's row order. Directions formed in the backward pass
+  use each micro-batch's own gradient.
+  """
 
-  (value, (losses, weights, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(params)
-  return TrainPass(value, losses, weights, constrain_state(grads), {}, {}, metrics)
+  def run(rows) -> TrainPass:
+    return train_pass(model, loss_fn, rows, twin, directions)
+
+  def rows_of(x, axis: int = 0):
+    """[M, ..., rows per micro-batch, ...] with the rows at `axis` of the rest -> the batch's row order."""
+    x = jnp.moveaxis(x, 0, axis + 1)
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+
+  if num_micro == 1:
+    return run(batch)
+  micro = jax.tree.map(lambda x: x.reshape(x.shape[0] // num_micro, num_micro, *x.shape[1:]).swapaxes(0, 1), batch)
+
+  def body(carry, micro_batch):
+    total, grads, means = carry
+    out = run(micro_batch)
+    weight = out.weights.sum()
+    grads = constrain_state(jax.tree.map(lambda a, g: a + weight * g.astype(a.dtype), grads, out.grads))
+    means = jax.tree.map(lambda a, f: a + weight * f, means, (out.facts, out.metrics))
+    scores = jax.tree.map(lambda s: weight * s, out.scores)
+    return (total + weight, grads, means), (out.loss * weight, out.losses, out.weights, scores)
+
+  shapes = jax.eval_shape(run, jax.tree.map(lambda x: x[0], micro))
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes.grads)
+  means = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes.facts, shapes.metrics))
+  init = (jnp.zeros((), shapes.weights.dtype), zeros, means)
+  (total, grads, means), (loss, losses, weights, scores) = jax.lax.scan(body, init, micro)
+  inverse = 1 / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
+  facts, metrics = jax.tree.map(lambda f: f * inverse, means)
+  return TrainPass(
+    loss=loss.sum() * inverse,
+    losses=rows_of(losses),
+    weights=rows_of(weights),
+    grads=jax.tree.map(lambda g, s: (g * inverse).astype(s.dtype), grads, shapes.grads),
+    scores={p.label: rows_of(scores[p.label], len(p.stack_shape) + 1) * inverse for p in (twin.scored if twin else ())},
+    facts=facts,
+    metrics=metrics,
+  )

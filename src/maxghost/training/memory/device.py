@@ -141,7 +141,7 @@ class Device:
 
   def factors(self, param: ScoredParam) -> int:
     """Elements of a parameter's factors on this device; 0 for a whole direction."""
-    shapes = param.spec.part_shapes(param.stack_shape, self.num_sets, param.shape)
+    shapes = param.part_shapes(self.num_sets)
     size, specs = 0, []
     with use(dataclasses.replace(self.layout, record=lambda *entry: specs.append(entry[-1]))):
       for name in set(shapes).intersection(("left", "right")):

@@ -1,91 +1,254 @@
-"""One layer: its VJPs over validation and training rows, and its direction between the two.
+"""The model as seen by the walk: the stacked layers, everything outside of them ("outer"), and the VJPs of one layer.
 
-`layer` everywhere below: the layer's (parameters, rest, index). K validation sets.
+The ledger's sums of a layer are computed here, while its validation gradients exist.
+
+`layer` everywhere below: the layer's (parameters, rest, index). K validation sets, L layers.
 """
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.ghost.saved_vjp import SavedVjp, pull_in_order
-from maxghost.ghost.schedules.reverse_scan import account
-from maxghost.ghost.schedules.reverse_scan.state import Kept, Layers, Walk, parts_of
-from maxghost.ghost.variables import GhostDirection
-from maxghost.models import stack
+from maxghost.ghost import ledger
+from maxghost.ghost.directions import GhostDirection, GhostProbe, direction_parts, direction_state
+from maxghost.ghost.schedules.base import Problem
+from maxghost.models import autodiff, stack, streaming
+from maxghost.objectives import StagedLoss
+from maxghost.optimizers import RuleState, by_label
+from maxghost.parallel.shardings import slash_path
+
+_SMALL = 8  # a saved array this many times smaller than the cotangent is a statistic, not an activation
 
 
-def plain(layers: Layers):
-  """The plain layer, a function of `plain_arguments`."""
+class Pair(NamedTuple):
+  """A value for each validation set, and one for the training rows."""
 
-  def function(params, x, rest, inputs, key):
-    return nnx.merge(layers.graphdef, params, rest)(x, *inputs, key)
-
-  return function
+  val: tuple
+  train: Any
 
 
-def plain_arguments(loss, x, batch, layer) -> tuple:
-  params, rest, index = layer
-  return params, x, rest, loss.layer_inputs(batch), loss.layer_key(index)
+class Kept(NamedTuple):
+  """Input of a layer and residuals of its VJP, kept from the forward pass; None: recomputes the residuals."""
+
+  x: Any
+  saved: list | None = None
 
 
-def probed(layers: Layers):
-  """The twin's layer, a function of `probed_arguments`."""
+class Layers:
+  """A model and its twin, split at the stacked layers.
 
-  def function(params, probes, x, state, rest, inputs, key):
-    return nnx.merge(layers.twin_graphdef, params, probes, state, rest)(x, *inputs, key)
+  prefix: path of the layers. params, rest: of all layers, with a leading layer axis. graphdef, twin_graphdef, probes:
+  of one layer. inner, outer: the scored parameters of one layer, and those outside. state: the optimizer's, with the
+  arrays of the layers that the ledger or the directions read. scalars: of the twin's rule.
+  """
 
-  return function
+  def __init__(self, problem: Problem, prefix: tuple):
+    """Raises ValueError for a model without stacked layers."""
+    assert problem.twin is not None
+    self.problem, self.twin, self.prefix = problem, problem.twin, prefix
+    twin, state, (graphdef, params, rest) = problem.twin, problem.state, problem.model
+    layers = submodule(nnx.merge(graphdef, params, rest), prefix)
+    self.graphdef, self.params, self.rest = nnx.split(layers, nnx.Param, ...)
+    probed = submodule(twin.merge(params, twin.zero_probes(), twin.blank_directions(), rest), prefix)
+    self.twin_graphdef, _, probes, _, _ = nnx.split(probed, nnx.Param, GhostProbe, GhostDirection, ...)
+    self.probes = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), probes)
+    depth = len(prefix)
+    self.outer_params, self.outer_probes = (
+      nnx.from_flat_state({path: v for path, v in nnx.to_flat_state(whole) if path[:depth] != prefix})
+      for whole in (params, twin.zero_probes())
+    )
+    self.inner = tuple(p.inside(prefix) for p in twin.scored if p.path[:depth] == prefix)
+    self.outer = tuple(p for p in twin.scored if p.path[:depth] != prefix)
+    self.scalars = None if state is None else twin.spec.rule.scalars(state.count, state.clip_factor)
+    self.state = state
+    if state is not None:
+      read, start = {name for p in self.inner for name in p.spec.rule.reads(p.parameter)}, f"{slash_path(prefix)}/"
+      arrays = {
+        name: {label: x for label, x in arrays.items() if label.startswith(start)}
+        for name, arrays in state.arrays.items()
+        if problem.account or name in read
+      }
+      self.state = dataclasses.replace(state, arrays=arrays)
+
+  @property
+  def count(self) -> int:
+    """L."""
+    return jax.tree.leaves(self.params)[0].shape[0]
+
+  def stacked(self):
+    """Arguments of a layer, with a leading layer axis: parameters, rest, index."""
+    return self.params, self.rest, jnp.arange(self.count)
+
+  def labelled(self, state: nnx.State) -> dict:
+    """{label in the model: array} of a State of one layer, or of all."""
+    return {f"{slash_path(self.prefix)}/{label}": x for label, x in by_label(state).items()}
+
+  def directions(self, gradients, state: RuleState | None):
+    """`direction_parts` of one layer, from the validation gradients (K States)."""
+    return direction_parts(self.inner, [self.labelled(g) for g in gradients], state, self.scalars)
+
+  def join(self, inner: nnx.State, outer: nnx.State) -> nnx.State:
+    """The State of the whole model from that of the layers and that outside."""
+    flat = {(*self.prefix, *path): v for path, v in nnx.to_flat_state(inner)}
+    return nnx.from_flat_state(flat | dict(nnx.to_flat_state(outer)))
 
 
-def probed_arguments(layers: Layers, x, state: nnx.State, layer) -> tuple:
-  problem, (params, rest, index) = layers.problem, layer
-  inputs, key = problem.loss.layer_inputs(problem.batch), problem.loss.layer_key(index)
-  return params, layers.probes, x, state, rest, inputs, key
+class SavedVjp:
+  """The VJP of `function(*arguments)`, a pytree of arrays, in two halves that may run in different loops.
+
+  `jax.vjp` separates residuals that are arguments (`args_res`) from computed ones (`opaque_residuals`); only the latter
+  must be stored. The backward half gets the arguments again. An argument that the value does not depend on, such as a
+  direction, may then differ from that of the forward half.
+  `forward` must be traced before `backward`; each may be traced several times, with arguments of the same shapes. A
+  jax.checkpoint around `function` decides what is saved.
+  """
+
+  def __init__(self, function: Callable):
+    self._function = function
+    self._pull: Any = None
+
+  def forward(self, *arguments):
+    """(value, saved): `saved` is a list of arrays."""
+    value, self._pull = jax.vjp(self._function, *arguments)
+    return value, self._pull.opaque_residuals
+
+  def backward(self, saved, cotangent, *arguments):
+    """Cotangents of the arguments, from what `forward` saved for the same ones."""
+    return dataclasses.replace(self._pull, args_res=list(arguments), opaque_residuals=saved)(cotangent)
 
 
-def saved_vjp(layers: Layers, function) -> SavedVjp:
-  """A VJP that saves arrays by the remat policy."""
-  return SavedVjp(stack.remat(function, layers.problem.settings.remat_policy))
+def pull_in_order(function: Callable, arguments: tuple, cotangent):
+  """Cotangents of the arguments of `function`, by a backward pass that holds little at a time.
+
+  Equals `jax.vjp(function, *arguments)[1](cotangent)`, inside `autodiff.gradients_in_order`. The statistics of the
+  forward pass (log-sum-exps, inverse norms) are computed before the backward pass starts. Otherwise the TPU compiler
+  would keep their inputs, which may be 100 times as large.
+  """
+  vjp = SavedVjp(function)
+  _, saved = vjp.forward(*arguments)
+  limit = max(x.nbytes for x in jax.tree.leaves(cotangent)) // _SMALL
+  small = [jnp.issubdtype(x.dtype, jnp.floating) and x.nbytes <= limit for x in saved]
+  statistics = [x for x, flag in zip(saved, small, strict=True) if flag]
+  statistics, cotangent = jax.lax.optimization_barrier((statistics, cotangent))
+  ready = iter(statistics)
+  saved = [next(ready) if flag else x for x, flag in zip(saved, small, strict=True)]
+  with autodiff.gradients_in_order():
+    return vjp.backward(saved, cotangent, *arguments)
 
 
-def validation_back(walk: Walk, cotangents: tuple, kept_K: tuple, layer):
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """One batch on its way through the layers. vjp: with a finished forward half; None: layers are recomputed."""
+
+  layers: Layers
+  loss: StagedLoss
+  batch: Any
+  vjp: SavedVjp | None = None
+
+  def arguments(self, x, layer, ghost: tuple = ()) -> tuple:
+    """The arguments of `function`. ghost: the twin's (probes, directions)."""
+    params, rest, index = layer
+    return params, ghost, x, rest, self.loss.layer_inputs(self.batch), self.loss.layer_key(index)
+
+  def saving(self, graphdef: nnx.GraphDef) -> "Rows":
+    """With a VJP that saves arrays by the remat policy."""
+    policy = self.layers.problem.settings.remat_policy
+    return dataclasses.replace(self, vjp=SavedVjp(stack.remat(function(graphdef), policy)))
+
+
+def function(graphdef: nnx.GraphDef):
+  """A layer, plain or probed, as a function of `Rows.arguments`."""
+
+  def run(params, ghost, x, rest, inputs, key):
+    return nnx.merge(graphdef, params, *ghost, rest)(x, *inputs, key)
+
+  return run
+
+
+def validation_back(batches: Pair, cotangents: tuple, kept_K: tuple, layer):
   """(validation gradients, cotangents of the layer's inputs) of each set."""
-  problem, pairs = walk.layers.problem, []
-  for k, (kept, ct, batch) in enumerate(zip(kept_K, cotangents, problem.val_batches, strict=True)):
-    arguments = plain_arguments(problem.val_loss, kept.x, batch, layer)
-    pairs.append(_pulled(plain(walk.layers), walk.vjps.val[k], kept, ct, arguments)[:2])
-  return tuple(g for g, _ in pairs), tuple(ct for _, ct in pairs)
+  gradients, below = [], []
+  for rows, kept, cotangent in zip(batches.val, kept_K, cotangents, strict=True):
+    gradient, _, cotangent, *_ = _pulled(rows.layers.graphdef, rows, kept, cotangent, rows.arguments(kept.x, layer))
+    gradients.append(gradient)
+    below.append(cotangent)
+  return tuple(gradients), tuple(below)
 
 
-def training_back(walk: Walk, cotangent, kept: Kept, gradients: tuple, made, layer):
+def training_back(rows: Rows, cotangent, kept: Kept, gradients: tuple, made, layer):
   """(cotangent of the layer's input, {grads, probes, sums, captured} of the layer).
 
-  made: result of `directions`; None: computes it from the gradients.
+  made: result of `Layers.directions`; None: computes it from the gradients.
   """
-  layers, (params, _, index) = walk.layers, layer
-  arrays = account.layer_arrays(layers, index)
-  parts, captured = made or directions(layers, gradients, arrays)
-  arguments = probed_arguments(layers, kept.x, direction_state(layers, parts), layer)
-  grads, probes, cotangent, *_ = _pulled(probed(layers), walk.vjps.train, kept, cotangent, arguments)
-  late = account.late_arrays(layers, arrays, index, probes)
-  sums = account.layer_sums(layers, params, grads, gradients, late, parts)
+  layers, (params, _, index) = rows.layers, layer
+  state = layer_state(layers, index)
+  parts, captured = made or layers.directions(gradients, state)
+  arguments = rows.arguments(kept.x, layer, (layers.probes, direction_state(layers.inner, parts)))
+  grads, (probes, _), cotangent, *_ = _pulled(layers.twin_graphdef, rows, kept, cotangent, arguments)
+  state = _late_state(layers, state, index, probes)
+  labelled = [layers.labelled(g) for g in gradients]
+  sums = ledger_sums(layers, layers.inner, layers.labelled(params), layers.labelled(grads), labelled, state, parts)
   return cotangent, {"grads": grads, "probes": probes, "sums": sums, "captured": captured}
 
 
-def directions(layers: Layers, gradients: tuple, arrays: dict):
-  """({label inside the layer: parts}, {label: captured [K]}) of one layer."""
-  return parts_of(layers, layers.inner, gradients, arrays)
-
-
-def direction_state(layers: Layers, parts: dict) -> nnx.State:
-  """The GhostDirection State of one layer's twin."""
-  flat = {}
-  for p in layers.inner:
-    for name, array in zip(p.spec.parts, parts[layers.local(p.label)], strict=True):
-      flat[p.part_path(name)[len(layers.prefix) :]] = GhostDirection(array)
-  return nnx.from_flat_state(flat)
-
-
-def _pulled(function, vjp: SavedVjp | None, kept: Kept, cotangent, arguments: tuple):
+def _pulled(graphdef: nnx.GraphDef, rows: Rows, kept: Kept, cotangent, arguments: tuple):
   """Cotangents of the arguments, from the saved arrays of the forward pass, or by a new pass."""
-  if vjp is None or kept.saved is None:
-    return pull_in_order(function, arguments, cotangent)
-  return vjp.backward(kept.saved, cotangent, *arguments)
+  if rows.vjp is None or kept.saved is None:
+    return pull_in_order(function(graphdef), arguments, cotangent)
+  return rows.vjp.backward(kept.saved, cotangent, *arguments)
+
+
+def layer_state(layers: Layers, index) -> RuleState | None:
+  """The optimizer's state of one layer, on the device."""
+  if layers.state is None:
+    return None
+  # Vectors are fetched whole: a TPU cannot cut a single row out of a packed matrix in host memory.
+  cut = lambda x: streaming.fetch(streaming.to_device(x) if x.ndim <= 2 else x, index)  # noqa: E731
+  return dataclasses.replace(layers.state, arrays=jax.tree.map(cut, layers.state.arrays))
+
+
+def _late_state(layers: Layers, state: RuleState | None, index, probes: nnx.State) -> RuleState | None:
+  """`layer_state`, each array cut from the device's stack only after its parameter's probe is computed. Arrays fetched
+  from the host are reused."""
+  if layers.state is None or state is None:
+    return None
+  there = dict(nnx.to_flat_state(probes))
+  place = {p.label: autodiff.after(index, there[p.part_path("probe")]) for p in layers.inner}
+
+  def cut(label: str, x, fetched):
+    return streaming.fetch(x, place[label]) if label in place and not streaming.on_host(x) else fetched
+
+  arrays = {
+    name: {label: cut(label, x, state.arrays[name][label]) for label, x in stacked.items()}
+    for name, stacked in layers.state.arrays.items()
+  }
+  return dataclasses.replace(state, arrays=arrays)
+
+
+def ledger_sums(
+  layers: Layers, scored, params: dict, grads: dict, gradients: list[dict], state: RuleState | None, parts: dict
+) -> dict:
+  """`ledger.sums` of one layer, or of what is outside the layers; empty without a ledger.
+
+  Also `used`, <g, u> [K] over the scored parameters, unless facts contain it.
+  """
+  rule = layers.problem.account
+  if rule is None or state is None:
+    return {}
+  labels = {p.label for p in scored}
+  found = ledger.sums(rule, state, layers.twin.parameters, params, grads, gradients, labels)
+  return found if layers.twin.spec.in_backward else found | {"used": ledger.used(scored, grads, parts, {})}
+
+
+def submodule(model: nnx.Module, path: tuple) -> nnx.Module:
+  """The module at `path`; raises ValueError if there is none."""
+  node = model
+  for name in path:
+    if not hasattr(node, str(name)):
+      raise ValueError(f"the model has no stacked layers at {slash_path(path)}; set scan_layers=true")
+    node = getattr(node, str(name))
+  return node

@@ -7,62 +7,62 @@ every segment, from which the walk recomputes the layers' inputs. L layers.
 import jax
 import jax.numpy as jnp
 
-from maxghost.ghost.saved_vjp import SavedVjp
 from maxghost.ghost.schedules.reverse_scan import layer as layer_lib
-from maxghost.ghost.schedules.reverse_scan.state import Kept, Layers, Pair, Walk
+from maxghost.ghost.schedules.reverse_scan.layer import Kept, Layers, Pair, Rows
 from maxghost.models import autodiff, segments, streaming
 
 
-def inputs(layers: Layers, loss, x, batch, scanned, segment_lengths: tuple, keep=lambda x: x):
+def inputs(rows: Rows, x, scanned, segment_lengths: tuple, keep=lambda x: x):
   """(inputs of these layers, or of their segments, with a leading axis; output of the last layer).
 
   scanned: `Layers.stacked` of these layers. keep: moves a segment's input to its memory.
   """
+  apply = layer_lib.function(rows.layers.graphdef)
 
-  def output(x, layer):
-    return layer_lib.plain(layers)(*layer_lib.plain_arguments(loss, x, batch, layer))
+  def body(x, layer):
+    return apply(*rows.arguments(x, layer)), None if segment_lengths else Kept(x)
 
   if not segment_lengths:
-    x, kept = jax.lax.scan(lambda x, layer: (output(x, layer), Kept(x)), x, scanned)
+    x, kept = jax.lax.scan(body, x, scanned)
   else:
 
     def through(x, _, segment):
-      out, _ = jax.lax.scan(lambda x, layer: (output(x, layer), None), x, segment)
-      return out, keep(x)
+      return jax.lax.scan(body, x, segment)[0], keep(x)
 
     x, kept = streaming.loop(through, x, None, segments.split(scanned, segment_lengths[0]))
   return kept, x
 
 
-def saving(layers: Layers, vjp: SavedVjp, arguments, x):
-  """(`Kept` of all layers, output of the last). arguments(x, layer): those of `vjp`."""
+def saving(rows: Rows, x, ghost: tuple = ()):
+  """(`Kept` of all layers, output of the last), by the forward half of the rows' VJP. ghost: as in `Rows.arguments`."""
 
   def body(x, layer):
-    value, saved = vjp.forward(*arguments(x, layer))
+    assert rows.vjp is not None
+    value, saved = rows.vjp.forward(*rows.arguments(x, layer, ghost))
     return value, Kept(x, saved)
 
-  x, kept = jax.lax.scan(body, x, layers.stacked())
+  x, kept = jax.lax.scan(body, x, rows.layers.stacked())
   return kept, x
 
 
-def back(walk: Walk, boundaries: Pair, cotangents: Pair, scanned, segment_lengths: tuple):
+def back(batches: Pair, boundaries: Pair, cotangents: Pair, scanned, segment_lengths: tuple):
   """({grads, probes, sums, captured} with a leading layer axis, cotangents of the first layer's inputs).
 
-  boundaries: kept by `inputs` or `saving`. scanned: `Layers.stacked` of these layers.
+  batches: `Rows`. boundaries: kept by `inputs` or `saving`. scanned: `Layers.stacked` of these layers.
   """
   if not segment_lengths:
-    return _layers_back(walk, boundaries, cotangents, scanned)
-  layers, inner = walk.layers, segment_lengths[1:]
+    return _layers_back(batches, boundaries, cotangents, scanned)
+  layers, inner = batches.train.layers, segment_lengths[1:]
   in_turn = not inner and smaller_gradients(layers, boundaries.val, scanned[0])
 
   def segment(cotangents, outside, here):
     x_val, number = outside
     if in_turn:
-      out, cotangents = _segment_back(walk, x_val, boundaries.train, number, cotangents, here)
+      out, cotangents = _segment_back(batches, x_val, boundaries.train, number, cotangents, here)
     else:
       x_train = streaming.fetch(boundaries.train, number)
-      x = Pair(_inputs_K(walk, x_val, here, inner), _train_inputs(walk, x_train, here, inner))
-      out, cotangents = back(walk, x, cotangents, here, inner)
+      x = Pair(_inputs_K(batches, x_val, here, inner), inputs(batches.train, x_train, here, inner)[0])
+      out, cotangents = back(batches, x, cotangents, here, inner)
     return cotangents, out | {"grads": streaming.like(out["grads"], scanned[0])}
 
   stacked = segments.split(scanned, segment_lengths[0])
@@ -84,15 +84,15 @@ def smaller_gradients(layers: Layers, boundaries_K, layer_params) -> bool:
   return layers.twin.num_sets * one(layer_params) < one(boundaries_K)
 
 
-def _layers_back(walk: Walk, boundaries: Pair, cotangents: Pair, scanned):
+def _layers_back(batches: Pair, boundaries: Pair, cotangents: Pair, scanned):
   """`back` layer by layer: first the validation VJPs of a layer, then its training VJP."""
 
   def layer_back(cotangents, scanned):
     x_val, place, layer = scanned
-    gradients, val_cotangents = layer_lib.validation_back(walk, cotangents.val, x_val, layer)
+    gradients, val_cotangents = layer_lib.validation_back(batches, cotangents.val, x_val, layer)
     # Fetched only now; otherwise arrays computed from it would exist together with those above.
     kept = streaming.fetch(boundaries.train, autodiff.after(place, val_cotangents))
-    cotangent, out = layer_lib.training_back(walk, cotangents.train, kept, gradients, None, layer)
+    cotangent, out = layer_lib.training_back(batches.train, cotangents.train, kept, gradients, None, layer)
     return Pair(val_cotangents, cotangent), out
 
   places = jnp.arange(scanned[2].shape[0])
@@ -100,22 +100,22 @@ def _layers_back(walk: Walk, boundaries: Pair, cotangents: Pair, scanned):
   return out, cotangents
 
 
-def _segment_back(walk: Walk, x_val, train_boundaries, number, cotangents: Pair, scanned):
+def _segment_back(batches: Pair, x_val, train_boundaries, number, cotangents: Pair, scanned):
   """`back` for the layers of one segment: first all validation VJPs, then all training VJPs.
 
   Layer inputs then exist for one batch at a time, and validation gradients (or only their factors, if these suffice)
   for all layers of the segment.
   """
-  layers = walk.layers
+  layers = batches.train.layers
   factored = not layers.twin.spec.in_backward and layers.twin.spec.rank
 
   def validation(cts, scanned):
     x_K, layer = scanned
-    gradients, cts = layer_lib.validation_back(walk, cts, x_K, layer)
-    made = layer_lib.directions(layers, gradients, {}) if factored else None
+    gradients, cts = layer_lib.validation_back(batches, cts, x_K, layer)
+    made = layers.directions(gradients, None) if factored else None
     return cts, (() if factored and layers.problem.account is None else gradients, made)
 
-  inputs_K = _inputs_K(walk, x_val, scanned, ())
+  inputs_K = _inputs_K(batches, x_val, scanned, ())
   val_cotangents, kept = jax.lax.scan(
     validation, streaming.to_device(cotangents.val), (inputs_K, scanned), reverse=True
   )
@@ -129,25 +129,18 @@ def _segment_back(walk: Walk, x_val, train_boundaries, number, cotangents: Pair,
     ct, held = state
     place, x, others, made, layer = scanned
     first = jax.tree.map(lambda h: jax.lax.dynamic_index_in_dim(h, place, keepdims=False), held)
-    ct, out = layer_lib.training_back(walk, ct, x, (first, *others) if gradients else (), made, layer)
+    ct, out = layer_lib.training_back(batches.train, ct, x, (first, *others) if gradients else (), made, layer)
     # A layer's training gradient replaces its validation gradient, which has been used.
     grads = out.pop("grads")
     held = jax.tree.map(lambda h, g: jax.lax.dynamic_update_index_in_dim(h, g, place, 0), held, grads)
     return (ct, held), out
 
-  train_inputs = _train_inputs(walk, x_train, scanned, ())
+  train_inputs, _ = inputs(batches.train, x_train, scanned, ())
   outside = (jnp.arange(scanned[2].shape[0]), train_inputs, gradients[1:], directions, scanned)
   (cotangent, held), out = jax.lax.scan(training, (cotangents.train, held), outside, reverse=True)
   return out | {"grads": held}, Pair(val_cotangents, cotangent)
 
 
-def _inputs_K(walk: Walk, x_K, scanned, segment_lengths: tuple) -> tuple:
+def _inputs_K(batches: Pair, x_K, scanned, segment_lengths: tuple) -> tuple:
   """`inputs` of each validation set, without the last output."""
-  problem = walk.layers.problem
-  pairs = zip(x_K, problem.val_batches, strict=True)
-  return tuple(inputs(walk.layers, problem.val_loss, x, b, scanned, segment_lengths)[0] for x, b in pairs)
-
-
-def _train_inputs(walk: Walk, x, scanned, segment_lengths: tuple):
-  problem = walk.layers.problem
-  return inputs(walk.layers, problem.loss, x, problem.batch, scanned, segment_lengths)[0]
+  return tuple(inputs(rows, x, scanned, segment_lengths)[0] for rows, x in zip(batches.val, x_K, strict=True))

@@ -7,22 +7,20 @@ exists at once, and streamed weights are fetched once for both VJPs.
 K validation sets, n examples, L layers.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.ghost.saved_vjp import SavedVjp
+from maxghost.ghost.directions import direction_parts, direction_state
 from maxghost.ghost.schedules.base import Problem, Scored, TrainPass
-from maxghost.ghost.schedules.passes import captured as captured_of
-from maxghost.ghost.schedules.passes import mean_loss, total, validation_mean
-from maxghost.ghost.schedules.reverse_scan import account, layer, segments
-from maxghost.ghost.schedules.reverse_scan.state import Layers, Pair, Walk, join, parts_of, submodule
-from maxghost.ghost.variables import GhostDirection
+from maxghost.ghost.schedules.passes import captured, mean_loss, total, validation_mean
+from maxghost.ghost.schedules.reverse_scan import layer, segments
+from maxghost.ghost.schedules.reverse_scan.layer import Layers, Pair, Rows, submodule
 from maxghost.models.segments import check
 from maxghost.objectives import StagedLoss
+from maxghost.optimizers import by_label
 from maxghost.parallel import constrain_state
 
 
@@ -31,168 +29,136 @@ def run(problem: Problem) -> Scored:
 
   Raises ValueError for a loss without stages or a model without stacked layers.
   """
-  loss, batch, val_batches = problem.loss, problem.batch, problem.val_batches
-  if not isinstance(loss, StagedLoss):
+  loss, val_loss, batch, state = problem.loss, problem.val_loss, problem.batch, problem.state
+  if not isinstance(loss, StagedLoss) or not isinstance(val_loss, StagedLoss):
     raise ValueError(
       "ghost_schedule=reverse_scan needs a StagedLoss (embed, layers, head); use two_pass for other losses"
     )
-  layers = Layers.of(problem)
-  check(layers.count, problem.settings.segment_lengths)
-  vals = [_validation_forward(layers, b) for b in val_batches]
-  val_heads = [_validation_head(layers, val.hidden, b) for val, b in zip(vals, val_batches, strict=True)]
+  layers = Layers(problem, tuple(loss.layers_path))
+  twin, lengths = layers.twin, problem.settings.segment_lengths
+  check(layers.count, lengths)
+  vals = [_validation_forward(Rows(layers, val_loss, b)) for b in problem.val_batches]
+  val_heads = [_validation_head(rows, hidden) for rows, _, hidden in vals]
   head_gradients = [pull(jnp.ones_like(value)) for value, pull in val_heads]
-  train = _train_forward(layers, batch)
-  head = _train_head(layers, batch, train, [g for g, _ in head_gradients])
-  walk = Walk(layers, Pair(tuple(val.vjp for val in vals), train.vjp))
+  train, boundaries, hidden, links = _train_forward(Rows(layers, loss, batch))
+  parts, _ = direction_parts(layers.outer, [by_label(g) for g, _ in head_gradients], state, layers.scalars)
+  value, pull, (losses, weights) = _train_head(train, hidden, links, parts)
+  head_grads, head_probes, cotangent, links = pull(jnp.ones_like(value))
   found, cotangents = segments.back(
-    walk,
-    Pair(tuple(val.boundaries for val in vals), train.boundaries),
-    Pair(tuple(ct for _, ct in head_gradients), head.cotangent),
+    Pair(tuple(rows for rows, _, _ in vals), train),
+    Pair(tuple(kept for _, kept, _ in vals), boundaries),
+    Pair(tuple(ct for _, ct in head_gradients), cotangent),
     layers.stacked(),
-    problem.settings.segment_lengths,
+    lengths,
   )
   outer_gradients = [
-    jax.tree.map(jnp.add, g, _embed_gradient(layers, b, ct))
-    for (g, _), b, ct in zip(head_gradients, val_batches, cotangents.val, strict=True)
+    by_label(jax.tree.map(jnp.add, g, _embed_gradient(rows, ct)))
+    for (g, _), (rows, _, _), ct in zip(head_gradients, vals, cotangents.val, strict=True)
   ]
-  embedded = _train_embed(layers, batch, cotangents.train, head.links, outer_gradients)
-  outer_grads = jax.tree.map(jnp.add, head.grads, embedded[0])
-  probe_grads = join(layers.prefix, found["probes"], jax.tree.map(jnp.add, head.probes, embedded[1]))
-  grads = constrain_state(join(layers.prefix, found["grads"], outer_grads))
-  captured = {f"{layers.label_prefix}{k}": v for k, v in found["captured"].items()} | embedded[2]
-  twin = layers.twin
-  passed = TrainPass(
-    head.loss,
-    head.losses,
-    head.weights,
-    grads,
-    twin.scores_by_label(probe_grads),
-    twin.scores_by_label(probe_grads, "facts"),
-    loss.metrics(train.hidden, batch),
-  )
-  sums = account.whole_sums(layers, found["sums"], outer_grads, outer_gradients)
+  parts, shares = direction_parts(layers.outer, outer_gradients, state, layers.scalars)
+  embed_grads, embed_probes = _train_embed(train, cotangents.train, links, parts)
+  outer_grads = jax.tree.map(jnp.add, head_grads, embed_grads)
+  probe_grads = layers.join(found["probes"], jax.tree.map(jnp.add, head_probes, embed_probes))
+  grads = constrain_state(layers.join(found["grads"], outer_grads))
+  scores, facts = twin.scores(probe_grads)
+  passed = TrainPass(value, losses, weights, grads, scores, facts, loss.metrics(hidden, batch))
+  outer_params = by_label(layers.outer_params)
+  outer = layer.ledger_sums(layers, layers.outer, outer_params, by_label(outer_grads), outer_gradients, state, parts)
+  sums = {name: found["sums"][name].sum(0) + outer[name] for name in outer}
   return Scored(
     passed,
     jnp.stack([value for value, _ in val_heads]),
-    total(twin, passed.scores),
-    captured_of(twin, captured, passed.facts),
-    sums=sums,
-    used=sums["used"] if sums and not twin.spec.in_backward else None,
+    total(twin, scores),
+    captured(twin, found["captured"] | shares, facts),
+    sums=sums or None,
+    used=sums.get("used"),
   )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Forward:
-  """A forward pass up to the head. boundaries: kept inputs of layers or segments. vjp: with a finished forward half."""
-
-  boundaries: Any
-  hidden: jax.Array
-  vjp: SavedVjp | None
-  links: dict
-
-
-@dataclasses.dataclass(frozen=True)
-class _Head:
-  loss: jax.Array
-  losses: jax.Array
-  weights: jax.Array
-  grads: nnx.State
-  probes: nnx.State
-  cotangent: jax.Array
-  links: dict
 
 
 # The plain model, for validation.
 
 
 def _plain(layers: Layers, outer_params: nnx.State) -> nnx.Module:
-  model = layers.problem.model
-  return nnx.merge(model.graphdef, join(layers.prefix, layers.params, outer_params), model.rest)
+  return layers.problem.model.merge(layers.join(layers.params, outer_params))
 
 
-def _validation_forward(layers: Layers, batch) -> _Forward:
-  loss, lengths = layers.problem.val_loss, layers.problem.settings.segment_lengths
-  x = loss.embed(_plain(layers, layers.outer_params), batch)
+def _validation_forward(rows: Rows):
+  """(rows, kept inputs of layers or segments, hidden states for the head)."""
+  layers, lengths = rows.layers, rows.layers.problem.settings.segment_lengths
+  x = rows.loss.embed(_plain(layers, layers.outer_params), rows.batch)
   if lengths:
     keep = lambda x: segments.aside(layers, x)  # noqa: E731
-    boundaries, hidden = segments.inputs(layers, loss, x, batch, layers.stacked(), lengths, keep)
-    return _Forward(boundaries, hidden, None, {})
-  vjp = layer.saved_vjp(layers, layer.plain(layers))
-  boundaries, hidden = segments.saving(layers, vjp, lambda x, one: layer.plain_arguments(loss, x, batch, one), x)
-  return _Forward(boundaries, hidden, vjp, {})
+    return rows, *segments.inputs(rows, x, layers.stacked(), lengths, keep)
+  rows = rows.saving(layers.graphdef)
+  return rows, *segments.saving(rows, x)
 
 
-def _validation_head(layers: Layers, x, batch):
-  loss = layers.problem.val_loss
-  return jax.vjp(lambda p, x: validation_mean(*loss.head(_plain(layers, p), x, batch)), layers.outer_params, x)
+def _validation_head(rows: Rows, x):
+  def head(outer_params, x):
+    return validation_mean(*rows.loss.head(_plain(rows.layers, outer_params), x, rows.batch))
+
+  return jax.vjp(head, rows.layers.outer_params, x)
 
 
-def _embed_gradient(layers: Layers, batch, cotangent) -> nnx.State:
-  _, pull = jax.vjp(lambda p: layers.problem.val_loss.embed(_plain(layers, p), batch), layers.outer_params)
+def _embed_gradient(rows: Rows, cotangent) -> nnx.State:
+  layers = rows.layers
+  _, pull = jax.vjp(lambda p: rows.loss.embed(_plain(layers, p), rows.batch), layers.outer_params)
   return pull(cotangent)[0]
 
 
 # The twin, for training.
 
 
-def _probed(layers: Layers, outer_params: nnx.State, outer_probes: nnx.State, gradients: list):
-  """(twin model, captured), with outer directions formed from K States of outer gradients."""
-  parts, captured = parts_of(layers, layers.outer, gradients, layers.outer_arrays())
+def _probed(layers: Layers, outer_params: nnx.State, outer_probes: nnx.State, parts: dict) -> nnx.Module:
+  """The twin with these parts of the outer directions; those of the layers are blank."""
   twin = layers.twin
-  flat = dict(nnx.to_flat_state(twin.blank_directions()))
-  for p in layers.outer:
-    for name, array in zip(p.spec.parts, parts[p.label], strict=True):
-      flat[p.part_path(name)] = GhostDirection(array)
-  params = join(layers.prefix, layers.params, outer_params)
-  probes = dict(nnx.to_flat_state(twin.zero_probes())) | dict(nnx.to_flat_state(outer_probes))
-  state = nnx.from_flat_state(flat)
-  return twin.merge(params, nnx.from_flat_state(probes), state, layers.problem.model.rest), captured
+  pairs = (twin.zero_probes(), outer_probes), (twin.blank_directions(), direction_state(layers.outer, parts))
+  flat = ((dict(nnx.to_flat_state(blank)), dict(nnx.to_flat_state(own))) for blank, own in pairs)
+  probes, directions = (nnx.from_flat_state(blank | own) for blank, own in flat)
+  return twin.merge(layers.join(layers.params, outer_params), probes, directions, layers.problem.model.rest)
 
 
-def _train_forward(layers: Layers, batch) -> _Forward:
-  loss, lengths = layers.problem.loss, layers.problem.settings.segment_lengths
-  zeros = [jax.tree.map(jnp.zeros_like, layers.outer_params)] * layers.twin.num_sets
-  model, _ = _probed(layers, layers.outer_params, layers.outer_probes, zeros)
-  x = loss.embed(model, batch)
+def _train_forward(rows: Rows):
+  """As `_validation_forward`, with the links of tied tables."""
+  layers, lengths, num_sets = rows.layers, rows.layers.problem.settings.segment_lengths, rows.layers.twin.num_sets
+  # The directions are not known yet; the forward pass does not depend on them.
+  zeros = [by_label(jax.tree.map(jnp.zeros_like, layers.outer_params))] * num_sets
+  parts, _ = direction_parts(layers.outer, zeros, layers.problem.state, layers.scalars)
+  model = _probed(layers, layers.outer_params, layers.outer_probes, parts)
+  x = rows.loss.embed(model, rows.batch)
   links = _links(model)
   if lengths:
-    boundaries, hidden = segments.inputs(layers, loss, x, batch, layers.stacked(), lengths)
-    return _Forward(boundaries, hidden, None, links)
-  # The directions are not known yet; the forward pass does not depend on them.
+    return rows, *segments.inputs(rows, x, layers.stacked(), lengths), links
   one = jax.tree.map(lambda x: x[0], layers.params)
-  gradients = (one,) * layers.twin.num_sets
-  shapes, _ = jax.eval_shape(lambda *a: layer.directions(layers, *a), gradients, account.layer_arrays(layers, 0))
-  blank = layer.direction_state(layers, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes))
-  vjp = layer.saved_vjp(layers, layer.probed(layers))
-  arguments = lambda x, one: layer.probed_arguments(layers, x, blank, one)  # noqa: E731
-  boundaries, hidden = segments.saving(layers, vjp, arguments, x)
-  return _Forward(boundaries, hidden, vjp, links)
+  shapes, _ = jax.eval_shape(layers.directions, (one,) * num_sets, layer.layer_state(layers, 0))
+  blank = direction_state(layers.inner, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes))
+  rows = rows.saving(layers.twin_graphdef)
+  return rows, *segments.saving(rows, x, (layers.probes, blank)), links
 
 
-def _train_head(layers: Layers, batch, train: _Forward, gradients: list) -> _Head:
+def _train_head(rows: Rows, x, links: dict, parts: dict):
+  """`jax.vjp` of the loss in (outer parameters, outer probes, x, links)."""
+
   def head(outer_params, outer_probes, x, links):
-    model, _ = _probed(layers, outer_params, outer_probes, gradients)
-    _set_links(model, links)
-    losses, weights = layers.problem.loss.head(model, x, batch)
+    model = _probed(rows.layers, outer_params, outer_probes, parts)
+    for path, arrays in links.items():
+      node: Any = submodule(model, path)
+      node.ghost_link = nnx.List([nnx.Intermediate(array) for array in arrays])
+    losses, weights = rows.loss.head(model, x, rows.batch)
     return mean_loss(losses, weights), (losses, weights)
 
-  value, pull, (losses, weights) = jax.vjp(
-    head, layers.outer_params, layers.outer_probes, train.hidden, train.links, has_aux=True
-  )
-  grads, probes, cotangent, links = pull(jnp.ones_like(value))
-  return _Head(value, losses, weights, grads, probes, cotangent, links)
+  return jax.vjp(head, rows.layers.outer_params, rows.layers.outer_probes, x, links, has_aux=True)
 
 
-def _train_embed(layers: Layers, batch, cotangent, link_cotangents: dict, gradients: list):
-  """(gradients, probe gradients, captured) of the lookup."""
+def _train_embed(rows: Rows, cotangent, link_cotangents: dict, parts: dict):
+  """(gradients, probe gradients) of the lookup."""
 
   def embed(outer_params, outer_probes):
-    model, captured = _probed(layers, outer_params, outer_probes, gradients)
-    x = layers.problem.loss.embed(model, batch)
-    return (x, _links(model)), captured
+    model = _probed(rows.layers, outer_params, outer_probes, parts)
+    return rows.loss.embed(model, rows.batch), _links(model)
 
-  _, pull, captured = jax.vjp(embed, layers.outer_params, layers.outer_probes, has_aux=True)
-  return (*pull((cotangent, link_cotangents)), captured)
+  _, pull = jax.vjp(embed, rows.layers.outer_params, rows.layers.outer_probes)
+  return pull((cotangent, link_cotangents))
 
 
 def _links(model) -> dict:
@@ -202,9 +168,3 @@ def _links(model) -> dict:
     for path, node in nnx.iter_graph(model)
     if isinstance(node, nnx.Module) and (link := getattr(node, "ghost_link", None)) is not None
   }
-
-
-def _set_links(model, links: dict) -> None:
-  for path, arrays in links.items():
-    node: Any = submodule(model, path)
-    node.ghost_link = nnx.List([nnx.Intermediate(x) for x in arrays])

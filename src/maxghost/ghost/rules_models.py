@@ -1,0 +1,281 @@
+"""Rules for the layer types of `models`: experts, attention sinks and output projections.
+
+K validation sets, n examples, T positions, N = n T tokens, E experts, R rows (tokens sorted by expert, once for each of
+their experts), I inputs and O outputs of an expert's matrix, r rank, H heads, h head width, D features, V vocabulary.
+"""
+
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from maxghost.ghost.directions import Direction
+from maxghost.ghost.rules import Call, Rule, rule
+from maxghost.ghost.rules_flax import EmbedRule, LinearGeneralRule
+from maxghost.models import attention_ops, autodiff, expert_parallel, moe
+from maxghost.models.attention import SelfAttention
+from maxghost.models.grouped_matmul import product, product_transposed
+from maxghost.models.layers import gated
+from maxghost.models.output_head import OutputProjection, TiedTable
+from maxghost.objectives.tiled import Head, backward, forward
+
+
+@rule(moe.RoutedMoe)
+class RoutedMoeRule(Rule):
+  """Expert matrices and biases.
+
+  A row's share of <grad_W loss_i, u> is <g_R, x_R u_e> with e its expert, or <g_R R_eᵀ, x_R Q_e> for factors
+  u_e = Q_e R_e. Rows are mapped back to their tokens. The router is a dense layer with its own rule.
+  """
+
+  methods = ("experts",)
+
+  def rank(self, module: Any, name):
+    return 2 if name.endswith("_bias") else 3
+
+  def rows(self, module, name):
+    return 0 if name.endswith("_bias") else 1
+
+  def groups(self, module, name):
+    return 0 if name.endswith("_bias") else 1
+
+  def stock(self, module: Any):
+    alone: Any = nnx.clone(module)
+    alone.gate = None
+    return alone
+
+  def score(self, call, name, direction):
+    if not call.module.sparse:
+      if direction.left is not None:
+        direction = Direction(jnp.matmul(direction.left, direction.right, precision=jax.lax.Precision.HIGHEST))
+      return super().score(call, name, direction)
+    split = expert_parallel.find(call.module, call.args[0].shape)
+    if "use" not in call.memo:
+      x, index, weight = call.args
+      whole = (call.module, call.values, x, index, weight, call.cotangent)
+      call.memo["use"] = _use(*whole) if split is None else _use_on_mesh(call, split)
+    rows, used = call.memo["use"]
+    x_RI, g_RO = used[name.removesuffix("_bias")]
+    length = call.cotangent.shape[1]
+    if split is None:
+      score_KnT = _token_scores(call.module, name, length, rows, x_RI, g_RO, direction)
+    else:
+      score_KnT = _scores_on_mesh(call.module, name, length, split, (rows, x_RI, g_RO, direction))
+    return score_KnT if call.resolution == 2 else score_KnT.sum(2)
+
+
+def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert=None):
+  """(rows, {matrix: (its input x_RI, the cotangent of its output g_RO)}).
+
+  Repeats the layer's own pass up to the last product, and its backward pass.
+  """
+  rows = moe.Rows.sort(index_nTk, params["wo"].shape[0], first_expert)
+  x_RD = rows.take(x_nTD.reshape(-1, x_nTD.shape[-1])).astype(module.dtype)
+  branches = module.branch_rows(params, x_RD, rows)
+  h_RF, pull = jax.vjp(lambda branches: gated(branches, module.activations, module.limit), branches)
+  weight_R = weight_nTk.reshape(-1)[rows.order_R].astype(h_RF.dtype)
+  g_RD = rows.own(rows.take(b_nTD.reshape(-1, b_nTD.shape[-1]).astype(h_RF.dtype)) * weight_R[:, None])
+  g_RF = product_transposed(g_RD, params["wo"].astype(module.dtype), rows.sizes_E, module.precision)
+  (g_branches,) = pull(rows.own(g_RF))
+  used = {name: (x_RD, g_RF) for name, g_RF in zip(module.branches, g_branches, strict=True)}
+  return rows, used | {"wo": (h_RF, g_RD)}
+
+
+def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, direction: Direction) -> jax.Array:
+  """Scores of one Param by token: [K, n, length].
+
+  Factors left Q [K, E, I, r] and right R [K, E, r, O] of all sets share one product with x and one with g.
+  """
+  wide = jnp.promote_types(g_RO.dtype, jnp.float32)
+
+  def along(u):
+    along_RO = rows.of_expert(u) if name.endswith("_bias") else product(x_RI, u, rows.sizes_E, module.precision)
+    return (rows.own(along_RO).astype(wide) * g_RO.astype(wide)).sum(-1)
+
+  if direction.full is not None:
+    rows_KR = map(along, direction.full.astype(g_RO.dtype))
+  else:
+    sets, experts, inputs, rank = direction.left.shape
+    left_EIq = jnp.moveaxis(direction.left.astype(x_RI.dtype), 0, 2).reshape(experts, inputs, sets * rank)
+    right_EqO = jnp.moveaxis(direction.right.astype(g_RO.dtype), 0, 1).reshape(experts, sets * rank, -1)
+    x_Rq = rows.own(product(x_RI, left_EIq, rows.sizes_E, module.precision, wide))
+    g_Rq = rows.own(product_transposed(g_RO, right_EqO, rows.sizes_E, module.precision, wide))
+    rows_KR = (x_Rq * g_Rq).reshape(-1, sets, rank).sum(-1).T
+  return jnp.stack([rows.sums(row_R).reshape(-1, length) for row_R in rows_KR])
+
+
+# On a mesh each device scores the rows of its own experts, as in `expert_parallel`.
+
+
+def _use_on_mesh(call, split: expert_parallel.Split):
+  module = call.module
+
+  def local(params, x, index, weight, b):
+    x, index, weight, b = split.gather(x, index, weight, b)
+    return _use(module, params, x, index, weight, b, split.first_expert(params))
+
+  whole, wide = PartitionSpec(split.sorted_rows), PartitionSpec(split.sorted_rows, split.width or None)
+  used = {name: (whole, wide) for name in module.branches} | {"wo": (wide, whole)}
+  params = {name: split.param(name) for name in call.values}
+  run = split.map(local, (params, *[split.tokens] * 4), (whole, used))
+  return run(call.values, *call.args, call.cotangent)
+
+
+def _scores_on_mesh(module, name: str, length: int, split: expert_parallel.Split, arrays):
+  parts = math.prod(split.mesh.shape[axis] for axis in split.length)
+
+  def local(*arrays):
+    score_KnT = _token_scores(module, name, length // parts, *arrays)
+    if name == "wo_bias" and split.width:
+      score_KnT = jnp.where(split.is_first, score_KnT, 0)
+    return jnp.stack([split.sum(score_nT) for score_nT in score_KnT])
+
+  whole, wide = PartitionSpec(split.sorted_rows), PartitionSpec(split.sorted_rows, split.width or None)
+  inputs = (wide, whole) if name.startswith("wo") else (whole, wide)
+  if arrays[-1].full is not None:
+    direction = Direction(split.param(name, leading=1))
+  else:
+    expert, rows, columns = (*split.param(name), None)[:3]
+    direction = Direction(None, PartitionSpec(None, expert, rows), PartitionSpec(None, expert, None, columns))
+  return split.map(local, (whole, *inputs, direction), PartitionSpec(None, *split.tokens))(*arrays)
+
+
+@rule(SelfAttention)
+class AttentionSinkRule(Rule):
+  """`sinks` [H], scored by the gradient of a copy at every position. The projections have their own rules."""
+
+  methods = ("attend",)
+  ranks: ClassVar = {"sinks": 1}
+
+  def stock(self, module: Any):
+    alone: Any = nnx.clone(module)
+    for name in ("query", "key", "value", "out", "query_norm", "key_norm"):
+      if hasattr(alone, name):
+        setattr(alone, name, None)
+    return alone
+
+  def score(self, call, name, direction):
+    q_nTHh, k_nTKh, v_nTKh, segments = call.args
+    sinks_H = call.values["sinks"]
+    sinks_nTH = jnp.broadcast_to(sinks_H.astype(jnp.promote_types(sinks_H.dtype, jnp.float32)), q_nTHh.shape[:3])
+    _, pull = jax.vjp(
+      lambda sinks: attention_ops.attend(q_nTHh, k_nTKh, v_nTKh, segments, sinks_H=sinks, **call.module.options),
+      sinks_nTH,
+    )
+    (gradient_nTH,) = pull(call.cotangent)
+    return jnp.stack([call.reduce(gradient_nTH, jnp.broadcast_to(u_H, sinks_nTH.shape)) for u_H in direction.full])
+
+
+class TiledSweep:
+  """The passes of `losses(head, x, targets, weights)`, which score each tile of `head` while its logits exist.
+
+  The plain tiled head takes four products of the head's size: logits, logits again, both gradients. Scores add one
+  where the direction is known beforehand. They add two where it is formed in the backward pass, or for a tied table
+  whose direction needs the whole gradient: the tiles are then swept again after the gradient is known.
+
+  name: of the table, the layer's one parameter. arrays: the call's arguments that are arrays.
+  """
+
+  def __init__(self, rule: Rule, twin, name: str, head: Head):
+    self.rule, self.twin, self.name, self.head = rule, twin, name, head
+
+  def forward(self, values, arrays):
+    """(losses, residuals)."""
+    x_BTD, targets_BT, *_ = arrays
+    return forward(self.head, x_BTD, values[self.name], targets_BT)
+
+  def backward(self, values, arrays, residuals, cotangent, direction: Direction | None, gradients=True):
+    """(gradient of the table, of x, score [K, *reduced]); None for those not requested."""
+    x_BTD, targets_BT, *_ = arrays
+    inputs = (x_BTD, values[self.name], targets_BT, residuals, cotangent)
+    visits = {} if direction is None else self._visits(direction)
+    d_x, d_table, score_KBT = backward(self.head, *inputs, gradients=gradients, **visits)
+    score = None if score_KBT is None else self._reduced(score_KBT)
+    return d_table, d_x, score
+
+  def _visits(self, direction: Direction) -> dict:
+    """Arguments with which `backward` scores the tiles by the layer's own rule, one score per token: [K, B, c]."""
+    head = self.head
+
+    def visit(x, delta, direction):
+      method = "attend" if head.tied else "__call__"
+      return self.rule.score(Call(self.twin, method, {}, (x,), delta, None, 2), self.name, direction)
+
+    if head.axis == "tokens":
+      return {"visit": visit, "extra": direction}
+
+    def whole(array):
+      return jnp.broadcast_to(array, (head.num_tiles, *array.shape))
+
+    axis = 1 + head.vocab_axis  # after the sets
+    if direction.full is not None:
+      blocks = Direction(head.split_vocab(direction.full, axis))
+    elif head.tied:
+      blocks = Direction(None, head.split_vocab(direction.left, axis), whole(direction.right))
+    else:
+      blocks = Direction(None, whole(direction.left), head.split_vocab(direction.right, axis))
+    return {"visit": visit, "extra": blocks}
+
+  def _reduced(self, score_KBT):
+    return score_KBT if self.twin.ghost_info.resolution == 2 else score_KBT.sum(-1)
+
+  # A tied table whose direction needs the gradient of both uses. The untiled link (`probed`) carries the cotangent of
+  # all logits. This one carries the inputs to recompute them for each token: x, the loss's cotangent, log-sum-exp and
+  # label.
+
+  def blank_link(self, x_shape, dtype):
+    """Zeros, whose cotangents become the `carried` of `linked_score`. dtype: of the looked-up rows."""
+    return jnp.zeros(x_shape, dtype), jnp.zeros((*x_shape[:-1], 3), self.head.wide)
+
+  def linked_call(self, arrays, link):
+    head = self.head
+    x_BTD, targets_BT, *_ = arrays
+
+    @jax.custom_vjp
+    def op(x, targets, table, x_link, facts_link):
+      return forward(head, x, table, targets)[0]
+
+    def op_forward(x, targets, table, x_link, facts_link):
+      losses, log_sum = forward(head, x, table, targets)
+      return losses, (x, table, targets, log_sum)
+
+    def op_backward(residuals, g):
+      x, table, targets, log_sum = residuals
+      d_x, d_table, _ = backward(head, x, table, targets, log_sum, g)
+      facts = jnp.stack([a.astype(head.wide) for a in (g, log_sum, targets)], axis=-1)  # labels are exact below 2**24
+      return d_x, autodiff.no_cotangent(targets), d_table, x, facts
+
+    op.defvjp(op_forward, op_backward)
+    table, x_link, facts_link = link
+    return op(x_BTD, targets_BT, table, x_link.astype(x_BTD.dtype), facts_link)
+
+  def linked_score(self, table, carried, direction):
+    """The output's part of the score, from the arrays sent along the link."""
+    x, facts = carried
+    g, log_sum, targets = facts[..., 0], facts[..., 1], facts[..., 2].astype(jnp.int32)
+    _, _, score_KBT = backward(self.head, x, table, targets, log_sum, g, gradients=False, **self._visits(direction))
+    return self._reduced(score_KBT)
+
+
+@rule(TiedTable)
+class TiedTableRule(EmbedRule):
+  """`models.output_head.TiedTable`: a table with a lookup and an output, whole or by tiles."""
+
+  methods = ("__call__", "attend", "losses")
+  second_uses = ("attend", "losses")
+
+  def sweep(self, twin, method, static):
+    return TiledSweep(self, twin, "embedding", *static) if method == "losses" else None
+
+
+@rule(OutputProjection)
+class OutputProjectionRule(LinearGeneralRule):
+  """`models.output_head.OutputProjection`: a dense layer, or its losses by tiles."""
+
+  methods = ("__call__", "losses")
+
+  def sweep(self, twin, method, static):
+    return TiledSweep(self, twin, "kernel", *static) if method == "losses" else None

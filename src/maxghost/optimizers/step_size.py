@@ -1,0 +1,55 @@
+"""How far a step goes: the learning rate, and clipping by the global norm.
+
+Clipping is outside the optax chain, because scores are multiplied by clip_factor too.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxghost.config.schema import OptimizerConfig
+
+
+def learning_rate_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+  """Learning rate of step 0..steps-1, with MaxText's values. Warm-up rises linearly from exactly 0.
+
+  cosine: decays to learning_rate_final_fraction at the last step. wsd: constant, then decays linearly to the same value
+  over the last wsd_decay_steps_fraction of the steps (Hu et al., arXiv:2404.06395). constant: no decay.
+  """
+  peak, final = cfg.learning_rate, cfg.learning_rate * cfg.learning_rate_final_fraction
+  warmup = int(steps * cfg.warmup_steps_fraction)
+  rest = max(steps - warmup, 1)
+  if cfg.lr_schedule_type == "cosine":
+    after = optax.cosine_decay_schedule(peak, max(rest - 1, 1), cfg.learning_rate_final_fraction)
+  elif cfg.lr_schedule_type == "wsd":
+    decay = max(int(steps * cfg.wsd_decay_steps_fraction), 1)
+    after = optax.join_schedules(
+      [optax.constant_schedule(peak), optax.linear_schedule(peak, final, max(decay - 1, 1))], [rest - decay]
+    )
+  else:
+    after = optax.constant_schedule(peak)
+  if warmup == 0:
+    return after
+  return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
+
+
+def clip(grads, threshold: float):
+  """Returns (global norm, clip_factor, grads * clip_factor); threshold 0 leaves grads unchanged."""
+  # The barrier keeps the sum of squares from fusing with the computation of the gradients. Otherwise its order, and so
+  # the last bit of the factor, would depend on whether the step is scored.
+  grads = jax.lax.optimization_barrier(grads)
+  norm = optax.tree_utils.tree_norm(grads)
+  clip_factor = factor_of(norm, threshold)
+  return norm, clip_factor, jax.tree.map(lambda g: scaled(g, clip_factor, threshold), grads)
+
+
+def factor_of(norm, threshold: float):
+  """clip_factor = min(1, threshold / norm); 1 for threshold 0."""
+  if threshold == 0:
+    return jnp.ones_like(norm)
+  return jnp.minimum(1.0, threshold / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+
+
+def scaled(gradient, clip_factor, threshold: float):
+  """One array of the gradient times the clipping factor; unchanged for threshold 0."""
+  return gradient * clip_factor.astype(gradient.dtype) if threshold else gradient
