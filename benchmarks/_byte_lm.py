@@ -25,7 +25,7 @@ from maxghost.ghost.schedules import Model, passes
 from maxghost.objectives import LanguageModelLoss
 from maxghost.optimizers import make_optimizer
 from maxghost.training import state as state_lib
-from maxghost.training.compiling import compiler_options
+from maxghost.training.devices import compiler_options
 from maxghost.training.step import make_train_step
 
 LENGTH, ROWS, VAL_ROWS = 128, 16, 16
