@@ -25,7 +25,7 @@ from maxghost.ghost.schedules import Model, passes
 from maxghost.objectives import LanguageModelLoss
 from maxghost.optimizers import make_optimizer
 from maxghost.training import state as state_lib
-from maxghost.training.compiling import compiler_options
+from maxghost.training.devices import compiler_options
 from maxghost.training.step import make_train_step
 
 LENGTH, ROWS, VAL_ROWS = 128, 16, 16
@@ -76,7 +76,7 @@ def load_fetched(folder: str) -> Corpus:
   names = sorted(p.name for p in pathlib.Path(folder).iterdir() if p.is_dir() and p.name != "downloads")
   kinds = ("txt", "jsonl")
   files = tuple(f"{n}={folder}/{n}/*.{k}" for n in names for k in kinds if list(pathlib.Path(folder, n).glob(f"*.{k}")))
-  source = text.load(expand("files", files), ("text",))
+  source = text.load(expand("files", files), config.load().data)
   parts = [_chunks_of(source, number) for number in range(len(source.domains))]
   return Corpus(*(np.stack(part) for part in zip(*parts, strict=True)))
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from maxghost.config import Config
 from maxghost.training import state
-from maxghost.training.compiling import compiler_options
-from maxghost.training.devices import configure_jax
+from maxghost.training.devices import compiler_options, configure_jax
 from maxghost.training.step import make_train_step
 
 

@@ -133,7 +133,7 @@ def train_step(cfg: configuration.Config, rounds: int, steps: int, folder: Path)
   import _steps
   import jax
 
-  from maxghost.training.prefetch import Prefetcher
+  from maxghost.training.batches import Prefetcher
 
   plain = configuration.replace(
     cfg, ghost_enabled=False, max_target_length=256, vocab_size=BPE_IDS, dataset_type="grain",

@@ -17,7 +17,7 @@ from _measure import Figure
 from maxghost import config as configuration
 from maxghost.models import dense
 from maxghost.objectives import tiled, tiled_losses, token_losses
-from maxghost.training.compiling import compiler_options
+from maxghost.training.devices import compiler_options
 
 WIDTH = ("base_emb_dim=512", "vocab_size=4096", "max_target_length=256", "per_device_batch_size=16")
 TILES = (4, 8, 16)

@@ -31,6 +31,7 @@ from maxghost.training.host_memory import HostMemory
 from maxghost.training.memory import MemoryEstimate, estimate
 from maxghost.training.memory.table import compiled_sizes
 from maxghost.training.memory.verdict import verdict
+from maxghost.training.plan import Plan
 from maxghost.training.step import make_train_step
 
 SHAPE = (
@@ -126,12 +127,12 @@ class Bench:
   def sharded_step(self, *keys: str) -> _tpu.Compiled:
     """The whole train step of the decoder on four chips."""
     cfg = configuration.load(str(_measure.BASE), *SHAPE, *DECODER, *keys, *self.overrides)
-    planned = aot.plan(cfg, Layout.of(cfg.parallel, topologies.open_devices(f"{self.name}-4")))
-    compiled = aot.compile_step(planned)
+    plan = Plan.of(cfg, Layout.of(cfg.parallel, topologies.open_devices(f"{self.name}-4")))
+    compiled = aot.compile_step(plan)
     if compiled.executable is None:
-      return _tpu.Compiled(error=compiled.problem).beside(planned.memory)
+      return _tpu.Compiled(error=compiled.problem).beside(plan.memory)
     sizes = compiled_sizes(compiled.executable.memory_analysis())
-    return _tpu.Compiled(sizes["temporaries"], sizes["arguments"], 0.0, 0.0).beside(planned.memory)
+    return _tpu.Compiled(sizes["temporaries"], sizes["arguments"], 0.0, 0.0).beside(plan.memory)
 
   def step(self, *keys: str) -> _tpu.Compiled:
     """The whole train step of the decoder."""

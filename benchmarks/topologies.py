@@ -160,18 +160,19 @@ def measure(name: str, limit: int, folder: Path, keys: list[str]) -> dict:
   from maxghost import config
   from maxghost.parallel import Layout
   from maxghost.training import aot
+  from maxghost.training.plan import Plan
 
   cfg = config.load(f"model_name={model}", *keys_of(name, limit, keys))
   begin = time.perf_counter()
   layout = Layout.of(cfg.parallel, topologies.open_devices(topology))
-  planned = aot.plan(cfg, layout)
+  plan = Plan.of(cfg, layout)
   result = {
-    "name": name, "scored": limit != 0, "hbm": topologies.hbm_bytes(topology), "parameters": planned.num_params,
-    "arguments": planned.argument_bytes, "mesh": dict(layout.mesh.shape), "bytes": None, "problem": "",
+    "name": name, "scored": limit != 0, "hbm": topologies.hbm_bytes(topology), "parameters": plan.num_params,
+    "arguments": plan.memory.arguments, "mesh": dict(layout.mesh.shape), "bytes": None, "problem": "",
   }  # fmt: skip
   (folder / "planned.json").write_text(json.dumps(result))
   options = {"xla_tpu_max_hbm_size_mib": limit // 2**20} if limit > 0 else {}
-  compiled = aot.compile_step(planned, options, folder)
+  compiled = aot.compile_step(plan, options, folder)
   result |= {"seconds": time.perf_counter() - begin, "problem": compiled.problem}
   if compiled.executable is None:
     return result
@@ -186,12 +187,12 @@ def abstract() -> dict:
   jax.config.update("jax_num_cpu_devices", 256)
   from maxghost import config
   from maxghost.parallel import Layout
-  from maxghost.training import aot
+  from maxghost.training.plan import Plan
 
   cfg = config.load(f"model_name={ABSTRACT}", "max_target_length=4096", "per_device_batch_size=1")
-  planned = aot.plan(cfg, Layout.of(cfg.parallel, jax.devices()))
+  plan = Plan.of(cfg, Layout.of(cfg.parallel, jax.devices()))
   return {
-    "parameters": planned.num_params, "ready": time.time(), "cpu_seconds": time.process_time(),
+    "parameters": plan.num_params, "ready": time.time(), "cpu_seconds": time.process_time(),
     "gb": _measure.peak_bytes() / 1e9,
   }  # fmt: skip
 

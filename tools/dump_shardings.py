@@ -1,16 +1,34 @@
-"""Writes how every array of a train step is split.
+"""Writes the sharding of every array of a train step as compact JSON, to inspect and to compare with golden files.
 
 `python tools/dump_shardings.py [config.yml] compile_topology=v5p-256 [key=value ...] --output DIR`
 
-One JSON file for the model, topology and rules (`maxghost.training.sharding_dump`). `--goldens` writes the files that
-the tests compare with, all of them.
+The step is traced for an abstract mesh of the topology's size, without devices. One line for each entry:
+  state         path: [dtype, shape, logical axes, mesh axes of each dimension]
+  constraints   label of an activation, a direction, scores or an output: the same, and its number of occurrences;
+                gradients are split as their parameters.
+`--goldens` writes the files that the tests compare with, all of them.
 """
 
+import collections
+import difflib
+import json
+import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from maxghost import cli
+import jax
+from flax import nnx
+
+from maxghost import cli, config
 from maxghost.config import Config, ConfigError
+from maxghost.config.validate import MESH_AXES
+from maxghost.parallel import Layout, topologies, use
+from maxghost.parallel import mesh as meshes
+from maxghost.parallel.axis_rules import make_rules
+from maxghost.parallel.shardings import AXES, slash_path
+from maxghost.training import compiled_steps
+from maxghost.training.plan import Plan
 
 GOLDENS = Path(__file__).resolve().parents[1] / "tests" / "goldens" / "shardings"
 MODELS = ("llama3-8b", "qwen3-30b-a3b", "gpt-oss-20b")
@@ -28,22 +46,88 @@ def golden_keys(model: str, topology: str) -> tuple[str, ...]:
   return (f"model_name={model}", f"compile_topology={topology}", *COMMON, *TOPOLOGIES[topology])
 
 
-def write(cfg: Config, folder: Path) -> Path:
-  from maxghost.training import sharding_dump
+def dump(cfg: Config, topology: str, num_slices: int = 1) -> dict:
+  """The contents of a file. Raises ConfigError for an unknown topology or a mesh that does not fit."""
+  constraints: collections.Counter = collections.Counter()
 
+  def record(label, axes, shape, dtype, spec):
+    constraints[label, _entry(dtype, shape, axes, spec)] += 1
+
+  layout = _abstract_layout(cfg, topology, num_slices, record)
+  plan = Plan.of(cfg, layout)
+  with use(layout):
+    step, _ = compiled_steps.train_step(plan)
+    jax.eval_shape(step, *plan.arguments)
+  state = {}
+  for path, variable in nnx.to_flat_state(plan.state):
+    leaf = variable.get_value()
+    axes = variable.get_metadata().get(AXES)
+    if leaf.shape:
+      state[slash_path(path)] = json.loads(_entry(str(leaf.dtype), leaf.shape, axes or (), leaf.sharding.spec))
+  occurring = [[label, *json.loads(entry), count] for (label, entry), count in sorted(constraints.items())]
+  own = [[name, list(axes)] for name, axes in cfg.parallel.logical_axis_rules]
+  return {
+    "model": cfg.model.model_name, "topology": topology, "slices": num_slices,
+    "mesh": {axis: size for axis, size in layout.mesh.shape.items() if size > 1}, "own_rules": own,
+    "rows": plan.rows, "state": state, "constraints": occurring,
+  }  # fmt: skip
+
+
+def to_text(found: Mapping) -> str:
+  """JSON with an entry on each line."""
+  lines = ["{"]
+  for name in ("model", "topology", "slices", "mesh", "own_rules", "rows"):
+    lines.append(f"{json.dumps(name)}: {json.dumps(found[name])},")
+  entries = [f"{json.dumps(path)}: {json.dumps(entry)}" for path, entry in found["state"].items()]
+  lines += ['"state": {', ",\n".join(entries), "},"]
+  lines += ['"constraints": [', ",\n".join(json.dumps(entry) for entry in found["constraints"]), "]", "}"]
+  return "\n".join(lines) + "\n"
+
+
+def file_name(cfg: Config, topology: str, num_slices: int = 1) -> str:
+  """File name for a model, topology and set of rules."""
+  rules = "default" if not cfg.parallel.logical_axis_rules else "own"
+  slices = f"_{num_slices}_slices" if num_slices > 1 else ""
+  return f"{cfg.model.model_name}_{topology}{slices}_{rules}.json"
+
+
+def difference(golden: str, found: str) -> str:
+  """A readable difference of two dumps, empty if they are equal."""
+  lines = difflib.unified_diff(golden.splitlines(), found.splitlines(), "golden", "now", lineterm="", n=0)
+  return "\n".join(lines)
+
+
+def _abstract_layout(cfg: Config, topology: str, num_slices: int, record) -> Layout:
+  family, count = topologies.parse(topology)
+  if family != "cpu":
+    known = topologies.FAMILIES[family]
+    count = math.prod(known.slices[count]) * known.devices_per_chip
+  ici, dcn = meshes.mesh_shape(cfg.parallel, count * num_slices, num_slices)
+  sizes = {axis: ici[axis] * dcn[axis] for axis in MESH_AXES}
+  mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=meshes.auto(tuple(sizes)))
+  rules = make_rules(cfg.parallel.logical_axis_rules, cfg.parallel.override_logical_axis_rules, sizes)
+  platform = "cpu" if family == "cpu" else "tpu"
+  return Layout(mesh, rules, cfg.parallel.shard_optimizer_over_data, record, platform)
+
+
+def _entry(dtype: str, shape, axes, spec) -> str:
+  names = [axis or "-" for axis in axes]
+  split = [" ".join(part) if isinstance(part, tuple) else (part or "-") for part in spec]
+  split += ["-"] * (len(shape) - len(split))
+  return json.dumps([dtype, list(shape), " ".join(names), split])
+
+
+def write(cfg: Config, folder: Path) -> Path:
   topology, slices = cfg.parallel.topology
-  text = sharding_dump.to_text(sharding_dump.dump(cfg, topology, slices))
   folder.mkdir(parents=True, exist_ok=True)
-  path = folder / sharding_dump.file_name(cfg, topology, slices)
-  path.write_text(text, encoding="utf-8")
+  path = folder / file_name(cfg, topology, slices)
+  path.write_text(to_text(dump(cfg, topology, slices)), encoding="utf-8")
   return path
 
 
 def main(argv: list[str] | None = None) -> int:
   arguments = list(sys.argv[1:] if argv is None else argv)
   if arguments == ["--goldens"]:
-    from maxghost import config
-
     for model in MODELS:
       for topology in TOPOLOGIES:
         print(write(config.load(*golden_keys(model, topology)), GOLDENS))
@@ -60,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     print(write(cfg, output))
     return 0
 
-  return cli.run_door(run, arguments, "dump_shardings")
+  return cli.run_command(run, arguments, "dump_shardings")
 
 
 if __name__ == "__main__":

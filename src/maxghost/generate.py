@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from maxghost.arguments import Parser, run_command
 from maxghost.config import Config, ConfigError, did_you_mean
@@ -71,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
   from maxghost import load_model
   from maxghost.data.tokenizers import load_tokenizer
-  from maxghost.generation.sampling import Sampling
+  from maxghost.generation import Generator, Sampling
+  from maxghost.generation.samples import encode
 
   sampling = Sampling(args.temperature, args.top_k, args.top_p)
   place, cfg = load_model.find(args.model, args.config, args.otherwise, **({"dtype": args.dtype} if args.dtype else {}))
@@ -80,9 +82,6 @@ def _run(args: argparse.Namespace) -> int:
   prompts = encode(texts, tokenizer, cfg)
   cache_size = _cache_size(args, cfg, max(map(len, prompts)))
   stop_ids = place.stop_ids() | (set() if tokenizer.eos_id is None else {tokenizer.eos_id})
-
-  from maxghost.generation import Generator
-
   graphdef, state = load_model.load(place, cfg, say=lambda line: print(line, file=sys.stderr))
   generator = Generator(graphdef, cache_size, sampling=sampling, stop_ids=sorted(stop_ids))
   rows = [Row(tokenizer, stop_ids, args.stop) for _ in texts]
@@ -109,24 +108,6 @@ def _prompts(args: argparse.Namespace) -> list[str]:
   if args.max_new_tokens < 1:
     raise ConfigError(f"--max_new_tokens {args.max_new_tokens}: at least 1")
   return texts
-
-
-def encode(texts: Sequence[str], tokenizer, cfg: Config) -> list[list[int]]:
-  """Ids of each text, with the begin token if the model was trained with one.
-
-  Raises ConfigError for a text without tokens, and for a tokenizer with more ids than the model.
-  """
-  if tokenizer.vocab_size > cfg.model.vocab_size:
-    raise ConfigError(
-      f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model's vocabulary {cfg.model.vocab_size}: "
-      "they do not belong together"
-    )
-  begin = [tokenizer.bos_id] if cfg.data.add_bos and tokenizer.bos_id is not None else []
-  prompts = [begin + ids.tolist() for ids in tokenizer.encode([text.encode() for text in texts])]
-  for text, prompt in zip(texts, prompts, strict=True):
-    if not prompt:
-      raise ConfigError(f"the prompt {text!r} has no token, and this model has no begin token; write something")
-  return prompts
 
 
 def _cache_size(args: argparse.Namespace, cfg: Config, longest: int) -> int:
@@ -167,26 +148,24 @@ class Row:
 def _show(texts: Sequence[str], rows: Sequence[Row], stream: Iterator) -> None:
   """Streams one text; prints several at the end, one below the other."""
   alone = len(texts) == 1
+  progress: Any = None
+
+  def take(progress, last: bool) -> None:
+    for i, row in enumerate(rows):
+      new = row.take(progress.row(i), last)
+      if alone and new:
+        print(new, end="", flush=True)
+
   if alone:
     sys.stdout.write(texts[0])
-  before = None
   for progress in stream:
-    if before is not None:
-      _take(rows, before, last=False, show=alone)
-    before = progress
+    take(progress, last=False)
     if all(row.ended for row in rows):
       break
-  _take(rows, before, last=True, show=alone)
+  take(progress, last=True)
   ends = ["\n"] if alone else [f"{text}{row.text}\n\n" for text, row in zip(texts, rows, strict=True)]
   sys.stdout.writelines(ends)
   sys.stdout.flush()
-
-
-def _take(rows: Sequence[Row], progress, *, last: bool, show: bool) -> None:
-  for i, row in enumerate(rows):
-    new = row.take(progress.row(i), last)
-    if show and new:
-      print(new, end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -68,9 +68,9 @@ def _train(
   """Trains and returns the exit code. corpus: (source, tokenizer). JAX is imported here."""
   from maxghost import data
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
-  from maxghost.scorelog import Writer
   from maxghost.training import devices
   from maxghost.training.metrics import NonFiniteMetricError
+  from maxghost.training.plan import Plan
   from maxghost.training.score_recorder import ScoreLogError
   from maxghost.training.session import Session
   from maxghost.training.signals import StopSignals
@@ -78,20 +78,14 @@ def _train(
   session = None
   with StopSignals() as signals:
     try:
-      layout = devices.open_layout(cfg)
-      own = devices.rows_of_process(cfg, layout)
+      plan = Plan.of(cfg, devices.open_layout(cfg))
+      own, seed = plan.own, cfg.run.data_shuffle_seed
       dataset = data.make_dataset(
-        corpus[0],
-        cfg.data,
-        cfg.run.data_shuffle_seed,
-        own.num_shards,
-        own.shard,
-        tokenizer=corpus[1],
-        batch_size=devices.rows_per_step(cfg, layout.num_devices),
+        corpus[0], cfg.data, seed, own.num_shards, own.shard, tokenizer=corpus[1], batch_size=plan.rows
       )
       session = Session(
-        cfg, existing, dataset, signals, layout, open_checkpoints=CheckpointManager, open_scores=Writer,
-        open_parameters=open_parameters, force=force,
+        plan, existing, dataset, signals, open_checkpoints=CheckpointManager, open_parameters=open_parameters,
+        force=force,
       )  # fmt: skip
       return session.run()
     except NonFiniteMetricError as error:

@@ -24,22 +24,23 @@ def _run(cfg: Config) -> int:
   topologies.prepare_environment(topology)
   from maxghost.parallel import Layout
   from maxghost.training import aot, devices
+  from maxghost.training.plan import Plan
 
   begin = time.perf_counter()
   devices.configure_jax(cfg)
-  layout = Layout.of(cfg.parallel, topologies.open_devices(topology, slices))
-  planned = aot.plan(cfg, layout)
+  plan = Plan.of(cfg, Layout.of(cfg.parallel, topologies.open_devices(topology, slices)))
   print(f"compiling for {slices} x {topology}" if slices > 1 else f"compiling for {topology}")
-  for line in aot.plan_lines(planned):
+  for line in [*plan.lines(), *plan.memory.table()]:
     print(line, flush=True)
-  compiled = aot.compile_step(planned)
-  for line in aot.report_lines(compiled, topology):
+  compiled = aot.compile_step(plan)
+  lines, fits = aot.report_lines(compiled, topology)
+  for line in lines:
     print(line, flush=True)
   if cfg.parallel.compiled_trainstep_file and compiled.executable is not None:
     path = Path(cfg.parallel.compiled_trainstep_file)
-    print(f"saved {path}: {aot.save(compiled, path) / 1e6:.1f} MB")
+    print(f"saved {path}: {compiled.save(path) / 1e6:.1f} MB")
   print(f"done in {time.perf_counter() - begin:.1f} s")
-  return 0 if aot.fits(compiled, topology) else 1
+  return 0 if fits else 1
 
 
 if __name__ == "__main__":

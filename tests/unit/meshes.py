@@ -80,12 +80,12 @@ def run(mesh: dict, batches=None, val_batch=VAL_BATCH, cheap: bool = True, **cha
     (devices.batch_shapes(cfg, val_rows, layout),) if cfg.ghost.ghost_enabled else (),
   )
   function, _ = make_train_step(cfg, graphdef, *arguments[:2], num_segments=SEGMENTS)
-  work = compiled_steps.lower("train_step", function, layout, 0.0, *arguments)
+  lowered = compiled_steps.lower("train_step", function, layout, *arguments)
   if cheap:
     with tiny.cheap_compilation():
-      compiled = work[2].compile()
+      compiled = lowered.compile()
   else:
-    compiled = work[2].compile()
+    compiled = lowered.compile()
   train_state = place(cfg, graphdef, abstract, layout)
   val_batches = (layout.put_global(val_batch),) if cfg.ghost.ghost_enabled else ()
   outs, moments = [], {}

@@ -223,6 +223,8 @@ def test_a_name_that_no_row_has_is_answered_with_the_nearest(run_dir, table, cap
   for where, name in (("domain=word", "words"), (f"path={path}x", path)):
     assert scores.main([str(run_dir), "--where", where]) == 0
     assert f"satisfies --where {where}; did you mean '{name}'" in capsys.readouterr().err
+  assert scores.main([str(run_dir), "--by", "layer", "--where", "domain=word"]) == 0
+  assert "satisfies --where domain=word; did you mean 'words'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("by", query.BY)
@@ -245,7 +247,7 @@ def test_compaction_changes_no_answer(run_dir, table, tmp_path, capsys):
     np.testing.assert_array_equal(log[name], table[name], err_msg=name)
   assert log.steps.tobytes() == steps.tobytes()
   np.testing.assert_array_equal(np.concatenate([m.contribution_SMLDK for m in log.modules()]), modules)
-  assert log.fingerprints == before.fingerprints
+  assert log.said_of("fingerprint") == before.said_of("fingerprint")
   asked = Query(by="document", where="domain=words,step>=20")
   for name, values in ask(attribution.load(run_dir), asked).columns.items():
     np.testing.assert_array_equal(values, ask(log, asked).columns[name])

@@ -13,10 +13,10 @@ from maxghost.attribution.metrics import read_samples
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import tree_from_memory, write_json
 from maxghost.data.tokenizers import ByteTokenizer
-from maxghost.generation import Generator
+from maxghost.generation import Generator, samples
+from maxghost.generation.samples import Sampler
 from maxghost.interop import hf_checkpoint, huggingface, huggingface_config, safetensors_files
-from maxghost.training import resume, samples
-from maxghost.training.samples import Sampler
+from maxghost.training import resume
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_a_run_starts_from_a_hugging_face_folder_and_is_exported_again(folder, t
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"add_bos": False}, "sample_prompt is empty"),
+    ({"add_bos": False}, "sample_prompt '' has no token"),
     ({"trainable_position_size": 64}, "has only 64 positions; use a shorter prompt"),
   ],
 )

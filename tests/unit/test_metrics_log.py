@@ -15,10 +15,10 @@ import pytest
 from maxghost.config import ConfigError
 from maxghost.config.schema import ModelConfig
 from maxghost.training import metrics, startup_log
+from maxghost.training.batches import NUM_AHEAD, Prefetcher
 from maxghost.training.console import Console, eval_line, step_line
 from maxghost.training.flops import step_flops
 from maxghost.training.metrics import MetricsLog, NonFiniteMetricError, TensorBoardLog
-from maxghost.training.prefetch import NUM_AHEAD, Prefetcher
 from maxghost.training.score_recorder import (
   ScoreLogError,
   ScoreRecorder,
@@ -73,6 +73,15 @@ def test_what_is_not_finite_is_named(name, bad):
   with pytest.raises(NonFiniteMetricError, match=f"step 6: {name} is {bad}"):
     metrics.check_finite(6, OUTPUTS | {name: np.float32(bad)})
   metrics.check_finite(6, OUTPUTS)
+
+
+def test_scores_that_are_not_finite_are_named():
+  bad = OUTPUTS | {"scored_ok": np.False_}
+  labels = {f"w{i}": i != 1 for i in range(7)}
+  line = metrics.unscored_line(3, bad | {"nonfinite_scores": labels})
+  assert line == "maxghost: step 3 is not scored: its scores are not finite in w0, w2, w3, w4 and 2 more"
+  assert metrics.unscored_line(3, bad) == "maxghost: step 3 is not scored: its scores are not finite"  # forward_mode
+  assert metrics.unscored_line(3, OUTPUTS) is None
 
 
 def test_the_mean_over_evaluation_batches_weighs_tokens():

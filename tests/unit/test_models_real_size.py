@@ -8,7 +8,7 @@ from flax import nnx
 
 from maxghost import config
 from maxghost.training import state, step
-from maxghost.training.compiling import compiler_options
+from maxghost.training.devices import compiler_options
 
 SETTINGS = (
   "model_name=gpt2-small", "tokenizer_type=huggingface", "max_target_length=32", "per_device_batch_size=2",

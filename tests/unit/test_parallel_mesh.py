@@ -21,7 +21,8 @@ from maxghost.parallel import Layout, collectives, distributed, rendezvous, repo
 from maxghost.parallel import mesh as meshes
 from maxghost.parallel.axis_rules import make_rules, unused_axes
 from maxghost.parallel.shardings import own_rows
-from maxghost.training import aot, devices, state
+from maxghost.training import devices, state
+from maxghost.training.plan import Plan
 
 SIZES = {"data": 2, "stage": 1, "fsdp": 3, "expert": 5, "context": 1, "tensor": 4}
 
@@ -128,7 +129,7 @@ def test_a_tensor_that_cannot_be_split_is_named(axes, shape, message):
 def test_rules_that_say_nothing_right_are_refused_with_the_tensor(row, message):
   cfg = make_config({"ici_fsdp_parallelism": 8}, logical_axis_rules=(row,))
   with pytest.raises(ConfigError, match=message):
-    aot.plan(cfg, Layout.of(cfg.parallel, jax.devices()[:8]))
+    Plan.of(cfg, Layout.of(cfg.parallel, jax.devices()[:8]))
 
 
 def test_rules_for_axes_of_a_models_own_are_taken():

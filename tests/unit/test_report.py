@@ -287,11 +287,12 @@ def test_the_three_losses_are_explained(run_dir):
   part = summary.sets[0]
   steps = attribution.load(run_dir).steps
   assert part.num_renewals == 2  # make_run takes other rows at steps 20 and 40
-  text = report_text.losses_sentence(part, True)
-  assert "renewed 2 times" in text and number(part.ledger.actual) in text and "Evaluation averages" in text
-  assert number(steps["val_loss"][0, 0]) in text and number(steps["val_loss"][43, 0]) in text
   page = render(summary)
-  assert page.count("The measured drop (") == 2 and page.count("Evaluation averages") == 1
+  ends = " and ".join(number(steps["val_loss"][i, 0]) for i in (0, 43))
+  assert f"The measured drop ({number(part.ledger.actual)}) compares the same rows" in page
+  assert f"the ends of the curve ({ends}) are of different rows" in page
+  assert page.count("renewed 2 times, where their curve jumps. The measured drop (") == 2
+  assert page.count("Evaluation averages") == 1
   assert "blue lowers the loss and orange raises it" in page
   ticks_of_steps = re.findall(r'class="tick middle"[^>]*>([^<]+)<', page)
   assert ticks_of_steps.count("0") == ticks_of_steps.count("44") == page.count("data-readout")

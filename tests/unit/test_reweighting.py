@@ -11,7 +11,7 @@ import pytest
 from maxghost import config, data
 from maxghost.config import ConfigError
 from maxghost.training import reweighting
-from maxghost.training.prefetch import Prefetcher
+from maxghost.training.batches import Prefetcher
 from maxghost.training.reweighting import LAG, Reweighter, reweighted
 
 KEYS = (

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from maxghost import config
-from maxghost.training import sharding_dump
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import dump_shardings
@@ -28,14 +27,14 @@ CASES = [
 @pytest.mark.parametrize(("model", "topology"), CASES)
 def test_every_array_is_split_as_it_was(model, topology):
   cfg = config.load(*dump_shardings.golden_keys(model, topology))
-  path = dump_shardings.GOLDENS / sharding_dump.file_name(cfg, topology)
+  path = dump_shardings.GOLDENS / dump_shardings.file_name(cfg, topology)
   assert path.is_file(), f"{path} is missing; write it with: python tools/dump_shardings.py --goldens"
-  found = sharding_dump.to_text(sharding_dump.dump(cfg, topology))
-  difference = sharding_dump.difference(path.read_text(encoding="utf-8"), found)
+  found = dump_shardings.to_text(dump_shardings.dump(cfg, topology))
+  difference = dump_shardings.difference(path.read_text(encoding="utf-8"), found)
   assert not difference, f"{path.name} differs:\n{difference}"
 
 
 def test_a_difference_names_the_array():
   golden = '"state": {\n"model/w": ["float32", [8], "mlp", ["tensor"]],\n}'
-  text = sharding_dump.difference(golden, golden.replace("tensor", "fsdp"))
+  text = dump_shardings.difference(golden, golden.replace("tensor", "fsdp"))
   assert '-"model/w": ["float32", [8], "mlp", ["tensor"]],' in text and '+"model/w"' in text

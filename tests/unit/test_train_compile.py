@@ -20,7 +20,8 @@ from maxghost.config.validate import MESH_AXES
 from maxghost.parallel import Layout, use
 from maxghost.parallel.axis_rules import make_rules
 from maxghost.parallel.mesh import auto
-from maxghost.training import aot, state
+from maxghost.training import compiled_steps, state
+from maxghost.training.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {name: value for name, value in meshes.SIZES.items() if name != "steps"} | {"remat_policy": "none"}
@@ -174,9 +175,9 @@ def test_the_twin_is_made_with_the_kernels_of_the_topology():
   mesh = jax.sharding.AbstractMesh(sizes, MESH_AXES, axis_types=auto(MESH_AXES))
   rules = make_rules((), False, dict(zip(MESH_AXES, sizes, strict=True)))
   for platform in "tpu", "cpu":
-    planned = aot.plan(cfg, Layout(mesh, rules, abstract_platform=platform))
+    plan = Plan.of(cfg, Layout(mesh, rules, abstract_platform=platform))
     if platform == "tpu":
-      assert callable(aot.step_function(planned))
+      assert callable(compiled_steps.train_step(plan)[0])
     else:
       with pytest.raises(config.ConfigError, match="attention=flash has no kernel on cpu"):
-        aot.step_function(planned)
+        compiled_steps.train_step(plan)

@@ -16,13 +16,14 @@ from flax import nnx
 
 from maxghost import config
 from maxghost.checkpoint.manager import CheckpointManager
+from maxghost.config import plugins
 from maxghost.scorelog import Writer
-from maxghost.training import metrics, resume
+from maxghost.training import resume
+from maxghost.training.batches import Prefetcher
 from maxghost.training.console import Console
 from maxghost.training.flops import StepFlops
 from maxghost.training.loop import Hardware, Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog, NonFiniteMetricError
-from maxghost.training.prefetch import Prefetcher
 from maxghost.training.resume import Position
 from maxghost.training.score_recorder import ScoreRecorder
 
@@ -477,7 +478,7 @@ def test_a_schedule_without_columns_is_logged_without_them(tmp_path, monkeypatch
 
   def without(self, state, batch, val_batches):
     state, out = original(self, state, batch, val_batches)
-    columns = (*metrics.PREDICTED_COLUMNS, "check_rel_err")
+    columns = (*plugins.LEDGER, "check_rel_err")
     return state, {name: value for name, value in out.items() if name not in columns}
 
   monkeypatch.setattr(ToyProgram, "train_step", without)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from maxghost import optimizers
 from maxghost.training import step
-from maxghost.training.compiling import compiler_options
+from maxghost.training.devices import compiler_options
 from maxghost.training.state import TrainStateNNX, trainable
 
 # No warm-up, so that the first step already moves; clipping is at work in some steps and not in others.

@@ -34,9 +34,6 @@ class Labels:
   def __getitem__(self, index) -> "Labels":
     return Labels(self.code[index], self.table)
 
-  def __len__(self) -> int:
-    return len(self.code)
-
   def tolist(self) -> list[str]:
     return self.table[self.code].tolist()
 
@@ -158,8 +155,6 @@ class TimeSums:
     self.sums_CEDB = np.zeros((len(COLUMNS) - 1 + len(log.val_sets), NUM_PASSES, len(self.domains), len(edges) - 1))
 
   def add(self, shard, rows: np.ndarray):
-    if not len(rows):
-      return
     domain = domain_numbers(self._log, shard)[rows["domain"]]
     places = (np.clip(rows["epoch"], 0, NUM_PASSES - 1), domain, np.searchsorted(self.edges, rows["step"], "right") - 1)
     cell = np.ravel_multi_index(places, self.sums_CEDB.shape[1:])

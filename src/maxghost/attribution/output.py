@@ -68,7 +68,7 @@ def show(answer: Answer, console):
   table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
   for name in shown:
     table.add_column(name, justify="left" if name in ("domain", "path") else "right", no_wrap=name != "path")
-  for i, values in enumerate(_rows(answer)):
+  for i, values in enumerate(zip(*answer.columns.values(), strict=True)):
     if i == answer.num_top and i > 0:
       table.add_section()
       table.add_row("…")
@@ -96,10 +96,6 @@ def _cell(name: str, row: dict):
 
 def _plain_rows(answer: Answer) -> Iterator[list]:
   """The rows as Python values; None for a number that is not finite."""
-  for values in _rows(answer):
+  for values in zip(*answer.columns.values(), strict=True):
     plain = [value.item() if isinstance(value, np.generic) else value for value in values]
     yield [None if isinstance(value, float) and not math.isfinite(value) else value for value in plain]
-
-
-def _rows(answer: Answer) -> Iterator[tuple]:
-  return zip(*answer.columns.values(), strict=True)

@@ -85,7 +85,7 @@ def ask(log: ScoreLog, query: Query) -> Answer:
   columns["per_million_half_width"] = columns["half_width"] / tokens * 1e6
   if "chunks" in columns:
     columns["per_chunk"] = columns["contribution"] / np.maximum(columns["chunks"], 1)
-  if not num_groups:
+  if not num_groups or not np.any(columns.get("chunks", columns["tokens"])):
     none = f"no scored document satisfies --where {query.where}{where.hints(log)}"
     notes.append(none if query.where else "no document was scored yet")
   order, num_top = _order(columns, query)
@@ -197,7 +197,7 @@ def _order(columns: dict, query: Query) -> tuple[np.ndarray, int]:
 
 def _texts(log: ScoreLog, columns: dict, notes: list[str]) -> list[str | None]:
   source = Source(log.run_dir)
-  notes += source.open(log.fingerprints)
+  notes += source.open(log.said_of("fingerprint"))
   keys = list(zip(columns["domain"], columns["path"], columns["offset"].tolist(), strict=True))
   found = source.find(keys)
   if source.documents is not None and len(found) < len(keys):

@@ -43,17 +43,14 @@ def lead(part: SetSummary) -> str:
   known = [value for value in part.domains if math.isfinite(value.per_million)]
   if known:
     worth = ", ".join(f"{value.domain} {number(value.per_million, 2, plus=True)}" for value in known[:4])
-    more = f"; {len(known) - 4} more domains are below" if len(known) > 4 else ""
+    more = f" and {len(known) - 4} more below" if len(known) > 4 else ""
     sentences.append(f"Nats per million tokens: {worth}{more}.")
   harmful = [value.domain for value in known if value.contribution + value.half_width < 0]
   if harmful:
-    sentences.append(f"By more than the noise, the loss was raised by {_listed(harmful)}.")
+    *shown, last = harmful[:3] + ([f"{len(harmful) - 3} more"] if len(harmful) > 3 else [])
+    names = f"{', '.join(shown)} and {last}" if shown else last
+    sentences.append(f"By more than the noise, the loss was raised by {names}.")
   return " ".join(sentences)
-
-
-def _listed(names: list[str]) -> str:
-  shown = names[:3] + ([f"{len(names) - 3} more"] if len(names) > 3 else [])
-  return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def ledger_sentence(ledger: Ledger) -> str:
@@ -83,24 +80,6 @@ def ledger_sentence(ledger: Ledger) -> str:
     " a first-order prediction does not explain these steps. Read the contributions as a comparison of documents and "
     "domains, not as exact nats."
   )
-
-
-def losses_sentence(part: SetSummary, has_evaluation: bool) -> str:
-  """How the measured drop, the curve of the validation loss and the evaluation belong together."""
-  text = ""
-  if part.num_renewals:
-    times = "once" if part.num_renewals == 1 else f"{integer(part.num_renewals)} times"
-    text += f"The validation rows were renewed {times}, where their curve jumps. "
-  if part.ledger.actual is not None and len(part.val_loss) > 1:
-    first, last = part.val_loss.values[0], part.val_loss.values[-1]
-    why = "are of different rows" if part.num_renewals else "are both from before their step"
-    text += (
-      f"The measured drop ({number(part.ledger.actual)}) compares the same rows before and after each step; the ends "
-      f"of the curve ({number(first)} and {number(last)}) {why}, so their difference is another number. "
-    )
-  if has_evaluation:
-    text += "Evaluation averages over batches of its own, so it is a third number. "
-  return text.rstrip()
 
 
 def helped_sentence(part: SetSummary) -> str:

@@ -95,11 +95,6 @@ class HeatMap:
   domains: tuple[str, ...]
   value_RD: np.ndarray
 
-  @property
-  def largest(self) -> float:
-    """The largest absolute value."""
-    return float(np.nanmax(np.abs(self.value_RD)))
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassTable:
@@ -204,7 +199,7 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
   keys = [groups.take(np.unique(np.concatenate(list(lists.values())))).document_ids() for lists in picked]
   texts, marked = {}, {}
   if source is not None:
-    messages += source.open(log.fingerprints)
+    messages += source.open(log.said_of("fingerprint"))
     texts = source.find({key for some in keys for key in some})
     marked, said = token_values.find(log.run_dir, keys, log.checksums("tokens_crc"), log.accept_lost_rows)
     messages += said

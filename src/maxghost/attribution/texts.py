@@ -16,38 +16,30 @@ class Source:
   """The documents of a run, opened on first use; `documents` is None where they cannot be read."""
 
   def __init__(self, run_dir: Path):
-    self._run_dir, self.documents, self._fingerprint, self._problem = Path(run_dir), None, "", ""
+    self._path, self.documents, self._fingerprint = Path(run_dir) / "config.yml", None, ""
 
   def open(self, fingerprints: tuple[str, ...]) -> list[str]:
     """Opens the source; returns messages: why there are no texts, or that it has changed since the run.
 
     fingerprints: of the source during training, from the score log; empty if not recorded.
     """
-    if self.documents is None and not self._problem:
-      self._read()
-    if self._problem:
-      return [self._problem]
+    if self.documents is None:
+      if not self._path.is_file():
+        return ["config.yml is missing, so the texts of the documents cannot be shown"]
+      from maxghost import data  # costs time, so only where texts are shown
+
+      try:
+        cfg = config.load(self._path)
+        dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed)
+      except ConfigError as error:
+        return [f"the texts of the documents cannot be shown: {error}"]
+      self.documents, self._fingerprint = dataset.source, dataset.fingerprint
     if all(then == self._fingerprint for then in fingerprints):
       return []
     return [
       f"the source of the documents has changed since the run (fingerprint {', '.join(fingerprints)} then, "
       f"{self._fingerprint} now): texts may differ from those that were scored"
     ]
-
-  def _read(self) -> None:
-    path = self._run_dir / "config.yml"
-    if not path.is_file():
-      self._problem = "config.yml is missing, so the texts of the documents cannot be shown"
-      return
-    from maxghost import data  # costs time, so only where texts are shown
-
-    try:
-      cfg = config.load(path)
-      dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed)
-    except ConfigError as error:
-      self._problem = f"the texts of the documents cannot be shown: {error}"
-    else:
-      self.documents, self._fingerprint = dataset.source, dataset.fingerprint
 
   def find(self, wanted: Iterable[DocumentKey]) -> dict[DocumentKey, str]:
     """The texts of the ids that the source still has; one pass over the ids, and only found texts are read."""

@@ -1,6 +1,6 @@
 """Reads the score log: `load(run_dir)` merges the files of all processes and intervals.
 
-Rows are read on demand: `blocks` streams them in bounded memory, `column` returns a whole column.
+Rows are read on demand: `blocks` streams them in bounded memory, `log[name]` is a whole column.
 K validation sets, N rows, S steps.
 """
 
@@ -145,11 +145,6 @@ class ScoreLog:
     """The distinct values of a key of the files' headers (fingerprint, direction)."""
     return tuple(dict.fromkeys(s.meta[name] for s in self.shards if s.meta.get(name)))
 
-  @property
-  def fingerprints(self) -> tuple[str, ...]:
-    """The distinct fingerprints of the data sources of the scored texts."""
-    return self.said_of("fingerprint")
-
   @functools.cached_property
   def steps(self) -> np.ndarray:
     """Structured array of the steps in order, as `format.step_dtype`; from the lowest process that holds a step."""
@@ -193,7 +188,7 @@ class ScoreLog:
       except (DamagedShard, FileNotFoundError) as error:
         raise ConfigError(f"{shard.path} changed while it was read; try again ({error})") from error
 
-  def column(self, name: str) -> np.ndarray:
+  def __getitem__(self, name: str) -> np.ndarray:
     """A whole column as one array; domain and path as strings. Raises ConfigError for an unknown name."""
     if name not in fmt.ROW_COLUMNS:
       raise ConfigError(f"unknown score column {name!r}{did_you_mean(name, fmt.ROW_COLUMNS)}")
@@ -202,8 +197,6 @@ class ScoreLog:
     for shard, rows in self.blocks():
       parts.append(getattr(shard, f"{name}s")[rows[name]] if name in ("domain", "path") else rows[name])
     return np.concatenate(parts)
-
-  __getitem__ = column
 
   def checksums(self, name: str) -> dict[int, int]:
     """{step: CRC-32} of what lies beside the log: tokens_crc or selection_crc."""

@@ -52,11 +52,6 @@ class Interval:
   def last_step(self) -> int:
     return int(self.steps[-1]["step"][-1])
 
-  @property
-  def counts(self) -> tuple[int, int]:
-    """How many steps and rows."""
-    return sum(map(len, self.steps)), sum(map(len, self.rows))
-
   def add(self, record: Mapping[str, Any], rows: Mapping, documents: Sequence, modules: Mapping | None) -> int:
     """Checks and adds one step; returns its number of rows."""
     number, step = int(record["step"]), self._step(record)
@@ -264,7 +259,11 @@ class Writer:
         kept.append(self._path(last_step))
       else:
         kept.append(path)
-    for path in [*dropped, *self._temporaries()]:
+    for path in self.folder.glob(".*.tmp"):  # partial files that this process left when it was killed
+      name = fmt.parse_shard_name(path.name[1:].partition(".npz")[0] + ".npz")
+      if (name or (0, 0))[1] == self._process_index:
+        dropped.append(path)
+    for path in dropped:
       path.unlink(missing_ok=True)
     if self.folder.is_dir():
       sync_folder(self.folder)
@@ -331,13 +330,6 @@ class Writer:
   def _own_files(self) -> list[tuple[Path, int]]:
     return [(path, step) for path, step, process in self._files() if process == self._process_index]
 
-  def _temporaries(self) -> Iterator[Path]:
-    """Partial files that this process left when it was killed."""
-    for path in self.folder.glob(".*.tmp"):
-      name = fmt.parse_shard_name(path.name[1:].partition(".npz")[0] + ".npz")
-      if (name or (0, 0))[1] == self._process_index:
-        yield path
-
   def _path(self, last_step: int) -> Path:
     return self.folder / fmt.shard_name(last_step, self._process_index)
 
@@ -379,8 +371,8 @@ class Writer:
     path = self._path(interval.last_step)
     write_shard(path, meta, *interval.contents())
     if interval.before is not None:
-      counts = interval.counts
-      self._note(interval.last_step, interval.before[0] + counts[0], interval.before[1] + counts[1])
+      steps, rows = (sum(map(len, parts)) for parts in (interval.steps, interval.rows))
+      self._note(interval.last_step, interval.before[0] + steps, interval.before[1] + rows)
     if replaced is not None and replaced != path:
       replaced.unlink(missing_ok=True)
 

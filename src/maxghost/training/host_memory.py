@@ -36,10 +36,6 @@ class HostMemory:
   def __bool__(self) -> bool:
     return self.weights or self.optimizer
 
-  def holds(self, path: tuple, variable: nnx.Variable) -> bool:
-    """Whether the Variable at `path` of the train state is stacked and streamed, so lives on the host."""
-    return is_stacked(variable) and {"model": self.weights, "optimizer": self.optimizer}.get(path[0], False)
-
   def check(self, device: Any) -> None:
     """Raises ConfigError for a device that cannot reach pinned host memory."""
     kinds = [memory.kind for memory in device.addressable_memories()]
@@ -68,7 +64,11 @@ class HostMemory:
   def _mapped(self, state: nnx.State, move: Callable) -> nnx.State:
     if not self:
       return state
-    flat = [(p, v.replace(move(v.get_value())) if self.holds(p, v) else v) for p, v in nnx.to_flat_state(state)]
+    streamed: dict[Any, bool] = {"model": self.weights, "optimizer": self.optimizer}
+    flat = [
+      (path, v.replace(move(v.get_value())) if streamed.get(path[0]) and is_stacked(v) else v)
+      for path, v in nnx.to_flat_state(state)
+    ]
     return nnx.from_flat_state(flat)
 
 
@@ -82,14 +82,15 @@ def norm(state: nnx.State, segment_length: int):
 
   Squares of stacked leaves are always summed segment by segment, so that the bits do not depend on the leaves' memory.
   """
-  stacked, outer = _separate(state)
-  total = sum((_squares(x) for x in outer.values()), jnp.zeros((), float))
-  for size in sorted({x.shape[0] for x in stacked.values()}):
-    group = {path: x for path, x in stacked.items() if x.shape[0] == size}
+  values = [(v.get_value(), is_stacked(v)) for _, v in nnx.to_flat_state(state)]
+  stacked = [x for x, flag in values if flag]
+  total = sum((_squares(x) for x, flag in values if not flag), jnp.zeros((), float))
+  for size in sorted({x.shape[0] for x in stacked}):
 
     def step(total, _, segment):
-      return total + sum(_squares(x) for x in segment.values()), None
+      return total + sum(map(_squares, segment)), None
 
+    group = [x for x in stacked if x.shape[0] == size]
     total, _ = streaming.loop(step, total, None, segments.split(group, segment_length))
   return jnp.sqrt(total)
 
@@ -106,25 +107,26 @@ def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: C
   Weights, gradients and moments of a segment are fetched to the device, updated, and returned to their memory.
   grads: State with the paths of the optimizer's Params. scale(array) -> array: clips a gradient leaf.
   """
-  params = nnx.as_pure(nnx.state(model, optimizer.wrt))
-  stacked, outer = (set(part) for part in _separate(nnx.state(model, optimizer.wrt)))
-  grads, opt_state = nnx.as_pure(grads), nnx.as_pure(optimizer.opt_state)
+  variables = nnx.state(model, optimizer.wrt)
+  layers = {path: v.get_value().shape[0] if is_stacked(v) else 0 for path, v in nnx.to_flat_state(variables)}
+  trees = nnx.as_pure(variables), nnx.as_pure(grads), nnx.as_pure(optimizer.opt_state)
+
+  def of_depth(num_layers: int) -> tuple[Any, Any, Any]:
+    """The trees' entries for parameters of a stack with this many layers; 0: outside the stacks."""
+    return _map_states(lambda state: nnx.filter_state(state, lambda path, _: layers.get(path) == num_layers), trees)
 
   def update(params, grads, opt_state):
     updates, opt_state = optimizer.tx.update(jax.tree.map(scale, grads), opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
-  new_params, new_opt_state = update(*(_only(tree, outer) for tree in (params, grads, opt_state)))
-  layers = {path: x.shape[0] for path, x in nnx.to_flat_state(params) if path in stacked}
-  for num_layers in sorted(set(layers.values())):
-    group = {path for path in stacked if layers[path] == num_layers}
-    own = (_only(params, group), _only(grads, group), _only(opt_state, group))
-    first = streaming.after(0, _only(grads, outer))
-    group_params, group_opt_state = _update_segments(update, *own, first, num_layers, segment_length)
-    new_params = _merged(new_params, group_params)
-    new_opt_state = _merged(new_opt_state, group_opt_state)
-  nnx.update(model, new_params)
-  nnx.update(optimizer.opt_state, nnx.state(new_opt_state))
+  outer = of_depth(0)
+  new = update(*outer)
+  for num_layers in sorted(set(layers.values()) - {0}):
+    first = streaming.after(0, outer[1])
+    own = _update_segments(update, *of_depth(num_layers), first, num_layers, segment_length)
+    new = _map_states(nnx.merge_state, new, own)
+  nnx.update(model, new[0])
+  nnx.update(optimizer.opt_state, nnx.state(new[1]))
   optimizer.step[...] += 1
 
 
@@ -160,31 +162,10 @@ def _update_segments(update: Callable, params, grads, opt_state, first, num_laye
   return jax.tree.unflatten(tree, [segments.join(x) if flag else x for x, flag in zip(held, layered, strict=True)])
 
 
-def _separate(state: nnx.State) -> tuple[dict, dict]:
-  """({path: array} of the stacked Variables, the same of the others)."""
-  flat = [(path, v, is_stacked(v)) for path, v in nnx.to_flat_state(state)]
-  return {p: v.get_value() for p, v, flag in flat if flag}, {p: v.get_value() for p, v, flag in flat if not flag}
+def _map_states(function: Callable, *trees) -> Any:
+  """function(State, ...) of each State in the trees; other leaves are those of the first tree."""
 
+  def apply(x, *others):
+    return function(x, *others) if isinstance(x, nnx.State) else x
 
-def _is_state(x) -> bool:
-  return isinstance(x, nnx.State)
-
-
-def _only(tree, paths: set):
-  """The tree with each State restricted to these paths."""
-
-  def cut(x):
-    if not _is_state(x):
-      return x
-    return nnx.from_flat_state([(path, leaf) for path, leaf in nnx.to_flat_state(x) if path in paths])
-
-  return jax.tree.map(cut, tree, is_leaf=_is_state)
-
-
-def _merged(tree, other):
-  """The tree with the leaves of `other` added to its States."""
-
-  def join(x, y):
-    return nnx.merge_state(x, y) if _is_state(x) else x
-
-  return jax.tree.map(join, tree, other, is_leaf=_is_state)
+  return jax.tree.map(apply, *trees, is_leaf=lambda x: isinstance(x, nnx.State))

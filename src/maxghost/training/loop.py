@@ -10,10 +10,12 @@ record is part of every checkpoint, so that an interruption neither loses nor du
 
 import contextlib
 import dataclasses
+import functools
+import json
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,38 +23,26 @@ import numpy as np
 from maxghost.config import Config
 from maxghost.parallel import distributed
 from maxghost.training import metrics, step_outputs
+from maxghost.training.batches import Fetched, Prefetcher, ValidationRows
 from maxghost.training.compiled_steps import Program
 from maxghost.training.console import Console, eval_line, step_line
 from maxghost.training.flops import StepFlops
 from maxghost.training.metrics import MetricsLog, TensorBoardLog
-from maxghost.training.prefetch import Fetched, Prefetcher
 from maxghost.training.resume import Position, to_tree
 from maxghost.training.reweighting import Reweighter
-from maxghost.training.samples import sample_line
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
-from maxghost.training.validation import ValidationRows
-
-
-class Checkpoints(Protocol):
-  """The part of `checkpoint.manager.CheckpointManager` that the loop uses."""
-
-  def save(self, step: int, tree: Mapping, positions: Mapping[str, Any]) -> None: ...
-
-  def wait(self) -> None: ...
-
-  def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sinks:
-  """The outputs of a run; None for those that are switched off."""
+  """The outputs of a run; None for those that are switched off. checkpoints: a `CheckpointManager`."""
 
   console: Console
   metrics: MetricsLog | None
   tensorboard: TensorBoardLog | None
   scores: ScoreRecorder | None
-  checkpoints: Checkpoints | None
+  checkpoints: Any
 
   def close(self) -> None:
     """Writes everything to disk, also after an error."""
@@ -79,16 +69,6 @@ class Outcome:
   completed_steps: int
   interrupted: bool
   seconds: tuple[float, ...]
-
-
-@dataclasses.dataclass(slots=True)
-class _Started:
-  """A started step whose outputs have not been read. Arrays may not be ready."""
-
-  step: int
-  outputs: Mapping[str, jax.Array]
-  prev_val_loss: jax.Array | None
-  fetched: Fetched
 
 
 class TrainingLoop:
@@ -119,7 +99,7 @@ class TrainingLoop:
     self._state: Any = None
     self._position = Position()
     self._pending: dict[str, Any] | None = None
-    self._started: _Started | None = None
+    self._read: Callable[[], None] | None = None  # reads the outputs of the started step
     self._saved_steps = 0
     self._last_ready = 0.0
     self._seconds: list[float] = []
@@ -165,7 +145,7 @@ class TrainingLoop:
     else:
       self._state, outputs = self._program.train_step(self._state, fetched.arrays, self._validation.batches(step))
     self._read_started()
-    self._started = _Started(step, outputs, prev_val_loss, fetched)
+    self._read = functools.partial(self._read_outputs, step, fetched, outputs, prev_val_loss)
     done, is_last = step + 1, step + 1 == self._cfg.run.steps
     interval = self._cfg.run.eval_interval
     if interval > 0 and (is_last or done % interval == 0):
@@ -185,7 +165,7 @@ class TrainingLoop:
       return None
     if not self._program.is_ready("validation_loss"):  # still compiling, early in a run: not counted in a step's time
       self._read_started()
-      self._program.wait("validation_loss")
+      self._program.executable("validation_loss")
       self._restart_clock()
     return self._program.validation_loss(self._state, self._validation.batches(step - 1))
 
@@ -210,7 +190,7 @@ class TrainingLoop:
     assert self._sampler is not None and self._pending is not None
     text = self._sampler(self._state)
     self._pending[metrics.SAMPLE] = text
-    self._sinks.console.line(sample_line(self._pending["step"], text))
+    self._sinks.console.line(f"sample after step {self._pending['step']}: {json.dumps(text, ensure_ascii=False)}")
     self._restart_clock()
 
   def _save(self) -> None:
@@ -229,7 +209,7 @@ class TrainingLoop:
     ).of_all_processes()
     assert sinks.checkpoints is not None
     sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
-    sinks.checkpoints.save(completed, to_tree(self._state), position.to_json() | {"config": self._cfg.flat()})
+    sinks.checkpoints.save(completed, to_tree(self._state), dataclasses.asdict(position) | {"config": self._cfg.flat()})
     self._saved_steps = completed
     self._restart_clock()
 
@@ -248,51 +228,51 @@ class TrainingLoop:
   # Reading the outputs of a step.
 
   def _read_started(self) -> None:
-    if self._started is None:
-      return
-    started, self._started = self._started, None
-    outputs = step_outputs.to_host(started.outputs)  # waits until the step is done
+    if self._read is not None:
+      read, self._read = self._read, None
+      read()
+
+  def _read_outputs(self, step: int, fetched: Fetched, outputs: Any, replaced_loss: jax.Array | None) -> None:
+    """Reads a step's outputs, and completes the record of the step before.
+
+    If the validation loss before this step is known, it closes the account of an earlier step. replaced_loss: measured
+    on the old rows, where this step draws new ones.
+    """
+    outputs = step_outputs.to_host(outputs)  # waits until the step is done
     seconds = self._restart_clock()
-    metrics.check_finite(started.step, outputs)
-    prev_val_loss = self._settle_pending(started, outputs)
-    record = {"step": started.step} | metrics.learning_metrics(outputs) | self._rates(seconds)
+    metrics.check_finite(step, outputs)
+    prev_val_loss = None
+    if self._validation.closes(step):
+      prev_val_loss = outputs["val_loss"] if replaced_loss is None else step_outputs.whole(replaced_loss)
+      self._add_actual_drop(step, prev_val_loss)
+    open_loss = self._position.open_loss
+    if self._validation.is_fresh(step):
+      open_loss = [float(loss) for loss in outputs["val_loss"]]
+    self._write_pending()
+    record = {"step": step} | metrics.learning_metrics(outputs) | self._rates(seconds)
+    scores = self._sinks.scores
     if "val_loss" in outputs:
       record |= metrics.ghost_metrics(outputs, self._val_sets)
-      if unscored := metrics.unscored_line(started.step, outputs):
+      if unscored := metrics.unscored_line(step, outputs):
         self._sinks.console.line(unscored)
-    if self._sinks.scores and "val_loss" not in outputs:
-      if prev_val_loss is not None:
-        self._sinks.scores.record_end(started.step, prev_val_loss)
-    elif self._sinks.scores:
-      self._sinks.scores.record(started.step, outputs, prev_val_loss, started.fetched.batch)
+      if scores:
+        scores.record(step, outputs, prev_val_loss, fetched.batch)
+    elif scores and prev_val_loss is not None:
+      scores.record_end(step, prev_val_loss)
     if self._reweighter:
-      record |= self._reweighter.observe(started.step, outputs, started.fetched.batch)
+      record |= self._reweighter.observe(step, outputs, fetched.batch)
     self._pending = record
     self._seconds.append(seconds)
     self._position = dataclasses.replace(
-      self._position, completed_steps=started.step + 1, data=started.fetched.position
+      self._position, completed_steps=step + 1, data=fetched.position, open_loss=open_loss
     )
-    self._sinks.console.advance(started.step + 1, record["learning/loss"])
+    self._sinks.console.advance(step + 1, record["learning/loss"])
 
   def _restart_clock(self) -> float:
     """Seconds since the previous result was ready: the actual time of a step."""
     now = time.perf_counter()
     seconds, self._last_ready = now - self._last_ready, now
     return seconds
-
-  def _settle_pending(self, started: _Started, outputs: Mapping[str, Any]) -> np.ndarray | None:
-    """Writes the pending record. If the validation loss before this step is known, f32[K], closes the account of an
-    earlier step with it and returns it."""
-    prev_val_loss = None
-    if self._validation.closes(started.step):
-      replaced = started.prev_val_loss
-      prev_val_loss = outputs["val_loss"] if replaced is None else step_outputs.whole(replaced)
-      self._add_actual_drop(started.step, prev_val_loss)
-    if self._validation.is_fresh(started.step):
-      open_loss = [float(loss) for loss in outputs["val_loss"]]
-      self._position = dataclasses.replace(self._position, open_loss=open_loss)
-    self._write_pending()
-    return prev_val_loss
 
   def _add_actual_drop(self, step: int, loss_after_K: np.ndarray) -> None:
     """Adds to the record of step - 1 the drop since the validation loss was last measured."""
@@ -307,10 +287,9 @@ class TrainingLoop:
     if self._pending is None:
       return
     record, self._pending = self._pending, None
-    if self._sinks.metrics:
-      self._sinks.metrics.append(record)
-    if self._sinks.tensorboard:
-      self._sinks.tensorboard.append(record)
+    for log in (self._sinks.metrics, self._sinks.tensorboard):
+      if log:
+        log.append(record)
     if show or record["step"] % self._cfg.run.log_period == 0:
       self._sinks.console.line(step_line(record, self._val_sets))
 

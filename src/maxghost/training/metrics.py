@@ -18,28 +18,27 @@ from maxghost.config import ConfigError, plugins
 # the step is not scored, and training goes on.
 FINITE_METRICS = ("loss", "grad_norm", "param_norm")
 
+# metric: scalar of the step's outputs, where it has it
+SCALARS = {
+  "learning/loss": "loss", "learning/grad_norm": "grad_norm", "learning/param_norm": "param_norm",
+  "learning/current_learning_rate": "learning_rate", "learning/clip_factor": "clip_factor",
+  "learning/lm_loss": "lm_loss", "learning/moe_lb_loss": "moe_lb_loss", "moe/router_entropy": "router_entropy",
+}  # fmt: skip
 SAMPLE = "sample/text"  # a text of the model, the only metric that is not a number
-
-# The columns that sum to -<grad L_val, update>, the first-order prediction of a step's drop of the validation loss.
-PREDICTED_COLUMNS = plugins.LEDGER
 
 
 class NonFiniteMetricError(RuntimeError):
-  """A loss or norm became NaN or infinite. `step` is 0-based; `metric` is the name in the step's output."""
-
-  def __init__(self, step: int, metric: str, value: float):
-    super().__init__(f"step {step}: {metric} is {value}")
-    self.step, self.metric, self.value = step, metric, value
+  """A loss or norm became NaN or infinite."""
 
 
 def check_finite(step: int, outputs: Mapping[str, Any]) -> None:
   """Raises NonFiniteMetricError for the first metric of FINITE_METRICS that holds a NaN or an infinity."""
   for name in FINITE_METRICS:
     if name in outputs and not math.isfinite(outputs[name]):
-      raise NonFiniteMetricError(step, name, float(outputs[name]))
+      raise NonFiniteMetricError(f"step {step}: {name} is {float(outputs[name])}")
 
 
-def perplexity(loss: float) -> float:
+def _perplexity(loss: float) -> float:
   """exp(loss), loss in nats per token; infinite where that overflows."""
   return math.exp(loss) if loss < 709.0 else math.inf
 
@@ -55,38 +54,26 @@ def learning_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
   moe/expert_load: each expert's share of the tokens' choices, mean over layers; moe/max_expert_load: the largest, as a
   multiple of an equal share.
   """
-  loss, weights = float(outputs["loss"]), float(outputs["tokens"])
-  record: dict[str, Any] = {
-    "learning/loss": loss,
-    "learning/perplexity": perplexity(loss),
-    "learning/total_weights": _whole(weights),
-    "learning/grad_norm": float(outputs["grad_norm"]),
-    "learning/param_norm": float(outputs["param_norm"]),
-    "learning/current_learning_rate": float(outputs["learning_rate"]),
-  }
-  if "clip_factor" in outputs:
-    record["learning/clip_factor"] = float(outputs["clip_factor"])
-  if "moe_lb_loss" in outputs:
-    load = [float(share) for share in outputs["expert_load_E"]]
-    record["learning/lm_loss"] = float(outputs["lm_loss"])
-    record["learning/moe_lb_loss"] = float(outputs["moe_lb_loss"])
-    record["moe/router_entropy"] = float(outputs["router_entropy"])
+  record: dict[str, Any] = {metric: float(outputs[name]) for metric, name in SCALARS.items() if name in outputs}
+  record["learning/perplexity"] = _perplexity(record["learning/loss"])
+  record["learning/total_weights"] = _whole(float(outputs["tokens"]))
+  if "expert_load_E" in outputs:
+    record["moe/expert_load"] = load = [float(share) for share in outputs["expert_load_E"]]
     record["moe/max_expert_load"] = max(load) * len(load)
-    record["moe/expert_load"] = load
   return record
 
 
 def ghost_metrics(outputs: Mapping[str, Any], val_sets: tuple[str, ...]) -> dict[str, Any]:
   """The ghost/* part, in nats: val_loss before the update, the predicted drop and its columns, the self-check.
 
-  A step without a validation loss (ghost_val_every > 1) has NaN there; schedule concat has no columns. ghost/scored is
-  1, or 0 if the scores were not finite. ghost/chosen_rows: rows trained on, with ghost_select.
-  ghost/captured/<parameter>: the share of |u|^2 held by low-rank factors, per layer and set; a lower bound under Adam,
-  whose factors first leave out directions that do not matter to this batch's gradient. The loop adds
-  `ghost/actual_drop/<set>` later.
+  The predicted drop is -<grad L_val, update>, the sum of the columns of `plugins.LEDGER`. A step without a validation
+  loss (ghost_val_every > 1) has NaN there; schedule concat has no columns. ghost/scored is 1, or 0 if the scores were
+  not finite. ghost/chosen_rows: rows trained on, with ghost_select. ghost/captured/<parameter>: the share of |u|^2 held
+  by low-rank factors, per layer and set; a lower bound under Adam, whose factors first leave out directions that do not
+  matter to this batch's gradient. The loop adds `ghost/actual_drop/<set>` later.
   """
   record: dict[str, Any] = {"ghost/scored": int(outputs["scored_ok"])}
-  columns = [column for column in PREDICTED_COLUMNS if column in outputs]  # none for schedule concat
+  columns = [column for column in plugins.LEDGER if column in outputs]
   if "chosen_B" in outputs:
     record["ghost/chosen_rows"] = int(outputs["chosen_B"].sum())
   for k, name in enumerate(val_sets):
@@ -104,24 +91,25 @@ def unscored_line(step: int, outputs: Mapping[str, Any]) -> str | None:
   """A line that names the parameters with non-finite scores; None if all scores are finite."""
   if outputs["scored_ok"]:
     return None
-  labels = [label for label, bad in outputs["nonfinite_scores"].items() if bad]
-  named = ", ".join(labels[:4]) + (f" and {len(labels) - 4} more" if len(labels) > 4 else "")
-  return f"maxghost: step {step} is not scored: its scores are not finite in {named}"
+  # Schedule forward_mode has no scores by parameter.
+  labels = [label for label, bad in outputs.get("nonfinite_scores", {}).items() if bad]
+  named = (" in " if labels else "") + ", ".join(labels[:4]) + (f" and {len(labels) - 4} more" if labels[4:] else "")
+  return f"maxghost: step {step} is not scored: its scores are not finite{named}"
 
 
 def eval_metrics(sums: Sequence[tuple[Any, Any]]) -> dict[str, float]:
   """The eval/* part from (summed loss, weight) of each batch: the weighted mean over all batches."""
   total, weights = (float(sum(column)) for column in zip(*sums, strict=True))
   loss = total / (weights or 1.0)
-  return {"eval/avg_loss": loss, "eval/avg_perplexity": perplexity(loss), "eval/total_weights": _whole(weights)}
+  return {"eval/avg_loss": loss, "eval/avg_perplexity": _perplexity(loss), "eval/total_weights": _whole(weights)}
 
 
 class MetricsLog:
   """metrics.jsonl: `append` writes one whole line; `position` is its length in bytes after a flush to disk."""
 
   def __init__(self, path: Path):
-    self._path = Path(path)
-    self._file = open(self._path, "ab")  # noqa: SIM115 - open as long as the run
+    self._path = path
+    self._file = open(path, "ab")  # noqa: SIM115 - open as long as the run
 
   def append(self, record: Mapping[str, Any]) -> None:
     # JSON has no NaN: values that were not measured become null. Losses and norms are finite here.
@@ -130,7 +118,6 @@ class MetricsLog:
     self._file.flush()
 
   def position(self) -> int:
-    self._file.flush()
     os.fsync(self._file.fileno())
     return os.path.getsize(self._path)
 
@@ -156,6 +143,7 @@ class TensorBoardLog:
 
     # The name of an event file has the time in whole seconds; a restart within one must not overwrite the file.
     self._writer = SummaryWriter(str(path), purge_step=first_step, filename_suffix=f".{first_step}.{os.getpid()}")
+    self.flush, self.close = self._writer.flush, self._writer.close
 
   def append(self, record: Mapping[str, Any]) -> None:
     for name, value in record.items():
@@ -163,9 +151,3 @@ class TensorBoardLog:
         self._writer.add_text(name, value, record["step"])
       elif isinstance(value, (int, float)) and name != "step" and math.isfinite(value):
         self._writer.add_scalar(name, value, record["step"])
-
-  def flush(self) -> None:
-    self._writer.flush()
-
-  def close(self) -> None:
-    self._writer.close()

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxghost.data import merge_states
 from maxghost.parallel import distributed
@@ -52,9 +53,6 @@ class Position:
       self, data=merge_states([one["data"] for one in said]), scores=[one["scores"] for one in said]
     )
 
-  def to_json(self) -> dict[str, Any]:
-    return dataclasses.asdict(self)
-
   @classmethod
   def from_json(cls, values: Mapping[str, Any]) -> "Position":
     return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
@@ -65,24 +63,13 @@ def to_tree(state: nnx.State) -> dict:
 
   Empty branches (optax's stateless transformations) are left out.
   """
-  tree: dict = {}
-  for path, variable in nnx.to_flat_state(state):
-    branch = tree
-    for key in path[:-1]:
-      branch = branch.setdefault(str(key), {})
-    branch[str(path[-1])] = variable.get_value()
-  return tree
+  return unflatten_dict({tuple(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(state)})
 
 
 def from_tree(tree: Mapping, like: nnx.State) -> nnx.State:
   """The inverse of `to_tree`: `like` (which may be abstract) with the arrays of a tree of the same paths."""
-  flat = []
-  for path, variable in nnx.to_flat_state(like):
-    value: Any = tree
-    for key in path:
-      value = value[str(key)]
-    flat.append((path, variable.replace(value)))
-  return nnx.from_flat_state(flat)
+  arrays = flatten_dict(tree)
+  return nnx.from_flat_state([(path, v.replace(arrays[tuple(map(str, path))])) for path, v in nnx.to_flat_state(like)])
 
 
 def abstract_arrays(state: nnx.State) -> nnx.State:

@@ -10,6 +10,7 @@ the timing of threads: a resumed run draws the same rows.
 D domains, B rows, S documents in a row, K validation sets.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from maxghost.config import ConfigError
 from maxghost.config.schema import GhostConfig
 from maxghost.parallel import distributed
-from maxghost.training.prefetch import NUM_AHEAD
+from maxghost.training.batches import NUM_AHEAD
 
 LAG = NUM_AHEAD + 4  # batches drawn when step s is read: s + 1 runs, NUM_AHEAD are queued, one waits for the queue
 
@@ -34,16 +35,14 @@ class Reweighter:
   def __init__(
     self, ghost: GhostConfig, shares: Mapping[str, float], reader: Any, document_id: Callable[[int], Sequence[Any]]
   ):
-    self._reader, self._document_id = reader, document_id
-    self._names = tuple(reader.mixture_domains)
+    self._reader, self._names = reader, tuple(reader.mixture_domains)
     self._every, self._size, self._floor = ghost.reweighting
     if self._floor * len(self._names) > 1:
       raise ConfigError(
         f"ghost_reweight: a floor of {self._floor:g} for {len(self._names)} domains is more than all rows; "
         f"use {1 / len(self._names):.3g} or less"
       )
-    self._number = {name: number for number, name in enumerate(self._names)}
-    self._domain_of: dict[int, int] = {}
+    self._domain = functools.cache(lambda index: self._names.index(document_id(index)[0]))
     self._shares_D = np.array([shares[name] for name in self._names], np.float64)
     self._nats_D, self._tokens_D = np.zeros(len(self._names)), np.zeros(len(self._names))
     self._changes: list[tuple[int, dict[str, float]]] = []
@@ -60,10 +59,10 @@ class Reweighter:
     """
     if "contribution_BSK" in outputs and outputs["scored_ok"]:
       self._add(outputs, batch)
-    record = {f"ghost/share/{name}": share for name, share in self._in_force(step).items()}
+    due = [shares for batch, shares in self._changes if batch <= step] or [{}]
     if (step + 1) % self._every == 0:
       self._decide(step)
-    return record
+    return {f"ghost/share/{name}": share for name, share in due[-1].items()}
 
   def state(self) -> dict:
     """The state for a resumed run, as JSON values."""
@@ -99,15 +98,6 @@ class Reweighter:
     self._shares_D = reweighted(self._shares_D, value_D, seen_D, self._size, self._floor)
     self._changes.append((step + LAG, self.shares))
     self._reader.schedule_mixture(self._changes)
-
-  def _in_force(self, step: int) -> dict[str, float]:
-    due = [shares for batch, shares in self._changes if batch <= step]
-    return due[-1] if due else {}
-
-  def _domain(self, index: int) -> int:
-    if index not in self._domain_of:
-      self._domain_of[index] = self._number[self._document_id(index)[0]]
-    return self._domain_of[index]
 
 
 def reweighted(shares_D, value_D, seen_D, step: float, floor: float) -> np.ndarray:

@@ -9,18 +9,16 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from maxghost import config
 from maxghost.config import Config, ConfigError
-from maxghost.config.files import write_text
 from maxghost.config.schema import ParallelConfig
 
 CONFIG_FILE = "config.yml"
 METRICS_FILE = "metrics.jsonl"
-FACTS_FILE = "run_facts.json"
+CHECKPOINTS = "checkpoints"
 LOCK_FILE = ".lock"
 # Keys of a run's location, which do not change its results: a run directory may be moved or renamed.
 LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
@@ -46,22 +44,17 @@ RESUMABLE_KEYS = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Existing:
-  """The contents of the run's place on disk. `previous_config` is None for a new run."""
+  """The contents of the run's place on disk. completed_steps: the number of steps of a finished run, else 0."""
 
   path: Path
-  previous_config: Config | None
+  is_new: bool
   changed: dict[str, tuple[Any, Any]]
   completed_steps: int
-
-  @property
-  def is_new(self) -> bool:
-    return self.previous_config is None
 
 
 def inspect(cfg: Config) -> Existing:
   """Reads the run's directory and checks that this command may use it. Writes nothing.
 
-  `completed_steps` is the number of steps of a finished run, else 0.
   Raises ConfigError if the place is not writable, holds something that is not a run, or a run whose config differs in
   keys that may not change (all are named).
   """
@@ -70,28 +63,36 @@ def inspect(cfg: Config) -> Existing:
     raise ConfigError(f"base_output_directory={folder}: runs are written to local folders; mount the bucket as one")
   path = Path(folder).expanduser() / cfg.run.run_name
   _check_writable(path, cfg)
-  if not path.exists() or not _entries(path):
-    return Existing(path, None, {}, 0)
+  names = os.listdir(path) if path.exists() else []
+  traces = [name for name in names if name == LOCK_FILE or name.startswith(f".{CONFIG_FILE}.")]  # of a killed start
+  if len(traces) == len(names):
+    return Existing(path, True, {}, 0)
   config_path = path / CONFIG_FILE
   if not config_path.exists():
     raise ConfigError(
       f"run_name={cfg.run.run_name}: {path} exists, is not empty and has no {CONFIG_FILE}, so it is not a run "
       "directory; choose another run_name or base_output_directory"
     )
-  previous = _read_config(config_path)
+  try:
+    previous = config.load(config_path)
+  except ConfigError as error:
+    raise ConfigError(*(f"{problem} (the config of the run in {path})" for problem in error.problems)) from error
   changed = config.differing_keys(previous, cfg)
   _check_changes(path, changed)
-  return Existing(path, previous, changed, _completed_steps(path, previous))
+  return Existing(path, False, changed, _completed_steps(path, previous))
 
 
 def has_checkpoint(existing: Existing) -> bool:
   """Whether the run has a checkpoint, valid or not."""
-  folder = existing.path / "checkpoints"
+  folder = existing.path / CHECKPOINTS
   return folder.is_dir() and any(entry.name.isdecimal() for entry in folder.iterdir())
 
 
-def claim(existing: Existing, cfg: Config) -> "RunDirectory":
-  """Creates the directory if it is new, locks it and writes config.yml. Raises ConfigError on failure."""
+def claim(existing: Existing, cfg: Config) -> TextIO:
+  """Creates the directory if it is new, locks it and writes config.yml. Raises ConfigError on failure.
+
+  Returns the lock; closing it, or the end of the process, releases the directory.
+  """
   path = existing.path
   try:
     path.mkdir(parents=True, exist_ok=True)
@@ -113,50 +114,7 @@ def claim(existing: Existing, cfg: Config) -> "RunDirectory":
   lock.write(f"{os.getpid()}\n")
   lock.flush()
   config.save(cfg, path / CONFIG_FILE)
-  return RunDirectory(path, lock)
-
-
-class RunDirectory:
-  """Paths in a claimed run directory. `close`, or the end of the process, releases the lock.
-
-  lock: None in all processes but the first.
-  """
-
-  def __init__(self, path: Path, lock=None):
-    self.path, self._lock = path, lock
-    self.metrics_path = path / METRICS_FILE
-    self.tensorboard_path = path / "tensorboard"
-    self.checkpoints_path = path / "checkpoints"
-
-  def write_facts(self, facts: Mapping[str, str]) -> None:
-    """Writes run_facts.json, facts of this process besides the config, for the report."""
-    write_text(self.path / FACTS_FILE, json.dumps(facts, indent=2) + "\n")
-
-  def close(self) -> None:
-    if self._lock is not None:
-      self._lock.close()
-
-
-def last_metrics_record(path: Path) -> dict | None:
-  """The last complete record of a metrics.jsonl, or None."""
-  if not path.exists():
-    return None
-  with open(path, "rb") as file:
-    file.seek(max(0, os.path.getsize(path) - (1 << 20)))
-    lines = file.read().split(b"\n")
-  for line in reversed(lines[:-1]):  # text after the last newline is incomplete
-    try:
-      return json.loads(line)
-    except ValueError:
-      return None
-  return None
-
-
-def _entries(path: Path) -> list[str]:
-  """Names in the directory, without the traces of a start that was killed."""
-  if not path.is_dir():
-    raise ConfigError(f"{path} exists and is not a directory; choose another run_name or base_output_directory")
-  return [name for name in os.listdir(path) if name != LOCK_FILE and not name.startswith(f".{CONFIG_FILE}.")]
+  return lock
 
 
 def _unwritable(path: Path, cfg: Config, reason: str) -> str:
@@ -178,14 +136,6 @@ def _check_writable(path: Path, cfg: Config) -> None:
     raise ConfigError(_unwritable(path, cfg, f"no permission in {place}"))
 
 
-def _read_config(path: Path) -> Config:
-  try:
-    return config.load(path)
-  except ConfigError as error:
-    problems = [f"{problem} (the config of the run in {path.parent})" for problem in error.problems]
-    raise ConfigError(*problems) from error
-
-
 def _check_changes(path: Path, changed: dict[str, tuple[Any, Any]]) -> None:
   refused = {name: pair for name, pair in changed.items() if name not in RESUMABLE_KEYS | LOCATION_KEYS}
   if "steps" in refused and refused["steps"][1] > refused["steps"][0]:
@@ -199,6 +149,13 @@ def _check_changes(path: Path, changed: dict[str, tuple[Any, Any]]) -> None:
 
 def _completed_steps(path: Path, previous: Config) -> int:
   """The run's number of steps if its last record exists (it is written after everything else), else 0."""
-  record = last_metrics_record(path / METRICS_FILE)
-  steps = previous.run.steps
-  return steps if record is not None and record.get("step") == steps - 1 else 0
+  metrics, steps = path / METRICS_FILE, previous.run.steps
+  if not metrics.exists():
+    return 0
+  with open(metrics, "rb") as file:
+    file.seek(max(0, os.path.getsize(metrics) - (1 << 20)))
+    lines = file.read().split(b"\n")[:-1]  # text after the last newline is incomplete
+  try:
+    return steps if lines and json.loads(lines[-1]).get("step") == steps - 1 else 0
+  except ValueError:
+    return 0

@@ -3,6 +3,7 @@
 B rows of the batch, S slots (segments) a row can hold, K validation sets, N scored slots, U scored units.
 """
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +12,37 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.scorelog import selection, tokens
+from maxghost.config import Config, plugins
+from maxghost.parallel import distributed
+from maxghost.scorelog import Writer, selection, tokens
 from maxghost.scorelog.format import STEP_SCALARS
 
 QUEUE_LENGTH = 8
+COLUMNS = {  # of the score log, from arrays of the step's outputs
+  "tokens": "tokens_BS", "share": "share_BS", "loss": "loss_BS", "dot": "score_dot_BSK",
+  "contribution": "contribution_BSK",
+}  # fmt: skip
 
 
 class ScoreLogError(RuntimeError):
   """The scores of a step could not be written."""
+
+
+def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
+  """A recorder of this process's rows, in the run directory at `path`."""
+  ghost, optimizer = cfg.ghost, plugins.OPTIMIZERS[cfg.optimizer.opt_type]
+  writer = Writer(
+    path,
+    tuple(cfg.data.validation_sets),
+    process_index=distributed.index(),
+    period=ghost.ghost_log_period,
+    fingerprint=dataset.fingerprint,
+    num_processes=distributed.count(),
+    objective=cfg.optimizer.objective,
+    ledger=plugins.ledger_columns(cfg.optimizer.opt_type),
+    direction=str(optimizer.direction) if ghost.ghost_direction == "auto" else ghost.ghost_direction,
+  )
+  return ScoreRecorder(writer, dataset.document_id, dataset.source.domains, path / "ghost" / tokens.FOLDER)
 
 
 def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -38,16 +62,8 @@ def scored_rows(outputs: Mapping[str, np.ndarray], batch) -> tuple[dict[str, np.
   Tokens, shares and contributions of a unit's slots are summed; loss and dot are of the unit's mean loss.
   """
   scored_BS, first_U, unit_N = scored_units(outputs, batch)
-  slots = {
-    "chunk": batch.offset_BS,
-    "epoch": np.broadcast_to(batch.epoch_B[:, None], scored_BS.shape),
-    "tokens": outputs["tokens_BS"],
-    "loss": outputs["loss_BS"],
-    "dot": outputs["score_dot_BSK"],
-    "contribution": outputs["contribution_BSK"],
-  }
-  if "share_BS" in outputs:
-    slots["share"] = outputs["share_BS"]
+  slots = {name: outputs[array] for name, array in COLUMNS.items() if array in outputs}
+  slots |= {"chunk": batch.offset_BS, "epoch": np.broadcast_to(batch.epoch_B[:, None], scored_BS.shape)}
   columns = {name: value_BS[scored_BS] for name, value_BS in slots.items()}
   if len(first_U) < len(unit_N):
     columns = _by_unit(columns, first_U, unit_N)
@@ -100,26 +116,24 @@ class ScoreRecorder:
     self._writer = writer
     self._token_folder = token_folder
     self._domains = tuple(domains)
-    self._document_id = document_id
-    self._known: dict[int, Sequence[Any]] = {}
+    self._name = functools.cache(document_id)
     self._error: BaseException | None = None
     self._queue: queue.Queue = queue.Queue(QUEUE_LENGTH)
     self._thread = threading.Thread(target=self._work, name="score-recorder", daemon=True)
     self._thread.start()
 
-  def record(self, step: int, outputs: Mapping[str, np.ndarray], prev_val_loss: np.ndarray | None, batch) -> None:
+  def record(self, step: int, outputs: Mapping | None, prev_val_loss: np.ndarray | None, batch) -> None:
     """Records one step.
 
-    outputs: host copies. prev_val_loss: f32[K], loss of the previous step's validation rows before this step; None for
-    the first step. batch: the one trained on.
+    outputs: host copies; None: no scores. prev_val_loss: f32[K], loss of the previous step's validation rows before
+    this step; None for the first step. batch: the one trained on.
     """
     self._raise_error()
     self._queue.put((step, outputs, prev_val_loss, batch))
 
   def record_end(self, step: int, prev_val_loss: np.ndarray) -> None:
     """Records the validation loss after the last scored step, without scores."""
-    self._raise_error()
-    self._queue.put((step, None, prev_val_loss, None))
+    self.record(step, None, prev_val_loss, None)
 
   def position(self) -> dict:
     """The writer's position after every recorded step; these steps are then on disk."""
@@ -152,22 +166,15 @@ class ScoreRecorder:
     self._queue.task_done()
 
   def _append(self, step: int, outputs, prev_val_loss, batch) -> None:
-    record: dict[str, Any] = {"step": step}
-    if prev_val_loss is not None:
-      record["prev_val_loss"] = prev_val_loss
-    if outputs is None:
-      self._writer.append(record, {}, [])
-      return
-    record |= {
-      name: outputs[name]
-      for name in (*STEP_SCALARS, "val_loss", "check_rel_err", *self._writer.ledger)
-      if name in outputs
-    }
-    if not outputs["scored_ok"]:  # no score rather than a wrong one
+    record: dict[str, Any] = {"step": step} | ({} if prev_val_loss is None else {"prev_val_loss": prev_val_loss})
+    if outputs is not None:
+      names = (*STEP_SCALARS, "val_loss", "check_rel_err", *self._writer.ledger)
+      record |= {name: outputs[name] for name in names if name in outputs}
+    if outputs is None or not outputs["scored_ok"]:  # no score rather than a wrong one
       self._writer.append(record, {}, [])
       return
     columns, documents = scored_rows(outputs, batch)
-    names = [self._name(int(index)) for index in documents]
+    ids = [self._name(int(index)) for index in documents]
     scored_BS, first_U, _ = scored_units(outputs, batch)
     modules = None
     if "param_contribution" in outputs:
@@ -181,13 +188,8 @@ class ScoreRecorder:
     if "chosen_B" in outputs:
       chosen_BS = np.broadcast_to(outputs["chosen_B"][:, None], scored_BS.shape)
       chosen = np.flatnonzero(chosen_BS[scored_BS][first_U]).tolist()
-      record["selection_crc"] = selection.append(self._token_folder.parent, step, len(names), chosen)
-    self._writer.append(record, columns, names, modules=modules)
-
-  def _name(self, index: int) -> Sequence[Any]:
-    if index not in self._known:
-      self._known[index] = self._document_id(index)
-    return self._known[index]
+      record["selection_crc"] = selection.append(self._token_folder.parent, step, len(ids), chosen)
+    self._writer.append(record, columns, ids, modules=modules)
 
   def _raise_error(self) -> None:
     if self._error is not None:

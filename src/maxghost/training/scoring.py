@@ -4,8 +4,6 @@ B rows, S documents in a row, T positions, K validation sets, L layers.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,31 +14,24 @@ from maxghost.config.schema import Config
 from maxghost.ghost import ledger, schedules
 from maxghost.ghost.attach import Twin, prepare_twin
 from maxghost.ghost.engine import direction_spec
-from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Stored, TrainPass
+from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Stored
 from maxghost.objectives import Objective, create
 from maxghost.optimizers import RuleState, UpdateRule, clip
 from maxghost.parallel.shardings import slash_path
 from maxghost.training.state import TrainStateNNX, trainable
 
 
-def frozen(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
-  """Paths of the Params that are not trained, and so not scored."""
-  if not cfg.optimizer.trainable_parameters_mask:
-    return ()
-  trained = {path for path, _ in nnx.to_flat_state(nnx.state(model, trainable(cfg, model)))}
-  params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-  return tuple(slash_path(path) for path, _ in params if path not in trained)
-
-
-# (learning rate, clipping factor of the step) -> (the ledger's columns, all that the step reports of its scores).
-Report = Callable[[Any, Any], tuple[dict, dict]]
+def excluded(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
+  """Paths and patterns of the Params that are not scored: those of ghost_exclude, and all that are not trained."""
+  frozen = nnx.state(model, nnx.All(nnx.Param, nnx.Not(trainable(cfg, model))))
+  return (*cfg.ghost.ghost_exclude, *(slash_path(path) for path, _ in nnx.to_flat_state(frozen)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
   """The scored pass of the configured schedule and direction, for batches of one shape. See `make_scorer`.
 
-  train_graphdef: of the whole train state.
+  train_graphdef: of the whole train state. num_slots: S.
   """
 
   cfg: Config
@@ -48,6 +39,7 @@ class Scorer:
   rule: UpdateRule
   twin: Twin
   train_graphdef: nnx.GraphDef
+  num_slots: int
 
   def problem(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Problem:
     """This step. split: the model. step_loss: the training loss, with dropout."""
@@ -82,19 +74,12 @@ class Scorer:
       ),
     )
 
-  def __call__(
-    self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple, num_segments: int
-  ) -> tuple[TrainPass, Report]:
+  def score(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Scored:
     """Scores the batch, and stores in the train state the validation gradients for later steps."""
     problem = self.problem(train_state, split, step_loss, batch, val_batches)
     scored = schedules.score(problem)
     keep(train_state, problem, scored)
-
-    def report(learning_rate, clip_factor):
-      columns = self.columns(train_state, split.params, scored, learning_rate, clip_factor)
-      return columns, outputs(self.cfg, self, scored, batch, learning_rate * clip_factor, columns, num_segments)
-
-    return scored.passed, report
+    return scored
 
   def _update(self, train_state: TrainStateNNX, grads: nnx.State, state: RuleState) -> tuple:
     """`Problem.update` of this gradient. The train state does not change."""
@@ -134,8 +119,59 @@ class Scorer:
       used = ledger.used(twin.scored, grads, scored.parts, passed.facts)
     return ledger.columns(rule, sums, totals, used, learning_rate, clip_factor)
 
+  def outputs(self, scored: Scored, batch, scale) -> dict:
+    """The step's outputs per slot: score_dot_BSK, contribution_BSK, share_BS (of the batch loss), tokens_BS, loss_BS.
 
-def make_scorer(cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *, num_sets: int) -> Scorer:
+    Also param_contribution {path: [L, B, S, K]} by ghost_detail, captured {path: [L, K]} with a rank, and scored_ok:
+    whether all scores are finite (else they are 0). Contributions are in the objective's unit (nats); contributions
+    and shares can be summed over the slots of a unit. scale: learning rate times clipping factor.
+    """
+    ghost, passed = self.cfg.ghost, scored.passed
+    slots = self.slots(batch, passed.losses, passed.weights)
+    score_KBT = scored.additive
+    ok = jnp.all(jnp.isfinite(score_KBT))
+    score_KBT = jnp.where(ok, score_KBT, 0)
+    forward_mode = ghost.engine == "jvp"
+    score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, slots.target_BTS if forward_mode else slots.used_BTS)
+    out = {
+      "val_loss": scored.val_loss,
+      "score_dot_BSK": score_BSK * slots.per_share_BS[..., None],
+      "contribution_BSK": score_BSK * scale,
+      "share_BS": slots.share_BS,
+      "tokens_BS": slots.tokens_BS.astype(jnp.int32),
+      "loss_BS": slots.loss_BS,
+      "scored_ok": ok,
+    }
+    if ghost.ghost_detail == "token":
+      out["token_contribution_KBT"] = score_KBT * scale
+    if forward_mode:
+      return out
+    if ghost.ghost_detail != "total":
+      out["param_contribution"] = {
+        p.label: _by_slot(p, passed.scores[p.label], slots.used_BTS, ghost.ghost_detail == "module") * scale
+        for p in self.twin.scored
+      }
+    if scored.captured:
+      out["captured"] = {label: jnp.atleast_2d(c) for label, c in scored.captured.items()}
+    out["nonfinite_scores"] = {p.label: ~jnp.all(jnp.isfinite(passed.scores[p.label])) for p in self.twin.scored}
+    return out
+
+  def slots(self, batch, losses_BT, weights_BT) -> "Slots":
+    dtype = jnp.promote_types(losses_BT.dtype, jnp.float32)
+    used_BT, target_BT = self.loss.units(batch)
+    used_BTS = jax.nn.one_hot(used_BT - 1, self.num_slots, dtype=dtype)
+    target_BTS = jax.nn.one_hot(jnp.where(weights_BT != 0, target_BT, 0) - 1, self.num_slots, dtype=dtype)
+    weighted_BTS = target_BTS * weights_BT.astype(dtype)[..., None]
+    weight_BS = weighted_BTS.sum(1)
+    loss_BS = jnp.einsum("bts,bt->bs", weighted_BTS, losses_BT) / jnp.where(weight_BS == 0, 1, weight_BS)
+    share_BS = self.loss.shares(batch, weight_BS)
+    per_share_BS = jnp.where(share_BS != 0, 1 / jnp.where(share_BS != 0, share_BS, 1), 0)
+    return Slots(used_BTS, target_BTS, target_BTS.sum(1), loss_BS, share_BS, per_share_BS)
+
+
+def make_scorer(
+  cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *, num_sets: int, num_segments: int = 1
+) -> Scorer:
   """graphdef: of the train state. batch: arrays or shapes. Raises ValueError for a model that cannot be scored."""
   ghost, loss = cfg.ghost, create(cfg).validation()
   rows = jax.tree.leaves(batch)[0].shape[0] // cfg.optimizer.gradient_accumulation_steps
@@ -147,11 +183,11 @@ def make_scorer(cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *
     num_sets=num_sets,
     num_positions=micro["inputs"].shape[1],
     spec=direction_spec(cfg, ghost.ghost_direction, ghost.ghost_rank),
-    exclude=(*ghost.ghost_exclude, *frozen(cfg, model)),
+    exclude=excluded(cfg, model),
     schedule=ghost.passes,
     num_val=ghost.ghost_val_batch_size,
   )
-  return Scorer(cfg, loss, optimizers.create(cfg.optimizer), twin, graphdef)
+  return Scorer(cfg, loss, optimizers.create(cfg.optimizer), twin, graphdef, num_segments)
 
 
 def keep(train_state: TrainStateNNX, problem: Problem, scored: Scored) -> None:
@@ -175,58 +211,6 @@ class Slots:
   loss_BS: jax.Array
   share_BS: jax.Array
   per_share_BS: jax.Array
-
-  @classmethod
-  def of(cls, objective: Objective, batch, losses_BT, weights_BT, num_slots: int) -> "Slots":
-    dtype = jnp.promote_types(losses_BT.dtype, jnp.float32)
-    used_BT, target_BT = objective.units(batch)
-    used_BTS = jax.nn.one_hot(used_BT - 1, num_slots, dtype=dtype)
-    target_BTS = jax.nn.one_hot(jnp.where(weights_BT != 0, target_BT, 0) - 1, num_slots, dtype=dtype)
-    weighted_BTS = target_BTS * weights_BT.astype(dtype)[..., None]
-    weight_BS = weighted_BTS.sum(1)
-    loss_BS = jnp.einsum("bts,bt->bs", weighted_BTS, losses_BT) / jnp.where(weight_BS == 0, 1, weight_BS)
-    share_BS = objective.shares(batch, weight_BS)
-    per_share_BS = jnp.where(share_BS != 0, 1 / jnp.where(share_BS != 0, share_BS, 1), 0)
-    return cls(used_BTS, target_BTS, target_BTS.sum(1), loss_BS, share_BS, per_share_BS)
-
-
-def outputs(cfg: Config, scorer: Scorer, scored: Scored, batch, scale, columns: dict, num_segments: int) -> dict:
-  """The step's outputs per slot: score_dot_BSK, contribution_BSK, share_BS (of the batch loss), tokens_BS, loss_BS.
-
-  Also param_contribution {path: [L, B, S, K]} by ghost_detail, captured {path: [L, K]} with a rank, and scored_ok:
-  whether all scores are finite (else they are 0). Contributions are in the objective's unit (nats); contributions and
-  shares can be summed over the slots of a unit. scale: learning rate times clipping factor.
-  """
-  passed, twin = scored.passed, scorer.twin
-  slots = Slots.of(scorer.loss, batch, passed.losses, passed.weights, num_segments)
-  score_KBT = scored.additive
-  ok = jnp.all(jnp.isfinite(score_KBT))
-  score_KBT = jnp.where(ok, score_KBT, 0)
-  forward_mode = cfg.ghost.engine == "jvp"
-  score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, slots.target_BTS if forward_mode else slots.used_BTS)
-  out = {
-    "val_loss": scored.val_loss,
-    "score_dot_BSK": score_BSK * slots.per_share_BS[..., None],
-    "contribution_BSK": score_BSK * scale,
-    "share_BS": slots.share_BS,
-    "tokens_BS": slots.tokens_BS.astype(jnp.int32),
-    "loss_BS": slots.loss_BS,
-    "scored_ok": ok,
-    **columns,
-  }
-  if cfg.ghost.ghost_detail == "token":
-    out["token_contribution_KBT"] = score_KBT * scale
-  if forward_mode:
-    return out
-  if cfg.ghost.ghost_detail != "total":
-    out["param_contribution"] = {
-      p.label: _by_slot(p, passed.scores[p.label], slots.used_BTS, cfg.ghost.ghost_detail == "module") * scale
-      for p in twin.scored
-    }
-  if scored.captured:
-    out["captured"] = {label: jnp.atleast_2d(c) for label, c in scored.captured.items()}
-  out["nonfinite_scores"] = {p.label: ~jnp.all(jnp.isfinite(passed.scores[p.label])) for p in twin.scored}
-  return out
 
 
 def _by_slot(param, score, used_BTS, sum_layers: bool):

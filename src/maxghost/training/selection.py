@@ -10,6 +10,7 @@ n candidate rows, k chosen, B rows, T positions, K validation sets, R sketch dir
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,41 +20,15 @@ from maxghost.config.schema import Config
 from maxghost.ghost import schedules, sketch
 from maxghost.ghost.attach import Twin, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
-from maxghost.ghost.engine import direction_spec
 from maxghost.ghost.schedules import Model, Problem, Scored, TrainPass, passes
 from maxghost.optimizers import by_label, learning_rate_schedule
-from maxghost.training import scoring
-from maxghost.training.scoring import Scorer, Slots
+from maxghost.training import scoring, step_outputs
+from maxghost.training.devices import num_chosen
+from maxghost.training.scoring import Scorer
 from maxghost.training.state import TrainStateNNX
 
 NUM_SKETCHES = 32
 SEED = 20_240  # of the sketch directions and of `random`
-
-
-@dataclasses.dataclass(frozen=True)
-class Selected:
-  """A scored pass over the chosen rows, and the results of the candidate pass.
-
-  batch: the chosen rows. index_k: their indices among the candidates, ascending; None if all rows are kept and the
-  targets of others are masked. chosen_B: bool. candidates_KBT: additive scores of the candidate pass, with its token
-  weights. losses_BT, weights_BT: of the candidates, before the step. candidates: the candidate batch.
-  """
-
-  scored: Scored
-  batch: dict
-  index_k: jax.Array | None
-  chosen_B: jax.Array
-  candidates_KBT: jax.Array
-  losses_BT: jax.Array
-  weights_BT: jax.Array
-  candidates: dict
-
-
-def num_chosen(cfg: Config, num_candidates: int) -> int:
-  """k: rows in the training pass; all for threshold, which gives rows that are not chosen no weight."""
-  if cfg.ghost.ghost_select in ("none", "threshold"):
-    return num_candidates
-  return max(1, round(cfg.ghost.ghost_select_fraction * num_candidates))
 
 
 def choose(method: str, value_B, has_tokens_B, k: int, key, *, threshold: float = 0.0, pair_BB=None):
@@ -92,15 +67,34 @@ def _greedy(value_B, has_tokens_B, k: int, pair_BB):
 
 
 @dataclasses.dataclass(frozen=True)
-class Selector:
-  """Scores all rows of the batch, then scores the chosen ones and trains on them. See `make_selector`.
+class Selected:
+  """The scored pass of the chosen rows, after that of all candidates.
 
-  scorer: of the chosen rows. candidates: the twin of all rows; sketch: another one, for ghost_select=greats.
+  index_k: indices of the chosen rows among the candidates, ascending; None if all rows are kept and the targets of
+  others are masked. chosen_B: bool. candidates: the candidate pass. batch: the chosen rows.
+  """
+
+  scored: Scored
+  batch: dict
+  index_k: jax.Array | None
+  chosen_B: jax.Array
+  candidates: Scored
+
+  @property
+  def passed(self) -> TrainPass:
+    return self.scored.passed
+
+
+@dataclasses.dataclass(frozen=True)
+class Selector:
+  """Scores all rows of the batch, then scores the chosen ones and trains on them. It is used as a `Scorer`.
+
+  scorer: of the chosen rows. candidates: of all rows. sketch: another twin of all rows, for ghost_select=greats.
   """
 
   cfg: Config
   scorer: Scorer
-  candidates: Twin
+  candidates: Scorer
   sketch: Twin | None
   num_candidates: int
   num_chosen: int
@@ -109,24 +103,21 @@ class Selector:
   def twin(self) -> Twin:
     return self.scorer.twin
 
-  def __call__(
-    self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple, num_segments: int
-  ) -> tuple[TrainPass, scoring.Report]:
-    """As `Scorer`; the pass is that of the chosen rows."""
+  def score(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Selected:
+    """As `Scorer.score`; the pass is that of the chosen rows."""
     ghost = self.cfg.ghost
-    problem = self.scorer.problem(train_state, split, step_loss, batch, val_batches)
+    problem = self.candidates.problem(train_state, split, step_loss, batch, val_batches)
     settings = dataclasses.replace(problem.settings, in_turn=False)
-    first = schedules.score(dataclasses.replace(problem, twin=self.candidates, account=None, settings=settings))
+    first = schedules.score(dataclasses.replace(problem, account=None, settings=settings))
     scoring.keep(train_state, problem, first)
     value_B = jnp.nan_to_num(first.additive.mean(0).sum(-1))
     pair_BB = None
     if self.sketch is not None:
-      pair_BB = self._interactions(problem, first.passed.grads, train_state.step)
-    has_tokens_B = (first.passed.weights != 0).any(-1)
+      pair_BB = self._interactions(problem, self.sketch, first.passed.grads, train_state.step)
     chosen_B = choose(
       ghost.ghost_select,
       value_B,
-      has_tokens_B,
+      (first.passed.weights != 0).any(-1),
       self.num_chosen,
       jax.random.fold_in(jax.random.key(SEED), train_state.step),
       threshold=ghost.ghost_select_fraction,
@@ -134,17 +125,37 @@ class Selector:
     )
     picked, index_k = take(dict(batch), chosen_B, self.num_chosen)
     # The validation gradient is made once for both passes.
-    scored = schedules.score(dataclasses.replace(problem, batch=picked, validation=first.validation))
-    passed = first.passed
-    selected = Selected(scored, picked, index_k, chosen_B, first.additive, passed.losses, passed.weights, dict(batch))
+    second = dataclasses.replace(problem, twin=self.twin, batch=picked, validation=first.validation)
+    return Selected(schedules.score(second), picked, index_k, chosen_B, first)
 
-    def report(learning_rate, clip_factor):
-      columns = self.scorer.columns(train_state, split.params, scored, learning_rate, clip_factor)
-      return columns, outputs(self.cfg, self, selected, batch, learning_rate * clip_factor, columns, num_segments)
+  def columns(self, train_state: TrainStateNNX, params, selected: Selected, learning_rate, clip_factor) -> dict:
+    return self.scorer.columns(train_state, params, selected.scored, learning_rate, clip_factor)
 
-    return scored.passed, report
+  def outputs(self, selected: Selected, batch, scale) -> dict:
+    """As `Scorer.outputs`, for all candidates, with chosen_B bool.
 
-  def _interactions(self, problem: Problem, grads: nnx.State, step):
+    Rows that were not chosen have contribution 0, and the dot product, loss and tokens of the candidate pass.
+    """
+    out, first = self.scorer.outputs(selected.scored, selected.batch, scale), selected.candidates
+    seen = self.scorer.slots(dict(batch), first.passed.losses, first.passed.weights)
+    seen_dot = jnp.einsum("kbt,bts->bsk", first.additive, seen.used_BTS) * seen.per_share_BS[..., None]
+
+    def spread(value, axis: int, fill=None):
+      """Puts values of the chosen rows at their indices among the candidates, `fill` (0) elsewhere."""
+      shape = (*value.shape[:axis], len(selected.chosen_B), *value.shape[axis + 1 :])
+      whole = jnp.zeros(shape, value.dtype) if fill is None else fill.astype(value.dtype)
+      if selected.index_k is not None:
+        return whole.at[(slice(None),) * axis + (selected.index_k,)].set(value)
+      mask = jnp.expand_dims(selected.chosen_B, tuple(range(1, len(shape) - axis)))
+      return jnp.where(mask, value, whole)
+
+    fills = {"score_dot_BSK": seen_dot, "tokens_BS": seen.tokens_BS, "loss_BS": seen.loss_BS}
+    for name, axis in step_outputs.ROW_AXIS.items():
+      if name in out:
+        out[name] = jax.tree.map(functools.partial(spread, axis=axis, fill=fills.get(name)), out[name])
+    return out | {"chosen_B": selected.chosen_B}
+
+  def _interactions(self, problem: Problem, twin: Twin, grads: nnx.State, step):
     """pair_BB: how much less both rows of a pair gain together than separately, in the units of the values.
 
     It is lr (n / k) c <P g_i, P g_j>. One Hessian-vector product measures the curvature of the validation loss along
@@ -153,7 +164,7 @@ class Selector:
     arXiv:1804.04235).
     """
     (graphdef, params, rest), rule, state = problem.model, self.scorer.rule, problem.state
-    assert state is not None and self.sketch is not None
+    assert state is not None
     views, val_batches = problem.parameters, problem.val_batches
     scalars, labelled = rule.scalars(state.count, state.clip_factor), by_label(grads)
     responses = {name: rule.response(views[name], g, state.of(name), scalars) for name, g in labelled.items()}
@@ -170,30 +181,30 @@ class Selector:
     size = jnp.asarray(sum(jnp.vdot(a, a) for a in jax.tree.leaves(moved)))
     curvature = jnp.maximum(along / jnp.maximum(size, jnp.finfo(size.dtype).tiny), 0)
     key = jax.random.fold_in(jax.random.key(SEED + 1), step)
-    sketch_MRB = sketch.sketch_pass(self.sketch, params, rest, problem.loss, problem.batch, key, NUM_SKETCHES, scale)
+    sketch_MRB = sketch.sketch_pass(twin, params, rest, problem.loss, problem.batch, key, NUM_SKETCHES, scale)
     gram_BB = jnp.einsum("mra,mrb->ab", sketch_MRB, sketch_MRB) / NUM_SKETCHES
     learning_rate = learning_rate_schedule(self.cfg.optimizer, self.cfg.run.steps)(step)
     return learning_rate * self.num_candidates / self.num_chosen * curvature * gram_BB
 
 
-def make_selector(cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *, num_sets: int) -> Selector:
+def make_selector(
+  cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *, num_sets: int, num_segments: int
+) -> Selector:
   """As `scoring.make_scorer`, with twins for the candidates. Raises ValueError for a model that cannot be scored."""
-  ghost, rows = cfg.ghost, jax.tree.leaves(batch)[0].shape[0]
+  rows = jax.tree.leaves(batch)[0].shape[0]
   k = num_chosen(cfg, rows)
   chosen = {name: jax.ShapeDtypeStruct((k, *x.shape[1:]), x.dtype) for name, x in dict(batch).items()}
-  shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in dict(batch).items()}
-  scorer = scoring.make_scorer(cfg, graphdef, model, chosen, num_sets=num_sets)
-  exclude = (*ghost.ghost_exclude, *scoring.frozen(cfg, model))
-  spec = direction_spec(cfg, ghost.ghost_direction, ghost.ghost_rank)
-  length = shapes["inputs"].shape[1]
-  candidates = prepare_twin(
-    model, shapes, scorer.loss, num_sets=num_sets, num_positions=length, spec=spec, exclude=exclude
+  scorer, candidates = (
+    scoring.make_scorer(cfg, graphdef, model, shapes, num_sets=num_sets, num_segments=num_segments)
+    for shapes in (chosen, batch)
   )
-  sketch_twin = None
-  if ghost.ghost_select == "greats":
+  twin = None
+  if cfg.ghost.ghost_select == "greats":
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in dict(batch).items()}
+    exclude = scoring.excluded(cfg, model)
     spec = DirectionSpec(rank=1)
-    sketch_twin = prepare_twin(model, shapes, scorer.loss, num_sets=1, num_positions=None, spec=spec, exclude=exclude)
-  return Selector(cfg, scorer, candidates, sketch_twin, rows, k)
+    twin = prepare_twin(model, shapes, scorer.loss, num_sets=1, num_positions=None, spec=spec, exclude=exclude)
+  return Selector(cfg, scorer, candidates, twin, rows, k)
 
 
 def take(batch: dict, chosen_B, k: int):
@@ -206,33 +217,3 @@ def take(batch: dict, chosen_B, k: int):
     return batch | {"targets_segmentation": kept}, None
   index_k = jnp.sort(jnp.argsort(~chosen_B, stable=True)[:k])
   return {name: x[index_k] for name, x in batch.items()}, index_k
-
-
-def outputs(cfg: Config, scorer: Selector, scored: Selected, batch, scale, columns: dict, num_segments: int) -> dict:
-  """As `scoring.outputs`, for all candidates, with chosen_B bool.
-
-  Rows that were not chosen have contribution 0, and the dot product, loss and tokens of the candidate pass.
-  """
-  chosen = scoring.outputs(cfg, scorer.scorer, scored.scored, scored.batch, scale, columns, num_segments)
-  loss = scorer.scorer.loss
-  seen = Slots.of(loss, scored.candidates, scored.losses_BT, scored.weights_BT, num_segments)
-  seen_dot = jnp.einsum("kbt,bts->bsk", scored.candidates_KBT, seen.used_BTS) * seen.per_share_BS[..., None]
-  chosen["chosen_B"] = scored.chosen_B
-
-  def spread(value, axis: int, fill=None):
-    """Puts values of the chosen rows at their indices among the candidates, `fill` (0) elsewhere."""
-    shape = (*value.shape[:axis], len(scored.chosen_B), *value.shape[axis + 1 :])
-    out = jnp.zeros(shape, value.dtype) if fill is None else fill.astype(value.dtype)
-    if scored.index_k is not None:
-      return out.at[(slice(None),) * axis + (scored.index_k,)].set(value)
-    mask = jnp.expand_dims(scored.chosen_B, tuple(range(1, len(shape) - axis)))
-    return jnp.where(mask, value, out)
-
-  fills = {"score_dot_BSK": seen_dot, "tokens_BS": seen.tokens_BS, "loss_BS": seen.loss_BS}
-  for name in ("score_dot_BSK", "contribution_BSK", "share_BS", "tokens_BS", "loss_BS"):
-    chosen[name] = spread(chosen[name], 0, fills.get(name))
-  if "token_contribution_KBT" in chosen:
-    chosen["token_contribution_KBT"] = spread(chosen["token_contribution_KBT"], 1)
-  if "param_contribution" in chosen:
-    chosen["param_contribution"] = {name: spread(v, 1) for name, v in chosen["param_contribution"].items()}
-  return chosen

@@ -3,7 +3,7 @@
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
@@ -11,51 +11,26 @@ import jax
 
 import maxghost
 from maxghost.config import Config
-from maxghost.parallel import Layout, distributed
-from maxghost.parallel.mesh import describe
-from maxghost.training import devices
-from maxghost.training.compiled_steps import Program
-from maxghost.training.flops import StepFlops
+from maxghost.config.files import write_text
 from maxghost.training.loop import Outcome
-from maxghost.training.run_directory import METRICS_FILE
+from maxghost.training.plan import Plan
+from maxghost.training.run_directory import CHECKPOINTS, CONFIG_FILE, METRICS_FILE
+
+FACTS_FILE = "run_facts.json"
 
 
-def domain_lines(summary: Iterable) -> list[str]:
-  """One line per domain of the data: documents, size, and held-out documents. summary: data.DomainSummary."""
-  lines = []
-  for entry in summary:
-    held_out = f", {entry.held_out} documents held out for validation" if entry.held_out else ""
-    size = "" if entry.bytes is None else f", {entry.bytes / 1e6:.2f} MB"  # unknown for some formats
-    lines.append(f"  {entry.domain}: {entry.documents} documents{size}{held_out}")
-  return lines
-
-
-def start_lines(
-  cfg: Config,
-  dataset,
-  num_params: int,
-  scored: Mapping[str, int],
-  flops: StepFlops,
-  path: Path,
-  layout: Layout,
-  spread: str,
-) -> list[str]:
-  """Sizes of model, batch and data, the mesh, and the run directory. spread: the share that a device holds."""
-  tokens = devices.rows_per_step(cfg, layout.num_devices) * cfg.data.max_target_length
-  validation = devices.describe_validation(cfg, layout)
+def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> list[str]:
+  """Sizes of model, batch and data, the mesh, and the run directory. scored: sizes of the scored parameters."""
+  cfg = plan.cfg
   lines = [
-    f"number parameters: {num_params / 1e9:.3f} billion ({num_params:,})",
-    *([f"mesh: {describe(layout.mesh)}{_processes()}; {spread}"] if layout.num_devices > 1 else []),
-    f"{devices.describe_batch(cfg, layout)}; {cfg.run.steps} steps = {tokens * cfg.run.steps:,} tokens",
-    *([] if validation is None else [validation]),
+    *plan.lines(),
     f"data: {cfg.data.dataset_type}, {dataset.num_train_documents:,} documents to train on",
-    *domain_lines(dataset.summary()),
+    *(f"  {entry.line}" for entry in dataset.summary()),
     *(f"  {note}" for note in dataset.notes()),
-    flops.describe(),
   ]
-  if cfg.ghost.ghost_enabled:
-    share = sum(scored.values()) / num_params
-    sets = " and of ".join(f"'{name}'" for name in cfg.data.validation_sets)
+  if plan.val_sets:
+    share = sum(scored.values()) / plan.num_params
+    sets = " and of ".join(f"'{name}'" for name in plan.val_sets)
     lines.append(
       f"ghost: {len(scored)} parameter arrays scored ({share:.2%} of all parameters) against "
       f"{cfg.ghost.ghost_val_batch_size} rows of {sets}, direction {cfg.ghost.ghost_direction}, "
@@ -64,27 +39,39 @@ def start_lines(
   return [*lines, f"run directory: {path}"]
 
 
-def _processes() -> str:
-  return f" of {distributed.count()} processes" if distributed.count() > 1 else ""
+def write_facts(path: Path, plan: Plan, train_step: str) -> None:
+  """Writes run_facts.json, facts of this process besides the config, for the report.
 
-
-def facts(cfg: Config, num_params: int, flops: StepFlops, program: Program, layout: Layout) -> dict[str, str]:
-  """{label: text} for run_facts.json."""
+  train_step: a line on its compilation.
+  """
   device = jax.devices()[0]
-  mesh = {"mesh": describe(layout.mesh) + _processes()} if layout.num_devices > 1 else {}
-  return {
-    "parameters": f"{num_params:,}",
-    "device": f"{layout.num_devices} x {device.device_kind} ({device.platform})",
-    **mesh,
-    "rows per step": f"{devices.rows_per_step(cfg, layout.num_devices):,}",
-    "arithmetic per step": f"{flops.total / 1e12:.4f} TFLOP in the model",
-    "train step": program.describe(),
+  facts = {
+    "parameters": f"{plan.num_params:,}",
+    "device": f"{plan.layout.num_devices} x {device.device_kind} ({device.platform})",
+    **({"mesh": plan.mesh} if plan.layout.num_devices > 1 else {}),
+    "rows per step": f"{plan.rows:,}",
+    "arithmetic per step": f"{plan.flops.total / 1e12:.4f} TFLOP in the model",
+    "train step": train_step,
     "versions": f"maxghost {maxghost.__version__}, jax {jax.__version__}, "
     f"flax {importlib.metadata.version('flax')}, Python {platform.python_version()}",
   }
+  write_text(path / FACTS_FILE, json.dumps(facts, indent=2) + "\n")
 
 
-def end_lines(cfg: Config, outcome: Outcome, path: Path, rows: int) -> list[str]:
+def interrupted_lines(cfg: Config, outcome: Outcome, path: Path, signal: str) -> list[str]:
+  """How far the run came, and how to continue it."""
+  saved = f"saved in {path / CHECKPOINTS / str(outcome.completed_steps)}"
+  if not cfg.checkpoint.checkpoint_period:
+    saved = "not saved, because checkpoint_period=0"
+  elif not outcome.completed_steps:
+    saved = "nothing to save"
+  lines = [f"Stopped by {signal} after {outcome.completed_steps} of {cfg.run.steps} steps; {saved}"]
+  if cfg.checkpoint.checkpoint_period:
+    lines.append(f"The same command continues it, or: python -m maxghost.train {path / CONFIG_FILE}")
+  return lines
+
+
+def end_lines(plan: Plan, outcome: Outcome, path: Path) -> list[str]:
   """The main results of a complete run, from its metrics.jsonl, and the report command."""
   with open(path / METRICS_FILE, encoding="utf-8") as file:
     records = [json.loads(line) for line in file]
@@ -92,14 +79,14 @@ def end_lines(cfg: Config, outcome: Outcome, path: Path, rows: int) -> list[str]
   tokens = sum(record["learning/total_weights"] for record in records)
   lines = [
     f"Training complete: {len(records)} steps, {tokens:,} target tokens, training loss {first['learning/loss']:.3f} -> "
-    f"{last['learning/loss']:.3f}",
-    *speed_lines(cfg, outcome, rows),
+    f"{last['learning/loss']:.3f}"
   ]
+  if steady := outcome.seconds[1:]:  # of this process; the first step is a warm-up
+    middle = median(steady)
+    lines.append(f"Median step {middle:.3f} s, {plan.rows * plan.cfg.data.max_target_length / middle:,.0f} tokens/s")
   if "eval/avg_loss" in last:
     lines.append(f"Held-out loss: {last['eval/avg_loss']:.4f} (perplexity {last['eval/avg_perplexity']:.3f})")
-  if cfg.ghost.ghost_enabled:
-    lines += [ghost_line(records, name) for name in cfg.data.validation_sets]
-  return [*lines, f"Report: python -m maxghost.report {path}"]
+  return [*lines, *(ghost_line(records, name) for name in plan.val_sets), f"Report: python -m maxghost.report {path}"]
 
 
 def ghost_line(records: list[dict], name: str) -> str:
@@ -118,13 +105,3 @@ def ghost_line(records: list[dict], name: str) -> str:
   if unscored := sum(not record.get("ghost/scored", True) for record in records):
     parts.append(f"{unscored} steps were not scored, because their scores were not finite")
   return "; ".join(parts)
-
-
-def speed_lines(cfg: Config, outcome: Outcome, rows: int) -> list[str]:
-  """Median step time of this process without its first step, if there are others. rows: of a step over all devices."""
-  steady = outcome.seconds[1:]
-  if not steady:
-    return []
-  middle = median(steady)
-  tokens = rows * cfg.data.max_target_length
-  return [f"Median step {middle:.3f} s, {tokens / middle:,.0f} tokens/s"]

@@ -1,6 +1,5 @@
 """`TrainStateNNX`: everything that a training step changes, as one nnx module."""
 
-import dataclasses
 import fnmatch
 
 import jax
@@ -13,7 +12,7 @@ from maxghost.config.schema import Config
 from maxghost.optimizers import make_optimizer
 from maxghost.parallel import Layout
 from maxghost.parallel.shardings import slash_path
-from maxghost.training.compiling import compiler_options
+from maxghost.training.devices import compiler_options
 from maxghost.training.host_memory import HostMemory
 
 
@@ -23,12 +22,6 @@ class TrainCounter(nnx.Variable):
 
 class StoredGradient(nnx.Variable):
   """A leaf of a validation gradient that later steps score against (ghost_val_every > 1)."""
-
-
-def _zeros_like(param: nnx.Variable) -> StoredGradient:
-  """A stored gradient of this parameter, with its logical axes."""
-  axes = param.get_metadata().get("axes")
-  return StoredGradient(jnp.zeros(param.shape, param.dtype), **({} if axes is None else {"axes": axes}))
 
 
 class TrainStateNNX(nnx.Module):
@@ -51,13 +44,14 @@ class TrainStateNNX(nnx.Module):
     self.clip_factor = TrainCounter(jnp.ones((), float))
     if num_stored:
       params = [v for _, v in nnx.to_flat_state(nnx.state(model, trainable))] * num_stored
-      self.stored_gradients = nnx.List([_zeros_like(v) for v in params])
+      zeros = [StoredGradient(jnp.zeros(v.shape, v.dtype), axes=v.get_metadata().get("axes")) for v in params]
+      self.stored_gradients = nnx.List(zeros)
 
-  def apply_gradients(self, grads, **kwargs) -> None:
-    """grads: State with the paths of the model's Params. kwargs go to the optax transformation."""
+  def apply_gradients(self, grads) -> None:
+    """grads: State with the paths of the model's Params."""
     if self.optimizer is None:
       raise RuntimeError("this train state was made without an optimizer; it cannot apply gradients")
-    self.optimizer.update(self.model, grads, **kwargs)
+    self.optimizer.update(self.model, grads)
 
   @property
   def step(self):
@@ -80,25 +74,16 @@ def create(cfg: Config) -> TrainStateNNX:
 
 def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
   """The filter of `trainable_parameters_mask`. Raises ValueError for a pattern without a match."""
-  patterns = cfg.optimizer.trainable_parameters_mask
-  if not patterns:
+  if not cfg.optimizer.trainable_parameters_mask:
     return nnx.Param
-  labels = [slash_path(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
-  for pattern in patterns:
-    if not fnmatch.filter(labels, pattern):
-      raise ValueError(f"trainable_parameters_mask={pattern} matches no parameter; paths: {', '.join(labels)}")
-  return nnx.All(nnx.Param, PathPatterns(patterns))
-
-
-@dataclasses.dataclass(frozen=True)
-class PathPatterns:
-  """An nnx filter: Variables whose slash-joined path matches one of the fnmatch patterns."""
-
-  patterns: tuple[str, ...]
-
-  def __call__(self, path, value) -> bool:
-    label = slash_path(path)
-    return any(fnmatch.fnmatch(label, pattern) for pattern in self.patterns)
+  paths = {slash_path(path): path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+  found = set()
+  for pattern in cfg.optimizer.trainable_parameters_mask:
+    matching = fnmatch.filter(paths, pattern)
+    if not matching:
+      raise ValueError(f"trainable_parameters_mask={pattern} matches no parameter; paths: {', '.join(paths)}")
+    found.update(matching)
+  return nnx.filterlib.PathIn(*(paths[label] for label in found))
 
 
 def create_split(cfg: Config, layout: Layout | None = None) -> tuple[nnx.GraphDef, nnx.State]:

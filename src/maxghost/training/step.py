@@ -3,6 +3,8 @@
 B rows, S documents in a row, T positions, K validation sets, L layers.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,10 +13,11 @@ from flax import nnx
 from maxghost.config.schema import Config
 from maxghost.ghost.schedules import Model, passes
 from maxghost.models import autodiff
-from maxghost.objectives import Objective, create
+from maxghost.objectives import create
 from maxghost.optimizers import clip, factor_of, learning_rate_schedule, scaled
 from maxghost.parallel import constrain, constrain_state
 from maxghost.training import host_memory, selection, step_outputs
+from maxghost.training.host_memory import HostMemory
 from maxghost.training.scoring import Scorer, make_scorer
 
 
@@ -22,8 +25,8 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   """Returns (`step(state, batch, val_batches) -> (state, out)`, twin or None); jit the step with the state donated.
 
   out: scalars loss, grad_norm, param_norm, learning_rate, tokens, clip_factor; the objective's metrics, except for
-  schedule concat; with ghost also the ledger's columns [K] and the outputs of `scoring.outputs`, or with ghost_select
-  of `selection.outputs`.
+  schedule concat; with ghost also the ledger's columns [K] and `Scorer.outputs`, or with ghost_select
+  `Selector.outputs`.
 
   Args:
     graphdef, state: a split TrainStateNNX (the state may be abstract).
@@ -38,17 +41,22 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   if cfg.ghost.ghost_enabled:
     model = nnx.merge(graphdef, state).model
     make = make_scorer if cfg.ghost.ghost_select == "none" else selection.make_selector
-    scorer = make(cfg, graphdef, model, batch, num_sets=num_sets)
+    scorer = make(cfg, graphdef, model, batch, num_sets=num_sets, num_segments=num_segments)
 
   def step(state, batch, val_batches):
     train_state = nnx.merge(graphdef, state)
     split = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...))
-    step_loss = _training_loss(cfg, train_state.step)
-    report = None
+    key = None
+    if cfg.model.dropout_rate:
+      # The key depends only on (seed, step), so that a restart draws the same masks without saved RNG state.
+      key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), train_state.step)
+    step_loss = create(cfg).training(key)
+    scored: Any = None  # of the scorer's own type
     if scorer is None:
       passed = passes.accumulated(split, step_loss, batch, cfg.optimizer.gradient_accumulation_steps)
     else:
-      passed, report = scorer(train_state, split, step_loss, batch, val_batches, num_segments)
+      scored = scorer.score(train_state, split, step_loss, batch, val_batches)
+      passed = scored.passed
     norm, clip_factor, apply = _clipped_update(cfg, passed.grads)
     learning_rate = jnp.asarray(schedule(train_state.step), passed.loss.dtype)
     out = {
@@ -61,9 +69,9 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     }
     out |= step_loss.reported(passed.loss, passed.metrics)
     read = []
-    if report is not None:
-      columns, scores = report(learning_rate, clip_factor)
-      out |= scores
+    if scorer is not None:
+      columns = scorer.columns(train_state, split.params, scored, learning_rate, clip_factor)
+      out |= scorer.outputs(scored, batch, learning_rate * clip_factor) | columns
       if cfg.ghost.ghost_schedule == "reverse_scan":  # other schedules have the bits of a step without scores anyway
         read = [out["param_norm"], *columns.values()]
     apply(train_state, read)
@@ -84,33 +92,29 @@ def _clipped_update(cfg: Config, grads):
   read: sums over the old state, for which an update without segments waits. Otherwise XLA would copy arrays that are
   read elsewhere before it updates them in place, and keep the copies: on CPU 5 % of the memory of a scored step.
   """
-  threshold = cfg.optimizer.gradient_clipping_threshold
-  if not cfg.model.stacked_segments:
+  threshold, segments = cfg.optimizer.gradient_clipping_threshold, cfg.model.stacked_segments
+  if segments:
+    norm = _norm(cfg, grads)
+    clip_factor, clipped = factor_of(norm, threshold), None
+  else:
     norm, clip_factor, clipped = clip(grads, threshold)
 
-    def update(train_state, read) -> None:
-      if read:
-        late = autodiff.after(clip_factor, read)
-        gradient = jax.tree.map(lambda g: g * late.astype(g.dtype), grads)
-      else:
-        gradient = clipped
-      train_state.apply_gradients(constrain_state(gradient, moments=True))
+  def scale(g):
+    return scaled(g, clip_factor, threshold)
 
-    return norm, clip_factor, update
-  norm = _norm(cfg, grads)
-  clip_factor = factor_of(norm, threshold)
+  def update(train_state, read) -> None:
+    if HostMemory.of(cfg):
+      host_memory.apply_gradients(train_state.optimizer, train_state.model, grads, scale, segments[0])
+      return
+    gradient = clipped
+    if segments:
+      gradient = jax.tree.map(scale, grads)
+    elif read:
+      late = autodiff.after(clip_factor, read)
+      gradient = jax.tree.map(lambda g: g * late.astype(g.dtype), grads)
+    train_state.apply_gradients(constrain_state(gradient, moments=True))
 
-  def apply(train_state, read) -> None:
-    def scale(g):
-      return scaled(g, clip_factor, threshold)
-
-    if host_memory.HostMemory.of(cfg):
-      length = cfg.model.stacked_segments[0]
-      host_memory.apply_gradients(train_state.optimizer, train_state.model, grads, scale, length)
-    else:
-      train_state.apply_gradients(constrain_state(jax.tree.map(scale, grads), moments=True))
-
-  return norm, clip_factor, apply
+  return norm, clip_factor, update
 
 
 def make_eval_step(cfg: Config, graphdef):
@@ -133,11 +137,3 @@ def make_validation_loss(cfg: Config, graphdef):
     return constrain(jnp.stack([passes.validation_mean(*loss_fn(model, batch)) for batch in val_batches]), (None,))
 
   return losses
-
-
-def _training_loss(cfg: Config, step) -> Objective:
-  key = None
-  if cfg.model.dropout_rate:
-    # The key depends only on (seed, step), so that a restart draws the same masks without saved RNG state.
-    key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), step)
-  return create(cfg).training(key)

@@ -1,6 +1,6 @@
 """The placement of a step's outputs, sharded as the rows they belong to, and their transfer to the host.
 
-B rows; the other letters as in `scoring.outputs`.
+B rows; the other letters as in `Scorer.outputs`.
 """
 
 import functools
@@ -14,16 +14,8 @@ from maxghost.parallel import shardings
 from maxghost.parallel.axis_rules import BATCH
 
 # The row axis of outputs that have one; of param_contribution, that of every entry.
-ROW_AXIS = {
-  "score_dot_BSK": 0,
-  "contribution_BSK": 0,
-  "share_BS": 0,
-  "tokens_BS": 0,
-  "loss_BS": 0,
-  "chosen_B": 0,
-  "token_contribution_KBT": 1,
-  "param_contribution": 1,
-}
+ROW_AXIS: dict[str, int] = dict.fromkeys(("token_contribution_KBT", "param_contribution"), 1)
+ROW_AXIS |= dict.fromkeys(("score_dot_BSK", "contribution_BSK", "share_BS", "tokens_BS", "loss_BS", "chosen_B"), 0)
 
 
 def placed(out: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ def _panel(summary: Summary, part: SetSummary) -> dict:
     "colors": colors,
     "domains": bars(shown, [v.per_million for v in shown], [v.per_million_half_width for v in shown]),
     "charts": _charts(summary, part, colors),
+    "heat_scale": float(np.nanmax(np.abs(part.heat_map.value_RD))) or 1.0 if part.heat_map else 1.0,
     "ledger": bars(lines, [line.value for line in lines], starts=[line.start for line in lines]),
   }
 
@@ -63,6 +64,12 @@ def _charts(summary: Summary, part: SetSummary, colors: dict[str, int]) -> list[
   ]
   if len(summary.eval_loss) and part.index == 0:
     losses.append(Line("evaluation", summary.eval_loss.steps, summary.eval_loss.values, SECOND_CURVE, dots=True))
+  ledger, drops = part.ledger, []
+  if ledger.actual_S is not None:
+    last = len(ledger.steps) - 1
+    picked = np.unique(np.linspace(0, last, min(CURVE_POINTS, last + 1)).round().astype(int))
+    curves = (("predicted", ledger.predicted_S, FIRST_CURVE), ("measured", ledger.actual_S, SECOND_CURVE))
+    drops = [Line(name, ledger.steps[picked], np.cumsum(drop)[picked], color) for name, drop, color in curves]
   cumulative, value = _domain_lines(part, colors)
   steps = (int(part.time.edges[0]), int(part.time.edges[-1]) - 1)
   heading = "Cumulative predicted and measured drop"
@@ -70,18 +77,8 @@ def _charts(summary: Summary, part: SetSummary, colors: dict[str, int]) -> list[
     line_chart("Loss", losses, steps, "nats per token"),
     line_chart("Cumulative contribution of each domain", cumulative, steps, "nats", zero=True),
     line_chart("Value of a domain over time", value, steps, "nats per million tokens", zero=True),
-    line_chart(heading, _drop_lines(part), steps, "nats per token", zero=True),
+    line_chart(heading, drops, steps, "nats per token", zero=True),
   ]
-
-
-def _drop_lines(part: SetSummary) -> list[Line]:
-  ledger = part.ledger
-  if ledger.actual_S is None:
-    return []
-  count = len(ledger.steps)
-  picked = np.unique(np.linspace(0, count - 1, min(CURVE_POINTS, count)).round().astype(int))
-  drops = (("predicted", ledger.predicted_S, FIRST_CURVE), ("measured", ledger.actual_S, SECOND_CURVE))
-  return [Line(name, ledger.steps[picked], np.cumsum(drop)[picked], color) for name, drop, color in drops]
 
 
 def _domain_lines(part: SetSummary, colors: dict[str, int]) -> tuple[list[Line], list[Line]]:
@@ -118,21 +115,17 @@ def _spans(marked: Marked) -> list[tuple[str, str, str]]:
   return spans
 
 
-def _printable(value):
-  return numbers.printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
-
-
 _templates = jinja2.Environment(
   loader=jinja2.PackageLoader("maxghost.attribution", "html"),
   autoescape=True,
-  finalize=_printable,
+  finalize=lambda value: value if hasattr(value, "__html__") else numbers.printable(str(value)),
   undefined=jinja2.StrictUndefined,
   trim_blocks=True,
   lstrip_blocks=True,
 )
 _FILTERS = (
   *(numbers.compact, numbers.integer, numbers.number, numbers.percent, numbers.plus_minus),
-  *(report_text.headline, report_text.lead, report_text.ledger_sentence, report_text.losses_sentence),
+  *(report_text.headline, report_text.lead, report_text.ledger_sentence),
   *(report_text.helped_sentence, report_text.hurt_sentence),
 )
 _templates.filters |= {function.__name__: function for function in _FILTERS}

@@ -1,8 +1,7 @@
 """Estimates the memory of a train step on one device before it is compiled, and suggests settings if it is too much.
 
-`step.estimate` computes the estimate, and `table` holds it. `device` reads sizes from the run's abstract objects;
-`activations` and `directions` are closed forms for arrays that exist only in the compiled step. `verdict` and `report`
-print the result.
+`step.estimate` computes the estimate from the run's abstract objects (`device`) and closed forms for the arrays that
+exist only in the compiled step. `table` holds it; `verdict` and `report` print it.
 """
 
 from maxghost.training.memory.step import estimate

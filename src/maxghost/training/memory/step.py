@@ -1,12 +1,19 @@
 """Bytes of one train step on one device, from the abstract objects of the run, before anything is compiled.
 
-The estimate is the maximum over the backward pass of one layer, that of the output head, and the update.
+The estimate is the maximum over the backward pass of one layer, that of the output head, and the update. Arrays that
+exist only in the compiled step have closed forms, calibrated against the TPU compiler (benchmarks/memory.py), which
+fuses elementwise operations.
+
+B rows, T positions, N = B T tokens on one device; D embed dim, F feed-forward width, H query and K key/value heads,
+h head width, L layers, V vocabulary.
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from maxghost import config
@@ -14,22 +21,30 @@ from maxghost.config import Config, ConfigError
 from maxghost.config.schema import ParallelConfig
 from maxghost.parallel import Layout
 from maxghost.training import state
-from maxghost.training.memory.activations import Activations
-from maxghost.training.memory.device import Device, PlacedState
-from maxghost.training.memory.directions import Directions
+from maxghost.training.memory.device import Device, Held, PlacedState
 from maxghost.training.memory.table import MemoryEstimate, Row, Tensor
 
-Split = tuple[nnx.GraphDef, nnx.State]
+Rows = dict[str, list[Tensor]]  # {row of the table: its arrays}
 
 # Keys that change neither the shapes nor the shardings of the train state.
 _OF_THE_STEP = {
   "attention", "num_vocab_tiling", "remat_policy", "segment_lengths", "ghost_schedule", "ghost_rank",
   "per_device_batch_size", "gradient_accumulation_steps", "max_target_length",
 }  # fmt: skip
+# Numbers of arrays that exist at once while a layer's backward pass runs.
+LIVE_HIDDEN = 2  # of [N, D]: the layer's input and a cotangent
+LIVE_FEED_FORWARD = 1  # of [N, F] beyond the output of each branch, if there are several: their product's cotangent
+LIVE_HEADS = 4  # of [N, H h], and of [N, K h] for keys and values
+LINEAR_FROM = 1024  # positions from which blockwise attention forms no scores of a whole row
+
+CARRIES, WITHIN = "boundary carries", "within-segment activations"
 
 
 def estimate(
-  cfg: Config, layout: Layout | None = None, split: Split | None = None, build: Callable = state.abstract_split
+  cfg: Config,
+  layout: Layout | None = None,
+  split: tuple[nnx.GraphDef, nnx.State] | None = None,
+  build: Callable = state.abstract_split,
 ) -> MemoryEstimate:
   """Bytes per device of one train step.
 
@@ -50,10 +65,9 @@ def _estimate(cfg: Config, states: dict[str, PlacedState], build: Callable[[Conf
     device = Device(cfg, states[keys])
   except ValueError as error:  # a parameter without a rule, a pattern that matches nothing, a rank that saves nothing
     raise ConfigError(str(error)) from error
-  directions = Directions(device)
-  activations = Activations(device, directions.walks_back, directions.in_turn)
-  moments = _moments(device, activations, directions.rows(activations))
-  name, rows = max(moments.items(), key=lambda item: sum(row.bytes for row in item[1]))
+  step, resident = Step(device), device.resident()
+  moments = {name: resident | rows for name, rows in step.moments().items()}
+  name, rows = max(moments.items(), key=lambda item: sum(t.bytes for tensors in item[1].values() for t in tensors))
 
   def change(**keys) -> MemoryEstimate | None:
     try:
@@ -61,8 +75,8 @@ def _estimate(cfg: Config, states: dict[str, PlacedState], build: Callable[[Conf
     except ConfigError:
       return None
 
-  walk = directions.walk(activations.layers_at_once)
-  return MemoryEstimate(tuple(rows), name, device.resident, device.host_bytes, activations.tokens, cfg, change, walk)
+  found, held = (tuple(Row(name, tuple(tensors)) for name, tensors in each.items()) for each in (rows, resident))
+  return MemoryEstimate(found, name, held, device.host_bytes, step.tokens, cfg, change, step.walk)
 
 
 def _state_keys(cfg: Config) -> str:
@@ -70,48 +84,231 @@ def _state_keys(cfg: Config) -> str:
   return repr([item for item in cfg.flat().items() if item[0] not in _OF_THE_STEP])
 
 
-def _moments(device: Device, activations: Activations, scores: list[Row]) -> dict[str, list[Row]]:
-  """{moment of the step: memory at that moment}."""
-  model, also = device.cfg.model, [*scores, *_buffers(device)]
-  segments = _segments(device)
-  streamed = segments if "weights" in model.offload_to_host else []
-  out = {"the update": [*device.resident, _gradients(device, streamed), *also]}
-  if device.num_layers:
-    layers = [_gradients(device, segments), *activations.in_layers()]
-    out["the backward pass of a layer"] = [*device.resident, *layers, *also]
-  if (table := device.output_table) is not None:
-    out["the backward pass of the head"] = [*device.resident, *activations.in_head(table), *also]
-  return out
+class Step:
+  """The arrays of a step beside those that live between steps.
 
+  rows, tokens: that pass through the model at once. in_turn: whether schedule reverse_scan finishes the validation rows
+  of a segment before its training rows.
+  """
 
-def _segments(device: Device) -> list[Tensor]:
-  """Weights and gradients of the current segments, which are separate arrays in a loop over the layers of a segment."""
-  model = device.cfg.model
-  layer = device.elements(True) // model.base_num_decoder_layers
-  tensors = [
-    Tensor((2, length * layer), model.weight_dtype, f"weights of a segment of {length} layers, and their gradient")
-    for length in model.segment_lengths
-  ]
-  if "weights" in model.offload_to_host:
-    why = "weights of the next segment, on their way from the host"
-    tensors.append(Tensor((model.segment_lengths[0] * layer,), model.weight_dtype, why))
-  return tensors
+  def __init__(self, device: Device):
+    self.device, self.ghost, self.model = device, device.cfg.ghost, device.cfg.model
+    m, self.compute, self.weight, self.embed = (
+      self.model,
+      self.model.dtype,
+      self.model.weight_dtype,
+      device.cfg.model.base_emb_dim,
+    )
+    self.rows = device.rows + (device.val_rows if self.ghost.ghost_schedule == "concat" else 0)
+    self.tokens, self.val_tokens = self.rows * device.length, device.val_rows * device.length
+    self.num_heads = device.part(m.base_num_query_heads, "activation_heads")
+    self.heads = self.num_heads * m.head_dim
+    self.kv = device.part(m.base_num_kv_heads, "activation_kv_heads") * m.head_dim
+    width = m.base_mlp_dim
+    if m.num_experts > 1:  # each token passes through several experts
+      width = (m.base_moe_mlp_dim if m.base_moe_mlp_dim > 0 else width) * m.num_experts_per_tok
+    self.feed_forward = device.part(width, "activation_mlp")
+    self.linear_attention = m.attention == "flash" or (
+      m.attention in ("blockwise", "autoselected") and device.length > LINEAR_FROM
+    )
+    self.walks_back = device.num_sets > 0 and self.ghost.ghost_schedule == "reverse_scan"
+    # The rows take turns if the validation gradients of a layer are smaller than its inputs, over all devices.
+    stacked = [v for v in device.params.values() if v.stacked]
+    layer = sum(math.prod(v.whole[1:]) * jnp.dtype(v.dtype).itemsize for v in stacked)
+    tokens = self.ghost.ghost_val_batch_size * device.cfg.data.max_target_length
+    inputs = tokens * self.embed * jnp.dtype(self.compute).itemsize
+    self.in_turn = self.walks_back and bool(m.segment_lengths) and layer < inputs
 
+  @property
+  def walk(self) -> str:
+    """One line on the order of schedule reverse_scan; empty for other schedules."""
+    unit = f"by segments of {self._layers_at_once} layers" if self.in_turn else "layer by layer"
+    return f"validation and training rows take turns {unit}" if self.walks_back else ""
 
-def _gradients(device: Device, segments: list[Tensor]) -> Row:
-  model, accumulates = device.cfg.model, device.cfg.optimizer.gradient_accumulation_steps > 1
-  held = device.elements(False if "weights" in model.offload_to_host else None)
-  tensors = [Tensor((held,), "float32" if accumulates else model.weight_dtype, "gradient of the step")]
-  if accumulates:
-    tensors.append(Tensor((held,), model.weight_dtype, "gradient of one micro-batch"))
-  return Row("gradients", (*tensors, *segments))
+  def moments(self) -> dict[str, Rows]:
+    """{moment of the step: memory at that moment}."""
+    also, segments = self._scores() | self._gathered(), self._segments()
+    out = {"the update": self._gradients(segments if "weights" in self.model.offload_to_host else []) | also}
+    if self.device.num_layers:
+      out["the backward pass of a layer"] = self._gradients(segments) | self._in_layers() | also
+    if (table := self.device.output_table) is not None:
+      out["the backward pass of the head"] = self._in_head(table) | also
+    return out
 
+  def _gradients(self, segments: list[Tensor]) -> Rows:
+    accumulates = self.device.cfg.optimizer.gradient_accumulation_steps > 1
+    held = self.device.elements(False if "weights" in self.model.offload_to_host else None)
+    tensors = [Tensor((held,), "float32" if accumulates else self.weight, "gradient of the step")]
+    if accumulates:
+      tensors.append(Tensor((held,), self.weight, "gradient of one micro-batch"))
+    return {"gradients": [*tensors, *segments]}
 
-def _buffers(device: Device) -> list[Row]:
-  """Weights gathered for one layer, and its gradient before it is scattered."""
-  stacked = [v for v in device.params.values() if v.stacked]
-  gathered = sum(v.gathered - v.elements for v in stacked) // device.cfg.model.base_num_decoder_layers
-  if not gathered:
-    return []
-  why = "weights of one layer, gathered, and their gradient"
-  return [Row("collectives' buffers", (Tensor((gathered,), device.cfg.model.weight_dtype, why, 2),))]
+  def _segments(self) -> list[Tensor]:
+    """Weights and gradients of the current segments, separate arrays in a loop over the layers of a segment."""
+    layer, lengths = self.device.layer, self.model.segment_lengths
+    why = "weights of a segment of {} layers, and their gradient"
+    tensors = [Tensor((2, length * layer), self.weight, why.format(length)) for length in lengths]
+    if "weights" in self.model.offload_to_host:
+      tensors.append(
+        Tensor((lengths[0] * layer,), self.weight, "weights of the next segment, on their way from the host")
+      )
+    return tensors
+
+  def _gathered(self) -> Rows:
+    """Weights gathered for one layer, and its gradient before it is scattered."""
+    stacked = [v for v in self.device.params.values() if v.stacked]
+    gathered = sum(v.gathered - v.elements for v in stacked) // self.model.base_num_decoder_layers
+    why = "weights of one layer, gathered, and their gradient"
+    return {"collectives' buffers": [Tensor((gathered,), self.weight, why, 2)]} if gathered else {}
+
+  # The backward pass of a layer.
+
+  @property
+  def _layers_at_once(self) -> int:
+    """Number of layers that are differentiated without recomputing their inputs."""
+    return self.model.segment_lengths[-1] if self.model.segment_lengths else self.model.base_num_decoder_layers
+
+  def _layer_runs(self) -> list[tuple[int, str]]:
+    """(number of layer inputs kept, why) level by level."""
+    runs, outer = [], self.device.num_layers
+    for length in self.model.segment_lengths:
+      runs.append((outer // length, f"inputs of the segments of {length} layers"))
+      outer = length
+    return [*runs, (outer, f"inputs of the {outer} layers of one segment" if runs else f"inputs of all {outer} layers")]
+
+  def _in_layers(self) -> Rows:
+    """Boundary carries, and the arrays of the backward pass of one layer or segment."""
+    n, layers = self.tokens, self._layers_at_once
+    *outer, (inner, within) = self._layer_runs()
+    widest = max(n, self.device.num_sets * self.val_tokens) if self.in_turn else n
+    carries = [
+      Tensor((count, tokens, self.embed), self.compute, f"{why}, kept for the backward pass")
+      for count, tokens, why in [*((count, n, why) for count, why in outer), (inner, widest, within)]
+    ]
+    why = f"of {layers} layers, kept because remat_policy={self.model.remat_policy}"
+    kept = [Tensor((layers, n, width), dtype, f"{name} {why}") for name, width, dtype in self._kept_per_token()]
+    return {CARRIES: carries, WITHIN: [*kept, *self._working()]}
+
+  def _kept_per_token(self) -> list[tuple[str, int, str]]:
+    """(name, width, dtype) of the arrays that the remat policy keeps of every layer."""
+    m, c, heads, kv, f, d = self.model, self.compute, self.heads, self.kv, self.feed_forward, self.embed
+    if m.remat_policy == "full":
+      return []
+    products = [("attention queries", heads, c), ("attention keys", kv, c), ("attention values", kv, c)]
+    products += [("attention output projection", d, c)]
+    products += [(f"mlp wi_{i} output", f, c) for i in range(len(m.mlp_activations))]
+    if m.remat_policy == "minimal":
+      return products
+    extra = [("rotated queries and keys", heads + kv, c), ("attention output", heads, c), ("norm inputs", 2 * d, c)]
+    extra += [("mlp activations", 2 * f, c)]
+    if not self.linear_attention:
+      extra.append(("attention weights", self.device.length * self.num_heads, "float32"))
+    return products + extra
+
+  def _working(self) -> list[Tensor]:
+    """Arrays that exist while one layer is recomputed and differentiated.
+
+    By default the compiler defers weight gradients, and keeps their inputs, to the end of the layer. Schedule
+    reverse_scan computes them in order where it recomputes layers (`models.autodiff.gradients_in_order`): attention is
+    differentiated after the feed-forward arrays are freed.
+    """
+    n, c, branches = self.tokens, self.compute, len(self.model.mlp_activations)
+    hidden = Tensor((n, self.embed), c, "hidden states and their cotangents in one layer", LIVE_HIDDEN)
+    live = branches + (LIVE_FEED_FORWARD if branches > 1 else 0)
+    feed_forward = Tensor((n, self.feed_forward), c, "mlp activations and their cotangents in one layer", live)
+    if not any("heads" in v.axes for v in self.device.params.values()):  # a stack without attention
+      return [hidden, feed_forward]
+    differentiated = self._attention(LIVE_HEADS, " and their cotangents")
+    if not (self.walks_back and self.model.segment_lengths):
+      return [hidden, feed_forward, *differentiated]
+    turns = [hidden, feed_forward, *self._attention(LIVE_HEADS // 2, "")], [hidden, *differentiated]
+    return max(turns, key=lambda tensors: sum(tensor.bytes for tensor in tensors))
+
+  def _attention(self, count: int, and_cotangents: str) -> list[Tensor]:
+    length = self.device.length
+    tensors = [
+      Tensor((self.tokens, self.heads), self.compute, f"queries, attention output{and_cotangents} in one layer", count),
+      Tensor((self.tokens, self.kv), self.compute, f"keys, values{and_cotangents} in one layer", count),
+    ]
+    if not self.linear_attention:
+      scores = (self.rows, self.num_heads, length, length)
+      tensors.append(Tensor(scores, "float32", f"attention scores of one layer (attention={self.model.attention})", 2))
+    return tensors
+
+  # The backward pass of the output head.
+
+  def _in_head(self, table: Held) -> Rows:
+    """Carries, logits and the head's gradient."""
+    m, n, d, c = self.model, self.tokens, self.embed, self.compute
+    vocab, tiles = self.device.part(m.vocab_size, "activation_vocab"), m.num_vocab_tiling
+    carries, why = self._layer_runs()[0]
+    tile = "logits" if tiles == 1 else f"one of {tiles} tiles of the logits"
+    wide = "float64" if c == "float64" else "float32"
+    head = [Tensor(table.shape, table.dtype, "gradient of the output table")]
+    hidden = [Tensor((n, d), c, "last hidden states", 2)]
+    if tiles > 1 and m.vocab_tiling_axis == "vocab":
+      # The blocks are interleaved, so the table is transposed to cut them, and their gradients to join them.
+      head += [
+        Tensor(table.shape, c, f"blocks of the output table (num_vocab_tiling={tiles})"),
+        Tensor(table.shape, table.dtype, "their gradients"),
+        Tensor(table.shape, table.dtype, "a table half turned around"),
+      ]
+      hidden = [
+        Tensor((n, d), c, "last hidden states"),
+        Tensor((n, d), wide, "sum of their gradient over the blocks"),
+      ]
+    elif tiles > 1 and table.dtype != wide:
+      head.append(Tensor(table.shape, wide, "sum of the output table's gradient over the tiles"))
+    return {
+      "gradients": head,
+      CARRIES: [Tensor((carries, n, d), c, why)],
+      WITHIN: hidden,
+      "logits": [Tensor((-(-n // tiles), vocab), c, f"{tile}, or their cotangent (num_vocab_tiling={tiles})")],
+    }
+
+  # Scores: validation gradients or their factors, validation rows, scores per token.
+
+  def _scores(self) -> Rows:
+    if not self.device.num_sets:
+      return {}
+    count = sum(math.prod(param.stack_shape) for param in self.device.scored)
+    shape = (count, self.device.num_sets, self.device.rows, self.device.length)
+    tensors = {"two_pass": self._two_pass, "reverse_scan": self._walked_back}
+    found = tensors.get(self.ghost.passes, list)()  # concat holds no validation gradient
+    return {"ghost directions and probes": [*found, Tensor(shape, "float32", "scores per token of every parameter")]}
+
+  def _two_pass(self) -> list[Tensor]:
+    """The validation gradients are kept for the ledger, even if scores use their factors."""
+    scored, sets = self.device.scored, self.device.num_sets
+    whole = sum(self.device.params[p.label].elements for p in scored)
+    tensors = [Tensor((sets, whole), self.weight, "validation gradients, the directions of the scores")]
+    if factors := sum(self.device.factors(p) for p in scored):
+      tensors.append(Tensor((factors,), "float32", f"directions of rank {self.ghost.ghost_rank}"))
+    return tensors
+
+  def _walked_back(self) -> list[Tensor]:
+    """Memory of the validation rows while schedule reverse_scan processes the training rows of a layer."""
+    device, sets, embed, c = self.device, self.device.num_sets, self.embed, self.compute
+    *outer, inner = (count for count, _ in self._layer_runs())
+    on_host = "carries" in self.model.offload_to_host
+    kept = sum(outer[1:] if on_host else outer) + (0 if self.in_turn else inner)
+    # In turn, the training gradients replace the first set's gradients of a segment, and are counted elsewhere.
+    gradients = (sets - 1) * inner if self.in_turn else 2 * sets
+    tensors = [
+      Tensor((sets * device.elements(False),), self.weight, "validation gradients outside the stack"),
+      Tensor(
+        (gradients, device.layer), self.weight, "validation gradients of layers, until their training rows are done"
+      ),
+      Tensor((sets * kept, self.val_tokens, embed), c, "layer inputs of the validation rows"),
+    ]
+    if self.in_turn and on_host:  # where the cotangent of the validation rows goes
+      why = "cotangent of the training rows in the validation rows' turn"
+      tensors.append(Tensor((1, self.tokens, embed), c, why))
+    else:
+      tensors.append(Tensor((sets, self.val_tokens, embed), c, "cotangent of the validation rows"))
+    if not self.model.segment_lengths:
+      tensors += [
+        Tensor((sets * inner, self.val_tokens, width), dtype, f"{name} of the validation rows")
+        for name, width, dtype in self._kept_per_token()
+      ]
+    return tensors

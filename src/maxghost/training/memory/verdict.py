@@ -42,43 +42,35 @@ def largest(estimate: MemoryEstimate, count: int) -> list[Tensor]:
 def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, str, MemoryEstimate]]:
   """[(keys as typed, their cost, estimate with them and the previous ones)], cheapest first, until it fits.
 
-  Settings that later ones make unnecessary are left out.
+  Each saves at least two percent. Settings that later ones make unnecessary are left out.
   """
   taken: dict[tuple[str, ...], tuple[dict, str]] = {}  # by name: a later value replaces an earlier one
   current = estimate
-  while current.total > capacity_bytes and (step := next(_helpful(current), None)):
-    keys, cost, current = step
-    taken.pop(tuple(keys), None)
-    taken[tuple(keys)] = keys, cost
+  while current.total > capacity_bytes:
+    for keys, cost in _candidates(current):
+      found = current.change(**keys)
+      if found is not None and found.total < 0.98 * current.total:
+        taken.pop(tuple(keys), None)
+        taken[tuple(keys)] = keys, cost
+        current = found
+        break
+    else:
+      break
+
+  def after(steps: Iterable[tuple[dict, str]]) -> MemoryEstimate | None:
+    return estimate.change(**{name: value for keys, _ in steps for name, value in keys.items()})
+
   if current.total <= capacity_bytes:
     for names in list(taken)[:-1]:
       rest = {other: step for other, step in taken.items() if other != names}
-      after = estimate.change(**_merged(rest.values()))
-      if after is not None and after.total <= capacity_bytes:
+      if (found := after(rest.values())) is not None and found.total <= capacity_bytes:
         taken = rest
   out, steps = [], list(taken.values())
   for i, (keys, cost) in enumerate(steps):
-    after = estimate.change(**_merged(steps[: i + 1]))
-    if after is not None:
-      out.append((" ".join(f"{name}={_typed(value)}" for name, value in keys.items()), cost, after))
+    if (found := after(steps[: i + 1])) is not None:
+      typed = {name: ",".join(map(str, v)) if isinstance(v, tuple) else v for name, v in keys.items()}
+      out.append((" ".join(f"{name}={value}" for name, value in typed.items()), cost, found))
   return out
-
-
-def _typed(value) -> str:
-  """The value of a key as typed on the command line."""
-  return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _merged(steps: Iterable[tuple[dict, str]]) -> dict:
-  return {name: value for keys, _ in steps for name, value in keys.items()}
-
-
-def _helpful(estimate: MemoryEstimate) -> Iterator[tuple[dict, str, MemoryEstimate]]:
-  """Changes that save at least two percent, cheapest first."""
-  for keys, cost in _candidates(estimate):
-    after = estimate.change(**keys)
-    if after is not None and after.total < 0.98 * estimate.total:
-      yield keys, cost, after
 
 
 def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:

@@ -1,0 +1,59 @@
+"""Prompts as token ids, and texts sampled from the model during training."""
+
+from collections.abc import Sequence
+
+from flax import nnx
+
+from maxghost import models
+from maxghost.config import Config, ConfigError
+from maxghost.data.tokenizers import Tokenizer
+from maxghost.generation.generator import Generator
+from maxghost.generation.sampling import Sampling
+
+NUM_TOKENS = 64
+TEMPERATURE = 0.7
+
+
+def encode(texts: Sequence[str], tokenizer: Tokenizer, cfg: Config, name: str = "the prompt") -> list[list[int]]:
+  """Ids of each text, with the begin token if the model was trained with one.
+
+  Raises ConfigError for a text without tokens, and for a tokenizer with more ids than the model.
+  """
+  if tokenizer.vocab_size > cfg.model.vocab_size:
+    raise ConfigError(
+      f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model's vocabulary {cfg.model.vocab_size}: "
+      "they do not belong together"
+    )
+  begin = [tokenizer.bos_id] if cfg.data.add_bos and tokenizer.bos_id is not None else []
+  prompts = [begin + ids.tolist() for ids in tokenizer.encode([text.encode() for text in texts])]
+  for text, prompt in zip(texts, prompts, strict=True):
+    if not prompt:
+      raise ConfigError(f"{name} {text!r} has no token, and this model has no begin token; write something")
+  return prompts
+
+
+class Sampler:
+  """Continues sample_prompt by up to NUM_TOKENS tokens, always with the same random draws.
+
+  Raises ConfigError for a prompt without tokens, or one that does not fit the model's positions.
+  """
+
+  def __init__(self, cfg: Config, tokenizer: Tokenizer):
+    self._text, self._tokenizer = cfg.run.sample_prompt, tokenizer
+    self._prompts = encode([self._text], tokenizer, cfg, "sample_prompt")
+    size, most = len(self._prompts[0]) + NUM_TOKENS, cfg.model.trainable_position_size
+    if 0 < most < size:
+      raise ConfigError(
+        f"sample_prompt has {len(self._prompts[0])} tokens, and {NUM_TOKENS} are sampled behind it: the model has only "
+        f"{most} positions; use a shorter prompt, or sample_every=0 and `maxghost generate` on a checkpoint"
+      )
+    self._stop_ids = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    graphdef = nnx.graphdef(models.create_abstract(cfg))
+    self._generator = Generator(graphdef, size, sampling=Sampling(TEMPERATURE), stop_ids=self._stop_ids)
+
+  def __call__(self, state: nnx.State) -> str:
+    """The prompt with its continuation by the model of a train state."""
+    ids = self._generator.generate(state["model"], self._prompts, NUM_TOKENS).row(0)
+    if len(ids) and int(ids[-1]) in self._stop_ids:
+      ids = ids[:-1]
+    return self._text + self._tokenizer.decode(ids).decode("utf-8", errors="replace")
