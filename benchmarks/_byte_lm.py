@@ -76,7 +76,7 @@ def load_fetched(folder: str) -> Corpus:
   names = sorted(p.name for p in pathlib.Path(folder).iterdir() if p.is_dir() and p.name != "downloads")
   kinds = ("txt", "jsonl")
   files = tuple(f"{n}={folder}/{n}/*.{k}" for n in names for k in kinds if list(pathlib.Path(folder, n).glob(f"*.{k}")))
-  source = text.load(expand("files", files), ("text",))
+  source = text.load(expand("files", files), config.load().data)
   parts = [_chunks_of(source, number) for number in range(len(source.domains))]
   return Corpus(*(np.stack(part) for part in zip(*parts, strict=True)))
 

@@ -13,7 +13,7 @@ import tiny
 
 from maxghost import config
 from maxghost.config import ConfigError
-from maxghost.models import attention_blockwise, attention_flash, attention_ops, autodiff
+from maxghost.models import attention, attention_blockwise, attention_flash, autodiff
 from maxghost.parallel import Layout, shardings, use
 
 B, T, H, K, WIDTH, VALUES = 2, 13, 6, 3, 5, 4
@@ -57,13 +57,13 @@ def numerical(function, x, direction, step=1e-4):
 
 
 def splash(q, k, v, segments, *, sinks_H=None, window=None, soft_cap=None, scale=None):
-  shape = attention_ops.Shape(q.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap)
+  shape = attention.Shape(q.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap)
   return attention_flash.splash(q, k, v, segments, sinks_H, shape, interpret=True)
 
 
 def online(monkeypatch):
   """Long sequences' path on short ones: blocks of 5, so that 13 positions end in a ragged one."""
-  monkeypatch.setattr(attention_ops, "SHORT", 3)
+  monkeypatch.setattr(attention, "SHORT", 3)
   monkeypatch.setattr(attention_blockwise, "BLOCK", 5)
 
 
@@ -73,7 +73,7 @@ def call(kernel, monkeypatch):
     return splash
   if kernel == "online":
     online(monkeypatch)
-  return functools.partial(attention_ops.attend, kernel="blockwise" if kernel == "online" else kernel)
+  return functools.partial(attention.attend, kernel="blockwise" if kernel == "online" else kernel)
 
 
 def chosen(options, sinks):
@@ -115,7 +115,7 @@ def test_gradients_of_dot_product_are_differences_of_its_values():
   (q, k, v), sinks = arrays(np.float64)
   weights = np.random.default_rng(5).normal(size=(B, T, H, VALUES))
   options = chosen(OPTIONS["all"], sinks)
-  attend = functools.partial(attention_ops.attend, kernel="dot_product")
+  attend = functools.partial(attention.attend, kernel="dot_product")
   with jax.enable_x64(True):
     _, *ours = gradients(attend, q, k, v, SEGMENTS, options, weights)
   values = [q, k, v, sinks]
@@ -135,7 +135,7 @@ def test_gradients(kernel, name, monkeypatch):
   (q, k, v), sinks = arrays()
   options = chosen(OPTIONS[name], sinks)
   weights = np.random.default_rng(5).normal(size=(B, T, H, VALUES)).astype(np.float32)
-  exact = gradients(functools.partial(attention_ops.attend, kernel="dot_product"), q, k, v, SEGMENTS, options, weights)
+  exact = gradients(functools.partial(attention.attend, kernel="dot_product"), q, k, v, SEGMENTS, options, weights)
   ours = gradients(call(kernel, monkeypatch), q, k, v, SEGMENTS, options, weights)
   assert len(ours) == len(exact) == 4 + ("sinks_H" in options)
   for a, b in zip(ours, exact, strict=True):
@@ -148,7 +148,7 @@ def test_sinks_per_position_have_a_gradient_per_position(kernel, monkeypatch):
   (q, k, v), sinks = arrays()
   spread = np.broadcast_to(sinks, (B, T, H)).copy()
   weights = np.random.default_rng(5).normal(size=(B, T, H, VALUES)).astype(np.float32)
-  dot_product = functools.partial(attention_ops.attend, kernel="dot_product")
+  dot_product = functools.partial(attention.attend, kernel="dot_product")
   expected = gradients(dot_product, q, k, v, SEGMENTS, {"window": 6, "sinks_H": spread}, weights)
   per_head = gradients(dot_product, q, k, v, SEGMENTS, {"window": 6, "sinks_H": sinks}, weights)
   np.testing.assert_allclose(expected[4].sum((0, 1)), per_head[4], rtol=1e-4, atol=1e-5)
@@ -180,7 +180,7 @@ def test_forward_mode(kernel, monkeypatch):
   def f(kernel):
     return lambda q, k, v, s: kernel(q, k, v, SEGMENTS, sinks_H=s, **others)
 
-  plain = functools.partial(attention_ops.attend, kernel="dot_product")
+  plain = functools.partial(attention.attend, kernel="dot_product")
   primals, tangents = (q, k, v, sinks), (dq, dk, dv, ds)
   with tiny.cheap_compilation(), autodiff.forward_mode():
     expected, ours = jax.jit(lambda x, dx: [jax.jvp(f(kernel), x, dx) for kernel in (plain, attend)])(primals, tangents)
@@ -198,7 +198,7 @@ def test_splash_on_a_mesh(mesh):
   layout = Layout.of(cfg.parallel, jax.devices()[: np.prod(list(sizes.values()))])
   weights = np.random.default_rng(5).normal(size=(B, T, 4, VALUES)).astype(np.float32)
   options = {"window": 6, "sinks_H": sinks[:4]}
-  dot_product = functools.partial(attention_ops.attend, kernel="dot_product")
+  dot_product = functools.partial(attention.attend, kernel="dot_product")
   exact = gradients(dot_product, q, k, v, SEGMENTS, options, weights)
   with use(layout):
     ours = gradients(splash, q, k, v, SEGMENTS, options, weights)
@@ -219,7 +219,7 @@ def test_blockwise_holds_nothing_of_the_size_of_all_scores():
   shapes = [jax.ShapeDtypeStruct((1, length, heads, 8), jnp.float32) for heads in (4, 2, 2)]
 
   def largest(kernel):
-    total = jax.grad(lambda q, k, v: attention_ops.attend(q, k, v, kernel=kernel).sum(), argnums=(0, 1, 2))
+    total = jax.grad(lambda q, k, v: attention.attend(q, k, v, kernel=kernel).sum(), argnums=(0, 1, 2))
     return max(v.aval.size for e in tiny.equations(jax.make_jaxpr(total)(*shapes)) for v in e.outvars)
 
   assert largest("dot_product") == 4 * length**2
@@ -232,22 +232,22 @@ def test_blockwise_skips_the_blocks_that_a_window_hides(monkeypatch):
   (q, k, v), _ = arrays(length=40)
   k[:, :20], v[:, :20] = np.nan, np.nan
   with tiny.cheap_compilation():
-    out = np.asarray(jax.jit(lambda q, k, v: attention_ops.attend(q, k, v, kernel="blockwise", window=4))(q, k, v))
+    out = np.asarray(jax.jit(lambda q, k, v: attention.attend(q, k, v, kernel="blockwise", window=4))(q, k, v))
   assert np.isfinite(out[:, 28:]).all()  # blocks of 5: the first block that sees only finite keys starts at 25
 
 
 def test_the_choice_of_a_kernel_follows_length_and_platform():
-  assert attention_ops.resolve_kernel("autoselected", 64) == "blockwise"
+  assert attention.resolve_kernel("autoselected", 64) == "blockwise"
   with shardings.tracing_for("tpu"):
-    assert attention_ops.resolve_kernel("autoselected", 1024) == "dot_product"
-    assert attention_ops.resolve_kernel("autoselected", 1025) == "blockwise"
-    assert attention_ops.resolve_kernel("dot_product", 1025) == "dot_product"
+    assert attention.resolve_kernel("autoselected", 1024) == "dot_product"
+    assert attention.resolve_kernel("autoselected", 1025) == "blockwise"
+    assert attention.resolve_kernel("dot_product", 1025) == "dot_product"
 
 
 def test_cudnn_is_asked_for_the_same_attention():
   """Its arguments, run through XLA's implementation of the same interface."""
   (q, k, v), _ = arrays(jnp.bfloat16, length=14, width=16, values=16)
-  shape, segments = attention_ops.Shape(0.3, window=4), np.pad(SEGMENTS, ((0, 0), (0, 1)))
+  shape, segments = attention.Shape(0.3, window=4), np.pad(SEGMENTS, ((0, 0), (0, 1)))
   with tiny.cheap_compilation():
     ours = jax.jit(lambda q, k, v: attention_flash.cudnn(q, k, v, segments, None, shape, implementation="xla"))(q, k, v)
   exact = reference(*(np.float64(x) for x in (q, k, v)), segments, window=4, scale=0.3)
@@ -275,7 +275,7 @@ def test_what_flash_cannot_do_is_an_error(platform, changes, message):
   with jax.enable_x64(True), shardings.tracing_for(platform):
     (q, k, v), sinks = arrays(dtype, length=length, width=width, values=width)
     with pytest.raises(ConfigError, match=message):
-      attention_ops.attend(q, k, v, segments, kernel="flash", **chosen(changes, sinks))
+      attention.attend(q, k, v, segments, kernel="flash", **chosen(changes, sinks))
 
 
 @pytest.mark.parametrize(
@@ -289,12 +289,12 @@ def test_what_flash_cannot_do_is_an_error(platform, changes, message):
 def test_bad_arguments(options, message):
   (q, k, v), _ = arrays()
   with pytest.raises(ValueError, match=message):
-    attention_ops.attend(q, k, v, **options)
+    attention.attend(q, k, v, **options)
 
 
 def test_keys_for_other_positions_or_heads_are_refused():
   (q, k, v), _ = arrays()
   with pytest.raises(ValueError, match="positions differ"):
-    attention_ops.attend(q, k[:, 1:], v[:, 1:], kernel="dot_product")
+    attention.attend(q, k[:, 1:], v[:, 1:], kernel="dot_product")
   with pytest.raises(ValueError, match="6 query heads are no multiple of 4"):
-    attention_ops.attend(q, *np.ones((2, B, T, 4, WIDTH), np.float32), kernel="dot_product")
+    attention.attend(q, *np.ones((2, B, T, 4, WIDTH), np.float32), kernel="dot_product")

@@ -75,6 +75,12 @@ def test_a_check_that_needs_a_broken_value_is_left_out():
   assert "head_dim=5 is odd" in caught.value.problems[1]
 
 
+def test_a_reweighting_without_a_floor_has_the_default_one():
+  """0.02 for each of eight domains, not the 0.2 of the size, which would be more than all rows."""
+  mixture = ",".join(f"{name}=0.125" for name in "abcdefgh")
+  assert config.load("ghost_reweight=20,0.2", f"dataset_mixture={mixture}").ghost.reweighting == (20, 0.2, 0.02)
+
+
 def test_a_new_check_is_run(monkeypatch):
   def short(v):
     if v.steps < v.log_period:

@@ -236,7 +236,7 @@ def test_the_split_is_by_id_and_not_by_place():
 
 def test_validation_batches_are_cyclic_and_pure():
   dataset = make(some_documents([37] * 60))
-  rows = dataset.num_validation_rows()
+  rows = len(dataset.validation_rows())
   every = [dataset.validation_batch(i, 1) for i in range(rows)]
   for _ in range(5):
     next(dataset.train)

@@ -119,3 +119,10 @@ def test_synthetic_domains_differ_and_follow_the_seed():
   assert synthetic.load(seed=0).fingerprint == source.fingerprint != synthetic.load(seed=1).fingerprint
   with pytest.raises(config.ConfigError, match=r"'digit'.*did you mean 'digits'"):
     synthetic.load(("digit",))
+
+
+@pytest.mark.parametrize("settings", [[], ["ghost_enabled=false"], ["dataset_domains=[digits,noise]"]])
+def test_synthetic_text_needs_no_further_key(settings):
+  dataset = data.load_dataset(config.load(None, "dataset_type=synthetic", *settings).data)
+  assert next(dataset.train).document_BS.max() >= 0
+  assert dataset.val_domain == dataset.source.domains[0] and len(dataset.validation_rows())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxghost.data import hashing, packing
-from maxghost.data.order import Repeated, Uniform, row_domains
+from maxghost.data.windows import Order, row_domains
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**63))
@@ -36,12 +36,12 @@ def test_hashes_tell_parts_apart():
 
 def test_repeats_and_fresh_fractions():
   parts = [range(10, 20), np.array([3, 1, 4])]
-  order = Repeated(parts, [2.0, 1 / 3], seed=5)
+  order = Order(parts, 5, [2.0, 1 / 3])
   seen = [order.units(epoch, np.arange(len(order))) for epoch in range(30)]
   assert len(order) == 21 and all((np.bincount(one, minlength=20)[10:] == 2).all() for one in seen)
   small = [int(one[one < 10][0]) for one in seen]
   assert set(small) == {1, 3, 4}, "the third that is read is drawn anew in each epoch"
-  assert (Uniform(range(4, 9), 1).units(0, np.arange(5)) != Uniform(range(4, 9), 1).units(1, np.arange(5))).any()
+  assert (Order([range(4, 9)], 1).units(0, np.arange(5)) != Order([range(4, 9)], 1).units(1, np.arange(5))).any()
 
 
 def test_the_mixture_is_even_at_every_length():

@@ -191,21 +191,20 @@ PROGRAM = """
 import json, resource, sys
 import numpy as np
 from maxghost.data import prepared
-from maxghost.data.order import Uniform
 from maxghost.data.packing import Layout
 from maxghost.data.split import Split
 from maxghost.data.tokenizers import ByteTokenizer
-from maxghost.data.windows import Windows
+from maxghost.data.windows import Order, Windows
 
 folder, touch = sys.argv[1:]
 source = prepared.PreparedSource(folder, ByteTokenizer())
 split = Split(source, ("b",), 0.2, 0)
 units = prepared.PreparedUnits(source, split, ByteTokenizer(), Layout(256, 8), "error")
 prepared.read_records = lambda readers, path, records: [bytes(2 * 64 * 20)] * len(records)
-order = Uniform(units.all_units(), 0)
+order = Order([units.all_units()], 0)
 windows = Windows(units, order, name="", seed=0, num_lanes=4, window_bytes=1 << 18)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-rows = sum(len(windows.make(lane, 1, 9).rows) for lane in range(int(touch)))
+rows = sum(len(windows.make(lane, 1, 9)[0]) for lane in range(int(touch)))
 assert source.document_id(len(source) - 1).offset == 0
 print(json.dumps([len(source), rows, before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
 """

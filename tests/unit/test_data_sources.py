@@ -269,6 +269,9 @@ def test_wrong_text_settings_are_named(tmp_path, written):
   text = dict(dataset_type="text")
   assert "dataset_files is empty" in refused(**text)
   assert "no file matches /nowhere/*.txt" in refused(**text, dataset_files=("a=/nowhere/*.txt",))
+  for kind, ending in (("text", "txt"), ("grain", "array_record")):
+    said = refused(dataset_type=kind, dataset_files=(str(tmp_path),))
+    assert f"{tmp_path} is a folder; write {tmp_path}/**/*.{ending}" in said
   assert "not of the form domain=" in refused(**text, dataset_files=("=/x",))
   assert "has 'c', which dataset_files does not have; dataset_files has a, b" in refused(
     **text, dataset_files=cfg.dataset_files, dataset_domains=("c",)
@@ -307,7 +310,7 @@ def damaged(folder, kind):
   if kind == "gzip":
     (folder / "b.jsonl").write_bytes(jsonl(B))
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(jsonl(A))[:-30])
-    return dict(dataset_type="text", dataset_files=(f"b={folder}/*",)), (f"{folder}/c.jsonl.gz cannot be unpacked",)
+    return dict(dataset_type="text", dataset_files=(f"b={folder}/*",)), (f"{folder}/c.jsonl.gz cannot be read",)
   if kind == "parquet":
     write_parquet(folder / "b.parquet", B)
     write_parquet(folder / "c.parquet", A)

@@ -17,7 +17,7 @@ from train_steps import TRAIN, VALIDATION, Run
 
 from maxghost import ghost
 from maxghost.ghost import low_rank
-from maxghost.models import attention_ops, grouped_matmul
+from maxghost.models import attention, grouped_matmul
 from maxghost.training.host_memory import HostMemory
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,7 @@ def test_flash_is_the_attention_of_dot_product(segments, window):
   def run(kernel, dtype):
     def total(q, k, v):
       q, k, v = (x.astype(dtype) for x in (q, k, v))
-      out = attention_ops.attend(q, k, v, segments, kernel=kernel, window=window).astype(jnp.float32)
+      out = attention.attend(q, k, v, segments, kernel=kernel, window=window).astype(jnp.float32)
       return jnp.sum(out * weights), out
 
     grads, out = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(q, k, v)

@@ -16,7 +16,7 @@ from flax import nnx
 
 from maxghost import models
 from maxghost.config.schema import ModelConfig
-from maxghost.models import attention_ops, autodiff, dense
+from maxghost.models import attention, autodiff, dense
 from maxghost.objectives import LanguageModelLoss
 
 LAYER = {
@@ -361,7 +361,7 @@ def test_blockwise_attention_multiplies_fewer_keys():
 
   def score_size(kernel):
     q, k = np.ones((2, 13, 8, 6), np.float32), np.ones((2, 13, 4, 6), np.float32)
-    jaxpr = jax.make_jaxpr(lambda q, k: attention_ops.attend(q, k, k, kernel=kernel))(q, k)
+    jaxpr = jax.make_jaxpr(lambda q, k: attention.attend(q, k, k, kernel=kernel))(q, k)
     return sum(e.outvars[0].aval.size for e in jaxpr.eqns if e.primitive.name == "exp")
 
   full = 2 * 8 * 13 * 13

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost import config
-from maxghost.models import attention_ops
+from maxghost.models import attention
 from maxghost.objectives import tiled, tiled_losses
 from maxghost.parallel import shardings
 
@@ -87,7 +87,7 @@ def test_flash_on_a_mesh_of_four_chips():
     jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=layout.sharding(layout.spec(heads, s, "heads")))
     for s in ((4, 2048, 4, 128), (4, 2048, 2, 128), (4, 2048, 2, 128))
   ]
-  total = jax.grad(lambda *x: attention_ops.attend(*x, kernel="flash").astype(jnp.float32).sum(), argnums=(0, 1, 2))
+  total = jax.grad(lambda *x: attention.attend(*x, kernel="flash").astype(jnp.float32).sum(), argnums=(0, 1, 2))
   with use(layout):
     text = jax.jit(total).lower(*shapes).compile().as_text()
   assert "all-gather" not in text and "all-reduce" not in text and "custom-call" in text
@@ -106,7 +106,7 @@ def attention_gradient(kernel, options):
   def total(q, k, v, segments, sinks):
     if "sinks_H" in options:
       others["sinks_H"] = jnp.broadcast_to(sinks, (*q.shape[:2], 4)) if options["sinks_H"] == "tokens" else sinks
-    return attention_ops.attend(q, k, v, segments, kernel=kernel, **others).astype(jnp.float32).sum()
+    return attention.attend(q, k, v, segments, kernel=kernel, **others).astype(jnp.float32).sum()
 
   return jax.grad(total, argnums=(0, 1, 2, 4))
 

@@ -29,7 +29,7 @@ class Corpus:
   """
 
   def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str):
-    self.source = text.load(expand(key, patterns), data.train_data_columns, on_corrupt=data.on_corrupt)
+    self.source = text.load(expand(key, patterns), data)
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
     self.layout = Layout(data.max_target_length, max_segments(data), packing.FIRST_FIT, data.add_bos, data.add_eos)
     split = Split(self.source, (), 0.0, 0)

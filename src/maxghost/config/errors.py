@@ -25,14 +25,9 @@ def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
   wanted = name.lower().replace("-", "_")
   if wanted in plain:
     return [plain[wanted]]
-  matcher = difflib.SequenceMatcher(b=wanted)
-  scored = []
-  for candidate in plain:
-    matcher.set_seq1(candidate)
-    if matcher.real_quick_ratio() >= 0.6 and matcher.quick_ratio() >= 0.6:
-      scored.append((matcher.ratio(), candidate))
-  scored = sorted((pair for pair in scored if pair[0] >= 0.6), key=lambda pair: (-pair[0], pair[1]))
-  found = [candidate for ratio, candidate in scored if ratio == scored[0][0]]
+  alike = difflib.get_close_matches(wanted, plain, n=len(plain) or 1)
+  likeness = [difflib.SequenceMatcher(a=candidate, b=wanted).ratio() for candidate in alike]
+  found = sorted(candidate for candidate, ratio in zip(alike, likeness, strict=True) if ratio == likeness[0])
   found += [candidate for candidate in plain if f"_{wanted}_" in f"_{candidate}_" and candidate not in found]
   if not found and len(wanted) >= 2:
     found = [candidate for candidate in plain if wanted in candidate]

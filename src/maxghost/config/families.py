@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
-from maxghost.config.files import config_dir
+from maxghost.config.files import config_dir, read_table
 
 REQUIRED = object()  # default of an entry that config.json must have
 
@@ -174,7 +172,7 @@ def _shipped() -> Iterator[Family]:
     name, _, begins = head.partition("]")
     theirs, ours, *_ = (*begins.split(), "", "")
     rules[name] = table(theirs, ours, lines)
-  shipped = yaml.safe_load((config_dir() / "families.yml").read_text("utf-8"))
+  shipped = read_table("families.yml")
   for name, record in shipped["families"].items():
     theirs = record["huggingface"]
     theirs["entries"] = _entries(shipped["entries"][group] for group in theirs["entries"])

@@ -4,7 +4,9 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import yaml
 
 
 def config_dir() -> Path:
@@ -12,6 +14,11 @@ def config_dir() -> Path:
   package = Path(__file__).resolve().parents[1]
   inside = package / "configs"
   return inside if inside.is_dir() else package.parents[1] / "configs"
+
+
+def read_table(name: str) -> Any:
+  """The content of a YAML file of the shipped configurations."""
+  return yaml.load((config_dir() / name).read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 @contextlib.contextmanager

@@ -180,10 +180,8 @@ def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> d
     for path in sorted((folder / "models").glob("*.yml")):
       available.setdefault(path.stem, path)
   if model_name not in available:
-    hint = (
-      did_you_mean(model_name.removesuffix(".yml"), available)
-      or f"; there are {', '.join(['default', *sorted(available)])}"
-    )
+    names = ", ".join(["default", *sorted(available)])
+    hint = did_you_mean(model_name.removesuffix(".yml"), available) or f"; there are {names}"
     problems.append(f"model_name={values.shown(model_name)} ({name.origin}) has no file models/{model_name}.yml{hint}")
     return {}
   given = _read_yaml(available[model_name], problems)

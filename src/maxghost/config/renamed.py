@@ -1,7 +1,8 @@
 """Keys that the schema does not have: former names of keys, and MaxText's names for what maxghost calls otherwise.
 
-`OTHER` holds both. MaxText's names may be given anywhere and are folded into the keys of the schema. Former names are
-errors that name the present key, except in the saved configuration of a run, which keeps its meaning.
+`OTHER` holds both, from configs/renamed.yml. MaxText's names may be given anywhere and are folded into the keys of the
+schema. Former names are errors that name the present key, except in the saved configuration of a run, which keeps its
+meaning.
 """
 
 import dataclasses
@@ -9,10 +10,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import yaml
-
 from maxghost.config.errors import did_you_mean
-from maxghost.config.files import config_dir
+from maxghost.config.files import read_table
 from maxghost.config.values import WORDS
 
 Values = Mapping[str, Any]
@@ -32,12 +31,8 @@ class OtherKey:
 
   answer: str
   kind: Any
-  fold: Fold = lambda value, values: {}
-  maxtext: bool = False
-
-
-def _where(asked: Any, key: str, changed: Any) -> Fold:
-  return lambda value, values: {key: changed} if value == asked else {}
+  fold: Fold
+  maxtext: bool
 
 
 def _files(kind: str) -> Fold:
@@ -64,6 +59,10 @@ def _item(key: str, place: int, unset: Any = None) -> Fold:
   return fold
 
 
+def _validation_domain(value: str, values: Values) -> dict[str, Any]:
+  return {"ghost_val_sets": (value,)} if value != "manual" and not values["ghost_val_sets"] else {}
+
+
 def _validation_files(value: tuple[str, ...], values: Values) -> dict[str, Any]:
   given = {text.partition("=")[0]: text for text in value}
   return {"ghost_val_sets": tuple(given.get(text, text) for text in values["ghost_val_sets"])} if value else {}
@@ -79,66 +78,44 @@ def _slices(value: int, values: Values) -> dict[str, Any]:
   return {"compile_topology": f"{value}x{one}"} if value > 1 and one else {}
 
 
-_TEXTS = tuple[str, ...]
-_PROCESS = "is now jax_distributed=HOST:PORT,K/N, process K of N with process 0 at HOST:PORT"
-_REWEIGHT = "is now part of ghost_reweight=[steps, size, floor]"
-_GENERATE = "is no key any more: samples during training have 64 tokens at temperature 0.7; see `maxghost generate`"
-_MIXTURE = "is now dataset_mixture: [a=0.25,b=0.75] for shares of the rows, [a=2x,b=1x] for passes per epoch"
-_ENGINE = "is now part of ghost_schedule: forward_mode for jvp"
-_FORMER = {
-  "stream_weights": OtherKey("is now offload_to_host=[weights]", str, _offload("weights", "host")),
-  "stream_optimizer": OtherKey("is now offload_to_host=[optimizer]", str, _offload("optimizer", "host")),
-  "ghost_stream_carries": OtherKey("is now offload_to_host=[carries]", str, _offload("carries", "host")),
-  "segment_length": OtherKey(
-    "is now segment_lengths, which takes a number too", int, lambda k, _: {"segment_lengths": (k,)} if k else {}
-  ),
-  "text_files": OtherKey("is now dataset_files, with dataset_type=text", _TEXTS, _files("text")),
-  "dataset_weights": OtherKey(_MIXTURE, _TEXTS, _mixture),
-  "ghost_val_domain": OtherKey(
-    "is now ghost_val_sets, which takes one domain too",
-    str,
-    lambda name, held: {"ghost_val_sets": (name,)} if name != "manual" and not held["ghost_val_sets"] else {},
-  ),
-  "ghost_reweight_every": OtherKey(_REWEIGHT, int, _item("ghost_reweight", 0)),
-  "ghost_reweight_step": OtherKey(_REWEIGHT, float, _item("ghost_reweight", 1)),
-  "ghost_reweight_floor": OtherKey(_REWEIGHT, float, _item("ghost_reweight", 2)),
-  "ghost_select_threshold": OtherKey(
-    "is now ghost_select_fraction",
-    float,
-    lambda share, held: {"ghost_select_fraction": share} if held["ghost_select"] == "threshold" else {},
-  ),
-  "ghost_val_files": OtherKey("is now part of ghost_val_sets: name=glob", _TEXTS, _validation_files),
-  "ghost_engine": OtherKey(_ENGINE, str, _where("jvp", "ghost_schedule", "forward_mode")),
-  "normalization_layer_type": OtherKey("is no key any more: decoder_block=gpt2 has layer_norm", str),
-  "sample_tokens": OtherKey(_GENERATE, int),
-  "sample_temperature": OtherKey(_GENERATE, float),
-  # Where a process stood says nothing of the next start.
-  "jax_distributed_coordinator_address": OtherKey(_PROCESS, str),
-  "jax_distributed_num_processes": OtherKey(_PROCESS, int),
-  "jax_distributed_process_id": OtherKey(_PROCESS, int),
+_FOLDS: dict[str, Fold] = {
+  "stream_weights": _offload("weights", "host"),
+  "stream_optimizer": _offload("optimizer", "host"),
+  "ghost_stream_carries": _offload("carries", "host"),
+  "segment_length": lambda k, _: {"segment_lengths": (k,)} if k else {},
+  "text_files": _files("text"),
+  "dataset_weights": _mixture,
+  "ghost_val_domain": _validation_domain,
+  "ghost_reweight_every": _item("ghost_reweight", 0),
+  "ghost_reweight_step": _item("ghost_reweight", 1),
+  "ghost_reweight_floor": _item("ghost_reweight", 2),
+  "ghost_select_threshold": lambda n, held: {"ghost_select_fraction": n} if held["ghost_select"] == "threshold" else {},
+  "ghost_val_files": _validation_files,
+  "jax_distributed_initialization_timeout": _item("jax_distributed_timeouts", 0, unset=0),
+  "jax_distributed_heartbeat_timeout_seconds": _item("jax_distributed_timeouts", 1, unset=0),
+  "grain_train_files": _files("grain"),
+  "hf_path": _files("hf"),
+  "dataset_name": _files("tfds"),
+  "grain_packing_type": lambda way, held: {"packing": way} if held["packing"] != "none" else {},
+  "parameter_memory_host_offload": _offload("weights", True),
+  "optimizer_memory_host_offload": _offload("optimizer", True),
+  "compile_topology_num_slices": _slices,
+  "ici_pipeline_parallelism": lambda n, _: {"ici_stage_parallelism": n},
+  "dcn_pipeline_parallelism": lambda n, _: {"dcn_stage_parallelism": n},
 }
-_TIMEOUTS = "is jax_distributed_timeouts"
-_CHECKPOINTS = "is checkpoint_period, 0 for no checkpoints"
-_MAXTEXT = {
-  "jax_distributed_initialization_timeout": OtherKey(_TIMEOUTS, int, _item("jax_distributed_timeouts", 0, unset=0)),
-  "jax_distributed_heartbeat_timeout_seconds": OtherKey(_TIMEOUTS, int, _item("jax_distributed_timeouts", 1, unset=0)),
-  "skip_jax_distributed_system": OtherKey("is jax_distributed=off", bool, _where(True, "jax_distributed", "off")),
-  "grain_train_files": OtherKey("is dataset_files, with dataset_type=grain", _TEXTS, _files("grain")),
-  "hf_path": OtherKey("is dataset_files, with dataset_type=hf", _TEXTS, _files("hf")),
-  "dataset_name": OtherKey("is dataset_files, with dataset_type=tfds", _TEXTS, _files("tfds")),
-  "grain_packing_type": OtherKey(
-    "is packing", str, lambda way, held: {"packing": way} if held["packing"] != "none" else {}
-  ),
-  "enable_checkpointing": OtherKey(_CHECKPOINTS, bool, _where(False, "checkpoint_period", 0)),
-  "enable_dropout": OtherKey("is dropout_rate", bool, _where(False, "dropout_rate", 0.0)),
-  "parameter_memory_host_offload": OtherKey("is offload_to_host=[weights]", bool, _offload("weights", True)),
-  "optimizer_memory_host_offload": OtherKey("is offload_to_host=[optimizer]", bool, _offload("optimizer", True)),
-  "compile_topology_num_slices": OtherKey("is compile_topology=2xv5e-16", int, _slices),
-  "routed_bias": OtherKey("is mlp_bias", bool, _where(True, "mlp_bias", True)),
-  "ici_pipeline_parallelism": OtherKey("is ici_stage_parallelism", int, lambda n, _: {"ici_stage_parallelism": n}),
-  "dcn_pipeline_parallelism": OtherKey("is dcn_stage_parallelism", int, lambda n, _: {"dcn_stage_parallelism": n}),
+
+
+def _fold(name: str, asked: Any = None, changed: Mapping[str, Any] | None = None) -> Fold:
+  """What a key changes: as `_FOLDS` says, else the keys of its row where the value is the one of its row."""
+  return _FOLDS.get(name) or (lambda value, values: dict(changed or {}) if value == asked else {})
+
+
+_TYPES = {"str": str, "int": int, "float": float, "bool": bool, "texts": tuple[str, ...]}
+OTHER = {
+  name: OtherKey(answer, _TYPES[kind], _fold(name, *rest), group == "maxtext")
+  for group, rows in read_table("renamed.yml").items()
+  for name, (kind, answer, *rest) in rows.items()
 }
-OTHER = _FORMER | {name: dataclasses.replace(other, maxtext=True) for name, other in _MAXTEXT.items()}
 
 # Values that are read as others: {key: {text: text}}.
 SYNONYMS: dict[str, dict[str, str]] = {
@@ -156,7 +133,7 @@ _FOREIGN = " is a MaxText key that maxghost does not have"
 @functools.cache
 def _maxtext() -> dict[str, Any]:
   """configs/maxtext/keys.yml: MaxText's keys that the schema lacks, and what to say of some of them."""
-  return yaml.safe_load((config_dir() / "maxtext" / "keys.yml").read_text("utf-8"))
+  return read_table("maxtext/keys.yml")
 
 
 def asks_for_nothing(key: str, text: Any) -> bool:

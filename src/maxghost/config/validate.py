@@ -16,7 +16,7 @@ from maxghost.config.families import FAMILIES
 from maxghost.config.values import WrongTypeError, divisors, from_python, limit_problems, shown
 
 DISTRIBUTED = re.compile(r"(\S+:[0-9]+),([0-9]+)/([0-9]+)")  # jax_distributed=HOST:PORT,K/N
-BYTE_TOKENIZER_IDS = 259  # 256 bytes, and the begin, end and padding ids
+BYTE_IDS = 259  # 256 bytes, and the begin, end and padding ids
 MESH_GROUPS = ("ici", "dcn")
 # Outermost first: axes that split rows vary slowest, so that a process holds whole rows; tensor, which communicates
 # most, varies fastest.
@@ -94,11 +94,8 @@ def family(v: Values) -> Iterator[str]:
 
 
 def sizes(v: Values) -> Iterator[str]:
-  if v.tokenizer_type == "byte" and v.vocab_size < BYTE_TOKENIZER_IDS:
-    yield (
-      f"{v['vocab_size']} is too small for tokenizer_type=byte, which has {BYTE_TOKENIZER_IDS} ids; "
-      f"use {BYTE_TOKENIZER_IDS} or more"
-    )
+  if v.tokenizer_type == "byte" and v.vocab_size < BYTE_IDS:
+    yield f"{v['vocab_size']} is too small for tokenizer_type=byte, which has {BYTE_IDS} ids; use {BYTE_IDS} or more"
   if 0 <= v.trainable_position_size < v.max_target_length:
     yield (
       f"{v['trainable_position_size']} is less than {v['max_target_length']}; use {v.max_target_length} or more, "
@@ -161,7 +158,7 @@ def segments(v: Values) -> Iterator[str]:
 
 
 def offloading(v: Values) -> Iterator[str]:
-  given, rule = v["offload_to_host"], plugins.OPTIMIZERS[v.opt_type]
+  given, rule, micro_batches = v["offload_to_host"], plugins.OPTIMIZERS[v.opt_type], v.gradient_accumulation_steps
   if "carries" in v.offload_to_host and (v.ghost_schedule != "reverse_scan" or not v.segment_lengths):
     yield f"{given}: carries needs ghost_schedule=reverse_scan and segment_lengths; leave it out"
   if set(v.offload_to_host) <= {"carries"}:
@@ -172,12 +169,9 @@ def offloading(v: Values) -> Iterator[str]:
       "another opt_type"
     )
   if not v.segment_lengths:
-    if v.scan_layers:
-      choices = divisors(v.base_num_decoder_layers)
-      near = min(choices, key=lambda k: abs(k * k - v.base_num_decoder_layers))
-      yield f"{given} moves one segment of layers at a time; give segment_lengths, such as {near}"
-    else:
-      yield f"{given} moves one segment of stacked layers at a time; use scan_layers=true and segment_lengths"
+    near = min(divisors(v.base_num_decoder_layers), key=lambda k: abs(k * k - v.base_num_decoder_layers))
+    fix = f"give segment_lengths, such as {near}" if v.scan_layers else "use scan_layers=true and segment_lengths"
+    yield f"{given} moves one segment of layers at a time; {fix}"
   if v.ghost_enabled and "offload" in plugins.SCHEDULE_LACKS[v.ghost_schedule]:
     yield (
       f"{given} forms directions one segment at a time; use ghost_schedule=reverse_scan, not {v.ghost_schedule}, "
@@ -185,37 +179,27 @@ def offloading(v: Values) -> Iterator[str]:
     )
   if v.sample_every and "weights" in v.offload_to_host:
     yield f"{v['sample_every']} wants the weights on the device; use sample_every=0 with {given}"
-  if v.gradient_accumulation_steps > 1 and "weights" in v.offload_to_host:
-    yield (
-      f"{given} sends gradients to the host once per step; use gradient_accumulation_steps=1, "
-      f"not {v.gradient_accumulation_steps}"
-    )
+  if micro_batches > 1 and "weights" in v.offload_to_host:
+    yield f"{given} sends gradients to the host once per step; use gradient_accumulation_steps=1, not {micro_batches}"
 
 
 def mixture(v: Values) -> Iterator[str]:
+  given = v["dataset_mixture"]
   if any("=" not in text for text in v.dataset_mixture):
-    yield (
-      f"{v['dataset_mixture']} is not of the form [a=0.25,b=0.75] for shares of the rows, or [a=2x,b=1x] for passes "
-      "per epoch"
-    )
+    yield f"{given} is not of the form [a=0.25,b=0.75] for shares of the rows, or [a=2x,b=1x] for passes per epoch"
   if len({text.endswith("x") for text in v.dataset_mixture}) > 1:
-    yield (
-      f"{v['dataset_mixture']} mixes shares of the rows (0.25) with passes per epoch (2x); use one kind for all domains"
-    )
+    yield f"{given} mixes shares of the rows (0.25) with passes per epoch (2x); use one kind for all domains"
 
 
 def processes(v: Values) -> Iterator[str]:
   if v.jax_distributed in ("auto", "on", "off"):
     return
-  found = DISTRIBUTED.fullmatch(v.jax_distributed)
+  found, given = DISTRIBUTED.fullmatch(v.jax_distributed), v["jax_distributed"]
   if not found:
-    yield (
-      f"{v['jax_distributed']} is not auto, on, off or HOST:PORT,K/N (this is process K, from 0, of N), such as "
-      "10.0.0.1:1234,0/2"
-    )
+    yield f"{given} is not auto, on, off or HOST:PORT,K/N (process K, from 0, of N), such as 10.0.0.1:1234,0/2"
   elif int(found[2]) >= int(found[3]):
-    given, number, last = v.jax_distributed, int(found[2]), int(found[3]) - 1
-    yield f"jax_distributed={given} calls this process {number}, but of {last + 1} the numbers are 0 to {last}"
+    number, last = int(found[2]), int(found[3]) - 1
+    yield f"{given} calls this process {number}, but of {last + 1} the numbers are 0 to {last}"
 
 
 def mesh_sizes(v: Values) -> Iterator[str]:
@@ -267,14 +251,12 @@ def objective_units(v: Values) -> Iterator[str]:
   rows = plugins.OBJECTIVES[v.objective].rows_per_unit
   if rows == 1:
     return
-  what = f"{v['objective']} makes a unit of {rows} adjacent rows"
+  what, micro_batches = f"{v['objective']} makes a unit of {rows} adjacent rows", v.gradient_accumulation_steps
   for name in ("per_device_batch_size", *(("ghost_val_batch_size",) if v.ghost_enabled else ())):
     if (size := getattr(v, name)) % rows:
       yield f"{what}, which {name}={size} would part; use {name}={size - size % rows + rows}"
-  if v.gradient_accumulation_steps > 1:
-    yield (
-      f"{what}, which micro-batches would part; use gradient_accumulation_steps=1, not {v.gradient_accumulation_steps}"
-    )
+  if micro_batches > 1:
+    yield f"{what}, which micro-batches would part; use gradient_accumulation_steps=1, not {micro_batches}"
   if v.ghost_select != "none":
     yield f"{what}, and {v['ghost_select']} chooses single rows; use ghost_select=none"
 
@@ -286,11 +268,9 @@ def validation_sets(v: Values) -> Iterator[str]:
   for name in sorted({name for name in names if names.count(name) > 1}):
     yield f"{v['ghost_val_sets']} names '{name}' twice; give each set its own name"
   if v.ghost_enabled and v.ghost_val_fraction in (0.0, 1.0):
+    given = v["ghost_val_fraction"]
     lacking = "validation documents to score against" if v.ghost_val_fraction == 0.0 else "documents of it to train on"
-    yield (
-      f"{v['ghost_val_fraction']} leaves no {lacking}, but ghost_enabled=true; use a share such as 0.25, or "
-      "ghost_enabled=false"
-    )
+    yield f"{given} leaves no {lacking}, but ghost_enabled=true; use a share such as 0.25, or ghost_enabled=false"
 
 
 def scoring(v: Values) -> Iterator[str]:
@@ -328,18 +308,15 @@ def scoring(v: Values) -> Iterator[str]:
 
 
 def selection(v: Values) -> Iterator[str]:
-  given = v["ghost_select"]
+  given, micro_batches = v["ghost_select"], v.gradient_accumulation_steps
   if v.ghost_select == "none":
     return
   if not v.ghost_enabled:
     yield f"{given} chooses by scores; use ghost_enabled=true, or ghost_select=none"
   if v.ghost_direction == "second_order":
     yield f"{given} chooses before the step is known; use ghost_direction=auto or sgd"
-  if v.gradient_accumulation_steps > 1:
-    yield (
-      f"{given} chooses among the rows of a whole batch; use gradient_accumulation_steps=1, "
-      f"not {v.gradient_accumulation_steps}"
-    )
+  if micro_batches > 1:
+    yield f"{given} chooses among a whole batch's rows; use gradient_accumulation_steps=1, not {micro_batches}"
   if v.ghost_every > 1:
     yield f"{given} needs the scores of every step; use ghost_every=1, not {v.ghost_every}"
   if v.ghost_select != "threshold" and v.ghost_select_fraction == 0.0:
@@ -363,10 +340,8 @@ def reweighting(v: Values) -> Iterator[str]:
   if not num_domains or v.dataset_mixture[0].endswith("x"):
     yield f"{given} changes the domains' shares of the rows; give shares to start from, dataset_mixture=[a=0.5,b=0.5]"
   if num_domains and floor * num_domains > 1:
-    yield (
-      f"{given}: a floor of {shown(floor)} for {num_domains} domains is more than all rows; "
-      f"use {1 / num_domains:.3g} or less"
-    )
+    most = f"{1 / num_domains:.3g}"
+    yield f"{given}: a floor of {shown(floor)} for {num_domains} domains is more than all rows; use {most} or less"
 
 
 CHECKS: list[Callable[[Values], Iterator[str]]] = [

@@ -14,8 +14,6 @@ from maxghost.data.build import load_dataset
 from maxghost.data.prepared import INDEX_FILE
 from maxghost.data.sources import open_source
 
-_BPE_FILE = "tokenizer.json"
-
 
 def main(arguments: list[str] | None = None) -> int:
   """Runs one command; returns the exit code (0 done, 1 damage found, 2 wrong input, 130 Ctrl-C)."""
@@ -60,22 +58,17 @@ def _command(commands, name: str, help: str) -> argparse.ArgumentParser:
   return command
 
 
-def _load(parsed: argparse.Namespace) -> config.Config:
-  return config.load(*parsed.config) if parsed.config else config.load()
-
-
 def _prepare(parsed: argparse.Namespace) -> int:
-  cfg = _load(parsed)
-  if parsed.workers < 1:
-    raise ConfigError(f"--workers {parsed.workers} is below 1")
-  if parsed.part_bytes < 1:
-    raise ConfigError(f"--part_bytes {parsed.part_bytes} is below 1")
+  cfg = config.load(*parsed.config)
+  for option in ("workers", "part_bytes"):
+    if getattr(parsed, option) < 1:
+      raise ConfigError(f"--{option} {getattr(parsed, option)} is below 1")
   source = open_source(cfg.data, cfg.run.data_shuffle_seed, whole=False)
   for note in source.notes:
     print(note)
   data = cfg.data
   if parsed.train_bpe is not None:
-    path = Path(parsed.output) / _BPE_FILE
+    path = Path(parsed.output) / "tokenizer.json"
     if not path.is_file():
       print(f"training a BPE of {parsed.train_bpe} ids")
       preparing.train_bpe(source, parsed.train_bpe, str(path))
@@ -129,7 +122,7 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 
 def _show(parsed: argparse.Namespace) -> int:
-  cfg = _load(parsed)
+  cfg = config.load(*parsed.config)
   dataset = load_dataset(cfg.data, cfg.run.data_shuffle_seed)
   for line in [*(entry.line for entry in dataset.summary()), *dataset.notes()]:
     print(line)
@@ -139,12 +132,12 @@ def _show(parsed: argparse.Namespace) -> int:
     f"first window: {counts['documents']:,} documents, {counts['tokens']:,} tokens in {counts['rows']:,} rows of "
     f"{dataset.layout.row_length}; {dataset.train.packing_efficiency:.2%} of the places filled"
   )
-  print(f"validation '{dataset.val_domain}': {dataset.num_validation_rows():,} rows")
+  print(f"validation '{dataset.val_domain}': {len(dataset.validation_rows()):,} rows")
   return 0
 
 
 def _duplicates(parsed: argparse.Namespace) -> int:
-  cfg = _load(parsed)
+  cfg = config.load(*parsed.config)
   if parsed.near is not None and not 0 < parsed.near <= 1:
     raise ConfigError(f"--near {parsed.near} is not a share; use for example 0.8")
   dataset = load_dataset(cfg.data, cfg.run.data_shuffle_seed)
@@ -155,7 +148,7 @@ def _duplicates(parsed: argparse.Namespace) -> int:
     pairs += [pair for pair in near if (pair.copy, pair.original) not in found]
   for pair in pairs:
     kind = "held-out" if pair.held_out else "training"
-    print(f"{pair.similarity:.2f}  {_shown(pair.copy)}  repeats {kind} {_shown(pair.original)}")
+    print(f"{pair.similarity:.2f}  {pair.copy.shown}  repeats {kind} {pair.original.shown}")
   of_held_out = [pair.copy for pair in pairs if pair.held_out]
   exact = sum(pair.similarity == 1.0 for pair in pairs if pair.held_out)
   print(
@@ -165,10 +158,6 @@ def _duplicates(parsed: argparse.Namespace) -> int:
   if parsed.output:
     print(f"{parsed.output}: {duplicates.write_ids(parsed.output, of_held_out)} ids; use it as dataset_exclude_file")
   return 0
-
-
-def _shown(document) -> str:
-  return f"{document.domain}:{document.path}:{document.offset}"
 
 
 if __name__ == "__main__":

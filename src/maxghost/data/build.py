@@ -10,7 +10,6 @@ from maxghost.data import sources
 from maxghost.data.dataset import POOL_DOCUMENTS, Dataset
 from maxghost.data.duplicates import read_ids
 from maxghost.data.hashing import content_hashes, text_hash
-from maxghost.data.order import Repeated, Uniform
 from maxghost.data.packing import FIRST_FIT, Layout
 from maxghost.data.prepared import PreparedSource, PreparedUnits, is_prepared
 from maxghost.data.reader import TrainIterator
@@ -19,7 +18,7 @@ from maxghost.data.sources.base import Source, check_known, read_or_skip
 from maxghost.data.sources.files import expand
 from maxghost.data.split import Split, scan
 from maxghost.data.tokenizers import ByteTokenizer, Tokenizer, check_specials, load_tokenizer
-from maxghost.data.windows import HeldOut, Units, Windows
+from maxghost.data.windows import Order, Units, Windows
 
 _MOST_FILES_IN_A_STATE = 1000
 _SMALLEST_WINDOW = 1 << 18  # bytes
@@ -107,7 +106,7 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
   splits: list[tuple[Source, Split]] = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
   if cfg.validation_files:
     files = expand("ghost_val_sets", cfg.validation_files)
-    read = text.load(files, cfg.train_data_columns, on_corrupt=cfg.on_corrupt)
+    read = text.load(files, cfg)
     both = [domain for domain in read.domains if domain in source.domains]
     if both:
       raise ConfigError(
@@ -136,12 +135,11 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
       "there is nothing to train on: every document is held out for validation or excluded; use a smaller "
       "ghost_val_fraction or more data"
     )
-  drops_copies = bool(sizes) and cfg.ghost_val_copies != "keep"
-  contents = HeldOut(np.unique(np.concatenate(hashes)), frozenset(sizes))
+  contents = (np.unique(np.concatenate(hashes)), frozenset(sizes), bool(sizes) and cfg.ghost_val_copies != "keep")
   parts = []
   for one, split in splits:
     kind = PreparedUnits if isinstance(one, PreparedSource) else Units
-    parts.append(kind(one, split, tokenizer, layout, cfg.on_corrupt, contents, drops_copies))
+    parts.append(kind(one, split, tokenizer, layout, cfg.on_corrupt, *contents))
   return parts
 
 
@@ -149,9 +147,7 @@ def max_segments(cfg: DataConfig) -> int:
   """S, the most segments of a row."""
   if cfg.packing == "none":
     return 1
-  if cfg.max_segments_per_seq > 0:
-    return cfg.max_segments_per_seq
-  return max(1, min(32, cfg.max_target_length // 32))
+  return cfg.max_segments_per_seq if cfg.max_segments_per_seq > 0 else max(1, min(32, cfg.max_target_length // 32))
 
 
 def _streams(cfg: DataConfig, units: Units, seed: int) -> tuple[list[Windows], list[float] | None]:
@@ -161,10 +157,10 @@ def _streams(cfg: DataConfig, units: Units, seed: int) -> tuple[list[Windows], l
   windows = functools.partial(Windows, units, seed=seed, num_lanes=cfg.dataset_shards)
   size = cfg.shuffle_window_bytes
   if cfg.mixture == "proportional":
-    return [windows(Uniform(units.all_units(), seed), name="", window_bytes=size)], None
+    return [windows(Order([units.all_units()], seed), name="", window_bytes=size)], None
   parts = [units.units_of(number) for number in range(len(domains))]
   if cfg.mixture == "epochs":
-    order = Repeated(parts, [weights[domain] for domain in domains], seed)
+    order = Order(parts, seed, [weights[domain] for domain in domains])
     return [windows(order, name="", window_bytes=size)], None
   streams = []
   for domain, part in zip(domains, parts, strict=True):
@@ -176,7 +172,7 @@ def _streams(cfg: DataConfig, units: Units, seed: int) -> tuple[list[Windows], l
         f"'{domain}'; use fewer"
       )
     share = max(_SMALLEST_WINDOW, int(size * weights[domain]))
-    streams.append(windows(Uniform(part, seed), name=domain, window_bytes=share))
+    streams.append(windows(Order([part], seed), name=domain, window_bytes=share))
   return streams, [weights[stream.name] for stream in streams]
 
 

@@ -52,32 +52,19 @@ class Dataset:
 
   Attributes:
     parts: the training source, and the held-out files if there are any.
+    source: the training source, including its held-out documents.
+    fingerprint: changes with the data.
+    max_segments: S, the most segments of a row; the same for every batch of a run.
     train: the iterator of training batches (`next`, `state`, `restore`).
     val_domain: the domain of the first validation set.
   """
 
   def __init__(self, parts: Sequence[Units], train: TrainIterator, val_domain: str, seed: int):
     self.parts, self.train, self.val_domain, self._seed = parts, train, val_domain, seed
-    self.tokenizer, self.layout = parts[0].tokenizer, parts[0].layout
-
-  @property
-  def source(self) -> Source:
-    """The training source, including its held-out documents."""
-    return self.parts[0].source
-
-  @property
-  def domains(self) -> tuple[str, ...]:
-    return tuple(name for part in self.parts for name in part.source.domains)
-
-  @property
-  def fingerprint(self) -> str:
-    """Changes with the data."""
-    return "-".join(part.source.fingerprint for part in self.parts)
-
-  @property
-  def max_segments(self) -> int:
-    """S: the most segments of a row; the same for every batch of a run."""
-    return self.layout.max_segments
+    self.source, self.tokenizer, self.layout = parts[0].source, parts[0].tokenizer, parts[0].layout
+    self.max_segments = self.layout.max_segments
+    self.fingerprint = "-".join(part.source.fingerprint for part in parts)
+    self._ends = np.cumsum([len(part.source) for part in parts])
 
   def document(self, index: int) -> Document:
     source, place = self._locate(index)
@@ -89,12 +76,10 @@ class Dataset:
     return source.document_id(place)
 
   def _locate(self, index: int) -> tuple[Source, int]:
-    place = int(index)
-    for part in self.parts:
-      if 0 <= place < len(part.source):
-        return part.source, place
-      place -= len(part.source)
-    raise IndexError(f"document {index} of {sum(len(part.source) for part in self.parts)}")
+    number = int(np.searchsorted(self._ends, index, side="right"))
+    if not 0 <= index < self._ends[-1]:
+      raise IndexError(f"document {index} of {self._ends[-1]}")
+    return self.parts[number].source, int(index - (self._ends[number - 1] if number else 0))
 
   @functools.cached_property
   def num_train_documents(self) -> int:
@@ -109,7 +94,7 @@ class Dataset:
   @functools.cached_property
   def copies(self) -> tuple[int, ...] | None:
     """Training documents that are byte-identical to a held-out one; None where all data would have to be read."""
-    hashes, sizes = set(self.parts[0].held_out.hashes.tolist()), sorted(self.parts[0].held_out.sizes)
+    hashes, sizes = set(self.parts[0].hashes.tolist()), sorted(self.parts[0].sizes)
     if len(self.source) > _MANY_DOCUMENTS:
       return None
     candidates = []
@@ -133,7 +118,7 @@ class Dataset:
       return [*lines, "copies of held-out text in the training data are looked for as it is read"]
     if not found:
       return lines
-    names = ", ".join("{}:{}:{}".format(*self.document_id(index)) for index in found[:3])
+    names = ", ".join(self.document_id(index).shown for index in found[:3])
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     plural = "document is a byte-identical copy" if len(found) == 1 else "documents are byte-identical copies"
     fate = "left out" if self.parts[0].drops_copies else "kept, as ghost_val_copies=keep asks"
@@ -145,25 +130,19 @@ class Dataset:
     A function of the arguments and the configuration. domain: default that of the first validation set. Raises
     ConfigError when the domain has no held-out documents.
     """
-    rows = self._validation_rows(self.val_domain if domain is None else domain)
+    rows = self.validation_rows(domain)
     numbers = (index * num_rows + np.arange(num_rows)).tolist()
     pieces = [(rows, number % len(rows), number // len(rows)) for number in numbers]
     return packing.fill(pieces, self.layout, self.tokenizer.pad_id)
 
-  def num_validation_rows(self, domain: str | None = None) -> int:
-    """Packed rows of a validation domain; `validation_batch` repeats after them."""
-    return len(self._validation_rows(self.val_domain if domain is None else domain))
-
   @functools.cache  # noqa: B019 - one dataset per run
-  def _validation_rows(self, domain: str) -> Rows:
-    check_known("validation_batch", [domain], self.domains, "the data")
-    first = 0
-    for part in self.parts:
-      if domain in part.source.domains:
-        break
-      first += len(part.source)
-    pool = part.split.pool(domain, POOL_DOCUMENTS)
-    encoded = part.encode_documents(pool)
+  def validation_rows(self, domain: str | None = None) -> Rows:
+    """The packed rows of a validation domain; `validation_batch` repeats after them."""
+    domain = self.val_domain if domain is None else domain
+    domains = [name for part in self.parts for name in part.source.domains]
+    check_known("validation_batch", [domain], domains, "the data")
+    number, part = next((n, part) for n, part in enumerate(self.parts) if domain in part.source.domains)
+    encoded = part.encode_documents(part.split.pool(domain, POOL_DOCUMENTS))
     name = text_hash(domain)
     rows = packing.pack(
       encoded, self.layout, lambda size, what: permutation(size, _VALIDATION, text_hash(what), self._seed, name)
@@ -172,13 +151,14 @@ class Dataset:
       raise ConfigError(
         f"validation domain '{domain}' has no held-out documents; those of '{self.val_domain}' are held out"
       )
-    return dataclasses.replace(rows, document=rows.document + first)
+    return dataclasses.replace(rows, document=rows.document + (self._ends[number] - len(part.source)))
 
 
 def _summary(part: Units) -> list[DomainSummary]:
   source = part.source
   if len(source) > _MANY_DOCUMENTS and isinstance(source, PreparedSource):
-    return [DomainSummary(domain, *source.totals[domain], None, None) for domain in source.domains]
+    documents, sizes = source.meta["domain_documents"], source.meta["domain_bytes"]
+    return [DomainSummary(domain, documents[domain], sizes[domain], None, None) for domain in source.domains]
   table = np.zeros((len(source.domains), 4), np.int64)  # documents, bytes, held-out documents, held-out bytes
   sized = True
   for indices in scan(len(source)):

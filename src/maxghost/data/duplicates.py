@@ -100,14 +100,14 @@ def read_ids(path: str) -> np.ndarray:
     lines = Path(path).read_text(encoding="utf-8").splitlines()
   except OSError as error:
     raise ConfigError(f"dataset_exclude_file={path} cannot be read: {error.strerror}") from error
-  hashes = [_line_hash(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+  hashes = []
+  for number, line in enumerate(lines, 1):
+    if not line.strip():
+      continue
+    try:
+      entry = json.loads(line)
+      hashes.append(int(id_hash(entry["domain"], entry["path"], entry["offset"])))
+    except (ValueError, KeyError, TypeError) as error:
+      said = f"dataset_exclude_file={path}, line {number}: not an object with domain, path and offset ({error})"
+      raise ConfigError(said) from error
   return np.unique(np.array(hashes, np.uint64))
-
-
-def _line_hash(path: str, number: int, line: str) -> int:
-  try:
-    entry = json.loads(line)
-    return int(id_hash(entry["domain"], entry["path"], entry["offset"]))
-  except (ValueError, KeyError, TypeError) as error:
-    said = f"dataset_exclude_file={path}, line {number}: not an object with domain, path and offset ({error})"
-    raise ConfigError(said) from error

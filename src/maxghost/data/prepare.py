@@ -34,7 +34,6 @@ PART_BYTES = 64 << 20  # text of a part
 BLOCK_TOKENS = 1 << 15  # tokens of a block, unless one document has more
 _READ_BYTES = 4 << 20  # text read and tokenized together
 _BPE_BYTES = 100 << 20  # text that a BPE is trained on
-_JOB_FILE = "job.json"
 # Number of the domain, tokens, and source bytes of each where the tokenizer has no table of them.
 _Document = tuple[int, np.ndarray, np.ndarray | None]
 _SHARD_OPTIONS = "group_size:1,uncompressed"  # random access; decompressing would cost more than reading
@@ -49,10 +48,7 @@ class Job:
   cfg: DataConfig
   folder: Path
   part_documents: int
-
-  @property
-  def num_parts(self) -> int:
-    return -(-len(self.source) // self.part_documents)
+  num_parts: int
 
 
 def prepare(
@@ -81,7 +77,8 @@ def prepare(
     ConfigError: the folder holds another corpus, or a document is corrupt and on_corrupt is "error".
   """
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
-  job = Job(source, tokenizer, cfg, Path(folder), max(1, part_bytes // max(1, source.num_bytes // len(source))))
+  part_documents = max(1, part_bytes // max(1, source.num_bytes // len(source)))
+  job = Job(source, tokenizer, cfg, Path(folder), part_documents, -(-len(source) // part_documents))
   _claim(job)
   done = {part: manifest for part in range(job.num_parts) if (manifest := _manifest(job, part)) is not None}
   todo = [part for part in range(job.num_parts) if part not in done]
@@ -145,7 +142,7 @@ def _claim(job: Job) -> None:
     "version": INDEX_VERSION,
     "files": source.files,
   }
-  file = folder / _JOB_FILE
+  file = folder / "job.json"
   if file.is_file():
     other = json.loads(file.read_text(encoding="utf-8"))
     if other != mine:
@@ -271,21 +268,17 @@ def _join(job: Job, manifests: list[dict]) -> dict:
   }
   documents = blocks = tokens = 0
   totals = np.zeros((2, len(names)), np.int64)  # documents, bytes
-  paths, path_end, path_domain, last = bytearray(), array("q"), array("H"), None  # flat: perhaps a path per document
+  paths, path_end, path_domain = bytearray(), array("q"), array("H")  # flat: perhaps a path per document
   for part in range(job.num_parts):
     with np.load(folder / "parts" / f"{part:05d}.npz") as loaded:
       new = {name: loaded[name] for name in loaded.files}
     if not len(new["path"]):
       continue
-    numbers = []  # of the part's paths in the table
+    new["path"] = new["path"] + len(path_end)
     for domain, path in json.loads(str(new.pop("paths"))):
-      if (domain, path) != last:  # a file shared by two parts is the last of one and the first of the next
-        last = (domain, path)
-        paths += path.encode("utf-8")
-        path_end.append(len(paths))
-        path_domain.append(names.index(domain))
-      numbers.append(len(path_end) - 1)
-    new["path"] = np.array(numbers)[new["path"]]
+      paths += path.encode("utf-8")
+      path_end.append(len(paths))
+      path_domain.append(names.index(domain))
     domains = np.frombuffer(path_domain, np.uint16)[new["path"]]
     totals[0] += np.bincount(domains, minlength=len(names))
     totals[1] += np.bincount(domains, new["num_bytes"], len(names)).astype(np.int64)

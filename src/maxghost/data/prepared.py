@@ -11,9 +11,9 @@ import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.data.packing import Encoded, token_dtype
-from maxghost.data.sources.arrayrecord import open_readers, read_records
+from maxghost.data.sources.arrayrecord import OPEN_FILES, open_reader, read_records
 from maxghost.data.sources.base import CorruptError, Source, check_known, read_or_skip
-from maxghost.data.sources.records import read_by_shard
+from maxghost.data.sources.records import Opened, read_by_shard
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.data.types import DocumentId
 from maxghost.data.windows import NO_COUNTS, Units, concatenated
@@ -42,7 +42,7 @@ def is_prepared(path: str) -> bool:
 class PreparedSource(Source):
   """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless.
 
-  Is pickled without the memory-mapped columns of the index. meta: the JSON part of the index.
+  Is pickled by its folder. meta: the JSON part of the index. numbers: of each domain of the folder in `domains`.
   """
 
   def __init__(self, folder: str, tokenizer: Tokenizer, domains: tuple[str, ...] = ()):
@@ -51,7 +51,6 @@ class PreparedSource(Source):
     self.meta = meta = json.loads((self._folder / INDEX_FILE).read_text(encoding="utf-8"))
     if meta["version"] != INDEX_VERSION:
       raise ConfigError(f"{folder} was prepared as version {meta['version']}, but this program reads {INDEX_VERSION}")
-    self._map()
     made_with = meta["tokenizer"]
     if made_with["fingerprint"] != tokenizer.fingerprint:
       path = folder if made_with["copied"] else made_with["path"]
@@ -67,30 +66,23 @@ class PreparedSource(Source):
     self.num_bytes = sum(meta["domain_bytes"][name] for name in self.domains)
     self.files = {shard["name"]: shard["sha256"][:16] for shard in meta["shards"]}
     self.fingerprint = f"{meta['fingerprint']}-{','.join(self.domains)}"
-    self.totals = {name: (meta["domain_documents"][name], meta["domain_bytes"][name]) for name in self.domains}
     self._shards = [str(self._folder / "shards" / shard["name"]) for shard in meta["shards"]]
     self._shard_ends = np.cumsum([shard["blocks"] for shard in meta["shards"]], dtype=np.int64)
-    self._readers = open_readers()
+    self._readers = Opened(open_reader, OPEN_FILES)
     self.tokenizer = tokenizer
     self._dtype = token_dtype(tokenizer.vocab_size)
-
-  def _map(self) -> None:
-    folder = self._folder / "index"
-    mapped = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in COLUMNS}
+    index = self._folder / "index"
+    mapped = {name: np.load(index / f"{name}.npy", mmap_mode="r") for name in COLUMNS}
     self.columns = {name: array.view(np.ndarray) for name, array in mapped.items()}  # np.memmap is slow to index
-    self._paths = np.memmap(folder / "paths.bin", np.uint8, mode="r")
+    self._paths = np.memmap(index / "paths.bin", np.uint8, mode="r")
 
-  def __getstate__(self) -> dict:
-    return {name: value for name, value in self.__dict__.items() if name not in ("columns", "_paths")}
-
-  def __setstate__(self, state: dict) -> None:
-    self.__dict__.update(state)
-    self._map()
+  def __reduce__(self):
+    return PreparedSource, (str(self._folder), self.tokenizer, self.domains)
 
   def __len__(self) -> int:
     return len(self.columns["id_hash"])
 
-  def _tokens_before(self, document: int) -> int:
+  def tokens_before(self, document: int) -> int:
     """Tokens of all documents before this one."""
     return int(self.columns["token_end"][document - 1]) if document else 0
 
@@ -132,17 +124,13 @@ class PreparedSource(Source):
     out = []
     for block, shard, record, one in zip(blocks.tolist(), shards.tolist(), records.tolist(), raw, strict=True):
       first, stop = self.documents_of(block)
-      count = self._tokens_before(stop) - self._tokens_before(first)
+      count = self.tokens_before(stop) - self.tokens_before(first)
       if len(one) != count * (item if tabled else item + 4):
         path = self._shards[shard]
         raise CorruptError(f"{path}, record {record}: {len(one)} bytes where the index says {count} tokens")
       sizes = None if tabled else np.frombuffer(one, np.uint32, count, count * item)
       out.append((np.frombuffer(one, self._dtype, count), sizes))
     return out
-
-  def lengths(self, first: int, stop: int) -> np.ndarray:
-    """int64[n]: tokens of each document in first..stop."""
-    return np.diff(self.columns["token_end"][first:stop], prepend=self._tokens_before(first))
 
   def tokens(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """Tokens of documents, and the bytes behind each as `block_tokens` gives them. Raises CorruptError."""
@@ -151,8 +139,8 @@ class PreparedSource(Source):
     read = dict(zip(wanted.tolist(), self.block_tokens(wanted), strict=True))
     out = []
     for index, block in zip(np.asarray(indices).tolist(), blocks.tolist(), strict=True):
-      before = self._tokens_before(self.documents_of(block)[0])
-      place = slice(self._tokens_before(index) - before, self._tokens_before(index + 1) - before)
+      before = self.tokens_before(self.documents_of(block)[0])
+      place = slice(self.tokens_before(index) - before, self.tokens_before(index + 1) - before)
       tokens, sizes = read[block]
       out.append((tokens[place], None if sizes is None else sizes[place]))
     return out
@@ -183,14 +171,15 @@ class PreparedUnits(Units):
     documents = concatenated([np.arange(first, stop) for first, stop, read in blocks if read is not None])
     keep = ~self.split.left_out(documents)
     if self.drops_copies:
-      copies = keep & self.held_out.copies(source.content_hashes(documents))
+      copies = keep & np.isin(source.content_hashes(documents), self.hashes)
       counts["copies"] = int(copies.sum())
       keep &= ~copies
     pieces, place = [], 0
     for first, stop, read in blocks:
       if read is None:
         continue
-      (tokens, sizes), count = read, source.lengths(first, stop)
+      (tokens, sizes), ends = read, source.columns["token_end"][first:stop]
+      count = np.diff(ends, prepend=source.tokens_before(first))
       kept = keep[place : place + stop - first]
       place += stop - first
       if not kept.all():

@@ -1,13 +1,13 @@
 """The training iterator: batches from lanes, a position to save and restore, one shard per process."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from maxghost.config import ConfigError
 from maxghost.data import packing
-from maxghost.data.order import row_domains
 from maxghost.data.types import Batch
-from maxghost.data.windows import Window, Windows
+from maxghost.data.windows import Windows, row_domains
 
 _STATE_VERSION = 1
 _EMPTY_WINDOWS = 1000  # consecutive ones that can still happen by chance
@@ -19,19 +19,17 @@ class Cursor:
   The window after the current one is made ahead: in `workers`, a thread pool or a number of Grain's processes.
   """
 
-  def __init__(
-    self, stream: Windows, lane: int, workers: ThreadPoolExecutor | int, count: Callable[[Mapping[str, int]], None]
-  ):
-    """count: called with the counts of each window that is begun."""
-    self._stream, self._lane, self._workers, self._count = stream, lane, workers, count
+  def __init__(self, stream: Windows, lane: int, workers: ThreadPoolExecutor | int, counts: Counter[str]):
+    """counts: to which those of each window that is begun are added."""
+    self._stream, self._lane, self._workers, self._counts = stream, lane, workers, counts
     self.seek((0, 0, 0))
 
   def seek(self, place: tuple[int, int, int]) -> None:
     """place: epoch, window, next row in it."""
     self.place = place
     self._rows: packing.Rows | None = None
-    self._ahead: Future[Window] | None = None
-    self._windows: Iterator[Window] | None = None
+    self._ahead: Future | None = None
+    self._windows: Iterator | None = None
 
   def take(self, count: int) -> list[tuple[packing.Rows, int, int]]:
     """The next `count` rows, each as (rows, number of the row, epoch)."""
@@ -52,10 +50,9 @@ class Cursor:
     while True:
       epoch, window, row = self.place
       if self._rows is None:
-        made = self._make(epoch, window)
-        self._rows = made.rows
+        self._rows, counts = self._make(epoch, window)
         if not row:
-          self._count(made.counts)
+          self._counts.update(counts)
       if row < len(self._rows):
         return self._rows, self.place
       empty += not len(self._rows)
@@ -67,7 +64,7 @@ class Cursor:
           "validation, empty or left out; use a smaller ghost_val_fraction or more data"
         )
 
-  def _make(self, epoch: int, window: int) -> Window:
+  def _make(self, epoch: int, window: int) -> tuple[packing.Rows, dict[str, int]]:
     if isinstance(self._workers, int):
       if self._windows is None:
         self._windows = self._stream.from_workers(self._lane, epoch, window, self._workers)
@@ -94,22 +91,17 @@ class TrainIterator(Iterator[Batch]):
     rows: tuple[int, int],
     num_workers: int,
   ):
-    """Starts at the beginning.
-
-    Args:
-      streams: what the rows come from.
-      weights: shares of the streams; None for a single one.
-      identity: what a saved position depends on: `fingerprint` of data and settings, `files` with that of each file.
-      rows_per_lane: of the global batch.
-      rows: first row of the global batch that this process reads, and the one after its last.
-      num_workers: processes that make windows ahead; 0: a thread.
+    """weights: shares of the streams; None for a single one. identity: what a saved position depends on, `fingerprint`
+    of data and settings and `files` with that of each file. rows_per_lane: of the global batch. rows: first row of the
+    global batch that this process reads, and the one after its last. num_workers: processes that make windows ahead;
+    0: a thread.
     """
     self._streams, self._identity = streams, {"version": _STATE_VERSION, **identity}
     self._per_lane, self._rows = rows_per_lane, rows
-    self.counts: dict[str, int] = {}
+    self.counts: Counter[str] = Counter()
     workers = num_workers or ThreadPoolExecutor(1, thread_name_prefix="maxghost-data")
     self._lanes = {
-      lane: [Cursor(stream, lane, workers, self._add_counts) for stream in streams]
+      lane: [Cursor(stream, lane, workers, self.counts) for stream in streams]
       for lane in range(rows[0] // rows_per_lane, -(-rows[1] // rows_per_lane))
     }
     self._batches = self._first_batch = 0
@@ -138,10 +130,6 @@ class TrainIterator(Iterator[Batch]):
       raise ValueError(f"the mixture cannot change at batch {late[0]}: {self._batches} batches were drawn already")
     self._changes = made
 
-  def _add_counts(self, counts: Mapping[str, int]) -> None:
-    for name, value in counts.items():
-      self.counts[name] = self.counts.get(name, 0) + value
-
   def __next__(self) -> Batch:
     due = [shares for batch, shares in self._changes if batch <= self._batches]
     weights = due[-1] if due else self._weights
@@ -160,12 +148,11 @@ class TrainIterator(Iterator[Batch]):
   @property
   def packing_efficiency(self) -> float:
     """Share of the positions that hold a token, over the windows read so far."""
-    places = self.counts.get("rows", 0) * self._streams[0].units.layout.row_length
-    return self.counts.get("tokens", 0) / max(1, places)
+    return self.counts["tokens"] / max(1, self.counts["rows"] * self._streams[0].units.layout.row_length)
 
   def describe(self) -> str:
     """One line: what this process has read and how well it was packed."""
-    met = {name: self.counts.get(name, 0) for name in ("documents", "tokens", "copies", "corrupt", "empty")}
+    met = self.counts
     left_out = ", ".join(f"{met[name]:,} {name}" for name in ("copies", "corrupt", "empty") if met[name])
     line = f"Data read: {met['documents']:,} documents, {met['tokens']:,} tokens; rows filled to "
     return line + f"{self.packing_efficiency:.1%}" + (f"; left out: {left_out}" if left_out else "")

@@ -20,21 +20,16 @@ class Split:
   ):
     """val_domains: those of other sources are ignored. excluded: sorted `id_hashes` not to hold out or train on."""
     self._source = source
-    self._nothing, self._all = fraction <= 0.0, fraction >= 1.0
-    self._limit = np.uint64(0) if self._nothing or self._all else np.uint64(int(fraction * 2**64))
+    self._limit = None if fraction >= 1 else np.uint64(int(fraction * 2**64))  # of the hashes; None: all
     self._seed = seed
     self._excluded = np.empty(0, np.uint64) if excluded is None else excluded
     self._numbers = np.array([source.domains.index(name) for name in val_domains if name in source.domains], np.int64)
 
   def held_out(self, indices: np.ndarray) -> np.ndarray:
     """bool[n]: whether each document is held out."""
-    if self._nothing or not len(indices) or not len(self._numbers):
-      return np.zeros(len(indices), bool)
     inside = np.isin(self._source.domain_numbers(indices), self._numbers)
-    if self._all or not inside.any():
-      return inside
-    hashes = combine(_SPLIT, self._seed, self._source.id_hashes(indices[inside]))
-    inside[inside] = hashes < self._limit
+    if self._limit is not None and inside.any():
+      inside[inside] = combine(_SPLIT, self._seed, self._source.id_hashes(indices[inside])) < self._limit
     return inside
 
   def left_out(self, indices: np.ndarray) -> np.ndarray:

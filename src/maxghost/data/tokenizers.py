@@ -67,11 +67,13 @@ class Tokenizer:
     """The text of the ids; special ids have none."""
     return b"".join([self._pieces[i] or b"" for i in np.asarray(ids).tolist()])
 
-  def _set_specials(self, vocab: dict[str, int], named: dict[str, str] | None = None) -> None:
-    """named: bos_token, eos_token and pad_token; each that is missing is looked for under its usual names."""
+  def _set_specials(self, vocab: dict[str, int], settings: Path | None = None) -> None:
+    """Finds the special ids by the names in `settings`, a tokenizer_config.json, else by the usual names."""
+    named = json.loads(settings.read_text(encoding="utf-8")) if settings and settings.is_file() else {}
     found = {}
     for key, usual in _SPECIALS.items():
-      names = (named[key],) if named and key in named else usual
+      entry = named.get(key)
+      names = (entry["content"] if isinstance(entry, dict) else entry,) if entry else usual
       found[key] = next((vocab[name] for name in names if name in vocab), None)
     self.bos_id, self.eos_id, pad = found.values()
     self.pad_id = pad if pad is not None else self.eos_id or 0
@@ -91,19 +93,20 @@ def load_tokenizer(kind: str, path: str = "") -> Tokenizer:
     if path:
       raise ConfigError(f"tokenizer_path={path} is set, but tokenizer_type=byte reads no file; set the file's type")
     return ByteTokenizer()
+  load, wanted = _KINDS[kind]
   if not path:
-    raise ConfigError(f"tokenizer_type={kind} needs tokenizer_path, {_WANTED[kind]}")
-  return _LOADERS[kind](path)
+    raise ConfigError(f"tokenizer_type={kind} needs tokenizer_path, {wanted}")
+  return load(path)
 
 
 def check_specials(tokenizer: Tokenizer, add_bos: bool, add_eos: bool) -> None:
   """Raises ConfigError when add_bos or add_eos asks for a token that the tokenizer lacks."""
-  lacks = f"the tokenizer {tokenizer.name} has no"
-  problems = []
-  if add_bos and tokenizer.bos_id is None:
-    problems.append(f"add_bos=true, but {lacks} begin-of-document token; use add_bos=false")
-  if add_eos and tokenizer.eos_id is None:
-    problems.append(f"add_eos=true, but {lacks} end-of-document token; use add_eos=false")
+  wanted = (("add_bos", "begin", add_bos, tokenizer.bos_id), ("add_eos", "end", add_eos, tokenizer.eos_id))
+  problems = [
+    f"{key}=true, but the tokenizer {tokenizer.name} has no {place}-of-document token; use {key}=false"
+    for key, place, asked, found in wanted
+    if asked and found is None
+  ]
   if problems:
     raise ConfigError(*problems)
 
@@ -141,7 +144,7 @@ class HuggingFaceTokenizer(Tokenizer):
     self.fingerprint = _digest(raw)
     vocab = self._inner.get_vocab(with_added_tokens=True)
     self.vocab_size = max(vocab.values()) + 1
-    self._set_specials(vocab, _special_names(file.parent))
+    self._set_specials(vocab, file.parent / "tokenizer_config.json")
     self._ascii = None
     if '"ByteLevel"' in raw.decode("utf-8"):
       added = self._inner.get_added_tokens_decoder()
@@ -167,12 +170,13 @@ class HuggingFaceTokenizer(Tokenizer):
     return [np.array(e.ids, np.int32) for e in self._inner.encode_batch_fast(decoded, add_special_tokens=False)]
 
   def encode_bytes(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
-    decoded = [text.decode("utf-8") for text in texts]
-    encodings = self._inner.encode_batch(decoded, add_special_tokens=False)
-    return [
-      (np.array(one.ids, np.int32), _gaps(_byte_starts([start for start, _ in one.offsets], text), len(raw)))
-      for one, text, raw in zip(encodings, decoded, texts, strict=True)
-    ]
+    out = []
+    encodings = self._inner.encode_batch([text.decode("utf-8") for text in texts], add_special_tokens=False)
+    for one, text in zip(encodings, texts, strict=True):
+      starts_character = (np.frombuffer(text, np.uint8) & 0xC0) != 0x80  # bytes 10xxxxxx continue one
+      place = np.append(np.flatnonzero(starts_character), len(text))
+      out.append((np.array(one.ids, np.int32), _gaps(place[[start for start, _ in one.offsets]], len(text))))
+    return out
 
   def decode(self, ids: np.ndarray) -> bytes:
     if self.byte_table is not None:
@@ -233,9 +237,8 @@ class SentencePieceTokenizer(Tokenizer):
     self.name, self.path = path, Path(path)
     self.fingerprint = _digest(raw)
     self.vocab_size = self._inner.vocab_size()
-    self.bos_id, self.eos_id, pad = (
-      None if number < 0 else number for number in (self._inner.bos_id(), self._inner.eos_id(), self._inner.pad_id())
-    )
+    specials = (self._inner.bos_id(), self._inner.eos_id(), self._inner.pad_id())
+    self.bos_id, self.eos_id, pad = (None if number < 0 else number for number in specials)
     self.pad_id = pad if pad is not None else self.eos_id or 0
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
@@ -289,11 +292,10 @@ class TiktokenTokenizer(Tokenizer):
     return [np.array(ids, np.int32) for ids in self._inner.encode_ordinary_batch(decoded, num_threads=threads)]
 
 
-_LOADERS = {HUGGINGFACE: HuggingFaceTokenizer, SENTENCEPIECE: SentencePieceTokenizer, TIKTOKEN: TiktokenTokenizer}
-_WANTED = {
-  HUGGINGFACE: "a tokenizer.json or its folder",
-  SENTENCEPIECE: "a SentencePiece model file (*.model)",
-  TIKTOKEN: "the name of an encoding such as o200k_base, or a .tiktoken file",
+_KINDS = {
+  HUGGINGFACE: (HuggingFaceTokenizer, "a tokenizer.json or its folder"),
+  SENTENCEPIECE: (SentencePieceTokenizer, "a SentencePiece model file (*.model)"),
+  TIKTOKEN: (TiktokenTokenizer, "the name of an encoding such as o200k_base, or a .tiktoken file"),
 }
 # How Llama 3 splits text before its merges, as its published tokenizer configuration states it.
 _LLAMA3_SPLIT = (
@@ -335,18 +337,9 @@ def _tiktoken_file(tiktoken, path: str):
     raise ConfigError(f"tokenizer_path={path} is no tiktoken file: {error!r}") from error
 
 
-def _gaps(starts: Sequence[int], stop: int) -> np.ndarray:
+def _gaps(starts: Sequence[int] | np.ndarray, stop: int) -> np.ndarray:
   """int64[n]: from each token's start to the next one's; the first counts from 0, the last to `stop`."""
   return np.diff(np.array([0, *starts[1:], stop], np.int64)) if len(starts) else np.zeros(0, np.int64)
-
-
-def _byte_starts(starts: Sequence[int], text: str) -> Sequence[int]:
-  """Converts character offsets in `text` to offsets in its UTF-8 bytes."""
-  if text.isascii():
-    return starts
-  raw = np.frombuffer(text.encode("utf-8"), np.uint8)
-  where = np.append(np.flatnonzero((raw & 0xC0) != 0x80), len(raw))  # bytes 10xxxxxx continue a character
-  return where[np.array(starts, np.int64)].tolist()
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -357,16 +350,6 @@ def _byte_level_alphabet() -> dict[str, int]:
   plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
   other = [byte for byte in range(256) if byte not in plain]
   return {chr(byte): byte for byte in plain} | {chr(256 + number): byte for number, byte in enumerate(other)}
-
-
-def _special_names(folder: Path) -> dict[str, str]:
-  """bos_token, eos_token and pad_token of the `tokenizer_config.json` beside the tokenizer."""
-  file = folder / "tokenizer_config.json"
-  if not file.is_file():
-    return {}
-  entries = json.loads(file.read_text(encoding="utf-8"))
-  named = {key: entries[key] for key in _SPECIALS if entries.get(key)}
-  return {key: entry["content"] if isinstance(entry, dict) else entry for key, entry in named.items()}
 
 
 def _read(file: Path) -> bytes:

@@ -16,6 +16,10 @@ class DocumentId(NamedTuple):
   path: str
   offset: int
 
+  @property
+  def shown(self) -> str:
+    return f"{self.domain}:{self.path}:{self.offset}"
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
@@ -49,8 +53,3 @@ class Batch:
   offset_BS: np.ndarray
   epoch_B: np.ndarray
   unit_BS: np.ndarray | None = None
-
-  @property
-  def num_tokens(self) -> int:
-    """Tokens that count in the loss."""
-    return int(np.count_nonzero(self.arrays["targets_segmentation"]))

@@ -2,46 +2,27 @@
 
 Position p of an epoch belongs to lane p mod num_lanes, and each lane's positions are split into windows. A window is a
 pure function of (lane, epoch, window). So a position in the data is three small integers per lane, no packing remainder
-is carried from window to window, and any process or worker can compute any window.
+is carried from window to window, and any process or worker can compute any window. The order of the units and the
+domains of the rows are functions of the seed and the position too: no order is stored, and the cost does not grow with
+the number of documents.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from maxghost.data import packing
-from maxghost.data.hashing import content_hashes, permutation, text_hash
-from maxghost.data.order import Repeated, Uniform
+from maxghost.data.hashing import combine, content_hashes, permutation, shuffled_index, text_hash
 from maxghost.data.packing import Encoded, Layout, Rows
 from maxghost.data.sources.base import Source, read_or_skip
 from maxghost.data.split import Split, scan
 from maxghost.data.tokenizers import Tokenizer
 
 NO_COUNTS: dict[str, int] = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt"), 0)
+_ORDER, _COPY, _MIXTURE = text_hash("unit order"), text_hash("copy order"), text_hash("mixture")
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 _SAMPLES = 32  # documents read to estimate a stream's mean document size
-
-
-class Window(NamedTuple):
-  """Rows, and counts of what was read for them (documents, bytes, tokens, rows, empty, copies, corrupt)."""
-
-  rows: Rows
-  counts: dict[str, int]
-
-
-class HeldOut(NamedTuple):
-  """The held-out texts, whose copies training leaves out: `content_hashes` (uint64, sorted) and sizes in bytes."""
-
-  hashes: np.ndarray
-  sizes: frozenset[int]
-
-  def copies(self, text_hashes: np.ndarray) -> np.ndarray:
-    """bool[n]: whether each hash is that of a held-out text."""
-    return np.isin(text_hashes, self.hashes)
-
-
-NO_TEXTS = HeldOut(np.empty(0, np.uint64), frozenset())
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +31,8 @@ class Units:
 
   Attributes:
     on_corrupt: as in the configuration.
-    held_out: the held-out texts of all sources.
+    hashes: uint64, sorted, `content_hashes` of the held-out texts of all sources.
+    sizes: their sizes in bytes.
     drops_copies: whether documents with these texts are not trained on.
   """
 
@@ -59,7 +41,8 @@ class Units:
   tokenizer: Tokenizer
   layout: Layout
   on_corrupt: str
-  held_out: HeldOut = NO_TEXTS
+  hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
+  sizes: frozenset[int] = frozenset()
   drops_copies: bool = False
 
   def all_units(self) -> np.ndarray | range:
@@ -84,18 +67,17 @@ class Units:
 
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
     """Training documents of the units (held-out ones left out), and counts of what was read."""
-    held_out = self.held_out if self.drops_copies else NO_TEXTS
-    return self._encode(units[~self.split.left_out(units)], held_out)
+    return self._encode(units[~self.split.left_out(units)], self.drops_copies)
 
   def encode_documents(self, indices: np.ndarray) -> Encoded:
     """Documents by number, held out or not."""
-    return self._encode(indices, NO_TEXTS)[0]
+    return self._encode(indices, False)[0]
 
   def read(self, indices: np.ndarray) -> list[bytes | None]:
     """Texts by document number; None for a corrupt one that is skipped."""
     return read_or_skip(self.source.texts, indices, self.on_corrupt)
 
-  def _encode(self, indices: np.ndarray, held_out: HeldOut) -> tuple[Encoded, dict[str, int]]:
+  def _encode(self, indices: np.ndarray, drops_copies: bool) -> tuple[Encoded, dict[str, int]]:
     kept, texts = [], []
     counts = NO_COUNTS.copy()
     for index, text in zip(indices.tolist(), self.read(indices), strict=True):
@@ -103,7 +85,7 @@ class Units:
         counts["corrupt"] += 1
       elif not text:
         counts["empty"] += 1
-      elif len(text) in held_out.sizes and held_out.copies(content_hashes([text]))[0]:
+      elif drops_copies and len(text) in self.sizes and np.isin(content_hashes([text]), self.hashes)[0]:
         counts["copies"] += 1
       else:
         kept.append(index)
@@ -140,8 +122,11 @@ class Units:
     for ids, count, _ in pieces:  # piece by piece, so that each stays in the CPU's cache
       first, stop = stop, stop + len(ids) + len(count) * (before + after)
       tokens[first:stop][is_text[first:stop]] = ids
-    table, sizes = self.tokenizer.byte_table, [behind for _, _, behind in pieces if behind is not None]
-    return Encoded(tokens, ends, documents, table, concatenated(sizes) if table is None else None, (before, after))
+    table = self.tokenizer.byte_table
+    sizes = np.zeros(len(tokens) if table is None else 0, np.int64)
+    if table is None:
+      sizes[is_text] = concatenated([behind for _, _, behind in pieces if behind is not None])
+    return Encoded(tokens, ends, documents, table, sizes)
 
 
 def concatenated(arrays: list[np.ndarray]) -> np.ndarray:
@@ -149,12 +134,54 @@ def concatenated(arrays: list[np.ndarray]) -> np.ndarray:
   return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
 
 
+class Order:
+  """The units of an epoch by position, in a new order each epoch.
+
+  parts: units, each part sorted by number. repeats: how often an epoch goes through each part; 1.5 reads all, and a
+  random half again, a new one each epoch. None: each unit of the only part once.
+  """
+
+  def __init__(self, parts: Sequence[np.ndarray | range], seed: int, repeats: Sequence[float] | None = None):
+    self._parts, self._seed, self._once = parts, seed, repeats is None
+    self.all_units = parts[0] if len(parts) == 1 else np.concatenate([np.asarray(part) for part in parts])
+    self._ends = np.cumsum([round(len(part) * times) for part, times in zip(parts, repeats or [1], strict=True)])
+
+  def __len__(self) -> int:
+    return int(self._ends[-1])
+
+  def units(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+    """int64[n]: the units at these positions of the epoch."""
+    place = shuffled_index(positions, len(self), _ORDER, self._seed, epoch)
+    part_numbers = np.searchsorted(self._ends, place, side="right")
+    out = np.empty(len(place), np.int64)
+    for number, part in enumerate(self._parts):
+      here = part_numbers == number
+      copy, index = np.divmod(place[here] - (self._ends[number - 1] if number else 0), max(1, len(part)))
+      for times in () if self._once else np.unique(copy):
+        index[copy == times] = shuffled_index(
+          index[copy == times], len(part), _COPY, self._seed, epoch, number, int(times)
+        )
+      out[here] = index + part.start if isinstance(part, range) else part[index]
+    return out
+
+
+def row_domains(weights: Sequence[float], seed: int, lane: int, first: int, count: int) -> np.ndarray:
+  """int64[count]: domain numbers of the rows first, first + 1, ... of a lane in a mixture.
+
+  The domains divide [0, 1) by weight, and the rows visit it in steps of the golden ratio: after n rows, a domain of
+  weight w has had n w rows within a few (Weyl 1916).
+  """
+  ends = np.cumsum(np.asarray(weights, np.float64) / np.sum(weights))
+  with np.errstate(over="ignore"):
+    steps = (np.uint64(first) + np.arange(count, dtype=np.uint64)) * np.uint64(_GOLDEN)
+    place = (steps + combine(_MIXTURE, seed, lane)).astype(np.float64) / 2.0**64
+  return np.minimum(np.searchsorted(ends, place, side="right"), len(ends) - 1)
+
+
 class Windows:
   """The windows of every lane of one stream: of all the data, or of a domain. The stream's name enters its seeds."""
 
-  def __init__(
-    self, units: Units, order: Uniform | Repeated, *, name: str, seed: int, num_lanes: int, window_bytes: int
-  ):
+  def __init__(self, units: Units, order: Order, *, name: str, seed: int, num_lanes: int, window_bytes: int):
     """order: the stream's units by position. window_bytes: approximate text of a window."""
     self.units, self._order = units, order
     self.name, self.seed, self._num_lanes = name, seed, num_lanes
@@ -171,16 +198,17 @@ class Windows:
     """(epoch, window) of the lane's next window."""
     return (epoch, window + 1) if window + 1 < self.num_windows(lane) else (epoch + 1, 0)
 
-  def make(self, lane: int, epoch: int, window: int) -> Window:
-    """Reads and packs a window. It has no rows when all its documents are held out or empty."""
+  def make(self, lane: int, epoch: int, window: int) -> tuple[Rows, dict[str, int]]:
+    """Reads and packs a window. Returns its rows, none when all documents are held out or empty, and counts of what was
+    read (`NO_COUNTS`, rows and tokens)."""
     first = window * self._units_per_window
     place = np.arange(first, min(first + self._units_per_window, self._num_units(lane)))
     encoded, counts = self.units.encode(self._order.units(epoch, place * self._num_lanes + lane))
     seeds = (text_hash("window", self.name), self.seed, lane, epoch, window)
     rows = packing.pack(encoded, self.units.layout, lambda size, what: permutation(size, text_hash(what), *seeds))
-    return Window(rows, {**counts, "rows": len(rows), "tokens": int(rows.length.sum())})
+    return rows, {**counts, "rows": len(rows), "tokens": int(rows.length.sum())}
 
-  def from_workers(self, lane: int, epoch: int, window: int, num_workers: int) -> Iterator[Window]:
+  def from_workers(self, lane: int, epoch: int, window: int, num_workers: int) -> Iterator[tuple[Rows, dict[str, int]]]:
     """A lane's windows from this one on, made by processes that each prefetch one."""
     import grain  # imports JAX, which nothing else in this package needs
     from absl import flags
@@ -192,4 +220,4 @@ class Windows:
     dataset = numbers.map(lambda number: self.make(lane, *divmod(int(number), per_epoch)))
     one_at_a_time = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     options = grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=1)
-    return (Window(*made) for made in dataset.to_iter_dataset(one_at_a_time).mp_prefetch(options))
+    return iter(dataset.to_iter_dataset(one_at_a_time).mp_prefetch(options))

@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec
 from maxghost.ghost.directions import Direction
 from maxghost.ghost.rules import Call, Rule, rule
 from maxghost.ghost.rules_flax import EmbedRule, LinearGeneralRule
-from maxghost.models import attention_ops, autodiff, expert_parallel, moe
-from maxghost.models.attention import SelfAttention
+from maxghost.models import attention, autodiff, moe
 from maxghost.models.grouped_matmul import product, product_transposed
 from maxghost.models.layers import gated
 from maxghost.models.output_head import OutputProjection, TiedTable
@@ -52,7 +51,7 @@ class RoutedMoeRule(Rule):
       if direction.left is not None:
         direction = Direction(jnp.matmul(direction.left, direction.right, precision=jax.lax.Precision.HIGHEST))
       return super().score(call, name, direction)
-    split = expert_parallel.find(call.module, call.args[0].shape)
+    split = moe.find_split(call.module, call.args[0].shape)
     if "use" not in call.memo:
       x, index, weight = call.args
       whole = (call.module, call.values, x, index, weight, call.cotangent)
@@ -107,10 +106,10 @@ def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, di
   return jnp.stack([rows.sums(row_R).reshape(-1, length) for row_R in rows_KR])
 
 
-# On a mesh each device scores the rows of its own experts, as in `expert_parallel`.
+# On a mesh each device scores the rows of its own experts, as in `moe.Split`.
 
 
-def _use_on_mesh(call, split: expert_parallel.Split):
+def _use_on_mesh(call, split: moe.Split):
   module = call.module
 
   def local(params, x, index, weight, b):
@@ -124,7 +123,7 @@ def _use_on_mesh(call, split: expert_parallel.Split):
   return run(call.values, *call.args, call.cotangent)
 
 
-def _scores_on_mesh(module, name: str, length: int, split: expert_parallel.Split, arrays):
+def _scores_on_mesh(module, name: str, length: int, split: moe.Split, arrays):
   parts = math.prod(split.mesh.shape[axis] for axis in split.length)
 
   def local(*arrays):
@@ -143,7 +142,7 @@ def _scores_on_mesh(module, name: str, length: int, split: expert_parallel.Split
   return split.map(local, (whole, *inputs, direction), PartitionSpec(None, *split.tokens))(*arrays)
 
 
-@rule(SelfAttention)
+@rule(attention.SelfAttention)
 class AttentionSinkRule(Rule):
   """`sinks` [H], scored by the gradient of a copy at every position. The projections have their own rules."""
 
@@ -162,7 +161,7 @@ class AttentionSinkRule(Rule):
     sinks_H = call.values["sinks"]
     sinks_nTH = jnp.broadcast_to(sinks_H.astype(jnp.promote_types(sinks_H.dtype, jnp.float32)), q_nTHh.shape[:3])
     _, pull = jax.vjp(
-      lambda sinks: attention_ops.attend(q_nTHh, k_nTKh, v_nTKh, segments, sinks_H=sinks, **call.module.options),
+      lambda sinks: attention.attend(q_nTHh, k_nTKh, v_nTKh, segments, sinks_H=sinks, **call.module.options),
       sinks_nTH,
     )
     (gradient_nTH,) = pull(call.cotangent)

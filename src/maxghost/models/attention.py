@@ -1,16 +1,156 @@
-"""Grouped-query causal self-attention with MaxText's parameter names.
+"""Attention: causal, within a document, grouped-query, with sliding window, soft cap and sinks; and its layer.
 
-B batch, T positions, D embed dim, H query heads, K key/value heads, h head width.
+B batch, T query positions, S key positions, D embed dim, H query heads, K key/value heads, G = H / K, h head width.
 """
 
+import dataclasses
+import itertools
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxghost.config.errors import ConfigError
 from maxghost.config.schema import ModelConfig
-from maxghost.models import attention_ops
+from maxghost.models import attention_blockwise, attention_flash, autodiff
 from maxghost.models.layers import HIDDEN, KEYS, QUERIES, linear, rms_norm
 from maxghost.models.rotary import Rotary
-from maxghost.parallel import constrain
+from maxghost.parallel import constrain, shardings
+
+KERNELS = ("autoselected", "dot_product", "blockwise", "flash")
+SHORT = 1024  # up to this many positions all scores fit in memory, and computing them at once is fastest
+_BLOCKS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """The static settings of an attention: scale of the scores, window, soft cap; see `attend`."""
+
+  scale: float
+  window: int | None = None
+  soft_cap: float | None = None
+
+  def scores(self, q_BKGTh, k_BKSh):
+    """Scaled and capped scores [B, K, G, T, S] in float32 or wider."""
+    wide = jnp.promote_types(q_BKGTh.dtype, jnp.float32)
+    scores = jnp.einsum("bkgth,bksh->bkgts", q_BKGTh, k_BKSh, preferred_element_type=wide)
+    scores = scores * jnp.asarray(self.scale, wide)
+    return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
+
+  def mask(self, positions_T, positions_S, segment_ids_BT=None, segment_ids_BS=None):
+    """True where a query may see a key: bool [B or 1, T, S]."""
+    distance_TS = positions_T[:, None] - positions_S[None, :]
+    mask = distance_TS >= 0
+    if self.window is not None:
+      mask = mask & (distance_TS < self.window)
+    mask = mask[None]
+    if segment_ids_BT is None or segment_ids_BS is None:
+      return mask
+    return mask & (segment_ids_BT[:, :, None] == segment_ids_BS[:, None, :])
+
+
+def attend(
+  q_BTHh,
+  k_BSKh,
+  v_BSKh,
+  segment_ids_BT=None,
+  *,
+  kernel: str,
+  window: int | None = None,
+  sinks_H=None,
+  soft_cap: float | None = None,
+  scale: float | None = None,
+):
+  """Softmax attention of each position over itself and the earlier positions of its own document; S = T.
+
+  Args:
+    segment_ids_BT: int32; positions with equal ids may attend to each other. None: one document per row.
+    kernel: 'dot_product' (all scores at once); 'blockwise' (memory linear in T, on every backend; up to 1,024
+      positions run as four blocks that see only the keys up to their end); 'flash' (TPU: JAX's splash kernel; GPU:
+      cuDNN; blockwise under `autodiff.forward_mode`); or 'autoselected', see `resolve_kernel`.
+    window: a position sees itself and the window - 1 positions before it.
+    sinks_H: a logit per head that enters the softmax without a value: [H], or [B, T, H] for a gradient per position.
+    soft_cap: a score s becomes soft_cap * tanh(s / soft_cap).
+    scale: of the scores, by default (width of q) ** -0.5.
+
+  Returns: [B, T, H, width of v] in q's dtype; the softmax runs in float32 or wider.
+  Raises: ConfigError for an unknown kernel, or for what the kernel does not support.
+  """
+  _check(q_BTHh, k_BSKh, v_BSKh, window, soft_cap)
+  num_positions = q_BTHh.shape[1]
+  kernel = resolve_kernel(kernel, num_positions)
+  shape = Shape(q_BTHh.shape[-1] ** -0.5 if scale is None else float(scale), window, soft_cap)
+  if kernel == "flash" and not autodiff.in_forward_mode():
+    return attention_flash.attend(q_BTHh, k_BSKh, v_BSKh, segment_ids_BT, sinks_H, shape, shardings.platform())
+  q_BKGTh = group_heads(q_BTHh, k_BSKh.shape[2])
+  k_BKSh, v_BKSh = k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
+  sinks_BKGT = None if sinks_H is None else _group_sinks(sinks_H, q_BKGTh)
+  if kernel == "flash" or (kernel == "blockwise" and num_positions > SHORT):
+    out_BKGTh = attention_blockwise.attend(q_BKGTh, k_BKSh, v_BKSh, segment_ids_BT, sinks_BKGT, shape)
+  else:
+    step = -(-num_positions // _BLOCKS) if kernel == "blockwise" else num_positions
+    bounds = [*range(0, num_positions, step), num_positions]
+    blocks = [
+      _causal_block(q_BKGTh, k_BKSh, v_BKSh, segment_ids_BT, sinks_BKGT, shape, start, end)
+      for start, end in itertools.pairwise(bounds)
+    ]
+    out_BKGTh = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=3)
+  return out_BKGTh.transpose(0, 3, 1, 2, 4).reshape(*q_BTHh.shape[:3], v_BSKh.shape[-1])
+
+
+def resolve_kernel(kernel: str, num_positions: int) -> str:
+  """Resolves 'autoselected': blockwise on CPU and for more than 1,024 positions, else dot_product.
+
+  A mesh that splits the positions of a row gets dot_product: a block of queries would occupy only a few devices.
+  """
+  if kernel not in KERNELS:
+    raise ConfigError(f"attention={kernel}: use dot_product, blockwise, flash or autoselected")
+  if kernel != "autoselected":
+    return kernel
+  if shardings.num_parts("activation_length") > 1:
+    return "dot_product"
+  return "blockwise" if shardings.platform() == "cpu" or num_positions > SHORT else "dot_product"
+
+
+def _check(q_BTHh, k_BSKh, v_BSKh, window, soft_cap) -> None:
+  if q_BTHh.shape[1] != k_BSKh.shape[1] or k_BSKh.shape[:3] != v_BSKh.shape[:3]:
+    raise ValueError(f"positions differ: queries {q_BTHh.shape}, keys {k_BSKh.shape}, values {v_BSKh.shape}")
+  if q_BTHh.shape[2] % k_BSKh.shape[2]:
+    raise ValueError(f"{q_BTHh.shape[2]} query heads are no multiple of {k_BSKh.shape[2]} key/value heads")
+  if window is not None and window < 1:
+    raise ValueError(f"window={window}: a position sees at least itself; use 1 or more, or None for no window")
+  if soft_cap is not None and soft_cap <= 0:
+    raise ValueError(f"soft_cap={soft_cap}: use a positive number, or None for no cap")
+
+
+def group_heads(q_BTHh, num_kv_heads: int):
+  """[B, T, H, h] -> [B, K, G, T, h]."""
+  batch, positions, heads, width = q_BTHh.shape
+  return q_BTHh.reshape(batch, positions, num_kv_heads, heads // num_kv_heads, width).transpose(0, 2, 3, 1, 4)
+
+
+def _group_sinks(sinks, q_BKGTh):
+  """[H] or [B, T, H] -> [B, K, G, T] in float32 or wider."""
+  batch, kv_heads, groups, positions, _ = q_BKGTh.shape
+  sinks = sinks.astype(jnp.promote_types(sinks.dtype, jnp.float32))
+  sinks_BTH = jnp.broadcast_to(sinks, (batch, positions, kv_heads * groups))
+  return group_heads(sinks_BTH[..., None], kv_heads)[..., 0]
+
+
+def _causal_block(q_BKGTh, k_BKSh, v_BKSh, segment_ids_BT, sinks_BKGT, shape: Shape, start: int, end: int):
+  """Attention of the query positions start..end over the keys that any of them may see."""
+  first = 0 if shape.window is None else max(0, start - shape.window + 1)
+  scores = shape.scores(q_BKGTh[:, :, :, start:end], k_BKSh[:, :, first:end])
+  segments = (None, None) if segment_ids_BT is None else (segment_ids_BT[:, start:end], segment_ids_BT[:, first:end])
+  mask_BTS = shape.mask(jnp.arange(start, end), jnp.arange(first, end), *segments)
+  # Finite, so that no gradient of a masked score is NaN. A position always sees itself.
+  scores = jnp.where(mask_BTS[:, None, None], scores, jnp.asarray(-0.7 * jnp.finfo(scores.dtype).max, scores.dtype))
+  if sinks_BKGT is None:
+    weights = jax.nn.softmax(scores, axis=-1)
+  else:
+    log_sum = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), sinks_BKGT[..., start:end])
+    weights = jnp.exp(scores - log_sum[..., None])
+  return jnp.einsum("bkgts,bksh->bkgth", weights.astype(q_BKGTh.dtype), v_BKSh[:, :, first:end])
 
 
 class SelfAttention(nnx.Module):
@@ -54,12 +194,12 @@ class SelfAttention(nnx.Module):
 
   @property
   def options(self) -> dict:
-    """The arguments of `attention_ops.attend` that depend on the layer alone."""
+    """The arguments of `attend` that depend on the layer alone."""
     return {"kernel": self.kernel, "window": self.window, "soft_cap": self.soft_cap}
 
   def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, cache=None):
     """Output of the heads, [B, T, H, h]; the only method that uses `sinks`."""
     sinks_H = self.sinks[...] if self.has_sinks else None
-    attend = attention_ops.attend if cache is None else cache.attend
-    o_BTHh = attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks_H=sinks_H, **self.options)
+    run = attend if cache is None else cache.attend
+    o_BTHh = run(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks_H=sinks_H, **self.options)
     return constrain(o_BTHh, QUERIES, "attention output")

@@ -14,9 +14,9 @@ BLOCK = 512
 
 
 def attend(q_BKGTh, k_BKTh, v_BKTh, segment_ids_BT, sinks_BKGT, shape, block: int | None = None):
-  """As `attention_ops.attend`, on grouped heads; returns [B, K, G, T, width of v] in q's dtype.
+  """As `attention.attend`, on grouped heads; returns [B, K, G, T, width of v] in q's dtype.
 
-  shape: `attention_ops.Shape`. block: positions in a block of queries or keys, 512 by default.
+  shape: `attention.Shape`. block: positions in a block of queries or keys, 512 by default.
   """
   length = q_BKGTh.shape[3]
   block = min(block or BLOCK, length)
@@ -75,9 +75,8 @@ def _forward(shape, block, q, k, v, segments, sinks):
       new_highest = jnp.maximum(highest, scores.max(-1))
       weights = jnp.where(mask, jnp.exp(scores - new_highest[..., None]), 0)
       keep = jnp.exp(highest - new_highest)
-      product = jnp.einsum(
-        "bkgts,bksh->bkgth", weights.astype(v.dtype), _cut(v, j, block, 2), preferred_element_type=wide
-      )
+      weights_v = weights.astype(v.dtype), _cut(v, j, block, 2)
+      product = jnp.einsum("bkgts,bksh->bkgth", *weights_v, preferred_element_type=wide)
       return new_highest, total * keep + weights.sum(-1), out * keep[..., None] + product
 
     if sinks is None:

@@ -19,7 +19,7 @@ _MAX_BLOCK = 512
 
 
 def attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, platform: str):
-  """As `attention_ops.attend`; raises ConfigError, with a setting that works, for what the kernel does not support."""
+  """As `attention.attend`; raises ConfigError, with a setting that works, for what the kernel does not support."""
   kernel = {"tpu": splash, "gpu": cudnn, "cuda": cudnn, "rocm": cudnn}.get(platform)
   if kernel is None:
     raise ConfigError(f"attention=flash has no kernel on {platform}, only on tpu and gpu; use attention=blockwise")
@@ -48,9 +48,8 @@ def splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, interpret: b
       "attention=dot_product, or ici_context_parallelism=1"
     )
   rows = None if segment_ids_BT is None else layout.spec(QUERIES[:2], segment_ids_BT.shape, "segment ids")
-  by_head = (
-    None if sinks is None else layout.spec(QUERIES[2:3] if sinks.ndim == 1 else QUERIES[:3], sinks.shape, "sinks")
-  )
+  axes = QUERIES[2:3] if sinks is None or sinks.ndim == 1 else QUERIES[:3]
+  by_head = None if sinks is None else layout.spec(axes, sinks.shape, "sinks")
   mapped = jax.shard_map(run, mesh=layout.mesh, in_specs=(*specs, rows, by_head), out_specs=specs[0], check_vma=False)
   return mapped(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks)
 

@@ -80,24 +80,13 @@ def with_backward(forward: Callable, backward: Callable, nondiff_argnums: tuple[
   return lambda *arguments: plain(*arguments) if in_forward_mode() else rule(*arguments)
 
 
-_split_residual = with_backward(lambda x: (x, None), lambda _, cotangent: (cotangent,))
-_join_cotangents = with_backward(lambda xs: (xs, None), lambda _, cotangents: (list(barrier(*cotangents)),))
+# split_residual(x) is x; the cotangents of the branch that starts here are summed before those of other uses are added.
+# Float addition depends on its order. At the start of a residual branch this makes the order independent of how the
+# branch's first layer writes its backward pass, so a run with scores has the bits of one without.
+split_residual = with_backward(lambda x: (x, None), lambda _, cotangent: (cotangent,))
 
-
-def split_residual(x):
-  """Returns x; the cotangents of the branch that starts here are summed before those of x's other uses are added.
-
-  Float addition depends on its order. At the start of a residual branch this makes the order independent of how the
-  branch's first layer writes its backward pass, so a run with scores has the bits of one without.
-  """
-  return _split_residual(x)
-
-
-def join_cotangents(xs: list) -> list:
-  """Returns xs; inside `gradients_in_order` all of their cotangents are computed before one is used.
-
-  For the branches of a product. Otherwise the TPU compiler computes each cotangent where its branch's dense layer uses
-  it, and keeps the branches and the product's cotangent until the last one. Computed together, the cotangents replace
-  these arrays.
-  """
-  return _join_cotangents(list(xs))
+# join_cotangents(xs): the list xs; inside `gradients_in_order` all of their cotangents are computed before one is used.
+# For the branches of a product. Otherwise the TPU compiler computes each cotangent where its branch's dense layer uses
+# it, and keeps the branches and the product's cotangent until the last one. Computed together, the cotangents replace
+# these arrays.
+join_cotangents = with_backward(lambda xs: (xs, None), lambda _, cotangents: (list(barrier(*cotangents)),))

@@ -1,7 +1,7 @@
 """Keys and values of earlier positions, kept while text is generated.
 
 B rows, T positions of a call, S slots of a cache, H query heads, K key/value heads, G = H / K, h head width, L layers.
-An attention layer with a cache calls `cache.attend` in place of `attention_ops.attend`, with the same arguments. The
+An attention layer with a cache calls `cache.attend` in place of `attention.attend`, with the same arguments. The
 token at position p is stored in slot p modulo S. So a layer with a sliding window needs only its window of slots, and
 the position that a slot holds follows from the row's number of tokens.
 """
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.models import attention_ops
+from maxghost.models import attention
 
 
 class Prompt:
@@ -29,7 +29,7 @@ class Prompt:
     """Attention among the prompt's own positions."""
     size = num_slots(self._size, options.get("window"))
     self.entries.append(tuple(_slots(x, self._lengths_B, size) for x in (k_BTKh, v_BTKh)))
-    return attention_ops.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, **options)
+    return attention.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, **options)
 
 
 class Continuation:
@@ -56,7 +56,7 @@ class Continuation:
     seen_BS = held_BS >= 0
     if window:
       seen_BS &= held_BS > (self._counts_B - window)[:, None]
-    shape = attention_ops.Shape(q_B1Hh.shape[-1] ** -0.5 if scale is None else scale, None, soft_cap)
+    shape = attention.Shape(q_B1Hh.shape[-1] ** -0.5 if scale is None else scale, None, soft_cap)
     return _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks_H, shape)
 
 
@@ -113,9 +113,9 @@ def _slots(x_BTKh, lengths_B, size: int):
   return jnp.where((position_BS >= 0)[:, :, None, None], found, 0).swapaxes(1, 2)
 
 
-def _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks_H, shape: attention_ops.Shape):
+def _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks_H, shape: attention.Shape):
   """softmax([q k_S | q k_new | sink]) applied to the kept and new values; the sink has no value."""
-  q_BKG1h = attention_ops.group_heads(q_B1Hh, k_BKSh.shape[1])
+  q_BKG1h = attention.group_heads(q_B1Hh, k_BKSh.shape[1])
   k_BK1h, v_BK1h = k_B1Kh.swapaxes(1, 2), v_B1Kh.swapaxes(1, 2)
   kept_BKG1S = jnp.where(seen_BS[:, None, None, None], shape.scores(q_BKG1h, k_BKSh), -jnp.inf)
   scores = [kept_BKG1S, shape.scores(q_BKG1h, k_BK1h)]

@@ -76,26 +76,24 @@ def norm(cfg: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
   """The norm of a residual branch: RMSNorm, or LayerNorm with bias."""
   if not FAMILIES[cfg.decoder_block].layer_norm:
     return rms_norm(cfg, cfg.base_emb_dim, rngs=rngs)
-  return nnx.LayerNorm(
-    cfg.base_emb_dim,
-    epsilon=cfg.normalization_layer_epsilon,
-    dtype=jnp.dtype(cfg.dtype),
-    param_dtype=jnp.dtype(cfg.weight_dtype),
-    use_fast_variance=False,  # E[x^2] - E[x]^2 loses digits where the mean is large
-    rngs=rngs,
-    scale_metadata={"axes": ("norm",)},
-    bias_metadata={"axes": ("norm",)},
-  )
+  # The fast variance, E[x^2] - E[x]^2, loses digits where the mean is large.
+  bias = {"axes": ("norm",)}
+  return _norm(nnx.LayerNorm, cfg, cfg.base_emb_dim, rngs, use_fast_variance=False, bias_metadata=bias)
 
 
 def rms_norm(cfg: ModelConfig, num_features: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
-  return nnx.RMSNorm(
+  return _norm(nnx.RMSNorm, cfg, num_features, rngs)
+
+
+def _norm(kind: type, cfg: ModelConfig, num_features: int, rngs: nnx.Rngs, **options):
+  return kind(
     num_features,
     epsilon=cfg.normalization_layer_epsilon,
     dtype=jnp.dtype(cfg.dtype),
     param_dtype=jnp.dtype(cfg.weight_dtype),
     rngs=rngs,
     scale_metadata={"axes": ("norm",)},
+    **options,
   )
 
 

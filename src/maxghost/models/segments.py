@@ -100,8 +100,7 @@ def remat_scan(
     if len(args) != len(in_axes):
       raise ValueError(f"{len(args)} arguments, but in_axes has {len(in_axes)} entries")
     call = _Call(f, args, in_axes, out_axes)
-    carry, broadcast = call.select(nnx.Carry), call.select(None)
-    scanned = {path: jnp.moveaxis(x, call.axes[path], 0) for path, x in call.select(int).items()}
+    carry, broadcast, scanned = (call.groups[kind] for kind in (nnx.Carry, None, int))
     lengths = {x.shape[0] for x in scanned.values()} | ({length} if length is not None else set())
     if len(lengths) != 1:
       raise ValueError(f"the arguments of remat_scan have {sorted(lengths) or 'no'} layers; give all the same length")
@@ -125,20 +124,15 @@ class _Call:
     plain = tuple(arg if nnx.graph.is_graph_node(arg) else jax.tree.map(jnp.asarray, arg) for arg in args)
     self.graphdef, state = nnx.split(plain)
     self.leaves: dict[tuple, Any] = dict(nnx.to_flat_state(state))  # arrays and Variables, later also new ones
-    self.given = dict(self.leaves)
-    axes = {path: in_axes[path[0]] for path in self.given}
-    self.axes = {
-      path: axis.map_prefix(path[1:], self.given[path]) if isinstance(axis, nnx.StateAxes) else axis
-      for path, axis in axes.items()
-    }
-
-  def select(self, kind) -> dict[tuple, jax.Array]:
-    """The arrays whose axis is `kind`: int (any), None or nnx.Carry."""
-    return {
-      path: _array(leaf)
-      for path, leaf in self.given.items()
-      if (int if isinstance(self.axes[path], int) else self.axes[path]) is kind
-    }
+    self.given, self.axes = dict(self.leaves), {}
+    self.groups: dict[Any, dict[tuple, jax.Array]] = {nnx.Carry: {}, None: {}, int: {}}  # arrays by kind of axis
+    for path, leaf in self.given.items():
+      axis = in_axes[path[0]]
+      axis = self.axes[path] = axis.map_prefix(path[1:], leaf) if isinstance(axis, nnx.StateAxes) else axis
+      if isinstance(axis, int):
+        self.groups[int][path] = jnp.moveaxis(_array(leaf), axis, 0)
+      else:
+        self.groups[axis][path] = _array(leaf)
 
   def build(self, arrays: Mapping[tuple, Any]) -> tuple:
     """The arguments with these arrays."""

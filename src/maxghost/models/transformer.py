@@ -37,11 +37,8 @@ class Decoder(nnx.Module):
     if self.has_positions:
       self.position_embedder = embedding(cfg, cfg.trainable_position_size, (None, "embed"), std=0.02, rngs=rngs)
     if not cfg.logits_via_embedding:
-      std = cfg.base_emb_dim**-0.5
-      axes = ("embed", "vocab")
-      self.logits_dense = linear(
-        cfg, cfg.base_emb_dim, cfg.vocab_size, axes, rngs=rngs, std=std, layer_type=OutputProjection
-      )
+      options = {"std": cfg.base_emb_dim**-0.5, "layer_type": OutputProjection}
+      self.logits_dense = linear(cfg, cfg.base_emb_dim, cfg.vocab_size, ("embed", "vocab"), rngs=rngs, **options)
 
   def __call__(self, hidden: Hidden, positions_BT, segment_ids_BT, dropout_key=None) -> Hidden:
     """Runs the input of the first layer through all layers."""
@@ -57,11 +54,9 @@ class Decoder(nnx.Module):
       )
     for i in range(self.num_layers):
       graphdef, state = nnx.split(getattr(self, f"layers_{i}"))
-      apply = stack.remat(
-        lambda x, s, p, g, k, graphdef=graphdef: nnx.merge(graphdef, s)(x, p, g, k), self.remat_policy
-      )
+      layer = stack.remat(lambda state, *args, graphdef=graphdef: nnx.merge(graphdef, state)(*args), self.remat_policy)
       key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
-      hidden = apply(hidden, state, positions_BT, segment_ids_BT, key)
+      hidden = layer(state, hidden, positions_BT, segment_ids_BT, key)
     return hidden
 
   def cached(self, hidden: Hidden, positions_BT, segment_ids_BT, open_cache, kept=None):

@@ -10,15 +10,12 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-import yaml
-
-from maxghost.config import ConfigError, config_dir, did_you_mean
+from maxghost.config import ConfigError, did_you_mean
+from maxghost.config.files import read_table
 
 Rule = tuple[str, tuple[str, ...]]
 
-DEFAULT_RULES: tuple[Rule, ...] = tuple(
-  (name, tuple(axes)) for name, axes in yaml.safe_load((config_dir() / "axis_rules.yml").read_text("utf-8"))
-)
+DEFAULT_RULES: tuple[Rule, ...] = tuple((name, tuple(axes)) for name, axes in read_table("axis_rules.yml"))
 BATCH = "activation_batch"
 FACTOR = "direction"
 

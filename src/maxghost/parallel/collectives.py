@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
-_BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "f16": 16}
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{$")
 _COMMENT = re.compile(r"/\*.*?\*/")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
 _OPERATION = re.compile(r"(?<=[\s)}])([a-z][a-z0-9-]*)\(")
 _CALLED = re.compile(r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -63,12 +61,12 @@ def read(hlo: str, mesh_shape: Mapping[str, int], slice_axes: tuple[str, ...] = 
   times = _times(computations, entry)
   found: dict[Any, Collective] = {}
   for name, lines in computations.items():
-    for line in lines if times.get(name, 0) else ():
+    for i, line in enumerate(lines if times.get(name, 0) else ()):
       collective = _between_slices(line, times[name], slice_axes) or _collective(line, name, times[name], mesh_shape)
       if collective is None:
         continue
       channel = _CHANNEL.search(line)
-      key = (collective.kind, channel[1]) if channel else (name, line)
+      key = (collective.kind, channel[1]) if channel else (name, i)
       if key not in found or found[key].count < collective.count:
         found[key] = collective
   return list(found.values())
@@ -89,7 +87,7 @@ def table(found: list[Collective]) -> list[str]:
 
 
 def _split(hlo: str) -> tuple[dict[str, list[str]], str]:
-  """({computation: its instruction lines}, name of the entry computation)."""
+  """({computation: its instructions, without their names}, name of the entry computation)."""
   computations: dict[str, list[str]] = {}
   entry, current = "", None
   for line in hlo.splitlines():
@@ -99,8 +97,8 @@ def _split(hlo: str) -> tuple[dict[str, list[str]], str]:
       entry = found[2] if found[1] else entry
     elif line.startswith("}"):
       current = None
-    elif current is not None and _INSTRUCTION.match(line):
-      current.append(line)
+    elif current is not None and " = " in line:
+      current.append(" " + line.partition(" = ")[2])
   return computations, entry
 
 
@@ -131,7 +129,7 @@ def _trips(line: str, computations: dict[str, list[str]]) -> int:
   """Iterations of a loop: the compiler's note, else the only constant in its condition, else 1."""
   if found := _TRIPS.search(line):
     return int(found[1])
-  waiting, numbers = [_found(_CONDITION, line)[1]], set()
+  waiting, numbers = _CONDITION.findall(line), set()
   while waiting:
     for inner in computations.get(waiting.pop(), ()):
       numbers.update(map(int, _CONSTANT.findall(inner)))
@@ -139,57 +137,42 @@ def _trips(line: str, computations: dict[str, list[str]]) -> int:
   return numbers.pop() if len(numbers) == 1 else 1
 
 
-def _found(pattern: re.Pattern[str], text: str) -> re.Match[str]:
-  found = pattern.search(text)
-  if found is None:
-    raise ValueError(f"no {pattern.pattern} in this line of the compiled program: {text}")
-  return found
-
-
 def _between_slices(line: str, times: int, slice_axes: tuple[str, ...]) -> Collective | None:
   """The sending half of a transfer between slices, which names the collective it belongs to."""
   found = _MEGASCALE.search(line)
   if found is None or " send(" not in line:
     return None
-  dtype, dims = _found(_SHAPE, _found(_INSTRUCTION, line)[2]).groups()
+  dtype, dims = _SHAPE.findall(line)[0]
   return Collective(found[1].lower().replace("_", "-"), slice_axes, f"{dtype}[{dims}]", _bytes(dtype, dims), times)
 
 
 def _collective(line: str, computation: str, times: int, mesh_shape) -> Collective | None:
-  text = _found(_INSTRUCTION, line)[2]
-  operation = _OPERATION.search(" " + text)
-  if operation is None:
-    return None
-  kind = operation[1].removesuffix("-start")
-  if kind not in KINDS:
+  operation = _OPERATION.search(line)
+  kind = operation[1].removesuffix("-start") if operation else ""
+  if operation is None or kind not in KINDS:
     return None
   groups = _groups(line, math.prod(mesh_shape.values()))
-  result = text[: operation.start()]
-  shapes = [(_bytes(dtype, dims), f"{dtype}[{dims}]") for dtype, dims in _SHAPE.findall(result)]
+  shapes = [(_bytes(dtype, dims), f"{dtype}[{dims}]") for dtype, dims in _SHAPE.findall(line[: operation.start()])]
   if not shapes:
     return None
   size, shape = max(shapes) if operation[1].endswith("-start") else (sum(s for s, _ in shapes), shapes[0][1])
   if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
     kind = "reduce-scatter"  # how the TPU compiler writes it: an all-reduce of which each device keeps its part
   elif kind == "reduce-scatter" and not operation[1].endswith("-start"):
-    size *= groups.shape[1] if groups is not None else 1
+    size *= groups.shape[1]
   return Collective(kind, _axes(groups, mesh_shape), shape, size, times)
 
 
 def _bytes(dtype: str, dims: str) -> int:
   digits = re.search(r"\d+", dtype)
-  bits = _BITS.get(dtype) or (int(digits[0]) if digits else 0)
+  bits = 8 if dtype == "pred" else int(digits[0]) if digits else 0
   return math.prod(int(d) for d in dims.split(",") if d) * bits // 8
 
 
 def _groups(line: str, num_devices: int) -> np.ndarray:
   """Device numbers, one group per row (for permutations, pairs); all devices in one group if the text names none."""
   if found := _IOTA.search(line):
-    shape, dims = ([int(n) for n in part.split(",")] for part in (found[1], found[2]))
-    numbers = np.arange(math.prod(dims)).reshape(dims)
-    if found[3]:
-      numbers = numbers.transpose([int(n) for n in found[3].split(",")])
-    return numbers.reshape(shape)
+    return _iota(found[2], found[3]).reshape([int(n) for n in found[1].split(",")])
   if found := _MESH.search(line):
     return _mesh_groups(*found.groups())
   if found := _LISTED.search(line):
@@ -198,16 +181,19 @@ def _groups(line: str, num_devices: int) -> np.ndarray:
   return np.arange(num_devices)[None]
 
 
+def _iota(dims: str, order: str | None) -> np.ndarray:
+  """Device numbers in an array of shape `dims`, its axes then in this `order`."""
+  shape = [int(n) for n in dims.split(",")]
+  numbers = np.arange(math.prod(shape)).reshape(shape)
+  return numbers.transpose([int(n) for n in order.split(",")]) if order else numbers
+
+
 def _mesh_groups(axes: str, dims: str | None, order: str | None, listed: str | None, varied: str) -> np.ndarray:
   """Groups given by the compiler's own mesh: 'name'=size, an optional device order, and the axes along which a group
   runs, or parts 'name':(before)size of axes."""
   sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
   count = math.prod(sizes.values())
-  if listed:
-    numbers = np.array([int(n) for n in listed.split(",")])
-  else:
-    numbers = np.arange(count).reshape([int(n) for n in dims.split(",")] if dims else [count])
-    numbers = numbers.transpose([int(n) for n in order.split(",")]) if order else numbers
+  numbers = np.array([int(n) for n in listed.split(",")]) if listed else _iota(dims or str(count), order)
   cuts = {}
   for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", varied):
     before, size = (int(before), int(size)) if size else (1, sizes[name])

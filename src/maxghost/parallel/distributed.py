@@ -49,9 +49,8 @@ def start(cfg: ParallelConfig) -> None:
   """
   if cfg.jax_distributed == "off" or jax.distributed.is_initialized():
     return
-  given: dict[str, Any] = dict(
-    zip(("coordinator_address", "process_id", "num_processes"), cfg.processes or (), strict=False)
-  )
+  names = ("coordinator_address", "process_id", "num_processes")
+  given: dict[str, Any] = dict(zip(names, cfg.processes or (), strict=False))
   hinted = bool(given) or any(name in os.environ for name in HINTS) or Path("/dev/accel0").exists()
   alone = not given and any(os.environ.get(name) == value for name, value in ALONE.items())
   if not hinted or alone:
@@ -104,13 +103,11 @@ def gather(value: Any) -> list:
 
   client = multihost.get_jax_distributed_client()
   assert client is not None, "several processes, so jax.distributed runs"
-  number = next(_exchanges)
-  client.key_value_set(f"maxghost/{number}/{index()}", json.dumps(value))
-  texts = [
-    client.blocking_key_value_get(f"maxghost/{number}/{process}", PATIENCE_SECONDS * 1000) for process in range(count())
-  ]
-  client.wait_at_barrier(f"maxghost/{number}", PATIENCE_SECONDS * 1000)
-  client.key_value_delete(f"maxghost/{number}/{index()}")
+  name, patience = f"maxghost/{next(_exchanges)}", PATIENCE_SECONDS * 1000
+  client.key_value_set(f"{name}/{index()}", json.dumps(value))
+  texts = [client.blocking_key_value_get(f"{name}/{process}", patience) for process in range(count())]
+  client.wait_at_barrier(name, patience)
+  client.key_value_delete(f"{name}/{index()}")
   return [json.loads(text) for text in texts]
 
 

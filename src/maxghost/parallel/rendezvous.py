@@ -34,10 +34,9 @@ def meet(address: str, num_processes: int, process_id: int, timeout: float) -> N
 def listen(address: str) -> socket.socket:
   """A listening socket on all addresses of this machine. Raises ConfigError if the port is in use."""
   port, both = int(address.rpartition(":")[2]), socket.has_dualstack_ipv6()
+  family = socket.AF_INET6 if both else socket.AF_INET
   try:
-    return socket.create_server(
-      ("", port), family=socket.AF_INET6 if both else socket.AF_INET, backlog=1024, dualstack_ipv6=both
-    )
+    return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
   except OSError as error:
     raise ConfigError(
       f"jax_distributed={address}: port {port} of this machine is in use ({os.strerror(error.errno or 0)}); "

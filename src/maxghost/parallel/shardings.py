@@ -132,21 +132,19 @@ class Layout:
 
   def put_global(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """Batch arrays on the devices, from a host that holds all rows (every process the same)."""
-    if self.num_devices == 1:
-      return jax.device_put(arrays, self.mesh.devices.flat[0])
-    sharding = self.rows(len(next(iter(arrays.values()))))
-    return {
-      name: jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index]) for name, x in arrays.items()
-    }
+    num_rows = len(next(iter(arrays.values())))
+    return self._put(arrays, num_rows, lambda to, x: jax.make_array_from_callback(x.shape, to, lambda index: x[index]))
 
   def put_local(self, arrays: dict[str, np.ndarray], num_rows: int) -> dict[str, jax.Array]:
     """Batch arrays of `num_rows` rows over all processes, from the rows of this one."""
+    make = jax.make_array_from_process_local_data
+    return self._put(arrays, num_rows, lambda to, x: make(to, x, (num_rows, *x.shape[1:])))
+
+  def _put(self, arrays: dict[str, np.ndarray], num_rows: int, make: Callable) -> dict[str, jax.Array]:
     if self.num_devices == 1:
       return jax.device_put(arrays, self.mesh.devices.flat[0])
     sharding = self.rows(num_rows)
-    return {
-      name: jax.make_array_from_process_local_data(sharding, x, (num_rows, *x.shape[1:])) for name, x in arrays.items()
-    }
+    return {name: make(sharding, x) for name, x in arrays.items()}
 
 
 @contextlib.contextmanager

@@ -11,57 +11,44 @@ import math
 import os
 
 from maxghost.config import ConfigError
-
-GIB = 2**30
-
-_TORUS = (
-  "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x4x12", "4x8x8", "4x8x12", "8x8x8", "8x8x12", "8x8x16",
-  "8x16x16", "16x16x16", "16x16x24",
-)  # fmt: skip
-_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+from maxghost.config.files import read_table
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
   """One generation of TPUs. name and config are libtpu's; smallest: the cloud's name of a single host.
 
-  per_chip: what a chip adds to N. hbm_bytes: usable memory of one device as reported by the compiler of libtpu 0.0.51.
+  per_chip: what a chip adds to N. shapes, hbm_gib: see configs/topologies.yml.
   """
 
   name: str
   smallest: str
   config: str
-  shapes: tuple[str, ...]
+  shapes: str
   per_chip: int
   devices_per_chip: int
-  hbm_bytes: int
+  hbm_gib: float
 
   @property
   def slices(self) -> dict[int, tuple[int, ...]]:
     """{N: chips along each axis}."""
-    dims = [tuple(map(int, text.split("x"))) for text in self.shapes]
+    dims = [tuple(map(int, text.split("x"))) for text in self.shapes.split()]
     return {math.prod(shape) * self.per_chip: shape for shape in dims}
 
 
-FAMILIES = {
-  "v4": Family("v4", "v4-8", "megacore", _TORUS, 2, 1, int(30.75 * GIB)),
-  "v5e": Family("v5e", "v5litepod-4", "default", _FLAT, 1, 1, int(15.75 * GIB)),
-  "v5p": Family("v5", "v5p-8", "megacore", _TORUS, 2, 1, int(95.7 * GIB)),
-  "v6e": Family("v6e", "v6e-4", "default", _FLAT, 1, 1, int(31.2 * GIB)),
-  "tpu7x": Family("tpu7x", "tpu7x-8", "default", ("1x1x1", *_TORUS), 2, 2, int(94.7 * GIB)),
-}
+FAMILIES = {name: Family(**row) for name, row in read_table("topologies.yml").items()}
 
 
 def parse(topology: str) -> tuple[str, int]:
   """(family, N) of a name; ('cpu', N) for virtual devices. Raises ConfigError with the nearest valid names."""
-  family, _, count = topology.partition("-")
-  number = int(count) if count.isdigit() else 0
-  if (family == "cpu" and number > 0) or (family in FAMILIES and number in FAMILIES[family].slices):
-    return family, number
   if not topology:
     raise ConfigError("compile_topology is missing: what to compile for, such as v5e-16, v5p-256 or cpu-8")
-  if family in FAMILIES:
-    near = [f"{family}-{n}" for n in sorted(FAMILIES[family].slices, key=lambda n: (abs(n - number), n))[:4]]
+  family, _, count = topology.partition("-")
+  number, slices = int(count) if count.isdigit() else 0, FAMILIES[family].slices if family in FAMILIES else {}
+  if number in slices or (family == "cpu" and number > 0):
+    return family, number
+  if slices:
+    near = [f"{family}-{n}" for n in sorted(slices, key=lambda n: (abs(n - number), n))[:4]]
   else:
     names = [f"{name}-{count}" for name, known in FAMILIES.items() for count in known.slices]
     near = difflib.get_close_matches(topology, names, n=4, cutoff=0.3) or ["v5e-16", "v5p-256", "v6e-16"]
@@ -126,4 +113,4 @@ def _cpu_devices(count: int) -> list:
 def hbm_bytes(topology: str) -> int | None:
   """Usable memory of one device; None for CPUs."""
   family, _ = parse(topology)
-  return FAMILIES[family].hbm_bytes if family in FAMILIES else None
+  return int(FAMILIES[family].hbm_gib * 2**30) if family in FAMILIES else None

@@ -1,8 +1,8 @@
-"""Where documents come from: one module per `dataset_type`."""
+"""Where documents come from: text and ArrayRecord files, tables of other libraries, and built-in text."""
 
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
-from maxghost.data.sources import arrayrecord, hf, stdlib, synthetic, text, tfds_source
+from maxghost.data.sources import arrayrecord, stdlib, synthetic, tables, text
 from maxghost.data.sources.base import Source
 from maxghost.data.sources.files import expand
 
@@ -29,14 +29,12 @@ def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:
     raise ConfigError(
       f"dataset_domain_bytes={cap} works with dataset_type stdlib, synthetic and text, not with {kind}; use -1"
     )
-  if kind == "tfds":
-    return tfds_source.load(cfg)
-  if kind == "hf":
-    return hf.load(cfg)
+  if kind in ("hf", "tfds"):
+    return tables.load(cfg)
   files = expand("dataset_files", cfg.dataset_files, cfg.dataset_domains, kind)
   parquet = [file.path.endswith(".parquet") for file in files]
   if kind == "text" or all(parquet):
-    return text.load(files, cfg.train_data_columns, domain_bytes=cap, on_corrupt=cfg.on_corrupt, whole=whole)
+    return text.load(files, cfg, cap=cap, whole=whole)
   if any(parquet):
     raise ConfigError("dataset_files matches Parquet and ArrayRecord files; use one kind in a run")
-  return arrayrecord.load(files, cfg.train_data_columns, on_corrupt=cfg.on_corrupt)
+  return arrayrecord.load(files, cfg)

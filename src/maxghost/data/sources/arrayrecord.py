@@ -7,29 +7,31 @@ file decides, and a note says it.
 import functools
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from maxghost.config import ConfigError
-from maxghost.data.sources.base import CorruptError, check_known, join_columns, left_out, utf8
+from maxghost.config.schema import DataConfig
+from maxghost.data.sources.base import CorruptError, check_known, join_columns, left_out, read_all, utf8
 from maxghost.data.sources.files import CorpusFile
 from maxghost.data.sources.records import Opened, RecordSource, Shard
 
-_OPEN_FILES = 64
+OPEN_FILES = 64
 _NO_READ_AHEAD = "readahead_buffer_size:0"  # records are read in random order
 TEXT, JSON, EXAMPLE = "plain text", "JSON objects", "tf.train.Example"
 
 
-def load(files: Sequence[CorpusFile], columns: tuple[str, ...], *, on_corrupt: str = "error") -> RecordSource:
+def load(files: Sequence[CorpusFile], cfg: DataConfig) -> RecordSource:
   """Documents of ArrayRecord files. Raises ConfigError."""
-  readers, shards, notes, formats = open_readers(), [], [], {}
+  readers, shards, notes, formats = Opened(open_reader, OPEN_FILES), [], [], {}
   for file in files:
     try:
       count = readers.get(file.path).num_records()
     except CorruptError as error:
-      notes.append(left_out(error, on_corrupt))
+      notes.append(left_out(error, cfg.on_corrupt))
       continue
-    kind = _format(readers, file.path, count, columns)
+    kind = _format(readers, file.path, count, cfg.train_data_columns)
     formats[f"{file.domain}: records of its ArrayRecord files are read as {kind}"] = None
-    read = functools.partial(_texts, readers, file.path, kind, columns)
+    read = functools.partial(_texts, readers, file.path, kind, cfg.train_data_columns)
     shards.append(Shard(file.domain, file.name, file.fingerprint, count, read))
   for domain in dict.fromkeys(file.domain for file in files):
     if not any(shard.domain == domain for shard in shards):
@@ -37,27 +39,13 @@ def load(files: Sequence[CorpusFile], columns: tuple[str, ...], *, on_corrupt: s
   return RecordSource(shards, [*notes, *formats])
 
 
-def open_readers() -> Opened:
-  """Readers of ArrayRecord files, by path. Opening a truncated file or one of another kind raises CorruptError."""
-  return Opened(_open, _OPEN_FILES)
-
-
 def read_records(readers: Opened, path: str, records: Sequence[int]) -> list[bytes]:
   """Records of a file. Raises CorruptError naming the file and the record."""
   with readers.lock:
-    reader = readers.get(path)
-    try:
-      return reader.read(list(records))
-    except RuntimeError:
-      for record in records:  # find the corrupt one
-        try:
-          reader.read([record])
-        except RuntimeError as error:
-          raise CorruptError(f"{path}, record {record}: {error}") from error
-      raise
+    return read_all(readers.get(path).read, list(records), RuntimeError, path)
 
 
-def _open(path: str):
+def open_reader(path: str):
   """A reader. The library reads a truncated file as an empty one; here it raises CorruptError."""
   from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
@@ -105,19 +93,14 @@ def _format(readers: Opened, path: str, count: int, columns: tuple[str, ...]) ->
   return TEXT
 
 
-@functools.cache
-def _example_class():
-  from tensorflow_datasets.proto import tf_example_pb2  # the message alone; TensorFlow is not imported
-
-  return tf_example_pb2.Example  # pyright: ignore[reportAttributeAccessIssue]  # made when imported
-
-
 def _parse_example(raw: bytes) -> dict[str, bytes]:
   """The bytes features of a serialized tf.train.Example that hold one value. Raises ValueError when it is none."""
   from google.protobuf.message import DecodeError
+  from tensorflow_datasets.proto import tf_example_pb2  # the message alone; TensorFlow is not imported
 
+  example: Any = tf_example_pb2
   try:
-    features = _example_class().FromString(raw).features.feature
+    features = example.Example.FromString(raw).features.feature
   except DecodeError as error:
     raise ValueError(str(error)) from error
   if not features:

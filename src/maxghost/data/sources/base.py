@@ -106,6 +106,21 @@ def read_or_skip(
   return out
 
 
+def read_all(
+  read: Callable[[list[int]], list[T]], records: list[int], errors: type[Exception] | tuple, where: str
+) -> list[T]:
+  """What a library's `read` gives. Where it raises one of `errors`, CorruptError names the record."""
+  try:
+    return read(records)
+  except errors:
+    for record in records:
+      try:
+        read([record])
+      except errors as error:
+        raise CorruptError(f"{where}, record {record}: {error}") from error
+    raise
+
+
 class DocumentList(Source):
   """A source whose documents are in memory."""
 

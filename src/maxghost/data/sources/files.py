@@ -37,7 +37,15 @@ def expand(key: str, patterns: Sequence[str], domains: tuple[str, ...] = (), kin
     by_domain.setdefault(domain, []).append(os.path.expanduser(pattern))
   found: list[CorpusFile] = []
   for domain, globs in by_domain.items():
-    paths = {path for pattern in globs for path in _matches(key, domain, pattern, kind)}
+    paths = set()
+    for pattern in globs:
+      files = {os.path.abspath(path) for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
+      if not files:
+        ending = "*.txt" if kind == "text" else "*.array_record"
+        folder = f"{pattern} is a folder; write {os.path.join(pattern, '**', ending)}"
+        why = folder if os.path.isdir(pattern) else f"no file matches {pattern}"
+        raise ConfigError(f"{key}: domain '{domain}' has no documents: {why}")
+      paths |= files
     base = os.path.commonpath([_fixed_part(pattern) for pattern in globs])
     named = sorted((os.path.relpath(path, base).replace(os.sep, "/"), path) for path in paths)
     found.extend(CorpusFile(domain, path, name, fingerprint(path)) for name, path in named)
@@ -64,16 +72,6 @@ def labelled(
   known = dict.fromkeys(domain for domain, _ in pairs)
   check_known("dataset_domains", domains, known, key)
   return [pair for domain in domains or known for pair in pairs if pair[0] == domain]
-
-
-def _matches(key: str, domain: str, pattern: str, kind: str) -> list[str]:
-  paths = [os.path.abspath(path) for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
-  if not paths:
-    ending = ".txt" if kind == "text" else ".array_record"
-    folder = f"{pattern} is a folder; write {os.path.join(pattern, '**', '*' + ending)}"
-    why = folder if os.path.isdir(pattern) else f"no file matches {pattern}"
-    raise ConfigError(f"{key}: domain '{domain}' has no documents: {why}")
-  return paths
 
 
 def _fixed_part(pattern: str) -> str:

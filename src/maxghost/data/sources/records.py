@@ -5,16 +5,14 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.data.hashing import combine, text_hash
-from maxghost.data.sources.base import Source, read_or_skip
+from maxghost.data.sources.base import Source, T, read_or_skip
 from maxghost.data.types import DocumentId
 
-T = TypeVar("T")
 _SAMPLES = 32  # records read to estimate the total size
 
 
@@ -35,15 +33,10 @@ class Opened:
 
 @dataclass(frozen=True)
 class Shard:
-  """Documents of one domain.
+  """Documents of one domain. name: the path in their ids. fingerprint: changes with the data.
 
-  Attributes:
-    domain: their domain.
-    name: the path in their ids.
-    fingerprint: changes with the data.
-    count: number of documents.
-    read: the texts of documents, from their offsets and, in a source with an index, their sizes. Is pickled with the
-      source. Raises CorruptError.
+  read: the texts of documents, from their offsets and, in a source with an index, their sizes. Is pickled with the
+  source. Raises CorruptError.
   """
 
   domain: str
@@ -79,7 +72,12 @@ class RecordSource(Source):
       if not any(shard.count for shard in own):
         names = ", ".join(shard.name for shard in own[:3])
         raise ConfigError(f"domain '{domain}' has no documents: {names} cannot be read or hold none")
-    self.num_bytes = self._estimate() if index is None else int(index[1].sum())
+    if index is None:  # estimated from some records
+      some = np.unique(np.linspace(0, len(self) - 1, _SAMPLES).astype(np.int64))
+      sizes = [len(text) for text in read_or_skip(self.texts, some) if text is not None]
+      self.num_bytes = int(np.mean(sizes) * len(self)) if sizes else 0
+    else:
+      self.num_bytes = int(index[1].sum())
 
   def __len__(self) -> int:
     return int(self._ends[-1])
@@ -111,12 +109,6 @@ class RecordSource(Source):
     return read_by_shard(
       numbers, offsets, lambda n, places: self._shards[n].read(offsets[places].tolist(), sizes[places].tolist())
     )
-
-  def _estimate(self) -> int:
-    """Total text bytes, from records spread over the source."""
-    some = np.unique(np.linspace(0, len(self) - 1, _SAMPLES).astype(np.int64))
-    sizes = [len(text) for text in read_or_skip(self.texts, some) if text is not None]
-    return int(np.mean(sizes) * len(self)) if sizes else 0
 
 
 def read_by_shard(numbers: np.ndarray, offsets: np.ndarray, read: Callable[[int, np.ndarray], list[T]]) -> list[T]:

@@ -33,15 +33,9 @@ _SHORTEST_DOCSTRING = 24  # bytes; below, there is nothing to learn from
 
 
 def load(domains: tuple[str, ...] = (), domain_bytes: int = 0, root: str | os.PathLike | None = None) -> DocumentList:
-  """Documents of the standard library in `root` (default: the running Python's).
+  """Documents of the standard library in `root` (default: the running Python's); as `synthetic.load`.
 
-  Args:
-    domains: which to read, in this order; empty = all.
-    domain_bytes: whole documents are taken up to this many bytes per domain; 0 = no cap.
-    root: folder of the library.
-
-  Raises:
-    ConfigError: an unknown domain, one this Python has no text for, or a cap below the first document.
+  Raises ConfigError also for a domain that this Python has no text for.
   """
   chosen = tuple(domains) or DOMAINS
   check_known("dataset_domains", chosen, DOMAINS, "dataset_type=stdlib")
@@ -74,9 +68,8 @@ def _modules(library: Path) -> list[str]:
   found = []
   for folder, subfolders, files in os.walk(library):
     subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and "site-packages" not in name]
-    here = Path(folder).relative_to(library).as_posix()
-    prefix = "" if here == "." else here + "/"
-    found.extend(prefix + name for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata"))
+    names = (name for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata"))
+    found.extend(Path(folder, name).relative_to(library).as_posix() for name in names)
   return sorted(found)
 
 

@@ -15,7 +15,8 @@ _WORDS = (b"ghost", b"light", b"river", b"stone", b"under", b"the", b"a", b"of",
 def load(domains: tuple[str, ...] = (), domain_bytes: int = 0, seed: int = 0) -> DocumentList:
   """`words` repeats a small lexicon, `digits` counts upwards, `brackets` nests, `noise` is random ASCII.
 
-  domain_bytes: whole documents up to this many bytes per domain; 0 = 256 documents each.
+  domains: which to make, in this order; empty = all. domain_bytes: whole documents up to this many bytes per domain;
+  0 = 256 documents each. Raises ConfigError for an unknown domain and for a cap below the first document.
   """
   chosen = tuple(domains) or DOMAINS
   check_known("dataset_domains", chosen, DOMAINS, "dataset_type=synthetic")

@@ -17,16 +17,10 @@ from typing import Any
 import numpy as np
 
 from maxghost.config import ConfigError
+from maxghost.config.schema import DataConfig
 from maxghost.data.hashing import text_hash
-from maxghost.data.sources.base import (
-  CorruptError,
-  check_known,
-  import_package,
-  join_columns,
-  left_out,
-  too_low_cap,
-  utf8,
-)
+from maxghost.data.sources import base
+from maxghost.data.sources.base import CorruptError
 from maxghost.data.sources.files import CorpusFile
 from maxghost.data.sources.records import Opened, RecordSource, Shard
 
@@ -39,35 +33,27 @@ _ENDINGS = {".txt": TXT, ".md": TXT, ".jsonl": JSONL, ".ndjson": JSONL, ".parque
 _PACKED = (".gz", ".zst")
 
 
-def load(
-  files: Sequence[CorpusFile],
-  columns: tuple[str, ...],
-  *,
-  domain_bytes: int = 0,
-  on_corrupt: str = "error",
-  whole: bool = True,
-) -> RecordSource:
+def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: bool = True) -> RecordSource:
   """The documents of text files.
 
   Args:
     files: by domain.
-    columns: text columns of JSON lines and Parquet; several are joined by line ends.
-    domain_bytes: each domain's first documents are taken, up to this many bytes together; 0 = all.
-    on_corrupt: "error", or "skip" to leave out files that cannot be read.
+    cfg: states the text columns of JSON lines and Parquet, and what to do with files that cannot be read.
+    cap: each domain's first documents are taken, up to this many bytes together; 0 = all.
     whole: all compressed files must fit into memory together, since training reads them in random order. False: only
-      those read last are kept, which is enough for `prepare`.
+      the one read last is kept, which is enough for `prepare`.
 
   Raises:
     ConfigError: a file of another kind, an unreadable one, a missing column, a domain without documents, too low a cap.
   """
   kinds = [_kind(file.path) for file in files]
-  if domain_bytes and PARQUET in kinds:
+  if cap and PARQUET in kinds:
     raise ConfigError(
-      f"dataset_domain_bytes={domain_bytes} does not work with Parquet, which does not tell the size of a row; "
+      f"dataset_domain_bytes={cap} does not work with Parquet, which does not tell the size of a row; "
       "use 0, or fewer files"
     )
   plain, parquet = Opened(_open, _OPEN_FILES), Opened(_Parquet, _OPEN_PARQUET)
-  packed = Opened(_unpack, None if whole else 1)
+  packed = Opened(_open, None if whole else 1)
   shards, offsets, sizes, notes = [], [], [], []
   used: dict[str, int] = {}  # bytes by domain
   unpacked = 0
@@ -75,38 +61,35 @@ def load(
     is_packed = file.path.endswith(_PACKED)
     index, read = (_index_rows, _read_rows) if kind == PARQUET else (_index_text, _read_text)
     opened = parquet if kind == PARQUET else packed if is_packed else plain
-    arguments: tuple[Any, ...] = (opened, file.path, None if kind == TXT else columns)
+    arguments: tuple[Any, ...] = (opened, file.path, None if kind == TXT else cfg.train_data_columns)
     try:
       offset, size = index(*arguments)
     except CorruptError as error:
-      notes.append(left_out(error, on_corrupt))
+      notes.append(base.left_out(error, cfg.on_corrupt))
       offset = size = np.zeros(0, np.int64)
-    unpacked += is_packed * int(size.sum())
+    unpacked += int(size.sum()) if is_packed else 0
     if whole and unpacked > _MEMORY_LIMIT:
       raise ConfigError(
         f"dataset_files hold more than {_MEMORY_LIMIT >> 20} MiB of compressed text, which is read from "
         "memory; unpack the files, or tokenize them once with: python -m maxghost.data prepare"
       )
-    if domain_bytes and len(size):
+    if cap and len(size):
       ends = used.get(file.domain, 0) + np.cumsum(size)
-      if file.domain not in used and ends[0] > domain_bytes:
-        raise too_low_cap(domain_bytes, file.domain, int(ends[0]))
+      if file.domain not in used and ends[0] > cap:
+        raise base.too_low_cap(cap, file.domain, int(ends[0]))
       used[file.domain] = int(ends[-1])
-      offset, size = (x[: np.searchsorted(ends, domain_bytes, side="right")] for x in (offset, size))
-    reader = functools.partial(read, *arguments)
-    shards.append(Shard(file.domain, file.name, file.fingerprint, len(offset), reader))
+      offset, size = (x[: np.searchsorted(ends, cap, side="right")] for x in (offset, size))
+    shards.append(Shard(file.domain, file.name, file.fingerprint, len(offset), functools.partial(read, *arguments)))
     offsets.append(offset)
     sizes.append(size)
   source = RecordSource(shards, notes, (np.concatenate(offsets), np.concatenate(sizes)), exact=set(kinds) == {TXT})
-  parts = (*columns, str(domain_bytes), *itertools.chain(*sorted(source.files.items())))
+  parts = (*cfg.train_data_columns, str(cap), *itertools.chain(*sorted(source.files.items())))
   source.fingerprint = f"{text_hash(*parts):016x}"
   return source
 
 
 def _kind(path: str) -> str:
-  plain = path
-  for ending in _PACKED:
-    plain = plain.removesuffix(ending)
+  plain = path.removesuffix(".gz").removesuffix(".zst")
   kind = _ENDINGS.get(os.path.splitext(plain)[1].lower())
   if kind is None or (kind == PARQUET and plain != path):
     known = ", ".join(_ENDINGS)
@@ -114,33 +97,19 @@ def _kind(path: str) -> str:
   return kind
 
 
-def _open(path: str) -> io.FileIO:
+def _open(path: str) -> io.FileIO | bytes:
+  """A file, or the text in a compressed one."""
+  pyarrow = base.import_package("pyarrow", path) if path.endswith(".zst") else None
   try:
-    return open(path, "rb", buffering=0)
-  except OSError as error:
-    raise CorruptError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _unpack(path: str) -> bytes:
-  pyarrow = import_package("pyarrow", path) if path.endswith(".zst") else None
-  try:
+    if not path.endswith(_PACKED):
+      return open(path, "rb", buffering=0)
     if pyarrow is None:
       with gzip.open(path, "rb") as file:
         return file.read()
     with pyarrow.OSFile(path, "rb") as raw, pyarrow.CompressedInputStream(raw, "zstd") as stream:
       return stream.read()
   except (OSError, EOFError, ValueError) as error:
-    raise CorruptError(f"{path} cannot be unpacked: {error}") from error
-
-
-def _bytes(opened: Opened, path: str, offset: int, size: int) -> bytes:
-  file = opened.get(path)  # this reference keeps it open
-  if isinstance(file, bytes):
-    return file[offset : offset + size]
-  raw = os.pread(file.fileno(), size, offset)
-  if len(raw) < size:
-    raise CorruptError(f"{path} ends at byte {offset + len(raw)}, inside the document at byte {offset}")
-  return raw
+    raise CorruptError(f"{path} cannot be read: {error}") from error
 
 
 def _index_text(opened: Opened, path: str, columns: tuple[str, ...] | None) -> tuple[np.ndarray, np.ndarray]:
@@ -168,7 +137,7 @@ def _index_text(opened: Opened, path: str, columns: tuple[str, ...] | None) -> t
   if len(starts):
     with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):  # reported with its place when it is read
       record = json.loads(view[starts[0] : starts[0] + sizes[0]].tobytes())
-      check_known("train_data_columns", columns, tuple(record) if isinstance(record, dict) else (), path)
+      base.check_known("train_data_columns", columns, tuple(record) if isinstance(record, dict) else (), path)
   return starts, sizes
 
 
@@ -177,15 +146,18 @@ def _read_text(
 ) -> list[bytes]:
   out = []
   for offset, size in zip(offsets, sizes, strict=True):
-    raw, where = _bytes(opened, path, offset, size), f"{path} at byte {offset}"
+    file, where = opened.get(path), f"{path} at byte {offset}"  # this reference keeps it open
+    raw = file[offset : offset + size] if isinstance(file, bytes) else os.pread(file.fileno(), size, offset)
+    if len(raw) < size:
+      raise CorruptError(f"{path} ends at byte {offset + len(raw)}, inside the document at byte {offset}")
     if columns is None:
-      out.append(utf8(path, offset, raw))
+      out.append(base.utf8(path, offset, raw))
       continue
     try:
       record = json.loads(raw)
     except ValueError as error:
       raise CorruptError(f"{where}: not a line of JSON ({error})") from error
-    out.append(join_columns(where, record, columns))
+    out.append(base.join_columns(where, record, columns))
   return out
 
 
@@ -193,7 +165,7 @@ class _Parquet:
   """A Parquet file, read by row groups. Keeps the one read last, so read neighbouring rows together."""
 
   def __init__(self, path: str):
-    parquet = import_package("pyarrow.parquet", path)
+    parquet = base.import_package("pyarrow.parquet", path)
     try:
       self.file = parquet.ParquetFile(path)
     except Exception as error:  # pyarrow raises OSError, ArrowInvalid and more
@@ -220,7 +192,7 @@ class _Parquet:
 def _index_rows(opened: Opened, path: str, columns: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
   """Row numbers, and the mean size of the columns in a row, from the file's footer. Raises ConfigError for a column."""
   parquet = opened.get(path)
-  check_known("train_data_columns", columns, tuple(parquet.file.schema_arrow.names), path)
+  base.check_known("train_data_columns", columns, tuple(parquet.file.schema_arrow.names), path)
   rows = parquet.file.metadata.num_rows
   chunks = [group.column(number) for group in parquet.groups for number in range(group.num_columns)]
   total = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
@@ -231,4 +203,4 @@ def _read_rows(opened: Opened, path: str, columns: tuple[str, ...], offsets: lis
   with opened.lock:
     parquet = opened.get(path)
     rows = [parquet.row(number, columns) for number in offsets]
-  return [join_columns(f"{path}, row {n}", row, columns) for n, row in zip(offsets, rows, strict=True)]
+  return [base.join_columns(f"{path}, row {n}", row, columns) for n, row in zip(offsets, rows, strict=True)]
