@@ -43,7 +43,7 @@ class Processes:
       "JAX_PLATFORMS": "cpu",
       "PYTHONUNBUFFERED": "1",
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-      "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // num}",
+      "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={8 // num}",
     }
     common = [*KEYS, f"base_output_directory={folder}", f"jax_cache_dir={folder / 'cache'}", *changes]
     self.started, self.outputs = [], []

@@ -13,7 +13,7 @@ import pytest
 
 from maxghost import config, data
 from maxghost.config import ConfigError
-from maxghost.data import __main__ as door
+from maxghost.data import __main__ as data_command
 from maxghost.data import duplicates
 from maxghost.data.types import DocumentId
 
@@ -71,7 +71,7 @@ def test_planted_copies_are_what_they_say(tool):
 def test_copies_of_held_out_documents_are_found_and_left_out(corpus, tmp_path, capsys):
   settings, records = corpus
   listed = tmp_path / "copies.jsonl"
-  assert door.main(["duplicates", *settings, "--near", "0.3", "--output", str(listed)]) == 0
+  assert data_command.main(["duplicates", *settings, "--near", "0.3", "--output", str(listed)]) == 0
   printed = capsys.readouterr().out
   cfg = config.load(None, *settings).data
   dataset = data.load_dataset(cfg)
@@ -109,9 +109,9 @@ def test_wrong_lists_are_named(corpus, tmp_path, capsys):
   for path, said in ((tmp_path / "bad.jsonl", "line 2: not an object with"), (tmp_path / "no", "cannot be read")):
     with pytest.raises(ConfigError, match=said):
       data.load_dataset(config.load(None, *settings, f"dataset_exclude_file={path}").data)
-  assert door.main(["duplicates", *settings, "--near", "3"]) == 2
+  assert data_command.main(["duplicates", *settings, "--near", "3"]) == 2
   assert "--near 3.0 is not a share" in capsys.readouterr().err
-  assert door.main(["show", *settings]) == 0
+  assert data_command.main(["show", *settings]) == 0
   printed = capsys.readouterr().out
   assert "a: 20 documents" in printed and "of the places filled" in printed and "validation 'b': " in printed
 

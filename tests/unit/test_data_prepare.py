@@ -10,7 +10,7 @@ import pytest
 
 from maxghost import config, data
 from maxghost.config import ConfigError
-from maxghost.data import __main__ as door
+from maxghost.data import __main__ as data_command
 from maxghost.data import prepare, prepared
 from maxghost.data.sources import stdlib, synthetic
 from maxghost.data.tokenizers import load_tokenizer
@@ -61,13 +61,13 @@ def test_the_command_trains_a_bpe_and_the_result_reads(tmp_path, capsys):
   out = tmp_path / "out"
   settings = ["dataset_type=synthetic", "dataset_domain_bytes=40000", "ghost_val_sets=words"]
   command = ["prepare", *settings, "--output", str(out), "--train_bpe", "400", "--part_bytes", "60000"]
-  assert door.main(command) == 0
+  assert data_command.main(command) == 0
   said = capsys.readouterr().out
   keys = dict(item.split("=", 1) for item in said.split("train on it with: ")[1].split())
   assert keys["tokenizer_type"] == "huggingface" and keys["vocab_size"] == "400"
   before = files_of(out)
-  assert door.main(command) == 0 and files_of(out) == before
-  assert door.main(["verify", str(out)]) == 0 and "as it was written" in capsys.readouterr().out
+  assert data_command.main(command) == 0 and files_of(out) == before
+  assert data_command.main(["verify", str(out)]) == 0 and "as it was written" in capsys.readouterr().out
   dataset = read(out, tokenizer_type="huggingface", tokenizer_path=keys["tokenizer_path"])
   source = synthetic.load(domain_bytes=40_000)
   assert {dataset.document(n) for n in range(len(source))} == set(source.documents)
@@ -89,7 +89,7 @@ def test_damage_is_found_and_only_the_damaged_shard_redone(tmp_path, capsys):
   skipping = read(out, shuffle_window_bytes=10**9, on_corrupt="skip")
   next(skipping.train)
   assert 0 < skipping.train.counts["corrupt"] < len(source)
-  assert door.main(["verify", str(out)]) == 1 and victim.name in capsys.readouterr().out
+  assert data_command.main(["verify", str(out)]) == 1 and victim.name in capsys.readouterr().out
   prepare.prepare(source, BASE, str(out), part_bytes=50_000)
   assert files_of(out) == good
 
@@ -115,9 +115,9 @@ def test_what_does_not_fit_is_refused(tmp_path, capsys):
     read(out, tokenizer_type="huggingface", tokenizer_path=str(tmp_path / "t.json"))
   with pytest.raises(ConfigError, match="below the 259 ids"):
     prepare.train_bpe(source, 258, str(tmp_path / "u.json"))
-  assert door.main(["prepare", "--output", str(tmp_path / "full"), "dataset_typ=x"]) == 2
+  assert data_command.main(["prepare", "--output", str(tmp_path / "full"), "dataset_typ=x"]) == 2
   assert "did you mean" in capsys.readouterr().err
-  assert door.main(["verify", str(tmp_path)]) == 2
+  assert data_command.main(["verify", str(tmp_path)]) == 2
   empty = data.DocumentList([Document("a", "p", n, b"") for n in range(3)], ("a",))
   with pytest.raises(ConfigError, match="nothing to prepare"):
     prepare.prepare(empty, BASE, str(tmp_path / "empty"))

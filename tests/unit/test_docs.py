@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 from maxghost import scorelog
@@ -39,7 +40,8 @@ def run_page(page: str) -> dict:
     first = text[: block.start(1)].count("\n")
     lines[first : first + block[1].count("\n")] = block[1].splitlines()
   namespace: dict = {"__name__": "page"}
-  exec(compile("\n".join(lines), page, "exec"), namespace)
+  with jax.numpy_rank_promotion("allow"):  # as in a script of a user
+    exec(compile("\n".join(lines), page, "exec"), namespace)
   return namespace
 
 

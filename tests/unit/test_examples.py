@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import attribution_runs
+import jax
 import pytest
 import tiny
 
@@ -14,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def run(name: str, monkeypatch, *arguments) -> dict:
   monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-  with tiny.cheap_compilation():
+  with tiny.cheap_compilation(), jax.numpy_rank_promotion("allow"):  # as in a script of a user
     return runpy.run_path(str(EXAMPLES / name))
 
 

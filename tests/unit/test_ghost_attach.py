@@ -26,7 +26,7 @@ class Own(nnx.Module):
     self.gain = nnx.Param(jnp.ones((OUT,)))
 
   def __call__(self, x):
-    return x * self.gain[...]
+    return x * jnp.expand_dims(self.gain[...], range(x.ndim - 1))
 
 
 class Net(nnx.Module):

@@ -26,7 +26,8 @@ class Gate(nnx.Module):
     self.strength = nnx.Param(jnp.zeros(width))
 
   def __call__(self, x):
-    return x * jax.nn.sigmoid(self.strength[...] * x)
+    strength = jnp.expand_dims(self.strength[...], range(x.ndim - 1))
+    return x * jax.nn.sigmoid(strength * x)
 
 
 class Tagger(nnx.Module):

@@ -181,7 +181,8 @@ class Shift(nnx.Module):
     self.a = nnx.Param(jnp.linspace(-1.0, 1.0, width))
 
   def __call__(self, x):
-    return x + jnp.tanh(self.a[...]) * jnp.abs(x)
+    a = jnp.expand_dims(self.a[...], range(x.ndim - 1))
+    return x + jnp.tanh(a) * jnp.abs(x)
 
 
 class WithShift(Mlp):

@@ -214,7 +214,7 @@ class Positions(nnx.Module):
     self.dense = nnx.Linear(6, 6, rngs=rngs)
 
   def __call__(self, ids):
-    x = jnp.cumsum(self.table(ids), axis=1) / (1 + jnp.arange(ids.shape[1]))[:, None]
+    x = jnp.cumsum(self.table(ids), axis=1) / (1 + jnp.arange(ids.shape[1]))[None, :, None]
     return self.table.attend(self.norm(jnp.tanh(jnp.cumsum(self.dense(x), axis=1))))
 
 

@@ -44,7 +44,7 @@ def test_entries_are_products_with_the_drawn_directions():
     for m, param in enumerate(twin.scored):
       u = (parts[param.label][0] @ parts[param.label][1])[0] if param.low_rank else parts[param.label][0][0]
       assert set(np.unique(np.asarray(u))) <= {-1.0, 1.0}
-      expected = (gradients[param.label] * u).reshape(EXAMPLES, -1).sum(-1)
+      expected = (gradients[param.label] * u[None]).reshape(EXAMPLES, -1).sum(-1)
       np.testing.assert_allclose(blocks_MRn[m, r], expected, rtol=1e-4, atol=1e-5)
   whole = {label: g.sum(0) for label, g in gradients.items()}
   of_whole = jax.jit(lambda gradient: sketch_gradient(twin, gradient, key, DIRECTIONS))(whole)

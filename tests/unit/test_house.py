@@ -19,13 +19,15 @@ TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
+MAX_CLASS_LINES = 250
+MAX_LINES = 27_000  # of the package
 
 # A file may import its own package and those of a smaller number; packages of one number do not know each other.
 FLOORS = {
   "config": 0, "parallel": 1, "models": 2, "data": 2, "scorelog": 2, "objectives": 3, "optimizers": 3, "generation": 3,
   "ghost": 4, "training": 5, "checkpoint": 5, "attribution": 6, "interop": 6,
 }  # fmt: skip
-DOORS = 7  # modules directly in the package: train.py, cli.py, ...
+COMMANDS = 7  # modules directly in the package: train.py, cli.py, ...
 
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:home|root|work|tmp|opt|usr|mnt|Users)/[\w.-]+")
 
@@ -52,17 +54,17 @@ def modules_imported(text: str) -> list[str]:
 
 
 def package_of(dotted: str) -> str:
-  """ "models" of maxghost.models.stack; "" for the doors."""
+  """ "models" of maxghost.models.stack; "" for the commands."""
   name = dotted.split(".")[1]
   return name if (PACKAGE / name).is_dir() else ""
 
 
 def floor(package: str) -> int:
-  return FLOORS[package] if package else DOORS
+  return FLOORS[package] if package else COMMANDS
 
 
 def upward_imports(text: str, package: str) -> list[str]:
-  """What source text of `package` ("" for a door) imports that it must not."""
+  """What source text of `package` ("" for a command) imports that it must not."""
   found = {package_of(name): name for name in modules_imported(text)}
   return [name for other, name in found.items() if other != package and floor(other) >= floor(package)]
 
@@ -73,6 +75,12 @@ def test_files_and_functions_are_short(path):
   assert len(text.splitlines()) < MAX_FILE_LINES
   long = {node.name: node.end_lineno - node.lineno + 1 for node in functions(ast.parse(text))}
   assert {name: lines for name, lines in long.items() if lines >= MAX_FUNCTION_LINES} == {}
+  classes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+  assert [node.name for node in classes if node.end_lineno - node.lineno + 1 > MAX_CLASS_LINES] == []
+
+
+def test_the_package_is_small():
+  assert sum(len(path.read_text("utf-8").splitlines()) for path in PACKAGE.rglob("*.py")) <= MAX_LINES
 
 
 def test_every_package_has_a_floor():
@@ -115,7 +123,7 @@ def test_training_needs_neither_tensorflow_nor_torch():
 
 
 def test_a_wrong_key_is_reported_without_jax():
-  statement = "import maxghost.train as door\nassert door.main(['base_emb_dmi=1']) == 2"
+  statement = "import maxghost.train as command\nassert command.main(['base_emb_dmi=1']) == 2"
   assert imported_by(statement, "jax", "flax", "rich", "maxghost.config") == ["maxghost.config"]
 
 

@@ -160,8 +160,8 @@ def test_a_changed_token_file_is_named(run_dir):
 
 def test_the_commands_refuse_or_say_what_is_lost(run_dir, tmp_path, capsys):
   shard(run_dir, 7).unlink()
-  for door, more in ((scores, []), (scores, ["--compact"]), (report, ["--no-texts"])):
-    assert door.main([str(run_dir), *more]) == 2
+  for command, more in ((scores, []), (scores, ["--compact"]), (report, ["--no-texts"])):
+    assert command.main([str(run_dir), *more]) == 2
     error = capsys.readouterr().err
     assert "12 rows are missing before step 8" in error and error.count("\n") == 1
   assert scores.main([str(run_dir), "--accept-lost-rows"]) == 0

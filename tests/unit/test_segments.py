@@ -294,7 +294,7 @@ class Shared(nnx.Module):
 
   def __call__(self, x_BD, scale):
     self.calls[...] += 1
-    x_BD = jnp.tanh(x_BD @ self.kernel[...] * scale + self.shift[...])
+    x_BD = jnp.tanh(x_BD @ self.kernel[...] * scale + self.shift[...][None])
     return x_BD, x_BD[0] * self.calls[...]
 
 
@@ -311,7 +311,7 @@ def test_remat_scan_axes():
   out, firsts = forward(module, X_BD, scales, 1.5)
   x, expected = X_BD, []
   for i in range(4):
-    x = jnp.tanh(x @ module.kernel[...][:, i] * scales[i] * 1.5 + jnp.arange(5.0))
+    x = jnp.tanh(x @ module.kernel[...][:, i] * scales[i] * 1.5 + jnp.arange(5.0)[None])
     expected.append(x[0] * (i + 1))
   np.testing.assert_allclose(out, x, rtol=1e-5)
   np.testing.assert_allclose(firsts, np.stack(expected, 1), rtol=1e-5)

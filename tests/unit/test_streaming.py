@@ -101,7 +101,7 @@ class StreamedRun(Run):
   """A `Run` whose state is put where its configuration says."""
 
   def __init__(self, **changes):
-    super().__init__(batch=TRAIN[0], base_num_decoder_layers=4, segment_lengths=(2,), **changes)
+    super().__init__(fused=True, batch=TRAIN[0], base_num_decoder_layers=4, segment_lengths=(2,), **changes)
     self.state = HostMemory.of(self.cfg).put(self.state)
 
   def kinds(self) -> dict:
@@ -249,7 +249,7 @@ def test_gradients_of_what_every_layer_sees_are_summed():
   x, shift = jnp.ones((2, 5)), jnp.linspace(0, 1, 5)
 
   def loss(w, shift):
-    step = lambda x, w, s: jnp.tanh(x @ w[0] + s[0]) * (w[1] + 1)  # noqa: E731
+    step = lambda x, w, s: jnp.tanh(x @ w[0] + s[0][None]) * (w[1] + 1)  # noqa: E731
     return streaming.scan(step, x, (w, jnp.arange(4)), (shift, jnp.arange(3)), (2,)).sum()
 
   ours = jax.jit(jax.grad(loss, (0, 1)))(jax.device_put(w, HOST), shift)
@@ -257,7 +257,7 @@ def test_gradients_of_what_every_layer_sees_are_summed():
   def plain(w, shift):
     y = x
     for i in range(4):
-      y = jnp.tanh(y @ w[i] + shift) * (i + 1)
+      y = jnp.tanh(y @ w[i] + shift[None]) * (i + 1)
     return y.sum()
 
   theirs = jax.grad(plain, (0, 1))(w, shift)

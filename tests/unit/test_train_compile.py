@@ -1,4 +1,4 @@
-"""The door train_compile: what it prints, what it saves, what it refuses; on virtual devices, and for TPU slices."""
+"""The command train_compile: what it prints, what it saves, what it refuses; on virtual devices, and for TPU slices."""
 
 import json
 import pickle
@@ -159,7 +159,7 @@ def test_a_step_that_does_not_fit_says_by_how_much():
 
 
 def in_process(*changes: str) -> subprocess.CompletedProcess:
-  """The door as a user starts it: libtpu is loaded once in a process."""
+  """The command as a user starts it: libtpu is loaded once in a process."""
   size = keys(base_num_decoder_layers=2, per_device_batch_size=1, attention="dot_product", dtype="bfloat16")
   command = [sys.executable, "-m", "maxghost.train_compile", *size, *changes]
   return subprocess.run(command, capture_output=True, text=True, timeout=550)

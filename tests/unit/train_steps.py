@@ -39,9 +39,12 @@ class Snapshot:
 
 
 class Run:
-  """`step(batch, val_batches) -> out` of a compiled train step. cheap: compiled without XLA's optimizations."""
+  """`step(batch, val_batches) -> out` of a compiled train step.
 
-  def __init__(self, *, cheap: bool = True, num_sets: int = 1, batch=TRAIN[0], **changes):
+  cheap: compiled without XLA's optimizations. fused: with its fusion emitters, which conftest.py turns off.
+  """
+
+  def __init__(self, *, cheap: bool = True, fused: bool = False, num_sets: int = 1, batch=TRAIN[0], **changes):
     self.cfg = tiny.make_config(**(TRAINING | changes))
     self.wide = self.cfg.model.dtype == "float64"
     self.num_sets = num_sets
@@ -53,7 +56,9 @@ class Run:
       self.function, self.twin = step.make_train_step(
         self.cfg, self.graphdef, self.state, batch, num_segments=tiny.SEGMENTS, num_sets=num_sets
       )
-    options = None if cheap else compiler_options()
+    options = {} if cheap else compiler_options()
+    if fused and jax.default_backend() == "cpu":
+      options["xla_cpu_use_fusion_emitters"] = True
     self.compilation = tiny.cheap_compilation if cheap else contextlib.nullcontext
     self._run = jax.jit(self.function, compiler_options=options)
 

@@ -16,14 +16,7 @@ from maxghost.ghost import (
   rules_flax,  # noqa: F401  registers the rules of flax's layers
   rules_models,  # noqa: F401  and of this project's layers
 )
-from maxghost.ghost.directions import (
-  DirectionSpec,
-  GhostDirection,
-  GhostProbe,
-  ScoredParam,
-  direction_state,
-  part_name,
-)
+from maxghost.ghost.directions import DirectionSpec, GhostDirection, GhostProbe, ScoredParam, direction_state, part_name
 from maxghost.ghost.probed import SecondUse, TwinInfo, probed_call
 from maxghost.optimizers import Parameter
 from maxghost.parallel.shardings import slash_path

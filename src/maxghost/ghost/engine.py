@@ -228,9 +228,11 @@ class GhostEngine:
       return x if many else x.squeeze(axis)
 
     return GhostResult(
-      dot=by_set(additive * per_share),
+      dot=by_set(additive * per_share[None]),
       additive=by_set(additive),
-      per_param={label: by_set(v * per_share, v.ndim - 2) for label, v in per_param.items()},
+      per_param={
+        label: by_set(v * jnp.expand_dims(per_share, range(v.ndim - 1)), v.ndim - 2) for label, v in per_param.items()
+      },
       per_position=by_set(scored.additive) if self.per_position and with_positions else None,
       grads=out.grads,
       loss=out.loss,

@@ -83,23 +83,43 @@ def factor_for(gradient, weights, u, rank: int, label: str, groups: int = 0):
   u, g = u.astype(wide), gradient.astype(wide)
   a, b = weights[0].astype(wide)[..., :, None], weights[1].astype(wide)[..., None, :]
   ab = a * b
-  size = jnp.max(jnp.abs(u * ab), (-2, -1), keepdims=True)
+  size = jnp.max(jnp.abs(u * _raised(ab, u)), (-2, -1), keepdims=True)
   scale, g_scale = _one_over(size), _one_over(jnp.max(jnp.abs(g / ab), (-2, -1), keepdims=True))
   squares = jnp.sum(jnp.square(g / ab * g_scale), (-2, -1), keepdims=True)
   g_scale *= jnp.sqrt(g.shape[-2] * _one_over(squares))
+
   # Weights multiply the thin factors: weighted copies of u and g would cost as much as the products.
-  across = lambda z: a * _matmul_transposed(u, z * b) * scale  # noqa: E731  A zᵀ
-  back = lambda y: _transposed_matmul(a * y, u) * b * scale  # noqa: E731  yᵀ A
-  g_across = lambda z: _matmul_transposed(g, z / b) / a * g_scale  # noqa: E731  g zᵀ; g gᵀ has a mean eigenvalue of 1
-  g_back = lambda y: _transposed_matmul(y / a, g) / b * g_scale  # noqa: E731  yᵀ g
+  def across(z):  # A zᵀ
+    y = _matmul_transposed(u, z * _raised(b, z))
+    return _raised(a, y) * y * scale
+
+  def back(y):  # yᵀ A
+    z = _transposed_matmul(_raised(a, y) * y, u)
+    return z * _raised(b, z) * scale
+
+  def g_across(z):  # g zᵀ; g gᵀ has a mean eigenvalue of 1
+    y = _matmul_transposed(g, z / _raised(b, z))
+    return y / _raised(a, y) * _raised(g_scale, y)
+
+  def g_back(y):  # yᵀ g
+    z = _transposed_matmul(y / _raised(a, y), g)
+    return z / _raised(b, z) * _raised(g_scale, z)
+
   keys, shapes = jax.random.split(_key(label)), ((rank, g.shape[-1]), (g.shape[-2], rank))
   first, second = (jax.random.normal(key, shape, wide) for key, shape in zip(keys, shapes, strict=True))
-  y = g_across(jnp.broadcast_to(first, (*g.shape[:-2], *first.shape))) + _WHITE**0.5 * second
+  y = g_across(jnp.broadcast_to(_raised(first, g), (*g.shape[:-2], *first.shape)))
+  y += _WHITE**0.5 * _raised(second, y)
   y = orthonormalize(across(orthonormal_rows(back(y), drop=False)), drop=False)
   z = back(g_across(g_back(y)) + _WHITE * y)
   z = orthonormal_rows(orthonormal_rows(z, drop=False), drop=True)
-  left = _matmul_transposed(u, z * b)
+  left = _matmul_transposed(u, z * _raised(b, z))
+  a, b, ab = (_raised(x, u) for x in (a, b, ab))
   return left, z / b, _share(a * left * scale, u * ab * scale, size, groups)
+
+
+def _raised(x, like):
+  """x with axes of size 1 in front, as many axes as `like`."""
+  return x.reshape((1,) * (like.ndim - x.ndim) + x.shape)
 
 
 def _key(label: str):

@@ -258,7 +258,7 @@ class RoutedMoe(nnx.Module):
     fixed_BTE = jax.lax.stop_gradient(probability_BTE)
     entropy_BT = -(fixed_BTE * jnp.log(jnp.maximum(fixed_BTE, jnp.finfo(wide).tiny))).sum(-1)
     added = {
-      "load_balance_BT": self.num_experts * (probability_BTE * share_E).sum(-1),
+      "load_balance_BT": self.num_experts * (probability_BTE * share_E[None, None]).sum(-1),
       "entropy_BT": entropy_BT,
       "load_E": share_E / self.num_chosen,
     }
@@ -305,7 +305,7 @@ class RoutedMoe(nnx.Module):
 
     def product(spec, x, name):
       y = jnp.einsum(spec, x, params[name], precision=self.precision)
-      return y + params[f"{name}_bias"] if self.has_bias else y
+      return y + params[f"{name}_bias"][None, None] if self.has_bias else y
 
     weight_BTE = (jax.nn.one_hot(index_BTk, self.num_experts, dtype=weight_BTk.dtype) * weight_BTk[..., None]).sum(2)
     branches = [product("btd,edf->btef", x_BTD.astype(self.dtype), name) for name in self.branches]
