@@ -8,6 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
 from maxghost.parallel import collectives, topologies
 from maxghost.parallel.collectives import Collective
 from maxghost.parallel.mesh import mesh_shape, num_slices
@@ -60,7 +63,7 @@ def compile_step(plan: Plan, options: dict | None = None, folder: Path | None = 
   lowered = compiled_steps.lower("train_step", compiled_steps.train_step(plan)[0], plan.layout, *plan.arguments)
   platform = plan.layout.platform
   begin = time.perf_counter()
-  with tempfile.TemporaryDirectory() if folder is None else contextlib.nullcontext(folder) as place:
+  with _no_cache(), tempfile.TemporaryDirectory() if folder is None else contextlib.nullcontext(folder) as place:
     # XLA cannot always read back what libtpu compiled (`as_text`), so libtpu writes the text.
     dump = {"xla_dump_to": str(place), "xla_dump_hlo_as_text": True} if platform == "tpu" else {}
     try:
@@ -75,6 +78,23 @@ def compile_step(plan: Plan, options: dict | None = None, folder: Path | None = 
     texts = sorted(Path(place).glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
     hlo = texts[-1].read_text() if texts else executable.as_text() or ""
   return Compiled(plan, executable, seconds, hlo)
+
+
+@contextlib.contextmanager
+def _no_cache():
+  """Compile without JAX's persistent cache.
+
+  The seconds reported are those of a compilation, and JAX 0.10 writes an executable that it read from the cache on CPU
+  without some of its functions.
+  """
+  before = jax.config.jax_enable_compilation_cache
+  jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()
+  try:
+    yield
+  finally:
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 def report_lines(compiled: Compiled, topology: str) -> tuple[list[str], bool]:
