@@ -169,6 +169,20 @@ def test_texts_name_no_paths_of_a_machine_and_link_to_files_that_exist(path):
   assert MACHINE_PATHS.findall(text) == []
   links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
   assert [link for link in links if not (path.parent / link).exists()] == []
+  anchors = re.findall(r"\]\(([\w/.-]*\.md)#([\w-]+)\)", text)
+  assert [anchor for anchor in anchors if anchor[1] not in headings(path.parent / anchor[0])] == []
+
+
+def headings(path: Path) -> list[str]:
+  """The anchors of a page, as GitHub writes them."""
+  titles = re.findall(r"^#+ (.*)$", path.read_text("utf-8"), re.M)
+  return [re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles]
+
+
+def test_modules_that_the_architecture_names_exist():
+  named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text("utf-8"))
+  known = [short(path) for path in SOURCES]
+  assert [name for name in named if not any(path.endswith(f"/{name}") for path in known)] == []
 
 
 def test_every_page_is_linked_from_the_readme():
