@@ -182,7 +182,7 @@ def headings(path: Path) -> list[str]:
 def test_modules_that_the_architecture_names_exist():
   named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text("utf-8"))
   known = [short(path) for path in SOURCES]
-  assert [name for name in named if not any(path.endswith(f"/{name}") for path in known)] == []
+  assert [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in known)] == []
 
 
 def test_every_page_is_linked_from_the_readme():
