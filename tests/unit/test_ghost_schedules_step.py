@@ -50,6 +50,8 @@ RUNS = {
     "num_sets": 2, "dropout_rate": 0.1, "ghost_exclude": ("*norm*", "decoder/logits_dense/*"), "ghost_detail": "module",
   },
 }  # fmt: skip
+for name in ("plain", "second_order", "val_every", "rank"):  # compared bit for bit
+  RUNS[name]["fused"] = True
 RUNS["dropout-reverse_scan"] = RUNS["dropout"] | {"ghost_schedule": "reverse_scan"}
 
 

@@ -1,6 +1,7 @@
 """One dispatcher and one table: engine and trainer run a step by `schedules.score`, and refuse by the same facts."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
-from train_steps import TRAIN, VALIDATION, Run
+from train_steps import FUSED, TRAIN, VALIDATION, Run
 
 from maxghost import config, ghost
 from maxghost.config import plugins
@@ -113,6 +114,7 @@ def test_engine_and_trainer_give_the_same_bits(schedule, monkeypatch):
     scored = schedules.score(scorer.problem(train_state, split, scorer.loss, TRAIN[0], (VALIDATION,)))
     return scored.additive, scored.val_loss, scored.passed.loss, by_label(scored.passed.grads)
 
+  monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=FUSED))
   with tiny.cheap_compilation():
     theirs = jax.jit(by_trainer)(run.state)
     engine = ghost.GhostEngine(run.cfg, direction="sgd", per_position=True)

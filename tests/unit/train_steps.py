@@ -23,6 +23,7 @@ TRAINING = {
   "adam_weight_decay": 0.3,
   "adam_eps": 1e-6,
 }
+FUSED = {"xla_cpu_use_fusion_emitters": True}  # conftest.py turns them off
 TRAIN = [tiny.make_batch(tiny.PACKED, seed=100 + i) for i in range(4)]
 VALIDATION = tiny.make_batch(tiny.VALIDATION, seed=200)
 
@@ -41,7 +42,7 @@ class Snapshot:
 class Run:
   """`step(batch, val_batches) -> out` of a compiled train step.
 
-  cheap: compiled without XLA's optimizations. fused: with its fusion emitters, which conftest.py turns off.
+  cheap: compiled without XLA's optimizations. fused: with its fusion emitters.
   """
 
   def __init__(self, *, cheap: bool = True, fused: bool = False, num_sets: int = 1, batch=TRAIN[0], **changes):
@@ -58,7 +59,7 @@ class Run:
       )
     options = {} if cheap else compiler_options()
     if fused and jax.default_backend() == "cpu":
-      options["xla_cpu_use_fusion_emitters"] = True
+      options |= FUSED
     self.compilation = tiny.cheap_compilation if cheap else contextlib.nullcontext
     self._run = jax.jit(self.function, compiler_options=options)
 

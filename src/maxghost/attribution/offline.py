@@ -227,7 +227,8 @@ class Sketcher:
       trained = nnx.merge(graphdef, train_state).model
       _, weights_BT = objective(trained, batch)
       used_BT, target_BT = objective.units(batch)
-      used_BTS, target_BTS = (x[..., None] == 1 + jnp.arange(corpus.layout.max_segments) for x in (used_BT, target_BT))
+      number_BTS = 1 + jnp.arange(corpus.layout.max_segments)[None, None]
+      used_BTS, target_BTS = (x[..., None] == number_BTS for x in (used_BT, target_BT))
       key = jax.random.key(_SEED)
       _, params, rest = nnx.split(trained, nnx.Param, ...)
       sketch_MRBT = sketch_pass(twin, params, rest, objective, batch, key, num_directions, scale)
