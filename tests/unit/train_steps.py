@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 
 import jax
 import numpy as np
@@ -23,7 +24,8 @@ TRAINING = {
   "adam_weight_decay": 0.3,
   "adam_eps": 1e-6,
 }
-FUSED = {"xla_cpu_use_fusion_emitters": True}  # conftest.py turns them off
+# Compiler options by which a program has XLA's fusion emitters where conftest.py has turned them off.
+FUSED = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in os.environ["XLA_FLAGS"] else {}
 TRAIN = [tiny.make_batch(tiny.PACKED, seed=100 + i) for i in range(4)]
 VALIDATION = tiny.make_batch(tiny.VALIDATION, seed=200)
 
