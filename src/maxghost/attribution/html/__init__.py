@@ -18,7 +18,7 @@ from maxghost.attribution.token_values import Marked
 
 CURVE_POINTS = 240
 SHOWN_DOMAINS = 40
-FIRST_CURVE, SECOND_CURVE = 2, 3  # colours of curves that are no domain: neither blue nor orange
+FIRST_CURVE, SECOND_CURVE = 8, 9  # colours of curves that are no domain; no domain has them
 MARK_LEVELS = 4  # shades of a token's value; style.css has one rule for each
 
 

@@ -78,7 +78,7 @@ def _curve(line: Line, px, py) -> dict:
   words = number(float(y[-1]))
   return {
     "name": line.name,
-    "color": line.color % NUM_COLORS,
+    "color": line.color,
     "dots": line.dots,
     "faint": line.faint,
     "points": points,
