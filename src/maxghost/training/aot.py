@@ -87,7 +87,7 @@ def _no_cache():
   The seconds reported are those of a compilation, and JAX 0.10 writes an executable that it read from the cache on CPU
   without some of its functions.
   """
-  before = jax.config.jax_enable_compilation_cache
+  before = jax.config.values["jax_enable_compilation_cache"]
   jax.config.update("jax_enable_compilation_cache", False)
   compilation_cache.reset_cache()
   try:
