@@ -71,7 +71,7 @@ def make_step(cfg: Config, num_documents: int = 3) -> Step:
   """The step of `cfg` on a batch of per_device_batch_size rows and, with ghost on, a batch per validation set."""
   configure_jax(cfg)
   batch = jax.device_put(packed_batch(cfg, cfg.data.per_device_batch_size, 0, num_documents))
-  sets = cfg.data.validation_sets if cfg.ghost.ghost_enabled else ()
+  sets = cfg.val_sets
   val_batches = tuple(
     jax.device_put(packed_batch(cfg, cfg.ghost.ghost_val_batch_size, 1 + i, num_documents)) for i in range(len(sets))
   )

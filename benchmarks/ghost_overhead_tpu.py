@@ -90,7 +90,7 @@ def compile_row(keys, overrides, device):
     names = ("inputs", "targets")
     return {f"{n}{suffix}": shape for n in names for suffix in ("", "_position", "_segmentation")}
 
-  sets = cfg.data.validation_sets if cfg.ghost.ghost_enabled else ()
+  sets = cfg.val_sets
   batch, val_batches = rows(cfg.data.per_device_batch_size), tuple(rows(cfg.ghost.ghost_val_batch_size) for _ in sets)
   with shardings.tracing_for("tpu"):
     graphdef, abstract = state.abstract_split(cfg)

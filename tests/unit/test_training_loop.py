@@ -184,7 +184,7 @@ def run_toy(folder, cfg, *, ghost=True, async_checkpoints=True, console=None, **
   prefetcher = Prefetcher(dataset.train, jax.device_put, cfg.run.steps - position.completed_steps)
   hardware = Hardware(1, None, B, StepFlops(6e6, 2e6))
   program = ToyProgram(signals=signals, val_every=cfg.ghost.ghost_val_every, **trouble)
-  loop = TrainingLoop(cfg, program, dataset, sinks, signals, hardware, val_sets=VAL_SETS if ghost else {})
+  loop = TrainingLoop(cfg, program, dataset, sinks, signals, hardware)
   try:
     return loop.run(state, position, prefetcher)
   finally:
@@ -390,7 +390,6 @@ def test_step_k_starts_before_step_k_minus_1_is_read(tmp_path):
     Sinks(Quiet(), metrics_log, None, None, None),
     signals,
     Hardware(1, None, B, StepFlops(1.0, 1.0)),
-    val_sets=VAL_SETS,
   )
   loop.run(state, Position(), Prefetcher(dataset.train, jax.device_put, 5))
   metrics_log.close()

@@ -60,8 +60,8 @@ def score(
   """
   objective, (graphdef, abstract) = create(cfg), state.abstract_split(cfg)
   val = tuple(objective.prepare(batch).arrays for batch in queries.values())
-  spec, names = objective.batch_spec(num_rows, corpus.layout.row_length), []
-  slots = corpus.layout.max_segments
+  spec = objective.batch_spec(num_rows, corpus.layout.row_length)
+  slots, names = corpus.layout.max_segments, []
   step, _ = make_train_step(cfg, graphdef, abstract, spec, num_segments=slots, num_sets=len(val))
   run = jax.jit(lambda *args: {name: value for name, value in step(*args)[1].items() if name in _OUTPUTS})
   for point in points:
@@ -99,11 +99,11 @@ def build_index(
   folder.mkdir(parents=True, exist_ok=True)
   (folder / "index.json").unlink(missing_ok=True)  # written last: without it the index is incomplete
   sketcher = Sketcher(cfg, corpus, num_rows, num_directions)
-  step_batch, ids, checkpoints = next(corpus.batches(step_rows)).arrays, [], []
+  step_batch, ids, checkpoints = sketcher.prepare(next(corpus.batches(step_rows))).arrays, [], []
   for point in points:
     blocks, ids = [], []
     scale = sketcher.respond(point.state, step_batch, ())[0]
-    for batch in corpus.batches(num_rows):
+    for batch in map(sketcher.prepare, corpus.batches(num_rows)):
       sketch_BSMR, tokens_BS = jax.device_get(sketcher.sketch(point.state, scale, batch.arrays))
       kept_BS = (batch.document_BS >= 0) & (tokens_BS > 0)
       blocks.append(sketch_BSMR[kept_BS])
@@ -149,11 +149,12 @@ def nearest(
   with np.load(folder / "step.npz") as file:
     step_batch = dict(file)
   sketcher = Sketcher(cfg, corpus, len(next(iter(queries.values())).epoch_B), about["directions"])
+  val = tuple(sketcher.prepare(batch).arrays for batch in queries.values())
   asked, digests = [], dict(about["checkpoints"])
   for point in points:
     if point.digest != digests[point.step]:
       raise ConfigError(f"--index {folder}: step {point.step} had other weights; give --data to write the index again")
-    _, rate, sketch_KMR = sketcher.respond(point.state, step_batch, tuple(batch.arrays for batch in queries.values()))
+    _, rate, sketch_KMR = sketcher.respond(point.state, step_batch, val)
     held_NMR = np.load(folder / f"sketch_{point.step}.npy", mmap_mode="r")
     asked.append((held_NMR, np.asarray(rate * sketch_KMR)))
 
@@ -235,7 +236,7 @@ class Sketcher:
       sketch_BSMR = jnp.einsum("mrbt,bts->bsmr", sketch_MRBT, used_BTS.astype(sketch_MRBT.dtype))
       return sketch_BSMR * weights_BT.sum(), (target_BTS & (weights_BT != 0)[..., None]).sum(1)
 
-    self.respond, self.sketch = jax.jit(respond), jax.jit(sketch)
+    self.prepare, self.respond, self.sketch = objective.prepare, jax.jit(respond), jax.jit(sketch)
 
 
 def _root(param, weighting, like):

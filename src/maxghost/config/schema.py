@@ -286,6 +286,11 @@ class Config:
     if problems:
       raise ConfigError(*problems)
 
+  @property
+  def val_sets(self) -> dict[str, str]:
+    """{name: domain} of the validation sets that training scores against; empty without ghost."""
+    return self.data.validation_sets if self.ghost.ghost_enabled else {}
+
   def flat(self) -> dict[str, Any]:
     """Every key and its value, in the order of the sections."""
     return {f.name: getattr(part, f.name) for part in self.sections() for f in dataclasses.fields(part)}

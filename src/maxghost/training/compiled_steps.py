@@ -120,11 +120,11 @@ def build(plan: Plan) -> Program:
   begin = time.perf_counter()
   step, twin = train_step(plan)
   submit("train_step", begin, step, *plan.arguments)
-  if plan.val_sets and cfg.ghost.ghost_every > 1:
+  if cfg.val_sets and cfg.ghost.ghost_every > 1:
     begin = time.perf_counter()
     plain, _ = train_step(dataclasses.replace(plan, cfg=replace(cfg, ghost_enabled=False)))
     submit("plain_step", begin, plain, state, batch, ())
-  if plan.val_sets:
+  if cfg.val_sets:
     submit("validation_loss", time.perf_counter(), step_lib.make_validation_loss(cfg, graphdef), state, val_batches)
   if cfg.run.eval_interval > 0:
     rows = batch_shapes(cfg, cfg.data.per_device_batch_size * layout.num_devices, layout)

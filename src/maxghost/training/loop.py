@@ -13,8 +13,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,8 +73,8 @@ class Outcome:
 class TrainingLoop:
   """Runs the steps of a run from a position to its end, or to a signal.
 
-  put: sends a dict of host arrays of validation rows, which all processes have alike, to the devices. val_sets:
-  {name: domain} of the K sets, empty without ghost. sampler: maps the train state to a sampled text.
+  put: sends a dict of host arrays of validation rows, which all processes have alike, to the devices. sampler: maps the
+  train state to a sampled text.
   """
 
   def __init__(
@@ -88,13 +87,12 @@ class TrainingLoop:
     hardware: Hardware,
     *,
     put: Callable[[dict], Any] = jax.device_put,
-    val_sets: Mapping[str, str] = MappingProxyType({}),
     reweighter: Reweighter | None = None,
     sampler: Callable[[Any], str] | None = None,
   ):
     self._cfg, self._program, self._dataset, self._sinks = cfg, program, dataset, sinks
-    self._signals, self._hardware, self._put, self._val_sets = signals, hardware, put, tuple(val_sets)
-    self._validation = ValidationRows(cfg.ghost, dataset, val_sets, put)
+    self._signals, self._hardware, self._put, self._val_sets = signals, hardware, put, tuple(cfg.val_sets)
+    self._validation = ValidationRows(cfg.ghost, dataset, cfg.val_sets, put)
     self._reweighter, self._sampler = reweighter, sampler
     self._state: Any = None
     self._position = Position()

@@ -38,11 +38,6 @@ class Plan:
     return cls(cfg, layout, graphdef, abstract, report.check_spread(abstract, layout, cfg.parallel.sharding_tolerance))
 
   @property
-  def val_sets(self) -> dict[str, str]:
-    """{name: domain} of the K validation sets; empty without ghost."""
-    return dict(self.cfg.data.validation_sets) if self.cfg.ghost.ghost_enabled else {}
-
-  @property
   def rows(self) -> int:
     """Rows of a step over all devices and micro-batches."""
     return devices.rows_per_step(self.cfg, self.layout.num_devices)
@@ -57,7 +52,7 @@ class Plan:
   def arguments(self) -> tuple:
     """(state, batch, validation batches): the abstract arguments of the train step."""
     val_batch = devices.batch_shapes(self.cfg, self.cfg.ghost.ghost_val_batch_size, self.layout)
-    return self.state, devices.batch_shapes(self.cfg, self.rows, self.layout), (val_batch,) * len(self.val_sets)
+    return self.state, devices.batch_shapes(self.cfg, self.rows, self.layout), (val_batch,) * len(self.cfg.val_sets)
 
   @property
   def wanted(self) -> dict:
@@ -111,7 +106,7 @@ class Plan:
   def _validation_lines(self) -> list[str]:
     """The placement of the validation rows; none without ghost or on one group of devices."""
     layout, rows = self.layout, self.cfg.ghost.ghost_val_batch_size
-    if not self.val_sets or layout.row_parts == 1:
+    if not self.cfg.val_sets or layout.row_parts == 1:
       return []
     parts = layout.rules.parts(layout.rules.rows_axes(rows))
     if parts == layout.row_parts:

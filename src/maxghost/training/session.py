@@ -58,7 +58,7 @@ class Session:
       memory_report.check(plan.memory, self._capacity)
     self._sampler = Sampler(cfg, dataset.tokenizer) if cfg.run.sample_every else None
     self._read_parameters = open_parameters and open_parameters(plan.wanted["model"])
-    for domain in plan.val_sets.values():
+    for domain in cfg.val_sets.values():
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain)  # raises where a set has no rows
     self._program = compiled_steps.build(plan)
 
@@ -134,7 +134,6 @@ class Session:
       self._signals,
       Hardware(plan.layout.num_devices, peak_flops(jax.devices()[0]), plan.rows, plan.flops),
       put=plan.layout.put_global,
-      val_sets=plan.val_sets,
       reweighter=reweighter,
       sampler=self._sampler,
     )
@@ -190,7 +189,7 @@ class Session:
     if distributed.is_first():
       metrics_log = MetricsLog(self._path / run_directory.METRICS_FILE)
       metrics_log.restore(position.metrics_bytes)
-    if self._plan.val_sets and self._plan.own.writes:
+    if self._cfg.val_sets and self._plan.own.writes:
       scores = score_recorder.open_recorder(self._cfg, self._dataset, self._path)
       scores.restore(position.scores_of(distributed.index()), position.completed_steps)
     if self._cfg.run.enable_tensorboard and distributed.is_first():

@@ -28,9 +28,9 @@ def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> l
     *(f"  {entry.line}" for entry in dataset.summary()),
     *(f"  {note}" for note in dataset.notes()),
   ]
-  if plan.val_sets:
+  if plan.cfg.val_sets:
     share = sum(scored.values()) / plan.num_params
-    sets = " and of ".join(f"'{name}'" for name in plan.val_sets)
+    sets = " and of ".join(f"'{name}'" for name in plan.cfg.val_sets)
     lines.append(
       f"ghost: {len(scored)} parameter arrays scored ({share:.2%} of all parameters) against "
       f"{cfg.ghost.ghost_val_batch_size} rows of {sets}, direction {cfg.ghost.ghost_direction}, "
@@ -86,7 +86,11 @@ def end_lines(plan: Plan, outcome: Outcome, path: Path) -> list[str]:
     lines.append(f"Median step {middle:.3f} s, {plan.rows * plan.cfg.data.max_target_length / middle:,.0f} tokens/s")
   if "eval/avg_loss" in last:
     lines.append(f"Held-out loss: {last['eval/avg_loss']:.4f} (perplexity {last['eval/avg_perplexity']:.3f})")
-  return [*lines, *(ghost_line(records, name) for name in plan.val_sets), f"Report: python -m maxghost.report {path}"]
+  return [
+    *lines,
+    *(ghost_line(records, name) for name in plan.cfg.val_sets),
+    f"Report: python -m maxghost.report {path}",
+  ]
 
 
 def ghost_line(records: list[dict], name: str) -> str:

@@ -88,7 +88,7 @@ class Device:
     self.params = {v.label: v for v in self.variables if v.row == PARAMETERS}
     layered = any(v.stacked for v in self.params.values()) or not cfg.model.scan_layers
     self.num_layers = cfg.model.base_num_decoder_layers if layered else 0
-    self.num_sets = len(cfg.data.validation_sets) if cfg.ghost.ghost_enabled else 0
+    self.num_sets = len(cfg.val_sets)
     self.rows = self._local_rows(cfg.data.per_device_batch_size * self.layout.num_devices)
     self.val_rows = self._local_rows(cfg.ghost.ghost_val_batch_size) if self.num_sets else 0
     self.length = self.part(cfg.data.max_target_length, "activation_length")
