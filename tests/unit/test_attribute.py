@@ -1,6 +1,7 @@
 """`maxghost attribute`: scores at checkpoints against the run's own log and against gradients of one document at a
 time, and the sketches with their errors."""
 
+import dataclasses
 import functools
 import json
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from maxghost.attribution.corpus import Corpus
 from maxghost.attribution.offline import Point
 from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import ConfigError
+from maxghost.objectives import LanguageModelLoss
 from maxghost.training import resume, state
 from maxghost.training.state import TrainStateNNX
 
@@ -250,6 +252,22 @@ def test_the_index_is_unbiased_and_knows_its_error(cfg, corpora, queries, tmp_pa
     order = [c["contribution"] for c in found[name]]
     assert order == sorted(order, reverse=True)
     assert found[name][0]["rank"] == 1
+
+
+def test_the_index_prepares_its_batches_as_the_objective_says(corpora, tmp_path, monkeypatch):
+  """An objective that counts only the first three targets of a document."""
+
+  def first_three(self, batch):
+    segments_BT, positions_BT = (batch.arrays[f"targets_{name}"] for name in ("segmentation", "position"))
+    counted = {"targets_segmentation": np.where(positions_BT < 3, segments_BT, 0)}
+    return dataclasses.replace(batch, arrays=batch.arrays | counted)
+
+  rows = len(list(corpora[0].batches(1)))
+  monkeypatch.setattr(LanguageModelLoss, "prepare", first_three)
+  with tiny.cheap_compilation():
+    count = offline.build_index(SGD, iter(points(SGD)[:1]), corpora[0], tmp_path, ROWS, rows, 2)
+  tokens = [json.loads(line)[-1] for line in (tmp_path / "ids.jsonl").read_text().splitlines()]
+  assert len(tokens) == count > 4 and max(tokens) == 3
 
 
 def test_answers_name_the_direction_and_are_written(trained, tmp_path, capsys):

@@ -13,6 +13,7 @@ import numpy as np
 import oracles
 import pytest
 import tiny
+from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.serialize_executable import deserialize_and_load
 
 from maxghost import config, train_compile
@@ -38,12 +39,17 @@ def compiled(tmp_path_factory):
   printed = pytest.MonkeyPatch()
   lines = []
   printed.setattr("builtins.print", lambda *values, **_: lines.append(" ".join(map(str, values))))
+  cache = jax.config.values["jax_compilation_cache_dir"]
+  jax.config.update("jax_compilation_cache_dir", str(path.parent / "programs"))
+  compilation_cache.reset_cache()
   try:
     code = train_compile.main(
       keys(compile_topology="cpu-8", per_device_batch_size=1, base_num_decoder_layers=1, compiled_trainstep_file=path)
     )
   finally:
     printed.undo()
+    jax.config.update("jax_compilation_cache_dir", cache)
+    compilation_cache.reset_cache()
   return code, lines, path
 
 
@@ -70,6 +76,11 @@ def test_it_prints_what_a_step_is_made_of_needs_and_moves(compiled):
     rf"saved {re.escape(str(path))}: \d+\.\d MB",
   ):
     assert re.search(f"^{expected}", text, re.M), expected
+
+
+def test_the_step_is_not_taken_from_a_cache(compiled):
+  """Of an executable that JAX's persistent cache gave back, the file would lack functions."""
+  assert list(compiled[2].parent.glob("programs/*step*")) == []
 
 
 def test_what_it_saves_is_the_train_step(compiled):
