@@ -302,7 +302,10 @@ def test_ranks_do_not_tell_apart_what_the_error_does_not(tmp_path, monkeypatch):
   np.save(tmp_path / "sketch_3.npy", product_NMR)
   np.savez(tmp_path / "step.npz", x=np.zeros(1))
   (tmp_path / "ids.jsonl").write_text("".join(json.dumps(["d", name, 0, 0, 5]) + "\n" for name in "abcd"))
-  ones = SimpleNamespace(respond=lambda *_: (None, 1.0, np.ones((1, 1, 50), np.float32)))
+  ones = SimpleNamespace(
+    prepare=lambda batch: batch,
+    respond=lambda *_: (None, 1.0, np.ones((1, 1, 50), np.float32)),
+  )
   monkeypatch.setattr(offline, "Sketcher", lambda *_: ones)
   about = {"directions": 50, "chunks": 4, "checkpoints": [[3, "x"]]}
   queries = {"q": SimpleNamespace(epoch_B=[0], arrays={})}
