@@ -96,9 +96,10 @@ class Identity(Response):
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise(Response):
-  """P_t multiplies elementwise by factor [*parameter]."""
+  """P_t multiplies elementwise by factor [*parameter]. size: its weighting, for a factor that is not positive."""
 
   factor: Any
+  size: Any = None
 
   def apply(self, x):
     return jnp.expand_dims(self.factor, tuple(range(x.ndim - self.factor.ndim))) * x
@@ -107,7 +108,7 @@ class Elementwise(Response):
     return self.apply(x)
 
   def weighting(self) -> Any:
-    return self.factor
+    return self.factor if self.size is None else self.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +152,15 @@ class UpdateRule(abc.ABC):
     gradient: of this step, [*lead, *parameter], before clipping. arrays: {name: array} for the names of `reads`.
     scalars: as `scalars` returns them.
     """
+
+  def path(self) -> "UpdateRule | None":
+    """The rule whose P_t g is the whole difference that the batch gradient g makes to the step, D(g) - D(0).
+
+    D is the step as a function of the gradient, with its response averaged over the gradients x g, x from 0 to 1
+    (Aumann and Shapley): the credit is linear in each example's gradient and adds up to the effect of the batch. None:
+    the rule does not offer it.
+    """
+    return None
 
   def reads(self, parameter: Parameter) -> tuple[str, ...]:
     """Names of the state arrays that the parameter's response needs, in order."""

@@ -187,7 +187,10 @@ def make_scorer(
     schedule=ghost.passes,
     num_val=ghost.ghost_val_batch_size,
   )
-  return Scorer(cfg, loss, optimizers.create(cfg.optimizer), twin, graphdef, num_segments)
+  # The account divides a step as its scores do: along the path, or into parts with the state held fixed.
+  along = ghost.ghost_direction == "path"
+  rule = optimizers.direction_rule(cfg.optimizer, "path") if along else optimizers.create(cfg.optimizer)
+  return Scorer(cfg, loss, rule, twin, graphdef, num_segments)
 
 
 def keep(train_state: TrainStateNNX, problem: Problem, scored: Scored) -> None:
