@@ -150,6 +150,7 @@ def gradients():
 def test_the_train_step_scores_documents_alone_and_its_account_closes(changes, gradients):
   """float64. The second step has a history; the clipping factor inside the moments is that of the step before."""
   run = Run(ghost_direction="path", remat_policy="full", **WIDE, **changes)
+  start = run.snapshot()
   run.step(TRAIN[0])
   before = run.snapshot()
   out, after = run.step(TRAIN[1]), run.snapshot()
@@ -171,6 +172,8 @@ def test_the_train_step_scores_documents_alone_and_its_account_closes(changes, g
   assert sum(columns) == pytest.approx(drop, abs=1e-7 * size)
   resting = {k: secant(G[k], g[k], before.first[k], before.second[k], **constants)[1] for k in G}
   assert columns[1] == pytest.approx(lr * sum(float((G[k] * x).sum()) for k, x in resting.items()), abs=1e-7 * size)
+  last = -sum(float((G[k] * (v - start.params[k])).sum()) for k, v in before.params.items())
+  assert out["prev_predicted"][0] == pytest.approx(last, abs=1e-7 * abs(last))  # from the moments alone
   assert out["check_rel_err"][0] < 1e-10
   if kappa == 1:
     assert abs(columns[-1]) < 1e-10 * size

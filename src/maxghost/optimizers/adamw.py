@@ -73,6 +73,15 @@ class AdamW(UpdateRule):
   def column_scales(self, learning_rate, clip_factor) -> dict:
     return {"momentum": learning_rate, "weight_decay": learning_rate * self.weight_decay}
 
+  def last_update(self, value, arrays: dict[str, Any], state: RuleState) -> Any:
+    """-rate (A + weight_decay theta) from the moments that made A, and from the value after it; 0 before any step."""
+    wide = jnp.promote_types(value.dtype, jnp.float32)
+    m, v = (arrays[name].astype(wide) for name in ("first_moment", "second_moment"))
+    _, correction1, correction2 = (x.astype(wide) for x in self.scalars(jnp.maximum(state.count, 1) - 1, 1.0))
+    rate = jnp.asarray(state.last_rate, wide)
+    moved = m / correction1 / (jnp.sqrt(v / correction2) + self.eps)
+    return -rate * (moved + self.weight_decay * value) / (1 - rate * self.weight_decay)
+
 
 @dataclasses.dataclass(frozen=True)
 class Secant(Elementwise):

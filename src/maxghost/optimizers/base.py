@@ -47,12 +47,14 @@ class RuleState:
   """The optimizer's state before a step, as read by an `UpdateRule`.
 
   arrays: {name: {label: array [*stack, *parameter]}}, with the names of `UpdateRule.state_keys`. count: steps taken
-  (int). clip_factor: the factor of gradient clipping in this step, or the one assumed for it.
+  (int). clip_factor: the factor of gradient clipping in this step, or the one assumed for it. last_rate: learning rate
+  of the step before; None: unknown.
   """
 
   arrays: dict[str, dict[str, Any]]
   count: Any
   clip_factor: Any = 1.0
+  last_rate: Any = None
 
   def of(self, label: str) -> dict[str, Any]:
     """{name: array} of one parameter, without names that have no array for it."""
@@ -181,6 +183,13 @@ class UpdateRule(abc.ABC):
   def column_scales(self, learning_rate, clip_factor) -> dict:
     """{column: factor of its inner product} for each of `columns`."""
     return {}
+
+  def last_update(self, value, arrays: dict[str, Any], state: RuleState) -> Any:
+    """The update of the step before, which led to the parameter's value, [*lead, *parameter].
+
+    arrays: its optimizer state, which that step left behind; state: also count and last_rate. None: unknown.
+    """
+    return None
 
   def read(self, optimizer, *, count=None, clip_factor: Any = 1.0) -> RuleState:
     """Reads an `nnx.Optimizer`, or an optax state with its count.

@@ -46,7 +46,7 @@ class Executable:
 class Program:
   """The functions that the loop calls. scored: labels and sizes of the scored parameters.
 
-  train_step(state, batch, val_batches) -> (state, out) donates the state. validation_loss(state, val_batches) -> [K].
+  train_step(state, batch, val_batches) -> (state, out) donates the state. closing: see `step.make_closing`.
   evaluate(state, batch) -> (summed loss, tokens). Each property waits until its function is compiled.
   """
 
@@ -64,8 +64,8 @@ class Program:
     return self._call("plain_step")
 
   @functools.cached_property
-  def validation_loss(self) -> Callable:
-    return self._call("validation_loss")
+  def closing(self) -> Callable:
+    return self._call("closing")
 
   @functools.cached_property
   def evaluate(self) -> Callable:
@@ -125,7 +125,7 @@ def build(plan: Plan) -> Program:
     plain, _ = train_step(dataclasses.replace(plan, cfg=replace(cfg, ghost_enabled=False)))
     submit("plain_step", begin, plain, state, batch, ())
   if cfg.val_sets:
-    submit("validation_loss", time.perf_counter(), step_lib.make_validation_loss(cfg, graphdef), state, val_batches)
+    submit("closing", time.perf_counter(), step_lib.make_closing(cfg, graphdef), state, val_batches)
   if cfg.run.eval_interval > 0:
     rows = batch_shapes(cfg, cfg.data.per_device_batch_size * layout.num_devices, layout)
     submit("evaluate", time.perf_counter(), step_lib.make_eval_step(cfg, graphdef), state, rows)

@@ -44,7 +44,7 @@ class Scorer:
   def problem(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Problem:
     """This step. split: the model. step_loss: the training loss, with dropout."""
     ghost, optimizer = self.cfg.ghost, self.cfg.optimizer
-    state, second_order = self.rule_state(train_state), ghost.ghost_direction == "second_order"
+    state, second_order = rule_state(self.cfg, self.rule, train_state), ghost.ghost_direction == "second_order"
     stored = None
     if ghost.ghost_val_every > 1:
       leaves = [v[...] for v in train_state.stored_gradients]
@@ -92,19 +92,12 @@ class Scorer:
       delta = jax.tree.map(lambda after, start: after - start, nnx.state(copy.model, copy.optimizer.wrt), before)
     return dataclasses.replace(state, clip_factor=factor), delta
 
-  def rule_state(self, train_state: TrainStateNNX) -> RuleState:
-    """The optimizer's state with the previous step's clipping factor; this step's needs the whole gradient."""
-    clips = self.cfg.optimizer.gradient_clipping_threshold
-    return self.rule.read(
-      train_state.optimizer, clip_factor=train_state.clip_factor[...] if clips else jnp.ones((), float)
-    )
-
   def columns(self, train_state: TrainStateNNX, params, scored: Scored, learning_rate, clip_factor) -> dict:
     """The ledger's columns, [K] each; empty for schedule concat, which never holds a whole validation gradient."""
     twin, passed, rule = self.twin, scored.passed, self.rule
     grads, sums = optimizers.by_label(passed.grads), scored.sums
     if scored.gradients is not None:
-      state = dataclasses.replace(self.rule_state(train_state), clip_factor=clip_factor)
+      state = dataclasses.replace(rule_state(self.cfg, self.rule, train_state), clip_factor=clip_factor)
       labels, values = {p.label for p in twin.scored}, optimizers.by_label(params)
       sums = ledger.sums(rule, state, twin.parameters, values, grads, scored.gradients, labels)
     if sums is None:
@@ -167,6 +160,17 @@ class Scorer:
     share_BS = self.loss.shares(batch, weight_BS)
     per_share_BS = jnp.where(share_BS != 0, 1 / jnp.where(share_BS != 0, share_BS, 1), 0)
     return Slots(used_BTS, target_BTS, target_BTS.sum(1), loss_BS, share_BS, per_share_BS)
+
+
+def rule_state(cfg: Config, rule: UpdateRule, train_state: TrainStateNNX) -> RuleState:
+  """The optimizer's state with the previous step's clipping factor; this step's needs the whole gradient."""
+  clips = cfg.optimizer.gradient_clipping_threshold
+  factor = train_state.clip_factor[...] if clips else jnp.ones((), float)
+  state = rule.read(train_state.optimizer, clip_factor=factor)
+  if cfg.ghost.ghost_every > 1 or cfg.ghost.ghost_val_every > 1:
+    return state  # the gradients of two steps in a row are not at hand
+  rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
+  return dataclasses.replace(state, last_rate=rate(jnp.maximum(train_state.step, 1) - 1))
 
 
 def make_scorer(
