@@ -17,9 +17,9 @@ from maxghost.ghost import (
   rules_models,  # noqa: F401  and of this project's layers
 )
 from maxghost.ghost.directions import DirectionSpec, GhostDirection, GhostProbe, ScoredParam, direction_state, part_name
-from maxghost.ghost.probed import SecondUse, TwinInfo, probed_call
+from maxghost.ghost.probed import TwinInfo, Use, probed_call
 from maxghost.optimizers import Parameter
-from maxghost.parallel.shardings import slash_path
+from maxghost.parallel.shardings import setting, slash_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def attach(
   spec: DirectionSpec | None = None,
   exclude: tuple[str, ...] = (),
   num_val: int = 0,
-  linked: dict[str, SecondUse] | None = None,
+  linked: dict[str, Use] | None = None,
 ) -> Twin:
   """Replaces each supported layer by its probed twin, in a copy of the model's graph.
 
@@ -256,7 +256,7 @@ def prepare_twin(
       )
   if not spec.in_backward and schedule == "two_pass":
     return twin
-  by_layer: dict[int, list[probed.Use]] = {}
+  by_layer: dict[int, list[Use]] = {}
   for use in used:
     by_layer.setdefault(id(use.layer), []).append(use)
   # A table may have one lookup and one other use.
@@ -272,21 +272,18 @@ def prepare_twin(
       f"parameter at one call. Use ghost_direction=sgd with two_pass, or name the paths in ghost_exclude"
     )
   looked_up = {use.path for use in used if not use.is_second}
-  linked = {
-    use.path: SecondUse(use.method, use.argument_shapes[0], use.static)
-    for use in used
-    if use.is_second and use.path in looked_up
-  }
+  linked = {u.path: dataclasses.replace(u, layer=None) for u in used if u.is_second and u.path in looked_up}
   return attached(linked=linked) if linked else twin
 
 
-def _calls(twin: Twin, model: nnx.Module, loss_fn: Callable, batch, rows: int) -> list[probed.Use]:
+def _calls(twin: Twin, model: nnx.Module, loss_fn: Callable, batch, rows: int) -> list[Use]:
   """The probed calls in one abstract evaluation of the loss, for a batch of so many rows."""
 
   def loss(params, rest, batch):
     return loss_fn(twin.merge(params, twin.zero_probes(), twin.blank_directions(), rest), batch)
 
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
-  with probed.record() as used:
+  used: list[Use] = []
+  with setting(probed.recorder, used):
     jax.eval_shape(loss, *split(model), shapes)
   return used

@@ -52,10 +52,10 @@ class Rule:
     """The layer's value, from that of the stock module and of the children."""
     return out
 
-  def sweep(self, twin: Any, method: str, static: tuple) -> Any:
-    """The passes of a `method` that computes gradients and scores in one sweep, as `rules_models.TiledSweep`.
+  def passes(self, twin: Any, method: str, static: tuple) -> Any:
+    """A `probed.LayerPasses` of `method` that computes gradients and scores together; None: its VJP, then `score`.
 
-    None: uses its VJP, then `score`. static: the call's arguments that are not arrays.
+    static: the call's arguments that are not arrays.
     """
     return None
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.schedules.base import Model, Problem, TrainPass, Validation
+from maxghost.ghost.schedules.base import Model, Problem, Scored, TrainPass, Validation
 from maxghost.objectives import as_objective
 from maxghost.optimizers import by_label
 from maxghost.parallel import constrain_state
@@ -129,11 +129,11 @@ def _for_each_set(function: Callable, batches: tuple):
   return values, [constrain_state(jax.tree.map(lambda x, k=k: x[k], states)) for k in range(len(batches))]
 
 
-def captured(twin: Twin, factored: dict, facts: dict) -> dict:
-  """{label: captured [*stack, K]}, from `direction_parts` or from the facts of the backward pass."""
+def scored_by_rules(twin: Twin, passed: TrainPass, val_loss, factored: dict, **rest) -> Scored:
+  """The results of a pass of the twin. factored: {label: captured [*stack, K]}, unless `passed.facts` contain it."""
   if twin.spec.in_backward and twin.spec.rank:
-    return {p.label: facts[p.label][..., 0] for p in twin.scored if p.low_rank}
-  return factored
+    factored = {p.label: passed.facts[p.label][..., 0] for p in twin.scored if p.low_rank}
+  return Scored(passed, val_loss, total(twin, passed.scores), factored, **rest)
 
 
 def total(twin: Twin, scores: dict) -> Any:

@@ -140,24 +140,27 @@ def pull_in_order(function: Callable, arguments: tuple, cotangent):
     return vjp.backward(saved, cotangent, *arguments)
 
 
-@dataclasses.dataclass(frozen=True)
 class Rows:
-  """One batch on its way through the layers. vjp: with a finished forward half; None: layers are recomputed."""
+  """One batch on its way through the layers. graphdef: of a layer, plain or probed.
 
-  layers: Layers
-  loss: StagedLoss
-  batch: Any
-  vjp: SavedVjp | None = None
+  vjp: of a layer, whose forward half saves arrays by the remat policy; None with segments, which recompute layers.
+  """
+
+  def __init__(self, layers: Layers, loss: StagedLoss, batch: Any, graphdef: nnx.GraphDef):
+    self.layers, self.loss, self.batch, self.function = layers, loss, batch, function(graphdef)
+    settings = layers.problem.settings
+    self.vjp = None if settings.segment_lengths else SavedVjp(stack.remat(self.function, settings.remat_policy))
 
   def arguments(self, x, layer, ghost: tuple = ()) -> tuple:
     """The arguments of `function`. ghost: the twin's (probes, directions)."""
     params, rest, index = layer
     return params, ghost, x, rest, self.loss.layer_inputs(self.batch), self.loss.layer_key(index)
 
-  def saving(self, graphdef: nnx.GraphDef) -> "Rows":
-    """With a VJP that saves arrays by the remat policy."""
-    policy = self.layers.problem.settings.remat_policy
-    return dataclasses.replace(self, vjp=SavedVjp(stack.remat(function(graphdef), policy)))
+  def pull(self, kept: Kept, cotangent, arguments: tuple):
+    """Cotangents of the arguments, from the saved arrays of the forward pass, or by a new pass."""
+    if self.vjp is None:
+      return pull_in_order(self.function, arguments, cotangent)
+    return self.vjp.backward(kept.saved, cotangent, *arguments)
 
 
 def function(graphdef: nnx.GraphDef):
@@ -173,7 +176,7 @@ def validation_back(batches: Pair, cotangents: tuple, kept_K: tuple, layer):
   """(validation gradients, cotangents of the layer's inputs) of each set."""
   gradients, below = [], []
   for rows, kept, cotangent in zip(batches.val, kept_K, cotangents, strict=True):
-    gradient, _, cotangent, *_ = _pulled(rows.layers.graphdef, rows, kept, cotangent, rows.arguments(kept.x, layer))
+    gradient, _, cotangent, *_ = rows.pull(kept, cotangent, rows.arguments(kept.x, layer))
     gradients.append(gradient)
     below.append(cotangent)
   return tuple(gradients), tuple(below)
@@ -188,18 +191,11 @@ def training_back(rows: Rows, cotangent, kept: Kept, gradients: tuple, made, lay
   state = layer_state(layers, index)
   parts, captured = made or layers.directions(gradients, state)
   arguments = rows.arguments(kept.x, layer, (layers.probes, direction_state(layers.inner, parts)))
-  grads, (probes, _), cotangent, *_ = _pulled(layers.twin_graphdef, rows, kept, cotangent, arguments)
+  grads, (probes, _), cotangent, *_ = rows.pull(kept, cotangent, arguments)
   state = _late_state(layers, state, index, probes)
   labelled = [layers.labelled(g) for g in gradients]
   sums = ledger_sums(layers, layers.inner, layers.labelled(params), layers.labelled(grads), labelled, state, parts)
   return cotangent, {"grads": grads, "probes": probes, "sums": sums, "captured": captured}
-
-
-def _pulled(graphdef: nnx.GraphDef, rows: Rows, kept: Kept, cotangent, arguments: tuple):
-  """Cotangents of the arguments, from the saved arrays of the forward pass, or by a new pass."""
-  if rows.vjp is None or kept.saved is None:
-    return pull_in_order(function(graphdef), arguments, cotangent)
-  return rows.vjp.backward(kept.saved, cotangent, *arguments)
 
 
 def layer_state(layers: Layers, index) -> RuleState | None:

@@ -4,6 +4,9 @@ The validation VJP of a layer gives its validation gradient G_l, which becomes i
 gives cotangent, parameter gradient and scores against that direction, and G_l is dropped. The whole direction never
 exists at once, and streamed weights are fetched once for both VJPs.
 
+Without segments the forward passes save arrays of every layer by the remat policy. With segments they save the input of
+every segment, from which the walk recomputes the layers' inputs.
+
 K validation sets, n examples, L layers.
 """
 
@@ -15,10 +18,10 @@ from flax import nnx
 
 from maxghost.ghost.directions import direction_parts, direction_state
 from maxghost.ghost.schedules.base import Problem, Scored, TrainPass
-from maxghost.ghost.schedules.passes import captured, mean_loss, total, validation_mean
-from maxghost.ghost.schedules.reverse_scan import layer, segments
-from maxghost.ghost.schedules.reverse_scan.layer import Layers, Pair, Rows, submodule
-from maxghost.models.segments import check
+from maxghost.ghost.schedules.passes import mean_loss, scored_by_rules, validation_mean
+from maxghost.ghost.schedules.reverse_scan import layer as layer_lib
+from maxghost.ghost.schedules.reverse_scan.layer import Kept, Layers, Pair, Rows, submodule
+from maxghost.models import autodiff, segments, streaming
 from maxghost.objectives import StagedLoss
 from maxghost.optimizers import by_label
 from maxghost.parallel import constrain_state
@@ -36,24 +39,21 @@ def run(problem: Problem) -> Scored:
     )
   layers = Layers(problem, tuple(loss.layers_path))
   twin, lengths = layers.twin, problem.settings.segment_lengths
-  check(layers.count, lengths)
-  vals = [_validation_forward(Rows(layers, val_loss, b)) for b in problem.val_batches]
-  val_heads = [_validation_head(rows, hidden) for rows, _, hidden in vals]
+  segments.check(layers.count, lengths)
+  vals = tuple(Rows(layers, val_loss, b, layers.graphdef) for b in problem.val_batches)
+  kept_K, hidden_K = zip(*map(_validation_forward, vals), strict=True)
+  val_heads = [_validation_head(rows, hidden) for rows, hidden in zip(vals, hidden_K, strict=True)]
   head_gradients = [pull(jnp.ones_like(value)) for value, pull in val_heads]
-  train, boundaries, hidden, links = _train_forward(Rows(layers, loss, batch))
+  train = Rows(layers, loss, batch, layers.twin_graphdef)
+  (boundaries, hidden), links = _train_forward(train)
   parts, _ = direction_parts(layers.outer, [by_label(g) for g, _ in head_gradients], state, layers.scalars)
   value, pull, (losses, weights) = _train_head(train, hidden, links, parts)
   head_grads, head_probes, cotangent, links = pull(jnp.ones_like(value))
-  found, cotangents = segments.back(
-    Pair(tuple(rows for rows, _, _ in vals), train),
-    Pair(tuple(kept for _, kept, _ in vals), boundaries),
-    Pair(tuple(ct for _, ct in head_gradients), cotangent),
-    layers.stacked(),
-    lengths,
-  )
+  below = Pair(tuple(ct for _, ct in head_gradients), cotangent)
+  found, cotangents = back(Pair(vals, train), Pair(kept_K, boundaries), below, layers.stacked(), lengths)
   outer_gradients = [
     by_label(jax.tree.map(jnp.add, g, _embed_gradient(rows, ct)))
-    for (g, _), (rows, _, _), ct in zip(head_gradients, vals, cotangents.val, strict=True)
+    for (g, _), rows, ct in zip(head_gradients, vals, cotangents.val, strict=True)
   ]
   parts, shares = direction_parts(layers.outer, outer_gradients, state, layers.scalars)
   embed_grads, embed_probes = _train_embed(train, cotangents.train, links, parts)
@@ -63,16 +63,13 @@ def run(problem: Problem) -> Scored:
   scores, facts = twin.scores(probe_grads)
   passed = TrainPass(value, losses, weights, grads, scores, facts, loss.metrics(hidden, batch))
   outer_params = by_label(layers.outer_params)
-  outer = layer.ledger_sums(layers, layers.outer, outer_params, by_label(outer_grads), outer_gradients, state, parts)
-  sums = {name: found["sums"][name].sum(0) + outer[name] for name in outer}
-  return Scored(
-    passed,
-    jnp.stack([value for value, _ in val_heads]),
-    total(twin, scores),
-    captured(twin, found["captured"] | shares, facts),
-    sums=sums or None,
-    used=sums.get("used"),
+  outer = layer_lib.ledger_sums(
+    layers, layers.outer, outer_params, by_label(outer_grads), outer_gradients, state, parts
   )
+  sums = {name: found["sums"][name].sum(0) + outer[name] for name in outer}
+  losses = jnp.stack([value for value, _ in val_heads])
+  shares = found["captured"] | shares
+  return scored_by_rules(twin, passed, losses, shares, sums=sums or None, used=sums.get("used"))
 
 
 # The plain model, for validation.
@@ -83,14 +80,9 @@ def _plain(layers: Layers, outer_params: nnx.State) -> nnx.Module:
 
 
 def _validation_forward(rows: Rows):
-  """(rows, kept inputs of layers or segments, hidden states for the head)."""
-  layers, lengths = rows.layers, rows.layers.problem.settings.segment_lengths
-  x = rows.loss.embed(_plain(layers, layers.outer_params), rows.batch)
-  if lengths:
-    keep = lambda x: segments.aside(layers, x)  # noqa: E731
-    return rows, *segments.inputs(rows, x, layers.stacked(), lengths, keep)
-  rows = rows.saving(layers.graphdef)
-  return rows, *segments.saving(rows, x)
+  """(kept inputs of layers or segments, hidden states for the head)."""
+  x = rows.loss.embed(_plain(rows.layers, rows.layers.outer_params), rows.batch)
+  return _forward(rows, x, keep=lambda x: aside(rows.layers, x))
 
 
 def _validation_head(rows: Rows, x):
@@ -119,21 +111,20 @@ def _probed(layers: Layers, outer_params: nnx.State, outer_probes: nnx.State, pa
 
 
 def _train_forward(rows: Rows):
-  """As `_validation_forward`, with the links of tied tables."""
-  layers, lengths, num_sets = rows.layers, rows.layers.problem.settings.segment_lengths, rows.layers.twin.num_sets
+  """(as `_validation_forward`, links of tied tables)."""
+  layers, num_sets, ghost = rows.layers, rows.layers.twin.num_sets, ()
   # The directions are not known yet; the forward pass does not depend on them.
   zeros = [by_label(jax.tree.map(jnp.zeros_like, layers.outer_params))] * num_sets
   parts, _ = direction_parts(layers.outer, zeros, layers.problem.state, layers.scalars)
   model = _probed(layers, layers.outer_params, layers.outer_probes, parts)
   x = rows.loss.embed(model, rows.batch)
   links = _links(model)
-  if lengths:
-    return rows, *segments.inputs(rows, x, layers.stacked(), lengths), links
-  one = jax.tree.map(lambda x: x[0], layers.params)
-  shapes, _ = jax.eval_shape(layers.directions, (one,) * num_sets, layer.layer_state(layers, 0))
-  blank = direction_state(layers.inner, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes))
-  rows = rows.saving(layers.twin_graphdef)
-  return rows, *segments.saving(rows, x, (layers.probes, blank)), links
+  if rows.vjp is not None:
+    one = jax.tree.map(lambda x: x[0], layers.params)
+    shapes, _ = jax.eval_shape(layers.directions, (one,) * num_sets, layer_lib.layer_state(layers, 0))
+    blank = direction_state(layers.inner, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes))
+    ghost = layers.probes, blank
+  return _forward(rows, x, ghost), links
 
 
 def _train_head(rows: Rows, x, links: dict, parts: dict):
@@ -168,3 +159,141 @@ def _links(model) -> dict:
     for path, node in nnx.iter_graph(model)
     if isinstance(node, nnx.Module) and (link := getattr(node, "ghost_link", None)) is not None
   }
+
+
+# All layers, or those of a segment.
+
+
+def _forward(rows: Rows, x, ghost: tuple = (), keep=lambda x: x):
+  """(`Kept` of all layers, or inputs of all segments; output of the last layer). ghost: as in `Rows.arguments`."""
+  vjp, scanned = rows.vjp, rows.layers.stacked()
+  if vjp is None:
+    return inputs(rows, x, scanned, rows.layers.problem.settings.segment_lengths, keep)
+
+  def body(x, layer):
+    value, saved = vjp.forward(*rows.arguments(x, layer, ghost))
+    return value, Kept(x, saved)
+
+  return jax.lax.scan(body, x, scanned)[::-1]
+
+
+def inputs(rows: Rows, x, scanned, segment_lengths: tuple, keep=lambda x: x):
+  """(inputs of these layers, or of their segments, with a leading axis; output of the last layer).
+
+  scanned: `Layers.stacked` of these layers. keep: moves a segment's input to its memory.
+  """
+  apply = layer_lib.function(rows.layers.graphdef)
+
+  def body(x, layer):
+    return apply(*rows.arguments(x, layer)), None if segment_lengths else Kept(x)
+
+  if not segment_lengths:
+    x, kept = jax.lax.scan(body, x, scanned)
+  else:
+
+    def through(x, _, segment):
+      return jax.lax.scan(body, x, segment)[0], keep(x)
+
+    x, kept = streaming.loop(through, x, None, segments.split(scanned, segment_lengths[0]))
+  return kept, x
+
+
+def back(batches: Pair, boundaries: Pair, cotangents: Pair, scanned, segment_lengths: tuple):
+  """({grads, probes, sums, captured} with a leading layer axis, cotangents of the first layer's inputs).
+
+  batches: `Rows`. boundaries: kept by `_forward` or `inputs`. scanned: `Layers.stacked` of these layers.
+  """
+  if not segment_lengths:
+    return _layers_back(batches, boundaries, cotangents, scanned)
+  layers, inner = batches.train.layers, segment_lengths[1:]
+  in_turn = not inner and smaller_gradients(layers, boundaries.val, scanned[0])
+
+  def segment(cotangents, outside, here):
+    x_val, number = outside
+    if in_turn:
+      out, cotangents = _segment_back(batches, x_val, boundaries.train, number, cotangents, here)
+    else:
+      x_train = streaming.fetch(boundaries.train, number)
+      x = Pair(_inputs_K(batches, x_val, here, inner), inputs(batches.train, x_train, here, inner)[0])
+      out, cotangents = back(batches, x, cotangents, here, inner)
+    return cotangents, out | {"grads": streaming.like(out["grads"], scanned[0])}
+
+  stacked = segments.split(scanned, segment_lengths[0])
+  outside = (boundaries.val, jnp.arange(scanned[2].shape[0] // segment_lengths[0]))
+  if in_turn:
+    cotangents = Pair(aside(layers, cotangents.val), cotangents.train)
+  cotangents, out = streaming.loop(segment, cotangents, outside, stacked, reverse=True)
+  return segments.join(out), streaming.to_device(cotangents)
+
+
+def aside(layers: Layers, x):
+  """Moves x of the validation rows to the memory where it stays during the training rows of a segment."""
+  return streaming.to_host(x) if layers.problem.settings.carries_on_host else x
+
+
+def smaller_gradients(layers: Layers, boundaries_K, layer_params) -> bool:
+  """Whether a layer's validation gradients are smaller than its validation inputs, for arrays with a leading axis."""
+  one = lambda tree: sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(tree))  # noqa: E731
+  return layers.twin.num_sets * one(layer_params) < one(boundaries_K)
+
+
+def _layers_back(batches: Pair, boundaries: Pair, cotangents: Pair, scanned):
+  """`back` layer by layer: first the validation VJPs of a layer, then its training VJP."""
+
+  def layer_back(cotangents, scanned):
+    x_val, place, layer = scanned
+    gradients, val_cotangents = layer_lib.validation_back(batches, cotangents.val, x_val, layer)
+    # Fetched only now; otherwise arrays computed from it would exist together with those above.
+    kept = streaming.fetch(boundaries.train, autodiff.after(place, val_cotangents))
+    cotangent, out = layer_lib.training_back(batches.train, cotangents.train, kept, gradients, None, layer)
+    return Pair(val_cotangents, cotangent), out
+
+  places = jnp.arange(scanned[2].shape[0])
+  cotangents, out = jax.lax.scan(layer_back, cotangents, (boundaries.val, places, scanned), reverse=True)
+  return out, cotangents
+
+
+def _segment_back(batches: Pair, x_val, train_boundaries, number, cotangents: Pair, scanned):
+  """`back` for the layers of one segment: first all validation VJPs, then all training VJPs.
+
+  Layer inputs then exist for one batch at a time, and validation gradients (or only their factors, if these suffice)
+  for all layers of the segment.
+  """
+  layers = batches.train.layers
+  factored = not layers.twin.spec.in_backward and layers.twin.spec.rank
+
+  def validation(cts, scanned):
+    x_K, layer = scanned
+    gradients, cts = layer_lib.validation_back(batches, cts, x_K, layer)
+    made = layers.directions(gradients, None) if factored else None
+    return cts, (() if factored and layers.problem.account is None else gradients, made)
+
+  inputs_K = _inputs_K(batches, x_val, scanned, ())
+  val_cotangents, kept = jax.lax.scan(
+    validation, streaming.to_device(cotangents.val), (inputs_K, scanned), reverse=True
+  )
+  # After this barrier the cotangent has moved, and the validation inputs are free before training inputs are computed.
+  state = (number, kept, aside(layers, val_cotangents))
+  number, (gradients, directions), val_cotangents = jax.lax.optimization_barrier(state)
+  x_train = streaming.fetch(train_boundaries, number)
+  held = gradients[0] if gradients else jax.tree.map(jnp.zeros_like, scanned[0])
+
+  def training(state, scanned):
+    ct, held = state
+    place, x, others, made, layer = scanned
+    first = jax.tree.map(lambda h: jax.lax.dynamic_index_in_dim(h, place, keepdims=False), held)
+    ct, out = layer_lib.training_back(batches.train, ct, x, (first, *others) if gradients else (), made, layer)
+    # A layer's training gradient replaces its validation gradient, which has been used.
+    grads = out.pop("grads")
+    held = jax.tree.map(lambda h, g: jax.lax.dynamic_update_index_in_dim(h, g, place, 0), held, grads)
+    return (ct, held), out
+
+  train_inputs, _ = inputs(batches.train, x_train, scanned, ())
+  outside = (jnp.arange(scanned[2].shape[0]), train_inputs, gradients[1:], directions, scanned)
+  (cotangent, held), out = jax.lax.scan(training, (cotangents.train, held), outside, reverse=True)
+  return out | {"grads": held}, Pair(val_cotangents, cotangent)
+
+
+def _inputs_K(batches: Pair, x_K, scanned, segment_lengths: tuple) -> tuple:
+  """`inputs` of each validation set, without the last output."""
+  return tuple(inputs(rows, x, scanned, segment_lengths)[0] for rows, x in zip(batches.val, x_K, strict=True))
