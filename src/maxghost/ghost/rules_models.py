@@ -224,8 +224,8 @@ class TiledPasses(LayerPasses):
   def _reduced(self, score_KBT):
     return score_KBT if self.info.resolution == 2 else score_KBT.sum(-1)
 
-  # The link of a tied table (`probed`) does not carry the cotangent of all logits, but what recomputes it for each token:
-  # x, and the loss's cotangent, log-sum-exp and label.
+  # The link of a tied table (`probed`) carries not the cotangent of all logits, but what recomputes it for each token: x,
+  # and the loss's cotangent, log-sum-exp and label.
 
   def blank_link(self, table, dtype):
     x_BTD, _ = super().blank_link(table, dtype)

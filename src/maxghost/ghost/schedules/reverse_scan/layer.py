@@ -41,9 +41,10 @@ class Kept(NamedTuple):
 class Layers:
   """A model and its twin, split at the stacked layers.
 
-  prefix: path of the layers. params, rest: of all layers, with a leading layer axis. graphdef, twin_graphdef, probes:
-  of one layer. inner, outer: the scored parameters of one layer, and those outside. state: the optimizer's, with the
-  arrays of the layers that the ledger or the directions read. scalars: of the twin's rule.
+  prefix: path of the layers. plain, probed: the whole model, and its twin with blank directions. params, rest: of all
+  layers, with a leading layer axis. graphdef, twin_graphdef, probes: of one layer. inner, outer: the scored parameters
+  of one layer, and those outside. state: the optimizer's, with the arrays of the layers that the ledger or the
+  directions read. scalars: of the twin's rule.
   """
 
   def __init__(self, problem: Problem, prefix: tuple):
@@ -51,11 +52,12 @@ class Layers:
     assert problem.twin is not None
     self.problem, self.twin, self.prefix = problem, problem.twin, prefix
     twin, state, (graphdef, params, rest) = problem.twin, problem.state, problem.model
-    layers = submodule(nnx.merge(graphdef, params, rest), prefix)
-    self.graphdef, self.params, self.rest = nnx.split(layers, nnx.Param, ...)
-    probed = submodule(twin.merge(params, twin.zero_probes(), twin.blank_directions(), rest), prefix)
-    self.twin_graphdef, _, probes, _, _ = nnx.split(probed, nnx.Param, GhostProbe, GhostDirection, ...)
-    self.probes = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), probes)
+    self.plain = nnx.merge(graphdef, params, rest)
+    self.graphdef, self.params, self.rest = nnx.split(submodule(self.plain, prefix), nnx.Param, ...)
+    self.probed = twin.merge(params, twin.zero_probes(), twin.blank_directions(), rest)
+    split = nnx.split(submodule(self.probed, prefix), nnx.Param, GhostProbe, GhostDirection, ...)
+    self.twin_graphdef, _, *self.blank, _ = split  # probes, directions
+    self.probes = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), self.blank[0])
     depth = len(prefix)
     self.outer_params, self.outer_probes = (
       nnx.from_flat_state({path: v for path, v in nnx.to_flat_state(whole) if path[:depth] != prefix})
@@ -141,15 +143,26 @@ def pull_in_order(function: Callable, arguments: tuple, cotangent):
 
 
 class Rows:
-  """One batch on its way through the layers. graphdef: of a layer, plain or probed.
+  """One batch on its way through the plain model or, for training, through the probed one.
 
   vjp: of a layer, whose forward half saves arrays by the remat policy; None with segments, which recompute layers.
   """
 
-  def __init__(self, layers: Layers, loss: StagedLoss, batch: Any, graphdef: nnx.GraphDef):
-    self.layers, self.loss, self.batch, self.function = layers, loss, batch, function(graphdef)
+  def __init__(self, layers: Layers, loss: StagedLoss, batch: Any, probed: bool = False):
+    self.layers, self.loss, self.batch, self.probed = layers, loss, batch, probed
+    self.outer_probes = layers.outer_probes if probed else None
+    self.function = function(layers.twin_graphdef if probed else layers.graphdef)
     settings = layers.problem.settings
     self.vjp = None if settings.segment_lengths else SavedVjp(stack.remat(self.function, settings.remat_policy))
+
+  def model(self, outer_params: nnx.State, outer_probes: nnx.State | None, parts: dict) -> nnx.Module:
+    """The whole model with these parameters outside the layers. parts: of the outer directions of a probed model."""
+    layers, model = self.layers, self.layers.problem.model
+    params = layers.join(layers.params, outer_params)
+    if outer_probes is None:
+      return model.merge(params)
+    probes, directions = map(layers.join, layers.blank, (outer_probes, direction_state(layers.outer, parts)))
+    return layers.twin.merge(params, probes, directions, model.rest)
 
   def arguments(self, x, layer, ghost: tuple = ()) -> tuple:
     """The arguments of `function`. ghost: the twin's (probes, directions)."""

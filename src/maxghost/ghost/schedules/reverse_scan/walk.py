@@ -10,6 +10,8 @@ every segment, from which the walk recomputes the layers' inputs.
 K validation sets, n examples, L layers.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,116 +42,81 @@ def run(problem: Problem) -> Scored:
   layers = Layers(problem, tuple(loss.layers_path))
   twin, lengths = layers.twin, problem.settings.segment_lengths
   segments.check(layers.count, lengths)
-  vals = tuple(Rows(layers, val_loss, b, layers.graphdef) for b in problem.val_batches)
-  kept_K, hidden_K = zip(*map(_validation_forward, vals), strict=True)
-  val_heads = [_validation_head(rows, hidden) for rows, hidden in zip(vals, hidden_K, strict=True)]
-  head_gradients = [pull(jnp.ones_like(value)) for value, pull in val_heads]
-  train = Rows(layers, loss, batch, layers.twin_graphdef)
-  (boundaries, hidden), links = _train_forward(train)
-  parts, _ = direction_parts(layers.outer, [by_label(g) for g, _ in head_gradients], state, layers.scalars)
-  value, pull, (losses, weights) = _train_head(train, hidden, links, parts)
+  vals, train = tuple(Rows(layers, val_loss, b) for b in problem.val_batches), Rows(layers, loss, batch, probed=True)
+  kept_K, hidden_K, _ = zip(*map(_forward, vals), strict=True)
+  val_heads = [_head(rows, validation_mean, hidden) for rows, hidden in zip(vals, hidden_K, strict=True)]
+  head_gradients = [pull(jnp.ones_like(value)) for value, pull, _ in val_heads]
+  boundaries, hidden, links = _forward(train)
+  parts, _ = direction_parts(layers.outer, [by_label(g) for g, *_ in head_gradients], state, layers.scalars)
+  value, pull, (losses, weights) = _head(train, mean_loss, hidden, links, parts)
   head_grads, head_probes, cotangent, links = pull(jnp.ones_like(value))
-  below = Pair(tuple(ct for _, ct in head_gradients), cotangent)
+  below = Pair(tuple(ct for _, _, ct, _ in head_gradients), cotangent)
   found, cotangents = back(Pair(vals, train), Pair(kept_K, boundaries), below, layers.stacked(), lengths)
   outer_gradients = [
-    by_label(jax.tree.map(jnp.add, g, _embed_gradient(rows, ct)))
-    for (g, _), rows, ct in zip(head_gradients, vals, cotangents.val, strict=True)
+    by_label(jax.tree.map(jnp.add, g, _embed(rows, ct)[0]))
+    for (g, *_), rows, ct in zip(head_gradients, vals, cotangents.val, strict=True)
   ]
   parts, shares = direction_parts(layers.outer, outer_gradients, state, layers.scalars)
-  embed_grads, embed_probes = _train_embed(train, cotangents.train, links, parts)
+  embed_grads, embed_probes = _embed(train, cotangents.train, links, parts)
   outer_grads = jax.tree.map(jnp.add, head_grads, embed_grads)
   probe_grads = layers.join(found["probes"], jax.tree.map(jnp.add, head_probes, embed_probes))
   grads = constrain_state(layers.join(found["grads"], outer_grads))
   scores, facts = twin.scores(probe_grads)
   passed = TrainPass(value, losses, weights, grads, scores, facts, loss.metrics(hidden, batch))
-  outer_params = by_label(layers.outer_params)
-  outer = layer_lib.ledger_sums(
-    layers, layers.outer, outer_params, by_label(outer_grads), outer_gradients, state, parts
-  )
+  params_now, grads_now = by_label(layers.outer_params), by_label(outer_grads)
+  outer = layer_lib.ledger_sums(layers, layers.outer, params_now, grads_now, outer_gradients, state, parts)
   sums = {name: found["sums"][name].sum(0) + outer[name] for name in outer}
-  losses = jnp.stack([value for value, _ in val_heads])
-  shares = found["captured"] | shares
-  return scored_by_rules(twin, passed, losses, shares, sums=sums or None, used=sums.get("used"))
+  val_losses, shares = jnp.stack([value for value, *_ in val_heads]), found["captured"] | shares
+  return scored_by_rules(twin, passed, val_losses, shares, sums=sums or None, used=sums.get("used"))
 
 
-# The plain model, for validation.
-
-
-def _plain(layers: Layers, outer_params: nnx.State) -> nnx.Module:
-  return layers.problem.model.merge(layers.join(layers.params, outer_params))
-
-
-def _validation_forward(rows: Rows):
-  """(kept inputs of layers or segments, hidden states for the head)."""
-  x = rows.loss.embed(_plain(rows.layers, rows.layers.outer_params), rows.batch)
-  return _forward(rows, x, keep=lambda x: aside(rows.layers, x))
-
-
-def _validation_head(rows: Rows, x):
-  def head(outer_params, x):
-    return validation_mean(*rows.loss.head(_plain(rows.layers, outer_params), x, rows.batch))
-
-  return jax.vjp(head, rows.layers.outer_params, x)
-
-
-def _embed_gradient(rows: Rows, cotangent) -> nnx.State:
-  layers = rows.layers
-  _, pull = jax.vjp(lambda p: rows.loss.embed(_plain(layers, p), rows.batch), layers.outer_params)
-  return pull(cotangent)[0]
-
-
-# The twin, for training.
-
-
-def _probed(layers: Layers, outer_params: nnx.State, outer_probes: nnx.State, parts: dict) -> nnx.Module:
-  """The twin with these parts of the outer directions; those of the layers are blank."""
-  twin = layers.twin
-  pairs = (twin.zero_probes(), outer_probes), (twin.blank_directions(), direction_state(layers.outer, parts))
-  flat = ((dict(nnx.to_flat_state(blank)), dict(nnx.to_flat_state(own))) for blank, own in pairs)
-  probes, directions = (nnx.from_flat_state(blank | own) for blank, own in flat)
-  return twin.merge(layers.join(layers.params, outer_params), probes, directions, layers.problem.model.rest)
-
-
-def _train_forward(rows: Rows):
-  """(as `_validation_forward`, links of tied tables)."""
-  layers, num_sets, ghost = rows.layers, rows.layers.twin.num_sets, ()
+def _forward(rows: Rows):
+  """(`Kept` of all layers, or the inputs of all segments; hidden states for the head; links of tied tables)."""
+  layers, settings, ghost = rows.layers, rows.layers.problem.settings, ()
   # The directions are not known yet; the forward pass does not depend on them.
-  zeros = [by_label(jax.tree.map(jnp.zeros_like, layers.outer_params))] * num_sets
-  parts, _ = direction_parts(layers.outer, zeros, layers.problem.state, layers.scalars)
-  model = _probed(layers, layers.outer_params, layers.outer_probes, parts)
+  model = layers.probed if rows.probed else layers.plain
   x = rows.loss.embed(model, rows.batch)
   links = _links(model)
-  if rows.vjp is not None:
-    one = jax.tree.map(lambda x: x[0], layers.params)
-    shapes, _ = jax.eval_shape(layers.directions, (one,) * num_sets, layer_lib.layer_state(layers, 0))
+  if rows.vjp is None:
+    keep = (lambda x: x) if rows.probed else functools.partial(aside, layers)
+    return *inputs(rows, x, layers.stacked(), settings.segment_lengths, keep), links
+  if rows.probed:
+    one = (jax.tree.map(lambda x: x[0], layers.params),) * layers.twin.num_sets
+    shapes, _ = jax.eval_shape(layers.directions, one, layer_lib.layer_state(layers, 0))
     blank = direction_state(layers.inner, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes))
     ghost = layers.probes, blank
-  return _forward(rows, x, ghost), links
+
+  def body(x, layer):
+    value, saved = rows.vjp.forward(*rows.arguments(x, layer, ghost))
+    return value, Kept(x, saved)
+
+  x, kept = jax.lax.scan(body, x, layers.stacked())
+  return kept, x, links
 
 
-def _train_head(rows: Rows, x, links: dict, parts: dict):
-  """`jax.vjp` of the loss in (outer parameters, outer probes, x, links)."""
+def _head(rows: Rows, mean: Callable, x, links: dict | None = None, parts: dict | None = None):
+  """`jax.vjp` of the loss in (outer parameters, outer probes, x, links), and (losses, weights)."""
 
   def head(outer_params, outer_probes, x, links):
-    model = _probed(rows.layers, outer_params, outer_probes, parts)
+    model = rows.model(outer_params, outer_probes, parts)
     for path, arrays in links.items():
       node: Any = submodule(model, path)
       node.ghost_link = nnx.List([nnx.Intermediate(array) for array in arrays])
     losses, weights = rows.loss.head(model, x, rows.batch)
-    return mean_loss(losses, weights), (losses, weights)
+    return mean(losses, weights), (losses, weights)
 
-  return jax.vjp(head, rows.layers.outer_params, rows.layers.outer_probes, x, links, has_aux=True)
+  return jax.vjp(head, rows.layers.outer_params, rows.outer_probes, x, links or {}, has_aux=True)
 
 
-def _train_embed(rows: Rows, cotangent, link_cotangents: dict, parts: dict):
+def _embed(rows: Rows, cotangent, link_cotangents: dict | None = None, parts: dict | None = None):
   """(gradients, probe gradients) of the lookup."""
 
   def embed(outer_params, outer_probes):
-    model = _probed(rows.layers, outer_params, outer_probes, parts)
+    model = rows.model(outer_params, outer_probes, parts)
     return rows.loss.embed(model, rows.batch), _links(model)
 
-  _, pull = jax.vjp(embed, rows.layers.outer_params, rows.layers.outer_probes)
-  return pull((cotangent, link_cotangents))
+  _, pull = jax.vjp(embed, rows.layers.outer_params, rows.outer_probes)
+  return pull((cotangent, link_cotangents or {}))
 
 
 def _links(model) -> dict:
@@ -159,22 +126,6 @@ def _links(model) -> dict:
     for path, node in nnx.iter_graph(model)
     if isinstance(node, nnx.Module) and (link := getattr(node, "ghost_link", None)) is not None
   }
-
-
-# All layers, or those of a segment.
-
-
-def _forward(rows: Rows, x, ghost: tuple = (), keep=lambda x: x):
-  """(`Kept` of all layers, or inputs of all segments; output of the last layer). ghost: as in `Rows.arguments`."""
-  vjp, scanned = rows.vjp, rows.layers.stacked()
-  if vjp is None:
-    return inputs(rows, x, scanned, rows.layers.problem.settings.segment_lengths, keep)
-
-  def body(x, layer):
-    value, saved = vjp.forward(*rows.arguments(x, layer, ghost))
-    return value, Kept(x, saved)
-
-  return jax.lax.scan(body, x, scanned)[::-1]
 
 
 def inputs(rows: Rows, x, scanned, segment_lengths: tuple, keep=lambda x: x):
