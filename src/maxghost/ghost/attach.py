@@ -39,13 +39,7 @@ class Twin:
 
   def placed(self, parts: dict) -> dict:
     """{label: parts} with sharded factors; unsharded, those of all layers would be the largest arrays of the step."""
-    return {
-      param.label: tuple(
-        param.placed_factor(name, array) if name in ("left", "right") else array
-        for name, array in zip(param.parts, parts[param.label], strict=True)
-      )
-      for param in self.scored
-    }
+    return {p.label: tuple(map(p.placed_factor, p.parts, parts[p.label])) for p in self.scored}
 
   def direction_state(self, parts: dict) -> nnx.State:
     return direction_state(self.scored, parts)
@@ -98,23 +92,29 @@ def attach(
   graphdef, state = nnx.split(model)
   twin = nnx.merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
   modules: dict[tuple, Any] = {path: node for path, node in nnx.iter_graph(twin) if isinstance(node, nnx.Module)}
-  owners = _owners(modules)
-  excluded = excluded_labels(list(owners), exclude)
+  excluded = excluded_labels(list(views), exclude)
   reduced = (num_examples,) if num_positions is None else (num_examples, num_positions)
   scored: list[ScoredParam] = []
-  uncovered = []
+  uncovered, labels = [], {}
   for path, module in modules.items():
-    names = [n for label, (p, n) in owners.items() if p == path and label not in excluded]
-    found = rules.find(module)
+    names, found = [], rules.find(module)
+    for name, value in vars(module).items():
+      if isinstance(value, nnx.Param):
+        where = slash_path((*path, name))
+        if labels.setdefault(id(value), where) != where:
+          raise ValueError(
+            f"Param {where} is also {labels[id(value)]}: a shared Param needs one owner whose methods make both uses "
+            "(as nnx.Embed's __call__ and attend)"
+          )
+        names += [] if where in excluded else [name]
     if found is None:
       uncovered += [f"{slash_path((*path, n))} ({type(module).__name__})" for n in names]
     if found is None or not names:
       continue
     stock, _ = nnx.split(found.stock(module))
-    label, own = slash_path(path), []
-    for where in ((*path, name) for name in names):
-      own.append(_probe(module, where, found, views[slash_path(where)], spec, num_sets, reduced))
-    module.ghost_info = TwinInfo(label, stock, tuple(own), num_examples, num_positions, num_val, linked.get(label))
+    label, paths = slash_path(path), [(*path, name) for name in names]
+    own = tuple(_probe(module, path, found, views[slash_path(path)], spec, num_sets, reduced) for path in paths)
+    module.ghost_info = TwinInfo(label, stock, own, num_examples, num_positions, num_val, linked.get(label))
     module.__class__ = _twin_class(type(module), found)
     scored += own
   if uncovered:
@@ -126,10 +126,8 @@ def attach(
   if spec.rank and not any(p.low_rank for p in scored):
     matrices = [p.parameter.matrix_shape(p.shape) for p in scored if p.parameter.rows]
     useful = max((i * o // (2 * (i + o)) for i, o in matrices), default=0)
-    raise ValueError(
-      f"ghost_rank={spec.rank} saves nothing on any parameter of this model: use at most {useful}, or 0 for exact "
-      "scores"
-    )
+    problem = f"ghost_rank={spec.rank} saves nothing on any parameter of this model"
+    raise ValueError(f"{problem}: use at most {useful}, or 0 for exact scores")
   twin_graphdef, _, probes, _, _ = nnx.split(twin, nnx.Param, GhostProbe, GhostDirection, ...)
   ordered = tuple(sorted(scored, key=lambda param: param.label))
   return Twin(twin_graphdef, ordered, tuple(sorted(excluded)), spec, num_sets, probes, views)
@@ -145,24 +143,6 @@ def parameters(model: nnx.Module) -> dict[str, Parameter]:
     view = (0, 0) if rule is None else (rule.rows(module, name), rule.groups(module, name))
     found[label] = Parameter(label, *view)
   return found
-
-
-def _owners(modules: dict) -> dict[str, tuple[tuple, str]]:
-  """{label: (module path, attribute)} of every Param; raises ValueError for a Param held under two names."""
-  owners, seen = {}, {}
-  for path, module in modules.items():
-    for name, value in vars(module).items():
-      if not isinstance(value, nnx.Param):
-        continue
-      label = slash_path((*path, name))
-      if id(value) in seen:
-        raise ValueError(
-          f"Param {label} is also {seen[id(value)]}: a shared Param needs one owner whose methods make both uses "
-          "(as nnx.Embed's __call__ and attend)"
-        )
-      seen[id(value)] = label
-      owners[label] = path, name
-  return owners
 
 
 def excluded_labels(labels: list[str], patterns: tuple[str, ...]) -> set[str]:

@@ -295,16 +295,7 @@ def _backward_vocab(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit, 
 
 
 def backward(
-  head: Head,
-  x_BTD,
-  w,
-  targets_BT,
-  log_sum_BT,
-  g_BT,
-  *,
-  gradients: bool = True,
-  visit: Callable | None = None,
-  extra=None,
+  head: Head, x_BTD, w, targets_BT, log_sum_BT, g_BT, *, gradients=True, visit: Callable | None = None, extra=None
 ):
   """Returns (gradient of x in x's dtype, gradient of w in w's dtype, visited) for the losses' cotangent g_BT.
 
