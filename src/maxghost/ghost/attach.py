@@ -114,7 +114,7 @@ def attach(
     stock, _ = nnx.split(found.stock(module))
     label, paths = slash_path(path), [(*path, name) for name in names]
     own = tuple(_probe(module, path, found, views[slash_path(path)], spec, num_sets, reduced) for path in paths)
-    module.ghost_info = TwinInfo(label, stock, own, num_examples, num_positions, num_val, linked.get(label))
+    module.ghost_info = TwinInfo(label, stock, own, reduced, num_val, linked.get(label))
     module.__class__ = _twin_class(type(module), found)
     scored += own
   if uncovered:

@@ -44,7 +44,7 @@ class Use:
 class TwinInfo:
   """Static properties of one probed layer: its path, its graph without probes (`stock`), and its scored parameters.
 
-  num_examples, num_positions: leading axes of the layer's output; num_positions None scores whole examples.
+  reduced: leading axes of the layer's output, and last ones of a probe: (n,) scores examples, (n, T) every position.
   num_val: validation rows at the end of the batch (schedule 'concat'), whose weight gradient is G.
   linked: second use of a table whose direction needs the weight gradient of both uses.
   """
@@ -52,15 +52,9 @@ class TwinInfo:
   path: str
   stock: nnx.GraphDef
   scored: tuple[ScoredParam, ...]
-  num_examples: int
-  num_positions: int | None
+  reduced: tuple[int, ...]
   num_val: int = 0
   linked: Use | None = None
-
-  @property
-  def resolution(self) -> int:
-    """Number of axes of a probe after its sets: 1 for [n], 2 for [n, T]."""
-    return 1 if self.num_positions is None else 2
 
   @property
   def in_backward(self) -> bool:
@@ -85,13 +79,12 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, args: tuple, kwargs: d
   else:
     output = _passes(twin, rule, info.linked.method, info.linked.static, lambda arrays: (arrays, {}))
     out = _linked_lookup(passes, output, values, arrays, parts, probes)
-  used, rows = recorder.get(), info.num_examples + info.num_val
-  expected = (rows,) if info.num_positions is None else (rows, info.num_positions)
+  used, expected = recorder.get(), (info.reduced[0] + info.num_val, *info.reduced[1:])
   if used is not None:
     shapes = tuple(x.shape for x in arrays)
     used.append(Use(twin, info.path, method, shapes, out.shape, static, method in rule.second_uses))
   elif out.shape[: len(expected)] != expected:
-    axes = "examples" if info.num_positions is None else "examples and positions"
+    axes = " and ".join(("examples", "positions")[: len(expected)])
     raise ValueError(
       f"{info.path}.{method} returns shape {out.shape}, but its leading axes must be the {axes} {expected}: give the "
       f"layer inputs with the batch axis first (broadcast shared inputs to the batch), or name it in ghost_exclude"
@@ -142,7 +135,7 @@ class LayerPasses:
       for param in self.info.scored:
         direction, facts = form(param)
         with jax.named_scope("ghost_score"):
-          score = _placed(self.info, self.rule.score(call, param.name, direction))
+          score = constrain(self.rule.score(call, param.name, direction), SCORES[: 1 + len(self.info.reduced)])
         scores[param.name] = filled(score, facts, values[param.name])
       if gradients:  # With the scores first, the cotangent of the layer's input can be formed where it is used.
         cotangent, scores = autodiff.barrier(cotangent, scores)
@@ -151,7 +144,7 @@ class LayerPasses:
   def _call(self, values: dict, arrays, cotangent) -> rules.Call:
     args, _ = self.rebuild(arrays)
     apply = lambda values: self.apply(values, arrays)  # noqa: E731
-    return rules.Call(self.twin, self.method, values, args, cotangent, apply, self.info.resolution)
+    return rules.Call(self.twin, self.method, values, args, cotangent, apply, len(self.info.reduced))
 
   # For a table that is used twice, see below.
 
@@ -175,10 +168,6 @@ def _passes(twin, rule: rules.Rule, method: str, static: tuple, rebuild: Callabl
   if tiled is not None and twin.ghost_info.num_val:
     raise ValueError("num_vocab_tiling > 1 has no ghost_schedule=concat; use two_pass or reverse_scan")
   return tiled or LayerPasses(rule, twin, method, rebuild)
-
-
-def _placed(info: TwinInfo, score):
-  return constrain(score, SCORES[: 1 + info.resolution])
 
 
 def filled(score, facts, value) -> dict:
@@ -228,7 +217,7 @@ def _split_rows(passes: LayerPasses, values, arrays, cotangent, parts):
   Returns the training rows' (arrays, cotangent), (d_values of the training rows, d_arrays of all rows), and the parts
   with the validation rows' weight gradient.
   """
-  info, n = passes.info, passes.info.num_examples
+  info, n = passes.info, passes.info.reduced[0]
   shared = [x.ndim == 0 or x.shape[0] != n + info.num_val for x in arrays]
   if any(shared):
     raise ValueError(f"{info.path}: schedule 'concat' needs the batch axis first in every input of the layer")
@@ -260,7 +249,7 @@ def _linked_lookup(lookup: LayerPasses, output: LayerPasses, values, arrays, par
   """The gathered rows; keeps the link in the twin. output: the passes of the second use."""
   info, ((name, table),), (ids,) = lookup.info, values.items(), arrays
   (param,) = info.scored
-  train, val = slice(None, info.num_examples), slice(info.num_examples, None)
+  train, val = slice(None, info.reduced[0]), slice(info.reduced[0], None)
 
   def gather(table, ids):
     return lookup.apply({name: table}, [ids])
@@ -274,7 +263,7 @@ def _linked_lookup(lookup: LayerPasses, output: LayerPasses, values, arrays, par
     direction, facts = directions.form(param, parts, weight_gradient)
     output_score = output.carried_score({name: table}, carried, direction)
     whole = lookup.carried_score({name: table}, (ids, b), direction) + output_score
-    return filled(_placed(info, whole), facts, table)
+    return filled(constrain(whole, SCORES[: 1 + len(info.reduced)]), facts, table)
 
   @jax.custom_vjp
   def op(table, ids, parts, probe):
@@ -322,7 +311,7 @@ def _linked_output(passes: LayerPasses, arrays):
     arrays, table, residuals = saved
     (d_values, d_arrays), _ = passes.backward({param.name: table}, arrays, residuals, cotangent)
     if info.num_val:  # the validation rows, which come last, do not count
-      train = slice(None, info.num_examples)
+      train = slice(None, info.reduced[0])
       _, pull = jax.vjp(lambda values: passes.apply(values, [x[train] for x in arrays]), {param.name: table})
       (d_values,) = pull(cotangent[train])
     carried = passes.carried(arrays, residuals, cotangent)

@@ -39,8 +39,7 @@ class RoutedMoeRule(Rule):
   def rows(self, module, name):
     return 0 if name.endswith("_bias") else 1
 
-  def groups(self, module, name):
-    return 0 if name.endswith("_bias") else 1
+  groups = rows  # one axis numbers the experts, the next is a matrix's rows
 
   def stock(self, module: Any):
     alone: Any = nnx.clone(module)
@@ -54,9 +53,8 @@ class RoutedMoeRule(Rule):
       return super().score(call, name, direction)
     split = moe.find_split(call.module, call.args[0].shape)
     if "use" not in call.memo:
-      x, index, weight = call.args
-      whole = (call.module, call.values, x, index, weight, call.cotangent)
-      call.memo["use"] = _use(*whole) if split is None else _use_on_mesh(call, split)
+      whole = call.values, *call.args, call.cotangent
+      call.memo["use"] = _use(call.module, *whole) if split is None else _use_on_mesh(call.module, split, *whole)
     rows, used = call.memo["use"]
     x_RI, g_RO = used[name.removesuffix("_bias")]
     length = call.cotangent.shape[1]
@@ -110,18 +108,15 @@ def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, di
 # On a mesh each device scores the rows of its own experts, as in `moe.Split`.
 
 
-def _use_on_mesh(call, split: moe.Split):
-  module = call.module
-
+def _use_on_mesh(module, split: moe.Split, values: dict, *arrays):
   def local(params, x, index, weight, b):
     x, index, weight, b = split.gather(x, index, weight, b)
     return _use(module, params, x, index, weight, b, split.first_expert(params))
 
   whole, wide = PartitionSpec(split.sorted_rows), PartitionSpec(split.sorted_rows, split.width or None)
   used = {name: (whole, wide) for name in module.branches} | {"wo": (wide, whole)}
-  params = {name: split.param(name) for name in call.values}
-  run = split.map(local, (params, *[split.tokens] * 4), (whole, used))
-  return run(call.values, *call.args, call.cotangent)
+  params = {name: split.param(name) for name in values}
+  return split.map(local, (params, *[split.tokens] * 4), (whole, used))(values, *arrays)
 
 
 def _scores_on_mesh(module, name: str, length: int, split: moe.Split, arrays):
@@ -222,10 +217,10 @@ class TiledPasses(LayerPasses):
     return {"visit": visit, "extra": blocks}
 
   def _reduced(self, score_KBT):
-    return score_KBT if self.info.resolution == 2 else score_KBT.sum(-1)
+    return score_KBT if len(self.info.reduced) == 2 else score_KBT.sum(-1)
 
-  # The link of a tied table (`probed`) carries not the cotangent of all logits, but what recomputes it for each token: x,
-  # and the loss's cotangent, log-sum-exp and label.
+  # The link of a tied table (`probed`) carries what recomputes the cotangent of the logits for each token: x, and the
+  # loss's cotangent, log-sum-exp and label.
 
   def blank_link(self, table, dtype):
     x_BTD, _ = super().blank_link(table, dtype)

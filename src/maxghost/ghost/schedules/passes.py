@@ -50,28 +50,22 @@ def validation_gradients(model: Model, loss_fn: Callable, batches: tuple):
 
 def validation(problem: Problem) -> Validation:
   """The validation gradients of this step, known or new."""
-  known = problem.validation
+  known, rows = problem.validation, (problem.model, problem.val_loss, problem.val_batches)
   if isinstance(known, Validation):
     return known
-  batches = problem.val_batches
-
-  def fresh() -> Validation:
-    return Validation(*validation_gradients(problem.model, problem.val_loss, batches))
-
   if known is None:
-    return fresh()
-  stored = known.leaves
+    return Validation(*validation_gradients(*rows))
+  stored, num_sets = known.leaves, len(problem.val_batches)
 
   def renewed():
-    found = fresh()
-    return found.losses, [g.astype(s.dtype) for g, s in zip(jax.tree.leaves(found.gradients), stored, strict=True)]
+    losses, gradients = validation_gradients(*rows)
+    return losses, [g.astype(s.dtype) for g, s in zip(jax.tree.leaves(gradients), stored, strict=True)]
 
   def stale():
-    return jnp.full((len(batches),), jnp.nan, stored[0].dtype), stored
+    return jnp.full((num_sets,), jnp.nan, stored[0].dtype), stored
 
   losses, leaves = jax.lax.cond(known.refresh, renewed, stale)
-  tree = jax.tree.structure([problem.model.params] * len(batches))
-  return Validation(losses, jax.tree.unflatten(tree, leaves))
+  return Validation(losses, jax.tree.unflatten(jax.tree.structure([problem.model.params] * num_sets), leaves))
 
 
 def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.State) -> tuple[list, list]:
