@@ -56,10 +56,6 @@ class TwinInfo:
   num_val: int = 0
   linked: Use | None = None
 
-  @property
-  def in_backward(self) -> bool:
-    return self.scored[0].spec.in_backward
-
 
 def probed_call(twin: Any, rule: rules.Rule, method: str, args: tuple, kwargs: dict):
   """Calls `method(*args, **kwargs)` of the layer behind `twin`; the backward pass scores into the twin's probes."""
@@ -68,7 +64,7 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, args: tuple, kwargs: d
     name: v[...] for name, v in vars(twin).items() if isinstance(v, nnx.Variable) and not name.startswith("ghost_")
   }
   parts = {p.name: tuple(getattr(twin, part_name(p.name, part))[...] for part in p.parts) for p in info.scored}
-  kinds = ("probe", "facts") if info.in_backward else ("probe",)
+  kinds = ("probe", "facts") if info.scored[0].spec.in_backward else ("probe",)
   probes = {p.name: {kind: getattr(twin, part_name(p.name, kind))[...] for kind in kinds} for p in info.scored}
   arrays, static, rebuild = _separate(args, kwargs)
   passes = _passes(twin, rule, method, static, rebuild)
@@ -112,7 +108,7 @@ class LayerPasses:
   rebuild(arrays) -> (args, kwargs).
   """
 
-  def __init__(self, rule: rules.Rule, twin: Any, method: str, rebuild: Callable | None = None):
+  def __init__(self, rule: rules.Rule, twin: Any, method: str, rebuild: Any = None):
     self.rule, self.twin, self.method, self.rebuild = rule, twin, method, rebuild
     self.info: TwinInfo = twin.ghost_info
 
@@ -124,7 +120,7 @@ class LayerPasses:
     """(output, residuals)."""
     return jax.vjp(self.apply, values, arrays)
 
-  def backward(self, values: dict, arrays, residuals, cotangent, form: Callable | None = None, gradients: bool = True):
+  def backward(self, values: dict, arrays, residuals, cotangent, form: Any = None, gradients=True) -> tuple:
     """((gradients of values, of arrays), {name: cotangents of its probes}); None for those not requested.
 
     form: ScoredParam -> (direction, facts), as `directions.form`; None: no scores.
@@ -150,7 +146,8 @@ class LayerPasses:
 
   def blank_link(self, table, dtype) -> tuple:
     """Zeros, whose cotangents become what is `carried`. dtype: of the looked-up rows."""
-    shape = self.info.linked.argument_shapes[0]
+    use: Any = self.info.linked
+    shape = use.argument_shapes[0]
     return jnp.zeros(shape, dtype), jnp.zeros((*shape[:-1], table.shape[0]), dtype)
 
   def carried(self, arrays, residuals, cotangent) -> tuple:
@@ -184,9 +181,7 @@ def _scored_call(passes: LayerPasses, values, arrays, parts, probes):
   """The method, whose backward pass fills the probes."""
   info = passes.info
 
-  @jax.custom_vjp
-  def op(values, arrays, parts, probes):
-    return passes.apply(values, arrays)
+  op = jax.custom_vjp(lambda values, arrays, parts, probes: passes.apply(values, arrays))
 
   def forward(values, arrays, parts, probes):
     out, residuals = passes.forward(values, arrays)
@@ -197,7 +192,7 @@ def _scored_call(passes: LayerPasses, values, arrays, parts, probes):
     zeros, known = jax.tree.map(zero_cotangent, parts), None
     if info.num_val:
       (arrays, cotangent), known, parts = _split_rows(passes, values, arrays, cotangent, parts)
-    elif info.in_backward:
+    elif info.scored[0].spec.in_backward:
       known, _ = passes.backward(values, arrays, residuals, cotangent)
 
     def form(param: ScoredParam):
@@ -254,7 +249,7 @@ def _linked_lookup(lookup: LayerPasses, output: LayerPasses, values, arrays, par
   def gather(table, ids):
     return lookup.apply({name: table}, [ids])
 
-  def run(table, ids):
+  def run(table, ids, parts, probe):
     rows = gather(table, ids)
     return rows, (table, *output.blank_link(table, rows.dtype))
 
@@ -265,12 +260,8 @@ def _linked_lookup(lookup: LayerPasses, output: LayerPasses, values, arrays, par
     whole = lookup.carried_score({name: table}, (ids, b), direction) + output_score
     return filled(constrain(whole, SCORES[: 1 + len(info.reduced)]), facts, table)
 
-  @jax.custom_vjp
-  def op(table, ids, parts, probe):
-    return run(table, ids)
-
   def forward(table, ids, parts, probe):
-    return run(table, ids), (table, ids, parts)
+    return run(table, ids, parts, probe), (table, ids, parts)
 
   def backward(residuals, cotangents):
     table, ids, parts = residuals
@@ -286,6 +277,7 @@ def _linked_lookup(lookup: LayerPasses, output: LayerPasses, values, arrays, par
     scores = score(table, ids[train], b[train], [array[train] for array in carried], d_table, used)
     return d_table, autodiff.no_cotangent(ids), jax.tree.map(zero_cotangent, parts), scores
 
+  op = jax.custom_vjp(run)
   op.defvjp(forward, backward)
   rows, link = op(table, ids, parts[name], probes[name])
   lookup.twin.ghost_link = nnx.List([nnx.Intermediate(x) for x in link])
@@ -299,9 +291,7 @@ def _linked_output(passes: LayerPasses, arrays):
     raise ValueError(f"{info.path} is used as output before it is looked up; a tied table is looked up first")
   (param,), link = info.scored, tuple(v[...] for v in twin.ghost_link)
 
-  @jax.custom_vjp
-  def op(arrays, table, *blank):
-    return passes.apply({param.name: table}, arrays)
+  op = jax.custom_vjp(lambda arrays, table, *blank: passes.apply({param.name: table}, arrays))
 
   def forward(arrays, table, *blank):
     out, residuals = passes.forward({param.name: table}, arrays)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec
 
 from maxghost.ghost.directions import Direction
@@ -32,6 +31,7 @@ class RoutedMoeRule(Rule):
   """
 
   methods = ("experts",)
+  children = ("gate",)
 
   def rank(self, module: Any, name):
     return 2 if name.endswith("_bias") else 3
@@ -41,11 +41,6 @@ class RoutedMoeRule(Rule):
 
   groups = rows  # one axis numbers the experts, the next is a matrix's rows
 
-  def stock(self, module: Any):
-    alone: Any = nnx.clone(module)
-    alone.gate = None
-    return alone
-
   def score(self, call, name, direction):
     if not call.module.sparse:
       if direction.left is not None:
@@ -53,7 +48,7 @@ class RoutedMoeRule(Rule):
       return super().score(call, name, direction)
     split = moe.find_split(call.module, call.args[0].shape)
     if "use" not in call.memo:
-      whole = call.values, *call.args, call.cotangent
+      whole: Any = call.values, *call.args, call.cotangent
       call.memo["use"] = _use(call.module, *whole) if split is None else _use_on_mesh(call.module, split, *whole)
     rows, used = call.memo["use"]
     x_RI, g_RO = used[name.removesuffix("_bias")]
@@ -144,13 +139,7 @@ class AttentionSinkRule(Rule):
 
   methods = ("attend",)
   ranks: ClassVar = {"sinks": 1}
-
-  def stock(self, module: Any):
-    alone: Any = nnx.clone(module)
-    for name in ("query", "key", "value", "out", "query_norm", "key_norm"):
-      if hasattr(alone, name):
-        setattr(alone, name, None)
-    return alone
+  children = ("query", "key", "value", "out", "query_norm", "key_norm")
 
   def score(self, call, name, direction):
     q_nTHh, k_nTKh, v_nTKh, segments = call.args

@@ -125,21 +125,26 @@ class Head:
 
     Entry i of block j is entry i n + j of the vocabulary, so that all blocks of a sharded vocabulary are sharded alike.
     """
-    padding = -table.shape[axis] % self.num_tiles
-    table = jnp.pad(table, [(0, padding if i == axis else 0) for i in range(table.ndim)]) if padding else table
+    table = _padded(table, axis, self.num_tiles)
     shape = (*table.shape[:axis], table.shape[axis] // self.num_tiles, self.num_tiles, *table.shape[axis + 1 :])
     return jnp.moveaxis(table.reshape(shape), axis + 1, 0)
-
-  def join_vocab(self, blocks_n, axis: int, size: int):
-    """The inverse of `split_vocab`."""
-    table = jnp.moveaxis(blocks_n, 0, axis + 1)
-    table = table.reshape(*table.shape[:axis], -1, *table.shape[axis + 2 :])
-    return lax.slice_in_dim(table, 0, size, axis=axis)
 
   @property
   def vocab_axis(self) -> int:
     """The vocabulary axis of the table."""
     return 0 if self.tied else 1
+
+
+def _padded(x, axis: int, multiple: int):
+  """x with zeros at the end of an axis, to a multiple of a length."""
+  padding = -x.shape[axis] % multiple
+  return jnp.pad(x, [(0, padding if i == axis else 0) for i in range(x.ndim)]) if padding else x
+
+
+def _joined(tiles_n, place: int, axis: int, length: int):
+  """[n, ...] with the tiles' axis moved to `place` and merged with its neighbour at `axis`, without padding."""
+  x = jnp.moveaxis(tiles_n, 0, place)
+  return lax.slice_in_dim(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), 0, length, axis=axis)
 
 
 def tiled_losses(head: Head, x_BTD, w, targets_BT, weights_BT=None):
@@ -210,19 +215,9 @@ def _by_tokens(head, x, w, targets_BT, log_sum_BT=None, g_BT=None, gradients=Tru
   """
   length = x.shape[1]
   size = -(-length // head.num_tiles)
-  count = -(-length // size)
-
-  def padded(x):  # zeros: logits 0, log-sum-exp 0, cotangent 0
-    padding = count * size - length
-    return jnp.pad(x, [(0, padding if i == 1 else 0) for i in range(x.ndim)]) if padding else x
-
-  def joined(tiles_n, axis: int):
-    """[n, ..., c, ...] with the positions at `axis` of the rest -> [..., T, ...]."""
-    x = jnp.moveaxis(tiles_n, 0, axis)
-    return lax.slice_in_dim(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), 0, length, axis=axis)
-
   whole = {"x": x, "targets": targets_BT, "log_sum": log_sum_BT, "g": g_BT}
-  whole = {name: padded(x) for name, x in whole.items() if x is not None}
+  # The padding has logits, log-sum-exp and cotangent 0.
+  whole = {name: _padded(x, 1, size) for name, x in whole.items() if x is not None}
 
   def tile(d_w, j):
     cut = {name: lax.dynamic_slice_in_dim(x, j * size, size, 1) for name, x in whole.items()}
@@ -240,8 +235,9 @@ def _by_tokens(head, x, w, targets_BT, log_sum_BT=None, g_BT=None, gradients=Tru
     return d_w, found
 
   init = jnp.zeros(w.shape, head.wide) if gradients and g_BT is not None else None
-  d_w, found = lax.scan(tile, init, jnp.arange(count))
-  return {name: joined(part, 2 if name == "visited" else 1) for name, part in found.items()} | {"w": d_w}
+  d_w, found = lax.scan(tile, init, jnp.arange(-(-length // size)))
+  axes = {name: 2 if name == "visited" else 1 for name in found}  # of the positions
+  return {name: _joined(found[name], axis, axis, length) for name, axis in axes.items()} | {"w": d_w}
 
 
 def _vocab_logits(head: Head, x, w_j, j, size: int):
@@ -277,7 +273,7 @@ def _forward_vocab(head: Head, x, w, targets_BT) -> dict:
 
 
 def _backward_vocab(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit, extra, table_dtype) -> dict:
-  size = w.shape[head.vocab_axis]
+  axis, size = head.vocab_axis, w.shape[head.vocab_axis]
 
   def block(sums, scanned):
     w_j, j, extra_j = scanned
@@ -288,10 +284,10 @@ def _backward_vocab(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit, 
     d_w = head.d_table(x, delta).astype(table_dtype) if gradients else None  # is complete, so it needs no wider sum
     return {name: found[name] if sums is None else sums[name] + found[name] for name in found}, d_w
 
-  blocks = (head.split_vocab(w, head.vocab_axis), jnp.arange(head.num_tiles), extra)
+  blocks = (head.split_vocab(w, axis), jnp.arange(head.num_tiles), extra)
   shapes, _ = jax.eval_shape(lambda blocks: block(None, jax.tree.map(lambda a: a[0], blocks)), blocks)
   sums, d_w_n = lax.scan(block, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), blocks)
-  return sums | {"w": head.join_vocab(d_w_n, head.vocab_axis, size) if gradients else None}
+  return sums | {"w": _joined(d_w_n, axis + 1, axis, size) if gradients else None}
 
 
 def backward(

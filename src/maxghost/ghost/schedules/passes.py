@@ -1,9 +1,6 @@
 """The passes that schedules consist of.
 
-A loss function is `loss_fn(model, batch) -> (losses, weights)`: float arrays [n] or [n, T], the loss of each example
-(or position) in nats and its weight. The batch loss is sum(losses * weights) / sum(weights).
-
-K validation sets, n examples, T positions.
+K validation sets, n examples, T positions. A loss function is called as an `objectives.Objective`.
 """
 
 from collections.abc import Callable

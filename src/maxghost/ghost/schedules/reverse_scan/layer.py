@@ -76,14 +76,9 @@ class Layers:
       }
       self.state = dataclasses.replace(state, arrays=arrays)
 
-  @property
-  def count(self) -> int:
-    """L."""
-    return jax.tree.leaves(self.params)[0].shape[0]
-
   def stacked(self):
     """Arguments of a layer, with a leading layer axis: parameters, rest, index."""
-    return self.params, self.rest, jnp.arange(self.count)
+    return self.params, self.rest, jnp.arange(jax.tree.leaves(self.params)[0].shape[0])
 
   def labelled(self, state: nnx.State) -> dict:
     """{label in the model: array} of a State of one layer, or of all."""
@@ -155,7 +150,7 @@ class Rows:
     settings = layers.problem.settings
     self.vjp = None if settings.segment_lengths else SavedVjp(stack.remat(self.function, settings.remat_policy))
 
-  def model(self, outer_params: nnx.State, outer_probes: nnx.State | None, parts: dict) -> nnx.Module:
+  def model(self, outer_params: nnx.State, outer_probes: nnx.State | None, parts: Any) -> nnx.Module:
     """The whole model with these parameters outside the layers. parts: of the outer directions of a probed model."""
     layers, model = self.layers, self.layers.problem.model
     params = layers.join(layers.params, outer_params)
@@ -187,12 +182,9 @@ def function(graphdef: nnx.GraphDef):
 
 def validation_back(batches: Pair, cotangents: tuple, kept_K: tuple, layer):
   """(validation gradients, cotangents of the layer's inputs) of each set."""
-  gradients, below = [], []
-  for rows, kept, cotangent in zip(batches.val, kept_K, cotangents, strict=True):
-    gradient, _, cotangent, *_ = rows.pull(kept, cotangent, rows.arguments(kept.x, layer))
-    gradients.append(gradient)
-    below.append(cotangent)
-  return tuple(gradients), tuple(below)
+  rows_K = zip(batches.val, kept_K, cotangents, strict=True)
+  pulled = [rows.pull(kept, cotangent, rows.arguments(kept.x, layer)) for rows, kept, cotangent in rows_K]
+  return tuple(gradient for gradient, *_ in pulled), tuple(below for _, _, below, *_ in pulled)
 
 
 def training_back(rows: Rows, cotangent, kept: Kept, gradients: tuple, made, layer):

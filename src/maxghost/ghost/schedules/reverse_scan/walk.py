@@ -41,7 +41,7 @@ def run(problem: Problem) -> Scored:
     )
   layers = Layers(problem, tuple(loss.layers_path))
   twin, lengths = layers.twin, problem.settings.segment_lengths
-  segments.check(layers.count, lengths)
+  segments.check(jax.tree.leaves(layers.params)[0].shape[0], lengths)
   vals, train = tuple(Rows(layers, val_loss, b) for b in problem.val_batches), Rows(layers, loss, batch, probed=True)
   kept_K, hidden_K, _ = zip(*map(_forward, vals), strict=True)
   val_heads = [_head(rows, validation_mean, hidden) for rows, hidden in zip(vals, hidden_K, strict=True)]
@@ -72,14 +72,15 @@ def run(problem: Problem) -> Scored:
 
 def _forward(rows: Rows):
   """(`Kept` of all layers, or the inputs of all segments; hidden states for the head; links of tied tables)."""
-  layers, settings, ghost = rows.layers, rows.layers.problem.settings, ()
+  layers, vjp, ghost = rows.layers, rows.vjp, ()
   # The directions are not known yet; the forward pass does not depend on them.
   model = layers.probed if rows.probed else layers.plain
   x = rows.loss.embed(model, rows.batch)
   links = _links(model)
-  if rows.vjp is None:
+  if vjp is None:
+    lengths = layers.problem.settings.segment_lengths
     keep = (lambda x: x) if rows.probed else functools.partial(aside, layers)
-    return *inputs(rows, x, layers.stacked(), settings.segment_lengths, keep), links
+    return *inputs(rows, x, layers.stacked(), lengths, keep), links
   if rows.probed:
     one = (jax.tree.map(lambda x: x[0], layers.params),) * layers.twin.num_sets
     shapes, _ = jax.eval_shape(layers.directions, one, layer_lib.layer_state(layers, 0))
@@ -87,7 +88,7 @@ def _forward(rows: Rows):
     ghost = layers.probes, blank
 
   def body(x, layer):
-    value, saved = rows.vjp.forward(*rows.arguments(x, layer, ghost))
+    value, saved = vjp.forward(*rows.arguments(x, layer, ghost))
     return value, Kept(x, saved)
 
   x, kept = jax.lax.scan(body, x, layers.stacked())
@@ -138,14 +139,13 @@ def inputs(rows: Rows, x, scanned, segment_lengths: tuple, keep=lambda x: x):
   def body(x, layer):
     return apply(*rows.arguments(x, layer)), None if segment_lengths else Kept(x)
 
-  if not segment_lengths:
-    x, kept = jax.lax.scan(body, x, scanned)
-  else:
+  def through(x, _, segment):
+    return jax.lax.scan(body, x, segment)[0], keep(x)
 
-    def through(x, _, segment):
-      return jax.lax.scan(body, x, segment)[0], keep(x)
-
+  if segment_lengths:
     x, kept = streaming.loop(through, x, None, segments.split(scanned, segment_lengths[0]))
+  else:
+    x, kept = jax.lax.scan(body, x, scanned)
   return kept, x
 
 
