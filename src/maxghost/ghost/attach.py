@@ -44,9 +44,10 @@ class Twin:
   def direction_state(self, parts: dict) -> nnx.State:
     return direction_state(self.scored, parts)
 
-  def blank_directions(self) -> nnx.State:
-    shapes = {p.label: p.part_shapes(self.num_sets).values() for p in self.scored}
-    return self.direction_state({label: tuple(map(jnp.zeros, found)) for label, found in shapes.items()})
+  def blank(self, params, rest) -> nnx.Module:
+    """With zero probes and directions."""
+    parts = {p.label: tuple(map(jnp.zeros, p.part_shapes(self.num_sets).values())) for p in self.scored}
+    return self.merge(params, self.zero_probes(), self.direction_state(parts), rest)
 
   def merge(self, params, probes, directions, rest) -> nnx.Module:
     return nnx.merge(self.graphdef, params, probes, directions, rest)
@@ -177,11 +178,8 @@ def _probe(
 @functools.cache
 def _twin_class(layer_type: type, found: rules.Rule) -> type:
   """A subclass of the layer whose methods that use parameters are probed."""
-
-  def probed_method(method):
-    return lambda self, *args, **kwargs: probed_call(self, found, method, args, kwargs)
-
-  return type(f"Probed{layer_type.__name__}", (layer_type,), {m: probed_method(m) for m in found.methods})
+  methods = {method: functools.partialmethod(probed_call, found, method) for method in found.methods}
+  return type(f"Probed{layer_type.__name__}", (layer_type,), methods)
 
 
 def prepare_twin(
@@ -258,12 +256,8 @@ def prepare_twin(
 
 def _calls(twin: Twin, model: nnx.Module, loss_fn: Callable, batch, rows: int) -> list[Use]:
   """The probed calls in one abstract evaluation of the loss, for a batch of so many rows."""
-
-  def loss(params, rest, batch):
-    return loss_fn(twin.merge(params, twin.zero_probes(), twin.blank_directions(), rest), batch)
-
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
   used: list[Use] = []
   with setting(probed.recorder, used):
-    jax.eval_shape(loss, *split(model), shapes)
+    jax.eval_shape(lambda params, rest, batch: loss_fn(twin.blank(params, rest), batch), *split(model), shapes)
   return used

@@ -57,7 +57,7 @@ class TwinInfo:
   linked: Use | None = None
 
 
-def probed_call(twin: Any, rule: rules.Rule, method: str, args: tuple, kwargs: dict):
+def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
   """Calls `method(*args, **kwargs)` of the layer behind `twin`; the backward pass scores into the twin's probes."""
   info: TwinInfo = twin.ghost_info
   values = {
@@ -102,10 +102,10 @@ def _separate(args, kwargs):
 
 
 class LayerPasses:
-  """The forward and the backward pass of a method of a probed layer, by the layer's own VJP and its rule.
+  """The forward and the backward pass of a method of a probed layer; `rules_models.TiledPasses` has its own.
 
-  `rules_models.TiledPasses` has others. values: {name: array} of the layer's Variables. arrays: of the arguments;
-  rebuild(arrays) -> (args, kwargs).
+  The layer's own VJP gives the training gradients, so that they equal those of a run without scores. values: {name:
+  array} of the layer's Variables. arrays: of the arguments; rebuild(arrays) -> (args, kwargs).
   """
 
   def __init__(self, rule: rules.Rule, twin: Any, method: str, rebuild: Any = None):
@@ -180,7 +180,6 @@ def zero_cotangent(x):
 def _scored_call(passes: LayerPasses, values, arrays, parts, probes):
   """The method, whose backward pass fills the probes."""
   info = passes.info
-
   op = jax.custom_vjp(lambda values, arrays, parts, probes: passes.apply(values, arrays))
 
   def forward(values, arrays, parts, probes):
@@ -213,8 +212,7 @@ def _split_rows(passes: LayerPasses, values, arrays, cotangent, parts):
   with the validation rows' weight gradient.
   """
   info, n = passes.info, passes.info.reduced[0]
-  shared = [x.ndim == 0 or x.shape[0] != n + info.num_val for x in arrays]
-  if any(shared):
+  if any(x.ndim == 0 or x.shape[0] != n + info.num_val for x in arrays):
     raise ValueError(f"{info.path}: schedule 'concat' needs the batch axis first in every input of the layer")
   pulls = []
   for rows in (slice(None, n), slice(n, None)):

@@ -240,16 +240,15 @@ def _by_tokens(head, x, w, targets_BT, log_sum_BT=None, g_BT=None, gradients=Tru
   return {name: _joined(found[name], axis, axis, length) for name, axis in axes.items()} | {"w": d_w}
 
 
-def _vocab_logits(head: Head, x, w_j, j, size: int):
-  """Logits of block j of a vocabulary of `size` entries; padding gets a very large negative logit."""
+def _vocab_tile(head: Head, x, w_j, j, targets, size: int):
+  """(logits of block j of a vocabulary of `size` entries, index of each label in it, -1 for labels of other blocks).
+
+  Padding gets a very large negative logit.
+  """
   logits = head.logits(x, w_j)
   entries = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) * head.num_tiles + j
-  return jnp.where(entries < size, logits, -0.7 * jnp.finfo(logits.dtype).max)
-
-
-def _targets_in(head: Head, targets, j):
-  """Index of each label in block j, -1 for labels of other blocks."""
-  return jnp.where(targets % head.num_tiles == j, targets // head.num_tiles, -1)
+  logits = jnp.where(entries < size, logits, -0.7 * jnp.finfo(logits.dtype).max)
+  return logits, jnp.where(targets % head.num_tiles == j, targets // head.num_tiles, -1)
 
 
 def _forward_vocab(head: Head, x, w, targets_BT) -> dict:
@@ -258,10 +257,9 @@ def _forward_vocab(head: Head, x, w, targets_BT) -> dict:
   def block(carry, scanned):
     highest, total, label = carry
     w_j, j = scanned
-    logits = _vocab_logits(head, x, w_j, j, size)
+    logits, place = _vocab_tile(head, x, w_j, j, targets_BT, size)
     new_highest = jnp.maximum(highest, logits.max(-1))
     total = total * jnp.exp(highest - new_highest) + jnp.exp(logits - new_highest[..., None]).sum(-1)
-    place = _targets_in(head, targets_BT, j)
     own = jnp.where(place >= 0, _label(logits, jnp.maximum(place, 0)), 0)
     return (new_highest, total, label + own), None
 
@@ -277,7 +275,7 @@ def _backward_vocab(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit, 
 
   def block(sums, scanned):
     w_j, j, extra_j = scanned
-    delta = head.cotangent(_vocab_logits(head, x, w_j, j, size), _targets_in(head, targets_BT, j), log_sum_BT, g_BT)
+    delta = head.cotangent(*_vocab_tile(head, x, w_j, j, targets_BT, size), log_sum_BT, g_BT)
     found = {} if visit is None else {"visited": visit(x, delta, extra_j)}
     if gradients:
       found["x"] = head.d_inputs(delta, w_j, head.wide)

@@ -90,9 +90,6 @@ class Identity(Response):
   def apply(self, x):
     return x
 
-  def transpose(self, x):
-    return x
-
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise(Response):

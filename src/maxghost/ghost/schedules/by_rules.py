@@ -12,16 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from maxghost.ghost.directions import direction_parts
+from maxghost.ghost.schedules import passes
 from maxghost.ghost.schedules.base import Problem, Scored, TrainPass
-from maxghost.ghost.schedules.passes import (
-  accumulated,
-  mean_loss,
-  scored_by_rules,
-  train_pass,
-  validation,
-  validation_mean,
-  whole_directions,
-)
 from maxghost.optimizers import by_label
 from maxghost.parallel import constrain_state
 
@@ -29,10 +21,10 @@ from maxghost.parallel import constrain_state
 def two_pass(problem: Problem) -> Scored:
   twin, model, batch = problem.twin, problem.model, problem.batch
   assert twin is not None
-  found = validation(problem)
+  found = passes.validation(problem)
   if problem.second_order:
-    grads = train_pass(model, problem.loss, batch).grads
-    labelled, directions = whole_directions(problem, found.gradients, grads)
+    grads = passes.train_pass(model, problem.loss, batch).grads
+    labelled, directions = passes.whole_directions(problem, found.gradients, grads)
     parts, share = direction_parts(twin.scored, directions)
   else:
     labelled = [by_label(g) for g in found.gradients]
@@ -41,8 +33,8 @@ def two_pass(problem: Problem) -> Scored:
     # Otherwise activations of the training pass may exist at the same time as those of the validation pass.
     parts, batch = jax.lax.optimization_barrier((twin.placed(parts), batch))
   directions = twin.direction_state(parts)
-  passed = accumulated(model, problem.loss, batch, problem.settings.num_micro, twin, directions)
-  return scored_by_rules(twin, passed, found.losses, share, validation=found, gradients=labelled, parts=parts)
+  passed = passes.accumulated(model, problem.loss, batch, problem.settings.num_micro, twin, directions)
+  return passes.scored_by_rules(twin, passed, found.losses, share, validation=found, gradients=labelled, parts=parts)
 
 
 def concat(problem: Problem) -> Scored:
@@ -56,10 +48,10 @@ def concat(problem: Problem) -> Scored:
 
   def loss(params, probes):
     losses, weights = problem.loss(twin.merge(params, probes, directions, rest), both)
-    train, val = mean_loss(losses[:rows], weights[:rows]), validation_mean(losses[rows:], weights[rows:])
+    train, val = passes.mean_loss(losses[:rows], weights[:rows]), passes.validation_mean(losses[rows:], weights[rows:])
     return train + val, (train, val, losses[:rows], weights[:rows])
 
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
   (_, (train, val, losses, weights)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
   passed = TrainPass(train, losses, weights, constrain_state(grads), *twin.scores(probe_grads))
-  return scored_by_rules(twin, passed, val[None], {})
+  return passes.scored_by_rules(twin, passed, val[None], {})

@@ -6,6 +6,7 @@ The ledger's sums of a layer are computed here, while its validation gradients e
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ class Layers:
     twin, state, (graphdef, params, rest) = problem.twin, problem.state, problem.model
     self.plain = nnx.merge(graphdef, params, rest)
     self.graphdef, self.params, self.rest = nnx.split(submodule(self.plain, prefix), nnx.Param, ...)
-    self.probed = twin.merge(params, twin.zero_probes(), twin.blank_directions(), rest)
+    self.probed = twin.blank(params, rest)
     split = nnx.split(submodule(self.probed, prefix), nnx.Param, GhostProbe, GhostDirection, ...)
     self.twin_graphdef, _, *self.blank, _ = split  # probes, directions
     self.probes = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), self.blank[0])
@@ -146,7 +147,7 @@ class Rows:
   def __init__(self, layers: Layers, loss: StagedLoss, batch: Any, probed: bool = False):
     self.layers, self.loss, self.batch, self.probed = layers, loss, batch, probed
     self.outer_probes = layers.outer_probes if probed else None
-    self.function = function(layers.twin_graphdef if probed else layers.graphdef)
+    self.function = functools.partial(apply, layers.twin_graphdef if probed else layers.graphdef)
     settings = layers.problem.settings
     self.vjp = None if settings.segment_lengths else SavedVjp(stack.remat(self.function, settings.remat_policy))
 
@@ -160,7 +161,7 @@ class Rows:
     return layers.twin.merge(params, probes, directions, model.rest)
 
   def arguments(self, x, layer, ghost: tuple = ()) -> tuple:
-    """The arguments of `function`. ghost: the twin's (probes, directions)."""
+    """The arguments of `apply` after the graph. ghost: the twin's (probes, directions)."""
     params, rest, index = layer
     return params, ghost, x, rest, self.loss.layer_inputs(self.batch), self.loss.layer_key(index)
 
@@ -171,13 +172,9 @@ class Rows:
     return self.vjp.backward(kept.saved, cotangent, *arguments)
 
 
-def function(graphdef: nnx.GraphDef):
-  """A layer, plain or probed, as a function of `Rows.arguments`."""
-
-  def run(params, ghost, x, rest, inputs, key):
-    return nnx.merge(graphdef, params, *ghost, rest)(x, *inputs, key)
-
-  return run
+def apply(graphdef: nnx.GraphDef, params, ghost, x, rest, inputs, key):
+  """A layer, plain or probed, of `Rows.arguments`."""
+  return nnx.merge(graphdef, params, *ghost, rest)(x, *inputs, key)
 
 
 def validation_back(batches: Pair, cotangents: tuple, kept_K: tuple, layer):
@@ -230,9 +227,7 @@ def _late_state(layers: Layers, state: RuleState | None, index, probes: nnx.Stat
   return dataclasses.replace(state, arrays=arrays)
 
 
-def ledger_sums(
-  layers: Layers, scored, params: dict, grads: dict, gradients: list[dict], state: RuleState | None, parts: dict
-) -> dict:
+def ledger_sums(layers: Layers, scored, params: dict, grads: dict, gradients, state: RuleState | None, parts) -> dict:
   """`ledger.sums` of one layer, or of what is outside the layers; empty without a ledger.
 
   Also `used`, <g, u> [K] over the scored parameters, unless facts contain it.

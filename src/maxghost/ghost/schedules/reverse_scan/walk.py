@@ -134,10 +134,10 @@ def inputs(rows: Rows, x, scanned, segment_lengths: tuple, keep=lambda x: x):
 
   scanned: `Layers.stacked` of these layers. keep: moves a segment's input to its memory.
   """
-  apply = layer_lib.function(rows.layers.graphdef)
 
   def body(x, layer):
-    return apply(*rows.arguments(x, layer)), None if segment_lengths else Kept(x)
+    value = layer_lib.apply(rows.layers.graphdef, *rows.arguments(x, layer))
+    return value, None if segment_lengths else Kept(x)
 
   def through(x, _, segment):
     return jax.lax.scan(body, x, segment)[0], keep(x)
@@ -219,10 +219,8 @@ def _segment_back(batches: Pair, x_val, train_boundaries, number, cotangents: Pa
     made = layers.directions(gradients, None) if factored else None
     return cts, (() if factored and layers.problem.account is None else gradients, made)
 
-  inputs_K = _inputs_K(batches, x_val, scanned, ())
-  val_cotangents, kept = jax.lax.scan(
-    validation, streaming.to_device(cotangents.val), (inputs_K, scanned), reverse=True
-  )
+  val_inputs, cts = _inputs_K(batches, x_val, scanned, ()), streaming.to_device(cotangents.val)
+  val_cotangents, kept = jax.lax.scan(validation, cts, (val_inputs, scanned), reverse=True)
   # After this barrier the cotangent has moved, and the validation inputs are free before training inputs are computed.
   state = (number, kept, aside(layers, val_cotangents))
   number, (gradients, directions), val_cotangents = jax.lax.optimization_barrier(state)
