@@ -268,7 +268,7 @@ def test_closing_the_prefetcher_ends_its_thread():
   prefetcher = Prefetcher(Counting(), lambda arrays: arrays, num_batches=1000)
   next(prefetcher)
   prefetcher.close()
-  assert not any(thread.name == "prefetch" for thread in threading.enumerate())
+  assert not any(thread.name.startswith("prefetch") for thread in threading.enumerate())
 
 
 class Rows:

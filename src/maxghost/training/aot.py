@@ -16,8 +16,7 @@ from maxghost.parallel.collectives import Collective
 from maxghost.parallel.mesh import mesh_shape, num_slices
 from maxghost.training import compiled_steps
 from maxghost.training.devices import compiler_options
-from maxghost.training.memory import report as memory_report
-from maxghost.training.memory.table import compiled_sizes
+from maxghost.training.memory.report import compiled_sizes, shortage
 from maxghost.training.plan import Plan
 
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "exceeds available HBM")
@@ -102,7 +101,7 @@ def report_lines(compiled: Compiled, topology: str) -> tuple[list[str], bool]:
   plan, have = compiled.plan, topologies.hbm_bytes(topology)
   if compiled.executable is None:
     lines = [f"memory: does not fit: {compiled.problem}"]
-    return lines if have is None else [*lines, *memory_report.shortage(plan.memory, have)], False
+    return lines if have is None else [*lines, *shortage(plan.memory, have)], False
   memory, fits = _memory_lines(compiled.executable, plan, have)
   tokens = plan.rows * plan.cfg.data.max_target_length
   analysis = compiled.executable.cost_analysis() or {}
@@ -138,5 +137,5 @@ def _memory_lines(executable: Any, plan: Plan, have: int | None) -> tuple[list[s
     left = have - need
     verdict = f"fits, {left / 1e9:.2f} GB to spare" if fits else f"does not fit, {-left / 1e9:.2f} GB too much"
     lines.append(f"memory: needs {need / 1e9:.2f} of {have / 1e9:.2f} GB: {verdict}")
-    lines += [] if fits else memory_report.shortage(plan.memory, have)
+    lines += [] if fits else shortage(plan.memory, have)
   return [*lines, plan.memory.beside(compiled_sizes(memory))], fits

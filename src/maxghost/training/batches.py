@@ -1,8 +1,8 @@
 """The batches of a run: training batches are sent ahead, validation batches are a function of the step alone."""
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from maxghost.config.schema import GhostConfig
@@ -36,46 +36,35 @@ class Batches:
 
 
 class Prefetcher:
-  """Draws batches from a resumable iterator in a background thread, `NUM_AHEAD` at most.
+  """Draws `num_batches` batches from a resumable iterator in a background thread, NUM_AHEAD + 1 of them ahead.
 
   The iterator is ahead of the training, so each batch carries the position after it for checkpoints. `put` sends a
-  batch's arrays to the devices. `next` raises an error of the iterator after the batches before it. `num_batches`: the
-  number of batches to draw.
+  batch's arrays to the devices. `next` raises an error of the iterator after the batches before it.
   """
 
   def __init__(self, iterator, put: Callable[[dict], Any], num_batches: int):
-    self._iterator = iterator
-    self._put = put
-    self._num_batches = num_batches
-    self._queue: queue.Queue = queue.Queue(NUM_AHEAD)
-    self._stop = threading.Event()
-    self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
-    self._thread.start()
+    self._iterator, self._put, self._num_left = iterator, put, num_batches
+    self._pool = ThreadPoolExecutor(1, "prefetch")
+    self._ahead: deque[Future[Fetched]] = deque()
+    self._start()
 
   def __next__(self) -> Fetched:
-    item = self._queue.get()
-    if isinstance(item, BaseException):
-      raise item
-    return item
+    fetched = self._ahead.popleft().result()
+    self._start()
+    return fetched
 
   def close(self) -> None:
     """Stops the thread; the iterator's position is then undefined."""
-    self._stop.set()
-    while self._thread.is_alive():
-      try:
-        self._queue.get_nowait()
-      except queue.Empty:
-        self._thread.join(timeout=0.05)
+    self._pool.shutdown(cancel_futures=True)
 
-  def _work(self) -> None:
-    try:
-      for _ in range(self._num_batches):
-        if self._stop.is_set():
-          return
-        batch = next(self._iterator)
-        self._queue.put(Fetched(batch, self._put(batch.arrays), self._iterator.state()))
-    except BaseException as error:  # raised in the main thread
-      self._queue.put(error)
+  def _start(self) -> None:
+    while self._num_left and len(self._ahead) <= NUM_AHEAD:
+      self._ahead.append(self._pool.submit(self._draw))
+      self._num_left -= 1
+
+  def _draw(self) -> Fetched:
+    batch = next(self._iterator)
+    return Fetched(batch, self._put(batch.arrays), self._iterator.state())
 
 
 class ValidationRows:
@@ -127,10 +116,7 @@ class ValidationRows:
 
   def account_steps(self, step: int) -> int:
     """Steps from the last fresh step before `step` up to it, over which the drop of the loss is measured."""
-    return step - self._fresh_before(step - 1) if self._score_every == 1 else 1
-
-  def _fresh_before(self, step: int) -> int:
-    return step - step % self._every
+    return 1 + (step - 1) % self._every if self._score_every == 1 else 1
 
   def _index(self, step: int) -> int:
-    return self._fresh_before(step) // self._refresh if self._refresh else 0
+    return (step - step % self._every) // self._refresh if self._refresh else 0

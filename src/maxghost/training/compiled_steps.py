@@ -17,7 +17,7 @@ from maxghost.parallel import Layout, distributed, shardings, use
 from maxghost.parallel.shardings import slash_path
 from maxghost.training import step as step_lib
 from maxghost.training.devices import batch_shapes, compiler_options
-from maxghost.training.memory.table import compiled_sizes
+from maxghost.training.memory.report import compiled_sizes
 from maxghost.training.plan import Plan
 
 STEPS = ("train_step", "plain_step")  # functions (state, batch, val_batches) -> (state, out)

@@ -22,7 +22,7 @@ from maxghost.config.schema import GhostConfig
 from maxghost.parallel import distributed
 from maxghost.training.batches import NUM_AHEAD
 
-LAG = NUM_AHEAD + 4  # batches drawn when step s is read: s + 1 runs, NUM_AHEAD are queued, one waits for the queue
+LAG = NUM_AHEAD + 4  # batches drawn when step s is read: s + 1 runs, NUM_AHEAD + 1 are ahead
 
 
 class Reweighter:

@@ -19,7 +19,6 @@ from maxghost.training.console import Console
 from maxghost.training.flops import peak_flops
 from maxghost.training.loop import Hardware, Outcome, Sinks, TrainingLoop
 from maxghost.training.memory import report as memory_report
-from maxghost.training.memory.table import compiled_sizes
 from maxghost.training.metrics import MetricsLog, TensorBoardLog
 from maxghost.training.plan import Plan
 from maxghost.training.resume import Position
@@ -206,7 +205,7 @@ class Session:
       compiled = program.executable()
       say(compiled.describe())
       if (analysis := compiled.call.memory_analysis()) is not None:
-        say(plan.memory.beside(compiled_sizes(analysis)))
+        say(plan.memory.beside(memory_report.compiled_sizes(analysis)))
       if distributed.is_first():
         startup_log.write_facts(self._path, plan, compiled.describe())
 

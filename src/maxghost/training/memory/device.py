@@ -16,7 +16,7 @@ from maxghost.ghost.engine import direction_spec
 from maxghost.parallel import Layout, use
 from maxghost.parallel.shardings import AXES, HOST, num_parts, slash_path
 from maxghost.training import devices
-from maxghost.training.memory.table import Tensor
+from maxghost.training.memory.report import Tensor
 from maxghost.training.scoring import excluded
 
 EXPERTS = "exp"  # the logical axis that numbers experts

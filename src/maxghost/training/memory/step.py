@@ -8,7 +8,6 @@ B rows, T positions, N = B T tokens on one device; D embed dim, F feed-forward w
 h head width, L layers, V vocabulary.
 """
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -22,7 +21,7 @@ from maxghost.config.schema import ParallelConfig
 from maxghost.parallel import Layout
 from maxghost.training import state
 from maxghost.training.memory.device import Device, Held, PlacedState
-from maxghost.training.memory.table import MemoryEstimate, Row, Tensor
+from maxghost.training.memory.report import MemoryEstimate, Row, Tensor
 
 Rows = dict[str, list[Tensor]]  # {row of the table: its arrays}
 
@@ -51,32 +50,31 @@ def estimate(
   layout: of the run's devices; None: one device. build(cfg) -> (graphdef, abstract state) of the `TrainStateNNX`.
   split: its result, if known. Raises ConfigError for a model that cannot be scored.
   """
-  placed = functools.partial(PlacedState, layout or Layout.of(ParallelConfig(), jax.devices()[:1]))
-  states = {} if split is None else {_state_keys(cfg): placed(split)}
-  return _estimate(cfg, states, lambda cfg: placed(build(cfg)))
+  layout = layout or Layout.of(ParallelConfig(), jax.devices()[:1])
+  states = {} if split is None else {_state_keys(cfg): PlacedState(layout, split)}
 
-
-def _estimate(cfg: Config, states: dict[str, PlacedState], build: Callable[[Config], PlacedState]) -> MemoryEstimate:
-  """As `estimate`. states: a cache by `_state_keys`."""
-  keys = _state_keys(cfg)
-  try:
-    if keys not in states:
-      states[keys] = build(cfg)
-    device = Device(cfg, states[keys])
-  except ValueError as error:  # a parameter without a rule, a pattern that matches nothing, a rank that saves nothing
-    raise ConfigError(str(error)) from error
-  step, resident = Step(device), device.resident()
-  moments = {name: resident | rows for name, rows in step.moments().items()}
-  name, rows = max(moments.items(), key=lambda item: sum(t.bytes for tensors in item[1].values() for t in tensors))
-
-  def change(**keys) -> MemoryEstimate | None:
+  def of(cfg: Config) -> MemoryEstimate:
+    keys = _state_keys(cfg)
     try:
-      return _estimate(config.replace(cfg, **keys), states, build)
-    except ConfigError:
-      return None
+      if keys not in states:
+        states[keys] = PlacedState(layout, build(cfg))
+      device = Device(cfg, states[keys])
+    except ValueError as error:  # a parameter without a rule, a pattern that matches nothing, a rank that saves nothing
+      raise ConfigError(str(error)) from error
+    step, resident = Step(device), device.resident()
+    moments = {name: resident | rows for name, rows in step.moments().items()}
+    name, rows = max(moments.items(), key=lambda item: sum(t.bytes for tensors in item[1].values() for t in tensors))
 
-  found, held = (tuple(Row(name, tuple(tensors)) for name, tensors in each.items()) for each in (rows, resident))
-  return MemoryEstimate(found, name, held, device.host_bytes, step.tokens, cfg, change, step.walk)
+    def change(**keys) -> MemoryEstimate | None:
+      try:
+        return of(config.replace(cfg, **keys))
+      except ConfigError:
+        return None
+
+    found, held = (tuple(Row(name, tuple(tensors)) for name, tensors in each.items()) for each in (rows, resident))
+    return MemoryEstimate(found, name, held, device.host_bytes, step.tokens, cfg, change, step.walk)
+
+  return of(cfg)
 
 
 def _state_keys(cfg: Config) -> str:
@@ -93,12 +91,8 @@ class Step:
 
   def __init__(self, device: Device):
     self.device, self.ghost, self.model = device, device.cfg.ghost, device.cfg.model
-    m, self.compute, self.weight, self.embed = (
-      self.model,
-      self.model.dtype,
-      self.model.weight_dtype,
-      device.cfg.model.base_emb_dim,
-    )
+    m = self.model
+    self.compute, self.weight, self.embed = m.dtype, m.weight_dtype, m.base_emb_dim
     self.rows = device.rows + (device.val_rows if self.ghost.ghost_schedule == "concat" else 0)
     self.tokens, self.val_tokens = self.rows * device.length, device.val_rows * device.length
     self.num_heads = device.part(m.base_num_query_heads, "activation_heads")
