@@ -43,39 +43,32 @@ class Executable:
     return "; ".join(parts)
 
 
+def _compiled(name: str) -> functools.cached_property[Callable]:
+  """A property of Program. It waits until every process has compiled the function, so that none waits inside it."""
+
+  def call(program: "Program") -> Callable:
+    compiled = program.executable(name)
+    distributed.gather(name)
+    return compiled.call
+
+  return functools.cached_property(call)
+
+
 class Program:
   """The functions that the loop calls. scored: labels and sizes of the scored parameters.
 
   train_step(state, batch, val_batches) -> (state, out) donates the state. validation_loss(state, val_batches) -> [K].
-  evaluate(state, batch) -> (summed loss, tokens). Each property waits until its function is compiled.
+  evaluate(state, batch) -> (summed loss, tokens).
   """
 
   def __init__(self, futures: Mapping[str, Future[Executable]], scored: dict[str, int]):
     self._futures = futures
     self.scored = scored
 
-  @functools.cached_property
-  def train_step(self) -> Callable:
-    return self._call("train_step")
-
-  @functools.cached_property
-  def plain_step(self) -> Callable:
-    """The train step without scores, for runs that score only some steps."""
-    return self._call("plain_step")
-
-  @functools.cached_property
-  def validation_loss(self) -> Callable:
-    return self._call("validation_loss")
-
-  @functools.cached_property
-  def evaluate(self) -> Callable:
-    return self._call("evaluate")
-
-  def _call(self, name: str) -> Callable:
-    """Waits until every process has compiled the function, so that none waits inside it."""
-    compiled = self.executable(name)
-    distributed.gather(name)
-    return compiled.call
+  train_step = _compiled("train_step")
+  plain_step = _compiled("plain_step")  # without scores, for runs that score only some steps
+  validation_loss = _compiled("validation_loss")
+  evaluate = _compiled("evaluate")
 
   def is_ready(self, name: str) -> bool:
     return self._futures[name].done()

@@ -18,8 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from maxghost.config import Config, ConfigError
 from maxghost.models import segments, streaming
-
-KIND = "pinned_host"
+from maxghost.parallel.shardings import HOST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class HostMemory:
   def check(self, device: Any) -> None:
     """Raises ConfigError for a device that cannot reach pinned host memory."""
     kinds = [memory.kind for memory in device.addressable_memories()]
-    if self and KIND not in kinds:
+    if self and HOST not in kinds:
       raise ConfigError(
         f"offload_to_host needs pinned host memory, but {device.device_kind} has only "
         f"{', '.join(kinds) or 'memory of no named kind'}; leave offload_to_host empty"
@@ -57,7 +56,7 @@ class HostMemory:
       if isinstance(sharding, SingleDeviceSharding):  # for abstract arrays JAX reads memory kinds only from a mesh
         (device,) = sharding.device_set
         sharding = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.with_memory_kind(KIND))
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.with_memory_kind(HOST))
 
     return self._mapped(state, placed)
 

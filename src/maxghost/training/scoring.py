@@ -4,9 +4,13 @@ B rows, S documents in a row, T positions, K validation sets, L layers.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from maxghost import optimizers
@@ -17,8 +21,14 @@ from maxghost.ghost.engine import direction_spec
 from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Stored
 from maxghost.objectives import Objective, create
 from maxghost.optimizers import RuleState, UpdateRule, clip
+from maxghost.parallel import constrain
+from maxghost.parallel.axis_rules import BATCH
 from maxghost.parallel.shardings import slash_path
 from maxghost.training.state import TrainStateNNX, trainable
+
+# The row axis of outputs that have one; of param_contribution, that of every entry.
+ROW_AXIS: dict[str, int] = dict.fromkeys(("token_contribution_KBT", "param_contribution"), 1)
+ROW_AXIS |= dict.fromkeys(("score_dot_BSK", "contribution_BSK", "share_BS", "tokens_BS", "loss_BS", "chosen_B"), 0)
 
 
 def excluded(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
@@ -218,3 +228,34 @@ def _by_slot(param, score, used_BTS, sum_layers: bool):
   score_LKBT = score.reshape(-1, *score.shape[len(param.stack_shape) :])
   score_LBSK = jnp.einsum("lkbt,bts->lbsk", score_LKBT, used_BTS)
   return score_LBSK.sum(0, keepdims=True) if sum_layers else score_LBSK
+
+
+def placed(out: Mapping[str, Any]) -> dict[str, Any]:
+  """Shards the outputs of rows as the rows, inside a step; all others are whole on every device."""
+
+  def place(x, axis: int | None):
+    names = [None] * x.ndim
+    if axis is not None:
+      names[axis] = BATCH
+    return constrain(x, names, "an output of the step")
+
+  return _each(place, out)
+
+
+def to_host(out: Mapping[str, jax.Array]) -> dict[str, Any]:
+  """Waits for host copies. Outputs of rows contain only the rows of this process, in their order."""
+
+  def own_rows(x, axis: int | None):
+    if axis is None or x.is_fully_addressable or x.is_fully_replicated:
+      return x
+    pieces = {shard.index[axis].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([np.asarray(pieces[start]) for start in sorted(pieces)], axis)
+
+  return jax.device_get(_each(own_rows, out))
+
+
+def _each(function: Callable, out: Mapping[str, Any]) -> dict[str, Any]:
+  """function(array, its row axis or None) of every output."""
+  return {
+    name: jax.tree.map(functools.partial(function, axis=ROW_AXIS.get(name)), value) for name, value in out.items()
+  }

@@ -1,30 +1,33 @@
 """One run from start to end: builds its parts, resumes from the last checkpoint, and reports the result."""
 
 import contextlib
+import importlib.metadata
+import json
 import os
+import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 
+import maxghost
 from maxghost.config import ConfigError
+from maxghost.config.files import write_text
 from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
 from maxghost.generation.samples import Sampler
 from maxghost.objectives import create
 from maxghost.parallel import distributed
-from maxghost.training import compiled_steps, resume, run_directory, score_recorder, startup_log, state
+from maxghost.training import compiled_steps, console, run_directory, score_recorder, state
 from maxghost.training.batches import Batches, Prefetcher
-from maxghost.training.console import Console
-from maxghost.training.flops import peak_flops
-from maxghost.training.loop import Hardware, Outcome, Sinks, TrainingLoop
+from maxghost.training.loop import Hardware, Outcome, Sinks, StopSignals, TrainingLoop
 from maxghost.training.memory import report as memory_report
 from maxghost.training.metrics import MetricsLog, TensorBoardLog
-from maxghost.training.plan import Plan
-from maxghost.training.resume import Position
+from maxghost.training.plan import Plan, peak_flops
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.run_directory import Existing
-from maxghost.training.signals import StopSignals
+from maxghost.training.state import Position
 
 
 class Session:
@@ -50,7 +53,7 @@ class Session:
     cfg = plan.cfg
     self._plan, self._cfg, self._existing, self._dataset, self._signals = plan, cfg, existing, dataset, signals
     self._path, self._open_checkpoints = existing.path, open_checkpoints
-    self._console = Console(None if distributed.is_first() else open(os.devnull, "w"))  # noqa: SIM115
+    self._console = console.Console(None if distributed.is_first() else open(os.devnull, "w"))  # noqa: SIM115
     self._checkpoints: Any = None
     self._capacity = memory_report.capacity(jax.local_devices()[0])
     if not force:
@@ -161,10 +164,10 @@ class Session:
       if "steps" in self._existing.changed:
         before, now = self._existing.changed["steps"]
         say(f"steps: {before} -> {now}; the learning-rate schedule now spans {now} steps")
-      return resume.from_tree(restored.tree, plan.state), position
+      return state.from_tree(restored.tree, plan.state), position
     train_state = state.create_split(cfg, plan.layout)[1]
     if self._read_parameters:
-      train_state = resume.from_tree(resume.to_tree(train_state) | {"model": self._read_parameters()}, train_state)
+      train_state = state.from_tree(state.to_tree(train_state) | {"model": self._read_parameters()}, train_state)
       say(f"Starting from the parameters of {cfg.checkpoint.load_parameters_path}")
     if not self._existing.is_new:
       say("The run was stopped before its first checkpoint: it starts again at step 0")
@@ -198,7 +201,7 @@ class Session:
 
   def _announce(self, position: Position) -> None:
     plan, program, say = self._plan, self._program, self._console.line
-    lines = startup_log.start_lines(plan, self._dataset, program.scored, self._path)
+    lines = console.start_lines(plan, self._dataset, program.scored, self._path)
     for line in [*lines, *memory_report.start_lines(plan.memory, self._capacity)]:
       say(line)
     if position.completed_steps < self._cfg.run.steps:
@@ -207,13 +210,32 @@ class Session:
       if (analysis := compiled.call.memory_analysis()) is not None:
         say(plan.memory.beside(memory_report.compiled_sizes(analysis)))
       if distributed.is_first():
-        startup_log.write_facts(self._path, plan, compiled.describe())
+        _write_facts(self._path, plan, compiled.describe())
 
   def _conclude(self, outcome: Outcome) -> int:
     if outcome.interrupted:
-      lines = startup_log.interrupted_lines(self._cfg, outcome, self._path, self._signals.name)
+      lines = console.interrupted_lines(self._cfg, outcome.completed_steps, self._path, self._signals.name)
     else:
-      lines = startup_log.end_lines(self._plan, outcome, self._path) if distributed.is_first() else []
+      lines = console.end_lines(self._plan, outcome.seconds, self._path) if distributed.is_first() else []
     for line in lines:
       self._console.line(line)
     return self._signals.exit_code if outcome.interrupted else 0
+
+
+def _write_facts(path: Path, plan: Plan, train_step: str) -> None:
+  """Writes run_facts.json, facts of this process besides the config, for the report.
+
+  train_step: a line on its compilation.
+  """
+  device = jax.devices()[0]
+  facts = {
+    "parameters": f"{plan.num_params:,}",
+    "device": f"{plan.layout.num_devices} x {device.device_kind} ({device.platform})",
+    **({"mesh": plan.mesh} if plan.layout.num_devices > 1 else {}),
+    "rows per step": f"{plan.rows:,}",
+    "arithmetic per step": f"{plan.flops.total / 1e12:.4f} TFLOP in the model",
+    "train step": train_step,
+    "versions": f"maxghost {maxghost.__version__}, jax {jax.__version__}, "
+    f"flax {importlib.metadata.version('flax')}, Python {platform.python_version()}",
+  }
+  write_text(path / "run_facts.json", json.dumps(facts, indent=2) + "\n")
