@@ -2,19 +2,18 @@
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-from flax import nnx
 
 from maxghost.config import ConfigError, replace
 from maxghost.data.build import max_segments
 from maxghost.ghost.attach import Twin
 from maxghost.parallel import Layout, distributed, shardings, use
-from maxghost.parallel.shardings import slash_path
 from maxghost.training import step as step_lib
 from maxghost.training.devices import batch_shapes, compiler_options
 from maxghost.training.memory.report import compiled_sizes
@@ -123,8 +122,7 @@ def build(plan: Plan) -> Program:
     rows = batch_shapes(cfg, cfg.data.per_device_batch_size * layout.num_devices, layout)
     submit("evaluate", time.perf_counter(), step_lib.make_eval_step(cfg, graphdef), state, rows)
   pool.shutdown(wait=False)
-  sizes = {slash_path(path): v.get_value().size for path, v in nnx.to_flat_state(plan.state["model"])}
-  return Program(futures, {p.label: sizes[p.label] for p in twin.scored} if twin else {})
+  return Program(futures, {p.label: math.prod((*p.stack_shape, *p.shape)) for p in twin.scored} if twin else {})
 
 
 def lower(name: str, function: Callable, layout: Layout, *arguments) -> jax.stages.Lowered:

@@ -108,8 +108,7 @@ class Plan:
   @property
   def own(self) -> OwnRows:
     """The part of the batch that this process reads and records."""
-    alone = distributed.count() == 1
-    return OwnRows() if alone else own_rows(self.layout.rows(self.rows), self.rows, distributed.index())
+    return own_rows(self.layout.rows(self.rows), self.rows, distributed.index())
 
   @property
   def arguments(self) -> tuple:

@@ -86,10 +86,7 @@ class Scorer:
 
   def score(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Scored:
     """Scores the batch, and stores in the train state the validation gradients for later steps."""
-    problem = self.problem(train_state, split, step_loss, batch, val_batches)
-    scored = schedules.score(problem)
-    keep(train_state, problem, scored)
-    return scored
+    return run(self.problem(train_state, split, step_loss, batch, val_batches), train_state)
 
   def _update(self, train_state: TrainStateNNX, grads: nnx.State, state: RuleState) -> tuple:
     """`Problem.update` of this gradient. The train state does not change."""
@@ -137,20 +134,18 @@ class Scorer:
     and shares can be summed over the slots of a unit. scale: learning rate times clipping factor.
     """
     ghost, passed = self.cfg.ghost, scored.passed
-    slots = self.slots(batch, passed.losses, passed.weights)
+    used_BTS, target_BTS, per_share_BS, of_slots = self.slots(batch, passed.losses, passed.weights)
     score_KBT = scored.additive
     ok = jnp.all(jnp.isfinite(score_KBT))
     score_KBT = jnp.where(ok, score_KBT, 0)
     forward_mode = ghost.engine == "jvp"
-    score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, slots.target_BTS if forward_mode else slots.used_BTS)
+    score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, target_BTS if forward_mode else used_BTS)
     out = {
       "val_loss": scored.val_loss,
-      "score_dot_BSK": score_BSK * slots.per_share_BS[..., None],
+      "score_dot_BSK": score_BSK * per_share_BS[..., None],
       "contribution_BSK": score_BSK * scale,
-      "share_BS": slots.share_BS,
-      "tokens_BS": slots.tokens_BS.astype(jnp.int32),
-      "loss_BS": slots.loss_BS,
       "scored_ok": ok,
+      **of_slots,
     }
     if ghost.ghost_detail == "token":
       out["token_contribution_KBT"] = score_KBT * scale
@@ -158,7 +153,7 @@ class Scorer:
       return out
     if ghost.ghost_detail != "total":
       out["param_contribution"] = {
-        p.label: _by_slot(p, passed.scores[p.label], slots.used_BTS, ghost.ghost_detail == "module") * scale
+        p.label: _by_slot(p, passed.scores[p.label], used_BTS, ghost.ghost_detail == "module") * scale
         for p in self.twin.scored
       }
     if scored.captured:
@@ -166,7 +161,12 @@ class Scorer:
     out["nonfinite_scores"] = {p.label: ~jnp.all(jnp.isfinite(passed.scores[p.label])) for p in self.twin.scored}
     return out
 
-  def slots(self, batch, losses_BT, weights_BT) -> "Slots":
+  def slots(self, batch, losses_BT, weights_BT) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
+    """(used_BTS, target_BTS, per_share_BS, the outputs share_BS, tokens_BS and loss_BS) of a batch's slots.
+
+    used_BTS, target_BTS: 1 where a position is used in a slot, or predicts one of its targets. per_share_BS: 1 / share
+    of the batch loss, 0 for share 0.
+    """
     dtype = jnp.promote_types(losses_BT.dtype, jnp.float32)
     used_BT, target_BT = self.loss.units(batch)
     used_BTS = jax.nn.one_hot(used_BT - 1, self.num_slots, dtype=dtype)
@@ -176,7 +176,8 @@ class Scorer:
     loss_BS = jnp.einsum("bts,bt->bs", weighted_BTS, losses_BT) / jnp.where(weight_BS == 0, 1, weight_BS)
     share_BS = self.loss.shares(batch, weight_BS)
     per_share_BS = jnp.where(share_BS != 0, 1 / jnp.where(share_BS != 0, share_BS, 1), 0)
-    return Slots(used_BTS, target_BTS, target_BTS.sum(1), loss_BS, share_BS, per_share_BS)
+    out = {"share_BS": share_BS, "tokens_BS": target_BTS.sum(1).astype(jnp.int32), "loss_BS": loss_BS}
+    return used_BTS, target_BTS, per_share_BS, out
 
 
 def make_scorer(
@@ -200,27 +201,14 @@ def make_scorer(
   return Scorer(cfg, loss, optimizers.create(cfg.optimizer), twin, graphdef, num_segments)
 
 
-def keep(train_state: TrainStateNNX, problem: Problem, scored: Scored) -> None:
-  """Stores the validation gradients of the step for the next steps (ghost_val_every)."""
+def run(problem: Problem, train_state: TrainStateNNX) -> Scored:
+  """Scores the problem, and stores its validation gradients for the next steps (ghost_val_every)."""
+  scored = schedules.score(problem)
   if isinstance(problem.validation, Stored) and scored.validation is not None:
     leaves = jax.tree.leaves(scored.validation.gradients)
     for variable, leaf in zip(train_state.stored_gradients, leaves, strict=True):
       variable[...] = leaf
-
-
-@dataclasses.dataclass(frozen=True)
-class Slots:
-  """The slots of a batch. used_BTS, target_BTS: 1 where a position is used in a slot, or predicts one of its targets.
-
-  tokens_BS: number of targets. loss_BS: mean loss. share_BS: of the batch loss. per_share_BS: 1 / share, 0 for share 0.
-  """
-
-  used_BTS: jax.Array
-  target_BTS: jax.Array
-  tokens_BS: jax.Array
-  loss_BS: jax.Array
-  share_BS: jax.Array
-  per_share_BS: jax.Array
+  return scored
 
 
 def _by_slot(param, score, used_BTS, sum_layers: bool):

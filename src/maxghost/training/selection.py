@@ -97,8 +97,7 @@ class Selector(Scorer):
     ghost = self.cfg.ghost
     problem = self.candidates.problem(train_state, split, step_loss, batch, val_batches)
     settings = dataclasses.replace(problem.settings, in_turn=False)
-    first = schedules.score(dataclasses.replace(problem, account=None, settings=settings))
-    scoring.keep(train_state, problem, first)
+    first = scoring.run(dataclasses.replace(problem, account=None, settings=settings), train_state)
     value_B = jnp.nan_to_num(first.additive.mean(0).sum(-1))
     pair_BB = None
     if self.sketch is not None:
@@ -124,8 +123,8 @@ class Selector(Scorer):
     Rows that were not chosen have contribution 0, and the dot product, loss and tokens of the candidate pass.
     """
     out, first = super().outputs(scored, scored.batch, scale), scored.candidates
-    seen = self.slots(dict(batch), first.passed.losses, first.passed.weights)
-    seen_dot = jnp.einsum("kbt,bts->bsk", first.additive, seen.used_BTS) * seen.per_share_BS[..., None]
+    used_BTS, _, per_share_BS, seen = self.slots(dict(batch), first.passed.losses, first.passed.weights)
+    seen_dot = jnp.einsum("kbt,bts->bsk", first.additive, used_BTS) * per_share_BS[..., None]
 
     def spread(value, axis: int, fill=None):
       """Puts values of the chosen rows at their indices among the candidates, `fill` (0) elsewhere."""
@@ -136,7 +135,7 @@ class Selector(Scorer):
       mask = jnp.expand_dims(scored.chosen_B, tuple(range(1, len(shape) - axis)))
       return jnp.where(mask, value, whole)
 
-    fills = {"score_dot_BSK": seen_dot, "tokens_BS": seen.tokens_BS, "loss_BS": seen.loss_BS}
+    fills = {"score_dot_BSK": seen_dot, "tokens_BS": seen["tokens_BS"], "loss_BS": seen["loss_BS"]}
     for name, axis in scoring.ROW_AXIS.items():
       if name in out:
         out[name] = jax.tree.map(functools.partial(spread, axis=axis, fill=fills.get(name)), out[name])

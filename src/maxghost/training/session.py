@@ -6,7 +6,6 @@ import json
 import os
 import platform
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -210,7 +209,22 @@ class Session:
       if (analysis := compiled.call.memory_analysis()) is not None:
         say(plan.memory.beside(memory_report.compiled_sizes(analysis)))
       if distributed.is_first():
-        _write_facts(self._path, plan, compiled.describe())
+        self._write_facts(compiled.describe())
+
+  def _write_facts(self, train_step: str) -> None:
+    """Writes run_facts.json, facts of this process besides the config, for the report."""
+    plan, device = self._plan, jax.devices()[0]
+    facts = {
+      "parameters": f"{plan.num_params:,}",
+      "device": f"{plan.layout.num_devices} x {device.device_kind} ({device.platform})",
+      **({"mesh": plan.mesh} if plan.layout.num_devices > 1 else {}),
+      "rows per step": f"{plan.rows:,}",
+      "arithmetic per step": f"{plan.flops.total / 1e12:.4f} TFLOP in the model",
+      "train step": train_step,
+      "versions": f"maxghost {maxghost.__version__}, jax {jax.__version__}, "
+      f"flax {importlib.metadata.version('flax')}, Python {platform.python_version()}",
+    }
+    write_text(self._path / "run_facts.json", json.dumps(facts, indent=2) + "\n")
 
   def _conclude(self, outcome: Outcome) -> int:
     if outcome.interrupted:
@@ -220,22 +234,3 @@ class Session:
     for line in lines:
       self._console.line(line)
     return self._signals.exit_code if outcome.interrupted else 0
-
-
-def _write_facts(path: Path, plan: Plan, train_step: str) -> None:
-  """Writes run_facts.json, facts of this process besides the config, for the report.
-
-  train_step: a line on its compilation.
-  """
-  device = jax.devices()[0]
-  facts = {
-    "parameters": f"{plan.num_params:,}",
-    "device": f"{plan.layout.num_devices} x {device.device_kind} ({device.platform})",
-    **({"mesh": plan.mesh} if plan.layout.num_devices > 1 else {}),
-    "rows per step": f"{plan.rows:,}",
-    "arithmetic per step": f"{plan.flops.total / 1e12:.4f} TFLOP in the model",
-    "train step": train_step,
-    "versions": f"maxghost {maxghost.__version__}, jax {jax.__version__}, "
-    f"flax {importlib.metadata.version('flax')}, Python {platform.python_version()}",
-  }
-  write_text(path / "run_facts.json", json.dumps(facts, indent=2) + "\n")

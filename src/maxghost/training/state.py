@@ -174,8 +174,4 @@ def from_tree(tree: Mapping, like: nnx.State) -> nnx.State:
 def abstract_arrays(state: nnx.State) -> nnx.State:
   """The state with shapes, dtypes and shardings in place of arrays; abstract leaves go to the first device."""
   place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-  def abstract(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or place)
-
-  return jax.tree.map(abstract, state)
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or place), state)
