@@ -28,8 +28,8 @@ from maxghost.config.values import divisors
 from maxghost.parallel import Layout, shardings, topologies
 from maxghost.training import aot, state
 from maxghost.training.host_memory import HostMemory
-from maxghost.training.memory import MemoryEstimate, estimate
-from maxghost.training.memory.report import compiled_sizes, verdict
+from maxghost.training.memory import estimate
+from maxghost.training.memory_report import MemoryEstimate, compiled_sizes, verdict
 from maxghost.training.plan import Plan
 from maxghost.training.step import make_train_step
 

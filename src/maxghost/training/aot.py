@@ -16,7 +16,7 @@ from maxghost.parallel.collectives import Collective
 from maxghost.parallel.mesh import mesh_shape, num_slices
 from maxghost.training import compiled_steps
 from maxghost.training.devices import compiler_options
-from maxghost.training.memory.report import compiled_sizes, shortage
+from maxghost.training.memory_report import compiled_sizes, shortage
 from maxghost.training.plan import Plan
 
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "exceeds available HBM")
@@ -102,25 +102,8 @@ def report_lines(compiled: Compiled, topology: str) -> tuple[list[str], bool]:
   if compiled.executable is None:
     lines = [f"memory: does not fit: {compiled.problem}"]
     return lines if have is None else [*lines, *shortage(plan.memory, have)], False
-  memory, fits = _memory_lines(compiled.executable, plan, have)
-  tokens = plan.rows * plan.cfg.data.max_target_length
-  analysis = compiled.executable.cost_analysis() or {}
-  counted = max(analysis.get("flops", 0.0), 0.0) * plan.layout.num_devices
-  found = collectives.table(compiled.collectives())
-  lines = [
-    f"compiled in {compiled.seconds:.1f} s",
-    *memory,
-    f"FLOPs per token: {plan.flops.total / tokens / 1e9:.3f} G by shapes; XLA counts {counted / tokens / 1e9:.3f} "
-    "G, the body of each loop once, scoring and recomputation included",
-    "collectives of a step, on each device:" if found else "collectives of a step: none",
-    *(f"  {line}" for line in found),
-  ]
-  return lines, fits
-
-
-def _memory_lines(executable: Any, plan: Plan, have: int | None) -> tuple[list[str], bool]:
-  """(lines on the memory of one device by parts, whether it suffices). have: bytes of a device, if known."""
-  memory = executable.memory_analysis()
+  memory = compiled.executable.memory_analysis()
+  need = sum(compiled_sizes(memory).values())
   parts = {
     **{row.name: row.bytes for row in plan.memory.resident},
     "temporaries": memory.temp_size_in_bytes,
@@ -128,8 +111,7 @@ def _memory_lines(executable: Any, plan: Plan, have: int | None) -> tuple[list[s
     "program": memory.generated_code_size_in_bytes,
     "padding of arguments": max(memory.argument_size_in_bytes - plan.memory.arguments, 0),
   }
-  need = sum(compiled_sizes(memory).values())
-  lines = ["memory of one device:"]
+  lines = [f"compiled in {compiled.seconds:.1f} s", "memory of one device:"]
   lines += [f"  {name:<34}{size / 1e9:10.3f} GB" for name, size in parts.items() if size >= 5e5]
   lines.append(f"  {'total':<34}{need / 1e9:10.3f} GB")
   fits = have is None or need <= have
@@ -138,4 +120,14 @@ def _memory_lines(executable: Any, plan: Plan, have: int | None) -> tuple[list[s
     verdict = f"fits, {left / 1e9:.2f} GB to spare" if fits else f"does not fit, {-left / 1e9:.2f} GB too much"
     lines.append(f"memory: needs {need / 1e9:.2f} of {have / 1e9:.2f} GB: {verdict}")
     lines += [] if fits else shortage(plan.memory, have)
-  return [*lines, plan.memory.beside(compiled_sizes(memory))], fits
+  tokens = plan.rows * plan.cfg.data.max_target_length
+  counted = max((compiled.executable.cost_analysis() or {}).get("flops", 0.0), 0.0) * plan.layout.num_devices
+  found = collectives.table(compiled.collectives())
+  return [
+    *lines,
+    plan.memory.beside(compiled_sizes(memory)),
+    f"FLOPs per token: {plan.flops.total / tokens / 1e9:.3f} G by shapes; XLA counts {counted / tokens / 1e9:.3f} "
+    "G, the body of each loop once, scoring and recomputation included",
+    "collectives of a step, on each device:" if found else "collectives of a step: none",
+    *(f"  {line}" for line in found),
+  ], fits

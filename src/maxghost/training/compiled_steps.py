@@ -16,7 +16,7 @@ from maxghost.ghost.attach import Twin
 from maxghost.parallel import Layout, distributed, shardings, use
 from maxghost.training import step as step_lib
 from maxghost.training.devices import batch_shapes, compiler_options
-from maxghost.training.memory.report import compiled_sizes
+from maxghost.training.memory_report import compiled_sizes
 from maxghost.training.plan import Plan
 
 STEPS = ("train_step", "plain_step")  # functions (state, batch, val_batches) -> (state, out)

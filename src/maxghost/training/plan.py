@@ -17,7 +17,8 @@ from maxghost.parallel import Layout, distributed, report
 from maxghost.parallel.mesh import describe
 from maxghost.parallel.shardings import OwnRows, own_rows
 from maxghost.training import devices, state
-from maxghost.training.memory import MemoryEstimate, estimate
+from maxghost.training.memory import estimate
+from maxghost.training.memory_report import MemoryEstimate
 
 # Dense bf16 TFLOP/s of one device by JAX's device_kind, from the vendors' data sheets.
 PEAK_TFLOPS = {

@@ -18,10 +18,9 @@ from maxghost.data.build import parse_weights
 from maxghost.generation.samples import Sampler
 from maxghost.objectives import create
 from maxghost.parallel import distributed
-from maxghost.training import compiled_steps, console, run_directory, score_recorder, state
+from maxghost.training import compiled_steps, console, memory_report, run_directory, score_recorder, state
 from maxghost.training.batches import Batches, Prefetcher
 from maxghost.training.loop import Hardware, Outcome, Sinks, StopSignals, TrainingLoop
-from maxghost.training.memory import report as memory_report
 from maxghost.training.metrics import MetricsLog, TensorBoardLog
 from maxghost.training.plan import Plan, peak_flops
 from maxghost.training.reweighting import Reweighter
