@@ -19,8 +19,6 @@ from maxghost.training.devices import batch_shapes, compiler_options
 from maxghost.training.memory_report import compiled_sizes
 from maxghost.training.plan import Plan
 
-STEPS = ("train_step", "plain_step")  # functions (state, batch, val_batches) -> (state, out)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Executable:
@@ -129,7 +127,7 @@ def lower(name: str, function: Callable, layout: Layout, *arguments) -> jax.stag
   """Lowers a function. A step donates its state, and returns it with the same shardings."""
   function.__name__ = name  # what profiles and JAX's own compile log call it
   options: dict[str, Any] = {}
-  if name in STEPS:
+  if name in ("train_step", "plain_step"):
     options = {"donate_argnums": (0,), "out_shardings": (layout.shardings(arguments[0]), None)}
   with use(layout):
     return jax.jit(function, **options).lower(*arguments)

@@ -51,7 +51,6 @@ class Console:
   def __init__(self, stream: TextIO | None = None):
     self._stream = stream or sys.stdout
     self._progress = None
-    self._task = None
 
   def line(self, text: str) -> None:
     if self._progress is not None:
@@ -68,12 +67,12 @@ class Console:
     columns = ("training", progress.BarColumn(), progress.MofNCompleteColumn(), "{task.fields[loss]}")
     columns += (progress.TimeElapsedColumn(), "left:", progress.TimeRemainingColumn())
     self._progress = progress.Progress(*columns, console=RichConsole(file=self._stream), transient=True)
-    self._task = self._progress.add_task("training", total=total_steps, completed=completed_steps, loss="")
+    self._progress.add_task("training", total=total_steps, completed=completed_steps, loss="")
     self._progress.start()
 
   def advance(self, completed_steps: int, loss: float) -> None:
-    if self._progress is not None and self._task is not None:
-      self._progress.update(self._task, completed=completed_steps, loss=f"loss {loss:.3f}")
+    if self._progress is not None:
+      self._progress.update(self._progress.task_ids[0], completed=completed_steps, loss=f"loss {loss:.3f}")
 
   def stop(self) -> None:
     if self._progress is not None:
@@ -129,11 +128,8 @@ def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
     lines.append(f"Median step {middle:.3f} s, {plan.rows * plan.cfg.data.max_target_length / middle:,.0f} tokens/s")
   if "eval/avg_loss" in last:
     lines.append(f"Held-out loss: {last['eval/avg_loss']:.4f} (perplexity {last['eval/avg_perplexity']:.3f})")
-  return [
-    *lines,
-    *(ghost_line(records, name) for name in plan.cfg.val_sets),
-    f"Report: python -m maxghost.report {path}",
-  ]
+  lines += [ghost_line(records, name) for name in plan.cfg.val_sets]
+  return [*lines, f"Report: python -m maxghost.report {path}"]
 
 
 def ghost_line(records: list[dict], name: str) -> str:

@@ -144,7 +144,7 @@ class TrainingLoop:
     self._reweighter, self._sampler = reweighter, sampler
     self._state: Any = None
     self._position = Position()
-    self._pending: dict[str, Any] | None = None
+    self._pending: dict[str, Any] | None = None  # the record of the last step
     self._read: Callable[[], None] | None = None  # reads the outputs of the started step
     self._saved_steps = 0
     self._last_ready = 0.0

@@ -232,9 +232,8 @@ class Step:
     if m.num_experts > 1:  # each token passes through several experts
       width = (m.base_moe_mlp_dim if m.base_moe_mlp_dim > 0 else width) * m.num_experts_per_tok
     self.feed_forward = device.part(width, "activation_mlp")
-    self.linear_attention = m.attention == "flash" or (
-      m.attention in ("blockwise", "autoselected") and device.length > LINEAR_FROM
-    )
+    in_blocks = m.attention in ("blockwise", "autoselected") and device.length > LINEAR_FROM
+    self.linear_attention = m.attention == "flash" or in_blocks
     self.walks_back = device.num_sets > 0 and self.ghost.ghost_schedule == "reverse_scan"
     # The rows take turns if the validation gradients of a layer are smaller than its inputs, over all devices.
     stacked = [v for v in device.params.values() if v.stacked]
@@ -377,10 +376,7 @@ class Step:
         Tensor(table.shape, table.dtype, "their gradients"),
         Tensor(table.shape, table.dtype, "a table half turned around"),
       ]
-      hidden = [
-        Tensor((n, d), c, "last hidden states"),
-        Tensor((n, d), wide, "sum of their gradient over the blocks"),
-      ]
+      hidden = [Tensor((n, d), c, "last hidden states"), Tensor((n, d), wide, "sum of their gradient over the blocks")]
     elif tiles > 1 and table.dtype != wide:
       head.append(Tensor(table.shape, wide, "sum of the output table's gradient over the tiles"))
     return {
@@ -397,18 +393,16 @@ class Step:
       return {}
     count = sum(math.prod(param.stack_shape) for param in self.device.scored)
     shape = (count, self.device.num_sets, self.device.rows, self.device.length)
-    tensors = {"two_pass": self._two_pass, "reverse_scan": self._walked_back}
-    found = tensors.get(self.ghost.passes, list)()  # concat holds no validation gradient
-    return {"ghost directions and probes": [*found, Tensor(shape, "float32", "scores per token of every parameter")]}
-
-  def _two_pass(self) -> list[Tensor]:
-    """The validation gradients are kept for the ledger, even if scores use their factors."""
-    scored, sets = self.device.scored, self.device.num_sets
-    whole = sum(self.device.params[p.label].elements for p in scored)
-    tensors = [Tensor((sets, whole), self.weight, "validation gradients, the directions of the scores")]
-    if factors := sum(self.device.factors(p) for p in scored):
-      tensors.append(Tensor((factors,), "float32", f"directions of rank {self.ghost.ghost_rank}"))
-    return tensors
+    tensors = [Tensor(shape, "float32", "scores per token of every parameter")]
+    if self.ghost.passes == "reverse_scan":
+      tensors += self._walked_back()
+    elif self.ghost.passes == "two_pass":  # keeps the gradients for the ledger, even if scores use their factors
+      whole = sum(self.device.params[p.label].elements for p in self.device.scored)
+      why = "validation gradients, the directions of the scores"
+      tensors.append(Tensor((self.device.num_sets, whole), self.weight, why))
+      if factors := sum(self.device.factors(p) for p in self.device.scored):
+        tensors.append(Tensor((factors,), "float32", f"directions of rank {self.ghost.ghost_rank}"))
+    return {"ghost directions and probes": tensors}
 
   def _walked_back(self) -> list[Tensor]:
     """Memory of the validation rows while schedule reverse_scan processes the training rows of a layer."""
@@ -425,11 +419,10 @@ class Step:
       ),
       Tensor((sets * kept, self.val_tokens, embed), c, "layer inputs of the validation rows"),
     ]
+    waiting = Tensor((sets, self.val_tokens, embed), c, "cotangent of the validation rows")
     if self.in_turn and on_host:  # where the cotangent of the validation rows goes
-      why = "cotangent of the training rows in the validation rows' turn"
-      tensors.append(Tensor((1, self.tokens, embed), c, why))
-    else:
-      tensors.append(Tensor((sets, self.val_tokens, embed), c, "cotangent of the validation rows"))
+      waiting = Tensor((1, self.tokens, embed), c, "cotangent of the training rows in the validation rows' turn")
+    tensors.append(waiting)
     if not self.model.segment_lengths:
       tensors += [
         Tensor((sets * inner, self.val_tokens, width), dtype, f"{name} of the validation rows")

@@ -64,16 +64,14 @@ def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
     width = model.base_moe_mlp_dim
   mlp_weights = (len(model.mlp_activations) + 1) * d * width * model.num_experts_per_tok
   mlp_weights += d * model.num_experts if model.num_experts > 1 else 0
-  per_token = model.base_num_decoder_layers * (attention_weights + mlp_weights) + d * model.vocab_size
+  layers = model.base_num_decoder_layers
+  per_token = layers * (attention_weights + mlp_weights) + d * model.vocab_size
   tokens = num_rows * row_length
   keys = {"global": row_length / 2, "local_sliding": min(model.sliding_window_size, row_length)}
   keys["local_sliding"] -= keys["local_sliding"] ** 2 / (2 * row_length)
   seen = sum(keys[kind] for kind in model.attention_type) / len(model.attention_type)
   scores_and_values = 2 * 2 * seen * heads * h
-  return StepFlops(
-    weights=3.0 * 2 * per_token * tokens,
-    attention=3.0 * model.base_num_decoder_layers * scores_and_values * tokens,
-  )
+  return StepFlops(3.0 * 2 * per_token * tokens, 3.0 * layers * scores_and_values * tokens)
 
 
 def peak_flops(device: Any) -> float | None:
@@ -118,11 +116,6 @@ class Plan:
     return self.state, devices.batch_shapes(self.cfg, self.rows, self.layout), (val_batch,) * len(self.cfg.val_sets)
 
   @property
-  def wanted(self) -> dict:
-    """The tree of a train state with shapes, dtypes and shardings in place of arrays."""
-    return state.to_tree(self.state)
-
-  @property
   def num_params(self) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(self.state["model"]))
 
@@ -145,11 +138,8 @@ class Plan:
     """Lines on mesh, batch, validation rows, model and FLOPs."""
     lines = [f"mesh: {self.mesh}; {self.spread}"] if self.layout.num_devices > 1 else []
     lines += [self._batch_line(), *self._validation_lines()]
-    return [
-      *lines,
-      f"number parameters: {self.num_params / 1e9:.3f} billion ({self.num_params:,})",
-      self.flops.describe(),
-    ]
+    lines.append(f"number parameters: {self.num_params / 1e9:.3f} billion ({self.num_params:,})")
+    return [*lines, self.flops.describe()]
 
   def _batch_line(self) -> str:
     """The batch of a step over all devices, with all factors."""

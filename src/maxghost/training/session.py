@@ -1,6 +1,7 @@
 """One run from start to end: builds its parts, resumes from the last checkpoint, and reports the result."""
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -57,7 +58,7 @@ class Session:
     if not force:
       memory_report.check(plan.memory, self._capacity)
     self._sampler = Sampler(cfg, dataset.tokenizer) if cfg.run.sample_every else None
-    self._read_parameters = open_parameters and open_parameters(plan.wanted["model"])
+    self._read_parameters = open_parameters and open_parameters(state.to_tree(plan.state)["model"])
     for domain in cfg.val_sets.values():
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain)  # raises where a set has no rows
     self._program = compiled_steps.build(plan)
@@ -96,14 +97,13 @@ class Session:
 
   def _claim(self) -> contextlib.AbstractContextManager:
     """The first process locks the run directory; the others wait for it."""
-    lock = contextlib.nullcontext()
+    lock, problem = contextlib.nullcontext(), ""
     if distributed.is_first():
       try:
         lock = run_directory.claim(self._existing, self._cfg)
       except ConfigError as error:
-        distributed.gather(str(error))
-        raise
-    if said := distributed.gather("")[0]:
+        problem = str(error)
+    if said := distributed.gather(problem)[0]:
       raise ConfigError(said)
     return lock
 
@@ -121,9 +121,8 @@ class Session:
       reweighter = Reweighter(cfg.ghost, weights, dataset.train, dataset.document_id)
       reweighter.restore(position.reweighting)  # before the first batch is drawn
     batches = Batches(dataset, create(cfg).prepare)
-    prefetcher = Prefetcher(
-      batches, lambda arrays: plan.layout.put_local(arrays, plan.rows), cfg.run.steps - position.completed_steps
-    )
+    put = functools.partial(plan.layout.put_local, num_rows=plan.rows)
+    prefetcher = Prefetcher(batches, put, cfg.run.steps - position.completed_steps)
     opened.callback(prefetcher.close)
     self._announce(position)
     loop = TrainingLoop(
@@ -153,7 +152,7 @@ class Session:
         asynchronous=cfg.checkpoint.async_checkpointing,
         say=say,
       )
-      restored = self._checkpoints.restore_latest(plan.wanted)
+      restored = self._checkpoints.restore_latest(state.to_tree(plan.state))
     if restored is not None:
       position = Position.from_json(restored.positions)
       self._check_rows(position, restored.positions["config"])
