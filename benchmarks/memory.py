@@ -26,7 +26,7 @@ from flax import nnx
 from maxghost import config as configuration
 from maxghost.config.values import divisors
 from maxghost.parallel import Layout, shardings, topologies
-from maxghost.training import aot, state
+from maxghost.training import compiled_steps, state
 from maxghost.training.host_memory import HostMemory
 from maxghost.training.memory import estimate
 from maxghost.training.memory_report import MemoryEstimate, compiled_sizes, verdict
@@ -127,7 +127,7 @@ class Bench:
     """The whole train step of the decoder on four chips."""
     cfg = configuration.load(str(_measure.BASE), *SHAPE, *DECODER, *keys, *self.overrides)
     plan = Plan.of(cfg, Layout.of(cfg.parallel, topologies.open_devices(f"{self.name}-4")))
-    compiled = aot.compile_step(plan)
+    compiled = compiled_steps.compile_step(plan)
     if compiled.executable is None:
       return _tpu.Compiled(error=compiled.problem).beside(plan.memory)
     sizes = compiled_sizes(compiled.executable.memory_analysis())

@@ -142,12 +142,7 @@ class TrainingLoop:
     self._signals, self._hardware, self._put, self._val_sets = signals, hardware, put, tuple(cfg.val_sets)
     self._validation = ValidationRows(cfg.ghost, dataset, cfg.val_sets, put)
     self._reweighter, self._sampler = reweighter, sampler
-    self._state: Any = None
-    self._position = Position()
-    self._pending: dict[str, Any] | None = None  # the record of the last step
     self._read: Callable[[], None] | None = None  # reads the outputs of the started step
-    self._saved_steps = 0
-    self._last_ready = 0.0
     self._seconds: list[float] = []
     self._eval_batches: list = []
     self._stop = distributed.StopFlag()
@@ -158,8 +153,8 @@ class TrainingLoop:
     When this returns, the last checkpoint is on disk. After the last step the closing validation loss is recorded. The
     last record of metrics.jsonl is written after everything else, so it marks a complete run.
     """
-    self._state, self._position, self._pending = state, position, position.pending
-    self._saved_steps = position.completed_steps
+    self._state, self._position, self._saved_steps = state, position, position.completed_steps
+    self._pending = position.pending  # the record of the last step
     num_steps = self._cfg.run.steps
     self._sinks.console.start(num_steps, position.completed_steps)
     try:

@@ -250,7 +250,11 @@ class Step:
 
   def moments(self) -> dict[str, Rows]:
     """{moment of the step: memory at that moment}."""
-    also, segments = self._scores() | self._gathered(), self._segments()
+    also, segments = self._scores(), self._segments()
+    stacked = [v for v in self.device.params.values() if v.stacked]
+    if gathered := sum(v.gathered - v.elements for v in stacked) // self.model.base_num_decoder_layers:
+      why = "weights of one layer, gathered, and their gradient"  # before it is scattered
+      also["collectives' buffers"] = [Tensor((gathered,), self.weight, why, 2)]
     out = {"the update": self._gradients(segments if "weights" in self.model.offload_to_host else []) | also}
     if self.device.num_layers:
       out["the backward pass of a layer"] = self._gradients(segments) | self._in_layers() | also
@@ -276,13 +280,6 @@ class Step:
         Tensor((lengths[0] * layer,), self.weight, "weights of the next segment, on their way from the host")
       )
     return tensors
-
-  def _gathered(self) -> Rows:
-    """Weights gathered for one layer, and its gradient before it is scattered."""
-    stacked = [v for v in self.device.params.values() if v.stacked]
-    gathered = sum(v.gathered - v.elements for v in stacked) // self.model.base_num_decoder_layers
-    why = "weights of one layer, gathered, and their gradient"
-    return {"collectives' buffers": [Tensor((gathered,), self.weight, why, 2)]} if gathered else {}
 
   # The backward pass of a layer.
 

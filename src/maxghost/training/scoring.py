@@ -102,9 +102,8 @@ class Scorer:
   def rule_state(self, train_state: TrainStateNNX) -> RuleState:
     """The optimizer's state with the previous step's clipping factor; this step's needs the whole gradient."""
     clips = self.cfg.optimizer.gradient_clipping_threshold
-    return self.rule.read(
-      train_state.optimizer, clip_factor=train_state.clip_factor[...] if clips else jnp.ones((), float)
-    )
+    clip_factor = train_state.clip_factor[...] if clips else jnp.ones((), float)
+    return self.rule.read(train_state.optimizer, clip_factor=clip_factor)
 
   def columns(self, train_state: TrainStateNNX, params, scored: Scored, learning_rate, clip_factor) -> dict:
     """The ledger's columns, [K] each; empty for schedule concat, which never holds a whole validation gradient."""
@@ -188,16 +187,10 @@ def make_scorer(
   rows = jax.tree.leaves(batch)[0].shape[0] // cfg.optimizer.gradient_accumulation_steps
   micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))
   twin = prepare_twin(
-    model,
-    micro,
-    loss,
-    num_sets=num_sets,
-    num_positions=micro["inputs"].shape[1],
-    spec=direction_spec(cfg, ghost.ghost_direction, ghost.ghost_rank),
-    exclude=excluded(cfg, model),
-    schedule=ghost.passes,
-    num_val=ghost.ghost_val_batch_size,
-  )
+    model, micro, loss, num_sets=num_sets, num_positions=micro["inputs"].shape[1],
+    spec=direction_spec(cfg, ghost.ghost_direction, ghost.ghost_rank), exclude=excluded(cfg, model),
+    schedule=ghost.passes, num_val=ghost.ghost_val_batch_size,
+  )  # fmt: skip
   return Scorer(cfg, loss, optimizers.create(cfg.optimizer), twin, graphdef, num_segments)
 
 

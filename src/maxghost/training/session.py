@@ -155,7 +155,14 @@ class Session:
       restored = self._checkpoints.restore_latest(state.to_tree(plan.state))
     if restored is not None:
       position = Position.from_json(restored.positions)
-      self._check_rows(position, restored.positions["config"])
+      if position.rows not in (0, plan.rows):
+        own = cfg.optimizer.gradient_accumulation_steps * plan.layout.num_devices
+        way = "another number of devices" if position.rows % own else f"per_device_batch_size={position.rows // own}"
+        raise ConfigError(
+          f"per_device_batch_size={cfg.data.per_device_batch_size} on {plan.layout.num_devices} devices is {plan.rows} "
+          f"rows per step, but {self._path} was trained with {position.rows} (per_device_batch_size="
+          f"{restored.positions['config'].get('per_device_batch_size')}); use {way}, or another run_name"
+        )
       self._dataset.train.restore(position.data)
       say(f"Continuing after {restored.step} completed steps: {self._checkpoints.path(restored.step)}")
       if "steps" in self._existing.changed:
@@ -169,18 +176,6 @@ class Session:
     if not self._existing.is_new:
       say("The run was stopped before its first checkpoint: it starts again at step 0")
     return train_state, Position(rows=plan.rows)
-
-  def _check_rows(self, position: Position, then: dict) -> None:
-    """Raises ConfigError if this command would train on batches of another size."""
-    plan = self._plan
-    if position.rows and position.rows != plan.rows:
-      own = self._cfg.optimizer.gradient_accumulation_steps * plan.layout.num_devices
-      way = f"per_device_batch_size={position.rows // own}" if position.rows % own == 0 else "another number of devices"
-      raise ConfigError(
-        f"per_device_batch_size={self._cfg.data.per_device_batch_size} on {plan.layout.num_devices} devices is "
-        f"{plan.rows} rows per step, but {self._existing.path} was trained with {position.rows} "
-        f"(per_device_batch_size={then.get('per_device_batch_size')}); use {way}, or another run_name"
-      )
 
   def _open_sinks(self, position: Position) -> Sinks:
     """Opens the logs at a position; later records are removed."""

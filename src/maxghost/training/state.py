@@ -134,14 +134,11 @@ class Position:
 
   def scores_of(self, process: int) -> dict | None:
     """The position of one process's score log; only its step, if other processes wrote it before."""
-    if isinstance(self.scores, list):
-      if process < len(self.scores) and self.scores[process] is not None:
-        return self.scores[process]
-      steps = [one["step"] for one in self.scores if one is not None]
-      return {"step": max(steps)} if steps else None
-    if self.scores is not None and process > 0:
-      return {"step": self.scores["step"]}
-    return self.scores
+    known = self.scores if isinstance(self.scores, list) else [self.scores]
+    if process < len(known) and known[process] is not None:
+      return known[process]
+    steps = [one["step"] for one in known if one is not None]
+    return {"step": max(steps)} if steps else None
 
   def of_all_processes(self) -> "Position":
     """The position for a checkpoint, with those of every process's data and score log."""
