@@ -102,8 +102,6 @@ class ValidationRows:
 
   def batches(self, step: int) -> tuple:
     """The batches of the last fresh step up to this one; empty without sets."""
-    if not self.names:
-      return ()
     index = self._index(step)
     if self._held[0] != index:
       batches = [self._dataset.validation_batch(index, self._num_rows, domain) for domain in self._domains]

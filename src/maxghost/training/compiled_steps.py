@@ -98,10 +98,7 @@ def train_step(plan: Plan) -> tuple[Callable, Twin | None]:
 
 
 def build(plan: Plan) -> Program:
-  """Traces the step and the evaluations, and starts to compile them in the background.
-
-  Raises ConfigError for a model that the engine cannot score.
-  """
+  """Traces the step and the evaluations, and starts to compile them in the background. Raises as `train_step`."""
   pool = ThreadPoolExecutor(1, "compile")  # one: XLA uses all cores for one compilation
   cfg, graphdef, layout = plan.cfg, plan.graphdef, plan.layout
   state, batch, val_batches = plan.arguments
@@ -179,8 +176,8 @@ class Compiled:
 def compile_step(plan: Plan, options: dict | None = None, folder: Path | None = None) -> Compiled:
   """Compiles the step; a step that is too large for the memory is not an error.
 
-  options: further compiler options. folder: for the texts of the TPU compiler, if they are to be kept. Raises
-  ConfigError for a model that the engine cannot score.
+  options: further compiler options. folder: for the texts of the TPU compiler, if they are to be kept. Raises as
+  `train_step`.
   """
   lowered = lower("train_step", train_step(plan)[0], plan.layout, *plan.arguments)
   platform = plan.layout.platform

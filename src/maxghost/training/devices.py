@@ -29,10 +29,7 @@ def compiler_options(platform: str | None = None) -> dict[str, Any]:
 
 
 def open_layout(cfg: Config) -> Layout:
-  """Connects the processes, if there are several, and builds the mesh over all devices.
-
-  Raises ConfigError for a configuration that the devices cannot satisfy.
-  """
+  """Connects the processes, if there are several; the layout over all devices. Raises ConfigError if they refuse it."""
   configure_jax(cfg)
   distributed.start(cfg.parallel)
   distributed.check_same_config(cfg)

@@ -111,10 +111,9 @@ def shown(size: float) -> str:
 
 def capacity(device: Any) -> int | None:
   """Bytes that a step may use on a `jax.Device`: its allocator's limit, or on CPU its share of the machine's memory."""
-  limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
-  if limit is None and device.platform == "cpu" and hasattr(os, "sysconf"):
-    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(jax.local_devices(backend="cpu"))
-  return limit
+  if device.platform == "cpu":
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(jax.local_devices(backend="cpu"))
+  return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def check(estimated: MemoryEstimate, limit: int | None) -> None:

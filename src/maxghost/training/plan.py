@@ -136,35 +136,26 @@ class Plan:
 
   def lines(self) -> list[str]:
     """Lines on mesh, batch, validation rows, model and FLOPs."""
-    lines = [f"mesh: {self.mesh}; {self.spread}"] if self.layout.num_devices > 1 else []
-    lines += [self._batch_line(), *self._validation_lines()]
-    lines.append(f"number parameters: {self.num_params / 1e9:.3f} billion ({self.num_params:,})")
-    return [*lines, self.flops.describe()]
-
-  def _batch_line(self) -> str:
-    """The batch of a step over all devices, with all factors."""
-    cfg, rows = self.cfg, self.rows
+    cfg, layout, rows = self.cfg, self.layout, self.rows
+    lines = [f"mesh: {self.mesh}; {self.spread}"] if layout.num_devices > 1 else []
     accumulated, length, steps = cfg.optimizer.gradient_accumulation_steps, cfg.data.max_target_length, cfg.run.steps
     micro = f" in {accumulated} micro-batches" if accumulated > 1 else ""
     factors = [f"per_device_batch_size {cfg.data.per_device_batch_size}"]
-    factors += [f"{self.layout.num_devices} devices"] if self.layout.num_devices > 1 else []
+    factors += [f"{layout.num_devices} devices"] if layout.num_devices > 1 else []
     factors += [f"gradient_accumulation_steps {accumulated}"] if accumulated > 1 else []
     made = f" ({' x '.join(factors)})" if len(factors) > 1 else ""
     tokens = rows * length
-    return (
+    lines.append(
       f"batch: {rows} rows{micro}{made} of {length} tokens = {tokens:,} tokens per step; {steps} steps = "
       f"{tokens * steps:,} tokens"
     )
-
-  def _validation_lines(self) -> list[str]:
-    """The placement of the validation rows; none without ghost or on one group of devices."""
-    layout, rows = self.layout, self.cfg.ghost.ghost_val_batch_size
-    if not self.cfg.val_sets or layout.row_parts == 1:
-      return []
-    parts = layout.rules.parts(layout.rules.rows_axes(rows))
-    if parts == layout.row_parts:
-      return [f"validation: {rows} rows over {parts} devices"]
-    return [
-      f"validation: {rows} rows, each computed by {layout.row_parts // parts} groups of devices alike; a "
-      f"ghost_val_batch_size that {layout.row_parts} divides would be spread over all"
-    ]
+    if cfg.val_sets and layout.row_parts > 1:
+      val_rows = cfg.ghost.ghost_val_batch_size
+      parts, all_parts = layout.rules.parts(layout.rules.rows_axes(val_rows)), layout.row_parts
+      placed = f" over {parts} devices"
+      if parts < all_parts:
+        placed = f", each computed by {all_parts // parts} groups of devices alike; a ghost_val_batch_size that "
+        placed += f"{all_parts} divides would be spread over all"
+      lines.append(f"validation: {val_rows} rows{placed}")
+    lines.append(f"number parameters: {self.num_params / 1e9:.3f} billion ({self.num_params:,})")
+    return [*lines, self.flops.describe()]

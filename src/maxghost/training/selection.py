@@ -179,14 +179,15 @@ def make_selector(
   """As `scoring.make_scorer`, with twins for the candidates. Raises ValueError for a model that cannot be scored."""
   rows = jax.tree.leaves(batch)[0].shape[0]
   k = num_chosen(cfg, rows)
-  chosen = {name: jax.ShapeDtypeStruct((k, *x.shape[1:]), x.dtype) for name, x in dict(batch).items()}
+  chosen, shapes = (
+    {name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype) for name, x in dict(batch).items()} for n in (k, rows)
+  )
   scorer, candidates = (
-    scoring.make_scorer(cfg, graphdef, model, shapes, num_sets=num_sets, num_segments=num_segments)
-    for shapes in (chosen, batch)
+    scoring.make_scorer(cfg, graphdef, model, each, num_sets=num_sets, num_segments=num_segments)
+    for each in (chosen, shapes)
   )
   twin = None
   if cfg.ghost.ghost_select == "greats":
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in dict(batch).items()}
     exclude = scoring.excluded(cfg, model)
     spec = DirectionSpec(rank=1)
     twin = prepare_twin(model, shapes, scorer.loss, num_sets=1, num_positions=None, spec=spec, exclude=exclude)

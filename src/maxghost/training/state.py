@@ -30,10 +30,7 @@ class StoredGradient(nnx.Variable):
 
 
 class TrainStateNNX(nnx.Module):
-  """Model, optimizer and the clipping factor of the previous step.
-
-  apply_gradients(grads) updates the parameters in place; without an optimizer it raises RuntimeError.
-  """
+  """Model, optimizer and the clipping factor of the previous step."""
 
   def __init__(
     self,
@@ -53,7 +50,7 @@ class TrainStateNNX(nnx.Module):
       self.stored_gradients = nnx.List(zeros)
 
   def apply_gradients(self, grads) -> None:
-    """grads: State with the paths of the model's Params."""
+    """Updates the parameters. grads: State with their paths. Raises RuntimeError for a state without an optimizer."""
     if self.optimizer is None:
       raise RuntimeError("this train state was made without an optimizer; it cannot apply gradients")
     self.optimizer.update(self.model, grads)
@@ -68,13 +65,9 @@ class TrainStateNNX(nnx.Module):
 def create(cfg: Config) -> TrainStateNNX:
   """A fresh state: weights from init_weights_seed, zero moments, step 0."""
   model = models.create(cfg, rngs=nnx.Rngs(cfg.run.init_weights_seed))
-  stores = cfg.ghost.ghost_enabled and cfg.ghost.ghost_val_every > 1
-  return TrainStateNNX(
-    model,
-    make_optimizer(cfg.optimizer, cfg.run.steps),
-    trainable=trainable(cfg, model),
-    num_stored=len(cfg.data.validation_sets) if stores else 0,
-  )
+  num_stored = len(cfg.val_sets) if cfg.ghost.ghost_val_every > 1 else 0
+  tx = make_optimizer(cfg.optimizer, cfg.run.steps)
+  return TrainStateNNX(model, tx, trainable=trainable(cfg, model), num_stored=num_stored)
 
 
 def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
@@ -92,10 +85,7 @@ def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
 
 
 def create_split(cfg: Config, layout: Layout | None = None) -> tuple[nnx.GraphDef, nnx.State]:
-  """(graphdef, state) of a fresh train state; one compiled call makes each device's part of the weights.
-
-  Values depend only on the seed, not on the layout.
-  """
+  """(graphdef, state) of a fresh train state, made in its layout by one compiled call; the layout changes no value."""
   graphdef, abstract = abstract_split(cfg)
 
   def init():
@@ -145,9 +135,8 @@ class Position:
     if distributed.count() == 1:
       return self
     said = distributed.gather({"data": self.data, "scores": self.scores})
-    return dataclasses.replace(
-      self, data=merge_states([one["data"] for one in said]), scores=[one["scores"] for one in said]
-    )
+    data, scores = ([one[name] for one in said] for name in ("data", "scores"))
+    return dataclasses.replace(self, data=merge_states(data), scores=scores)
 
   @classmethod
   def from_json(cls, values: Mapping[str, Any]) -> "Position":
