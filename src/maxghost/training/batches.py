@@ -76,7 +76,6 @@ class ValidationRows:
   """
 
   def __init__(self, ghost: GhostConfig, dataset, sets: Mapping[str, str], put: Callable[[dict], Any]):
-    self.names = tuple(sets)
     self._domains = tuple(sets.values())
     self._score_every, self._refresh = ghost.ghost_every, ghost.ghost_val_refresh_steps
     self._num_rows = ghost.ghost_val_batch_size
@@ -85,11 +84,11 @@ class ValidationRows:
     self._held: tuple[int, tuple] = (-1, ())
 
   def is_fresh(self, step: int) -> bool:
-    return bool(self.names) and step % self._every == 0
+    return bool(self._domains) and step % self._every == 0
 
   def is_scored(self, step: int) -> bool:
     """Whether the step scores its documents (every `ghost_every` steps)."""
-    return bool(self.names) and step % self._score_every == 0
+    return bool(self._domains) and step % self._score_every == 0
 
   def closes(self, step: int) -> bool:
     """Whether the validation loss before this step closes the account of an earlier step: at the next fresh step, or,

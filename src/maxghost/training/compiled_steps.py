@@ -27,8 +27,6 @@ from maxghost.training.devices import batch_shapes, compiler_options
 from maxghost.training.memory_report import compiled_sizes, shortage
 from maxghost.training.plan import Plan
 
-_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "exceeds available HBM")
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Executable:
@@ -188,7 +186,7 @@ def compile_step(plan: Plan, options: dict | None = None, folder: Path | None = 
     try:
       executable = lowered.compile(compiler_options=compiler_options(platform) | dump | (options or {}))
     except Exception as error:  # XLA's own type, which differs between versions
-      if not any(word in str(error) for word in _OUT_OF_MEMORY):
+      if "RESOURCE_EXHAUSTED" not in str(error) and "exceeds available HBM" not in str(error):
         raise
       lines = [line.strip() for line in str(error).splitlines()]
       problem = next((line for line in lines if "exceeds" in line or "Ran out of memory" in line), lines[0])[:400]

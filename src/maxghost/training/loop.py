@@ -154,7 +154,7 @@ class TrainingLoop:
     last record of metrics.jsonl is written after everything else, so it marks a complete run.
     """
     self._state, self._position, self._saved_steps = state, position, position.completed_steps
-    self._pending = position.pending  # the record of the last step
+    self._pending: dict[str, Any] | None = position.pending  # the record of the last step
     num_steps = self._cfg.run.steps
     self._sinks.console.start(num_steps, position.completed_steps)
     try:

@@ -57,13 +57,13 @@ def estimate(
   split: its result, if known. Raises ConfigError for a model that cannot be scored.
   """
   layout = layout or Layout.of(ParallelConfig(), jax.devices()[:1])
-  states = {} if split is None else {_state_keys(cfg): PlacedState(layout, split)}
+  states: dict[str, PlacedState] = {}
 
-  def of(cfg: Config) -> MemoryEstimate:
-    keys = _state_keys(cfg)
+  def of(cfg: Config, split: tuple[nnx.GraphDef, nnx.State] | None = None) -> MemoryEstimate:
+    keys = repr([item for item in cfg.flat().items() if item[0] not in _OF_THE_STEP])
     try:
       if keys not in states:
-        states[keys] = PlacedState(layout, build(cfg))
+        states[keys] = PlacedState(layout, split or build(cfg))
       device = Device(cfg, states[keys])
     except ValueError as error:  # a parameter without a rule, a pattern that matches nothing, a rank that saves nothing
       raise ConfigError(str(error)) from error
@@ -80,12 +80,7 @@ def estimate(
     found, held = (tuple(Row(name, tuple(tensors)) for name, tensors in each.items()) for each in (rows, resident))
     return MemoryEstimate(found, name, held, device.host_bytes, step.tokens, cfg, change, step.walk)
 
-  return of(cfg)
-
-
-def _state_keys(cfg: Config) -> str:
-  """The settings that the train state depends on."""
-  return repr([item for item in cfg.flat().items() if item[0] not in _OF_THE_STEP])
+  return of(cfg, split)
 
 
 @dataclasses.dataclass(frozen=True)

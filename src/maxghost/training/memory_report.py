@@ -163,8 +163,7 @@ def verdict(estimate: MemoryEstimate, capacity_bytes: int) -> str:
     f"  tokens per device: {estimate.tokens:,} = {data.per_device_batch_size} rows of {data.max_target_length} tokens"
     + (f", in each of {accumulated} micro-batches" if accumulated > 1 else "")
   )
-  lines += advice(estimate, capacity_bytes)
-  return "\n".join(lines)
+  return "\n".join([*lines, *advice(estimate, capacity_bytes)])
 
 
 def advice(estimate: MemoryEstimate, capacity_bytes: int) -> list[str]:

@@ -6,7 +6,6 @@ counts as 3 forward passes; ghost's extra work is not counted, so that TFLOP/s w
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 from flax import nnx
@@ -20,15 +19,15 @@ from maxghost.training import devices, state
 from maxghost.training.memory import estimate
 from maxghost.training.memory_report import MemoryEstimate
 
-# Dense bf16 TFLOP/s of one device by JAX's device_kind, from the vendors' data sheets.
-PEAK_TFLOPS = {
-  "TPU v4": 275.0,
-  "TPU v5 lite": 197.0,
-  "TPU v5": 459.0,
-  "TPU v6 lite": 918.0,
-  "NVIDIA A100-SXM4-80GB": 312.0,
-  "NVIDIA H100 80GB HBM3": 989.0,
-  "NVIDIA H200": 989.0,
+# Dense bf16 FLOP/s of one device by JAX's device_kind, from the vendors' data sheets.
+PEAK_FLOPS = {
+  "TPU v4": 275e12,
+  "TPU v5 lite": 197e12,
+  "TPU v5": 459e12,
+  "TPU v6 lite": 918e12,
+  "NVIDIA A100-SXM4-80GB": 312e12,
+  "NVIDIA H100 80GB HBM3": 989e12,
+  "NVIDIA H200": 989e12,
 }
 
 
@@ -72,12 +71,6 @@ def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
   seen = sum(keys[kind] for kind in model.attention_type) / len(model.attention_type)
   scores_and_values = 2 * 2 * seen * heads * h
   return StepFlops(3.0 * 2 * per_token * tokens, 3.0 * layers * scores_and_values * tokens)
-
-
-def peak_flops(device: Any) -> float | None:
-  """Dense bf16 FLOP/s of one device; None for unknown devices, such as CPUs."""
-  peak = PEAK_TFLOPS.get(device.device_kind)
-  return None if peak is None else peak * 1e12
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,9 +120,7 @@ class Scorer:
     else:
       score = scored.additive.reshape(scored.additive.shape[0], -1)
       totals = score.sum(-1), jnp.abs(score).sum(-1)
-    used = scored.used
-    if used is None:
-      used = ledger.used(twin.scored, grads, scored.parts, passed.facts)
+    used = ledger.used(twin.scored, grads, scored.parts, passed.facts) if scored.used is None else scored.used
     return ledger.columns(rule, sums, totals, used, learning_rate, clip_factor)
 
   def outputs(self, scored: Scored, batch, scale) -> dict:
@@ -134,17 +132,17 @@ class Scorer:
     """
     ghost, passed = self.cfg.ghost, scored.passed
     used_BTS, target_BTS, per_share_BS, of_slots = self.slots(batch, passed.losses, passed.weights)
-    score_KBT = scored.additive
-    ok = jnp.all(jnp.isfinite(score_KBT))
-    score_KBT = jnp.where(ok, score_KBT, 0)
+    ok = jnp.all(jnp.isfinite(scored.additive))
+    score_KBT = jnp.where(ok, scored.additive, 0)
     forward_mode = ghost.engine == "jvp"
     score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, target_BTS if forward_mode else used_BTS)
     out = {
       "val_loss": scored.val_loss,
       "score_dot_BSK": score_BSK * per_share_BS[..., None],
       "contribution_BSK": score_BSK * scale,
-      "scored_ok": ok,
       **of_slots,
+      "tokens_BS": of_slots["tokens_BS"].astype(jnp.int32),
+      "scored_ok": ok,
     }
     if ghost.ghost_detail == "token":
       out["token_contribution_KBT"] = score_KBT * scale
@@ -175,7 +173,7 @@ class Scorer:
     loss_BS = jnp.einsum("bts,bt->bs", weighted_BTS, losses_BT) / jnp.where(weight_BS == 0, 1, weight_BS)
     share_BS = self.loss.shares(batch, weight_BS)
     per_share_BS = jnp.where(share_BS != 0, 1 / jnp.where(share_BS != 0, share_BS, 1), 0)
-    out = {"share_BS": share_BS, "tokens_BS": target_BTS.sum(1).astype(jnp.int32), "loss_BS": loss_BS}
+    out = {"share_BS": share_BS, "tokens_BS": target_BTS.sum(1), "loss_BS": loss_BS}
     return used_BTS, target_BTS, per_share_BS, out
 
 

@@ -23,7 +23,7 @@ from maxghost.training import compiled_steps, console, memory_report, run_direct
 from maxghost.training.batches import Batches, Prefetcher
 from maxghost.training.loop import Hardware, Outcome, Sinks, StopSignals, TrainingLoop
 from maxghost.training.metrics import MetricsLog, TensorBoardLog
-from maxghost.training.plan import Plan, peak_flops
+from maxghost.training.plan import PEAK_FLOPS, Plan
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.run_directory import Existing
 from maxghost.training.state import Position
@@ -131,7 +131,7 @@ class Session:
       batches,
       sinks,
       self._signals,
-      Hardware(plan.layout.num_devices, peak_flops(jax.devices()[0]), plan.rows, plan.flops),
+      Hardware(plan.layout.num_devices, PEAK_FLOPS.get(jax.devices()[0].device_kind), plan.rows, plan.flops),
       put=plan.layout.put_global,
       reweighter=reweighter,
       sampler=self._sampler,
