@@ -79,7 +79,8 @@ class ValidationRows:
     self._domains = tuple(sets.values())
     self._score_every, self._refresh = ghost.ghost_every, ghost.ghost_val_refresh_steps
     self._num_rows = ghost.ghost_val_batch_size
-    self._every = ghost.ghost_every if ghost.ghost_every > 1 else ghost.ghost_val_every
+    # A fresh step opens an account of the loss, which is closed after this many steps.
+    self._every, self._length = (ghost.ghost_every, 1) if ghost.ghost_every > 1 else (ghost.ghost_val_every,) * 2
     self._dataset, self._put = dataset, put
     self._held: tuple[int, tuple] = (-1, ())
 
@@ -91,13 +92,12 @@ class ValidationRows:
     return bool(self._domains) and step % self._score_every == 0
 
   def closes(self, step: int) -> bool:
-    """Whether the validation loss before this step closes the account of an earlier step: at the next fresh step, or,
-    if only some steps are scored, right after a scored one."""
-    return step > 0 and (self.is_fresh(step) if self._score_every == 1 else self.is_scored(step - 1))
+    """Whether the validation loss before this step closes the account of an earlier step."""
+    return bool(self._domains) and step > 0 and (step - self._length) % self._every == 0
 
   def has_open_account(self, num_steps: int) -> bool:
     """Whether an account is still open after this many steps."""
-    return self._score_every == 1 or self.is_scored(num_steps - 1)
+    return bool(self._domains) and (num_steps - 1) % self._every < self._length
 
   def batches(self, step: int) -> tuple:
     """The batches of the last fresh step up to this one; empty without sets."""
@@ -113,7 +113,7 @@ class ValidationRows:
 
   def account_steps(self, step: int) -> int:
     """Steps from the last fresh step before `step` up to it, over which the drop of the loss is measured."""
-    return 1 + (step - 1) % self._every if self._score_every == 1 else 1
+    return 1 + (step - 1) % self._every
 
   def _index(self, step: int) -> int:
     return (step - step % self._every) // self._refresh if self._refresh else 0

@@ -256,9 +256,9 @@ class TrainingLoop:
 
   def _close_account(self) -> None:
     """Records the validation loss after the last step, which closes the account of that step."""
-    if not self._val_sets or not self._validation.has_open_account(self._cfg.run.steps):
-      return
     num_steps = self._cfg.run.steps
+    if not self._validation.has_open_account(num_steps):
+      return
     batches = self._validation.batches(num_steps - 1)
     loss_after_K = jax.device_get(self._program.validation_loss(self._state, batches))
     self._add_actual_drop(num_steps, loss_after_K)
