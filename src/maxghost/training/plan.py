@@ -42,14 +42,6 @@ class StepFlops:
   def total(self) -> float:
     return self.weights + self.attention
 
-  def describe(self) -> str:
-    """MaxText's line."""
-    share = self.weights / self.total
-    return (
-      f"Per train step: Total TFLOPs: {self.total / 1e12:.4f}, split as {share:.2%} learnable weight flops and "
-      f"{1 - share:.2%} attention flops"
-    )
-
 
 def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
   """FLOPs of forward and backward over `num_rows` rows of `row_length` tokens, padding included.
@@ -151,4 +143,9 @@ class Plan:
         placed += f"{all_parts} divides would be spread over all"
       lines.append(f"validation: {val_rows} rows{placed}")
     lines.append(f"number parameters: {self.num_params / 1e9:.3f} billion ({self.num_params:,})")
-    return [*lines, self.flops.describe()]
+    share = self.flops.weights / self.flops.total
+    lines.append(
+      f"Per train step: Total TFLOPs: {self.flops.total / 1e12:.4f}, split as {share:.2%} learnable weight flops and "
+      f"{1 - share:.2%} attention flops"
+    )
+    return lines
