@@ -6,7 +6,6 @@ each value is kept.
 
 import contextlib
 import dataclasses
-import difflib
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import yaml
 
 from maxghost.config import files, renamed, values
-from maxghost.config.errors import ConfigError, did_you_mean
+from maxghost.config.errors import ConfigError, did_you_mean, nearest
 from maxghost.config.schema import SECTIONS, Config
 from maxghost.config.validate import cross_problems, value_problems
 
@@ -130,9 +129,7 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
 def _nearest_file(path: Path) -> str:
   """`; nearest is X` for a missing YAML file, looking in its folder and among the shipped configurations."""
   for folder in (path.parent, files.config_dir()):
-    names = sorted(found.name for found in folder.glob("*.y*ml")) if folder.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-    if near:
+    if near := nearest(path.name, sorted(found.name for found in folder.glob("*.y*ml")), 1):
       return f"; nearest is {folder / near[0]}"
   return ""
 

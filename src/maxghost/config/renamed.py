@@ -5,10 +5,9 @@ schema. Former names are errors that name the present key, except in the saved c
 meaning.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxghost.config.errors import did_you_mean
 from maxghost.config.files import read_table
@@ -18,15 +17,11 @@ Values = Mapping[str, Any]
 Fold = Callable[[Any, Values], dict[str, Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class OtherKey:
-  """A key that the schema does not have.
+class OtherKey(NamedTuple):
+  """A key that the schema does not have, of type `kind`.
 
-  Attributes:
-    answer: What follows the name in an error, such as "is now steps".
-    kind: The type of its value.
-    fold: Of (value, values of the other keys): the keys of the schema that the value changes.
-    maxtext: Whether it is a key of MaxText, which may be given anywhere.
+  answer: what follows the name in an error, such as "is now steps". fold: of (value, values of the other keys): the
+  keys of the schema that the value changes. maxtext: whether it is a key of MaxText, which may be given anywhere.
   """
 
   answer: str

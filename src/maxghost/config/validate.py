@@ -239,7 +239,13 @@ def plugins_together(v: Values) -> Iterator[str]:
         f"use ghost_direction={own}, or opt_type={' or '.join(offering)}"
       )
     passes = "two_pass" if v.ghost_schedule == "forward_mode" else v.ghost_schedule
-    yield from plugins.schedule_problems({key: getattr(v, key) for key in plugins.KINDS}, passes)
+    named = ", ".join(v[key] for key in plugins.KINDS)
+    for key, known in plugins.KINDS.items():
+      taken, way = known[getattr(v, key)].schedules, "has no scores; use ghost_enabled=false"
+      if taken:
+        way = f"works with {', '.join(taken)}; use ghost_schedule={taken[0]}"
+      if passes not in taken:
+        yield f"{named} and ghost_schedule={passes} do not go together: {v[key]} {way}, or another {key}"
   if v.ghost_select == "greats" and not rule.elementwise:
     yield (
       f"ghost_select=greats compares rows by an elementwise update, which {v['opt_type']} has not; "

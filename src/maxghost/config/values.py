@@ -124,27 +124,13 @@ def shown(value: Any) -> str:
   return repr(value)
 
 
-class _Dumper(yaml.SafeDumper):
-  """Writes text that holds any kind of line end in double quotes: elsewhere YAML folds line ends into spaces."""
-
-  def represent_text(self, text: str) -> yaml.Node:
-    breaks = not LINE_ENDS.isdisjoint(text)
-    return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if breaks else None)
-
-
-_Dumper.add_representer(str, _Dumper.represent_text)
-
-
 def to_yaml(key: str, value: Any) -> str:
   """One `key: value` entry of a YAML file, with its line end; reading it gives the value back exactly."""
-  plain = _lists(value)
-  style = isinstance(plain, list)  # a list stays on its line; a top-level `{key: value}` never does
-  text = yaml.dump(plain, Dumper=_Dumper, default_flow_style=style, width=2**30, allow_unicode=True)
+  flow = isinstance(value, tuple)  # a list stays on its line; a top-level `{key: value}` never does
+  # Outside of double quotes YAML folds line ends into spaces.
+  quotes = None if LINE_ENDS.isdisjoint(shown(value)) else '"'
+  text = yaml.safe_dump(value, default_style=quotes, default_flow_style=flow, width=2**30, allow_unicode=True)
   return f"{key}: {text.removesuffix('...' + chr(10))}"
-
-
-def _lists(value: Any) -> Any:
-  return [_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
 def slash_path(path: Iterable[Any]) -> str:

@@ -10,9 +10,9 @@ import jax
 from flax import nnx
 
 from maxghost.config import Config
-from maxghost.parallel import Layout, distributed, report
+from maxghost.parallel import Layout, distributed
 from maxghost.parallel.mesh import describe
-from maxghost.parallel.shardings import OwnRows, own_rows
+from maxghost.parallel.shardings import OwnRows, check_rules, check_spread, own_rows
 from maxghost.training import devices, resume, state
 from maxghost.training.flops import StepFlops, step_flops
 from maxghost.training.memory import MemoryEstimate, estimate
@@ -34,8 +34,8 @@ class Plan:
     devices.check_layout(cfg, layout)
     graphdef, abstract = state.abstract_split(cfg)
     abstract = layout.abstract(abstract)
-    report.check_rules(abstract, layout)
-    return cls(cfg, layout, graphdef, abstract, report.check_spread(abstract, layout, cfg.parallel.sharding_tolerance))
+    check_rules(abstract, layout)
+    return cls(cfg, layout, graphdef, abstract, check_spread(abstract, layout, cfg.parallel.sharding_tolerance))
 
   @property
   def rows(self) -> int:

@@ -122,7 +122,7 @@ class Session:
       reweighter.restore(position.reweighting)  # before the first batch is drawn
     batches = Batches(dataset, create(cfg).prepare)
     prefetcher = Prefetcher(
-      batches, lambda arrays: plan.layout.put_local(arrays, plan.rows), cfg.run.steps - position.completed_steps
+      batches, lambda arrays: plan.layout.put(arrays, plan.rows), cfg.run.steps - position.completed_steps
     )
     opened.callback(prefetcher.close)
     self._announce(position)
@@ -133,7 +133,7 @@ class Session:
       sinks,
       self._signals,
       Hardware(plan.layout.num_devices, peak_flops(jax.devices()[0]), plan.rows, plan.flops),
-      put=plan.layout.put_global,
+      put=plan.layout.put,
       reweighter=reweighter,
       sampler=self._sampler,
     )
