@@ -12,7 +12,7 @@ import tiny
 from flax import nnx
 
 from maxghost import config
-from maxghost.parallel import Layout, use
+from maxghost.parallel.shardings import Layout, use
 from maxghost.training import compiled_steps, devices, state, step_outputs
 from maxghost.training.step import make_train_step
 

@@ -17,10 +17,10 @@ from meshes import make_config
 
 from maxghost import config
 from maxghost.config import ConfigError
-from maxghost.parallel import Layout, collectives, distributed, rendezvous, topologies
+from maxghost.parallel import collectives, distributed, rendezvous, topologies
 from maxghost.parallel import mesh as meshes
 from maxghost.parallel.axis_rules import make_rules, unused_axes
-from maxghost.parallel.shardings import check_rules, check_spread, own_rows
+from maxghost.parallel.shardings import Layout, check_rules, check_spread, own_rows
 from maxghost.training import devices, state
 from maxghost.training.plan import Plan
 

@@ -18,9 +18,9 @@ from jax.experimental.serialize_executable import deserialize_and_load
 
 from maxghost import config, train_compile
 from maxghost.config.validate import MESH_AXES
-from maxghost.parallel import Layout, use
 from maxghost.parallel.axis_rules import make_rules
 from maxghost.parallel.mesh import auto
+from maxghost.parallel.shardings import Layout, use
 from maxghost.training import compiled_steps, state
 from maxghost.training.plan import Plan
 

@@ -1,9 +1,9 @@
 """The configuration: `load` reads and validates it, `Config` holds it. No module in here imports JAX."""
 
-from maxghost.config.errors import ConfigError, did_you_mean, nearest
 from maxghost.config.files import config_dir
 from maxghost.config.load import differing_keys, fields, load, load_with_origins, replace, save
 from maxghost.config.schema import Config, DataConfig, GhostConfig, ModelConfig
+from maxghost.config.values import ConfigError, did_you_mean, nearest
 
 __all__ = [
   "Config", "ConfigError", "DataConfig", "GhostConfig", "ModelConfig", "config_dir", "did_you_mean", "differing_keys",

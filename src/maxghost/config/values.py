@@ -1,9 +1,10 @@
-"""Converts one value of the configuration from YAML to the type of its key and back, and checks its limits.
+"""One value of the configuration: converted from YAML to the type of its key and back, within its limits, or refused.
 
 The key's type decides, not YAML's guess: `learning_rate: 1e-3` is a float although YAML 1.1 reads a string there, and
 `run_name: 7` is the text "7". A quoted value is always text.
 """
 
+import difflib
 import math
 import numbers
 import re
@@ -14,8 +15,6 @@ from typing import Any
 
 import yaml
 
-from maxghost.config.errors import did_you_mean
-
 NULL_TAG = "tag:yaml.org,2002:null"
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}")
@@ -24,6 +23,44 @@ INT_EXPONENT = re.compile(r"[-+]?[0-9]+[eE]\+?[0-9]{1,2}")
 
 MOST = 10**9  # of a whole number, where its key names no smaller bound
 LINE_ENDS = frozenset("\n\r\x85\u2028\u2029")
+
+
+class ConfigError(ValueError):
+  """A mistake of the user: one clear line per problem (what is wrong, the value, the fix).
+
+  `problems` holds the lines; the message is the lines joined. Commands print them and exit with code 2.
+  """
+
+  def __init__(self, *problems: str):
+    self.problems = tuple(problems)
+    super().__init__("\n".join(problems))
+
+
+def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
+  """The valid names most like `name`, best first: those spelt alike, then those that contain it as a whole word.
+
+  Of the names spelt alike, the best is kept, and those exactly as good. Capitals and `-` against `_` do not count.
+  When there are none at all, names that contain `name` anywhere are taken.
+  """
+  plain = {candidate.lower().replace("-", "_"): candidate for candidate in valid}
+  wanted = name.lower().replace("-", "_")
+  if wanted in plain:
+    return [plain[wanted]]
+  alike = difflib.get_close_matches(wanted, plain, n=len(plain) or 1)
+  likeness = [difflib.SequenceMatcher(a=candidate, b=wanted).ratio() for candidate in alike]
+  found = sorted(candidate for candidate, ratio in zip(alike, likeness, strict=True) if ratio == likeness[0])
+  found += [candidate for candidate in plain if f"_{wanted}_" in f"_{candidate}_" and candidate not in found]
+  if not found and len(wanted) >= 2:
+    found = [candidate for candidate in plain if wanted in candidate]
+  return [plain[candidate] for candidate in found[:limit]]
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+  """`; did you mean 'steps'?`, or nothing when no valid name is near."""
+  names = [f"'{found}'" for found in nearest(name, valid)]
+  if not names:
+    return ""
+  return "; did you mean " + " or ".join(filter(None, [", ".join(names[:-1]), names[-1]])) + "?"
 
 
 class WrongTypeError(Exception):

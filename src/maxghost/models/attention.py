@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.config.errors import ConfigError
 from maxghost.config.schema import ModelConfig
+from maxghost.config.values import ConfigError
 from maxghost.models import attention_blockwise, attention_flash, autodiff
 from maxghost.models.layers import HIDDEN, KEYS, QUERIES, linear, norm
 from maxghost.models.rotary import Rotary
-from maxghost.parallel import constrain, shardings
+from maxghost.parallel import shardings
+from maxghost.parallel.shardings import constrain
 
 KERNELS = ("autoselected", "dot_product", "blockwise", "flash")
 SHORT = 1024  # up to this many positions all scores fit in memory, and computing them at once is fastest

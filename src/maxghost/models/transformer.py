@@ -14,7 +14,7 @@ from maxghost.models import moe, stack
 from maxghost.models.decoder_layer import DecoderLayer, LayerCycle
 from maxghost.models.layers import HIDDEN, Hidden, linear, norm
 from maxghost.models.output_head import OutputHead, OutputProjection, TiedTable
-from maxghost.parallel import constrain
+from maxghost.parallel.shardings import constrain
 
 
 class Decoder(nnx.Module):

@@ -80,7 +80,7 @@ class Layout:
 
   def rows(self, num_rows: int) -> Sharding:
     """The sharding of batch arrays [B, ...]."""
-    return self.sharding(partition_spec((self.rules.rows_axes(num_rows),)))
+    return self.sharding(partition_spec((self.rules.leading(self.rules.batch_axes, num_rows),)))
 
   @property
   def row_parts(self) -> int:

@@ -13,8 +13,8 @@ from flax import nnx
 from maxghost.config import ConfigError, replace
 from maxghost.data.build import max_segments
 from maxghost.ghost.attach import Twin
-from maxghost.parallel import Layout, distributed, shardings, use
-from maxghost.parallel.shardings import slash_path
+from maxghost.parallel import distributed, shardings
+from maxghost.parallel.shardings import Layout, slash_path, use
 from maxghost.training import step as step_lib
 from maxghost.training.devices import batch_shapes, compiler_options
 from maxghost.training.memory.table import compiled_sizes

@@ -10,9 +10,9 @@ import jax
 from flax import nnx
 
 from maxghost.config import Config
-from maxghost.parallel import Layout, distributed
+from maxghost.parallel import distributed
 from maxghost.parallel.mesh import describe
-from maxghost.parallel.shardings import OwnRows, check_rules, check_spread, own_rows
+from maxghost.parallel.shardings import Layout, OwnRows, check_rules, check_spread, own_rows
 from maxghost.training import devices, resume, state
 from maxghost.training.flops import StepFlops, step_flops
 from maxghost.training.memory import MemoryEstimate, estimate
@@ -108,7 +108,7 @@ class Plan:
     layout, rows = self.layout, self.cfg.ghost.ghost_val_batch_size
     if not self.cfg.val_sets or layout.row_parts == 1:
       return []
-    parts = layout.rules.parts(layout.rules.rows_axes(rows))
+    parts = layout.rules.parts(layout.rules.leading(layout.rules.batch_axes, rows))
     if parts == layout.row_parts:
       return [f"validation: {rows} rows over {parts} devices"]
     return [

@@ -10,8 +10,7 @@ from flax import nnx
 from maxghost import models
 from maxghost.config.schema import Config
 from maxghost.optimizers import make_optimizer
-from maxghost.parallel import Layout
-from maxghost.parallel.shardings import slash_path
+from maxghost.parallel.shardings import Layout, slash_path
 from maxghost.training.devices import compiler_options
 from maxghost.training.host_memory import HostMemory
 

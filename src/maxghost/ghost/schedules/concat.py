@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from maxghost.ghost.directions import direction_parts
 from maxghost.ghost.schedules.base import Problem, Scored, TrainPass
 from maxghost.ghost.schedules.passes import captured, mean_loss, total, validation_mean
-from maxghost.parallel import constrain_state
+from maxghost.parallel.shardings import constrain_state
 
 
 def run(problem: Problem) -> Scored:

@@ -13,8 +13,7 @@ from flax import nnx
 from maxghost.config import Config
 from maxghost.ghost.attach import ScoredParam, Twin, attach
 from maxghost.ghost.engine import direction_spec
-from maxghost.parallel import Layout, use
-from maxghost.parallel.shardings import AXES, HOST, num_parts, slash_path
+from maxghost.parallel.shardings import AXES, HOST, Layout, num_parts, slash_path, use
 from maxghost.training import devices
 from maxghost.training.memory.table import Tensor
 from maxghost.training.scoring import excluded

@@ -19,7 +19,7 @@ from flax import nnx
 from maxghost import config
 from maxghost.config import Config, ConfigError
 from maxghost.config.schema import ParallelConfig
-from maxghost.parallel import Layout
+from maxghost.parallel.shardings import Layout
 from maxghost.training import state
 from maxghost.training.memory.device import Device, Held, PlacedState
 from maxghost.training.memory.table import MemoryEstimate, Row, Tensor

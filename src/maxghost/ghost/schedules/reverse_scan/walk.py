@@ -21,7 +21,7 @@ from maxghost.ghost.schedules.reverse_scan.layer import Layers, Pair, Rows, subm
 from maxghost.models.segments import check
 from maxghost.objectives import StagedLoss
 from maxghost.optimizers import by_label
-from maxghost.parallel import constrain_state
+from maxghost.parallel.shardings import constrain_state
 
 
 def run(problem: Problem) -> Scored:
