@@ -30,18 +30,12 @@ class Rotary:
     frequency_i = self.frequencies(half, angle_dtype)
     angle_BT1i = positions_BT[:, :, None, None].astype(angle_dtype) * frequency_i[None, None, None, :]
     sin, cos = jnp.sin(angle_BT1i), jnp.cos(angle_BT1i)
-    if self.scale != 1.0:
-      sin, cos = sin * self.scale, cos * self.scale
+    if self.cfg.rope_type == "yarn" and self.cfg.rope_attention_scaling:
+      scale = 0.1 * math.log(self.cfg.rope_factor) + 1.0  # Peng et al., arXiv:2309.00071, section 3.4
+      sin, cos = sin * scale, cos * scale
     first, second = x_BTHh[..., :half].astype(angle_dtype), x_BTHh[..., half:].astype(angle_dtype)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTHh.dtype)
-
-  @property
-  def scale(self) -> float:
-    """Factor on every rotated head. Source: Peng et al., arXiv:2309.00071, section 3.4."""
-    if self.cfg.rope_type != "yarn" or not self.cfg.rope_attention_scaling:
-      return 1.0
-    return 0.1 * math.log(self.cfg.rope_factor) + 1.0
 
   def frequencies(self, half: int, dtype):
     """Radians per position of each of the `half` pairs: of a stretched one, a mean of the plain and the longest."""
