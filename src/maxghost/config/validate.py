@@ -156,7 +156,7 @@ def offloading(v: Values) -> Iterator[str]:
   if set(v.offload_to_host) <= {"carries"}:
     return
   if not rule.by_segment:
-    yield f"{given} updates layers by segments, which {v['opt_type']} cannot; use another one, or offload_to_host=[]"
+    yield f"{given} updates by segments, which {v['opt_type']} cannot; use offload_to_host=[], or another opt_type"
   if not v.segment_lengths:
     near = min(divisors(v.base_num_decoder_layers), key=lambda k: abs(k * k - v.base_num_decoder_layers))
     fix = f"give segment_lengths, such as {near}" if v.scan_layers else "use scan_layers=true and segment_lengths"
