@@ -57,6 +57,14 @@ class DecoderLayer(nnx.Module):
     setattr(self, self.mlp_name, RoutedMoe(cfg, rngs=rngs) if self.routed else GatedMlp(cfg, rngs=rngs))
     self.dropout = nnx.Dropout(cfg.dropout_rate)
 
+  @property
+  def attention(self) -> SelfAttention:
+    return getattr(self, self.attention_name)
+
+  @property
+  def feed_forward(self) -> nnx.Module:
+    return getattr(self, self.mlp_name)
+
   def norm(self, index: int, x_BTD):
     """The norm before attention (0) or before the feed-forward layer (1)."""
     return getattr(self, self.norm_names[index])(autodiff.split_residual(x_BTD))
@@ -65,14 +73,13 @@ class DecoderLayer(nnx.Module):
     x_BTD, routing = hidden.x_BTD, hidden.routing
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     y_BTD = self.norm(0, x_BTD)
-    y_BTD = getattr(self, self.attention_name)(y_BTD, positions_BT, segment_ids_BT, cache)
+    y_BTD = self.attention(y_BTD, positions_BT, segment_ids_BT, cache)
     x_BTD = x_BTD + self._drop(y_BTD, keys[0])
     y_BTD = self.norm(1, x_BTD)
-    feed_forward = getattr(self, self.mlp_name)
     if self.routed:
-      y_BTD, routing = feed_forward(y_BTD, segment_ids_BT, routing)
+      y_BTD, routing = self.feed_forward(y_BTD, segment_ids_BT, routing)
     else:
-      y_BTD = feed_forward(y_BTD)
+      y_BTD = self.feed_forward(y_BTD)
     return Hidden(x_BTD + self._drop(y_BTD, keys[1]), routing)
 
   def _drop(self, x_BTD, key):
