@@ -138,6 +138,7 @@ def register(key: str, name: str, plugin: Any) -> None:
   table[name] = plugin
 
 
+<<<<<<< HEAD
 def schedule_problems(values: Mapping[str, str], schedule: str) -> Iterator[str]:
   """One line for each plug-in that the schedule cannot take. values: {key of KINDS: its value}, named in each line."""
   named = ", ".join(f"{key}={value}" for key, value in values.items())
@@ -160,6 +161,8 @@ def path_problem(opt_type: str) -> str:
   )
 
 
+=======
+>>>>>>> main
 def auto_problem(opt_type: str) -> str:
   """The error for ghost_direction=auto with an optimizer that has no direction of its own."""
   offering = [name for name, optimizer in OPTIMIZERS.items() if optimizer.direction]
