@@ -16,13 +16,8 @@ from maxghost.ghost import ledger
 from maxghost.ghost.schedules import Model, passes
 from maxghost.models import autodiff
 from maxghost.objectives import create
-<<<<<<< HEAD
 from maxghost.optimizers import by_label, clip, factor_of, learning_rate_schedule, scaled
-from maxghost.parallel import constrain, constrain_state
-=======
-from maxghost.optimizers import clip, factor_of, learning_rate_schedule, scaled
 from maxghost.parallel.shardings import constrain, constrain_state
->>>>>>> main
 from maxghost.training import host_memory, scoring, selection
 from maxghost.training.host_memory import HostMemory
 
