@@ -1,23 +1,10 @@
 """Command lines with flags (report, scores, ...); mistakes are reported in one line with the nearest flag."""
 
 import argparse
-import io
-import sys
-from collections.abc import Callable
 
-from maxghost import cli
 from maxghost.config import ConfigError, did_you_mean
 
 ACCEPT_HELP = "continue without damaged or missing score files, and list what is lost"
-
-
-def run_command(work: Callable[[], int]) -> int:
-  """Runs `work` and returns its exit code, or 2 for wrong input. The output may be closed early (`| head`)."""
-  if isinstance(sys.stdout, io.TextIOWrapper):
-    sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks, not a traceback
-  with cli.quiet_pipe():
-    return cli.guard(work)
-  return 0
 
 
 class Parser(argparse.ArgumentParser):

@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 import tensorstore as ts
 
 from maxghost.config import ConfigError
+from maxghost.config.errors import print_problem
 from maxghost.config.files import write_text
 from maxghost.config.values import slash_path
 
@@ -49,10 +49,10 @@ def tool(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
     def guarded(*args: Any, **options: Any) -> int:
       try:
         return main(*args, **options)
-      except ConfigError as error:
-        for problem in error.problems:
-          print(f"{name}: {problem}", file=sys.stderr)
-        return 1 if isinstance(error, VerificationError) else 2
+      except (ConfigError, OSError) as error:
+        for problem in error.problems if isinstance(error, ConfigError) else (error,):
+          print_problem(problem, name)
+        return 1 if isinstance(error, (VerificationError, OSError)) else 2
 
     return guarded
 

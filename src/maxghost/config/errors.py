@@ -1,7 +1,10 @@
-"""The error of a wrong configuration, and the search for the nearest valid name."""
+"""The error of a wrong configuration, how commands print it, and the search for the nearest valid name."""
 
 import difflib
+import sys
 from collections.abc import Iterable
+
+_LONGEST = 2000  # characters of a line that is printed
 
 
 class ConfigError(ValueError):
@@ -13,6 +16,16 @@ class ConfigError(ValueError):
   def __init__(self, *problems: str):
     self.problems = tuple(problems)
     super().__init__("\n".join(problems))
+
+
+def print_problem(problem: str | BaseException, name: str = "maxghost") -> None:
+  """Prints a line on stderr, about a screen at most, in which control characters are escaped."""
+  text = str(problem)
+  if isinstance(problem, OSError) and problem.strerror:
+    text = f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror
+  text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+  shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+  print(f"{name}: {shown}", file=sys.stderr)
 
 
 def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:

@@ -63,6 +63,7 @@ def start(cfg: ParallelConfig) -> None:
   timeout, heartbeat = cfg.jax_distributed_timeouts
   if given:
     rendezvous.meet(given["coordinator_address"], given["num_processes"], given["process_id"], timeout)
+    given["coordinator_bind_address"] = rendezvous.bind_address(given["coordinator_address"])
   # JAX's handler of SIGTERM would replace ours, which asks all processes to stop (`StopFlag`).
   jax.config.update("jax_enable_preemption_service", False)
   try:
@@ -99,16 +100,19 @@ def gather(value: Any) -> list:
   """
   if count() == 1:
     return [value]
-  from orbax.checkpoint import multihost  # the public way to the key-value store of jax.distributed
-
-  client = multihost.get_jax_distributed_client()
-  assert client is not None, "several processes, so jax.distributed runs"
-  name, patience = f"maxghost/{next(_exchanges)}", PATIENCE_SECONDS * 1000
-  client.key_value_set(f"{name}/{index()}", json.dumps(value))
-  texts = [client.blocking_key_value_get(f"{name}/{process}", patience) for process in range(count())]
-  client.wait_at_barrier(name, patience)
-  client.key_value_delete(f"{name}/{index()}")
+  store, name, patience = client(), f"maxghost/{next(_exchanges)}", PATIENCE_SECONDS * 1000
+  store.key_value_set(f"{name}/{index()}", json.dumps(value))
+  texts = [store.blocking_key_value_get(f"{name}/{process}", patience) for process in range(count())]
+  store.wait_at_barrier(name, patience)
+  store.key_value_delete(f"{name}/{index()}")
   return [json.loads(text) for text in texts]
+
+
+def client() -> Any:
+  """The key-value store and barriers of jax.distributed."""
+  from orbax.checkpoint import multihost  # the public way to it
+
+  return multihost.get_jax_distributed_client()
 
 
 def total(values: np.ndarray) -> np.ndarray:
@@ -177,9 +181,14 @@ def end_without_peers(error: BaseException, advice: str) -> None:
     f"maxghost: process {index()} of {count()}: another process of the run is lost ({_first_line(error)}); {advice}",
     file=sys.stderr,
   )
+  exit_at_once(1)
+
+
+def exit_at_once(code: int) -> None:
+  """Ends the process without waiting for threads or, as JAX does at exit, for the other processes."""
   sys.stdout.flush()
   sys.stderr.flush()
-  os._exit(1)
+  os._exit(code)
 
 
 def _first_line(error: BaseException) -> str:

@@ -201,6 +201,7 @@ class TrainingLoop:
     position = dataclasses.replace(
       self._position,
       metrics_bytes=sinks.metrics.position() if sinks.metrics else 0,
+      metrics_crc=sinks.metrics.checksum if sinks.metrics else None,
       pending=self._pending,
       scores=sinks.scores.position() if sinks.scores else None,
       reweighting=self._reweighter.state() if self._reweighter else None,

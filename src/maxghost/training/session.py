@@ -105,6 +105,9 @@ class Session:
         raise
     if said := distributed.gather("")[0]:
       raise ConfigError(said)
+    prints = distributed.gather(self._dataset.train.state()["fingerprint"])
+    if other := next((number for number, one in enumerate(prints) if one != prints[0]), 0):
+      raise ConfigError(f"process {other} reads other data than process 0; give all processes the same files")
     return lock
 
   def _train(self, opened: contextlib.ExitStack) -> Outcome:
@@ -156,6 +159,7 @@ class Session:
       restored = self._checkpoints.restore_latest(plan.wanted)
     if restored is not None:
       position = Position.from_json(restored.positions)
+      run_directory.check_saved(self._existing.path, restored.positions["config"], cfg)
       self._check_rows(position, restored.positions["config"])
       self._dataset.train.restore(position.data)
       say(f"Continuing after {restored.step} completed steps: {self._checkpoints.path(restored.step)}")
@@ -188,7 +192,7 @@ class Session:
     metrics_log = scores = tensorboard = None
     if distributed.is_first():
       metrics_log = MetricsLog(self._path / run_directory.METRICS_FILE)
-      metrics_log.restore(position.metrics_bytes)
+      metrics_log.restore(position.metrics_bytes, position.metrics_crc)
     if self._cfg.val_sets and self._plan.own.writes:
       scores = score_recorder.open_recorder(self._cfg, self._dataset, self._path)
       scores.restore(position.scores_of(distributed.index()), position.completed_steps)

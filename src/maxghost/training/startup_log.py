@@ -73,10 +73,12 @@ def interrupted_lines(cfg: Config, outcome: Outcome, path: Path, signal: str) ->
 
 def end_lines(plan: Plan, outcome: Outcome, path: Path) -> list[str]:
   """The main results of a complete run, from its metrics.jsonl, and the report command."""
-  with open(path / METRICS_FILE, encoding="utf-8") as file:
-    records = [json.loads(line) for line in file]
+  try:
+    records = [json.loads(line) for line in (path / METRICS_FILE).read_bytes().splitlines()]
+    tokens = sum(record["learning/total_weights"] for record in records)
+  except (ValueError, KeyError, TypeError) as error:
+    return [f"Training complete; {path / METRICS_FILE} is damaged ({error}): no summary"]
   first, last = records[0], records[-1]
-  tokens = sum(record["learning/total_weights"] for record in records)
   lines = [
     f"Training complete: {len(records)} steps, {tokens:,} target tokens, training loss {first['learning/loss']:.3f} -> "
     f"{last['learning/loss']:.3f}"
