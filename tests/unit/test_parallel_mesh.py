@@ -304,6 +304,40 @@ def test_what_is_no_process_is_not_counted():
     assert first.result() is None
 
 
+@pytest.mark.parametrize(
+  "said",
+  [
+    b'{"process": "1", "of": 2}', b'{"process": 1}', b'{"process": true, "of": 2}', b"[1]", b'{"process": 7, "of": 2}',
+    b"[" * 4000, b'{"process": 1, "of": null}',
+  ],
+)  # fmt: skip
+def test_a_message_of_wrong_types_is_ignored(said):
+  address = free_address()
+  with ThreadPoolExecutor(2) as pool:
+    first = pool.submit(rendezvous.meet, address, 2, 0, 20)
+    while True:
+      try:
+        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=5) as stranger:
+          stranger.sendall(said + b"\n")
+        break
+      except ConnectionRefusedError:
+        time.sleep(0.02)
+    rendezvous.meet(address, 2, 1, 20)
+    assert first.result() is None
+
+
+def test_process_0_listens_at_its_address_alone(monkeypatch):
+  monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+  with rendezvous.listen("127.0.0.1:0") as server:
+    assert server.getsockname()[0] == "127.0.0.1"
+  for address in ("192.0.2.7:1234", "no-such-host.invalid:1234"):
+    with pytest.raises(ConfigError, match=r"is no address of this machine, .*_BIND_ADDRESS=0.0.0.0:1234"):
+      rendezvous.listen(address)
+  monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "0.0.0.0:0")
+  with rendezvous.listen("192.0.2.7:1234") as server:
+    assert server.getsockname()[0] == "0.0.0.0"
+
+
 def free_address() -> str:
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
