@@ -63,7 +63,7 @@ def guard(work: Callable[[], int | None]) -> int:
     print_problem(error)
     return 1
   except ValueError as error:
-    if "null byte" not in str(error):
+    if "embedded null" not in str(error):
       raise
     print_problem("a path holds a NUL character")
     return USER_ERROR

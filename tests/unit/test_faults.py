@@ -146,6 +146,28 @@ def test_one_flipped_bit_or_changed_digit_in_any_file(tmp_path, stopped, whole, 
     shutil.rmtree(tmp_path / f"{number}")
 
 
+@pytest.mark.parametrize(
+  "text", ["[]", "{", '{"tree_metadata": 3}', '{"tree_metadata": {"a": {"key_metadata": 1}}}', '{"tree_metadata": {}}']
+)
+def test_metadata_of_a_checkpoint_of_wrong_types(tmp_path, stopped, text, capsys):
+  shutil.copytree(stopped / "checkpoints" / "9", tmp_path / "9")
+  (tmp_path / "9" / "items" / "_METADATA").write_text(text)
+  assert cli.main(["checkpoint", "inspect", str(tmp_path / "9")]) == 2
+  assert capsys.readouterr().err.count("\n") == 1
+
+
+@slow
+@pytest.mark.timeout(3000)
+def test_a_damaged_checkpoint_is_inspected_without_a_traceback(tmp_path, stopped):
+  rng, whole = np.random.default_rng(3), stopped / "checkpoints" / "9"
+  names = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file() and path.stat().st_size]
+  for name, number in itertools.product(names, range(40)):
+    shutil.copytree(whole, tmp_path / "9")
+    flip(tmp_path / "9" / name, rng, digits=number % 2 == 0 and name.name.endswith(("metadata", "METADATA")))
+    assert cli.main(["checkpoint", "inspect", str(tmp_path / "9")]) in (0, 1, 2)
+    shutil.rmtree(tmp_path / "9")
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
   folder = tmp_path_factory.mktemp("corpus") / "prepared"

@@ -186,7 +186,7 @@ class CheckpointManager:
       text = str(error).strip().splitlines()
       reason = f"{type(error).__name__}: {text[0][:300] if text else ''}"
       if distributed.count() > 1:  # ends the others' waiting in `_barrier`
-        distributed.client().key_value_set(f"{_FAILURES}/{distributed.index()}", reason, allow_overwrite=True)
+        _store().key_value_set(f"{_FAILURES}/{distributed.index()}", reason, allow_overwrite=True)
     found = [reason] if alone else distributed.gather(reason)
     if any(found):
       self._has_failed = True
@@ -248,9 +248,14 @@ def _sees(path: Path, text: str) -> bool:
     time.sleep(0.2)
 
 
+def _store() -> Any:
+  """The key-value store of jax.distributed."""
+  return ocp.multihost.get_jax_distributed_client()
+
+
 def _barrier(*, key: str, timeout_ms: int) -> None:
   """Waits until every process has come here with this key. Raises PeerFailure as soon as one could not write."""
-  store, end = distributed.client(), time.monotonic() + timeout_ms / 1000
+  store, end = _store(), time.monotonic() + timeout_ms / 1000
   if store.key_value_increment(key, 1) == distributed.count():
     store.key_value_set(f"{key}/all", "")
   while True:

@@ -26,7 +26,7 @@ HINTS = (
 )  # fmt: skip
 ALONE = {"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 OWN_KEYS = frozenset({"jax_distributed"})  # may differ between the processes of a run
-PATIENCE_SECONDS = 1800  # for another live process; a dead one is detected by its missing heartbeats
+PATIENCE_MS = 1_800_000  # for another live process; a dead one is detected by its missing heartbeats
 MOST_SKEW = 10.0  # seconds between two clocks that are not reported
 
 # Error messages for a lost peer: a status code of the coordination service (also from Orbax' barriers), a connection
@@ -100,19 +100,15 @@ def gather(value: Any) -> list:
   """
   if count() == 1:
     return [value]
-  store, name, patience = client(), f"maxghost/{next(_exchanges)}", PATIENCE_SECONDS * 1000
-  store.key_value_set(f"{name}/{index()}", json.dumps(value))
-  texts = [store.blocking_key_value_get(f"{name}/{process}", patience) for process in range(count())]
-  store.wait_at_barrier(name, patience)
-  store.key_value_delete(f"{name}/{index()}")
+  from orbax.checkpoint import multihost  # the public way to the key-value store of jax.distributed
+
+  client, name = multihost.get_jax_distributed_client(), f"maxghost/{next(_exchanges)}"
+  assert client is not None, "several processes, so jax.distributed runs"
+  client.key_value_set(f"{name}/{index()}", json.dumps(value))
+  texts = [client.blocking_key_value_get(f"{name}/{process}", PATIENCE_MS) for process in range(count())]
+  client.wait_at_barrier(name, PATIENCE_MS)
+  client.key_value_delete(f"{name}/{index()}")
   return [json.loads(text) for text in texts]
-
-
-def client() -> Any:
-  """The key-value store and barriers of jax.distributed."""
-  from orbax.checkpoint import multihost  # the public way to it
-
-  return multihost.get_jax_distributed_client()
 
 
 def total(values: np.ndarray) -> np.ndarray:

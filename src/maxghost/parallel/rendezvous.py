@@ -44,15 +44,11 @@ def listen(address: str) -> socket.socket:
     family, *_, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
     return socket.create_server(place, family=family, backlog=1024)
   except OSError as error:
-    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-      raise ConfigError(
-        f"jax_distributed={address}: {host} is no address of this machine, on which process 0 runs; give one, or set "
-        f"JAX_COORDINATOR_BIND_ADDRESS=0.0.0.0:{port} where it is forwarded to this machine"
-      ) from error
-    raise ConfigError(
-      f"jax_distributed={address}: port {port} of this machine is in use ({os.strerror(error.errno or 0)}); "
-      "use another, the same for all processes"
-    ) from error
+    problem = f"port {port} of this machine is in use; use another, the same for all processes"
+    if error.errno != errno.EADDRINUSE:
+      problem = f"{host} is no address of this machine ({error.strerror}), on which process 0 runs; give one, or set "
+      problem += f"JAX_COORDINATOR_BIND_ADDRESS=0.0.0.0:{port} where it is forwarded to this machine"
+    raise ConfigError(f"jax_distributed={address}: {problem}") from error
 
 
 def _lead(address: str, expected: int, timeout: float) -> str:

@@ -95,18 +95,17 @@ class Session:
     return f"the last good checkpoint is {self._checkpoints.path(steps[-1])}"
 
   def _claim(self) -> contextlib.AbstractContextManager:
-    """The first process locks the run directory; the others wait for it."""
-    lock = contextlib.nullcontext()
+    """The first process locks the run directory; the others wait for it. All compare their data."""
+    lock, problems = contextlib.nullcontext(), ()
     if distributed.is_first():
       try:
         lock = run_directory.claim(self._existing, self._cfg)
       except ConfigError as error:
-        distributed.gather(str(error))
-        raise
-    if said := distributed.gather("")[0]:
-      raise ConfigError(said)
-    prints = distributed.gather(self._dataset.train.state()["fingerprint"])
-    if other := next((number for number, one in enumerate(prints) if one != prints[0]), 0):
+        problems = error.problems
+    said = distributed.gather([problems, self._dataset.train.state()["fingerprint"]])
+    if said[0][0]:
+      raise ConfigError(*said[0][0])
+    if other := next((number for number, (_, data) in enumerate(said) if data != said[0][1]), 0):
       raise ConfigError(f"process {other} reads other data than process 0; give all processes the same files")
     return lock
 
