@@ -8,7 +8,6 @@ starts.
 import importlib
 import importlib.util
 import io
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -54,14 +53,12 @@ def guard(work: Callable[[], int | None]) -> int:
     for problem in error.problems or (str(error),):
       print_problem(problem)
     return USER_ERROR
-  except BrokenPipeError:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed there at exit
   except KeyboardInterrupt:
     print_problem("interrupted")
     return 130
   except OSError as error:
     print_problem(error)
-    return 1
+    return code if isinstance(error, BrokenPipeError) else 1
   except ValueError as error:
     if "embedded null" not in str(error):
       raise

@@ -1,6 +1,7 @@
 """The error of a wrong configuration, how commands print it, and the search for the nearest valid name."""
 
 import difflib
+import os
 import sys
 from collections.abc import Iterable
 
@@ -19,7 +20,10 @@ class ConfigError(ValueError):
 
 
 def print_problem(problem: str | BaseException, name: str = "maxghost") -> None:
-  """Prints a line on stderr, about a screen at most, in which control characters are escaped."""
+  """Prints a line on stderr, in which control characters are escaped. A closed output (`| head`) is no problem."""
+  if isinstance(problem, BrokenPipeError):
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed there at exit
+    return
   text = str(problem)
   if isinstance(problem, OSError) and problem.strerror:
     text = f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror

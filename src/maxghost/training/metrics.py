@@ -160,7 +160,7 @@ class TensorBoardLog:
     # 0.4 s of import, not needed where TensorBoard is off.
     from tensorboardX import summary
     from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
     self._summary, self._event = summary, Event
     path.mkdir(parents=True, exist_ok=True)
