@@ -124,8 +124,8 @@ def check_damage(folder, stopped, whole, name, rng, capsys):
   except OURS:
     return
   said = "".join(capsys.readouterr())
-  same = records(folder) == records(whole) and score_arrays(folder) == score_arrays(whole)
-  assert same or said, name
+  if not said:
+    assert records(folder) == records(whole) and score_arrays(folder) == score_arrays(whole), name
 
 
 @pytest.mark.parametrize("name", ["checkpoints/9/positions/metadata", "metrics.jsonl"])
@@ -241,7 +241,7 @@ NASTY = (
 )  # fmt: skip
 COMMANDS = (
   ("train", "--print_config"), ("report",), ("scores",), ("generate", "/no/such/model"), ("attribute", "/no/such/run"),
-  ("data", "verify"), ("data", "show", "dataset_type=synthetic"), ("checkpoint", "inspect"), ("checkpoint", "compare"),
+  ("data", "verify"), ("data", "show", "dataset_type=synthetic", "dataset_domain_bytes=20000"), ("checkpoint", "inspect"), ("checkpoint", "compare"),
   ("checkpoint", "convert"), ("checkpoint", "hf"), (),
 )  # fmt: skip
 

@@ -174,7 +174,7 @@ def run_toy(folder, cfg, *, ghost=True, async_checkpoints=True, console=None, **
     state, position = resume.from_tree(restored.tree, abstract), Position.from_json(restored.positions)
     dataset.train.restore(position.data)
   log = MetricsLog(folder / "metrics.jsonl")
-  log.restore(position.metrics_bytes)
+  log.restore(position.metrics_bytes, position.metrics_crc)
   scores = None
   if ghost:
     writer = Writer(folder, tuple(VAL_SETS), period=3)

@@ -95,7 +95,8 @@ def changed_files(folder: Path, known: Mapping[str, str]) -> Iterator[tuple[str,
 
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
   """A JSON object with the CRC-32 of its content, for `check_seal`."""
-  return {**record, "crc32": _content_crc(record)}
+  content = json.loads(json.dumps(record))  # keys become text, as they are read
+  return {**content, "crc32": _content_crc(content)}
 
 
 def check_seal(record: Any) -> dict[str, Any]:
