@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -269,10 +270,15 @@ def test_killed_at_random_moments_it_is_the_same_run(command, kind):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_ctrl_c_at_any_moment_of_the_start_is_an_answer(command):
-  """The first one stops the run, with a line of ours, however early it comes; the imports of Python itself apart."""
+  """The first one stops the run, with a line of ours, however early it comes once the command has begun."""
   for number in range(8):
     process = command.start("run_name=early")
-    time.sleep(0.4 + 0.6 * number)
+    caught = 0
+    while not caught & 1:  # the handler of SIGHUP shows that the command has begun
+      status = Path(f"/proc/{process.pid}/status").read_text()
+      caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
+      time.sleep(0.01)
+    time.sleep(0.7 * number)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and "Traceback" not in err, err[-3000:]

@@ -197,6 +197,6 @@ def test_a_ctrl_c_in_the_first_seconds_is_kept(monkeypatch):
   "argv", [["steps=1e18"], ["head_dim=1e12"], ["base_num_decoder_layers=1e30 segment_lengths=7"]]
 )
 def test_a_run_of_absurd_size_is_refused_at_once(argv, capsys):
-  begin = time.monotonic()
+  begin = time.process_time()
   assert train.main(argv[0].split()) == 2
-  assert time.monotonic() - begin < 1 and capsys.readouterr().err.startswith("maxghost: ")
+  assert time.process_time() - begin < 1 and capsys.readouterr().err.startswith("maxghost: ")

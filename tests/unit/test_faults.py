@@ -241,8 +241,8 @@ NASTY = (
 )  # fmt: skip
 COMMANDS = (
   ("train", "--print_config"), ("report",), ("scores",), ("generate", "/no/such/model"), ("attribute", "/no/such/run"),
-  ("data", "verify"), ("data", "show", "dataset_type=synthetic", "dataset_domain_bytes=20000"), ("checkpoint", "inspect"), ("checkpoint", "compare"),
-  ("checkpoint", "convert"), ("checkpoint", "hf"), (),
+  ("data", "verify"), ("data", "show", "dataset_type=synthetic", "dataset_domain_bytes=20000"),
+  ("checkpoint", "inspect"), ("checkpoint", "compare"), ("checkpoint", "convert"), ("checkpoint", "hf"), (),
 )  # fmt: skip
 
 
