@@ -272,7 +272,7 @@ def test_killed_at_random_moments_it_is_the_same_run(command, kind):
 def test_a_ctrl_c_at_any_moment_of_the_start_is_an_answer(command):
   """The first one stops the run, with a line of ours, however early it comes once the command has begun."""
   for number in range(8):
-    process = command.start("run_name=early")
+    process = command.start(f"run_name=early_{number}")
     caught = 0
     while not caught & 1:  # the handler of SIGHUP shows that the command has begun
       status = Path(f"/proc/{process.pid}/status").read_text()
