@@ -5,7 +5,10 @@ run failed, with the reason in one line; 2 wrong input, nothing was written; 130
 """
 
 import functools
+import itertools
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 
 from maxghost import cli
@@ -80,6 +83,9 @@ def _train(
   session = None
   try:
     plan = Plan.of(cfg, devices.open_layout(cfg))
+    if distributed.count() > 1:
+      seconds = 0.7 * cfg.parallel.jax_distributed_timeouts[1]
+      threading.Thread(target=_watch_peers, args=(seconds,), daemon=True).start()
     own, seed = plan.own, cfg.run.data_shuffle_seed
     dataset = data.make_dataset(
       corpus[0], cfg.data, seed, own.num_shards, own.shard, tokenizer=corpus[1], batch_size=plan.rows
@@ -107,6 +113,26 @@ def _train(
   if distributed.count() > 1:
     distributed.exit_at_once(1)  # JAX would wait for the others, which wait for this process
   return 1
+
+
+def _watch_peers(seconds: float) -> None:
+  """In process 0: names a process without a sign of life, before JAX ends this one with a stack of its own."""
+  from orbax.checkpoint import multihost
+
+  from maxghost.parallel import distributed
+
+  store, heard = multihost.get_jax_distributed_client(), {}
+  for beat in itertools.count():
+    store.key_value_set(f"maxghost/alive/{distributed.index()}", str(beat), allow_overwrite=True)
+    now = time.monotonic()
+    for key, value in store.key_value_dir_get("maxghost/alive") if distributed.is_first() else ():
+      if key not in heard or heard[key][0] != value:
+        heard[key] = value, now
+      elif now - heard[key][1] > seconds:
+        name = key.rpartition("/")[2]
+        print_problem(f"process {name} has given no sign of life for {seconds:.0f} s; without one, the run ends soon")
+        return
+    time.sleep(seconds / 8)
 
 
 if __name__ == "__main__":
