@@ -1,6 +1,7 @@
 """Command lines with flags (report, scores, ...); mistakes are reported in one line with the nearest flag."""
 
 import argparse
+import sys
 
 from maxghost.config import ConfigError, did_you_mean
 
@@ -21,6 +22,8 @@ class Parser(argparse.ArgumentParser):
 
   def parse(self, argv: list[str] | None) -> argparse.Namespace:
     """The parsed arguments. Raises ConfigError."""
+    if wrong := [text for text in (sys.argv[1:] if argv is None else argv) if text.endswith("=--")]:
+      self.error(f"{wrong[0]!r}: -- is no value")  # argparse drops it
     args, unknown = self.parse_known_args(argv)
     if unknown:
       flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]

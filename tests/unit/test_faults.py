@@ -176,7 +176,7 @@ def corpus(tmp_path_factory):
 
 
 def read(folder):
-  keys = {"dataset_type": "grain", "dataset_files": (str(folder),)}
+  keys = {"dataset_type": "grain", "dataset_files": (str(folder),), "ghost_val_sets": ("words",)}
   return data.load_dataset(dataclasses.replace(config.load().data, **keys))
 
 
@@ -220,7 +220,7 @@ def test_a_compressed_file_that_is_damaged(tmp_path):
     gzip.decompress(raw)
   good = tmp_path / "b.txt"
   good.write_text("words " * 3000)
-  keys = {"dataset_type": "text", "dataset_files": (str(path), str(good)), "ghost_val_sets": ()}
+  keys = {"dataset_type": "text", "dataset_files": (str(path), str(good)), "ghost_val_sets": ("text",)}
   with pytest.raises(ConfigError, match=r"a\.txt\.gz cannot be read"):
     data.load_dataset(dataclasses.replace(config.load().data, **keys))
   left = data.load_dataset(dataclasses.replace(config.load().data, on_corrupt="skip", **keys))

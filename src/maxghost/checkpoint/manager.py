@@ -83,7 +83,9 @@ class CheckpointManager:
       max_to_keep=max_to_keep or None,
       enable_async_checkpointing=asynchronous,
       # Made in the foreground, a folder that cannot be made raises at once; in the background it takes five minutes.
-      async_options=ocp.AsyncOptions(create_directories_asynchronously=False, barrier_sync_fn=_barrier),
+      async_options=ocp.AsyncOptions(
+        create_directories_asynchronously=False, barrier_sync_fn=_barrier if distributed.count() > 1 else None
+      ),
       temporary_path_class=_DurablePath,
     )
     # Named here, so that what lies in a checkpoint is known before anything has been saved or restored.

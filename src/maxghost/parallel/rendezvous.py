@@ -46,7 +46,7 @@ def listen(address: str) -> socket.socket:
   except OSError as error:
     problem = f"port {port} of this machine is in use; use another, the same for all processes"
     if error.errno != errno.EADDRINUSE:
-      problem = f"{host} is no address of this machine ({error.strerror}), on which process 0 runs; give one, or set "
+      problem = f"{host} is no address of this machine, on which process 0 runs; give one, or set "
       problem += f"JAX_COORDINATOR_BIND_ADDRESS=0.0.0.0:{port} where it is forwarded to this machine"
     raise ConfigError(f"jax_distributed={address}: {problem}") from error
 
