@@ -146,9 +146,7 @@ def test_one_flipped_bit_or_changed_digit_in_any_file(tmp_path, stopped, whole, 
     shutil.rmtree(tmp_path / f"{number}")
 
 
-@pytest.mark.parametrize(
-  "text", ["[]", "{", '{"tree_metadata": 3}', '{"tree_metadata": {"a": {"key_metadata": 1}}}', '{"tree_metadata": {}}']
-)
+@pytest.mark.parametrize("text", ["[]", "{", '{"tree_metadata": 3}', '{"tree_metadata": {"a": {"key_metadata": 1}}}'])
 def test_metadata_of_a_checkpoint_of_wrong_types(tmp_path, stopped, text, capsys):
   shutil.copytree(stopped / "checkpoints" / "9", tmp_path / "9")
   (tmp_path / "9" / "items" / "_METADATA").write_text(text)
@@ -218,9 +216,9 @@ def test_a_compressed_file_that_is_damaged(tmp_path):
   path.write_bytes(raw)
   with pytest.raises(zlib.error):
     gzip.decompress(raw)
-  good = tmp_path / "b.txt"
-  good.write_text("words " * 3000)
-  keys = {"dataset_type": "text", "dataset_files": (str(path), str(good)), "ghost_val_sets": ("text",)}
+  for number in range(9):
+    (tmp_path / f"b{number}.txt").write_text("words " * 500)
+  keys = {"dataset_type": "text", "dataset_files": (f"{tmp_path}/*",), "ghost_val_sets": ("text",)}
   with pytest.raises(ConfigError, match=r"a\.txt\.gz cannot be read"):
     data.load_dataset(dataclasses.replace(config.load().data, **keys))
   left = data.load_dataset(dataclasses.replace(config.load().data, on_corrupt="skip", **keys))
@@ -278,7 +276,7 @@ def test_no_argument_ends_in_a_traceback(run_dir, capsys, tmp_path, monkeypatch)
     (("scores",), ("train", "--print_config")), (("RUN", "--where=--"), ("a\0b",))
   ):
     check_command(run_dir, command, words, capsys)
-  fuzzed(lambda command, words: check_command(run_dir, command, words, capsys), 40)()
+  fuzzed(lambda command, words: check_command(run_dir, command, words, capsys), 12)()
 
 
 @slow

@@ -218,10 +218,13 @@ def open_at(where: Location, origin: str) -> RawTree:
   if not isinstance(tree.get("tree_metadata"), dict):
     raise LayoutError(f"{where.item / TREE_METADATA} is damaged: it has no tree_metadata")
   nodes: dict[TreePath, Node] = {}
-  for entry in tree["tree_metadata"].values():
-    path = tuple(int(k["key"]) if k["key_type"] == 1 else str(k["key"]) for k in entry["key_metadata"])
-    kind = entry["value_metadata"]["value_type"]
-    nodes[path] = Empty(kind) if kind in _EMPTY_TYPES else Text(kind)
+  try:
+    for entry in tree["tree_metadata"].values():
+      path = tuple(int(k["key"]) if k["key_type"] == 1 else str(k["key"]) for k in entry["key_metadata"])
+      kind = entry["value_metadata"]["value_type"]
+      nodes[path] = Empty(kind) if kind in _EMPTY_TYPES else Text(kind)
+  except (TypeError, KeyError, ValueError) as error:
+    raise LayoutError(f"{where.item / TREE_METADATA} is damaged ({type(error).__name__}: {error})") from error
   wanted = [path for path, node in nodes.items() if isinstance(node, Text) and node.kind != "string"]
   return RawTree(
     nodes | _open_arrays(where.item, tree, wanted), origin, step_metadata, tree.get("custom_metadata"), where
