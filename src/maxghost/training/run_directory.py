@@ -27,20 +27,11 @@ LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
 # times the number of devices must not change: the session checks this, because only JAX knows the devices.
 RESUMABLE_KEYS = frozenset(
   {
-    *(field.name for field in dataclasses.fields(ParallelConfig)),
-    "per_device_batch_size",
-    "log_period",
-    "eval_interval",
-    "eval_steps",
-    "sample_every",
-    "sample_prompt",
-    "enable_tensorboard",
-    "jax_cache_dir",
-    "checkpoint_period",
-    "max_num_checkpoints_to_keep",
-    "async_checkpointing",
+    *(field.name for field in dataclasses.fields(ParallelConfig)), "per_device_batch_size", "log_period",
+    "eval_interval", "eval_steps", "sample_every", "sample_prompt", "enable_tensorboard", "jax_cache_dir",
+    "checkpoint_period", "max_num_checkpoints_to_keep", "async_checkpointing",
   }
-)
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
