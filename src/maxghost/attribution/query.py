@@ -4,6 +4,8 @@ K validation sets, G groups, B blocks of steps, S steps.
 """
 
 import dataclasses
+import io
+from typing import Any
 
 import numpy as np
 
@@ -11,9 +13,11 @@ from maxghost.attribution import aggregate, statistics
 from maxghost.attribution.texts import Source
 from maxghost.attribution.where import Where, refuse_unknown
 from maxghost.config import ConfigError
+from maxghost.scorelog.format import frame
 from maxghost.scorelog.reader import ScoreLog
 
 BY = ("domain", "document", "source", "step", "layer", "module")
+REPR_GROUPS = 20
 SCALES = {
   "nats": "nats",
   "per_lr": "nats per unit of learning rate",
@@ -36,7 +40,7 @@ MEASURES = {  # column: its unit, {unit} being that of the scale
 class Query:
   """A question to the score log.
 
-  by: one of BY. where: conditions on rows. top, bottom: number of best and worst groups; None = all groups. sort: the
+  by: one of BY, or a field of the documents. where: conditions on rows. top, bottom: number of best and worst groups; None = all groups. sort: the
   column to sort by. val_set: name of a validation set; "" = the first. scale: one of SCALES. text: adds the text of
   each document.
   """
@@ -71,14 +75,33 @@ class Answer:
   def __len__(self) -> int:
     return len(next(iter(self.columns.values())))
 
+  def __repr__(self) -> str:
+    """The table that `maxghost scores` prints, of the first groups."""
+    from rich.console import Console
+
+    from maxghost.attribution.output import WIDE, show
+
+    first = {name: values[:REPR_GROUPS] for name, values in self.columns.items()}
+    text = io.StringIO()
+    show(dataclasses.replace(self, columns=first), Console(file=text, width=WIDE))
+    return text.getvalue()
+
+  def to_pandas(self) -> Any:
+    """A pandas.DataFrame of the shown groups."""
+    return frame("pandas", self.columns)
+
+  def to_polars(self) -> Any:
+    """A polars.DataFrame of the shown groups."""
+    return frame("polars", self.columns)
+
 
 def ask(log: ScoreLog, query: Query) -> Answer:
   """Answers a query. Raises ConfigError for unknown names and for combinations that have no answer."""
-  _check(query)
+  _check(query, log.fields)
   if query.val_set:
     refuse_unknown(f"--set {query.val_set}: no validation set of this run", query.val_set, log.val_sets)
   k = log.val_sets.index(query.val_set) if query.val_set else 0
-  where = Where(query.where, k)
+  where = Where(query.where, k, log.fields)
   notes = list(log.messages)
   answer = _by_layer if query.by in ("layer", "module") else _by_rows
   columns = answer(log, query, where, k, notes)
@@ -100,8 +123,8 @@ def ask(log: ScoreLog, query: Query) -> Answer:
   return Answer(columns, num_groups, num_top, units, notes, log.val_sets[k], direction)
 
 
-def _check(query: Query):
-  refuse_unknown(f"--by {query.by}: unknown", query.by, BY)
+def _check(query: Query, fields: tuple[str, ...]):
+  refuse_unknown(f"--by {query.by}: unknown", query.by, (*BY, *fields))
   refuse_unknown(f"--scale {query.scale}: unknown", query.scale, SCALES)
   for name, count in (("top", query.top), ("bottom", query.bottom)):
     if count is not None and count < 0:

@@ -100,6 +100,7 @@ _FOLDS: dict[str, Fold] = {
   "parameter_memory_host_offload": _offload("weights", True),
   "optimizer_memory_host_offload": _offload("optimizer", True),
   "compile_topology_num_slices": _slices,
+  "enable_wandb": lambda on, held: {"trackers": (*held["trackers"], "wandb")} if on else {},
   "ici_pipeline_parallelism": lambda n, _: {"ici_stage_parallelism": n},
   "dcn_pipeline_parallelism": lambda n, _: {"dcn_stage_parallelism": n},
 }

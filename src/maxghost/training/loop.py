@@ -35,18 +35,22 @@ from maxghost.training.signals import StopSignals
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sinks:
-  """The outputs of a run; None for those that are switched off. checkpoints: a `CheckpointManager`."""
+  """The outputs of a run; None for those that are switched off. checkpoints: a `CheckpointManager`.
+
+  trackers: get the records of metrics.jsonl too.
+  """
 
   console: Console
   metrics: MetricsLog | None
   tensorboard: TensorBoardLog | None
   scores: ScoreRecorder | None
   checkpoints: Any
+  trackers: tuple = ()
 
   def close(self) -> None:
     """Writes everything to disk, also after an error."""
     with contextlib.ExitStack() as stack:  # closes all, even if one fails
-      for sink in (self.metrics, self.tensorboard, self.scores, self.checkpoints):
+      for sink in (self.metrics, self.tensorboard, self.scores, self.checkpoints, *self.trackers):
         if sink is not None:
           stack.callback(sink.close)
 
@@ -254,6 +258,7 @@ class TrainingLoop:
       if unscored := metrics.unscored_line(step, outputs):
         self._sinks.console.line(unscored)
       if scores:
+        record |= scores.by_domain(outputs, fetched.batch)
         scores.record(step, outputs, prev_val_loss, fetched.batch)
     elif scores and prev_val_loss is not None:
       scores.record_end(step, prev_val_loss)
@@ -285,7 +290,7 @@ class TrainingLoop:
     if self._pending is None:
       return
     record, self._pending = self._pending, None
-    for log in (self._sinks.metrics, self._sinks.tensorboard):
+    for log in (self._sinks.metrics, self._sinks.tensorboard, *self._sinks.trackers):
       if log:
         log.append(record)
     if show or record["step"] % self._cfg.run.log_period == 0:

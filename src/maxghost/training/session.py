@@ -32,6 +32,7 @@ class Session:
   """A training run. The constructor validates, with JAX, and writes nothing; `run` trains.
 
   dataset: with this process's part of the rows. open_checkpoints: makes a checkpoint manager for the run directory.
+  open_trackers: (cfg, run directory) -> objects that get the records of metrics.jsonl too.
   open_parameters: maps the tree of the model's abstract arrays to a function that reads them, for a run that starts
   from a given model; None: from init_weights_seed. force: compiles a step even if it is estimated to need far too much
   memory. With several processes, the first one prints and writes common results.
@@ -46,11 +47,12 @@ class Session:
     *,
     open_checkpoints: Callable,
     open_parameters: Callable | None = None,
+    open_trackers: Callable = lambda cfg, path: (),
     force: bool = False,
   ):
     cfg = plan.cfg
     self._plan, self._cfg, self._existing, self._dataset, self._signals = plan, cfg, existing, dataset, signals
-    self._path, self._open_checkpoints = existing.path, open_checkpoints
+    self._path, self._open_checkpoints, self._open_trackers = existing.path, open_checkpoints, open_trackers
     self._console = Console(None if distributed.is_first() else open(os.devnull, "w"))  # noqa: SIM115
     self._checkpoints: Any = None
     self._capacity = memory_report.capacity(jax.local_devices()[0])
@@ -195,7 +197,8 @@ class Session:
     if self._cfg.run.enable_tensorboard and distributed.is_first():
       first = position.completed_steps if position.pending is None else position.pending["step"]
       tensorboard = TensorBoardLog(self._path / "tensorboard", first)
-    return Sinks(self._console, metrics_log, tensorboard, scores, self._checkpoints)
+    trackers = self._open_trackers(self._cfg, self._path) if distributed.is_first() else ()
+    return Sinks(self._console, metrics_log, tensorboard, scores, self._checkpoints, trackers)
 
   def _announce(self, position: Position) -> None:
     plan, program, say = self._plan, self._program, self._console.line
@@ -203,6 +206,7 @@ class Session:
     for line in [*lines, *memory_report.start_lines(plan.memory, self._capacity)]:
       say(line)
     if position.completed_steps < self._cfg.run.steps:
+      say("Compiling the train step, which takes seconds to minutes; then it runs step by step")
       compiled = program.executable()
       say(compiled.describe())
       if (analysis := compiled.call.memory_analysis()) is not None:
