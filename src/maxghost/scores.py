@@ -25,7 +25,7 @@ examples:
   maxghost scores runs/base --by domain --where "step>=100" --format json
   maxghost scores runs/base --by source --where "domain=code,path~asyncio/*" --sort per_million_tokens
   maxghost scores runs/base --by id --where "lang=en"
-  maxghost scores runs/base --drop-below 0 --output exclude.jsonl      # to train with dataset_exclude_file=exclude.jsonl
+  maxghost scores runs/base --drop-below 0 --output exclude.jsonl      # for dataset_exclude_file
   maxghost scores runs/base --export parquet --output base-parquet
 """
 
@@ -111,18 +111,16 @@ def _drop(args: argparse.Namespace, answer: attribution.Answer) -> int:
   """Writes the ids of the documents below the bound for `dataset_exclude_file`."""
   from maxghost.attribution.output import write_output
 
-  columns = answer.columns
-  if not isinstance(values := columns[args.sort], np.ndarray):
+  if not isinstance(values := answer.columns[args.sort], np.ndarray):
     raise ConfigError(f"--drop-below: --sort {args.sort} is no number; use contribution or per_million_tokens")
-  dropped = np.flatnonzero(values < args.drop_below).tolist()
-  keys = [
-    {"domain": columns["domain"][i], "path": columns["path"][i], "offset": int(columns["offset"][i])} for i in dropped
-  ]
-  write_output(args.output, "".join(json.dumps(key) + "\n" for key in keys))
-  tokens, nats = np.asarray(columns["tokens"]), np.asarray(columns["contribution"])[dropped].sum()
+  dropped, names = values < args.drop_below, ("domain", "path", "offset")
+  keys = zip(*(np.asarray(answer.columns[name])[dropped].tolist() for name in names), strict=True)
+  write_output(args.output, "".join(json.dumps(dict(zip(names, key, strict=True))) + "\n" for key in keys))
+  tokens, nats = np.asarray(answer.columns["tokens"]), np.asarray(answer.columns["contribution"])[dropped].sum()
+  share = tokens[dropped].sum() / max(tokens.sum(), 1)
   print(
-    f"{args.output}: {len(keys):,} of {len(answer):,} documents, {tokens[dropped].sum() / max(tokens.sum(), 1):.1%} of the "
-    f"tokens, {nats:+.4g} nats in total; to train without them: dataset_exclude_file={args.output}"
+    f"{args.output}: {dropped.sum():,} of {len(answer):,} documents, {share:.1%} of the tokens, {nats:+.4g} nats; to "
+    f"train without them: dataset_exclude_file={args.output}"
   )
   return 0
 

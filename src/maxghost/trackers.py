@@ -62,7 +62,7 @@ def check(cfg: Config) -> None:
 
 
 def open_all(cfg: Config, path: Path) -> tuple:
-  """The trackers and the profiler that a configuration asks for. path: of the run, whose name names the tracker's run."""
+  """The trackers and the profiler that a configuration asks for. path: of the run; its name is the tracker's too."""
   opened: list = [_OPEN[name](importlib.import_module(name), cfg, path) for name in cfg.run.trackers]
   if cfg.run.profiler:
     opened.append(Profile(path / "profile", cfg.run.skip_first_n_steps_for_profiler, cfg.run.profiler_steps))

@@ -40,7 +40,7 @@ def as_json(answer: Answer, by: str) -> str:
 
 
 def as_csv(answer: Answer) -> str:
-  """A header and one line per group; a non-finite number is empty, a text that a spreadsheet would run is quoted by '."""
+  """A header and one line per group; a non-finite number is empty, a text that a spreadsheet would run gets a '."""
   buffer = io.StringIO()
   writer = csv.writer(buffer, lineterminator="\n")
   writer.writerow(answer.columns)

@@ -40,9 +40,9 @@ MEASURES = {  # column: its unit, {unit} being that of the scale
 class Query:
   """A question to the score log.
 
-  by: one of BY, or a field of the documents. where: conditions on rows. top, bottom: number of best and worst groups; None = all groups. sort: the
-  column to sort by. val_set: name of a validation set; "" = the first. scale: one of SCALES. text: adds the text of
-  each document.
+  by: one of BY, or a field of the documents. where: conditions on rows. top, bottom: number of best and worst groups;
+  None = all groups. sort: the column to sort by. val_set: name of a validation set; "" = the first. scale: one of
+  SCALES. text: adds the text of each document.
   """
 
   by: str = "domain"

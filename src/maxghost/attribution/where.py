@@ -53,8 +53,8 @@ class Condition:
 class Where:
   """Parsed conditions; an empty text selects every row.
 
-  set_index: validation set of `dot` and `contribution`. fields: of the log's documents. Raises ConfigError for an unknown
-  column, an operator that the column does not have, or a value that is not a number.
+  set_index: validation set of `dot` and `contribution`. fields: of the log's documents. Raises ConfigError for an
+  unknown column, an operator that the column does not have, or a value that is not a number.
   """
 
   def __init__(self, text: str = "", set_index: int = 0, fields: tuple[str, ...] = ()):

@@ -139,7 +139,7 @@ class CheckpointManager:
     return Restored(step, tree, positions)
 
   def _say_what_changed(self, restored: Restored) -> None:
-    """Says which versions are others than those that wrote the checkpoint; one without a record is of an older maxghost."""
+    """Says which versions are others than those that wrote the checkpoint, where it has a record of them."""
     then, now = restored.positions.get("made_with", {}), made_with()
     if other := [f"{name} {then[name]}, now {value}" for name, value in now.items() if then.get(name, value) != value]:
       self._say(

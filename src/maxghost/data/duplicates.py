@@ -115,9 +115,7 @@ def read_ids(path: str, source: Source) -> np.ndarray:
       else:
         records[entry["id"] if isinstance(entry["id"], str) else json.dumps(entry["id"])] = number
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-      said = (
-        f"dataset_exclude_file={path}, line {number}: not an object with domain, path and offset, or with id ({error})"
-      )
+      said = f"dataset_exclude_file={path}, line {number}: not an object with domain, path and offset, or id ({error})"
       raise ConfigError(said) from error
   if records:
     hashes += _hashes_of(records, source, path)

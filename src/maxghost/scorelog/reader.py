@@ -122,8 +122,8 @@ def _old_parquet(folder: Path) -> Iterator[str]:
 class ScoreLog:
   """A run's scores. `log["contribution"]` is the whole column f32[N, K]; `log.steps["loss"]` is f64[S].
 
-  val_sets, objective: of all files. ledger: columns of the predicted drop. fields: of the documents (`document_fields`).
-  columns: of the rows. messages: sentences for the reader.
+  val_sets, objective: of all files. ledger: columns of the predicted drop. columns: of the rows, with the fields of the
+  documents behind. messages: sentences for the reader.
   """
 
   def __init__(self, run_dir: Path, shards: list, messages: list[str], accept_lost_rows: bool = True):

@@ -32,8 +32,7 @@ OPTIONAL = ("share", "chunk", "epoch")
 class Interval:
   """Steps whose final file is not written yet.
 
-  before: steps and rows of the log before them, None where unknown. fields: of the documents. `replaced`: the file of an
-  early flush, if any.
+  before: steps and rows of the log before them, None where unknown. `replaced`: the file of an early flush, if any.
   """
 
   def __init__(
@@ -186,8 +185,8 @@ class Writer:
       raise ConfigError(f"period={period}: at least 1 step per score file")
     if taken := [name for name in fields if name in fmt.TAKEN or not name.isidentifier()]:
       raise ConfigError(
-        f"document_fields={taken[0]}: no name for a column of the score log, or one that it has already; give the field "
-        f"a name of its own: document_fields=own_name={taken[0]}"
+        f"document_fields={taken[0]}: the score log has a column of this name, or could have none; give the field "
+        f"another: own_name={taken[0]}"
       )
     if "predicted_examples" not in ledger or len(set(ledger)) < len(ledger):
       raise ValueError(f"ledger={list(ledger)}: distinct names, predicted_examples among them")

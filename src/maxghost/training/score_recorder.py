@@ -109,8 +109,8 @@ def stack_layers(by_module: Mapping[str, np.ndarray]) -> np.ndarray:
 class ScoreRecorder:
   """Feeds a Writer. An error of the writer (such as a full disk) is raised as ScoreLogError by the next call.
 
-  document: (domain, path, offset, the writer's fields) of a document by its index; called once per document. domains: all
-  domains, an axis of the contributions by parameter. token_folder: for the files of ghost_detail=token.
+  document: (domain, path, offset, the writer's fields) of a document by its index; called once per document. domains:
+  all domains, an axis of the contributions by parameter. token_folder: for the files of ghost_detail=token.
   """
 
   def __init__(self, writer, document: Callable[[int], Sequence[Any]], domains: Sequence[str], token_folder: Path):

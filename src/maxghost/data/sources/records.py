@@ -53,8 +53,8 @@ class Shard:
 class RecordSource(Source):
   """The documents of all shards, numbered consecutively. A document's offset is its number in the shard.
 
-  index: offset and size of each document instead (int64[n] each). exact: these sizes are those of the texts. fields: what
-  `document_fields` asks for; empty = `id`, where the records have one.
+  index: offset and size of each document instead (int64[n] each). exact: these sizes are those of the texts. fields:
+  what `document_fields` asks for; empty = `id`, where the records have one.
   """
 
   def __init__(
@@ -88,7 +88,7 @@ class RecordSource(Source):
     self.fields = tuple(self._fields)
 
   def _kept(self, asked: Sequence[str]) -> dict[str, str]:
-    """{name in the log: field of the records}. Raises ConfigError for one that a domain's first record does not have."""
+    """{name in the log: field of the records}. Raises ConfigError for one that a domain's first record lacks."""
     wanted = {name: field or name for name, _, field in (text.partition("=") for text in asked or ("id",))}
     known: dict[str, Mapping] = {}  # the first record of each domain that has records
     for shard, end in zip(self._shards, self._ends.tolist(), strict=True):

@@ -24,8 +24,7 @@ def load(cfg: DataConfig) -> RecordSource:
 
   Without `domain=` the domain is the folder's or the dataset's name. A folder of hf was written by `save_to_disk`, or
   holds Parquet, JSON or text files as `datasets.load_dataset` reads them; anything else is `owner/name:config` of a
-  dataset on the Hugging Face hub, which is downloaded. With dataset_domain_bytes only the first documents are read, as a
-  stream.
+  dataset on the Hugging Face hub, which is downloaded. With dataset_domain_bytes the first documents are streamed.
   """
   kind, shards = cfg.dataset_type, []
   opened = Opened(_open_hf if kind == "hf" else _open_tfds, None)
@@ -62,9 +61,7 @@ def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
   arguments = [str(folder)]
   if not folder.is_dir():
     if not _HUB_NAME.fullmatch(path):
-      raise ConfigError(
-        f"dataset_files={path}: no folder, and no name of a dataset such as owner/name or owner/name:config"
-      )
+      raise ConfigError(f"dataset_files={path} is no folder, and no name of a dataset such as owner/name:config")
     arguments = path.split(":")
   saved = any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
   try:
