@@ -283,7 +283,8 @@ def test_damaged_index_is_one_line(run_dir, tmp_path):
   rows = shard.rows()
   rows["domain"][3] = 77
   (tmp_path / "ghost").mkdir()
-  write_shard(tmp_path / "ghost" / shard.path.name, shard.meta, shard.domains, shard.paths, shard.steps, None, rows)
+  tables = {name: shard.texts(name) for name in fmt.TEXTS}
+  write_shard(tmp_path / "ghost" / shard.path.name, shard.meta, tables, shard.steps, None, rows)
   with pytest.raises(ConfigError, match="a row points to entry 77 of 4"):
     ask(attribution.load(tmp_path), Query())
 
