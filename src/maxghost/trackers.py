@@ -1,7 +1,7 @@
-"""Where the records of metrics.jsonl go besides: experiment trackers, and the profiler, which counts them.
+"""Where the records of metrics.jsonl go besides: TensorBoard, experiment trackers, and the profiler, which counts them.
 
-A tracker has `append(record)` and `close()`. Each is a package that is installed apart, and finds its server and
-project by its own settings, such as WANDB_PROJECT or MLFLOW_TRACKING_URI.
+Each has `append(record)`, `flush()` and `close()`. An experiment tracker is a package that is installed apart, and
+finds its server and project by its own settings, such as WANDB_PROJECT or MLFLOW_TRACKING_URI.
 """
 
 import importlib
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from maxghost.config import Config, ConfigError
+from maxghost.training.metrics import SAMPLE
 
 PROJECT = "maxghost"
 
@@ -24,8 +25,32 @@ class Tracker:
     self._log, self.close = log, close
 
   def append(self, record: Mapping[str, Any]) -> None:
-    numbers = {n: v for n, v in record.items() if isinstance(v, (int, float)) and math.isfinite(v) and n != "step"}
-    self._log(numbers, step=record["step"])
+    self._log(_numbers(record), step=record["step"])
+
+  def flush(self) -> None:
+    """Libraries send in their own time."""
+
+
+class TensorBoard:
+  """Event files for TensorBoard. Entries of earlier files from `first_step` on are purged."""
+
+  def __init__(self, path: Path, first_step: int):
+    from tensorboardX import SummaryWriter  # 0.4 s of import, not needed where TensorBoard is off
+
+    # The name of an event file has the time in whole seconds; a restart within one must not overwrite the file.
+    self._writer = SummaryWriter(str(path), purge_step=first_step, filename_suffix=f".{first_step}.{os.getpid()}")
+    self.flush, self.close = self._writer.flush, self._writer.close
+
+  def append(self, record: Mapping[str, Any]) -> None:
+    if SAMPLE in record:
+      self._writer.add_text(SAMPLE, record[SAMPLE], record["step"])
+    for name, value in _numbers(record).items():
+      self._writer.add_scalar(name, value, record["step"])
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+  """Its finite numbers, without the step."""
+  return {n: v for n, v in record.items() if isinstance(v, (int, float)) and math.isfinite(v) and n != "step"}
 
 
 class Profile:
@@ -45,6 +70,9 @@ class Profile:
     elif self._seen == self._last + 1:
       self.close()
 
+  def flush(self) -> None:
+    """The trace is written at its end."""
+
   def close(self) -> None:
     import jax
 
@@ -61,9 +89,11 @@ def check(cfg: Config) -> None:
       raise ConfigError(f"trackers={name} needs the package {name}; install it with: pip install {name}")
 
 
-def open_all(cfg: Config, path: Path) -> tuple:
-  """The trackers and the profiler that a configuration asks for. path: of the run; its name is the tracker's too."""
+def open_all(cfg: Config, path: Path, first_step: int) -> tuple:
+  """All that a configuration asks for. path: of the run; its name is that of the tracker's run too."""
   opened: list = [_OPEN[name](importlib.import_module(name), cfg, path) for name in cfg.run.trackers]
+  if cfg.run.enable_tensorboard:
+    opened.append(TensorBoard(path / "tensorboard", first_step))
   if cfg.run.profiler:
     opened.append(Profile(path / "profile", cfg.run.skip_first_n_steps_for_profiler, cfg.run.profiler_steps))
   return tuple(opened)

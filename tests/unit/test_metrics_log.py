@@ -14,11 +14,12 @@ import pytest
 
 from maxghost.config import ConfigError
 from maxghost.config.schema import ModelConfig
+from maxghost.trackers import TensorBoard
 from maxghost.training import metrics, startup_log
 from maxghost.training.batches import NUM_AHEAD, Prefetcher
 from maxghost.training.console import Console, eval_line, step_line
 from maxghost.training.flops import step_flops
-from maxghost.training.metrics import MetricsLog, NonFiniteMetricError, TensorBoardLog
+from maxghost.training.metrics import MetricsLog, NonFiniteMetricError
 from maxghost.training.score_recorder import (
   ScoreLogError,
   ScoreRecorder,
@@ -135,11 +136,11 @@ def read_events(folder):
 
 
 def test_tensorboard_steps_are_not_doubled_by_a_restart(tmp_path):
-  first = TensorBoardLog(tmp_path, 0)
+  first = TensorBoard(tmp_path, 0)
   for step in range(4):
     first.append({"step": step, "learning/loss": 9.0 - step, "text": "ignored"})
   first.close()
-  second = TensorBoardLog(tmp_path, 2)
+  second = TensorBoard(tmp_path, 2)
   for step in range(2, 5):
     second.append({"step": step, "learning/loss": 19.0 - step})
   second.close()

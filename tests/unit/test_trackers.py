@@ -44,9 +44,9 @@ def library(monkeypatch):
 )
 def test_a_tracker_gets_the_numbers_of_every_record(name, functions, library, tmp_path):
   calls = library(name)
-  cfg = config.load(None, f"trackers={name}", "run_name=mine")
+  cfg = config.load(None, f"trackers={name}", "run_name=mine", "enable_tensorboard=false")
   trackers.check(cfg)
-  (tracker,) = trackers.open_all(cfg, tmp_path / "mine")
+  (tracker,) = trackers.open_all(cfg, tmp_path / "mine", 0)
   for record in RECORDS:
     tracker.append(record)
   tracker.close()
@@ -74,10 +74,12 @@ def test_the_profiler_traces_the_steps_asked_for(monkeypatch, tmp_path):
   calls = []
   monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append(("start", folder, at)))
   monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append(("stop", at)))
-  cfg = config.load(None, "profiler=xplane", "skip_first_n_steps_for_profiler=2", "profiler_steps=3")
+  cfg = config.load(
+    None, "profiler=xplane", "skip_first_n_steps_for_profiler=2", "profiler_steps=3", "enable_tensorboard=false"
+  )
   for last in (9, 4):
     calls.clear()
-    (profile,) = trackers.open_all(cfg, tmp_path)
+    (profile,) = trackers.open_all(cfg, tmp_path, 0)
     for at in range(last):
       profile.append({"step": at})
     profile.close()

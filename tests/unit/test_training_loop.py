@@ -180,7 +180,7 @@ def run_toy(folder, cfg, *, ghost=True, async_checkpoints=True, console=None, **
     writer = Writer(folder, tuple(VAL_SETS), period=3)
     scores = ScoreRecorder(writer, dataset.document_id, ("code", "tables"), folder / "ghost" / "tokens")
     scores.restore(position.scores, position.completed_steps)
-  sinks = Sinks(console or Quiet(), log, None, scores, checkpoints)
+  sinks = Sinks(console or Quiet(), log, scores, checkpoints)
   prefetcher = Prefetcher(dataset.train, jax.device_put, cfg.run.steps - position.completed_steps)
   hardware = Hardware(1, None, B, StepFlops(6e6, 2e6))
   program = ToyProgram(signals=signals, val_every=cfg.ghost.ghost_val_every, **trouble)

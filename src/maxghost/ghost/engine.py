@@ -4,7 +4,9 @@ K validation sets, n examples, T positions.
 """
 
 import collections
+import contextlib
 import dataclasses
+import re
 import types
 from collections.abc import Callable, Sequence
 
@@ -81,7 +83,8 @@ class GhostEngine:
     self.rank = cfg.ghost.ghost_rank if rank is None else rank
     direction = _known("direction", direction or "sgd", plugins.DIRECTIONS)
     self.second_order = direction == "second_order"
-    self.spec = direction_spec(cfg, "sgd" if self.second_order else direction, self.rank)
+    with _own_names():
+      self.spec = direction_spec(cfg, "sgd" if self.second_order else direction, self.rank)
     self.exclude = tuple(cfg.ghost.ghost_exclude if exclude is None else exclude)
     self.per_position = per_position
     self.segment_lengths, self.remat_policy = cfg.model.stacked_segments, cfg.model.remat_policy
@@ -127,13 +130,15 @@ class GhostEngine:
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     identity, held = _identity(loss_fn)
     key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many)
-    if key not in self._compiled:
-      program = self._compile(model, graphdef, as_objective(loss_fn), train_batch, val_batches, many)
-      self._compiled[key] = program, held
-    self._compiled.move_to_end(key)
-    while len(self._compiled) > MAX_COMPILED:
-      self._compiled.popitem(last=False)
-    result = self._compiled[key][0](params, rest, train_batch, val_batches, state, delta)
+    with _own_names():
+      if key not in self._compiled:
+        _refuse_randomness(model, loss_fn, train_batch)
+        program = self._compile(model, graphdef, as_objective(loss_fn), train_batch, val_batches, many)
+        self._compiled[key] = program, held
+      self._compiled.move_to_end(key)
+      while len(self._compiled) > MAX_COMPILED:
+        self._compiled.popitem(last=False)
+      result = self._compiled[key][0](params, rest, train_batch, val_batches, state, delta)
     if not bool(jnp.all(jnp.isfinite(result.val_loss))):
       raise ValueError(
         f"validation loss is {result.val_loss}: a validation batch needs tokens that count, finite losses"
@@ -264,6 +269,33 @@ def _identity(function: Callable):
     *(function.__kwdefaults__ or {}).values(),
   )
   return (function.__code__, tuple(id(x) for x in held)), held
+
+
+@contextlib.contextmanager
+def _own_names():
+  """Errors from below name keys of the trainer; here they name the arguments of GhostEngine."""
+  try:
+    yield
+  except ValueError as error:
+    text = str(error).replace("ghost_schedule=forward_mode", "engine='jvp'")
+    raise ValueError(re.sub(r"\bghost_(schedule|direction|rank|exclude)\b", r"\1", text)) from error
+
+
+def _refuse_randomness(model, loss_fn: Callable, batch) -> None:
+  """Raises ValueError where the loss advances the model's random numbers: every step would start from the same ones."""
+
+  def draw(batch) -> None:
+    own = nnx.clone(model)
+    before = jax.tree.leaves(nnx.state(own, nnx.RngCount))
+    loss_fn(own, batch)
+    if any(new is not old for new, old in zip(jax.tree.leaves(nnx.state(own, nnx.RngCount)), before, strict=True)):
+      raise ValueError(
+        "the loss draws the model's random numbers (dropout in training mode), and score does not change the model, so "
+        "they would be the same in every step: call model.eval() first"
+      )
+
+  if jax.tree.leaves(nnx.state(model, nnx.RngCount)):
+    jax.eval_shape(draw, batch)
 
 
 def _shapes(batch):

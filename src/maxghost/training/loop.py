@@ -26,7 +26,7 @@ from maxghost.training.batches import Fetched, Prefetcher, ValidationRows
 from maxghost.training.compiled_steps import Program
 from maxghost.training.console import Console, eval_line, step_line
 from maxghost.training.flops import StepFlops
-from maxghost.training.metrics import MetricsLog, TensorBoardLog
+from maxghost.training.metrics import MetricsLog
 from maxghost.training.resume import Position, to_tree
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.score_recorder import ScoreRecorder
@@ -37,12 +37,11 @@ from maxghost.training.signals import StopSignals
 class Sinks:
   """The outputs of a run; None for those that are switched off. checkpoints: a `CheckpointManager`.
 
-  trackers: get the records of metrics.jsonl too.
+  trackers: get the records of metrics.jsonl too; have append, flush and close.
   """
 
   console: Console
   metrics: MetricsLog | None
-  tensorboard: TensorBoardLog | None
   scores: ScoreRecorder | None
   checkpoints: Any
   trackers: tuple = ()
@@ -50,7 +49,7 @@ class Sinks:
   def close(self) -> None:
     """Writes everything to disk, also after an error."""
     with contextlib.ExitStack() as stack:  # closes all, even if one fails
-      for sink in (self.metrics, self.tensorboard, self.scores, self.checkpoints, *self.trackers):
+      for sink in (self.metrics, self.scores, self.checkpoints, *self.trackers):
         if sink is not None:
           stack.callback(sink.close)
 
@@ -200,8 +199,8 @@ class TrainingLoop:
     sinks, completed = self._sinks, self._position.completed_steps
     if completed == self._saved_steps:
       return
-    if sinks.tensorboard:
-      sinks.tensorboard.flush()
+    for tracker in sinks.trackers:
+      tracker.flush()
     position = dataclasses.replace(
       self._position,
       metrics_bytes=sinks.metrics.position() if sinks.metrics else 0,
@@ -290,7 +289,7 @@ class TrainingLoop:
     if self._pending is None:
       return
     record, self._pending = self._pending, None
-    for log in (self._sinks.metrics, self._sinks.tensorboard, *self._sinks.trackers):
+    for log in (self._sinks.metrics, *self._sinks.trackers):
       if log:
         log.append(record)
     if show or record["step"] % self._cfg.run.log_period == 0:

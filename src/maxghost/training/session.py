@@ -20,7 +20,7 @@ from maxghost.training.flops import peak_flops
 from maxghost.training.loop import Hardware, Outcome, Sinks, TrainingLoop
 from maxghost.training.memory import report as memory_report
 from maxghost.training.memory.table import compiled_sizes
-from maxghost.training.metrics import MetricsLog, TensorBoardLog
+from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import Plan
 from maxghost.training.resume import Position
 from maxghost.training.reweighting import Reweighter
@@ -32,7 +32,7 @@ class Session:
   """A training run. The constructor validates, with JAX, and writes nothing; `run` trains.
 
   dataset: with this process's part of the rows. open_checkpoints: makes a checkpoint manager for the run directory.
-  open_trackers: (cfg, run directory) -> objects that get the records of metrics.jsonl too.
+  open_trackers: (cfg, run directory, first step) -> `Sinks.trackers`.
   open_parameters: maps the tree of the model's abstract arrays to a function that reads them, for a run that starts
   from a given model; None: from init_weights_seed. force: compiles a step even if it is estimated to need far too much
   memory. With several processes, the first one prints and writes common results.
@@ -46,8 +46,8 @@ class Session:
     signals: StopSignals,
     *,
     open_checkpoints: Callable,
+    open_trackers: Callable,
     open_parameters: Callable | None = None,
-    open_trackers: Callable = lambda cfg, path: (),
     force: bool = False,
   ):
     cfg = plan.cfg
@@ -187,18 +187,16 @@ class Session:
 
   def _open_sinks(self, position: Position) -> Sinks:
     """Opens the logs at a position; later records are removed."""
-    metrics_log = scores = tensorboard = None
+    metrics_log, scores, trackers = None, None, ()
     if distributed.is_first():
       metrics_log = MetricsLog(self._path / run_directory.METRICS_FILE)
       metrics_log.restore(position.metrics_bytes)
+      first = position.completed_steps if position.pending is None else position.pending["step"]
+      trackers = self._open_trackers(self._cfg, self._path, first)
     if self._cfg.val_sets and self._plan.own.writes:
       scores = score_recorder.open_recorder(self._cfg, self._dataset, self._path)
       scores.restore(position.scores_of(distributed.index()), position.completed_steps)
-    if self._cfg.run.enable_tensorboard and distributed.is_first():
-      first = position.completed_steps if position.pending is None else position.pending["step"]
-      tensorboard = TensorBoardLog(self._path / "tensorboard", first)
-    trackers = self._open_trackers(self._cfg, self._path) if distributed.is_first() else ()
-    return Sinks(self._console, metrics_log, tensorboard, scores, self._checkpoints, trackers)
+    return Sinks(self._console, metrics_log, scores, self._checkpoints, trackers)
 
   def _announce(self, position: Position) -> None:
     plan, program, say = self._plan, self._program, self._console.line
