@@ -26,7 +26,7 @@ from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered, write_sha
 
 QUEUE_LENGTH = 4  # files waiting for the disk; beyond that the training loop waits too
 REQUIRED = ("tokens", "loss", "dot", "contribution")
-OPTIONAL = ("share", "chunk", "epoch")
+OF_STEP_OR_DOCUMENT = ("step", "domain", "path", "offset")
 
 
 class Interval:
@@ -84,9 +84,10 @@ class Interval:
     array["step"] = step
     if num_rows and (missing := set(REQUIRED) - set(rows)):
       raise ValueError(f"score rows lack the columns {', '.join(sorted(missing))}")
+    names = [name for name in fmt.ROW_COLUMNS if name not in OF_STEP_OR_DOCUMENT]
     for name in rows:
-      if name not in (*REQUIRED, *OPTIONAL):
-        raise ValueError(f"unknown score column {name!r}{did_you_mean(name, array.dtype.names or ())}")
+      if name not in names:
+        raise ValueError(f"unknown score column {name!r}{did_you_mean(name, names)}")
       value = np.asarray(rows[name])
       expected = array[name].shape
       if value.shape != expected and not (value.shape == (num_rows,) and expected == (num_rows, 1)):
