@@ -1,5 +1,6 @@
 """Builds the dataset from the data section of the configuration, with every check possible before training."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -108,7 +109,7 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
   splits: list[tuple[Source, Split]] = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
   if cfg.validation_files:
     files = expand("ghost_val_sets", cfg.validation_files)
-    read = text.load(files, cfg)
+    read = text.load(files, dataclasses.replace(cfg, document_fields=()))
     both = [domain for domain in read.domains if domain in source.domains]
     if both:
       raise ConfigError(
