@@ -1,7 +1,7 @@
 """Gradients that jit maps over a leading axis (sets, directions, examples): float32 gives what float64 gives.
 
 jaxlib 0.10.2 compiles `jit(jacrev(f))`, a VJP mapped over cotangents, to wrong float32 code for the CPU
-(tests/mapped_vjp.py has it alone). Nothing in maxghost maps a VJP over cotangents; here is each place that maps something
+(tests/mapped_vjp.py has it alone). maxghost maps no VJP over cotangents; here is each place that maps something
 close to it, compiled as in a run.
 """
 
