@@ -23,12 +23,10 @@ class Tracker:
 
   def __init__(self, log: Callable[..., Any], close: Callable[[], Any]):
     self._log, self.close = log, close
+    self.flush = lambda: None  # libraries send in their own time
 
   def append(self, record: Mapping[str, Any]) -> None:
     self._log(_numbers(record), step=record["step"])
-
-  def flush(self) -> None:
-    """Libraries send in their own time."""
 
 
 class TensorBoard:
@@ -57,21 +55,18 @@ class Profile:
   """Traces steps with JAX's profiler (`profiler=xplane`): from one record on to another, for whole steps."""
 
   def __init__(self, folder: Path, skip: int, steps: int):
-    self._folder, self._first, self._last, self._seen = str(folder), skip, skip + steps, 0
-    self._traces = False
+    self._folder, self._first, self._last, self._seen = str(folder), skip + 1, skip + steps + 1, 0
+    self._traces, self.flush = False, lambda: None
 
   def append(self, record: Mapping[str, Any]) -> None:
     import jax
 
     self._seen += 1
-    if self._seen == self._first + 1:  # the step after this record runs already: the trace begins inside of it
+    if self._seen == self._first:  # the step after this record runs already: the trace begins inside of it
       jax.profiler.start_trace(self._folder)
       self._traces = True
-    elif self._seen == self._last + 1:
+    elif self._seen == self._last:
       self.close()
-
-  def flush(self) -> None:
-    """The trace is written at its end."""
 
   def close(self) -> None:
     import jax

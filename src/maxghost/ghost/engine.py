@@ -273,7 +273,7 @@ def _identity(function: Callable):
 
 @contextlib.contextmanager
 def _own_names():
-  """Errors from below name keys of the trainer; here they name the arguments of GhostEngine."""
+  """Errors name the arguments of GhostEngine, not keys of the trainer."""
   try:
     yield
   except ValueError as error:
@@ -282,19 +282,18 @@ def _own_names():
 
 
 def _refuse_randomness(model, loss_fn: Callable, batch) -> None:
-  """Raises ValueError where the loss advances the model's random numbers: every step would start from the same ones."""
+  """Raises ValueError where the loss advances the model's random numbers, since `score` does not change the model."""
 
   def draw(batch) -> None:
     own = nnx.clone(model)
-    before = jax.tree.leaves(nnx.state(own, nnx.RngCount))
-    loss_fn(own, batch)
-    if any(new is not old for new, old in zip(jax.tree.leaves(nnx.state(own, nnx.RngCount)), before, strict=True)):
+    before, _, after = drawn(own), loss_fn(own, batch), drawn(own)
+    if any(new is not old for new, old in zip(after, before, strict=True)):
       raise ValueError(
-        "the loss draws the model's random numbers (dropout in training mode), and score does not change the model, so "
-        "they would be the same in every step: call model.eval() first"
+        "dropout in training mode would have the same random numbers in every step: call model.eval() first"
       )
 
-  if jax.tree.leaves(nnx.state(model, nnx.RngCount)):
+  drawn = lambda model: jax.tree.leaves(nnx.state(model, nnx.RngCount))  # noqa: E731
+  if drawn(model):
     jax.eval_shape(draw, batch)
 
 

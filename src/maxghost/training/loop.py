@@ -35,10 +35,7 @@ from maxghost.training.signals import StopSignals
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sinks:
-  """The outputs of a run; None for those that are switched off. checkpoints: a `CheckpointManager`.
-
-  trackers: get the records of metrics.jsonl too; have append, flush and close.
-  """
+  """The outputs of a run; None: switched off. checkpoints: a `CheckpointManager`. trackers: as in `trackers.py`."""
 
   console: Console
   metrics: MetricsLog | None

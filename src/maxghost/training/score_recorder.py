@@ -125,15 +125,13 @@ class ScoreRecorder:
 
   def by_domain(self, outputs: Mapping[str, np.ndarray], batch) -> dict[str, float]:
     """ghost/contribution/<set>/<domain> of a step, in nats; empty where not every row and score is known here."""
-    if distributed.count() > 1 or not outputs["scored_ok"]:
-      return {}
-    scored_BS = scored_units(outputs, batch)[0]
-    domain_N, nats_NK = self._domain_numbers(batch, scored_BS), outputs["contribution_BSK"][scored_BS]
-    return {
-      f"ghost/contribution/{name}/{domain}": float(nats_N[domain_N == d].sum())
-      for name, nats_N in zip(self._writer.val_sets, nats_NK.T, strict=True)
-      for d, domain in enumerate(self._domains)
-    }
+    scored_BS, found = scored_units(outputs, batch)[0], {}
+    if distributed.count() == 1 and outputs["scored_ok"]:
+      domain_N = self._domain_numbers(batch, scored_BS)
+      for name, nats_N in zip(self._writer.val_sets, outputs["contribution_BSK"][scored_BS].T, strict=True):
+        sums_D = np.bincount(domain_N, nats_N, len(self._domains)).tolist()
+        found |= {f"ghost/contribution/{name}/{d}": nats for d, nats in zip(self._domains, sums_D, strict=True)}
+    return found
 
   def _domain_numbers(self, batch, scored_BS: np.ndarray) -> np.ndarray:
     slots = batch.document_BS[scored_BS].tolist()
