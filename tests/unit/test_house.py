@@ -125,7 +125,7 @@ def test_training_needs_neither_tensorflow_nor_torch():
     "pyarrow",
     "pandas",
     "datasets",
-  )  # large, and for some runs only
+  )  # what only some runs use
   loaded = imported_by(f"import {modules}, maxghost.checkpoint.manager", *late, "jax")
   assert loaded == ["jax"]
 

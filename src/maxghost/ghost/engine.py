@@ -28,6 +28,16 @@ from maxghost.optimizers import AdamState, RuleState, direction_rule
 MAX_COMPILED = 16  # programs that a GhostEngine keeps
 
 
+@contextlib.contextmanager
+def _own_names():
+  """Errors name the arguments of GhostEngine, not keys of the trainer."""
+  try:
+    yield
+  except ValueError as error:
+    text = str(error).replace("ghost_schedule=forward_mode", "engine='jvp'")
+    raise ValueError(re.sub(r"\bghost_(schedule|direction|rank|exclude)\b", r"\1", text)) from error
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GhostResult:
@@ -66,6 +76,7 @@ class GhostEngine:
   objects. Global variables are read when a program is compiled.
   """
 
+  @_own_names()
   def __init__(
     self,
     cfg: Config | None = None,
@@ -83,8 +94,7 @@ class GhostEngine:
     self.rank = cfg.ghost.ghost_rank if rank is None else rank
     direction = _known("direction", direction or "sgd", plugins.DIRECTIONS)
     self.second_order = direction == "second_order"
-    with _own_names():
-      self.spec = direction_spec(cfg, "sgd" if self.second_order else direction, self.rank)
+    self.spec = direction_spec(cfg, "sgd" if self.second_order else direction, self.rank)
     self.exclude = tuple(cfg.ghost.ghost_exclude if exclude is None else exclude)
     self.per_position = per_position
     self.segment_lengths, self.remat_policy = cfg.model.stacked_segments, cfg.model.remat_policy
@@ -99,6 +109,7 @@ class GhostEngine:
     )
     self._compiled: collections.OrderedDict = collections.OrderedDict()
 
+  @_own_names()
   def score(
     self,
     model,
@@ -130,15 +141,14 @@ class GhostEngine:
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     identity, held = _identity(loss_fn)
     key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many)
-    with _own_names():
-      if key not in self._compiled:
-        _refuse_randomness(model, loss_fn, train_batch)
-        program = self._compile(model, graphdef, as_objective(loss_fn), train_batch, val_batches, many)
-        self._compiled[key] = program, held
-      self._compiled.move_to_end(key)
-      while len(self._compiled) > MAX_COMPILED:
-        self._compiled.popitem(last=False)
-      result = self._compiled[key][0](params, rest, train_batch, val_batches, state, delta)
+    if key not in self._compiled:
+      _refuse_randomness(model, loss_fn, train_batch)
+      program = self._compile(model, graphdef, as_objective(loss_fn), train_batch, val_batches, many)
+      self._compiled[key] = program, held
+    self._compiled.move_to_end(key)
+    while len(self._compiled) > MAX_COMPILED:
+      self._compiled.popitem(last=False)
+    result = self._compiled[key][0](params, rest, train_batch, val_batches, state, delta)
     if not bool(jnp.all(jnp.isfinite(result.val_loss))):
       raise ValueError(
         f"validation loss is {result.val_loss}: a validation batch needs tokens that count, finite losses"
@@ -271,16 +281,6 @@ def _identity(function: Callable):
   return (function.__code__, tuple(id(x) for x in held)), held
 
 
-@contextlib.contextmanager
-def _own_names():
-  """Errors name the arguments of GhostEngine, not keys of the trainer."""
-  try:
-    yield
-  except ValueError as error:
-    text = str(error).replace("ghost_schedule=forward_mode", "engine='jvp'")
-    raise ValueError(re.sub(r"\bghost_(schedule|direction|rank|exclude)\b", r"\1", text)) from error
-
-
 def _refuse_randomness(model, loss_fn: Callable, batch) -> None:
   """Raises ValueError where the loss advances the model's random numbers, since `score` does not change the model."""
 
@@ -288,9 +288,7 @@ def _refuse_randomness(model, loss_fn: Callable, batch) -> None:
     own = nnx.clone(model)
     before, _, after = drawn(own), loss_fn(own, batch), drawn(own)
     if any(new is not old for new, old in zip(after, before, strict=True)):
-      raise ValueError(
-        "dropout in training mode would have the same random numbers in every step: call model.eval() first"
-      )
+      raise ValueError("dropout in training mode would draw the same numbers in every step: call model.eval() first")
 
   drawn = lambda model: jax.tree.leaves(nnx.state(model, nnx.RngCount))  # noqa: E731
   if drawn(model):
