@@ -297,8 +297,9 @@ def test_the_commands_in_the_documentation_are_understood():
   for verb, arguments in commands:
     args = (scores if verb == "scores" else report).parse(shlex.split(arguments))
     if verb == "scores":
-      Where(args.where)
-      query._check(Query(by=args.by, top=args.top, bottom=args.bottom, scale=args.scale, text=args.text))
+      fields = ("id", "lang")
+      Where(args.where, fields=fields)
+      query._check(Query(by=args.by, top=args.top, bottom=args.bottom, scale=args.scale, text=args.text), fields)
 
 
 def test_query_names_match_the_columns(run_dir):
@@ -318,7 +319,7 @@ def test_frames_and_texts_of_logs_and_answers(run_dir):
   answer = ask(log, Query(by="domain"))
   assert isinstance(answer.to_pandas(), pandas.DataFrame)
   assert answer.to_pandas()["contribution"].tolist() == answer.columns["contribution"].tolist()
-  assert f"{log.num_rows:,} rows" in repr(log) and "words, exams" in repr(log)
+  assert f"{log.num_rows:,} rows" in repr(log) and "against words, exams" in repr(log)
   assert all(name in repr(answer) for name in log.domains) and "of 4 groups" in repr(answer)
   assert len(repr(ask(log, Query(by="document"))).splitlines()) < 30
 

@@ -135,13 +135,14 @@ def test_a_log_is_asked_by_id_and_filtered_by_fields(run_dir, capsys):
 
 
 def test_compaction_a_return_and_parquet_keep_the_fields(run_dir, tmp_path):
-  expected = attribution.load(run_dir)
+  log = attribution.load(run_dir)
+  expected = log["id"].tolist()
   parquet = pytest.importorskip("pyarrow.parquet")
-  rows = parquet.read_table(to_parquet(expected, tmp_path / "parquet")[0])
-  assert rows.column("id").to_pylist() == expected["id"].tolist()
+  rows = parquet.read_table(to_parquet(log, tmp_path / "parquet")[0])
+  assert rows.column("id").to_pylist() == expected
   compact(run_dir)
   again = attribution.load(run_dir)
-  assert len(again.shards) == 1 and again["id"].tolist() == expected["id"].tolist()
+  assert len(again.shards) == 1 and again["id"].tolist() == expected
   writer = Writer(run_dir, ("b",), period=2, fields=("id", "lang"))
   writer.restore({"step": 2})
   rows = {"tokens": [1], "loss": [1.0], "dot": [1.0], "contribution": [1.0]}

@@ -144,8 +144,10 @@ class ScoreLog:
     self.columns = (*fmt.ROW_COLUMNS, *self.fields)
 
   def __repr__(self) -> str:
-    about = f"{len(self.steps)} steps, {self.num_rows:,} rows of {', '.join(self.domains)}"
-    return f"ScoreLog({self.run_dir}: {about}; against {', '.join(self.val_sets)}; columns {', '.join(self.columns)})"
+    last, sets = max(shard.last_step for shard in self.shards), ", ".join(self.val_sets)
+    return (
+      f"ScoreLog({self.run_dir}: {self.num_rows:,} rows of steps 0 to {last}, against {sets}; {list(self.columns)})"
+    )
 
   @property
   def num_rows(self) -> int:
