@@ -17,7 +17,7 @@ NOT_RUN = {
   "generation.md",
   "memory.md",
 }  # need a TPU's compiler, a run or a checkpoint
-REGISTRIES = (plugins.OPTIMIZERS, plugins.OBJECTIVES, rules._RULES)
+REGISTRIES = (plugins.OPTIMIZERS, plugins.OBJECTIVES, rules.RULES)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import tiny
 from train_steps import TRAIN, VALIDATION, Run
 
 from maxghost import config, ghost
-from maxghost.ghost.schedules.reverse_scan import segments
+from maxghost.ghost.schedules.reverse_scan import walk
 from maxghost.training.host_memory import HostMemory
 
 FLOAT64 = {"dtype": "float64", "weight_dtype": "float64"}
@@ -61,7 +61,7 @@ def two_pass():
 
 def assert_case(lengths, direction, rank, in_turn, two_pass, monkeypatch):
   asked = []
-  monkeypatch.setattr(segments, "smaller_gradients", lambda *args: asked.append(args) or in_turn)
+  monkeypatch.setattr(walk, "smaller_gradients", lambda *args: asked.append(args) or in_turn)
   ours, theirs = score("reverse_scan", direction, rank, segment_lengths=lengths), two_pass(direction, rank)
   assert asked
   for field in dataclasses.fields(ours):
@@ -100,7 +100,7 @@ def plain_outputs():
 def test_the_train_step_accounts_as_without_segments(carries, in_turn, plain_outputs, monkeypatch):
   """All outputs, in float64; the validation rows' segment inputs on the host or not; a segment's validation gradients
   kept until its training gradients take their places, or not."""
-  monkeypatch.setattr(segments, "smaller_gradients", lambda *args: in_turn)
+  monkeypatch.setattr(walk, "smaller_gradients", lambda *args: in_turn)
   run = Run(segment_lengths=(2,), offload_to_host=carries, **STEP)
   for i, theirs in enumerate(plain_outputs):
     ours = run.step(TRAIN[i])
@@ -137,7 +137,7 @@ def test_without_segments_they_keep_one_per_layer():
 @pytest.mark.parametrize(("carries", "wanted"), [(("carries",), True), ((), False)])
 def test_the_validation_cotangent_waits_on_the_host(carries, wanted, monkeypatch):
   """Between its segments: it is what the loop over segments carries there."""
-  monkeypatch.setattr(segments, "smaller_gradients", lambda *args: True)
+  monkeypatch.setattr(walk, "smaller_gradients", lambda *args: True)
   run = Run(base_num_decoder_layers=4, ghost_schedule="reverse_scan", segment_lengths=(2,), offload_to_host=carries)
   jaxpr = jax.make_jaxpr(run.function)(run.state, TRAIN[0], (VALIDATION,))
   carried = []

@@ -387,7 +387,7 @@ def test_step_k_starts_before_step_k_minus_1_is_read(tmp_path):
     cfg,
     WatchingProgram(),
     dataset,
-    Sinks(Quiet(), metrics_log, None, None, None),
+    Sinks(Quiet(), metrics_log, None, None),
     signals,
     Hardware(1, None, B, StepFlops(1.0, 1.0)),
   )

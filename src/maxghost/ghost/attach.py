@@ -17,9 +17,9 @@ from maxghost.ghost import (
   rules_models,  # noqa: F401  and of this project's layers
 )
 from maxghost.ghost.directions import DirectionSpec, GhostDirection, GhostProbe, ScoredParam, direction_state, part_name
-from maxghost.ghost.probed import SecondUse, TwinInfo, probed_call
+from maxghost.ghost.probed import TwinInfo, Use, probed_call
 from maxghost.optimizers import Parameter
-from maxghost.parallel.shardings import slash_path
+from maxghost.parallel.shardings import setting, slash_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,20 +39,15 @@ class Twin:
 
   def placed(self, parts: dict) -> dict:
     """{label: parts} with sharded factors; unsharded, those of all layers would be the largest arrays of the step."""
-    return {
-      param.label: tuple(
-        param.placed_factor(name, array) if name in ("left", "right") else array
-        for name, array in zip(param.parts, parts[param.label], strict=True)
-      )
-      for param in self.scored
-    }
+    return {p.label: tuple(map(p.placed_factor, p.parts, parts[p.label])) for p in self.scored}
 
   def direction_state(self, parts: dict) -> nnx.State:
     return direction_state(self.scored, parts)
 
-  def blank_directions(self) -> nnx.State:
-    shapes = {p.label: p.part_shapes(self.num_sets).values() for p in self.scored}
-    return self.direction_state({label: tuple(map(jnp.zeros, found)) for label, found in shapes.items()})
+  def blank(self, params, rest) -> nnx.Module:
+    """With zero probes and directions."""
+    parts = {p.label: tuple(map(jnp.zeros, p.part_shapes(self.num_sets).values())) for p in self.scored}
+    return self.merge(params, self.zero_probes(), self.direction_state(parts), rest)
 
   def merge(self, params, probes, directions, rest) -> nnx.Module:
     return nnx.merge(self.graphdef, params, probes, directions, rest)
@@ -82,7 +77,7 @@ def attach(
   spec: DirectionSpec | None = None,
   exclude: tuple[str, ...] = (),
   num_val: int = 0,
-  linked: dict[str, SecondUse] | None = None,
+  linked: dict[str, Use] | None = None,
 ) -> Twin:
   """Replaces each supported layer by its probed twin, in a copy of the model's graph.
 
@@ -98,38 +93,42 @@ def attach(
   graphdef, state = nnx.split(model)
   twin = nnx.merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
   modules: dict[tuple, Any] = {path: node for path, node in nnx.iter_graph(twin) if isinstance(node, nnx.Module)}
-  owners = _owners(modules)
-  excluded = excluded_labels(list(owners), exclude)
+  excluded = excluded_labels(list(views), exclude)
   reduced = (num_examples,) if num_positions is None else (num_examples, num_positions)
   scored: list[ScoredParam] = []
-  uncovered = []
+  uncovered, labels = [], {}
   for path, module in modules.items():
-    names = [n for label, (p, n) in owners.items() if p == path and label not in excluded]
-    found = rules.find(module)
+    names, found = [], rules.find(module)
+    for name, value in vars(module).items():
+      if isinstance(value, nnx.Param):
+        where = slash_path((*path, name))
+        if labels.setdefault(id(value), where) != where:
+          raise ValueError(
+            f"Param {where} is also {labels[id(value)]}: a shared Param needs one owner whose methods make both uses "
+            "(as nnx.Embed's __call__ and attend)"
+          )
+        names += [] if where in excluded else [name]
     if found is None:
       uncovered += [f"{slash_path((*path, n))} ({type(module).__name__})" for n in names]
     if found is None or not names:
       continue
     stock, _ = nnx.split(found.stock(module))
-    label, own = slash_path(path), []
-    for where in ((*path, name) for name in names):
-      own.append(_probe(module, where, found, views[slash_path(where)], spec, num_sets, reduced))
-    module.ghost_info = TwinInfo(label, stock, tuple(own), num_examples, num_positions, num_val, linked.get(label))
+    label, paths = slash_path(path), [(*path, name) for name in names]
+    own = tuple(_probe(module, path, found, views[slash_path(path)], spec, num_sets, reduced) for path in paths)
+    module.ghost_info = TwinInfo(label, stock, own, reduced, num_val, linked.get(label))
     module.__class__ = _twin_class(type(module), found)
     scored += own
   if uncovered:
     raise ValueError(
       f"no scoring rule covers {', '.join(uncovered)}. Ways out: register one with @ghost.rule(LayerType), name the "
       "paths in ghost_exclude, or use ghost_schedule=forward_mode, which needs no rules. Layers with rules: "
-      f"{', '.join(rules.layer_types())}"
+      f"{', '.join(sorted(layer.__name__ for layer in rules.RULES))}"
     )
   if spec.rank and not any(p.low_rank for p in scored):
     matrices = [p.parameter.matrix_shape(p.shape) for p in scored if p.parameter.rows]
     useful = max((i * o // (2 * (i + o)) for i, o in matrices), default=0)
-    raise ValueError(
-      f"ghost_rank={spec.rank} saves nothing on any parameter of this model: use at most {useful}, or 0 for exact "
-      "scores"
-    )
+    problem = f"ghost_rank={spec.rank} saves nothing on any parameter of this model"
+    raise ValueError(f"{problem}: use at most {useful}, or 0 for exact scores")
   twin_graphdef, _, probes, _, _ = nnx.split(twin, nnx.Param, GhostProbe, GhostDirection, ...)
   ordered = tuple(sorted(scored, key=lambda param: param.label))
   return Twin(twin_graphdef, ordered, tuple(sorted(excluded)), spec, num_sets, probes, views)
@@ -145,24 +144,6 @@ def parameters(model: nnx.Module) -> dict[str, Parameter]:
     view = (0, 0) if rule is None else (rule.rows(module, name), rule.groups(module, name))
     found[label] = Parameter(label, *view)
   return found
-
-
-def _owners(modules: dict) -> dict[str, tuple[tuple, str]]:
-  """{label: (module path, attribute)} of every Param; raises ValueError for a Param held under two names."""
-  owners, seen = {}, {}
-  for path, module in modules.items():
-    for name, value in vars(module).items():
-      if not isinstance(value, nnx.Param):
-        continue
-      label = slash_path((*path, name))
-      if id(value) in seen:
-        raise ValueError(
-          f"Param {label} is also {seen[id(value)]}: a shared Param needs one owner whose methods make both uses "
-          "(as nnx.Embed's __call__ and attend)"
-        )
-      seen[id(value)] = label
-      owners[label] = path, name
-  return owners
 
 
 def excluded_labels(labels: list[str], patterns: tuple[str, ...]) -> set[str]:
@@ -197,11 +178,8 @@ def _probe(
 @functools.cache
 def _twin_class(layer_type: type, found: rules.Rule) -> type:
   """A subclass of the layer whose methods that use parameters are probed."""
-
-  def probed_method(method):
-    return lambda self, *args, **kwargs: probed_call(self, found, method, args, kwargs)
-
-  return type(f"Probed{layer_type.__name__}", (layer_type,), {m: probed_method(m) for m in found.methods})
+  methods = {method: functools.partialmethod(probed_call, found, method) for method in found.methods}
+  return type(f"Probed{layer_type.__name__}", (layer_type,), methods)
 
 
 def prepare_twin(
@@ -256,7 +234,7 @@ def prepare_twin(
       )
   if not spec.in_backward and schedule == "two_pass":
     return twin
-  by_layer: dict[int, list[probed.Use]] = {}
+  by_layer: dict[int, list[Use]] = {}
   for use in used:
     by_layer.setdefault(id(use.layer), []).append(use)
   # A table may have one lookup and one other use.
@@ -272,21 +250,14 @@ def prepare_twin(
       f"parameter at one call. Use ghost_direction=sgd with two_pass, or name the paths in ghost_exclude"
     )
   looked_up = {use.path for use in used if not use.is_second}
-  linked = {
-    use.path: SecondUse(use.method, use.argument_shapes[0], use.static)
-    for use in used
-    if use.is_second and use.path in looked_up
-  }
+  linked = {u.path: dataclasses.replace(u, layer=None) for u in used if u.is_second and u.path in looked_up}
   return attached(linked=linked) if linked else twin
 
 
-def _calls(twin: Twin, model: nnx.Module, loss_fn: Callable, batch, rows: int) -> list[probed.Use]:
+def _calls(twin: Twin, model: nnx.Module, loss_fn: Callable, batch, rows: int) -> list[Use]:
   """The probed calls in one abstract evaluation of the loss, for a batch of so many rows."""
-
-  def loss(params, rest, batch):
-    return loss_fn(twin.merge(params, twin.zero_probes(), twin.blank_directions(), rest), batch)
-
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
-  with probed.record() as used:
-    jax.eval_shape(loss, *split(model), shapes)
+  used: list[Use] = []
+  with setting(probed.recorder, used):
+    jax.eval_shape(lambda params, rest, batch: loss_fn(twin.blank(params, rest), batch), *split(model), shapes)
   return used

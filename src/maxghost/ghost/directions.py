@@ -86,15 +86,13 @@ class ScoredParam:
     view = self.parameter
     return bool(view.rows) and low_rank.gains(self.spec.rank, *view.matrix_shape(self.shape))
 
-  @property
+  @functools.cached_property
   def parts(self) -> tuple[str, ...]:
     """Names of the arrays that form the direction, in order."""
-    if self.spec.in_backward:
-      return ("gradient", *self.spec.rule.reads(self.parameter), "scalars")
-    return ("left", "right") if self.low_rank else ("gradient",)
+    return tuple(self.part_shapes(1))
 
   def part_shapes(self, num_sets: int) -> dict[str, tuple[int, ...]]:
-    """Shape of each part."""
+    """Shape of each part of the direction."""
     stack, rule = self.stack_shape, self.spec.rule
     gradient = {"gradient": (*stack, num_sets, *self.shape)}
     if self.spec.in_backward:
@@ -123,11 +121,11 @@ class ScoredParam:
     return constrain(direction, (*self.axes[:depth], None, *self.axes[depth:]), f"direction of {self.label}")
 
   def placed_factor(self, part: str, factor):
-    """Shards a factor along its groups, and along I or O.
+    """Shards a factor along its groups, and along I or O; other parts stay.
 
     factor: the part 'left' [*stack, K, *groups, I, r] or 'right' [*stack, K, *groups, r, O] of a direction.
     """
-    if self.axes is None:
+    if self.axes is None or part not in ("left", "right"):
       return factor
     depth, parameter = len(self.stack_shape), self.parameter
     inputs = depth + parameter.groups
@@ -179,11 +177,8 @@ def direction_parts(scored: Sequence[ScoredParam], gradients: list[dict], state:
 
 def direction_state(scored: Sequence[ScoredParam], parts: dict) -> nnx.State:
   """The GhostDirection State from {label: tuple of arrays}, in the order of `ScoredParam.parts`."""
-  flat = {}
-  for param in scored:
-    for name, array in zip(param.parts, parts[param.label], strict=True):
-      flat[param.part_path(name)] = GhostDirection(array)
-  return nnx.from_flat_state(flat)
+  pairs = ((p.part_path(name), x) for p in scored for name, x in zip(p.parts, parts[p.label], strict=True))
+  return nnx.from_flat_state({path: GhostDirection(x) for path, x in pairs})
 
 
 @jax.tree_util.register_dataclass
@@ -205,11 +200,8 @@ def form(param: ScoredParam, parts: Sequence, weight_gradient) -> tuple[Directio
   """
   if not param.spec.in_backward:
     return (Direction(None, *parts) if param.low_rank else Direction(parts[0])), None
-  gradient, *arrays, scalars = parts
-  rule = param.spec.rule
-  arrays = dict(zip(rule.reads(param.parameter), arrays, strict=True))
-  view = param.parameter
-  response = rule.response(view, weight_gradient, arrays, scalars)
+  (gradient, *arrays, scalars), rule, view = parts, param.spec.rule, param.parameter
+  response = rule.response(view, weight_gradient, dict(zip(rule.reads(view), arrays, strict=True)), scalars)
   u_K = response.transpose(gradient)
   if not param.low_rank:
     direction, captured = Direction(u_K), jnp.ones(u_K.shape[0], u_K.dtype)

@@ -91,6 +91,7 @@ class GhostEngine:
     cfg = cfg or Config()
     self.schedule = _known("schedule", schedule or cfg.ghost.passes, plugins.SCHEDULES)
     self.engine = _known("engine", engine or cfg.ghost.engine, tuple(plugins.ENGINES))
+    self._schedule = self.schedule if self.engine == "graddotprod" else plugins.ENGINES[self.engine]
     self.rank = cfg.ghost.ghost_rank if rank is None else rank
     direction = _known("direction", direction or "sgd", plugins.DIRECTIONS)
     self.second_order = direction == "second_order"
@@ -178,13 +179,9 @@ class GhostEngine:
     for problem in plugins.scoring_problems(self._schedule, names, asked):
       raise ValueError(problem)
 
-  @property
-  def _schedule(self) -> str:
-    """The name in `schedules.SCHEDULES`."""
-    return self.schedule if self.engine == "graddotprod" else plugins.ENGINES[self.engine]
-
   def _compile(self, model, graphdef, loss_fn, train_batch, val_batches, many: bool = True):
     twin, views = None, parameters(model)
+    left_out = excluded_labels(list(views), self.exclude)
     if self.engine == "graddotprod":
       leading = jax.tree.leaves(train_batch)[0].shape
       if self.per_position and len(leading) < 2:
@@ -200,10 +197,6 @@ class GhostEngine:
         schedule=self.schedule,
         num_val=jax.tree.leaves(val_batches[0])[0].shape[0],
       )
-      scored = tuple(p.label for p in twin.scored)
-    else:
-      left_out = excluded_labels(list(views), self.exclude)
-      scored = tuple(label for label in views if label not in left_out)
 
     def run(params, rest, train_batch, val_batches, state, delta) -> GhostResult:
       problem = Problem(
@@ -215,7 +208,7 @@ class GhostEngine:
         val_batches=val_batches,
         twin=twin,
         parameters=views,
-        scored=scored,
+        scored=tuple(label for label in views if label not in left_out),
         rule=self.spec.rule,
         state=state,
         second_order=self.second_order,

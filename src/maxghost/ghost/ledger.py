@@ -18,13 +18,7 @@ from maxghost.parallel import shardings
 
 
 def sums(
-  rule: UpdateRule,
-  state: RuleState,
-  parameters: dict[str, Parameter],
-  params: dict,
-  grads: dict,
-  gradients: list,
-  scored,
+  rule: UpdateRule, state: RuleState, parameters: dict[str, Parameter], params: dict, grads: dict, gradients, scored
 ) -> dict:
   """Inner products of some parameters with each validation set's gradient, to be summed and passed to `columns`.
 

@@ -224,34 +224,29 @@ def by_kernel(gram, floor, *, interpret: bool = False):
 
   On a mesh every device eliminates all matrices, which are small, because a kernel is opaque to the partitioner.
   """
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import triton
+
   batch, rank = gram.shape[:-2], gram.shape[-1]
   num, size = math.prod(batch), max(16, 1 << (rank - 1).bit_length())  # Triton wants powers of two
   grams = jnp.pad(gram.reshape(num, rank, rank), ((0, 0), (0, size - rank), (0, size - rank)))
-  run = functools.partial(_kernel_call, rank, interpret)
+  square = pl.BlockSpec((1, size, size), lambda i: (i, 0, 0))
+  run = pl.pallas_call(
+    functools.partial(_kernel, rank),
+    grid=(num,),
+    in_specs=[square, pl.BlockSpec((1, 1), lambda i: (i, 0))],
+    out_specs=[pl.BlockSpec((1, size), lambda i: (i, 0)), square],
+    out_shape=[jax.ShapeDtypeStruct((num, size), gram.dtype), jax.ShapeDtypeStruct(grams.shape, gram.dtype)],
+    compiler_params=triton.CompilerParams(num_warps=max(1, size * size // 1024)),
+    interpret=interpret,
+    name="ghost_eliminate",
+  )
   layout = shardings.current()
   if layout is not None and layout.num_devices > 1:
     every = PartitionSpec()
     run = jax.shard_map(run, mesh=layout.mesh, in_specs=(every, every), out_specs=(every, every), check_vma=False)
   pivots, triangle = run(grams, floor.reshape(num, 1))
   return pivots[:, :rank].reshape(*batch, rank), triangle[:, :rank, :rank].reshape(gram.shape)
-
-
-def _kernel_call(rank: int, interpret: bool, grams, floors):
-  from jax.experimental import pallas as pl
-  from jax.experimental.pallas import triton
-
-  num, size, _ = grams.shape
-  square = pl.BlockSpec((1, size, size), lambda i: (i, 0, 0))
-  return pl.pallas_call(
-    functools.partial(_kernel, rank),
-    grid=(num,),
-    in_specs=[square, pl.BlockSpec((1, 1), lambda i: (i, 0))],
-    out_specs=[pl.BlockSpec((1, size), lambda i: (i, 0)), square],
-    out_shape=[jax.ShapeDtypeStruct((num, size), grams.dtype), jax.ShapeDtypeStruct(grams.shape, grams.dtype)],
-    compiler_params=triton.CompilerParams(num_warps=max(1, size * size // 1024)),
-    interpret=interpret,
-    name="ghost_eliminate",
-  )(grams, floors)
 
 
 def _kernel(rank: int, gram_ref, floor_ref, pivots_ref, triangle_ref):

@@ -17,7 +17,7 @@ from flax import nnx
 
 from maxghost.ghost.directions import Direction
 
-_RULES: dict[type, "Rule"] = {}
+RULES: dict[type, "Rule"] = {}
 
 
 class Rule:
@@ -25,12 +25,13 @@ class Rule:
 
   methods: the methods that use the parameters; each is called with arrays whose leading axis is the example axis.
   second_uses: those that use a table after its lookup, `__call__`. ranks: {parameter: number of axes in one unstacked
-  layer}; layer types that are stacked need it (or `rank`).
+  layer}; layer types that are stacked need it (or `rank`). children: submodules with rules of their own.
   """
 
   methods: tuple[str, ...] = ("__call__",)
   second_uses: tuple[str, ...] = ()
   ranks: ClassVar[Mapping[str, int]] = {}
+  children: tuple[str, ...] = ()
 
   def rank(self, module: Any, name: str) -> int:
     """Number of axes of parameter `name` in one unstacked layer."""
@@ -45,17 +46,21 @@ class Rule:
     return 0
 
   def stock(self, module: Any) -> nnx.Module:
-    """The module that this rule scores, without children that have rules of their own."""
-    return module
+    """The module that this rule scores, without its children."""
+    alone: Any = nnx.clone(module) if self.children else module
+    for name in self.children:
+      if hasattr(alone, name):
+        setattr(alone, name, None)
+    return alone
 
   def combine(self, twin: Any, out, *args):
     """The layer's value, from that of the stock module and of the children."""
     return out
 
-  def sweep(self, twin: Any, method: str, static: tuple) -> Any:
-    """The passes of a `method` that computes gradients and scores in one sweep, as `rules_models.TiledSweep`.
+  def passes(self, twin: Any, method: str, static: tuple) -> Any:
+    """A `probed.LayerPasses` of `method` that computes gradients and scores together; None: its VJP, then `score`.
 
-    None: uses its VJP, then `score`. static: the call's arguments that are not arrays.
+    static: the call's arguments that are not arrays.
     """
     return None
 
@@ -96,8 +101,7 @@ def rule(*layer_types: type) -> Callable:
   """
 
   def register(cls):
-    for layer_type in layer_types:
-      _RULES[layer_type] = cls()
+    RULES.update((layer_type, cls()) for layer_type in layer_types)
     return cls
 
   return register
@@ -105,8 +109,4 @@ def rule(*layer_types: type) -> Callable:
 
 def find(module: nnx.Module) -> Rule | None:
   """The rule for this module's exact type, or None."""
-  return _RULES.get(type(module))
-
-
-def layer_types() -> list[str]:
-  return sorted(t.__name__ for t in _RULES)
+  return RULES.get(type(module))

@@ -136,11 +136,7 @@ class LoRARule(Rule):
   """
 
   ranks: ClassVar = {"lora_a": 2, "lora_b": 2}
-
-  def stock(self, module: Any):
-    branch: Any = nnx.clone(module)
-    branch.base_module = None
-    return branch
+  children = ("base_module",)
 
   def combine(self, twin: Any, out, *args):
     return out if twin.base_module is None else out + twin.base_module(*args)
@@ -150,10 +146,12 @@ class LoRARule(Rule):
 class LoRALinearRule(LinearRule):
   """A dense layer plus a LoRA branch, which is a child with its own rule."""
 
+  children = ("lora",)
+
   def stock(self, module: Any):
-    names = ("dtype", "param_dtype", "precision", "dot_general", "promote_dtype", "preferred_element_type", "use_bias")
-    settings = {name: getattr(module, name) for name in names}
-    return nnx.eval_shape(lambda: nnx.Linear(module.in_features, module.out_features, rngs=nnx.Rngs(0), **settings))
+    alone: Any = super().stock(module)
+    alone.__class__ = nnx.Linear
+    return alone
 
   def combine(self, twin: Any, out, *args):
     return out + twin.lora(*args)

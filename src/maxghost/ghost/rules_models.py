@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec
 
 from maxghost.ghost.directions import Direction
+from maxghost.ghost.probed import LayerPasses, filled, zero_cotangent
 from maxghost.ghost.rules import Call, Rule, rule
 from maxghost.ghost.rules_flax import EmbedRule, LinearGeneralRule
-from maxghost.models import attention, autodiff, moe
+from maxghost.models import attention, moe
 from maxghost.models.grouped_matmul import product, product_transposed
 from maxghost.models.layers import gated
 from maxghost.models.output_head import OutputProjection, TiedTable
-from maxghost.objectives.tiled import Head, backward, forward
+from maxghost.objectives.cross_entropy import Head, backward, forward
 
 
 @rule(moe.RoutedMoe)
@@ -31,6 +31,7 @@ class RoutedMoeRule(Rule):
   """
 
   methods = ("experts",)
+  children = ("gate",)
 
   def rank(self, module: Any, name):
     return 2 if name.endswith("_bias") else 3
@@ -38,13 +39,7 @@ class RoutedMoeRule(Rule):
   def rows(self, module, name):
     return 0 if name.endswith("_bias") else 1
 
-  def groups(self, module, name):
-    return 0 if name.endswith("_bias") else 1
-
-  def stock(self, module: Any):
-    alone: Any = nnx.clone(module)
-    alone.gate = None
-    return alone
+  groups = rows  # one axis numbers the experts, the next is a matrix's rows
 
   def score(self, call, name, direction):
     if not call.module.sparse:
@@ -53,9 +48,8 @@ class RoutedMoeRule(Rule):
       return super().score(call, name, direction)
     split = moe.find_split(call.module, call.args[0].shape)
     if "use" not in call.memo:
-      x, index, weight = call.args
-      whole = (call.module, call.values, x, index, weight, call.cotangent)
-      call.memo["use"] = _use(*whole) if split is None else _use_on_mesh(call, split)
+      whole: Any = call.values, *call.args, call.cotangent
+      call.memo["use"] = _use(call.module, *whole) if split is None else _use_on_mesh(call.module, split, *whole)
     rows, used = call.memo["use"]
     x_RI, g_RO = used[name.removesuffix("_bias")]
     length = call.cotangent.shape[1]
@@ -109,18 +103,15 @@ def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, di
 # On a mesh each device scores the rows of its own experts, as in `moe.Split`.
 
 
-def _use_on_mesh(call, split: moe.Split):
-  module = call.module
-
+def _use_on_mesh(module, split: moe.Split, values: dict, *arrays):
   def local(params, x, index, weight, b):
     x, index, weight, b = split.gather(x, index, weight, b)
     return _use(module, params, x, index, weight, b, split.first_expert(params))
 
   whole, wide = PartitionSpec(split.sorted_rows), PartitionSpec(split.sorted_rows, split.width or None)
   used = {name: (whole, wide) for name in module.branches} | {"wo": (wide, whole)}
-  params = {name: split.param(name) for name in call.values}
-  run = split.map(local, (params, *[split.tokens] * 4), (whole, used))
-  return run(call.values, *call.args, call.cotangent)
+  params = {name: split.param(name) for name in values}
+  return split.map(local, (params, *[split.tokens] * 4), (whole, used))(values, *arrays)
 
 
 def _scores_on_mesh(module, name: str, length: int, split: moe.Split, arrays):
@@ -148,13 +139,7 @@ class AttentionSinkRule(Rule):
 
   methods = ("attend",)
   ranks: ClassVar = {"sinks": 1}
-
-  def stock(self, module: Any):
-    alone: Any = nnx.clone(module)
-    for name in ("query", "key", "value", "out", "query_norm", "key_norm"):
-      if hasattr(alone, name):
-        setattr(alone, name, None)
-    return alone
+  children = ("query", "key", "value", "out", "query_norm", "key_norm")
 
   def score(self, call, name, direction):
     q_nTHh, k_nTKh, v_nTKh, segments = call.args
@@ -168,40 +153,42 @@ class AttentionSinkRule(Rule):
     return jnp.stack([call.reduce(gradient_nTH, jnp.broadcast_to(u_H, sinks_nTH.shape)) for u_H in direction.full])
 
 
-class TiledSweep:
+class TiledPasses(LayerPasses):
   """The passes of `losses(head, x, targets, weights)`, which score each tile of `head` while its logits exist.
 
   The plain tiled head takes four products of the head's size: logits, logits again, both gradients. Scores add one
   where the direction is known beforehand. They add two where it is formed in the backward pass, or for a tied table
   whose direction needs the whole gradient: the tiles are then swept again after the gradient is known.
-
-  name: of the table, the layer's one parameter. arrays: the call's arguments that are arrays.
   """
 
-  def __init__(self, rule: Rule, twin, name: str, head: Head):
-    self.rule, self.twin, self.name, self.head = rule, twin, name, head
+  def __init__(self, rule: Rule, twin, method: str, head: Head):
+    super().__init__(rule, twin, method)
+    self.head = head
+
+  def apply(self, values, arrays):
+    return self.forward(values, arrays)[0]
 
   def forward(self, values, arrays):
-    """(losses, residuals)."""
-    x_BTD, targets_BT, *_ = arrays
-    return forward(self.head, x_BTD, values[self.name], targets_BT)
+    (table,), (x_BTD, targets_BT, *_) = values.values(), arrays
+    return forward(self.head, x_BTD, table, targets_BT)
 
-  def backward(self, values, arrays, residuals, cotangent, direction: Direction | None, gradients=True):
-    """(gradient of the table, of x, score [K, *reduced]); None for those not requested."""
-    x_BTD, targets_BT, *_ = arrays
-    inputs = (x_BTD, values[self.name], targets_BT, residuals, cotangent)
-    visits = {} if direction is None else self._visits(direction)
-    d_x, d_table, score_KBT = backward(self.head, *inputs, gradients=gradients, **visits)
-    score = None if score_KBT is None else self._reduced(score_KBT)
-    return d_table, d_x, score
+  def backward(self, values, arrays, residuals, cotangent, form=None, gradients=True):
+    ((name, table),), (x_BTD, targets_BT, *rest), (param,) = values.items(), arrays, self.info.scored
+    direction, facts = (None, None) if form is None else form(param)
+    inputs = x_BTD, table, targets_BT, residuals, cotangent
+    d_x, d_table, score_KBT = backward(self.head, *inputs, gradients=gradients, **self._visits(direction))
+    found = ({name: d_table}, [d_x, *map(zero_cotangent, (targets_BT, *rest))]) if gradients else None
+    return found, None if form is None else {name: filled(self._reduced(score_KBT), facts, table)}
 
-  def _visits(self, direction: Direction) -> dict:
+  def _visits(self, direction: Direction | None) -> dict:
     """Arguments with which `backward` scores the tiles by the layer's own rule, one score per token: [K, B, c]."""
+    if direction is None:
+      return {}
     head = self.head
 
     def visit(x, delta, direction):
       method = "attend" if head.tied else "__call__"
-      return self.rule.score(Call(self.twin, method, {}, (x,), delta, None, 2), self.name, direction)
+      return self.rule.score(Call(self.twin, method, {}, (x,), delta, None, 2), self.info.scored[0].name, direction)
 
     if head.axis == "tokens":
       return {"visit": visit, "extra": direction}
@@ -219,43 +206,24 @@ class TiledSweep:
     return {"visit": visit, "extra": blocks}
 
   def _reduced(self, score_KBT):
-    return score_KBT if self.twin.ghost_info.resolution == 2 else score_KBT.sum(-1)
+    return score_KBT if len(self.info.reduced) == 2 else score_KBT.sum(-1)
 
-  # A tied table whose direction needs the gradient of both uses. The untiled link (`probed`) carries the cotangent of
-  # all logits. This one carries the inputs to recompute them for each token: x, the loss's cotangent, log-sum-exp and
-  # label.
+  # The link of a tied table (`probed`) carries what recomputes the cotangent of the logits for each token: x, and the
+  # loss's cotangent, log-sum-exp and label.
 
-  def blank_link(self, x_shape, dtype):
-    """Zeros, whose cotangents become the `carried` of `linked_score`. dtype: of the looked-up rows."""
-    return jnp.zeros(x_shape, dtype), jnp.zeros((*x_shape[:-1], 3), self.head.wide)
+  def blank_link(self, table, dtype):
+    x_BTD, _ = super().blank_link(table, dtype)
+    return x_BTD, jnp.zeros((*x_BTD.shape[:-1], 3), self.head.wide)
 
-  def linked_call(self, arrays, link):
-    head = self.head
-    x_BTD, targets_BT, *_ = arrays
+  def carried(self, arrays, residuals, cotangent):
+    labelled = cotangent, residuals, arrays[1]  # labels are exact below 2**24
+    return arrays[0], jnp.stack([a.astype(self.head.wide) for a in labelled], axis=-1)
 
-    @jax.custom_vjp
-    def op(x, targets, table, x_link, facts_link):
-      return forward(head, x, table, targets)[0]
-
-    def op_forward(x, targets, table, x_link, facts_link):
-      losses, log_sum = forward(head, x, table, targets)
-      return losses, (x, table, targets, log_sum)
-
-    def op_backward(residuals, g):
-      x, table, targets, log_sum = residuals
-      d_x, d_table, _ = backward(head, x, table, targets, log_sum, g)
-      facts = jnp.stack([a.astype(head.wide) for a in (g, log_sum, targets)], axis=-1)  # labels are exact below 2**24
-      return d_x, autodiff.no_cotangent(targets), d_table, x, facts
-
-    op.defvjp(op_forward, op_backward)
-    table, x_link, facts_link = link
-    return op(x_BTD, targets_BT, table, x_link.astype(x_BTD.dtype), facts_link)
-
-  def linked_score(self, table, carried, direction):
-    """The output's part of the score, from the arrays sent along the link."""
-    x, facts = carried
+  def carried_score(self, values, carried, direction):
+    (table,), (x_BTD, facts) = values.values(), carried
     g, log_sum, targets = facts[..., 0], facts[..., 1], facts[..., 2].astype(jnp.int32)
-    _, _, score_KBT = backward(self.head, x, table, targets, log_sum, g, gradients=False, **self._visits(direction))
+    visits = self._visits(direction)
+    _, _, score_KBT = backward(self.head, x_BTD, table, targets, log_sum, g, gradients=False, **visits)
     return self._reduced(score_KBT)
 
 
@@ -266,8 +234,8 @@ class TiedTableRule(EmbedRule):
   methods = ("__call__", "attend", "losses")
   second_uses = ("attend", "losses")
 
-  def sweep(self, twin, method, static):
-    return TiledSweep(self, twin, "embedding", *static) if method == "losses" else None
+  def passes(self, twin, method, static):
+    return TiledPasses(self, twin, method, *static) if method == "losses" else None
 
 
 @rule(OutputProjection)
@@ -276,5 +244,5 @@ class OutputProjectionRule(LinearGeneralRule):
 
   methods = ("__call__", "losses")
 
-  def sweep(self, twin, method, static):
-    return TiledSweep(self, twin, "kernel", *static) if method == "losses" else None
+  def passes(self, twin, method, static):
+    return TiledPasses(self, twin, method, *static) if method == "losses" else None

@@ -24,19 +24,17 @@ def random_directions(twin: Twin, key, scale: dict | None = None) -> dict:
   """
   parts = {}
   for number, param in enumerate(twin.scored):
-    own, stack = jax.random.fold_in(key, number), param.stack_shape
-    shape = (*stack, *param.shape)
+    own, axis, shapes = jax.random.fold_in(key, number), len(param.stack_shape), param.part_shapes(twin.num_sets)
+    shape = (*param.stack_shape, *param.shape)
     factor = jnp.ones(shape, jnp.float32) if scale is None else scale[param.label].astype(jnp.float32)
     if not param.low_rank:
-      signs = jax.random.rademacher(own, (*stack, twin.num_sets, *param.shape), jnp.float32)
-      parts[param.label] = (signs * jnp.expand_dims(factor, len(stack)),)
+      signs = jax.random.rademacher(own, shapes["gradient"], jnp.float32)
+      parts[param.label] = (signs * jnp.expand_dims(factor, axis),)
       continue
     # With a scale the last axes of both are those of the factors, groups included.
-    view = param.parameter
-    rows_LI, columns_LO = (jnp.expand_dims(x, len(stack)) for x in factored(view.matrices(factor, len(stack))))
-    sets = (*stack, twin.num_sets, *param.shape[: view.groups])
-    sizes = (*sets, rows_LI.shape[-1], 1), (*sets, 1, columns_LO.shape[-1])
-    left, right = (jax.random.rademacher(jax.random.fold_in(own, i), size, jnp.float32) for i, size in enumerate(sizes))
+    rows_LI, columns_LO = (jnp.expand_dims(x, axis) for x in factored(param.parameter.matrices(factor, axis)))
+    keys = (jax.random.fold_in(own, i) for i in range(2))
+    left, right = (jax.random.rademacher(k, s, jnp.float32) for k, s in zip(keys, shapes.values(), strict=True))
     parts[param.label] = (left * rows_LI[..., :, None], right * columns_LO[..., None, :])
   return parts
 

@@ -134,15 +134,14 @@ class PlainLoss(Objective):
 
   def __call__(self, model, batch):
     found, rows = self.loss_fn(model, batch), jax.tree.leaves(batch)[0].shape[0]
-    shapes = [jnp.shape(x) for x in (found if isinstance(found, (tuple, list)) else [found])]
+    found = tuple(found) if isinstance(found, (tuple, list)) else (found,)
+    shapes = [jnp.shape(x) for x in found]
     if len(shapes) > 2 or len(set(shapes)) != 1 or len(shapes[0]) not in (1, 2) or shapes[0][0] != rows:
       raise ValueError(
         f"the loss function returns arrays of the shapes {', '.join(map(str, shapes)) or 'none'} for a batch of {rows} "
         f"rows: return (losses, weights), or losses alone, each of shape ({rows},) or ({rows}, positions)"
       )
-    if isinstance(found, (tuple, list)):
-      return tuple(found) if len(found) == 2 else (found[0], jnp.ones_like(found[0]))
-    return found, jnp.ones_like(found)
+    return found if len(found) == 2 else (found[0], jnp.ones_like(found[0]))
 
 
 def as_objective(loss_fn: Callable) -> Objective:

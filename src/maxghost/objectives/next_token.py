@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from maxghost.config import Config
 from maxghost.models.layers import Hidden
 from maxghost.objectives.base import StagedLoss
-from maxghost.objectives.cross_entropy import token_losses
-from maxghost.objectives.tiled import Head
+from maxghost.objectives.cross_entropy import Head, token_losses
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,13 +35,8 @@ class LanguageModelLoss(StagedLoss):
   @classmethod
   def of(cls, cfg: Config) -> Self:
     model = cfg.model
-    return cls(
-      model.z_loss_multiplier,
-      None,
-      model.load_balance_loss_weight,
-      num_tiles=model.num_vocab_tiling,
-      tile_axis=model.vocab_tiling_axis,
-    )
+    tiles = model.num_vocab_tiling, model.vocab_tiling_axis
+    return cls(model.z_loss_multiplier, None, model.load_balance_loss_weight, *tiles)
 
   def __call__(self, model, batch):
     return self.measured(model, batch)[:2]

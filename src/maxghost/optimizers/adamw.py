@@ -38,14 +38,8 @@ class AdamW(UpdateRule):
     return cls(cfg.adam_b1, cfg.adam_b2, cfg.adam_eps, cfg.adam_weight_decay, cfg.mu_dtype)
 
   def transformation(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
-    return optax.adamw(
-      learning_rate,
-      b1=self.b1,
-      b2=self.b2,
-      eps=self.eps,
-      weight_decay=self.weight_decay,
-      mu_dtype=jnp.dtype(self.mu_dtype),
-    )
+    mu_dtype, decay = jnp.dtype(self.mu_dtype), self.weight_decay
+    return optax.adamw(learning_rate, self.b1, self.b2, self.eps, mu_dtype=mu_dtype, weight_decay=decay)
 
   def reads(self, parameter: Parameter) -> tuple[str, ...]:
     return ("second_moment",)

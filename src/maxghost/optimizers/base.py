@@ -90,9 +90,6 @@ class Identity(Response):
   def apply(self, x):
     return x
 
-  def transpose(self, x):
-    return x
-
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise(Response):
@@ -196,10 +193,6 @@ class UpdateRule(abc.ABC):
     """{name: shape and dtype} of the arrays kept for a parameter."""
     state = jax.eval_shape(self.transformation(optax.constant_schedule(0.0)).init, {"": parameter})
     return {name: optax.tree_utils.tree_get(state, key)[""] for name, key in self.state_keys.items()}
-
-  def state_bytes(self, parameter: jax.ShapeDtypeStruct) -> int:
-    """Bytes of the arrays kept for a parameter."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.state_shapes(parameter).values())
 
 
 def by_label(tree) -> dict[str, Any]:

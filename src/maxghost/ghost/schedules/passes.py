@@ -1,9 +1,6 @@
 """The passes that schedules consist of.
 
-A loss function is `loss_fn(model, batch) -> (losses, weights)`: float arrays [n] or [n, T], the loss of each example
-(or position) in nats and its weight. The batch loss is sum(losses * weights) / sum(weights).
-
-K validation sets, n examples, T positions.
+K validation sets, n examples, T positions. A loss function is called as an `objectives.Objective`.
 """
 
 from collections.abc import Callable
@@ -14,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.schedules.base import Model, Problem, TrainPass, Validation
+from maxghost.ghost.schedules.base import Model, Problem, Scored, TrainPass, Validation
 from maxghost.objectives import as_objective
 from maxghost.optimizers import by_label
 from maxghost.parallel import constrain_state
@@ -50,28 +47,22 @@ def validation_gradients(model: Model, loss_fn: Callable, batches: tuple):
 
 def validation(problem: Problem) -> Validation:
   """The validation gradients of this step, known or new."""
-  known = problem.validation
+  known, rows = problem.validation, (problem.model, problem.val_loss, problem.val_batches)
   if isinstance(known, Validation):
     return known
-  batches = problem.val_batches
-
-  def fresh() -> Validation:
-    return Validation(*validation_gradients(problem.model, problem.val_loss, batches))
-
   if known is None:
-    return fresh()
-  stored = known.leaves
+    return Validation(*validation_gradients(*rows))
+  stored, num_sets = known.leaves, len(problem.val_batches)
 
   def renewed():
-    found = fresh()
-    return found.losses, [g.astype(s.dtype) for g, s in zip(jax.tree.leaves(found.gradients), stored, strict=True)]
+    losses, gradients = validation_gradients(*rows)
+    return losses, [g.astype(s.dtype) for g, s in zip(jax.tree.leaves(gradients), stored, strict=True)]
 
   def stale():
-    return jnp.full((len(batches),), jnp.nan, stored[0].dtype), stored
+    return jnp.full((num_sets,), jnp.nan, stored[0].dtype), stored
 
   losses, leaves = jax.lax.cond(known.refresh, renewed, stale)
-  tree = jax.tree.structure([problem.model.params] * len(batches))
-  return Validation(losses, jax.tree.unflatten(tree, leaves))
+  return Validation(losses, jax.tree.unflatten(jax.tree.structure([problem.model.params] * num_sets), leaves))
 
 
 def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.State) -> tuple[list, list]:
@@ -129,11 +120,11 @@ def _for_each_set(function: Callable, batches: tuple):
   return values, [constrain_state(jax.tree.map(lambda x, k=k: x[k], states)) for k in range(len(batches))]
 
 
-def captured(twin: Twin, factored: dict, facts: dict) -> dict:
-  """{label: captured [*stack, K]}, from `direction_parts` or from the facts of the backward pass."""
+def scored_by_rules(twin: Twin, passed: TrainPass, val_loss, factored: dict, **rest) -> Scored:
+  """The results of a pass of the twin. factored: {label: captured [*stack, K]}, unless `passed.facts` contain it."""
   if twin.spec.in_backward and twin.spec.rank:
-    return {p.label: facts[p.label][..., 0] for p in twin.scored if p.low_rank}
-  return factored
+    factored = {p.label: passed.facts[p.label][..., 0] for p in twin.scored if p.low_rank}
+  return Scored(passed, val_loss, total(twin, passed.scores), factored, **rest)
 
 
 def total(twin: Twin, scores: dict) -> Any:

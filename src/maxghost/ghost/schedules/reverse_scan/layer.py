@@ -6,6 +6,7 @@ The ledger's sums of a layer are computed here, while its validation gradients e
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,9 +42,10 @@ class Kept(NamedTuple):
 class Layers:
   """A model and its twin, split at the stacked layers.
 
-  prefix: path of the layers. params, rest: of all layers, with a leading layer axis. graphdef, twin_graphdef, probes:
-  of one layer. inner, outer: the scored parameters of one layer, and those outside. state: the optimizer's, with the
-  arrays of the layers that the ledger or the directions read. scalars: of the twin's rule.
+  prefix: path of the layers. plain, probed: the whole model, and its twin with blank directions. params, rest: of all
+  layers, with a leading layer axis. graphdef, twin_graphdef, probes: of one layer. inner, outer: the scored parameters
+  of one layer, and those outside. state: the optimizer's, with the arrays of the layers that the ledger or the
+  directions read. scalars: of the twin's rule.
   """
 
   def __init__(self, problem: Problem, prefix: tuple):
@@ -51,11 +53,12 @@ class Layers:
     assert problem.twin is not None
     self.problem, self.twin, self.prefix = problem, problem.twin, prefix
     twin, state, (graphdef, params, rest) = problem.twin, problem.state, problem.model
-    layers = submodule(nnx.merge(graphdef, params, rest), prefix)
-    self.graphdef, self.params, self.rest = nnx.split(layers, nnx.Param, ...)
-    probed = submodule(twin.merge(params, twin.zero_probes(), twin.blank_directions(), rest), prefix)
-    self.twin_graphdef, _, probes, _, _ = nnx.split(probed, nnx.Param, GhostProbe, GhostDirection, ...)
-    self.probes = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), probes)
+    self.plain = nnx.merge(graphdef, params, rest)
+    self.graphdef, self.params, self.rest = nnx.split(submodule(self.plain, prefix), nnx.Param, ...)
+    self.probed = twin.blank(params, rest)
+    split = nnx.split(submodule(self.probed, prefix), nnx.Param, GhostProbe, GhostDirection, ...)
+    self.twin_graphdef, _, *self.blank, _ = split  # probes, directions
+    self.probes = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), self.blank[0])
     depth = len(prefix)
     self.outer_params, self.outer_probes = (
       nnx.from_flat_state({path: v for path, v in nnx.to_flat_state(whole) if path[:depth] != prefix})
@@ -74,14 +77,9 @@ class Layers:
       }
       self.state = dataclasses.replace(state, arrays=arrays)
 
-  @property
-  def count(self) -> int:
-    """L."""
-    return jax.tree.leaves(self.params)[0].shape[0]
-
   def stacked(self):
     """Arguments of a layer, with a leading layer axis: parameters, rest, index."""
-    return self.params, self.rest, jnp.arange(self.count)
+    return self.params, self.rest, jnp.arange(jax.tree.leaves(self.params)[0].shape[0])
 
   def labelled(self, state: nnx.State) -> dict:
     """{label in the model: array} of a State of one layer, or of all."""
@@ -140,43 +138,50 @@ def pull_in_order(function: Callable, arguments: tuple, cotangent):
     return vjp.backward(saved, cotangent, *arguments)
 
 
-@dataclasses.dataclass(frozen=True)
 class Rows:
-  """One batch on its way through the layers. vjp: with a finished forward half; None: layers are recomputed."""
+  """One batch on its way through the plain model or, for training, through the probed one.
 
-  layers: Layers
-  loss: StagedLoss
-  batch: Any
-  vjp: SavedVjp | None = None
+  vjp: of a layer, whose forward half saves arrays by the remat policy; None with segments, which recompute layers.
+  """
+
+  def __init__(self, layers: Layers, loss: StagedLoss, batch: Any, probed: bool = False):
+    self.layers, self.loss, self.batch, self.probed = layers, loss, batch, probed
+    self.outer_probes = layers.outer_probes if probed else None
+    self.function = functools.partial(apply, layers.twin_graphdef if probed else layers.graphdef)
+    settings = layers.problem.settings
+    self.vjp = None if settings.segment_lengths else SavedVjp(stack.remat(self.function, settings.remat_policy))
+
+  def model(self, outer_params: nnx.State, outer_probes: nnx.State | None, parts: Any) -> nnx.Module:
+    """The whole model with these parameters outside the layers. parts: of the outer directions of a probed model."""
+    layers, model = self.layers, self.layers.problem.model
+    params = layers.join(layers.params, outer_params)
+    if outer_probes is None:
+      return model.merge(params)
+    probes, directions = map(layers.join, layers.blank, (outer_probes, direction_state(layers.outer, parts)))
+    return layers.twin.merge(params, probes, directions, model.rest)
 
   def arguments(self, x, layer, ghost: tuple = ()) -> tuple:
-    """The arguments of `function`. ghost: the twin's (probes, directions)."""
+    """The arguments of `apply` after the graph. ghost: the twin's (probes, directions)."""
     params, rest, index = layer
     return params, ghost, x, rest, self.loss.layer_inputs(self.batch), self.loss.layer_key(index)
 
-  def saving(self, graphdef: nnx.GraphDef) -> "Rows":
-    """With a VJP that saves arrays by the remat policy."""
-    policy = self.layers.problem.settings.remat_policy
-    return dataclasses.replace(self, vjp=SavedVjp(stack.remat(function(graphdef), policy)))
+  def pull(self, kept: Kept, cotangent, arguments: tuple):
+    """Cotangents of the arguments, from the saved arrays of the forward pass, or by a new pass."""
+    if self.vjp is None:
+      return pull_in_order(self.function, arguments, cotangent)
+    return self.vjp.backward(kept.saved, cotangent, *arguments)
 
 
-def function(graphdef: nnx.GraphDef):
-  """A layer, plain or probed, as a function of `Rows.arguments`."""
-
-  def run(params, ghost, x, rest, inputs, key):
-    return nnx.merge(graphdef, params, *ghost, rest)(x, *inputs, key)
-
-  return run
+def apply(graphdef: nnx.GraphDef, params, ghost, x, rest, inputs, key):
+  """A layer, plain or probed, of `Rows.arguments`."""
+  return nnx.merge(graphdef, params, *ghost, rest)(x, *inputs, key)
 
 
 def validation_back(batches: Pair, cotangents: tuple, kept_K: tuple, layer):
   """(validation gradients, cotangents of the layer's inputs) of each set."""
-  gradients, below = [], []
-  for rows, kept, cotangent in zip(batches.val, kept_K, cotangents, strict=True):
-    gradient, _, cotangent, *_ = _pulled(rows.layers.graphdef, rows, kept, cotangent, rows.arguments(kept.x, layer))
-    gradients.append(gradient)
-    below.append(cotangent)
-  return tuple(gradients), tuple(below)
+  rows_K = zip(batches.val, kept_K, cotangents, strict=True)
+  pulled = [rows.pull(kept, cotangent, rows.arguments(kept.x, layer)) for rows, kept, cotangent in rows_K]
+  return tuple(gradient for gradient, *_ in pulled), tuple(below for _, _, below, *_ in pulled)
 
 
 def training_back(rows: Rows, cotangent, kept: Kept, gradients: tuple, made, layer):
@@ -188,18 +193,11 @@ def training_back(rows: Rows, cotangent, kept: Kept, gradients: tuple, made, lay
   state = layer_state(layers, index)
   parts, captured = made or layers.directions(gradients, state)
   arguments = rows.arguments(kept.x, layer, (layers.probes, direction_state(layers.inner, parts)))
-  grads, (probes, _), cotangent, *_ = _pulled(layers.twin_graphdef, rows, kept, cotangent, arguments)
+  grads, (probes, _), cotangent, *_ = rows.pull(kept, cotangent, arguments)
   state = _late_state(layers, state, index, probes)
   labelled = [layers.labelled(g) for g in gradients]
   sums = ledger_sums(layers, layers.inner, layers.labelled(params), layers.labelled(grads), labelled, state, parts)
   return cotangent, {"grads": grads, "probes": probes, "sums": sums, "captured": captured}
-
-
-def _pulled(graphdef: nnx.GraphDef, rows: Rows, kept: Kept, cotangent, arguments: tuple):
-  """Cotangents of the arguments, from the saved arrays of the forward pass, or by a new pass."""
-  if rows.vjp is None or kept.saved is None:
-    return pull_in_order(function(graphdef), arguments, cotangent)
-  return rows.vjp.backward(kept.saved, cotangent, *arguments)
 
 
 def layer_state(layers: Layers, index) -> RuleState | None:
@@ -229,9 +227,7 @@ def _late_state(layers: Layers, state: RuleState | None, index, probes: nnx.Stat
   return dataclasses.replace(state, arrays=arrays)
 
 
-def ledger_sums(
-  layers: Layers, scored, params: dict, grads: dict, gradients: list[dict], state: RuleState | None, parts: dict
-) -> dict:
+def ledger_sums(layers: Layers, scored, params: dict, grads: dict, gradients, state: RuleState | None, parts) -> dict:
   """`ledger.sums` of one layer, or of what is outside the layers; empty without a ledger.
 
   Also `used`, <g, u> [K] over the scored parameters, unless facts contain it.

@@ -4,9 +4,14 @@ The validation VJP of a layer gives its validation gradient G_l, which becomes i
 gives cotangent, parameter gradient and scores against that direction, and G_l is dropped. The whole direction never
 exists at once, and streamed weights are fetched once for both VJPs.
 
+Without segments the forward passes save arrays of every layer by the remat policy. With segments they save the input of
+every segment, from which the walk recomputes the layers' inputs.
+
 K validation sets, n examples, L layers.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +20,10 @@ from flax import nnx
 
 from maxghost.ghost.directions import direction_parts, direction_state
 from maxghost.ghost.schedules.base import Problem, Scored, TrainPass
-from maxghost.ghost.schedules.passes import captured, mean_loss, total, validation_mean
-from maxghost.ghost.schedules.reverse_scan import layer, segments
-from maxghost.ghost.schedules.reverse_scan.layer import Layers, Pair, Rows, submodule
-from maxghost.models.segments import check
+from maxghost.ghost.schedules.passes import mean_loss, scored_by_rules, validation_mean
+from maxghost.ghost.schedules.reverse_scan import layer as layer_lib
+from maxghost.ghost.schedules.reverse_scan.layer import Kept, Layers, Pair, Rows, submodule
+from maxghost.models import autodiff, segments, streaming
 from maxghost.objectives import StagedLoss
 from maxghost.optimizers import by_label
 from maxghost.parallel import constrain_state
@@ -36,129 +41,83 @@ def run(problem: Problem) -> Scored:
     )
   layers = Layers(problem, tuple(loss.layers_path))
   twin, lengths = layers.twin, problem.settings.segment_lengths
-  check(layers.count, lengths)
-  vals = [_validation_forward(Rows(layers, val_loss, b)) for b in problem.val_batches]
-  val_heads = [_validation_head(rows, hidden) for rows, _, hidden in vals]
-  head_gradients = [pull(jnp.ones_like(value)) for value, pull in val_heads]
-  train, boundaries, hidden, links = _train_forward(Rows(layers, loss, batch))
-  parts, _ = direction_parts(layers.outer, [by_label(g) for g, _ in head_gradients], state, layers.scalars)
-  value, pull, (losses, weights) = _train_head(train, hidden, links, parts)
+  segments.check(jax.tree.leaves(layers.params)[0].shape[0], lengths)
+  vals, train = tuple(Rows(layers, val_loss, b) for b in problem.val_batches), Rows(layers, loss, batch, probed=True)
+  kept_K, hidden_K, _ = zip(*map(_forward, vals), strict=True)
+  val_heads = [_head(rows, validation_mean, hidden) for rows, hidden in zip(vals, hidden_K, strict=True)]
+  head_gradients = [pull(jnp.ones_like(value)) for value, pull, _ in val_heads]
+  boundaries, hidden, links = _forward(train)
+  parts, _ = direction_parts(layers.outer, [by_label(g) for g, *_ in head_gradients], state, layers.scalars)
+  value, pull, (losses, weights) = _head(train, mean_loss, hidden, links, parts)
   head_grads, head_probes, cotangent, links = pull(jnp.ones_like(value))
-  found, cotangents = segments.back(
-    Pair(tuple(rows for rows, _, _ in vals), train),
-    Pair(tuple(kept for _, kept, _ in vals), boundaries),
-    Pair(tuple(ct for _, ct in head_gradients), cotangent),
-    layers.stacked(),
-    lengths,
-  )
+  below = Pair(tuple(ct for _, _, ct, _ in head_gradients), cotangent)
+  found, cotangents = back(Pair(vals, train), Pair(kept_K, boundaries), below, layers.stacked(), lengths)
   outer_gradients = [
-    by_label(jax.tree.map(jnp.add, g, _embed_gradient(rows, ct)))
-    for (g, _), (rows, _, _), ct in zip(head_gradients, vals, cotangents.val, strict=True)
+    by_label(jax.tree.map(jnp.add, g, _embed(rows, ct)[0]))
+    for (g, *_), rows, ct in zip(head_gradients, vals, cotangents.val, strict=True)
   ]
   parts, shares = direction_parts(layers.outer, outer_gradients, state, layers.scalars)
-  embed_grads, embed_probes = _train_embed(train, cotangents.train, links, parts)
+  embed_grads, embed_probes = _embed(train, cotangents.train, links, parts)
   outer_grads = jax.tree.map(jnp.add, head_grads, embed_grads)
   probe_grads = layers.join(found["probes"], jax.tree.map(jnp.add, head_probes, embed_probes))
   grads = constrain_state(layers.join(found["grads"], outer_grads))
   scores, facts = twin.scores(probe_grads)
   passed = TrainPass(value, losses, weights, grads, scores, facts, loss.metrics(hidden, batch))
-  outer_params = by_label(layers.outer_params)
-  outer = layer.ledger_sums(layers, layers.outer, outer_params, by_label(outer_grads), outer_gradients, state, parts)
+  params_now, grads_now = by_label(layers.outer_params), by_label(outer_grads)
+  outer = layer_lib.ledger_sums(layers, layers.outer, params_now, grads_now, outer_gradients, state, parts)
   sums = {name: found["sums"][name].sum(0) + outer[name] for name in outer}
-  return Scored(
-    passed,
-    jnp.stack([value for value, _ in val_heads]),
-    total(twin, scores),
-    captured(twin, found["captured"] | shares, facts),
-    sums=sums or None,
-    used=sums.get("used"),
-  )
+  val_losses, shares = jnp.stack([value for value, *_ in val_heads]), found["captured"] | shares
+  return scored_by_rules(twin, passed, val_losses, shares, sums=sums or None, used=sums.get("used"))
 
 
-# The plain model, for validation.
-
-
-def _plain(layers: Layers, outer_params: nnx.State) -> nnx.Module:
-  return layers.problem.model.merge(layers.join(layers.params, outer_params))
-
-
-def _validation_forward(rows: Rows):
-  """(rows, kept inputs of layers or segments, hidden states for the head)."""
-  layers, lengths = rows.layers, rows.layers.problem.settings.segment_lengths
-  x = rows.loss.embed(_plain(layers, layers.outer_params), rows.batch)
-  if lengths:
-    keep = lambda x: segments.aside(layers, x)  # noqa: E731
-    return rows, *segments.inputs(rows, x, layers.stacked(), lengths, keep)
-  rows = rows.saving(layers.graphdef)
-  return rows, *segments.saving(rows, x)
-
-
-def _validation_head(rows: Rows, x):
-  def head(outer_params, x):
-    return validation_mean(*rows.loss.head(_plain(rows.layers, outer_params), x, rows.batch))
-
-  return jax.vjp(head, rows.layers.outer_params, x)
-
-
-def _embed_gradient(rows: Rows, cotangent) -> nnx.State:
-  layers = rows.layers
-  _, pull = jax.vjp(lambda p: rows.loss.embed(_plain(layers, p), rows.batch), layers.outer_params)
-  return pull(cotangent)[0]
-
-
-# The twin, for training.
-
-
-def _probed(layers: Layers, outer_params: nnx.State, outer_probes: nnx.State, parts: dict) -> nnx.Module:
-  """The twin with these parts of the outer directions; those of the layers are blank."""
-  twin = layers.twin
-  pairs = (twin.zero_probes(), outer_probes), (twin.blank_directions(), direction_state(layers.outer, parts))
-  flat = ((dict(nnx.to_flat_state(blank)), dict(nnx.to_flat_state(own))) for blank, own in pairs)
-  probes, directions = (nnx.from_flat_state(blank | own) for blank, own in flat)
-  return twin.merge(layers.join(layers.params, outer_params), probes, directions, layers.problem.model.rest)
-
-
-def _train_forward(rows: Rows):
-  """As `_validation_forward`, with the links of tied tables."""
-  layers, lengths, num_sets = rows.layers, rows.layers.problem.settings.segment_lengths, rows.layers.twin.num_sets
+def _forward(rows: Rows):
+  """(`Kept` of all layers, or the inputs of all segments; hidden states for the head; links of tied tables)."""
+  layers, vjp, ghost = rows.layers, rows.vjp, ()
   # The directions are not known yet; the forward pass does not depend on them.
-  zeros = [by_label(jax.tree.map(jnp.zeros_like, layers.outer_params))] * num_sets
-  parts, _ = direction_parts(layers.outer, zeros, layers.problem.state, layers.scalars)
-  model = _probed(layers, layers.outer_params, layers.outer_probes, parts)
+  model = layers.probed if rows.probed else layers.plain
   x = rows.loss.embed(model, rows.batch)
   links = _links(model)
-  if lengths:
-    return rows, *segments.inputs(rows, x, layers.stacked(), lengths), links
-  one = jax.tree.map(lambda x: x[0], layers.params)
-  shapes, _ = jax.eval_shape(layers.directions, (one,) * num_sets, layer.layer_state(layers, 0))
-  blank = direction_state(layers.inner, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes))
-  rows = rows.saving(layers.twin_graphdef)
-  return rows, *segments.saving(rows, x, (layers.probes, blank)), links
+  if vjp is None:
+    lengths = layers.problem.settings.segment_lengths
+    keep = (lambda x: x) if rows.probed else functools.partial(aside, layers)
+    return *inputs(rows, x, layers.stacked(), lengths, keep), links
+  if rows.probed:
+    one = (jax.tree.map(lambda x: x[0], layers.params),) * layers.twin.num_sets
+    shapes, _ = jax.eval_shape(layers.directions, one, layer_lib.layer_state(layers, 0))
+    blank = direction_state(layers.inner, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes))
+    ghost = layers.probes, blank
+
+  def body(x, layer):
+    value, saved = vjp.forward(*rows.arguments(x, layer, ghost))
+    return value, Kept(x, saved)
+
+  x, kept = jax.lax.scan(body, x, layers.stacked())
+  return kept, x, links
 
 
-def _train_head(rows: Rows, x, links: dict, parts: dict):
-  """`jax.vjp` of the loss in (outer parameters, outer probes, x, links)."""
+def _head(rows: Rows, mean: Callable, x, links: dict | None = None, parts: dict | None = None):
+  """`jax.vjp` of the loss in (outer parameters, outer probes, x, links), and (losses, weights)."""
 
   def head(outer_params, outer_probes, x, links):
-    model = _probed(rows.layers, outer_params, outer_probes, parts)
+    model = rows.model(outer_params, outer_probes, parts)
     for path, arrays in links.items():
       node: Any = submodule(model, path)
       node.ghost_link = nnx.List([nnx.Intermediate(array) for array in arrays])
     losses, weights = rows.loss.head(model, x, rows.batch)
-    return mean_loss(losses, weights), (losses, weights)
+    return mean(losses, weights), (losses, weights)
 
-  return jax.vjp(head, rows.layers.outer_params, rows.layers.outer_probes, x, links, has_aux=True)
+  return jax.vjp(head, rows.layers.outer_params, rows.outer_probes, x, links or {}, has_aux=True)
 
 
-def _train_embed(rows: Rows, cotangent, link_cotangents: dict, parts: dict):
+def _embed(rows: Rows, cotangent, link_cotangents: dict | None = None, parts: dict | None = None):
   """(gradients, probe gradients) of the lookup."""
 
   def embed(outer_params, outer_probes):
-    model = _probed(rows.layers, outer_params, outer_probes, parts)
+    model = rows.model(outer_params, outer_probes, parts)
     return rows.loss.embed(model, rows.batch), _links(model)
 
-  _, pull = jax.vjp(embed, rows.layers.outer_params, rows.layers.outer_probes)
-  return pull((cotangent, link_cotangents))
+  _, pull = jax.vjp(embed, rows.layers.outer_params, rows.outer_probes)
+  return pull((cotangent, link_cotangents or {}))
 
 
 def _links(model) -> dict:
@@ -168,3 +127,122 @@ def _links(model) -> dict:
     for path, node in nnx.iter_graph(model)
     if isinstance(node, nnx.Module) and (link := getattr(node, "ghost_link", None)) is not None
   }
+
+
+def inputs(rows: Rows, x, scanned, segment_lengths: tuple, keep=lambda x: x):
+  """(inputs of these layers, or of their segments, with a leading axis; output of the last layer).
+
+  scanned: `Layers.stacked` of these layers. keep: moves a segment's input to its memory.
+  """
+
+  def body(x, layer):
+    value = layer_lib.apply(rows.layers.graphdef, *rows.arguments(x, layer))
+    return value, None if segment_lengths else Kept(x)
+
+  def through(x, _, segment):
+    return jax.lax.scan(body, x, segment)[0], keep(x)
+
+  if segment_lengths:
+    x, kept = streaming.loop(through, x, None, segments.split(scanned, segment_lengths[0]))
+  else:
+    x, kept = jax.lax.scan(body, x, scanned)
+  return kept, x
+
+
+def back(batches: Pair, boundaries: Pair, cotangents: Pair, scanned, segment_lengths: tuple):
+  """({grads, probes, sums, captured} with a leading layer axis, cotangents of the first layer's inputs).
+
+  batches: `Rows`. boundaries: kept by `_forward` or `inputs`. scanned: `Layers.stacked` of these layers.
+  """
+  if not segment_lengths:
+    return _layers_back(batches, boundaries, cotangents, scanned)
+  layers, inner = batches.train.layers, segment_lengths[1:]
+  in_turn = not inner and smaller_gradients(layers, boundaries.val, scanned[0])
+
+  def segment(cotangents, outside, here):
+    x_val, number = outside
+    if in_turn:
+      out, cotangents = _segment_back(batches, x_val, boundaries.train, number, cotangents, here)
+    else:
+      x_train = streaming.fetch(boundaries.train, number)
+      x = Pair(_inputs_K(batches, x_val, here, inner), inputs(batches.train, x_train, here, inner)[0])
+      out, cotangents = back(batches, x, cotangents, here, inner)
+    return cotangents, out | {"grads": streaming.like(out["grads"], scanned[0])}
+
+  stacked = segments.split(scanned, segment_lengths[0])
+  outside = (boundaries.val, jnp.arange(scanned[2].shape[0] // segment_lengths[0]))
+  if in_turn:
+    cotangents = Pair(aside(layers, cotangents.val), cotangents.train)
+  cotangents, out = streaming.loop(segment, cotangents, outside, stacked, reverse=True)
+  return segments.join(out), streaming.to_device(cotangents)
+
+
+def aside(layers: Layers, x):
+  """Moves x of the validation rows to the memory where it stays during the training rows of a segment."""
+  return streaming.to_host(x) if layers.problem.settings.carries_on_host else x
+
+
+def smaller_gradients(layers: Layers, boundaries_K, layer_params) -> bool:
+  """Whether a layer's validation gradients are smaller than its validation inputs, for arrays with a leading axis."""
+  one = lambda tree: sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(tree))  # noqa: E731
+  return layers.twin.num_sets * one(layer_params) < one(boundaries_K)
+
+
+def _layers_back(batches: Pair, boundaries: Pair, cotangents: Pair, scanned):
+  """`back` layer by layer: first the validation VJPs of a layer, then its training VJP."""
+
+  def layer_back(cotangents, scanned):
+    x_val, place, layer = scanned
+    gradients, val_cotangents = layer_lib.validation_back(batches, cotangents.val, x_val, layer)
+    # Fetched only now; otherwise arrays computed from it would exist together with those above.
+    kept = streaming.fetch(boundaries.train, autodiff.after(place, val_cotangents))
+    cotangent, out = layer_lib.training_back(batches.train, cotangents.train, kept, gradients, None, layer)
+    return Pair(val_cotangents, cotangent), out
+
+  places = jnp.arange(scanned[2].shape[0])
+  cotangents, out = jax.lax.scan(layer_back, cotangents, (boundaries.val, places, scanned), reverse=True)
+  return out, cotangents
+
+
+def _segment_back(batches: Pair, x_val, train_boundaries, number, cotangents: Pair, scanned):
+  """`back` for the layers of one segment: first all validation VJPs, then all training VJPs.
+
+  Layer inputs then exist for one batch at a time, and validation gradients (or only their factors, if these suffice)
+  for all layers of the segment.
+  """
+  layers = batches.train.layers
+  factored = not layers.twin.spec.in_backward and layers.twin.spec.rank
+
+  def validation(cts, scanned):
+    x_K, layer = scanned
+    gradients, cts = layer_lib.validation_back(batches, cts, x_K, layer)
+    made = layers.directions(gradients, None) if factored else None
+    return cts, (() if factored and layers.problem.account is None else gradients, made)
+
+  val_inputs, cts = _inputs_K(batches, x_val, scanned, ()), streaming.to_device(cotangents.val)
+  val_cotangents, kept = jax.lax.scan(validation, cts, (val_inputs, scanned), reverse=True)
+  # After this barrier the cotangent has moved, and the validation inputs are free before training inputs are computed.
+  state = (number, kept, aside(layers, val_cotangents))
+  number, (gradients, directions), val_cotangents = jax.lax.optimization_barrier(state)
+  x_train = streaming.fetch(train_boundaries, number)
+  held = gradients[0] if gradients else jax.tree.map(jnp.zeros_like, scanned[0])
+
+  def training(state, scanned):
+    ct, held = state
+    place, x, others, made, layer = scanned
+    first = jax.tree.map(lambda h: jax.lax.dynamic_index_in_dim(h, place, keepdims=False), held)
+    ct, out = layer_lib.training_back(batches.train, ct, x, (first, *others) if gradients else (), made, layer)
+    # A layer's training gradient replaces its validation gradient, which has been used.
+    grads = out.pop("grads")
+    held = jax.tree.map(lambda h, g: jax.lax.dynamic_update_index_in_dim(h, g, place, 0), held, grads)
+    return (ct, held), out
+
+  train_inputs, _ = inputs(batches.train, x_train, scanned, ())
+  outside = (jnp.arange(scanned[2].shape[0]), train_inputs, gradients[1:], directions, scanned)
+  (cotangent, held), out = jax.lax.scan(training, (cotangents.train, held), outside, reverse=True)
+  return out | {"grads": held}, Pair(val_cotangents, cotangent)
+
+
+def _inputs_K(batches: Pair, x_K, scanned, segment_lengths: tuple) -> tuple:
+  """`inputs` of each validation set, without the last output."""
+  return tuple(inputs(rows, x, scanned, segment_lengths)[0] for rows, x in zip(batches.val, x_K, strict=True))
