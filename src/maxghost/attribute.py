@@ -243,17 +243,17 @@ def points(cfg: Config, paths: dict[int, Path]) -> Iterator:
   from maxghost.checkpoint.checksum import checksums
   from maxghost.data.hashing import text_hash
   from maxghost.interop.load_tree import load_tree
-  from maxghost.training import resume, state
+  from maxghost.training import state
 
   _, abstract = state.abstract_split(cfg)
-  wanted = resume.to_tree(resume.abstract_arrays(abstract))
+  wanted = state.to_tree(state.abstract_arrays(abstract))
   for step, path in paths.items():
     if has_optimizer(path):
       tree = load_tree(path, wanted)
     else:
-      tree = resume.to_tree(state.create_split(cfg)[1]) | load_tree(path, {"model": wanted["model"]})
+      tree = state.to_tree(state.create_split(cfg)[1]) | load_tree(path, {"model": wanted["model"]})
     digest = "-".join(map(str, checksums([np.asarray(leaf) for leaf in jax.tree.leaves(tree)])))
-    yield Point(step, resume.from_tree(tree, abstract), f"{int(text_hash(digest)):016x}")
+    yield Point(step, state.from_tree(tree, abstract), f"{int(text_hash(digest)):016x}")
 
 
 if __name__ == "__main__":

@@ -71,11 +71,11 @@ def _train(
   from maxghost import data, trackers
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
   from maxghost.training import devices
+  from maxghost.training.loop import StopSignals
   from maxghost.training.metrics import NonFiniteMetricError
   from maxghost.training.plan import Plan
   from maxghost.training.score_recorder import ScoreLogError
   from maxghost.training.session import Session
-  from maxghost.training.signals import StopSignals
 
   session = None
   with StopSignals() as signals:

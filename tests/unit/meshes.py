@@ -13,7 +13,7 @@ from flax import nnx
 
 from maxghost import config
 from maxghost.parallel import Layout, use
-from maxghost.training import compiled_steps, devices, state, step_outputs
+from maxghost.training import compiled_steps, devices, scoring, state
 from maxghost.training.step import make_train_step
 
 POSITIONS, VOCAB, SEGMENTS = 16, 272, 5
@@ -91,7 +91,7 @@ def run(mesh: dict, batches=None, val_batch=VAL_BATCH, cheap: bool = True, **cha
   outs, moments = [], {}
   for i, batch in enumerate(batches):
     train_state, out = compiled(train_state, layout.put_local(batch, num_rows), val_batches)
-    outs.append(step_outputs.to_host(out))
+    outs.append(scoring.to_host(out))
     if i == 0:
       moments = labelled(nnx.filter_state(train_state, nnx.OptState), "mu")
   return Result(outs, moments, labelled(nnx.filter_state(train_state, nnx.Param), "model"), compiled, layout)

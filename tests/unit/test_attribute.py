@@ -21,7 +21,7 @@ from maxghost.attribution.offline import Point
 from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import ConfigError
 from maxghost.objectives import LanguageModelLoss
-from maxghost.training import resume, state
+from maxghost.training import state
 from maxghost.training.state import TrainStateNNX
 
 ROWS = 3
@@ -377,7 +377,7 @@ def test_checkpoints_of_a_run_are_found_in_order(tmp_path):
 def saved(cfg, folder, *parts):
   """A checkpoint of step 7 of a fresh state; its tree."""
   _, split = state.create_split(cfg)
-  tree = resume.to_tree(split)
+  tree = state.to_tree(split)
   manager = CheckpointManager(folder / "checkpoints", asynchronous=False)
   manager.save(7, {name: tree[name] for name in parts} if parts else tree, {})
   manager.wait()

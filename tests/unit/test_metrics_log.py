@@ -15,11 +15,12 @@ import pytest
 from maxghost.config import ConfigError
 from maxghost.config.schema import ModelConfig
 from maxghost.trackers import TensorBoard
-from maxghost.training import metrics, startup_log
+from maxghost.training import console, metrics
 from maxghost.training.batches import NUM_AHEAD, Prefetcher
 from maxghost.training.console import Console, eval_line, step_line
-from maxghost.training.flops import step_flops
+from maxghost.training.loop import StopSignals
 from maxghost.training.metrics import MetricsLog, NonFiniteMetricError
+from maxghost.training.plan import step_flops
 from maxghost.training.score_recorder import (
   ScoreLogError,
   ScoreRecorder,
@@ -27,7 +28,6 @@ from maxghost.training.score_recorder import (
   scored_rows,
   stack_layers,
 )
-from maxghost.training.signals import StopSignals
 
 OUTPUTS = {
   "loss": np.float32(2.5),
@@ -276,7 +276,7 @@ def test_closing_the_prefetcher_ends_its_thread():
   prefetcher = Prefetcher(Counting(), lambda arrays: arrays, num_batches=1000)
   next(prefetcher)
   prefetcher.close()
-  assert not any(thread.name == "prefetch" for thread in threading.enumerate())
+  assert not any(thread.name.startswith("prefetch") for thread in threading.enumerate())
 
 
 class Rows:
@@ -361,7 +361,7 @@ def test_flops_of_a_step_by_hand():
 def test_a_loss_that_rose_is_not_said_to_have_fallen():
   def line(*drops):
     records = [{"ghost/scored": True, "ghost/actual_drop/manual": drop} for drop in drops]
-    return startup_log.ghost_line(records, "manual")
+    return console.ghost_line(records, "manual")
 
   assert line(0.5, -2.45).startswith("Validation loss 'manual' rose by 1.9500 nats")
   assert line(0.5, 0.25, None).startswith("Validation loss 'manual' fell by 0.7500 nats")

@@ -18,14 +18,13 @@ from maxghost import config
 from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import plugins
 from maxghost.scorelog import Writer
-from maxghost.training import resume
 from maxghost.training.batches import Prefetcher
 from maxghost.training.console import Console
-from maxghost.training.flops import StepFlops
 from maxghost.training.loop import Hardware, Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog, NonFiniteMetricError
-from maxghost.training.resume import Position
+from maxghost.training.plan import StepFlops
 from maxghost.training.score_recorder import ScoreRecorder
+from maxghost.training.state import Position, abstract_arrays, from_tree, to_tree
 
 B, S, T, WIDTH = 3, 2, 5, 4
 STEPS = 11
@@ -130,7 +129,7 @@ class ToyProgram:
     self.calls = 0
 
   def train_step(self, state, batch, val_batches):
-    number = int(resume.to_tree(state)["optimizer"]["step"])
+    number = int(to_tree(state)["optimizer"]["step"])
     if number == self._fail_at:
       raise OSError("the machine is gone")
     if number == self._stop_at:
@@ -166,12 +165,12 @@ def run_toy(folder, cfg, *, ghost=True, async_checkpoints=True, console=None, **
   signals = SimpleNamespace(requested=False)
   dataset = ToyDataset()
   fresh = nnx.state(ToyState())
-  abstract = resume.abstract_arrays(fresh)
+  abstract = abstract_arrays(fresh)
   checkpoints = CheckpointManager(folder / "checkpoints", asynchronous=async_checkpoints)
-  restored = checkpoints.restore_latest(resume.to_tree(abstract))
+  restored = checkpoints.restore_latest(to_tree(abstract))
   state, position = fresh, Position()
   if restored is not None:
-    state, position = resume.from_tree(restored.tree, abstract), Position.from_json(restored.positions)
+    state, position = from_tree(restored.tree, abstract), Position.from_json(restored.positions)
     dataset.train.restore(position.data)
   log = MetricsLog(folder / "metrics.jsonl")
   log.restore(position.metrics_bytes)

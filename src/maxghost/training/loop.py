@@ -12,6 +12,9 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,16 +24,61 @@ import numpy as np
 
 from maxghost.config import Config
 from maxghost.parallel import distributed
-from maxghost.training import metrics, step_outputs
+from maxghost.training import metrics, scoring
 from maxghost.training.batches import Fetched, Prefetcher, ValidationRows
 from maxghost.training.compiled_steps import Program
 from maxghost.training.console import Console, eval_line, step_line
-from maxghost.training.flops import StepFlops
 from maxghost.training.metrics import MetricsLog
-from maxghost.training.resume import Position, to_tree
+from maxghost.training.plan import StepFlops
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.score_recorder import ScoreRecorder
-from maxghost.training.signals import StopSignals
+from maxghost.training.state import Position, to_tree
+
+# A fulfilled SIGTERM is a success; Ctrl-C gives the shell's conventional code, 128 + 2.
+EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}
+
+
+class StopSignals:
+  """While active, the first SIGTERM or SIGINT only sets `requested`, which the loop checks between steps.
+
+  A second SIGINT raises KeyboardInterrupt in the main thread; further SIGTERMs are ignored, because schedulers repeat
+  them. Outside the main thread, where Python cannot install handlers, the object does nothing.
+  """
+
+  def __init__(self):
+    self.requested: signal.Signals | None = None
+    self._previous: dict = {}
+
+  def __enter__(self) -> "StopSignals":
+    if threading.current_thread() is threading.main_thread():
+      for number in EXIT_CODES:
+        self._previous[number] = signal.signal(number, self._handle)
+    return self
+
+  def __exit__(self, *exception) -> None:
+    for number, handler in self._previous.items():
+      signal.signal(number, handler)
+    self._previous = {}
+
+  @property
+  def exit_code(self) -> int:
+    return 0 if self.requested is None else EXIT_CODES[self.requested]
+
+  @property
+  def name(self) -> str:
+    if self.requested is None:
+      return "another process"
+    return "Ctrl-C" if self.requested == signal.SIGINT else self.requested.name
+
+  def _handle(self, number: int, frame) -> None:
+    if self.requested is not None:
+      if number == signal.SIGINT:
+        raise KeyboardInterrupt
+      return
+    self.requested = signal.Signals(number)
+    more = "; Ctrl-C again stops at once, without saving" if number == signal.SIGINT else ""
+    # os.write, not print: a handler may run in the middle of a print of the same stream.
+    os.write(2, f"\nmaxghost: {self.name} received, finishing the step and saving{more}\n".encode())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,12 +142,7 @@ class TrainingLoop:
     self._signals, self._hardware, self._put, self._val_sets = signals, hardware, put, tuple(cfg.val_sets)
     self._validation = ValidationRows(cfg.ghost, dataset, cfg.val_sets, put)
     self._reweighter, self._sampler = reweighter, sampler
-    self._state: Any = None
-    self._position = Position()
-    self._pending: dict[str, Any] | None = None
     self._read: Callable[[], None] | None = None  # reads the outputs of the started step
-    self._saved_steps = 0
-    self._last_ready = 0.0
     self._seconds: list[float] = []
     self._eval_batches: list = []
     self._stop = distributed.StopFlag()
@@ -110,8 +153,8 @@ class TrainingLoop:
     When this returns, the last checkpoint is on disk. After the last step the closing validation loss is recorded. The
     last record of metrics.jsonl is written after everything else, so it marks a complete run.
     """
-    self._state, self._position, self._pending = state, position, position.pending
-    self._saved_steps = position.completed_steps
+    self._state, self._position, self._saved_steps = state, position, position.completed_steps
+    self._pending: dict[str, Any] | None = position.pending  # the record of the last step
     num_steps = self._cfg.run.steps
     self._sinks.console.start(num_steps, position.completed_steps)
     try:
@@ -178,7 +221,7 @@ class TrainingLoop:
       self._eval_batches = [self._put(batch.arrays) for batch in batches]
     sums = [self._program.evaluate(self._state, batch) for batch in self._eval_batches]
     assert self._pending is not None
-    self._pending |= metrics.eval_metrics([tuple(map(step_outputs.whole, pair)) for pair in sums])
+    self._pending |= metrics.eval_metrics(jax.device_get(sums))
     self._sinks.console.line(eval_line(self._pending["step"], self._pending))
     self._restart_clock()
 
@@ -213,11 +256,11 @@ class TrainingLoop:
 
   def _close_account(self) -> None:
     """Records the validation loss after the last step, which closes the account of that step."""
-    if not self._val_sets or not self._validation.has_open_account(self._cfg.run.steps):
-      return
     num_steps = self._cfg.run.steps
+    if not self._validation.has_open_account(num_steps):
+      return
     batches = self._validation.batches(num_steps - 1)
-    loss_after_K = step_outputs.whole(self._program.validation_loss(self._state, batches))
+    loss_after_K = jax.device_get(self._program.validation_loss(self._state, batches))
     self._add_actual_drop(num_steps, loss_after_K)
     if self._sinks.scores:
       self._sinks.scores.record_end(num_steps, loss_after_K)
@@ -236,12 +279,12 @@ class TrainingLoop:
     If the validation loss before this step is known, it closes the account of an earlier step. replaced_loss: measured
     on the old rows, where this step draws new ones.
     """
-    outputs = step_outputs.to_host(outputs)  # waits until the step is done
+    outputs = scoring.to_host(outputs)  # waits until the step is done
     seconds = self._restart_clock()
     metrics.check_finite(step, outputs)
     prev_val_loss = None
     if self._validation.closes(step):
-      prev_val_loss = outputs["val_loss"] if replaced_loss is None else step_outputs.whole(replaced_loss)
+      prev_val_loss = outputs["val_loss"] if replaced_loss is None else jax.device_get(replaced_loss)
       self._add_actual_drop(step, prev_val_loss)
     open_loss = self._position.open_loss
     if self._validation.is_fresh(step):

@@ -43,11 +43,6 @@ def _perplexity(loss: float) -> float:
   return math.exp(loss) if loss < 709.0 else math.inf
 
 
-def _whole(weights: float) -> float:
-  """A whole weight as an int; other weights unchanged."""
-  return int(weights) if weights.is_integer() else weights
-
-
 def learning_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
   """The learning/* part of a record from the host copies of a step's scalar outputs; with experts moe/* too.
 
@@ -56,7 +51,8 @@ def learning_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
   """
   record: dict[str, Any] = {metric: float(outputs[name]) for metric, name in SCALARS.items() if name in outputs}
   record["learning/perplexity"] = _perplexity(record["learning/loss"])
-  record["learning/total_weights"] = _whole(float(outputs["tokens"]))
+  weights = float(outputs["tokens"])
+  record["learning/total_weights"] = int(weights) if weights.is_integer() else weights
   if "expert_load_E" in outputs:
     record["moe/expert_load"] = load = [float(share) for share in outputs["expert_load_E"]]
     record["moe/max_expert_load"] = max(load) * len(load)
@@ -100,8 +96,8 @@ def unscored_line(step: int, outputs: Mapping[str, Any]) -> str | None:
 def eval_metrics(sums: Sequence[tuple[Any, Any]]) -> dict[str, float]:
   """The eval/* part from (summed loss, weight) of each batch: the weighted mean over all batches."""
   total, weights = (float(sum(column)) for column in zip(*sums, strict=True))
-  loss = total / (weights or 1.0)
-  return {"eval/avg_loss": loss, "eval/avg_perplexity": _perplexity(loss), "eval/total_weights": _whole(weights)}
+  loss, whole = total / (weights or 1.0), int(weights) if weights.is_integer() else weights
+  return {"eval/avg_loss": loss, "eval/avg_perplexity": _perplexity(loss), "eval/total_weights": whole}
 
 
 class MetricsLog:

@@ -26,24 +26,12 @@ LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
 # times the number of devices must not change: the session checks this, because only JAX knows the devices.
 RESUMABLE_KEYS = frozenset(
   {
-    *(field.name for field in dataclasses.fields(ParallelConfig)),
-    "per_device_batch_size",
-    "log_period",
-    "eval_interval",
-    "eval_steps",
-    "sample_every",
-    "sample_prompt",
-    "enable_tensorboard",
-    "trackers",
-    "profiler",
-    "skip_first_n_steps_for_profiler",
-    "profiler_steps",
-    "jax_cache_dir",
-    "checkpoint_period",
-    "max_num_checkpoints_to_keep",
-    "async_checkpointing",
+    *(field.name for field in dataclasses.fields(ParallelConfig)), "per_device_batch_size", "log_period",
+    "eval_interval", "eval_steps", "sample_every", "sample_prompt", "enable_tensorboard", "jax_cache_dir",
+    "trackers", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
+    "checkpoint_period", "max_num_checkpoints_to_keep", "async_checkpointing",
   }
-)
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +70,13 @@ def inspect(cfg: Config) -> Existing:
   except ConfigError as error:
     raise ConfigError(*(f"{problem} (the config of the run in {path})" for problem in error.problems)) from error
   changed = config.differing_keys(previous, cfg)
-  _check_changes(path, changed)
+  refused = {name: pair for name, pair in changed.items() if name not in RESUMABLE_KEYS | LOCATION_KEYS}
+  if "steps" in refused and refused["steps"][1] > refused["steps"][0]:
+    del refused["steps"]
+  if refused:
+    listed = "; ".join(f"{name}: the run has {before}, the command {now}" for name, (before, now) in refused.items())
+    more = " (steps may only grow)" if "steps" in refused else ""
+    raise ConfigError(f"{path} holds a run with another config: {listed}{more}; use these values or another run_name")
   return Existing(path, False, changed, _completed_steps(path, previous))
 
 
@@ -138,17 +132,6 @@ def _check_writable(path: Path, cfg: Config) -> None:
     raise ConfigError(_unwritable(path, cfg, f"{place} is not a directory"))
   if not os.access(place, os.W_OK | os.X_OK):
     raise ConfigError(_unwritable(path, cfg, f"no permission in {place}"))
-
-
-def _check_changes(path: Path, changed: dict[str, tuple[Any, Any]]) -> None:
-  refused = {name: pair for name, pair in changed.items() if name not in RESUMABLE_KEYS | LOCATION_KEYS}
-  if "steps" in refused and refused["steps"][1] > refused["steps"][0]:
-    del refused["steps"]
-  if not refused:
-    return
-  listed = "; ".join(f"{name}: the run has {before}, the command {now}" for name, (before, now) in refused.items())
-  more = " (steps may only grow)" if "steps" in refused else ""
-  raise ConfigError(f"{path} holds a run with another config: {listed}{more}; use these values or another run_name")
 
 
 def _completed_steps(path: Path, previous: Config) -> int:

@@ -4,9 +4,9 @@ B rows of the batch, S slots (segments) a row can hold, K validation sets, N sco
 """
 
 import functools
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from maxghost.parallel import distributed
 from maxghost.scorelog import Writer, selection, tokens
 from maxghost.scorelog.format import STEP_SCALARS
 
-QUEUE_LENGTH = 8
+QUEUE_LENGTH = 8  # steps that may wait to be written
 COLUMNS = {  # of the score log, from arrays of the step's outputs
   "tokens": "tokens_BS", "share": "share_BS", "loss": "loss_BS", "dot": "score_dot_BSK",
   "contribution": "contribution_BSK",
@@ -119,9 +119,8 @@ class ScoreRecorder:
     self._domains = tuple(domains)
     self._name = functools.cache(document)
     self._error: BaseException | None = None
-    self._queue: queue.Queue = queue.Queue(QUEUE_LENGTH)
-    self._thread = threading.Thread(target=self._work, name="score-recorder", daemon=True)
-    self._thread.start()
+    self._pool = ThreadPoolExecutor(1, "score-recorder")
+    self._waiting: deque[Future] = deque(maxlen=QUEUE_LENGTH)
 
   def by_domain(self, outputs: Mapping[str, np.ndarray], batch) -> dict[str, float]:
     """ghost/contribution/<set>/<domain> of a step, in nats; empty where not every row and score is known here."""
@@ -144,7 +143,9 @@ class ScoreRecorder:
     this step; None for the first step. batch: the one trained on.
     """
     self._raise_error()
-    self._queue.put((step, outputs, prev_val_loss, batch))
+    if len(self._waiting) == QUEUE_LENGTH:
+      self._waiting[0].result()
+    self._waiting.append(self._pool.submit(self._work, step, outputs, prev_val_loss, batch))
 
   def record_end(self, step: int, prev_val_loss: np.ndarray) -> None:
     """Records the validation loss after the last scored step, without scores."""
@@ -152,7 +153,7 @@ class ScoreRecorder:
 
   def position(self) -> dict:
     """The writer's position after every recorded step; these steps are then on disk."""
-    self._queue.join()
+    wait(self._waiting)
     self._raise_error()
     return self._writer.position()
 
@@ -164,21 +165,16 @@ class ScoreRecorder:
 
   def close(self) -> None:
     """Writes all recorded steps to disk."""
-    self._queue.put(None)
-    self._thread.join()
+    self._pool.shutdown()
     self._writer.close()
     self._raise_error()
 
-  def _work(self) -> None:
-    while (item := self._queue.get()) is not None:
-      try:
-        if self._error is None:
-          self._append(*item)
-      except BaseException as error:
-        self._error = error
-      finally:
-        self._queue.task_done()
-    self._queue.task_done()
+  def _work(self, *step) -> None:
+    try:
+      if self._error is None:
+        self._append(*step)
+    except BaseException as error:
+      self._error = error
 
   def _append(self, step: int, outputs, prev_val_loss, batch) -> None:
     record: dict[str, Any] = {"step": step} | ({} if prev_val_loss is None else {"prev_val_loss": prev_val_loss})
