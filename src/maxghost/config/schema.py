@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxghost.config import plugins
-from maxghost.config.errors import ConfigError
 from maxghost.config.families import FAMILIES
 from maxghost.config.validate import DISTRIBUTED, reweighting_parts, value_problems
-from maxghost.config.values import MOST
+from maxghost.config.values import MOST, ConfigError
 
 
 def key(default: Any, *, choices: Sequence = (), minimum: float | None = None, maximum: float | None = None) -> Any:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config import plugins
-from maxghost.config.errors import did_you_mean
 from maxghost.config.schema import Config
+from maxghost.config.values import did_you_mean
 from maxghost.ghost import schedules
 from maxghost.ghost.attach import excluded_labels, parameters, prepare_twin
 from maxghost.ghost.directions import DirectionSpec

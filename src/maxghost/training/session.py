@@ -123,7 +123,7 @@ class Session:
       reweighter = Reweighter(cfg.ghost, weights, dataset.train, dataset.document_id)
       reweighter.restore(position.reweighting)  # before the first batch is drawn
     batches = Batches(dataset, create(cfg).prepare)
-    put = functools.partial(plan.layout.put_local, num_rows=plan.rows)
+    put = functools.partial(plan.layout.put, num_rows=plan.rows)
     prefetcher = Prefetcher(batches, put, cfg.run.steps - position.completed_steps)
     opened.callback(prefetcher.close)
     self._announce(position)
@@ -134,7 +134,7 @@ class Session:
       sinks,
       self._signals,
       Hardware(plan.layout.num_devices, PEAK_FLOPS.get(jax.devices()[0].device_kind), plan.rows, plan.flops),
-      put=plan.layout.put_global,
+      put=plan.layout.put,
       reweighter=reweighter,
       sampler=self._sampler,
     )
