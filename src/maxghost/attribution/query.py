@@ -4,7 +4,6 @@ K validation sets, G groups, B blocks of steps, S steps.
 """
 
 import dataclasses
-import io
 from typing import Any
 
 import numpy as np
@@ -76,15 +75,13 @@ class Answer:
     return len(next(iter(self.columns.values())))
 
   def __repr__(self) -> str:
-    """The table that `maxghost scores` prints, of the first groups."""
-    from rich.console import Console
-
-    from maxghost.attribution.output import WIDE, show
-
-    first = {name: values[:REPR_GROUPS] for name, values in self.columns.items()}
-    text = io.StringIO()
-    show(dataclasses.replace(self, columns=first), Console(file=text, width=WIDE))
-    return text.getvalue()
+    """A table of the first groups."""
+    columns = [[name, *map(_cell, values[:REPR_GROUPS])] for name, values in self.columns.items() if name != "text"]
+    widths = [max(map(len, column)) for column in columns]
+    rows = ["  ".join(map(str.rjust, row, widths)) for row in zip(*columns, strict=True)]
+    return "\n".join(
+      [*rows, f"{len(self)} of {self.num_groups} groups; {self.units['contribution']}, for {self.val_set}"]
+    )
 
   def to_pandas(self) -> Any:
     """A pandas.DataFrame of the shown groups."""
@@ -93,6 +90,10 @@ class Answer:
   def to_polars(self) -> Any:
     """A polars.DataFrame of the shown groups."""
     return frame("polars", self.columns)
+
+
+def _cell(value) -> str:
+  return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int | np.integer) else f"{value:.4g}"
 
 
 def ask(log: ScoreLog, query: Query) -> Answer:

@@ -151,6 +151,14 @@ class Interval:
     return interval
 
 
+def _check_fields(fields: Sequence[str]) -> None:
+  if taken := [name for name in fields if name in fmt.TAKEN or not name.isidentifier()]:
+    raise ConfigError(
+      f"document_fields={taken[0]}: the score log has a column of this name, or could have none; give the field another: "
+      f"own_name={taken[0]}"
+    )
+
+
 class Writer:
   """Writes one process's part of the score log: for the trainer, the manager and custom training loops.
 
@@ -184,11 +192,7 @@ class Writer:
   ):
     if period < 1:
       raise ConfigError(f"period={period}: at least 1 step per score file")
-    if taken := [name for name in fields if name in fmt.TAKEN or not name.isidentifier()]:
-      raise ConfigError(
-        f"document_fields={taken[0]}: the score log has a column of this name, or could have none; give the field "
-        f"another: own_name={taken[0]}"
-      )
+    _check_fields(fields)
     if "predicted_examples" not in ledger or len(set(ledger)) < len(ledger):
       raise ValueError(f"ledger={list(ledger)}: distinct names, predicted_examples among them")
     self.folder = Path(run_dir) / "ghost"
