@@ -151,12 +151,17 @@ class Interval:
     return interval
 
 
-def _check_fields(fields: Sequence[str]) -> None:
+def _check(period: int, ledger: Sequence[str], fields: Sequence[str]) -> None:
+  """Raises ConfigError or ValueError for what a log cannot be written with."""
+  if period < 1:
+    raise ConfigError(f"period={period}: at least 1 step per score file")
   if taken := [name for name in fields if name in fmt.TAKEN or not name.isidentifier()]:
     raise ConfigError(
-      f"document_fields={taken[0]}: the score log has a column of this name, or could have none; give the field another: "
-      f"own_name={taken[0]}"
+      f"document_fields={taken[0]}: the score log has a column of this name, or could have none; give the field "
+      f"another: own_name={taken[0]}"
     )
+  if "predicted_examples" not in ledger or len(set(ledger)) < len(ledger):
+    raise ValueError(f"ledger={list(ledger)}: distinct names, predicted_examples among them")
 
 
 class Writer:
@@ -190,11 +195,7 @@ class Writer:
     direction: str = "",
     fields: Sequence[str] = (),
   ):
-    if period < 1:
-      raise ConfigError(f"period={period}: at least 1 step per score file")
-    _check_fields(fields)
-    if "predicted_examples" not in ledger or len(set(ledger)) < len(ledger):
-      raise ValueError(f"ledger={list(ledger)}: distinct names, predicted_examples among them")
+    _check(period, ledger, fields)
     self.folder = Path(run_dir) / "ghost"
     self._process_index, self._num_processes, self._period = process_index, num_processes, period
     self.val_sets, self.ledger, self.fields = tuple(val_sets), tuple(ledger), tuple(fields)
