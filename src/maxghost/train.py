@@ -34,8 +34,10 @@ def _run(cfg: Config, force: bool) -> int:
       f"checkpoint_period=0: {existing.path} holds an unfinished run, which would be overwritten; "
       "choose another run_name"
     )
+  from maxghost import trackers
   from maxghost.data import build
 
+  trackers.check(cfg)
   open_parameters = _parameters(cfg, existing)
   corpus = build.open_all(cfg.data, cfg.run.data_shuffle_seed, cfg.model.vocab_size)
   return _train(cfg, existing, corpus, open_parameters, force)
@@ -66,7 +68,7 @@ def _train(
   cfg: Config, existing: Existing, corpus, open_parameters: Callable | None = None, force: bool = False
 ) -> int:
   """Trains and returns the exit code. corpus: (source, tokenizer). JAX is imported here."""
-  from maxghost import data
+  from maxghost import data, trackers
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
   from maxghost.training import devices
   from maxghost.training.loop import StopSignals
@@ -85,7 +87,7 @@ def _train(
       )
       session = Session(
         plan, existing, dataset, signals, open_checkpoints=CheckpointManager, open_parameters=open_parameters,
-        force=force,
+        open_trackers=trackers.open_all, force=force,
       )  # fmt: skip
       return session.run()
     except NonFiniteMetricError as error:

@@ -1,4 +1,4 @@
-"""The metrics of a step: their names, metrics.jsonl and TensorBoard.
+"""The metrics of a step: their names, and metrics.jsonl.
 
 metrics.jsonl holds one JSON object per step, in order, each step exactly once: a checkpoint stores the length of the
 file, and resuming cuts it back to that length. learning/*, perf/* and eval/* have MaxText's names; moe/* and ghost/*
@@ -129,21 +129,3 @@ class MetricsLog:
 
   def close(self) -> None:
     self._file.close()
-
-
-class TensorBoardLog:
-  """Event files for TensorBoard. Entries of earlier files from `first_step` on are purged."""
-
-  def __init__(self, path: Path, first_step: int):
-    from tensorboardX import SummaryWriter  # 0.4 s of import, not needed where TensorBoard is off
-
-    # The name of an event file has the time in whole seconds; a restart within one must not overwrite the file.
-    self._writer = SummaryWriter(str(path), purge_step=first_step, filename_suffix=f".{first_step}.{os.getpid()}")
-    self.flush, self.close = self._writer.flush, self._writer.close
-
-  def append(self, record: Mapping[str, Any]) -> None:
-    for name, value in record.items():
-      if name == SAMPLE:
-        self._writer.add_text(name, value, record["step"])
-      elif isinstance(value, (int, float)) and name != "step" and math.isfinite(value):
-        self._writer.add_scalar(name, value, record["step"])
