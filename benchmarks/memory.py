@@ -25,7 +25,8 @@ from flax import nnx
 
 from maxghost import config as configuration
 from maxghost.config.values import divisors
-from maxghost.parallel import Layout, shardings, topologies
+from maxghost.parallel import shardings, topologies
+from maxghost.parallel.shardings import Layout
 from maxghost.training import compiled_steps, state
 from maxghost.training.host_memory import HostMemory
 from maxghost.training.memory import estimate

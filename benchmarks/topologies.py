@@ -158,7 +158,7 @@ def measure(name: str, limit: int, folder: Path, keys: list[str]) -> dict:
   topology, model, _ = CASES[name]
   topologies.prepare_environment(topology)
   from maxghost import config
-  from maxghost.parallel import Layout
+  from maxghost.parallel.shardings import Layout
   from maxghost.training import compiled_steps
   from maxghost.training.plan import Plan
 
@@ -186,7 +186,7 @@ def abstract() -> dict:
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", 256)
   from maxghost import config
-  from maxghost.parallel import Layout
+  from maxghost.parallel.shardings import Layout
   from maxghost.training.plan import Plan
 
   cfg = config.load(f"model_name={ABSTRACT}", "max_target_length=4096", "per_device_batch_size=1")

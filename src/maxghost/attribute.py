@@ -133,6 +133,7 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
   writer = scorelog.Writer(
     args.output, tuple(queries), period=1, fingerprint=corpus.source.fingerprint, objective=cfg.optimizer.objective,
     ledger=plugins.ledger_columns(cfg.optimizer.opt_type), direction=cfg.ghost.ghost_direction,
+    fields=corpus.source.fields,
   )  # fmt: skip
   writer.restore(None)
   count = offline.score(cfg, points(cfg, paths), corpus, queries, writer, rows, rows / step_rows)

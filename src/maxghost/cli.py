@@ -14,8 +14,8 @@ from pathlib import Path
 
 from maxghost import __version__
 from maxghost.config import ConfigError, did_you_mean, fields, load_with_origins
-from maxghost.config.errors import print_problem
 from maxghost.config.help import list_values, print_help
+from maxghost.config.values import print_problem
 
 USER_ERROR = 2
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from maxghost import cli
 from maxghost.config import Config, ConfigError
-from maxghost.config.errors import print_problem
+from maxghost.config.values import print_problem
 from maxghost.training import run_directory
 from maxghost.training.run_directory import Existing
 from maxghost.training.signals import StopSignals
@@ -39,8 +39,10 @@ def _run(cfg: Config, force: bool, signals: StopSignals) -> int:
       f"checkpoint_period=0: {existing.path} holds an unfinished run, which would be overwritten; "
       "choose another run_name"
     )
+  from maxghost import trackers
   from maxghost.data import build
 
+  trackers.check(cfg)
   open_parameters = _parameters(cfg, existing)
   corpus = build.open_all(cfg.data, cfg.run.data_shuffle_seed, cfg.model.vocab_size)
   return _train(cfg, existing, corpus, signals, open_parameters, force)
@@ -71,7 +73,7 @@ def _train(
   cfg: Config, existing: Existing, corpus, signals: StopSignals, open_parameters: Callable | None, force: bool
 ) -> int:
   """Trains and returns the exit code. corpus: (source, tokenizer). JAX is imported here."""
-  from maxghost import data
+  from maxghost import data, trackers
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
   from maxghost.parallel import distributed
   from maxghost.training import devices
@@ -92,7 +94,7 @@ def _train(
     )
     session = Session(
       plan, existing, dataset, signals, open_checkpoints=CheckpointManager, open_parameters=open_parameters,
-      force=force,
+      open_trackers=trackers.open_all, force=force,
     )  # fmt: skip
     if signals.requested is not None and distributed.count() == 1:
       print(f"Stopped by {signals.name} before the first step; nothing was written")

@@ -22,7 +22,7 @@ def _run(cfg: Config) -> int:
   topology, slices = cfg.parallel.topology
   topologies.parse(topology)
   topologies.prepare_environment(topology)
-  from maxghost.parallel import Layout
+  from maxghost.parallel.shardings import Layout
   from maxghost.training import compiled_steps, devices
   from maxghost.training.plan import Plan
 

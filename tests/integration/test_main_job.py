@@ -139,11 +139,12 @@ def test_a_run_left_alone(command, left_alone):
     f"completed step: {step}" for step in range(STEPS)
   ]
   assert re.search(
-    r"^completed step: 3, seconds: [\d.]+, TFLOP/s/device: [\d.]+, Tokens/s/device: [\d.]+, "
-    r"total_weights: \d+, loss: [\d.]+, ",
+    r"^completed step: 3, seconds: [\d.]+, Tokens/s/device: \d+, loss: [\d.]+, val_loss: [\d.]+, drop: [-+][\d.]+",
     out,
     re.M,
   )
+  assert max(len(line) for line in out.splitlines() if line.startswith("completed")) <= 120
+  assert 0 < out.index("Compiling the train step") < out.index("Compiled train_step")
   assert f"python -m maxghost.report {run}" in out
   assert err.count("Finished XLA compilation of jit(train_step)") == 1
   assert (run / "config.yml").exists() and list((run / "tensorboard").iterdir())

@@ -366,3 +366,16 @@ def test_saving_runs_in_the_background(manager):
   assert threading.active_count() > 1
   manager.wait()
   assert manager.steps() == [1]
+
+
+def test_other_versions_than_those_that_wrote_a_checkpoint_are_named(manager, messages, monkeypatch):
+  """Bits may then differ; the run goes on. A checkpoint of before, without a record, says nothing."""
+  tree, then = make_tree(), manager_module.made_with()
+  manager.save(1, tree, {"n": 1})
+  manager.wait()
+  assert manager.restore_latest(abstract(tree)).positions["made_with"] == then and messages == []
+  assert then.keys() == {"jax", "jaxlib", "flax", "optax", "numpy", "device"}
+  monkeypatch.setattr(manager_module, "made_with", lambda: then | {"jax": "99.1", "device": "TPU v9 (tpu)"})
+  assert_same(manager.restore_latest(abstract(tree)).tree, tree)
+  (said,) = messages
+  assert f"jax {then['jax']}, now 99.1; device {then['device']}, now TPU v9 (tpu): the run goes on" in said

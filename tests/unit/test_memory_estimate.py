@@ -14,7 +14,7 @@ from flax import nnx
 
 from maxghost import config, ghost, models, train
 from maxghost.config.schema import ParallelConfig
-from maxghost.parallel import Layout, use
+from maxghost.parallel.shardings import Layout, use
 from maxghost.training import compiled_steps, state
 from maxghost.training import memory_report as report
 from maxghost.training.memory import estimate

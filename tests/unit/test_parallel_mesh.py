@@ -18,10 +18,10 @@ from orbax.checkpoint import multihost
 
 from maxghost import config, train
 from maxghost.config import ConfigError
-from maxghost.parallel import Layout, collectives, distributed, rendezvous, report, topologies
+from maxghost.parallel import collectives, distributed, rendezvous, topologies
 from maxghost.parallel import mesh as meshes
 from maxghost.parallel.axis_rules import make_rules, unused_axes
-from maxghost.parallel.shardings import own_rows
+from maxghost.parallel.shardings import Layout, check_rules, check_spread, own_rows
 from maxghost.training import devices, state
 from maxghost.training.plan import Plan
 
@@ -73,7 +73,7 @@ def test_the_sizes_within_and_between_slices_are_told_apart_on_tpu(monkeypatch):
 
 def test_slices_that_do_not_divide_the_devices_name_numbers_that_do():
   cfg = parallel("dcn_data_parallelism=3", "dcn_expert_parallelism=2")
-  message = r"dcn_data_parallelism=3 x dcn_expert_parallelism=2 = 6 slices .* the 32 devices; use .*=2 or .*=4"
+  message = r"dcn_data_parallelism=3 x dcn_expert_parallelism=2 = 6 does not divide the 32 devices; use dcn_.*=2"
   with pytest.raises(ConfigError, match=message):
     meshes.mesh_shape(cfg, 32, 6)
 
@@ -137,7 +137,7 @@ def test_rules_for_axes_of_a_models_own_are_taken():
   own = (("activation_memory", ("fsdp",)), ("exp", ("expert",)))
   cfg = make_config({"ici_fsdp_parallelism": 8}, logical_axis_rules=own)
   layout = Layout.of(cfg.parallel, jax.devices()[:8])
-  report.check_rules(layout.abstract(state.abstract_split(cfg)[1]), layout)
+  check_rules(layout.abstract(state.abstract_split(cfg)[1]), layout)
 
 
 def test_mesh_axes_that_no_rule_names_are_found():
@@ -173,9 +173,9 @@ def test_weights_kept_whole_are_named():
   cfg = make_config({"ici_fsdp_parallelism": 8})
   layout = Layout.of(cfg.parallel, jax.devices()[:8])
   abstract = layout.abstract(state.abstract_split(cfg)[1])
-  assert "an even split is 12.50%" in report.check_spread(abstract, layout, 1.0)
+  assert "an even split is 12.50%" in check_spread(abstract, layout, 1.0)
   with pytest.raises(ConfigError, match=r"sharding_tolerance=0.001.*largest parameter kept whole is .*norm/scale"):
-    report.check_spread(abstract, layout, 0.001)
+    check_spread(abstract, layout, 0.001)
 
 
 @pytest.mark.parametrize(

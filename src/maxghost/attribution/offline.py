@@ -75,7 +75,7 @@ def score(
         raise ConfigError(f"step {point.step}: a score is not finite; the checkpoint's weights may have diverged")
       columns, documents = scored_rows(out, batch)
       parts.append(columns)
-      names += [corpus.document_id(index) for index in documents]
+      names += [corpus.document_record(index) for index in documents]
     rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     rows["contribution"] *= share
     rows["share"] /= rows["share"].sum()

@@ -18,9 +18,8 @@ import numpy as np
 import tensorstore as ts
 
 from maxghost.config import ConfigError
-from maxghost.config.errors import print_problem
 from maxghost.config.files import write_text
-from maxghost.config.values import slash_path
+from maxghost.config.values import print_problem, slash_path
 
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 ITEM_NAMES = ("items", "default", "state", "model_params")

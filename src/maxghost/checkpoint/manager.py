@@ -2,14 +2,15 @@
 
 A checkpoint `<run>/checkpoints/<step>/` holds the state after <step> completed steps:
   items/      the state as a plain nested dict of arrays, {"model": {...}, "optimizer": {...}}, paths as in the model
-  positions/  JSON: where data, metrics and scores stood after that step, the config, one checksum per array, and
-              the checksum of all this
+  positions/  JSON: where data, metrics and scores stood after that step, the config, one checksum per array, the
+              versions that wrote it, and the checksum of all this
 A folder gets its name when all of it is written, and older ones go when it is durable. A checkpoint that cannot be
 read, or does not match its checksums, is skipped with a message and renamed to <step>.unusable. One that can be read
 but has other leaves than the model is an error: a weight never keeps its initial value without notice.
 """
 
 import contextlib
+import importlib.metadata
 import logging
 import secrets
 import shutil
@@ -107,7 +108,8 @@ class CheckpointManager:
     self.wait()
     self._saving = step
     tree = _with_raw_keys(tree)
-    record = sealed({**positions, "format": FORMAT_VERSION, "checksums": _checksums(tree)})
+    content = {**positions, "format": FORMAT_VERSION, "checksums": _checksums(tree), "made_with": made_with()}
+    record = sealed(content)
     items = ocp.args.Composite(items=ocp.args.StandardSave(tree), positions=ocp.args.JsonSave(record))
     self._guard(self._try_to_write)
     self._guard(lambda: self._manager.save(step, args=items, force=True))
@@ -146,6 +148,7 @@ class CheckpointManager:
         continue
       assert restored is not None, "without a reason against it, it was read"
       self._set_aside(unusable)
+      self._say_what_changed(restored)
       return restored._replace(tree=_with_typed_keys(restored.tree, abstract_tree))
     if unusable:
       raise CheckpointError(
@@ -170,6 +173,15 @@ class CheckpointManager:
       if positions["checksums"].get(name) != found:
         raise ValueError(f"the bytes of {name} changed since they were saved")
     return Restored(step, tree, positions)
+
+  def _say_what_changed(self, restored: Restored) -> None:
+    """Says which versions are others than those that wrote the checkpoint, where it has a record of them."""
+    then, now = restored.positions.get("made_with", {}), made_with()
+    if other := [f"{name} {then[name]}, now {value}" for name, value in now.items() if then.get(name, value) != value]:
+      self._say(
+        f"maxghost: note: checkpoint {self.path(restored.step)} was made with {'; '.join(other)}: the run goes on, but "
+        "its numbers may differ in the last bits from those of a run without a change"
+      )
 
   def _guard(self, work: Callable[[], Any], alone: bool = False) -> None:
     """Runs a part of the save in every process. Raises CheckpointError in all of them if it fails in one.
@@ -269,6 +281,13 @@ def _barrier(*, key: str, timeout_ms: int) -> None:
         raise
     if failures := store.key_value_dir_get(_FAILURES):
       raise PeerFailure(failures[0][1])
+
+
+def made_with() -> dict[str, str]:
+  """What the bits of a run depend on besides its configuration: versions, and the kind of device."""
+  versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
+  device = jax.devices()[0]
+  return versions | {"device": f"{device.device_kind} ({device.platform})"}
 
 
 def _check_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from maxghost import config
 from maxghost.config import ConfigError
-from maxghost.config.errors import print_problem
+from maxghost.config.values import print_problem
 from maxghost.data import duplicates
 from maxghost.data import prepare as preparing
 from maxghost.data.build import load_dataset

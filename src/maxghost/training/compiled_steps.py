@@ -19,9 +19,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from maxghost.config import ConfigError, replace
 from maxghost.data.build import max_segments
 from maxghost.ghost.attach import Twin
-from maxghost.parallel import Layout, collectives, distributed, shardings, topologies, use
+from maxghost.parallel import collectives, distributed, shardings, topologies
 from maxghost.parallel.collectives import Collective
 from maxghost.parallel.mesh import mesh_shape, num_slices
+from maxghost.parallel.shardings import Layout, use
 from maxghost.training import step as step_lib
 from maxghost.training.devices import batch_shapes, compiler_options
 from maxghost.training.memory_report import compiled_sizes, shortage

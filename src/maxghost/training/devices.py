@@ -6,8 +6,9 @@ import jax
 
 from maxghost.config import Config, ConfigError
 from maxghost.objectives import create
-from maxghost.parallel import Layout, distributed
+from maxghost.parallel import distributed
 from maxghost.parallel.axis_rules import unused_axes
+from maxghost.parallel.shardings import Layout
 from maxghost.training.host_memory import HostMemory
 
 

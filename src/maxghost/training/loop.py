@@ -25,7 +25,7 @@ from maxghost.training import metrics, scoring
 from maxghost.training.batches import Fetched, Prefetcher, ValidationRows
 from maxghost.training.compiled_steps import Program
 from maxghost.training.console import Console, eval_line, step_line
-from maxghost.training.metrics import MetricsLog, TensorBoardLog
+from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import StepFlops
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.score_recorder import ScoreRecorder
@@ -35,18 +35,18 @@ from maxghost.training.state import Position, to_tree
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sinks:
-  """The outputs of a run; None for those that are switched off. checkpoints: a `CheckpointManager`."""
+  """The outputs of a run; None: switched off. checkpoints: a `CheckpointManager`. trackers: as in `trackers.py`."""
 
   console: Console
   metrics: MetricsLog | None
-  tensorboard: TensorBoardLog | None
   scores: ScoreRecorder | None
   checkpoints: Any
+  trackers: tuple = ()
 
   def close(self) -> None:
     """Writes everything to disk, also after an error."""
     with contextlib.ExitStack() as stack:  # closes all, even if one fails
-      for sink in (self.metrics, self.tensorboard, self.scores, self.checkpoints):
+      for sink in (self.metrics, self.scores, self.checkpoints, *self.trackers):
         if sink is not None:
           stack.callback(sink.close)
 
@@ -191,8 +191,8 @@ class TrainingLoop:
     sinks, completed = self._sinks, self._position.completed_steps
     if completed == self._saved_steps:
       return
-    if sinks.tensorboard:
-      sinks.tensorboard.flush()
+    for tracker in sinks.trackers:
+      tracker.flush()
     position = dataclasses.replace(
       self._position,
       metrics_bytes=sinks.metrics.position() if sinks.metrics else 0,
@@ -250,6 +250,7 @@ class TrainingLoop:
       if unscored := metrics.unscored_line(step, outputs):
         self._sinks.console.line(unscored)
       if scores:
+        record |= scores.by_domain(outputs, fetched.batch)
         scores.record(step, outputs, prev_val_loss, fetched.batch)
     elif scores and prev_val_loss is not None:
       scores.record_end(step, prev_val_loss)
@@ -281,7 +282,7 @@ class TrainingLoop:
     if self._pending is None:
       return
     record, self._pending = self._pending, None
-    for log in (self._sinks.metrics, self._sinks.tensorboard):
+    for log in (self._sinks.metrics, *self._sinks.trackers):
       if log:
         log.append(record)
     if show or record["step"] % self._cfg.run.log_period == 0:

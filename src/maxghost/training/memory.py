@@ -21,8 +21,7 @@ from maxghost.config import Config, ConfigError
 from maxghost.config.schema import ParallelConfig
 from maxghost.ghost.attach import ScoredParam, Twin, attach
 from maxghost.ghost.engine import direction_spec
-from maxghost.parallel import Layout, use
-from maxghost.parallel.shardings import AXES, HOST, num_parts, slash_path
+from maxghost.parallel.shardings import AXES, HOST, Layout, num_parts, slash_path, use
 from maxghost.training import devices, state
 from maxghost.training.memory_report import MemoryEstimate, Row, Tensor
 from maxghost.training.scoring import excluded

@@ -1,4 +1,4 @@
-"""The metrics of a step: their names, metrics.jsonl and TensorBoard.
+"""The metrics of a step: their names, and metrics.jsonl.
 
 metrics.jsonl holds one JSON object per step, in order, each step exactly once: a checkpoint stores the length of the
 file, and resuming cuts it back to that length. learning/*, perf/* and eval/* have MaxText's names; moe/* and ghost/*
@@ -9,7 +9,6 @@ import json
 import math
 import os
 import sys
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -144,34 +143,3 @@ class MetricsLog:
 
   def close(self) -> None:
     self._file.close()
-
-
-class TensorBoardLog:
-  """Event files for TensorBoard. Entries of earlier files from `first_step` on are purged.
-
-  Writes at once: tensorboardX's SummaryWriter has a thread, and waits for ever for one that an error has ended.
-  """
-
-  def __init__(self, path: Path, first_step: int):
-    # 0.4 s of import, not needed where TensorBoard is off.
-    from tensorboardX import summary
-    from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-
-    self._summary, self._event = summary, Event
-    path.mkdir(parents=True, exist_ok=True)
-    # The name of an event file has the time in whole seconds; a restart within one must not overwrite the file.
-    self._writer = EventsWriter(str(path / "events"), f".{first_step}.{os.getpid()}")
-    self._writer.write_event(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
-    self.flush, self.close = self._writer.flush, self._writer.close
-
-  def append(self, record: Mapping[str, Any]) -> None:
-    for name, value in record.items():
-      if name == SAMPLE:
-        value = self._summary.text(name, value)
-      elif isinstance(value, (int, float)) and name != "step" and math.isfinite(value):
-        value = self._summary.scalar(name, value)
-      else:
-        continue
-      self._writer.write_event(self._event(wall_time=time.time(), step=record["step"], summary=value))
-    self._writer.flush()

@@ -12,9 +12,9 @@ from flax import nnx
 
 from maxghost.config import Config
 from maxghost.config.schema import ModelConfig
-from maxghost.parallel import Layout, distributed, report
+from maxghost.parallel import distributed
 from maxghost.parallel.mesh import describe
-from maxghost.parallel.shardings import OwnRows, own_rows
+from maxghost.parallel.shardings import Layout, OwnRows, check_rules, check_spread, own_rows
 from maxghost.training import devices, state
 from maxghost.training.memory import estimate
 from maxghost.training.memory_report import MemoryEstimate
@@ -81,8 +81,8 @@ class Plan:
     devices.check_layout(cfg, layout)
     graphdef, abstract = state.abstract_split(cfg)
     abstract = layout.abstract(abstract)
-    report.check_rules(abstract, layout)
-    return cls(cfg, layout, graphdef, abstract, report.check_spread(abstract, layout, cfg.parallel.sharding_tolerance))
+    check_rules(abstract, layout)
+    return cls(cfg, layout, graphdef, abstract, check_spread(abstract, layout, cfg.parallel.sharding_tolerance))
 
   @property
   def rows(self) -> int:
@@ -136,7 +136,7 @@ class Plan:
     )
     if cfg.val_sets and layout.row_parts > 1:
       val_rows = cfg.ghost.ghost_val_batch_size
-      parts, all_parts = layout.rules.parts(layout.rules.rows_axes(val_rows)), layout.row_parts
+      parts, all_parts = layout.rules.parts(layout.rules.leading(layout.rules.batch_axes, val_rows)), layout.row_parts
       placed = f" over {parts} devices"
       if parts < all_parts:
         placed = f", each computed by {all_parts // parts} groups of devices alike; a ghost_val_batch_size that "

@@ -29,6 +29,7 @@ RESUMABLE_KEYS = frozenset(
   {
     *(field.name for field in dataclasses.fields(ParallelConfig)), "per_device_batch_size", "log_period",
     "eval_interval", "eval_steps", "sample_every", "sample_prompt", "enable_tensorboard", "jax_cache_dir",
+    "trackers", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
     "checkpoint_period", "max_num_checkpoints_to_keep", "async_checkpointing",
   }
 )  # fmt: skip

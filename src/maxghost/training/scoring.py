@@ -21,9 +21,8 @@ from maxghost.ghost.engine import direction_spec
 from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Stored
 from maxghost.objectives import Objective, create
 from maxghost.optimizers import RuleState, UpdateRule, clip
-from maxghost.parallel import constrain
 from maxghost.parallel.axis_rules import BATCH
-from maxghost.parallel.shardings import slash_path
+from maxghost.parallel.shardings import constrain, slash_path
 from maxghost.training.state import TrainStateNNX, trainable
 
 # The row axis of outputs that have one; of param_contribution, that of every entry.

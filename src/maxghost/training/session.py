@@ -22,7 +22,7 @@ from maxghost.parallel import distributed
 from maxghost.training import compiled_steps, console, memory_report, run_directory, score_recorder, state
 from maxghost.training.batches import Batches, Prefetcher
 from maxghost.training.loop import Hardware, Outcome, Sinks, TrainingLoop
-from maxghost.training.metrics import MetricsLog, TensorBoardLog
+from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import PEAK_FLOPS, Plan
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.run_directory import Existing
@@ -34,6 +34,7 @@ class Session:
   """A training run. The constructor validates, with JAX, and writes nothing; `run` trains.
 
   dataset: with this process's part of the rows. open_checkpoints: makes a checkpoint manager for the run directory.
+  open_trackers: (cfg, run directory, first step) -> `Sinks.trackers`.
   open_parameters: maps the tree of the model's abstract arrays to a function that reads them, for a run that starts
   from a given model; None: from init_weights_seed. force: compiles a step even if it is estimated to need far too much
   memory. With several processes, the first one prints and writes common results.
@@ -47,12 +48,13 @@ class Session:
     signals: StopSignals,
     *,
     open_checkpoints: Callable,
+    open_trackers: Callable,
     open_parameters: Callable | None = None,
     force: bool = False,
   ):
     cfg = plan.cfg
     self._plan, self._cfg, self._existing, self._dataset, self._signals = plan, cfg, existing, dataset, signals
-    self._path, self._open_checkpoints = existing.path, open_checkpoints
+    self._path, self._open_checkpoints, self._open_trackers = existing.path, open_checkpoints, open_trackers
     self._console = console.Console(None if distributed.is_first() else open(os.devnull, "w"))  # noqa: SIM115
     self._checkpoints: Any = None
     self._capacity = memory_report.capacity(jax.local_devices()[0])
@@ -125,7 +127,7 @@ class Session:
       reweighter = Reweighter(cfg.ghost, weights, dataset.train, dataset.document_id)
       reweighter.restore(position.reweighting)  # before the first batch is drawn
     batches = Batches(dataset, create(cfg).prepare)
-    put = functools.partial(plan.layout.put_local, num_rows=plan.rows)
+    put = functools.partial(plan.layout.put, num_rows=plan.rows)
     prefetcher = Prefetcher(batches, put, cfg.run.steps - position.completed_steps)
     opened.callback(prefetcher.close)
     self._announce(position)
@@ -136,7 +138,7 @@ class Session:
       sinks,
       self._signals,
       Hardware(plan.layout.num_devices, PEAK_FLOPS.get(jax.devices()[0].device_kind), plan.rows, plan.flops),
-      put=plan.layout.put_global,
+      put=plan.layout.put,
       reweighter=reweighter,
       sampler=self._sampler,
     )
@@ -184,17 +186,16 @@ class Session:
 
   def _open_sinks(self, position: Position) -> Sinks:
     """Opens the logs at a position; later records are removed."""
-    metrics_log = scores = tensorboard = None
+    metrics_log, scores, trackers = None, None, ()
     if distributed.is_first():
       metrics_log = MetricsLog(self._path / run_directory.METRICS_FILE)
       metrics_log.restore(position.metrics_bytes, position.metrics_crc)
+      first = position.completed_steps if position.pending is None else position.pending["step"]
+      trackers = self._open_trackers(self._cfg, self._path, first)
     if self._cfg.val_sets and self._plan.own.writes:
       scores = score_recorder.open_recorder(self._cfg, self._dataset, self._path)
       scores.restore(position.scores_of(distributed.index()), position.completed_steps)
-    if self._cfg.run.enable_tensorboard and distributed.is_first():
-      first = position.completed_steps if position.pending is None else position.pending["step"]
-      tensorboard = TensorBoardLog(self._path / "tensorboard", first)
-    return Sinks(self._console, metrics_log, tensorboard, scores, self._checkpoints)
+    return Sinks(self._console, metrics_log, scores, self._checkpoints, trackers)
 
   def _announce(self, position: Position) -> None:
     plan, program, say = self._plan, self._program, self._console.line
@@ -202,6 +203,7 @@ class Session:
     for line in [*lines, *memory_report.start_lines(plan.memory, self._capacity)]:
       say(line)
     if position.completed_steps < self._cfg.run.steps:
+      say("Compiling the train step, which takes seconds to minutes; then it runs step by step")
       compiled = program.executable()
       say(compiled.describe())
       if (analysis := compiled.call.memory_analysis()) is not None:

@@ -15,8 +15,8 @@ from maxghost import models
 from maxghost.config.schema import Config
 from maxghost.data import merge_states
 from maxghost.optimizers import make_optimizer
-from maxghost.parallel import Layout, distributed
-from maxghost.parallel.shardings import slash_path
+from maxghost.parallel import distributed
+from maxghost.parallel.shardings import Layout, slash_path
 from maxghost.training.devices import compiler_options
 from maxghost.training.host_memory import HostMemory
 

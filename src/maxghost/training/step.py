@@ -15,7 +15,7 @@ from maxghost.ghost.schedules import Model, passes
 from maxghost.models import autodiff
 from maxghost.objectives import create
 from maxghost.optimizers import clip, factor_of, learning_rate_schedule, scaled
-from maxghost.parallel import constrain, constrain_state
+from maxghost.parallel.shardings import constrain, constrain_state
 from maxghost.training import host_memory, scoring, selection
 from maxghost.training.host_memory import HostMemory
 
@@ -105,7 +105,7 @@ def _clipped_update(cfg: Config, grads):
     if HostMemory.of(cfg):
       host_memory.apply_gradients(train_state.optimizer, train_state.model, grads, scale, segments[0])
       return
-    gradient = clipped
+    gradient: Any = clipped
     if segments:
       gradient = jax.tree.map(scale, grads)
     elif read:
