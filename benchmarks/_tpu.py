@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost.parallel import shardings
-from maxghost.training.memory import MemoryEstimate
+from maxghost.training.memory_report import MemoryEstimate
 
 jax.config.update("jax_platforms", "cpu")
 # Before libtpu is loaded: several processes may load it, and no cloud metadata is asked for.

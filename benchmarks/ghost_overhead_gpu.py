@@ -22,7 +22,7 @@ from _measure import Figure
 from ghost_overhead import EXACT, PLAIN, ROWS, Row, counts_flops, share_of_validation, table_row
 
 from maxghost import config as configuration
-from maxghost.training.flops import step_flops
+from maxghost.training.plan import step_flops
 
 SHAPE = (
   "model_name=gpt2-small", "vocab_size=50304", "max_target_length=1024", "per_device_batch_size=16",

@@ -25,12 +25,12 @@ from flax import nnx
 
 from maxghost import config as configuration
 from maxghost.config.values import divisors
-from maxghost.parallel import Layout, shardings, topologies
-from maxghost.training import aot, state
+from maxghost.parallel import shardings, topologies
+from maxghost.parallel.shardings import Layout
+from maxghost.training import compiled_steps, state
 from maxghost.training.host_memory import HostMemory
-from maxghost.training.memory import MemoryEstimate, estimate
-from maxghost.training.memory.table import compiled_sizes
-from maxghost.training.memory.verdict import verdict
+from maxghost.training.memory import estimate
+from maxghost.training.memory_report import MemoryEstimate, compiled_sizes, verdict
 from maxghost.training.plan import Plan
 from maxghost.training.step import make_train_step
 
@@ -128,7 +128,7 @@ class Bench:
     """The whole train step of the decoder on four chips."""
     cfg = configuration.load(str(_measure.BASE), *SHAPE, *DECODER, *keys, *self.overrides)
     plan = Plan.of(cfg, Layout.of(cfg.parallel, topologies.open_devices(f"{self.name}-4")))
-    compiled = aot.compile_step(plan)
+    compiled = compiled_steps.compile_step(plan)
     if compiled.executable is None:
       return _tpu.Compiled(error=compiled.problem).beside(plan.memory)
     sizes = compiled_sizes(compiled.executable.memory_analysis())

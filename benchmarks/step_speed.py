@@ -32,7 +32,7 @@ from flax import nnx
 
 from maxghost import config as configuration
 from maxghost.parallel.shardings import slash_path
-from maxghost.training.flops import step_flops
+from maxghost.training.plan import step_flops
 
 COMMON = ("ghost_enabled=false", "lr_schedule_type=constant", "warmup_steps_fraction=0", "learning_rate=1e-3")
 SHAPES = {

@@ -158,8 +158,8 @@ def measure(name: str, limit: int, folder: Path, keys: list[str]) -> dict:
   topology, model, _ = CASES[name]
   topologies.prepare_environment(topology)
   from maxghost import config
-  from maxghost.parallel import Layout
-  from maxghost.training import aot
+  from maxghost.parallel.shardings import Layout
+  from maxghost.training import compiled_steps
   from maxghost.training.plan import Plan
 
   cfg = config.load(f"model_name={model}", *keys_of(name, limit, keys))
@@ -172,7 +172,7 @@ def measure(name: str, limit: int, folder: Path, keys: list[str]) -> dict:
   }  # fmt: skip
   (folder / "planned.json").write_text(json.dumps(result))
   options = {"xla_tpu_max_hbm_size_mib": limit // 2**20} if limit > 0 else {}
-  compiled = aot.compile_step(plan, options, folder)
+  compiled = compiled_steps.compile_step(plan, options, folder)
   result |= {"seconds": time.perf_counter() - begin, "problem": compiled.problem}
   if compiled.executable is None:
     return result
@@ -186,7 +186,7 @@ def abstract() -> dict:
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", 256)
   from maxghost import config
-  from maxghost.parallel import Layout
+  from maxghost.parallel.shardings import Layout
   from maxghost.training.plan import Plan
 
   cfg = config.load(f"model_name={ABSTRACT}", "max_target_length=4096", "per_device_batch_size=1")

@@ -23,10 +23,10 @@ from flax import nnx
 from maxghost import cli, config
 from maxghost.config import Config, ConfigError
 from maxghost.config.validate import MESH_AXES
-from maxghost.parallel import Layout, topologies, use
 from maxghost.parallel import mesh as meshes
+from maxghost.parallel import topologies
 from maxghost.parallel.axis_rules import make_rules
-from maxghost.parallel.shardings import AXES, slash_path
+from maxghost.parallel.shardings import AXES, Layout, slash_path, use
 from maxghost.training import compiled_steps
 from maxghost.training.plan import Plan
 

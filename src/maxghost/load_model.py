@@ -49,14 +49,14 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print):
   from flax import nnx
 
   from maxghost import models
-  from maxghost.training import resume
+  from maxghost.training import state
   from maxghost.training.devices import configure_jax
 
   configure_jax(cfg)
   graphdef, abstract = nnx.split(models.create_abstract(cfg))
-  wanted = resume.to_tree(resume.abstract_arrays(abstract))
+  wanted = state.to_tree(state.abstract_arrays(abstract))
   tree = open_parameters(place, cfg, wanted, say)()
-  return graphdef, resume.from_tree(tree, abstract)
+  return graphdef, state.from_tree(tree, abstract)
 
 
 def check_config(cfg: Config) -> ModelPlace:

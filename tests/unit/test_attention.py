@@ -14,7 +14,8 @@ import tiny
 from maxghost import config
 from maxghost.config import ConfigError
 from maxghost.models import attention, attention_blockwise, attention_flash, autodiff
-from maxghost.parallel import Layout, shardings, use
+from maxghost.parallel import shardings
+from maxghost.parallel.shardings import Layout, use
 
 B, T, H, K, WIDTH, VALUES = 2, 13, 6, 3, 5, 4
 SEGMENTS = np.array([[1] * 4 + [2] * 6 + [0] * 3, [1] * 9 + [2] * 4], np.int32)

@@ -15,8 +15,7 @@ from maxghost.interop.convert import convert
 from maxghost.interop.linen_scaling import main, rescale_checkpoint, rescale_leaf
 from maxghost.interop.load_tree import load_tree
 from maxghost.optimizers import make_optimizer
-from maxghost.training.resume import from_tree, to_tree
-from maxghost.training.state import TrainStateNNX
+from maxghost.training.state import TrainStateNNX, from_tree, to_tree
 
 SIZES = {
   "base_emb_dim": 12,

@@ -12,7 +12,7 @@ from maxghost.checkpoint.layouts_store import tree_from_memory, write_json
 from maxghost.config import ConfigError
 from maxghost.config.families import FAMILIES, Entry, Family, HuggingFace, TensorRule, register, table
 from maxghost.interop import hf_checkpoint, huggingface, huggingface_config, safetensors_files
-from maxghost.training import resume
+from maxghost.training.state import to_tree
 
 # Names of its own for modules, tensors and config.json; weights [in, out]; query and key side by side.
 TENSORS = (
@@ -81,7 +81,7 @@ def test_its_layers_have_its_names_and_the_function_of_llama(cfg):
 
 def test_a_folder_goes_in_and_out_bit_by_bit(cfg, tmp_path):
   values = tiny.by_label(tiny.make_model(cfg))
-  tree = {"model": resume.to_tree(nnx.state(tiny.make_model(cfg)))}
+  tree = {"model": to_tree(nnx.state(tiny.make_model(cfg)))}
   checkpoint = read_checkpoint(tree_from_memory(tree), ReadOptions(layout=MAXGHOST, scan_axis=0))
   (tmp_path / "folder").mkdir()
   safetensors_files.write_tensors(tmp_path / "folder", huggingface.planned_tensors(checkpoint, cfg.model), 1 << 30)

@@ -16,7 +16,7 @@ from maxghost.data.tokenizers import ByteTokenizer
 from maxghost.generation import Generator, samples
 from maxghost.generation.samples import Sampler
 from maxghost.interop import hf_checkpoint, huggingface, huggingface_config, safetensors_files
-from maxghost.training import resume
+from maxghost.training.state import to_tree
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
   """A Hugging Face folder of a tiny model with 263 ids, and the configuration that reads it with byte tokens."""
   path = tmp_path_factory.mktemp("model")
   cfg = tiny.make_config()
-  tree = {"model": resume.to_tree(nnx.state(tiny.make_model(cfg)))}
+  tree = {"model": to_tree(nnx.state(tiny.make_model(cfg)))}
   checkpoint = read_checkpoint(tree_from_memory(tree), ReadOptions(layout=MAXGHOST, scan_axis=0))
   tensors = huggingface.planned_tensors(checkpoint, cfg.model)
   safetensors_files.write_tensors(path, tensors, 1 << 30)

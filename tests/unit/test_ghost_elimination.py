@@ -12,7 +12,8 @@ import tiny
 
 from maxghost import config
 from maxghost.ghost import low_rank
-from maxghost.parallel import Layout, shardings, use
+from maxghost.parallel import shardings
+from maxghost.parallel.shardings import Layout, use
 
 RANK = 11
 WAYS = {"loop": low_rank.by_loop, "kernel": functools.partial(low_rank.by_kernel, interpret=True)}

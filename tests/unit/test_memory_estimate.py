@@ -14,11 +14,11 @@ from flax import nnx
 
 from maxghost import config, ghost, models, train
 from maxghost.config.schema import ParallelConfig
-from maxghost.parallel import Layout, use
+from maxghost.parallel.shardings import Layout, use
 from maxghost.training import compiled_steps, state
-from maxghost.training.memory import Tensor, estimate, report
-from maxghost.training.memory.table import shown
-from maxghost.training.memory.verdict import largest, remedies, verdict
+from maxghost.training import memory_report as report
+from maxghost.training.memory import estimate
+from maxghost.training.memory_report import Tensor, largest, remedies, shown, verdict
 
 LONG = {  # 48 layers of width 2048 at 65,536 tokens
   "base_emb_dim": 2048,

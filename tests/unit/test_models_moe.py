@@ -81,7 +81,7 @@ def test_ragged_kernels_of_other_platforms_against_a_loop():
     counts = jnp.asarray(sizes, jnp.int32)
     actual = (
       grouped_matmul.product(x, w, counts),
-      grouped_matmul.product_transposed(g, w, counts),
+      grouped_matmul.product(g, w, counts, contract=2),
       grouped_matmul.outer_sums(x, g, counts),
     )
   assert len(chosen) == 3

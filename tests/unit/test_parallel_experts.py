@@ -10,7 +10,7 @@ from flax import nnx
 from maxghost.ghost.attach import attach, split
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.models import moe
-from maxghost.parallel import use
+from maxghost.parallel.shardings import use
 
 EXPERTS = {
   "decoder_block": "mixtral", "num_experts": 12, "num_experts_per_tok": 3, "base_moe_mlp_dim": 10,

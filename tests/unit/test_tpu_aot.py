@@ -78,7 +78,8 @@ def test_blockwise_is_linear_in_memory(compile_for_tpu):
 
 def test_flash_on_a_mesh_of_four_chips():
   """Rows over fsdp, heads over tensor: each chip runs the kernel on its own, and nothing is sent."""
-  from maxghost.parallel import Layout, topologies, use
+  from maxghost.parallel import topologies
+  from maxghost.parallel.shardings import Layout, use
 
   cfg = config.replace(config.load(), ici_tensor_parallelism=2)
   layout = Layout.of(cfg.parallel, topologies.open_devices("v5e-4", 1))

@@ -18,9 +18,9 @@ from jax.experimental.serialize_executable import deserialize_and_load
 
 from maxghost import config, train_compile
 from maxghost.config.validate import MESH_AXES
-from maxghost.parallel import Layout, use
 from maxghost.parallel.axis_rules import make_rules
 from maxghost.parallel.mesh import auto
+from maxghost.parallel.shardings import Layout, use
 from maxghost.training import compiled_steps, state
 from maxghost.training.plan import Plan
 
@@ -91,7 +91,7 @@ def test_what_it_saves_is_the_train_step(compiled):
   train_state = meshes.place(cfg, graphdef, layout.abstract(abstract), layout)
   step = deserialize_and_load(*pickle.loads(compiled[2].read_bytes()))
   rows, validation = meshes.BATCHES[0], meshes.VAL_BATCH
-  _, out = step(train_state, layout.put_local(rows, 8), (layout.put_global(validation),))
+  _, out = step(train_state, layout.put(rows, 8), (layout.put(validation),))
   with use(None), tiny.cheap_compilation():
     model = tiny.make_model(cfg)
     run = jax.jit(lambda model, *inputs: model.logits(model.hidden(*inputs)))

@@ -18,14 +18,13 @@ from maxghost import config
 from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import plugins
 from maxghost.scorelog import Writer
-from maxghost.training import resume
 from maxghost.training.batches import Prefetcher
 from maxghost.training.console import Console
-from maxghost.training.flops import StepFlops
 from maxghost.training.loop import Hardware, Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog, NonFiniteMetricError
-from maxghost.training.resume import Position
+from maxghost.training.plan import StepFlops
 from maxghost.training.score_recorder import ScoreRecorder
+from maxghost.training.state import Position, abstract_arrays, from_tree, to_tree
 
 B, S, T, WIDTH = 3, 2, 5, 4
 STEPS = 11
@@ -130,7 +129,7 @@ class ToyProgram:
     self.calls = 0
 
   def train_step(self, state, batch, val_batches):
-    number = int(resume.to_tree(state)["optimizer"]["step"])
+    number = int(to_tree(state)["optimizer"]["step"])
     if number == self._fail_at:
       raise OSError("the machine is gone")
     if number == self._stop_at:
@@ -166,21 +165,21 @@ def run_toy(folder, cfg, *, ghost=True, async_checkpoints=True, console=None, **
   signals = SimpleNamespace(requested=False)
   dataset = ToyDataset()
   fresh = nnx.state(ToyState())
-  abstract = resume.abstract_arrays(fresh)
+  abstract = abstract_arrays(fresh)
   checkpoints = CheckpointManager(folder / "checkpoints", asynchronous=async_checkpoints)
-  restored = checkpoints.restore_latest(resume.to_tree(abstract))
+  restored = checkpoints.restore_latest(to_tree(abstract))
   state, position = fresh, Position()
   if restored is not None:
-    state, position = resume.from_tree(restored.tree, abstract), Position.from_json(restored.positions)
+    state, position = from_tree(restored.tree, abstract), Position.from_json(restored.positions)
     dataset.train.restore(position.data)
   log = MetricsLog(folder / "metrics.jsonl")
-  log.restore(position.metrics_bytes)
+  log.restore(position.metrics_bytes, position.metrics_crc)
   scores = None
   if ghost:
     writer = Writer(folder, tuple(VAL_SETS), period=3)
     scores = ScoreRecorder(writer, dataset.document_id, ("code", "tables"), folder / "ghost" / "tokens")
     scores.restore(position.scores, position.completed_steps)
-  sinks = Sinks(console or Quiet(), log, None, scores, checkpoints)
+  sinks = Sinks(console or Quiet(), log, scores, checkpoints)
   prefetcher = Prefetcher(dataset.train, jax.device_put, cfg.run.steps - position.completed_steps)
   hardware = Hardware(1, None, B, StepFlops(6e6, 2e6))
   program = ToyProgram(signals=signals, val_every=cfg.ghost.ghost_val_every, **trouble)
@@ -387,7 +386,7 @@ def test_step_k_starts_before_step_k_minus_1_is_read(tmp_path):
     cfg,
     WatchingProgram(),
     dataset,
-    Sinks(Quiet(), metrics_log, None, None, None),
+    Sinks(Quiet(), metrics_log, None, None),
     signals,
     Hardware(1, None, B, StepFlops(1.0, 1.0)),
   )
@@ -417,7 +416,7 @@ def test_the_console_shows_every_log_period_and_the_last(tmp_path):
   run_toy(tmp_path / "run", make_config(log_period=4), console=console)
   shown = [line for line in console.lines if line.startswith("completed step")]
   assert [int(line.split(",")[0].split()[-1]) for line in shown] == [0, 4, 8, 10]
-  assert "actual_drop" in shown[-1] and "TFLOP/s/device" in shown[0]
+  assert "drop: " in shown[-1] and "Tokens/s/device" in shown[0]
   assert sum(line.startswith("Completed eval after train step") for line in console.lines) == 3
 
 
@@ -486,4 +485,4 @@ def test_a_schedule_without_columns_is_logged_without_them(tmp_path, monkeypatch
   found = records(tmp_path / "run")
   assert "ghost/predicted_drop/manual" not in found[3] and "ghost/actual_drop/manual" in found[3]
   line = next(line for line in console.lines if line.startswith("completed step: 3,"))
-  assert "val_loss" in line and "predicted_drop" not in line
+  assert "val_loss" in line

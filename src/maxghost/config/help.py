@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from maxghost.config import renamed, values
-from maxghost.config.errors import ConfigError
 from maxghost.config.files import config_dir
 from maxghost.config.load import Loaded, fields
 from maxghost.config.schema import SECTIONS
+from maxghost.config.values import ConfigError
 
 
 def limits(field: dataclasses.Field) -> str:
@@ -57,10 +57,19 @@ def print_help(key: str | None = None, file: TextIO | None = None, usage: str = 
   out: TextIO = file or sys.stdout
   if key is not None:
     print(explain(key), file=out)
-  elif out.isatty():
+    return
+  if out.isatty():
     _print_rich(out, usage)
-  else:
-    print(plain_list(usage), file=out)
+    return
+  width = max(len(name) for name in fields())
+  lines = [usage, ""] if usage else []
+  for name, cls, items in sections():
+    lines.append(f"{name}: {cls.__doc__}")
+    for item in items:
+      parts = (values.type_name(item.type), limits(item), f"default {values.shown(item.default)}")
+      lines.append(f"  {item.name:<{width}}  {about(item)} [{'; '.join(filter(None, parts))}]")
+    lines.append("")
+  print("\n".join(lines).rstrip(), file=out)
 
 
 def explain(key: str) -> str:
@@ -78,19 +87,6 @@ def explain(key: str) -> str:
     ("example", f"{key}={values.shown(field.metadata['choices'][-1] if field.metadata['choices'] else field.default)}"),
   ]
   return "\n".join([key, f"  {about(field)}", *(f"  {name + ':':<9}{text}" for name, text in rows)])
-
-
-def plain_list(usage: str = "") -> str:
-  """Every key with default and help as plain text, one key a line."""
-  width = max(len(name) for name in fields())
-  lines = [usage, ""] if usage else []
-  for name, cls, items in sections():
-    lines.append(f"{name}: {cls.__doc__}")
-    for item in items:
-      parts = (values.type_name(item.type), limits(item), f"default {values.shown(item.default)}")
-      lines.append(f"  {item.name:<{width}}  {about(item)} [{'; '.join(filter(None, parts))}]")
-    lines.append("")
-  return "\n".join(lines).rstrip()
 
 
 def _print_rich(file: TextIO, usage: str) -> None:

@@ -6,7 +6,6 @@ each value is kept.
 
 import contextlib
 import dataclasses
-import difflib
 import os
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import yaml
 
 from maxghost.config import files, renamed, values
-from maxghost.config.errors import ConfigError, did_you_mean
 from maxghost.config.schema import SECTIONS, Config
 from maxghost.config.validate import cross_problems, value_problems
+from maxghost.config.values import ConfigError, did_you_mean, nearest
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -130,9 +129,7 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
 def _nearest_file(path: Path) -> str:
   """`; nearest is X` for a missing YAML file, looking in its folder and among the shipped configurations."""
   for folder in (path.parent, files.config_dir()):
-    names = sorted(found.name for found in folder.glob("*.y*ml")) if folder.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-    if near:
+    if near := nearest(path.name, sorted(found.name for found in folder.glob("*.y*ml")), 1):
       return f"; nearest is {folder / near[0]}"
   return ""
 
@@ -206,19 +203,20 @@ def _resolve(layers: tuple[dict[str, Given], ...], resolved: bool, problems: lis
   for level, layer in enumerate(layers):
     for key, given in layer.items():
       other = renamed.OTHER.get(key)
-      if other is not None and (other.maxtext or (resolved and layer is base)):
-        problem, value = _convert(key, other.kind, given)
-        problems.extend([problem] if problem else [])
-        others.extend([] if problem else [(level, key, value, given.origin)])
-        continue
-      if key not in known:
+      if other and not other.maxtext and not (resolved and layer is base):
+        other = None
+      if not other and key not in known:
         if not renamed.asks_for_nothing(key, getattr(given.node, "value", None)):
           problems.append(renamed.unknown(key, known, given.origin))
         continue
-      problem, value = _convert(key, known[key].type, given, known[key])
+      kind, field = (other.kind, None) if other else (known[key].type, known[key])
+      problem, value = _convert(key, kind, given, field)
       if problem:
         problems.append(problem)
         broken.add(key)
+        continue
+      if other:
+        others.append((level, key, value, given.origin))
         continue
       if layer is layers[1] and key in base and key not in broken and value != flat[key] != known[key].default:
         notes.append(
@@ -296,9 +294,8 @@ def replace(cfg: Config, **changes: Any) -> Config:
       with contextlib.suppress(values.WrongTypeError):
         value = values.from_python(value, known[key].type)
       flat[key] = value
-  problems.extend(value_problems(flat, known))
   if problems:
-    raise ConfigError(*problems)
+    raise ConfigError(*problems, *value_problems(flat, known))
   return _build(flat)
 
 
@@ -308,14 +305,11 @@ def differing_keys(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
   return {key: (value, other[key]) for key, value in a.flat().items() if value != other[key]}
 
 
-def to_text(cfg: Config) -> str:
-  """The configuration as a flat YAML of every key; `load` of it gives an equal Config."""
-  lines = ["# Every value of a run, as it was used: the model file and the command line are already in it.\n"]
-  lines.append(f"{RESOLVED}: true\n")
-  lines.extend(values.to_yaml(key, value) for key, value in cfg.flat().items())
-  return "".join(lines)
-
-
 def save(cfg: Config, path: str | os.PathLike) -> None:
-  """Writes `to_text(cfg)` to `path`, atomically: a reader sees the old file or the whole new one. Raises OSError."""
-  files.write_text(path, to_text(cfg))
+  """Writes the configuration as a flat YAML of every key; `load` of it gives an equal Config.
+
+  A reader sees the old file or the whole new one. Raises OSError.
+  """
+  head = "# Every value of a run, as it was used: the model file and the command line are already in it.\n"
+  lines = (values.to_yaml(key, value) for key, value in cfg.flat().items())
+  files.write_text(path, "".join((head, f"{RESOLVED}: true\n", *lines)))

@@ -135,19 +135,6 @@ def register(key: str, name: str, plugin: Any) -> None:
   table[name] = plugin
 
 
-def schedule_problems(values: Mapping[str, str], schedule: str) -> Iterator[str]:
-  """One line for each plug-in that the schedule cannot take. values: {key of KINDS: its value}, named in each line."""
-  named = ", ".join(f"{key}={value}" for key, value in values.items())
-  for key, name in values.items():
-    taken = KINDS[key][name].schedules
-    if schedule in taken:
-      continue
-    way = "has no scores; use ghost_enabled=false"
-    if taken:
-      way = f"works with {', '.join(taken)}; use ghost_schedule={taken[0]}"
-    yield f"{named} and ghost_schedule={schedule} do not go together: {key}={name} {way}, or another {key}"
-
-
 def auto_problem(opt_type: str) -> str:
   """The error for ghost_direction=auto with an optimizer that has no direction of its own."""
   offering = [name for name, optimizer in OPTIMIZERS.items() if optimizer.direction]

@@ -5,116 +5,93 @@ schema. Former names are errors that name the present key, except in the saved c
 meaning.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from maxghost.config.errors import did_you_mean
 from maxghost.config.files import read_table
-from maxghost.config.values import WORDS
+from maxghost.config.values import WORDS, did_you_mean
 
 Values = Mapping[str, Any]
-Fold = Callable[[Any, Values], dict[str, Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class OtherKey:
-  """A key that the schema does not have.
-
-  Attributes:
-    answer: What follows the name in an error, such as "is now steps".
-    kind: The type of its value.
-    fold: Of (value, values of the other keys): the keys of the schema that the value changes.
-    maxtext: Whether it is a key of MaxText, which may be given anywhere.
-  """
-
-  answer: str
-  kind: Any
-  fold: Fold
-  maxtext: bool
+# How a value of such a key changes the keys of the schema: functions of the value, the values of the other keys, and
+# what configs/renamed.yml says behind the name of the function.
 
 
-def _files(kind: str) -> Fold:
-  return lambda value, values: {"dataset_files": value} if value and values["dataset_type"] == kind else {}
+def when(value: Any, values: Values, asked: Any, changed: dict[str, Any]) -> dict[str, Any]:
+  return {key: tuple(new) if isinstance(new, list) else new for key, new in changed.items()} if value == asked else {}
 
 
-def _offload(what: str, asked: Any) -> Fold:
-  def fold(value: Any, values: Values) -> dict[str, Any]:
-    held = (*values["offload_to_host"], *((what,) if value == asked else ()))
-    return {"offload_to_host": tuple(name for name in ("weights", "optimizer", "carries") if name in held)}
-
-  return fold
+def named(value: Any, values: Values, key: str, other: str = "", wanted: Sequence = ()) -> dict[str, Any]:
+  """Another name of a key, or one only where a further key has one of some values."""
+  return {key: value} if not other or (value != () and values[other] in wanted) else {}
 
 
-def _item(key: str, place: int, unset: Any = None) -> Fold:
+def offload(value: Any, values: Values, what: str, asked: Any) -> dict[str, Any]:
+  held = (*values["offload_to_host"], *((what,) if value == asked else ()))
+  return {"offload_to_host": tuple(name for name in ("weights", "optimizer", "carries") if name in held)}
+
+
+def item(value: Any, values: Values, key: str, place: int, unset: Any = None) -> dict[str, Any]:
   """One item of a list that is set."""
-
-  def fold(value: Any, values: Values) -> dict[str, Any]:
-    held = values[key]
-    if not held or value == unset:
-      return {}
-    return {key: (*held[:place], type(held[0])(value), *held[place + 1 :])}
-
-  return fold
+  held = values[key]
+  if not held or value == unset:
+    return {}
+  return {key: (*held[:place], type(held[0])(value), *held[place + 1 :])}
 
 
-def _validation_domain(value: str, values: Values) -> dict[str, Any]:
+def segment(value: int, values: Values) -> dict[str, Any]:
+  return {"segment_lengths": (value,)} if value else {}
+
+
+def validation_domain(value: str, values: Values) -> dict[str, Any]:
   return {"ghost_val_sets": (value,)} if value != "manual" and not values["ghost_val_sets"] else {}
 
 
-def _validation_files(value: tuple[str, ...], values: Values) -> dict[str, Any]:
+def validation_files(value: tuple[str, ...], values: Values) -> dict[str, Any]:
   given = {text.partition("=")[0]: text for text in value}
   return {"ghost_val_sets": tuple(given.get(text, text) for text in values["ghost_val_sets"])} if value else {}
 
 
-def _mixture(value: tuple[str, ...], values: Values) -> dict[str, Any]:
+def mixture(value: tuple[str, ...], values: Values) -> dict[str, Any]:
   end = "x" if values["dataset_mixture"] == ("epochs",) else ""
   return {"dataset_mixture": tuple(text + end for text in value)}
 
 
-def _slices(value: int, values: Values) -> dict[str, Any]:
+def slices(value: int, values: Values) -> dict[str, Any]:
   one = values["compile_topology"]
   return {"compile_topology": f"{value}x{one}"} if value > 1 and one else {}
 
 
-_FOLDS: dict[str, Fold] = {
-  "stream_weights": _offload("weights", "host"),
-  "stream_optimizer": _offload("optimizer", "host"),
-  "ghost_stream_carries": _offload("carries", "host"),
-  "segment_length": lambda k, _: {"segment_lengths": (k,)} if k else {},
-  "text_files": _files("text"),
-  "dataset_weights": _mixture,
-  "ghost_val_domain": _validation_domain,
-  "ghost_reweight_every": _item("ghost_reweight", 0),
-  "ghost_reweight_step": _item("ghost_reweight", 1),
-  "ghost_reweight_floor": _item("ghost_reweight", 2),
-  "ghost_select_threshold": lambda n, held: {"ghost_select_fraction": n} if held["ghost_select"] == "threshold" else {},
-  "ghost_val_files": _validation_files,
-  "jax_distributed_initialization_timeout": _item("jax_distributed_timeouts", 0, unset=0),
-  "jax_distributed_heartbeat_timeout_seconds": _item("jax_distributed_timeouts", 1, unset=0),
-  "grain_train_files": _files("grain"),
-  "hf_path": _files("hf"),
-  "dataset_name": _files("tfds"),
-  "grain_packing_type": lambda way, held: {"packing": way} if held["packing"] != "none" else {},
-  "parameter_memory_host_offload": _offload("weights", True),
-  "optimizer_memory_host_offload": _offload("optimizer", True),
-  "compile_topology_num_slices": _slices,
-  "ici_pipeline_parallelism": lambda n, _: {"ici_stage_parallelism": n},
-  "dcn_pipeline_parallelism": lambda n, _: {"dcn_stage_parallelism": n},
+_FOLDS: dict[str, Callable[..., dict[str, Any]]] = {
+  fold.__name__: fold
+  for fold in (when, named, offload, item, segment, validation_domain, validation_files, mixture, slices)
 }
 
 
-def _fold(name: str, asked: Any = None, changed: Mapping[str, Any] | None = None) -> Fold:
-  """What a key changes: as `_FOLDS` says, else the keys of its row where the value is the one of its row."""
-  return _FOLDS.get(name) or (lambda value, values: dict(changed or {}) if value == asked else {})
+class OtherKey(NamedTuple):
+  """A key that the schema does not have, of type `kind`.
+
+  answer: what follows the name in an error, such as "is now steps". maxtext: whether it is a key of MaxText, which may
+  be given anywhere. change: name and arguments of one of the functions above; empty = the value is not read.
+  """
+
+  answer: str
+  kind: Any
+  maxtext: bool
+  change: Sequence
+
+  def fold(self, value: Any, values: Values) -> dict[str, Any]:
+    """The keys of the schema that the value changes. values: of the other keys."""
+    return _FOLDS[self.change[0]](value, values, *self.change[1:]) if self.change else {}
 
 
 _TYPES = {"str": str, "int": int, "float": float, "bool": bool, "texts": tuple[str, ...]}
 OTHER = {
-  name: OtherKey(answer, _TYPES[kind], _fold(name, *rest), group == "maxtext")
+  name: OtherKey(answer, _TYPES[kind], group == "maxtext", change)
   for group, rows in read_table("renamed.yml").items()
-  for name, (kind, answer, *rest) in rows.items()
+  for name, (kind, answer, *change) in rows.items()
 }
 
 # Values that are read as others: {key: {text: text}}.

@@ -17,7 +17,6 @@ from maxghost.config.values import WrongTypeError, divisors, from_python, limit_
 
 DISTRIBUTED = re.compile(r"(\S+:[0-9]+),([0-9]+)/([0-9]+)")  # jax_distributed=HOST:PORT,K/N
 BYTE_IDS = 259  # 256 bytes, and the begin, end and padding ids
-MESH_GROUPS = ("ici", "dcn")
 # Outermost first: axes that split rows vary slowest, so that a process holds whole rows; tensor, which communicates
 # most, varies fastest.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
@@ -67,10 +66,8 @@ def rotary(v: Values) -> Iterator[str]:
 
 def mlp_activations(v: Values) -> Iterator[str]:
   if len(v.mlp_activations) not in (1, 2):
-    yield (
-      f"{v['mlp_activations']} has {len(v.mlp_activations)} names, but the feed-forward layer has two branches, gate "
-      "and up, or one; use [silu, linear], or a single name such as [gelu]"
-    )
+    given = f"{v['mlp_activations']} has {len(v.mlp_activations)} names"
+    yield f"{given}; use two, of the branches gate and up, such as [silu, linear], or one, such as [gelu]"
 
 
 def family(v: Values) -> Iterator[str]:
@@ -108,17 +105,12 @@ def sizes(v: Values) -> Iterator[str]:
 
 def layer_cycle(v: Values) -> Iterator[str]:
   num_layers, cycle, types = v.base_num_decoder_layers, v.inhomogeneous_layer_cycle_interval, v.attention_type
+  every = v["inhomogeneous_layer_cycle_interval"]
   if num_layers % cycle:
     down = num_layers - num_layers % cycle
-    yield (
-      f"{v['base_num_decoder_layers']} is not a multiple of {v['inhomogeneous_layer_cycle_interval']}; "
-      f"use {down or cycle} or {down + cycle} layers"
-    )
+    yield f"{v['base_num_decoder_layers']} is not a multiple of {every}; use {down or cycle} or {down + cycle} layers"
   if len(types) not in (1, cycle):
-    yield (
-      f"{v['attention_type']} has {len(types)} entries; give one, or one for each of the "
-      f"{v['inhomogeneous_layer_cycle_interval']} layers of a cycle"
-    )
+    yield f"{v['attention_type']} has {len(types)} entries; give one, or one for each of the {every} layers of a cycle"
   if "local_sliding" in types and v.sliding_window_size < 1:
     yield "attention_type=local_sliding needs sliding_window_size, the number of tokens a position sees, such as 128"
   if "local_sliding" not in types and v.sliding_window_size:
@@ -164,19 +156,14 @@ def offloading(v: Values) -> Iterator[str]:
   if set(v.offload_to_host) <= {"carries"}:
     return
   if not rule.by_segment:
-    yield (
-      f"{given} updates one segment of layers at a time, which {v['opt_type']} cannot; use offload_to_host=[], or "
-      "another opt_type"
-    )
+    yield f"{given} updates by segments, which {v['opt_type']} cannot; use offload_to_host=[], or another opt_type"
   if not v.segment_lengths:
     near = min(divisors(v.base_num_decoder_layers), key=lambda k: abs(k * k - v.base_num_decoder_layers))
     fix = f"give segment_lengths, such as {near}" if v.scan_layers else "use scan_layers=true and segment_lengths"
     yield f"{given} moves one segment of layers at a time; {fix}"
   if v.ghost_enabled and "offload" in plugins.SCHEDULE_LACKS[v.ghost_schedule]:
-    yield (
-      f"{given} forms directions one segment at a time; use ghost_schedule=reverse_scan, not {v.ghost_schedule}, "
-      "or ghost_enabled=false"
-    )
+    instead = f"ghost_schedule=reverse_scan, not {v.ghost_schedule}, or ghost_enabled=false"
+    yield f"{given} forms directions one segment at a time; use {instead}"
   if v.sample_every and "weights" in v.offload_to_host:
     yield f"{v['sample_every']} wants the weights on the device; use sample_every=0 with {given}"
   if micro_batches > 1 and "weights" in v.offload_to_host:
@@ -203,16 +190,14 @@ def processes(v: Values) -> Iterator[str]:
 
 
 def mesh_sizes(v: Values) -> Iterator[str]:
-  for group in MESH_GROUPS:
+  for group in ("ici", "dcn"):
     names = {f"{group}_{axis}_parallelism": getattr(v, f"{group}_{axis}_parallelism") for axis in MESH_AXES}
     for name in (name for name, size in names.items() if size == 0):
       yield f"{name}=0 leaves no devices; use 1 to leave the axis out, or -1 for what the others leave"
     filled = [name for name, size in names.items() if size == -1]
     if len(filled) > 1:
-      yield (
-        f"{' and '.join(f'{name}=-1' for name in filled)}: only one key of a group can take what the others leave; "
-        f"give {filled[0]} a number"
-      )
+      given = " and ".join(f"{name}=-1" for name in filled)
+      yield f"{given}: only one key of a group can take what the others leave; give {filled[0]} a number"
 
 
 def periods(v: Values) -> Iterator[str]:
@@ -239,12 +224,16 @@ def plugins_together(v: Values) -> Iterator[str]:
         f"use ghost_direction={own}, or opt_type={' or '.join(offering)}"
       )
     passes = "two_pass" if v.ghost_schedule == "forward_mode" else v.ghost_schedule
-    yield from plugins.schedule_problems({key: getattr(v, key) for key in plugins.KINDS}, passes)
+    named = ", ".join(v[key] for key in plugins.KINDS)
+    for key, known in plugins.KINDS.items():
+      taken, way = known[getattr(v, key)].schedules, "has no scores; use ghost_enabled=false"
+      if taken:
+        way = f"works with {', '.join(taken)}; use ghost_schedule={taken[0]}"
+      if passes not in taken:
+        yield f"{named} and ghost_schedule={passes} do not go together: {v[key]} {way}, or another {key}"
   if v.ghost_select == "greats" and not rule.elementwise:
-    yield (
-      f"ghost_select=greats compares rows by an elementwise update, which {v['opt_type']} has not; "
-      "use ghost_select=topk or threshold"
-    )
+    wanted = "compares rows by an elementwise update"
+    yield f"ghost_select=greats {wanted}, which {v['opt_type']} has not; use ghost_select=topk or threshold"
 
 
 def objective_units(v: Values) -> Iterator[str]:
@@ -278,10 +267,8 @@ def scoring(v: Values) -> Iterator[str]:
   direction, rule, steps = v.ghost_direction, plugins.OPTIMIZERS[v.opt_type], v.gradient_accumulation_steps
   early = direction in ("sgd", "second_order") or (direction == "auto" and rule.direction == "sgd")
   if v.ghost_every > 1 and v.ghost_val_every > 1:
-    yield (
-      f"{v['ghost_every']} already computes the validation gradient every {v.ghost_every} steps; "
-      f"use ghost_val_every=1, not {v.ghost_val_every}"
-    )
+    given = f"{v['ghost_every']} already computes the validation gradient every {v.ghost_every} steps"
+    yield f"{given}; use ghost_val_every=1, not {v.ghost_val_every}"
   if direction == "second_order" and steps > 1:
     yield "ghost_direction=second_order forms the whole step first; use gradient_accumulation_steps=1"
   if direction == "second_order" and v.ghost_val_every > 1:
@@ -300,11 +287,8 @@ def scoring(v: Values) -> Iterator[str]:
     "tiles": (v.ghost_enabled and v.num_vocab_tiling > 1, "num_vocab_tiling", "1"),
   }
   names = {name: f"ghost_schedule={name}" for name in plugins.RUN_SCHEDULES}
-  yield from plugins.scoring_problems(
-    v.ghost_schedule,
-    names,
-    {want: (asks, v[key], f"{key}={value}" if value else "one set") for want, (asks, key, value) in asked.items()},
-  )
+  named = {want: (asks, v[key], f"{key}={value}" if value else "one set") for want, (asks, key, value) in asked.items()}
+  yield from plugins.scoring_problems(v.ghost_schedule, names, named)
 
 
 def selection(v: Values) -> Iterator[str]:

@@ -1,20 +1,21 @@
-"""Converts one value of the configuration from YAML to the type of its key and back, and checks its limits.
+"""One value of the configuration: converted from YAML to the type of its key and back, within its limits, or refused.
 
 The key's type decides, not YAML's guess: `learning_rate: 1e-3` is a float although YAML 1.1 reads a string there, and
 `run_name: 7` is the text "7". A quoted value is always text.
 """
 
+import difflib
 import math
 import numbers
+import os
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field
 from typing import Any
 
 import yaml
-
-from maxghost.config.errors import did_you_mean
 
 NULL_TAG = "tag:yaml.org,2002:null"
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -23,7 +24,59 @@ INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}")
 INT_EXPONENT = re.compile(r"[-+]?[0-9]+[eE]\+?[0-9]{1,2}")
 
 MOST = 10**9  # of a whole number, where its key names no smaller bound
+_LONGEST = 2000  # characters of a line that is printed
 LINE_ENDS = frozenset("\n\r\x85\u2028\u2029")
+
+
+class ConfigError(ValueError):
+  """A mistake of the user: one clear line per problem (what is wrong, the value, the fix).
+
+  `problems` holds the lines; the message is the lines joined. Commands print them and exit with code 2.
+  """
+
+  def __init__(self, *problems: str):
+    self.problems = tuple(problems)
+    super().__init__("\n".join(problems))
+
+
+def print_problem(problem: str | BaseException, name: str = "maxghost") -> None:
+  """Prints a line on stderr, in which control characters are escaped. A closed output (`| head`) is no problem."""
+  if isinstance(problem, BrokenPipeError):
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed there at exit
+    return
+  text = str(problem)
+  if isinstance(problem, OSError) and problem.strerror:
+    text = f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror
+  text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+  shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+  print(f"{name}: {shown}", file=sys.stderr)
+
+
+def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
+  """The valid names most like `name`, best first: those spelt alike, then those that contain it as a whole word.
+
+  Of the names spelt alike, the best is kept, and those exactly as good. Capitals and `-` against `_` do not count.
+  When there are none at all, names that contain `name` anywhere are taken.
+  """
+  plain = {candidate.lower().replace("-", "_"): candidate for candidate in valid}
+  wanted = name.lower().replace("-", "_")
+  if wanted in plain:
+    return [plain[wanted]]
+  alike = difflib.get_close_matches(wanted, plain, n=len(plain) or 1)
+  likeness = [difflib.SequenceMatcher(a=candidate, b=wanted).ratio() for candidate in alike]
+  found = sorted(candidate for candidate, ratio in zip(alike, likeness, strict=True) if ratio == likeness[0])
+  found += [candidate for candidate in plain if f"_{wanted}_" in f"_{candidate}_" and candidate not in found]
+  if not found and len(wanted) >= 2:
+    found = [candidate for candidate in plain if wanted in candidate]
+  return [plain[candidate] for candidate in found[:limit]]
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+  """`; did you mean 'steps'?`, or nothing when no valid name is near."""
+  names = [f"'{found}'" for found in nearest(name, valid)]
+  if not names:
+    return ""
+  return "; did you mean " + " or ".join(filter(None, [", ".join(names[:-1]), names[-1]])) + "?"
 
 
 class WrongTypeError(Exception):
@@ -124,27 +177,13 @@ def shown(value: Any) -> str:
   return repr(value)
 
 
-class _Dumper(yaml.SafeDumper):
-  """Writes text that holds any kind of line end in double quotes: elsewhere YAML folds line ends into spaces."""
-
-  def represent_text(self, text: str) -> yaml.Node:
-    breaks = not LINE_ENDS.isdisjoint(text)
-    return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if breaks else None)
-
-
-_Dumper.add_representer(str, _Dumper.represent_text)
-
-
 def to_yaml(key: str, value: Any) -> str:
   """One `key: value` entry of a YAML file, with its line end; reading it gives the value back exactly."""
-  plain = _lists(value)
-  style = isinstance(plain, list)  # a list stays on its line; a top-level `{key: value}` never does
-  text = yaml.dump(plain, Dumper=_Dumper, default_flow_style=style, width=2**30, allow_unicode=True)
+  flow = isinstance(value, tuple)  # a list stays on its line; a top-level `{key: value}` never does
+  # Outside of double quotes YAML folds line ends into spaces.
+  quotes = None if LINE_ENDS.isdisjoint(shown(value)) else '"'
+  text = yaml.safe_dump(value, default_style=quotes, default_flow_style=flow, width=2**30, allow_unicode=True)
   return f"{key}: {text.removesuffix('...' + chr(10))}"
-
-
-def _lists(value: Any) -> Any:
-  return [_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
 def slash_path(path: Iterable[Any]) -> str:

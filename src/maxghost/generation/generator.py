@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxghost.generation import kv_cache
 from maxghost.generation.sampling import Sampling, choose
-from maxghost.models import kv_cache
 from maxghost.models.layers import Hidden
 
 _PROMPT_MULTIPLE = 32  # prompts are padded to a multiple of it, so that similar lengths share a compilation
@@ -173,7 +173,8 @@ def read_prompts(model, tokens_BT, lengths_B, cache_size: int) -> tuple[jax.Arra
   def open_cache(_):
     return kv_cache.Prompt(lengths_B, cache_size)
 
-  hidden, kept = model.decoder.cached(model.embed(tokens_BT, positions_BT), positions_BT, real_BT, open_cache)
+  x = model.embed(tokens_BT, positions_BT)
+  hidden, kept = kv_cache.run_decoder(model.decoder, x, (positions_BT, real_BT), open_cache)
   last_B1D = jnp.take_along_axis(hidden.x_BTD, (lengths_B - 1)[:, None, None], axis=1)
   return model.logits(Hidden(last_B1D))[:, 0], kept
 
@@ -186,7 +187,8 @@ def add_token(model, token_B, counts_B, kept) -> tuple[jax.Array, Any]:
     return kv_cache.Continuation(kept, counts_B)
 
   x = model.embed(token_B[:, None], positions_B1)
-  hidden, new = model.decoder.cached(x, positions_B1, jnp.ones_like(positions_B1), open_cache, kept)
+  inputs = (positions_B1, jnp.ones_like(positions_B1))
+  hidden, new = kv_cache.run_decoder(model.decoder, x, inputs, open_cache, kept)
   return model.logits(hidden)[:, 0], kv_cache.append(kept, new, counts_B)
 
 

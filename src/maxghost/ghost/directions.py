@@ -15,7 +15,7 @@ from flax import nnx
 
 from maxghost.ghost import low_rank
 from maxghost.optimizers import Parameter, RuleState, Sgd, UpdateRule
-from maxghost.parallel import constrain, constrain_factor
+from maxghost.parallel.shardings import constrain, constrain_factor
 
 
 class GhostProbe(nnx.Variable):

@@ -19,7 +19,7 @@ from flax import nnx
 from maxghost.ghost import directions, rules
 from maxghost.ghost.directions import ScoredParam, part_name
 from maxghost.models import autodiff
-from maxghost.parallel import constrain
+from maxghost.parallel.shardings import constrain
 
 SCORES = (None, "activation_batch", "activation_length")  # logical axes of a score [K, n(, T)]
 

@@ -16,7 +16,7 @@ from maxghost.ghost.probed import LayerPasses, filled, zero_cotangent
 from maxghost.ghost.rules import Call, Rule, rule
 from maxghost.ghost.rules_flax import EmbedRule, LinearGeneralRule
 from maxghost.models import attention, moe
-from maxghost.models.grouped_matmul import product, product_transposed
+from maxghost.models.grouped_matmul import product
 from maxghost.models.layers import gated
 from maxghost.models.output_head import OutputProjection, TiedTable
 from maxghost.objectives.cross_entropy import Head, backward, forward
@@ -71,7 +71,7 @@ def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert
   h_RF, pull = jax.vjp(lambda branches: gated(branches, module.activations, module.limit), branches)
   weight_R = weight_nTk.reshape(-1)[rows.order_R].astype(h_RF.dtype)
   g_RD = rows.own(rows.take(b_nTD.reshape(-1, b_nTD.shape[-1]).astype(h_RF.dtype)) * weight_R[:, None])
-  g_RF = product_transposed(g_RD, params["wo"].astype(module.dtype), rows.sizes_E, module.precision)
+  g_RF = product(g_RD, params["wo"].astype(module.dtype), rows.sizes_E, module.precision, contract=2)
   (g_branches,) = pull(rows.own(g_RF))
   used = {name: (x_RD, g_RF) for name, g_RF in zip(module.branches, g_branches, strict=True)}
   return rows, used | {"wo": (h_RF, g_RD)}
@@ -95,7 +95,7 @@ def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, di
     left_EIq = jnp.moveaxis(direction.left.astype(x_RI.dtype), 0, 2).reshape(experts, inputs, sets * rank)
     right_EqO = jnp.moveaxis(direction.right.astype(g_RO.dtype), 0, 1).reshape(experts, sets * rank, -1)
     x_Rq = rows.own(product(x_RI, left_EIq, rows.sizes_E, module.precision, wide))
-    g_Rq = rows.own(product_transposed(g_RO, right_EqO, rows.sizes_E, module.precision, wide))
+    g_Rq = rows.own(product(g_RO, right_EqO, rows.sizes_E, module.precision, wide, contract=2))
     rows_KR = (x_Rq * g_Rq).reshape(-1, sets, rank).sum(-1).T
   return jnp.stack([rows.sums(row_R).reshape(-1, length) for row_R in rows_KR])
 

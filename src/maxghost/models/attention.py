@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.config.errors import ConfigError
 from maxghost.config.schema import ModelConfig
+from maxghost.config.values import ConfigError
 from maxghost.models import attention_blockwise, attention_flash, autodiff
-from maxghost.models.layers import HIDDEN, KEYS, QUERIES, linear, rms_norm
+from maxghost.models.layers import HIDDEN, KEYS, QUERIES, linear, norm
 from maxghost.models.rotary import Rotary
-from maxghost.parallel import constrain, shardings
+from maxghost.parallel import shardings
+from maxghost.parallel.shardings import constrain
 
 KERNELS = ("autoselected", "dot_product", "blockwise", "flash")
 SHORT = 1024  # up to this many positions all scores fit in memory, and computing them at once is fastest
@@ -170,15 +171,15 @@ class SelfAttention(nnx.Module):
     self.out = linear(cfg, (heads, width), embed, ("heads", "kv", "embed"), **outwards)
     self.has_qk_norm, self.has_sinks = cfg.use_qk_norm, cfg.attention_sink
     if self.has_qk_norm:
-      self.query_norm = rms_norm(cfg, width, rngs=rngs)
-      self.key_norm = rms_norm(cfg, width, rngs=rngs)
+      self.query_norm = norm(cfg, width, rngs=rngs)
+      self.key_norm = norm(cfg, width, rngs=rngs)
     if self.has_sinks:
       self.sinks = nnx.Param(jnp.zeros(heads, jnp.dtype(cfg.weight_dtype)), axes=("q_heads",))
     self.rotary = Rotary(cfg)
     self.kernel, self.window, self.soft_cap = cfg.attention, window, cfg.attn_logits_soft_cap or None
 
   def __call__(self, x_BTD, positions_BT, segment_ids_BT, cache=None):
-    """cache: the keys and values of the positions before x, from `kv_cache`, during generation."""
+    """cache: the keys and values of the positions before x, from `generation.kv_cache`, during generation."""
     heads = self.project(x_BTD, positions_BT)
     more = {} if cache is None else {"cache": cache}
     return constrain(self.out(self.attend(*heads, segment_ids_BT, **more)), HIDDEN)

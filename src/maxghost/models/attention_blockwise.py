@@ -40,18 +40,6 @@ def _cut(x, index, block: int, axis: int):
   return lax.dynamic_slice_in_dim(x, index * block, block, axis)
 
 
-def _first_key_block(shape, block: int, index):
-  """The first block of keys that a query of block `index` may see."""
-  return jnp.zeros_like(index) if shape.window is None else jnp.maximum(index * block - shape.window + 1, 0) // block
-
-
-def _last_query_block(shape, block: int, num_blocks: int, index):
-  """The last block of queries that may see a key of block `index`."""
-  if shape.window is None:
-    return jnp.full_like(index, num_blocks - 1)
-  return jnp.minimum((index * block + block - 1 + shape.window - 1) // block, num_blocks - 1)
-
-
 def _mask(shape, block: int, segments, i, j):
   """[B, 1, 1, c, c]: which queries of block i see which keys of block j."""
   places = jnp.arange(block)
@@ -84,7 +72,8 @@ def _forward(shape, block, q, k, v, segments, sinks):
     else:
       start = _cut(sinks, i, block, 3).astype(wide), jnp.ones(rows, wide)
     init = (*start, jnp.zeros((*rows, v.shape[-1]), wide))
-    highest, total, out = lax.fori_loop(_first_key_block(shape, block, i), i + 1, key_block, init)
+    first = 0 if shape.window is None else jnp.maximum(i * block - shape.window + 1, 0) // block
+    highest, total, out = lax.fori_loop(first, i + 1, key_block, init)
     return None, ((out / total[..., None]).astype(q.dtype), highest + jnp.log(total))
 
   _, (out_N, log_sum_N) = lax.scan(query_block, None, jnp.arange(q.shape[3] // block))
@@ -125,7 +114,9 @@ def _backward(shape, block, residuals, g):
       return dq, dk_j, dv_j
 
     zeros = jnp.zeros(k_j.shape, wide), jnp.zeros(v_j.shape, wide)
-    last = _last_query_block(shape, block, num_blocks, j)
+    last = num_blocks - 1  # the last block of queries that see a key of this one
+    if shape.window is not None:
+      last = jnp.minimum((j * block + block - 1 + shape.window - 1) // block, last)
     dq, dk_j, dv_j = lax.fori_loop(j, last + 1, query_block, (dq, *zeros))
     return dq, (dk_j.astype(k.dtype), dv_j.astype(v.dtype))
 

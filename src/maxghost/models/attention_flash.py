@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from maxghost.config.errors import ConfigError
+from maxghost.config.values import ConfigError
 from maxghost.models import autodiff
 from maxghost.models.layers import KEYS, QUERIES
 from maxghost.parallel import shardings

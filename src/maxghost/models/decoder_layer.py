@@ -13,7 +13,7 @@ from maxghost.models import autodiff
 from maxghost.models.attention import SelfAttention
 from maxghost.models.layers import FEED_FORWARD, HIDDEN, Hidden, gated, linear, norm
 from maxghost.models.moe import RoutedMoe
-from maxghost.parallel import constrain
+from maxghost.parallel.shardings import constrain
 
 
 class GatedMlp(nnx.Module):

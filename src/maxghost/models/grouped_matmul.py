@@ -33,7 +33,7 @@ def _forward(precision, x_RI, w_GIO, sizes_G):
 
 def _backward(precision, residuals, g_RO):
   x_RI, w_GIO, sizes_G = residuals
-  dx_RI = product_transposed(g_RO, w_GIO, sizes_G, precision)
+  dx_RI = product(g_RO, w_GIO, sizes_G, precision, contract=2)
   no_size = autodiff.no_cotangent(sizes_G)
   return dx_RI.astype(x_RI.dtype), outer_sums(x_RI, g_RO, sizes_G, precision).astype(w_GIO.dtype), no_size
 
@@ -41,23 +41,17 @@ def _backward(precision, residuals, g_RO):
 _grouped = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0,))
 
 
-def product(x_RI, w_GIO, sizes_G, precision=None, dtype=None):
-  """As `grouped_matmul`, without a backward pass of its own. dtype: of y, default that of x."""
-  return _choose(
-    functools.partial(_blocks, contract=1, precision=precision, dtype=dtype),
-    functools.partial(lax.ragged_dot, precision=precision, preferred_element_type=dtype),
-    (x_RI, w_GIO, sizes_G),
-  )
+def product(x_R, w_GIO, sizes_G, precision=None, dtype=None, *, contract: int = 1):
+  """As `grouped_matmul`, without a backward pass of its own; contract=2: each row times its group's transposed matrix.
 
+  dtype: of the result, default that of x.
+  """
 
-def product_transposed(g_RO, w_GIO, sizes_G, precision=None, dtype=None):
-  """y_RI: each row times the transposed matrix of its group. dtype: of y, default that of g."""
+  def ragged(x, w, sizes):
+    return lax.ragged_dot(x, w if contract == 1 else w.swapaxes(1, 2), sizes, precision, dtype)
 
-  def ragged(g, w, sizes):
-    return lax.ragged_dot(g, w.swapaxes(1, 2), sizes, precision, dtype)
-
-  blocks = functools.partial(_blocks, contract=2, precision=precision, dtype=dtype)
-  return _choose(blocks, ragged, (g_RO, w_GIO, sizes_G))
+  blocks = functools.partial(_blocks, contract=contract, precision=precision, dtype=dtype)
+  return _choose(blocks, ragged, (x_R, w_GIO, sizes_G))
 
 
 def outer_sums(x_RI, g_RO, sizes_G, precision=None):

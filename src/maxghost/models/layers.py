@@ -72,22 +72,14 @@ def precision(cfg: ModelConfig):
   return None if cfg.matmul_precision == "default" else cfg.matmul_precision
 
 
-def norm(cfg: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
-  """The norm of a residual branch: RMSNorm, or LayerNorm with bias."""
-  if not FAMILIES[cfg.decoder_block].layer_norm:
-    return rms_norm(cfg, cfg.base_emb_dim, rngs=rngs)
-  # The fast variance, E[x^2] - E[x]^2, loses digits where the mean is large.
-  bias = {"axes": ("norm",)}
-  return _norm(nnx.LayerNorm, cfg, cfg.base_emb_dim, rngs, use_fast_variance=False, bias_metadata=bias)
-
-
-def rms_norm(cfg: ModelConfig, num_features: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
-  return _norm(nnx.RMSNorm, cfg, num_features, rngs)
-
-
-def _norm(kind: type, cfg: ModelConfig, num_features: int, rngs: nnx.Rngs, **options):
+def norm(cfg: ModelConfig, num_features: int | None = None, *, rngs: nnx.Rngs) -> nnx.Module:
+  """The norm of a residual branch: RMSNorm, or LayerNorm with bias. With num_features, RMSNorm over that many."""
+  kind, options = nnx.RMSNorm, {}
+  if num_features is None and FAMILIES[cfg.decoder_block].layer_norm:
+    # The fast variance, E[x^2] - E[x]^2, loses digits where the mean is large.
+    kind, options = nnx.LayerNorm, {"use_fast_variance": False, "bias_metadata": {"axes": ("norm",)}}
   return kind(
-    num_features,
+    num_features or cfg.base_emb_dim,
     epsilon=cfg.normalization_layer_epsilon,
     dtype=jnp.dtype(cfg.dtype),
     param_dtype=jnp.dtype(cfg.weight_dtype),

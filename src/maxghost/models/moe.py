@@ -77,10 +77,6 @@ class Rows:
     """Rows of the tokens' values: [N, ...] -> [R, ...]."""
     return _take(self.num_chosen, x_N, self.order_R, self.place_R)
 
-  def restore(self, y_R):
-    """Puts rows back in the order of the pairs."""
-    return _permute(y_R, self.place_R, self.order_R)
-
   def sums(self, s_R):
     """Sums over each token's rows: [R] -> [N]."""
     return s_R[self.place_R].reshape(-1, self.num_chosen).sum(1)
@@ -152,7 +148,11 @@ class Split:
     """Runs `experts(params, x, index, weight, first_expert)` on every device; whole arrays in and out."""
 
     def local(params, x, index, weight):
-      return self.sum(experts(self.once(params), *self.gather(x, index, weight), self.first_expert(params)))
+      first = self.first_expert(params)
+      if "wo_bias" in params and self.width:  # on only one of the devices whose outputs are summed
+        bias = params["wo_bias"]
+        params = params | {"wo_bias": jnp.where(self.is_first, bias, jnp.zeros_like(bias))}
+      return self.sum(experts(params, *self.gather(x, index, weight), first))
 
     specs = {name: self.param(name) for name in params}
     return self.map(local, (specs, *[self.tokens] * 3), self.tokens)(params, x_BTD, index_BTk, weight_BTk)
@@ -174,13 +174,6 @@ class Split:
   def first_expert(self, params: dict):
     """Index of the first expert of this device."""
     return self._index(self.experts) * params["wo"].shape[0]
-
-  def once(self, params: dict) -> dict:
-    """The params, with the output's bias on only one of the devices whose outputs are summed."""
-    if "wo_bias" not in params or not self.width:
-      return params
-    bias = params["wo_bias"]
-    return params | {"wo_bias": jnp.where(self.is_first, bias, jnp.zeros_like(bias))}
 
   @property
   def is_first(self):
@@ -284,7 +277,7 @@ class RoutedMoe(nnx.Module):
     rows = Rows.sort(index_BTk, params["wo"].shape[0], first_expert)
     branches = self.branch_rows(params, rows.take(x_BTD.reshape(-1, x_BTD.shape[-1])), rows)
     y_RD = rows.own(self.multiply(params, "wo", gated(branches, self.activations, self.limit), rows))
-    y_NkD = rows.restore(y_RD).reshape(-1, self.num_chosen, y_RD.shape[-1])
+    y_NkD = _permute(y_RD, rows.place_R, rows.order_R).reshape(-1, self.num_chosen, y_RD.shape[-1])
     y_ND = jnp.einsum("nkd,nk->nd", y_NkD, weight_BTk.reshape(-1, self.num_chosen).astype(y_NkD.dtype))
     return y_ND.reshape(x_BTD.shape)
 

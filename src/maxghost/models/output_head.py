@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.models.layers import Hidden
-from maxghost.parallel import constrain
+from maxghost.parallel.shardings import constrain
 
 
 class TiedTable(nnx.Embed):

@@ -30,40 +30,30 @@ class Rotary:
     frequency_i = self.frequencies(half, angle_dtype)
     angle_BT1i = positions_BT[:, :, None, None].astype(angle_dtype) * frequency_i[None, None, None, :]
     sin, cos = jnp.sin(angle_BT1i), jnp.cos(angle_BT1i)
-    if self.scale != 1.0:
-      sin, cos = sin * self.scale, cos * self.scale
+    if self.cfg.rope_type == "yarn" and self.cfg.rope_attention_scaling:
+      scale = 0.1 * math.log(self.cfg.rope_factor) + 1.0  # Peng et al., arXiv:2309.00071, section 3.4
+      sin, cos = sin * scale, cos * scale
     first, second = x_BTHh[..., :half].astype(angle_dtype), x_BTHh[..., half:].astype(angle_dtype)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTHh.dtype)
 
-  @property
-  def scale(self) -> float:
-    """Factor on every rotated head. Source: Peng et al., arXiv:2309.00071, section 3.4."""
-    if self.cfg.rope_type != "yarn" or not self.cfg.rope_attention_scaling:
-      return 1.0
-    return 0.1 * math.log(self.cfg.rope_factor) + 1.0
-
   def frequencies(self, half: int, dtype):
-    """Radians per position of each of the `half` pairs."""
-    exponent_i = jnp.arange(half, dtype=dtype) / half
-    frequency_i = jnp.asarray(self.cfg.rope_max_timescale, dtype) ** -exponent_i
-    if self.cfg.rope_type == "llama3.1":
-      return self._stretched_by_wavelength(frequency_i)
-    if self.cfg.rope_type == "yarn":
-      return self._stretched_by_index(frequency_i)
-    return frequency_i
+    """Radians per position of each of the `half` pairs: of a stretched one, a mean of the plain and the longest."""
+    cfg = self.cfg
+    frequency_i = jnp.asarray(cfg.rope_max_timescale, dtype) ** -(jnp.arange(half, dtype=dtype) / half)
+    if cfg.rope_type == "llama3.1":  # the plain one's share falls from 1 to 0 with its turns in the original length
+      turns_i = cfg.original_max_position_embeddings * frequency_i / (2 * math.pi)
+      low, high = cfg.rope_low_freq_factor, cfg.rope_high_freq_factor
+      plain_i = jnp.clip((turns_i - low) / (high - low), 0, 1)
+    elif cfg.rope_type == "yarn":
+      plain_i = self._plain_share(half, dtype)
+    else:
+      return frequency_i
+    return frequency_i * (plain_i + (1 - plain_i) / cfg.rope_factor)
 
-  def _stretched_by_wavelength(self, frequency_i):
-    """Llama 3.1: the share of the plain frequency falls from 1 to 0 with the turns in the original length."""
-    turns_i = self.cfg.original_max_position_embeddings * frequency_i / (2 * math.pi)
-    low, high = self.cfg.rope_low_freq_factor, self.cfg.rope_high_freq_factor
-    plain_i = jnp.clip((turns_i - low) / (high - low), 0, 1)
-    return frequency_i * (plain_i + (1 - plain_i) / self.cfg.rope_factor)
-
-  def _stretched_by_index(self, frequency_i):
+  def _plain_share(self, half: int, dtype):
     """YaRN: the share of the plain frequency falls linearly in the index, from 1 at the pair that turns beta_fast times
     in the original length to 0 at the pair that turns beta_slow times. Source: arXiv:2309.00071, section 3.2."""
-    half = len(frequency_i)
 
     def index_of(turns: float) -> float:
       length = self.cfg.original_max_position_embeddings / (turns * 2 * math.pi)
@@ -74,5 +64,4 @@ class Rotary:
       first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * half - 1)
     width = last - first or 0.001
-    plain_i = 1 - jnp.clip((jnp.arange(half, dtype=frequency_i.dtype) - first) / width, 0, 1)
-    return frequency_i * (plain_i + (1 - plain_i) / self.cfg.rope_factor)
+    return 1 - jnp.clip((jnp.arange(half, dtype=dtype) - first) / width, 0, 1)

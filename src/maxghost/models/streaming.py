@@ -93,11 +93,11 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
   if not segment_lengths:
     raise ValueError("streamed layers need segments: give segment_lengths")
   segments.check(jax.tree.leaves(xs)[0].shape[0], segment_lengths)
-  floats, others, rebuild = _separate(segments.split(xs, segment_lengths[0]))
-  shared_floats, shared_others, rebuild_shared = _separate(shared)
+  floats, others = _separate(segments.split(xs, segment_lengths[0]))
+  shared_floats, shared_others = _separate(shared)
 
   def segment(carry, floats, shared_floats, others, shared_others):
-    xs, shared = rebuild(floats, others), rebuild_shared(shared_floats, shared_others)
+    xs, shared = _joined(floats, others), _joined(shared_floats, shared_others)
     return segments.scan(lambda c, x: (body(c, x, shared), None), carry, xs, segment_lengths[1:])[0]
 
   @jax.custom_vjp
@@ -129,13 +129,13 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
 
 
 def _separate(tree):
-  """(float leaves, other leaves, rebuild(floats, others) -> tree)."""
-  leaves, structure = jax.tree.flatten(tree)
-  is_float = [bool(jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)) for x in leaves]
+  """(the tree of the floats, the tree of the other leaves), None in place of the leaves that the other one has."""
 
-  def rebuild(floats, others):
-    floats, others = iter(floats), iter(others)
-    return jax.tree.unflatten(structure, [next(floats) if f else next(others) for f in is_float])
+  def kept(is_float: bool):
+    return jax.tree.map(lambda x: x if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) == is_float else None, tree)
 
-  floats, others = ([x for x, f in zip(leaves, is_float, strict=True) if f is kind] for kind in (True, False))
-  return floats, others, rebuild
+  return kept(True), kept(False)
+
+
+def _joined(floats, others):
+  return jax.tree.map(lambda x, other: other if x is None else x, floats, others, is_leaf=lambda x: x is None)

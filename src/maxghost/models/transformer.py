@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.schema import Config, ModelConfig
-from maxghost.models import kv_cache, moe, stack
+from maxghost.models import moe, stack
 from maxghost.models.decoder_layer import DecoderLayer, LayerCycle
 from maxghost.models.layers import HIDDEN, Hidden, linear, norm
 from maxghost.models.output_head import OutputHead, OutputProjection, TiedTable
-from maxghost.parallel import constrain
+from maxghost.parallel.shardings import constrain
 
 
 class Decoder(nnx.Module):
@@ -58,20 +58,6 @@ class Decoder(nnx.Module):
       key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
       hidden = layer(state, hidden, positions_BT, segment_ids_BT, key)
     return hidden
-
-  def cached(self, hidden: Hidden, positions_BT, segment_ids_BT, open_cache, kept=None):
-    """As __call__, each layer with its cache; returns also the entries that the caches have to keep (`kv_cache`).
-
-    open_cache: maps a layer's part of `kept` (None at the first call) to its cache.
-    """
-    if self.scan_layers:
-      return kv_cache.run_stacked(self.layers, hidden, (positions_BT, segment_ids_BT), open_cache, kept)
-    entries = []
-    for i in range(self.num_layers):
-      cache = open_cache(None if kept is None else kept[i])
-      hidden = getattr(self, f"layers_{i}")(hidden, positions_BT, segment_ids_BT, cache=cache)
-      entries.append(cache.entries)
-    return hidden, entries
 
 
 def embedding(cfg: ModelConfig, num_rows: int, axes, *, std: float, rngs: nnx.Rngs, layer_type=nnx.Embed) -> nnx.Embed:

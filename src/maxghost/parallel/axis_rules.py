@@ -121,10 +121,6 @@ class AxisRules:
       f"{fit} of them there, or give it other mesh axes, such as logical_axis_rules=[[{name}, []]]"
     )
 
-  def rows_axes(self, num_rows: int) -> tuple[str, ...]:
-    """The leading batch axes whose sizes together divide this many rows."""
-    return self.leading(self.batch_axes, num_rows)
-
   def leading(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
     """The most leading mesh axes whose sizes together divide `size`."""
     while axes and size % self.parts(axes):

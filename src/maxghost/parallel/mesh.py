@@ -32,30 +32,29 @@ def fill(group: str, sizes: dict[str, int], total: int, what: str) -> dict[str, 
     return sizes | {open_axis: total // product}
   if product == total:
     return sizes
+  raise _misfit(group, given, total, what, open_axis is not None)
+
+
+def _misfit(group: str, given: dict[str, int], total: int, what: str, filled: bool) -> ConfigError:
+  """The error for sizes whose product is not the total, or, with one more to be filled in, does not divide it.
+
+  It names up to three changes of a single key that correct the product.
+  """
+  product = math.prod(given.values())
   shown = " x ".join(f"{group}_{axis}_parallelism={size}" for axis, size in given.items() if size > 1) or "1"
-  relation = "does not divide" if open_axis is not None else "is not"
+  relation = "does not divide" if filled else "is not"
   named = f"{shown} = {product}" if shown != "1" else f"all {group}_*_parallelism are 1, which"
-  ways = _ways(group, given, total, open_axis is not None)
-  raise ConfigError(f"{named} {relation} the {total} {what}; use {', or '.join(ways)}")
-
-
-def _ways(group: str, given: dict[str, int], total: int, filled: bool) -> list[str]:
-  """Up to three changes of a single key that correct the product."""
   ways = []
   for axis, size in sorted(given.items(), key=lambda item: -item[1]):
-    others = math.prod(given.values()) // size
-    if size == 1 or total % others:
-      continue
-    fitting = divisors(total // others) if filled else [total // others]
-    near = min(fitting, key=lambda n: (abs(n - size), n))
-    if near != size:
+    rest, left = divmod(total, product // size)
+    if size > 1 and not left:
+      near = min(divisors(rest) if filled else [rest], key=lambda n: (abs(n - size), n))
       ways.append(f"{group}_{axis}_parallelism={near}")
-  if not filled:
-    largest = max(given, key=lambda axis: given[axis])
-    others = math.prod(given.values()) // given[largest]
-    if total % others == 0:
-      ways.append(f"{group}_{largest}_parallelism=-1, which takes what is left")
-  return ways[:3] or [f"{group}_{axis}_parallelism=1 for each key but one, and -1 there" for axis in list(given)[:1]]
+  largest = max(given, key=lambda axis: given[axis])
+  if not filled and total % (product // given[largest]) == 0:
+    ways.append(f"{group}_{largest}_parallelism=-1, which takes what is left")
+  ways = ways or [f"{group}_{next(iter(given))}_parallelism=1 for each key but one, and -1 there"]
+  return ConfigError(f"{named} {relation} the {total} {what}; use {', or '.join(ways[:3])}")
 
 
 def num_slices(cfg: ParallelConfig, devices: Sequence) -> int:
@@ -69,20 +68,10 @@ def mesh_shape(cfg: ParallelConfig, num_devices: int, slices: int = 1) -> tuple[
   """(ici sizes, dcn sizes) by mesh axis. Raises ConfigError if their product is not the number of devices."""
   dcn = fill("dcn", group_sizes(cfg, "dcn"), slices, f"slice{'s' if slices > 1 else ''}")
   if num_devices % slices:
-    raise ConfigError(_uneven_slices(dcn, num_devices, slices))
+    raise _misfit("dcn", dcn, num_devices, "devices", filled=True)
   per_slice = num_devices // slices
   where = f"device{'s' if per_slice > 1 else ''}{' of each slice' if slices > 1 else ''}"
   return fill("ici", group_sizes(cfg, "ici"), per_slice, where), dcn
-
-
-def _uneven_slices(dcn: dict[str, int], num_devices: int, slices: int) -> str:
-  shown = " x ".join(f"dcn_{axis}_parallelism={size}" for axis, size in dcn.items() if size > 1)
-  axis = max(dcn, key=lambda axis: dcn[axis])
-  others = slices // dcn[axis]
-  fitting = [] if num_devices % others else divisors(num_devices // others)
-  near = sorted(fitting, key=lambda n: (abs(n - dcn[axis]), n))[:2]
-  ways = " or ".join(f"dcn_{axis}_parallelism={n}" for n in near) or f"dcn_{axis}_parallelism=1 and others"
-  return f"{shown} = {slices} slices do not divide the {num_devices} devices; use {ways}"
 
 
 def auto(axes: Sequence[str]) -> tuple:

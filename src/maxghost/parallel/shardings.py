@@ -7,6 +7,7 @@ tracing time maps them to mesh axes. Without a layout, or on one device, `constr
 import contextlib
 import contextvars
 import dataclasses
+import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,11 +17,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from maxghost.config import ConfigError
+from maxghost.config import ConfigError, did_you_mean
 from maxghost.config.schema import ParallelConfig
 from maxghost.config.values import slash_path
 from maxghost.parallel import mesh as meshes
-from maxghost.parallel.axis_rules import FACTOR, AxisRules, make_rules
+from maxghost.parallel.axis_rules import DEFAULT_RULES, FACTOR, AxisRules, make_rules
 
 AXES = "axes"  # metadata of a Variable: its logical axes
 HOST = "pinned_host"
@@ -79,7 +80,7 @@ class Layout:
 
   def rows(self, num_rows: int) -> Sharding:
     """The sharding of batch arrays [B, ...]."""
-    return self.sharding(partition_spec((self.rules.rows_axes(num_rows),)))
+    return self.sharding(partition_spec((self.rules.leading(self.rules.batch_axes, num_rows),)))
 
   @property
   def row_parts(self) -> int:
@@ -130,21 +131,13 @@ class Layout:
       return NamedSharding(self.mesh, spec, memory_kind=kind)
     return self.sharding(spec)
 
-  def put_global(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Batch arrays on the devices, from a host that holds all rows (every process the same)."""
-    num_rows = len(next(iter(arrays.values())))
-    return self._put(arrays, num_rows, lambda to, x: jax.make_array_from_callback(x.shape, to, lambda index: x[index]))
-
-  def put_local(self, arrays: dict[str, np.ndarray], num_rows: int) -> dict[str, jax.Array]:
-    """Batch arrays of `num_rows` rows over all processes, from the rows of this one."""
-    make = jax.make_array_from_process_local_data
-    return self._put(arrays, num_rows, lambda to, x: make(to, x, (num_rows, *x.shape[1:])))
-
-  def _put(self, arrays: dict[str, np.ndarray], num_rows: int, make: Callable) -> dict[str, jax.Array]:
+  def put(self, arrays: dict[str, np.ndarray], num_rows: int | None = None) -> dict[str, jax.Array]:
+    """Batch arrays of `num_rows` rows over all processes, from the rows of this one; None: every process has all."""
     if self.num_devices == 1:
       return jax.device_put(arrays, self.mesh.devices.flat[0])
-    sharding = self.rows(num_rows)
-    return {name: make(sharding, x) for name, x in arrays.items()}
+    num_rows = num_rows or len(next(iter(arrays.values())))
+    shapes = {name: (num_rows, *x.shape[1:]) for name, x in arrays.items()}
+    return jax.make_array_from_process_local_data(self.rows(num_rows), arrays, shapes)
 
 
 @contextlib.contextmanager
@@ -284,9 +277,53 @@ def partition_spec(parts: Sequence[tuple[str, ...]]) -> PartitionSpec:
   return PartitionSpec(*entries)
 
 
-def local_size(shape: Sequence[int], sharding: Sharding) -> int:
-  """Elements of an array on one device."""
-  return math.prod(sharding.shard_shape(tuple(shape)))
+def check_rules(abstract: nnx.State, layout: Layout) -> None:
+  """Raises ConfigError for a rule that names an unknown mesh axis, or a logical axis that this model does not have.
+
+  abstract: a train state. The axes of activations are known only when they are traced, so an axis activation_* is
+  accepted unless it resembles a known one.
+  """
+  layout.rules.check()
+  states = [v.get_metadata().get(AXES) or () for _, v in nnx.to_flat_state(abstract)]
+  known = {name for name, _ in DEFAULT_RULES}.union(*states) - {None}
+  for name in layout.rules.names:
+    foreign = name.startswith("activation_") and not difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    if name not in known and not foreign:
+      raise ConfigError(
+        f"logical_axis_rules: no tensor has axis '{name}'{did_you_mean(name, sorted(known))}; the axes of this model's "
+        f"weights are {', '.join(sorted({axis for axes in states for axis in axes if axis}))}"
+      )
+
+
+def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:
+  """Returns a line that compares a device's share of the parameters with an even split over the weights' mesh axes.
+
+  abstract: a train state with shardings. Raises ConfigError, naming the largest parameter that is not split, if the
+  excess is above `tolerance`.
+  """
+  total = held = 0
+  whole: list[tuple[int, str]] = []
+  axes: set[str] = set()
+  for path, variable in nnx.to_flat_state(nnx.filter_state(abstract, nnx.Param)):
+    leaf = variable.get_value()
+    own = math.prod(leaf.sharding.shard_shape(leaf.shape))
+    total, held = total + leaf.size, held + own
+    if own == leaf.size:
+      whole.append((leaf.size, slash_path(path)))
+    for name, row in layout.rules.rows:
+      if name in (variable.get_metadata().get(AXES) or ()):
+        axes.update(layout.rules.active(row))
+  parts = math.prod(layout.rules.sizes[axis] for axis in axes)
+  excess = held * parts / total - 1
+  if excess > tolerance:
+    size, label = max(whole, default=(0, "none"))
+    raise ConfigError(
+      f"sharding_tolerance={tolerance:g}: a device holds {held / total:.2%} of the parameters, {excess:.1%} more than "
+      f"an even split over {', '.join(sorted(axes))} (1/{parts}); the largest parameter kept whole is {label} "
+      f"({size:,}): add a row for its axes to logical_axis_rules, or set "
+      f"sharding_tolerance={math.ceil(excess * 100) / 100:g}"
+    )
+  return f"a device holds {held / total:.2%} of the parameters, an even split is {1 / parts:.2%}"
 
 
 def _mapped(state: nnx.State, leaf: Callable[[tuple, nnx.Variable], Any]) -> nnx.State:

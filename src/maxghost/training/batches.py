@@ -1,8 +1,8 @@
 """The batches of a run: training batches are sent ahead, validation batches are a function of the step alone."""
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from maxghost.config.schema import GhostConfig
@@ -36,46 +36,35 @@ class Batches:
 
 
 class Prefetcher:
-  """Draws batches from a resumable iterator in a background thread, `NUM_AHEAD` at most.
+  """Draws `num_batches` batches from a resumable iterator in a background thread, NUM_AHEAD + 1 of them ahead.
 
   The iterator is ahead of the training, so each batch carries the position after it for checkpoints. `put` sends a
-  batch's arrays to the devices. `next` raises an error of the iterator after the batches before it. `num_batches`: the
-  number of batches to draw.
+  batch's arrays to the devices. `next` raises an error of the iterator after the batches before it.
   """
 
   def __init__(self, iterator, put: Callable[[dict], Any], num_batches: int):
-    self._iterator = iterator
-    self._put = put
-    self._num_batches = num_batches
-    self._queue: queue.Queue = queue.Queue(NUM_AHEAD)
-    self._stop = threading.Event()
-    self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
-    self._thread.start()
+    self._iterator, self._put, self._num_left = iterator, put, num_batches
+    self._pool = ThreadPoolExecutor(1, "prefetch")
+    self._ahead: deque[Future[Fetched]] = deque()
+    self._start()
 
   def __next__(self) -> Fetched:
-    item = self._queue.get()
-    if isinstance(item, BaseException):
-      raise item
-    return item
+    fetched = self._ahead.popleft().result()
+    self._start()
+    return fetched
 
   def close(self) -> None:
     """Stops the thread; the iterator's position is then undefined."""
-    self._stop.set()
-    while self._thread.is_alive():
-      try:
-        self._queue.get_nowait()
-      except queue.Empty:
-        self._thread.join(timeout=0.05)
+    self._pool.shutdown(cancel_futures=True)
 
-  def _work(self) -> None:
-    try:
-      for _ in range(self._num_batches):
-        if self._stop.is_set():
-          return
-        batch = next(self._iterator)
-        self._queue.put(Fetched(batch, self._put(batch.arrays), self._iterator.state()))
-    except BaseException as error:  # raised in the main thread
-      self._queue.put(error)
+  def _start(self) -> None:
+    while self._num_left and len(self._ahead) <= NUM_AHEAD:
+      self._ahead.append(self._pool.submit(self._draw))
+      self._num_left -= 1
+
+  def _draw(self) -> Fetched:
+    batch = next(self._iterator)
+    return Fetched(batch, self._put(batch.arrays), self._iterator.state())
 
 
 class ValidationRows:
@@ -87,34 +76,31 @@ class ValidationRows:
   """
 
   def __init__(self, ghost: GhostConfig, dataset, sets: Mapping[str, str], put: Callable[[dict], Any]):
-    self.names = tuple(sets)
     self._domains = tuple(sets.values())
     self._score_every, self._refresh = ghost.ghost_every, ghost.ghost_val_refresh_steps
     self._num_rows = ghost.ghost_val_batch_size
-    self._every = ghost.ghost_every if ghost.ghost_every > 1 else ghost.ghost_val_every
+    # A fresh step opens an account of the loss, which is closed after this many steps.
+    self._every, self._length = (ghost.ghost_every, 1) if ghost.ghost_every > 1 else (ghost.ghost_val_every,) * 2
     self._dataset, self._put = dataset, put
     self._held: tuple[int, tuple] = (-1, ())
 
   def is_fresh(self, step: int) -> bool:
-    return bool(self.names) and step % self._every == 0
+    return bool(self._domains) and step % self._every == 0
 
   def is_scored(self, step: int) -> bool:
     """Whether the step scores its documents (every `ghost_every` steps)."""
-    return bool(self.names) and step % self._score_every == 0
+    return bool(self._domains) and step % self._score_every == 0
 
   def closes(self, step: int) -> bool:
-    """Whether the validation loss before this step closes the account of an earlier step: at the next fresh step, or,
-    if only some steps are scored, right after a scored one."""
-    return step > 0 and (self.is_fresh(step) if self._score_every == 1 else self.is_scored(step - 1))
+    """Whether the validation loss before this step closes the account of an earlier step."""
+    return bool(self._domains) and step > 0 and (step - self._length) % self._every == 0
 
   def has_open_account(self, num_steps: int) -> bool:
     """Whether an account is still open after this many steps."""
-    return self._score_every == 1 or self.is_scored(num_steps - 1)
+    return bool(self._domains) and (num_steps - 1) % self._every < self._length
 
   def batches(self, step: int) -> tuple:
     """The batches of the last fresh step up to this one; empty without sets."""
-    if not self.names:
-      return ()
     index = self._index(step)
     if self._held[0] != index:
       batches = [self._dataset.validation_batch(index, self._num_rows, domain) for domain in self._domains]
@@ -127,10 +113,7 @@ class ValidationRows:
 
   def account_steps(self, step: int) -> int:
     """Steps from the last fresh step before `step` up to it, over which the drop of the loss is measured."""
-    return step - self._fresh_before(step - 1) if self._score_every == 1 else 1
-
-  def _fresh_before(self, step: int) -> int:
-    return step - step % self._every
+    return 1 + (step - 1) % self._every
 
   def _index(self, step: int) -> int:
-    return self._fresh_before(step) // self._refresh if self._refresh else 0
+    return (step - step % self._every) // self._refresh if self._refresh else 0

@@ -1,34 +1,38 @@
-"""Console output: lines in MaxText's form, and on a terminal a progress bar below them."""
+"""Console output: the lines of a run, and on a terminal a progress bar below them."""
 
+import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
 from typing import Any, TextIO
+
+from maxghost.config import Config
+from maxghost.training.plan import Plan
+from maxghost.training.run_directory import CHECKPOINTS, CONFIG_FILE, METRICS_FILE
+
+MAX_STEP_LINE = 120  # characters; metrics.jsonl has what does not fit, and all the rest
 
 
 def step_line(record: Mapping[str, Any], val_sets: tuple[str, ...] = ()) -> str:
-  """MaxText's step line and, where validation sets are named, ghost's part.
+  """MaxText's step line in short, then as much of ghost's part as fits, for the first validation set.
 
-  Drops of the validation loss are in nats per token; positive means that it fell. Values that the step did not measure
-  are left out: `actual_drop` before an interruption, losses of steps without validation (ghost_val_every).
+  `drop`: by how much the step lowered the validation loss; then the predicted part of the domains that moved it most.
+  Values that the step did not measure are left out.
   """
-  parts = [f"completed step: {record['step']}"]
-  parts += [f"seconds: {record['perf/step_time_seconds']:.3f}"]
-  parts += [f"TFLOP/s/device: {record['perf/per_device_tflops_per_sec']:.3f}"]
-  parts += [f"Tokens/s/device: {record['perf/per_device_tokens_per_sec']:.3f}"]
-  parts += [f"total_weights: {record['learning/total_weights']}", f"loss: {record['learning/loss']:.3f}"]
-  parts += [f"perplexity: {record['learning/perplexity']:.3f}", f"lr: {record['learning/current_learning_rate']:.3e}"]
-  parts += [f"grad_norm: {record['learning/grad_norm']:.3f}"]
-  for name in val_sets:
-    label = f"[{name}]" if len(val_sets) > 1 else ""
+  line = f"completed step: {record['step']}, seconds: {record['perf/step_time_seconds']:.3f}"
+  line += f", Tokens/s/device: {record['perf/per_device_tokens_per_sec']:.0f}, loss: {record['learning/loss']:.3f}"
+  for name in val_sets[:1]:
     over = f" over {record['ghost/account_steps']} steps" if "ghost/account_steps" in record else ""
-    shown = {"val_loss": (label, ".3f"), "predicted_drop": (label, "+.5f"), "actual_drop": (over + label, "+.5f")}
-    shown["check_rel_err"] = (label, ".1e")
-    for column, (suffix, form) in shown.items():
-      value = record.get(f"ghost/{column}/{name}", math.nan)
-      if not math.isnan(value):
-        parts.append(f"{'score_check' if column == 'check_rel_err' else column}{suffix}: {value:{form}}")
-  return ", ".join(parts)
+    parts = {"val_loss": (f"ghost/val_loss/{name}", ".3f"), f"drop{over}": (f"ghost/actual_drop/{name}", "+.5f")}
+    domains = [key for key in record if key.startswith(start := f"ghost/contribution/{name}/")]
+    for key in sorted(domains, key=lambda key: -abs(record[key])):
+      parts[key.removeprefix(start)] = (key, "+.5f")
+    for label, (key, form) in parts.items():
+      part = f", {label}: {(value := record.get(key, math.nan)):{form}}"
+      line += part if math.isfinite(value) and len(line + part) <= MAX_STEP_LINE else ""
+  return line
 
 
 def eval_line(step: int, record: Mapping[str, Any]) -> str:
@@ -44,7 +48,6 @@ class Console:
   def __init__(self, stream: TextIO | None = None):
     self._stream = stream or sys.stdout
     self._progress = None
-    self._task = None
 
   def line(self, text: str) -> None:
     if self._progress is not None:
@@ -61,14 +64,86 @@ class Console:
     columns = ("training", progress.BarColumn(), progress.MofNCompleteColumn(), "{task.fields[loss]}")
     columns += (progress.TimeElapsedColumn(), "left:", progress.TimeRemainingColumn())
     self._progress = progress.Progress(*columns, console=RichConsole(file=self._stream), transient=True)
-    self._task = self._progress.add_task("training", total=total_steps, completed=completed_steps, loss="")
+    self._progress.add_task("training", total=total_steps, completed=completed_steps, loss="")
     self._progress.start()
 
   def advance(self, completed_steps: int, loss: float) -> None:
-    if self._progress is not None and self._task is not None:
-      self._progress.update(self._task, completed=completed_steps, loss=f"loss {loss:.3f}")
+    if self._progress is not None:
+      self._progress.update(self._progress.task_ids[0], completed=completed_steps, loss=f"loss {loss:.3f}")
 
   def stop(self) -> None:
     if self._progress is not None:
       self._progress.stop()
       self._progress = None
+
+
+def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> list[str]:
+  """Sizes of model, batch and data, the mesh, and the run directory. scored: sizes of the scored parameters."""
+  cfg = plan.cfg
+  lines = [
+    *plan.lines(),
+    f"data: {cfg.data.dataset_type}, {dataset.num_train_documents:,} documents to train on",
+    *(f"  {entry.line}" for entry in dataset.summary()),
+    *(f"  {note}" for note in dataset.notes()),
+  ]
+  if plan.cfg.val_sets:
+    share = sum(scored.values()) / plan.num_params
+    sets = " and of ".join(f"'{name}'" for name in plan.cfg.val_sets)
+    lines.append(
+      f"ghost: {len(scored)} parameter arrays scored ({share:.2%} of all parameters) against "
+      f"{cfg.ghost.ghost_val_batch_size} rows of {sets}, direction {cfg.ghost.ghost_direction}, "
+      f"schedule {cfg.ghost.ghost_schedule}"
+    )
+  return [*lines, f"run directory: {path}"]
+
+
+def interrupted_lines(cfg: Config, completed_steps: int, path: Path, signal: str) -> list[str]:
+  """How far the run came, and how to continue it."""
+  saved = f"saved in {path / CHECKPOINTS / str(completed_steps)}"
+  if not cfg.checkpoint.checkpoint_period:
+    saved = "not saved, because checkpoint_period=0"
+  elif not completed_steps:
+    saved = "nothing to save"
+  lines = [f"Stopped by {signal} after {completed_steps} of {cfg.run.steps} steps; {saved}"]
+  if cfg.checkpoint.checkpoint_period:
+    lines.append(f"The same command continues it, or: python -m maxghost.train {path / CONFIG_FILE}")
+  return lines
+
+
+def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
+  """The main results of a complete run, from its metrics.jsonl, and the report command. seconds: of each step."""
+  try:
+    records = [json.loads(line) for line in (path / METRICS_FILE).read_bytes().splitlines()]
+    tokens = sum(record["learning/total_weights"] for record in records)
+  except (ValueError, KeyError, TypeError) as error:
+    return [f"Training complete; {path / METRICS_FILE} is damaged ({error}): no summary"]
+  first, last = records[0], records[-1]
+  lines = [
+    f"Training complete: {len(records)} steps, {tokens:,} target tokens, training loss {first['learning/loss']:.3f} -> "
+    f"{last['learning/loss']:.3f}"
+  ]
+  if steady := seconds[1:]:  # the first step is a warm-up
+    middle = median(steady)
+    lines.append(f"Median step {middle:.3f} s, {plan.rows * plan.cfg.data.max_target_length / middle:,.0f} tokens/s")
+  if "eval/avg_loss" in last:
+    lines.append(f"Held-out loss: {last['eval/avg_loss']:.4f} (perplexity {last['eval/avg_perplexity']:.3f})")
+  lines += [ghost_line(records, name) for name in plan.cfg.val_sets]
+  return [*lines, f"Report: python -m maxghost.report {path}"]
+
+
+def ghost_line(records: list[dict], name: str) -> str:
+  """The drop of the validation loss over the run, with its prediction if measured."""
+  actual, predicted, check = (
+    [record.get(f"ghost/{column}/{name}") for record in records]
+    for column in ("actual_drop", "predicted_drop", "check_rel_err")
+  )
+  measured = sum("ghost/scored" in record for record in records)
+  where = "" if measured == len(records) else f" in the {measured} scored steps of {len(records)}"
+  drop = sum(value or 0.0 for value in actual)
+  parts = [f"Validation loss '{name}' {'rose' if drop < 0 else 'fell'} by {abs(drop):.4f} nats{where}"]
+  if any(value is not None for value in predicted):
+    parts.append(f"predicted by the gradients: {sum(value or 0.0 for value in predicted):.4f}")
+    parts.append(f"largest error of the score self-check {max(value or 0.0 for value in check):.1e}")
+  if unscored := sum(not record.get("ghost/scored", True) for record in records):
+    parts.append(f"{unscored} steps were not scored, because their scores were not finite")
+  return "; ".join(parts)

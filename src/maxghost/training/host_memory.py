@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost.config import Config, ConfigError
 from maxghost.models import segments, streaming
-
-KIND = "pinned_host"
+from maxghost.parallel.shardings import HOST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class HostMemory:
   def check(self, device: Any) -> None:
     """Raises ConfigError for a device that cannot reach pinned host memory."""
     kinds = [memory.kind for memory in device.addressable_memories()]
-    if self and KIND not in kinds:
+    if self and HOST not in kinds:
       raise ConfigError(
         f"offload_to_host needs pinned host memory, but {device.device_kind} has only "
         f"{', '.join(kinds) or 'memory of no named kind'}; leave offload_to_host empty"
@@ -50,14 +49,11 @@ class HostMemory:
     return self._mapped(state, lambda x: jax.device_put(x, jax.memory.Space.Host))
 
   def abstract(self, state: nnx.State) -> nnx.State:
-    """The abstract state with host memory in its shardings, by default of the first device."""
+    """The abstract state with the first device's host memory in its shardings."""
 
     def placed(x):
-      sharding = x.sharding or SingleDeviceSharding(jax.devices()[0])
-      if isinstance(sharding, SingleDeviceSharding):  # for abstract arrays JAX reads memory kinds only from a mesh
-        (device,) = sharding.device_set
-        sharding = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.with_memory_kind(KIND))
+      mesh = Mesh(np.array(jax.devices()[:1]), ("device",))  # without one, JAX ignores the memory of abstract arrays
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(), memory_kind=HOST))
 
     return self._mapped(state, placed)
 

@@ -21,32 +21,32 @@ import numpy as np
 
 from maxghost.config import Config
 from maxghost.parallel import distributed
-from maxghost.training import metrics, step_outputs
+from maxghost.training import metrics, scoring
 from maxghost.training.batches import Fetched, Prefetcher, ValidationRows
 from maxghost.training.compiled_steps import Program
 from maxghost.training.console import Console, eval_line, step_line
-from maxghost.training.flops import StepFlops
-from maxghost.training.metrics import MetricsLog, TensorBoardLog
-from maxghost.training.resume import Position, to_tree
+from maxghost.training.metrics import MetricsLog
+from maxghost.training.plan import StepFlops
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
+from maxghost.training.state import Position, to_tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sinks:
-  """The outputs of a run; None for those that are switched off. checkpoints: a `CheckpointManager`."""
+  """The outputs of a run; None: switched off. checkpoints: a `CheckpointManager`. trackers: as in `trackers.py`."""
 
   console: Console
   metrics: MetricsLog | None
-  tensorboard: TensorBoardLog | None
   scores: ScoreRecorder | None
   checkpoints: Any
+  trackers: tuple = ()
 
   def close(self) -> None:
     """Writes everything to disk, also after an error."""
     with contextlib.ExitStack() as stack:  # closes all, even if one fails
-      for sink in (self.metrics, self.tensorboard, self.scores, self.checkpoints):
+      for sink in (self.metrics, self.scores, self.checkpoints, *self.trackers):
         if sink is not None:
           stack.callback(sink.close)
 
@@ -94,12 +94,7 @@ class TrainingLoop:
     self._signals, self._hardware, self._put, self._val_sets = signals, hardware, put, tuple(cfg.val_sets)
     self._validation = ValidationRows(cfg.ghost, dataset, cfg.val_sets, put)
     self._reweighter, self._sampler = reweighter, sampler
-    self._state: Any = None
-    self._position = Position()
-    self._pending: dict[str, Any] | None = None
     self._read: Callable[[], None] | None = None  # reads the outputs of the started step
-    self._saved_steps = 0
-    self._last_ready = 0.0
     self._seconds: list[float] = []
     self._eval_batches: list = []
     self._stop = distributed.StopFlag()
@@ -110,8 +105,8 @@ class TrainingLoop:
     When this returns, the last checkpoint is on disk. After the last step the closing validation loss is recorded. The
     last record of metrics.jsonl is written after everything else, so it marks a complete run.
     """
-    self._state, self._position, self._pending = state, position, position.pending
-    self._saved_steps = position.completed_steps
+    self._state, self._position, self._saved_steps = state, position, position.completed_steps
+    self._pending: dict[str, Any] | None = position.pending  # the record of the last step
     num_steps = self._cfg.run.steps
     self._sinks.console.start(num_steps, position.completed_steps)
     try:
@@ -178,7 +173,7 @@ class TrainingLoop:
       self._eval_batches = [self._put(batch.arrays) for batch in batches]
     sums = [self._program.evaluate(self._state, batch) for batch in self._eval_batches]
     assert self._pending is not None
-    self._pending |= metrics.eval_metrics([tuple(map(step_outputs.whole, pair)) for pair in sums])
+    self._pending |= metrics.eval_metrics(jax.device_get(sums))
     self._sinks.console.line(eval_line(self._pending["step"], self._pending))
     self._restart_clock()
 
@@ -196,11 +191,12 @@ class TrainingLoop:
     sinks, completed = self._sinks, self._position.completed_steps
     if completed == self._saved_steps:
       return
-    if sinks.tensorboard:
-      sinks.tensorboard.flush()
+    for tracker in sinks.trackers:
+      tracker.flush()
     position = dataclasses.replace(
       self._position,
       metrics_bytes=sinks.metrics.position() if sinks.metrics else 0,
+      metrics_crc=sinks.metrics.checksum if sinks.metrics else None,
       pending=self._pending,
       scores=sinks.scores.position() if sinks.scores else None,
       reweighting=self._reweighter.state() if self._reweighter else None,
@@ -213,11 +209,11 @@ class TrainingLoop:
 
   def _close_account(self) -> None:
     """Records the validation loss after the last step, which closes the account of that step."""
-    if not self._val_sets or not self._validation.has_open_account(self._cfg.run.steps):
-      return
     num_steps = self._cfg.run.steps
+    if not self._validation.has_open_account(num_steps):
+      return
     batches = self._validation.batches(num_steps - 1)
-    loss_after_K = step_outputs.whole(self._program.validation_loss(self._state, batches))
+    loss_after_K = jax.device_get(self._program.validation_loss(self._state, batches))
     self._add_actual_drop(num_steps, loss_after_K)
     if self._sinks.scores:
       self._sinks.scores.record_end(num_steps, loss_after_K)
@@ -236,12 +232,12 @@ class TrainingLoop:
     If the validation loss before this step is known, it closes the account of an earlier step. replaced_loss: measured
     on the old rows, where this step draws new ones.
     """
-    outputs = step_outputs.to_host(outputs)  # waits until the step is done
+    outputs = scoring.to_host(outputs)  # waits until the step is done
     seconds = self._restart_clock()
     metrics.check_finite(step, outputs)
     prev_val_loss = None
     if self._validation.closes(step):
-      prev_val_loss = outputs["val_loss"] if replaced_loss is None else step_outputs.whole(replaced_loss)
+      prev_val_loss = outputs["val_loss"] if replaced_loss is None else jax.device_get(replaced_loss)
       self._add_actual_drop(step, prev_val_loss)
     open_loss = self._position.open_loss
     if self._validation.is_fresh(step):
@@ -254,6 +250,7 @@ class TrainingLoop:
       if unscored := metrics.unscored_line(step, outputs):
         self._sinks.console.line(unscored)
       if scores:
+        record |= scores.by_domain(outputs, fetched.batch)
         scores.record(step, outputs, prev_val_loss, fetched.batch)
     elif scores and prev_val_loss is not None:
       scores.record_end(step, prev_val_loss)
@@ -285,7 +282,7 @@ class TrainingLoop:
     if self._pending is None:
       return
     record, self._pending = self._pending, None
-    for log in (self._sinks.metrics, self._sinks.tensorboard):
+    for log in (self._sinks.metrics, *self._sinks.trackers):
       if log:
         log.append(record)
     if show or record["step"] % self._cfg.run.log_period == 0:

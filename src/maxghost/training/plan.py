@@ -1,6 +1,7 @@
-"""A run on its devices before anything is traced: the shapes, shardings and sizes of its train step.
+"""A run on its devices before anything is traced: the shapes, shardings, sizes and arithmetic of its train step.
 
-K validation sets.
+FLOPs are counted from the shapes of the model: XLA counts the body of a scan once, whatever its trip count. Training
+counts as 3 forward passes; ghost's extra work is not counted, so that TFLOP/s with and without it are comparable.
 """
 
 import dataclasses
@@ -10,12 +11,58 @@ import jax
 from flax import nnx
 
 from maxghost.config import Config
-from maxghost.parallel import Layout, distributed, report
+from maxghost.config.schema import ModelConfig
+from maxghost.parallel import distributed
 from maxghost.parallel.mesh import describe
-from maxghost.parallel.shardings import OwnRows, own_rows
-from maxghost.training import devices, resume, state
-from maxghost.training.flops import StepFlops, step_flops
-from maxghost.training.memory import MemoryEstimate, estimate
+from maxghost.parallel.shardings import Layout, OwnRows, check_rules, check_spread, own_rows
+from maxghost.training import devices, state
+from maxghost.training.memory import estimate
+from maxghost.training.memory_report import MemoryEstimate
+
+# Dense bf16 FLOP/s of one device by JAX's device_kind, from the vendors' data sheets.
+PEAK_FLOPS = {
+  "TPU v4": 275e12,
+  "TPU v5 lite": 197e12,
+  "TPU v5": 459e12,
+  "TPU v6 lite": 918e12,
+  "NVIDIA A100-SXM4-80GB": 312e12,
+  "NVIDIA H100 80GB HBM3": 989e12,
+  "NVIDIA H200": 989e12,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepFlops:
+  """FLOPs of one step over all devices: products with weights, and causal attention (half the square)."""
+
+  weights: float
+  attention: float
+
+  @property
+  def total(self) -> float:
+    return self.weights + self.attention
+
+
+def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
+  """FLOPs of forward and backward over `num_rows` rows of `row_length` tokens, padding included.
+
+  Experts count where a token is sent to them; a sliding window counts its area.
+  """
+  d, heads, kv_heads, h = model.base_emb_dim, model.base_num_query_heads, model.base_num_kv_heads, model.head_dim
+  attention_weights = d * (heads + 2 * kv_heads) * h + heads * h * d
+  width = model.base_mlp_dim
+  if model.num_experts > 1 and model.base_moe_mlp_dim > 0:
+    width = model.base_moe_mlp_dim
+  mlp_weights = (len(model.mlp_activations) + 1) * d * width * model.num_experts_per_tok
+  mlp_weights += d * model.num_experts if model.num_experts > 1 else 0
+  layers = model.base_num_decoder_layers
+  per_token = layers * (attention_weights + mlp_weights) + d * model.vocab_size
+  tokens = num_rows * row_length
+  keys = {"global": row_length / 2, "local_sliding": min(model.sliding_window_size, row_length)}
+  keys["local_sliding"] -= keys["local_sliding"] ** 2 / (2 * row_length)
+  seen = sum(keys[kind] for kind in model.attention_type) / len(model.attention_type)
+  scores_and_values = 2 * 2 * seen * heads * h
+  return StepFlops(3.0 * 2 * per_token * tokens, 3.0 * layers * scores_and_values * tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +81,8 @@ class Plan:
     devices.check_layout(cfg, layout)
     graphdef, abstract = state.abstract_split(cfg)
     abstract = layout.abstract(abstract)
-    report.check_rules(abstract, layout)
-    return cls(cfg, layout, graphdef, abstract, report.check_spread(abstract, layout, cfg.parallel.sharding_tolerance))
+    check_rules(abstract, layout)
+    return cls(cfg, layout, graphdef, abstract, check_spread(abstract, layout, cfg.parallel.sharding_tolerance))
 
   @property
   def rows(self) -> int:
@@ -45,19 +92,13 @@ class Plan:
   @property
   def own(self) -> OwnRows:
     """The part of the batch that this process reads and records."""
-    alone = distributed.count() == 1
-    return OwnRows() if alone else own_rows(self.layout.rows(self.rows), self.rows, distributed.index())
+    return own_rows(self.layout.rows(self.rows), self.rows, distributed.index())
 
   @property
   def arguments(self) -> tuple:
     """(state, batch, validation batches): the abstract arguments of the train step."""
     val_batch = devices.batch_shapes(self.cfg, self.cfg.ghost.ghost_val_batch_size, self.layout)
     return self.state, devices.batch_shapes(self.cfg, self.rows, self.layout), (val_batch,) * len(self.cfg.val_sets)
-
-  @property
-  def wanted(self) -> dict:
-    """The tree of a train state with shapes, dtypes and shardings in place of arrays."""
-    return resume.to_tree(resume.abstract_arrays(self.state))
 
   @property
   def num_params(self) -> int:
@@ -80,38 +121,31 @@ class Plan:
 
   def lines(self) -> list[str]:
     """Lines on mesh, batch, validation rows, model and FLOPs."""
-    lines = [f"mesh: {self.mesh}; {self.spread}"] if self.layout.num_devices > 1 else []
-    lines += [self._batch_line(), *self._validation_lines()]
-    return [
-      *lines,
-      f"number parameters: {self.num_params / 1e9:.3f} billion ({self.num_params:,})",
-      self.flops.describe(),
-    ]
-
-  def _batch_line(self) -> str:
-    """The batch of a step over all devices, with all factors."""
-    cfg, rows = self.cfg, self.rows
+    cfg, layout, rows = self.cfg, self.layout, self.rows
+    lines = [f"mesh: {self.mesh}; {self.spread}"] if layout.num_devices > 1 else []
     accumulated, length, steps = cfg.optimizer.gradient_accumulation_steps, cfg.data.max_target_length, cfg.run.steps
     micro = f" in {accumulated} micro-batches" if accumulated > 1 else ""
     factors = [f"per_device_batch_size {cfg.data.per_device_batch_size}"]
-    factors += [f"{self.layout.num_devices} devices"] if self.layout.num_devices > 1 else []
+    factors += [f"{layout.num_devices} devices"] if layout.num_devices > 1 else []
     factors += [f"gradient_accumulation_steps {accumulated}"] if accumulated > 1 else []
     made = f" ({' x '.join(factors)})" if len(factors) > 1 else ""
     tokens = rows * length
-    return (
+    lines.append(
       f"batch: {rows} rows{micro}{made} of {length} tokens = {tokens:,} tokens per step; {steps} steps = "
       f"{tokens * steps:,} tokens"
     )
-
-  def _validation_lines(self) -> list[str]:
-    """The placement of the validation rows; none without ghost or on one group of devices."""
-    layout, rows = self.layout, self.cfg.ghost.ghost_val_batch_size
-    if not self.cfg.val_sets or layout.row_parts == 1:
-      return []
-    parts = layout.rules.parts(layout.rules.rows_axes(rows))
-    if parts == layout.row_parts:
-      return [f"validation: {rows} rows over {parts} devices"]
-    return [
-      f"validation: {rows} rows, each computed by {layout.row_parts // parts} groups of devices alike; a "
-      f"ghost_val_batch_size that {layout.row_parts} divides would be spread over all"
-    ]
+    if cfg.val_sets and layout.row_parts > 1:
+      val_rows = cfg.ghost.ghost_val_batch_size
+      parts, all_parts = layout.rules.parts(layout.rules.leading(layout.rules.batch_axes, val_rows)), layout.row_parts
+      placed = f" over {parts} devices"
+      if parts < all_parts:
+        placed = f", each computed by {all_parts // parts} groups of devices alike; a ghost_val_batch_size that "
+        placed += f"{all_parts} divides would be spread over all"
+      lines.append(f"validation: {val_rows} rows{placed}")
+    lines.append(f"number parameters: {self.num_params / 1e9:.3f} billion ({self.num_params:,})")
+    share = self.flops.weights / self.flops.total
+    lines.append(
+      f"Per train step: Total TFLOPs: {self.flops.total / 1e12:.4f}, split as {share:.2%} learnable weight flops and "
+      f"{1 - share:.2%} attention flops"
+    )
+    return lines

@@ -22,7 +22,7 @@ from maxghost.config.schema import GhostConfig
 from maxghost.parallel import distributed
 from maxghost.training.batches import NUM_AHEAD
 
-LAG = NUM_AHEAD + 4  # batches drawn when step s is read: s + 1 runs, NUM_AHEAD are queued, one waits for the queue
+LAG = NUM_AHEAD + 4  # batches drawn when step s is read: s + 1 runs, NUM_AHEAD + 1 are ahead
 
 
 class Reweighter:
@@ -44,7 +44,7 @@ class Reweighter:
       )
     self._domain = functools.cache(lambda index: self._names.index(document_id(index)[0]))
     self._shares_D = np.array([shares[name] for name in self._names], np.float64)
-    self._nats_D, self._tokens_D = np.zeros(len(self._names)), np.zeros(len(self._names))
+    self._sums_2D = np.zeros((2, len(self._names)))  # nats and tokens of the interval
     self._changes: list[tuple[int, dict[str, float]]] = []
 
   @property
@@ -66,18 +66,15 @@ class Reweighter:
 
   def state(self) -> dict:
     """The state for a resumed run, as JSON values."""
-    return {
-      "shares": self._shares_D.tolist(),
-      "nats": self._nats_D.tolist(),
-      "tokens": self._tokens_D.tolist(),
-      "changes": [[batch, shares] for batch, shares in self._changes],
-    }
+    nats, tokens = self._sums_2D.tolist()
+    changes = [[batch, shares] for batch, shares in self._changes]
+    return {"shares": self._shares_D.tolist(), "nats": nats, "tokens": tokens, "changes": changes}
 
   def restore(self, state: Mapping | None) -> None:
     """Restores a `state()`; None: the start of a run. Must be called before the next batch is drawn."""
     if state is None:
       return
-    self._shares_D, self._nats_D, self._tokens_D = (np.array(state[name]) for name in ("shares", "nats", "tokens"))
+    self._shares_D, self._sums_2D = np.array(state["shares"]), np.array([state["nats"], state["tokens"]])
     self._changes = [(int(batch), dict(shares)) for batch, shares in state["changes"]]
     self._reader.schedule_mixture(self._changes)
 
@@ -87,14 +84,14 @@ class Reweighter:
       counted_BS = counted_BS & outputs["chosen_B"][:, None]
     domain_N = np.array([self._domain(int(index)) for index in batch.document_BS[counted_BS]], np.int64)
     nats_N = outputs["contribution_BSK"][counted_BS].mean(-1, dtype=np.float64)
-    self._nats_D += np.bincount(domain_N, nats_N, len(self._names))
-    self._tokens_D += np.bincount(domain_N, outputs["tokens_BS"][counted_BS], len(self._names))
+    values = nats_N, outputs["tokens_BS"][counted_BS]
+    self._sums_2D += [np.bincount(domain_N, value_N, len(self._names)) for value_N in values]
 
   def _decide(self, step: int) -> None:
-    self._nats_D, self._tokens_D = distributed.total(self._nats_D), distributed.total(self._tokens_D)
-    seen_D = self._tokens_D > 0
-    value_D = np.divide(self._nats_D, self._tokens_D, out=np.zeros_like(self._nats_D), where=seen_D)
-    self._nats_D, self._tokens_D = np.zeros_like(self._nats_D), np.zeros_like(self._tokens_D)
+    nats_D, tokens_D = distributed.total(self._sums_2D)
+    seen_D = tokens_D > 0
+    value_D = np.divide(nats_D, tokens_D, out=np.zeros_like(nats_D), where=seen_D)
+    self._sums_2D = np.zeros_like(self._sums_2D)
     self._shares_D = reweighted(self._shares_D, value_D, seen_D, self._size, self._floor)
     self._changes.append((step + LAG, self.shares))
     self._reader.schedule_mixture(self._changes)

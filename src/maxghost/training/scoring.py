@@ -4,9 +4,13 @@ B rows, S documents in a row, T positions, K validation sets, L layers.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from maxghost import optimizers
@@ -17,8 +21,13 @@ from maxghost.ghost.engine import direction_spec
 from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Stored
 from maxghost.objectives import Objective, create
 from maxghost.optimizers import RuleState, UpdateRule, clip
-from maxghost.parallel.shardings import slash_path
+from maxghost.parallel.axis_rules import BATCH
+from maxghost.parallel.shardings import constrain, slash_path
 from maxghost.training.state import TrainStateNNX, trainable
+
+# The row axis of outputs that have one; of param_contribution, that of every entry.
+ROW_AXIS: dict[str, int] = dict.fromkeys(("token_contribution_KBT", "param_contribution"), 1)
+ROW_AXIS |= dict.fromkeys(("score_dot_BSK", "contribution_BSK", "share_BS", "tokens_BS", "loss_BS", "chosen_B"), 0)
 
 
 def excluded(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
@@ -76,10 +85,7 @@ class Scorer:
 
   def score(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Scored:
     """Scores the batch, and stores in the train state the validation gradients for later steps."""
-    problem = self.problem(train_state, split, step_loss, batch, val_batches)
-    scored = schedules.score(problem)
-    keep(train_state, problem, scored)
-    return scored
+    return run(self.problem(train_state, split, step_loss, batch, val_batches), train_state)
 
   def _update(self, train_state: TrainStateNNX, grads: nnx.State, state: RuleState) -> tuple:
     """`Problem.update` of this gradient. The train state does not change."""
@@ -95,9 +101,8 @@ class Scorer:
   def rule_state(self, train_state: TrainStateNNX) -> RuleState:
     """The optimizer's state with the previous step's clipping factor; this step's needs the whole gradient."""
     clips = self.cfg.optimizer.gradient_clipping_threshold
-    return self.rule.read(
-      train_state.optimizer, clip_factor=train_state.clip_factor[...] if clips else jnp.ones((), float)
-    )
+    clip_factor = train_state.clip_factor[...] if clips else jnp.ones((), float)
+    return self.rule.read(train_state.optimizer, clip_factor=clip_factor)
 
   def columns(self, train_state: TrainStateNNX, params, scored: Scored, learning_rate, clip_factor) -> dict:
     """The ledger's columns, [K] each; empty for schedule concat, which never holds a whole validation gradient."""
@@ -114,9 +119,7 @@ class Scorer:
     else:
       score = scored.additive.reshape(scored.additive.shape[0], -1)
       totals = score.sum(-1), jnp.abs(score).sum(-1)
-    used = scored.used
-    if used is None:
-      used = ledger.used(twin.scored, grads, scored.parts, passed.facts)
+    used = ledger.used(twin.scored, grads, scored.parts, passed.facts) if scored.used is None else scored.used
     return ledger.columns(rule, sums, totals, used, learning_rate, clip_factor)
 
   def outputs(self, scored: Scored, batch, scale) -> dict:
@@ -127,19 +130,17 @@ class Scorer:
     and shares can be summed over the slots of a unit. scale: learning rate times clipping factor.
     """
     ghost, passed = self.cfg.ghost, scored.passed
-    slots = self.slots(batch, passed.losses, passed.weights)
-    score_KBT = scored.additive
-    ok = jnp.all(jnp.isfinite(score_KBT))
-    score_KBT = jnp.where(ok, score_KBT, 0)
+    used_BTS, target_BTS, per_share_BS, of_slots = self.slots(batch, passed.losses, passed.weights)
+    ok = jnp.all(jnp.isfinite(scored.additive))
+    score_KBT = jnp.where(ok, scored.additive, 0)
     forward_mode = ghost.engine == "jvp"
-    score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, slots.target_BTS if forward_mode else slots.used_BTS)
+    score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, target_BTS if forward_mode else used_BTS)
     out = {
       "val_loss": scored.val_loss,
-      "score_dot_BSK": score_BSK * slots.per_share_BS[..., None],
+      "score_dot_BSK": score_BSK * per_share_BS[..., None],
       "contribution_BSK": score_BSK * scale,
-      "share_BS": slots.share_BS,
-      "tokens_BS": slots.tokens_BS.astype(jnp.int32),
-      "loss_BS": slots.loss_BS,
+      **of_slots,
+      "tokens_BS": of_slots["tokens_BS"].astype(jnp.int32),
       "scored_ok": ok,
     }
     if ghost.ghost_detail == "token":
@@ -148,7 +149,7 @@ class Scorer:
       return out
     if ghost.ghost_detail != "total":
       out["param_contribution"] = {
-        p.label: _by_slot(p, passed.scores[p.label], slots.used_BTS, ghost.ghost_detail == "module") * scale
+        p.label: _by_slot(p, passed.scores[p.label], used_BTS, ghost.ghost_detail == "module") * scale
         for p in self.twin.scored
       }
     if scored.captured:
@@ -156,7 +157,12 @@ class Scorer:
     out["nonfinite_scores"] = {p.label: ~jnp.all(jnp.isfinite(passed.scores[p.label])) for p in self.twin.scored}
     return out
 
-  def slots(self, batch, losses_BT, weights_BT) -> "Slots":
+  def slots(self, batch, losses_BT, weights_BT) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
+    """(used_BTS, target_BTS, per_share_BS, the outputs share_BS, tokens_BS and loss_BS) of a batch's slots.
+
+    used_BTS, target_BTS: 1 where a position is used in a slot, or predicts one of its targets. per_share_BS: 1 / share
+    of the batch loss, 0 for share 0.
+    """
     dtype = jnp.promote_types(losses_BT.dtype, jnp.float32)
     used_BT, target_BT = self.loss.units(batch)
     used_BTS = jax.nn.one_hot(used_BT - 1, self.num_slots, dtype=dtype)
@@ -166,7 +172,8 @@ class Scorer:
     loss_BS = jnp.einsum("bts,bt->bs", weighted_BTS, losses_BT) / jnp.where(weight_BS == 0, 1, weight_BS)
     share_BS = self.loss.shares(batch, weight_BS)
     per_share_BS = jnp.where(share_BS != 0, 1 / jnp.where(share_BS != 0, share_BS, 1), 0)
-    return Slots(used_BTS, target_BTS, target_BTS.sum(1), loss_BS, share_BS, per_share_BS)
+    out = {"share_BS": share_BS, "tokens_BS": target_BTS.sum(1), "loss_BS": loss_BS}
+    return used_BTS, target_BTS, per_share_BS, out
 
 
 def make_scorer(
@@ -177,40 +184,21 @@ def make_scorer(
   rows = jax.tree.leaves(batch)[0].shape[0] // cfg.optimizer.gradient_accumulation_steps
   micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))
   twin = prepare_twin(
-    model,
-    micro,
-    loss,
-    num_sets=num_sets,
-    num_positions=micro["inputs"].shape[1],
-    spec=direction_spec(cfg, ghost.ghost_direction, ghost.ghost_rank),
-    exclude=excluded(cfg, model),
-    schedule=ghost.passes,
-    num_val=ghost.ghost_val_batch_size,
-  )
+    model, micro, loss, num_sets=num_sets, num_positions=micro["inputs"].shape[1],
+    spec=direction_spec(cfg, ghost.ghost_direction, ghost.ghost_rank), exclude=excluded(cfg, model),
+    schedule=ghost.passes, num_val=ghost.ghost_val_batch_size,
+  )  # fmt: skip
   return Scorer(cfg, loss, optimizers.create(cfg.optimizer), twin, graphdef, num_segments)
 
 
-def keep(train_state: TrainStateNNX, problem: Problem, scored: Scored) -> None:
-  """Stores the validation gradients of the step for the next steps (ghost_val_every)."""
+def run(problem: Problem, train_state: TrainStateNNX) -> Scored:
+  """Scores the problem, and stores its validation gradients for the next steps (ghost_val_every)."""
+  scored = schedules.score(problem)
   if isinstance(problem.validation, Stored) and scored.validation is not None:
     leaves = jax.tree.leaves(scored.validation.gradients)
     for variable, leaf in zip(train_state.stored_gradients, leaves, strict=True):
       variable[...] = leaf
-
-
-@dataclasses.dataclass(frozen=True)
-class Slots:
-  """The slots of a batch. used_BTS, target_BTS: 1 where a position is used in a slot, or predicts one of its targets.
-
-  tokens_BS: number of targets. loss_BS: mean loss. share_BS: of the batch loss. per_share_BS: 1 / share, 0 for share 0.
-  """
-
-  used_BTS: jax.Array
-  target_BTS: jax.Array
-  tokens_BS: jax.Array
-  loss_BS: jax.Array
-  share_BS: jax.Array
-  per_share_BS: jax.Array
+  return scored
 
 
 def _by_slot(param, score, used_BTS, sum_layers: bool):
@@ -218,3 +206,34 @@ def _by_slot(param, score, used_BTS, sum_layers: bool):
   score_LKBT = score.reshape(-1, *score.shape[len(param.stack_shape) :])
   score_LBSK = jnp.einsum("lkbt,bts->lbsk", score_LKBT, used_BTS)
   return score_LBSK.sum(0, keepdims=True) if sum_layers else score_LBSK
+
+
+def placed(out: Mapping[str, Any]) -> dict[str, Any]:
+  """Shards the outputs of rows as the rows, inside a step; all others are whole on every device."""
+
+  def place(x, axis: int | None):
+    names = [None] * x.ndim
+    if axis is not None:
+      names[axis] = BATCH
+    return constrain(x, names, "an output of the step")
+
+  return _each(place, out)
+
+
+def to_host(out: Mapping[str, jax.Array]) -> dict[str, Any]:
+  """Waits for host copies. Outputs of rows contain only the rows of this process, in their order."""
+
+  def own_rows(x, axis: int | None):
+    if axis is None or x.is_fully_addressable or x.is_fully_replicated:
+      return x
+    pieces = {shard.index[axis].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([np.asarray(pieces[start]) for start in sorted(pieces)], axis)
+
+  return jax.device_get(_each(own_rows, out))
+
+
+def _each(function: Callable, out: Mapping[str, Any]) -> dict[str, Any]:
+  """function(array, its row axis or None) of every output."""
+  return {
+    name: jax.tree.map(functools.partial(function, axis=ROW_AXIS.get(name)), value) for name, value in out.items()
+  }

@@ -20,9 +20,9 @@ from maxghost.config.schema import Config
 from maxghost.ghost import schedules, sketch
 from maxghost.ghost.attach import Twin, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
-from maxghost.ghost.schedules import Model, Problem, Scored, TrainPass, passes
+from maxghost.ghost.schedules import Model, Problem, Scored, passes
 from maxghost.optimizers import by_label, learning_rate_schedule
-from maxghost.training import scoring, step_outputs
+from maxghost.training import scoring
 from maxghost.training.devices import num_chosen
 from maxghost.training.scoring import Scorer
 from maxghost.training.state import TrainStateNNX
@@ -66,50 +66,38 @@ def _greedy(value_B, has_tokens_B, k: int, pair_BB):
   return jax.lax.fori_loop(0, k, add, (jnp.zeros(value_B.shape, bool), gain))[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Selected:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selected(Scored):
   """The scored pass of the chosen rows, after that of all candidates.
 
   index_k: indices of the chosen rows among the candidates, ascending; None if all rows are kept and the targets of
   others are masked. chosen_B: bool. candidates: the candidate pass. batch: the chosen rows.
   """
 
-  scored: Scored
   batch: dict
   index_k: jax.Array | None
   chosen_B: jax.Array
   candidates: Scored
 
-  @property
-  def passed(self) -> TrainPass:
-    return self.scored.passed
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selector(Scorer):
+  """A Scorer of the chosen rows: it scores all rows of the batch, then scores the chosen ones and trains on them.
 
-@dataclasses.dataclass(frozen=True)
-class Selector:
-  """Scores all rows of the batch, then scores the chosen ones and trains on them. It is used as a `Scorer`.
-
-  scorer: of the chosen rows. candidates: of all rows. sketch: another twin of all rows, for ghost_select=greats.
+  candidates: the scorer of all rows. sketch: another twin of all rows, for ghost_select=greats.
   """
 
-  cfg: Config
-  scorer: Scorer
   candidates: Scorer
   sketch: Twin | None
   num_candidates: int
   num_chosen: int
-
-  @property
-  def twin(self) -> Twin:
-    return self.scorer.twin
 
   def score(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Selected:
     """As `Scorer.score`; the pass is that of the chosen rows."""
     ghost = self.cfg.ghost
     problem = self.candidates.problem(train_state, split, step_loss, batch, val_batches)
     settings = dataclasses.replace(problem.settings, in_turn=False)
-    first = schedules.score(dataclasses.replace(problem, account=None, settings=settings))
-    scoring.keep(train_state, problem, first)
+    first = scoring.run(dataclasses.replace(problem, account=None, settings=settings), train_state)
     value_B = jnp.nan_to_num(first.additive.mean(0).sum(-1))
     pair_BB = None
     if self.sketch is not None:
@@ -126,34 +114,32 @@ class Selector:
     picked, index_k = take(dict(batch), chosen_B, self.num_chosen)
     # The validation gradient is made once for both passes.
     second = dataclasses.replace(problem, twin=self.twin, batch=picked, validation=first.validation)
-    return Selected(schedules.score(second), picked, index_k, chosen_B, first)
+    scored = vars(schedules.score(second))
+    return Selected(**scored, batch=picked, index_k=index_k, chosen_B=chosen_B, candidates=first)
 
-  def columns(self, train_state: TrainStateNNX, params, selected: Selected, learning_rate, clip_factor) -> dict:
-    return self.scorer.columns(train_state, params, selected.scored, learning_rate, clip_factor)
-
-  def outputs(self, selected: Selected, batch, scale) -> dict:
+  def outputs(self, scored: Selected, batch, scale) -> dict:
     """As `Scorer.outputs`, for all candidates, with chosen_B bool.
 
     Rows that were not chosen have contribution 0, and the dot product, loss and tokens of the candidate pass.
     """
-    out, first = self.scorer.outputs(selected.scored, selected.batch, scale), selected.candidates
-    seen = self.scorer.slots(dict(batch), first.passed.losses, first.passed.weights)
-    seen_dot = jnp.einsum("kbt,bts->bsk", first.additive, seen.used_BTS) * seen.per_share_BS[..., None]
+    out, first = super().outputs(scored, scored.batch, scale), scored.candidates
+    used_BTS, _, per_share_BS, seen = self.slots(dict(batch), first.passed.losses, first.passed.weights)
+    seen_dot = jnp.einsum("kbt,bts->bsk", first.additive, used_BTS) * per_share_BS[..., None]
 
     def spread(value, axis: int, fill=None):
       """Puts values of the chosen rows at their indices among the candidates, `fill` (0) elsewhere."""
-      shape = (*value.shape[:axis], len(selected.chosen_B), *value.shape[axis + 1 :])
+      shape = (*value.shape[:axis], len(scored.chosen_B), *value.shape[axis + 1 :])
       whole = jnp.zeros(shape, value.dtype) if fill is None else fill.astype(value.dtype)
-      if selected.index_k is not None:
-        return whole.at[(slice(None),) * axis + (selected.index_k,)].set(value)
-      mask = jnp.expand_dims(selected.chosen_B, tuple(range(1, len(shape) - axis)))
+      if scored.index_k is not None:
+        return whole.at[(slice(None),) * axis + (scored.index_k,)].set(value)
+      mask = jnp.expand_dims(scored.chosen_B, tuple(range(1, len(shape) - axis)))
       return jnp.where(mask, value, whole)
 
-    fills = {"score_dot_BSK": seen_dot, "tokens_BS": seen.tokens_BS, "loss_BS": seen.loss_BS}
-    for name, axis in step_outputs.ROW_AXIS.items():
+    fills = {"score_dot_BSK": seen_dot, "tokens_BS": seen["tokens_BS"], "loss_BS": seen["loss_BS"]}
+    for name, axis in scoring.ROW_AXIS.items():
       if name in out:
         out[name] = jax.tree.map(functools.partial(spread, axis=axis, fill=fills.get(name)), out[name])
-    return out | {"chosen_B": selected.chosen_B}
+    return out | {"chosen_B": scored.chosen_B}
 
   def _interactions(self, problem: Problem, twin: Twin, grads: nnx.State, step):
     """pair_BB: how much less both rows of a pair gain together than separately, in the units of the values.
@@ -163,7 +149,7 @@ class Selector:
     are estimated from R rank-one directions, with the elementwise P factored into rows and columns (Shazeer and Stern,
     arXiv:1804.04235).
     """
-    (graphdef, params, rest), rule, state = problem.model, self.scorer.rule, problem.state
+    (graphdef, params, rest), rule, state = problem.model, self.rule, problem.state
     assert state is not None
     views, val_batches = problem.parameters, problem.val_batches
     scalars, labelled = rule.scalars(state.count, state.clip_factor), by_label(grads)
@@ -193,18 +179,19 @@ def make_selector(
   """As `scoring.make_scorer`, with twins for the candidates. Raises ValueError for a model that cannot be scored."""
   rows = jax.tree.leaves(batch)[0].shape[0]
   k = num_chosen(cfg, rows)
-  chosen = {name: jax.ShapeDtypeStruct((k, *x.shape[1:]), x.dtype) for name, x in dict(batch).items()}
+  chosen, shapes = (
+    {name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype) for name, x in dict(batch).items()} for n in (k, rows)
+  )
   scorer, candidates = (
-    scoring.make_scorer(cfg, graphdef, model, shapes, num_sets=num_sets, num_segments=num_segments)
-    for shapes in (chosen, batch)
+    scoring.make_scorer(cfg, graphdef, model, each, num_sets=num_sets, num_segments=num_segments)
+    for each in (chosen, shapes)
   )
   twin = None
   if cfg.ghost.ghost_select == "greats":
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in dict(batch).items()}
     exclude = scoring.excluded(cfg, model)
     spec = DirectionSpec(rank=1)
     twin = prepare_twin(model, shapes, scorer.loss, num_sets=1, num_positions=None, spec=spec, exclude=exclude)
-  return Selector(cfg, scorer, candidates, twin, rows, k)
+  return Selector(**vars(scorer), candidates=candidates, sketch=twin, num_candidates=rows, num_chosen=k)
 
 
 def take(batch: dict, chosen_B, k: int):

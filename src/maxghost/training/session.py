@@ -1,37 +1,40 @@
 """One run from start to end: builds its parts, resumes from the last checkpoint, and reports the result."""
 
 import contextlib
+import functools
+import importlib.metadata
+import json
 import os
+import platform
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+import maxghost
 from maxghost.config import ConfigError
+from maxghost.config.files import write_text
 from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
 from maxghost.generation.samples import Sampler
 from maxghost.objectives import create
 from maxghost.parallel import distributed
-from maxghost.training import compiled_steps, resume, run_directory, score_recorder, startup_log, state
+from maxghost.training import compiled_steps, console, memory_report, run_directory, score_recorder, state
 from maxghost.training.batches import Batches, Prefetcher
-from maxghost.training.console import Console
-from maxghost.training.flops import peak_flops
 from maxghost.training.loop import Hardware, Outcome, Sinks, TrainingLoop
-from maxghost.training.memory import report as memory_report
-from maxghost.training.memory.table import compiled_sizes
-from maxghost.training.metrics import MetricsLog, TensorBoardLog
-from maxghost.training.plan import Plan
-from maxghost.training.resume import Position
+from maxghost.training.metrics import MetricsLog
+from maxghost.training.plan import PEAK_FLOPS, Plan
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.run_directory import Existing
 from maxghost.training.signals import StopSignals
+from maxghost.training.state import Position
 
 
 class Session:
   """A training run. The constructor validates, with JAX, and writes nothing; `run` trains.
 
   dataset: with this process's part of the rows. open_checkpoints: makes a checkpoint manager for the run directory.
+  open_trackers: (cfg, run directory, first step) -> `Sinks.trackers`.
   open_parameters: maps the tree of the model's abstract arrays to a function that reads them, for a run that starts
   from a given model; None: from init_weights_seed. force: compiles a step even if it is estimated to need far too much
   memory. With several processes, the first one prints and writes common results.
@@ -45,19 +48,20 @@ class Session:
     signals: StopSignals,
     *,
     open_checkpoints: Callable,
+    open_trackers: Callable,
     open_parameters: Callable | None = None,
     force: bool = False,
   ):
     cfg = plan.cfg
     self._plan, self._cfg, self._existing, self._dataset, self._signals = plan, cfg, existing, dataset, signals
-    self._path, self._open_checkpoints = existing.path, open_checkpoints
-    self._console = Console(None if distributed.is_first() else open(os.devnull, "w"))  # noqa: SIM115
+    self._path, self._open_checkpoints, self._open_trackers = existing.path, open_checkpoints, open_trackers
+    self._console = console.Console(None if distributed.is_first() else open(os.devnull, "w"))  # noqa: SIM115
     self._checkpoints: Any = None
     self._capacity = memory_report.capacity(jax.local_devices()[0])
     if not force:
       memory_report.check(plan.memory, self._capacity)
     self._sampler = Sampler(cfg, dataset.tokenizer) if cfg.run.sample_every else None
-    self._read_parameters = open_parameters and open_parameters(plan.wanted["model"])
+    self._read_parameters = open_parameters and open_parameters(state.to_tree(plan.state)["model"])
     for domain in cfg.val_sets.values():
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain)  # raises where a set has no rows
     self._program = compiled_steps.build(plan)
@@ -95,16 +99,18 @@ class Session:
     return f"the last good checkpoint is {self._checkpoints.path(steps[-1])}"
 
   def _claim(self) -> contextlib.AbstractContextManager:
-    """The first process locks the run directory; the others wait for it."""
-    lock = contextlib.nullcontext()
+    """The first process locks the run directory; the others wait for it. All compare their data."""
+    lock, problems = contextlib.nullcontext(), ()
     if distributed.is_first():
       try:
         lock = run_directory.claim(self._existing, self._cfg)
       except ConfigError as error:
-        distributed.gather(str(error))
-        raise
-    if said := distributed.gather("")[0]:
-      raise ConfigError(said)
+        problems = error.problems
+    said = distributed.gather([problems, self._dataset.train.state()["fingerprint"]])
+    if said[0][0]:
+      raise ConfigError(*said[0][0])
+    if other := next((number for number, (_, data) in enumerate(said) if data != said[0][1]), 0):
+      raise ConfigError(f"process {other} reads other data than process 0; give all processes the same files")
     return lock
 
   def _train(self, opened: contextlib.ExitStack) -> Outcome:
@@ -121,9 +127,8 @@ class Session:
       reweighter = Reweighter(cfg.ghost, weights, dataset.train, dataset.document_id)
       reweighter.restore(position.reweighting)  # before the first batch is drawn
     batches = Batches(dataset, create(cfg).prepare)
-    prefetcher = Prefetcher(
-      batches, lambda arrays: plan.layout.put_local(arrays, plan.rows), cfg.run.steps - position.completed_steps
-    )
+    put = functools.partial(plan.layout.put, num_rows=plan.rows)
+    prefetcher = Prefetcher(batches, put, cfg.run.steps - position.completed_steps)
     opened.callback(prefetcher.close)
     self._announce(position)
     loop = TrainingLoop(
@@ -132,8 +137,8 @@ class Session:
       batches,
       sinks,
       self._signals,
-      Hardware(plan.layout.num_devices, peak_flops(jax.devices()[0]), plan.rows, plan.flops),
-      put=plan.layout.put_global,
+      Hardware(plan.layout.num_devices, PEAK_FLOPS.get(jax.devices()[0].device_kind), plan.rows, plan.flops),
+      put=plan.layout.put,
       reweighter=reweighter,
       sampler=self._sampler,
     )
@@ -153,68 +158,79 @@ class Session:
         asynchronous=cfg.checkpoint.async_checkpointing,
         say=say,
       )
-      restored = self._checkpoints.restore_latest(plan.wanted)
+      restored = self._checkpoints.restore_latest(state.to_tree(plan.state))
     if restored is not None:
       position = Position.from_json(restored.positions)
-      self._check_rows(position, restored.positions["config"])
+      run_directory.check_saved(self._path, restored.positions["config"], cfg)
+      if position.rows not in (0, plan.rows):
+        own = cfg.optimizer.gradient_accumulation_steps * plan.layout.num_devices
+        way = "another number of devices" if position.rows % own else f"per_device_batch_size={position.rows // own}"
+        raise ConfigError(
+          f"per_device_batch_size={cfg.data.per_device_batch_size} on {plan.layout.num_devices} devices is {plan.rows} "
+          f"rows per step, but {self._path} was trained with {position.rows} (per_device_batch_size="
+          f"{restored.positions['config'].get('per_device_batch_size')}); use {way}, or another run_name"
+        )
       self._dataset.train.restore(position.data)
       say(f"Continuing after {restored.step} completed steps: {self._checkpoints.path(restored.step)}")
       if "steps" in self._existing.changed:
         before, now = self._existing.changed["steps"]
         say(f"steps: {before} -> {now}; the learning-rate schedule now spans {now} steps")
-      return resume.from_tree(restored.tree, plan.state), position
+      return state.from_tree(restored.tree, plan.state), position
     train_state = state.create_split(cfg, plan.layout)[1]
     if self._read_parameters:
-      train_state = resume.from_tree(resume.to_tree(train_state) | {"model": self._read_parameters()}, train_state)
+      train_state = state.from_tree(state.to_tree(train_state) | {"model": self._read_parameters()}, train_state)
       say(f"Starting from the parameters of {cfg.checkpoint.load_parameters_path}")
     if not self._existing.is_new:
       say("The run was stopped before its first checkpoint: it starts again at step 0")
     return train_state, Position(rows=plan.rows)
 
-  def _check_rows(self, position: Position, then: dict) -> None:
-    """Raises ConfigError if this command would train on batches of another size."""
-    plan = self._plan
-    if position.rows and position.rows != plan.rows:
-      own = self._cfg.optimizer.gradient_accumulation_steps * plan.layout.num_devices
-      way = f"per_device_batch_size={position.rows // own}" if position.rows % own == 0 else "another number of devices"
-      raise ConfigError(
-        f"per_device_batch_size={self._cfg.data.per_device_batch_size} on {plan.layout.num_devices} devices is "
-        f"{plan.rows} rows per step, but {self._existing.path} was trained with {position.rows} "
-        f"(per_device_batch_size={then.get('per_device_batch_size')}); use {way}, or another run_name"
-      )
-
   def _open_sinks(self, position: Position) -> Sinks:
     """Opens the logs at a position; later records are removed."""
-    metrics_log = scores = tensorboard = None
+    metrics_log, scores, trackers = None, None, ()
     if distributed.is_first():
       metrics_log = MetricsLog(self._path / run_directory.METRICS_FILE)
-      metrics_log.restore(position.metrics_bytes)
+      metrics_log.restore(position.metrics_bytes, position.metrics_crc)
+      first = position.completed_steps if position.pending is None else position.pending["step"]
+      trackers = self._open_trackers(self._cfg, self._path, first)
     if self._cfg.val_sets and self._plan.own.writes:
       scores = score_recorder.open_recorder(self._cfg, self._dataset, self._path)
       scores.restore(position.scores_of(distributed.index()), position.completed_steps)
-    if self._cfg.run.enable_tensorboard and distributed.is_first():
-      first = position.completed_steps if position.pending is None else position.pending["step"]
-      tensorboard = TensorBoardLog(self._path / "tensorboard", first)
-    return Sinks(self._console, metrics_log, tensorboard, scores, self._checkpoints)
+    return Sinks(self._console, metrics_log, scores, self._checkpoints, trackers)
 
   def _announce(self, position: Position) -> None:
     plan, program, say = self._plan, self._program, self._console.line
-    lines = startup_log.start_lines(plan, self._dataset, program.scored, self._path)
+    lines = console.start_lines(plan, self._dataset, program.scored, self._path)
     for line in [*lines, *memory_report.start_lines(plan.memory, self._capacity)]:
       say(line)
     if position.completed_steps < self._cfg.run.steps:
+      say("Compiling the train step, which takes seconds to minutes; then it runs step by step")
       compiled = program.executable()
       say(compiled.describe())
       if (analysis := compiled.call.memory_analysis()) is not None:
-        say(plan.memory.beside(compiled_sizes(analysis)))
+        say(plan.memory.beside(memory_report.compiled_sizes(analysis)))
       if distributed.is_first():
-        startup_log.write_facts(self._path, plan, compiled.describe())
+        self._write_facts(compiled.describe())
+
+  def _write_facts(self, train_step: str) -> None:
+    """Writes run_facts.json, facts of this process besides the config, for the report."""
+    plan, device = self._plan, jax.devices()[0]
+    facts = {
+      "parameters": f"{plan.num_params:,}",
+      "device": f"{plan.layout.num_devices} x {device.device_kind} ({device.platform})",
+      **({"mesh": plan.mesh} if plan.layout.num_devices > 1 else {}),
+      "rows per step": f"{plan.rows:,}",
+      "arithmetic per step": f"{plan.flops.total / 1e12:.4f} TFLOP in the model",
+      "train step": train_step,
+      "versions": f"maxghost {maxghost.__version__}, jax {jax.__version__}, "
+      f"flax {importlib.metadata.version('flax')}, Python {platform.python_version()}",
+    }
+    write_text(self._path / "run_facts.json", json.dumps(facts, indent=2) + "\n")
 
   def _conclude(self, outcome: Outcome) -> int:
     if outcome.interrupted:
-      lines = startup_log.interrupted_lines(self._cfg, outcome, self._path, self._signals.name)
+      lines = console.interrupted_lines(self._cfg, outcome.completed_steps, self._path, self._signals.name)
     else:
-      lines = startup_log.end_lines(self._plan, outcome, self._path) if distributed.is_first() else []
+      lines = console.end_lines(self._plan, outcome.seconds, self._path) if distributed.is_first() else []
     for line in lines:
       self._console.line(line)
     return self._signals.exit_code if outcome.interrupted else 0

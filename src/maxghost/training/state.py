@@ -1,17 +1,22 @@
-"""`TrainStateNNX`: everything that a training step changes, as one nnx module."""
+"""The state of a run: `TrainStateNNX`, which a step changes, and `Position`, the rest of a checkpoint."""
 
+import dataclasses
 import fnmatch
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxghost import models
 from maxghost.config.schema import Config
+from maxghost.data import merge_states
 from maxghost.optimizers import make_optimizer
-from maxghost.parallel import Layout
-from maxghost.parallel.shardings import slash_path
+from maxghost.parallel import distributed
+from maxghost.parallel.shardings import Layout, slash_path
 from maxghost.training.devices import compiler_options
 from maxghost.training.host_memory import HostMemory
 
@@ -25,10 +30,7 @@ class StoredGradient(nnx.Variable):
 
 
 class TrainStateNNX(nnx.Module):
-  """Model, optimizer and the clipping factor of the previous step.
-
-  apply_gradients(grads) updates the parameters in place; without an optimizer it raises RuntimeError.
-  """
+  """Model, optimizer and the clipping factor of the previous step."""
 
   def __init__(
     self,
@@ -48,7 +50,7 @@ class TrainStateNNX(nnx.Module):
       self.stored_gradients = nnx.List(zeros)
 
   def apply_gradients(self, grads) -> None:
-    """grads: State with the paths of the model's Params."""
+    """Updates the parameters. grads: State with their paths. Raises RuntimeError for a state without an optimizer."""
     if self.optimizer is None:
       raise RuntimeError("this train state was made without an optimizer; it cannot apply gradients")
     self.optimizer.update(self.model, grads)
@@ -63,13 +65,9 @@ class TrainStateNNX(nnx.Module):
 def create(cfg: Config) -> TrainStateNNX:
   """A fresh state: weights from init_weights_seed, zero moments, step 0."""
   model = models.create(cfg, rngs=nnx.Rngs(cfg.run.init_weights_seed))
-  stores = cfg.ghost.ghost_enabled and cfg.ghost.ghost_val_every > 1
-  return TrainStateNNX(
-    model,
-    make_optimizer(cfg.optimizer, cfg.run.steps),
-    trainable=trainable(cfg, model),
-    num_stored=len(cfg.data.validation_sets) if stores else 0,
-  )
+  num_stored = len(cfg.val_sets) if cfg.ghost.ghost_val_every > 1 else 0
+  tx = make_optimizer(cfg.optimizer, cfg.run.steps)
+  return TrainStateNNX(model, tx, trainable=trainable(cfg, model), num_stored=num_stored)
 
 
 def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
@@ -87,10 +85,7 @@ def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
 
 
 def create_split(cfg: Config, layout: Layout | None = None) -> tuple[nnx.GraphDef, nnx.State]:
-  """(graphdef, state) of a fresh train state; one compiled call makes each device's part of the weights.
-
-  Values depend only on the seed, not on the layout.
-  """
+  """(graphdef, state) of a fresh train state, made in its layout by one compiled call; the layout changes no value."""
   graphdef, abstract = abstract_split(cfg)
 
   def init():
@@ -104,3 +99,66 @@ def abstract_split(cfg: Config) -> tuple[nnx.GraphDef, nnx.State]:
   """(graphdef, state) with `jax.ShapeDtypeStruct` leaves, without allocation."""
   graphdef, state = nnx.split(nnx.eval_shape(lambda: create(cfg)))
   return graphdef, HostMemory.of(cfg).abstract(state)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Position:
+  """The run after `completed_steps` steps. All parts belong to the same moment, although batches are read ahead.
+
+  data: position of the training iterator after the last trained batch; None at the start.
+  metrics_bytes: length of metrics.jsonl. metrics_crc: its CRC-32, None in a checkpoint of an earlier version.
+  pending: the record of the last step, which waits for the validation loss after it; None at the start.
+  open_loss: the last measured validation loss, [K], which opens the account of the following steps.
+  scores: position of the score log, or a list with one for each of several processes; None without a log.
+  reweighting: state of the domains' shares, None if they are constant. rows: of each step over all devices, 0: unknown.
+  """
+
+  completed_steps: int = 0
+  data: dict | None = None
+  metrics_bytes: int = 0
+  metrics_crc: int | None = None
+  pending: dict[str, Any] | None = None
+  open_loss: list[float] | None = None
+  scores: dict | list | None = None
+  reweighting: dict | None = None
+  rows: int = 0
+
+  def scores_of(self, process: int) -> dict | None:
+    """The position of one process's score log; only its step, if other processes wrote it before."""
+    known = self.scores if isinstance(self.scores, list) else [self.scores]
+    if process < len(known) and known[process] is not None:
+      return known[process]
+    steps = [one["step"] for one in known if one is not None]
+    return {"step": max(steps)} if steps else None
+
+  def of_all_processes(self) -> "Position":
+    """The position for a checkpoint, with those of every process's data and score log."""
+    if distributed.count() == 1:
+      return self
+    said = distributed.gather({"data": self.data, "scores": self.scores})
+    data, scores = ([one[name] for one in said] for name in ("data", "scores"))
+    return dataclasses.replace(self, data=merge_states(data), scores=scores)
+
+  @classmethod
+  def from_json(cls, values: Mapping[str, Any]) -> "Position":
+    return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
+
+
+def to_tree(state: nnx.State) -> dict:
+  """A train state as a plain nested dict of arrays with text keys: {"model": {...}, "optimizer": {...}, ...}.
+
+  Empty branches (optax's stateless transformations) are left out.
+  """
+  return unflatten_dict({tuple(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(state)})
+
+
+def from_tree(tree: Mapping, like: nnx.State) -> nnx.State:
+  """The inverse of `to_tree`: `like` (which may be abstract) with the arrays of a tree of the same paths."""
+  arrays = flatten_dict(tree)
+  return nnx.from_flat_state([(path, v.replace(arrays[tuple(map(str, path))])) for path, v in nnx.to_flat_state(like)])
+
+
+def abstract_arrays(state: nnx.State) -> nnx.State:
+  """The state with shapes, dtypes and shardings in place of arrays; abstract leaves go to the first device."""
+  place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or place), state)

@@ -15,10 +15,9 @@ from maxghost.ghost.schedules import Model, passes
 from maxghost.models import autodiff
 from maxghost.objectives import create
 from maxghost.optimizers import clip, factor_of, learning_rate_schedule, scaled
-from maxghost.parallel import constrain, constrain_state
-from maxghost.training import host_memory, selection, step_outputs
+from maxghost.parallel.shardings import constrain, constrain_state
+from maxghost.training import host_memory, scoring, selection
 from maxghost.training.host_memory import HostMemory
-from maxghost.training.scoring import Scorer, make_scorer
 
 
 def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, num_sets: int = 1):
@@ -37,10 +36,10 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   Raises: ValueError for a model that the engine cannot score.
   """
   schedule = learning_rate_schedule(cfg.optimizer, cfg.run.steps)
-  scorer: Scorer | selection.Selector | None = None
+  scorer: scoring.Scorer | None = None
   if cfg.ghost.ghost_enabled:
     model = nnx.merge(graphdef, state).model
-    make = make_scorer if cfg.ghost.ghost_select == "none" else selection.make_selector
+    make = scoring.make_scorer if cfg.ghost.ghost_select == "none" else selection.make_selector
     scorer = make(cfg, graphdef, model, batch, num_sets=num_sets, num_segments=num_segments)
 
   def step(state, batch, val_batches):
@@ -76,7 +75,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
         read = [out["param_norm"], *columns.values()]
     apply(train_state, read)
     train_state.clip_factor[...] = clip_factor.astype(train_state.clip_factor.dtype)
-    return nnx.state(train_state), step_outputs.placed(out)
+    return nnx.state(train_state), scoring.placed(out)
 
   return step, None if scorer is None else scorer.twin
 
@@ -106,7 +105,7 @@ def _clipped_update(cfg: Config, grads):
     if HostMemory.of(cfg):
       host_memory.apply_gradients(train_state.optimizer, train_state.model, grads, scale, segments[0])
       return
-    gradient = clipped
+    gradient: Any = clipped
     if segments:
       gradient = jax.tree.map(scale, grads)
     elif read:

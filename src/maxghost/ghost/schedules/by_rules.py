@@ -15,7 +15,7 @@ from maxghost.ghost.directions import direction_parts
 from maxghost.ghost.schedules import passes
 from maxghost.ghost.schedules.base import Problem, Scored, TrainPass
 from maxghost.optimizers import by_label
-from maxghost.parallel import constrain_state
+from maxghost.parallel.shardings import constrain_state
 
 
 def two_pass(problem: Problem) -> Scored:

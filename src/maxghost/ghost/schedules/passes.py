@@ -14,8 +14,7 @@ from maxghost.ghost.attach import Twin
 from maxghost.ghost.schedules.base import Model, Problem, Scored, TrainPass, Validation
 from maxghost.objectives import as_objective
 from maxghost.optimizers import by_label
-from maxghost.parallel import constrain_state
-from maxghost.parallel.shardings import slash_path
+from maxghost.parallel.shardings import constrain_state, slash_path
 
 
 def mean_loss(losses, weights):

@@ -26,7 +26,7 @@ from maxghost.ghost.schedules.reverse_scan.layer import Kept, Layers, Pair, Rows
 from maxghost.models import autodiff, segments, streaming
 from maxghost.objectives import StagedLoss
 from maxghost.optimizers import by_label
-from maxghost.parallel import constrain_state
+from maxghost.parallel.shardings import constrain_state
 
 
 def run(problem: Problem) -> Scored:

@@ -1,14 +1,14 @@
-"""Bytes of one train step on one device, from the abstract objects of the run, before anything is compiled.
+"""The memory of a train step on one device, estimated before anything is compiled.
 
-The estimate is the maximum over the backward pass of one layer, that of the output head, and the update. Arrays that
-exist only in the compiled step have closed forms, calibrated against the TPU compiler (benchmarks/memory.py), which
-fuses elementwise operations.
+The estimate is the maximum over the backward pass of one layer, that of the output head, and the update. Sizes of the
+state, the batches and the twin are those of the run's abstract objects. Arrays that exist only in the compiled step
+have closed forms, calibrated against the TPU compiler (benchmarks/memory.py), which fuses elementwise operations.
 
-B rows, T positions, N = B T tokens on one device; D embed dim, F feed-forward width, H query and K key/value heads,
-h head width, L layers, V vocabulary.
+B rows, T positions, N = B T tokens on one device; D embed dim, F feed-forward width, H query and K key/value heads (of
+factors: validation sets), h head width, L layers, V vocabulary.
 """
 
-import functools
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -19,10 +19,12 @@ from flax import nnx
 from maxghost import config
 from maxghost.config import Config, ConfigError
 from maxghost.config.schema import ParallelConfig
-from maxghost.parallel import Layout
-from maxghost.training import state
-from maxghost.training.memory.device import Device, Held, PlacedState
-from maxghost.training.memory.table import MemoryEstimate, Row, Tensor
+from maxghost.ghost.attach import ScoredParam, Twin, attach
+from maxghost.ghost.engine import direction_spec
+from maxghost.parallel.shardings import AXES, HOST, Layout, num_parts, slash_path, use
+from maxghost.training import devices, state
+from maxghost.training.memory_report import MemoryEstimate, Row, Tensor
+from maxghost.training.scoring import excluded
 
 Rows = dict[str, list[Tensor]]  # {row of the table: its arrays}
 
@@ -38,6 +40,8 @@ LIVE_HEADS = 4  # of [N, H h], and of [N, K h] for keys and values
 LINEAR_FROM = 1024  # positions from which blockwise attention forms no scores of a whole row
 
 CARRIES, WITHIN = "boundary carries", "within-segment activations"
+EXPERTS = "exp"  # the logical axis that numbers experts
+PARAMETERS, OTHER = "parameters", "other state"
 
 
 def estimate(
@@ -51,37 +55,155 @@ def estimate(
   layout: of the run's devices; None: one device. build(cfg) -> (graphdef, abstract state) of the `TrainStateNNX`.
   split: its result, if known. Raises ConfigError for a model that cannot be scored.
   """
-  placed = functools.partial(PlacedState, layout or Layout.of(ParallelConfig(), jax.devices()[:1]))
-  states = {} if split is None else {_state_keys(cfg): placed(split)}
-  return _estimate(cfg, states, lambda cfg: placed(build(cfg)))
+  layout = layout or Layout.of(ParallelConfig(), jax.devices()[:1])
+  states: dict[str, PlacedState] = {}
 
-
-def _estimate(cfg: Config, states: dict[str, PlacedState], build: Callable[[Config], PlacedState]) -> MemoryEstimate:
-  """As `estimate`. states: a cache by `_state_keys`."""
-  keys = _state_keys(cfg)
-  try:
-    if keys not in states:
-      states[keys] = build(cfg)
-    device = Device(cfg, states[keys])
-  except ValueError as error:  # a parameter without a rule, a pattern that matches nothing, a rank that saves nothing
-    raise ConfigError(str(error)) from error
-  step, resident = Step(device), device.resident()
-  moments = {name: resident | rows for name, rows in step.moments().items()}
-  name, rows = max(moments.items(), key=lambda item: sum(t.bytes for tensors in item[1].values() for t in tensors))
-
-  def change(**keys) -> MemoryEstimate | None:
+  def of(cfg: Config, split: tuple[nnx.GraphDef, nnx.State] | None = None) -> MemoryEstimate:
+    keys = repr([item for item in cfg.flat().items() if item[0] not in _OF_THE_STEP])
     try:
-      return _estimate(config.replace(cfg, **keys), states, build)
-    except ConfigError:
-      return None
+      if keys not in states:
+        states[keys] = PlacedState(layout, split or build(cfg))
+      device = Device(cfg, states[keys])
+    except ValueError as error:  # a parameter without a rule, a pattern that matches nothing, a rank that saves nothing
+      raise ConfigError(str(error)) from error
+    step, resident = Step(device), device.resident()
+    moments = {name: resident | rows for name, rows in step.moments().items()}
+    name, rows = max(moments.items(), key=lambda item: sum(t.bytes for tensors in item[1].values() for t in tensors))
 
-  found, held = (tuple(Row(name, tuple(tensors)) for name, tensors in each.items()) for each in (rows, resident))
-  return MemoryEstimate(found, name, held, device.host_bytes, step.tokens, cfg, change, step.walk)
+    def change(**keys) -> MemoryEstimate | None:
+      try:
+        return of(config.replace(cfg, **keys))
+      except ConfigError:
+        return None
+
+    found, held = (tuple(Row(name, tuple(tensors)) for name, tensors in each.items()) for each in (rows, resident))
+    return MemoryEstimate(found, name, held, device.host_bytes, step.tokens, cfg, change, step.walk)
+
+  return of(cfg, split)
 
 
-def _state_keys(cfg: Config) -> str:
-  """The settings that the train state depends on."""
-  return repr([item for item in cfg.flat().items() if item[0] not in _OF_THE_STEP])
+@dataclasses.dataclass(frozen=True)
+class Held:
+  """One Variable of the train state.
+
+  row: of the table. whole: its shape. shape: of the part on this device. gathered: number of elements when a layer uses
+  it, gathered along the mesh axes that split the batch.
+  """
+
+  row: str
+  label: str
+  axes: tuple[str | None, ...]
+  whole: tuple[int, ...]
+  shape: tuple[int, ...]
+  dtype: str
+  on_host: bool
+  gathered: int
+
+  @property
+  def stacked(self) -> bool:
+    """Whether it has a leading layer axis."""
+    return self.axes[:1] == ("layers",)
+
+  @property
+  def elements(self) -> int:
+    return math.prod(self.shape)
+
+
+class PlacedState:
+  """A train state on the devices of a layout. split: its (graphdef, abstract state)."""
+
+  def __init__(self, layout: Layout, split: tuple[nnx.GraphDef, nnx.State]):
+    self.layout, self._graphdef, self._abstract = layout, split[0], layout.abstract(split[1])
+    length_axes = next((axes for name, axes in layout.rules.rows if name == "activation_length"), ())
+    batch_axes = {*layout.rules.batch_axes, *layout.rules.active(length_axes)}
+    self.variables = [self._held(path, v, batch_axes) for path, v in nnx.to_flat_state(self._abstract)]
+    self._twins: dict[tuple, Twin] = {}
+
+  def _held(self, path: tuple, variable: nnx.Variable, batch_axes: set[str]) -> Held:
+    leaf, axes = variable.get_value(), tuple(variable.get_metadata().get(AXES) or ())
+    shape, rules = leaf.sharding.shard_shape(leaf.shape), self.layout.rules
+    split: tuple[tuple[str, ...], ...] = rules.assign(axes, leaf.shape, slash_path(path)) if axes else ()
+    over = [axis for name, found in zip(axes, split, strict=True) if name != EXPERTS for axis in found]
+    gathered = math.prod(shape) * rules.parts([axis for axis in over if axis in batch_axes])
+    host = getattr(leaf.sharding, "memory_kind", None) == HOST
+    row = {"model": PARAMETERS, "optimizer": "optimizer"}.get(path[0], OTHER) if shape else OTHER
+    return Held(row, slash_path(path[1:]), axes, leaf.shape, shape, str(leaf.dtype), host, gathered)
+
+  def twin(self, cfg: Config) -> Twin:
+    """The probed twin for one example. Raises ValueError as `attach`."""
+    model = nnx.merge(self._graphdef, self._abstract).model
+    spec = direction_spec(cfg, cfg.ghost.ghost_direction, cfg.ghost.ghost_rank)
+    key = (spec, excluded(cfg, model), len(cfg.data.validation_sets))
+    if key not in self._twins:
+      self._twins[key] = attach(model, num_examples=1, num_sets=key[2], spec=spec, exclude=key[1])
+    return self._twins[key]
+
+
+class Device:
+  """Sizes on one device of a run with this train state."""
+
+  def __init__(self, cfg: Config, placed: PlacedState):
+    self.cfg, self.layout, self.variables = cfg, placed.layout, placed.variables
+    self.params = {v.label: v for v in self.variables if v.row == PARAMETERS}
+    layered = any(v.stacked for v in self.params.values()) or not cfg.model.scan_layers
+    self.num_layers = cfg.model.base_num_decoder_layers if layered else 0
+    self.num_sets = len(cfg.val_sets)
+    self.rows = self._local_rows(cfg.data.per_device_batch_size * self.layout.num_devices)
+    self.val_rows = self._local_rows(cfg.ghost.ghost_val_batch_size) if self.num_sets else 0
+    self.length = self.part(cfg.data.max_target_length, "activation_length")
+    self.scored = placed.twin(cfg).scored if self.num_sets else ()
+
+  def part(self, size: int, axis: str) -> int:
+    """Size of an activation's dimension on this device. axis: its logical name."""
+    with use(self.layout):
+      return -(-size // num_parts(axis))
+
+  def _local_rows(self, num_rows: int) -> int:
+    return self.layout.rows(num_rows).shard_shape((num_rows,))[0]
+
+  def elements(self, stacked: bool | None = None) -> int:
+    """Elements of the parameters in the stack, outside it, or (None) of all."""
+    return sum(v.elements for v in self.params.values() if stacked is None or stacked == v.stacked)
+
+  @property
+  def layer(self) -> int:
+    """Elements of the parameters of one layer."""
+    return self.elements(True) // self.cfg.model.base_num_decoder_layers
+
+  @property
+  def output_table(self) -> Held | None:
+    """The weight of the logits: the projection, or else the tied embedding."""
+    tables = [v for v in self.params.values() if "vocab" in v.axes and len(v.axes) == 2]
+    return max(tables, key=lambda v: v.axes[-1] == "vocab", default=None)
+
+  def resident(self) -> dict[str, list[Tensor]]:
+    """{row of the table: arrays} in device memory between steps."""
+    rows: dict[str, list[Tensor]] = {PARAMETERS: [], "optimizer": [], OTHER: [], "batch and validation rows": []}
+    for v in self.variables:
+      if not v.on_host:
+        rows[v.row].append(Tensor(v.shape, v.dtype, v.label))
+    batch = devices.batch_shapes(self.cfg, devices.rows_per_step(self.cfg, self.layout.num_devices), self.layout)
+    val_batch = devices.batch_shapes(self.cfg, self.cfg.ghost.ghost_val_batch_size, self.layout)
+    for count, arrays in (1, batch), (self.num_sets, val_batch):
+      local = [Tensor(x.sharding.shard_shape(x.shape), str(x.dtype), name, count) for name, x in arrays.items()]
+      rows["batch and validation rows"] += local
+    return rows
+
+  @property
+  def host_bytes(self) -> int:
+    """Bytes of the state and of the gradients of streamed weights in host memory."""
+    held = [v for v in self.variables if v.on_host]
+    return sum(v.elements * jnp.dtype(v.dtype).itemsize * (2 if v.row == PARAMETERS else 1) for v in held)
+
+  def factors(self, param: ScoredParam) -> int:
+    """Elements of a parameter's factors on this device; 0 for a whole direction."""
+    shapes = param.part_shapes(self.num_sets)
+    size, specs = 0, []
+    with use(dataclasses.replace(self.layout, record=lambda *entry: specs.append(entry[-1]))):
+      for name in set(shapes).intersection(("left", "right")):
+        param.placed_factor(name, jax.ShapeDtypeStruct(shapes[name], jnp.float32))
+        size += math.prod(self.layout.sharding(specs.pop()).shard_shape(shapes[name]) if specs else shapes[name])
+    return size
 
 
 class Step:
@@ -93,12 +215,8 @@ class Step:
 
   def __init__(self, device: Device):
     self.device, self.ghost, self.model = device, device.cfg.ghost, device.cfg.model
-    m, self.compute, self.weight, self.embed = (
-      self.model,
-      self.model.dtype,
-      self.model.weight_dtype,
-      device.cfg.model.base_emb_dim,
-    )
+    m = self.model
+    self.compute, self.weight, self.embed = m.dtype, m.weight_dtype, m.base_emb_dim
     self.rows = device.rows + (device.val_rows if self.ghost.ghost_schedule == "concat" else 0)
     self.tokens, self.val_tokens = self.rows * device.length, device.val_rows * device.length
     self.num_heads = device.part(m.base_num_query_heads, "activation_heads")
@@ -108,9 +226,8 @@ class Step:
     if m.num_experts > 1:  # each token passes through several experts
       width = (m.base_moe_mlp_dim if m.base_moe_mlp_dim > 0 else width) * m.num_experts_per_tok
     self.feed_forward = device.part(width, "activation_mlp")
-    self.linear_attention = m.attention == "flash" or (
-      m.attention in ("blockwise", "autoselected") and device.length > LINEAR_FROM
-    )
+    in_blocks = m.attention in ("blockwise", "autoselected") and device.length > LINEAR_FROM
+    self.linear_attention = m.attention == "flash" or in_blocks
     self.walks_back = device.num_sets > 0 and self.ghost.ghost_schedule == "reverse_scan"
     # The rows take turns if the validation gradients of a layer are smaller than its inputs, over all devices.
     stacked = [v for v in device.params.values() if v.stacked]
@@ -127,7 +244,11 @@ class Step:
 
   def moments(self) -> dict[str, Rows]:
     """{moment of the step: memory at that moment}."""
-    also, segments = self._scores() | self._gathered(), self._segments()
+    also, segments = self._scores(), self._segments()
+    stacked = [v for v in self.device.params.values() if v.stacked]
+    if gathered := sum(v.gathered - v.elements for v in stacked) // self.model.base_num_decoder_layers:
+      why = "weights of one layer, gathered, and their gradient"  # before it is scattered
+      also["collectives' buffers"] = [Tensor((gathered,), self.weight, why, 2)]
     out = {"the update": self._gradients(segments if "weights" in self.model.offload_to_host else []) | also}
     if self.device.num_layers:
       out["the backward pass of a layer"] = self._gradients(segments) | self._in_layers() | also
@@ -153,13 +274,6 @@ class Step:
         Tensor((lengths[0] * layer,), self.weight, "weights of the next segment, on their way from the host")
       )
     return tensors
-
-  def _gathered(self) -> Rows:
-    """Weights gathered for one layer, and its gradient before it is scattered."""
-    stacked = [v for v in self.device.params.values() if v.stacked]
-    gathered = sum(v.gathered - v.elements for v in stacked) // self.model.base_num_decoder_layers
-    why = "weights of one layer, gathered, and their gradient"
-    return {"collectives' buffers": [Tensor((gathered,), self.weight, why, 2)]} if gathered else {}
 
   # The backward pass of a layer.
 
@@ -253,10 +367,7 @@ class Step:
         Tensor(table.shape, table.dtype, "their gradients"),
         Tensor(table.shape, table.dtype, "a table half turned around"),
       ]
-      hidden = [
-        Tensor((n, d), c, "last hidden states"),
-        Tensor((n, d), wide, "sum of their gradient over the blocks"),
-      ]
+      hidden = [Tensor((n, d), c, "last hidden states"), Tensor((n, d), wide, "sum of their gradient over the blocks")]
     elif tiles > 1 and table.dtype != wide:
       head.append(Tensor(table.shape, wide, "sum of the output table's gradient over the tiles"))
     return {
@@ -273,18 +384,16 @@ class Step:
       return {}
     count = sum(math.prod(param.stack_shape) for param in self.device.scored)
     shape = (count, self.device.num_sets, self.device.rows, self.device.length)
-    tensors = {"two_pass": self._two_pass, "reverse_scan": self._walked_back}
-    found = tensors.get(self.ghost.passes, list)()  # concat holds no validation gradient
-    return {"ghost directions and probes": [*found, Tensor(shape, "float32", "scores per token of every parameter")]}
-
-  def _two_pass(self) -> list[Tensor]:
-    """The validation gradients are kept for the ledger, even if scores use their factors."""
-    scored, sets = self.device.scored, self.device.num_sets
-    whole = sum(self.device.params[p.label].elements for p in scored)
-    tensors = [Tensor((sets, whole), self.weight, "validation gradients, the directions of the scores")]
-    if factors := sum(self.device.factors(p) for p in scored):
-      tensors.append(Tensor((factors,), "float32", f"directions of rank {self.ghost.ghost_rank}"))
-    return tensors
+    tensors = [Tensor(shape, "float32", "scores per token of every parameter")]
+    if self.ghost.passes == "reverse_scan":
+      tensors += self._walked_back()
+    elif self.ghost.passes == "two_pass":  # keeps the gradients for the ledger, even if scores use their factors
+      whole = sum(self.device.params[p.label].elements for p in self.device.scored)
+      why = "validation gradients, the directions of the scores"
+      tensors.append(Tensor((self.device.num_sets, whole), self.weight, why))
+      if factors := sum(self.device.factors(p) for p in self.device.scored):
+        tensors.append(Tensor((factors,), "float32", f"directions of rank {self.ghost.ghost_rank}"))
+    return {"ghost directions and probes": tensors}
 
   def _walked_back(self) -> list[Tensor]:
     """Memory of the validation rows while schedule reverse_scan processes the training rows of a layer."""
@@ -301,11 +410,10 @@ class Step:
       ),
       Tensor((sets * kept, self.val_tokens, embed), c, "layer inputs of the validation rows"),
     ]
+    waiting = Tensor((sets, self.val_tokens, embed), c, "cotangent of the validation rows")
     if self.in_turn and on_host:  # where the cotangent of the validation rows goes
-      why = "cotangent of the training rows in the validation rows' turn"
-      tensors.append(Tensor((1, self.tokens, embed), c, why))
-    else:
-      tensors.append(Tensor((sets, self.val_tokens, embed), c, "cotangent of the validation rows"))
+      waiting = Tensor((1, self.tokens, embed), c, "cotangent of the training rows in the validation rows' turn")
+    tensors.append(waiting)
     if not self.model.segment_lengths:
       tensors += [
         Tensor((sets * inner, self.val_tokens, width), dtype, f"{name} of the validation rows")

@@ -7,6 +7,7 @@ the position that a slot holds follows from the row's number of tokens.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,21 +90,29 @@ def append(kept, new, counts_B):
   return jax.tree.map(put, kept, new)
 
 
-def run_stacked(layers: nnx.Module, carry, layer_inputs: tuple, open_cache: Callable, kept=None):
-  """Runs carry (the first layer's input) through stacked layers, each with its cache.
+def run_decoder(decoder: Any, hidden: Any, layer_inputs: tuple, open_cache: Callable, kept=None) -> tuple[Any, Any]:
+  """Runs hidden (the first layer's input) through the layers of a `transformer.Decoder`, each with its cache.
 
-  open_cache: maps a layer's part of `kept` to its cache. Returns (output of the last layer, entries of all layers with
-  a leading layer axis).
+  layer_inputs: (positions_BT, segment_ids_BT). open_cache: maps a layer's part of `kept` (None at the first call) to
+  its cache. Returns (output of the last layer, entries of each layer's cache); those of stacked layers have a leading
+  layer axis.
   """
-  graphdef, state = nnx.split(layers)
+  if not decoder.scan_layers:
+    entries = []
+    for i in range(decoder.num_layers):
+      cache = open_cache(None if kept is None else kept[i])
+      hidden = getattr(decoder, f"layers_{i}")(hidden, *layer_inputs, cache=cache)
+      entries.append(cache.entries)
+    return hidden, entries
+  graphdef, state = nnx.split(decoder.layers)
 
-  def body(carry, scanned):
+  def body(hidden, scanned):
     state, kept = scanned
     cache = open_cache(kept)
-    carry = nnx.merge(graphdef, state)(carry, *layer_inputs, cache=cache)
-    return carry, cache.entries
+    hidden = nnx.merge(graphdef, state)(hidden, *layer_inputs, cache=cache)
+    return hidden, cache.entries
 
-  return jax.lax.scan(body, carry, (state, kept))
+  return jax.lax.scan(body, hidden, (state, kept))
 
 
 def _slots(x_BTKh, lengths_B, size: int):
