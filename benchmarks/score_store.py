@@ -110,7 +110,7 @@ def write_run(run_dir: Path, num_rows: int, num_documents: int):
       "last_step": 100 * number + 99,
     }  # fmt: skip
     path = run_dir / "ghost" / fmt.shard_name(100 * number + 99, 0)
-    write_shard(path, meta, domains, paths, steps, None, rows)
+    write_shard(path, meta, {"domain": domains, "path": paths}, steps, None, rows)
 
 
 def open_in_browser(page: Path, folder: Path) -> float | None:

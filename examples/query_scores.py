@@ -17,7 +17,7 @@ print(domains[["tokens", "contribution", "per_million_tokens"]].round(4))
 names = ["step", "domain", "tokens", "contribution"]
 blocks = [
   pd.DataFrame({name: rows[name][:, 0] if rows[name].ndim > 1 else rows[name] for name in names})
-  .assign(domain=[shard.domains[number] for number in rows["domain"]])
+  .assign(domain=shard.texts("domain")[rows["domain"]])
   .groupby(["step", "domain"], as_index=False)
   .sum()
   for shard, rows in log.blocks()

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxghost import config
-from maxghost.arguments import Parser, run_command
+from maxghost import cli, config
+from maxghost.arguments import Parser
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.interop import model_path
 from maxghost.scores import PIPE_WIDTH
@@ -66,7 +66,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input; nothing has been written then."""
-  return run_command(lambda: _run(parse(argv)))
+  return cli.guard(lambda: _run(parse(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -133,6 +133,7 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
   writer = scorelog.Writer(
     args.output, tuple(queries), period=1, fingerprint=corpus.source.fingerprint, objective=cfg.optimizer.objective,
     ledger=plugins.ledger_columns(cfg.optimizer.opt_type), direction=cfg.ghost.ghost_direction,
+    fields=corpus.source.fields,
   )  # fmt: skip
   writer.restore(None)
   count = offline.score(cfg, points(cfg, paths), corpus, queries, writer, rows, rows / step_rows)

@@ -2,17 +2,20 @@
 
 import argparse
 import io
+import json
 import sys
 from pathlib import Path
 
-from maxghost import attribution
-from maxghost.arguments import ACCEPT_HELP, Parser, run_command
+import numpy as np
+
+from maxghost import attribution, cli
+from maxghost.arguments import ACCEPT_HELP, Parser
 from maxghost.attribution.numbers import printable
 from maxghost.attribution.where import refuse_unknown
 from maxghost.config import ConfigError
 
 FORMATS = ("table", "json", "csv", "parquet")
-MANY = ("document", "source")  # groupings of which a table shows only the best and worst by default
+FEW = ("domain", "step", "layer", "module")  # of other groupings, a table shows only the best and worst by default
 SHOWN = 20
 PIPE_WIDTH = 160
 
@@ -21,6 +24,8 @@ examples:
   maxghost scores runs/base --by document --top 20 --bottom 20 --text
   maxghost scores runs/base --by domain --where "step>=100" --format json
   maxghost scores runs/base --by source --where "domain=code,path~asyncio/*" --sort per_million_tokens
+  maxghost scores runs/base --by id --where "lang=en"
+  maxghost scores runs/base --drop-below 0 --output exclude.jsonl      # for dataset_exclude_file
   maxghost scores runs/base --export parquet --output base-parquet
 """
 
@@ -30,7 +35,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   parser = Parser("scores", __doc__, EXAMPLES)
   add = parser.add_argument
   add("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, or a folder of GhostSuite's .pt logs")
-  add("--by", default="domain", help="group by domain, document, source, step, layer or module (domain)")
+  add("--by", default="domain", help="group by domain, document, source, step, layer, module or a field (domain)")
   add("--where", default="", help='conditions on rows, joined by commas: "domain=code,step>=100,path~asyncio/*"')
   add("--top", type=int, metavar="N", help="the N best; all when neither --top nor --bottom is given (20 documents)")
   add("--bottom", type=int, metavar="N", help="the N worst")
@@ -39,6 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--scale", default="nats", help="nats; per_lr: over the learning rate; share: of each step's absolute sum")
   add("--text", action="store_true", help="with --by document: the text of each document")
   add("--format", default="table", help="table, json, csv or parquet (table)")
+  add("--drop-below", type=float, metavar="X", help="write to --output the ids of documents whose --sort is below X")
   add("--output", type=Path, metavar="FILE", help="output file; needed for parquet")
   add("--export", metavar="parquet", help="the whole log as Parquet files in the folder --output (RUN_DIR/parquet)")
   add("--compact", action="store_true", help="merge the score files into fewer, larger ones")
@@ -47,14 +53,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   refuse_unknown(f"--format {args.format}: unknown", args.format, FORMATS)
   if args.export not in (None, "parquet"):
     raise ConfigError(f"--export {args.export}: the log is exported as parquet")
-  if args.format == "parquet" and args.output is None:
-    raise ConfigError("--format parquet needs --output FILE")
+  for flag, asked in (("--format parquet", args.format == "parquet"), ("--drop-below", args.drop_below is not None)):
+    if asked and args.output is None:
+      raise ConfigError(f"{flag} needs --output FILE")
   return args
 
 
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input; nothing has been written then."""
-  return run_command(lambda: _run(parse(argv)))
+  return cli.guard(lambda: _run(parse(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -73,13 +80,17 @@ def _run(args: argparse.Namespace) -> int:
 
     print("\n".join(map(str, to_parquet(log, args.output or args.run_dir / "parquet"))))
     return 0
-  top, bottom = args.top, args.bottom
-  if top is None and bottom is None and args.format == "table" and args.by in MANY:
+  by, top, bottom = args.by, args.top, args.bottom
+  if args.drop_below is not None:
+    by, top, bottom = "document", None, None
+  elif top is None and bottom is None and args.format == "table" and by not in FEW:
     top = bottom = SHOWN
   about = {"val_set": args.set, "scale": args.scale, "text": args.text}
-  answer = query.ask(log, query.Query(by=args.by, where=args.where, top=top, bottom=bottom, sort=args.sort, **about))
+  answer = query.ask(log, query.Query(by=by, where=args.where, top=top, bottom=bottom, sort=args.sort, **about))
   for note in answer.notes:
     print(printable(f"maxghost: note: {note}"), file=sys.stderr)
+  if args.drop_below is not None:
+    return _drop(args, answer)
   if args.format == "parquet":
     output.write_parquet(answer, args.output)
     return 0
@@ -93,6 +104,24 @@ def _run(args: argparse.Namespace) -> int:
     sys.stdout.write(printable(text.getvalue()) if sys.stdout.isatty() else text.getvalue())
   else:
     output.write_output(args.output, text.getvalue())
+  return 0
+
+
+def _drop(args: argparse.Namespace, answer: attribution.Answer) -> int:
+  """Writes the ids of the documents below the bound for `dataset_exclude_file`."""
+  from maxghost.attribution.output import write_output
+
+  if not isinstance(values := answer.columns[args.sort], np.ndarray):
+    raise ConfigError(f"--drop-below: --sort {args.sort} is no number; use contribution or per_million_tokens")
+  dropped, names = values < args.drop_below, ("domain", "path", "offset")
+  keys = zip(*(np.asarray(answer.columns[name])[dropped].tolist() for name in names), strict=True)
+  write_output(args.output, "".join(json.dumps(dict(zip(names, key, strict=True))) + "\n" for key in keys))
+  tokens, nats = np.asarray(answer.columns["tokens"]), np.asarray(answer.columns["contribution"])[dropped].sum()
+  share = tokens[dropped].sum() / max(tokens.sum(), 1)
+  print(
+    f"{args.output}: {dropped.sum():,} of {len(answer):,} documents, {share:.1%} of the tokens, {nats:+.4g} nats; to "
+    f"train without them: dataset_exclude_file={args.output}"
+  )
   return 0
 
 

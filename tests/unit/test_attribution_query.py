@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import shlex
+import sys
 
 import numpy as np
 import pytest
@@ -283,7 +284,8 @@ def test_damaged_index_is_one_line(run_dir, tmp_path):
   rows = shard.rows()
   rows["domain"][3] = 77
   (tmp_path / "ghost").mkdir()
-  write_shard(tmp_path / "ghost" / shard.path.name, shard.meta, shard.domains, shard.paths, shard.steps, None, rows)
+  tables = {name: shard.texts(name) for name in fmt.TEXTS}
+  write_shard(tmp_path / "ghost" / shard.path.name, shard.meta, tables, shard.steps, None, rows)
   with pytest.raises(ConfigError, match="a row points to entry 77 of 4"):
     ask(attribution.load(tmp_path), Query())
 
@@ -295,10 +297,52 @@ def test_the_commands_in_the_documentation_are_understood():
   for verb, arguments in commands:
     args = (scores if verb == "scores" else report).parse(shlex.split(arguments))
     if verb == "scores":
-      Where(args.where)
-      query._check(Query(by=args.by, top=args.top, bottom=args.bottom, scale=args.scale, text=args.text))
+      fields = ("id", "lang")
+      Where(args.where, fields=fields)
+      query._check(Query(by=args.by, top=args.top, bottom=args.bottom, scale=args.scale, text=args.text), fields)
 
 
 def test_query_names_match_the_columns(run_dir):
   answer = ask(attribution.load(run_dir), Query())
   assert set(query.MEASURES) == set(answer.units) == set(answer.columns) - {"domain"}
+
+
+def test_frames_and_texts_of_logs_and_answers(run_dir):
+  pandas = pytest.importorskip("pandas")
+  log = attribution.load(run_dir)
+  rows = log.to_pandas()
+  assert {"step", "domain", "dot[words]", "contribution[exams]"} <= set(rows) and not {"dot", "contribution"} & set(
+    rows
+  )
+  np.testing.assert_array_equal(rows["contribution[exams]"], log["contribution"][:, 1])
+  assert rows["path"].tolist() == log["path"].tolist()
+  answer = ask(log, Query(by="domain"))
+  assert isinstance(answer.to_pandas(), pandas.DataFrame)
+  assert answer.to_pandas()["contribution"].tolist() == answer.columns["contribution"].tolist()
+  assert f"{log.num_rows:,} rows" in repr(log) and "against words, exams" in repr(log)
+  assert all(name in repr(answer) for name in log.domains) and "of 4 groups" in repr(answer)
+  assert len(repr(ask(log, Query(by="document"))).splitlines()) < 30
+
+
+def test_polars_frames(run_dir):
+  polars = pytest.importorskip("polars", reason="polars is not part of this installation")
+  log = attribution.load(run_dir)
+  assert isinstance(log.to_polars(), polars.DataFrame) and len(log.to_polars()) == log.num_rows
+  assert ask(log, Query()).to_polars()["domain"].to_list() == ask(log, Query()).columns["domain"]
+
+
+def test_a_frame_without_its_library_is_one_line(run_dir, monkeypatch):
+  monkeypatch.setitem(sys.modules, "polars", None)
+  with pytest.raises(ConfigError, match=r"to_polars\(\) needs polars: pip install polars"):
+    attribution.load(run_dir).to_polars()
+
+
+@pytest.mark.parametrize("path", ["=1+2", "+x", "-x", "@SUM(A1)", "\tx"])
+def test_a_cell_of_csv_is_no_formula(path, tmp_path, capsys):
+  writer = Writer(tmp_path)
+  rows = {"tokens": [1], "loss": [1.0], "dot": [1.0], "contribution": [-1.0]}
+  writer.append({"step": 0}, rows, [("=cmd", path, 0)])
+  writer.close()
+  assert scores.main([str(tmp_path), "--by", "document", "--format", "csv"]) == 0
+  (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+  assert (row["domain"], row["path"]) == ("'=cmd", f"'{path}") and row["contribution"] == "-1.0"

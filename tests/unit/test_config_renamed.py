@@ -148,6 +148,40 @@ def test_another_maxtext_key_is_refused_with_what_to_use(text, told):
   assert told in said
 
 
+# What MaxText's own model files say, key by key, and where our file of that model says otherwise.
+MAXTEXT_FILES = {
+  "llama2-7b": (
+    "base_emb_dim: 4096\nbase_num_query_heads: 32\nbase_num_kv_heads: 32\nbase_mlp_dim: 11008\nhead_dim: 128\n"
+    "base_num_decoder_layers: 32\nmlp_activations: ['silu','linear']\nvocab_size: 32000\nenable_dropout: false\n"
+    "logits_via_embedding: false\nnormalization_layer_epsilon: 1.0e-5\ndecoder_block: 'llama2'\n"
+    "logical_axis_rules: [['norm', 'fsdp']]",
+    {"logical_axis_rules"},
+  ),
+  "mixtral-8x7b": (
+    "base_emb_dim: 4096\nbase_num_query_heads: 32\nbase_num_kv_heads: 8\nbase_mlp_dim: 14336\nhead_dim: 128\n"
+    "base_moe_mlp_dim: 14336\nbase_num_decoder_layers: 32\nmlp_activations: ['silu','linear']\nvocab_size: 32000\n"
+    "enable_dropout: False\nlogits_via_embedding: False\nnormalization_layer_epsilon: 1.0e-5\nnum_experts: 8\n"
+    "num_experts_per_tok: 2\nrope_max_timescale: 1_000_000\ndecoder_block: 'mixtral'",
+    {"load_balance_loss_weight"},
+  ),
+  "qwen3-0.6b": (
+    "base_emb_dim: 1024\nbase_num_query_heads: 16\nbase_num_kv_heads: 8\nbase_mlp_dim: 3072\nhead_dim: 128\n"
+    "base_num_decoder_layers: 28\nmlp_activations: ['silu', 'linear']\nvocab_size: 151936\ndecoder_block: 'qwen3'\n"
+    "normalization_layer_epsilon: 1.0e-6\nrope_max_timescale: 1000000\nuse_qk_norm: True\nlogits_via_embedding: True\n"
+    "normalize_embedding_logits: False\nenable_dropout: False",
+    set(),
+  ),
+}
+
+
+@pytest.mark.parametrize("name", MAXTEXT_FILES)
+def test_a_model_file_of_maxtext_loads_as_ours_of_that_model(name, tmp_path):
+  text, other = MAXTEXT_FILES[name]
+  (tmp_path / "own.yml").write_text(text)
+  differing = config.differing_keys(config.load(tmp_path / "own.yml"), config.load(f"model_name={name}"))
+  assert set(differing) - {"model_name"} <= other, differing
+
+
 def test_a_whole_file_of_maxtext_is_few_lines(tmp_path):
   names = sorted(renamed._maxtext()["lacking"].split())
   assert len(names) > 500 and not set(names) & (set(config.fields()) | set(renamed.OTHER))

@@ -294,6 +294,41 @@ def test_wrong_text_settings_are_named(tmp_path, written):
   assert 2 < len(capped) < 20 and capped.num_bytes <= 500
 
 
+def test_a_hugging_face_dataset_is_streamed_up_to_a_cap(tmp_path):
+  datasets = pytest.importorskip("datasets")
+  datasets.disable_progress_bars()
+  (tmp_path / "a").mkdir()
+  (tmp_path / "a" / "train.jsonl").write_bytes(jsonl(A))
+  whole = open_source(dataclasses.replace(BASE, dataset_type="hf", dataset_files=(f"{tmp_path}/a",)), 0)
+  assert [whole[i].text.decode() for i in range(len(whole))] == A and whole.domains == ("a",)
+  cap, prints = sum(len(text.encode()) for text in A[:9]), []
+  for bytes, count in ((cap, 9), (cap + 1, 9), (10**9, len(A))):
+    keys = dict(dataset_type="hf", dataset_files=(f"{tmp_path}/a",), dataset_domain_bytes=bytes)
+    source = open_source(dataclasses.replace(BASE, **keys), 0)
+    assert [source[i].text.decode() for i in range(len(source))] == A[:count]
+    assert source.document_id(3) == whole.document_id(3)
+    prints.append(source.fingerprint)
+  assert prints[0] == prints[1] != prints[2]
+  assert "first document" in refused(**keys | {"dataset_domain_bytes": 3})
+
+
+def test_a_name_of_the_hub_that_cannot_be_reached_is_one_line(monkeypatch):
+  datasets = pytest.importorskip("datasets")
+  monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+  asked = []
+
+  def load_dataset(*arguments, streaming):
+    asked.append((arguments, streaming))
+    raise ConnectionError("no such dataset")
+
+  monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+  said = refused(dataset_type="hf", dataset_files=("b=owner/name:config",))
+  assert "dataset_files=owner/name:config cannot be read (there is no such folder; on the hub): ConnectionError" in said
+  refused(dataset_type="hf", dataset_files=("owner/b",), dataset_domain_bytes=100)
+  assert asked == [(("owner/name", "config"), False), (("owner/b",), True)]
+  assert "no name of a dataset such as owner/name:config" in refused(dataset_type="hf", dataset_files=("b=~/x/y z",))
+
+
 def damaged(folder, kind):
   """A corpus with a damaged second document or file of domain b; returns settings and what must be named."""
   folder.mkdir()

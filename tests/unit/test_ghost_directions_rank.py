@@ -341,7 +341,7 @@ def test_adam_scores_along_factors_made_in_the_backward_pass(wide):
 
 def test_a_rank_that_saves_nothing_is_refused_with_the_largest_that_does(wide):
   model, _ = wide
-  with pytest.raises(ValueError, match=r"ghost_rank=7 saves nothing .* use at most 6, or 0 for exact scores"):
+  with pytest.raises(ValueError, match=r"^rank=7 saves nothing .* use at most 6, or 0 for exact scores"):
     ghost.GhostEngine(rank=7).score(model, TRAIN, VAL, loss_fn=loss_fn)
   small = foreign.randomized(lambda rngs: nnx.Linear(21, 41, rngs=rngs))
 

@@ -82,7 +82,7 @@ def case():
 
 
 def test_graddotprod_needs_a_rule_where_the_others_need_none(case):
-  with pytest.raises(ValueError, match=r"gate/strength \(Gate\).*ghost_schedule=forward_mode"):
+  with pytest.raises(ValueError, match=r"gate/strength \(Gate\).*engine='jvp'"):
     case.score("graddotprod")
 
 
@@ -135,9 +135,7 @@ def test_excluded_parameters_are_left_out(case, engine):
   assert oracles.relative_error(result.dot[1], foreign.total(kept)) < 1e-5
   if engine == "perexample":
     assert result.per_param.keys() == kept.keys()
-  with pytest.raises(
-    ValueError, match=r"ghost_exclude pattern 'gates/\*' matches no parameter; paths: .*gate/strength"
-  ):
+  with pytest.raises(ValueError, match=r"^exclude pattern 'gates/\*' matches no parameter; paths: .*gate/strength"):
     case.score(engine, exclude=("gates/*",))
 
 

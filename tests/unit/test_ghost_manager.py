@@ -162,3 +162,25 @@ def test_the_foreign_model_example_finds_wrong_labels(capsys):
     facts = runpy.run_path(str(EXAMPLE))
   assert facts["found"] >= 12
   assert f"{facts['found']} of the 32 lowest scores have wrong labels" in capsys.readouterr().out
+
+
+class Dropped(Mlp):
+  def __init__(self, rngs):
+    super().__init__(rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+  def __call__(self, x):
+    return self.second(self.dropout(nnx.relu(self.first(x))))
+
+
+def test_dropout_in_training_mode_is_refused_because_its_numbers_would_never_change(engine):
+  model = Dropped(nnx.Rngs(0))
+  with pytest.raises(ValueError, match=r"dropout in training mode.*call model.eval\(\) first"):
+    engine.score(model, BATCHES[0], VALS[0], loss_fn=loss_fn)
+  model.eval()
+  with tiny.cheap_compilation():
+    scored = engine.score(model, BATCHES[0], VALS[0], loss_fn=loss_fn)
+  same = nnx.merge(nnx.split(Mlp(nnx.Rngs(1)))[0], nnx.state(model, nnx.Param))
+  with tiny.cheap_compilation():
+    plain = engine.score(same, BATCHES[0], VALS[0], loss_fn=loss_fn)
+  np.testing.assert_allclose(scored.dot, plain.dot, rtol=1e-5)

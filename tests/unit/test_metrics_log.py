@@ -14,11 +14,12 @@ import pytest
 
 from maxghost.config import ConfigError
 from maxghost.config.schema import ModelConfig
+from maxghost.trackers import TensorBoard
 from maxghost.training import console, metrics
 from maxghost.training.batches import NUM_AHEAD, Prefetcher
 from maxghost.training.console import Console, eval_line, step_line
 from maxghost.training.loop import StopSignals
-from maxghost.training.metrics import MetricsLog, NonFiniteMetricError, TensorBoardLog
+from maxghost.training.metrics import MetricsLog, NonFiniteMetricError
 from maxghost.training.plan import step_flops
 from maxghost.training.score_recorder import (
   ScoreLogError,
@@ -135,11 +136,11 @@ def read_events(folder):
 
 
 def test_tensorboard_steps_are_not_doubled_by_a_restart(tmp_path):
-  first = TensorBoardLog(tmp_path, 0)
+  first = TensorBoard(tmp_path, 0)
   for step in range(4):
     first.append({"step": step, "learning/loss": 9.0 - step, "text": "ignored"})
   first.close()
-  second = TensorBoardLog(tmp_path, 2)
+  second = TensorBoard(tmp_path, 2)
   for step in range(2, 5):
     second.append({"step": step, "learning/loss": 19.0 - step})
   second.close()
@@ -167,19 +168,26 @@ RECORD = {
   "ghost/predicted_drop/manual": 0.0123,
   "ghost/actual_drop/manual": -0.004,
   "ghost/check_rel_err/manual": 2.2e-7,
+  "ghost/contribution/manual/tables": 0.001,
+  "ghost/contribution/manual/code": -0.002,
 }
 
 
-def test_the_step_line_is_maxtexts_with_ghosts_part_behind():
-  line = step_line(RECORD, ("manual",))
-  assert line.startswith(
-    "completed step: 3, seconds: 0.045, TFLOP/s/device: 0.041, Tokens/s/device: 2845.330, total_weights: 128, "
-    "loss: 7.259, "
-  )
-  assert line.endswith("val_loss: 5.500, predicted_drop: +0.01230, actual_drop: -0.00400, score_check: 2.2e-07")
-  assert "val_loss" not in step_line(RECORD)
-  open_end = {k: v for k, v in RECORD.items() if "actual" not in k}
-  assert "actual_drop" not in step_line(open_end, ("manual",))
+def test_the_step_line_is_maxtexts_in_short_with_ghosts_part_behind():
+  start = "completed step: 3, seconds: 0.045, Tokens/s/device: 2845, loss: 7.259"
+  assert step_line(RECORD) == start
+  assert step_line(RECORD, ("manual",)) == f"{start}, val_loss: 5.500, drop: -0.00400, code: -0.00200"
+  unmeasured = RECORD | {"ghost/val_loss/manual": math.nan}
+  del unmeasured["ghost/actual_drop/manual"]
+  assert step_line(unmeasured, ("manual",)) == f"{start}, code: -0.00200, tables: +0.00100"
+
+
+def test_a_step_line_has_at_most_120_characters():
+  domains = {f"ghost/contribution/manual/{'domain' * n}": 7.0**n for n in range(12)}
+  for scale in (1e-9, 1.0, 1e9):
+    record = {name: value * scale if isinstance(value, float) else value for name, value in (RECORD | domains).items()}
+    line = step_line(record | {"step": 10**9, "ghost/account_steps": 100}, ("manual", "code"))
+    assert line.startswith("completed step: 1000000000, seconds: ") and len(line) <= 120
 
 
 def test_the_eval_line_is_maxtexts():
@@ -357,3 +365,43 @@ def test_a_loss_that_rose_is_not_said_to_have_fallen():
 
   assert line(0.5, -2.45).startswith("Validation loss 'manual' rose by 1.9500 nats")
   assert line(0.5, 0.25, None).startswith("Validation loss 'manual' fell by 0.7500 nats")
+
+
+def test_records_that_were_changed_are_named_at_every_resume(tmp_path, capsys):
+  path = tmp_path / "metrics.jsonl"
+  log = MetricsLog(path)
+  for step in range(3):
+    log.append({"step": step, "learning/loss": 1.25})
+  position, checksum = log.position(), log.checksum
+  log.close()
+  again = MetricsLog(path)
+  again.restore(position, checksum)
+  assert again.checksum == checksum and capsys.readouterr().err == ""
+  again.close()
+  path.write_text(path.read_text().replace("1.25", "1.26", 1))
+  for _ in range(2):
+    again = MetricsLog(path)
+    again.restore(position, checksum)
+    assert "metrics.jsonl were changed since they were written" in capsys.readouterr().err
+    position, checksum = again.position(), again.checksum
+    again.close()
+
+
+def test_tensorboard_raises_where_it_cannot_write(tmp_path):
+  log = TensorBoard(tmp_path, 0)
+  os.close(log._writer._py_recordio_writer._writer.fileno())
+  with pytest.raises(OSError):
+    log.append({"step": 0, "learning/loss": 1.0})
+
+
+def test_a_terminal_that_is_gone_stops_the_run_unless_nohup(monkeypatch):
+  with StopSignals() as signals:
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert signals.requested == signal.SIGHUP and signals.exit_code == 129 and signals.name == "SIGHUP"
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    with StopSignals() as signals:
+      os.kill(os.getpid(), signal.SIGHUP)
+      assert signals.requested is None
+  finally:
+    signal.signal(signal.SIGHUP, before)

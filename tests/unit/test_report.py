@@ -6,9 +6,11 @@ import json
 import math
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from types import SimpleNamespace
@@ -518,6 +520,25 @@ def test_live_view(tmp_path):
       assert refused.value.code == code
     with pytest.raises(ConfigError, match="cannot be used"):
       live.LiveServer(tmp_path, server.server_port, 5, with_texts=False)
+  finally:
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_live_view_answers_so_many_at_once(tmp_path, monkeypatch):
+  """Connections that send nothing take a thread each, up to a bound, and are closed after a while."""
+  monkeypatch.setattr(live._Handler, "timeout", 0.2)
+  server = live.LiveServer(tmp_path, 0, 5, with_texts=False)
+  threading.Thread(target=server.serve_forever, daemon=True).start()
+  before = threading.active_count()
+  try:
+    silent = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(live.MOST_REQUESTS + 4)]
+    time.sleep(0.2)
+    assert threading.active_count() - before <= live.MOST_REQUESTS
+    url = f"http://127.0.0.1:{server.server_port}/version"
+    assert urllib.request.urlopen(url, timeout=20).read()
+    for connection in silent:
+      connection.close()
   finally:
     server.shutdown()
     server.server_close()

@@ -192,7 +192,7 @@ def as_schema_1(path):
   new = Shard(path)
   meta = {n: new.meta[n] for n in ("val_sets", "process_index", "first_step", "last_step", "fingerprint", "closed")}
   rows, steps = new.rows(), new.steps
-  members = {"domain_table": new.domains, "path_table": new.paths}
+  members = {f"{name}_table": new.texts(name) for name in fmt.TEXTS}
   for name, table, dtype in (("steps", steps, fmt.step_dtype(2, version=1)), ("rows", rows, fmt.row_dtype(2, 1))):
     members[name] = np.zeros(len(table), dtype)
     for column in dtype.names:

@@ -93,16 +93,17 @@ def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None, s
 
 def domain_numbers(log: ScoreLog, shard) -> np.ndarray:
   """int64 per domain of a file: its index among the log's sorted domains."""
-  return np.searchsorted(np.array(log.domains, np.str_), shard.domains)
+  return np.searchsorted(np.array(log.domains, np.str_), shard.texts("domain"))
 
 
 class GroupSums:
-  """Accumulator for one grouping of GROUPINGS. Memory grows with the number of groups, not of rows."""
+  """Accumulator for one grouping of GROUPINGS or a field. Memory grows with the number of groups, not of rows."""
 
   def __init__(self, log: ScoreLog, by: str):
-    self._log, self._by, self._columns = log, by, GROUPINGS[by]
+    self._log, self._by, self._columns = log, by, GROUPINGS.get(by, (by,))
     self._num_sets = len(log.val_sets)
-    self._path_index: dict[str, int] = {}
+    self._text = "path" if "path" in self._columns else by if by in log.fields else None
+    self._index: dict[str, int] = {}  # of the texts
     self._shard = None
     self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
@@ -110,14 +111,14 @@ class GroupSums:
     if shard is not self._shard:
       self._shard = shard
       self._local_domain = domain_numbers(self._log, shard)
-      if "path" in self._columns:
-        index = self._path_index
-        self._local_path = np.array([index.setdefault(str(name), len(index)) for name in shard.paths], np.int64)
+      if self._text:
+        index = self._index
+        self._local = np.array([index.setdefault(str(name), len(index)) for name in shard.texts(self._text)], np.int64)
     if not len(rows):
       return
     code = rows["step"].astype(np.int64) if self._by == "step" else self._local_domain[rows["domain"]]
-    if "path" in self._columns:
-      code = self._local_path[rows["path"]] * len(self._log.domains) + code
+    if self._text:
+      code = self._local[rows[self._text]] * len(self._log.domains) + code * ("domain" in self._columns)
     offset = rows["offset"] if "offset" in self._columns else None
     self._parts.append(_reduce(code, offset, _values(rows)))
     merged, *fresh = (len(part[0]) for part in self._parts)
@@ -125,7 +126,7 @@ class GroupSums:
       self._parts = [_merge(self._parts)]
 
   def result(self) -> Groups:
-    """Sorted by key: domain, then path, then offset; or step."""
+    """Sorted by key: domain, then path, then offset; or step; or a field."""
     num_domains, num_sets = max(len(self._log.domains), 1), self._num_sets
     none = np.zeros(0, np.int64)
     code, offset, sums = _merge(self._parts) if self._parts else (none, none, np.zeros((0, 4 + 2 * num_sets)))
@@ -133,9 +134,10 @@ class GroupSums:
     if self._by == "step":
       keys["step"] = code
     else:
-      keys["domain"] = _labels(code % num_domains, self._log.domains)
-      if "path" in self._columns:
-        keys["path"] = _labels(code // num_domains, self._path_index)
+      if "domain" in self._columns:
+        keys["domain"] = _labels(code % num_domains, self._log.domains)
+      if self._text:
+        keys[self._text] = _labels(code // num_domains, self._index)
       if "offset" in self._columns:
         keys["offset"] = offset
     counts = (sums[:, 0].astype(np.int64), sums[:, 1].astype(np.int64))

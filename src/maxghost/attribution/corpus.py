@@ -3,7 +3,9 @@
 B rows, S documents in a row, T positions.
 """
 
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +31,7 @@ class Corpus:
   """
 
   def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str):
-    self.source = text.load(expand(key, patterns), data)
+    self.source = text.load(expand(key, patterns), dataclasses.replace(data, document_fields=()))
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
     self.layout = Layout(data.max_target_length, max_segments(data), packing.FIRST_FIT, data.add_bos, data.add_eos)
     split = Split(self.source, (), 0.0, 0)
@@ -41,6 +43,10 @@ class Corpus:
 
   def document_id(self, index: int) -> DocumentId:
     return self.source.document_id(int(index))
+
+  def document_record(self, index: int) -> tuple[Any, ...]:
+    """The id, and the `id` of the record behind where records have one."""
+    return (*self.document_id(index), *self.source.document_fields(int(index)))
 
   def batches(self, num_rows: int) -> Iterator[Batch]:
     """All documents, `num_rows` rows at a time.

@@ -17,6 +17,7 @@ from maxghost.config.files import write_text
 from maxghost.scorelog.export import import_pyarrow
 
 WIDE = 120  # characters; a narrower table leaves out what it can
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # beginnings of cells that spreadsheets take for formulas
 INTERVALS = {"contribution": "half_width", "per_million_tokens": "per_million_half_width"}  # shown in the same cell
 
 
@@ -39,11 +40,12 @@ def as_json(answer: Answer, by: str) -> str:
 
 
 def as_csv(answer: Answer) -> str:
-  """A header and one line per group; a non-finite number is empty."""
+  """A header and one line per group; a non-finite number is empty, a text that a spreadsheet would run gets a '."""
   buffer = io.StringIO()
   writer = csv.writer(buffer, lineterminator="\n")
   writer.writerow(answer.columns)
-  writer.writerows(_plain_rows(answer))
+  for row in _plain_rows(answer):
+    writer.writerow(f"'{v}" if isinstance(v, str) and v.startswith(FORMULA) else v for v in row)
   return buffer.getvalue()
 
 
@@ -69,7 +71,8 @@ def show(answer: Answer, console):
   shown = [name for name in answer.columns if name not in hidden]
   table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
   for name in shown:
-    table.add_column(name, justify="left" if name in ("domain", "path") else "right", no_wrap=name != "path")
+    is_text = any(isinstance(value, str) for value in answer.columns[name][:1])
+    table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "path")
   for i, values in enumerate(zip(*answer.columns.values(), strict=True)):
     if i == answer.num_top and i > 0:
       table.add_section()

@@ -4,6 +4,7 @@ K validation sets, G groups, B blocks of steps, S steps.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -11,9 +12,11 @@ from maxghost.attribution import aggregate, statistics
 from maxghost.attribution.texts import Source
 from maxghost.attribution.where import Where, refuse_unknown
 from maxghost.config import ConfigError
+from maxghost.scorelog.format import frame
 from maxghost.scorelog.reader import ScoreLog
 
 BY = ("domain", "document", "source", "step", "layer", "module")
+REPR_GROUPS = 20
 SCALES = {
   "nats": "nats",
   "per_lr": "nats per unit of learning rate",
@@ -36,9 +39,9 @@ MEASURES = {  # column: its unit, {unit} being that of the scale
 class Query:
   """A question to the score log.
 
-  by: one of BY. where: conditions on rows. top, bottom: number of best and worst groups; None = all groups. sort: the
-  column to sort by. val_set: name of a validation set; "" = the first. scale: one of SCALES. text: adds the text of
-  each document.
+  by: one of BY, or a field of the documents. where: conditions on rows. top, bottom: number of best and worst groups;
+  None = all groups. sort: the column to sort by. val_set: name of a validation set; "" = the first. scale: one of
+  SCALES. text: adds the text of each document.
   """
 
   by: str = "domain"
@@ -71,14 +74,35 @@ class Answer:
   def __len__(self) -> int:
     return len(next(iter(self.columns.values())))
 
+  def __repr__(self) -> str:
+    """A table of the first groups."""
+    columns = [[name, *map(_cell, values[:REPR_GROUPS])] for name, values in self.columns.items() if name != "text"]
+    widths = [max(map(len, column)) for column in columns]
+    rows = ["  ".join(map(str.rjust, row, widths)) for row in zip(*columns, strict=True)]
+    return "\n".join(
+      [*rows, f"{len(self)} of {self.num_groups} groups; {self.units['contribution']}, for {self.val_set}"]
+    )
+
+  def to_pandas(self) -> Any:
+    """A pandas.DataFrame of the shown groups."""
+    return frame("pandas", self.columns)
+
+  def to_polars(self) -> Any:
+    """A polars.DataFrame of the shown groups."""
+    return frame("polars", self.columns)
+
+
+def _cell(value) -> str:
+  return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int | np.integer) else f"{value:.4g}"
+
 
 def ask(log: ScoreLog, query: Query) -> Answer:
   """Answers a query. Raises ConfigError for unknown names and for combinations that have no answer."""
-  _check(query)
+  _check(query, log.fields)
   if query.val_set:
     refuse_unknown(f"--set {query.val_set}: no validation set of this run", query.val_set, log.val_sets)
   k = log.val_sets.index(query.val_set) if query.val_set else 0
-  where = Where(query.where, k)
+  where = Where(query.where, k, log.fields)
   notes = list(log.messages)
   answer = _by_layer if query.by in ("layer", "module") else _by_rows
   columns = answer(log, query, where, k, notes)
@@ -100,8 +124,8 @@ def ask(log: ScoreLog, query: Query) -> Answer:
   return Answer(columns, num_groups, num_top, units, notes, log.val_sets[k], direction)
 
 
-def _check(query: Query):
-  refuse_unknown(f"--by {query.by}: unknown", query.by, BY)
+def _check(query: Query, fields: tuple[str, ...]):
+  refuse_unknown(f"--by {query.by}: unknown", query.by, (*BY, *fields))
   refuse_unknown(f"--scale {query.scale}: unknown", query.scale, SCALES)
   for name, count in (("top", query.top), ("bottom", query.bottom)):
     if count is not None and count < 0:

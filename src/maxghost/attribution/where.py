@@ -13,7 +13,7 @@ import numpy as np
 
 from maxghost.attribution.numbers import printable
 from maxghost.config import ConfigError, did_you_mean
-from maxghost.scorelog.format import ROW_COLUMNS, row_dtype
+from maxghost.scorelog.format import ROW_COLUMNS, TEXTS, row_dtype
 from maxghost.scorelog.reader import ScoreLog
 
 _OPERATORS = {
@@ -25,7 +25,6 @@ _OPERATORS = {
   ">=": operator.ge,
 }
 _TEXT_OPERATORS = ("=", "!=", "~", "!~")
-_TEXT_COLUMNS = ("domain", "path")
 _CONDITION = re.compile(r"""\s*(\w+)\s*(!=|<=|>=|!~|==|=|<|>|~)\s*("[^"]*"|'[^']*'|[^,]*)\s*(?:,|$)""")
 
 
@@ -37,7 +36,7 @@ def refuse_unknown(said: str, name: str, known: Iterable[str]) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Condition:
-  """`column operator value`; value: a number, or a string for domain and path."""
+  """`column operator value`; value: a number, or a string for domain, path and fields of documents."""
 
   column: str
   operator: str
@@ -54,31 +53,31 @@ class Condition:
 class Where:
   """Parsed conditions; an empty text selects every row.
 
-  set_index: validation set of `dot` and `contribution`. Raises ConfigError for an unknown column, an operator that the
-  column does not have, or a value that is not a number.
+  set_index: validation set of `dot` and `contribution`. fields: of the log's documents. Raises ConfigError for an
+  unknown column, an operator that the column does not have, or a value that is not a number.
   """
 
-  def __init__(self, text: str = "", set_index: int = 0):
-    self.conditions = tuple(_parse(text))
-    self._set_index = set_index
+  def __init__(self, text: str = "", set_index: int = 0, fields: tuple[str, ...] = ()):
+    self.conditions = tuple(_parse(text, fields))
+    self._set_index, self._text_columns = set_index, (*TEXTS, *fields)
     self._shard = None
     self._tables: dict[str, np.ndarray] = {}
 
   def __call__(self, shard, rows: np.ndarray) -> np.ndarray:
     """bool[N]; strings are compared once per entry of the file's tables, not per row."""
     if shard is not self._shard:
-      texts = {condition.column for condition in self.conditions}.intersection(_TEXT_COLUMNS)
-      self._shard, self._tables = shard, {name: self.holds(name, getattr(shard, f"{name}s")) for name in texts}
+      texts = {condition.column for condition in self.conditions}.intersection(self._text_columns)
+      self._shard, self._tables = shard, {name: self.holds(name, shard.texts(name)) for name in texts}
     keep = np.ones(len(rows), bool)
     for column in {condition.column for condition in self.conditions}:
       values = rows[column][:, self._set_index] if rows[column].ndim == 2 else rows[column]
-      keep &= self._tables[column][values] if column in _TEXT_COLUMNS else self.holds(column, values)
+      keep &= self._tables[column][values] if column in self._text_columns else self.holds(column, values)
     return keep
 
   def hints(self, log: ScoreLog) -> str:
     """`; did you mean 'code'?` for each name that no row has."""
-    wanted = [c for c in self.conditions if c.column in _TEXT_COLUMNS and c.operator == "="]
-    known = {name: {str(t) for s in log.shards for t in getattr(s, f"{name}s")} for name in {c.column for c in wanted}}
+    wanted = [c for c in self.conditions if c.column in self._text_columns and c.operator == "="]
+    known = {name: {str(t) for s in log.shards for t in s.texts(name)} for name in {c.column for c in wanted}}
     return "".join(did_you_mean(str(c.value), known[c.column]) for c in wanted if c.value not in known[c.column])
 
   def holds(self, column: str, values) -> np.ndarray:
@@ -90,7 +89,7 @@ class Where:
     return keep
 
 
-def _parse(text: str) -> Iterator[Condition]:
+def _parse(text: str, fields: tuple[str, ...]) -> Iterator[Condition]:
   at = 0
   while text[at:].strip():
     found = _CONDITION.match(text, at)
@@ -99,16 +98,16 @@ def _parse(text: str) -> Iterator[Condition]:
         f"--where: cannot read {text[at:].strip()!r}; write column=value with commas between, for example "
         "domain=code,step>=100 (quotes around a value with a comma)"
       )
-    yield _condition(found[1], "=" if found[2] == "==" else found[2], found[3].strip())
+    yield _condition(found[1], "=" if found[2] == "==" else found[2], found[3].strip(), fields)
     at = found.end()
 
 
-def _condition(column: str, sign: str, value: str) -> Condition:
-  refuse_unknown(f"--where: unknown column {column!r}", column, ROW_COLUMNS)
+def _condition(column: str, sign: str, value: str, fields: tuple[str, ...]) -> Condition:
+  refuse_unknown(f"--where: unknown column {column!r}", column, (*ROW_COLUMNS, *fields))
   if value[:1] in ("'", '"'):
     value = value[1:-1]
   wrong = f"--where: {column}{sign}{value}: "
-  if column in _TEXT_COLUMNS:
+  if column in (*TEXTS, *fields):
     if sign not in _TEXT_OPERATORS:
       raise ConfigError(f"{wrong}a text takes {', '.join(_TEXT_OPERATORS)} (~ is a glob pattern)")
     return Condition(column, sign, value)

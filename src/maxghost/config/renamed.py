@@ -20,7 +20,7 @@ Values = Mapping[str, Any]
 
 
 def when(value: Any, values: Values, asked: Any, changed: dict[str, Any]) -> dict[str, Any]:
-  return changed if value == asked else {}
+  return {key: tuple(new) if isinstance(new, list) else new for key, new in changed.items()} if value == asked else {}
 
 
 def named(value: Any, values: Values, key: str, other: str = "", wanted: Sequence = ()) -> dict[str, Any]:

@@ -46,6 +46,10 @@ class RunConfig:
   init_weights_seed: int = key(0, minimum=0, maximum=2**32 - 1)
   data_shuffle_seed: int = key(0, minimum=0, maximum=2**32 - 1)
   enable_tensorboard: bool = key(True)
+  trackers: tuple[str, ...] = key((), choices=("wandb", "mlflow", "trackio"))
+  profiler: str = key("", choices=("", "xplane"))
+  skip_first_n_steps_for_profiler: int = key(1, minimum=0)
+  profiler_steps: int = key(5, minimum=1)
   jax_cache_dir: str = key("")
 
 
@@ -124,6 +128,7 @@ class DataConfig:
   dataset_path: str = key("")
   train_split: str = key("train")
   train_data_columns: tuple[str, ...] = key(("text",))
+  document_fields: tuple[str, ...] = key(())
   dataset_mixture: tuple[str, ...] = key(())
   dataset_exclude_file: str = key("")
   on_corrupt: str = key("error", choices=("error", "skip"))

@@ -1,5 +1,6 @@
 """Builds the dataset from the data section of the configuration, with every check possible before training."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -61,6 +62,8 @@ def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None) -> tuple
   folders = [item for item in cfg.dataset_files if cfg.dataset_type == "grain" and is_prepared(item)]
   if not folders:
     return sources.open_source(cfg, seed), tokenizer
+  if cfg.document_fields:
+    raise ConfigError(f"document_fields: {folders[0]} is a prepared corpus, which keeps no fields; leave it empty")
   if len(cfg.dataset_files) > 1:
     raise ConfigError(f"dataset_files has {folders[0]}, a prepared corpus, which goes alone; prepare all as one")
   return PreparedSource(folders[0], tokenizer, cfg.dataset_domains), tokenizer
@@ -102,11 +105,11 @@ def make_dataset(
 def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout) -> list[Units]:
   """The training source and any held-out files of `ghost_val_sets`, each with its split and the held-out texts."""
   held_out = tuple(dict.fromkeys(cfg.validation_sets.values()))
-  excluded = read_ids(cfg.dataset_exclude_file) if cfg.dataset_exclude_file else None
+  excluded = read_ids(cfg.dataset_exclude_file, source) if cfg.dataset_exclude_file else None
   splits: list[tuple[Source, Split]] = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
   if cfg.validation_files:
     files = expand("ghost_val_sets", cfg.validation_files)
-    read = text.load(files, cfg)
+    read = text.load(files, dataclasses.replace(cfg, document_fields=()))
     both = [domain for domain in read.domains if domain in source.domains]
     if both:
       raise ConfigError(
@@ -233,7 +236,7 @@ def _identity(cfg: DataConfig, seed: int, batch_size: int, parts: list[Units]) -
   held_out = (sorted(set(cfg.validation_sets.values())), cfg.ghost_val_fraction, cfg.ghost_val_copies)
   mixture = (cfg.mixture, tuple(text.removesuffix("x") for text in cfg.dataset_mixture))
   sources = (parts[0].tokenizer.fingerprint, *(part.source.fingerprint for part in parts))
-  excluded = read_ids(cfg.dataset_exclude_file).tolist() if cfg.dataset_exclude_file else ()
+  excluded = parts[0].split.excluded.tolist()
   settings = (*rows, *windows, *held_out, *mixture, cfg.on_corrupt, *sources, *excluded)
   files = {name: value for part in parts for name, value in part.source.files.items()}
   return {

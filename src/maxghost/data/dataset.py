@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -74,6 +75,11 @@ class Dataset:
     """(domain, path, offset) of a document."""
     source, place = self._locate(index)
     return source.document_id(place)
+
+  def document_record(self, index: int) -> tuple[Any, ...]:
+    """The id of a training document, and its `source.fields` behind."""
+    source, place = self._locate(index)
+    return (*source.document_id(place), *source.document_fields(place))
 
   def _locate(self, index: int) -> tuple[Source, int]:
     number = int(np.searchsorted(self._ends, index, side="right"))

@@ -9,7 +9,7 @@ import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.data.hashing import content_hashes
-from maxghost.data.sources.base import id_hash, import_package
+from maxghost.data.sources.base import CorruptError, Source, id_hash, import_package
 from maxghost.data.types import DocumentId
 
 _SHINGLE_WORDS = 8
@@ -94,20 +94,49 @@ def write_ids(path: str, documents: Iterable[DocumentId]) -> int:
   return len(unique)
 
 
-def read_ids(path: str) -> np.ndarray:
-  """Hashes of the ids in a file of `write_ids` (uint64, sorted). Raises ConfigError naming the file and the line."""
+def read_ids(path: str, source: Source) -> np.ndarray:
+  """Hashes of the ids in a file of `write_ids` (uint64, sorted), or of the documents whose records have its `id`s.
+
+  Raises ConfigError naming the file and the line.
+  """
   try:
     lines = Path(path).read_text(encoding="utf-8").splitlines()
   except OSError as error:
     raise ConfigError(f"dataset_exclude_file={path} cannot be read: {error.strerror}") from error
-  hashes = []
+  hashes: list[int] = []
+  records: dict[str, int] = {}  # line of each record's id
   for number, line in enumerate(lines, 1):
     if not line.strip():
       continue
     try:
       entry = json.loads(line)
-      hashes.append(int(id_hash(entry["domain"], entry["path"], entry["offset"])))
-    except (ValueError, KeyError, TypeError) as error:
-      said = f"dataset_exclude_file={path}, line {number}: not an object with domain, path and offset ({error})"
+      if entry.keys() & {"domain", "path", "offset"}:
+        hashes.append(int(id_hash(entry["domain"], entry["path"], entry["offset"])))
+      else:
+        records[entry["id"] if isinstance(entry["id"], str) else json.dumps(entry["id"])] = number
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+      said = f"dataset_exclude_file={path}, line {number}: not an object with domain, path and offset, or id ({error})"
       raise ConfigError(said) from error
+  if records:
+    hashes += _hashes_of(records, source, path)
   return np.unique(np.array(hashes, np.uint64))
+
+
+def _hashes_of(records: dict[str, int], source: Source, path: str) -> list[int]:
+  """Hashes of the ids of the documents whose record has one of these ids; reads all records."""
+  if "id" not in source.fields:
+    raise ConfigError(f"dataset_exclude_file={path} has ids of records, but the records of the data have no id")
+  place, found, hashes = source.fields.index("id"), set(), []
+  for index in range(len(source)):
+    try:
+      name = source.document_fields(index)[place]
+    except CorruptError:  # reported when its text is read
+      continue
+    if name in records:
+      found.add(name)
+      hashes.append(int(source.id_hashes(np.array([index]))[0]))
+  if unknown := [name for name in records if name not in found]:
+    raise ConfigError(
+      f"dataset_exclude_file={path}, line {records[unknown[0]]}: no record of the data has the id {unknown[0]!r}"
+    )
+  return hashes

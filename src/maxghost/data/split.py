@@ -22,7 +22,7 @@ class Split:
     self._source = source
     self._limit = None if fraction >= 1 else np.uint64(int(fraction * 2**64))  # of the hashes; None: all
     self._seed = seed
-    self._excluded = np.empty(0, np.uint64) if excluded is None else excluded
+    self.excluded = np.empty(0, np.uint64) if excluded is None else excluded
     self._numbers = np.array([source.domains.index(name) for name in val_domains if name in source.domains], np.int64)
 
   def held_out(self, indices: np.ndarray) -> np.ndarray:
@@ -35,8 +35,8 @@ class Split:
   def left_out(self, indices: np.ndarray) -> np.ndarray:
     """bool[n]: whether each document is not trained on: held out, or excluded by id."""
     out = self.held_out(indices)
-    if len(self._excluded):
-      out |= np.isin(self._source.id_hashes(indices), self._excluded)
+    if len(self.excluded):
+      out |= np.isin(self._source.id_hashes(indices), self.excluded)
     return out
 
   def pool(self, domain: str, limit: int) -> np.ndarray:

@@ -121,8 +121,8 @@ def attach(
   if uncovered:
     raise ValueError(
       f"no scoring rule covers {', '.join(uncovered)}. Ways out: register one with @ghost.rule(LayerType), name the "
-      "paths in ghost_exclude (GhostEngine: exclude=), or use ghost_schedule=forward_mode (GhostEngine: engine='jvp'), "
-      f"which needs no rules. Layers with rules: {', '.join(sorted(layer.__name__ for layer in rules.RULES))}"
+      "paths in ghost_exclude, or use ghost_schedule=forward_mode, which needs no rules. Layers with rules: "
+      f"{', '.join(sorted(layer.__name__ for layer in rules.RULES))}"
     )
   if spec.rank and not any(p.low_rank for p in scored):
     matrices = [p.parameter.matrix_shape(p.shape) for p in scored if p.parameter.rows]

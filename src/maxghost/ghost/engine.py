@@ -4,7 +4,9 @@ K validation sets, n examples, T positions.
 """
 
 import collections
+import contextlib
 import dataclasses
+import re
 import types
 from collections.abc import Callable, Sequence
 
@@ -24,6 +26,16 @@ from maxghost.objectives import as_objective, create
 from maxghost.optimizers import AdamState, Parameter, RuleState, direction_rule
 
 MAX_COMPILED = 16  # programs that a GhostEngine keeps
+
+
+@contextlib.contextmanager
+def _own_names():
+  """Errors name the arguments of GhostEngine, not keys of the trainer."""
+  try:
+    yield
+  except ValueError as error:
+    text = str(error).replace("ghost_schedule=forward_mode", "engine='jvp'")
+    raise ValueError(re.sub(r"\bghost_(schedule|direction|rank|exclude)\b", r"\1", text)) from error
 
 
 @jax.tree_util.register_dataclass
@@ -64,6 +76,7 @@ class GhostEngine:
   objects. Global variables are read when a program is compiled.
   """
 
+  @_own_names()
   def __init__(
     self,
     cfg: Config | None = None,
@@ -97,6 +110,7 @@ class GhostEngine:
     )
     self._compiled: collections.OrderedDict = collections.OrderedDict()
 
+  @_own_names()
   def score(
     self,
     model,
@@ -129,6 +143,7 @@ class GhostEngine:
     identity, held = _identity(loss_fn)
     key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many)
     if key not in self._compiled:
+      _refuse_randomness(model, loss_fn, train_batch)
       program = self._compile(model, graphdef, as_objective(loss_fn), train_batch, val_batches, many)
       self._compiled[key] = program, held
     self._compiled.move_to_end(key)
@@ -259,6 +274,20 @@ def _identity(function: Callable):
     *(function.__kwdefaults__ or {}).values(),
   )
   return (function.__code__, tuple(id(x) for x in held)), held
+
+
+def _refuse_randomness(model, loss_fn: Callable, batch) -> None:
+  """Raises ValueError where the loss advances the model's random numbers, since `score` does not change the model."""
+
+  def draw(batch) -> None:
+    own = nnx.clone(model)
+    before, _, after = drawn(own), loss_fn(own, batch), drawn(own)
+    if any(new is not old for new, old in zip(after, before, strict=True)):
+      raise ValueError("dropout in training mode would draw the same numbers in every step: call model.eval() first")
+
+  drawn = lambda model: jax.tree.leaves(nnx.state(model, nnx.RngCount))  # noqa: E731
+  if drawn(model):
+    jax.eval_shape(draw, batch)
 
 
 def _shapes(batch):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxghost.config.files import sync_folder
+from maxghost.config.files import sync
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.reader import load
 from maxghost.scorelog.shard import Shard, write_shard
@@ -31,7 +31,7 @@ def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows:
     path = _merge(group, log.ledger)
     for shard in group[:-1]:
       shard.path.unlink()
-    sync_folder(path.parent)
+    sync(path.parent)
     lines.append(
       f"{path}: steps {group[0].first_step} to {group[-1].last_step}, {sum(s.num_rows for s in group):,} rows, "
       f"{path.stat().st_size:,} bytes from {sizes:,} in {len(group)} files"
@@ -67,17 +67,18 @@ def _groups(shards: list[Shard], rows_per_file: int) -> Iterator[list[Shard]]:
 def _follows(shard: Shard, last: Shard) -> bool:
   whole = last.before is None or shard.before is None or shard.before[1] - last.before[1] == last.num_rows
   layouts = [part and part.layout for part in (last.modules, shard.modules)]
-  return shard.process_index == last.process_index and whole and layouts[0] == layouts[1]
+  same = shard.process_index == last.process_index and shard.fields == last.fields
+  return same and whole and layouts[0] == layouts[1]
 
 
 def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> Path:
   """Writes the merged file over the last one of them."""
-  names = ("domain", "path")
-  tables = {name: np.unique(np.concatenate([getattr(shard, f"{name}s") for shard in shards])) for name in names}
+  names = (*fmt.TEXTS, *shards[-1].fields)
+  tables = {name: np.unique(np.concatenate([shard.texts(name) for shard in shards])) for name in names}
 
   def blocks() -> Iterator[np.ndarray]:
     for shard in shards:
-      places = {name: np.searchsorted(table, getattr(shard, f"{name}s")) for name, table in tables.items()}
+      places = {name: np.searchsorted(table, shard.texts(name)) for name, table in tables.items()}
       for block in shard.blocks():
         rows = block.copy()
         for name, place in places.items():
@@ -95,5 +96,5 @@ def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> Path:
   }
   steps = np.concatenate([fmt.with_ledger(shard.steps, len(last.val_sets), ledger) for shard in shards])
   num_rows = sum(shard.num_rows for shard in shards)
-  write_shard(last.path, meta, tables["domain"], tables["path"], steps, modules, blocks(), num_rows)
+  write_shard(last.path, meta, tables, steps, modules, blocks(), num_rows)
   return last.path

@@ -4,7 +4,7 @@ Per-set columns are called `contribution` for one validation set and `contributi
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.config.files import write_whole
+from maxghost.scorelog.format import TEXTS, columns_of
 from maxghost.scorelog.reader import ScoreLog
 
 
@@ -33,7 +34,8 @@ def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
   pa, parquet = import_pyarrow("--export parquet")
   about = {"val_sets": log.val_sets, "objective": log.objective, "ledger": log.ledger, "units": log.units}
   metadata = {"maxghost": json.dumps(about | {name: log.said_of(name) for name in ("direction", "fingerprint")})}
-  sources = {"rows": _row_tables(pa, log), "steps": iter([_columns(log.steps, log.val_sets)]), "modules": _modules(log)}
+  steps = columns_of(log.steps, log.val_sets)
+  sources = {"rows": _row_tables(pa, log), "steps": iter([steps]), "modules": _modules(log)}
   written = []
   try:
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,24 +55,11 @@ def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
   return written
 
 
-def _columns(array: np.ndarray, val_sets: Sequence[str]) -> dict[str, Any]:
-  columns = {}
-  for name in array.dtype.names or ():
-    if array.dtype[name].shape:
-      columns |= {
-        name if len(val_sets) == 1 else f"{name}[{val_set}]": np.ascontiguousarray(array[name][:, k])
-        for k, val_set in enumerate(val_sets)
-      }
-    else:
-      columns[name] = np.ascontiguousarray(array[name])
-  return columns
-
-
 def _row_tables(pa, log: ScoreLog) -> Iterator[dict]:
   for shard, rows in log.blocks():
-    columns = _columns(rows, log.val_sets)
-    for name in ("domain", "path"):
-      texts = pa.array(getattr(shard, f"{name}s").tolist(), pa.string())
+    columns = columns_of(rows[[*log.columns]], log.val_sets)
+    for name in (*TEXTS, *log.fields):
+      texts = pa.array(shard.texts(name).tolist(), pa.string())
       columns[name] = pa.DictionaryArray.from_arrays(pa.array(columns[name]), texts)
     yield columns
 
@@ -83,4 +72,4 @@ def _modules(log: ScoreLog) -> Iterator[dict]:
     array = np.zeros(len(step), [("layer", "<i4"), ("contribution", "<f4", (len(log.val_sets),))])
     array["layer"], array["contribution"] = layer, values
     names = {"module": np.array(part.names)[module].tolist(), "domain": np.array(part.domains)[domain].tolist()}
-    yield {"step": part.steps[step], **names, **_columns(array, log.val_sets)}
+    yield {"step": part.steps[step], **names, **columns_of(array, log.val_sets)}

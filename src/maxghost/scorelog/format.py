@@ -4,10 +4,14 @@ K validation sets, S steps, M modules, L layers, D domains.
 """
 
 import dataclasses
+import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+
+from maxghost.config import ConfigError
 
 SCHEMA_VERSION = 2  # 2: share of each row, objective, ledger and direction in the header, a checksum at the file's end
 BLOCK_ROWS = 1 << 18
@@ -45,7 +49,25 @@ LEDGER = ("predicted_examples", "momentum", "weight_decay", "unscored", "directi
 NEXT_TOKEN = "next_token"
 
 ROW_COLUMNS = ("step", "domain", "path", "offset", "chunk", "epoch", "tokens", "share", "loss", "dot", "contribution")
+TEXTS = ("domain", "path")  # columns that are indices into a table of texts; fields of the documents are too
 _ROW_TYPES = ("<i8", "<i4", "<i4", "<i8", "<i8", "<i4", "<i4", "<f4", "<f4", "<f4", "<f4")
+
+
+# Names that a field of documents cannot have: columns of the log and of answers, and what answers are grouped by.
+TAKEN = frozenset(ROW_COLUMNS) | set(
+  [
+    "document",
+    "source",
+    "layer",
+    "module",
+    "text",
+    "chunks",
+    "half_width",
+    "per_million_tokens",
+    "per_million_half_width",
+    "per_chunk",
+  ]
+)
 
 
 def units(ledger: Sequence[str]) -> dict[str, str]:
@@ -53,11 +75,11 @@ def units(ledger: Sequence[str]) -> dict[str, str]:
   return UNITS | {name: OTHER_LEDGER_UNIT for name in ledger if name not in UNITS}
 
 
-def row_dtype(num_sets: int, version: int = SCHEMA_VERSION) -> np.dtype:
-  """One scored chunk; `dot` and `contribution` are f32[K]. Schema 1 has no `share`."""
+def row_dtype(num_sets: int, version: int = SCHEMA_VERSION, fields: Sequence[str] = ()) -> np.dtype:
+  """One scored chunk; `dot` and `contribution` are f32[K]. Schema 1 has no `share`. fields: of the documents."""
   shapes = {"dot": (num_sets,), "contribution": (num_sets,)}
-  fields = [(n, t, shapes.get(n, ())) for n, t in zip(ROW_COLUMNS, _ROW_TYPES, strict=True)]
-  return np.dtype([field for field in fields if version > 1 or field[0] != "share"])
+  columns = [(n, t, shapes.get(n, ())) for n, t in zip(ROW_COLUMNS, _ROW_TYPES, strict=True)]
+  return np.dtype([*(c for c in columns if version > 1 or c[0] != "share"), *((name, "<i4") for name in fields)])
 
 
 def step_dtype(num_sets: int, ledger: Sequence[str] = LEDGER, version: int = SCHEMA_VERSION) -> np.dtype:
@@ -84,6 +106,28 @@ def with_ledger(steps: np.ndarray, num_sets: int, ledger: Sequence[str]) -> np.n
   for name in set(array.dtype.names or ()) & set(steps.dtype.names or ()):
     array[name] = steps[name]
   return array
+
+
+def columns_of(array: np.ndarray, val_sets: Sequence[str]) -> dict[str, np.ndarray]:
+  """The columns of a structured array; those of K > 1 validation sets one by one, as `contribution[name]`."""
+  columns = {}
+  for name in array.dtype.names or ():
+    if array.dtype[name].shape:
+      columns |= {
+        name if len(val_sets) == 1 else f"{name}[{val_set}]": np.ascontiguousarray(array[name][:, k])
+        for k, val_set in enumerate(val_sets)
+      }
+    else:
+      columns[name] = np.ascontiguousarray(array[name])
+  return columns
+
+
+def frame(library: str, columns: Mapping[str, Any]) -> Any:
+  """Columns as a DataFrame of pandas or polars. Raises ConfigError where it is not installed."""
+  try:
+    return importlib.import_module(library).DataFrame(dict(columns))
+  except ImportError as error:
+    raise ConfigError(f"to_{library}() needs {library}: pip install {library}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

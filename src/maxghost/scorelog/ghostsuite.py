@@ -65,7 +65,7 @@ class LogFile:
   val_sets = ("validation",)
   objective = fmt.NEXT_TOKEN
   ledger = fmt.LEDGER
-  domains = np.array(["train"])
+  fields = ()
 
   def __init__(self, path: Path, entries, val_tokens: int | None, scale: float):
     self.path = path
@@ -79,7 +79,6 @@ class LogFile:
         entry = {"dot_product": entry, "iter_num": last - len(entries) + 1 + i}
       converted.append(self._convert(entry, val_tokens, scale))
     self._rows = np.concatenate(converted)
-    self.paths = np.array(list(self._paths))
     steps = np.unique(self._rows["step"])
     self.steps = fmt.unmeasured_steps(steps, 1)
     self.num_rows = len(self._rows)
@@ -110,6 +109,10 @@ class LogFile:
     rows["share"] = tokens_N / tokens_N.sum()
     rows["contribution"][:, 0] = dot_N * tokens_N / tokens_N.sum()
     return rows
+
+  def texts(self, name: str) -> np.ndarray:
+    """As shard.Shard.texts."""
+    return np.array(["train"] if name == "domain" else list(self._paths))
 
   def blocks(self, block_rows: int = fmt.BLOCK_ROWS) -> Iterator[np.ndarray]:
     """As shard.Shard.blocks."""

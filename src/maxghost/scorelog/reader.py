@@ -9,6 +9,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -121,7 +122,8 @@ def _old_parquet(folder: Path) -> Iterator[str]:
 class ScoreLog:
   """A run's scores. `log["contribution"]` is the whole column f32[N, K]; `log.steps["loss"]` is f64[S].
 
-  val_sets, objective: of all files. ledger: columns of the predicted drop. messages: sentences for the reader.
+  val_sets, objective: of all files. ledger: columns of the predicted drop. columns: of the rows, with the fields of the
+  documents behind. messages: sentences for the reader.
   """
 
   def __init__(self, run_dir: Path, shards: list, messages: list[str], accept_lost_rows: bool = True):
@@ -136,10 +138,36 @@ class ScoreLog:
         )
     self.ledger = tuple(dict.fromkeys(name for shard in shards for name in shard.ledger))
     self.units = fmt.units(self.ledger)
+    self.fields = tuple(name for name in shards[0].fields if all(name in shard.fields for shard in shards))
+    if partial := sorted({name for shard in shards for name in shard.fields} - set(self.fields)):
+      messages.append(f"only some of the score files have the documents' {', '.join(partial)}")
+    self.columns = (*fmt.ROW_COLUMNS, *self.fields)
+
+  def __repr__(self) -> str:
+    last, sets = max(shard.last_step for shard in self.shards), ", ".join(self.val_sets)
+    return (
+      f"ScoreLog({self.run_dir}: {self.num_rows:,} rows of steps 0 to {last}, against {sets}; {list(self.columns)})"
+    )
 
   @property
   def num_rows(self) -> int:
     return sum(shard.num_rows for shard in self.shards)
+
+  def to_pandas(self) -> Any:
+    """All rows as a pandas.DataFrame; a column of several validation sets is `contribution[name]` for each."""
+    return fmt.frame("pandas", self._whole())
+
+  def to_polars(self) -> Any:
+    """As `to_pandas`, a polars.DataFrame."""
+    return fmt.frame("polars", self._whole())
+
+  def _whole(self) -> dict[str, np.ndarray]:
+    """Every column of all rows, texts written out."""
+    parts = []
+    for shard, rows in self.blocks():
+      texts = {name: shard.texts(name)[rows[name]] for name in (*fmt.TEXTS, *self.fields)}
+      parts.append(fmt.columns_of(rows[[*self.columns]], self.val_sets) | texts)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
   def said_of(self, name: str) -> tuple[str, ...]:
     """The distinct values of a key of the files' headers (fingerprint, direction)."""
@@ -154,7 +182,7 @@ class ScoreLog:
   @functools.cached_property
   def domains(self) -> tuple[str, ...]:
     """Names of the domains that have rows, sorted."""
-    return tuple(sorted({str(name) for shard in self.shards for name in shard.domains}))
+    return tuple(sorted({str(name) for shard in self.shards for name in shard.texts("domain")}))
 
   def modules(self) -> Iterator[fmt.Modules]:
     """Contributions by module, layer and domain, file by file; empty when the run did not log them.
@@ -170,13 +198,13 @@ class ScoreLog:
         yield modules
 
   def blocks(self) -> Iterator[tuple[Shard, np.ndarray]]:
-    """(file, rows) in bounded memory; `domain` and `path` are indices into the file's tables.
+    """(file, rows) in bounded memory; `domain`, `path` and fields are indices into the file's tables.
 
     Raises ConfigError for rows that point outside of the tables.
     """
     for shard in self.shards:
       try:
-        sizes = {"domain": len(shard.domains), "path": len(shard.paths)}
+        sizes = {name: len(shard.texts(name)) for name in (*fmt.TEXTS, *self.fields)}
         for rows in shard.blocks():
           for name, size in sizes.items():
             if len(rows) and (rows[name].min() < 0 or rows[name].max() >= size):
@@ -189,13 +217,13 @@ class ScoreLog:
         raise ConfigError(f"{shard.path} changed while it was read; try again ({error})") from error
 
   def __getitem__(self, name: str) -> np.ndarray:
-    """A whole column as one array; domain and path as strings. Raises ConfigError for an unknown name."""
-    if name not in fmt.ROW_COLUMNS:
-      raise ConfigError(f"unknown score column {name!r}{did_you_mean(name, fmt.ROW_COLUMNS)}")
-    empty = fmt.row_dtype(len(self.val_sets))[name]
-    parts = [np.zeros((0, *empty.shape), "<U1" if name in ("domain", "path") else empty.base)]
+    """A whole column as one array; domain, path and fields as strings. Raises ConfigError for an unknown name."""
+    if name not in self.columns:
+      raise ConfigError(f"unknown score column {name!r}{did_you_mean(name, self.columns)}")
+    is_text, empty = name in (*fmt.TEXTS, *self.fields), fmt.row_dtype(len(self.val_sets), fields=self.fields)[name]
+    parts = [np.zeros((0, *empty.shape), "<U1" if is_text else empty.base)]
     for shard, rows in self.blocks():
-      parts.append(getattr(shard, f"{name}s")[rows[name]] if name in ("domain", "path") else rows[name])
+      parts.append(shard.texts(name)[rows[name]] if is_text else rows[name])
     return np.concatenate(parts)
 
   def checksums(self, name: str) -> dict[int, int]:

@@ -2,7 +2,7 @@
 
 Its members, in this order:
   meta         JSON text: schema version, units, validation sets, objective, ledger, direction, process, data source
-  domain_table, path_table    string tables; `rows` holds indices into them
+  domain_table, path_table    string tables; `rows` holds indices into them; one more for each field of the documents
   steps        structured array, one record per training step
   module_*     optional: contribution by module, layer and domain
   rows         structured array, one record per scored unit; last and uncompressed, so that a large file is read block
@@ -19,7 +19,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,15 +39,14 @@ DAMAGE = (
 )  # fmt: skip
 
 
-class DamagedShard(Exception):
+class DamagedShard(ConfigError):
   """A file whose bytes are not those that were written; the message says why."""
 
 
 def write_shard(
   path: Path,
   meta: dict,
-  domains: Iterable[str],
-  paths: Iterable[str],
+  tables: Mapping[str, Iterable[str]],
   steps: np.ndarray,
   modules: Modules | None,
   rows: np.ndarray | Iterable[np.ndarray],
@@ -56,12 +55,12 @@ def write_shard(
   """Writes one file, whole or not at all.
 
   meta: the header. rows: records of `format.row_dtype`, one array or blocks with `num_rows` rows together; they point
-  into the tables `domains` and `paths`. steps: records of `format.step_dtype`.
+  into `tables`: of domain, path and the fields that the header names. steps: records of `format.step_dtype`.
   """
   blocks = [rows] if isinstance(rows, np.ndarray) else rows
   num_rows = len(rows) if isinstance(rows, np.ndarray) else num_rows
   members: dict[str, Any] = {"meta": np.array(json.dumps(meta))}
-  members |= {"domain_table": _strings(domains), "path_table": _strings(paths), "steps": steps}
+  members |= {f"{name}_table": _strings(texts) for name, texts in tables.items()} | {"steps": steps}
   if modules is not None:
     members["module_names"], members["module_domains"] = _strings(modules.names), _strings(modules.domains)
     members["module_steps"] = np.asarray(modules.steps, np.int64)
@@ -76,7 +75,7 @@ def write_shard(
         np.lib.format.write_array(buffer, np.asarray(array, order="C"), allow_pickle=False)
         archive.writestr(info, buffer.getvalue())
       with archive.open(zipfile.ZipInfo("rows.npy"), "w", force_zip64=True) as member:
-        dtype = fmt.row_dtype(len(meta["val_sets"]))
+        dtype = fmt.row_dtype(len(meta["val_sets"]), fields=meta.get("fields", ()))
         header = np.lib.format.header_data_from_array_1_0(np.zeros(0, dtype)) | {"shape": (num_rows,)}
         np.lib.format.write_array_header_1_0(member, header)
         for block in blocks:
@@ -144,12 +143,12 @@ class Shard:
         self.first_step, self.last_step = int(self.meta["first_step"]), int(self.meta["last_step"])
         before = self.meta.get("before")
         self.before = (int(before[0]), int(before[1])) if before else None  # steps and rows of the log in front of it
-        self.ledger = tuple(self.meta.get("ledger", fmt.LEDGER))
+        self.ledger, self.fields = tuple(self.meta.get("ledger", fmt.LEDGER)), tuple(self.meta.get("fields", ()))
         self.objective = str(self.meta.get("objective", fmt.NEXT_TOKEN))
         with archive.open("rows.npy") as member:
           (self.num_rows,), self._dtype = _row_header(member)
         self._names = {name.removesuffix(".npy") for name in archive.namelist()}
-      if self._dtype != fmt.row_dtype(len(self.val_sets), self.version):
+      if self._dtype != fmt.row_dtype(len(self.val_sets), self.version, self.fields):
         raise ValueError("its rows have an unknown layout")
 
   @contextlib.contextmanager
@@ -165,13 +164,9 @@ class Shard:
     with self._reading(), zipfile.ZipFile(self.path) as archive:
       return np.lib.format.read_array(io.BytesIO(archive.read(f"{name}.npy")))
 
-  @property
-  def domains(self) -> np.ndarray:
-    return self._table("domain_table")
-
-  @property
-  def paths(self) -> np.ndarray:
-    return self._table("path_table")
+  def texts(self, name: str) -> np.ndarray:
+    """The table that a column of texts points into."""
+    return self._table(f"{name}_table")
 
   @property
   def steps(self) -> np.ndarray:
@@ -200,7 +195,7 @@ class Shard:
 
   def rows(self) -> np.ndarray:
     """All rows at once."""
-    return np.concatenate([np.zeros((0,), fmt.row_dtype(len(self.val_sets))), *self.blocks()])
+    return np.concatenate([np.zeros((0,), fmt.row_dtype(len(self.val_sets), fields=self.fields)), *self.blocks()])
 
   def _with_share(self, old: np.ndarray) -> np.ndarray:
     rows = np.zeros(len(old), fmt.row_dtype(len(self.val_sets)))

@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 
 from maxghost.config import ConfigError, did_you_mean
-from maxghost.config.files import sync_folder, write_whole
+from maxghost.config.files import sync, write_whole
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered, write_shard
 
@@ -35,12 +35,18 @@ class Interval:
   before: steps and rows of the log before them, None where unknown. `replaced`: the file of an early flush, if any.
   """
 
-  def __init__(self, num_sets: int, ledger: Sequence[str] = fmt.LEDGER, before: tuple[int, int] | None = (0, 0)):
+  def __init__(
+    self,
+    num_sets: int,
+    ledger: Sequence[str] = fmt.LEDGER,
+    before: tuple[int, int] | None = (0, 0),
+    fields: Sequence[str] = (),
+  ):
     self._num_sets, self._ledger, self.before = num_sets, ledger, before
+    self._dtype = fmt.row_dtype(num_sets, fields=fields)
+    self.tables: dict[str, dict[str, int]] = {name: {} for name in (*fmt.TEXTS, *fields)}
     self.steps: list[np.ndarray] = []
     self.rows: list[np.ndarray] = []
-    self.domains: dict[str, int] = {}
-    self.paths: dict[str, int] = {}
     self.modules: list[fmt.Modules] = []
     self.replaced: Path | None = None
 
@@ -74,7 +80,7 @@ class Interval:
 
   def _rows(self, step: int, rows: Mapping, documents: Sequence, step_tokens: float) -> np.ndarray:
     num_rows = len(documents)
-    array = np.zeros((num_rows,), fmt.row_dtype(self._num_sets))
+    array = np.zeros((num_rows,), self._dtype)
     array["step"] = step
     if num_rows and (missing := set(REQUIRED) - set(rows)):
       raise ValueError(f"score rows lack the columns {', '.join(sorted(missing))}")
@@ -90,10 +96,12 @@ class Interval:
     if "share" not in rows:
       total = step_tokens if np.isfinite(step_tokens) else array["tokens"].sum()
       array["share"] = array["tokens"] / max(total, 1)
-    for i, (domain, path, offset) in enumerate(documents):
-      array["domain"][i] = self.domains.setdefault(str(domain), len(self.domains))
-      array["path"][i] = self.paths.setdefault(str(path), len(self.paths))
+    for i, (domain, path, offset, *fields) in enumerate(documents):
+      if len(fields) != len(self.tables) - len(fmt.TEXTS):
+        raise ValueError(f"document {documents[i]!r}: expected domain, path, offset and {list(self.tables)[2:]}")
       array["offset"][i] = offset
+      for (name, table), text in zip(self.tables.items(), (domain, path, *fields), strict=True):
+        array[name][i] = table.setdefault(str(text), len(table))
     return array
 
   def _modules(self, step: int, modules: Mapping) -> fmt.Modules:
@@ -114,27 +122,46 @@ class Interval:
     """A frozen view for the writing thread: lists are copied, arrays are shared (they never change)."""
     other = copy.copy(self)
     vars(other).update({n: v.copy() for n, v in vars(self).items() if isinstance(v, (list, dict))})
+    other.tables = {name: table.copy() for name, table in self.tables.items()}
     return other
 
-  def contents(self) -> tuple[list[str], list[str], np.ndarray, fmt.Modules | None, np.ndarray]:
+  def contents(self) -> tuple[dict[str, list[str]], np.ndarray, fmt.Modules | None, np.ndarray]:
     """The arguments of `shard.write_shard` after path and header."""
     steps, rows = np.concatenate(self.steps), np.concatenate(self.rows)
-    return list(self.domains), list(self.paths), steps, fmt.Modules.joined(self.modules), rows
+    return {name: list(table) for name, table in self.tables.items()}, steps, fmt.Modules.joined(self.modules), rows
 
   @classmethod
-  def load(cls, shard: Shard, last_step: int, ledger: Sequence[str] = fmt.LEDGER) -> Self:
-    """The steps of a file up to `last_step`."""
-    interval = cls(len(shard.val_sets), ledger, shard.before)
+  def load(cls, shard: Shard, last_step: int, ledger: Sequence[str] = fmt.LEDGER, fields: Sequence[str] = ()) -> Self:
+    """The steps of a file up to `last_step`; fields that the file does not have are empty."""
+    interval = cls(len(shard.val_sets), ledger, shard.before, fields)
     steps, rows, modules = fmt.with_ledger(shard.steps, len(shard.val_sets), ledger), shard.rows(), shard.modules
-    interval.steps, interval.rows = [steps[steps["step"] <= last_step]], [rows[rows["step"] <= last_step]]
-    interval.domains = {str(name): i for i, name in enumerate(shard.domains)}
-    interval.paths = {str(name): i for i, name in enumerate(shard.paths)}
+    rows = rows[rows["step"] <= last_step]
+    array = np.zeros((len(rows),), interval._dtype)
+    for name in set(array.dtype.names or ()) & set(rows.dtype.names or ()):
+      array[name] = rows[name]
+    interval.steps, interval.rows = [steps[steps["step"] <= last_step]], [array]
+    known = (*fmt.TEXTS, *shard.fields)
+    for name, table in interval.tables.items():
+      table.update({str(text): i for i, text in enumerate(shard.texts(name) if name in known else [""])})
     if modules is not None:
       kept = modules.steps <= last_step
       values = modules.contribution_SMLDK[kept]
       interval.modules = [fmt.Modules(modules.names, modules.domains, modules.steps[kept], values)]
     interval.replaced = shard.path
     return interval
+
+
+def _check(period: int, ledger: Sequence[str], fields: Sequence[str]) -> None:
+  """Raises ConfigError or ValueError for what a log cannot be written with."""
+  if period < 1:
+    raise ConfigError(f"period={period}: at least 1 step per score file")
+  if taken := [name for name in fields if name in fmt.TAKEN or not name.isidentifier()]:
+    raise ConfigError(
+      f"document_fields={taken[0]}: the score log has a column of this name, or could have none; give the field "
+      f"another: own_name={taken[0]}"
+    )
+  if "predicted_examples" not in ledger or len(set(ledger)) < len(ledger):
+    raise ValueError(f"ledger={list(ledger)}: distinct names, predicted_examples among them")
 
 
 class Writer:
@@ -152,6 +179,7 @@ class Writer:
     objective: of the training.
     ledger: columns of the predicted drop, `predicted_examples` among them, as the optimizer names them.
     direction: that the scores were computed with.
+    fields: names of what each document is given with besides domain, path and offset, such as the id of its record.
   """
 
   def __init__(
@@ -165,20 +193,19 @@ class Writer:
     objective: str = fmt.NEXT_TOKEN,
     ledger: Sequence[str] = fmt.LEDGER,
     direction: str = "",
+    fields: Sequence[str] = (),
   ):
-    if period < 1:
-      raise ConfigError(f"ghost_log_period={period}: at least 1 step per score file")
-    if "predicted_examples" not in ledger or len(set(ledger)) < len(ledger):
-      raise ValueError(f"ledger={list(ledger)}: distinct names, predicted_examples among them")
+    _check(period, ledger, fields)
     self.folder = Path(run_dir) / "ghost"
     self._process_index, self._num_processes, self._period = process_index, num_processes, period
-    self.val_sets, self.ledger = tuple(val_sets), tuple(ledger)
+    self.val_sets, self.ledger, self.fields = tuple(val_sets), tuple(ledger), tuple(fields)
     self._about = {
       "schema_version": fmt.SCHEMA_VERSION,
       "val_sets": self.val_sets,
       "objective": objective,
       "ledger": self.ledger,
       "direction": direction,
+      "fields": self.fields,
       "process_index": process_index,
       "fingerprint": fingerprint,
       "units": fmt.units(ledger),
@@ -200,7 +227,7 @@ class Writer:
       rows: tokens [N], loss [N], dot [N, K], contribution [N, K]; optionally share [N], of the batch loss (default:
         tokens over those of the step), chunk [N], the bytes between the start of the document and the scored chunk, and
         epoch [N], how often the data had been read through before.
-      documents: N ids (domain, path, offset).
+      documents: N ids (domain, path, offset), each with the values of the writer's `fields` behind.
       modules: {"names": M strings, "domains": D strings, "contribution": f32[M, L, D, K]} in nats; cells that do not
         exist (layers of a module outside the stack) are NaN.
 
@@ -244,7 +271,7 @@ class Writer:
     last_step = -1 if position is None else int(position["step"])
     former = {process for *_, process in self._files() if process >= self._num_processes}
     for process in sorted(former) if self._process_index == 0 else ():
-      other = Writer(self.folder, self.val_sets, process, self._period, num_processes=self._num_processes)
+      other = Writer(self.folder, self.val_sets, process, self._period, fields=self.fields)
       other.folder, other.ledger, other._about = self.folder, self.ledger, self._about | {"process_index": process}
       other.restore(None if position is None else {"step": last_step})
     self._last_step, self._num_steps, self._num_rows = last_step, 0, 0
@@ -256,7 +283,7 @@ class Writer:
       if shard is None or shard.first_step > last_step:
         dropped.append(path)
       elif shard.last_step > last_step:
-        self._write(Interval.load(shard, last_step, self.ledger), path)
+        self._write(Interval.load(shard, last_step, self.ledger, self.fields), path)
         kept.append(self._path(last_step))
       else:
         kept.append(path)
@@ -267,7 +294,7 @@ class Writer:
     for path in dropped:
       path.unlink(missing_ok=True)
     if self.folder.is_dir():
-      sync_folder(self.folder)
+      sync(self.folder)
     self._count(kept, position)
 
   def close(self) -> None:
@@ -288,7 +315,7 @@ class Writer:
       found, end = (found[0] + steps, found[1] + rows), (before[0] + steps, before[1] + rows)
       unfinished = (self._last_step + 1) % self._period and shard.last_step == self._last_step
       if unfinished and shard.first_step // self._period == self._last_step // self._period:
-        self._pending = Interval.load(shard, self._last_step, self.ledger)
+        self._pending = Interval.load(shard, self._last_step, self.ledger, self.fields)
         self._pending.before = before
     self._num_steps, self._num_rows = end
     for i, key in enumerate(("num_steps", "num_rows")):
@@ -335,7 +362,7 @@ class Writer:
     return self.folder / fmt.shard_name(last_step, self._process_index)
 
   def _new_interval(self) -> Interval:
-    return Interval(len(self.val_sets), self.ledger, (self._num_steps, self._num_rows))
+    return Interval(len(self.val_sets), self.ledger, (self._num_steps, self._num_rows), self.fields)
 
   def _submit(self, last: bool) -> None:
     """Gives the pending interval to the thread; `last`: begins a new interval."""

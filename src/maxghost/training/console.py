@@ -12,30 +12,27 @@ from maxghost.config import Config
 from maxghost.training.plan import Plan
 from maxghost.training.run_directory import CHECKPOINTS, CONFIG_FILE, METRICS_FILE
 
+MAX_STEP_LINE = 120  # characters; metrics.jsonl has what does not fit, and all the rest
+
 
 def step_line(record: Mapping[str, Any], val_sets: tuple[str, ...] = ()) -> str:
-  """MaxText's step line and, where validation sets are named, ghost's part.
+  """MaxText's step line in short, then as much of ghost's part as fits, for the first validation set.
 
-  Drops of the validation loss are in nats per token; positive means that it fell. Values that the step did not measure
-  are left out: `actual_drop` before an interruption, losses of steps without validation (ghost_val_every).
+  `drop`: by how much the step lowered the validation loss; then the predicted part of the domains that moved it most.
+  Values that the step did not measure are left out.
   """
-  parts = [f"completed step: {record['step']}"]
-  parts += [f"seconds: {record['perf/step_time_seconds']:.3f}"]
-  parts += [f"TFLOP/s/device: {record['perf/per_device_tflops_per_sec']:.3f}"]
-  parts += [f"Tokens/s/device: {record['perf/per_device_tokens_per_sec']:.3f}"]
-  parts += [f"total_weights: {record['learning/total_weights']}", f"loss: {record['learning/loss']:.3f}"]
-  parts += [f"perplexity: {record['learning/perplexity']:.3f}", f"lr: {record['learning/current_learning_rate']:.3e}"]
-  parts += [f"grad_norm: {record['learning/grad_norm']:.3f}"]
-  for name in val_sets:
-    label = f"[{name}]" if len(val_sets) > 1 else ""
+  line = f"completed step: {record['step']}, seconds: {record['perf/step_time_seconds']:.3f}"
+  line += f", Tokens/s/device: {record['perf/per_device_tokens_per_sec']:.0f}, loss: {record['learning/loss']:.3f}"
+  for name in val_sets[:1]:
     over = f" over {record['ghost/account_steps']} steps" if "ghost/account_steps" in record else ""
-    shown = {"val_loss": (label, ".3f"), "predicted_drop": (label, "+.5f"), "actual_drop": (over + label, "+.5f")}
-    shown["check_rel_err"] = (label, ".1e")
-    for column, (suffix, form) in shown.items():
-      value = record.get(f"ghost/{column}/{name}", math.nan)
-      if not math.isnan(value):
-        parts.append(f"{'score_check' if column == 'check_rel_err' else column}{suffix}: {value:{form}}")
-  return ", ".join(parts)
+    parts = {"val_loss": (f"ghost/val_loss/{name}", ".3f"), f"drop{over}": (f"ghost/actual_drop/{name}", "+.5f")}
+    domains = [key for key in record if key.startswith(start := f"ghost/contribution/{name}/")]
+    for key in sorted(domains, key=lambda key: -abs(record[key])):
+      parts[key.removeprefix(start)] = (key, "+.5f")
+    for label, (key, form) in parts.items():
+      part = f", {label}: {(value := record.get(key, math.nan)):{form}}"
+      line += part if math.isfinite(value) and len(line + part) <= MAX_STEP_LINE else ""
+  return line
 
 
 def eval_line(step: int, record: Mapping[str, Any]) -> str:
@@ -115,10 +112,12 @@ def interrupted_lines(cfg: Config, completed_steps: int, path: Path, signal: str
 
 def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
   """The main results of a complete run, from its metrics.jsonl, and the report command. seconds: of each step."""
-  with open(path / METRICS_FILE, encoding="utf-8") as file:
-    records = [json.loads(line) for line in file]
+  try:
+    records = [json.loads(line) for line in (path / METRICS_FILE).read_bytes().splitlines()]
+    tokens = sum(record["learning/total_weights"] for record in records)
+  except (ValueError, KeyError, TypeError) as error:
+    return [f"Training complete; {path / METRICS_FILE} is damaged ({error}): no summary"]
   first, last = records[0], records[-1]
-  tokens = sum(record["learning/total_weights"] for record in records)
   lines = [
     f"Training complete: {len(records)} steps, {tokens:,} target tokens, training loss {first['learning/loss']:.3f} -> "
     f"{last['learning/loss']:.3f}"

@@ -12,9 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,73 +25,28 @@ from maxghost.training import metrics, scoring
 from maxghost.training.batches import Fetched, Prefetcher, ValidationRows
 from maxghost.training.compiled_steps import Program
 from maxghost.training.console import Console, eval_line, step_line
-from maxghost.training.metrics import MetricsLog, TensorBoardLog
+from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import StepFlops
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.score_recorder import ScoreRecorder
+from maxghost.training.signals import StopSignals
 from maxghost.training.state import Position, to_tree
-
-# A fulfilled SIGTERM is a success; Ctrl-C gives the shell's conventional code, 128 + 2.
-EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}
-
-
-class StopSignals:
-  """While active, the first SIGTERM or SIGINT only sets `requested`, which the loop checks between steps.
-
-  A second SIGINT raises KeyboardInterrupt in the main thread; further SIGTERMs are ignored, because schedulers repeat
-  them. Outside the main thread, where Python cannot install handlers, the object does nothing.
-  """
-
-  def __init__(self):
-    self.requested: signal.Signals | None = None
-    self._previous: dict = {}
-
-  def __enter__(self) -> "StopSignals":
-    if threading.current_thread() is threading.main_thread():
-      for number in EXIT_CODES:
-        self._previous[number] = signal.signal(number, self._handle)
-    return self
-
-  def __exit__(self, *exception) -> None:
-    for number, handler in self._previous.items():
-      signal.signal(number, handler)
-    self._previous = {}
-
-  @property
-  def exit_code(self) -> int:
-    return 0 if self.requested is None else EXIT_CODES[self.requested]
-
-  @property
-  def name(self) -> str:
-    if self.requested is None:
-      return "another process"
-    return "Ctrl-C" if self.requested == signal.SIGINT else self.requested.name
-
-  def _handle(self, number: int, frame) -> None:
-    if self.requested is not None:
-      if number == signal.SIGINT:
-        raise KeyboardInterrupt
-      return
-    self.requested = signal.Signals(number)
-    more = "; Ctrl-C again stops at once, without saving" if number == signal.SIGINT else ""
-    # os.write, not print: a handler may run in the middle of a print of the same stream.
-    os.write(2, f"\nmaxghost: {self.name} received, finishing the step and saving{more}\n".encode())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sinks:
-  """The outputs of a run; None for those that are switched off. checkpoints: a `CheckpointManager`."""
+  """The outputs of a run; None: switched off. checkpoints: a `CheckpointManager`. trackers: as in `trackers.py`."""
 
   console: Console
   metrics: MetricsLog | None
-  tensorboard: TensorBoardLog | None
   scores: ScoreRecorder | None
   checkpoints: Any
+  trackers: tuple = ()
 
   def close(self) -> None:
     """Writes everything to disk, also after an error."""
     with contextlib.ExitStack() as stack:  # closes all, even if one fails
-      for sink in (self.metrics, self.tensorboard, self.scores, self.checkpoints):
+      for sink in (self.metrics, self.scores, self.checkpoints, *self.trackers):
         if sink is not None:
           stack.callback(sink.close)
 
@@ -239,11 +191,12 @@ class TrainingLoop:
     sinks, completed = self._sinks, self._position.completed_steps
     if completed == self._saved_steps:
       return
-    if sinks.tensorboard:
-      sinks.tensorboard.flush()
+    for tracker in sinks.trackers:
+      tracker.flush()
     position = dataclasses.replace(
       self._position,
       metrics_bytes=sinks.metrics.position() if sinks.metrics else 0,
+      metrics_crc=sinks.metrics.checksum if sinks.metrics else None,
       pending=self._pending,
       scores=sinks.scores.position() if sinks.scores else None,
       reweighting=self._reweighter.state() if self._reweighter else None,
@@ -296,6 +249,7 @@ class TrainingLoop:
       if unscored := metrics.unscored_line(step, outputs):
         self._sinks.console.line(unscored)
       if scores:
+        record |= scores.by_domain(outputs, fetched.batch)
         scores.record(step, outputs, closing, fetched.batch)
     elif scores and closing is not None:
       scores.record_end(step, closing)
@@ -336,7 +290,7 @@ class TrainingLoop:
     if self._pending is None:
       return
     record, self._pending = self._pending, None
-    for log in (self._sinks.metrics, self._sinks.tensorboard):
+    for log in (self._sinks.metrics, *self._sinks.trackers):
       if log:
         log.append(record)
     if show or record["step"] % self._cfg.run.log_period == 0:

@@ -41,8 +41,9 @@ def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
     objective=cfg.optimizer.objective,
     ledger=plugins.ledger_columns(cfg.optimizer.opt_type),
     direction=str(optimizer.direction) if ghost.ghost_direction == "auto" else ghost.ghost_direction,
+    fields=dataset.source.fields,
   )
-  return ScoreRecorder(writer, dataset.document_id, dataset.source.domains, path / "ghost" / tokens.FOLDER)
+  return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER)
 
 
 def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -108,18 +109,32 @@ def stack_layers(by_module: Mapping[str, np.ndarray]) -> np.ndarray:
 class ScoreRecorder:
   """Feeds a Writer. An error of the writer (such as a full disk) is raised as ScoreLogError by the next call.
 
-  document_id: (domain, path, offset) of a document by its index; called once per document. domains: all domains, an
-  axis of the contributions by parameter. token_folder: for the files of ghost_detail=token.
+  document: (domain, path, offset, the writer's fields) of a document by its index; called once per document. domains:
+  all domains, an axis of the contributions by parameter. token_folder: for the files of ghost_detail=token.
   """
 
-  def __init__(self, writer, document_id: Callable[[int], Sequence[Any]], domains: Sequence[str], token_folder: Path):
+  def __init__(self, writer, document: Callable[[int], Sequence[Any]], domains: Sequence[str], token_folder: Path):
     self._writer = writer
     self._token_folder = token_folder
     self._domains = tuple(domains)
-    self._name = functools.cache(document_id)
+    self._name = functools.cache(document)
     self._error: BaseException | None = None
     self._pool = ThreadPoolExecutor(1, "score-recorder")
     self._waiting: deque[Future] = deque(maxlen=QUEUE_LENGTH)
+
+  def by_domain(self, outputs: Mapping[str, np.ndarray], batch) -> dict[str, float]:
+    """ghost/contribution/<set>/<domain> of a step, in nats; empty where not every row and score is known here."""
+    scored_BS, found = scored_units(outputs, batch)[0], {}
+    if distributed.count() == 1 and outputs["scored_ok"]:
+      domain_N = self._domain_numbers(batch, scored_BS)
+      for name, nats_N in zip(self._writer.val_sets, outputs["contribution_BSK"][scored_BS].T, strict=True):
+        sums_D = np.bincount(domain_N, nats_N, len(self._domains)).tolist()
+        found |= {f"ghost/contribution/{name}/{d}": nats for d, nats in zip(self._domains, sums_D, strict=True)}
+    return found
+
+  def _domain_numbers(self, batch, scored_BS: np.ndarray) -> np.ndarray:
+    slots = batch.document_BS[scored_BS].tolist()
+    return np.array([self._domains.index(self._name(index)[0]) for index in slots], np.int64)
 
   def record(self, step: int, outputs: Mapping | None, closing: Mapping | None, batch) -> None:
     """Records one step.
@@ -174,8 +189,7 @@ class ScoreRecorder:
     scored_BS, first_U, _ = scored_units(outputs, batch)
     modules = None
     if "param_contribution" in outputs:
-      slots = batch.document_BS[scored_BS]
-      domain_N = np.array([self._domains.index(self._name(int(index))[0]) for index in slots], np.int64)
+      domain_N = self._domain_numbers(batch, scored_BS)
       by_module = module_contributions(outputs["param_contribution"], scored_BS, domain_N, len(self._domains))
       modules = {"names": tuple(by_module), "domains": self._domains, "contribution": stack_layers(by_module)}
     if "token_contribution_KBT" in outputs:

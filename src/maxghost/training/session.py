@@ -21,11 +21,12 @@ from maxghost.objectives import create
 from maxghost.parallel import distributed
 from maxghost.training import compiled_steps, console, memory_report, run_directory, score_recorder, state
 from maxghost.training.batches import Batches, Prefetcher
-from maxghost.training.loop import Hardware, Outcome, Sinks, StopSignals, TrainingLoop
-from maxghost.training.metrics import MetricsLog, TensorBoardLog
+from maxghost.training.loop import Hardware, Outcome, Sinks, TrainingLoop
+from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import PEAK_FLOPS, Plan
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.run_directory import Existing
+from maxghost.training.signals import StopSignals
 from maxghost.training.state import Position
 
 
@@ -33,6 +34,7 @@ class Session:
   """A training run. The constructor validates, with JAX, and writes nothing; `run` trains.
 
   dataset: with this process's part of the rows. open_checkpoints: makes a checkpoint manager for the run directory.
+  open_trackers: (cfg, run directory, first step) -> `Sinks.trackers`.
   open_parameters: maps the tree of the model's abstract arrays to a function that reads them, for a run that starts
   from a given model; None: from init_weights_seed. force: compiles a step even if it is estimated to need far too much
   memory. With several processes, the first one prints and writes common results.
@@ -46,12 +48,13 @@ class Session:
     signals: StopSignals,
     *,
     open_checkpoints: Callable,
+    open_trackers: Callable,
     open_parameters: Callable | None = None,
     force: bool = False,
   ):
     cfg = plan.cfg
     self._plan, self._cfg, self._existing, self._dataset, self._signals = plan, cfg, existing, dataset, signals
-    self._path, self._open_checkpoints = existing.path, open_checkpoints
+    self._path, self._open_checkpoints, self._open_trackers = existing.path, open_checkpoints, open_trackers
     self._console = console.Console(None if distributed.is_first() else open(os.devnull, "w"))  # noqa: SIM115
     self._checkpoints: Any = None
     self._capacity = memory_report.capacity(jax.local_devices()[0])
@@ -96,15 +99,18 @@ class Session:
     return f"the last good checkpoint is {self._checkpoints.path(steps[-1])}"
 
   def _claim(self) -> contextlib.AbstractContextManager:
-    """The first process locks the run directory; the others wait for it."""
-    lock, problem = contextlib.nullcontext(), ""
+    """The first process locks the run directory; the others wait for it. All compare their data."""
+    lock, problems = contextlib.nullcontext(), ()
     if distributed.is_first():
       try:
         lock = run_directory.claim(self._existing, self._cfg)
       except ConfigError as error:
-        problem = str(error)
-    if said := distributed.gather(problem)[0]:
-      raise ConfigError(said)
+        problems = error.problems
+    said = distributed.gather([problems, self._dataset.train.state()["fingerprint"]])
+    if said[0][0]:
+      raise ConfigError(*said[0][0])
+    if other := next((number for number, (_, data) in enumerate(said) if data != said[0][1]), 0):
+      raise ConfigError(f"process {other} reads other data than process 0; give all processes the same files")
     return lock
 
   def _train(self, opened: contextlib.ExitStack) -> Outcome:
@@ -155,6 +161,7 @@ class Session:
       restored = self._checkpoints.restore_latest(state.to_tree(plan.state))
     if restored is not None:
       position = Position.from_json(restored.positions)
+      run_directory.check_saved(self._path, restored.positions["config"], cfg)
       if position.rows not in (0, plan.rows):
         own = cfg.optimizer.gradient_accumulation_steps * plan.layout.num_devices
         way = "another number of devices" if position.rows % own else f"per_device_batch_size={position.rows // own}"
@@ -179,17 +186,16 @@ class Session:
 
   def _open_sinks(self, position: Position) -> Sinks:
     """Opens the logs at a position; later records are removed."""
-    metrics_log = scores = tensorboard = None
+    metrics_log, scores, trackers = None, None, ()
     if distributed.is_first():
       metrics_log = MetricsLog(self._path / run_directory.METRICS_FILE)
-      metrics_log.restore(position.metrics_bytes)
+      metrics_log.restore(position.metrics_bytes, position.metrics_crc)
+      first = position.completed_steps if position.pending is None else position.pending["step"]
+      trackers = self._open_trackers(self._cfg, self._path, first)
     if self._cfg.val_sets and self._plan.own.writes:
       scores = score_recorder.open_recorder(self._cfg, self._dataset, self._path)
       scores.restore(position.scores_of(distributed.index()), position.completed_steps)
-    if self._cfg.run.enable_tensorboard and distributed.is_first():
-      first = position.completed_steps if position.pending is None else position.pending["step"]
-      tensorboard = TensorBoardLog(self._path / "tensorboard", first)
-    return Sinks(self._console, metrics_log, tensorboard, scores, self._checkpoints)
+    return Sinks(self._console, metrics_log, scores, self._checkpoints, trackers)
 
   def _announce(self, position: Position) -> None:
     plan, program, say = self._plan, self._program, self._console.line
@@ -197,6 +203,7 @@ class Session:
     for line in [*lines, *memory_report.start_lines(plan.memory, self._capacity)]:
       say(line)
     if position.completed_steps < self._cfg.run.steps:
+      say("Compiling the train step, which takes seconds to minutes; then it runs step by step")
       compiled = program.executable()
       say(compiled.describe())
       if (analysis := compiled.call.memory_analysis()) is not None:

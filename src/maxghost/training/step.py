@@ -107,7 +107,7 @@ def _clipped_update(cfg: Config, grads):
     if HostMemory.of(cfg):
       host_memory.apply_gradients(train_state.optimizer, train_state.model, grads, scale, segments[0])
       return
-    gradient = clipped
+    gradient: Any = clipped
     if segments:
       gradient = jax.tree.map(scale, grads)
     elif read:

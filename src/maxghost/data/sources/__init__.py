@@ -8,7 +8,9 @@ from maxghost.data.sources.files import expand
 
 _BUILT_IN_CAP = 2_000_000  # bytes per domain of stdlib and synthetic, unless dataset_domain_bytes says otherwise
 # Keys that only some types read. A key set for another type is refused, not ignored.
-_READ_BY = {"dataset_files": ("text", "grain", "hf", "tfds"), "dataset_path": ("tfds",)}
+_READ_BY = {
+  "dataset_files": ("text", "grain", "hf", "tfds"), "dataset_path": ("tfds",), "document_fields": ("text", "hf"),
+}  # fmt: skip
 
 
 def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:
@@ -25,9 +27,9 @@ def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:
     return stdlib.load(cfg.dataset_domains, built_in_cap)
   if kind == "synthetic":
     return synthetic.load(cfg.dataset_domains, built_in_cap, seed)
-  if cap and kind != "text":
+  if cap and kind not in ("text", "hf"):
     raise ConfigError(
-      f"dataset_domain_bytes={cap} works with dataset_type stdlib, synthetic and text, not with {kind}; use -1"
+      f"dataset_domain_bytes={cap} works with dataset_type stdlib, synthetic, text and hf, not with {kind}; use -1"
     )
   if kind in ("hf", "tfds"):
     return tables.load(cfg)

@@ -30,6 +30,7 @@ class Source(Protocol):
     files: fingerprint of each file; empty for a source without files of its own.
     num_bytes: total text bytes (an estimate where the format does not record them).
     notes: lines to show the user, such as files left out.
+    fields: names of what the score log keeps of each record (`document_fields`).
   """
 
   domains: tuple[str, ...]
@@ -37,6 +38,7 @@ class Source(Protocol):
   files: dict[str, str]
   num_bytes: int
   notes: tuple[str, ...] = ()
+  fields: tuple[str, ...] = ()
 
   def __len__(self) -> int: ...
 
@@ -47,6 +49,10 @@ class Source(Protocol):
   def document_id(self, index: int) -> DocumentId:
     """The id of a document, without reading its text where the format allows that."""
     ...
+
+  def document_fields(self, index: int) -> tuple[str, ...]:
+    """The texts of `fields` of a document. Raises CorruptError."""
+    return ("",) * len(self.fields)
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
     """int64[n]: the place in `domains` of each document."""

@@ -1,16 +1,19 @@
 """A source made of shards, each of which reads the documents of one file, split or table."""
 
+import contextlib
 import functools
 import itertools
+import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.data.hashing import combine, text_hash
-from maxghost.data.sources.base import Source, T, read_or_skip
+from maxghost.data.sources.base import CorruptError, Source, T, check_known, read_or_skip
 from maxghost.data.types import DocumentId
 
 _SAMPLES = 32  # records read to estimate the total size
@@ -36,7 +39,7 @@ class Shard:
   """Documents of one domain. name: the path in their ids. fingerprint: changes with the data.
 
   read: the texts of documents, from their offsets and, in a source with an index, their sizes. Is pickled with the
-  source. Raises CorruptError.
+  source. Raises CorruptError. record: the whole record of one document, likewise; None where documents are texts only.
   """
 
   domain: str
@@ -44,12 +47,14 @@ class Shard:
   fingerprint: str
   count: int
   read: Callable[[list[int], list[int]], list[bytes]]
+  record: Callable[[int, int], Mapping[str, Any]] | None = None
 
 
 class RecordSource(Source):
   """The documents of all shards, numbered consecutively. A document's offset is its number in the shard.
 
-  index: offset and size of each document instead (int64[n] each). exact: these sizes are those of the texts.
+  index: offset and size of each document instead (int64[n] each). exact: these sizes are those of the texts. fields:
+  what `document_fields` asks for; empty = `id`, where the records have one.
   """
 
   def __init__(
@@ -58,6 +63,7 @@ class RecordSource(Source):
     notes: Sequence[str] = (),
     index: tuple[np.ndarray, np.ndarray] | None = None,
     exact: bool = False,
+    fields: Sequence[str] = (),
   ):
     self.domains = tuple(dict.fromkeys(shard.domain for shard in shards))
     self.notes = tuple(notes)
@@ -78,6 +84,32 @@ class RecordSource(Source):
       self.num_bytes = int(np.mean(sizes) * len(self)) if sizes else 0
     else:
       self.num_bytes = int(index[1].sum())
+    self._fields = self._kept(fields)
+    self.fields = tuple(self._fields)
+
+  def _kept(self, asked: Sequence[str]) -> dict[str, str]:
+    """{name in the log: field of the records}. Raises ConfigError for one that a domain's first record lacks."""
+    wanted = {name: field or name for name, _, field in (text.partition("=") for text in asked or ("id",))}
+    known: dict[str, Mapping] = {}  # the first record of each domain that has records
+    for shard, end in zip(self._shards, self._ends.tolist(), strict=True):
+      if shard.record and shard.count and shard.domain not in known:
+        with contextlib.suppress(CorruptError):  # reported when its text is read
+          known[shard.domain] = self._record(end - shard.count)
+    for domain, record in known.items() if asked else ():
+      check_known("document_fields", wanted.values(), record, f"domain '{domain}'")
+    if asked and not known:
+      raise ConfigError(f"document_fields={','.join(asked)}: the data has no records with fields; leave it empty")
+    return wanted if asked or any("id" in record for record in known.values()) else {}
+
+  def _record(self, index: int) -> Mapping[str, Any]:
+    numbers, offsets = self._locate(np.array([index]))
+    size, record = 0 if self._index is None else int(self._index[1][index]), self._shards[int(numbers[0])].record
+    return record(int(offsets[0]), size) if record else {}
+
+  def document_fields(self, index: int) -> tuple[str, ...]:
+    record = self._record(index) if self._fields else {}
+    values = (record.get(field) for field in self._fields.values())
+    return tuple(v if isinstance(v, str) else "" if v is None else json.dumps(v, default=str) for v in values)
 
   def __len__(self) -> int:
     return int(self._ends[-1])

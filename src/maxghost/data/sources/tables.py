@@ -1,35 +1,50 @@
-"""Tables of documents that a library opens: Hugging Face `datasets` folders and prepared TensorFlow Datasets.
+"""Tables of documents that a library opens: Hugging Face `datasets` and prepared TensorFlow Datasets.
 
 Both give random access to rows; the latter are read through `tfds.data_source` (ArrayRecord), without TensorFlow.
 """
 
 import functools
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
 from maxghost.data.hashing import text_hash
-from maxghost.data.sources.base import check_known, import_package, join_columns, read_all
+from maxghost.data.sources.base import check_known, import_package, join_columns, read_all, too_low_cap
 from maxghost.data.sources.files import fingerprint, labelled
 from maxghost.data.sources.records import Opened, RecordSource, Shard
 
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
+
 
 def load(cfg: DataConfig) -> RecordSource:
-  """Documents of `domain=folder` (hf) or `domain=dataset/config:version` (tfds). Raises ConfigError.
+  """Documents of `domain=folder or name` (hf) or `domain=dataset/config:version` (tfds). Raises ConfigError.
 
   Without `domain=` the domain is the folder's or the dataset's name. A folder of hf was written by `save_to_disk`, or
-  holds Parquet, JSON or text files as `datasets.load_dataset` reads them.
+  holds Parquet, JSON or text files as `datasets.load_dataset` reads them; anything else is `owner/name:config` of a
+  dataset on the Hugging Face hub, which is downloaded. With dataset_domain_bytes the first documents are streamed.
   """
   kind, shards = cfg.dataset_type, []
   opened = Opened(_open_hf if kind == "hf" else _open_tfds, None)
-  names = {"hf": lambda path: Path(path).name, "tfds": lambda name: name.split("/")[0].split(":")[0]}
+  names = {"hf": _name, "tfds": lambda name: name.split("/")[0].split(":")[0]}
   for domain, path in labelled("dataset_files", cfg.dataset_files, cfg.dataset_domains, names[kind], kind):
     table, name, files = opened.get(path, cfg)
-    prints = f"{text_hash(*map(fingerprint, sorted(files))):016x}"
-    shards.append(Shard(domain, name, prints, len(table), functools.partial(_texts, opened, path, cfg)))
-  return RecordSource(shards)
+    seen = map(fingerprint, sorted(files)) if files else _texts(opened, path, cfg, [*range(len(table))], [])
+    prints = f"{text_hash(*seen):016x}"
+    record = functools.partial(_row, opened, path, cfg) if kind == "hf" else None
+    shards.append(Shard(domain, name, prints, len(table), functools.partial(_texts, opened, path, cfg), record))
+  return RecordSource(shards, fields=cfg.document_fields)
+
+
+def _name(path: str) -> str:
+  """A folder's name, or that of a dataset on the hub without owner and configuration."""
+  return Path(path).name if Path(path).expanduser().is_dir() else Path(path).name.partition(":")[0]
+
+
+def _row(opened: Opened, path: str, cfg: DataConfig, row: int, _: int) -> dict[str, Any]:
+  return opened.get(path, cfg)[0][row]
 
 
 def _texts(opened: Opened, path: str, cfg: DataConfig, rows: list[int], sizes: list[int]) -> list[bytes]:
@@ -42,20 +57,42 @@ def _texts(opened: Opened, path: str, cfg: DataConfig, rows: list[int], sizes: l
 def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
   """The table, its name in the ids, and its files."""
   datasets = import_package("datasets", "dataset_type=hf", "hf")
-  folder, split = Path(path).expanduser(), cfg.train_split
+  folder, split, cap = Path(path).expanduser(), cfg.train_split, cfg.dataset_domain_bytes
+  arguments = [str(folder)]
   if not folder.is_dir():
-    raise ConfigError(f"dataset_files={path} is no folder; give one written by save_to_disk, or one of data files")
+    if not _HUB_NAME.fullmatch(path):
+      raise ConfigError(f"dataset_files={path} is no folder, and no name of a dataset such as owner/name:config")
+    arguments = path.split(":")
   saved = any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
   try:
-    table = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(folder))
+    table = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(*arguments, streaming=cap > 0)
   except Exception as error:  # the library raises many kinds
-    raise ConfigError(f"dataset_files={path} cannot be read: {type(error).__name__}: {error}") from error
-  if isinstance(table, datasets.DatasetDict):
+    hub = "" if folder.is_dir() else " (there is no such folder; on the hub)"
+    raise ConfigError(f"dataset_files={path} cannot be read{hub}: {type(error).__name__}: {error}") from error
+  if isinstance(table, (datasets.DatasetDict, datasets.IterableDatasetDict)):
     _check_split(path, split, table)
     table = table[split]
+  if cap > 0:
+    table = datasets.Dataset.from_list(_first(table, cap, path, cfg.train_data_columns))
   check_known("train_data_columns", cfg.train_data_columns, table.column_names, f"dataset_files={path}")
   files = {entry["filename"] for entry in table.cache_files}
-  return table.select_columns(list(cfg.train_data_columns)), f"{folder.name}/{split}", files
+  fields = [text.partition("=")[2] or text for text in cfg.document_fields or ("id",)]
+  columns = dict.fromkeys([*cfg.train_data_columns, *(name for name in fields if name in table.column_names)])
+  return table.select_columns([*columns]), f"{_name(path)}/{split}", files
+
+
+def _first(rows, cap: int, path: str, columns: tuple[str, ...]) -> list[dict[str, Any]]:
+  """The first rows with up to `cap` bytes of text together."""
+  taken, size = [], 0
+  for row in rows:
+    check_known("train_data_columns", columns, row, f"dataset_files={path}")
+    size += len(join_columns(f"{path}, record {len(taken)}", row, columns))
+    if size > cap:
+      break
+    taken.append(row)
+  if not taken:
+    raise too_low_cap(cap, path, size)
+  return taken
 
 
 def _open_tfds(dataset: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:

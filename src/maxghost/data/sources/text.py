@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,10 +80,13 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
         raise base.too_low_cap(cap, file.domain, int(ends[0]))
       used[file.domain] = int(ends[-1])
       offset, size = (x[: np.searchsorted(ends, cap, side="right")] for x in (offset, size))
-    shards.append(Shard(file.domain, file.name, file.fingerprint, len(offset), functools.partial(read, *arguments)))
+    record = functools.partial(_record, opened, file.path) if kind == JSONL else None
+    read = functools.partial(read, *arguments)
+    shards.append(Shard(file.domain, file.name, file.fingerprint, len(offset), read, record))
     offsets.append(offset)
     sizes.append(size)
-  source = RecordSource(shards, notes, (np.concatenate(offsets), np.concatenate(sizes)), exact=set(kinds) == {TXT})
+  index, exact = (np.concatenate(offsets), np.concatenate(sizes)), set(kinds) == {TXT}
+  source = RecordSource(shards, notes, index, exact, cfg.document_fields)
   parts = (*cfg.train_data_columns, str(cap), *itertools.chain(*sorted(source.files.items())))
   source.fingerprint = f"{text_hash(*parts):016x}"
   return source
@@ -108,7 +112,7 @@ def _open(path: str) -> io.FileIO | bytes:
         return file.read()
     with pyarrow.OSFile(path, "rb") as raw, pyarrow.CompressedInputStream(raw, "zstd") as stream:
       return stream.read()
-  except (OSError, EOFError, ValueError) as error:
+  except (OSError, EOFError, ValueError, zlib.error) as error:
     raise CorruptError(f"{path} cannot be read: {error}") from error
 
 
@@ -146,19 +150,29 @@ def _read_text(
 ) -> list[bytes]:
   out = []
   for offset, size in zip(offsets, sizes, strict=True):
-    file, where = opened.get(path), f"{path} at byte {offset}"  # this reference keeps it open
-    raw = file[offset : offset + size] if isinstance(file, bytes) else os.pread(file.fileno(), size, offset)
-    if len(raw) < size:
-      raise CorruptError(f"{path} ends at byte {offset + len(raw)}, inside the document at byte {offset}")
     if columns is None:
-      out.append(base.utf8(path, offset, raw))
-      continue
-    try:
-      record = json.loads(raw)
-    except ValueError as error:
-      raise CorruptError(f"{where}: not a line of JSON ({error})") from error
-    out.append(base.join_columns(where, record, columns))
+      out.append(base.utf8(path, offset, _bytes(opened, path, offset, size)))
+    else:
+      out.append(base.join_columns(f"{path} at byte {offset}", _record(opened, path, offset, size), columns))
   return out
+
+
+def _record(opened: Opened, path: str, offset: int, size: int) -> dict[str, Any]:
+  """A line of JSON; empty where it is no object."""
+  raw = _bytes(opened, path, offset, size)
+  try:
+    record = json.loads(raw)
+  except ValueError as error:
+    raise CorruptError(f"{path} at byte {offset}: not a line of JSON ({error})") from error
+  return record if isinstance(record, dict) else {}
+
+
+def _bytes(opened: Opened, path: str, offset: int, size: int) -> bytes:
+  file = opened.get(path)  # this reference keeps it open
+  raw = file[offset : offset + size] if isinstance(file, bytes) else os.pread(file.fileno(), size, offset)
+  if len(raw) < size:
+    raise CorruptError(f"{path} ends at byte {offset + len(raw)}, inside the document at byte {offset}")
+  return raw
 
 
 class _Parquet:

@@ -1,0 +1,202 @@
+"""Ids and fields of records: from the files into the score log, through queries, and back into the next run."""
+
+import dataclasses
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from maxghost import attribution, config, data, scores
+from maxghost.attribution.query import Query, ask
+from maxghost.config import ConfigError
+from maxghost.data.sources import open_source
+from maxghost.scorelog import Writer
+from maxghost.scorelog.compact import compact
+from maxghost.scorelog.export import to_parquet
+from maxghost.training.score_recorder import ScoreRecorder, open_recorder
+
+BASE = dataclasses.replace(
+  config.load().data, dataset_type="text", max_target_length=31, per_device_batch_size=4, ghost_val_sets=("b",)
+)
+LANGS = ("en", "de", "de")
+
+
+def line(domain, n, **more):
+  return json.dumps({"text": f"{domain} text number {n} " * 3, "lang": LANGS[n % 3], "stars": n, **more})
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("corpus")
+  (folder / "a.jsonl").write_text("".join(line("a", n, id=f"a-{n}") + "\n" for n in range(12)))
+  (folder / "b.jsonl.gz").write_bytes(gzip.compress("".join(line("b", n, id=n) + "\n" for n in range(9)).encode()))
+  (folder / "c.txt").write_text("a text without a record, which is a line long")
+  files = (f"a={folder}/a.jsonl", f"b={folder}/b.jsonl.gz", f"c={folder}/c.txt")
+  return dataclasses.replace(BASE, dataset_files=files)
+
+
+def source_of(cfg, *fields):
+  return open_source(dataclasses.replace(cfg, document_fields=fields), 0)
+
+
+def all_fields(source):
+  return [source.document_fields(index) for index in range(len(source))]
+
+
+def test_the_id_of_records_is_kept_without_asking_and_other_fields_when_asked(corpus):
+  source = source_of(corpus)
+  assert source.fields == ("id",)
+  assert all_fields(source) == [*((f"a-{n}",) for n in range(12)), *((str(n),) for n in range(9)), ("",)]
+  named = source_of(corpus, "lang", "rating=stars")
+  assert named.fields == ("lang", "rating") and named.document_fields(4) == ("de", "4")
+  assert named.fingerprint == source.fingerprint
+  without = dataclasses.replace(corpus, dataset_files=corpus.dataset_files[2:])
+  assert source_of(without).fields == ()
+
+
+def test_fields_that_do_not_exist_are_named(corpus, tmp_path):
+  for cfg, fields, said in (
+    (corpus, ("language",), "document_fields has 'language', which domain 'a' does not have; did you mean 'lang'"),
+    (dataclasses.replace(corpus, dataset_files=corpus.dataset_files[2:]), ("id",), "the data has no records with"),
+    (dataclasses.replace(BASE, dataset_type="stdlib"), ("id",), "document_fields is set, but dataset_type=stdlib"),
+  ):
+    with pytest.raises(ConfigError, match=said):
+      source_of(cfg, *fields)
+  for name in ("domain", "source", "contribution", "a-b"):
+    with pytest.raises(ConfigError, match=f"document_fields={name}: the score log has a column of this name"):
+      Writer(tmp_path, fields=(name,))
+
+
+def test_fields_of_a_hugging_face_dataset(tmp_path):
+  datasets = pytest.importorskip("datasets")
+  datasets.disable_progress_bars()
+  rows = {"text": [f"text {n}" for n in range(7)], "id": [f"h{n}" for n in range(7)], "stars": list(range(7))}
+  datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "h")
+  cfg = dataclasses.replace(BASE, dataset_type="hf", dataset_files=(f"h={tmp_path}/h",))
+  assert all_fields(source_of(cfg)) == [(f"h{n}",) for n in range(7)]
+  assert source_of(cfg, "stars").document_fields(3) == ("3",)
+
+
+class Recorded:
+  """A batch of one row with a document in each slot."""
+
+  unit_BS = None
+
+  def __init__(self, documents):
+    self.document_BS = np.array([documents])
+    self.offset_BS, self.epoch_B, self.arrays = np.zeros_like(self.document_BS), np.zeros(1, np.int64), {}
+
+
+def outputs_of(documents, value):
+  shape = (1, len(documents))
+  arrays = dict.fromkeys(("tokens_BS", "loss_BS"), np.ones(shape))
+  scores = {"score_dot_BSK": np.full((*shape, 1), value), "contribution_BSK": np.full((*shape, 1), value)}
+  return arrays | scores | {"scored_ok": True, "val_loss": np.ones(1), "learning_rate": 1e-3}
+
+
+@pytest.fixture
+def run_dir(corpus, tmp_path):
+  """A run of 6 steps over the documents of `a` in turn; a document's contribution is its number minus 5."""
+  run_dir = tmp_path / "run"
+  cfg = config.load(
+    None, f"dataset_files=[{','.join(corpus.dataset_files)}]", "dataset_type=text", "ghost_val_sets=b",
+    "document_fields=[id,lang]", "ghost_log_period=2", "max_target_length=31",
+  )  # fmt: skip
+  run_dir.mkdir()
+  config.save(cfg, run_dir / "config.yml")
+  dataset = data.load_dataset(cfg.data)
+  recorder = open_recorder(cfg, dataset, run_dir)
+  recorder.restore(None, 0)
+  for step in range(6):
+    documents = [2 * step, 2 * step + 1]
+    outputs = outputs_of(documents, 0.0)
+    outputs["contribution_BSK"][0, :, 0] = np.array(documents) - 5
+    recorder.record(step, outputs, None, Recorded(documents))
+  recorder.close()
+  return run_dir
+
+
+def ids(answer):
+  return dict(zip(answer.columns["id"], answer.columns["contribution"].tolist(), strict=True))
+
+
+def test_a_log_is_asked_by_id_and_filtered_by_fields(run_dir, capsys):
+  log = attribution.load(run_dir)
+  assert log.columns[-2:] == ("id", "lang") and set(log["lang"]) == {"en", "de"}
+  assert log["id"].tolist() == [f"a-{n}" for n in range(12)]
+  assert ids(ask(log, Query(by="id"))) == {f"a-{n}": n - 5.0 for n in range(12)}
+  assert list(ids(ask(log, Query(by="id", where="lang=en,id!=a-0", top=2)))) == ["a-9", "a-6"]
+  assert ask(log, Query(by="lang")).columns["tokens"].tolist() == [8, 4]
+  with pytest.raises(ConfigError, match="unknown column 'language'; did you mean 'lang'"):
+    ask(log, Query(where="language=en"))
+  assert scores.main([str(run_dir), "--by", "id", "--format", "csv", "--top", "1"]) == 0
+  assert capsys.readouterr().out.splitlines()[1].startswith("a-11,1,1,")
+
+
+def test_compaction_a_return_and_parquet_keep_the_fields(run_dir, tmp_path):
+  log = attribution.load(run_dir)
+  expected = log["id"].tolist()
+  parquet = pytest.importorskip("pyarrow.parquet")
+  rows = parquet.read_table(to_parquet(log, tmp_path / "parquet")[0])
+  assert rows.column("id").to_pylist() == expected
+  compact(run_dir)
+  again = attribution.load(run_dir)
+  assert len(again.shards) == 1 and again["id"].tolist() == expected
+  writer = Writer(run_dir, ("b",), period=2, fields=("id", "lang"))
+  writer.restore({"step": 2})
+  rows = {"tokens": [1], "loss": [1.0], "dot": [1.0], "contribution": [1.0]}
+  writer.append({"step": 3}, rows, [("a", "a.jsonl", 7, "new", "fr")])
+  with pytest.raises(ValueError, match=r"expected domain, path, offset and \['id', 'lang'\]"):
+    writer.append({"step": 4}, rows, [("a", "a.jsonl", 7)])
+  writer.close()
+  assert attribution.load(run_dir)["id"].tolist() == [*(f"a-{n}" for n in range(6)), "new"]
+
+
+def test_a_log_that_was_begun_without_fields_is_continued(tmp_path):
+  rows = {"tokens": [1], "loss": [1.0], "dot": [1.0], "contribution": [1.0]}
+  for fields, steps in (((), range(3)), (("id",), range(3, 6))):
+    writer = Writer(tmp_path, period=2, fields=fields)
+    writer.restore({"step": steps[0] - 1} if steps[0] else None)
+    for step in steps:
+      writer.append({"step": step}, rows, [("a", "p", step, *(f"id {step}" for _ in fields))])
+    writer.close()
+  log = attribution.load(tmp_path)
+  assert log.fields == () and log.messages == ["only some of the score files have the documents' id"]
+  assert log["offset"].tolist() == list(range(6)) and len(ask(log, Query(by="document"))) == 6
+
+
+def test_what_hurts_is_dropped_from_the_next_run_in_one_command(run_dir, corpus, tmp_path, capsys):
+  file = tmp_path / "exclude.jsonl"
+  assert scores.main([str(run_dir), "--drop-below", "0", "--output", str(file)]) == 0
+  said = capsys.readouterr().out
+  assert "5 of 12 documents, 41.7% of the tokens, -15 nats" in said and f"dataset_exclude_file={file}" in said
+  by_place = data.load_dataset(dataclasses.replace(corpus, dataset_exclude_file=str(file))).parts[0].split.excluded
+  file.write_text("".join(json.dumps({"id": f"a-{n}"}) + "\n" for n in range(5)))
+  by_id = data.load_dataset(dataclasses.replace(corpus, dataset_exclude_file=str(file))).parts[0].split.excluded
+  np.testing.assert_array_equal(by_id, by_place)
+  assert len(by_id) == 5
+  file.write_text('{"id": "a-0"}\n{"id": "a-77"}\n')
+  with pytest.raises(ConfigError, match=r"exclude.jsonl, line 2: no record of the data has the id 'a-77'"):
+    data.load_dataset(dataclasses.replace(corpus, dataset_exclude_file=str(file)))
+  with pytest.raises(ConfigError, match="the records of the data have no id"):
+    files = corpus.dataset_files[2:]
+    text_only = dataclasses.replace(corpus, dataset_files=files, dataset_exclude_file=str(file), ghost_val_sets=("c",))
+    data.load_dataset(text_only)
+  assert scores.main([str(run_dir), "--drop-below", "0"]) == 2
+  assert "--drop-below needs --output FILE" in capsys.readouterr().err
+
+
+def test_contributions_by_domain_are_metrics(tmp_path):
+  names = [("a", "p", 0), ("b", "p", 1), ("a", "p", 2)]
+  recorder = ScoreRecorder(Writer(tmp_path, ("v", "w")), names.__getitem__, ("a", "b", "c"), tmp_path)
+  outputs = {"tokens_BS": np.array([[1, 1, 1, 0]]), "scored_ok": True}
+  outputs["contribution_BSK"] = np.array([[[1.0, 2.0], [10.0, 20.0], [100.0, 200.0], [7.0, 7.0]]])
+  found = recorder.by_domain(outputs, Recorded([0, 1, 2, -1]))
+  assert found == {
+    f"ghost/contribution/{name}/{domain}": scale * value
+    for name, scale in (("v", 1), ("w", 2))
+    for domain, value in (("a", 101.0), ("b", 10.0), ("c", 0.0))
+  }
+  assert recorder.by_domain(outputs | {"scored_ok": False}, Recorded([0, 1, 2, -1])) == {}
+  recorder.close()
