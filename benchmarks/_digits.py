@@ -17,7 +17,7 @@ from flax import nnx
 from maxghost.ghost import DirectionSpec, ledger
 from maxghost.ghost.attach import prepare_twin
 from maxghost.ghost.directions import direction_parts
-from maxghost.ghost.schedules import Model, passes, without_rules
+from maxghost.ghost.schedules import Model, passes, per_example
 from maxghost.optimizers import AdamW, Sgd, by_label
 from maxghost.parallel.shardings import slash_path
 
@@ -151,7 +151,7 @@ class Trainer:
 
   def per_example_gradients(self, params, batch) -> dict:
     """{label: [n, *parameter]}, each example's share of the batch gradient."""
-    return without_rules.per_example_gradients(Model(self.graphdef, params, self.rest), classification_loss, batch)
+    return per_example.gradients_of(Model(self.graphdef, params, self.rest), classification_loss, batch)
 
   def state_like(self, labelled: dict) -> nnx.State:
     """A State of the parameters' paths from {label: array}."""

@@ -15,7 +15,7 @@ from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.schedules.passes import mean_loss
 from maxghost.models.layers import Hidden, linear
 from maxghost.models.output_head import OutputHead, OutputProjection
-from maxghost.objectives import cross_entropy, token_losses
+from maxghost.objectives import tiled, token_losses
 
 
 class Head(nnx.Module):
@@ -38,7 +38,7 @@ class HeadLoss:
   def __call__(self, model, batch):
     if self.num_tiles > 1:
       head = OutputHead(None, model.logits_dense)
-      losses_BT = head.losses(Hidden(batch["x"]), batch["targets"], None, cross_entropy.Head(self.num_tiles, self.axis))
+      losses_BT = head.losses(Hidden(batch["x"]), batch["targets"], None, tiled.Head(self.num_tiles, self.axis))
     else:
       logits_BTV = model.logits_dense(batch["x"])
       losses_BT = token_losses(logits_BTV.astype(jnp.float32), batch["targets"])

@@ -16,7 +16,7 @@ from _measure import Figure
 
 from maxghost import config as configuration
 from maxghost.models import dense
-from maxghost.objectives import cross_entropy, tiled_losses, token_losses
+from maxghost.objectives import tiled, tiled_losses, token_losses
 from maxghost.training.devices import compiler_options
 
 WIDTH = ("base_emb_dim=512", "vocab_size=4096", "max_target_length=256", "per_device_batch_size=16")
@@ -32,9 +32,9 @@ def main() -> int:
     "three products": compiled(products, x, w, targets),
     "whole logits": compiled(gradient(whole), x, w, targets),
   }
-  for axis in cross_entropy.AXES:
+  for axis in tiled.AXES:
     for n in TILES:
-      head = cross_entropy.Head(n, axis, tied=False, dtype=dtype)
+      head = tiled.Head(n, axis, tied=False, dtype=dtype)
       losses = gradient(lambda x, w, targets, head=head: tiled_losses(head, x, w, targets, jnp.ones(targets.shape)))
       contenders[f"{n} tiles of {axis}"] = compiled(losses, x, w, targets)
   seconds = _measure.take_turns(contenders, args.rounds, warmup=2)

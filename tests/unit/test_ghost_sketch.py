@@ -7,7 +7,7 @@ from flax import nnx
 
 from maxghost.ghost import DirectionSpec
 from maxghost.ghost.attach import prepare_twin, split
-from maxghost.ghost.schedules import base, without_rules
+from maxghost.ghost.schedules import base, per_example
 from maxghost.ghost.sketch import factored, random_directions, sketch_gradient, sketch_pass
 
 EXAMPLES, DIRECTIONS = 5, 3
@@ -37,7 +37,7 @@ def test_entries_are_products_with_the_drawn_directions():
   assert {p.low_rank for p in twin.scored} == {True, False}
   blocks_MRn = jax.jit(lambda *states: sketch_pass(twin, *states, loss, batch, key, DIRECTIONS))(*split(model))
   assert blocks_MRn.shape == (len(twin.scored), DIRECTIONS, EXAMPLES)
-  exact = without_rules.per_example_gradients
+  exact = per_example.gradients_of
   gradients = jax.jit(lambda params: exact(base.Model(graphdef, params, rest), loss, batch))(params)
   for r, own in enumerate(jax.random.split(key, DIRECTIONS)):
     parts = jax.jit(lambda key: random_directions(twin, key))(own)

@@ -18,7 +18,7 @@ from maxghost import config, ghost
 from maxghost.config import ConfigError
 from maxghost.models import autodiff
 from maxghost.models.layers import Hidden
-from maxghost.objectives import LanguageModelLoss, cross_entropy, tiled_losses
+from maxghost.objectives import LanguageModelLoss, tiled_losses
 
 B, T, D, V = 7, 13, 20, 263
 Z = 0.03
@@ -35,7 +35,7 @@ def sample(dtype="float32", tied=False, seed=0):
 
 
 def make_head(n, axis="tokens", *, tied=False, dtype="float32", z=Z, cap=None):
-  return cross_entropy.Head(n, axis, tied, jnp.dtype(dtype), z_loss=z, soft_cap=cap)
+  return tiled.Head(n, axis, tied, jnp.dtype(dtype), z_loss=z, soft_cap=cap)
 
 
 def whole(head, x, w, targets):
@@ -55,7 +55,7 @@ def pass_(losses, x, w, weights, scale):
   return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(x, w)
 
 
-@pytest.mark.parametrize("axis", cross_entropy.AXES)
+@pytest.mark.parametrize("axis", tiled.AXES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("scale", [2.0, -40.0])
 def test_losses_and_gradients_under_any_outer_scale(axis, tied, scale):
@@ -85,7 +85,7 @@ def test_weights_known_beforehand_change_no_gradient(known):
     assert oracles.relative_error(a, b) < 1e-12
 
 
-@pytest.mark.parametrize("axis", cross_entropy.AXES)
+@pytest.mark.parametrize("axis", tiled.AXES)
 def test_the_number_of_tiles_changes_nothing_but_rounding(axis):
   x, w, targets, weights = sample()
   with tiny.cheap_compilation():
@@ -104,10 +104,10 @@ def test_the_z_loss_has_its_own_value():
   with_z, without = (tiled_losses(make_head(3, z=z), x, w, targets) for z in (Z, 0.0))
   log_sum = jax.nn.logsumexp(x @ w, axis=-1)
   np.testing.assert_allclose(with_z - without, Z * log_sum**2, rtol=1e-4)
-  np.testing.assert_array_equal(cross_entropy.forward(make_head(3, z=0.0), x, w, targets)[0], without)
+  np.testing.assert_array_equal(tiled.forward(make_head(3, z=0.0), x, w, targets)[0], without)
 
 
-@pytest.mark.parametrize("axis", cross_entropy.AXES)
+@pytest.mark.parametrize("axis", tiled.AXES)
 def test_bfloat16_hidden_states_and_weights(axis):
   """Gradients come back in bfloat16, from sums over tiles in float32: each is one rounding away from the exact one."""
   x, w, targets, weights = sample("bfloat16")
@@ -145,7 +145,7 @@ def test_no_array_of_the_size_of_the_logits(axis, known):
   assert max(v.aval.size for e in tiny.equations(jaxpr) for v in e.outvars) == 3 * length * vocab // n
 
 
-@pytest.mark.parametrize("axis", cross_entropy.AXES)
+@pytest.mark.parametrize("axis", tiled.AXES)
 def test_forward_mode(axis):
   x, w, targets, _ = sample()
   dx, dw, _, _ = sample(seed=1)
@@ -193,7 +193,7 @@ def test_gradients_of_the_whole_model(tied, axis):
     assert oracles.relative_error(ours[1][label], gradient) < 5e-6, label
 
 
-@pytest.mark.parametrize("axis", cross_entropy.AXES)
+@pytest.mark.parametrize("axis", tiled.AXES)
 def test_only_the_head_and_the_hidden_states_have_gradients(axis):
   cfg = tiny.make_config(num_vocab_tiling=4, vocab_tiling_axis=axis)
   graphdef, params = nnx.split(tiny.make_model(cfg))

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost import config
 from maxghost.models import attention
-from maxghost.objectives import cross_entropy, tiled_losses
+from maxghost.objectives import tiled, tiled_losses
 from maxghost.parallel import shardings
 
 pytestmark = pytest.mark.tpu_aot
@@ -112,12 +112,12 @@ def attention_gradient(kernel, options):
   return jax.grad(total, argnums=(0, 1, 2, 4))
 
 
-@pytest.mark.parametrize("axis", cross_entropy.AXES)
+@pytest.mark.parametrize("axis", tiled.AXES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_tiled_head_with_bfloat16_weights(axis, tied, compile_for_tpu):
   """1/n of the logits and two tables in float32, and no more."""
   tokens, width, vocab, n = 4096, 256, 32_768, 8
-  head = cross_entropy.Head(n, axis, tied, jnp.dtype("bfloat16"), z_loss=1e-4)
+  head = tiled.Head(n, axis, tied, jnp.dtype("bfloat16"), z_loss=1e-4)
   shapes = ((1, tokens, width), (vocab, width) if tied else (width, vocab))
   x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
   targets = jax.ShapeDtypeStruct((1, tokens), jnp.int32)

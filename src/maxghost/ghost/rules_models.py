@@ -19,7 +19,7 @@ from maxghost.models import attention, moe
 from maxghost.models.grouped_matmul import product
 from maxghost.models.layers import gated
 from maxghost.models.output_head import OutputProjection, TiedTable
-from maxghost.objectives.cross_entropy import Head, backward, forward
+from maxghost.objectives.tiled import Head, backward, forward
 
 
 @rule(moe.RoutedMoe)

@@ -2,8 +2,9 @@
 
 from maxghost.config import Config, plugins
 from maxghost.objectives.base import Objective, PlainLoss, StagedLoss, as_objective
-from maxghost.objectives.cross_entropy import tiled_losses, token_losses
+from maxghost.objectives.cross_entropy import token_losses
 from maxghost.objectives.next_token import LanguageModelLoss
+from maxghost.objectives.tiled import tiled_losses
 
 __all__ = [
   "LanguageModelLoss",

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from maxghost.config import Config
 from maxghost.models.layers import Hidden
 from maxghost.objectives.base import StagedLoss
-from maxghost.objectives.cross_entropy import Head, token_losses
+from maxghost.objectives.cross_entropy import token_losses
+from maxghost.objectives.tiled import Head
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

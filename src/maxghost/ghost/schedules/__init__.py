@@ -1,22 +1,22 @@
 """Schedules: how validation and training passes share a step. `score` runs them.
 
-To add one, write a function of `Problem` that returns `Scored`, and add lines to `SCHEDULES` and
+To add one, write a module with `run(problem) -> Scored`, and add lines to `SCHEDULES` and
 `config.plugins.SCHEDULE_LACKS`.
 """
 
 from collections.abc import Callable
 
-from maxghost.ghost.schedules import by_rules, reverse_scan, without_rules
+from maxghost.ghost.schedules import concat, forward_mode, per_example, reverse_scan, two_pass
 from maxghost.ghost.schedules.base import Model, Problem, Scored, Settings, Stored, TrainPass, Validation
 
 __all__ = ["Model", "Problem", "Scored", "Settings", "Stored", "TrainPass", "Validation", "score"]
 
 SCHEDULES: dict[str, Callable[[Problem], Scored]] = {
-  "two_pass": by_rules.two_pass,
+  "two_pass": two_pass.run,
   "reverse_scan": reverse_scan.run,
-  "concat": by_rules.concat,
-  "forward_mode": without_rules.forward_mode,
-  "per_example": without_rules.per_example,
+  "concat": concat.run,
+  "forward_mode": forward_mode.run,
+  "per_example": per_example.run,
 }
 
 

@@ -1,0 +1,34 @@
+"""Schedule 'concat': one batch of training and validation rows, the form of GhostSuite's GradDotProd engine.
+
+Each op's backward pass forms the validation gradient from its validation rows. Unlike in GhostSuite, both halves keep
+their own mean, so scores are <grad l_i, G> without the factor V / (n + V)^2, and the parameter gradient is that of the
+training rows alone. Needs one validation set and rows of equal length.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from maxghost.ghost.directions import direction_parts
+from maxghost.ghost.schedules import passes
+from maxghost.ghost.schedules.base import Problem, Scored, TrainPass
+from maxghost.parallel.shardings import constrain_state
+
+
+def run(problem: Problem) -> Scored:
+  twin, (_, params, rest), batch = problem.twin, problem.model, problem.batch
+  assert twin is not None
+  ignored = {p.label: jnp.zeros((*p.stack_shape, *p.shape), float) for p in twin.scored}
+  parts, _ = direction_parts(twin.scored, [ignored], problem.state)
+  directions = twin.direction_state(parts)
+  both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), batch, problem.val_batches[0])
+  rows = jax.tree.leaves(batch)[0].shape[0]
+
+  def loss(params, probes):
+    losses, weights = problem.loss(twin.merge(params, probes, directions, rest), both)
+    train, val = passes.mean_loss(losses[:rows], weights[:rows]), passes.validation_mean(losses[rows:], weights[rows:])
+    return train + val, (train, val, losses[:rows], weights[:rows])
+
+  value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+  (_, (train, val, losses, weights)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
+  passed = TrainPass(train, losses, weights, constrain_state(grads), *twin.scores(probe_grads))
+  return passes.scored_by_rules(twin, passed, val[None], {})

@@ -1,0 +1,46 @@
+"""Schedule 'per_example' (engine 'perexample'): one gradient per example, without scoring rules, for tiny models.
+
+K validation sets, n examples.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxghost.ghost.schedules.base import Model, Problem, Scored
+from maxghost.ghost.schedules.passes import mean_loss, train_pass, validation, whole_directions
+from maxghost.optimizers import by_label
+
+
+def run(problem: Problem) -> Scored:
+  """One gradient per example, for tiny models."""
+  passed = train_pass(problem.model, problem.loss, problem.batch)
+  found = validation(problem)
+  _, directions = whole_directions(problem, found.gradients, passed.grads)
+  gradients = gradients_of(problem.model, problem.loss, problem.batch)
+
+  def products(label: str):  # [K, n]
+    g = gradients[label]
+    return jnp.stack([(g * u[label][None]).reshape(g.shape[0], -1).sum(-1) for u in directions])
+
+  scores = {label: products(label) for label in problem.scored}
+  total: Any = sum(scores.values())
+  return Scored(dataclasses.replace(passed, scores=scores), found.losses, total, {}, found)
+
+
+def gradients_of(model: Model, loss_fn: Callable, batch) -> dict:
+  """{label: [n, *parameter]}: the gradient of each example's share of the batch loss."""
+
+  def loss(params, example):
+    losses, weights = loss_fn(model.merge(params), jax.tree.map(lambda x: x[None], example))
+    return mean_loss(losses, weights), weights.sum()
+
+  grads, weight = jax.vmap(jax.grad(loss, has_aux=True), (None, 0))(model.params, batch)
+  total = jnp.maximum(weight.sum(), jnp.finfo(weight.dtype).tiny)
+  return {
+    label: g * (weight / total).reshape(-1, *([1] * (g.ndim - 1))).astype(g.dtype)
+    for label, g in by_label(grads).items()
+  }

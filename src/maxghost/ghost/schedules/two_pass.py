@@ -1,0 +1,27 @@
+"""Schedule 'two_pass': the validation gradients, then the training pass that scores against them."""
+
+import jax
+
+from maxghost.ghost.directions import direction_parts
+from maxghost.ghost.schedules import passes
+from maxghost.ghost.schedules.base import Problem, Scored
+from maxghost.optimizers import by_label
+
+
+def run(problem: Problem) -> Scored:
+  twin, model, batch = problem.twin, problem.model, problem.batch
+  assert twin is not None
+  found = passes.validation(problem)
+  if problem.second_order:
+    grads = passes.train_pass(model, problem.loss, batch).grads
+    labelled, directions = passes.whole_directions(problem, found.gradients, grads)
+    parts, share = direction_parts(twin.scored, directions)
+  else:
+    labelled = [by_label(g) for g in found.gradients]
+    parts, share = direction_parts(twin.scored, labelled, problem.state)
+  if problem.settings.in_turn:
+    # Otherwise activations of the training pass may exist at the same time as those of the validation pass.
+    parts, batch = jax.lax.optimization_barrier((twin.placed(parts), batch))
+  directions = twin.direction_state(parts)
+  passed = passes.accumulated(model, problem.loss, batch, problem.settings.num_micro, twin, directions)
+  return passes.scored_by_rules(twin, passed, found.losses, share, validation=found, gradients=labelled, parts=parts)
