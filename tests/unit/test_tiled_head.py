@@ -18,7 +18,7 @@ from maxghost import config, ghost
 from maxghost.config import ConfigError
 from maxghost.models import autodiff
 from maxghost.models.layers import Hidden
-from maxghost.objectives import LanguageModelLoss, tiled_losses
+from maxghost.objectives import LanguageModelLoss, tiled, tiled_losses
 
 B, T, D, V = 7, 13, 20, 263
 Z = 0.03
