@@ -6,8 +6,8 @@ measured with jax 0.10.2 without XLA flags:
 
   jit(jacrev(f)) 0.82    jacrev(f) without jit 6e-07    jit(jacfwd(f)) 5e-07
 
-In float64 all of them agree to 1e-15. The lines without a part show which parts of f it takes. maxghost maps no VJP over
-cotangents; tests/unit/test_mapped_gradients.py compares what comes closest, float32 with float64.
+In float64 all of them agree to 1e-15. The lines without a part show which parts of f it takes. maxghost maps no VJP
+over cotangents; tests/unit/test_mapped_gradients.py compares what comes closest, float32 with float64.
 """
 
 import jax
