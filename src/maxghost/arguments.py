@@ -1,23 +1,11 @@
 """Command lines with flags (report, scores, ...); mistakes are reported in one line with the nearest flag."""
 
 import argparse
-import io
 import sys
-from collections.abc import Callable
 
-from maxghost import cli
 from maxghost.config import ConfigError, did_you_mean
 
 ACCEPT_HELP = "continue without damaged or missing score files, and list what is lost"
-
-
-def run_command(work: Callable[[], int]) -> int:
-  """Runs `work` and returns its exit code, or 2 for wrong input. The output may be closed early (`| head`)."""
-  if isinstance(sys.stdout, io.TextIOWrapper):
-    sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks, not a traceback
-  with cli.quiet_pipe():
-    return cli.guard(work)
-  return 0
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,6 +22,8 @@ class Parser(argparse.ArgumentParser):
 
   def parse(self, argv: list[str] | None) -> argparse.Namespace:
     """The parsed arguments. Raises ConfigError."""
+    if wrong := [text for text in (sys.argv[1:] if argv is None else argv) if text.endswith("=--")]:
+      self.error(f"{wrong[0]!r}: -- is no value")  # argparse drops it
     args, unknown = self.parse_known_args(argv)
     if unknown:
       flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]

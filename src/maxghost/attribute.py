@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxghost import config
-from maxghost.arguments import Parser, run_command
+from maxghost import cli, config
+from maxghost.arguments import Parser
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.interop import model_path
 from maxghost.scores import PIPE_WIDTH
@@ -66,7 +66,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input; nothing has been written then."""
-  return run_command(lambda: _run(parse(argv)))
+  return cli.guard(lambda: _run(parse(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -5,17 +5,17 @@ A command is a module with `main(argv: list[str] | None = None) -> int`. A comma
 starts.
 """
 
-import contextlib
 import importlib
 import importlib.util
-import os
+import io
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from maxghost import __version__
 from maxghost.config import ConfigError, did_you_mean, fields, load_with_origins
 from maxghost.config.help import list_values, print_help
+from maxghost.config.values import print_problem
 
 USER_ERROR = 2
 
@@ -38,13 +38,33 @@ usage: maxghost {verb} [config.yml] [key=value ...]
 
 
 def guard(work: Callable[[], int | None]) -> int:
-  """Runs `work`; a ConfigError becomes one line per problem on stderr and exit code 2, without a traceback."""
+  """Runs a command and returns its exit code. What is no defect of the program is a line on stderr, not a traceback.
+
+  0 if the output was closed early (`| head`); 1 for a file or disk that fails; 2 for wrong input, where nothing was
+  written; 130 for Ctrl-C.
+  """
+  if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks
+  code = 0
   try:
-    return work() or 0
+    code = work() or 0
+    sys.stdout.flush()
   except ConfigError as error:
     for problem in error.problems or (str(error),):
-      print(f"maxghost: {problem}", file=sys.stderr)
+      print_problem(problem)
     return USER_ERROR
+  except KeyboardInterrupt:
+    print_problem("interrupted")
+    return 130
+  except OSError as error:
+    print_problem(error)
+    return code if isinstance(error, BrokenPipeError) else 1
+  except ValueError as error:
+    if "embedded null" not in str(error):
+      raise
+    print_problem("a path holds a NUL character")
+    return USER_ERROR
+  return code
 
 
 def run_command(
@@ -75,9 +95,8 @@ def _run_command(
     flag, _, key = text.partition("=")
     if flag in ("--help", "-h"):
       key = key or next(iter(arguments[position + 1 :]), "").partition("=")[0]
-      with quiet_pipe():
-        more = "".join(f"\n       maxghost {verb} [...] --{name}   {purpose}" for name, purpose in switches.items())
-        print_help(key or None, usage=USAGE.format(verb=verb) + more)
+      more = "".join(f"\n       maxghost {verb} [...] --{name}   {purpose}" for name, purpose in switches.items())
+      print_help(key or None, usage=USAGE.format(verb=verb) + more)
       return 0
   flags = {"--print_config", "--print-config"}
   own = flags | {f"--{name}" for name in switches}
@@ -86,20 +105,9 @@ def _run_command(
   for note in loaded.notes:
     print(f"maxghost: note: {note}", file=sys.stderr)
   if flags.intersection(arguments):
-    with quiet_pipe():
-      print(list_values(loaded))
+    print(list_values(loaded))
     return 0
   return work(loaded.config, **{name: f"--{name}" in arguments for name in switches})
-
-
-@contextlib.contextmanager
-def quiet_pipe() -> Iterator[None]:
-  """Allows `| head` to close the output early without a traceback."""
-  try:
-    yield
-    sys.stdout.flush()
-  except BrokenPipeError:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed there at exit
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -139,11 +147,13 @@ def _exists(module: str) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
   """`maxghost VERB ...`: passes the remaining arguments to the verb's module."""
-  arguments = list(sys.argv[1:] if argv is None else argv)
+  return guard(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _main(arguments: list[str]) -> int:
   verbs = available_verbs()
   if not arguments or arguments[0] in ("-h", "--help", "help"):
-    with quiet_pipe():
-      print(overview(verbs))
+    print(overview(verbs))
     return 0 if arguments else USER_ERROR
   if arguments[0] in ("-V", "--version"):
     print(f"maxghost {__version__}")
@@ -151,9 +161,8 @@ def main(argv: list[str] | None = None) -> int:
   verb, rest = arguments[0], arguments[1:]
   if verb not in verbs:
     hint = did_you_mean(verb, verbs) or f"; there are {', '.join(verbs)}"
-    print(f"maxghost: unknown command '{verb}'{hint}", file=sys.stderr)
-    return USER_ERROR
-  return guard(lambda: importlib.import_module(verbs[verb][0]).main(rest))
+    raise ConfigError(f"unknown command '{verb}'{hint}")
+  return importlib.import_module(verbs[verb][0]).main(rest)
 
 
 def overview(verbs: dict[str, tuple[str, str]]) -> str:

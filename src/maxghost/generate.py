@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxghost.arguments import Parser, run_command
+from maxghost import cli
+from maxghost.arguments import Parser
 from maxghost.config import Config, ConfigError, did_you_mean
 
 EXAMPLES = """\
@@ -66,7 +67,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input."""
-  return run_command(lambda: _run(parse(argv)))
+  return cli.guard(lambda: _run(parse(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:

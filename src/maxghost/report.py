@@ -4,8 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from maxghost import attribution
-from maxghost.arguments import ACCEPT_HELP, Parser, run_command
+from maxghost import attribution, cli
+from maxghost.arguments import ACCEPT_HELP, Parser
 from maxghost.config import ConfigError
 
 
@@ -30,7 +30,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input; nothing has been written then."""
-  return run_command(lambda: _run(parse(argv)))
+  return cli.guard(lambda: _run(parse(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:

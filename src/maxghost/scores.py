@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from maxghost import attribution
-from maxghost.arguments import ACCEPT_HELP, Parser, run_command
+from maxghost import attribution, cli
+from maxghost.arguments import ACCEPT_HELP, Parser
 from maxghost.attribution.numbers import printable
 from maxghost.attribution.where import refuse_unknown
 from maxghost.config import ConfigError
@@ -61,7 +61,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input; nothing has been written then."""
-  return run_command(lambda: _run(parse(argv)))
+  return cli.guard(lambda: _run(parse(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:

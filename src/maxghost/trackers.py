@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,20 +31,31 @@ class Tracker:
 
 
 class TensorBoard:
-  """Event files for TensorBoard. Entries of earlier files from `first_step` on are purged."""
+  """Event files for TensorBoard. Entries of earlier files from `first_step` on are purged.
+
+  Writes at once: tensorboardX's SummaryWriter has a thread, and waits for ever for one that an error has ended.
+  """
 
   def __init__(self, path: Path, first_step: int):
-    from tensorboardX import SummaryWriter  # 0.4 s of import, not needed where TensorBoard is off
+    # 0.4 s of import, not needed where TensorBoard is off.
+    from tensorboardX import summary
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
+    self._summary, self._event = summary, Event
+    path.mkdir(parents=True, exist_ok=True)
     # The name of an event file has the time in whole seconds; a restart within one must not overwrite the file.
-    self._writer = SummaryWriter(str(path), purge_step=first_step, filename_suffix=f".{first_step}.{os.getpid()}")
+    self._writer = EventsWriter(str(path / "events"), f".{first_step}.{os.getpid()}")
+    self._writer.write_event(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
     self.flush, self.close = self._writer.flush, self._writer.close
 
   def append(self, record: Mapping[str, Any]) -> None:
+    summaries = [self._summary.scalar(name, value) for name, value in _numbers(record).items()]
     if SAMPLE in record:
-      self._writer.add_text(SAMPLE, record[SAMPLE], record["step"])
-    for name, value in _numbers(record).items():
-      self._writer.add_scalar(name, value, record["step"])
+      summaries.append(self._summary.text(SAMPLE, record[SAMPLE]))
+    for value in summaries:
+      self._writer.write_event(self._event(wall_time=time.time(), step=record["step"], summary=value))
+    self._writer.flush()
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:

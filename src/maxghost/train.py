@@ -4,25 +4,30 @@ The same command continues an interrupted run. Exit codes: 0 done, or stopped by
 run failed, with the reason in one line; 2 wrong input, nothing was written; 130 Ctrl-C.
 """
 
-import errno
-import os
+import functools
+import itertools
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 
 from maxghost import cli
 from maxghost.config import Config, ConfigError
+from maxghost.config.values import print_problem
 from maxghost.training import run_directory
 from maxghost.training.run_directory import Existing
+from maxghost.training.signals import StopSignals
 
 SWITCHES = {"force": "starts a step that is estimated to need far more memory than there is"}
 
 
 def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns the exit code."""
-  return cli.run_command(_run, argv, "train", SWITCHES)
+  with StopSignals() as signals:  # before JAX is imported, whose own code loses an early Ctrl-C
+    return cli.run_command(functools.partial(_run, signals=signals), argv, "train", SWITCHES)
 
 
-def _run(cfg: Config, force: bool) -> int:
+def _run(cfg: Config, force: bool, signals: StopSignals) -> int:
   existing = run_directory.inspect(cfg)
   if existing.completed_steps == cfg.run.steps:
     print(f"{existing.path} is complete: {existing.completed_steps} steps.")
@@ -40,7 +45,7 @@ def _run(cfg: Config, force: bool) -> int:
   trackers.check(cfg)
   open_parameters = _parameters(cfg, existing)
   corpus = build.open_all(cfg.data, cfg.run.data_shuffle_seed, cfg.model.vocab_size)
-  return _train(cfg, existing, corpus, open_parameters, force)
+  return _train(cfg, existing, corpus, signals, open_parameters, force)
 
 
 def _parameters(cfg: Config, existing: Existing) -> Callable | None:
@@ -65,54 +70,71 @@ def _parameters(cfg: Config, existing: Existing) -> Callable | None:
 
 
 def _train(
-  cfg: Config, existing: Existing, corpus, open_parameters: Callable | None = None, force: bool = False
+  cfg: Config, existing: Existing, corpus, signals: StopSignals, open_parameters: Callable | None, force: bool
 ) -> int:
   """Trains and returns the exit code. corpus: (source, tokenizer). JAX is imported here."""
   from maxghost import data, trackers
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
+  from maxghost.parallel import distributed
   from maxghost.training import devices
-  from maxghost.training.loop import StopSignals
   from maxghost.training.metrics import NonFiniteMetricError
   from maxghost.training.plan import Plan
   from maxghost.training.score_recorder import ScoreLogError
   from maxghost.training.session import Session
 
   session = None
-  with StopSignals() as signals:
-    try:
-      plan = Plan.of(cfg, devices.open_layout(cfg))
-      own, seed = plan.own, cfg.run.data_shuffle_seed
-      dataset = data.make_dataset(
-        corpus[0], cfg.data, seed, own.num_shards, own.shard, tokenizer=corpus[1], batch_size=plan.rows
-      )
-      session = Session(
-        plan, existing, dataset, signals, open_checkpoints=CheckpointManager, open_parameters=open_parameters,
-        open_trackers=trackers.open_all, force=force,
-      )  # fmt: skip
-      return session.run()
-    except NonFiniteMetricError as error:
-      assert session is not None, "only a step can be non-finite"
-      return _failed(f"{error}; {session.last_checkpoint()}")
-    except (CheckpointError, ScoreLogError) as error:
-      return _failed(str(error))
-    except OSError as error:
-      if error.errno != errno.ENOSPC:
-        raise
-      return _failed(f"the disk is full ({error.filename or existing.path}); free some space and start again")
-    except RuntimeError as error:
-      if "RESOURCE_EXHAUSTED" not in str(error) or session is None:
-        raise
-      return _failed(session.out_of_memory(error))
-    except KeyboardInterrupt:
-      print("\nmaxghost: stopped at once; the same command continues from the last checkpoint", file=sys.stderr)
-      sys.stdout.flush()
-      sys.stderr.flush()
-      os._exit(130)  # does not wait for threads that compile or write
-
-
-def _failed(message: str) -> int:
-  print(f"maxghost: {message}", file=sys.stderr)
+  try:
+    plan = Plan.of(cfg, devices.open_layout(cfg))
+    if distributed.count() > 1:
+      seconds = 0.7 * cfg.parallel.jax_distributed_timeouts[1]
+      threading.Thread(target=_watch_peers, args=(seconds,), daemon=True).start()
+    own, seed = plan.own, cfg.run.data_shuffle_seed
+    dataset = data.make_dataset(
+      corpus[0], cfg.data, seed, own.num_shards, own.shard, tokenizer=corpus[1], batch_size=plan.rows
+    )
+    session = Session(
+      plan, existing, dataset, signals, open_checkpoints=CheckpointManager, open_parameters=open_parameters,
+      open_trackers=trackers.open_all, force=force,
+    )  # fmt: skip
+    if signals.requested is not None and distributed.count() == 1:
+      print(f"Stopped by {signals.name} before the first step; nothing was written")
+      return signals.exit_code
+    return session.run()
+  except NonFiniteMetricError as error:
+    print_problem(f"{error}; {session.last_checkpoint() if session else ''}")
+  except (CheckpointError, ScoreLogError, OSError) as error:
+    print_problem(error)
+  except RuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error) or session is None:
+      raise
+    print_problem(session.out_of_memory(error))
+  except KeyboardInterrupt:
+    print("\nmaxghost: stopped at once; the same command continues from the last checkpoint", file=sys.stderr)
+    distributed.exit_at_once(130)
+    raise
+  if distributed.count() > 1:
+    distributed.exit_at_once(1)  # JAX would wait for the others, which wait for this process
   return 1
+
+
+def _watch_peers(seconds: float) -> None:
+  """In process 0: names a process without a sign of life, before JAX ends this one with a stack of its own."""
+  from orbax.checkpoint import multihost
+
+  from maxghost.parallel import distributed
+
+  store, heard = multihost.get_jax_distributed_client(), {}
+  for beat in itertools.count():
+    store.key_value_set(f"maxghost/alive/{distributed.index()}", str(beat), allow_overwrite=True)
+    now = time.monotonic()
+    for key, value in store.key_value_dir_get("maxghost/alive") if distributed.is_first() else ():
+      if key not in heard or heard[key][0] != value:
+        heard[key] = value, now
+      elif now - heard[key][1] > seconds:
+        name = key.rpartition("/")[2]
+        print_problem(f"process {name} has given no sign of life for {seconds:.0f} s; without one, the run ends soon")
+        return
+    time.sleep(seconds / 8)
 
 
 if __name__ == "__main__":

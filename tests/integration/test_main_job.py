@@ -3,13 +3,16 @@
 The one figure that counts: losses and scores of every step have the same bits as those of a run left alone.
 """
 
+import functools
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,7 +49,7 @@ class Command:
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
-  def start(self, *changes, **environment):
+  def start(self, *changes, limit=None, **environment):
     arguments = [*KEYS, f"base_output_directory={self.folder}", f"jax_cache_dir={self.folder / 'cache'}", *changes]
     return subprocess.Popen(
       [sys.executable, "-m", "maxghost.train", *arguments],
@@ -54,6 +57,7 @@ class Command:
       text=True,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
+      preexec_fn=limit,
     )
 
   def run(self, *changes, **environment):
@@ -232,3 +236,67 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_one_line(command):
   step, saved = int(found[1]), int(found[2].rpartition("/")[2])
   assert saved <= step and checkpoints(command.folder / "hot")[-1] == saved
   assert [record["step"] for record in losses(command.folder / "hot")] == list(range(step))
+
+
+KINDS = {
+  "accumulation": ("gradient_accumulation_steps=2", "per_device_batch_size=3"),
+  "tokens": ("ghost_detail=token",),
+  "greats": ("ghost_select=greats",),
+  "reweighting": ("ghost_reweight=[6,0.5]",),
+  "readers": ("grain_worker_count=2",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_random_moments_it_is_the_same_run(command, kind):
+  rng = np.random.default_rng(list(KINDS).index(kind))
+  begin = time.perf_counter()
+  code, _, err = command.run(f"run_name={kind}_alone", *KINDS[kind])
+  seconds = time.perf_counter() - begin
+  assert code == 0, err[-3000:]
+  name = f"run_name={kind}_killed"
+  for _ in range(8):
+    process = command.start(name, *KINDS[kind])
+    time.sleep(rng.uniform(0.1, seconds))
+    process.kill()
+    process.communicate(timeout=300)
+  code, _, err = command.run(name, *KINDS[kind])
+  assert code == 0, err[-3000:]
+  assert losses(command.folder / f"{kind}_killed") == losses(command.folder / f"{kind}_alone")
+  assert scores(command.folder / f"{kind}_killed") == scores(command.folder / f"{kind}_alone")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_ctrl_c_at_any_moment_of_the_start_is_an_answer(command):
+  """The first one stops the run, with a line of ours, however early it comes once the command has begun."""
+  for number in range(8):
+    process = command.start(f"run_name=early_{number}")
+    caught = 0
+    while not caught & 1:  # the handler of SIGHUP shows that the command has begun
+      status = Path(f"/proc/{process.pid}/status").read_text()
+      caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
+      time.sleep(0.01)
+    time.sleep(0.7 * number)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 130 and "Traceback" not in err, err[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kilobytes", [1, 6, 40, 100])
+def test_files_that_may_not_grow_end_the_run_in_a_line(command, left_alone, kilobytes):
+  """Any file may fail first: the config, metrics, scores or checkpoint. Nothing is lost when there is space again."""
+  name = f"run_name=small_{kilobytes}"
+  limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (kilobytes << 10, kilobytes << 10))
+  process = command.start(name, limit=limit)
+  _, err = process.communicate(timeout=300)
+  lines = [line for line in err.splitlines() if line.startswith("maxghost: ")]
+  assert process.returncode in (1, 2) and len(lines) == 1 and "Traceback" not in err, err[-3000:]
+  code, _, err = command.run(name)
+  assert code == 0, err[-3000:]
+  assert losses(command.folder / name.partition("=")[2]) == losses(command.folder / "alone")
+  assert scores(command.folder / name.partition("=")[2]) == scores(command.folder / "alone")

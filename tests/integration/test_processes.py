@@ -3,8 +3,10 @@
 Collectives between processes are Gloo's.
 """
 
+import functools
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -173,3 +175,56 @@ def test_processes_of_unlike_keys_say_which(folder):
     _, err = process.communicate(timeout=300)
     assert process.returncode == 2 and f"steps={STEPS + 1} in process 1, {STEPS} in process 0" in err
   assert not (folder / "unlike").exists()
+
+
+def two_in_folders_of_their_own(folder, *changes, limit=None):
+  """(exit code, stderr) of two processes, each in a folder of its own; `limit` is called in the second one."""
+  port, started = free_port(), []
+  environment = os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
+  }
+  for index in range(2):
+    own = folder / str(index)
+    own.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "maxghost.train", *KEYS, *changes, f"jax_distributed=127.0.0.1:{port},{index}/2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started.append(subprocess.Popen(command, env=environment, cwd=own, preexec_fn=limit if index else None, **pipes))
+  return [(process.communicate(timeout=600)[1], process.returncode)[::-1] for process in started]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_folder_that_is_not_shared_is_refused(folder):
+  for code, err in two_in_folders_of_their_own(folder / "unshared", "run_name=unshared"):
+    assert code == 2 and "process 1 does not see what process 0 writes to" in err, err[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_processes_of_unlike_data_say_so(folder):
+  for index in range(2):
+    own = folder / "unlike_data" / str(index) / "texts"
+    own.mkdir(parents=True)
+    for number in range(40):
+      (own / f"{number}.txt").write_text(f"Process {index if number == 7 else 0} reads number {number}. " * 40)
+  changes = (
+    "dataset_type=text",
+    "dataset_files=[words=texts/*.txt]",
+    f"base_output_directory={folder}",
+    "run_name=data",
+  )
+  for code, err in two_in_folders_of_their_own(folder / "unlike_data", *changes):
+    assert code == 2 and "process 1 reads other data than process 0" in err, err[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_write_that_fails_in_one_process_ends_both_at_once(folder):
+  limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20 << 10, 20 << 10))
+  changes = (f"base_output_directory={folder}", "run_name=full", "ghost_enabled=false")
+  begin = time.monotonic()
+  ended = two_in_folders_of_their_own(folder / "full_disk", *changes, limit=limit)
+  assert time.monotonic() - begin < 200
+  for code, err in ended:
+    assert code == 1 and "could not be written by process 1" in err and "Traceback" not in err, err[-3000:]

@@ -20,6 +20,7 @@ from maxghost.attribution.corpus import Corpus
 from maxghost.attribution.offline import Point
 from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import ConfigError
+from maxghost.data import hashing
 from maxghost.objectives import LanguageModelLoss
 from maxghost.training import state
 from maxghost.training.state import TrainStateNNX
@@ -406,3 +407,15 @@ def test_without_optimizer_state_the_direction_must_be_named(tmp_path):
   assert cfg.ghost.ghost_direction == "sgd"
   (point,) = attribute.points(cfg, paths)
   assert all(not np.any(x) for x in jax.tree.leaves(point.state["optimizer"]["opt_state"]))
+
+
+def test_a_changed_index_is_refused(tmp_path):
+  about = {"version": 3, "directions": 2, "chunks": 0, "checkpoints": [[4, "d4"]], "files": {"sketch_4.npy": "0" * 64}}
+  sealed = json.dumps(hashing.sealed(about))
+  (tmp_path / "index.json").write_text(sealed)
+  (tmp_path / "sketch_4.npy").write_bytes(b"x")
+  with pytest.raises(ConfigError, match=r"sketch_4.npy: checksum .*give --data to write the index again"):
+    offline.open_index(tmp_path, [4])
+  (tmp_path / "index.json").write_text(sealed.replace('"directions": 2', '"directions": 3'))
+  with pytest.raises(ConfigError, match=r"index.json: damaged \(its content does not match its checksum\)"):
+    offline.open_index(tmp_path, [4])

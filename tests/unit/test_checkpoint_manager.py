@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from maxghost.checkpoint import manager as manager_module
 from maxghost.checkpoint.checksum import checksums
 from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
 from maxghost.config import ConfigError
+from maxghost.parallel import distributed
 
 
 def make_tree(seed=0):
@@ -207,6 +209,131 @@ def test_a_save_that_fails_raises(manager, tmp_path):
   with pytest.raises(CheckpointError, match="could not be written"):
     manager.save(2, make_tree(2), {})
     manager.wait()
+
+
+def fail():
+  raise OSError("disk full")
+
+
+def test_a_save_that_fails_is_named_by_its_step_and_raised_once(tmp_path, caplog):
+  """The failure of one save shows when the next one begins; threads of Orbax do not report it too."""
+  manager = CheckpointManager(tmp_path / "checkpoints")
+  manager.save(1, make_tree(1), {})
+  manager._manager.wait_until_finished = fail
+  with pytest.raises(CheckpointError, match=r"checkpoints/1 could not be written \(OSError: disk full"):
+    manager.save(2, make_tree(2), {})
+  manager.close()
+  assert not caplog.records
+
+
+def test_a_checkpoint_in_the_making_is_no_good_one(manager, tmp_path):
+  manager.save(1, make_tree(1), {})
+  manager.wait()
+  manager.save(2, make_tree(2), {})
+  manager._manager.wait_until_finished()
+  (tmp_path / "checkpoints" / "2").rename(tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp")
+  assert manager.steps() == [1]
+
+
+def test_a_checkpoint_is_durable_when_it_has_its_name(manager, tmp_path, monkeypatch):
+  synced = []
+  monkeypatch.setattr(manager_module, "sync", synced.append)
+  manager.save(1, make_tree(1), {})
+  manager.wait()
+  final = tmp_path / "checkpoints" / "1"
+  files = {path for path in final.rglob("*") if path.is_file()}
+  assert {path.name for path in files} >= {"metadata", "_METADATA", "_CHECKPOINT_METADATA"}
+  assert files <= set(synced) and synced[-1] == final.parent
+
+
+def test_any_changed_digit_of_the_positions_is_noticed(tmp_path, messages):
+  folder = tmp_path / "checkpoints"
+  writer = CheckpointManager(folder)
+  for step in (5, 9):
+    writer.save(step, make_tree(step), {"data": {"lanes": [31, 7]}, "metrics_bytes": 1250})
+  writer.close()
+  path = folder / "9" / "positions" / "metadata"
+  text = path.read_text()
+  manager = CheckpointManager(folder, say=messages.append)
+  for start in [text.index("31"), text.index("1250"), text.index("crc32") + 9]:
+    path.write_text(text[:start] + ("8" if text[start] != "8" else "7") + text[start + 1 :])
+    assert manager.restore_latest(abstract(make_tree())).step == 5
+    assert "does not match its checksum" in messages[0]
+    (folder / "9.unusable").rename(folder / "9")
+    manager._manager.reload()
+    messages.clear()
+  path.write_text(text)
+  assert manager.restore_latest(abstract(make_tree())).step == 9
+  manager.close()
+
+
+class Store:
+  """The key-value store of several processes, of which this is process 0."""
+
+  def __init__(self):
+    self.values = {}
+
+  def key_value_set(self, key, value, allow_overwrite=False):
+    self.values[key] = value
+
+  def key_value_increment(self, key, by):
+    self.values[key] = self.values.get(key, 0) + by
+    return self.values[key]
+
+  def blocking_key_value_get(self, key, timeout_ms):
+    if key not in self.values:
+      raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: no such key")
+    return self.values[key]
+
+  def key_value_dir_get(self, prefix):
+    return [(key, value) for key, value in self.values.items() if key.startswith(f"{prefix}/")]
+
+
+@pytest.fixture
+def two(monkeypatch):
+  store = Store()
+  for name, value in {"count": 2, "index": 0, "is_first": True}.items():
+    monkeypatch.setattr(distributed, name, lambda value=value: value)
+  monkeypatch.setattr(manager_module, "_store", lambda: store)
+  return store
+
+
+def test_no_process_waits_for_one_that_could_not_write(two):
+  with pytest.raises(jax.errors.JaxRuntimeError):
+    manager_module._barrier(key="a", timeout_ms=0)
+  manager_module._barrier(key="a", timeout_ms=0)  # the second one to come
+  two.values["maxghost/failures/1"] = "OSError: No space left on device"
+  with pytest.raises(manager_module.PeerFailure, match="No space left"):
+    manager_module._barrier(key="b", timeout_ms=10**6)
+
+
+def test_a_write_that_fails_in_one_process_fails_in_all(tmp_path, two, monkeypatch):
+  def wait():
+    raise manager_module.PeerFailure("OSError: No space left on device")
+
+  made = object.__new__(CheckpointManager)
+  made._directory, made._saving, made._has_failed = tmp_path, 7, False
+  made._manager = SimpleNamespace(wait_until_finished=wait, check_for_errors=lambda: None)
+  monkeypatch.setattr(distributed, "gather", lambda mine: [mine, "OSError: No space left on device"])
+  with pytest.raises(CheckpointError, match=r"/7 could not be written by process 1 \(OSError: No space left"):
+    made.wait()
+  assert two.values == {}  # it is not this process that reports the failure
+  monkeypatch.setattr(distributed, "gather", lambda mine: [mine, ""])
+  with pytest.raises(CheckpointError, match="by process 0"):
+    made._guard(fail)
+  assert two.values == {"maxghost/failures/0": "OSError: disk full"}
+
+
+def test_a_folder_that_another_process_does_not_see_is_refused(tmp_path, two, monkeypatch):
+  made = object.__new__(CheckpointManager)
+  made._directory = tmp_path / "checkpoints"
+  monkeypatch.setattr(manager_module, "SEEN_SECONDS", 0)
+  monkeypatch.setattr(distributed, "gather", lambda mine: [mine, mine])
+  made._check_shared()
+  monkeypatch.setattr(distributed, "gather", lambda mine: [mine, False])
+  with pytest.raises(ConfigError, match="base_output_directory: process 1 does not see what process 0 writes to"):
+    made._check_shared()
+  assert list(made._directory.iterdir()) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "bool", "int16"])

@@ -1,5 +1,7 @@
 """The commands: arguments, exit codes, one line per problem, no JAX before the configuration is valid."""
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -8,7 +10,7 @@ import time
 import pytest
 
 import maxghost
-from maxghost import cli, config
+from maxghost import cli, config, train
 
 
 def command(*argv):
@@ -178,3 +180,23 @@ def test_a_command_has_flags_of_its_own(capsys):
   assert cli.run_command(work, ["--help", "steps"], "train", switches) == 0
   assert command("--force") == (2, [])
   assert "unknown flag '--force'" in capsys.readouterr().err
+
+
+def test_a_ctrl_c_in_the_first_seconds_is_kept(monkeypatch):
+  """JAX is not imported yet; in its imports a KeyboardInterrupt would be lost, or end in a traceback."""
+
+  def run(work, argv, *rest):
+    os.kill(os.getpid(), signal.SIGINT)
+    return work.keywords["signals"].exit_code
+
+  monkeypatch.setattr(cli, "run_command", run)
+  assert train.main([]) == 130
+
+
+@pytest.mark.parametrize(
+  "argv", [["steps=1e18"], ["head_dim=1e12"], ["base_num_decoder_layers=1e30 segment_lengths=7"]]
+)
+def test_a_run_of_absurd_size_is_refused_at_once(argv, capsys):
+  begin = time.process_time()
+  assert train.main(argv[0].split()) == 2
+  assert time.process_time() - begin < 1 and capsys.readouterr().err.startswith("maxghost: ")

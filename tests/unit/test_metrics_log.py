@@ -365,3 +365,43 @@ def test_a_loss_that_rose_is_not_said_to_have_fallen():
 
   assert line(0.5, -2.45).startswith("Validation loss 'manual' rose by 1.9500 nats")
   assert line(0.5, 0.25, None).startswith("Validation loss 'manual' fell by 0.7500 nats")
+
+
+def test_records_that_were_changed_are_named_at_every_resume(tmp_path, capsys):
+  path = tmp_path / "metrics.jsonl"
+  log = MetricsLog(path)
+  for step in range(3):
+    log.append({"step": step, "learning/loss": 1.25})
+  position, checksum = log.position(), log.checksum
+  log.close()
+  again = MetricsLog(path)
+  again.restore(position, checksum)
+  assert again.checksum == checksum and capsys.readouterr().err == ""
+  again.close()
+  path.write_text(path.read_text().replace("1.25", "1.26", 1))
+  for _ in range(2):
+    again = MetricsLog(path)
+    again.restore(position, checksum)
+    assert "metrics.jsonl were changed since they were written" in capsys.readouterr().err
+    position, checksum = again.position(), again.checksum
+    again.close()
+
+
+def test_tensorboard_raises_where_it_cannot_write(tmp_path):
+  log = TensorBoard(tmp_path, 0)
+  os.close(log._writer._py_recordio_writer._writer.fileno())
+  with pytest.raises(OSError):
+    log.append({"step": 0, "learning/loss": 1.0})
+
+
+def test_a_terminal_that_is_gone_stops_the_run_unless_nohup(monkeypatch):
+  with StopSignals() as signals:
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert signals.requested == signal.SIGHUP and signals.exit_code == 129 and signals.name == "SIGHUP"
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    with StopSignals() as signals:
+      os.kill(os.getpid(), signal.SIGHUP)
+      assert signals.requested is None
+  finally:
+    signal.signal(signal.SIGHUP, before)

@@ -14,8 +14,9 @@ from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import PartitionSpec
 from meshes import make_config
+from orbax.checkpoint import multihost
 
-from maxghost import config
+from maxghost import config, train
 from maxghost.config import ConfigError
 from maxghost.parallel import collectives, distributed, rendezvous, topologies
 from maxghost.parallel import mesh as meshes
@@ -304,6 +305,40 @@ def test_what_is_no_process_is_not_counted():
     assert first.result() is None
 
 
+@pytest.mark.parametrize(
+  "said",
+  [
+    b'{"process": "1", "of": 2}', b'{"process": 1}', b'{"process": true, "of": 2}', b"[1]", b'{"process": 7, "of": 2}',
+    b"[" * 4000, b'{"process": 1, "of": null}',
+  ],
+)  # fmt: skip
+def test_a_message_of_wrong_types_is_ignored(said):
+  address = free_address()
+  with ThreadPoolExecutor(2) as pool:
+    first = pool.submit(rendezvous.meet, address, 2, 0, 20)
+    while True:
+      try:
+        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=5) as stranger:
+          stranger.sendall(said + b"\n")
+        break
+      except ConnectionRefusedError:
+        time.sleep(0.02)
+    rendezvous.meet(address, 2, 1, 20)
+    assert first.result() is None
+
+
+def test_process_0_listens_at_its_address_alone(monkeypatch):
+  monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+  with rendezvous.listen("127.0.0.1:0") as server:
+    assert server.getsockname()[0] == "127.0.0.1"
+  for address in ("192.0.2.7:1234", "no-such-host.invalid:1234"):
+    with pytest.raises(ConfigError, match=r"is no address of this machine, .*_BIND_ADDRESS=0.0.0.0:1234"):
+      rendezvous.listen(address)
+  monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "0.0.0.0:0")
+  with rendezvous.listen("192.0.2.7:1234") as server:
+    assert server.getsockname()[0] == "0.0.0.0"
+
+
 def free_address() -> str:
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
@@ -386,3 +421,19 @@ def test_a_lost_peer_is_known_by_status_code_and_lost_connection(message, lost, 
   assert distributed.is_lost_peer(RuntimeError(message)) is lost
   monkeypatch.setattr(distributed, "count", lambda: 1)
   assert not distributed.is_lost_peer(RuntimeError(message))
+
+
+def test_a_process_without_a_sign_of_life_is_named(monkeypatch, capsys):
+  """Process 2 beats, process 1 has stopped."""
+
+  class Store(dict):
+    def key_value_set(self, key, value, allow_overwrite):
+      assert allow_overwrite
+      self |= {key: value, "maxghost/alive/1": "5", "maxghost/alive/2": value}
+
+    def key_value_dir_get(self, prefix):
+      return list(self.items())
+
+  monkeypatch.setattr(multihost, "get_jax_distributed_client", Store)
+  train._watch_peers(0.2)
+  assert capsys.readouterr().err.startswith("maxghost: process 1 has given no sign of life for 0 s; ")

@@ -6,9 +6,11 @@ import json
 import math
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from types import SimpleNamespace
@@ -118,6 +120,21 @@ def test_a_step_whose_successor_was_not_scored_has_no_measured_drop(tmp_path):
   assert (ledger.actual, ledger.predicted, len(ledger.steps)) == (1.0, 1.0, 1)
 
 
+def test_curvature_is_half_the_difference_of_what_the_gradients_around_a_step_predict(tmp_path):
+  """Where the gradient after a step is unknown (other rows, a gap in the log), the step stays first order."""
+  losses = ((5.0, math.nan, math.nan, 1.0), (4.5, 4.5, 0.25, 2.0), (3.5, 3.25, math.nan, 0.5))
+  names = ("val_loss", "prev_val_loss", "prev_predicted", "predicted_examples")
+  columns = {"momentum": 0.0, "weight_decay": 0.0, "unscored": 0.0, "direction_residual": 0.0}
+  steps = [(dict(zip(names, row, strict=True)) | columns, [("a", "x", 0, 0, 9, row[3])]) for row in losses]
+  part = summarize(attribution.load(write_log(tmp_path, steps, closing=3.0))).sets[0]
+  ledger = part.ledger
+  assert (ledger.first_order, ledger.curvature, ledger.actual) == (3.5, (0.25 - 1.0) / 2, 0.5 + 1.25 + 0.5)
+  assert ledger.predicted == 3.125 and ledger.predicted_S.tolist() == [0.625, 2.0, 0.5]
+  lines = {line.label: line for line in report_text.ledger_lines(ledger)}
+  assert lines["Curvature"].start == 3.5 and lines["Predicted drop"].value == 3.125
+  assert lines["Rest"].value == ledger.actual - 3.125 and "neither" in lines["Rest"].words
+
+
 def test_missing_rows_are_noticed(tmp_path):
   steps = [({"val_loss": 5.0, "predicted_examples": 0.5}, [("a", "x", 0, 0, 10, 0.25)])] * 4
   messages = summarize(attribution.load(write_log(tmp_path, steps))).messages
@@ -203,6 +220,7 @@ def test_documents_are_ranked_by_what_is_sure_per_token(tmp_path):
 
 NATS = r"−?[\d.\u202f]+(?:e−?\d+)?"
 PERCENT = rf"({NATS})\u202f%"
+HOW = "(?:First order predicted|First order and curvature explain)"
 
 
 def said(text: str) -> float:
@@ -211,9 +229,9 @@ def said(text: str) -> float:
 
 def check_sentences(text: str, ledger) -> None:
   """Every sentence about the ledger is one of these, and what it says of the numbers holds."""
-  predicted, actual = ledger.predicted, ledger.actual
+  predicted, actual, first = ledger.predicted, ledger.actual, ledger.first_order
   parts = {name: ledger.columns.get(name) or 0.0 for name in ("predicted_examples", "momentum")}
-  rest = r"(?: a first-order prediction does not explain these steps\. Read the .*, not as exact nats\.)"
+  rest = r"(?: the prediction does not explain these steps\. Read the .*, not as exact nats\.)"
   known = {
     rf"The \w+ validation loss fell {NATS} nats per token\.": lambda: actual > 0,
     rf"The \w+ validation loss rose {NATS} nats per token\.": lambda: actual < 0,
@@ -224,17 +242,21 @@ def check_sentences(text: str, ledger) -> None:
       lambda: actual is None and predicted < 0,
     r"The \w+ validation loss was predicted to stay as it is; no drop was measured\.":
       lambda: actual is None and predicted == 0,
-    rf"First order predicted {NATS}\.": lambda: predicted >= 0 and not predicted * actual > 0,
-    rf"First order predicted {NATS} \({PERCENT} of it\)\.":
+    rf"{HOW} {NATS}\.": lambda: predicted >= 0 and not predicted * actual > 0,
+    rf"{HOW} {NATS} \({PERCENT} of it\)\.":
       lambda share: predicted >= 0 and share == pytest.approx(100 * predicted / actual, rel=0.06),
-    rf"First order predicted a rise of {NATS}\.": lambda: predicted < 0 and not predicted * actual > 0,
-    rf"First order predicted a rise of {NATS} \({PERCENT} of it\)\.":
+    rf"{HOW} a rise of {NATS}\.": lambda: predicted < 0 and not predicted * actual > 0,
+    rf"{HOW} a rise of {NATS} \({PERCENT} of it\)\.":
       lambda share: predicted < 0 and share == pytest.approx(100 * predicted / actual, rel=0.06),
     r"The predicted drops of the steps, added up over \d+ steps? \(\d+ to \d+\)\.": lambda: True,
-    rf"Momentum carries {PERCENT} of it, the examples of the steps .*? {PERCENT} \({NATS} nats\): .*? momentum\.":
+    rf"Momentum carries {PERCENT} of it(?:s first-order part)?, the ex.*? {PERCENT} \({NATS} nats\): .*? momentum\.":
       lambda momentum, examples: momentum > 20 * 0.99
       and (momentum, examples)
-      == pytest.approx([100 * parts[name] / predicted for name in ("momentum", "predicted_examples")], rel=0.06),
+      == pytest.approx([100 * parts[name] / first for name in ("momentum", "predicted_examples")], rel=0.06),
+    rf" ?Curvature takes back {PERCENT} of what first order predicts; .*? among documents\.":
+      lambda share: ledger.curvature * first < 0 and share == pytest.approx(-100 * ledger.curvature / first, rel=0.06),
+    rf" ?Curvature adds {PERCENT} of what first order predicts; .*? among documents\.":
+      lambda share: ledger.curvature * first > 0 and share == pytest.approx(100 * ledger.curvature / first, rel=0.06),
     rf"{PERCENT} of the predicted drop did not happen:{rest}": lambda share: 0 < actual < predicted and share > 19,
     rf"{PERCENT} of the predicted drop came on top:{rest}": lambda share: 0 < predicted < actual and share > 19,
     rf"{PERCENT} of the predicted rise did not happen:{rest}": lambda share: predicted < actual < 0 and share > 19,
@@ -256,12 +278,12 @@ def check_sentences(text: str, ledger) -> None:
 small = st.one_of(st.just(0.0), st.floats(0.001, 1000), st.floats(-1000, -0.001))
 
 
-@hypothesis.given(small, small, small, st.one_of(st.none(), small))
+@hypothesis.given(small, small, small, st.one_of(st.none(), small), st.one_of(st.none(), small))
 @hypothesis.settings(max_examples=400, deadline=None)
-def test_every_sentence_follows_from_its_numbers(examples, momentum, decay, actual):
+def test_every_sentence_follows_from_its_numbers(examples, momentum, decay, actual, curvature):
   columns = {"predicted_examples": examples, "momentum": momentum, "weight_decay": decay, "unscored": None}
   drops = None if actual is None else np.array([actual / 2, actual / 2])
-  ledger = summary_module.Ledger(columns, np.array([3, 4]), np.zeros(2), drops)
+  ledger = summary_module.Ledger(columns, np.array([3, 4]), np.zeros(2), drops, curvature)
   part = SimpleNamespace(name="manual", ledger=ledger, domains=[])
   check_sentences(report_text.headline(part), ledger)
   check_sentences(report_text.lead(part), ledger)
@@ -498,6 +520,25 @@ def test_live_view(tmp_path):
       assert refused.value.code == code
     with pytest.raises(ConfigError, match="cannot be used"):
       live.LiveServer(tmp_path, server.server_port, 5, with_texts=False)
+  finally:
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_live_view_answers_so_many_at_once(tmp_path, monkeypatch):
+  """Connections that send nothing take a thread each, up to a bound, and are closed after a while."""
+  monkeypatch.setattr(live._Handler, "timeout", 0.2)
+  server = live.LiveServer(tmp_path, 0, 5, with_texts=False)
+  threading.Thread(target=server.serve_forever, daemon=True).start()
+  before = threading.active_count()
+  try:
+    silent = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(live.MOST_REQUESTS + 4)]
+    time.sleep(0.2)
+    assert threading.active_count() - before <= live.MOST_REQUESTS
+    url = f"http://127.0.0.1:{server.server_port}/version"
+    assert urllib.request.urlopen(url, timeout=20).read()
+    for connection in silent:
+      connection.close()
   finally:
     server.shutdown()
     server.server_close()

@@ -158,3 +158,45 @@ def test_a_run_is_complete_when_its_last_record_is_written(tmp_path):
 def test_no_jax_is_imported():
   code = "import sys; from maxghost.training import run_directory; sys.exit('jax' in sys.modules)"
   assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_kept(tmp_path):
+  folder = tmp_path / "runs" / "one"
+  folder.mkdir(parents=True)
+  (tmp_path / "thesis.tex").write_text("important")
+  (folder / run_directory.LOCK_FILE).symlink_to(tmp_path / "thesis.tex")
+  with pytest.raises(ConfigError, match="cannot write"):
+    start(make_config(tmp_path))
+  assert (tmp_path / "thesis.tex").read_text() == "important"
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "/x", ".."])
+def test_a_run_stays_in_its_folder(tmp_path, name):
+  cfg = config.replace(make_config(tmp_path), run_name=name)
+  with pytest.raises(ConfigError, match=r"run_name='.*': must be the name of a folder in base_output_directory"):
+    run_directory.inspect(cfg)
+
+
+def test_a_trainer_that_was_faster_is_not_overwritten(tmp_path):
+  """Both look at the folder before one of them locks it."""
+  mine, theirs = make_config(tmp_path, learning_rate=0.5), make_config(tmp_path)
+  seen = run_directory.inspect(mine)
+  start(theirs)
+  with pytest.raises(ConfigError, match=r"learning_rate: the run has 0.001, the command 0.5"):
+    run_directory.claim(seen, mine)
+  assert config.load(tmp_path / "runs" / "one" / "config.yml") == theirs
+  start(theirs)  # the lock is free again
+
+
+def test_a_last_record_that_is_no_object_is_no_end(tmp_path):
+  start(make_config(tmp_path))
+  (tmp_path / "runs" / "one" / "metrics.jsonl").write_text("[]\n")
+  assert run_directory.inspect(make_config(tmp_path)).completed_steps == 0
+
+
+def test_a_config_that_was_changed_since_the_checkpoint_is_refused(tmp_path):
+  saved = json.loads(json.dumps(make_config(tmp_path, steps=7).flat()))
+  run_directory.check_saved(tmp_path, saved, make_config(tmp_path, steps=9, log_period=3))
+  run_directory.check_saved(tmp_path, saved | {"gone": 1, "ghost_reweight": True}, make_config(tmp_path, steps=7))
+  with pytest.raises(ConfigError, match=r"learning_rate: the run has 0.001, the command 0.002"):
+    run_directory.check_saved(tmp_path, saved, make_config(tmp_path, steps=7, learning_rate=0.002))

@@ -332,7 +332,7 @@ def test_evaluation_sums_the_loss_without_z_loss_and_validation_loss_has_it():
   counts = VALIDATION["targets_segmentation"] != 0
   with tiny.cheap_compilation():
     total, tokens = jax.jit(step.make_eval_step(cfg, graphdef))(state, VALIDATION)
-    means = jax.jit(step.make_validation_loss(cfg, graphdef))(state, (VALIDATION,))
+    means = jax.jit(step.make_closing(cfg, graphdef))(state, (VALIDATION,))["prev_val_loss"]
   assert int(tokens) == counts.sum()
   assert float(total) == pytest.approx(losses[counts].sum(), rel=1e-6)
   assert means.shape == (1,)

@@ -95,6 +95,8 @@ def toy_step(graphdef, nan_at, unscored_at, val_every):
     out["tokens"] = jnp.float32(B * T)
     if val_batches:
       out["val_loss"] = jnp.where(number % val_every == 0, val_loss, jnp.nan)
+      if val_every == 1:
+        out["prev_predicted"] = 0.1 * val_loss
       out |= {"scored_ok": number != unscored_at, "nonfinite_scores": {"w": number == unscored_at, "b": False}}
       out["token_contribution_KBT"] = jnp.tile(loss, (1, B, T))
       columns = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual", "check_rel_err")
@@ -119,12 +121,18 @@ def toy_val_loss(graphdef):
 @functools.cache
 def compiled(nan_at=-1, unscored_at=-1, val_every=1):
   graphdef, _ = nnx.split(ToyState())
-  return jax.jit(toy_step(graphdef, nan_at, unscored_at, val_every), donate_argnums=0), jax.jit(toy_val_loss(graphdef))
+  val_loss = toy_val_loss(graphdef)
+
+  def closing(state, val_batches):
+    loss = val_loss(state, val_batches)
+    return {"prev_val_loss": loss} | ({"prev_predicted": 0.1 * loss} if val_every == 1 else {})
+
+  return jax.jit(toy_step(graphdef, nan_at, unscored_at, val_every), donate_argnums=0), jax.jit(closing)
 
 
 class ToyProgram:
   def __init__(self, nan_at=-1, unscored_at=-1, fail_at=-1, stop_at=-1, signals=None, val_every=1):
-    self._step, self.validation_loss = compiled(nan_at, unscored_at, val_every)
+    self._step, self.closing = compiled(nan_at, unscored_at, val_every)
     self._fail_at, self._stop_at, self._signals = fail_at, stop_at, signals
     self.calls = 0
 
@@ -138,7 +146,7 @@ class ToyProgram:
 
   def evaluate(self, state, batch):
     rows = jnp.float32(batch["x"].shape[0])
-    return self.validation_loss(state, (batch,))[0] * rows, rows
+    return self.closing(state, (batch,))["prev_val_loss"][0] * rows, rows
 
   def is_ready(self, name):
     return True
@@ -173,7 +181,7 @@ def run_toy(folder, cfg, *, ghost=True, async_checkpoints=True, console=None, **
     state, position = from_tree(restored.tree, abstract), Position.from_json(restored.positions)
     dataset.train.restore(position.data)
   log = MetricsLog(folder / "metrics.jsonl")
-  log.restore(position.metrics_bytes)
+  log.restore(position.metrics_bytes, position.metrics_crc)
   scores = None
   if ghost:
     writer = Writer(folder, tuple(VAL_SETS), period=3)
@@ -248,11 +256,11 @@ def test_actual_drop_is_measured_on_the_rows_of_the_step(whole):
   found = records(whole)
   for t in range(STEPS):
     val = (dataset.validation_batch(t // 3, 2).arrays,)
-    before = float(val_loss(state, val)[0])
+    before = float(val_loss(state, val)["prev_val_loss"][0])
     state, out = step(state, next(dataset.train).arrays, val)
     assert found[t]["learning/loss"] == pytest.approx(float(out["loss"]), rel=1e-5)
     assert found[t]["ghost/val_loss/manual"] == pytest.approx(before, rel=1e-5)
-    drop = before - float(val_loss(state, val)[0])
+    drop = before - float(val_loss(state, val)["prev_val_loss"][0])
     assert found[t]["ghost/actual_drop/manual"] == pytest.approx(drop, rel=1e-3, abs=1e-6)
     assert found[t]["ghost/predicted_drop/manual"] == pytest.approx(before * 0.15, rel=1e-5)
 
@@ -267,6 +275,9 @@ def test_the_score_log_holds_the_loss_after_each_step(whole):
   for t in range(STEPS):
     drop = found[t]["ghost/val_loss/manual"] - float(by_step[t + 1]["prev_val_loss"][0])
     assert drop == found[t]["ghost/actual_drop/manual"]
+    after, predicted = float(by_step[t + 1]["prev_predicted"][0]), found[t]["ghost/predicted_drop/manual"]
+    assert after == pytest.approx(0.1 * float(by_step[t + 1]["prev_val_loss"][0]), rel=1e-6)
+    assert found[t]["ghost/curvature/manual"] == (after - predicted) / 2
     if t + 1 == STEPS:
       assert np.isnan(by_step[STEPS]["val_loss"]).all()
     elif (t + 1) % 3:
@@ -436,9 +447,11 @@ def test_with_a_validation_gradient_every_few_steps_the_account_spans_them(tmp_p
   for t in range(STEPS + 1):
     old_rows = (dataset.validation_batch(max(t - 1, 0) // 4 * 4 // 3, 2).arrays,)
     if t - 1 in drops:
-      assert drops[t - 1] == pytest.approx(before[(t - 1) // 4] - float(val_loss(state, old_rows)[0]), rel=1e-3)
+      assert drops[t - 1] == pytest.approx(
+        before[(t - 1) // 4] - float(val_loss(state, old_rows)["prev_val_loss"][0]), rel=1e-3
+      )
     rows = (dataset.validation_batch(t // 4 * 4 // 3, 2).arrays,)
-    before.setdefault(t // 4, float(val_loss(state, rows)[0]))
+    before.setdefault(t // 4, float(val_loss(state, rows)["prev_val_loss"][0]))
     if t < STEPS:
       state, _ = step(state, next(dataset.train).arrays, rows)
   run_toy(broken, cfg, stop_at=stop_at)

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import sys
 import threading
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from maxghost.config import ConfigError
 from maxghost.scorelog.reader import load
 
 ADDRESS = "127.0.0.1"
+MOST_REQUESTS = 16  # at once; the others wait
+REQUEST_SECONDS = 10  # for one to arrive
 
 
 class LiveServer(http.server.ThreadingHTTPServer):
@@ -25,12 +28,26 @@ class LiveServer(http.server.ThreadingHTTPServer):
       raise ConfigError(f"run_dir={run_dir}: no such folder")
     self._run_dir, self._num_documents, self._accept = run_dir, num_documents, accept_lost_rows
     self._source = Source(run_dir) if with_texts else None
-    self._rendering = threading.Lock()
+    self._rendering, self._free = threading.Lock(), threading.BoundedSemaphore(MOST_REQUESTS)
     self._page: tuple[str, str] = ("", "")
     try:
       super().__init__((ADDRESS, port), _Handler)
     except (OSError, OverflowError) as error:
       raise ConfigError(f"--port {port}: cannot be used ({error}); use another, or 0 for any free one") from error
+
+  def process_request(self, request, client_address):
+    self._free.acquire()
+    super().process_request(request, client_address)
+
+  def process_request_thread(self, request, client_address):
+    try:
+      super().process_request_thread(request, client_address)
+    finally:
+      self._free.release()
+
+  def handle_error(self, request, client_address):
+    if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):  # a browser may go away at any time
+      super().handle_error(request, client_address)
 
   def version(self) -> str:
     """Digest of the names, sizes and times of the report's input files; it changes when the run has written."""
@@ -54,13 +71,14 @@ class LiveServer(http.server.ThreadingHTTPServer):
     try:
       log = load(self._run_dir, accept_lost_rows=self._accept)
       summary = summarize(log, self._num_documents, self._source)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
       return html.notice("Waiting for scores", str(error), version)
     return html.render(summary, version)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
   server: LiveServer
+  timeout = REQUEST_SECONDS
 
   def do_GET(self):
     host = (self.headers.get("Host") or "").rpartition(":")[0]

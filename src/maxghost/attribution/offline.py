@@ -20,6 +20,8 @@ from flax import nnx
 from maxghost import optimizers
 from maxghost.attribution.corpus import Corpus
 from maxghost.config import Config, ConfigError
+from maxghost.config.files import write_text
+from maxghost.data.hashing import changed_files, check_seal, sealed, sha256
 from maxghost.data.types import Batch
 from maxghost.ghost import DirectionSpec
 from maxghost.ghost.attach import prepare_twin
@@ -34,6 +36,7 @@ from maxghost.training.score_recorder import scored_rows
 from maxghost.training.scoring import excluded
 from maxghost.training.step import make_train_step
 
+_FILES = ("step.npz", "ids.jsonl")  # of an index, besides the sketches
 INDEX_VERSION = 3  # 3: sketches along the optimizer's direction, of the summed loss
 UNIT = "nats by which one exposure in a training step is predicted to lower the query's loss, over the checkpoints"
 _SEED = 4711
@@ -117,8 +120,9 @@ def build_index(
   about = {
     "version": INDEX_VERSION, "direction": cfg.ghost.ghost_direction, "directions": num_directions,
     "chunks": len(ids), "fingerprint": corpus.source.fingerprint, "checkpoints": checkpoints,
+    "files": {name: sha256(folder / name) for name in (*(f"sketch_{point[0]}.npy" for point in checkpoints), *_FILES)},
   }  # fmt: skip
-  (folder / "index.json").write_text(json.dumps(about, indent=2), encoding="utf-8")
+  write_text(folder / "index.json", json.dumps(sealed(about), indent=2))
   return len(ids)
 
 
@@ -127,12 +131,17 @@ def open_index(folder: Path, steps: Sequence[int]) -> dict:
   path = folder / "index.json"
   if not path.is_file():
     raise ConfigError(f"--index {folder}: no index there; give --data to write one")
-  about = json.loads(path.read_text(encoding="utf-8"))
+  try:
+    about = check_seal(json.loads(path.read_text(encoding="utf-8")))
+  except ValueError as error:
+    raise ConfigError(f"{path}: damaged ({error}); give --data to write the index again") from error
   if about["version"] != INDEX_VERSION:
     way = "update maxghost" if about["version"] > INDEX_VERSION else "give --data to write the index again"
     raise ConfigError(f"{path}: version {about['version']}, this maxghost reads version {INDEX_VERSION}; {way}")
   if (there := [step for step, _ in about["checkpoints"]]) != list(steps):
     raise ConfigError(f"--index {folder}: written for the checkpoints of steps {there}, queried with {list(steps)}")
+  for _, sentence in changed_files(folder, about.get("files", {})):
+    raise ConfigError(f"{sentence}; give --data to write the index again")
   return about
 
 

@@ -39,7 +39,8 @@ def lead(part: SetSummary) -> str:
   if ledger.actual is not None:
     moved = number(ledger.predicted) if ledger.predicted >= 0 else f"a rise of {number(-ledger.predicted)}"
     share = f" ({percent(ledger.predicted / ledger.actual)} of it)" if ledger.predicted * ledger.actual > 0 else ""
-    sentences.append(f"First order predicted {moved}{share}.")
+    how = "First order predicted" if ledger.curvature is None else "First order and curvature explain"
+    sentences.append(f"{how} {moved}{share}.")
   known = [value for value in part.domains if math.isfinite(value.per_million)]
   if known:
     worth = ", ".join(f"{value.domain} {number(value.per_million, 2, plus=True)}" for value in known[:4])
@@ -60,11 +61,17 @@ def ledger_sentence(ledger: Ledger) -> str:
   text = f"The predicted drops of the steps, added up over {steps}."
   momentum, examples = ledger.columns.get("momentum"), ledger.columns.get("predicted_examples")
   predicted, actual, rest = ledger.predicted, ledger.actual, ledger.rest
-  if momentum and examples is not None and predicted > 0 and momentum > 0.2 * predicted:
+  first, curvature = ledger.first_order, ledger.curvature
+  if momentum and examples is not None and first > 0 and momentum > 0.2 * first:
     text += (
-      f" Momentum carries {percent(momentum / predicted)} of it, the examples of the steps themselves "
-      f"{percent(examples / predicted)} ({number(examples)} nats): the optimizer moves along a running mean of "
-      "gradients; what comes from the gradients of earlier steps counts as momentum."
+      f" Momentum carries {percent(momentum / first)} of {'it' if curvature is None else 'its first-order part'}, the "
+      f"examples of the steps themselves {percent(examples / first)} ({number(examples)} nats): the optimizer moves "
+      "along a running mean of gradients; what comes from the gradients of earlier steps counts as momentum."
+    )
+  if curvature is not None and first and abs(curvature) > LARGE_REST * abs(first):
+    text += (
+      f" Curvature {'takes back' if curvature * first < 0 else 'adds'} {percent(abs(curvature / first))} of what first "
+      "order predicts; it belongs to the step as a whole and is not divided among documents."
     )
   if actual is None or rest is None or abs(rest) <= LARGE_REST * abs(predicted):
     return text
@@ -77,8 +84,8 @@ def ledger_sentence(ledger: Ledger) -> str:
   else:
     text += f" No change was predicted, but the measured loss {_moved(actual, 'fell', 'rose', '')}:"
   return text + (
-    " a first-order prediction does not explain these steps. Read the contributions as a comparison of documents and "
-    "domains, not as exact nats."
+    " the prediction does not explain these steps. Read the contributions as a comparison of documents and domains, "
+    "not as exact nats."
   )
 
 
@@ -126,11 +133,15 @@ def ledger_lines(ledger: Ledger) -> list[LedgerLine]:
       named = (name.replace("_", " ").capitalize(), "a part that this run's optimizer names")
       lines.append(LedgerLine(*LEDGER_LABELS.get(name, named), value, total))
       total += value
+  if ledger.curvature is not None:
+    words = "the validation gradient turns during a step: half of the difference between its ends"
+    lines.append(LedgerLine("Curvature", words, ledger.curvature, total))
   lines.append(LedgerLine("Predicted drop", "the sum of the lines above", ledger.predicted, is_total=True))
   if ledger.actual is not None and ledger.rest is not None:
     measured = "validation loss before minus after each step, on the same rows"
     lines.append(LedgerLine("Measured drop", measured, ledger.actual, is_total=True))
-    lines.append(
-      LedgerLine("Rest", "curvature and rounding: what first order cannot see", ledger.rest, ledger.predicted)
-    )
+    rest = "what neither explains, and rounding"
+    if ledger.curvature is None:
+      rest = "curvature and rounding: what first order cannot see"
+    lines.append(LedgerLine("Rest", rest, ledger.rest, ledger.predicted))
   return lines

@@ -64,7 +64,8 @@ class Value:
 class Ledger:
   """The predicted and the measured drop of the validation loss in nats, over the same steps.
 
-  columns: parts of the prediction by the log's names; None if not logged. steps: those counted. predicted_S: per step.
+  columns: parts of the first-order prediction by the log's names; None if not logged. curvature: by the trapezoid rule,
+  over the steps where it is known; None if in none. steps: those counted. predicted_S: per step, with curvature.
   actual_S: per step; None if no step's drop is known.
   """
 
@@ -72,10 +73,16 @@ class Ledger:
   steps: np.ndarray
   predicted_S: np.ndarray
   actual_S: np.ndarray | None
+  curvature: float | None = None
+
+  @property
+  def first_order(self) -> float:
+    return sum(value for value in self.columns.values() if value is not None)
 
   @property
   def predicted(self) -> float:
-    return sum(value for value in self.columns.values() if value is not None)
+    """First order and curvature."""
+    return self.first_order + (self.curvature or 0.0)
 
   @property
   def actual(self) -> float | None:
@@ -83,7 +90,7 @@ class Ledger:
 
   @property
   def rest(self) -> float | None:
-    """Measured minus predicted drop: curvature, and the rounding of two nearly equal losses."""
+    """Measured minus predicted drop: what remains of the curvature, and the rounding of two nearly equal losses."""
     return None if self.actual is None else self.actual - self.predicted
 
 
@@ -317,8 +324,22 @@ def _ledger(log: ScoreLog, k: int) -> Ledger:
   steps = log.steps[measured if measured.any() else scored]
   columns = {name: steps[name][:, k] for name in log.ledger}
   totals = {name: float(np.nansum(v)) if np.isfinite(v).any() else None for name, v in columns.items()}
-  predicted_S = np.nansum(list(columns.values()), axis=0)
-  return Ledger(totals, steps["step"], predicted_S, drops[measured] if measured.any() else None)
+  curvature_S = curvatures(log, k)[measured if measured.any() else scored]
+  predicted_S = np.nansum([*columns.values(), curvature_S], axis=0)
+  curvature = float(np.nansum(curvature_S)) if np.isfinite(curvature_S).any() else None
+  return Ledger(totals, steps["step"], predicted_S, drops[measured] if measured.any() else None, curvature)
+
+
+def curvatures(log: ScoreLog, k: int) -> np.ndarray:
+  """f64[S]: by how much each step's drop differs from first order because the gradient turned; NaN where unknown.
+
+  By the trapezoid rule: half of what the gradient after the step predicts minus what the one before it does.
+  """
+  number, after = log.steps["step"], log.steps["prev_predicted"][:, k]
+  curvature = np.full(len(number), np.nan)
+  before = np.sum([log.steps[name][:, k] for name in log.ledger], axis=0)
+  curvature[:-1] = np.where(np.diff(number) == 1, (after[1:] - before[:-1]) / 2, np.nan)
+  return curvature
 
 
 def _heat_map(log: ScoreLog, time: TimeSums, k: int) -> HeatMap | None:

@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ import tensorstore as ts
 
 from maxghost.config import ConfigError
 from maxghost.config.files import write_text
-from maxghost.config.values import slash_path
+from maxghost.config.values import print_problem, slash_path
 
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 ITEM_NAMES = ("items", "default", "state", "model_params")
@@ -49,10 +48,10 @@ def tool(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
     def guarded(*args: Any, **options: Any) -> int:
       try:
         return main(*args, **options)
-      except ConfigError as error:
-        for problem in error.problems:
-          print(f"{name}: {problem}", file=sys.stderr)
-        return 1 if isinstance(error, VerificationError) else 2
+      except (ConfigError, OSError) as error:
+        for problem in error.problems if isinstance(error, ConfigError) else (error,):
+          print_problem(problem, name)
+        return 1 if isinstance(error, (VerificationError, OSError)) else 2
 
     return guarded
 
@@ -218,10 +217,13 @@ def open_at(where: Location, origin: str) -> RawTree:
   if not isinstance(tree.get("tree_metadata"), dict):
     raise LayoutError(f"{where.item / TREE_METADATA} is damaged: it has no tree_metadata")
   nodes: dict[TreePath, Node] = {}
-  for entry in tree["tree_metadata"].values():
-    path = tuple(int(k["key"]) if k["key_type"] == 1 else str(k["key"]) for k in entry["key_metadata"])
-    kind = entry["value_metadata"]["value_type"]
-    nodes[path] = Empty(kind) if kind in _EMPTY_TYPES else Text(kind)
+  try:
+    for entry in tree["tree_metadata"].values():
+      path = tuple(int(k["key"]) if k["key_type"] == 1 else str(k["key"]) for k in entry["key_metadata"])
+      kind = entry["value_metadata"]["value_type"]
+      nodes[path] = Empty(kind) if kind in _EMPTY_TYPES else Text(kind)
+  except (TypeError, KeyError, ValueError) as error:
+    raise LayoutError(f"{where.item / TREE_METADATA} is damaged ({type(error).__name__}: {error})") from error
   wanted = [path for path, node in nodes.items() if isinstance(node, Text) and node.kind != "string"]
   return RawTree(
     nodes | _open_arrays(where.item, tree, wanted), origin, step_metadata, tree.get("custom_metadata"), where

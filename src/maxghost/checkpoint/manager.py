@@ -2,16 +2,19 @@
 
 A checkpoint `<run>/checkpoints/<step>/` holds the state after <step> completed steps:
   items/      the state as a plain nested dict of arrays, {"model": {...}, "optimizer": {...}}, paths as in the model
-  positions/  JSON: where data, metrics and scores stood after that step, the config, one checksum per array, and the
-              versions that wrote it
-A folder gets its name when all of it is on disk. A checkpoint that cannot be read, or does not match its checksums, is
-skipped with a message and renamed to <step>.unusable. One that can be read but has other leaves than the model is an
-error: a weight never keeps its initial value without notice.
+  positions/  JSON: where data, metrics and scores stood after that step, the config, one checksum per array, the
+              versions that wrote it, and the checksum of all this
+A folder gets its name when all of it is written, and older ones go when it is durable. A checkpoint that cannot be
+read, or does not match its checksums, is skipped with a message and renamed to <step>.unusable. One that can be read
+but has other leaves than the model is an error: a weight never keeps its initial value without notice.
 """
 
+import contextlib
 import importlib.metadata
 import logging
+import secrets
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +24,23 @@ import orbax.checkpoint as ocp
 
 from maxghost.checkpoint.checksum import checksums
 from maxghost.checkpoint.layouts_store import full_path, is_typed_key, key_impl, key_words, misfit
+from maxghost.config import ConfigError
+from maxghost.config.files import sync, write_text
+from maxghost.data.hashing import check_seal, sealed
 from maxghost.parallel import distributed
 
 FORMAT_VERSION = 1
+SEEN_SECONDS = 60  # until every process sees a file that one has written
+_FAILURES = "maxghost/failures"  # in the key-value store
 UNUSABLE_SUFFIX = ".unusable"
 
 
 class CheckpointError(RuntimeError):
   """A checkpoint does not fit the model, or none of the checkpoints can be used."""
+
+
+class PeerFailure(RuntimeError):
+  """Another process could not write its part, and says why."""
 
 
 class Restored(NamedTuple):
@@ -37,6 +49,16 @@ class Restored(NamedTuple):
   step: int
   tree: dict
   positions: dict
+
+
+class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
+  """The folder of a checkpoint in the making; Orbax leaves its own files and the renaming to the system's cache."""
+
+  async def finalize(self):
+    await super().finalize()
+    final = Path(self.get_final())
+    for path in [*final.rglob("*"), final, final.parent]:
+      sync(path)
 
 
 class CheckpointManager:
@@ -51,16 +73,21 @@ class CheckpointManager:
     self, directory: str | Path, *, max_to_keep: int = 2, asynchronous: bool = True, say: Callable[[str], None] = print
   ):
     self._directory, self._say = full_path(directory), say
-    # Orbax reports every phase of a save as a warning or info; what matters to the user is said here.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Orbax logs every phase of a save, and an error once in each of its threads; what matters is said here.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    self._saving: int | None = None  # the step that is being written
+    self._has_failed = False
     if distributed.is_first():
       self._remove_half_written()
-    distributed.gather(None)  # the others look at the folder afterwards
+    self._check_shared()  # the others look at the folder afterwards
     options = ocp.CheckpointManagerOptions(
       max_to_keep=max_to_keep or None,
       enable_async_checkpointing=asynchronous,
       # Made in the foreground, a folder that cannot be made raises at once; in the background it takes five minutes.
-      async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+      async_options=ocp.AsyncOptions(
+        create_directories_asynchronously=False, barrier_sync_fn=_barrier if distributed.count() > 1 else None
+      ),
+      temporary_path_class=_DurablePath,
     )
     # Named here, so that what lies in a checkpoint is known before anything has been saved or restored.
     handlers = {"items": ocp.StandardCheckpointHandler(), "positions": ocp.JsonCheckpointHandler()}
@@ -68,7 +95,7 @@ class CheckpointManager:
 
   def steps(self) -> list[int]:
     """Completed steps of the checkpoints that lie there whole, oldest first."""
-    return sorted(self._manager.all_steps())
+    return sorted(step for step in self._manager.all_steps() if self.path(step).is_dir())
 
   def path(self, step: int) -> Path:
     return self._directory / str(step)
@@ -78,17 +105,25 @@ class CheckpointManager:
 
     Waits for an earlier save first. Raises CheckpointError where that one, or this one, could not be written.
     """
+    self.wait()
+    self._saving = step
     tree = _with_raw_keys(tree)
-    record = {**positions, "format": FORMAT_VERSION, "checksums": _checksums(tree), "made_with": made_with()}
+    content = {**positions, "format": FORMAT_VERSION, "checksums": _checksums(tree), "made_with": made_with()}
+    record = sealed(content)
     items = ocp.args.Composite(items=ocp.args.StandardSave(tree), positions=ocp.args.JsonSave(record))
-    self._guard(f"checkpoint {self.path(step)}", lambda: self._manager.save(step, args=items, force=True))
+    self._guard(self._try_to_write)
+    self._guard(lambda: self._manager.save(step, args=items, force=True))
 
   def wait(self) -> None:
-    """Waits until all saves are on disk. Raises CheckpointError where one failed."""
-    self._guard(f"a checkpoint in {self._directory}", self._manager.wait_until_finished)
+    """Waits until the last save is on disk. Raises CheckpointError where it failed."""
+    if self._saving is not None:
+      self._guard(self._manager.wait_until_finished)
+      self._saving = None
 
   def close(self) -> None:
-    self._manager.close()
+    """Ends the background work. Raises CheckpointError where a save failed here, unless that was raised before."""
+    with contextlib.suppress(CheckpointError) if self._has_failed else contextlib.nullcontext():
+      self._guard(self._manager.close, alone=True)
 
   def restore_latest(self, abstract_tree: Mapping) -> Restored | None:
     """The newest checkpoint that can be used, or None where there are none.
@@ -125,6 +160,7 @@ class CheckpointManager:
   def _restore(self, step: int, abstract_tree: Mapping) -> Restored:
     wanted = _with_raw_keys(abstract_tree)
     positions = self._manager.restore(step, args=ocp.args.Composite(positions=ocp.args.JsonRestore()))["positions"]
+    positions = check_seal(positions)
     if positions.get("format", 0) > FORMAT_VERSION:
       raise CheckpointError(
         f"checkpoint {self.path(step)} has format {positions['format']}, this maxghost reads up to {FORMAT_VERSION}; "
@@ -147,12 +183,54 @@ class CheckpointManager:
         "its numbers may differ in the last bits from those of a run without a change"
       )
 
-  def _guard(self, which: str, work: Callable[[], Any]) -> None:
+  def _guard(self, work: Callable[[], Any], alone: bool = False) -> None:
+    """Runs a part of the save in every process. Raises CheckpointError in all of them if it fails in one.
+
+    alone: the others do not run it.
+    """
+    reason = ""
     try:
       work()
       self._manager.check_for_errors()
+    except PeerFailure:
+      pass  # which tells the reason below
     except Exception as error:
-      raise CheckpointError(f"{which} could not be written ({type(error).__name__}: {error})") from error
+      if distributed.is_lost_peer(error):
+        raise
+      text = str(error).strip().splitlines()
+      reason = f"{type(error).__name__}: {text[0][:300] if text else ''}"
+      if distributed.count() > 1:  # ends the others' waiting in `_barrier`
+        _store().key_value_set(f"{_FAILURES}/{distributed.index()}", reason, allow_overwrite=True)
+    found = [reason] if alone else distributed.gather(reason)
+    if any(found):
+      self._has_failed = True
+      process = next(number for number, reason in enumerate(found) if reason)
+      where = f" by process {process}" if len(found) > 1 else ""
+      raise CheckpointError(f"checkpoint {self.path(self._saving or 0)} could not be written{where} ({found[process]})")
+
+  def _try_to_write(self) -> None:
+    """Fails where a process cannot write, before it leaves the others waiting inside a save."""
+    if distributed.count() > 1:
+      path = self._directory / f".writable_{distributed.index()}"
+      write_text(path, "1")
+      path.unlink()
+
+  def _check_shared(self) -> None:
+    """Raises ConfigError in every process if one does not see what process 0 writes."""
+    if distributed.count() == 1:
+      return
+    path, name = self._directory / ".shared", secrets.token_hex(8)
+    if distributed.is_first():
+      self._directory.mkdir(parents=True, exist_ok=True)
+      write_text(path, name)
+    sees = distributed.gather(_sees(path, distributed.gather(name)[0]))
+    if distributed.is_first():
+      path.unlink()
+    if not all(sees):
+      raise ConfigError(
+        f"base_output_directory: process {sees.index(False)} does not see what process 0 writes to {self._directory}; "
+        "name a folder of a file system that all processes share"
+      )
 
   def _remove_half_written(self) -> None:
     for path in sorted(self._directory.glob("*.orbax-checkpoint-tmp*")):
@@ -170,6 +248,39 @@ class CheckpointManager:
     if steps:
       distributed.gather(None)
     self._manager.reload()
+
+
+def _sees(path: Path, text: str) -> bool:
+  """Whether a file holds this text, in the time for which a network file system may remember that it was missing."""
+  end = time.monotonic() + SEEN_SECONDS
+  while True:
+    with contextlib.suppress(OSError):
+      if path.read_text() == text:
+        return True
+    if time.monotonic() > end:
+      return False
+    time.sleep(0.2)
+
+
+def _store() -> Any:
+  """The key-value store of jax.distributed."""
+  return ocp.multihost.get_jax_distributed_client()
+
+
+def _barrier(*, key: str, timeout_ms: int) -> None:
+  """Waits until every process has come here with this key. Raises PeerFailure as soon as one could not write."""
+  store, end = _store(), time.monotonic() + timeout_ms / 1000
+  if store.key_value_increment(key, 1) == distributed.count():
+    store.key_value_set(f"{key}/all", "")
+  while True:
+    try:
+      store.blocking_key_value_get(f"{key}/all", 1000)
+      return
+    except jax.errors.JaxRuntimeError as error:
+      if "DEADLINE_EXCEEDED" not in str(error) or time.monotonic() > end:
+        raise
+    if failures := store.key_value_dir_get(_FAILURES):
+      raise PeerFailure(failures[0][1])
 
 
 def made_with() -> dict[str, str]:

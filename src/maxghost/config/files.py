@@ -41,7 +41,7 @@ def write_whole(path: str | os.PathLike, durable: bool = True) -> Iterator[Binar
     temporary.unlink(missing_ok=True)
     raise
   if durable:
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
@@ -50,9 +50,9 @@ def write_text(path: str | os.PathLike, text: str) -> None:
     file.write(text.encode("utf-8", errors="replace"))
 
 
-def sync_folder(folder: Path) -> None:
-  """Makes renames and removals in `folder` durable."""
-  handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+  """Makes a file, or renames and removals in a folder, durable."""
+  handle = os.open(path, os.O_RDONLY)
   try:
     os.fsync(handle)
   finally:

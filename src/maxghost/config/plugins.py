@@ -74,9 +74,12 @@ class Optimizer(Plugin):
   columns: tuple[str, ...] = ()
   by_segment: bool = False
   elementwise: bool = False
+  path: bool = False
 
 
-_elementwise = functools.partial(Optimizer, columns=("momentum", "weight_decay"), by_segment=True, elementwise=True)
+_elementwise = functools.partial(
+  Optimizer, columns=("momentum", "weight_decay"), by_segment=True, elementwise=True, path=True
+)
 OPTIMIZERS: dict[str, Optimizer] = {
   "adamw": _elementwise("maxghost.optimizers.adamw:AdamW", direction="adam"),
   "sgd": _elementwise("maxghost.optimizers.sgd:Sgd", direction="sgd"),
@@ -112,7 +115,7 @@ class Names(Sequence[str]):
 def directions() -> tuple[str, ...]:
   """Values of ghost_direction."""
   own = [optimizer.direction for optimizer in OPTIMIZERS.values() if optimizer.direction not in (None, "sgd")]
-  return ("auto", "sgd", *map(str, own), "second_order")
+  return ("auto", "sgd", *map(str, own), "path", "second_order")
 
 
 def ledger_columns(*opt_types: str) -> tuple[str, ...]:
@@ -133,6 +136,15 @@ def register(key: str, name: str, plugin: Any) -> None:
   if name in table and table[name] != plugin:
     raise ValueError(f"{key}={name} is already {table[name].target}; give the other one a name of its own")
   table[name] = plugin
+
+
+def path_problem(opt_type: str) -> str:
+  """The error for ghost_direction=path with an optimizer that gives no path."""
+  offering = [name for name, optimizer in OPTIMIZERS.items() if optimizer.path]
+  return (
+    f"ghost_direction=path credits the optimizer's whole step, which opt_type={opt_type} does not offer; use "
+    f"ghost_direction=auto, or opt_type={' or '.join(offering)}"
+  )
 
 
 def auto_problem(opt_type: str) -> str:

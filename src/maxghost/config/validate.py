@@ -216,7 +216,9 @@ def plugins_together(v: Values) -> Iterator[str]:
   if v.ghost_enabled:
     if direction == "auto" and rule.direction is None:
       yield plugins.auto_problem(v.opt_type)
-    if direction not in ("auto", "sgd", "second_order", rule.direction):
+    if direction == "path" and not rule.path:
+      yield plugins.path_problem(v.opt_type)
+    if direction not in ("auto", "sgd", "path", "second_order", rule.direction):
       offering = [name for name, other in plugins.OPTIMIZERS.items() if other.direction == direction]
       own = "auto or sgd" if rule.direction else "sgd"
       yield (
@@ -265,7 +267,7 @@ def validation_sets(v: Values) -> Iterator[str]:
 def scoring(v: Values) -> Iterator[str]:
   """What the run's schedule lacks (`plugins.SCHEDULE_LACKS`), and scores that several steps share."""
   direction, rule, steps = v.ghost_direction, plugins.OPTIMIZERS[v.opt_type], v.gradient_accumulation_steps
-  early = direction in ("sgd", "second_order") or (direction == "auto" and rule.direction == "sgd")
+  early = direction in ("sgd", "second_order") or (direction in ("auto", "path") and rule.direction == "sgd")
   if v.ghost_every > 1 and v.ghost_val_every > 1:
     given = f"{v['ghost_every']} already computes the validation gradient every {v.ghost_every} steps"
     yield f"{given}; use ghost_val_every=1, not {v.ghost_val_every}"

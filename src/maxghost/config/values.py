@@ -7,7 +7,9 @@ The key's type decides, not YAML's guess: `learning_rate: 1e-3` is a float altho
 import difflib
 import math
 import numbers
+import os
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field
@@ -22,6 +24,7 @@ INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}")
 INT_EXPONENT = re.compile(r"[-+]?[0-9]+[eE]\+?[0-9]{1,2}")
 
 MOST = 10**9  # of a whole number, where its key names no smaller bound
+_LONGEST = 2000  # characters of a line that is printed
 LINE_ENDS = frozenset("\n\r\x85\u2028\u2029")
 
 
@@ -34,6 +37,19 @@ class ConfigError(ValueError):
   def __init__(self, *problems: str):
     self.problems = tuple(problems)
     super().__init__("\n".join(problems))
+
+
+def print_problem(problem: str | BaseException, name: str = "maxghost") -> None:
+  """Prints a line on stderr, in which control characters are escaped. A closed output (`| head`) is no problem."""
+  if isinstance(problem, BrokenPipeError):
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed there at exit
+    return
+  text = str(problem)
+  if isinstance(problem, OSError) and problem.strerror:
+    text = f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror
+  text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+  shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+  print(f"{name}: {shown}", file=sys.stderr)
 
 
 def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:

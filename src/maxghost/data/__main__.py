@@ -8,6 +8,7 @@ from pathlib import Path
 
 from maxghost import config
 from maxghost.config import ConfigError
+from maxghost.config.values import print_problem
 from maxghost.data import duplicates
 from maxghost.data import prepare as preparing
 from maxghost.data.build import load_dataset
@@ -42,10 +43,10 @@ def main(arguments: list[str] | None = None) -> int:
   parsed.config = [*(parsed.config or ()), *more]
   try:
     return {"prepare": _prepare, "verify": _verify, "show": _show, "duplicates": _duplicates}[parsed.command](parsed)
-  except ConfigError as error:
-    for problem in error.problems:
-      print(f"maxghost: {problem}", file=sys.stderr)
-    return 2
+  except (ConfigError, OSError) as error:
+    for problem in error.problems if isinstance(error, ConfigError) else (error,):
+      print_problem(problem)
+    return 2 if isinstance(error, ConfigError) else 1
   except KeyboardInterrupt:
     again = "; the same command continues where this one stopped" if parsed.command == "prepare" else ""
     print(f"maxghost: interrupted{again}", file=sys.stderr)

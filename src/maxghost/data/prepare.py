@@ -6,7 +6,6 @@ others are written again. When all parts are complete, their columns are joined 
 """
 
 import dataclasses
-import hashlib
 import json
 import multiprocessing
 import os
@@ -23,9 +22,9 @@ import numpy as np
 from maxghost.config import ConfigError
 from maxghost.config.files import write_text, write_whole
 from maxghost.config.schema import DataConfig
-from maxghost.data.hashing import content_hashes, text_hash
+from maxghost.data.hashing import changed_files, check_seal, content_hashes, sealed, sha256, text_hash
 from maxghost.data.packing import token_dtype
-from maxghost.data.prepared import BLOCK_COLUMNS, COLUMNS, DOCUMENT_COLUMNS, INDEX_FILE, INDEX_VERSION
+from maxghost.data.prepared import BLOCK_COLUMNS, COLUMNS, DOCUMENT_COLUMNS, INDEX_FILE, INDEX_VERSION, read_index
 from maxghost.data.sources.base import Source, import_package, read_or_skip
 from maxghost.data.split import scan
 from maxghost.data.tokenizers import Tokenizer, load_tokenizer
@@ -106,7 +105,7 @@ def _manifest(job: Job, part: int) -> dict | None:
   """A part's manifest if the part is complete, that is, its files exist and the shard has its full size; else None."""
   base = job.folder / "parts" / f"{part:05d}"
   try:
-    manifest = json.loads(base.with_suffix(".json").read_text(encoding="utf-8"))
+    manifest = check_seal(json.loads(base.with_suffix(".json").read_text(encoding="utf-8")))
   except (OSError, ValueError):
     return None
   shard = job.folder / "shards" / manifest["name"]
@@ -115,19 +114,20 @@ def _manifest(job: Job, part: int) -> dict | None:
 
 
 def verify(folder: str) -> list[str]:
-  """Compares the checksum of every shard; returns a line for each damaged one.
+  """Compares the checksums of the shards and of the index; returns a line for each damaged file.
 
   The manifests of damaged shards are deleted, so that `prepare` writes these again.
   """
-  meta = json.loads((Path(folder) / INDEX_FILE).read_text(encoding="utf-8"))
-  problems = []
-  for part, shard in enumerate(meta["shards"]):
-    path = Path(folder) / "shards" / shard["name"]
-    found = _sha256(path) if path.is_file() else "missing"
-    if found != shard["sha256"]:
-      problems.append(f"{path}: checksum {found[:16]}, written as {shard['sha256'][:16]}; prepare again to redo it")
-      (Path(folder) / "parts" / f"{part:05d}.json").unlink(missing_ok=True)
-  return problems
+  try:
+    meta = read_index(Path(folder))
+  except ConfigError as error:
+    return list(error.problems)
+  problems = [sentence for _, sentence in changed_files(Path(folder) / "index", meta.get("index", {}))]
+  shards = {shard["name"]: shard["sha256"] for shard in meta["shards"]}
+  for name, sentence in changed_files(Path(folder) / "shards", shards):
+    problems.append(sentence)
+    (Path(folder) / "parts" / f"{list(shards).index(name):05d}.json").unlink(missing_ok=True)
+  return [f"{problem}; prepare again to redo it" for problem in problems]
 
 
 def _claim(job: Job) -> None:
@@ -203,7 +203,7 @@ def _write_part(job: Job, part: int) -> dict:
   os.replace(scratch, shard)
   manifest = {
     "name": shard.name,
-    "sha256": _sha256(shard),
+    "sha256": sha256(shard),
     "size": shard.stat().st_size,
     "blocks": len(arrays["block_first"]),
     "documents": len(lengths),
@@ -211,7 +211,7 @@ def _write_part(job: Job, part: int) -> dict:
     "bytes": int(arrays["num_bytes"].sum()),
     **counts,
   }
-  write_text(base.with_suffix(".json"), json.dumps(manifest))
+  write_text(base.with_suffix(".json"), json.dumps(sealed(manifest)))
   return manifest
 
 
@@ -305,8 +305,9 @@ def _join(job: Job, manifests: list[dict]) -> dict:
     "empty": sum(m["empty"] for m in manifests),
     "corrupt": sum(m["corrupt"] for m in manifests),
     "shards": [{key: m[key] for key in ("name", "sha256", "size", "blocks")} for m in manifests],
+    "index": {path.name: sha256(path) for path in sorted((folder / "index").iterdir())},
   }
-  write_text(folder / INDEX_FILE, json.dumps(meta, indent=1))
+  write_text(folder / INDEX_FILE, json.dumps(sealed(meta), indent=1))
   return meta
 
 
@@ -355,8 +356,3 @@ def train_bpe(source: Source, vocab_size: int, path: str) -> None:
   inner.train_from_iterator(texts(), trainer)
   Path(path).parent.mkdir(parents=True, exist_ok=True)
   write_text(Path(path), inner.to_str(pretty=False))
-
-
-def _sha256(path: Path) -> str:
-  with open(path, "rb") as file:
-    return hashlib.file_digest(file, "sha256").hexdigest()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from maxghost.config import ConfigError
+from maxghost.data.hashing import changed_files, check_seal
 from maxghost.data.packing import Encoded, token_dtype
 from maxghost.data.sources.arrayrecord import OPEN_FILES, open_reader, read_records
 from maxghost.data.sources.base import CorruptError, Source, check_known, read_or_skip
@@ -39,18 +40,32 @@ def is_prepared(path: str) -> bool:
   return (Path(path) / INDEX_FILE).is_file()
 
 
+def read_index(folder: Path) -> dict:
+  """The JSON part of the index. Raises ConfigError for a damaged one, or one of another version."""
+  try:
+    meta = check_seal(json.loads((folder / INDEX_FILE).read_text(encoding="utf-8")))
+  except ValueError as error:
+    raise ConfigError(f"{folder / INDEX_FILE}: damaged ({error}); prepare the corpus again") from error
+  if meta["version"] != INDEX_VERSION:
+    raise ConfigError(f"{folder} was prepared as version {meta['version']}, but this program reads {INDEX_VERSION}")
+  return meta
+
+
 class PreparedSource(Source):
   """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless.
 
   Is pickled by its folder. meta: the JSON part of the index. numbers: of each domain of the folder in `domains`.
   """
 
-  def __init__(self, folder: str, tokenizer: Tokenizer, domains: tuple[str, ...] = ()):
-    """domains: the wanted ones; empty = all. Raises ConfigError when the folder was made with another tokenizer."""
+  def __init__(self, folder: str, tokenizer: Tokenizer, domains: tuple[str, ...] = (), is_checked: bool = False):
+    """domains: the wanted ones; empty = all. is_checked: the index was compared with its checksums before.
+
+    Raises ConfigError when the folder was made with another tokenizer, or its index was changed.
+    """
     self._folder = Path(folder)
-    self.meta = meta = json.loads((self._folder / INDEX_FILE).read_text(encoding="utf-8"))
-    if meta["version"] != INDEX_VERSION:
-      raise ConfigError(f"{folder} was prepared as version {meta['version']}, but this program reads {INDEX_VERSION}")
+    self.meta = meta = read_index(self._folder)
+    for _, sentence in () if is_checked else changed_files(self._folder / "index", meta.get("index", {})):
+      raise ConfigError(f"{sentence}; prepare the corpus again")
     made_with = meta["tokenizer"]
     if made_with["fingerprint"] != tokenizer.fingerprint:
       path = folder if made_with["copied"] else made_with["path"]
@@ -77,7 +92,7 @@ class PreparedSource(Source):
     self._paths = np.memmap(index / "paths.bin", np.uint8, mode="r")
 
   def __reduce__(self):
-    return PreparedSource, (str(self._folder), self.tokenizer, self.domains)
+    return PreparedSource, (str(self._folder), self.tokenizer, self.domains, True)
 
   def __len__(self) -> int:
     return len(self.columns["id_hash"])

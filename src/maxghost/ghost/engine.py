@@ -23,7 +23,7 @@ from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.schedules import Model, Problem, Scored, Settings
 from maxghost.ghost.schedules.passes import total
 from maxghost.objectives import as_objective, create
-from maxghost.optimizers import AdamState, RuleState, direction_rule
+from maxghost.optimizers import AdamState, Parameter, RuleState, direction_rule
 
 MAX_COMPILED = 16  # programs that a GhostEngine keeps
 
@@ -162,6 +162,8 @@ class GhostEngine:
     direction = self.spec.rule.direction
     if state is None and self.spec.in_backward:
       raise ValueError(f"direction '{direction}' needs state=, the optimizer's before this step (such as AdamState)")
+    if lacking := [name for name in self.spec.rule.reads(Parameter("")) if state and name not in state.arrays]:
+      raise ValueError(f"direction '{direction}' needs {' and '.join(lacking)} in state=; use AdamState.from_optax")
     if state is not None and not self.spec.in_backward:
       raise ValueError(
         f"direction '{direction}' reads no state such as AdamState; leave state= out, or use direction 'adam'"

@@ -23,22 +23,42 @@ def sums(
   """Inner products of some parameters with each validation set's gradient, to be summed and passed to `columns`.
 
   rule, state: of the trainer, before the step. gradients: K dicts. scored: labels.
-  Returns float arrays [K]: exact and unscored (<G, P_t g> over the scored and the other parameters), and each of the
-  rule's own columns, before the learning rate and the outer clipping factor.
+  Returns float arrays [K]: exact and unscored (<G, P_t g> over the scored and the other parameters), each of the
+  rule's own columns, before the learning rate and the outer clipping factor, and last (<G, update of the step before>)
+  where the state tells that update.
   """
-  parts: dict[str, list] = {name: [] for name in ("exact", "unscored", *rule.columns)}
+  recalled = recalls(rule, state)
+  names = ("exact", "unscored", *rule.columns, *(("last",) if recalled else ()))
+  parts: dict[str, list] = {name: [] for name in names}
   scalars = rule.scalars(state.count, state.clip_factor)
   for label, g in grads.items():
     parameter, kept = parameters[label], state.of(label)
     response = rule.response(parameter, g, kept, scalars)
     arrays = {"exact" if label in scored else "unscored": response.apply(g)}
     arrays |= rule.column_arrays(parameter, params[label], g, kept, response)
+    if recalled:
+      arrays["last"] = rule.last_update(params[label], kept, state)
     products = partial_products(list(arrays.values()), [gradient[label] for gradient in gradients])
     for name, sums_KP in zip(arrays, products, strict=True):
       parts[name].append(sums_KP)
   # Summed at the end: one small loop for each column and set, not for each parameter.
   whole = lambda found_KP: jnp.stack([jnp.sum(jnp.concatenate(x)) for x in zip(*found_KP, strict=True)])  # noqa: E731
   return {name: whole(found) if found else jnp.zeros(len(gradients), float) for name, found in parts.items()}
+
+
+def recalls(rule: UpdateRule, state: RuleState) -> bool:
+  """Whether the state before a step tells the update of the step before."""
+  return state.last_rate is not None and type(rule).last_update is not UpdateRule.last_update
+
+
+def last_products(rule: UpdateRule, state: RuleState, params: dict, gradients: list[dict]):
+  """<G, update of the step before> [K], as in `sums`."""
+  total = jnp.zeros(len(gradients), float)
+  for label, value in params.items():
+    update = rule.last_update(value, state.of(label), state)
+    (products,) = partial_products([update], [gradient[label] for gradient in gradients])
+    total += jnp.stack([sums_P.sum() for sums_P in products])
+  return total
 
 
 def partial_products(left: list, right: list) -> list[list]:
@@ -104,9 +124,10 @@ def score_sums(scored_params, scores: dict):
 
 
 def columns(rule: UpdateRule, sums_K: dict, totals, used_K, learning_rate, clip_factor) -> dict:
-  """{column: [K]} of one step in nats, with their sum `predicted` and check_rel_err.
+  """{column: [K]} of one step in nats, with their sum `predicted`, check_rel_err and prev_predicted.
 
-  check_rel_err compares the sum of all scores with <g, u> and is 0 up to rounding. sums_K: from `sums`. totals: from
+  check_rel_err compares the sum of all scores with <g, u> and is 0 up to rounding. prev_predicted, if the state tells:
+  the drop that this step's gradient predicts for the update of the step before. sums_K: from `sums`. totals: from
   `score_sums`. used_K: <g, u> of each set.
   """
   score_sum, score_size = totals
@@ -118,5 +139,7 @@ def columns(rule: UpdateRule, sums_K: dict, totals, used_K, learning_rate, clip_
     "direction_residual": learning_rate * clip_factor * (sums_K["exact"] - score_sum),
   }
   out["predicted"] = sum(out.values())
+  if "last" in sums_K:
+    out["prev_predicted"] = -sums_K["last"]
   out["check_rel_err"] = jnp.abs(score_sum - used_K) / jnp.maximum(score_size, jnp.finfo(score_size.dtype).tiny)
   return out

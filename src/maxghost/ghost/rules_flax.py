@@ -13,23 +13,6 @@ from maxghost.ghost.rules import Rule, rule
 from maxghost.models import dense
 
 
-class DenseRule(Rule):
-  """y = x W + b over trailing axes: uses x u or b uᵀ, whichever is smaller, or x Q and b Rᵀ for factors u = Q R."""
-
-  def rows(self, module, name):
-    return self.num_inputs(module) if name == "kernel" else 0
-
-  def score(self, call, name, direction):
-    if name != "kernel":
-      return super().score(call, name, direction)
-    x, b = call.args[0], call.cotangent
-    x = x.astype(call.module.dtype or jnp.result_type(x, b))
-    return matrix_scores(call, x, b, direction, self.num_inputs(call.module))
-
-  def num_inputs(self, module) -> int:
-    return 1
-
-
 def matrix_scores(call, x, b, direction, count: int):
   """<b, x u> for every set: x [..., *I] and b [..., *O], with `count` axes in I.
 
@@ -60,14 +43,27 @@ def _reduce_sets(call, x_Kr, b_Kr):
 
 
 @rule(nnx.Linear)
-class LinearRule(DenseRule):
-  """`nnx.Linear`: kernel [I, O], bias [O]."""
+class LinearRule(Rule):
+  """`nnx.Linear`, y = x W + b: uses x u or b uᵀ, whichever is smaller, or x Q and b Rᵀ for factors u = Q R."""
 
   ranks: ClassVar = {"kernel": 2, "bias": 1}
 
+  def rows(self, module, name):
+    return self.num_inputs(module) if name == "kernel" else 0
+
+  def score(self, call, name, direction):
+    if name != "kernel":
+      return super().score(call, name, direction)
+    x, b = call.args[0], call.cotangent
+    x = x.astype(call.module.dtype or jnp.result_type(x, b))
+    return matrix_scores(call, x, b, direction, self.num_inputs(call.module))
+
+  def num_inputs(self, module) -> int:
+    return 1
+
 
 @rule(nnx.LinearGeneral)
-class LinearGeneralRule(DenseRule):
+class LinearGeneralRule(LinearRule):
   """`nnx.LinearGeneral` over trailing axes: kernel [*I, *O], bias [*O]."""
 
   def rank(self, module: Any, name):

@@ -46,7 +46,13 @@ def register(rule: type[UpdateRule]) -> type[UpdateRule]:
 def facts(rule: type[UpdateRule], target: str | type) -> plugins.Optimizer:
   """The entry of a rule in `config.plugins`."""
   return plugins.Optimizer(
-    target, rule.schedules, rule.direction, rule.columns, by_segment=rule.by_segment, elementwise=rule.elementwise
+    target,
+    rule.schedules,
+    rule.direction,
+    rule.columns,
+    by_segment=rule.by_segment,
+    elementwise=rule.elementwise,
+    path=rule.path is not UpdateRule.path,
   )
 
 
@@ -67,6 +73,10 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
     return own
   if direction in ("sgd", "second_order"):
     return Sgd()
+  if direction == "path":
+    if (along := own.path()) is None:
+      raise ValueError(plugins.path_problem(own.name))
+    return along
   for optimizer in plugins.OPTIMIZERS.values():
     if optimizer.direction == direction:
       return optimizer.load().from_config(cfg)

@@ -41,6 +41,9 @@ class AdamW(UpdateRule):
     mu_dtype, decay = jnp.dtype(self.mu_dtype), self.weight_decay
     return optax.adamw(learning_rate, self.b1, self.b2, self.eps, mu_dtype=mu_dtype, weight_decay=decay)
 
+  def path(self) -> "AdamWPath":
+    return AdamWPath(*dataclasses.astuple(self))
+
   def reads(self, parameter: Parameter) -> tuple[str, ...]:
     return ("second_moment",)
 
@@ -64,24 +67,79 @@ class AdamW(UpdateRule):
   def column_scales(self, learning_rate, clip_factor) -> dict:
     return {"momentum": learning_rate, "weight_decay": learning_rate * self.weight_decay}
 
+  def last_update(self, value, arrays: dict[str, Any], state: RuleState) -> Any:
+    """-rate (A + weight_decay theta) from the moments that made A, and from the value after it; 0 before any step."""
+    wide = jnp.promote_types(value.dtype, jnp.float32)
+    m, v = (arrays[name].astype(wide) for name in ("first_moment", "second_moment"))
+    _, correction1, correction2 = (x.astype(wide) for x in self.scalars(jnp.maximum(state.count, 1) - 1, 1.0))
+    rate = jnp.asarray(state.last_rate, wide)
+    moved = m / correction1 / (jnp.sqrt(v / correction2) + self.eps)
+    return -rate * (moved + self.weight_decay * value) / (1 - rate * self.weight_decay)
+
+
+@dataclasses.dataclass(frozen=True)
+class Secant(Elementwise):
+  """The response of a whole step. resting: the step without a gradient, over the learning rate."""
+
+  resting: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamWPath(AdamW):
+  """AdamW with the response of the whole step: P_t g = (D(clip_factor g) - D(0)) / clip_factor, entry by entry.
+
+  D(g) = m_t / [(1 - b1^t) (sqrt(v_t / (1 - b2^t)) + eps)], in which both moments contain g. AdamW's own response holds
+  v_t fixed, so it credits a large gradient with the movement but not with the larger v_t that brakes the momentum. With
+  R = sqrt(v_t / (1 - b2^t)), and R0 the same without g, R - R0 = (1 - b2) / (1 - b2^t) (clip_factor g)^2 / (R + R0), so
+  P_t = [(1 - b1) / (1 - b1^t) - D(0) (R - R0) / (clip_factor g)] / (R + eps), which divides by nothing small.
+  The momentum column is D(0), the step that would have been taken without a gradient.
+  """
+
+  direction = "path"
+
+  def reads(self, parameter: Parameter) -> tuple[str, ...]:
+    return ("first_moment", "second_moment")
+
+  def response(self, parameter: Parameter, gradient, arrays: dict[str, Any], scalars) -> Secant:
+    """P_t in float32 or wider. Its size is AdamW's own response, which is positive."""
+    g = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+    clip_factor, correction1, correction2 = (scalars[i].astype(g.dtype) for i in range(3))
+    m, v = (arrays[name].astype(g.dtype) for name in self.reads(parameter))
+    g, share = clip_factor * g, (1 - self.b2) / correction2
+    root0 = jnp.sqrt(self.b2 * v / correction2)
+    root = jnp.sqrt(jnp.square(root0) + share * jnp.square(g))
+    growth = share * g / jnp.maximum(root + root0, jnp.finfo(g.dtype).tiny)  # (root - root0) / g
+    resting = self.b1 * m / (correction1 * (root0 + self.eps))
+    size = (1 - self.b1) / (correction1 * (root + self.eps))
+    return Secant(size - resting * growth / (root + self.eps), size, resting)
+
+  def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
+    assert isinstance(response, Secant)
+    return {"momentum": response.resting, "weight_decay": value}
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdamState:
-  """The optimizer state that direction 'adam' needs, before a step.
+  """The optimizer state that directions 'adam' and 'path' need, before a step.
 
-  second_moments: {path: array}. count: steps taken. clip_factor: the one assumed for this step.
+  second_moments, first_moments (for 'path'): {path: array}. count: steps taken. clip_factor: the one assumed for this
+  step.
   """
 
   second_moments: dict[str, Any]
   count: Any
   clip_factor: Any = 1.0
+  first_moments: dict[str, Any] | None = None
 
   @classmethod
   def from_optax(cls, optimizer, *, count=None, clip_factor=1.0) -> "AdamState":
     """Reads an `nnx.Optimizer` made with `optax.adamw` or `optax.adam`, or their optax state."""
     state = AdamW().read(optimizer, count=count, clip_factor=clip_factor)
-    return cls(state.arrays["second_moment"], state.count, state.clip_factor)
+    return cls(state.arrays["second_moment"], state.count, state.clip_factor, state.arrays["first_moment"])
 
   def rule_state(self) -> RuleState:
-    return RuleState({"second_moment": self.second_moments}, self.count, self.clip_factor)
+    arrays = {"second_moment": self.second_moments}
+    if self.first_moments is not None:
+      arrays["first_moment"] = self.first_moments
+    return RuleState(arrays, self.count, self.clip_factor)

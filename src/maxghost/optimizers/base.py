@@ -47,12 +47,14 @@ class RuleState:
   """The optimizer's state before a step, as read by an `UpdateRule`.
 
   arrays: {name: {label: array [*stack, *parameter]}}, with the names of `UpdateRule.state_keys`. count: steps taken
-  (int). clip_factor: the factor of gradient clipping in this step, or the one assumed for it.
+  (int). clip_factor: the factor of gradient clipping in this step, or the one assumed for it. last_rate: learning rate
+  of the step before; None: unknown.
   """
 
   arrays: dict[str, dict[str, Any]]
   count: Any
   clip_factor: Any = 1.0
+  last_rate: Any = None
 
   def of(self, label: str) -> dict[str, Any]:
     """{name: array} of one parameter, without names that have no array for it."""
@@ -93,9 +95,10 @@ class Identity(Response):
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise(Response):
-  """P_t multiplies elementwise by factor [*parameter]."""
+  """P_t multiplies elementwise by factor [*parameter]. size: its weighting, for a factor that is not positive."""
 
   factor: Any
+  size: Any = None
 
   def apply(self, x):
     return jnp.expand_dims(self.factor, tuple(range(x.ndim - self.factor.ndim))) * x
@@ -104,7 +107,7 @@ class Elementwise(Response):
     return self.apply(x)
 
   def weighting(self) -> Any:
-    return self.factor
+    return self.factor if self.size is None else self.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +152,15 @@ class UpdateRule(abc.ABC):
     scalars: as `scalars` returns them.
     """
 
+  def path(self) -> "UpdateRule | None":
+    """The rule whose P_t g is the whole difference that the batch gradient g makes to the step, D(g) - D(0).
+
+    D is the step as a function of the gradient, with its response averaged over the gradients x g, x from 0 to 1
+    (Aumann and Shapley): the credit is linear in each example's gradient and adds up to the effect of the batch. None:
+    the rule does not offer it.
+    """
+    return None
+
   def reads(self, parameter: Parameter) -> tuple[str, ...]:
     """Names of the state arrays that the parameter's response needs, in order."""
     return ()
@@ -168,6 +180,13 @@ class UpdateRule(abc.ABC):
   def column_scales(self, learning_rate, clip_factor) -> dict:
     """{column: factor of its inner product} for each of `columns`."""
     return {}
+
+  def last_update(self, value, arrays: dict[str, Any], state: RuleState) -> Any:
+    """The update of the step before, which led to the parameter's value, [*lead, *parameter].
+
+    arrays: its optimizer state, which that step left behind; state: also count and last_rate. None: unknown.
+    """
+    return None
 
   def read(self, optimizer, *, count=None, clip_factor: Any = 1.0) -> RuleState:
     """Reads an `nnx.Optimizer`, or an optax state with its count.

@@ -26,6 +26,9 @@ class Sgd(UpdateRule):
   def from_config(cls, cfg: OptimizerConfig) -> "Sgd":
     return cls()
 
+  def path(self) -> "Sgd":
+    return self
+
   def transformation(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
     return optax.sgd(learning_rate)
 

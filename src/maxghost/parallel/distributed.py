@@ -26,7 +26,7 @@ HINTS = (
 )  # fmt: skip
 ALONE = {"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 OWN_KEYS = frozenset({"jax_distributed"})  # may differ between the processes of a run
-PATIENCE_SECONDS = 1800  # for another live process; a dead one is detected by its missing heartbeats
+PATIENCE_MS = 1_800_000  # for another live process; a dead one is detected by its missing heartbeats
 MOST_SKEW = 10.0  # seconds between two clocks that are not reported
 
 # Error messages for a lost peer: a status code of the coordination service (also from Orbax' barriers), a connection
@@ -63,6 +63,7 @@ def start(cfg: ParallelConfig) -> None:
   timeout, heartbeat = cfg.jax_distributed_timeouts
   if given:
     rendezvous.meet(given["coordinator_address"], given["num_processes"], given["process_id"], timeout)
+    given["coordinator_bind_address"] = rendezvous.bind_address(given["coordinator_address"])
   # JAX's handler of SIGTERM would replace ours, which asks all processes to stop (`StopFlag`).
   jax.config.update("jax_enable_preemption_service", False)
   try:
@@ -101,12 +102,11 @@ def gather(value: Any) -> list:
     return [value]
   from orbax.checkpoint import multihost  # the public way to the key-value store of jax.distributed
 
-  client = multihost.get_jax_distributed_client()
+  client, name = multihost.get_jax_distributed_client(), f"maxghost/{next(_exchanges)}"
   assert client is not None, "several processes, so jax.distributed runs"
-  name, patience = f"maxghost/{next(_exchanges)}", PATIENCE_SECONDS * 1000
   client.key_value_set(f"{name}/{index()}", json.dumps(value))
-  texts = [client.blocking_key_value_get(f"{name}/{process}", patience) for process in range(count())]
-  client.wait_at_barrier(name, patience)
+  texts = [client.blocking_key_value_get(f"{name}/{process}", PATIENCE_MS) for process in range(count())]
+  client.wait_at_barrier(name, PATIENCE_MS)
   client.key_value_delete(f"{name}/{index()}")
   return [json.loads(text) for text in texts]
 
@@ -177,9 +177,14 @@ def end_without_peers(error: BaseException, advice: str) -> None:
     f"maxghost: process {index()} of {count()}: another process of the run is lost ({_first_line(error)}); {advice}",
     file=sys.stderr,
   )
+  exit_at_once(1)
+
+
+def exit_at_once(code: int) -> None:
+  """Ends the process without waiting for threads or, as JAX does at exit, for the other processes."""
   sys.stdout.flush()
   sys.stderr.flush()
-  os._exit(1)
+  os._exit(code)
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ and all get the same answer. The port is then released for JAX's own service.
 """
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -31,17 +32,23 @@ def meet(address: str, num_processes: int, process_id: int, timeout: float) -> N
     raise ConfigError(problem)
 
 
+def bind_address(address: str) -> str:
+  """Where process 0 listens: at the coordinator's address alone, unless JAX's own variable names another."""
+  return os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address)
+
+
 def listen(address: str) -> socket.socket:
-  """A listening socket on all addresses of this machine. Raises ConfigError if the port is in use."""
-  port, both = int(address.rpartition(":")[2]), socket.has_dualstack_ipv6()
-  family = socket.AF_INET6 if both else socket.AF_INET
+  """A listening socket at `bind_address`. Raises ConfigError if it is not of this machine, or the port is in use."""
+  host, _, port = bind_address(address).rpartition(":")
   try:
-    return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
+    family, *_, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    return socket.create_server(place, family=family, backlog=1024)
   except OSError as error:
-    raise ConfigError(
-      f"jax_distributed={address}: port {port} of this machine is in use ({os.strerror(error.errno or 0)}); "
-      "use another, the same for all processes"
-    ) from error
+    problem = f"port {port} of this machine is in use; use another, the same for all processes"
+    if error.errno != errno.EADDRINUSE:
+      problem = f"{host} is no address of this machine, on which process 0 runs; give one, or set "
+      problem += f"JAX_COORDINATOR_BIND_ADDRESS=0.0.0.0:{port} where it is forwarded to this machine"
+    raise ConfigError(f"jax_distributed={address}: {problem}") from error
 
 
 def _lead(address: str, expected: int, timeout: float) -> str:
@@ -59,15 +66,15 @@ def _lead(address: str, expected: int, timeout: float) -> str:
         problem = problem or _absent(address, expected, sorted({0, *came}), timeout)
         break
       said = _receive(connection, 10)
-      if said is None:
+      number, theirs = said.get("process"), said.get("of")
+      if type(number) is not int or type(theirs) is not int or not 0 < number < theirs:
         continue  # not a process of a run
-      number, theirs = said.get("process", -1), said.get("of")
       if theirs != expected:
         problem = (
           f"jax_distributed names {theirs} processes in process {number}, {expected} in process 0; start all with the "
           "same number"
         )
-      elif number in came or number == 0:
+      elif number in came:
         problem = f"jax_distributed: number {number} is given to two processes; give each of the {expected} its own"
       if problem:  # wait a little, so that processes about to connect get the message too
         end = min(end, time.monotonic() + _LATECOMERS_SECONDS)
@@ -97,9 +104,9 @@ def _follow(address: str, expected: int, number: int, timeout: float) -> str:
       with socket.create_connection((host.strip("[]"), int(port)), timeout=5) as connection:
         connection.sendall(json.dumps({"process": number, "of": expected}).encode() + b"\n")
         # Process 0 may have started to wait later than this one, and answers when its own timeout ends.
-        said = _receive(connection, 2 * timeout + 10)
-      if said is not None:
-        return said["problem"]
+        problem = _receive(connection, 2 * timeout + 10).get("problem")
+      if isinstance(problem, str):
+        return problem
       reason = "what answers there is not process 0 of a run"
     except OSError as error:
       reason = error.strerror or str(error) or reason
@@ -110,12 +117,12 @@ def _follow(address: str, expected: int, number: int, timeout: float) -> str:
   )
 
 
-def _receive(connection: socket.socket, seconds: float) -> dict | None:
-  """The JSON object of one line; None if anything else or nothing arrives."""
+def _receive(connection: socket.socket, seconds: float) -> dict:
+  """The JSON object of one line; empty if anything else or nothing arrives."""
   connection.settimeout(seconds)
   try:
     with connection.makefile("rb") as lines:
       said = json.loads(lines.readline(4096))
-  except (OSError, ValueError):
-    return None
-  return said if isinstance(said, dict) else None
+  except (OSError, ValueError, RecursionError):
+    return {}
+  return said if isinstance(said, dict) else {}

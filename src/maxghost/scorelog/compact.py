@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxghost.config.files import sync_folder
+from maxghost.config.files import sync
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.reader import load
 from maxghost.scorelog.shard import Shard, write_shard
@@ -31,7 +31,7 @@ def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows:
     path = _merge(group, log.ledger)
     for shard in group[:-1]:
       shard.path.unlink()
-    sync_folder(path.parent)
+    sync(path.parent)
     lines.append(
       f"{path}: steps {group[0].first_step} to {group[-1].last_step}, {sum(s.num_rows for s in group):,} rows, "
       f"{path.stat().st_size:,} bytes from {sizes:,} in {len(group)} files"

@@ -39,7 +39,7 @@ DAMAGE = (
 )  # fmt: skip
 
 
-class DamagedShard(Exception):
+class DamagedShard(ConfigError):
   """A file whose bytes are not those that were written; the message says why."""
 
 

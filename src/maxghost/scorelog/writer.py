@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 
 from maxghost.config import ConfigError, did_you_mean
-from maxghost.config.files import sync_folder, write_whole
+from maxghost.config.files import sync, write_whole
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered, write_shard
 
@@ -294,7 +294,7 @@ class Writer:
     for path in dropped:
       path.unlink(missing_ok=True)
     if self.folder.is_dir():
-      sync_folder(self.folder)
+      sync(self.folder)
     self._count(kept, position)
 
   def close(self) -> None:

@@ -63,7 +63,7 @@ def _compiled(name: str) -> functools.cached_property[Callable]:
 class Program:
   """The functions that the loop calls. scored: labels and sizes of the scored parameters.
 
-  train_step(state, batch, val_batches) -> (state, out) donates the state. validation_loss(state, val_batches) -> [K].
+  train_step(state, batch, val_batches) -> (state, out) donates the state. closing: see `step.make_closing`.
   evaluate(state, batch) -> (summed loss, tokens).
   """
 
@@ -73,7 +73,7 @@ class Program:
 
   train_step = _compiled("train_step")
   plain_step = _compiled("plain_step")  # without scores, for runs that score only some steps
-  validation_loss = _compiled("validation_loss")
+  closing = _compiled("closing")
   evaluate = _compiled("evaluate")
 
   def is_ready(self, name: str) -> bool:
@@ -116,7 +116,7 @@ def build(plan: Plan) -> Program:
     plain, _ = train_step(dataclasses.replace(plan, cfg=replace(cfg, ghost_enabled=False)))
     submit("plain_step", begin, plain, state, batch, ())
   if cfg.val_sets:
-    submit("validation_loss", time.perf_counter(), step_lib.make_validation_loss(cfg, graphdef), state, val_batches)
+    submit("closing", time.perf_counter(), step_lib.make_closing(cfg, graphdef), state, val_batches)
   if cfg.run.eval_interval > 0:
     rows = batch_shapes(cfg, cfg.data.per_device_batch_size * layout.num_devices, layout)
     submit("evaluate", time.perf_counter(), step_lib.make_eval_step(cfg, graphdef), state, rows)

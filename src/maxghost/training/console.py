@@ -112,10 +112,12 @@ def interrupted_lines(cfg: Config, completed_steps: int, path: Path, signal: str
 
 def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
   """The main results of a complete run, from its metrics.jsonl, and the report command. seconds: of each step."""
-  with open(path / METRICS_FILE, encoding="utf-8") as file:
-    records = [json.loads(line) for line in file]
+  try:
+    records = [json.loads(line) for line in (path / METRICS_FILE).read_bytes().splitlines()]
+    tokens = sum(record["learning/total_weights"] for record in records)
+  except (ValueError, KeyError, TypeError) as error:
+    return [f"Training complete; {path / METRICS_FILE} is damaged ({error}): no summary"]
   first, last = records[0], records[-1]
-  tokens = sum(record["learning/total_weights"] for record in records)
   lines = [
     f"Training complete: {len(records)} steps, {tokens:,} target tokens, training loss {first['learning/loss']:.3f} -> "
     f"{last['learning/loss']:.3f}"
@@ -131,16 +133,18 @@ def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
 
 def ghost_line(records: list[dict], name: str) -> str:
   """The drop of the validation loss over the run, with its prediction if measured."""
-  actual, predicted, check = (
+  actual, predicted, curvature, check = (
     [record.get(f"ghost/{column}/{name}") for record in records]
-    for column in ("actual_drop", "predicted_drop", "check_rel_err")
+    for column in ("actual_drop", "predicted_drop", "curvature", "check_rel_err")
   )
   measured = sum("ghost/scored" in record for record in records)
   where = "" if measured == len(records) else f" in the {measured} scored steps of {len(records)}"
   drop = sum(value or 0.0 for value in actual)
   parts = [f"Validation loss '{name}' {'rose' if drop < 0 else 'fell'} by {abs(drop):.4f} nats{where}"]
   if any(value is not None for value in predicted):
-    parts.append(f"predicted by the gradients: {sum(value or 0.0 for value in predicted):.4f}")
+    first = sum(value or 0.0 for value in predicted)
+    turned = f", with curvature {first + sum(filter(None, curvature)):.4f}" if any(curvature) else ""
+    parts.append(f"predicted by the gradients: {first:.4f}{turned}")
     parts.append(f"largest error of the score self-check {max(value or 0.0 for value in check):.1e}")
   if unscored := sum(not record.get("ghost/scored", True) for record in records):
     parts.append(f"{unscored} steps were not scored, because their scores were not finite")

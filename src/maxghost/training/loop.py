@@ -12,9 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,53 +29,8 @@ from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import StepFlops
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.score_recorder import ScoreRecorder
+from maxghost.training.signals import StopSignals
 from maxghost.training.state import Position, to_tree
-
-# A fulfilled SIGTERM is a success; Ctrl-C gives the shell's conventional code, 128 + 2.
-EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}
-
-
-class StopSignals:
-  """While active, the first SIGTERM or SIGINT only sets `requested`, which the loop checks between steps.
-
-  A second SIGINT raises KeyboardInterrupt in the main thread; further SIGTERMs are ignored, because schedulers repeat
-  them. Outside the main thread, where Python cannot install handlers, the object does nothing.
-  """
-
-  def __init__(self):
-    self.requested: signal.Signals | None = None
-    self._previous: dict = {}
-
-  def __enter__(self) -> "StopSignals":
-    if threading.current_thread() is threading.main_thread():
-      for number in EXIT_CODES:
-        self._previous[number] = signal.signal(number, self._handle)
-    return self
-
-  def __exit__(self, *exception) -> None:
-    for number, handler in self._previous.items():
-      signal.signal(number, handler)
-    self._previous = {}
-
-  @property
-  def exit_code(self) -> int:
-    return 0 if self.requested is None else EXIT_CODES[self.requested]
-
-  @property
-  def name(self) -> str:
-    if self.requested is None:
-      return "another process"
-    return "Ctrl-C" if self.requested == signal.SIGINT else self.requested.name
-
-  def _handle(self, number: int, frame) -> None:
-    if self.requested is not None:
-      if number == signal.SIGINT:
-        raise KeyboardInterrupt
-      return
-    self.requested = signal.Signals(number)
-    more = "; Ctrl-C again stops at once, without saving" if number == signal.SIGINT else ""
-    # os.write, not print: a handler may run in the middle of a print of the same stream.
-    os.write(2, f"\nmaxghost: {self.name} received, finishing the step and saving{more}\n".encode())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,13 +132,13 @@ class TrainingLoop:
   # Starting a step.
 
   def _turn(self, step: int, fetched: Fetched) -> None:
-    prev_val_loss = self._loss_of_replaced_rows(step)
+    replaced = self._close_replaced_rows(step)
     if self._val_sets and not self._validation.is_scored(step):
       self._state, outputs = self._program.plain_step(self._state, fetched.arrays, ())
     else:
       self._state, outputs = self._program.train_step(self._state, fetched.arrays, self._validation.batches(step))
     self._read_started()
-    self._read = functools.partial(self._read_outputs, step, fetched, outputs, prev_val_loss)
+    self._read = functools.partial(self._read_outputs, step, fetched, outputs, replaced)
     done, is_last = step + 1, step + 1 == self._cfg.run.steps
     interval = self._cfg.run.eval_interval
     if interval > 0 and (is_last or done % interval == 0):
@@ -197,18 +149,18 @@ class TrainingLoop:
       self._read_started()
       self._save()
 
-  def _loss_of_replaced_rows(self, step: int) -> jax.Array | None:
-    """The loss of the old validation rows, f32[K], where a step draws new ones; it closes their account.
+  def _close_replaced_rows(self, step: int) -> dict[str, jax.Array] | None:
+    """Closes the account of the old validation rows where a step draws new ones (`step.make_closing`).
 
     Must be started before the step donates the state.
     """
     if not self._validation.replaces(step):
       return None
-    if not self._program.is_ready("validation_loss"):  # still compiling, early in a run: not counted in a step's time
+    if not self._program.is_ready("closing"):  # still compiling, early in a run: not counted in a step's time
       self._read_started()
-      self._program.executable("validation_loss")
+      self._program.executable("closing")
       self._restart_clock()
-    return self._program.validation_loss(self._state, self._validation.batches(step - 1))
+    return self._program.closing(self._state, self._validation.batches(step - 1))
 
   # Evaluations, checkpoints and the end, which wait for results.
 
@@ -244,6 +196,7 @@ class TrainingLoop:
     position = dataclasses.replace(
       self._position,
       metrics_bytes=sinks.metrics.position() if sinks.metrics else 0,
+      metrics_crc=sinks.metrics.checksum if sinks.metrics else None,
       pending=self._pending,
       scores=sinks.scores.position() if sinks.scores else None,
       reweighting=self._reweighter.state() if self._reweighter else None,
@@ -260,10 +213,9 @@ class TrainingLoop:
     if not self._validation.has_open_account(num_steps):
       return
     batches = self._validation.batches(num_steps - 1)
-    loss_after_K = jax.device_get(self._program.validation_loss(self._state, batches))
-    self._add_actual_drop(num_steps, loss_after_K)
+    closing = self._close_step(num_steps, self._program.closing(self._state, batches))
     if self._sinks.scores:
-      self._sinks.scores.record_end(num_steps, loss_after_K)
+      self._sinks.scores.record_end(num_steps, closing)
       self._sinks.scores.position()  # on disk before the last record of metrics.jsonl says that the run is complete
 
   # Reading the outputs of a step.
@@ -273,19 +225,19 @@ class TrainingLoop:
       read, self._read = self._read, None
       read()
 
-  def _read_outputs(self, step: int, fetched: Fetched, outputs: Any, replaced_loss: jax.Array | None) -> None:
+  def _read_outputs(self, step: int, fetched: Fetched, outputs: Any, replaced: dict | None) -> None:
     """Reads a step's outputs, and completes the record of the step before.
 
-    If the validation loss before this step is known, it closes the account of an earlier step. replaced_loss: measured
+    If the validation loss before this step is known, it closes the account of an earlier step. replaced: what closes it
     on the old rows, where this step draws new ones.
     """
     outputs = scoring.to_host(outputs)  # waits until the step is done
     seconds = self._restart_clock()
     metrics.check_finite(step, outputs)
-    prev_val_loss = None
+    closing = None
     if self._validation.closes(step):
-      prev_val_loss = outputs["val_loss"] if replaced_loss is None else jax.device_get(replaced_loss)
-      self._add_actual_drop(step, prev_val_loss)
+      here = {"prev_val_loss": outputs.get("val_loss")} | {k: v for k, v in outputs.items() if k == "prev_predicted"}
+      closing = self._close_step(step, here if replaced is None else replaced)
     open_loss = self._position.open_loss
     if self._validation.is_fresh(step):
       open_loss = [float(loss) for loss in outputs["val_loss"]]
@@ -298,9 +250,9 @@ class TrainingLoop:
         self._sinks.console.line(unscored)
       if scores:
         record |= scores.by_domain(outputs, fetched.batch)
-        scores.record(step, outputs, prev_val_loss, fetched.batch)
-    elif scores and prev_val_loss is not None:
-      scores.record_end(step, prev_val_loss)
+        scores.record(step, outputs, closing, fetched.batch)
+    elif scores and closing is not None:
+      scores.record_end(step, closing)
     if self._reweighter:
       record |= self._reweighter.observe(step, outputs, fetched.batch)
     self._pending = record
@@ -316,13 +268,22 @@ class TrainingLoop:
     seconds, self._last_ready = now - self._last_ready, now
     return seconds
 
-  def _add_actual_drop(self, step: int, loss_after_K: np.ndarray) -> None:
-    """Adds to the record of step - 1 the drop since the validation loss was last measured."""
+  def _close_step(self, step: int, closing: dict) -> dict[str, np.ndarray]:
+    """Adds to the record of step - 1 the drop since the validation loss was last measured, and its curvature.
+
+    Returns closing (`step.make_closing`) on the host. By the trapezoid rule the step lowered the loss by half the sum
+    of what the gradients before and after it predict; curvature is that minus the prediction before it.
+    """
     assert self._pending is not None and self._position.open_loss is not None, "a step is open"
+    closing = {name: jax.device_get(value) for name, value in closing.items()}
     if (num_steps := self._validation.account_steps(step)) > 1:
       self._pending["ghost/account_steps"] = num_steps
-    for name, before, after in zip(self._val_sets, self._position.open_loss, loss_after_K, strict=True):
-      self._pending[f"ghost/actual_drop/{name}"] = before - float(after)
+    for k, (name, before) in enumerate(zip(self._val_sets, self._position.open_loss, strict=True)):
+      self._pending[f"ghost/actual_drop/{name}"] = before - float(closing["prev_val_loss"][k])
+      predicted = self._pending.get(f"ghost/predicted_drop/{name}")
+      if "prev_predicted" in closing and predicted is not None:
+        self._pending[f"ghost/curvature/{name}"] = (float(closing["prev_predicted"][k]) - predicted) / 2
+    return closing
 
   def _write_pending(self, show: bool = False) -> None:
     """Writes the pending record to the logs, and every `log_period` steps (or with `show`) to the console."""

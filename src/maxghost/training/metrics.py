@@ -8,6 +8,8 @@ are new, the latter with one value per validation set.
 import json
 import math
 import os
+import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,24 +103,32 @@ def eval_metrics(sums: Sequence[tuple[Any, Any]]) -> dict[str, float]:
 
 
 class MetricsLog:
-  """metrics.jsonl: `append` writes one whole line; `position` is its length in bytes after a flush to disk."""
+  """metrics.jsonl: `append` writes one whole line; `position` is its length in bytes after a flush to disk.
+
+  checksum: CRC-32 of what was written since `restore`, and before.
+  """
 
   def __init__(self, path: Path):
-    self._path = path
+    self._path, self.checksum = path, 0
     self._file = open(path, "ab")  # noqa: SIM115 - open as long as the run
 
   def append(self, record: Mapping[str, Any]) -> None:
     # JSON has no NaN: values that were not measured become null. Losses and norms are finite here.
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    self._file.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
+    line = json.dumps(clean, allow_nan=False).encode() + b"\n"
+    self._file.write(line)
     self._file.flush()
+    self.checksum = zlib.crc32(line, self.checksum)
 
   def position(self) -> int:
     os.fsync(self._file.fileno())
     return os.path.getsize(self._path)
 
-  def restore(self, num_bytes: int) -> None:
-    """Cuts the file back to a position. Raises ConfigError if the file is shorter."""
+  def restore(self, num_bytes: int, checksum: int | None = None) -> None:
+    """Cuts the file back to a position and says, at every resume, if its records were changed since they were written.
+
+    Raises ConfigError if the file is shorter.
+    """
     size = os.path.getsize(self._path)
     if size < num_bytes:
       raise ConfigError(
@@ -126,6 +136,10 @@ class MetricsLog:
         "put the file back, or start a new run_name"
       )
     self._file.truncate(num_bytes)
+    found = zlib.crc32(self._path.read_bytes())
+    self.checksum = found if checksum is None else checksum
+    if self.checksum != found:
+      print(f"maxghost: records in {self._path} were changed since they were written", file=sys.stderr)
 
   def close(self) -> None:
     self._file.close()

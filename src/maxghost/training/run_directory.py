@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -70,13 +71,7 @@ def inspect(cfg: Config) -> Existing:
   except ConfigError as error:
     raise ConfigError(*(f"{problem} (the config of the run in {path})" for problem in error.problems)) from error
   changed = config.differing_keys(previous, cfg)
-  refused = {name: pair for name, pair in changed.items() if name not in RESUMABLE_KEYS | LOCATION_KEYS}
-  if "steps" in refused and refused["steps"][1] > refused["steps"][0]:
-    del refused["steps"]
-  if refused:
-    listed = "; ".join(f"{name}: the run has {before}, the command {now}" for name, (before, now) in refused.items())
-    more = " (steps may only grow)" if "steps" in refused else ""
-    raise ConfigError(f"{path} holds a run with another config: {listed}{more}; use these values or another run_name")
+  _check_changes(path, changed)
   return Existing(path, False, changed, _completed_steps(path, previous))
 
 
@@ -94,7 +89,8 @@ def claim(existing: Existing, cfg: Config) -> TextIO:
   path = existing.path
   try:
     path.mkdir(parents=True, exist_ok=True)
-    lock = open(path / LOCK_FILE, "a+")  # noqa: SIM115 - held open as long as the process lives
+    # Held open as long as the process lives. A link is refused: its target would be emptied.
+    lock = open(os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")  # noqa: SIM115
   except OSError as error:
     raise ConfigError(_unwritable(path, cfg, str(error.strerror))) from error
   try:
@@ -108,6 +104,11 @@ def claim(existing: Existing, cfg: Config) -> TextIO:
     ) from error
   except OSError as error:  # some network file systems have no locks
     print(f"maxghost: {path} cannot be locked ({error.strerror}); do not start a second run in it", file=sys.stderr)
+  try:
+    inspect(cfg)  # again: another process may have been here since
+  except ConfigError:
+    lock.close()
+    raise
   lock.truncate(0)
   lock.write(f"{os.getpid()}\n")
   lock.flush()
@@ -123,8 +124,10 @@ def _unwritable(path: Path, cfg: Config, reason: str) -> str:
 
 
 def _check_writable(path: Path, cfg: Config) -> None:
-  if cfg.run.run_name in ("", ".", ".."):
-    raise ConfigError(f"run_name={cfg.run.run_name!r}: must be a folder name, for example run_name=base")
+  if cfg.run.run_name in ("", ".", "..") or "/" in cfg.run.run_name:
+    raise ConfigError(
+      f"run_name={cfg.run.run_name!r}: must be the name of a folder in base_output_directory, for example run_name=base"
+    )
   place = path.absolute()
   while not os.path.lexists(place):
     place = place.parent
@@ -132,6 +135,24 @@ def _check_writable(path: Path, cfg: Config) -> None:
     raise ConfigError(_unwritable(path, cfg, f"{place} is not a directory"))
   if not os.access(place, os.W_OK | os.X_OK):
     raise ConfigError(_unwritable(path, cfg, f"no permission in {place}"))
+
+
+def check_saved(path: Path, saved: Mapping[str, Any], cfg: Config) -> None:
+  """Raises ConfigError where config.yml was changed by hand since the checkpoint, which holds `saved`."""
+  now = json.loads(json.dumps(cfg.flat()))
+  changed = {name: (then, now[name]) for name, then in saved.items() if name in now and then != now[name]}
+  _check_changes(path, {name: pair for name, pair in changed.items() if type(pair[0]) is type(pair[1])})
+
+
+def _check_changes(path: Path, changed: dict[str, tuple[Any, Any]]) -> None:
+  refused = {name: pair for name, pair in changed.items() if name not in RESUMABLE_KEYS | LOCATION_KEYS}
+  if "steps" in refused and refused["steps"][1] > refused["steps"][0]:
+    del refused["steps"]
+  if not refused:
+    return
+  listed = "; ".join(f"{name}: the run has {before}, the command {now}" for name, (before, now) in refused.items())
+  more = " (steps may only grow)" if "steps" in refused else ""
+  raise ConfigError(f"{path} holds a run with another config: {listed}{more}; use these values or another run_name")
 
 
 def _completed_steps(path: Path, previous: Config) -> int:
@@ -143,6 +164,6 @@ def _completed_steps(path: Path, previous: Config) -> int:
     file.seek(max(0, os.path.getsize(metrics) - (1 << 20)))
     lines = file.read().split(b"\n")[:-1]  # text after the last newline is incomplete
   try:
-    return steps if lines and json.loads(lines[-1]).get("step") == steps - 1 else 0
-  except ValueError:
+    return steps if lines and json.loads(lines[-1])["step"] == steps - 1 else 0
+  except (ValueError, TypeError, KeyError):
     return 0

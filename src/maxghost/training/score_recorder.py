@@ -136,20 +136,20 @@ class ScoreRecorder:
     slots = batch.document_BS[scored_BS].tolist()
     return np.array([self._domains.index(self._name(index)[0]) for index in slots], np.int64)
 
-  def record(self, step: int, outputs: Mapping | None, prev_val_loss: np.ndarray | None, batch) -> None:
+  def record(self, step: int, outputs: Mapping | None, closing: Mapping | None, batch) -> None:
     """Records one step.
 
-    outputs: host copies; None: no scores. prev_val_loss: f32[K], loss of the previous step's validation rows before
-    this step; None for the first step. batch: the one trained on.
+    outputs: host copies; None: no scores. closing: prev_val_loss and, if known, prev_predicted, f32[K], of the
+    step before; None for the first step. batch: the one trained on.
     """
     self._raise_error()
     if len(self._waiting) == QUEUE_LENGTH:
       self._waiting[0].result()
-    self._waiting.append(self._pool.submit(self._work, step, outputs, prev_val_loss, batch))
+    self._waiting.append(self._pool.submit(self._work, step, outputs, closing, batch))
 
-  def record_end(self, step: int, prev_val_loss: np.ndarray) -> None:
+  def record_end(self, step: int, closing: Mapping) -> None:
     """Records the validation loss after the last scored step, without scores."""
-    self.record(step, None, prev_val_loss, None)
+    self.record(step, None, closing, None)
 
   def position(self) -> dict:
     """The writer's position after every recorded step; these steps are then on disk."""
@@ -176,8 +176,8 @@ class ScoreRecorder:
     except BaseException as error:
       self._error = error
 
-  def _append(self, step: int, outputs, prev_val_loss, batch) -> None:
-    record: dict[str, Any] = {"step": step} | ({} if prev_val_loss is None else {"prev_val_loss": prev_val_loss})
+  def _append(self, step: int, outputs, closing, batch) -> None:
+    record: dict[str, Any] = {"step": step, **(closing or {})}
     if outputs is not None:
       names = (*STEP_SCALARS, "val_loss", "check_rel_err", *self._writer.ledger)
       record |= {name: outputs[name] for name in names if name in outputs}

@@ -53,7 +53,7 @@ class Scorer:
   def problem(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Problem:
     """This step. split: the model. step_loss: the training loss, with dropout."""
     ghost, optimizer = self.cfg.ghost, self.cfg.optimizer
-    state, second_order = self.rule_state(train_state), ghost.ghost_direction == "second_order"
+    state, second_order = rule_state(self.cfg, self.rule, train_state), ghost.ghost_direction == "second_order"
     stored = None
     if ghost.ghost_val_every > 1:
       leaves = [v[...] for v in train_state.stored_gradients]
@@ -98,18 +98,12 @@ class Scorer:
       delta = jax.tree.map(lambda after, start: after - start, nnx.state(copy.model, copy.optimizer.wrt), before)
     return dataclasses.replace(state, clip_factor=factor), delta
 
-  def rule_state(self, train_state: TrainStateNNX) -> RuleState:
-    """The optimizer's state with the previous step's clipping factor; this step's needs the whole gradient."""
-    clips = self.cfg.optimizer.gradient_clipping_threshold
-    clip_factor = train_state.clip_factor[...] if clips else jnp.ones((), float)
-    return self.rule.read(train_state.optimizer, clip_factor=clip_factor)
-
   def columns(self, train_state: TrainStateNNX, params, scored: Scored, learning_rate, clip_factor) -> dict:
     """The ledger's columns, [K] each; empty for schedule concat, which never holds a whole validation gradient."""
     twin, passed, rule = self.twin, scored.passed, self.rule
     grads, sums = optimizers.by_label(passed.grads), scored.sums
     if scored.gradients is not None:
-      state = dataclasses.replace(self.rule_state(train_state), clip_factor=clip_factor)
+      state = dataclasses.replace(rule_state(self.cfg, self.rule, train_state), clip_factor=clip_factor)
       labels, values = {p.label for p in twin.scored}, optimizers.by_label(params)
       sums = ledger.sums(rule, state, twin.parameters, values, grads, scored.gradients, labels)
     if sums is None:
@@ -176,6 +170,17 @@ class Scorer:
     return used_BTS, target_BTS, per_share_BS, out
 
 
+def rule_state(cfg: Config, rule: UpdateRule, train_state: TrainStateNNX) -> RuleState:
+  """The optimizer's state with the previous step's clipping factor; this step's needs the whole gradient."""
+  clips = cfg.optimizer.gradient_clipping_threshold
+  factor = train_state.clip_factor[...] if clips else jnp.ones((), float)
+  state = rule.read(train_state.optimizer, clip_factor=factor)
+  if cfg.ghost.ghost_every > 1 or cfg.ghost.ghost_val_every > 1:
+    return state  # the gradients of two steps in a row are not at hand
+  rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
+  return dataclasses.replace(state, last_rate=rate(jnp.maximum(train_state.step, 1) - 1))
+
+
 def make_scorer(
   cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *, num_sets: int, num_segments: int = 1
 ) -> Scorer:
@@ -188,7 +193,10 @@ def make_scorer(
     spec=direction_spec(cfg, ghost.ghost_direction, ghost.ghost_rank), exclude=excluded(cfg, model),
     schedule=ghost.passes, num_val=ghost.ghost_val_batch_size,
   )  # fmt: skip
-  return Scorer(cfg, loss, optimizers.create(cfg.optimizer), twin, graphdef, num_segments)
+  # The account divides a step as its scores do: along the path, or into parts with the state held fixed.
+  along = ghost.ghost_direction == "path"
+  rule = optimizers.direction_rule(cfg.optimizer, "path") if along else optimizers.create(cfg.optimizer)
+  return Scorer(cfg, loss, rule, twin, graphdef, num_segments)
 
 
 def run(problem: Problem, train_state: TrainStateNNX) -> Scored:

@@ -21,11 +21,12 @@ from maxghost.objectives import create
 from maxghost.parallel import distributed
 from maxghost.training import compiled_steps, console, memory_report, run_directory, score_recorder, state
 from maxghost.training.batches import Batches, Prefetcher
-from maxghost.training.loop import Hardware, Outcome, Sinks, StopSignals, TrainingLoop
+from maxghost.training.loop import Hardware, Outcome, Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import PEAK_FLOPS, Plan
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.run_directory import Existing
+from maxghost.training.signals import StopSignals
 from maxghost.training.state import Position
 
 
@@ -98,15 +99,18 @@ class Session:
     return f"the last good checkpoint is {self._checkpoints.path(steps[-1])}"
 
   def _claim(self) -> contextlib.AbstractContextManager:
-    """The first process locks the run directory; the others wait for it."""
-    lock, problem = contextlib.nullcontext(), ""
+    """The first process locks the run directory; the others wait for it. All compare their data."""
+    lock, problems = contextlib.nullcontext(), ()
     if distributed.is_first():
       try:
         lock = run_directory.claim(self._existing, self._cfg)
       except ConfigError as error:
-        problem = str(error)
-    if said := distributed.gather(problem)[0]:
-      raise ConfigError(said)
+        problems = error.problems
+    said = distributed.gather([problems, self._dataset.train.state()["fingerprint"]])
+    if said[0][0]:
+      raise ConfigError(*said[0][0])
+    if other := next((number for number, (_, data) in enumerate(said) if data != said[0][1]), 0):
+      raise ConfigError(f"process {other} reads other data than process 0; give all processes the same files")
     return lock
 
   def _train(self, opened: contextlib.ExitStack) -> Outcome:
@@ -157,6 +161,7 @@ class Session:
       restored = self._checkpoints.restore_latest(state.to_tree(plan.state))
     if restored is not None:
       position = Position.from_json(restored.positions)
+      run_directory.check_saved(self._path, restored.positions["config"], cfg)
       if position.rows not in (0, plan.rows):
         own = cfg.optimizer.gradient_accumulation_steps * plan.layout.num_devices
         way = "another number of devices" if position.rows % own else f"per_device_batch_size={position.rows // own}"
@@ -184,7 +189,7 @@ class Session:
     metrics_log, scores, trackers = None, None, ()
     if distributed.is_first():
       metrics_log = MetricsLog(self._path / run_directory.METRICS_FILE)
-      metrics_log.restore(position.metrics_bytes)
+      metrics_log.restore(position.metrics_bytes, position.metrics_crc)
       first = position.completed_steps if position.pending is None else position.pending["step"]
       trackers = self._open_trackers(self._cfg, self._path, first)
     if self._cfg.val_sets and self._plan.own.writes:

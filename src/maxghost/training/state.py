@@ -106,7 +106,7 @@ class Position:
   """The run after `completed_steps` steps. All parts belong to the same moment, although batches are read ahead.
 
   data: position of the training iterator after the last trained batch; None at the start.
-  metrics_bytes: length of metrics.jsonl.
+  metrics_bytes: length of metrics.jsonl. metrics_crc: its CRC-32, None in a checkpoint of an earlier version.
   pending: the record of the last step, which waits for the validation loss after it; None at the start.
   open_loss: the last measured validation loss, [K], which opens the account of the following steps.
   scores: position of the score log, or a list with one for each of several processes; None without a log.
@@ -116,6 +116,7 @@ class Position:
   completed_steps: int = 0
   data: dict | None = None
   metrics_bytes: int = 0
+  metrics_crc: int | None = None
   pending: dict[str, Any] | None = None
   open_loss: list[float] | None = None
   scores: dict | list | None = None

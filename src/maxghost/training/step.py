@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from maxghost import optimizers
 from maxghost.config.schema import Config
+from maxghost.ghost import ledger
 from maxghost.ghost.schedules import Model, passes
 from maxghost.models import autodiff
 from maxghost.objectives import create
-from maxghost.optimizers import clip, factor_of, learning_rate_schedule, scaled
+from maxghost.optimizers import by_label, clip, factor_of, learning_rate_schedule, scaled
 from maxghost.parallel.shardings import constrain, constrain_state
 from maxghost.training import host_memory, scoring, selection
 from maxghost.training.host_memory import HostMemory
@@ -105,7 +107,7 @@ def _clipped_update(cfg: Config, grads):
     if HostMemory.of(cfg):
       host_memory.apply_gradients(train_state.optimizer, train_state.model, grads, scale, segments[0])
       return
-    gradient = clipped
+    gradient: Any = clipped
     if segments:
       gradient = jax.tree.map(scale, grads)
     elif read:
@@ -127,12 +129,24 @@ def make_eval_step(cfg: Config, graphdef):
   return evaluate
 
 
-def make_validation_loss(cfg: Config, graphdef):
-  """`losses(state, val_batches) -> [K]`: the train step's val_loss, for rows of an earlier step."""
-  loss_fn = create(cfg).validation()
+def make_closing(cfg: Config, graphdef):
+  """`close(state, val_batches) -> {prev_val_loss, prev_predicted}`, [K] each, of the step before.
 
-  def losses(state, val_batches):
-    model = nnx.merge(graphdef, state).model
-    return constrain(jnp.stack([passes.validation_mean(*loss_fn(model, batch)) for batch in val_batches]), (None,))
+  For validation rows that the train step no longer has. prev_predicted is left out where the train step has none, and
+  for schedules that never hold a whole gradient.
+  """
+  loss_fn, rule = create(cfg).validation(), optimizers.create(cfg.optimizer)
+  whole = cfg.ghost.ghost_schedule in ("two_pass", "forward_mode")
 
-  return losses
+  def close(state, val_batches):
+    train_state = nnx.merge(graphdef, state)
+    before = scoring.rule_state(cfg, rule, train_state)
+    if not whole or not ledger.recalls(rule, before):
+      losses = [passes.validation_mean(*loss_fn(train_state.model, batch)) for batch in val_batches]
+      return {"prev_val_loss": constrain(jnp.stack(losses), (None,))}
+    split = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...))
+    losses, gradients = passes.validation_gradients(split, loss_fn, val_batches)
+    last = ledger.last_products(rule, before, by_label(split.params), [by_label(g) for g in gradients])
+    return {"prev_val_loss": constrain(losses, (None,)), "prev_predicted": constrain(-last, (None,))}
+
+  return close

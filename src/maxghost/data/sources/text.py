@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,7 +112,7 @@ def _open(path: str) -> io.FileIO | bytes:
         return file.read()
     with pyarrow.OSFile(path, "rb") as raw, pyarrow.CompressedInputStream(raw, "zstd") as stream:
       return stream.read()
-  except (OSError, EOFError, ValueError) as error:
+  except (OSError, EOFError, ValueError, zlib.error) as error:
     raise CorruptError(f"{path} cannot be read: {error}") from error
 
 
