@@ -51,6 +51,7 @@ def computed(place, dtype):
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(out)}
 
 
+@pytest.mark.slow  # eight compilations
 @pytest.mark.parametrize("place", [several_sets, curvature_of_sets, examples, sketches])
 def test_float32_is_float64_rounded(place):
   narrow, wide = computed(place, "float32"), computed(place, "float64")
