@@ -15,6 +15,7 @@ from flax import nnx
 
 from maxghost import ghost
 from maxghost.models import autodiff
+from maxghost.models.layers import Hidden
 from maxghost.objectives import LanguageModelLoss
 
 COUNT, KAPPA = 5, 0.8
@@ -107,8 +108,8 @@ def losses_by_formula(model, batch):
       best = jnp.where(chosen > 0, -1.0, p).argmax(-1)
       chosen = chosen + jax.nn.one_hot(best, 5)
     f = (chosen * real[..., None]).sum((0, 1)) / real.sum()
-    total = total + 5 * (p * jax.lax.stop_gradient(f)).sum(-1) / 2
-    x, _ = layer((x, blank), *where)
+    total = total + 5 * p @ jax.lax.stop_gradient(f) / 2
+    x = layer(Hidden(x, blank), *where).x_BTD
   logits = model.logits(x)
   return oracles.softmax_losses(logits, batch["targets"]) + WEIGHT * total
 

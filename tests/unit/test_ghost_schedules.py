@@ -15,6 +15,7 @@ import tiny
 from flax import nnx
 
 from maxghost import ghost
+from maxghost.ghost import low_rank
 
 LAYERS, RANK = 3, 5
 TRAIN = tiny.make_batch(tiny.PACKED, seed=41)
@@ -56,27 +57,36 @@ class Oracle:
     self.moments = {label: 1e-3 * rng.random(g.shape) ** 4 + 1e-7 for label, g in self.g.items()}
 
   def direction(self, kind: str, k: int, rank: int) -> dict:
-    u = self.G[k]
-    if kind == "adam":
-      constants = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
-      u = oracles.adam_direction(u, self.g, self.moments, count=COUNT, kappa=KAPPA, **constants)
-    return {label: low_rank_product(label, v) for label, v in u.items()} if rank else u
+    if kind != "adam":
+      return {label: low_rank_product(label, v) for label, v in self.G[k].items()} if rank else self.G[k]
+    ones = {label: np.ones_like(v) for label, v in self.g.items()}
+    constants = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
+    P = oracles.adam_direction(ones, self.g, self.moments, count=COUNT, kappa=KAPPA, **constants)
+    u = {label: P[label] * v for label, v in self.G[k].items()}
+    return {label: low_rank_product(label, v, self.g[label], P[label]) for label, v in u.items()} if rank else u
 
 
 # The parameters' matrix views [I, O] that rank 5 makes cheaper, by the number of leading axes of I.
 GAINING = {"query": 1, "out": 2, "wi_0": 1, "wi_1": 1, "wo": 1, "logits_dense": 1, "token_embedder": 1}
 
 
-def low_rank_product(label: str, u) -> np.ndarray:
-  """u, or left @ right of its matrix view, layer by layer. The factors themselves are tested in *_directions_rank."""
+def low_rank_product(label: str, u, gradient=None, weighting=None) -> np.ndarray:
+  """u, or left @ right of its matrix view, layer by layer. The factors themselves are tested in *_directions_rank.
+
+  gradient, weighting: of the batch, and the elementwise response, where a direction is formed in the backward pass.
+  """
   rows = GAINING.get(label.split("/")[-2])
   if rows is None:
     return u
-  stacked = int("/layers/" in label)
-  shape = u.shape[stacked:]
-  matrix = u.reshape(*u.shape[:stacked], int(np.prod(shape[:rows])), -1)
-  left, right, _ = foreign.factor(matrix, RANK, label)
-  return (left @ right).reshape(u.shape)
+  shape = u.shape[int("/layers/" in label) :]
+  view = lambda x: x.reshape(-1, int(np.prod(shape[:rows])), int(np.prod(shape[rows:])))  # noqa: E731
+  if gradient is None:
+    left, right, _ = foreign.factor(view(u), RANK, label)
+    return (left @ right).reshape(u.shape)
+  with jax.enable_x64(True):
+    weights = [tuple(map(np.asarray, low_rank.rank_one_root(jnp.asarray(1 / P_IO**2)))) for P_IO in view(weighting)]
+  factors = [foreign.factor_for(*each, RANK, label) for each in zip(view(gradient), weights, view(u), strict=True)]
+  return np.stack([left @ right for left, right, _ in factors]).reshape(u.shape)
 
 
 @pytest.fixture(scope="module")
