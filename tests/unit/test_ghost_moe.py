@@ -110,7 +110,7 @@ def losses_by_formula(model, batch):
     f = (chosen * real[..., None]).sum((0, 1)) / real.sum()
     total = total + 5 * p @ jax.lax.stop_gradient(f) / 2
     x = layer(Hidden(x, blank), *where).x_BTD
-  logits = model.logits(x)
+  logits = model.logits(Hidden(x))
   return oracles.softmax_losses(logits, batch["targets"]) + WEIGHT * total
 
 
