@@ -7,8 +7,10 @@ measured with jax 0.10.2:
   jit(jacrev(f)) 0.8 to 1.4    jacrev(f) without jit 6e-07    jit(jacfwd(f)) 5e-07
   jit(jacrev(f)) without attention 0.9, without the feed-forward layer 0.8, and without the norms besides 2e-07
 
-So it takes the norm, x / rms(x). XLA's fusion emitters make no difference, and in float64 all agree to 1e-15. maxghost
-maps no VJP over cotangents; tests/unit/test_mapped_gradients.py compares what comes closest, float32 with float64.
+So it takes the norm, x / rms(x), and 64 cotangents (with 16 the result is right). The cause is XLA's YNNPACK fusions on
+CPU: compiled with xla_cpu_experimental_ynn_fusion_type="" (a compiler option, or an XLA flag) the error is 7e-07. XLA's
+fusion emitters, fast math, oneDNN, XNNPACK and Eigen's threads make no difference, and in float64 all agree to 1e-15.
+maxghost maps no VJP over cotangents; tests/unit/test_mapped_gradients.py compares what comes closest.
 """
 
 import jax
