@@ -194,7 +194,9 @@ def test_a_logged_step_asked_again_at_its_checkpoint_is_the_log(kind, trained, t
   dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed, batch_size=rows)
   batch = [next(dataset.train) for _ in range(step + 1)][-1]
   asked = {"words": dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, "words")}
-  corpus = SimpleNamespace(layout=dataset.layout, batches=lambda num_rows: [batch], document_id=dataset.document_id)
+  corpus = SimpleNamespace(
+    layout=dataset.layout, batches=lambda num_rows: [batch], document_record=dataset.document_record
+  )
   paths = {step: run / "checkpoints" / str(step)}
   cfg = attribute.scoring_config(cfg, args, paths)
   assert cfg.ghost.ghost_direction == ("sgd" if kind == "sgd" else "adam")

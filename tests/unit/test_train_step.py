@@ -14,9 +14,10 @@ import tiny
 from flax import nnx
 from train_steps import TRAIN, TRAINING, VALIDATION, Run
 
+from maxghost import optimizers
 from maxghost.ghost import rules
 from maxghost.training import step
-from maxghost.training.state import TrainStateNNX
+from maxghost.training.state import TrainStateNNX, trainable
 
 FLOAT64 = {"dtype": "float64", "weight_dtype": "float64"}
 PLAIN = {"loss", "grad_norm", "param_norm", "learning_rate", "tokens", "clip_factor"}
@@ -322,7 +323,8 @@ def test_the_self_check_notices_a_broken_rule(layer, changes, monkeypatch):
 def test_evaluation_sums_the_loss_without_z_loss_and_validation_loss_has_it():
   cfg = tiny.make_config(z_loss_multiplier=0.1, dropout_rate=0.5, **TRAINING)
   model = tiny.make_model(cfg)
-  graphdef, state = nnx.split(TrainStateNNX(model))
+  tx = optimizers.make_optimizer(cfg.optimizer, cfg.run.steps)
+  graphdef, state = nnx.split(TrainStateNNX(model, tx, trainable=trainable(cfg, model)))
   logits = oracles.reference_logits(
     tiny.by_label(model), cfg.model, *(VALIDATION[f"inputs{name}"] for name in ("", "_position", "_segmentation"))
   )
