@@ -276,10 +276,12 @@ def _key_impls(item: Path) -> dict[str, str]:
   """The generator of each random key by array name, from the metadata of each process that wrote."""
   impls = {}
   for file in sorted((item / "array_metadatas").glob("process_*")):
-    for entry in read_json(file).get("array_metadatas", []):
-      extra = entry["array_metadata"].get("ext_metadata") or {}
-      if "random_key_impl" in extra:
-        impls[entry["array_metadata"]["param_name"]] = extra["random_key_impl"]
+    try:
+      for entry in (about["array_metadata"] for about in read_json(file).get("array_metadatas", [])):
+        if impl := (entry.get("ext_metadata") or {}).get("random_key_impl"):
+          impls[entry["param_name"]] = impl
+    except (KeyError, TypeError, AttributeError) as error:
+      raise LayoutError(f"{file} is damaged: {type(error).__name__} {error}") from error
   return impls
 
 
