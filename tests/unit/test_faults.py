@@ -231,7 +231,7 @@ def run_dir(tmp_path_factory):
 
 
 NASTY = (
-  "", "-", "--", "=", "a\0b", "\x1b[2J\x1b]0;x\x07", "\u202e", "\ud800", "../..", "/dev/null", "x" * 5000, "x/" * 3000,
+  "", "-", "--", "=", "a\0b", "\x1b[2J\x1b]0;x\x07", "\u202e", "\ufffd", "../..", "/dev/null", "x" * 5000, "x/" * 3000,
   "-1", "1e999", "nan", "[" * 3000, "{a: *b}", "!!python/object:os.system", "%s%n", "10**18", "9" * 400, ",", ":", "~",
   "é", "*", "domain=", "step>=x", "--where=--", "--by", "--top", "--sort=", "steps=1e18", "head_dim=1e12",
   "base_num_decoder_layers=1e30", "segment_lengths=[[[[", "run_name=../x", "base_output_directory=\0", "--help",
@@ -261,7 +261,9 @@ def check_command(run_dir, command, words, capsys):
 
 
 def fuzzed(test, max_examples):
-  words = st.lists(st.one_of(st.sampled_from(NASTY), st.just("RUN"), st.text(max_size=30)), max_size=4)
+  words = st.lists(
+    st.one_of(st.sampled_from(NASTY), st.just("RUN"), st.text(st.characters(codec="utf-8"), max_size=30)), max_size=4
+  )
   given = hypothesis.given(command=st.sampled_from(COMMANDS), words=words)
   health = [hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow]
   settings = hypothesis.settings(

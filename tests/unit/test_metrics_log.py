@@ -395,11 +395,12 @@ def test_tensorboard_raises_where_it_cannot_write(tmp_path):
 
 
 def test_a_terminal_that_is_gone_stops_the_run_unless_nohup(monkeypatch):
-  with StopSignals() as signals:
-    os.kill(os.getpid(), signal.SIGHUP)
-    assert signals.requested == signal.SIGHUP and signals.exit_code == 129 and signals.name == "SIGHUP"
-  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
   try:
+    with StopSignals() as signals:
+      os.kill(os.getpid(), signal.SIGHUP)
+      assert signals.requested == signal.SIGHUP and signals.exit_code == 129 and signals.name == "SIGHUP"
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopSignals() as signals:
       os.kill(os.getpid(), signal.SIGHUP)
       assert signals.requested is None
