@@ -56,7 +56,7 @@ def check(folder: Path, args) -> int:
   ]  # fmt: skip
   per_million = {value.domain: value.per_million for value in part.domains}
   own = per_million.pop(next(iter(cfg.data.validation_sets)), math.nan)
-  predicted, actual = part.ledger.predicted, part.ledger.actual
+  predicted, actual = float(part.ledger.predicted), float(part.ledger.actual)
   figures = [
     Figure("seconds from start to the end of training", train_seconds, 180.0, form="{:.0f}"),
     Figure("seconds to the first step's line", first_step_seconds, 15.0, form="{:.1f}"),
