@@ -173,7 +173,7 @@ def publish(
   for figure in figures:
     print(figure.line())
   kept = [
-    {"name": f.name, "shown": f.form.format(f.value), "wanted": f.wanted, "value": f.value, "met": f.met}
+    {"name": f.name, "shown": f.form.format(f.value), "wanted": f.wanted, "value": float(f.value), "met": None if f.met is None else bool(f.met)}
     for f in figures
   ]
   line = json.dumps({"benchmark": name, "machine": where, "rows": list(rows), "figures": kept, "notes": list(notes)})

@@ -70,7 +70,7 @@ def check(folder: Path, args) -> int:
       own / max(per_million.values()), 1.0, above=True, form="{:.2f}",
     ),
     Figure("measured drop of the validation loss, nats", actual, form="{:.3f}"),
-    Figure("first order over measured drop", part.ledger.first_order / actual, form="{:.3f}"),
+    Figure("first order over measured drop", float(part.ledger.first_order) / actual, form="{:.3f}"),
     Figure("first order and curvature over measured drop, above 0.98", predicted / actual, 1.02, form="{:.3f}"),
     Figure("largest error of the scores' self-check", check, 1e-5, form="{:.1e}"),
   ]  # fmt: skip
