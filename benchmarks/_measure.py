@@ -36,7 +36,7 @@ class Figure:
   def met(self) -> bool | None:
     if self.limit is None:
       return None
-    return self.value >= self.limit if self.above else self.value <= self.limit
+    return bool(self.value >= self.limit if self.above else self.value <= self.limit)
 
   @property
   def wanted(self) -> str:
@@ -173,7 +173,7 @@ def publish(
   for figure in figures:
     print(figure.line())
   kept = [
-    {"name": f.name, "shown": f.form.format(f.value), "wanted": f.wanted, "value": float(f.value), "met": None if f.met is None else bool(f.met)}
+    {"name": f.name, "shown": f.form.format(f.value), "wanted": f.wanted, "value": float(f.value), "met": f.met}
     for f in figures
   ]
   line = json.dumps({"benchmark": name, "machine": where, "rows": list(rows), "figures": kept, "notes": list(notes)})
