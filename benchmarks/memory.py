@@ -27,7 +27,7 @@ from maxghost import config as configuration
 from maxghost.config.values import divisors
 from maxghost.parallel import shardings, topologies
 from maxghost.parallel.shardings import Layout
-from maxghost.training import compiled_steps, state
+from maxghost.training import aot, state
 from maxghost.training.host_memory import HostMemory
 from maxghost.training.memory import estimate
 from maxghost.training.memory_report import MemoryEstimate, compiled_sizes, verdict
@@ -128,7 +128,7 @@ class Bench:
     """The whole train step of the decoder on four chips."""
     cfg = configuration.load(str(_measure.BASE), *SHAPE, *DECODER, *keys, *self.overrides)
     plan = Plan.of(cfg, Layout.of(cfg.parallel, topologies.open_devices(f"{self.name}-4")))
-    compiled = compiled_steps.compile_step(plan)
+    compiled = aot.compile_step(plan)
     if compiled.executable is None:
       return _tpu.Compiled(error=compiled.problem).beside(plan.memory)
     sizes = compiled_sizes(compiled.executable.memory_analysis())

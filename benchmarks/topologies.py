@@ -159,7 +159,7 @@ def measure(name: str, limit: int, folder: Path, keys: list[str]) -> dict:
   topologies.prepare_environment(topology)
   from maxghost import config
   from maxghost.parallel.shardings import Layout
-  from maxghost.training import compiled_steps
+  from maxghost.training import aot
   from maxghost.training.plan import Plan
 
   cfg = config.load(f"model_name={model}", *keys_of(name, limit, keys))
@@ -172,7 +172,7 @@ def measure(name: str, limit: int, folder: Path, keys: list[str]) -> dict:
   }  # fmt: skip
   (folder / "planned.json").write_text(json.dumps(result))
   options = {"xla_tpu_max_hbm_size_mib": limit // 2**20} if limit > 0 else {}
-  compiled = compiled_steps.compile_step(plan, options, folder)
+  compiled = aot.compile_step(plan, options, folder)
   result |= {"seconds": time.perf_counter() - begin, "problem": compiled.problem}
   if compiled.executable is None:
     return result

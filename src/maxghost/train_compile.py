@@ -23,7 +23,7 @@ def _run(cfg: Config) -> int:
   topologies.parse(topology)
   topologies.prepare_environment(topology)
   from maxghost.parallel.shardings import Layout
-  from maxghost.training import compiled_steps, devices
+  from maxghost.training import aot, devices
   from maxghost.training.plan import Plan
 
   begin = time.perf_counter()
@@ -32,8 +32,8 @@ def _run(cfg: Config) -> int:
   print(f"compiling for {slices} x {topology}" if slices > 1 else f"compiling for {topology}")
   for line in [*plan.lines(), *plan.memory.table()]:
     print(line, flush=True)
-  compiled = compiled_steps.compile_step(plan)
-  lines, fits = compiled_steps.report_lines(compiled, topology)
+  compiled = aot.compile_step(plan)
+  lines, fits = aot.report_lines(compiled, topology)
   for line in lines:
     print(line, flush=True)
   if cfg.parallel.compiled_trainstep_file and compiled.executable is not None:

@@ -167,7 +167,7 @@ def test_a_newer_schema_is_refused(whole, tmp_path, monkeypatch):
 
 def test_processes_are_merged(tmp_path):
   for process_index in (0, 1, 11):
-    writer = Writer(tmp_path, SETS, process_index=process_index, period=PERIOD)
+    writer = Writer(tmp_path, SETS, process=(process_index, 1), period=PERIOD)
     writer.restore(None)
     for step in range(7):
       append_step(writer, step, process_index)
@@ -176,7 +176,7 @@ def test_processes_are_merged(tmp_path):
   log = attribution.load(tmp_path)
   assert log.num_rows == 3 * sum(step % 4 + 1 for step in range(7))
   assert log.steps["step"].tolist() == list(range(7))
-  Writer(tmp_path, SETS, process_index=1, period=PERIOD).restore(None)
+  Writer(tmp_path, SETS, process=(1, 1), period=PERIOD).restore(None)
   assert attribution.load(tmp_path).num_rows == 2 * sum(step % 4 + 1 for step in range(7))
 
 
@@ -231,3 +231,17 @@ def test_foreign_folders(tmp_path):
 def test_unknown_column(whole):
   with pytest.raises(ConfigError, match="'contribtion'; did you mean 'contribution'"):
     attribution.load(whole)["contribtion"]
+
+
+def test_a_run_of_fewer_processes_restores_the_files_of_those_that_are_gone(tmp_path):
+  for index in range(2):
+    writer = Writer(tmp_path, SETS, process=(index, 2), period=PERIOD)
+    writer.restore(None)
+    for step in range(2 * PERIOD):
+      append_step(writer, step, index)
+    writer.close()
+  assert len(list((tmp_path / "ghost").glob("*_p1.npz"))) == 2
+  Writer(tmp_path, SETS, process=(0, 1), period=PERIOD).restore(
+    {"step": PERIOD - 1, "num_steps": PERIOD, "num_rows": 1}
+  )
+  assert [path.name for path in (tmp_path / "ghost").glob("*_p1.npz")] == [f"dot_prod_log_iter_{PERIOD - 1}_p1.npz"]

@@ -6,7 +6,7 @@ import meshes
 import pytest
 from meshes import MESHES
 
-from maxghost.training import compiled_steps
+from maxghost.training import aot
 from maxghost.training.plan import Plan
 
 QUICK = ("fsdp 4 x tensor 2", "context 4 x data 2")
@@ -63,7 +63,7 @@ TABLE, LAYERS = "f32[24,272]", 2
 def moved(**changes):
   """The collectives of the step on fsdp 8, compiled as for a run."""
   cfg = meshes.make_config(meshes.MESHES["fsdp 8"], remat_policy="full", **changes)
-  compiled = compiled_steps.compile_step(Plan.of(cfg, meshes.make_layout(cfg, 8)))
+  compiled = aot.compile_step(Plan.of(cfg, meshes.make_layout(cfg, 8)))
   found = compiled.collectives()
   assert {one.axes for one in found} == {("fsdp",)}
   # No logits of all rows, and no stack of whole weights.

@@ -124,8 +124,7 @@ def test_curvature_is_half_the_difference_of_what_the_gradients_around_a_step_pr
   """Where the gradient after a step is unknown (other rows, a gap in the log), the step stays first order."""
   losses = ((5.0, math.nan, math.nan, 1.0), (4.5, 4.5, 0.25, 2.0), (3.5, 3.25, math.nan, 0.5))
   names = ("val_loss", "prev_val_loss", "prev_predicted", "predicted_examples")
-  columns = {"momentum": 0.0, "weight_decay": 0.0, "unscored": 0.0, "direction_residual": 0.0}
-  steps = [(dict(zip(names, row, strict=True)) | columns, [("a", "x", 0, 0, 9, row[3])]) for row in losses]
+  steps = [(dict(zip(names, row, strict=True)), [("a", "x", 0, 0, 9, row[3])]) for row in losses]
   part = summarize(attribution.load(write_log(tmp_path, steps, closing=3.0))).sets[0]
   ledger = part.ledger
   assert (ledger.first_order, ledger.curvature, ledger.actual) == (3.5, (0.25 - 1.0) / 2, 0.5 + 1.25 + 0.5)

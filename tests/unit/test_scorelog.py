@@ -268,7 +268,7 @@ def test_a_ledger_column_of_the_optimizer_goes_through_to_the_report(tmp_path, c
 
 def test_files_of_two_objectives_are_not_mixed(tmp_path):
   for process, objective in enumerate(("next_token", "pairs")):
-    writer = Writer(tmp_path, process_index=process, objective=objective)
+    writer = Writer(tmp_path, process=(process, 1), objective=objective)
     writer.append({"step": 0}, {}, [])
     writer.close()
   with pytest.raises(ConfigError, match=r"objective pairs.*has next_token.*of different runs"):

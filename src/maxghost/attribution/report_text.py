@@ -12,6 +12,7 @@ LEDGER_LABELS = {
   "weight_decay": ("Weight decay", "pulling the weights towards zero"),
   "unscored": ("Unscored parameters", "parameters left out with ghost_exclude"),
   "direction_residual": ("Direction residual", "exact minus used direction (stale or low-rank)"),
+  "curvature": ("Curvature", "the validation gradient turns during a step: half of the difference between its ends"),
 }
 
 
@@ -134,8 +135,7 @@ def ledger_lines(ledger: Ledger) -> list[LedgerLine]:
       lines.append(LedgerLine(*LEDGER_LABELS.get(name, named), value, total))
       total += value
   if ledger.curvature is not None:
-    words = "the validation gradient turns during a step: half of the difference between its ends"
-    lines.append(LedgerLine("Curvature", words, ledger.curvature, total))
+    lines.append(LedgerLine(*LEDGER_LABELS["curvature"], ledger.curvature, total))
   lines.append(LedgerLine("Predicted drop", "the sum of the lines above", ledger.predicted, is_total=True))
   if ledger.actual is not None and ledger.rest is not None:
     measured = "validation loss before minus after each step, on the same rows"

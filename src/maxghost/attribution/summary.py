@@ -337,7 +337,8 @@ def curvatures(log: ScoreLog, k: int) -> np.ndarray:
   """
   number, after = log.steps["step"], log.steps["prev_predicted"][:, k]
   curvature = np.full(len(number), np.nan)
-  before = np.sum([log.steps[name][:, k] for name in log.ledger], axis=0)
+  before = np.nansum([log.steps[name][:, k] for name in log.ledger], axis=0)
+  before[np.isnan(log.steps["predicted_examples"][:, k])] = np.nan
   curvature[:-1] = np.where(np.diff(number) == 1, (after[1:] - before[:-1]) / 2, np.nan)
   return curvature
 

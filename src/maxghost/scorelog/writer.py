@@ -172,10 +172,9 @@ class Writer:
   Args:
     run_dir: the run's folder; files go to its `ghost/` (`folder`, which may be changed before the first step).
     val_sets: names of the K validation sets.
-    process_index: of this process; process 0 also restores the files of processes beyond `num_processes`.
+    process: (number of this process, how many write); process 0 also restores the files of processes beyond these.
     period: steps per file.
     fingerprint: of the data source; it tells a reader whether the texts are still the same.
-    num_processes: that write now.
     objective: of the training.
     ledger: columns of the predicted drop, `predicted_examples` among them, as the optimizer names them.
     direction: that the scores were computed with.
@@ -186,10 +185,9 @@ class Writer:
     self,
     run_dir,
     val_sets: Sequence[str] = ("manual",),
-    process_index: int = 0,
+    process: tuple[int, int] = (0, 1),
     period: int = 20,
     fingerprint: str = "",
-    num_processes: int = 1,
     objective: str = fmt.NEXT_TOKEN,
     ledger: Sequence[str] = fmt.LEDGER,
     direction: str = "",
@@ -197,7 +195,7 @@ class Writer:
   ):
     _check(period, ledger, fields)
     self.folder = Path(run_dir) / "ghost"
-    self._process_index, self._num_processes, self._period = process_index, num_processes, period
+    (self._process_index, self._num_processes), self._period = process, period
     self.val_sets, self.ledger, self.fields = tuple(val_sets), tuple(ledger), tuple(fields)
     self._about = {
       "schema_version": fmt.SCHEMA_VERSION,
@@ -206,7 +204,7 @@ class Writer:
       "ledger": self.ledger,
       "direction": direction,
       "fields": self.fields,
-      "process_index": process_index,
+      "process_index": self._process_index,
       "fingerprint": fingerprint,
       "units": fmt.units(ledger),
     }
@@ -271,7 +269,7 @@ class Writer:
     last_step = -1 if position is None else int(position["step"])
     former = {process for *_, process in self._files() if process >= self._num_processes}
     for process in sorted(former) if self._process_index == 0 else ():
-      other = Writer(self.folder, self.val_sets, process, self._period, fields=self.fields)
+      other = Writer(self.folder, self.val_sets, (process, 1), self._period, fields=self.fields)
       other.folder, other.ledger, other._about = self.folder, self.ledger, self._about | {"process_index": process}
       other.restore(None if position is None else {"step": last_step})
     self._last_step, self._num_steps, self._num_rows = last_step, 0, 0

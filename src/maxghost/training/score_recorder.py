@@ -34,10 +34,9 @@ def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
   writer = Writer(
     path,
     tuple(cfg.data.validation_sets),
-    process_index=distributed.index(),
+    process=(distributed.index(), distributed.count()),
     period=ghost.ghost_log_period,
     fingerprint=dataset.fingerprint,
-    num_processes=distributed.count(),
     objective=cfg.optimizer.objective,
     ledger=plugins.ledger_columns(cfg.optimizer.opt_type),
     direction=str(optimizer.direction) if ghost.ghost_direction == "auto" else ghost.ghost_direction,
