@@ -180,6 +180,22 @@ def test_processes_are_merged(tmp_path):
   assert attribution.load(tmp_path).num_rows == 2 * sum(step % 4 + 1 for step in range(7))
 
 
+def test_partial_files_of_other_processes_stay(tmp_path):
+  """Processes of a run begin together: one may be writing while another removes what a killed one left."""
+  folder = tmp_path / "ghost"
+  folder.mkdir()
+  names = {
+    process: [f".dot_prod_log_iter_4{end}.npz.77.tmp", f".position{end}.json.77.tmp"]
+    for process, end in ((0, ""), (1, "_p1"), (11, "_p11"))
+  }
+  for name in sum(names.values(), []):
+    (folder / name).touch()
+  for process in (1, 0, 11):
+    Writer(tmp_path, SETS, process=(process, 12), period=PERIOD).restore(None)
+    del names[process]
+    assert {path.name for path in folder.glob(".*.tmp")} == set(sum(names.values(), []))
+
+
 def test_closing_record(tmp_path):
   writer = Writer(tmp_path, ("manual",), period=2)
   rows = {"tokens": np.array([3]), "loss": np.array([1.0]), "dot": np.array([2.0]), "contribution": np.array([0.5])}

@@ -166,6 +166,12 @@ def position_name(process_index: int) -> str:
   return f"position{f'_p{process_index}' if process_index else ''}.json"
 
 
+def process_of(name: str) -> int:
+  """The process that writes a file of this name, whole or partial."""
+  found = re.search(r"_p(\d+)\.(?:npz|json)", name)
+  return int(found[1]) if found else 0
+
+
 _SHARD = re.compile(r"dot_prod_log_iter_(\d+)(?:_p(\d+))?\.npz")
 
 

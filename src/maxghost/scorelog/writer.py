@@ -286,8 +286,7 @@ class Writer:
       else:
         kept.append(path)
     for path in self.folder.glob(".*.tmp"):  # partial files that this process left when it was killed
-      name = fmt.parse_shard_name(path.name[1:].partition(".npz")[0] + ".npz")
-      if (name or (0, 0))[1] == self._process_index:
+      if fmt.process_of(path.name) == self._process_index:
         dropped.append(path)
     for path in dropped:
       path.unlink(missing_ok=True)
