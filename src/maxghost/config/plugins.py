@@ -77,12 +77,11 @@ class Optimizer(Plugin):
   path: bool = False
 
 
-_elementwise = functools.partial(
-  Optimizer, columns=("momentum", "weight_decay"), by_segment=True, elementwise=True, path=True
-)
+_own = functools.partial(Optimizer, columns=("momentum", "weight_decay"), by_segment=True, elementwise=True, path=True)
 OPTIMIZERS: dict[str, Optimizer] = {
-  "adamw": _elementwise("maxghost.optimizers.adamw:AdamW", direction="adam"),
-  "sgd": _elementwise("maxghost.optimizers.sgd:Sgd", direction="sgd"),
+  "adamw": _own("maxghost.optimizers.adamw:AdamW", direction="adam"),
+  "sgd": _own("maxghost.optimizers.sgd:Sgd", direction="sgd"),
+  "muon": _own("maxghost.optimizers.muon:Muon", direction="path", elementwise=False),
 }
 
 
@@ -114,7 +113,7 @@ class Names(Sequence[str]):
 
 def directions() -> tuple[str, ...]:
   """Values of ghost_direction."""
-  own = [optimizer.direction for optimizer in OPTIMIZERS.values() if optimizer.direction not in (None, "sgd")]
+  own = [optimizer.direction for optimizer in OPTIMIZERS.values() if optimizer.direction not in (None, "sgd", "path")]
   return ("auto", "sgd", *map(str, own), "path", "second_order")
 
 

@@ -100,6 +100,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
   "ghost_reweight": {"true": "20", "false": ""},
   "dataset_mixture": {"proportional": ""},
   "max_num_checkpoints_to_keep": {"none": "0"},
+  "muon_consistent_rms": {"none": "0.0"},
 }
 
 

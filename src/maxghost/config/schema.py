@@ -169,7 +169,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-  """AdamW or SGD and their schedule."""
+  """AdamW, SGD or Muon and their schedule."""
 
   objective: str = key("next_token", choices=plugins.OBJECTIVE_NAMES)
   opt_type: str = key("adamw", choices=plugins.OPT_TYPES)
@@ -183,6 +183,9 @@ class OptimizerConfig:
   adam_eps: float = key(1e-8, minimum=0.0)
   adam_weight_decay: float = key(0.1, minimum=0.0)
   mu_dtype: str = key("float32", choices=("float32", "bfloat16"))
+  muon_beta: float = key(0.95, minimum=0.0, maximum=0.999999)
+  muon_weight_decay: float = key(0.0, minimum=0.0)
+  muon_consistent_rms: float = key(0.0, minimum=0.0)
   trainable_parameters_mask: tuple[str, ...] = key(())
   gradient_accumulation_steps: int = key(1, minimum=1)
   gradient_clipping_threshold: float = key(1.0, minimum=0.0)

@@ -18,7 +18,7 @@ from maxghost.ghost import (
 )
 from maxghost.ghost.directions import DirectionSpec, GhostDirection, GhostProbe, ScoredParam, direction_state, part_name
 from maxghost.ghost.probed import TwinInfo, Use, probed_call
-from maxghost.optimizers import Parameter
+from maxghost.optimizers import Matrix, Parameter
 from maxghost.parallel.shardings import setting, slash_path
 
 
@@ -135,14 +135,14 @@ def attach(
 
 
 def parameters(model: nnx.Module) -> dict[str, Parameter]:
-  """{path: Parameter} of a model, with the matrix views of the layers' rules."""
+  """{path: Parameter} of a model, with the matrix views of the layers' rules and of the Params."""
   modules = {path: node for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
   found = {}
-  for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+  for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
     label, module, name = slash_path(path), modules.get(path[:-1]), str(path[-1])
     rule = None if module is None else rules.find(module)
     view = (0, 0) if rule is None else (rule.rows(module, name), rule.groups(module, name))
-    found[label] = Parameter(label, *view)
+    found[label] = Parameter(label, *view, Matrix.of(variable))
   return found
 
 

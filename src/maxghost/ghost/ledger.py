@@ -34,7 +34,7 @@ def sums(
   for label, g in grads.items():
     parameter, kept = parameters[label], state.of(label)
     response = rule.response(parameter, g, kept, scalars)
-    arrays = {"exact" if label in scored else "unscored": response.apply(g)}
+    arrays = {"exact" if label in scored else "unscored": response.whole(g)}
     arrays |= rule.column_arrays(parameter, params[label], g, kept, response)
     if recalled:
       arrays["last"] = rule.last_update(params[label], kept, state)

@@ -174,7 +174,7 @@ class SelfAttention(nnx.Module):
       self.query_norm = norm(cfg, width, rngs=rngs)
       self.key_norm = norm(cfg, width, rngs=rngs)
     if self.has_sinks:
-      self.sinks = nnx.Param(jnp.zeros(heads, jnp.dtype(cfg.weight_dtype)), axes=("q_heads",))
+      self.sinks = nnx.Param(jnp.zeros(heads, jnp.dtype(cfg.weight_dtype)), axes=("q_heads",), matrix=())
     self.rotary = Rotary(cfg)
     self.kernel, self.window, self.soft_cap = cfg.attention, window, cfg.attn_logits_soft_cap or None
 

@@ -1,7 +1,8 @@
 """One pre-norm transformer layer, or a cycle of different ones, with MaxText's parameter names.
 
 B batch, T positions, D embed dim, F feed-forward width.
-Each Param carries `axes`, its logical axis names; nothing here mentions a mesh.
+Each Param carries `axes`, its logical axis names, and `matrix`, how many of its last axes are rows and columns of a
+matrix, () where they form none; nothing here mentions a mesh or an optimizer.
 """
 
 import jax

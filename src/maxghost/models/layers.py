@@ -50,8 +50,13 @@ def linear(
   in_axes=1,
   use_bias=False,
   layer_type: type[nnx.LinearGeneral] = nnx.LinearGeneral,
+  matrix: tuple[int, ...] | None = None,
 ) -> nnx.Module:
-  """A dense layer over the trailing `in_axes` axes. std: of its normal weights. axes: logical axes of its kernel."""
+  """A dense layer over the trailing `in_axes` axes.
+
+  std: of its normal weights. axes: logical axes of its kernel. matrix: what the kernel tells an optimizer of matrices:
+  by default that it maps the `in_axes` axes to the others; () that it is none.
+  """
   return layer_type(
     in_features,
     out_features,
@@ -63,8 +68,8 @@ def linear(
     precision=precision(cfg),
     dot_general=dense.dot_general,
     rngs=rngs,
-    kernel_metadata={"axes": axes},
-    bias_metadata={"axes": tuple(axes[in_axes:])},
+    kernel_metadata={"axes": axes, "matrix": (in_axes, len(axes) - in_axes) if matrix is None else matrix},
+    bias_metadata={"axes": tuple(axes[in_axes:]), "matrix": ()},
   )
 
 
@@ -77,14 +82,14 @@ def norm(cfg: ModelConfig, num_features: int | None = None, *, rngs: nnx.Rngs) -
   kind, options = nnx.RMSNorm, {}
   if num_features is None and FAMILIES[cfg.decoder_block].layer_norm:
     # The fast variance, E[x^2] - E[x]^2, loses digits where the mean is large.
-    kind, options = nnx.LayerNorm, {"use_fast_variance": False, "bias_metadata": {"axes": ("norm",)}}
+    kind, options = nnx.LayerNorm, {"use_fast_variance": False, "bias_metadata": {"axes": ("norm",), "matrix": ()}}
   return kind(
     num_features or cfg.base_emb_dim,
     epsilon=cfg.normalization_layer_epsilon,
     dtype=jnp.dtype(cfg.dtype),
     param_dtype=jnp.dtype(cfg.weight_dtype),
     rngs=rngs,
-    scale_metadata={"axes": ("norm",)},
+    scale_metadata={"axes": ("norm",), "matrix": ()},
     **options,
   )
 

@@ -214,7 +214,8 @@ class RoutedMoe(nnx.Module):
     self.gate = linear(cfg, embed, experts, ("embed", None), rngs=rngs, std=embed**-0.5, use_bias=cfg.mlp_bias)
 
     def weights(shape, axes, std):
-      return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.dtype(cfg.weight_dtype)), axes=axes)
+      value = std * jax.random.normal(rngs.params(), shape, jnp.dtype(cfg.weight_dtype))
+      return nnx.Param(value, axes=axes, matrix=(1, 1))
 
     for name in self.branches:
       setattr(self, name, weights((experts, embed, width), ("exp", "embed", "mlp"), embed**-0.5))
@@ -223,8 +224,9 @@ class RoutedMoe(nnx.Module):
     if self.has_bias:
       zeros = jnp.zeros((experts, width), jnp.dtype(cfg.weight_dtype))
       for name in self.branches:
-        setattr(self, f"{name}_bias", nnx.Param(zeros, axes=("exp", "mlp")))
-      self.wo_bias = nnx.Param(jnp.zeros((experts, embed), jnp.dtype(cfg.weight_dtype)), axes=("exp", "embed"))
+        setattr(self, f"{name}_bias", nnx.Param(zeros, axes=("exp", "mlp"), matrix=()))
+      zeros = jnp.zeros((experts, embed), jnp.dtype(cfg.weight_dtype))
+      self.wo_bias = nnx.Param(zeros, axes=("exp", "embed"), matrix=())
 
   @property
   def branches(self) -> list[str]:

@@ -37,7 +37,7 @@ class Decoder(nnx.Module):
     if self.has_positions:
       self.position_embedder = embedding(cfg, cfg.trainable_position_size, (None, "embed"), std=0.02, rngs=rngs)
     if not cfg.logits_via_embedding:
-      options = {"std": cfg.base_emb_dim**-0.5, "layer_type": OutputProjection}
+      options = {"std": cfg.base_emb_dim**-0.5, "layer_type": OutputProjection, "matrix": ()}
       self.logits_dense = linear(cfg, cfg.base_emb_dim, cfg.vocab_size, ("embed", "vocab"), rngs=rngs, **options)
 
   def __call__(self, hidden: Hidden, positions_BT, segment_ids_BT, dropout_key=None) -> Hidden:
@@ -68,7 +68,7 @@ def embedding(cfg: ModelConfig, num_rows: int, axes, *, std: float, rngs: nnx.Rn
     param_dtype=jnp.dtype(cfg.weight_dtype),
     embedding_init=nnx.initializers.normal(std),
     rngs=rngs,
-    embedding_metadata={"axes": axes},
+    embedding_metadata={"axes": axes, "matrix": ()},
   )
 
 
@@ -119,7 +119,7 @@ class Transformer(nnx.Module):
 
 
 def create(cfg: Config | ModelConfig, *, rngs: nnx.Rngs) -> Transformer:
-  """A model with fresh weights. Its `nnx.Param` paths are MaxText's; each carries `axes`, its logical axis names."""
+  """A model with fresh weights. Its `nnx.Param` paths are MaxText's; each carries `axes` and `matrix`."""
   return Transformer(cfg.model if isinstance(cfg, Config) else cfg, rngs=rngs)
 
 

@@ -1,11 +1,22 @@
 """Optimizers: update rules (one per file, listed in `config.plugins`), learning rate and clipping."""
 
 import optax
+from flax import nnx
 
 from maxghost.config import plugins
 from maxghost.config.schema import OptimizerConfig
 from maxghost.optimizers.adamw import AdamState, AdamW
-from maxghost.optimizers.base import Elementwise, Identity, Parameter, Response, RuleState, UpdateRule, by_label
+from maxghost.optimizers.base import (
+  Elementwise,
+  Identity,
+  Matrix,
+  Parameter,
+  Response,
+  RuleState,
+  UpdateRule,
+  by_label,
+)
+from maxghost.optimizers.muon import Muon
 from maxghost.optimizers.sgd import Sgd
 from maxghost.optimizers.step_size import clip, factor_of, learning_rate_schedule, scaled
 
@@ -14,6 +25,8 @@ __all__ = [
   "AdamW",
   "Elementwise",
   "Identity",
+  "Matrix",
+  "Muon",
   "Parameter",
   "Response",
   "RuleState",
@@ -83,6 +96,11 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
   raise ValueError(f"ghost_direction={direction}: use one of {', '.join(plugins.DIRECTIONS)}")
 
 
-def make_optimizer(cfg: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-  """The optax transformation of the configured rule and schedule for a run of `steps` steps."""
-  return create(cfg).transformation(learning_rate_schedule(cfg, steps))
+def make_optimizer(cfg: OptimizerConfig, steps: int, params: nnx.State | None = None) -> optax.GradientTransformation:
+  """The optax transformation of the configured rule and schedule for a run of `steps` steps.
+
+  params: of the model, those to train; rules need them whose transformation depends on `Matrix`. Raises ConfigError as
+  `UpdateRule.of_params`.
+  """
+  rule = create(cfg) if params is None else create(cfg).of_params(params)
+  return rule.transformation(learning_rate_schedule(cfg, steps))

@@ -20,16 +20,53 @@ from maxghost.parallel.shardings import slash_path
 
 
 @dataclasses.dataclass(frozen=True)
+class Matrix:
+  """What the metadata `matrix` of a Param says: which of its axes form a matrix whose update is that of a linear map.
+
+  rows, columns: numbers of its last axes that are its inputs and its outputs; the axes before them number separate
+  matrices (layers, experts). Both 0 (`matrix=()`): no matrix, such as a table of embeddings, a head, a bias, a scale.
+  axes: logical axes of one unstacked layer, if the Param has them. stacked: number of layer axes before these.
+  """
+
+  rows: int = 0
+  columns: int = 0
+  axes: tuple[str | None, ...] | None = None
+  stacked: int = 0
+
+  @classmethod
+  def of(cls, variable: nnx.Variable) -> "Matrix | None":
+    """None: the Param says nothing."""
+    metadata = variable.get_metadata()
+    label, axes = metadata.get("matrix"), metadata.get("axes")
+    if label is None:
+      return None
+    if axes is None or len(axes) != variable.ndim:
+      return cls(*label)
+    stacked = next((i for i, name in enumerate(axes) if name != "layers"), len(axes))
+    return cls(*label, tuple(axes[stacked:]) if label else None, stacked) if label else cls()
+
+  def __bool__(self) -> bool:
+    return self.rows > 0
+
+  def view(self, x):
+    """[..., I, O] of x [..., *rows, *columns]."""
+    first, last = x.ndim - self.rows - self.columns, x.ndim - self.columns
+    return x.reshape(*x.shape[:first], math.prod(x.shape[first:last]), math.prod(x.shape[last:]))
+
+
+@dataclasses.dataclass(frozen=True)
 class Parameter:
   """A parameter and its matrix view, as defined by the scoring rule of its layer.
 
   label: its slash-joined path. rows: number of axes that form the rows of the matrix (0: no matrix view). groups:
-  number of axes before these that number separate matrices (experts).
+  number of axes before these that number separate matrices (experts). matrix: what the Param says of itself; None:
+  nothing.
   """
 
   label: str
   rows: int = 0
   groups: int = 0
+  matrix: Matrix | None = None
 
   def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
     """(I, O) of one group. shape: of the unstacked parameter."""
@@ -76,6 +113,10 @@ class Response(abc.ABC):
     """P_tᵀ x, the direction along which gradients are scored: <G, P_t g> = <P_tᵀ G, g>."""
     (out,) = jax.linear_transpose(self.apply, x)(x)
     return out
+
+  def whole(self, gradient):
+    """P_t g of the very gradient that formed the response; exact also where `apply` is a quadrature."""
+    return self.apply(gradient)
 
   def weighting(self) -> Any:
     """The elementwise size of P_t, [*parameter]; None: 1 everywhere.
@@ -140,6 +181,13 @@ class UpdateRule(abc.ABC):
   def from_config(cls, cfg: OptimizerConfig) -> Self:
     """Builds the rule from the configuration."""
 
+  def of_params(self, params: nnx.State) -> "UpdateRule":
+    """The rule for these Params, for one whose `transformation` depends on what they say of themselves (`Matrix`).
+
+    Raises ConfigError for a Param that the rule cannot update.
+    """
+    return self
+
   @abc.abstractmethod
   def transformation(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
     """The optax transformation, without clipping, which comes before it."""
@@ -197,10 +245,10 @@ class UpdateRule(abc.ABC):
       optimizer, count = optimizer.opt_state, optimizer.step[...] if count is None else count
     arrays = {}
     for name, key in self.state_keys.items():
-      tree = optax.tree_utils.tree_get(optimizer, key)
-      if tree is None:
+      trees = [tree for _, tree in optax.tree_utils.tree_get_all_with_path(optimizer, key)]
+      if not trees:
         raise ValueError(f"the optimizer's state has no '{key}', which opt_type={self.name} keeps: give its own state")
-      arrays[name] = by_label(tree)
+      arrays[name] = {label: x for tree in trees for label, x in by_label(tree).items()}
     if count is None:
       counts = optax.tree_utils.tree_get_all_with_path(optimizer, "count")
       if not counts:

@@ -66,8 +66,9 @@ def create(cfg: Config) -> TrainStateNNX:
   """A fresh state: weights from init_weights_seed, zero moments, step 0."""
   model = models.create(cfg, rngs=nnx.Rngs(cfg.run.init_weights_seed))
   num_stored = len(cfg.val_sets) if cfg.ghost.ghost_val_every > 1 else 0
-  tx = make_optimizer(cfg.optimizer, cfg.run.steps)
-  return TrainStateNNX(model, tx, trainable=trainable(cfg, model), num_stored=num_stored)
+  trained = trainable(cfg, model)
+  tx = make_optimizer(cfg.optimizer, cfg.run.steps, nnx.state(model, trained))
+  return TrainStateNNX(model, tx, trainable=trained, num_stored=num_stored)
 
 
 def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:

@@ -1,0 +1,298 @@
+"""Muon: the momentum of each matrix, made orthogonal, by optax.
+
+Sources: Jordan et al., kellerjordan.github.io/posts/muon (2024); Liu et al., arXiv:2502.16982, for weight decay and the
+scale `consistent_rms`.
+
+A matrix is [I, O]; ... are axes that number matrices (experts); *stack are those of layers; K validation sets.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from maxghost.config import ConfigError
+from maxghost.config.schema import OptimizerConfig
+from maxghost.optimizers import orthogonal
+from maxghost.optimizers.adamw import AdamW
+from maxghost.optimizers.base import Matrix, Parameter, Response, UpdateRule, by_label
+from maxghost.parallel.shardings import constrain_factor, slash_path
+
+
+class Momentum(NamedTuple):
+  """count: steps taken. mu: {label: momentum}, or a State of the same paths."""
+
+  count: Any
+  mu: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Muon(UpdateRule):
+  """Muon on the matrices that say they are one (`Matrix`), AdamW on all other parameters.
+
+  A matrix moves by -rate (D + weight_decay theta), with D = c NS(N / |N|), m_t = b m_(t-1) + (1 - b) g and
+  N = b m_t / (1 - b^(t+1)) + (1 - b) g / (1 - b^t); NS: five Newton-Schulz iterations, in float32 or wider. c is the
+  root of max(1, O / I), or consistent_rms times the root of max(I, O). As in MaxText, adam_eps is added to |N|, and
+  mu_dtype is that of the momentum.
+
+  Scores go along the path (`PathResponse`), also those of the other parameters. matrices: the trained ones as pairs
+  (label, Matrix), from `of_params`. nodes: of the quadrature along the path.
+  """
+
+  name = "muon"
+  direction = "path"
+  columns = ("momentum", "weight_decay")
+  state_keys: ClassVar = {"first_moment": "mu", "second_moment": "nu"}
+  num_scalars = 4
+  by_segment = True
+
+  beta: float = 0.95
+  weight_decay: float = 0.0
+  consistent_rms: float = 0.0
+  adam: AdamW = dataclasses.field(default_factory=AdamW)
+  nodes: int = 2
+  matrices: tuple[tuple[str, Matrix], ...] = ()
+
+  @classmethod
+  def from_config(cls, cfg: OptimizerConfig) -> "Muon":
+    return cls(cfg.muon_beta, cfg.muon_weight_decay, cfg.muon_consistent_rms, AdamW.from_config(cfg))
+
+  def path(self) -> "Muon":
+    return self
+
+  def of_params(self, params: nnx.State) -> "Muon":
+    found = {slash_path(path): (variable, Matrix.of(variable)) for path, variable in nnx.to_flat_state(params)}
+    for label, (variable, matrix) in found.items():
+      _check_label(label, matrix, variable.shape)
+    if not any(matrix for _, matrix in found.values()):
+      raise ConfigError(
+        f"opt_type=muon makes the updates of matrices orthogonal, but none of the parameters to train is one: "
+        f"{', '.join(found) or 'there are none'}; use opt_type=adamw"
+      )
+    return dataclasses.replace(self, matrices=tuple((label, matrix) for label, (_, matrix) in found.items() if matrix))
+
+  # The update.
+
+  def transformation(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
+    parts = {"muon": self._of_matrices(learning_rate), "adam": self.adam.transformation(learning_rate)}
+    labels = dict(self.matrices)
+
+    def part(name: str, tree):
+      """The parameters of one optimizer: a State of a State, else {label: array}."""
+      own = lambda label: (label in labels) == (name == "muon")  # noqa: E731
+      if isinstance(tree, nnx.State):
+        return nnx.filter_state(tree, lambda path, _: own(slash_path(path)))
+      return tree and {label: x for label, x in by_label(tree).items() if own(label)}
+
+    def init(params):
+      return {name: optimizer.init(part(name, params)) for name, optimizer in parts.items()}
+
+    def update(updates, state, params=None):
+      moved, after = {}, {}
+      for name, optimizer in parts.items():
+        found, after[name] = optimizer.update(part(name, updates), state[name], part(name, params))
+        moved |= by_label(found)
+      return _like(updates, moved), after
+
+    return optax.GradientTransformation(init, update)
+
+  def _of_matrices(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
+    labels = dict(self.matrices)
+
+    def init(params):
+      return Momentum(
+        jnp.zeros([], jnp.int32), optax.tree_utils.tree_zeros_like(params, dtype=jnp.dtype(self.adam.mu_dtype))
+      )
+
+    def update(updates, state, params=None):
+      moved, after, momentum = {}, {}, by_label(state.mu)
+      for label, g in by_label(updates).items():
+        matrix = labels[label]
+        step = functools.partial(self.moved, matrix, state.count)
+        moved[label], after[label] = _each_layer(step, matrix.stacked, g, momentum[label])
+      return _like(updates, moved), Momentum(state.count + 1, _like(state.mu, after))
+
+    return optax.chain(
+      optax.GradientTransformation(init, update),
+      optax.add_decayed_weights(self.weight_decay),
+      optax.scale_by_learning_rate(learning_rate),
+    )
+
+  def moved(self, matrix: Matrix, count, g, momentum):
+    """(D, the momentum after the step) of one layer's matrices [..., *rows, *columns], by optax."""
+    optimizer = optax.contrib.scale_by_muon(
+      beta=self.beta,
+      eps=self.adam.eps,
+      mu_dtype=momentum.dtype,
+      weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(-2, -1),  # of the matrix view
+    )
+    shape, wide = g.shape, jnp.promote_types(g.dtype, jnp.float32)
+    g, momentum = (_placed(matrix, x) for x in (g.astype(wide), momentum))
+    state = optax.contrib.MuonState(count, momentum, jnp.asarray(orthogonal.COEFFICIENTS, wide))
+    with jax.default_matmul_precision("highest"):
+      direction, state = optimizer.update(g, state)
+    return (self.scale(*g.shape[-2:]) * direction).reshape(shape), state.mu.reshape(shape)
+
+  def scale(self, inputs: int, outputs: int) -> float:
+    """c of a matrix."""
+    if self.consistent_rms:
+      return self.consistent_rms * math.sqrt(max(inputs, outputs))
+    return math.sqrt(max(1, outputs / inputs))
+
+  # The scores.
+
+  def reads(self, parameter: Parameter) -> tuple[str, ...]:
+    return ("first_moment",) if parameter.matrix else ("first_moment", "second_moment")
+
+  def scalars(self, count, clip_factor):
+    """Those of AdamW (the clipping factor first), and the steps taken."""
+    adam = self.adam.scalars(count, clip_factor)
+    return jnp.append(adam, jnp.asarray(count, adam.dtype))
+
+  def state_shapes(self, parameter: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
+    """A matrix has no second moment."""
+    return self.adam.state_shapes(parameter)
+
+  def response(self, parameter: Parameter, gradient, arrays: dict[str, Any], scalars) -> Response:
+    """Raises ConfigError for a parameter of several axes that does not say whether it is a matrix."""
+    _check_label(parameter.label, parameter.matrix, gradient.shape)
+    if not parameter.matrix:
+      return self.adam.path().response(parameter, gradient, arrays, scalars)
+    wide = jnp.promote_types(gradient.dtype, jnp.float32)
+    depth = gradient.ndim - parameter.groups - parameter.matrix.rows - parameter.matrix.columns
+    clip_factor, count = scalars[0].astype(wide), scalars[-1].astype(jnp.int32)
+    g = clip_factor * gradient.astype(wide)
+    return PathResponse(self, parameter.matrix, depth, g, arrays["first_moment"], count, clip_factor)
+
+  def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
+    if isinstance(response, PathResponse):
+      return {"momentum": response.steps[1], "weight_decay": self.weight_decay * value}
+    found = self.adam.path().column_arrays(parameter, value, gradient, arrays, response)
+    return found | {"weight_decay": self.adam.weight_decay * value}
+
+  def column_scales(self, learning_rate, clip_factor) -> dict:
+    return {"momentum": learning_rate, "weight_decay": learning_rate}
+
+
+@dataclasses.dataclass(frozen=True)
+class PathResponse(Response):
+  """The response of D averaged over the gradients x g, x from 0 to 1, by Gauss-Legendre quadrature.
+
+  P_t = sum over nodes of weight D'(x g), each D' by JAX's derivative of optax's step. A matrix without momentum jumps
+  from 0 to D(g) at x = 0; there P_t is the Shampoo form (`orthogonal.Shampoo`), for which P_t g = D(g) too.
+
+  g: the clipped gradient [*stack, ..., *rows, *columns]. depth: number of stack axes; layers are computed one by one.
+  """
+
+  rule: Muon
+  matrix: Matrix
+  depth: int
+  g: Any
+  momentum: Any
+  count: Any
+  clip_factor: Any
+
+  @functools.cached_property
+  def steps(self) -> tuple[Any, Any]:
+    """(D(g), D(0)); two calls more of Newton-Schulz."""
+
+    def both(g, momentum):
+      return self._moved(momentum, g), self._moved(momentum, jnp.zeros_like(g))
+
+    return _each_layer(both, self.depth, self.g, self.momentum)
+
+  def whole(self, gradient):
+    """(D(g) - D(0)) / clip_factor, without quadrature."""
+    moved, resting = self.steps
+    return (moved - resting) / self.clip_factor
+
+  def transpose(self, x):
+    return self._map(lambda step, g: jax.vjp(step, g)[1], x)
+
+  def apply(self, x):
+    return self._map(lambda step, g: lambda x: (jax.jvp(step, (g,), (x,))[1],), x)
+
+  def _map(self, linear: Callable, x):
+    """The average of linear(D, x g), a function of arrays like g, applied to x [*lead, *stack, ...]."""
+    lead = x.shape[: x.ndim - self.g.ndim]
+    x_K = jnp.moveaxis(x.reshape(-1, *self.g.shape), 0, self.depth)
+    found_K = _each_layer(functools.partial(self._layer, linear), self.depth, self.g, self.momentum, x_K)
+    return jnp.moveaxis(found_K, self.depth, 0).reshape(*lead, *self.g.shape)
+
+  def _layer(self, linear: Callable, g, momentum, x_K):
+    """One layer; x_K [K, ..., *rows, *columns]."""
+    own = (*range(-self.matrix.rows - self.matrix.columns, 0),)
+    at_rest, still = (jnp.all(x == 0, own, keepdims=True) for x in (momentum, g))
+    jumps = at_rest & ~still
+    # Without momentum D has no derivative at 0: there the value of `along` is not used.
+    step = functools.partial(self._moved, jnp.where(at_rest, jnp.ones_like(momentum), momentum))
+
+    def along():
+      total = jnp.zeros_like(x_K)
+      for node, weight in zip(*_gauss(self.rule.nodes), strict=True):
+        pull = linear(step, node * g)
+        total += weight * jax.vmap(lambda x, pull=pull: pull(x)[0])(x_K)
+      return jnp.where(at_rest, 0, total)
+
+    either = lambda: jnp.where(jumps, self._from_rest(g, x_K), along())  # noqa: E731
+    return jax.lax.cond(jnp.any(jumps), either, along)
+
+  def _from_rest(self, g, x_K):
+    """P_t of a matrix without momentum: N is a multiple of g."""
+    n, beta, t = self.matrix.view(g), self.rule.beta, self.count + 1
+    share = beta * (1 - beta) / (1 - beta ** (t + 1)) + (1 - beta) / (1 - beta**t)
+    size = share * jnp.sqrt(jnp.sum(jnp.square(n), (-2, -1), keepdims=True)) + self.rule.adam.eps
+    made = orthogonal.balanced(share * n / size, self.matrix.view(x_K))
+    return (self.rule.scale(*n.shape[-2:]) * share / size * made).reshape(x_K.shape)
+
+  def _moved(self, momentum, g):
+    return self.rule.moved(self.matrix, self.count, g, momentum)[0]
+
+
+def _check_label(label: str, matrix: Matrix | None, shape: tuple[int, ...]) -> None:
+  if matrix is None and len(shape) >= 2:
+    raise ConfigError(
+      f"opt_type=muon: {label} {list(shape)} does not say whether it is a matrix: give the Param the metadata matrix=("
+      "input axes, output axes), the numbers of its last axes, such as matrix=(1, 1), or matrix=() to leave it to AdamW"
+    )
+
+
+def _each_layer(function: Callable, depth: int, *arrays):
+  """function(*arrays) of each layer, one after the other: on a mesh only one layer's matrix is gathered at a time."""
+  run: Callable = lambda arrays: function(*arrays)  # noqa: E731
+  for _ in range(depth):
+    run = functools.partial(jax.lax.map, run)
+  return run(arrays)
+
+
+def _placed(matrix: Matrix, x):
+  """The view [..., I, O] of one layer's matrices; on a mesh its shorter side is whole on every device.
+
+  Products with the transposed matrix are then sums over the devices, of the size of the shorter side's square.
+  """
+  view, axes = matrix.view(x), matrix.axes
+  if axes is None or len(axes) != x.ndim:
+    return view
+  groups = view.ndim - 2
+  place, dim = (groups, groups) if view.shape[-2] > view.shape[-1] else (groups + matrix.rows, groups + 1)
+  return constrain_factor(view, dim, axes, x.shape, place, "a matrix of Muon", {i: i for i in range(groups)})
+
+
+def _like(tree, labelled: dict[str, Any]):
+  """A tree of the same paths with the arrays of {label: array}."""
+  paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+  names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths)
+  return structure.unflatten([labelled[name] for name in names])
+
+
+def _gauss(count: int) -> tuple[list[float], list[float]]:
+  """(nodes, weights) of the Gauss-Legendre quadrature on [0, 1]."""
+  nodes, weights = np.polynomial.legendre.leggauss(count)
+  return ((nodes + 1) / 2).tolist(), (weights / 2).tolist()

@@ -1,0 +1,354 @@
+"""Muon: its labels against MaxText's names, its update against optax, its credit against one gradient a document."""
+
+import dataclasses
+import functools
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+import routed
+import tiny
+from flax import nnx
+from test_path_credit import COLUMNS, secant
+from train_steps import TRAIN, VALIDATION, Run
+
+from maxghost import config, models, optimizers, train
+from maxghost.attribution import load
+from maxghost.checkpoint import compare
+from maxghost.config.files import config_dir
+from maxghost.ghost.attach import parameters
+from maxghost.optimizers import Matrix, Muon, Parameter
+
+GPT2 = {
+  "decoder_block": "gpt2", "mlp_activations": ("gelu",), "mlp_bias": True, "attention_bias": True, "rope_type": "none",
+  "trainable_position_size": 17, "logits_via_embedding": True, "base_num_kv_heads": 8,
+}  # fmt: skip
+
+
+def dimensions(label: str) -> tuple[int, int] | None:
+  """(rows, columns) of a kernel by its name, as MaxText's rule by names says; None: left to Adam."""
+  *_, module, name = label.split("/")
+  if module in ("token_embedder", "position_embedder", "logits_dense") or "norm" in module or name == "sinks":
+    return None
+  if name == "bias" or name.endswith("_bias"):
+    return None
+  if module in ("query", "key", "value"):
+    return 1, 2
+  return (2, 1) if module == "out" else (1, 1)
+
+
+def step_of(label: str, g, m, *, count: int, beta: float, eps: float, rms: float):
+  """D of a parameter [..., *rows, *columns], written out with loops over the matrices."""
+  rows, columns = dimensions(label)
+  first, last = g.ndim - rows - columns, g.ndim - columns
+  size = (-1, int(np.prod(g.shape[first:last])), int(np.prod(g.shape[last:])))
+  t, out = count + 1, []
+  scale = rms * max(size[1:]) ** 0.5 if rms else max(1, size[2] / size[1]) ** 0.5
+  for g_IO, m_IO in zip(g.reshape(size), m.reshape(size), strict=True):
+    after = beta * m_IO + (1 - beta) * g_IO
+    x = beta * after / (1 - beta ** (t + 1)) + (1 - beta) * g_IO / (1 - beta**t)
+    x = x / (jnp.sqrt((x**2).sum()) + eps)
+    for _ in range(5):
+      a = x.T @ x
+      x = 3.4445 * x - 4.7750 * x @ a + 2.0315 * x @ a @ a
+    out.append(scale * x)
+  return jnp.stack(out).reshape(g.shape)
+
+
+def path(label: str, G, g, m, *, nodes: int = 2, **constants):
+  """The path direction of a gradient g (clipped) by Gauss nodes on [0, 1]."""
+  at, weights = np.polynomial.legendre.leggauss(nodes)
+  step = lambda g: step_of(label, g, m, **constants)  # noqa: E731
+  return sum(w / 2 * jax.vjp(step, (x + 1) / 2 * g)[1](G)[0] for x, w in zip(at, weights, strict=True))
+
+
+def template(**changes):
+  return models.create_abstract(config.replace(config.load(), **(tiny.SIZES | changes)))
+
+
+# Labels.
+
+CASES = {
+  "llama": {}, "unstacked": {"scan_layers": False, "use_qk_norm": True}, "mixtral": routed.MIXTRAL,
+  "gpt-oss": routed.GPT_OSS, "gpt2": GPT2,
+}  # fmt: skip
+
+
+FILES = tuple(path.stem for path in sorted((config_dir() / "models").glob("*.yml")))
+
+
+@pytest.mark.parametrize("case", [*CASES, *FILES])
+def test_every_parameter_says_what_maxtexts_names_and_the_scoring_rules_say(case):
+  model = template(**CASES[case]) if case in CASES else models.create_abstract(config.load(None, f"model_name={case}"))
+  views, found = parameters(model), 0
+  for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    label = "/".join(map(str, path))
+    view, matrix, expected = views[label], Matrix.of(variable), dimensions(label)
+    assert matrix is not None and view.matrix == matrix, label
+    assert ((matrix.rows, matrix.columns) if matrix else None) == expected, label
+    if matrix:
+      found += 1
+      groups = variable.ndim - matrix.stacked - matrix.rows - matrix.columns
+      assert (view.rows, view.groups, len(matrix.axes)) == (matrix.rows, groups, variable.ndim - matrix.stacked), label
+      assert matrix.stacked == ("/layers/" in label), label
+  assert found >= 4
+
+
+def test_what_is_not_labelled_is_an_error_and_never_left_to_adam():
+  class Bare(nnx.Module):
+    def __init__(self, metadata):
+      self.kernel, self.scale = nnx.Param(jnp.ones((3, 5)), **metadata), nnx.Param(jnp.ones(5))
+
+  make = lambda **metadata: optimizers.make_optimizer(MUON, 3, nnx.state(Bare(metadata), nnx.Param))  # noqa: E731
+  unlabelled = r"^opt_type=muon: kernel \[3, 5\] does not say whether it is a matrix.*matrix=\(1, 1\)[^\n]*$"
+  with pytest.raises(config.ConfigError, match=unlabelled):
+    make()
+  with pytest.raises(config.ConfigError, match="none of the parameters to train is one: kernel, scale; use opt_type="):
+    make(matrix=())
+  assert make(matrix=(1, 1))
+  rule = optimizers.create(MUON)
+  with pytest.raises(config.ConfigError, match=unlabelled):
+    rule.response(Parameter("kernel"), jnp.ones((3, 5)), {}, rule.scalars(1, 1.0))
+
+
+# The update.
+
+MUON = config.load(
+  None, "opt_type=muon", "muon_beta=0.8", "muon_weight_decay=0.2", "adam_b1=0.7", "adam_b2=0.9", "adam_eps=1e-6",
+  "adam_weight_decay=0.3", "learning_rate=0.1", "lr_schedule_type=constant", "warmup_steps_fraction=0",
+).optimizer  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "rms"), [("gpt-oss", 0.0), ("unstacked", 0.2)])
+def test_the_update_is_that_of_optax(case, rms):
+  """Three steps of random gradients; what Muon leaves over, by optax's AdamW."""
+  model = template(**CASES[case], num_experts=5, base_moe_mlp_dim=14) if case == "gpt-oss" else template(**CASES[case])
+  cfg = dataclasses.replace(MUON, muon_consistent_rms=rms)
+  rng = np.random.default_rng(0)
+  draw = lambda: {k: jnp.asarray(rng.normal(size=v.shape), "float32") for k, v in tiny.abstract_by_label(model).items()}  # noqa: E731
+  matrices = {label: dimensions(label) for label in tiny.abstract_by_label(model) if dimensions(label)}
+  number = lambda n: optax.contrib.MuonDimensionNumbers(tuple(range(-sum(n), -n[1])), tuple(range(-n[1], 0)))  # noqa: E731
+  theirs = optax.contrib.muon(
+    0.1, beta=0.8, eps=1e-6, weight_decay=0.2, consistent_rms=rms or None,
+    muon_weight_dimension_numbers={label: number(n) for label, n in matrices.items()},
+  )  # fmt: skip
+  rest = optax.adamw(0.1, 0.7, 0.9, 1e-6, weight_decay=0.3)
+  ours = optimizers.make_optimizer(cfg, 3, nnx.state(model, nnx.Param))
+  params = draw()
+
+  def part(tree, is_matrix):
+    return {label: x for label, x in tree.items() if (label in matrices) == is_matrix}
+
+  @jax.jit
+  def step(g, states):
+    mine, own = ours.update(g, states[0], params)
+    both, after = {}, [own]
+    for tx, state, kind in ((theirs, states[1], True), (rest, states[2], False)):
+      found, state = tx.update(part(g, kind), state, part(params, kind))
+      both, after = both | found, [*after, state]
+    return mine, both, after
+
+  states = [ours.init(params), theirs.init(part(params, True)), rest.init(part(params, False))]
+  kept = optimizers.create(cfg).read(states[0], count=0).arrays
+  assert set(kept["first_moment"]) == set(params) and set(kept["second_moment"]) == set(params) - set(matrices)
+  for _ in range(3):
+    mine, both, states = step(draw(), states)
+    for label, expected in both.items():
+      assert oracles.relative_error(mine[label], expected) < 1e-5, label
+
+
+# Path credit of one parameter.
+
+RATE, KAPPA, BETA, EPS = 0.3, 0.7, 0.8, 1e-6
+SHAPES = {  # as in models: [*stack, *groups, *rows, *columns]
+  "decoder/layers/mlp/wo/kernel": ((2, 7, 5), Matrix(1, 1, None, 1)),
+  "decoder/layers/self_attention/query/kernel": ((2, 5, 2, 4), Matrix(1, 2, None, 1)),
+  "decoder/layers_0/self_attention/out/kernel": ((3, 2, 7), Matrix(2, 1)),
+  "decoder/layers/MoeBlock_0/wi_0": ((2, 3, 4, 7), Matrix(1, 1, None, 1)),
+}
+
+
+class Credit:
+  """The response of one parameter and an independent account of the same step. steps: taken before."""
+
+  def __init__(self, label: str, dtype: str, steps: int, rms: float = 0.0, nodes: int = 2):
+    shape, matrix = SHAPES[label]
+    groups, rng = int("Moe" in label), np.random.default_rng(5)
+    draw = lambda: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    self.g, self.G, m = draw(), draw(), jnp.zeros(shape, dtype)
+    drift = draw()
+    for _ in range(steps):
+      m = BETA * m + (1 - BETA) * (drift + draw())
+    adam = optimizers.AdamW(0.7, 0.9, EPS, 0.1, "float64")
+    self.rule = Muon(BETA, 0.2, rms, adam, nodes)
+    parameter = Parameter(label, matrix.rows, groups, matrix)
+    scalars = self.rule.scalars(steps, KAPPA)
+    self.response = self.rule.response(parameter, self.g, {"first_moment": m}, scalars)
+    self.constants = {"count": steps, "beta": BETA, "eps": EPS, "rms": rms}
+    self.oracle = functools.partial(path, label, self.G, KAPPA * self.g, m, **self.constants)
+    step = functools.partial(step_of, label, m=m, **self.constants)
+    self.step, self.without = step(KAPPA * self.g), step(0 * self.g)
+    self.columns = self.rule.column_arrays(parameter, self.g, self.g, {"first_moment": m}, self.response)
+
+
+@pytest.mark.parametrize("label", SHAPES)
+def test_the_direction_is_the_steps_derivative_along_the_path(label):
+  """float64 to 1e-12 and float32 to 1e-5, against the step written out; the rest of the step is the momentum column."""
+  for dtype, tolerance in (("float64", 1e-12), ("float32", 1e-5)):
+    with jax.enable_x64(True):
+      made = Credit(label, "float64", 3, 0.2 if "query" in label else 0.0)
+      u, step, without = made.oracle(), made.step, made.without
+    with jax.enable_x64(dtype == "float64"):
+      made = Credit(label, dtype, 3, 0.2 if "query" in label else 0.0)
+      sets = jnp.stack([made.G, 2 * made.G, -made.g])
+      found = made.response.transpose(sets)
+      assert oracles.relative_error(found[0], u) < tolerance
+      assert oracles.relative_error(found[1], 2 * u) < tolerance
+      assert oracles.relative_error(KAPPA * made.response.whole(made.g), step - without) < tolerance
+      assert oracles.relative_error(made.columns["momentum"], without) < tolerance
+      one = jnp.vdot(made.response.apply(made.g), made.G)
+      assert float(one) == pytest.approx(float(jnp.vdot(found[0], made.g)), rel=20 * tolerance)
+
+
+def test_more_nodes_add_up_to_what_the_batch_changed_of_the_step(capsys):
+  label, errors = "decoder/layers/mlp/wo/kernel", {}
+  with jax.enable_x64(True):
+    for nodes in (2, 4, 64):
+      made = Credit(label, "float64", 3, nodes=nodes)
+      credit = KAPPA * float(jnp.vdot(made.response.transpose(made.G), made.g))
+      changed = float(jnp.vdot(made.G, made.step - made.without))
+      errors[nodes] = abs(credit - changed) / abs(changed)
+  with capsys.disabled():
+    print(f"quadrature error of a matrix's credit: {errors}")
+  assert errors[64] < 1e-6 and errors[4] < errors[2] < 1
+
+
+@pytest.mark.parametrize("label", SHAPES)
+def test_from_rest_it_is_shampoo_which_adds_up_exactly(label):
+  """P_t = c s / |N| sqrt(H) . sqrt(K) by eigenvectors; one matrix without a gradient has no direction."""
+  with jax.enable_x64(True):
+    made = Credit(label, "float64", 0)
+    u = made.response.transpose(made.G)
+    credit = KAPPA * float(jnp.vdot(u, made.g))
+    assert credit == pytest.approx(float(jnp.vdot(made.G, made.step)), rel=1e-12)
+    rows, columns = dimensions(label)
+    size = (-1, int(np.prod(made.g.shape[-rows - columns : -columns])), int(np.prod(made.g.shape[-columns:])))
+    scale = max(1, size[2] / size[1]) ** 0.5
+
+    def root(s):
+      w, v = np.linalg.eigh(s)
+      f = r = np.sqrt(np.maximum(w, 0))
+      for _ in range(5):
+        f = 3.4445 * f - 4.7750 * f**3 + 2.0315 * f**5
+      return (v * np.sqrt(np.where(r > 1e-7, f / np.where(r > 1e-7, r, 1), 3.4445**5))) @ v.T
+
+    for g, G, found in zip(*(np.asarray(x).reshape(size) for x in (made.g, made.G, u)), strict=True):
+      n = (1 + BETA / (1 + BETA)) * KAPPA * g
+      x = n / (np.linalg.norm(n) + EPS)
+      expected = scale * np.linalg.norm(x) / np.linalg.norm(KAPPA * g) * root(x @ x.T) @ G @ root(x.T @ x)
+      assert oracles.relative_error(found, expected) < 1e-11
+    still = dataclasses.replace(made.response, g=made.response.g.at[0].set(0))
+    assert (still.transpose(made.G)[0] == 0).all() and jnp.isfinite(still.transpose(made.G)).all()
+
+
+# The train step.
+
+STEP = {"opt_type": "muon", "muon_beta": 0.8, "muon_weight_decay": 0.2, "learning_rate": 3e-3, "adam_b2": 0.9}
+PLAIN = {"sparse_matmul": False, "remat_policy": "none"}
+WIDE = {"dtype": "float64", "weight_dtype": "float64"}
+RUNS = {
+  "experts-two_pass-float64": ({**routed.MIXTRAL, **WIDE, "ghost_exclude": ("*norm*", "*value*")}, 1e-7),
+  "dense-reverse_scan-float32": ({"ghost_schedule": "reverse_scan", "muon_consistent_rms": 0.2}, 1e-5),
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_the_train_step_scores_documents_alone_and_its_account_closes(case):
+  """The second step has a history; the clipping factor inside the step is that of the step before."""
+  changes, tolerance = RUNS[case]
+  run = Run(**(STEP | changes))
+  run.step(TRAIN[0])
+  before = run.snapshot()
+  out, after = run.step(TRAIN[1]), run.snapshot()
+  documents = tiny.documents(TRAIN[1])
+  rows = tiny.stack_rows([tiny.alone(TRAIN[1], *document) for document in documents])
+  with jax.enable_x64(True), tiny.cheap_compilation():
+    examples = oracles.ExampleGradients(tiny.make_model(tiny.make_config(**(STEP | changes | WIDE | PLAIN))))
+    g_N, val_N = examples(rows, before.params), examples(VALIDATION, before.params)
+    g, G = oracles.batch_gradient(g_N, rows), oracles.batch_gradient(val_N, VALIDATION)
+    cfg, kappa, lr = run.cfg.optimizer, float(out["clip_factor"]), float(out["learning_rate"])
+    adam = {"count": 1, "kappa": before.clip_factor, "b1": cfg.adam_b1, "b2": cfg.adam_b2, "eps": cfg.adam_eps}
+    muon = {"count": 1, "beta": cfg.muon_beta, "eps": cfg.adam_eps, "rms": cfg.muon_consistent_rms}
+    u, resting = {}, {}
+    for k in g:
+      if dimensions(k):
+        u[k] = np.asarray(path(k, *map(jnp.asarray, (G[k], before.clip_factor * g[k], before.first[k])), **muon))
+        resting[k] = np.asarray(step_of(k, 0 * jnp.asarray(g[k]), jnp.asarray(before.first[k]), **muon))
+      else:
+        u[k], resting[k] = secant(G[k], g[k], before.first[k], before.second[k], **adam)
+  scored = [k for k in g if not any(part in k for part in ("norm", "value") if "ghost_exclude" in changes)]
+  dots_N = sum(oracles.dots({k: g_N[k] for k in scored}, u).values())
+  expected = np.zeros(out["contribution_BSK"].shape[:2])
+  for (row, segment), dot in zip(documents, dots_N, strict=True):
+    expected[row, segment - 1] = lr * kappa * dot / oracles.token_counts(rows).sum()
+  assert oracles.relative_error(out["contribution_BSK"][..., 0], expected) < tolerance
+  drop = -sum(float((G[k] * (after.params[k] - v)).sum()) for k, v in before.params.items())
+  columns = [float(out[name][0]) for name in COLUMNS]
+  size = sum(map(abs, columns))
+  if "two_pass" in case:  # the other assumes the clipping factor in its account, too
+    assert sum(columns) == pytest.approx(drop, abs=tolerance * size)
+  assert columns[1] == pytest.approx(
+    lr * sum(float((G[k] * x).sum()) for k, x in resting.items()), abs=tolerance * size
+  )
+  assert out["check_rel_err"][0] < tolerance and "prev_predicted" not in out
+
+
+KEYS = (
+  "opt_type=muon", "steps=4", "checkpoint_period=2", "max_num_checkpoints_to_keep=0", "async_checkpointing=false",
+  "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=8", "base_mlp_dim=24",
+  "base_num_decoder_layers=1", "max_target_length=32", "per_device_batch_size=1", "sharding_tolerance=1",
+  "dataset_type=synthetic", "ghost_val_sets=words", "eval_interval=-1", "run_name=run", "enable_tensorboard=false",
+)  # fmt: skip
+
+
+def test_the_command_trains_logs_and_resumes_bit_for_bit(tmp_path):
+  """The second run loses all behind its second step, as an interruption there would."""
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  with tiny.cheap_compilation():
+    assert train.main([*KEYS, f"base_output_directory={whole}"]) == 0
+  shutil.copytree(whole, broken)
+  saved = sorted((broken / "run" / "checkpoints").iterdir(), key=lambda path: int(path.name))
+  shutil.rmtree(saved[-1])
+  with tiny.cheap_compilation():
+    assert train.main([*KEYS, f"base_output_directory={broken}"]) == 0
+  log, again = load(whole / "run"), load(broken / "run")
+  for name in COLUMNS:
+    assert np.isfinite(np.array(log.steps[name])[:4]).all(), name
+    np.testing.assert_array_equal(np.array(log.steps[name])[:4], np.array(again.steps[name])[:4])
+  np.testing.assert_array_equal(log["contribution"], again["contribution"])
+  assert log.direction == "path"
+  assert compare.main([str(folder / "run" / "checkpoints" / saved[-1].name) for folder in (whole, broken)]) == 0
+
+
+REFUSED = {
+  "ghost_direction=adam": "ghost_direction=adam contradicts opt_type=muon",
+  "ghost_select=greats": "ghost_select=greats .* opt_type=muon has not",
+  "opt_type=muonn": "opt_type=muonn .*did you mean 'muon'",
+}
+
+
+@pytest.mark.parametrize("keys", REFUSED)
+def test_what_does_not_go_together_is_named(keys):
+  with pytest.raises(config.ConfigError, match=REFUSED[keys]):
+    config.load(None, "opt_type=muon", *keys.split())
+
+
+def test_its_keys_are_maxtexts():
+  cfg = config.load(None, "opt_type=muon", "muon_consistent_rms=None").optimizer
+  rule = optimizers.create(cfg)
+  assert rule == Muon(0.95, 0.0, 0.0, optimizers.AdamW(weight_decay=0.1)) == optimizers.direction_rule(cfg, "path")
+  assert optimizers.direction_rule(cfg, "auto") == rule
