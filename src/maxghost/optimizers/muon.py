@@ -107,9 +107,8 @@ class Muon(UpdateRule):
     labels = dict(self.matrices)
 
     def init(params):
-      return Momentum(
-        jnp.zeros([], jnp.int32), optax.tree_utils.tree_zeros_like(params, dtype=jnp.dtype(self.adam.mu_dtype))
-      )
+      zeros = optax.tree_utils.tree_zeros_like(params, dtype=jnp.dtype(self.adam.mu_dtype))
+      return Momentum(jnp.zeros([], jnp.int32), zeros)
 
     def update(updates, state, params=None):
       moved, after, momentum = {}, {}, by_label(state.mu)
@@ -186,7 +185,7 @@ class PathResponse(Response):
   """The response of D averaged over the gradients x g, x from 0 to 1, by Gauss-Legendre quadrature.
 
   P_t = sum over nodes of weight D'(x g), each D' by JAX's derivative of optax's step. A matrix without momentum jumps
-  from 0 to D(g) at x = 0; there P_t is the Shampoo form (`orthogonal.Shampoo`), for which P_t g = D(g) too.
+  from 0 to D(g) at x = 0; there P_t is the Shampoo form (`orthogonal.balanced`), for which P_t g = D(g) too.
 
   g: the clipped gradient [*stack, ..., *rows, *columns]. depth: number of stack axes; layers are computed one by one.
   """
@@ -222,7 +221,7 @@ class PathResponse(Response):
   def _map(self, linear: Callable, x):
     """The average of linear(D, x g), a function of arrays like g, applied to x [*lead, *stack, ...]."""
     lead = x.shape[: x.ndim - self.g.ndim]
-    x_K = jnp.moveaxis(x.reshape(-1, *self.g.shape), 0, self.depth)
+    x_K = jnp.moveaxis(x.astype(self.g.dtype).reshape(-1, *self.g.shape), 0, self.depth)
     found_K = _each_layer(functools.partial(self._layer, linear), self.depth, self.g, self.momentum, x_K)
     return jnp.moveaxis(found_K, self.depth, 0).reshape(*lead, *self.g.shape)
 
@@ -234,15 +233,15 @@ class PathResponse(Response):
     # Without momentum D has no derivative at 0: there the value of `along` is not used.
     step = functools.partial(self._moved, jnp.where(at_rest, jnp.ones_like(momentum), momentum))
 
-    def along():
-      total = jnp.zeros_like(x_K)
-      for node, weight in zip(*_gauss(self.rule.nodes), strict=True):
-        pull = linear(step, node * g)
-        total += weight * jax.vmap(lambda x, pull=pull: pull(x)[0])(x_K)
-      return jnp.where(at_rest, 0, total)
+    def along(total, quadrature):
+      node, weight = quadrature
+      pull = linear(step, node * g)
+      return total + weight * jax.vmap(lambda x: pull(x)[0])(x_K), None
 
-    either = lambda: jnp.where(jumps, self._from_rest(g, x_K), along())  # noqa: E731
-    return jax.lax.cond(jnp.any(jumps), either, along)
+    total, _ = jax.lax.scan(along, jnp.zeros_like(x_K), _gauss(self.rule.nodes, g.dtype))
+    total = jnp.where(at_rest[None], 0, total)
+    either = lambda: jnp.where(jumps[None], self._from_rest(g, x_K), total)  # noqa: E731
+    return jax.lax.cond(jnp.any(jumps), either, lambda: total)
 
   def _from_rest(self, g, x_K):
     """P_t of a matrix without momentum: N is a multiple of g."""
@@ -250,7 +249,7 @@ class PathResponse(Response):
     share = beta * (1 - beta) / (1 - beta ** (t + 1)) + (1 - beta) / (1 - beta**t)
     size = share * jnp.sqrt(jnp.sum(jnp.square(n), (-2, -1), keepdims=True)) + self.rule.adam.eps
     made = orthogonal.balanced(share * n / size, self.matrix.view(x_K))
-    return (self.rule.scale(*n.shape[-2:]) * share / size * made).reshape(x_K.shape)
+    return (self.rule.scale(*n.shape[-2:]) * share / size[None] * made).reshape(x_K.shape)
 
   def _moved(self, momentum, g):
     return self.rule.moved(self.matrix, self.count, g, momentum)[0]
@@ -292,7 +291,7 @@ def _like(tree, labelled: dict[str, Any]):
   return structure.unflatten([labelled[name] for name in names])
 
 
-def _gauss(count: int) -> tuple[list[float], list[float]]:
+def _gauss(count: int, dtype) -> tuple[jax.Array, jax.Array]:
   """(nodes, weights) of the Gauss-Legendre quadrature on [0, 1]."""
   nodes, weights = np.polynomial.legendre.leggauss(count)
-  return ((nodes + 1) / 2).tolist(), (weights / 2).tolist()
+  return jnp.asarray((nodes + 1) / 2, dtype), jnp.asarray(weights / 2, dtype)

@@ -12,7 +12,7 @@ _ROOT_STEPS, _INVERSE_STEPS = 8, 5  # for p / c0, which is between 0.18 and 1: e
 
 
 def balanced(x, y):
-  """sqrt(H) Y sqrt(K) for x [..., I, O] with |X| <= 1 and y [*lead, ..., I, O]: H X = X K is X after Newton-Schulz.
+  """sqrt(H) Y sqrt(K) for x [..., I, O] with |X| <= 1 and y [K, ..., I, O]: H X = X K is X after Newton-Schulz.
 
   It is linear and symmetric in Y, and maps X to its Newton-Schulz iterate. One half stands on either side of Y, as in
   Shampoo, whose step from rest has the powers -1/4 of G Gᵀ and of Gᵀ G (Gupta et al., arXiv:1802.09568).
@@ -20,29 +20,32 @@ def balanced(x, y):
   if x.shape[-2] > x.shape[-1]:
     return _transposed(balanced(_transposed(x), _transposed(y)))
   c0, c1, c2 = COEFFICIENTS
-  one = jnp.eye(x.shape[-2], dtype=x.dtype)
+  one = jnp.broadcast_to(jnp.eye(x.shape[-2], dtype=x.dtype), (*x.shape[:-1], x.shape[-2]))
+
+  def iteration(_, state):
+    x, y = state
+    a = x @ _transposed(x)
+    bend = c1 * one + c2 * a
+    p = c0 * one + a @ bend
+    root, _ = _repeat(_ROOT_STEPS, _root_step, (p / c0, one))
+    inverse = _repeat(_INVERSE_STEPS, lambda z: z @ (2 * one - (root + one) @ z), 0.58 * one)  # of root + 1
+    rest = bend @ inverse / c0  # sqrt(p(Xᵀ X) / c0) = 1 + Xᵀ rest X, without that larger matrix
+    y = jax.vmap(lambda y: root @ y)(c0 * y)
+    return p @ x, y + jax.vmap(lambda y: y @ _transposed(x) @ rest @ x)(y)
+
   with jax.default_matmul_precision("highest"):
-    for _ in range(STEPS):
-      a = x @ _transposed(x)
-      bend = c1 * one + c2 * a
-      p = c0 * one + a @ bend
-      root, inverse = _root(p / c0), 0.58 * one
-      for _ in range(_INVERSE_STEPS):
-        inverse = inverse @ (2 * one - (root + one) @ inverse)
-      rest = bend @ inverse / c0  # sqrt(p(Xᵀ X) / c0) = 1 + Xᵀ rest X, without that larger matrix
-      y = c0 * (root @ y)
-      y, x = y + y @ _transposed(x) @ rest @ x, p @ x
-  return y
+    return jax.lax.fori_loop(0, STEPS, iteration, (x, y))[1]
 
 
-def _root(p):
-  """The root of p, with eigenvalues between 0.18 and 1: Denman and Beavers' iteration in its form without inverses."""
-  one = jnp.eye(p.shape[-1], dtype=p.dtype)
-  root, inverse = p, one
-  for _ in range(_ROOT_STEPS):
-    middle = (3 * one - inverse @ root) / 2
-    root, inverse = root @ middle, middle @ inverse
-  return root
+def _root_step(state):
+  """Of Denman and Beavers' iteration in its form without inverses: (p, 1) -> (sqrt(p), its inverse)."""
+  root, inverse = state
+  middle = (3 * jnp.broadcast_to(jnp.eye(root.shape[-1], dtype=root.dtype), root.shape) - inverse @ root) / 2
+  return root @ middle, middle @ inverse
+
+
+def _repeat(count: int, function, state):
+  return jax.lax.fori_loop(0, count, lambda _, state: function(state), state)
 
 
 def _transposed(x):
