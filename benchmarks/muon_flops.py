@@ -3,8 +3,8 @@
   python benchmarks/muon_flops.py [key=value ...]
 
 A Newton-Schulz call on a matrix [m, n], m <= n, is 20 m² n + 10 m³. The update makes one, the ledger two (the step with
-and without the gradient), and the direction one with its derivative at each node of the path: 1 + 2 K calls' worth for K
-validation sets. Exact scores add a product with each direction, and the validation rows their own passes.
+and without the gradient), and the direction one with its derivative at each node of the path, the work of 1 + 2 K calls
+for K validation sets. Exact scores add a product with each direction, and the validation rows their own passes.
 """
 
 import math
