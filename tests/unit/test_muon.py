@@ -179,11 +179,11 @@ class Credit:
   def __init__(self, label: str, dtype: str, steps: int, rms: float = 0.0, nodes: int = 2):
     shape, matrix = SHAPES[label]
     groups, rng = int("Moe" in label), np.random.default_rng(5)
-    draw = lambda: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
-    self.g, self.G, m = draw(), draw(), jnp.zeros(shape, dtype)
-    drift = draw()
+    draw = lambda: rng.normal(size=shape).astype(np.float32)  # noqa: E731  exact in both dtypes
+    g, G, drift, m = draw(), draw(), draw(), np.zeros(shape, np.float32)
     for _ in range(steps):
-      m = BETA * m + (1 - BETA) * (drift + draw())
+      m = np.float32(BETA) * m + np.float32(1 - BETA) * (drift + draw())
+    self.g, self.G, m = (jnp.asarray(x, dtype) for x in (g, G, m))
     adam = optimizers.AdamW(0.7, 0.9, EPS, 0.1, "float64")
     self.rule = Muon(BETA, 0.2, rms, adam, nodes)
     parameter = Parameter(label, matrix.rows, groups, matrix)
@@ -218,14 +218,14 @@ def test_the_direction_is_the_steps_derivative_along_the_path(label):
 def test_more_nodes_add_up_to_what_the_batch_changed_of_the_step(capsys):
   label, errors = "decoder/layers/mlp/wo/kernel", {}
   with jax.enable_x64(True), tiny.cheap_compilation():
-    for nodes in (2, 4, 64):
+    for nodes in (2, 4, 200):
       made = Credit(label, "float64", 3, nodes=nodes)
       credit = KAPPA * float(jnp.vdot(made.response.transpose(made.G), made.g))
       changed = float(jnp.vdot(made.G, made.step - made.without))
       errors[nodes] = abs(credit - changed) / abs(changed)
   with capsys.disabled():
     print(f"quadrature error of a matrix's credit: {errors}")
-  assert errors[64] < 1e-6 and errors[4] < errors[2] < 1
+  assert errors[200] < 1e-5 and errors[4] < errors[2] < 1
 
 
 @pytest.mark.parametrize("label", SHAPES)
@@ -252,6 +252,8 @@ def test_from_rest_it_is_shampoo_which_adds_up_exactly(label):
       x = n / (np.linalg.norm(n) + EPS)
       expected = scale * np.linalg.norm(x) / np.linalg.norm(KAPPA * g) * root(x @ x.T) @ G @ root(x.T @ x)
       assert oracles.relative_error(found, expected) < 1e-11
+    if made.response.depth == 0:
+      return
     still = dataclasses.replace(made.response, g=made.response.g.at[0].set(0))
     assert (still.transpose(made.G)[0] == 0).all() and jnp.isfinite(still.transpose(made.G)).all()
 
@@ -262,7 +264,7 @@ STEP = {"opt_type": "muon", "muon_beta": 0.8, "muon_weight_decay": 0.2, "learnin
 PLAIN = {"sparse_matmul": False, "remat_policy": "none"}
 WIDE = {"dtype": "float64", "weight_dtype": "float64"}
 RUNS = {
-  "experts-two_pass-float64": ({**routed.MIXTRAL, **WIDE, "ghost_exclude": ("*norm*", "*value*")}, 1e-7),
+  "experts-two_pass-float64": ({**routed.MIXTRAL, **WIDE, "ghost_exclude": ("*norm*", "*value*")}, 1e-10),
   "dense-reverse_scan-float32": ({"ghost_schedule": "reverse_scan", "muon_consistent_rms": 0.2}, 1e-5),
 }
 
@@ -301,7 +303,7 @@ def test_the_train_step_scores_documents_alone_and_its_account_closes(case):
   columns = [float(out[name][0]) for name in COLUMNS]
   size = sum(map(abs, columns))
   if "two_pass" in case:  # the other assumes the clipping factor in its account, too
-    assert sum(columns) == pytest.approx(drop, abs=tolerance * size)
+    assert sum(columns) == pytest.approx(drop, abs=1e-7 * size)
   assert columns[1] == pytest.approx(
     lr * sum(float((G[k] * x).sum()) for k, x in resting.items()), abs=tolerance * size
   )
@@ -338,7 +340,7 @@ def test_the_command_trains_logs_and_resumes_bit_for_bit(tmp_path):
     assert np.isfinite(np.array(log.steps[name])[:4]).all(), name
     np.testing.assert_array_equal(np.array(log.steps[name])[:4], np.array(again.steps[name])[:4])
   np.testing.assert_array_equal(log["contribution"], again["contribution"])
-  assert log.direction == "path"
+  assert list(log.said_of("direction")) == ["path"]
   assert compare.main([str(folder / "run" / "checkpoints" / saved[-1].name) for folder in (whole, broken)]) == 0
 
 
