@@ -8,6 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from maxghost.parallel.shardings import slash_path
+
 
 def factors(peaks_LH, num_kv_heads: int, threshold: float) -> tuple[Any, Any]:
   """Factors of the weights of query heads [..., H] and of key heads [..., K]; 1 where nothing is clipped.
@@ -22,7 +24,7 @@ def factors(peaks_LH, num_kv_heads: int, threshold: float) -> tuple[Any, Any]:
   return (gamma_LKG / key_LK[..., None]).reshape(gamma_LH.shape), key_LK
 
 
-def clip(model: nnx.Module, peaks_LH, threshold: float) -> dict[str, Any]:
+def clip(model: Any, peaks_LH, threshold: float) -> dict[str, Any]:
   """Scales queries and keys of a `Transformer` in place; returns {label: kernel or bias as it was before}.
 
   peaks_LH: the largest logit of each layer and query head, in the order in which layers run.
@@ -38,7 +40,7 @@ def clip(model: nnx.Module, peaks_LH, threshold: float) -> dict[str, Any]:
     factor = factors(mine, num_kv_heads, threshold)[path[-2] == "key"]
     between = head_axis - (mine.ndim - 1)  # axes between those of the layers and the heads
     factor = factor.reshape(*factor.shape[:-1], *(1,) * between, factor.shape[-1], 1)
-    before["/".join(("decoder", *path))] = value
+    before[slash_path(("decoder", *path))] = value
     _param(layers, path)[...] = (value * factor).astype(value.dtype)
   return before
 
