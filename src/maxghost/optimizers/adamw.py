@@ -45,7 +45,7 @@ class AdamW(UpdateRule):
   def path(self) -> "AdamWPath":
     return AdamWPath(*dataclasses.astuple(self))
 
-  def reach(self, rates_S: np.ndarray) -> np.ndarray:
+  def reach(self, rates_S: np.ndarray, parameter: Parameter | None = None) -> np.ndarray:
     """(1 - b1^t) sum over k >= 0 of b1^k rate_{t+k} / (1 - b1^(t+k)), t = 1 for the first step: from the last one back.
 
     k steps after its own, a gradient has b1^k of its weight in the first moment, under that step's bias correction.

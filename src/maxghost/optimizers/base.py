@@ -162,11 +162,12 @@ class UpdateRule(abc.ABC):
     """
     return None
 
-  def reach(self, rates_S: np.ndarray) -> np.ndarray | None:
+  def reach(self, rates_S: np.ndarray, parameter: Parameter | None = None) -> np.ndarray | None:
     """The learning rate that a gradient of each step amounts to in all, with what momentum does with it later, [S].
 
     Over `rates_S`, the learning rate of every step of the run, it is the factor from what a gradient does in its own
-    step to what it does until the run ends, if P_t stays as it is and decay is left out. None: unknown.
+    step to what it does until the run ends, if P_t stays as it is and decay is left out. parameter: None for all.
+    Returns None where it is unknown, or where parameters differ.
     """
     return None
 

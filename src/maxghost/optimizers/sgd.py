@@ -30,7 +30,7 @@ class Sgd(UpdateRule):
   def path(self) -> "Sgd":
     return self
 
-  def reach(self, rates_S: np.ndarray) -> np.ndarray:
+  def reach(self, rates_S: np.ndarray, parameter: Parameter | None = None) -> np.ndarray:
     return rates_S
 
   def transformation(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:

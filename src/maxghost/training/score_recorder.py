@@ -44,9 +44,7 @@ def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
     fields=dataset.source.fields,
   )
   reach_S = optimizers.reach(cfg.optimizer, ghost.ghost_direction, cfg.run.steps)
-  return ScoreRecorder(
-    writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER, reach_S
-  )
+  return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER, reach_S)
 
 
 def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
