@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import scipy.stats
+from _measure import Figure
 from flax import nnx
 
 from maxghost import config, models, optimizers
@@ -112,6 +113,7 @@ class Steps:
   A state is (params, optimizer state, steps taken).
   """
 
+  @jax.enable_x64(True)
   def __init__(self, world: World):
     self.world, optimizer = world, world.cfg.optimizer
     model = world.model(0)
@@ -265,10 +267,10 @@ class Found:
   shapley_Cn: np.ndarray
 
 
-def measure(world: World, seeds: tuple[int, ...], horizons: tuple[int, ...] = HORIZONS) -> Found:
+def measure(steps: Steps, seeds: tuple[int, ...], horizons: tuple[int, ...] = HORIZONS) -> Found:
   """Runs the world once for each seed, and again without each document of the chosen steps."""
   with jax.enable_x64(True):
-    steps, cells = Steps(world), []
+    world, cells = steps.world, []
     for seed in seeds:
       batches, val = wide(world.data(seed))
       state, moments = steps.start(seed), []
@@ -381,6 +383,30 @@ def shapley_table(world: World, found: Found) -> list[dict]:
 def interval(value: float, low: float, high: float) -> str:
   """`.97 (.95-.98)`."""
   return f"{value:.2f} ({low:.2f} to {high:.2f})"
+
+
+def figures(world: World, found: Found, num_seeds: int) -> list[Figure]:
+  """The slopes and correlations that should be reached, and where path + secant falls behind the frozen state."""
+  pearson, _, slope = statistics(found.scores_MCn, found.real_CnH)
+  out = []
+  for name in ("path", "path + secant", "path + hessian"):
+    m = found.names.index(name)
+    out.append(
+      Figure(f"{world.name}, {name}: |slope of real on predicted - 1|, the step itself", abs(slope[m, 0] - 1), 0.1)
+    )
+    out.append(Figure(f"{world.name}, {name}: correlation, the step itself", pearson[m, 0], 0.95, True))
+  out.append(Figure(f"{world.name}: documents left out", float(found.real_CnH[..., 0].size), 200, True))
+  if "frozen state" in found.names:
+    pairs = compared(found, num_seeds)
+    worse = sum(int((gain < 0).sum()) for gain, _, _ in pairs.values())
+    surely = sum(int((high < 0).sum()) for _, _, high in pairs.values())
+    better = sum(int((low > 0).sum()) for _, low, _ in pairs.values())
+    count = sum(gain.size for gain, _, _ in pairs.values())
+    title = f"{world.name}, path + secant against frozen state: of {count} figures"
+    out.append(Figure(f"{title}, lower", worse, 0))
+    out.append(Figure(f"{title}, lower beyond the 95 % interval of the difference", surely, 0))
+    out.append(Figure(f"{title}, higher beyond it", better))
+  return out
 
 
 def compared(found: Found, num_seeds: int) -> dict[str, tuple[float, float, float]]:

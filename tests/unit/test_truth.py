@@ -4,33 +4,71 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from test_path_credit import secant
+
+from maxghost.optimizers import by_label
 
 pytest.importorskip("sklearn")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import _digits
 import _truth
-from maxghost.ghost.schedules import passes
-from maxghost.optimizers import by_label
 
-AT, HORIZONS = (3, 40), (0, 2)
+AT, HORIZONS, ROWS = (3, 40), (0, 2), 12
 
 
 @pytest.fixture(scope="module")
-def world():
-  return _truth.digits("AdamW", at=AT, rows=12)
+def steps():
+  return _truth.Steps(_truth.digits("AdamW", at=AT, rows=ROWS))
 
 
 @pytest.fixture(scope="module")
-def found(world):
-  return _truth.measure(world, (0,), HORIZONS)
+def found(steps):
+  return _truth.measure(steps, (0,), HORIZONS)
 
 
-def test_a_path_score_is_what_leaving_the_image_out_of_the_step_changes(world, found):
-  assert found.real_CnH.shape == (2, 12, 2) and np.isfinite(found.real_CnH).all()
-  path, frozen = (found.names.index(name) for name in ("path + hessian", "frozen state"))
+def test_a_path_score_is_what_leaving_the_image_out_of_the_step_changes(found):
+  assert found.real_CnH.shape == (len(AT), ROWS, len(HORIZONS)) and np.isfinite(found.real_CnH).all()
   pearson, _, slope = _truth.statistics(found.scores_MCn, found.real_CnH)
-  assert 0.9 < slope[path, 0] < 1.1 and pearson[path, 0] > 0.97
-  assert abs(slope[path, 0] - 1) < abs(slope[frozen, 0] - 1)
+  bent, straight, frozen = (found.names.index(name) for name in ("path + hessian", "path", "frozen state"))
+  assert 0.9 < slope[bent, 0] < 1.1 and pearson[bent, 0] > 0.97
+  assert 0.9 < slope[straight, 0] < 1.1
+  assert abs(slope[straight, 0] - 1) < abs(slope[frozen, 0] - 1)
+  assert (found.in_all_MCn[: found.num_credits] / found.scores_MCn[: found.num_credits] > 2).all()
+
+
+def test_the_scores_are_products_with_single_gradients_and_following_is_training_on(steps):
+  """Against the formulas, and against a run that is trained without the image in a plain loop."""
+  with jax.enable_x64(True):
+    batches, val = _truth.wide(steps.world.data(0))
+    before = steps.advance(steps.start(0), batches, AT[0] - 1)
+    state = steps.advance(before, batches, AT[0])
+    batch = _truth.batch_of(batches, AT[0])
+    scores, in_all = steps.scores(before[0], state, state[0], batch, val)
+    params, opt_state, count = state
+    shares, g = steps.shares(params, batch), by_label(steps.gradient(params, batch))
+    G, G_before = (by_label(jax.grad(steps.val_loss)(x, val)) for x in (params, before[0]))
+    kept = steps.rule.read(opt_state, count=count)
+    constants = {"count": int(count), "kappa": 1.0, "b1": 0.9, "b2": 0.95, "eps": 1e-8}
+    for bend, direction in (("", G), (" + secant", {k: x + (x - G_before[k]) / 2 for k, x in G.items()})):
+      u = {}
+      for label, x in direction.items():
+        m, v = (np.asarray(kept.arrays[name][label], np.float64) for name in ("first_moment", "second_moment"))
+        u[label] = secant(np.asarray(x), np.asarray(g[label]), m, v, **constants)[0]
+      expected = 3e-3 * _truth.products(shares, u)
+      assert oracles.relative_error(scores[f"path{bend}"], expected) < 1e-12
+    later = 0.9 ** np.arange(_truth.STEPS - AT[0])
+    factor = (later * (1 - 0.9 ** (AT[0] + 1)) / (1 - 0.9 ** (AT[0] + 1 + np.arange(len(later))))).sum()
+    assert oracles.relative_error(in_all["path"], factor * scores["path"]) < 1e-6  # the rate is float32
+
+    real_nH = steps.follow(state, batches, val, jnp.array(HORIZONS))
+    ends = []
+    for left_out in (True, False):
+      grads = {k: x - shares[k][2] * left_out for k, x in g.items()}
+      run = steps.apply(state, _truth.passes.like(params, grads))[0]
+      for i in range(HORIZONS[-1]):
+        run = steps.apply(run, steps.gradient(run[0], _truth.batch_of(batches, AT[0] + 1 + i)))[0]
+      ends.append(float(steps.val_loss(run[0], val)))
+    assert float(real_nH[2, 1]) == pytest.approx(ends[0] - ends[1], abs=1e-12)
