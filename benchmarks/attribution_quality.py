@@ -1,6 +1,7 @@
 """Whether the scores mean something: against retrainings, removals, exact Shapley values and honest baselines.
 
-  python benchmarks/attribution_quality.py [--only digits|lm|truth|SECTION] [--small] [--corpus FOLDER] [--markdown FILE]
+  python benchmarks/attribution_quality.py [--only digits|lm|truth|SECTION] [--small] [--corpus FOLDER]
+      [--markdown FILE]
 
 digits: a foreign nnx model (64-64-10 MLP, scikit-learn digits, 10 % wrong labels), scored in every step.
 lm: a byte language model of two layers on six domains (four of Python's standard library, two made up).
