@@ -79,7 +79,7 @@ def language(optimizer: str, at: tuple[int, ...] = (10, 30, 60, 90, 130), rows: 
   """Two layers of width 32 on bytes of six domains, validated on one; schedule, decay and clipping of the trainer."""
   cfg = config.replace(
     config.load(), steps=STEPS, base_emb_dim=32, base_num_query_heads=2, base_num_kv_heads=2, head_dim=16,
-    base_mlp_dim=64, base_num_decoder_layers=2, vocab_size=256, max_target_length=length, attention="dot_product",
+    base_mlp_dim=64, base_num_decoder_layers=2, vocab_size=259, max_target_length=length, attention="dot_product",
     per_device_batch_size=rows, remat_policy="none", dtype="float64", weight_dtype="float64", **OPTIMIZERS[optimizer],
   )  # fmt: skip
 
@@ -162,7 +162,7 @@ class Steps:
     def step(i, state):
       return self.apply(state, self.gradient(state[0], batch_of(batches, i)))[0]
 
-    return jax.lax.fori_loop(state[2], stop, step, state)
+    return jax.lax.fori_loop(state[2], jnp.asarray(stop, jnp.int32), step, state)
 
   def _follow(self, state, batches, val, horizons_H):
     """[n, H]: validation loss without each document of this step minus that of the whole run, later and later."""
@@ -246,7 +246,7 @@ def batch_of(batches, i):
 
 def products(shares: dict, direction: dict):
   """[n]: inner product of each document's share with a direction."""
-  return sum((g * direction[label]).reshape(g.shape[0], -1).sum(-1) for label, g in shares.items())
+  return sum((g * direction[label][None]).reshape(g.shape[0], -1).sum(-1) for label, g in shares.items())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,7 @@ def test_a_gradients_reach_is_what_it_moves_until_the_run_ends(clip_factor):
     without = gradients.copy()
     without[AT] -= clip_factor * own
     change = followed(without, preconditioner) - followed(gradients, preconditioner)
-    expected = np.sum(G * change)  # by how much the loss would end higher without the document
+    expected = float(np.sum(G * change))  # by how much the loss would end higher without the document
     reach = RULE.reach(RATES)
     assert reach[AT] * dot == pytest.approx(expected, rel=1e-12)
     assert abs(RATES[AT] * dot / expected - 1) > 0.5
@@ -60,8 +60,8 @@ def test_a_gradients_reach_is_what_it_moves_until_the_run_ends(clip_factor):
     alone[:AT] = none[:AT] = gradients[:AT]
     alone[AT] = gradients[AT]
     resting = np.sqrt(RULE.b2 * np.asarray(arrays["second_moment"]) / (1 - RULE.b2 ** (AT + 1))) + RULE.eps
-    expected = np.sum(G * (followed(none, 1 / resting) - followed(alone, preconditioner)))
-    credit = np.sum(G * np.asarray(response.apply(gradients[AT])))
+    expected = float(np.sum(G * (followed(none, 1 / resting) - followed(alone, preconditioner))))
+    credit = float(np.sum(G * np.asarray(response.apply(gradients[AT]))))
     assert path.reach(RATES)[AT] * credit == pytest.approx(expected, rel=1e-12)
 
 
