@@ -75,7 +75,7 @@ def digits(optimizer: str, at: tuple[int, ...] = (3, 10, 30, 60, 120), rows: int
   return World(f"digits, {optimizer}", cfg, model, _digits.classification_loss, data, "weight", at)
 
 
-def language(optimizer: str, at: tuple[int, ...] = (10, 30, 60, 90, 130), rows: int = 16, length: int = 32) -> World:
+def language(optimizer: str, at: tuple[int, ...] = (10, 30, 60, 90, 130), rows: int = 14, length: int = 24) -> World:
   """Two layers of width 32 on bytes of six domains, validated on one; schedule, decay and clipping of the trainer."""
   cfg = config.replace(
     config.load(), steps=STEPS, base_emb_dim=32, base_num_query_heads=2, base_num_kv_heads=2, head_dim=16,
@@ -120,6 +120,7 @@ class Steps:
     self.graphdef, params, self.rest = nnx.split(model, nnx.Param, ...)
     self.rule, self.clipping = optimizers.create(optimizer), optimizer.gradient_clipping_threshold
     self.schedule = optimizers.learning_rate_schedule(optimizer, STEPS)
+    self.rates_S = np.broadcast_to(np.asarray(self.schedule(jnp.arange(STEPS)), np.float64), STEPS)
     self.tx = self.rule.transformation(self.schedule)
     along = self.rule.path()
     assert along is not None
@@ -224,8 +225,7 @@ class Steps:
 
   def reach(self, parameter: Parameter):
     """`UpdateRule.reach` of one parameter."""
-    rates_S = np.broadcast_to(np.asarray(self.schedule(np.arange(STEPS)), np.float64), STEPS)
-    reach_S = self.rule.reach(rates_S, parameter)
+    reach_S = self.rule.reach(self.rates_S, parameter)
     return jnp.full(STEPS, jnp.nan) if reach_S is None else jnp.asarray(reach_S)
 
   def _shapley(self, state, batch, val, subsets_MB):
