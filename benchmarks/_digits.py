@@ -29,7 +29,7 @@ class DigitsMLP(nnx.Module):
   """64-64-10 with ReLU; weights N(0, 1/64), zero biases."""
 
   def __init__(self, rngs: nnx.Rngs):
-    init = nnx.initializers.normal(1 / 8)
+    init = nnx.with_metadata(nnx.initializers.normal(1 / 8), matrix=(1, 1))  # a matrix, for Muon
     self.hidden = nnx.Linear(64, 64, kernel_init=init, rngs=rngs)
     self.out = nnx.Linear(64, 10, kernel_init=init, rngs=rngs)
 

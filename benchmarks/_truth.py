@@ -280,13 +280,15 @@ def measure(steps: Steps, seeds: tuple[int, ...], horizons: tuple[int, ...] = HO
         moments.append((before[0], state))
       last = steps.advance(state, batches, STEPS)[0]
       rng = np.random.default_rng((seed, 8))
-      cells += [_cell(steps, *moment, last, batches, val, np.array(horizons), rng) for moment in moments]
+      ends = last, batches, val, np.array(horizons)
+      cells += [_cell(steps, moment, ends, rng) for moment in moments]
   stacked = (np.stack(parts, axis) for axis, parts in zip((1, 1, 0, 1, 0), zip(*cells, strict=True), strict=True))
   return Found((*steps.credits, *BASELINES), len(steps.credits), *stacked)
 
 
-def _cell(steps: Steps, before, state, last, batches, val, horizons_H, rng):
-  """The fields of `Found` for one step."""
+def _cell(steps: Steps, moment, ends, rng):
+  """The fields of `Found` for one step. moment: parameters one step earlier, state. ends: of the whole run."""
+  (before, state), (last, batches, val, horizons_H) = moment, ends
   batch = batch_of(batches, state[2])
   real_nH = np.asarray(steps.follow(state, batches, val, horizons_H))
   rows = len(real_nH)
@@ -409,8 +411,8 @@ def figures(world: World, found: Found, num_seeds: int) -> list[Figure]:
   return out
 
 
-def compared(found: Found, num_seeds: int) -> dict[str, tuple[float, float, float]]:
-  """{row: (path + secant minus frozen state, low, high)} with 95 % intervals of the paired difference, [H] each.
+def compared(found: Found, num_seeds: int) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+  """{row: (path + secant minus frozen state, low, high)}, [H] each: 95 % intervals of the paired difference.
 
   Of the correlations, and of how far the slope of the step itself is from 1, counted so that more is better.
   """
@@ -425,5 +427,6 @@ def compared(found: Found, num_seeds: int) -> dict[str, tuple[float, float, floa
       columns = slice(0, 1) if name == "slope" else slice(None)
       gain = (better(values[index][new]) - better(values[index][old]))[columns]
       gains = (better(drawn[index][:, new]) - better(drawn[index][:, old]))[:, columns]
-      out[title + name] = gain, *np.percentile(gains, (2.5, 97.5), axis=0)
+      low, high = np.percentile(gains, (2.5, 97.5), axis=0)
+      out[title + name] = gain, low, high
   return out
