@@ -137,7 +137,7 @@ class Steps:
 
   def start(self, seed: int):
     params = wide(nnx.split(self.world.model(seed), nnx.Param, ...)[1])
-    return params, self.tx.init(params), jnp.zeros((), jnp.int32)
+    return params, self.tx.init(nnx.as_pure(params)), jnp.zeros((), jnp.int32)
 
   def model(self, params) -> Model:
     return Model(self.graphdef, params, self.rest)
@@ -146,7 +146,8 @@ class Steps:
     """(new state, update of the parameters, clipping factor)."""
     params, opt_state, count = state
     _, factor, clipped = optimizers.clip(grads, self.clipping)
-    delta, opt_state = self.tx.update(clipped, opt_state, params)
+    moved, opt_state = self.tx.update(nnx.as_pure(clipped), opt_state, nnx.as_pure(params))
+    delta = passes.like(params, by_label(moved))
     return (optax.apply_updates(params, delta), opt_state, count + 1), delta, factor
 
   def gradient(self, params, batch) -> nnx.State:
