@@ -219,7 +219,7 @@ def test_documents_are_ranked_by_what_is_sure_per_token(tmp_path):
 
 NATS = r"−?[\d.\u202f]+(?:e−?\d+)?"
 PERCENT = rf"({NATS})\u202f%"
-HOW = "(?:First order predicted|First order and curvature explain)"
+HOW = "(?:First order predicted|First order and (?:curvature explain|the expected curvature predicted))"
 
 
 def said(text: str) -> float:
@@ -248,13 +248,16 @@ def check_sentences(text: str, ledger) -> None:
     rf"{HOW} a rise of {NATS} \({PERCENT} of it\)\.":
       lambda share: predicted < 0 and share == pytest.approx(100 * predicted / actual, rel=0.06),
     r"The predicted drops of the steps, added up over \d+ steps? \(\d+ to \d+\)\.": lambda: True,
-    rf"Momentum carries {PERCENT} of it(?:s first-order part)?, the ex.*? {PERCENT} \({NATS} nats\): .*? momentum\.":
+    rf"Momentum carries {PERCENT} of (?:it|its first-order part|what the steps predicted), the ex.*? {PERCENT} "
+    rf"\({NATS} nats\): .*? momentum\.":
       lambda momentum, examples: momentum > 20 * 0.99
       and (momentum, examples)
-      == pytest.approx([100 * parts[name] / first for name in ("momentum", "predicted_examples")], rel=0.06),
-    rf" ?Curvature takes back {PERCENT} of what first order predicts; .*? among documents\.":
+      == pytest.approx([100 * parts[name] / ledger.columns_sum for name in ("momentum", "predicted_examples")], rel=0.06),
+    rf"They contain \+?({NATS}) nats of curvature that the steps expected, .*? alone predicts ({NATS}) nats\.":
+      lambda ahead, alone: ahead == pytest.approx(ledger.ahead, rel=0.06) and alone == pytest.approx(first, rel=0.06),
+    rf" ?(?:Curvature|Further curvature) takes back {PERCENT} of what first order predicts; .*? among documents\.":
       lambda share: ledger.curvature * first < 0 and share == pytest.approx(-100 * ledger.curvature / first, rel=0.06),
-    rf" ?Curvature adds {PERCENT} of what first order predicts; .*? among documents\.":
+    rf" ?(?:Curvature|Further curvature) adds {PERCENT} of what first order predicts; .*? among documents\.":
       lambda share: ledger.curvature * first > 0 and share == pytest.approx(100 * ledger.curvature / first, rel=0.06),
     rf"{PERCENT} of the predicted drop did not happen:{rest}": lambda share: 0 < actual < predicted and share > 19,
     rf"{PERCENT} of the predicted drop came on top:{rest}": lambda share: 0 < predicted < actual and share > 19,
@@ -277,12 +280,15 @@ def check_sentences(text: str, ledger) -> None:
 small = st.one_of(st.just(0.0), st.floats(0.001, 1000), st.floats(-1000, -0.001))
 
 
-@hypothesis.given(small, small, small, st.one_of(st.none(), small), st.one_of(st.none(), small))
+maybe = st.one_of(st.none(), small)
+
+
+@hypothesis.given(small, small, small, maybe, maybe, maybe)
 @hypothesis.settings(max_examples=400, deadline=None)
-def test_every_sentence_follows_from_its_numbers(examples, momentum, decay, actual, curvature):
+def test_every_sentence_follows_from_its_numbers(examples, momentum, decay, actual, curvature, ahead):
   columns = {"predicted_examples": examples, "momentum": momentum, "weight_decay": decay, "unscored": None}
   drops = None if actual is None else np.array([actual / 2, actual / 2])
-  ledger = summary_module.Ledger(columns, np.array([3, 4]), np.zeros(2), drops, curvature)
+  ledger = summary_module.Ledger(columns, np.array([3, 4]), np.zeros(2), drops, curvature, ahead)
   part = SimpleNamespace(name="manual", ledger=ledger, domains=[])
   check_sentences(report_text.headline(part), ledger)
   check_sentences(report_text.lead(part), ledger)

@@ -206,7 +206,7 @@ class Sketcher:
   def __init__(self, cfg: Config, corpus: Corpus, num_rows: int, num_directions: int):
     graphdef, abstract = state.abstract_split(cfg)
     model, objective, length = nnx.merge(graphdef, abstract).model, create(cfg), corpus.layout.row_length
-    rule = optimizers.direction_rule(cfg.optimizer, cfg.ghost.ghost_direction)
+    rule = optimizers.direction_rule(cfg.optimizer, cfg.ghost.direction)
     rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
     twin = prepare_twin(
       model, objective.batch_spec(num_rows, length), objective, num_sets=1, num_positions=length,

@@ -4,6 +4,9 @@
 where Delta is the update of the parameters and G the validation gradient. Columns are in nats; a positive column lowers
 the validation loss.
 
+G contains the curvature of `ghost_curvature`, if the scores do. Then the products with G alone are taken beside it: they
+tell which part of the prediction is curvature (`predicted_curvature`), and what G predicts for the step before.
+
 K validation sets. Trees are dicts {label: array}.
 """
 
@@ -22,8 +25,8 @@ def sums(
 ) -> dict:
   """Inner products of some parameters with each validation set's gradient, to be summed and passed to `columns`.
 
-  rule, state: of the trainer, before the step. gradients: K dicts. scored: labels.
-  Returns float arrays [K]: exact and unscored (<G, P_t g> over the scored and the other parameters), each of the
+  rule, state: of the trainer, before the step. gradients: K dicts, or 2 K: with and without curvature. scored: labels.
+  Returns float arrays [K] or [2 K]: exact and unscored (<G, P_t g> over the scored and the other parameters), each of the
   rule's own columns, before the learning rate and the outer clipping factor, and last (<G, update of the step before>)
   where the state tells that update.
   """
@@ -127,11 +130,14 @@ def columns(rule: UpdateRule, sums_K: dict, totals, used_K, learning_rate, clip_
   """{column: [K]} of one step in nats, with their sum `predicted`, check_rel_err and prev_predicted.
 
   check_rel_err compares the sum of all scores with <g, u> and is 0 up to rounding. prev_predicted, if the state tells:
-  the drop that this step's gradient predicts for the update of the step before. sums_K: from `sums`. totals: from
-  `score_sums`. used_K: <g, u> of each set.
+  the drop that this step's gradient predicts for the update of the step before. predicted_curvature: the part of the
+  sum that is curvature, if the gradients contain any. sums_K: from `sums`. totals: from `score_sums`. used_K: <g, u> of
+  each set.
   """
   score_sum, score_size = totals
   scales = rule.column_scales(learning_rate, clip_factor)
+  whole, num_sets = sums_K, len(score_sum)
+  sums_K = {name: value[:num_sets] for name, value in whole.items()}
   out = {
     "predicted_examples": learning_rate * clip_factor * score_sum,
     **{name: scales[name] * sums_K[name] for name in rule.columns},
@@ -139,7 +145,11 @@ def columns(rule: UpdateRule, sums_K: dict, totals, used_K, learning_rate, clip_
     "direction_residual": learning_rate * clip_factor * (sums_K["exact"] - score_sum),
   }
   out["predicted"] = sum(out.values())
+  if len(whole["exact"]) > num_sets:  # exactly 0 where the curvature is
+    turned = {name: value - whole[name][-num_sets:] for name, value in sums_K.items()}
+    out["predicted_curvature"] = learning_rate * clip_factor * (turned["exact"] + turned["unscored"])
+    out["predicted_curvature"] += sum(scales[name] * turned[name] for name in rule.columns)
   if "last" in sums_K:
-    out["prev_predicted"] = -sums_K["last"]
+    out["prev_predicted"] = -whole["last"][-num_sets:]
   out["check_rel_err"] = jnp.abs(score_sum - used_K) / jnp.maximum(score_size, jnp.finfo(score_size.dtype).tiny)
   return out

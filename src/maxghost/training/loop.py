@@ -272,7 +272,8 @@ class TrainingLoop:
     """Adds to the record of step - 1 the drop since the validation loss was last measured, and its curvature.
 
     Returns closing (`step.make_closing`) on the host. By the trapezoid rule the step lowered the loss by half the sum
-    of what the gradients before and after it predict; curvature is that minus the prediction before it.
+    of what the gradients before and after it predict; curvature is that minus the prediction before it, which may
+    contain some already.
     """
     assert self._pending is not None and self._position.open_loss is not None, "a step is open"
     closing = {name: jax.device_get(value) for name, value in closing.items()}
@@ -282,7 +283,8 @@ class TrainingLoop:
       self._pending[f"ghost/actual_drop/{name}"] = before - float(closing["prev_val_loss"][k])
       predicted = self._pending.get(f"ghost/predicted_drop/{name}")
       if "prev_predicted" in closing and predicted is not None:
-        self._pending[f"ghost/curvature/{name}"] = (float(closing["prev_predicted"][k]) - predicted) / 2
+        ahead = self._pending.get(f"ghost/predicted_curvature/{name}", 0.0)
+        self._pending[f"ghost/curvature/{name}"] = (float(closing["prev_predicted"][k]) - predicted - ahead) / 2
     return closing
 
   def _write_pending(self, show: bool = False) -> None:

@@ -26,7 +26,8 @@ class TrainCounter(nnx.Variable):
 
 
 class StoredGradient(nnx.Variable):
-  """A leaf of a validation gradient that later steps score against (ghost_val_every > 1)."""
+  """A leaf of a validation gradient that later steps need: to score against it (ghost_val_every > 1), or to tell the
+  curvature (ghost_curvature=secant)."""
 
 
 class TrainStateNNX(nnx.Module):
@@ -65,7 +66,7 @@ class TrainStateNNX(nnx.Module):
 def create(cfg: Config) -> TrainStateNNX:
   """A fresh state: weights from init_weights_seed, zero moments, step 0."""
   model = models.create(cfg, rngs=nnx.Rngs(cfg.run.init_weights_seed))
-  num_stored = len(cfg.val_sets) if cfg.ghost.ghost_val_every > 1 else 0
+  num_stored = len(cfg.val_sets) * cfg.ghost.num_stored
   tx = make_optimizer(cfg.optimizer, cfg.run.steps)
   return TrainStateNNX(model, tx, trainable=trainable(cfg, model), num_stored=num_stored)
 

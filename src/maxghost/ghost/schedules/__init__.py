@@ -7,9 +7,9 @@ To add one, write a module with `run(problem) -> Scored`, and add lines to `SCHE
 from collections.abc import Callable
 
 from maxghost.ghost.schedules import concat, forward_mode, per_example, reverse_scan, two_pass
-from maxghost.ghost.schedules.base import Model, Problem, Scored, Settings, Stored, TrainPass, Validation
+from maxghost.ghost.schedules.base import Model, Problem, Scored, Secant, Settings, Stored, TrainPass, Validation
 
-__all__ = ["Model", "Problem", "Scored", "Settings", "Stored", "TrainPass", "Validation", "score"]
+__all__ = ["Model", "Problem", "Scored", "Secant", "Settings", "Stored", "TrainPass", "Validation", "score"]
 
 SCHEDULES: dict[str, Callable[[Problem], Scored]] = {
   "two_pass": two_pass.run,
