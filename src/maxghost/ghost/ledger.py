@@ -4,8 +4,8 @@
 where Delta is the update of the parameters and G the validation gradient. Columns are in nats; a positive column lowers
 the validation loss.
 
-G contains the curvature of `ghost_curvature`, if the scores do. Then the products with G alone are taken beside it: they
-tell which part of the prediction is curvature (`predicted_curvature`), and what G predicts for the step before.
+With `ghost_curvature`, G contains curvature as in the scores. Then the products with G alone are computed too: they tell
+which part of the prediction is curvature (`predicted_curvature`), and what G predicts for the step before.
 
 K validation sets. Trees are dicts {label: array}.
 """
@@ -26,9 +26,9 @@ def sums(
   """Inner products of some parameters with each validation set's gradient, to be summed and passed to `columns`.
 
   rule, state: of the trainer, before the step. gradients: K dicts, or 2 K: with and without curvature. scored: labels.
-  Returns float arrays [K] or [2 K]: exact and unscored (<G, P_t g> over the scored and the other parameters), each of the
-  rule's own columns, before the learning rate and the outer clipping factor, and last (<G, update of the step before>)
-  where the state tells that update.
+  Returns float arrays, one entry per gradient: exact and unscored (<G, P_t g> over the scored and the other
+  parameters), each of the rule's own columns, before the learning rate and the outer clipping factor, and last (<G,
+  update of the step before>) where the state tells that update.
   """
   recalled = recalls(rule, state)
   names = ("exact", "unscored", *rule.columns, *(("last",) if recalled else ()))
