@@ -21,12 +21,8 @@ from maxghost.training import memory, scoring
 
 WIDE = {"dtype": "float64", "weight_dtype": "float64", "remat_policy": "none"}
 # Long steps of unequal length, so that the gradient turns, and a weight that is not one half.
-SECANT = {
-  "ghost_curvature": "secant",
-  "learning_rate": 0.03,
-  "lr_schedule_type": "wsd",
-  "wsd_decay_steps_fraction": 1.0,
-}
+DECAY = {"lr_schedule_type": "wsd", "wsd_decay_steps_fraction": 1.0}
+SECANT = {"ghost_curvature": "secant", "learning_rate": 0.03, **DECAY}
 SGD = {"ghost_direction": "sgd", "ghost_val_refresh_steps": 0}
 OTHER = tiny.make_batch(((2, 7), (10,), (3,)), seed=201)
 COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")

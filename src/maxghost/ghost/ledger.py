@@ -4,8 +4,8 @@
 where Delta is the update of the parameters and G the validation gradient. Columns are in nats; a positive column lowers
 the validation loss.
 
-With `ghost_curvature`, G contains curvature as in the scores. Then the products with G alone are computed too: they tell
-which part of the prediction is curvature (`predicted_curvature`), and what G predicts for the step before.
+With `ghost_curvature`, G contains curvature as in the scores. Then the products with G alone are computed too: they
+tell which part of the prediction is curvature (`predicted_curvature`), and what G predicts for the step before.
 
 K validation sets. Trees are dicts {label: array}.
 """

@@ -90,10 +90,8 @@ def _forward(rows: Rows):
     keep = (lambda x: x) if rows.probed else functools.partial(aside, layers)
     return *inputs(rows, x, layers.stacked(), lengths, keep), links
   if rows.probed:
-    one = (jax.tree.map(lambda x: x[0], layers.params),) * layers.twin.num_sets
-    shapes, _ = jax.eval_shape(
-      lambda *x: layers.directions(layers.against(x, 0), layer_lib.layer_state(layers, 0)), *one
-    )
+    one = [layers.labelled(jax.tree.map(lambda x: x[0], layers.params))] * layers.twin.num_sets
+    shapes, _ = jax.eval_shape(layers.directions, one, layer_lib.layer_state(layers, 0))
     blank = direction_state(layers.inner, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes))
     ghost = layers.probes, blank
 
@@ -159,7 +157,7 @@ def inputs(rows: Rows, x, scanned, segment_lengths: tuple, keep=lambda x: x):
   return kept, x
 
 
-def back(batches: Pair, boundaries: Pair, cotangents: Pair, scanned, segment_lengths: tuple):
+def back(batches: Pair, boundaries: Pair, cotangents: Pair, scanned, segment_lengths: tuple) -> tuple[Any, Pair]:
   """({grads, probes, ...} of `training_back` with a leading layer axis, cotangents of the first layer's inputs).
 
   batches: `Rows`. boundaries: kept by `_forward` or `inputs`. scanned: `Layers.stacked` of these layers.
