@@ -145,7 +145,7 @@ def columns(rule: UpdateRule, sums_K: dict, totals, used_K, learning_rate, clip_
     "direction_residual": learning_rate * clip_factor * (sums_K["exact"] - score_sum),
   }
   out["predicted"] = sum(out.values())
-  if len(whole["exact"]) > num_sets:  # exactly 0 where the curvature is
+  if len(whole["exact"]) > num_sets:
     turned = {name: value - whole[name][-num_sets:] for name, value in sums_K.items()}
     out["predicted_curvature"] = learning_rate * clip_factor * (turned["exact"] + turned["unscored"])
     out["predicted_curvature"] += sum(scales[name] * turned[name] for name in rule.columns)

@@ -133,7 +133,11 @@ class Scorer:
       score = scored.additive.reshape(scored.additive.shape[0], -1)
       totals = score.sum(-1), jnp.abs(score).sum(-1)
     used = ledger.used(twin.scored, grads, scored.parts, passed.facts) if scored.used is None else scored.used
-    return ledger.columns(rule, sums, totals, used, learning_rate, clip_factor)
+    out = ledger.columns(rule, sums, totals, used, learning_rate, clip_factor)
+    if self.cfg.ghost.curvature == "secant":  # 0 and not rounding, where the step is of first order
+      first_order = secant_weight(self.cfg, train_state.step) == 0
+      out["predicted_curvature"] = jnp.where(first_order, 0, out["predicted_curvature"])
+    return out
 
   def outputs(self, scored: Scored, batch, scale) -> dict:
     """The step's outputs per slot: score_dot_BSK, contribution_BSK, share_BS (of the batch loss), tokens_BS, loss_BS.
@@ -205,12 +209,12 @@ def secant_weight(cfg: Config, step) -> jax.Array:
 
   With ghost_every=1 and ghost_val_every=1 it is half of this step's learning rate over that of the step before.
   """
-  ghost, step = cfg.ghost, step.astype(jnp.int32)
+  ghost, kind, step = cfg.ghost, step.dtype, step.astype(jnp.int32)
   every = max(ghost.ghost_every, ghost.ghost_val_every)
   latest = step - step % every
   rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
   steps = latest - every + jnp.arange(2 * every)  # from the earlier gradient to the latest, and on
-  rates = jnp.where(steps < 0, 0.0, rate(jnp.maximum(steps, 0)))
+  rates = jnp.where(steps < 0, 0.0, rate(jnp.maximum(steps, 0).astype(kind)))
   ahead = jnp.where(steps < step, rates, jnp.where(steps == step, rates / 2, 0))[every:].sum()
   between = rates[:every].sum()
   known = (latest >= every) & (validation_index(ghost, latest) == validation_index(ghost, latest - every))
