@@ -214,7 +214,7 @@ def secant_weight(cfg: Config, step) -> jax.Array:
   latest = step - step % every
   rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
   steps = latest - every + jnp.arange(2 * every)  # from the earlier gradient to the latest, and on
-  rates = jnp.where(steps < 0, 0.0, rate(jnp.maximum(steps, 0).astype(kind)))
+  rates = jnp.where(steps < 0, 0.0, jnp.asarray(rate(jnp.maximum(steps, 0).astype(kind)), float))
   ahead = jnp.where(steps < step, rates, jnp.where(steps == step, rates / 2, 0))[every:].sum()
   between = rates[:every].sum()
   known = (latest >= every) & (validation_index(ghost, latest) == validation_index(ghost, latest - every))
