@@ -224,6 +224,12 @@ class GhostConfig:
     return (self.ghost_val_every > 1) + (self.curvature == "secant")
 
   @property
+  def carries_curvature(self) -> bool:
+    """Whether the curvature of replaced validation rows serves the first step with new ones (`step.make_closing`)."""
+    of_every_step = self.ghost_every == self.ghost_val_every == 1 and self.ghost_val_refresh_steps > 0
+    return self.curvature == "secant" and of_every_step and self.ghost_schedule in ("two_pass", "forward_mode")
+
+  @property
   def engine(self) -> str:
     """How directions meet gradients: by rules for layers, or by the forward mode of differentiation."""
     return "jvp" if self.ghost_schedule == "forward_mode" else "graddotprod"

@@ -101,7 +101,7 @@ def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> l
 
 def secant_line(cfg: Config) -> str:
   """Which steps have no earlier validation gradient of the same rows, so that ghost_curvature=secant adds nothing."""
-  renewed = cfg.ghost.ghost_val_refresh_steps
+  renewed = 0 if cfg.ghost.carries_curvature else cfg.ghost.ghost_val_refresh_steps
   also = f" and every {renewed} steps, where new validation rows are drawn (ghost_val_refresh_steps)" if renewed else ""
   return f"ghost_curvature=secant: step 0 is scored to first order{also}"
 

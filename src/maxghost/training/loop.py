@@ -30,7 +30,7 @@ from maxghost.training.plan import StepFlops
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
-from maxghost.training.state import Position, to_tree
+from maxghost.training.state import Position, carry, to_tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,7 +160,10 @@ class TrainingLoop:
       self._read_started()
       self._program.executable("closing")
       self._restart_clock()
-    return self._program.closing(self._state, self._validation.batches(step - 1))
+    closing = self._program.closing(self._state, self._validation.batches(step - 1))
+    if turned := closing.pop("turned", None):
+      self._state = carry(self._state, turned)
+    return closing
 
   # Evaluations, checkpoints and the end, which wait for results.
 
@@ -213,7 +216,9 @@ class TrainingLoop:
     if not self._validation.has_open_account(num_steps):
       return
     batches = self._validation.batches(num_steps - 1)
-    closing = self._close_step(num_steps, self._program.closing(self._state, batches))
+    closing = self._program.closing(self._state, batches)
+    closing.pop("turned", None)
+    closing = self._close_step(num_steps, closing)
     if self._sinks.scores:
       self._sinks.scores.record_end(num_steps, closing)
       self._sinks.scores.position()  # on disk before the last record of metrics.jsonl says that the run is complete

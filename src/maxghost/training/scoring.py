@@ -96,7 +96,8 @@ class Scorer:
     if ghost.curvature == "secant":
       of_sets = [earlier[i : i + len(params)] for i in range(0, len(earlier), len(params))]
       by_label = [dict(zip(params, arrays, strict=True)) for arrays in of_sets]
-      secant = Secant(by_label, secant_weight(self.cfg, train_state.step))
+      carried = train_state.carried[...] if ghost.carries_curvature else jnp.zeros((), float)
+      secant = Secant(by_label, secant_weight(self.cfg, train_state.step, carried), 1 - carried)
     return stored, secant
 
   def score(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Scored:
@@ -134,9 +135,8 @@ class Scorer:
       totals = score.sum(-1), jnp.abs(score).sum(-1)
     used = ledger.used(twin.scored, grads, scored.parts, passed.facts) if scored.used is None else scored.used
     out = ledger.columns(rule, sums, totals, used, learning_rate, clip_factor)
-    if self.cfg.ghost.curvature == "secant":  # 0 and not rounding, where the step is of first order
-      first_order = secant_weight(self.cfg, train_state.step) == 0
-      out["predicted_curvature"] = jnp.where(first_order, 0, out["predicted_curvature"])
+    if scored.secant is not None:  # 0 and not rounding, where the step is of first order
+      out["predicted_curvature"] = jnp.where(scored.secant.weight == 0, 0, out["predicted_curvature"])
     return out
 
   def outputs(self, scored: Scored, batch, scale) -> dict:
@@ -204,8 +204,10 @@ def rule_state(cfg: Config, rule: UpdateRule, train_state: TrainStateNNX) -> Rul
   return dataclasses.replace(state, last_rate=rate(jnp.maximum(train_state.step, 1) - 1))
 
 
-def secant_weight(cfg: Config, step) -> jax.Array:
+def secant_weight(cfg: Config, step, carried=0) -> jax.Array:
   """`Secant.weight`: ways are sums of learning rates. 0 where there is no earlier gradient, or one of other rows.
+
+  carried: 1 where the earlier one is of the rows before, together with its change (`state.carry`).
 
   With ghost_every=1 and ghost_val_every=1 it is half of this step's learning rate over that of the step before.
   """
@@ -217,7 +219,8 @@ def secant_weight(cfg: Config, step) -> jax.Array:
   rates = jnp.where(steps < 0, 0.0, jnp.asarray(rate(jnp.maximum(steps, 0).astype(kind)), float))
   ahead = jnp.where(steps < step, rates, jnp.where(steps == step, rates / 2, 0))[every:].sum()
   between = rates[:every].sum()
-  known = (latest >= every) & (validation_index(ghost, latest) == validation_index(ghost, latest - every))
+  same_rows = validation_index(ghost, latest) == validation_index(ghost, latest - every)
+  known = (latest >= every) & (same_rows | (jnp.asarray(carried) > 0))
   return jnp.where(known & (between > 0), ahead / jnp.where(between > 0, between, 1), 0)
 
 
@@ -248,6 +251,8 @@ def run(problem: Problem, train_state: TrainStateNNX) -> Scored:
       leaves += [gradient for of_set in problem.secant.earlier for gradient in of_set.values()]
     for variable, leaf in zip(train_state.stored_gradients, leaves, strict=True):
       variable[...] = leaf
+    if hasattr(train_state, "carried"):
+      train_state.carried[...] = jnp.zeros_like(train_state.carried[...])
   return scored
 
 

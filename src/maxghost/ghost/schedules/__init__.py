@@ -4,6 +4,7 @@ To add one, write a module with `run(problem) -> Scored`, and add lines to `SCHE
 `config.plugins.SCHEDULE_LACKS`.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 from maxghost.ghost.schedules import concat, forward_mode, per_example, reverse_scan, two_pass
@@ -22,4 +23,4 @@ SCHEDULES: dict[str, Callable[[Problem], Scored]] = {
 
 def score(problem: Problem) -> Scored:
   """Runs the passes of one scored step. Raises ValueError for a loss or model that the schedule does not support."""
-  return SCHEDULES[problem.schedule](problem)
+  return dataclasses.replace(SCHEDULES[problem.schedule](problem), secant=problem.secant)

@@ -68,10 +68,12 @@ class Secant:
   the middle of this step.
 
   earlier: K dicts {label: G'}. weight: the way from G to the middle of the step over the way from G' to G; 0: unknown.
+  own: 1; or 0 where the rows are new, so that earlier has G' - G of the rows before.
   """
 
   earlier: list[dict]
   weight: jax.Array
+  own: Any = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +140,7 @@ class Scored:
   gradients: K dicts {label: G, with its curvature}, for `ledger.sums` once this step's clipping factor is known.
   sums: `ledger.sums`, if the schedule computes them, with the assumed clipping factor. If the actual factor differs,
     the columns with P_t, and so the total, deviate accordingly. Without gradients and sums there is no ledger.
-  parts: as `directions.direction_parts`. used: <g, u> [K]; None: `ledger.used` of the parts.
+  parts: as `directions.direction_parts`. used: <g, u> [K]; None: `ledger.used` of the parts. secant: the problem's.
   """
 
   passed: TrainPass
@@ -150,3 +152,4 @@ class Scored:
   sums: dict | None = None
   parts: dict = dataclasses.field(default_factory=dict)
   used: jax.Array | None = None
+  secant: Secant | None = None

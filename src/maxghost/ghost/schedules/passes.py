@@ -86,7 +86,7 @@ def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.S
 
 
 def extrapolated(secant: Secant | None, gradients: list[dict]) -> list[dict]:
-  """K dicts {label: G + weight (G - G')}, in place of G; G itself without a secant.
+  """K dicts {label: G + weight (own G - G')}, in place of G; G itself without a secant.
 
   gradients: K dicts {label: G}, of all or of some of the labels.
   """
@@ -95,7 +95,8 @@ def extrapolated(secant: Secant | None, gradients: list[dict]) -> list[dict]:
 
   def curved(gradient, earlier):
     wide = jnp.promote_types(gradient.dtype, jnp.float32)
-    turn = secant.weight.astype(wide) * (gradient.astype(wide) - earlier.astype(wide))
+    own = jnp.asarray(secant.own, wide) * gradient.astype(wide)
+    turn = secant.weight.astype(wide) * (own - earlier.astype(wide))
     return gradient + jnp.where(secant.weight == 0, 0, turn).astype(gradient.dtype)  # G' may be anything
 
   pairs = zip(gradients, secant.earlier, strict=True)
