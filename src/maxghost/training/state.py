@@ -42,8 +42,10 @@ class TrainStateNNX(nnx.Module):
     num_stored: int = 0,
     carries: bool = False,
   ):
-    """trainable: the Params that the optimizer changes. num_stored: validation gradients to keep between steps. carries:
-    see `carry`."""
+    """trainable: the Params that the optimizer changes. num_stored: validation gradients to keep between steps.
+
+    carries: see `carry`.
+    """
     self.model = model
     self.optimizer = None if tx is None else nnx.Optimizer(model, tx, wrt=trainable)
     self.clip_factor = TrainCounter(jnp.ones((), float))
