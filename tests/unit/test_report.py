@@ -134,6 +134,19 @@ def test_curvature_is_half_the_difference_of_what_the_gradients_around_a_step_pr
   assert lines["Rest"].value == ledger.actual - 3.125 and "neither" in lines["Rest"].words
 
 
+def test_curvature_that_the_steps_expected_is_not_counted_again(tmp_path):
+  """First order 1.4 and 2.0, of which the steps expected -0.4 and -0.5; then the trapezoid with what came after."""
+  names = ("val_loss", "prev_val_loss", "prev_predicted", "predicted_examples", "predicted_curvature")
+  losses = ((5.0, math.nan, math.nan, 1.0, -0.4), (4.5, 4.5, 0.25, 1.5, -0.5), (3.5, 3.25, 1.0, 0.5, 0.0))
+  steps = [(dict(zip(names, row, strict=True)), [("a", "x", 0, 0, 9, row[3])]) for row in losses]
+  ledger = summarize(attribution.load(write_log(tmp_path, steps, closing=3.0))).sets[0].ledger
+  assert (ledger.ahead, ledger.columns_sum) == (pytest.approx(-0.9), 3.0)
+  trapezoid = (1.4 + 0.25) / 2 + (2.0 + 1.0) / 2 + 0.5
+  assert ledger.predicted == pytest.approx(trapezoid) and ledger.first_order == pytest.approx(3.9)
+  words = {line.label: line.words for line in report_text.ledger_lines(ledger)}["Curvature"]
+  assert "less the curvature that the steps expected" in words
+
+
 def test_missing_rows_are_noticed(tmp_path):
   steps = [({"val_loss": 5.0, "predicted_examples": 0.5}, [("a", "x", 0, 0, 10, 0.25)])] * 4
   messages = summarize(attribution.load(write_log(tmp_path, steps))).messages
