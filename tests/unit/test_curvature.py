@@ -5,6 +5,7 @@ gradient per document.
 """
 
 import shutil
+import types
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ import tiny
 from flax import nnx
 from train_steps import TRAIN, VALIDATION, Run
 
-from maxghost import config, train
+from maxghost import attribute, config, train
 from maxghost.attribution import load
 from maxghost.optimizers import learning_rate_schedule
 from maxghost.training import memory, scoring, step
@@ -239,3 +240,14 @@ def test_the_command_logs_its_direction_and_resumes_bit_for_bit(tmp_path, capsys
   for name in log.steps.dtype.names:
     np.testing.assert_array_equal(log.steps[name], again.steps[name], err_msg=name)
   np.testing.assert_array_equal(log["contribution"], again["contribution"])
+
+
+def test_queries_of_a_run_with_a_secant_are_scored_to_first_order(capsys):
+  args = types.SimpleNamespace(direction="", index=None, rows=None)
+  cfg = attribute.scoring_config(config.load(None, "ghost_curvature=secant", "ghost_direction=path"), args, {})
+  assert cfg.direction_name == "path" and "these scores are of first order" in capsys.readouterr().err
+  cfg = attribute.scoring_config(config.load(None, "ghost_curvature=hessian"), args, {})
+  assert cfg.direction_name == "adam+hessian" and not capsys.readouterr().err
+  args.direction = "sgd"
+  cfg = attribute.scoring_config(config.load(None, "ghost_curvature=secant"), args, {})
+  assert cfg.direction_name == "sgd" and not capsys.readouterr().err
