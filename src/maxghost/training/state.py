@@ -88,7 +88,7 @@ def carry(state: nnx.State, turned: list[jax.Array]) -> nnx.State:
   flat = []
   for path, v in nnx.to_flat_state(state):
     if path[0] == "stored_gradients":
-      v = v.replace(jax.device_put(new.pop(int(path[1])), v.get_value().sharding))
+      v = v.replace(jax.device_put(new.pop(int(str(path[1]))), v.get_value().sharding))
     elif path[0] == "carried":
       v = v.replace(jnp.ones_like(v.get_value()))
     flat.append((path, v))
