@@ -204,7 +204,7 @@ def rule_state(cfg: Config, rule: UpdateRule, train_state: TrainStateNNX) -> Rul
   return dataclasses.replace(state, last_rate=rate(jnp.maximum(train_state.step, 1) - 1))
 
 
-def secant_weight(cfg: Config, step, carried=0) -> jax.Array:
+def secant_weight(cfg: Config, step, carried: Any = 0) -> jax.Array:
   """`Secant.weight`: ways are sums of learning rates. 0 where there is no earlier gradient, or one of other rows.
 
   carried: 1 where the earlier one is of the rows before, together with its change (`state.carry`).
