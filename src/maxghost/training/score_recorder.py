@@ -37,7 +37,7 @@ def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
     period=cfg.ghost.ghost_log_period,
     fingerprint=dataset.fingerprint,
     objective=cfg.optimizer.objective,
-    ledger=plugins.ledger_columns(cfg.optimizer.opt_type),
+    ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip),
     direction=cfg.direction_name,
     fields=dataset.source.fields,
   )
