@@ -11,6 +11,7 @@ K validation sets. Trees are dicts {label: array}.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,11 +92,18 @@ def _in_one_pass(arrays: list) -> list:
 
 
 def with_clipped(out: dict, before: dict, after: dict, gradients: list[dict]) -> dict:
-  """Adds the column qk_clip [K] to a step's outputs: <G, before - after> of the parameters that QK-Clip scaled."""
+  """Adds the column qk_clip [K] to a step's outputs: <G, before - after> of the parameters that QK-Clip scaled.
+
+  gradients: as for `sums`.
+  """
   moved = {label: value - after[label] for label, value in before.items()}
   products = [partial_products([x], [g[label] for g in gradients])[0] for label, x in moved.items()]
-  column = sum(jnp.stack([sums_P.sum() for sums_P in found]) for found in products)
-  return out | {"qk_clip": column, "predicted": out["predicted"] + column}
+  whole: Any = sum(jnp.stack([sums_P.sum() for sums_P in found]) for found in products)
+  column = whole[: len(out["predicted"])]
+  out = out | {"qk_clip": column, "predicted": out["predicted"] + column}
+  if "predicted_curvature" in out:
+    out["predicted_curvature"] += column - whole[len(column) :]
+  return out
 
 
 def used(scored_params, grads: dict, parts: dict, facts: dict):

@@ -115,17 +115,22 @@ class Scorer:
       delta = jax.tree.map(lambda after, start: after - start, nnx.state(copy.model, copy.optimizer.wrt), before)
     return dataclasses.replace(state, clip_factor=factor), delta
 
+  def gradients(self, scored: Scored) -> list[dict]:
+    """The validation gradients for the ledger: K dicts, or 2 K, with and without curvature."""
+    assert scored.gradients is not None
+    if self.cfg.ghost.curvature == "none":
+      return scored.gradients
+    assert scored.validation is not None
+    return [*scored.gradients, *map(optimizers.by_label, scored.validation.gradients)]
+
   def columns(self, train_state: TrainStateNNX, params, scored: Scored, learning_rate, clip_factor) -> dict:
     """The ledger's columns, [K] each; empty for schedule concat, which never holds a whole validation gradient."""
     twin, passed, rule = self.twin, scored.passed, self.rule
     grads, sums = optimizers.by_label(passed.grads), scored.sums
     if scored.gradients is not None:
       state = dataclasses.replace(rule_state(self.cfg, self.rule, train_state), clip_factor=clip_factor)
-      labels, values, gradients = {p.label for p in twin.scored}, optimizers.by_label(params), scored.gradients
-      if self.cfg.ghost.curvature != "none":
-        assert scored.validation is not None
-        gradients = [*gradients, *map(optimizers.by_label, scored.validation.gradients)]
-      sums = ledger.sums(rule, state, twin.parameters, values, grads, gradients, labels)
+      labels, values = {p.label for p in twin.scored}, optimizers.by_label(params)
+      sums = ledger.sums(rule, state, twin.parameters, values, grads, self.gradients(scored), labels)
     if sums is None:
       return {}
     if passed.scores:

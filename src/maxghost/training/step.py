@@ -78,8 +78,10 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     apply(train_state, read)
     if cfg.model.use_qk_clip:
       before = qk_clip.clip(train_state.model, passed.metrics["max_logits_LH"], cfg.model.qk_clip_threshold)
-      if scored is not None:
-        out = ledger.with_clipped(out, before, by_label(nnx.state(train_state.model, nnx.Param)), scored.gradients)
+      if scorer is not None:
+        out = ledger.with_clipped(
+          out, before, by_label(nnx.state(train_state.model, nnx.Param)), scorer.gradients(scored)
+        )
     train_state.clip_factor[...] = clip_factor.astype(train_state.clip_factor.dtype)
     return nnx.state(train_state), scoring.placed(out)
 
