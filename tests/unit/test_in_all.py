@@ -75,7 +75,7 @@ def test_the_last_step_has_no_later_one_and_sgd_keeps_nothing():
   cfg = config.load(None, "warmup_steps_fraction=0.1", "lr_schedule_type=cosine").optimizer
   reached = optimizers.reach(cfg, "auto", 100)
   assert reached is not None and reached.shape == (100,) and reached[0] > 0  # step 0 itself has learning rate 0
-  np.testing.assert_array_equal(reached, optimizers.reach(cfg, "second_order", 100))
+  np.testing.assert_array_equal(reached, optimizers.reach(cfg, "path", 100))
   assert optimizers.reach(cfg, "sgd", 100)[0] == 0
 
 

@@ -65,7 +65,7 @@ def create(cfg: OptimizerConfig) -> UpdateRule:
 
 
 def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
-  """The rule whose response forms a ghost_direction; `Sgd` for 'second_order', which is formed beforehand.
+  """The rule whose response forms a ghost_direction other than 'second_order'.
 
   Raises ValueError for an unknown direction, and for 'auto' with an optimizer without a direction.
   """
@@ -74,7 +74,7 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
     raise ValueError(plugins.auto_problem(own.name))
   if direction in ("auto", own.direction):
     return own
-  if direction in ("sgd", "second_order"):
+  if direction == "sgd":
     return Sgd()
   if direction == "path":
     if (along := own.path()) is None:
@@ -87,10 +87,9 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
 
 
 def reach(cfg: OptimizerConfig, direction: str, steps: int) -> np.ndarray | None:
-  """`UpdateRule.reach` of the rule that forms a ghost_direction, in a run of `steps` steps; f64[S], None: unknown."""
-  rule = create(cfg) if direction == "second_order" else direction_rule(cfg, direction)
+  """`UpdateRule.reach` of the rule of a direction, as `direction_rule`, in a run of S = `steps` steps; None: unknown."""
   rates_S = np.asarray(learning_rate_schedule(cfg, steps)(jnp.arange(steps)), np.float64)
-  return rule.reach(np.broadcast_to(rates_S, steps))
+  return direction_rule(cfg, direction).reach(np.broadcast_to(rates_S, steps))
 
 
 def make_optimizer(cfg: OptimizerConfig, steps: int) -> optax.GradientTransformation:

@@ -31,19 +31,18 @@ class ScoreLogError(RuntimeError):
 
 def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
   """A recorder of this process's rows, in the run directory at `path`."""
-  ghost, optimizer = cfg.ghost, plugins.OPTIMIZERS[cfg.optimizer.opt_type]
   writer = Writer(
     path,
     tuple(cfg.data.validation_sets),
     process=(distributed.index(), distributed.count()),
-    period=ghost.ghost_log_period,
+    period=cfg.ghost.ghost_log_period,
     fingerprint=dataset.fingerprint,
     objective=cfg.optimizer.objective,
     ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip),
-    direction=str(optimizer.direction) if ghost.ghost_direction == "auto" else ghost.ghost_direction,
+    direction=cfg.direction_name,
     fields=dataset.source.fields,
   )
-  reach_S = optimizers.reach(cfg.optimizer, ghost.ghost_direction, cfg.run.steps)
+  reach_S = optimizers.reach(cfg.optimizer, ghost.direction, cfg.run.steps)
   return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER, reach_S)
 
 
@@ -189,7 +188,7 @@ class ScoreRecorder:
   def _append(self, step: int, outputs, closing, batch) -> None:
     record: dict[str, Any] = {"step": step, **(closing or {})}
     if outputs is not None:
-      names = (*STEP_SCALARS, "val_loss", "check_rel_err", *self._writer.ledger)
+      names = (*STEP_SCALARS, "val_loss", "check_rel_err", "predicted_curvature", *self._writer.ledger)
       record |= {name: outputs[name] for name in names if name in outputs}
       if self._reach_S is not None:
         record["learning_rate_in_all"] = self._reach_S[step]
