@@ -87,7 +87,7 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
 
 
 def reach(cfg: OptimizerConfig, direction: str, steps: int) -> np.ndarray | None:
-  """`UpdateRule.reach` of the rule of a direction, as `direction_rule`, in a run of S = `steps` steps; None: unknown."""
+  """`UpdateRule.reach` of the rule of a direction (see `direction_rule`) in a run of `steps` steps; None: unknown."""
   rates_S = np.asarray(learning_rate_schedule(cfg, steps)(jnp.arange(steps)), np.float64)
   return direction_rule(cfg, direction).reach(np.broadcast_to(rates_S, steps))
 

@@ -42,7 +42,7 @@ def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
     direction=cfg.direction_name,
     fields=dataset.source.fields,
   )
-  reach_S = optimizers.reach(cfg.optimizer, ghost.direction, cfg.run.steps)
+  reach_S = optimizers.reach(cfg.optimizer, cfg.ghost.direction, cfg.run.steps)
   return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER, reach_S)
 
 
