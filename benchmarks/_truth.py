@@ -26,6 +26,7 @@ from maxghost import config, models, optimizers
 from maxghost.ghost import DirectionSpec, schedules
 from maxghost.ghost.attach import prepare_twin
 from maxghost.ghost.schedules import Model, Problem, Validation, passes, per_example
+from maxghost.ghost.schedules.base import Secant
 from maxghost.objectives import LanguageModelLoss
 from maxghost.optimizers import Parameter, by_label
 
@@ -195,8 +196,8 @@ class Steps:
     rate = self.schedule(count)
     val_loss, (G,) = passes.validation_gradients(model, loss, (val,))
     _, (G_before,) = passes.validation_gradients(self.model(before), loss, (val,))
-    longer = rate / self.schedule(count - 1)
-    secant = jax.tree.map(lambda new, old: new + longer / 2 * (new - old), G, G_before)
+    earlier = Secant([by_label(G_before)], weight=jnp.asarray(rate / self.schedule(count - 1) / 2))
+    secant = passes.like(G, passes.extrapolated(earlier, [by_label(G)])[0])
     (hessian,) = passes.second_order_gradients(model, loss, (val,), [G], delta)
     known = Validation(jnp.tile(val_loss, len(BENDS)), [G, secant, hessian])
     scores, in_all = {}, {}
