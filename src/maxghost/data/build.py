@@ -62,11 +62,9 @@ def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None) -> tuple
   folders = [item for item in cfg.dataset_files if cfg.dataset_type == "grain" and is_prepared(item)]
   if not folders:
     return sources.open_source(cfg, seed), tokenizer
-  if cfg.document_fields:
-    raise ConfigError(f"document_fields: {folders[0]} is a prepared corpus, which keeps no fields; leave it empty")
   if len(cfg.dataset_files) > 1:
     raise ConfigError(f"dataset_files has {folders[0]}, a prepared corpus, which goes alone; prepare all as one")
-  return PreparedSource(folders[0], tokenizer, cfg.dataset_domains), tokenizer
+  return PreparedSource(folders[0], tokenizer, cfg.dataset_domains, cfg.document_fields), tokenizer
 
 
 def make_dataset(

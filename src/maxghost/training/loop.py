@@ -95,6 +95,7 @@ class TrainingLoop:
     self._validation = ValidationRows(cfg.ghost, dataset, cfg.val_sets, put)
     self._reweighter, self._sampler = reweighter, sampler
     self._read: Callable[[], None] | None = None  # reads the outputs of the started step
+    self._by_domain: Callable[[], dict[str, float]] = dict  # what the pending record waits for
     self._seconds: list[float] = []
     self._eval_batches: list = []
     self._stop = distributed.StopFlag()
@@ -191,6 +192,7 @@ class TrainingLoop:
     sinks, completed = self._sinks, self._position.completed_steps
     if completed == self._saved_steps:
       return
+    self._add_domains()
     for tracker in sinks.trackers:
       tracker.flush()
     position = dataclasses.replace(
@@ -249,7 +251,7 @@ class TrainingLoop:
       if unscored := metrics.unscored_line(step, outputs):
         self._sinks.console.line(unscored)
       if scores:
-        record |= scores.by_domain(outputs, fetched.batch)
+        self._by_domain = scores.by_domain(outputs, fetched.batch)
         scores.record(step, outputs, closing, fetched.batch)
     elif scores and closing is not None:
       scores.record_end(step, closing)
@@ -285,8 +287,15 @@ class TrainingLoop:
         self._pending[f"ghost/curvature/{name}"] = (float(closing["prev_predicted"][k]) - predicted) / 2
     return closing
 
+  def _add_domains(self) -> None:
+    """Adds the contributions of the domains, which other processes may have sent since, to the pending record."""
+    read, self._by_domain = self._by_domain, dict
+    if self._pending is not None:
+      self._pending |= read()
+
   def _write_pending(self, show: bool = False) -> None:
     """Writes the pending record to the logs, and every `log_period` steps (or with `show`) to the console."""
+    self._add_domains()
     if self._pending is None:
       return
     record, self._pending = self._pending, None

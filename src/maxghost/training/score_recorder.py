@@ -117,19 +117,26 @@ class ScoreRecorder:
     self._token_folder = token_folder
     self._domains = tuple(domains)
     self._name = functools.cache(document)
+    self._exchange = distributed.Exchange()
     self._error: BaseException | None = None
     self._pool = ThreadPoolExecutor(1, "score-recorder")
     self._waiting: deque[Future] = deque(maxlen=QUEUE_LENGTH)
 
-  def by_domain(self, outputs: Mapping[str, np.ndarray], batch) -> dict[str, float]:
-    """ghost/contribution/<set>/<domain> of a step, in nats; empty where not every row and score is known here."""
-    scored_BS, found = scored_units(outputs, batch)[0], {}
-    if distributed.count() == 1 and outputs["scored_ok"]:
-      domain_N = self._domain_numbers(batch, scored_BS)
-      for name, nats_N in zip(self._writer.val_sets, outputs["contribution_BSK"][scored_BS].T, strict=True):
-        sums_D = np.bincount(domain_N, nats_N, len(self._domains)).tolist()
-        found |= {f"ghost/contribution/{name}/{d}": nats for d, nats in zip(self._domains, sums_D, strict=True)}
-    return found
+  def by_domain(self, outputs: Mapping[str, np.ndarray], batch) -> Callable[[], dict[str, float]]:
+    """Adds up the contributions of each domain over the rows of all processes, without waiting for the others.
+
+    What is returned waits, and gives ghost/contribution/<set>/<domain> of the step in nats; nothing for a step without
+    scores.
+    """
+    if not outputs["scored_ok"]:
+      return dict
+    sets, domains = self._writer.val_sets, self._domains
+    scored_BS = scored_units(outputs, batch)[0]
+    domain_N, nats_NK = self._domain_numbers(batch, scored_BS), outputs["contribution_BSK"][scored_BS]
+    sums_KD = [np.bincount(domain_N, nats_N, len(domains)) for nats_N in nats_NK.T]
+    sent = self._exchange.send(np.concatenate(sums_KD))
+    names = [f"ghost/contribution/{name}/{domain}" for name in sets for domain in domains]
+    return lambda: dict(zip(names, sent().sum(0).tolist(), strict=True))
 
   def _domain_numbers(self, batch, scored_BS: np.ndarray) -> np.ndarray:
     slots = batch.document_BS[scored_BS].tolist()
