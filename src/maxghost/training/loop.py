@@ -108,6 +108,7 @@ class TrainingLoop:
     """
     self._state, self._position, self._saved_steps = state, position, position.completed_steps
     self._pending: dict[str, Any] | None = position.pending  # the record of the last step
+    self._validation.first = position.completed_steps if position.open_loss is None else 0
     num_steps = self._cfg.run.steps
     self._sinks.console.start(num_steps, position.completed_steps)
     try:
