@@ -232,20 +232,19 @@ def test_a_save_that_fails_is_named_by_its_step_and_raised_once(tmp_path, caplog
   assert not caplog.records
 
 
-class Hanging(ocp.JsonCheckpointHandler):
+async def hang(*args, **kwargs):
   """Storage that does not answer."""
 
-  async def async_save(self, *args, **kwargs):
-    return [SimpleNamespace(result=self._wait)]
-
-  def _wait(self, timeout):
+  def result(timeout):
     time.sleep(timeout)
     raise TimeoutError
+
+  return [SimpleNamespace(result=result)]
 
 
 def test_a_write_that_takes_too_long_is_one_line(tmp_path, monkeypatch):
   monkeypatch.setattr(manager_module, "WRITE_SECONDS", 1)
-  monkeypatch.setattr(manager_module.ocp, "JsonCheckpointHandler", Hanging)
+  monkeypatch.setattr(ocp.JsonCheckpointHandler, "async_save", hang)
   manager = CheckpointManager(tmp_path / "checkpoints")
   manager.save(3, make_tree(3), {})
   with pytest.raises(CheckpointError, match=r"/3 could not be written \(it was not written in 0.0167 minutes: the sto"):

@@ -6,6 +6,7 @@ others are written again. When all parts are complete, their columns are joined 
 """
 
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -155,6 +156,7 @@ def _claim(job: Job) -> None:
   if source.fields:
     mine["fields"] = list(source.fields)
   file = folder / "job.json"
+  ours = ("tokenizer.json", ".tokenizer.json.", ".job.json.")  # left by a command that was killed before it had a job
   if file.is_file():
     other = json.loads(file.read_text(encoding="utf-8"))
     if other != mine:
@@ -162,13 +164,16 @@ def _claim(job: Job) -> None:
       changed = [name for name in {*then, *now} if then.get(name) != now.get(name)]
       what = ", ".join(sorted(changed)[:5]) or ", ".join(key for key in mine if mine[key] != other.get(key))
       raise ConfigError(f"{folder} holds a corpus prepared from other data or settings ({what}); give another folder")
-    return
+  elif folder.is_dir() and any(not entry.name.startswith(ours) for entry in folder.iterdir()):
+    raise ConfigError(f"{folder} is not empty and holds no prepared corpus; give another folder")
   try:
-    if folder.is_dir() and any(folder.iterdir()) and [entry.name for entry in folder.iterdir()] != ["tokenizer.json"]:
-      raise ConfigError(f"{folder} is not empty and holds no prepared corpus; give another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not file.is_file():
+      write_text(file, json.dumps(mine, indent=1))
     for name in ("shards", "parts", "index"):
-      (folder / name).mkdir(parents=True, exist_ok=True)
-    write_text(file, json.dumps(mine, indent=1))
+      (folder / name).mkdir(exist_ok=True)
+    for partial in itertools.chain(folder.glob("**/.*.tmp"), folder.glob("shards/*.tmp")):
+      partial.unlink()
   except OSError as error:
     raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
 
@@ -352,7 +357,8 @@ def _copy_tokenizer(job: Job) -> dict:
   if file is not None and file.is_file():
     target = job.folder / file.name
     if not target.exists():
-      shutil.copyfile(file, target)
+      with write_whole(target) as copy, open(file, "rb") as original:
+        shutil.copyfileobj(original, copy)
     path, copied = file.name, True
   return {
     "type": job.cfg.tokenizer_type,
