@@ -268,7 +268,7 @@ def _sees(path: Path, text: str) -> bool:
 def _reason(error: Exception) -> str:
   """Why a part of a save failed, in one line."""
   if isinstance(error, TimeoutError):
-    limit = f"in {WRITE_SECONDS / 60:g} minutes: the storage hangs, or is too slow for this model"
+    limit = f"in {WRITE_SECONDS:,} s: the storage hangs, or is too slow for this model"
     return _WAITED if "barrier" in str(error) else f"it was not written {limit}"
   text = str(error).strip().splitlines()
   return f"{type(error).__name__}: {text[0][:300] if text else ''}"
