@@ -49,7 +49,7 @@ def test_pages_with_code_are_run():
   """A page that gains Python code gets its test here."""
   pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
   found = {page.name for page in pages if "```python" in page.read_text("utf-8")}
-  assert found == {"extending.md", "ghost.md", "attribution.md"} | NOT_RUN
+  assert found == {"extending.md", "engine.md", "attribution.md"} | NOT_RUN
 
 
 def test_code_of_the_plug_ins_runs():
@@ -59,7 +59,7 @@ def test_code_of_the_plug_ins_runs():
 
 def test_code_of_the_engine_runs_and_writes_a_log(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  page = run_page("docs/ghost.md")
+  page = run_page("docs/engine.md")
   assert page["result"].dot.shape == (8,) and sorted(page["result"].per_param)[0] == "layers/0/bias"
   log = scorelog.load("runs/own")
   assert log["step"].tolist() == [step for step in range(4) for _ in range(8)]

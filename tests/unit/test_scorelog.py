@@ -12,7 +12,7 @@ from attribution_runs import make_run
 from maxghost import attribution, report, scores
 from maxghost.attribution.summary import summarize
 from maxghost.config import ConfigError
-from maxghost.data.hashing import check_seal
+from maxghost.config.files import check_seal
 from maxghost.scorelog import Writer, selection, tokens
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.compact import compact

@@ -25,8 +25,7 @@ import orbax.checkpoint as ocp
 from maxghost.checkpoint.checksum import checksums
 from maxghost.checkpoint.layouts_store import full_path, is_typed_key, key_impl, key_words, misfit
 from maxghost.config import ConfigError
-from maxghost.config.files import sync, write_text
-from maxghost.data.hashing import check_seal, sealed
+from maxghost.config.files import check_seal, sealed, sync, write_text
 from maxghost.parallel import distributed
 
 FORMAT_VERSION = 1

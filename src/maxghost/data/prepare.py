@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from maxghost.config import ConfigError
-from maxghost.config.files import write_text, write_whole
+from maxghost.config.files import check_seal, sealed, write_text, write_whole
 from maxghost.config.schema import DataConfig
-from maxghost.data.hashing import changed_files, check_seal, content_hashes, sealed, sha256, text_hash
+from maxghost.data.hashing import changed_files, content_hashes, sha256, text_hash
 from maxghost.data.packing import token_dtype
 from maxghost.data.prepared import (
   BLOCK_COLUMNS,

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from maxghost.config import ConfigError
-from maxghost.data.hashing import changed_files, check_seal
+from maxghost.config.files import check_seal
+from maxghost.data.hashing import changed_files
 from maxghost.data.packing import Encoded, token_dtype
 from maxghost.data.sources.arrayrecord import OPEN_FILES, open_reader, read_records
 from maxghost.data.sources.base import CorruptError, Source, check_known, read_or_skip, wanted_fields

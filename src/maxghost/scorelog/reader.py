@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from maxghost.config import ConfigError, did_you_mean
-from maxghost.data.hashing import check_seal
+from maxghost.config.files import check_seal
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog import ghostsuite, selection, tokens
 from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered

@@ -20,8 +20,7 @@ from typing import Any, Self
 import numpy as np
 
 from maxghost.config import ConfigError, did_you_mean
-from maxghost.config.files import sync, write_whole
-from maxghost.data.hashing import sealed
+from maxghost.config.files import sealed, sync, write_whole
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered, write_shard
 

@@ -95,7 +95,7 @@ class TrainingLoop:
     self._validation = ValidationRows(cfg.ghost, dataset, cfg.val_sets, put)
     self._reweighter, self._sampler = reweighter, sampler
     self._read: Callable[[], None] | None = None  # reads the outputs of the started step
-    self._by_domain: Callable[[], dict[str, float]] = dict  # what the pending record waits for
+    self._by_domain: Callable[[], dict[str, float]] = dict
     self._seconds: list[float] = []
     self._eval_batches: list = []
     self._stop = distributed.StopFlag()
@@ -190,10 +190,10 @@ class TrainingLoop:
 
   def _save(self) -> None:
     """Saves the state after the last step that was read, with the positions of the same moment."""
+    self._add_domains()
     sinks, completed = self._sinks, self._position.completed_steps
     if completed == self._saved_steps:
       return
-    self._add_domains()
     for tracker in sinks.trackers:
       tracker.flush()
     position = dataclasses.replace(
@@ -289,10 +289,10 @@ class TrainingLoop:
     return closing
 
   def _add_domains(self) -> None:
-    """Adds the contributions of the domains, which other processes may have sent since, to the pending record."""
-    read, self._by_domain = self._by_domain, dict
+    """Adds what the pending record waits for: contributions of the domains, also from other processes."""
     if self._pending is not None:
-      self._pending |= read()
+      self._pending |= self._by_domain()
+    self._by_domain = dict
 
   def _write_pending(self, show: bool = False) -> None:
     """Writes the pending record to the logs, and every `log_period` steps (or with `show`) to the console."""
