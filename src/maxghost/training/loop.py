@@ -95,7 +95,7 @@ class TrainingLoop:
     self._validation = ValidationRows(cfg.ghost, dataset, cfg.val_sets, put)
     self._reweighter, self._sampler = reweighter, sampler
     self._read: Callable[[], None] | None = None  # reads the outputs of the started step
-    self._by_domain: Callable[[], dict[str, float]] = dict
+    self._by_domain: Callable[[], dict[str, float]] = dict  # belongs to the pending record
     self._seconds: list[float] = []
     self._eval_batches: list = []
     self._stop = distributed.StopFlag()
@@ -190,7 +190,6 @@ class TrainingLoop:
 
   def _save(self) -> None:
     """Saves the state after the last step that was read, with the positions of the same moment."""
-    self._add_domains()
     sinks, completed = self._sinks, self._position.completed_steps
     if completed == self._saved_steps:
       return
@@ -200,7 +199,7 @@ class TrainingLoop:
       self._position,
       metrics_bytes=sinks.metrics.position() if sinks.metrics else 0,
       metrics_crc=sinks.metrics.checksum if sinks.metrics else None,
-      pending=self._pending,
+      pending=self._pending and self._pending | self._by_domain(),
       scores=sinks.scores.position() if sinks.scores else None,
       reweighting=self._reweighter.state() if self._reweighter else None,
     ).of_all_processes()
@@ -288,18 +287,12 @@ class TrainingLoop:
         self._pending[f"ghost/curvature/{name}"] = (float(closing["prev_predicted"][k]) - predicted) / 2
     return closing
 
-  def _add_domains(self) -> None:
-    """Adds what the pending record waits for: contributions of the domains, also from other processes."""
-    if self._pending is not None:
-      self._pending |= self._by_domain()
-    self._by_domain = dict
-
   def _write_pending(self, show: bool = False) -> None:
     """Writes the pending record to the logs, and every `log_period` steps (or with `show`) to the console."""
-    self._add_domains()
     if self._pending is None:
       return
-    record, self._pending = self._pending, None
+    record, self._pending = self._pending | self._by_domain(), None
+    self._by_domain = dict
     for log in (self._sinks.metrics, *self._sinks.trackers):
       if log:
         log.append(record)
