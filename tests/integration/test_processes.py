@@ -97,6 +97,9 @@ def assert_same_run(ours, theirs) -> None:
     for name in ("learning/loss", "ghost/val_loss/words"):
       assert a[name] == pytest.approx(b[name], rel=1e-6)
     assert a["learning/total_weights"] == b["learning/total_weights"]
+    by_domain = {name: value for name, value in b.items() if name.startswith("ghost/contribution/")}
+    assert len(by_domain) > 2
+    assert {name: a[name] for name in by_domain} == pytest.approx(by_domain, rel=1e-4, abs=1e-5)
   actual, expected = rows(ours), rows(theirs)
   assert actual.keys() == expected.keys() and len(actual) > 5 * STEPS
   a, b = (np.array([values[key] for key in expected]) for values in (actual, expected))

@@ -18,7 +18,7 @@ from maxghost.data.sources import open_source
 from maxghost.scorelog import Writer
 from maxghost.scorelog.compact import compact
 from maxghost.scorelog.export import to_parquet
-from maxghost.training.score_recorder import ScoreRecorder, open_recorder
+from maxghost.training.score_recorder import DomainSums, open_recorder
 
 BASE = dataclasses.replace(
   config.load().data, dataset_type="text", max_target_length=31, per_device_batch_size=4, ghost_val_sets=("b",)
@@ -290,16 +290,17 @@ def test_what_hurts_is_dropped_from_the_next_run_in_one_command(run_dir, corpus,
   assert "--drop-below needs --output FILE" in capsys.readouterr().err
 
 
-def test_contributions_by_domain_are_metrics(tmp_path):
+def test_contributions_by_domain_are_metrics():
   names = [("a", "p", 0), ("b", "p", 1), ("a", "p", 2)]
-  recorder = ScoreRecorder(Writer(tmp_path, ("v", "w")), names.__getitem__, ("a", "b", "c"), tmp_path)
+  sums = DomainSums(("v", "w"), ("a", "b", "c"), names.__getitem__)
   outputs = {"tokens_BS": np.array([[1, 1, 1, 0]]), "scored_ok": True}
   outputs["contribution_BSK"] = np.array([[[1.0, 2.0], [10.0, 20.0], [100.0, 200.0], [7.0, 7.0]]])
-  found = recorder.by_domain(outputs, Recorded([0, 1, 2, -1]))()
+  found = sums(outputs, Recorded([0, 1, 2, -1]))()
   assert found == {
     f"ghost/contribution/{name}/{domain}": scale * value
     for name, scale in (("v", 1), ("w", 2))
     for domain, value in (("a", 101.0), ("b", 10.0), ("c", 0.0))
   }
-  assert recorder.by_domain(outputs | {"scored_ok": False}, Recorded([0, 1, 2, -1]))() == {}
-  recorder.close()
+  assert sums(outputs | {"scored_ok": False}, Recorded([0, 1, 2, -1]))() == {}
+  copy = DomainSums(("v", "w"), ("a", "b", "c"), names.__getitem__, writes=False)
+  assert set(copy(outputs, Recorded([0, 1, 2, -1]))().values()) == {0.0}

@@ -28,20 +28,24 @@ from maxghost.training.console import Console, eval_line, step_line
 from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import StepFlops
 from maxghost.training.reweighting import Reweighter
-from maxghost.training.score_recorder import ScoreRecorder
+from maxghost.training.score_recorder import DomainSums, ScoreRecorder
 from maxghost.training.signals import StopSignals
 from maxghost.training.state import Position, to_tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sinks:
-  """The outputs of a run; None: switched off. checkpoints: a `CheckpointManager`. trackers: as in `trackers.py`."""
+  """The outputs of a run; None: switched off. checkpoints: a `CheckpointManager`. trackers: as in `trackers.py`.
+
+  by_domain: None without scores; unlike `scores` it is there in every process.
+  """
 
   console: Console
   metrics: MetricsLog | None
   scores: ScoreRecorder | None
   checkpoints: Any
   trackers: tuple = ()
+  by_domain: DomainSums | None = None
 
   def close(self) -> None:
     """Writes everything to disk, also after an error."""
@@ -250,8 +254,9 @@ class TrainingLoop:
       record |= metrics.ghost_metrics(outputs, self._val_sets)
       if unscored := metrics.unscored_line(step, outputs):
         self._sinks.console.line(unscored)
+      if self._sinks.by_domain:
+        self._by_domain = self._sinks.by_domain(outputs, fetched.batch)
       if scores:
-        self._by_domain = scores.by_domain(outputs, fetched.batch)
         scores.record(step, outputs, closing, fetched.batch)
     elif scores and closing is not None:
       scores.record_end(step, closing)

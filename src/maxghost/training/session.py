@@ -191,7 +191,8 @@ class Session:
 
   def _open_sinks(self, position: Position) -> Sinks:
     """Opens the logs at a position; later records are removed."""
-    metrics_log, scores, trackers = None, None, ()
+    metrics_log, scores, trackers, sets = None, None, (), tuple(self._cfg.val_sets)
+    document, domains = self._dataset.document_id, self._dataset.source.domains
     if distributed.is_first():
       metrics_log = MetricsLog(self._path / run_directory.METRICS_FILE)
       metrics_log.restore(position.metrics_bytes, position.metrics_crc)
@@ -200,7 +201,8 @@ class Session:
     if self._cfg.val_sets and self._plan.own.writes:
       scores = score_recorder.open_recorder(self._cfg, self._dataset, self._path)
       scores.restore(position.scores_of(distributed.index()), position.completed_steps)
-    return Sinks(self._console, metrics_log, scores, self._checkpoints, trackers)
+    by_domain = score_recorder.DomainSums(sets, domains, document, self._plan.own.writes) if sets else None
+    return Sinks(self._console, metrics_log, scores, self._checkpoints, trackers, by_domain)
 
   def _announce(self, position: Position) -> None:
     plan, program, say = self._plan, self._program, self._console.line
