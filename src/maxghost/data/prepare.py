@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -183,8 +184,17 @@ _worker: dict[str, Job] = {}
 
 def _start_worker(job: Job) -> None:
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C and ends the others
+  threading.Thread(target=_end_with_parent, daemon=True).start()
   os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes run in parallel already
   _worker["job"] = job
+
+
+def _end_with_parent() -> None:
+  """Ends a worker whose main process was killed; nothing else would."""
+  parent = multiprocessing.parent_process()
+  assert parent is not None, "this is a worker"
+  parent.join()
+  os._exit(1)
 
 
 def _work(part: int) -> dict:
