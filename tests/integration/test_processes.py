@@ -151,6 +151,24 @@ def test_one_process_is_asked_to_stop_and_all_do(folder, one_process):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_killed_at_random_moments_two_processes_are_the_same_run(folder, one_process):
+  """One of them, or both at once; what was lost is done again, and nothing is done twice."""
+  rng = np.random.default_rng(5)
+  for _ in range(6):
+    processes = Processes(folder, 2, "run_name=killed", "jax_distributed_timeouts=300,20")
+    time.sleep(rng.uniform(4, 40))
+    victims = [[0], [1], [0, 1]][rng.integers(3)]
+    for index in victims:
+      processes.started[index].kill()
+    codes = processes.codes()
+    for index in {0, 1} - {*victims}:
+      assert codes[index] != -signal.SIGKILL and "Traceback" not in processes.text(index), processes.text(index)[-3000:]
+  Processes(folder, 2, "run_name=killed").succeed()
+  assert_same_run(folder / "killed", one_process)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_four_processes_continue_what_one_began_on_another_mesh(folder, one_process):
   begun = Processes(folder, 1, "run_name=four")
