@@ -124,16 +124,20 @@ def test_two_processes_are_one_even_when_one_is_killed(folder, one_process):
   run = folder / "two"
   processes = Processes(folder, 2, "run_name=two")
   processes.wait_for("completed step: 3,")
+  while not (run / "checkpoints" / str(PERIOD)).is_dir():  # written in the background
+    assert processes.started[0].poll() is None, processes.text(0)[-3000:]
+    time.sleep(0.02)
   begin = time.monotonic()
   processes.started[1].send_signal(signal.SIGKILL)
   assert processes.codes() == [1, -signal.SIGKILL]
-  assert time.monotonic() - begin < 70
+  assert time.monotonic() - begin < 200  # on a busy machine; a missing heartbeat takes 60
   assert "another process of the run is lost" in processes.text(0)
-  assert f"the last good checkpoint is {run / 'checkpoints' / str(PERIOD)}" in processes.text(0)
+  saved = max(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdecimal())
+  assert f"the last good checkpoint is {run / 'checkpoints' / str(saved)};" in processes.text(0)
 
   again = Processes(folder, 2, "run_name=two")
   again.succeed()
-  assert f"Continuing after {PERIOD} completed steps" in again.text(0)
+  assert f"Continuing after {saved} completed steps" in again.text(0)
   assert "mesh: fsdp 8 (8 devices) of 2 processes" in again.text(0)
   assert "completed step" not in again.text(1)  # process 0 speaks for all
   assert_same_run(run, one_process)
