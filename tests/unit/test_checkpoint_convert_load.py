@@ -109,7 +109,7 @@ def test_a_command_continues_a_converted_checkpoint_with_its_moments(tmp_path, c
     "checkpoint_period=3", "max_num_checkpoints_to_keep=0", "base_num_decoder_layers=2", "base_emb_dim=12",
     "base_mlp_dim=20", "head_dim=4", "base_num_query_heads=2", "base_num_kv_heads=2", "max_target_length=32",
     "per_device_batch_size=1", "ghost_val_batch_size=8", "eval_interval=-1", "enable_tensorboard=false",
-    "ici_fsdp_parallelism=4", "ici_data_parallelism=2",
+    "ici_fsdp_parallelism=4", "ici_data_parallelism=2", "sharding_tolerance=1.0",
   ]  # fmt: skip
   assert train.main([*keys, "run_name=whole"]) == 0
   convert(tmp_path / "whole" / "checkpoints" / "3", tmp_path / "maxtext", to="linen", say=silent)

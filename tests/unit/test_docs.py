@@ -108,6 +108,8 @@ def test_code_for_segments_and_compiled_steps_runs(tmp_path, monkeypatch):
   make = nnx.vmap(lambda rngs: nnx.Linear(3, 3, rngs=rngs), in_axes=0)
   page = run_page("docs/memory.md", x=jnp.ones((2, 3)), layers=make(nnx.Rngs(0).fork(split=8)))
   assert page["x"].shape == (2, 3)
-  step = jax.jit(lambda state, batch, val_batches: (state + batch, {})).lower(1.0, 2.0, ()).compile()
+  whole = jax.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P())
+  one, two = (jax.device_put(value, whole) for value in (1.0, 2.0))
+  step = jax.jit(lambda state, batch, val_batches: (state + batch, {})).lower(one, two, ()).compile()
   Path("step.pkl").write_bytes(pickle.dumps(serialize(step)))
-  assert run_page("docs/aot.md")["step"](1.0, 2.0, ())[0] == 3.0
+  assert run_page("docs/aot.md")["step"](one, two, ())[0] == 3.0

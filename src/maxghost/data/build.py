@@ -114,7 +114,12 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
         f"ghost_val_sets has the name '{both[0]}', which is a domain of the training data; name it otherwise"
       )
     splits.append((read, Split(read, read.domains, 1.0, seed)))
-  check_known("ghost_val_sets", held_out, (domain for one, _ in splits for domain in one.domains), "the data")
+  domains = [domain for one, _ in splits for domain in one.domains]
+  if not cfg.ghost_val_sets and not set(held_out) & set(domains):
+    raise ConfigError(
+      f"ghost_val_sets is not given; name the domain that documents are held out of: {', '.join(domains)}"
+    )
+  check_known("ghost_val_sets", held_out, domains, "the data")
   hashes, sizes = [], set()
   for one, split in splits:
     for domain in (domain for domain in one.domains if domain in held_out):
