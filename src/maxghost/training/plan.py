@@ -150,7 +150,7 @@ class Plan:
       lines.append(f"training loss: the load-balancing loss of the experts {added} (load_balance_loss_weight)")
     share = self.flops.weights / self.flops.total
     lines.append(
-      f"Per train step: Total TFLOPs: {self.flops.total / 1e12:.4f}, split as {share:.2%} learnable weight flops and "
+      f"Per train step: Total TFLOPs: {self.flops.total / 1e12:.4g}, split as {share:.2%} learnable weight flops and "
       f"{1 - share:.2%} attention flops"
     )
     return lines
