@@ -233,7 +233,7 @@ def test_a_log_is_asked_by_id_and_filtered_by_fields(run_dir, capsys):
   assert ask(log, Query(by="lang")).columns["tokens"].tolist() == [8, 4]
   with pytest.raises(ConfigError, match="unknown column 'language'; did you mean 'lang'"):
     ask(log, Query(where="language=en"))
-  with pytest.raises(ConfigError, match="there are .*, id, lang, and what document_fields named before the training"):
+  with pytest.raises(ConfigError, match=r"there are .*, id, lang, and what document_fields named before the training"):
     ask(log, Query(by="publisher"))
   assert scores.main([str(run_dir), "--by", "id", "--format", "csv", "--top", "1"]) == 0
   assert capsys.readouterr().out.splitlines()[1].startswith("a-11,1,1,")
