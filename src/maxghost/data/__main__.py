@@ -18,7 +18,7 @@ from maxghost.data.sources import open_source
 
 def main(arguments: list[str] | None = None) -> int:
   """Runs one command; returns the exit code (0 done, 1 damage found, 2 wrong input, 130 Ctrl-C)."""
-  parser = argparse.ArgumentParser(prog="python -m maxghost.data", description=__doc__)
+  parser = argparse.ArgumentParser(prog="maxghost data", description=__doc__)
   commands = parser.add_subparsers(dest="command", required=True)
   prepare = _command(commands, "prepare", "tokenize a configuration's data once, into ArrayRecord shards and an index")
   prepare.add_argument("--output", required=True, help="folder to write; the same command resumes an interrupted one")
