@@ -132,7 +132,7 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
   rows = args.rows or step_rows
   writer = scorelog.Writer(
     args.output, tuple(queries), period=1, fingerprint=corpus.source.fingerprint, objective=cfg.optimizer.objective,
-    ledger=plugins.ledger_columns(cfg.optimizer.opt_type), direction=cfg.ghost.ghost_direction,
+    ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip), direction=cfg.ghost.ghost_direction,
     fields=corpus.source.fields,
   )  # fmt: skip
   writer.restore(None)

@@ -12,16 +12,18 @@ from typing import Any
 
 _ONE_WALK = "which takes validation and training rows back together, once"
 _ONE_BATCH = "which appends the validation rows to the training batch"
+_NEVER_WHOLE = "which never holds the validation gradient that its ledger column needs"
 _WHOLE = "which forms whole directions"
 
 # {schedule: {what it cannot take: why}}; the names of `schedules.SCHEDULES`.
 SCHEDULE_LACKS: dict[str, dict[str, str]] = {
   "two_pass": {"offload": _WHOLE},
   "reverse_scan": dict.fromkeys(("second_order", "val_every", "accumulation", "mask", "selection"), _ONE_WALK)
-  | {"unstacked": "which walks back over stacked layers"},
+  | {"unstacked": "which walks back over stacked layers", "qk_clip": _NEVER_WHOLE},
   "concat": dict.fromkeys(("second_order", "val_every", "accumulation", "mask", "selection"), _ONE_BATCH)
   | {
     "sets": "which scores against one validation set",
+    "qk_clip": _NEVER_WHOLE,
     "early_rank": "which forms the direction inside each layer",
     "offload": _WHOLE,
     "balance": "which would count the validation rows in the experts' load",
@@ -118,10 +120,10 @@ def directions() -> tuple[str, ...]:
   return ("auto", "sgd", *map(str, own), "path", "second_order")
 
 
-def ledger_columns(*opt_types: str) -> tuple[str, ...]:
-  """The columns that the ledger of these optimizers (by default: of any registered one) can have, in order."""
-  own = dict.fromkeys(name for opt_type in opt_types or OPTIMIZERS for name in OPTIMIZERS[opt_type].columns)
-  return ("predicted_examples", *own, "unscored", "direction_residual")
+def ledger_columns(opt_type: str | None = None, qk_clip: bool = True) -> tuple[str, ...]:
+  """The columns that the ledger of this optimizer (None: of any registered one) can have, in order."""
+  own = dict.fromkeys(name for opt in ([opt_type] if opt_type else OPTIMIZERS) for name in OPTIMIZERS[opt].columns)
+  return ("predicted_examples", *own, *(("qk_clip",) if qk_clip else ()), "unscored", "direction_residual")
 
 
 OPT_TYPES = Names(lambda: tuple(OPTIMIZERS))

@@ -91,6 +91,8 @@ class ModelConfig:
   sliding_window_size: int = key(0, minimum=0)
   inhomogeneous_layer_cycle_interval: int = key(1, minimum=1)
   use_qk_norm: bool = key(False)
+  use_qk_clip: bool = key(False)
+  qk_clip_threshold: float = key(100.0, minimum=1e-3)
   num_experts: int = key(1, minimum=1, maximum=10**6)
   num_experts_per_tok: int = key(1, minimum=1)
   base_moe_mlp_dim: int = key(-1, minimum=-1)

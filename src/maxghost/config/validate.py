@@ -53,6 +53,20 @@ def heads(v: Values) -> Iterator[str]:
     )
 
 
+def qk_clip(v: Values) -> Iterator[str]:
+  if not v.use_qk_clip:
+    return
+  given = v["use_qk_clip"]
+  if v.use_qk_norm:
+    yield f"{given} scales queries and keys, which use_qk_norm=true normalizes afterwards; use one of the two"
+  if v.attn_logits_soft_cap:
+    yield f"{given} bounds attention logits, as {v['attn_logits_soft_cap']} does already; use one of the two"
+  if "weights" in v.offload_to_host:
+    yield f"{given} scales weights after the step, but {v['offload_to_host']} has them in host memory by then; use one"
+  if v.trainable_parameters_mask:
+    yield f"{given} would scale weights that {v['trainable_parameters_mask']} keeps as they are; use one of the two"
+
+
 def rotary(v: Values) -> Iterator[str]:
   if v.head_dim % 2 and v.rope_type != "none":
     yield f"{v['head_dim']} is odd, but the rotary embedding turns pairs; use {v.head_dim + 1}"
@@ -285,6 +299,7 @@ def scoring(v: Values) -> Iterator[str]:
     "mask": (bool(v.trainable_parameters_mask), "trainable_parameters_mask", "[]"),
     "selection": (v.ghost_select != "none", "ghost_select", "none"),
     "unstacked": (not v.scan_layers, "scan_layers", "true"),
+    "qk_clip": (v.ghost_enabled and v.use_qk_clip, "use_qk_clip", "false"),
     "balance": (v.ghost_enabled and v.load_balance_loss_weight > 0, "load_balance_loss_weight", "0.0"),
     "tiles": (v.ghost_enabled and v.num_vocab_tiling > 1, "num_vocab_tiling", "1"),
   }
@@ -338,8 +353,8 @@ def given_model(v: Values) -> Iterator[str]:
 
 
 CHECKS: list[Callable[[Values], Iterator[str]]] = [
-  heads, rotary, mlp_activations, family, sizes, layer_cycle, experts, segments, offloading, mixture, processes,
-  mesh_sizes, periods, plugins_together, objective_units, validation_sets, scoring, selection, reweighting,
+  heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, segments, offloading, mixture,
+  processes, mesh_sizes, periods, plugins_together, objective_units, validation_sets, scoring, selection, reweighting,
   given_model,
 ]  # fmt: skip
 

@@ -87,6 +87,14 @@ def _in_one_pass(arrays: list) -> list:
   return list(jax.lax.reduce(rows, zeros, add, (1,)))
 
 
+def with_clipped(out: dict, before: dict, after: dict, gradients: list[dict]) -> dict:
+  """Adds the column qk_clip [K] to a step's outputs: <G, before - after> of the parameters that QK-Clip scaled."""
+  moved = {label: value - after[label] for label, value in before.items()}
+  products = [partial_products([x], [g[label] for g in gradients])[0] for label, x in moved.items()]
+  column = sum(jnp.stack([sums_P.sum() for sums_P in found]) for found in products)
+  return out | {"qk_clip": column, "predicted": out["predicted"] + column}
+
+
 def used(scored_params, grads: dict, parts: dict, facts: dict):
   """<g, u> over the scored parameters, [K], from the whole gradient or from facts (see `directions.form`)."""
   total = 0.0

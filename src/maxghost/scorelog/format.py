@@ -36,6 +36,7 @@ UNITS = {
   "predicted_examples": "nats: sum of the contributions over the batch",
   "momentum": "nats: part of the step due to earlier batches, through the optimizer's first moment",
   "weight_decay": "nats: part of the step due to weight decay",
+  "qk_clip": "nats: part of the step due to QK-Clip's scaling of queries and keys",
   "unscored": "nats: part of the step due to parameters excluded from scoring",
   "direction_residual": "nats: difference between the exact and the used direction",
   "check_rel_err": "relative error of the sum of the scores against the batch gradient",

@@ -55,6 +55,8 @@ def learning_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
   record["learning/perplexity"] = _perplexity(record["learning/loss"])
   weights = float(outputs["tokens"])
   record["learning/total_weights"] = int(weights) if weights.is_integer() else weights
+  if "max_logits_LH" in outputs:
+    record["learning/max_attention_logit"] = float(outputs["max_logits_LH"].max())
   if "expert_load_E" in outputs:
     record["moe/expert_load"] = load = [float(share) for share in outputs["expert_load_E"]]
     record["moe/max_expert_load"] = max(load) * len(load)

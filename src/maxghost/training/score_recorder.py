@@ -38,7 +38,7 @@ def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
     period=ghost.ghost_log_period,
     fingerprint=dataset.fingerprint,
     objective=cfg.optimizer.objective,
-    ledger=plugins.ledger_columns(cfg.optimizer.opt_type),
+    ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip),
     direction=str(optimizer.direction) if ghost.ghost_direction == "auto" else ghost.ghost_direction,
     fields=dataset.source.fields,
   )

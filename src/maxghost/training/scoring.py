@@ -175,8 +175,8 @@ def rule_state(cfg: Config, rule: UpdateRule, train_state: TrainStateNNX) -> Rul
   clips = cfg.optimizer.gradient_clipping_threshold
   factor = train_state.clip_factor[...] if clips else jnp.ones((), float)
   state = rule.read(train_state.optimizer, clip_factor=factor)
-  if cfg.ghost.ghost_every > 1 or cfg.ghost.ghost_val_every > 1:
-    return state  # the gradients of two steps in a row are not at hand
+  if cfg.ghost.ghost_every > 1 or cfg.ghost.ghost_val_every > 1 or cfg.model.use_qk_clip:
+    return state  # the gradients of two steps in a row are not at hand, or QK-Clip moved parameters too
   rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
   return dataclasses.replace(state, last_rate=rate(jnp.maximum(train_state.step, 1) - 1))
 

@@ -14,7 +14,7 @@ from maxghost import optimizers
 from maxghost.config.schema import Config
 from maxghost.ghost import ledger
 from maxghost.ghost.schedules import Model, passes
-from maxghost.models import autodiff
+from maxghost.models import autodiff, qk_clip
 from maxghost.objectives import create
 from maxghost.optimizers import by_label, clip, factor_of, learning_rate_schedule, scaled
 from maxghost.parallel.shardings import constrain, constrain_state
@@ -76,6 +76,10 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
       if cfg.ghost.ghost_schedule == "reverse_scan":  # other schedules have the bits of a step without scores anyway
         read = [out["param_norm"], *columns.values()]
     apply(train_state, read)
+    if cfg.model.use_qk_clip:
+      before = qk_clip.clip(train_state.model, passed.metrics["max_logits_LH"], cfg.model.qk_clip_threshold)
+      if scored is not None:
+        out = ledger.with_clipped(out, before, by_label(nnx.state(train_state.model, nnx.Param)), scored.gradients)
     train_state.clip_factor[...] = clip_factor.astype(train_state.clip_factor.dtype)
     return nnx.state(train_state), scoring.placed(out)
 

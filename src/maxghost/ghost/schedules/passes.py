@@ -162,6 +162,8 @@ def accumulated(
   def run(rows) -> TrainPass:
     return train_pass(model, loss_fn, rows, twin, directions)
 
+  maxima = as_objective(loss_fn).maxima
+
   def rows_of(x, axis: int = 0):
     """[M, ..., rows per micro-batch, ...] with the rows at `axis` of the rest -> the batch's row order."""
     x = jnp.moveaxis(x, 0, axis + 1)
@@ -171,20 +173,29 @@ def accumulated(
     return run(batch)
   micro = jax.tree.map(lambda x: x.reshape(x.shape[0] // num_micro, num_micro, *x.shape[1:]).swapaxes(0, 1), batch)
 
+  def parted(metrics: dict) -> tuple[dict, dict]:
+    """(maxima, means)"""
+    largest = {name: value for name, value in metrics.items() if name in maxima}
+    return largest, {name: value for name, value in metrics.items() if name not in maxima}
+
   def body(carry, micro_batch):
-    total, grads, means = carry
+    total, grads, means, largest = carry
     out = run(micro_batch)
     weight = out.weights.sum()
     grads = constrain_state(jax.tree.map(lambda a, g: a + weight * g.astype(a.dtype), grads, out.grads))
-    means = jax.tree.map(lambda a, f: a + weight * f, means, (out.facts, out.metrics))
+    found, metrics = parted(out.metrics)
+    largest = jax.tree.map(jnp.maximum, largest, found)
+    means = jax.tree.map(lambda a, f: a + weight * f, means, (out.facts, metrics))
     scores = jax.tree.map(lambda s: weight * s, out.scores)
-    return (total + weight, grads, means), (out.loss * weight, out.losses, out.weights, scores)
+    return (total + weight, grads, means, largest), (out.loss * weight, out.losses, out.weights, scores)
 
   shapes = jax.eval_shape(run, jax.tree.map(lambda x: x[0], micro))
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes.grads)
-  means = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes.facts, shapes.metrics))
-  init = (jnp.zeros((), shapes.weights.dtype), zeros, means)
-  (total, grads, means), (loss, losses, weights, scores) = jax.lax.scan(body, init, micro)
+  largest, means = parted(shapes.metrics)
+  means = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes.facts, means))
+  largest = jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), largest)
+  init = (jnp.zeros((), shapes.weights.dtype), zeros, means, largest)
+  (total, grads, means, largest), (loss, losses, weights, scores) = jax.lax.scan(body, init, micro)
   inverse = 1 / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
   facts, metrics = jax.tree.map(lambda f: f * inverse, means)
   return TrainPass(
@@ -194,5 +205,5 @@ def accumulated(
     grads=jax.tree.map(lambda g, s: (g * inverse).astype(s.dtype), grads, shapes.grads),
     scores={p.label: rows_of(scores[p.label], len(p.stack_shape) + 1) * inverse for p in (twin.scored if twin else ())},
     facts=facts,
-    metrics=metrics,
+    metrics=metrics | largest,
   )
