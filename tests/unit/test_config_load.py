@@ -54,7 +54,8 @@ def values_of(field):
 TIED = {
   "model_name", "base_num_query_heads", "base_num_kv_heads", "head_dim", "mlp_activations", "vocab_size",
   "tokenizer_type", "warmup_steps_fraction", "wsd_decay_steps_fraction", "lr_schedule_type", "eval_interval",
-  "ghost_direction", "opt_type", "ghost_val_fraction", "ghost_enabled", "decoder_block", "trainable_position_size",
+  "ghost_direction", "ghost_curvature", "opt_type", "ghost_val_fraction", "ghost_enabled", "decoder_block",
+  "trainable_position_size",
   "rope_type", "inhomogeneous_layer_cycle_interval", "attention_type", "sliding_window_size", "num_experts",
   "num_experts_per_tok", "load_balance_loss_weight",
 }  # fmt: skip
