@@ -358,6 +358,8 @@ def given_model(v: Values) -> Iterator[str]:
     yield "load_full_state_path reads the parameters too; leave load_parameters_path empty"
   if v.load_full_state_path and v.ghost_reweight:
     yield f"{v['ghost_reweight']} needs the shares of all earlier steps, which load_full_state_path does not have"
+  if v.load_full_state_path and v.ghost_curvature == "secant":
+    yield f"{v['ghost_curvature']} needs the last step's validation gradient, which load_full_state_path does not have"
 
 
 CHECKS: list[Callable[[Values], Iterator[str]]] = [

@@ -28,7 +28,7 @@ from maxghost.training.console import Console, eval_line, step_line
 from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import StepFlops
 from maxghost.training.reweighting import Reweighter
-from maxghost.training.score_recorder import DomainSums, ScoreRecorder
+from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
 from maxghost.training.state import Position, carry, to_tree
 
@@ -37,7 +37,7 @@ from maxghost.training.state import Position, carry, to_tree
 class Sinks:
   """The outputs of a run; None: switched off. checkpoints: a `CheckpointManager`. trackers: as in `trackers.py`.
 
-  by_domain: None without scores; unlike `scores` it is there in every process.
+  by_domain: a `DomainSums`; unlike `scores` it is there in every process.
   """
 
   console: Console
@@ -45,7 +45,7 @@ class Sinks:
   scores: ScoreRecorder | None
   checkpoints: Any
   trackers: tuple = ()
-  by_domain: DomainSums | None = None
+  by_domain: Callable[..., Callable[[], dict[str, float]]] = lambda outputs, batch: dict
 
   def close(self) -> None:
     """Writes everything to disk, also after an error."""
@@ -259,8 +259,7 @@ class TrainingLoop:
       record |= metrics.ghost_metrics(outputs, self._val_sets)
       if unscored := metrics.unscored_line(step, outputs):
         self._sinks.console.line(unscored)
-      if self._sinks.by_domain:
-        self._by_domain = self._sinks.by_domain(outputs, fetched.batch)
+      self._by_domain = self._sinks.by_domain(outputs, fetched.batch)
       if scores:
         scores.record(step, outputs, closing, fetched.batch)
     elif scores and closing is not None:
@@ -303,8 +302,7 @@ class TrainingLoop:
     """Writes the pending record to the logs, and every `log_period` steps (or with `show`) to the console."""
     if self._pending is None:
       return
-    record, self._pending = self._pending | self._by_domain(), None
-    self._by_domain = dict
+    record, self._pending, self._by_domain = self._pending | self._by_domain(), None, dict
     for log in (self._sinks.metrics, *self._sinks.trackers):
       if log:
         log.append(record)

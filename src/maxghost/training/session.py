@@ -201,7 +201,7 @@ class Session:
     if self._cfg.val_sets and self._plan.own.writes:
       scores = score_recorder.open_recorder(self._cfg, self._dataset, self._path)
       scores.restore(position.scores_of(distributed.index()), position.completed_steps)
-    by_domain = score_recorder.DomainSums(sets, domains, document, self._plan.own.writes) if sets else None
+    by_domain = score_recorder.DomainSums(sets, domains, document, self._plan.own.writes)
     return Sinks(self._console, metrics_log, scores, self._checkpoints, trackers, by_domain)
 
   def _announce(self, position: Position) -> None:
