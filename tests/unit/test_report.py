@@ -455,17 +455,6 @@ def test_bad_input(argv, line, tmp_path, monkeypatch, capsys):
   assert line in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
-def test_a_log_without_predicted_and_measured_drops_has_no_ledger(tmp_path, capsys):
-  """As those of GhostSuite, or of a loop that writes its rows alone."""
-  write_log(tmp_path, [({}, [("a", "x", 0, 0, 7, 0.5), ("b", "y", 0, 0, 9, -0.25)]) for _ in range(4)])
-  assert report.main([str(tmp_path)]) == 0
-  out, page = " ".join(capsys.readouterr().out.split()), (tmp_path / "report.html").read_text("utf-8")
-  for text in (out, page):
-    assert "This log holds neither predicted nor measured drops of its steps" in text
-    assert "over 0 steps" not in text
-  assert "Predicted drop" not in out and '"row">Predicted drop' not in page
-
-
 def test_zero_scored_steps(tmp_path, capsys):
   write_log(tmp_path, [({"val_loss": 1.0}, [])])
   assert report.main([str(tmp_path)]) == 2

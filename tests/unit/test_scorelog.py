@@ -352,3 +352,18 @@ def test_export_to_parquet(tmp_path, capsys):
   (whole,) = log.modules()
   total = np.nansum(whole.contribution_SMLDK[..., 1])
   assert sum(modules["contribution[exams]"].to_pylist()) == pytest.approx(float(total), rel=1e-5)
+
+
+def test_a_log_without_predicted_and_measured_drops_has_no_ledger(tmp_path, capsys):
+  """As those of GhostSuite, or of a loop that writes its rows alone."""
+  writer = Writer(tmp_path, period=3)
+  for step in range(4):
+    rows = {"tokens": [7, 9], "loss": [2.5, 3.0], "dot": [1.0, -0.5], "contribution": [0.5, -0.25]}
+    writer.append({"step": step}, rows, [("a", "x", 0), ("b", "y", 0)])
+  writer.close()
+  assert report.main([str(tmp_path)]) == 0
+  out, page = " ".join(capsys.readouterr().out.split()), (tmp_path / "report.html").read_text("utf-8")
+  for text in (out, page):
+    assert "This log holds neither predicted nor measured drops of its steps" in text
+    assert "over 0 steps" not in text
+  assert "Predicted drop" not in out and '"row">Predicted drop' not in page
