@@ -35,10 +35,7 @@ STEPS = 240
 PLAYERS = 8  # documents of a batch whose Shapley values are computed
 BENDS = ("", " + secant", " + hessian")  # what the validation gradient is before the optimizer's response
 BASELINES = ("gradient product", "TracIn, last checkpoint", "gradient norm", "loss", "random")
-OPTIMIZERS = {
-  "AdamW": {"opt_type": "adamw", "learning_rate": 3e-3},
-  "Muon": {"opt_type": "muon", "learning_rate": 0.02},
-}
+OPTIMIZERS = {"AdamW": {"opt_type": "adamw", "learning_rate": 3e-3}}
 
 
 @dataclasses.dataclass(frozen=True)
