@@ -49,15 +49,18 @@ def _run(cfg: Config, force: bool, signals: StopSignals) -> int:
 
 
 def _parameters(cfg: Config, existing: Existing) -> Callable | None:
-  """A function that opens the initial parameters; None for a run that has a checkpoint."""
-  if not cfg.checkpoint.load_parameters_path or run_directory.has_checkpoint(existing):
+  """A function that opens what the run begins with; None for a run that has a checkpoint."""
+  if not cfg.checkpoint.given or run_directory.has_checkpoint(existing):
     return None
   from maxghost import load_model
   from maxghost.interop import model_path
 
   place = load_model.check_config(cfg)
+  if cfg.checkpoint.load_full_state_path:
+    load_model.check_steps(place, cfg)
 
   def open_parameters(wanted: Mapping) -> Callable[[], dict]:
+    wanted = wanted if cfg.checkpoint.load_full_state_path else {"model": wanted["model"]}
     read = load_model.open_parameters(place, cfg, wanted)
 
     def read_all() -> dict:
