@@ -104,10 +104,12 @@ def place(cfg, graphdef, abstract, layout):
     model = tiny.make_model(cfg)
   values = {f"model/{label}": v for label, v in tiny.by_label(model).items()}
   flat = []
-  fresh = dict(nnx.to_flat_state(nnx.state(state.create(cfg))))
+  with tiny.cheap_compilation():
+    fresh = jax.jit(lambda: nnx.state(state.create(cfg), nnx.Not(nnx.Param)))()
+  values |= {"/".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(fresh)}
   rng = np.random.default_rng(7)
   for path, variable in nnx.to_flat_state(abstract):
-    value = values.get("/".join(map(str, path)), fresh[path].get_value())
+    value = values["/".join(map(str, path))]
     if "nu" in path:
       value = (1e-4 * rng.random(value.shape) ** 2 + 1e-6).astype(np.float32)
     flat.append((path, variable.replace(jax.device_put(value, variable.get_value().sharding))))

@@ -40,7 +40,7 @@ RUNS = {
   "concat": {"ghost_schedule": "concat", "ghost_val_batch_size": len(VALIDATION["inputs"])},
   "second_order": {"ghost_direction": "second_order"},
   "val_every": {"ghost_val_every": 3},
-  "rank": {"ghost_rank": 5},
+  "rank": {"ghost_rank": 5, "ghost_exclude": ("*norm*", "*self_attention*")},
   "reverse_scan": {"ghost_schedule": "reverse_scan", "gradient_clipping_threshold": 0.0},
   "reverse_scan-rank": {
     "ghost_schedule": "reverse_scan", "ghost_direction": "sgd", "ghost_rank": 5, "gradient_clipping_threshold": 0.0,
@@ -51,7 +51,7 @@ RUNS = {
   },
 }  # fmt: skip
 for name in ("plain", "second_order", "val_every", "rank"):  # compared bit for bit
-  RUNS[name]["fused"] = True
+  RUNS[name]["exact"] = True
 RUNS["dropout-reverse_scan"] = RUNS["dropout"] | {"ghost_schedule": "reverse_scan"}
 
 
@@ -75,6 +75,8 @@ def gradient():
     examples = oracles.ExampleGradients(tiny.make_model(tiny.make_config(**FLOAT64)))
 
   def at(values: dict, batch: dict) -> dict:
+    missing = tiny.ROWS - len(batch["inputs"])  # rows of padding, so that one program serves all batches
+    batch = {name: np.pad(v, ((0, missing), (0, 0))) for name, v in batch.items()}
     with jax.enable_x64(True), tiny.cheap_compilation():
       return oracles.batch_gradient(examples(batch, values), batch)
 
@@ -178,6 +180,9 @@ def test_second_order_adds_half_the_curvature_along_the_step(steps_of, gradient)
     G = gradient(before, VALIDATION)
     second = {label: G[label] + 0.5 * (ahead[label] - behind[label]) / 2e-3 for label in G}
     assert out["predicted"][0] == pytest.approx(-inner(second, change), rel=1e-5)
+    assert out["predicted"][0] - out["predicted_curvature"][0] == pytest.approx(-inner(G, change), rel=1e-5)
+    if i:
+      assert out["prev_predicted"][0] == pytest.approx(-inner(G, steps.change(i - 1)), rel=1e-5)
     cfg, g, kappa = steps.run.cfg.optimizer, gradient(before, TRAIN[i]), float(out["clip_factor"])
     constants = {"b1": cfg.adam_b1, "b2": cfg.adam_b2, "eps": cfg.adam_eps}
     state = steps.around[i]
@@ -202,12 +207,14 @@ def test_concat_has_the_scores_of_two_pass(steps_of, gradient):
 
 def test_validation_rows_see_no_dropout(steps_of):
   """With it the loss would differ by half a percent or more at every step."""
+  mean_loss = jax.jit(LanguageModelLoss())
+  with jax.enable_x64(True):
+    abstract = tiny.models.create_abstract(tiny.make_config(**FLOAT64))
   for name in ("dropout", "dropout-reverse_scan"):
     steps = steps_of(name)
     for i, out in enumerate(steps.out):
       with jax.enable_x64(True), tiny.cheap_compilation():
-        model = tiny.with_values(tiny.models.create_abstract(tiny.make_config(**FLOAT64)), steps.around[i].params)
-        losses, weights = jax.jit(LanguageModelLoss())(model, VALIDATION)
+        losses, weights = map(np.asarray, mean_loss(tiny.with_values(abstract, steps.around[i].params), VALIDATION))
         assert out["val_loss"][0] == pytest.approx(float((losses * weights).sum() / weights.sum()), rel=1e-10)
 
 

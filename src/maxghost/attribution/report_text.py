@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from maxghost.attribution.numbers import integer, number, percent
-from maxghost.attribution.summary import MIN_CHUNKS, Ledger, SetSummary
+from maxghost.attribution.summary import MIN_CHUNKS, Ledger, SetSummary, Value
 
 LEDGER_LABELS = {
   "predicted_examples": ("This step's examples", "the contributions that this page divides among documents"),
@@ -17,6 +17,10 @@ LEDGER_LABELS = {
 }
 
 
+IN_ALL = (
+  "In all: the total with what momentum still does with the document's gradients in later steps, if the validation "
+  "gradient and the optimizer's preconditioner stay as they are."
+)
 LARGE_REST = 0.2  # share of the prediction beyond which the reader is warned
 
 
@@ -42,6 +46,8 @@ def lead(part: SetSummary) -> str:
     moved = number(ledger.predicted) if ledger.predicted >= 0 else f"a rise of {number(-ledger.predicted)}"
     share = f" ({percent(ledger.predicted / ledger.actual)} of it)" if ledger.predicted * ledger.actual > 0 else ""
     how = "First order predicted" if ledger.curvature is None else "First order and curvature explain"
+    if ledger.curvature is None and ledger.ahead is not None:
+      how = "First order and the expected curvature predicted"
     sentences.append(f"{how} {moved}{share}.")
   known = [value for value in part.domains if math.isfinite(value.per_million)]
   if known:
@@ -57,22 +63,32 @@ def lead(part: SetSummary) -> str:
 
 
 def ledger_sentence(ledger: Ledger) -> str:
-  """How to read the ledger, with notes on large momentum and on a large rest."""
+  """How to read the ledger, with notes on large momentum and on a large rest; or that there is none."""
+  if not ledger_lines(ledger):
+    return "This log holds neither predicted nor measured drops of its steps, only what each example was worth."
   count = f"{integer(len(ledger.steps))} step{'s' if len(ledger.steps) != 1 else ''}"
   steps = f"{count} ({ledger.steps[0]} to {ledger.steps[-1]})" if len(ledger.steps) else count
   text = f"The predicted drops of the steps, added up over {steps}."
-  momentum, examples = ledger.columns.get("momentum"), ledger.columns.get("predicted_examples")
+  momentum, examples, ahead = ledger.columns.get("momentum"), ledger.columns.get("predicted_examples"), ledger.ahead
   predicted, actual, rest = ledger.predicted, ledger.actual, ledger.rest
   first, curvature = ledger.first_order, ledger.curvature
-  if momentum and examples is not None and first > 0 and momentum > 0.2 * first:
+  said = ledger.columns_sum
+  if momentum and examples is not None and said > 0 and momentum > 0.2 * said:
+    part = "it" if curvature is None else "its first-order part" if ahead is None else "what the steps predicted"
     text += (
-      f" Momentum carries {percent(momentum / first)} of {'it' if curvature is None else 'its first-order part'}, the "
-      f"examples of the steps themselves {percent(examples / first)} ({number(examples)} nats): the optimizer moves "
+      f" Momentum carries {percent(momentum / said)} of {part}, the "
+      f"examples of the steps themselves {percent(examples / said)} ({number(examples)} nats): the optimizer moves "
       "along a running mean of gradients; what comes from the gradients of earlier steps counts as momentum."
     )
-  if curvature is not None and first and abs(curvature) > LARGE_REST * abs(first):
+  if ahead is not None:
     text += (
-      f" Curvature {'takes back' if curvature * first < 0 else 'adds'} {percent(abs(curvature / first))} of what first "
+      f" They contain {number(ahead, plus=True)} nats of curvature that the steps expected, divided among documents as "
+      f"the rest; first order alone predicts {number(first)} nats."
+    )
+  if curvature is not None and first and abs(curvature) > LARGE_REST * abs(first):
+    kind = "Curvature" if ahead is None else "Further curvature"
+    text += (
+      f" {kind} {'takes back' if curvature * first < 0 else 'adds'} {percent(abs(curvature / first))} of what first "
       "order predicts; it belongs to the step as a whole and is not divided among documents."
     )
   if actual is None or rest is None or abs(rest) <= LARGE_REST * abs(predicted):
@@ -89,6 +105,11 @@ def ledger_sentence(ledger: Ledger) -> str:
     " the prediction does not explain these steps. Read the contributions as a comparison of documents and domains, "
     "not as exact nats."
   )
+
+
+def in_all_known(values: list[Value]) -> bool:
+  """Whether the second reading of documents is known."""
+  return any(math.isfinite(value.in_all) for value in values)
 
 
 def helped_sentence(part: SetSummary) -> str:
@@ -127,8 +148,10 @@ class LedgerLine:
 def ledger_lines(ledger: Ledger) -> list[LedgerLine]:
   """The parts of the prediction, their sum, the measured drop and the rest.
 
-  Parts that are zero are left out, except for examples, momentum and weight decay.
+  Parts that are zero are left out, except for examples, momentum and weight decay. Empty for a log without any.
   """
+  if ledger.actual is None and all(value is None for value in ledger.columns.values()):
+    return []
   lines, total = [], 0.0
   for name, value in ledger.columns.items():
     if value or (value == 0 and name in ("predicted_examples", "momentum", "weight_decay")):
@@ -136,7 +159,10 @@ def ledger_lines(ledger: Ledger) -> list[LedgerLine]:
       lines.append(LedgerLine(*LEDGER_LABELS.get(name, named), value, total))
       total += value
   if ledger.curvature is not None:
-    lines.append(LedgerLine(*LEDGER_LABELS["curvature"], ledger.curvature, total))
+    label, words = LEDGER_LABELS["curvature"]
+    if ledger.ahead is not None:
+      words += ", less the curvature that the steps expected, which the lines above contain"
+    lines.append(LedgerLine(label, words, ledger.curvature, total))
   lines.append(LedgerLine("Predicted drop", "the sum of the lines above", ledger.predicted, is_total=True))
   if ledger.actual is not None and ledger.rest is not None:
     measured = "validation loss before minus after each step, on the same rows"

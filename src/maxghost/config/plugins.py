@@ -18,13 +18,14 @@ _WHOLE = "which forms whole directions"
 # {schedule: {what it cannot take: why}}; the names of `schedules.SCHEDULES`.
 SCHEDULE_LACKS: dict[str, dict[str, str]] = {
   "two_pass": {"offload": _WHOLE},
-  "reverse_scan": dict.fromkeys(("second_order", "val_every", "accumulation", "mask", "selection"), _ONE_WALK)
+  "reverse_scan": dict.fromkeys(("hessian", "val_every", "accumulation", "mask", "selection"), _ONE_WALK)
   | {"unstacked": "which walks back over stacked layers", "qk_clip": _NEVER_WHOLE},
-  "concat": dict.fromkeys(("second_order", "val_every", "accumulation", "mask", "selection"), _ONE_BATCH)
+  "concat": dict.fromkeys(("hessian", "val_every", "accumulation", "mask", "selection"), _ONE_BATCH)
   | {
     "sets": "which scores against one validation set",
     "qk_clip": _NEVER_WHOLE,
     "early_rank": "which forms the direction inside each layer",
+    "secant": "which never holds a whole validation gradient",
     "offload": _WHOLE,
     "balance": "which would count the validation rows in the experts' load",
     "tiles": "which cannot score the head inside its tiles",
@@ -117,6 +118,11 @@ def directions() -> tuple[str, ...]:
   """Values of ghost_direction."""
   own = [optimizer.direction for optimizer in OPTIMIZERS.values() if optimizer.direction not in (None, "sgd", "path")]
   return ("auto", "sgd", *map(str, own), "path", "second_order")
+
+
+def directed(direction: str, curvature: str) -> tuple[str, str]:
+  """(ghost_direction, ghost_curvature), with what stands for ghost_direction=second_order."""
+  return ("auto", "hessian") if direction == "second_order" else (direction, curvature)
 
 
 def ledger_columns(opt_type: str | None = None, qk_clip: bool = True) -> tuple[str, ...]:

@@ -200,6 +200,7 @@ class GhostConfig:
   ghost_enabled: bool = key(True)
   ghost_schedule: str = key("two_pass", choices=plugins.RUN_SCHEDULES)
   ghost_direction: str = key("auto", choices=plugins.DIRECTIONS)
+  ghost_curvature: str = key("none", choices=("none", "secant", "hessian"))
   ghost_rank: int = key(0, minimum=0)
   ghost_val_batch_size: int = key(2, minimum=1)
   ghost_val_refresh_steps: int = key(20, minimum=0)
@@ -211,6 +212,27 @@ class GhostConfig:
   ghost_select: str = key("none", choices=("none", "topk", "threshold", "greats", "random", "bottomk"))
   ghost_select_fraction: float = key(0.5, minimum=0.0, maximum=1.0)
   ghost_reweight: tuple[float, ...] = key((), minimum=0.0)
+
+  @property
+  def direction(self) -> str:
+    """ghost_direction without the name second_order (`plugins.directed`)."""
+    return plugins.directed(self.ghost_direction, self.ghost_curvature)[0]
+
+  @property
+  def curvature(self) -> str:
+    """ghost_curvature, also where ghost_direction=second_order names it."""
+    return plugins.directed(self.ghost_direction, self.ghost_curvature)[1]
+
+  @property
+  def num_stored(self) -> int:
+    """Number of validation gradients of each set that later steps need."""
+    return (self.ghost_val_every > 1) + (self.curvature == "secant")
+
+  @property
+  def carries_curvature(self) -> bool:
+    """Whether the curvature of replaced validation rows serves the first step with new ones (`step.make_closing`)."""
+    of_every_step = self.ghost_every == self.ghost_val_every == 1 and self.ghost_val_refresh_steps > 0
+    return self.curvature == "secant" and of_every_step and self.ghost_schedule in ("two_pass", "forward_mode")
 
   @property
   def engine(self) -> str:
@@ -234,9 +256,15 @@ class CheckpointConfig:
   """Saving and resuming."""
 
   load_parameters_path: str = key("")
+  load_full_state_path: str = key("")
   checkpoint_period: int = key(100, minimum=0)
   max_num_checkpoints_to_keep: int = key(2, minimum=0)
   async_checkpointing: bool = key(True)
+
+  @property
+  def given(self) -> str:
+    """The path of the model that a new run begins with; empty = none."""
+    return self.load_full_state_path or self.load_parameters_path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -299,6 +327,14 @@ class Config:
   def val_sets(self) -> dict[str, str]:
     """{name: domain} of the validation sets that training scores against; empty without ghost."""
     return self.data.validation_sets if self.ghost.ghost_enabled else {}
+
+  @property
+  def direction_name(self) -> str:
+    """The direction that scores are made with, for logs: auto by its own name, and the curvature."""
+    name = self.ghost.direction
+    own = plugins.OPTIMIZERS[self.optimizer.opt_type].direction
+    name = str(own) if name == "auto" else name
+    return name if self.ghost.curvature == "none" else f"{name}+{self.ghost.curvature}"
 
   def flat(self) -> dict[str, Any]:
     """Every key and its value, in the order of the sections."""

@@ -226,13 +226,14 @@ def periods(v: Values) -> Iterator[str]:
 
 
 def plugins_together(v: Values) -> Iterator[str]:
-  rule, direction = plugins.OPTIMIZERS[v.opt_type], v.ghost_direction
+  rule = plugins.OPTIMIZERS[v.opt_type]
+  direction, _ = plugins.directed(v.ghost_direction, v.ghost_curvature)
   if v.ghost_enabled:
     if direction == "auto" and rule.direction is None:
       yield plugins.auto_problem(v.opt_type)
     if direction == "path" and not rule.path:
       yield plugins.path_problem(v.opt_type)
-    if direction not in ("auto", "sgd", "path", "second_order", rule.direction):
+    if direction not in ("auto", "sgd", "path", rule.direction):
       offering = [name for name, other in plugins.OPTIMIZERS.items() if other.direction == direction]
       own = "auto or sgd" if rule.direction else "sgd"
       yield (
@@ -280,20 +281,25 @@ def validation_sets(v: Values) -> Iterator[str]:
 
 def scoring(v: Values) -> Iterator[str]:
   """What the run's schedule lacks (`plugins.SCHEDULE_LACKS`), and scores that several steps share."""
-  direction, rule, steps = v.ghost_direction, plugins.OPTIMIZERS[v.opt_type], v.gradient_accumulation_steps
-  early = direction in ("sgd", "second_order") or (direction in ("auto", "path") and rule.direction == "sgd")
+  direction, curvature = plugins.directed(v.ghost_direction, v.ghost_curvature)
+  rule, steps = plugins.OPTIMIZERS[v.opt_type], v.gradient_accumulation_steps
+  early = curvature == "hessian" or direction == "sgd" or (direction in ("auto", "path") and rule.direction == "sgd")
+  key, none = ("ghost_direction", "auto") if v.ghost_direction == "second_order" else ("ghost_curvature", "none")
   if v.ghost_every > 1 and v.ghost_val_every > 1:
     given = f"{v['ghost_every']} already computes the validation gradient every {v.ghost_every} steps"
     yield f"{given}; use ghost_val_every=1, not {v.ghost_val_every}"
-  if direction == "second_order" and steps > 1:
-    yield "ghost_direction=second_order forms the whole step first; use gradient_accumulation_steps=1"
-  if direction == "second_order" and v.ghost_val_every > 1:
-    yield f"ghost_direction=second_order needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
+  if v.ghost_direction == "second_order" and v.ghost_curvature == "secant":
+    yield f"{v['ghost_direction']} means ghost_curvature=hessian; use ghost_direction=auto for ghost_curvature=secant"
+  if curvature == "hessian" and steps > 1:
+    yield f"{v[key]} forms the whole step first; use gradient_accumulation_steps=1"
+  if curvature == "hessian" and v.ghost_val_every > 1:
+    yield f"{v[key]} needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
   asked = {
     "rank": (v.ghost_rank > 0, "ghost_rank", "0"),
     "early_rank": (v.ghost_rank > 0 and early, "ghost_rank", "0"),
     "sets": (len(v.ghost_val_sets) > 1, "ghost_val_sets", ""),
-    "second_order": (direction == "second_order", "ghost_direction", "auto"),
+    "hessian": (curvature == "hessian", key, none),
+    "secant": (curvature == "secant", key, none),
     "val_every": (v.ghost_val_every > 1, "ghost_val_every", "1"),
     "accumulation": (steps > 1, "gradient_accumulation_steps", "1"),
     "mask": (bool(v.trainable_parameters_mask), "trainable_parameters_mask", "[]"),
@@ -316,6 +322,8 @@ def selection(v: Values) -> Iterator[str]:
     yield f"{given} chooses by scores; use ghost_enabled=true, or ghost_select=none"
   if v.ghost_direction == "second_order":
     yield f"{given} chooses before the step is known; use ghost_direction=auto or sgd"
+  elif v.ghost_curvature == "hessian":
+    yield f"{given} chooses before the step is known; use ghost_curvature=secant or none"
   if micro_batches > 1:
     yield f"{given} chooses among a whole batch's rows; use gradient_accumulation_steps=1, not {micro_batches}"
   if v.ghost_every > 1:
@@ -345,9 +353,19 @@ def reweighting(v: Values) -> Iterator[str]:
     yield f"{given}: a floor of {shown(floor)} for {num_domains} domains is more than all rows; use {most} or less"
 
 
+def given_model(v: Values) -> Iterator[str]:
+  if v.load_full_state_path and v.load_parameters_path:
+    yield "load_full_state_path reads the parameters too; leave load_parameters_path empty"
+  if v.load_full_state_path and v.ghost_reweight:
+    yield f"{v['ghost_reweight']} needs the shares of all earlier steps, which load_full_state_path does not have"
+  if v.load_full_state_path and v.ghost_curvature == "secant":
+    yield f"{v['ghost_curvature']} needs the last step's validation gradient, which load_full_state_path does not have"
+
+
 CHECKS: list[Callable[[Values], Iterator[str]]] = [
   heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, segments, offloading, mixture,
   processes, mesh_sizes, periods, plugins_together, objective_units, validation_sets, scoring, selection, reweighting,
+  given_model,
 ]  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Optimizers: update rules (one per file, listed in `config.plugins`), learning rate and clipping."""
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -39,6 +41,7 @@ __all__ = [
   "factor_of",
   "learning_rate_schedule",
   "make_optimizer",
+  "reach",
   "register",
   "scaled",
 ]
@@ -75,7 +78,7 @@ def create(cfg: OptimizerConfig) -> UpdateRule:
 
 
 def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
-  """The rule whose response forms a ghost_direction; `Sgd` for 'second_order', which is formed beforehand.
+  """The rule whose response forms a ghost_direction other than 'second_order'.
 
   Raises ValueError for an unknown direction, and for 'auto' with an optimizer without a direction.
   """
@@ -84,7 +87,7 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
     raise ValueError(plugins.auto_problem(own.name))
   if direction in ("auto", own.direction):
     return own
-  if direction in ("sgd", "second_order"):
+  if direction == "sgd":
     return Sgd()
   if direction == "path":
     if (along := own.path()) is None:
@@ -94,6 +97,12 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
     if optimizer.direction == direction:
       return optimizer.load().from_config(cfg)
   raise ValueError(f"ghost_direction={direction}: use one of {', '.join(plugins.DIRECTIONS)}")
+
+
+def reach(cfg: OptimizerConfig, direction: str, steps: int) -> np.ndarray | None:
+  """`UpdateRule.reach` of the rule of a direction (see `direction_rule`) in a run of `steps` steps; None: unknown."""
+  rates_S = np.asarray(learning_rate_schedule(cfg, steps)(jnp.arange(steps)), np.float64)
+  return direction_rule(cfg, direction).reach(np.broadcast_to(rates_S, steps))
 
 
 def make_optimizer(cfg: OptimizerConfig, steps: int, params: nnx.State | None = None) -> optax.GradientTransformation:

@@ -30,18 +30,22 @@ from maxghost.training.plan import StepFlops
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
-from maxghost.training.state import Position, to_tree
+from maxghost.training.state import Position, carry, to_tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sinks:
-  """The outputs of a run; None: switched off. checkpoints: a `CheckpointManager`. trackers: as in `trackers.py`."""
+  """The outputs of a run; None: switched off. checkpoints: a `CheckpointManager`. trackers: as in `trackers.py`.
+
+  by_domain: a `DomainSums`; unlike `scores` it is there in every process.
+  """
 
   console: Console
   metrics: MetricsLog | None
   scores: ScoreRecorder | None
   checkpoints: Any
   trackers: tuple = ()
+  by_domain: Callable[..., Callable[[], dict[str, float]]] = lambda outputs, batch: dict
 
   def close(self) -> None:
     """Writes everything to disk, also after an error."""
@@ -95,6 +99,7 @@ class TrainingLoop:
     self._validation = ValidationRows(cfg.ghost, dataset, cfg.val_sets, put)
     self._reweighter, self._sampler = reweighter, sampler
     self._read: Callable[[], None] | None = None  # reads the outputs of the started step
+    self._by_domain: Callable[[], dict[str, float]] = dict  # belongs to the pending record
     self._seconds: list[float] = []
     self._eval_batches: list = []
     self._stop = distributed.StopFlag()
@@ -107,6 +112,7 @@ class TrainingLoop:
     """
     self._state, self._position, self._saved_steps = state, position, position.completed_steps
     self._pending: dict[str, Any] | None = position.pending  # the record of the last step
+    self._validation.first = position.completed_steps if position.open_loss is None else 0
     num_steps = self._cfg.run.steps
     self._sinks.console.start(num_steps, position.completed_steps)
     try:
@@ -160,7 +166,10 @@ class TrainingLoop:
       self._read_started()
       self._program.executable("closing")
       self._restart_clock()
-    return self._program.closing(self._state, self._validation.batches(step - 1))
+    closing = self._program.closing(self._state, self._validation.batches(step - 1))
+    if turned := closing.pop("turned", None):
+      self._state = carry(self._state, turned)
+    return closing
 
   # Evaluations, checkpoints and the end, which wait for results.
 
@@ -197,7 +206,7 @@ class TrainingLoop:
       self._position,
       metrics_bytes=sinks.metrics.position() if sinks.metrics else 0,
       metrics_crc=sinks.metrics.checksum if sinks.metrics else None,
-      pending=self._pending,
+      pending=self._pending and self._pending | self._by_domain(),
       scores=sinks.scores.position() if sinks.scores else None,
       reweighting=self._reweighter.state() if self._reweighter else None,
     ).of_all_processes()
@@ -213,7 +222,9 @@ class TrainingLoop:
     if not self._validation.has_open_account(num_steps):
       return
     batches = self._validation.batches(num_steps - 1)
-    closing = self._close_step(num_steps, self._program.closing(self._state, batches))
+    closing = self._program.closing(self._state, batches)
+    closing.pop("turned", None)
+    closing = self._close_step(num_steps, closing)
     if self._sinks.scores:
       self._sinks.scores.record_end(num_steps, closing)
       self._sinks.scores.position()  # on disk before the last record of metrics.jsonl says that the run is complete
@@ -248,8 +259,8 @@ class TrainingLoop:
       record |= metrics.ghost_metrics(outputs, self._val_sets)
       if unscored := metrics.unscored_line(step, outputs):
         self._sinks.console.line(unscored)
+      self._by_domain = self._sinks.by_domain(outputs, fetched.batch)
       if scores:
-        record |= scores.by_domain(outputs, fetched.batch)
         scores.record(step, outputs, closing, fetched.batch)
     elif scores and closing is not None:
       scores.record_end(step, closing)
@@ -272,7 +283,8 @@ class TrainingLoop:
     """Adds to the record of step - 1 the drop since the validation loss was last measured, and its curvature.
 
     Returns closing (`step.make_closing`) on the host. By the trapezoid rule the step lowered the loss by half the sum
-    of what the gradients before and after it predict; curvature is that minus the prediction before it.
+    of what the gradients before and after it predict; curvature is that minus the prediction before it, which may
+    contain some already.
     """
     assert self._pending is not None and self._position.open_loss is not None, "a step is open"
     closing = {name: jax.device_get(value) for name, value in closing.items()}
@@ -282,14 +294,15 @@ class TrainingLoop:
       self._pending[f"ghost/actual_drop/{name}"] = before - float(closing["prev_val_loss"][k])
       predicted = self._pending.get(f"ghost/predicted_drop/{name}")
       if "prev_predicted" in closing and predicted is not None:
-        self._pending[f"ghost/curvature/{name}"] = (float(closing["prev_predicted"][k]) - predicted) / 2
+        ahead = self._pending.get(f"ghost/predicted_curvature/{name}", 0.0)
+        self._pending[f"ghost/curvature/{name}"] = (float(closing["prev_predicted"][k]) - predicted - ahead) / 2
     return closing
 
   def _write_pending(self, show: bool = False) -> None:
     """Writes the pending record to the logs, and every `log_period` steps (or with `show`) to the console."""
     if self._pending is None:
       return
-    record, self._pending = self._pending, None
+    record, self._pending, self._by_domain = self._pending | self._by_domain(), None, dict
     for log in (self._sinks.metrics, *self._sinks.trackers):
       if log:
         log.append(record)

@@ -80,7 +80,7 @@ def ghost_metrics(outputs: Mapping[str, Any], val_sets: tuple[str, ...]) -> dict
     record[f"ghost/val_loss/{name}"] = float(outputs["val_loss"][k])
     if columns:
       record[f"ghost/predicted_drop/{name}"] = sum(float(outputs[column][k]) for column in columns)
-      for column in (*columns, "check_rel_err"):
+      for column in (*columns, *(["predicted_curvature"] if "predicted_curvature" in outputs else []), "check_rel_err"):
         record[f"ghost/{column}/{name}"] = float(outputs[column][k])
   for label, captured_LK in outputs.get("captured", {}).items():
     record[f"ghost/captured/{label}"] = captured_LK.tolist()

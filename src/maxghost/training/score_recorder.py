@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from maxghost import optimizers
 from maxghost.config import Config, plugins
 from maxghost.parallel import distributed
 from maxghost.scorelog import Writer, selection, tokens
@@ -30,19 +31,19 @@ class ScoreLogError(RuntimeError):
 
 def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
   """A recorder of this process's rows, in the run directory at `path`."""
-  ghost, optimizer = cfg.ghost, plugins.OPTIMIZERS[cfg.optimizer.opt_type]
   writer = Writer(
     path,
     tuple(cfg.data.validation_sets),
     process=(distributed.index(), distributed.count()),
-    period=ghost.ghost_log_period,
+    period=cfg.ghost.ghost_log_period,
     fingerprint=dataset.fingerprint,
     objective=cfg.optimizer.objective,
     ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip),
-    direction=str(optimizer.direction) if ghost.ghost_direction == "auto" else ghost.ghost_direction,
+    direction=cfg.direction_name,
     fields=dataset.source.fields,
   )
-  return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER)
+  reach_S = optimizers.reach(cfg.optimizer, cfg.ghost.direction, cfg.run.steps)
+  return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER, reach_S)
 
 
 def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -105,35 +106,60 @@ def stack_layers(by_module: Mapping[str, np.ndarray]) -> np.ndarray:
   return stacked
 
 
+def domain_numbers(batch, scored_BS: np.ndarray, name: Callable[[int], Sequence], domains: Sequence[str]) -> np.ndarray:
+  """int64[N]: the place in `domains` of the document of each scored slot. name: of a document, its domain first."""
+  return np.array([domains.index(name(index)[0]) for index in batch.document_BS[scored_BS].tolist()], np.int64)
+
+
+class DomainSums:
+  """The contributions of each step by domain, over the rows of all processes.
+
+  document: (domain, ...) of a document by its index. writes: whether another process has the same rows, and adds them.
+  """
+
+  def __init__(self, val_sets: Sequence[str], domains: Sequence[str], document: Callable, writes: bool = True):
+    self._domains, self._name, self._writes = tuple(domains), functools.cache(document), writes
+    self._metrics = [f"ghost/contribution/{name}/{domain}" for name in val_sets for domain in domains]
+    self._exchange = distributed.Exchange()
+
+  def __call__(self, outputs: Mapping[str, np.ndarray], batch) -> Callable[[], dict[str, float]]:
+    """Starts to add up a step; what is returned waits for the other processes and gives {metric: nats}.
+
+    Empty for a step without scores. Every process must call it in every step that has scores.
+    """
+    if not outputs["scored_ok"]:
+      return dict
+    scored_BS = scored_units(outputs, batch)[0] & self._writes
+    domain_N = domain_numbers(batch, scored_BS, self._name, self._domains)
+    columns = outputs["contribution_BSK"][scored_BS].T
+    sent = self._exchange.send(np.concatenate([np.bincount(domain_N, c, len(self._domains)) for c in columns]))
+    return lambda: dict(zip(self._metrics, sent().sum(0).tolist(), strict=True))
+
+
 class ScoreRecorder:
   """Feeds a Writer. An error of the writer (such as a full disk) is raised as ScoreLogError by the next call.
 
   document: (domain, path, offset, the writer's fields) of a document by its index; called once per document. domains:
-  all domains, an axis of the contributions by parameter. token_folder: for the files of ghost_detail=token.
+  all domains, an axis of the contributions by parameter. token_folder: for the files of ghost_detail=token. reach_S:
+  learning_rate_in_all of every step of the run, None where unknown.
   """
 
-  def __init__(self, writer, document: Callable[[int], Sequence[Any]], domains: Sequence[str], token_folder: Path):
+  def __init__(
+    self,
+    writer,
+    document: Callable[[int], Sequence[Any]],
+    domains: Sequence[str],
+    token_folder: Path,
+    reach_S: np.ndarray | None = None,
+  ):
     self._writer = writer
+    self._reach_S = reach_S
     self._token_folder = token_folder
     self._domains = tuple(domains)
     self._name = functools.cache(document)
     self._error: BaseException | None = None
     self._pool = ThreadPoolExecutor(1, "score-recorder")
     self._waiting: deque[Future] = deque(maxlen=QUEUE_LENGTH)
-
-  def by_domain(self, outputs: Mapping[str, np.ndarray], batch) -> dict[str, float]:
-    """ghost/contribution/<set>/<domain> of a step, in nats; empty where not every row and score is known here."""
-    scored_BS, found = scored_units(outputs, batch)[0], {}
-    if distributed.count() == 1 and outputs["scored_ok"]:
-      domain_N = self._domain_numbers(batch, scored_BS)
-      for name, nats_N in zip(self._writer.val_sets, outputs["contribution_BSK"][scored_BS].T, strict=True):
-        sums_D = np.bincount(domain_N, nats_N, len(self._domains)).tolist()
-        found |= {f"ghost/contribution/{name}/{d}": nats for d, nats in zip(self._domains, sums_D, strict=True)}
-    return found
-
-  def _domain_numbers(self, batch, scored_BS: np.ndarray) -> np.ndarray:
-    slots = batch.document_BS[scored_BS].tolist()
-    return np.array([self._domains.index(self._name(index)[0]) for index in slots], np.int64)
 
   def record(self, step: int, outputs: Mapping | None, closing: Mapping | None, batch) -> None:
     """Records one step.
@@ -178,8 +204,10 @@ class ScoreRecorder:
   def _append(self, step: int, outputs, closing, batch) -> None:
     record: dict[str, Any] = {"step": step, **(closing or {})}
     if outputs is not None:
-      names = (*STEP_SCALARS, "val_loss", "check_rel_err", *self._writer.ledger)
+      names = (*STEP_SCALARS, "val_loss", "check_rel_err", "predicted_curvature", *self._writer.ledger)
       record |= {name: outputs[name] for name in names if name in outputs}
+      if self._reach_S is not None:
+        record["learning_rate_in_all"] = self._reach_S[step]
     if outputs is None or not outputs["scored_ok"]:  # no score rather than a wrong one
       self._writer.append(record, {}, [])
       return
@@ -188,7 +216,7 @@ class ScoreRecorder:
     scored_BS, first_U, _ = scored_units(outputs, batch)
     modules = None
     if "param_contribution" in outputs:
-      domain_N = self._domain_numbers(batch, scored_BS)
+      domain_N = domain_numbers(batch, scored_BS, self._name, self._domains)
       by_module = module_contributions(outputs["param_contribution"], scored_BS, domain_N, len(self._domains))
       modules = {"names": tuple(by_module), "domains": self._domains, "contribution": stack_layers(by_module)}
     if "token_contribution_KBT" in outputs:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.schedules.base import Model, Problem, Scored, TrainPass, Validation
+from maxghost.ghost.schedules.base import Model, Problem, Scored, Secant, TrainPass, Validation
 from maxghost.objectives import as_objective
 from maxghost.optimizers import by_label
 from maxghost.parallel.shardings import constrain_state, slash_path
@@ -67,12 +67,12 @@ def validation(problem: Problem) -> Validation:
 def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.State) -> tuple[list, list]:
   """([G], [u]) of the validation sets, from their States G and by the problem's rule: dicts {label: array}.
 
-  u = P_tᵀ G, and 0 for parameters that are not scored. With second_order, G is that of `second_order_gradients`.
+  u = P_tᵀ G, and 0 for parameters that are not scored. G is that of `second_order_gradients` or `extrapolated`.
   """
   rule, grads, (state, delta) = problem.rule, by_label(training_gradient), problem.update(training_gradient)
   if problem.second_order:
     gradients = second_order_gradients(problem.model, problem.val_loss, problem.val_batches, gradients, delta)
-  labelled = [by_label(g) for g in gradients]
+  labelled = extrapolated(problem.secant, [by_label(g) for g in gradients])
   scalars = None if state is None else rule.scalars(state.count, state.clip_factor)
 
   def direction(label: str, gradient):
@@ -83,6 +83,24 @@ def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.S
     return rule.response(problem.parameters[label], grads[label], state.of(label), scalars).transpose(gradient)
 
   return labelled, [{label: direction(label, g) for label, g in whole.items()} for whole in labelled]
+
+
+def extrapolated(secant: Secant | None, gradients: list[dict]) -> list[dict]:
+  """K dicts {label: G + weight (own G - G')}, in place of G; G itself without a secant.
+
+  gradients: K dicts {label: G}, of all or of some of the labels.
+  """
+  if secant is None:
+    return gradients
+
+  def curved(gradient, earlier):
+    wide = jnp.promote_types(gradient.dtype, jnp.float32)
+    own = jnp.asarray(secant.own, wide) * gradient.astype(wide)
+    turn = secant.weight.astype(wide) * (own - earlier.astype(wide))
+    return gradient + jnp.where(secant.weight == 0, 0, turn).astype(gradient.dtype)  # G' may be anything
+
+  pairs = zip(gradients, secant.earlier, strict=True)
+  return [{label: curved(g, earlier[label]) for label, g in of_set.items()} for of_set, earlier in pairs]
 
 
 def second_order_gradients(model: Model, loss_fn: Callable, batches: tuple, gradients: list, delta) -> list:
