@@ -39,12 +39,13 @@ class Matrix:
     """None: the Param says nothing."""
     metadata = variable.get_metadata()
     label, axes = metadata.get("matrix"), metadata.get("axes")
-    if label is None:
-      return None
+    if not label:
+      return None if label is None else cls()
+    rows, columns = label
     if axes is None or len(axes) != variable.ndim:
-      return cls(*label)
+      return cls(rows, columns)
     stacked = next((i for i, name in enumerate(axes) if name != "layers"), len(axes))
-    return cls(*label, tuple(axes[stacked:]) if label else None, stacked) if label else cls()
+    return cls(rows, columns, tuple(axes[stacked:]), stacked)
 
   def __bool__(self) -> bool:
     return self.rows > 0

@@ -81,6 +81,8 @@ class Muon(UpdateRule):
   # The update.
 
   def transformation(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
+    if not self.matrices:  # all would be left to AdamW
+      raise ConfigError("opt_type=muon needs the Params to train: make_optimizer(cfg, steps, nnx.state(model))")
     parts = {"muon": self._of_matrices(learning_rate), "adam": self.adam.transformation(learning_rate)}
     labels = dict(self.matrices)
 
@@ -134,7 +136,8 @@ class Muon(UpdateRule):
     )
     shape, wide = g.shape, jnp.promote_types(g.dtype, jnp.float32)
     g, momentum = (_placed(matrix, x) for x in (g.astype(wide), momentum))
-    state = optax.contrib.MuonState(count, momentum, jnp.asarray(orthogonal.COEFFICIENTS, wide))
+    direction: Any
+    state: Any = optax.contrib.MuonState(count, momentum, jnp.asarray(orthogonal.COEFFICIENTS, wide))
     with jax.default_matmul_precision("highest"):
       direction, state = optimizer.update(g, state)
     return (self.scale(*g.shape[-2:]) * direction).reshape(shape), state.mu.reshape(shape)
