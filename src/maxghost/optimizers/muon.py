@@ -82,7 +82,7 @@ class Muon(UpdateRule):
 
   def transformation(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
     if not self.matrices:  # all would be left to AdamW
-      raise ConfigError("opt_type=muon needs the Params to train: make_optimizer(cfg, steps, nnx.state(model))")
+      raise ConfigError("opt_type=muon needs the Params to train: make_optimizer(cfg, steps, params)")
     parts = {"muon": self._of_matrices(learning_rate), "adam": self.adam.transformation(learning_rate)}
     labels = dict(self.matrices)
 
