@@ -89,7 +89,8 @@ def _train(
   try:
     plan = Plan.of(cfg, devices.open_layout(cfg))
     if distributed.count() > 1:
-      seconds = 0.7 * cfg.parallel.jax_distributed_timeouts[1]
+      # JAX counts from its last heartbeat, one in every half of this time, so that it may end the run after that half.
+      seconds = 0.3 * cfg.parallel.jax_distributed_timeouts[1]
       threading.Thread(target=_watch_peers, args=(seconds,), daemon=True).start()
     own, seed = plan.own, cfg.run.data_shuffle_seed
     dataset = data.make_dataset(

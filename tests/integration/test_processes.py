@@ -136,11 +136,15 @@ def test_two_processes_are_one_even_when_one_is_killed(folder, one_process):
     time.sleep(0.02)
   begin = time.monotonic()
   processes.started[1].send_signal(signal.SIGKILL)
-  assert processes.codes() == [1, -signal.SIGKILL]
+  codes = processes.codes()
   assert time.monotonic() - begin < 200  # on a busy machine; a missing heartbeat takes 60
-  assert "another process of the run is lost" in processes.text(0)
   saved = max(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdecimal())
-  assert f"the last good checkpoint is {run / 'checkpoints' / str(saved)};" in processes.text(0)
+  if codes == [-signal.SIGABRT, -signal.SIGKILL]:  # Gloo did not notice it: JAX ends the run, after a line of ours
+    assert "process 1 has given no sign of life" in processes.text(0)
+  else:
+    assert codes == [1, -signal.SIGKILL]
+    assert "another process of the run is lost" in processes.text(0)
+    assert f"the last good checkpoint is {run / 'checkpoints' / str(saved)};" in processes.text(0)
 
   again = Processes(folder, 2, "run_name=two")
   again.succeed()

@@ -229,7 +229,9 @@ def test_a_logged_step_asked_again_at_its_checkpoint_is_the_log(kind, trained, t
     value = log[name][here]
     np.testing.assert_allclose(again[name], value, rtol=2e-5, atol=2e-6 * np.abs(value).max(), err_msg=name)
   before, after = (x.steps[x.steps["step"] == step] for x in (log, again))
-  np.testing.assert_allclose(after["learning_rate"], before["learning_rate"], rtol=1e-6)
+  for name in ("learning_rate", "learning_rate_in_all"):
+    np.testing.assert_allclose(after[name], before[name], rtol=1e-6)
+  assert (before["learning_rate_in_all"] > 1.2 * before["learning_rate"]).all() == (kind != "sgd")
   np.testing.assert_allclose(after["predicted_examples"], before["predicted_examples"], rtol=1e-4)
 
 
