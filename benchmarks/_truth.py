@@ -23,6 +23,7 @@ from _measure import Figure
 from flax import nnx
 
 from maxghost import config, models, optimizers
+from maxghost.config import plugins
 from maxghost.ghost import DirectionSpec, schedules
 from maxghost.ghost.attach import prepare_twin
 from maxghost.ghost.schedules import Model, Problem, Validation, passes, per_example
@@ -35,7 +36,11 @@ STEPS = 240
 PLAYERS = 8  # documents of a batch whose Shapley values are computed
 BENDS = ("", " + secant", " + hessian")  # what the validation gradient is before the optimizer's response
 BASELINES = ("gradient product", "TracIn, last checkpoint", "gradient norm", "loss", "random")
-OPTIMIZERS = {"AdamW": {"opt_type": "adamw", "learning_rate": 3e-3}}
+OPTIMIZERS = {
+  "AdamW": {"opt_type": "adamw", "learning_rate": 3e-3},
+  "Muon": {"opt_type": "muon", "learning_rate": 0.02},
+}
+OPTIMIZERS = {name: changes for name, changes in OPTIMIZERS.items() if changes["opt_type"] in plugins.OPTIMIZERS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +121,9 @@ class Steps:
     self.world, optimizer = world, world.cfg.optimizer
     model = world.model(0)
     self.graphdef, params, self.rest = nnx.split(model, nnx.Param, ...)
-    self.rule, self.clipping = optimizers.create(optimizer), optimizer.gradient_clipping_threshold
+    rule = optimizers.create(optimizer)
+    self.rule = rule.of_params(params) if hasattr(rule, "of_params") else rule
+    self.clipping = optimizer.gradient_clipping_threshold
     self.schedule = optimizers.learning_rate_schedule(optimizer, STEPS)
     self.rates_S = np.broadcast_to(np.asarray(self.schedule(jnp.arange(STEPS)), np.float64), STEPS)
     self.tx = self.rule.transformation(self.schedule)
