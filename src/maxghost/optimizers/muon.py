@@ -137,7 +137,8 @@ class Muon(UpdateRule):
     shape, wide = g.shape, jnp.promote_types(g.dtype, jnp.float32)
     g, momentum = (_placed(matrix, x) for x in (g.astype(wide), momentum))
     direction: Any
-    state: Any = optax.contrib.MuonState(count, momentum, jnp.asarray(orthogonal.COEFFICIENTS, wide))
+    # A narrow momentum is widened first: otherwise optax rounds its product with beta.
+    state: Any = optax.contrib.MuonState(count, momentum.astype(wide), jnp.asarray(orthogonal.COEFFICIENTS, wide))
     with jax.default_matmul_precision("highest"):
       direction, state = optimizer.update(g, state)
     return (self.scale(*g.shape[-2:]) * direction).reshape(shape), state.mu.reshape(shape)
