@@ -334,6 +334,8 @@ def test_the_command_trains_logs_and_resumes_bit_for_bit(tmp_path):
   shutil.copytree(whole, broken)
   saved = sorted((broken / "run" / "checkpoints").iterdir(), key=lambda path: int(path.name))
   shutil.rmtree(saved[-1])
+  metrics = broken / "run" / "metrics.jsonl"
+  metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
   with tiny.cheap_compilation():
     assert train.main([*KEYS, f"base_output_directory={broken}"]) == 0
   log, again = load(whole / "run"), load(broken / "run")
