@@ -103,11 +103,17 @@ def place(cfg, graphdef, abstract, layout):
   with use(None):
     model = tiny.make_model(cfg)
   values = {f"model/{label}": v for label, v in tiny.by_label(model).items()}
+
+  def others() -> dict:
+    """Fresh values of everything but the weights, whose random numbers would take the longest to compile."""
+    flat = [("/".join(map(str, path)), v) for path, v in nnx.to_flat_state(nnx.state(state.create(cfg)))]
+    return {label: v.get_value() for label, v in flat if label not in values}
+
+  values |= jax.jit(others)()
   flat = []
-  fresh = dict(nnx.to_flat_state(nnx.state(state.create(cfg))))
   rng = np.random.default_rng(7)
   for path, variable in nnx.to_flat_state(abstract):
-    value = values.get("/".join(map(str, path)), fresh[path].get_value())
+    value = values["/".join(map(str, path))]
     if "nu" in path:
       value = (1e-4 * rng.random(value.shape) ** 2 + 1e-6).astype(np.float32)
     flat.append((path, variable.replace(jax.device_put(value, variable.get_value().sharding))))

@@ -40,7 +40,7 @@ RUNS = {
   "concat": {"ghost_schedule": "concat", "ghost_val_batch_size": len(VALIDATION["inputs"])},
   "second_order": {"ghost_direction": "second_order"},
   "val_every": {"ghost_val_every": 3},
-  "rank": {"ghost_rank": 5},
+  "rank": {"ghost_rank": 5, "ghost_exclude": ("*norm*", "*self_attention*")},
   "reverse_scan": {"ghost_schedule": "reverse_scan", "gradient_clipping_threshold": 0.0},
   "reverse_scan-rank": {
     "ghost_schedule": "reverse_scan", "ghost_direction": "sgd", "ghost_rank": 5, "gradient_clipping_threshold": 0.0,
@@ -75,6 +75,8 @@ def gradient():
     examples = oracles.ExampleGradients(tiny.make_model(tiny.make_config(**FLOAT64)))
 
   def at(values: dict, batch: dict) -> dict:
+    missing = tiny.ROWS - len(batch["inputs"])  # rows of padding, so that one program serves all batches
+    batch = {name: np.pad(v, ((0, missing), (0, 0))) for name, v in batch.items()}
     with jax.enable_x64(True), tiny.cheap_compilation():
       return oracles.batch_gradient(examples(batch, values), batch)
 
@@ -202,12 +204,12 @@ def test_concat_has_the_scores_of_two_pass(steps_of, gradient):
 
 def test_validation_rows_see_no_dropout(steps_of):
   """With it the loss would differ by half a percent or more at every step."""
+  abstract, mean_loss = tiny.models.create_abstract(tiny.make_config(**FLOAT64)), jax.jit(LanguageModelLoss())
   for name in ("dropout", "dropout-reverse_scan"):
     steps = steps_of(name)
     for i, out in enumerate(steps.out):
       with jax.enable_x64(True), tiny.cheap_compilation():
-        model = tiny.with_values(tiny.models.create_abstract(tiny.make_config(**FLOAT64)), steps.around[i].params)
-        losses, weights = jax.jit(LanguageModelLoss())(model, VALIDATION)
+        losses, weights = map(np.asarray, mean_loss(tiny.with_values(abstract, steps.around[i].params), VALIDATION))
         assert out["val_loss"][0] == pytest.approx(float((losses * weights).sum() / weights.sum()), rel=1e-10)
 
 

@@ -101,7 +101,8 @@ def on_one_device():
     pytest.param("data", "sgd", "two_pass", 0, 1e-5, marks=pytest.mark.slow),
     # The factors of a direction of full rank round more.
     pytest.param("fsdp", "sgd", "two_pass", 4, 1e-4, marks=pytest.mark.slow),
-    ("tensor", "sgd", "reverse_scan", 0, 1e-5),
+    pytest.param("tensor", "sgd", "reverse_scan", 0, 1e-5, marks=pytest.mark.slow),
+    ("tensor", "adam", "reverse_scan", 0, 1e-5),
     ("mixed", "adam", "two_pass", 0, 1e-5),
   ],
 )
@@ -194,11 +195,10 @@ def test_no_activation_moves_because_of_scores(name, kind):
     local = local_shape(v.shape, placed.specs[label], placed.mesh.shape["tensor"])
     allowed |= {local, (*local[:stack], 1, *local[stack:])}
   directions = twin.direction_state(parts)
-  plain = (
-    jax.jit(lambda p, b: passes.train_pass(Model(graphdef, p, rest), loss, b)).lower(params, placed.train).compile()
-  )
+  plain = jax.jit(lambda p, b: passes.train_pass(Model(graphdef, p, rest), loss, b)).lower(params, placed.train)
   scored = jax.jit(lambda p, b, d: passes.train_pass(Model(graphdef, p, rest), loss, b, twin, d))
-  scored = scored.lower(params, placed.train, directions).compile()
+  with tiny.cheap_compilation():  # the same collectives: what is left out is LLVM's work
+    plain, scored = plain.compile(), scored.lower(params, placed.train, directions).compile()
   before, after = collectives(plain), collectives(scored)
   assert not before - after
   moved = {(operation, tuple(map(int, re.findall(r"\d+", shape.split("[")[1])))) for operation, shape in after - before}

@@ -43,9 +43,10 @@ def compiled(tmp_path_factory):
   jax.config.update("jax_compilation_cache_dir", str(path.parent / "programs"))
   compilation_cache.reset_cache()
   try:
-    code = train_compile.main(
-      keys(compile_topology="cpu-8", per_device_batch_size=1, base_num_decoder_layers=1, compiled_trainstep_file=path)
-    )
+    with tiny.cheap_compilation():
+      code = train_compile.main(
+        keys(compile_topology="cpu-8", per_device_batch_size=1, base_num_decoder_layers=1, compiled_trainstep_file=path)
+      )
   finally:
     printed.undo()
     jax.config.update("jax_compilation_cache_dir", cache)
@@ -88,16 +89,18 @@ def test_what_it_saves_is_the_train_step(compiled):
   cfg = one_layer()
   layout = meshes.make_layout(cfg, 8)
   graphdef, abstract = state.abstract_split(cfg)
-  train_state = meshes.place(cfg, graphdef, layout.abstract(abstract), layout)
+  with tiny.cheap_compilation():
+    train_state = meshes.place(cfg, graphdef, layout.abstract(abstract), layout)
   step = deserialize_and_load(*pickle.loads(compiled[2].read_bytes()))
   rows, validation = meshes.BATCHES[0], meshes.VAL_BATCH
   _, out = step(train_state, layout.put(rows, 8), (layout.put(validation),))
   with use(None), tiny.cheap_compilation():
     model = tiny.make_model(cfg)
-    run = jax.jit(lambda model, *inputs: model.logits(model.hidden(*inputs)))
-    for name, batch in (("loss", rows), ("val_loss", validation)):
-      logits = run(model, *(batch[f"inputs{part}"] for part in ("", "_position", "_segmentation")))
-      losses = np.asarray(oracles.softmax_losses(logits, batch["targets"]))
+    run = jax.jit(lambda model, targets, *inputs: oracles.softmax_losses(model.logits(model.hidden(*inputs)), targets))
+    both = {name: np.concatenate([rows[name], validation[name]]) for name in rows}
+    every = run(model, both["targets"], *(both[f"inputs{part}"] for part in ("", "_position", "_segmentation")))
+    parts = np.split(np.asarray(every), [len(rows["inputs"])])
+    for name, batch, losses in zip(("loss", "val_loss"), (rows, validation), parts, strict=True):
       counts = batch["targets_segmentation"] != 0
       assert float(np.squeeze(out[name])) == pytest.approx((losses * counts).sum() / counts.sum(), rel=1e-5)
   assert np.abs(np.asarray(out["contribution_BSK"])).max() > 0

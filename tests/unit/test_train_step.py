@@ -19,7 +19,7 @@ from maxghost.ghost import rules
 from maxghost.training import step
 from maxghost.training.state import TrainStateNNX, trainable
 
-FLOAT64 = {"dtype": "float64", "weight_dtype": "float64"}
+FLOAT64 = {"dtype": "float64", "weight_dtype": "float64", "remat_policy": "none"}
 PLAIN = {"loss", "grad_norm", "param_norm", "learning_rate", "tokens", "clip_factor"}
 COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
 OTHER_VALIDATION = tiny.make_batch(((2, 7), (10,), (3,)), seed=201)
@@ -40,8 +40,8 @@ class TwentySteps:
 
 @pytest.fixture(scope="module")
 def twenty():
-  """The default kind of model, compiled as the trainer compiles it."""
-  return TwentySteps(remat_policy="minimal")
+  """The default kind of model. In every form, and compiled as the trainer compiles it: a long test, below."""
+  return TwentySteps(cheap=True, remat_policy="minimal")
 
 
 def assert_same_bits(twenty):
@@ -130,7 +130,7 @@ class Facts:
 def gradients():
   """Per-example gradients of the untied model in float64, at any parameters."""
   with jax.enable_x64(True):
-    return oracles.ExampleGradients(tiny.make_model(tiny.make_config(remat_policy="none", **FLOAT64)))
+    return oracles.ExampleGradients(tiny.make_model(tiny.make_config(**FLOAT64)))
 
 
 def inner(left: dict, right: dict, labels=None) -> float:

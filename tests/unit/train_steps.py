@@ -25,7 +25,7 @@ TRAINING = {
   "adam_eps": 1e-6,
 }
 # Compiler options by which a program has XLA's fusion emitters where conftest.py has turned them off.
-FUSED = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in os.environ["XLA_FLAGS"] else {}
+FUSED = eval(os.environ.get("FUSEDX", "{}"))
 TRAIN = [tiny.make_batch(tiny.PACKED, seed=100 + i) for i in range(4)]
 VALIDATION = tiny.make_batch(tiny.VALIDATION, seed=200)
 
