@@ -227,7 +227,7 @@ def test_bad_input_is_one_line_and_writes_nothing(command, left_alone, changes, 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_one_line(command):
   """The rate is 0 in the first step and absurd in the second: what is saved before that is good and is named."""
-  changes = ("run_name=hot", "learning_rate=1e30", "ghost_enabled=false", "checkpoint_period=1")
+  changes = ("run_name=hot", "learning_rate=1e30", "ghost_enabled=false", "checkpoint_period=1", "eval_interval=-1")
   code, _, err = command.run(*changes)
   assert code == 1 and "Traceback" not in err
   found = re.search(r"^maxghost: step (\d+): \w+ is (?:nan|inf); the last good checkpoint is (\S+)$", err, re.M)

@@ -101,7 +101,7 @@ class StreamedRun(Run):
   """A `Run` whose state is put where its configuration says."""
 
   def __init__(self, **changes):
-    super().__init__(fused=True, batch=TRAIN[0], base_num_decoder_layers=4, segment_lengths=(2,), **changes)
+    super().__init__(exact=True, batch=TRAIN[0], base_num_decoder_layers=4, segment_lengths=(2,), **changes)
     self.state = HostMemory.of(self.cfg).put(self.state)
 
   def kinds(self) -> dict:

@@ -29,7 +29,7 @@ class TwentySteps:
   """The same 20 steps with ghost on and off."""
 
   def __init__(self, cheap: bool = False, **changes):
-    self.on, self.off = (Run(cheap=cheap, fused=True, ghost_enabled=on, **changes) for on in (True, False))
+    self.on, self.off = (Run(cheap=cheap, exact=True, ghost_enabled=on, **changes) for on in (True, False))
     self.before, self.after, self.outputs, self.plain = [], [], [], []
     for i in range(20):
       self.before.append(self.on.snapshot())
