@@ -25,8 +25,8 @@ TRAINING = {
   "adam_weight_decay": 0.3,
   "adam_eps": 1e-6,
 }
-# Compiler options by which two programs that compute the same have the same bits on a CPU. Without fusion emitters, which
-# conftest.py turns off, what else is computed in a loop decides whether a product and its sum are rounded once or twice;
+# Compiler options by which two programs that compute the same have the same bits on a CPU. Without fusion emitters, as
+# conftest.py has it, what else is computed in a loop decides whether a product and its sum are rounded once or twice.
 # NO_FMA rounds twice everywhere, and compiles in a quarter of the time of FUSED.
 FUSED = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in os.environ["XLA_FLAGS"] else {}
 NO_FMA = {"xla_cpu_max_isa": "AVX"} if platform.machine() in ("x86_64", "AMD64") else FUSED
