@@ -81,6 +81,12 @@ class Digits:
     return jax.vmap(jax.grad(share), (None, 0, 0))(params, batch["x"], batch["y"])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cheaply():
+  with tiny.cheap_compilation():
+    yield
+
+
 @pytest.fixture(scope="module")
 def digits():
   return Digits()
@@ -94,7 +100,7 @@ def by_sgd(digits):
   first_order, second_order = digits.program("sgd", 50), digits.program("second_order", 50, delta=zero)
 
   @jax.jit
-  def train(learning_rate, order):
+  def train(params, learning_rate, order):
     def step(params, rows):
       batch = {"x": jnp.asarray(digits.x)[rows], "y": jnp.asarray(digits.y)[rows]}
       first = first_order(params, batch)
@@ -102,15 +108,15 @@ def by_sgd(digits):
       second = second_order(params, batch, None, delta)
       return jax.tree.map(jnp.add, params, delta), learning_rate * jnp.stack([first.additive, second.additive])
 
-    params, scores = jax.lax.scan(step, digits.params, order)
-    return digits._val_loss(digits.params) - digits._val_loss(params), scores
+    return jax.lax.scan(step, params, order)
 
   def run(learning_rate: float, steps: int):
-    order, nats = digits.order(steps, 50), np.zeros((2, 1000))
-    drop, scores = train(learning_rate, order)
-    for rows, added in zip(order, np.asarray(scores, np.float64), strict=True):
-      nats[:, rows] += added
-    return float(drop), *nats
+    params, order, nats = digits.params, digits.order(steps, 50), np.zeros((2, 1000))
+    for part in order.reshape(-1, 100, 50):
+      params, scores = train(params, learning_rate, part)
+      for rows, added in zip(part, np.asarray(scores, np.float64), strict=True):
+        nats[:, rows] += added
+    return float(digits.val_loss(digits.params) - digits.val_loss(params)), *nats
 
   return run
 
