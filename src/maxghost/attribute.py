@@ -107,6 +107,14 @@ def scoring_config(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]
     changes |= {"lr_schedule_type": "constant", "warmup_steps_fraction": 0.0}
   if direction == "auto":
     direction = plugins.OPTIMIZERS[cfg.optimizer.opt_type].direction or direction
+  if args.direction or cfg.ghost.curvature == "secant":
+    changes["ghost_curvature"] = "none"
+  if cfg.ghost.curvature == "secant" and not args.direction:
+    print(
+      "maxghost: the run's ghost_curvature=secant needs the queries' gradient of the step before: these scores are of "
+      "first order",
+      file=sys.stderr,
+    )
   return config.replace(
     cfg, ghost_enabled=True, ghost_direction=direction, ghost_select="none", ghost_reweight=(), ghost_every=1,
     ghost_val_every=1, ghost_val_sets=(), ghost_val_fraction=0.5, ghost_detail="total", offload_to_host=(), **changes,
@@ -132,7 +140,7 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
   rows = args.rows or step_rows
   writer = scorelog.Writer(
     args.output, tuple(queries), period=1, fingerprint=corpus.source.fingerprint, objective=cfg.optimizer.objective,
-    ledger=plugins.ledger_columns(cfg.optimizer.opt_type), direction=cfg.ghost.ghost_direction,
+    ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip), direction=cfg.direction_name,
     fields=corpus.source.fields,
   )  # fmt: skip
   writer.restore(None)
@@ -172,8 +180,8 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   from maxghost.attribution.numbers import printable
   from maxghost.attribution.output import write_output
 
-  if cfg.ghost.ghost_direction == "second_order":
-    raise ConfigError("--index: the direction second_order needs the curvature of each step; give --direction auto")
+  if cfg.ghost.curvature == "hessian":
+    raise ConfigError("--index: ghost_curvature=hessian needs the curvature of each step; give --direction auto")
   if corpus is not None:
     rows = args.rows or SKETCHED_ROWS
     count = offline.build_index(cfg, points(cfg, paths), corpus, args.index, rows, step_rows, args.directions)

@@ -13,10 +13,11 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
-from maxghost import attribution
+from maxghost import attribution, train
 
 STEPS, PERIOD = 8, 3
 # adam_eps is larger than the gradients' rounding: with 1e-8 the first steps divide rounding by rounding.
@@ -44,6 +45,7 @@ class Processes:
     environment = os.environ | {
       "JAX_PLATFORMS": "cpu",
       "PYTHONUNBUFFERED": "1",
+      "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
       "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={8 // num}",
     }
@@ -112,7 +114,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_process(folder):
-  Processes(folder, 1, "run_name=one").succeed()
+  """The run of one process, which is this one, and its eight devices."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  try:
+    assert train.main([*KEYS, f"base_output_directory={folder}", "run_name=one"]) == 0
+  finally:
+    jax.config.update("jax_disable_most_optimizations", False)
   return folder / "one"
 
 

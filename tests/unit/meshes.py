@@ -103,14 +103,10 @@ def place(cfg, graphdef, abstract, layout):
   with use(None):
     model = tiny.make_model(cfg)
   values = {f"model/{label}": v for label, v in tiny.by_label(model).items()}
-
-  def others() -> dict:
-    """Fresh values of everything but the weights, whose random numbers would take the longest to compile."""
-    flat = [("/".join(map(str, path)), v) for path, v in nnx.to_flat_state(nnx.state(state.create(cfg)))]
-    return {label: v.get_value() for label, v in flat if label not in values}
-
-  values |= jax.jit(others)()
   flat = []
+  with tiny.cheap_compilation():
+    fresh = jax.jit(lambda: nnx.state(state.create(cfg), nnx.Not(nnx.Param)))()
+  values |= {"/".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(fresh)}
   rng = np.random.default_rng(7)
   for path, variable in nnx.to_flat_state(abstract):
     value = values["/".join(map(str, path))]

@@ -188,12 +188,12 @@ def test_partial_files_of_other_processes_stay(tmp_path):
     process: [f".dot_prod_log_iter_4{end}.npz.77.tmp", f".position{end}.json.77.tmp"]
     for process, end in ((0, ""), (1, "_p1"), (11, "_p11"))
   }
-  for name in sum(names.values(), []):
+  for name in (name for several in names.values() for name in several):
     (folder / name).touch()
   for process in (1, 0, 11):
     Writer(tmp_path, SETS, process=(process, 12), period=PERIOD).restore(None)
     del names[process]
-    assert {path.name for path in folder.glob(".*.tmp")} == set(sum(names.values(), []))
+    assert {path.name for path in folder.glob(".*.tmp")} == {n for several in names.values() for n in several}
 
 
 def test_closing_record(tmp_path):

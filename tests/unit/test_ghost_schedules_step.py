@@ -180,6 +180,9 @@ def test_second_order_adds_half_the_curvature_along_the_step(steps_of, gradient)
     G = gradient(before, VALIDATION)
     second = {label: G[label] + 0.5 * (ahead[label] - behind[label]) / 2e-3 for label in G}
     assert out["predicted"][0] == pytest.approx(-inner(second, change), rel=1e-5)
+    assert out["predicted"][0] - out["predicted_curvature"][0] == pytest.approx(-inner(G, change), rel=1e-5)
+    if i:
+      assert out["prev_predicted"][0] == pytest.approx(-inner(G, steps.change(i - 1)), rel=1e-5)
     cfg, g, kappa = steps.run.cfg.optimizer, gradient(before, TRAIN[i]), float(out["clip_factor"])
     constants = {"b1": cfg.adam_b1, "b2": cfg.adam_b2, "eps": cfg.adam_eps}
     state = steps.around[i]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tiny
 from flax import nnx
 
 from maxghost.ghost import DirectionSpec
@@ -35,19 +36,24 @@ def test_entries_are_products_with_the_drawn_directions():
   graphdef, params, rest = nnx.split(model, nnx.Param, ...)
   twin = prepare_twin(model, batch, loss, num_sets=1, num_positions=None, spec=DirectionSpec(rank=1))
   assert {p.low_rank for p in twin.scored} == {True, False}
-  blocks_MRn = jax.jit(lambda *states: sketch_pass(twin, *states, loss, batch, key, DIRECTIONS))(*split(model))
+  with tiny.cheap_compilation():
+    run = jax.jit(lambda key, *states: sketch_pass(twin, *states, loss, batch, key, DIRECTIONS))
+    blocks_MRn = run(key, *split(model))
+    drawn = jax.jit(lambda keys: jax.vmap(lambda key: random_directions(twin, key))(keys))
+    parts_R = drawn(jax.random.split(key, DIRECTIONS))
   assert blocks_MRn.shape == (len(twin.scored), DIRECTIONS, EXAMPLES)
   exact = per_example.gradients_of
   gradients = jax.jit(lambda params: exact(base.Model(graphdef, params, rest), loss, batch))(params)
-  for r, own in enumerate(jax.random.split(key, DIRECTIONS)):
-    parts = jax.jit(lambda key: random_directions(twin, key))(own)
+  for r in range(DIRECTIONS):
+    parts = jax.tree.map(lambda x, r=r: x[r], parts_R)
     for m, param in enumerate(twin.scored):
       u = (parts[param.label][0] @ parts[param.label][1])[0] if param.low_rank else parts[param.label][0][0]
       assert set(np.unique(np.asarray(u))) <= {-1.0, 1.0}
       expected = (gradients[param.label] * u[None]).reshape(EXAMPLES, -1).sum(-1)
       np.testing.assert_allclose(blocks_MRn[m, r], expected, rtol=1e-4, atol=1e-5)
   whole = {label: g.sum(0) for label, g in gradients.items()}
-  of_whole = jax.jit(lambda gradient: sketch_gradient(twin, gradient, key, DIRECTIONS))(whole)
+  with tiny.cheap_compilation():
+    of_whole = jax.jit(lambda key, gradient: sketch_gradient(twin, gradient, key, DIRECTIONS))(key, whole)
   np.testing.assert_allclose(of_whole, blocks_MRn.sum(-1), rtol=1e-4, atol=1e-5)
 
 

@@ -1,10 +1,12 @@
 """Experts on meshes of eight virtual devices: what one device gives. B=8 rows, T=16 positions; see `meshes`."""
 
+import foreign
 import jax
 import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
+import tiny
 from flax import nnx
 
 from maxghost.ghost.attach import attach, split
@@ -31,9 +33,7 @@ def layer_results(mesh: dict, rank: int = 0):
   cfg = meshes.make_config(mesh, **EXPERTS)
   layout = meshes.make_layout(cfg, 8 if mesh else 1)
   rng = np.random.default_rng(3)
-  layer = moe.RoutedMoe(cfg.model, rngs=nnx.Rngs(0))
-  for _, variable in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
-    variable[...] = rng.normal(size=variable.shape).astype(np.float32)
+  layer = foreign.randomized(lambda rngs: moe.RoutedMoe(cfg.model, rngs=rngs), scale=1.0)
   x, weight = (rng.normal(size=(8, meshes.POSITIONS, 24)).astype(np.float32) for _ in range(2))
   twin = attach(layer, num_examples=8, num_positions=meshes.POSITIONS, spec=DirectionSpec(rank=rank))
   params, rest = split(layer)
@@ -58,7 +58,8 @@ def layer_results(mesh: dict, rank: int = 0):
     assert specs["wi_0"] == [(None, "expert", "fsdp"), (None, "expert", None, "tensor")]
     assert specs["wo"] == [(None, "expert", "tensor"), (None, "expert", None, "fsdp")]
   arguments = params, twin.zero_probes(), twin.direction_state(u), x
-  compiled = jax.jit(graded).lower(*arguments).compile()
+  with tiny.cheap_compilation():
+    compiled = jax.jit(graded).lower(*arguments).compile()
   (grads, probes, dx), y = compiled(*arguments)
   named = {"/".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(grads)}
   return {"y": y, "x": dx, **named, **{f"scores of {k}": v for k, v in twin.scores(probes)[0].items()}}, compiled

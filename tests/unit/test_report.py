@@ -134,6 +134,19 @@ def test_curvature_is_half_the_difference_of_what_the_gradients_around_a_step_pr
   assert lines["Rest"].value == ledger.actual - 3.125 and "neither" in lines["Rest"].words
 
 
+def test_curvature_that_the_steps_expected_is_not_counted_again(tmp_path):
+  """First order 1.4 and 2.0, of which the steps expected -0.4 and -0.5; then the trapezoid with what came after."""
+  names = ("val_loss", "prev_val_loss", "prev_predicted", "predicted_examples", "predicted_curvature")
+  losses = ((5.0, math.nan, math.nan, 1.0, -0.4), (4.5, 4.5, 0.25, 1.5, -0.5), (3.5, 3.25, 1.0, 0.5, 0.0))
+  steps = [(dict(zip(names, row, strict=True)), [("a", "x", 0, 0, 9, row[3])]) for row in losses]
+  ledger = summarize(attribution.load(write_log(tmp_path, steps, closing=3.0))).sets[0].ledger
+  assert (ledger.ahead, ledger.columns_sum) == (pytest.approx(-0.9), 3.0)
+  trapezoid = (1.4 + 0.25) / 2 + (2.0 + 1.0) / 2 + 0.5
+  assert ledger.predicted == pytest.approx(trapezoid) and ledger.first_order == pytest.approx(3.9)
+  words = {line.label: line.words for line in report_text.ledger_lines(ledger)}["Curvature"]
+  assert "less the curvature that the steps expected" in words
+
+
 def test_missing_rows_are_noticed(tmp_path):
   steps = [({"val_loss": 5.0, "predicted_examples": 0.5}, [("a", "x", 0, 0, 10, 0.25)])] * 4
   messages = summarize(attribution.load(write_log(tmp_path, steps))).messages
@@ -219,7 +232,7 @@ def test_documents_are_ranked_by_what_is_sure_per_token(tmp_path):
 
 NATS = r"−?[\d.\u202f]+(?:e−?\d+)?"
 PERCENT = rf"({NATS})\u202f%"
-HOW = "(?:First order predicted|First order and curvature explain)"
+HOW = "(?:First order predicted|First order and (?:curvature explain|the expected curvature predicted))"
 
 
 def said(text: str) -> float:
@@ -228,7 +241,7 @@ def said(text: str) -> float:
 
 def check_sentences(text: str, ledger) -> None:
   """Every sentence about the ledger is one of these, and what it says of the numbers holds."""
-  predicted, actual, first = ledger.predicted, ledger.actual, ledger.first_order
+  predicted, actual, first, columns = ledger.predicted, ledger.actual, ledger.first_order, ledger.columns_sum
   parts = {name: ledger.columns.get(name) or 0.0 for name in ("predicted_examples", "momentum")}
   rest = r"(?: the prediction does not explain these steps\. Read the .*, not as exact nats\.)"
   known = {
@@ -248,13 +261,16 @@ def check_sentences(text: str, ledger) -> None:
     rf"{HOW} a rise of {NATS} \({PERCENT} of it\)\.":
       lambda share: predicted < 0 and share == pytest.approx(100 * predicted / actual, rel=0.06),
     r"The predicted drops of the steps, added up over \d+ steps? \(\d+ to \d+\)\.": lambda: True,
-    rf"Momentum carries {PERCENT} of it(?:s first-order part)?, the ex.*? {PERCENT} \({NATS} nats\): .*? momentum\.":
+    rf"Momentum carries {PERCENT} of (?:it|its first-order part|what the steps predicted), the ex.*? {PERCENT} "
+    rf"\({NATS} nats\): .*? momentum\.":
       lambda momentum, examples: momentum > 20 * 0.99
       and (momentum, examples)
-      == pytest.approx([100 * parts[name] / first for name in ("momentum", "predicted_examples")], rel=0.06),
-    rf" ?Curvature takes back {PERCENT} of what first order predicts; .*? among documents\.":
+      == pytest.approx([100 * parts[name] / columns for name in ("momentum", "predicted_examples")], rel=0.06),
+    rf"They contain \+?({NATS}) nats of curvature that the steps expected, .*? alone predicts ({NATS}) nats\.":
+      lambda ahead, alone: ahead == pytest.approx(ledger.ahead, rel=0.06) and alone == pytest.approx(first, rel=0.06),
+    rf" ?(?:Curvature|Further curvature) takes back {PERCENT} of what first order predicts; .*? among documents\.":
       lambda share: ledger.curvature * first < 0 and share == pytest.approx(-100 * ledger.curvature / first, rel=0.06),
-    rf" ?Curvature adds {PERCENT} of what first order predicts; .*? among documents\.":
+    rf" ?(?:Curvature|Further curvature) adds {PERCENT} of what first order predicts; .*? among documents\.":
       lambda share: ledger.curvature * first > 0 and share == pytest.approx(100 * ledger.curvature / first, rel=0.06),
     rf"{PERCENT} of the predicted drop did not happen:{rest}": lambda share: 0 < actual < predicted and share > 19,
     rf"{PERCENT} of the predicted drop came on top:{rest}": lambda share: 0 < predicted < actual and share > 19,
@@ -277,12 +293,15 @@ def check_sentences(text: str, ledger) -> None:
 small = st.one_of(st.just(0.0), st.floats(0.001, 1000), st.floats(-1000, -0.001))
 
 
-@hypothesis.given(small, small, small, st.one_of(st.none(), small), st.one_of(st.none(), small))
+maybe = st.one_of(st.none(), small)
+
+
+@hypothesis.given(small, small, small, maybe, maybe, maybe)
 @hypothesis.settings(max_examples=400, deadline=None)
-def test_every_sentence_follows_from_its_numbers(examples, momentum, decay, actual, curvature):
+def test_every_sentence_follows_from_its_numbers(examples, momentum, decay, actual, curvature, ahead):
   columns = {"predicted_examples": examples, "momentum": momentum, "weight_decay": decay, "unscored": None}
   drops = None if actual is None else np.array([actual / 2, actual / 2])
-  ledger = summary_module.Ledger(columns, np.array([3, 4]), np.zeros(2), drops, curvature)
+  ledger = summary_module.Ledger(columns, np.array([3, 4]), np.zeros(2), drops, curvature, ahead)
   part = SimpleNamespace(name="manual", ledger=ledger, domains=[])
   check_sentences(report_text.headline(part), ledger)
   check_sentences(report_text.lead(part), ledger)

@@ -59,7 +59,7 @@ def assert_plain(changes):
 
 CASES = {
   "3-full-dropout": {"segment_lengths": (3,), "remat_policy": "full", "dropout_rate": 0.3},
-  "6-2-none": {"segment_lengths": (6, 2), "remat_policy": "none"},
+  "6-2-none-dropout": {"segment_lengths": (6, 2), "remat_policy": "none", "dropout_rate": 0.3},
 }
 CYCLES = {
   "inhomogeneous_layer_cycle_interval": 2, "attention_type": ("local_sliding", "global"), "sliding_window_size": 4,
@@ -83,9 +83,10 @@ def test_segments_of_cycles_of_unlike_layers():
     return loss_of(tiny.make_config(base_num_decoder_layers=12, remat_policy="full", **CYCLES, **changes))
 
   (plain_loss, params), (cut_loss, _) = loss(), loss(segment_lengths=(6,))
-  assert kept_sizes(next(scans(jax.make_jaxpr(jax.grad(cut_loss))(params)))) == [2 * np.prod(CARRY)]
+  cut, uncut = (jax.jit(jax.value_and_grad(f)).trace(params) for f in (cut_loss, plain_loss))
+  assert kept_sizes(next(scans(cut.jaxpr))) == [2 * np.prod(CARRY)]
   with tiny.cheap_compilation():
-    (value, grads), (value_0, grads_0) = (jax.jit(jax.value_and_grad(f))(params) for f in (cut_loss, plain_loss))
+    (value, grads), (value_0, grads_0) = (traced.lower().compile()(params) for traced in (cut, uncut))
   assert float(value) == pytest.approx(float(value_0), rel=1e-6)
   for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(grads_0), strict=True):
     assert oracles.relative_error(np.asarray(a), np.asarray(b)) < 1e-6
@@ -119,11 +120,21 @@ def forward_scan(**changes):
   return next(scans(jax.make_jaxpr(jax.grad(loss))(params)))
 
 
-@pytest.mark.parametrize("remat", ["none", "minimal", "full"])
-@pytest.mark.parametrize(("lengths", "count"), [((2,), 3), ((3,), 2), ((3, 1), 2)])
-def test_the_forward_pass_keeps_as_many_carries_as_there_are_segments(remat, lengths, count):
+KEPT = {(2,): 3, (3,): 2, (3, 1): 2}  # carries for these lengths of segments
+QUICK = (((2,), "full"), ((3,), "none"), ((3, 1), "minimal"))
+
+
+@pytest.mark.parametrize(
+  ("lengths", "remat"),
+  [
+    pytest.param(lengths, remat, marks=[] if (lengths, remat) in QUICK else [pytest.mark.slow])
+    for lengths in KEPT
+    for remat in ("none", "minimal", "full")
+  ],
+)
+def test_the_forward_pass_keeps_as_many_carries_as_there_are_segments(lengths, remat):
   kept = kept_sizes(forward_scan(segment_lengths=lengths, remat_policy=remat))
-  assert kept == [count * np.prod(CARRY)]
+  assert kept == [KEPT[lengths] * np.prod(CARRY)]
 
 
 def test_without_segments_it_keeps_one_carry_per_layer():
@@ -165,7 +176,8 @@ def test_a_pytree_is_carried():
     )
     return total + x.sum()
 
-  ours, theirs = (jax.value_and_grad(loss)(params, lengths) for lengths in ((2,), ()))
+  with tiny.cheap_compilation():
+    ours, theirs = jax.jit(lambda params: [jax.value_and_grad(loss)(params, lengths) for lengths in ((2,), ())])(params)
   np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-6)
   for a, b in zip(jax.tree.leaves(ours[1]), jax.tree.leaves(theirs[1]), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -216,8 +228,14 @@ class Block(nnx.Module):
     return x_BD + y_BD
 
 
+@functools.cache
+def split_blocks():
+  with tiny.cheap_compilation():
+    return nnx.split(nnx.jit(lambda: stack.create(lambda rngs: Block(rngs), 4, nnx.Rngs(0, dropout=1)))())
+
+
 def make_blocks():
-  return stack.create(lambda rngs: Block(rngs), 4, nnx.Rngs(0, dropout=1))
+  return nnx.merge(*split_blocks(), copy=True)
 
 
 X_BD = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5)), jnp.float32)
@@ -230,7 +248,8 @@ def run_blocks(forward):
   def loss(blocks):
     return jnp.sum(forward(X_BD, blocks) ** 3)
 
-  value, grads = nnx.jit(nnx.value_and_grad(loss))(blocks)
+  with tiny.cheap_compilation():
+    value, grads = nnx.jit(nnx.value_and_grad(loss))(blocks)
   return value, nnx.to_pure_dict(grads), nnx.to_pure_dict(nnx.state(blocks, nnx.Not(nnx.Param)))
 
 
@@ -239,6 +258,17 @@ NOTHING = jax.checkpoint_policies.nothing_saveable
 
 def as_numbers(tree):
   return jax.tree.map(lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree)
+
+
+@functools.cache
+def by_nnx():
+  """`run_blocks` by Flax's own scan."""
+
+  @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+  def theirs(x, block):
+    return block(x)
+
+  return run_blocks(theirs)
 
 
 @pytest.mark.parametrize(
@@ -253,15 +283,11 @@ def as_numbers(tree):
 def test_remat_scan_is_nnx_scan(lengths, policy):
   """Values, gradients, batch statistics, RNG counts and noted values."""
 
-  @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-  def theirs(x, block):
-    return block(x)
-
   @models.remat_scan(policy=policy, **lengths)
   def ours(x, block):
     return block(x)
 
-  (value, grads, state), (value_0, grads_0, state_0) = run_blocks(ours), run_blocks(theirs)
+  (value, grads, state), (value_0, grads_0, state_0) = run_blocks(ours), by_nnx()
   np.testing.assert_allclose(value, value_0, rtol=1e-6)
   for left, right in ((grads, grads_0), (state, state_0)):
     left, right = as_numbers(left), as_numbers(right)

@@ -165,9 +165,16 @@ def test_streamed_steps_have_the_bits_of_unstreamed_ones(name, unstreamed):
 
 
 @pytest.mark.slow
-def test_streamed_scores_have_the_bits_of_unstreamed_ones(unstreamed):
-  """reverse_scan with low-rank directions through Adam: weights and moments of a segment come in once for both."""
-  assert_same_bits(three_steps(**GHOST, **STREAMS["both"]), unstreamed(GHOST))
+@pytest.mark.parametrize("changes", [{}, {"ghost_curvature": "secant", "ghost_val_refresh_steps": 0}], ids=str)
+def test_streamed_scores_have_the_bits_of_unstreamed_ones(changes, unstreamed):
+  """reverse_scan with low-rank directions through Adam: weights and moments of a segment come in once for both, and so
+  does the stored validation gradient."""
+  ours, theirs = three_steps(**GHOST, **changes, **STREAMS["both"]), unstreamed(GHOST | changes)
+  assert_same_bits(ours, theirs)
+  assert {path[0] for path, kind in ours.before.items() if kind == "pinned_host"} >= (
+    {"stored_gradients"} if changes else set()
+  )
+  assert ours.run.kinds() == ours.before
 
 
 def test_a_fresh_state_is_where_its_abstract_one_says():

@@ -5,6 +5,7 @@ width, F=36 feed-forward width, L=3 layers, V=263 vocabulary; also H*h=48, K*h=1
 """
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -68,9 +69,19 @@ def random_values(templates: dict, seed: int) -> dict:
 
 def make_model(cfg, seed: int = 0) -> nnx.Module:
   """A model with random weights. They depend on the seed alone, not on scan_layers, remat or dtype."""
-  stacked = models.create_abstract(config.replace(cfg, scan_layers=True))
+  stacked = nnx.merge(*abstract_split(config.replace(cfg, scan_layers=True)))
   values = random_values({label: v.shape for label, v in abstract_by_label(stacked).items()}, seed)
-  return with_values(models.create_abstract(cfg), values)
+  return with_values(nnx.merge(*abstract_split(cfg)), values)
+
+
+def abstract_split(cfg):
+  """(graphdef, state) of `models.create_abstract(cfg)`, traced once for each model."""
+  return _abstract_split(cfg.model, jax.config.read("jax_enable_x64"))
+
+
+@functools.cache
+def _abstract_split(model_cfg, wide: bool):
+  return nnx.split(models.create_abstract(model_cfg))
 
 
 def abstract_by_label(model) -> dict:

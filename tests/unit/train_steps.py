@@ -57,8 +57,9 @@ class Run:
     self.num_sets = num_sets
     with jax.enable_x64(self.wide):
       tx = optimizers.make_optimizer(self.cfg.optimizer, self.cfg.run.steps)
-      stored, model = num_sets if self.cfg.ghost.ghost_val_every > 1 else 0, tiny.make_model(self.cfg)
-      train_state = TrainStateNNX(model, tx, trainable=trainable(self.cfg, model), num_stored=stored)
+      stored, model = num_sets * self.cfg.ghost.num_stored, tiny.make_model(self.cfg)
+      carries = self.cfg.ghost.ghost_enabled and self.cfg.ghost.carries_curvature
+      train_state = TrainStateNNX(model, tx, trainable=trainable(self.cfg, model), num_stored=stored, carries=carries)
       self.graphdef, self.state = nnx.split(train_state)
       self.function, self.twin = step.make_train_step(
         self.cfg, self.graphdef, self.state, batch, num_segments=tiny.SEGMENTS, num_sets=num_sets

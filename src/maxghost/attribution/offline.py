@@ -8,6 +8,7 @@ B rows, S documents in a row, T positions, K queries, M blocks of a sketch, R di
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -206,14 +207,14 @@ class Sketcher:
   def __init__(self, cfg: Config, corpus: Corpus, num_rows: int, num_directions: int):
     graphdef, abstract = state.abstract_split(cfg)
     model, objective, length = nnx.merge(graphdef, abstract).model, create(cfg), corpus.layout.row_length
-    rule = optimizers.direction_rule(cfg.optimizer, cfg.ghost.ghost_direction)
+    rule = optimizers.direction_rule(cfg.optimizer, cfg.ghost.direction)
     rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
     twin = prepare_twin(
       model, objective.batch_spec(num_rows, length), objective, num_sets=1, num_positions=length,
       spec=DirectionSpec(rank=1), exclude=excluded(cfg, model),
     )  # fmt: skip
 
-    def respond(train_state, step_batch, val: tuple):
+    def respond(key, train_state, step_batch, val: tuple):
       """(s {label: array}, factor of the products, sketches [K, M, R] of P G / s)."""
       held = nnx.merge(graphdef, train_state)
       parts = Model(*nnx.split(held.model, held.optimizer.wrt, ...))
@@ -228,24 +229,25 @@ class Sketcher:
         _, (gradient,) = passes.validation_gradients(parts, objective.validation(), (rows,))
         labelled = by_label(gradient)
         moved = {label: one.transpose(labelled[label]) / scale[label] for label, one in response.items()}
-        sketches.append(sketch_gradient(twin, moved, jax.random.key(_SEED), num_directions))
+        sketches.append(sketch_gradient(twin, moved, key, num_directions))
       factor = rate(before.count) * clip_factor / passed.weights.sum()
       return scale, factor, jnp.stack(sketches) if sketches else None
 
-    def sketch(train_state, scale, batch):
+    def sketch(key, train_state, scale, batch):
       """(sketch [B, S, M, R] of each document's gradient times s, tokens [B, S])."""
       trained = nnx.merge(graphdef, train_state).model
       _, weights_BT = objective(trained, batch)
       used_BT, target_BT = objective.units(batch)
       number_BTS = 1 + jnp.arange(corpus.layout.max_segments)[None, None]
       used_BTS, target_BTS = (x[..., None] == number_BTS for x in (used_BT, target_BT))
-      key = jax.random.key(_SEED)
       _, params, rest = nnx.split(trained, nnx.Param, ...)
       sketch_MRBT = sketch_pass(twin, params, rest, objective, batch, key, num_directions, scale)
       sketch_BSMR = jnp.einsum("mrbt,bts->bsmr", sketch_MRBT, used_BTS.astype(sketch_MRBT.dtype))
       return sketch_BSMR * weights_BT.sum(), (target_BTS & (weights_BT != 0)[..., None]).sum(1)
 
-    self.prepare, self.respond, self.sketch = objective.prepare, jax.jit(respond), jax.jit(sketch)
+    key = jax.random.key(_SEED)  # an argument: XLA would compute what depends on a constant one while it compiles
+    self.prepare = objective.prepare
+    self.respond, self.sketch = (functools.partial(jax.jit(function), key) for function in (respond, sketch))
 
 
 def _root(param, weighting, like):

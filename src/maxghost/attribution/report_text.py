@@ -10,6 +10,7 @@ LEDGER_LABELS = {
   "predicted_examples": ("This step's examples", "the contributions that this page divides among documents"),
   "momentum": ("Momentum", "the part of the step that comes from the gradients of earlier batches"),
   "weight_decay": ("Weight decay", "pulling the weights towards zero"),
+  "qk_clip": ("QK-Clip", "scaling queries and keys whose attention logits were too large"),
   "unscored": ("Unscored parameters", "parameters left out with ghost_exclude"),
   "direction_residual": ("Direction residual", "exact minus used direction (stale or low-rank)"),
   "curvature": ("Curvature", "the validation gradient turns during a step: half of the difference between its ends"),
@@ -41,6 +42,8 @@ def lead(part: SetSummary) -> str:
     moved = number(ledger.predicted) if ledger.predicted >= 0 else f"a rise of {number(-ledger.predicted)}"
     share = f" ({percent(ledger.predicted / ledger.actual)} of it)" if ledger.predicted * ledger.actual > 0 else ""
     how = "First order predicted" if ledger.curvature is None else "First order and curvature explain"
+    if ledger.curvature is None and ledger.ahead is not None:
+      how = "First order and the expected curvature predicted"
     sentences.append(f"{how} {moved}{share}.")
   known = [value for value in part.domains if math.isfinite(value.per_million)]
   if known:
@@ -60,18 +63,26 @@ def ledger_sentence(ledger: Ledger) -> str:
   count = f"{integer(len(ledger.steps))} step{'s' if len(ledger.steps) != 1 else ''}"
   steps = f"{count} ({ledger.steps[0]} to {ledger.steps[-1]})" if len(ledger.steps) else count
   text = f"The predicted drops of the steps, added up over {steps}."
-  momentum, examples = ledger.columns.get("momentum"), ledger.columns.get("predicted_examples")
+  momentum, examples, ahead = ledger.columns.get("momentum"), ledger.columns.get("predicted_examples"), ledger.ahead
   predicted, actual, rest = ledger.predicted, ledger.actual, ledger.rest
   first, curvature = ledger.first_order, ledger.curvature
-  if momentum and examples is not None and first > 0 and momentum > 0.2 * first:
+  said = ledger.columns_sum
+  if momentum and examples is not None and said > 0 and momentum > 0.2 * said:
+    part = "it" if curvature is None else "its first-order part" if ahead is None else "what the steps predicted"
     text += (
-      f" Momentum carries {percent(momentum / first)} of {'it' if curvature is None else 'its first-order part'}, the "
-      f"examples of the steps themselves {percent(examples / first)} ({number(examples)} nats): the optimizer moves "
+      f" Momentum carries {percent(momentum / said)} of {part}, the "
+      f"examples of the steps themselves {percent(examples / said)} ({number(examples)} nats): the optimizer moves "
       "along a running mean of gradients; what comes from the gradients of earlier steps counts as momentum."
     )
-  if curvature is not None and first and abs(curvature) > LARGE_REST * abs(first):
+  if ahead is not None:
     text += (
-      f" Curvature {'takes back' if curvature * first < 0 else 'adds'} {percent(abs(curvature / first))} of what first "
+      f" They contain {number(ahead, plus=True)} nats of curvature that the steps expected, divided among documents as "
+      f"the rest; first order alone predicts {number(first)} nats."
+    )
+  if curvature is not None and first and abs(curvature) > LARGE_REST * abs(first):
+    kind = "Curvature" if ahead is None else "Further curvature"
+    text += (
+      f" {kind} {'takes back' if curvature * first < 0 else 'adds'} {percent(abs(curvature / first))} of what first "
       "order predicts; it belongs to the step as a whole and is not divided among documents."
     )
   if actual is None or rest is None or abs(rest) <= LARGE_REST * abs(predicted):
@@ -135,7 +146,10 @@ def ledger_lines(ledger: Ledger) -> list[LedgerLine]:
       lines.append(LedgerLine(*LEDGER_LABELS.get(name, named), value, total))
       total += value
   if ledger.curvature is not None:
-    lines.append(LedgerLine(*LEDGER_LABELS["curvature"], ledger.curvature, total))
+    label, words = LEDGER_LABELS["curvature"]
+    if ledger.ahead is not None:
+      words += ", less the curvature that the steps expected, which the lines above contain"
+    lines.append(LedgerLine(label, words, ledger.curvature, total))
   lines.append(LedgerLine("Predicted drop", "the sum of the lines above", ledger.predicted, is_total=True))
   if ledger.actual is not None and ledger.rest is not None:
     measured = "validation loss before minus after each step, on the same rows"

@@ -64,9 +64,10 @@ class Value:
 class Ledger:
   """The predicted and the measured drop of the validation loss in nats, over the same steps.
 
-  columns: parts of the first-order prediction by the log's names; None if not logged. curvature: by the trapezoid rule,
-  over the steps where it is known; None if in none. steps: those counted. predicted_S: per step, with curvature.
-  actual_S: per step; None if no step's drop is known.
+  columns: parts of the prediction by the log's names; None if not logged. curvature: what the trapezoid rule adds to
+  them, over the steps where it is known; None if in none. steps: those counted. predicted_S: per step, with curvature.
+  actual_S: per step; None if no step's drop is known. ahead: curvature that the columns contain, because the steps
+  expected it (ghost_curvature); None: they are of first order.
   """
 
   columns: dict[str, float | None]
@@ -74,15 +75,20 @@ class Ledger:
   predicted_S: np.ndarray
   actual_S: np.ndarray | None
   curvature: float | None = None
+  ahead: float | None = None
+
+  @property
+  def columns_sum(self) -> float:
+    return sum(value for value in self.columns.values() if value is not None)
 
   @property
   def first_order(self) -> float:
-    return sum(value for value in self.columns.values() if value is not None)
+    return self.columns_sum - (self.ahead or 0.0)
 
   @property
   def predicted(self) -> float:
     """First order and curvature."""
-    return self.first_order + (self.curvature or 0.0)
+    return self.columns_sum + (self.curvature or 0.0)
 
   @property
   def actual(self) -> float | None:
@@ -326,20 +332,24 @@ def _ledger(log: ScoreLog, k: int) -> Ledger:
   totals = {name: float(np.nansum(v)) if np.isfinite(v).any() else None for name, v in columns.items()}
   curvature_S = curvatures(log, k)[measured if measured.any() else scored]
   predicted_S = np.nansum([*columns.values(), curvature_S], axis=0)
-  curvature = float(np.nansum(curvature_S)) if np.isfinite(curvature_S).any() else None
-  return Ledger(totals, steps["step"], predicted_S, drops[measured] if measured.any() else None, curvature)
+  curvature, ahead = (
+    float(np.nansum(x)) if np.isfinite(x).any() else None for x in (curvature_S, steps["predicted_curvature"][:, k])
+  )
+  return Ledger(totals, steps["step"], predicted_S, drops[measured] if measured.any() else None, curvature, ahead)
 
 
 def curvatures(log: ScoreLog, k: int) -> np.ndarray:
-  """f64[S]: by how much each step's drop differs from first order because the gradient turned; NaN where unknown.
+  """f64[S]: by how much each step's drop differs from its columns because the gradient turned; NaN where unknown.
 
-  By the trapezoid rule: half of what the gradient after the step predicts minus what the one before it does.
+  By the trapezoid rule: half of what the gradient after the step predicts minus what the one before it does, less the
+  curvature that the columns contain already.
   """
   number, after = log.steps["step"], log.steps["prev_predicted"][:, k]
   curvature = np.full(len(number), np.nan)
   before = np.nansum([log.steps[name][:, k] for name in log.ledger], axis=0)
   before[np.isnan(log.steps["predicted_examples"][:, k])] = np.nan
-  curvature[:-1] = np.where(np.diff(number) == 1, (after[1:] - before[:-1]) / 2, np.nan)
+  ahead = np.nan_to_num(log.steps["predicted_curvature"][:, k])
+  curvature[:-1] = np.where(np.diff(number) == 1, (after[1:] - before[:-1] - ahead[:-1]) / 2, np.nan)
   return curvature
 
 

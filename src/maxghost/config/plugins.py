@@ -12,17 +12,20 @@ from typing import Any
 
 _ONE_WALK = "which takes validation and training rows back together, once"
 _ONE_BATCH = "which appends the validation rows to the training batch"
+_NEVER_WHOLE = "which never holds the validation gradient that its ledger column needs"
 _WHOLE = "which forms whole directions"
 
 # {schedule: {what it cannot take: why}}; the names of `schedules.SCHEDULES`.
 SCHEDULE_LACKS: dict[str, dict[str, str]] = {
   "two_pass": {"offload": _WHOLE},
-  "reverse_scan": dict.fromkeys(("second_order", "val_every", "accumulation", "mask", "selection"), _ONE_WALK)
-  | {"unstacked": "which walks back over stacked layers"},
-  "concat": dict.fromkeys(("second_order", "val_every", "accumulation", "mask", "selection"), _ONE_BATCH)
+  "reverse_scan": dict.fromkeys(("hessian", "val_every", "accumulation", "mask", "selection"), _ONE_WALK)
+  | {"unstacked": "which walks back over stacked layers", "qk_clip": _NEVER_WHOLE},
+  "concat": dict.fromkeys(("hessian", "val_every", "accumulation", "mask", "selection"), _ONE_BATCH)
   | {
     "sets": "which scores against one validation set",
+    "qk_clip": _NEVER_WHOLE,
     "early_rank": "which forms the direction inside each layer",
+    "secant": "which never holds a whole validation gradient",
     "offload": _WHOLE,
     "balance": "which would count the validation rows in the experts' load",
     "tiles": "which cannot score the head inside its tiles",
@@ -118,10 +121,15 @@ def directions() -> tuple[str, ...]:
   return ("auto", "sgd", *map(str, own), "path", "second_order")
 
 
-def ledger_columns(*opt_types: str) -> tuple[str, ...]:
-  """The columns that the ledger of these optimizers (by default: of any registered one) can have, in order."""
-  own = dict.fromkeys(name for opt_type in opt_types or OPTIMIZERS for name in OPTIMIZERS[opt_type].columns)
-  return ("predicted_examples", *own, "unscored", "direction_residual")
+def directed(direction: str, curvature: str) -> tuple[str, str]:
+  """(ghost_direction, ghost_curvature), with what stands for ghost_direction=second_order."""
+  return ("auto", "hessian") if direction == "second_order" else (direction, curvature)
+
+
+def ledger_columns(opt_type: str | None = None, qk_clip: bool = True) -> tuple[str, ...]:
+  """The columns that the ledger of this optimizer (None: of any registered one) can have, in order."""
+  own = dict.fromkeys(name for opt in ([opt_type] if opt_type else OPTIMIZERS) for name in OPTIMIZERS[opt].columns)
+  return ("predicted_examples", *own, *(("qk_clip",) if qk_clip else ()), "unscored", "direction_residual")
 
 
 OPT_TYPES = Names(lambda: tuple(OPTIMIZERS))

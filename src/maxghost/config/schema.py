@@ -91,6 +91,8 @@ class ModelConfig:
   sliding_window_size: int = key(0, minimum=0)
   inhomogeneous_layer_cycle_interval: int = key(1, minimum=1)
   use_qk_norm: bool = key(False)
+  use_qk_clip: bool = key(False)
+  qk_clip_threshold: float = key(100.0, minimum=1e-3)
   num_experts: int = key(1, minimum=1, maximum=10**6)
   num_experts_per_tok: int = key(1, minimum=1)
   base_moe_mlp_dim: int = key(-1, minimum=-1)
@@ -195,6 +197,7 @@ class GhostConfig:
   ghost_enabled: bool = key(True)
   ghost_schedule: str = key("two_pass", choices=plugins.RUN_SCHEDULES)
   ghost_direction: str = key("auto", choices=plugins.DIRECTIONS)
+  ghost_curvature: str = key("none", choices=("none", "secant", "hessian"))
   ghost_rank: int = key(0, minimum=0)
   ghost_val_batch_size: int = key(2, minimum=1)
   ghost_val_refresh_steps: int = key(20, minimum=0)
@@ -206,6 +209,27 @@ class GhostConfig:
   ghost_select: str = key("none", choices=("none", "topk", "threshold", "greats", "random", "bottomk"))
   ghost_select_fraction: float = key(0.5, minimum=0.0, maximum=1.0)
   ghost_reweight: tuple[float, ...] = key((), minimum=0.0)
+
+  @property
+  def direction(self) -> str:
+    """ghost_direction without the name second_order (`plugins.directed`)."""
+    return plugins.directed(self.ghost_direction, self.ghost_curvature)[0]
+
+  @property
+  def curvature(self) -> str:
+    """ghost_curvature, also where ghost_direction=second_order names it."""
+    return plugins.directed(self.ghost_direction, self.ghost_curvature)[1]
+
+  @property
+  def num_stored(self) -> int:
+    """Number of validation gradients of each set that later steps need."""
+    return (self.ghost_val_every > 1) + (self.curvature == "secant")
+
+  @property
+  def carries_curvature(self) -> bool:
+    """Whether the curvature of replaced validation rows serves the first step with new ones (`step.make_closing`)."""
+    of_every_step = self.ghost_every == self.ghost_val_every == 1 and self.ghost_val_refresh_steps > 0
+    return self.curvature == "secant" and of_every_step and self.ghost_schedule in ("two_pass", "forward_mode")
 
   @property
   def engine(self) -> str:
@@ -294,6 +318,14 @@ class Config:
   def val_sets(self) -> dict[str, str]:
     """{name: domain} of the validation sets that training scores against; empty without ghost."""
     return self.data.validation_sets if self.ghost.ghost_enabled else {}
+
+  @property
+  def direction_name(self) -> str:
+    """The direction that scores are made with, for logs: auto by its own name, and the curvature."""
+    name = self.ghost.direction
+    own = plugins.OPTIMIZERS[self.optimizer.opt_type].direction
+    name = str(own) if name == "auto" else name
+    return name if self.ghost.curvature == "none" else f"{name}+{self.ghost.curvature}"
 
   def flat(self) -> dict[str, Any]:
     """Every key and its value, in the order of the sections."""

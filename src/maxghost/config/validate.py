@@ -53,6 +53,20 @@ def heads(v: Values) -> Iterator[str]:
     )
 
 
+def qk_clip(v: Values) -> Iterator[str]:
+  if not v.use_qk_clip:
+    return
+  given = v["use_qk_clip"]
+  if v.use_qk_norm:
+    yield f"{given} scales queries and keys, which use_qk_norm=true normalizes afterwards; use one of the two"
+  if v.attn_logits_soft_cap:
+    yield f"{given} bounds attention logits, as {v['attn_logits_soft_cap']} does already; use one of the two"
+  if "weights" in v.offload_to_host:
+    yield f"{given} scales weights after the step, but {v['offload_to_host']} has them in host memory by then; use one"
+  if v.trainable_parameters_mask:
+    yield f"{given} would scale weights that {v['trainable_parameters_mask']} keeps as they are; use one of the two"
+
+
 def rotary(v: Values) -> Iterator[str]:
   if v.head_dim % 2 and v.rope_type != "none":
     yield f"{v['head_dim']} is odd, but the rotary embedding turns pairs; use {v.head_dim + 1}"
@@ -212,13 +226,14 @@ def periods(v: Values) -> Iterator[str]:
 
 
 def plugins_together(v: Values) -> Iterator[str]:
-  rule, direction = plugins.OPTIMIZERS[v.opt_type], v.ghost_direction
+  rule = plugins.OPTIMIZERS[v.opt_type]
+  direction, _ = plugins.directed(v.ghost_direction, v.ghost_curvature)
   if v.ghost_enabled:
     if direction == "auto" and rule.direction is None:
       yield plugins.auto_problem(v.opt_type)
     if direction == "path" and not rule.path:
       yield plugins.path_problem(v.opt_type)
-    if direction not in ("auto", "sgd", "path", "second_order", rule.direction):
+    if direction not in ("auto", "sgd", "path", rule.direction):
       offering = [name for name, other in plugins.OPTIMIZERS.items() if other.direction == direction]
       own = "auto or sgd" if rule.direction else "sgd"
       yield (
@@ -266,25 +281,31 @@ def validation_sets(v: Values) -> Iterator[str]:
 
 def scoring(v: Values) -> Iterator[str]:
   """What the run's schedule lacks (`plugins.SCHEDULE_LACKS`), and scores that several steps share."""
-  direction, rule, steps = v.ghost_direction, plugins.OPTIMIZERS[v.opt_type], v.gradient_accumulation_steps
-  early = direction in ("sgd", "second_order") or (direction in ("auto", "path") and rule.direction == "sgd")
+  direction, curvature = plugins.directed(v.ghost_direction, v.ghost_curvature)
+  rule, steps = plugins.OPTIMIZERS[v.opt_type], v.gradient_accumulation_steps
+  early = curvature == "hessian" or direction == "sgd" or (direction in ("auto", "path") and rule.direction == "sgd")
+  key, none = ("ghost_direction", "auto") if v.ghost_direction == "second_order" else ("ghost_curvature", "none")
   if v.ghost_every > 1 and v.ghost_val_every > 1:
     given = f"{v['ghost_every']} already computes the validation gradient every {v.ghost_every} steps"
     yield f"{given}; use ghost_val_every=1, not {v.ghost_val_every}"
-  if direction == "second_order" and steps > 1:
-    yield "ghost_direction=second_order forms the whole step first; use gradient_accumulation_steps=1"
-  if direction == "second_order" and v.ghost_val_every > 1:
-    yield f"ghost_direction=second_order needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
+  if v.ghost_direction == "second_order" and v.ghost_curvature == "secant":
+    yield f"{v['ghost_direction']} means ghost_curvature=hessian; use ghost_direction=auto for ghost_curvature=secant"
+  if curvature == "hessian" and steps > 1:
+    yield f"{v[key]} forms the whole step first; use gradient_accumulation_steps=1"
+  if curvature == "hessian" and v.ghost_val_every > 1:
+    yield f"{v[key]} needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
   asked = {
     "rank": (v.ghost_rank > 0, "ghost_rank", "0"),
     "early_rank": (v.ghost_rank > 0 and early, "ghost_rank", "0"),
     "sets": (len(v.ghost_val_sets) > 1, "ghost_val_sets", ""),
-    "second_order": (direction == "second_order", "ghost_direction", "auto"),
+    "hessian": (curvature == "hessian", key, none),
+    "secant": (curvature == "secant", key, none),
     "val_every": (v.ghost_val_every > 1, "ghost_val_every", "1"),
     "accumulation": (steps > 1, "gradient_accumulation_steps", "1"),
     "mask": (bool(v.trainable_parameters_mask), "trainable_parameters_mask", "[]"),
     "selection": (v.ghost_select != "none", "ghost_select", "none"),
     "unstacked": (not v.scan_layers, "scan_layers", "true"),
+    "qk_clip": (v.ghost_enabled and v.use_qk_clip, "use_qk_clip", "false"),
     "balance": (v.ghost_enabled and v.load_balance_loss_weight > 0, "load_balance_loss_weight", "0.0"),
     "tiles": (v.ghost_enabled and v.num_vocab_tiling > 1, "num_vocab_tiling", "1"),
   }
@@ -301,6 +322,8 @@ def selection(v: Values) -> Iterator[str]:
     yield f"{given} chooses by scores; use ghost_enabled=true, or ghost_select=none"
   if v.ghost_direction == "second_order":
     yield f"{given} chooses before the step is known; use ghost_direction=auto or sgd"
+  elif v.ghost_curvature == "hessian":
+    yield f"{given} chooses before the step is known; use ghost_curvature=secant or none"
   if micro_batches > 1:
     yield f"{given} chooses among a whole batch's rows; use gradient_accumulation_steps=1, not {micro_batches}"
   if v.ghost_every > 1:
@@ -331,8 +354,8 @@ def reweighting(v: Values) -> Iterator[str]:
 
 
 CHECKS: list[Callable[[Values], Iterator[str]]] = [
-  heads, rotary, mlp_activations, family, sizes, layer_cycle, experts, segments, offloading, mixture, processes,
-  mesh_sizes, periods, plugins_together, objective_units, validation_sets, scoring, selection, reweighting,
+  heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, segments, offloading, mixture,
+  processes, mesh_sizes, periods, plugins_together, objective_units, validation_sets, scoring, selection, reweighting,
 ]  # fmt: skip
 
 

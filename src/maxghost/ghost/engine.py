@@ -94,8 +94,9 @@ class GhostEngine:
     self._schedule = self.schedule if self.engine == "graddotprod" else plugins.ENGINES[self.engine]
     self.rank = cfg.ghost.ghost_rank if rank is None else rank
     direction = _known("direction", direction or "sgd", plugins.DIRECTIONS)
-    self.second_order = direction == "second_order"
-    self.spec = direction_spec(cfg, "sgd" if self.second_order else direction, self.rank)
+    direction, curvature = plugins.directed(direction, "none")
+    self.second_order = curvature == "hessian"
+    self.spec = direction_spec(cfg, direction, self.rank, curvature)
     self.exclude = tuple(cfg.ghost.ghost_exclude if exclude is None else exclude)
     self.per_position = per_position
     self.segment_lengths, self.remat_policy = cfg.model.stacked_segments, cfg.model.remat_policy
@@ -105,7 +106,7 @@ class GhostEngine:
       schedule=(self.schedule != "two_pass", f"schedule={self.schedule}", "schedule=two_pass"),
       rank=(self.rank > 0, *rank_of),
       early_rank=(self.rank > 0 and not self.spec.in_backward, *rank_of),
-      second_order=(self.second_order, "direction=second_order", "direction=auto"),
+      hessian=(self.second_order, "direction=second_order", "direction=auto"),
       positions=(per_position, "per_position=True", "per_position=False"),
     )
     self._compiled: collections.OrderedDict = collections.OrderedDict()
@@ -251,9 +252,13 @@ class GhostEngine:
     )
 
 
-def direction_spec(cfg: Config, direction: str, rank: int = 0) -> DirectionSpec:
-  """The DirectionSpec of a `ghost_direction`, with the optimizer's constants; 'auto' is the optimizer's own."""
-  return DirectionSpec(direction_rule(cfg.optimizer, direction), rank)
+def direction_spec(cfg: Config, direction: str, rank: int = 0, curvature: str = "none") -> DirectionSpec:
+  """The DirectionSpec of a `ghost_direction`, with the optimizer's constants; 'auto' is the optimizer's own.
+
+  With curvature 'hessian' the whole step is known when directions are formed, so none is left to the backward pass.
+  """
+  rule = direction_rule(cfg.optimizer, "sgd" if curvature == "hessian" else direction)
+  return DirectionSpec(rule, rank)
 
 
 def _known(name: str, value: str, choices: Sequence[str]) -> str:

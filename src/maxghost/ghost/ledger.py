@@ -4,10 +4,14 @@
 where Delta is the update of the parameters and G the validation gradient. Columns are in nats; a positive column lowers
 the validation loss.
 
+With `ghost_curvature`, G contains curvature as in the scores. Then the products with G alone are computed too: they
+tell which part of the prediction is curvature (`predicted_curvature`), and what G predicts for the step before.
+
 K validation sets. Trees are dicts {label: array}.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +26,10 @@ def sums(
 ) -> dict:
   """Inner products of some parameters with each validation set's gradient, to be summed and passed to `columns`.
 
-  rule, state: of the trainer, before the step. gradients: K dicts. scored: labels.
-  Returns float arrays [K]: exact and unscored (<G, P_t g> over the scored and the other parameters), each of the
-  rule's own columns, before the learning rate and the outer clipping factor, and last (<G, update of the step before>)
-  where the state tells that update.
+  rule, state: of the trainer, before the step. gradients: K dicts, or 2 K: with and without curvature. scored: labels.
+  Returns float arrays, one entry per gradient: exact and unscored (<G, P_t g> over the scored and the other
+  parameters), each of the rule's own columns, before the learning rate and the outer clipping factor, and last (<G,
+  update of the step before>) where the state tells that update.
   """
   recalled = recalls(rule, state)
   names = ("exact", "unscored", *rule.columns, *(("last",) if recalled else ()))
@@ -87,6 +91,21 @@ def _in_one_pass(arrays: list) -> list:
   return list(jax.lax.reduce(rows, zeros, add, (1,)))
 
 
+def with_clipped(out: dict, before: dict, after: dict, gradients: list[dict]) -> dict:
+  """Adds the column qk_clip [K] to a step's outputs: <G, before - after> of the parameters that QK-Clip scaled.
+
+  gradients: as for `sums`.
+  """
+  moved = {label: value - after[label] for label, value in before.items()}
+  products = [partial_products([x], [g[label] for g in gradients])[0] for label, x in moved.items()]
+  whole: Any = sum(jnp.stack([sums_P.sum() for sums_P in found]) for found in products)
+  column = whole[: len(out["predicted"])]
+  out = out | {"qk_clip": column, "predicted": out["predicted"] + column}
+  if "predicted_curvature" in out:
+    out["predicted_curvature"] += column - whole[len(column) :]
+  return out
+
+
 def used(scored_params, grads: dict, parts: dict, facts: dict):
   """<g, u> over the scored parameters, [K], from the whole gradient or from facts (see `directions.form`)."""
   total = 0.0
@@ -127,11 +146,14 @@ def columns(rule: UpdateRule, sums_K: dict, totals, used_K, learning_rate, clip_
   """{column: [K]} of one step in nats, with their sum `predicted`, check_rel_err and prev_predicted.
 
   check_rel_err compares the sum of all scores with <g, u> and is 0 up to rounding. prev_predicted, if the state tells:
-  the drop that this step's gradient predicts for the update of the step before. sums_K: from `sums`. totals: from
-  `score_sums`. used_K: <g, u> of each set.
+  the drop that this step's gradient predicts for the update of the step before. predicted_curvature: the part of the
+  sum that is curvature, if the gradients contain any. sums_K: from `sums`. totals: from `score_sums`. used_K: <g, u> of
+  each set.
   """
   score_sum, score_size = totals
   scales = rule.column_scales(learning_rate, clip_factor)
+  whole, num_sets = sums_K, len(score_sum)
+  sums_K = {name: value[:num_sets] for name, value in whole.items()}
   out = {
     "predicted_examples": learning_rate * clip_factor * score_sum,
     **{name: scales[name] * sums_K[name] for name in rule.columns},
@@ -139,7 +161,11 @@ def columns(rule: UpdateRule, sums_K: dict, totals, used_K, learning_rate, clip_
     "direction_residual": learning_rate * clip_factor * (sums_K["exact"] - score_sum),
   }
   out["predicted"] = sum(out.values())
+  if len(whole["exact"]) > num_sets:
+    turned = {name: value - whole[name][-num_sets:] for name, value in sums_K.items()}
+    out["predicted_curvature"] = learning_rate * clip_factor * (turned["exact"] + turned["unscored"])
+    out["predicted_curvature"] += sum(scales[name] * turned[name] for name in rule.columns)
   if "last" in sums_K:
-    out["prev_predicted"] = -sums_K["last"]
+    out["prev_predicted"] = -whole["last"][-num_sets:]
   out["check_rel_err"] = jnp.abs(score_sum - used_K) / jnp.maximum(score_size, jnp.finfo(score_size.dtype).tiny)
   return out

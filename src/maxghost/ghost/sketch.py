@@ -23,8 +23,10 @@ def random_directions(twin: Twin, key, scale: dict | None = None) -> dict:
   rank one, P is replaced by the outer product of its row and column means (`factored`).
   """
   parts = {}
-  for number, param in enumerate(twin.scored):
-    own, axis, shapes = jax.random.fold_in(key, number), len(param.stack_shape), param.part_shapes(twin.num_sets)
+  keys_P = _fold_in(key, len(twin.scored))
+  sides_P2 = jax.vmap(lambda own: _fold_in(own, 2))(keys_P)
+  for own, sides_2, param in zip(keys_P, sides_P2, twin.scored, strict=True):
+    axis, shapes = len(param.stack_shape), param.part_shapes(twin.num_sets)
     shape = (*param.stack_shape, *param.shape)
     factor = jnp.ones(shape, jnp.float32) if scale is None else scale[param.label].astype(jnp.float32)
     if not param.low_rank:
@@ -33,10 +35,14 @@ def random_directions(twin: Twin, key, scale: dict | None = None) -> dict:
       continue
     # With a scale the last axes of both are those of the factors, groups included.
     rows_LI, columns_LO = (jnp.expand_dims(x, axis) for x in factored(param.parameter.matrices(factor, axis)))
-    keys = (jax.random.fold_in(own, i) for i in range(2))
-    left, right = (jax.random.rademacher(k, s, jnp.float32) for k, s in zip(keys, shapes.values(), strict=True))
+    left, right = (jax.random.rademacher(k, s, jnp.float32) for k, s in zip(sides_2, shapes.values(), strict=True))
     parts[param.label] = (left * rows_LI[..., :, None], right * columns_LO[..., None, :])
   return parts
+
+
+def _fold_in(key, count: int):
+  """[count] keys, `fold_in` of 0, 1, ...: as one operation, which compiles sooner than one for each."""
+  return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
 
 
 def sketch_pass(twin: Twin, params, rest, loss_fn, batch, key, num_directions: int, scale: dict | None = None):

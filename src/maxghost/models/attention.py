@@ -113,6 +113,39 @@ def resolve_kernel(kernel: str, num_positions: int) -> str:
   return "blockwise" if shardings.platform() == "cpu" or num_positions > SHORT else "dot_product"
 
 
+def largest_logits(q_BTHh, k_BSKh, segment_ids_BT=None, window: int | None = None):
+  """The largest scaled score of each row and query head over what `attend` may see, without gradient: [B, H].
+
+  It is computed beside the kernels, some of which never hold scores, some queries at a time. Positions of segment 0 are
+  padding and do not count; a row of padding has 0. Float32 or wider.
+  """
+  q_BKGTh = jax.lax.stop_gradient(group_heads(q_BTHh, k_BSKh.shape[2]))
+  k_BKSh = jax.lax.stop_gradient(k_BSKh.swapaxes(1, 2))
+  shape, num_positions = Shape(q_BTHh.shape[-1] ** -0.5, window), q_BTHh.shape[1]
+  positions_S = jnp.arange(num_positions)
+
+  def of(q_BKGTh, positions_T, segment_ids_BT, segment_ids_BS):
+    mask_BTS = shape.mask(positions_T, positions_S, segment_ids_BT, segment_ids_BS)
+    if segment_ids_BT is not None:
+      mask_BTS = mask_BTS & (segment_ids_BT != 0)[..., None]
+    scores = jnp.where(mask_BTS[:, None, None], shape.scores(q_BKGTh, k_BKSh), -jnp.inf)
+    return scores.max((-2, -1))
+
+  if num_positions <= SHORT or shardings.num_parts("activation_length") > 1:
+    largest_BKG = of(q_BKGTh, positions_S, segment_ids_BT, segment_ids_BT)
+  else:
+
+    def query(args):
+      q_BKGh, position, segment_ids_B = args
+      segments = (None, None) if segment_ids_B is None else (segment_ids_B[:, None], segment_ids_BT)
+      return of(q_BKGh[..., None, :], position[None], *segments)
+
+    queries = (jnp.moveaxis(q_BKGTh, 3, 0), positions_S, None if segment_ids_BT is None else segment_ids_BT.T)
+    largest_BKG = jax.lax.map(query, queries, batch_size=SHORT // 4).max(0)
+  largest_BH = largest_BKG.reshape(q_BTHh.shape[0], q_BTHh.shape[2])
+  return jnp.where(jnp.isfinite(largest_BH), largest_BH, 0)
+
+
 def _check(q_BTHh, k_BSKh, v_BSKh, window, soft_cap) -> None:
   if q_BTHh.shape[1] != k_BSKh.shape[1] or k_BSKh.shape[:3] != v_BSKh.shape[:3]:
     raise ValueError(f"positions differ: queries {q_BTHh.shape}, keys {k_BSKh.shape}, values {v_BSKh.shape}")
@@ -178,11 +211,17 @@ class SelfAttention(nnx.Module):
     self.rotary = Rotary(cfg)
     self.kernel, self.window, self.soft_cap = cfg.attention, window, cfg.attn_logits_soft_cap or None
 
-  def __call__(self, x_BTD, positions_BT, segment_ids_BT, cache=None):
-    """cache: the keys and values of the positions before x, from `generation.kv_cache`, during generation."""
-    heads = self.project(x_BTD, positions_BT)
+  def __call__(self, x_BTD, positions_BT, segment_ids_BT, peaks_BLH=None, cache=None):
+    """Returns the output and, as `Hidden` says, peaks_BLH with this layer's.
+
+    cache: the keys and values of the positions before x, from `generation.kv_cache`, during generation.
+    """
+    q_BTHh, k_BTKh, v_BTKh = self.project(x_BTD, positions_BT)
     more = {} if cache is None else {"cache": cache}
-    return constrain(self.out(self.attend(*heads, segment_ids_BT, **more)), HIDDEN)
+    if peaks_BLH is not None and cache is None:
+      peaks_BH = largest_logits(q_BTHh, k_BTKh, segment_ids_BT, self.window)
+      peaks_BLH = jnp.concatenate([peaks_BLH[:, 1:], peaks_BH[:, None]], axis=1)
+    return constrain(self.out(self.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, **more)), HIDDEN), peaks_BLH
 
   def project(self, x_BTD, positions_BT):
     """(q_BTHh, k_BTKh, v_BTKh), normalized and rotated."""

@@ -70,17 +70,17 @@ class DecoderLayer(nnx.Module):
     return getattr(self, self.norm_names[index])(autodiff.split_residual(x_BTD))
 
   def __call__(self, hidden: Hidden, positions_BT, segment_ids_BT, dropout_key=None, cache=None) -> Hidden:
-    x_BTD, routing = hidden.x_BTD, hidden.routing
+    x_BTD, routing, peaks_BLH = hidden.x_BTD, hidden.routing, hidden.peaks_BLH
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     y_BTD = self.norm(0, x_BTD)
-    y_BTD = self.attention(y_BTD, positions_BT, segment_ids_BT, cache)
+    y_BTD, peaks_BLH = self.attention(y_BTD, positions_BT, segment_ids_BT, peaks_BLH, cache)
     x_BTD = x_BTD + self._drop(y_BTD, keys[0])
     y_BTD = self.norm(1, x_BTD)
     if self.routed:
       y_BTD, routing = self.feed_forward(y_BTD, segment_ids_BT, routing)
     else:
       y_BTD = self.feed_forward(y_BTD)
-    return Hidden(x_BTD + self._drop(y_BTD, keys[1]), routing)
+    return Hidden(x_BTD + self._drop(y_BTD, keys[1]), routing, peaks_BLH)
 
   def _drop(self, x_BTD, key):
     return x_BTD if key is None else self.dropout(x_BTD, deterministic=False, rngs=key)

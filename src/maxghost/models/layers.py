@@ -33,10 +33,15 @@ ACTIVATIONS = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-  """Hidden states and, in a model with experts, the routing so far (`moe.no_routing`); None in a dense one."""
+  """Hidden states, and what the layers so far have measured.
+
+  routing: in a model with experts (`moe.no_routing`). peaks_BLH: with use_qk_clip, the largest attention logit of each
+  row, layer and query head; layers write from the end, so that after L layers it holds them in order.
+  """
 
   x_BTD: Any
   routing: dict[str, Any] | None = None
+  peaks_BLH: Any = None
 
 
 def linear(

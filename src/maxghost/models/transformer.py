@@ -88,6 +88,7 @@ class Transformer(nnx.Module):
     self.decoder = Decoder(cfg, rngs=rngs)
     self.num_experts, self.dtype = cfg.num_experts, jnp.dtype(cfg.dtype)
     self.soft_cap = cfg.final_logits_soft_cap
+    self.peaks = (cfg.base_num_decoder_layers, cfg.base_num_query_heads) if cfg.use_qk_clip else None
 
   @property
   def head(self) -> OutputHead:
@@ -111,7 +112,11 @@ class Transformer(nnx.Module):
       x_BTD = x_BTD + self.decoder.position_embedder(positions_BT)
     x_BTD = constrain(x_BTD, HIDDEN)
     routing = moe.no_routing(self.num_experts, tokens_BT.shape, self.dtype) if self.num_experts > 1 else None
-    return Hidden(x_BTD, routing)
+    peaks_BLH = None
+    if self.peaks:
+      peaks_BLH = jnp.zeros((tokens_BT.shape[0], *self.peaks), jnp.promote_types(self.dtype, jnp.float32))
+      peaks_BLH = constrain(peaks_BLH, ("activation_batch", None, "activation_heads"))
+    return Hidden(x_BTD, routing, peaks_BLH)
 
   def logits(self, hidden: Hidden):
     """Final norm and output projection: float32 or wider [B, T, V]."""

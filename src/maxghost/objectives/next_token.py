@@ -27,6 +27,7 @@ class LanguageModelLoss(StagedLoss):
   """
 
   name = "next_token"
+  maxima = ("max_logits_LH",)
   z_loss_multiplier: float = 0.0
   dropout_key: jax.Array | None = None
   load_balance_loss_weight: float = 0.0
@@ -47,17 +48,18 @@ class LanguageModelLoss(StagedLoss):
     return *self.head(model, hidden, batch), self.metrics(hidden, batch)
 
   def metrics(self, x: Hidden, batch) -> dict:
-    """Means over layers and weighted tokens, for a model with experts; else empty.
+    """Means over layers and weighted tokens for a model with experts; the largest attention logits with use_qk_clip.
 
     moe_lb_loss: the load-balancing loss without its weight. router_entropy: nats. expert_load_E: each expert's share of
     the tokens' choices.
     """
+    peaks = {} if x.peaks_BLH is None else {"max_logits_LH": x.peaks_BLH.max(0)}
     routing = x.routing
     if routing is None:
-      return {}
+      return peaks
     weights_BT = self.weights(batch).astype(routing["entropy_BT"].dtype)
     share_BT = weights_BT / jnp.maximum(weights_BT.sum(), jnp.finfo(weights_BT.dtype).tiny)
-    return {
+    return peaks | {
       "moe_lb_loss": jnp.sum(routing["load_balance_BT"] * share_BT),
       "router_entropy": jnp.sum(routing["entropy_BT"] * share_BT),
       "expert_load_E": routing["load_E"],
@@ -65,7 +67,7 @@ class LanguageModelLoss(StagedLoss):
 
   def reported(self, loss, metrics: dict) -> dict:
     """Adds lm_loss, the loss without the load-balancing term, for a model with experts."""
-    if not metrics:
+    if "moe_lb_loss" not in metrics:
       return metrics
     return metrics | {"lm_loss": loss - self.load_balance_loss_weight * metrics["moe_lb_loss"]}
 

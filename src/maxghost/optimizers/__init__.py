@@ -62,7 +62,7 @@ def create(cfg: OptimizerConfig) -> UpdateRule:
 
 
 def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
-  """The rule whose response forms a ghost_direction; `Sgd` for 'second_order', which is formed beforehand.
+  """The rule whose response forms a ghost_direction other than 'second_order'.
 
   Raises ValueError for an unknown direction, and for 'auto' with an optimizer without a direction.
   """
@@ -71,7 +71,7 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
     raise ValueError(plugins.auto_problem(own.name))
   if direction in ("auto", own.direction):
     return own
-  if direction in ("sgd", "second_order"):
+  if direction == "sgd":
     return Sgd()
   if direction == "path":
     if (along := own.path()) is None:

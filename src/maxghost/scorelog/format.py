@@ -33,9 +33,11 @@ UNITS = {
   "val_loss": "nats per token before the step, on the step's validation rows",
   "prev_val_loss": "nats per token before the step, on the validation rows of the step before",
   "prev_predicted": "nats: drop that the step before makes by the gradient after it, on its own validation rows",
+  "predicted_curvature": "nats: part of the predicted drop that is curvature, inside the columns (ghost_curvature)",
   "predicted_examples": "nats: sum of the contributions over the batch",
   "momentum": "nats: part of the step due to earlier batches, through the optimizer's first moment",
   "weight_decay": "nats: part of the step due to weight decay",
+  "qk_clip": "nats: part of the step due to QK-Clip's scaling of queries and keys",
   "unscored": "nats: part of the step due to parameters excluded from scoring",
   "direction_residual": "nats: difference between the exact and the used direction",
   "check_rel_err": "relative error of the sum of the scores against the batch gradient",
@@ -84,7 +86,7 @@ def row_dtype(num_sets: int, version: int = SCHEMA_VERSION, fields: Sequence[str
 
 def step_dtype(num_sets: int, ledger: Sequence[str] = LEDGER, version: int = SCHEMA_VERSION) -> np.dtype:
   """One training step; what was not measured is NaN. ledger: the optimizer's columns, f64[K] each, in their order."""
-  per_set = ("val_loss", "prev_val_loss", "prev_predicted", *ledger, "check_rel_err")
+  per_set = ("val_loss", "prev_val_loss", "prev_predicted", "predicted_curvature", *ledger, "check_rel_err")
   fields = [("step", "<i8"), *((n, "<f8") for n in STEP_SCALARS), *((n, "<f8", (num_sets,)) for n in per_set)]
   return np.dtype([*fields, *((n, "<f8") for n in (STEP_CHECKS if version > 1 else ()))])
 

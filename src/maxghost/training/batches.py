@@ -67,6 +67,12 @@ class Prefetcher:
     return Fetched(batch, self._put(batch.arrays), self._iterator.state())
 
 
+def validation_index(ghost: GhostConfig, step: Any) -> Any:
+  """Number of the validation rows of a step, an int or a traced integer: the same number, the same rows."""
+  refresh = ghost.ghost_val_refresh_steps
+  return (step - step % max(ghost.ghost_every, ghost.ghost_val_every)) // refresh if refresh else step * 0
+
+
 class ValidationRows:
   """The validation batches of every step, one per named set; there is no state to save.
 
@@ -76,9 +82,8 @@ class ValidationRows:
   """
 
   def __init__(self, ghost: GhostConfig, dataset, sets: Mapping[str, str], put: Callable[[dict], Any]):
-    self._domains = tuple(sets.values())
-    self._score_every, self._refresh = ghost.ghost_every, ghost.ghost_val_refresh_steps
-    self._num_rows = ghost.ghost_val_batch_size
+    self._domains, self._ghost = tuple(sets.values()), ghost
+    self._score_every, self._num_rows = ghost.ghost_every, ghost.ghost_val_batch_size
     # A fresh step opens an account of the loss, which is closed after this many steps.
     self._every, self._length = (ghost.ghost_every, 1) if ghost.ghost_every > 1 else (ghost.ghost_val_every,) * 2
     self._dataset, self._put = dataset, put
@@ -101,7 +106,7 @@ class ValidationRows:
 
   def batches(self, step: int) -> tuple:
     """The batches of the last fresh step up to this one; empty without sets."""
-    index = self._index(step)
+    index = validation_index(self._ghost, step)
     if self._held[0] != index:
       batches = [self._dataset.validation_batch(index, self._num_rows, domain) for domain in self._domains]
       self._held = (index, tuple(self._put(batch.arrays) for batch in batches))
@@ -109,11 +114,9 @@ class ValidationRows:
 
   def replaces(self, step: int) -> bool:
     """Whether the closing loss must be measured separately: this step computes none, or on other rows."""
-    return self.closes(step) and (not self.is_fresh(step) or self._index(step) != self._index(step - 1))
+    before, here = (validation_index(self._ghost, number) for number in (step - 1, step))
+    return self.closes(step) and (not self.is_fresh(step) or before != here)
 
   def account_steps(self, step: int) -> int:
     """Steps from the last fresh step before `step` up to it, over which the drop of the loss is measured."""
     return 1 + (step - 1) % self._every
-
-  def _index(self, step: int) -> int:
-    return (step - step % self._every) // self._refresh if self._refresh else 0

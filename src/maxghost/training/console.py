@@ -94,7 +94,16 @@ def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> l
       f"{cfg.ghost.ghost_val_batch_size} rows of {sets}, direction {cfg.ghost.ghost_direction}, "
       f"schedule {cfg.ghost.ghost_schedule}"
     )
+    if cfg.ghost.ghost_curvature == "secant":
+      lines.append(secant_line(cfg))
   return [*lines, f"run directory: {path}"]
+
+
+def secant_line(cfg: Config) -> str:
+  """Which steps have no earlier validation gradient of the same rows, so that ghost_curvature=secant adds nothing."""
+  renewed = 0 if cfg.ghost.carries_curvature else cfg.ghost.ghost_val_refresh_steps
+  also = f" and every {renewed} steps, where new validation rows are drawn (ghost_val_refresh_steps)" if renewed else ""
+  return f"ghost_curvature=secant: step 0 is scored to first order{also}"
 
 
 def interrupted_lines(cfg: Config, completed_steps: int, path: Path, signal: str) -> list[str]:

@@ -60,7 +60,7 @@ class HostMemory:
   def _mapped(self, state: nnx.State, move: Callable) -> nnx.State:
     if not self:
       return state
-    streamed: dict[Any, bool] = {"model": self.weights, "optimizer": self.optimizer}
+    streamed: dict[Any, bool] = {"model": self.weights, "optimizer": self.optimizer, "stored_gradients": self.weights}
     flat = [
       (path, v.replace(move(v.get_value())) if streamed.get(path[0]) and is_stacked(v) else v)
       for path, v in nnx.to_flat_state(state)

@@ -30,7 +30,7 @@ from maxghost.training.plan import StepFlops
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
-from maxghost.training.state import Position, to_tree
+from maxghost.training.state import Position, carry, to_tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,7 +160,10 @@ class TrainingLoop:
       self._read_started()
       self._program.executable("closing")
       self._restart_clock()
-    return self._program.closing(self._state, self._validation.batches(step - 1))
+    closing = self._program.closing(self._state, self._validation.batches(step - 1))
+    if turned := closing.pop("turned", None):
+      self._state = carry(self._state, turned)
+    return closing
 
   # Evaluations, checkpoints and the end, which wait for results.
 
@@ -213,7 +216,9 @@ class TrainingLoop:
     if not self._validation.has_open_account(num_steps):
       return
     batches = self._validation.batches(num_steps - 1)
-    closing = self._close_step(num_steps, self._program.closing(self._state, batches))
+    closing = self._program.closing(self._state, batches)
+    closing.pop("turned", None)
+    closing = self._close_step(num_steps, closing)
     if self._sinks.scores:
       self._sinks.scores.record_end(num_steps, closing)
       self._sinks.scores.position()  # on disk before the last record of metrics.jsonl says that the run is complete
@@ -272,7 +277,8 @@ class TrainingLoop:
     """Adds to the record of step - 1 the drop since the validation loss was last measured, and its curvature.
 
     Returns closing (`step.make_closing`) on the host. By the trapezoid rule the step lowered the loss by half the sum
-    of what the gradients before and after it predict; curvature is that minus the prediction before it.
+    of what the gradients before and after it predict; curvature is that minus the prediction before it, which may
+    contain some already.
     """
     assert self._pending is not None and self._position.open_loss is not None, "a step is open"
     closing = {name: jax.device_get(value) for name, value in closing.items()}
@@ -282,7 +288,8 @@ class TrainingLoop:
       self._pending[f"ghost/actual_drop/{name}"] = before - float(closing["prev_val_loss"][k])
       predicted = self._pending.get(f"ghost/predicted_drop/{name}")
       if "prev_predicted" in closing and predicted is not None:
-        self._pending[f"ghost/curvature/{name}"] = (float(closing["prev_predicted"][k]) - predicted) / 2
+        ahead = self._pending.get(f"ghost/predicted_curvature/{name}", 0.0)
+        self._pending[f"ghost/curvature/{name}"] = (float(closing["prev_predicted"][k]) - predicted - ahead) / 2
     return closing
 
   def _write_pending(self, show: bool = False) -> None:

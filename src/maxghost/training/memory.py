@@ -132,7 +132,7 @@ class PlacedState:
   def twin(self, cfg: Config) -> Twin:
     """The probed twin for one example. Raises ValueError as `attach`."""
     model = nnx.merge(self._graphdef, self._abstract).model
-    spec = direction_spec(cfg, cfg.ghost.ghost_direction, cfg.ghost.ghost_rank)
+    spec = direction_spec(cfg, cfg.ghost.direction, cfg.ghost.ghost_rank, cfg.ghost.curvature)
     key = (spec, excluded(cfg, model), len(cfg.data.validation_sets))
     if key not in self._twins:
       self._twins[key] = attach(model, num_examples=1, num_sets=key[2], spec=spec, exclude=key[1])
@@ -391,6 +391,8 @@ class Step:
       whole = sum(self.device.params[p.label].elements for p in self.device.scored)
       why = "validation gradients, the directions of the scores"
       tensors.append(Tensor((self.device.num_sets, whole), self.weight, why))
+      if self.ghost.curvature != "none":
+        tensors.append(Tensor((self.device.num_sets, whole), self.weight, "validation gradients without curvature"))
       if factors := sum(self.device.factors(p) for p in self.device.scored):
         tensors.append(Tensor((factors,), "float32", f"directions of rank {self.ghost.ghost_rank}"))
     return {"ghost directions and probes": tensors}
@@ -410,6 +412,9 @@ class Step:
       ),
       Tensor((sets * kept, self.val_tokens, embed), c, "layer inputs of the validation rows"),
     ]
+    if self.ghost.curvature == "secant":
+      held = device.elements(False if "weights" in self.model.offload_to_host else None)
+      tensors.append(Tensor((sets, held), self.weight, "validation gradients for the next step"))
     waiting = Tensor((sets, self.val_tokens, embed), c, "cotangent of the validation rows")
     if self.in_turn and on_host:  # where the cotangent of the validation rows goes
       waiting = Tensor((1, self.tokens, embed), c, "cotangent of the training rows in the validation rows' turn")

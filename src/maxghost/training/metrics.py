@@ -55,6 +55,8 @@ def learning_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
   record["learning/perplexity"] = _perplexity(record["learning/loss"])
   weights = float(outputs["tokens"])
   record["learning/total_weights"] = int(weights) if weights.is_integer() else weights
+  if "max_logits_LH" in outputs:
+    record["learning/max_attention_logit"] = float(outputs["max_logits_LH"].max())
   if "expert_load_E" in outputs:
     record["moe/expert_load"] = load = [float(share) for share in outputs["expert_load_E"]]
     record["moe/max_expert_load"] = max(load) * len(load)
@@ -78,7 +80,7 @@ def ghost_metrics(outputs: Mapping[str, Any], val_sets: tuple[str, ...]) -> dict
     record[f"ghost/val_loss/{name}"] = float(outputs["val_loss"][k])
     if columns:
       record[f"ghost/predicted_drop/{name}"] = sum(float(outputs[column][k]) for column in columns)
-      for column in (*columns, "check_rel_err"):
+      for column in (*columns, *(["predicted_curvature"] if "predicted_curvature" in outputs else []), "check_rel_err"):
         record[f"ghost/{column}/{name}"] = float(outputs[column][k])
   for label, captured_LK in outputs.get("captured", {}).items():
     record[f"ghost/captured/{label}"] = captured_LK.tolist()

@@ -30,16 +30,15 @@ class ScoreLogError(RuntimeError):
 
 def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
   """A recorder of this process's rows, in the run directory at `path`."""
-  ghost, optimizer = cfg.ghost, plugins.OPTIMIZERS[cfg.optimizer.opt_type]
   writer = Writer(
     path,
     tuple(cfg.data.validation_sets),
     process=(distributed.index(), distributed.count()),
-    period=ghost.ghost_log_period,
+    period=cfg.ghost.ghost_log_period,
     fingerprint=dataset.fingerprint,
     objective=cfg.optimizer.objective,
-    ledger=plugins.ledger_columns(cfg.optimizer.opt_type),
-    direction=str(optimizer.direction) if ghost.ghost_direction == "auto" else ghost.ghost_direction,
+    ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip),
+    direction=cfg.direction_name,
     fields=dataset.source.fields,
   )
   return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER)
@@ -178,7 +177,7 @@ class ScoreRecorder:
   def _append(self, step: int, outputs, closing, batch) -> None:
     record: dict[str, Any] = {"step": step, **(closing or {})}
     if outputs is not None:
-      names = (*STEP_SCALARS, "val_loss", "check_rel_err", *self._writer.ledger)
+      names = (*STEP_SCALARS, "val_loss", "check_rel_err", "predicted_curvature", *self._writer.ledger)
       record |= {name: outputs[name] for name in names if name in outputs}
     if outputs is None or not outputs["scored_ok"]:  # no score rather than a wrong one
       self._writer.append(record, {}, [])

@@ -18,11 +18,12 @@ from maxghost.config.schema import Config
 from maxghost.ghost import ledger, schedules
 from maxghost.ghost.attach import Twin, prepare_twin
 from maxghost.ghost.engine import direction_spec
-from maxghost.ghost.schedules import Model, Problem, Scored, Settings, Stored
+from maxghost.ghost.schedules import Model, Problem, Scored, Secant, Settings, Stored
 from maxghost.objectives import Objective, create
 from maxghost.optimizers import RuleState, UpdateRule, clip
 from maxghost.parallel.axis_rules import BATCH
 from maxghost.parallel.shardings import constrain, slash_path
+from maxghost.training.batches import validation_index
 from maxghost.training.state import TrainStateNNX, trainable
 
 # The row axis of outputs that have one; of param_contribution, that of every entry.
@@ -53,11 +54,8 @@ class Scorer:
   def problem(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Problem:
     """This step. split: the model. step_loss: the training loss, with dropout."""
     ghost, optimizer = self.cfg.ghost, self.cfg.optimizer
-    state, second_order = rule_state(self.cfg, self.rule, train_state), ghost.ghost_direction == "second_order"
-    stored = None
-    if ghost.ghost_val_every > 1:
-      leaves = [v[...] for v in train_state.stored_gradients]
-      stored = Stored(leaves, train_state.step % ghost.ghost_val_every == 0)
+    state = rule_state(self.cfg, self.rule, train_state)
+    stored, secant = self._earlier(train_state, optimizers.by_label(split.params))
     return Problem(
       schedule=ghost.ghost_schedule,
       model=split,
@@ -68,11 +66,12 @@ class Scorer:
       twin=self.twin,
       parameters=self.twin.parameters,
       scored=tuple(p.label for p in self.twin.scored),
-      rule=self.rule if second_order else self.twin.spec.rule,
+      rule=optimizers.direction_rule(optimizer, ghost.direction),
       state=state,
-      second_order=second_order,
+      second_order=ghost.curvature == "hessian",
       update=lambda grads: self._update(train_state, grads, state),
       validation=stored,
+      secant=secant,
       account=self.rule,
       settings=Settings(
         num_micro=optimizer.gradient_accumulation_steps,
@@ -83,6 +82,24 @@ class Scorer:
       ),
     )
 
+  def _earlier(self, train_state: TrainStateNNX, params: dict) -> tuple[Stored | None, Secant | None]:
+    """The validation gradients of earlier steps: those to score against, and those that tell the curvature."""
+    ghost, stored, secant = self.cfg.ghost, None, None
+    if not ghost.num_stored:
+      return None, None
+    leaves = [v[...] for v in train_state.stored_gradients]
+    latest = leaves[: self.twin.num_sets * len(params)]
+    earlier = leaves[-len(latest) :]
+    if ghost.ghost_val_every > 1:
+      stored = Stored(latest, train_state.step % ghost.ghost_val_every == 0)
+      earlier = [jnp.where(stored.refresh, new, old) for new, old in zip(latest, earlier, strict=True)]
+    if ghost.curvature == "secant":
+      of_sets = [earlier[i : i + len(params)] for i in range(0, len(earlier), len(params))]
+      by_label = [dict(zip(params, arrays, strict=True)) for arrays in of_sets]
+      carried = train_state.carried[...] if ghost.carries_curvature else jnp.zeros((), float)
+      secant = Secant(by_label, secant_weight(self.cfg, train_state.step, carried), 1 - carried)
+    return stored, secant
+
   def score(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Scored:
     """Scores the batch, and stores in the train state the validation gradients for later steps."""
     return run(self.problem(train_state, split, step_loss, batch, val_batches), train_state)
@@ -91,12 +108,20 @@ class Scorer:
     """`Problem.update` of this gradient. The train state does not change."""
     _, factor, clipped = clip(grads, self.cfg.optimizer.gradient_clipping_threshold)
     delta = None
-    if self.cfg.ghost.ghost_direction == "second_order":
+    if self.cfg.ghost.curvature == "hessian":
       copy = nnx.merge(self.train_graphdef, nnx.state(train_state), copy=True)
       before = jax.tree.map(lambda x: x, nnx.state(copy.model, copy.optimizer.wrt))
       copy.apply_gradients(clipped)
       delta = jax.tree.map(lambda after, start: after - start, nnx.state(copy.model, copy.optimizer.wrt), before)
     return dataclasses.replace(state, clip_factor=factor), delta
+
+  def gradients(self, scored: Scored) -> list[dict]:
+    """The validation gradients for the ledger: K dicts, or 2 K, with and without curvature."""
+    assert scored.gradients is not None
+    if self.cfg.ghost.curvature == "none":
+      return scored.gradients
+    assert scored.validation is not None
+    return [*scored.gradients, *map(optimizers.by_label, scored.validation.gradients)]
 
   def columns(self, train_state: TrainStateNNX, params, scored: Scored, learning_rate, clip_factor) -> dict:
     """The ledger's columns, [K] each; empty for schedule concat, which never holds a whole validation gradient."""
@@ -105,7 +130,7 @@ class Scorer:
     if scored.gradients is not None:
       state = dataclasses.replace(rule_state(self.cfg, self.rule, train_state), clip_factor=clip_factor)
       labels, values = {p.label for p in twin.scored}, optimizers.by_label(params)
-      sums = ledger.sums(rule, state, twin.parameters, values, grads, scored.gradients, labels)
+      sums = ledger.sums(rule, state, twin.parameters, values, grads, self.gradients(scored), labels)
     if sums is None:
       return {}
     if passed.scores:
@@ -114,7 +139,10 @@ class Scorer:
       score = scored.additive.reshape(scored.additive.shape[0], -1)
       totals = score.sum(-1), jnp.abs(score).sum(-1)
     used = ledger.used(twin.scored, grads, scored.parts, passed.facts) if scored.used is None else scored.used
-    return ledger.columns(rule, sums, totals, used, learning_rate, clip_factor)
+    out = ledger.columns(rule, sums, totals, used, learning_rate, clip_factor)
+    if scored.secant is not None:  # 0 and not rounding, where the step is of first order
+      out["predicted_curvature"] = jnp.where(scored.secant.weight == 0, 0, out["predicted_curvature"])
+    return out
 
   def outputs(self, scored: Scored, batch, scale) -> dict:
     """The step's outputs per slot: score_dot_BSK, contribution_BSK, share_BS (of the batch loss), tokens_BS, loss_BS.
@@ -175,10 +203,30 @@ def rule_state(cfg: Config, rule: UpdateRule, train_state: TrainStateNNX) -> Rul
   clips = cfg.optimizer.gradient_clipping_threshold
   factor = train_state.clip_factor[...] if clips else jnp.ones((), float)
   state = rule.read(train_state.optimizer, clip_factor=factor)
-  if cfg.ghost.ghost_every > 1 or cfg.ghost.ghost_val_every > 1:
-    return state  # the gradients of two steps in a row are not at hand
+  if cfg.ghost.ghost_every > 1 or cfg.ghost.ghost_val_every > 1 or cfg.model.use_qk_clip:
+    return state  # the gradients of two steps in a row are not at hand, or QK-Clip moved parameters too
   rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
   return dataclasses.replace(state, last_rate=rate(jnp.maximum(train_state.step, 1) - 1))
+
+
+def secant_weight(cfg: Config, step, carried: Any = 0) -> jax.Array:
+  """`Secant.weight`: ways are sums of learning rates. 0 where there is no earlier gradient, or one of other rows.
+
+  carried: 1 where the earlier one is of the rows before, together with its change (`state.carry`).
+
+  With ghost_every=1 and ghost_val_every=1 it is half of this step's learning rate over that of the step before.
+  """
+  ghost, kind, step = cfg.ghost, step.dtype, step.astype(jnp.int32)
+  every = max(ghost.ghost_every, ghost.ghost_val_every)
+  latest = step - step % every
+  rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
+  steps = latest - every + jnp.arange(2 * every)  # from the earlier gradient to the latest, and on
+  rates = jnp.where(steps < 0, 0.0, jnp.asarray(rate(jnp.maximum(steps, 0).astype(kind)), float))
+  ahead = jnp.where(steps < step, rates, jnp.where(steps == step, rates / 2, 0))[every:].sum()
+  between = rates[:every].sum()
+  same_rows = validation_index(ghost, latest) == validation_index(ghost, latest - every)
+  known = (latest >= every) & (same_rows | (jnp.asarray(carried) > 0))
+  return jnp.where(known & (between > 0), ahead / jnp.where(between > 0, between, 1), 0)
 
 
 def make_scorer(
@@ -190,22 +238,26 @@ def make_scorer(
   micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))
   twin = prepare_twin(
     model, micro, loss, num_sets=num_sets, num_positions=micro["inputs"].shape[1],
-    spec=direction_spec(cfg, ghost.ghost_direction, ghost.ghost_rank), exclude=excluded(cfg, model),
+    spec=direction_spec(cfg, ghost.direction, ghost.ghost_rank, ghost.curvature), exclude=excluded(cfg, model),
     schedule=ghost.passes, num_val=ghost.ghost_val_batch_size,
   )  # fmt: skip
   # The account divides a step as its scores do: along the path, or into parts with the state held fixed.
-  along = ghost.ghost_direction == "path"
+  along = ghost.direction == "path"
   rule = optimizers.direction_rule(cfg.optimizer, "path") if along else optimizers.create(cfg.optimizer)
   return Scorer(cfg, loss, rule, twin, graphdef, num_segments)
 
 
 def run(problem: Problem, train_state: TrainStateNNX) -> Scored:
-  """Scores the problem, and stores its validation gradients for the next steps (ghost_val_every)."""
+  """Scores the problem, and stores the validation gradients that the next steps need (`_earlier`)."""
   scored = schedules.score(problem)
-  if isinstance(problem.validation, Stored) and scored.validation is not None:
+  if (isinstance(problem.validation, Stored) or problem.secant) and scored.validation is not None:
     leaves = jax.tree.leaves(scored.validation.gradients)
+    if isinstance(problem.validation, Stored) and problem.secant:
+      leaves += [gradient for of_set in problem.secant.earlier for gradient in of_set.values()]
     for variable, leaf in zip(train_state.stored_gradients, leaves, strict=True):
       variable[...] = leaf
+    if hasattr(train_state, "carried"):
+      train_state.carried[...] = jnp.zeros_like(train_state.carried[...])
   return scored
 
 

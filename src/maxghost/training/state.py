@@ -26,7 +26,8 @@ class TrainCounter(nnx.Variable):
 
 
 class StoredGradient(nnx.Variable):
-  """A leaf of a validation gradient that later steps score against (ghost_val_every > 1)."""
+  """A leaf of a validation gradient that later steps need: to score against it (ghost_val_every > 1), or to tell the
+  curvature (ghost_curvature=secant)."""
 
 
 class TrainStateNNX(nnx.Module):
@@ -39,8 +40,12 @@ class TrainStateNNX(nnx.Module):
     *,
     trainable: nnx.filterlib.Filter = nnx.Param,
     num_stored: int = 0,
+    carries: bool = False,
   ):
-    """trainable: the Params that the optimizer changes. num_stored: validation gradients to keep between steps."""
+    """trainable: the Params that the optimizer changes. num_stored: validation gradients to keep between steps.
+
+    carries: see `carry`.
+    """
     self.model = model
     self.optimizer = None if tx is None else nnx.Optimizer(model, tx, wrt=trainable)
     self.clip_factor = TrainCounter(jnp.ones((), float))
@@ -48,6 +53,8 @@ class TrainStateNNX(nnx.Module):
       params = [v for _, v in nnx.to_flat_state(nnx.state(model, trainable))] * num_stored
       zeros = [StoredGradient(jnp.zeros(v.shape, v.dtype), axes=v.get_metadata().get("axes")) for v in params]
       self.stored_gradients = nnx.List(zeros)
+    if carries:
+      self.carried = TrainCounter(jnp.zeros((), float))
 
   def apply_gradients(self, grads) -> None:
     """Updates the parameters. grads: State with their paths. Raises RuntimeError for a state without an optimizer."""
@@ -65,9 +72,28 @@ class TrainStateNNX(nnx.Module):
 def create(cfg: Config) -> TrainStateNNX:
   """A fresh state: weights from init_weights_seed, zero moments, step 0."""
   model = models.create(cfg, rngs=nnx.Rngs(cfg.run.init_weights_seed))
-  num_stored = len(cfg.val_sets) if cfg.ghost.ghost_val_every > 1 else 0
+  num_stored = len(cfg.val_sets) * cfg.ghost.num_stored
   tx = make_optimizer(cfg.optimizer, cfg.run.steps)
-  return TrainStateNNX(model, tx, trainable=trainable(cfg, model), num_stored=num_stored)
+  carries = bool(num_stored) and cfg.ghost.carries_curvature
+  return TrainStateNNX(model, tx, trainable=trainable(cfg, model), num_stored=num_stored, carries=carries)
+
+
+def carry(state: nnx.State, turned: list[jax.Array]) -> nnx.State:
+  """The state before a step that draws new validation rows, with what the old rows tell of the curvature.
+
+  turned: by how much their gradients were other before the last step (`step.make_closing`); in place of them, these are
+  stored, and `carried` is 1 until the step is done.
+  """
+  new = dict(enumerate(turned))
+  flat = []
+  for path, v in nnx.to_flat_state(state):
+    if path[0] == "stored_gradients":
+      v = v.replace(jax.device_put(new.pop(int(str(path[1]))), v.get_value().sharding))
+    elif path[0] == "carried":
+      v = v.replace(jnp.ones_like(v.get_value()))
+    flat.append((path, v))
+  assert not new, "one array for each stored one"
+  return nnx.from_flat_state(flat)
 
 
 def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:

@@ -14,7 +14,7 @@ from maxghost import optimizers
 from maxghost.config.schema import Config
 from maxghost.ghost import ledger
 from maxghost.ghost.schedules import Model, passes
-from maxghost.models import autodiff
+from maxghost.models import autodiff, qk_clip
 from maxghost.objectives import create
 from maxghost.optimizers import by_label, clip, factor_of, learning_rate_schedule, scaled
 from maxghost.parallel.shardings import constrain, constrain_state
@@ -76,6 +76,12 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
       if cfg.ghost.ghost_schedule == "reverse_scan":  # other schedules have the bits of a step without scores anyway
         read = [out["param_norm"], *columns.values()]
     apply(train_state, read)
+    if cfg.model.use_qk_clip:
+      before = qk_clip.clip(train_state.model, passed.metrics["max_logits_LH"], cfg.model.qk_clip_threshold)
+      if scorer is not None:
+        out = ledger.with_clipped(
+          out, before, by_label(nnx.state(train_state.model, nnx.Param)), scorer.gradients(scored)
+        )
     train_state.clip_factor[...] = clip_factor.astype(train_state.clip_factor.dtype)
     return nnx.state(train_state), scoring.placed(out)
 
@@ -133,7 +139,7 @@ def make_closing(cfg: Config, graphdef):
   """`close(state, val_batches) -> {prev_val_loss, prev_predicted}`, [K] each, of the step before.
 
   For validation rows that the train step no longer has. prev_predicted is left out where the train step has none, and
-  for schedules that never hold a whole gradient.
+  for schedules that never hold a whole gradient. turned, if `carries_curvature`: for `state.carry`.
   """
   loss_fn, rule = create(cfg).validation(), optimizers.create(cfg.optimizer)
   whole = cfg.ghost.ghost_schedule in ("two_pass", "forward_mode")
@@ -141,12 +147,19 @@ def make_closing(cfg: Config, graphdef):
   def close(state, val_batches):
     train_state = nnx.merge(graphdef, state)
     before = scoring.rule_state(cfg, rule, train_state)
-    if not whole or not ledger.recalls(rule, before):
+    carries = cfg.ghost.carries_curvature
+    if not whole or not (ledger.recalls(rule, before) or carries):
       losses = [passes.validation_mean(*loss_fn(train_state.model, batch)) for batch in val_batches]
       return {"prev_val_loss": constrain(jnp.stack(losses), (None,))}
     split = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...))
     losses, gradients = passes.validation_gradients(split, loss_fn, val_batches)
-    last = ledger.last_products(rule, before, by_label(split.params), [by_label(g) for g in gradients])
-    return {"prev_val_loss": constrain(losses, (None,)), "prev_predicted": constrain(-last, (None,))}
+    out: dict[str, Any] = {"prev_val_loss": constrain(losses, (None,))}
+    if ledger.recalls(rule, before):
+      last = ledger.last_products(rule, before, by_label(split.params), [by_label(g) for g in gradients])
+      out["prev_predicted"] = constrain(-last, (None,))
+    if carries:
+      pairs = zip(train_state.stored_gradients, jax.tree.leaves(gradients), strict=True)
+      out["turned"] = [earlier[...] - now for earlier, now in pairs]
+    return out
 
   return close

@@ -4,12 +4,13 @@ To add one, write a module with `run(problem) -> Scored`, and add lines to `SCHE
 `config.plugins.SCHEDULE_LACKS`.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 from maxghost.ghost.schedules import concat, forward_mode, per_example, reverse_scan, two_pass
-from maxghost.ghost.schedules.base import Model, Problem, Scored, Settings, Stored, TrainPass, Validation
+from maxghost.ghost.schedules.base import Model, Problem, Scored, Secant, Settings, Stored, TrainPass, Validation
 
-__all__ = ["Model", "Problem", "Scored", "Settings", "Stored", "TrainPass", "Validation", "score"]
+__all__ = ["Model", "Problem", "Scored", "Secant", "Settings", "Stored", "TrainPass", "Validation", "score"]
 
 SCHEDULES: dict[str, Callable[[Problem], Scored]] = {
   "two_pass": two_pass.run,
@@ -22,4 +23,4 @@ SCHEDULES: dict[str, Callable[[Problem], Scored]] = {
 
 def score(problem: Problem) -> Scored:
   """Runs the passes of one scored step. Raises ValueError for a loss or model that the schedule does not support."""
-  return SCHEDULES[problem.schedule](problem)
+  return dataclasses.replace(SCHEDULES[problem.schedule](problem), secant=problem.secant)

@@ -63,6 +63,20 @@ class Stored:
 
 
 @dataclasses.dataclass(frozen=True)
+class Secant:
+  """What an earlier validation gradient G' of the same rows tells of the curvature: G + weight (G - G') is expected in
+  the middle of this step.
+
+  earlier: K dicts {label: G'}. weight: the way from G to the middle of the step over the way from G' to G; 0: unknown.
+  own: 1; or 0 where the rows are new, so that earlier has G' - G of the rows before.
+  """
+
+  earlier: list[dict]
+  weight: jax.Array
+  own: Any = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Problem:
   """One scored step.
 
@@ -74,7 +88,7 @@ class Problem:
     whose directions are P_tᵀ (G + 1/2 H delta). Otherwise the twin's own rule does.
   state: the optimizer's before the step, with an assumed clipping factor; None if no rule reads it.
   update: training gradient -> (state with this step's clipping factor, State of the parameters' update for
-    second_order). validation: known validation gradients, if any.
+    second_order). validation: known validation gradients, if any. secant: what to add to them; None: nothing.
   account: the trainer's rule, for the ledger; None: no ledger.
   """
 
@@ -92,6 +106,7 @@ class Problem:
   second_order: bool = False
   update: Callable[[nnx.State], tuple[RuleState | None, nnx.State | None]] = lambda grads: (None, None)
   validation: Validation | Stored | None = None
+  secant: Secant | None = None
   account: UpdateRule | None = None
   settings: Settings = Settings()
 
@@ -122,10 +137,10 @@ class Scored:
     position where a parameter was used.
   captured: {label: [*stack, K]}, share of |u|^2 held by rank-r factors.
   validation: the whole validation gradients, for reuse; None if they never exist at once.
-  gradients: K dicts {label: G}, for `ledger.sums` once this step's clipping factor is known.
+  gradients: K dicts {label: G, with its curvature}, for `ledger.sums` once this step's clipping factor is known.
   sums: `ledger.sums`, if the schedule computes them, with the assumed clipping factor. If the actual factor differs,
     the columns with P_t, and so the total, deviate accordingly. Without gradients and sums there is no ledger.
-  parts: as `directions.direction_parts`. used: <g, u> [K]; None: `ledger.used` of the parts.
+  parts: as `directions.direction_parts`. used: <g, u> [K]; None: `ledger.used` of the parts. secant: the problem's.
   """
 
   passed: TrainPass
@@ -137,3 +152,4 @@ class Scored:
   sums: dict | None = None
   parts: dict = dataclasses.field(default_factory=dict)
   used: jax.Array | None = None
+  secant: Secant | None = None

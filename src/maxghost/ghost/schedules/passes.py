@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.schedules.base import Model, Problem, Scored, TrainPass, Validation
+from maxghost.ghost.schedules.base import Model, Problem, Scored, Secant, TrainPass, Validation
 from maxghost.objectives import as_objective
 from maxghost.optimizers import by_label
 from maxghost.parallel.shardings import constrain_state, slash_path
@@ -67,12 +67,12 @@ def validation(problem: Problem) -> Validation:
 def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.State) -> tuple[list, list]:
   """([G], [u]) of the validation sets, from their States G and by the problem's rule: dicts {label: array}.
 
-  u = P_tᵀ G, and 0 for parameters that are not scored. With second_order, G is that of `second_order_gradients`.
+  u = P_tᵀ G, and 0 for parameters that are not scored. G is that of `second_order_gradients` or `extrapolated`.
   """
   rule, grads, (state, delta) = problem.rule, by_label(training_gradient), problem.update(training_gradient)
   if problem.second_order:
     gradients = second_order_gradients(problem.model, problem.val_loss, problem.val_batches, gradients, delta)
-  labelled = [by_label(g) for g in gradients]
+  labelled = extrapolated(problem.secant, [by_label(g) for g in gradients])
   scalars = None if state is None else rule.scalars(state.count, state.clip_factor)
 
   def direction(label: str, gradient):
@@ -83,6 +83,24 @@ def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.S
     return rule.response(problem.parameters[label], grads[label], state.of(label), scalars).transpose(gradient)
 
   return labelled, [{label: direction(label, g) for label, g in whole.items()} for whole in labelled]
+
+
+def extrapolated(secant: Secant | None, gradients: list[dict]) -> list[dict]:
+  """K dicts {label: G + weight (own G - G')}, in place of G; G itself without a secant.
+
+  gradients: K dicts {label: G}, of all or of some of the labels.
+  """
+  if secant is None:
+    return gradients
+
+  def curved(gradient, earlier):
+    wide = jnp.promote_types(gradient.dtype, jnp.float32)
+    own = jnp.asarray(secant.own, wide) * gradient.astype(wide)
+    turn = secant.weight.astype(wide) * (own - earlier.astype(wide))
+    return gradient + jnp.where(secant.weight == 0, 0, turn).astype(gradient.dtype)  # G' may be anything
+
+  pairs = zip(gradients, secant.earlier, strict=True)
+  return [{label: curved(g, earlier[label]) for label, g in of_set.items()} for of_set, earlier in pairs]
 
 
 def second_order_gradients(model: Model, loss_fn: Callable, batches: tuple, gradients: list, delta) -> list:
@@ -162,6 +180,8 @@ def accumulated(
   def run(rows) -> TrainPass:
     return train_pass(model, loss_fn, rows, twin, directions)
 
+  maxima = as_objective(loss_fn).maxima
+
   def rows_of(x, axis: int = 0):
     """[M, ..., rows per micro-batch, ...] with the rows at `axis` of the rest -> the batch's row order."""
     x = jnp.moveaxis(x, 0, axis + 1)
@@ -171,20 +191,29 @@ def accumulated(
     return run(batch)
   micro = jax.tree.map(lambda x: x.reshape(x.shape[0] // num_micro, num_micro, *x.shape[1:]).swapaxes(0, 1), batch)
 
+  def parted(metrics: dict) -> tuple[dict, dict]:
+    """(maxima, means)"""
+    largest = {name: value for name, value in metrics.items() if name in maxima}
+    return largest, {name: value for name, value in metrics.items() if name not in maxima}
+
   def body(carry, micro_batch):
-    total, grads, means = carry
+    total, grads, means, largest = carry
     out = run(micro_batch)
     weight = out.weights.sum()
     grads = constrain_state(jax.tree.map(lambda a, g: a + weight * g.astype(a.dtype), grads, out.grads))
-    means = jax.tree.map(lambda a, f: a + weight * f, means, (out.facts, out.metrics))
+    found, metrics = parted(out.metrics)
+    largest = jax.tree.map(jnp.maximum, largest, found)
+    means = jax.tree.map(lambda a, f: a + weight * f, means, (out.facts, metrics))
     scores = jax.tree.map(lambda s: weight * s, out.scores)
-    return (total + weight, grads, means), (out.loss * weight, out.losses, out.weights, scores)
+    return (total + weight, grads, means, largest), (out.loss * weight, out.losses, out.weights, scores)
 
   shapes = jax.eval_shape(run, jax.tree.map(lambda x: x[0], micro))
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes.grads)
-  means = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes.facts, shapes.metrics))
-  init = (jnp.zeros((), shapes.weights.dtype), zeros, means)
-  (total, grads, means), (loss, losses, weights, scores) = jax.lax.scan(body, init, micro)
+  largest, means = parted(shapes.metrics)
+  means = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes.facts, means))
+  largest = jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), largest)
+  init = (jnp.zeros((), shapes.weights.dtype), zeros, means, largest)
+  (total, grads, means, largest), (loss, losses, weights, scores) = jax.lax.scan(body, init, micro)
   inverse = 1 / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
   facts, metrics = jax.tree.map(lambda f: f * inverse, means)
   return TrainPass(
@@ -194,5 +223,5 @@ def accumulated(
     grads=jax.tree.map(lambda g, s: (g * inverse).astype(s.dtype), grads, shapes.grads),
     scores={p.label: rows_of(scores[p.label], len(p.stack_shape) + 1) * inverse for p in (twin.scored if twin else ())},
     facts=facts,
-    metrics=metrics,
+    metrics=metrics | largest,
   )

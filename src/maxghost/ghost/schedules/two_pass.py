@@ -17,7 +17,7 @@ def run(problem: Problem) -> Scored:
     labelled, directions = passes.whole_directions(problem, found.gradients, grads)
     parts, share = direction_parts(twin.scored, directions)
   else:
-    labelled = [by_label(g) for g in found.gradients]
+    labelled = passes.extrapolated(problem.secant, [by_label(g) for g in found.gradients])
     parts, share = direction_parts(twin.scored, labelled, problem.state)
   if problem.settings.in_turn:
     # Otherwise activations of the training pass may exist at the same time as those of the validation pass.

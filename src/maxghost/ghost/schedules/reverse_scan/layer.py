@@ -17,6 +17,7 @@ from flax import nnx
 from maxghost.ghost import ledger
 from maxghost.ghost.directions import GhostDirection, GhostProbe, direction_parts, direction_state
 from maxghost.ghost.schedules.base import Problem
+from maxghost.ghost.schedules.passes import extrapolated
 from maxghost.models import autodiff, stack, streaming
 from maxghost.objectives import StagedLoss
 from maxghost.optimizers import RuleState, by_label
@@ -85,9 +86,17 @@ class Layers:
     """{label in the model: array} of a State of one layer, or of all."""
     return {f"{slash_path(self.prefix)}/{label}": x for label, x in by_label(state).items()}
 
-  def directions(self, gradients, state: RuleState | None):
-    """`direction_parts` of one layer, from the validation gradients (K States)."""
-    return direction_parts(self.inner, [self.labelled(g) for g in gradients], state, self.scalars)
+  def directions(self, gradients: list[dict], state: RuleState | None):
+    """`direction_parts` of one layer, from what `against` returns."""
+    return direction_parts(self.inner, gradients, state, self.scalars)
+
+  def against(self, gradients: tuple, index) -> list[dict]:
+    """K dicts {label: G, with its curvature} of one layer, from its validation gradients (K States)."""
+    labelled, secant = [self.labelled(g) for g in gradients], self.problem.secant
+    if secant is None:
+      return labelled
+    here = [{label: _cut(earlier[label], index) for label in labelled[0]} for earlier in secant.earlier]
+    return extrapolated(dataclasses.replace(secant, earlier=here), labelled)
 
   def join(self, inner: nnx.State, outer: nnx.State) -> nnx.State:
     """The State of the whole model from that of the layers and that outside."""
@@ -187,26 +196,36 @@ def validation_back(batches: Pair, cotangents: tuple, kept_K: tuple, layer):
 def training_back(rows: Rows, cotangent, kept: Kept, gradients: tuple, made, layer):
   """(cotangent of the layer's input, {grads, probes, sums, captured} of the layer).
 
-  made: result of `Layers.directions`; None: computes it from the gradients.
+  With a secant also {validation}: its validation gradients, for the next step. made: result of `Layers.directions`;
+  None: computes it from the gradients.
   """
   layers, (params, _, index) = rows.layers, layer
   state = layer_state(layers, index)
-  parts, captured = made or layers.directions(gradients, state)
+  against = layers.against(gradients, index)
+  parts, captured = made or layers.directions(against, state)
   arguments = rows.arguments(kept.x, layer, (layers.probes, direction_state(layers.inner, parts)))
   grads, (probes, _), cotangent, *_ = rows.pull(kept, cotangent, arguments)
   state = _late_state(layers, state, index, probes)
-  labelled = [layers.labelled(g) for g in gradients]
-  sums = ledger_sums(layers, layers.inner, layers.labelled(params), layers.labelled(grads), labelled, state, parts)
-  return cotangent, {"grads": grads, "probes": probes, "sums": sums, "captured": captured}
+  out = {"grads": grads, "probes": probes, "captured": captured}
+  if layers.problem.secant:
+    out["validation"] = gradients
+    against = [*against, *(layers.labelled(g) for g in gradients)]
+  sums = ledger_sums(layers, layers.inner, layers.labelled(params), layers.labelled(grads), against, state, parts)
+  return cotangent, out | {"sums": sums}
 
 
 def layer_state(layers: Layers, index) -> RuleState | None:
   """The optimizer's state of one layer, on the device."""
   if layers.state is None:
     return None
+  arrays = jax.tree.map(lambda x: _cut(x, index), layers.state.arrays)
+  return dataclasses.replace(layers.state, arrays=arrays)
+
+
+def _cut(stacked, index):
+  """A layer's part of a stacked array, on the device."""
   # Vectors are fetched whole: a TPU cannot cut a single row out of a packed matrix in host memory.
-  cut = lambda x: streaming.fetch(streaming.to_device(x) if x.ndim <= 2 else x, index)  # noqa: E731
-  return dataclasses.replace(layers.state, arrays=jax.tree.map(cut, layers.state.arrays))
+  return streaming.fetch(streaming.to_device(stacked) if stacked.ndim <= 2 else stacked, index)
 
 
 def _late_state(layers: Layers, state: RuleState | None, index, probes: nnx.State) -> RuleState | None:

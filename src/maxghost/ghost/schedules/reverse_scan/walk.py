@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.directions import direction_parts, direction_state
-from maxghost.ghost.schedules.base import Problem, Scored, TrainPass
-from maxghost.ghost.schedules.passes import mean_loss, scored_by_rules, validation_mean
+from maxghost.ghost.schedules.base import Problem, Scored, TrainPass, Validation
+from maxghost.ghost.schedules.passes import extrapolated, mean_loss, scored_by_rules, validation_mean
 from maxghost.ghost.schedules.reverse_scan import layer as layer_lib
 from maxghost.ghost.schedules.reverse_scan.layer import Kept, Layers, Pair, Rows, submodule
 from maxghost.models import autodiff, segments, streaming
@@ -47,16 +47,18 @@ def run(problem: Problem) -> Scored:
   val_heads = [_head(rows, validation_mean, hidden) for rows, hidden in zip(vals, hidden_K, strict=True)]
   head_gradients = [pull(jnp.ones_like(value)) for value, pull, _ in val_heads]
   boundaries, hidden, links = _forward(train)
-  parts, _ = direction_parts(layers.outer, [by_label(g) for g, *_ in head_gradients], state, layers.scalars)
+  against = extrapolated(problem.secant, [by_label(g) for g, *_ in head_gradients])
+  parts, _ = direction_parts(layers.outer, against, state, layers.scalars)
   value, pull, (losses, weights) = _head(train, mean_loss, hidden, links, parts)
   head_grads, head_probes, cotangent, links = pull(jnp.ones_like(value))
   below = Pair(tuple(ct for _, _, ct, _ in head_gradients), cotangent)
   found, cotangents = back(Pair(vals, train), Pair(kept_K, boundaries), below, layers.stacked(), lengths)
   outer_gradients = [
-    by_label(jax.tree.map(jnp.add, g, _embed(rows, ct)[0]))
+    jax.tree.map(jnp.add, g, _embed(rows, ct)[0])
     for (g, *_), rows, ct in zip(head_gradients, vals, cotangents.val, strict=True)
   ]
-  parts, shares = direction_parts(layers.outer, outer_gradients, state, layers.scalars)
+  against = extrapolated(problem.secant, [by_label(g) for g in outer_gradients])
+  parts, shares = direction_parts(layers.outer, against, state, layers.scalars)
   embed_grads, embed_probes = _embed(train, cotangents.train, links, parts)
   outer_grads = jax.tree.map(jnp.add, head_grads, embed_grads)
   probe_grads = layers.join(found["probes"], jax.tree.map(jnp.add, head_probes, embed_probes))
@@ -64,10 +66,16 @@ def run(problem: Problem) -> Scored:
   scores, facts = twin.scores(probe_grads)
   passed = TrainPass(value, losses, weights, grads, scores, facts, loss.metrics(hidden, batch))
   params_now, grads_now = by_label(layers.outer_params), by_label(outer_grads)
-  outer = layer_lib.ledger_sums(layers, layers.outer, params_now, grads_now, outer_gradients, state, parts)
-  sums = {name: found["sums"][name].sum(0) + outer[name] for name in outer}
   val_losses, shares = jnp.stack([value for value, *_ in val_heads]), found["captured"] | shares
-  return scored_by_rules(twin, passed, val_losses, shares, sums=sums or None, used=sums.get("used"))
+  validation = None
+  if problem.secant:
+    against += [by_label(g) for g in outer_gradients]
+    whole = [layers.join(*pair) for pair in zip(found["validation"], outer_gradients, strict=True)]
+    validation = Validation(val_losses, whole)
+  outer = layer_lib.ledger_sums(layers, layers.outer, params_now, grads_now, against, state, parts)
+  sums = {name: found["sums"][name].sum(0) + outer[name] for name in outer}
+  rest = {"sums": sums or None, "used": sums.get("used"), "validation": validation}
+  return scored_by_rules(twin, passed, val_losses, shares, **rest)
 
 
 def _forward(rows: Rows):
@@ -82,7 +90,7 @@ def _forward(rows: Rows):
     keep = (lambda x: x) if rows.probed else functools.partial(aside, layers)
     return *inputs(rows, x, layers.stacked(), lengths, keep), links
   if rows.probed:
-    one = (jax.tree.map(lambda x: x[0], layers.params),) * layers.twin.num_sets
+    one = [layers.labelled(jax.tree.map(lambda x: x[0], layers.params))] * layers.twin.num_sets
     shapes, _ = jax.eval_shape(layers.directions, one, layer_lib.layer_state(layers, 0))
     blank = direction_state(layers.inner, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes))
     ghost = layers.probes, blank
@@ -149,8 +157,8 @@ def inputs(rows: Rows, x, scanned, segment_lengths: tuple, keep=lambda x: x):
   return kept, x
 
 
-def back(batches: Pair, boundaries: Pair, cotangents: Pair, scanned, segment_lengths: tuple):
-  """({grads, probes, sums, captured} with a leading layer axis, cotangents of the first layer's inputs).
+def back(batches: Pair, boundaries: Pair, cotangents: Pair, scanned, segment_lengths: tuple) -> tuple[Any, Pair]:
+  """({grads, probes, ...} of `training_back` with a leading layer axis, cotangents of the first layer's inputs).
 
   batches: `Rows`. boundaries: kept by `_forward` or `inputs`. scanned: `Layers.stacked` of these layers.
   """
@@ -167,7 +175,9 @@ def back(batches: Pair, boundaries: Pair, cotangents: Pair, scanned, segment_len
       x_train = streaming.fetch(boundaries.train, number)
       x = Pair(_inputs_K(batches, x_val, here, inner), inputs(batches.train, x_train, here, inner)[0])
       out, cotangents = back(batches, x, cotangents, here, inner)
-    return cotangents, out | {"grads": streaming.like(out["grads"], scanned[0])}
+    of_weights = {name: out[name] for name in ("grads", "validation") if name in out}
+    memory = {"grads": scanned[0], "validation": (scanned[0],) * layers.twin.num_sets}
+    return cotangents, out | {name: streaming.like(x, memory[name]) for name, x in of_weights.items()}
 
   stacked = segments.split(scanned, segment_lengths[0])
   outside = (boundaries.val, jnp.arange(scanned[2].shape[0] // segment_lengths[0]))
@@ -216,7 +226,7 @@ def _segment_back(batches: Pair, x_val, train_boundaries, number, cotangents: Pa
   def validation(cts, scanned):
     x_K, layer = scanned
     gradients, cts = layer_lib.validation_back(batches, cts, x_K, layer)
-    made = layers.directions(gradients, None) if factored else None
+    made = layers.directions(layers.against(gradients, layer[2]), None) if factored else None
     return cts, (() if factored and layers.problem.account is None else gradients, made)
 
   val_inputs, cts = _inputs_K(batches, x_val, scanned, ()), streaming.to_device(cotangents.val)

@@ -1,0 +1,58 @@
+"""QK-Clip: keeps attention logits below a threshold by scaling the weights of queries and keys after a step.
+
+Source: Kimi K2, arXiv:2507.20534. L layers, H query heads, K key/value heads, G = H / K.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from maxghost.parallel.shardings import slash_path
+
+
+def factors(peaks_LH, num_kv_heads: int, threshold: float) -> tuple[Any, Any]:
+  """Factors of the weights of query heads [..., H] and of key heads [..., K]; 1 where nothing is clipped.
+
+  Together they scale the logits of head h by gamma_h = min(1, threshold / its largest logit). Query heads that share a
+  key cannot all scale it: the key takes the root of the smallest gamma of its group, each query the rest of its own.
+  With as many key as query heads both take the root.
+  """
+  gamma_LH = jnp.where(peaks_LH > threshold, threshold / jnp.maximum(peaks_LH, threshold), 1)
+  gamma_LKG = gamma_LH.reshape(*gamma_LH.shape[:-1], num_kv_heads, -1)
+  key_LK = jnp.sqrt(gamma_LKG.min(-1))
+  return (gamma_LKG / key_LK[..., None]).reshape(gamma_LH.shape), key_LK
+
+
+def clip(model: Any, peaks_LH, threshold: float) -> dict[str, Any]:
+  """Scales queries and keys of a `Transformer` in place; returns {label: kernel or bias as it was before}.
+
+  peaks_LH: the largest logit of each layer and query head, in the order in which layers run.
+  """
+  layers, before = model.decoder, {}
+  for path, variable in nnx.to_flat_state(nnx.state(layers, nnx.Param)):
+    if path[-2] not in ("query", "key"):
+      continue
+    value = variable[...]
+    head_axis = value.ndim - 2
+    mine = peaks_LH[_layers(path, peaks_LH.shape[0], value.shape[0] if path[0] == "layers" else 1)]
+    num_kv_heads = _param(layers, (*path[:-2], "key", "kernel")).shape[-2]
+    factor = factors(mine, num_kv_heads, threshold)[path[-2] == "key"]
+    between = head_axis - (mine.ndim - 1)  # axes between those of the layers and the heads
+    factor = factor.reshape(*factor.shape[:-1], *(1,) * between, factor.shape[-1], 1)
+    before[slash_path(("decoder", *path))] = value
+    _param(layers, path)[...] = (value * factor).astype(value.dtype)
+  return before
+
+
+def _param(module: Any, path: tuple) -> nnx.Param:
+  for name in path:
+    module = getattr(module, name)
+  return module
+
+
+def _layers(path: tuple, num_layers: int, num_stacked: int) -> Any:
+  """Which of the layers a Param belongs to: an index, or for stacked layers a slice."""
+  names = [name for name in path[:2] if name.startswith("layers_")]
+  index = int(names[0].removeprefix("layers_")) if names else 0
+  return slice(index, None, num_layers // num_stacked) if path[0] == "layers" else index
