@@ -147,7 +147,8 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
   count = offline.score(cfg, points(cfg, paths), corpus, queries, writer, rows, rows / step_rows)
   writer.close()
   config.save(as_run(cfg, args.data, corpus.domains), args.output / "config.yml")
-  print(f"scored {count:,} chunks against {len(queries)} queries: {args.output}")
+  against = f"{len(queries)} queries" if len(queries) > 1 else "1 query"
+  print(f"scored {count:,} chunks against {against}: {args.output}")
   log = attribution.load(args.output)
   console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
   for name in queries:

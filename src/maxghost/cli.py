@@ -31,6 +31,10 @@ VERBS = {
   "train_compile": ("maxghost.train_compile", "compile the step for a topology: memory and shardings, without devices"),
 }
 
+WITHIN = {
+  "checkpoint": ("convert", "compare", "inspect", "rescale", "hf"),
+  "data": ("prepare", "verify", "show", "duplicates"),
+}
 USAGE = """\
 usage: maxghost {verb} [config.yml] [key=value ...]
        maxghost {verb} --help [key]      all keys, or one in full
@@ -160,7 +164,8 @@ def _main(arguments: list[str]) -> int:
     return 0
   verb, rest = arguments[0], arguments[1:]
   if verb not in verbs:
-    hint = did_you_mean(verb, verbs) or f"; there are {', '.join(verbs)}"
+    within = [f"; it is {outer} {verb}" for outer, inner in WITHIN.items() if verb in inner and outer in verbs]
+    hint = (within or [did_you_mean(verb, verbs) or f"; there are {', '.join(verbs)}"])[0]
     raise ConfigError(f"unknown command '{verb}'{hint}")
   return importlib.import_module(verbs[verb][0]).main(rest)
 

@@ -55,36 +55,57 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print):
   configure_jax(cfg)
   graphdef, abstract = nnx.split(models.create_abstract(cfg))
   wanted = state.to_tree(state.abstract_arrays(abstract))
-  tree = open_parameters(place, cfg, wanted, say)()
+  tree = open_parameters(place, cfg, {"model": wanted}, say)()["model"]
   return graphdef, state.from_tree(tree, abstract)
 
 
 def check_config(cfg: Config) -> ModelPlace:
-  """Finds the model of `load_parameters_path`; reads only configurations.
+  """Finds the model of `load_parameters_path` or `load_full_state_path`; reads only configurations.
 
   Raises ConfigError if there is none, and with every differing key if it is not the model of `cfg`.
   """
-  path = cfg.checkpoint.load_parameters_path
+  given = cfg.checkpoint
+  key, path = "load_full_state_path" if given.load_full_state_path else "load_parameters_path", given.given
   place = model_path.find(path)
   if place.config is None:
     return place
   unlike = differing(place.config.model, cfg.model)
   if unlike:
     listed = "; ".join(f"{key}={shown(found)} there, {shown(here)} here" for key, (found, here) in unlike.items())
-    own = f"begin with its own: maxghost train {place.config_file} load_parameters_path={path} run_name=NAME"
+    own = f"begin with its own: maxghost train {place.config_file} {key}={path} run_name=NAME"
     if huggingface.is_huggingface(place.tree):
       own = f"let maxghost checkpoint hf import {path} FOLDER write a config with them"
     way_out = f"; set these keys as they are there, or {own}"
-    raise ConfigError(f"load_parameters_path={path} is another model ({place.config_file}): {listed}{way_out}")
+    raise ConfigError(f"{key}={path} is another model ({place.config_file}): {listed}{way_out}")
   return place
+
+
+def check_steps(place: ModelPlace, cfg: Config) -> None:
+  """Raises ConfigError if a run cannot go on after the steps of `load_full_state_path`."""
+  given, every = cfg.checkpoint.load_full_state_path, cfg.ghost.ghost_val_every
+  step = read_checkpoint(open_tree(place.tree), ReadOptions(keep_unknown=True)).step
+  if step is None:
+    raise LayoutError(
+      f"load_full_state_path={given} does not say how many steps it has taken; use load_parameters_path"
+    )
+  first = int(step.read(None))
+  if first >= cfg.run.steps:
+    raise ConfigError(
+      f"load_full_state_path={given} has taken {first} steps; use steps={2 * first}, or another above it"
+    )
+  if first % every:
+    raise ConfigError(
+      f"ghost_val_every={every}: load_full_state_path={given} keeps no validation gradient of its {first} steps; use a "
+      f"divisor of {first}"
+    )
 
 
 def open_parameters(
   place: ModelPlace, cfg: Config, wanted: Mapping[str, Any], say: Callable[[str], None] = print
 ) -> Callable[[], dict]:
-  """Pairs the parameters at `place` with the tree `wanted`, and returns a function that reads them.
+  """Pairs what is at `place` with the tree `wanted`, {"model": ..., ...}, and returns a function that reads it.
 
-  Raises ConfigError with every missing, unknown or differing parameter.
+  Raises ConfigError with every missing, unknown or differing parameter or moment.
   """
   values_from = read_checkpoint(open_tree(place.tree), ReadOptions(keep_unknown=True)).values_from
   scales = FAMILIES[cfg.model.decoder_block].maxtext_scales_queries
@@ -99,5 +120,4 @@ def open_parameters(
       "maxghost checkpoint rescale"
     )
   head_dim = cfg.model.head_dim if values_from == "maxtext" and scales else None
-  read = open_load(place.tree, {"model": wanted}, head_dim=head_dim, widen=True, say=say)
-  return lambda: read()["model"]
+  return open_load(place.tree, wanted, head_dim=head_dim, widen=True, say=say)

@@ -49,15 +49,18 @@ def _run(cfg: Config, force: bool, signals: StopSignals) -> int:
 
 
 def _parameters(cfg: Config, existing: Existing) -> Callable | None:
-  """A function that opens the initial parameters; None for a run that has a checkpoint."""
-  if not cfg.checkpoint.load_parameters_path or run_directory.has_checkpoint(existing):
+  """A function that opens what the run begins with; None for a run that has a checkpoint."""
+  if not cfg.checkpoint.given or run_directory.has_checkpoint(existing):
     return None
   from maxghost import load_model
   from maxghost.interop import model_path
 
   place = load_model.check_config(cfg)
+  if cfg.checkpoint.load_full_state_path:
+    load_model.check_steps(place, cfg)
 
   def open_parameters(wanted: Mapping) -> Callable[[], dict]:
+    wanted = wanted if cfg.checkpoint.load_full_state_path else {"model": wanted["model"]}
     read = load_model.open_parameters(place, cfg, wanted)
 
     def read_all() -> dict:
@@ -86,7 +89,8 @@ def _train(
   try:
     plan = Plan.of(cfg, devices.open_layout(cfg))
     if distributed.count() > 1:
-      seconds = 0.7 * cfg.parallel.jax_distributed_timeouts[1]
+      # JAX counts from its last heartbeat, one in every half of this time, so that it may end the run after that half.
+      seconds = 0.3 * cfg.parallel.jax_distributed_timeouts[1]
       threading.Thread(target=_watch_peers, args=(seconds,), daemon=True).start()
     own, seed = plan.own, cfg.run.data_shuffle_seed
     dataset = data.make_dataset(

@@ -99,6 +99,9 @@ def assert_same_run(ours, theirs) -> None:
     for name in ("learning/loss", "ghost/val_loss/words"):
       assert a[name] == pytest.approx(b[name], rel=1e-6)
     assert a["learning/total_weights"] == b["learning/total_weights"]
+    by_domain = {name: value for name, value in b.items() if name.startswith("ghost/contribution/")}
+    assert len(by_domain) > 2
+    assert {name: a[name] for name in by_domain} == pytest.approx(by_domain, rel=1e-4, abs=1e-5)
   actual, expected = rows(ours), rows(theirs)
   assert actual.keys() == expected.keys() and len(actual) > 5 * STEPS
   a, b = (np.array([values[key] for key in expected]) for values in (actual, expected))
@@ -128,16 +131,24 @@ def test_two_processes_are_one_even_when_one_is_killed(folder, one_process):
   run = folder / "two"
   processes = Processes(folder, 2, "run_name=two")
   processes.wait_for("completed step: 3,")
+  while not (run / "checkpoints" / str(PERIOD)).is_dir():  # written in the background
+    assert processes.started[0].poll() is None, processes.text(0)[-3000:]
+    time.sleep(0.02)
   begin = time.monotonic()
   processes.started[1].send_signal(signal.SIGKILL)
-  assert processes.codes() == [1, -signal.SIGKILL]
-  assert time.monotonic() - begin < 70
-  assert "another process of the run is lost" in processes.text(0)
-  assert f"the last good checkpoint is {run / 'checkpoints' / str(PERIOD)}" in processes.text(0)
+  codes = processes.codes()
+  assert time.monotonic() - begin < 200  # on a busy machine; a missing heartbeat takes 60
+  saved = max(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdecimal())
+  if codes == [-signal.SIGABRT, -signal.SIGKILL]:  # Gloo did not notice it: JAX ends the run, after a line of ours
+    assert "process 1 has given no sign of life" in processes.text(0)
+  else:
+    assert codes == [1, -signal.SIGKILL]
+    assert "another process of the run is lost" in processes.text(0)
+    assert f"the last good checkpoint is {run / 'checkpoints' / str(saved)};" in processes.text(0)
 
   again = Processes(folder, 2, "run_name=two")
   again.succeed()
-  assert f"Continuing after {PERIOD} completed steps" in again.text(0)
+  assert f"Continuing after {saved} completed steps" in again.text(0)
   assert "mesh: fsdp 8 (8 devices) of 2 processes" in again.text(0)
   assert "completed step" not in again.text(1)  # process 0 speaks for all
   assert_same_run(run, one_process)
@@ -152,6 +163,24 @@ def test_one_process_is_asked_to_stop_and_all_do(folder, one_process):
   assert stopped.codes() == [0, 0] and "Stopped by another process after" in stopped.text(0)
   Processes(folder, 2, "run_name=stopped").succeed()
   assert_same_run(folder / "stopped", one_process)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_killed_at_random_moments_two_processes_are_the_same_run(folder, one_process):
+  """One of them, or both at once; what was lost is done again, and nothing is done twice."""
+  rng = np.random.default_rng(5)
+  for _ in range(6):
+    processes = Processes(folder, 2, "run_name=killed", "jax_distributed_timeouts=300,20")
+    time.sleep(rng.uniform(4, 40))
+    victims = [[0], [1], [0, 1]][rng.integers(3)]
+    for index in victims:
+      processes.started[index].kill()
+    codes = processes.codes()
+    for index in {0, 1} - {*victims}:
+      assert codes[index] != -signal.SIGKILL and "Traceback" not in processes.text(index), processes.text(index)[-3000:]
+  Processes(folder, 2, "run_name=killed").succeed()
+  assert_same_run(folder / "killed", one_process)
 
 
 @pytest.mark.slow

@@ -175,6 +175,7 @@ RUN = (
   "base_num_decoder_layers=2", "max_target_length=32", "per_device_batch_size=2", "sharding_tolerance=1",
   "dataset_type=synthetic", "ghost_val_sets=words", "eval_interval=-1", "enable_tensorboard=false",
   "gradient_clipping_threshold=0.4", "dropout_rate=0.1", "z_loss_multiplier=0.01", "warmup_steps_fraction=0.3",
+  "remat_policy=none",
 )  # fmt: skip
 KINDS = {
   "adamw": (

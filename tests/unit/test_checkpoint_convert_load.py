@@ -1,6 +1,7 @@
 """MaxText's checkpoints in this program's own model: loaded, rescaled, run; and the way back."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from checkpoint_convert_trees import FIXTURES, orbax_leaves, same_bytes, save, unpack
 from flax import nnx
 
-from maxghost import config, load_model, models
+from maxghost import config, load_model, models, scorelog, train
 from maxghost.checkpoint.compare import compare_checkpoints
 from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.interop.convert import convert
@@ -69,14 +70,14 @@ def test_load_parameters_path_takes_a_maxtext_checkpoint(tmp_path):
   convert(source, tmp_path / "nnx", to="nnx", say=silent)
   for path in (source, tmp_path / "nnx"):
     cfg = given(path)
-    found = load_model.open_parameters(load_model.check_config(cfg), cfg, model_only["model"], silent)()
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    found = load_model.open_parameters(load_model.check_config(cfg), cfg, model_only, silent)()
+    jax.tree.map(np.testing.assert_array_equal, found["model"], expected)
   with pytest.raises(LayoutError, match="how MaxText scales query weights is not known for decoder_block=gpt2"):
     cfg = config.replace(config.load("model_name=gpt2-small"), load_parameters_path=str(source))
-    load_model.open_parameters(load_model.check_config(cfg), cfg, model_only["model"], silent)
+    load_model.open_parameters(load_model.check_config(cfg), cfg, model_only, silent)
   with pytest.raises(LayoutError, match="misses decoder/layers/self_attention/key_norm/scale"):
     cfg = given(source, use_qk_norm=True)
-    wanted = to_tree(train_state(use_qk_norm=True)[1])["model"]
+    wanted = {"model": to_tree(train_state(use_qk_norm=True)[1])["model"]}
     load_model.open_parameters(load_model.check_config(cfg), cfg, wanted, silent)
   with pytest.raises(LayoutError, match="there is no model folder"):
     load_model.check_config(given(tmp_path / "nowhere"))
@@ -92,9 +93,48 @@ def test_a_maxtext_checkpoint_of_a_family_without_scaling_is_taken_as_it_is(tmp_
   )
   source = save(tmp_path / "qwen3", {"params": {"params": stacked}, "step": np.int32(3)})
   cfg = given(source, decoder_block="qwen3", use_qk_norm=True)
-  wanted = to_tree(abstract)["model"]
+  wanted = {"model": to_tree(abstract)["model"]}
   found = load_model.open_parameters(load_model.check_config(cfg), cfg, wanted, silent)()
-  jax.tree.map(np.testing.assert_array_equal, found, values)
+  jax.tree.map(np.testing.assert_array_equal, found["model"], values)
+
+
+def records(run):
+  return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_command_continues_a_converted_checkpoint_with_its_moments(tmp_path, capsys):
+  """The first step has the weights, the learning rate and the momentum of the run that was converted."""
+  keys = [
+    f"base_output_directory={tmp_path}", "dataset_type=synthetic", "dataset_domain_bytes=20000", "steps=6",
+    "checkpoint_period=3", "max_num_checkpoints_to_keep=0", "base_num_decoder_layers=2", "base_emb_dim=12",
+    "base_mlp_dim=20", "head_dim=4", "base_num_query_heads=2", "base_num_kv_heads=2", "max_target_length=32",
+    "per_device_batch_size=1", "ghost_val_batch_size=8", "eval_interval=-1", "enable_tensorboard=false",
+    "ici_fsdp_parallelism=4", "ici_data_parallelism=2", "sharding_tolerance=1.0",
+  ]  # fmt: skip
+  assert train.main([*keys, "run_name=whole"]) == 0
+  convert(tmp_path / "whole" / "checkpoints" / "3", tmp_path / "maxtext", to="linen", say=silent)
+  convert(tmp_path / "maxtext", tmp_path / "back", to="maxghost", say=silent)
+  again = [*keys, "run_name=again", f"load_full_state_path={tmp_path / 'back'}"]
+  capsys.readouterr()
+  assert train.main([*again, "steps=3"]) == 2
+  assert f"load_full_state_path={tmp_path / 'back'} has taken 3 steps; use steps=6" in capsys.readouterr().err
+  assert train.main([*again, f"load_parameters_path={tmp_path / 'back'}"]) == 2
+  assert "leave load_parameters_path empty" in capsys.readouterr().err
+  assert not (tmp_path / "again").exists()
+  assert train.main(again) == 0
+  out = capsys.readouterr().out
+  assert f"Continuing after the 3 steps of {tmp_path / 'back'}, on data read from the start" in out
+  before, after = records(tmp_path / "whole")[3:], records(tmp_path / "again")
+  assert [record["step"] for record in after] == [3, 4, 5]
+  name = "learning/current_learning_rate"
+  assert [record[name] for record in after] == [record[name] for record in before]
+  for name in ("learning/param_norm", "ghost/val_loss/words"):
+    assert after[0][name] == before[0][name]
+  assert after[0]["ghost/momentum/words"] != 0 and all(np.isfinite(one["ghost/actual_drop/words"]) for one in after)
+  log = scorelog.load(tmp_path / "again")
+  assert sorted(set(log["step"].tolist())) == [3, 4, 5]
+  assert train.main([*keys, "run_name=ours", f"load_full_state_path={tmp_path / 'whole/checkpoints/3'}"]) == 0
+  assert records(tmp_path / "ours")[0]["ghost/momentum/words"] == after[0]["ghost/momentum/words"]
 
 
 @pytest.mark.parametrize(

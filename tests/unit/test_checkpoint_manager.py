@@ -3,11 +3,13 @@
 import os
 import shutil
 import threading
+import time
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from maxghost.checkpoint import manager as manager_module
@@ -215,6 +217,10 @@ def fail():
   raise OSError("disk full")
 
 
+def wait_in_vain():
+  raise TimeoutError("Timed out while waiting for async_write_complete barrier.")
+
+
 def test_a_save_that_fails_is_named_by_its_step_and_raised_once(tmp_path, caplog):
   """The failure of one save shows when the next one begins; threads of Orbax do not report it too."""
   manager = CheckpointManager(tmp_path / "checkpoints")
@@ -224,6 +230,27 @@ def test_a_save_that_fails_is_named_by_its_step_and_raised_once(tmp_path, caplog
     manager.save(2, make_tree(2), {})
   manager.close()
   assert not caplog.records
+
+
+async def hang(*args, **kwargs):
+  """Storage that does not answer."""
+
+  def result(timeout):
+    time.sleep(timeout)
+    raise TimeoutError
+
+  return [SimpleNamespace(result=result)]
+
+
+def test_a_write_that_takes_too_long_is_one_line(tmp_path, monkeypatch):
+  monkeypatch.setattr(manager_module, "WRITE_SECONDS", 1)
+  monkeypatch.setattr(ocp.JsonCheckpointHandler, "async_save", hang)
+  manager = CheckpointManager(tmp_path / "checkpoints")
+  manager.save(3, make_tree(3), {})
+  with pytest.raises(CheckpointError, match=r"/3 could not be written \(it was not written in 1 s: the storage"):
+    manager.wait()
+  assert manager.steps() == []
+  manager.close()
 
 
 def test_a_checkpoint_in_the_making_is_no_good_one(manager, tmp_path):
@@ -319,6 +346,13 @@ def test_a_write_that_fails_in_one_process_fails_in_all(tmp_path, two, monkeypat
     made.wait()
   assert two.values == {}  # it is not this process that reports the failure
   monkeypatch.setattr(distributed, "gather", lambda mine: [mine, ""])
+  with pytest.raises(CheckpointError, match="by process 0"):
+    made._guard(fail)
+  monkeypatch.setattr(distributed, "gather", lambda mine: [mine, "it was not written in 3,600 s"])
+  with pytest.raises(CheckpointError, match=r"by process 1 .*not written in 3,600 s"):
+    made._guard(wait_in_vain)
+  monkeypatch.setattr(distributed, "gather", lambda mine: [mine, ""])
+  two.values.clear()
   with pytest.raises(CheckpointError, match="by process 0"):
     made._guard(fail)
   assert two.values == {"maxghost/failures/0": "OSError: disk full"}

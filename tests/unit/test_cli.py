@@ -167,6 +167,19 @@ def test_the_version_is_told_and_the_package_runs(capsys):
   assert done.stdout == f"maxghost {maxghost.__version__}\n"
 
 
+def test_a_command_within_another_is_named(capsys):
+  assert cli.main(["compare", "a", "b"]) == 2 and cli.main(["prepare"]) == 2
+  assert capsys.readouterr().err.splitlines() == [
+    "maxghost: unknown command 'compare'; it is checkpoint compare",
+    "maxghost: unknown command 'prepare'; it is data prepare",
+  ]
+  for outer, names in cli.WITHIN.items():
+    for name in names:
+      with pytest.raises(SystemExit):
+        cli._main([outer, name, "--help"])
+      assert capsys.readouterr().out.startswith(f"usage: maxghost {outer} {name}")
+
+
 def test_a_command_has_flags_of_its_own(capsys):
   found = []
 

@@ -27,6 +27,8 @@ from maxghost.config import validate
     ("ghost_direction=adam opt_type=sgd", "ghost_direction=adam contradicts opt_type=sgd"),
     ("ghost_val_fraction=0", "ghost_val_fraction=0.0 leaves no validation documents"),
     ("ghost_val_fraction=1", "ghost_val_fraction=1.0 leaves no documents of it to train on"),
+    ("load_full_state_path=a load_parameters_path=b", "leave load_parameters_path empty"),
+    ("load_full_state_path=a ghost_curvature=secant", "which load_full_state_path does not have"),
   ],
 )
 def test_contradiction_is_named_with_the_fix(overrides, told):

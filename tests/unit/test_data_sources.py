@@ -272,6 +272,14 @@ def test_wrong_text_settings_are_named(tmp_path, written):
   for kind, ending in (("text", "txt"), ("grain", "array_record")):
     said = refused(dataset_type=kind, dataset_files=(str(tmp_path),))
     assert f"{tmp_path} is a folder; write {tmp_path}/**/*.{ending}" in said
+  (tmp_path / "notes").mkdir()
+  for number in range(2):
+    (tmp_path / "notes" / f"{number}.md").write_text("a note " * 60)
+  (tmp_path / "notes" / "more.txt").write_text("a text")
+  assert f"write {tmp_path}/notes/**/*.md" in refused(dataset_type="text", dataset_files=(f"a={tmp_path}/notes",))
+  keys = {"dataset_type": "text", "dataset_files": (f"a={tmp_path}/notes/*.md", f"b={tmp_path}/notes/*.txt")}
+  said = refused(**keys, ghost_val_sets=())
+  assert "ghost_val_sets is not given; name the domain that documents are held out of: a, b" in said
   assert "not of the form domain=" in refused(**text, dataset_files=("=/x",))
   assert "has 'c', which dataset_files does not have; dataset_files has a, b" in refused(
     **text, dataset_files=cfg.dataset_files, dataset_domains=("c",)

@@ -3,18 +3,22 @@
 import dataclasses
 import gzip
 import json
+import pickle
 
 import numpy as np
 import pytest
+from array_record.python import array_record_module
 
 from maxghost import attribution, config, data, scores
 from maxghost.attribution.query import Query, ask
 from maxghost.config import ConfigError
+from maxghost.data import prepare
+from maxghost.data.build import open_all
 from maxghost.data.sources import open_source
 from maxghost.scorelog import Writer
 from maxghost.scorelog.compact import compact
 from maxghost.scorelog.export import to_parquet
-from maxghost.training.score_recorder import ScoreRecorder, open_recorder
+from maxghost.training.score_recorder import DomainSums, open_recorder
 
 BASE = dataclasses.replace(
   config.load().data, dataset_type="text", max_target_length=31, per_device_batch_size=4, ghost_val_sets=("b",)
@@ -78,6 +82,105 @@ def test_fields_of_a_hugging_face_dataset(tmp_path):
   assert source_of(cfg, "stars").document_fields(3) == ("3",)
 
 
+def write_records(path, records):
+  writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+  for record in records:
+    writer.write(record)
+  writer.close()
+
+
+def example_of(record):
+  from tensorflow_datasets.proto import tf_example_pb2
+
+  message = tf_example_pb2.Example()
+  for name, value in record.items():
+    feature = message.features.feature[name]
+    if isinstance(value, str):
+      feature.bytes_list.value.append(value.encode())
+    else:
+      feature.int64_list.value.append(value)
+  return message.SerializeToString()
+
+
+def write_as(kind, folder, rows):
+  """The keys that read these records of domain `b`, whose first file is plain text, from files of a kind."""
+  pyarrow, file = pytest.importorskip("pyarrow"), folder / "b.parquet"
+  (folder / "a.txt").write_text("no record " * 9)
+  kinds = {"dataset_type": "grain", "dataset_files": (f"b={folder}/b.array_record",)}
+  if kind == "parquet":
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=3)
+    kinds = {"dataset_type": "text", "dataset_files": (f"b={file}", f"a={folder}/a.txt")}
+  elif kind == "tfds":
+    kinds = {"dataset_type": "tfds", "dataset_files": ("b=made_b",), "dataset_path": str(folder)}
+    write_tfds(folder, rows)
+  else:
+    make = example_of if kind == "example" else lambda record: json.dumps(record).encode()
+    write_records(folder / "b.array_record", map(make, rows))
+  return dataclasses.replace(BASE, **kinds)
+
+
+def write_tfds(folder, rows):
+  import tensorflow_datasets as tfds
+
+  class Made(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    VERSION = tfds.core.Version("1.2.0")
+    name = "made_b"
+
+    def _info(self):
+      features = {"text": tfds.features.Text(), "id": tfds.features.Text(), "lang": tfds.features.Text()}
+      features = tfds.features.FeaturesDict(features | {"stars": np.int32})
+      return tfds.core.DatasetInfo(builder=self, description="made by a test", features=features)
+
+    def _split_generators(self, dl_manager):
+      return {"train": self._generate_examples()}
+
+    def _generate_examples(self):
+      yield from enumerate(rows)
+
+  Made(data_dir=folder, file_format="array_record").download_and_prepare()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "json", "example", "tfds"])
+def test_fields_of_every_kind_of_record(tmp_path, kind):
+  rows = [json.loads(line("b", n, id=f"b-{n}")) for n in range(11)]
+  cfg = write_as(kind, tmp_path, rows)
+  source = pickle.loads(pickle.dumps(source_of(cfg)))
+  of = {source[index].text.decode(): source.document_fields(index) for index in range(len(source))}
+  assert source.fields == ("id",) and of.pop("no record " * 9, ("",)) == ("",)
+  assert of == {record["text"]: (record["id"],) for record in rows}
+  named = source_of(cfg, "rating=stars", "lang")
+  assert named.fields == ("rating", "lang") and named.fingerprint == source.fingerprint
+  assert {named.document_fields(index) for index in range(11)} == {(str(n), LANGS[n % 3]) for n in range(11)}
+  said = "document_fields has 'language', which domain 'b' does not have; did you mean 'lang'"
+  with pytest.raises(ConfigError, match=said):
+    source_of(cfg, "language")
+  folder = tmp_path / "prepared"
+  prepare.prepare(source_of(cfg, "id", "rating=stars"), cfg, str(folder), part_bytes=200)
+  prepared = dataclasses.replace(BASE, dataset_type="grain", dataset_files=(str(folder),))
+  whole, _ = open_all(prepared, 0)
+  assert whole.fields == ("id", "rating") and len(whole.meta["shards"]) > 2
+  texts = [whole[index].text.decode() for index in range(len(whole))]
+  assert dict(zip(texts, all_fields(whole), strict=True)) == {
+    text: (of.get(text, ("",))[0], text.split()[3] if text in of else "") for text in texts
+  }
+  assert len({*texts} & of.keys()) == 11
+  one, _ = open_all(dataclasses.replace(prepared, document_fields=("stars=rating",)), 0)
+  again = pickle.loads(pickle.dumps(one))
+  assert again.fields == ("stars",) and all_fields(again) == [values[1:] for values in all_fields(whole)]
+  with pytest.raises(ConfigError, match=r"document_fields has 'ratings', which the prepared corpus .* 'rating'"):
+    open_all(dataclasses.replace(prepared, document_fields=("ratings",)), 0)
+
+
+def test_a_prepared_corpus_without_records_has_no_fields(corpus, tmp_path):
+  cfg = dataclasses.replace(corpus, dataset_files=corpus.dataset_files[2:])
+  meta = prepare.prepare(source_of(cfg), cfg, str(tmp_path / "p"))
+  assert meta["fields"] == [] and not (tmp_path / "p" / "index" / "fields.bin").exists()
+  prepared = dataclasses.replace(BASE, dataset_type="grain", dataset_files=(f"{tmp_path}/p",))
+  assert open_all(prepared, 0)[0].fields == ()
+  with pytest.raises(ConfigError, match=r"document_fields has 'id', which the prepared corpus .* does not have"):
+    open_all(dataclasses.replace(prepared, document_fields=("id",)), 0)
+
+
 class Recorded:
   """A batch of one row with a document in each slot."""
 
@@ -130,6 +233,8 @@ def test_a_log_is_asked_by_id_and_filtered_by_fields(run_dir, capsys):
   assert ask(log, Query(by="lang")).columns["tokens"].tolist() == [8, 4]
   with pytest.raises(ConfigError, match="unknown column 'language'; did you mean 'lang'"):
     ask(log, Query(where="language=en"))
+  with pytest.raises(ConfigError, match=r"there are .*, id, lang, and what document_fields named before the training"):
+    ask(log, Query(by="publisher"))
   assert scores.main([str(run_dir), "--by", "id", "--format", "csv", "--top", "1"]) == 0
   assert capsys.readouterr().out.splitlines()[1].startswith("a-11,1,1,")
 
@@ -187,16 +292,17 @@ def test_what_hurts_is_dropped_from_the_next_run_in_one_command(run_dir, corpus,
   assert "--drop-below needs --output FILE" in capsys.readouterr().err
 
 
-def test_contributions_by_domain_are_metrics(tmp_path):
+def test_contributions_by_domain_are_metrics():
   names = [("a", "p", 0), ("b", "p", 1), ("a", "p", 2)]
-  recorder = ScoreRecorder(Writer(tmp_path, ("v", "w")), names.__getitem__, ("a", "b", "c"), tmp_path)
+  sums = DomainSums(("v", "w"), ("a", "b", "c"), names.__getitem__)
   outputs = {"tokens_BS": np.array([[1, 1, 1, 0]]), "scored_ok": True}
   outputs["contribution_BSK"] = np.array([[[1.0, 2.0], [10.0, 20.0], [100.0, 200.0], [7.0, 7.0]]])
-  found = recorder.by_domain(outputs, Recorded([0, 1, 2, -1]))
+  found = sums(outputs, Recorded([0, 1, 2, -1]))()
   assert found == {
     f"ghost/contribution/{name}/{domain}": scale * value
     for name, scale in (("v", 1), ("w", 2))
     for domain, value in (("a", 101.0), ("b", 10.0), ("c", 0.0))
   }
-  assert recorder.by_domain(outputs | {"scored_ok": False}, Recorded([0, 1, 2, -1])) == {}
-  recorder.close()
+  assert sums(outputs | {"scored_ok": False}, Recorded([0, 1, 2, -1]))() == {}
+  copy = DomainSums(("v", "w"), ("a", "b", "c"), names.__getitem__, writes=False)
+  assert set(copy(outputs, Recorded([0, 1, 2, -1]))().values()) == {0.0}

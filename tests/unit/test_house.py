@@ -198,6 +198,23 @@ def test_every_page_is_linked_from_the_readme():
   assert [path.name for path in (ROOT / "docs").glob("*.md") if f"](docs/{path.name})" not in text] == []
 
 
+def words(text):
+  """What a reader reads: without comments, addresses of links and rules of tables."""
+  text = re.sub(r"<!--.*?-->|^\|[-|: ]+\|$", "", text, flags=re.S | re.M)
+  text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", text)
+  return [word for word in text.replace("|", " ").split() if re.search(r"\w", word)]
+
+
+def test_readme_and_pages_are_short():
+  """At most 900 words, and at most 1,500 on a page besides its tables and its code."""
+  assert len(words((ROOT / "README.md").read_text("utf-8"))) <= 900
+  long = {}
+  for path in (ROOT / "docs").glob("*.md"):
+    text = re.sub(r"```.*?```|^\|.*?$", "", path.read_text("utf-8"), flags=re.S | re.M)
+    long |= {path.name: len(words(text))} if len(words(text)) > 1500 else {}
+  assert long == {}
+
+
 def test_figures_of_the_readme_are_those_the_benchmarks_wrote():
   """To renew them: `python benchmarks/readme_table.py`."""
   done = subprocess.run(

@@ -181,6 +181,7 @@ RUN = {
   "base_num_decoder_layers": 2, "lr_schedule_type": "constant", "warmup_steps_fraction": 0.0, "eval_interval": -1,
   "steps": 4, "checkpoint_period": 2, "max_num_checkpoints_to_keep": 0, "async_checkpointing": False,
   "dataset_type": "synthetic", "dataset_domain_bytes": 20000, "enable_tensorboard": False, "run_name": "run",
+  "remat_policy": "none",
 }  # fmt: skip
 
 

@@ -169,6 +169,15 @@ def test_zero_1_splits_moments_over_data_and_weights_not():
   assert shardings[f"optimizer/opt_state/0/nu/{kernel}"] == PartitionSpec(None, "fsdp", "data")
 
 
+def test_a_run_says_whether_experts_are_balanced():
+  experts = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}
+  for weight, said in ((0.0, "is left out"), (0.01, "is added, times 0.01")):
+    cfg = make_config({"ici_fsdp_parallelism": 8}, load_balance_loss_weight=weight, **experts)
+    lines = Plan.of(cfg, devices.open_layout(cfg)).lines()
+    assert lines[-1].startswith("Per train step")
+    assert f"training loss: the load-balancing loss of the experts {said} (load_balance_loss_weight)" in lines
+
+
 def test_weights_kept_whole_are_named():
   cfg = make_config({"ici_fsdp_parallelism": 8})
   layout = Layout.of(cfg.parallel, jax.devices()[:8])

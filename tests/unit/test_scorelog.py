@@ -1,5 +1,6 @@
 """Damage, schema 1, shares, units and an optimizer's own ledger columns. K = 2 validation sets."""
 
+import itertools
 import json
 import shutil
 from types import SimpleNamespace
@@ -11,9 +12,11 @@ from attribution_runs import make_run
 from maxghost import attribution, report, scores
 from maxghost.attribution.summary import summarize
 from maxghost.config import ConfigError
+from maxghost.config.files import check_seal
 from maxghost.scorelog import Writer, selection, tokens
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.compact import compact
+from maxghost.scorelog.reader import _written
 from maxghost.scorelog.shard import DamagedShard, Shard
 from maxghost.training.score_recorder import ScoreRecorder, scored_rows
 
@@ -135,6 +138,25 @@ def test_rows_that_are_there_twice_are_named(run_dir):
   assert lost(run_dir) == "2 rows more than were written before step 12 (after step 11)"
 
 
+def test_any_flipped_bit_of_what_was_written_is_named(run_dir):
+  path = run_dir / "ghost" / "position.json"
+  data = path.read_bytes()
+  noticed = 0
+  for place, bit in itertools.product(range(len(data)), range(8)):
+    path.write_bytes(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
+    try:
+      _written(path.parent)
+    except ConfigError as error:
+      assert "position.json: damaged" in str(error)
+      noticed += 1
+    else:  # the name of the seal is another; what counts is as it was
+      assert json.loads(path.read_bytes())["num_rows"] == 32
+  assert noticed > 8 * len(data) - 100
+  path.write_bytes(data.replace(b'"num_rows": 32', b'"num_rows": 22'))
+  with pytest.raises(ConfigError, match=r"position.json: damaged \(its content does not match its checksum\)"):
+    attribution.load(run_dir)
+
+
 def test_lost_tokens_and_selection_lines_are_named(run_dir):
   (run_dir / "ghost" / "tokens" / "step_6.npz").unlink()
   assert lost(run_dir) == "1 files of tokens/ are missing, step_6.npz first"
@@ -173,7 +195,7 @@ def test_the_commands_refuse_or_say_what_is_lost(run_dir, tmp_path, capsys):
 
 def test_a_resume_carries_no_damage_over(run_dir, capsys):
   path = shard(run_dir, 10)
-  position = json.loads((run_dir / "ghost" / "position.json").read_text())
+  position = check_seal(json.loads((run_dir / "ghost" / "position.json").read_text()))
   assert position == {"step": 10, "num_steps": 11, "num_rows": 32}
   damaged = bytearray(path.read_bytes())
   damaged[-60] ^= 4
@@ -330,3 +352,18 @@ def test_export_to_parquet(tmp_path, capsys):
   (whole,) = log.modules()
   total = np.nansum(whole.contribution_SMLDK[..., 1])
   assert sum(modules["contribution[exams]"].to_pylist()) == pytest.approx(float(total), rel=1e-5)
+
+
+def test_a_log_without_predicted_and_measured_drops_has_no_ledger(tmp_path, capsys):
+  """As those of GhostSuite, or of a loop that writes its rows alone."""
+  writer = Writer(tmp_path, period=3)
+  for step in range(4):
+    rows = {"tokens": [7, 9], "loss": [2.5, 3.0], "dot": [1.0, -0.5], "contribution": [0.5, -0.25]}
+    writer.append({"step": step}, rows, [("a", "x", 0), ("b", "y", 0)])
+  writer.close()
+  assert report.main([str(tmp_path)]) == 0
+  out, page = " ".join(capsys.readouterr().out.split()), (tmp_path / "report.html").read_text("utf-8")
+  for text in (out, page):
+    assert "This log holds neither predicted nor measured drops of its steps" in text
+    assert "over 0 steps" not in text
+  assert "Predicted drop" not in out and '"row">Predicted drop' not in page

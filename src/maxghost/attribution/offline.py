@@ -21,8 +21,8 @@ from flax import nnx
 from maxghost import optimizers
 from maxghost.attribution.corpus import Corpus
 from maxghost.config import Config, ConfigError
-from maxghost.config.files import write_text
-from maxghost.data.hashing import changed_files, check_seal, sealed, sha256
+from maxghost.config.files import check_seal, sealed, write_text
+from maxghost.data.hashing import changed_files, sha256
 from maxghost.data.types import Batch
 from maxghost.ghost import DirectionSpec
 from maxghost.ghost.attach import prepare_twin

@@ -93,7 +93,7 @@ def _cell(name: str, row: dict):
 
   value = row[name]
   if isinstance(value, str):
-    return Text(printable(value), no_wrap=True, overflow="ellipsis")
+    return Text(printable(value), no_wrap=True, overflow="ellipsis") if value else Text("(none)", "dim")
   if name in (*INTERVALS, "per_chunk"):
     half_width = float(row.get(INTERVALS.get(name), float("nan")))
     return Text(number(float(value), plus=True) + plus_minus(half_width))

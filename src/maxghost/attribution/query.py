@@ -125,7 +125,8 @@ def ask(log: ScoreLog, query: Query) -> Answer:
 
 
 def _check(query: Query, fields: tuple[str, ...]):
-  refuse_unknown(f"--by {query.by}: unknown", query.by, (*BY, *fields))
+  more = ", and what document_fields named before the training"
+  refuse_unknown(f"--by {query.by}: unknown", query.by, (*BY, *fields), more)
   refuse_unknown(f"--scale {query.scale}: unknown", query.scale, SCALES)
   for name, count in (("top", query.top), ("bottom", query.bottom)):
     if count is not None and count < 0:

@@ -59,7 +59,9 @@ def lead(part: SetSummary) -> str:
 
 
 def ledger_sentence(ledger: Ledger) -> str:
-  """How to read the ledger, with notes on large momentum and on a large rest."""
+  """How to read the ledger, with notes on large momentum and on a large rest; or that there is none."""
+  if not ledger_lines(ledger):
+    return "This log holds neither predicted nor measured drops of its steps, only what each example was worth."
   count = f"{integer(len(ledger.steps))} step{'s' if len(ledger.steps) != 1 else ''}"
   steps = f"{count} ({ledger.steps[0]} to {ledger.steps[-1]})" if len(ledger.steps) else count
   text = f"The predicted drops of the steps, added up over {steps}."
@@ -137,8 +139,10 @@ class LedgerLine:
 def ledger_lines(ledger: Ledger) -> list[LedgerLine]:
   """The parts of the prediction, their sum, the measured drop and the rest.
 
-  Parts that are zero are left out, except for examples, momentum and weight decay.
+  Parts that are zero are left out, except for examples, momentum and weight decay. Empty for a log without any.
   """
+  if ledger.actual is None and all(value is None for value in ledger.columns.values()):
+    return []
   lines, total = [], 0.0
   for name, value in ledger.columns.items():
     if value or (value == 0 and name in ("predicted_examples", "momentum", "weight_decay")):

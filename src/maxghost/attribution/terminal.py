@@ -22,7 +22,8 @@ def show(summary: Summary, console: Console):
     console.print(_text(report_text.headline(part), style="bold"))
     console.print(_text(report_text.lead(part)))
     console.print(_domains(part))
-    console.print(_ledger(part.ledger))
+    if report_text.ledger_lines(part.ledger):
+      console.print(_ledger(part.ledger))
     console.print(_text(report_text.ledger_sentence(part.ledger)))
     lists = (
       ("Documents that helped most", report_text.helped_sentence(part), part.helped),

@@ -28,10 +28,10 @@ _TEXT_OPERATORS = ("=", "!=", "~", "!~")
 _CONDITION = re.compile(r"""\s*(\w+)\s*(!=|<=|>=|!~|==|=|<|>|~)\s*("[^"]*"|'[^']*'|[^,]*)\s*(?:,|$)""")
 
 
-def refuse_unknown(said: str, name: str, known: Iterable[str]) -> None:
-  """Raises ConfigError with `said` and the nearest of the known names, or all of them, if `name` is none of them."""
+def refuse_unknown(said: str, name: str, known: Iterable[str], more: str = "") -> None:
+  """Raises ConfigError with `said` and the nearest of the known names, or all of them and `more`, if it is none."""
   if name not in known:
-    raise ConfigError(printable(said + (did_you_mean(name, known) or f"; there are {', '.join(known)}")))
+    raise ConfigError(printable(said + (did_you_mean(name, known) or f"; there are {', '.join(known)}{more}")))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -271,7 +271,8 @@ def compare_checkpoints(
 
 @tool("compare_checkpoints")
 def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
-  parser = argparse.ArgumentParser(prog="compare_checkpoints", description=(__doc__ or "").split("\n")[0])
+  about = (__doc__ or "").split("\n")[0]
+  parser = argparse.ArgumentParser(prog="maxghost checkpoint compare", description=about)
   parser.add_argument("a", metavar="A")
   parser.add_argument("b", metavar="B")
   add = parser.add_argument

@@ -81,7 +81,7 @@ def _listing(content: dict[str, Any]) -> Iterator[str]:
 
 @tool("inspect")
 def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
-  parser = argparse.ArgumentParser(prog="inspect", description="Lists what a checkpoint holds.")
+  parser = argparse.ArgumentParser(prog="maxghost checkpoint inspect", description="Lists what a checkpoint holds.")
   parser.add_argument("path", metavar="CHECKPOINT")
   parser.add_argument("--json", action="store_true", help="print one JSON object")
   args = parser.parse_args(argv)

@@ -25,13 +25,14 @@ import orbax.checkpoint as ocp
 from maxghost.checkpoint.checksum import checksums
 from maxghost.checkpoint.layouts_store import full_path, is_typed_key, key_impl, key_words, misfit
 from maxghost.config import ConfigError
-from maxghost.config.files import sync, write_text
-from maxghost.data.hashing import check_seal, sealed
+from maxghost.config.files import check_seal, sealed, sync, write_text
 from maxghost.parallel import distributed
 
 FORMAT_VERSION = 1
 SEEN_SECONDS = 60  # until every process sees a file that one has written
+WRITE_SECONDS = 3600  # for a checkpoint; what fails, or a process that is lost, is noticed at once
 _FAILURES = "maxghost/failures"  # in the key-value store
+_WAITED = "it waited in vain for another process"
 UNUSABLE_SUFFIX = ".unusable"
 
 
@@ -85,7 +86,9 @@ class CheckpointManager:
       enable_async_checkpointing=asynchronous,
       # Made in the foreground, a folder that cannot be made raises at once; in the background it takes five minutes.
       async_options=ocp.AsyncOptions(
-        create_directories_asynchronously=False, barrier_sync_fn=_barrier if distributed.count() > 1 else None
+        timeout_secs=WRITE_SECONDS,
+        create_directories_asynchronously=False,
+        barrier_sync_fn=_barrier if distributed.count() > 1 else None,
       ),
       temporary_path_class=_DurablePath,
     )
@@ -197,14 +200,13 @@ class CheckpointManager:
     except Exception as error:
       if distributed.is_lost_peer(error):
         raise
-      text = str(error).strip().splitlines()
-      reason = f"{type(error).__name__}: {text[0][:300] if text else ''}"
+      reason = _reason(error)
       if distributed.count() > 1:  # ends the others' waiting in `_barrier`
         _store().key_value_set(f"{_FAILURES}/{distributed.index()}", reason, allow_overwrite=True)
     found = [reason] if alone else distributed.gather(reason)
     if any(found):
       self._has_failed = True
-      process = next(number for number, reason in enumerate(found) if reason)
+      process = min((reason == _WAITED, number) for number, reason in enumerate(found) if reason)[1]
       where = f" by process {process}" if len(found) > 1 else ""
       raise CheckpointError(f"checkpoint {self.path(self._saving or 0)} could not be written{where} ({found[process]})")
 
@@ -260,6 +262,15 @@ def _sees(path: Path, text: str) -> bool:
     if time.monotonic() > end:
       return False
     time.sleep(0.2)
+
+
+def _reason(error: Exception) -> str:
+  """Why a part of a save failed, in one line."""
+  if isinstance(error, TimeoutError):
+    limit = f"in {WRITE_SECONDS:,} s: the storage hangs, or is too slow for this model"
+    return _WAITED if "barrier" in str(error) else f"it was not written {limit}"
+  text = str(error).strip().splitlines()
+  return f"{type(error).__name__}: {text[0][:300] if text else ''}"
 
 
 def _store() -> Any:

@@ -1,8 +1,10 @@
-"""The folder of the shipped configurations, and files that are written whole or not at all."""
+"""The folder of the shipped configurations, files that are written whole or not at all, and JSON with a checksum."""
 
 import contextlib
+import json
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,3 +59,23 @@ def sync(path: Path) -> None:
     os.fsync(handle)
   finally:
     os.close(handle)
+
+
+def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+  """A JSON object with the CRC-32 of its content, for `check_seal`."""
+  content = json.loads(json.dumps(record))  # keys become text, as they are read
+  return {**content, "crc32": _content_crc(content)}
+
+
+def check_seal(record: Any) -> dict[str, Any]:
+  """The object that `sealed` was given, or one of an earlier version without a seal. Raises ValueError if changed."""
+  if not isinstance(record, dict):
+    raise ValueError("not a JSON object")
+  content = {name: value for name, value in record.items() if name != "crc32"}
+  if record.get("crc32", _content_crc(content)) != _content_crc(content):
+    raise ValueError("its content does not match its checksum")
+  return content
+
+
+def _content_crc(record: Mapping[str, Any]) -> int:
+  return zlib.crc32(json.dumps(record, sort_keys=True).encode())

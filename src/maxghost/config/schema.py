@@ -253,9 +253,15 @@ class CheckpointConfig:
   """Saving and resuming."""
 
   load_parameters_path: str = key("")
+  load_full_state_path: str = key("")
   checkpoint_period: int = key(100, minimum=0)
   max_num_checkpoints_to_keep: int = key(2, minimum=0)
   async_checkpointing: bool = key(True)
+
+  @property
+  def given(self) -> str:
+    """The path of the model that a new run begins with; empty = none."""
+    return self.load_full_state_path or self.load_parameters_path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

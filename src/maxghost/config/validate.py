@@ -353,9 +353,19 @@ def reweighting(v: Values) -> Iterator[str]:
     yield f"{given}: a floor of {shown(floor)} for {num_domains} domains is more than all rows; use {most} or less"
 
 
+def given_model(v: Values) -> Iterator[str]:
+  if v.load_full_state_path and v.load_parameters_path:
+    yield "load_full_state_path reads the parameters too; leave load_parameters_path empty"
+  if v.load_full_state_path and v.ghost_reweight:
+    yield f"{v['ghost_reweight']} needs the shares of all earlier steps, which load_full_state_path does not have"
+  if v.load_full_state_path and v.ghost_curvature == "secant":
+    yield f"{v['ghost_curvature']} needs the last step's validation gradient, which load_full_state_path does not have"
+
+
 CHECKS: list[Callable[[Values], Iterator[str]]] = [
   heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, segments, offloading, mixture,
   processes, mesh_sizes, periods, plugins_together, objective_units, validation_sets, scoring, selection, reweighting,
+  given_model,
 ]  # fmt: skip
 
 

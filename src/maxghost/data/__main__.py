@@ -18,7 +18,7 @@ from maxghost.data.sources import open_source
 
 def main(arguments: list[str] | None = None) -> int:
   """Runs one command; returns the exit code (0 done, 1 damage found, 2 wrong input, 130 Ctrl-C)."""
-  parser = argparse.ArgumentParser(prog="python -m maxghost.data", description=__doc__)
+  parser = argparse.ArgumentParser(prog="maxghost data", description=__doc__)
   commands = parser.add_subparsers(dest="command", required=True)
   prepare = _command(commands, "prepare", "tokenize a configuration's data once, into ArrayRecord shards and an index")
   prepare.add_argument("--output", required=True, help="folder to write; the same command resumes an interrupted one")
@@ -84,12 +84,12 @@ def _prepare(parsed: argparse.Namespace) -> int:
     f"{parsed.output}: {documents:,} documents of {len(meta['domains'])} domains, {meta['tokens']:,} tokens in "
     f"{len(meta['shards'])} shards; {meta['empty']} empty and {meta['corrupt']} corrupt documents left out"
   )
-  made = meta["tokenizer"]
+  made, sets = meta["tokenizer"], ",".join(data.ghost_val_sets)
   where = f" tokenizer_path={Path(parsed.output) / made['path']}" if made["copied"] else ""
   where = where or (f" tokenizer_path={made['path']}" if made["path"] else "")
   print(
     f"train on it with: dataset_type=grain dataset_files=[{parsed.output}] tokenizer_type={made['type']}{where} "
-    f"vocab_size={made['vocab_size']}"
+    f"vocab_size={made['vocab_size']}" + (f" ghost_val_sets=[{sets}]" if sets else "")
   )
   return 0
 

@@ -62,11 +62,9 @@ def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None) -> tuple
   folders = [item for item in cfg.dataset_files if cfg.dataset_type == "grain" and is_prepared(item)]
   if not folders:
     return sources.open_source(cfg, seed), tokenizer
-  if cfg.document_fields:
-    raise ConfigError(f"document_fields: {folders[0]} is a prepared corpus, which keeps no fields; leave it empty")
   if len(cfg.dataset_files) > 1:
     raise ConfigError(f"dataset_files has {folders[0]}, a prepared corpus, which goes alone; prepare all as one")
-  return PreparedSource(folders[0], tokenizer, cfg.dataset_domains), tokenizer
+  return PreparedSource(folders[0], tokenizer, cfg.dataset_domains, cfg.document_fields), tokenizer
 
 
 def make_dataset(
@@ -116,7 +114,12 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
         f"ghost_val_sets has the name '{both[0]}', which is a domain of the training data; name it otherwise"
       )
     splits.append((read, Split(read, read.domains, 1.0, seed)))
-  check_known("ghost_val_sets", held_out, (domain for one, _ in splits for domain in one.domains), "the data")
+  domains = [domain for one, _ in splits for domain in one.domains]
+  if not cfg.ghost_val_sets and not set(held_out) & set(domains):
+    raise ConfigError(
+      f"ghost_val_sets is not given; name the domain that documents are held out of: {', '.join(domains)}"
+    )
+  check_known("ghost_val_sets", held_out, domains, "the data")
   hashes, sizes = [], set()
   for one, split in splits:
     for domain in (domain for domain in one.domains if domain in held_out):

@@ -1,12 +1,9 @@
 """Stable 64-bit hashes and pseudo-random orders: the same on every machine, process and NumPy version; checksums."""
 
 import hashlib
-import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -91,23 +88,3 @@ def changed_files(folder: Path, known: Mapping[str, str]) -> Iterator[tuple[str,
     found = sha256(path) if path.is_file() else "missing"
     if found != wanted:
       yield name, f"{path}: checksum {found[:16]}, written as {wanted[:16]}"
-
-
-def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
-  """A JSON object with the CRC-32 of its content, for `check_seal`."""
-  content = json.loads(json.dumps(record))  # keys become text, as they are read
-  return {**content, "crc32": _content_crc(content)}
-
-
-def check_seal(record: Any) -> dict[str, Any]:
-  """The object that `sealed` was given, or one of an earlier version without a seal. Raises ValueError if changed."""
-  if not isinstance(record, dict):
-    raise ValueError("not a JSON object")
-  content = {name: value for name, value in record.items() if name != "crc32"}
-  if record.get("crc32", _content_crc(content)) != _content_crc(content):
-    raise ValueError("its content does not match its checksum")
-  return content
-
-
-def _content_crc(record: Mapping[str, Any]) -> int:
-  return zlib.crc32(json.dumps(record, sort_keys=True).encode())

@@ -6,11 +6,13 @@ others are written again. When all parts are complete, their columns are joined 
 """
 
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
 import shutil
 import signal
+import threading
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -20,11 +22,20 @@ from typing import Any
 import numpy as np
 
 from maxghost.config import ConfigError
-from maxghost.config.files import write_text, write_whole
+from maxghost.config.files import check_seal, sealed, write_text, write_whole
 from maxghost.config.schema import DataConfig
-from maxghost.data.hashing import changed_files, check_seal, content_hashes, sealed, sha256, text_hash
+from maxghost.data.hashing import changed_files, content_hashes, sha256, text_hash
 from maxghost.data.packing import token_dtype
-from maxghost.data.prepared import BLOCK_COLUMNS, COLUMNS, DOCUMENT_COLUMNS, INDEX_FILE, INDEX_VERSION, read_index
+from maxghost.data.prepared import (
+  BLOCK_COLUMNS,
+  COLUMNS,
+  DOCUMENT_COLUMNS,
+  FIELD_END,
+  FIELD_TEXTS,
+  INDEX_FILE,
+  INDEX_VERSION,
+  read_index,
+)  # fmt: skip
 from maxghost.data.sources.base import Source, import_package, read_or_skip
 from maxghost.data.split import scan
 from maxghost.data.tokenizers import Tokenizer, load_tokenizer
@@ -35,6 +46,7 @@ _READ_BYTES = 4 << 20  # text read and tokenized together
 _BPE_BYTES = 100 << 20  # text that a BPE is trained on
 # Number of the domain, tokens, and source bytes of each where the tokenizer has no table of them.
 _Document = tuple[int, np.ndarray, np.ndarray | None]
+_FIELDS = ("field", "field_length")  # of a part: the fields of its documents as one text, and the length of each
 _SHARD_OPTIONS = "group_size:1,uncompressed"  # random access; decompressing would cost more than reading
 
 
@@ -142,7 +154,10 @@ def _claim(job: Job) -> None:
     "version": INDEX_VERSION,
     "files": source.files,
   }
+  if source.fields:
+    mine["fields"] = list(source.fields)
   file = folder / "job.json"
+  ours = ("tokenizer.json", ".tokenizer.json.", ".job.json.")  # left by a command that was killed before it had a job
   if file.is_file():
     other = json.loads(file.read_text(encoding="utf-8"))
     if other != mine:
@@ -150,13 +165,16 @@ def _claim(job: Job) -> None:
       changed = [name for name in {*then, *now} if then.get(name) != now.get(name)]
       what = ", ".join(sorted(changed)[:5]) or ", ".join(key for key in mine if mine[key] != other.get(key))
       raise ConfigError(f"{folder} holds a corpus prepared from other data or settings ({what}); give another folder")
-    return
+  elif folder.is_dir() and any(not entry.name.startswith(ours) for entry in folder.iterdir()):
+    raise ConfigError(f"{folder} is not empty and holds no prepared corpus; give another folder")
   try:
-    if folder.is_dir() and any(folder.iterdir()) and [entry.name for entry in folder.iterdir()] != ["tokenizer.json"]:
-      raise ConfigError(f"{folder} is not empty and holds no prepared corpus; give another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not file.is_file():
+      write_text(file, json.dumps(mine, indent=1))
     for name in ("shards", "parts", "index"):
-      (folder / name).mkdir(parents=True, exist_ok=True)
-    write_text(file, json.dumps(mine, indent=1))
+      (folder / name).mkdir(exist_ok=True)
+    for partial in itertools.chain(folder.glob("**/.*.tmp"), folder.glob("shards/*.tmp")):
+      partial.unlink()
   except OSError as error:
     raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
 
@@ -166,8 +184,17 @@ _worker: dict[str, Job] = {}
 
 def _start_worker(job: Job) -> None:
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C and ends the others
+  threading.Thread(target=_end_with_parent, daemon=True).start()
   os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes run in parallel already
   _worker["job"] = job
+
+
+def _end_with_parent() -> None:
+  """Ends a worker whose main process was killed; nothing else would."""
+  parent = multiprocessing.parent_process()
+  assert parent is not None, "this is a worker"
+  parent.join()
+  os._exit(1)
 
 
 def _work(part: int) -> dict:
@@ -181,7 +208,8 @@ def _write_part(job: Job, part: int) -> dict:
   base = job.folder / "parts" / f"{part:05d}"
   shard = job.folder / "shards" / f"part-{part:05d}-of-{job.num_parts:05d}.array_record"
   scratch = shard.with_suffix(".tmp")
-  columns: dict[str, list] = {name: [] for name in (*DOCUMENT_COLUMNS, *BLOCK_COLUMNS) if name != "token_end"}
+  names = (*DOCUMENT_COLUMNS, *BLOCK_COLUMNS, *(_FIELDS if job.source.fields else ()))
+  columns: dict[str, list] = {name: [] for name in names if name != "token_end"}
   paths: dict[tuple[str, str], int] = {}
   counts: dict[str, int] = dict.fromkeys(("empty", "corrupt"), 0)
   writer = array_record_module.ArrayRecordWriter(str(scratch), _SHARD_OPTIONS)
@@ -236,6 +264,10 @@ def _documents(
     columns["num_bytes"].append([len(text) for text in texts])
     columns["offset"].append([one.offset for one in ids])
     columns["path"].append([paths.setdefault((one.domain, one.path), len(paths)) for one in ids])
+    if source.fields:
+      fields = [text.encode("utf-8", "replace") for n in numbers.tolist() for text in source.document_fields(n)]
+      columns["field"].append(np.frombuffer(b"".join(fields), np.uint8))
+      columns["field_length"].append([len(text) for text in fields])
     tabled = tokenizer.byte_table is not None
     encoded = [(one, None) for one in tokenizer.encode(texts)] if tabled else tokenizer.encode_bytes(texts)
     for domain, (tokens, sizes) in zip(source.domain_numbers(numbers).tolist(), encoded, strict=True):
@@ -271,7 +303,7 @@ def _join(job: Job, manifests: list[dict]) -> dict:
   paths, path_end, path_domain = bytearray(), array("q"), array("H")  # flat: perhaps a path per document
   for part in range(job.num_parts):
     with np.load(folder / "parts" / f"{part:05d}.npz") as loaded:
-      new = {name: loaded[name] for name in loaded.files}
+      new = {name: loaded[name] for name in loaded.files if name not in _FIELDS}
     if not len(new["path"]):
       continue
     new["path"] = new["path"] + len(path_end)
@@ -291,6 +323,8 @@ def _join(job: Job, manifests: list[dict]) -> dict:
     tokens = int(new["token_end"][-1])
   for column in columns.values():
     column.flush()
+  if job.source.fields:
+    _join_fields(job, num_documents)
   (folder / "index" / "paths.bin").write_bytes(paths)
   for name, values in (("path_end", path_end), ("path_domain", path_domain)):
     np.save(folder / "index" / f"{name}.npy", np.array(values, COLUMNS[name]))
@@ -299,6 +333,7 @@ def _join(job: Job, manifests: list[dict]) -> dict:
     "fingerprint": f"{text_hash(*(m['sha256'] for m in manifests)):016x}",
     "tokenizer": _copy_tokenizer(job),
     "domains": list(names),
+    "fields": list(job.source.fields),
     "domain_documents": dict(zip(names, totals[0].tolist(), strict=True)),
     "domain_bytes": dict(zip(names, totals[1].tolist(), strict=True)),
     "tokens": tokens,
@@ -311,13 +346,29 @@ def _join(job: Job, manifests: list[dict]) -> dict:
   return meta
 
 
+def _join_fields(job: Job, num_documents: int) -> None:
+  """Joins the fields of the parts' documents: one text, and where each of them ends in it."""
+  folder, place, size = job.folder / "index", 0, 0
+  shape = (num_documents * len(job.source.fields),)
+  ends = np.lib.format.open_memmap(folder / f"{FIELD_END}.npy", "w+", np.int64, shape)
+  with open(folder / FIELD_TEXTS, "wb") as file:
+    for part in range(job.num_parts):
+      with np.load(job.folder / "parts" / f"{part:05d}.npz") as loaded:
+        texts, lengths = (loaded[name] for name in _FIELDS)
+      file.write(texts.tobytes())
+      ends[place : place + len(lengths)] = size + np.cumsum(lengths)
+      place, size = place + len(lengths), size + len(texts)
+  ends.flush()
+
+
 def _copy_tokenizer(job: Job) -> dict:
   """The tokenizer's entry in the index; copies its file into the folder."""
   file, path, copied = job.tokenizer.path, job.cfg.tokenizer_path, False
   if file is not None and file.is_file():
     target = job.folder / file.name
     if not target.exists():
-      shutil.copyfile(file, target)
+      with write_whole(target) as copy, open(file, "rb") as original:
+        shutil.copyfileobj(original, copy)
     path, copied = file.name, True
   return {
     "type": job.cfg.tokenizer_type,

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from maxghost.config import ConfigError
-from maxghost.data.hashing import changed_files, check_seal
+from maxghost.config.files import check_seal
+from maxghost.data.hashing import changed_files
 from maxghost.data.packing import Encoded, token_dtype
 from maxghost.data.sources.arrayrecord import OPEN_FILES, open_reader, read_records
-from maxghost.data.sources.base import CorruptError, Source, check_known, read_or_skip
+from maxghost.data.sources.base import CorruptError, Source, check_known, read_or_skip, wanted_fields
 from maxghost.data.sources.records import Opened, read_by_shard
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.data.types import DocumentId
@@ -34,6 +35,7 @@ DOCUMENT_COLUMNS = {
 BLOCK_COLUMNS = {"block_first": np.int64, "block_domain": np.uint16}
 PATH_COLUMNS = {"path_end": np.int64, "path_domain": np.uint16}
 COLUMNS = {**DOCUMENT_COLUMNS, **BLOCK_COLUMNS, **PATH_COLUMNS}
+FIELD_TEXTS, FIELD_END = "fields.bin", "field_end"  # all fields as one text, and the end of each; only with fields
 
 
 def is_prepared(path: str) -> bool:
@@ -57,10 +59,18 @@ class PreparedSource(Source):
   Is pickled by its folder. meta: the JSON part of the index. numbers: of each domain of the folder in `domains`.
   """
 
-  def __init__(self, folder: str, tokenizer: Tokenizer, domains: tuple[str, ...] = (), is_checked: bool = False):
-    """domains: the wanted ones; empty = all. is_checked: the index was compared with its checksums before.
+  def __init__(
+    self,
+    folder: str,
+    tokenizer: Tokenizer,
+    domains: tuple[str, ...] = (),
+    fields: tuple[str, ...] = (),
+    is_checked: bool = False,
+  ):
+    """domains: the wanted ones; empty = all. fields: as in `document_fields`; empty = those that it was prepared with.
 
-    Raises ConfigError when the folder was made with another tokenizer, or its index was changed.
+    is_checked: the index was compared with its checksums before. Raises ConfigError when the folder was made with
+    another tokenizer, lacks a field, or its index was changed.
     """
     self._folder = Path(folder)
     self.meta = meta = read_index(self._folder)
@@ -74,6 +84,11 @@ class PreparedSource(Source):
         + (f" tokenizer_path={path}" if made_with["path"] else " and no tokenizer_path")
       )
     check_known("dataset_domains", domains, meta["domains"], folder)
+    self._asked, kept = fields, tuple(meta.get("fields", ()))
+    wanted = wanted_fields(fields or kept)
+    check_known("document_fields", wanted.values() if fields or kept else (), kept, f"the prepared corpus {folder}")
+    self.fields = tuple(wanted) if fields or kept else ()
+    self._field_places = [kept.index(wanted[name]) for name in self.fields]
     self.domains = tuple(domains) or tuple(meta["domains"])
     self.numbers = np.full(len(meta["domains"]) + 1, -1, np.int64)  # of each domain of the folder in `domains`
     for place, name in enumerate(self.domains):
@@ -89,10 +104,13 @@ class PreparedSource(Source):
     index = self._folder / "index"
     mapped = {name: np.load(index / f"{name}.npy", mmap_mode="r") for name in COLUMNS}
     self.columns = {name: array.view(np.ndarray) for name, array in mapped.items()}  # np.memmap is slow to index
-    self._paths = np.memmap(index / "paths.bin", np.uint8, mode="r")
+    self._paths = _mapped(index / "paths.bin")
+    if self.fields:
+      self._field_ends = np.load(index / f"{FIELD_END}.npy", mmap_mode="r").view(np.ndarray)
+      self._field_texts = _mapped(index / FIELD_TEXTS)
 
   def __reduce__(self):
-    return PreparedSource, (str(self._folder), self.tokenizer, self.domains, True)
+    return PreparedSource, (str(self._folder), self.tokenizer, self.domains, self._asked, True)
 
   def __len__(self) -> int:
     return len(self.columns["id_hash"])
@@ -106,6 +124,14 @@ class PreparedSource(Source):
     first = int(columns["path_end"][number - 1]) if number else 0
     path = self._paths[first : int(columns["path_end"][number])].tobytes().decode("utf-8")
     return DocumentId(self.meta["domains"][int(columns["path_domain"][number])], path, int(columns["offset"][index]))
+
+  def document_fields(self, index: int) -> tuple[str, ...]:
+    first = index * len(self.meta["fields"]) if self.fields else 0
+    values = []
+    for place in self._field_places:
+      start = int(self._field_ends[first + place - 1]) if first + place else 0
+      values.append(self._field_texts[start : int(self._field_ends[first + place])].tobytes().decode("utf-8"))
+    return tuple(values)
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
     """int64[n]; -1 for a document of an unwanted domain."""
@@ -159,6 +185,11 @@ class PreparedSource(Source):
       tokens, sizes = read[block]
       out.append((tokens[place], None if sizes is None else sizes[place]))
     return out
+
+
+def _mapped(path: Path) -> np.ndarray:
+  """The bytes of a file, which may have none."""
+  return np.memmap(path, np.uint8, mode="r").view(np.ndarray) if path.stat().st_size else np.zeros(0, np.uint8)
 
 
 class PreparedUnits(Units):

@@ -151,10 +151,10 @@ class TrainIterator(Iterator[Batch]):
     return self.counts["tokens"] / max(1, self.counts["rows"] * self._streams[0].units.layout.row_length)
 
   def describe(self) -> str:
-    """One line: what this process has read and how well it was packed."""
+    """One line: what this process has read, of which a run may have used a part, and how well it was packed."""
     met = self.counts
     left_out = ", ".join(f"{met[name]:,} {name}" for name in ("copies", "corrupt", "empty") if met[name])
-    line = f"Data read: {met['documents']:,} documents, {met['tokens']:,} tokens; rows filled to "
+    line = f"Data read, in whole windows: {met['documents']:,} documents, {met['tokens']:,} tokens; rows filled to "
     return line + f"{self.packing_efficiency:.1%}" + (f"; left out: {left_out}" if left_out else "")
 
   def state(self) -> dict:

@@ -364,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
   """Its values have the names of the parameters of `convert` and the fields of `Target`."""
   parser = argparse.ArgumentParser(
-    prog="convert_checkpoint",
+    prog="maxghost checkpoint convert",
     description="Converts checkpoints between the Linen, NNX and maxghost layouts, bit by bit (docs/checkpoints.md).",
   )
 

@@ -152,7 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
-    prog="hf_checkpoint", description="Hugging Face models to maxghost checkpoints and back (docs/checkpoints.md)."
+    prog="maxghost checkpoint hf",
+    description="Hugging Face models to maxghost checkpoints and back (docs/huggingface.md).",
   )
   verbs = parser.add_subparsers(dest="verb", required=True)
   into = verbs.add_parser("import", help="a Hugging Face folder into a checkpoint with config.yml and tokenizer")

@@ -88,7 +88,8 @@ def rescale_checkpoint(
 @tool("rescale")
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
-    prog="rescale", description="Moves the attention factor 1/sqrt(head_dim) into or out of the query weights."
+    prog="maxghost checkpoint rescale",
+    description="Moves the attention factor 1/sqrt(head_dim) into or out of the query weights.",
   )
   parser.add_argument("--source_path", required=True)
   parser.add_argument("--target_path", required=True)

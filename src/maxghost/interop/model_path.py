@@ -73,7 +73,7 @@ def huggingface_file(place: ModelPlace, cfg: Config) -> Path | None:
   """The config.json of the Hugging Face model that `place` came from; None where there is none any more."""
   if place.config_file and place.config_file.name == huggingface.CONFIG_JSON:
     return place.config_file
-  began = cfg.checkpoint.load_parameters_path
+  began = cfg.checkpoint.given
   folders = [place.config_file.parent] if place.config_file else []
   folders += [full_path(began)] if began else []
   files = [folder / name for folder in folders for name in (HUGGINGFACE_FILE, huggingface.CONFIG_JSON)]

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,33 @@ def check_same_config(cfg: Config) -> None:
     print(f"{late}; times in files will not agree", file=sys.stderr)
 
 
+class Exchange:
+  """What every process gives, on all of them, without waiting for a running step.
+
+  `send` queues the exchange on the devices, behind what they have to do, and returns a function that waits for it.
+  Every process must send arrays of the same shape in the same order.
+  """
+
+  def __init__(self):
+    self._programs: dict[int, Any] = {}
+
+  def send(self, values: np.ndarray) -> Callable[[], np.ndarray]:
+    """values: [n] of 4 or 8 bytes each. What is returned gives [processes, n] of the same type."""
+    if count() == 1:
+      return lambda: values[None]
+    words, devices = np.ascontiguousarray(values).view(np.uint32), jax.devices()
+    mesh = jax.sharding.Mesh(np.asarray(devices), ("all",))
+    rows, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis)) for axis in ("all", None))
+    if words.size not in self._programs:
+      shape = jax.ShapeDtypeStruct((len(devices), words.size), np.uint32, sharding=rows)
+      self._programs[words.size] = jax.jit(lambda words: words, out_shardings=whole).lower(shape).compile()
+      gather(None)  # a barrier, since devices do not wait long for those of another process
+    local = np.tile(words, (jax.local_device_count(), 1))
+    sent = self._programs[words.size](jax.make_array_from_process_local_data(rows, local, (len(devices), words.size)))
+    first = [[device.process_index for device in devices].index(process) for process in range(count())]
+    return lambda: np.asarray(sent.addressable_data(0))[first].view(values.dtype)
+
+
 class StopFlag:
   """Whether any process wants to stop, the same answer on all, without waiting for a running step.
 
@@ -145,25 +173,14 @@ class StopFlag:
   """
 
   def __init__(self):
-    self._pending = None
-    self._any = None
+    self._exchange = Exchange()
+    self._pending: Callable[[], np.ndarray] | None = None
 
   def any(self, wish: bool) -> bool:
     if count() == 1:
       return wish
-    before, self._pending = self._pending, self._send(wish)
-    return before is not None and bool(np.asarray(before.addressable_data(0)))
-
-  def _send(self, wish: bool) -> jax.Array:
-    if self._any is None:
-      mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
-      self._sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
-      whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-      wishes = jax.ShapeDtypeStruct((jax.device_count(),), np.int32, sharding=self._sharding)
-      self._any = jax.jit(lambda wishes: wishes.max(), out_shardings=whole).lower(wishes).compile()
-      gather(None)  # a barrier, since devices do not wait long for those of another process
-    local = np.full(jax.local_device_count(), wish, np.int32)
-    return self._any(jax.make_array_from_process_local_data(self._sharding, local, (jax.device_count(),)))
+    before, self._pending = self._pending, self._exchange.send(np.array([wish], np.int32))
+    return before is not None and bool(before().any())
 
 
 def is_lost_peer(error: BaseException) -> bool:

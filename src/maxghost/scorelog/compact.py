@@ -1,5 +1,6 @@
 """Compaction: merges the small score files of each process into fewer, larger ones of the same format."""
 
+import contextlib
 import fcntl
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 from maxghost.config.files import sync
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.reader import load
-from maxghost.scorelog.shard import Shard, write_shard
+from maxghost.scorelog.shard import DamagedShard, Shard, write_shard
 
 ROWS_PER_FILE = 8_000_000
 
@@ -17,8 +18,9 @@ ROWS_PER_FILE = 8_000_000
 def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows: bool = False) -> list[str]:
   """Merges the finished score files of a run; returns one line about each merge.
 
-  A merged file replaces the last of its files under the same name; the others are removed afterwards. Files that a run
-  still in training may write again stay as they are. Raises ConfigError as `scorelog.load` does.
+  A merged file replaces the last of its files under the same name; the others are removed afterwards, also those that
+  an earlier compaction merged before it was killed. Files that a run still in training may write again stay as they
+  are. Raises ConfigError as `scorelog.load` does.
   """
   log = load(run_dir, accept_lost_rows=accept_lost_rows)
   running = _is_running(run_dir)
@@ -36,9 +38,30 @@ def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows:
       f"{path}: steps {group[0].first_step} to {group[-1].last_step}, {sum(s.num_rows for s in group):,} rows, "
       f"{path.stat().st_size:,} bytes from {sizes:,} in {len(group)} files"
     )
+  left = [] if running else _left_behind(files)
+  for path in left:
+    path.unlink()
+  if left:
+    lines.append(f"removed {len(left)} files whose rows are in others, or that were half written")
   if not groups:
     lines.append("nothing to compact" + (": the training has not finished another score file" if running else ""))
   return lines
+
+
+def _left_behind(shards: list[Shard]) -> list[Path]:
+  """Files of a command or run that was killed: those whose steps another one holds, and partial ones."""
+  if not shards:
+    return []
+  folder, kept = shards[0].path.parent, {shard.path for shard in shards}
+  spans = [(shard.process_index, shard.first_step, shard.last_step) for shard in shards]
+  found = list(folder.glob(".dot_prod_log_iter_*.tmp"))
+  for path in folder.glob("*.npz"):
+    if path not in kept and fmt.parse_shard_name(path.name):
+      with contextlib.suppress(DamagedShard):  # it stays, named by every reader
+        old = Shard(path)
+        own = [span for span in spans if span[0] == old.process_index]
+        found += [path] * any(first <= old.first_step and old.last_step <= last for _, first, last in own)
+  return found
 
 
 def _is_running(run_dir: Path) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from maxghost.config import ConfigError, did_you_mean
+from maxghost.config.files import check_seal
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog import ghostsuite, selection, tokens
 from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered
@@ -84,7 +85,7 @@ def _written(folder: Path) -> dict[int, dict]:
   found = {}
   for path in folder.glob("position*.json"):
     try:
-      position = json.loads(path.read_text("utf-8"))
+      position = check_seal(json.loads(path.read_text("utf-8")))
       found[int(path.stem.partition("_p")[2] or 0)] = {key: int(position[key]) for key in ("num_steps", "num_rows")}
     except (OSError, ValueError, KeyError, TypeError) as error:
       raise ConfigError(f"{path}: damaged ({error}); remove it to read the scores without it") from error

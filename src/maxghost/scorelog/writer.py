@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 
 from maxghost.config import ConfigError, did_you_mean
-from maxghost.config.files import sync, write_whole
+from maxghost.config.files import sealed, sync, write_whole
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered, write_shard
 
@@ -404,7 +404,7 @@ class Writer:
   def _note(self, step: int, num_steps: int, num_rows: int) -> None:
     position = {"step": step, "num_steps": num_steps, "num_rows": num_rows}
     with write_whole(self.folder / fmt.position_name(self._process_index), durable=False) as file:
-      file.write(json.dumps(position).encode())
+      file.write(json.dumps(sealed(position)).encode())
 
   def _raise_error(self) -> None:
     if self._error is not None:

@@ -88,6 +88,7 @@ class ValidationRows:
     self._every, self._length = (ghost.ghost_every, 1) if ghost.ghost_every > 1 else (ghost.ghost_val_every,) * 2
     self._dataset, self._put = dataset, put
     self._held: tuple[int, tuple] = (-1, ())
+    self.first = 0  # step of a run, before which no account is open
 
   def is_fresh(self, step: int) -> bool:
     return bool(self._domains) and step % self._every == 0
@@ -98,7 +99,7 @@ class ValidationRows:
 
   def closes(self, step: int) -> bool:
     """Whether the validation loss before this step closes the account of an earlier step."""
-    return bool(self._domains) and step > 0 and (step - self._length) % self._every == 0
+    return bool(self._domains) and step > self.first and (step - self._length) % self._every == 0
 
   def has_open_account(self, num_steps: int) -> bool:
     """Whether an account is still open after this many steps."""

@@ -35,13 +35,17 @@ from maxghost.training.state import Position, carry, to_tree
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sinks:
-  """The outputs of a run; None: switched off. checkpoints: a `CheckpointManager`. trackers: as in `trackers.py`."""
+  """The outputs of a run; None: switched off. checkpoints: a `CheckpointManager`. trackers: as in `trackers.py`.
+
+  by_domain: a `DomainSums`; unlike `scores` it is there in every process.
+  """
 
   console: Console
   metrics: MetricsLog | None
   scores: ScoreRecorder | None
   checkpoints: Any
   trackers: tuple = ()
+  by_domain: Callable[..., Callable[[], dict[str, float]]] = lambda outputs, batch: dict
 
   def close(self) -> None:
     """Writes everything to disk, also after an error."""
@@ -95,6 +99,7 @@ class TrainingLoop:
     self._validation = ValidationRows(cfg.ghost, dataset, cfg.val_sets, put)
     self._reweighter, self._sampler = reweighter, sampler
     self._read: Callable[[], None] | None = None  # reads the outputs of the started step
+    self._by_domain: Callable[[], dict[str, float]] = dict  # belongs to the pending record
     self._seconds: list[float] = []
     self._eval_batches: list = []
     self._stop = distributed.StopFlag()
@@ -107,6 +112,7 @@ class TrainingLoop:
     """
     self._state, self._position, self._saved_steps = state, position, position.completed_steps
     self._pending: dict[str, Any] | None = position.pending  # the record of the last step
+    self._validation.first = position.completed_steps if position.open_loss is None else 0
     num_steps = self._cfg.run.steps
     self._sinks.console.start(num_steps, position.completed_steps)
     try:
@@ -200,7 +206,7 @@ class TrainingLoop:
       self._position,
       metrics_bytes=sinks.metrics.position() if sinks.metrics else 0,
       metrics_crc=sinks.metrics.checksum if sinks.metrics else None,
-      pending=self._pending,
+      pending=self._pending and self._pending | self._by_domain(),
       scores=sinks.scores.position() if sinks.scores else None,
       reweighting=self._reweighter.state() if self._reweighter else None,
     ).of_all_processes()
@@ -253,8 +259,8 @@ class TrainingLoop:
       record |= metrics.ghost_metrics(outputs, self._val_sets)
       if unscored := metrics.unscored_line(step, outputs):
         self._sinks.console.line(unscored)
+      self._by_domain = self._sinks.by_domain(outputs, fetched.batch)
       if scores:
-        record |= scores.by_domain(outputs, fetched.batch)
         scores.record(step, outputs, closing, fetched.batch)
     elif scores and closing is not None:
       scores.record_end(step, closing)
@@ -296,7 +302,7 @@ class TrainingLoop:
     """Writes the pending record to the logs, and every `log_period` steps (or with `show`) to the console."""
     if self._pending is None:
       return
-    record, self._pending = self._pending, None
+    record, self._pending, self._by_domain = self._pending | self._by_domain(), None, dict
     for log in (self._sinks.metrics, *self._sinks.trackers):
       if log:
         log.append(record)

@@ -142,10 +142,15 @@ class Plan:
         placed = f", each computed by {all_parts // parts} groups of devices alike; a ghost_val_batch_size that "
         placed += f"{all_parts} divides would be spread over all"
       lines.append(f"validation: {val_rows} rows{placed}")
-    lines.append(f"number parameters: {self.num_params / 1e9:.3f} billion ({self.num_params:,})")
+    billions = f"{self.num_params / 1e9:.3f} billion ({self.num_params:,})"
+    lines.append(f"number parameters: {billions if self.num_params >= 1e8 else f'{self.num_params:,}'}")
+    if cfg.model.num_experts > 1:
+      weight = cfg.model.load_balance_loss_weight
+      added = f"is added, times {weight:g}" if weight else "is left out"
+      lines.append(f"training loss: the load-balancing loss of the experts {added} (load_balance_loss_weight)")
     share = self.flops.weights / self.flops.total
     lines.append(
-      f"Per train step: Total TFLOPs: {self.flops.total / 1e12:.4f}, split as {share:.2%} learnable weight flops and "
+      f"Per train step: Total TFLOPs: {self.flops.total / 1e12:.4g}, split as {share:.2%} learnable weight flops and "
       f"{1 - share:.2%} attention flops"
     )
     return lines

@@ -104,6 +104,36 @@ def stack_layers(by_module: Mapping[str, np.ndarray]) -> np.ndarray:
   return stacked
 
 
+def domain_numbers(batch, scored_BS: np.ndarray, name: Callable[[int], Sequence], domains: Sequence[str]) -> np.ndarray:
+  """int64[N]: the place in `domains` of the document of each scored slot. name: of a document, its domain first."""
+  return np.array([domains.index(name(index)[0]) for index in batch.document_BS[scored_BS].tolist()], np.int64)
+
+
+class DomainSums:
+  """The contributions of each step by domain, over the rows of all processes.
+
+  document: (domain, ...) of a document by its index. writes: whether another process has the same rows, and adds them.
+  """
+
+  def __init__(self, val_sets: Sequence[str], domains: Sequence[str], document: Callable, writes: bool = True):
+    self._domains, self._name, self._writes = tuple(domains), functools.cache(document), writes
+    self._metrics = [f"ghost/contribution/{name}/{domain}" for name in val_sets for domain in domains]
+    self._exchange = distributed.Exchange()
+
+  def __call__(self, outputs: Mapping[str, np.ndarray], batch) -> Callable[[], dict[str, float]]:
+    """Starts to add up a step; what is returned waits for the other processes and gives {metric: nats}.
+
+    Empty for a step without scores. Every process must call it in every step that has scores.
+    """
+    if not outputs["scored_ok"]:
+      return dict
+    scored_BS = scored_units(outputs, batch)[0] & self._writes
+    domain_N = domain_numbers(batch, scored_BS, self._name, self._domains)
+    columns = outputs["contribution_BSK"][scored_BS].T
+    sent = self._exchange.send(np.concatenate([np.bincount(domain_N, c, len(self._domains)) for c in columns]))
+    return lambda: dict(zip(self._metrics, sent().sum(0).tolist(), strict=True))
+
+
 class ScoreRecorder:
   """Feeds a Writer. An error of the writer (such as a full disk) is raised as ScoreLogError by the next call.
 
@@ -119,20 +149,6 @@ class ScoreRecorder:
     self._error: BaseException | None = None
     self._pool = ThreadPoolExecutor(1, "score-recorder")
     self._waiting: deque[Future] = deque(maxlen=QUEUE_LENGTH)
-
-  def by_domain(self, outputs: Mapping[str, np.ndarray], batch) -> dict[str, float]:
-    """ghost/contribution/<set>/<domain> of a step, in nats; empty where not every row and score is known here."""
-    scored_BS, found = scored_units(outputs, batch)[0], {}
-    if distributed.count() == 1 and outputs["scored_ok"]:
-      domain_N = self._domain_numbers(batch, scored_BS)
-      for name, nats_N in zip(self._writer.val_sets, outputs["contribution_BSK"][scored_BS].T, strict=True):
-        sums_D = np.bincount(domain_N, nats_N, len(self._domains)).tolist()
-        found |= {f"ghost/contribution/{name}/{d}": nats for d, nats in zip(self._domains, sums_D, strict=True)}
-    return found
-
-  def _domain_numbers(self, batch, scored_BS: np.ndarray) -> np.ndarray:
-    slots = batch.document_BS[scored_BS].tolist()
-    return np.array([self._domains.index(self._name(index)[0]) for index in slots], np.int64)
 
   def record(self, step: int, outputs: Mapping | None, closing: Mapping | None, batch) -> None:
     """Records one step.
@@ -187,7 +203,7 @@ class ScoreRecorder:
     scored_BS, first_U, _ = scored_units(outputs, batch)
     modules = None
     if "param_contribution" in outputs:
-      domain_N = self._domain_numbers(batch, scored_BS)
+      domain_N = domain_numbers(batch, scored_BS, self._name, self._domains)
       by_module = module_contributions(outputs["param_contribution"], scored_BS, domain_N, len(self._domains))
       modules = {"names": tuple(by_module), "domains": self._domains, "contribution": stack_layers(by_module)}
     if "token_contribution_KBT" in outputs:

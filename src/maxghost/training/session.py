@@ -35,8 +35,8 @@ class Session:
 
   dataset: with this process's part of the rows. open_checkpoints: makes a checkpoint manager for the run directory.
   open_trackers: (cfg, run directory, first step) -> `Sinks.trackers`.
-  open_parameters: maps the tree of the model's abstract arrays to a function that reads them, for a run that starts
-  from a given model; None: from init_weights_seed. force: compiles a step even if it is estimated to need far too much
+  open_parameters: maps the tree of the state's abstract arrays to a function that reads those of a given model, all or
+  part of them; None: from init_weights_seed. force: compiles a step even if it is estimated to need far too much
   memory. With several processes, the first one prints and writes common results.
   """
 
@@ -61,7 +61,7 @@ class Session:
     if not force:
       memory_report.check(plan.memory, self._capacity)
     self._sampler = Sampler(cfg, dataset.tokenizer) if cfg.run.sample_every else None
-    self._read_parameters = open_parameters and open_parameters(state.to_tree(plan.state)["model"])
+    self._read_parameters = open_parameters and open_parameters(state.to_tree(plan.state))
     for domain in cfg.val_sets.values():
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain)  # raises where a set has no rows
     self._program = compiled_steps.build(plan)
@@ -178,15 +178,21 @@ class Session:
       return state.from_tree(restored.tree, plan.state), position
     train_state = state.create_split(cfg, plan.layout)[1]
     if self._read_parameters:
-      train_state = state.from_tree(state.to_tree(train_state) | {"model": self._read_parameters()}, train_state)
-      say(f"Starting from the parameters of {cfg.checkpoint.load_parameters_path}")
+      train_state = state.from_tree(state.to_tree(train_state) | self._read_parameters(), train_state)
+      if not cfg.checkpoint.load_full_state_path:
+        say(f"Starting from the parameters of {cfg.checkpoint.load_parameters_path}")
+    first = 0
+    if given := cfg.checkpoint.load_full_state_path:
+      first = int(state.to_tree(train_state)["optimizer"]["step"])
+      say(f"Continuing after the {first} steps of {given}, on data read from the start")
     if not self._existing.is_new:
-      say("The run was stopped before its first checkpoint: it starts again at step 0")
-    return train_state, Position(rows=plan.rows)
+      say(f"The run was stopped before its first checkpoint: it starts again at step {first}")
+    return train_state, Position(completed_steps=first, rows=plan.rows)
 
   def _open_sinks(self, position: Position) -> Sinks:
     """Opens the logs at a position; later records are removed."""
-    metrics_log, scores, trackers = None, None, ()
+    metrics_log, scores, trackers, sets = None, None, (), tuple(self._cfg.val_sets)
+    document, domains = self._dataset.document_id, self._dataset.source.domains
     if distributed.is_first():
       metrics_log = MetricsLog(self._path / run_directory.METRICS_FILE)
       metrics_log.restore(position.metrics_bytes, position.metrics_crc)
@@ -195,7 +201,8 @@ class Session:
     if self._cfg.val_sets and self._plan.own.writes:
       scores = score_recorder.open_recorder(self._cfg, self._dataset, self._path)
       scores.restore(position.scores_of(distributed.index()), position.completed_steps)
-    return Sinks(self._console, metrics_log, scores, self._checkpoints, trackers)
+    by_domain = score_recorder.DomainSums(sets, domains, document, self._plan.own.writes)
+    return Sinks(self._console, metrics_log, scores, self._checkpoints, trackers, by_domain)
 
   def _announce(self, position: Position) -> None:
     plan, program, say = self._plan, self._program, self._console.line

@@ -32,11 +32,12 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig) -> RecordSource:
     kind = _format(readers, file.path, count, cfg.train_data_columns)
     formats[f"{file.domain}: records of its ArrayRecord files are read as {kind}"] = None
     read = functools.partial(_texts, readers, file.path, kind, cfg.train_data_columns)
-    shards.append(Shard(file.domain, file.name, file.fingerprint, count, read))
+    record = functools.partial(_record, readers, file.path, kind) if kind != TEXT else None
+    shards.append(Shard(file.domain, file.name, file.fingerprint, count, read, record))
   for domain in dict.fromkeys(file.domain for file in files):
     if not any(shard.domain == domain for shard in shards):
       raise ConfigError(f"domain '{domain}' has no documents: none of its files can be read")
-  return RecordSource(shards, [*notes, *formats])
+  return RecordSource(shards, [*notes, *formats], fields=cfg.document_fields)
 
 
 def read_records(readers: Opened, path: str, records: Sequence[int]) -> list[bytes]:
@@ -69,12 +70,22 @@ def _texts(
     if kind == TEXT:
       out.append(utf8(where, 0, raw))
       continue
-    try:
-      values = json.loads(raw) if kind == JSON else _parse_example(raw)
-    except ValueError as error:
-      raise CorruptError(f"{where}: not {kind} as the file's first record is ({error})") from error
-    out.append(join_columns(where, values, columns))
+    out.append(join_columns(where, _parsed(where, kind, raw), columns))
   return out
+
+
+def _record(readers: Opened, path: str, kind: str, record: int, _: int) -> dict[str, Any]:
+  """The fields of a record; none where it is JSON of another kind."""
+  (raw,) = read_records(readers, path, [record])
+  values = _parsed(f"{path}, record {record}", kind, raw)
+  return values if isinstance(values, dict) else {}
+
+
+def _parsed(where: str, kind: str, raw: bytes) -> Any:
+  try:
+    return json.loads(raw) if kind == JSON else _parse_example(raw)
+  except ValueError as error:
+    raise CorruptError(f"{where}: not {kind} as the file's first record is ({error})") from error
 
 
 def _format(readers: Opened, path: str, count: int, columns: tuple[str, ...]) -> str:
@@ -85,7 +96,7 @@ def _format(readers: Opened, path: str, count: int, columns: tuple[str, ...]) ->
       continue
     kind, parse = (JSON, json.loads) if raw[:1] == b"{" else (EXAMPLE, _parse_example)
     try:
-      names = tuple(parse(raw))
+      names = tuple(name for name, value in parse(raw).items() if kind == JSON or isinstance(value, bytes))
     except ValueError:
       return TEXT
     check_known("train_data_columns", columns, names, path)
@@ -93,8 +104,8 @@ def _format(readers: Opened, path: str, count: int, columns: tuple[str, ...]) ->
   return TEXT
 
 
-def _parse_example(raw: bytes) -> dict[str, bytes]:
-  """The bytes features of a serialized tf.train.Example that hold one value. Raises ValueError when it is none."""
+def _parse_example(raw: bytes) -> dict[str, bytes | int | float]:
+  """The features of a serialized tf.train.Example that hold one value. Raises ValueError when it is none."""
   from google.protobuf.message import DecodeError
   from tensorflow_datasets.proto import tf_example_pb2  # the message alone; TensorFlow is not imported
 
@@ -105,4 +116,5 @@ def _parse_example(raw: bytes) -> dict[str, bytes]:
     raise ValueError(str(error)) from error
   if not features:
     raise ValueError("it has no features")
-  return {name: one.bytes_list.value[0] for name, one in features.items() if len(one.bytes_list.value) == 1}
+  lists = {name: getattr(one, one.WhichOneof("kind") or "bytes_list").value for name, one in features.items()}
+  return {name: values[0] for name, values in lists.items() if len(values) == 1}

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -220,6 +221,20 @@ def join_columns(where: str, record: Any, columns: Sequence[str]) -> bytes:
     return "\n".join(values).encode("utf-8")
   except UnicodeEncodeError as error:
     raise CorruptError(f"{where}: half of a surrogate pair in the text ({error.reason})") from error
+
+
+def wanted_fields(asked: Sequence[str]) -> dict[str, str]:
+  """{name in the log: field of the records} of `document_fields`; empty = `id`."""
+  return {name: field or name for name, _, field in (text.partition("=") for text in asked or ("id",))}
+
+
+def as_text(value: Any) -> str:
+  """The value of a field as the score log keeps it: a text as it is, nothing as an empty text, else JSON."""
+  if isinstance(value, np.generic):
+    value = value.item()
+  if isinstance(value, bytes):
+    value = value.decode("utf-8", errors="replace")
+  return value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
 
 
 def import_package(name: str, user: str, extra: str = "data") -> Any:

@@ -41,15 +41,22 @@ def expand(key: str, patterns: Sequence[str], domains: tuple[str, ...] = (), kin
     for pattern in globs:
       files = {os.path.abspath(path) for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
       if not files:
-        ending = "*.txt" if kind == "text" else "*.array_record"
-        folder = f"{pattern} is a folder; write {os.path.join(pattern, '**', ending)}"
-        why = folder if os.path.isdir(pattern) else f"no file matches {pattern}"
+        why = _of_folder(pattern, kind) if os.path.isdir(pattern) else f"no file matches {pattern}"
         raise ConfigError(f"{key}: domain '{domain}' has no documents: {why}")
       paths |= files
     base = os.path.commonpath([_fixed_part(pattern) for pattern in globs])
     named = sorted((os.path.relpath(path, base).replace(os.sep, "/"), path) for path in paths)
     found.extend(CorpusFile(domain, path, name, fingerprint(path)) for name, path in named)
   return found
+
+
+def _of_folder(folder: str, kind: str) -> str:
+  """What to write for a folder: a pattern of the most frequent kind of its files that can be read."""
+  known = (".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".parquet")
+  known = known if kind == "text" else (".array_record", ".parquet")
+  names = [name for _, _, files in os.walk(folder) for name in files]
+  ending = max(known, key=lambda ending: sum(name.endswith(ending) for name in names))
+  return f"{folder} is a folder; write {os.path.join(folder, '**', '*' + ending)}"
 
 
 def labelled(

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.data.hashing import combine, text_hash
-from maxghost.data.sources.base import CorruptError, Source, T, check_known, read_or_skip
+from maxghost.data.sources.base import CorruptError, Source, T, as_text, check_known, read_or_skip, wanted_fields
 from maxghost.data.types import DocumentId
 
 _SAMPLES = 32  # records read to estimate the total size
@@ -89,7 +88,7 @@ class RecordSource(Source):
 
   def _kept(self, asked: Sequence[str]) -> dict[str, str]:
     """{name in the log: field of the records}. Raises ConfigError for one that a domain's first record lacks."""
-    wanted = {name: field or name for name, _, field in (text.partition("=") for text in asked or ("id",))}
+    wanted = wanted_fields(asked)
     known: dict[str, Mapping] = {}  # the first record of each domain that has records
     for shard, end in zip(self._shards, self._ends.tolist(), strict=True):
       if shard.record and shard.count and shard.domain not in known:
@@ -108,8 +107,7 @@ class RecordSource(Source):
 
   def document_fields(self, index: int) -> tuple[str, ...]:
     record = self._record(index) if self._fields else {}
-    values = (record.get(field) for field in self._fields.values())
-    return tuple(v if isinstance(v, str) else "" if v is None else json.dumps(v, default=str) for v in values)
+    return tuple(as_text(record.get(field)) for field in self._fields.values())
 
   def __len__(self) -> int:
     return int(self._ends[-1])

@@ -12,10 +12,11 @@ from typing import Any
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
 from maxghost.data.hashing import text_hash
-from maxghost.data.sources.base import check_known, import_package, join_columns, read_all, too_low_cap
+from maxghost.data.sources.base import check_known, import_package, join_columns, read_all, too_low_cap, wanted_fields
 from maxghost.data.sources.files import fingerprint, labelled
 from maxghost.data.sources.records import Opened, RecordSource, Shard
 
+_ERRORS = (RuntimeError, OSError, ValueError)  # what ArrayRecord and Arrow raise
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 
@@ -33,7 +34,7 @@ def load(cfg: DataConfig) -> RecordSource:
     table, name, files = opened.get(path, cfg)
     seen = map(fingerprint, sorted(files)) if files else _texts(opened, path, cfg, [*range(len(table))], [])
     prints = f"{text_hash(*seen):016x}"
-    record = functools.partial(_row, opened, path, cfg) if kind == "hf" else None
+    record = functools.partial(_row, opened, path, cfg)
     shards.append(Shard(domain, name, prints, len(table), functools.partial(_texts, opened, path, cfg), record))
   return RecordSource(shards, fields=cfg.document_fields)
 
@@ -44,13 +45,13 @@ def _name(path: str) -> str:
 
 
 def _row(opened: Opened, path: str, cfg: DataConfig, row: int, _: int) -> dict[str, Any]:
-  return opened.get(path, cfg)[0][row]
+  (found,) = read_all(opened.get(path, cfg)[0].__getitems__, [row], _ERRORS, path)
+  return found
 
 
 def _texts(opened: Opened, path: str, cfg: DataConfig, rows: list[int], sizes: list[int]) -> list[bytes]:
   table, _, _ = opened.get(path, cfg)  # each worker process opens it again
-  errors = (RuntimeError, OSError, ValueError)  # what ArrayRecord and Arrow raise
-  found = read_all(table.__getitems__, rows, errors, path)
+  found = read_all(table.__getitems__, rows, _ERRORS, path)
   return [join_columns(f"{path}, record {n}", one, cfg.train_data_columns) for n, one in zip(rows, found, strict=True)]
 
 
@@ -76,8 +77,8 @@ def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
     table = datasets.Dataset.from_list(_first(table, cap, path, cfg.train_data_columns))
   check_known("train_data_columns", cfg.train_data_columns, table.column_names, f"dataset_files={path}")
   files = {entry["filename"] for entry in table.cache_files}
-  fields = [text.partition("=")[2] or text for text in cfg.document_fields or ("id",)]
-  columns = dict.fromkeys([*cfg.train_data_columns, *(name for name in fields if name in table.column_names)])
+  fields = [name for name in wanted_fields(cfg.document_fields).values() if name in table.column_names]
+  columns = dict.fromkeys([*cfg.train_data_columns, *fields])
   return table.select_columns([*columns]), f"{_name(path)}/{split}", files
 
 

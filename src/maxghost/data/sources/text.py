@@ -28,6 +28,7 @@ from maxghost.data.sources.records import Opened, RecordSource, Shard
 _MEMORY_LIMIT = 2 << 30  # bytes of unpacked text held at a time
 _OPEN_FILES = 128
 _OPEN_PARQUET = 8  # each keeps its last row group
+_FIELD_GROUPS = 8  # row groups of a file whose fields stay in memory, as documents are scored in random order
 _LINES_BYTES = 1 << 26  # searched for line ends at a time
 TXT, JSONL, PARQUET = "txt", "jsonl", "parquet"
 _ENDINGS = {".txt": TXT, ".md": TXT, ".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET}
@@ -54,7 +55,8 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
       "use 0, or fewer files"
     )
   plain, parquet = Opened(_open, _OPEN_FILES), Opened(_Parquet, _OPEN_PARQUET)
-  packed = Opened(_open, None if whole else 1)
+  packed, fields = Opened(_open, None if whole else 1), Opened(_Parquet, _OPEN_PARQUET)
+  names = tuple(base.wanted_fields(cfg.document_fields).values())
   shards, offsets, sizes, notes = [], [], [], []
   used: dict[str, int] = {}  # bytes by domain
   unpacked = 0
@@ -81,6 +83,8 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
       used[file.domain] = int(ends[-1])
       offset, size = (x[: np.searchsorted(ends, cap, side="right")] for x in (offset, size))
     record = functools.partial(_record, opened, file.path) if kind == JSONL else None
+    if kind == PARQUET:
+      record = functools.partial(_row_fields, fields, file.path, names)
     read = functools.partial(read, *arguments)
     shards.append(Shard(file.domain, file.name, file.fingerprint, len(offset), read, record))
     offsets.append(offset)
@@ -188,19 +192,40 @@ class _Parquet:
     self.groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     self._path, self._ends = path, np.cumsum([group.num_rows for group in self.groups], dtype=np.int64)
     self._group, self._values = -1, []
+    self._fields = functools.lru_cache(_FIELD_GROUPS)(self._table)
 
   def row(self, number: int, columns: tuple[str, ...]) -> dict:
     """{column: value}. Raises CorruptError."""
-    group = int(np.searchsorted(self._ends, number, side="right"))
-    first = int(self._ends[group - 1]) if group else 0
+    group, first = self._place(number)
     if group != self._group:
       self._group = -1
-      try:
-        self._values = self.file.read_row_group(group, columns=list(columns)).to_pylist()
-      except Exception as error:  # as above
-        raise CorruptError(f"{self._path}, row group {group} (rows from {first}): {error}") from error
+      self._values = self._table(group, columns).to_pylist()
       self._group = group
     return self._values[number - first]
+
+  def fields(self, number: int, names: tuple[str, ...]) -> dict[str, Any]:
+    """{column: value, None for one that is not in `names`}. Raises CorruptError."""
+    group, first = self._place(number)
+    columns = self.file.schema_arrow.names
+    table = self._fields(group, tuple(name for name in columns if name in names))
+    return dict.fromkeys(columns) | {name: table.column(name)[number - first].as_py() for name in table.column_names}
+
+  def _place(self, number: int) -> tuple[int, int]:
+    """The row group of a row, and the number of that group's first row."""
+    group = int(np.searchsorted(self._ends, number, side="right"))
+    return group, int(self._ends[group - 1]) if group else 0
+
+  def _table(self, group: int, columns: tuple[str, ...]) -> Any:
+    try:
+      return self.file.read_row_group(group, columns=list(columns))
+    except Exception as error:  # as above
+      first = int(self._ends[group - 1]) if group else 0
+      raise CorruptError(f"{self._path}, row group {group} (rows from {first}): {error}") from error
+
+
+def _row_fields(opened: Opened, path: str, names: tuple[str, ...], row: int, _: int) -> dict[str, Any]:
+  with opened.lock:
+    return opened.get(path).fields(row, names)
 
 
 def _index_rows(opened: Opened, path: str, columns: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
