@@ -100,8 +100,8 @@ def _chunks_of(source, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 def rows_of(chunks) -> dict:
   """A MaxText-style batch of chunks [B, T + 1]."""
-  ones = np.ones((len(chunks), LENGTH), np.int32)
-  place = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ones.shape)
+  ones = np.ones((len(chunks), chunks.shape[1] - 1), np.int32)
+  place = np.broadcast_to(np.arange(ones.shape[1], dtype=np.int32), ones.shape)
   return {
     "inputs": chunks[:, :-1], "inputs_position": place, "inputs_segmentation": ones,
     "targets": chunks[:, 1:], "targets_position": place, "targets_segmentation": ones,

@@ -29,7 +29,7 @@ class DigitsMLP(nnx.Module):
   """64-64-10 with ReLU; weights N(0, 1/64), zero biases."""
 
   def __init__(self, rngs: nnx.Rngs):
-    init = nnx.initializers.normal(1 / 8)
+    init = nnx.with_metadata(nnx.initializers.normal(1 / 8), matrix=(1, 1))  # a matrix, for Muon
     self.hidden = nnx.Linear(64, 64, kernel_init=init, rngs=rngs)
     self.out = nnx.Linear(64, 10, kernel_init=init, rngs=rngs)
 
@@ -295,17 +295,23 @@ def exact_shapley(seed: int, learning_rate: float, warm_steps: int = 20, batch_s
     return trainer.val_loss(state[0]) - trainer.val_loss(after[0])
 
   worth_M = np.asarray(jax.jit(jax.vmap(worth))(jnp.asarray(subsets)), np.float64)
-  sizes = subsets.sum(1).astype(int)
-  values = np.zeros(batch_size)
-  for example in range(batch_size):
-    without = np.flatnonzero(subsets[:, example] == 0)
-    joined = without + 2 ** (batch_size - 1 - example)
-    factor = np.array([math.factorial(s) * math.factorial(batch_size - s - 1) for s in sizes[without]])
-    values[example] = np.sum(factor * (worth_M[joined] - worth_M[without])) / math.factorial(batch_size)
+  values = shapley_values(worth_M, subsets)
   scores = np.asarray(jax.jit(trainer.scored_step)(state, rows[-1])[1]["contribution_KB"], np.float64)
   errors = [float(np.abs(score - values).max() / np.abs(values).max()) for score in scores]
   ranks = [spearman(score, values) for score in scores]
   return {"first": (errors[0], ranks[0]), "second": (errors[1], ranks[1])}
+
+
+def shapley_values(worth_M, subsets_MB) -> np.ndarray:
+  """Exact Shapley values [B] from the worth of every subset, in the order of itertools.product((0, 1), repeat=B)."""
+  batch_size, sizes = subsets_MB.shape[1], subsets_MB.sum(1).astype(int)
+  values = np.zeros(batch_size)
+  for example in range(batch_size):
+    without = np.flatnonzero(subsets_MB[:, example] == 0)
+    joined = without + 2 ** (batch_size - 1 - example)
+    factor = np.array([math.factorial(s) * math.factorial(batch_size - s - 1) for s in sizes[without]])
+    values[example] = np.sum(factor * (worth_M[joined] - worth_M[without])) / math.factorial(batch_size)
+  return values
 
 
 def auroc(signal, positive) -> float:

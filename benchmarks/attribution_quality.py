@@ -1,9 +1,11 @@
 """Whether the scores mean something: against retrainings, removals, exact Shapley values and honest baselines.
 
-  python benchmarks/attribution_quality.py [--only digits|lm|SECTION] [--small] [--corpus FOLDER] [--markdown FILE]
+  python benchmarks/attribution_quality.py [--only digits|lm|truth|SECTION] [--small] [--corpus FOLDER]
+      [--markdown FILE]
 
 digits: a foreign nnx model (64-64-10 MLP, scikit-learn digits, 10 % wrong labels), scored in every step.
 lm: a byte language model of two layers on six domains (four of Python's standard library, two made up).
+truth: documents left out of one step, and the run followed without them (`_truth`).
 --corpus: also retrieve on the six domains that `tools/fetch_corpora.py FOLDER` has fetched, split by document.
 Fixed seeds; needs the `dev` extra. --small: fewer steps, seeds and subsets, to see that all runs. Targets are stated
 with each figure as PASS or MISS; a baseline that beats the scores stands beside them.
@@ -18,6 +20,7 @@ from pathlib import Path
 import _byte_lm as lm
 import _digits as digits
 import _measure
+import _truth
 import numpy as np
 from _measure import Figure
 
@@ -219,11 +222,32 @@ def lm_selection(small: bool):
   ]
 
 
+def truth_digits(small: bool):
+  """What happens without an image of one step: digits, 240 steps."""
+  return _truth_table(_truth.digits, small)
+
+
+def truth_language(small: bool):
+  """What happens without a text of one step: a byte language model of two layers, 240 steps."""
+  return _truth_table(_truth.language, small)
+
+
+def _truth_table(make, small: bool):
+  seeds, rows, figures = (0,) if small else (0, 1, 2), [], []
+  horizons = _truth.HORIZONS[:3] if small else _truth.HORIZONS
+  for optimizer in _truth.OPTIMIZERS:
+    world = make(optimizer, at=(3, 40)) if small else make(optimizer)
+    found = _truth.measure(_truth.Steps(world), seeds, horizons)
+    rows += [*_truth.table(world, found, len(seeds), horizons), *_truth.shapley_table(world, found)]
+    figures += _truth.figures(world, found, len(seeds))
+  return rows, figures
+
+
 SECTIONS = {
   f.__name__: f
   for f in (
     digits_telescoping, digits_datamodel, digits_adam, digits_leave_one_out, digits_shapley, lm_retrieval,
-    lm_low_rank, lm_duplicates, lm_selection, lm_telescoping,
+    lm_low_rank, lm_duplicates, lm_selection, lm_telescoping, truth_digits, truth_language,
   )
 }  # fmt: skip
 

@@ -69,6 +69,7 @@ def make_step(rng, step, steps, documents, worth, domains, num_sets, previous):
   record = {
     "step": step,
     "learning_rate": learning_rate,
+    "learning_rate_in_all": 3 * learning_rate,
     "clip_factor": 1.0,
     "tokens": int(tokens.sum()),
     "loss": float((loss * share).sum()),

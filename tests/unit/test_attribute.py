@@ -19,8 +19,7 @@ from maxghost.attribution import offline
 from maxghost.attribution.corpus import Corpus
 from maxghost.attribution.offline import Point
 from maxghost.checkpoint.manager import CheckpointManager
-from maxghost.config import ConfigError
-from maxghost.data import hashing
+from maxghost.config import ConfigError, files
 from maxghost.objectives import LanguageModelLoss
 from maxghost.training import state
 from maxghost.training.state import TrainStateNNX
@@ -229,7 +228,9 @@ def test_a_logged_step_asked_again_at_its_checkpoint_is_the_log(kind, trained, t
     value = log[name][here]
     np.testing.assert_allclose(again[name], value, rtol=2e-5, atol=2e-6 * np.abs(value).max(), err_msg=name)
   before, after = (x.steps[x.steps["step"] == step] for x in (log, again))
-  np.testing.assert_allclose(after["learning_rate"], before["learning_rate"], rtol=1e-6)
+  for name in ("learning_rate", "learning_rate_in_all"):
+    np.testing.assert_allclose(after[name], before[name], rtol=1e-6)
+  assert (before["learning_rate_in_all"] > 1.2 * before["learning_rate"]).all() == (kind != "sgd")
   np.testing.assert_allclose(after["predicted_examples"], before["predicted_examples"], rtol=1e-4)
 
 
@@ -432,7 +433,7 @@ def test_without_optimizer_state_the_direction_must_be_named(tmp_path):
 
 def test_a_changed_index_is_refused(tmp_path):
   about = {"version": 3, "directions": 2, "chunks": 0, "checkpoints": [[4, "d4"]], "files": {"sketch_4.npy": "0" * 64}}
-  sealed = json.dumps(hashing.sealed(about))
+  sealed = json.dumps(files.sealed(about))
   (tmp_path / "index.json").write_text(sealed)
   (tmp_path / "sketch_4.npy").write_bytes(b"x")
   with pytest.raises(ConfigError, match=r"sketch_4.npy: checksum .*give --data to write the index again"):

@@ -183,6 +183,7 @@ OTHER = {
   "sliding_window_size": 6,
   "inhomogeneous_layer_cycle_interval": 3,
   "use_qk_norm": True,
+  "use_qk_clip": True,
   "num_experts": 7,
   "num_experts_per_tok": 3,
   "base_moe_mlp_dim": 10,
@@ -204,8 +205,8 @@ NEEDS = {
   "norm_topk_prob": EXPERTS, "sparse_matmul": EXPERTS,
 }  # fmt: skip
 # Read by config.load: a file laid over the base; by the train state: where the weights live; by the loss
-# of training; by a tiled head.
-ELSEWHERE = {"model_name", "offload_to_host", "load_balance_loss_weight", "vocab_tiling_axis"}
+# of training; by a tiled head; by the train step.
+ELSEWHERE = {"model_name", "offload_to_host", "load_balance_loss_weight", "vocab_tiling_axis", "qk_clip_threshold"}
 
 
 def program_of(cfg, transform=jax.grad) -> str:

@@ -44,7 +44,7 @@ class Groups:
 
   keys: the columns that name a group, Labels or int64 [G]. exposures: number of rows. tokens: target tokens. share: sum
   of the shares of the batch losses. loss_tokens: sum of loss times tokens, nats. contribution_GK: nats. square_GK: sum
-  of the squared contributions.
+  of the squared contributions. in_all_GK: as `ScoreLog.in_all`, NaN where unknown.
   """
 
   keys: dict[str, Labels | np.ndarray]
@@ -54,6 +54,7 @@ class Groups:
   loss_tokens: np.ndarray
   contribution_GK: np.ndarray
   square_GK: np.ndarray
+  in_all_GK: np.ndarray
 
   def __len__(self) -> int:
     return len(self.exposures)
@@ -85,7 +86,8 @@ def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None, s
     if scaling is not None:
       steps, factor_SK = scaling
       rows = rows.copy()
-      rows["contribution"] *= factor_SK[np.searchsorted(steps, rows["step"])]
+      for name in ("contribution", "dot"):
+        rows[name] *= factor_SK[np.searchsorted(steps, rows["step"])]
     for accumulator in accumulators:
       accumulator.add(shard, rows)
   return num_left_out
@@ -120,7 +122,10 @@ class GroupSums:
     if self._text:
       code = self._local[rows[self._text]] * len(self._log.domains) + code * ("domain" in self._columns)
     offset = rows["offset"] if "offset" in self._columns else None
-    self._parts.append(_reduce(code, offset, _values(rows)))
+    values = _values(rows)
+    if self._log.knows_in_all:
+      values = np.column_stack([values, self._log.in_all(rows)])
+    self._parts.append(_reduce(code, offset, values))
     merged, *fresh = (len(part[0]) for part in self._parts)
     if sum(fresh) > max(MERGE_ROWS, merged):  # sooner would take quadratic time
       self._parts = [_merge(self._parts)]
@@ -129,7 +134,7 @@ class GroupSums:
     """Sorted by key: domain, then path, then offset; or step; or a field."""
     num_domains, num_sets = max(len(self._log.domains), 1), self._num_sets
     none = np.zeros(0, np.int64)
-    code, offset, sums = _merge(self._parts) if self._parts else (none, none, np.zeros((0, 4 + 2 * num_sets)))
+    code, offset, sums = _merge(self._parts) if self._parts else (none, none, np.zeros((0, 4 + 3 * num_sets)))
     keys: dict[str, Labels | np.ndarray] = {}
     if self._by == "step":
       keys["step"] = code
@@ -141,7 +146,10 @@ class GroupSums:
       if "offset" in self._columns:
         keys["offset"] = offset
     counts = (sums[:, 0].astype(np.int64), sums[:, 1].astype(np.int64))
-    groups = Groups(keys, *counts, sums[:, 2], sums[:, 3], sums[:, 4 : 4 + num_sets], sums[:, 4 + num_sets :])
+    per_set = [sums[:, start : start + num_sets] for start in range(4, sums.shape[1], num_sets)]
+    if not self._log.knows_in_all:
+      per_set = [*per_set[:2], np.full_like(per_set[0], np.nan)]
+    groups = Groups(keys, *counts, sums[:, 2], sums[:, 3], *per_set)
     ranks = (keys[name] for name in reversed(self._columns))
     return groups.take(np.lexsort([key.code if isinstance(key, Labels) else key for key in ranks]))
 

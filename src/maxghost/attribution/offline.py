@@ -67,6 +67,7 @@ def score(
   spec = objective.batch_spec(num_rows, corpus.layout.row_length)
   slots, names = corpus.layout.max_segments, []
   step, _ = make_train_step(cfg, graphdef, abstract, spec, num_segments=slots, num_sets=len(val))
+  reach_S = optimizers.reach(cfg.optimizer, cfg.ghost.direction, cfg.run.steps)
   run = jax.jit(lambda *args: {name: value for name, value in step(*args)[1].items() if name in _OUTPUTS})
   for point in points:
     parts, names = [], []
@@ -81,6 +82,8 @@ def score(
     rows["contribution"] *= share
     rows["share"] /= rows["share"].sum()
     record = {name: out[name] for name in ("learning_rate", "val_loss")} | {"step": point.step}
+    if reach_S is not None:  # a step after the run's end would be its last
+      record["learning_rate_in_all"] = reach_S[point.step] if point.step < len(reach_S) else out["learning_rate"]
     writer.append(record | {"predicted_examples": rows["contribution"].sum(0, dtype=np.float64)}, rows, names)
   return len(names)
 

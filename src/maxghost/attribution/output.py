@@ -85,6 +85,8 @@ def show(answer: Answer, console):
   console.print(table)
   about = f"{len(answer)} of {integer(answer.num_groups)} groups; {answer.units['contribution']}, for the "
   about += f"{answer.val_set} validation loss, direction {answer.direction or 'not logged'}; ± is a 95 % interval"
+  if "in_all" in shown:
+    about += "; in_all counts what momentum does with the gradient in later steps, if nothing else changes"
   console.print(Text(printable(about), style="dim"))
 
 
@@ -94,7 +96,7 @@ def _cell(name: str, row: dict):
   value = row[name]
   if isinstance(value, str):
     return Text(printable(value), no_wrap=True, overflow="ellipsis") if value else Text("(none)", "dim")
-  if name in (*INTERVALS, "per_chunk"):
+  if name in (*INTERVALS, "in_all", "per_chunk"):
     half_width = float(row.get(INTERVALS.get(name), float("nan")))
     return Text(number(float(value), plus=True) + plus_minus(half_width))
   return Text(number(float(value)) if name == "loss" else integer(int(value)))

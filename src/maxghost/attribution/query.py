@@ -28,6 +28,7 @@ MEASURES = {  # column: its unit, {unit} being that of the scale
   "share": "sum of the shares of the batch loss; 1 is a whole step",
   "loss": "nats per token, at training time",
   "contribution": "{unit}",
+  "in_all": "{unit}, with what momentum does with the gradient in later steps while direction and preconditioner stay",
   "half_width": "{unit}; 95 % interval = contribution ± half_width",
   "per_million_tokens": "{unit}, per million tokens",
   "per_million_half_width": "{unit}, per million tokens",
@@ -159,6 +160,7 @@ def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]
     "share": result.share,
     "loss": result.loss_tokens / np.maximum(result.tokens, 1),
     "contribution": total,
+    **({"in_all": result.in_all_GK[:, k]} if log.knows_in_all else {}),
     "half_width": half_width,
   }
 

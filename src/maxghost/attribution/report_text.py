@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from maxghost.attribution.numbers import integer, number, percent
-from maxghost.attribution.summary import MIN_CHUNKS, Ledger, SetSummary
+from maxghost.attribution.summary import MIN_CHUNKS, Ledger, SetSummary, Value
 
 LEDGER_LABELS = {
   "predicted_examples": ("This step's examples", "the contributions that this page divides among documents"),
@@ -17,6 +17,10 @@ LEDGER_LABELS = {
 }
 
 
+IN_ALL = (
+  "In all: the total with what momentum still does with the document's gradients in later steps, if the validation "
+  "gradient and the optimizer's preconditioner stay as they are."
+)
 LARGE_REST = 0.2  # share of the prediction beyond which the reader is warned
 
 
@@ -101,6 +105,11 @@ def ledger_sentence(ledger: Ledger) -> str:
     " the prediction does not explain these steps. Read the contributions as a comparison of documents and domains, "
     "not as exact nats."
   )
+
+
+def in_all_known(values: list[Value]) -> bool:
+  """Whether the second reading of documents is known."""
+  return any(math.isfinite(value.in_all) for value in values)
 
 
 def helped_sentence(part: SetSummary) -> str:

@@ -30,7 +30,7 @@ class Value:
   """The value of a group of rows. contribution and half_width (95 %) in nats; loss in nats per token.
 
   relative: contribution over the average contribution of the same shares of the same steps; NaN where that is not
-  positive. path, offset, text and marked: of a document.
+  positive. path, offset, text, marked and in_all (as `ScoreLog.in_all`, NaN where unknown): of a document.
   """
 
   domain: str
@@ -44,6 +44,7 @@ class Value:
   offset: int = 0
   text: str | None = None
   marked: Marked | None = None
+  in_all: float = NAN
 
   @property
   def per_million(self) -> float:
@@ -295,11 +296,12 @@ def _documents(groups: Groups, k: int, texts: dict, marked: dict) -> list[Value]
   loss = groups.loss_tokens / np.maximum(groups.tokens, 1)
   numbers = zip(*(a.tolist() for a in (groups.exposures, groups.tokens, loss, total, half_width)), strict=True)
   values = []
-  for key, columns in zip(groups.document_ids(), numbers, strict=True):
+  for key, columns, in_all in zip(groups.document_ids(), numbers, groups.in_all_GK[:, k].tolist(), strict=True):
     text = texts.get(key)
     if text is not None and len(text) > SHOWN_CHARS:
       text = text[:SHOWN_CHARS] + "\n…"
-    values.append(Value(key[0], *columns, path=key[1], offset=key[2], text=text, marked=marked.get((k, key))))
+    place = {"path": key[1], "offset": key[2], "text": text, "marked": marked.get((k, key))}
+    values.append(Value(key[0], *columns, **place, in_all=in_all))
   return values
 
 

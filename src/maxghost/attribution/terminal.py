@@ -36,6 +36,8 @@ def show(summary: Summary, console: Console):
         console.print(_text(sentence))
       if values:
         console.print(_documents(values))
+    if report_text.in_all_known(part.top):
+      console.print(_text(report_text.IN_ALL, style="dim"))
   for message in summary.messages:
     console.print(_text(f"note: {message}", style="yellow"))
 
@@ -79,13 +81,16 @@ def _ledger(ledger: Ledger) -> Table:
 
 
 def _documents(values: list[Value]) -> Table:
-  table = _table("", ">Total nats", ">Per million\ntokens", ">Tokens", ">Chunks", "Document")
+  both = report_text.in_all_known(values)
+  head = (">Total nats", *([">In all"] if both else []), ">Per million\ntokens", ">Tokens", ">Chunks", "Document")
+  table = _table("", *head)
   for value in values[:SHOWN_DOCUMENTS]:
     lines = _text(value.place, cut=True)
     if value.text is not None:
       lines.append(printable("\n" + snippet(value.text, SNIPPET_CHARS)), style="dim")
     table.add_row(
       number(value.contribution, plus=True),
+      *([number(value.in_all, plus=True)] if both else []),
       number(value.per_million, plus=True) + plus_minus(value.per_million_half_width),
       compact(value.tokens),
       integer(value.exposures),

@@ -1,5 +1,7 @@
 """Optimizers: update rules (one per file, listed in `config.plugins`), learning rate and clipping."""
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from maxghost.config import plugins
@@ -26,6 +28,7 @@ __all__ = [
   "factor_of",
   "learning_rate_schedule",
   "make_optimizer",
+  "reach",
   "register",
   "scaled",
 ]
@@ -81,6 +84,12 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
     if optimizer.direction == direction:
       return optimizer.load().from_config(cfg)
   raise ValueError(f"ghost_direction={direction}: use one of {', '.join(plugins.DIRECTIONS)}")
+
+
+def reach(cfg: OptimizerConfig, direction: str, steps: int) -> np.ndarray | None:
+  """`UpdateRule.reach` of the rule of a direction (see `direction_rule`) in a run of `steps` steps; None: unknown."""
+  rates_S = np.asarray(learning_rate_schedule(cfg, steps)(jnp.arange(steps)), np.float64)
+  return direction_rule(cfg, direction).reach(np.broadcast_to(rates_S, steps))
 
 
 def make_optimizer(cfg: OptimizerConfig, steps: int) -> optax.GradientTransformation:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from maxghost.config.schema import OptimizerConfig
@@ -43,6 +44,17 @@ class AdamW(UpdateRule):
 
   def path(self) -> "AdamWPath":
     return AdamWPath(*dataclasses.astuple(self))
+
+  def reach(self, rates_S: np.ndarray, parameter: Parameter | None = None) -> np.ndarray:
+    """(1 - b1^t) sum over k >= 0 of b1^k rate_{t+k} / (1 - b1^(t+k)), t = 1 for the first step: from the last one back.
+
+    k steps after its own, a gradient has b1^k of its weight in the first moment, under that step's bias correction.
+    """
+    correction_S = 1 - self.b1 ** np.arange(1.0, len(rates_S) + 1)
+    reach_S, later = rates_S / correction_S, 0.0
+    for step in reversed(range(len(rates_S))):
+      reach_S[step] = later = reach_S[step] + self.b1 * later
+    return correction_S * reach_S
 
   def reads(self, parameter: Parameter) -> tuple[str, ...]:
     return ("second_moment",)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -158,6 +159,15 @@ class UpdateRule(abc.ABC):
     D is the step as a function of the gradient, with its response averaged over the gradients x g, x from 0 to 1
     (Aumann and Shapley): the credit is linear in each example's gradient and adds up to the effect of the batch. None:
     the rule does not offer it.
+    """
+    return None
+
+  def reach(self, rates_S: np.ndarray, parameter: Parameter | None = None) -> np.ndarray | None:
+    """The learning rate that a gradient of each step amounts to in all, with what momentum does with it later, [S].
+
+    Over `rates_S`, the learning rate of every step of the run, it is the factor from what a gradient does in its own
+    step to what it does until the run ends, if P_t stays as it is and decay is left out. parameter: None for all.
+    Returns None where it is unknown, or where parameters differ.
     """
     return None
 

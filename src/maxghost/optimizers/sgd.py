@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import optax
 
 from maxghost.config.schema import OptimizerConfig
@@ -28,6 +29,9 @@ class Sgd(UpdateRule):
 
   def path(self) -> "Sgd":
     return self
+
+  def reach(self, rates_S: np.ndarray, parameter: Parameter | None = None) -> np.ndarray:
+    return rates_S
 
   def transformation(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
     return optax.sgd(learning_rate)

@@ -57,7 +57,7 @@ def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
 
 def _row_tables(pa, log: ScoreLog) -> Iterator[dict]:
   for shard, rows in log.blocks():
-    columns = columns_of(rows[[*log.columns]], log.val_sets)
+    columns = log.columns_of(rows)
     for name in (*TEXTS, *log.fields):
       texts = pa.array(shard.texts(name).tolist(), pa.string())
       columns[name] = pa.DictionaryArray.from_arrays(pa.array(columns[name]), texts)

@@ -28,7 +28,10 @@ UNITS = {
   "loss": "nats per token, mean over the chunk",
   "dot": "<gradient of the chunk's mean loss, direction>, nats per unit of learning rate",
   "contribution": "nats by which the chunk's share of this step's update is predicted to lower the validation loss",
+  "in_all": "nats: the contribution with what momentum does with the gradient in later steps, while direction and "
+  "preconditioner stay as they are",
   "learning_rate": "learning rate of the step",
+  "learning_rate_in_all": "learning rate that a gradient of the step amounts to with its part in later steps",
   "clip_factor": "scale that gradient clipping applied to the gradient",
   "val_loss": "nats per token before the step, on the step's validation rows",
   "prev_val_loss": "nats per token before the step, on the validation rows of the step before",
@@ -46,7 +49,7 @@ UNITS = {
 }
 OTHER_LEDGER_UNIT = "nats: a part of the step's predicted drop that this run's optimizer names"
 STEP_SCALARS = ("learning_rate", "clip_factor", "tokens", "loss")
-STEP_CHECKS = ("tokens_crc", "selection_crc")
+STEP_OTHERS = ("tokens_crc", "selection_crc", "learning_rate_in_all")
 LEDGER = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
 NEXT_TOKEN = "next_token"
 
@@ -63,6 +66,7 @@ TAKEN = frozenset(ROW_COLUMNS) | set(
     "layer",
     "module",
     "text",
+    "in_all",
     "chunks",
     "half_width",
     "per_million_tokens",
@@ -88,7 +92,7 @@ def step_dtype(num_sets: int, ledger: Sequence[str] = LEDGER, version: int = SCH
   """One training step; what was not measured is NaN. ledger: the optimizer's columns, f64[K] each, in their order."""
   per_set = ("val_loss", "prev_val_loss", "prev_predicted", "predicted_curvature", *ledger, "check_rel_err")
   fields = [("step", "<i8"), *((n, "<f8") for n in STEP_SCALARS), *((n, "<f8", (num_sets,)) for n in per_set)]
-  return np.dtype([*fields, *((n, "<f8") for n in (STEP_CHECKS if version > 1 else ()))])
+  return np.dtype([*fields, *((n, "<f8") for n in (STEP_OTHERS if version > 1 else ()))])
 
 
 def unmeasured_steps(step, num_sets: int, ledger: Sequence[str] = LEDGER) -> np.ndarray:

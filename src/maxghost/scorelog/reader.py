@@ -155,7 +155,10 @@ class ScoreLog:
     return sum(shard.num_rows for shard in self.shards)
 
   def to_pandas(self) -> Any:
-    """All rows as a pandas.DataFrame; a column of several validation sets is `contribution[name]` for each."""
+    """All rows as a pandas.DataFrame; a column of several validation sets is `contribution[name]` for each.
+
+    With `in_all`, the second reading of each contribution, where the log knows it.
+    """
     return fmt.frame("pandas", self._whole())
 
   def to_polars(self) -> Any:
@@ -167,8 +170,36 @@ class ScoreLog:
     parts = []
     for shard, rows in self.blocks():
       texts = {name: shard.texts(name)[rows[name]] for name in (*fmt.TEXTS, *self.fields)}
-      parts.append(fmt.columns_of(rows[[*self.columns]], self.val_sets) | texts)
+      parts.append(self.columns_of(rows) | texts)
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+  def columns_of(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """The columns of some rows, set by set, with `in_all` where the log knows it; texts are indices."""
+    columns = fmt.columns_of(rows[[*self.columns]], self.val_sets)
+    if self.knows_in_all:
+      later = np.zeros(len(rows), [("in_all", "<f4", (len(self.val_sets),))])
+      later["in_all"] = self.in_all(rows)
+      columns |= fmt.columns_of(later, self.val_sets)
+    return columns
+
+  @functools.cached_property
+  def knows_in_all(self) -> bool:
+    """Whether the steps tell what momentum does with their gradients later."""
+    return bool(np.isfinite(self.steps["learning_rate_in_all"]).any())
+
+  def in_all(self, rows: np.ndarray) -> np.ndarray:
+    """f64[N, K]: contributions with what momentum does with the gradients of `rows` later; NaN where unknown.
+
+    In steps with learning rate 0 the product is formed from `dot`, since the contribution is 0 there.
+    """
+    steps = self.steps
+    place_N = np.searchsorted(steps["step"], rows["step"])
+    rate_S, reach_S = steps["learning_rate"], steps["learning_rate_in_all"]
+    value_NK = rows["contribution"] * (reach_S / np.where(rate_S > 0, rate_S, np.nan))[place_N, None]
+    if (still_N := rate_S[place_N] == 0).any():
+      scale_N = rows["share"][still_N] * (reach_S * steps["clip_factor"])[place_N[still_N]]
+      value_NK[still_N] = rows["dot"][still_N] * scale_N[:, None]
+    return value_NK
 
   def said_of(self, name: str) -> tuple[str, ...]:
     """The distinct values of a key of the files' headers (fingerprint, direction)."""
@@ -218,7 +249,12 @@ class ScoreLog:
         raise ConfigError(f"{shard.path} changed while it was read; try again ({error})") from error
 
   def __getitem__(self, name: str) -> np.ndarray:
-    """A whole column as one array; domain, path and fields as strings. Raises ConfigError for an unknown name."""
+    """A whole column as one array; domain, path and fields as strings. Raises ConfigError for an unknown name.
+
+    "in_all": see the method, for a log that knows it.
+    """
+    if name == "in_all" and self.knows_in_all:
+      return np.concatenate([np.zeros((0, len(self.val_sets))), *(self.in_all(rows) for _, rows in self.blocks())])
     if name not in self.columns:
       raise ConfigError(f"unknown score column {name!r}{did_you_mean(name, self.columns)}")
     is_text, empty = name in (*fmt.TEXTS, *self.fields), fmt.row_dtype(len(self.val_sets), fields=self.fields)[name]

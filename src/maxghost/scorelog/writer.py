@@ -197,6 +197,7 @@ class Writer:
     self.folder = Path(run_dir) / "ghost"
     (self._process_index, self._num_processes), self._period = process, period
     self.val_sets, self.ledger, self.fields = tuple(val_sets), tuple(ledger), tuple(fields)
+    written = (*fmt.ROW_COLUMNS, *(fmt.step_dtype(len(self.val_sets), ledger).names or ()))
     self._about = {
       "schema_version": fmt.SCHEMA_VERSION,
       "val_sets": self.val_sets,
@@ -206,7 +207,7 @@ class Writer:
       "fields": self.fields,
       "process_index": self._process_index,
       "fingerprint": fingerprint,
-      "units": fmt.units(ledger),
+      "units": {name: text for name, text in fmt.units(ledger).items() if name in written},
     }
     self._last_step, self._num_steps, self._num_rows = -1, 0, 0
     self._restored = False

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from maxghost import optimizers
 from maxghost.config import Config, plugins
 from maxghost.parallel import distributed
 from maxghost.scorelog import Writer, selection, tokens
@@ -41,7 +42,8 @@ def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
     direction=cfg.direction_name,
     fields=dataset.source.fields,
   )
-  return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER)
+  reach_S = optimizers.reach(cfg.optimizer, cfg.ghost.direction, cfg.run.steps)
+  return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER, reach_S)
 
 
 def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -138,11 +140,20 @@ class ScoreRecorder:
   """Feeds a Writer. An error of the writer (such as a full disk) is raised as ScoreLogError by the next call.
 
   document: (domain, path, offset, the writer's fields) of a document by its index; called once per document. domains:
-  all domains, an axis of the contributions by parameter. token_folder: for the files of ghost_detail=token.
+  all domains, an axis of the contributions by parameter. token_folder: for the files of ghost_detail=token. reach_S:
+  learning_rate_in_all of every step of the run, None where unknown.
   """
 
-  def __init__(self, writer, document: Callable[[int], Sequence[Any]], domains: Sequence[str], token_folder: Path):
+  def __init__(
+    self,
+    writer,
+    document: Callable[[int], Sequence[Any]],
+    domains: Sequence[str],
+    token_folder: Path,
+    reach_S: np.ndarray | None = None,
+  ):
     self._writer = writer
+    self._reach_S = reach_S
     self._token_folder = token_folder
     self._domains = tuple(domains)
     self._name = functools.cache(document)
@@ -195,6 +206,8 @@ class ScoreRecorder:
     if outputs is not None:
       names = (*STEP_SCALARS, "val_loss", "check_rel_err", "predicted_curvature", *self._writer.ledger)
       record |= {name: outputs[name] for name in names if name in outputs}
+      if self._reach_S is not None:
+        record["learning_rate_in_all"] = self._reach_S[step]
     if outputs is None or not outputs["scored_ok"]:  # no score rather than a wrong one
       self._writer.append(record, {}, [])
       return
