@@ -46,6 +46,7 @@ class Command:
     self.environment = os.environ | {
       "JAX_PLATFORMS": "cpu",
       "PYTHONUNBUFFERED": "1",
+      "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
@@ -170,15 +171,13 @@ def test_score_rows_name_every_trained_document(command, left_alone):
 def test_killed_stopped_damaged_and_continued_it_is_the_same_run(command, left_alone):
   run = command.folder / "broken"
 
-  code, out, _ = command.stop_at("completed step: 2,", signal.SIGKILL, "run_name=broken")
-  assert code == -signal.SIGKILL and checkpoints(run) == []  # before the first checkpoint
-
   code, out, _ = command.stop_at(f"Saving a checkpoint after {PERIOD} ", signal.SIGKILL, "run_name=broken")
   assert code == -signal.SIGKILL  # in the middle of the first checkpoint, or just after it
-  assert "starts again at step 0" in out
+  saved = checkpoints(run)
 
   code, out, err = command.stop_at("completed step: 17,", signal.SIGTERM, "run_name=broken")
   assert code == 0 and "SIGTERM received" in err
+  assert saved or "starts again at step 0" in out
   stopped = checkpoints(run)[-1]
   assert 18 <= stopped < STEPS
   assert f"after {stopped} of {STEPS} steps; saved in {run / 'checkpoints' / str(stopped)}" in out
@@ -228,7 +227,7 @@ def test_bad_input_is_one_line_and_writes_nothing(command, left_alone, changes, 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_one_line(command):
   """The rate is 0 in the first step and absurd in the second: what is saved before that is good and is named."""
-  changes = ("run_name=hot", "learning_rate=1e30", "ghost_enabled=false", "checkpoint_period=1")
+  changes = ("run_name=hot", "learning_rate=1e30", "ghost_enabled=false", "checkpoint_period=1", "eval_interval=-1")
   code, _, err = command.run(*changes)
   assert code == 1 and "Traceback" not in err
   found = re.search(r"^maxghost: step (\d+): \w+ is (?:nan|inf); the last good checkpoint is (\S+)$", err, re.M)

@@ -316,7 +316,7 @@ def test_the_self_check_notices_a_broken_rule(layer, changes, monkeypatch):
   rule = type(rules.find(layer(nnx.Rngs(0))))
   right = rule.score
   monkeypatch.setattr(rule, "score", lambda self, *args: 1.05 * right(self, *args))
-  run = Run(base_num_decoder_layers=1, remat_policy="none", **changes)
+  run = Run(base_num_decoder_layers=1, remat_policy="none", ghost_exclude=("*self_attention*", "*norm*"), **changes)
   assert run.step(TRAIN[0])["check_rel_err"][0] > 1e-4
 
 
