@@ -308,7 +308,7 @@ def group_truth(
   chunks, domain = corpus.mixed(steps, seed)
   train_state = state_lib.create(cfg)
   graphdef, params, rest = nnx.split(train_state.model, nnx.Param, ...)
-  tx = make_optimizer(cfg.optimizer, cfg.run.steps)
+  tx = make_optimizer(cfg.optimizer, cfg.run.steps, params)
   numbers = [DOMAINS.index(name) for name in queries]
   val = jax.tree.map(lambda *x: jnp.stack(x), *[rows_of(corpus.val[number]) for number in numbers])
 

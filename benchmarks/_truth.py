@@ -23,7 +23,6 @@ from _measure import Figure
 from flax import nnx
 
 from maxghost import config, models, optimizers
-from maxghost.config import plugins
 from maxghost.ghost import DirectionSpec, schedules
 from maxghost.ghost.attach import prepare_twin
 from maxghost.ghost.schedules import Model, Problem, Validation, passes, per_example
@@ -40,7 +39,6 @@ OPTIMIZERS = {
   "AdamW": {"opt_type": "adamw", "learning_rate": 3e-3},
   "Muon": {"opt_type": "muon", "learning_rate": 0.02},
 }
-OPTIMIZERS = {name: changes for name, changes in OPTIMIZERS.items() if changes["opt_type"] in plugins.OPTIMIZERS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +120,7 @@ class Steps:
     model = world.model(0)
     self.graphdef, params, self.rest = nnx.split(model, nnx.Param, ...)
     rule = optimizers.create(optimizer)
-    self.rule = rule.of_params(params) if hasattr(rule, "of_params") else rule
+    self.rule = rule.of_params(params)
     self.clipping = optimizer.gradient_clipping_threshold
     self.schedule = optimizers.learning_rate_schedule(optimizer, STEPS)
     self.rates_S = np.broadcast_to(np.asarray(self.schedule(jnp.arange(STEPS)), np.float64), STEPS)

@@ -79,6 +79,22 @@ def test_the_last_step_has_no_later_one_and_sgd_keeps_nothing():
   assert optimizers.reach(cfg, "sgd", 100)[0] == 0
 
 
+def test_a_matrix_of_muon_by_following_its_momentum():
+  """N of every later step with and without a gradient; all other parameters are AdamW's."""
+  b, rule = 0.8, optimizers.Muon(beta=0.8, adam=RULE)
+  without, m = [], np.zeros(2)
+  for step in range(AT, STEPS):
+    g = np.array([1.0, 0.0]) if step == AT else np.zeros(2)
+    m, t = b * m + (1 - b) * g, step + 1
+    n = b * m / (1 - b ** (t + 1)) + (1 - b) * g / (1 - b**t)
+    without.append(n[0] - n[1])
+  matrix = optimizers.Parameter("w", 1, matrix=optimizers.Matrix(1, 1))
+  expected = RATES[AT:] @ np.array(without) / without[0]
+  assert rule.reach(RATES, matrix)[AT] == pytest.approx(expected, rel=1e-12)
+  np.testing.assert_array_equal(rule.reach(RATES, optimizers.Parameter("b")), RULE.reach(RATES))
+  assert rule.reach(RATES) is None  # parameters differ
+
+
 def test_the_log_and_its_answers_have_both_readings(tmp_path, capsys):
   """Two steps by hand; the first has learning rate 0, so that all of its effect comes later."""
   pytest.importorskip("pandas")

@@ -151,6 +151,22 @@ class Muon(UpdateRule):
 
   # The scores.
 
+  def reach(self, rates_S: np.ndarray, parameter: Parameter | None = None) -> np.ndarray | None:
+    """Of a matrix by the weights of g in N: in its own step b / (1 - b^(t+1)) + 1 / (1 - b^t), k steps later
+    b^(k+1) / (1 - b^(t+k+1)), both times 1 - b, with t = 1 for the first step. None for all, since others are AdamW's.
+    """
+    if parameter is None:
+      return None
+    if not parameter.matrix:
+      return self.adam.reach(rates_S)
+    t = np.arange(1.0, len(rates_S) + 1)
+    held_S = self.beta / (1 - self.beta ** (t + 1))
+    own_S, reach_S, later = held_S + 1 / (1 - self.beta**t), np.array(rates_S), 0.0
+    for step in reversed(range(len(rates_S))):
+      reach_S[step] += later / own_S[step]
+      later = self.beta * (held_S[step] * rates_S[step] + later)
+    return reach_S
+
   def reads(self, parameter: Parameter) -> tuple[str, ...]:
     return ("first_moment",) if parameter.matrix else ("first_moment", "second_moment")
 
