@@ -38,11 +38,11 @@ def test_help_lists_every_key_in_its_section(terminal, monkeypatch):
 def test_help_of_one_key_tells_type_default_limits_and_section():
   assert printed("opt_type").splitlines() == [
     "opt_type",
-    "  optimizer",
+    "  optimizer; muon = Muon for matrices, AdamW for embeddings, head, norms, biases",
     "  type:    str",
     "  default: adamw",
     "  limits:  " + "one of " + ", ".join(config.fields()["opt_type"].metadata["choices"]),
-    "  section: optimizer: AdamW or SGD and their schedule.",
+    "  section: optimizer: AdamW, SGD or Muon and their schedule.",
     "  example: opt_type=" + config.fields()["opt_type"].metadata["choices"][-1],
   ]
   assert "limits:  from 0 to 0.999" in printed("dropout_rate")
@@ -60,7 +60,9 @@ def test_base_yml_has_the_defaults_and_explains_every_key_with_its_limits():
   assert not [key for key, origin in loaded.origins.items() if not origin.startswith(f"{path}:")]
   lines = text.splitlines()
   assert max(map(len, lines)) <= 120
-  assert lines[lines.index("opt_type: adamw") - 1] == "# optimizer (one of adamw, sgd)"
+  assert lines[lines.index("opt_type: adamw") - 1] == (
+    "# optimizer; muon = Muon for matrices, AdamW for embeddings, head, norms, biases (one of adamw, sgd, muon)"
+  )
   for name, cls, items in sections():
     assert f"# ---- {name}: {cls.__doc__}" in lines
     for item in items:
