@@ -241,7 +241,7 @@ KINDS = {
   "accumulation": ("gradient_accumulation_steps=2", "per_device_batch_size=3"),
   "tokens": ("ghost_detail=token",),
   "greats": ("ghost_select=greats",),
-  "reweighting": ("ghost_reweight=[6,0.5]",),
+  "reweighting": ("ghost_reweight=[6,0.5]", "dataset_mixture=[code=0.25,docstrings=0.25,manual=0.25,tables=0.25]"),
   "readers": ("grain_worker_count=2",),
 }
 
