@@ -4,13 +4,13 @@ Against gradients at the parameters of both steps by the model's own derivative,
 gradient per document.
 """
 
-import shutil
 import types
 
 import jax
 import numpy as np
 import oracles
 import pytest
+import run_copies
 import test_optimizers_plugin as command
 import tiny
 from flax import nnx
@@ -228,11 +228,7 @@ def test_the_command_logs_its_direction_and_resumes_bit_for_bit(tmp_path, capsys
     assert train.main([*KEYS, f"base_output_directory={whole}"]) == 0
     said = capsys.readouterr()
     assert "ghost_curvature=secant: step 0 is scored to first order\n" in said.out
-    shutil.copytree(whole, broken)
-    saved = sorted((broken / "run" / "checkpoints").iterdir(), key=lambda path: int(path.name))
-    shutil.rmtree(saved[-1])
-    records = (broken / "run" / "metrics.jsonl").read_text("utf-8").splitlines(keepends=True)
-    (broken / "run" / "metrics.jsonl").write_text("".join(records[:-1]), "utf-8")
+    run_copies.interrupted(whole, broken)
     assert train.main([*KEYS, f"base_output_directory={broken}"]) == 0
   log, again = load(whole / "run"), load(broken / "run")
   assert log.said_of("direction") == again.said_of("direction") == ("path+secant",)

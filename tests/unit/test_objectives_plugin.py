@@ -6,13 +6,13 @@ weights that the host gives. U pairs, B = 2 U rows, T positions, S segments of a
 
 import dataclasses
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import run_copies
 import tiny
 from flax import nnx
 from train_steps import Run
@@ -196,11 +196,7 @@ def trained(folder):
 def test_a_run_is_logged_and_continues_bit_for_bit(tmp_path, capsys):
   """Four steps on every device, and the last two again from the checkpoint of two: a row of the log for each pair."""
   whole, records = trained(tmp_path / "whole")
-  shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-  run = tmp_path / "parts" / "run"
-  shutil.rmtree(run / "checkpoints" / "4")
-  metrics = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-  (run / "metrics.jsonl").write_text("".join(metrics[:-1]))  # as if it had been killed in its last step
+  assert run_copies.interrupted(tmp_path / "whole", tmp_path / "parts") == "4"
   parts, records_of_parts = trained(tmp_path / "parts")
   assert "Continuing after 2 completed steps" in capsys.readouterr().out
   assert whole.objective == parts.objective == NAME

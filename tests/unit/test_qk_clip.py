@@ -5,6 +5,7 @@ L layers, H query heads, K key heads, G = H / K.
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import pytest
 import tiny
@@ -48,7 +49,9 @@ def test_the_largest_logits_are_those_that_attention_sees(window, monkeypatch):
 
 def test_queries_and_keys_share_a_head_s_factor():
   """Grouped keys take the root of the smallest factor; nothing else changes where a head is below the threshold."""
-  peaks_LH = jnp.asarray([[50.0, 400.0, 100.0, 90.0, 200.0, 20.0], [1, 2, 3, 4, 5, 6], [300, 1, 1, 1, 1, 150]])
+  peaks_LH = jnp.asarray(
+    [[50.0, 400.0, 100.0, 90.0, 200.0, 20.0], [1, 2, 3, 4, 5, 6], [300, 1, 1, 1, 1, 150], [99] * 6]
+  )
   query_LH, key_LK = qk_clip.factors(peaks_LH, 2, 100.0)
   gamma_LH = np.minimum(1, 100 / np.maximum(peaks_LH, 1e-9))
   np.testing.assert_allclose(query_LH * np.repeat(key_LK, 3, axis=1), gamma_LH, rtol=1e-6)
@@ -147,3 +150,39 @@ def test_micro_batches_clip_by_the_largest_of_all():
 def test_what_does_not_go_with_it_is_refused(changes, words):
   with pytest.raises(config.ConfigError, match=words):
     config.replace(config.load(), use_qk_clip=True, **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp 4 x tensor 2", "context 4 x data 2"])
+def test_a_mesh_clips_as_one_device(mesh):
+  keys = {"use_qk_clip": True, "qk_clip_threshold": 0.5}
+  expected = meshes.run({}, **keys)
+  peaks_LH = expected.outs[0]["max_logits_LH"]
+  assert (peaks_LH > 0.5).any() and (peaks_LH < 0.5).any()
+  found = meshes.run(meshes.MESHES[mesh], **keys)
+  np.testing.assert_allclose(found.outs[0]["max_logits_LH"], peaks_LH, rtol=1e-5)
+  meshes.assert_same(found, expected, 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "keys",
+  [
+    {"ghost_select": "topk"},
+    {"ghost_direction": "path", "ghost_curvature": "secant"},
+    {"ghost_curvature": "hessian"},
+    {"ghost_schedule": "forward_mode"},
+    {"gradient_accumulation_steps": 7},
+    {"opt_type": "muon"},
+  ],
+  ids=lambda keys: " ".join(f"{key}={value}" for key, value in keys.items()),
+)
+def test_its_column_is_there_and_counted_once(keys):
+  """With everything that it may be combined with; the other columns are those of the same step without it."""
+  clipped, plain = (
+    train_steps.Run(**keys, qk_clip_threshold=0.65, use_qk_clip=clip).step(train_steps.TRAIN[0])
+    for clip in (True, False)
+  )
+  assert np.isfinite(clipped["qk_clip"]).all() and (clipped["qk_clip"] != 0).all() and "qk_clip" not in plain
+  np.testing.assert_allclose(clipped["predicted"] - clipped["qk_clip"], plain["predicted"], rtol=1e-4, atol=1e-7)
+  np.testing.assert_allclose(clipped["contribution_BSK"], plain["contribution_BSK"], rtol=1e-4, atol=1e-8)

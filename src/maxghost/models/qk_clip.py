@@ -29,26 +29,19 @@ def clip(model: Any, peaks_LH, threshold: float) -> dict[str, Any]:
 
   peaks_LH: the largest logit of each layer and query head, in the order in which layers run.
   """
-  layers, before = model.decoder, {}
-  for path, variable in nnx.to_flat_state(nnx.state(layers, nnx.Param)):
+  params, before = {path: v for path, v in nnx.iter_graph(model.decoder) if isinstance(v, nnx.Param)}, {}
+  for path, variable in params.items():
     if path[-2] not in ("query", "key"):
       continue
     value = variable[...]
-    head_axis = value.ndim - 2
     mine = peaks_LH[_layers(path, peaks_LH.shape[0], value.shape[0] if path[0] == "layers" else 1)]
-    num_kv_heads = _param(layers, (*path[:-2], "key", "kernel")).shape[-2]
+    num_kv_heads = params[(*path[:-2], "key", "kernel")].shape[-2]
     factor = factors(mine, num_kv_heads, threshold)[path[-2] == "key"]
-    between = head_axis - (mine.ndim - 1)  # axes between those of the layers and the heads
+    between = value.ndim - 1 - mine.ndim  # axes between those of the layers and the heads
     factor = factor.reshape(*factor.shape[:-1], *(1,) * between, factor.shape[-1], 1)
     before[slash_path(("decoder", *path))] = value
-    _param(layers, path)[...] = (value * factor).astype(value.dtype)
+    variable[...] = (value * factor).astype(value.dtype)
   return before
-
-
-def _param(module: Any, path: tuple) -> nnx.Param:
-  for name in path:
-    module = getattr(module, name)
-  return module
 
 
 def _layers(path: tuple, num_layers: int, num_stacked: int) -> Any:

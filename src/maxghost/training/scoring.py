@@ -96,7 +96,7 @@ class Scorer:
     if ghost.curvature == "secant":
       of_sets = [earlier[i : i + len(params)] for i in range(0, len(earlier), len(params))]
       by_label = [dict(zip(params, arrays, strict=True)) for arrays in of_sets]
-      carried = train_state.carried[...] if ghost.carries_curvature else jnp.zeros((), float)
+      carried = jnp.zeros((), float) if train_state.carried is None else train_state.carried[...]
       secant = Secant(by_label, secant_weight(self.cfg, train_state.step, carried), 1 - carried)
     return stored, secant
 
@@ -256,7 +256,7 @@ def run(problem: Problem, train_state: TrainStateNNX) -> Scored:
       leaves += [gradient for of_set in problem.secant.earlier for gradient in of_set.values()]
     for variable, leaf in zip(train_state.stored_gradients, leaves, strict=True):
       variable[...] = leaf
-    if hasattr(train_state, "carried"):
+    if train_state.carried is not None:
       train_state.carried[...] = jnp.zeros_like(train_state.carried[...])
   return scored
 

@@ -53,8 +53,7 @@ class TrainStateNNX(nnx.Module):
       params = [v for _, v in nnx.to_flat_state(nnx.state(model, trainable))] * num_stored
       zeros = [StoredGradient(jnp.zeros(v.shape, v.dtype), axes=v.get_metadata().get("axes")) for v in params]
       self.stored_gradients = nnx.List(zeros)
-    if carries:
-      self.carried = TrainCounter(jnp.zeros((), float))
+    self.carried = TrainCounter(jnp.zeros((), float)) if carries else None
 
   def apply_gradients(self, grads) -> None:
     """Updates the parameters. grads: State with their paths. Raises RuntimeError for a state without an optimizer."""
