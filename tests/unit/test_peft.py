@@ -12,8 +12,10 @@ import safetensors.numpy
 
 from maxghost import load_model
 from maxghost.checkpoint.layouts import read_checkpoint
+from maxghost.checkpoint.layouts_layers import LayerReader
 from maxghost.config import ConfigError
 from maxghost.interop import hf_checkpoint, huggingface, merge, peft
+from maxghost.interop.__main__ import main as checkpoint_command
 from maxghost.interop.peft import CONFIG, TENSORS, Settings
 
 RANK = 3
@@ -168,7 +170,8 @@ def test_folders_and_arrays_that_do_not_fit(tmp_path):
       label: x for label, x in arrays.items() if "/key/" not in label
     },
     "decoder/layers/mlp/wi_7/lora/a is no adapter": arrays | {"decoder/layers/mlp/wi_7/lora/a": np.zeros((4, 2, 3))},
-    r"is \[5, 15\], rank 3 makes it \[3, 15\]": arrays | {"decoder/layers/mlp/wi/lora/a": np.zeros((4, 15, 5))},
+    r"wi/lora/a is \[15, 5\], rank 3 makes it \[15, 3\]": arrays
+    | {"decoder/layers/mlp/wi/lora/a": np.zeros((4, 15, 5))},
     "no adapter to write": {},
   }.items():
     with pytest.raises(ConfigError, match=text):
@@ -189,7 +192,7 @@ def test_folders_and_arrays_that_do_not_fit(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "mixtral"])
-def test_merging_adds_the_product_in_float32_and_leaves_the_base(name, tmp_path):
+def test_merging_adds_the_product_in_float32_and_leaves_the_base(name, tmp_path, capsys):
   """Against float64, layer by layer; the base's files and arrays keep their bits, also where layers are stacked."""
   cfg, source = hf_models.load(name)[0], hf_models.FOLDER / name
   arrays, settings = make_arrays(cfg.model), Settings(RANK, 5.0)
@@ -200,8 +203,8 @@ def test_merging_adds_the_product_in_float32_and_leaves_the_base(name, tmp_path)
     found = read_checkpoint(merge.merged(tree, cfg.model, settings, arrays)).params.leaves
     for (path, layer), ref in found.items():
       whole = tuple(slice(0, n) for n in ref.shape)
-      w = merge.LayerReader(1 << 30).part(before[path, layer], whole)
-      value = merge.LayerReader(1 << 30).part(ref, whole)
+      w = LayerReader(1 << 30).part(before[path, layer], whole)
+      value = LayerReader(1 << 30).part(ref, whole)
       a = leaves.get((peft.adapter_path("/".join(path), "a"), layer))
       if a is None:
         assert value.tobytes() == w.tobytes()
@@ -212,11 +215,19 @@ def test_merging_adds_the_product_in_float32_and_leaves_the_base(name, tmp_path)
       np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
       assert value.dtype == w.dtype
       block = tuple(slice(1, n) for n in ref.shape)
-      assert merge.LayerReader(0).part(ref, block).tobytes() == value[block].tobytes()
+      assert LayerReader(0).part(ref, block).tobytes() == value[block].tobytes()
       count += 1
-  assert count == 2 * len(leaves) // 2
+  assert count == len(leaves)
   narrow = merge.merged_array(np.ones((4, 5), ml_dtypes.bfloat16), np.full((4, 2), 0.02), np.full((2, 5), 0.1), 0.5)
   assert narrow.dtype == ml_dtypes.bfloat16 and (narrow == ml_dtypes.bfloat16(1.002)).all()
+  peft.save_adapter(tmp_path / "adapter", cfg.model, settings, arrays)
+  command = ["adapter", "merge", str(tmp_path / "in"), str(tmp_path / "adapter"), str(tmp_path / "out")]
+  assert (checkpoint_command(command), checkpoint_command(command)) == (0, 2)
+  assert f"target {tmp_path / 'out'} exists" in capsys.readouterr().err
+  expected = read_checkpoint(merge.merged(huggingface.open_tree(source), cfg.model, settings, arrays)).params.leaves
+  for leaf, ref in read_checkpoint(huggingface.open_tree(tmp_path / "out")).params.leaves.items():
+    whole = tuple(slice(0, n) for n in ref.shape)
+    assert LayerReader(0).part(ref, whole).tobytes() == LayerReader(0).part(expected[leaf], whole).tobytes()
   other = MODELS["llama2"]
   with pytest.raises(ConfigError, match=r"its adapter|has no matrix for"):
     merge.merged(huggingface.open_tree(source), cfg.model, settings, make_arrays(other))
@@ -285,10 +296,8 @@ def test_adapters_of_peft_and_adapters_for_peft(name, tmp_path):
 
   expected = logits_of(theirs)
   close(merged_logits(tmp_path / "theirs", tmp_path / "merged"), expected)
-  own = {
-    label: x + 0.1 * np.random.default_rng(len(label)).normal(size=x.shape).astype(x.dtype)
-    for label, x in arrays.items()
-  }
+  rng = np.random.default_rng(0)
+  own = {label: x + 0.1 * rng.normal(size=x.shape).astype(x.dtype) for label, x in arrays.items()}
   new = peft.Settings(settings.rank, settings.alpha, 0.0, settings.use_rslora)
   peft.save_adapter(tmp_path / "ours", cfg.model, new, own)
   with quiet():
@@ -299,7 +308,7 @@ def test_adapters_of_peft_and_adapters_for_peft(name, tmp_path):
   trees = [read_checkpoint(huggingface.open_tree(tmp_path / x)).params.leaves for x in ("theirs_merged", "merged_ours")]
   for leaf, ref in trees[0].items():
     whole = tuple(slice(0, n) for n in ref.shape)
-    close(*(merge.LayerReader(1 << 30).part(tree[leaf], whole) for tree in reversed(trees)))
+    close(*(LayerReader(1 << 30).part(tree[leaf], whole) for tree in reversed(trees)))
 
 
 def load_model_logits(graphdef, state, tokens):

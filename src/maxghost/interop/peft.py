@@ -33,8 +33,8 @@ _LAYERS = "decoder/layers/"
 _KNOWN = frozenset({
   "peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "fan_in_fan_out", "target_modules", "target_parameters",
   "rank_pattern", "alpha_pattern", "init_lora_weights", "bias", "exclude_modules", "layers_to_transform",
-  "layers_pattern", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
-  "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+  "layers_pattern", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode",
+  "peft_version", "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
   "runtime_config", "ensure_weight_tying",
 })  # fmt: skip
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # the others change the base weights too
@@ -87,12 +87,19 @@ class Place:
     """Those of a and b, for each of its parts."""
     return [((adapter_path(x, "a"), self.layer), (adapter_path(x, "b"), self.layer)) for x in self.rule.paths]
 
-  def shapes(self, rank: int) -> list[tuple[int, int]]:
+  def part_shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of a and b of one part."""
+    lead, inputs, outputs = (
+      [self.rule.sizes[x] for x in y] for y in (self.rule.lead, self.rule.inputs, self.rule.outputs)
+    )
+    lead = lead if self.stacked else []
+    return (*lead, math.prod(inputs), rank), (*lead, rank, *outputs)
+
+  def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of A and B."""
-    sizes, rule = self.rule.sizes, self.rule
-    count = sizes[rule.lead] if self.stacked else 1
-    inputs, outputs = (math.prod(sizes[letter] for letter in letters) for letters in (rule.inputs, rule.outputs))
-    return [(count * rank, inputs), (outputs * len(rule.paths), rank * count)]
+    (*lead, inputs, _), b = self.part_shapes(rank)
+    columns = math.prod([rank, *lead])
+    return (columns, inputs), (math.prod(b) // columns * len(self.rule.paths), columns)
 
   def split(self, tensor_a: np.ndarray, tensor_b: np.ndarray, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """(a, b) of each part, of rank `rank`. Raises ValueError for a larger A whose B is not block-diagonal."""
@@ -307,10 +314,12 @@ def save_adapter(folder: str | Path, model: ModelConfig, settings: Settings, arr
   base: name or path of the base model, for whoever loads the adapter. Raises LayoutError for arrays that do not fit the
   model, and where only some parts of a module are adapted.
   """
-  folder, found, parameters = full_path(folder), unstack(arrays, model), None
-  if settings.config.get("target_parameters") or not any(rule.per_expert for rule, *_ in table(model)):
-    experts = [path for path, _ in found if path.endswith("_lora_a")]
-    parameters = tuple({"down_proj" if path.endswith("/wo_lora_a") else "gate_up_proj" for path in experts})
+  folder, found = full_path(folder), unstack(arrays, model)
+  matrices = {path for rule, *_ in table(model) if rule.per_expert for path in rule.paths}
+  experts = {path.removesuffix("_lora_a") for path, _ in found if path.endswith("_lora_a")}
+  parameters = None  # PEFT reads adapters of single experts only where all their matrices have one
+  if settings.config.get("target_parameters") or experts != matrices:
+    parameters = tuple({"down_proj" if path.endswith("/wo") else "gate_up_proj" for path in experts})
   held: list[tuple[Place, list]] = []
   used, problems = set(), []
   for place in places(model, parameters):
@@ -325,15 +334,15 @@ def save_adapter(folder: str | Path, model: ModelConfig, settings: Settings, arr
   several = [(place, parts) for place, parts in held if len(parts) > 1]
   own = {place.rule.name for place, parts in several if len({a.tobytes() for a, _ in parts}) > 1}
   own |= {place.rule.name for place, _ in several if _rank(place, settings, folder) > settings.rank}
+  for place, parts in held:
+    for leaves, part in zip(place.leaves, parts, strict=True):
+      for (path, _), values, shape in zip(leaves, part, place.part_shapes(settings.rank), strict=True):
+        problems += [f"{path} is {[*values.shape]}, rank {settings.rank} makes it {[*shape]}"] * (values.shape != shape)
+  if problems or not held:
+    raise LayoutError(*[*dict.fromkeys(problems)][:8] or ["there is no adapter to write"])
   tensors: dict[str, np.ndarray] = {}
-  for place, parts in [] if problems else held:
-    blocks = place.rule.name in own
-    shapes = place.shapes(settings.rank * (len(parts) if blocks else 1))
-    for name, values, shape in zip(place.tensors, place.join(parts, blocks), shapes, strict=True):
-      tensors[name] = values
-      problems += [f"{name} is {[*values.shape]}, rank {settings.rank} makes it {[*shape]}"] * (values.shape != shape)
-  if problems or not tensors:
-    raise LayoutError(*problems[:8] or ["there is no adapter to write"])
+  for place, parts in held:
+    tensors |= zip(place.tensors, place.join(parts, place.rule.name in own), strict=True)
   config = _config(model, settings, [place for place, _ in held], own, base)
   with new_folder(folder) as temporary:
     stored = [StoredArray((name,), x.shape, x.dtype, lambda _, x=x: x) for name, x in sorted(tensors.items())]
@@ -347,7 +356,7 @@ def _config(model: ModelConfig, settings: Settings, held: list[Place], own: set[
   others = {place.module for place in places(model) if not place.stacked} - {place.module for place in linear}
   targets, patterns = set(), {}
   for place in held:
-    *_, above, leaf = place.module.split(".")
+    *_, above, leaf = f".{place.module}".split(".")
     if place in linear:
       targets.add(f"{above}.{leaf}" if any(name.endswith(f".{leaf}") for name in others) else leaf)
     if place.rule.name in own:
