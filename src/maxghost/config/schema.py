@@ -187,6 +187,7 @@ class OptimizerConfig:
   adam_eps: float = key(1e-8, minimum=0.0)
   adam_weight_decay: float = key(0.1, minimum=0.0)
   mu_dtype: str = key("float32", choices=("float32", "bfloat16"))
+  sgd_momentum: float = key(0.0, minimum=0.0, maximum=0.999999)
   muon_beta: float = key(0.95, minimum=0.0, maximum=0.999999)
   muon_weight_decay: float = key(0.0, minimum=0.0)
   muon_consistent_rms: float = key(0.0, minimum=0.0)
