@@ -109,9 +109,7 @@ def load(
       offsets.append(offset[here])
       sizes.append(size[here])
   if own_domains and cfg.dataset_domains:
-    kept = [n for n, shard in enumerate(shards) if shard.domain in cfg.dataset_domains]
-    base.check_known("dataset_domains", cfg.dataset_domains, (shard.domain for shard in shards), "the data")
-    shards, offsets, sizes = ([given[n] for n in kept] for given in (shards, offsets, sizes))
+    shards, offsets, sizes = _of_domains(cfg.dataset_domains, shards, offsets, sizes)
   index, exact = (np.concatenate(offsets), np.concatenate(sizes)), set(kinds) == {TXT}
   source = RecordSource(shards, notes, index, exact, cfg.document_fields)
   kept = () if records == base.TEXT else (records,)
@@ -155,6 +153,13 @@ def _by_domain(
       own = record(offset, size).get("domain")
     found.setdefault(own if own and isinstance(own, str) else label, []).append(number)
   return {domain: np.array(numbers) for domain, numbers in found.items()} or {label: np.zeros(0, np.int64)}
+
+
+def _of_domains(wanted: tuple[str, ...], shards: list[Shard], *others: list) -> list[list]:
+  """The shards of these domains, and their entries of the other lists. Raises ConfigError for an unknown domain."""
+  base.check_known("dataset_domains", wanted, (shard.domain for shard in shards), "the data")
+  kept = [number for number, shard in enumerate(shards) if shard.domain in wanted]
+  return [[given[number] for number in kept] for given in (shards, *others)]
 
 
 def _index_text(opened: Opened, path: str, columns: Columns | None) -> tuple[np.ndarray, np.ndarray]:
