@@ -135,6 +135,7 @@ class DataConfig:
   sft_train_on_completion_only: bool = key(True)
   dataset_mixture: tuple[str, ...] = key(())
   dataset_exclude_file: str = key("")
+  dataset_include_file: str = key("")
   on_corrupt: str = key("error", choices=("error", "skip"))
   tokenizer_type: str = key("byte", choices=("byte", "huggingface", "sentencepiece", "tiktoken"))
   tokenizer_path: str = key("")
