@@ -43,7 +43,7 @@ def load(
   *,
   cap: int = 0,
   whole: bool = True,
-  own_domains: bool = False,
+  own_domains=False,
 ) -> RecordSource:
   """The documents of text files.
 
