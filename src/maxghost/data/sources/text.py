@@ -59,7 +59,7 @@ def load(
   Raises:
     ConfigError: a file of another kind, an unreadable one, a missing column, a domain without documents, too low a cap.
   """
-  kinds = [_kind(file.path) for file in files]
+  kinds = [_kind(file.path, records) for file in files]
   if cap and PARQUET in kinds:
     raise ConfigError(
       f"dataset_domain_bytes={cap} does not work with Parquet, which does not tell the size of a row; "
@@ -75,8 +75,6 @@ def load(
     is_packed = file.path.endswith(_PACKED)
     index, read = (_index_rows, _read_rows) if kind == PARQUET else (_index_text, _read_text)
     opened = parquet if kind == PARQUET else packed if is_packed else plain
-    if kind == TXT and records != base.TEXT:
-      raise ConfigError(f"{file.path} is plain text, but {records} are records; give .jsonl or .parquet files")
     arguments: tuple[Any, ...] = (opened, file.path, None if kind == TXT else columns)
     try:
       offset, size = index(*arguments)
@@ -118,12 +116,14 @@ def load(
   return source
 
 
-def _kind(path: str) -> str:
+def _kind(path: str, records: str) -> str:
   plain = path.removesuffix(".gz").removesuffix(".zst")
   kind = _ENDINGS.get(os.path.splitext(plain)[1].lower())
   if kind is None or (kind == PARQUET and plain != path):
     known = ", ".join(_ENDINGS)
     raise ConfigError(f"{path}: not a kind of file that can be read; known are {known}, and .gz or .zst of text")
+  if kind == TXT and records != base.TEXT:
+    raise ConfigError(f"{path} is plain text, but {records} are records; give .jsonl or .parquet files")
   return kind
 
 
