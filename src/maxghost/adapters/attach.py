@@ -12,7 +12,7 @@ from flax import nnx
 
 from maxghost import models
 from maxghost.adapters import lora
-from maxghost.adapters.lora import Adapted, AdaptedEinsum, AdaptedLinear, AdaptedLinearGeneral, Lora
+from maxghost.adapters.lora import AdaptedEinsum, AdaptedLinear, AdaptedLinearGeneral, Lora
 from maxghost.config.schema import AdapterConfig, Config
 from maxghost.config.values import ConfigError
 from maxghost.models import dense
@@ -67,9 +67,10 @@ def disabled(model: Any) -> Any:
   """The model without its adapters. It shares the arrays of `model`, which stays as it is."""
   plain = nnx.merge(*nnx.split(model))
   for _, node in nnx.iter_graph(plain):
-    if isinstance(node, Adapted):
-      del node.lora
-      node.__class__ = PLAIN[type(node)]
+    if type(node) in PLAIN:
+      for name in ("lora", "lora_dropout", "lora_order")[: 3 if isinstance(node, AdaptedEinsum) else 2]:
+        delattr(node, name)
+      object.__setattr__(node, "__class__", PLAIN[type(node)])
     elif isinstance(node, RoutedMoe):
       for name in [name for name in vars(node) if name.endswith(("_lora_a", "_lora_b"))]:
         delattr(node, name)
@@ -107,7 +108,7 @@ def _adapt(module: Any, name: str, label: str, cfg: AdapterConfig, key) -> None:
     layer.lora_order, out_axes = (before, after), len(module.kernel_shape) - in_axes
   layer.lora = Lora(cfg, layer.kernel, in_axes, out_axes, layer, key)
   layer.lora_dropout = cfg.lora_dropout
-  layer.__class__ = ADAPTED[type(layer)]
+  object.__setattr__(layer, "__class__", ADAPTED[type(layer)])
 
 
 def _adapt_experts(module: RoutedMoe, name: str, label: str, cfg: AdapterConfig, key) -> None:

@@ -67,37 +67,39 @@ def product(x, w, precision=None):
   return dense.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), precision)
 
 
-class Adapted:
-  """A frozen dense layer with the child `lora`; the base of the classes below, whose last base is the layer's own."""
+# Frozen dense layers with an adapter. They have one base each, so that a layer can become one of them.
+
+
+class AdaptedLinear(nnx.Linear):
+  """`nnx.Linear` with an adapter."""
 
   lora: Lora
   lora_dropout: float
 
   def __call__(self, x):
-    layer: Any = super()
-    return layer.__call__(x) + self.add(dropped(x, self.lora_dropout))
-
-  def add(self, x):
-    """What the adapter adds to the output."""
-    return self.lora(x)
+    return super().__call__(x) + self.lora(dropped(x, self.lora_dropout))
 
 
-class AdaptedLinear(Adapted, nnx.Linear):
-  """`nnx.Linear` with an adapter."""
-
-
-class AdaptedLinearGeneral(Adapted, nnx.LinearGeneral):
+class AdaptedLinearGeneral(nnx.LinearGeneral):
   """`nnx.LinearGeneral` over trailing axes with an adapter."""
 
+  lora: Lora
+  lora_dropout: float
 
-class AdaptedEinsum(Adapted, nnx.Einsum):
+  def __call__(self, x):
+    return super().__call__(x) + self.lora(dropped(x, self.lora_dropout))
+
+
+class AdaptedEinsum(nnx.Einsum):
   """`nnx.Einsum` with an adapter. lora_order: see `einsum_order`."""
 
+  lora: Lora
+  lora_dropout: float
   lora_order: tuple[tuple[int, ...], tuple[int, ...]]
 
-  def add(self, x):
+  def __call__(self, x):
     before, after = self.lora_order
-    return self.lora(x.transpose(before)).transpose(after)
+    return super().__call__(x) + self.lora(dropped(x, self.lora_dropout).transpose(before)).transpose(after)
 
 
 def einsum_order(einsum_str: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
