@@ -103,8 +103,9 @@ def make_dataset(
 def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout) -> list[Units]:
   """The training source and any held-out files of `ghost_val_sets`, each with its split and the held-out texts."""
   held_out = tuple(dict.fromkeys(cfg.validation_sets.values()))
-  excluded = read_ids(cfg.dataset_exclude_file, source) if cfg.dataset_exclude_file else None
-  splits: list[tuple[Source, Split]] = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
+  excluded = read_ids(cfg.dataset_exclude_file, source)[0] if cfg.dataset_exclude_file else None
+  included = _included(cfg, source) if cfg.dataset_include_file else None
+  splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded, included))]
   if cfg.validation_files:
     files = expand("ghost_val_sets", cfg.validation_files)
     read = text.load(files, dataclasses.replace(cfg, document_fields=()))
@@ -139,7 +140,7 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
   if all(splits[0][1].left_out(indices).all() for indices in scan(len(source))):
     raise ConfigError(
       "there is nothing to train on: every document is held out for validation or excluded; use a smaller "
-      "ghost_val_fraction or more data"
+      f"ghost_val_fraction or more data{', or list more in dataset_include_file' * bool(cfg.dataset_include_file)}"
     )
   contents = (np.unique(np.concatenate(hashes)), frozenset(sizes), bool(sizes) and cfg.ghost_val_copies != "keep")
   parts = []
@@ -147,6 +148,22 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
     kind = PreparedUnits if isinstance(one, PreparedSource) else Units
     parts.append(kind(one, split, tokenizer, layout, cfg.on_corrupt, *contents))
   return parts
+
+
+def _included(cfg: DataConfig, source: Source) -> np.ndarray:
+  """Hashes of the ids of `dataset_include_file`; a note says how many of them no document has. Raises ConfigError."""
+  said = f"dataset_include_file={cfg.dataset_include_file}"
+  hashes, unknown = read_ids(cfg.dataset_include_file, source, "dataset_include_file")
+  there = np.zeros(len(hashes), bool)
+  for indices in scan(len(source)):
+    there |= np.isin(hashes, source.id_hashes(indices))
+  lost = unknown + int((~there).sum())
+  if not there.any():
+    raise ConfigError(f"{said}: none of its {lost:,} ids is that of a document of the data")
+  if lost:
+    note = f"{said}: {lost:,} of its {len(hashes) + unknown:,} ids are those of no document of the data"
+    source.notes = (*(old for old in source.notes if old != note), note)
+  return hashes
 
 
 def max_segments(cfg: DataConfig) -> int:
@@ -239,8 +256,9 @@ def _identity(cfg: DataConfig, seed: int, batch_size: int, parts: list[Units]) -
   held_out = (sorted(set(cfg.validation_sets.values())), cfg.ghost_val_fraction, cfg.ghost_val_copies)
   mixture = (cfg.mixture, tuple(text.removesuffix("x") for text in cfg.dataset_mixture))
   sources = (parts[0].tokenizer.fingerprint, *(part.source.fingerprint for part in parts))
-  excluded = parts[0].split.excluded.tolist()
+  excluded, included = parts[0].split.excluded.tolist(), parts[0].split.included
   settings = (*rows, *windows, *held_out, *mixture, cfg.on_corrupt, *sources, *excluded)
+  settings += () if included is None else ("include", *included.tolist())
   files = {name: value for part in parts for name, value in part.source.files.items()}
   return {
     "fingerprint": f"{text_hash(*map(repr, settings)):016x}",
