@@ -198,6 +198,17 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterConfig:
+  """Low-rank adapters (LoRA): what is trained in place of the model's own weights."""
+
+  lora_rank: int = key(0, minimum=0, maximum=10**5)
+  lora_alpha: float = key(8.0, minimum=1e-6)
+  lora_module_path: str = key("")
+  lora_dropout: float = key(0.0, minimum=0.0, maximum=0.999)
+  lora_use_rslora: bool = key(False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GhostConfig:
   """Per-example scores: what is scored, along which direction."""
 
@@ -317,6 +328,7 @@ class Config:
   model: ModelConfig = ModelConfig()
   data: DataConfig = DataConfig()
   optimizer: OptimizerConfig = OptimizerConfig()
+  adapter: AdapterConfig = AdapterConfig()
   ghost: GhostConfig = GhostConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
   parallel: ParallelConfig = ParallelConfig()
