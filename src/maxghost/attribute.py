@@ -87,8 +87,8 @@ def _run(args: argparse.Namespace) -> int:
   from maxghost.training.devices import configure_jax
 
   configure_jax(cfg)
-  corpus = Corpus(tuple(args.data), cfg.data, "--data") if args.data else None
-  asked = Corpus(tuple(args.queries), cfg.data, "--queries") if args.queries else None
+  corpus = Corpus(tuple(args.data), cfg.data, "--data", cfg.records) if args.data else None
+  asked = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
   queries = {}
   if asked:
     for name in asked.domains:

@@ -131,6 +131,8 @@ class DataConfig:
   train_split: str = key("train")
   train_data_columns: tuple[str, ...] = key(("text",))
   document_fields: tuple[str, ...] = key(())
+  chat_template_path: str = key("")
+  sft_train_on_completion_only: bool = key(True)
   dataset_mixture: tuple[str, ...] = key(())
   dataset_exclude_file: str = key("")
   dataset_include_file: str = key("")
@@ -193,6 +195,17 @@ class OptimizerConfig:
   trainable_parameters_mask: tuple[str, ...] = key(())
   gradient_accumulation_steps: int = key(1, minimum=1)
   gradient_clipping_threshold: float = key(1.0, minimum=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterConfig:
+  """Low-rank adapters (LoRA): what is trained in place of the model's own weights."""
+
+  lora_rank: int = key(0, minimum=0, maximum=10**5)
+  lora_alpha: float = key(8.0, minimum=1e-6)
+  lora_module_path: str = key("")
+  lora_dropout: float = key(0.0, minimum=0.0, maximum=0.999)
+  lora_use_rslora: bool = key(False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,6 +328,7 @@ class Config:
   model: ModelConfig = ModelConfig()
   data: DataConfig = DataConfig()
   optimizer: OptimizerConfig = OptimizerConfig()
+  adapter: AdapterConfig = AdapterConfig()
   ghost: GhostConfig = GhostConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
   parallel: ParallelConfig = ParallelConfig()
@@ -329,6 +343,11 @@ class Config:
   def val_sets(self) -> dict[str, str]:
     """{name: domain} of the validation sets that training scores against; empty without ghost."""
     return self.data.validation_sets if self.ghost.ghost_enabled else {}
+
+  @property
+  def records(self) -> str:
+    """What a document of the run is: "text", "conversations" or "pairs"."""
+    return plugins.OBJECTIVES[self.optimizer.objective].records
 
   @property
   def direction_name(self) -> str:

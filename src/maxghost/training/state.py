@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from maxghost import models
+from maxghost import adapters
 from maxghost.config.schema import Config
 from maxghost.data import merge_states
 from maxghost.optimizers import make_optimizer
@@ -70,7 +70,7 @@ class TrainStateNNX(nnx.Module):
 
 def create(cfg: Config) -> TrainStateNNX:
   """A fresh state: weights from init_weights_seed, zero moments, step 0."""
-  model = models.create(cfg, rngs=nnx.Rngs(cfg.run.init_weights_seed))
+  model = adapters.create(cfg)
   num_stored = len(cfg.val_sets) * cfg.ghost.num_stored
   trained = trainable(cfg, model)
   tx = make_optimizer(cfg.optimizer, cfg.run.steps, nnx.state(model, trained))
@@ -97,7 +97,12 @@ def carry(state: nnx.State, turned: list[jax.Array]) -> nnx.State:
 
 
 def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
-  """The filter of `trainable_parameters_mask`. Raises ValueError for a pattern without a match."""
+  """The filter of what is trained: the adapters, else those of `trainable_parameters_mask`.
+
+  Raises ValueError for a pattern without a match.
+  """
+  if cfg.adapter.lora_rank:
+    return nnx.LoRAParam
   if not cfg.optimizer.trainable_parameters_mask:
     return nnx.Param
   paths = {slash_path(path): path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}

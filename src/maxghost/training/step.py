@@ -48,7 +48,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     train_state = nnx.merge(graphdef, state)
     split = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...))
     key = None
-    if cfg.model.dropout_rate:
+    if cfg.model.dropout_rate or cfg.adapter.lora_dropout:
       # The key depends only on (seed, step), so that a restart draws the same masks without saved RNG state.
       key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), train_state.step)
     step_loss = create(cfg).training(key)
@@ -63,7 +63,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     out = {
       "loss": passed.loss,
       "grad_norm": norm,
-      "param_norm": _norm(cfg, nnx.state(train_state.model, nnx.Param)),
+      "param_norm": _norm(cfg, split.params if cfg.adapter.lora_rank else nnx.state(train_state.model, nnx.Param)),
       "learning_rate": learning_rate,
       "tokens": passed.weights.sum(),
       "clip_factor": clip_factor,
