@@ -15,7 +15,7 @@ import safetensors.numpy
 import tiny
 from flax import nnx
 
-from maxghost import adapters, config, load_model
+from maxghost import adapters, config, generate, load_model
 from maxghost.checkpoint.layouts import read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader
 from maxghost.config import ConfigError
@@ -348,6 +348,27 @@ def adapted_here(name, cfg, settings, arrays, tokens):
 
   gradients, logits = jax.jit(jax.grad(loss, has_aux=True))(trained, rest, tokens)
   return np.asarray(logits), tiny.by_label(gradients)
+
+
+def test_a_model_generates_and_exports_with_its_adapter(tmp_path, capsys):
+  """The adapter of a checkpoint with lora_rank: out to PEFT, and merged by `maxghost generate`."""
+  source, cfg = hf_models.FOLDER / "llama2", hf_models.load("llama2")[0]
+  settings, arrays = Settings(RANK, 5.0), make_arrays(cfg.model)
+  peft.save_adapter(tmp_path / "peft", cfg.model, settings, arrays)
+  hf_checkpoint.export_model(source, tmp_path / "merged", adapter=tmp_path / "peft", say=silent)
+  place, loaded = load_model.find(source)
+  found, expected = (
+    tiny.by_label(load_model.load(*at, silent, adapter)[1])
+    for at, adapter in (((place, loaded), str(tmp_path / "peft")), (load_model.find(tmp_path / "merged"), ""))
+  )
+  equal(found, expected)
+  flags = generate.from_keys([f"load_parameters_path={source}", "prompt=a", f"lora_restore_path={tmp_path / 'peft'}"])
+  assert flags[-2:] == ["--adapter", str(tmp_path / "peft")]
+  assert checkpoint_command(["adapter", "merge", str(source), str(source), str(tmp_path / "no")]) == 2
+  assert (
+    "llama2 holds no adapter: it is neither a folder of PEFT nor a run with lora_rank above 0"
+    in capsys.readouterr().err
+  )
 
 
 def load_model_logits(graphdef, state, tokens):
