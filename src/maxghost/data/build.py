@@ -17,7 +17,7 @@ from maxghost.data.packing import FIRST_FIT, Layout
 from maxghost.data.prepared import PreparedSource, PreparedUnits, is_prepared
 from maxghost.data.reader import TrainIterator
 from maxghost.data.sources import text
-from maxghost.data.sources.base import Source, check_known, read_or_skip
+from maxghost.data.sources.base import COLUMNS, Kept, Source, check_known, read_or_skip
 from maxghost.data.sources.files import expand
 from maxghost.data.split import Split, scan
 from maxghost.data.tokenizers import ByteTokenizer, Tokenizer, check_specials, load_tokenizer
@@ -59,6 +59,7 @@ def open_all(
   cfg: DataConfig, seed: int, vocab_size: int | None = None, records: str = "text"
 ) -> tuple[Source, Tokenizer]:
   """The source (tokenized if `dataset_files` names a prepared folder) and the tokenizer. Raises ConfigError."""
+  cfg = kept(cfg, records)
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
   if vocab_size is not None and tokenizer.vocab_size > vocab_size:
     raise ConfigError(
@@ -67,7 +68,7 @@ def open_all(
     )
   folders = [item for item in cfg.dataset_files if cfg.dataset_type == "grain" and is_prepared(item)]
   if not folders:
-    return sources.open_source(cfg, seed, records), tokenizer
+    return sources.open_source(cfg, seed), tokenizer
   if records != "text":
     raise ConfigError(
       f"dataset_files has {folders[0]}, a prepared corpus of plain text, but the objective reads {records}"
@@ -90,12 +91,12 @@ def make_dataset(
 ) -> Dataset:
   """Like `load_dataset`, for any `Source`, such as a `DocumentList` of documents in memory."""
   tokenizer = tokenizer or ByteTokenizer()
-  units = units_of(cfg, tokenizer, records)
+  cfg, units = kept(cfg, records), units_of(cfg, tokenizer, records)
   strategy = FIRST_FIT if cfg.packing == "none" else cfg.packing
   layout = Layout(cfg.max_target_length, max_segments(cfg), strategy, cfg.add_bos, cfg.add_eos)
   batch_size = cfg.per_device_batch_size * num_shards if batch_size is None else batch_size
   _check_rows(cfg, source, batch_size, num_shards)
-  parts = _parts(source, cfg, seed, tokenizer, layout, units, records)
+  parts = _parts(source, cfg, seed, tokenizer, layout, units)
   streams, weights = _streams(cfg, parts[0], seed)
   train = TrainIterator(
     streams,
@@ -121,8 +122,18 @@ def units_of(cfg: DataConfig, tokenizer: Tokenizer, records: str) -> Callable[..
   return Units
 
 
+def kept(cfg: DataConfig, records: str) -> DataConfig:
+  """The settings by which sources read documents of this kind: their columns as JSON. Raises ConfigError."""
+  if records == "text":
+    return cfg
+  asked, known = cfg.train_data_columns, COLUMNS[records]
+  if asked != ("text",):
+    check_known("train_data_columns", asked, known, f"the objective, which reads {records},")
+  return dataclasses.replace(cfg, train_data_columns=Kept(known if asked == ("text",) else asked))
+
+
 def _parts(
-  source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, make: Callable, records: str
+  source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, make: Callable
 ) -> list[Units]:
   """The training source and any held-out files of `ghost_val_sets`, each with its split and the held-out texts."""
   held_out = tuple(dict.fromkeys(cfg.validation_sets.values()))
@@ -131,7 +142,7 @@ def _parts(
   splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded, included))]
   if cfg.validation_files:
     files = expand("ghost_val_sets", cfg.validation_files)
-    read = text.load(files, dataclasses.replace(cfg, document_fields=()), records)
+    read = text.load(files, dataclasses.replace(cfg, document_fields=()))
     both = [domain for domain in read.domains if domain in source.domains]
     if both:
       raise ConfigError(
