@@ -49,8 +49,8 @@ def _run(cfg: Config, force: bool, signals: StopSignals) -> int:
 
 
 def _parameters(cfg: Config, existing: Existing) -> Callable | None:
-  """A function that opens what the run begins with; None for a run that has a checkpoint."""
-  if not cfg.checkpoint.given or run_directory.has_checkpoint(existing):
+  """A function that opens what the run begins with; None for a run that has a checkpoint and needs it no more."""
+  if not cfg.checkpoint.given or (run_directory.has_checkpoint(existing) and cfg.reference != "start"):
     return None
   from maxghost import load_model
   from maxghost.interop import model_path

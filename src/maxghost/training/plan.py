@@ -97,8 +97,8 @@ class Plan:
   @property
   def arguments(self) -> tuple:
     """(state, batch, validation batches): the abstract arguments of the train step."""
-    val_batch = devices.batch_shapes(self.cfg, self.cfg.ghost.ghost_val_batch_size, self.layout)
-    return self.state, devices.batch_shapes(self.cfg, self.rows, self.layout), (val_batch,) * len(self.cfg.val_sets)
+    batch = devices.batch_shapes(self.cfg, self.rows, self.layout)
+    return self.state, batch, devices.validation_shapes(self.cfg, self.layout)
 
   @property
   def num_params(self) -> int:

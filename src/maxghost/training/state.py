@@ -14,11 +14,15 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from maxghost import models
 from maxghost.config.schema import Config
 from maxghost.data import merge_states
+from maxghost.ghost.schedules.base import of_each_set
+from maxghost.objectives import Objective
 from maxghost.optimizers import make_optimizer
 from maxghost.parallel import distributed
 from maxghost.parallel.shardings import Layout, slash_path
 from maxghost.training.devices import compiler_options
 from maxghost.training.host_memory import HostMemory
+
+REFERENCE = "reference_model"  # of a train state
 
 
 class TrainCounter(nnx.Variable):
@@ -41,12 +45,15 @@ class TrainStateNNX(nnx.Module):
     trainable: nnx.filterlib.Filter = nnx.Param,
     num_stored: int = 0,
     carries: bool = False,
+    reference_model: nnx.Module | None = None,
   ):
     """trainable: the Params that the optimizer changes. num_stored: validation gradients to keep between steps.
 
-    carries: see `carry`.
+    carries: see `carry`. reference_model: another model, which no step changes; it may share Variables of `model` that
+    are not trained.
     """
     self.model = model
+    self.reference_model = reference_model
     self.optimizer = None if tx is None else nnx.Optimizer(model, tx, wrt=trainable)
     self.clip_factor = TrainCounter(jnp.ones((), float))
     if num_stored:
@@ -69,13 +76,26 @@ class TrainStateNNX(nnx.Module):
 
 
 def create(cfg: Config) -> TrainStateNNX:
-  """A fresh state: weights from init_weights_seed, zero moments, step 0."""
+  """A fresh state: weights from init_weights_seed, zero moments, step 0; so has the reference, if there is one."""
   model = models.create(cfg, rngs=nnx.Rngs(cfg.run.init_weights_seed))
   num_stored = len(cfg.val_sets) * cfg.ghost.num_stored
   trained = trainable(cfg, model)
   tx = make_optimizer(cfg.optimizer, cfg.run.steps, nnx.state(model, trained))
   carries = bool(num_stored) and cfg.ghost.carries_curvature
-  return TrainStateNNX(model, tx, trainable=trained, num_stored=num_stored, carries=carries)
+  frozen = models.create(cfg, rngs=nnx.Rngs(cfg.run.init_weights_seed)) if cfg.reference else None
+  return TrainStateNNX(model, tx, trainable=trained, num_stored=num_stored, carries=carries, reference_model=frozen)
+
+
+def referenced(objective: Objective, train_state: TrainStateNNX, batch) -> Any:
+  """The batch with what the objective reads of the second model, if there is one."""
+  reference = train_state.reference_model
+  return batch if reference is None else objective.from_reference(reference, batch)
+
+
+def each_referenced(objective: Objective | tuple[Objective, ...], train_state: TrainStateNNX, batches: tuple) -> tuple:
+  """`referenced` of the batch of each validation set. objective: as of `objectives.of_validation`."""
+  pairs = zip(of_each_set(objective, batches), batches, strict=True)
+  return tuple(referenced(one, train_state, batch) for one, batch in pairs)
 
 
 def carry(state: nnx.State, turned: list[jax.Array]) -> nnx.State:
@@ -170,12 +190,23 @@ class Position:
     return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
 
 
+def saved_part(tree: Mapping) -> dict:
+  """What a checkpoint holds of `to_tree`: all but the reference, which is where the run read it from."""
+  return {name: part for name, part in tree.items() if name != REFERENCE}
+
+
 def to_tree(state: nnx.State) -> dict:
   """A train state as a plain nested dict of arrays with text keys: {"model": {...}, "optimizer": {...}, ...}.
 
   Empty branches (optax's stateless transformations) are left out.
   """
   return unflatten_dict({tuple(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(state)})
+
+
+def copied(tree: Mapping, wanted: Mapping) -> dict:
+  """Copies of the arrays of a tree at the paths of another."""
+  flat = flatten_dict(tree)
+  return unflatten_dict({path: jnp.copy(flat[path]) for path in flatten_dict(wanted)})
 
 
 def from_tree(tree: Mapping, like: nnx.State) -> nnx.State:
