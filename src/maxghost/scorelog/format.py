@@ -13,8 +13,8 @@ import numpy as np
 
 from maxghost.config import ConfigError
 
-# 2: share of each row, objective, ledger and direction in the header, a checksum at the file's end. 3: contributions of
-# the parts of a row, for objectives that have any.
+# 2: share of each row, objective, ledger and direction in the header, a checksum at the file's end. 3: the same with
+# contributions of the parts of a row; written where an objective has parts.
 SCHEMA_VERSION = 3
 BLOCK_ROWS = 1 << 18
 
@@ -81,6 +81,11 @@ TAKEN = frozenset(ROW_COLUMNS) | set(
 def units(ledger: Sequence[str]) -> dict[str, str]:
   """Unit of every column, including those that only this run's optimizer names."""
   return UNITS | {name: OTHER_LEDGER_UNIT for name in ledger if name not in UNITS}
+
+
+def version_of(parts: Sequence[str]) -> int:
+  """The lowest schema that holds these parts."""
+  return SCHEMA_VERSION if parts else SCHEMA_VERSION - 1
 
 
 def part_columns(parts: Sequence[str]) -> tuple[str, ...]:

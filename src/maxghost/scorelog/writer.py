@@ -204,7 +204,7 @@ class Writer:
     self.fields, self.parts = tuple(fields), tuple(parts)
     written = (*fmt.ROW_COLUMNS, *(fmt.step_dtype(len(self.val_sets), ledger).names or ()))
     self._about = {
-      "schema_version": fmt.SCHEMA_VERSION,
+      "schema_version": fmt.version_of(parts),
       "val_sets": self.val_sets,
       "objective": objective,
       "ledger": self.ledger,

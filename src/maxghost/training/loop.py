@@ -30,7 +30,7 @@ from maxghost.training.plan import StepFlops
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
-from maxghost.training.state import REFERENCE, Position, carry, saved_part, to_tree
+from maxghost.training.state import Position, carry, saved_parts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,9 +212,8 @@ class TrainingLoop:
     ).of_all_processes()
     assert sinks.checkpoints is not None
     sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
-    tree, said = to_tree(self._state), dataclasses.asdict(position) | {"config": self._cfg.flat()}
-    frozen = {"frozen": tree[REFERENCE]} if REFERENCE in tree else {}
-    sinks.checkpoints.save(completed, saved_part(tree), said, **frozen)
+    said = dataclasses.asdict(position) | {"config": self._cfg.flat()}
+    sinks.checkpoints.save(completed, *saved_parts(self._state, said))
     self._saved_steps = completed
     self._restart_clock()
 

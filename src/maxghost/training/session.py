@@ -160,7 +160,7 @@ class Session:
         asynchronous=cfg.checkpoint.async_checkpointing,
         say=say,
       )
-      restored = self._checkpoints.restore_latest(state.saved_part(state.to_tree(plan.state)))
+      restored = self._checkpoints.restore_latest(state.saved_parts(plan.state)[0])
     if restored is not None:
       position = Position.from_json(restored.positions)
       run_directory.check_saved(self._path, restored.positions["config"], cfg)
@@ -202,11 +202,8 @@ class Session:
     wanted = state.to_tree(plan.state).get(state.REFERENCE)
     if wanted is None:
       return {}
-    if model is None and self._read_parameters:
-      model = self._read_parameters()["model"]
-    elif model is None:
-      model = state.to_tree(state.create_split(cfg, plan.layout)[1])["model"]
-    tree = state.copied(model, wanted)
+    began = self._read_parameters or (lambda: state.to_tree(state.create_split(cfg, plan.layout)[1]))
+    tree = state.copied(began()["model"] if model is None else model, wanted)
     if restored is not None:
       self._checkpoints.check_frozen(restored, tree, cfg.checkpoint.load_parameters_path)
     return {state.REFERENCE: tree}

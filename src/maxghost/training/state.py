@@ -190,9 +190,14 @@ class Position:
     return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
 
 
-def saved_part(tree: Mapping) -> dict:
-  """What a checkpoint holds of `to_tree`: all but the reference, which is where the run read it from."""
-  return {name: part for name, part in tree.items() if name != REFERENCE}
+def saved_parts(state: nnx.State, said: dict[str, Any] | None = None) -> tuple:
+  """(what a checkpoint holds of `to_tree`, what is said with it, the reference if there is one), for `save`.
+
+  The reference is where the run read it from.
+  """
+  tree = to_tree(state)
+  saved = {name: part for name, part in tree.items() if name != REFERENCE}
+  return (saved, said, tree[REFERENCE]) if REFERENCE in tree else (saved, said)
 
 
 def to_tree(state: nnx.State) -> dict:
@@ -205,7 +210,7 @@ def to_tree(state: nnx.State) -> dict:
 
 def copied(tree: Mapping, wanted: Mapping) -> dict:
   """Copies of the arrays of a tree at the paths of another."""
-  flat = flatten_dict(tree)
+  flat: dict[Any, Any] = flatten_dict(tree)
   return unflatten_dict({path: jnp.copy(flat[path]) for path in flatten_dict(wanted)})
 
 

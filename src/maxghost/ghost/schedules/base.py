@@ -112,12 +112,12 @@ class Problem:
   settings: Settings = Settings()
 
   @property
-  def val_losses(self) -> tuple[Callable, ...]:
+  def val_losses(self) -> tuple[Any, ...]:
     """The loss of each validation set."""
     return of_each_set(self.val_loss, self.val_batches)
 
 
-def of_each_set(loss_fn: Callable | tuple[Callable, ...], batches: tuple) -> tuple[Callable, ...]:
+def of_each_set(loss_fn: Callable | tuple[Callable, ...], batches: tuple) -> tuple[Any, ...]:
   """One loss function for each set; a single one is that of all."""
   return loss_fn if isinstance(loss_fn, tuple) else (loss_fn,) * len(batches)
 

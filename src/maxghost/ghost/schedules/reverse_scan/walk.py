@@ -35,7 +35,7 @@ def run(problem: Problem) -> Scored:
   Raises ValueError for a loss without stages or a model without stacked layers.
   """
   loss, val_losses, batch, state = problem.loss, problem.val_losses, problem.batch, problem.state
-  if not all(isinstance(one, StagedLoss) for one in (loss, *val_losses)):
+  if not isinstance(loss, StagedLoss) or not all(isinstance(one, StagedLoss) for one in val_losses):
     raise ValueError(
       "ghost_schedule=reverse_scan needs a StagedLoss (embed, layers, head); use two_pass for other losses"
     )
