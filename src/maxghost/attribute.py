@@ -78,8 +78,8 @@ def _run(args: argparse.Namespace) -> int:
   from maxghost.training.devices import configure_jax
 
   configure_jax(cfg)
-  corpus = Corpus(tuple(args.data), cfg.data, "--data") if args.data else None
-  asked = Corpus(tuple(args.queries), cfg.data, "--queries") if args.queries else None
+  corpus = Corpus(tuple(args.data), cfg.data, "--data", cfg.records) if args.data else None
+  asked = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
   queries = {}
   if asked:
     for name in asked.domains:
@@ -171,7 +171,7 @@ def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config
   files = tuple("=".join((name, str(Path(glob).absolute()))) for name, _, glob in (p.partition("=") for p in patterns))
   return config.replace(
     cfg, dataset_type="text", dataset_files=files, dataset_domains=(), dataset_domain_bytes=-1, dataset_shards=1,
-    dataset_mixture=(), dataset_exclude_file="", ghost_val_sets=(domains[0],),
+    dataset_mixture=(), dataset_exclude_file="", dataset_include_file="", ghost_val_sets=(domains[0],),
     ghost_val_fraction=0.0, ghost_enabled=False,
   )  # fmt: skip
 

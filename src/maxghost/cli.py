@@ -32,7 +32,7 @@ VERBS = {
 }
 
 WITHIN = {
-  "checkpoint": ("convert", "compare", "inspect", "rescale", "hf"),
+  "checkpoint": ("convert", "compare", "inspect", "rescale", "hf", "adapter"),
   "data": ("prepare", "verify", "show", "duplicates"),
 }
 USAGE = """\

@@ -48,12 +48,12 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print):
   """(graphdef, state) of the model. JAX is imported here. Raises ConfigError for parameters that do not fit."""
   from flax import nnx
 
-  from maxghost import models
+  from maxghost import adapters
   from maxghost.training import state
   from maxghost.training.devices import configure_jax
 
   configure_jax(cfg)
-  graphdef, abstract = nnx.split(models.create_abstract(cfg))
+  graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
   wanted = state.to_tree(state.abstract_arrays(abstract))
   tree = open_parameters(place, cfg, {"model": wanted}, say)()["model"]
   return graphdef, state.from_tree(tree, abstract)

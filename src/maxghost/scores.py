@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from maxghost.attribution.numbers import printable
 from maxghost.attribution.where import refuse_unknown
 from maxghost.config import ConfigError
 
-FORMATS = ("table", "json", "csv", "parquet")
+FORMATS = ("table", "json", "csv", "parquet", "ids")
 FEW = ("domain", "step", "layer", "module")  # of other groupings, a table shows only the best and worst by default
 SHOWN = 20
+DOCUMENT = ("domain", "path", "offset")
 PIPE_WIDTH = 160
 
 EXAMPLES = """\
@@ -26,6 +28,7 @@ examples:
   maxghost scores runs/base --by source --where "domain=code,path~asyncio/*" --sort per_million_tokens
   maxghost scores runs/base --by id --where "lang=en"
   maxghost scores runs/base --drop-below 0 --output exclude.jsonl      # for dataset_exclude_file
+  maxghost scores runs/base --keep 5% --format ids --output best.jsonl   # for dataset_include_file
   maxghost scores runs/base --export parquet --output base-parquet
 """
 
@@ -43,8 +46,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--set", default="", metavar="NAME", help="validation set (the first)")
   add("--scale", default="nats", help="nats; per_lr: over the learning rate; share: of each step's absolute sum")
   add("--text", action="store_true", help="with --by document: the text of each document")
-  add("--format", default="table", help="table, json, csv or parquet (table)")
+  add("--format", default="table", help="table, json, csv, parquet or, with --keep, ids (table)")
   add("--drop-below", type=float, metavar="X", help="write to --output the ids of documents whose --sort is below X")
+  add("--keep", default="", metavar="P%", help="with --format ids: the ids of the best P %% of the scored documents")
   add("--output", type=Path, metavar="FILE", help="output file; needed for parquet")
   add("--export", metavar="parquet", help="the whole log as Parquet files in the folder --output (RUN_DIR/parquet)")
   add("--compact", action="store_true", help="merge the score files into fewer, larger ones")
@@ -53,6 +57,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   refuse_unknown(f"--format {args.format}: unknown", args.format, FORMATS)
   if args.export not in (None, "parquet"):
     raise ConfigError(f"--export {args.export}: the log is exported as parquet")
+  if bool(args.keep) != (args.format == "ids"):
+    raise ConfigError("--keep and --format ids go together: maxghost scores RUN --keep 5% --format ids --output FILE")
+  if args.keep and not 0 < _percent(args.keep) <= 100:
+    raise ConfigError(f"--keep {args.keep}: a share of the documents above 0% and up to 100%, such as 5%")
+  if args.keep and args.by not in ("domain", "document", "id"):
+    raise ConfigError(f"--by {args.by}: --keep writes the ids of documents, or with --by id those of records")
   for flag, asked in (("--format parquet", args.format == "parquet"), ("--drop-below", args.drop_below is not None)):
     if asked and args.output is None:
       raise ConfigError(f"{flag} needs --output FILE")
@@ -81,8 +91,8 @@ def _run(args: argparse.Namespace) -> int:
     print("\n".join(map(str, to_parquet(log, args.output or args.run_dir / "parquet"))))
     return 0
   by, top, bottom = args.by, args.top, args.bottom
-  if args.drop_below is not None:
-    by, top, bottom = "document", None, None
+  if args.drop_below is not None or args.keep:
+    by, top, bottom = "id" if args.by == "id" else "document", None, None
   elif top is None and bottom is None and args.format == "table" and by not in FEW:
     top = bottom = SHOWN
   about = {"val_set": args.set, "scale": args.scale, "text": args.text}
@@ -91,6 +101,8 @@ def _run(args: argparse.Namespace) -> int:
     print(printable(f"maxghost: note: {note}"), file=sys.stderr)
   if args.drop_below is not None:
     return _drop(args, answer)
+  if args.keep:
+    return _keep(args, log, answer, by)
   if args.format == "parquet":
     output.write_parquet(answer, args.output)
     return 0
@@ -113,14 +125,53 @@ def _drop(args: argparse.Namespace, answer: attribution.Answer) -> int:
 
   if not isinstance(values := answer.columns[args.sort], np.ndarray):
     raise ConfigError(f"--drop-below: --sort {args.sort} is no number; use contribution or per_million_tokens")
-  dropped, names = values < args.drop_below, ("domain", "path", "offset")
-  keys = zip(*(np.asarray(answer.columns[name])[dropped].tolist() for name in names), strict=True)
-  write_output(args.output, "".join(json.dumps(dict(zip(names, key, strict=True))) + "\n" for key in keys))
+  dropped = values < args.drop_below
+  keys = zip(*(np.asarray(answer.columns[name])[dropped].tolist() for name in DOCUMENT), strict=True)
+  write_output(args.output, "".join(json.dumps(dict(zip(DOCUMENT, key, strict=True))) + "\n" for key in keys))
   tokens, nats = np.asarray(answer.columns["tokens"]), np.asarray(answer.columns["contribution"])[dropped].sum()
   share = tokens[dropped].sum() / max(tokens.sum(), 1)
   print(
     f"{args.output}: {dropped.sum():,} of {len(answer):,} documents, {share:.1%} of the tokens, {nats:+.4g} nats; to "
     f"train without them: dataset_exclude_file={args.output}"
+  )
+  return 0
+
+
+def _percent(text: str) -> float:
+  """The number of `5%`; NaN where it is none."""
+  try:
+    return float(text.removesuffix("%")) if text.endswith("%") else math.nan
+  except ValueError:
+    return math.nan
+
+
+def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attribution.Answer, by: str) -> int:
+  """Writes the ids of the best documents for `dataset_include_file`; ties and unscored documents go to stderr."""
+  from maxghost.attribution.output import write_output
+  from maxghost.attribution.texts import Source
+
+  if not len(answer) or not isinstance(values := answer.columns[args.sort], np.ndarray):
+    raise ConfigError(f"--keep {args.keep}: no document was scored, or --sort {args.sort} is no number")
+  count, names = math.ceil(len(answer) * _percent(args.keep) / 100), ("id",) if by == "id" else DOCUMENT
+  columns = [np.asarray(answer.columns[name])[:count].tolist() for name in names]
+  lines = "".join(json.dumps(dict(zip(names, key, strict=True))) + "\n" for key in zip(*columns, strict=True))
+  source, bound = Source(log.run_dir), values[count - 1]
+  notes, more = source.open(log.said_of("fingerprint")), int((values[count:] == bound).sum())
+  if by != "id" and (unscored := (total := source.num_trained()) - len(answer)) > 0:
+    notes.append(f"{unscored:,} of {total:,} documents to train on were not scored, and are not kept")
+  if more:
+    notes.append(f"{more:,} more have the score of the last one kept, {bound:.4g}; the first by id are kept")
+  for note in notes:
+    print(printable(f"maxghost: note: {note}"), file=sys.stderr)
+  if args.output is None:
+    sys.stdout.write(lines)
+    return 0
+  write_output(args.output, lines)
+  tokens = np.asarray(answer.columns["tokens"])
+  share = tokens[:count].sum() / max(tokens.sum(), 1)
+  print(
+    f"{args.output}: {count:,} of {len(answer):,} scored documents, {share:.1%} of their tokens, scores from "
+    f"{bound:+.4g} up; to train on them alone: dataset_include_file={args.output}"
   )
   return 0
 

@@ -243,7 +243,16 @@ KINDS = {
   "greats": ("ghost_select=greats",),
   "reweighting": ("ghost_reweight=[6,0.5]", "dataset_mixture=[code=0.25,docstrings=0.25,manual=0.25,tables=0.25]"),
   "readers": ("grain_worker_count=2",),
+  "muon": (
+    "opt_type=muon",
+    "muon_consistent_rms=0.2",
+    "use_qk_clip=true",
+    "qk_clip_threshold=0.1",
+    "ghost_curvature=secant",
+  ),
+  "path": ("ghost_direction=path", "ghost_curvature=secant", "ghost_val_every=2", "ghost_rank=2"),
 }
+KILLS = {"muon": 20, "path": 20}  # 8 for the others
 
 
 @pytest.mark.slow
@@ -256,7 +265,7 @@ def test_killed_at_random_moments_it_is_the_same_run(command, kind):
   seconds = time.perf_counter() - begin
   assert code == 0, err[-3000:]
   name = f"run_name={kind}_killed"
-  for _ in range(8):
+  for _ in range(KILLS.get(kind, 8)):
     process = command.start(name, *KINDS[kind])
     time.sleep(rng.uniform(0.1, seconds))
     process.kill()

@@ -292,6 +292,69 @@ def test_what_hurts_is_dropped_from_the_next_run_in_one_command(run_dir, corpus,
   assert "--drop-below needs --output FILE" in capsys.readouterr().err
 
 
+def test_the_next_run_trains_on_the_best_share_alone(run_dir, corpus, tmp_path, capsys):
+  """--keep writes the best documents, or records by id; the next run leaves out all others, but holds out the same."""
+  file, ids = tmp_path / "best.jsonl", tmp_path / "ids.jsonl"
+  asked = [str(run_dir), "--keep", "33%", "--format", "ids", "--output"]
+  assert scores.main([*asked, str(file)]) == 0
+  said = capsys.readouterr()
+  assert "4 of 12 scored documents, 33.3% of their tokens" in said.out and f"dataset_include_file={file}" in said.out
+  log = attribution.load(run_dir)
+  best = ask(log, Query(by="document", top=4, bottom=0))
+  names = (best.columns[name] for name in scores.DOCUMENT)
+  expected = [dict(zip(scores.DOCUMENT, key, strict=True)) for key in zip(*names, strict=True)]
+  assert [json.loads(text) for text in file.read_text().splitlines()] == expected
+  assert scores.main([*asked, str(ids), "--by", "id"]) == 0
+  assert {*json.loads(ids.read_text().splitlines()[0])} == {"id"}
+
+  def split_of(**files):
+    return data.load_dataset(dataclasses.replace(corpus, **{k: str(v) for k, v in files.items()})).parts[0].split
+
+  every = np.arange(22)
+  plain, kept, by_id = (split_of(), split_of(dataset_include_file=file), split_of(dataset_include_file=ids))
+  np.testing.assert_array_equal(kept.held_out(every), plain.held_out(every))
+  np.testing.assert_array_equal(kept.left_out(every), by_id.left_out(every))
+  trained = every[~kept.left_out(every)]
+  source = source_of(corpus)
+  assert sorted(source.document_id(n).offset for n in trained) == sorted(entry["offset"] for entry in expected)
+  ids.write_text(file.read_text().splitlines()[1])
+  both = split_of(dataset_include_file=file, dataset_exclude_file=ids)
+  assert (~both.left_out(every)).sum() == 3
+
+
+def test_ids_to_include_that_match_nothing_are_counted_or_refused(corpus, tmp_path):
+  file = tmp_path / "some.jsonl"
+  cfg = dataclasses.replace(corpus, dataset_include_file=str(file))
+  file.write_text('{"id": "a-3"}\n{"id": "a-77"}\n{"domain": "a", "path": "no", "offset": 0}\n')
+  dataset = data.load_dataset(cfg)
+  note = f"dataset_include_file={file}: 2 of its 3 ids are those of no document of the data"
+  assert note in dataset.notes()
+  assert dataset.train.state() != data.load_dataset(corpus).train.state()
+  for text, said in {
+    '{"domain": "a", "path": "no", "offset": 0}': "none of its 1 ids is that of a document of the data",
+    '{"path": 3}': "dataset_include_file=.*, line 1: not an object with domain, path and offset, or id",
+  }.items():
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+      data.load_dataset(cfg)
+  held_out = json.dumps(next(source_of(corpus).document_id(n)._asdict() for n in range(12, 21)))
+  file.write_text(held_out)
+  with pytest.raises(ConfigError, match=r"nothing to train on: .*or list more in dataset_include_file"):
+    data.load_dataset(dataclasses.replace(cfg, ghost_val_fraction=1.0))
+
+
+def test_mistakes_with_keep(run_dir, capsys):
+  for arguments, said in {
+    ("--keep", "5%"): "--keep and --format ids go together",
+    ("--format", "ids"): "--keep and --format ids go together",
+    ("--keep", "5", "--format", "ids"): "--keep 5: a share of the documents above 0% and up to 100%, such as 5%",
+    ("--keep", "0%", "--format", "ids"): "--keep 0%: a share",
+    ("--keep", "5%", "--format", "ids", "--by", "step"): "--by step: --keep writes the ids of documents",
+  }.items():
+    assert scores.main([str(run_dir), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_contributions_by_domain_are_metrics():
   names = [("a", "p", 0), ("b", "p", 1), ("a", "p", 2)]
   sums = DomainSums(("v", "w"), ("a", "b", "c"), names.__getitem__)

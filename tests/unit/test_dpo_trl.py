@@ -1,4 +1,4 @@
-"""Preference losses, rewards and gradients beside TRL's, on the same tiny model in float32; needs the extra `hf` and trl.
+"""Preference losses, rewards and gradients beside TRL's, on the same tiny model in float32 (extra `hf`, and trl).
 
 P pairs, T positions, V vocabulary.
 """

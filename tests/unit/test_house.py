@@ -24,10 +24,10 @@ MAX_LINES = 30_000  # of the package
 
 # A file may import its own package and those of a smaller number; packages of one number do not know each other.
 FLOORS = {
-  "config": 0, "parallel": 1, "models": 2, "data": 2, "scorelog": 2, "objectives": 3, "optimizers": 3, "generation": 3,
-  "ghost": 4, "training": 5, "checkpoint": 5, "attribution": 6, "interop": 6,
+  "config": 0, "parallel": 1, "models": 2, "data": 2, "scorelog": 2, "adapters": 3, "objectives": 4, "optimizers": 4,
+  "generation": 4, "ghost": 5, "training": 6, "checkpoint": 6, "attribution": 7, "interop": 7,
 }  # fmt: skip
-COMMANDS = 7  # modules directly in the package: train.py, cli.py, ...
+COMMANDS = 8  # modules directly in the package: train.py, cli.py, ...
 
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:home|root|work|tmp|opt|usr|mnt|Users)/[\w.-]+")
 

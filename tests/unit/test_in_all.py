@@ -79,6 +79,16 @@ def test_the_last_step_has_no_later_one_and_sgd_keeps_nothing():
   assert optimizers.reach(cfg, "sgd", 100)[0] == 0
 
 
+def test_a_gradient_under_sgd_with_momentum_by_following_its_trace():
+  rule = optimizers.Sgd.from_config(config.load(None, "opt_type=sgd", "sgd_momentum=0.8").optimizer)
+  trace, moved = optax.trace(0.8), 0.0
+  state = trace.init(0.0)
+  for step in range(AT, STEPS):
+    update, state = trace.update(float(step == AT), state)
+    moved += RATES[step] * update
+  assert rule.reach(RATES)[AT] == pytest.approx(float(moved), rel=1e-6)  # the trace is kept in float32
+
+
 def test_a_matrix_of_muon_by_following_its_momentum():
   """N of every later step with and without a gradient; all other parameters are AdamW's."""
   b, rule = 0.8, optimizers.Muon(beta=0.8, adam=RULE)

@@ -179,6 +179,34 @@ def test_the_train_step_scores_documents_alone_and_its_account_closes(changes, g
     assert abs(columns[-1]) < 1e-10 * size
 
 
+def test_sgd_with_momentum_credits_documents_and_names_what_momentum_moves(gradients):
+  """float64, constant learning rate: the second step moves by the clipped gradient and 0.7 times the first step."""
+  keys = {"opt_type": "sgd", "sgd_momentum": 0.7, "ghost_direction": "path", "lr_schedule_type": "constant"}
+  run = Run(remat_policy="full", **WIDE, **keys)
+  start = run.snapshot()
+  run.step(TRAIN[0])
+  before = run.snapshot()
+  out, after = run.step(TRAIN[1]), run.snapshot()
+  documents = tiny.documents(TRAIN[1])
+  rows = tiny.stack_rows([tiny.alone(TRAIN[1], *document) for document in documents])
+  (g_N, g), (_, G) = gradients(before.params, rows), gradients(before.params, VALIDATION)
+  scale, first = float(out["clip_factor"]) * float(out["learning_rate"]), {}
+  for label, value in before.params.items():
+    first[label] = value - start.params[label]
+    moved = after.params[label] - value
+    np.testing.assert_allclose(moved, 0.7 * first[label] - scale * g[label], rtol=1e-9, atol=1e-14)
+  shares = {document: i for i, document in enumerate(documents)}
+  expected = np.zeros(out["contribution_BSK"].shape[:2])
+  for (row, segment), i in shares.items():
+    dot = sum(float((g_N[label][i] * G[label]).sum()) for label in G)
+    expected[row, segment - 1] = scale * dot / oracles.token_counts(rows).sum()
+  assert oracles.relative_error(out["contribution_BSK"][..., 0], expected) < 1e-11
+  last = -sum(float((G[label] * x).sum()) for label, x in first.items())
+  assert out["momentum"][0] == pytest.approx(0.7 * last, rel=1e-11)
+  assert out["prev_predicted"][0] == pytest.approx(last, rel=1e-11)
+  assert out["weight_decay"][0] == 0 and out["check_rel_err"][0] < 1e-10
+
+
 def test_an_optimizer_without_a_path_is_refused_and_sgd_is_its_own():
   with pytest.raises(config.ConfigError, match=r"ghost_direction=pth .*did you mean 'path'"):
     config.load(None, "ghost_direction=pth")

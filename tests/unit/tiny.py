@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxghost import config, models
+from maxghost import adapters, config, models
 
 ROWS, VAL_ROWS, POSITIONS, SEGMENTS, VOCAB = 7, 5, 13, 5, 263
 SIZES = {
@@ -71,7 +71,17 @@ def make_model(cfg, seed: int = 0) -> nnx.Module:
   """A model with random weights. They depend on the seed alone, not on scan_layers, remat or dtype."""
   stacked = nnx.merge(*abstract_split(config.replace(cfg, scan_layers=True)))
   values = random_values({label: v.shape for label, v in abstract_by_label(stacked).items()}, seed)
-  return with_values(nnx.merge(*abstract_split(cfg)), values)
+  model = with_values(nnx.merge(*abstract_split(cfg)), values)
+  return adapted(model, cfg, seed) if cfg.adapter.lora_rank else model
+
+
+def adapted(model: nnx.Module, cfg, seed: int = 0) -> nnx.Module:
+  """The model with adapters, in place, whose `b` is not zero: zeros would hide a dropped term."""
+  adapters.attach(model, cfg.adapter, seed)
+  rng = np.random.default_rng(seed + 7)
+  for _, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+    variable[...] = jnp.asarray(0.15 * rng.normal(size=variable.shape), variable.dtype)
+  return model
 
 
 def abstract_split(cfg):

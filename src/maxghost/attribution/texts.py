@@ -1,8 +1,9 @@
 """Document texts by id, read from the source in the run's config.yml."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from maxghost import config
 from maxghost.config import ConfigError
@@ -17,6 +18,8 @@ class Source:
 
   def __init__(self, run_dir: Path):
     self._path, self.documents, self._fingerprint = Path(run_dir) / "config.yml", None, ""
+    self._shown: Callable[[bytes], bytes] = bytes
+    self._dataset: Any = None
 
   def open(self, fingerprints: tuple[str, ...]) -> list[str]:
     """Opens the source; returns messages: why there are no texts, or that it has changed since the run.
@@ -30,16 +33,28 @@ class Source:
 
       try:
         cfg = config.load(self._path)
-        dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed)
+        dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
       except ConfigError as error:
         return [f"the texts of the documents cannot be shown: {error}"]
       self.documents, self._fingerprint = dataset.source, dataset.fingerprint
+      self._shown = data.readable if cfg.records == "conversations" else bytes
+      self._dataset = dataset
     if all(then == self._fingerprint for then in fingerprints):
       return []
     return [
       f"the source of the documents has changed since the run (fingerprint {', '.join(fingerprints)} then, "
       f"{self._fingerprint} now): texts may differ from those that were scored"
     ]
+
+  def num_trained(self) -> int:
+    """Number of documents that are neither held out nor left out; 0 where the source cannot be read."""
+    from maxghost.data.split import scan
+
+    if self._dataset is None:
+      return 0
+    part = self._dataset.parts[0]
+    kept = sum(int((~part.split.left_out(indices)).sum()) for indices in scan(len(part.source)))
+    return kept - len(self._dataset.copies or ()) * part.drops_copies
 
   def find(self, wanted: Iterable[DocumentKey]) -> dict[DocumentKey, str]:
     """The texts of the ids that the source still has; one pass over the ids, and only found texts are read."""
@@ -48,7 +63,7 @@ class Source:
     from maxghost.data import DocumentId, find_documents
 
     found = find_documents(self.documents, [DocumentId(*key) for key in wanted])
-    texts = {key: bytes(self.documents[index].text).decode("utf-8", "replace") for key, index in found.items()}
+    texts = {key: self._shown(self.documents[index].text).decode("utf-8", "replace") for key, index in found.items()}
     return {(key.domain, key.path, key.offset): text for key, text in texts.items()}
 
 

@@ -7,6 +7,7 @@ each value is kept.
 import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
     problems.append(f"{path} does not hold `key: value` lines")
     return {}
   given: dict[str, Given] = {}
-  for key_node, node in root.value:
+  for key_node, node in _pairs(root):
     key, line = str(key_node.value), key_node.start_mark.line + 1
     if key in given:
       first = given[key].origin.rpartition(":")[2]
@@ -124,6 +125,15 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
       continue
     given[key] = Given(f"{path}:{line}", node)
   return given
+
+
+def _pairs(root: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node]]:
+  """The keys of a YAML and their values, those of MaxText's groups without the group."""
+  for key_node, node in root.value:
+    if key_node.value in renamed.GROUPS and isinstance(node, yaml.MappingNode):
+      yield from node.value
+    else:
+      yield key_node, node
 
 
 def _nearest_file(path: Path) -> str:
@@ -142,7 +152,8 @@ def _read_overrides(texts: tuple[str, ...], problems: list[str], notes: list[str
   kinds |= {name: field.type for name, field in fields().items()}
   for text in texts:
     key, equals, value = text.partition("=")
-    key = key.strip()
+    group, dot, inner = (key := key.strip()).partition(".")
+    key = inner if dot and group in renamed.GROUPS else key
     if not equals or not key:
       problems.append(f"'{text}' ({COMMAND_LINE}) is not of the form key=value")
       continue

@@ -94,7 +94,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
 class Objective(Plugin):
   """What a run minimises; the fields are those of `objectives.Objective`.
 
-  reference: the frozen second model that its loss may read: "start", the model that the run begins with; "" none.
+  reference: the frozen second model that its loss may read: "start", the model that the run begins with (with adapters
+    that is "base", the model without them); "" none.
   """
 
   rows_per_unit: int = 1
@@ -105,6 +106,7 @@ class Objective(Plugin):
 _pairs = functools.partial(Objective, schedules=("two_pass", "reverse_scan"), rows_per_unit=2, records="pairs")
 OBJECTIVES: dict[str, Objective] = {
   "next_token": Objective("maxghost.objectives.next_token:LanguageModelLoss"),
+  "sft": Objective("maxghost.objectives.sft:FineTuning", records="conversations"),
   "dpo": _pairs("maxghost.objectives.dpo:PreferenceLoss", reference="start"),
   "margin": _pairs("maxghost.objectives.dpo:Margin"),
 }

@@ -33,6 +33,11 @@ def offload(value: Any, values: Values, what: str, asked: Any) -> dict[str, Any]
   return {"offload_to_host": tuple(name for name in ("weights", "optimizer", "carries") if name in held)}
 
 
+def switched(value: bool, values: Values, key: str, usual: Any) -> dict[str, Any]:
+  """A switch beside a number: off is 0; on without a number is the usual one."""
+  return {key: values[key] or usual} if value else {key: 0}
+
+
 def item(value: Any, values: Values, key: str, place: int, unset: Any = None) -> dict[str, Any]:
   """One item of a list that is set."""
   held = values[key]
@@ -66,7 +71,7 @@ def slices(value: int, values: Values) -> dict[str, Any]:
 
 _FOLDS: dict[str, Callable[..., dict[str, Any]]] = {
   fold.__name__: fold
-  for fold in (when, named, offload, item, segment, validation_domain, validation_files, mixture, slices)
+  for fold in (when, named, offload, switched, item, segment, validation_domain, validation_files, mixture, slices)
 }
 
 
@@ -86,6 +91,9 @@ class OtherKey(NamedTuple):
     """The keys of the schema that the value changes. values: of the other keys."""
     return _FOLDS[self.change[0]](value, values, *self.change[1:]) if self.change else {}
 
+
+# MaxText's groups of keys, `lora: {lora_rank: 8}` in a YAML or `lora.lora_rank=8`; here the keys stand alone.
+GROUPS = ("lora", "dpo")
 
 _TYPES = {"str": str, "int": int, "float": float, "bool": bool, "texts": tuple[str, ...]}
 OTHER = {

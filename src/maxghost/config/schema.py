@@ -131,8 +131,11 @@ class DataConfig:
   train_split: str = key("train")
   train_data_columns: tuple[str, ...] = key(("text",))
   document_fields: tuple[str, ...] = key(())
+  chat_template_path: str = key("")
+  sft_train_on_completion_only: bool = key(True)
   dataset_mixture: tuple[str, ...] = key(())
   dataset_exclude_file: str = key("")
+  dataset_include_file: str = key("")
   on_corrupt: str = key("error", choices=("error", "skip"))
   tokenizer_type: str = key("byte", choices=("byte", "huggingface", "sentencepiece", "tiktoken"))
   tokenizer_path: str = key("")
@@ -191,6 +194,7 @@ class OptimizerConfig:
   adam_eps: float = key(1e-8, minimum=0.0)
   adam_weight_decay: float = key(0.1, minimum=0.0)
   mu_dtype: str = key("float32", choices=("float32", "bfloat16"))
+  sgd_momentum: float = key(0.0, minimum=0.0, maximum=0.999999)
   muon_beta: float = key(0.95, minimum=0.0, maximum=0.999999)
   muon_weight_decay: float = key(0.0, minimum=0.0)
   muon_consistent_rms: float = key(0.0, minimum=0.0)
@@ -202,6 +206,17 @@ class OptimizerConfig:
   dpo_label_smoothing: float = key(0.0, minimum=0.0, maximum=0.499999)
   orpo_lambda: float = key(0.1, minimum=0.0)
   simpo_gamma: float = key(0.5, minimum=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterConfig:
+  """Low-rank adapters (LoRA): what is trained in place of the model's own weights."""
+
+  lora_rank: int = key(0, minimum=0, maximum=10**5)
+  lora_alpha: float = key(8.0, minimum=1e-6)
+  lora_module_path: str = key("")
+  lora_dropout: float = key(0.0, minimum=0.0, maximum=0.999)
+  lora_use_rslora: bool = key(False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,6 +339,7 @@ class Config:
   model: ModelConfig = ModelConfig()
   data: DataConfig = DataConfig()
   optimizer: OptimizerConfig = OptimizerConfig()
+  adapter: AdapterConfig = AdapterConfig()
   ghost: GhostConfig = GhostConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
   parallel: ParallelConfig = ParallelConfig()
@@ -338,6 +354,11 @@ class Config:
   def val_sets(self) -> dict[str, str]:
     """{name: domain} of the validation sets that training scores against; empty without ghost."""
     return self.data.validation_sets if self.ghost.ghost_enabled else {}
+
+  @property
+  def records(self) -> str:
+    """What a document of the run is: "text", "conversations" or "pairs"."""
+    return plugins.OBJECTIVES[self.optimizer.objective].records
 
   @property
   def val_objectives(self) -> tuple[str, ...]:
@@ -358,6 +379,8 @@ class Config:
     given = plugins.REFERENCE_COLUMNS[0] in self.data.train_data_columns
     if self.optimizer.dpo_algo in plugins.WITHOUT_REFERENCE or given:
       found -= {"start"}
+    elif "start" in found and self.adapter.lora_rank:
+      found = {"base"}
     return max(found, default="")
 
   @property

@@ -267,6 +267,14 @@ def objective_units(v: Values) -> Iterator[str]:
     yield f"{what}, and {v['ghost_select']} chooses single rows; use ghost_select=none"
 
 
+def conversations(v: Values) -> Iterator[str]:
+  records = plugins.OBJECTIVES[v.objective].records
+  if records == "text" and v.chat_template_path:
+    yield f"{v['chat_template_path']} is for conversations, but {v['objective']} reads plain text; use objective=sft"
+  if records != "text" and v.packing == "concat_then_split":
+    yield f"{v['packing']} cuts {records} at row ends, but {v['objective']} keeps them whole; use packing=first_fit"
+
+
 def preferences(v: Values) -> Iterator[str]:
   """The keys of objectives on pairs, and what their reference needs."""
   algo, smoothing = v.dpo_algo, v.dpo_label_smoothing
@@ -287,7 +295,7 @@ def preferences(v: Values) -> Iterator[str]:
   way += ", ".join(plugins.REFERENCE_COLUMNS)
   if v.load_full_state_path:
     yield f"load_full_state_path does not say with which parameters that run began, its reference; {way}"
-  if "weights" in v.offload_to_host:
+  if "weights" in v.offload_to_host and not v.lora_rank:
     yield f"{v['offload_to_host']} has no room in host memory for the reference of {v['dpo_algo']}; {way}"
 
 
@@ -389,6 +397,23 @@ def reweighting(v: Values) -> Iterator[str]:
     yield f"{given}: a floor of {shown(floor)} for {num_domains} domains is more than all rows; use {most} or less"
 
 
+def low_rank_adapters(v: Values) -> Iterator[str]:
+  if not v.lora_rank:
+    return
+  given = v["lora_rank"]
+  try:
+    re.compile(v.lora_module_path)
+  except re.error as error:
+    yield f"lora_module_path='{v.lora_module_path}' is not a regular expression ({error})"
+  for name in ("adam_weight_decay", "muon_weight_decay"):
+    if getattr(v, name) and (name.startswith("adam") or v.opt_type == "muon"):
+      yield f"{given} trains adapters, which decay would pull back to the base model; use {name}=0.0, not {v[name]}"
+  if v.trainable_parameters_mask:
+    yield f"{given} trains adapters alone; use trainable_parameters_mask=[], and lora_module_path for their layers"
+  if v.use_qk_clip:
+    yield f"{given} keeps the weights of queries and keys, which use_qk_clip=true scales; use one of the two"
+
+
 def given_model(v: Values) -> Iterator[str]:
   if v.load_full_state_path and v.load_parameters_path:
     yield "load_full_state_path reads the parameters too; leave load_parameters_path empty"
@@ -400,8 +425,8 @@ def given_model(v: Values) -> Iterator[str]:
 
 CHECKS: list[Callable[[Values], Iterator[str]]] = [
   heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, segments, offloading, mixture,
-  processes, mesh_sizes, periods, plugins_together, objective_units, preferences, validation_sets, scoring, selection,
-  reweighting, given_model,
+  processes, mesh_sizes, periods, plugins_together, objective_units, conversations, preferences, validation_sets,
+  scoring, selection, reweighting, low_rank_adapters, given_model,
 ]  # fmt: skip
 
 

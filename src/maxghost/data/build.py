@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
 from maxghost.data import sources
+from maxghost.data.conversations import ConversationUnits, Rendering
 from maxghost.data.dataset import POOL_DOCUMENTS, Dataset
 from maxghost.data.duplicates import read_ids
 from maxghost.data.hashing import content_hashes, text_hash
@@ -33,6 +35,7 @@ def load_dataset(
   *,
   batch_size: int | None = None,
   vocab_size: int | None = None,
+  records: str = "text",
 ) -> Dataset:
   """The dataset of a configuration.
 
@@ -43,15 +46,18 @@ def load_dataset(
     shard: the part that this process reads.
     batch_size: rows of the global batch; default per_device_batch_size for each shard.
     vocab_size: of the model; the tokenizer's must not be larger.
+    records: what a document is, as the objective says (`config.plugins.Objective.records`).
 
   Raises:
     ConfigError: the data does not allow what the configuration asks for.
   """
-  source, tokenizer = open_all(cfg, seed, vocab_size)
-  return make_dataset(source, cfg, seed, num_shards, shard, batch_size=batch_size, tokenizer=tokenizer)
+  source, tokenizer = open_all(cfg, seed, vocab_size, records)
+  return make_dataset(source, cfg, seed, num_shards, shard, batch_size=batch_size, tokenizer=tokenizer, records=records)
 
 
-def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None) -> tuple[Source, Tokenizer]:
+def open_all(
+  cfg: DataConfig, seed: int, vocab_size: int | None = None, records: str = "text"
+) -> tuple[Source, Tokenizer]:
   """The source (tokenized if `dataset_files` names a prepared folder) and the tokenizer. Raises ConfigError."""
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
   if vocab_size is not None and tokenizer.vocab_size > vocab_size:
@@ -61,7 +67,11 @@ def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None) -> tuple
     )
   folders = [item for item in cfg.dataset_files if cfg.dataset_type == "grain" and is_prepared(item)]
   if not folders:
-    return sources.open_source(cfg, seed), tokenizer
+    return sources.open_source(cfg, seed, records), tokenizer
+  if records != "text":
+    raise ConfigError(
+      f"dataset_files has {folders[0]}, a prepared corpus of plain text, but the objective reads {records}"
+    )
   if len(cfg.dataset_files) > 1:
     raise ConfigError(f"dataset_files has {folders[0]}, a prepared corpus, which goes alone; prepare all as one")
   return PreparedSource(folders[0], tokenizer, cfg.dataset_domains, cfg.document_fields), tokenizer
@@ -76,15 +86,16 @@ def make_dataset(
   *,
   batch_size: int | None = None,
   tokenizer: Tokenizer | None = None,
+  records: str = "text",
 ) -> Dataset:
   """Like `load_dataset`, for any `Source`, such as a `DocumentList` of documents in memory."""
   tokenizer = tokenizer or ByteTokenizer()
-  check_specials(tokenizer, cfg.add_bos, cfg.add_eos)
+  units = units_of(cfg, tokenizer, records)
   strategy = FIRST_FIT if cfg.packing == "none" else cfg.packing
   layout = Layout(cfg.max_target_length, max_segments(cfg), strategy, cfg.add_bos, cfg.add_eos)
   batch_size = cfg.per_device_batch_size * num_shards if batch_size is None else batch_size
   _check_rows(cfg, source, batch_size, num_shards)
-  parts = _parts(source, cfg, seed, tokenizer, layout)
+  parts = _parts(source, cfg, seed, tokenizer, layout, units, records)
   streams, weights = _streams(cfg, parts[0], seed)
   train = TrainIterator(
     streams,
@@ -100,14 +111,27 @@ def make_dataset(
   return dataset
 
 
-def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout) -> list[Units]:
+def units_of(cfg: DataConfig, tokenizer: Tokenizer, records: str) -> Callable[..., Units]:
+  """The units of documents of this kind, by (source, split, tokenizer, ...). Raises ConfigError."""
+  if records == "conversations":
+    return functools.partial(ConversationUnits, rendering=Rendering.of(cfg, tokenizer))
+  if records != "text":
+    raise ConfigError(f"documents that are {records} cannot be read yet")
+  check_specials(tokenizer, cfg.add_bos, cfg.add_eos)
+  return Units
+
+
+def _parts(
+  source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, make: Callable, records: str
+) -> list[Units]:
   """The training source and any held-out files of `ghost_val_sets`, each with its split and the held-out texts."""
   held_out = tuple(dict.fromkeys(cfg.validation_sets.values()))
-  excluded = read_ids(cfg.dataset_exclude_file, source) if cfg.dataset_exclude_file else None
-  splits: list[tuple[Source, Split]] = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded))]
+  excluded = read_ids(cfg.dataset_exclude_file, source)[0] if cfg.dataset_exclude_file else None
+  included = _included(cfg, source) if cfg.dataset_include_file else None
+  splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded, included))]
   if cfg.validation_files:
     files = expand("ghost_val_sets", cfg.validation_files)
-    read = text.load(files, dataclasses.replace(cfg, document_fields=()))
+    read = text.load(files, dataclasses.replace(cfg, document_fields=()), records)
     both = [domain for domain in read.domains if domain in source.domains]
     if both:
       raise ConfigError(
@@ -139,14 +163,30 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
   if all(splits[0][1].left_out(indices).all() for indices in scan(len(source))):
     raise ConfigError(
       "there is nothing to train on: every document is held out for validation or excluded; use a smaller "
-      "ghost_val_fraction or more data"
+      f"ghost_val_fraction or more data{', or list more in dataset_include_file' * bool(cfg.dataset_include_file)}"
     )
   contents = (np.unique(np.concatenate(hashes)), frozenset(sizes), bool(sizes) and cfg.ghost_val_copies != "keep")
   parts = []
   for one, split in splits:
-    kind = PreparedUnits if isinstance(one, PreparedSource) else Units
+    kind = PreparedUnits if isinstance(one, PreparedSource) else make
     parts.append(kind(one, split, tokenizer, layout, cfg.on_corrupt, *contents))
   return parts
+
+
+def _included(cfg: DataConfig, source: Source) -> np.ndarray:
+  """Hashes of the ids of `dataset_include_file`; a note says how many of them no document has. Raises ConfigError."""
+  said = f"dataset_include_file={cfg.dataset_include_file}"
+  hashes, unknown = read_ids(cfg.dataset_include_file, source, "dataset_include_file")
+  there = np.zeros(len(hashes), bool)
+  for indices in scan(len(source)):
+    there |= np.isin(hashes, source.id_hashes(indices))
+  lost = unknown + int((~there).sum())
+  if not there.any():
+    raise ConfigError(f"{said}: none of its {lost:,} ids is that of a document of the data")
+  if lost:
+    note = f"{said}: {lost:,} of its {len(hashes) + unknown:,} ids are those of no document of the data"
+    source.notes = (*(old for old in source.notes if old != note), note)
+  return hashes
 
 
 def max_segments(cfg: DataConfig) -> int:
@@ -239,8 +279,9 @@ def _identity(cfg: DataConfig, seed: int, batch_size: int, parts: list[Units]) -
   held_out = (sorted(set(cfg.validation_sets.values())), cfg.ghost_val_fraction, cfg.ghost_val_copies)
   mixture = (cfg.mixture, tuple(text.removesuffix("x") for text in cfg.dataset_mixture))
   sources = (parts[0].tokenizer.fingerprint, *(part.source.fingerprint for part in parts))
-  excluded = parts[0].split.excluded.tolist()
-  settings = (*rows, *windows, *held_out, *mixture, cfg.on_corrupt, *sources, *excluded)
+  excluded, included = parts[0].split.excluded.tolist(), parts[0].split.included
+  settings = (*rows, *windows, *held_out, *mixture, cfg.on_corrupt, *sources, *excluded, *parts[0].settings)
+  settings += () if included is None else ("include", *included.tolist())
   files = {name: value for part in parts for name, value in part.source.files.items()}
   return {
     "fingerprint": f"{text_hash(*map(repr, settings)):016x}",

@@ -94,15 +94,16 @@ def write_ids(path: str, documents: Iterable[DocumentId]) -> int:
   return len(unique)
 
 
-def read_ids(path: str, source: Source) -> np.ndarray:
-  """Hashes of the ids in a file of `write_ids` (uint64, sorted), or of the documents whose records have its `id`s.
+def read_ids(path: str, source: Source, key: str = "dataset_exclude_file") -> tuple[np.ndarray, int]:
+  """(hashes of the ids in a file of `write_ids` (uint64, sorted), or of the documents whose records have its `id`s; the
+  number of `id`s that no record has).
 
-  Raises ConfigError naming the file and the line.
+  Raises ConfigError naming the file and the line, which for dataset_exclude_file may be that of an `id` without record.
   """
   try:
     lines = Path(path).read_text(encoding="utf-8").splitlines()
   except OSError as error:
-    raise ConfigError(f"dataset_exclude_file={path} cannot be read: {error.strerror}") from error
+    raise ConfigError(f"{key}={path} cannot be read: {error.strerror}") from error
   hashes: list[int] = []
   records: dict[str, int] = {}  # line of each record's id
   for number, line in enumerate(lines, 1):
@@ -115,17 +116,18 @@ def read_ids(path: str, source: Source) -> np.ndarray:
       else:
         records[entry["id"] if isinstance(entry["id"], str) else json.dumps(entry["id"])] = number
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-      said = f"dataset_exclude_file={path}, line {number}: not an object with domain, path and offset, or id ({error})"
+      said = f"{key}={path}, line {number}: not an object with domain, path and offset, or id ({error})"
       raise ConfigError(said) from error
-  if records:
-    hashes += _hashes_of(records, source, path)
-  return np.unique(np.array(hashes, np.uint64))
+  of_records, unknown = _hashes_of(records, source, f"{key}={path}") if records else ([], [])
+  if unknown and key == "dataset_exclude_file":
+    raise ConfigError(f"{key}={path}, line {records[unknown[0]]}: no record of the data has the id {unknown[0]!r}")
+  return np.unique(np.array(hashes + of_records, np.uint64)), len(unknown)
 
 
-def _hashes_of(records: dict[str, int], source: Source, path: str) -> list[int]:
-  """Hashes of the ids of the documents whose record has one of these ids; reads all records."""
+def _hashes_of(records: dict[str, int], source: Source, said: str) -> tuple[list[int], list[str]]:
+  """(hashes of the ids of the documents whose record has one of these ids, ids of no record); reads all records."""
   if "id" not in source.fields:
-    raise ConfigError(f"dataset_exclude_file={path} has ids of records, but the records of the data have no id")
+    raise ConfigError(f"{said} has ids of records, but the records of the data have no id")
   place, found, hashes = source.fields.index("id"), set(), []
   for index in range(len(source)):
     try:
@@ -135,8 +137,4 @@ def _hashes_of(records: dict[str, int], source: Source, path: str) -> list[int]:
     if name in records:
       found.add(name)
       hashes.append(int(source.id_hashes(np.array([index]))[0]))
-  if unknown := [name for name in records if name not in found]:
-    raise ConfigError(
-      f"dataset_exclude_file={path}, line {records[unknown[0]]}: no record of the data has the id {unknown[0]!r}"
-    )
-  return hashes
+  return hashes, [name for name in records if name not in found]

@@ -16,13 +16,20 @@ class Split:
   """The held-out share of the validation domains of a source."""
 
   def __init__(
-    self, source: Source, val_domains: tuple[str, ...], fraction: float, seed: int, excluded: np.ndarray | None = None
+    self,
+    source: Source,
+    val_domains: tuple[str, ...],
+    fraction: float,
+    seed: int,
+    excluded: np.ndarray | None = None,
+    included: np.ndarray | None = None,
   ):
-    """val_domains: those of other sources are ignored. excluded: sorted `id_hashes` not to hold out or train on."""
+    """val_domains: those of other sources are ignored. excluded, included: sorted `id_hashes` of the documents not to
+    train on, and of the only ones; None = all."""
     self._source = source
     self._limit = None if fraction >= 1 else np.uint64(int(fraction * 2**64))  # of the hashes; None: all
     self._seed = seed
-    self.excluded = np.empty(0, np.uint64) if excluded is None else excluded
+    self.excluded, self.included = np.empty(0, np.uint64) if excluded is None else excluded, included
     self._numbers = np.array([source.domains.index(name) for name in val_domains if name in source.domains], np.int64)
 
   def held_out(self, indices: np.ndarray) -> np.ndarray:
@@ -33,10 +40,12 @@ class Split:
     return inside
 
   def left_out(self, indices: np.ndarray) -> np.ndarray:
-    """bool[n]: whether each document is not trained on: held out, or excluded by id."""
+    """bool[n]: whether each document is not trained on: held out, excluded by id, or not included by id."""
     out = self.held_out(indices)
     if len(self.excluded):
       out |= np.isin(self._source.id_hashes(indices), self.excluded)
+    if self.included is not None:
+      out |= ~np.isin(self._source.id_hashes(indices), self.included)
     return out
 
   def pool(self, domain: str, limit: int) -> np.ndarray:

@@ -5,12 +5,13 @@ of the vocabulary.
 """
 
 import base64
+import functools
 import hashlib
 import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ class Tokenizer:
 
   Attributes:
     path: its file; None for the byte tokenizer, which has none.
+    words: what `encode_template` reads as the begin and end token, by the names of chat templates, where no file says.
     bos_id: id before a document; None if the tokenizer has none.
     eos_id: id after a document; None if the tokenizer has none.
     pad_id: id of padding.
@@ -43,6 +45,7 @@ class Tokenizer:
 
   name: str
   path: Path | None = None
+  words: Mapping[str, str] = {}
   vocab_size: int
   bos_id: int | None
   eos_id: int | None
@@ -62,6 +65,11 @@ class Tokenizer:
     """Like `encode`, with the source bytes of each token, from its start to the next one's (integers [n])."""
     assert self.byte_table is not None, "a tokenizer without a table overrides this"
     return [(ids, self.byte_table[ids]) for ids in self.encode(texts)]
+
+  def encode_template(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of a rendered chat template, whose special tokens are read as such, int32[n], and the characters that each
+    covers (first, and behind the last), int64[n, 2]. Raises ConfigError for a kind that cannot."""
+    raise ConfigError(f"chat templates need tokenizer_type=huggingface, a tokenizer.json; {self.name} is another kind")
 
   def decode(self, ids: np.ndarray) -> bytes:
     """The text of the ids; special ids have none."""
@@ -117,9 +125,25 @@ class ByteTokenizer(Tokenizer):
   name = fingerprint = "byte"
   vocab_size, bos_id, eos_id, pad_id = 259, 256, 257, 258
   byte_table = np.array([1] * 256 + [0] * 3, np.uint8)
+  words = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}  # noqa: RUF012
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     return [np.frombuffer(text, np.uint8) for text in texts]
+
+  def encode_template(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    ids, places, stop = [], [], 0
+    special = dict(zip(self.words.values(), (self.bos_id, self.eos_id), strict=True))
+    for piece in re.split(r"(<\|bos\|>|<\|eos\|>)", text):
+      start, stop = stop, stop + len(piece)
+      if piece in special:
+        ids.append(np.array([special[piece]]))
+        places.append(np.array([[start, stop]]))
+        continue
+      raw = np.frombuffer(piece.encode("utf-8"), np.uint8)
+      first = start + np.cumsum((raw & 0xC0) != 0x80) - 1  # bytes 10xxxxxx continue a character
+      ids.append(raw)
+      places.append(np.stack([first, first + 1], 1))
+    return np.concatenate(ids).astype(np.int32), np.concatenate(places)
 
   def decode(self, ids: np.ndarray) -> bytes:
     ids = np.asarray(ids)
@@ -168,6 +192,19 @@ class HuggingFaceTokenizer(Tokenizer):
   def _encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     decoded = [text.decode("utf-8") for text in texts]
     return [np.array(e.ids, np.int32) for e in self._inner.encode_batch_fast(decoded, add_special_tokens=False)]
+
+  @functools.cached_property
+  def _with_specials(self):
+    """The tokenizer that reads special tokens in a text as such."""
+    made = type(self._inner).from_str(self._inner.to_str())
+    made.encode_special_tokens = False
+    return made
+
+  def encode_template(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    found = self._with_specials.encode(text, add_special_tokens=False)
+    places = np.array(found.offsets, np.int64).reshape(-1, 2)
+    places[1:, 0] = np.minimum(places[1:, 0], places[:-1, 1])  # some leave out spaces before a token
+    return np.array(found.ids, np.int32), places
 
   def encode_bytes(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
     out = []

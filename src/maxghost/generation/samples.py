@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from flax import nnx
 
-from maxghost import models
+from maxghost import adapters
 from maxghost.config import Config, ConfigError
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.generation.generator import Generator
@@ -48,7 +48,7 @@ class Sampler:
         f"{most} positions; use a shorter prompt, or sample_every=0 and `maxghost generate` on a checkpoint"
       )
     self._stop_ids = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    graphdef = nnx.graphdef(models.create_abstract(cfg))
+    graphdef = nnx.graphdef(adapters.create_abstract(cfg))
     self._generator = Generator(graphdef, size, sampling=Sampling(TEMPERATURE), stop_ids=self._stop_ids)
 
   def __call__(self, state: nnx.State) -> str:

@@ -1,4 +1,4 @@
-"""Rules for the layer types of `models`: experts, attention sinks and output projections.
+"""Rules for the layer types of `models` and `adapters`: experts, attention sinks, output projections and adapters.
 
 K validation sets, n examples, T positions, N = n T tokens, E experts, R rows (tokens sorted by expert, once for each of
 their experts), I inputs and O outputs of an expert's matrix, r rank, H heads, h head width, D features, V vocabulary.
@@ -11,15 +11,40 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from maxghost.adapters import Lora
 from maxghost.ghost.directions import Direction
 from maxghost.ghost.probed import LayerPasses, filled, zero_cotangent
 from maxghost.ghost.rules import Call, Rule, rule
-from maxghost.ghost.rules_flax import EmbedRule, LinearGeneralRule
-from maxghost.models import attention, moe
+from maxghost.ghost.rules_flax import EmbedRule, LinearGeneralRule, matrix_scores
+from maxghost.models import attention, dense, moe
 from maxghost.models.grouped_matmul import product
 from maxghost.models.layers import gated
 from maxghost.models.output_head import OutputProjection, TiedTable
 from maxghost.objectives.tiled import Head, backward, forward
+
+
+@rule(Lora)
+class LoraRule(Rule):
+  """An adapter y = s (x a) b: a has the input x and the output cotangent s g bᵀ, b has s x a and g.
+
+  With the layer's own backward pass, which forms both, this takes r (d + p) multiplications per token and set.
+  """
+
+  def rank(self, module: Any, name):
+    return 2 if name == "a" else 1 + module.out_axes
+
+  def rows(self, module, name):
+    return 1
+
+  def score(self, call, name, direction):
+    module, g = call.module, call.cotangent
+    x, a, b = module.cast(call.args[0], call.values["a"], call.values["b"])
+    scale, precision = jnp.asarray(module.scale, x.dtype), module.precision
+    if name == "a":
+      g = dense.contract_transposed(g.astype(x.dtype), b, 1, precision, x.dtype) * scale
+    else:
+      x = dense.contract(x, a, 1, precision) * scale
+    return matrix_scores(call, x, g, direction, 1)
 
 
 @rule(moe.RoutedMoe)
@@ -34,7 +59,7 @@ class RoutedMoeRule(Rule):
   children = ("gate",)
 
   def rank(self, module: Any, name):
-    return 2 if name.endswith("_bias") else 3
+    return 2 if name.endswith("_bias") else 3  # also of an adapter's `_lora_a` and `_lora_b`
 
   def rows(self, module, name):
     return 0 if name.endswith("_bias") else 1
@@ -71,10 +96,23 @@ def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert
   h_RF, pull = jax.vjp(lambda branches: gated(branches, module.activations, module.limit), branches)
   weight_R = weight_nTk.reshape(-1)[rows.order_R].astype(h_RF.dtype)
   g_RD = rows.own(rows.take(b_nTD.reshape(-1, b_nTD.shape[-1]).astype(h_RF.dtype)) * weight_R[:, None])
-  g_RF = product(g_RD, params["wo"].astype(module.dtype), rows.sizes_E, module.precision, contract=2)
+
+  def back(name: str, g_RO):
+    return product(g_RO, params[name].astype(module.dtype), rows.sizes_E, module.precision, contract=2)
+
+  def narrow(name: str, g_RO):  # the cotangent of an adapter's x a
+    return back(f"{name}_lora_b", g_RO) * jnp.asarray(module.lora_scale, g_RO.dtype)
+
+  g_RF = back("wo", g_RD)
+  if "wo_lora_a" in params:
+    g_RF = g_RF + back("wo_lora_a", narrow("wo", g_RD))
   (g_branches,) = pull(rows.own(g_RF))
-  used = {name: (x_RD, g_RF) for name, g_RF in zip(module.branches, g_branches, strict=True)}
-  return rows, used | {"wo": (h_RF, g_RD)}
+  used = {name: (x_RD, g_RF) for name, g_RF in zip(module.branches, g_branches, strict=True)} | {"wo": (h_RF, g_RD)}
+  for name in [name for name in used if f"{name}_lora_a" in params]:
+    x_RI, g_RO = used[name]
+    used[f"{name}_lora_a"] = (x_RI, narrow(name, g_RO))
+    used[f"{name}_lora_b"] = (module.narrow(params, name, x_RI, rows), g_RO)
+  return rows, used
 
 
 def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, direction: Direction) -> jax.Array:
@@ -100,16 +138,29 @@ def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, di
   return jnp.stack([rows.sums(row_R).reshape(-1, length) for row_R in rows_KR])
 
 
-# On a mesh each device scores the rows of its own experts, as in `moe.Split`.
+# On a mesh each device scores the rows of its own experts, as in `moe.Split`. Where it holds a part of their width, the
+# narrow arrays of adapters are summed over the parts, like the layer's output.
+
+
+def _is_wide(name: str) -> tuple[bool, bool]:
+  """Whether input and output of a matrix have the experts' width."""
+  return name in ("wo", "wo_lora_a"), not name.startswith("wo") and not name.endswith("_lora_a")
 
 
 def _use_on_mesh(module, split: moe.Split, values: dict, *arrays):
   def local(params, x, index, weight, b):
     x, index, weight, b = split.gather(x, index, weight, b)
-    return _use(module, params, x, index, weight, b, split.first_expert(params))
+    rows, used = _use(module, params, x, index, weight, b, split.first_expert(params))
+    for name in used:
+      if split.width and "_lora_" in name and not any(_is_wide(name)):
+        x_R, g_R = used[name]
+        partly = name == "wo_lora_b"  # the input; of other adapters the cotangent
+        used[name] = (jax.lax.psum(x_R, split.width), g_R) if partly else (x_R, jax.lax.psum(g_R, split.width))
+    return rows, used
 
   whole, wide = PartitionSpec(split.sorted_rows), PartitionSpec(split.sorted_rows, split.width or None)
-  used = {name: (whole, wide) for name in module.branches} | {"wo": (wide, whole)}
+  names = [name for name in values if not name.endswith("_bias")]
+  used = {name: tuple(wide if flag else whole for flag in _is_wide(name)) for name in names}
   params = {name: split.param(name) for name in values}
   return split.map(local, (params, *[split.tokens] * 4), (whole, used))(values, *arrays)
 
@@ -119,16 +170,16 @@ def _scores_on_mesh(module, name: str, length: int, split: moe.Split, arrays):
 
   def local(*arrays):
     score_KnT = _token_scores(module, name, length // parts, *arrays)
-    if name == "wo_bias" and split.width:
+    if not any(_is_wide(name)) and split.width:
       score_KnT = jnp.where(split.is_first, score_KnT, 0)
     return jnp.stack([split.sum(score_nT) for score_nT in score_KnT])
 
   whole, wide = PartitionSpec(split.sorted_rows), PartitionSpec(split.sorted_rows, split.width or None)
-  inputs = (wide, whole) if name.startswith("wo") else (whole, wide)
+  inputs = [wide if flag else whole for flag in _is_wide(name.removesuffix("_bias"))]
   if arrays[-1].full is not None:
     direction = Direction(split.param(name, leading=1))
   else:
-    expert, rows, columns = (*split.param(name), None)[:3]
+    expert, rows, columns = (*split.param(name), None, None)[:3]
     direction = Direction(None, PartitionSpec(None, expert, rows), PartitionSpec(None, expert, None, columns))
   return split.map(local, (whole, *inputs, direction), PartitionSpec(None, *split.tokens))(*arrays)
 

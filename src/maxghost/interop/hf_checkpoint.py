@@ -26,7 +26,7 @@ from maxghost.config import Config
 from maxghost.config.families import FAMILIES
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
-from maxghost.interop import gguf, huggingface, huggingface_config, model_path
+from maxghost.interop import gguf, huggingface, huggingface_config, merge, model_path
 from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_space, check_target, check_written, new_folder, write_plan
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
@@ -90,19 +90,23 @@ def export_model(
   target: str | Path,
   *,
   cfg: Config | None = None,
+  adapter: str | Path = "",
   shard_bytes: int = _SHARD_BYTES,
   ram_bytes: int = DEFAULT_RAM_BYTES,
   say: Callable[[str], None] = print,
 ) -> None:
   """Writes the parameters of a checkpoint of any layout as the new Hugging Face folder `target`.
 
-  cfg: the configuration of the model, where no config.yml lies beside the checkpoint. Raises ConfigError.
+  cfg: the configuration of the model, where no config.yml lies beside the checkpoint. adapter: a folder of PEFT, or a
+  run with adapters, to merge into the parameters. Raises ConfigError.
   """
   place = model_path.find(source)
   cfg = cfg or place.config
   if cfg is None:
     raise LayoutError(f"{source}: no {model_path.CONFIG_FILE} beside it says what model it is; name one with --config")
   raw = open_tree(place.tree)
+  if adapter:
+    raw = merge.merged(raw, cfg.model, *merge.open_adapter(adapter, cfg.model))
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
   family = FAMILIES[cfg.model.decoder_block]
   if checkpoint.values_from == "maxtext" and family.maxtext_scales_queries is not False:

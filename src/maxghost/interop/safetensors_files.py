@@ -50,14 +50,15 @@ def open_tensors(folder: Path) -> dict[str, StoredArray]:
     raise LayoutError(f"{folder} is half copied: {INDEX} lists {', '.join(missing)}, which is not there")
   tensors: dict[str, StoredArray] = {}
   for name in files:
-    tensors |= _open_file(folder / name)
+    tensors |= open_file(folder / name)
   lost = sorted(set(weight_map) - set(tensors))
   if lost:
     raise LayoutError(f"{folder}: {INDEX} lists {lost[0]}, which is in none of its files ({len(lost)} such tensors)")
   return _unpacked(tensors)
 
 
-def _open_file(file: Path) -> dict[str, StoredArray]:
+def open_file(file: Path) -> dict[str, StoredArray]:
+  """The tensors of one file by name, as they lie there; only its header is read. Raises LayoutError."""
   try:
     import safetensors
   except ImportError:
@@ -120,14 +121,16 @@ def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
   return values.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
 
 
-def write_tensors(folder: Path, tensors: list[StoredArray], shard_bytes: int) -> None:
+def write_tensors(folder: Path, tensors: list[StoredArray], shard_bytes: int, single: str = SINGLE) -> None:
   """Writes the tensors into `folder`, in files of at most shard_bytes (or one tensor), with an index where several.
+
+  single: the name of an only file.
 
   Each is read when it is written, and is in memory only then.
   """
   shards = list(_shards(tensors, shard_bytes))
   if len(shards) == 1:
-    _write_file(folder / SINGLE, shards[0])
+    _write_file(folder / single, shards[0])
     return
   weight_map = {}
   for number, shard in enumerate(shards, 1):

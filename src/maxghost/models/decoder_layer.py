@@ -12,7 +12,7 @@ from maxghost.config.families import FAMILIES
 from maxghost.config.schema import ModelConfig
 from maxghost.models import autodiff
 from maxghost.models.attention import SelfAttention
-from maxghost.models.layers import FEED_FORWARD, HIDDEN, Hidden, gated, linear, norm
+from maxghost.models.layers import FEED_FORWARD, HIDDEN, Hidden, gated, keys_for_adapters, linear, norm
 from maxghost.models.moe import RoutedMoe
 from maxghost.parallel.shardings import constrain
 
@@ -71,6 +71,10 @@ class DecoderLayer(nnx.Module):
     return getattr(self, self.norm_names[index])(autodiff.split_residual(x_BTD))
 
   def __call__(self, hidden: Hidden, positions_BT, segment_ids_BT, dropout_key=None, cache=None) -> Hidden:
+    with keys_for_adapters(dropout_key):
+      return self._run(hidden, positions_BT, segment_ids_BT, dropout_key, cache)
+
+  def _run(self, hidden: Hidden, positions_BT, segment_ids_BT, dropout_key, cache) -> Hidden:
     x_BTD, routing, peaks_BLH = hidden.x_BTD, hidden.routing, hidden.peaks_BLH
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     y_BTD = self.norm(0, x_BTD)

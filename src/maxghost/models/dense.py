@@ -3,6 +3,7 @@
 B batch, T positions, I inputs of a dense layer, O outputs.
 """
 
+import jax.numpy as jnp
 from jax import lax
 
 from maxghost.models import autodiff
@@ -16,14 +17,27 @@ def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_t
   which costs more than the product itself on CPU.
   Raises ValueError for batch dimensions or other contractions.
   """
+  count = _num_contracted(lhs, dimension_numbers)
+  if out_sharding is not None:
+    return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
+  return _dense(count, precision, preferred_element_type, lhs, rhs)
+
+
+def frozen_dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
+  """As `dot_general` for a constant rhs: the backward pass does not need lhs, and the gradient of rhs is zero."""
+  if out_sharding is not None:
+    raise ValueError("a frozen dense layer takes no out_sharding")
+  return _frozen(_num_contracted(lhs, dimension_numbers), precision, preferred_element_type, lhs, rhs)
+
+
+def _num_contracted(lhs, dimension_numbers) -> int:
+  """Number of contracted axes. Raises ValueError unless they are the last ones of lhs and the first ones of rhs."""
   (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
   count = len(rhs_contract)
   trailing = tuple(range(lhs.ndim - count, lhs.ndim))
   if tuple(lhs_contract) != trailing or tuple(rhs_contract) != tuple(range(count)) or lhs_batch or rhs_batch:
     raise ValueError(f"dense dot_general contracts trailing with leading axes; got {dimension_numbers}")
-  if out_sharding is not None:
-    return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
-  return _dense(count, precision, preferred_element_type, lhs, rhs)
+  return count
 
 
 def contract(x, w, count, precision=None, out_dtype=None):
@@ -59,3 +73,15 @@ def _backward(count, precision, out_dtype, residuals, g):
 
 
 _dense = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0, 1, 2))
+
+
+def _frozen_forward(count, precision, out_dtype, x, w):
+  return contract(x, w, count, precision, out_dtype), (jnp.zeros((), x.dtype), w)
+
+
+def _frozen_backward(count, precision, out_dtype, kept, g):
+  like, w = kept
+  return contract_transposed(g, w, count, precision, like.dtype), None
+
+
+_frozen = autodiff.with_backward(_frozen_forward, _frozen_backward, nondiff_argnums=(0, 1, 2))

@@ -3,7 +3,10 @@
 B batch, T positions, D embed dim, F feed-forward width.
 """
 
+import contextvars
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,12 +16,16 @@ from flax import nnx
 from maxghost.config.families import FAMILIES
 from maxghost.config.schema import ModelConfig
 from maxghost.models import dense
+from maxghost.parallel.shardings import setting
 
 # Logical axes of activations: hidden states, the heads of queries, of keys and values, and the feed-forward width.
 HIDDEN = ("activation_batch", "activation_length", "activation_embed")
 QUERIES = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
 KEYS = ("activation_batch", "activation_kv_length", "activation_kv_heads", "activation_kv")
 FEED_FORWARD = ("activation_batch", "activation_length", "activation_mlp")
+
+# Dropout keys of adapters in the layer that runs, taken in the order of their calls; None: no dropout.
+adapter_keys: contextvars.ContextVar[Iterator | None] = contextvars.ContextVar("maxghost_adapter_keys", default=None)
 
 ACTIVATIONS = {
   "silu": jax.nn.silu,
@@ -75,6 +82,13 @@ def linear(
     rngs=rngs,
     kernel_metadata={"axes": axes, "matrix": (in_axes, len(axes) - in_axes) if matrix is None else matrix},
     bias_metadata={"axes": tuple(axes[in_axes:]), "matrix": ()},
+  )
+
+
+def keys_for_adapters(dropout_key):
+  """Sets `adapter_keys` inside a `with` block."""
+  return setting(
+    adapter_keys, None if dropout_key is None else (jax.random.fold_in(dropout_key, i) for i in itertools.count(2))
   )
 
 

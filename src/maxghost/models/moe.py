@@ -136,9 +136,12 @@ class Split:
   def param(self, name: str, leading: int = 0) -> PartitionSpec:
     """Spec of the layer's Param `name`, with `leading` more axes in front."""
     experts, width = self.experts or None, self.width or None
-    parts = {"wo": (experts, width), "wo_bias": (experts,)}.get(name)
-    if parts is None:
-      parts = (experts, width) if name.endswith("_bias") else (experts, None, width)
+    if name in ("wo_bias", "wo_lora_b") or (name.endswith("_lora_a") and name != "wo_lora_a"):
+      parts = (experts,)
+    elif name in ("wo", "wo_lora_a") or name.endswith("_bias"):
+      parts = (experts, width)
+    else:
+      parts = (experts, None, width)
     return PartitionSpec(*[None] * leading, *parts)
 
   def map(self, function: Callable, in_specs, out_specs) -> Callable:
@@ -201,8 +204,11 @@ def find_split(layer, x_shape: tuple[int, ...]) -> Split | None:
 class RoutedMoe(nnx.Module):
   """sum over a token's experts of weight * wo_e(act_0(wi_0_e x) * act_1(wi_1_e x)); chosen and weighted by a router.
 
-  Params: wi_i [E, D, F], wo [E, F, D]; with mlp_bias wi_i_bias [E, F], wo_bias [E, D]; gate/kernel [D, E], gate/bias.
+  Params: wi_i [E, D, F], wo [E, F, D]; with mlp_bias wi_i_bias [E, F], wo_bias [E, D]; gate/kernel [D, E], gate/bias. A
+  matrix may have an adapter, wi_i_lora_a [E, D, r] and wi_i_lora_b [E, r, F], which adds lora_scale x a b.
   """
+
+  lora_scale: float
 
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
     experts, embed = cfg.num_experts, cfg.base_emb_dim
@@ -263,6 +269,7 @@ class RoutedMoe(nnx.Module):
     """The weighted sum of the chosen experts' outputs, [B, T, D]; the only method that uses the experts' Params."""
     matrices = [*self.branches, "wo"]
     names = [*matrices, *(f"{name}_bias" for name in matrices if self.has_bias)]
+    names += [f"{name}_lora_{part}" for name in matrices for part in "ab" if hasattr(self, f"{name}_lora_a")]
     params = {name: getattr(self, name)[...] for name in names}
     if not self.sparse:
       return self._experts_dense(params, x_BTD, index_BTk, weight_BTk)
@@ -289,10 +296,20 @@ class RoutedMoe(nnx.Module):
 
   def multiply(self, params: dict, name: str, x_RI, rows: Rows):
     """x times the matrix of each row's expert, plus its bias if there is one."""
-    y_RO = grouped_matmul(x_RI.astype(self.dtype), params[name].astype(self.dtype), rows.sizes_E, self.precision)
+    y_RO = self._product(params, name, x_RI, rows)
+    if f"{name}_lora_a" in params:
+      y_RO = y_RO + self._product(params, f"{name}_lora_b", self.narrow(params, name, x_RI, rows), rows)
     if not self.has_bias:
       return y_RO
     return y_RO + rows.of_expert(params[f"{name}_bias"].astype(self.dtype))
+
+  def narrow(self, params: dict, name: str, x_RI, rows: Rows):
+    """What the adapter of a matrix multiplies with its `b`: scale * x a, [R, r]."""
+    x_Rr = self._product(params, f"{name}_lora_a", x_RI, rows)
+    return x_Rr * jnp.asarray(self.lora_scale, x_Rr.dtype)
+
+  def _product(self, params: dict, name: str, x_RI, rows: Rows):
+    return grouped_matmul(x_RI.astype(self.dtype), params[name].astype(self.dtype), rows.sizes_E, self.precision)
 
   def _experts_dense(self, params: dict, x_BTD, index_BTk, weight_BTk):
     """Applies every expert to every token, for comparison: E / k times the work, and no sorting."""

@@ -1,19 +1,22 @@
-"""Stochastic gradient descent without momentum: theta - learning_rate * clipped gradient."""
+"""Stochastic gradient descent, plain and with momentum (Polyak 1964)."""
 
 import dataclasses
+from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from maxghost.config.schema import OptimizerConfig
-from maxghost.optimizers.base import Identity, Parameter, UpdateRule
+from maxghost.optimizers.base import Identity, Parameter, Response, RuleState, UpdateRule
 
 
 @dataclasses.dataclass(frozen=True)
 class Sgd(UpdateRule):
-  """P_t = 1, without state. Its direction is the plain validation gradient, which runs of any optimizer may use.
+  """theta - learning_rate * clipped gradient: P_t = 1, without state.
 
-  Its ledger has AdamW's columns, so that runs can be compared; both are 0.
+  Its direction is the plain validation gradient, which runs of any optimizer may use. Its ledger has AdamW's columns,
+  so that runs can be compared; without momentum both are 0.
   """
 
   name = "sgd"
@@ -25,7 +28,7 @@ class Sgd(UpdateRule):
 
   @classmethod
   def from_config(cls, cfg: OptimizerConfig) -> "Sgd":
-    return cls()
+    return MomentumSgd(cfg.sgd_momentum) if cfg.sgd_momentum else Sgd()
 
   def path(self) -> "Sgd":
     return self
@@ -41,3 +44,28 @@ class Sgd(UpdateRule):
 
   def column_scales(self, learning_rate, clip_factor) -> dict:
     return {"momentum": learning_rate, "weight_decay": learning_rate}
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentumSgd(Sgd):
+  """m = momentum * m + clipped gradient; theta - learning_rate * m, so that P_t = 1 here too."""
+
+  state_keys: ClassVar = {"trace": "trace"}
+
+  momentum: float
+
+  def transformation(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.sgd(learning_rate, momentum=self.momentum)
+
+  def reach(self, rates_S: np.ndarray, parameter: Parameter | None = None) -> np.ndarray:
+    """The sum over k >= 0 of momentum^k rate_{t+k}."""
+    reach_S, later = np.array(rates_S, np.float64), 0.0
+    for step in reversed(range(len(reach_S))):
+      reach_S[step] = later = reach_S[step] + self.momentum * later
+    return reach_S
+
+  def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
+    return {"momentum": self.momentum * arrays["trace"]}
+
+  def last_update(self, value, arrays: dict[str, Any], state: RuleState) -> Any:
+    return -jnp.asarray(state.last_rate, arrays["trace"].dtype) * arrays["trace"]

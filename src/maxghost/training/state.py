@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from maxghost import models
+from maxghost import adapters
 from maxghost.config.schema import Config
 from maxghost.data import merge_states
 from maxghost.ghost.schedules.base import of_each_set
@@ -77,25 +77,23 @@ class TrainStateNNX(nnx.Module):
 
 def create(cfg: Config) -> TrainStateNNX:
   """A fresh state: weights from init_weights_seed, zero moments, step 0; so has the reference, if there is one."""
-  model = models.create(cfg, rngs=nnx.Rngs(cfg.run.init_weights_seed))
+  model = adapters.create(cfg)
   num_stored = len(cfg.val_sets) * cfg.ghost.num_stored
   trained = trainable(cfg, model)
   tx = make_optimizer(cfg.optimizer, cfg.run.steps, nnx.state(model, trained))
   carries = bool(num_stored) and cfg.ghost.carries_curvature
-  frozen = models.create(cfg, rngs=nnx.Rngs(cfg.run.init_weights_seed)) if cfg.reference else None
+  frozen = adapters.create(cfg) if cfg.reference == "start" else None
   return TrainStateNNX(model, tx, trainable=trained, num_stored=num_stored, carries=carries, reference_model=frozen)
 
 
-def referenced(objective: Objective, train_state: TrainStateNNX, batch) -> Any:
-  """The batch with what the objective reads of the second model, if there is one."""
-  reference = train_state.reference_model
-  return batch if reference is None else objective.from_reference(reference, batch)
+def referenced(objective: Objective | tuple[Objective, ...], train_state: TrainStateNNX, *batches) -> tuple:
+  """The batches with what the objective (or that of each) reads of the second model.
 
-
-def each_referenced(objective: Objective | tuple[Objective, ...], train_state: TrainStateNNX, batches: tuple) -> tuple:
-  """`referenced` of the batch of each validation set. objective: as of `objectives.of_validation`."""
+  That is `reference_model`; without one, the model without its adapters, if it has any.
+  """
+  reference = train_state.reference_model or adapters.disabled(train_state.model)
   pairs = zip(of_each_set(objective, batches), batches, strict=True)
-  return tuple(referenced(one, train_state, batch) for one, batch in pairs)
+  return tuple(one.from_reference(reference, batch) for one, batch in pairs)
 
 
 def carry(state: nnx.State, turned: list[jax.Array]) -> nnx.State:
@@ -117,7 +115,12 @@ def carry(state: nnx.State, turned: list[jax.Array]) -> nnx.State:
 
 
 def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
-  """The filter of `trainable_parameters_mask`. Raises ValueError for a pattern without a match."""
+  """The filter of what is trained: the adapters, else those of `trainable_parameters_mask`.
+
+  Raises ValueError for a pattern without a match.
+  """
+  if cfg.adapter.lora_rank:
+    return nnx.LoRAParam
   if not cfg.optimizer.trainable_parameters_mask:
     return nnx.Param
   paths = {slash_path(path): path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}

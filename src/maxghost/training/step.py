@@ -21,7 +21,7 @@ from maxghost.optimizers import by_label, clip, factor_of, learning_rate_schedul
 from maxghost.parallel.shardings import constrain, constrain_state
 from maxghost.training import host_memory, scoring, selection
 from maxghost.training.host_memory import HostMemory
-from maxghost.training.state import each_referenced, referenced
+from maxghost.training.state import referenced
 
 
 def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, num_sets: int = 1):
@@ -46,16 +46,19 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     model = nnx.merge(graphdef, state).model
     make = scoring.make_scorer if cfg.ghost.ghost_select == "none" else selection.make_selector
     if cfg.reference:
-      batch = jax.eval_shape(lambda state, rows: referenced(objective, nnx.merge(graphdef, state), rows), state, batch)
+      (batch,) = jax.eval_shape(
+        lambda state, rows: referenced(objective, nnx.merge(graphdef, state), rows), state, batch
+      )
     scorer = make(cfg, graphdef, model, batch, num_sets=num_sets, num_segments=num_segments)
 
   def step(state, batch, val_batches):
     train_state = nnx.merge(graphdef, state)
-    batch = referenced(objective, train_state, batch)
-    val_batches = each_referenced(val_objective, train_state, val_batches)
+    if cfg.reference:
+      (batch,) = referenced(objective, train_state, batch)
+      val_batches = referenced(val_objective, train_state, *val_batches)
     split = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...))
     key = None
-    if cfg.model.dropout_rate:
+    if cfg.model.dropout_rate or cfg.adapter.lora_dropout:
       # The key depends only on (seed, step), so that a restart draws the same masks without saved RNG state.
       key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), train_state.step)
     step_loss = objective.training(key)
@@ -70,7 +73,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     out = {
       "loss": passed.loss,
       "grad_norm": norm,
-      "param_norm": _norm(cfg, nnx.state(train_state.model, nnx.Param)),
+      "param_norm": _norm(cfg, split.params if cfg.adapter.lora_rank else nnx.state(train_state.model, nnx.Param)),
       "learning_rate": learning_rate,
       "tokens": passed.weights.sum(),
       "clip_factor": clip_factor,
@@ -137,7 +140,8 @@ def make_eval_step(cfg: Config, graphdef):
 
   def evaluate(state, batch):
     train_state = nnx.merge(graphdef, state)
-    losses, weights = loss_fn(train_state.model, referenced(loss_fn, train_state, batch))
+    (batch,) = referenced(loss_fn, train_state, batch) if cfg.reference else (batch,)
+    losses, weights = loss_fn(train_state.model, batch)
     return constrain(jnp.sum(losses * weights), ()), constrain(weights.sum(), ())
 
   return evaluate
@@ -154,7 +158,7 @@ def make_closing(cfg: Config, graphdef):
 
   def close(state, val_batches):
     train_state = nnx.merge(graphdef, state)
-    val_batches = each_referenced(loss_fn, train_state, val_batches)
+    val_batches = referenced(loss_fn, train_state, *val_batches) if cfg.reference else val_batches
     before = scoring.rule_state(cfg, rule, train_state)
     carries = cfg.ghost.carries_curvature
     if not whole or not (ledger.recalls(rule, before) or carries):

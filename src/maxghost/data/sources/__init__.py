@@ -14,8 +14,12 @@ _READ_BY = {
 }  # fmt: skip
 
 
-def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:
-  """The documents of a configuration. seed: of synthetic data. whole: see `text.load`. Raises ConfigError."""
+def open_source(cfg: DataConfig, seed: int, records: str = "text", *, whole: bool = True) -> Source:
+  """The documents of a configuration.
+
+  seed: of synthetic data. records: what a document is (`config.plugins.Objective.records`). whole: see `text.load`.
+  Raises ConfigError.
+  """
   kind, cap = cfg.dataset_type, cfg.dataset_domain_bytes
   for key, kinds in _READ_BY.items():
     if getattr(cfg, key) and kind not in kinds:
@@ -24,6 +28,8 @@ def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:
         "empty"
       )
   built_in_cap, cap = (_BUILT_IN_CAP, 0) if cap < 0 else (cap, cap)
+  if records != "text" and kind in ("stdlib", "synthetic"):
+    raise ConfigError(f"dataset_type={kind} has plain text, but the objective reads {records}; use dataset_type=text")
   if kind == "stdlib":
     return stdlib.load(cfg.dataset_domains, built_in_cap)
   if kind == "synthetic":
@@ -33,11 +39,12 @@ def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:
       f"dataset_domain_bytes={cap} works with dataset_type stdlib, synthetic, text and hf, not with {kind}; use -1"
     )
   if kind in ("hf", "tfds"):
-    return tables.load(cfg)
-  files = expand("dataset_files", cfg.dataset_files, cfg.dataset_domains, kind)
+    return tables.load(cfg, records)
+  own_domains = records != "text" and kind == "text"
+  files = expand("dataset_files", cfg.dataset_files, () if own_domains else cfg.dataset_domains, kind)
   parquet = [file.path.endswith(".parquet") for file in files]
   if kind == "text" or all(parquet):
-    return text.load(files, cfg, cap=cap, whole=whole)
+    return text.load(files, cfg, records, cap=cap, whole=whole, own_domains=own_domains)
   if any(parquet):
     raise ConfigError("dataset_files matches Parquet and ArrayRecord files; use one kind in a run")
-  return arrayrecord.load(files, cfg)
+  return arrayrecord.load(files, cfg, records)

@@ -11,7 +11,7 @@ from typing import Any
 
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
-from maxghost.data.sources.base import CorruptError, check_known, join_columns, left_out, read_all, utf8
+from maxghost.data.sources.base import Columns, CorruptError, left_out, read_all, utf8
 from maxghost.data.sources.files import CorpusFile
 from maxghost.data.sources.records import Opened, RecordSource, Shard
 
@@ -20,8 +20,9 @@ _NO_READ_AHEAD = "readahead_buffer_size:0"  # records are read in random order
 TEXT, JSON, EXAMPLE = "plain text", "JSON objects", "tf.train.Example"
 
 
-def load(files: Sequence[CorpusFile], cfg: DataConfig) -> RecordSource:
-  """Documents of ArrayRecord files. Raises ConfigError."""
+def load(files: Sequence[CorpusFile], cfg: DataConfig, records: str = "text") -> RecordSource:
+  """Documents of ArrayRecord files. records: what a document is. Raises ConfigError."""
+  columns = Columns(cfg.train_data_columns, records)
   readers, shards, notes, formats = Opened(open_reader, OPEN_FILES), [], [], {}
   for file in files:
     try:
@@ -29,9 +30,11 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig) -> RecordSource:
     except CorruptError as error:
       notes.append(left_out(error, cfg.on_corrupt))
       continue
-    kind = _format(readers, file.path, count, cfg.train_data_columns)
+    kind = _format(readers, file.path, count, columns)
+    if kind == TEXT and records != "text":
+      raise ConfigError(f"{file.path}: its records are plain text, but {records} are JSON objects")
     formats[f"{file.domain}: records of its ArrayRecord files are read as {kind}"] = None
-    read = functools.partial(_texts, readers, file.path, kind, cfg.train_data_columns)
+    read = functools.partial(_texts, readers, file.path, kind, columns)
     record = functools.partial(_record, readers, file.path, kind) if kind != TEXT else None
     shards.append(Shard(file.domain, file.name, file.fingerprint, count, read, record))
   for domain in dict.fromkeys(file.domain for file in files):
@@ -62,7 +65,7 @@ def open_reader(path: str):
 
 
 def _texts(
-  readers: Opened, path: str, kind: str, columns: tuple[str, ...], records: list[int], sizes: list[int]
+  readers: Opened, path: str, kind: str, columns: Columns, records: list[int], sizes: list[int]
 ) -> list[bytes]:
   out = []
   for record, raw in zip(records, read_records(readers, path, records), strict=True):
@@ -70,7 +73,7 @@ def _texts(
     if kind == TEXT:
       out.append(utf8(where, 0, raw))
       continue
-    out.append(join_columns(where, _parsed(where, kind, raw), columns))
+    out.append(columns.text(where, _parsed(where, kind, raw)))
   return out
 
 
@@ -88,7 +91,7 @@ def _parsed(where: str, kind: str, raw: bytes) -> Any:
     raise CorruptError(f"{where}: not {kind} as the file's first record is ({error})") from error
 
 
-def _format(readers: Opened, path: str, count: int, columns: tuple[str, ...]) -> str:
+def _format(readers: Opened, path: str, count: int, columns: Columns) -> str:
   for record in range(min(8, count)):
     try:
       (raw,) = read_records(readers, path, [record])
@@ -99,7 +102,7 @@ def _format(readers: Opened, path: str, count: int, columns: tuple[str, ...]) ->
       names = tuple(name for name, value in parse(raw).items() if kind == JSON or isinstance(value, bytes))
     except ValueError:
       return TEXT
-    check_known("train_data_columns", columns, names, path)
+    columns.named(names, path)
     return kind
   return TEXT
 

@@ -1,0 +1,318 @@
+"""LoRA adapters in PEFT's folders, and merged: names, shapes, bits, refusals; with `--run-hf`, in the hands of PEFT."""
+
+import contextlib
+import json
+import warnings
+
+import hf_models
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from maxghost import load_model
+from maxghost.checkpoint.layouts import read_checkpoint
+from maxghost.checkpoint.layouts_layers import LayerReader
+from maxghost.config import ConfigError
+from maxghost.interop import hf_checkpoint, huggingface, merge, peft
+from maxghost.interop.__main__ import main as checkpoint_command
+from maxghost.interop.peft import CONFIG, TENSORS, Settings
+
+RANK = 3
+MODELS = {name: hf_models.load(name)[0].model for name in hf_models.NAMES}
+
+
+def silent(line):
+  pass
+
+
+def make_arrays(model, seed=0, dtype=np.float32, share=False, experts=True) -> dict[str, np.ndarray]:
+  """Random adapters of every matrix that may have one. share: one A for the parts of a module, as PEFT makes it."""
+  rng, leaves = np.random.default_rng(seed), {}
+  for place in peft.places(model):
+    sizes, rule = place.rule.sizes, place.rule
+    if rule.lead and not experts:
+      continue
+    rows, lead = np.prod([sizes[x] for x in rule.inputs]), [sizes[x] for x in rule.lead]
+    a = rng.normal(size=(*lead, rows, RANK))
+    for leaf_a, leaf_b in place.leaves:
+      if leaf_a in leaves:
+        continue
+      a = a if share else rng.normal(size=a.shape)
+      leaves[leaf_a] = {None: a.astype(dtype)}
+      leaves[leaf_b] = {None: rng.normal(size=(*lead, RANK, *(sizes[x] for x in rule.outputs))).astype(dtype)}
+  return peft.stack(leaves, model, "test")
+
+
+def equal(found, expected) -> None:
+  assert found.keys() == expected.keys()
+  for label, values in expected.items():
+    assert found[label].dtype == values.dtype and found[label].tobytes() == values.tobytes(), label
+
+
+def files(folder) -> dict[str, bytes]:
+  return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", hf_models.NAMES)
+def test_an_adapter_survives_the_way_to_peft_and_back(name, tmp_path):
+  """All matrices of the family, with an own A each; then folder to folder, byte by byte."""
+  model, settings = MODELS[name], Settings(RANK, 5.0, 0.25, use_rslora=name == "gpt2")
+  arrays = make_arrays(model, dtype=ml_dtypes.bfloat16 if name == "mistral" else np.float32)
+  peft.save_adapter(tmp_path / "a", model, settings, arrays, base="base/model")
+  found, again = peft.load_adapter(tmp_path / "a", model)
+  assert (found.rank, found.alpha, found.dropout, found.use_rslora) == (RANK, 5.0, 0.25, name == "gpt2")
+  equal(again, arrays)
+  peft.save_adapter(tmp_path / "b", model, found, again)
+  assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_one_A_for_the_parts_of_a_module_stays_one(tmp_path):
+  """As PEFT trains c_attn of GPT-2, and experts in one parameter; rank and scale need no pattern then."""
+  for name in ("gpt2", "gpt_oss"):
+    model, arrays = MODELS[name], make_arrays(MODELS[name], share=True)
+    peft.save_adapter(tmp_path / name, model, Settings(RANK, 5.0), arrays)
+    content = json.loads((tmp_path / name / CONFIG).read_text())
+    assert content["rank_pattern"] == content["alpha_pattern"] == {}
+    equal(peft.load_adapter(tmp_path / name, model)[1], arrays)
+
+
+def test_names_and_shapes_are_those_of_peft(tmp_path):
+  """docs/huggingface.md; seen in the folders that PEFT writes."""
+
+  def written(name, **options) -> dict[str, list]:
+    peft.save_adapter(tmp_path / name, MODELS[name], Settings(RANK, 5.0), make_arrays(MODELS[name], **options))
+    tensors = safetensors.numpy.load_file(tmp_path / name / TENSORS)
+    return {key.removeprefix("base_model.model."): [*x.shape] for key, x in tensors.items()}
+
+  llama = written("llama2")
+  assert llama["model.layers.2.self_attn.k_proj.lora_A.weight"] == [RANK, 12]
+  assert llama["model.layers.2.self_attn.k_proj.lora_B.weight"] == [16, RANK]
+  assert llama["model.layers.0.mlp.down_proj.lora_A.weight"] == [RANK, 18]
+  assert llama["lm_head.lora_B.weight"] == [29, RANK]
+  gpt2 = written("gpt2")
+  assert gpt2["transformer.h.3.attn.c_attn.lora_A.weight"] == [3 * RANK, 15]
+  assert gpt2["transformer.h.3.attn.c_attn.lora_B.weight"] == [45, 3 * RANK]
+  content = json.loads((tmp_path / "gpt2" / CONFIG).read_text())
+  assert content["fan_in_fan_out"] and content["target_modules"] == ["c_attn", "c_fc", "c_proj"]
+  assert (content["rank_pattern"], content["alpha_pattern"]) == ({"c_attn": 9}, {"c_attn": 15.0})
+  mixtral = written("mixtral")
+  assert mixtral["model.layers.1.block_sparse_moe.experts.4.w2.lora_A.weight"] == [RANK, 14]
+  oss = written("gpt_oss", share=True)
+  assert oss["model.layers.3.mlp.experts.base_layer.lora_A.weight"] == [5 * RANK, 10]
+  assert oss["model.layers.3.mlp.experts.base_layer.lora_B.weight"] == [14, 5 * RANK]
+  assert oss["model.layers.3.mlp.experts.lora_B.weight"] == [10, 5 * RANK]
+  content = json.loads((tmp_path / "gpt_oss" / CONFIG).read_text())
+  assert content["target_parameters"] == ["experts.down_proj", "experts.gate_up_proj"]
+
+
+def test_a_leaf_name_that_two_modules_share_is_written_with_its_parent(tmp_path):
+  model = MODELS["gpt2"]
+  arrays = {label: x for label, x in make_arrays(model).items() if "/out/" in label}
+  peft.save_adapter(tmp_path / "a", model, Settings(RANK, 5.0), arrays)
+  assert json.loads((tmp_path / "a" / CONFIG).read_text())["target_modules"] == ["attn.c_proj"]
+  assert Settings(RANK, 5.0).keys(arrays)["lora_module_path"] == "decoder/layers.*/self_attention/out"
+
+
+def change(**entries):
+  return lambda content, tensors: (content | entries, tensors)
+
+
+def edited(make):
+  return lambda content, tensors: (content, make(dict(tensors)))
+
+
+Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+REFUSED = {
+  "use_dora=True is not known here": change(use_dora=True),
+  "bias=all: trained biases are not read; only bias=none is": change(bias="all"),
+  r"modules_to_save=\['lm_head'\] is not known here": change(modules_to_save=["lm_head"]),
+  "peft_type=IA3 is not read; only LORA is": change(peft_type="IA3"),
+  "init_lora_weights=pissa changes the base weights": change(init_lora_weights="pissa"),
+  r"layer_replication=\[\[0, 2\]\] is not known here": change(layer_replication=[[0, 2]]),
+  "r=0 is no rank": change(r=0),
+  r"q_proj rank 7 and alpha 5.0; one rank \(3\)": change(rank_pattern={"q_proj": 7}),
+  r"q_proj rank 3 and alpha 9; one rank \(3\) and scale": change(alpha_pattern={"q_proj": 9}),
+  r"q_proj.lora_A.weight is \[3, 12\], rank 4 and the model make it \[4, 12\]": change(r=4),
+  "targets k_proj, but adapter_model.safetensors holds no tensors of it": edited(
+    lambda x: {name: value for name, value in x.items() if "k_proj" not in name}
+  ),
+  f"lacks {Q}": edited(lambda x: {name: value for name, value in x.items() if name != Q}),
+  "has base_model.model.model.embed_tokens.lora_embedding_A, which the model has no matrix for": edited(
+    lambda x: x | {"base_model.model.model.embed_tokens.lora_embedding_A": np.zeros((3, 29), np.float32)}
+  ),
+  r"is \[3, 5\], rank 3 and the model make it \[3, 12\]": edited(lambda x: x | {Q: np.zeros((3, 5), np.float32)}),
+  "layer 1 has no decoder/layers/self_attention/query/lora/a; adapt all layers or none": edited(
+    lambda x: {name: value for name, value in x.items() if "layers.1.self_attn.q_proj" not in name}
+  ),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(text, tmp_path):
+  model = MODELS["llama2"]
+  peft.save_adapter(tmp_path / "a", model, Settings(RANK, 5.0), make_arrays(model))
+  content = json.loads((tmp_path / "a" / CONFIG).read_text())
+  content, tensors = REFUSED[text](content, safetensors.numpy.load_file(tmp_path / "a" / TENSORS))
+  (tmp_path / "a" / CONFIG).write_text(json.dumps(content))
+  safetensors.numpy.save_file(tensors, tmp_path / "a" / TENSORS)
+  with pytest.raises(ConfigError, match=text):
+    peft.load_adapter(tmp_path / "a", model)
+
+
+def test_folders_and_arrays_that_do_not_fit(tmp_path):
+  gpt2, mixtral = MODELS["gpt2"], MODELS["mixtral"]
+  with pytest.raises(ConfigError, match=r"adapter_config.json is damaged or half copied"):
+    peft.load_adapter(tmp_path, gpt2)
+  arrays = make_arrays(gpt2)
+  for text, wrong in {
+    r"c_attn holds .*; adapt all, decoder/layers/self_attention/key/lora/a is missing": {
+      label: x for label, x in arrays.items() if "/key/" not in label
+    },
+    "decoder/layers/mlp/wi_7/lora/a is no adapter": arrays | {"decoder/layers/mlp/wi_7/lora/a": np.zeros((4, 2, 3))},
+    r"wi/lora/a is \[15, 5\], rank 3 makes it \[15, 3\]": arrays
+    | {"decoder/layers/mlp/wi/lora/a": np.zeros((4, 15, 5))},
+    "no adapter to write": {},
+  }.items():
+    with pytest.raises(ConfigError, match=text):
+      peft.save_adapter(tmp_path / "out", gpt2, Settings(RANK, 5.0), wrong)
+    assert not (tmp_path / "out").exists()
+  peft.save_adapter(tmp_path / "own", gpt2, Settings(RANK, 5.0), arrays)
+  tensors = safetensors.numpy.load_file(tmp_path / "own" / TENSORS)
+  name = "base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"
+  safetensors.numpy.save_file(tensors | {name: tensors[name] + 1}, tmp_path / "own" / TENSORS)
+  with pytest.raises(ConfigError, match="has rank 9 for 3 parts, but its B is not block-diagonal"):
+    peft.load_adapter(tmp_path / "own", gpt2)
+  peft.save_adapter(tmp_path / "moe", mixtral, Settings(RANK, 5.0), make_arrays(mixtral))
+  tensors = safetensors.numpy.load_file(tmp_path / "moe" / TENSORS)
+  fewer = {name: x for name, x in tensors.items() if "layers.1.block_sparse_moe.experts.2.w1" not in name}
+  safetensors.numpy.save_file(fewer, tmp_path / "moe" / TENSORS)
+  with pytest.raises(ConfigError, match=r"an expert of layer 1 has no .*wi_0_lora_a; adapt all experts or none"):
+    peft.load_adapter(tmp_path / "moe", mixtral)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "mixtral"])
+def test_merging_adds_the_product_in_float32_and_leaves_the_base(name, tmp_path, capsys):
+  """Against float64, layer by layer; the base's files and arrays keep their bits, also where layers are stacked."""
+  cfg, source = hf_models.load(name)[0], hf_models.FOLDER / name
+  arrays, settings = make_arrays(cfg.model), Settings(RANK, 5.0)
+  hf_checkpoint.import_model(source, tmp_path / "in", say=silent)
+  before = read_checkpoint(huggingface.open_tree(source)).params.leaves
+  leaves, count = peft.unstack(arrays, cfg.model), 0
+  for tree in (huggingface.open_tree(source), huggingface.open_tree(tmp_path / "in")):
+    found = read_checkpoint(merge.merged(tree, cfg.model, settings, arrays)).params.leaves
+    for (path, layer), ref in found.items():
+      whole = tuple(slice(0, n) for n in ref.shape)
+      w = LayerReader(1 << 30).part(before[path, layer], whole)
+      value = LayerReader(1 << 30).part(ref, whole)
+      a = leaves.get((peft.adapter_path("/".join(path), "a"), layer))
+      if a is None:
+        assert value.tobytes() == w.tobytes()
+        continue
+      b = leaves[peft.adapter_path("/".join(path), "b"), layer]
+      wide_a, wide_b = a.astype(np.float64), b.reshape(*b.shape[: a.ndim - 1], -1).astype(np.float64)
+      expected = w + 5.0 / RANK * (wide_a @ wide_b).reshape(w.shape)
+      np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
+      assert value.dtype == w.dtype
+      block = tuple(slice(1, n) for n in ref.shape)
+      assert LayerReader(0).part(ref, block).tobytes() == value[block].tobytes()
+      count += 1
+  assert count == len(leaves)
+  narrow = merge.merged_array(np.ones((4, 5), ml_dtypes.bfloat16), np.full((4, 2), 0.02), np.full((2, 5), 0.1), 0.5)
+  assert narrow.dtype == ml_dtypes.bfloat16 and (narrow == ml_dtypes.bfloat16(1.002)).all()
+  peft.save_adapter(tmp_path / "adapter", cfg.model, settings, arrays)
+  command = ["adapter", "merge", str(tmp_path / "in"), str(tmp_path / "adapter"), str(tmp_path / "out")]
+  assert (checkpoint_command(command), checkpoint_command(command)) == (0, 2)
+  assert f"target {tmp_path / 'out'} exists" in capsys.readouterr().err
+  expected = read_checkpoint(merge.merged(huggingface.open_tree(source), cfg.model, settings, arrays)).params.leaves
+  for leaf, ref in read_checkpoint(huggingface.open_tree(tmp_path / "out")).params.leaves.items():
+    whole = tuple(slice(0, n) for n in ref.shape)
+    assert LayerReader(0).part(ref, whole).tobytes() == LayerReader(0).part(expected[leaf], whole).tobytes()
+  other = MODELS["llama2"]
+  with pytest.raises(ConfigError, match=r"its adapter|has no matrix for"):
+    merge.merged(huggingface.open_tree(source), cfg.model, settings, make_arrays(other))
+
+
+# In the hands of PEFT.
+
+
+@contextlib.contextmanager
+def quiet():
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    yield
+
+
+def adapted_by_peft(name, torch, peft_library, **options):
+  """A model of transformers with a random adapter: every A and B from a normal distribution."""
+  transformers = pytest.importorskip("transformers")
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    hf_models.FOLDER / name, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+  )
+  made = peft_library.get_peft_model(model, peft_library.LoraConfig(r=RANK, lora_alpha=5, **options)).eval()
+  generator = torch.Generator().manual_seed(3)
+  for parameter_name, parameter in made.named_parameters():
+    if "lora_" in parameter_name:
+      parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+  return made
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+CASES = {
+  "llama3": {"target_modules": "all-linear"},
+  "qwen3": {"target_modules": ["q_proj", "v_proj", "down_proj"], "use_rslora": True},
+  "gpt2": {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True},
+  "mixtral": {"target_modules": ["k_proj", "o_proj"], "target_parameters": EXPERTS},
+  "qwen3_moe": {"target_modules": ["q_proj"], "target_parameters": EXPERTS[:1]},
+  "gpt_oss": {"target_modules": ["o_proj"], "target_parameters": EXPERTS},
+}
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("name", CASES)
+def test_adapters_of_peft_and_adapters_for_peft(name, tmp_path):
+  """Logits and merged weights of PEFT's own adapter; its folder again bit by bit; ours, with an own A for each part."""
+  torch, library = pytest.importorskip("torch"), pytest.importorskip("peft")
+  cfg, _, tokens, _ = hf_models.load(name)
+  with quiet():
+    theirs = adapted_by_peft(name, torch, library, task_type="CAUSAL_LM", **CASES[name])
+    theirs.save_pretrained(tmp_path / "theirs")
+  settings, arrays = peft.load_adapter(tmp_path / "theirs", cfg.model)
+  peft.save_adapter(tmp_path / "again", cfg.model, settings, arrays)
+  assert (tmp_path / "again" / TENSORS).read_bytes() == (tmp_path / "theirs" / TENSORS).read_bytes()
+  assert json.loads((tmp_path / "again" / CONFIG).read_text()) == json.loads((tmp_path / "theirs" / CONFIG).read_text())
+
+  def logits_of(model) -> np.ndarray:
+    with torch.no_grad():
+      return model.eval()(torch.from_numpy(tokens).long(), use_cache=False).logits.numpy()
+
+  def merged_logits(adapter, folder) -> np.ndarray:
+    hf_checkpoint.export_model(hf_models.FOLDER / name, folder, adapter=adapter, say=silent)
+    graphdef, state = load_model.load(*load_model.find(folder), silent)
+    return np.asarray(load_model_logits(graphdef, state, tokens))
+
+  def close(found, expected) -> None:
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+  expected = logits_of(theirs)
+  close(merged_logits(tmp_path / "theirs", tmp_path / "merged"), expected)
+  rng = np.random.default_rng(0)
+  own = {label: x + 0.1 * rng.normal(size=x.shape).astype(x.dtype) for label, x in arrays.items()}
+  new = peft.Settings(settings.rank, settings.alpha, 0.0, settings.use_rslora)
+  peft.save_adapter(tmp_path / "ours", cfg.model, new, own)
+  with quiet():
+    base = theirs.unload()
+    loaded = library.PeftModel.from_pretrained(base, tmp_path / "ours")
+    close(logits_of(loaded), merged_logits(tmp_path / "ours", tmp_path / "merged_ours"))
+    loaded.merge_and_unload().save_pretrained(tmp_path / "theirs_merged")
+  trees = [read_checkpoint(huggingface.open_tree(tmp_path / x)).params.leaves for x in ("theirs_merged", "merged_ours")]
+  for leaf, ref in trees[0].items():
+    whole = tuple(slice(0, n) for n in ref.shape)
+    close(*(LayerReader(1 << 30).part(tree[leaf], whole) for tree in reversed(trees)))
+
+
+def load_model_logits(graphdef, state, tokens):
+  import jax
+  from flax import nnx
+
+  return jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens))(state, tokens)
