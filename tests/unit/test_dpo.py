@@ -12,7 +12,7 @@ import tiny
 from flax import nnx
 from train_steps import REFERENCE_SEED, Run
 
-from maxghost import config, objectives
+from maxghost import adapters, config, objectives
 from maxghost.config import ConfigError
 from maxghost.data.types import Batch
 from maxghost.models import autodiff
@@ -23,6 +23,7 @@ S, V = tiny.SEGMENTS, tiny.VOCAB
 ROWS = ((4, 5, 3), (2, 6, 4), (13,), (9,), (3, 7), (8, 2), (), ())
 PAIRS = [(0, 1), (0, 2), (0, 3), (2, 1), (4, 1)]  # (row of the chosen response, segment)
 SIZES = {"objective": "dpo", "per_device_batch_size": len(ROWS), "ghost_val_batch_size": 4, "max_segments_per_seq": S}
+LORA = {"lora_rank": 3, "lora_alpha": 5.0, "adam_weight_decay": 0.0}
 KEYS = {"dpo_beta": 0.7, "orpo_lambda": 0.6, "simpo_gamma": 0.3}
 
 
@@ -72,7 +73,8 @@ class Oracle:
   """
 
   def __init__(self, cfg, loss, model, reference, batch: dict, pairs):
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    trained = nnx.LoRAParam if cfg.adapter.lora_rank else nnx.Param
+    graphdef, params, rest = nnx.split(model, trained, ...)
 
     def logp(model, row):
       row = {name: v[None] for name, v in row.items()}
@@ -113,6 +115,8 @@ def run_of(dtype: str, **changes) -> Run:
     ("sigmoid", "two_pass", "float64", {"dpo_label_smoothing": 0.2}),
     ("ipo", "reverse_scan", "float32", {"num_vocab_tiling": 3, "vocab_tiling_axis": "vocab"}),
     ("orpo", "forward_mode", "float64", {}),
+    ("sigmoid", "two_pass", "float64", LORA),
+    pytest.param("ipo", "reverse_scan", "float32", LORA | {"segment_lengths": (1,)}, marks=pytest.mark.slow),
     pytest.param("robust", "two_pass", "float32", {"dpo_label_smoothing": 0.2}, marks=pytest.mark.slow),
     pytest.param("hinge", "reverse_scan", "float64", {}, marks=pytest.mark.slow),
     pytest.param("simpo", "two_pass", "float64", {"num_vocab_tiling": 4}, marks=pytest.mark.slow),
@@ -122,12 +126,14 @@ def run_of(dtype: str, **changes) -> Run:
 )
 def test_scores_of_pairs_and_of_their_parts(algo, schedule, dtype, more):
   """Loss, metrics, gradients and scores against three validation sets with objectives of their own."""
-  sets = ("a=words", "b=words@margin", "c=words@next_token")
+  sets = ("a=words", "b=words@margin", "c=x/*.jsonl@next_token")
   run = run_of(dtype, dpo_algo=algo, ghost_schedule=schedule, ghost_val_sets=sets, num_sets=3, **more)
   cfg, tolerance = run.cfg, {"float32": 1e-5, "float64": 1e-12}[dtype]
   with jax.enable_x64(True):
     wide = config.replace(cfg, dtype="float64", weight_dtype="float64")
     model, reference = tiny.make_model(wide), tiny.make_model(wide, seed=REFERENCE_SEED)
+    if cfg.reference == "base":
+      reference = adapters.disabled(model)
     train = Oracle(cfg, pair_loss, model, reference, TRAIN, PAIRS)
     own, margin, mean = (
       Oracle(cfg, loss, model, reference, VALIDATION, VAL_PAIRS)
@@ -173,8 +179,8 @@ def check_metrics(cfg, out, train, tolerance) -> None:
 def assert_reference_is_as_it_was(run: Run) -> None:
   """Bit by bit, and not the policy, which has moved."""
   train_state = nnx.merge(run.graphdef, run.state)
+  assert (train_state.reference_model is None) == (run.cfg.reference != "start")
   if train_state.reference_model is None:
-    assert run.cfg.optimizer.dpo_algo in ("simpo", "orpo")
     return
   with jax.enable_x64(run.wide):
     before = tiny.by_label(tiny.make_model(run.cfg, seed=REFERENCE_SEED))
@@ -226,11 +232,11 @@ def test_rows_that_are_no_pairs_are_refused():
     ({"objective": "margin"}, r"objective=margin .*validation sets alone"),
     ({"ghost_val_sets": ("words@ppo",)}, r"ghost_val_sets=\S* asks for the objective ppo"),
     (
-      {"objective": "next_token", "ghost_schedule": "concat", "ghost_val_sets": ("words@margin",)},
+      {"objective": "next_token", "ghost_schedule": "concat", "ghost_val_sets": ("m=m/*.jsonl@margin",)},
       r"objective margin works with two_pass",
     ),
     (
-      {"objective": "next_token", "ghost_val_batch_size": 3, "ghost_val_sets": ("words@margin",)},
+      {"objective": "next_token", "ghost_val_batch_size": 3, "ghost_val_sets": ("m=m/*.jsonl@margin",)},
       r"use ghost_val_batch_size=4",
     ),
   ],
@@ -245,8 +251,9 @@ def test_the_margin_compares_without_a_reference():
   assert cfg.reference == "start"
   assert cfg.val_objectives == ("dpo", "margin")
   assert config.replace(cfg, dpo_algo="simpo").reference == ""
-  plain = tiny.make_config(ghost_val_sets=("words", "m=words@margin"))
-  assert plain.reference == "" and plain.data.validation_sets == {"words": "words", "m": "words"}
+  plain = tiny.make_config(ghost_val_sets=("words", "m=pairs/*.jsonl@margin"))
+  assert plain.reference == "" and plain.data.validation_sets == {"words": "words", "m": "m"}
+  assert plain.data.validation_files("text") == {"pairs": ("m=pairs/*.jsonl",)}
 
 
 def test_forward_mode_has_each_part_at_its_own_tokens():

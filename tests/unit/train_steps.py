@@ -61,7 +61,7 @@ class Run:
       trained = trainable(self.cfg, model)
       tx = optimizers.make_optimizer(self.cfg.optimizer, self.cfg.run.steps, nnx.state(model, trained))
       carries = self.cfg.ghost.ghost_enabled and self.cfg.ghost.carries_curvature
-      frozen = tiny.make_model(self.cfg, seed=REFERENCE_SEED) if self.cfg.reference else None
+      frozen = tiny.make_model(self.cfg, seed=REFERENCE_SEED) if self.cfg.reference == "start" else None
       sizes = {"num_stored": stored, "carries": carries, "reference_model": frozen}
       train_state = TrainStateNNX(model, tx, trainable=trained, **sizes)
       self.graphdef, self.state = nnx.split(train_state)

@@ -164,11 +164,17 @@ class DataConfig:
     """The objective of each validation set; "" for that of the run."""
     return tuple(plugins.without_objective(text)[1] for text in self.ghost_val_sets) or ("",)
 
-  @property
-  def validation_files(self) -> tuple[str, ...]:
-    """The `name=glob` of the validation sets that are files of their own."""
-    texts = [plugins.without_objective(text)[0] for text in self.ghost_val_sets]
-    return tuple(text for text in texts if _is_files(text.partition("=")[2]))
+  def validation_files(self, records: str) -> dict[str, tuple[str, ...]]:
+    """The `name=glob` of the validation sets that are files of their own, by what their records are.
+
+    records: those of the run's objective.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for text, own in map(plugins.without_objective, self.ghost_val_sets):
+      if _is_files(text.partition("=")[2]):
+        kind = plugins.OBJECTIVES[own].records if own else records
+        found[kind] = (*found.get(kind, ()), text)
+    return found
 
   @property
   def mixture(self) -> str:

@@ -303,14 +303,18 @@ def validation_sets(v: Values) -> Iterator[str]:
   given = [plugins.without_objective(text) for text in v.ghost_val_sets]
   names = [text.partition("=")[0] for text, _ in given]
   passes = "two_pass" if v.ghost_schedule == "forward_mode" else v.ghost_schedule
-  for name in sorted({own for _, own in given} - {""}):
+  records = plugins.OBJECTIVES[v.objective].records
+  for text, name in dict.fromkeys(pair for pair in given if pair[1]):
+    said = f"ghost_val_sets={text}@{name}"
     if (one := plugins.OBJECTIVES.get(name)) is None:
-      yield f"{v['ghost_val_sets']} asks for the objective {name}; use {' or '.join(plugins.OBJECTIVES)}"
+      yield f"{said} asks for the objective {name}; use {' or '.join(plugins.OBJECTIVES)}"
+    elif one.records != records and not any(sign in text.partition("=")[2] for sign in "/*."):
+      yield f"{said} reads {one.records}, but the domains have {records}; give files of its own: name=glob@{name}"
     elif passes not in one.schedules:
-      yield f"{v['ghost_val_sets']}: objective {name} works with {', '.join(one.schedules)}, not {v['ghost_schedule']}"
+      yield f"{said}: objective {name} works with {', '.join(one.schedules)}, not {v['ghost_schedule']}"
     elif (size := v.ghost_val_batch_size) % one.rows_per_unit:
       near = f"use ghost_val_batch_size={size - size % one.rows_per_unit + one.rows_per_unit}"
-      yield f"{v['ghost_val_sets']}: {name} has units of {one.rows_per_unit} rows, which {size} rows would part; {near}"
+      yield f"{said}: {name} has units of {one.rows_per_unit} rows, which {size} rows would part; {near}"
   if "" in names:
     yield f"{v['ghost_val_sets']} has a set without a name; write name=domain"
   for name in sorted({name for name in names if names.count(name) > 1}):

@@ -34,7 +34,8 @@ _MEANS = ("ipo", "simpo", "orpo")  # losses of means over a response's tokens; t
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PreferenceLoss(LanguageModelLoss):
-  """The preference loss `algo`; the other fields are the keys of these names. num_slots: S.
+  """The preference loss `algo`; the other fields are the keys of these names. num_slots: S. is_known: whether the data
+  has the reference's log-probabilities.
 
   A token of a response has its pair's loss and its part of the pair's weight, which is 1 in all.
   """
@@ -51,6 +52,7 @@ class PreferenceLoss(LanguageModelLoss):
   orpo_lambda: float = 0.1
   simpo_gamma: float = 0.5
   num_slots: int = 1
+  is_known: bool = False
 
   @classmethod
   def of(cls, cfg: Config) -> Self:
@@ -63,11 +65,13 @@ class PreferenceLoss(LanguageModelLoss):
       orpo_lambda=keys.orpo_lambda,
       simpo_gamma=keys.simpo_gamma,
       num_slots=max_segments(cfg.data),
+      is_known=plugins.REFERENCE_COLUMNS[0] in cfg.data.train_data_columns,
     )
 
   def batch_spec(self, num_rows, length):
     weights = jax.ShapeDtypeStruct((num_rows, length), np.float32)
-    return super().batch_spec(num_rows, length) | {"targets_weights": weights}
+    known = {REFERENCE: jax.ShapeDtypeStruct((num_rows, self.num_slots), np.float32)} if self.is_known else {}
+    return super().batch_spec(num_rows, length) | {"targets_weights": weights} | known
 
   def prepare(self, batch: Batch) -> Batch:
     """Numbers the pairs, and gives every target the weight 1 where the data has no weights."""

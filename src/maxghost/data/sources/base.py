@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from maxghost.config import ConfigError, did_you_mean
+from maxghost.config.plugins import REFERENCE_COLUMNS
 from maxghost.data.hashing import combine, content_hashes, text_hash
 from maxghost.data.types import Document, DocumentId
 
@@ -18,7 +19,12 @@ TEXT = "text"  # `Columns.records` of documents that are plain text
 # Columns of other documents; the first layout of which a record has all columns is read.
 LAYOUTS = {
   "conversations": (("messages",), ("prompt", "completion")),
-  "pairs": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+  "pairs": (
+    ("prompt", "chosen", "rejected"),
+    ("chosen", "rejected"),
+    ("prompt", "chosen", "rejected", *REFERENCE_COLUMNS),
+    ("chosen", "rejected", *REFERENCE_COLUMNS),
+  ),
 }
 _OPTIONAL = ("tools",)
 _DEFAULT_COLUMNS = ("text",)  # of train_data_columns
