@@ -1,22 +1,28 @@
 """Conversations: read, rendered by chat templates, weighted where the assistant speaks, packed, refused by place."""
 
 import dataclasses
+import functools
 import gzip
+import importlib.util
 import json
 import pickle
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tokenizers
 
 from maxghost import config, data
 from maxghost.config import ConfigError
 from maxghost.data import chat
 from maxghost.data.conversations import Rendering, readable
-from maxghost.data.tokenizers import ByteTokenizer
+from maxghost.data.tokenizers import ByteTokenizer, load_tokenizer
 
-BYTES = ByteTokenizer()
+WORDS = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+SPECIAL = {"<|bos|>": "^", "<|eos|>": "$"}  # as the tests show them
 BASE = dataclasses.replace(
   config.load().data, dataset_type="text", max_target_length=96, per_device_batch_size=2, ghost_val_sets=("sums",),
   shuffle_window_bytes=900,
@@ -31,6 +37,7 @@ MARKED = (
   "{{ m['content'] + eos_token }}{% endgeneration %}{% else %}{{ m['content'] + eos_token }}{% endif %}{{ '\n' }}"
   "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
+ALPHABET = tokenizers.pre_tokenizers.ByteLevel.alphabet()
 TURNS = [
   {"role": "system", "content": "short é"},
   {"role": "user", "content": "1+1?"},
@@ -40,39 +47,49 @@ TURNS = [
 ]
 
 
+@functools.cache
+def tokenizer_file() -> str:
+  """A folder with a tokenizer of bytes that reads special tokens."""
+  folder = tempfile.mkdtemp()
+  inner = tokenizers.Tokenizer(tokenizers.models.BPE({letter: n for n, letter in enumerate(sorted(ALPHABET))}, []))
+  inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  inner.decoder = tokenizers.decoders.ByteLevel()
+  inner.add_special_tokens([*SPECIAL, "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>"])
+  inner.save(f"{folder}/tokenizer.json")
+  return folder
+
+
 def rendering(source: str | None = None, **changes) -> Rendering:
-  template = chat.Template("t.jinja", source, tuple(BYTES.words.items())) if source else None
-  return Rendering(BYTES, template, **{"completion_only": True, "add_bos": True, "add_eos": True, **changes})
+  template = chat.Template("t.jinja", source, tuple(WORDS.items())) if source else None
+  tokenizer = load_tokenizer("huggingface", tokenizer_file()) if source else ByteTokenizer()
+  return Rendering(tokenizer, template, **{"completion_only": True, "add_bos": True, "add_eos": True, **changes})
 
 
 def encode(made: Rendering, **record) -> tuple[list[int], str]:
   """The ids, and the trained ones as text, the end token as $."""
   ids, weights = made.encode(json.dumps(record).encode())
   assert set(weights.tolist()) <= {0.0, 1.0} and len(ids) == len(weights)
-  return ids.tolist(), shown(ids[weights > 0])
-
-
-def shown(ids) -> str:
-  return bytes(ord("$") if i == BYTES.eos_id else ord("^") if i == BYTES.bos_id else i for i in ids).decode()
+  signs = {made.tokenizer.bos_id: b"^", made.tokenizer.eos_id: b"$"}
+  whole, trained = (
+    b"".join(signs.get(i) or made.tokenizer.decode([i]) for i in some) for some in (ids, ids[weights > 0])
+  )
+  return whole.decode(), trained.decode()
 
 
 def test_what_is_trained():
   """Every turn of the assistant with its end token, by blocks of the template and by prefixes, and nothing else."""
   text = "<system>short é$\n<user>1+1?$\n<assistant>two ü$\n<user>2+2?$\n<assistant>four$\n"
-  ids, trained = encode(rendering(MARKED), messages=TURNS)
-  assert shown(ids) == text and trained == "two ü$four$"
-  ids, trained = encode(rendering(PLAIN), messages=TURNS)
-  assert shown(ids) == text and trained == "two ü$\nfour$\n"  # as far as the template writes for the turn
-  ids, trained = encode(rendering(), messages=TURNS)
-  assert shown(ids) == "^system: short é\nuser: 1+1?\nassistant: two ü$\nuser: 2+2?\nassistant: four$"
+  assert encode(rendering(MARKED), messages=TURNS) == (text, "two ü$four$")
+  assert encode(rendering(PLAIN), messages=TURNS) == (text, "two ü$\nfour$\n")  # all that is written for the turn
+  whole, trained = encode(rendering(), messages=TURNS)
+  assert whole == "^system: short é\nuser: 1+1?\nassistant: two ü$\nuser: 2+2?\nassistant: four$"
   assert trained == " two ü$ four$"
   for made in (rendering(MARKED), rendering(PLAIN), rendering()):
-    ids, trained = encode(made, prompt=TURNS[:4], completion=TURNS[4:])
-    assert shown(ids) == shown(encode(made, messages=TURNS)[0]) and trained.strip() in ("four$", "four$\n")
+    whole, trained = encode(made, prompt=TURNS[:4], completion=TURNS[4:])
+    assert whole == encode(made, messages=TURNS)[0] and trained.strip() in ("four$", "four$\n")
     whole = made.encode(json.dumps({"messages": TURNS}).encode())[0]
     assert made.prompt(TURNS[:4]) == whole[: len(made.prompt(TURNS[:4]))].tolist()
-  ids, trained = encode(rendering(PLAIN), prompt="1+1=", completion="2")
-  assert (shown(ids), trained) == ("^1+1=2$", "2$")
+  assert encode(rendering(PLAIN), prompt="1+1=", completion="2") == ("^1+1=2$", "2$")
   assert encode(rendering(add_bos=False, add_eos=False), prompt="1+1=", completion="2")[1] == "2"
   assert rendering(PLAIN, completion_only=False).encode(json.dumps({"messages": TURNS}).encode())[1].all()
 
@@ -84,7 +101,7 @@ def test_what_templates_may_use():
     '{"role": "user", "content": "<é>"}[\n {\n  "a": 1\n }\n]20'
   )
   for unsafe in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ raise_exception('no system') }}"):
-    with pytest.raises(chat.TemplateError, match="chat template t fails"):
+    with pytest.raises(ValueError, match="chat template t fails"):
       chat.Template("t", unsafe).render([{"role": "user", "content": "x"}])
   with pytest.raises(ConfigError, match="t, line 2"):
     chat._compiled("t", "a\n{% if %}")
@@ -100,7 +117,8 @@ def test_what_templates_may_use():
     ({"messages": [{"role": "user"}]}, None, r"messages\[0\] \(user\) has no text"),
     ({"messages": ["x"]}, None, r"messages\[0\] is no object"),
     ({"prompt": "x", "completion": ""}, None, "the completion is empty"),
-    ({"prompt": "x", "completion": TURNS}, None, "both be texts, or both"),
+    ({"prompt": "x", "completion": TURNS}, None, "prompt is no list of messages"),
+    ({"text": "x"}, None, "it has no prompt"),
     ({"prompt": TURNS[:2], "completion": TURNS[1:2]}, None, "no turn of the assistant"),
     ({"messages": TURNS, "tools": [{"name": "f"}]}, None, "tools, which need a chat template"),
     ({"messages": [TURNS[1], {"role": "assistant", "tool_calls": [{}]}]}, None, "tool_calls, which need"),
@@ -110,7 +128,11 @@ def test_what_templates_may_use():
     ({"messages": TURNS}, "{{ messages[2]['content'] }}{# endgeneration #}", "t.jinja gives no token"),
     ({"messages": TURNS}, "{% if add_generation_prompt %}>{% endif %}x", "does not begin turn 3 with its prompt"),
     ({"messages": TURNS}, "{% for m in messages %}{{ loop.length }}{% endfor %}", "begin turn 3 with its prompt"),
-    ({"messages": TURNS}, "{% for m in messages %}x{% endfor %}{{ eos_token }}", "begin turn 3 with|turn 3 otherwise"),
+    (
+      {"messages": TURNS},
+      "{% for m in messages %}x{% endfor %}{{ eos_token }}",
+      "begin turn 3 with|turn 3 otherwise where",
+    ),
     (
       {"messages": TURNS},
       PLAIN.replace("m['content']", "m.get('text', '')"),
@@ -170,7 +192,7 @@ def test_a_corpus_and_its_batches(corpus):
   assert [entry.documents for entry in dataset.summary()] == [21, 6, 7]
   assert {dataset.document_record(n)[3] for n in range(len(dataset.source))} >= {"s0", "w0", "0", "s30"}
   assert readable(dataset.document(33).text) == b"user: 6*2?\nassistant: 12"
-  made, seen = Rendering.of(corpus, BYTES), []
+  made, seen = Rendering.of(corpus, ByteTokenizer()), []
   state = json.loads(json.dumps(dataset.train.state()))
   batches = [next(dataset.train) for _ in range(9)]
   for batch in batches:
@@ -227,7 +249,7 @@ def test_long_conversations(corpus, tmp_path):
   write(tmp_path / "a.jsonl", [*sums(4), {"messages": long}, {"messages": lost}])
   cfg = dataclasses.replace(corpus, dataset_files=(f"a={tmp_path}/a.jsonl", *corpus.dataset_files[:1]))
   with pytest.raises(
-    ConfigError, match=r"a\.jsonl at byte \d+, line 6: its first answer begins at token 218, behind max"
+    ConfigError, match=r"a\.jsonl at byte \d+, line 6: its first answer begins behind max_target_length=96"
   ):
     dataset_of(cfg).notes()
   dataset = dataset_of(cfg, on_corrupt="skip")
@@ -251,17 +273,17 @@ def test_bad_files_are_named_with_their_line(corpus, tmp_path):
   good = json.dumps(sums(1)[0]) + "\n"
   assert f"x.jsonl at byte {len(good)}, line 2: not a line of JSON" in said(good + "{bad\n")
   assert "line 2: it has no turn of the assistant" in said(good + json.dumps({"messages": TURNS[:2]}) + "\n")
-  assert "line 2 has text, but conversations are messages or prompt, completion" in said(good + '{"text": "x"}\n')
-  assert "x.jsonl has text, but conversations are" in said('{"text": "x"}\n')
+  assert "line 2: it has no prompt" in said(good + '{"text": "x"}\n')
+  assert "x.jsonl has text" in said('{"text": "x"}\n')
   assert "did you mean 'messages'" in said(good, train_data_columns=("message",))
   (tmp_path / "y.txt").write_text("x")
-  with pytest.raises(ConfigError, match="is plain text, but conversations are records"):
+  with pytest.raises(ConfigError, match="is plain text, but the objective reads records"):
     dataset_of(corpus, dataset_files=(f"a={tmp_path}/y.txt",))
   (tmp_path / "bad.jinja").write_text("{% for %}")
   for path, reason in ((tmp_path / "bad.jinja", "line 1"), (tmp_path / "none.jinja", "cannot be read")):
     with pytest.raises(ConfigError, match=reason):
       dataset_of(corpus, chat_template_path=str(path))
-  with pytest.raises(ConfigError, match="plain text, but the objective reads conversations"):
+  with pytest.raises(ConfigError, match="is plain text, but the objective reads records"):
     dataset_of(corpus, dataset_type="synthetic", dataset_files=())
 
 
@@ -273,3 +295,39 @@ def test_what_goes_together():
     config.load("objective=sft", "packing=concat_then_split")
   with pytest.raises(ConfigError, match="next_token reads plain text"):
     config.load("chat_template_path=x.jinja")
+
+
+@pytest.mark.hf
+def test_ids_and_masks_are_those_of_transformers(tmp_path):
+  """Every template of the TRL wheel that takes plain text; masks where the template marks what the assistant says."""
+  transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+  trl = importlib.util.find_spec("trl") or pytest.skip("trl, which brings the templates, is not installed")
+  inner = tokenizers.Tokenizer.from_file(f"{tokenizer_file()}/tokenizer.json")
+  inner.save(str(tmp_path / "tokenizer.json"))
+  words = {"bos_token": "<s>", "eos_token": "</s>"}
+  theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **words)
+  cfg = dataclasses.replace(BASE, tokenizer_type="huggingface", tokenizer_path=str(tmp_path))
+  # Behind a last character of several tokens, transformers' mask ends with the first of them.
+  whole = [turn | {"content": turn["content"] + "."} for turn in TURNS[1:]]
+  masked = refused = 0
+  for path in sorted(Path(trl.submodule_search_locations[0], "chat_templates").glob("*.jinja")):
+    source = path.read_text("utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(words | {"chat_template": source}))
+    made = Rendering.of(cfg, load_tokenizer("huggingface", str(tmp_path)))
+    for turns in (whole, whole[:2]):
+      try:
+        ids, weights = made.encode(json.dumps({"messages": turns}).encode())
+      except ValueError as error:
+        assert not made.template.is_marked or "show what the assistant says" in str(error) or "llava" in path.stem, path
+        refused += 1
+        continue
+      told = theirs.apply_chat_template(
+        turns, chat_template=source, return_dict=True, return_assistant_tokens_mask=made.template.is_marked
+      )
+      assert ids.tolist() == told["input_ids"], path
+      if made.template.is_marked:
+        masked += 1
+        assert weights.tolist() == told["assistant_masks"], path
+      prompt = theirs.apply_chat_template(turns[:-1], chat_template=source, add_generation_prompt=True)
+      assert made.prompt(turns[:-1]) == prompt["input_ids"], path
+  assert masked > 50 and refused < 40, (masked, refused)

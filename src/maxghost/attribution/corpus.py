@@ -12,7 +12,7 @@ import numpy as np
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
 from maxghost.data import packing
-from maxghost.data.build import max_segments, units_of
+from maxghost.data.build import kept, max_segments, units_of
 from maxghost.data.packing import Layout, Rows
 from maxghost.data.sources import text
 from maxghost.data.sources.files import expand
@@ -32,8 +32,8 @@ class Corpus:
 
   def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str, records: str = "text"):
     own = records != "text" and key != "--queries"
-    keys = dataclasses.replace(data, document_fields=(), dataset_domains=())
-    self.source = text.load(expand(key, patterns), keys, records, own_domains=own)
+    keys = dataclasses.replace(kept(data, records), document_fields=(), dataset_domains=())
+    self.source = text.load(expand(key, patterns), keys, own=own)
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
     self.layout = Layout(data.max_target_length, max_segments(data), packing.FIRST_FIT, data.add_bos, data.add_eos)
     split = Split(self.source, (), 0.0, 0)

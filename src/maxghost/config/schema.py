@@ -164,6 +164,11 @@ class DataConfig:
     """The objective of each validation set; "" for that of the run."""
     return tuple(plugins.without_objective(text)[1] for text in self.ghost_val_sets) or ("",)
 
+  @property
+  def has_reference(self) -> bool:
+    """Whether records of pairs have the log-probabilities of the reference."""
+    return plugins.REFERENCE_COLUMNS[0] in self.train_data_columns
+
   def validation_files(self, records: str) -> dict[str, tuple[str, ...]]:
     """The `name=glob` of the validation sets that are files of their own, by what their records are.
 
@@ -382,8 +387,7 @@ class Config:
     """What the frozen second model of the run is, as in `plugins.Objective`; "" where there is none."""
     named = (self.optimizer.objective, *self.data.validation_objectives)
     found = {plugins.OBJECTIVES[name].reference for name in named if name}
-    given = plugins.REFERENCE_COLUMNS[0] in self.data.train_data_columns
-    if self.optimizer.dpo_algo in plugins.WITHOUT_REFERENCE or given:
+    if self.optimizer.dpo_algo in plugins.WITHOUT_REFERENCE or self.data.has_reference:
       found -= {"start"}
     elif "start" in found and self.adapter.lora_rank:
       found = {"base"}

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 
 from maxghost.config import ConfigError
-from maxghost.config.plugins import REFERENCE_COLUMNS
 from maxghost.config.schema import DataConfig
 from maxghost.data import sources
 from maxghost.data.conversations import ConversationUnits, Rendering
@@ -19,7 +18,7 @@ from maxghost.data.pairs import PairUnits
 from maxghost.data.prepared import PreparedSource, PreparedUnits, is_prepared
 from maxghost.data.reader import TrainIterator
 from maxghost.data.sources import text
-from maxghost.data.sources.base import Source, check_known, read_or_skip
+from maxghost.data.sources.base import COLUMNS, Kept, Source, check_known, read_or_skip
 from maxghost.data.sources.files import expand
 from maxghost.data.split import Split, scan
 from maxghost.data.tokenizers import ByteTokenizer, Tokenizer, check_specials, load_tokenizer
@@ -61,6 +60,7 @@ def open_all(
   cfg: DataConfig, seed: int, vocab_size: int | None = None, records: str = "text"
 ) -> tuple[Source, Tokenizer]:
   """The source (tokenized if `dataset_files` names a prepared folder) and the tokenizer. Raises ConfigError."""
+  cfg = kept(cfg, records)
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
   if vocab_size is not None and tokenizer.vocab_size > vocab_size:
     raise ConfigError(
@@ -69,7 +69,7 @@ def open_all(
     )
   folders = [item for item in cfg.dataset_files if cfg.dataset_type == "grain" and is_prepared(item)]
   if not folders:
-    return sources.open_source(cfg, seed, records), tokenizer
+    return sources.open_source(cfg, seed), tokenizer
   if records != "text":
     raise ConfigError(
       f"dataset_files has {folders[0]}, a prepared corpus of plain text, but the objective reads {records}"
@@ -119,10 +119,19 @@ def units_of(cfg: DataConfig, tokenizer: Tokenizer, records: str) -> Callable[..
     return functools.partial(ConversationUnits, rendering=Rendering.of(cfg, tokenizer))
   if records == "pairs":
     rendering = dataclasses.replace(Rendering.of(cfg, tokenizer), completion_only=True)
-    given = REFERENCE_COLUMNS[0] in cfg.train_data_columns
-    return functools.partial(PairUnits, rendering=rendering, has_reference=given)
+    return functools.partial(PairUnits, rendering=rendering, has_reference=cfg.has_reference)
   check_specials(tokenizer, cfg.add_bos, cfg.add_eos)
   return Units
+
+
+def kept(cfg: DataConfig, records: str) -> DataConfig:
+  """The settings by which sources read documents of this kind: their columns as JSON. Raises ConfigError."""
+  if records == "text":
+    return cfg
+  asked, known = cfg.train_data_columns, COLUMNS[records]
+  if asked != ("text",):
+    check_known("train_data_columns", asked, known, f"the objective, which reads {records},")
+  return dataclasses.replace(cfg, train_data_columns=Kept(known if asked == ("text",) else asked))
 
 
 def _parts(
@@ -133,11 +142,11 @@ def _parts(
   excluded = read_ids(cfg.dataset_exclude_file, source)[0] if cfg.dataset_exclude_file else None
   included = _included(cfg, source) if cfg.dataset_include_file else None
   splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded, included))]
-  kinds, columns = [records], DataConfig().train_data_columns
+  kinds = [records]
   for kind, given in cfg.validation_files(records).items():
-    own = {} if kind == records else {"train_data_columns": columns}
+    plain = cfg if kind == records else dataclasses.replace(cfg, train_data_columns=DataConfig().train_data_columns)
     files = expand("ghost_val_sets", given)
-    read = text.load(files, dataclasses.replace(cfg, document_fields=(), **own), kind)
+    read = text.load(files, dataclasses.replace(kept(plain, kind), document_fields=()))
     kinds.append(kind)
     both = [domain for domain in read.domains if domain in source.domains]
     if both:

@@ -1,7 +1,6 @@
 """Chat templates: a conversation as text, and the places in the text where the assistant speaks.
 
-A template is a Jinja text as transformers reads it. It is untrusted code: it runs in Jinja's sandbox and sees plain
-JSON values only.
+A template is a Jinja text as transformers reads it. It is untrusted code and runs in Jinja's sandbox, on JSON values.
 """
 
 import dataclasses
@@ -16,25 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from maxghost.config import ConfigError
-from maxghost.config.schema import DataConfig
-from maxghost.data.sources.base import import_package
 from maxghost.data.tokenizers import Tokenizer
 
 FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 MARKS = "\U000f0000", "\U000f0001"  # around what a `{% generation %}` block gives; private characters
 _WORDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which messages hold it
+_MARK_IT = "; give one with {% generation %} around what the assistant says, by chat_template_path"
 Spans = list[tuple[int, int]]  # begin and end of parts of a text
-_OWN_SPANS = "give one with {% generation %} around what the assistant says, by chat_template_path"
-
-
-class TemplateError(ValueError):
-  """A template that does not render a conversation, or not so that the assistant's part can be told; one line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-  """name: where the text `source` is from. words: the special tokens that templates know by name, {name: token}."""
+  """name: where the text `source` is from. words: the special tokens that templates know by name, (name, token)."""
 
   name: str
   source: str
@@ -46,59 +39,55 @@ class Template:
     return "endgeneration" in self.source
 
   def render(self, messages: Sequence[dict], tools: Any = None, *, prompt: bool = False) -> str:
-    """The text of a conversation. prompt: with the beginning of the assistant's answer. Raises TemplateError."""
+    """The text of a conversation. prompt: with the beginning of the assistant's answer. Raises ValueError."""
     return re.sub(f"[{''.join(MARKS)}]", "", self._render(messages, tools, prompt))
 
   def spans(self, messages: Sequence[dict], tools: Any, first: int) -> tuple[str, Spans, list[str]]:
-    """(the text, where the assistant speaks in it, the prompts that begin it and end where it speaks).
+    """(the text, where the assistant speaks in it, the prompts that begin it).
 
-    first: the message from which on the assistant's turns count. Raises TemplateError.
+    first: the message from which on the assistant's turns count. Raises ValueError with the reason in one line.
     """
     text, spans, prompts = (self._by_marks if self.is_marked else self._by_prefixes)(messages, tools, first)
     said = "".join(text[start:stop] for start, stop in spans)
     for turn, message in enumerate(messages):
       content = (message.get("content") or "").rpartition("</think>")[2].strip()
       if spans and turn >= first and message["role"] == "assistant" and content not in said:
-        raise TemplateError(f"chat template {self.name} does not show what the assistant says in turn {turn + 1}")
+        raise self._error(f"does not show what the assistant says in turn {turn + 1}")
     return text, spans, prompts
 
   def _by_marks(self, messages, tools, first: int) -> tuple[str, Spans, list[str]]:
-    """`spans` as the template marks them."""
     pieces = re.split(f"[{''.join(MARKS)}]", self._render(messages, tools, False))  # outside and inside, in turns
     text, ends = "".join(pieces), [*itertools.accumulate(map(len, pieces))]
-    spans = [(ends[n - 1], ends[n]) for n in range(1, len(pieces), 2)]
-    if not first:
-      return text, spans, []
-    prompt = self.render(messages[:first], tools)
+    prompt = self.render(messages[:first], tools) if first else ""
     if not text.startswith(prompt):
-      raise TemplateError(f"chat template {self.name} does not begin the text with the prompt")
-    return text, [(start, stop) for start, stop in spans if start >= len(prompt)], [prompt]
+      raise self._error("does not begin the text with the prompt")
+    spans = [(ends[n - 1], ends[n]) for n in range(1, len(pieces), 2)]
+    return text, [(start, stop) for start, stop in spans if start >= len(prompt)], [prompt] if first else []
 
   def _by_prefixes(self, messages, tools, first: int) -> tuple[str, Spans, list[str]]:
-    """`spans` from the conversation up to each turn of the assistant, before and with it."""
+    """From the conversation up to each turn of the assistant, before and with it."""
     text, spans, prompts = self.render(messages, tools), [], []
-    for turn in range(first, len(messages)):
-      if messages[turn]["role"] != "assistant":
-        continue
-      prompt = self.render(messages[:turn], tools, prompt=True)
-      answered = self.render(messages[: turn + 1], tools)
+    for turn in (turn for turn in range(first, len(messages)) if messages[turn]["role"] == "assistant"):
+      prompt, answered = self.render(messages[:turn], tools, prompt=True), self.render(messages[: turn + 1], tools)
       if not answered.startswith(prompt):
-        raise TemplateError(f"chat template {self.name} does not begin turn {turn + 1} with its prompt; {_OWN_SPANS}")
+        raise self._error(f"does not begin turn {turn + 1} with its prompt{_MARK_IT}")
       if not text.startswith(answered):
-        raise TemplateError(f"chat template {self.name} renders turn {turn + 1} otherwise before others; {_OWN_SPANS}")
+        raise self._error(f"renders turn {turn + 1} otherwise where others follow{_MARK_IT}")
       spans.append((len(prompt), len(answered)))
       prompts.append(prompt)
     return text, spans, prompts
 
   def _render(self, messages: Sequence[dict], tools: Any, prompt: bool) -> str:
+    given = [_with_reasoning(message) for message in messages]
     try:
       return _compiled(self.name, self.source).render(
-        messages=[_with_reasoning(message) for message in messages], tools=tools, documents=None,
-        add_generation_prompt=prompt, **dict(self.words),
-      )  # fmt: skip
+        messages=given, tools=tools, documents=None, add_generation_prompt=prompt, **dict(self.words)
+      )
     except Exception as error:  # a template may raise anything
-      said = " ".join(str(error).split())[:200] or type(error).__name__
-      raise TemplateError(f"chat template {self.name} fails: {said}") from error
+      raise self._error(f"fails: {' '.join(str(error).split())[:200] or type(error).__name__}") from error
+
+  def _error(self, what: str) -> ValueError:
+    return ValueError(f"chat template {self.name} {what}")
 
 
 def _with_reasoning(message: dict) -> dict:
@@ -107,27 +96,21 @@ def _with_reasoning(message: dict) -> dict:
   return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
-def load(cfg: DataConfig, tokenizer: Tokenizer) -> Template | None:
-  """The template of `chat_template_path`, else the tokenizer's; None where there is none. Raises ConfigError."""
-  folder = tokenizer.path.parent if tokenizer.path else None
-  settings = _read(folder / SETTINGS) if folder and (folder / SETTINGS).is_file() else "{}"
-  try:
-    said = json.loads(settings)
-  except ValueError as error:
-    raise ConfigError(f"{folder}/{SETTINGS} is not JSON: {error}") from error
+def load(path: str, tokenizer: Tokenizer) -> Template | None:
+  """The template in the file `path`, else the tokenizer's; None where there is none. Raises ConfigError."""
+  folder = tokenizer.path.parent if tokenizer.path else Path()
+  settings = folder / SETTINGS
+  said = json.loads(_read(settings)) if tokenizer.path and settings.is_file() else {}
   words = {name: value["content"] if isinstance(value, dict) else value for name in _WORDS if (value := said.get(name))}
-  given = said.get("chat_template")
-  if isinstance(given, list):  # several, by name
-    given = next((one["template"] for one in given if one.get("name") == "default"), None)
-  path = cfg.chat_template_path or (str(folder / FILE) if folder and (folder / FILE).is_file() else "")
-  if path:
-    name, source = path, _read(Path(path))
-  elif given:
-    name, source = f"{folder}/{SETTINGS}", given
-  else:
+  own = said.get("chat_template") or ""
+  if isinstance(own, list):  # several, by name
+    own = next((one["template"] for one in own if one.get("name") == "default"), "")
+  if not path and tokenizer.path and (folder / FILE).is_file():
+    path = str(folder / FILE)
+  if not path and not own:
     return None
-  template = Template(name, source, tuple((words or tokenizer.words).items()))
-  _compiled(name, source)  # raises ConfigError
+  template = Template(path or str(settings), _read(Path(path)) if path else own, tuple(words.items()))
+  _compiled(template.name, template.source)
   return template
 
 
@@ -141,8 +124,9 @@ def _read(path: Path) -> str:
 @functools.lru_cache(8)
 def _compiled(name: str, source: str) -> Any:
   """The template, with what transformers gives templates beyond Jinja. Raises ConfigError naming the line."""
-  jinja2, sandbox = import_package("jinja2", "a chat template"), import_package("jinja2.sandbox", "a chat template")
-  import_package("jinja2.ext", "a chat template")
+  import jinja2.ext
+  import jinja2.nodes
+  import jinja2.sandbox
 
   class Generation(jinja2.ext.Extension):
     """`{% generation %}` ... `{% endgeneration %}`."""
@@ -164,12 +148,10 @@ def _compiled(name: str, source: str) -> Any:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
   def strftime_now(form):
-    fixed = os.environ.get("SOURCE_DATE_EPOCH")
-    return (datetime.datetime.fromtimestamp(int(fixed), datetime.UTC) if fixed else datetime.datetime.now()).strftime(
-      form
-    )
+    fixed = os.environ.get("SOURCE_DATE_EPOCH")  # for a run that is continued on another day
+    return (datetime.datetime.fromtimestamp(int(fixed)) if fixed else datetime.datetime.now()).strftime(form)
 
-  made = sandbox.ImmutableSandboxedEnvironment(
+  made = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
   )
   made.filters["tojson"] = tojson

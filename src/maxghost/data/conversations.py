@@ -1,4 +1,4 @@
-"""Conversations as documents: records read and checked, rendered, tokenized, and weighted where the assistant speaks.
+"""Conversations as documents: checked, rendered, tokenized, and weighted where the assistant speaks.
 
 The text of such a document is a JSON object: `messages` with roles, or `prompt` and `completion` (texts or messages),
 and `tools` for a template that shows them.
@@ -15,7 +15,6 @@ import numpy as np
 from maxghost.config import ConfigError, did_you_mean
 from maxghost.config.schema import DataConfig
 from maxghost.data import chat, packing
-from maxghost.data.chat import Template, TemplateError
 from maxghost.data.packing import Encoded
 from maxghost.data.tokenizers import BYTE, Tokenizer, check_specials
 from maxghost.data.windows import Units, concatenated
@@ -28,45 +27,44 @@ Pieces = list[tuple[str | int, bool]]  # texts or ids of tokens, and whether the
 
 @dataclass(frozen=True)
 class Conversation:
-  """messages: with roles; empty for plain texts. first: the message from which on the assistant is trained.
+  """messages: with roles. first: the one from which on the assistant is trained. tools: as the record has them.
 
-  plain: prompt and completion as texts, which no template changes. tools: as the record has them.
+  plain: prompt and completion as texts, which no template changes, in place of messages.
   """
 
   messages: tuple[dict, ...] = ()
   first: int = 0
-  plain: tuple[str, str] | None = None
   tools: Any = None
+  plain: tuple[str, str] | None = None
 
 
 def read(text: bytes) -> Conversation:
   """The conversation of a document. Raises ValueError with the reason in one line."""
-  record = json.loads(text)
-  if any(mark in text.decode("utf-8") for mark in chat.MARKS):
+  if any(mark.encode() in text for mark in chat.MARKS):
     raise ValueError("it holds one of the private characters U+F0000 and U+F0001")
-  tools = record.get("tools")
-  tools = json.loads(tools) if isinstance(tools, str) else tools or None
-  if "messages" in record:
-    return _checked(Conversation(_messages(record["messages"], "messages"), 0, None, tools))
-  prompt, completion = (record.get(name) for name in ("prompt", "completion"))
-  if isinstance(prompt, str) and isinstance(completion, str):
+  record = json.loads(text)
+  tools, prompt, completion = (record.get(name) for name in ("tools", "prompt", "completion"))
+  if isinstance(prompt, str) and isinstance(completion, str) and "messages" not in record:
     if not completion:
       raise ValueError("the completion is empty; there is nothing to train on")
     return Conversation(plain=(prompt, completion))
-  if isinstance(prompt, str) or isinstance(completion, str):
-    raise ValueError("prompt and completion must both be texts, or both lists of messages")
-  before = _messages(prompt, "prompt")
-  return _checked(Conversation(before + _messages(completion, "completion"), len(before), None, tools))
+  if "messages" in record:
+    before, messages = (), messages_of(record["messages"], "messages")
+  else:
+    before, messages = messages_of(prompt, "prompt"), messages_of(completion, "completion")
+  if not any(message["role"] == "assistant" for message in messages):
+    raise ValueError("it has no turn of the assistant; there is nothing to train on")
+  return Conversation(before + messages, len(before), json.loads(tools) if isinstance(tools, str) else tools)
 
 
-def _messages(given: Any, name: str) -> tuple[dict, ...]:
+def messages_of(given: Any, name: str) -> tuple[dict, ...]:
+  """Messages without their empty fields, the content of each one text. Raises ValueError naming the wrong one."""
   if not isinstance(given, list) or not given:
-    raise ValueError(f"{name} is no list of messages")
+    raise ValueError(f"{name} is no list of messages" if given is not None else f"it has no {name}")
   return tuple(_message(one, f"{name}[{number}]") for number, one in enumerate(given))
 
 
 def _message(given: Any, name: str) -> dict:
-  """A message without its empty fields, its content one text."""
   if not isinstance(given, dict):
     raise ValueError(f"{name} is no object with role and content")
   message = {key: value for key, value in given.items() if value is not None}
@@ -81,45 +79,31 @@ def _message(given: Any, name: str) -> dict:
   return message
 
 
-def _checked(found: Conversation) -> Conversation:
-  if not any(message["role"] == "assistant" for message in found.messages[found.first :]):
-    raise ValueError("it has no turn of the assistant; there is nothing to train on")
-  return found
-
-
 def readable(text: bytes) -> bytes:
-  """The text of a document as a reader wants it: a line `role: content` for each message, or the plain texts."""
+  """The text of a document for a reader: a line `role: content` for each message, or the plain texts."""
   try:
     found = read(text)
   except ValueError:
     return text
-  if found.plain:
-    return "".join(found.plain).encode()
-  lines = (f"{m['role']}: {m.get('content') or json.dumps(m.get('tool_calls'))}" for m in found.messages)
-  return "\n".join(lines).encode()
+  lines = [f"{m['role']}: {m.get('content') or json.dumps(m.get('tool_calls'))}" for m in found.messages]
+  return "".join(found.plain or "\n".join(lines)).encode()
 
 
 @dataclass(frozen=True)
 class Rendering:
-  """How a conversation becomes tokens. template: None = `role: content` by lines, for tokenizers of bytes."""
+  """How conversations become tokens. template: None = lines `role: content`, for the tokenizer of bytes."""
 
   tokenizer: Tokenizer
-  template: Template | None
+  template: chat.Template | None
   completion_only: bool
   add_bos: bool
   add_eos: bool
 
   @classmethod
   def of(cls, cfg: DataConfig, tokenizer: Tokenizer) -> "Rendering":
-    """Raises ConfigError: an unreadable template."""
-    template = chat.load(cfg, tokenizer)
+    """Raises ConfigError for a template that cannot be read."""
+    template = chat.load(cfg.chat_template_path, tokenizer)
     return cls(tokenizer, template, cfg.sft_train_on_completion_only, cfg.add_bos, cfg.add_eos)
-
-  @functools.cached_property
-  def settings(self) -> tuple[str, ...]:
-    """What the tokens depend on besides the tokenizer."""
-    template = self.template
-    return (str(self.completion_only), *((template.source, repr(template.words)) if template else ()))
 
   def encode(self, text: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Ids (int32[n]) and weights (float32[n]) of a document. Raises ValueError with the reason in one line."""
@@ -129,8 +113,7 @@ class Rendering:
     else:
       ids, weights = self._templated(self.template, found)
     if not weights[1:].any():
-      name = self.template.name if self.template else "of the tokenizer"
-      raise ValueError(f"chat template {name} gives no token to train on")
+      raise ValueError(f"chat template {self.template.name if self.template else ''} gives no token to train on")
     return ids, weights if self.completion_only else np.ones_like(weights)
 
   def prompt(self, messages: Sequence[dict]) -> list[int]:
@@ -140,13 +123,12 @@ class Rendering:
       return self._joined(self._turns([*messages, answer])[:-2])[0].tolist()  # without its text and end
     return self.tokenizer.encode_template(self.template.render(messages, prompt=True))[0].tolist()
 
-  def _templated(self, template: Template, found: Conversation) -> tuple[np.ndarray, np.ndarray]:
+  def _templated(self, template: chat.Template, found: Conversation) -> tuple[np.ndarray, np.ndarray]:
     text, spans, prompts = template.spans(found.messages, found.tools, found.first)
     ids, places = self.tokenizer.encode_template(text)
-    for prompt in prompts:
-      own, _ = self.tokenizer.encode_template(prompt)
+    for own in (self.tokenizer.encode_template(prompt)[0] for prompt in prompts):
       if not np.array_equal(own, ids[: len(own)]):
-        raise TemplateError(f"chat template {template.name}: the tokens of the prompt do not begin those of the whole")
+        raise ValueError(f"chat template {template.name}: the tokens of the prompt do not begin those of the whole")
     weights = np.zeros(len(ids), np.float32)
     for start, stop in spans:
       weights[(places[:, 0] < stop) & (places[:, 1] > start)] = 1
@@ -154,39 +136,35 @@ class Rendering:
 
   def _pieces(self, found: Conversation) -> Pieces:
     """A prompt and its completion as they are, or turns by lines."""
+    if found.plain is None and found.tools:
+      raise ValueError("it has tools, which need a chat template; give chat_template_path")
     if found.plain is None:
-      if found.tools:
-        raise ValueError("it has tools, which need a chat template; give chat_template_path")
       return self._turns(found.messages, found.first)
-    end = self.tokenizer.eos_id
-    pieces: Pieces = [(found.plain[0], False), (found.plain[1], True)]
-    return [*pieces, (end, True)] if self.add_eos and end is not None else pieces
+    end = [(self.tokenizer.eos_id, True)] if self.add_eos and self.tokenizer.eos_id is not None else []
+    return [(found.plain[0], False), (found.plain[1], True), *end]
 
   def _turns(self, messages: Sequence[dict], first: int = 0) -> Pieces:
-    """Lines `role: content`; an answer ends with the end token. Raises ConfigError without a tokenizer of bytes."""
+    """Lines `role: content`; an answer ends with the end token. Raises ConfigError for a tokenizer of words."""
     if self.tokenizer.name != BYTE:
       raise ConfigError(f"the tokenizer {self.tokenizer.name} has no chat template; give chat_template_path")
     pieces: Pieces = []
     for number, message in enumerate(messages):
-      role, content, before = message["role"], message.get("content"), "\n" if number else ""
+      role, content, trained = message["role"], message.get("content"), number >= first
       if content is None:
         raise ValueError(f"turn {number + 1} has tool_calls, which need a chat template; give chat_template_path")
-      if role == "assistant":
-        trained = number >= first
-        pieces += [(f"{before}assistant:", False), (f" {content}", trained), (self.tokenizer.eos_id or 0, trained)]
-      else:
-        pieces.append((f"{before}{role}: {content}", False))
+      answer = role == "assistant"
+      pieces.append(("\n" * (number > 0) + f"{role}:" + f" {content}" * (not answer), False))
+      pieces += [(f" {content}", trained), (self.tokenizer.eos_id or 0, trained)] if answer else []
     return pieces
 
   def _joined(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
     """Ids and weights of the pieces, each tokenized alone, behind the begin token."""
     check_specials(self.tokenizer, self.add_bos, self.add_eos)
-    found = [np.array([self.tokenizer.bos_id], np.int32)] if self.add_bos else []
-    trained = [False] * len(found)
-    for piece, is_trained in pieces:
-      found.append(np.array([piece]) if isinstance(piece, int) else self.tokenizer.encode([piece.encode("utf-8")])[0])
-      trained.append(is_trained)
-    return concatenated(found).astype(np.int32), np.repeat(np.array(trained, np.float32), [len(ids) for ids in found])
+    if self.add_bos:
+      pieces = [(self.tokenizer.bos_id or 0, False), *pieces]
+    ids = [np.array([p]) if isinstance(p, int) else self.tokenizer.encode([p.encode()])[0] for p, _ in pieces]
+    weights = np.repeat(np.array([trained for _, trained in pieces], np.float32), list(map(len, ids)))
+    return np.concatenate(ids).astype(np.int32), weights
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -201,42 +179,38 @@ class ConversationUnits(Units):
 
   @property
   def settings(self) -> tuple[str, ...]:
-    return self.rendering.settings
+    made = self.rendering
+    return (str(made.completion_only), *((made.template.source, repr(made.template.words)) if made.template else ()))
 
   def tokenized(self, documents: np.ndarray, texts: list[bytes], counts: dict[str, int]) -> Encoded:
-    """As `Units.tokenized`; counts those that lose a part of what is trained as `cut`, and the others left out."""
-    most, kept, found = self.layout.row_length + 1, [], []
+    """As `Units.tokenized`; `cut` counts those that lose a part of what is trained."""
+    most, indices, found = self.layout.row_length + 1, [], []
     for index, text in zip(documents.tolist(), texts, strict=True):
       try:
         sides = self.sides(text)
-        for _, weight in sides:
-          if not weight[1:most].any():
-            raise ValueError(
-              f"its first answer begins at token {np.flatnonzero(weight)[0]}, behind max_target_length={most - 1}; use "
-              "a longer row"
-            )
+        if not all(weight[1:most].any() for _, weight in sides):
+          raise ValueError(f"its first answer begins behind max_target_length={most - 1}; use a longer row")
       except ConfigError:
         raise
       except ValueError as error:
         if self.on_corrupt == "error":
           raise ConfigError(f"{self.source.place(index)}: {error}; or use on_corrupt=skip") from error
-        counts["corrupt"] += 1
-        counts["documents"] -= 1
-        counts["bytes"] -= len(text)
+        for name, change in (("corrupt", 1), ("documents", -1), ("bytes", -len(text))):
+          counts[name] += change
         continue
       counts["cut"] += any(weight[most:].any() for _, weight in sides)
-      kept.append(index)
+      indices.append(index)
       found.append([(ids[:most], weight[:most]) for ids, weight in sides])
-    return self.joined(np.array(kept, np.int64), found)
+    return self.joined(np.array(indices, np.int64), found)
 
   def joined(self, documents: np.ndarray, found: list[list[tuple[np.ndarray, np.ndarray]]], side: int = 0) -> Encoded:
     """One side of the documents, as `sides` gave them, end to end."""
     ids, weights = ([one[side][part] for one in found] for part in (0, 1))
     tokens = concatenated(ids).astype(packing.token_dtype(self.tokenizer.vocab_size))
-    ends = np.cumsum([len(own) for own in ids], dtype=np.int64)
+    ends = np.cumsum(list(map(len, ids)), dtype=np.int64)
     return Encoded(tokens, ends, documents, None, weights=concatenated(weights).astype(np.float32))
 
   @functools.cached_property
   def examined(self) -> dict[str, int]:
-    """The counts of the first documents to train on, so that what is wrong with them is said before the training."""
+    """The counts of the first documents, so that what is wrong with them is said before the training."""
     return self.encode(np.arange(min(len(self.source), _EXAMINED)))[1]

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,6 @@ class Tokenizer:
 
   Attributes:
     path: its file; None for the byte tokenizer, which has none.
-    words: what `encode_template` reads as the begin and end token, by the names of chat templates, where no file says.
     bos_id: id before a document; None if the tokenizer has none.
     eos_id: id after a document; None if the tokenizer has none.
     pad_id: id of padding.
@@ -45,7 +44,6 @@ class Tokenizer:
 
   name: str
   path: Path | None = None
-  words: Mapping[str, str] = {}
   vocab_size: int
   bos_id: int | None
   eos_id: int | None
@@ -125,25 +123,9 @@ class ByteTokenizer(Tokenizer):
   name = fingerprint = "byte"
   vocab_size, bos_id, eos_id, pad_id = 259, 256, 257, 258
   byte_table = np.array([1] * 256 + [0] * 3, np.uint8)
-  words = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}  # noqa: RUF012
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     return [np.frombuffer(text, np.uint8) for text in texts]
-
-  def encode_template(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-    ids, places, stop = [], [], 0
-    special = dict(zip(self.words.values(), (self.bos_id, self.eos_id), strict=True))
-    for piece in re.split(r"(<\|bos\|>|<\|eos\|>)", text):
-      start, stop = stop, stop + len(piece)
-      if piece in special:
-        ids.append(np.array([special[piece]]))
-        places.append(np.array([[start, stop]]))
-        continue
-      raw = np.frombuffer(piece.encode("utf-8"), np.uint8)
-      first = start + np.cumsum((raw & 0xC0) != 0x80) - 1  # bytes 10xxxxxx continue a character
-      ids.append(raw)
-      places.append(np.stack([first, first + 1], 1))
-    return np.concatenate(ids).astype(np.int32), np.concatenate(places)
 
   def decode(self, ids: np.ndarray) -> bytes:
     ids = np.asarray(ids)

@@ -29,7 +29,6 @@ from maxghost.models.layers import Hidden
 from maxghost.objectives.next_token import LanguageModelLoss
 
 REFERENCE = "reference_logps"  # float32 [B, S]: summed log-probabilities under the reference
-_MEANS = ("ipo", "simpo", "orpo")  # losses of means over a response's tokens; the others are of sums
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,20 +57,15 @@ class PreferenceLoss(LanguageModelLoss):
   def of(cls, cfg: Config) -> Self:
     keys = cfg.optimizer
     return dataclasses.replace(
-      super().of(cfg),
-      algo=keys.dpo_algo,
-      beta=keys.dpo_beta,
-      label_smoothing=keys.dpo_label_smoothing,
-      orpo_lambda=keys.orpo_lambda,
-      simpo_gamma=keys.simpo_gamma,
-      num_slots=max_segments(cfg.data),
-      is_known=plugins.REFERENCE_COLUMNS[0] in cfg.data.train_data_columns,
-    )
+      super().of(cfg), algo=keys.dpo_algo, beta=keys.dpo_beta, label_smoothing=keys.dpo_label_smoothing,
+      orpo_lambda=keys.orpo_lambda, simpo_gamma=keys.simpo_gamma, num_slots=max_segments(cfg.data),
+      is_known=cfg.data.has_reference,
+    )  # fmt: skip
 
   def batch_spec(self, num_rows, length):
-    weights = jax.ShapeDtypeStruct((num_rows, length), np.float32)
-    known = {REFERENCE: jax.ShapeDtypeStruct((num_rows, self.num_slots), np.float32)} if self.is_known else {}
-    return super().batch_spec(num_rows, length) | {"targets_weights": weights} | known
+    more = {"targets_weights": length} | ({REFERENCE: self.num_slots} if self.is_known else {})
+    shapes = {name: jax.ShapeDtypeStruct((num_rows, size), np.float32) for name, size in more.items()}
+    return super().batch_spec(num_rows, length) | shapes
 
   def prepare(self, batch: Batch) -> Batch:
     """Numbers the pairs, and gives every target the weight 1 where the data has no weights."""
@@ -90,38 +84,53 @@ class PreferenceLoss(LanguageModelLoss):
   def from_reference(self, reference, batch):
     if not self.compares or REFERENCE in batch:
       return batch
-    places = batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"]
-    sums_U2S, _ = self._sums(batch, -self.cross_entropy(reference, reference.hidden(*places), batch["targets"]))
-    return dict(batch) | {REFERENCE: sums_U2S.reshape(-1, self.num_slots)}
+    hidden = reference.hidden(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"])
+    logps_BT = -self.cross_entropy(reference, hidden, batch["targets"])
+    return dict(batch) | {REFERENCE: self._sums(batch, logps_BT * self.weights(batch))}
 
   def head(self, model, x: Hidden, batch):
     return self.measured_head(model, x, batch)[:2]
 
   def measured_head(self, model, x: Hidden, batch):
-    """Metrics, means over the pairs: rewards/*, beta times the log-probabilities less the reference's, and logps/*."""
+    """Metrics, means over the pairs, with TRL's names: log-probabilities are sums, but means without a reference."""
     logps_BT = -self.cross_entropy(model, x, batch["targets"])
-    sums_U2S, counts_U2S = self._sums(batch, logps_BT)
-    is_pair_US = (counts_U2S > 0).all(1)
-    facts = self._known(batch, sums_U2S, counts_U2S)
+    weights_BT = self.weights(batch).astype(logps_BT.dtype)
+    sums_U2S, counts_U2S = (
+      self._sums(batch, v).reshape(-1, 2, self.num_slots) for v in (logps_BT * weights_BT, weights_BT)
+    )
+    known_U2S = batch[REFERENCE].reshape(sums_U2S.shape).astype(sums_U2S.dtype) if self.compares else 0
+    is_pair_US, tokens_U2S = (counts_U2S > 0).all(1), jnp.where(counts_U2S > 0, counts_U2S, 1)
+    of_pair_US = jnp.where(is_pair_US, tokens_U2S.sum(1), 1)
 
     def losses(sums_U2S):
-      return jnp.where(is_pair_US, self.pair_losses(*self._preferences(sums_U2S, *facts)), 0)
+      ratio_U2S = sums_U2S - known_U2S
+      ratio_U2S = ratio_U2S / tokens_U2S if self.algo in ("ipo", "simpo", "orpo") else ratio_U2S
+      return jnp.where(is_pair_US, self.pair_losses(ratio_U2S[:, 0], ratio_U2S[:, 1]), 0)
 
-    loss_US = losses(sums_U2S)
-    size_US = jnp.where(is_pair_US, counts_U2S.sum(1), 1)
-    weights_BT = self.weights(batch) * self._spread(batch, is_pair_US / size_US)
-    losses_BT = self._spread(batch, loss_US)
+    weights_BT = weights_BT * self._of_pairs(batch, is_pair_US / of_pair_US)
+    losses_BT = self._of_pairs(batch, losses(sums_U2S))
     if autodiff.in_forward_mode():
       # The derivative of a pair's loss, which is at all of its tokens, is here at the tokens that it comes from.
-      slope_U2S = jax.grad(lambda sums: losses(sums).sum())(jax.lax.stop_gradient(sums_U2S)) * size_US[:, None]
+      slope_U2S = jax.grad(lambda sums: losses(sums).sum())(jax.lax.stop_gradient(sums_U2S)) * of_pair_US[:, None]
       slope_BT = self._of_slots(batch, slope_U2S.reshape(-1, self.num_slots))
       losses_BT = jax.lax.stop_gradient(losses_BT) + slope_BT * (logps_BT - jax.lax.stop_gradient(logps_BT))
-    metrics = self.metrics(x, batch) | self._rewards(is_pair_US, sums_U2S, *facts)
-    return self.balanced(x, losses_BT), weights_BT.astype(losses_BT.dtype), metrics
+    scale = self.beta if self.algo != "orpo" else self.orpo_lambda
+    logps_U2S = sums_U2S / tokens_U2S if self.algo in plugins.WITHOUT_REFERENCE else sums_U2S
+    reward_U2S, share_US = scale * (logps_U2S - known_U2S), is_pair_US / jnp.maximum(is_pair_US.sum(), 1)
+    margin_US = reward_U2S[:, 0] - reward_U2S[:, 1]
+    found = {"rewards/margins": margin_US, "rewards/accuracies": margin_US > 0}
+    for place, part in enumerate(self.parts):
+      found |= {f"rewards/{part}": reward_U2S[:, place], f"logps/{part}": logps_U2S[:, place]}
+    metrics = {
+      name: jnp.sum(jnp.where(is_pair_US, v, 0) * share_US).astype(logps_BT.dtype) for name, v in found.items()
+    }
+    return self.balanced(x, losses_BT), weights_BT.astype(losses_BT.dtype), self.metrics(x, batch) | metrics
 
   def pair_losses(self, chosen_US, rejected_US):
     """The loss of each pair, [U, S], from the log-probabilities of its responses less those of the reference."""
     beta, smoothing, h_US = self.beta, self.label_smoothing, chosen_US - rejected_US
+    if self.algo == "margin":
+      return -h_US
     if self.algo == "ipo":
       return jnp.square(h_US - 1 / (2 * beta))
     if self.algo == "hinge":
@@ -134,54 +143,19 @@ class PreferenceLoss(LanguageModelLoss):
     loss_US = -(1 - smoothing) * jax.nn.log_sigmoid(z_US) - flipped * jax.nn.log_sigmoid(-z_US)
     return loss_US / (1 - 2 * smoothing) if self.algo == "robust" else loss_US
 
-  def _sums(self, batch, logps_BT) -> tuple[Any, Any]:
-    """(log-probabilities, weights), each summed over the tokens of a response: [U, 2, S]."""
-    weights_BT, member_BTS = self.weights(batch).astype(logps_BT.dtype), self._members(batch, logps_BT.dtype)
-    found = (jnp.einsum("bts,bt->bs", member_BTS, value_BT) for value_BT in (logps_BT * weights_BT, weights_BT))
-    sums_U2S, counts_U2S = (value_BS.reshape(-1, 2, self.num_slots) for value_BS in found)
-    return sums_U2S, counts_U2S
-
-  def _known(self, batch, sums_U2S, counts_U2S) -> tuple[Any, Any]:
-    """(what to subtract from the sums, what to divide them by), [U, 2, S]."""
-    subtracted = jnp.zeros_like(sums_U2S)
-    if self.compares:
-      subtracted = batch[REFERENCE].reshape(sums_U2S.shape).astype(sums_U2S.dtype)
-    divisor = counts_U2S if self.algo in _MEANS else jnp.ones_like(counts_U2S)
-    return subtracted, jnp.where(divisor > 0, divisor, 1)
-
-  def _preferences(self, sums_U2S, subtracted_U2S, divisor_U2S) -> tuple[Any, Any]:
-    ratio_U2S = (sums_U2S - subtracted_U2S) / divisor_U2S
-    return ratio_U2S[:, 0], ratio_U2S[:, 1]
-
-  def _rewards(self, is_pair_US, sums_U2S, subtracted_U2S, divisor_U2S) -> dict:
-    """The metrics, with TRL's names: log-probabilities are sums, but means for losses without a reference."""
-    divisor_U2S = divisor_U2S if self.algo in plugins.WITHOUT_REFERENCE else jnp.ones_like(divisor_U2S)
-    beta = self.orpo_lambda if self.algo == "orpo" else self.beta
-    chosen_US, rejected_US = self._preferences(sums_U2S, subtracted_U2S, divisor_U2S)
-    share_US = is_pair_US / jnp.maximum(is_pair_US.sum(), 1)
-
-    def mean(value_US):
-      return jnp.sum(jnp.where(is_pair_US, value_US, 0) * share_US).astype(sums_U2S.dtype)
-
-    logps_U2S = sums_U2S / divisor_U2S
-    return {
-      "rewards/chosen": mean(beta * chosen_US),
-      "rewards/rejected": mean(beta * rejected_US),
-      "rewards/accuracies": mean(chosen_US > rejected_US),
-      "rewards/margins": mean(beta * (chosen_US - rejected_US)),
-      "logps/chosen": mean(logps_U2S[:, 0]),
-      "logps/rejected": mean(logps_U2S[:, 1]),
-    }
-
   def _members(self, batch, dtype):
     """[B, T, S]: 1 where a target is of a segment."""
     return jax.nn.one_hot(batch["targets_segmentation"] - 1, self.num_slots, dtype=dtype)
+
+  def _sums(self, batch, value_BT):
+    """[B, S]: sums over the targets of each segment."""
+    return jnp.einsum("bts,bt->bs", self._members(batch, value_BT.dtype), value_BT)
 
   def _of_slots(self, batch, value_BS):
     """[B, T]: the value of each target's segment."""
     return jnp.einsum("bts,bs->bt", self._members(batch, value_BS.dtype), value_BS)
 
-  def _spread(self, batch, value_US):
+  def _of_pairs(self, batch, value_US):
     """[B, T]: the value of each target's pair."""
     return self._of_slots(batch, jnp.repeat(value_US, 2, axis=0))
 
@@ -190,17 +164,13 @@ class PreferenceLoss(LanguageModelLoss):
 class Margin(PreferenceLoss):
   """log p(rejected) - log p(chosen), summed over tokens: a contribution is a rise of the margin, in nats."""
 
-  name = "margin"
-  reference = ""
+  name, reference = "margin", ""
 
   @classmethod
   def of(cls, cfg: Config) -> Self:
     return dataclasses.replace(super().of(cfg), algo="margin", beta=1.0)
 
-  def pair_losses(self, chosen_US, rejected_US):
-    return rejected_US - chosen_US
 
-
-def _log1mexp(x):
+def _log1mexp(x) -> Any:
   """log(1 - exp(x)) for x <= 0, that of the next smaller number for 0."""
   return jax.nn.log1mexp(jnp.maximum(-x, jnp.finfo(x.dtype).eps))

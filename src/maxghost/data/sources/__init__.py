@@ -3,7 +3,7 @@
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
 from maxghost.data.sources import arrayrecord, stdlib, synthetic, tables, text
-from maxghost.data.sources.base import Source
+from maxghost.data.sources.base import Kept, Source
 from maxghost.data.sources.files import expand
 
 _BUILT_IN_CAP = 2_000_000  # bytes per domain of stdlib and synthetic, unless dataset_domain_bytes says otherwise
@@ -14,22 +14,18 @@ _READ_BY = {
 }  # fmt: skip
 
 
-def open_source(cfg: DataConfig, seed: int, records: str = "text", *, whole: bool = True) -> Source:
-  """The documents of a configuration.
-
-  seed: of synthetic data. records: what a document is (`config.plugins.Objective.records`). whole: see `text.load`.
-  Raises ConfigError.
-  """
-  kind, cap = cfg.dataset_type, cfg.dataset_domain_bytes
+def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:
+  """The documents of a configuration. seed: of synthetic data. whole: see `text.load`. Raises ConfigError."""
+  kind, cap, kept = cfg.dataset_type, cfg.dataset_domain_bytes, isinstance(cfg.train_data_columns, Kept)
   for key, kinds in _READ_BY.items():
     if getattr(cfg, key) and kind not in kinds:
       raise ConfigError(
         f"{key} is set, but dataset_type={kind} does not read it; use dataset_type={' or '.join(kinds)}, or leave it "
         "empty"
       )
+  if kept and kind in ("stdlib", "synthetic"):
+    raise ConfigError(f"dataset_type={kind} is plain text, but the objective reads records; use dataset_type=text")
   built_in_cap, cap = (_BUILT_IN_CAP, 0) if cap < 0 else (cap, cap)
-  if records != "text" and kind in ("stdlib", "synthetic"):
-    raise ConfigError(f"dataset_type={kind} has plain text, but the objective reads {records}; use dataset_type=text")
   if kind == "stdlib":
     return stdlib.load(cfg.dataset_domains, built_in_cap)
   if kind == "synthetic":
@@ -39,12 +35,12 @@ def open_source(cfg: DataConfig, seed: int, records: str = "text", *, whole: boo
       f"dataset_domain_bytes={cap} works with dataset_type stdlib, synthetic, text and hf, not with {kind}; use -1"
     )
   if kind in ("hf", "tfds"):
-    return tables.load(cfg, records)
-  own_domains = records != "text" and kind == "text"
-  files = expand("dataset_files", cfg.dataset_files, () if own_domains else cfg.dataset_domains, kind)
+    return tables.load(cfg)
+  own = kept and kind == "text"  # records may name their own domains
+  files = expand("dataset_files", cfg.dataset_files, () if own else cfg.dataset_domains, kind)
   parquet = [file.path.endswith(".parquet") for file in files]
   if kind == "text" or all(parquet):
-    return text.load(files, cfg, records, cap=cap, whole=whole, own_domains=own_domains)
+    return text.load(files, cfg, cap=cap, whole=whole, own=own)
   if any(parquet):
     raise ConfigError("dataset_files matches Parquet and ArrayRecord files; use one kind in a run")
-  return arrayrecord.load(files, cfg, records)
+  return arrayrecord.load(files, cfg)

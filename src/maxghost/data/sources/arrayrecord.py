@@ -11,7 +11,7 @@ from typing import Any
 
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
-from maxghost.data.sources.base import Columns, CorruptError, left_out, read_all, utf8
+from maxghost.data.sources.base import CorruptError, columns_of, join_columns, left_out, read_all, utf8
 from maxghost.data.sources.files import CorpusFile
 from maxghost.data.sources.records import Opened, RecordSource, Shard
 
@@ -20,9 +20,8 @@ _NO_READ_AHEAD = "readahead_buffer_size:0"  # records are read in random order
 TEXT, JSON, EXAMPLE = "plain text", "JSON objects", "tf.train.Example"
 
 
-def load(files: Sequence[CorpusFile], cfg: DataConfig, records: str = "text") -> RecordSource:
-  """Documents of ArrayRecord files. records: what a document is. Raises ConfigError."""
-  columns = Columns(cfg.train_data_columns, records)
+def load(files: Sequence[CorpusFile], cfg: DataConfig) -> RecordSource:
+  """Documents of ArrayRecord files. Raises ConfigError."""
   readers, shards, notes, formats = Opened(open_reader, OPEN_FILES), [], [], {}
   for file in files:
     try:
@@ -30,11 +29,9 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, records: str = "text") ->
     except CorruptError as error:
       notes.append(left_out(error, cfg.on_corrupt))
       continue
-    kind = _format(readers, file.path, count, columns)
-    if kind == TEXT and records != "text":
-      raise ConfigError(f"{file.path}: its records are plain text, but {records} are JSON objects")
+    kind = _format(readers, file.path, count, cfg.train_data_columns)
     formats[f"{file.domain}: records of its ArrayRecord files are read as {kind}"] = None
-    read = functools.partial(_texts, readers, file.path, kind, columns)
+    read = functools.partial(_texts, readers, file.path, kind, cfg.train_data_columns)
     record = functools.partial(_record, readers, file.path, kind) if kind != TEXT else None
     shards.append(Shard(file.domain, file.name, file.fingerprint, count, read, record))
   for domain in dict.fromkeys(file.domain for file in files):
@@ -65,7 +62,7 @@ def open_reader(path: str):
 
 
 def _texts(
-  readers: Opened, path: str, kind: str, columns: Columns, records: list[int], sizes: list[int]
+  readers: Opened, path: str, kind: str, columns: tuple[str, ...], records: list[int], sizes: list[int]
 ) -> list[bytes]:
   out = []
   for record, raw in zip(records, read_records(readers, path, records), strict=True):
@@ -73,7 +70,7 @@ def _texts(
     if kind == TEXT:
       out.append(utf8(where, 0, raw))
       continue
-    out.append(columns.text(where, _parsed(where, kind, raw)))
+    out.append(join_columns(where, _parsed(where, kind, raw), columns))
   return out
 
 
@@ -91,7 +88,7 @@ def _parsed(where: str, kind: str, raw: bytes) -> Any:
     raise CorruptError(f"{where}: not {kind} as the file's first record is ({error})") from error
 
 
-def _format(readers: Opened, path: str, count: int, columns: Columns) -> str:
+def _format(readers: Opened, path: str, count: int, columns: tuple[str, ...]) -> str:
   for record in range(min(8, count)):
     try:
       (raw,) = read_records(readers, path, [record])
@@ -102,7 +99,7 @@ def _format(readers: Opened, path: str, count: int, columns: Columns) -> str:
       names = tuple(name for name, value in parse(raw).items() if kind == JSON or isinstance(value, bytes))
     except ValueError:
       return TEXT
-    columns.named(names, path)
+    columns_of(columns, names, path)
     return kind
   return TEXT
 

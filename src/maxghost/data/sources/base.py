@@ -1,6 +1,5 @@
 """The interface of a data source: random access to documents by number, and what the reader asks beyond the text."""
 
-import dataclasses
 import functools
 import importlib
 import json
@@ -15,19 +14,15 @@ from maxghost.data.hashing import combine, content_hashes, text_hash
 from maxghost.data.types import Document, DocumentId
 
 T = TypeVar("T")
-TEXT = "text"  # `Columns.records` of documents that are plain text
-# Columns of other documents; the first layout of which a record has all columns is read.
-LAYOUTS = {
-  "conversations": (("messages",), ("prompt", "completion")),
-  "pairs": (
-    ("prompt", "chosen", "rejected"),
-    ("chosen", "rejected"),
-    ("prompt", "chosen", "rejected", *REFERENCE_COLUMNS),
-    ("chosen", "rejected", *REFERENCE_COLUMNS),
-  ),
+# Columns of documents that are no plain text, by `config.plugins.Objective.records`.
+COLUMNS = {
+  "conversations": ("messages", "prompt", "completion", "tools"),
+  "pairs": ("prompt", "chosen", "rejected", "tools", *REFERENCE_COLUMNS),
 }
-_OPTIONAL = ("tools",)
-_DEFAULT_COLUMNS = ("text",)  # of train_data_columns
+
+
+class Kept(tuple[str, ...]):
+  """Columns whose document is a JSON object of those of them that its record has."""
 
 
 class CorruptError(ValueError):
@@ -205,7 +200,7 @@ def too_low_cap(cap: int, domain: str, first_bytes: int) -> ConfigError:
   )
 
 
-def check_known(key: str, names: Iterable[str], known: Iterable[str], owner: Any) -> None:
+def check_known(key: str, names: Iterable[str], known: Iterable[str], owner: str) -> None:
   """Raises ConfigError for the first name in the value of `key` that `owner` does not have. known: those it has."""
   known = tuple(known)
   for name in names:
@@ -223,63 +218,38 @@ def utf8(path: str, offset: int, raw: bytes) -> bytes:
   return raw
 
 
-@dataclasses.dataclass(frozen=True)
-class Columns:
-  """The columns of a record that make a document.
+def columns_of(columns: Sequence[str], known: Iterable[str], owner: str) -> tuple[str, ...]:
+  """Those of `train_data_columns` to read from `owner`, which has the columns `known`. Raises ConfigError."""
+  known = tuple(known)
+  found = tuple(name for name in columns if name in known)
+  if not found or not isinstance(columns, Kept):
+    check_known("train_data_columns", columns, known, owner)
+  return found
 
-  asked: train_data_columns. records: what a document is. TEXT joins the columns by line ends, null as an empty text; of
-  the others the text is a JSON object with the columns under the names of LAYOUTS.
+
+def join_columns(where: str, record: Any, columns: Sequence[str]) -> bytes:
+  """The text columns of a record, joined by line ends; null counts as an empty text. Raises CorruptError.
+
+  For `Kept` columns, the JSON object of them.
   """
-
-  asked: tuple[str, ...]
-  records: str = TEXT
-
-  def named(self, known: Iterable[str], owner: Any) -> dict[str, str]:
-    """{name in the document: column} for a record with the columns `known`. Raises ConfigError naming `owner`."""
-    known = tuple(known)
-    if self.records == TEXT or self.asked != _DEFAULT_COLUMNS:
-      check_known("train_data_columns", self.asked, known, owner)
-    if self.records == TEXT:
-      return dict(zip(self.asked, self.asked, strict=True))
-    layouts = LAYOUTS[self.records]
-    if self.asked != _DEFAULT_COLUMNS:
-      found = next(
-        (dict(zip(names, self.asked, strict=True)) for names in layouts if len(names) == len(self.asked)), {}
-      )
-    else:
-      found = next((dict(zip(names, names, strict=True)) for names in layouts if set(names) <= {*known}), {})
-    if not found:
-      wanted, has = " or ".join(", ".join(names) for names in layouts), ", ".join(known) or "no columns"
-      raise ConfigError(f"{owner} has {has}, but {self.records} are {wanted}; name the columns with train_data_columns")
-    return found | {name: name for name in _OPTIONAL if name in known}
-
-  def text(self, where: Any, record: Any) -> bytes:
-    """The text of a document, from its record. where: its place as a text, or what gives it. Raises CorruptError."""
-    record = record if isinstance(record, dict) else {}
-    if self.records != TEXT:
-      try:
-        named = self.named(record, where)
-      except ConfigError as error:
-        raise CorruptError(str(error)) from error
-      values = {name: record[column] for name, column in named.items() if record[column] is not None}
-      found = json.dumps(values, ensure_ascii=False, default=as_text)
-    else:
-      found = "\n".join(_column(where, record, column) for column in self.asked)
-    try:
-      return found.encode("utf-8")
-    except UnicodeEncodeError as error:
-      raise CorruptError(f"{where}: half of a surrogate pair in the text ({error.reason})") from error
-
-
-def _column(where: Any, record: dict, column: str) -> str:
-  value = record.get(column, 0)
-  if value is None:
-    value = ""
-  if isinstance(value, bytes):
-    value = utf8(f"{where}, column {column}", 0, value).decode("utf-8")
-  if not isinstance(value, str):
-    raise CorruptError(f"{where}: no text in column '{column}'")
-  return value
+  values = []
+  record = record if isinstance(record, dict) else {}
+  if isinstance(columns, Kept):
+    kept = {column: record[column] for column in columns if record.get(column) is not None}
+    values, columns = [json.dumps(kept, ensure_ascii=False, default=as_text)], ()
+  for column in columns:
+    value = record.get(column, 0)
+    if value is None:
+      value = ""
+    if isinstance(value, bytes):
+      value = utf8(f"{where}, column {column}", 0, value).decode("utf-8")
+    if not isinstance(value, str):
+      raise CorruptError(f"{where}: no text in column '{column}'")
+    values.append(value)
+  try:
+    return "\n".join(values).encode("utf-8")
+  except UnicodeEncodeError as error:
+    raise CorruptError(f"{where}: half of a surrogate pair in the text ({error.reason})") from error
 
 
 def wanted_fields(asked: Sequence[str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
 from maxghost.data.hashing import text_hash
-from maxghost.data.sources.base import Columns, import_package, read_all, too_low_cap, wanted_fields
+from maxghost.data.sources.base import columns_of, import_package, join_columns, read_all, too_low_cap, wanted_fields
 from maxghost.data.sources.files import fingerprint, labelled
 from maxghost.data.sources.records import Opened, RecordSource, Shard
 
@@ -20,25 +20,22 @@ _ERRORS = (RuntimeError, OSError, ValueError)  # what ArrayRecord and Arrow rais
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 
-def load(cfg: DataConfig, records: str = "text") -> RecordSource:
-  """Documents of `domain=folder or name` (hf) or `domain=dataset/config:version` (tfds).
-
-  records: what a document is. Raises ConfigError.
+def load(cfg: DataConfig) -> RecordSource:
+  """Documents of `domain=folder or name` (hf) or `domain=dataset/config:version` (tfds). Raises ConfigError.
 
   Without `domain=` the domain is the folder's or the dataset's name. A folder of hf was written by `save_to_disk`, or
   holds Parquet, JSON or text files as `datasets.load_dataset` reads them; anything else is `owner/name:config` of a
   dataset on the Hugging Face hub, which is downloaded. With dataset_domain_bytes the first documents are streamed.
   """
   kind, shards = cfg.dataset_type, []
-  opened, columns = Opened(_open_hf if kind == "hf" else _open_tfds, None), Columns(cfg.train_data_columns, records)
+  opened = Opened(_open_hf if kind == "hf" else _open_tfds, None)
   names = {"hf": _name, "tfds": lambda name: name.split("/")[0].split(":")[0]}
   for domain, path in labelled("dataset_files", cfg.dataset_files, cfg.dataset_domains, names[kind], kind):
-    table, name, files = opened.get(path, cfg, columns)
-    seen = map(fingerprint, sorted(files)) if files else _texts(opened, path, cfg, columns, [*range(len(table))], [])
+    table, name, files = opened.get(path, cfg)
+    seen = map(fingerprint, sorted(files)) if files else _texts(opened, path, cfg, [*range(len(table))], [])
     prints = f"{text_hash(*seen):016x}"
-    record = functools.partial(_row, opened, path, cfg, columns)
-    read = functools.partial(_texts, opened, path, cfg, columns)
-    shards.append(Shard(domain, name, prints, len(table), read, record))
+    record = functools.partial(_row, opened, path, cfg)
+    shards.append(Shard(domain, name, prints, len(table), functools.partial(_texts, opened, path, cfg), record))
   return RecordSource(shards, fields=cfg.document_fields)
 
 
@@ -47,20 +44,18 @@ def _name(path: str) -> str:
   return Path(path).name if Path(path).expanduser().is_dir() else Path(path).name.partition(":")[0]
 
 
-def _row(opened: Opened, path: str, cfg: DataConfig, columns: Columns, row: int, _: int) -> dict[str, Any]:
-  (found,) = read_all(opened.get(path, cfg, columns)[0].__getitems__, [row], _ERRORS, path)
+def _row(opened: Opened, path: str, cfg: DataConfig, row: int, _: int) -> dict[str, Any]:
+  (found,) = read_all(opened.get(path, cfg)[0].__getitems__, [row], _ERRORS, path)
   return found
 
 
-def _texts(
-  opened: Opened, path: str, cfg: DataConfig, columns: Columns, rows: list[int], sizes: list[int]
-) -> list[bytes]:
-  table, _, _ = opened.get(path, cfg, columns)  # each worker process opens it again
+def _texts(opened: Opened, path: str, cfg: DataConfig, rows: list[int], sizes: list[int]) -> list[bytes]:
+  table, _, _ = opened.get(path, cfg)  # each worker process opens it again
   found = read_all(table.__getitems__, rows, _ERRORS, path)
-  return [columns.text(f"{path}, record {n}", one) for n, one in zip(rows, found, strict=True)]
+  return [join_columns(f"{path}, record {n}", one, cfg.train_data_columns) for n, one in zip(rows, found, strict=True)]
 
 
-def _open_hf(path: str, cfg: DataConfig, columns: Columns) -> tuple[Any, str, set[str]]:
+def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
   """The table, its name in the ids, and its files."""
   datasets = import_package("datasets", "dataset_type=hf", "hf")
   folder, split, cap = Path(path).expanduser(), cfg.train_split, cfg.dataset_domain_bytes
@@ -79,19 +74,20 @@ def _open_hf(path: str, cfg: DataConfig, columns: Columns) -> tuple[Any, str, se
     _check_split(path, split, table)
     table = table[split]
   if cap > 0:
-    table = datasets.Dataset.from_list(_first(table, cap, path, columns))
-  named = columns.named(table.column_names, f"dataset_files={path}")
+    table = datasets.Dataset.from_list(_first(table, cap, path, cfg.train_data_columns))
+  found = columns_of(cfg.train_data_columns, table.column_names, f"dataset_files={path}")
   files = {entry["filename"] for entry in table.cache_files}
   fields = [name for name in wanted_fields(cfg.document_fields).values() if name in table.column_names]
-  return table.select_columns([*dict.fromkeys([*named.values(), *fields])]), f"{_name(path)}/{split}", files
+  columns = dict.fromkeys([*found, *fields])
+  return table.select_columns([*columns]), f"{_name(path)}/{split}", files
 
 
-def _first(rows, cap: int, path: str, columns: Columns) -> list[dict[str, Any]]:
+def _first(rows, cap: int, path: str, columns: tuple[str, ...]) -> list[dict[str, Any]]:
   """The first rows with up to `cap` bytes of text together."""
   taken, size = [], 0
   for row in rows:
-    columns.named(row, f"dataset_files={path}")
-    size += len(columns.text(f"{path}, record {len(taken)}", row))
+    columns_of(columns, row, f"dataset_files={path}")
+    size += len(join_columns(f"{path}, record {len(taken)}", row, columns))
     if size > cap:
       break
     taken.append(row)
@@ -100,7 +96,7 @@ def _first(rows, cap: int, path: str, columns: Columns) -> list[dict[str, Any]]:
   return taken
 
 
-def _open_tfds(dataset: str, cfg: DataConfig, columns: Columns) -> tuple[Any, str, set[str]]:
+def _open_tfds(dataset: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
   """As `_open_hf`."""
   import tensorflow_datasets as tfds
 
@@ -119,7 +115,7 @@ def _open_tfds(dataset: str, cfg: DataConfig, columns: Columns) -> tuple[Any, st
       f"dataset_files={dataset} is not prepared in {builder.data_path}; prepare it with: "
       f"tfds build {dataset} --file_format=array_record"
     )
-  columns.named(builder.info.features, f"dataset_files={dataset}")
+  columns_of(cfg.train_data_columns, builder.info.features, f"dataset_files={dataset}")
   _check_split(dataset, split, builder.info.splits)
   try:
     source = builder.as_data_source(split=split)

@@ -5,7 +5,6 @@ id's offset is the byte where the line begins (in the unpacked file), or the row
 """
 
 import contextlib
-import dataclasses
 import functools
 import gzip
 import io
@@ -22,7 +21,7 @@ from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
 from maxghost.data.hashing import text_hash
 from maxghost.data.sources import base
-from maxghost.data.sources.base import Columns, CorruptError
+from maxghost.data.sources.base import CorruptError
 from maxghost.data.sources.files import CorpusFile
 from maxghost.data.sources.records import Opened, RecordSource, Shard
 
@@ -36,30 +35,21 @@ _ENDINGS = {".txt": TXT, ".md": TXT, ".jsonl": JSONL, ".ndjson": JSONL, ".parque
 _PACKED = (".gz", ".zst")
 
 
-def load(
-  files: Sequence[CorpusFile],
-  cfg: DataConfig,
-  records: str = "text",
-  *,
-  cap: int = 0,
-  whole: bool = True,
-  own_domains=False,
-) -> RecordSource:
+def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: bool = True, own=False) -> RecordSource:
   """The documents of text files.
 
   Args:
     files: by domain.
     cfg: states the text columns of JSON lines and Parquet, and what to do with files that cannot be read.
-    records: what a document is.
     cap: each domain's first documents are taken, up to this many bytes together; 0 = all.
     whole: all compressed files must fit into memory together, since training reads them in random order. False: only
       the one read last is kept, which is enough for `prepare`.
-    own_domains: the field `domain` of a record is its domain in place of its file's; `dataset_domains` chooses here.
+    own: the field `domain` of a record is its domain, in place of its file's; `dataset_domains` chooses among these.
 
   Raises:
     ConfigError: a file of another kind, an unreadable one, a missing column, a domain without documents, too low a cap.
   """
-  kinds = [_kind(file.path, records) for file in files]
+  kinds = [_kind(file.path, cfg.train_data_columns) for file in files]
   if cap and PARQUET in kinds:
     raise ConfigError(
       f"dataset_domain_bytes={cap} does not work with Parquet, which does not tell the size of a row; "
@@ -67,15 +57,15 @@ def load(
     )
   plain, parquet = Opened(_open, _OPEN_FILES), Opened(_Parquet, _OPEN_PARQUET)
   packed, fields = Opened(_open, None if whole else 1), Opened(_Parquet, _OPEN_PARQUET)
-  names, columns = tuple(base.wanted_fields(cfg.document_fields).values()), Columns(cfg.train_data_columns, records)
-  shards, offsets, sizes, notes = [], [], [], []
+  names = (*base.wanted_fields(cfg.document_fields).values(), *(("domain",) if own else ()))
+  shards, offsets, sizes, notes, known = [], [], [], [], []
   used: dict[str, int] = {}  # bytes by domain
   unpacked = 0
   for file, kind in zip(files, kinds, strict=True):
     is_packed = file.path.endswith(_PACKED)
     index, read = (_index_rows, _read_rows) if kind == PARQUET else (_index_text, _read_text)
     opened = parquet if kind == PARQUET else packed if is_packed else plain
-    arguments: tuple[Any, ...] = (opened, file.path, None if kind == TXT else columns)
+    arguments: tuple[Any, ...] = (opened, file.path, None if kind == TXT else cfg.train_data_columns)
     try:
       offset, size = index(*arguments)
     except CorruptError as error:
@@ -97,33 +87,49 @@ def load(
     if kind == PARQUET:
       record = functools.partial(_row_fields, fields, file.path, names)
     read, place = functools.partial(read, *arguments), functools.partial(_place, opened, file.path, kind)
-    places = {file.domain: np.arange(len(offset))}
-    if own_domains:
-      of_rows = functools.partial(_row_fields, fields, file.path, ("domain",))
-      of_lines = functools.partial(_record, opened, file.path)
-      places = _by_domain(file.domain, of_rows if kind == PARQUET else of_lines, offset, size)
-    for domain, here in places.items():
-      shards.append(Shard(domain, file.name, file.fingerprint, len(here), read, record, place))
-      offsets.append(offset[here])
-      sizes.append(size[here])
-  if own_domains and cfg.dataset_domains:
-    shards, offsets, sizes = _of_domains(cfg.dataset_domains, shards, offsets, sizes)
+    for domain, here in _by_domain(file.domain, record if own else None, offset, size).items():
+      known.append(domain)
+      if not own or not cfg.dataset_domains or domain in cfg.dataset_domains:
+        shards.append(Shard(domain, file.name, file.fingerprint, len(here), read, record, place))
+        offsets.append(offset[here])
+        sizes.append(size[here])
+  base.check_known("dataset_domains", cfg.dataset_domains if own else (), known, "the data")
   index, exact = (np.concatenate(offsets), np.concatenate(sizes)), set(kinds) == {TXT}
   source = RecordSource(shards, notes, index, exact, cfg.document_fields)
-  kept = () if records == base.TEXT else (records,)
-  parts = (*cfg.train_data_columns, *kept, str(cap), *itertools.chain(*sorted(source.files.items())))
+  parts = (*cfg.train_data_columns, str(cap), *itertools.chain(*sorted(source.files.items())))
   source.fingerprint = f"{text_hash(*parts):016x}"
   return source
 
 
-def _kind(path: str, records: str) -> str:
+def _by_domain(
+  label: str, record: Callable[[int, int], Mapping[str, Any]] | None, offsets: np.ndarray, sizes: np.ndarray
+) -> dict[str, np.ndarray]:
+  """Which documents are of which domain, by the field `domain` of their records; of `label` without one."""
+  found: dict[str, list[int]] = {}
+  for number, place in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True) if record else ()):
+    own = None
+    with contextlib.suppress(CorruptError):  # reported when it is read
+      own = record(*place).get("domain") if record else None
+    found.setdefault(own if own and isinstance(own, str) else label, []).append(number)
+  return {domain: np.array(numbers) for domain, numbers in found.items()} or {label: np.arange(len(offsets))}
+
+
+def _place(opened: Opened, path: str, kind: str, offset: int) -> str:
+  """Where a document is, for a message."""
+  if kind == PARQUET:
+    return f"{path}, row {offset}"
+  line = 1 + _bytes(opened, path, 0, offset).count(b"\n")
+  return f"{path} at byte {offset}, line {line}"
+
+
+def _kind(path: str, columns: Sequence[str]) -> str:
   plain = path.removesuffix(".gz").removesuffix(".zst")
   kind = _ENDINGS.get(os.path.splitext(plain)[1].lower())
   if kind is None or (kind == PARQUET and plain != path):
     known = ", ".join(_ENDINGS)
     raise ConfigError(f"{path}: not a kind of file that can be read; known are {known}, and .gz or .zst of text")
-  if kind == TXT and records != base.TEXT:
-    raise ConfigError(f"{path} is plain text, but {records} are records; give .jsonl or .parquet files")
+  if kind == TXT and isinstance(columns, base.Kept):
+    raise ConfigError(f"{path} is plain text, but the objective reads records; give .jsonl or .parquet files")
   return kind
 
 
@@ -142,27 +148,7 @@ def _open(path: str) -> io.FileIO | bytes:
     raise CorruptError(f"{path} cannot be read: {error}") from error
 
 
-def _by_domain(
-  label: str, record: Callable[[int, int], Mapping[str, Any]], offsets: np.ndarray, sizes: np.ndarray
-) -> dict[str, np.ndarray]:
-  """Which documents are of which domain, by the field `domain` of their records; of `label` without one."""
-  found: dict[str, list[int]] = {}
-  for number, (offset, size) in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True)):
-    own = None
-    with contextlib.suppress(CorruptError):  # reported when it is read
-      own = record(offset, size).get("domain")
-    found.setdefault(own if own and isinstance(own, str) else label, []).append(number)
-  return {domain: np.array(numbers) for domain, numbers in found.items()} or {label: np.zeros(0, np.int64)}
-
-
-def _of_domains(wanted: tuple[str, ...], shards: list[Shard], *others: list) -> list[list]:
-  """The shards of these domains, and their entries of the other lists. Raises ConfigError for an unknown domain."""
-  base.check_known("dataset_domains", wanted, (shard.domain for shard in shards), "the data")
-  kept = [number for number, shard in enumerate(shards) if shard.domain in wanted]
-  return [[given[number] for number in kept] for given in (shards, *others)]
-
-
-def _index_text(opened: Opened, path: str, columns: Columns | None) -> tuple[np.ndarray, np.ndarray]:
+def _index_text(opened: Opened, path: str, columns: tuple[str, ...] | None) -> tuple[np.ndarray, np.ndarray]:
   """Offset and size of the file or, with columns, of each line of JSON (int64 each), without blank lines.
 
   Raises ConfigError when the first line lacks a column.
@@ -187,17 +173,19 @@ def _index_text(opened: Opened, path: str, columns: Columns | None) -> tuple[np.
   if len(starts):
     with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):  # reported with its place when it is read
       record = json.loads(view[starts[0] : starts[0] + sizes[0]].tobytes())
-      columns.named(tuple(record) if isinstance(record, dict) else (), path)
+      base.columns_of(columns, tuple(record) if isinstance(record, dict) else (), path)
   return starts, sizes
 
 
-def _read_text(opened: Opened, path: str, columns: Columns | None, offsets: list[int], sizes: list[int]) -> list[bytes]:
+def _read_text(
+  opened: Opened, path: str, columns: tuple[str, ...] | None, offsets: list[int], sizes: list[int]
+) -> list[bytes]:
   out = []
   for offset, size in zip(offsets, sizes, strict=True):
     if columns is None:
       out.append(base.utf8(path, offset, _bytes(opened, path, offset, size)))
     else:
-      out.append(columns.text(_Line(opened, path, offset), _record(opened, path, offset, size)))
+      out.append(base.join_columns(f"{path} at byte {offset}", _record(opened, path, offset, size), columns))
   return out
 
 
@@ -207,25 +195,8 @@ def _record(opened: Opened, path: str, offset: int, size: int) -> dict[str, Any]
   try:
     record = json.loads(raw)
   except ValueError as error:
-    raise CorruptError(f"{_Line(opened, path, offset)}: not a line of JSON ({error})") from error
+    raise CorruptError(f"{_place(opened, path, JSONL, offset)}: not a line of JSON ({error})") from error
   return record if isinstance(record, dict) else {}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Line:
-  """Where a document of JSON is, for a message; its line is counted only when the message is made."""
-
-  opened: Opened
-  path: str
-  offset: int
-
-  def __str__(self) -> str:
-    line = 1 + _bytes(self.opened, self.path, 0, self.offset).count(b"\n")
-    return f"{self.path} at byte {self.offset}, line {line}"
-
-
-def _place(opened: Opened, path: str, kind: str, offset: int) -> str:
-  return f"{path}, row {offset}" if kind == PARQUET else str(_Line(opened, path, offset))
 
 
 def _bytes(opened: Opened, path: str, offset: int, size: int) -> bytes:
@@ -285,19 +256,19 @@ def _row_fields(opened: Opened, path: str, names: tuple[str, ...], row: int, _: 
     return opened.get(path).fields(row, names)
 
 
-def _index_rows(opened: Opened, path: str, columns: Columns) -> tuple[np.ndarray, np.ndarray]:
+def _index_rows(opened: Opened, path: str, columns: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
   """Row numbers, and the mean size of the columns in a row, from the file's footer. Raises ConfigError for a column."""
   parquet = opened.get(path)
-  named = columns.named(parquet.file.schema_arrow.names, path).values()
+  columns = base.columns_of(columns, parquet.file.schema_arrow.names, path)
   rows = parquet.file.metadata.num_rows
   chunks = [group.column(number) for group in parquet.groups for number in range(group.num_columns)]
-  total = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in named)
+  total = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
   return np.arange(rows, dtype=np.int64), np.full(rows, max(1, total // max(1, rows)), np.int64)
 
 
-def _read_rows(opened: Opened, path: str, columns: Columns, offsets: list, sizes: list) -> list[bytes]:
+def _read_rows(opened: Opened, path: str, columns: tuple[str, ...], offsets: list, sizes: list) -> list[bytes]:
   with opened.lock:
     parquet = opened.get(path)
-    named = tuple(columns.named(parquet.file.schema_arrow.names, path).values())
-    rows = [parquet.row(number, named) for number in offsets]
-  return [columns.text(f"{path}, row {n}", row) for n, row in zip(offsets, rows, strict=True)]
+    found = base.columns_of(columns, parquet.file.schema_arrow.names, path)
+    rows = [parquet.row(number, found) for number in offsets]
+  return [base.join_columns(f"{path}, row {n}", row, columns) for n, row in zip(offsets, rows, strict=True)]
