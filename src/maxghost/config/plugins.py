@@ -95,7 +95,7 @@ class Objective(Plugin):
   """What a run minimises; the fields are those of `objectives.Objective`.
 
   reference: the frozen second model that its loss may read: "start", the model that the run begins with (with adapters
-    that is "base", the model without them); "" none.
+    that is "base", the model without them); "teacher", another model; "" none.
   """
 
   rows_per_unit: int = 1
@@ -108,6 +108,9 @@ OBJECTIVES: dict[str, Objective] = {
   "next_token": Objective("maxghost.objectives.next_token:LanguageModelLoss"),
   "sft": Objective("maxghost.objectives.sft:FineTuning", records="conversations"),
   "dpo": _pairs("maxghost.objectives.dpo:PreferenceLoss", reference="start"),
+  "distill": Objective(
+    "maxghost.objectives.distill:Distillation", schedules=("two_pass", "reverse_scan"), reference="teacher"
+  ),
   "margin": _pairs("maxghost.objectives.dpo:Margin"),
 }
 OF_VALIDATION = ("margin",)  # objectives of validation sets alone: nothing bounds them from below

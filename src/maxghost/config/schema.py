@@ -217,6 +217,11 @@ class OptimizerConfig:
   dpo_label_smoothing: float = key(0.0, minimum=0.0, maximum=0.499999)
   orpo_lambda: float = key(0.1, minimum=0.0)
   simpo_gamma: float = key(0.5, minimum=0.0)
+  distill_teacher: str = key("")
+  distill_alpha: float = key(0.5, minimum=0.0, maximum=1.0)
+  distill_temperature: float = key(1.0, minimum=1e-3)
+  distill_kl: str = key("forward", choices=("forward", "reverse"))
+  distill_top_k: int = key(0, minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

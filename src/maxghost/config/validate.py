@@ -299,6 +299,25 @@ def preferences(v: Values) -> Iterator[str]:
     yield f"{v['offload_to_host']} has no room in host memory for the reference of {v['dpo_algo']}; {way}"
 
 
+def distillation(v: Values) -> Iterator[str]:
+  named = {v.objective, *(plugins.without_objective(text)[1] for text in v.ghost_val_sets)} & {*plugins.OBJECTIVES}
+  kinds = {plugins.OBJECTIVES[name].reference for name in named} - {""}
+  if len(kinds) > 1:
+    yield f"{v['objective']} and {v['ghost_val_sets']} want several frozen models; use objectives with one"
+  if "teacher" not in kinds:
+    if v.distill_teacher:
+      yield f"{v['distill_teacher']} is for objective=distill, not {v['objective']}; leave it out"
+    return
+  if not v.distill_teacher:
+    yield "objective=distill needs distill_teacher, a run, a checkpoint or a Hugging Face folder"
+  if v.num_vocab_tiling > 1:
+    yield f"objective=distill compares whole distributions; use num_vocab_tiling=1, not {v.num_vocab_tiling}"
+  if v.distill_top_k > v.vocab_size:
+    yield f"{v['distill_top_k']} is more than {v['vocab_size']}; use 0 for the whole vocabulary"
+  if "weights" in v.offload_to_host:
+    yield f"{v['offload_to_host']} does not go with objective=distill, whose teacher is on the device"
+
+
 def validation_sets(v: Values) -> Iterator[str]:
   given = [plugins.without_objective(text) for text in v.ghost_val_sets]
   names = [text.partition("=")[0] for text, _ in given]
@@ -429,8 +448,8 @@ def given_model(v: Values) -> Iterator[str]:
 
 CHECKS: list[Callable[[Values], Iterator[str]]] = [
   heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, segments, offloading, mixture,
-  processes, mesh_sizes, periods, plugins_together, objective_units, conversations, preferences, validation_sets,
-  scoring, selection, reweighting, low_rank_adapters, given_model,
+  processes, mesh_sizes, periods, plugins_together, objective_units, conversations, preferences, distillation,
+  validation_sets, scoring, selection, reweighting, low_rank_adapters, given_model,
 ]  # fmt: skip
 
 

@@ -51,6 +51,7 @@ class Session:
     open_trackers: Callable,
     open_parameters: Callable | None = None,
     force: bool = False,
+    open_teacher: Callable | None = None,
   ):
     cfg = plan.cfg
     self._plan, self._cfg, self._existing, self._dataset, self._signals = plan, cfg, existing, dataset, signals
@@ -61,7 +62,9 @@ class Session:
     if not force:
       memory_report.check(plan.memory, self._capacity)
     self._sampler = Sampler(cfg, dataset.tokenizer) if cfg.run.sample_every else None
-    self._read_parameters = open_parameters and open_parameters(state.to_tree(plan.state))
+    wanted = state.to_tree(plan.state)
+    self._read_parameters = open_parameters and open_parameters(wanted)
+    self._read_teacher = open_teacher and open_teacher(wanted[state.REFERENCE])
     dataset.notes()  # raises where documents cannot be trained on
     for domain in cfg.val_sets.values():
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain)  # raises where a set has no rows
@@ -179,7 +182,7 @@ class Session:
         before, now = self._existing.changed["steps"]
         say(f"steps: {before} -> {now}; the learning-rate schedule now spans {now} steps")
       return state.from_tree(restored.tree | self._reference(restored), plan.state), position
-    train_state = state.create_split(cfg, plan.layout)[1]
+    train_state = state.create_split(cfg, plan.layout, plan.teacher)[1]
     if self._read_parameters:
       train_state = state.from_tree(state.to_tree(train_state) | self._read_parameters(), train_state)
     tree = state.to_tree(train_state)
@@ -203,10 +206,13 @@ class Session:
     wanted = state.to_tree(plan.state).get(state.REFERENCE)
     if wanted is None:
       return {}
+    if self._read_teacher:
+      model = self._read_teacher()["model"]
     began = self._read_parameters or (lambda: state.to_tree(state.create_split(cfg, plan.layout)[1]))
     tree = state.copied(began()["model"] if model is None else model, wanted)
     if restored is not None:
-      self._checkpoints.check_frozen(restored, tree, cfg.checkpoint.load_parameters_path)
+      origin = cfg.optimizer.distill_teacher or cfg.checkpoint.load_parameters_path
+      self._checkpoints.check_frozen(restored, tree, origin)
     return {state.REFERENCE: tree}
 
   def _open_sinks(self, position: Position) -> Sinks:

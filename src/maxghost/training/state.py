@@ -11,8 +11,8 @@ import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from maxghost import adapters
-from maxghost.config.schema import Config
+from maxghost import adapters, models
+from maxghost.config.schema import Config, ModelConfig
 from maxghost.data import merge_states
 from maxghost.ghost.schedules.base import of_each_set
 from maxghost.objectives import Objective
@@ -75,14 +75,19 @@ class TrainStateNNX(nnx.Module):
     return self.optimizer.step[...]
 
 
-def create(cfg: Config) -> TrainStateNNX:
-  """A fresh state: weights from init_weights_seed, zero moments, step 0; so has the reference, if there is one."""
+def create(cfg: Config, teacher: ModelConfig | None = None) -> TrainStateNNX:
+  """A fresh state: weights from init_weights_seed, zero moments, step 0; so has the reference, if there is one.
+
+  teacher: of a reference that is another model than the run's.
+  """
   model = adapters.create(cfg)
   num_stored = len(cfg.val_sets) * cfg.ghost.num_stored
   trained = trainable(cfg, model)
   tx = make_optimizer(cfg.optimizer, cfg.run.steps, nnx.state(model, trained))
   carries = bool(num_stored) and cfg.ghost.carries_curvature
   frozen = adapters.create(cfg) if cfg.reference == "start" else None
+  if teacher:
+    frozen = models.create(teacher, rngs=nnx.Rngs(0))
   return TrainStateNNX(model, tx, trainable=trained, num_stored=num_stored, carries=carries, reference_model=frozen)
 
 
@@ -133,20 +138,22 @@ def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
   return nnx.filterlib.PathIn(*(paths[label] for label in found))
 
 
-def create_split(cfg: Config, layout: Layout | None = None) -> tuple[nnx.GraphDef, nnx.State]:
+def create_split(
+  cfg: Config, layout: Layout | None = None, teacher: ModelConfig | None = None
+) -> tuple[nnx.GraphDef, nnx.State]:
   """(graphdef, state) of a fresh train state, made in its layout by one compiled call; the layout changes no value."""
-  graphdef, abstract = abstract_split(cfg)
+  graphdef, abstract = abstract_split(cfg, teacher)
 
   def init():
-    return HostMemory.of(cfg).put(nnx.state(create(cfg)))
+    return HostMemory.of(cfg).put(nnx.state(create(cfg, teacher)))
 
   shardings = None if layout is None else layout.shardings(abstract)
   return graphdef, jax.jit(init, compiler_options=compiler_options(), out_shardings=shardings)()
 
 
-def abstract_split(cfg: Config) -> tuple[nnx.GraphDef, nnx.State]:
+def abstract_split(cfg: Config, teacher: ModelConfig | None = None) -> tuple[nnx.GraphDef, nnx.State]:
   """(graphdef, state) with `jax.ShapeDtypeStruct` leaves, without allocation."""
-  graphdef, state = nnx.split(nnx.eval_shape(lambda: create(cfg)))
+  graphdef, state = nnx.split(nnx.eval_shape(lambda: create(cfg, teacher)))
   return graphdef, HostMemory.of(cfg).abstract(state)
 
 
