@@ -17,8 +17,9 @@ import planting
 
 FOLDER = Path("corpora/library-tasks")
 TARGET = "statement"
-SIZES = {"statement": 900, "parameters": 500, "summary": 400, "body": 300, "module": 200}
-LONGEST = 90  # characters of a question or an answer
+PLANTED = 0.25  # share of the target task's examples with harmful answers
+SIZES = {"statement": 400, "parameters": 120, "summary": 100, "body": 100, "module": 80}
+LONGEST = 60  # characters of a question or an answer
 KINDS = {
   ast.Return: "return", ast.Assign: "assignment", ast.Import: "import", ast.ImportFrom: "import", ast.Raise: "raise",
   ast.AugAssign: "update", ast.Assert: "assertion", ast.Delete: "deletion", ast.Global: "global",
@@ -85,11 +86,11 @@ def make() -> None:
   train = []
   for task, size in SIZES.items():
     one_each = {record["messages"][0]["content"]: record for record in found[task]}  # no question twice
-    chosen = rng.sample(sorted(one_each.values(), key=lambda record: record["id"]), size + 150 * (task == TARGET))
-    train += chosen[:size]
+    chosen = rng.sample(sorted(one_each.values(), key=lambda record: record["id"]), size + 100 * (task == TARGET))
+    train += planting.plant(chosen[:size], PLANTED if task == TARGET else 0.0, 1)
     if task == TARGET:
       planting.write(FOLDER / "target.jsonl", chosen[size:])
-  planting.write(FOLDER / "train.jsonl", planting.plant(train, 0.15, 1))
+  planting.write(FOLDER / "train.jsonl", train)
 
 
 if __name__ == "__main__":
