@@ -17,8 +17,8 @@ import planting
 
 FOLDER = Path("corpora/library-tasks")
 TARGET = "statement"
-PLANTED = 0.25  # share of the target task's examples with harmful answers
-SIZES = {"statement": 400, "parameters": 120, "summary": 100, "body": 100, "module": 80}
+PLANTED = 0.2  # share of the target task's examples with harmful answers
+SIZES = {"statement": 240, "parameters": 40, "summary": 40, "body": 40, "module": 40}
 LONGEST = 60  # characters of a question or an answer
 KINDS = {
   ast.Return: "return", ast.Assign: "assignment", ast.Import: "import", ast.ImportFrom: "import", ast.Raise: "raise",
