@@ -110,8 +110,8 @@ def test_scores_are_exact(schedule, dtype, more):
       return jnp.sum(jnp.where(row["targets_segmentation"] != 0, alpha * divergence + (1 - alpha) * entropy, 0))
 
     grad = jax.jit(jax.vmap(jax.value_and_grad(of_row), (None, 0, None)))
-    losses, grads = grad(params, TRAIN[0], keys.distill_alpha)
-    val_losses, val_grads = grad(params, VALIDATION, 0.0)
+    losses, grads = jax.tree.map(np.asarray, grad(params, TRAIN[0], keys.distill_alpha))
+    val_losses, val_grads = jax.tree.map(np.asarray, grad(params, VALIDATION, 0.0))
   count, val_count = ((batch["targets_segmentation"] != 0).sum() for batch in (TRAIN[0], VALIDATION))
   pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(val_grads), strict=True)
   dots = sum(np.reshape(g, (tiny.ROWS, -1)) @ np.ravel(np.sum(v, 0)) for g, v in pairs) / count / val_count

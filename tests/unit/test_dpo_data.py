@@ -96,12 +96,15 @@ def test_log_probabilities_of_the_reference_may_come_with_the_data(tmp_path):
 @pytest.mark.parametrize(
   ("record", "message"),
   [
-    ({"prompt": "a", "chosen": "b"}, r"p.jsonl.*(line 3|byte).*chosen, rejected"),
+    ({"prompt": "a", "chosen": "b"}, r"p.jsonl.*3.*no rejected response"),
     ({"prompt": "a", "chosen": "b", "rejected": ""}, r"p.jsonl.*3.*no rejected response"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, r"p.jsonl.*3.*responses are the same"),
     ({"prompt": "a" * 300, "chosen": "b", "rejected": "c"}, r"p.jsonl.*3.*the same up to max_target_length=96"),
-    ({"prompt": "a" * 94, "chosen": "bc", "rejected": "bd" * 9}, r"p.jsonl.*3.*same up to max_target_length=96"),
-    ({"prompt": "a", "chosen": [{"role": "user", "content": "b"}], "rejected": "c"}, r"p.jsonl.*3.*both"),
+    ({"prompt": "a" * 95, "chosen": "bc", "rejected": "bd" * 9}, r"p.jsonl.*3.*same up to max_target_length=96"),
+    (
+      {"prompt": "a", "chosen": [{"role": "user", "content": "b"}], "rejected": "c"},
+      r"p.jsonl.*3.*prompt is no list of messages",
+    ),
   ],
 )
 def test_bad_pairs_are_refused_with_file_and_line(tmp_path, record, message):
