@@ -103,7 +103,7 @@ def test_log_probabilities_of_the_reference_may_come_with_the_data(tmp_path):
     ({"prompt": "a" * 95, "chosen": "bc", "rejected": "bd" * 9}, r"p.jsonl.*3.*same up to max_target_length=96"),
     (
       {"prompt": "a", "chosen": [{"role": "user", "content": "b"}], "rejected": "c"},
-      r"p.jsonl.*3.*prompt is no list of messages",
+      r"jsonl.*3.*prompt is no list",
     ),
   ],
 )
