@@ -165,7 +165,7 @@ class Session:
         asynchronous=cfg.checkpoint.async_checkpointing,
         say=say,
       )
-      restored = self._checkpoints.restore_latest(state.saved_parts(plan.state)[0])
+      restored = self._checkpoints.restore_latest(state.saved_parts(plan.state, Position(), cfg)[0])
     if restored is not None:
       position = Position.from_json(restored.positions)
       run_directory.check_saved(self._path, restored.positions["config"], cfg)

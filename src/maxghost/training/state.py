@@ -200,12 +200,12 @@ class Position:
     return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
 
 
-def saved_parts(state: nnx.State, said: dict[str, Any] | None = None) -> tuple:
-  """(what a checkpoint holds of `to_tree`, what is said with it, the reference if there is one), for `save`.
+def saved_parts(state: nnx.State, position: Position, cfg: Config) -> tuple:
+  """(what a checkpoint holds of `to_tree`, its position and configuration, the reference if there is one), for `save`.
 
   The reference is where the run read it from.
   """
-  tree = to_tree(state)
+  tree, said = to_tree(state), dataclasses.asdict(position) | {"config": cfg.flat()}
   saved = {name: part for name, part in tree.items() if name != REFERENCE}
   return (saved, said, tree[REFERENCE]) if REFERENCE in tree else (saved, said)
 
