@@ -116,12 +116,19 @@ class Rendering:
       raise ValueError(f"chat template {self.template.name if self.template else ''} gives no token to train on")
     return ids, weights if self.completion_only else np.ones_like(weights)
 
-  def prompt(self, messages: Sequence[dict]) -> list[int]:
-    """Ids up to where the assistant answers. Raises ValueError."""
+  def prompt(self, question: str) -> list[int]:
+    """Ids of a user's question, up to where the assistant answers. Raises ValueError for a template that fails."""
+    asked = {"role": "user", "content": question}
     if self.template is None:
-      answer = {"role": "assistant", "content": ""}
-      return self._joined(self._turns([*messages, answer])[:-2])[0].tolist()  # without its text and end
-    return self.tokenizer.encode_template(self.template.render(messages, prompt=True))[0].tolist()
+      turns = self._turns([asked, {"role": "assistant", "content": ""}])
+      return self._joined(turns[:-2])[0].tolist()  # without the answer's text and end
+    return self.tokenizer.encode_template(self.template.render([asked], prompt=True))[0].tolist()
+
+  def end_ids(self) -> set[int]:
+    """The special tokens with which an answer ends. Raises ValueError."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    ids, weights = self.encode(json.dumps({"messages": turns}).encode())
+    return {number for number in ids[weights > 0].tolist() if not self.tokenizer.decode(np.array([number]))}
 
   def _templated(self, template: chat.Template, found: Conversation) -> tuple[np.ndarray, np.ndarray]:
     text, spans, prompts = template.spans(found.messages, found.tools, found.first)
@@ -173,6 +180,10 @@ class ConversationUnits(Units):
 
   rendering: Rendering
 
+  def sides(self, text: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(ids, weights) of what a document consists of. Raises ValueError with the reason in one line."""
+    return [self.rendering.encode(text)]
+
   @property
   def settings(self) -> tuple[str, ...]:
     made = self.rendering
@@ -180,11 +191,11 @@ class ConversationUnits(Units):
 
   def tokenized(self, documents: np.ndarray, texts: list[bytes], counts: dict[str, int]) -> Encoded:
     """As `Units.tokenized`; `cut` counts those that lose a part of what is trained."""
-    most, kept, ids, weights = self.layout.row_length + 1, [], [], []
+    most, indices, found = self.layout.row_length + 1, [], []
     for index, text in zip(documents.tolist(), texts, strict=True):
       try:
-        own, weight = self.rendering.encode(text)
-        if not weight[1:most].any():
+        sides = self.sides(text)
+        if not all(weight[1:most].any() for _, weight in sides):
           raise ValueError(f"its first answer begins behind max_target_length={most - 1}; use a longer row")
       except ConfigError:
         raise
@@ -194,13 +205,17 @@ class ConversationUnits(Units):
         for name, change in (("corrupt", 1), ("documents", -1), ("bytes", -len(text))):
           counts[name] += change
         continue
-      counts["cut"] += bool(weight[most:].any())
-      kept.append(index)
-      ids.append(own[:most])
-      weights.append(weight[:most])
+      counts["cut"] += any(weight[most:].any() for _, weight in sides)
+      indices.append(index)
+      found.append([(ids[:most], weight[:most]) for ids, weight in sides])
+    return self.joined(np.array(indices, np.int64), found)
+
+  def joined(self, documents: np.ndarray, found: list[list[tuple[np.ndarray, np.ndarray]]], side: int = 0) -> Encoded:
+    """One side of the documents, as `sides` gave them, end to end."""
+    ids, weights = ([one[side][part] for one in found] for part in (0, 1))
     tokens = concatenated(ids).astype(packing.token_dtype(self.tokenizer.vocab_size))
     ends = np.cumsum(list(map(len, ids)), dtype=np.int64)
-    return Encoded(tokens, ends, np.array(kept, np.int64), None, weights=concatenated(weights).astype(np.float32))
+    return Encoded(tokens, ends, documents, None, weights=concatenated(weights).astype(np.float32))
 
   @functools.cached_property
   def examined(self) -> dict[str, int]:

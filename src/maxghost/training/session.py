@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -51,6 +51,7 @@ class Session:
     open_trackers: Callable,
     open_parameters: Callable | None = None,
     force: bool = False,
+    open_teacher: Callable | None = None,
   ):
     cfg = plan.cfg
     self._plan, self._cfg, self._existing, self._dataset, self._signals = plan, cfg, existing, dataset, signals
@@ -61,7 +62,9 @@ class Session:
     if not force:
       memory_report.check(plan.memory, self._capacity)
     self._sampler = Sampler(cfg, dataset.tokenizer) if cfg.run.sample_every else None
-    self._read_parameters = open_parameters and open_parameters(state.to_tree(plan.state))
+    wanted = state.to_tree(plan.state)
+    self._read_parameters = open_parameters and open_parameters(wanted)
+    self._read_teacher = open_teacher and open_teacher(wanted[state.REFERENCE])
     dataset.notes()  # raises where documents cannot be trained on
     for domain in cfg.val_sets.values():
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain)  # raises where a set has no rows
@@ -118,7 +121,8 @@ class Session:
     """Opens logs and checkpoints, which `opened` closes, and runs the loop."""
     plan, cfg, dataset = self._plan, self._cfg, self._dataset
     if distributed.is_first():
-      tokenizer_files.save(dataset.tokenizer, cfg.data.tokenizer_type, self._path / tokenizer_files.FOLDER)
+      folder, template = self._path / tokenizer_files.FOLDER, cfg.data.chat_template_path
+      tokenizer_files.save(dataset.tokenizer, cfg.data.tokenizer_type, folder, template)
     train_state, position = self._restore()
     sinks = self._open_sinks(position)
     opened.callback(sinks.close)
@@ -127,7 +131,9 @@ class Session:
       weights = parse_weights(cfg.data, dataset.source.domains)
       reweighter = Reweighter(cfg.ghost, weights, dataset.train, dataset.document_id)
       reweighter.restore(position.reweighting)  # before the first batch is drawn
-    batches = Batches(dataset, create(cfg).prepare)
+    sets = zip(cfg.data.validation_sets.items(), cfg.data.validation_objectives, strict=True)
+    of_sets = {name: (domain, create(cfg, own).prepare) for (name, domain), own in sets}
+    batches = Batches(dataset, create(cfg).prepare, of_sets)
     put = functools.partial(plan.layout.put, num_rows=plan.rows)
     prefetcher = Prefetcher(batches, put, cfg.run.steps - position.completed_steps)
     opened.callback(prefetcher.close)
@@ -159,7 +165,7 @@ class Session:
         asynchronous=cfg.checkpoint.async_checkpointing,
         say=say,
       )
-      restored = self._checkpoints.restore_latest(state.to_tree(plan.state))
+      restored = self._checkpoints.restore_latest(state.saved_parts(plan.state, Position(), cfg)[0])
     if restored is not None:
       position = Position.from_json(restored.positions)
       run_directory.check_saved(self._path, restored.positions["config"], cfg)
@@ -176,12 +182,14 @@ class Session:
       if "steps" in self._existing.changed:
         before, now = self._existing.changed["steps"]
         say(f"steps: {before} -> {now}; the learning-rate schedule now spans {now} steps")
-      return state.from_tree(restored.tree, plan.state), position
-    train_state = state.create_split(cfg, plan.layout)[1]
+      return state.from_tree(restored.tree | self._reference(restored), plan.state), position
+    train_state = state.create_split(cfg, plan.layout, plan.teacher)[1]
     if self._read_parameters:
       train_state = state.from_tree(state.to_tree(train_state) | self._read_parameters(), train_state)
-      if not cfg.checkpoint.load_full_state_path:
-        say(f"Starting from the parameters of {cfg.checkpoint.load_parameters_path}")
+    tree = state.to_tree(train_state)
+    train_state = state.from_tree(tree | self._reference(model=tree["model"]), train_state)
+    if self._read_parameters and not cfg.checkpoint.load_full_state_path:
+      say(f"Starting from the parameters of {cfg.checkpoint.load_parameters_path}")
     first = 0
     if given := cfg.checkpoint.load_full_state_path:
       first = int(state.to_tree(train_state)["optimizer"]["step"])
@@ -189,6 +197,24 @@ class Session:
     if not self._existing.is_new:
       say(f"The run was stopped before its first checkpoint: it starts again at step {first}")
     return train_state, Position(completed_steps=first, rows=plan.rows)
+
+  def _reference(self, restored: Any = None, model: Mapping | None = None) -> dict:
+    """{REFERENCE: its arrays}, or {} for a run without one: copies of the parameters that the run began with.
+
+    restored: a checkpoint, with which the reference must agree. model: the tree of these parameters, if known.
+    """
+    plan, cfg = self._plan, self._cfg
+    wanted = state.to_tree(plan.state).get(state.REFERENCE)
+    if wanted is None:
+      return {}
+    if self._read_teacher:
+      model = self._read_teacher()["model"]
+    began = self._read_parameters or (lambda: state.to_tree(state.create_split(cfg, plan.layout)[1]))
+    tree = state.copied(began()["model"] if model is None else model, wanted)
+    if restored is not None:
+      origin = cfg.optimizer.distill_teacher or cfg.checkpoint.load_parameters_path
+      self._checkpoints.check_frozen(restored, tree, origin)
+    return {state.REFERENCE: tree}
 
   def _open_sinks(self, position: Position) -> Sinks:
     """Opens the logs at a position; later records are removed."""
