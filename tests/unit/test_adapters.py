@@ -46,10 +46,10 @@ class MergedGradients:
   """As `oracles.ExampleGradients`, of the adapters, through the merged plain model."""
 
   def __init__(self, cfg):
-    self.cfg = config.replace(cfg, lora_rank=0, lora_module_path="", lora_dropout=0.0, ghost_rank=0)
+    self.cfg = config.replace(cfg, lora_rank=0, lora_module_path="", lora_dropout=0.0, lora_weight_qtype="")
     self.scale = cfg.adapter.lora_alpha / cfg.adapter.lora_rank ** (0.5 if cfg.adapter.lora_use_rslora else 1)
     graphdef, params, rest = nnx.split(tiny.make_model(self.cfg), nnx.Param, ...)
-    base = {label: jnp.asarray(v) for label, v in tiny.by_label(params).items()}
+    base = {label: jnp.asarray(v) for label, v in self.base(tiny.by_label(params)).items()}
 
     def loss(values, row):
       whole = merged(base, values, self.scale, jnp)
@@ -61,6 +61,10 @@ class MergedGradients:
       return jnp.sum(jnp.where(row["targets_segmentation"][0] != 0, losses, 0))
 
     self._gradients = jax.jit(jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0)))
+
+  def base(self, base: dict) -> dict:
+    """The weights below the adapters."""
+    return base
 
   def __call__(self, rows: dict, values: dict) -> dict:
     values = {label: jnp.asarray(v) for label, v in values.items() if "lora" in label}

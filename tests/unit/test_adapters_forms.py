@@ -1,4 +1,4 @@
-"""Adapters in every form of a run: the walk back over the layers, segments, weights in host memory, meshes, micro-batches.
+"""Adapters in every form of a run: the walk back, segments, weights in host memory, meshes, micro-batches.
 
 Schedule two_pass on one device, which test_adapters.py compares with independent gradients, is the reference.
 """

@@ -8,11 +8,13 @@ an adapter's are `.../query/lora/a` and `.../query/lora/b`. Those of experts `..
 import re
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 
 from maxghost import models
 from maxghost.adapters import lora
 from maxghost.adapters.lora import AdaptedEinsum, AdaptedLinear, AdaptedLinearGeneral, Lora
+from maxghost.adapters.quantized import QUANTIZED, AdaptedQuantized, QuantizedLinearGeneral, quantize_layer
 from maxghost.config.schema import AdapterConfig, Config
 from maxghost.config.values import ConfigError
 from maxghost.models import dense
@@ -24,7 +26,7 @@ ADAPTED: dict[type, type] = {
   nnx.LinearGeneral: AdaptedLinearGeneral,
   nnx.Einsum: AdaptedEinsum,
 }
-PLAIN = {adapted: layer for layer, adapted in ADAPTED.items()}
+PLAIN = {adapted: layer for layer, adapted in ADAPTED.items()} | {AdaptedQuantized: QuantizedLinearGeneral}
 
 
 def create(cfg: Config) -> models.Transformer:
@@ -48,7 +50,8 @@ def attach(model: Any, cfg: AdapterConfig, seed: int = 0) -> Any:
     seed: Of the initial values.
 
   Raises:
-    ConfigError: For a pattern that matches no layer, or one that can have no adapter.
+    ConfigError: For a pattern that matches no layer, or one that can have no adapter, and for lora_weight_qtype with
+      layers that it cannot hold.
   """
   layers, found = _places(model), []
   wanted = re.compile(cfg.lora_module_path) if cfg.lora_module_path else None
@@ -59,6 +62,10 @@ def attach(model: Any, cfg: AdapterConfig, seed: int = 0) -> Any:
   if not found:
     known = ", ".join(layers) or "none"
     raise ConfigError(f"lora_module_path='{cfg.lora_module_path}' matches no layer that can have an adapter: {known}")
+  if cfg.lora_weight_qtype:
+    for label, (module, name, by_default) in layers.items():
+      if by_default or name:
+        _quantize(module, name, label, cfg)
   _freeze(model)
   return model
 
@@ -120,6 +127,17 @@ def _adapt_experts(module: RoutedMoe, name: str, label: str, cfg: AdapterConfig,
   setattr(module, f"{name}_lora_a", a)
   setattr(module, f"{name}_lora_b", b)
   module.lora_scale = lora.scale(cfg)
+
+
+def _quantize(module: Any, name: str, label: str, cfg: AdapterConfig) -> None:
+  """Keeps the weights of one layer, or the experts' matrix `name`, as lora_weight_qtype says."""
+  if cfg.lora_weight_qtype == "bfloat16":
+    kernel = getattr(module, name or "kernel")
+    setattr(module, name or "kernel", kernel.replace(kernel[...].astype(jnp.bfloat16)))
+  elif type(module) in QUANTIZED:
+    quantize_layer(module, label, cfg.lora_weight_qtype, cfg.lora_tile_size)
+  else:
+    raise ConfigError(f"lora_weight_qtype={cfg.lora_weight_qtype} holds nnx.LinearGeneral layers, not {label}")
 
 
 def _freeze(model: Any) -> None:

@@ -356,9 +356,16 @@ def reweighting(v: Values) -> Iterator[str]:
 
 
 def low_rank_adapters(v: Values) -> Iterator[str]:
-  if not v.lora_rank:
-    return
   given = v["lora_rank"]
+  if not v.lora_rank:
+    for name in ("lora_weight_qtype", "lora_restore_path"):
+      if getattr(v, name):
+        yield f"{v[name]} is read beside adapters; set lora_rank, such as 8, or leave {name} empty"
+    return
+  if v.lora_weight_qtype in ("int8", "nf4") and v.num_experts > 1:
+    yield f"{v['lora_weight_qtype']} keeps dense matrices, not those of experts; use bfloat16 with {v['num_experts']}"
+  if v.load_full_state_path:
+    yield f"{given} has a state of its own; use load_parameters_path for the base, and lora_restore_path for adapters"
   try:
     re.compile(v.lora_module_path)
   except re.error as error:

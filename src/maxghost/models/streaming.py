@@ -142,9 +142,9 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
   return run(carry, floats, shared_floats, others, shared_others)
 
 
-def _instantiated(cotangent):
-  is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-  return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
+def _instantiated(cotangent: Any) -> Any:
+  zero: Any = cotangent if isinstance(cotangent, jax.custom_derivatives.SymbolicZero) else None
+  return cotangent if zero is None else jnp.zeros(zero.shape, zero.dtype)
 
 
 def _separate(tree):

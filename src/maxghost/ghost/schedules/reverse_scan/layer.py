@@ -44,9 +44,9 @@ class Layers:
   """A model and its twin, split at the stacked layers.
 
   prefix: path of the layers. plain, probed: the whole model, and its twin with blank directions. params, rest: of all
-  layers, with a leading layer axis; frozen parameters are in the rest. graphdef, twin_graphdef, probes: of one layer. inner, outer: the scored parameters
-  of one layer, and those outside. state: the optimizer's, with the arrays of the layers that the ledger or the
-  directions read. scalars: of the twin's rule.
+  layers, with a leading layer axis; the rest holds frozen parameters. graphdef, twin_graphdef, probes: of one layer.
+  inner, outer: the scored parameters of one layer, and those outside. state: the optimizer's, with the arrays of the
+  layers that the ledger or the directions read. scalars: of the twin's rule.
   """
 
   def __init__(self, problem: Problem, prefix: tuple):

@@ -1,0 +1,153 @@
+"""Frozen matrices of a model in few bits: NF4 with double quantisation, or int8, dequantised inside the product.
+
+A matrix [d, p] is cut into blocks of t inputs of one output, each with its largest size m. int8: the nearest multiple
+of m / 127. NF4 (Dettmers et al., arXiv:2305.14314): the nearest of 16 quantiles of the normal distribution, times m;
+two codes in a byte. m itself is kept as its mean over the matrix plus a multiple of s / 127 in 8 bits, s the largest
+difference in a block of 256 outputs (or of the largest power of two that divides p).
+
+*stack layer axes; d inputs over all input axes; *O output axes; p outputs in all.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from maxghost.adapters.lora import AdaptedLinearGeneral, Lora, dropped
+from maxghost.config.values import ConfigError
+from maxghost.models import autodiff, dense
+
+# Source: bitsandbytes, function create_normal_map; QLoRA, appendix E.
+LEVELS = (
+  -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+  -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+  0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_STEPS = 127  # of an 8-bit code on each side of zero
+_BLOCK = 256  # of the sizes of blocks
+NAMES = {"int8": ("codes", "sizes"), "nf4": ("codes", "sizes", "size_scales", "size_means")}
+
+
+class Frozen(nnx.Variable):
+  """A part of a quantised matrix."""
+
+
+def quantize(kernel, qtype: str, tile: int, depth: int, in_axes: int) -> dict[str, Any]:
+  """The parts of a kernel [*stack, *I, *O] by name, as `NAMES` has them.
+
+  codes: int8 [*stack, d, *O], or uint8 [*stack, d / 2, *O] for nf4. sizes: m, [*stack, d / tile, p]; int8 for nf4, with
+  size_scales [*stack, d / tile, blocks] and size_means [*stack, 1, 1]. Floats are float32, or the kernel's float64.
+  """
+  stack, outputs = kernel.shape[:depth], kernel.shape[depth + in_axes :]
+  wide = jnp.promote_types(kernel.dtype, jnp.float32)
+  blocks = kernel.astype(wide).reshape(*stack, -1, tile, math.prod(outputs))
+  sizes = jnp.abs(blocks).max(-2)
+  share = blocks / jnp.where(sizes == 0, 1, sizes)[..., None, :]
+  if qtype == "int8":
+    codes = jnp.round(share * _STEPS).astype(jnp.int8)
+    return {"codes": codes.reshape(*stack, -1, *outputs), "sizes": sizes}
+  middles = [(a + b) / 2 for a, b in itertools.pairwise(LEVELS)]
+  index = jnp.zeros(share.shape, jnp.uint8)
+  for middle in middles:
+    index = index + (share > jnp.asarray(middle, wide)).astype(jnp.uint8)
+  pairs = index.reshape(*stack, -1, 2, math.prod(outputs))
+  codes = pairs[..., 0, :] | (pairs[..., 1, :] << 4)
+  mean = sizes.mean((-2, -1), keepdims=True)
+  rest = (sizes - mean).reshape(*sizes.shape[:-1], -1, math.gcd(_BLOCK, sizes.shape[-1]))
+  scale = jnp.abs(rest).max(-1)
+  rest = jnp.round(rest / jnp.where(scale == 0, 1, scale)[..., None] * _STEPS).astype(jnp.int8)
+  return {
+    "codes": codes.reshape(*stack, -1, *outputs),
+    "sizes": rest.reshape(sizes.shape),
+    "size_scales": scale,
+    "size_means": mean,
+  }
+
+
+def dequantize(parts: dict[str, Any], qtype: str, dtype, depth: int = 0):
+  """The matrix [*stack, d, *O] of its parts, computed in float32 (float64 for that dtype)."""
+  codes, sizes, wide = parts["codes"], parts["sizes"], jnp.promote_types(dtype, jnp.float32)
+  stack, outputs = codes.shape[:depth], codes.shape[depth + 1 :]
+  codes = codes.reshape(*stack, codes.shape[depth], -1)
+  if qtype == "nf4":
+    scale = parts["size_scales"].astype(wide)[..., None]
+    rest = sizes.astype(wide).reshape(*scale.shape[:-1], -1) * scale / _STEPS
+    sizes = parts["size_means"].astype(wide) + rest.reshape(sizes.shape)
+    share = _levels(jnp.stack([codes & 15, codes >> 4], -2), wide)
+  else:
+    sizes, share = sizes.astype(wide), codes.astype(wide) / _STEPS
+  blocks = share.reshape(*sizes.shape[:-1], -1, sizes.shape[-1]) * sizes[..., None, :]
+  return blocks.reshape(*stack, -1, *outputs).astype(dtype)
+
+
+def _levels(index, dtype):
+  """LEVELS[index], by selections: a table would be read one entry at a time."""
+  found = [jnp.asarray(level, dtype) for level in LEVELS]
+  for bit in range(4):
+    high = (index >> bit) & 1 == 1
+    found = [jnp.where(high, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
+  return found[0]
+
+
+def _forward(qtype, precision, x, parts):
+  y = dense.contract(x, dequantize(parts, qtype, x.dtype), 1, precision)
+  return y, (jnp.zeros((), x.dtype), parts)
+
+
+def _backward(qtype, precision, kept, g):
+  like, parts = kept
+  return dense.contract_transposed(g, dequantize(parts, qtype, like.dtype), 1, precision), None
+
+
+# x [..., d] times the matrix of the parts. The backward pass keeps the parts, not the matrix.
+product = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0, 1))
+
+
+class QuantizedLinearGeneral(nnx.LinearGeneral):
+  """`nnx.LinearGeneral` over trailing axes whose kernel is in few bits; it has no Param `kernel`."""
+
+  qtype: str
+
+  def __call__(self, x):
+    dtype = self.dtype or x.dtype
+    parts = {name: getattr(self, name)[...] for name in NAMES[self.qtype]}
+    x = x.reshape(*x.shape[: x.ndim - len(self.in_features)], -1)
+    y = product(self.qtype, self.precision, x.astype(dtype), parts)
+    if self.bias is None:
+      return y
+    return y + jnp.expand_dims(self.bias[...].astype(dtype), tuple(range(y.ndim - len(self.out_features))))
+
+
+class AdaptedQuantized(QuantizedLinearGeneral):
+  """The same with an adapter."""
+
+  lora: Lora
+  lora_dropout: float
+
+  def __call__(self, x):
+    return super().__call__(x) + self.lora(dropped(x, self.lora_dropout))
+
+
+QUANTIZED: dict[type, type] = {nnx.LinearGeneral: QuantizedLinearGeneral, AdaptedLinearGeneral: AdaptedQuantized}
+
+
+def quantize_layer(module: Any, label: str, qtype: str, tile: int) -> None:
+  """Puts the parts in place of the kernel of a dense layer.
+
+  Raises ConfigError for a tile that does not divide the inputs.
+  """
+  kernel, in_axes = module.kernel, len(module.in_features)
+  if (inputs := math.prod(module.in_features)) % tile or tile % 2:
+    raise ConfigError(f"lora_tile_size={tile} does not divide the {inputs} inputs of {label} into even blocks; use 32")
+  depth, axes = kernel.ndim - in_axes - len(module.out_features), kernel.get_metadata().get("axes")
+  for name, x in quantize(kernel[...], qtype, tile, depth, in_axes).items():
+    variable = Frozen(x)
+    if axes is not None:
+      whole = (*axes[: depth + 1], *axes[depth + in_axes :])
+      variable.set_metadata(axes=whole if name == "codes" else (*axes[:depth], None, None))
+    setattr(module, name, variable)
+  del module.kernel
+  module.qtype = qtype
+  object.__setattr__(module, "__class__", QUANTIZED[type(module)])
