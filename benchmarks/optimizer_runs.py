@@ -69,7 +69,7 @@ def run(name: str, keys: tuple[str, ...], rate: float, seed: int, overrides) -> 
     "optimizer": name,
     "learning rate": rate,
     "seed": seed,
-    "held-out loss": [record["eval/loss"] for record in records if "eval/loss" in record][-1],
+    "held-out loss": [record["eval/avg_loss"] for record in records if "eval/avg_loss" in record][-1],
     "training loss": float(np.mean([record["learning/loss"] for record in records[-main_job.LAST_STEPS :]])),
     "measured drop": measured,
     "first order": float(ledger.first_order) / measured,

@@ -14,6 +14,7 @@ from typing import Any
 
 from maxghost import cli, config
 from maxghost.arguments import Parser
+from maxghost.attribution.where import refuse_unknown
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.interop import model_path
 from maxghost.scores import PIPE_WIDTH
@@ -27,6 +28,7 @@ examples:
 """
 DIRECTIONS = 256  # see docs/attribution.md
 SKETCHED_ROWS = 8
+METHODS = ("contribution", "less")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -38,9 +40,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--queries", nargs="+", default=[], metavar="NAME=GLOB", help="texts to query with, by name")
   add("--output", type=Path, metavar="PATH", help="new folder for the score log; with --index a JSON file")
   add("--direction", default="", metavar="NAME", help=f"{', '.join(plugins.DIRECTIONS)} (the run's ghost_direction)")
+  add("--method", default="", metavar="NAME", help="with --index: contribution, or the baseline less (contribution)")
   add("--index", type=Path, metavar="DIR", help="folder of gradient sketches: written with --data, read for --queries")
   add("--directions", type=int, default=DIRECTIONS, metavar="R",
-      help=f"--index: random directions per parameter and layer ({DIRECTIONS})")  # fmt: skip
+      help=f"--index: random directions per parameter and layer ({DIRECTIONS}); for less 0 = exact")  # fmt: skip
   add("--rows", type=int, metavar="N", help=f"rows scored together (those of a step; --index: {SKETCHED_ROWS})")
   add("--query-rows", type=int, default=8, metavar="N", help="rows of each query that are used (8)")
   add("--top", type=int, default=10, metavar="N", help="best documents shown for each query (10)")
@@ -50,7 +53,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _check(args: argparse.Namespace) -> None:
-  for name, least in (("directions", 2), ("rows", 1), ("query_rows", 1), ("top", 1)):
+  refuse_unknown(f"--method {args.method}: unknown", args.method, ("", *METHODS))
+  if args.method and not args.index:
+    raise ConfigError(f"--method {args.method} works on an index: give --index DIR")
+  fewest = 2 if args.method != "less" or args.directions else 0
+  for name, least in (("directions", fewest), ("rows", 1), ("query_rows", 1), ("top", 1)):
     if (value := getattr(args, name)) is not None and value < least:
       raise ConfigError(f"--{name.replace('_', '-')} {value}: at least {least}")
   if not args.index and not (args.data and args.queries and args.output):
@@ -73,13 +80,15 @@ def _run(args: argparse.Namespace) -> int:
   run_dir, paths = resolve(args.checkpoints)
   cfg = model_path.with_own_tokenizer(config.load(str(run_dir / "config.yml")), run_dir)
   step_rows = rows_per_step(cfg, run_dir)
+  if args.method == "less":
+    check_less(cfg, args, paths)
   cfg = scoring_config(cfg, args, paths)
   from maxghost.attribution.corpus import Corpus
   from maxghost.training.devices import configure_jax
 
   configure_jax(cfg)
-  corpus = Corpus(tuple(args.data), cfg.data, "--data") if args.data else None
-  asked = Corpus(tuple(args.queries), cfg.data, "--queries") if args.queries else None
+  corpus = Corpus(tuple(args.data), cfg.data, "--data", cfg.records) if args.data else None
+  asked = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
   queries = {}
   if asked:
     for name in asked.domains:
@@ -119,6 +128,20 @@ def scoring_config(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]
     cfg, ghost_enabled=True, ghost_direction=direction, ghost_select="none", ghost_reweight=(), ghost_every=1,
     ghost_val_every=1, ghost_val_sets=(), ghost_val_fraction=0.5, ghost_detail="total", offload_to_host=(), **changes,
   )  # fmt: skip
+
+
+def check_less(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]) -> None:
+  """Refuses what LESS is not defined for."""
+  if cfg.optimizer.opt_type != "adamw":
+    raise ConfigError(f"--method less needs the moments of AdamW; the run has opt_type={cfg.optimizer.opt_type}")
+  if bare := [path for path in paths.values() if not has_optimizer(path)]:
+    raise ConfigError(f"{bare[0]} holds no optimizer state, whose moments --method less needs")
+  if args.direction:
+    raise ConfigError(f"--direction {args.direction}: --method less has its own direction; leave it out")
+  from maxghost.objectives import create
+
+  if (rows := create(cfg).rows_per_unit) > 1:
+    raise ConfigError(f"--method less scores single rows; objective={cfg.optimizer.objective} scores {rows} together")
 
 
 def has_optimizer(path: Path) -> bool:
@@ -181,23 +204,30 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   from maxghost.attribution.numbers import printable
   from maxghost.attribution.output import write_output
 
-  if cfg.ghost.curvature == "hessian":
+  method = args.method or offline.CONTRIBUTION
+  if cfg.ghost.curvature == "hessian" and method == offline.CONTRIBUTION:
     raise ConfigError("--index: ghost_curvature=hessian needs the curvature of each step; give --direction auto")
   if corpus is not None:
     rows = args.rows or SKETCHED_ROWS
-    count = offline.build_index(cfg, points(cfg, paths), corpus, args.index, rows, step_rows, args.directions)
+    at = points(cfg, paths)
+    count = offline.build_index(cfg, at, corpus, args.index, rows, step_rows, args.directions, method)
     print(f"indexed {count:,} chunks at {len(paths)} checkpoints: {args.index}")
   if not queries:
     return 0
   about = offline.open_index(args.index, list(paths))
+  if args.method and method != about.get("method", offline.CONTRIBUTION):
+    raise ConfigError(f"--method {method}: the index was written with --method {about.get('method')}; leave it out")
+  is_less = about.get("method") == offline.LESS
+  unit = offline.LESS_UNIT if is_less else offline.UNIT
   if not args.direction:
     cfg = config.replace(cfg, ghost_direction=about["direction"])
   elif cfg.ghost.ghost_direction != about["direction"]:
     raise ConfigError(f"--direction {args.direction}: the index was written for {about['direction']}; leave it out")
   found = offline.nearest(cfg, points(cfg, paths), args.index, about, queries, asked, args.top)
   for name, chunks in found.items():
-    how = f"direction {about['direction']}, estimated from {about['directions']} random directions"
-    print(f"\nnearest to '{name}': {offline.UNIT}\n({how})")
+    how = "LESS" if is_less else f"direction {about['direction']}"
+    how = f"{how}, estimated from {about['directions']} random directions"
+    print(f"\nnearest to '{name}': {unit}\n({how})")
     for chunk in chunks:
       value, error = chunk["contribution"], chunk["standard_error"]
       rank = f"{chunk['rank']}{'=' if chunk['tied'] else ' '}"
@@ -205,7 +235,8 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
       print(f"{rank:>6} {value:+.3e} ± {error:.1e}  {printable(place)}")
   print("\n± is the standard error; = marks ranks that it does not tell apart (more --directions would)")
   if args.output:
-    about = {key: about[key] for key in ("direction", "directions", "checkpoints")} | {"unit": offline.UNIT}
+    about = {key: about[key] for key in ("direction", "directions", "checkpoints")}
+    about |= {"unit": unit, "method": offline.LESS if is_less else offline.CONTRIBUTION}
     write_output(args.output, json.dumps(about | {"queries": found}, ensure_ascii=False, indent=1) + "\n")
   return 0
 

@@ -23,6 +23,7 @@ examples:
 """
 # key that may follow a configuration -> its flag
 KEYS = {name: f"--{name}" for name in ("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "dtype")}
+KEYS["lora_restore_path"] = "--adapter"
 
 
 def from_keys(arguments: list[str]) -> list[str]:
@@ -59,6 +60,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--stop", nargs="+", default=[], metavar="TEXT", help="stop before this text; the end token always stops")
   add("--seed", type=int, default=0, help="of the sampling (0)")
   add("--cache", type=int, default=0, metavar="N", help="positions of the cache; 0 = as needed (0)")
+  add(
+    "--adapter", default="", metavar="FOLDER", help="LoRA adapter to merge in: folder of PEFT, or a run with lora_rank"
+  )
   add("--config", metavar="FILE", help="config.yml of a model that has none beside it")
   add("--dtype", choices=("float32", "bfloat16"), help="compute dtype (the configuration's)")
   add("--otherwise", metavar="FILE", help=argparse.SUPPRESS)  # as --config, for a model that has none
@@ -83,7 +87,7 @@ def _run(args: argparse.Namespace) -> int:
   prompts = encode(texts, tokenizer, cfg)
   cache_size = _cache_size(args, cfg, max(map(len, prompts)))
   stop_ids = place.stop_ids() | (set() if tokenizer.eos_id is None else {tokenizer.eos_id})
-  graphdef, state = load_model.load(place, cfg, say=lambda line: print(line, file=sys.stderr))
+  graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr), args.adapter)
   generator = Generator(graphdef, cache_size, sampling=sampling, stop_ids=sorted(stop_ids))
   rows = [Row(tokenizer, stop_ids, args.stop) for _ in texts]
   _show(texts, rows, generator.stream(state, prompts, args.max_new_tokens, seed=args.seed))

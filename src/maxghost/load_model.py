@@ -10,7 +10,7 @@ from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import Config, ConfigError
 from maxghost.config.families import FAMILIES
 from maxghost.config.values import shown
-from maxghost.interop import huggingface, model_path
+from maxghost.interop import huggingface, merge, model_path
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.huggingface_config import differing
 from maxghost.interop.load_tree import open_load
@@ -44,8 +44,11 @@ def find(
   return place, config.replace(cfg, **changes)
 
 
-def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print):
-  """(graphdef, state) of the model. JAX is imported here. Raises ConfigError for parameters that do not fit."""
+def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, adapter: str = ""):
+  """(graphdef, state) of the model. JAX is imported here. Raises ConfigError for parameters that do not fit.
+
+  adapter: as in `open_parameters`.
+  """
   from flax import nnx
 
   from maxghost import adapters
@@ -55,7 +58,7 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print):
   configure_jax(cfg)
   graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
   wanted = state.to_tree(state.abstract_arrays(abstract))
-  tree = open_parameters(place, cfg, {"model": wanted}, say)()["model"]
+  tree = open_parameters(place, cfg, {"model": wanted}, say, adapter)()["model"]
   return graphdef, state.from_tree(tree, abstract)
 
 
@@ -101,13 +104,17 @@ def check_steps(place: ModelPlace, cfg: Config) -> None:
 
 
 def open_parameters(
-  place: ModelPlace, cfg: Config, wanted: Mapping[str, Any], say: Callable[[str], None] = print
+  place: ModelPlace, cfg: Config, wanted: Mapping[str, Any], say: Callable[[str], None] = print, adapter: str = ""
 ) -> Callable[[], dict]:
   """Pairs what is at `place` with the tree `wanted`, {"model": ..., ...}, and returns a function that reads it.
 
-  Raises ConfigError with every missing, unknown or differing parameter or moment.
+  adapter: a folder of PEFT, or a run with adapters, to merge into the parameters. Raises ConfigError with every
+  missing, unknown or differing parameter or moment.
   """
-  values_from = read_checkpoint(open_tree(place.tree), ReadOptions(keep_unknown=True)).values_from
+  raw = open_tree(place.tree)
+  if adapter:
+    raw = merge.merged(raw, cfg.model, *merge.open_adapter(adapter, cfg.model))
+  values_from = read_checkpoint(raw, ReadOptions(keep_unknown=True)).values_from
   scales = FAMILIES[cfg.model.decoder_block].maxtext_scales_queries
   if values_from == "maxtext" and scales is None:
     raise LayoutError(
@@ -120,4 +127,4 @@ def open_parameters(
       "maxghost checkpoint rescale"
     )
   head_dim = cfg.model.head_dim if values_from == "maxtext" and scales else None
-  return open_load(place.tree, wanted, head_dim=head_dim, widen=True, say=say)
+  return open_load(raw, wanted, head_dim=head_dim, widen=True, say=say)

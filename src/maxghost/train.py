@@ -44,7 +44,7 @@ def _run(cfg: Config, force: bool, signals: StopSignals) -> int:
 
   trackers.check(cfg)
   open_parameters = _parameters(cfg, existing)
-  corpus = build.open_all(cfg.data, cfg.run.data_shuffle_seed, cfg.model.vocab_size)
+  corpus = build.open_all(cfg.data, cfg.run.data_shuffle_seed, cfg.model.vocab_size, cfg.records)
   return _train(cfg, existing, corpus, signals, open_parameters, force)
 
 
@@ -94,7 +94,14 @@ def _train(
       threading.Thread(target=_watch_peers, args=(seconds,), daemon=True).start()
     own, seed = plan.own, cfg.run.data_shuffle_seed
     dataset = data.make_dataset(
-      corpus[0], cfg.data, seed, own.num_shards, own.shard, tokenizer=corpus[1], batch_size=plan.rows
+      corpus[0],
+      cfg.data,
+      seed,
+      own.num_shards,
+      own.shard,
+      tokenizer=corpus[1],
+      batch_size=plan.rows,
+      records=cfg.records,
     )
     session = Session(
       plan, existing, dataset, signals, open_checkpoints=CheckpointManager, open_parameters=open_parameters,

@@ -2,15 +2,20 @@
 
 import contextlib
 import json
+import re
 import warnings
 
 import hf_models
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import tiny
+from flax import nnx
 
-from maxghost import load_model
+from maxghost import adapters, config, generate, load_model
 from maxghost.checkpoint.layouts import read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader
 from maxghost.config import ConfigError
@@ -295,6 +300,22 @@ def test_adapters_of_peft_and_adapters_for_peft(name, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
   expected = logits_of(theirs)
+  logits, gradients = adapted_here(name, cfg, settings, arrays, tokens)
+  close(logits, expected)
+  torch.nn.functional.cross_entropy(
+    theirs(torch.from_numpy(tokens).long(), use_cache=False).logits[:, :-1].flatten(0, 1).double(),
+    torch.from_numpy(tokens).long()[:, 1:].flatten(),
+  ).backward()
+  (tmp_path / "gradients").mkdir()
+  (tmp_path / "gradients" / CONFIG).write_bytes((tmp_path / "theirs" / CONFIG).read_bytes())
+  grads = {n.replace(".default", ""): p.grad.numpy() for n, p in theirs.named_parameters() if "lora_" in n}
+  safetensors.numpy.save_file(grads, tmp_path / "gradients" / TENSORS)
+  shared = {"gpt2": "query|key|value", "mixtral": "wi_[01]", "qwen3_moe": "wi_[01]", "gpt_oss": "wi_[01]"}.get(name)
+  for label, values in peft.load_adapter(tmp_path / "gradients", cfg.model)[1].items():
+    parts = [label]
+    if label.endswith("a") and shared:  # one A there is one for each part here
+      parts = [other for other in gradients if re.sub(shared, "*", other) == re.sub(shared, "*", label)]
+    close(sum(gradients[part] for part in parts), values)
   close(merged_logits(tmp_path / "theirs", tmp_path / "merged"), expected)
   rng = np.random.default_rng(0)
   own = {label: x + 0.1 * rng.normal(size=x.shape).astype(x.dtype) for label, x in arrays.items()}
@@ -311,8 +332,44 @@ def test_adapters_of_peft_and_adapters_for_peft(name, tmp_path):
     close(*(LayerReader(1 << 30).part(tree[leaf], whole) for tree in reversed(trees)))
 
 
-def load_model_logits(graphdef, state, tokens):
-  import jax
-  from flax import nnx
+def adapted_here(name, cfg, settings, arrays, tokens):
+  """(logits, {label: gradient}) of the model with adapters in its layers."""
+  with_adapters = config.replace(cfg, adam_weight_decay=0.0, **settings.keys(arrays))
+  values = hf_models.load(name)[1] | arrays
+  graphdef, trained, rest = nnx.split(
+    tiny.with_values(adapters.create_abstract(with_adapters), values), nnx.LoRAParam, ...
+  )
+  assert set(tiny.by_label(trained)) == set(arrays)
 
+  def loss(trained, rest, tokens):
+    logits = nnx.merge(graphdef, trained, rest)(tokens)
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1)
+    return losses.mean(), logits
+
+  gradients, logits = jax.jit(jax.grad(loss, has_aux=True))(trained, rest, tokens)
+  return np.asarray(logits), tiny.by_label(gradients)
+
+
+def test_a_model_generates_and_exports_with_its_adapter(tmp_path, capsys):
+  """The adapter of a checkpoint with lora_rank: out to PEFT, and merged by `maxghost generate`."""
+  source, cfg = hf_models.FOLDER / "llama2", hf_models.load("llama2")[0]
+  settings, arrays = Settings(RANK, 5.0), make_arrays(cfg.model)
+  peft.save_adapter(tmp_path / "peft", cfg.model, settings, arrays)
+  hf_checkpoint.export_model(source, tmp_path / "merged", adapter=tmp_path / "peft", say=silent)
+  place, loaded = load_model.find(source)
+  found, expected = (
+    tiny.by_label(load_model.load(*at, silent, adapter)[1])
+    for at, adapter in (((place, loaded), str(tmp_path / "peft")), (load_model.find(tmp_path / "merged"), ""))
+  )
+  equal(found, expected)
+  flags = generate.from_keys([f"load_parameters_path={source}", "prompt=a", f"lora_restore_path={tmp_path / 'peft'}"])
+  assert flags[-2:] == ["--adapter", str(tmp_path / "peft")]
+  assert checkpoint_command(["adapter", "merge", str(source), str(source), str(tmp_path / "no")]) == 2
+  assert (
+    "llama2 holds no adapter: it is neither a folder of PEFT nor a run with lora_rank above 0"
+    in capsys.readouterr().err
+  )
+
+
+def load_model_logits(graphdef, state, tokens):
   return jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens))(state, tokens)

@@ -12,14 +12,13 @@ import numpy as np
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
 from maxghost.data import packing
-from maxghost.data.build import max_segments
+from maxghost.data.build import kept, max_segments, units_of
 from maxghost.data.packing import Layout, Rows
 from maxghost.data.sources import text
 from maxghost.data.sources.files import expand
 from maxghost.data.split import Split
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.data.types import Batch, DocumentId
-from maxghost.data.windows import Units
 
 BLOCK_DOCUMENTS = 4096  # packed at a time
 
@@ -27,15 +26,19 @@ BLOCK_DOCUMENTS = 4096  # packed at a time
 class Corpus:
   """The documents of `domain=glob` patterns (text, JSON lines, Parquet), tokenized and packed as a run packs them.
 
-  data: the run's settings. Raises ConfigError for patterns and files that cannot be read.
+  data: the run's settings. records: what its documents are; they may name their own domains, but not those of queries.
+  Raises ConfigError for patterns and files that cannot be read.
   """
 
-  def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str):
-    self.source = text.load(expand(key, patterns), dataclasses.replace(data, document_fields=()))
+  def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str, records: str = "text"):
+    own = records != "text" and key != "--queries"
+    keys = dataclasses.replace(kept(data, records), document_fields=(), dataset_domains=())
+    self.source = text.load(expand(key, patterns), keys, own=own)
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
     self.layout = Layout(data.max_target_length, max_segments(data), packing.FIRST_FIT, data.add_bos, data.add_eos)
     split = Split(self.source, (), 0.0, 0)
-    self._units = Units(self.source, split, self.tokenizer, self.layout, data.on_corrupt)
+    make = units_of(data, self.tokenizer, records)
+    self._units = make(self.source, split, self.tokenizer, self.layout, data.on_corrupt)
 
   @property
   def domains(self) -> tuple[str, ...]:

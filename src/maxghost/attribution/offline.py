@@ -20,6 +20,7 @@ from flax import nnx
 
 from maxghost import optimizers
 from maxghost.attribution.corpus import Corpus
+from maxghost.attribution.less import Less
 from maxghost.config import Config, ConfigError
 from maxghost.config.files import check_seal, sealed, write_text
 from maxghost.data.hashing import changed_files, sha256
@@ -39,7 +40,10 @@ from maxghost.training.step import make_train_step
 
 _FILES = ("step.npz", "ids.jsonl")  # of an index, besides the sketches
 INDEX_VERSION = 3  # 3: sketches along the optimizer's direction, of the summed loss
+CONTRIBUTION, LESS = "contribution", "less"
+METHODS = {CONTRIBUTION: lambda *args: Sketcher(*args), LESS: Less}
 UNIT = "nats by which one exposure in a training step is predicted to lower the query's loss, over the checkpoints"
+LESS_UNIT = "cosine of the query's gradient with the document's Adam update, times the learning rate, over checkpoints"
 _SEED = 4711
 _BLOCK = 1024  # chunks multiplied at a time
 
@@ -94,18 +98,19 @@ _OUTPUTS = (
 
 
 def build_index(
-  cfg: Config, points: Iterator[Point], corpus: Corpus, folder: Path, num_rows: int, step_rows: int, num_directions: int
-) -> int:
+  cfg: Config, points: Iterator[Point], corpus: Corpus, folder: Path, num_rows: int, step_rows: int,
+  num_directions: int, method: str = CONTRIBUTION,
+) -> int:  # fmt: skip
   """Writes a memory-mapped index of sketched gradients; returns the number of chunks.
 
   `sketch_<step>.npy` f32[N, M, R] of each checkpoint: the gradient of each chunk's summed loss along R random
   directions in each parameter and layer. `ids.jsonl`: [domain, path, offset, chunk, tokens] of each chunk. `step.npz`:
   the corpus's first `step_rows` rows, the batch of the step whose response queries are passed through. `index.json`:
-  the rest.
+  the rest. method: one of METHODS.
   """
   folder.mkdir(parents=True, exist_ok=True)
   (folder / "index.json").unlink(missing_ok=True)  # written last: without it the index is incomplete
-  sketcher = Sketcher(cfg, corpus, num_rows, num_directions)
+  sketcher = METHODS[method](cfg, corpus, num_rows, num_directions)
   step_batch, ids, checkpoints = sketcher.prepare(next(corpus.batches(step_rows))).arrays, [], []
   for point in points:
     blocks, ids = [], []
@@ -122,7 +127,7 @@ def build_index(
   with open(folder / "ids.jsonl", "w", encoding="utf-8") as file:
     file.writelines(json.dumps(entry) + "\n" for entry in ids)
   about = {
-    "version": INDEX_VERSION, "direction": cfg.ghost.ghost_direction, "directions": num_directions,
+    "version": INDEX_VERSION, "method": method, "direction": cfg.ghost.ghost_direction, "directions": num_directions,
     "chunks": len(ids), "fingerprint": corpus.source.fingerprint, "checkpoints": checkpoints,
     "files": {name: sha256(folder / name) for name in (*(f"sketch_{point[0]}.npy" for point in checkpoints), *_FILES)},
   }  # fmt: skip
@@ -161,7 +166,8 @@ def nearest(
   """
   with np.load(folder / "step.npz") as file:
     step_batch = dict(file)
-  sketcher = Sketcher(cfg, corpus, len(next(iter(queries.values())).epoch_B), about["directions"])
+  method = METHODS[about.get("method", CONTRIBUTION)]  # indices of earlier versions do not name it
+  sketcher = method(cfg, corpus, len(next(iter(queries.values())).epoch_B), about["directions"])
   val = tuple(sketcher.prepare(batch).arrays for batch in queries.values())
   asked, digests = [], dict(about["checkpoints"])
   for point in points:

@@ -1,7 +1,7 @@
 """Document texts by id, read from the source in the run's config.yml."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ class Source:
 
   def __init__(self, run_dir: Path):
     self._path, self.documents, self._fingerprint = Path(run_dir) / "config.yml", None, ""
+    self._shown: Callable[[bytes], bytes] = bytes
     self._dataset: Any = None
 
   def open(self, fingerprints: tuple[str, ...]) -> list[str]:
@@ -32,10 +33,11 @@ class Source:
 
       try:
         cfg = config.load(self._path)
-        dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed)
+        dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
       except ConfigError as error:
         return [f"the texts of the documents cannot be shown: {error}"]
       self.documents, self._fingerprint = dataset.source, dataset.fingerprint
+      self._shown = data.readable if cfg.records == "conversations" else bytes
       self._dataset = dataset
     if all(then == self._fingerprint for then in fingerprints):
       return []
@@ -61,7 +63,7 @@ class Source:
     from maxghost.data import DocumentId, find_documents
 
     found = find_documents(self.documents, [DocumentId(*key) for key in wanted])
-    texts = {key: bytes(self.documents[index].text).decode("utf-8", "replace") for key, index in found.items()}
+    texts = {key: self._shown(self.documents[index].text).decode("utf-8", "replace") for key, index in found.items()}
     return {(key.domain, key.path, key.offset): text for key, text in texts.items()}
 
 

@@ -93,9 +93,13 @@ class Objective(Plugin):
   """What a run minimises; the fields are those of `objectives.Objective`."""
 
   rows_per_unit: int = 1
+  records: str = "text"
 
 
-OBJECTIVES: dict[str, Objective] = {"next_token": Objective("maxghost.objectives.next_token:LanguageModelLoss")}
+OBJECTIVES: dict[str, Objective] = {
+  "next_token": Objective("maxghost.objectives.next_token:LanguageModelLoss"),
+  "sft": Objective("maxghost.objectives.sft:FineTuning", records="conversations"),
+}
 
 # The plug-ins of each key.
 KINDS: dict[str, Mapping[str, Plugin]] = {"opt_type": OPTIMIZERS, "objective": OBJECTIVES}

@@ -131,6 +131,8 @@ class DataConfig:
   train_split: str = key("train")
   train_data_columns: tuple[str, ...] = key(("text",))
   document_fields: tuple[str, ...] = key(())
+  chat_template_path: str = key("")
+  sft_train_on_completion_only: bool = key(True)
   dataset_mixture: tuple[str, ...] = key(())
   dataset_exclude_file: str = key("")
   dataset_include_file: str = key("")
@@ -344,6 +346,11 @@ class Config:
   def val_sets(self) -> dict[str, str]:
     """{name: domain} of the validation sets that training scores against; empty without ghost."""
     return self.data.validation_sets if self.ghost.ghost_enabled else {}
+
+  @property
+  def records(self) -> str:
+    """What a document of the run is: "text", "conversations" or "pairs"."""
+    return plugins.OBJECTIVES[self.optimizer.objective].records
 
   @property
   def direction_name(self) -> str:

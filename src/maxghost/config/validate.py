@@ -268,6 +268,14 @@ def objective_units(v: Values) -> Iterator[str]:
     yield f"{what}, and {v['ghost_select']} chooses single rows; use ghost_select=none"
 
 
+def conversations(v: Values) -> Iterator[str]:
+  records = plugins.OBJECTIVES[v.objective].records
+  if records == "text" and v.chat_template_path:
+    yield f"{v['chat_template_path']} is for conversations, but {v['objective']} reads plain text; use objective=sft"
+  if records != "text" and v.packing == "concat_then_split":
+    yield f"{v['packing']} cuts {records} at row ends, but {v['objective']} keeps them whole; use packing=first_fit"
+
+
 def validation_sets(v: Values) -> Iterator[str]:
   names = [text.partition("=")[0] for text in v.ghost_val_sets]
   if "" in names:
@@ -390,8 +398,8 @@ def given_model(v: Values) -> Iterator[str]:
 
 CHECKS: list[Callable[[Values], Iterator[str]]] = [
   heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, segments, offloading, mixture,
-  processes, mesh_sizes, periods, plugins_together, objective_units, validation_sets, scoring, selection, reweighting,
-  low_rank_adapters, given_model,
+  processes, mesh_sizes, periods, plugins_together, objective_units, conversations, validation_sets, scoring, selection,
+  reweighting, low_rank_adapters, given_model,
 ]  # fmt: skip
 
 

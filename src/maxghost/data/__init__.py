@@ -1,6 +1,7 @@
 """Documents to packed batches, every segment traceable to its document. No module in here imports JAX when imported."""
 
 from maxghost.data.build import load_dataset, make_dataset
+from maxghost.data.conversations import readable
 from maxghost.data.dataset import Dataset, DomainSummary
 from maxghost.data.reader import TrainIterator, merge_states
 from maxghost.data.sources.base import DocumentList, Source
@@ -20,4 +21,5 @@ __all__ = [
   "load_dataset",
   "make_dataset",
   "merge_states",
+  "readable",
 ]

@@ -64,6 +64,10 @@ def _prepare(parsed: argparse.Namespace) -> int:
   for option in ("workers", "part_bytes"):
     if getattr(parsed, option) < 1:
       raise ConfigError(f"--{option} {getattr(parsed, option)} is below 1")
+  if cfg.records != "text":
+    raise ConfigError(
+      f"objective={cfg.optimizer.objective} reads {cfg.records}, which a run renders itself; nothing to prepare"
+    )
   source = open_source(cfg.data, cfg.run.data_shuffle_seed, whole=False)
   for note in source.notes:
     print(note)
@@ -124,7 +128,7 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 def _show(parsed: argparse.Namespace) -> int:
   cfg = config.load(*parsed.config)
-  dataset = load_dataset(cfg.data, cfg.run.data_shuffle_seed)
+  dataset = load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
   for line in [*(entry.line for entry in dataset.summary()), *dataset.notes()]:
     print(line)
   next(dataset.train)
@@ -141,7 +145,7 @@ def _duplicates(parsed: argparse.Namespace) -> int:
   cfg = config.load(*parsed.config)
   if parsed.near is not None and not 0 < parsed.near <= 1:
     raise ConfigError(f"--near {parsed.near} is not a share; use for example 0.8")
-  dataset = load_dataset(cfg.data, cfg.run.data_shuffle_seed)
+  dataset = load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
   pairs = duplicates.exact(duplicates.documents_of(dataset))
   if parsed.near is not None:
     found = {(pair.copy, pair.original) for pair in pairs}

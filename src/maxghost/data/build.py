@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
 from maxghost.data import sources
+from maxghost.data.conversations import ConversationUnits, Rendering
 from maxghost.data.dataset import POOL_DOCUMENTS, Dataset
 from maxghost.data.duplicates import read_ids
 from maxghost.data.hashing import content_hashes, text_hash
@@ -15,7 +17,7 @@ from maxghost.data.packing import FIRST_FIT, Layout
 from maxghost.data.prepared import PreparedSource, PreparedUnits, is_prepared
 from maxghost.data.reader import TrainIterator
 from maxghost.data.sources import text
-from maxghost.data.sources.base import Source, check_known, read_or_skip
+from maxghost.data.sources.base import COLUMNS, Kept, Source, check_known, read_or_skip
 from maxghost.data.sources.files import expand
 from maxghost.data.split import Split, scan
 from maxghost.data.tokenizers import ByteTokenizer, Tokenizer, check_specials, load_tokenizer
@@ -33,6 +35,7 @@ def load_dataset(
   *,
   batch_size: int | None = None,
   vocab_size: int | None = None,
+  records: str = "text",
 ) -> Dataset:
   """The dataset of a configuration.
 
@@ -43,16 +46,20 @@ def load_dataset(
     shard: the part that this process reads.
     batch_size: rows of the global batch; default per_device_batch_size for each shard.
     vocab_size: of the model; the tokenizer's must not be larger.
+    records: what a document is, as the objective says (`config.plugins.Objective.records`).
 
   Raises:
     ConfigError: the data does not allow what the configuration asks for.
   """
-  source, tokenizer = open_all(cfg, seed, vocab_size)
-  return make_dataset(source, cfg, seed, num_shards, shard, batch_size=batch_size, tokenizer=tokenizer)
+  source, tokenizer = open_all(cfg, seed, vocab_size, records)
+  return make_dataset(source, cfg, seed, num_shards, shard, batch_size=batch_size, tokenizer=tokenizer, records=records)
 
 
-def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None) -> tuple[Source, Tokenizer]:
+def open_all(
+  cfg: DataConfig, seed: int, vocab_size: int | None = None, records: str = "text"
+) -> tuple[Source, Tokenizer]:
   """The source (tokenized if `dataset_files` names a prepared folder) and the tokenizer. Raises ConfigError."""
+  cfg = kept(cfg, records)
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
   if vocab_size is not None and tokenizer.vocab_size > vocab_size:
     raise ConfigError(
@@ -62,6 +69,10 @@ def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None) -> tuple
   folders = [item for item in cfg.dataset_files if cfg.dataset_type == "grain" and is_prepared(item)]
   if not folders:
     return sources.open_source(cfg, seed), tokenizer
+  if records != "text":
+    raise ConfigError(
+      f"dataset_files has {folders[0]}, a prepared corpus of plain text, but the objective reads {records}"
+    )
   if len(cfg.dataset_files) > 1:
     raise ConfigError(f"dataset_files has {folders[0]}, a prepared corpus, which goes alone; prepare all as one")
   return PreparedSource(folders[0], tokenizer, cfg.dataset_domains, cfg.document_fields), tokenizer
@@ -76,15 +87,16 @@ def make_dataset(
   *,
   batch_size: int | None = None,
   tokenizer: Tokenizer | None = None,
+  records: str = "text",
 ) -> Dataset:
   """Like `load_dataset`, for any `Source`, such as a `DocumentList` of documents in memory."""
   tokenizer = tokenizer or ByteTokenizer()
-  check_specials(tokenizer, cfg.add_bos, cfg.add_eos)
+  cfg, units = kept(cfg, records), units_of(cfg, tokenizer, records)
   strategy = FIRST_FIT if cfg.packing == "none" else cfg.packing
   layout = Layout(cfg.max_target_length, max_segments(cfg), strategy, cfg.add_bos, cfg.add_eos)
   batch_size = cfg.per_device_batch_size * num_shards if batch_size is None else batch_size
   _check_rows(cfg, source, batch_size, num_shards)
-  parts = _parts(source, cfg, seed, tokenizer, layout)
+  parts = _parts(source, cfg, seed, tokenizer, layout, units)
   streams, weights = _streams(cfg, parts[0], seed)
   train = TrainIterator(
     streams,
@@ -100,7 +112,29 @@ def make_dataset(
   return dataset
 
 
-def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout) -> list[Units]:
+def units_of(cfg: DataConfig, tokenizer: Tokenizer, records: str) -> Callable[..., Units]:
+  """The units of documents of this kind, by (source, split, tokenizer, ...). Raises ConfigError."""
+  if records == "conversations":
+    return functools.partial(ConversationUnits, rendering=Rendering.of(cfg, tokenizer))
+  if records != "text":
+    raise ConfigError(f"documents that are {records} cannot be read yet")
+  check_specials(tokenizer, cfg.add_bos, cfg.add_eos)
+  return Units
+
+
+def kept(cfg: DataConfig, records: str) -> DataConfig:
+  """The settings by which sources read documents of this kind: their columns as JSON. Raises ConfigError."""
+  if records == "text":
+    return cfg
+  asked, known = cfg.train_data_columns, COLUMNS[records]
+  if asked != ("text",):
+    check_known("train_data_columns", asked, known, f"the objective, which reads {records},")
+  return dataclasses.replace(cfg, train_data_columns=Kept(known if asked == ("text",) else asked))
+
+
+def _parts(
+  source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, make: Callable
+) -> list[Units]:
   """The training source and any held-out files of `ghost_val_sets`, each with its split and the held-out texts."""
   held_out = tuple(dict.fromkeys(cfg.validation_sets.values()))
   excluded = read_ids(cfg.dataset_exclude_file, source)[0] if cfg.dataset_exclude_file else None
@@ -145,7 +179,7 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
   contents = (np.unique(np.concatenate(hashes)), frozenset(sizes), bool(sizes) and cfg.ghost_val_copies != "keep")
   parts = []
   for one, split in splits:
-    kind = PreparedUnits if isinstance(one, PreparedSource) else Units
+    kind = PreparedUnits if isinstance(one, PreparedSource) else make
     parts.append(kind(one, split, tokenizer, layout, cfg.on_corrupt, *contents))
   return parts
 
@@ -257,7 +291,7 @@ def _identity(cfg: DataConfig, seed: int, batch_size: int, parts: list[Units]) -
   mixture = (cfg.mixture, tuple(text.removesuffix("x") for text in cfg.dataset_mixture))
   sources = (parts[0].tokenizer.fingerprint, *(part.source.fingerprint for part in parts))
   excluded, included = parts[0].split.excluded.tolist(), parts[0].split.included
-  settings = (*rows, *windows, *held_out, *mixture, cfg.on_corrupt, *sources, *excluded)
+  settings = (*rows, *windows, *held_out, *mixture, cfg.on_corrupt, *sources, *excluded, *parts[0].settings)
   settings += () if included is None else ("include", *included.tolist())
   files = {name: value for part in parts for name, value in part.source.files.items()}
   return {

@@ -118,7 +118,7 @@ class Dataset:
 
   def notes(self) -> list[str]:
     """Lines to show the user at the start, besides the summary."""
-    lines = [note for part in self.parts for note in part.source.notes]
+    lines = [note for part in self.parts for note in (*part.source.notes, *_cut(part))]
     found = self.copies
     if found is None:
       return [*lines, "copies of held-out text in the training data are looked for as it is read"]
@@ -158,6 +158,18 @@ class Dataset:
         f"validation domain '{domain}' has no held-out documents; those of '{self.val_domain}' are held out"
       )
     return dataclasses.replace(rows, document=rows.document + (self._ends[number] - len(part.source)))
+
+
+def _cut(part: Units) -> list[str]:
+  """What the reader found wrong with the first conversations of a source."""
+  met, of = part.examined, f"of the first {sum(part.examined.get(name, 0) for name in ('documents', 'corrupt')):,}"
+  lines = (
+    [f"{of} conversations, {met['corrupt']:,} are left out: they cannot be trained on"] if met.get("corrupt") else []
+  )
+  length = f"max_target_length={part.layout.row_length}"
+  return lines + (
+    [f"{of} conversations, {met['cut']:,} lose a part of their answers to {length}"] if met.get("cut") else []
+  )
 
 
 def _summary(part: Units) -> list[DomainSummary]:

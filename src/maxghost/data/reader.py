@@ -155,7 +155,8 @@ class TrainIterator(Iterator[Batch]):
     met = self.counts
     left_out = ", ".join(f"{met[name]:,} {name}" for name in ("copies", "corrupt", "empty") if met[name])
     line = f"Data read, in whole windows: {met['documents']:,} documents, {met['tokens']:,} tokens; rows filled to "
-    return line + f"{self.packing_efficiency:.1%}" + (f"; left out: {left_out}" if left_out else "")
+    line += f"{self.packing_efficiency:.1%}" + (f"; left out: {left_out}" if left_out else "")
+    return line + (f"; cut off by the length of a row: {met['cut']:,}" if met["cut"] else "")
 
   def state(self) -> dict:
     """The position after the last batch, as JSON values."""

@@ -5,6 +5,7 @@ of the vocabulary.
 """
 
 import base64
+import functools
 import hashlib
 import itertools
 import json
@@ -62,6 +63,11 @@ class Tokenizer:
     """Like `encode`, with the source bytes of each token, from its start to the next one's (integers [n])."""
     assert self.byte_table is not None, "a tokenizer without a table overrides this"
     return [(ids, self.byte_table[ids]) for ids in self.encode(texts)]
+
+  def encode_template(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of a rendered chat template, whose special tokens are read as such, int32[n], and the characters that each
+    covers (first, and behind the last), int64[n, 2]. Raises ConfigError for a kind that cannot."""
+    raise ConfigError(f"chat templates need tokenizer_type=huggingface, a tokenizer.json; {self.name} is another kind")
 
   def decode(self, ids: np.ndarray) -> bytes:
     """The text of the ids; special ids have none."""
@@ -168,6 +174,19 @@ class HuggingFaceTokenizer(Tokenizer):
   def _encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     decoded = [text.decode("utf-8") for text in texts]
     return [np.array(e.ids, np.int32) for e in self._inner.encode_batch_fast(decoded, add_special_tokens=False)]
+
+  @functools.cached_property
+  def _with_specials(self):
+    """The tokenizer that reads special tokens in a text as such."""
+    made = type(self._inner).from_str(self._inner.to_str())
+    made.encode_special_tokens = False
+    return made
+
+  def encode_template(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    found = self._with_specials.encode(text, add_special_tokens=False)
+    places = np.array(found.offsets, np.int64).reshape(-1, 2)
+    places[1:, 0] = np.minimum(places[1:, 0], places[:-1, 1])  # some leave out spaces before a token
+    return np.array(found.ids, np.int32), places
 
   def encode_bytes(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
     out = []

@@ -19,7 +19,7 @@ from maxghost.data.sources.base import Source, read_or_skip
 from maxghost.data.split import Split, scan
 from maxghost.data.tokenizers import Tokenizer
 
-NO_COUNTS: dict[str, int] = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt"), 0)
+NO_COUNTS: dict[str, int] = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt", "cut"), 0)
 _ORDER, _COPY, _MIXTURE = text_hash("unit order"), text_hash("copy order"), text_hash("mixture")
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 _SAMPLES = 32  # documents read to estimate a stream's mean document size
@@ -92,6 +92,20 @@ class Units:
         texts.append(text)
     counts["documents"] += len(kept)
     counts["bytes"] += sum(map(len, texts))
+    return self.tokenized(np.array(kept, np.int64), texts, counts), counts
+
+  @property
+  def settings(self) -> tuple[str, ...]:
+    """What the tokens depend on besides source, tokenizer and layout."""
+    return ()
+
+  @property
+  def examined(self) -> dict[str, int]:
+    """Counts of what was read before the training."""
+    return {}
+
+  def tokenized(self, documents: np.ndarray, texts: list[bytes], counts: dict[str, int]) -> Encoded:
+    """The documents (int64[D]) with these texts, tokenized. Corrects `counts` for those that it leaves out."""
     sizes = None
     if self.tokenizer.byte_table is None:
       pairs = self.tokenizer.encode_bytes(texts)
@@ -100,7 +114,7 @@ class Units:
       ids = self.tokenizer.encode(texts)
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     piece = (concatenated(ids), lengths, sizes)
-    return self.frame([piece], np.array(kept, np.int64)), counts
+    return self.frame([piece], documents)
 
   def frame(self, pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]], documents: np.ndarray) -> Encoded:
     """Adds the layout's begin and end tokens to documents.

@@ -13,7 +13,7 @@ _TOOLS = {
   "inspect": (functools.partial(inspect_checkpoint.main, opener=huggingface.open_tree), "what a checkpoint holds"),
   "rescale": (linen_scaling.main, "attention factor into or out of the query weights (MaxText)"),
   "hf": (hf_checkpoint.main, "import or export a Hugging Face model folder"),
-  "adapter": (adapter.main, "LoRA adapters of PEFT: merge one into a model"),
+  "adapter": (adapter.main, "LoRA adapters: export one to PEFT, merge one into a model"),
 }
 
 

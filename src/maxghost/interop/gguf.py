@@ -196,5 +196,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     raise LayoutError(f"{file.path} is damaged: its tokenizer does not fit together ({error})") from error
   folder.mkdir()
   made.save(str(folder / "tokenizer.json"))
+  if isinstance(template := said.get("tokenizer.chat_template"), str):
+    words["chat_template"] = template
   words["add_bos_token"] = bool(said.get("tokenizer.ggml.add_bos_token", False))
   write_json(folder / "tokenizer_config.json", words, indent=2)

@@ -15,6 +15,7 @@ from maxghost.checkpoint.layouts import MAXGHOST, NNX, Checkpoint, ReadOptions, 
 from maxghost.checkpoint.layouts_layers import LayerReader, ParamTree, Path, Ref, leaf_text
 from maxghost.checkpoint.layouts_store import (
   LayoutError,
+  RawTree,
   StoredArray,
   TreePath,
   is_typed_key,
@@ -38,7 +39,7 @@ def load_tree(path: str | os.PathLike, wanted: Mapping[str, Any], **options: Any
 
 
 def open_load(
-  path: str | os.PathLike,
+  path: str | os.PathLike | RawTree,
   wanted: Mapping[str, Any],
   *,
   head_dim: int | None = None,
@@ -51,7 +52,7 @@ def open_load(
   named by `say`. Where `wanted` has no array, `clip_factor` is 1 and the others are left out.
 
   Args:
-    path: The checkpoint folder, or a Hugging Face model folder.
+    path: The checkpoint folder, or a Hugging Face model folder; or one that is open.
     wanted: {"model": {...}[, "optimizer": {...}][, ...]}, with leaves that have shape and dtype
       (jax.ShapeDtypeStruct). A leaf without a sharding is read as a numpy array.
     head_dim: Rescales query weights in MaxText's convention (see `linen_scaling`); None = never.
@@ -64,7 +65,8 @@ def open_load(
   Raises:
     LayoutError: It names every parameter and moment that is missing or has another shape or dtype.
   """
-  source = read_checkpoint(open_tree(path), ReadOptions(keep_unknown=True))
+  raw = path if isinstance(path, RawTree) else open_tree(path)
+  path, source = raw.origin, read_checkpoint(raw, ReadOptions(keep_unknown=True))
   target = read_checkpoint(tree_from_memory(wanted, "the model"), ReadOptions(layout=MAXGHOST, scan_axis=0))
   found = _Matcher(widen)
   found.match(target.params, source.params)

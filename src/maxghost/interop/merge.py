@@ -2,23 +2,36 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_layers import Ref, leaf_text
+from maxghost.checkpoint.layouts_layers import LayerReader, Ref, leaf_text
 from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, full_path
 from maxghost.config import ModelConfig
-from maxghost.interop import peft
+from maxghost.config.families import FAMILIES
+from maxghost.interop import model_path, peft
+from maxghost.interop.huggingface import open_tree
 from maxghost.interop.peft import Arrays, Settings
 
 
 def open_adapter(path: str | Path, model: ModelConfig) -> tuple[Settings, dict[str, np.ndarray]]:
-  """As `peft.load_adapter`. Raises ConfigError."""
+  """As `peft.load_adapter`, from a folder of PEFT or from a run or checkpoint with adapters. Raises ConfigError."""
   if (full_path(path) / peft.CONFIG).is_file():
     return peft.load_adapter(path, model)
-  raise LayoutError(f"{path} holds no adapter: it is no folder of PEFT, which has {peft.CONFIG}")
+  place = model_path.find(path)
+  if place.config is None or not place.config.adapter.lora_rank:
+    raise LayoutError(f"{path} holds no adapter: it is neither a folder of PEFT nor a run with lora_rank above 0")
+  given, reader, found = place.config.adapter, LayerReader(1 << 30), {}
+  for (leaf, layer), ref in read_checkpoint(
+    open_tree(place.tree), ReadOptions(keep_unknown=True)
+  ).params.leaves.items():
+    if re.search(r"(/lora/|_lora_)[ab]$", name := "/".join(leaf)):
+      found[name, layer] = {None: reader.part(ref, tuple(slice(0, size) for size in ref.shape))}
+  settings = Settings(given.lora_rank, given.lora_alpha, given.lora_dropout, given.lora_use_rslora)
+  return settings, peft.stack(found, model, place.tree)
 
 
 def merged_array(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
@@ -43,9 +56,13 @@ def merged(base: RawTree, model: ModelConfig, settings: Settings, arrays: Arrays
 
   Raises LayoutError where an adapter has no matrix in the model, or one of another shape.
   """
-  found, problems = peft.unstack(arrays, model), []
+  found, problems, checkpoint = peft.unstack(arrays, model), [], read_checkpoint(base, ReadOptions(keep_unknown=True))
+  if checkpoint.values_from == "maxtext" and FAMILIES[model.decoder_block].maxtext_scales_queries is not False:
+    raise LayoutError(
+      f"{base.origin} holds query weights as MaxText wants them; rescale first: maxghost checkpoint rescale"
+    )
   adapted: dict[StoredArray, dict[int | None, tuple[Ref, np.ndarray, np.ndarray]]] = {}
-  for (path, layer), ref in read_checkpoint(base, ReadOptions(keep_unknown=True)).params.leaves.items():
+  for (path, layer), ref in checkpoint.params.leaves.items():
     a, b = (found.pop((peft.adapter_path("/".join(path), part), layer), None) for part in "ab")
     if a is None or b is None:
       continue

@@ -4,9 +4,11 @@ from maxghost.config import Config, plugins
 from maxghost.objectives.base import Objective, PlainLoss, StagedLoss, as_objective
 from maxghost.objectives.cross_entropy import token_losses
 from maxghost.objectives.next_token import LanguageModelLoss
+from maxghost.objectives.sft import FineTuning
 from maxghost.objectives.tiled import tiled_losses
 
 __all__ = [
+  "FineTuning",
   "LanguageModelLoss",
   "Objective",
   "PlainLoss",
@@ -24,7 +26,7 @@ def register(objective: type[Objective]) -> type[Objective]:
 
   Raises ValueError for a name that is already taken.
   """
-  facts = plugins.Objective(objective, objective.schedules, objective.rows_per_unit)
+  facts = plugins.Objective(objective, objective.schedules, objective.rows_per_unit, objective.records)
   plugins.register("objective", objective.name, facts)
   return objective
 

@@ -30,12 +30,14 @@ class Objective(abc.ABC):
 
   name: its name in the config's `objective` and the score log. schedules: values of ghost_schedule that can score it.
   rows_per_unit: number of adjacent rows that form a unit and stay together; 1 where rows are independent.
+  records: what a document of its runs is: "text", or "conversations" or "pairs" of them.
   maxima: names of metrics that are maxima over the batch, not means.
   """
 
   name: ClassVar[str] = "custom"
   schedules: ClassVar[tuple[str, ...]] = ("two_pass", "concat")
   rows_per_unit: ClassVar[int] = 1
+  records: ClassVar[str] = "text"
   maxima: ClassVar[tuple[str, ...]] = ()
 
   @classmethod

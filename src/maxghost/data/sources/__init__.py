@@ -3,7 +3,7 @@
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
 from maxghost.data.sources import arrayrecord, stdlib, synthetic, tables, text
-from maxghost.data.sources.base import Source
+from maxghost.data.sources.base import Kept, Source
 from maxghost.data.sources.files import expand
 
 _BUILT_IN_CAP = 2_000_000  # bytes per domain of stdlib and synthetic, unless dataset_domain_bytes says otherwise
@@ -16,13 +16,15 @@ _READ_BY = {
 
 def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:
   """The documents of a configuration. seed: of synthetic data. whole: see `text.load`. Raises ConfigError."""
-  kind, cap = cfg.dataset_type, cfg.dataset_domain_bytes
+  kind, cap, kept = cfg.dataset_type, cfg.dataset_domain_bytes, isinstance(cfg.train_data_columns, Kept)
   for key, kinds in _READ_BY.items():
     if getattr(cfg, key) and kind not in kinds:
       raise ConfigError(
         f"{key} is set, but dataset_type={kind} does not read it; use dataset_type={' or '.join(kinds)}, or leave it "
         "empty"
       )
+  if kept and kind in ("stdlib", "synthetic"):
+    raise ConfigError(f"dataset_type={kind} is plain text, but the objective reads records; use dataset_type=text")
   built_in_cap, cap = (_BUILT_IN_CAP, 0) if cap < 0 else (cap, cap)
   if kind == "stdlib":
     return stdlib.load(cfg.dataset_domains, built_in_cap)
@@ -34,10 +36,11 @@ def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:
     )
   if kind in ("hf", "tfds"):
     return tables.load(cfg)
-  files = expand("dataset_files", cfg.dataset_files, cfg.dataset_domains, kind)
+  own = kept and kind == "text"  # records may name their own domains
+  files = expand("dataset_files", cfg.dataset_files, () if own else cfg.dataset_domains, kind)
   parquet = [file.path.endswith(".parquet") for file in files]
   if kind == "text" or all(parquet):
-    return text.load(files, cfg, cap=cap, whole=whole)
+    return text.load(files, cfg, cap=cap, whole=whole, own=own)
   if any(parquet):
     raise ConfigError("dataset_files matches Parquet and ArrayRecord files; use one kind in a run")
   return arrayrecord.load(files, cfg)

@@ -11,7 +11,7 @@ from typing import Any
 
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
-from maxghost.data.sources.base import CorruptError, check_known, join_columns, left_out, read_all, utf8
+from maxghost.data.sources.base import CorruptError, columns_of, join_columns, left_out, read_all, utf8
 from maxghost.data.sources.files import CorpusFile
 from maxghost.data.sources.records import Opened, RecordSource, Shard
 
@@ -99,7 +99,7 @@ def _format(readers: Opened, path: str, count: int, columns: tuple[str, ...]) ->
       names = tuple(name for name, value in parse(raw).items() if kind == JSON or isinstance(value, bytes))
     except ValueError:
       return TEXT
-    check_known("train_data_columns", columns, names, path)
+    columns_of(columns, names, path)
     return kind
   return TEXT
 

@@ -13,6 +13,15 @@ from maxghost.data.hashing import combine, content_hashes, text_hash
 from maxghost.data.types import Document, DocumentId
 
 T = TypeVar("T")
+# Columns of documents that are no plain text, by `config.plugins.Objective.records`.
+COLUMNS = {
+  "conversations": ("messages", "prompt", "completion", "tools"),
+  "pairs": ("prompt", "chosen", "rejected", "tools"),
+}
+
+
+class Kept(tuple[str, ...]):
+  """Columns whose document is a JSON object of those of them that its record has."""
 
 
 class CorruptError(ValueError):
@@ -50,6 +59,10 @@ class Source(Protocol):
   def document_id(self, index: int) -> DocumentId:
     """The id of a document, without reading its text where the format allows that."""
     ...
+
+  def place(self, index: int) -> str:
+    """The file of a document and its place there, for a message."""
+    return self.document_id(index).shown
 
   def document_fields(self, index: int) -> tuple[str, ...]:
     """The texts of `fields` of a document. Raises CorruptError."""
@@ -204,10 +217,25 @@ def utf8(path: str, offset: int, raw: bytes) -> bytes:
   return raw
 
 
+def columns_of(columns: Sequence[str], known: Iterable[str], owner: str) -> tuple[str, ...]:
+  """Those of `train_data_columns` to read from `owner`, which has the columns `known`. Raises ConfigError."""
+  known = tuple(known)
+  found = tuple(name for name in columns if name in known)
+  if not found or not isinstance(columns, Kept):
+    check_known("train_data_columns", columns, known, owner)
+  return found
+
+
 def join_columns(where: str, record: Any, columns: Sequence[str]) -> bytes:
-  """The text columns of a record, joined by line ends; null counts as an empty text. Raises CorruptError."""
+  """The text columns of a record, joined by line ends; null counts as an empty text. Raises CorruptError.
+
+  For `Kept` columns, the JSON object of them.
+  """
   values = []
   record = record if isinstance(record, dict) else {}
+  if isinstance(columns, Kept):
+    kept = {column: record[column] for column in columns if record.get(column) is not None}
+    values, columns = [json.dumps(kept, ensure_ascii=False, default=as_text)], ()
   for column in columns:
     value = record.get(column, 0)
     if value is None:

@@ -39,6 +39,7 @@ class Shard:
 
   read: the texts of documents, from their offsets and, in a source with an index, their sizes. Is pickled with the
   source. Raises CorruptError. record: the whole record of one document, likewise; None where documents are texts only.
+  place: where the document at an offset is, for a message.
   """
 
   domain: str
@@ -47,6 +48,7 @@ class Shard:
   count: int
   read: Callable[[list[int], list[int]], list[bytes]]
   record: Callable[[int, int], Mapping[str, Any]] | None = None
+  place: Callable[[int], str] | None = None
 
 
 class RecordSource(Source):
@@ -104,6 +106,11 @@ class RecordSource(Source):
     numbers, offsets = self._locate(np.array([index]))
     size, record = 0 if self._index is None else int(self._index[1][index]), self._shards[int(numbers[0])].record
     return record(int(offsets[0]), size) if record else {}
+
+  def place(self, index: int) -> str:
+    numbers, offsets = self._locate(np.array([index]))
+    shard, offset = self._shards[int(numbers[0])], int(offsets[0])
+    return shard.place(offset) if shard.place else f"{shard.name}, record {offset}"
 
   def document_fields(self, index: int) -> tuple[str, ...]:
     record = self._record(index) if self._fields else {}

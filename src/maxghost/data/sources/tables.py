@@ -12,7 +12,7 @@ from typing import Any
 from maxghost.config import ConfigError
 from maxghost.config.schema import DataConfig
 from maxghost.data.hashing import text_hash
-from maxghost.data.sources.base import check_known, import_package, join_columns, read_all, too_low_cap, wanted_fields
+from maxghost.data.sources.base import columns_of, import_package, join_columns, read_all, too_low_cap, wanted_fields
 from maxghost.data.sources.files import fingerprint, labelled
 from maxghost.data.sources.records import Opened, RecordSource, Shard
 
@@ -75,10 +75,10 @@ def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
     table = table[split]
   if cap > 0:
     table = datasets.Dataset.from_list(_first(table, cap, path, cfg.train_data_columns))
-  check_known("train_data_columns", cfg.train_data_columns, table.column_names, f"dataset_files={path}")
+  found = columns_of(cfg.train_data_columns, table.column_names, f"dataset_files={path}")
   files = {entry["filename"] for entry in table.cache_files}
   fields = [name for name in wanted_fields(cfg.document_fields).values() if name in table.column_names]
-  columns = dict.fromkeys([*cfg.train_data_columns, *fields])
+  columns = dict.fromkeys([*found, *fields])
   return table.select_columns([*columns]), f"{_name(path)}/{split}", files
 
 
@@ -86,7 +86,7 @@ def _first(rows, cap: int, path: str, columns: tuple[str, ...]) -> list[dict[str
   """The first rows with up to `cap` bytes of text together."""
   taken, size = [], 0
   for row in rows:
-    check_known("train_data_columns", columns, row, f"dataset_files={path}")
+    columns_of(columns, row, f"dataset_files={path}")
     size += len(join_columns(f"{path}, record {len(taken)}", row, columns))
     if size > cap:
       break
@@ -115,7 +115,7 @@ def _open_tfds(dataset: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
       f"dataset_files={dataset} is not prepared in {builder.data_path}; prepare it with: "
       f"tfds build {dataset} --file_format=array_record"
     )
-  check_known("train_data_columns", cfg.train_data_columns, builder.info.features, f"dataset_files={dataset}")
+  columns_of(cfg.train_data_columns, builder.info.features, f"dataset_files={dataset}")
   _check_split(dataset, split, builder.info.splits)
   try:
     source = builder.as_data_source(split=split)

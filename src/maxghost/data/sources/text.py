@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ _ENDINGS = {".txt": TXT, ".md": TXT, ".jsonl": JSONL, ".ndjson": JSONL, ".parque
 _PACKED = (".gz", ".zst")
 
 
-def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: bool = True) -> RecordSource:
+def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: bool = True, own=False) -> RecordSource:
   """The documents of text files.
 
   Args:
@@ -44,11 +44,12 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
     cap: each domain's first documents are taken, up to this many bytes together; 0 = all.
     whole: all compressed files must fit into memory together, since training reads them in random order. False: only
       the one read last is kept, which is enough for `prepare`.
+    own: the field `domain` of a record is its domain, in place of its file's; `dataset_domains` chooses among these.
 
   Raises:
     ConfigError: a file of another kind, an unreadable one, a missing column, a domain without documents, too low a cap.
   """
-  kinds = [_kind(file.path) for file in files]
+  kinds = [_kind(file.path, cfg.train_data_columns) for file in files]
   if cap and PARQUET in kinds:
     raise ConfigError(
       f"dataset_domain_bytes={cap} does not work with Parquet, which does not tell the size of a row; "
@@ -56,8 +57,8 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
     )
   plain, parquet = Opened(_open, _OPEN_FILES), Opened(_Parquet, _OPEN_PARQUET)
   packed, fields = Opened(_open, None if whole else 1), Opened(_Parquet, _OPEN_PARQUET)
-  names = tuple(base.wanted_fields(cfg.document_fields).values())
-  shards, offsets, sizes, notes = [], [], [], []
+  names = (*base.wanted_fields(cfg.document_fields).values(), *(("domain",) if own else ()))
+  shards, offsets, sizes, notes, known = [], [], [], [], []
   used: dict[str, int] = {}  # bytes by domain
   unpacked = 0
   for file, kind in zip(files, kinds, strict=True):
@@ -85,10 +86,14 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
     record = functools.partial(_record, opened, file.path) if kind == JSONL else None
     if kind == PARQUET:
       record = functools.partial(_row_fields, fields, file.path, names)
-    read = functools.partial(read, *arguments)
-    shards.append(Shard(file.domain, file.name, file.fingerprint, len(offset), read, record))
-    offsets.append(offset)
-    sizes.append(size)
+    read, place = functools.partial(read, *arguments), functools.partial(_place, opened, file.path, kind)
+    for domain, here in _by_domain(file.domain, record if own else None, offset, size).items():
+      known.append(domain)
+      if not own or not cfg.dataset_domains or domain in cfg.dataset_domains:
+        shards.append(Shard(domain, file.name, file.fingerprint, len(here), read, record, place))
+        offsets.append(offset[here])
+        sizes.append(size[here])
+  base.check_known("dataset_domains", cfg.dataset_domains if own else (), known, "the data")
   index, exact = (np.concatenate(offsets), np.concatenate(sizes)), set(kinds) == {TXT}
   source = RecordSource(shards, notes, index, exact, cfg.document_fields)
   parts = (*cfg.train_data_columns, str(cap), *itertools.chain(*sorted(source.files.items())))
@@ -96,12 +101,35 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
   return source
 
 
-def _kind(path: str) -> str:
+def _by_domain(
+  label: str, record: Callable[[int, int], Mapping[str, Any]] | None, offsets: np.ndarray, sizes: np.ndarray
+) -> dict[str, np.ndarray]:
+  """Which documents are of which domain, by the field `domain` of their records; of `label` without one."""
+  found: dict[str, list[int]] = {}
+  for number, place in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True) if record else ()):
+    own = None
+    with contextlib.suppress(CorruptError):  # reported when it is read
+      own = record(*place).get("domain") if record else None
+    found.setdefault(own if own and isinstance(own, str) else label, []).append(number)
+  return {domain: np.array(numbers) for domain, numbers in found.items()} or {label: np.arange(len(offsets))}
+
+
+def _place(opened: Opened, path: str, kind: str, offset: int) -> str:
+  """Where a document is, for a message."""
+  if kind == PARQUET:
+    return f"{path}, row {offset}"
+  line = 1 + _bytes(opened, path, 0, offset).count(b"\n")
+  return f"{path} at byte {offset}, line {line}"
+
+
+def _kind(path: str, columns: Sequence[str]) -> str:
   plain = path.removesuffix(".gz").removesuffix(".zst")
   kind = _ENDINGS.get(os.path.splitext(plain)[1].lower())
   if kind is None or (kind == PARQUET and plain != path):
     known = ", ".join(_ENDINGS)
     raise ConfigError(f"{path}: not a kind of file that can be read; known are {known}, and .gz or .zst of text")
+  if kind == TXT and isinstance(columns, base.Kept):
+    raise ConfigError(f"{path} is plain text, but the objective reads records; give .jsonl or .parquet files")
   return kind
 
 
@@ -145,7 +173,7 @@ def _index_text(opened: Opened, path: str, columns: tuple[str, ...] | None) -> t
   if len(starts):
     with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):  # reported with its place when it is read
       record = json.loads(view[starts[0] : starts[0] + sizes[0]].tobytes())
-      base.check_known("train_data_columns", columns, tuple(record) if isinstance(record, dict) else (), path)
+      base.columns_of(columns, tuple(record) if isinstance(record, dict) else (), path)
   return starts, sizes
 
 
@@ -167,7 +195,7 @@ def _record(opened: Opened, path: str, offset: int, size: int) -> dict[str, Any]
   try:
     record = json.loads(raw)
   except ValueError as error:
-    raise CorruptError(f"{path} at byte {offset}: not a line of JSON ({error})") from error
+    raise CorruptError(f"{_place(opened, path, JSONL, offset)}: not a line of JSON ({error})") from error
   return record if isinstance(record, dict) else {}
 
 
@@ -231,7 +259,7 @@ def _row_fields(opened: Opened, path: str, names: tuple[str, ...], row: int, _: 
 def _index_rows(opened: Opened, path: str, columns: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
   """Row numbers, and the mean size of the columns in a row, from the file's footer. Raises ConfigError for a column."""
   parquet = opened.get(path)
-  base.check_known("train_data_columns", columns, tuple(parquet.file.schema_arrow.names), path)
+  columns = base.columns_of(columns, parquet.file.schema_arrow.names, path)
   rows = parquet.file.metadata.num_rows
   chunks = [group.column(number) for group in parquet.groups for number in range(group.num_columns)]
   total = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
@@ -241,5 +269,6 @@ def _index_rows(opened: Opened, path: str, columns: tuple[str, ...]) -> tuple[np
 def _read_rows(opened: Opened, path: str, columns: tuple[str, ...], offsets: list, sizes: list) -> list[bytes]:
   with opened.lock:
     parquet = opened.get(path)
-    rows = [parquet.row(number, columns) for number in offsets]
+    found = base.columns_of(columns, parquet.file.schema_arrow.names, path)
+    rows = [parquet.row(number, found) for number in offsets]
   return [base.join_columns(f"{path}, row {n}", row, columns) for n, row in zip(offsets, rows, strict=True)]

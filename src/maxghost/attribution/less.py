@@ -1,0 +1,109 @@
+"""LESS (Xia et al., arXiv:2402.04333): the cosine of a query's gradient with what Adam makes of each document's own.
+
+A baseline for the selection of data: at warm-up checkpoints c, the sum over c of rate_c cos(G_c, A_c(g_i)), with G the
+gradient of the query's mean loss and g_i that of the document's, both of the trained parameters; A the Adam update of a
+step on g_i alone, from the moments of the checkpoint; rate the mean learning rate since the checkpoint before. Every
+document takes a backward pass of its own. Cosines are those of random projections, block by block, or with 0 directions
+those of whole gradients.
+
+B rows, S documents in a row, n = B S, K queries, M blocks of a sketch, R directions.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxghost import optimizers
+from maxghost.attribution.corpus import Corpus
+from maxghost.config import Config
+from maxghost.ghost import DirectionSpec
+from maxghost.ghost.attach import prepare_twin
+from maxghost.ghost.schedules import Model, passes
+from maxghost.ghost.sketch import sketch_gradient
+from maxghost.objectives import create
+from maxghost.optimizers import by_label
+from maxghost.training import state
+from maxghost.training.scoring import excluded
+
+_SEED = 1402
+
+
+class Less:
+  """Has the methods of `offline.Sketcher`. The mean over R of the products of its sketches is the cosine.
+
+  Ask it for the checkpoints in ascending order, since learning rates are averaged from one to the next.
+  """
+
+  def __init__(self, cfg: Config, corpus: Corpus, num_rows: int, num_directions: int):
+    graphdef, abstract = state.abstract_split(cfg)
+    model, objective, length = nnx.merge(graphdef, abstract).model, create(cfg), corpus.layout.row_length
+    rule, num_slots = optimizers.create(cfg.optimizer), corpus.layout.max_segments
+    twin = prepare_twin(
+      model, objective.batch_spec(num_rows, length), objective, num_sets=1, num_positions=length,
+      spec=DirectionSpec(rank=1), exclude=excluded(cfg, model),
+    )  # fmt: skip
+    labels = [param.label for param in twin.scored]
+
+    def projected(key, gradients: dict):
+      """[n, M, R] of {label: [n, ...]}, of norm sqrt(R)."""
+      if num_directions:
+        sketch_nMR = jax.vmap(lambda one: sketch_gradient(twin, one, key, num_directions))(gradients)
+      else:  # twice the same, so that products have no spread over R
+        whole_nP = jnp.concatenate([gradients[label].reshape(len(gradients[label]), -1) for label in labels], 1)
+        sketch_nMR = jnp.stack([whole_nP, whole_nP], -1)
+      norm_n = jnp.sqrt(jnp.square(sketch_nMR).sum((1, 2), keepdims=True))
+      return sketch_nMR * (sketch_nMR.shape[-1] ** 0.5 / jnp.maximum(norm_n, jnp.finfo(norm_n.dtype).tiny))
+
+    def ask(key, train_state, val: tuple):
+      """(steps taken, sketches [K, M, R] of the queries' gradients)."""
+      held = nnx.merge(graphdef, train_state)
+      parts = Model(*nnx.split(held.model, held.optimizer.wrt, ...))
+      _, gradients = passes.validation_gradients(parts, objective.validation(), val)
+      found = [by_label(gradient) for gradient in gradients]
+      return held.optimizer.step[...], projected(key, {label: jnp.stack([g[label] for g in found]) for label in labels})
+
+    def sketch(key, train_state, _, batch):
+      """(sketch [B, S, M, R] of each document's Adam update, tokens [B, S])."""
+      held = nnx.merge(graphdef, train_state)
+      parts = Model(*nnx.split(held.model, held.optimizer.wrt, ...))
+      before, (_, target_BT) = rule.read(held.optimizer), objective.units(batch)
+      _, correction1, correction2 = rule.scalars(before.count, 1.0)
+
+      def loss(params, row, slot):
+        losses, weights = objective(parts.merge(params), row)
+        return passes.mean_loss(losses, jnp.where(objective.units(row)[1] == slot, weights, 0))
+
+      def update(of):
+        row, slot = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, of[0], 1), batch), of[1]
+        gradient = functools.partial(jax.grad(loss), parts.params, row, slot)
+        nothing = functools.partial(jax.tree.map, jnp.zeros_like, parts.params)
+        grads = by_label(jax.lax.cond((objective.units(row)[1] == slot).any(), gradient, nothing))
+        return {label: adam(grads[label], **before.of(label)) for label in labels}
+
+      def adam(g, first_moment, second_moment):
+        first_moment, second_moment = (x.astype(g.dtype) for x in (first_moment, second_moment))
+        m, v = rule.b1 * first_moment + (1 - rule.b1) * g, rule.b2 * second_moment + (1 - rule.b2) * jnp.square(g)
+        return m / correction1 / (jnp.sqrt(v / correction2) + rule.eps)
+
+      slots_BS = jnp.broadcast_to(1 + jnp.arange(num_slots)[None], (len(target_BT), num_slots))
+      rows_BS = jnp.broadcast_to(jnp.arange(len(target_BT))[:, None], slots_BS.shape)
+      sketch_nMR = projected(key, jax.lax.map(update, (rows_BS.ravel(), slots_BS.ravel())))
+      counted_BT = jnp.where(objective(held.model, batch)[1] != 0, target_BT, 0)
+      tokens_BS = (counted_BT[..., None] == slots_BS[:, None]).sum(1)
+      return sketch_nMR.reshape(*slots_BS.shape, *sketch_nMR.shape[1:]), tokens_BS
+
+    key = jax.random.key(_SEED)
+    self.prepare, self._last = objective.prepare, 0
+    self._rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
+    self._ask, self.sketch = (functools.partial(jax.jit(function), key) for function in (ask, sketch))
+
+  def respond(self, train_state, _, val: tuple):
+    """(None, mean learning rate since the checkpoint before, sketches [K, M, R])."""
+    if not val:
+      return None, 0.0, None
+    count, sketch_KMR = self._ask(train_state, val)
+    steps = jnp.arange(self._last, max(int(count), self._last + 1))
+    self._last = int(count)
+    return None, float(jnp.broadcast_to(self._rate(steps), steps.shape).mean()), sketch_KMR

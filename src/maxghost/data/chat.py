@@ -1,0 +1,162 @@
+"""Chat templates: a conversation as text, and the places in the text where the assistant speaks.
+
+A template is a Jinja text as transformers reads it. It is untrusted code and runs in Jinja's sandbox, on JSON values.
+"""
+
+import dataclasses
+import datetime
+import functools
+import itertools
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from maxghost.config import ConfigError
+from maxghost.data.tokenizers import Tokenizer
+
+FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+MARKS = "\U000f0000", "\U000f0001"  # around what a `{% generation %}` block gives; private characters
+_WORDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which messages hold it
+_MARK_IT = "; give one with {% generation %} around what the assistant says, by chat_template_path"
+Spans = list[tuple[int, int]]  # begin and end of parts of a text
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+  """name: where the text `source` is from. words: the special tokens that templates know by name, (name, token)."""
+
+  name: str
+  source: str
+  words: tuple[tuple[str, str], ...] = ()
+
+  @property
+  def is_marked(self) -> bool:
+    """Whether the template says itself what the assistant says."""
+    return "endgeneration" in self.source
+
+  def render(self, messages: Sequence[dict], tools: Any = None, *, prompt: bool = False) -> str:
+    """The text of a conversation. prompt: with the beginning of the assistant's answer. Raises ValueError."""
+    return re.sub(f"[{''.join(MARKS)}]", "", self._render(messages, tools, prompt))
+
+  def spans(self, messages: Sequence[dict], tools: Any, first: int) -> tuple[str, Spans, list[str]]:
+    """(the text, where the assistant speaks in it, the prompts that begin it).
+
+    first: the message from which on the assistant's turns count. Raises ValueError with the reason in one line.
+    """
+    text, spans, prompts = (self._by_marks if self.is_marked else self._by_prefixes)(messages, tools, first)
+    said = "".join(text[start:stop] for start, stop in spans)
+    for turn, message in enumerate(messages):
+      content = (message.get("content") or "").rpartition("</think>")[2].strip()
+      if spans and turn >= first and message["role"] == "assistant" and content not in said:
+        raise self._error(f"does not show what the assistant says in turn {turn + 1}")
+    return text, spans, prompts
+
+  def _by_marks(self, messages, tools, first: int) -> tuple[str, Spans, list[str]]:
+    pieces = re.split(f"[{''.join(MARKS)}]", self._render(messages, tools, False))  # outside and inside, in turns
+    text, ends = "".join(pieces), [*itertools.accumulate(map(len, pieces))]
+    prompt = self.render(messages[:first], tools) if first else ""
+    if not text.startswith(prompt):
+      raise self._error("does not begin the text with the prompt")
+    spans = [(ends[n - 1], ends[n]) for n in range(1, len(pieces), 2)]
+    return text, [(start, stop) for start, stop in spans if start >= len(prompt)], [prompt] if first else []
+
+  def _by_prefixes(self, messages, tools, first: int) -> tuple[str, Spans, list[str]]:
+    """From the conversation up to each turn of the assistant, before and with it."""
+    text, spans, prompts = self.render(messages, tools), [], []
+    for turn in (turn for turn in range(first, len(messages)) if messages[turn]["role"] == "assistant"):
+      prompt, answered = self.render(messages[:turn], tools, prompt=True), self.render(messages[: turn + 1], tools)
+      if not answered.startswith(prompt):
+        raise self._error(f"does not begin turn {turn + 1} with its prompt{_MARK_IT}")
+      if not text.startswith(answered):
+        raise self._error(f"renders turn {turn + 1} otherwise where others follow{_MARK_IT}")
+      spans.append((len(prompt), len(answered)))
+      prompts.append(prompt)
+    return text, spans, prompts
+
+  def _render(self, messages: Sequence[dict], tools: Any, prompt: bool) -> str:
+    given = [_with_reasoning(message) for message in messages]
+    try:
+      return _compiled(self.name, self.source).render(
+        messages=given, tools=tools, documents=None, add_generation_prompt=prompt, **dict(self.words)
+      )
+    except Exception as error:  # a template may raise anything
+      raise self._error(f"fails: {' '.join(str(error).split())[:200] or type(error).__name__}") from error
+
+  def _error(self, what: str) -> ValueError:
+    return ValueError(f"chat template {self.name} {what}")
+
+
+def _with_reasoning(message: dict) -> dict:
+  """A message whose reasoning has all names that templates read, as transformers gives it."""
+  found = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+  return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
+def load(path: str, tokenizer: Tokenizer) -> Template | None:
+  """The template in the file `path`, else the tokenizer's; None where there is none. Raises ConfigError."""
+  folder = tokenizer.path.parent if tokenizer.path else Path()
+  settings = folder / SETTINGS
+  said = json.loads(_read(settings)) if tokenizer.path and settings.is_file() else {}
+  words = {name: value["content"] if isinstance(value, dict) else value for name in _WORDS if (value := said.get(name))}
+  own = said.get("chat_template") or ""
+  if isinstance(own, list):  # several, by name
+    own = next((one["template"] for one in own if one.get("name") == "default"), "")
+  if not path and tokenizer.path and (folder / FILE).is_file():
+    path = str(folder / FILE)
+  if not path and not own:
+    return None
+  template = Template(path or str(settings), _read(Path(path)) if path else own, tuple(words.items()))
+  _compiled(template.name, template.source)
+  return template
+
+
+def _read(path: Path) -> str:
+  try:
+    return path.expanduser().read_text(encoding="utf-8")
+  except (OSError, UnicodeDecodeError) as error:
+    raise ConfigError(f"chat template {path} cannot be read: {error}") from error
+
+
+@functools.lru_cache(8)
+def _compiled(name: str, source: str) -> Any:
+  """The template, with what transformers gives templates beyond Jinja. Raises ConfigError naming the line."""
+  import jinja2.ext
+  import jinja2.nodes
+  import jinja2.sandbox
+
+  class Generation(jinja2.ext.Extension):
+    """`{% generation %}` ... `{% endgeneration %}`."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser):
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+      return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller) -> str:
+      return f"{MARKS[0]}{caller()}{MARKS[1]}"
+
+  def raise_exception(message):
+    raise jinja2.TemplateError(message)
+
+  def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+  def strftime_now(form):
+    fixed = os.environ.get("SOURCE_DATE_EPOCH")  # for a run that is continued on another day
+    return (datetime.datetime.fromtimestamp(int(fixed)) if fixed else datetime.datetime.now()).strftime(form)
+
+  made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+  )
+  made.filters["tojson"] = tojson
+  made.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+  try:
+    return made.from_string(source)
+  except jinja2.TemplateSyntaxError as error:
+    raise ConfigError(f"chat template {name}, line {error.lineno}: {error.message}") from error

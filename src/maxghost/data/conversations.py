@@ -1,0 +1,208 @@
+"""Conversations as documents: checked, rendered, tokenized, and weighted where the assistant speaks.
+
+The text of such a document is a JSON object: `messages` with roles, or `prompt` and `completion` (texts or messages),
+and `tools` for a template that shows them.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from maxghost.config import ConfigError, did_you_mean
+from maxghost.config.schema import DataConfig
+from maxghost.data import chat, packing
+from maxghost.data.packing import Encoded
+from maxghost.data.tokenizers import BYTE, Tokenizer, check_specials
+from maxghost.data.windows import Units, concatenated
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SYNONYMS = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
+_EXAMINED = 10_000  # documents read before the training starts, so that what is wrong with them is said then
+Pieces = list[tuple[str | int, bool]]  # texts or ids of tokens, and whether they are trained
+
+
+@dataclass(frozen=True)
+class Conversation:
+  """messages: with roles. first: the one from which on the assistant is trained. tools: as the record has them.
+
+  plain: prompt and completion as texts, which no template changes, in place of messages.
+  """
+
+  messages: tuple[dict, ...] = ()
+  first: int = 0
+  tools: Any = None
+  plain: tuple[str, str] | None = None
+
+
+def read(text: bytes) -> Conversation:
+  """The conversation of a document. Raises ValueError with the reason in one line."""
+  if any(mark.encode() in text for mark in chat.MARKS):
+    raise ValueError("it holds one of the private characters U+F0000 and U+F0001")
+  record = json.loads(text)
+  tools, prompt, completion = (record.get(name) for name in ("tools", "prompt", "completion"))
+  if isinstance(prompt, str) and isinstance(completion, str) and "messages" not in record:
+    if not completion:
+      raise ValueError("the completion is empty; there is nothing to train on")
+    return Conversation(plain=(prompt, completion))
+  if "messages" in record:
+    before, messages = (), messages_of(record["messages"], "messages")
+  else:
+    before, messages = messages_of(prompt, "prompt"), messages_of(completion, "completion")
+  if not any(message["role"] == "assistant" for message in messages):
+    raise ValueError("it has no turn of the assistant; there is nothing to train on")
+  return Conversation(before + messages, len(before), json.loads(tools) if isinstance(tools, str) else tools)
+
+
+def messages_of(given: Any, name: str) -> tuple[dict, ...]:
+  """Messages without their empty fields, the content of each one text. Raises ValueError naming the wrong one."""
+  if not isinstance(given, list) or not given:
+    raise ValueError(f"{name} is no list of messages" if given is not None else f"it has no {name}")
+  return tuple(_message(one, f"{name}[{number}]") for number, one in enumerate(given))
+
+
+def _message(given: Any, name: str) -> dict:
+  if not isinstance(given, dict):
+    raise ValueError(f"{name} is no object with role and content")
+  message = {key: value for key, value in given.items() if value is not None}
+  role, content = message.get("role"), message.get("content")
+  if role not in ROLES:
+    hint = f"; use {_SYNONYMS[role]}" if role in _SYNONYMS else did_you_mean(str(role), ROLES)
+    raise ValueError(f"{name} has the role {role!r}; roles are {', '.join(ROLES)}{hint}")
+  if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+    message["content"] = content = "".join(part["text"] for part in content)
+  if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
+    raise ValueError(f"{name} ({role}) has no text as its content")
+  return message
+
+
+def readable(text: bytes) -> bytes:
+  """The text of a document for a reader: a line `role: content` for each message, or the plain texts."""
+  try:
+    found = read(text)
+  except ValueError:
+    return text
+  lines = [f"{m['role']}: {m.get('content') or json.dumps(m.get('tool_calls'))}" for m in found.messages]
+  return "".join(found.plain or "\n".join(lines)).encode()
+
+
+@dataclass(frozen=True)
+class Rendering:
+  """How conversations become tokens. template: None = lines `role: content`, for the tokenizer of bytes."""
+
+  tokenizer: Tokenizer
+  template: chat.Template | None
+  completion_only: bool
+  add_bos: bool
+  add_eos: bool
+
+  @classmethod
+  def of(cls, cfg: DataConfig, tokenizer: Tokenizer) -> "Rendering":
+    """Raises ConfigError for a template that cannot be read."""
+    template = chat.load(cfg.chat_template_path, tokenizer)
+    return cls(tokenizer, template, cfg.sft_train_on_completion_only, cfg.add_bos, cfg.add_eos)
+
+  def encode(self, text: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Ids (int32[n]) and weights (float32[n]) of a document. Raises ValueError with the reason in one line."""
+    found = read(text)
+    if found.plain or self.template is None:
+      ids, weights = self._joined(self._pieces(found))
+    else:
+      ids, weights = self._templated(self.template, found)
+    if not weights[1:].any():
+      raise ValueError(f"chat template {self.template.name if self.template else ''} gives no token to train on")
+    return ids, weights if self.completion_only else np.ones_like(weights)
+
+  def prompt(self, messages: Sequence[dict]) -> list[int]:
+    """Ids up to where the assistant answers. Raises ValueError."""
+    if self.template is None:
+      answer = {"role": "assistant", "content": ""}
+      return self._joined(self._turns([*messages, answer])[:-2])[0].tolist()  # without its text and end
+    return self.tokenizer.encode_template(self.template.render(messages, prompt=True))[0].tolist()
+
+  def _templated(self, template: chat.Template, found: Conversation) -> tuple[np.ndarray, np.ndarray]:
+    text, spans, prompts = template.spans(found.messages, found.tools, found.first)
+    ids, places = self.tokenizer.encode_template(text)
+    for own in (self.tokenizer.encode_template(prompt)[0] for prompt in prompts):
+      if not np.array_equal(own, ids[: len(own)]):
+        raise ValueError(f"chat template {template.name}: the tokens of the prompt do not begin those of the whole")
+    weights = np.zeros(len(ids), np.float32)
+    for start, stop in spans:
+      weights[(places[:, 0] < stop) & (places[:, 1] > start)] = 1
+    return ids, weights
+
+  def _pieces(self, found: Conversation) -> Pieces:
+    """A prompt and its completion as they are, or turns by lines."""
+    if found.plain is None and found.tools:
+      raise ValueError("it has tools, which need a chat template; give chat_template_path")
+    if found.plain is None:
+      return self._turns(found.messages, found.first)
+    end = [(self.tokenizer.eos_id, True)] if self.add_eos and self.tokenizer.eos_id is not None else []
+    return [(found.plain[0], False), (found.plain[1], True), *end]
+
+  def _turns(self, messages: Sequence[dict], first: int = 0) -> Pieces:
+    """Lines `role: content`; an answer ends with the end token. Raises ConfigError for a tokenizer of words."""
+    if self.tokenizer.name != BYTE:
+      raise ConfigError(f"the tokenizer {self.tokenizer.name} has no chat template; give chat_template_path")
+    pieces: Pieces = []
+    for number, message in enumerate(messages):
+      role, content, trained = message["role"], message.get("content"), number >= first
+      if content is None:
+        raise ValueError(f"turn {number + 1} has tool_calls, which need a chat template; give chat_template_path")
+      answer = role == "assistant"
+      pieces.append(("\n" * (number > 0) + f"{role}:" + f" {content}" * (not answer), False))
+      pieces += [(f" {content}", trained), (self.tokenizer.eos_id or 0, trained)] if answer else []
+    return pieces
+
+  def _joined(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and weights of the pieces, each tokenized alone, behind the begin token."""
+    check_specials(self.tokenizer, self.add_bos, self.add_eos)
+    if self.add_bos:
+      pieces = [(self.tokenizer.bos_id or 0, False), *pieces]
+    ids = [np.array([p]) if isinstance(p, int) else self.tokenizer.encode([p.encode()])[0] for p, _ in pieces]
+    weights = np.repeat(np.array([trained for _, trained in pieces], np.float32), list(map(len, ids)))
+    return np.concatenate(ids).astype(np.int32), weights
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ConversationUnits(Units):
+  """The conversations of a source; one that is longer than a row keeps its beginning."""
+
+  rendering: Rendering
+
+  @property
+  def settings(self) -> tuple[str, ...]:
+    made = self.rendering
+    return (str(made.completion_only), *((made.template.source, repr(made.template.words)) if made.template else ()))
+
+  def tokenized(self, documents: np.ndarray, texts: list[bytes], counts: dict[str, int]) -> Encoded:
+    """As `Units.tokenized`; `cut` counts those that lose a part of what is trained."""
+    most, kept, ids, weights = self.layout.row_length + 1, [], [], []
+    for index, text in zip(documents.tolist(), texts, strict=True):
+      try:
+        own, weight = self.rendering.encode(text)
+        if not weight[1:most].any():
+          raise ValueError(f"its first answer begins behind max_target_length={most - 1}; use a longer row")
+      except ConfigError:
+        raise
+      except ValueError as error:
+        if self.on_corrupt == "error":
+          raise ConfigError(f"{self.source.place(index)}: {error}; or use on_corrupt=skip") from error
+        for name, change in (("corrupt", 1), ("documents", -1), ("bytes", -len(text))):
+          counts[name] += change
+        continue
+      counts["cut"] += bool(weight[most:].any())
+      kept.append(index)
+      ids.append(own[:most])
+      weights.append(weight[:most])
+    tokens = concatenated(ids).astype(packing.token_dtype(self.tokenizer.vocab_size))
+    ends = np.cumsum(list(map(len, ids)), dtype=np.int64)
+    return Encoded(tokens, ends, np.array(kept, np.int64), None, weights=concatenated(weights).astype(np.float32))
+
+  @functools.cached_property
+  def examined(self) -> dict[str, int]:
+    """The counts of the first documents, so that what is wrong with them is said before the training."""
+    return self.encode(np.arange(min(len(self.source), _EXAMINED)))[1]

@@ -1,0 +1,333 @@
+"""Conversations: read, rendered by chat templates, weighted where the assistant speaks, packed, refused by place."""
+
+import dataclasses
+import functools
+import gzip
+import importlib.util
+import json
+import pickle
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+
+from maxghost import config, data
+from maxghost.config import ConfigError
+from maxghost.data import chat
+from maxghost.data.conversations import Rendering, readable
+from maxghost.data.tokenizers import ByteTokenizer, load_tokenizer
+
+WORDS = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+SPECIAL = {"<|bos|>": "^", "<|eos|>": "$"}  # as the tests show them
+BASE = dataclasses.replace(
+  config.load().data, dataset_type="text", max_target_length=96, per_device_batch_size=2, ghost_val_sets=("sums",),
+  shuffle_window_bytes=900,
+)  # fmt: skip
+# A template of ChatML's form; marked: with the blocks that say what the assistant says.
+PLAIN = (
+  "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + eos_token + '\n' }}{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+MARKED = (
+  "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'assistant' %}{% generation %}"
+  "{{ m['content'] + eos_token }}{% endgeneration %}{% else %}{{ m['content'] + eos_token }}{% endif %}{{ '\n' }}"
+  "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+ALPHABET = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+TURNS = [
+  {"role": "system", "content": "short é"},
+  {"role": "user", "content": "1+1?"},
+  {"role": "assistant", "content": "two ü"},
+  {"role": "user", "content": "2+2?"},
+  {"role": "assistant", "content": "four"},
+]
+
+
+@functools.cache
+def tokenizer_file() -> str:
+  """A folder with a tokenizer of bytes that reads special tokens."""
+  folder = tempfile.mkdtemp()
+  inner = tokenizers.Tokenizer(tokenizers.models.BPE({letter: n for n, letter in enumerate(sorted(ALPHABET))}, []))
+  inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  inner.decoder = tokenizers.decoders.ByteLevel()
+  inner.add_special_tokens([*SPECIAL, "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>"])
+  inner.save(f"{folder}/tokenizer.json")
+  return folder
+
+
+def rendering(source: str | None = None, **changes) -> Rendering:
+  template = chat.Template("t.jinja", source, tuple(WORDS.items())) if source else None
+  tokenizer = load_tokenizer("huggingface", tokenizer_file()) if source else ByteTokenizer()
+  return Rendering(tokenizer, template, **{"completion_only": True, "add_bos": True, "add_eos": True, **changes})
+
+
+def encode(made: Rendering, **record) -> tuple[list[int], str]:
+  """The ids, and the trained ones as text, the end token as $."""
+  ids, weights = made.encode(json.dumps(record).encode())
+  assert set(weights.tolist()) <= {0.0, 1.0} and len(ids) == len(weights)
+  signs = {made.tokenizer.bos_id: b"^", made.tokenizer.eos_id: b"$"}
+  whole, trained = (
+    b"".join(signs.get(i) or made.tokenizer.decode([i]) for i in some) for some in (ids, ids[weights > 0])
+  )
+  return whole.decode(), trained.decode()
+
+
+def test_what_is_trained():
+  """Every turn of the assistant with its end token, by blocks of the template and by prefixes, and nothing else."""
+  text = "<system>short é$\n<user>1+1?$\n<assistant>two ü$\n<user>2+2?$\n<assistant>four$\n"
+  assert encode(rendering(MARKED), messages=TURNS) == (text, "two ü$four$")
+  assert encode(rendering(PLAIN), messages=TURNS) == (text, "two ü$\nfour$\n")  # all that is written for the turn
+  whole, trained = encode(rendering(), messages=TURNS)
+  assert whole == "^system: short é\nuser: 1+1?\nassistant: two ü$\nuser: 2+2?\nassistant: four$"
+  assert trained == " two ü$ four$"
+  for made in (rendering(MARKED), rendering(PLAIN), rendering()):
+    whole, trained = encode(made, prompt=TURNS[:4], completion=TURNS[4:])
+    assert whole == encode(made, messages=TURNS)[0] and trained.strip() in ("four$", "four$\n")
+    whole = made.encode(json.dumps({"messages": TURNS}).encode())[0]
+    assert made.prompt(TURNS[:4]) == whole[: len(made.prompt(TURNS[:4]))].tolist()
+  assert encode(rendering(PLAIN), prompt="1+1=", completion="2") == ("^1+1=2$", "2$")
+  assert encode(rendering(add_bos=False, add_eos=False), prompt="1+1=", completion="2")[1] == "2"
+  assert rendering(PLAIN, completion_only=False).encode(json.dumps({"messages": TURNS}).encode())[1].all()
+
+
+def test_what_templates_may_use():
+  source = "{{ messages[0] | tojson }}{{ tools | tojson(indent=1) }}{% for m in messages %}{% break %}{% endfor %}"
+  template = chat.Template("t", source + "{{ strftime_now('%Y') }}\n    {% if true %}\nx{% endif %}")
+  assert template.render([{"role": "user", "content": "<é>"}], [{"a": 1}]).startswith(
+    '{"role": "user", "content": "<é>"}[\n {\n  "a": 1\n }\n]20'
+  )
+  for unsafe in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ raise_exception('no system') }}"):
+    with pytest.raises(ValueError, match="chat template t fails"):
+      chat.Template("t", unsafe).render([{"role": "user", "content": "x"}])
+  with pytest.raises(ConfigError, match="t, line 2"):
+    chat._compiled("t", "a\n{% if %}")
+
+
+@pytest.mark.parametrize(
+  ("record", "source", "said"),
+  [
+    ({"messages": TURNS[:2]}, None, "no turn of the assistant"),
+    ({"messages": []}, None, "messages is no list of messages"),
+    ({"messages": [{"role": "human", "content": "x"}]}, None, r"messages\[0\] has the role 'human'.*use user"),
+    ({"messages": [{"role": "asistant", "content": "x"}]}, None, "did you mean 'assistant'"),
+    ({"messages": [{"role": "user"}]}, None, r"messages\[0\] \(user\) has no text"),
+    ({"messages": ["x"]}, None, r"messages\[0\] is no object"),
+    ({"prompt": "x", "completion": ""}, None, "the completion is empty"),
+    ({"prompt": "x", "completion": TURNS}, None, "prompt is no list of messages"),
+    ({"text": "x"}, None, "it has no prompt"),
+    ({"prompt": TURNS[:2], "completion": TURNS[1:2]}, None, "no turn of the assistant"),
+    ({"messages": TURNS, "tools": [{"name": "f"}]}, None, "tools, which need a chat template"),
+    ({"messages": [TURNS[1], {"role": "assistant", "tool_calls": [{}]}]}, None, "tool_calls, which need"),
+    ({"messages": [*TURNS, {"role": "user", "content": "\U000f0000"}]}, None, "private characters"),
+    ({"messages": TURNS}, "{{ raise_exception('no system') }}", "t.jinja fails: no system"),
+    ({"messages": TURNS}, "{{ messages[9]['role'].x.y }}", "t.jinja fails"),
+    ({"messages": TURNS}, "{{ messages[2]['content'] }}{# endgeneration #}", "t.jinja gives no token"),
+    ({"messages": TURNS}, "{% if add_generation_prompt %}>{% endif %}x", "does not begin turn 3 with its prompt"),
+    ({"messages": TURNS}, "{% for m in messages %}{{ loop.length }}{% endfor %}", "begin turn 3 with its prompt"),
+    (
+      {"messages": TURNS},
+      "{% for m in messages %}x{% endfor %}{{ eos_token }}",
+      "begin turn 3 with|turn 3 otherwise where",
+    ),
+    (
+      {"messages": TURNS},
+      PLAIN.replace("m['content']", "m.get('text', '')"),
+      "show what the assistant says in turn 3",
+    ),
+    (
+      {"messages": TURNS},
+      MARKED.replace("m['content']", "m.get('text', '')"),
+      "show what the assistant says in turn 3",
+    ),
+    (
+      {"prompt": TURNS[:2], "completion": TURNS[2:]},
+      MARKED.replace("{% for", "{{ messages | length }}{% for"),
+      "does not begin the text with the prompt",
+    ),
+  ],
+)
+def test_what_is_refused(record, source, said):
+  with pytest.raises(ValueError, match=said) as caught:
+    rendering(source).encode(json.dumps(record, ensure_ascii=False).encode())
+  assert "\n" not in str(caught.value)
+
+
+def sums(count: int, first: int = 0) -> list[dict]:
+  return [
+    {"id": f"s{n}", "messages": [TURNS[1] | {"content": f"{n}+{n}?"}, {"role": "assistant", "content": f"{2 * n}"}]}
+    for n in range(first, first + count)
+  ]
+
+
+def write(path, records) -> None:
+  path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def dataset_of(cfg, **changes):
+  return data.load_dataset(dataclasses.replace(cfg, **changes), 3, records="conversations")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+  """One file with domains by record, one compressed, and one of Parquet with prompts and completions."""
+  folder = tmp_path_factory.mktemp("chat")
+  mixed = sums(20) + [one | {"id": f"w{n}", "domain": "words"} for n, one in enumerate(sums(6, 50))]
+  write(folder / "a.jsonl", [record | {"kind": "x"} for record in mixed])
+  (folder / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps(sums(1, 30)[0]).encode()))
+  rows = [[{"role": "user", "content": f"{n}*2?"}] for n in range(7)]
+  answers = [[{"role": "assistant", "content": f"{2 * n}", "tool_calls": None}] for n in range(7)]
+  pq.write_table(pa.table({"id": list(range(7)), "prompt": rows, "completion": answers}), folder / "c.parquet")
+  files = (f"sums={folder}/[ab].jsonl*", f"twice={folder}/c.parquet")
+  return dataclasses.replace(BASE, dataset_files=files)
+
+
+def test_a_corpus_and_its_batches(corpus):
+  """Domains of records, ids, weights under exactly the trained tokens, each pair once an epoch, exact resume."""
+  dataset = dataset_of(corpus)
+  assert dataset.source.domains == ("sums", "words", "twice") and dataset.source.fields == ("id",)
+  assert [entry.documents for entry in dataset.summary()] == [21, 6, 7]
+  assert {dataset.document_record(n)[3] for n in range(len(dataset.source))} >= {"s0", "w0", "0", "s30"}
+  assert readable(dataset.document(33).text) == b"user: 6*2?\nassistant: 12"
+  made, seen = Rendering.of(corpus, ByteTokenizer()), []
+  state = json.loads(json.dumps(dataset.train.state()))
+  batches = [next(dataset.train) for _ in range(9)]
+  for batch in batches:
+    arrays = batch.arrays
+    assert arrays["targets_weights"].dtype == np.float32
+    assert not arrays["targets_weights"][arrays["targets_segmentation"] == 0].any()
+    for b, s in np.argwhere((batch.document_BS >= 0) & (batch.epoch_B == 0)[:, None]):
+      here = arrays["inputs_segmentation"][b] == s + 1
+      ids, weights = made.encode(dataset.document(batch.document_BS[b, s]).text)
+      assert (arrays["inputs"][b, here] == ids[:-1]).all() and (arrays["targets"][b, here] == ids[1:]).all()
+      assert (arrays["targets_weights"][b, here] == weights[1:]).all() and weights[1:].any()
+      seen.append(int(batch.document_BS[b, s]))
+  assert max(batch.epoch_B.max() for batch in batches) > 0
+  held_out = dataset.parts[0].split.held_out(np.arange(34))
+  assert sorted(seen) == np.flatnonzero(~held_out).tolist() and held_out.any()
+  again = dataset_of(corpus)
+  again.train.restore(state)
+  assert all((next(again.train).arrays["inputs"] == batch.arrays["inputs"]).all() for batch in batches)
+  assert pickle.loads(pickle.dumps(dataset.parts[0])).settings == dataset.parts[0].settings
+  with pytest.raises(ConfigError, match="changed"):
+    dataset_of(corpus, sft_train_on_completion_only=False).train.restore(state)
+  val = dataset.validation_batch(0, 2, "sums").arrays
+  assert 0 < val["targets_weights"].sum() < (val["targets_segmentation"] > 0).sum()
+  one = dataset_of(corpus, packing="none", dataset_domains=("twice", "words"), ghost_val_sets=("words",))
+  assert one.source.domains == ("words", "twice") and next(one.train).document_BS.shape == (2, 1)
+
+
+def test_sets_mixtures_and_exclusion(corpus, tmp_path):
+  write(tmp_path / "target.jsonl", [record | {"domain": "other"} for record in sums(5, 70)])
+  write(tmp_path / "out.jsonl", [{"id": "s3"}, {"id": "w1"}])
+  shares = ("sums=0.5", "words=0.25", "twice=0.25")
+  cfg = dataclasses.replace(corpus, ghost_val_sets=(f"goal={tmp_path}/target.jsonl",), dataset_mixture=shares)
+  dataset = dataset_of(cfg, dataset_exclude_file=str(tmp_path / "out.jsonl"))
+  names = {dataset.document_id(n).domain for n in dataset.validation_batch(0, 2).document_BS.ravel() if n >= 0}
+  assert names == {"goal"}
+  batches = [next(dataset.train) for _ in range(12)]
+  records = {dataset.document_record(n)[3] for batch in batches for n in batch.document_BS.ravel() if n >= 0}
+  assert not records & {"s3", "w1"} and {"s4", "w2", "0"} <= records
+  with pytest.raises(ConfigError, match="did you mean 'words'"):
+    dataset_of(cfg, dataset_domains=("word",))
+
+
+def test_worker_processes_make_the_same_batches(corpus):
+  one, other = dataset_of(corpus), dataset_of(corpus, grain_worker_count=1)
+  for _ in range(3):
+    mine, theirs = next(one.train).arrays, next(other.train).arrays
+    assert all((mine[name] == theirs[name]).all() for name in mine)
+
+
+def test_long_conversations(corpus, tmp_path):
+  """Cut ones keep their beginning and are counted; one without any of its answers is refused, or left out."""
+  long = [TURNS[1], {"role": "assistant", "content": "y" * 200}]
+  lost = [{"role": "user", "content": "z" * 200}, TURNS[2]]
+  write(tmp_path / "a.jsonl", [*sums(4), {"messages": long}, {"messages": lost}])
+  cfg = dataclasses.replace(corpus, dataset_files=(f"a={tmp_path}/a.jsonl", *corpus.dataset_files[:1]))
+  with pytest.raises(
+    ConfigError, match=r"a\.jsonl at byte \d+, line 6: its first answer begins behind max_target_length=96"
+  ):
+    dataset_of(cfg).notes()
+  dataset = dataset_of(cfg, on_corrupt="skip")
+  notes = " ".join(dataset.notes())
+  assert "1 are left out" in notes and "1 lose a part of their answers to max_target_length=96" in notes
+  found = [next(dataset.train) for _ in range(8)]
+  (b,) = next(np.flatnonzero((batch.document_BS == 4).any(1)) for batch in found if (batch.document_BS == 4).any())
+  row = next(batch.arrays for batch in found if (batch.document_BS == 4).any())
+  assert row["targets_weights"][b].sum() > 70 and not any((batch.document_BS == 5).any() for batch in found)
+  assert "cut off by the length of a row: 1" in dataset.train.describe() and "1 corrupt" in dataset.train.describe()
+
+
+def test_bad_files_are_named_with_their_line(corpus, tmp_path):
+  def said(lines: str, **changes) -> str:
+    (tmp_path / "x.jsonl").write_text(lines)
+    cfg = dataclasses.replace(corpus, dataset_files=(f"x={tmp_path}/x.jsonl", *corpus.dataset_files[:1]), **changes)
+    with pytest.raises(ConfigError) as caught:
+      dataset_of(cfg).notes()
+    return str(caught.value)
+
+  good = json.dumps(sums(1)[0]) + "\n"
+  assert f"x.jsonl at byte {len(good)}, line 2: not a line of JSON" in said(good + "{bad\n")
+  assert "line 2: it has no turn of the assistant" in said(good + json.dumps({"messages": TURNS[:2]}) + "\n")
+  assert "line 2: it has no prompt" in said(good + '{"text": "x"}\n')
+  assert "x.jsonl has text" in said('{"text": "x"}\n')
+  assert "did you mean 'messages'" in said(good, train_data_columns=("message",))
+  (tmp_path / "y.txt").write_text("x")
+  with pytest.raises(ConfigError, match="is plain text, but the objective reads records"):
+    dataset_of(corpus, dataset_files=(f"a={tmp_path}/y.txt",))
+  (tmp_path / "bad.jinja").write_text("{% for %}")
+  for path, reason in ((tmp_path / "bad.jinja", "line 1"), (tmp_path / "none.jinja", "cannot be read")):
+    with pytest.raises(ConfigError, match=reason):
+      dataset_of(corpus, chat_template_path=str(path))
+  with pytest.raises(ConfigError, match="is plain text, but the objective reads records"):
+    dataset_of(corpus, dataset_type="synthetic", dataset_files=())
+
+
+def test_what_goes_together():
+  assert (
+    config.load("use_sft=true").optimizer.objective == "sft" and config.load("objective=sft").records == "conversations"
+  )
+  with pytest.raises(ConfigError, match="keeps them whole; use packing=first_fit"):
+    config.load("objective=sft", "packing=concat_then_split")
+  with pytest.raises(ConfigError, match="next_token reads plain text"):
+    config.load("chat_template_path=x.jinja")
+
+
+@pytest.mark.hf
+def test_ids_and_masks_are_those_of_transformers(tmp_path):
+  """Every template of the TRL wheel that takes plain text; masks where the template marks what the assistant says."""
+  transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+  trl = importlib.util.find_spec("trl") or pytest.skip("trl, which brings the templates, is not installed")
+  inner = tokenizers.Tokenizer.from_file(f"{tokenizer_file()}/tokenizer.json")
+  inner.save(str(tmp_path / "tokenizer.json"))
+  words = {"bos_token": "<s>", "eos_token": "</s>"}
+  theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **words)
+  cfg = dataclasses.replace(BASE, tokenizer_type="huggingface", tokenizer_path=str(tmp_path))
+  # Behind a last character of several tokens, transformers' mask ends with the first of them.
+  whole = [turn | {"content": turn["content"] + "."} for turn in TURNS[1:]]
+  masked = refused = 0
+  for path in sorted(Path(trl.submodule_search_locations[0], "chat_templates").glob("*.jinja")):
+    source = path.read_text("utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(words | {"chat_template": source}))
+    made = Rendering.of(cfg, load_tokenizer("huggingface", str(tmp_path)))
+    for turns in (whole, whole[:2]):
+      try:
+        ids, weights = made.encode(json.dumps({"messages": turns}).encode())
+      except ValueError as error:
+        assert not made.template.is_marked or "show what the assistant says" in str(error) or "llava" in path.stem, path
+        refused += 1
+        continue
+      told = theirs.apply_chat_template(
+        turns, chat_template=source, return_dict=True, return_assistant_tokens_mask=made.template.is_marked
+      )
+      assert ids.tolist() == told["input_ids"], path
+      if made.template.is_marked:
+        masked += 1
+        assert weights.tolist() == told["assistant_masks"], path
+      prompt = theirs.apply_chat_template(turns[:-1], chat_template=source, add_generation_prompt=True)
+      assert made.prompt(turns[:-1]) == prompt["input_ids"], path
+  assert masked > 50 and refused < 40, (masked, refused)

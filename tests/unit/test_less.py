@@ -1,0 +1,168 @@
+"""LESS against gradients of one document at a time, and the Adam step of optax on each."""
+
+import contextlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from flax import nnx
+
+from maxghost import attribute, config, optimizers
+from maxghost.attribution import less, offline
+from maxghost.attribution.corpus import Corpus
+from maxghost.attribution.offline import Point
+from maxghost.training import state
+from maxghost.training.state import TrainStateNNX
+
+CFG = tiny.make_config(
+  base_num_decoder_layers=1, max_target_length=24, remat_policy="none", steps=20, learning_rate=0.01, adam_eps=1e-5,
+  warmup_steps_fraction=0.2, lr_schedule_type="cosine", ghost_detail="total",
+)  # fmt: skip
+DOCUMENTS = ("for i in range(7): print(i)", "x", "It was late.", "a" * 40, "Nothing moved there.")
+STEPS = (3, 11)
+
+
+@contextlib.contextmanager
+def precision(dtype):
+  before = jax.config.read("jax_enable_x64")
+  jax.config.update("jax_enable_x64", dtype == "float64")
+  try:
+    yield
+  finally:
+    jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("corpus")
+  for number, text in enumerate(DOCUMENTS):
+    (folder / f"note{number}.txt").write_text(text)
+  (folder / "ask.txt").write_text("for j in range(9): print(j)")
+  patterns = f"notes={folder}/note*.txt", f"ask={folder}/ask.txt"
+  documents, asked = (Corpus((pattern,), CFG.data, "--data") for pattern in (*patterns[:1], *patterns[1:]))
+  return documents, asked, {"ask": asked.sample("ask", 2)[0]}, patterns
+
+
+def make_points(cfg):
+  """Checkpoints whose moments are random and belong to the step."""
+  found = []
+  for seed, step in enumerate(STEPS):
+    rng = np.random.default_rng(seed)
+    held = TrainStateNNX(tiny.make_model(cfg, seed), optimizers.make_optimizer(cfg.optimizer, cfg.run.steps))
+    flat = nnx.to_flat_state(nnx.state(held))
+    values = []
+    for path, variable in flat:
+      scale = {"mu": 0.02, "nu": 4e-4}.get(next((str(p) for p in path if p in ("mu", "nu")), ""))
+      noise = rng.normal(size=variable.shape).astype(variable.dtype)
+      values.append(
+        (path, variable.replace(jnp.asarray(scale * (noise if scale > 1e-3 else noise**2))) if scale else variable)
+      )
+    held = nnx.merge(nnx.split(held)[0], nnx.from_flat_state(values))
+    held.optimizer.step[...] = jnp.asarray(step, held.optimizer.step.dtype)
+    found.append(Point(step, nnx.state(held), f"d{step}"))
+  return found
+
+
+def brute_force(cfg, points, corpus, query):
+  """{path, chunk: score}: each document alone in its row, materialised; Adam by optax; cosine in float64."""
+  schedule, last, total = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps), 0, {}
+  adam = optax.scale_by_adam(cfg.optimizer.adam_b1, cfg.optimizer.adam_b2, cfg.optimizer.adam_eps)
+
+  def mean_loss(params, graphdef, rest, row):
+    model = nnx.merge(graphdef, params, rest)
+    logits = model(*(row[name] for name in ("inputs", "inputs_position", "inputs_segmentation")))
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), row["targets"][..., None], -1)[..., 0]
+    counts = row["targets_segmentation"] != 0
+    return (losses * counts).sum() / counts.sum()
+
+  def flat(tree):
+    return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
+
+  grad = jax.jit(jax.grad(mean_loss), static_argnums=1)
+  for point in points:
+    held = nnx.merge(state.abstract_split(cfg)[0], point.state)
+    graphdef, params, rest = nnx.split(held.model, nnx.Param, ...)
+    (moments,) = (x for x in jax.tree.leaves(held.optimizer.opt_state, is_leaf=is_adam) if is_adam(x))
+    moments = optax.ScaleByAdamState(jnp.asarray(point.step, jnp.int32), *map(nnx.as_pure, (moments.mu, moments.nu)))
+    moments = moments._replace(mu=jax.tree.map(lambda m, v: m.astype(v.dtype), moments.mu, moments.nu))
+    rate = float(np.mean([float(schedule(n)) for n in range(last, point.step)]))
+    last, asked = point.step, flat(grad(params, graphdef, rest, query.arrays))
+    for batch in corpus.batches(1):
+      for slot, document in enumerate(batch.document_BS[0]):
+        if document < 0:
+          continue
+        own = {
+          name: np.where(batch.arrays[f"{name.partition('_')[0]}_segmentation"] == slot + 1, x, 0)
+          for name, x in batch.arrays.items()
+        }
+        with jax.numpy_dtype_promotion("standard"):
+          moved, _ = adam.update(nnx.as_pure(grad(params, graphdef, rest, own)), moments)
+        moved, key = flat(moved), (corpus.document_id(document).path, int(batch.offset_BS[0, slot]))
+        cosine = moved @ asked / np.linalg.norm(moved) / np.linalg.norm(asked)
+        total[key] = total.get(key, 0.0) + rate * cosine
+  return total
+
+
+def is_adam(x):
+  return isinstance(x, optax.ScaleByAdamState)
+
+
+def scored(cfg, points, corpora, folder, num_directions) -> dict:
+  documents, asked, queries, _ = corpora
+  offline.build_index(cfg, iter(points), documents, folder, 3, 3, num_directions, "less")
+  about = offline.open_index(folder, STEPS)
+  found = offline.nearest(cfg, iter(points), folder, about, queries, asked, top=about["chunks"])["ask"]
+  assert [chunk["contribution"] for chunk in found] == sorted((c["contribution"] for c in found), reverse=True)
+  return {(chunk["path"], chunk["chunk"]): (chunk["contribution"], chunk["standard_error"]) for chunk in found}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
+def test_without_a_projection_less_is_the_cosine_of_materialised_gradients(dtype, tolerance, corpora, tmp_path):
+  """Packed documents, a document of one token, one cut into chunks; two checkpoints, with the rates between them."""
+  with precision(dtype), tiny.cheap_compilation():
+    cfg = config.replace(CFG, dtype=dtype, weight_dtype=dtype)
+    points = make_points(cfg)
+    expected = brute_force(cfg, points, corpora[0], corpora[2]["ask"])
+    found = scored(cfg, points, corpora, tmp_path, 0)
+  assert found.keys() == expected.keys() and len(found) > len(DOCUMENTS)
+  size = max(map(abs, expected.values()))
+  for key, value in expected.items():
+    assert abs(found[key][0] - value) <= tolerance * size, (key, found[key], value)
+    assert found[key][1] == 0
+
+
+def test_projections_come_near_the_cosine(corpora, tmp_path):
+  with tiny.cheap_compilation():
+    points = make_points(CFG)
+    expected = brute_force(CFG, points, corpora[0], corpora[2]["ask"])
+    found = scored(CFG, points, corpora, tmp_path, 192)
+  off = np.array([(found[key][0] - value) / found[key][1] for key, value in expected.items()])
+  assert (np.abs(off) < 4).all(), off
+
+
+def test_what_less_is_not_defined_for(tmp_path, capsys):
+  run = tmp_path / "run"
+  (run / "checkpoints" / "3").mkdir(parents=True)
+  config.save(config.replace(CFG, opt_type="sgd", ghost_direction="sgd"), run / "config.yml")
+  index = ["--index", str(tmp_path / "index"), "--data", "a=x"]
+  for arguments, said in {
+    ("--method", "less", "--data", "a=x", "--queries", "q=y", "--output", "z"): "--method less works on an index: give",
+    ("--method", "lass", *index): "--method lass: unknown; did you mean 'less'?",
+    ("--directions", "0", *index): "--directions 0: at least 2",
+    ("--method", "less", *index): "--method less needs the moments of AdamW; the run has opt_type=sgd",
+  }.items():
+    assert attribute.main([str(run), *arguments]) == 2
+    assert said in capsys.readouterr().err
+  config.save(CFG, run / "config.yml")
+  cfg, args = CFG, attribute.parse([str(run), "--method", "less", *index, "--direction", "sgd"])
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(attribute, "has_optimizer", lambda path: path.name != "3")
+    with pytest.raises(config.ConfigError, match="3 holds no optimizer state, whose moments --method less needs"):
+      attribute.check_less(cfg, args, {3: run / "checkpoints" / "3"})
+    with pytest.raises(config.ConfigError, match="--direction sgd: --method less has its own direction"):
+      attribute.check_less(cfg, args, {4: run / "checkpoints" / "4"})
+  assert json.dumps(offline.LESS_UNIT) and less.Less
