@@ -1,7 +1,8 @@
 """Saving and restoring a run: Orbax, in the background, newest good checkpoint first.
 
 A checkpoint `<run>/checkpoints/<step>/` holds the state after <step> completed steps:
-  items/      the state as a plain nested dict of arrays, {"model": {...}, "optimizer": {...}}, paths as in the model
+  items/      the state as a plain nested dict of arrays, {"model": {...}, "optimizer": {...}}, paths as in the model;
+              of a model with adapters only these
   positions/  JSON: where data, metrics and scores stood after that step, the config, one checksum per array, the
               versions that wrote it, and the checksum of all this
 A folder gets its name when all of it is written, and older ones go when it is durable. A checkpoint that cannot be
@@ -78,6 +79,7 @@ class CheckpointManager:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     self._saving: int | None = None  # the step that is being written
     self._has_failed = False
+    self._frozen: dict[str, int] = {}  # checksums of what no step changes
     if distributed.is_first():
       self._remove_half_written()
     self._check_shared()  # the others look at the folder afterwards
@@ -103,15 +105,26 @@ class CheckpointManager:
   def path(self, step: int) -> Path:
     return self._directory / str(step)
 
-  def save(self, step: int, tree: Mapping, positions: Mapping[str, Any]) -> None:
+  def save(
+    self, step: int, tree: Mapping, positions: Mapping[str, Any], frozen: Mapping[str, Any] | None = None
+  ) -> None:
     """Copies the arrays and writes them in the background; `tree` may be donated as soon as this returns.
 
+    frozen: arrays that never change, of which only the checksums are written (`check_frozen`).
     Waits for an earlier save first. Raises CheckpointError where that one, or this one, could not be written.
     """
     self.wait()
     self._saving = step
     tree = _with_raw_keys(tree)
-    content = {**positions, "format": FORMAT_VERSION, "checksums": _checksums(tree), "made_with": made_with()}
+    if frozen and not self._frozen:
+      self._frozen = _checksums(frozen)
+    content = {
+      **positions,
+      **({"frozen": self._frozen} if frozen else {}),
+      "format": FORMAT_VERSION,
+      "checksums": _checksums(tree),
+      "made_with": made_with(),
+    }
     record = sealed(content)
     items = ocp.args.Composite(items=ocp.args.StandardSave(tree), positions=ocp.args.JsonSave(record))
     self._guard(self._try_to_write)
@@ -159,6 +172,16 @@ class CheckpointManager:
         "put a good one there, or remove them all to start again at step 0"
       )
     return None
+
+  def check_frozen(self, restored: Restored, frozen: Mapping[str, Any], origin: str) -> None:
+    """Raises CheckpointError where the arrays, read from `origin`, are not those that `save` was given as frozen."""
+    found, saved = _checksums(frozen), restored.positions.get("frozen", {})
+    changed = [name for name in found.keys() | saved.keys() if found.get(name) != saved.get(name)]
+    if changed:
+      raise CheckpointError(
+        f"{origin or 'init_weights_seed'} gives other frozen parameters than those that the run in {self._directory} "
+        f"began with ({len(changed)} arrays differ, such as {min(changed)}); put them back, or start a new run_name"
+      )
 
   def _restore(self, step: int, abstract_tree: Mapping) -> Restored:
     wanted = _with_raw_keys(abstract_tree)

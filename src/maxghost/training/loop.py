@@ -30,7 +30,7 @@ from maxghost.training.plan import StepFlops
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
-from maxghost.training.state import Position, carry, to_tree
+from maxghost.training.state import Position, carry, saved_parts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,7 +212,8 @@ class TrainingLoop:
     ).of_all_processes()
     assert sinks.checkpoints is not None
     sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
-    sinks.checkpoints.save(completed, to_tree(self._state), dataclasses.asdict(position) | {"config": self._cfg.flat()})
+    said = dataclasses.asdict(position) | {"config": self._cfg.flat()}
+    sinks.checkpoints.save(completed, *saved_parts(self._state, said))
     self._saved_steps = completed
     self._restart_clock()
 

@@ -159,7 +159,7 @@ class Session:
         asynchronous=cfg.checkpoint.async_checkpointing,
         say=say,
       )
-      restored = self._checkpoints.restore_latest(state.to_tree(plan.state))
+      restored = self._checkpoints.restore_latest(state.saved_parts(plan.state)[0])
     if restored is not None:
       position = Position.from_json(restored.positions)
       run_directory.check_saved(self._path, restored.positions["config"], cfg)
@@ -176,12 +176,10 @@ class Session:
       if "steps" in self._existing.changed:
         before, now = self._existing.changed["steps"]
         say(f"steps: {before} -> {now}; the learning-rate schedule now spans {now} steps")
-      return state.from_tree(restored.tree, plan.state), position
-    train_state = state.create_split(cfg, plan.layout)[1]
-    if self._read_parameters:
-      train_state = state.from_tree(state.to_tree(train_state) | self._read_parameters(), train_state)
-      if not cfg.checkpoint.load_full_state_path:
-        say(f"Starting from the parameters of {cfg.checkpoint.load_parameters_path}")
+      return state.from_tree(state.merged(restored.tree, self._frozen(restored)), plan.state), position
+    train_state = self._begun()
+    if cfg.checkpoint.load_parameters_path:
+      say(f"Starting from the parameters of {cfg.checkpoint.load_parameters_path}")
     first = 0
     if given := cfg.checkpoint.load_full_state_path:
       first = int(state.to_tree(train_state)["optimizer"]["step"])
@@ -189,6 +187,22 @@ class Session:
     if not self._existing.is_new:
       say(f"The run was stopped before its first checkpoint: it starts again at step {first}")
     return train_state, Position(completed_steps=first, rows=plan.rows)
+
+  def _begun(self) -> Any:
+    """The state that the run begins with."""
+    train_state = state.create_split(self._cfg, self._plan.layout)[1]
+    if self._read_parameters:
+      tree = state.merged(state.to_tree(train_state), self._read_parameters())
+      train_state = state.from_tree(tree, train_state)
+    return train_state
+
+  def _frozen(self, restored: Any) -> dict:
+    """The arrays that a checkpoint does not hold, which must be those that the run began with."""
+    if len(state.saved_parts(self._plan.state)) == 2:
+      return {}
+    tree = state.saved_parts(self._begun())[2]
+    self._checkpoints.check_frozen(restored, tree, self._cfg.checkpoint.load_parameters_path)
+    return tree
 
   def _open_sinks(self, position: Position) -> Sinks:
     """Opens the logs at a position; later records are removed."""

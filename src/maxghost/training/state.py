@@ -175,6 +175,24 @@ class Position:
     return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
 
 
+def saved_parts(state: nnx.State, said: dict[str, Any] | None = None) -> tuple:
+  """(what a checkpoint holds of `to_tree`, what is said with it, the frozen arrays if there are any), for `save`.
+
+  The weights below adapters are frozen: they are where the run read them from.
+  """
+  flat = {tuple(map(str, path)): v for path, v in nnx.to_flat_state(state)}
+  adapted = any(isinstance(v, nnx.LoRAParam) for v in flat.values())
+  frozen = {p: v for p, v in flat.items() if adapted and p[0] == "model" and not isinstance(v, nnx.LoRAParam)}
+  saved, kept = ({p: v.get_value() for p, v in part.items()} for part in (flat, frozen))
+  parts = unflatten_dict({p: x for p, x in saved.items() if p not in frozen}), said
+  return (*parts, unflatten_dict(kept)) if kept else parts
+
+
+def merged(tree: Mapping, other: Mapping) -> dict:
+  """A tree with all arrays of both, those of the second where both have one."""
+  return unflatten_dict(flatten_dict(tree) | flatten_dict(other))
+
+
 def to_tree(state: nnx.State) -> dict:
   """A train state as a plain nested dict of arrays with text keys: {"model": {...}, "optimizer": {...}, ...}.
 
