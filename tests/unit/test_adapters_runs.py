@@ -1,4 +1,4 @@
-"""Runs with adapters, by their commands: what a checkpoint holds, resuming bit for bit, bases that changed, beginnings."""
+"""Runs with adapters, by their commands: what a checkpoint holds, resuming bit for bit, bases, beginnings."""
 
 import json
 import re
@@ -95,7 +95,7 @@ def opened(*keys) -> tuple[config.Config, dict]:
 
 
 def test_a_run_begins_with_the_adapters_of_another_on_a_base_in_few_bits(runs, tmp_path):
-  folder, last = runs
+  folder, _ = runs
   keys = keys_of(tmp_path, folder / "base" / "run", "lora_weight_qtype=nf4", "lora_tile_size=4")
   cfg, found = opened(*keys, f"lora_restore_path={folder / 'whole' / 'run'}")
   graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
@@ -129,9 +129,9 @@ def _nested(flat: dict) -> dict:
 @pytest.mark.parametrize(
   ("keys", "text"),
   [
-    ("lora_rank=4", "a is (2, 24, 3) there; it has lora_rank=3 lora_alpha=5.0"),
+    ("lora_rank=4", "a is (2, 16, 3) there; it has lora_rank=3 lora_alpha=5.0"),
     ("lora_alpha=6", "its scale is another; it has lora_rank=3"),
-    ("lora_module_path=.*/query", "is (2, 24, 3) there; it has lora_rank=3"),
+    ("lora_module_path=.*/query", "is (2, 16, 3) there; it has lora_rank=3"),
     ("lora_restore_path=/nowhere", "there is no model folder /nowhere"),
   ],
 )
