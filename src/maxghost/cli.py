@@ -32,7 +32,7 @@ VERBS = {
 }
 
 WITHIN = {
-  "checkpoint": ("convert", "compare", "inspect", "rescale", "hf", "adapter"),
+  "checkpoint": ("convert", "compare", "inspect", "rescale", "hf"),
   "data": ("prepare", "verify", "show", "duplicates"),
 }
 USAGE = """\

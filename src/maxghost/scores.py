@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -59,7 +60,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     raise ConfigError(f"--export {args.export}: the log is exported as parquet")
   if bool(args.keep) != (args.format == "ids"):
     raise ConfigError("--keep and --format ids go together: maxghost scores RUN --keep 5% --format ids --output FILE")
-  if args.keep and not 0 < _percent(args.keep) <= 100:
+  share = re.fullmatch(r"(\d+\.?\d*|\.\d+)%", args.keep)
+  args.percent = float(share[1]) if share else 0.0
+  if args.keep and not 0 < args.percent <= 100:
     raise ConfigError(f"--keep {args.keep}: a share of the documents above 0% and up to 100%, such as 5%")
   if args.keep and args.by not in ("domain", "document", "id"):
     raise ConfigError(f"--by {args.by}: --keep writes the ids of documents, or with --by id those of records")
@@ -137,14 +140,6 @@ def _drop(args: argparse.Namespace, answer: attribution.Answer) -> int:
   return 0
 
 
-def _percent(text: str) -> float:
-  """The number of `5%`; NaN where it is none."""
-  try:
-    return float(text.removesuffix("%")) if text.endswith("%") else math.nan
-  except ValueError:
-    return math.nan
-
-
 def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attribution.Answer, by: str) -> int:
   """Writes the ids of the best documents for `dataset_include_file`; ties and unscored documents go to stderr."""
   from maxghost.attribution.output import write_output
@@ -152,7 +147,7 @@ def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attributi
 
   if not len(answer) or not isinstance(values := answer.columns[args.sort], np.ndarray):
     raise ConfigError(f"--keep {args.keep}: no document was scored, or --sort {args.sort} is no number")
-  count, names = math.ceil(len(answer) * _percent(args.keep) / 100), ("id",) if by == "id" else DOCUMENT
+  count, names = math.ceil(len(answer) * args.percent / 100), ("id",) if by == "id" else DOCUMENT
   columns = [np.asarray(answer.columns[name])[:count].tolist() for name in names]
   lines = "".join(json.dumps(dict(zip(names, key, strict=True))) + "\n" for key in zip(*columns, strict=True))
   source, bound = Source(log.run_dir), values[count - 1]

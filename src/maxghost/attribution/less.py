@@ -56,20 +56,21 @@ class Less:
       norm_n = jnp.sqrt(jnp.square(sketch_nMR).sum((1, 2), keepdims=True))
       return sketch_nMR * (sketch_nMR.shape[-1] ** 0.5 / jnp.maximum(norm_n, jnp.finfo(norm_n.dtype).tiny))
 
+    def parts_of(train_state):
+      """(the model in its parts, its moments, the step's bias corrections)."""
+      held = nnx.merge(graphdef, train_state)
+      before = rule.read(held.optimizer)
+      return Model(*nnx.split(held.model, held.optimizer.wrt, ...)), before, rule.scalars(before.count, 1.0)[1:]
+
     def ask(key, train_state, val: tuple):
       """(steps taken, sketches [K, M, R] of the queries' gradients)."""
-      held = nnx.merge(graphdef, train_state)
-      parts = Model(*nnx.split(held.model, held.optimizer.wrt, ...))
-      _, gradients = passes.validation_gradients(parts, objective.validation(), val)
-      found = [by_label(gradient) for gradient in gradients]
-      return held.optimizer.step[...], projected(key, {label: jnp.stack([g[label] for g in found]) for label in labels})
+      parts, before, _ = parts_of(train_state)
+      found = [by_label(x) for x in passes.validation_gradients(parts, objective.validation(), val)[1]]
+      return before.count, projected(key, {label: jnp.stack([g[label] for g in found]) for label in labels})
 
     def sketch(key, train_state, _, batch):
       """(sketch [B, S, M, R] of each document's Adam update, tokens [B, S])."""
-      held = nnx.merge(graphdef, train_state)
-      parts = Model(*nnx.split(held.model, held.optimizer.wrt, ...))
-      before, (_, target_BT) = rule.read(held.optimizer), objective.units(batch)
-      _, correction1, correction2 = rule.scalars(before.count, 1.0)
+      parts, before, corrections = parts_of(train_state)
 
       def loss(params, row, slot):
         losses, weights = objective(parts.merge(params), row)
@@ -83,15 +84,14 @@ class Less:
         return {label: adam(grads[label], **before.of(label)) for label in labels}
 
       def adam(g, first_moment, second_moment):
-        first_moment, second_moment = (x.astype(g.dtype) for x in (first_moment, second_moment))
-        m, v = rule.b1 * first_moment + (1 - rule.b1) * g, rule.b2 * second_moment + (1 - rule.b2) * jnp.square(g)
-        return m / correction1 / (jnp.sqrt(v / correction2) + rule.eps)
+        m, v = first_moment.astype(g.dtype), second_moment.astype(g.dtype)
+        m, v = rule.b1 * m + (1 - rule.b1) * g, rule.b2 * v + (1 - rule.b2) * jnp.square(g)
+        return m / corrections[0] / (jnp.sqrt(v / corrections[1]) + rule.eps)
 
-      slots_BS = jnp.broadcast_to(1 + jnp.arange(num_slots)[None], (len(target_BT), num_slots))
-      rows_BS = jnp.broadcast_to(jnp.arange(len(target_BT))[:, None], slots_BS.shape)
+      target_BT, weights_BT = objective.units(batch)[1], objective(parts.merge(parts.params), batch)[1]
+      rows_BS, slots_BS = jnp.meshgrid(jnp.arange(len(target_BT)), 1 + jnp.arange(num_slots), indexing="ij")
       sketch_nMR = projected(key, jax.lax.map(update, (rows_BS.ravel(), slots_BS.ravel())))
-      counted_BT = jnp.where(objective(held.model, batch)[1] != 0, target_BT, 0)
-      tokens_BS = (counted_BT[..., None] == slots_BS[:, None]).sum(1)
+      tokens_BS = (jnp.where(weights_BT != 0, target_BT, 0)[..., None] == slots_BS[:, None]).sum(1)
       return sketch_nMR.reshape(*slots_BS.shape, *sketch_nMR.shape[1:]), tokens_BS
 
     key = jax.random.key(_SEED)

@@ -1,11 +1,11 @@
-"""`maxghost checkpoint convert|compare|inspect|rescale|hf|adapter`: tools for checkpoints of any layout."""
+"""`maxghost checkpoint convert|compare|inspect|rescale|hf`: tools for checkpoints of any layout."""
 
 import functools
 import sys
 from collections.abc import Sequence
 
 from maxghost.checkpoint import compare, inspect_checkpoint
-from maxghost.interop import adapter, convert, hf_checkpoint, huggingface, linen_scaling
+from maxghost.interop import convert, hf_checkpoint, huggingface, linen_scaling
 
 _TOOLS = {
   "convert": (convert.main, "from one layout to another: Linen, NNX, maxghost, parameters alone"),
@@ -13,7 +13,6 @@ _TOOLS = {
   "inspect": (functools.partial(inspect_checkpoint.main, opener=huggingface.open_tree), "what a checkpoint holds"),
   "rescale": (linen_scaling.main, "attention factor into or out of the query weights (MaxText)"),
   "hf": (hf_checkpoint.main, "import or export a Hugging Face model folder"),
-  "adapter": (adapter.main, "LoRA adapters: export one to PEFT, merge one into a model"),
 }
 
 

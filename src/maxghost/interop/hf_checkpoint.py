@@ -26,7 +26,7 @@ from maxghost.config import Config
 from maxghost.config.families import FAMILIES
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
-from maxghost.interop import gguf, huggingface, huggingface_config, merge, model_path
+from maxghost.interop import gguf, huggingface, huggingface_config, merge, model_path, peft
 from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_space, check_target, check_written, new_folder, write_plan
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
@@ -142,15 +142,28 @@ def special_ids(cfg: Config) -> dict[str, int]:
   return {name: number for name, number in ids.items() if number is not None}
 
 
+def export_adapter(source: str | Path, target: str | Path, say: Callable[[str], None] = print) -> None:
+  """Writes the adapter of a run with lora_rank, or of a checkpoint of it, as the new PEFT folder `target`.
+
+  Raises ConfigError.
+  """
+  cfg = model_path.find(source).config
+  settings, arrays = merge.open_adapter(source, (cfg or Config()).model)
+  peft.save_adapter(target, (cfg or Config()).model, settings, arrays, base=(cfg or Config()).checkpoint.given)
+  say(f"written {target}: {len(arrays)} arrays of rank {settings.rank}")
+
+
 @tool("hf_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
   args = _parser().parse_args(argv)
   ram_bytes = int(args.ram_mb * 1e6)
   if args.verb == "import":
     import_model(args.source, args.target, scan_layers=args.scan_layers, ram_bytes=ram_bytes)
+  elif args.verb == "adapter":
+    export_adapter(args.source, args.target)
   else:
-    cfg = config.load(args.config) if args.config else None
-    export_model(args.source, args.target, cfg=cfg, shard_bytes=int(args.shard_mb * 1e6), ram_bytes=ram_bytes)
+    cfg, shard_bytes = config.load(args.config) if args.config else None, int(args.shard_mb * 1e6)
+    export_model(args.source, args.target, cfg=cfg, adapter=args.adapter, shard_bytes=shard_bytes, ram_bytes=ram_bytes)
   return 0
 
 
@@ -169,7 +182,10 @@ def _parser() -> argparse.ArgumentParser:
   out.add_argument("source", metavar="CHECKPOINT", help="a run, a step of it, or an imported folder; any layout")
   out.add_argument("--config", help="config.yml of the model, where none lies beside the checkpoint")
   out.add_argument("--shard_mb", type=float, default=_SHARD_BYTES / 1e6, help="largest file")
-  for verb in (into, out):
+  out.add_argument("--adapter", default="", help="LoRA adapter to merge in: a folder of PEFT, or a run with lora_rank")
+  adapter = verbs.add_parser("adapter", help="the LoRA adapter of a run into a folder that PEFT loads")
+  adapter.add_argument("source", metavar="RUN", help="a run with lora_rank, or a step of it")
+  for verb in (into, out, adapter):
     verb.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
     verb.add_argument("--ram_mb", type=float, default=DEFAULT_RAM_BYTES / 1e6, help="host memory for arrays")
   return parser

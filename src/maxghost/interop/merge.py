@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_layers import LayerReader, Ref, leaf_text
+from maxghost.checkpoint.layouts_layers import LayerReader
 from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, full_path
 from maxghost.config import ModelConfig
 from maxghost.config.families import FAMILIES
@@ -25,9 +25,8 @@ def open_adapter(path: str | Path, model: ModelConfig) -> tuple[Settings, dict[s
   if place.config is None or not place.config.adapter.lora_rank:
     raise LayoutError(f"{path} holds no adapter: it is neither a folder of PEFT nor a run with lora_rank above 0")
   given, reader, found = place.config.adapter, LayerReader(1 << 30), {}
-  for (leaf, layer), ref in read_checkpoint(
-    open_tree(place.tree), ReadOptions(keep_unknown=True)
-  ).params.leaves.items():
+  held = read_checkpoint(open_tree(place.tree), ReadOptions(keep_unknown=True)).params.leaves
+  for (leaf, layer), ref in held.items():
     if re.search(r"(/lora/|_lora_)[ab]$", name := "/".join(leaf)):
       found[name, layer] = {None: reader.part(ref, tuple(slice(0, size) for size in ref.shape))}
   settings = Settings(given.lora_rank, given.lora_alpha, given.lora_dropout, given.lora_use_rslora)
@@ -35,20 +34,10 @@ def open_adapter(path: str | Path, model: ModelConfig) -> tuple[Settings, dict[s
 
 
 def merged_array(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-  """w + scale a b, summed in float32 or wider and rounded once to the dtype of w.
-
-  w [*lead, *I, *O], a [*lead, *I, r] and b [*lead, r, *O]. The sum over r runs in order, entry by entry, so that a
-  block has the bits that it has in the whole.
-  """
-  outputs, lead = w.ndim - a.ndim + 1, b.ndim - 1 - (w.ndim - a.ndim + 1)
+  """w [*lead, *I, *O] + scale a b, with a [*lead, I, r], b [*lead, r, *O]: in float32 or wider, rounded once."""
   wide = np.promote_types(np.promote_types(w.dtype, a.dtype), np.float32)
-  left = a.astype(wide).reshape(*a.shape[:-1], *[1] * outputs, a.shape[-1])
-  right = np.moveaxis(b.astype(wide), lead, -1)
-  right = right.reshape(*b.shape[:lead], *[1] * (a.ndim - 1 - lead), *right.shape[lead:])
-  delta = np.zeros(w.shape, wide)
-  for i in range(a.shape[-1]):
-    delta += left[..., i] * right[..., i]
-  return (w.astype(wide) + wide.type(scale) * delta).astype(w.dtype)
+  product = a.astype(wide) @ b.astype(wide).reshape(*b.shape[: a.ndim - 1], -1)
+  return (w.astype(wide) + wide.type(scale) * product.reshape(w.shape)).astype(w.dtype)
 
 
 def merged(base: RawTree, model: ModelConfig, settings: Settings, arrays: Arrays) -> RawTree:
@@ -61,42 +50,34 @@ def merged(base: RawTree, model: ModelConfig, settings: Settings, arrays: Arrays
     raise LayoutError(
       f"{base.origin} holds query weights as MaxText wants them; rescale first: maxghost checkpoint rescale"
     )
-  adapted: dict[StoredArray, dict[int | None, tuple[Ref, np.ndarray, np.ndarray]]] = {}
+  adapted: dict[StoredArray, tuple[int, dict]] = {}  # the layer axis, and (a, b) of each layer
   for (path, layer), ref in checkpoint.params.leaves.items():
     a, b = (found.pop((peft.adapter_path("/".join(path), part), layer), None) for part in "ab")
     if a is None or b is None:
       continue
-    lead, split = a.ndim - 2, len(ref.shape) - b.ndim + a.ndim - 1
-    inner = ref.shape[lead:split]
-    if (ref.shape[:lead], math.prod(inner), ref.shape[split:]) != (a.shape[:lead], a.shape[-2], b.shape[lead + 1 :]):
+    lead, outputs = a.shape[:-2], b.shape[a.ndim - 1 :]
+    shape = (*lead, math.prod(ref.shape[len(lead) : -len(outputs)]), *ref.shape[-len(outputs) :])
+    if shape != (*lead, a.shape[-2], *outputs):
       problems.append(f"{ref.where()} is {[*ref.shape]}, its adapter {[*a.shape]} times {[*b.shape]}")
-      continue
-    adapted.setdefault(ref.array, {})[ref.index] = (ref, a.reshape(*a.shape[:lead], *inner, a.shape[-1]), b)
-  problems += [f"{base.origin} has no matrix for {leaf_text(((path,), layer))}" for path, layer in found]
+    adapted.setdefault(ref.array, (ref.axis, {}))[1][ref.index] = a, b
+  problems += [f"{base.origin} has no matrix for {path}, layer {layer}" for path, layer in found]
   if problems:
     raise LayoutError(*problems[:8])
-  nodes = {path: _merged_node(x, adapted[x], settings.scale) if x in adapted else x for path, x in base.nodes.items()}
-  return dataclasses.replace(base, nodes=nodes)
+  return dataclasses.replace(base, nodes={
+    path: _merged_node(x, *adapted[x], settings.scale) if x in adapted else x for path, x in base.nodes.items()
+  })  # fmt: skip
 
 
-def _merged_node(array: StoredArray, parts: dict, scale: float) -> StoredArray:
-  """parts: {layer on the array's layer axis, or None for an array without: (its Ref, a, b)}."""
-  axis = next(iter(parts.values()))[0].axis
-
-  def one(block: np.ndarray, index: tuple[slice, ...], layer: int | None) -> np.ndarray:
-    if layer not in parts:
-      return block
-    _, a, b = parts[layer]
-    inputs = a.ndim - 1
-    lead = b.ndim - 1 - (block.ndim - inputs)
-    return merged_array(block, a[index[:inputs]], b[(*index[:lead], slice(None), *index[inputs:])], scale)
-
+def _merged_node(array: StoredArray, axis: int, parts: dict, scale: float) -> StoredArray:
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
     index = tuple(slice(0, size) for size in array.shape) if index is None else index
-    block = array.read(index)
     if None in parts:
-      return one(block, index, None)
-    inner, layers = index[:axis] + index[axis + 1 :], range(*index[axis].indices(array.shape[axis]))
-    return np.stack([one(np.take(block, n, axis), inner, layer) for n, layer in enumerate(layers)], axis)
+      return merged_array(array.read(None), *parts[None], scale)[index]
+    whole, out = [slice(0, size) for size in array.shape], []
+    for layer in range(*index[axis].indices(array.shape[axis])):  # one in memory at a time
+      whole[axis] = slice(layer, layer + 1)
+      one = array.read(tuple(whole)).squeeze(axis)
+      out.append((merged_array(one, *parts[layer], scale) if layer in parts else one)[index[:axis] + index[axis + 1 :]])
+    return np.stack(out, axis)
 
   return dataclasses.replace(array, read=read)

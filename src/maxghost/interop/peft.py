@@ -27,7 +27,7 @@ from maxghost.interop.huggingface import Rule, table
 from maxghost.interop.safetensors_files import open_file, write_tensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX, _A, _B = "base_model.model.", "lora_A.weight", "lora_B.weight"
+_PREFIX, _PARTS = "base_model.model.", ("lora_A.weight", "lora_B.weight")
 _LAYERS = "decoder/layers/"
 # Entries of adapter_config.json that are read, or leave the meaning of the tensors as it is. Others must be empty.
 _KNOWN = frozenset({
@@ -57,80 +57,64 @@ class Settings:
   def scale(self) -> float:
     return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
-  def keys(self, arrays: Arrays) -> dict[str, Any]:
-    """The keys of a model with this adapter."""
-    names = sorted(
-      {re.sub(r"(/lora/|_lora_)[ab]$", "", re.sub(r"^decoder/layers/(layers_\d+/)?", "*", x)) for x in arrays}
-    )
-    path = "|".join(name.replace("*", "decoder/layers.*/") for name in names)
-    keys = {"lora_rank": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout}
-    return keys | {"lora_use_rslora": self.use_rslora, "lora_module_path": path}
-
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """An adapted matrix of Hugging Face: rule, layer and expert, its module or parameter, and the names of A and B."""
+  """An adapted matrix of Hugging Face: rule, layer, expert, its module or parameter, and how its tensors begin."""
 
   rule: Rule
   layer: int | None
   expert: int | None
   module: str
-  tensors: tuple[str, str]
+  stem: str
 
   @property
-  def stacked(self) -> bool:
-    """Whether all experts are in it."""
-    return bool(self.rule.lead) and self.expert is None
+  def tensors(self) -> list[str]:
+    return [f"{_PREFIX}{self.stem}.{part}" for part in _PARTS]
+
+  @property
+  def num_stacked(self) -> int:
+    """Number of experts that are in it; 0 for a plain matrix."""
+    return self.rule.sizes[self.rule.lead] if self.rule.lead and self.expert is None else 0
 
   @property
   def leaves(self) -> list[tuple[Leaf, Leaf]]:
     """Those of a and b, for each of its parts."""
     return [((adapter_path(x, "a"), self.layer), (adapter_path(x, "b"), self.layer)) for x in self.rule.paths]
 
-  def part_shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of a and b of one part."""
-    lead, inputs, outputs = (
-      [self.rule.sizes[x] for x in y] for y in (self.rule.lead, self.rule.inputs, self.rule.outputs)
-    )
-    lead = lead if self.stacked else []
-    return (*lead, math.prod(inputs), rank), (*lead, rank, *outputs)
-
-  def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+  def shapes(self, rank: int) -> list[tuple[int, int]]:
     """Of A and B."""
-    (*lead, inputs, _), b = self.part_shapes(rank)
-    columns = math.prod([rank, *lead])
-    return (columns, inputs), (math.prod(b) // columns * len(self.rule.paths), columns)
+    inputs, outputs = (math.prod(self.rule.sizes[x] for x in y) for y in (self.rule.inputs, self.rule.outputs))
+    rows = rank * (self.num_stacked or 1)
+    return [(rows, inputs), (outputs * len(self.rule.paths), rows)]
 
   def split(self, tensor_a: np.ndarray, tensor_b: np.ndarray, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """(a, b) of each part, of rank `rank`. Raises ValueError for a larger A whose B is not block-diagonal."""
     a, b = tensor_a.T, tensor_b.T
-    if self.stacked:
-      experts = self.rule.sizes[self.rule.lead]
-      a = tensor_a.reshape(experts, -1, tensor_a.shape[-1]).swapaxes(-1, -2)
-      b = tensor_b.reshape(tensor_b.shape[0], -1, experts).transpose(2, 1, 0)
-    whole, axis = self._columns(b.shape[-2]), b.ndim - 2
-    parts = [whole.to_param(b, i) for i in range(len(self.rule.paths))]
+    if self.num_stacked:
+      a = tensor_a.reshape(self.num_stacked, -1, tensor_a.shape[-1]).swapaxes(-1, -2)
+      b = tensor_b.reshape(tensor_b.shape[0], -1, self.num_stacked).transpose(2, 1, 0)
+    columns, axis, parts = self._columns(b.shape[-2]), b.ndim - 2, range(len(self.rule.paths))
     if a.shape[-1] == rank:
-      return [(a, own) for own in parts]
-    rows = [range(i * rank, (i + 1) * rank) for i in range(len(parts))]
-    if any(np.delete(own, row, axis).any() for own, row in zip(parts, rows, strict=True)):
+      return [(a, columns.to_param(b, i)) for i in parts]
+    rows = [range(i * rank, (i + 1) * rank) for i in parts]
+    if any(np.delete(columns.to_param(b, i), rows[i], axis).any() for i in parts):
       raise ValueError("its B is not block-diagonal")
-    return [(np.take(a, row, -1), np.take(own, row, axis)) for own, row in zip(parts, rows, strict=True)]
+    return [(np.take(a, rows[i], -1), np.take(columns.to_param(b, i), rows[i], axis)) for i in parts]
 
   def join(self, parts: list[tuple[np.ndarray, np.ndarray]], blocks: bool) -> tuple[np.ndarray, np.ndarray]:
     """A and B of the (a, b) of each part. blocks: with an own A for each, else with that of the first."""
-    (a, _), rank, own = parts[0], parts[0][0].shape[-1], [b for _, b in parts]
+    a, b = parts[0][0], [b for _, b in parts]
     if blocks:
-      a, axis = np.concatenate([x for x, _ in parts], axis=-1), a.ndim - 2
-      widths = [(i * rank, (len(parts) - 1 - i) * rank) for i in range(len(parts))]
-      own = [
-        np.pad(b, [width if i == axis else (0, 0) for i in range(b.ndim)]) for b, width in zip(own, widths, strict=True)
+      a, lead, zeros = np.concatenate([a for a, _ in parts], axis=-1), a.ndim - 2, [np.zeros_like(x) for x in b]
+      b = [
+        np.concatenate([*[x] * i, own, *[x] * (len(b) - 1 - i)], lead)
+        for i, (own, x) in enumerate(zip(b, zeros, strict=True))
       ]
-    b = self._columns(a.shape[-1]).to_tensor(own)
-    if not self.stacked:
-      return np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
-    tensor_a = np.ascontiguousarray(a.swapaxes(-1, -2)).reshape(-1, a.shape[-2])
-    return tensor_a, np.ascontiguousarray(b.transpose(2, 1, 0)).reshape(b.shape[-1], -1)
+    b = self._columns(a.shape[-1]).to_tensor(b)
+    if self.num_stacked:
+      a, b = a.transpose(1, 0, 2).reshape(a.shape[1], -1), b.transpose(1, 0, 2).reshape(-1, b.shape[-1])
+    return np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
 
   def _columns(self, rank: int) -> Rule:
     """The rule of b [*lead, rank, *O], with the parts beside each other along the last axis."""
@@ -153,18 +137,15 @@ def places(model: ModelConfig, parameters: tuple[str, ...] | None = None) -> Ite
   for rule, layer, expert, name in table(model):
     module = name.removesuffix(".weight")
     if rule.inputs and (rule.paths[0].endswith("/kernel") or (rule.per_expert and parameters is None)):
-      yield Place(rule, layer, expert, module, (f"{_PREFIX}{module}.{_A}", f"{_PREFIX}{module}.{_B}"))
+      yield Place(rule, layer, expert, module, module)
     elif rule.inputs and rule.lead and not expert:
       held, kind = fused.setdefault(layer or 0, {}), "down_proj" if rule.paths[0].endswith("/wo") else "gate_up_proj"
-      held[kind] = dataclasses.replace(
-        rule, name=kind, paths=(*(held[kind].paths if kind in held else ()), *rule.paths)
-      )
+      paths = (*(held[kind].paths if kind in held else ()), *rule.paths)
+      held[kind] = dataclasses.replace(rule, name=kind, paths=paths)
   for layer, held in fused.items():
-    name = f"model.layers.{layer}.mlp.experts"
-    adapted = [kind for kind in held if parameters is None or kind in parameters]
+    name, adapted = f"model.layers.{layer}.mlp.experts", [k for k in held if parameters is None or k in parameters]
     for kind in adapted:  # PEFT wraps the second parameter of a module around the first
-      stem = f"{_PREFIX}{name}{'.base_layer' * (kind != adapted[-1])}"
-      yield Place(held[kind], layer, None, f"{name}.{kind}", (f"{stem}.{_A}", f"{stem}.{_B}"))
+      yield Place(held[kind], layer, None, f"{name}.{kind}", name + ".base_layer" * (kind != adapted[-1]))
 
 
 def load_adapter(folder: str | Path, model: ModelConfig) -> tuple[Settings, dict[str, np.ndarray]]:
@@ -191,28 +172,20 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> tuple[Settings, dict
     names = [name if name in tensors else name.replace(".block_sparse_moe.", ".mlp.") for name in place.tensors]
     used.update(names)
     absent = [name for name in names if name not in tensors]
-    if len(absent) == 2:
+    if absent:
+      missing += absent if len(absent) == 1 else []
       continue
     adapted.add(place.module)
-    rank, missing = _rank(place, settings, folder / CONFIG), missing + absent
-    unlike = [
-      pair
-      for pair in zip(names, place.shapes(rank), strict=True)
-      if pair[0] in tensors and tensors[pair[0]].shape != pair[1]
-    ]
-    wrong += [
-      f"{file}: {name} is {[*tensors[name].shape]}, rank {rank} and the model make it {[*shape]}"
-      for name, shape in unlike
-    ]
-    if absent or unlike:
-      continue
+    rank, unlike = _rank(place, settings, folder / CONFIG), len(wrong)
+    for name, shape in zip(names, place.shapes(rank), strict=True):
+      text = f"{file}: {name} is {[*tensors[name].shape]}, rank {rank} and the model make it {[*shape]}"
+      wrong += [text] * (tensors[name].shape != shape)
     try:
-      parts = place.split(tensors[names[0]].read(None), tensors[names[1]].read(None), settings.rank)
+      parts = place.split(*(tensors[name].read(None) for name in names), settings.rank) if len(wrong) == unlike else []
     except ValueError as error:
       raise LayoutError(f"{file}: {names[1]} has rank {rank} for {len(place.rule.paths)} parts, but {error}") from None
-    for leaves, part in zip(place.leaves, parts, strict=True):
-      for leaf, values in zip(leaves, part, strict=True):
-        found.setdefault(leaf, {})[place.expert] = values
+    for leaf, values in ((leaf, x) for leaves, part in zip(place.leaves, parts) for leaf, x in zip(leaves, part)):  # noqa: B905
+      found.setdefault(leaf, {})[place.expert] = values
   unknown = [name for name in tensors if name not in used]
   problems = [f"{file} lacks {listed(missing)}"] * bool(missing)
   problems += [f"{file} has {listed(unknown)}, which the model has no matrix for"] * bool(unknown)
@@ -224,44 +197,32 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> tuple[Settings, dict
 
 def _settings(config: Mapping[str, Any], origin: Path) -> Settings:
   """Refuses by name what has no counterpart here."""
-  rank, alpha, init = config.get("r"), config.get("lora_alpha"), config.get("init_lora_weights", True)
+  kind, bias, init = config.get("peft_type"), config.get("bias", "none"), config.get("init_lora_weights", True)
+  rank, alpha = config.get("r"), config.get("lora_alpha")
   problems = [f"{name}={value} is not known here" for name, value in config.items() if value and name not in _KNOWN]
-  for wrong, text in (
-    (config.get("peft_type") != "LORA", f"peft_type={config.get('peft_type')} is not read; only LORA is"),
-    (
-      config.get("bias", "none") != "none",
-      f"bias={config.get('bias')}: trained biases are not read; only bias=none is",
-    ),
-    (init not in _PLAIN_INITS, f"init_lora_weights={init} changes the base weights, which are not in the folder"),
-    (not isinstance(rank, int) or rank < 1, f"r={rank} is no rank"),
-    (not isinstance(alpha, int | float), f"lora_alpha={alpha} is no number"),
-  ):
-    problems += [text] * wrong
+  problems += [f"peft_type={kind} is not read; only LORA is"] * (kind != "LORA")
+  problems += [f"bias={bias}: trained biases are not read; only bias=none is"] * (bias != "none")
+  problems += [f"init_lora_weights={init} changes the base weights, which are not here"] * (init not in _PLAIN_INITS)
+  if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+    problems.append(f"r={rank}, lora_alpha={alpha}: no rank and number")
   if problems:
     raise LayoutError(*(f"{origin}: {text}" for text in problems))
-  return Settings(
-    int(rank or 0), float(alpha or 0), float(config.get("lora_dropout") or 0), bool(config.get("use_rslora")), config
-  )
+  return Settings(rank, float(alpha), float(config.get("lora_dropout") or 0), bool(config.get("use_rslora")), config)
 
 
 def _rank(place: Place, settings: Settings, origin: Path) -> int:
   """The rank of a module by the patterns. Raises LayoutError unless it is that of all, or of parts with own A each."""
-  rank, alpha = (
-    # As PEFT looks a module up: the first pattern that ends its name.
-    next(
-      (value for p, value in (settings.config.get(name) or {}).items() if re.match(rf"(.*\.)?({p})$", place.module)),
-      own,
-    )
-    for name, own in (("rank_pattern", settings.rank), ("alpha_pattern", settings.alpha))
-  )
-  scale = dataclasses.replace(settings, rank=rank, alpha=alpha).scale
-  ranks = (settings.rank, settings.rank * len(place.rule.paths))
-  if rank not in ranks or not math.isclose(scale, settings.scale, rel_tol=1e-6):
+  own = {"rank": settings.rank, "alpha": settings.alpha}
+  for name in own:  # as PEFT looks a module up: by the first pattern that ends its name
+    patterns = settings.config.get(f"{name}_pattern") or {}
+    own[name] = next((x for p, x in patterns.items() if re.match(rf"(.*\.)?({p})$", place.module)), own[name])
+  scale, ranks = dataclasses.replace(settings, **own).scale, (settings.rank, settings.rank * len(place.rule.paths))
+  if own["rank"] not in ranks or not math.isclose(scale, settings.scale, rel_tol=1e-6):
     raise LayoutError(
-      f"{origin}: rank_pattern and alpha_pattern give {place.module} rank {rank} and alpha {alpha}; one rank "
-      f"({settings.rank}) and scale ({settings.scale:g}) for all modules is read"
+      f"{origin}: rank_pattern and alpha_pattern give {place.module} rank {own['rank']} and alpha {own['alpha']}; one "
+      f"rank ({settings.rank}) and scale ({settings.scale:g}) for all modules is read"
     )
-  return rank
+  return int(own["rank"])
 
 
 def _untargeted(config: Mapping[str, Any], adapted: set[str], origin: Path) -> list[str]:
@@ -275,44 +236,37 @@ def _untargeted(config: Mapping[str, Any], adapted: set[str], origin: Path) -> l
 def stack(
   found: Mapping[Leaf, Mapping[int | None, np.ndarray]], model: ModelConfig, origin: Path
 ) -> dict[str, np.ndarray]:
-  """{label: array} of arrays by leaf and expert. Raises LayoutError where a layer or expert has no adapter."""
-  by_path: dict[str, dict[int | None, np.ndarray]] = {}
-  for (path, layer), experts in found.items():
+  """{label: array} of arrays by leaf and expert. Raises LayoutError where some layers or experts have no adapter."""
+  held: dict[str, list[np.ndarray]] = {}
+  cycle, depth = model.inhomogeneous_layer_cycle_interval, model.base_num_decoder_layers
+  for (path, layer), experts in sorted(found.items(), key=lambda item: item[0][1] or 0):
     if None not in experts and len(experts) < model.num_experts:
       raise LayoutError(f"{origin}: an expert of layer {layer} has no {path}; adapt all experts or none")
-    by_path.setdefault(path, {})[layer] = experts[None] if None in experts else np.stack([*experts.values()])
-  out, cycle, depth = {}, model.inhomogeneous_layer_cycle_interval, model.base_num_decoder_layers
-  for path, layers in by_path.items():
-    if None in layers:
-      out[path] = layers[None]
-      continue
-    if lost := [layer for layer in range(depth) if layer not in layers]:
-      raise LayoutError(f"{origin}: layer {lost[0]} has no {path}; adapt all layers or none")
-    for first in range(cycle):
-      label = path.replace(_LAYERS, f"{_LAYERS}layers_{first}/") if cycle > 1 else path
-      out[label] = np.stack([layers[layer] for layer in range(first, depth, cycle)])
-  return out
+    block = f"layers_{(layer or 0) % cycle}/" if cycle > 1 else ""
+    whole = experts[None] if None in experts else np.stack([*experts.values()])
+    held.setdefault(path.replace(_LAYERS, _LAYERS + block), []).append(whole)
+  for label, layers in held.items():
+    if label.startswith(_LAYERS) and len(layers) != depth // cycle:
+      raise LayoutError(f"{origin}: {len(layers)} of {depth // cycle} layers have {label}; adapt all layers or none")
+  return {label: np.stack(x) if label.startswith(_LAYERS) else x[0] for label, x in held.items()}
 
 
 def unstack(arrays: Arrays, model: ModelConfig) -> dict[Leaf, np.ndarray]:
   """The reverse of `stack`, with all experts in an array."""
   out: dict[Leaf, np.ndarray] = {}
-  cycle = model.inhomogeneous_layer_cycle_interval
   for label, values in arrays.items():
     path = re.sub(r"^decoder/layers/layers_\d+/", _LAYERS, label)
     first = 0 if path == label else int(label.split("/")[2].removeprefix("layers_"))
-    if path.startswith(_LAYERS):
-      out |= {(path, first + i * cycle): one for i, one in enumerate(values)}
-    else:
-      out[label, None] = values
+    cycle, inside = model.inhomogeneous_layer_cycle_interval, path.startswith(_LAYERS)
+    out |= {(path, first + i * cycle): x for i, x in enumerate(values)} if inside else {(path, None): values}
   return out
 
 
 def save_adapter(folder: str | Path, model: ModelConfig, settings: Settings, arrays: Arrays, base: str = "") -> None:
   """Writes a new adapter folder that PEFT loads, of arrays as `load_adapter` returns them.
 
-  base: name or path of the base model, for whoever loads the adapter. Raises LayoutError for arrays that do not fit the
-  model, and where only some parts of a module are adapted.
+  base: name or path of the base model, for whoever loads the adapter. Raises LayoutError for arrays without a place in
+  the model, and where only some parts of a module are adapted.
   """
   folder, found = full_path(folder), unstack(arrays, model)
   matrices = {path for rule, *_ in table(model) if rule.per_expert for path in rule.paths}
@@ -321,23 +275,19 @@ def save_adapter(folder: str | Path, model: ModelConfig, settings: Settings, arr
   if settings.config.get("target_parameters") or experts != matrices:
     parameters = tuple({"down_proj" if path.endswith("/wo") else "gate_up_proj" for path in experts})
   held: list[tuple[Place, list]] = []
-  used, problems = set(), []
+  used, problems, own = set(), [], set()
   for place in places(model, parameters):
-    lost = [leaf for pair in place.leaves for leaf in pair if leaf not in found]
-    used.update(leaf for pair in place.leaves for leaf in pair)
-    if not lost:
-      one = slice(None) if place.expert is None else place.expert
-      held.append((place, [tuple(found[leaf][one] for leaf in pair) for pair in place.leaves]))
-    elif len(lost) < 2 * len(place.leaves):
-      problems.append(f"{place.module} holds {', '.join(place.rule.paths)}; adapt all, {lost[0][0]} is missing")
+    leaves = [leaf for pair in place.leaves for leaf in pair]
+    lost, one = [leaf for leaf in leaves if leaf not in found], slice(None) if place.expert is None else place.expert
+    used.update(leaves)
+    if lost:
+      text = f"{place.module} holds {', '.join(place.rule.paths)}; adapt all, {lost[0][0]} is missing"
+      problems += [text] * (len(lost) < len(leaves))
+      continue
+    held.append((place, [tuple(found[leaf][one] for leaf in pair) for pair in place.leaves]))
+    if len({a.tobytes() for a, _ in held[-1][1]}) > 1 or _rank(place, settings, folder) > settings.rank:
+      own.add(place.rule.name)
   problems += [f"{path} is no adapter of a matrix of this model" for path, layer in found if (path, layer) not in used]
-  several = [(place, parts) for place, parts in held if len(parts) > 1]
-  own = {place.rule.name for place, parts in several if len({a.tobytes() for a, _ in parts}) > 1}
-  own |= {place.rule.name for place, _ in several if _rank(place, settings, folder) > settings.rank}
-  for place, parts in held:
-    for leaves, part in zip(place.leaves, parts, strict=True):
-      for (path, _), values, shape in zip(leaves, part, place.part_shapes(settings.rank), strict=True):
-        problems += [f"{path} is {[*values.shape]}, rank {settings.rank} makes it {[*shape]}"] * (values.shape != shape)
   if problems or not held:
     raise LayoutError(*[*dict.fromkeys(problems)][:8] or ["there is no adapter to write"])
   tensors: dict[str, np.ndarray] = {}
@@ -352,23 +302,20 @@ def save_adapter(folder: str | Path, model: ModelConfig, settings: Settings, arr
 
 def _config(model: ModelConfig, settings: Settings, held: list[Place], own: set[str], base: str) -> dict[str, Any]:
   """adapter_config.json. own: names of the rules whose parts have an own A each."""
-  linear = [place for place in held if not place.stacked]
-  others = {place.module for place in places(model) if not place.stacked} - {place.module for place in linear}
-  targets, patterns = set(), {}
-  for place in held:
-    *_, above, leaf = f".{place.module}".split(".")
-    if place in linear:
-      targets.add(f"{above}.{leaf}" if any(name.endswith(f".{leaf}") for name in others) else leaf)
-    if place.rule.name in own:
-      patterns[leaf] = len(place.rule.paths)
+  linear = [place for place in held if not place.num_stacked]
+  others = {place.module for place in places(model) if not place.num_stacked} - {place.module for place in linear}
+  targets = set()
+  for *_, above, leaf in (f".{place.module}".split(".") for place in linear):
+    targets.add(f"{above}.{leaf}" if any(name.endswith(f".{leaf}") for name in others) else leaf)
+  counts = {x.module.rpartition(".")[2]: len(x.rule.paths) for x in held if x.rule.name in own}
   made = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "base_model_name_or_path": base,
     "r": settings.rank, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout, "bias": "none",
-    "use_rslora": settings.use_rslora, "use_dora": False, "init_lora_weights": True, "modules_to_save": None,
-    "fan_in_fan_out": any(not place.rule.transpose for place in linear), "target_modules": sorted(targets),
-    "target_parameters": sorted({".".join(x.module.split(".")[-2:]) for x in held if x.stacked}) or None,
-    "rank_pattern": {leaf: settings.rank * n for leaf, n in patterns.items()},
-    "alpha_pattern": {leaf: settings.alpha * (n**0.5 if settings.use_rslora else n) for leaf, n in patterns.items()},
+    "use_rslora": settings.use_rslora, "target_modules": sorted(targets),
+    "fan_in_fan_out": any(not place.rule.transpose for place in linear),
+    "target_parameters": sorted({".".join(x.module.split(".")[-2:]) for x in held if x.num_stacked}) or None,
+    "rank_pattern": {leaf: settings.rank * n for leaf, n in counts.items()},
+    "alpha_pattern": {leaf: settings.alpha * (n**0.5 if settings.use_rslora else n) for leaf, n in counts.items()},
   }  # fmt: skip
   # An adapter that came from PEFT keeps its own words, unless its parts have got an own A each since then.
   return made | {k: v for k, v in settings.config.items() if v or k not in ("rank_pattern", "alpha_pattern")}
