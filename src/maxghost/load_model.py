@@ -159,17 +159,15 @@ def open_adapted(
 
   flat: dict[Any, Any] = flatten_dict(wanted["model"])
   fresh = {slash_path(path): path for path in flat if "lora" in path or "_lora_" in path[-1]}
-  given = cfg.adapter.lora_restore_path
-  restored: dict = {}
+  given, restored = cfg.adapter.lora_restore_path, {}
   if given and not resumed:
     settings, restored = merge.open_adapter(given, cfg.model)
-    labels = fresh.keys() | restored.keys()
-    unlike = [label for label in labels if _shape(restored, label) != _shape(flat, fresh.get(label))]
+    there = {label: tuple(x.shape) for label, x in restored.items()}
+    here = {label: tuple(flat[path].shape) for label, path in fresh.items()}
+    unlike = sorted(label for label in there.keys() | here.keys() if there.get(label) != here.get(label))
     if unlike or settings.scale != scale(cfg.adapter):
+      what = f"{unlike[0]} is {there.get(unlike[0], 'missing')} there" if unlike else "its scale is another"
       keys = " ".join(f"{key}={shown(value)}" for key, value in settings.keys(restored).items())
-      what = (
-        f"{min(unlike)} is {_shape(restored, min(unlike)) or 'missing'} there" if unlike else "its scale is another"
-      )
       raise ConfigError(f"lora_restore_path={given} does not fit the adapters of this run: {what}; it has {keys}")
   kernels = {tuple(map(str, p)): v for p, v in nnx.to_flat_state(nnx.state(models.create_abstract(plain(cfg))))}
   same = {p: p in flat and flat[p].dtype == v.dtype for p, v in kernels.items()}
@@ -177,26 +175,20 @@ def open_adapted(
   read = open_parameters(place, plain(cfg), {"model": unflatten_dict(asked)}) if place else lambda: {"model": {}}
 
   def read_all() -> dict:
-    found: dict[Any, Any] = {}
+    found: dict[Any, Any] = {fresh[label]: x for label, x in restored.items()}
     arrays: dict[Any, Any] = flatten_dict(read()["model"])
     for path, x in arrays.items():
-      if same[path] or path in flat:
-        found[path] = x if same[path] else jax.device_put(x.astype(flat[path].dtype), flat[path].sharding)
+      if path in flat:
+        found[path] = x
         continue
       in_axes, out_axes = kernels[path].get_metadata()["matrix"]
       narrow = cfg.adapter.lora_weight_qtype, cfg.adapter.lora_tile_size, x.ndim - in_axes - out_axes, in_axes
-      for name, part in jax.jit(quantize, static_argnums=(1, 2, 3, 4))(x, *narrow).items():
-        found[*path[:-1], name] = jax.device_put(part, flat[*path[:-1], name].sharding)
-    for label, x in restored.items():
-      like = flat[fresh[label]]
-      found[fresh[label]] = jax.device_put(x.astype(like.dtype), like.sharding)
-    return {"model": unflatten_dict(found)}
+      parts = jax.jit(quantize, static_argnums=(1, 2, 3, 4))(x, *narrow)
+      found |= {(*path[:-1], name): part for name, part in parts.items()}
+    put = {p: jax.device_put(x.astype(flat[p].dtype), flat[p].sharding) for p, x in found.items()}
+    return {"model": unflatten_dict(put)}
 
   return read_all
-
-
-def _shape(arrays: Mapping, name: Any) -> tuple[int, ...]:
-  return tuple(arrays[name].shape) if name in arrays else ()
 
 
 def frozen(cfg: Config, wanted: Mapping[str, Any]) -> dict:
@@ -206,8 +198,6 @@ def frozen(cfg: Config, wanted: Mapping[str, Any]) -> dict:
   from maxghost.training import state
 
   given = cfg.checkpoint.load_parameters_path
-  tree = (
-    open_adapted(model_path.find(given), cfg, wanted, True)() if given else state.to_tree(state.create_split(cfg)[1])
-  )
-  found: dict[Any, Any] = flatten_dict(tree)
+  read = open_adapted(model_path.find(given), cfg, wanted, True) if given else None
+  found: dict[Any, Any] = flatten_dict(read() if read else state.to_tree(state.create_split(cfg)[1]))
   return unflatten_dict({path: found[path] for path in flatten_dict(wanted)})

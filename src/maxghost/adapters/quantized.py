@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.adapters.lora import AdaptedLinearGeneral, Lora, dropped
+from maxghost.adapters.lora import adapted
 from maxghost.config.values import ConfigError
 from maxghost.models import autodiff, dense
 
@@ -35,35 +35,32 @@ class Frozen(nnx.Variable):
 
 
 def quantize(kernel, qtype: str, tile: int, depth: int, in_axes: int) -> dict[str, Any]:
-  """The parts of a kernel [*stack, *I, *O] by name, as `NAMES` has them.
+  """The parts of a kernel [*stack, *I, *O] by name (`NAMES`); floats are float32, or the kernel's float64.
 
   codes: int8 [*stack, d, *O], or uint8 [*stack, d / 2, *O] for nf4. sizes: m, [*stack, d / tile, p]; int8 for nf4, with
-  size_scales [*stack, d / tile, blocks] and size_means [*stack, 1, 1]. Floats are float32, or the kernel's float64.
+  size_scales [*stack, d / tile, blocks] and size_means [*stack, 1, 1].
   """
   stack, outputs = kernel.shape[:depth], kernel.shape[depth + in_axes :]
   wide = jnp.promote_types(kernel.dtype, jnp.float32)
   blocks = kernel.astype(wide).reshape(*stack, -1, tile, math.prod(outputs))
   sizes = jnp.abs(blocks).max(-2)
-  share = blocks / jnp.where(sizes == 0, 1, sizes)[..., None, :]
+  share = blocks / _nonzero(sizes)[..., None, :]
   if qtype == "int8":
-    codes = jnp.round(share * _STEPS).astype(jnp.int8)
-    return {"codes": codes.reshape(*stack, -1, *outputs), "sizes": sizes}
-  middles = [(a + b) / 2 for a, b in itertools.pairwise(LEVELS)]
+    return {"codes": jnp.round(share * _STEPS).astype(jnp.int8).reshape(*stack, -1, *outputs), "sizes": sizes}
   index = jnp.zeros(share.shape, jnp.uint8)
-  for middle in middles:
-    index = index + (share > jnp.asarray(middle, wide)).astype(jnp.uint8)
+  for below, above in itertools.pairwise(LEVELS):
+    index = index + (share > jnp.asarray((below + above) / 2, wide)).astype(jnp.uint8)
   pairs = index.reshape(*stack, -1, 2, math.prod(outputs))
-  codes = pairs[..., 0, :] | (pairs[..., 1, :] << 4)
   mean = sizes.mean((-2, -1), keepdims=True)
   rest = (sizes - mean).reshape(*sizes.shape[:-1], -1, math.gcd(_BLOCK, sizes.shape[-1]))
   scale = jnp.abs(rest).max(-1)
-  rest = jnp.round(rest / jnp.where(scale == 0, 1, scale)[..., None] * _STEPS).astype(jnp.int8)
-  return {
-    "codes": codes.reshape(*stack, -1, *outputs),
-    "sizes": rest.reshape(sizes.shape),
-    "size_scales": scale,
-    "size_means": mean,
-  }
+  rest = jnp.round(rest / _nonzero(scale)[..., None] * _STEPS).astype(jnp.int8).reshape(sizes.shape)
+  codes = (pairs[..., 0, :] | (pairs[..., 1, :] << 4)).reshape(*stack, -1, *outputs)
+  return {"codes": codes, "sizes": rest, "size_scales": scale, "size_means": mean}
+
+
+def _nonzero(x):
+  return jnp.where(x == 0, 1, x)
 
 
 def dequantize(parts: dict[str, Any], qtype: str, dtype, depth: int = 0):
@@ -92,13 +89,11 @@ def _levels(index, dtype):
 
 
 def _forward(qtype, precision, x, parts):
-  y = dense.contract(x, dequantize(parts, qtype, x.dtype), 1, precision)
-  return y, (jnp.zeros((), x.dtype), parts)
+  return dense.contract(x, dequantize(parts, qtype, x.dtype), 1, precision), (jnp.zeros((), x.dtype), parts)
 
 
 def _backward(qtype, precision, kept, g):
-  like, parts = kept
-  return dense.contract_transposed(g, dequantize(parts, qtype, like.dtype), 1, precision), None
+  return dense.contract_transposed(g, dequantize(kept[1], qtype, kept[0].dtype), 1, precision), None
 
 
 # x [..., d] times the matrix of the parts. The backward pass keeps the parts, not the matrix.
@@ -111,8 +106,7 @@ class QuantizedLinearGeneral(nnx.LinearGeneral):
   qtype: str
 
   def __call__(self, x):
-    dtype = self.dtype or x.dtype
-    parts = {name: getattr(self, name)[...] for name in NAMES[self.qtype]}
+    dtype, parts = self.dtype or x.dtype, {name: getattr(self, name)[...] for name in NAMES[self.qtype]}
     x = x.reshape(*x.shape[: x.ndim - len(self.in_features)], -1)
     y = product(self.qtype, self.precision, x.astype(dtype), parts)
     if self.bias is None:
@@ -120,34 +114,24 @@ class QuantizedLinearGeneral(nnx.LinearGeneral):
     return y + jnp.expand_dims(self.bias[...].astype(dtype), tuple(range(y.ndim - len(self.out_features))))
 
 
-class AdaptedQuantized(QuantizedLinearGeneral):
-  """The same with an adapter."""
+def quantize_layer(layer: Any, label: str, qtype: str, tile: int) -> None:
+  """Puts the parts in place of the kernel of a dense layer, with or without an adapter.
 
-  lora: Lora
-  lora_dropout: float
-
-  def __call__(self, x):
-    return super().__call__(x) + self.lora(dropped(x, self.lora_dropout))
-
-
-QUANTIZED: dict[type, type] = {nnx.LinearGeneral: QuantizedLinearGeneral, AdaptedLinearGeneral: AdaptedQuantized}
-
-
-def quantize_layer(module: Any, label: str, qtype: str, tile: int) -> None:
-  """Puts the parts in place of the kernel of a dense layer.
-
-  Raises ConfigError for a tile that does not divide the inputs.
+  Raises ConfigError for another layer, or a tile that does not divide the inputs.
   """
-  kernel, in_axes = module.kernel, len(module.in_features)
-  if (inputs := math.prod(module.in_features)) % tile or tile % 2:
+  plain, has_adapter = nnx.LinearGeneral, hasattr(layer, "lora")
+  if type(layer) is not (adapted(plain) if has_adapter else plain):
+    raise ConfigError(f"lora_weight_qtype={qtype} holds nnx.LinearGeneral layers, not {label}")
+  kernel, in_axes = layer.kernel, len(layer.in_features)
+  if (inputs := math.prod(layer.in_features)) % tile or tile % 2:
     raise ConfigError(f"lora_tile_size={tile} does not divide the {inputs} inputs of {label} into even blocks; use 32")
-  depth, axes = kernel.ndim - in_axes - len(module.out_features), kernel.get_metadata().get("axes")
+  depth, axes = kernel.ndim - in_axes - len(layer.out_features), kernel.get_metadata().get("axes")
   for name, x in quantize(kernel[...], qtype, tile, depth, in_axes).items():
-    variable = Frozen(x)
+    whole = axes and (*axes[: depth + 1], *axes[depth + in_axes :])
+    part = Frozen(x)
     if axes is not None:
-      whole = (*axes[: depth + 1], *axes[depth + in_axes :])
-      variable.set_metadata(axes=whole if name == "codes" else (*axes[:depth], None, None))
-    setattr(module, name, variable)
-  del module.kernel
-  module.qtype = qtype
-  object.__setattr__(module, "__class__", QUANTIZED[type(module)])
+      part.set_metadata(axes=whole if name == "codes" else (*axes[:depth], None, None))
+    setattr(layer, name, part)
+  del layer.kernel
+  layer.qtype = qtype
+  object.__setattr__(layer, "__class__", adapted(QuantizedLinearGeneral) if has_adapter else QuantizedLinearGeneral)

@@ -101,26 +101,17 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
     xs, shared = _joined(floats, others), _joined(shared_floats, shared_others)
     return segments.scan(lambda c, x: (body(c, x, shared), None), carry, xs, segment_lengths[1:])[0]
 
-  @jax.custom_vjp
-  def run(carry, floats, shared_floats, others, shared_others):
+  def through(carry, floats, shared_floats, others, shared_others):
     def step(carry, _, here):
       return segment(carry, here[0], shared_floats, here[1], shared_others), carry
 
-    return loop(step, carry, None, (floats, others))[0]
+    return loop(step, carry, None, (floats, others))
 
   def forward(*arguments):
-    is_leaf = lambda x: isinstance(x, jax.custom_derivatives.CustomVJPPrimal)  # noqa: E731
-    carry, floats, shared_floats, others, shared_others = jax.tree.map(lambda x: x.value, arguments, is_leaf=is_leaf)
-    moving, still = (
-      jax.tree.map(lambda x, flag=flag: x.value if x.perturbed == flag else None, arguments[1], is_leaf=is_leaf)
-      for flag in (True, False)
-    )
-
-    def step(carry, _, here):
-      return segment(carry, here[0], shared_floats, here[1], shared_others), carry
-
-    carry, boundaries = loop(step, carry, None, (floats, others))
-    return carry, (boundaries, moving, still, shared_floats, others, shared_others)
+    of = lambda get: jax.tree.map(get, arguments, is_leaf=lambda x: hasattr(x, "perturbed"))  # noqa: E731
+    moving, still = (of(lambda x, flag=flag: x.value if x.perturbed == flag else None)[1] for flag in (True, False))
+    out, boundaries = through(*(values := of(lambda x: x.value)))
+    return out, (boundaries, moving, still, *values[2:])
 
   def backward(residuals, cotangent):
     boundaries, moving, still, shared_floats, others, shared_others = residuals
@@ -138,6 +129,7 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
     (cotangent, shared_cotangents), weights = loop(step, state, boundaries, stacked, reverse=True)
     return cotangent, weights, shared_cotangents, *(jax.tree.map(no_cotangent, t) for t in (others, shared_others))
 
+  run = jax.custom_vjp(lambda *arguments: through(*arguments)[0])
   run.defvjp(forward, backward, symbolic_zeros=True)
   return run(carry, floats, shared_floats, others, shared_others)
 

@@ -285,11 +285,8 @@ class Step:
     if frozen:
       tensors += [Tensor((n * frozen,), "int8", f"frozen weights of a segment of {n} layers") for n in lengths]
     if "weights" in self.model.offload_to_host:
-      tensors.append(
-        Tensor((lengths[0] * frozen,), "int8", "weights of the next segment, on their way from the host")
-        if frozen
-        else Tensor((lengths[0] * layer,), self.weight, "weights of the next segment, on their way from the host")
-      )
+      size, dtype = (frozen, "int8") if frozen else (layer, self.weight)
+      tensors.append(Tensor((lengths[0] * size,), dtype, "weights of the next segment, on their way from the host"))
     return tensors
 
   # The backward pass of a layer.
