@@ -17,7 +17,7 @@ from maxghost.config import Config, ConfigError, did_you_mean
 EXAMPLES = """\
 examples:
   maxghost generate runs/base --prompt "def main(" --max_new_tokens 100 --temperature 0.8 --top_p 0.95
-  maxghost generate models/smollm2 --prompt "The capital of France is"
+  maxghost generate models/smollm2 --prompt "What is the capital of France?" --chat
   maxghost generate runs/base/checkpoints/200 --prompts prompts.txt --stop "</s>"
   maxghost generate configs/base.yml load_parameters_path=runs/base prompt="def main("
 """
@@ -63,6 +63,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add(
     "--adapter", default="", metavar="FOLDER", help="LoRA adapter to merge in: folder of PEFT, or a run with lora_rank"
   )
+  add("--chat", action="store_true", help="each prompt is the question of a user, in the model's chat template")
   add("--config", metavar="FILE", help="config.yml of a model that has none beside it")
   add("--dtype", choices=("float32", "bfloat16"), help="compute dtype (the configuration's)")
   add("--otherwise", metavar="FILE", help=argparse.SUPPRESS)  # as --config, for a model that has none
@@ -76,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
   from maxghost import load_model
+  from maxghost.data.conversations import Rendering
   from maxghost.data.tokenizers import load_tokenizer
   from maxghost.generation import Generator, Sampling
   from maxghost.generation.samples import encode
@@ -85,8 +87,14 @@ def _run(args: argparse.Namespace) -> int:
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   texts = _prompts(args)
   prompts = encode(texts, tokenizer, cfg)
-  cache_size = _cache_size(args, cfg, max(map(len, prompts)))
   stop_ids = place.stop_ids() | (set() if tokenizer.eos_id is None else {tokenizer.eos_id})
+  if args.chat:
+    rendering = Rendering.of(cfg.data, tokenizer)
+    try:
+      prompts, stop_ids = [rendering.prompt(text) for text in texts], stop_ids | rendering.end_ids()
+    except ValueError as error:  # of the template
+      raise ConfigError(str(error)) from error
+  cache_size = _cache_size(args, cfg, max(map(len, prompts)))
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr), args.adapter)
   generator = Generator(graphdef, cache_size, sampling=sampling, stop_ids=sorted(stop_ids))
   rows = [Row(tokenizer, stop_ids, args.stop) for _ in texts]

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from maxghost.config import ConfigError
+from maxghost.data.tokenizer_files import TEMPLATE
 from maxghost.data.tokenizers import Tokenizer
 
-FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+SETTINGS = "tokenizer_config.json"
 MARKS = "\U000f0000", "\U000f0001"  # around what a `{% generation %}` block gives; private characters
 _WORDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which messages hold it
@@ -105,8 +106,8 @@ def load(path: str, tokenizer: Tokenizer) -> Template | None:
   own = said.get("chat_template") or ""
   if isinstance(own, list):  # several, by name
     own = next((one["template"] for one in own if one.get("name") == "default"), "")
-  if not path and tokenizer.path and (folder / FILE).is_file():
-    path = str(folder / FILE)
+  if not path and tokenizer.path and (folder / TEMPLATE).is_file():
+    path = str(folder / TEMPLATE)
   if not path and not own:
     return None
   template = Template(path or str(settings), _read(Path(path)) if path else own, tuple(words.items()))

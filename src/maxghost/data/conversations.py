@@ -116,12 +116,19 @@ class Rendering:
       raise ValueError(f"chat template {self.template.name if self.template else ''} gives no token to train on")
     return ids, weights if self.completion_only else np.ones_like(weights)
 
-  def prompt(self, messages: Sequence[dict]) -> list[int]:
-    """Ids up to where the assistant answers. Raises ValueError."""
+  def prompt(self, question: str) -> list[int]:
+    """Ids of a user's question, up to where the assistant answers. Raises ValueError for a template that fails."""
+    asked = {"role": "user", "content": question}
     if self.template is None:
-      answer = {"role": "assistant", "content": ""}
-      return self._joined(self._turns([*messages, answer])[:-2])[0].tolist()  # without its text and end
-    return self.tokenizer.encode_template(self.template.render(messages, prompt=True))[0].tolist()
+      turns = self._turns([asked, {"role": "assistant", "content": ""}])
+      return self._joined(turns[:-2])[0].tolist()  # without the answer's text and end
+    return self.tokenizer.encode_template(self.template.render([asked], prompt=True))[0].tolist()
+
+  def end_ids(self) -> set[int]:
+    """The special tokens with which an answer ends. Raises ValueError."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    ids, weights = self.encode(json.dumps({"messages": turns}).encode())
+    return {number for number in ids[weights > 0].tolist() if not self.tokenizer.decode(np.array([number]))}
 
   def _templated(self, template: chat.Template, found: Conversation) -> tuple[np.ndarray, np.ndarray]:
     text, spans, prompts = template.spans(found.messages, found.tools, found.first)

@@ -9,16 +9,19 @@ from pathlib import Path
 from maxghost.config import ConfigError
 from maxghost.data.tokenizers import HUGGINGFACE, SENTENCEPIECE, TIKTOKEN, TiktokenTokenizer, Tokenizer
 
-FOLDER = "tokenizer"
+FOLDER, TEMPLATE = "tokenizer", "chat_template.jinja"
 # What transformers saves beside a model for its tokenizer, and the tokens that end a text.
 HUGGINGFACE_FILES = (
   "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-  "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
+  "vocab.json", "merges.txt", TEMPLATE, "generation_config.json",
 )  # fmt: skip
 
 
-def save(tokenizer: Tokenizer, kind: str, folder: Path) -> None:
-  """Writes the tokenizer into `folder`, which is created; a tokenizer that is there already is kept."""
+def save(tokenizer: Tokenizer, kind: str, folder: Path, template: str = "") -> None:
+  """Writes the tokenizer into `folder`, which is created; a tokenizer that is there already is kept.
+
+  template: a file of a chat template to keep with it, in place of its own.
+  """
   if tokenizer.path is None or _files(kind, folder):
     return
   folder.mkdir(exist_ok=True)
@@ -29,6 +32,8 @@ def save(tokenizer: Tokenizer, kind: str, folder: Path) -> None:
   else:
     copy(tokenizer.path.parent, folder)
     shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
+  if template:
+    shutil.copyfile(Path(template).expanduser(), folder / TEMPLATE)
 
 
 def copy(source: Path, target: Path) -> list[str]:

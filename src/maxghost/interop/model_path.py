@@ -125,4 +125,6 @@ def _begins_with_bos(folder: Path, tokenizer) -> bool:
 def with_own_tokenizer(cfg: Config, folder: Path) -> Config:
   """The configuration with the path of the tokenizer saved beside it, as the folder may have been moved."""
   saved = tokenizer_files.saved_path(cfg.data.tokenizer_type, folder / tokenizer_files.FOLDER)
-  return config.replace(cfg, tokenizer_path=saved) if saved else cfg
+  template = folder / tokenizer_files.FOLDER / tokenizer_files.TEMPLATE
+  own = {"chat_template_path": str(template)} if cfg.data.chat_template_path and template.is_file() else {}
+  return config.replace(cfg, tokenizer_path=saved, **own) if saved else cfg

@@ -118,7 +118,8 @@ class Session:
     """Opens logs and checkpoints, which `opened` closes, and runs the loop."""
     plan, cfg, dataset = self._plan, self._cfg, self._dataset
     if distributed.is_first():
-      tokenizer_files.save(dataset.tokenizer, cfg.data.tokenizer_type, self._path / tokenizer_files.FOLDER)
+      folder, template = self._path / tokenizer_files.FOLDER, cfg.data.chat_template_path
+      tokenizer_files.save(dataset.tokenizer, cfg.data.tokenizer_type, folder, template)
     train_state, position = self._restore()
     sinks = self._open_sinks(position)
     opened.callback(sinks.close)
