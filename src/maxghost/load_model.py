@@ -167,7 +167,7 @@ def open_adapted(
     unlike = sorted(label for label in there.keys() | here.keys() if there.get(label) != here.get(label))
     if unlike or settings.scale != scale(cfg.adapter):
       what = f"{unlike[0]} is {there.get(unlike[0], 'missing')} there" if unlike else "its scale is another"
-      keys = " ".join(f"{key}={shown(value)}" for key, value in settings.keys(restored).items())
+      keys = f"lora_rank={settings.rank} lora_alpha={settings.alpha:g} lora_use_rslora={shown(settings.use_rslora)}"
       raise ConfigError(f"lora_restore_path={given} does not fit the adapters of this run: {what}; it has {keys}")
   kernels = {tuple(map(str, p)): v for p, v in nnx.to_flat_state(nnx.state(models.create_abstract(plain(cfg))))}
   same = {p: p in flat and flat[p].dtype == v.dtype for p, v in kernels.items()}
