@@ -79,6 +79,9 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
   run_dir, paths = resolve(args.checkpoints)
   cfg = model_path.with_own_tokenizer(config.load(str(run_dir / "config.yml")), run_dir)
+  if cfg.records == "pairs" or cfg.reference or {*cfg.val_objectives} - {cfg.optimizer.objective}:
+    said = "pairs, a second model, or validation sets with objectives of their own"
+    raise ConfigError(f"{run_dir}: the run has {said}; attribute scores texts and conversations by the run's objective")
   step_rows = rows_per_step(cfg, run_dir)
   if args.method == "less":
     check_less(cfg, args, paths)
@@ -287,7 +290,7 @@ def points(cfg: Config, paths: dict[int, Path]) -> Iterator:
   from maxghost.training import state
 
   _, abstract = state.abstract_split(cfg)
-  wanted, _, *below = state.saved_parts(state.abstract_arrays(abstract))
+  wanted, _, *below = state.saved_parts(state.abstract_arrays(abstract), state.Position(), cfg)
   base = load_model.frozen(cfg, below[0]) if below else {}
   for step, path in paths.items():
     if has_optimizer(path):

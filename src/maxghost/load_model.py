@@ -9,7 +9,9 @@ from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import Config, ConfigError
 from maxghost.config.families import FAMILIES
+from maxghost.config.schema import ModelConfig
 from maxghost.config.values import shown
+from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface, merge, model_path
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.huggingface_config import differing
@@ -87,6 +89,24 @@ def check_config(cfg: Config) -> ModelPlace:
     way_out = f"; set these keys as they are there, or {own}"
     raise ConfigError(f"{key}={path} is another model ({place.config_file}): {listed}{way_out}")
   return place
+
+
+def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
+  """(the model of `distill_teacher`, what opens its parameters); None for a run without one.
+
+  Raises ConfigError if there is no such model, or if it has another vocabulary.
+  """
+  if cfg.reference != "teacher":
+    return None
+  path = cfg.optimizer.distill_teacher
+  place, found = find(path)
+  own, its = (load_tokenizer(c.data.tokenizer_type, c.data.tokenizer_path) for c in (cfg, found))
+  if found.model.vocab_size != cfg.model.vocab_size or own.fingerprint != its.fingerprint:
+    raise ConfigError(
+      f"distill_teacher={path} has another vocabulary ({found.model.vocab_size} entries, tokenizer {its.name}) than "
+      f"the run ({cfg.model.vocab_size}, {own.name}); use a teacher with the same tokenizer and vocab_size"
+    )
+  return found.model, lambda wanted: open_parameters(place, found, {"model": wanted})
 
 
 def check_steps(place: ModelPlace, cfg: Config) -> None:

@@ -39,19 +39,20 @@ def _run(cfg: Config, force: bool, signals: StopSignals) -> int:
       f"checkpoint_period=0: {existing.path} holds an unfinished run, which would be overwritten; "
       "choose another run_name"
     )
-  from maxghost import trackers
+  from maxghost import load_model, trackers
   from maxghost.data import build
 
   trackers.check(cfg)
-  open_parameters = _parameters(cfg, existing)
+  open_parameters, teacher = _parameters(cfg, existing), load_model.teacher(cfg)
   corpus = build.open_all(cfg.data, cfg.run.data_shuffle_seed, cfg.model.vocab_size, cfg.records)
-  return _train(cfg, existing, corpus, signals, open_parameters, force)
+  return _train(cfg, existing, corpus, signals, open_parameters, force, teacher or (None, None))
 
 
 def _parameters(cfg: Config, existing: Existing) -> Callable | None:
-  """A function that opens what the run begins with; None for a run that has a checkpoint of all of it."""
+  """A function that opens what the run begins with; None for a run that has a checkpoint and needs it no more."""
   resumed = run_directory.has_checkpoint(existing)
-  if not (cfg.checkpoint.given or cfg.adapter.lora_restore_path) or (resumed and not cfg.adapter.lora_rank):
+  needed = not resumed or cfg.adapter.lora_rank or cfg.reference == "start"
+  if not needed or not (cfg.checkpoint.given or cfg.adapter.lora_restore_path):
     return None
   from maxghost import load_model
   from maxghost.interop import model_path
@@ -63,7 +64,7 @@ def _parameters(cfg: Config, existing: Existing) -> Callable | None:
   def open_parameters(wanted: Mapping) -> Callable[[], dict]:
     wanted = wanted if cfg.checkpoint.load_full_state_path else {"model": wanted["model"]}
     if cfg.adapter.lora_rank:
-      read = load_model.open_adapted(place, cfg, wanted, resumed)
+      read = load_model.open_adapted(place, cfg, wanted, resumed and cfg.reference != "start")
     else:
       assert place is not None
       read = load_model.open_parameters(place, cfg, wanted)
@@ -79,9 +80,9 @@ def _parameters(cfg: Config, existing: Existing) -> Callable | None:
 
 
 def _train(
-  cfg: Config, existing: Existing, corpus, signals: StopSignals, open_parameters: Callable | None, force: bool
+  cfg: Config, existing: Existing, corpus, signals: StopSignals, open_parameters: Callable | None, force: bool, teacher
 ) -> int:
-  """Trains and returns the exit code. corpus: (source, tokenizer). JAX is imported here."""
+  """Trains and returns the exit code. corpus: (source, tokenizer). teacher: as of `load_model`. Imports JAX."""
   from maxghost import data, trackers
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
   from maxghost.parallel import distributed
@@ -93,7 +94,7 @@ def _train(
 
   session = None
   try:
-    plan = Plan.of(cfg, devices.open_layout(cfg))
+    plan = Plan.of(cfg, devices.open_layout(cfg), teacher[0])
     if distributed.count() > 1:
       # JAX counts from its last heartbeat, one in every half of this time, so that it may end the run after that half.
       seconds = 0.3 * cfg.parallel.jax_distributed_timeouts[1]
@@ -111,7 +112,7 @@ def _train(
     )
     session = Session(
       plan, existing, dataset, signals, open_checkpoints=CheckpointManager, open_parameters=open_parameters,
-      open_trackers=trackers.open_all, force=force,
+      open_trackers=trackers.open_all, force=force, open_teacher=teacher[1],
     )  # fmt: skip
     if signals.requested is not None and distributed.count() == 1:
       print(f"Stopped by {signals.name} before the first step; nothing was written")

@@ -22,13 +22,15 @@ def _run(cfg: Config) -> int:
   topology, slices = cfg.parallel.topology
   topologies.parse(topology)
   topologies.prepare_environment(topology)
+  from maxghost import load_model
   from maxghost.parallel.shardings import Layout
   from maxghost.training import aot, devices
   from maxghost.training.plan import Plan
 
   begin = time.perf_counter()
   devices.configure_jax(cfg)
-  plan = Plan.of(cfg, Layout.of(cfg.parallel, topologies.open_devices(topology, slices)))
+  teacher = load_model.teacher(cfg)
+  plan = Plan.of(cfg, Layout.of(cfg.parallel, topologies.open_devices(topology, slices)), teacher and teacher[0])
   print(f"compiling for {slices} x {topology}" if slices > 1 else f"compiling for {topology}")
   for line in [*plan.lines(), *plan.memory.table()]:
     print(line, flush=True)

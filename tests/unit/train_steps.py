@@ -10,7 +10,7 @@ import numpy as np
 import tiny
 from flax import nnx
 
-from maxghost import optimizers
+from maxghost import config, optimizers
 from maxghost.training import step
 from maxghost.training.devices import compiler_options
 from maxghost.training.state import TrainStateNNX, trainable
@@ -30,6 +30,7 @@ TRAINING = {
 # NO_FMA rounds twice everywhere, and compiles in a quarter of the time of FUSED.
 FUSED = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in os.environ["XLA_FLAGS"] else {}
 NO_FMA = {"xla_cpu_max_isa": "AVX"} if platform.machine() in ("x86_64", "AMD64") else FUSED
+REFERENCE_SEED, TEACHER = 77, {"base_emb_dim": 28, "base_num_decoder_layers": 2}
 TRAIN = [tiny.make_batch(tiny.PACKED, seed=100 + i) for i in range(4)]
 VALIDATION = tiny.make_batch(tiny.VALIDATION, seed=200)
 
@@ -60,7 +61,11 @@ class Run:
       trained = trainable(self.cfg, model)
       tx = optimizers.make_optimizer(self.cfg.optimizer, self.cfg.run.steps, nnx.state(model, trained))
       carries = self.cfg.ghost.ghost_enabled and self.cfg.ghost.carries_curvature
-      train_state = TrainStateNNX(model, tx, trainable=trained, num_stored=stored, carries=carries)
+      frozen = tiny.make_model(self.cfg, seed=REFERENCE_SEED) if self.cfg.reference == "start" else None
+      if self.cfg.reference == "teacher":
+        frozen = tiny.make_model(config.replace(self.cfg, **TEACHER), seed=REFERENCE_SEED)
+      sizes = {"num_stored": stored, "carries": carries, "reference_model": frozen}
+      train_state = TrainStateNNX(model, tx, trainable=trained, **sizes)
       self.graphdef, self.state = nnx.split(train_state)
       self.function, self.twin = step.make_train_step(
         self.cfg, self.graphdef, self.state, batch, num_segments=tiny.SEGMENTS, num_sets=num_sets

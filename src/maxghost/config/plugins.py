@@ -7,6 +7,7 @@ A plug-in's module is imported when it is used. A built-in one has its line here
 import dataclasses
 import functools
 import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ SCHEDULE_LACKS: dict[str, dict[str, str]] = {
   "concat": dict.fromkeys(("hessian", "val_every", "accumulation", "mask", "adapters", "selection"), _ONE_BATCH)
   | {
     "sets": "which scores against one validation set",
+    "own_losses": "which has one loss for all rows",
     "qk_clip": _NEVER_WHOLE,
     "early_rank": "which forms the direction inside each layer",
     "secant": "which never holds a whole validation gradient",
@@ -90,16 +92,32 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 @dataclasses.dataclass(frozen=True)
 class Objective(Plugin):
-  """What a run minimises; the fields are those of `objectives.Objective`."""
+  """What a run minimises; the fields are those of `objectives.Objective`.
+
+  reference: the frozen second model that its loss may read: "start", the model that the run begins with (with adapters
+    that is "base", the model without them); "teacher", another model; "" none.
+  """
 
   rows_per_unit: int = 1
   records: str = "text"
+  reference: str = ""
 
 
+_pairs = functools.partial(Objective, schedules=("two_pass", "reverse_scan"), rows_per_unit=2, records="pairs")
 OBJECTIVES: dict[str, Objective] = {
   "next_token": Objective("maxghost.objectives.next_token:LanguageModelLoss"),
   "sft": Objective("maxghost.objectives.sft:FineTuning", records="conversations"),
+  "dpo": _pairs("maxghost.objectives.dpo:PreferenceLoss", reference="start"),
+  "distill": Objective(
+    "maxghost.objectives.distill:Distillation", schedules=("two_pass", "reverse_scan"), reference="teacher"
+  ),
+  "margin": _pairs("maxghost.objectives.dpo:Margin"),
 }
+OF_VALIDATION = ("margin",)  # objectives of validation sets alone: nothing bounds them from below
+# Losses on pairs (dpo_algo), and those of them that compare with no reference.
+PREFERENCE_LOSSES = ("sigmoid", "ipo", "hinge", "robust", "simpo", "orpo")
+WITHOUT_REFERENCE = ("simpo", "orpo")
+REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")  # of data that holds the reference's log-probabilities
 
 # The plug-ins of each key.
 KINDS: dict[str, Mapping[str, Plugin]] = {"opt_type": OPTIMIZERS, "objective": OBJECTIVES}
@@ -133,6 +151,12 @@ def ledger_columns(opt_type: str | None = None, qk_clip: bool = True) -> tuple[s
   """The columns that the ledger of this optimizer (None: of any registered one) can have, in order."""
   own = dict.fromkeys(name for opt in ([opt_type] if opt_type else OPTIMIZERS) for name in OPTIMIZERS[opt].columns)
   return ("predicted_examples", *own, *(("qk_clip",) if qk_clip else ()), "unscored", "direction_residual")
+
+
+def without_objective(text: str) -> tuple[str, str]:
+  """(name=domain, objective) of an entry name=domain@objective of ghost_val_sets; the objective may be missing."""
+  found = re.fullmatch(r"(.*)@(\w+)", text)
+  return (found[1], found[2]) if found else (text, "")
 
 
 OPT_TYPES = Names(lambda: tuple(OPTIMIZERS))

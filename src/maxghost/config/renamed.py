@@ -107,6 +107,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
   "packing": {text: "first_fit" if on else "none" for text, on in WORDS.items()},
   "ghost_reweight": {"true": "20", "false": ""},
   "dataset_mixture": {"proportional": ""},
+  "dpo_algo": {"dpo": "sigmoid"},
   "max_num_checkpoints_to_keep": {"none": "0"},
   "muon_consistent_rms": {"none": "0.0"},
 }

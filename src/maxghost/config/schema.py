@@ -156,13 +156,30 @@ class DataConfig:
   def validation_sets(self) -> dict[str, str]:
     """{name: domain} of the sets that are scored against."""
     first = (*self.dataset_domains, "words")[0] if self.dataset_type == "synthetic" else "manual"
-    pairs = [text.partition("=") for text in self.ghost_val_sets or (first,)]
+    pairs = [plugins.without_objective(text)[0].partition("=") for text in self.ghost_val_sets or (first,)]
     return {name: name if _is_files(domain) else domain or name for name, _, domain in pairs}
 
   @property
-  def validation_files(self) -> tuple[str, ...]:
-    """The `name=glob` of the validation sets that are files of their own."""
-    return tuple(text for text in self.ghost_val_sets if _is_files(text.partition("=")[2]))
+  def validation_objectives(self) -> tuple[str, ...]:
+    """The objective of each validation set; "" for that of the run."""
+    return tuple(plugins.without_objective(text)[1] for text in self.ghost_val_sets) or ("",)
+
+  @property
+  def has_reference(self) -> bool:
+    """Whether records of pairs have the log-probabilities of the reference."""
+    return plugins.REFERENCE_COLUMNS[0] in self.train_data_columns
+
+  def validation_files(self, records: str) -> dict[str, tuple[str, ...]]:
+    """The `name=glob` of the validation sets that are files of their own, by what their records are.
+
+    records: those of the run's objective.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for text, own in map(plugins.without_objective, self.ghost_val_sets):
+      if _is_files(text.partition("=")[2]):
+        kind = plugins.OBJECTIVES[own].records if own else records
+        found[kind] = (*found.get(kind, ()), text)
+    return found
 
   @property
   def mixture(self) -> str:
@@ -195,6 +212,16 @@ class OptimizerConfig:
   trainable_parameters_mask: tuple[str, ...] = key(())
   gradient_accumulation_steps: int = key(1, minimum=1)
   gradient_clipping_threshold: float = key(1.0, minimum=0.0)
+  dpo_algo: str = key("sigmoid", choices=plugins.PREFERENCE_LOSSES)
+  dpo_beta: float = key(0.1, minimum=1e-6)
+  dpo_label_smoothing: float = key(0.0, minimum=0.0, maximum=0.499999)
+  orpo_lambda: float = key(0.1, minimum=0.0)
+  simpo_gamma: float = key(0.5, minimum=0.0)
+  distill_teacher: str = key("")
+  distill_alpha: float = key(0.5, minimum=0.0, maximum=1.0)
+  distill_temperature: float = key(1.0, minimum=1e-3)
+  distill_kl: str = key("forward", choices=("forward", "reverse"))
+  distill_top_k: int = key(0, minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -351,6 +378,28 @@ class Config:
   def records(self) -> str:
     """What a document of the run is: "text", "conversations" or "pairs"."""
     return plugins.OBJECTIVES[self.optimizer.objective].records
+
+  @property
+  def val_objectives(self) -> tuple[str, ...]:
+    """The objective of each validation set that training scores against."""
+    named = self.data.validation_objectives if self.ghost.ghost_enabled else ()
+    return tuple(name or self.optimizer.objective for name in named)
+
+  @property
+  def evaluated(self) -> str:
+    """The objective of evaluations, which read the first validation set."""
+    return self.data.validation_objectives[0] or self.optimizer.objective
+
+  @property
+  def reference(self) -> str:
+    """What the frozen second model of the run is, as in `plugins.Objective`; "" where there is none."""
+    named = (self.optimizer.objective, *self.data.validation_objectives)
+    found = {plugins.OBJECTIVES[name].reference for name in named if name}
+    if self.optimizer.dpo_algo in plugins.WITHOUT_REFERENCE or self.data.has_reference:
+      found -= {"start"}
+    elif "start" in found and self.adapter.lora_rank and not self.adapter.lora_restore_path:
+      found = {"base"}
+    return max(found, default="")
 
   @property
   def direction_name(self) -> str:

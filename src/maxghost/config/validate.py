@@ -276,8 +276,67 @@ def conversations(v: Values) -> Iterator[str]:
     yield f"{v['packing']} cuts {records} at row ends, but {v['objective']} keeps them whole; use packing=first_fit"
 
 
+def preferences(v: Values) -> Iterator[str]:
+  """The keys of objectives on pairs, and what their reference needs."""
+  algo, smoothing = v.dpo_algo, v.dpo_label_smoothing
+  if v.objective in plugins.OF_VALIDATION:
+    yield f"{v['objective']} has no least value, so it is of validation sets alone: ghost_val_sets=[name=domain@margin]"
+  if smoothing and algo not in (able := ("sigmoid", "robust", "simpo")):
+    yield f"{v['dpo_label_smoothing']} is not part of {v['dpo_algo']}; use 0.0, or dpo_algo={' or '.join(able)}"
+  named = {v.objective, *(plugins.without_objective(text)[1] for text in v.ghost_val_sets)} - {""}
+  used = {plugins.OBJECTIVES[name] for name in named if name in plugins.OBJECTIVES}
+  if v.z_loss_multiplier and any(one.rows_per_unit > 1 for one in used):
+    yield f"{v['z_loss_multiplier']} would change the log-probabilities that pairs compare; use z_loss_multiplier=0.0"
+  columns = [name for name in plugins.REFERENCE_COLUMNS if name in v.train_data_columns]
+  if len(columns) == 1:
+    yield f"{v['train_data_columns']} has {columns[0]} alone; name both of {', '.join(plugins.REFERENCE_COLUMNS)}"
+  if columns or algo in plugins.WITHOUT_REFERENCE or not any(one.reference == "start" for one in used):
+    return
+  way = f"use {' or '.join(f'dpo_algo={name}' for name in plugins.WITHOUT_REFERENCE)}, or data with the columns "
+  way += ", ".join(plugins.REFERENCE_COLUMNS)
+  if v.load_full_state_path:
+    yield f"load_full_state_path does not say with which parameters that run began, its reference; {way}"
+  if "weights" in v.offload_to_host and not v.lora_rank:
+    yield f"{v['offload_to_host']} has no room in host memory for the reference of {v['dpo_algo']}; {way}"
+  if v.lora_rank and v.lora_restore_path:  # without its adapters, the policy is another model than the run began with
+    yield f"{v['lora_restore_path']} is part of the reference, which would need a copy of it; {way}, or merge it first"
+
+
+def distillation(v: Values) -> Iterator[str]:
+  named = {v.objective, *(plugins.without_objective(text)[1] for text in v.ghost_val_sets)} & {*plugins.OBJECTIVES}
+  kinds = {plugins.OBJECTIVES[name].reference for name in named} - {""}
+  if len(kinds) > 1:
+    yield f"{v['objective']} and {v['ghost_val_sets']} want several frozen models; use objectives with one"
+  if "teacher" not in kinds:
+    if v.distill_teacher:
+      yield f"{v['distill_teacher']} is for objective=distill, not {v['objective']}; leave it out"
+    return
+  if not v.distill_teacher:
+    yield "objective=distill needs distill_teacher, a run, a checkpoint or a Hugging Face folder"
+  if v.num_vocab_tiling > 1:
+    yield f"objective=distill compares whole distributions; use num_vocab_tiling=1, not {v.num_vocab_tiling}"
+  if v.distill_top_k > v.vocab_size:
+    yield f"{v['distill_top_k']} is more than {v['vocab_size']}; use 0 for the whole vocabulary"
+  if "weights" in v.offload_to_host:
+    yield f"{v['offload_to_host']} does not go with objective=distill, whose teacher is on the device"
+
+
 def validation_sets(v: Values) -> Iterator[str]:
-  names = [text.partition("=")[0] for text in v.ghost_val_sets]
+  given = [plugins.without_objective(text) for text in v.ghost_val_sets]
+  names = [text.partition("=")[0] for text, _ in given]
+  passes = "two_pass" if v.ghost_schedule == "forward_mode" else v.ghost_schedule
+  records = plugins.OBJECTIVES[v.objective].records
+  for text, name in dict.fromkeys(pair for pair in given if pair[1]):
+    said = f"ghost_val_sets={text}@{name}"
+    if (one := plugins.OBJECTIVES.get(name)) is None:
+      yield f"{said} asks for the objective {name}; use {' or '.join(plugins.OBJECTIVES)}"
+    elif one.records != records and not any(sign in text.partition("=")[2] for sign in "/*."):
+      yield f"{said} reads {one.records}, but the domains have {records}; give files of its own: name=glob@{name}"
+    elif passes not in one.schedules:
+      yield f"{said}: objective {name} works with {', '.join(one.schedules)}, not {v['ghost_schedule']}"
+    elif (size := v.ghost_val_batch_size) % one.rows_per_unit:
+      near = f"use ghost_val_batch_size={size - size % one.rows_per_unit + one.rows_per_unit}"
+      yield f"{said}: {name} has units of {one.rows_per_unit} rows, which {size} rows would part; {near}"
   if "" in names:
     yield f"{v['ghost_val_sets']} has a set without a name; write name=domain"
   for name in sorted({name for name in names if names.count(name) > 1}):
@@ -303,10 +362,12 @@ def scoring(v: Values) -> Iterator[str]:
     yield f"{v[key]} forms the whole step first; use gradient_accumulation_steps=1"
   if curvature == "hessian" and v.ghost_val_every > 1:
     yield f"{v[key]} needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
+  own_losses = any(plugins.without_objective(text)[1] not in ("", v.objective) for text in v.ghost_val_sets)
   asked = {
     "rank": (v.ghost_rank > 0, "ghost_rank", "0"),
     "early_rank": (v.ghost_rank > 0 and early, "ghost_rank", "0"),
     "sets": (len(v.ghost_val_sets) > 1, "ghost_val_sets", ""),
+    "own_losses": (own_losses, "ghost_val_sets", "one set"),
     "hessian": (curvature == "hessian", key, none),
     "secant": (curvature == "secant", key, none),
     "val_every": (v.ghost_val_every > 1, "ghost_val_every", "1"),
@@ -398,8 +459,8 @@ def given_model(v: Values) -> Iterator[str]:
 
 CHECKS: list[Callable[[Values], Iterator[str]]] = [
   heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, segments, offloading, mixture,
-  processes, mesh_sizes, periods, plugins_together, objective_units, conversations, validation_sets, scoring, selection,
-  reweighting, low_rank_adapters, given_model,
+  processes, mesh_sizes, periods, plugins_together, objective_units, conversations, preferences, distillation,
+  validation_sets, scoring, selection, reweighting, low_rank_adapters, given_model,
 ]  # fmt: skip
 
 

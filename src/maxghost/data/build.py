@@ -14,6 +14,7 @@ from maxghost.data.dataset import POOL_DOCUMENTS, Dataset
 from maxghost.data.duplicates import read_ids
 from maxghost.data.hashing import content_hashes, text_hash
 from maxghost.data.packing import FIRST_FIT, Layout
+from maxghost.data.pairs import PairUnits
 from maxghost.data.prepared import PreparedSource, PreparedUnits, is_prepared
 from maxghost.data.reader import TrainIterator
 from maxghost.data.sources import text
@@ -91,12 +92,12 @@ def make_dataset(
 ) -> Dataset:
   """Like `load_dataset`, for any `Source`, such as a `DocumentList` of documents in memory."""
   tokenizer = tokenizer or ByteTokenizer()
-  cfg, units = kept(cfg, records), units_of(cfg, tokenizer, records)
   strategy = FIRST_FIT if cfg.packing == "none" else cfg.packing
   layout = Layout(cfg.max_target_length, max_segments(cfg), strategy, cfg.add_bos, cfg.add_eos)
   batch_size = cfg.per_device_batch_size * num_shards if batch_size is None else batch_size
+  batch_size //= 2 if records == "pairs" else 1  # rows of the data, each of which makes two of a batch
   _check_rows(cfg, source, batch_size, num_shards)
-  parts = _parts(source, cfg, seed, tokenizer, layout, units)
+  parts = _parts(source, cfg, seed, tokenizer, layout, records)
   streams, weights = _streams(cfg, parts[0], seed)
   train = TrainIterator(
     streams,
@@ -116,8 +117,9 @@ def units_of(cfg: DataConfig, tokenizer: Tokenizer, records: str) -> Callable[..
   """The units of documents of this kind, by (source, split, tokenizer, ...). Raises ConfigError."""
   if records == "conversations":
     return functools.partial(ConversationUnits, rendering=Rendering.of(cfg, tokenizer))
-  if records != "text":
-    raise ConfigError(f"documents that are {records} cannot be read yet")
+  if records == "pairs":
+    rendering = dataclasses.replace(Rendering.of(cfg, tokenizer), completion_only=True)
+    return functools.partial(PairUnits, rendering=rendering, has_reference=cfg.has_reference)
   check_specials(tokenizer, cfg.add_bos, cfg.add_eos)
   return Units
 
@@ -133,16 +135,19 @@ def kept(cfg: DataConfig, records: str) -> DataConfig:
 
 
 def _parts(
-  source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, make: Callable
+  source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, records: str
 ) -> list[Units]:
   """The training source and any held-out files of `ghost_val_sets`, each with its split and the held-out texts."""
   held_out = tuple(dict.fromkeys(cfg.validation_sets.values()))
   excluded = read_ids(cfg.dataset_exclude_file, source)[0] if cfg.dataset_exclude_file else None
   included = _included(cfg, source) if cfg.dataset_include_file else None
   splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded, included))]
-  if cfg.validation_files:
-    files = expand("ghost_val_sets", cfg.validation_files)
-    read = text.load(files, dataclasses.replace(cfg, document_fields=()))
+  kinds = [records]
+  for kind, given in cfg.validation_files(records).items():
+    plain = cfg if kind == records else dataclasses.replace(cfg, train_data_columns=DataConfig().train_data_columns)
+    files = expand("ghost_val_sets", given)
+    read = text.load(files, dataclasses.replace(kept(plain, kind), document_fields=()))
+    kinds.append(kind)
     both = [domain for domain in read.domains if domain in source.domains]
     if both:
       raise ConfigError(
@@ -178,9 +183,9 @@ def _parts(
     )
   contents = (np.unique(np.concatenate(hashes)), frozenset(sizes), bool(sizes) and cfg.ghost_val_copies != "keep")
   parts = []
-  for one, split in splits:
-    kind = PreparedUnits if isinstance(one, PreparedSource) else make
-    parts.append(kind(one, split, tokenizer, layout, cfg.on_corrupt, *contents))
+  for (one, split), kind in zip(splits, kinds, strict=True):
+    make = PreparedUnits if isinstance(one, PreparedSource) else units_of(cfg, tokenizer, kind)
+    parts.append(make(one, split, tokenizer, layout, cfg.on_corrupt, *contents))
   return parts
 
 

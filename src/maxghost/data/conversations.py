@@ -180,6 +180,10 @@ class ConversationUnits(Units):
 
   rendering: Rendering
 
+  def sides(self, text: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(ids, weights) of what a document consists of. Raises ValueError with the reason in one line."""
+    return [self.rendering.encode(text)]
+
   @property
   def settings(self) -> tuple[str, ...]:
     made = self.rendering
@@ -187,11 +191,11 @@ class ConversationUnits(Units):
 
   def tokenized(self, documents: np.ndarray, texts: list[bytes], counts: dict[str, int]) -> Encoded:
     """As `Units.tokenized`; `cut` counts those that lose a part of what is trained."""
-    most, kept, ids, weights = self.layout.row_length + 1, [], [], []
+    most, indices, found = self.layout.row_length + 1, [], []
     for index, text in zip(documents.tolist(), texts, strict=True):
       try:
-        own, weight = self.rendering.encode(text)
-        if not weight[1:most].any():
+        sides = self.sides(text)
+        if not all(weight[1:most].any() for _, weight in sides):
           raise ValueError(f"its first answer begins behind max_target_length={most - 1}; use a longer row")
       except ConfigError:
         raise
@@ -201,13 +205,17 @@ class ConversationUnits(Units):
         for name, change in (("corrupt", 1), ("documents", -1), ("bytes", -len(text))):
           counts[name] += change
         continue
-      counts["cut"] += bool(weight[most:].any())
-      kept.append(index)
-      ids.append(own[:most])
-      weights.append(weight[:most])
+      counts["cut"] += any(weight[most:].any() for _, weight in sides)
+      indices.append(index)
+      found.append([(ids[:most], weight[:most]) for ids, weight in sides])
+    return self.joined(np.array(indices, np.int64), found)
+
+  def joined(self, documents: np.ndarray, found: list[list[tuple[np.ndarray, np.ndarray]]], side: int = 0) -> Encoded:
+    """One side of the documents, as `sides` gave them, end to end."""
+    ids, weights = ([one[side][part] for one in found] for part in (0, 1))
     tokens = concatenated(ids).astype(packing.token_dtype(self.tokenizer.vocab_size))
     ends = np.cumsum(list(map(len, ids)), dtype=np.int64)
-    return Encoded(tokens, ends, np.array(kept, np.int64), None, weights=concatenated(weights).astype(np.float32))
+    return Encoded(tokens, ends, documents, None, weights=concatenated(weights).astype(np.float32))
 
   @functools.cached_property
   def examined(self) -> dict[str, int]:

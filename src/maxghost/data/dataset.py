@@ -1,6 +1,5 @@
 """A dataset: documents by number, training batches, validation batches, and their summary for the user."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -137,6 +136,7 @@ class Dataset:
     ConfigError when the domain has no held-out documents.
     """
     rows = self.validation_rows(domain)
+    num_rows //= rows.height
     numbers = (index * num_rows + np.arange(num_rows)).tolist()
     pieces = [(rows, number % len(rows), number // len(rows)) for number in numbers]
     return packing.fill(pieces, self.layout, self.tokenizer.pad_id)
@@ -157,7 +157,7 @@ class Dataset:
       raise ConfigError(
         f"validation domain '{domain}' has no held-out documents; those of '{self.val_domain}' are held out"
       )
-    return dataclasses.replace(rows, document=rows.document + (self._ends[number] - len(part.source)))
+    return rows.numbered_from(self._ends[number] - len(part.source))
 
 
 def _cut(part: Units) -> list[str]:

@@ -7,7 +7,7 @@ another document.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -38,6 +38,8 @@ class Encoded:
     byte_table: source bytes by token id; None where `sizes` holds them.
     sizes: int64[N], source bytes of each token; empty with a byte_table.
     weights: float32[N], loss weight of each token as a target; None = 1.
+    reference: float32[D], log-probability of each response under a reference; None = not known.
+    partner: the rejected responses of pairs, where this holds the chosen ones.
   """
 
   tokens: np.ndarray
@@ -46,6 +48,8 @@ class Encoded:
   byte_table: np.ndarray | None
   sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
   weights: np.ndarray | None = None
+  reference: np.ndarray | None = None
+  partner: "Encoded | None" = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +66,8 @@ class Rows:
     slot: int64[C], segment of the row.
     begin: int32[C], position in the row.
     weights: as in `Encoded`.
+    reference: float32[C], as in `Encoded`.
+    partner: for pairs, as many rows with the rejected responses in the same slots; two rows of a batch for each.
   """
 
   tokens: np.ndarray
@@ -73,9 +79,21 @@ class Rows:
   slot: np.ndarray
   begin: np.ndarray
   weights: np.ndarray | None = None
+  reference: np.ndarray | None = None
+  partner: "Rows | None" = None
 
   def __len__(self) -> int:
     return len(self.row_ends)
+
+  @property
+  def height(self) -> int:
+    """Rows of a batch that one row makes."""
+    return 1 if self.partner is None else 2
+
+  def numbered_from(self, first: int) -> "Rows":
+    """The same with `first` added to the documents' indices."""
+    partner = None if self.partner is None else self.partner.numbered_from(first)
+    return replace(self, document=self.document + first, partner=partner)
 
 
 def token_dtype(vocab_size: int) -> type:
@@ -162,17 +180,29 @@ def concat(ends: np.ndarray, order: np.ndarray, row_length: int, max_segments: i
 
 
 def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarray]) -> Rows:
-  """Packs the documents into rows. order(n, name): a pseudo-random permutation int64[n]; name selects which."""
-  ends, segments = encoded.ends, layout.max_segments
+  """Packs the documents into rows. order(n, name): a pseudo-random permutation int64[n]; name selects which.
+
+  A pair needs the room of its longer response, and none is longer than a row.
+  """
+  ends, segments, partner = encoded.ends, layout.max_segments, encoded.partner
   if layout.strategy == CONCAT:
     document, start, length, row = concat(ends, order(len(ends), "documents"), layout.row_length, segments)
     num_rows = int(row[-1]) + 1 if len(row) else 0
   else:
     document, start, length = cut(ends, layout.row_length)
-    row, num_rows = first_fit(length, layout.row_length, segments)
+    other = length if partner is None else cut(partner.ends, layout.row_length)[2]
+    row, num_rows = first_fit(np.maximum(length, other), layout.row_length, segments)
   place = np.empty(num_rows, np.int64)
   place[order(num_rows, "rows")] = np.arange(num_rows)
-  row = place[row]
+  rows = _placed(encoded, document, start, length, place[row])
+  if partner is None:
+    return rows
+  return replace(rows, partner=_placed(partner, *cut(partner.ends, layout.row_length), place[row]))
+
+
+def _placed(encoded: Encoded, document: np.ndarray, start: np.ndarray, length: np.ndarray, row: np.ndarray) -> Rows:
+  """The chunks in the rows that they are placed in."""
+  num_rows = int(row.max()) + 1 if len(row) else 0
   by_row = np.argsort(row, kind="stable")
   row_ends = np.cumsum(np.bincount(row, minlength=num_rows))
   offset = _offsets(encoded, document, start)[by_row]
@@ -189,6 +219,7 @@ def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarra
     slot=np.arange(len(heads)) - heads,
     begin=(before - before[heads]).astype(np.int32),
     weights=encoded.weights,
+    reference=None if encoded.reference is None else encoded.reference[document[by_row]],
   )
 
 
@@ -211,7 +242,22 @@ def _starts(ends: np.ndarray) -> np.ndarray:
 
 
 def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -> Batch:
-  """The batch of the rows (rows, number of the row, epoch) in `pieces`."""
+  """The batch of the rows (rows, number of the row, epoch) in `pieces`; of pairs, chosen and rejected rows in turn."""
+  if pieces and pieces[0][0].partner is not None:
+    rejected = [(rows.partner, number, epoch) for rows, number, epoch in pieces if rows.partner is not None]
+    sides = [_fill(side, layout, pad_id) for side in (pieces, rejected)]
+
+    def in_turn(*arrays: np.ndarray) -> np.ndarray:
+      return np.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:])
+
+    arrays = {name: in_turn(*(side.arrays[name] for side in sides)) for name in sides[0].arrays}
+    return Batch(
+      arrays, *(in_turn(*(getattr(side, name) for side in sides)) for name in ("document_BS", "offset_BS", "epoch_B"))
+    )
+  return _fill(pieces, layout, pad_id)
+
+
+def _fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -> Batch:
   groups: dict[int, list[int]] = {}
   for b, (rows, _, _) in enumerate(pieces):
     groups.setdefault(id(rows), []).append(b)
@@ -224,7 +270,8 @@ def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -
   if len(parts) > 1:  # rows of several streams of a mixture: restore the order of the pieces
     back = np.argsort(np.concatenate([np.array(here) for here in groups.values()]))
     columns = tuple(np.concatenate(column)[back] for column in zip(*parts, strict=True))
-  document_BS, offset_BS, inputs, targets, positions, segmentation, *weights = columns
+  document_BS, offset_BS, inputs, targets, positions, segmentation, *more = columns
+  names = (*(["targets_weights"] if weighted else []), "reference_logps")
   arrays = {
     "inputs": inputs,
     "inputs_position": positions,
@@ -232,7 +279,7 @@ def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -
     "targets": targets,
     "targets_position": positions,
     "targets_segmentation": segmentation,
-    **({"targets_weights": weights[0]} if weighted else {}),
+    **dict(zip(names, more, strict=False)),
   }
   return Batch(arrays, document_BS, offset_BS, np.array([epoch for _, _, epoch in pieces], np.int64))
 
@@ -275,4 +322,9 @@ def _filled(rows: Rows, numbers: np.ndarray, layout: Layout, pad_id: int, weight
   for short in np.flatnonzero(filled < T).tolist():
     for array, value in values:
       array[short, filled[short] :] = value
-  return (*identity, *(array for array, _ in values))
+  found = (*identity, *(array for array, _ in values))
+  if rows.reference is None:
+    return found
+  reference = np.zeros((B, layout.max_segments), np.float32)
+  reference[row, slot] = rows.reference[chunk]
+  return (*found, reference)

@@ -108,7 +108,8 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
     return loop(step, carry, None, (floats, others))
 
   def forward(*arguments):
-    of = lambda get: jax.tree.map(get, arguments, is_leaf=lambda x: hasattr(x, "perturbed"))  # noqa: E731
+    is_leaf = lambda x: isinstance(x, jax.custom_derivatives.CustomVJPPrimal)  # noqa: E731
+    of = lambda get: jax.tree.map(get, arguments, is_leaf=is_leaf)  # noqa: E731
     moving, still = (of(lambda x, flag=flag: x.value if x.perturbed == flag else None)[1] for flag in (True, False))
     out, boundaries = through(*(values := of(lambda x: x.value)))
     return out, (boundaries, moving, still, *values[2:])

@@ -15,6 +15,7 @@ __all__ = [
   "StagedLoss",
   "as_objective",
   "create",
+  "of_validation",
   "register",
   "tiled_losses",
   "token_losses",
@@ -26,12 +27,20 @@ def register(objective: type[Objective]) -> type[Objective]:
 
   Raises ValueError for a name that is already taken.
   """
-  facts = plugins.Objective(objective, objective.schedules, objective.rows_per_unit, objective.records)
+  facts = plugins.Objective(
+    objective, objective.schedules, objective.rows_per_unit, objective.records, objective.reference
+  )
   plugins.register("objective", objective.name, facts)
   return objective
 
 
-def create(cfg: Config | None = None) -> Objective:
-  """The objective of a run without dropout; None: that of the default configuration."""
+def create(cfg: Config | None = None, name: str = "") -> Objective:
+  """The objective of a run, or the one of another name, without dropout; None: that of the default configuration."""
   cfg = cfg or Config()
-  return plugins.OBJECTIVES[cfg.optimizer.objective].load().of(cfg)
+  return plugins.OBJECTIVES[name or cfg.optimizer.objective].load().of(cfg)
+
+
+def of_validation(cfg: Config) -> Objective | tuple[Objective, ...]:
+  """The objective of the validation sets; a tuple with one for each where they have different ones."""
+  made = {name: create(cfg, name).validation() for name in cfg.val_objectives or (cfg.optimizer.objective,)}
+  return tuple(made[name] for name in cfg.val_objectives) if len(made) > 1 else next(iter(made.values()))

@@ -31,6 +31,8 @@ class Objective(abc.ABC):
   name: its name in the config's `objective` and the score log. schedules: values of ghost_schedule that can score it.
   rows_per_unit: number of adjacent rows that form a unit and stay together; 1 where rows are independent.
   records: what a document of its runs is: "text", or "conversations" or "pairs" of them.
+  parts: names of these rows, where the score log has the contribution of each apart; () where it has not.
+  reference: what the frozen second model is, as in `plugins.Objective`; "" where there is none.
   maxima: names of metrics that are maxima over the batch, not means.
   """
 
@@ -38,6 +40,8 @@ class Objective(abc.ABC):
   schedules: ClassVar[tuple[str, ...]] = ("two_pass", "concat")
   rows_per_unit: ClassVar[int] = 1
   records: ClassVar[str] = "text"
+  parts: ClassVar[tuple[str, ...]] = ()
+  reference: ClassVar[str] = ""
   maxima: ClassVar[tuple[str, ...]] = ()
 
   @classmethod
@@ -50,7 +54,10 @@ class Objective(abc.ABC):
     """Returns (losses, weights): the loss and the weight of each token (or example)."""
 
   def measured(self, model, batch) -> tuple[Any, Any, dict]:
-    """Returns (losses, weights, metrics); metrics: {name: float array}, weighted means over the batch."""
+    """Returns (losses, weights, metrics); metrics: {name: float array}, weighted means over the batch.
+
+    A name with a slash, such as rewards/chosen, is that of a scalar in metrics.jsonl.
+    """
     return *self(model, batch), {}
 
   def reported(self, loss, metrics: dict) -> dict:
@@ -77,6 +84,13 @@ class Objective(abc.ABC):
 
   def prepare(self, batch: Batch) -> Batch:
     """Adds to the host's batch its units and the arrays of `batch_spec` that the data does not provide."""
+    return batch
+
+  def from_reference(self, reference, batch) -> Any:
+    """The batch with what the loss reads of a frozen second model, once per step on the device, before any gradient.
+
+    The loss may call the trained model once only, and nothing of the second model is differentiated.
+    """
     return batch
 
   def units(self, batch) -> tuple[jax.Array, jax.Array]:
@@ -123,8 +137,12 @@ class StagedLoss(Objective):
     """(losses, weights) from the output x of the last layer."""
 
   def metrics(self, x, batch) -> dict:
-    """The metrics of `measured`, from the output x of the last layer."""
+    """Metrics from the output x of the last layer."""
     return {}
+
+  def measured_head(self, model, x, batch) -> tuple[Any, Any, dict]:
+    """`measured`, from the output x of the last layer."""
+    return *self.head(model, x, batch), self.metrics(x, batch)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ class LanguageModelLoss(StagedLoss):
 
   def measured(self, model, batch):
     hidden = model.hidden(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], self.dropout_key)
-    return *self.head(model, hidden, batch), self.metrics(hidden, batch)
+    return self.measured_head(model, hidden, batch)
 
   def metrics(self, x: Hidden, batch) -> dict:
     """Means over layers and weighted tokens for a model with experts; the largest attention logits with use_qk_clip.
@@ -95,12 +95,19 @@ class LanguageModelLoss(StagedLoss):
     return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, index)
 
   def head(self, model, x: Hidden, batch):
-    targets_BT, weights_BT = batch["targets"], self.weights(batch)
-    if self.num_tiles > 1:
-      tiles = Head(self.num_tiles, self.tile_axis, z_loss=self.z_loss_multiplier)
-      losses_BT = model.head.losses(x, targets_BT, weights_BT.astype(float), tiles)
-    else:
-      losses_BT = token_losses(model.logits(x), targets_BT, self.z_loss_multiplier)
-    if self.load_balance_loss_weight and x.routing is not None:
-      losses_BT = losses_BT + self.load_balance_loss_weight * x.routing["load_balance_BT"]
+    weights_BT = self.weights(batch)
+    losses_BT = self.balanced(x, self.cross_entropy(model, x, batch["targets"], weights_BT.astype(float)))
     return losses_BT, weights_BT.astype(losses_BT.dtype)
+
+  def cross_entropy(self, model, x: Hidden, targets_BT, weights_BT=None):
+    """Of each token, [B, T] in nats, by tiles if there are any. weights_BT: expected weights, as in `tiled_losses`."""
+    if self.num_tiles == 1:
+      return token_losses(model.logits(x), targets_BT, self.z_loss_multiplier)
+    tiles = Head(self.num_tiles, self.tile_axis, z_loss=self.z_loss_multiplier)
+    return model.head.losses(x, targets_BT, weights_BT, tiles)
+
+  def balanced(self, x: Hidden, losses_BT):
+    """The losses with each token's share of the load-balancing loss."""
+    if not self.load_balance_loss_weight or x.routing is None:
+      return losses_BT
+    return losses_BT + self.load_balance_loss_weight * x.routing["load_balance_BT"]

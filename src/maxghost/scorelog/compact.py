@@ -111,7 +111,7 @@ def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> Path:
   modules = fmt.Modules.joined([part for shard in shards if (part := shard.modules) is not None])
   last = shards[-1]
   meta = last.meta | {
-    "schema_version": fmt.SCHEMA_VERSION,
+    "schema_version": fmt.version_of(last.parts),
     "first_step": shards[0].first_step,
     "before": shards[0].before,
     "closed": True,

@@ -13,7 +13,9 @@ import numpy as np
 
 from maxghost.config import ConfigError
 
-SCHEMA_VERSION = 2  # 2: share of each row, objective, ledger and direction in the header, a checksum at the file's end
+# 2: share of each row, objective, ledger and direction in the header, a checksum at the file's end. 3: the same with
+# contributions of the parts of a row; written where an objective has parts.
+SCHEMA_VERSION = 3
 BLOCK_ROWS = 1 << 18
 
 UNITS = {
@@ -81,10 +83,23 @@ def units(ledger: Sequence[str]) -> dict[str, str]:
   return UNITS | {name: OTHER_LEDGER_UNIT for name in ledger if name not in UNITS}
 
 
-def row_dtype(num_sets: int, version: int = SCHEMA_VERSION, fields: Sequence[str] = ()) -> np.dtype:
-  """One scored chunk; `dot` and `contribution` are f32[K]. Schema 1 has no `share`. fields: of the documents."""
+def version_of(parts: Sequence[str]) -> int:
+  """The lowest schema that holds these parts."""
+  return SCHEMA_VERSION if parts else SCHEMA_VERSION - 1
+
+
+def part_columns(parts: Sequence[str]) -> tuple[str, ...]:
+  """The columns of the parts of a row, such as contribution_chosen; they add up to its contribution."""
+  return tuple(f"contribution_{part}" for part in parts)
+
+
+def row_dtype(
+  num_sets: int, version: int = SCHEMA_VERSION, fields: Sequence[str] = (), parts: Sequence[str] = ()
+) -> np.dtype:
+  """One scored chunk; `dot` and contributions are f32[K]. Schema 1 has no `share`. fields: of the documents."""
   shapes = {"dot": (num_sets,), "contribution": (num_sets,)}
   columns = [(n, t, shapes.get(n, ())) for n, t in zip(ROW_COLUMNS, _ROW_TYPES, strict=True)]
+  columns += [(name, "<f4", (num_sets,)) for name in part_columns(parts)]
   return np.dtype([*(c for c in columns if version > 1 or c[0] != "share"), *((name, "<i4") for name in fields)])
 
 

@@ -123,8 +123,8 @@ def _old_parquet(folder: Path) -> Iterator[str]:
 class ScoreLog:
   """A run's scores. `log["contribution"]` is the whole column f32[N, K]; `log.steps["loss"]` is f64[S].
 
-  val_sets, objective: of all files. ledger: columns of the predicted drop. columns: of the rows, with the fields of the
-  documents behind. messages: sentences for the reader.
+  val_sets, objective: of all files. parts: of a row, each with a column contribution_<part>. ledger: columns of the
+  predicted drop. columns: of the rows, with the fields of the documents behind. messages: sentences for the reader.
   """
 
   def __init__(self, run_dir: Path, shards: list, messages: list[str], accept_lost_rows: bool = True):
@@ -142,7 +142,8 @@ class ScoreLog:
     self.fields = tuple(name for name in shards[0].fields if all(name in shard.fields for shard in shards))
     if partial := sorted({name for shard in shards for name in shard.fields} - set(self.fields)):
       messages.append(f"only some of the score files have the documents' {', '.join(partial)}")
-    self.columns = (*fmt.ROW_COLUMNS, *self.fields)
+    self.parts = shards[0].parts
+    self.columns = (*fmt.ROW_COLUMNS, *fmt.part_columns(self.parts), *self.fields)
 
   def __repr__(self) -> str:
     last, sets = max(shard.last_step for shard in self.shards), ", ".join(self.val_sets)
@@ -257,7 +258,8 @@ class ScoreLog:
       return np.concatenate([np.zeros((0, len(self.val_sets))), *(self.in_all(rows) for _, rows in self.blocks())])
     if name not in self.columns:
       raise ConfigError(f"unknown score column {name!r}{did_you_mean(name, self.columns)}")
-    is_text, empty = name in (*fmt.TEXTS, *self.fields), fmt.row_dtype(len(self.val_sets), fields=self.fields)[name]
+    is_text = name in (*fmt.TEXTS, *self.fields)
+    empty = fmt.row_dtype(len(self.val_sets), fields=self.fields, parts=self.parts)[name]
     parts = [np.zeros((0, *empty.shape), "<U1" if is_text else empty.base)]
     for shard, rows in self.blocks():
       parts.append(shard.texts(name)[rows[name]] if is_text else rows[name])

@@ -75,7 +75,7 @@ def write_shard(
         np.lib.format.write_array(buffer, np.asarray(array, order="C"), allow_pickle=False)
         archive.writestr(info, buffer.getvalue())
       with archive.open(zipfile.ZipInfo("rows.npy"), "w", force_zip64=True) as member:
-        dtype = fmt.row_dtype(len(meta["val_sets"]), fields=meta.get("fields", ()))
+        dtype = fmt.row_dtype(len(meta["val_sets"]), fields=meta.get("fields", ()), parts=meta.get("parts", ()))
         header = np.lib.format.header_data_from_array_1_0(np.zeros(0, dtype)) | {"shape": (num_rows,)}
         np.lib.format.write_array_header_1_0(member, header)
         for block in blocks:
@@ -144,11 +144,12 @@ class Shard:
         before = self.meta.get("before")
         self.before = (int(before[0]), int(before[1])) if before else None  # steps and rows of the log in front of it
         self.ledger, self.fields = tuple(self.meta.get("ledger", fmt.LEDGER)), tuple(self.meta.get("fields", ()))
+        self.parts = tuple(self.meta.get("parts", ()))
         self.objective = str(self.meta.get("objective", fmt.NEXT_TOKEN))
         with archive.open("rows.npy") as member:
           (self.num_rows,), self._dtype = _row_header(member)
         self._names = {name.removesuffix(".npy") for name in archive.namelist()}
-      if self._dtype != fmt.row_dtype(len(self.val_sets), self.version, self.fields):
+      if self._dtype != fmt.row_dtype(len(self.val_sets), self.version, self.fields, self.parts):
         raise ValueError("its rows have an unknown layout")
 
   @contextlib.contextmanager
@@ -195,7 +196,9 @@ class Shard:
 
   def rows(self) -> np.ndarray:
     """All rows at once."""
-    return np.concatenate([np.zeros((0,), fmt.row_dtype(len(self.val_sets), fields=self.fields)), *self.blocks()])
+    return np.concatenate(
+      [np.zeros((0,), fmt.row_dtype(len(self.val_sets), fields=self.fields, parts=self.parts)), *self.blocks()]
+    )
 
   def _with_share(self, old: np.ndarray) -> np.ndarray:
     rows = np.zeros(len(old), fmt.row_dtype(len(self.val_sets)))

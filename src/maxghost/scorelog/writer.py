@@ -41,9 +41,11 @@ class Interval:
     ledger: Sequence[str] = fmt.LEDGER,
     before: tuple[int, int] | None = (0, 0),
     fields: Sequence[str] = (),
+    parts: Sequence[str] = (),
   ):
     self._num_sets, self._ledger, self.before = num_sets, ledger, before
-    self._dtype = fmt.row_dtype(num_sets, fields=fields)
+    self._dtype = fmt.row_dtype(num_sets, fields=fields, parts=parts)
+    self._columns = (*fmt.ROW_COLUMNS, *fmt.part_columns(parts))
     self.tables: dict[str, dict[str, int]] = {name: {} for name in (*fmt.TEXTS, *fields)}
     self.steps: list[np.ndarray] = []
     self.rows: list[np.ndarray] = []
@@ -84,7 +86,7 @@ class Interval:
     array["step"] = step
     if num_rows and (missing := set(REQUIRED) - set(rows)):
       raise ValueError(f"score rows lack the columns {', '.join(sorted(missing))}")
-    names = [name for name in fmt.ROW_COLUMNS if name not in OF_STEP_OR_DOCUMENT]
+    names = [name for name in self._columns if name not in OF_STEP_OR_DOCUMENT]
     for name in rows:
       if name not in names:
         raise ValueError(f"unknown score column {name!r}{did_you_mean(name, names)}")
@@ -133,7 +135,7 @@ class Interval:
   @classmethod
   def load(cls, shard: Shard, last_step: int, ledger: Sequence[str] = fmt.LEDGER, fields: Sequence[str] = ()) -> Self:
     """The steps of a file up to `last_step`; fields that the file does not have are empty."""
-    interval = cls(len(shard.val_sets), ledger, shard.before, fields)
+    interval = cls(len(shard.val_sets), ledger, shard.before, fields, shard.parts)
     steps, rows, modules = fmt.with_ledger(shard.steps, len(shard.val_sets), ledger), shard.rows(), shard.modules
     rows = rows[rows["step"] <= last_step]
     array = np.zeros((len(rows),), interval._dtype)
@@ -179,6 +181,7 @@ class Writer:
     ledger: columns of the predicted drop, `predicted_examples` among them, as the optimizer names them.
     direction: that the scores were computed with.
     fields: names of what each document is given with besides domain, path and offset, such as the id of its record.
+    parts: of the rows; each has a column contribution_<part>.
   """
 
   def __init__(
@@ -192,19 +195,22 @@ class Writer:
     ledger: Sequence[str] = fmt.LEDGER,
     direction: str = "",
     fields: Sequence[str] = (),
+    parts: Sequence[str] = (),
   ):
     _check(period, ledger, fields)
     self.folder = Path(run_dir) / "ghost"
     (self._process_index, self._num_processes), self._period = process, period
-    self.val_sets, self.ledger, self.fields = tuple(val_sets), tuple(ledger), tuple(fields)
+    self.val_sets, self.ledger = tuple(val_sets), tuple(ledger)
+    self.fields, self.parts = tuple(fields), tuple(parts)
     written = (*fmt.ROW_COLUMNS, *(fmt.step_dtype(len(self.val_sets), ledger).names or ()))
     self._about = {
-      "schema_version": fmt.SCHEMA_VERSION,
+      "schema_version": fmt.version_of(parts),
       "val_sets": self.val_sets,
       "objective": objective,
       "ledger": self.ledger,
       "direction": direction,
       "fields": self.fields,
+      **({"parts": self.parts} if parts else {}),
       "process_index": self._process_index,
       "fingerprint": fingerprint,
       "units": {name: text for name, text in fmt.units(ledger).items() if name in written},
@@ -225,7 +231,7 @@ class Writer:
       step_record: `step` and any of the step columns; what is left out is NaN. Per-set values are [K] (or a scalar).
       rows: tokens [N], loss [N], dot [N, K], contribution [N, K]; optionally share [N], of the batch loss (default:
         tokens over those of the step), chunk [N], the bytes between the start of the document and the scored chunk, and
-        epoch [N], how often the data had been read through before.
+        epoch [N], how often the data had been read through before; and contribution_<part> [N, K].
       documents: N ids (domain, path, offset), each with the values of the writer's `fields` behind.
       modules: {"names": M strings, "domains": D strings, "contribution": f32[M, L, D, K]} in nats; cells that do not
         exist (layers of a module outside the stack) are NaN.
@@ -360,7 +366,7 @@ class Writer:
     return self.folder / fmt.shard_name(last_step, self._process_index)
 
   def _new_interval(self) -> Interval:
-    return Interval(len(self.val_sets), self.ledger, (self._num_steps, self._num_rows), self.fields)
+    return Interval(len(self.val_sets), self.ledger, (self._num_steps, self._num_rows), self.fields, self.parts)
 
   def _submit(self, last: bool) -> None:
     """Gives the pending interval to the thread; `last`: begins a new interval."""

@@ -1,7 +1,7 @@
 """The batches of a run: training batches are sent ahead, validation batches are a function of the step alone."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,10 +19,13 @@ class Fetched(NamedTuple):
 
 
 class Batches:
-  """The batches of a dataset, prepared by the objective."""
+  """The batches of a dataset, prepared by the objective of the run, or of the validation set.
 
-  def __init__(self, dataset, prepare: Callable[[Any], Any]):
-    self._dataset, self._prepare = dataset, prepare
+  sets: {name: (domain, `Objective.prepare`)} of the validation sets, the first one for evaluations.
+  """
+
+  def __init__(self, dataset, prepare: Callable[[Any], Any], sets: Mapping[str, tuple[str, Callable[[Any], Any]]]):
+    self._dataset, self._prepare, self._sets = dataset, prepare, sets
 
   def __next__(self):
     return self._prepare(next(self._dataset.train))
@@ -31,8 +34,10 @@ class Batches:
     """The position of the training batches."""
     return self._dataset.train.state()
 
-  def validation_batch(self, index: int, num_rows: int, domain: str | None = None):
-    return self._prepare(self._dataset.validation_batch(index, num_rows, domain))
+  def validation_batch(self, index: int, num_rows: int, name: str | None = None):
+    """The rows of a validation set, by default of the first."""
+    domain, prepare = self._sets[name or next(iter(self._sets))]
+    return prepare(self._dataset.validation_batch(index, num_rows, domain))
 
 
 class Prefetcher:
@@ -78,38 +83,38 @@ class ValidationRows:
 
   A *fresh* step (every `ghost_val_every` steps) computes the validation loss and gradient, against which the next steps
   score. New rows are drawn every `ghost_val_refresh_steps` steps, at the next fresh step.
-  sets: {name: domain}, empty without ghost. put: sends a dict of host arrays to the devices.
+  batches: of the run. sets: names, none without ghost. put: sends a dict of host arrays to the devices.
   """
 
-  def __init__(self, ghost: GhostConfig, dataset, sets: Mapping[str, str], put: Callable[[dict], Any]):
-    self._domains, self._ghost = tuple(sets.values()), ghost
+  def __init__(self, ghost: GhostConfig, batches: Batches, sets: Iterable[str], put: Callable[[dict], Any]):
+    self._sets, self._ghost = tuple(sets), ghost
     self._score_every, self._num_rows = ghost.ghost_every, ghost.ghost_val_batch_size
     # A fresh step opens an account of the loss, which is closed after this many steps.
     self._every, self._length = (ghost.ghost_every, 1) if ghost.ghost_every > 1 else (ghost.ghost_val_every,) * 2
-    self._dataset, self._put = dataset, put
+    self._batches, self._put = batches, put
     self._held: tuple[int, tuple] = (-1, ())
     self.first = 0  # step of a run, before which no account is open
 
   def is_fresh(self, step: int) -> bool:
-    return bool(self._domains) and step % self._every == 0
+    return bool(self._sets) and step % self._every == 0
 
   def is_scored(self, step: int) -> bool:
     """Whether the step scores its documents (every `ghost_every` steps)."""
-    return bool(self._domains) and step % self._score_every == 0
+    return bool(self._sets) and step % self._score_every == 0
 
   def closes(self, step: int) -> bool:
     """Whether the validation loss before this step closes the account of an earlier step."""
-    return bool(self._domains) and step > self.first and (step - self._length) % self._every == 0
+    return bool(self._sets) and step > self.first and (step - self._length) % self._every == 0
 
   def has_open_account(self, num_steps: int) -> bool:
     """Whether an account is still open after this many steps."""
-    return bool(self._domains) and (num_steps - 1) % self._every < self._length
+    return bool(self._sets) and (num_steps - 1) % self._every < self._length
 
   def batches(self, step: int) -> tuple:
     """The batches of the last fresh step up to this one; empty without sets."""
     index = validation_index(self._ghost, step)
     if self._held[0] != index:
-      batches = [self._dataset.validation_batch(index, self._num_rows, domain) for domain in self._domains]
+      batches = [self._batches.validation_batch(index, self._num_rows, name) for name in self._sets]
       self._held = (index, tuple(self._put(batch.arrays) for batch in batches))
     return self._held[1]
 

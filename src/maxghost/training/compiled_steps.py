@@ -110,7 +110,7 @@ def build(plan: Plan) -> Program:
   if cfg.val_sets:
     submit("closing", time.perf_counter(), step_lib.make_closing(cfg, graphdef), state, val_batches)
   if cfg.run.eval_interval > 0:
-    rows = batch_shapes(cfg, cfg.data.per_device_batch_size * layout.num_devices, layout)
+    rows = batch_shapes(cfg, cfg.data.per_device_batch_size * layout.num_devices, layout, cfg.evaluated)
     submit("evaluate", time.perf_counter(), step_lib.make_eval_step(cfg, graphdef), state, rows)
   pool.shutdown(wait=False)
   return Program(futures, {p.label: math.prod((*p.stack_shape, *p.shape)) for p in twin.scored} if twin else {})

@@ -97,7 +97,12 @@ def num_chosen(cfg: Config, num_candidates: int) -> int:
   return max(1, round(cfg.ghost.ghost_select_fraction * num_candidates))
 
 
-def batch_shapes(cfg: Config, num_rows: int, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
-  """Shapes and shardings of a batch of the run's objective."""
-  spec, sharding = create(cfg).batch_spec(num_rows, cfg.data.max_target_length), layout.rows(num_rows)
+def validation_shapes(cfg: Config, layout: Layout) -> tuple[dict[str, jax.ShapeDtypeStruct], ...]:
+  """`batch_shapes` of each validation set."""
+  return tuple(batch_shapes(cfg, cfg.ghost.ghost_val_batch_size, layout, name) for name in cfg.val_objectives)
+
+
+def batch_shapes(cfg: Config, num_rows: int, layout: Layout, objective: str = "") -> dict[str, jax.ShapeDtypeStruct]:
+  """Shapes and shardings of a batch of the run's objective, or of another one."""
+  spec, sharding = create(cfg, objective).batch_spec(num_rows, cfg.data.max_target_length), layout.rows(num_rows)
   return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in spec.items()}

@@ -212,8 +212,7 @@ class TrainingLoop:
     ).of_all_processes()
     assert sinks.checkpoints is not None
     sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
-    said = dataclasses.asdict(position) | {"config": self._cfg.flat()}
-    sinks.checkpoints.save(completed, *saved_parts(self._state, said))
+    sinks.checkpoints.save(completed, *saved_parts(self._state, position, self._cfg))
     self._saved_steps = completed
     self._restart_clock()
 

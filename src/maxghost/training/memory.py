@@ -190,8 +190,9 @@ class Device:
       if not v.on_host:
         rows[v.row].append(Tensor(v.shape, v.dtype, v.label))
     batch = devices.batch_shapes(self.cfg, devices.rows_per_step(self.cfg, self.layout.num_devices), self.layout)
-    val_batch = devices.batch_shapes(self.cfg, self.cfg.ghost.ghost_val_batch_size, self.layout)
-    for count, arrays in (1, batch), (self.num_sets, val_batch):
+    val_batches = devices.validation_shapes(self.cfg, self.layout)
+    alike = val_batches[:1] if all(one == val_batches[0] for one in val_batches) else val_batches
+    for count, arrays in (1, batch), *((len(val_batches) // len(alike), one) for one in alike):
       local = [Tensor(x.sharding.shard_shape(x.shape), str(x.dtype), name, count) for name, x in arrays.items()]
       rows["batch and validation rows"] += local
     return rows

@@ -49,9 +49,10 @@ def learning_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
   """The learning/* part of a record from the host copies of a step's scalar outputs; with experts moe/* too.
 
   moe/expert_load: each expert's share of the tokens' choices, mean over layers; moe/max_expert_load: the largest, as a
-  multiple of an equal share.
+  multiple of an equal share. Outputs with a slash in their names, such as rewards/chosen, are the objective's own.
   """
   record: dict[str, Any] = {metric: float(outputs[name]) for metric, name in SCALARS.items() if name in outputs}
+  record |= {name: float(value) for name, value in outputs.items() if "/" in name}
   record["learning/perplexity"] = _perplexity(record["learning/loss"])
   weights = float(outputs["tokens"])
   record["learning/total_weights"] = int(weights) if weights.is_integer() else weights

@@ -67,22 +67,28 @@ def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """state: the abstract train state, with shardings. spread: a line on a device's share of the parameters."""
+  """state: the abstract train state, with shardings. spread: a line on a device's share of the parameters.
+
+  teacher: of a frozen second model that is another than the run's.
+  """
 
   cfg: Config
   layout: Layout
   graphdef: nnx.GraphDef
   state: nnx.State
   spread: str
+  teacher: ModelConfig | None = None
 
   @classmethod
-  def of(cls, cfg: Config, layout: Layout) -> "Plan":
+  def of(cls, cfg: Config, layout: Layout, teacher: ModelConfig | None = None) -> "Plan":
     """Plans without allocating. Raises ConfigError for a mesh or axis rules that do not fit the run."""
     devices.check_layout(cfg, layout)
-    graphdef, abstract = state.abstract_split(cfg)
+    graphdef, abstract = state.abstract_split(cfg, teacher)
     abstract = layout.abstract(abstract)
     check_rules(abstract, layout)
-    return cls(cfg, layout, graphdef, abstract, check_spread(abstract, layout, cfg.parallel.sharding_tolerance))
+    return cls(
+      cfg, layout, graphdef, abstract, check_spread(abstract, layout, cfg.parallel.sharding_tolerance), teacher
+    )
 
   @property
   def rows(self) -> int:
@@ -97,8 +103,8 @@ class Plan:
   @property
   def arguments(self) -> tuple:
     """(state, batch, validation batches): the abstract arguments of the train step."""
-    val_batch = devices.batch_shapes(self.cfg, self.cfg.ghost.ghost_val_batch_size, self.layout)
-    return self.state, devices.batch_shapes(self.cfg, self.rows, self.layout), (val_batch,) * len(self.cfg.val_sets)
+    batch = devices.batch_shapes(self.cfg, self.rows, self.layout)
+    return self.state, batch, devices.validation_shapes(self.cfg, self.layout)
 
   @property
   def num_params(self) -> int:
@@ -112,7 +118,8 @@ class Plan:
   @functools.cached_property
   def memory(self) -> MemoryEstimate:
     """The estimate per device. Raises ConfigError for a model that cannot be scored."""
-    return estimate(self.cfg, self.layout, (self.graphdef, self.state))
+    build = functools.partial(state.abstract_split, teacher=self.teacher)
+    return estimate(self.cfg, self.layout, (self.graphdef, self.state), build)
 
   @property
   def mesh(self) -> str:

@@ -16,7 +16,7 @@ from maxghost import optimizers
 from maxghost.config import Config, plugins
 from maxghost.parallel import distributed
 from maxghost.scorelog import Writer, selection, tokens
-from maxghost.scorelog.format import STEP_SCALARS
+from maxghost.scorelog.format import STEP_SCALARS, part_columns
 
 QUEUE_LENGTH = 8  # steps that may wait to be written
 COLUMNS = {  # of the score log, from arrays of the step's outputs
@@ -41,6 +41,7 @@ def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
     ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip),
     direction=cfg.direction_name,
     fields=dataset.source.fields,
+    parts=plugins.OBJECTIVES[cfg.optimizer.objective].load().parts,
   )
   reach_S = optimizers.reach(cfg.optimizer, cfg.ghost.direction, cfg.run.steps)
   return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER, reach_S)
@@ -57,14 +58,20 @@ def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, 
   return scored_BS, np.sort(first_U), np.argsort(np.argsort(first_U))[unit_N]
 
 
-def scored_rows(outputs: Mapping[str, np.ndarray], batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def scored_rows(
+  outputs: Mapping[str, np.ndarray], batch, parts: Sequence[str] = ()
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
   """(columns of the U scored units, their document indices).
 
-  Tokens, shares and contributions of a unit's slots are summed; loss and dot are of the unit's mean loss.
+  Tokens, shares and contributions of a unit's slots are summed; loss and dot are of the unit's mean loss. parts: names
+  of the adjacent rows of a unit, each of which has a column with its part of the contribution.
   """
   scored_BS, first_U, unit_N = scored_units(outputs, batch)
   slots = {name: outputs[array] for name, array in COLUMNS.items() if array in outputs}
   slots |= {"chunk": batch.offset_BS, "epoch": np.broadcast_to(batch.epoch_B[:, None], scored_BS.shape)}
+  for number, name in enumerate(part_columns(parts)):
+    of_part_B11 = np.arange(len(scored_BS))[:, None, None] % len(parts) == number
+    slots[name] = np.where(of_part_B11, outputs["contribution_BSK"], 0)
   columns = {name: value_BS[scored_BS] for name, value_BS in slots.items()}
   if len(first_U) < len(unit_N):
     columns = _by_unit(columns, first_U, unit_N)
@@ -211,7 +218,7 @@ class ScoreRecorder:
     if outputs is None or not outputs["scored_ok"]:  # no score rather than a wrong one
       self._writer.append(record, {}, [])
       return
-    columns, documents = scored_rows(outputs, batch)
+    columns, documents = scored_rows(outputs, batch, getattr(self._writer, "parts", ()))
     ids = [self._name(int(index)) for index in documents]
     scored_BS, first_U, _ = scored_units(outputs, batch)
     modules = None

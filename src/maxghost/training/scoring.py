@@ -19,7 +19,7 @@ from maxghost.ghost import ledger, schedules
 from maxghost.ghost.attach import Twin, prepare_twin
 from maxghost.ghost.engine import direction_spec
 from maxghost.ghost.schedules import Model, Problem, Scored, Secant, Settings, Stored
-from maxghost.objectives import Objective, create
+from maxghost.objectives import Objective, create, of_validation
 from maxghost.optimizers import RuleState, UpdateRule, clip
 from maxghost.parallel.axis_rules import BATCH
 from maxghost.parallel.shardings import constrain, slash_path
@@ -41,7 +41,7 @@ def excluded(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
 class Scorer:
   """The scored pass of the configured schedule and direction, for batches of one shape. See `make_scorer`.
 
-  train_graphdef: of the whole train state. num_slots: S.
+  loss: the objective of the units. train_graphdef: of the whole train state. num_slots: S.
   """
 
   cfg: Config
@@ -60,7 +60,7 @@ class Scorer:
       schedule=ghost.ghost_schedule,
       model=split,
       loss=step_loss,
-      val_loss=self.loss,
+      val_loss=of_validation(self.cfg),
       batch=batch,
       val_batches=val_batches,
       twin=self.twin,

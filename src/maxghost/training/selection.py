@@ -160,7 +160,8 @@ class Selector(Scorer):
 
     def val_loss(p):
       model = nnx.merge(graphdef, p, rest)
-      return sum(passes.mean_loss(*problem.val_loss(model, rows)) for rows in val_batches) / len(val_batches)
+      pairs = zip(problem.val_losses, val_batches, strict=True)
+      return sum(passes.mean_loss(*loss(model, rows)) for loss, rows in pairs) / len(val_batches)
 
     _, curved = jax.jvp(jax.grad(val_loss), (params,), (moved,))
     along = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(curved), strict=True))

@@ -51,6 +51,7 @@ class Session:
     open_trackers: Callable,
     open_parameters: Callable | None = None,
     force: bool = False,
+    open_teacher: Callable | None = None,
   ):
     cfg = plan.cfg
     self._plan, self._cfg, self._existing, self._dataset, self._signals = plan, cfg, existing, dataset, signals
@@ -61,7 +62,9 @@ class Session:
     if not force:
       memory_report.check(plan.memory, self._capacity)
     self._sampler = Sampler(cfg, dataset.tokenizer) if cfg.run.sample_every else None
-    self._read_parameters = open_parameters and open_parameters(state.to_tree(plan.state))
+    wanted = state.to_tree(plan.state)
+    self._read_parameters = open_parameters and open_parameters(wanted)
+    self._read_teacher = open_teacher and open_teacher(wanted[state.REFERENCE])
     dataset.notes()  # raises where documents cannot be trained on
     for domain in cfg.val_sets.values():
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, domain)  # raises where a set has no rows
@@ -128,7 +131,9 @@ class Session:
       weights = parse_weights(cfg.data, dataset.source.domains)
       reweighter = Reweighter(cfg.ghost, weights, dataset.train, dataset.document_id)
       reweighter.restore(position.reweighting)  # before the first batch is drawn
-    batches = Batches(dataset, create(cfg).prepare)
+    sets = zip(cfg.data.validation_sets.items(), cfg.data.validation_objectives, strict=True)
+    of_sets = {name: (domain, create(cfg, own).prepare) for (name, domain), own in sets}
+    batches = Batches(dataset, create(cfg).prepare, of_sets)
     put = functools.partial(plan.layout.put, num_rows=plan.rows)
     prefetcher = Prefetcher(batches, put, cfg.run.steps - position.completed_steps)
     opened.callback(prefetcher.close)
@@ -152,7 +157,7 @@ class Session:
   def _restore(self) -> tuple[Any, Position]:
     """The newest valid checkpoint, or the start of the run."""
     plan, cfg, say = self._plan, self._cfg, self._console.line
-    restored = None
+    restored, frozen = None, []
     if cfg.checkpoint.checkpoint_period:
       self._checkpoints = self._open_checkpoints(
         self._path / run_directory.CHECKPOINTS,
@@ -160,7 +165,8 @@ class Session:
         asynchronous=cfg.checkpoint.async_checkpointing,
         say=say,
       )
-      restored = self._checkpoints.restore_latest(state.saved_parts(plan.state)[0])
+      own, _, *frozen = state.saved_parts(plan.state, Position(), cfg)
+      restored = self._checkpoints.restore_latest(own)
     if restored is not None:
       position = Position.from_json(restored.positions)
       run_directory.check_saved(self._path, restored.positions["config"], cfg)
@@ -177,7 +183,13 @@ class Session:
       if "steps" in self._existing.changed:
         before, now = self._existing.changed["steps"]
         say(f"steps: {before} -> {now}; the learning-rate schedule now spans {now} steps")
-      return state.from_tree(state.merged(restored.tree, self._frozen(restored)), plan.state), position
+      tree = restored.tree
+      if frozen:
+        kept = state.saved_parts(self._begun(), Position(), cfg)[2]
+        origin = cfg.optimizer.distill_teacher or cfg.checkpoint.load_parameters_path
+        self._checkpoints.check_frozen(restored, kept, origin)
+        tree = state.merged(tree, kept)
+      return state.from_tree(tree, plan.state), position
     train_state = self._begun()
     if cfg.checkpoint.load_parameters_path:
       say(f"Starting from the parameters of {cfg.checkpoint.load_parameters_path}")
@@ -190,20 +202,14 @@ class Session:
     return train_state, Position(completed_steps=first, rows=plan.rows)
 
   def _begun(self) -> Any:
-    """The state that the run begins with."""
-    train_state = state.create_split(self._cfg, self._plan.layout)[1]
+    """The state that the run begins with; a reference is a copy of its parameters, or the teacher."""
+    tree = state.to_tree(state.create_split(self._cfg, self._plan.layout, self._plan.teacher)[1])
     if self._read_parameters:
-      tree = state.merged(state.to_tree(train_state), self._read_parameters())
-      train_state = state.from_tree(tree, train_state)
-    return train_state
-
-  def _frozen(self, restored: Any) -> dict:
-    """The arrays that a checkpoint does not hold, which must be those that the run began with."""
-    if len(state.saved_parts(self._plan.state)) == 2:
-      return {}
-    tree = state.saved_parts(self._begun())[2]
-    self._checkpoints.check_frozen(restored, tree, self._cfg.checkpoint.load_parameters_path)
-    return tree
+      tree = state.merged(tree, self._read_parameters())
+    if state.REFERENCE in tree:
+      model = self._read_teacher()["model"] if self._read_teacher else tree["model"]
+      tree[state.REFERENCE] = state.copied(model, tree[state.REFERENCE])
+    return state.from_tree(tree, self._plan.state)
 
   def _open_sinks(self, position: Position) -> Sinks:
     """Opens the logs at a position; later records are removed."""

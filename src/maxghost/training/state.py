@@ -11,14 +11,18 @@ import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from maxghost import adapters
-from maxghost.config.schema import Config
+from maxghost import adapters, models
+from maxghost.config.schema import Config, ModelConfig
 from maxghost.data import merge_states
+from maxghost.ghost.schedules.base import of_each_set
+from maxghost.objectives import Objective
 from maxghost.optimizers import make_optimizer
 from maxghost.parallel import distributed
 from maxghost.parallel.shardings import Layout, slash_path
 from maxghost.training.devices import compiler_options
 from maxghost.training.host_memory import HostMemory
+
+REFERENCE = "reference_model"  # of a train state
 
 
 class TrainCounter(nnx.Variable):
@@ -41,12 +45,15 @@ class TrainStateNNX(nnx.Module):
     trainable: nnx.filterlib.Filter = nnx.Param,
     num_stored: int = 0,
     carries: bool = False,
+    reference_model: nnx.Module | None = None,
   ):
     """trainable: the Params that the optimizer changes. num_stored: validation gradients to keep between steps.
 
-    carries: see `carry`.
+    carries: see `carry`. reference_model: another model, which no step changes; it may share Variables of `model` that
+    are not trained.
     """
     self.model = model
+    self.reference_model = reference_model
     self.optimizer = None if tx is None else nnx.Optimizer(model, tx, wrt=trainable)
     self.clip_factor = TrainCounter(jnp.ones((), float))
     if num_stored:
@@ -68,14 +75,30 @@ class TrainStateNNX(nnx.Module):
     return self.optimizer.step[...]
 
 
-def create(cfg: Config) -> TrainStateNNX:
-  """A fresh state: weights from init_weights_seed, zero moments, step 0."""
+def create(cfg: Config, teacher: ModelConfig | None = None) -> TrainStateNNX:
+  """A fresh state: weights from init_weights_seed, zero moments, step 0; so has the reference, if there is one.
+
+  teacher: of a reference that is another model than the run's.
+  """
   model = adapters.create(cfg)
   num_stored = len(cfg.val_sets) * cfg.ghost.num_stored
   trained = trainable(cfg, model)
   tx = make_optimizer(cfg.optimizer, cfg.run.steps, nnx.state(model, trained))
   carries = bool(num_stored) and cfg.ghost.carries_curvature
-  return TrainStateNNX(model, tx, trainable=trained, num_stored=num_stored, carries=carries)
+  frozen = adapters.create(cfg) if cfg.reference == "start" else None
+  if teacher:
+    frozen = models.create(teacher, rngs=nnx.Rngs(0))
+  return TrainStateNNX(model, tx, trainable=trained, num_stored=num_stored, carries=carries, reference_model=frozen)
+
+
+def referenced(objective: Objective | tuple[Objective, ...], train_state: TrainStateNNX, *batches) -> tuple:
+  """The batches with what the objective (or that of each) reads of the second model.
+
+  That is `reference_model`; without one, the model without its adapters, if it has any.
+  """
+  reference = train_state.reference_model or adapters.disabled(train_state.model)
+  pairs = zip(of_each_set(objective, batches), batches, strict=True)
+  return tuple(one.from_reference(reference, batch) for one, batch in pairs)
 
 
 def carry(state: nnx.State, turned: list[jax.Array]) -> nnx.State:
@@ -115,20 +138,22 @@ def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
   return nnx.filterlib.PathIn(*(paths[label] for label in found))
 
 
-def create_split(cfg: Config, layout: Layout | None = None) -> tuple[nnx.GraphDef, nnx.State]:
+def create_split(
+  cfg: Config, layout: Layout | None = None, teacher: ModelConfig | None = None
+) -> tuple[nnx.GraphDef, nnx.State]:
   """(graphdef, state) of a fresh train state, made in its layout by one compiled call; the layout changes no value."""
-  graphdef, abstract = abstract_split(cfg)
+  graphdef, abstract = abstract_split(cfg, teacher)
 
   def init():
-    return HostMemory.of(cfg).put(nnx.state(create(cfg)))
+    return HostMemory.of(cfg).put(nnx.state(create(cfg, teacher)))
 
   shardings = None if layout is None else layout.shardings(abstract)
   return graphdef, jax.jit(init, compiler_options=compiler_options(), out_shardings=shardings)()
 
 
-def abstract_split(cfg: Config) -> tuple[nnx.GraphDef, nnx.State]:
+def abstract_split(cfg: Config, teacher: ModelConfig | None = None) -> tuple[nnx.GraphDef, nnx.State]:
   """(graphdef, state) with `jax.ShapeDtypeStruct` leaves, without allocation."""
-  graphdef, state = nnx.split(nnx.eval_shape(lambda: create(cfg)))
+  graphdef, state = nnx.split(nnx.eval_shape(lambda: create(cfg, teacher)))
   return graphdef, HostMemory.of(cfg).abstract(state)
 
 
@@ -175,17 +200,19 @@ class Position:
     return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
 
 
-def saved_parts(state: nnx.State, said: dict[str, Any] | None = None) -> tuple:
-  """(what a checkpoint holds of `to_tree`, what is said with it, the frozen arrays if there are any), for `save`.
+def saved_parts(state: nnx.State, position: Position, cfg: Config) -> tuple:
+  """(what a checkpoint holds of `to_tree`, its position and configuration, the frozen arrays if any), for `save`.
 
-  The weights below adapters are frozen: they are where the run read them from.
+  A reference, and the weights below adapters, are frozen: they are where the run read them from.
   """
   flat = {tuple(map(str, path)): v for path, v in nnx.to_flat_state(state)}
   adapted = any(isinstance(v, nnx.LoRAParam) for v in flat.values())
-  frozen = {p: v for p, v in flat.items() if adapted and p[0] == "model" and not isinstance(v, nnx.LoRAParam)}
-  saved, kept = ({p: v.get_value() for p, v in part.items()} for part in (flat, frozen))
-  parts = unflatten_dict({p: x for p, x in saved.items() if p not in frozen}), said
-  return (*parts, unflatten_dict(kept)) if kept else parts
+  saved, frozen = {}, {}
+  for path, v in flat.items():
+    below = adapted and path[0] == "model" and not isinstance(v, nnx.LoRAParam)
+    (frozen if below or path[0] == REFERENCE else saved)[path] = v.get_value()
+  parts = unflatten_dict(saved), dataclasses.asdict(position) | {"config": cfg.flat()}
+  return (*parts, unflatten_dict(frozen)) if frozen else parts
 
 
 def merged(tree: Mapping, other: Mapping) -> dict:
@@ -199,6 +226,12 @@ def to_tree(state: nnx.State) -> dict:
   Empty branches (optax's stateless transformations) are left out.
   """
   return unflatten_dict({tuple(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(state)})
+
+
+def copied(tree: Mapping, wanted: Mapping) -> dict:
+  """Copies of the arrays of a tree at the paths of another."""
+  flat: dict[Any, Any] = flatten_dict(tree)
+  return unflatten_dict({path: jnp.copy(flat[path]) for path in flatten_dict(wanted)})
 
 
 def from_tree(tree: Mapping, like: nnx.State) -> nnx.State:

@@ -14,12 +14,14 @@ from maxghost import optimizers
 from maxghost.config.schema import Config
 from maxghost.ghost import ledger
 from maxghost.ghost.schedules import Model, passes
+from maxghost.ghost.schedules.base import of_each_set
 from maxghost.models import autodiff, qk_clip
-from maxghost.objectives import create
+from maxghost.objectives import create, of_validation
 from maxghost.optimizers import by_label, clip, factor_of, learning_rate_schedule, scaled
 from maxghost.parallel.shardings import constrain, constrain_state
 from maxghost.training import host_memory, scoring, selection
 from maxghost.training.host_memory import HostMemory
+from maxghost.training.state import referenced
 
 
 def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, num_sets: int = 1):
@@ -38,20 +40,28 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   Raises: ValueError for a model that the engine cannot score.
   """
   schedule = learning_rate_schedule(cfg.optimizer, cfg.run.steps)
+  objective, val_objective = create(cfg), of_validation(cfg)
   scorer: scoring.Scorer | None = None
   if cfg.ghost.ghost_enabled:
     model = nnx.merge(graphdef, state).model
     make = scoring.make_scorer if cfg.ghost.ghost_select == "none" else selection.make_selector
+    if cfg.reference:
+      (batch,) = jax.eval_shape(
+        lambda state, rows: referenced(objective, nnx.merge(graphdef, state), rows), state, batch
+      )
     scorer = make(cfg, graphdef, model, batch, num_sets=num_sets, num_segments=num_segments)
 
   def step(state, batch, val_batches):
     train_state = nnx.merge(graphdef, state)
+    if cfg.reference:
+      (batch,) = referenced(objective, train_state, batch)
+      val_batches = referenced(val_objective, train_state, *val_batches)
     split = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...))
     key = None
     if cfg.model.dropout_rate or cfg.adapter.lora_dropout:
       # The key depends only on (seed, step), so that a restart draws the same masks without saved RNG state.
       key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), train_state.step)
-    step_loss = create(cfg).training(key)
+    step_loss = objective.training(key)
     scored: Any = None  # of the scorer's own type
     if scorer is None:
       passed = passes.accumulated(split, step_loss, batch, cfg.optimizer.gradient_accumulation_steps)
@@ -125,11 +135,13 @@ def _clipped_update(cfg: Config, grads):
 
 
 def make_eval_step(cfg: Config, graphdef):
-  """`evaluate(state, batch) -> (summed loss, summed weight)` of the objective's `evaluation`."""
-  loss_fn = create(cfg).evaluation()
+  """`evaluate(state, batch) -> (summed loss, summed weight)` of the first validation set's objective, `evaluation`."""
+  loss_fn = create(cfg, cfg.evaluated).evaluation()
 
   def evaluate(state, batch):
-    losses, weights = loss_fn(nnx.merge(graphdef, state).model, batch)
+    train_state = nnx.merge(graphdef, state)
+    (batch,) = referenced(loss_fn, train_state, batch) if cfg.reference else (batch,)
+    losses, weights = loss_fn(train_state.model, batch)
     return constrain(jnp.sum(losses * weights), ()), constrain(weights.sum(), ())
 
   return evaluate
@@ -141,15 +153,17 @@ def make_closing(cfg: Config, graphdef):
   For validation rows that the train step no longer has. prev_predicted is left out where the train step has none, and
   for schedules that never hold a whole gradient. turned, if `carries_curvature`: for `state.carry`.
   """
-  loss_fn, rule = create(cfg).validation(), optimizers.create(cfg.optimizer)
+  loss_fn, rule = of_validation(cfg), optimizers.create(cfg.optimizer)
   whole = cfg.ghost.ghost_schedule in ("two_pass", "forward_mode")
 
   def close(state, val_batches):
     train_state = nnx.merge(graphdef, state)
+    val_batches = referenced(loss_fn, train_state, *val_batches) if cfg.reference else val_batches
     before = scoring.rule_state(cfg, rule, train_state)
     carries = cfg.ghost.carries_curvature
     if not whole or not (ledger.recalls(rule, before) or carries):
-      losses = [passes.validation_mean(*loss_fn(train_state.model, batch)) for batch in val_batches]
+      pairs = zip(of_each_set(loss_fn, val_batches), val_batches, strict=True)
+      losses = [passes.validation_mean(*loss(train_state.model, batch)) for loss, batch in pairs]
       return {"prev_val_loss": constrain(jnp.stack(losses), (None,))}
     split = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...))
     losses, gradients = passes.validation_gradients(split, loss_fn, val_batches)

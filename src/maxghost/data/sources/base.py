@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from maxghost.config import ConfigError, did_you_mean
+from maxghost.config.plugins import REFERENCE_COLUMNS
 from maxghost.data.hashing import combine, content_hashes, text_hash
 from maxghost.data.types import Document, DocumentId
 
@@ -16,7 +17,7 @@ T = TypeVar("T")
 # Columns of documents that are no plain text, by `config.plugins.Objective.records`.
 COLUMNS = {
   "conversations": ("messages", "prompt", "completion", "tools"),
-  "pairs": ("prompt", "chosen", "rejected", "tools"),
+  "pairs": ("prompt", "chosen", "rejected", "tools", *REFERENCE_COLUMNS),
 }
 
 

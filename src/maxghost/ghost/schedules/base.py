@@ -81,7 +81,8 @@ class Problem:
   """One scored step.
 
   schedule: a name in `schedules.SCHEDULES`.
-  loss, val_loss: `loss(model, batch) -> (losses, weights)` of the training and of the validation rows.
+  loss, val_loss: `loss(model, batch) -> (losses, weights)` of the training and of the validation rows; a tuple where
+    the validation sets have losses of their own.
   val_batches: one for each validation set. twin: None for schedules without scoring rules.
   parameters: by label. scored: labels of the scored ones.
   rule: forms directions from the whole training gradient, in schedules without scoring rules and with second_order,
@@ -95,7 +96,7 @@ class Problem:
   schedule: str
   model: Model
   loss: Callable
-  val_loss: Callable
+  val_loss: Callable | tuple[Callable, ...]
   batch: Any
   val_batches: tuple
   twin: Twin | None
@@ -109,6 +110,16 @@ class Problem:
   secant: Secant | None = None
   account: UpdateRule | None = None
   settings: Settings = Settings()
+
+  @property
+  def val_losses(self) -> tuple[Any, ...]:
+    """The loss of each validation set."""
+    return of_each_set(self.val_loss, self.val_batches)
+
+
+def of_each_set(loss_fn: Callable | tuple[Callable, ...], batches: tuple) -> tuple[Any, ...]:
+  """One loss function for each set; a single one is that of all."""
+  return loss_fn if isinstance(loss_fn, tuple) else (loss_fn,) * len(batches)
 
 
 @jax.tree_util.register_dataclass

@@ -1,6 +1,7 @@
 """The passes that schedules consist of.
 
-K validation sets, n examples, T positions. A loss function is called as an `objectives.Objective`.
+K validation sets, n examples, T positions. A loss function is called as an `objectives.Objective`; that of validation
+batches may be a tuple with one for each.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.schedules.base import Model, Problem, Scored, Secant, TrainPass, Validation
+from maxghost.ghost.schedules.base import (
+  Model,
+  Problem,
+  Scored,
+  Secant,
+  TrainPass,
+  Validation,
+  of_each_set,
+)
 from maxghost.objectives import as_objective
 from maxghost.optimizers import by_label
 from maxghost.parallel.shardings import constrain_state, slash_path
@@ -34,14 +43,14 @@ def like(state: nnx.State, labelled: dict) -> nnx.State:
   return nnx.from_flat_state([(path, v.replace(labelled[slash_path(path)])) for path, v in nnx.to_flat_state(state)])
 
 
-def validation_gradients(model: Model, loss_fn: Callable, batches: tuple):
+def validation_gradients(model: Model, loss_fn: Callable | tuple[Callable, ...], batches: tuple):
   """(losses [K], one gradient State per validation set): gradients of the mean loss of each validation batch."""
 
-  def loss(params, batch):
-    return validation_mean(*loss_fn(model.merge(params), batch))
+  def function(loss_fn, batch):
+    return jax.value_and_grad(lambda params: validation_mean(*loss_fn(model.merge(params), batch)))(model.params)
 
   with jax.named_scope("ghost_validation"):
-    return _for_each_set(lambda batch: jax.value_and_grad(loss)(model.params, batch), batches)
+    return _for_each_set(function, of_each_set(loss_fn, batches), batches)
 
 
 def validation(problem: Problem) -> Validation:
@@ -103,37 +112,37 @@ def extrapolated(secant: Secant | None, gradients: list[dict]) -> list[dict]:
   return [{label: curved(g, earlier[label]) for label, g in of_set.items()} for of_set, earlier in pairs]
 
 
-def second_order_gradients(model: Model, loss_fn: Callable, batches: tuple, gradients: list, delta) -> list:
+def second_order_gradients(
+  model: Model, loss_fn: Callable | tuple[Callable, ...], batches: tuple, gradients: list, delta
+) -> list:
   """G + 1/2 H_val delta for each validation set, by one Hessian-vector product (forward over reverse).
 
   gradients: the G's. delta: State of the step's parameter update. In place of G, these make a step's contributions the
   Shapley values of the validation loss's quadratic model (`docs/ghost.md`).
   """
 
-  def loss(params, batch):
-    return mean_loss(*loss_fn(model.merge(params), batch))
+  def curvature(loss_fn, batch):
+    gradient = jax.grad(lambda params: mean_loss(*loss_fn(model.merge(params), batch)))
+    return jnp.zeros(()), jax.jvp(gradient, (model.params,), (delta,))[1]
 
-  def curvature(batch):
-    return jnp.zeros(()), jax.jvp(lambda p: jax.grad(loss)(p, batch), (model.params,), (delta,))[1]
-
-  _, along = _for_each_set(curvature, batches)
+  _, along = _for_each_set(curvature, of_each_set(loss_fn, batches), batches)
   return [
     constrain_state(jax.tree.map(lambda g, c: g + 0.5 * c, gradient, curved))
     for gradient, curved in zip(gradients, along, strict=True)
   ]
 
 
-def _for_each_set(function: Callable, batches: tuple):
-  """(stacked first results, list of second results) of function(batch) -> (scalar, State).
+def _for_each_set(function: Callable, losses: tuple[Callable, ...], batches: tuple):
+  """(stacked first results, list of second results) of function(loss function, batch) -> (scalar, State).
 
-  Sets of one shape run as one mapped pass, whose products with the weights include all rows at once; K small passes
-  would use the device less well.
+  Sets of one loss and shape run as one mapped pass, whose products with the weights include all rows at once; K small
+  passes would use the device less well.
   """
-  shapes = [jax.tree.map(jnp.shape, batch) for batch in batches]
-  if len(batches) == 1 or any(shape != shapes[0] for shape in shapes):
-    pairs = [function(batch) for batch in batches]
+  kinds = [(loss_fn, jax.tree.map(jnp.shape, batch)) for loss_fn, batch in zip(losses, batches, strict=True)]
+  if len(batches) == 1 or any(kind != kinds[0] for kind in kinds):
+    pairs = [function(*pair) for pair in zip(losses, batches, strict=True)]
     return jnp.stack([value for value, _ in pairs]), [constrain_state(state) for _, state in pairs]
-  values, states = jax.vmap(function)(jax.tree.map(lambda *x: jnp.stack(x), *batches))
+  values, states = jax.vmap(lambda batch: function(losses[0], batch))(jax.tree.map(lambda *x: jnp.stack(x), *batches))
   return values, [constrain_state(jax.tree.map(lambda x, k=k: x[k], states)) for k in range(len(batches))]
 
 

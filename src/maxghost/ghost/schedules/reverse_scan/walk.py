@@ -34,22 +34,23 @@ def run(problem: Problem) -> Scored:
 
   Raises ValueError for a loss without stages or a model without stacked layers.
   """
-  loss, val_loss, batch, state = problem.loss, problem.val_loss, problem.batch, problem.state
-  if not isinstance(loss, StagedLoss) or not isinstance(val_loss, StagedLoss):
+  loss, val_losses, batch, state = problem.loss, problem.val_losses, problem.batch, problem.state
+  if not isinstance(loss, StagedLoss) or not all(isinstance(one, StagedLoss) for one in val_losses):
     raise ValueError(
       "ghost_schedule=reverse_scan needs a StagedLoss (embed, layers, head); use two_pass for other losses"
     )
   layers = Layers(problem, tuple(loss.layers_path))
   twin, lengths = layers.twin, problem.settings.segment_lengths
   segments.check(jax.tree.leaves(layers.params)[0].shape[0], lengths)
-  vals, train = tuple(Rows(layers, val_loss, b) for b in problem.val_batches), Rows(layers, loss, batch, probed=True)
+  vals = tuple(Rows(layers, *rows) for rows in zip(val_losses, problem.val_batches, strict=True))
+  train = Rows(layers, loss, batch, probed=True)
   kept_K, hidden_K, _ = zip(*map(_forward, vals), strict=True)
   val_heads = [_head(rows, validation_mean, hidden) for rows, hidden in zip(vals, hidden_K, strict=True)]
   head_gradients = [pull(jnp.ones_like(value)) for value, pull, _ in val_heads]
   boundaries, hidden, links = _forward(train)
   against = extrapolated(problem.secant, [by_label(g) for g, *_ in head_gradients])
   parts, _ = direction_parts(layers.outer, against, state, layers.scalars)
-  value, pull, (losses, weights) = _head(train, mean_loss, hidden, links, parts)
+  value, pull, (losses, weights, metrics) = _head(train, mean_loss, hidden, links, parts)
   head_grads, head_probes, cotangent, links = pull(jnp.ones_like(value))
   below = Pair(tuple(ct for _, _, ct, _ in head_gradients), cotangent)
   found, cotangents = back(Pair(vals, train), Pair(kept_K, boundaries), below, layers.stacked(), lengths)
@@ -64,7 +65,7 @@ def run(problem: Problem) -> Scored:
   probe_grads = layers.join(found["probes"], jax.tree.map(jnp.add, head_probes, embed_probes))
   grads = constrain_state(layers.join(found["grads"], outer_grads))
   scores, facts = twin.scores(probe_grads)
-  passed = TrainPass(value, losses, weights, grads, scores, facts, loss.metrics(hidden, batch))
+  passed = TrainPass(value, losses, weights, grads, scores, facts, metrics)
   params_now, grads_now = by_label(layers.outer_params), by_label(outer_grads)
   val_losses, shares = jnp.stack([value for value, *_ in val_heads]), found["captured"] | shares
   validation = None
@@ -104,15 +105,15 @@ def _forward(rows: Rows):
 
 
 def _head(rows: Rows, mean: Callable, x, links: dict | None = None, parts: dict | None = None):
-  """`jax.vjp` of the loss in (outer parameters, outer probes, x, links), and (losses, weights)."""
+  """`jax.vjp` of the loss in (outer parameters, outer probes, x, links), and (losses, weights, metrics)."""
 
   def head(outer_params, outer_probes, x, links):
     model = rows.model(outer_params, outer_probes, parts)
     for path, arrays in links.items():
       node: Any = submodule(model, path)
       node.ghost_link = nnx.List([nnx.Intermediate(array) for array in arrays])
-    losses, weights = rows.loss.head(model, x, rows.batch)
-    return mean(losses, weights), (losses, weights)
+    losses, weights, metrics = rows.loss.measured_head(model, x, rows.batch)
+    return mean(losses, weights), (losses, weights, metrics)
 
   return jax.vjp(head, rows.layers.outer_params, rows.outer_probes, x, links or {}, has_aux=True)
 

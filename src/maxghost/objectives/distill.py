@@ -1,0 +1,86 @@
+"""Distillation: the student's next-token distribution is drawn to that of a frozen teacher.
+
+alpha T^2 KL_T + (1 - alpha) cross-entropy per token, with KL at temperature T (Hinton et al., arXiv:1503.02531). Of the
+teacher's k largest logits alone, both sides have one bucket for the rest of the vocabulary: the KL is then a lower
+bound of the whole one, and equal to it for k = V.
+
+B batch, T positions, V vocabulary, k entries of the teacher.
+"""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from maxghost.config import Config
+from maxghost.models.layers import Hidden
+from maxghost.objectives.cross_entropy import token_losses
+from maxghost.objectives.next_token import LanguageModelLoss
+
+LOGITS, IDS, LOG_SUM = "teacher_logits", "teacher_ids", "teacher_log_sum"  # [B, T, k], int32[B, T, k], [B, T]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Distillation(LanguageModelLoss):
+  """kl: "forward", KL(teacher || student), or "reverse". top_k: 0 = the whole vocabulary."""
+
+  name = "distill"
+  schedules = ("two_pass", "reverse_scan")
+  reference = "teacher"
+  alpha: float = 0.5
+  temperature: float = 1.0
+  kl: str = "forward"
+  top_k: int = 0
+
+  @classmethod
+  def of(cls, cfg: Config) -> Self:
+    keys = cfg.optimizer
+    made = super().of(cfg)
+    found = {"alpha": keys.distill_alpha, "temperature": keys.distill_temperature, "kl": keys.distill_kl}
+    return dataclasses.replace(made, **found, top_k=keys.distill_top_k)
+
+  def from_reference(self, reference, batch):
+    hidden = reference.hidden(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"])
+    logits_BTV = reference.logits(hidden) / self.temperature
+    if not self.top_k:
+      return dict(batch) | {LOGITS: logits_BTV}
+    logits_BTk, ids_BTk = jax.lax.top_k(logits_BTV, self.top_k)
+    return dict(batch) | {LOGITS: logits_BTk, IDS: ids_BTk, LOG_SUM: jax.nn.logsumexp(logits_BTV, -1)}
+
+  def head(self, model, x: Hidden, batch):
+    return self.measured_head(model, x, batch)[:2]
+
+  def measured_head(self, model, x: Hidden, batch):
+    """Metrics: distill/kl at the temperature, without its square, and distill/cross_entropy."""
+    logits_BTV, weights_BT = model.logits(x), self.weights(batch)
+    parts = {
+      "distill/kl": self.divergence(logits_BTV, batch),
+      "distill/cross_entropy": token_losses(logits_BTV, batch["targets"], self.z_loss_multiplier),
+    }
+    kl_BT, entropy_BT = parts.values()
+    losses_BT = self.balanced(x, self.alpha * self.temperature**2 * kl_BT + (1 - self.alpha) * entropy_BT)
+    weights_BT = weights_BT.astype(losses_BT.dtype)
+    total = jnp.maximum(weights_BT.sum(), jnp.finfo(weights_BT.dtype).tiny)
+    found = {name: jnp.sum(value_BT * weights_BT) / total for name, value_BT in parts.items()}
+    return losses_BT, weights_BT, self.metrics(x, batch) | found
+
+  def divergence(self, logits_BTV, batch):
+    """The KL of each token at the temperature, [B, T] in nats."""
+    student = jax.nn.log_softmax(logits_BTV / self.temperature)
+    teacher = batch[LOGITS].astype(student.dtype)
+    if IDS not in batch:
+      teacher = jax.nn.log_softmax(teacher)
+    else:
+      teacher = teacher - batch[LOG_SUM].astype(student.dtype)[..., None]
+      student = jnp.take_along_axis(student, batch[IDS], -1)
+      if teacher.shape[-1] < logits_BTV.shape[-1]:
+        student, teacher = (jnp.concatenate([x, _rest(x)], -1) for x in (student, teacher))
+    first, second = (teacher, student) if self.kl == "forward" else (student, teacher)
+    return jnp.sum(jnp.exp(first) * (first - second), -1)
+
+
+def _rest(logp):
+  """Log-probability of all entries that are not there, [..., 1]."""
+  there = jax.nn.logsumexp(logp, -1, keepdims=True)
+  return jax.nn.log1mexp(jnp.maximum(-there, jnp.finfo(logp.dtype).eps))

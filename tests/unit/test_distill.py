@@ -1,0 +1,177 @@
+"""Distillation: its divergence against sums over the vocabulary, and its scores against `vmap(grad)`.
+
+B rows, T positions, V vocabulary, k entries of the teacher.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import run_copies
+import tiny
+from flax import nnx
+from train_steps import REFERENCE_SEED, TEACHER, TRAIN, VALIDATION, Run
+
+from maxghost import config, objectives, train
+from maxghost.config import ConfigError
+from maxghost.objectives.distill import Distillation
+
+KEYS = {"objective": "distill", "distill_teacher": "t", "distill_alpha": 0.7, "distill_temperature": 1.6}
+
+
+def kl(p_logits, q_logits, temperature: float, k: int = 0) -> np.ndarray:
+  """KL(p || q) over the k largest entries of the first, and one for the rest; k = 0: over all."""
+
+  def probabilities(logits):
+    logits = np.asarray(logits, np.float64) / temperature
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
+
+  p, q = probabilities(p_logits), probabilities(q_logits)
+  if k:
+    order = np.argsort(-p, -1)[..., :k]
+    p, q = (np.take_along_axis(x, order, -1) for x in (p, q))
+    p, q = (np.concatenate([x, 1 - x.sum(-1, keepdims=True)], -1) for x in (p, q))
+  return np.where(p > 1e-300, p * (np.log(np.maximum(p, 1e-300)) - np.log(np.maximum(q, 1e-300))), 0).sum(-1)
+
+
+def known(loss: Distillation, teacher_BTV) -> dict:
+  """What the loss reads of a teacher with these logits."""
+  model = type("Fixed", (), {"hidden": lambda *_: None, "logits": lambda *_: jnp.asarray(teacher_BTV)})()
+  return loss.from_reference(model, dict.fromkeys(("inputs", "inputs_position", "inputs_segmentation")))
+
+
+def test_divergences_are_sums_over_the_vocabulary():
+  rng = np.random.default_rng(2)
+  teacher, student = (3 * rng.normal(size=(2, 5, 23)).astype(np.float32) for _ in range(2))
+  for temperature in (1.0, 2.5):
+    found = {
+      (way, k): Distillation(temperature=temperature, kl=way, top_k=k)
+      for way in ("forward", "reverse")
+      for k in (0, 4, 23)
+    }
+    value = {key: np.asarray(loss.divergence(student, known(loss, teacher))) for key, loss in found.items()}
+    np.testing.assert_allclose(value["forward", 0], kl(teacher, student, temperature), rtol=1e-5)
+    np.testing.assert_allclose(value["reverse", 0], kl(student, teacher, temperature), rtol=1e-5)
+    np.testing.assert_allclose(value["forward", 4], kl(teacher, student, temperature, 4), rtol=1e-4)
+    for way in ("forward", "reverse"):
+      np.testing.assert_allclose(value[way, 23], value[way, 0], rtol=1e-5)
+      assert (value[way, 4] < value[way, 0]).all() and (value[way, 4] >= 0).all()
+
+
+@pytest.mark.parametrize("k", [0, 3, 23])
+def test_a_student_that_is_its_teacher_has_no_gradient(k):
+  logits = np.random.default_rng(3).normal(size=(2, 5, 23)).astype(np.float32)
+  for way in ("forward", "reverse"):
+    loss = Distillation(temperature=1.7, kl=way, top_k=k)
+    batch = known(loss, logits)
+    value, slope = jax.value_and_grad(lambda x, loss=loss, batch=batch: loss.divergence(x, batch).sum())(logits)
+    assert abs(float(value)) < 1e-5 and np.abs(slope).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+  ("schedule", "dtype", "more"),
+  [
+    ("two_pass", "float64", {"distill_top_k": 9}),
+    pytest.param("reverse_scan", "float32", {"distill_kl": "reverse"}, marks=pytest.mark.slow),
+    pytest.param("forward_mode", "float64", {}, marks=pytest.mark.slow),
+  ],
+)
+def test_scores_are_exact(schedule, dtype, more):
+  """Of a smaller student, against held-out text by its cross-entropy, and the teacher stays as it is."""
+  sets = ("words@next_token",)
+  run = Run(
+    opt_type="sgd", dtype=dtype, weight_dtype=dtype, ghost_schedule=schedule, ghost_val_sets=sets, **KEYS, **more
+  )
+  tolerance, cfg = {"float32": 1e-5, "float64": 1e-12}[dtype], run.cfg
+  wide = config.replace(cfg, dtype="float64", weight_dtype="float64")
+  with jax.enable_x64(True), tiny.cheap_compilation():
+    model, teacher = tiny.make_model(wide), tiny.make_model(config.replace(wide, **TEACHER), seed=REFERENCE_SEED)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    keys = cfg.optimizer
+
+    def logits(model, row):
+      row = {name: v[None] for name, v in row.items()}
+      return model(row["inputs"], row["inputs_position"], row["inputs_segmentation"])[0]
+
+    def of_row(params, row, alpha):
+      own, other = logits(nnx.merge(graphdef, params, rest), row), logits(teacher, row) / keys.distill_temperature
+      p, q = jax.nn.softmax(other), jax.nn.softmax(own / keys.distill_temperature)
+      if keys.distill_top_k:
+        top, ids = jax.lax.top_k(p, keys.distill_top_k)
+        p, q = jnp.append(top, 1 - top.sum(-1, keepdims=True), -1), jnp.take_along_axis(q, ids, -1)
+        q = jnp.append(q, 1 - q.sum(-1, keepdims=True), -1)
+      p, q = (p, q) if keys.distill_kl == "forward" else (q, p)
+      divergence = (p * (jnp.log(p) - jnp.log(q))).sum(-1) * keys.distill_temperature**2
+      entropy = oracles.softmax_losses(own, row["targets"])
+      return jnp.sum(jnp.where(row["targets_segmentation"] != 0, alpha * divergence + (1 - alpha) * entropy, 0))
+
+    grad = jax.jit(jax.vmap(jax.value_and_grad(of_row), (None, 0, None)))
+    losses, grads = jax.tree.map(np.asarray, grad(params, TRAIN[0], keys.distill_alpha))
+    val_losses, val_grads = jax.tree.map(np.asarray, grad(params, VALIDATION, 0.0))
+  count, val_count = ((batch["targets_segmentation"] != 0).sum() for batch in (TRAIN[0], VALIDATION))
+  pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(val_grads), strict=True)
+  dots = sum(np.reshape(g, (tiny.ROWS, -1)) @ np.ravel(np.sum(v, 0)) for g, v in pairs) / count / val_count
+  out = run.step(TRAIN[0])
+  assert out["loss"] == pytest.approx(np.sum(losses) / count, rel=tolerance)
+  assert out["val_loss"][0] == pytest.approx(np.sum(val_losses) / val_count, rel=tolerance)
+  scale = out["learning_rate"] * out["clip_factor"]
+  assert oracles.relative_error(out["contribution_BSK"][..., 0].sum(1), scale * dots) < tolerance
+  parts = cfg.optimizer.distill_alpha, cfg.optimizer.distill_temperature**2
+  whole = parts[0] * parts[1] * out["distill/kl"] + (1 - parts[0]) * out["distill/cross_entropy"]
+  assert out["loss"] == pytest.approx(whole, rel=1e-5)
+  with jax.enable_x64(run.wide):
+    before = tiny.by_label(tiny.make_model(config.replace(cfg, **TEACHER), seed=REFERENCE_SEED))
+  for label, value in tiny.by_label(nnx.merge(run.graphdef, run.state).reference_model).items():
+    np.testing.assert_array_equal(value, before[label], err_msg=label)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"distill_teacher": ""}, "objective=distill needs distill_teacher"),
+    ({"objective": "next_token"}, "distill_teacher=t is for objective=distill"),
+    ({"num_vocab_tiling": 2}, "num_vocab_tiling=1, not 2"),
+    ({"distill_top_k": 300}, "distill_top_k=300 is more than vocab_size=263"),
+    ({"ghost_val_sets": ("p=p/*.jsonl@dpo",), "ghost_val_batch_size": 2}, "several frozen models"),
+  ],
+)
+def test_what_does_not_go_together_is_refused_by_name(changes, message):
+  with pytest.raises(ConfigError, match=message):
+    tiny.make_config(**(KEYS | changes))
+
+
+SMALL = (
+  "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=6", "base_mlp_dim=36", "base_num_decoder_layers=2",
+  "max_target_length=48", "per_device_batch_size=1", "ghost_val_batch_size=2", "dataset_type=synthetic",
+  "dataset_domain_bytes=20000", "enable_tensorboard=false", "eval_interval=-1", "checkpoint_period=1",
+  "max_num_checkpoints_to_keep=0", "async_checkpointing=false", "ici_data_parallelism=8", "ici_fsdp_parallelism=1",
+)  # fmt: skip
+
+
+def test_a_run_learns_from_another_run_and_continues_bit_for_bit(tmp_path, capsys):
+  """A wider teacher; one with another vocabulary is refused before anything is written."""
+
+  def run(name: str, *more, folder=tmp_path) -> int:
+    with tiny.cheap_compilation():
+      return train.main([*SMALL, f"base_output_directory={folder}", f"run_name={name}", "steps=2", *more])
+
+  assert run("teacher", "base_emb_dim=28") == 0
+  asked = ("objective=distill", f"distill_teacher={tmp_path}/teacher", "base_emb_dim=20", "distill_top_k=5")
+  assert run("run", *asked, folder=tmp_path / "whole") == 0
+  run_copies.interrupted(tmp_path / "whole", tmp_path / "parts")
+  assert run("run", *asked, folder=tmp_path / "parts") == 0
+  whole, parts = (
+    [json.loads(line) for line in (tmp_path / name / "run" / "metrics.jsonl").read_text().splitlines()]
+    for name in ("whole", "parts")
+  )
+  for name in ("learning/loss", "distill/kl", "distill/cross_entropy"):
+    assert [record[name] for record in whole] == [record[name] for record in parts]
+  assert whole[0]["distill/kl"] > 0
+  assert run("other", *asked, "vocab_size=300") == 2
+  assert "has another vocabulary (259 entries" in capsys.readouterr().err
+  assert not (tmp_path / "other").exists()
+  assert objectives.create(config.load(None, *asked)).top_k == 5

@@ -1,0 +1,190 @@
+"""Pairs as records: their rows, what is refused, and a run that is logged and continues bit for bit.
+
+B = 2 U rows, T positions, S segments of a row.
+"""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import run_copies
+import tiny
+from train_steps import Run
+
+from maxghost import config, data, scorelog, train
+from maxghost.config import ConfigError
+
+WORDS = "the old road to town is long and it rains on every hill but no one minds".split()  # noqa: SIM905
+
+
+def pairs(count: int, seed: int = 0) -> list[dict]:
+  rng = np.random.default_rng(seed)
+  say = lambda: " ".join(rng.choice(WORDS, rng.integers(2, 6)))  # noqa: E731
+  return [{"id": f"n{i}", "prompt": say(), "chosen": f" {say()}!", "rejected": f" {say()}?"} for i in range(count)]
+
+
+def write(path, records):
+  path.write_text("".join(json.dumps(record) + "\n" for record in records))
+  return path
+
+
+def dataset(path, **changes):
+  keys = {
+    "objective": "dpo", "dataset_type": "text", "dataset_files": (f"p={path}",), "ghost_val_sets": ("p",),
+    "max_target_length": 96, "per_device_batch_size": 4, "max_segments_per_seq": 3, "ghost_val_fraction": 0.3,
+  }  # fmt: skip
+  cfg = config.replace(config.load(), **(keys | changes))
+  return data.load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records), cfg
+
+
+def text_of(arrays, row: int, segment: int, weighted: bool) -> bytes:
+  here = (arrays["targets_segmentation"][row] == segment) & ((arrays["targets_weights"][row] > 0) | (not weighted))
+  ids = arrays["targets"][row][here]
+  return bytes(ids[ids < 256].astype(np.uint8))
+
+
+@pytest.mark.parametrize("form", ["prompt", "no prompt", "messages", "messages without prompt"])
+def test_both_responses_are_in_the_same_slot_of_adjacent_rows(tmp_path, form):
+  """Only the response has weight, its end token included; together all pairs come once in an epoch."""
+  records = pairs(40)
+  told = [dict(record) for record in records]
+  for record in told:
+    if form == "no prompt":
+      before = record.pop("prompt") + "\n>"
+      record |= {side: before + record[side] for side in ("chosen", "rejected")}
+    if form.startswith("messages"):
+      asked = [{"role": "user", "content": record.pop("prompt")}]
+      answers = {s: [{"role": "assistant", "content": record[s].strip()}] for s in ("chosen", "rejected")}
+      record |= {"prompt": asked} | answers if form == "messages" else {s: asked + a for s, a in answers.items()}
+  made, _ = dataset(write(tmp_path / "p.jsonl", told))
+  seen = set()
+  for _ in range(16):
+    batch = next(made.train)
+    np.testing.assert_array_equal(batch.document_BS[::2], batch.document_BS[1::2])
+    for row, slot in np.argwhere(batch.document_BS >= 0):
+      record = records[batch.document_BS[row, slot]]
+      response = record["rejected" if row % 2 else "chosen"]
+      text = text_of(batch.arrays, row, slot + 1, weighted=True).decode()
+      if form == "messages without prompt" or form == "no prompt":
+        assert response.endswith(text) and text  # both may begin with the same words
+      else:
+        assert text == response
+      whole = text_of(batch.arrays, row, slot + 1, weighted=False).decode()
+      assert whole.endswith(response) and record["prompt"] in whole
+      assert batch.arrays["targets"][row][batch.arrays["targets_segmentation"][row] == slot + 1][-1] == 257
+      seen.add(int(batch.document_BS[row, slot]))
+  held_out = set(made.parts[0].split.pool("p", 99).tolist())
+  assert seen == set(range(40)) - held_out
+  val = made.validation_batch(0, 4)
+  assert len(val.document_BS) == 4 and set(val.document_BS[val.document_BS >= 0].tolist()) <= held_out
+
+
+def test_log_probabilities_of_the_reference_may_come_with_the_data(tmp_path):
+  records = [r | {"ref_chosen_logps": -i - 0.5, "ref_rejected_logps": -2.0 * i} for i, r in enumerate(pairs(20))]
+  columns = ("prompt", "chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps")
+  made, cfg = dataset(write(tmp_path / "p.jsonl", records), train_data_columns=columns)
+  assert cfg.reference == ""
+  batch = next(made.train)
+  known = batch.arrays["reference_logps"]
+  assert known.shape == (4, 3) and known.dtype == np.float32
+  for row, slot in np.argwhere(batch.document_BS >= 0):
+    wanted = records[batch.document_BS[row, slot]]["ref_rejected_logps" if row % 2 else "ref_chosen_logps"]
+    assert known[row, slot] == wanted
+
+
+@pytest.mark.parametrize(
+  ("record", "message"),
+  [
+    ({"prompt": "a", "chosen": "b"}, r"p.jsonl.*3.*no rejected response"),
+    ({"prompt": "a", "chosen": "b", "rejected": ""}, r"p.jsonl.*3.*no rejected response"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, r"p.jsonl.*3.*responses are the same"),
+    ({"prompt": "a" * 300, "chosen": "b", "rejected": "c"}, r"p.jsonl.*3.*the same up to max_target_length=96"),
+    ({"prompt": "a" * 95, "chosen": "bc", "rejected": "bd" * 9}, r"p.jsonl.*3.*same up to max_target_length=96"),
+    (
+      {"prompt": "a", "chosen": [{"role": "user", "content": "b"}], "rejected": "c"},
+      r"jsonl.*3.*prompt is no list",
+    ),
+  ],
+)
+def test_bad_pairs_are_refused_with_file_and_line(tmp_path, record, message):
+  records = pairs(20)
+  records[2] = record
+  with pytest.raises(ConfigError, match=message):
+    made, _ = dataset(write(tmp_path / "p.jsonl", records))
+    made.notes()
+    made.validation_batch(0, 4)
+
+
+def test_a_response_that_is_cut_off_is_counted_and_said(tmp_path):
+  records = pairs(20)
+  records[4]["rejected"] = " x" * 90
+  made, _ = dataset(write(tmp_path / "p.jsonl", records), ghost_val_fraction=0.05)
+  assert any("1 lose a part of their answers to max_target_length=96" in note for note in made.notes())
+
+
+RUN = {
+  "objective": "dpo", "dpo_beta": 0.5, "opt_type": "adamw", "per_device_batch_size": 2, "ghost_val_batch_size": 2,
+  "max_target_length": 96, "max_segments_per_seq": 2, "ici_data_parallelism": 8, "ici_fsdp_parallelism": 1,
+  "base_emb_dim": 20, "base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 6, "base_mlp_dim": 36,
+  "base_num_decoder_layers": 2, "lr_schedule_type": "constant", "warmup_steps_fraction": 0.0, "eval_interval": 4,
+  "eval_steps": 1, "steps": 4, "checkpoint_period": 2, "max_num_checkpoints_to_keep": 0, "async_checkpointing": False,
+  "enable_tensorboard": False, "run_name": "run", "remat_policy": "none", "dataset_type": "text",
+}  # fmt: skip
+
+
+def trained(folder, source, *more) -> int:
+  arguments = [f"{key}={value}" for key, value in RUN.items()]
+  sets = f"[pairs,margin=pairs@margin,said={source.parent}/said.jsonl@sft]"
+  files = [f"dataset_files=pairs={source}", f"ghost_val_sets={sets}", f"base_output_directory={folder}"]
+  with tiny.cheap_compilation():
+    return train.main([*arguments, *files, *more])
+
+
+def test_a_run_on_pairs_is_logged_and_continues_bit_for_bit(tmp_path, capsys):
+  """On eight devices, against its own objective, the margin, and the answers of a file of conversations."""
+  source = write(tmp_path / "pairs.jsonl", pairs(60))
+  write(tmp_path / "said.jsonl", [{"prompt": f"{r['prompt']}:", "completion": r["chosen"]} for r in pairs(6, seed=9)])
+  assert trained(tmp_path / "whole", source) == 0
+  run_copies.interrupted(tmp_path / "whole", tmp_path / "parts")
+  assert trained(tmp_path / "parts", source) == 0
+  assert "Continuing after 2 completed steps" in capsys.readouterr().out
+  whole, parts = (scorelog.load(tmp_path / name / "run") for name in ("whole", "parts"))
+  assert whole.objective == "dpo" and whole.parts == ("chosen", "rejected") and whole.val_sets[1] == "margin"
+  by_part = [whole[f"contribution_{part}"] for part in whole.parts]
+  np.testing.assert_allclose(sum(by_part), whole["contribution"], rtol=1e-5, atol=1e-9)
+  assert np.abs(by_part[0]).min() > 0
+  shares = np.bincount(whole["step"], whole["share"])
+  np.testing.assert_allclose(shares, 1, rtol=1e-5)
+  for step in range(4):  # each pair the same
+    np.testing.assert_allclose(np.ptp(whole["share"][whole["step"] == step]), 0, atol=1e-6)
+  for name in ("contribution", "contribution_rejected", "loss", "id"):
+    np.testing.assert_array_equal(whole[name], parts[name], err_msg=name)
+  first, *_, last = map(json.loads, (tmp_path / "whole" / "run" / "metrics.jsonl").read_text().splitlines())
+  assert first["learning/loss"] == pytest.approx(np.log(2), rel=1e-5)
+  assert first["rewards/accuracies"] == first["rewards/margins"] == 0
+  assert first["logps/chosen"] < 0 and last["rewards/margins"] != 0
+  assert first["ghost/val_loss/pairs"] == pytest.approx(np.log(2), rel=1e-5)
+  assert first["ghost/val_loss/said"] == pytest.approx(np.log(259), rel=0.2)
+  assert last["eval/avg_loss"] < 1
+  saved = list((tmp_path / "whole" / "run" / "checkpoints" / "2").rglob("*"))
+  assert saved and not any("reference_model" in str(path) for path in saved)
+  run_copies.interrupted(tmp_path / "whole", tmp_path / "other")
+  text = (tmp_path / "other" / "run" / "config.yml").read_text()
+  (tmp_path / "other" / "run" / "config.yml").write_text(text.replace("init_weights_seed: 0", "init_weights_seed: 1"))
+  assert trained(tmp_path / "other", source, "init_weights_seed=1") != 0
+
+
+def test_sets_of_other_records_need_files(tmp_path):
+  with pytest.raises(ConfigError, match=r"words=text@sft.*conversations.*name=glob"):
+    tiny.make_config(ghost_val_sets=("words=text@sft",))
+
+
+def test_a_step_with_the_log_probabilities_of_the_data_needs_no_second_model():
+  keys = {"objective": "dpo", "per_device_batch_size": 2, "ghost_val_batch_size": 2, "max_segments_per_seq": 2}
+  columns = ("prompt", "chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps")
+  rows = tiny.make_batch(((4, 5), (6, 3)), seed=3, mask=0.0)
+  known = {"targets_weights": np.ones((2, 13), np.float32), "reference_logps": np.full((2, 2), -30, np.float32)}
+  run = Run(batch=rows | known, train_data_columns=columns, ghost_enabled=False, **keys)
+  out = run.step(rows | known)
+  assert np.isfinite(out["loss"]) and "reference_model" not in str(jax.tree.structure(run.state))
