@@ -1,5 +1,6 @@
 """Loads a model from a run, a checkpoint, an imported folder or a Hugging Face folder, for the commands."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -185,9 +186,9 @@ def open_adapted(
     there = {label: tuple(x.shape) for label, x in restored.items()}
     here = {label: tuple(flat[path].shape) for label, path in fresh.items()}
     unlike = sorted(label for label in there.keys() | here.keys() if there.get(label) != here.get(label))
-    if unlike or settings.scale != scale(cfg.adapter):
+    if unlike or not math.isclose(settings.scale, scale(cfg.adapter), rel_tol=1e-7):
       what = f"{unlike[0]} is {there.get(unlike[0], 'missing')} there" if unlike else "its scale is another"
-      keys = f"lora_rank={settings.rank} lora_alpha={settings.alpha:g} lora_use_rslora={shown(settings.use_rslora)}"
+      keys = f"lora_rank={settings.rank} lora_alpha={settings.scale * settings.rank:.9g}"
       raise ConfigError(f"lora_restore_path={given} does not fit the adapters of this run: {what}; it has {keys}")
   kernels = {tuple(map(str, p)): v for p, v in nnx.to_flat_state(nnx.state(models.create_abstract(plain(cfg))))}
   same = {p: p in flat and flat[p].dtype == v.dtype for p, v in kernels.items()}
@@ -202,8 +203,8 @@ def open_adapted(
         found[path] = x
         continue
       in_axes, out_axes = kernels[path].get_metadata()["matrix"]
-      narrow = cfg.adapter.lora_weight_qtype, cfg.adapter.lora_tile_size, x.ndim - in_axes - out_axes, in_axes
-      parts = jax.jit(quantize, static_argnums=(1, 2, 3, 4))(x, *narrow)
+      narrow = cfg.adapter.lora_weight_qtype, x.ndim - in_axes - out_axes, in_axes
+      parts = jax.jit(quantize, static_argnums=(1, 2, 3))(x, *narrow)
       found |= {(*path[:-1], name): part for name, part in parts.items()}
     put = {p: jax.device_put(x.astype(flat[p].dtype), flat[p].sharding) for p, x in found.items()}
     return {"model": unflatten_dict(put)}

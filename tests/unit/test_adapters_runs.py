@@ -96,7 +96,7 @@ def opened(*keys) -> tuple[config.Config, dict]:
 
 def test_a_run_begins_with_the_adapters_of_another_on_a_base_in_few_bits(runs, tmp_path):
   folder, _ = runs
-  keys = keys_of(tmp_path, folder / "base" / "run", "lora_weight_qtype=nf4", "lora_tile_size=4")
+  keys = keys_of(tmp_path, folder / "base" / "run", "lora_weight_qtype=nf4")
   cfg, found = opened(*keys, f"lora_restore_path={folder / 'whole' / 'run'}")
   graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
   assert {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(abstract)} == set(found)

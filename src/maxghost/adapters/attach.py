@@ -54,7 +54,7 @@ def attach(model: Any, cfg: AdapterConfig, seed: int = 0) -> Any:
       kernel = getattr(module, name or "kernel")
       setattr(module, name or "kernel", kernel.replace(kernel[...].astype(jnp.bfloat16)))
     elif cfg.lora_weight_qtype and by_default:
-      quantized.quantize_layer(module, label, cfg.lora_weight_qtype, cfg.lora_tile_size)
+      quantized.quantize_layer(module, label, cfg.lora_weight_qtype)
   for _, node in nnx.iter_graph(model):
     if isinstance(node, nnx.LinearGeneral) and node.dot_general is dense.dot_general:
       node.dot_general = dense.frozen_dot_general

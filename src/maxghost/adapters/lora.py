@@ -1,6 +1,6 @@
 """Low-rank adapters of frozen dense layers: y = x W becomes y = x W + s (drop(x) a) b (Hu et al., arXiv:2106.09685).
 
-As in PEFT, a begins uniform in +-1/sqrt(d) and b zero; the scale s is alpha / r, or alpha / sqrt(r) for rsLoRA.
+As in PEFT, a begins uniform in +-1/sqrt(d) and b zero; the scale s is alpha / r.
 
 d inputs of the dense layer, over all of its input axes *I; *O output axes; r rank; *stack axes of stacked layers.
 """
@@ -57,7 +57,7 @@ def params(cfg: AdapterConfig, key, kernel: nnx.Param, in_axes: int, out_axes: i
 
 
 def scale(cfg: AdapterConfig) -> float:
-  return cfg.lora_alpha / (cfg.lora_rank**0.5 if cfg.lora_use_rslora else cfg.lora_rank)
+  return cfg.lora_alpha / cfg.lora_rank
 
 
 ATTRIBUTES = ("lora", "lora_dropout", "lora_order")  # of a layer with an adapter; the last is of `einsum_order`

@@ -1,7 +1,7 @@
 """Frozen matrices of a model in few bits: NF4 with double quantisation, or int8, dequantised inside the product.
 
-A matrix [d, p] is cut into blocks of t inputs of one output, each with its largest size m. int8: the nearest multiple
-of m / 127. NF4 (Dettmers et al., arXiv:2305.14314): the nearest of 16 quantiles of the normal distribution, times m;
+A matrix [d, p] is cut into blocks of t inputs of one output, each with its largest size m; t is 64, or the largest
+smaller power of two that divides d. int8: the nearest multiple of m / 127. NF4 (Dettmers et al., arXiv:2305.14314): the nearest of 16 quantiles of the normal distribution, times m;
 two codes in a byte. m itself is kept as its mean over the matrix plus a multiple of s / 127 in 8 bits, s the largest
 difference in a block of 256 outputs (or of the largest power of two that divides p).
 
@@ -26,7 +26,7 @@ LEVELS = (
   0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 _STEPS = 127  # of an 8-bit code on each side of zero
-_BLOCK = 256  # of the sizes of blocks
+_TILE, _BLOCK = 64, 256  # inputs in a block, and sizes of blocks with one scale
 NAMES = {"int8": ("codes", "sizes"), "nf4": ("codes", "sizes", "size_scales", "size_means")}
 
 
@@ -34,12 +34,13 @@ class Frozen(nnx.Variable):
   """A part of a quantised matrix."""
 
 
-def quantize(kernel, qtype: str, tile: int, depth: int, in_axes: int) -> dict[str, Any]:
+def quantize(kernel, qtype: str, depth: int, in_axes: int) -> dict[str, Any]:
   """The parts of a kernel [*stack, *I, *O] by name (`NAMES`); floats are float32, or the kernel's float64.
 
-  codes: int8 [*stack, d, *O], or uint8 [*stack, d / 2, *O] for nf4. sizes: m, [*stack, d / tile, p]; int8 for nf4, with
-  size_scales [*stack, d / tile, blocks] and size_means [*stack, 1, 1].
+  codes: int8 [*stack, d, *O], or uint8 [*stack, d / 2, *O] for nf4. sizes: m, [*stack, d / t, p]; int8 for nf4, with
+  size_scales [*stack, d / t, blocks] and size_means [*stack, 1, 1].
   """
+  tile = math.gcd(_TILE, math.prod(kernel.shape[depth : depth + in_axes]))
   stack, outputs = kernel.shape[:depth], kernel.shape[depth + in_axes :]
   wide = jnp.promote_types(kernel.dtype, jnp.float32)
   blocks = kernel.astype(wide).reshape(*stack, -1, tile, math.prod(outputs))
@@ -114,19 +115,19 @@ class QuantizedLinearGeneral(nnx.LinearGeneral):
     return y + jnp.expand_dims(self.bias[...].astype(dtype), tuple(range(y.ndim - len(self.out_features))))
 
 
-def quantize_layer(layer: Any, label: str, qtype: str, tile: int) -> None:
+def quantize_layer(layer: Any, label: str, qtype: str) -> None:
   """Puts the parts in place of the kernel of a dense layer, with or without an adapter.
 
-  Raises ConfigError for another layer, or a tile that does not divide the inputs.
+  Raises ConfigError for another layer, or an odd number of inputs.
   """
   plain, has_adapter = nnx.LinearGeneral, hasattr(layer, "lora")
   if type(layer) is not (adapted(plain) if has_adapter else plain):
     raise ConfigError(f"lora_weight_qtype={qtype} holds nnx.LinearGeneral layers, not {label}")
   kernel, in_axes = layer.kernel, len(layer.in_features)
-  if (inputs := math.prod(layer.in_features)) % tile or tile % 2:
-    raise ConfigError(f"lora_tile_size={tile} does not divide the {inputs} inputs of {label} into even blocks; use 32")
+  if (inputs := math.prod(layer.in_features)) % 2:
+    raise ConfigError(f"lora_weight_qtype={qtype}: {label} has {inputs} inputs, of which no two make a pair")
   depth, axes = kernel.ndim - in_axes - len(layer.out_features), kernel.get_metadata().get("axes")
-  for name, x in quantize(kernel[...], qtype, tile, depth, in_axes).items():
+  for name, x in quantize(kernel[...], qtype, depth, in_axes).items():
     whole = axes and (*axes[: depth + 1], *axes[depth + in_axes :])
     part = Frozen(x)
     if axes is not None:

@@ -232,9 +232,7 @@ class AdapterConfig:
   lora_alpha: float = key(8.0, minimum=1e-6)
   lora_module_path: str = key("")
   lora_dropout: float = key(0.0, minimum=0.0, maximum=0.999)
-  lora_use_rslora: bool = key(False)
   lora_weight_qtype: str = key("", choices=("", "bfloat16", "int8", "nf4"))
-  lora_tile_size: int = key(64, minimum=2, maximum=10**6)
   lora_restore_path: str = key("")
 
 
