@@ -1,9 +1,10 @@
 """Frozen matrices of a model in few bits: NF4 with double quantisation, or int8, dequantised inside the product.
 
 A matrix [d, p] is cut into blocks of t inputs of one output, each with its largest size m; t is 64, or the largest
-smaller power of two that divides d. int8: the nearest multiple of m / 127. NF4 (Dettmers et al., arXiv:2305.14314): the nearest of 16 quantiles of the normal distribution, times m;
-two codes in a byte. m itself is kept as its mean over the matrix plus a multiple of s / 127 in 8 bits, s the largest
-difference in a block of 256 outputs (or of the largest power of two that divides p).
+smaller power of two that divides d. int8: the nearest multiple of m / 127. NF4 (Dettmers et al., arXiv:2305.14314): the
+nearest of 16 quantiles of the normal distribution, times m; two codes in a byte. m itself is kept as its mean over the
+matrix plus a multiple of s / 127 in 8 bits, s the largest difference in a block of 256 outputs (or of the largest power
+of two that divides p).
 
 *stack layer axes; d inputs over all input axes; *O output axes; p outputs in all.
 """
