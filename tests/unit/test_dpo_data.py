@@ -188,3 +188,19 @@ def test_a_step_with_the_log_probabilities_of_the_data_needs_no_second_model():
   run = Run(batch=rows | known, train_data_columns=columns, ghost_enabled=False, **keys)
   out = run.step(rows | known)
   assert np.isfinite(out["loss"]) and "reference_model" not in str(jax.tree.structure(run.state))
+
+
+@pytest.mark.slow
+def test_scores_do_not_depend_on_the_mesh(tmp_path):
+  """Rows over eight devices; and over four, each of which is two that share the matrices."""
+  source = write(tmp_path / "pairs.jsonl", pairs(60))
+  write(tmp_path / "said.jsonl", [{"prompt": f"{r['prompt']}:", "completion": r["chosen"]} for r in pairs(6, seed=9)])
+  keys = ("ici_data_parallelism=1", "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2", "eval_interval=-1")
+  assert trained(tmp_path / "rows", source, "eval_interval=-1") == 0
+  assert trained(tmp_path / "both", source, *keys) == 0
+  rows, both = (scorelog.load(tmp_path / name / "run") for name in ("rows", "both"))
+  np.testing.assert_array_equal(rows["id"], both["id"])
+  first = rows["step"] == 0
+  for name in ("contribution", "contribution_chosen", "contribution_rejected", "loss"):
+    found, wanted = both[name][first], rows[name][first]
+    assert np.abs(found - wanted).max() < 2e-5 * np.abs(wanted).max(), name
