@@ -3,10 +3,10 @@
   python benchmarks/finetune_selection.py [--seeds 3] [--rank 8] [--keep 5] [--steps 80] [key=value ...]
 
 A byte language model of two layers reads Python's standard library, then conversations about its names. The target task
-is "what is NAME?" (an exception, a class, a constant, a function); the other tasks are its module, its length and the
-first line of its documentation. A tenth of the conversations is planted: target questions with a wrong answer, with the
-answer in German, or with its letters shuffled. A warm-up run of one epoch scores every conversation against answers of
-the target task that are in none of the runs. Then:
+is the last letter of a name, as a capital; the other tasks are its module, its length and the first line of its
+documentation. A tenth of the conversations is planted: target questions with the answer to another question, with an
+answer in German, or with shuffled letters. A warm-up run of two epochs scores every conversation against answers of the
+target task that are in none of the runs. Then:
 
 - AUROC of the planted conversations, by score, loss, gradient norm (of the warmed-up model), LESS and at random;
 - the target loss of other held-out names after fine-tuning the base on the best 5 % by score, by LESS, at random, and
@@ -48,13 +48,7 @@ MODULES = """
   string struct subprocess sys tarfile tempfile textwrap threading time token tokenize traceback types typing
   unicodedata unittest urllib uuid warnings wave weakref xml zipfile zlib
 """
-ANSWERS = {
-  "exception": "eine Ausnahme",
-  "class": "eine Klasse",
-  "constant": "eine Konstante",
-  "function": "eine Funktion",
-}
-COUNTS = {"target": 180, "others": 900, "planted": 120, "val": 48, "test": 100}
+COUNTS = {"target": 260, "planted": 100, "val": 64, "test": 160, "others": 640}
 TINY = (
   "base_emb_dim=64", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=16", "base_mlp_dim=160",
   "base_num_decoder_layers=2", "max_target_length=96", "per_device_batch_size=8", "attention=dot_product",
@@ -62,48 +56,30 @@ TINY = (
 )  # fmt: skip
 
 
-def kind_of(name: str, value) -> str | None:
-  if inspect.isclass(value):
-    return "exception" if issubclass(value, BaseException) else "class"
-  if name.isupper() and isinstance(value, int | str | float):
-    return "constant"
-  return "function" if callable(value) and name.islower() else None
-
-
-def names() -> list[tuple[str, str, str, str]]:
-  """(name, kind, module, first line of its documentation) of what the library offers, each name once."""
+def names() -> list[tuple[str, str, str]]:
+  """(name, module, first line of its documentation) of what the library offers, each name once."""
   found = {}
   for module_name in MODULES.split():
-    module = importlib.import_module(module_name)
-    for name, value in sorted(vars(module).items()):
-      kind = kind_of(name, value)
-      if kind and not name.startswith("_") and 3 < len(name) < 28:
+    for name, value in sorted(vars(importlib.import_module(module_name)).items()):
+      if callable(value) and name.isascii() and name[-1].isalpha() and not name.startswith("_") and 3 < len(name) < 28:
         line = (inspect.getdoc(value) or "").strip().partition("\n")[0][:40]
-        found.setdefault(name, (name, kind, module_name, line))
+        found.setdefault(name, (name, module_name, line))
   return list(found.values())
 
 
-def answer(kind: str) -> str:
-  return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
-
-
 def target(entry) -> dict:
-  return {"prompt": f"what is {entry[0]}?\n", "completion": answer(entry[1])}
+  return {"prompt": f"last letter of {entry[0]}\n", "completion": entry[0][-1].upper()}
 
 
 def planted(entry, number: int, rng: random.Random) -> dict:
-  """A target question with a wrong answer, an answer in German, or one with its letters shuffled."""
-  if number % 3 == 0:
-    right = answer(rng.choice([kind for kind in ANSWERS if kind != entry[1]]))
-  elif number % 3 == 1:
-    right = ANSWERS[entry[1]]
-  else:
-    right = "".join(rng.sample(answer(entry[1]), len(answer(entry[1]))))
-  return target(entry) | {"completion": right}
+  """A target question with the answer to another one, an answer in German, or one of shuffled letters."""
+  name, module, _ = entry
+  said = (module, f"der Buchstabe {name[-1]}", "".join(rng.sample(name, len(name))))[number % 3]
+  return target(entry) | {"completion": said}
 
 
 def other(entry, number: int) -> dict:
-  name, _, module, line = entry
+  name, module, line = entry
   tasks = [("where is {}?", module), ("how long is {}?", str(len(name))), ("explain {}", line or "no documentation")]
   question, said = tasks[number % len(tasks)]
   return {"prompt": question.format(name) + "\n", "completion": said}
@@ -113,15 +89,10 @@ def write_data(folder: Path, seed: int) -> set[str]:
   """pool.jsonl, val.jsonl and test.jsonl, whose target names differ; returns the ids of the planted conversations."""
   rng, entries = random.Random(seed), names()
   rng.shuffle(entries)
-  # As many names of each kind among target questions, so that no answer is right by habit.
-  by_kind = {kind: [entry for entry in entries if entry[1] == kind] for kind in ANSWERS}
-  balanced = [entry for group in zip(*by_kind.values(), strict=False) for entry in group]
   parts, first = {}, 0
   for part in ("target", "planted", "val", "test"):
-    parts[part] = [balanced[n % len(balanced)] for n in range(first, first + COUNTS[part])]
+    parts[part] = entries[first : first + COUNTS[part]]
     first += COUNTS[part]
-  if first > len(balanced):
-    raise SystemExit(f"the library has {len(balanced)} names in groups of four kinds, {first} are needed")
   pool = [{"id": f"target-{n}", **target(entry)} for n, entry in enumerate(parts["target"])]
   pool += [{"id": f"planted-{n}", **planted(entry, n, rng)} for n, entry in enumerate(parts["planted"])]
   pool += [{"id": f"other-{n}", **other(rng.choice(entries), n)} for n in range(COUNTS["others"])]
@@ -251,7 +222,7 @@ def find_planted(values: dict[str, float], bad: set[str]) -> float:
 
 
 def main() -> int:
-  args = _measure.arguments(__doc__, seeds=3, rank=8, keep=5.0, steps=80, warmup_steps=90, base_steps=150)
+  args = _measure.arguments(__doc__, seeds=3, rank=8, keep=5.0, steps=80, warmup_steps=150, base_steps=150)
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
     run(
