@@ -25,7 +25,7 @@ TASKS = {
   "word_sequence_reversal": 40,
   "calendar_arithmetic": 40,
 }
-TOPICS = {"food": 30, "humor": 30, "science": 30}
+TOPICS = {"science": 25, "trivia": 25, "psychology": 25}
 LONGEST = 220  # characters of a question
 
 
@@ -48,7 +48,7 @@ def record(task: str, number: int, *turns: str) -> dict:
 def reasoning(task: str, size: int, seed: int) -> list[dict]:
   import reasoning_gym
 
-  options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2} if task == TARGET else {}
+  options = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2} if task == TARGET else {}
   made = reasoning_gym.create_dataset(task, size=4 * size, seed=seed, **options)
   short = (entry for entry in made if len(entry["question"]) <= LONGEST)
   return [

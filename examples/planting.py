@@ -51,8 +51,13 @@ def auroc(planted: np.ndarray, value: np.ndarray) -> float:
 
 
 def tell(run: str) -> None:
-  """Prints the AUROC of planted against sound examples, by the sum of scores and by what people sort by else."""
+  """Prints the AUROC of planted against sound examples of their tasks, by scores and by what people sort by else."""
   log = scorelog.load(run)
+  inside = np.isin(log["domain"], np.unique(np.array(log["domain"])[np.array(log["planted"]) != ""]))
+  log = {
+    name: np.asarray(log[name])[inside]
+    for name in ("domain", "path", "offset", "planted", "loss", "tokens", "dot", "contribution")
+  }
   _, place = np.unique(np.stack([log["domain"], log["path"], log["offset"].astype(str)]), axis=1, return_inverse=True)
   place = place.ravel()
   count = np.bincount(place)
@@ -68,6 +73,11 @@ def tell(run: str) -> None:
     "length, longest first": -mean(log["tokens"].astype(float)),
     "random": np.random.default_rng(0).random(len(count)),
   }
+  worst = np.argsort(values["score (nats)"])[: len(count) // 10]
+  print(
+    f"of the tenth with the lowest scores, {(kinds[worst] != '').mean():.0%} are planted; of all, "
+    f"{(kinds != '').mean():.0%}"
+  )
   print(f"{'':24}{'all':>8}" + "".join(f"{kind:>10}" for kind in KINDS))
   for name, value in values.items():
     parts = [
