@@ -1,6 +1,6 @@
 """Planted flipped pairs: how well the scores of a DPO run find them, beside the loss and the reference's margin.
 
-  python benchmarks/preferences.py [--pairs 400] [--steps 60] [--flipped 0.15] [--seeds 3]
+  python benchmarks/preferences.py [--pairs 400] [--steps 60] [--flipped 0.15] [--seeds 2]
 
 The task has a right answer: the sum of two digits. A small model first learns the form of the answers, right and wrong
 alike, so that it prefers neither. Then it is trained by DPO on pairs of a right and a wrong answer, of which a share is
@@ -106,7 +106,7 @@ def run(folder: Path, seed: int, num_pairs: int, steps: int, share: float) -> di
 
 
 def main() -> int:
-  given = _measure.arguments(__doc__, pairs=400, steps=60, flipped=0.15, seeds=3)
+  given = _measure.arguments(__doc__, pairs=400, steps=60, flipped=0.15, seeds=2)
   rows = []
   for seed in range(given.seeds):
     with tempfile.TemporaryDirectory() as folder:

@@ -282,6 +282,7 @@ def points(cfg: Config, paths: dict[int, Path]) -> Iterator:
   import jax
   import numpy as np
 
+  from maxghost import load_model
   from maxghost.attribution.offline import Point
   from maxghost.checkpoint.checksum import checksums
   from maxghost.data.hashing import text_hash
@@ -289,12 +290,14 @@ def points(cfg: Config, paths: dict[int, Path]) -> Iterator:
   from maxghost.training import state
 
   _, abstract = state.abstract_split(cfg)
-  wanted = state.to_tree(state.abstract_arrays(abstract))
+  wanted, _, *below = state.saved_parts(state.abstract_arrays(abstract), state.Position(), cfg)
+  base = load_model.frozen(cfg, below[0]) if below else {}
   for step, path in paths.items():
     if has_optimizer(path):
-      tree = load_tree(path, wanted)
+      tree = state.merged(base, load_tree(path, wanted))
     else:
-      tree = state.to_tree(state.create_split(cfg)[1]) | load_tree(path, {"model": wanted["model"]})
+      fresh = state.merged(state.to_tree(state.create_split(cfg)[1]), base)
+      tree = state.merged(fresh, load_tree(path, {"model": wanted["model"]}))
     digest = "-".join(map(str, checksums([np.asarray(leaf) for leaf in jax.tree.leaves(tree)])))
     yield Point(step, state.from_tree(tree, abstract), f"{int(text_hash(digest)):016x}")
 

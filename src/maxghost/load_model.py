@@ -1,5 +1,6 @@
 """Loads a model from a run, a checkpoint, an imported folder or a Hugging Face folder, for the commands."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def find(
 def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, adapter: str = ""):
   """(graphdef, state) of the model. JAX is imported here. Raises ConfigError for parameters that do not fit.
 
-  adapter: as in `open_parameters`.
+  adapter: as in `open_parameters`. That of a run with adapters is merged into its base.
   """
   from flax import nnx
 
@@ -58,6 +59,12 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, ada
   from maxghost.training.devices import configure_jax
 
   configure_jax(cfg)
+  if cfg.adapter.lora_rank:
+    if not cfg.checkpoint.load_parameters_path:
+      raise ConfigError(
+        f"{place.tree} holds adapters of a model that was made from init_weights_seed; there is no base"
+      )
+    place, adapter, cfg = model_path.find(cfg.checkpoint.load_parameters_path), adapter or str(place.tree), plain(cfg)
   graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
   wanted = state.to_tree(state.abstract_arrays(abstract))
   tree = open_parameters(place, cfg, {"model": wanted}, say, adapter)()["model"]
@@ -148,3 +155,70 @@ def open_parameters(
     )
   head_dim = cfg.model.head_dim if values_from == "maxtext" and scales else None
   return open_load(raw, wanted, head_dim=head_dim, widen=True, say=say)
+
+
+def plain(cfg: Config) -> Config:
+  """The configuration of the base of a model with adapters."""
+  return config.replace(cfg, lora_rank=0, lora_weight_qtype="", lora_restore_path="", lora_module_path="")
+
+
+def open_adapted(
+  place: ModelPlace | None, cfg: Config, wanted: Mapping[str, Any], resumed: bool = False
+) -> Callable[[], dict]:
+  """As `open_parameters`, for a model with adapters: reads its base from `place`, and those of lora_restore_path.
+
+  resumed: the adapters come from a checkpoint. Matrices that lora_weight_qtype narrows are read one by one on the host.
+  """
+  import jax
+  from flax import nnx
+  from flax.traverse_util import flatten_dict, unflatten_dict
+
+  from maxghost import models
+  from maxghost.adapters.lora import scale
+  from maxghost.adapters.quantized import quantize
+  from maxghost.parallel.shardings import slash_path
+
+  flat: dict[Any, Any] = flatten_dict(wanted["model"])
+  fresh = {slash_path(path): path for path in flat if "lora" in path or "_lora_" in path[-1]}
+  given, restored = cfg.adapter.lora_restore_path, {}
+  if given and not resumed:
+    settings, restored = merge.open_adapter(given, cfg.model)
+    there = {label: tuple(x.shape) for label, x in restored.items()}
+    here = {label: tuple(flat[path].shape) for label, path in fresh.items()}
+    unlike = sorted(label for label in there.keys() | here.keys() if there.get(label) != here.get(label))
+    if unlike or not math.isclose(settings.scale, scale(cfg.adapter), rel_tol=1e-7):
+      what = f"{unlike[0]} is {there.get(unlike[0], 'missing')} there" if unlike else "its scale is another"
+      keys = f"lora_rank={settings.rank} lora_alpha={settings.scale * settings.rank:.9g}"
+      raise ConfigError(f"lora_restore_path={given} does not fit the adapters of this run: {what}; it has {keys}")
+  kernels = {tuple(map(str, p)): v for p, v in nnx.to_flat_state(nnx.state(models.create_abstract(plain(cfg))))}
+  same = {p: p in flat and flat[p].dtype == v.dtype for p, v in kernels.items()}
+  asked = {p: flat[p] if same[p] else jax.ShapeDtypeStruct(v.shape, v.dtype) for p, v in kernels.items()}
+  read = open_parameters(place, plain(cfg), {"model": unflatten_dict(asked)}) if place else lambda: {"model": {}}
+
+  def read_all() -> dict:
+    found: dict[Any, Any] = {fresh[label]: x for label, x in restored.items()}
+    arrays: dict[Any, Any] = flatten_dict(read()["model"])
+    for path, x in arrays.items():
+      if path in flat:
+        found[path] = x
+        continue
+      in_axes, out_axes = kernels[path].get_metadata()["matrix"]
+      narrow = cfg.adapter.lora_weight_qtype, x.ndim - in_axes - out_axes, in_axes
+      parts = jax.jit(quantize, static_argnums=(1, 2, 3))(x, *narrow)
+      found |= {(*path[:-1], name): part for name, part in parts.items()}
+    put = {p: jax.device_put(x.astype(flat[p].dtype), flat[p].sharding) for p, x in found.items()}
+    return {"model": unflatten_dict(put)}
+
+  return read_all
+
+
+def frozen(cfg: Config, wanted: Mapping[str, Any]) -> dict:
+  """The arrays `wanted` of the base below the adapters of a run, from load_parameters_path or init_weights_seed."""
+  from flax.traverse_util import flatten_dict, unflatten_dict
+
+  from maxghost.training import state
+
+  given = cfg.checkpoint.load_parameters_path
+  read = open_adapted(model_path.find(given), cfg, wanted, True) if given else None
+  found: dict[Any, Any] = flatten_dict(read() if read else state.to_tree(state.create_split(cfg)[1]))
+  return unflatten_dict({path: found[path] for path in flatten_dict(wanted)})

@@ -50,21 +50,28 @@ def _run(cfg: Config, force: bool, signals: StopSignals) -> int:
 
 def _parameters(cfg: Config, existing: Existing) -> Callable | None:
   """A function that opens what the run begins with; None for a run that has a checkpoint and needs it no more."""
-  if not cfg.checkpoint.given or (run_directory.has_checkpoint(existing) and cfg.reference != "start"):
+  resumed = run_directory.has_checkpoint(existing)
+  needed = not resumed or cfg.adapter.lora_rank or cfg.reference == "start"
+  if not needed or not (cfg.checkpoint.given or cfg.adapter.lora_restore_path):
     return None
   from maxghost import load_model
   from maxghost.interop import model_path
 
-  place = load_model.check_config(cfg)
-  if cfg.checkpoint.load_full_state_path:
+  place = load_model.check_config(cfg) if cfg.checkpoint.given else None
+  if place and cfg.checkpoint.load_full_state_path:
     load_model.check_steps(place, cfg)
 
   def open_parameters(wanted: Mapping) -> Callable[[], dict]:
     wanted = wanted if cfg.checkpoint.load_full_state_path else {"model": wanted["model"]}
-    read = load_model.open_parameters(place, cfg, wanted)
+    if cfg.adapter.lora_rank:
+      read = load_model.open_adapted(place, cfg, wanted, resumed and cfg.reference != "start")
+    else:
+      assert place is not None
+      read = load_model.open_parameters(place, cfg, wanted)
 
     def read_all() -> dict:
-      model_path.keep_huggingface(place, cfg, existing.path)
+      if place:
+        model_path.keep_huggingface(place, cfg, existing.path)
       return read()
 
     return read_all

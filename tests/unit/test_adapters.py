@@ -46,10 +46,10 @@ class MergedGradients:
   """As `oracles.ExampleGradients`, of the adapters, through the merged plain model."""
 
   def __init__(self, cfg):
-    self.cfg = config.replace(cfg, lora_rank=0, lora_module_path="", lora_dropout=0.0, ghost_rank=0)
-    self.scale = cfg.adapter.lora_alpha / cfg.adapter.lora_rank ** (0.5 if cfg.adapter.lora_use_rslora else 1)
+    self.cfg = config.replace(cfg, lora_rank=0, lora_module_path="", lora_dropout=0.0, lora_weight_qtype="")
+    self.scale = cfg.adapter.lora_alpha / cfg.adapter.lora_rank
     graphdef, params, rest = nnx.split(tiny.make_model(self.cfg), nnx.Param, ...)
-    base = {label: jnp.asarray(v) for label, v in tiny.by_label(params).items()}
+    base = {label: jnp.asarray(v) for label, v in self.base(tiny.by_label(params)).items()}
 
     def loss(values, row):
       whole = merged(base, values, self.scale, jnp)
@@ -61,6 +61,10 @@ class MergedGradients:
       return jnp.sum(jnp.where(row["targets_segmentation"][0] != 0, losses, 0))
 
     self._gradients = jax.jit(jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0)))
+
+  def base(self, base: dict) -> dict:
+    """The weights below the adapters."""
+    return base
 
   def __call__(self, rows: dict, values: dict) -> dict:
     values = {label: jnp.asarray(v) for label, v in values.items() if "lora" in label}
@@ -85,7 +89,7 @@ CASES = {
   "adam": {},
   "adam-float32": {"dtype": "float32", "weight_dtype": "float32"},
   "sgd": {"ghost_direction": "sgd", "lora_module_path": ".*/(query|wi_0|wo)", "scan_layers": False},
-  "path": {"ghost_direction": "path", "lora_use_rslora": True},
+  "path": {"ghost_direction": "path", "lora_alpha": 7.0},
   "forward_mode": {"ghost_schedule": "forward_mode", "remat_policy": "none"},
   "experts": {**routed.MIXTRAL, "lora_module_path": ".*/(key|out|gate|wi_[01]|wo)"},
   "biases-tied": {
@@ -319,6 +323,7 @@ def test_maxtexts_groups_of_keys_are_read(tmp_path):
   assert loaded.origins["lora_alpha"] == f"{path}:1"
   assert config.load(path, "lora.enable_lora=false").adapter.lora_rank == 0
   assert config.load("enable_lora=true", "adam_weight_decay=0").adapter.lora_rank == 8
+  assert config.load(path, "lora_use_rslora=true", "lora_rank=9").adapter.lora_alpha == 6  # 2 times the root of 9
   with pytest.raises(ConfigError, match="unknown key 'lora_rnak'"):
     config.load("lora.lora_rnak=6")
   path.write_text("lora: {lora_rnak: 4}")

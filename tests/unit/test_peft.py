@@ -332,8 +332,8 @@ def test_adapters_of_peft_and_adapters_for_peft(name, tmp_path):
 def adapted_here(name, cfg, settings, arrays, tokens):
   """(logits, {label: gradient}) of the model with adapters in its layers."""
   with_adapters = config.replace(
-    cfg, adam_weight_decay=0.0, lora_rank=settings.rank, lora_alpha=settings.alpha,
-    lora_use_rslora=settings.use_rslora, lora_module_path="|".join(
+    cfg, adam_weight_decay=0.0, lora_rank=settings.rank, lora_alpha=settings.scale * settings.rank,
+    lora_module_path="|".join(
       {re.sub("(/lora/|_lora_)[ab]$", "", label) for label in arrays}
     ),
   )  # fmt: skip

@@ -8,23 +8,18 @@ an adapter's are `.../query/lora/a` and `.../query/lora/b`. Those of experts `..
 import re
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 
 from maxghost import models
-from maxghost.adapters import lora
-from maxghost.adapters.lora import AdaptedEinsum, AdaptedLinear, AdaptedLinearGeneral, Lora
+from maxghost.adapters import lora, quantized
 from maxghost.config.schema import AdapterConfig, Config
 from maxghost.config.values import ConfigError
 from maxghost.models import dense
 from maxghost.models.moe import RoutedMoe
 from maxghost.parallel.shardings import slash_path
 
-ADAPTED: dict[type, type] = {
-  nnx.Linear: AdaptedLinear,
-  nnx.LinearGeneral: AdaptedLinearGeneral,
-  nnx.Einsum: AdaptedEinsum,
-}
-PLAIN = {adapted: layer for layer, adapted in ADAPTED.items()}
+_DENSE = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 
 
 def create(cfg: Config) -> models.Transformer:
@@ -39,27 +34,30 @@ def create_abstract(cfg: Config) -> models.Transformer:
 
 
 def attach(model: Any, cfg: AdapterConfig, seed: int = 0) -> Any:
-  """Puts adapters on a model, in place, and returns it.
+  """Puts adapters on any nnx model, in place, and returns it; layers may be stacked. seed: of the initial values.
 
-  Args:
-    model: Any nnx model; layers may be stacked. It may be abstract inside `nnx.eval_shape`.
-    cfg: lora_module_path is matched against the whole path of a layer (`re.fullmatch`), such as
-      decoder/layers/self_attention/query, and for experts that of a matrix, such as decoder/layers/moe/wi_0.
-    seed: Of the initial values.
-
-  Raises:
-    ConfigError: For a pattern that matches no layer, or one that can have no adapter.
+  lora_module_path is matched with the whole path of a layer, such as decoder/layers/self_attention/query, and of
+  experts that of a matrix, such as decoder/layers/moe/wi_0. Dense layers no longer form weight gradients. Raises
+  ConfigError for a pattern without a match, and for layers that can have no adapter, or not this lora_weight_qtype.
   """
   layers, found = _places(model), []
   wanted = re.compile(cfg.lora_module_path) if cfg.lora_module_path else None
   for label, (module, name, by_default) in layers.items():
     if by_default if wanted is None else wanted.fullmatch(label):
       found.append(label)
-      _adapt(module, name, label, cfg, lora.key_of(seed, label))
+      (_adapt_experts if name else _adapt)(module, name, label, cfg, lora.key_of(seed, label))
   if not found:
     known = ", ".join(layers) or "none"
     raise ConfigError(f"lora_module_path='{cfg.lora_module_path}' matches no layer that can have an adapter: {known}")
-  _freeze(model)
+  for label, (module, name, by_default) in layers.items():
+    if cfg.lora_weight_qtype == "bfloat16" and (by_default or name):
+      kernel = getattr(module, name or "kernel")
+      setattr(module, name or "kernel", kernel.replace(kernel[...].astype(jnp.bfloat16)))
+    elif cfg.lora_weight_qtype and by_default:
+      quantized.quantize_layer(module, label, cfg.lora_weight_qtype)
+  for _, node in nnx.iter_graph(model):
+    if isinstance(node, nnx.LinearGeneral) and node.dot_general is dense.dot_general:
+      node.dot_general = dense.frozen_dot_general
   return model
 
 
@@ -67,10 +65,10 @@ def disabled(model: Any) -> Any:
   """The model without its adapters. It shares the arrays of `model`, which stays as it is."""
   plain = nnx.merge(*nnx.split(model))
   for _, node in nnx.iter_graph(plain):
-    if type(node) in PLAIN:
-      for name in ("lora", "lora_dropout", "lora_order")[: 3 if isinstance(node, AdaptedEinsum) else 2]:
+    if isinstance(node, nnx.Module) and isinstance(getattr(node, "lora", None), lora.Lora):
+      for name in lora.ATTRIBUTES:
         delattr(node, name)
-      object.__setattr__(node, "__class__", PLAIN[type(node)])
+      object.__setattr__(node, "__class__", type(node).__base__)
     elif isinstance(node, RoutedMoe):
       for name in [name for name in vars(node) if name.endswith(("_lora_a", "_lora_b"))]:
         delattr(node, name)
@@ -83,32 +81,29 @@ def _places(model: Any) -> dict[str, tuple[Any, str, bool]]:
   routers = {id(node.gate) for _, node in modules if isinstance(node, RoutedMoe)}
   found = {}
   for label, node in modules:
-    if type(node) in ADAPTED:
+    if type(node) in _DENSE:
       found[label] = (node, "", id(node) not in routers)
     elif isinstance(node, RoutedMoe):
       found |= {f"{label}/{name}": (node, name, False) for name in (*node.branches, "wo")}
   return found
 
 
-def _adapt(module: Any, name: str, label: str, cfg: AdapterConfig, key) -> None:
-  """Puts an adapter on one layer, or on the experts' matrix `name`."""
-  if name:
-    _adapt_experts(module, name, label, cfg, key)
-    return
-  layer, in_axes, out_axes = module, 1, 1
-  if isinstance(module, nnx.LinearGeneral):
-    in_axes, out_axes = len(module.in_features), len(module.out_features)
-    if tuple(module.axis) != tuple(range(-in_axes, 0)) or module.batch_axis:
-      raise ConfigError(f"{label} takes no adapter: it contracts other axes than the last ones ({module.axis})")
-  elif isinstance(module, nnx.Einsum):
+def _adapt(layer: Any, _: str, label: str, cfg: AdapterConfig, key) -> None:
+  in_axes, out_axes, order = 1, 1, None
+  if isinstance(layer, nnx.LinearGeneral):
+    in_axes, out_axes = len(layer.in_features), len(layer.out_features)
+    if tuple(layer.axis) != tuple(range(-in_axes, 0)) or layer.batch_axis:
+      raise ConfigError(f"{label} takes no adapter: it contracts other axes than the last ones ({layer.axis})")
+  elif isinstance(layer, nnx.Einsum):
     try:
-      before, after, in_axes = lora.einsum_order(module.einsum_str)
+      *order, in_axes = lora.einsum_order(layer.einsum_str)
     except ValueError as error:
       raise ConfigError(f"{label}: {error}; leave it out of lora_module_path") from error
-    layer.lora_order, out_axes = (before, after), len(module.kernel_shape) - in_axes
-  layer.lora = Lora(cfg, layer.kernel, in_axes, out_axes, layer, key)
-  layer.lora_dropout = cfg.lora_dropout
-  object.__setattr__(layer, "__class__", ADAPTED[type(layer)])
+    out_axes = len(layer.kernel_shape) - in_axes
+  adapter = lora.Lora(cfg, layer.kernel, in_axes, out_axes, layer, key)
+  for name, value in zip(lora.ATTRIBUTES, (adapter, cfg.lora_dropout, order and tuple(order)), strict=True):
+    setattr(layer, name, value)
+  object.__setattr__(layer, "__class__", lora.adapted(type(layer)))
 
 
 def _adapt_experts(module: RoutedMoe, name: str, label: str, cfg: AdapterConfig, key) -> None:
@@ -120,10 +115,3 @@ def _adapt_experts(module: RoutedMoe, name: str, label: str, cfg: AdapterConfig,
   setattr(module, f"{name}_lora_a", a)
   setattr(module, f"{name}_lora_b", b)
   module.lora_scale = lora.scale(cfg)
-
-
-def _freeze(model: Any) -> None:
-  """Lets the dense layers of the base form no weight gradients."""
-  for _, node in nnx.iter_graph(model):
-    if isinstance(node, nnx.LinearGeneral) and node.dot_general is dense.dot_general:
-      node.dot_general = dense.frozen_dot_general

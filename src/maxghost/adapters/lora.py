@@ -1,11 +1,11 @@
-"""Low-rank adapters of frozen dense layers (LoRA).
+"""Low-rank adapters of frozen dense layers: y = x W becomes y = x W + s (drop(x) a) b (Hu et al., arXiv:2106.09685).
 
-A dense layer y = x W becomes y = x W + scale (drop(x) a) b, with W frozen. Source: Hu et al., arXiv:2106.09685;
-initial values and scale as in PEFT: a uniform in +-1/sqrt(d), b zero, scale alpha / r or (rsLoRA) alpha / sqrt(r).
+As in PEFT, a begins uniform in +-1/sqrt(d) and b zero; the scale s is alpha / r.
 
 d inputs of the dense layer, over all of its input axes *I; *O output axes; r rank; *stack axes of stacked layers.
 """
 
+import functools
 import math
 import zlib
 from typing import Any
@@ -19,11 +19,7 @@ from maxghost.models import dense, layers
 
 
 class Lora(nnx.Module):
-  """scale (x a) b for x [..., *I], with Params a [d, r] and b [r, *O]; the child `lora` of a dense layer.
-
-  kernel: of the dense layer, [*stack, *I, *O]. in_axes, out_axes: numbers of axes in I and in O. The Params have the
-  kernel's dtype, but at least float32; products have the dtype of the layer.
-  """
+  """scale (x a) b for x [..., *I], with Params a [d, r] and b [r, *O]; the child `lora` of a dense layer."""
 
   def __init__(self, cfg: AdapterConfig, kernel: nnx.Param, in_axes: int, out_axes: int, layer: Any, key):
     self.a, self.b = params(cfg, key, kernel, in_axes, out_axes)
@@ -32,7 +28,7 @@ class Lora(nnx.Module):
 
   def __call__(self, x):
     x, a, b = self.cast(x, self.a[...], self.b[...])
-    return product(product(x, a, self.precision) * jnp.asarray(self.scale, x.dtype), b, self.precision)
+    return self._product(self._product(x, a) * jnp.asarray(self.scale, x.dtype), b)
 
   def cast(self, x, *matrices):
     """x [..., d], and the matrices, in the dtype of the products."""
@@ -40,9 +36,12 @@ class Lora(nnx.Module):
     x = x.reshape(*x.shape[: x.ndim - self.in_axes], -1)
     return x.astype(dtype), *(matrix.astype(dtype) for matrix in matrices)
 
+  def _product(self, x, w):
+    return dense.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), self.precision)
+
 
 def params(cfg: AdapterConfig, key, kernel: nnx.Param, in_axes: int, out_axes: int):
-  """The Params (a [*stack, d, r], b [*stack, r, *O]) for a kernel [*stack, *I, *O]."""
+  """The Params (a [*stack, d, r], b [*stack, r, *O]) for a kernel [*stack, *I, *O]; of its dtype, or float32."""
   depth, axes = kernel.ndim - in_axes - out_axes, kernel.get_metadata().get("axes")
   stack, outputs = kernel.shape[:depth], kernel.shape[depth + in_axes :]
   num_inputs = math.prod(kernel.shape[depth : depth + in_axes])
@@ -58,55 +57,28 @@ def params(cfg: AdapterConfig, key, kernel: nnx.Param, in_axes: int, out_axes: i
 
 
 def scale(cfg: AdapterConfig) -> float:
-  """What an adapter's product is multiplied with."""
-  return cfg.lora_alpha / (cfg.lora_rank**0.5 if cfg.lora_use_rslora else cfg.lora_rank)
+  return cfg.lora_alpha / cfg.lora_rank
 
 
-def product(x, w, precision=None):
-  """x [..., I] w [I, *O] -> [..., *O]."""
-  return dense.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), precision)
+ATTRIBUTES = ("lora", "lora_dropout", "lora_order")  # of a layer with an adapter; the last is of `einsum_order`
 
 
-# Frozen dense layers with an adapter. They have one base each, so that a layer can become one of them.
+@functools.cache
+def adapted(layer_type: type) -> type:
+  """The class of such a layer with an adapter."""
 
+  def call(self, x):
+    z, (before, after) = dropped(x, self.lora_dropout), self.lora_order or ((), ())
+    y = self.lora(z.transpose(before) if before else z)
+    return layer_type.__call__(self, x) + (y.transpose(after) if after else y)
 
-class AdaptedLinear(nnx.Linear):
-  """`nnx.Linear` with an adapter."""
-
-  lora: Lora
-  lora_dropout: float
-
-  def __call__(self, x):
-    return super().__call__(x) + self.lora(dropped(x, self.lora_dropout))
-
-
-class AdaptedLinearGeneral(nnx.LinearGeneral):
-  """`nnx.LinearGeneral` over trailing axes with an adapter."""
-
-  lora: Lora
-  lora_dropout: float
-
-  def __call__(self, x):
-    return super().__call__(x) + self.lora(dropped(x, self.lora_dropout))
-
-
-class AdaptedEinsum(nnx.Einsum):
-  """`nnx.Einsum` with an adapter. lora_order: see `einsum_order`."""
-
-  lora: Lora
-  lora_dropout: float
-  lora_order: tuple[tuple[int, ...], tuple[int, ...]]
-
-  def __call__(self, x):
-    before, after = self.lora_order
-    return super().__call__(x) + self.lora(dropped(x, self.lora_dropout).transpose(before)).transpose(after)
+  return type(f"Adapted{layer_type.__name__}", (layer_type,), {"__call__": call})
 
 
 def einsum_order(einsum_str: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
   """(order of x with its contracted axes last, order of [*rest, *O] as the output has it, number of contracted axes).
 
-  The kernel's contracted axes come first, in their order. Raises ValueError for another kernel, or one with axes that
-  are shared by input and output (a matrix for each of them).
+  Raises ValueError for a kernel with other axes than the contracted ones and then those of the output alone.
   """
   inputs, _, out = einsum_str.replace(" ", "").partition("->")
   x, kernel = inputs.split(",")
@@ -125,8 +97,7 @@ def dropped(x, rate: float):
   keys = layers.adapter_keys.get()
   if not rate or keys is None:
     return x
-  keep = jax.random.bernoulli(next(keys), 1 - rate, x.shape)
-  return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
+  return jnp.where(jax.random.bernoulli(next(keys), 1 - rate, x.shape), x / (1 - rate), jnp.zeros((), x.dtype))
 
 
 def key_of(seed: int, label: str):

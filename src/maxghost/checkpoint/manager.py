@@ -1,7 +1,8 @@
 """Saving and restoring a run: Orbax, in the background, newest good checkpoint first.
 
 A checkpoint `<run>/checkpoints/<step>/` holds the state after <step> completed steps:
-  items/      the state as a plain nested dict of arrays, {"model": {...}, "optimizer": {...}}, paths as in the model
+  items/      the state as a plain nested dict of arrays, {"model": {...}, "optimizer": {...}}, paths as in the model;
+              of a model with adapters only these
   positions/  JSON: where data, metrics and scores stood after that step, the config, one checksum per array, the
               versions that wrote it, and the checksum of all this
 A folder gets its name when all of it is written, and older ones go when it is durable. A checkpoint that cannot be
@@ -178,8 +179,8 @@ class CheckpointManager:
     changed = [name for name in found.keys() | saved.keys() if found.get(name) != saved.get(name)]
     if changed:
       raise CheckpointError(
-        f"{origin or 'init_weights_seed'} gives another reference than the one that the run in {self._directory} began "
-        f"with ({len(changed)} arrays differ, such as {min(changed)}); put it back, or start a new run_name"
+        f"{origin or 'init_weights_seed'} gives other frozen parameters than those that the run in {self._directory} "
+        f"began with ({len(changed)} arrays differ, such as {min(changed)}); put them back, or start a new run_name"
       )
 
   def _restore(self, step: int, abstract_tree: Mapping) -> Restored:

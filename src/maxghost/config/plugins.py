@@ -19,9 +19,9 @@ _WHOLE = "which forms whole directions"
 # {schedule: {what it cannot take: why}}; the names of `schedules.SCHEDULES`.
 SCHEDULE_LACKS: dict[str, dict[str, str]] = {
   "two_pass": {"offload": _WHOLE},
-  "reverse_scan": dict.fromkeys(("hessian", "val_every", "accumulation", "mask", "selection"), _ONE_WALK)
+  "reverse_scan": dict.fromkeys(("hessian", "val_every", "accumulation", "selection"), _ONE_WALK)
   | {"unstacked": "which walks back over stacked layers", "qk_clip": _NEVER_WHOLE},
-  "concat": dict.fromkeys(("hessian", "val_every", "accumulation", "mask", "selection"), _ONE_BATCH)
+  "concat": dict.fromkeys(("hessian", "val_every", "accumulation", "mask", "adapters", "selection"), _ONE_BATCH)
   | {
     "sets": "which scores against one validation set",
     "own_losses": "which has one loss for all rows",

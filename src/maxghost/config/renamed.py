@@ -38,6 +38,11 @@ def switched(value: bool, values: Values, key: str, usual: Any) -> dict[str, Any
   return {key: values[key] or usual} if value else {key: 0}
 
 
+def stabilized(value: bool, values: Values) -> dict[str, Any]:
+  """rsLoRA's scale, alpha over the root of the rank."""
+  return {"lora_alpha": values["lora_alpha"] * values["lora_rank"] ** 0.5} if value and values["lora_rank"] else {}
+
+
 def item(value: Any, values: Values, key: str, place: int, unset: Any = None) -> dict[str, Any]:
   """One item of a list that is set."""
   held = values[key]
@@ -71,7 +76,19 @@ def slices(value: int, values: Values) -> dict[str, Any]:
 
 _FOLDS: dict[str, Callable[..., dict[str, Any]]] = {
   fold.__name__: fold
-  for fold in (when, named, offload, switched, item, segment, validation_domain, validation_files, mixture, slices)
+  for fold in (
+    when,
+    named,
+    offload,
+    switched,
+    stabilized,
+    item,
+    segment,
+    validation_domain,
+    validation_files,
+    mixture,
+    slices,
+  )
 }
 
 

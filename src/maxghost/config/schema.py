@@ -232,7 +232,8 @@ class AdapterConfig:
   lora_alpha: float = key(8.0, minimum=1e-6)
   lora_module_path: str = key("")
   lora_dropout: float = key(0.0, minimum=0.0, maximum=0.999)
-  lora_use_rslora: bool = key(False)
+  lora_weight_qtype: str = key("", choices=("", "bfloat16", "int8", "nf4"))
+  lora_restore_path: str = key("")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -394,7 +395,7 @@ class Config:
     found = {plugins.OBJECTIVES[name].reference for name in named if name}
     if self.optimizer.dpo_algo in plugins.WITHOUT_REFERENCE or self.data.has_reference:
       found -= {"start"}
-    elif "start" in found and self.adapter.lora_rank:
+    elif "start" in found and self.adapter.lora_rank and not self.adapter.lora_restore_path:
       found = {"base"}
     return max(found, default="")
 

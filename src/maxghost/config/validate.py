@@ -175,12 +175,13 @@ def offloading(v: Values) -> Iterator[str]:
     near = min(divisors(v.base_num_decoder_layers), key=lambda k: abs(k * k - v.base_num_decoder_layers))
     fix = f"give segment_lengths, such as {near}" if v.scan_layers else "use scan_layers=true and segment_lengths"
     yield f"{given} moves one segment of layers at a time; {fix}"
-  if v.ghost_enabled and "offload" in plugins.SCHEDULE_LACKS[v.ghost_schedule]:
+  trained = not v.lora_rank or "optimizer" in v.offload_to_host  # beside frozen weights, adapters stay on the device
+  if v.ghost_enabled and trained and "offload" in plugins.SCHEDULE_LACKS[v.ghost_schedule]:
     instead = f"ghost_schedule=reverse_scan, not {v.ghost_schedule}, or ghost_enabled=false"
     yield f"{given} forms directions one segment at a time; use {instead}"
   if v.sample_every and "weights" in v.offload_to_host:
     yield f"{v['sample_every']} wants the weights on the device; use sample_every=0 with {given}"
-  if micro_batches > 1 and "weights" in v.offload_to_host:
+  if micro_batches > 1 and "weights" in v.offload_to_host and not v.lora_rank:
     yield f"{given} sends gradients to the host once per step; use gradient_accumulation_steps=1, not {micro_batches}"
 
 
@@ -372,6 +373,7 @@ def scoring(v: Values) -> Iterator[str]:
     "val_every": (v.ghost_val_every > 1, "ghost_val_every", "1"),
     "accumulation": (steps > 1, "gradient_accumulation_steps", "1"),
     "mask": (bool(v.trainable_parameters_mask), "trainable_parameters_mask", "[]"),
+    "adapters": (v.ghost_enabled and v.lora_rank > 0, "lora_rank", "0"),
     "selection": (v.ghost_select != "none", "ghost_select", "none"),
     "unstacked": (not v.scan_layers, "scan_layers", "true"),
     "qk_clip": (v.ghost_enabled and v.use_qk_clip, "use_qk_clip", "false"),
@@ -423,9 +425,16 @@ def reweighting(v: Values) -> Iterator[str]:
 
 
 def low_rank_adapters(v: Values) -> Iterator[str]:
-  if not v.lora_rank:
-    return
   given = v["lora_rank"]
+  if not v.lora_rank:
+    for name in ("lora_weight_qtype", "lora_restore_path"):
+      if getattr(v, name):
+        yield f"{v[name]} is read beside adapters; set lora_rank, such as 8, or leave {name} empty"
+    return
+  if v.lora_weight_qtype in ("int8", "nf4") and v.num_experts > 1:
+    yield f"{v['lora_weight_qtype']} keeps dense matrices, not those of experts; use bfloat16 with {v['num_experts']}"
+  if v.load_full_state_path:
+    yield f"{given} has a state of its own; use load_parameters_path for the base, and lora_restore_path for adapters"
   try:
     re.compile(v.lora_module_path)
   except re.error as error:

@@ -29,7 +29,7 @@ def open_adapter(path: str | Path, model: ModelConfig) -> tuple[Settings, dict[s
   for (leaf, layer), ref in held.items():
     if re.search(r"(/lora/|_lora_)[ab]$", name := "/".join(leaf)):
       found[name, layer] = {None: reader.part(ref, tuple(slice(0, size) for size in ref.shape))}
-  settings = Settings(given.lora_rank, given.lora_alpha, given.lora_dropout, given.lora_use_rslora)
+  settings = Settings(given.lora_rank, given.lora_alpha, given.lora_dropout)
   return settings, peft.stack(found, model, place.tree)
 
 

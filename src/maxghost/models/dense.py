@@ -25,8 +25,7 @@ def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_t
 
 def frozen_dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
   """As `dot_general` for a constant rhs: the backward pass does not need lhs, and the gradient of rhs is zero."""
-  if out_sharding is not None:
-    raise ValueError("a frozen dense layer takes no out_sharding")
+  assert out_sharding is None, "a frozen dense layer takes no out_sharding"
   return _frozen(_num_contracted(lhs, dimension_numbers), precision, preferred_element_type, lhs, rhs)
 
 
@@ -75,13 +74,8 @@ def _backward(count, precision, out_dtype, residuals, g):
 _dense = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0, 1, 2))
 
 
-def _frozen_forward(count, precision, out_dtype, x, w):
-  return contract(x, w, count, precision, out_dtype), (jnp.zeros((), x.dtype), w)
-
-
-def _frozen_backward(count, precision, out_dtype, kept, g):
-  like, w = kept
-  return contract_transposed(g, w, count, precision, like.dtype), None
-
-
-_frozen = autodiff.with_backward(_frozen_forward, _frozen_backward, nondiff_argnums=(0, 1, 2))
+_frozen = autodiff.with_backward(
+  lambda count, precision, dtype, x, w: (contract(x, w, count, precision, dtype), (jnp.zeros((), x.dtype), w)),
+  lambda count, precision, _, kept, g: (contract_transposed(g, kept[1], count, precision, kept[0].dtype), None),
+  nondiff_argnums=(0, 1, 2),
+)

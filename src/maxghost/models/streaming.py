@@ -85,7 +85,8 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
   """Runs carry = body(carry, x, shared) over the layers, with the leaves of xs on the host streamed by segments.
 
   Values and gradients are those of `segments.scan`. The gradient of a leaf on the host is sent there segment by
-  segment, so that device memory holds the weights of two segments and the gradient of one.
+  segment, so that device memory holds the weights of two segments and the gradient of one. Leaves that are not
+  differentiated have none.
 
   carry: a pytree of floats. xs: leaves with a leading layer axis. shared: inputs of every layer. segment_lengths: as in
   `segments.scan`, at least one.
@@ -100,32 +101,43 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
     xs, shared = _joined(floats, others), _joined(shared_floats, shared_others)
     return segments.scan(lambda c, x: (body(c, x, shared), None), carry, xs, segment_lengths[1:])[0]
 
-  @jax.custom_vjp
-  def run(carry, floats, shared_floats, others, shared_others):
-    return forward(carry, floats, shared_floats, others, shared_others)[0]
-
-  def forward(carry, floats, shared_floats, others, shared_others):
+  def through(carry, floats, shared_floats, others, shared_others):
     def step(carry, _, here):
       return segment(carry, here[0], shared_floats, here[1], shared_others), carry
 
-    carry, boundaries = loop(step, carry, None, (floats, others))
-    return carry, (boundaries, floats, shared_floats, others, shared_others)
+    return loop(step, carry, None, (floats, others))
+
+  def forward(*arguments):
+    is_leaf = lambda x: isinstance(x, jax.custom_derivatives.CustomVJPPrimal)  # noqa: E731
+    of = lambda get: jax.tree.map(get, arguments, is_leaf=is_leaf)  # noqa: E731
+    moving, still = (of(lambda x, flag=flag: x.value if x.perturbed == flag else None)[1] for flag in (True, False))
+    out, boundaries = through(*(values := of(lambda x: x.value)))
+    return out, (boundaries, moving, still, *values[2:])
 
   def backward(residuals, cotangent):
-    boundaries, floats, shared_floats, others, shared_others = residuals
+    boundaries, moving, still, shared_floats, others, shared_others = residuals
 
     def step(state, x, here):
       cotangent, shared_cotangents = state
-      _, pull = jax.vjp(lambda c, own, all: segment(c, own, all, here[1], shared_others), x, here[0], shared_floats)
+      moving_here, still_here, others_here = here
+      apply = lambda c, own, all: segment(c, _joined(own, still_here), all, others_here, shared_others)  # noqa: E731
+      _, pull = jax.vjp(apply, x, moving_here, shared_floats)
       cotangent, weights, added = pull(cotangent)
-      return (cotangent, jax.tree.map(jnp.add, shared_cotangents, added)), like(weights, floats)
+      return (cotangent, jax.tree.map(jnp.add, shared_cotangents, added)), like(weights, moving)
 
     zeros = jax.tree.map(jnp.zeros_like, shared_floats)
-    (cotangent, shared_cotangents), weights = loop(step, (cotangent, zeros), boundaries, (floats, others), reverse=True)
+    state, stacked = (jax.tree.map(_instantiated, cotangent), zeros), (moving, still, others)
+    (cotangent, shared_cotangents), weights = loop(step, state, boundaries, stacked, reverse=True)
     return cotangent, weights, shared_cotangents, *(jax.tree.map(no_cotangent, t) for t in (others, shared_others))
 
-  run.defvjp(forward, backward)
+  run = jax.custom_vjp(lambda *arguments: through(*arguments)[0])
+  run.defvjp(forward, backward, symbolic_zeros=True)
   return run(carry, floats, shared_floats, others, shared_others)
+
+
+def _instantiated(cotangent: Any) -> Any:
+  zero: Any = cotangent if isinstance(cotangent, jax.custom_derivatives.SymbolicZero) else None
+  return cotangent if zero is None else jnp.zeros(zero.shape, zero.dtype)
 
 
 def _separate(tree):

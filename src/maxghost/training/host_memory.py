@@ -23,14 +23,21 @@ from maxghost.parallel.shardings import HOST
 
 @dataclasses.dataclass(frozen=True)
 class HostMemory:
-  """Selects the Variables of a train state that live in host memory."""
+  """Selects the Variables of a train state that live in host memory. frozen: adapters stay on the device."""
 
   weights: bool
   optimizer: bool
+  frozen: bool = False
 
   @classmethod
   def of(cls, cfg: Config) -> "HostMemory":
-    return cls("weights" in cfg.model.offload_to_host, "optimizer" in cfg.model.offload_to_host)
+    held = cfg.model.offload_to_host
+    return cls("weights" in held, "optimizer" in held, cfg.adapter.lora_rank > 0)
+
+  @property
+  def updates(self) -> bool:
+    """Whether an update of the parameters has to fetch anything."""
+    return self.optimizer or (self.weights and not self.frozen)
 
   def __bool__(self) -> bool:
     return self.weights or self.optimizer
@@ -60,11 +67,13 @@ class HostMemory:
   def _mapped(self, state: nnx.State, move: Callable) -> nnx.State:
     if not self:
       return state
-    streamed: dict[Any, bool] = {"model": self.weights, "optimizer": self.optimizer, "stored_gradients": self.weights}
-    flat = [
-      (path, v.replace(move(v.get_value())) if streamed.get(path[0]) and is_stacked(v) else v)
-      for path, v in nnx.to_flat_state(state)
-    ]
+    streamed: dict[Any, bool] = {"model": self.weights, "optimizer": self.optimizer}
+    streamed["stored_gradients"] = self.weights and not self.frozen
+
+    def moved(path: tuple, v: nnx.Variable) -> bool:
+      return bool(streamed.get(path[0])) and is_stacked(v) and not isinstance(v, nnx.LoRAParam)
+
+    flat = [(path, v.replace(move(v.get_value())) if moved(path, v) else v) for path, v in nnx.to_flat_state(state)]
     return nnx.from_flat_state(flat)
 
 

@@ -87,7 +87,7 @@ class Held:
   """One Variable of the train state.
 
   row: of the table. whole: its shape. shape: of the part on this device. gathered: number of elements when a layer uses
-  it, gathered along the mesh axes that split the batch.
+  it, gathered along the mesh axes that split the batch. frozen: it is below adapters, without gradient.
   """
 
   row: str
@@ -98,6 +98,7 @@ class Held:
   dtype: str
   on_host: bool
   gathered: int
+  frozen: bool = False
 
   @property
   def stacked(self) -> bool:
@@ -116,7 +117,12 @@ class PlacedState:
     self.layout, self._graphdef, self._abstract = layout, split[0], layout.abstract(split[1])
     length_axes = next((axes for name, axes in layout.rules.rows if name == "activation_length"), ())
     batch_axes = {*layout.rules.batch_axes, *layout.rules.active(length_axes)}
-    self.variables = [self._held(path, v, batch_axes) for path, v in nnx.to_flat_state(self._abstract)]
+    adapted = any(isinstance(v, nnx.LoRAParam) for _, v in nnx.to_flat_state(self._abstract))
+    self.variables = [
+      dataclasses.replace(held, frozen=adapted and held.row == PARAMETERS and not isinstance(v, nnx.LoRAParam))
+      for path, v in nnx.to_flat_state(self._abstract)
+      for held in [self._held(path, v, batch_axes)]
+    ]
     self._twins: dict[tuple, Twin] = {}
 
   def _held(self, path: tuple, variable: nnx.Variable, batch_axes: set[str]) -> Held:
@@ -162,12 +168,13 @@ class Device:
     return self.layout.rows(num_rows).shard_shape((num_rows,))[0]
 
   def elements(self, stacked: bool | None = None) -> int:
-    """Elements of the parameters in the stack, outside it, or (None) of all."""
-    return sum(v.elements for v in self.params.values() if stacked is None or stacked == v.stacked)
+    """Elements of the trained parameters in the stack, outside it, or (None) of all."""
+    params = [v for v in self.params.values() if not v.frozen]
+    return sum(v.elements for v in params if stacked is None or stacked == v.stacked)
 
   @property
   def layer(self) -> int:
-    """Elements of the parameters of one layer."""
+    """Elements of the trained parameters of one layer."""
     return self.elements(True) // self.cfg.model.base_num_decoder_layers
 
   @property
@@ -194,7 +201,8 @@ class Device:
   def host_bytes(self) -> int:
     """Bytes of the state and of the gradients of streamed weights in host memory."""
     held = [v for v in self.variables if v.on_host]
-    return sum(v.elements * jnp.dtype(v.dtype).itemsize * (2 if v.row == PARAMETERS else 1) for v in held)
+    with_gradient = [v for v in held if v.row == PARAMETERS and not v.frozen]
+    return sum(v.elements * jnp.dtype(v.dtype).itemsize for v in [*held, *with_gradient])
 
   def factors(self, param: ScoredParam) -> int:
     """Elements of a parameter's factors on this device; 0 for a whole direction."""
@@ -218,6 +226,9 @@ class Step:
     self.device, self.ghost, self.model = device, device.cfg.ghost, device.cfg.model
     m = self.model
     self.compute, self.weight, self.embed = m.dtype, m.weight_dtype, m.base_emb_dim
+    if device.cfg.adapter.lora_rank:  # the dtype of what is trained
+      self.weight = str(jnp.promote_types(m.weight_dtype, "float32"))
+    self.streams = "weights" in m.offload_to_host and not device.cfg.adapter.lora_rank  # what is trained
     self.rows = device.rows + (device.val_rows if self.ghost.ghost_schedule == "concat" else 0)
     self.tokens, self.val_tokens = self.rows * device.length, device.val_rows * device.length
     self.num_heads = device.part(m.base_num_query_heads, "activation_heads")
@@ -231,7 +242,7 @@ class Step:
     self.linear_attention = m.attention == "flash" or in_blocks
     self.walks_back = device.num_sets > 0 and self.ghost.ghost_schedule == "reverse_scan"
     # The rows take turns if the validation gradients of a layer are smaller than its inputs, over all devices.
-    stacked = [v for v in device.params.values() if v.stacked]
+    stacked = [v for v in device.params.values() if v.stacked and not v.frozen]
     layer = sum(math.prod(v.whole[1:]) * jnp.dtype(v.dtype).itemsize for v in stacked)
     tokens = self.ghost.ghost_val_batch_size * device.cfg.data.max_target_length
     inputs = tokens * self.embed * jnp.dtype(self.compute).itemsize
@@ -259,7 +270,7 @@ class Step:
 
   def _gradients(self, segments: list[Tensor]) -> Rows:
     accumulates = self.device.cfg.optimizer.gradient_accumulation_steps > 1
-    held = self.device.elements(False if "weights" in self.model.offload_to_host else None)
+    held = self.device.elements(False if self.streams else None)
     tensors = [Tensor((held,), "float32" if accumulates else self.weight, "gradient of the step")]
     if accumulates:
       tensors.append(Tensor((held,), self.weight, "gradient of one micro-batch"))
@@ -270,10 +281,13 @@ class Step:
     layer, lengths = self.device.layer, self.model.segment_lengths
     why = "weights of a segment of {} layers, and their gradient"
     tensors = [Tensor((2, length * layer), self.weight, why.format(length)) for length in lengths]
+    below = [v for v in self.device.params.values() if v.stacked and v.frozen]
+    frozen = sum(v.elements * jnp.dtype(v.dtype).itemsize for v in below) // self.model.base_num_decoder_layers
+    if frozen:
+      tensors += [Tensor((n * frozen,), "int8", f"frozen weights of a segment of {n} layers") for n in lengths]
     if "weights" in self.model.offload_to_host:
-      tensors.append(
-        Tensor((lengths[0] * layer,), self.weight, "weights of the next segment, on their way from the host")
-      )
+      size, dtype = (frozen, "int8") if frozen else (layer, self.weight)
+      tensors.append(Tensor((lengths[0] * size,), dtype, "weights of the next segment, on their way from the host"))
     return tensors
 
   # The backward pass of a layer.
@@ -302,6 +316,9 @@ class Step:
     ]
     why = f"of {layers} layers, kept because remat_policy={self.model.remat_policy}"
     kept = [Tensor((layers, n, width), dtype, f"{name} {why}") for name, width, dtype in self._kept_per_token()]
+    if self.device.cfg.adapter.lora_weight_qtype in ("int8", "nf4"):
+      whole = self.embed * self.device.part(self.model.base_mlp_dim, "activation_mlp")
+      kept.append(Tensor((2, whole), self.compute, "matrices of one layer, from their codes"))
     return {CARRIES: carries, WITHIN: [*kept, *self._working()]}
 
   def _kept_per_token(self) -> list[tuple[str, int, str]]:
@@ -359,7 +376,7 @@ class Step:
     carries, why = self._layer_runs()[0]
     tile = "logits" if tiles == 1 else f"one of {tiles} tiles of the logits"
     wide = "float64" if c == "float64" else "float32"
-    head = [Tensor(table.shape, table.dtype, "gradient of the output table")]
+    head = [] if table.frozen else [Tensor(table.shape, table.dtype, "gradient of the output table")]
     hidden = [Tensor((n, d), c, "last hidden states", 2)]
     if tiles > 1 and m.vocab_tiling_axis == "vocab":
       # The blocks are interleaved, so the table is transposed to cut them, and their gradients to join them.
@@ -414,7 +431,7 @@ class Step:
       Tensor((sets * kept, self.val_tokens, embed), c, "layer inputs of the validation rows"),
     ]
     if self.ghost.curvature == "secant":
-      held = device.elements(False if "weights" in self.model.offload_to_host else None)
+      held = device.elements(False if self.streams else None)
       tensors.append(Tensor((sets, held), self.weight, "validation gradients for the next step"))
     waiting = Tensor((sets, self.val_tokens, embed), c, "cotangent of the validation rows")
     if self.in_turn and on_host:  # where the cotangent of the validation rows goes

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -157,7 +157,7 @@ class Session:
   def _restore(self) -> tuple[Any, Position]:
     """The newest valid checkpoint, or the start of the run."""
     plan, cfg, say = self._plan, self._cfg, self._console.line
-    restored = None
+    restored, frozen = None, []
     if cfg.checkpoint.checkpoint_period:
       self._checkpoints = self._open_checkpoints(
         self._path / run_directory.CHECKPOINTS,
@@ -165,7 +165,8 @@ class Session:
         asynchronous=cfg.checkpoint.async_checkpointing,
         say=say,
       )
-      restored = self._checkpoints.restore_latest(state.saved_parts(plan.state, Position(), cfg)[0])
+      own, _, *frozen = state.saved_parts(plan.state, Position(), cfg)
+      restored = self._checkpoints.restore_latest(own)
     if restored is not None:
       position = Position.from_json(restored.positions)
       run_directory.check_saved(self._path, restored.positions["config"], cfg)
@@ -182,13 +183,15 @@ class Session:
       if "steps" in self._existing.changed:
         before, now = self._existing.changed["steps"]
         say(f"steps: {before} -> {now}; the learning-rate schedule now spans {now} steps")
-      return state.from_tree(restored.tree | self._reference(restored), plan.state), position
-    train_state = state.create_split(cfg, plan.layout, plan.teacher)[1]
-    if self._read_parameters:
-      train_state = state.from_tree(state.to_tree(train_state) | self._read_parameters(), train_state)
-    tree = state.to_tree(train_state)
-    train_state = state.from_tree(tree | self._reference(model=tree["model"]), train_state)
-    if self._read_parameters and not cfg.checkpoint.load_full_state_path:
+      tree = restored.tree
+      if frozen:
+        kept = state.saved_parts(self._begun(), Position(), cfg)[2]
+        origin = cfg.optimizer.distill_teacher or cfg.checkpoint.load_parameters_path
+        self._checkpoints.check_frozen(restored, kept, origin)
+        tree = state.merged(tree, kept)
+      return state.from_tree(tree, plan.state), position
+    train_state = self._begun()
+    if cfg.checkpoint.load_parameters_path:
       say(f"Starting from the parameters of {cfg.checkpoint.load_parameters_path}")
     first = 0
     if given := cfg.checkpoint.load_full_state_path:
@@ -198,23 +201,15 @@ class Session:
       say(f"The run was stopped before its first checkpoint: it starts again at step {first}")
     return train_state, Position(completed_steps=first, rows=plan.rows)
 
-  def _reference(self, restored: Any = None, model: Mapping | None = None) -> dict:
-    """{REFERENCE: its arrays}, or {} for a run without one: copies of the parameters that the run began with.
-
-    restored: a checkpoint, with which the reference must agree. model: the tree of these parameters, if known.
-    """
-    plan, cfg = self._plan, self._cfg
-    wanted = state.to_tree(plan.state).get(state.REFERENCE)
-    if wanted is None:
-      return {}
-    if self._read_teacher:
-      model = self._read_teacher()["model"]
-    began = self._read_parameters or (lambda: state.to_tree(state.create_split(cfg, plan.layout)[1]))
-    tree = state.copied(began()["model"] if model is None else model, wanted)
-    if restored is not None:
-      origin = cfg.optimizer.distill_teacher or cfg.checkpoint.load_parameters_path
-      self._checkpoints.check_frozen(restored, tree, origin)
-    return {state.REFERENCE: tree}
+  def _begun(self) -> Any:
+    """The state that the run begins with; a reference is a copy of its parameters, or the teacher."""
+    tree = state.to_tree(state.create_split(self._cfg, self._plan.layout, self._plan.teacher)[1])
+    if self._read_parameters:
+      tree = state.merged(tree, self._read_parameters())
+    if state.REFERENCE in tree:
+      model = self._read_teacher()["model"] if self._read_teacher else tree["model"]
+      tree[state.REFERENCE] = state.copied(model, tree[state.REFERENCE])
+    return state.from_tree(tree, self._plan.state)
 
   def _open_sinks(self, position: Position) -> Sinks:
     """Opens the logs at a position; later records are removed."""

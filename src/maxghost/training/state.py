@@ -201,13 +201,23 @@ class Position:
 
 
 def saved_parts(state: nnx.State, position: Position, cfg: Config) -> tuple:
-  """(what a checkpoint holds of `to_tree`, its position and configuration, the reference if there is one), for `save`.
+  """(what a checkpoint holds of `to_tree`, its position and configuration, the frozen arrays if any), for `save`.
 
-  The reference is where the run read it from.
+  A reference, and the weights below adapters, are frozen: they are where the run read them from.
   """
-  tree, said = to_tree(state), dataclasses.asdict(position) | {"config": cfg.flat()}
-  saved = {name: part for name, part in tree.items() if name != REFERENCE}
-  return (saved, said, tree[REFERENCE]) if REFERENCE in tree else (saved, said)
+  flat = {tuple(map(str, path)): v for path, v in nnx.to_flat_state(state)}
+  adapted = any(isinstance(v, nnx.LoRAParam) for v in flat.values())
+  saved, frozen = {}, {}
+  for path, v in flat.items():
+    below = adapted and path[0] == "model" and not isinstance(v, nnx.LoRAParam)
+    (frozen if below or path[0] == REFERENCE else saved)[path] = v.get_value()
+  parts = unflatten_dict(saved), dataclasses.asdict(position) | {"config": cfg.flat()}
+  return (*parts, unflatten_dict(frozen)) if frozen else parts
+
+
+def merged(tree: Mapping, other: Mapping) -> dict:
+  """A tree with all arrays of both, those of the second where both have one."""
+  return unflatten_dict(flatten_dict(tree) | flatten_dict(other))
 
 
 def to_tree(state: nnx.State) -> dict:

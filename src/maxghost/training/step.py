@@ -120,7 +120,7 @@ def _clipped_update(cfg: Config, grads):
     return scaled(g, clip_factor, threshold)
 
   def update(train_state, read) -> None:
-    if HostMemory.of(cfg):
+    if HostMemory.of(cfg).updates:
       host_memory.apply_gradients(train_state.optimizer, train_state.model, grads, scale, segments[0])
       return
     gradient: Any = clipped

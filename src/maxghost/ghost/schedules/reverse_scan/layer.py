@@ -44,9 +44,9 @@ class Layers:
   """A model and its twin, split at the stacked layers.
 
   prefix: path of the layers. plain, probed: the whole model, and its twin with blank directions. params, rest: of all
-  layers, with a leading layer axis. graphdef, twin_graphdef, probes: of one layer. inner, outer: the scored parameters
-  of one layer, and those outside. state: the optimizer's, with the arrays of the layers that the ledger or the
-  directions read. scalars: of the twin's rule.
+  layers, with a leading layer axis; the rest holds frozen parameters. graphdef, twin_graphdef, probes: of one layer.
+  inner, outer: the scored parameters of one layer, and those outside. state: the optimizer's, with the arrays of the
+  layers that the ledger or the directions read. scalars: of the twin's rule.
   """
 
   def __init__(self, problem: Problem, prefix: tuple):
@@ -55,12 +55,14 @@ class Layers:
     self.problem, self.twin, self.prefix = problem, problem.twin, prefix
     twin, state, (graphdef, params, rest) = problem.twin, problem.state, problem.model
     self.plain = nnx.merge(graphdef, params, rest)
-    self.graphdef, self.params, self.rest = nnx.split(submodule(self.plain, prefix), nnx.Param, ...)
+    depth = len(prefix)
+    inside = [path[depth:] for path, _ in nnx.to_flat_state(params) if path[:depth] == prefix]
+    trained = nnx.filterlib.PathIn(*inside)
+    self.graphdef, self.params, self.rest = nnx.split(submodule(self.plain, prefix), trained, ...)
     self.probed = twin.blank(params, rest)
-    split = nnx.split(submodule(self.probed, prefix), nnx.Param, GhostProbe, GhostDirection, ...)
+    split = nnx.split(submodule(self.probed, prefix), trained, GhostProbe, GhostDirection, ...)
     self.twin_graphdef, _, *self.blank, _ = split  # probes, directions
     self.probes = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), self.blank[0])
-    depth = len(prefix)
     self.outer_params, self.outer_probes = (
       nnx.from_flat_state({path: v for path, v in nnx.to_flat_state(whole) if path[:depth] != prefix})
       for whole in (params, twin.zero_probes())

@@ -1,0 +1,139 @@
+"""Frozen matrices of a model in few bits: NF4 with double quantisation, or int8, dequantised inside the product.
+
+A matrix [d, p] is cut into blocks of t inputs of one output, each with its largest size m; t is 64, or the largest
+smaller power of two that divides d. int8: the nearest multiple of m / 127. NF4 (Dettmers et al., arXiv:2305.14314): the
+nearest of 16 quantiles of the normal distribution, times m; two codes in a byte. m itself is kept as its mean over the
+matrix plus a multiple of s / 127 in 8 bits, s the largest difference in a block of 256 outputs (or of the largest power
+of two that divides p).
+
+*stack layer axes; d inputs over all input axes; *O output axes; p outputs in all.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from maxghost.adapters.lora import adapted
+from maxghost.config.values import ConfigError
+from maxghost.models import autodiff, dense
+
+# Source: bitsandbytes, function create_normal_map; QLoRA, appendix E.
+LEVELS = (
+  -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+  -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+  0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_STEPS = 127  # of an 8-bit code on each side of zero
+_TILE, _BLOCK = 64, 256  # inputs in a block, and sizes of blocks with one scale
+NAMES = {"int8": ("codes", "sizes"), "nf4": ("codes", "sizes", "size_scales", "size_means")}
+
+
+class Frozen(nnx.Variable):
+  """A part of a quantised matrix."""
+
+
+def quantize(kernel, qtype: str, depth: int, in_axes: int) -> dict[str, Any]:
+  """The parts of a kernel [*stack, *I, *O] by name (`NAMES`); floats are float32, or the kernel's float64.
+
+  codes: int8 [*stack, d, *O], or uint8 [*stack, d / 2, *O] for nf4. sizes: m, [*stack, d / t, p]; int8 for nf4, with
+  size_scales [*stack, d / t, blocks] and size_means [*stack, 1, 1].
+  """
+  tile = math.gcd(_TILE, math.prod(kernel.shape[depth : depth + in_axes]))
+  stack, outputs = kernel.shape[:depth], kernel.shape[depth + in_axes :]
+  wide = jnp.promote_types(kernel.dtype, jnp.float32)
+  blocks = kernel.astype(wide).reshape(*stack, -1, tile, math.prod(outputs))
+  sizes = jnp.abs(blocks).max(-2)
+  share = blocks / _nonzero(sizes)[..., None, :]
+  if qtype == "int8":
+    return {"codes": jnp.round(share * _STEPS).astype(jnp.int8).reshape(*stack, -1, *outputs), "sizes": sizes}
+  index = jnp.zeros(share.shape, jnp.uint8)
+  for below, above in itertools.pairwise(LEVELS):
+    index = index + (share > jnp.asarray((below + above) / 2, wide)).astype(jnp.uint8)
+  pairs = index.reshape(*stack, -1, 2, math.prod(outputs))
+  mean = sizes.mean((-2, -1), keepdims=True)
+  rest = (sizes - mean).reshape(*sizes.shape[:-1], -1, math.gcd(_BLOCK, sizes.shape[-1]))
+  scale = jnp.abs(rest).max(-1)
+  rest = jnp.round(rest / _nonzero(scale)[..., None] * _STEPS).astype(jnp.int8).reshape(sizes.shape)
+  codes = (pairs[..., 0, :] | (pairs[..., 1, :] << 4)).reshape(*stack, -1, *outputs)
+  return {"codes": codes, "sizes": rest, "size_scales": scale, "size_means": mean}
+
+
+def _nonzero(x):
+  return jnp.where(x == 0, 1, x)
+
+
+def dequantize(parts: dict[str, Any], qtype: str, dtype, depth: int = 0):
+  """The matrix [*stack, d, *O] of its parts, computed in float32 (float64 for that dtype)."""
+  codes, sizes, wide = parts["codes"], parts["sizes"], jnp.promote_types(dtype, jnp.float32)
+  stack, outputs = codes.shape[:depth], codes.shape[depth + 1 :]
+  codes = codes.reshape(*stack, codes.shape[depth], -1)
+  if qtype == "nf4":
+    scale = parts["size_scales"].astype(wide)[..., None]
+    rest = sizes.astype(wide).reshape(*scale.shape[:-1], -1) * scale / _STEPS
+    sizes = parts["size_means"].astype(wide) + rest.reshape(sizes.shape)
+    share = _levels(jnp.stack([codes & 15, codes >> 4], -2), wide)
+  else:
+    sizes, share = sizes.astype(wide), codes.astype(wide) / _STEPS
+  blocks = share.reshape(*sizes.shape[:-1], -1, sizes.shape[-1]) * sizes[..., None, :]
+  return blocks.reshape(*stack, -1, *outputs).astype(dtype)
+
+
+def _levels(index, dtype):
+  """LEVELS[index], by selections: a table would be read one entry at a time."""
+  found = [jnp.asarray(level, dtype) for level in LEVELS]
+  for bit in range(4):
+    high = (index >> bit) & 1 == 1
+    found = [jnp.where(high, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
+  return found[0]
+
+
+def _forward(qtype, precision, x, parts):
+  return dense.contract(x, dequantize(parts, qtype, x.dtype), 1, precision), (jnp.zeros((), x.dtype), parts)
+
+
+def _backward(qtype, precision, kept, g):
+  return dense.contract_transposed(g, dequantize(kept[1], qtype, kept[0].dtype), 1, precision), None
+
+
+# x [..., d] times the matrix of the parts. The backward pass keeps the parts, not the matrix.
+product = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0, 1))
+
+
+class QuantizedLinearGeneral(nnx.LinearGeneral):
+  """`nnx.LinearGeneral` over trailing axes whose kernel is in few bits; it has no Param `kernel`."""
+
+  qtype: str
+
+  def __call__(self, x):
+    dtype, parts = self.dtype or x.dtype, {name: getattr(self, name)[...] for name in NAMES[self.qtype]}
+    x = x.reshape(*x.shape[: x.ndim - len(self.in_features)], -1)
+    y = product(self.qtype, self.precision, x.astype(dtype), parts)
+    if self.bias is None:
+      return y
+    return y + jnp.expand_dims(self.bias[...].astype(dtype), tuple(range(y.ndim - len(self.out_features))))
+
+
+def quantize_layer(layer: Any, label: str, qtype: str) -> None:
+  """Puts the parts in place of the kernel of a dense layer, with or without an adapter.
+
+  Raises ConfigError for another layer, or an odd number of inputs.
+  """
+  plain, has_adapter = nnx.LinearGeneral, hasattr(layer, "lora")
+  if type(layer) is not (adapted(plain) if has_adapter else plain):
+    raise ConfigError(f"lora_weight_qtype={qtype} holds nnx.LinearGeneral layers, not {label}")
+  kernel, in_axes = layer.kernel, len(layer.in_features)
+  if (inputs := math.prod(layer.in_features)) % 2:
+    raise ConfigError(f"lora_weight_qtype={qtype}: {label} has {inputs} inputs, of which no two make a pair")
+  depth, axes = kernel.ndim - in_axes - len(layer.out_features), kernel.get_metadata().get("axes")
+  for name, x in quantize(kernel[...], qtype, depth, in_axes).items():
+    whole = axes and (*axes[: depth + 1], *axes[depth + in_axes :])
+    part = Frozen(x)
+    if axes is not None:
+      part.set_metadata(axes=whole if name == "codes" else (*axes[:depth], None, None))
+    setattr(layer, name, part)
+  del layer.kernel
+  layer.qtype = qtype
+  object.__setattr__(layer, "__class__", adapted(QuantizedLinearGeneral) if has_adapter else QuantizedLinearGeneral)

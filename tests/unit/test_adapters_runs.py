@@ -1,0 +1,142 @@
+"""Runs with adapters, by their commands: what a checkpoint holds, resuming bit for bit, bases, beginnings."""
+
+import json
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import run_copies
+import tiny
+from flax import nnx
+from flax.traverse_util import flatten_dict
+
+from maxghost import adapters, config, load_model, train
+from maxghost.adapters import quantized
+from maxghost.checkpoint import compare
+from maxghost.config import ConfigError
+from maxghost.interop import peft
+from maxghost.scorelog import load
+from maxghost.training import state
+
+KEYS = (
+  "steps=4", "checkpoint_period=2", "max_num_checkpoints_to_keep=0", "async_checkpointing=false",
+  "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=6", "base_mlp_dim=24",
+  "base_num_decoder_layers=2", "max_target_length=32", "per_device_batch_size=1", "sharding_tolerance=1",
+  "dataset_type=synthetic", "ghost_val_sets=words", "eval_interval=-1", "run_name=run", "enable_tensorboard=false",
+)  # fmt: skip
+LORA = ("lora_rank=3", "lora_alpha=5", "adam_weight_decay=0", "lora_dropout=0.2", "ghost_direction=path")
+
+
+def keys_of(folder, base, *more) -> list[str]:
+  return [*KEYS, *LORA, f"base_output_directory={folder}", f"load_parameters_path={base}", *more]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+  """(folder of a base, folder of a finished run with adapters on it, of which a copy was interrupted)."""
+  folder = tmp_path_factory.mktemp("runs")
+  with tiny.cheap_compilation():
+    for name in ("base", "other"):
+      seed = f"init_weights_seed={len(name)}"
+      keys = [*KEYS, "ghost_enabled=false", "steps=1", f"base_output_directory={folder / name}", seed]
+      assert train.main(keys) == 0
+    assert train.main(keys_of(folder / "whole", folder / "base" / "run")) == 0
+  last = run_copies.interrupted(folder / "whole", folder / "broken")
+  return folder, last
+
+
+def test_a_run_resumes_bit_for_bit_from_adapters_alone(runs, capsys):
+  folder, last = runs
+  checkpoint = folder / "whole" / "run" / "checkpoints" / last
+  positions = json.loads((checkpoint / "positions" / "metadata").read_text())
+  held = [name for name in positions["checksums"] if name.startswith("model/")]
+  assert len(held) == 14 and all("/lora/" in name for name in held)
+  assert "model/decoder/layers/mlp/wo/kernel" in positions["frozen"]
+  assert sum(file.stat().st_size for file in (checkpoint / "items").rglob("*") if file.is_file()) < 400_000
+  with tiny.cheap_compilation():
+    assert train.main(keys_of(folder / "broken", folder / "base" / "run")) == 0
+  assert "Continuing after 2 completed steps" in capsys.readouterr().out
+  logs = [load(folder / name / "run") for name in ("whole", "broken")]
+  np.testing.assert_array_equal(*(log["contribution"] for log in logs))
+  assert compare.main([str(folder / name / "run" / "checkpoints" / last) for name in ("whole", "broken")]) == 0
+
+
+@pytest.mark.parametrize("what", ["changed", "gone"])
+def test_a_base_that_changed_is_one_line(runs, what, capsys):
+  folder, last = runs
+  base, kept = folder / "base", folder / "kept"
+  shutil.copytree(folder / "whole", folder / what)
+  shutil.rmtree(folder / what / "run" / "checkpoints" / last)
+  base.rename(kept)
+  try:
+    if what == "changed":
+      shutil.copytree(folder / "other", base)
+    with tiny.cheap_compilation():
+      code = train.main(keys_of(folder / what, base / "run", "steps=6"))
+  finally:
+    shutil.rmtree(base, ignore_errors=True)
+    kept.rename(base)
+  found = capsys.readouterr().err
+  if what == "changed":
+    assert code == 1 and re.search("gives other frozen parameters than those that the run in .* began with", found)
+  else:
+    assert code == 2 and f"there is no model folder {base / 'run'}" in found
+
+
+def opened(*keys) -> tuple[config.Config, dict]:
+  """(configuration, {path: array} that a run of these keys begins with)."""
+  cfg = config.load(*keys)
+  place = load_model.check_config(cfg)
+  tree = state.to_tree(state.abstract_arrays(state.abstract_split(cfg)[1]))
+  found = load_model.open_adapted(place, cfg, {"model": tree["model"]})()
+  return cfg, {"/".join(path): np.asarray(x) for path, x in flatten_dict(found["model"]).items()}
+
+
+def test_a_run_begins_with_the_adapters_of_another_on_a_base_in_few_bits(runs, tmp_path):
+  folder, _ = runs
+  keys = keys_of(tmp_path, folder / "base" / "run", "lora_weight_qtype=nf4")
+  cfg, found = opened(*keys, f"lora_restore_path={folder / 'whole' / 'run'}")
+  graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
+  assert {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(abstract)} == set(found)
+  _, plain = opened(*keys_of(tmp_path, folder / "base" / "run"))
+  kernel = plain["decoder/layers/self_attention/out/kernel"]
+  parts = {name: found[f"decoder/layers/self_attention/out/{name}"] for name in quantized.NAMES["nf4"]}
+  back = quantized.dequantize(parts, "nf4", "float32", 1).reshape(kernel.shape)
+  assert 0 < np.abs(back - kernel).max() < 0.2 * np.abs(kernel).max()
+  assert found["decoder/layers/mlp/wi_0/lora/b"].any()
+  # The same from a folder of PEFT, and the merged model of `load` has the same logits as the adapters.
+  place, run_cfg = load_model.find(folder / "whole" / "run")
+  settings, arrays = load_model.merge.open_adapter(folder / "whole" / "run", run_cfg.model)
+  peft.save_adapter(tmp_path / "peft", run_cfg.model, settings, arrays)
+  _, again = opened(*keys_of(tmp_path, folder / "base" / "run"), f"lora_restore_path={tmp_path / 'peft'}")
+  for label in arrays:
+    np.testing.assert_array_equal(again[label], found[label])
+  graphdef, abstract = nnx.split(adapters.create_abstract(run_cfg))
+  tokens = np.arange(9, dtype=np.int32)[None]
+  ours = nnx.merge(graphdef, state.from_tree(_nested(again), abstract))(tokens)
+  graphdef, merged = load_model.load(place, run_cfg)
+  np.testing.assert_allclose(nnx.merge(graphdef, merged)(tokens), ours, atol=2e-6)
+
+
+def _nested(flat: dict) -> dict:
+  from flax.traverse_util import unflatten_dict
+
+  return unflatten_dict({tuple(label.split("/")): jax.numpy.asarray(x) for label, x in flat.items()})
+
+
+@pytest.mark.parametrize(
+  ("keys", "text"),
+  [
+    ("lora_rank=4", "a is (2, 16, 3) there; it has lora_rank=3 lora_alpha=5 "),
+    ("lora_alpha=6", "its scale is another; it has lora_rank=3"),
+    ("lora_module_path=.*/query", "is (2, 16, 3) there; it has lora_rank=3"),
+    ("lora_restore_path=/nowhere", "there is no model folder /nowhere"),
+  ],
+)
+def test_adapters_that_do_not_fit_are_refused(runs, keys, text, tmp_path):
+  folder, _ = runs
+  restore = f"lora_restore_path={folder / 'whole' / 'run'}"
+  with pytest.raises(ConfigError, match=re.escape(text)):
+    opened(*keys_of(tmp_path, folder / "base" / "run", restore), keys)
