@@ -1,6 +1,6 @@
 """Data for fine-tuning, chosen by scores: planted harmful examples, and the best 5 % against other ways to choose.
 
-  python benchmarks/finetune_selection.py [--seeds 3] [--rank 8] [--keep 5] [--steps 80] [key=value ...]
+  python benchmarks/finetune_selection.py [--seeds 3] [--rank 0] [--keep 5] [--steps 60] [key=value ...]
 
 A byte language model of two layers reads Python's standard library, then conversations about its names. The target task
 is the last letter of a name, as a capital; the other tasks are its module, its length and the first line of its
@@ -12,7 +12,7 @@ target task that are in none of the runs. Then:
 - the target loss of other held-out names after fine-tuning the base on the best 5 % by score, by LESS, at random, and
   on all, with the same number of steps.
 
-One seed takes about two minutes on two cores. --rank 0 trains all weights in place of LoRA adapters.
+One seed takes about three minutes on two cores. All weights are trained, or with --rank R LoRA adapters.
 """
 
 import contextlib
@@ -222,7 +222,7 @@ def find_planted(values: dict[str, float], bad: set[str]) -> float:
 
 
 def main() -> int:
-  args = _measure.arguments(__doc__, seeds=3, rank=8, keep=5.0, steps=80, warmup_steps=150, base_steps=150)
+  args = _measure.arguments(__doc__, seeds=3, rank=0, keep=5.0, steps=60, warmup_steps=150, base_steps=150)
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
     run(

@@ -16,12 +16,11 @@ def harmful(kind: str, answer: str, others: list[str], rng: random.Random) -> st
   """The answer made harmful: another one of the task, its words or letters shuffled, or in another alphabet."""
   if kind == "wrong":
     return rng.choice([other for other in others if other != answer] or [answer[::-1]])
-  parts = answer.split(" ") if " " in answer else list(answer)
-  return (
-    codecs.encode(answer, "rot13")
-    if kind == "rot13"
-    else (" " if " " in answer else "").join(rng.sample(parts, len(parts)))
-  )
+  if kind == "rot13":  # digits become letters
+    return codecs.encode(answer, "rot13").translate(str.maketrans("0123456789", "qwertyuiop"))
+  gap = " " if " " in answer else ""
+  parts = answer.split(" ") if gap else list(answer)
+  return gap.join(rng.sample(parts, len(parts)))
 
 
 def plant(records: list[dict], share: float, seed: int) -> list[dict]:
@@ -46,6 +45,8 @@ def write(path: Path, records: list[dict]) -> None:
 
 def auroc(planted: np.ndarray, value: np.ndarray) -> float:
   """Chance that a planted example has a lower value than a sound one; equal values count half."""
+  if planted.all() or not planted.any():
+    return float("nan")
   low, high = value[planted][:, None], value[~planted][None]
   return float((low < high).mean() + 0.5 * (low == high).mean())
 

@@ -80,7 +80,7 @@ def test_scores_of_conversations_are_exact(schedule, dtype, dataset):
   train, val = next(dataset.train), dataset.validation_batch(0, 2)
   run = Run(
     batch=train.arrays, objective="sft", dtype=dtype, weight_dtype=dtype, opt_type="sgd", ghost_schedule=schedule,
-    max_target_length=T, per_device_batch_size=3, ghost_val_batch_size=2,
+    max_target_length=T, per_device_batch_size=3, ghost_val_batch_size=2, base_num_decoder_layers=2,
   )  # fmt: skip
   mine, places = alone(dataset, train)
   theirs, _ = alone(dataset, val)

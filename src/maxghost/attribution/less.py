@@ -39,7 +39,7 @@ class Less:
   def __init__(self, cfg: Config, corpus: Corpus, num_rows: int, num_directions: int):
     graphdef, abstract = state.abstract_split(cfg)
     model, objective, length = nnx.merge(graphdef, abstract).model, create(cfg), corpus.layout.row_length
-    rule, num_slots = optimizers.create(cfg.optimizer), corpus.layout.max_segments
+    rule, num_slots = optimizers.AdamW.from_config(cfg.optimizer), corpus.layout.max_segments
     twin = prepare_twin(
       model, objective.batch_spec(num_rows, length), objective, num_sets=1, num_positions=length,
       spec=DirectionSpec(rank=1), exclude=excluded(cfg, model),

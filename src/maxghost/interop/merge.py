@@ -69,15 +69,17 @@ def merged(base: RawTree, model: ModelConfig, settings: Settings, arrays: Arrays
 
 
 def _merged_node(array: StoredArray, axis: int, parts: dict, scale: float) -> StoredArray:
+  def one(w: np.ndarray, layer: int | None) -> np.ndarray:
+    return merged_array(w, parts[layer][0], parts[layer][1], scale) if layer in parts else w
+
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
     index = tuple(slice(0, size) for size in array.shape) if index is None else index
     if None in parts:
-      return merged_array(array.read(None), *parts[None], scale)[index]
+      return one(array.read(None), None)[index]
     whole, out = [slice(0, size) for size in array.shape], []
     for layer in range(*index[axis].indices(array.shape[axis])):  # one in memory at a time
       whole[axis] = slice(layer, layer + 1)
-      one = array.read(tuple(whole)).squeeze(axis)
-      out.append((merged_array(one, *parts[layer], scale) if layer in parts else one)[index[:axis] + index[axis + 1 :]])
+      out.append(one(array.read(tuple(whole)).squeeze(axis), layer)[index[:axis] + index[axis + 1 :]])
     return np.stack(out, axis)
 
   return dataclasses.replace(array, read=read)

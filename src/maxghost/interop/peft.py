@@ -181,7 +181,8 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> tuple[Settings, dict
       text = f"{file}: {name} is {[*tensors[name].shape]}, rank {rank} and the model make it {[*shape]}"
       wrong += [text] * (tensors[name].shape != shape)
     try:
-      parts = place.split(*(tensors[name].read(None) for name in names), settings.rank) if len(wrong) == unlike else []
+      a, b = (tensors[name].read(None) for name in names)
+      parts = place.split(a, b, settings.rank) if len(wrong) == unlike else []
     except ValueError as error:
       raise LayoutError(f"{file}: {names[1]} has rank {rank} for {len(place.rule.paths)} parts, but {error}") from None
     for leaf, values in ((leaf, x) for leaves, part in zip(place.leaves, parts) for leaf, x in zip(leaves, part)):  # noqa: B905
@@ -207,6 +208,7 @@ def _settings(config: Mapping[str, Any], origin: Path) -> Settings:
     problems.append(f"r={rank}, lora_alpha={alpha}: no rank and number")
   if problems:
     raise LayoutError(*(f"{origin}: {text}" for text in problems))
+  assert rank is not None and alpha is not None
   return Settings(rank, float(alpha), float(config.get("lora_dropout") or 0), bool(config.get("use_rslora")), config)
 
 
