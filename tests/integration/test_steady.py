@@ -50,4 +50,6 @@ def test_memory_threads_and_files_stay_flat(tmp_path):
   assert len(early) > 5 and len(late) > 5, [step for step, _ in found]
   memory, threads, files = ([max(what[i] for what in part) for part in (early, late)] for i in range(3))
   assert memory[1] - memory[0] <= MOST_GROWTH * 1024, f"{memory[0] >> 10} to {memory[1] >> 10} MiB"
-  assert threads[1] <= threads[0] and files[1] <= files[0] + 2, (threads, files)
+  # A pool may start a thread late; one lost at each of the checkpoints between would be ten or more.
+  assert threads[1] <= threads[0] + 3 and files[1] <= files[0] + 3, (threads, files)
+  print(f"{memory[0] >> 10} to {memory[1] >> 10} MiB, {threads} threads, {files} files")
