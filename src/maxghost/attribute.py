@@ -141,9 +141,7 @@ def check_less(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]) ->
     raise ConfigError(f"{bare[0]} holds no optimizer state, whose moments --method less needs")
   if args.direction:
     raise ConfigError(f"--direction {args.direction}: --method less has its own direction; leave it out")
-  from maxghost.objectives import create
-
-  if (rows := create(cfg).rows_per_unit) > 1:
+  if (rows := plugins.OBJECTIVES[cfg.optimizer.objective].rows_per_unit) > 1:
     raise ConfigError(f"--method less scores single rows; objective={cfg.optimizer.objective} scores {rows} together")
 
 
@@ -290,8 +288,8 @@ def points(cfg: Config, paths: dict[int, Path]) -> Iterator:
   from maxghost.training import state
 
   _, abstract = state.abstract_split(cfg)
-  wanted, _, *below = state.saved_parts(state.abstract_arrays(abstract), state.Position(), cfg)
-  base = load_model.frozen(cfg, below[0]) if below else {}
+  wanted, below = state.saved_parts(state.abstract_arrays(abstract))
+  base = load_model.frozen(cfg, below) if below else {}
   for step, path in paths.items():
     if has_optimizer(path):
       tree = state.merged(base, load_tree(path, wanted))

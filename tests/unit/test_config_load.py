@@ -57,7 +57,8 @@ TIED = {
   "ghost_direction", "ghost_curvature", "opt_type", "ghost_val_fraction", "ghost_enabled", "decoder_block",
   "trainable_position_size",
   "rope_type", "inhomogeneous_layer_cycle_interval", "attention_type", "sliding_window_size", "num_experts",
-  "num_experts_per_tok", "load_balance_loss_weight",
+  "num_experts_per_tok", "load_balance_loss_weight", "objective", "chat_template_path", "distill_teacher", "lora_rank",
+  "lora_weight_qtype", "lora_restore_path",
 }  # fmt: skip
 SIMPLE = [field for name, field in config.fields().items() if name not in TIED]
 

@@ -139,6 +139,17 @@ def gradients():
   return at
 
 
+def second_step(run, gradients):
+  """Two steps; of the second: (before, outputs, after), its documents, their rows, and the gradients there."""
+  run.step(TRAIN[0])
+  before = run.snapshot()
+  out, after = run.step(TRAIN[1]), run.snapshot()
+  documents = tiny.documents(TRAIN[1])
+  rows = tiny.stack_rows([tiny.alone(TRAIN[1], *document) for document in documents])
+  at = before.params
+  return before, out, after, documents, rows, gradients(at, rows), gradients(at, VALIDATION)
+
+
 @pytest.mark.parametrize(
   "changes",
   [
@@ -151,12 +162,7 @@ def test_the_train_step_scores_documents_alone_and_its_account_closes(changes, g
   """float64. The second step has a history; the clipping factor inside the moments is that of the step before."""
   run = Run(ghost_direction="path", remat_policy="full", **WIDE, **changes)
   start = run.snapshot()
-  run.step(TRAIN[0])
-  before = run.snapshot()
-  out, after = run.step(TRAIN[1]), run.snapshot()
-  documents = tiny.documents(TRAIN[1])
-  rows = tiny.stack_rows([tiny.alone(TRAIN[1], *document) for document in documents])
-  (g_N, g), (_, G) = gradients(before.params, rows), gradients(before.params, VALIDATION)
+  before, out, after, documents, rows, (g_N, g), (_, G) = second_step(run, gradients)
   cfg, kappa, lr = run.cfg.optimizer, float(out["clip_factor"]), float(out["learning_rate"])
   constants = {"count": 1, "kappa": before.clip_factor, "b1": cfg.adam_b1, "b2": cfg.adam_b2, "eps": cfg.adam_eps}
   scored = [k for k in g if not ("ghost_exclude" in changes and "norm" in k)]
@@ -184,12 +190,7 @@ def test_sgd_with_momentum_credits_documents_and_names_what_momentum_moves(gradi
   keys = {"opt_type": "sgd", "sgd_momentum": 0.7, "ghost_direction": "path", "lr_schedule_type": "constant"}
   run = Run(remat_policy="full", **WIDE, **keys)
   start = run.snapshot()
-  run.step(TRAIN[0])
-  before = run.snapshot()
-  out, after = run.step(TRAIN[1]), run.snapshot()
-  documents = tiny.documents(TRAIN[1])
-  rows = tiny.stack_rows([tiny.alone(TRAIN[1], *document) for document in documents])
-  (g_N, g), (_, G) = gradients(before.params, rows), gradients(before.params, VALIDATION)
+  before, out, after, documents, rows, (g_N, g), (_, G) = second_step(run, gradients)
   scale, first = float(out["clip_factor"]) * float(out["learning_rate"]), {}
   for label, value in before.params.items():
     first[label] = value - start.params[label]

@@ -159,6 +159,11 @@ def without_objective(text: str) -> tuple[str, str]:
   return (found[1], found[2]) if found else (text, "")
 
 
+def is_files(domain: str) -> bool:
+  """Whether a validation set is given by a glob of files and not by a domain."""
+  return any(sign in domain for sign in "/*.")
+
+
 OPT_TYPES = Names(lambda: tuple(OPTIMIZERS))
 OBJECTIVE_NAMES = Names(lambda: tuple(OBJECTIVES))
 DIRECTIONS = Names(directions)

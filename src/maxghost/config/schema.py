@@ -26,11 +26,6 @@ def key(default: Any, *, choices: Sequence = (), minimum: float | None = None, m
   return dataclasses.field(default=default, metadata={"choices": choices, "minimum": minimum, "maximum": maximum})
 
 
-def _is_files(domain: str) -> bool:
-  """Whether a validation set is given by a glob of files and not by a domain."""
-  return any(sign in domain for sign in "/*.")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
   """Where a run lives and how long it is."""
@@ -157,7 +152,7 @@ class DataConfig:
     """{name: domain} of the sets that are scored against."""
     first = (*self.dataset_domains, "words")[0] if self.dataset_type == "synthetic" else "manual"
     pairs = [plugins.without_objective(text)[0].partition("=") for text in self.ghost_val_sets or (first,)]
-    return {name: name if _is_files(domain) else domain or name for name, _, domain in pairs}
+    return {name: name if plugins.is_files(domain) else domain or name for name, _, domain in pairs}
 
   @property
   def validation_objectives(self) -> tuple[str, ...]:
@@ -176,7 +171,7 @@ class DataConfig:
     """
     found: dict[str, tuple[str, ...]] = {}
     for text, own in map(plugins.without_objective, self.ghost_val_sets):
-      if _is_files(text.partition("=")[2]):
+      if plugins.is_files(text.partition("=")[2]):
         kind = plugins.OBJECTIVES[own].records if own else records
         found[kind] = (*found.get(kind, ()), text)
     return found

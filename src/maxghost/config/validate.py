@@ -330,7 +330,7 @@ def validation_sets(v: Values) -> Iterator[str]:
     said = f"ghost_val_sets={text}@{name}"
     if (one := plugins.OBJECTIVES.get(name)) is None:
       yield f"{said} asks for the objective {name}; use {' or '.join(plugins.OBJECTIVES)}"
-    elif one.records != records and not any(sign in text.partition("=")[2] for sign in "/*."):
+    elif one.records != records and not plugins.is_files(text.partition("=")[2]):
       yield f"{said} reads {one.records}, but the domains have {records}; give files of its own: name=glob@{name}"
     elif passes not in one.schedules:
       yield f"{said}: objective {name} works with {', '.join(one.schedules)}, not {v['ghost_schedule']}"

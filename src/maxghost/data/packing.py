@@ -13,6 +13,7 @@ import numpy as np
 
 from maxghost.data.types import Batch
 
+REFERENCE = "reference_logps"  # array of a batch: float32 [B, S], summed log-probabilities under a reference
 FIRST_FIT, CONCAT = "first_fit", "concat_then_split"
 
 
@@ -271,7 +272,7 @@ def _fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) 
     back = np.argsort(np.concatenate([np.array(here) for here in groups.values()]))
     columns = tuple(np.concatenate(column)[back] for column in zip(*parts, strict=True))
   document_BS, offset_BS, inputs, targets, positions, segmentation, *more = columns
-  names = (*(["targets_weights"] if weighted else []), "reference_logps")
+  names = (*(["targets_weights"] if weighted else []), REFERENCE)
   arrays = {
     "inputs": inputs,
     "inputs_position": positions,

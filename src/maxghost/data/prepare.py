@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -39,6 +38,7 @@ from maxghost.data.prepared import (
 from maxghost.data.sources.base import Source, import_package, read_or_skip
 from maxghost.data.split import scan
 from maxghost.data.tokenizers import Tokenizer, load_tokenizer
+from maxghost.data.workers import end_with_parent
 
 PART_BYTES = 64 << 20  # text of a part
 BLOCK_TOKENS = 1 << 15  # tokens of a block, unless one document has more
@@ -184,17 +184,9 @@ _worker: dict[str, Job] = {}
 
 def _start_worker(job: Job) -> None:
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C and ends the others
-  threading.Thread(target=_end_with_parent, daemon=True).start()
+  end_with_parent()
   os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes run in parallel already
   _worker["job"] = job
-
-
-def _end_with_parent() -> None:
-  """Ends a worker whose main process was killed; nothing else would."""
-  parent = multiprocessing.parent_process()
-  assert parent is not None, "this is a worker"
-  parent.join()
-  os._exit(1)
 
 
 def _work(part: int) -> dict:

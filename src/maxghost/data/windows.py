@@ -18,6 +18,7 @@ from maxghost.data.packing import Encoded, Layout, Rows
 from maxghost.data.sources.base import Source, read_or_skip
 from maxghost.data.split import Split, scan
 from maxghost.data.tokenizers import Tokenizer
+from maxghost.data.workers import end_with_parent
 
 NO_COUNTS: dict[str, int] = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt", "cut"), 0)
 _ORDER, _COPY, _MIXTURE = text_hash("unit order"), text_hash("copy order"), text_hash("mixture")
@@ -234,4 +235,4 @@ class Windows:
     dataset = numbers.map(lambda number: self.make(lane, *divmod(int(number), per_epoch)))
     one_at_a_time = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     options = grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=1)
-    return iter(dataset.to_iter_dataset(one_at_a_time).mp_prefetch(options))
+    return iter(dataset.to_iter_dataset(one_at_a_time).mp_prefetch(options, end_with_parent))

@@ -23,12 +23,11 @@ import numpy as np
 
 from maxghost.config import Config, plugins
 from maxghost.data.build import max_segments
+from maxghost.data.packing import REFERENCE
 from maxghost.data.types import Batch
 from maxghost.models import autodiff
 from maxghost.models.layers import Hidden
 from maxghost.objectives.next_token import LanguageModelLoss
-
-REFERENCE = "reference_logps"  # float32 [B, S]: summed log-probabilities under the reference
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

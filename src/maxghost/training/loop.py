@@ -30,7 +30,7 @@ from maxghost.training.plan import StepFlops
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
-from maxghost.training.state import Position, carry, saved_parts
+from maxghost.training.state import Position, carry, to_save
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class TrainingLoop:
     ).of_all_processes()
     assert sinks.checkpoints is not None
     sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
-    sinks.checkpoints.save(completed, *saved_parts(self._state, position, self._cfg))
+    sinks.checkpoints.save(completed, *to_save(self._state, position, self._cfg))
     self._saved_steps = completed
     self._restart_clock()
 

@@ -218,7 +218,7 @@ class ScoreRecorder:
     if outputs is None or not outputs["scored_ok"]:  # no score rather than a wrong one
       self._writer.append(record, {}, [])
       return
-    columns, documents = scored_rows(outputs, batch, getattr(self._writer, "parts", ()))
+    columns, documents = scored_rows(outputs, batch, self._writer.parts)
     ids = [self._name(int(index)) for index in documents]
     scored_BS, first_U, _ = scored_units(outputs, batch)
     modules = None

@@ -157,7 +157,7 @@ class Session:
   def _restore(self) -> tuple[Any, Position]:
     """The newest valid checkpoint, or the start of the run."""
     plan, cfg, say = self._plan, self._cfg, self._console.line
-    restored, frozen = None, []
+    restored, frozen = None, {}
     if cfg.checkpoint.checkpoint_period:
       self._checkpoints = self._open_checkpoints(
         self._path / run_directory.CHECKPOINTS,
@@ -165,7 +165,7 @@ class Session:
         asynchronous=cfg.checkpoint.async_checkpointing,
         say=say,
       )
-      own, _, *frozen = state.saved_parts(plan.state, Position(), cfg)
+      own, frozen = state.saved_parts(plan.state)
       restored = self._checkpoints.restore_latest(own)
     if restored is not None:
       position = Position.from_json(restored.positions)
@@ -185,7 +185,7 @@ class Session:
         say(f"steps: {before} -> {now}; the learning-rate schedule now spans {now} steps")
       tree = restored.tree
       if frozen:
-        kept = state.saved_parts(self._begun(), Position(), cfg)[2]
+        _, kept = state.saved_parts(self._begun())
         origin = cfg.optimizer.distill_teacher or cfg.checkpoint.load_parameters_path
         self._checkpoints.check_frozen(restored, kept, origin)
         tree = state.merged(tree, kept)

@@ -200,8 +200,8 @@ class Position:
     return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
 
 
-def saved_parts(state: nnx.State, position: Position, cfg: Config) -> tuple:
-  """(what a checkpoint holds of `to_tree`, its position and configuration, the frozen arrays if any), for `save`.
+def saved_parts(state: nnx.State) -> tuple[dict, dict]:
+  """(what a checkpoint holds of `to_tree`, the frozen arrays).
 
   A reference, and the weights below adapters, are frozen: they are where the run read them from.
   """
@@ -211,8 +211,13 @@ def saved_parts(state: nnx.State, position: Position, cfg: Config) -> tuple:
   for path, v in flat.items():
     below = adapted and path[0] == "model" and not isinstance(v, nnx.LoRAParam)
     (frozen if below or path[0] == REFERENCE else saved)[path] = v.get_value()
-  parts = unflatten_dict(saved), dataclasses.asdict(position) | {"config": cfg.flat()}
-  return (*parts, unflatten_dict(frozen)) if frozen else parts
+  return unflatten_dict(saved), unflatten_dict(frozen)
+
+
+def to_save(state: nnx.State, position: Position, cfg: Config) -> tuple[dict, dict, dict]:
+  """What `CheckpointManager.save` takes besides the step."""
+  own, frozen = saved_parts(state)
+  return own, dataclasses.asdict(position) | {"config": cfg.flat()}, frozen
 
 
 def merged(tree: Mapping, other: Mapping) -> dict:
