@@ -175,6 +175,28 @@ def test_a_run_on_pairs_is_logged_and_continues_bit_for_bit(tmp_path, capsys):
   assert trained(tmp_path / "other", source, "init_weights_seed=1") != 0
 
 
+def test_adapters_of_another_run_are_part_of_the_reference(tmp_path):
+  """A run that begins with trained adapters begins at a loss of ln 2, though the base alone would give another one."""
+  source = write(tmp_path / "pairs.jsonl", pairs(60))
+  write(tmp_path / "said.jsonl", [{"prompt": f"{r['prompt']}:", "completion": r["chosen"]} for r in pairs(6, seed=9)])
+  keys = ("lora_rank=3", "adam_weight_decay=0.0", "learning_rate=0.03", "ghost_val_sets=[pairs]", "eval_interval=-1")
+  assert trained(tmp_path / "first", source, *keys) == 0
+  warm = (*keys, f"lora_restore_path={tmp_path / 'first' / 'run'}")
+  assert trained(tmp_path / "whole", source, *warm) == 0
+  run_copies.interrupted(tmp_path / "whole", tmp_path / "parts")
+  assert trained(tmp_path / "parts", source, *warm) == 0
+  before, whole, parts = (
+    [json.loads(line) for line in (tmp_path / name / "run" / "metrics.jsonl").read_text().splitlines()]
+    for name in ("first", "whole", "parts")
+  )
+  assert whole[0]["learning/loss"] == pytest.approx(np.log(2), rel=1e-5)
+  assert whole[0]["rewards/margins"] == 0 and before[-1]["rewards/margins"] != 0
+  assert abs(whole[0]["logps/chosen"] - before[0]["logps/chosen"]) > 0.1
+  assert whole[-1]["rewards/margins"] == parts[-1]["rewards/margins"] != 0
+  logs = [scorelog.load(tmp_path / name / "run") for name in ("whole", "parts")]
+  np.testing.assert_array_equal(*(log["contribution"] for log in logs))
+
+
 def test_sets_of_other_records_need_files(tmp_path):
   with pytest.raises(ConfigError, match=r"words=text@sft.*conversations.*name=glob"):
     tiny.make_config(ghost_val_sets=("words=text@sft",))

@@ -298,8 +298,6 @@ def preferences(v: Values) -> Iterator[str]:
     yield f"load_full_state_path does not say with which parameters that run began, its reference; {way}"
   if "weights" in v.offload_to_host and not v.lora_rank:
     yield f"{v['offload_to_host']} has no room in host memory for the reference of {v['dpo_algo']}; {way}"
-  if v.lora_rank and v.lora_restore_path:  # without its adapters, the policy is another model than the run began with
-    yield f"{v['lora_restore_path']} is part of the reference, which would need a copy of it; {way}, or merge it first"
 
 
 def distillation(v: Values) -> Iterator[str]:
