@@ -85,7 +85,7 @@ def run(cfg, num_steps: int) -> dict[str, np.ndarray]:
     moved, opt_state = tx.update(nnx.as_pure(grads), opt_state, pure)
     G, moved, resting = by_label(G), by_label(moved), by_label(resting)
     out = {
-      "loss": val_loss, "first": -product(G, moved), "later": -product(G, last), "step": length(moved),
+      "loss": val_loss[0], "first": -product(G, moved), "later": -product(G, last), "step": length(moved),
       "turned": product(G, moved) - product(G_before, moved), "resting": length(resting),
       "resting along": product(resting, last),
     }  # fmt: skip
