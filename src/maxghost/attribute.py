@@ -79,7 +79,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
   run_dir, paths = resolve(args.checkpoints)
   cfg = model_path.with_own_tokenizer(config.load(str(run_dir / "config.yml")), run_dir)
-  if cfg.records == "pairs" or cfg.reference or {*cfg.val_objectives} - {cfg.optimizer.objective}:
+  taught = cfg.reference or cfg.data.offline_data_dir
+  if cfg.records == "pairs" or taught or {*cfg.val_objectives} - {cfg.optimizer.objective}:
     said = "pairs, a second model, or validation sets with objectives of their own"
     raise ConfigError(f"{run_dir}: the run has {said}; attribute scores texts and conversations by the run's objective")
   step_rows = rows_per_step(cfg, run_dir)
