@@ -56,13 +56,9 @@ def _run(cfg: Config) -> int:
       if writer.lacks(arrays):
         writer.add(arrays, look(arrays))
     about |= {"teacher": str(Path(keys.distill_teacher).resolve()), "teacher_checksum": checksum}
-    written = writer.close(about)
-    size = sum((temporary / name).stat().st_size for name in written["files"])
-  print(
-    f"wrote the {top_k} largest logits of {written['tokens']:,} tokens in {written['segments']:,} segments, "
-    f"{size / 1e6:.1f} MB: {folder}\nThey are of the rows of {online.run.steps} steps of {rows} rows, and of the "
-    "validation sets; train with the same keys"
-  )
+    count, size = writer.close(about)
+  print(f"wrote the {top_k} largest logits of the tokens of {count:,} segments, {size / 1e6:.1f} MB: {folder}")
+  print(f"they are of {about['steps']} steps of {rows} rows, and of the validation sets; train with the same keys")
   return 0
 
 

@@ -258,7 +258,7 @@ def test_a_run_learns_from_logits_on_disk(taught, tmp_path, capsys):
   """As from the teacher itself, bit for bit where it continues; rows that others were written for are refused."""
   teacher, given = f"distill_teacher={taught}/teacher", f"offline_data_dir={tmp_path}/logits"
   assert run("run", *STUDENT, teacher, given, folder=tmp_path, command=distill_logits) == 0
-  assert "wrote the 5 largest logits of" in capsys.readouterr().out and not (tmp_path / "run").exists()
+  assert "wrote the 5 largest logits of the tokens of" in capsys.readouterr().out and not (tmp_path / "run").exists()
   asked = (*STUDENT, given)
   assert run("run", *asked, teacher, folder=tmp_path / "whole") == 0
   online, whole = records(taught / "whole"), records(tmp_path / "whole")

@@ -1,11 +1,10 @@
 """A teacher's logits on disk: `maxghost distill-logits` writes them once, runs with `offline_data_dir` read them.
 
 The logits at a position depend on the tokens of its segment alone. So each segment is kept once, however often and
-wherever in a row it is read, and is found by its tokens. The index says of which data and teacher the logits are.
+wherever in a row it is read, and is found by its tokens. index.json says of which data and teacher the logits are;
+tokens-00000.npy and so on hold a record for each token.
 
-Files: index.json; segments.npy, an entry for each segment; tokens-00000.npy and so on, a record for each token.
-
-B rows, T positions, k entries of the teacher, N tokens.
+B rows, T positions, k entries of the teacher.
 """
 
 import functools
@@ -26,21 +25,19 @@ from maxghost.data.reader import TrainIterator
 from maxghost.data.types import Batch
 
 LOGITS, IDS, LOG_SUM = "teacher_logits", "teacher_ids", "teacher_log_sum"  # [B, T, k], int32[B, T, k], [B, T]
-_INDEX, _SEGMENTS = "index.json", "segments.npy"
-_SEGMENT = np.dtype([("key", np.uint64), ("shard", np.int32), ("start", np.int64), ("length", np.int32)])
-_SHARD_BYTES = 1 << 28
-# Keys of the data that change no segment.
-_IRRELEVANT = ("per_device_batch_size", "grain_worker_count", "offline_data_dir")
+_INDEX, _SHARD_BYTES = "index.json", 1 << 28
+_OTHERS = ("data_shuffle_seed", "vocab_size", "distill_temperature")  # keys that rows and logits depend on, beside data
+_IRRELEVANT = ("per_device_batch_size", "grain_worker_count", "offline_data_dir")  # keys of the data that change no row
 
 
-def segments(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[int, slice, np.ndarray]]:
-  """(key, place in the flattened rows, tokens) of each segment of a batch; the key is a hash of the tokens."""
+def segments(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[int, slice]]:
+  """(hash of the tokens, place in the flattened rows) of each segment of a batch."""
   segment_BT, tokens = arrays["inputs_segmentation"], np.asarray(arrays["inputs"], np.int32).ravel()
   number = (segment_BT + (segment_BT.max() + 1) * np.arange(len(segment_BT))[:, None]).ravel()
   edges = np.flatnonzero(np.diff(number, prepend=-1, append=-1)).tolist()
   for first, stop in itertools.pairwise(edges):
     if segment_BT.flat[first]:
-      yield text_hash(tokens[first:stop].tobytes()), slice(first, stop), tokens[first:stop]
+      yield text_hash(tokens[first:stop].tobytes()), slice(first, stop)
 
 
 class Writer:
@@ -50,51 +47,47 @@ class Writer:
   """
 
   def __init__(self, folder: Path, num_entries: int, vocab_size: int, dtype: Any):
-    entries, ids = (num_entries,), token_dtype(vocab_size)
-    fields = [("token", np.int32), (LOG_SUM, dtype), (LOGITS, dtype, entries), (IDS, ids, entries)]
-    self._folder, self._record = folder, np.dtype(fields)
-    self._segments: dict[int, tuple[int, int, int]] = {}  # {key: shard, start, length}
-    self._shard: list[np.ndarray] = []
-    self._length = self._num_shards = 0  # of this shard, in tokens; of all before it
+    fields = [("begins", bool), ("token", np.int32), (LOG_SUM, dtype), (LOGITS, dtype, (num_entries,))]
+    self._record = np.dtype([*fields, (IDS, token_dtype(vocab_size), (num_entries,))])
+    self._folder, self._files, self._known = folder, [], set()
+    self._shard: list[np.ndarray] = []  # records that are not written yet
 
   def lacks(self, arrays: Mapping[str, np.ndarray]) -> bool:
     """Whether a segment of the batch is not there yet."""
-    return any(key not in self._segments for key, _, _ in segments(arrays))
+    return any(key not in self._known for key, _ in segments(arrays))
 
   def add(self, arrays: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray]) -> None:
     """found: `LOGITS`, `IDS` and `LOG_SUM` of the batch, the log-sum over the whole vocabulary."""
     flat = {name: np.asarray(found[name]).reshape(-1, *found[name].shape[2:]) for name in (LOGITS, IDS, LOG_SUM)}
-    for key, place, tokens in segments(arrays):
-      if key in self._segments:
+    flat["token"] = np.asarray(arrays["inputs"]).ravel()
+    for key, place in segments(arrays):
+      if key in self._known:
         continue
-      records = np.empty(len(tokens), self._record)
-      records["token"] = tokens
+      records = np.zeros(place.stop - place.start, self._record)
       for name, values in flat.items():
         records[name] = values[place]
-      self._segments[key] = self._num_shards, self._length, len(tokens)
+      records["begins"][0] = True
+      self._known.add(key)
       self._shard.append(records)
-      self._length += len(tokens)
-      if self._length * self._record.itemsize >= _SHARD_BYTES:
-        self._flush()
+    if sum(records.nbytes for records in self._shard) >= _SHARD_BYTES:
+      self._flush()
 
   def _flush(self) -> None:
-    np.save(self._folder / f"tokens-{self._num_shards:05d}.npy", np.concatenate(self._shard))
-    self._shard, self._length, self._num_shards = [], 0, self._num_shards + 1
+    self._files.append(self._folder / f"tokens-{len(self._files):05d}.npy")
+    np.save(self._files[-1], np.concatenate(self._shard))
+    self._shard = []
 
-  def close(self, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes the index. about: what else it says, as JSON values. Returns all that it says."""
+  def close(self, about: Mapping[str, Any]) -> tuple[int, int]:
+    """Writes the index. about: what it says of the logits, as JSON values. Returns (segments, bytes)."""
     if self._shard:
       self._flush()
-    entries = np.array([(key, *place) for key, place in sorted(self._segments.items())], _SEGMENT)
-    np.save(self._folder / _SEGMENTS, entries)
-    files = {path.name: sha256(path) for path in sorted(self._folder.iterdir())}
-    written = {**about, "segments": len(entries), "tokens": int(entries["length"].sum()), "files": files}
-    write_text(self._folder / _INDEX, json.dumps(sealed(written), indent=1))
-    return written
+    files = {path.name: sha256(path) for path in self._files}
+    write_text(self._folder / _INDEX, json.dumps(sealed({**about, "files": files}), indent=1))
+    return len(self._known), sum(path.stat().st_size for path in self._files)
 
 
 class TeacherLogits:
-  """A folder of `Writer`. about: what its index says.
+  """A folder of `Writer`. about: what its index says. digest: of the files.
 
   Raises ConfigError for a folder that is none, or whose files do not have their checksums.
   """
@@ -105,13 +98,15 @@ class TeacherLogits:
       self.about = check_seal(json.loads((Path(folder) / _INDEX).read_text("utf-8")))
     except (OSError, ValueError) as error:
       raise ConfigError(f"{self._name} holds no logits of a teacher: {_INDEX}: {error}; {again}") from error
-    files = self.about["files"]
+    files, self._records = self.about["files"], {}
     if damage := [sentence for _, sentence in changed_files(Path(folder), files)]:
       raise ConfigError(*(f"{self._name} is damaged: {sentence}; {again}" for sentence in damage))
     self.digest = f"{text_hash(*files.values()):016x}"
-    self._segments = np.load(Path(folder) / _SEGMENTS)
-    self._keys = np.ascontiguousarray(self._segments["key"])
-    self._shards = [np.load(Path(folder) / name, mmap_mode="r") for name in files if name != _SEGMENTS]
+    for name in files:
+      shard = np.load(Path(folder) / name, mmap_mode="r")
+      tokens, begins = np.array(shard["token"]), np.flatnonzero(shard["begins"]).tolist()
+      for first, stop in itertools.pairwise([*begins, len(shard)]):
+        self._records[text_hash(tokens[first:stop].tobytes())] = shard[first:stop]
 
   def arrays(self, batch: Batch, num_entries: int, dtype: Any) -> dict[str, np.ndarray]:
     """`LOGITS`, `IDS` and `LOG_SUM` of a batch, the k largest of each position; padding gets uniform ones.
@@ -121,17 +116,15 @@ class TeacherLogits:
     shape = batch.arrays["inputs"].shape
     logits, log_sum = np.zeros((*shape, num_entries), dtype), np.full(shape, np.log(num_entries + 1), dtype)
     out = {LOGITS: logits, IDS: np.zeros(logits.shape, np.int32), LOG_SUM: log_sum}
-    for key, place, tokens in segments(batch.arrays):
-      index = min(int(np.searchsorted(self._keys, np.uint64(key))), len(self._keys) - 1)
-      _, shard, start, length = self._segments[index].tolist()
-      records = self._shards[shard][start : start + length]
-      if not np.array_equal(records["token"], tokens):
+    for key, place in segments(batch.arrays):
+      if key not in self._records:
         row, segment = place.start // shape[1], int(batch.arrays["inputs_segmentation"].flat[place.start])
         where = f"document {batch.document_BS[row, segment - 1]} from byte {batch.offset_BS[row, segment - 1]}"
         raise ConfigError(f"{self._name} holds no logits of {where}: it was written for other rows")
-      for name, values in out.items():
-        flat = values.reshape(-1, *values.shape[2:])
-        flat[place] = records[name] if name == LOG_SUM else records[name][:, :num_entries]
+      records = self._records[key]
+      log_sum.reshape(-1)[place] = records[LOG_SUM]
+      for name in (LOGITS, IDS):
+        out[name].reshape(-1, num_entries)[place] = records[name][:, :num_entries]
     return out
 
 
@@ -143,8 +136,7 @@ def open_logits(folder: str) -> TeacherLogits:
 
 def settings(cfg: Config) -> dict[str, Any]:
   """The keys that decide which segments a run reads, and what is kept of each, as JSON values."""
-  others = ("data_shuffle_seed", "vocab_size", "distill_temperature")
-  kept = {k: v for k, v in cfg.flat().items() if k in others or (hasattr(cfg.data, k) and k not in _IRRELEVANT)}
+  kept = {k: v for k, v in cfg.flat().items() if k in _OTHERS or (hasattr(cfg.data, k) and k not in _IRRELEVANT)}
   return json.loads(json.dumps(kept))
 
 
