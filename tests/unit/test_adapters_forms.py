@@ -163,7 +163,7 @@ def test_a_mesh_of_experts_and_their_width_changes_no_score(mesh, qtype):
 
 
 def test_experts_in_few_bits_keep_their_width():
-  with pytest.raises(ConfigError, match="lora_weight_qtype=int8 keeps .* divides their width over tensor; use"):
+  with pytest.raises(ConfigError, match=r"lora_weight_qtype=int8 keeps .* divides their width over tensor; use"):
     meshes.run(WIDTH, **ROUTED, lora_weight_qtype="int8")
 
 
