@@ -69,6 +69,7 @@ def _rows(cfg: Config, dataset, at_once: int) -> Iterator[Mapping[str, np.ndarra
     return plugins.OBJECTIVES[objective or cfg.optimizer.objective].reference == "teacher"
 
   sets = zip(cfg.data.validation_sets.values(), cfg.data.validation_objectives, strict=True)
+  sets = sets if cfg.ghost.ghost_enabled or cfg.run.eval_interval > 0 else ()
   for domain in dict.fromkeys(domain for domain, objective in sets if asks(objective)):
     for index in range(-(-len(dataset.validation_rows(domain)) // at_once)):
       yield dataset.validation_batch(index, at_once, domain).arrays
