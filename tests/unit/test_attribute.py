@@ -387,7 +387,7 @@ def test_wrong_input_is_one_line(arguments, message, tmp_path, monkeypatch, caps
     ("objective: dpo", "objective=dpo"),
     ("{objective: distill, distill_teacher: t}", "objective=distill"),
     ("{objective: distill, offline_data_dir: d}", "objective=distill and offline_data_dir=d"),
-    ("ghost_val_sets: ['a=b/*.jsonl@sft']", "ghost_val_sets=[a=b/*.jsonl@sft]"),
+    ("ghost_val_sets: ['a=b/*.jsonl@sft']", "ghost_val_sets=['a=b/*.jsonl@sft']"),
   ],
 )
 def test_runs_of_pairs_or_with_a_second_model_are_refused_by_key(keys, named, tmp_path, capsys):
