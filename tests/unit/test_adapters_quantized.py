@@ -95,7 +95,7 @@ class Quantised(MergedGradients):
     for label, w in base.items():
       if re.search("(query|key|value|out|wi_0|wi_1|wo)/kernel", label):
         d = {"out": 48, "wo": 36}.get(label.split("/")[-2], 20)
-        layers = np.asarray(w, np.float32).astype(np.float64).reshape(len(w), d, -1)
+        layers = np.asarray(w, np.float32).astype(np.float64).reshape(len(w) if "layers/" in label else 1, d, -1)
         out[label] = np.stack([restored(layer, self.qtype) for layer in layers]).reshape(w.shape)
       elif re.search("MoeBlock_0/(wi_0|wi_1|wo)$", label):
         experts = np.asarray(w, np.float32).astype(np.float64).reshape(-1, *w.shape[2:])
@@ -103,7 +103,10 @@ class Quantised(MergedGradients):
     return out
 
 
-EXPERTS = {**routed.MIXTRAL, "lora_module_path": ".*/(out|wi_1|wo)", "gradient_clipping_threshold": 0.0}
+# Few tokens reach an expert. With a smaller adam_eps, Adam's quotient would magnify the rounding of its gradients.
+EXPERTS = {
+  **routed.MIXTRAL, "lora_module_path": ".*/(out|wi_1|wo)", "gradient_clipping_threshold": 0.0, "adam_eps": 1e-3,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
