@@ -147,8 +147,7 @@ class Row:
     self.num_tokens = len(ids)
     ids = ids[:-1] if len(ids) and int(ids[-1]) in self._stop_ids else ids
     text = self._tokenizer.decode(ids).decode("utf-8", errors="replace")
-    found = [place for stop in self._stop_texts if (place := text.find(stop)) >= 0]
-    if found:
+    if found := [place for stop in self._stop_texts if (place := text.find(stop)) >= 0]:
       text, self.ended = text[: min(found)], True
     elif not last:
       text = text.rstrip("\ufffd")

@@ -40,10 +40,8 @@ def find(
   cfg = config.load(config_file) if config_file else place.config
   if cfg is None:
     raise ConfigError(f"{path}: no config.yml beside it says what model it is; name one with --config")
-  if config_file and place.config:
-    unlike = differing(place.config.model, cfg.model)
-    if unlike:
-      raise ConfigError(f"--config {config_file} is another model than {path}: they differ in {', '.join(unlike)}")
+  if config_file and place.config and (unlike := differing(place.config.model, cfg.model)):
+    raise ConfigError(f"--config {config_file} is another model than {path}: they differ in {', '.join(unlike)}")
   return place, config.replace(cfg, **changes)
 
 
@@ -81,8 +79,7 @@ def check_config(cfg: Config) -> ModelPlace:
   place = model_path.find(path)
   if place.config is None:
     return place
-  unlike = differing(place.config.model, cfg.model)
-  if unlike:
+  if unlike := differing(place.config.model, cfg.model):
     listed = "; ".join(f"{key}={shown(found)} there, {shown(here)} here" for key, (found, here) in unlike.items())
     own = f"begin with its own: maxghost train {place.config_file} {key}={path} run_name=NAME"
     if huggingface.is_huggingface(place.tree):

@@ -79,8 +79,7 @@ class Corpus:
 
   def _filled(self, rows: Rows, numbers: np.ndarray, num_rows: int) -> Batch:
     batch = packing.fill([(rows, int(number), 0) for number in numbers], self.layout, self.tokenizer.pad_id)
-    missing = num_rows - len(numbers)
-    if not missing:
+    if not (missing := num_rows - len(numbers)):
       return batch
     below = ((0, missing), (0, 0))
     arrays = {name: np.pad(v, below) for name, v in batch.arrays.items()}

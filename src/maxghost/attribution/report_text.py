@@ -49,13 +49,11 @@ def lead(part: SetSummary) -> str:
     if ledger.curvature is None and ledger.ahead is not None:
       how = "First order and the expected curvature predicted"
     sentences.append(f"{how} {moved}{share}.")
-  known = [value for value in part.domains if math.isfinite(value.per_million)]
-  if known:
+  if known := [value for value in part.domains if math.isfinite(value.per_million)]:
     worth = ", ".join(f"{value.domain} {number(value.per_million, 2, plus=True)}" for value in known[:4])
     more = f" and {len(known) - 4} more below" if len(known) > 4 else ""
     sentences.append(f"Nats per million tokens: {worth}{more}.")
-  harmful = [value.domain for value in known if value.contribution + value.half_width < 0]
-  if harmful:
+  if harmful := [value.domain for value in known if value.contribution + value.half_width < 0]:
     *shown, last = harmful[:3] + ([f"{len(harmful) - 3} more"] if len(harmful) > 3 else [])
     names = f"{', '.join(shown)} and {last}" if shown else last
     sentences.append(f"By more than the noise, the loss was raised by {names}.")

@@ -362,8 +362,7 @@ def _heat_map(log: ScoreLog, time: TimeSums, k: int) -> HeatMap | None:
     rows, value_DR = aggregate.layer_rows(modules, value_DML)
     domains, total_RD = modules.domains, total_RD + value_DR.T
   tokens = dict(zip(time.domains, time.sums_DB("tokens").sum(1), strict=True))
-  shown = [d for d, name in enumerate(domains) if tokens.get(name)]
-  if not shown:
+  if not (shown := [d for d, name in enumerate(domains) if tokens.get(name)]):
     return None
   scale = np.array([MILLION / tokens[domains[d]] for d in shown])
   return HeatMap(tuple(rows), tuple(domains[d] for d in shown), total_RD[:, shown] * scale)

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_store import Empty, LayoutError, Opener, StoredArray, open_tree, tool
-from maxghost.config.values import slash_path
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, Opener, StoredArray, open_tree
+from maxghost.config.values import guarded, slash_path
 
 
 def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _listing(content: dict[str, Any]) -> Iterator[str]:
       yield f"{what}: {', '.join(content[key])}"
 
 
-@tool("inspect")
+@guarded("inspect")
 def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
   parser = argparse.ArgumentParser(prog="maxghost checkpoint inspect", description="Lists what a checkpoint holds.")
   parser.add_argument("path", metavar="CHECKPOINT")

@@ -121,7 +121,12 @@ def record_of(raw: RawTree) -> dict[str, Any]:
 def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpoint:
   """Reads any layout. Only headers are touched. Raises LayoutError naming the leaf or key."""
   options = options or ReadOptions()
-  nodes, prefix = _below_prefix({tuple(map(str, path)): node for path, node in raw.nodes.items()})
+  nodes: dict = {tuple(map(str, path)): node for path, node in raw.nodes.items()}
+  tops = _tops(nodes)
+  # A level `base/` (RL) or `model_params/` (Tunix) that holds everything but a step is taken away.
+  prefix = "" if {"params", "model"}.intersection(tops) else next((p for p in _PREFIXES if p in tops), "")
+  if prefix:
+    nodes = {path[1:] if path[0] == prefix else path: node for path, node in nodes.items() if path != (prefix,)}
   layout = options.layout or _detect(nodes, raw, prefix)
   sections, extra = _sections(nodes, layout, raw.origin)
   wrapped = _unwrap_sections(sections, layout, options)
@@ -145,16 +150,6 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpo
     checkpoint.aux = split_layers(aux, forms, 0, opaque=True)
   _read_opt_state(checkpoint, sections["opt_state"])
   return checkpoint
-
-
-def _below_prefix(nodes: dict) -> tuple[dict, str]:
-  """Takes away a `base/` (RL) or `model_params/` (Tunix) level that holds everything but a step."""
-  tops = _tops(nodes)
-  prefix = next((p for p in _PREFIXES if p in tops), "")
-  if not prefix or "params" in tops or "model" in tops:
-    return nodes, ""
-  below = {path[1:] if path[0] == prefix else path: node for path, node in nodes.items() if path != (prefix,)}
-  return below, prefix
 
 
 def _tops(nodes: Iterable[Path]) -> list[str]:
@@ -237,10 +232,7 @@ def _unwrap_sections(sections: dict[str, dict], layout: str, options: ReadOption
 
 
 def _is_wrapped(nodes: Mapping[Path, Any], is_name: Callable[[Path], bool], options: ReadOptions) -> bool:
-  """Whether all leaves lie under `value`. A parameter may itself be called `value`, so some are not enough.
-
-  is_name: whether a path that ends in `value` is known to be a parameter's own.
-  """
+  """Whether all leaves lie under `value`. is_name: whether a path that ends so is known to be a parameter's own."""
   leaves = [path for path, node in nodes.items() if isinstance(node, StoredArray) and path]
   under = [path for path in leaves if path[-1] == "value" and len(path) > 1]
   if options.wrapped is not None or not under:
@@ -289,10 +281,8 @@ def _random_leaves(nodes: Mapping[Path, Any]) -> set[Path]:
 
 
 def _scan_axis(nodes: dict, found: dict[Path, str], layout: str, raw: RawTree, options: ReadOptions) -> int:
-  """--scan_axis, else the recorded one, else the layout's: 0 for maxghost, 1 for MaxText.
-
-  A bare NNX tree without record may come from either; it is 0 where 1 cannot be and 0 can.
-  """
+  """--scan_axis, else the recorded one, else the layout's: 0 for maxghost, 1 for MaxText; of a bare NNX tree without
+  record, which may come from either, 0 where 1 cannot be."""
   recorded = (about.get("param_scan_axis") for about in (record_of(raw), raw.custom_metadata))
   for value in (options.scan_axis, *recorded):
     if value is not None:

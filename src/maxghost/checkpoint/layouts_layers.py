@@ -42,9 +42,7 @@ class Container:
     """Where the arrays of a layer are."""
     if self.form == SCANNED:
       return (*self.path, f"{self.block_name}_{layer % self.period}") if self.block_name else self.path
-    if self.form == UNSCANNED:
-      return (*self.path[:-1], f"{self.path[-1]}_{layer}")
-    return (*self.path, str(layer))
+    return (*self.path[:-1], f"{self.path[-1]}_{layer}") if self.form == UNSCANNED else (*self.path, str(layer))
 
 
 @dataclass(frozen=True)
@@ -285,8 +283,7 @@ def _num_stacked(container: Path, arrays: Mapping[Path, StoredArray], scan_axis:
   if not sizes:
     return 0
   expected = Counter(sizes.values()).most_common(1)[0][0]
-  wrong = [(rest, size) for rest, size in sizes.items() if size != expected]
-  if wrong:
+  if wrong := [(rest, size) for rest, size in sizes.items() if size != expected]:
     rest, size = wrong[0]
     raise LayoutError(
       f"leaf {where}/{slash_path(rest)} has size {size} on scan axis {scan_axis}, expected L={expected}"

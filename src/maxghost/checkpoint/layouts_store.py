@@ -5,7 +5,6 @@ converter holds one array at a time, so this module reads arrays with TensorStor
 tuple: text for a dict key or a field name, int for a position in a list. JAX is imported only for trees in memory.
 """
 
-import functools
 import json
 import math
 import os
@@ -19,7 +18,7 @@ import tensorstore as ts
 
 from maxghost.config import ConfigError
 from maxghost.config.files import write_text
-from maxghost.config.values import print_problem, slash_path
+from maxghost.config.values import slash_path
 
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 ITEM_NAMES = ("items", "default", "state", "model_params")
@@ -39,23 +38,7 @@ class LayoutError(ConfigError):
 class VerificationError(LayoutError):
   """What was written differs from its source, and was removed."""
 
-
-def tool(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-  """Decorates a tool's `main`: an error prints one line per problem; exit code 2, or 1 for a failed verification."""
-
-  def decorate(main: Callable[..., int]) -> Callable[..., int]:
-    @functools.wraps(main)
-    def guarded(*args: Any, **options: Any) -> int:
-      try:
-        return main(*args, **options)
-      except (ConfigError, OSError) as error:
-        for problem in error.problems if isinstance(error, ConfigError) else (error,):
-          print_problem(problem, name)
-        return 1 if isinstance(error, (VerificationError, OSError)) else 2
-
-    return guarded
-
-  return decorate
+  exit_code = 1
 
 
 def full_path(path: str | os.PathLike) -> Path:
@@ -182,8 +165,7 @@ def locate(path: str | os.PathLike) -> Location:
     has_level = not (folder / STEP_METADATA).is_file() and (outer / STEP_METADATA).is_file()
     return Location(item=folder, step=outer if has_level else folder)
   items = sorted(p.name for p in folder.iterdir() if (p / TREE_METADATA).is_file())
-  chosen = next((name for name in (*ITEM_NAMES, *items) if name in items), "")
-  if not chosen:
+  if not (chosen := next((name for name in (*ITEM_NAMES, *items) if name in items), "")):
     raise LayoutError(_no_tree(path, folder))
   if chosen not in ITEM_NAMES and len(items) > 1:
     raise LayoutError(f"{path} holds several trees: {', '.join(items)}; name one, as in {folder / chosen}")
@@ -337,7 +319,7 @@ def key_words(key: Any) -> Any:
 
 
 def misfit(origin: Any, missing: Sequence[str], extra: Sequence[str], unlike: Sequence[str]) -> str:
-  """The error for a checkpoint whose leaves are not those of the model; '' where they are.
+  """The error for a checkpoint with other leaves than the model; '' where they are the same.
 
   unlike: a text for each leaf of another shape or dtype.
   """

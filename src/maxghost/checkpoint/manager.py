@@ -118,14 +118,8 @@ class CheckpointManager:
     tree = _with_raw_keys(tree)
     if frozen and not self._frozen:
       self._frozen = _checksums(frozen)
-    content = {
-      **positions,
-      **({"frozen": self._frozen} if frozen else {}),
-      "format": FORMAT_VERSION,
-      "checksums": _checksums(tree),
-      "made_with": made_with(),
-    }
-    record = sealed(content)
+    content = {**positions, **({"frozen": self._frozen} if frozen else {}), "format": FORMAT_VERSION}
+    record = sealed(content | {"checksums": _checksums(tree), "made_with": made_with()})
     items = ocp.args.Composite(items=ocp.args.StandardSave(tree), positions=ocp.args.JsonSave(record))
     self._guard(self._try_to_write)
     self._guard(lambda: self._manager.save(step, args=items, force=True))
@@ -210,10 +204,7 @@ class CheckpointManager:
       )
 
   def _guard(self, work: Callable[[], Any], alone: bool = False) -> None:
-    """Runs a part of the save in every process. Raises CheckpointError in all of them if it fails in one.
-
-    alone: the others do not run it.
-    """
+    """Runs a part of the save, in every process unless `alone`. Raises CheckpointError in all if it fails in one."""
     reason = ""
     try:
       work()
@@ -325,10 +316,7 @@ def made_with() -> dict[str, str]:
 
 
 def _check_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-  """Raises CheckpointError that names leaves which are missing, extra, or of another shape or dtype.
-
-  stored, wanted: leaf path -> anything with `shape` and `dtype`.
-  """
+  """Raises CheckpointError that names leaves which are missing, extra, or of another shape or dtype."""
   unlike = []
   for name in sorted(wanted.keys() & stored.keys()):
     have, want = stored[name], wanted[name]

@@ -74,22 +74,20 @@ def slices(value: int, values: Values) -> dict[str, Any]:
   return {"compile_topology": f"{value}x{one}"} if value > 1 and one else {}
 
 
-_FOLDS: dict[str, Callable[..., dict[str, Any]]] = {
-  fold.__name__: fold
-  for fold in (
-    when,
-    named,
-    offload,
-    switched,
-    stabilized,
-    item,
-    segment,
-    validation_domain,
-    validation_files,
-    mixture,
-    slices,
-  )
-}
+_CHANGES = (
+  when,
+  named,
+  offload,
+  switched,
+  stabilized,
+  item,
+  segment,
+  validation_domain,
+  validation_files,
+  mixture,
+  slices,
+)
+_FOLDS: dict[str, Callable[..., dict[str, Any]]] = {fold.__name__: fold for fold in _CHANGES}
 
 
 class OtherKey(NamedTuple):

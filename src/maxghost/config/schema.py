@@ -358,8 +358,7 @@ class Config:
 
   def __post_init__(self):
     known = {f.name: f for part in self.sections() for f in dataclasses.fields(part)}
-    problems = value_problems(self.flat(), known)
-    if problems:
+    if problems := value_problems(self.flat(), known):
       raise ConfigError(*problems)
 
   @property

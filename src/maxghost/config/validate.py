@@ -144,8 +144,7 @@ def experts(v: Values) -> Iterator[str]:
 
 
 def segments(v: Values) -> Iterator[str]:
-  levels = v.segment_lengths
-  if not levels:
+  if not (levels := v.segment_lengths):
     return
   given = v["segment_lengths"] if len(levels) > 1 else f"segment_lengths={levels[0]}"
   if not v.scan_layers:
@@ -483,8 +482,7 @@ def value_problems(flat: dict[str, Any], fields: dict[str, Field]) -> list[str]:
     except WrongTypeError as error:
       problems.append(f"{key}={value!r} is not of type {error}")
       continue
-    wrong = limit_problems(field, sound[key])
-    if wrong:
+    if wrong := limit_problems(field, sound[key]):
       problems.extend(f"{key}={shown(value)}{text}" for text in wrong)
       del sound[key]
   return problems + cross_problems(sound)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from maxghost import config
 from maxghost.config import ConfigError
-from maxghost.config.values import print_problem
+from maxghost.config.values import guard
 from maxghost.data import duplicates
 from maxghost.data import prepare as preparing
 from maxghost.data.build import load_dataset
@@ -41,16 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
   if any(item.startswith("-") for item in more) or (more and parsed.config is None):
     parser.error(f"unrecognized arguments: {' '.join(more)}")
   parsed.config = [*(parsed.config or ()), *more]
-  try:
-    return {"prepare": _prepare, "verify": _verify, "show": _show, "duplicates": _duplicates}[parsed.command](parsed)
-  except (ConfigError, OSError) as error:
-    for problem in error.problems if isinstance(error, ConfigError) else (error,):
-      print_problem(problem)
-    return 2 if isinstance(error, ConfigError) else 1
-  except KeyboardInterrupt:
-    again = "; the same command continues where this one stopped" if parsed.command == "prepare" else ""
-    print(f"maxghost: interrupted{again}", file=sys.stderr)
-    return 130
+  again = "; the same command continues where this one stopped" if parsed.command == "prepare" else ""
+  run = {"prepare": _prepare, "verify": _verify, "show": _show, "duplicates": _duplicates}[parsed.command]
+  return guard(lambda: run(parsed), stopped=f"interrupted{again}")
 
 
 def _command(commands, name: str, help: str) -> argparse.ArgumentParser:

@@ -133,8 +133,7 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[n
   rooms = 0  # bit r is set when some open row has room r
   placed = []
   for size in length[order].tolist():
-    fitting = rooms >> size
-    if fitting:
+    if fitting := rooms >> size:
       room = size + (fitting & -fitting).bit_length() - 1
       here = open_rows[room].pop()
       if not open_rows[room]:

@@ -186,8 +186,7 @@ class TrainIterator(Iterator[Batch]):
         "the data or its settings changed since the position was saved "
         f"({f'changed: {named}' if changed else prints}); restore them, or start a new run with another run_name"
       )
-    missing = [lane for lane in self._lanes if str(lane) not in state["lanes"]]
-    if missing:
+    if missing := [lane for lane in self._lanes if str(lane) not in state["lanes"]]:
       raise ConfigError(
         f"the saved data position has no lanes {missing}; join the positions of all processes with data.merge_states"
       )

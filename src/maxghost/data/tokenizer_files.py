@@ -38,8 +38,7 @@ def save(tokenizer: Tokenizer, kind: str, folder: Path, template: str = "") -> N
 
 def copy(source: Path, target: Path) -> list[str]:
   """Copies the files of a Hugging Face tokenizer; returns their names. Creates `target` if there are any."""
-  names = [name for name in HUGGINGFACE_FILES if (source / name).is_file()]
-  if names:
+  if names := [name for name in HUGGINGFACE_FILES if (source / name).is_file()]:
     target.mkdir(exist_ok=True)
   for name in names:
     shutil.copyfile(source / name, target / name)

@@ -150,8 +150,7 @@ def excluded_labels(labels: list[str], patterns: tuple[str, ...]) -> set[str]:
   """The parameter paths that match fnmatch patterns; raises ValueError for a pattern without a match."""
   left_out = set()
   for pattern in patterns:
-    hits = fnmatch.filter(labels, pattern)
-    if not hits:
+    if not (hits := fnmatch.filter(labels, pattern)):
       raise ValueError(f"ghost_exclude pattern '{pattern}' matches no parameter; paths: {', '.join(labels)}")
     left_out.update(hits)
   return left_out

@@ -197,8 +197,7 @@ class AttentionSinkRule(Rule):
     sinks_H = call.values["sinks"]
     sinks_nTH = jnp.broadcast_to(sinks_H.astype(jnp.promote_types(sinks_H.dtype, jnp.float32)), q_nTHh.shape[:3])
     _, pull = jax.vjp(
-      lambda sinks: attention.attend(q_nTHh, k_nTKh, v_nTKh, segments, sinks_H=sinks, **call.module.options),
-      sinks_nTH,
+      lambda sinks: attention.attend(q_nTHh, k_nTKh, v_nTKh, segments, sinks_H=sinks, **call.module.options), sinks_nTH
     )
     (gradient_nTH,) = pull(call.cotangent)
     return jnp.stack([call.reduce(gradient_nTH, jnp.broadcast_to(u_H, sinks_nTH.shape)) for u_H in direction.full])

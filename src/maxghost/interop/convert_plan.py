@@ -142,13 +142,14 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
 
 
 def _target_axis(checkpoint: Checkpoint, target: Target) -> int:
-  if target.layout == MAXGHOST and target.scan_axis not in (None, 0):
-    raise LayoutError(f"target_scan_axis={target.scan_axis}: maxghost stacks layers on dimension 0")
-  if target.scan_axis is None:
-    return 0 if target.layout == MAXGHOST else 1 if checkpoint.layout == MAXGHOST else checkpoint.scan_axis
-  if target.scan_axis < 0:
-    raise LayoutError(f"target_scan_axis={target.scan_axis}: must be 0 or more")
-  return target.scan_axis
+  given, ours = target.scan_axis, target.layout == MAXGHOST
+  if ours and given not in (None, 0):
+    raise LayoutError(f"target_scan_axis={given}: maxghost stacks layers on dimension 0")
+  if given is None:
+    return 0 if ours else 1 if checkpoint.layout == MAXGHOST else checkpoint.scan_axis
+  if given < 0:
+    raise LayoutError(f"target_scan_axis={given}: must be 0 or more")
+  return given
 
 
 def _forms(tree: ParamTree, checkpoint: Checkpoint, target: Target, axis: int) -> dict[Path, Container]:

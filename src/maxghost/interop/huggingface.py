@@ -107,16 +107,11 @@ def table(model: ModelConfig) -> Iterator[tuple[Rule, int | None, int | None, st
         yield rule, layer, expert, rule.name.format(layer=layer, expert=expert)
 
 
-def model_config(folder: Path, tensors: Mapping[str, StoredArray] | None = None) -> Config:
-  """The configuration of the folder's model, with the dtype of its tensors; other keys have their defaults.
+def configuration(content: Mapping[str, Any], origin: str, tensors: Mapping[str, StoredArray] | None = None) -> Config:
+  """The configuration of a config.json, with the dtype of its tensors; `origin` names it in errors.
 
   Raises ConfigError for an unknown architecture and for a config.json that contradicts itself.
   """
-  return configuration(read_json(folder / CONFIG_JSON), str(folder / CONFIG_JSON), tensors)
-
-
-def configuration(content: Mapping[str, Any], origin: str, tensors: Mapping[str, StoredArray] | None = None) -> Config:
-  """As `model_config`, from the content of a config.json; `origin` names it in errors."""
   keys = huggingface_config.keys_of(content, origin)
   if tensors:
     keys["weight_dtype"] = huggingface_config.weight_dtype({x.dtype.name for x in tensors.values()}, origin)
@@ -134,16 +129,21 @@ def open_tree(path: str | os.PathLike) -> RawTree:
   return open_folder(folder) if is_huggingface(folder) else layouts_store.open_tree(path)
 
 
-def open_folder(path: Path) -> RawTree:
-  """The parameters of a Hugging Face folder; only headers are read.
+def model_config(folder: Path, tensors: Mapping[str, StoredArray] | None = None) -> Config:
+  """`configuration` of a folder's config.json."""
+  return configuration(read_json(folder / CONFIG_JSON), str(folder / CONFIG_JSON), tensors)
 
-  Raises LayoutError, naming tensors, where some are missing, unknown or of another shape than config.json says.
-  """
+
+def open_folder(path: Path) -> RawTree:
+  """The parameters of a Hugging Face folder, see `tree_of`; only headers are read."""
   return tree_of(open_tensors(path), model_config(path).model, path)
 
 
 def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -> RawTree:
-  """As `open_folder`, from tensors by name; `origin` is the file or folder they are in."""
+  """The parameters of these tensors by name; `origin` is the file or folder they are in.
+
+  Raises LayoutError, naming tensors, where some are missing, unknown or of another shape than config.json says.
+  """
   theirs = FAMILIES[model.decoder_block].huggingface
   known = tensors
   if not any(name.startswith(theirs.prefix) for name in tensors):  # a file of the bare model leaves the first level out

@@ -16,8 +16,8 @@ import numpy as np
 
 from maxghost.checkpoint import compare
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint, without_value
-from maxghost.checkpoint.layouts_store import LayoutError, TreePath, full_path, tool
-from maxghost.config.values import slash_path
+from maxghost.checkpoint.layouts_store import LayoutError, TreePath, full_path
+from maxghost.config.values import guarded, slash_path
 from maxghost.interop.convert import check_target, write_checkpoint
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
@@ -67,8 +67,7 @@ def rescale_checkpoint(
   check_target(raw, out)
   layout = NNX if checkpoint.layout == NNX_OLD else checkpoint.layout
   plan = make_plan(checkpoint, Target(layout, wrapped=checkpoint.wrapped or None))
-  queries = [leaf for leaf in plan.leaves if is_query(leaf.path)]
-  if not queries:
+  if not (queries := [leaf for leaf in plan.leaves if is_query(leaf.path)]):
     raise LayoutError(f"{source} holds no query projection (.../query/kernel)")
   for (path, _), ref in checkpoint.params.leaves.items():
     if is_query(path) and ref.shape[-1:] != (head_dim,):
@@ -85,7 +84,7 @@ def rescale_checkpoint(
   say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}) to {to}'s convention, the rest copied")
 
 
-@tool("rescale")
+@guarded("rescale")
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
     prog="maxghost checkpoint rescale",
@@ -95,6 +94,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--target_path", required=True)
   parser.add_argument("--head_dim", type=int, required=True)
   parser.add_argument("--to", choices=(MAXGHOST, MAXTEXT), required=True)
-  args = parser.parse_args(argv)
-  rescale_checkpoint(args.source_path, args.target_path, args.head_dim, args.to)
+  options = vars(parser.parse_args(argv))
+  rescale_checkpoint(options.pop("source_path"), **options)
   return 0

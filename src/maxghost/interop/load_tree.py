@@ -131,14 +131,13 @@ class _Matcher:
       arrays.setdefault(ref.array, []).append((ref.index or 0, leaf, ref))
     for array, layers in arrays.items():
       layers.sort(key=lambda layer: layer[0])
-      absent = [leaf for _, leaf, _ in layers if leaf not in source.leaves]
-      if absent:
+      if absent := [leaf for _, leaf, _ in layers if leaf not in source.leaves]:
         self.fresh += [array.path] if optional else []
         self.missing += [] if optional else [f"{prefix}{leaf_text(leaf)}" for leaf in absent]
         continue
       for _, leaf, ref in layers:
         part = source.leaves[leaf]
-        if part.shape != ref.shape or not (cast or part.dtype == ref.dtype or self._widens(part, ref)):
+        if part.shape != ref.shape or not (cast or self._holds(ref, part)):
           there, here = (f"{side.dtype}{list(side.shape)}" for side in (part, ref))
           self.unlike.append(f"{prefix}{leaf_text(leaf)} is {there} there and {here} in the model")
       parts = tuple(source.leaves[leaf] for _, leaf, _ in layers)
@@ -147,10 +146,10 @@ class _Matcher:
       dtype = array.dtype.name if (cast or self._widen) and not array.key_impl else ""
       self.leaves.append(TargetLeaf(array.path, parts, None if first.index is None else first.axis, dtype))
 
-  def _widens(self, part: Ref, ref: Ref) -> bool:
-    """Whether the wanted dtype holds every value of the stored one."""
-    names = part.dtype.name, ref.dtype.name
-    return self._widen and all(name in _FLOATS for name in names) and part.dtype.itemsize < ref.dtype.itemsize
+  def _holds(self, ref: Ref, part: Ref) -> bool:
+    """Whether the wanted dtype is the stored one, or may be wider."""
+    floats = part.dtype.name in _FLOATS and ref.dtype.name in _FLOATS
+    return part.dtype == ref.dtype or (self._widen and floats and part.dtype.itemsize < ref.dtype.itemsize)
 
 
 def _tree(arrays: Iterable[tuple[Path, Any]]) -> ParamTree:
@@ -181,8 +180,7 @@ def _look_up(tree: Any, path: TreePath) -> Any:
 
 def _put(block: np.ndarray, key_impl: str | None, wanted: Any) -> Any:
   value = with_key_type(block, key_impl) if is_typed_key(wanted) else block
-  sharding = getattr(wanted, "sharding", None)
-  if sharding is None:
+  if (sharding := getattr(wanted, "sharding", None)) is None:
     return value
   import jax
 

@@ -95,8 +95,7 @@ def _checksum(file: BinaryIO, size: int) -> int:
   file.seek(0)
   checksum = 0
   while size > 0:
-    block = file.read(min(size, 1 << 20))
-    if not block:
+    if not (block := file.read(min(size, 1 << 20))):
       raise EOFError("the file became shorter while it was read")
     checksum = zlib.crc32(block, checksum)
     size -= len(block)

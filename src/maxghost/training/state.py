@@ -131,8 +131,7 @@ def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
   paths = {slash_path(path): path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
   found = set()
   for pattern in cfg.optimizer.trainable_parameters_mask:
-    matching = fnmatch.filter(paths, pattern)
-    if not matching:
+    if not (matching := fnmatch.filter(paths, pattern)):
       raise ValueError(f"trainable_parameters_mask={pattern} matches no parameter; paths: {', '.join(paths)}")
     found.update(matching)
   return nnx.filterlib.PathIn(*(paths[label] for label in found))

@@ -50,8 +50,7 @@ def load(domains: tuple[str, ...] = (), domain_bytes: int = 0, root: str | os.Pa
   }
   documents: list[Document] = []
   for domain in chosen:
-    taken = take(readers[domain](), domain_bytes, domain)
-    if not taken:
+    if not (taken := take(readers[domain](), domain_bytes, domain)):
       others = [name for name in chosen if name != domain]
       fix = f"use dataset_domains=[{','.join(others)}]" if others else "name another domain"
       what = "pydoc_data.topics" if domain == "manual" else "source files (*.py)"
