@@ -243,10 +243,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
 
 
 def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
-  """(run, {step: checkpoint}, ascending); an imported model is step 0 of itself.
-
-  Raises ConfigError for other paths, and for checkpoints of two runs.
-  """
+  """(run, {step: checkpoint}, ascending); an imported model is step 0 of itself. Raises ConfigError."""
   paths: dict[int, Path] = {}
   runs = set()
   for path in given:

@@ -90,10 +90,7 @@ def check_config(cfg: Config) -> ModelPlace:
 
 
 def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
-  """(the model of `distill_teacher`, what opens its parameters); None for a run without one.
-
-  Raises ConfigError if there is no such model, or if it has another vocabulary.
-  """
+  """(the model of `distill_teacher`, what opens its parameters), or None. Raises ConfigError for another vocabulary."""
   if cfg.reference != "teacher":
     return None
   path = cfg.optimizer.distill_teacher

@@ -177,10 +177,7 @@ class TimeSums:
 
 
 def layer_rows(modules: Modules, value_XML: np.ndarray) -> tuple[list[str], np.ndarray]:
-  """(names, values [X, R]): one entry per layer of the stack, then one per module outside of it.
-
-  A module is outside the stack if it has values in layer 0 only.
-  """
+  """(names, values [X, R]): an entry per layer of the stack, then one per module with values in layer 0 only."""
   logged_SML = np.any(np.isfinite(modules.contribution_SMLDK), axis=(3, 4))
   inside = np.any(logged_SML[:, :, 1:], axis=(0, 2))
   names, values = [], []

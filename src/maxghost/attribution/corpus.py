@@ -52,10 +52,7 @@ class Corpus:
     return (*self.document_id(index), *self.source.document_fields(int(index)))
 
   def batches(self, num_rows: int) -> Iterator[Batch]:
-    """All documents, `num_rows` rows at a time.
-
-    The last batch of a block is completed with rows from the block's start, whose documents are not named again.
-    """
+    """All documents, `num_rows` rows at a time, completed with earlier rows whose documents are not named again."""
     for first in range(0, len(self.source), BLOCK_DOCUMENTS):
       rows = self._rows(np.arange(first, min(first + BLOCK_DOCUMENTS, len(self.source))))
       for start in range(0, len(rows), num_rows):

@@ -18,10 +18,7 @@ REQUEST_SECONDS = 10  # for one to arrive
 
 
 class LiveServer(http.server.ThreadingHTTPServer):
-  """Serves the page of a run on the loopback address; port 0 takes a free one.
-
-  Raises ConfigError for a missing folder or a port that is taken.
-  """
+  """Serves a run's page on the loopback address; port 0 takes a free one. Raises ConfigError."""
 
   def __init__(self, run_dir: Path, port: int, num_documents: int, with_texts: bool, accept_lost_rows: bool = False):
     if not run_dir.is_dir():

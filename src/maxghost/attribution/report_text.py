@@ -144,10 +144,7 @@ class LedgerLine:
 
 
 def ledger_lines(ledger: Ledger) -> list[LedgerLine]:
-  """The parts of the prediction, their sum, the measured drop and the rest.
-
-  Parts that are zero are left out, except for examples, momentum and weight decay. Empty for a log without any.
-  """
+  """The parts of the prediction, zero only where every run has them, their sum, the measured drop, the rest."""
   if ledger.actual is None and all(value is None for value in ledger.columns.values()):
     return []
   lines, total = [], 0.0

@@ -413,10 +413,7 @@ def _passes(time: TimeSums) -> PassTable:
 
 
 def _duplicates(documents, groups: Groups) -> Duplicates | None:
-  """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many.
-
-  documents: the data source, or None. groups: by document.
-  """
+  """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many."""
   if documents is None or len(groups) > MAX_HASHED_DOCUMENTS or len(documents) > MAX_HASHED_DOCUMENTS:
     return None
   place = {key: i for i, key in enumerate(groups.document_ids())}

@@ -245,10 +245,7 @@ def split_layers(
 
 
 def position(path: Path, forms: Mapping[Path, str]) -> tuple[Path | None, str, int | None, Path]:
-  """(container, form, layer, path below the layer) of a leaf; the layer is None where layers are stacked.
-
-  forms: of the containers; '' for one in any form.
-  """
+  """(container, form, layer or None where stacked, path below it) of a leaf. forms: of the containers, '' for any."""
   for container, known in forms.items():
     depth = len(container)
     if len(path) <= depth or path[: depth - 1] != container[:-1]:

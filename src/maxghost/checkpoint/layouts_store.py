@@ -319,10 +319,7 @@ def key_words(key: Any) -> Any:
 
 
 def misfit(origin: Any, missing: Sequence[str], extra: Sequence[str], unlike: Sequence[str]) -> str:
-  """The error for a checkpoint with other leaves than the model; '' where they are the same.
-
-  unlike: a text for each leaf of another shape or dtype.
-  """
+  """The error for a checkpoint with other leaves than the model, '' for none. unlike: a text for each such leaf."""
   problems = [f"misses {listed(missing)}"] if missing else []
   problems += [f"has {listed(extra)}, unknown to the model"] if extra else []
   problems += [*unlike[:_MOST_UNLIKE], *([f"and {len(unlike) - _MOST_UNLIKE} more"] if unlike[_MOST_UNLIKE:] else [])]

@@ -317,10 +317,7 @@ def differing_keys(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def save(cfg: Config, path: str | os.PathLike) -> None:
-  """Writes the configuration as a flat YAML of every key; `load` of it gives an equal Config.
-
-  A reader sees the old file or the whole new one. Raises OSError.
-  """
+  """Writes every key as a flat YAML, whole or not at all; `load` of it gives an equal Config. Raises OSError."""
   head = "# Every value of a run, as it was used: the model file and the command line are already in it.\n"
   lines = (values.to_yaml(key, value) for key, value in cfg.flat().items())
   files.write_text(path, "".join((head, f"{RESOLVED}: true\n", *lines)))

@@ -236,10 +236,7 @@ def divisors(number: int) -> list[int]:
 
 
 def limit_problems(field: Field, value: Any) -> list[str]:
-  """The problems of a value of the right type: an unknown choice, a number out of bounds.
-
-  Bounds and choices of a list hold for each of its items. Each text follows `key=value (origin)`.
-  """
+  """An unknown choice or a number out of bounds, in a list too; each text follows `key=value (origin)`."""
   choices, minimum, maximum = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
   problems = []
   for item in value if isinstance(value, tuple) else (value,):

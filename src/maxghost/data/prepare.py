@@ -126,10 +126,7 @@ def _manifest(job: Job, part: int) -> dict | None:
 
 
 def verify(folder: str) -> list[str]:
-  """Compares the checksums of the shards and of the index; returns a line for each damaged file.
-
-  The manifests of damaged shards are deleted, so that `prepare` writes these again.
-  """
+  """A line for each file whose checksum differs; `prepare` writes these shards again."""
   try:
     meta = read_index(Path(folder))
   except ConfigError as error:

@@ -18,10 +18,7 @@ HUGGINGFACE_FILES = (
 
 
 def save(tokenizer: Tokenizer, kind: str, folder: Path, template: str = "") -> None:
-  """Writes the tokenizer into `folder`, which is created; a tokenizer that is there already is kept.
-
-  template: a file of a chat template to keep with it, in place of its own.
-  """
+  """Writes the tokenizer into `folder`, unless one is there. template: a file of a chat template to keep with it."""
   if tokenizer.path is None or _files(kind, folder):
     return
   folder.mkdir(exist_ok=True)

@@ -121,10 +121,7 @@ class ScoredParam:
     return constrain(direction, (*self.axes[:depth], None, *self.axes[depth:]), f"direction of {self.label}")
 
   def placed_factor(self, part: str, factor):
-    """Shards a factor along its groups, and along I or O; other parts stay.
-
-    factor: the part 'left' [*stack, K, *groups, I, r] or 'right' [*stack, K, *groups, r, O] of a direction.
-    """
+    """Shards a factor, 'left' [..., I, r] or 'right' [..., r, O], along its groups and I or O; other parts stay."""
     if self.axes is None or part not in ("left", "right"):
       return factor
     depth, parameter = len(self.stack_shape), self.parameter

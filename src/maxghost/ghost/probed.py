@@ -121,10 +121,7 @@ class LayerPasses:
     return jax.vjp(self.apply, values, arrays)
 
   def backward(self, values: dict, arrays, residuals, cotangent, form: Any = None, gradients=True) -> tuple:
-    """((gradients of values, of arrays), {name: cotangents of its probes}); None for those not requested.
-
-    form: ScoredParam -> (direction, facts), as `directions.form`; None: no scores.
-    """
+    """((gradients of values, of arrays), {name: cotangents of its probes}), None if not asked. form: see `form`."""
     scores: dict | None = None
     if form is not None:
       call, scores = self._call(values, arrays, cotangent), {}

@@ -171,10 +171,7 @@ def write_checkpoint(
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-  """Yields a sibling of `target` with Orbax's mark of unfinished folders; renames it at the end, or removes it.
-
-  Raises LayoutError where the disk is full.
-  """
+  """Yields a sibling of `target`, named as Orbax names unfinished ones; renames it, or removes it on an error."""
   temporary = target.with_name(f"{target.name}{TEMPORARY_MARK}-{time.time_ns()}")
   made = [folder for folder in target.parents if not folder.exists()]
   try:
@@ -287,10 +284,7 @@ def check_written(
   is_expected: Callable[[compare.Row], bool] = lambda row: False,
   **options: Any,
 ) -> None:
-  """Reads a written tree without hints and compares it with the source; options as in `compare.compare`.
-
-  Raises VerificationError for a difference that is not expected.
-  """
+  """Compares a written tree, read without hints, with the source; options of `compare`. Raises VerificationError."""
   target = read_checkpoint(written, ReadOptions(keep_unknown=True))
   rows = compare.compare(checkpoint, target, **options).rows
   # Moments in another form than the parameters are repaired on the way: a difference, but not from what was planned.

@@ -37,10 +37,7 @@ class GgufFile:
   tensors: dict[str, StoredArray]
 
   def number(self, name: str, kind: type = int, default: float | None = None) -> Any:
-    """A positive number that the file says of the architecture; a float as the shortest decimal of its float32.
-
-    Raises LayoutError where it says none.
-    """
+    """A positive number of the architecture; a float as the shortest decimal of its float32. Raises LayoutError."""
     value = self.metadata.get(f"{self.family.gguf}.{name}", default)
     if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < np.inf:
       what = "size" if kind is int else "positive number"

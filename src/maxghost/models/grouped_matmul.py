@@ -42,10 +42,7 @@ _grouped = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0,))
 
 
 def product(x_R, w_GIO, sizes_G, precision=None, dtype=None, *, contract: int = 1):
-  """As `grouped_matmul`, without a backward pass of its own; contract=2: each row times its group's transposed matrix.
-
-  dtype: of the result, default that of x.
-  """
+  """As `grouped_matmul`, without its backward pass; contract=2: times the transposed matrices. dtype: of the result."""
 
   def ragged(x, w, sizes):
     return lax.ragged_dot(x, w if contract == 1 else w.swapaxes(1, 2), sizes, precision, dtype)

@@ -48,10 +48,7 @@ def fetch(stacked, index):
 
 
 def after(index, tree):
-  """`index`, available only after the smallest leaf of `tree`.
-
-  Otherwise XLA would fetch the first segment once for all loops over the same weights, and keep it on the device.
-  """
+  """`index`, available after the smallest leaf of `tree`: else XLA would keep the first segment for all loops."""
   leaves = [x for x in jax.tree.leaves(tree) if not on_host(x)]
   index = jnp.asarray(index)
   return jax.lax.optimization_barrier((index, min(leaves, key=jnp.size)))[0] if leaves else index

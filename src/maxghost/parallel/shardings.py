@@ -88,10 +88,7 @@ class Layout:
     return self.rules.parts(self.rules.batch_axes)
 
   def variable_spec(self, path: tuple, variable: nnx.Variable, moments: bool = False) -> PartitionSpec:
-    """The PartitionSpec of a train state's Variable by its logical axes; without axes it is replicated.
-
-    moments: treat it as part of the optimizer's state.
-    """
+    """A Variable's PartitionSpec by its logical axes, replicated without. moments: as part of the optimizer's state."""
     axes = variable.get_metadata().get(AXES)
     shape, label = variable.get_value().shape, slash_path(path)
     if axes is None:
@@ -242,10 +239,7 @@ def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnRows:
-  """The rows of this process: part `shard` of `num_shards` equal parts of the batch.
-
-  writes: whether this process records the results of these rows; other processes may hold the same rows.
-  """
+  """Part `shard` of `num_shards` equal parts of the batch. writes: whether this process records it, alone or not."""
 
   num_shards: int = 1
   shard: int = 0

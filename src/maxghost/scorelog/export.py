@@ -27,10 +27,7 @@ def import_pyarrow(what: str) -> tuple[Any, Any]:
 
 
 def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
-  """Writes the whole log; returns the files. Rows stream past in bounded memory, texts are dictionary-encoded.
-
-  Raises ConfigError without pyarrow, and where the folder cannot be written.
-  """
+  """Writes the log, rows in bounded memory, texts dictionary-encoded; returns the files. Raises ConfigError."""
   pa, parquet = import_pyarrow("--export parquet")
   about = {"val_sets": log.val_sets, "objective": log.objective, "ledger": log.ledger, "units": log.units}
   metadata = {"maxghost": json.dumps(about | {name: log.said_of(name) for name in ("direction", "fingerprint")})}

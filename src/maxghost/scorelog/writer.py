@@ -30,10 +30,7 @@ OF_STEP_OR_DOCUMENT = ("step", "domain", "path", "offset")
 
 
 class Interval:
-  """Steps whose final file is not written yet.
-
-  before: steps and rows of the log before them, None where unknown. `replaced`: the file of an early flush, if any.
-  """
+  """Steps without a final file. before: steps and rows before them, None unknown. replaced: an early flush's file."""
 
   def __init__(
     self,

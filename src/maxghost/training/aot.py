@@ -23,10 +23,7 @@ from maxghost.training.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """The step compiled for devices that need not be present, and its HLO text.
-
-  executable: None if it did not fit; problem: the compiler's message then.
-  """
+  """The step compiled for absent devices, and its HLO text; or, if it did not fit, the compiler's message `problem`."""
 
   plan: Plan
   executable: Any

@@ -83,10 +83,7 @@ def is_stacked(variable: nnx.Variable) -> bool:
 
 
 def norm(state: nnx.State, segment_length: int):
-  """Global norm in float32 or wider, a scalar.
-
-  Squares of stacked leaves are always summed segment by segment, so that the bits do not depend on the leaves' memory.
-  """
+  """Global norm in float32 or wider; stacked squares are summed by segments wherever they lie, for the same bits."""
   values = [(v.get_value(), is_stacked(v)) for _, v in nnx.to_flat_state(state)]
   stacked = [x for x, flag in values if flag]
   total = sum((_squares(x) for x, flag in values if not flag), jnp.zeros((), float))
@@ -136,10 +133,7 @@ def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: C
 
 
 def _update_segments(update: Callable, params, grads, opt_state, first, num_layers: int, segment_length: int):
-  """Runs `update` on stacked trees in place, one segment at a time. Scalars of opt_state (counts) are shared.
-
-  first: 0, available when the first segment may be fetched.
-  """
+  """`update` of stacked trees in place by segments; counts are shared. first: 0, once fetching may begin."""
   held, tree = jax.tree.flatten((params, opt_state))
   layered = [x.ndim > 0 and x.shape[0] == num_layers for x in held]
   # Split beforehand: a TPU cannot cut an odd number of rows out of a packed matrix in host memory.

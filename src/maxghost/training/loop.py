@@ -156,10 +156,7 @@ class TrainingLoop:
       self._save()
 
   def _close_replaced_rows(self, step: int) -> dict[str, jax.Array] | None:
-    """Closes the account of the old validation rows where a step draws new ones (`step.make_closing`).
-
-    Must be started before the step donates the state.
-    """
+    """Closes the account of rows that this step replaces (`step.make_closing`), before the state is donated."""
     if not self._validation.replaces(step):
       return None
     if not self._program.is_ready("closing"):  # still compiling, early in a run: not counted in a step's time

@@ -106,10 +106,7 @@ def eval_metrics(sums: Sequence[tuple[Any, Any]]) -> dict[str, float]:
 
 
 class MetricsLog:
-  """metrics.jsonl: `append` writes one whole line; `position` is its length in bytes after a flush to disk.
-
-  checksum: CRC-32 of what was written since `restore`, and before.
-  """
+  """`append` writes a whole line; `position` is the length in bytes on disk; checksum: CRC-32 of the lines so far."""
 
   def __init__(self, path: Path):
     self._path, self.checksum = path, 0
@@ -128,10 +125,7 @@ class MetricsLog:
     return os.path.getsize(self._path)
 
   def restore(self, num_bytes: int, checksum: int | None = None) -> None:
-    """Cuts the file back to a position and says, at every resume, if its records were changed since they were written.
-
-    Raises ConfigError if the file is shorter.
-    """
+    """Cuts the file to a position; reports records that were changed. Raises ConfigError if it is shorter."""
     size = os.path.getsize(self._path)
     if size < num_bytes:
       raise ConfigError(

@@ -39,10 +39,7 @@ class StepFlops:
 
 
 def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
-  """FLOPs of forward and backward over `num_rows` rows of `row_length` tokens, padding included.
-
-  Experts count where a token is sent to them; a sliding window counts its area.
-  """
+  """FLOPs of forward and backward, padding included; experts where tokens are sent, a sliding window by its area."""
   d, heads, kv_heads, h = model.base_emb_dim, model.base_num_query_heads, model.base_num_kv_heads, model.head_dim
   attention_weights = d * (heads + 2 * kv_heads) * h + heads * h * d
   width = model.base_mlp_dim

@@ -53,10 +53,7 @@ class Reweighter:
     return dict(zip(self._names, self._shares_D.tolist(), strict=True))
 
   def observe(self, step: int, outputs: Mapping[str, np.ndarray], batch) -> dict[str, float]:
-    """Adds the scores of a step, steps in order; returns ghost/share/<domain> that apply to its batch.
-
-    Steps without scores, and rows that online selection left out, are not counted.
-    """
+    """Adds a step's scores; returns ghost/share/<domain> of its batch. Rows without scores or left out do not count."""
     if "contribution_BSK" in outputs and outputs["scored_ok"]:
       self._add(outputs, batch)
     due = [shares for batch, shares in self._changes if batch <= step] or [{}]

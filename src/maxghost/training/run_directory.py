@@ -82,10 +82,7 @@ def has_checkpoint(existing: Existing) -> bool:
 
 
 def claim(existing: Existing, cfg: Config) -> TextIO:
-  """Creates the directory if it is new, locks it and writes config.yml. Raises ConfigError on failure.
-
-  Returns the lock; closing it, or the end of the process, releases the directory.
-  """
+  """Creates, locks and configures the directory; returns the lock, held until it is closed. Raises ConfigError."""
   path = existing.path
   try:
     path.mkdir(parents=True, exist_ok=True)

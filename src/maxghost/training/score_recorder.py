@@ -48,10 +48,7 @@ def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
 
 
 def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """(scored slots bool[B, S], index of the first slot of each unit int[U] in order, unit of each slot int[N]).
-
-  A slot is scored if it has a document and at least one token that counts.
-  """
+  """(slots with a document and a token that counts bool[B, S], first slot of each unit int[U], unit of each int[N])."""
   scored_BS = (batch.document_BS >= 0) & (outputs["tokens_BS"] > 0)
   ids_N = np.arange(scored_BS.sum()) if batch.unit_BS is None else batch.unit_BS[scored_BS]
   _, first_U, unit_N = np.unique(ids_N, return_index=True, return_inverse=True)

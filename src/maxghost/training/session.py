@@ -71,10 +71,7 @@ class Session:
     self._program = compiled_steps.build(plan)
 
   def run(self) -> int:
-    """Trains to the end or to a signal; returns the exit code. Raises what the loop raises.
-
-    If another process of the run is lost, this one reports it and exits at once with code 1.
-    """
+    """Trains to the end or to a signal; returns the exit code. Exits at once with 1 if a process of the run is lost."""
     try:
       with contextlib.ExitStack() as opened:
         opened.enter_context(self._claim())

@@ -29,10 +29,7 @@ class Line:
 
 
 def line_chart(heading: str, lines: list[Line], steps: tuple[int, int], y_label: str, zero: bool = False) -> dict:
-  """Curves with their names at the ends; no curves where nothing was logged.
-
-  steps: first and last of the x axis; both ends have a tick. zero: the y axis includes and marks 0.
-  """
+  """Curves with their names at the ends. steps: first and last, which have ticks. zero: the y axis marks 0."""
   lines = [line for line in lines if np.isfinite(line.y).any()]
   chart = {"heading": heading, "y_label": y_label, "lines": []}
   if not lines:

@@ -228,10 +228,7 @@ def columns_of(columns: Sequence[str], known: Iterable[str], owner: str) -> tupl
 
 
 def join_columns(where: str, record: Any, columns: Sequence[str]) -> bytes:
-  """The text columns of a record, joined by line ends; null counts as an empty text. Raises CorruptError.
-
-  For `Kept` columns, the JSON object of them.
-  """
+  """A record's text columns joined by line ends, null as empty; of `Kept` columns their JSON. Raises CorruptError."""
   values = []
   record = record if isinstance(record, dict) else {}
   if isinstance(columns, Kept):

@@ -33,10 +33,7 @@ _SHORTEST_DOCSTRING = 24  # bytes; below, there is nothing to learn from
 
 
 def load(domains: tuple[str, ...] = (), domain_bytes: int = 0, root: str | os.PathLike | None = None) -> DocumentList:
-  """Documents of the standard library in `root` (default: the running Python's); as `synthetic.load`.
-
-  Raises ConfigError also for a domain that this Python has no text for.
-  """
+  """Documents of the library in `root` (default: the running Python's); as `synthetic.load`. Raises ConfigError."""
   chosen = tuple(domains) or DOMAINS
   check_known("dataset_domains", chosen, DOMAINS, "dataset_type=stdlib")
   library = Path(root if root is not None else sysconfig.get_path("stdlib"))

@@ -149,10 +149,7 @@ def _open(path: str) -> io.FileIO | bytes:
 
 
 def _index_text(opened: Opened, path: str, columns: tuple[str, ...] | None) -> tuple[np.ndarray, np.ndarray]:
-  """Offset and size of the file or, with columns, of each line of JSON (int64 each), without blank lines.
-
-  Raises ConfigError when the first line lacks a column.
-  """
+  """Offset and size of the file or, with columns, of each line of JSON that is not blank. Raises ConfigError."""
   if path.endswith(_PACKED):
     view = np.frombuffer(opened.get(path), np.uint8)
   else:

@@ -87,10 +87,7 @@ def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.S
 
 
 def extrapolated(secant: Secant | None, gradients: list[dict]) -> list[dict]:
-  """K dicts {label: G + weight (own G - G')}, in place of G; G itself without a secant.
-
-  gradients: K dicts {label: G}, of all or of some of the labels.
-  """
+  """K dicts {label: G + weight (own G - G')} of the labels in `gradients`; these themselves without a secant."""
   if secant is None:
     return gradients
 

@@ -249,10 +249,7 @@ def _late_state(layers: Layers, state: RuleState | None, index, probes: nnx.Stat
 
 
 def ledger_sums(layers: Layers, scored, params: dict, grads: dict, gradients, state: RuleState | None, parts) -> dict:
-  """`ledger.sums` of one layer, or of what is outside the layers; empty without a ledger.
-
-  Also `used`, <g, u> [K] over the scored parameters, unless facts contain it.
-  """
+  """`ledger.sums` of a layer or of the outside, and `used` [K] unless facts have it; empty without a ledger."""
   rule = layers.problem.account
   if rule is None or state is None:
     return {}

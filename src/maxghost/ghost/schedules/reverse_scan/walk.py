@@ -30,10 +30,7 @@ from maxghost.parallel.shardings import constrain_state
 
 
 def run(problem: Problem) -> Scored:
-  """Runs the walk; scores equal those of 'two_pass', also for tied tables.
-
-  Raises ValueError for a loss without stages or a model without stacked layers.
-  """
+  """The walk; scores equal those of 'two_pass', also for tied tables. Raises ValueError without stages or a stack."""
   loss, val_losses, batch, state = problem.loss, problem.val_losses, problem.batch, problem.state
   if not isinstance(loss, StagedLoss) or not all(isinstance(one, StagedLoss) for one in val_losses):
     raise ValueError(
@@ -139,10 +136,7 @@ def _links(model) -> dict:
 
 
 def inputs(rows: Rows, x, scanned, segment_lengths: tuple, keep=lambda x: x):
-  """(inputs of these layers, or of their segments, with a leading axis; output of the last layer).
-
-  scanned: `Layers.stacked` of these layers. keep: moves a segment's input to its memory.
-  """
+  """(inputs of these layers, or of their segments; output of the last). keep: moves a segment's input to memory."""
 
   def body(x, layer):
     value = layer_lib.apply(rows.layers.graphdef, *rows.arguments(x, layer))
