@@ -46,10 +46,7 @@ def find(
 
 
 def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, adapter: str = ""):
-  """(graphdef, state) of the model. JAX is imported here. Raises ConfigError for parameters that do not fit.
-
-  adapter: as in `open_parameters`. That of a run with adapters is merged into its base.
-  """
+  """(graphdef, state) of the model, an adapter of its run or `adapter` merged in. Imports JAX. Raises ConfigError."""
   from flax import nnx
 
   from maxghost import adapters
@@ -70,10 +67,7 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, ada
 
 
 def check_config(cfg: Config) -> ModelPlace:
-  """Finds the model of `load_parameters_path` or `load_full_state_path`; reads only configurations.
-
-  Raises ConfigError if there is none, and with every differing key if it is not the model of `cfg`.
-  """
+  """Finds the model that a run is given, by configurations alone. Raises ConfigError with every key that differs."""
   given = cfg.checkpoint
   key, path = "load_full_state_path" if given.load_full_state_path else "load_parameters_path", given.given
   place = model_path.find(path)
@@ -127,11 +121,7 @@ def check_steps(place: ModelPlace, cfg: Config) -> None:
 def open_parameters(
   place: ModelPlace, cfg: Config, wanted: Mapping[str, Any], say: Callable[[str], None] = print, adapter: str = ""
 ) -> Callable[[], dict]:
-  """Pairs what is at `place` with the tree `wanted`, {"model": ..., ...}, and returns a function that reads it.
-
-  adapter: a folder of PEFT, or a run with adapters, to merge into the parameters. Raises ConfigError with every
-  missing, unknown or differing parameter or moment.
-  """
+  """Pairs a model, with `adapter` merged in, and the tree `wanted`; returns what reads it. Raises ConfigError."""
   raw = open_tree(place.tree)
   if adapter:
     raw = merge.merged(raw, cfg.model, *merge.open_adapter(adapter, cfg.model))

@@ -46,11 +46,7 @@ class Condition:
 
 
 class Where:
-  """Parsed conditions; an empty text selects every row.
-
-  set_index: validation set of `dot` and `contribution`. fields: of the log's documents. Raises ConfigError for an
-  unknown column, an operator that the column does not have, or a value that is not a number.
-  """
+  """Parsed conditions on rows, with `dot` and `contribution` of set `set_index`. Raises ConfigError."""
 
   def __init__(self, text: str = "", set_index: int = 0, fields: tuple[str, ...] = ()):
     self.conditions = tuple(_parse(text, fields))

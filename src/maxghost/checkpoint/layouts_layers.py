@@ -67,10 +67,7 @@ class Ref:
 
 
 class LayerReader:
-  """Reads layers of stored arrays. The last array stays in memory, because its layers and blocks are read in turn.
-
-  hold_bytes: larger arrays are read block by block instead, unless one chunk of them is larger still.
-  """
+  """Reads layers of stored arrays, holding the last array up to `hold_bytes`; larger ones are read block by block."""
 
   def __init__(self, hold_bytes: int):
     self._hold_bytes = hold_bytes

@@ -151,10 +151,7 @@ class Location:
 
 
 def locate(path: str | os.PathLike) -> Location:
-  """Finds the tree in a checkpoint folder: `<run>/checkpoints/<step>` or `<...>/<step>/items`.
-
-  Raises LayoutError where there is none, where it is unfinished or half copied, or where the choice is not clear.
-  """
+  """Finds the tree in `<run>/checkpoints/<step>` or `<...>/<step>/items`. Raises LayoutError where it is not clear."""
   folder = full_path(path)
   if TEMPORARY_MARK in folder.name or TEMPORARY_MARK in folder.parent.name:
     raise LayoutError(f"{path} was never finished ('{TEMPORARY_MARK}' in its name); use a finished checkpoint")

@@ -50,10 +50,7 @@ def sections() -> Iterator[tuple[str, type, tuple[dataclasses.Field, ...]]]:
 
 
 def print_help(key: str | None = None, file: TextIO | None = None, usage: str = "") -> None:
-  """Prints all keys by section, or explains one `key`; with colours and columns when `file` is a terminal.
-
-  usage: lines printed above the list. Raises ConfigError for a key that does not exist.
-  """
+  """Prints all keys below `usage`, or explains one, with colours on a terminal. Raises ConfigError."""
   out: TextIO = file or sys.stdout
   if key is not None:
     print(explain(key), file=out)

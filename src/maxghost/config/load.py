@@ -37,10 +37,7 @@ class Given:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-  """A configuration, the origin of each value ("configs/base.yml:12", "command line", "default") and notes.
-
-  `notes` are lines on values that were given but are overridden; commands print them.
-  """
+  """A configuration, each value's origin ("configs/base.yml:12", "command line"), notes on what was overridden."""
 
   config: Config
   origins: dict[str, str]
@@ -200,10 +197,7 @@ def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> d
 
 
 def _resolve(layers: tuple[dict[str, Given], ...], resolved: bool, problems: list[str], notes: list[str]) -> Loaded:
-  """Lays the layers over the defaults, each value as the type of its key, and validates. Raises ConfigError.
-
-  resolved: the first layer is a run's saved configuration, which may hold former names of keys.
-  """
+  """Lays the layers over the defaults, with former keys if the first is `resolved`, a run's own. Raises ConfigError."""
   known = fields()
   flat = {name: field.default for name, field in known.items()}
   origins = dict.fromkeys(known, DEFAULT)

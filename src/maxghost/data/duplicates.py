@@ -46,10 +46,7 @@ def exact(documents: Iterable[tuple[DocumentId, bytes, bool]]) -> list[Pair]:
 
 
 def near(documents: Iterable[tuple[DocumentId, bytes, bool]], threshold: float) -> list[Pair]:
-  """Training documents with a similarity of at least `threshold` to a held-out one, exact copies included.
-
-  MinHash (Broder 1997) with the locality-sensitive hashing of `datasketch`. Raises ConfigError without that package.
-  """
+  """Training documents with a similarity of `threshold` to a held-out one, by MinHash (Broder 1997) and its hashing."""
   datasketch = import_package("datasketch", "--near")
 
   def sketch(text: bytes):

@@ -67,11 +67,7 @@ class PreparedSource(Source):
     fields: tuple[str, ...] = (),
     is_checked: bool = False,
   ):
-    """domains: the wanted ones; empty = all. fields: as in `document_fields`; empty = those that it was prepared with.
-
-    is_checked: the index was compared with its checksums before. Raises ConfigError when the folder was made with
-    another tokenizer, lacks a field, or its index was changed.
-    """
+    """domains, fields: the wanted ones; empty = all. is_checked: the index is known to be whole. Raises ConfigError."""
     self._folder = Path(folder)
     self.meta = meta = read_index(self._folder)
     for _, sentence in () if is_checked else changed_files(self._folder / "index", meta.get("index", {})):

@@ -108,10 +108,7 @@ def table(model: ModelConfig) -> Iterator[tuple[Rule, int | None, int | None, st
 
 
 def configuration(content: Mapping[str, Any], origin: str, tensors: Mapping[str, StoredArray] | None = None) -> Config:
-  """The configuration of a config.json, with the dtype of its tensors; `origin` names it in errors.
-
-  Raises ConfigError for an unknown architecture and for a config.json that contradicts itself.
-  """
+  """The configuration of a config.json named `origin`, with the dtype of its tensors. Raises ConfigError."""
   keys = huggingface_config.keys_of(content, origin)
   if tensors:
     keys["weight_dtype"] = huggingface_config.weight_dtype({x.dtype.name for x in tensors.values()}, origin)
@@ -140,10 +137,7 @@ def open_folder(path: Path) -> RawTree:
 
 
 def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -> RawTree:
-  """The parameters of these tensors by name; `origin` is the file or folder they are in.
-
-  Raises LayoutError, naming tensors, where some are missing, unknown or of another shape than config.json says.
-  """
+  """The parameters of tensors by name, from the file or folder `origin`. Raises LayoutError with those that misfit."""
   theirs = FAMILIES[model.decoder_block].huggingface
   known = tensors
   if not any(name.startswith(theirs.prefix) for name in tensors):  # a file of the bare model leaves the first level out

@@ -32,10 +32,7 @@ _DTYPES = {
 
 
 def open_tensors(folder: Path) -> dict[str, StoredArray]:
-  """All tensors of the folder by name, packed ones as the matrices they stand for; only headers are read.
-
-  Raises LayoutError for a missing, cut or damaged file, and for an index that does not fit its files.
-  """
+  """The folder's tensors by name, packed ones as their matrices, unread. Raises LayoutError for damaged files."""
   index_file, weight_map, files = folder / INDEX, {}, [SINGLE]
   if index_file.is_file():
     try:
@@ -117,10 +114,7 @@ def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def write_tensors(folder: Path, tensors: list[StoredArray], shard_bytes: int, single: str = SINGLE) -> None:
-  """Writes the tensors into `folder`, in files of at most shard_bytes (or one tensor), with an index where several.
-
-  single: the name of an only file. Each tensor is read when it is written, and is in memory only then.
-  """
+  """Writes tensors, one in memory at a time, to files of shard_bytes with an index, or to the only file `single`."""
   shards = list(_shards(tensors, shard_bytes))
   if len(shards) == 1:
     _write_file(folder / single, shards[0])

@@ -92,10 +92,7 @@ def _in_blocks(most: int, *arrays):
 
 
 def _blocks(x_R, w_G, sizes_G, *, contract: int, precision, dtype):
-  """Multiplies group by group and block by block. contract: the axis of w (1 or 2) that is contracted with x.
-
-  A group's last block runs over into the rows of the next group, which overwrites them, or into padding.
-  """
+  """By blocks of a group's rows; the last one's surplus is overwritten, or padding. contract: the axis of w, 1 or 2."""
   num_rows, num_groups = x_R.shape[0], w_G.shape[0]
   (block, padded), starts_G = _in_blocks(_BLOCK, x_R), jnp.cumsum(sizes_G) - sizes_G
 

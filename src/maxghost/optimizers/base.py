@@ -121,7 +121,10 @@ class Response(abc.ABC):
     return self.apply(gradient)
 
   def weighting(self) -> Any:
-    """The elementwise size of P_t, [*parameter], None for 1: what approximations weight their errors by."""
+    """The elementwise size of P_t, [*parameter]; None: 1 everywhere.
+
+    Approximations weight errors by it (`low_rank.rank_one_root`); exact scores do not use it.
+    """
     return None
 
 
@@ -245,7 +248,10 @@ class UpdateRule(abc.ABC):
     return None
 
   def read(self, optimizer, *, count=None, clip_factor: Any = 1.0) -> RuleState:
-    """Reads an `nnx.Optimizer`, or an optax state with its count. Raises ValueError for another rule's state."""
+    """Reads an `nnx.Optimizer`, or an optax state with its count.
+
+    Raises ValueError for a state without the arrays of this rule.
+    """
     if isinstance(optimizer, nnx.Optimizer):
       optimizer, count = optimizer.opt_state, optimizer.step[...] if count is None else count
     arrays = {}

@@ -217,10 +217,7 @@ def constrain_factor(
 
 
 def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
-  """A State (of parameters, gradients, ...) with each leaf split by its logical axes, if it has any.
-
-  moments: split like the optimizer's moments, which shard_optimizer_over_data splits further.
-  """
+  """A State with each leaf split by its logical axes, if any. moments: like the optimizer's, over data too."""
   layout = current()
   if layout is None or layout.num_devices == 1 or layout.record is not None:
     return state

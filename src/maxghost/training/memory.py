@@ -50,11 +50,7 @@ def estimate(
   split: tuple[nnx.GraphDef, nnx.State] | None = None,
   build: Callable = state.abstract_split,
 ) -> MemoryEstimate:
-  """Bytes per device of one train step.
-
-  layout: of the run's devices; None: one device. build(cfg) -> (graphdef, abstract state) of the `TrainStateNNX`.
-  split: its result, if known. Raises ConfigError for a model that cannot be scored.
-  """
+  """Bytes per device of a train step of layout's devices (None: one). split: result of `build`. Raises ConfigError."""
   layout = layout or Layout.of(ParallelConfig(), jax.devices()[:1])
   states: dict[str, PlacedState] = {}
 

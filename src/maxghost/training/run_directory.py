@@ -46,11 +46,7 @@ class Existing:
 
 
 def inspect(cfg: Config) -> Existing:
-  """Reads the run's directory and checks that this command may use it. Writes nothing.
-
-  Raises ConfigError if the place is not writable, holds something that is not a run, or a run whose config differs in
-  keys that may not change (all are named).
-  """
+  """Checks that this command may use the run's directory; writes nothing. Raises ConfigError that names all reasons."""
   folder = cfg.run.base_output_directory
   if "://" in folder:
     raise ConfigError(f"base_output_directory={folder}: runs are written to local folders; mount the bucket as one")

@@ -116,10 +116,7 @@ def domain_numbers(batch, scored_BS: np.ndarray, name: Callable[[int], Sequence]
 
 
 class DomainSums:
-  """The contributions of each step by domain, over the rows of all processes.
-
-  document: (domain, ...) of a document by its index. writes: whether another process has the same rows, and adds them.
-  """
+  """Contributions by domain over all processes. document: (domain, ...) by index. writes: adds this process's rows."""
 
   def __init__(self, val_sets: Sequence[str], domains: Sequence[str], document: Callable, writes: bool = True):
     self._domains, self._name, self._writes = tuple(domains), functools.cache(document), writes

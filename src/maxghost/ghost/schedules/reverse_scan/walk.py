@@ -153,10 +153,7 @@ def inputs(rows: Rows, x, scanned, segment_lengths: tuple, keep=lambda x: x):
 
 
 def back(batches: Pair, boundaries: Pair, cotangents: Pair, scanned, segment_lengths: tuple) -> tuple[Any, Pair]:
-  """({grads, probes, ...} of `training_back` with a leading layer axis, cotangents of the first layer's inputs).
-
-  batches: `Rows`. boundaries: kept by `_forward` or `inputs`. scanned: `Layers.stacked` of these layers.
-  """
+  """({grads, probes, ...} of all layers, cotangents of their inputs), from what `_forward` or `inputs` kept."""
   if not segment_lengths:
     return _layers_back(batches, boundaries, cotangents, scanned)
   layers, inner = batches.train.layers, segment_lengths[1:]
