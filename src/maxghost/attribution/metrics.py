@@ -47,12 +47,8 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], list[str]]:
       if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
         columns.setdefault(name, {})[step] = float(value)
   messages = [f"{path.name}: {unreadable} lines could not be read and were left out"] if unreadable else []
-  return {name: _series(points) for name, points in columns.items()}, messages
-
-
-def _series(points: dict[int, float]) -> Series:
-  steps = np.array(sorted(points), np.int64)
-  return Series(steps, np.array([points[step] for step in steps.tolist()]))
+  ordered = {name: zip(*sorted(points.items()), strict=True) for name, points in columns.items()}
+  return {name: Series(*map(np.array, pairs)) for name, pairs in ordered.items()}, messages
 
 
 def read_samples(path: Path) -> list[tuple[int, str]]:

@@ -9,16 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from maxghost.checkpoint.layouts_layers import (
-  LeafId,
-  ParamTree,
-  Path,
-  find_containers,
-  leaf_text,
-  position,
-  split_layers,
-  without_layer,
-)
+from maxghost.checkpoint import layouts_layers
+from maxghost.checkpoint.layouts_layers import LeafId, ParamTree, Path, leaf_text, split_layers
 from maxghost.checkpoint.layouts_store import Empty, LayoutError, RawTree, StoredArray, Text
 from maxghost.config import did_you_mean
 from maxghost.config.values import slash_path
@@ -133,7 +125,7 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpo
   aux, aux_plain = _take_aux(sections, record_of(raw))
   names = (*options.containers, *record_of(raw).get("containers", ()))
   stacked = raw.custom_metadata.get("scan_layers") is not False
-  found = find_containers(sections["params"], names, stacked)
+  found = layouts_layers.find_containers(sections["params"], names, stacked)
   scan_axis = _scan_axis(sections["params"], found, layout, raw, options)
   params = split_layers(sections["params"], found, scan_axis)
   if not params.leaves:
@@ -143,7 +135,7 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpo
     checkpoint.loop_state = extra
   else:
     _read_unknown(checkpoint, extra, options)
-  forms = find_containers(aux, (*names, *map(slash_path, found)), stacked)
+  forms = layouts_layers.find_containers(aux, (*names, *map(slash_path, found)), stacked)
   try:
     checkpoint.aux = split_layers(aux, forms, 0, like=params.containers)
   except LayoutError:  # a leaf that is not one per layer: moved as it is
@@ -312,7 +304,7 @@ def _read_opt_state(checkpoint: Checkpoint, nodes: dict) -> None:
   for place, group in groups.items():
     # A count beside mu, where a parameter is called `count`, only looks like a tree of moments.
     inner = any(other != place and other[: len(place)] == place for other in groups)
-    if inner and {without_layer(path, params.containers) for path in group} != known:
+    if inner and {layouts_layers.without_layer(path, params.containers) for path in group} != known:
       rest |= {(*place, *path): node for path, node in group.items()}
     else:
       _read_moments(checkpoint, place, group)
@@ -326,14 +318,14 @@ def _moment_split(path: Path, known: set[Path], params: ParamTree) -> tuple[Path
   """(place of the moment, path of the parameter) in a path below opt_state; the longest parameter wins."""
   for k in range(len(path)):
     for start in (k + 1, k) if path[k] == "params" else (k,):
-      if start < len(path) and without_layer(path[start:], params.containers) in known:
+      if start < len(path) and layouts_layers.without_layer(path[start:], params.containers) in known:
         return path[:k], path[start:]
   return None
 
 
 def _read_moments(checkpoint: Checkpoint, place: Path, group: dict) -> None:
   params = checkpoint.params
-  positions = (position(path, dict.fromkeys(params.containers, "")) for path in group)
+  positions = (layouts_layers.position(path, dict.fromkeys(params.containers, "")) for path in group)
   found = {container: form for container, form, *_ in positions if container is not None}
   try:
     tree = split_layers(group, found, checkpoint.scan_axis, like=params.containers)

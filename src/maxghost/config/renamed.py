@@ -75,18 +75,8 @@ def slices(value: int, values: Values) -> dict[str, Any]:
 
 
 _CHANGES = (
-  when,
-  named,
-  offload,
-  switched,
-  stabilized,
-  item,
-  segment,
-  validation_domain,
-  validation_files,
-  mixture,
-  slices,
-)
+  when, named, offload, switched, stabilized, item, segment, validation_domain, validation_files, mixture, slices,
+)  # fmt: skip
 _FOLDS: dict[str, Callable[..., dict[str, Any]]] = {fold.__name__: fold for fold in _CHANGES}
 
 

@@ -23,18 +23,9 @@ import numpy as np
 from maxghost.config import ConfigError
 from maxghost.config.files import check_seal, sealed, write_text, write_whole
 from maxghost.config.schema import DataConfig
+from maxghost.data import prepared
 from maxghost.data.hashing import changed_files, content_hashes, sha256, text_hash
 from maxghost.data.packing import token_dtype
-from maxghost.data.prepared import (
-  BLOCK_COLUMNS,
-  COLUMNS,
-  DOCUMENT_COLUMNS,
-  FIELD_END,
-  FIELD_TEXTS,
-  INDEX_FILE,
-  INDEX_VERSION,
-  read_index,
-)  # fmt: skip
 from maxghost.data.sources.base import Source, import_package, read_or_skip
 from maxghost.data.split import scan
 from maxghost.data.tokenizers import Tokenizer, load_tokenizer
@@ -128,7 +119,7 @@ def _manifest(job: Job, part: int) -> dict | None:
 def verify(folder: str) -> list[str]:
   """A line for each file whose checksum differs; `prepare` writes these shards again."""
   try:
-    meta = read_index(Path(folder))
+    meta = prepared.read_index(Path(folder))
   except ConfigError as error:
     return list(error.problems)
   problems = [sentence for _, sentence in changed_files(Path(folder) / "index", meta.get("index", {}))]
@@ -148,7 +139,7 @@ def _claim(job: Job) -> None:
     "part_documents": job.part_documents,
     "num_documents": len(source),
     "on_corrupt": job.cfg.on_corrupt,
-    "version": INDEX_VERSION,
+    "version": prepared.INDEX_VERSION,
     "files": source.files,
   }
   if source.fields:
@@ -197,7 +188,7 @@ def _write_part(job: Job, part: int) -> dict:
   base = job.folder / "parts" / f"{part:05d}"
   shard = job.folder / "shards" / f"part-{part:05d}-of-{job.num_parts:05d}.array_record"
   scratch = shard.with_suffix(".tmp")
-  names = (*DOCUMENT_COLUMNS, *BLOCK_COLUMNS, *(_FIELDS if job.source.fields else ()))
+  names = (*prepared.DOCUMENT_COLUMNS, *prepared.BLOCK_COLUMNS, *(_FIELDS if job.source.fields else ()))
   columns: dict[str, list] = {name: [] for name in names if name != "token_end"}
   paths: dict[tuple[str, str], int] = {}
   counts: dict[str, int] = dict.fromkeys(("empty", "corrupt"), 0)
@@ -282,9 +273,9 @@ def _join(job: Job, manifests: list[dict]) -> dict:
   num_documents, num_blocks = (sum(manifest[key] for manifest in manifests) for key in ("documents", "blocks"))
   if not num_documents:
     raise ConfigError("there is nothing to prepare: every document is empty or corrupt")
-  lengths = dict.fromkeys(DOCUMENT_COLUMNS, num_documents) | dict.fromkeys(BLOCK_COLUMNS, num_blocks)
+  lengths = dict.fromkeys(prepared.DOCUMENT_COLUMNS, num_documents) | dict.fromkeys(prepared.BLOCK_COLUMNS, num_blocks)
   columns = {
-    name: np.lib.format.open_memmap(folder / "index" / f"{name}.npy", "w+", COLUMNS[name], (length,))
+    name: np.lib.format.open_memmap(folder / "index" / f"{name}.npy", "w+", prepared.COLUMNS[name], (length,))
     for name, length in lengths.items()
   }
   documents = blocks = tokens = 0
@@ -306,7 +297,7 @@ def _join(job: Job, manifests: list[dict]) -> dict:
     new["token_end"] = tokens + np.cumsum(new.pop("length"))
     new["block_first"] = new["block_first"] + documents
     for name, values in new.items():
-      start = blocks if name in BLOCK_COLUMNS else documents
+      start = blocks if name in prepared.BLOCK_COLUMNS else documents
       columns[name][start : start + len(values)] = values
     documents, blocks = documents + len(new["path"]), blocks + len(new["block_first"])
     tokens = int(new["token_end"][-1])
@@ -316,9 +307,9 @@ def _join(job: Job, manifests: list[dict]) -> dict:
     _join_fields(job, num_documents)
   (folder / "index" / "paths.bin").write_bytes(paths)
   for name, values in (("path_end", path_end), ("path_domain", path_domain)):
-    np.save(folder / "index" / f"{name}.npy", np.array(values, COLUMNS[name]))
+    np.save(folder / "index" / f"{name}.npy", np.array(values, prepared.COLUMNS[name]))
   meta = {
-    "version": INDEX_VERSION,
+    "version": prepared.INDEX_VERSION,
     "fingerprint": f"{text_hash(*(m['sha256'] for m in manifests)):016x}",
     "tokenizer": _copy_tokenizer(job),
     "domains": list(names),
@@ -331,7 +322,7 @@ def _join(job: Job, manifests: list[dict]) -> dict:
     "shards": [{key: m[key] for key in ("name", "sha256", "size", "blocks")} for m in manifests],
     "index": {path.name: sha256(path) for path in sorted((folder / "index").iterdir())},
   }
-  write_text(folder / INDEX_FILE, json.dumps(sealed(meta), indent=1))
+  write_text(folder / prepared.INDEX_FILE, json.dumps(sealed(meta), indent=1))
   return meta
 
 
@@ -339,8 +330,8 @@ def _join_fields(job: Job, num_documents: int) -> None:
   """Joins the fields of the parts' documents: one text, and where each of them ends in it."""
   folder, place, size = job.folder / "index", 0, 0
   shape = (num_documents * len(job.source.fields),)
-  ends = np.lib.format.open_memmap(folder / f"{FIELD_END}.npy", "w+", np.int64, shape)
-  with open(folder / FIELD_TEXTS, "wb") as file:
+  ends = np.lib.format.open_memmap(folder / f"{prepared.FIELD_END}.npy", "w+", np.int64, shape)
+  with open(folder / prepared.FIELD_TEXTS, "wb") as file:
     for part in range(job.num_parts):
       with np.load(job.folder / "parts" / f"{part:05d}.npz") as loaded:
         texts, lengths = (loaded[name] for name in _FIELDS)

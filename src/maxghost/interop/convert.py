@@ -18,22 +18,10 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from maxghost.checkpoint import compare
+from maxghost.checkpoint import compare, layouts_store
 from maxghost.checkpoint.layouts import LAYOUTS, LINEN, NNX, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import INTEGER, SCANNED, UNSCANNED, LayerReader, blocks_of, chunk_of
-from maxghost.checkpoint.layouts_store import (
-  STEP_METADATA,
-  TEMPORARY_MARK,
-  TREE_METADATA,
-  LayoutError,
-  Location,
-  RawTree,
-  TreePath,
-  VerificationError,
-  full_path,
-  open_at,
-  write_json,
-)
+from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, TreePath, full_path, write_json
 from maxghost.config.files import write_text
 from maxghost.config.values import guarded, slash_path
 from maxghost.interop.convert_plan import KEEP, TARGETS, Plan, Target, TargetLeaf, make_plan
@@ -166,13 +154,13 @@ def write_checkpoint(
     place = Location(item=temporary / "items" if has_level else temporary, step=temporary)
     write_plan(checkpoint.raw, plan, place, ram_bytes, change)
     if verify:
-      check_written(checkpoint, open_at(place, str(out)), ram_bytes=ram_bytes, **options)
+      check_written(checkpoint, layouts_store.open_at(place, str(out)), ram_bytes=ram_bytes, **options)
 
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
   """Yields a sibling of `target`, named as Orbax names unfinished ones; renames it, or removes it on an error."""
-  temporary = target.with_name(f"{target.name}{TEMPORARY_MARK}-{time.time_ns()}")
+  temporary = target.with_name(f"{target.name}{layouts_store.TEMPORARY_MARK}-{time.time_ns()}")
   made = [folder for folder in target.parents if not folder.exists()]
   try:
     temporary.mkdir(parents=True)
@@ -215,12 +203,14 @@ def write_plan(
   (place.item / "array_metadatas").mkdir()
   write_json(place.item / "array_metadatas" / "process_0", {"array_metadatas": arrays})
   about = {"use_ocdbt": True, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
-  write_json(place.item / TREE_METADATA, {"tree_metadata": tree, **about, "custom_metadata": raw.tree_metadata})
+  write_json(
+    place.item / layouts_store.TREE_METADATA, {"tree_metadata": tree, **about, "custom_metadata": raw.tree_metadata}
+  )
   handlers = _HANDLER if place.item == place.step else {place.item.name: _HANDLER}
   times = {"init_timestamp_nsecs": like.get("init_timestamp_nsecs") or now, "commit_timestamp_nsecs": now}
   metrics = {"metrics": like.get("metrics") or {}, "performance_metrics": {}}
   content = {"item_handlers": handlers, **metrics, **times, "custom_metadata": plan.custom_metadata}
-  write_json(place.step / STEP_METADATA, content)
+  write_json(place.step / layouts_store.STEP_METADATA, content)
   for folder in {place.item, place.step}:  # Orbax looks for this file where a file system has no atomic rename
     write_text(folder / "commit_success.txt", "Checkpoint commit was successful")
 
@@ -292,7 +282,9 @@ def check_written(
   wrong = [row for row in rows if not is_expected(row) and not (repaired and row.kind == compare.STRUCTURE)]
   if wrong:
     what = f"{len(wrong)} {'parameters' if options.get('params_only') else 'leaves'} differ"
-    raise VerificationError(f"verification failed: {what}, the first: {wrong[0].text()}; nothing is left at the target")
+    raise layouts_store.VerificationError(
+      f"verification failed: {what}, the first: {wrong[0].text()}; nothing is left at the target"
+    )
 
 
 def _summary(source: Checkpoint, target: Target, plan: Plan, out: Path) -> list[str]:

@@ -11,19 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from maxghost.checkpoint import layouts_layers
 from maxghost.checkpoint.layouts import LINEN, MAXGHOST, NNX, PARAMS, RECORD, Checkpoint, record_of, without_value
-from maxghost.checkpoint.layouts_layers import (
-  INTEGER,
-  SCANNED,
-  UNSCANNED,
-  Container,
-  LeafId,
-  ParamTree,
-  Path,
-  Ref,
-  container_of,
-  is_standard_name,
-)
+from maxghost.checkpoint.layouts_layers import Container, LeafId, ParamTree, Path, Ref, container_of
 from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, TreePath
 from maxghost.config.values import slash_path
 
@@ -158,16 +148,16 @@ def _forms(tree: ParamTree, checkpoint: Checkpoint, target: Target, axis: int) -
   forms = {}
   for path, about in tree.containers.items():
     form = about.form if target.layers == KEEP else target.layers
-    if form == INTEGER and target.is_linen:
-      if target.layers == INTEGER:
+    if form == layouts_layers.INTEGER and target.is_linen:
+      if target.layers == layouts_layers.INTEGER:
         raise LayoutError("the linen layout has no integer-keyed layers; use --layers unscanned")
-      form = UNSCANNED
+      form = layouts_layers.UNSCANNED
     period, block_name = about.period, about.block_name
-    if form == SCANNED and about.form != SCANNED:
+    if form == layouts_layers.SCANNED and about.form != layouts_layers.SCANNED:
       recorded, block_name = blocks.get(slash_path(path), (1, ""))
       period = target.layer_period or recorded
       block_name = block_name or (path[-1] if period > 1 else "")
-    if form == SCANNED and about.num_layers % period:
+    if form == layouts_layers.SCANNED and about.num_layers % period:
       raise LayoutError(f"{slash_path(path)}: {about.num_layers} layers are no multiple of layer_period={period}")
     forms[path] = replace(about, form=form, period=period, block_name=block_name, scan_axis=axis)
   return forms
@@ -180,7 +170,7 @@ def _place(leaf: LeafId, forms: Mapping[Path, Container]) -> tuple[TreePath, Con
   if container is None or layer is None:
     return path, None
   about = forms[container]
-  return (*about.layer_path(layer), *path[len(container) :]), about if about.form == SCANNED else None
+  return (*about.layer_path(layer), *path[len(container) :]), about if about.form == layouts_layers.SCANNED else None
 
 
 def _restacked(tree: ParamTree, forms: Mapping[Path, Container]) -> Iterator[_Placed]:
@@ -325,13 +315,13 @@ def _metadata(checkpoint: Checkpoint, target: Target, axis: int, containers: lis
   """Custom metadata: the source's, MaxText's scan_layers, and what the target layout cannot say itself."""
   metadata = {key: value for key, value in checkpoint.raw.custom_metadata.items() if key != RECORD}
   if containers:
-    metadata["scan_layers"] = any(c.form == SCANNED for c in containers)
+    metadata["scan_layers"] = any(c.form == layouts_layers.SCANNED for c in containers)
   if "param_scan_axis" in metadata:
     metadata["param_scan_axis"] = axis
   empties = {} if target.is_linen or target.bare else checkpoint.opt_empties
   record = {
     "values_from": checkpoint.values_from,
-    "containers": [slash_path(c.path) for c in containers if not is_standard_name(c.path[-1])],
+    "containers": [slash_path(c.path) for c in containers if not layouts_layers.is_standard_name(c.path[-1])],
     "blocks": {slash_path(c.path): [c.period, c.block_name] for c in containers if c.block_name},
     "opt_empties": [[list(path), kind] for path, kind in empties.items()],
     "aux": [list(path) for path in aux],

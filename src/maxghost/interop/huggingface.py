@@ -19,16 +19,7 @@ import numpy as np
 from maxghost.checkpoint import layouts_store
 from maxghost.checkpoint.layouts import PARAMS, RECORD, Checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, Ref, leaf_text
-from maxghost.checkpoint.layouts_store import (
-  LayoutError,
-  Location,
-  RawTree,
-  StoredArray,
-  TreePath,
-  full_path,
-  listed,
-  read_json,
-)
+from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, StoredArray, TreePath
 from maxghost.config import Config, ModelConfig, replace
 from maxghost.config import load as load_config
 from maxghost.config.families import FAMILIES, TensorRule
@@ -122,13 +113,13 @@ def is_huggingface(folder: Path) -> bool:
 
 def open_tree(path: str | os.PathLike) -> RawTree:
   """Opens a checkpoint folder, or a Hugging Face model folder; reads metadata and headers only. Raises LayoutError."""
-  folder = full_path(path)
+  folder = layouts_store.full_path(path)
   return open_folder(folder) if is_huggingface(folder) else layouts_store.open_tree(path)
 
 
 def model_config(folder: Path, tensors: Mapping[str, StoredArray] | None = None) -> Config:
   """`configuration` of a folder's config.json."""
-  return configuration(read_json(folder / CONFIG_JSON), str(folder / CONFIG_JSON), tensors)
+  return configuration(layouts_store.read_json(folder / CONFIG_JSON), str(folder / CONFIG_JSON), tensors)
 
 
 def open_folder(path: Path) -> RawTree:
@@ -164,7 +155,7 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
   if _HEAD in unknown and model.logits_via_embedding and _same(known[_HEAD], embedding):
     unknown.remove(_HEAD)
   problems = [
-    f"{origin} {what} {listed(names, _MOST_NAMES)}"
+    f"{origin} {what} {layouts_store.listed(names, _MOST_NAMES)}"
     for what, names in (("lacks", missing), ("has unknown", [known[name].name for name in unknown]))
     if names
   ]

@@ -50,12 +50,8 @@ class OutputHead(nnx.Module):
     """The loss of each position, [B, T], as of whole `logits`, by tiles (`objectives.tiled.Head`)."""
     projection = self.projection
     tied = isinstance(projection, TiedTable)
-    tiles = tiling.of(
-      tied=tied,
-      dtype=jnp.dtype(projection.dtype),
-      precision=None if tied else projection.precision,
-      soft_cap=self.soft_cap,
-    )
+    dtype, precision = jnp.dtype(projection.dtype), None if tied else projection.precision
+    tiles = tiling.of(tied=tied, dtype=dtype, precision=precision, soft_cap=self.soft_cap)
     return projection.losses(tiles, self._normed(hidden), targets_BT, weights_BT)
 
   def _normed(self, hidden: Hidden):

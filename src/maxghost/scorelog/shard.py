@@ -11,7 +11,6 @@ The zip's comment, the last bytes of the file, holds the CRC-32 of all bytes bef
 """
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -200,22 +199,15 @@ class Shard:
     )
 
   def _with_share(self, old: np.ndarray) -> np.ndarray:
+    """Rows of schema 1 with their part of the step's tokens, as recorded, else summed over this file's rows."""
     rows = np.zeros(len(old), fmt.row_dtype(len(self.val_sets)))
     for name in old.dtype.names or ():
       rows[name] = old[name]
-    steps, tokens = self._step_tokens
-    rows["share"] = old["tokens"] / np.maximum(tokens[np.searchsorted(steps, old["step"])], 1)
+    table, every = self.steps, self._table("rows")
+    summed = np.bincount(np.searchsorted(table["step"], every["step"]), every["tokens"], len(table))
+    tokens = np.where(np.isfinite(table["tokens"]), table["tokens"], summed)
+    rows["share"] = old["tokens"] / np.maximum(tokens[np.searchsorted(table["step"], old["step"])], 1)
     return rows
-
-  @functools.cached_property
-  def _step_tokens(self) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, tokens of each): as the step was recorded, else summed over this file's rows."""
-    table = self.steps
-    with zipfile.ZipFile(self.path) as archive:
-      rows = np.lib.format.read_array(io.BytesIO(archive.read("rows.npy")))
-    place = np.searchsorted(table["step"], rows["step"])
-    summed = np.bincount(place, rows["tokens"], len(table))
-    return table["step"], np.where(np.isfinite(table["tokens"]), table["tokens"], summed)
 
 
 def _row_header(member) -> tuple[tuple[int, ...], np.dtype]:

@@ -391,12 +391,8 @@ class Writer:
   def _write(self, interval: Interval, replaced: Path | None, closed: bool = False) -> None:
     """Writes the interval's file and removes the one it replaces. closed: it will not be written again."""
     self.folder.mkdir(parents=True, exist_ok=True)
-    meta = self._about | {
-      "first_step": interval.first_step,
-      "last_step": interval.last_step,
-      "before": interval.before,
-      "closed": closed,
-    }
+    steps = {"first_step": interval.first_step, "last_step": interval.last_step}
+    meta = self._about | steps | {"before": interval.before, "closed": closed}
     path = self._path(interval.last_step)
     write_shard(path, meta, *interval.contents())
     if interval.before is not None:

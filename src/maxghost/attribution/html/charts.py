@@ -74,10 +74,7 @@ def _curve(line: Line, px, py) -> dict:
   points, y = list(zip(px(line.x[finite]), py(line.y[finite]), strict=True)), line.y[finite]
   words = number(float(y[-1]))
   return {
-    "name": line.name,
-    "color": line.color,
-    "dots": line.dots,
-    "faint": line.faint,
+    **{name: getattr(line, name) for name in ("name", "color", "dots", "faint")},
     "points": points,
     "path": "M" + "L".join(f"{x} {y}" for x, y in points),
     "words": words if len(y) == 1 else f"from {number(float(y[0]))} to {words}",
