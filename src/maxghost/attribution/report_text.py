@@ -5,16 +5,9 @@ import math
 
 from maxghost.attribution.numbers import integer, number, percent
 from maxghost.attribution.summary import MIN_CHUNKS, Ledger, SetSummary, Value
+from maxghost.scorelog.format import TABLE
 
-LEDGER_LABELS = {
-  "predicted_examples": ("This step's examples", "the contributions that this page divides among documents"),
-  "momentum": ("Momentum", "the part of the step that comes from the gradients of earlier batches"),
-  "weight_decay": ("Weight decay", "pulling the weights towards zero"),
-  "qk_clip": ("QK-Clip", "scaling queries and keys whose attention logits were too large"),
-  "unscored": ("Unscored parameters", "parameters left out with ghost_exclude"),
-  "direction_residual": ("Direction residual", "exact minus used direction (stale or low-rank)"),
-  "curvature": ("Curvature", "the validation gradient turns during a step: half of the difference between its ends"),
-}
+LEDGER_LABELS: dict[str, list[str]] = TABLE["ledger"]
 
 
 IN_ALL = (
