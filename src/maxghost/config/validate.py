@@ -361,12 +361,9 @@ def scoring(v: Values) -> Iterator[str]:
     yield f"{v[key]} needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
   own_losses = any(plugins.without_objective(text)[1] not in ("", v.objective) for text in v.ghost_val_sets)
   asked = {
-    "rank": (v.ghost_rank > 0, "ghost_rank", "0"),
-    "early_rank": (v.ghost_rank > 0 and early, "ghost_rank", "0"),
-    "sets": (len(v.ghost_val_sets) > 1, "ghost_val_sets", ""),
-    "own_losses": (own_losses, "ghost_val_sets", "one set"),
-    "hessian": (curvature == "hessian", key, none),
-    "secant": (curvature == "secant", key, none),
+    "rank": (v.ghost_rank > 0, "ghost_rank", "0"), "early_rank": (v.ghost_rank > 0 and early, "ghost_rank", "0"),
+    "sets": (len(v.ghost_val_sets) > 1, "ghost_val_sets", ""), "own_losses": (own_losses, "ghost_val_sets", "one set"),
+    "hessian": (curvature == "hessian", key, none), "secant": (curvature == "secant", key, none),
     "val_every": (v.ghost_val_every > 1, "ghost_val_every", "1"),
     "accumulation": (steps > 1, "gradient_accumulation_steps", "1"),
     "mask": (bool(v.trainable_parameters_mask), "trainable_parameters_mask", "[]"),
@@ -376,7 +373,7 @@ def scoring(v: Values) -> Iterator[str]:
     "qk_clip": (v.ghost_enabled and v.use_qk_clip, "use_qk_clip", "false"),
     "balance": (v.ghost_enabled and v.load_balance_loss_weight > 0, "load_balance_loss_weight", "0.0"),
     "tiles": (v.ghost_enabled and v.num_vocab_tiling > 1, "num_vocab_tiling", "1"),
-  }
+  }  # fmt: skip
   names = {name: f"ghost_schedule={name}" for name in plugins.RUN_SCHEDULES}
   named = {want: (asks, v[key], f"{key}={value}" if value else "one set") for want, (asks, key, value) in asked.items()}
   yield from plugins.scoring_problems(v.ghost_schedule, names, named)

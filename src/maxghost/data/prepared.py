@@ -25,13 +25,9 @@ INDEX_VERSION = 1
 # Per document: hash of the id, hash of the text, number of the path, offset in it, bytes of text, and the cumulative
 # number of tokens. Per block: the number of documents before it, and its domain. Per path: its end in paths.bin.
 DOCUMENT_COLUMNS = {
-  "id_hash": np.uint64,
-  "content_hash": np.uint64,
-  "path": np.uint32,
-  "offset": np.int64,
-  "num_bytes": np.int64,
+  "id_hash": np.uint64, "content_hash": np.uint64, "path": np.uint32, "offset": np.int64, "num_bytes": np.int64,
   "token_end": np.int64,
-}
+}  # fmt: skip
 BLOCK_COLUMNS = {"block_first": np.int64, "block_domain": np.uint16}
 PATH_COLUMNS = {"path_end": np.int64, "path_domain": np.uint16}
 COLUMNS = {**DOCUMENT_COLUMNS, **BLOCK_COLUMNS, **PATH_COLUMNS}

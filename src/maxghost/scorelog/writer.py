@@ -201,17 +201,11 @@ class Writer:
     self.fields, self.parts = tuple(fields), tuple(parts)
     written = (*fmt.ROW_COLUMNS, *(fmt.step_dtype(len(self.val_sets), ledger).names or ()))
     self._about = {
-      "schema_version": fmt.version_of(parts),
-      "val_sets": self.val_sets,
-      "objective": objective,
-      "ledger": self.ledger,
-      "direction": direction,
-      "fields": self.fields,
-      **({"parts": self.parts} if parts else {}),
-      "process_index": self._process_index,
-      "fingerprint": fingerprint,
+      "schema_version": fmt.version_of(parts), "val_sets": self.val_sets, "objective": objective, "ledger": self.ledger,
+      "direction": direction, "fields": self.fields, **({"parts": self.parts} if parts else {}),
+      "process_index": self._process_index, "fingerprint": fingerprint,
       "units": {name: text for name, text in fmt.units(ledger).items() if name in written},
-    }
+    }  # fmt: skip
     self._last_step, self._num_steps, self._num_rows = -1, 0, 0
     self._restored = False
     self._error: BaseException | None = None

@@ -51,17 +51,11 @@ def line_chart(heading: str, lines: list[Line], steps: tuple[int, int], y_label:
     end_x, end_y = curve["points"][-1]
     curve |= {"label_y": round(float(label_y), 1), "leader": abs(label_y - end_y) > 4 or end_x < right - 2}
   return chart | {
-    "width": WIDTH,
-    "height": HEIGHT,
-    "left": LEFT,
-    "right": round(right, 1),
-    "top": TOP,
-    "bottom": HEIGHT - BOTTOM,
+    "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": round(right, 1), "top": TOP, "bottom": HEIGHT - BOTTOM,
     "y_ticks": [(py(v), tick_text(v, y_ticks[1] - y_ticks[0]), "zero" if zero and v == 0 else "grid") for v in y_ticks],
-    "x_ticks": [(px(value), integer(round(value))) for value in x_ticks],
-    "lines": drawn,
+    "x_ticks": [(px(value), integer(round(value))) for value in x_ticks], "lines": drawn,
     "readout": _readout(lines, px),
-  }
+  }  # fmt: skip
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[Any], Any]:
