@@ -8,9 +8,8 @@ from typing import Any
 from maxghost import config
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError
-from maxghost.config import Config, ConfigError
+from maxghost.config import Config, ConfigError, ModelConfig
 from maxghost.config.families import FAMILIES
-from maxghost.config.schema import ModelConfig
 from maxghost.config.values import shown
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface, merge, model_path
@@ -149,10 +148,7 @@ def plain(cfg: Config) -> Config:
 def open_adapted(
   place: ModelPlace | None, cfg: Config, wanted: Mapping[str, Any], resumed: bool = False
 ) -> Callable[[], dict]:
-  """As `open_parameters`, for a model with adapters: reads its base from `place`, and those of lora_restore_path.
-
-  resumed: the adapters come from a checkpoint. Matrices that lora_weight_qtype narrows are read one by one on the host.
-  """
+  """As `open_parameters`, with adapters: those of lora_restore_path unless `resumed`; narrowed matrices one by one."""
   import jax
   from flax import nnx
   from flax.traverse_util import flatten_dict, unflatten_dict

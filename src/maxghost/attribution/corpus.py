@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.config import ConfigError
-from maxghost.config.schema import DataConfig
+from maxghost.config import ConfigError, DataConfig
 from maxghost.data import packing
 from maxghost.data.build import kept, max_segments, units_of
 from maxghost.data.packing import Layout, Rows

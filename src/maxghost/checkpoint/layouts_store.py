@@ -284,11 +284,9 @@ def tree_from_memory(tree: Any, origin: str = "the given tree") -> RawTree:
   """A RawTree over arrays in memory: nested dicts, lists, tuples, NamedTuples (optax states), nnx.State, Nones."""
   from jax.tree_util import SequenceKey, keystr, tree_flatten_with_path
 
-  def is_leaf(node):
-    return node is None or (isinstance(node, (dict, list, tuple)) and not node)
-
   nodes: dict[TreePath, Node] = {}
-  for keys, leaf in tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+  leaves, _ = tree_flatten_with_path(tree, lambda x: x is None or (isinstance(x, (dict, list, tuple)) and not x))
+  for keys, leaf in leaves:
     path = tuple(k.idx if isinstance(k, SequenceKey) else keystr((k,), simple=True) for k in keys)
     nodes[path] = _memory_node(path, leaf)
   return RawTree(nodes, origin)

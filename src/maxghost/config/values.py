@@ -89,11 +89,7 @@ def guarded(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
 
 
 def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
-  """The valid names most like `name`, best first: those spelt alike, then those that contain it as a whole word.
-
-  Of the names spelt alike, the best is kept, and those exactly as good. Capitals and `-` against `_` do not count.
-  When there are none at all, names that contain `name` anywhere are taken.
-  """
+  """The valid names most like `name`, best first: spelt alike, then with it as a word, else with it anywhere."""
   plain = {candidate.lower().replace("-", "_"): candidate for candidate in valid}
   wanted = name.lower().replace("-", "_")
   if wanted in plain:

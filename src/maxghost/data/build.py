@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from maxghost.config import ConfigError
-from maxghost.config.schema import DataConfig
+from maxghost.config import ConfigError, DataConfig
 from maxghost.data import sources
 from maxghost.data.conversations import ConversationUnits, Rendering
 from maxghost.data.dataset import POOL_DOCUMENTS, Dataset

@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.config import ConfigError
+from maxghost.config import ConfigError, DataConfig
 from maxghost.config.files import check_seal, sealed, write_text, write_whole
-from maxghost.config.schema import DataConfig
 from maxghost.data import prepared
 from maxghost.data.hashing import changed_files, content_hashes, sha256, text_hash
 from maxghost.data.packing import token_dtype
@@ -345,11 +344,7 @@ def _copy_tokenizer(job: Job) -> dict:
 
 
 def train_bpe(source: Source, vocab_size: int, path: str) -> None:
-  """Trains a byte-level BPE of `vocab_size` ids on documents spread over the source and writes its tokenizer.json.
-
-  The tokens <|bos|>, <|eos|> and <|pad|> have the first ids. Raises ConfigError when the package `tokenizers` is
-  missing or vocab_size is below the 259 ids of bytes and specials.
-  """
+  """Trains a byte-level BPE of `vocab_size` ids, specials first, and writes its tokenizer.json. Raises ConfigError."""
   tokenizers = import_package("tokenizers", "--train_bpe")
   if vocab_size < 259:
     raise ConfigError(f"--train_bpe {vocab_size} is below the 259 ids of bytes and specials; use 259 or more")

@@ -50,10 +50,7 @@ def read_index(folder: Path) -> dict:
 
 
 class PreparedSource(Source):
-  """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless.
-
-  Is pickled by its folder. meta: the JSON part of the index. numbers: of each domain of the folder in `domains`.
-  """
+  """The documents of a prepared folder, by which it is pickled; texts are decoded from tokens."""
 
   def __init__(
     self,

@@ -148,11 +148,7 @@ class ScoredParam:
 
 
 def direction_parts(scored: Sequence[ScoredParam], gradients: list[dict], state: RuleState | None = None, scalars=None):
-  """({label: parts}, {label: captured [*stack, K]}) from K dicts {label: G}.
-
-  Directions with a rank are factored here, unless they are formed in the backward pass, which needs the optimizer's
-  state. scalars: of the rule and this state, if they are known already.
-  """
+  """({label: parts}, {label: captured}) from K dicts {label: G}, factored unless the backward pass forms them."""
   parts, captured = {}, {}
   for param in scored:
     rule, axis = param.spec.rule, len(param.stack_shape)

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.config import plugins
-from maxghost.config.schema import Config
+from maxghost.config import Config, plugins
 from maxghost.config.values import did_you_mean
 from maxghost.ghost import schedules
 from maxghost.ghost.attach import excluded_labels, parameters, prepare_twin
@@ -253,10 +252,7 @@ class GhostEngine:
 
 
 def direction_spec(cfg: Config, direction: str, rank: int = 0, curvature: str = "none") -> DirectionSpec:
-  """The DirectionSpec of a `ghost_direction`, with the optimizer's constants; 'auto' is the optimizer's own.
-
-  With curvature 'hessian' the whole step is known when directions are formed, so none is left to the backward pass.
-  """
+  """The DirectionSpec of a `ghost_direction`; with curvature 'hessian' none is formed in the backward pass."""
   rule = direction_rule(cfg.optimizer, "sgd" if curvature == "hessian" else direction)
   return DirectionSpec(rule, rank)
 

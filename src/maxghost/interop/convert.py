@@ -21,7 +21,7 @@ import tensorstore as ts
 from maxghost.checkpoint import compare, layouts_store
 from maxghost.checkpoint.layouts import LAYOUTS, LINEN, NNX, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import INTEGER, SCANNED, UNSCANNED, LayerReader, blocks_of, chunk_of
-from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, TreePath, full_path, write_json
+from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, TreePath, VerificationError, full_path
 from maxghost.config.files import write_text
 from maxghost.config.values import guarded, slash_path
 from maxghost.interop.convert_plan import KEEP, TARGETS, Plan, Target, TargetLeaf, make_plan
@@ -201,16 +201,16 @@ def write_plan(
     raise LayoutError(f"writing failed ({cause}); nothing is left at the target") from error
   now, like = time.time_ns(), raw.step_metadata
   (place.item / "array_metadatas").mkdir()
-  write_json(place.item / "array_metadatas" / "process_0", {"array_metadatas": arrays})
+  layouts_store.write_json(place.item / "array_metadatas" / "process_0", {"array_metadatas": arrays})
   about = {"use_ocdbt": True, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
-  write_json(
+  layouts_store.write_json(
     place.item / layouts_store.TREE_METADATA, {"tree_metadata": tree, **about, "custom_metadata": raw.tree_metadata}
   )
   handlers = _HANDLER if place.item == place.step else {place.item.name: _HANDLER}
   times = {"init_timestamp_nsecs": like.get("init_timestamp_nsecs") or now, "commit_timestamp_nsecs": now}
   metrics = {"metrics": like.get("metrics") or {}, "performance_metrics": {}}
   content = {"item_handlers": handlers, **metrics, **times, "custom_metadata": plan.custom_metadata}
-  write_json(place.step / layouts_store.STEP_METADATA, content)
+  layouts_store.write_json(place.step / layouts_store.STEP_METADATA, content)
   for folder in {place.item, place.step}:  # Orbax looks for this file where a file system has no atomic rename
     write_text(folder / "commit_success.txt", "Checkpoint commit was successful")
 
@@ -282,9 +282,7 @@ def check_written(
   wrong = [row for row in rows if not is_expected(row) and not (repaired and row.kind == compare.STRUCTURE)]
   if wrong:
     what = f"{len(wrong)} {'parameters' if options.get('params_only') else 'leaves'} differ"
-    raise layouts_store.VerificationError(
-      f"verification failed: {what}, the first: {wrong[0].text()}; nothing is left at the target"
-    )
+    raise VerificationError(f"verification failed: {what}, the first: {wrong[0].text()}; nothing is left at the target")
 
 
 def _summary(source: Checkpoint, target: Target, plan: Plan, out: Path) -> list[str]:

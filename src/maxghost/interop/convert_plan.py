@@ -305,10 +305,8 @@ def _plan_aux(checkpoint: Checkpoint, target: Target, plan: Plan, end: TreePath)
     leaves = list(_restacked(tree, tree.containers))
   plan.leaves += [TargetLeaf((*root, *path, *end), parts, axis) for path, parts, axis in leaves]
 
-  def is_plain(path: Path) -> bool:
-    return any(path[k:] in checkpoint.aux_plain for k in range(len(path)))
-
-  return [path for path, parts, _ in leaves if is_plain(without_value(parts[0].array.path))]
+  stored = {path: without_value(parts[0].array.path) for path, parts, _ in leaves}
+  return [path for path, own in stored.items() if any(own[k:] in checkpoint.aux_plain for k in range(len(own)))]
 
 
 def _metadata(checkpoint: Checkpoint, target: Target, axis: int, containers: list[Container], aux: list) -> dict:

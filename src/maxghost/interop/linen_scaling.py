@@ -77,10 +77,8 @@ def rescale_checkpoint(
   def change(path: TreePath, block: np.ndarray) -> np.ndarray:
     return rescale_leaf(path, block, head_dim, to) if is_query(path) else block
 
-  def is_rescaled(row: compare.Row) -> bool:
-    return row.kind == compare.VALUE and is_query(tuple(row.path.split("/")))
-
-  write_checkpoint(checkpoint, plan, out, change=change, rngs=True, is_expected=is_rescaled)
+  rescaled = lambda row: row.kind == compare.VALUE and is_query(tuple(row.path.split("/")))  # noqa: E731
+  write_checkpoint(checkpoint, plan, out, change=change, rngs=True, is_expected=rescaled)
   say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}) to {to}'s convention, the rest copied")
 
 

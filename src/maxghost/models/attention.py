@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.config.schema import ModelConfig
-from maxghost.config.values import ConfigError
+from maxghost.config import ConfigError, ModelConfig
 from maxghost.models import attention_blockwise, attention_flash, autodiff
 from maxghost.models.layers import HIDDEN, KEYS, QUERIES, linear, norm
 from maxghost.models.rotary import Rotary

@@ -5,8 +5,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from maxghost.config import plugins
-from maxghost.config.schema import OptimizerConfig
+from maxghost.config import OptimizerConfig, plugins
 from maxghost.optimizers.adamw import AdamState, AdamW
 from maxghost.optimizers.base import Elementwise, Identity, Matrix, Parameter, Response, RuleState, UpdateRule, by_label
 from maxghost.optimizers.muon import Muon

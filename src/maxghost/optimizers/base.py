@@ -15,8 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from maxghost.config import plugins
-from maxghost.config.schema import OptimizerConfig
+from maxghost.config import OptimizerConfig, plugins
 from maxghost.parallel.shardings import slash_path
 
 

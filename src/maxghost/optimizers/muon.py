@@ -18,8 +18,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from maxghost.config import ConfigError
-from maxghost.config.schema import OptimizerConfig
+from maxghost.config import ConfigError, OptimizerConfig
 from maxghost.optimizers import orthogonal
 from maxghost.optimizers.adamw import AdamW
 from maxghost.optimizers.base import Matrix, Parameter, Response, UpdateRule, by_label

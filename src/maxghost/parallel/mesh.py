@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxghost.config import ConfigError
-from maxghost.config.schema import ParallelConfig
+from maxghost.config import ConfigError, ParallelConfig
 from maxghost.config.validate import MESH_AXES
 from maxghost.config.values import divisors
 

@@ -17,8 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from maxghost.config import ConfigError, did_you_mean
-from maxghost.config.schema import ParallelConfig
+from maxghost.config import ConfigError, ParallelConfig, did_you_mean
 from maxghost.config.values import slash_path
 from maxghost.parallel import mesh as meshes
 from maxghost.parallel.axis_rules import DEFAULT_RULES, FACTOR, AxisRules, make_rules
@@ -287,11 +286,7 @@ def check_rules(abstract: nnx.State, layout: Layout) -> None:
 
 
 def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:
-  """Returns a line that compares a device's share of the parameters with an even split over the weights' mesh axes.
-
-  abstract: a train state with shardings. Raises ConfigError, naming the largest parameter that is not split, if the
-  excess is above `tolerance`.
-  """
+  """A line on a device's share of the parameters against an even split. Raises ConfigError above `tolerance`."""
   total = held = 0
   whole: list[tuple[int, str]] = []
   axes: set[str] = set()

@@ -234,11 +234,7 @@ class TrainingLoop:
       read()
 
   def _read_outputs(self, step: int, fetched: Fetched, outputs: Any, replaced: dict | None) -> None:
-    """Reads a step's outputs, and completes the record of the step before.
-
-    If the validation loss before this step is known, it closes the account of an earlier step. replaced: what closes it
-    on the old rows, where this step draws new ones.
-    """
+    """Reads a step's outputs and completes the record before it. replaced: what closes an account on old rows."""
     outputs = scoring.to_host(outputs)  # waits until the step is done
     seconds = self._restart_clock()
     metrics.check_finite(step, outputs)

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost import config
-from maxghost.config import Config, ConfigError
-from maxghost.config.schema import ParallelConfig
+from maxghost.config import Config, ConfigError, ParallelConfig
 from maxghost.ghost.attach import ScoredParam, Twin, attach
 from maxghost.ghost.engine import direction_spec
 from maxghost.parallel.shardings import AXES, HOST, Layout, num_parts, slash_path, use
@@ -212,11 +211,7 @@ class Device:
 
 
 class Step:
-  """The arrays of a step beside those that live between steps.
-
-  rows, tokens: that pass through the model at once. in_turn: whether schedule reverse_scan finishes the validation rows
-  of a segment before its training rows.
-  """
+  """A step's arrays beside those between steps. in_turn: whether a segment's validation rows are finished first."""
 
   def __init__(self, device: Device):
     self.device, self.ghost, self.model = device, device.cfg.ghost, device.cfg.model

@@ -10,8 +10,7 @@ import functools
 import jax
 from flax import nnx
 
-from maxghost.config import Config
-from maxghost.config.schema import ModelConfig
+from maxghost.config import Config, ModelConfig
 from maxghost.parallel import distributed
 from maxghost.parallel.mesh import describe
 from maxghost.parallel.shardings import Layout, OwnRows, check_rules, check_spread, own_rows

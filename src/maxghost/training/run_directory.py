@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from maxghost import config
-from maxghost.config import Config, ConfigError
-from maxghost.config.schema import ParallelConfig
+from maxghost.config import Config, ConfigError, ParallelConfig
 
 CONFIG_FILE = "config.yml"
 METRICS_FILE = "metrics.jsonl"

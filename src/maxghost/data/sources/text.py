@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.config import ConfigError
-from maxghost.config.schema import DataConfig
+from maxghost.config import ConfigError, DataConfig
 from maxghost.data.hashing import text_hash
 from maxghost.data.sources import base
 from maxghost.data.sources.base import CorruptError

@@ -66,10 +66,7 @@ def validation(problem: Problem) -> Validation:
 
 
 def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.State) -> tuple[list, list]:
-  """([G], [u]) of the validation sets, from their States G and by the problem's rule: dicts {label: array}.
-
-  u = P_tᵀ G, and 0 for parameters that are not scored. G is that of `second_order_gradients` or `extrapolated`.
-  """
+  """([G], [u = P_tᵀ G, 0 where not scored]) of the sets, dicts {label: array}, by the problem's rule."""
   rule, grads, (state, delta) = problem.rule, by_label(training_gradient), problem.update(training_gradient)
   if problem.second_order:
     gradients = second_order_gradients(problem.model, problem.val_loss, problem.val_batches, gradients, delta)
@@ -122,11 +119,7 @@ def second_order_gradients(
 
 
 def _for_each_set(function: Callable, losses: tuple[Callable, ...], batches: tuple):
-  """(stacked first results, list of second results) of function(loss function, batch) -> (scalar, State).
-
-  Sets of one loss and shape run as one mapped pass, whose products with the weights include all rows at once; K small
-  passes would use the device less well.
-  """
+  """(stacked first, list of second results) of function(loss, batch); sets of one loss and shape in one mapped pass."""
   kinds = [(loss_fn, jax.tree.map(jnp.shape, batch)) for loss_fn, batch in zip(losses, batches, strict=True)]
   if len(batches) == 1 or any(kind != kinds[0] for kind in kinds):
     pairs = [function(*pair) for pair in zip(losses, batches, strict=True)]

@@ -207,11 +207,7 @@ def _layers_back(batches: Pair, boundaries: Pair, cotangents: Pair, scanned):
 
 
 def _segment_back(batches: Pair, x_val, train_boundaries, number, cotangents: Pair, scanned):
-  """`back` for the layers of one segment: first all validation VJPs, then all training VJPs.
-
-  Layer inputs then exist for one batch at a time, and validation gradients (or only their factors, if these suffice)
-  for all layers of the segment.
-  """
+  """`back` for a segment: all validation VJPs, then all training VJPs, so that inputs exist for one batch at a time."""
   layers = batches.train.layers
   factored = not layers.twin.spec.in_backward and layers.twin.spec.rank
 
