@@ -100,13 +100,11 @@ def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
 def check_steps(place: ModelPlace, cfg: Config) -> None:
   """Raises ConfigError if a run cannot go on after the steps of `load_full_state_path`."""
   given, every = cfg.checkpoint.load_full_state_path, cfg.ghost.ghost_val_every
-  step = read_checkpoint(open_tree(place.tree), ReadOptions(keep_unknown=True)).step
-  if step is None:
+  if (step := read_checkpoint(open_tree(place.tree), ReadOptions(keep_unknown=True)).step) is None:
     raise LayoutError(
       f"load_full_state_path={given} does not say how many steps it has taken; use load_parameters_path"
     )
-  first = int(step.read(None))
-  if first >= cfg.run.steps:
+  if (first := int(step.read(None))) >= cfg.run.steps:
     raise ConfigError(
       f"load_full_state_path={given} has taken {first} steps; use steps={2 * first}, or another above it"
     )

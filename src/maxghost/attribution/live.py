@@ -61,16 +61,13 @@ class LiveServer(http.server.ThreadingHTTPServer):
     with self._rendering:
       version = self.version()
       if self._page[0] != version:
-        self._page = (version, self._render(version))
+        try:
+          log = load(self._run_dir, accept_lost_rows=self._accept)
+          page = html.render(summarize(log, self._num_documents, self._source), version)
+        except (ConfigError, OSError) as error:
+          page = html.notice("Waiting for scores", str(error), version)
+        self._page = (version, page)
       return self._page[1]
-
-  def _render(self, version: str) -> str:
-    try:
-      log = load(self._run_dir, accept_lost_rows=self._accept)
-      summary = summarize(log, self._num_documents, self._source)
-    except (ConfigError, OSError) as error:
-      return html.notice("Waiting for scores", str(error), version)
-    return html.render(summary, version)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

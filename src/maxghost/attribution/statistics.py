@@ -31,8 +31,7 @@ def block_half_width(sums: np.ndarray) -> np.ndarray:
   The variance comes from the differences of consecutive blocks (von Neumann, 1941), so that a trend over the run does
   not count as noise. Blocks replace steps because consecutive steps share validation rows.
   """
-  num = sums.shape[-1]
-  if num < 3:
+  if (num := sums.shape[-1]) < 3:
     return np.full(sums.shape[:-1], np.nan)
   variance = (np.diff(sums, axis=-1) ** 2).sum(-1) / (2 * (num - 1))
   return student_t95(num - 1) * np.sqrt(num * variance)

@@ -315,8 +315,7 @@ def actual_drops(steps: np.ndarray, k: int) -> np.ndarray:
   number, opened, closed = steps["step"], steps["val_loss"][:, k], steps["prev_val_loss"][:, k]
   closing = np.flatnonzero(np.isfinite(closed))
   for start in np.flatnonzero(np.isfinite(opened)):
-    place = np.searchsorted(closing, start, side="right")
-    if place == len(closing):
+    if (place := np.searchsorted(closing, start, side="right")) == len(closing):
       continue
     end = closing[place]
     if number[end] - number[start] == end - start and not np.isfinite(opened[start + 1 : end]).any():
@@ -419,8 +418,7 @@ def _duplicates(documents, groups: Groups) -> Duplicates | None:
   place = {key: i for i, key in enumerate(groups.document_ids())}
   by_text: dict[bytes, list[DocumentKey]] = {}
   for index in range(len(documents)):
-    key = tuple(documents.document_id(index))
-    if key in place:
+    if (key := tuple(documents.document_id(index))) in place:
       digest = hashlib.blake2b(bytes(documents[index].text).strip(), digest_size=16).digest()
       by_text.setdefault(digest, []).append(key)
   copies = [(groups.tokens[[place[key] for key in keys]], keys) for keys in by_text.values() if len(keys) > 1]

@@ -150,8 +150,7 @@ def _tops(nodes: Iterable[Path]) -> list[str]:
 
 def _detect(nodes: dict, raw: RawTree, prefix: str) -> str:
   tops = _tops(nodes)
-  recorded = record_of(raw).get("layout")
-  if recorded in LAYOUTS:
+  if (recorded := record_of(raw).get("layout")) in LAYOUTS:
     return recorded
   if prefix:
     return PARAMS

@@ -177,8 +177,7 @@ def _read_override(text: str, kind: Any) -> Given:
 
 def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> dict[str, Given]:
   assert isinstance(name.node, yaml.ScalarNode)
-  model_name = name.node.value
-  if model_name == "default":
+  if (model_name := name.node.value) == "default":
     return {}
   available: dict[str, Path] = {}
   for folder in folders:
@@ -247,8 +246,7 @@ def _resolve(layers: tuple[dict[str, Given], ...], resolved: bool, problems: lis
 
 def _convert(name: str, kind: Any, given: Given, field: dataclasses.Field | None = None) -> tuple[str, Any]:
   """("", value) or (problem, None) for one given value, within the limits of the `field` if there is one."""
-  node = given.node
-  if node is None:
+  if (node := given.node) is None:
     return f"{name} ({given.origin}): {given.problem}", None
   text = _node_text(node)
   if (

@@ -153,10 +153,18 @@ def register(key: str, name: str, plugin: Any) -> None:
   table[name] = plugin
 
 
-def path_problem(opt_type: str) -> str:
-  """The error for ghost_direction=path with an optimizer that gives no path."""
-  offering = [name for name, optimizer in OPTIMIZERS.items() if optimizer.path]
+def direction_problem(direction: str, opt_type: str) -> str:
+  """The error for ghost_direction=auto or path with an optimizer that offers none; '' where it does, or for others."""
+  able = {"auto": lambda one: one.direction is not None, "path": lambda one: one.path}.get(direction)
+  if able is None or able(OPTIMIZERS[opt_type]):
+    return ""
+  offering = " or ".join(name for name, optimizer in OPTIMIZERS.items() if able(optimizer))
+  if direction == "path":
+    return (
+      f"ghost_direction=path credits the optimizer's whole step, which opt_type={opt_type} does not offer; use "
+      f"ghost_direction=auto, or opt_type={offering}"
+    )
   return (
-    f"ghost_direction=path credits the optimizer's whole step, which opt_type={opt_type} does not offer; use "
-    f"ghost_direction=auto, or opt_type={' or '.join(offering)}"
+    f"ghost_direction=auto means the optimizer's own direction, but opt_type={opt_type} offers none; use "
+    f"ghost_direction=sgd (the plain validation gradient), ghost_enabled=false, or opt_type={offering}"
   )

@@ -88,8 +88,7 @@ def family(v: Values) -> Iterator[str]:
   record = FAMILIES[v.decoder_block]
   block, example = v["decoder_block"], f"model_name={record.example}"
   for key, needed in record.needs.items():
-    value = getattr(v, key)
-    if value != needed:
+    if (value := getattr(v, key)) != needed:
       own = next(other.name for other in FAMILIES.values() if not other.needs)
       yield (
         f"{block} has {key}={shown(needed)}, not {shown(value)}; set it ({example} sets all of the family), or "
@@ -229,10 +228,8 @@ def plugins_together(v: Values) -> Iterator[str]:
   rule = plugins.OPTIMIZERS[v.opt_type]
   direction, _ = plugins.directed(v.ghost_direction, v.ghost_curvature)
   if v.ghost_enabled:
-    if direction == "auto" and rule.direction is None:
-      yield plugins.auto_problem(v.opt_type)
-    if direction == "path" and not rule.path:
-      yield plugins.path_problem(v.opt_type)
+    if problem := plugins.direction_problem(direction, v.opt_type):
+      yield problem
     if direction not in ("auto", "sgd", "path", rule.direction):
       offering = [name for name, other in plugins.OPTIMIZERS.items() if other.direction == direction]
       own = "auto or sgd" if rule.direction else "sgd"
@@ -254,8 +251,7 @@ def plugins_together(v: Values) -> Iterator[str]:
 
 
 def objective_units(v: Values) -> Iterator[str]:
-  rows = plugins.OBJECTIVES[v.objective].rows_per_unit
-  if rows == 1:
+  if (rows := plugins.OBJECTIVES[v.objective].rows_per_unit) == 1:
     return
   what, micro_batches = f"{v['objective']} makes a unit of {rows} adjacent rows", v.gradient_accumulation_steps
   for name in ("per_device_batch_size", *(("ghost_val_batch_size",) if v.ghost_enabled else ())):

@@ -91,8 +91,7 @@ def guarded(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
 def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
   """The valid names most like `name`, best first: spelt alike, then with it as a word, else with it anywhere."""
   plain = {candidate.lower().replace("-", "_"): candidate for candidate in valid}
-  wanted = name.lower().replace("-", "_")
-  if wanted in plain:
+  if (wanted := name.lower().replace("-", "_")) in plain:
     return [plain[wanted]]
   alike = difflib.get_close_matches(wanted, plain, n=len(plain) or 1)
   likeness = [difflib.SequenceMatcher(a=candidate, b=wanted).ratio() for candidate in alike]

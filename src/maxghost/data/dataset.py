@@ -104,8 +104,7 @@ class Dataset:
       return None
     candidates = []
     for indices in scan(len(self.source)):
-      lengths = self.source.sizes(indices)
-      if lengths is not None:
+      if (lengths := self.source.sizes(indices)) is not None:
         indices = indices[np.isin(lengths, sizes)]
       elif self.source.num_bytes > _COPY_BYTES:
         return None
@@ -118,8 +117,7 @@ class Dataset:
   def notes(self) -> list[str]:
     """Lines to show the user at the start, besides the summary."""
     lines = [note for part in self.parts for note in (*part.source.notes, *_cut(part))]
-    found = self.copies
-    if found is None:
+    if (found := self.copies) is None:
       return [*lines, "copies of held-out text in the training data are looked for as it is read"]
     if not found:
       return lines

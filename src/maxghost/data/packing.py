@@ -127,7 +127,10 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[n
   order = np.argsort(-length, kind="stable")
   num_full = int(np.count_nonzero(length == row_length))
   row[order[:num_full]] = np.arange(num_full)
-  order = _spread(order[num_full:], length, row_length)
+  order = order[num_full:]
+  rows = max(1, int(length[order].sum()) // row_length)
+  groups = max(1, len(order) // max(8, 2 * (len(order) // rows)))  # of about two rows' pairs, longest first in each
+  order = np.concatenate([order[first::groups] for first in range(groups)])
   open_rows: list[list[int]] = [[] for _ in range(row_length + 1)]  # by room left
   segments: list[int] = []  # of the rows that are not of one full chunk
   rooms = 0  # bit r is set when some open row has room r
@@ -149,13 +152,6 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[n
       rooms |= 1 << room
   row[order] = np.array(placed, np.int64) + num_full
   return row, num_full + len(segments)
-
-
-def _spread(longest_first: np.ndarray, length: np.ndarray, row_length: int) -> np.ndarray:
-  """The chunks in groups of about two rows' pairs, longest first in each."""
-  rows = max(1, int(length[longest_first].sum()) // row_length)
-  num_groups = max(1, len(longest_first) // max(8, 2 * (len(longest_first) // rows)))
-  return np.concatenate([longest_first[first::num_groups] for first in range(num_groups)])
 
 
 def concat(ends: np.ndarray, order: np.ndarray, row_length: int, max_segments: int) -> tuple[np.ndarray, ...]:

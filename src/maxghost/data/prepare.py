@@ -142,8 +142,7 @@ def _claim(job: Job) -> None:
   file = folder / "job.json"
   ours = ("tokenizer.json", ".tokenizer.json.", ".job.json.")  # left by a command that was killed before it had a job
   if file.is_file():
-    other = json.loads(file.read_text(encoding="utf-8"))
-    if other != mine:
+    if (other := json.loads(file.read_text(encoding="utf-8"))) != mine:
       then, now = other["files"], mine["files"]
       changed = [name for name in {*then, *now} if then.get(name) != now.get(name)]
       what = ", ".join(sorted(changed)[:5]) or ", ".join(key for key in mine if mine[key] != other.get(key))

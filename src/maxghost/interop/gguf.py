@@ -144,8 +144,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
   scaling = file.metadata.get(f"{file.family.gguf}.rope.scaling.type", "none")
   if scaling != "none" or "rope_freqs.weight" in file.tensors:
     raise LayoutError(f"{file.path} has scaled rotary frequencies, which are not read from GGUF")
-  embedding = file.tensors.get("model.embed_tokens.weight")
-  if embedding is None:
+  if (embedding := file.tensors.get("model.embed_tokens.weight")) is None:
     raise LayoutError(f"{file.path} lacks token_embd.weight")
   content = {theirs: file.number(ours) for theirs, ours in _SIZES.items()}
   return content | {

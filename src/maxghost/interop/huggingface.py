@@ -138,8 +138,7 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
   missing, wrong, used, embedding = [], [], set(), None
   for rule, layer, _, name in table(model):
     used.add(name)
-    tensor = known.get(name)
-    if tensor is None:
+    if (tensor := known.get(name)) is None:
       missing.append(name)
       continue
     if tensor.shape != rule.tensor_shape:

@@ -58,8 +58,7 @@ class _Reader:
       return None
 
   def entry(self, entry: Entry) -> Any:
-    value = self.get(*entry.names)
-    if value is None:
+    if (value := self.get(*entry.names)) is None:
       if callable(entry.default):
         return None if self.problems else entry.default(self.content)  # what it is made from may be at fault
       return entry.default
@@ -82,8 +81,7 @@ def keys_of(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
     raise LayoutError(f"{origin} has no {', '.join(missing)}")
   keys = {**family.needs, "decoder_block": family.name} | {entry.key: read.entry(entry) for entry in entries}
   for name, allowed in family.huggingface.demands.items():
-    value = read.get(name, default=allowed[0])
-    if value not in allowed:
+    if (value := read.get(name, default=allowed[0])) not in allowed:
       read.problem(f"{name}={shown(value)} is not known here; known is {' or '.join(map(shown, allowed))}")
   if family.learned_positions:
     keys["max_target_length"] = min(256, keys["trainable_position_size"] or 1)

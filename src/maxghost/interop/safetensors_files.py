@@ -67,8 +67,7 @@ def open_file(file: Path) -> dict[str, StoredArray]:
 
 def _tensor(file: Path, opened: Any, name: str) -> StoredArray:
   view = opened.get_slice(name)
-  stored = view.get_dtype()
-  if stored not in _DTYPES:
+  if (stored := view.get_dtype()) not in _DTYPES:
     raise LayoutError(f"{file}: {name} has dtype {stored}; only {', '.join(_DTYPES)} are read")
 
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:

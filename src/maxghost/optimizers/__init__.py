@@ -55,15 +55,15 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
   Raises ValueError for an unknown direction, and for 'auto' with an optimizer without a direction.
   """
   own = create(cfg)
-  if direction == "auto" and own.direction is None:
-    raise ValueError(plugins.auto_problem(own.name))
+  if problem := plugins.direction_problem(direction, own.name):
+    raise ValueError(problem)
   if direction in ("auto", own.direction):
     return own
   if direction == "sgd":
     return Sgd()
   if direction == "path":
-    if (along := own.path()) is None:
-      raise ValueError(plugins.path_problem(own.name))
+    along = own.path()
+    assert along is not None, "otherwise there was a problem"
     return along
   for optimizer in plugins.OPTIMIZERS.values():
     if optimizer.direction == direction:

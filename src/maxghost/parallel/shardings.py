@@ -169,8 +169,7 @@ def platform() -> str:
 
 def num_parts(axis: str) -> int:
   """Number of parts of a logical axis by the current layout's first rule for it; 1 without a layout."""
-  layout = current()
-  if layout is None:
+  if (layout := current()) is None:
     return 1
   wanted = next((axes for name, axes in layout.rules.rows if name == axis), ())
   return layout.rules.parts(wanted)
@@ -300,8 +299,7 @@ def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:
       if name in (variable.get_metadata().get(AXES) or ()):
         axes.update(layout.rules.active(row))
   parts = math.prod(layout.rules.sizes[axis] for axis in axes)
-  excess = held * parts / total - 1
-  if excess > tolerance:
+  if (excess := held * parts / total - 1) > tolerance:
     size, label = max(whole, default=(0, "none"))
     raise ConfigError(
       f"sharding_tolerance={tolerance:g}: a device holds {held / total:.2%} of the parameters, {excess:.1%} more than "

@@ -37,8 +37,7 @@ def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
   try:
     folder.mkdir(parents=True, exist_ok=True)
     for name, tables in sources.items():
-      first = next(tables, None)
-      if first is None:
+      if (first := next(tables, None)) is None:
         continue
       path = folder / f"{name}.parquet"
       schema = pa.table(first).schema.with_metadata(metadata)

@@ -104,8 +104,7 @@ def _checksum(file: BinaryIO, size: int) -> int:
 def _is_sealed(path: Path) -> bool:
   """Whether the file ends with a checksum, which is then compared. Raises ValueError where it does not match."""
   with open(path, "rb") as file:
-    size = file.seek(0, os.SEEK_END) - _SEAL_BYTES
-    if size < 0:
+    if (size := file.seek(0, os.SEEK_END) - _SEAL_BYTES) < 0:
       raise ValueError("not a score file" if size > -_SEAL_BYTES else "empty file")
     file.seek(size)
     seal = _SEAL.fullmatch(file.read())

@@ -35,8 +35,7 @@ class Executable:
     parts = [f"Compiled {self.name} in {self.compile_seconds:.1f} s (traced in {self.trace_seconds:.1f} s)"]
     if (memory := self.call.memory_analysis()) is not None:
       parts.append(f"Total estimated memory size: {sum(compiled_sizes(memory).values()) / 1e9:.3f} GB per device")
-    flops = (self.call.cost_analysis() or {}).get("flops", 0.0)
-    if flops > 0:
+    if (flops := (self.call.cost_analysis() or {}).get("flops", 0.0)) > 0:
       parts.append(f"XLA counts {flops / 1e12:.4f} TFLOP, the body of each loop once")
     return "; ".join(parts)
 

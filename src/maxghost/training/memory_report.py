@@ -173,8 +173,7 @@ def advice(estimate: MemoryEstimate, capacity_bytes: int) -> list[str]:
     return [*lines, "  no setting helps; use more devices (ici_fsdp_parallelism), or a smaller model"]
   lines.append("  cheapest settings first, with the estimate after each:")
   lines += [f"    {text} -> {shown(after.total)} ({cost})" for text, cost, after in steps]
-  left = steps[-1][2].total - capacity_bytes
-  if left <= 0:
+  if (left := steps[-1][2].total - capacity_bytes) <= 0:
     return [*lines, f"  with all of these it fits, {shown(-left)} to spare"]
   return [*lines, f"  even then {shown(left)} too much: use more devices, or a smaller model"]
 

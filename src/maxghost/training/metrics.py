@@ -126,8 +126,7 @@ class MetricsLog:
 
   def restore(self, num_bytes: int, checksum: int | None = None) -> None:
     """Cuts the file to a position; reports records that were changed. Raises ConfigError if it is shorter."""
-    size = os.path.getsize(self._path)
-    if size < num_bytes:
+    if (size := os.path.getsize(self._path)) < num_bytes:
       raise ConfigError(
         f"{self._path} has {size} bytes, but the checkpoint was made when it had {num_bytes}: records are missing; "
         "put the file back, or start a new run_name"

@@ -235,8 +235,7 @@ def join_columns(where: str, record: Any, columns: Sequence[str]) -> bytes:
     kept = {column: record[column] for column in columns if record.get(column) is not None}
     values, columns = [json.dumps(kept, ensure_ascii=False, default=as_text)], ()
   for column in columns:
-    value = record.get(column, 0)
-    if value is None:
+    if (value := record.get(column, 0)) is None:
       value = ""
     if isinstance(value, bytes):
       value = utf8(f"{where}, column {column}", 0, value).decode("utf-8")
