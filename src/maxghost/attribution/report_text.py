@@ -7,8 +7,7 @@ from maxghost.attribution.numbers import integer, number, percent
 from maxghost.attribution.summary import MIN_CHUNKS, Ledger, SetSummary, Value
 from maxghost.scorelog.format import TABLE
 
-LEDGER_LABELS: dict[str, list[str]] = TABLE["ledger"]
-
+LEDGER_LABELS = {name: (label, words) for name, (label, words) in TABLE["ledger"].items()}
 
 IN_ALL = (
   "In all: the total with what momentum still does with the document's gradients in later steps, if the validation "
