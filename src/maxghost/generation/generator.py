@@ -138,9 +138,7 @@ class Generator:
     }
 
   def _add_tokens(self, state, loop: dict[str, Any], until) -> dict[str, Any]:
-    def go_on(loop):
-      return (loop["num_B"] < until) & ~loop["done_B"].all()
-
+    go_on = lambda loop: (loop["num_B"] < until) & ~loop["done_B"].all()  # noqa: E731
     return jax.lax.while_loop(go_on, functools.partial(self._add_token, state), loop)
 
   def _add_token(self, state, loop: dict[str, Any]) -> dict[str, Any]:

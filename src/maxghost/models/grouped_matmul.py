@@ -44,9 +44,8 @@ _grouped = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0,))
 def product(x_R, w_GIO, sizes_G, precision=None, dtype=None, *, contract: int = 1):
   """As `grouped_matmul`, without its backward pass; contract=2: times the transposed matrices. dtype: of the result."""
 
-  def ragged(x, w, sizes):
-    return lax.ragged_dot(x, w if contract == 1 else w.swapaxes(1, 2), sizes, precision, dtype)
-
+  turned = lambda w: w if contract == 1 else w.swapaxes(1, 2)  # noqa: E731
+  ragged = lambda x, w, sizes: lax.ragged_dot(x, turned(w), sizes, precision, dtype)  # noqa: E731
   blocks = functools.partial(_blocks, contract=contract, precision=precision, dtype=dtype)
   return _choose(blocks, ragged, (x_R, w_GIO, sizes_G))
 
@@ -55,10 +54,9 @@ def outer_sums(x_RI, g_RO, sizes_G, precision=None):
   """w_GIO: for each group the sum over its rows of the outer products of x and g, in float32 or wider."""
   wide = jnp.promote_types(x_RI.dtype, jnp.float32)
   rows = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
-
-  def ragged(x, g, sizes):
-    return lax.ragged_dot_general(x, g, sizes, rows, precision, preferred_element_type=wide)
-
+  ragged = functools.partial(
+    lax.ragged_dot_general, ragged_dot_dimension_numbers=rows, precision=precision, preferred_element_type=wide
+  )
   return _choose(functools.partial(_outer_blocks, precision=precision), ragged, (x_RI, g_RO, sizes_G))
 
 

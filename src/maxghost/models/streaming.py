@@ -99,9 +99,7 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
     return segments.scan(lambda c, x: (body(c, x, shared), None), carry, xs, segment_lengths[1:])[0]
 
   def through(carry, floats, shared_floats, others, shared_others):
-    def step(carry, _, here):
-      return segment(carry, here[0], shared_floats, here[1], shared_others), carry
-
+    step = lambda x, _, here: (segment(x, here[0], shared_floats, here[1], shared_others), x)  # noqa: E731
     return loop(step, carry, None, (floats, others))
 
   def forward(*arguments):

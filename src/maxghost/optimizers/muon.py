@@ -220,10 +220,7 @@ class PathResponse(Response):
   @functools.cached_property
   def steps(self) -> tuple[Any, Any]:
     """(D(g), D(0)); two calls more of Newton-Schulz."""
-
-    def both(g, momentum):
-      return self._moved(momentum, g), self._moved(momentum, jnp.zeros_like(g))
-
+    both = lambda g, momentum: (self._moved(momentum, g), self._moved(momentum, jnp.zeros_like(g)))  # noqa: E731
     return _each_layer(both, self.depth, self.g, self.momentum)
 
   def whole(self, gradient):

@@ -58,9 +58,7 @@ def validation(problem: Problem) -> Validation:
     losses, gradients = validation_gradients(*rows)
     return losses, [g.astype(s.dtype) for g, s in zip(jax.tree.leaves(gradients), stored, strict=True)]
 
-  def stale():
-    return jnp.full((num_sets,), jnp.nan, stored[0].dtype), stored
-
+  stale = lambda: (jnp.full((num_sets,), jnp.nan, stored[0].dtype), stored)  # noqa: E731
   losses, leaves = jax.lax.cond(known.refresh, renewed, stale)
   return Validation(losses, jax.tree.unflatten(jax.tree.structure([problem.model.params] * num_sets), leaves))
 

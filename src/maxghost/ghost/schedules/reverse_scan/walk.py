@@ -142,10 +142,8 @@ def inputs(rows: Rows, x, scanned, segment_lengths: tuple, keep=lambda x: x):
     value = layer_lib.apply(rows.layers.graphdef, *rows.arguments(x, layer))
     return value, None if segment_lengths else Kept(x)
 
-  def through(x, _, segment):
-    return jax.lax.scan(body, x, segment)[0], keep(x)
-
   if segment_lengths:
+    through = lambda x, _, segment: (jax.lax.scan(body, x, segment)[0], keep(x))  # noqa: E731
     x, kept = streaming.loop(through, x, None, segments.split(scanned, segment_lengths[0]))
   else:
     x, kept = jax.lax.scan(body, x, scanned)
