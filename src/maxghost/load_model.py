@@ -13,7 +13,6 @@ from maxghost.config.families import FAMILIES
 from maxghost.config.values import shown
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface, merge, model_path
-from maxghost.interop.huggingface import open_tree
 from maxghost.interop.huggingface_config import differing
 from maxghost.interop.load_tree import open_load
 from maxghost.interop.model_path import ModelPlace
@@ -100,7 +99,7 @@ def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
 def check_steps(place: ModelPlace, cfg: Config) -> None:
   """Raises ConfigError if a run cannot go on after the steps of `load_full_state_path`."""
   given, every = cfg.checkpoint.load_full_state_path, cfg.ghost.ghost_val_every
-  if (step := read_checkpoint(open_tree(place.tree), ReadOptions(keep_unknown=True)).step) is None:
+  if (step := read_checkpoint(huggingface.open_tree(place.tree), ReadOptions(keep_unknown=True)).step) is None:
     raise LayoutError(
       f"load_full_state_path={given} does not say how many steps it has taken; use load_parameters_path"
     )
@@ -119,7 +118,7 @@ def open_parameters(
   place: ModelPlace, cfg: Config, wanted: Mapping[str, Any], say: Callable[[str], None] = print, adapter: str = ""
 ) -> Callable[[], dict]:
   """Pairs a model, with `adapter` merged in, and the tree `wanted`; returns what reads it. Raises ConfigError."""
-  raw = open_tree(place.tree)
+  raw = huggingface.open_tree(place.tree)
   if adapter:
     raw = merge.merged(raw, cfg.model, *merge.open_adapter(adapter, cfg.model))
   values_from = read_checkpoint(raw, ReadOptions(keep_unknown=True)).values_from

@@ -14,7 +14,6 @@ from maxghost.attribution.aggregate import Groups, TimeSums
 from maxghost.attribution.metrics import Series, read_mapping, read_metrics, read_samples
 from maxghost.attribution.numbers import integer, number
 from maxghost.attribution.texts import SHOWN_CHARS, DocumentKey, Source
-from maxghost.attribution.token_values import Marked
 from maxghost.config import ConfigError
 from maxghost.scorelog.reader import ScoreLog
 
@@ -43,7 +42,7 @@ class Value:
   path: str = ""
   offset: int = 0
   text: str | None = None
-  marked: Marked | None = None
+  marked: token_values.Marked | None = None
   in_all: float = NAN
 
   @property

@@ -10,7 +10,6 @@ from maxghost.config import renamed, values
 from maxghost.config.files import config_dir
 from maxghost.config.load import Loaded, fields
 from maxghost.config.schema import SECTIONS
-from maxghost.config.values import ConfigError
 
 
 def limits(field: dataclasses.Field) -> str:
@@ -73,7 +72,7 @@ def explain(key: str) -> str:
   """One key in full: help, type, default, limits, section. Raises ConfigError with the nearest valid name."""
   known = fields()
   if key not in known:
-    raise ConfigError(renamed.unknown(key, known))
+    raise values.ConfigError(renamed.unknown(key, known))
   field = known[key]
   section, cls = next((name, cls) for name, cls, items in sections() if field in items)
   rows = [

@@ -16,7 +16,6 @@ import yaml
 from maxghost.config import files, renamed, values
 from maxghost.config.schema import SECTIONS, Config
 from maxghost.config.validate import cross_problems, value_problems
-from maxghost.config.values import ConfigError, did_you_mean, nearest
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -136,7 +135,7 @@ def _pairs(root: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node]]:
 def _nearest_file(path: Path) -> str:
   """`; nearest is X` for a missing YAML file, looking in its folder and among the shipped configurations."""
   for folder in (path.parent, files.config_dir()):
-    if near := nearest(path.name, sorted(found.name for found in folder.glob("*.y*ml")), 1):
+    if near := values.nearest(path.name, sorted(found.name for found in folder.glob("*.y*ml")), 1):
       return f"; nearest is {folder / near[0]}"
   return ""
 
@@ -185,7 +184,7 @@ def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> d
       available.setdefault(path.stem, path)
   if model_name not in available:
     names = ", ".join(["default", *sorted(available)])
-    hint = did_you_mean(model_name.removesuffix(".yml"), available) or f"; there are {names}"
+    hint = values.did_you_mean(model_name.removesuffix(".yml"), available) or f"; there are {names}"
     problems.append(f"model_name={values.shown(model_name)} ({name.origin}) has no file models/{model_name}.yml{hint}")
     return {}
   given = _read_yaml(available[model_name], problems)
@@ -240,7 +239,7 @@ def _resolve(layers: tuple[dict[str, Given], ...], resolved: bool, problems: lis
   sound = {key: value for key, value in flat.items() if key not in broken}
   problems.extend(cross_problems(sound))
   if problems:
-    raise ConfigError(*renamed.shortened(problems))
+    raise values.ConfigError(*renamed.shortened(problems))
   return Loaded(_build(flat), origins, tuple(notes))
 
 
@@ -298,7 +297,7 @@ def replace(cfg: Config, **changes: Any) -> Config:
         value = values.from_python(value, known[key].type)
       flat[key] = value
   if problems:
-    raise ConfigError(*problems, *value_problems(flat, known))
+    raise values.ConfigError(*problems, *value_problems(flat, known))
   return _build(flat)
 
 

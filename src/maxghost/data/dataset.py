@@ -10,7 +10,6 @@ import numpy as np
 from maxghost.config import ConfigError
 from maxghost.data import packing
 from maxghost.data.hashing import permutation, text_hash
-from maxghost.data.packing import Rows
 from maxghost.data.prepared import PreparedSource
 from maxghost.data.reader import TrainIterator
 from maxghost.data.sources.base import Source, check_known, read_or_skip
@@ -140,7 +139,7 @@ class Dataset:
     return packing.fill(pieces, self.layout, self.tokenizer.pad_id)
 
   @functools.cache  # noqa: B019 - one dataset per run
-  def validation_rows(self, domain: str | None = None) -> Rows:
+  def validation_rows(self, domain: str | None = None) -> packing.Rows:
     """The packed rows of a validation domain; `validation_batch` repeats after them."""
     domain = self.val_domain if domain is None else domain
     domains = [name for part in self.parts for name in part.source.domains]

@@ -14,7 +14,6 @@ from maxghost import config
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
 from maxghost.checkpoint.layouts_store import LayoutError, Location, full_path, open_at, read_json, write_json
-from maxghost.config import Config
 from maxghost.config.families import FAMILIES
 from maxghost.config.values import guarded
 from maxghost.data import tokenizer_files
@@ -35,7 +34,7 @@ def import_model(
   scan_layers: bool = True,
   ram_bytes: int = DEFAULT_RAM_BYTES,
   say: Callable[[str], None] = print,
-) -> Config:
+) -> config.Config:
   """Writes the Hugging Face folder or GGUF file `source` as the new folder `target`; returns its configuration.
 
   Raises ConfigError for tensors that are missing, unknown or misshapen, and for a tokenizer of another vocabulary.
@@ -81,7 +80,7 @@ def export_model(
   source: str | Path,
   target: str | Path,
   *,
-  cfg: Config | None = None,
+  cfg: config.Config | None = None,
   adapter: str | Path = "",
   shard_bytes: int = _SHARD_BYTES,
   ram_bytes: int = DEFAULT_RAM_BYTES,
@@ -125,7 +124,7 @@ def export_model(
   say(f"written {target}: {len(tensors)} tensors, {size / 1e6:.1f} MB, verified byte by byte")
 
 
-def special_ids(cfg: Config) -> dict[str, int]:
+def special_ids(cfg: config.Config) -> dict[str, int]:
   """bos_token_id, eos_token_id and pad_token_id of the configuration's tokenizer."""
   if cfg.data.tokenizer_type != "byte" and not cfg.data.tokenizer_path:
     return {}
@@ -136,7 +135,7 @@ def special_ids(cfg: Config) -> dict[str, int]:
 
 def export_adapter(source: str | Path, target: str | Path) -> None:
   """Writes the adapter of a run with lora_rank, or of its checkpoint, as the new PEFT folder `target`."""
-  cfg = model_path.find(source).config or Config()
+  cfg = model_path.find(source).config or config.Config()
   settings, arrays = merge.open_adapter(source, cfg.model)
   peft.save_adapter(target, cfg.model, settings, arrays, base=cfg.checkpoint.given)
   print(f"written {target}: {len(arrays)} arrays of rank {settings.rank}")

@@ -24,7 +24,6 @@ from maxghost.config import Config, ModelConfig, replace
 from maxghost.config import load as load_config
 from maxghost.config.families import FAMILIES, TensorRule
 from maxghost.interop import huggingface_config
-from maxghost.interop.huggingface_config import expert_width
 from maxghost.interop.safetensors_files import open_tensors
 
 CONFIG_JSON = "config.json"
@@ -86,7 +85,7 @@ def table(model: ModelConfig) -> Iterator[tuple[Rule, int | None, int | None, st
   sizes = {
     "V": model.vocab_size, "P": model.trainable_position_size, "D": model.base_emb_dim,
     "H": model.base_num_query_heads, "K": model.base_num_kv_heads, "h": model.head_dim, "F": model.base_mlp_dim,
-    "E": model.num_experts, "M": expert_width(model),
+    "E": model.num_experts, "M": huggingface_config.expert_width(model),
   }  # fmt: skip
   for shared in FAMILIES[model.decoder_block].tensors():
     when, negated = shared.when.removeprefix("!"), shared.when.startswith("!")

@@ -27,7 +27,6 @@ import numpy as np
 from maxghost.config import ConfigError
 from maxghost.config.files import write_whole
 from maxghost.scorelog import format as fmt
-from maxghost.scorelog.format import Modules
 
 _SEAL = re.compile(rb"maxghost crc32 ([0-9a-f]{8})")
 _SEAL_BYTES = len(b"maxghost crc32 00000000")
@@ -47,7 +46,7 @@ def write_shard(
   meta: dict,
   tables: Mapping[str, Iterable[str]],
   steps: np.ndarray,
-  modules: Modules | None,
+  modules: fmt.Modules | None,
   rows: np.ndarray | Iterable[np.ndarray],
   num_rows: int | None = None,
 ) -> None:
@@ -171,11 +170,11 @@ class Shard:
     return fmt.with_ledger(self._table("steps"), len(self.val_sets), self.ledger)
 
   @property
-  def modules(self) -> Modules | None:
+  def modules(self) -> fmt.Modules | None:
     if "module_contribution" not in self._names:
       return None
     names, domains = self._table("module_names"), self._table("module_domains")
-    return Modules(
+    return fmt.Modules(
       tuple(map(str, names)), tuple(map(str, domains)), self._table("module_steps"), self._table("module_contribution")
     )
 

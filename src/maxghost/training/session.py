@@ -25,7 +25,6 @@ from maxghost.training.loop import Hardware, Outcome, Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import PEAK_FLOPS, Plan
 from maxghost.training.reweighting import Reweighter
-from maxghost.training.run_directory import Existing
 from maxghost.training.signals import StopSignals
 from maxghost.training.state import Position
 
@@ -43,7 +42,7 @@ class Session:
   def __init__(
     self,
     plan: Plan,
-    existing: Existing,
+    existing: run_directory.Existing,
     dataset,
     signals: StopSignals,
     *,
