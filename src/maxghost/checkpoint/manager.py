@@ -81,7 +81,9 @@ class CheckpointManager:
     self._has_failed = False
     self._frozen: dict[str, int] = {}  # checksums of what no step changes
     if distributed.is_first():
-      self._remove_half_written()
+      for path in sorted(self._directory.glob("*.orbax-checkpoint-tmp*")):
+        self._say(f"maxghost: checkpoint {path} was only half written and is removed")
+        shutil.rmtree(path, ignore_errors=True)
     self._check_shared()  # the others look at the folder afterwards
     options = ocp.CheckpointManagerOptions(
       max_to_keep=max_to_keep or None,
@@ -247,11 +249,6 @@ class CheckpointManager:
         f"base_output_directory: process {sees.index(False)} does not see what process 0 writes to {self._directory}; "
         "name a folder of a file system that all processes share"
       )
-
-  def _remove_half_written(self) -> None:
-    for path in sorted(self._directory.glob("*.orbax-checkpoint-tmp*")):
-      self._say(f"maxghost: checkpoint {path} was only half written and is removed")
-      shutil.rmtree(path, ignore_errors=True)
 
   def _set_aside(self, steps: list[int]) -> None:
     """Renames unusable checkpoints, so that the run can save at their steps again and someone can look at them."""

@@ -10,12 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.ghost import (
-  probed,
-  rules,
-  rules_flax,  # noqa: F401  registers the rules of flax's layers
-  rules_models,  # noqa: F401  and of this project's layers
-)
+from maxghost.ghost import probed, rules, rules_flax, rules_models  # noqa: F401  the last two register their rules
 from maxghost.ghost.directions import DirectionSpec, GhostDirection, GhostProbe, ScoredParam, direction_state, part_name
 from maxghost.optimizers import Matrix, Parameter
 from maxghost.parallel.shardings import setting, slash_path
