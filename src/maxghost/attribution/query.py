@@ -84,14 +84,7 @@ def _cell(value) -> str:
 
 def ask(log: ScoreLog, query: Query) -> Answer:
   """Answers a query. Raises ConfigError for unknown names and for combinations that have no answer."""
-  more = ", and what document_fields named before the training"
-  refuse_unknown(f"--by {query.by}: unknown", query.by, (*BY, *log.fields), more)
-  refuse_unknown(f"--scale {query.scale}: unknown", query.scale, SCALES)
-  for name, count in (("top", query.top), ("bottom", query.bottom)):
-    if count is not None and count < 0:
-      raise ConfigError(f"--{name} {count}: at least 0")
-  if query.text and query.by != "document":
-    raise ConfigError(f"--text shows the text of documents, but --by is {query.by}; use --by document")
+  _check(query, log.fields)
   if query.val_set:
     refuse_unknown(f"--set {query.val_set}: no validation set of this run", query.val_set, log.val_sets)
   k = log.val_sets.index(query.val_set) if query.val_set else 0
@@ -115,6 +108,17 @@ def ask(log: ScoreLog, query: Query) -> Answer:
   units = {name: text.format(unit=SCALES[query.scale]) for name, text in MEASURES.items()}
   direction = ", ".join(log.said_of("direction"))
   return Answer(columns, num_groups, num_top, units, notes, log.val_sets[k], direction)
+
+
+def _check(query: Query, fields: tuple[str, ...]):
+  more = ", and what document_fields named before the training"
+  refuse_unknown(f"--by {query.by}: unknown", query.by, (*BY, *fields), more)
+  refuse_unknown(f"--scale {query.scale}: unknown", query.scale, SCALES)
+  for name, count in (("top", query.top), ("bottom", query.bottom)):
+    if count is not None and count < 0:
+      raise ConfigError(f"--{name} {count}: at least 0")
+  if query.text and query.by != "document":
+    raise ConfigError(f"--text shows the text of documents, but --by is {query.by}; use --by document")
 
 
 def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]) -> dict:
