@@ -56,13 +56,10 @@ def make_points(cfg, size: float = 1.0):
     flat = nnx.to_flat_state(nnx.state(held))
     values = []
     for path, variable in flat:
-      scale = {"mu": 0.02, "nu": 4e-4}.get(next((str(p) for p in path if p in ("mu", "nu")), ""))
+      scale = size * {"mu": 0.02, "nu": 4e-4}.get(next((str(p) for p in path if p in ("mu", "nu")), ""), 0.0)
       noise = rng.normal(size=variable.shape).astype(variable.dtype)
       values.append(
-        (
-          path,
-          variable.replace(jnp.asarray(size * scale * (noise if scale > 1e-3 else noise**2))) if scale else variable,
-        )
+        (path, variable.replace(jnp.asarray(scale * (noise if scale > 1e-3 else noise**2))) if scale else variable)
       )
     held = nnx.merge(nnx.split(held)[0], nnx.from_flat_state(values))
     held.optimizer.step[...] = jnp.asarray(step, held.optimizer.step.dtype)
