@@ -128,7 +128,7 @@ def test_adapters_are_merged_into_the_base_that_they_were_trained_on(runs, tmp_p
   keys = keys_of(
     tmp_path, folder / "base" / "run", "lora_weight_qtype=nf4", "lora_module_path=.*/(query|wo)", "steps=2"
   )
-  with tiny.cheap_compilation():
+  with tiny.cheap_compilation(), tiny.one_device():
     assert train.main(keys) == 0
   place, cfg = load_model.find(tmp_path / "run")
   _, begun = opened(*keys)
