@@ -227,7 +227,7 @@ def run(name: str, *more, folder, command=train) -> int:
 def taught(tmp_path_factory):
   """A folder with the run of a wider teacher, and in `whole` that of its student."""
   folder = tmp_path_factory.mktemp("taught")
-  assert run("teacher", "base_emb_dim=28", folder=folder) == 0
+  assert run("teacher", "base_emb_dim=28", "ghost_enabled=false", folder=folder) == 0
   assert run("run", *STUDENT, f"distill_teacher={folder}/teacher", folder=folder / "whole") == 0
   return folder
 
