@@ -143,6 +143,7 @@ class DataConfig:
   add_bos: bool = key(True)
   add_eos: bool = key(True)
   grain_worker_count: int = key(0, minimum=0, maximum=4096)
+  offline_data_dir: str = key("")
   ghost_val_sets: tuple[str, ...] = key(())
   ghost_val_fraction: float = key(0.25, minimum=0.0, maximum=1.0)
   ghost_val_copies: str = key("drop", choices=("drop", "keep", "error"))
@@ -165,10 +166,7 @@ class DataConfig:
     return plugins.REFERENCE_COLUMNS[0] in self.train_data_columns
 
   def validation_files(self, records: str) -> dict[str, tuple[str, ...]]:
-    """The `name=glob` of the validation sets that are files of their own, by what their records are.
-
-    records: those of the run's objective.
-    """
+    """{records: the `name=glob` of validation sets in files of their own}. records: those of the run's objective."""
     found: dict[str, tuple[str, ...]] = {}
     for text, own in map(plugins.without_objective, self.ghost_val_sets):
       if plugins.is_files(text.partition("=")[2]):
@@ -358,8 +356,7 @@ class Config:
 
   def __post_init__(self):
     known = {f.name: f for part in self.sections() for f in dataclasses.fields(part)}
-    problems = value_problems(self.flat(), known)
-    if problems:
+    if problems := value_problems(self.flat(), known):
       raise ConfigError(*problems)
 
   @property
@@ -392,6 +389,8 @@ class Config:
       found -= {"start"}
     elif "start" in found and self.adapter.lora_rank and not self.adapter.lora_restore_path:
       found = {"base"}
+    if self.data.offline_data_dir:
+      found -= {"teacher"}
     return max(found, default="")
 
   @property

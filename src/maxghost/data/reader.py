@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from maxghost.config import ConfigError
 from maxghost.data import packing
+from maxghost.data.hashing import text_hash
 from maxghost.data.types import Batch
 from maxghost.data.windows import Windows, row_domains
 
@@ -14,10 +15,7 @@ _EMPTY_WINDOWS = 1000  # consecutive ones that can still happen by chance
 
 
 class Cursor:
-  """A place in one lane of one stream; it goes on through windows and epochs without end.
-
-  The window after the current one is made ahead: in `workers`, a thread pool or a number of Grain's processes.
-  """
+  """A place in a lane of a stream, without end; `workers`, a pool or Grain's processes, make its next window ahead."""
 
   def __init__(self, stream: Windows, lane: int, workers: ThreadPoolExecutor | int, counts: Counter[str]):
     """counts: to which those of each window that is begun are added."""
@@ -145,6 +143,12 @@ class TrainIterator(Iterator[Batch]):
     self._batches += 1
     return packing.fill(pieces, units.layout, units.tokenizer.pad_id)
 
+  def depend_on(self, name: str, digest: str) -> None:
+    """Makes saved positions depend on another file of the run too, with this checksum."""
+    identity, files = self._identity, self._identity["files"]
+    fingerprint = f"{text_hash(identity['fingerprint'], digest):016x}"
+    self._identity = identity | {"fingerprint": fingerprint, "files": files and {**files, name: digest}}
+
   @property
   def packing_efficiency(self) -> float:
     """Share of the positions that hold a token, over the windows read so far."""
@@ -186,8 +190,7 @@ class TrainIterator(Iterator[Batch]):
         "the data or its settings changed since the position was saved "
         f"({f'changed: {named}' if changed else prints}); restore them, or start a new run with another run_name"
       )
-    missing = [lane for lane in self._lanes if str(lane) not in state["lanes"]]
-    if missing:
+    if missing := [lane for lane in self._lanes if str(lane) not in state["lanes"]]:
       raise ConfigError(
         f"the saved data position has no lanes {missing}; join the positions of all processes with data.merge_states"
       )
