@@ -16,6 +16,7 @@ from maxghost import cli, config
 from maxghost.arguments import Parser
 from maxghost.attribution.where import refuse_unknown
 from maxghost.config import Config, ConfigError, plugins
+from maxghost.config.files import check_seal
 from maxghost.interop import model_path
 from maxghost.scores import PIPE_WIDTH
 
@@ -184,10 +185,15 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
 
 def rows_per_step(cfg: Config, run_dir: Path) -> int:
   """Rows of a training step over all devices, from the run's `run_facts.json`; else those of one device."""
-  path = run_dir / "run_facts.json"
-  facts = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-  own = cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps
-  return int(facts["rows per step"].replace(",", "")) if "rows per step" in facts else own
+  path, own = run_dir / "run_facts.json", cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps
+  if not path.is_file():
+    return own
+  try:
+    return int(check_seal(json.loads(path.read_bytes())).get("rows per step", str(own)).replace(",", ""))
+  except (ValueError, AttributeError) as error:
+    raise ConfigError(
+      f"{path} is damaged ({error}); put it back, or remove it if one device trained the run"
+    ) from error
 
 
 def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config:
@@ -202,8 +208,8 @@ def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config
 
 def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: dict, step_rows: int) -> int:
   from maxghost.attribution import offline
-  from maxghost.attribution.numbers import printable
   from maxghost.attribution.output import write_output
+  from maxghost.config.values import printable
 
   method = args.method or offline.CONTRIBUTION
   if cfg.ghost.curvature == "hessian" and method == offline.CONTRIBUTION:

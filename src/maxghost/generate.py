@@ -13,6 +13,7 @@ from typing import Any
 from maxghost import cli
 from maxghost.arguments import Parser
 from maxghost.config import Config, ConfigError, did_you_mean
+from maxghost.config.values import printable
 
 EXAMPLES = """\
 examples:
@@ -162,22 +163,23 @@ def _show(texts: Sequence[str], rows: Sequence[Row], stream: Iterator) -> None:
   """Streams one text; prints several at the end, one below the other."""
   alone = len(texts) == 1
   progress: Any = None
+  shown = printable if sys.stdout.isatty() else str  # a file or another program gets the text as it is
 
   def take(progress, last: bool) -> None:
     for i, row in enumerate(rows):
       new = row.take(progress.row(i), last)
       if alone and new:
-        print(new, end="", flush=True)
+        print(shown(new), end="", flush=True)
 
   if alone:
-    sys.stdout.write(texts[0])
+    sys.stdout.write(shown(texts[0]))
   for progress in stream:
     take(progress, last=False)
     if all(row.ended for row in rows):
       break
   take(progress, last=True)
   ends = ["\n"] if alone else [f"{text}{row.text}\n\n" for text, row in zip(texts, rows, strict=True)]
-  sys.stdout.writelines(ends)
+  sys.stdout.writelines(map(shown, ends))
   sys.stdout.flush()
 
 

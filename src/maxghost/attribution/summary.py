@@ -237,7 +237,7 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
     facts=_facts(log, metrics, counts),
     config=read_mapping(log.run_dir / "config.yml"),
     passes=_passes(time),
-    duplicates=_duplicates(source and source.documents, groups),
+    duplicates=_duplicates(source, groups),
     samples=read_samples(log.run_dir / "metrics.jsonl"),
   )
 
@@ -413,19 +413,17 @@ def _passes(time: TimeSums) -> PassTable:
   return PassTable(rows_EDB.sum((1, 2)).astype(int), tokens_EDB.sum((1, 2)).astype(int), total_EK, expected_EK)
 
 
-def _duplicates(documents, groups: Groups) -> Duplicates | None:
-  """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many.
-
-  documents: the data source, or None. groups: by document.
-  """
-  if documents is None or len(groups) > MAX_HASHED_DOCUMENTS or len(documents) > MAX_HASHED_DOCUMENTS:
+def _duplicates(source: Source | None, groups: Groups) -> Duplicates | None:
+  """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many."""
+  documents = source and source.documents
+  if not source or documents is None or max(len(groups), len(documents)) > MAX_HASHED_DOCUMENTS:
     return None
   place = {key: i for i, key in enumerate(groups.document_ids())}
   by_text: dict[bytes, list[DocumentKey]] = {}
   for index in range(len(documents)):
     key = tuple(documents.document_id(index))
-    if key in place:
-      digest = hashlib.blake2b(bytes(documents[index].text).strip(), digest_size=16).digest()
+    if key in place and (text := source.read([index])[0]) is not None:
+      digest = hashlib.blake2b(text.strip(), digest_size=16).digest()
       by_text.setdefault(digest, []).append(key)
   copies = [(groups.tokens[[place[key] for key in keys]], keys) for keys in by_text.values() if len(keys) > 1]
   copies.sort(key=lambda copy: -copy[0].sum())

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from maxghost import config
 from maxghost.config import ConfigError
 
@@ -63,8 +65,14 @@ class Source:
     from maxghost.data import DocumentId, find_documents
 
     found = find_documents(self.documents, [DocumentId(*key) for key in wanted])
-    texts = {key: self._shown(self.documents[index].text).decode("utf-8", "replace") for key, index in found.items()}
-    return {(key.domain, key.path, key.offset): text for key, text in texts.items()}
+    texts = zip(found, self.read(found.values()), strict=True)
+    return {(*key,): self._shown(text).decode("utf-8", "replace") for key, text in texts if text is not None}
+
+  def read(self, indices: Iterable[int]) -> list[bytes | None]:
+    """The texts of documents by number; None for one that cannot be read any more."""
+    from maxghost.data.sources.base import read_or_skip
+
+    return read_or_skip(self.documents.texts, np.array([*indices], np.int64))
 
 
 def snippet(text: str, num_chars: int) -> str:

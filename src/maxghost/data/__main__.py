@@ -8,7 +8,7 @@ from pathlib import Path
 
 from maxghost import config
 from maxghost.config import ConfigError
-from maxghost.config.values import print_problem
+from maxghost.config.values import print_problem, printable
 from maxghost.data import duplicates
 from maxghost.data import prepare as preparing
 from maxghost.data.build import load_dataset
@@ -70,7 +70,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
     )
   source = open_source(cfg.data, cfg.run.data_shuffle_seed, whole=False)
   for note in source.notes:
-    print(note)
+    print(printable(note))
   data = cfg.data
   if parsed.train_bpe is not None:
     path = Path(parsed.output) / "tokenizer.json"
@@ -130,7 +130,7 @@ def _show(parsed: argparse.Namespace) -> int:
   cfg = config.load(*parsed.config)
   dataset = load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
   for line in [*(entry.line for entry in dataset.summary()), *dataset.notes()]:
-    print(line)
+    print(printable(line))
   next(dataset.train)
   counts = dataset.train.counts
   print(
@@ -153,7 +153,7 @@ def _duplicates(parsed: argparse.Namespace) -> int:
     pairs += [pair for pair in near if (pair.copy, pair.original) not in found]
   for pair in pairs:
     kind = "held-out" if pair.held_out else "training"
-    print(f"{pair.similarity:.2f}  {pair.copy.shown}  repeats {kind} {pair.original.shown}")
+    print(printable(f"{pair.similarity:.2f}  {pair.copy.shown}  repeats {kind} {pair.original.shown}"))
   of_held_out = [pair.copy for pair in pairs if pair.held_out]
   exact = sum(pair.similarity == 1.0 for pair in pairs if pair.held_out)
   print(

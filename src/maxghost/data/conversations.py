@@ -54,7 +54,11 @@ def read(text: bytes) -> Conversation:
     before, messages = messages_of(prompt, "prompt"), messages_of(completion, "completion")
   if not any(message["role"] == "assistant" for message in messages):
     raise ValueError("it has no turn of the assistant; there is nothing to train on")
-  return Conversation(before + messages, len(before), json.loads(tools) if isinstance(tools, str) else tools)
+  try:
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+  except json.JSONDecodeError as error:
+    raise ValueError(f"its tools are no JSON ({error})") from error
+  return Conversation(before + messages, len(before), tools)
 
 
 def messages_of(given: Any, name: str) -> tuple[dict, ...]:
@@ -70,10 +74,12 @@ def _message(given: Any, name: str) -> dict:
   message = {key: value for key, value in given.items() if value is not None}
   role, content = message.get("role"), message.get("content")
   if role not in ROLES:
-    hint = f"; use {_SYNONYMS[role]}" if role in _SYNONYMS else did_you_mean(str(role), ROLES)
+    hint = f"; use {_SYNONYMS[str(role)]}" if str(role) in _SYNONYMS else did_you_mean(str(role), ROLES)
     raise ValueError(f"{name} has the role {role!r}; roles are {', '.join(ROLES)}{hint}")
-  if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-    message["content"] = content = "".join(part["text"] for part in content)
+  if isinstance(content, list):
+    parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    if len(parts) == len(content) and all(isinstance(part, str) for part in parts):
+      message["content"] = content = "".join(parts)
   if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
     raise ValueError(f"{name} ({role}) has no text as its content")
   return message

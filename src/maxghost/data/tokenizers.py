@@ -11,8 +11,9 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from maxghost.data.sources.base import import_package
 BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
 _MOST_WORDS = 1 << 20  # in the table of an AsciiWords
 _PROBE = '  Two\tgrüne x_1 = 0x7F;\r\n\n"don\'t" 漢字 🙂 \u00a0end. '
+SPECIAL_WORDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPECIALS = {
   "bos_token": ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "<|endoftext|>"),
   "eos_token": ("<|eos|>", "</s>", "<eos>", "<|end_of_text|>", "[EOS]", "<|endoftext|>"),
@@ -75,11 +77,10 @@ class Tokenizer:
 
   def _set_specials(self, vocab: dict[str, int], settings: Path | None = None) -> None:
     """Finds the special ids by the names in `settings`, a tokenizer_config.json, else by the usual names."""
-    named = json.loads(settings.read_text(encoding="utf-8")) if settings and settings.is_file() else {}
+    named = special_words(read_settings(settings)) if settings else {}
     found = {}
     for key, usual in _SPECIALS.items():
-      entry = named.get(key)
-      names = (entry["content"] if isinstance(entry, dict) else entry,) if entry else usual
+      names = (named[key],) if key in named else usual
       found[key] = next((vocab[name] for name in names if name in vocab), None)
     self.bos_id, self.eos_id, pad = found.values()
     self.pad_id = pad if pad is not None else self.eos_id or 0
@@ -91,6 +92,25 @@ class Tokenizer:
     table = table.astype(np.uint8) if table.max() < 256 else table
     (ids,) = self.encode([_PROBE.encode()])
     self.byte_table = table if Tokenizer.decode(self, ids) == _PROBE.encode() else None
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+  """The object in a tokenizer_config.json; empty without the file. Raises ConfigError, also for tokens of no text."""
+  try:
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    special_words(found)
+  except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+    raise ConfigError(f"{file} is damaged: {type(error).__name__} {error}") from error
+  return found
+
+
+def special_words(settings: Mapping[str, Any]) -> dict[str, str]:
+  """The special tokens that a tokenizer_config.json names, such as bos_token. Raises TypeError for one of no text."""
+  entries = {name: settings.get(name) for name in SPECIAL_WORDS}
+  found = {name: entry["content"] if isinstance(entry, dict) else entry for name, entry in entries.items() if entry}
+  if wrong := [f"{name}={word!r} is no text" for name, word in found.items() if not isinstance(word, str)]:
+    raise TypeError(wrong[0])
+  return found
 
 
 def load_tokenizer(kind: str, path: str = "") -> Tokenizer:

@@ -11,6 +11,7 @@ table of Hugging Face tensors (configs/tensors.txt) says which matrix that is he
 r rank, E experts, I inputs, O outputs of a matrix; here `a` is [layers, (E,) I, r] and `b` is [layers, (E,) r, *O].
 """
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -37,6 +38,7 @@ _KNOWN = frozenset({
   "peft_version", "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
   "runtime_config", "ensure_weight_tying",
 })  # fmt: skip
+_NUMBERS = {"lora_dropout": "a number", "rank_pattern": "numbers by name", "alpha_pattern": "numbers by name"}
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # the others change the base weights too
 
 Arrays = Mapping[str, np.ndarray]
@@ -204,12 +206,33 @@ def _settings(config: Mapping[str, Any], origin: Path) -> Settings:
   problems += [f"peft_type={kind} is not read; only LORA is"] * (kind != "LORA")
   problems += [f"bias={bias}: trained biases are not read; only bias=none is"] * (bias != "none")
   problems += [f"init_lora_weights={init} changes the base weights, which are not here"] * (init not in _PLAIN_INITS)
-  if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+  if not isinstance(rank, int) or rank < 1 or not _is_number(alpha):
     problems.append(f"r={rank}, lora_alpha={alpha}: no rank and number")
+  problems += [
+    f"{name}={config[name]!r} must be {what}" for name, what in _NUMBERS.items() if not _is_read(config, name)
+  ]
+  for name in ("target_modules", "target_parameters"):
+    value = config.get(name) or []
+    if not isinstance(value, str | list) or not all(isinstance(item, str) for item in value):
+      problems.append(f"{name}={value!r} must be texts")
   if problems:
     raise LayoutError(*(f"{origin}: {text}" for text in problems))
   assert rank is not None and alpha is not None
   return Settings(rank, float(alpha), float(config.get("lora_dropout") or 0), bool(config.get("use_rslora")), config)
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _is_read(config: Mapping[str, Any], name: str) -> bool:
+  """Whether one of _NUMBERS holds numbers; the names of a pattern are regular expressions."""
+  value = config.get(name)
+  if not name.endswith("_pattern"):
+    return value is None or _is_number(value)
+  with contextlib.suppress(re.error, RecursionError, AttributeError):
+    return all(_is_number(number) and re.compile(pattern) for pattern, number in (value or {}).items())
+  return False
 
 
 def _rank(place: Place, settings: Settings, origin: Path) -> int:
