@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import cli, config
-from maxghost.arguments import Parser
 from maxghost.attribution.where import refuse_unknown
 from maxghost.config import Config, ConfigError, plugins
+from maxghost.config.arguments import Parser
 from maxghost.config.files import check_seal
 from maxghost.interop import model_path
 from maxghost.scores import PIPE_WIDTH
@@ -34,7 +34,7 @@ METHODS = ("contribution", "less")
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
   """The command line."""
-  parser = Parser("attribute", __doc__, EXAMPLES)
+  parser = Parser("maxghost attribute", description=__doc__, epilog=EXAMPLES)
   add = parser.add_argument
   add("checkpoints", nargs="+", type=Path, metavar="CKPT", help="<run>/checkpoints/<step>, or <run> for all it has")
   add("--data", nargs="+", default=[], metavar="DOMAIN=GLOB", help="the documents to score: text, .jsonl or .parquet")

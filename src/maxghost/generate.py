@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import cli
-from maxghost.arguments import Parser
 from maxghost.config import Config, ConfigError, did_you_mean
+from maxghost.config.arguments import Parser
 from maxghost.config.values import printable
 
 EXAMPLES = """\
@@ -49,7 +49,7 @@ def from_keys(arguments: list[str]) -> list[str]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
   """The command line. Raises ConfigError."""
-  parser = Parser("generate", __doc__, EXAMPLES)
+  parser = Parser("maxghost generate", description=__doc__, epilog=EXAMPLES)
   add = parser.add_argument
   add("model", metavar="MODEL", help="run, checkpoint, imported folder, or Hugging Face folder")
   add("--prompt", nargs="+", default=[], metavar="TEXT", help="one or several texts, continued together")

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from maxghost import attribution, cli
-from maxghost.arguments import ACCEPT_HELP, Parser
 from maxghost.attribution.where import refuse_unknown
 from maxghost.config import ConfigError
+from maxghost.config.arguments import ACCEPT_HELP, Parser
 from maxghost.config.values import printable
 
 FORMATS = ("table", "json", "csv", "parquet", "ids")
@@ -36,7 +36,7 @@ examples:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
   """The command line."""
-  parser = Parser("scores", __doc__, EXAMPLES)
+  parser = Parser("maxghost scores", description=__doc__, epilog=EXAMPLES)
   add = parser.add_argument
   add("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, or a folder of GhostSuite's .pt logs")
   add("--by", default="domain", help="group by domain, document, source, step, layer, module or a field (domain)")

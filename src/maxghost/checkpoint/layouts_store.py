@@ -18,7 +18,7 @@ import numpy as np
 import tensorstore as ts
 
 from maxghost.config import ConfigError
-from maxghost.config.files import write_text
+from maxghost.config.files import check_seal, write_text
 from maxghost.config.values import print_problem, slash_path
 
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
@@ -234,7 +234,7 @@ def _open_arrays(item: Path, tree: dict, wanted: list[TreePath]) -> dict[TreePat
   ocdbt = (item / "manifest.ocdbt").is_file()
   if not ocdbt and tree.get("use_ocdbt", True) and wanted:
     raise LayoutError(f"{item} is damaged or half copied: it has no manifest.ocdbt")
-  impls, driver = _key_impls(item), "zarr3" if tree.get("use_zarr3") else "zarr"
+  impls, known, driver = _key_impls(item), _checksums(item), "zarr3" if tree.get("use_zarr3") else "zarr"
   context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}})
 
   def start(name: str) -> ts.Future:
@@ -250,13 +250,41 @@ def _open_arrays(item: Path, tree: dict, wanted: list[TreePath]) -> dict[TreePat
   for first in range(0, len(wanted), _OPEN_AT_ONCE):
     names = {path: ".".join(map(str, path)) for path in wanted[first : first + _OPEN_AT_ONCE]}
     for path, future in {path: start(name) for path, name in names.items()}.items():
-      arrays[path] = _stored(item, path, _result(item, path, future), impls.get(names[path]))
+      checksum = known.get(slash_path(path))
+      arrays[path] = _stored(item, path, _result(item, path, future), impls.get(names[path]), checksum)
   return arrays
 
 
-def _stored(item: Path, path: TreePath, store: ts.TensorStore, key_impl: str | None) -> StoredArray:
-  def read(index=None):
+def _checksums(item: Path) -> dict[str, int]:
+  """The checksums of a run's checkpoint by the names of its arrays; none of other checkpoints."""
+  file = item.parent / "positions" / "metadata"
+  if item.name != "items" or not file.is_file():
+    return {}
+  content = read_json(file)
+  try:
+    return dict(check_seal(content).get("checksums", {}))
+  except (ValueError, TypeError) as error:
+    raise LayoutError(f"{file} is damaged: {error}") from error
+
+
+def _stored(
+  item: Path, path: TreePath, store: ts.TensorStore, key_impl: str | None, checksum: int | None
+) -> StoredArray:
+  def block(index: tuple[slice, ...] | None) -> np.ndarray:
     return np.asarray(_result(item, path, (store if index is None else store[index]).read()))
+
+  def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
+    nonlocal checksum
+    values = block(index)
+    if checksum is not None:  # at the first read; an uncompressed chunk has none of its own
+      from maxghost.checkpoint.checksum import checksum_of
+
+      rows = range(0, *store.shape[:1], chunk[0] or store.shape[0]) if chunk else ()
+      parts = (block((slice(i, i + rows.step),)) for i in rows) if values.shape != store.shape else (values,)
+      if checksum_of(parts) != checksum:
+        raise LayoutError(f"{item} is damaged: the bytes of {slash_path(path)} changed since they were saved")
+      checksum = None
+    return values
 
   dtype = np.dtype(store.dtype.numpy_dtype)
   chunk = store.chunk_layout.read_chunk.shape or store.shape

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from maxghost import config
 from maxghost.config import ConfigError
+from maxghost.config.arguments import Parser
 from maxghost.config.values import print_problem, printable
 from maxghost.data import duplicates
 from maxghost.data import prepare as preparing
@@ -18,7 +19,7 @@ from maxghost.data.sources import open_source
 
 def main(arguments: list[str] | None = None) -> int:
   """Runs one command; returns the exit code (0 done, 1 damage found, 2 wrong input, 130 Ctrl-C)."""
-  parser = argparse.ArgumentParser(prog="maxghost data", description=__doc__)
+  parser = Parser(prog="maxghost data", description=__doc__)
   commands = parser.add_subparsers(dest="command", required=True)
   prepare = _command(commands, "prepare", "tokenize a configuration's data once, into ArrayRecord shards and an index")
   prepare.add_argument("--output", required=True, help="folder to write; the same command resumes an interrupted one")
@@ -37,23 +38,23 @@ def main(arguments: list[str] | None = None) -> int:
     help="also near-copies of held-out documents: those that share this much of their 8-word shingles, 0 to 1",
   )
   repeats.add_argument("--output", help="write the ids of the copies to this file, for dataset_exclude_file")
-  parsed, more = parser.parse_known_args(arguments)  # settings may come after the options too
-  if any(item.startswith("-") for item in more) or (more and parsed.config is None):
-    parser.error(f"unrecognized arguments: {' '.join(more)}")
-  parsed.config = [*(parsed.config or ()), *more]
   try:
+    parsed, more = parser.parse_known_args(arguments)  # settings may come after the options too
+    if wrong := [item for item in more if item.startswith("-") or parsed.config is None]:
+      commands.choices[parsed.command].refuse(wrong[0])
+    parsed.config = [*(parsed.config or ()), *more]
     return {"prepare": _prepare, "verify": _verify, "show": _show, "duplicates": _duplicates}[parsed.command](parsed)
   except (ConfigError, OSError) as error:
     for problem in error.problems if isinstance(error, ConfigError) else (error,):
       print_problem(problem)
     return 2 if isinstance(error, ConfigError) else 1
   except KeyboardInterrupt:
-    again = "; the same command continues where this one stopped" if parsed.command == "prepare" else ""
+    again = "; the same command continues where this one stopped" if "prepare" in (arguments or sys.argv) else ""
     print(f"maxghost: interrupted{again}", file=sys.stderr)
     return 130
 
 
-def _command(commands, name: str, help: str) -> argparse.ArgumentParser:
+def _command(commands, name: str, help: str) -> Parser:
   command = commands.add_parser(name, help=help)
   command.add_argument("config", nargs="*", help="a YAML file and key=value settings, as for training")
   return command

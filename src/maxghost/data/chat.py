@@ -16,7 +16,7 @@ from typing import Any
 
 from maxghost.config import ConfigError
 from maxghost.data.tokenizer_files import TEMPLATE
-from maxghost.data.tokenizers import Tokenizer, read_settings, special_words
+from maxghost.data.tokenizers import SPECIAL_WORDS, Tokenizer, read_settings
 
 SETTINGS = "tokenizer_config.json"
 MARKS = "\U000f0000", "\U000f0001"  # around what a `{% generation %}` block gives; private characters
@@ -101,6 +101,7 @@ def load(path: str, tokenizer: Tokenizer) -> Template | None:
   folder = tokenizer.path.parent if tokenizer.path else Path()
   settings = folder / SETTINGS
   said = read_settings(settings) if tokenizer.path else {}
+  words = tuple((name, said[name]) for name in SPECIAL_WORDS if said.get(name))
   own = said.get("chat_template") or ""
   if isinstance(own, list):  # several, by name
     own = next((one.get("template") for one in own if isinstance(one, dict) and one.get("name") == "default"), "")
@@ -110,7 +111,7 @@ def load(path: str, tokenizer: Tokenizer) -> Template | None:
     path = str(folder / TEMPLATE)
   if not path and not own:
     return None
-  template = Template(path or str(settings), _read(Path(path)) if path else own, (*special_words(said).items(),))
+  template = Template(path or str(settings), _read(Path(path)) if path else own, words)
   _compiled(template.name, template.source)
   return template
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +77,10 @@ class Tokenizer:
 
   def _set_specials(self, vocab: dict[str, int], settings: Path | None = None) -> None:
     """Finds the special ids by the names in `settings`, a tokenizer_config.json, else by the usual names."""
-    named = special_words(read_settings(settings)) if settings else {}
+    named = read_settings(settings) if settings else {}
     found = {}
     for key, usual in _SPECIALS.items():
-      names = (named[key],) if key in named else usual
+      names = (named[key],) if named.get(key) else usual
       found[key] = next((vocab[name] for name in names if name in vocab), None)
     self.bos_id, self.eos_id, pad = found.values()
     self.pad_id = pad if pad is not None else self.eos_id or 0
@@ -95,21 +95,16 @@ class Tokenizer:
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-  """The object in a tokenizer_config.json; empty without the file. Raises ConfigError, also for tokens of no text."""
+  """The object in a tokenizer_config.json, special tokens as texts; empty without the file. Raises ConfigError."""
   try:
     found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    special_words(found)
+    for name in SPECIAL_WORDS:
+      entry = found.get(name)
+      found[name] = (entry["content"] if isinstance(entry, dict) else entry) or ""
+      if not isinstance(found[name], str):
+        raise TypeError(f"{name}={entry!r} is no text")
   except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
     raise ConfigError(f"{file} is damaged: {type(error).__name__} {error}") from error
-  return found
-
-
-def special_words(settings: Mapping[str, Any]) -> dict[str, str]:
-  """The special tokens that a tokenizer_config.json names, such as bos_token. Raises TypeError for one of no text."""
-  entries = {name: settings.get(name) for name in SPECIAL_WORDS}
-  found = {name: entry["content"] if isinstance(entry, dict) else entry for name, entry in entries.items() if entry}
-  if wrong := [f"{name}={word!r} is no text" for name, word in found.items() if not isinstance(word, str)]:
-    raise TypeError(wrong[0])
   return found
 
 

@@ -35,6 +35,7 @@ from maxghost.checkpoint.layouts_store import (
   tool,
   write_json,
 )
+from maxghost.config.arguments import Parser
 from maxghost.config.files import write_text
 from maxghost.config.values import slash_path
 from maxghost.interop.convert_plan import KEEP, TARGETS, Plan, Target, TargetLeaf, make_plan
@@ -346,7 +347,7 @@ def _summary(source: Checkpoint, target: Target, plan: Plan, out: Path) -> list[
 
 @tool("convert_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
-  options = vars(_parser().parse_args(argv))
+  options = vars(_parser().parse(argv))
   yes_no = {"": None, "yes": True, "no": False}
   read = ReadOptions(
     layout=options.pop("source_layout"),
@@ -361,9 +362,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
   """Its values have the names of the parameters of `convert` and the fields of `Target`."""
-  parser = argparse.ArgumentParser(
+  parser = Parser(
     prog="maxghost checkpoint convert",
     description="Converts checkpoints between the Linen, NNX and maxghost layouts, bit by bit (docs/checkpoints.md).",
   )

@@ -38,7 +38,7 @@ _KNOWN = frozenset({
   "peft_version", "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
   "runtime_config", "ensure_weight_tying",
 })  # fmt: skip
-_NUMBERS = {"lora_dropout": "a number", "rank_pattern": "numbers by name", "alpha_pattern": "numbers by name"}
+_TYPED = ("lora_dropout", "rank_pattern", "alpha_pattern", "target_modules", "target_parameters")
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # the others change the base weights too
 
 Arrays = Mapping[str, np.ndarray]
@@ -208,13 +208,8 @@ def _settings(config: Mapping[str, Any], origin: Path) -> Settings:
   problems += [f"init_lora_weights={init} changes the base weights, which are not here"] * (init not in _PLAIN_INITS)
   if not isinstance(rank, int) or rank < 1 or not _is_number(alpha):
     problems.append(f"r={rank}, lora_alpha={alpha}: no rank and number")
-  problems += [
-    f"{name}={config[name]!r} must be {what}" for name, what in _NUMBERS.items() if not _is_read(config, name)
-  ]
-  for name in ("target_modules", "target_parameters"):
-    value = config.get(name) or []
-    if not isinstance(value, str | list) or not all(isinstance(item, str) for item in value):
-      problems.append(f"{name}={value!r} must be texts")
+  unlike = (name for name in _TYPED if config.get(name) and not _has_type(name, config[name]))
+  problems += [f"{name}={config[name]!r} is of another type than PEFT writes" for name in unlike]
   if problems:
     raise LayoutError(*(f"{origin}: {text}" for text in problems))
   assert rank is not None and alpha is not None
@@ -225,13 +220,14 @@ def _is_number(value: Any) -> bool:
   return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _is_read(config: Mapping[str, Any], name: str) -> bool:
-  """Whether one of _NUMBERS holds numbers; the names of a pattern are regular expressions."""
-  value = config.get(name)
+def _has_type(name: str, value: Any) -> bool:
+  """Whether an entry is of the type that is read: a number, numbers by regular expressions, or texts."""
+  if name == "lora_dropout":
+    return _is_number(value)
   if not name.endswith("_pattern"):
-    return value is None or _is_number(value)
-  with contextlib.suppress(re.error, RecursionError, AttributeError):
-    return all(_is_number(number) and re.compile(pattern) for pattern, number in (value or {}).items())
+    return isinstance(value, str | list) and all(isinstance(item, str) for item in value)
+  with contextlib.suppress(re.error, RecursionError):
+    return isinstance(value, dict) and all(_is_number(x) and re.compile(text) for text, x in value.items())
   return False
 
 

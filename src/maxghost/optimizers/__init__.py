@@ -8,16 +8,7 @@ from flax import nnx
 from maxghost.config import plugins
 from maxghost.config.schema import OptimizerConfig
 from maxghost.optimizers.adamw import AdamState, AdamW
-from maxghost.optimizers.base import (
-  Elementwise,
-  Identity,
-  Matrix,
-  Parameter,
-  Response,
-  RuleState,
-  UpdateRule,
-  by_label,
-)
+from maxghost.optimizers.base import Elementwise, Identity, Matrix, Parameter, Response, RuleState, UpdateRule, by_label
 from maxghost.optimizers.muon import Muon
 from maxghost.optimizers.sgd import Sgd
 from maxghost.optimizers.step_size import clip, factor_of, learning_rate_schedule, scaled

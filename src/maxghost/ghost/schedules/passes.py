@@ -12,15 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.schedules.base import (
-  Model,
-  Problem,
-  Scored,
-  Secant,
-  TrainPass,
-  Validation,
-  of_each_set,
-)
+from maxghost.ghost.schedules.base import Model, Problem, Scored, Secant, TrainPass, Validation, of_each_set
 from maxghost.objectives import as_objective
 from maxghost.optimizers import by_label
 from maxghost.parallel.shardings import constrain_state, slash_path
