@@ -6,6 +6,7 @@ K validation sets, D domains, E passes, B bins of consecutive steps, S steps, R 
 import dataclasses
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -415,7 +416,7 @@ def _passes(time: TimeSums) -> PassTable:
 
 def _duplicates(source: Source | None, groups: Groups) -> Duplicates | None:
   """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many."""
-  documents = source and source.documents
+  documents: Any = source and source.documents
   if not source or documents is None or max(len(groups), len(documents)) > MAX_HASHED_DOCUMENTS:
     return None
   place = {key: i for i, key in enumerate(groups.document_ids())}

@@ -19,7 +19,8 @@ class Source:
   """The documents of a run, opened on first use; `documents` is None where they cannot be read."""
 
   def __init__(self, run_dir: Path):
-    self._path, self.documents, self._fingerprint = Path(run_dir) / "config.yml", None, ""
+    self._path, self._fingerprint = Path(run_dir) / "config.yml", ""
+    self.documents: Any = None
     self._shown: Callable[[bytes], bytes] = bytes
     self._dataset: Any = None
 
@@ -66,7 +67,8 @@ class Source:
 
     found = find_documents(self.documents, [DocumentId(*key) for key in wanted])
     texts = zip(found, self.read(found.values()), strict=True)
-    return {(*key,): self._shown(text).decode("utf-8", "replace") for key, text in texts if text is not None}
+    shown = {key: self._shown(text).decode("utf-8", "replace") for key, text in texts if text is not None}
+    return {(key.domain, key.path, key.offset): text for key, text in shown.items()}
 
   def read(self, indices: Iterable[int]) -> list[bytes | None]:
     """The texts of documents by number; None for one that cannot be read any more."""

@@ -279,8 +279,10 @@ def _stored(
     if checksum is not None:  # at the first read; an uncompressed chunk has none of its own
       from maxghost.checkpoint.checksum import checksum_of
 
-      rows = range(0, *store.shape[:1], chunk[0] or store.shape[0]) if chunk else ()
-      parts = (block((slice(i, i + rows.step),)) for i in rows) if values.shape != store.shape else (values,)
+      parts = [values]
+      if values.shape != tuple(store.shape):
+        step = chunk[0] or store.shape[0]
+        parts = (block((slice(i, i + step),)) for i in range(0, store.shape[0], step))
       if checksum_of(parts) != checksum:
         raise LayoutError(f"{item} is damaged: the bytes of {slash_path(path)} changed since they were saved")
       checksum = None

@@ -1,7 +1,6 @@
 """Command lines with flags (report, scores, ...); mistakes are reported in one line with the nearest flag."""
 
 import argparse
-import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +13,9 @@ ACCEPT_HELP = "continue without damaged or missing score files, and list what is
 class Parser(argparse.ArgumentParser):
   """An argparse parser that raises ConfigError instead of exiting, and accepts no abbreviated flags."""
 
-  __init__ = functools.partialmethod(
-    argparse.ArgumentParser.__init__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  def __init__(self, *args: Any, **options: Any):
+    plain = argparse.RawDescriptionHelpFormatter
+    super().__init__(*args, allow_abbrev=False, formatter_class=plain, **options)
 
   def error(self, message: str):
     raise ConfigError(f"{message}; {self.prog} --help lists the arguments")

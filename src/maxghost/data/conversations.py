@@ -77,9 +77,9 @@ def _message(given: Any, name: str) -> dict:
     hint = f"; use {_SYNONYMS[str(role)]}" if str(role) in _SYNONYMS else did_you_mean(str(role), ROLES)
     raise ValueError(f"{name} has the role {role!r}; roles are {', '.join(ROLES)}{hint}")
   if isinstance(content, list):
-    parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-    if len(parts) == len(content) and all(isinstance(part, str) for part in parts):
-      message["content"] = content = "".join(parts)
+    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+      message["content"] = content = "".join(map(str, texts))
   if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
     raise ValueError(f"{name} ({role}) has no text as its content")
   return message
