@@ -99,7 +99,8 @@ def _run(args: argparse.Namespace) -> int:
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr), args.adapter)
   generator = Generator(graphdef, cache_size, sampling=sampling, stop_ids=sorted(stop_ids))
   rows = [Row(tokenizer, stop_ids, args.stop) for _ in texts]
-  _show(texts, rows, generator.stream(state, prompts, args.max_new_tokens, seed=args.seed))
+  asked = [f"{text}\n" for text in texts] if args.chat else texts
+  _show(asked, rows, generator.stream(state, prompts, args.max_new_tokens, seed=args.seed))
   seconds, count = generator.seconds, sum(row.num_tokens for row in rows)
   rate = f", {len(rows) * seconds.steps / seconds.loop:.1f} tokens/s" if seconds.steps else ""
   print(
