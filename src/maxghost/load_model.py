@@ -140,7 +140,7 @@ def open_parameters(
   """
   raw = open_tree(place.tree)
   if adapter:
-    raw = merge.merged(raw, cfg.model, *merge.open_adapter(adapter, cfg.model))
+    raw = merge.open_merged(raw, cfg.model, adapter, say)
   values_from = read_checkpoint(raw, ReadOptions(keep_unknown=True)).values_from
   scales = FAMILIES[cfg.model.decoder_block].maxtext_scales_queries
   if values_from == "maxtext" and scales is None:
@@ -205,7 +205,8 @@ def open_adapted(
       in_axes, out_axes = kernels[path].get_metadata()["matrix"]
       narrow = cfg.adapter.lora_weight_qtype, x.ndim - in_axes - out_axes, in_axes
       parts = jax.jit(quantize, static_argnums=(1, 2, 3))(x, *narrow)
-      found |= {(*path[:-1], name): part for name, part in parts.items()}
+      prefix = "" if path[-1] == "kernel" else f"{path[-1]}_"  # a matrix of experts
+      found |= {(*path[:-1], prefix + name): part for name, part in parts.items()}
     put = {p: jax.device_put(x.astype(flat[p].dtype), flat[p].sharding) for p, x in found.items()}
     return {"model": unflatten_dict(put)}
 

@@ -114,6 +114,7 @@ OBJECTIVES: dict[str, Objective] = {
   "margin": _pairs("maxghost.objectives.dpo:Margin"),
 }
 OF_VALIDATION = ("margin",)  # objectives of validation sets alone: nothing bounds them from below
+WITHOUT_PERPLEXITY = ("dpo", "distill", "margin")  # objectives whose loss is not nats per token
 # Losses on pairs (dpo_algo), and those of them that compare with no reference.
 PREFERENCE_LOSSES = ("sigmoid", "ipo", "hinge", "robust", "simpo", "orpo")
 WITHOUT_REFERENCE = ("simpo", "orpo")

@@ -258,12 +258,10 @@ def objective_units(v: Values) -> Iterator[str]:
   rows = plugins.OBJECTIVES[v.objective].rows_per_unit
   if rows == 1:
     return
-  what, micro_batches = f"{v['objective']} makes a unit of {rows} adjacent rows", v.gradient_accumulation_steps
+  what = f"{v['objective']} makes a unit of {rows} adjacent rows"
   for name in ("per_device_batch_size", *(("ghost_val_batch_size",) if v.ghost_enabled else ())):
     if (size := getattr(v, name)) % rows:
       yield f"{what}, which {name}={size} would part; use {name}={size - size % rows + rows}"
-  if micro_batches > 1:
-    yield f"{what}, which micro-batches would part; use gradient_accumulation_steps=1, not {micro_batches}"
   if v.ghost_select != "none":
     yield f"{what}, and {v['ghost_select']} chooses single rows; use ghost_select=none"
 
@@ -429,17 +427,12 @@ def low_rank_adapters(v: Values) -> Iterator[str]:
       if getattr(v, name):
         yield f"{v[name]} is read beside adapters; set lora_rank, such as 8, or leave {name} empty"
     return
-  if v.lora_weight_qtype in ("int8", "nf4") and v.num_experts > 1:
-    yield f"{v['lora_weight_qtype']} keeps dense matrices, not those of experts; use bfloat16 with {v['num_experts']}"
   if v.load_full_state_path:
     yield f"{given} has a state of its own; use load_parameters_path for the base, and lora_restore_path for adapters"
   try:
     re.compile(v.lora_module_path)
   except re.error as error:
     yield f"lora_module_path='{v.lora_module_path}' is not a regular expression ({error})"
-  for name in ("adam_weight_decay", "muon_weight_decay"):
-    if getattr(v, name) and (name.startswith("adam") or v.opt_type == "muon"):
-      yield f"{given} trains adapters, which decay would pull back to the base model; use {name}=0.0, not {v[name]}"
   if v.trainable_parameters_mask:
     yield f"{given} trains adapters alone; use trainable_parameters_mask=[], and lora_module_path for their layers"
   if v.use_qk_clip:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxghost.adapters import Lora
+from maxghost.adapters.quantized import QuantizedMoe
 from maxghost.ghost.directions import Direction
 from maxghost.ghost.probed import LayerPasses, filled, zero_cotangent
 from maxghost.ghost.rules import Call, Rule, rule
@@ -47,7 +48,7 @@ class LoraRule(Rule):
     return matrix_scores(call, x, g, direction, 1)
 
 
-@rule(moe.RoutedMoe)
+@rule(moe.RoutedMoe, QuantizedMoe)
 class RoutedMoeRule(Rule):
   """Expert matrices and biases.
 
@@ -90,7 +91,7 @@ def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert
 
   Repeats the layer's own pass up to the last product, and its backward pass.
   """
-  rows = moe.Rows.sort(index_nTk, params["wo"].shape[0], first_expert)
+  rows = moe.Rows.sort(index_nTk, moe.num_held(params), first_expert)
   x_RD = rows.take(x_nTD.reshape(-1, x_nTD.shape[-1])).astype(module.dtype)
   branches = module.branch_rows(params, x_RD, rows)
   h_RF, pull = jax.vjp(lambda branches: gated(branches, module.activations, module.limit), branches)
@@ -98,7 +99,7 @@ def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert
   g_RD = rows.own(rows.take(b_nTD.reshape(-1, b_nTD.shape[-1]).astype(h_RF.dtype)) * weight_R[:, None])
 
   def back(name: str, g_RO):
-    return product(g_RO, params[name].astype(module.dtype), rows.sizes_E, module.precision, contract=2)
+    return product(g_RO, module.matrix(params, name), rows.sizes_E, module.precision, contract=2)
 
   def narrow(name: str, g_RO):  # the cotangent of an adapter's x a
     return back(f"{name}_lora_b", g_RO) * jnp.asarray(module.lora_scale, g_RO.dtype)

@@ -99,7 +99,7 @@ def export_model(
     raise LayoutError(f"{source}: no {model_path.CONFIG_FILE} beside it says what model it is; name one with --config")
   raw = open_tree(place.tree)
   if adapter:
-    raw = merge.merged(raw, cfg.model, *merge.open_adapter(adapter, cfg.model))
+    raw = merge.open_merged(raw, cfg.model, adapter, say)
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
   family = FAMILIES[cfg.model.decoder_block]
   if checkpoint.values_from == "maxtext" and family.maxtext_scales_queries is not False:

@@ -182,7 +182,7 @@ class TrainingLoop:
       self._eval_batches = [self._put(batch.arrays) for batch in batches]
     sums = [self._program.evaluate(self._state, batch) for batch in self._eval_batches]
     assert self._pending is not None
-    self._pending |= metrics.eval_metrics(jax.device_get(sums))
+    self._pending |= metrics.eval_metrics(jax.device_get(sums), self._cfg.evaluated)
     self._sinks.console.line(eval_line(self._pending["step"], self._pending))
     self._restart_clock()
 
@@ -253,7 +253,7 @@ class TrainingLoop:
     if self._validation.is_fresh(step):
       open_loss = [float(loss) for loss in outputs["val_loss"]]
     self._write_pending()
-    record = {"step": step} | metrics.learning_metrics(outputs) | self._rates(seconds)
+    record = {"step": step} | metrics.learning_metrics(outputs, self._cfg.optimizer.objective) | self._rates(seconds)
     scores = self._sinks.scores
     if "val_loss" in outputs:
       record |= metrics.ghost_metrics(outputs, self._val_sets)

@@ -151,6 +151,9 @@ class Plan:
       lines.append(f"validation: {val_rows} rows{placed}")
     billions = f"{self.num_params / 1e9:.3f} billion ({self.num_params:,})"
     lines.append(f"number parameters: {billions if self.num_params >= 1e8 else f'{self.num_params:,}'}")
+    decay = {"adamw": "adam_weight_decay", "muon": "muon_weight_decay"}.get(cfg.optimizer.opt_type, "")
+    if cfg.adapter.lora_rank and decay and (value := getattr(cfg.optimizer, decay)):
+      lines.append(f"adapters: {decay}={value:g} draws them to 0, the base model; 0 is usual (Hugging Face's default)")
     if cfg.model.num_experts > 1:
       weight = cfg.model.load_balance_loss_weight
       added = f"is added, times {weight:g}" if weight else "is left out"

@@ -193,6 +193,8 @@ class Session:
     train_state = self._begun()
     if cfg.checkpoint.load_parameters_path:
       say(f"Starting from the parameters of {cfg.checkpoint.load_parameters_path}")
+    if cfg.adapter.lora_restore_path:
+      say(f"Starting from the adapters of {cfg.adapter.lora_restore_path}")
     first = 0
     if given := cfg.checkpoint.load_full_state_path:
       first = int(state.to_tree(train_state)["optimizer"]["step"])

@@ -171,7 +171,7 @@ def train_pass(
 def accumulated(
   model: Model, loss_fn: Callable, batch, num_micro: int, twin: Twin | None = None, directions: nnx.State | None = None
 ) -> TrainPass:
-  """`train_pass` in micro-batches, weighted exactly. num_micro: M; micro-batch m holds rows m, m + M, m + 2 M, ...
+  """`train_pass` in micro-batches, weighted exactly. num_micro: M; micro-batch m holds units m, m + M, m + 2 M, ...
 
   Each micro-batch's mean is weighted by its share of the batch's weight, so that uneven and empty ones count exactly.
   Gradients are summed in float32 or wider; scores are in the batch's row order. Directions formed in the backward pass
@@ -181,16 +181,22 @@ def accumulated(
   def run(rows) -> TrainPass:
     return train_pass(model, loss_fn, rows, twin, directions)
 
-  maxima = as_objective(loss_fn).maxima
+  maxima, together = as_objective(loss_fn).maxima, as_objective(loss_fn).rows_per_unit
+
+  def micro_of(x):
+    """[rows, ...] -> [M, rows per micro-batch, ...], with the rows of a unit together."""
+    x = x.reshape(-1, num_micro, together, *x.shape[1:]).swapaxes(0, 1)
+    return x.reshape(num_micro, -1, *x.shape[3:])
 
   def rows_of(x, axis: int = 0):
     """[M, ..., rows per micro-batch, ...] with the rows at `axis` of the rest -> the batch's row order."""
-    x = jnp.moveaxis(x, 0, axis + 1)
-    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    before, rest = x.shape[1 : axis + 1], x.shape[axis + 2 :]
+    x = jnp.moveaxis(x.reshape(num_micro, *before, -1, together, *rest), 0, axis + 1)
+    return x.reshape(*before, -1, *rest)
 
   if num_micro == 1:
     return run(batch)
-  micro = jax.tree.map(lambda x: x.reshape(x.shape[0] // num_micro, num_micro, *x.shape[1:]).swapaxes(0, 1), batch)
+  micro = jax.tree.map(micro_of, batch)
 
   def parted(metrics: dict) -> tuple[dict, dict]:
     """(maxima, means)"""
