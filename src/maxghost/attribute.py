@@ -14,9 +14,9 @@ from typing import Any
 
 from maxghost import cli, config
 from maxghost.attribution.where import refuse_unknown
+from maxghost.checkpoint.layouts_store import read_json
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.config.arguments import Parser
-from maxghost.config.files import check_seal
 from maxghost.interop import model_path
 from maxghost.scores import PIPE_WIDTH
 
@@ -186,14 +186,10 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
 def rows_per_step(cfg: Config, run_dir: Path) -> int:
   """Rows of a training step over all devices, from the run's `run_facts.json`; else those of one device."""
   path, own = run_dir / "run_facts.json", cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps
-  if not path.is_file():
-    return own
-  try:
-    return int(check_seal(json.loads(path.read_bytes())).get("rows per step", str(own)).replace(",", ""))
-  except (ValueError, AttributeError) as error:
-    raise ConfigError(
-      f"{path} is damaged ({error}); put it back, or remove it if one device trained the run"
-    ) from error
+  rows = str(read_json(path).get("rows per step", own) if path.is_file() else own).replace(",", "")
+  if not rows.isdecimal():
+    raise ConfigError(f"{path} is damaged: rows per step={rows}; put it back, or remove it if the run had one device")
+  return int(rows)
 
 
 def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config:

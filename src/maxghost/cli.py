@@ -7,17 +7,14 @@ starts.
 
 import importlib
 import importlib.util
-import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from maxghost import __version__
 from maxghost.config import ConfigError, did_you_mean, fields, load_with_origins
+from maxghost.config.arguments import USER_ERROR, guard
 from maxghost.config.help import list_values, print_help
-from maxghost.config.values import print_problem
-
-USER_ERROR = 2
 
 # verb -> (module, description). Verbs whose module is missing in this installation are not offered.
 VERBS = {
@@ -39,36 +36,6 @@ USAGE = """\
 usage: maxghost {verb} [config.yml] [key=value ...]
        maxghost {verb} --help [key]      all keys, or one in full
        maxghost {verb} [...] --print_config   every value and where it comes from; nothing runs"""
-
-
-def guard(work: Callable[[], int | None]) -> int:
-  """Runs a command and returns its exit code. What is no defect of the program is a line on stderr, not a traceback.
-
-  0 if the output was closed early (`| head`); 1 for a file or disk that fails; 2 for wrong input, where nothing was
-  written; 130 for Ctrl-C.
-  """
-  if isinstance(sys.stdout, io.TextIOWrapper):
-    sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks
-  code = 0
-  try:
-    code = work() or 0
-    sys.stdout.flush()
-  except ConfigError as error:
-    for problem in error.problems or (str(error),):
-      print_problem(problem)
-    return USER_ERROR
-  except KeyboardInterrupt:
-    print_problem("interrupted")
-    return 130
-  except OSError as error:
-    print_problem(error)
-    return code if isinstance(error, BrokenPipeError) else 1
-  except ValueError as error:
-    if "embedded null" not in str(error):
-      raise
-    print_problem("a path holds a NUL character")
-    return USER_ERROR
-  return code
 
 
 def run_command(

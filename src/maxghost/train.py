@@ -101,15 +101,9 @@ def _train(
       threading.Thread(target=_watch_peers, args=(seconds,), daemon=True).start()
     own, seed = plan.own, cfg.run.data_shuffle_seed
     dataset = data.make_dataset(
-      corpus[0],
-      cfg.data,
-      seed,
-      own.num_shards,
-      own.shard,
-      tokenizer=corpus[1],
-      batch_size=plan.rows,
+      corpus[0], cfg.data, seed, own.num_shards, own.shard, tokenizer=corpus[1], batch_size=plan.rows,
       records=cfg.records,
-    )
+    )  # fmt: skip
     session = Session(
       plan, existing, dataset, signals, open_checkpoints=CheckpointManager, open_parameters=open_parameters,
       open_trackers=trackers.open_all, force=force, open_teacher=teacher[1],

@@ -439,9 +439,9 @@ def test_damaged_facts_of_a_run_are_named(tmp_path):
   for text, rows in ((whole, 1024), ('{"rows per step": "16"}', 16), ("{}", 6)):
     file.write_text(text)
     assert attribute.rows_per_step(cfg, tmp_path) == rows
-  for text in (whole.replace("1,0", "7,0"), "{", "[]", '{"rows per step": 7}', '{"rows per step": "x"}'):
+  for text in (whole.replace("1,0", "7,0"), "{", "[]", '{"rows per step": [7]}', '{"rows per step": "x"}'):
     file.write_text(text)
-    with pytest.raises(ConfigError, match=r"run_facts.json is damaged \("):
+    with pytest.raises(ConfigError, match=r"run_facts.json is damaged"):
       attribute.rows_per_step(cfg, tmp_path)
 
 

@@ -120,7 +120,6 @@ def test_what_templates_may_use():
     ({"messages": [{"role": ["user"], "content": "x"}]}, None, r"messages\[0\] has the role \['user'\]; roles are"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, None, r"messages\[0\] \(user\) has no text"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]}, None, r"\[0\] \(user\) has no text"),
-    ({"messages": TURNS, "tools": "[{"}, None, "its tools are no JSON"),
     ({"prompt": "x", "completion": ""}, None, "the completion is empty"),
     ({"prompt": "x", "completion": TURNS}, None, "prompt is no list of messages"),
     ({"text": "x"}, None, "it has no prompt"),

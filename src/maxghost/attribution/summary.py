@@ -6,7 +6,6 @@ K validation sets, D domains, E passes, B bins of consecutive steps, S steps, R 
 import dataclasses
 import hashlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -238,7 +237,7 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
     facts=_facts(log, metrics, counts),
     config=read_mapping(log.run_dir / "config.yml"),
     passes=_passes(time),
-    duplicates=_duplicates(source, groups),
+    duplicates=_duplicates(source and source.documents, groups),
     samples=read_samples(log.run_dir / "metrics.jsonl"),
   )
 
@@ -264,17 +263,10 @@ def _set_summary(log: ScoreLog, k: int, time: TimeSums, num_judged: int, documen
   loss_S, before_S = log.steps["val_loss"][:, k], log.steps["prev_val_loss"][:, k]
   known = np.isfinite(loss_S)
   return SetSummary(
-    name=log.val_sets[k],
-    index=k,
-    ledger=_ledger(log, k),
-    val_loss=Series(log.steps["step"][known], loss_S[known]),
-    num_renewals=int((known & np.isfinite(before_S) & (loss_S != before_S)).sum()),
-    domains=_domains(time, k),
-    num_judged=num_judged,
-    time=time,
-    heat_map=_heat_map(log, time, k),
-    **documents,
-  )
+    name=log.val_sets[k], index=k, ledger=_ledger(log, k), val_loss=Series(log.steps["step"][known], loss_S[known]),
+    num_renewals=int((known & np.isfinite(before_S) & (loss_S != before_S)).sum()), domains=_domains(time, k),
+    num_judged=num_judged, time=time, heat_map=_heat_map(log, time, k), **documents,
+  )  # fmt: skip
 
 
 def _domains(time: TimeSums, k: int) -> list[Value]:
@@ -414,17 +406,21 @@ def _passes(time: TimeSums) -> PassTable:
   return PassTable(rows_EDB.sum((1, 2)).astype(int), tokens_EDB.sum((1, 2)).astype(int), total_EK, expected_EK)
 
 
-def _duplicates(source: Source | None, groups: Groups) -> Duplicates | None:
-  """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many."""
-  documents: Any = source and source.documents
-  if not source or documents is None or max(len(groups), len(documents)) > MAX_HASHED_DOCUMENTS:
+def _duplicates(documents, groups: Groups) -> Duplicates | None:
+  """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many.
+
+  documents: the data source, or None. groups: by document.
+  """
+  if documents is None or len(groups) > MAX_HASHED_DOCUMENTS or len(documents) > MAX_HASHED_DOCUMENTS:
     return None
+  from maxghost.data.sources.base import read_or_skip
+
   place = {key: i for i, key in enumerate(groups.document_ids())}
   by_text: dict[bytes, list[DocumentKey]] = {}
   for index in range(len(documents)):
     key = tuple(documents.document_id(index))
-    if key in place and (text := source.read([index])[0]) is not None:
-      digest = hashlib.blake2b(text.strip(), digest_size=16).digest()
+    if key in place and (text := read_or_skip(documents.texts, np.array([index]))[0]) is not None:
+      digest = hashlib.blake2b(bytes(text).strip(), digest_size=16).digest()
       by_text.setdefault(digest, []).append(key)
   copies = [(groups.tokens[[place[key] for key in keys]], keys) for keys in by_text.values() if len(keys) > 1]
   copies.sort(key=lambda copy: -copy[0].sum())

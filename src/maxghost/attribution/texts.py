@@ -64,17 +64,12 @@ class Source:
     if self.documents is None:
       return {}
     from maxghost.data import DocumentId, find_documents
-
-    found = find_documents(self.documents, [DocumentId(*key) for key in wanted])
-    texts = zip(found, self.read(found.values()), strict=True)
-    shown = {key: self._shown(text).decode("utf-8", "replace") for key, text in texts if text is not None}
-    return {(key.domain, key.path, key.offset): text for key, text in shown.items()}
-
-  def read(self, indices: Iterable[int]) -> list[bytes | None]:
-    """The texts of documents by number; None for one that cannot be read any more."""
     from maxghost.data.sources.base import read_or_skip
 
-    return read_or_skip(self.documents.texts, np.array([*indices], np.int64))
+    found = find_documents(self.documents, [DocumentId(*key) for key in wanted])
+    texts = zip(found, read_or_skip(self.documents.texts, np.array([*found.values()], np.int64)), strict=True)
+    shown = {key: self._shown(text).decode("utf-8", "replace") for key, text in texts if text is not None}
+    return {(key.domain, key.path, key.offset): text for key, text in shown.items()}
 
 
 def snippet(text: str, num_chars: int) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from maxghost.attribution.numbers import printable
 from maxghost.config import ConfigError, did_you_mean
-from maxghost.config.values import printable
 from maxghost.scorelog.format import ROW_COLUMNS, TEXTS, row_dtype
 from maxghost.scorelog.reader import ScoreLog
 

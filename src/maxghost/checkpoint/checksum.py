@@ -28,16 +28,13 @@ def checksum_of(parts: Iterable[np.ndarray]) -> int:
   """The checksum of an array on the host whose consecutive `parts` along the leading axis these are."""
   total = start = 0
   for x in parts:
-    width = {1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)
-    narrow = x.dtype.name in ("int4", "uint4", "int2", "uint2")  # as in `_words`
-    bits = (x.astype(np.int8) if narrow else np.ascontiguousarray(x).view(width)).reshape(-1)
-    for first in range(start, start + len(bits), _BLOCK):
-      words = bits[first - start : first - start + _BLOCK].astype(np.uint32)
-      position = np.arange(first, first + len(words), dtype=np.uint64).astype(np.uint32)
+    bits = np.ascontiguousarray(x).view({1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)).reshape(-1)
+    for words in np.array_split(bits, 1 + len(bits) // _BLOCK):
+      position = np.arange(start, start + len(words), dtype=np.uint64).astype(np.uint32)
       weight = (position * np.uint32(2) + np.uint32(1)) * np.uint32(_SPREAD)
       weight ^= (weight >> np.uint32(15)) & np.uint32(2**32 - 2)
-      total += int(((words + np.uint32(1)) * weight).sum(dtype=np.uint64))
-    start += len(bits)
+      total += int(((words.astype(np.uint32) + np.uint32(1)) * weight).sum(dtype=np.uint64))
+      start += len(words)
   return total % 2**32
 
 

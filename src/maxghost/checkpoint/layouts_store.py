@@ -18,8 +18,9 @@ import numpy as np
 import tensorstore as ts
 
 from maxghost.config import ConfigError
+from maxghost.config.arguments import guard
 from maxghost.config.files import check_seal, write_text
-from maxghost.config.values import print_problem, slash_path
+from maxghost.config.values import slash_path
 
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 ITEM_NAMES = ("items", "default", "state", "model_params")
@@ -39,21 +40,14 @@ class LayoutError(ConfigError):
 class VerificationError(LayoutError):
   """What was written differs from its source, and was removed."""
 
+  exit_code = 1
+
 
 def tool(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-  """Decorates a tool's `main`: an error prints one line per problem; exit code 2, or 1 for a failed verification."""
+  """Decorates a tool's `main`: an error is a line of `name` and an exit code, as of `guard`."""
 
   def decorate(main: Callable[..., int]) -> Callable[..., int]:
-    @functools.wraps(main)
-    def guarded(*args: Any, **options: Any) -> int:
-      try:
-        return main(*args, **options)
-      except (ConfigError, OSError) as error:
-        for problem in error.problems if isinstance(error, ConfigError) else (error,):
-          print_problem(problem, name)
-        return 1 if isinstance(error, (VerificationError, OSError)) else 2
-
-    return guarded
+    return functools.wraps(main)(lambda *args, **options: guard(lambda: main(*args, **options), name))
 
   return decorate
 
@@ -234,7 +228,9 @@ def _open_arrays(item: Path, tree: dict, wanted: list[TreePath]) -> dict[TreePat
   ocdbt = (item / "manifest.ocdbt").is_file()
   if not ocdbt and tree.get("use_ocdbt", True) and wanted:
     raise LayoutError(f"{item} is damaged or half copied: it has no manifest.ocdbt")
-  impls, known, driver = _key_impls(item), _checksums(item), "zarr3" if tree.get("use_zarr3") else "zarr"
+  impls, driver = _key_impls(item), "zarr3" if tree.get("use_zarr3") else "zarr"
+  beside = item.parent / "positions" / "metadata"  # in a run
+  known = read_json(beside).get("checksums", {}) if item.name == "items" and beside.is_file() else {}
   context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}})
 
   def start(name: str) -> ts.Future:
@@ -253,18 +249,6 @@ def _open_arrays(item: Path, tree: dict, wanted: list[TreePath]) -> dict[TreePat
       checksum = known.get(slash_path(path))
       arrays[path] = _stored(item, path, _result(item, path, future), impls.get(names[path]), checksum)
   return arrays
-
-
-def _checksums(item: Path) -> dict[str, int]:
-  """The checksums of a run's checkpoint by the names of its arrays; none of other checkpoints."""
-  file = item.parent / "positions" / "metadata"
-  if item.name != "items" or not file.is_file():
-    return {}
-  content = read_json(file)
-  try:
-    return dict(check_seal(content).get("checksums", {}))
-  except (ValueError, TypeError) as error:
-    raise LayoutError(f"{file} is damaged: {error}") from error
 
 
 def _stored(
@@ -316,14 +300,11 @@ def _key_impls(item: Path) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-  """A JSON object. Raises LayoutError where the file is missing or holds something else."""
+  """A JSON object. Raises LayoutError where the file is missing, holds something else, or is not what was sealed."""
   try:
-    content = json.loads(file.read_text(encoding="utf-8"))
+    return check_seal(json.loads(file.read_text(encoding="utf-8")))
   except (ValueError, OSError) as error:
     raise LayoutError(f"{file} is damaged or half copied: {error}") from error
-  if not isinstance(content, dict):
-    raise LayoutError(f"{file} is no JSON object")
-  return content
 
 
 def write_json(file: Path, content: Mapping[str, Any], **style: Any) -> None:

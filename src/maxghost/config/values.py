@@ -32,8 +32,10 @@ LINE_ENDS = frozenset("\n\r\x85\u2028\u2029")
 class ConfigError(ValueError):
   """A mistake of the user: one clear line per problem (what is wrong, the value, the fix).
 
-  `problems` holds the lines; the message is the lines joined. Commands print them and exit with code 2.
+  `problems` holds the lines; the message is the lines joined. Commands print them and exit with `exit_code`.
   """
+
+  exit_code = 2
 
   def __init__(self, *problems: str):
     self.problems = tuple(problems)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from maxghost import config
 from maxghost.config import ConfigError
-from maxghost.config.arguments import Parser
-from maxghost.config.values import print_problem, printable
+from maxghost.config.arguments import Parser, guard
+from maxghost.config.values import printable
 from maxghost.data import duplicates
 from maxghost.data import prepare as preparing
 from maxghost.data.build import load_dataset
@@ -19,6 +19,10 @@ from maxghost.data.sources import open_source
 
 def main(arguments: list[str] | None = None) -> int:
   """Runs one command; returns the exit code (0 done, 1 damage found, 2 wrong input, 130 Ctrl-C)."""
+  return guard(lambda: _run(arguments))
+
+
+def _run(arguments: list[str] | None) -> int:
   parser = Parser(prog="maxghost data", description=__doc__)
   commands = parser.add_subparsers(dest="command", required=True)
   prepare = _command(commands, "prepare", "tokenize a configuration's data once, into ArrayRecord shards and an index")
@@ -38,20 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
     help="also near-copies of held-out documents: those that share this much of their 8-word shingles, 0 to 1",
   )
   repeats.add_argument("--output", help="write the ids of the copies to this file, for dataset_exclude_file")
-  try:
-    parsed, more = parser.parse_known_args(arguments)  # settings may come after the options too
-    if wrong := [item for item in more if item.startswith("-") or parsed.config is None]:
-      commands.choices[parsed.command].refuse(wrong[0])
-    parsed.config = [*(parsed.config or ()), *more]
-    return {"prepare": _prepare, "verify": _verify, "show": _show, "duplicates": _duplicates}[parsed.command](parsed)
-  except (ConfigError, OSError) as error:
-    for problem in error.problems if isinstance(error, ConfigError) else (error,):
-      print_problem(problem)
-    return 2 if isinstance(error, ConfigError) else 1
-  except KeyboardInterrupt:
-    again = "; the same command continues where this one stopped" if "prepare" in (arguments or sys.argv) else ""
-    print(f"maxghost: interrupted{again}", file=sys.stderr)
-    return 130
+  parsed, more = parser.parse_known_args(arguments)  # settings may come after the options too
+  if wrong := [item for item in more if item.startswith("-") or parsed.config is None]:
+    commands.choices[parsed.command].refuse(wrong[0])
+  parsed.config = [*(parsed.config or ()), *more]
+  return {"prepare": _prepare, "verify": _verify, "show": _show, "duplicates": _duplicates}[parsed.command](parsed)
 
 
 def _command(commands, name: str, help: str) -> Parser:
@@ -81,9 +76,12 @@ def _prepare(parsed: argparse.Namespace) -> int:
     vocab_size = max(cfg.model.vocab_size, parsed.train_bpe)
     data = config.replace(cfg, tokenizer_type="huggingface", tokenizer_path=str(path), vocab_size=vocab_size).data
   with _progress(source.num_bytes) as progress:
-    meta = preparing.prepare(
-      source, data, parsed.output, num_workers=parsed.workers, part_bytes=parsed.part_bytes, progress=progress
-    )
+    try:
+      meta = preparing.prepare(
+        source, data, parsed.output, num_workers=parsed.workers, part_bytes=parsed.part_bytes, progress=progress
+      )
+    except KeyboardInterrupt as error:
+      raise KeyboardInterrupt("interrupted; the same command continues where this one stopped") from error
   documents = sum(meta["domain_documents"].values())
   print(
     f"{parsed.output}: {documents:,} documents of {len(meta['domains'])} domains, {meta['tokens']:,} tokens in "

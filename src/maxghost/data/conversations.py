@@ -54,11 +54,7 @@ def read(text: bytes) -> Conversation:
     before, messages = messages_of(prompt, "prompt"), messages_of(completion, "completion")
   if not any(message["role"] == "assistant" for message in messages):
     raise ValueError("it has no turn of the assistant; there is nothing to train on")
-  try:
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-  except json.JSONDecodeError as error:
-    raise ValueError(f"its tools are no JSON ({error})") from error
-  return Conversation(before + messages, len(before), tools)
+  return Conversation(before + messages, len(before), json.loads(tools) if isinstance(tools, str) else tools)
 
 
 def messages_of(given: Any, name: str) -> tuple[dict, ...]:

@@ -211,17 +211,10 @@ def _placed(encoded: Encoded, document: np.ndarray, start: np.ndarray, length: n
   heads = np.repeat(_starts(row_ends), np.diff(row_ends, prepend=0))  # the first chunk of each chunk's row
   before = np.cumsum(length) - length
   return Rows(
-    encoded.tokens,
-    row_ends,
-    start[by_row],
-    length,
-    encoded.documents[document[by_row]],
-    offset,
-    slot=np.arange(len(heads)) - heads,
-    begin=(before - before[heads]).astype(np.int32),
-    weights=encoded.weights,
+    encoded.tokens, row_ends, start[by_row], length, encoded.documents[document[by_row]], offset,
+    slot=np.arange(len(heads)) - heads, begin=(before - before[heads]).astype(np.int32), weights=encoded.weights,
     reference=None if encoded.reference is None else encoded.reference[document[by_row]],
-  )
+  )  # fmt: skip
 
 
 def _offsets(encoded: Encoded, document: np.ndarray, start: np.ndarray) -> np.ndarray:

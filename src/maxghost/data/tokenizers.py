@@ -98,14 +98,10 @@ def read_settings(file: Path) -> dict[str, Any]:
   """The object in a tokenizer_config.json, special tokens as texts; empty without the file. Raises ConfigError."""
   try:
     found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    for name in SPECIAL_WORDS:
-      entry = found.get(name)
-      found[name] = (entry["content"] if isinstance(entry, dict) else entry) or ""
-      if not isinstance(found[name], str):
-        raise TypeError(f"{name}={entry!r} is no text")
+    words = {name: found.get(name) or "" for name in SPECIAL_WORDS}
+    return found | {name: "" + (word["content"] if isinstance(word, dict) else word) for name, word in words.items()}
   except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
     raise ConfigError(f"{file} is damaged: {type(error).__name__} {error}") from error
-  return found
 
 
 def load_tokenizer(kind: str, path: str = "") -> Tokenizer:

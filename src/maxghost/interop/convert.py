@@ -254,10 +254,7 @@ def write_plan(
 
 
 def _write_arrays(
-  folder: Path,
-  leaves: list[TargetLeaf],
-  ram_bytes: int,
-  change: Callable[[TreePath, np.ndarray], np.ndarray] | None,
+  folder: Path, leaves: list[TargetLeaf], ram_bytes: int, change: Callable[[TreePath, np.ndarray], np.ndarray] | None
 ) -> list[dict]:
   """Writes arrays with OCDBT and zarr3; returns what Orbax notes about each."""
   reader, context = LayerReader(ram_bytes // 3), ts.Context({"cache_pool": {"total_bytes_limit": 0}})

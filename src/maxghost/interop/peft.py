@@ -11,7 +11,6 @@ table of Hugging Face tensors (configs/tensors.txt) says which matrix that is he
 r rank, E experts, I inputs, O outputs of a matrix; here `a` is [layers, (E,) I, r] and `b` is [layers, (E,) r, *O].
 """
 
-import contextlib
 import dataclasses
 import math
 import re
@@ -38,7 +37,6 @@ _KNOWN = frozenset({
   "peft_version", "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
   "runtime_config", "ensure_weight_tying",
 })  # fmt: skip
-_TYPED = ("lora_dropout", "rank_pattern", "alpha_pattern", "target_modules", "target_parameters")
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # the others change the base weights too
 
 Arrays = Mapping[str, np.ndarray]
@@ -210,29 +208,13 @@ def _settings(config: Mapping[str, Any], origin: Path) -> Settings:
   problems += [f"peft_type={kind} is not read; only LORA is"] * (kind != "LORA")
   problems += [f"bias={bias}: trained biases are not read; only bias=none is"] * (bias != "none")
   problems += [f"init_lora_weights={init} changes the base weights, which are not here"] * (init not in _PLAIN_INITS)
-  if not isinstance(rank, int) or rank < 1 or not _is_number(alpha):
+  if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
     problems.append(f"r={rank}, lora_alpha={alpha}: no rank and number")
-  unlike = (name for name in _TYPED if config.get(name) and not _has_type(name, config[name]))
-  problems += [f"{name}={config[name]!r} is of another type than PEFT writes" for name in unlike]
   if problems:
     raise LayoutError(*(f"{origin}: {text}" for text in problems))
   assert rank is not None and alpha is not None
-  return Settings(rank, float(alpha), float(config.get("lora_dropout") or 0), bool(config.get("use_rslora")), config)
-
-
-def _is_number(value: Any) -> bool:
-  return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _has_type(name: str, value: Any) -> bool:
-  """Whether an entry is of the type that is read: a number, numbers by regular expressions, or texts."""
-  if name == "lora_dropout":
-    return _is_number(value)
-  if not name.endswith("_pattern"):
-    return isinstance(value, str | list) and all(isinstance(item, str) for item in value)
-  with contextlib.suppress(re.error, RecursionError):
-    return isinstance(value, dict) and all(_is_number(x) and re.compile(text) for text, x in value.items())
-  return False
+  dropout, use_rslora = float(config.get("lora_dropout") or 0), bool(config.get("use_rslora"))
+  return Settings(rank, float(alpha), dropout, use_rslora, config=config)
 
 
 def _rank(place: Place, settings: Settings, origin: Path) -> int:

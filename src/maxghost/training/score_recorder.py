@@ -32,17 +32,11 @@ class ScoreLogError(RuntimeError):
 def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
   """A recorder of this process's rows, in the run directory at `path`."""
   writer = Writer(
-    path,
-    tuple(cfg.data.validation_sets),
-    process=(distributed.index(), distributed.count()),
-    period=cfg.ghost.ghost_log_period,
-    fingerprint=dataset.fingerprint,
-    objective=cfg.optimizer.objective,
-    ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip),
-    direction=cfg.direction_name,
-    fields=dataset.source.fields,
-    parts=plugins.OBJECTIVES[cfg.optimizer.objective].load().parts,
-  )
+    path, tuple(cfg.data.validation_sets), process=(distributed.index(), distributed.count()),
+    period=cfg.ghost.ghost_log_period, fingerprint=dataset.fingerprint, objective=cfg.optimizer.objective,
+    ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip), direction=cfg.direction_name,
+    fields=dataset.source.fields, parts=plugins.OBJECTIVES[cfg.optimizer.objective].load().parts,
+  )  # fmt: skip
   reach_S = optimizers.reach(cfg.optimizer, cfg.ghost.direction, cfg.run.steps)
   return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER, reach_S)
 
