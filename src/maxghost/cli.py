@@ -13,8 +13,10 @@ from pathlib import Path
 
 from maxghost import __version__
 from maxghost.config import ConfigError, did_you_mean, fields, load_with_origins
-from maxghost.config.arguments import USER_ERROR, guard
 from maxghost.config.help import list_values, print_help
+from maxghost.config.values import guard
+
+USER_ERROR = ConfigError.exit_code
 
 # verb -> (module, description). Verbs whose module is missing in this installation are not offered.
 VERBS = {
@@ -124,7 +126,14 @@ def main(argv: list[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
   verbs = available_verbs()
   if not arguments or arguments[0] in ("-h", "--help", "help"):
-    print(overview(verbs))
+    width = max(map(len, verbs), default=0)
+    print(
+      "usage: maxghost COMMAND [...]",
+      "",
+      *(f"  {verb:<{width}}  {about}" for verb, (_, about) in verbs.items()),
+      sep="\n",
+    )
+    print("\nmaxghost COMMAND --help explains a command; maxghost train --help lists every key; maxghost --version.")
     return 0 if arguments else USER_ERROR
   if arguments[0] in ("-V", "--version"):
     print(f"maxghost {__version__}")
@@ -135,14 +144,6 @@ def _main(arguments: list[str]) -> int:
     hint = (within or [did_you_mean(verb, verbs) or f"; there are {', '.join(verbs)}"])[0]
     raise ConfigError(f"unknown command '{verb}'{hint}")
   return importlib.import_module(verbs[verb][0]).main(rest)
-
-
-def overview(verbs: dict[str, tuple[str, str]]) -> str:
-  """The commands and their descriptions."""
-  width = max(map(len, verbs), default=0)
-  lines = ["usage: maxghost COMMAND [...]", "", *(f"  {verb:<{width}}  {about}" for verb, (_, about) in verbs.items())]
-  more = "maxghost COMMAND --help explains a command; maxghost train --help lists every key; maxghost --version."
-  return "\n".join([*lines, "", more])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from maxghost.attribution.aggregate import Groups, TimeSums
 from maxghost.attribution.metrics import Series, read_mapping, read_metrics, read_samples
 from maxghost.attribution.numbers import integer, number
 from maxghost.attribution.texts import SHOWN_CHARS, DocumentKey, Source
-from maxghost.attribution.token_values import Marked
 from maxghost.config import ConfigError
 from maxghost.scorelog.reader import ScoreLog
 
@@ -43,7 +42,7 @@ class Value:
   path: str = ""
   offset: int = 0
   text: str | None = None
-  marked: Marked | None = None
+  marked: token_values.Marked | None = None
   in_all: float = NAN
 
   @property
@@ -263,10 +262,17 @@ def _set_summary(log: ScoreLog, k: int, time: TimeSums, num_judged: int, documen
   loss_S, before_S = log.steps["val_loss"][:, k], log.steps["prev_val_loss"][:, k]
   known = np.isfinite(loss_S)
   return SetSummary(
-    name=log.val_sets[k], index=k, ledger=_ledger(log, k), val_loss=Series(log.steps["step"][known], loss_S[known]),
-    num_renewals=int((known & np.isfinite(before_S) & (loss_S != before_S)).sum()), domains=_domains(time, k),
-    num_judged=num_judged, time=time, heat_map=_heat_map(log, time, k), **documents,
-  )  # fmt: skip
+    name=log.val_sets[k],
+    index=k,
+    ledger=_ledger(log, k),
+    val_loss=Series(log.steps["step"][known], loss_S[known]),
+    num_renewals=int((known & np.isfinite(before_S) & (loss_S != before_S)).sum()),
+    domains=_domains(time, k),
+    num_judged=num_judged,
+    time=time,
+    heat_map=_heat_map(log, time, k),
+    **documents,
+  )
 
 
 def _domains(time: TimeSums, k: int) -> list[Value]:
@@ -308,8 +314,7 @@ def actual_drops(steps: np.ndarray, k: int) -> np.ndarray:
   number, opened, closed = steps["step"], steps["val_loss"][:, k], steps["prev_val_loss"][:, k]
   closing = np.flatnonzero(np.isfinite(closed))
   for start in np.flatnonzero(np.isfinite(opened)):
-    place = np.searchsorted(closing, start, side="right")
-    if place == len(closing):
+    if (place := np.searchsorted(closing, start, side="right")) == len(closing):
       continue
     end = closing[place]
     if number[end] - number[start] == end - start and not np.isfinite(opened[start + 1 : end]).any():
@@ -355,8 +360,7 @@ def _heat_map(log: ScoreLog, time: TimeSums, k: int) -> HeatMap | None:
     rows, value_DR = aggregate.layer_rows(modules, value_DML)
     domains, total_RD = modules.domains, total_RD + value_DR.T
   tokens = dict(zip(time.domains, time.sums_DB("tokens").sum(1), strict=True))
-  shown = [d for d, name in enumerate(domains) if tokens.get(name)]
-  if not shown:
+  if not (shown := [d for d, name in enumerate(domains) if tokens.get(name)]):
     return None
   scale = np.array([MILLION / tokens[domains[d]] for d in shown])
   return HeatMap(tuple(rows), tuple(domains[d] for d in shown), total_RD[:, shown] * scale)
@@ -407,10 +411,7 @@ def _passes(time: TimeSums) -> PassTable:
 
 
 def _duplicates(documents, groups: Groups) -> Duplicates | None:
-  """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many.
-
-  documents: the data source, or None. groups: by document.
-  """
+  """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many."""
   if documents is None or len(groups) > MAX_HASHED_DOCUMENTS or len(documents) > MAX_HASHED_DOCUMENTS:
     return None
   from maxghost.data.sources.base import read_or_skip

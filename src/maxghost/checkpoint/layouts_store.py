@@ -5,7 +5,6 @@ converter holds one array at a time, so this module reads arrays with TensorStor
 tuple: text for a dict key or a field name, int for a position in a list. JAX is imported only for trees in memory.
 """
 
-import functools
 import json
 import math
 import os
@@ -18,7 +17,6 @@ import numpy as np
 import tensorstore as ts
 
 from maxghost.config import ConfigError
-from maxghost.config.arguments import guard
 from maxghost.config.files import check_seal, write_text
 from maxghost.config.values import slash_path
 
@@ -41,15 +39,6 @@ class VerificationError(LayoutError):
   """What was written differs from its source, and was removed."""
 
   exit_code = 1
-
-
-def tool(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-  """Decorates a tool's `main`: an error is a line of `name` and an exit code, as of `guard`."""
-
-  def decorate(main: Callable[..., int]) -> Callable[..., int]:
-    return functools.wraps(main)(lambda *args, **options: guard(lambda: main(*args, **options), name))
-
-  return decorate
 
 
 def full_path(path: str | os.PathLike) -> Path:
@@ -162,10 +151,7 @@ class Location:
 
 
 def locate(path: str | os.PathLike) -> Location:
-  """Finds the tree in a checkpoint folder: `<run>/checkpoints/<step>` or `<...>/<step>/items`.
-
-  Raises LayoutError where there is none, where it is unfinished or half copied, or where the choice is not clear.
-  """
+  """Finds the tree in `<run>/checkpoints/<step>` or `<...>/<step>/items`. Raises LayoutError where it is not clear."""
   folder = full_path(path)
   if TEMPORARY_MARK in folder.name or TEMPORARY_MARK in folder.parent.name:
     raise LayoutError(f"{path} was never finished ('{TEMPORARY_MARK}' in its name); use a finished checkpoint")
@@ -176,8 +162,7 @@ def locate(path: str | os.PathLike) -> Location:
     has_level = not (folder / STEP_METADATA).is_file() and (outer / STEP_METADATA).is_file()
     return Location(item=folder, step=outer if has_level else folder)
   items = sorted(p.name for p in folder.iterdir() if (p / TREE_METADATA).is_file())
-  chosen = next((name for name in (*ITEM_NAMES, *items) if name in items), "")
-  if not chosen:
+  if not (chosen := next((name for name in (*ITEM_NAMES, *items) if name in items), "")):
     raise LayoutError(_no_tree(path, folder))
   if chosen not in ITEM_NAMES and len(items) > 1:
     raise LayoutError(f"{path} holds several trees: {', '.join(items)}; name one, as in {folder / chosen}")
@@ -316,11 +301,9 @@ def tree_from_memory(tree: Any, origin: str = "the given tree") -> RawTree:
   """A RawTree over arrays in memory: nested dicts, lists, tuples, NamedTuples (optax states), nnx.State, Nones."""
   from jax.tree_util import SequenceKey, keystr, tree_flatten_with_path
 
-  def is_leaf(node):
-    return node is None or (isinstance(node, (dict, list, tuple)) and not node)
-
   nodes: dict[TreePath, Node] = {}
-  for keys, leaf in tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+  leaves, _ = tree_flatten_with_path(tree, lambda x: x is None or (isinstance(x, (dict, list, tuple)) and not x))
+  for keys, leaf in leaves:
     path = tuple(k.idx if isinstance(k, SequenceKey) else keystr((k,), simple=True) for k in keys)
     nodes[path] = _memory_node(path, leaf)
   return RawTree(nodes, origin)
@@ -348,10 +331,7 @@ def key_words(key: Any) -> Any:
 
 
 def misfit(origin: Any, missing: Sequence[str], extra: Sequence[str], unlike: Sequence[str]) -> str:
-  """The error for a checkpoint whose leaves are not those of the model; '' where they are.
-
-  unlike: a text for each leaf of another shape or dtype.
-  """
+  """The error for a checkpoint with other leaves than the model, '' for none. unlike: a text for each such leaf."""
   problems = [f"misses {listed(missing)}"] if missing else []
   problems += [f"has {listed(extra)}, unknown to the model"] if extra else []
   problems += [*unlike[:_MOST_UNLIKE], *([f"and {len(unlike) - _MOST_UNLIKE} more"] if unlike[_MOST_UNLIKE:] else [])]

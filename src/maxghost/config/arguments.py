@@ -1,46 +1,13 @@
-"""Commands: mistakes are reported in one line, those in flags with the nearest one."""
+"""Command lines with flags (report, scores, ...); mistakes are reported in one line with the nearest flag."""
 
 import argparse
-import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from maxghost.config.values import ConfigError, did_you_mean, print_problem
+from maxghost.config.values import ConfigError, did_you_mean
 
 ACCEPT_HELP = "continue without damaged or missing score files, and list what is lost"
-
-USER_ERROR = 2
-
-
-def guard(work: Callable[[], int | None], name: str = "maxghost") -> int:
-  """Runs a command and returns its exit code. What is no defect of the program is a line of `name` on stderr.
-
-  0 if the output was closed early (`| head`); 1 for a file or disk that fails; 2 for wrong input, where nothing was
-  written; 130 for Ctrl-C.
-  """
-  if isinstance(sys.stdout, io.TextIOWrapper):
-    sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks
-  code = 0
-  try:
-    code = work() or 0
-    sys.stdout.flush()
-  except ConfigError as error:
-    for problem in error.problems or (str(error),):
-      print_problem(problem, name)
-    return error.exit_code
-  except KeyboardInterrupt as error:
-    print_problem(str(error) or "interrupted", name)
-    return 130
-  except OSError as error:
-    print_problem(error, name)
-    return code if isinstance(error, BrokenPipeError) else 1
-  except ValueError as error:
-    if "embedded null" not in str(error):
-      raise
-    print_problem("a path holds a NUL character", name)
-    return USER_ERROR
-  return code
 
 
 class Parser(argparse.ArgumentParser):

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from maxghost import config
-from maxghost.config import ConfigError
-from maxghost.config.arguments import Parser, guard
-from maxghost.config.values import printable
+from maxghost.config.arguments import Parser
+from maxghost.config.values import guard, printable
 from maxghost.data import duplicates
 from maxghost.data import prepare as preparing
 from maxghost.data.build import load_dataset
@@ -19,10 +18,12 @@ from maxghost.data.sources import open_source
 
 def main(arguments: list[str] | None = None) -> int:
   """Runs one command; returns the exit code (0 done, 1 damage found, 2 wrong input, 130 Ctrl-C)."""
-  return guard(lambda: _run(arguments))
+  again = "; the same command continues where this one stopped"
+  arguments = sys.argv[1:] if arguments is None else arguments
+  return guard(lambda: _run(arguments), stopped=f"interrupted{again if arguments[:1] == ['prepare'] else ''}")
 
 
-def _run(arguments: list[str] | None) -> int:
+def _run(arguments: list[str]) -> int:
   parser = Parser(prog="maxghost data", description=__doc__)
   commands = parser.add_subparsers(dest="command", required=True)
   prepare = _command(commands, "prepare", "tokenize a configuration's data once, into ArrayRecord shards and an index")
@@ -59,9 +60,9 @@ def _prepare(parsed: argparse.Namespace) -> int:
   cfg = config.load(*parsed.config)
   for option in ("workers", "part_bytes"):
     if getattr(parsed, option) < 1:
-      raise ConfigError(f"--{option} {getattr(parsed, option)} is below 1")
+      raise config.ConfigError(f"--{option} {getattr(parsed, option)} is below 1")
   if cfg.records != "text":
-    raise ConfigError(
+    raise config.ConfigError(
       f"objective={cfg.optimizer.objective} reads {cfg.records}, which a run renders itself; nothing to prepare"
     )
   source = open_source(cfg.data, cfg.run.data_shuffle_seed, whole=False)
@@ -76,12 +77,9 @@ def _prepare(parsed: argparse.Namespace) -> int:
     vocab_size = max(cfg.model.vocab_size, parsed.train_bpe)
     data = config.replace(cfg, tokenizer_type="huggingface", tokenizer_path=str(path), vocab_size=vocab_size).data
   with _progress(source.num_bytes) as progress:
-    try:
-      meta = preparing.prepare(
-        source, data, parsed.output, num_workers=parsed.workers, part_bytes=parsed.part_bytes, progress=progress
-      )
-    except KeyboardInterrupt as error:
-      raise KeyboardInterrupt("interrupted; the same command continues where this one stopped") from error
+    meta = preparing.prepare(
+      source, data, parsed.output, num_workers=parsed.workers, part_bytes=parsed.part_bytes, progress=progress
+    )
   documents = sum(meta["domain_documents"].values())
   print(
     f"{parsed.output}: {documents:,} documents of {len(meta['domains'])} domains, {meta['tokens']:,} tokens in "
@@ -116,7 +114,7 @@ def _progress(total_bytes: int) -> Iterator[Callable[[dict], None]]:
 
 def _verify(parsed: argparse.Namespace) -> int:
   if not (Path(parsed.folder) / INDEX_FILE).is_file():
-    raise ConfigError(f"{parsed.folder} holds no {INDEX_FILE}; give a folder that `prepare` has written")
+    raise config.ConfigError(f"{parsed.folder} holds no {INDEX_FILE}; give a folder that `prepare` has written")
   problems = preparing.verify(parsed.folder)
   for problem in problems:
     print(problem)
@@ -143,7 +141,7 @@ def _show(parsed: argparse.Namespace) -> int:
 def _duplicates(parsed: argparse.Namespace) -> int:
   cfg = config.load(*parsed.config)
   if parsed.near is not None and not 0 < parsed.near <= 1:
-    raise ConfigError(f"--near {parsed.near} is not a share; use for example 0.8")
+    raise config.ConfigError(f"--near {parsed.near} is not a share; use for example 0.8")
   dataset = load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
   pairs = duplicates.exact(duplicates.documents_of(dataset))
   if parsed.near is not None:

@@ -281,10 +281,7 @@ class RoutedMoe(nnx.Module):
     return split.run(self.experts_sorted, params, x_BTD, index_BTk, weight_BTk)
 
   def experts_sorted(self, params: dict, x_BTD, index_BTk, weight_BTk, first_expert=None):
-    """`experts` by sorted rows.
-
-    first_expert: index of the first expert in params that hold only some of them; choices of others then add nothing.
-    """
+    """`experts` by sorted rows. first_expert: of params that hold only some; choices of others then add nothing."""
     rows = Rows.sort(index_BTk, num_held(params), first_expert)
     branches = self.branch_rows(params, rows.take(x_BTD.reshape(-1, x_BTD.shape[-1])), rows)
     y_RD = rows.own(self.multiply(params, "wo", gated(branches, self.activations, self.limit), rows))

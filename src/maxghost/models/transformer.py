@@ -44,9 +44,14 @@ class Decoder(nnx.Module):
     """Runs the input of the first layer through all layers."""
     if self.scan_layers:
       return stack.run(
-        self.layers, hidden, (positions_BT, segment_ids_BT), num_layers=self.num_layers, remat_policy=self.remat_policy,
-        dropout_key=dropout_key, segment_lengths=self.segment_lengths,
-      )  # fmt: skip
+        self.layers,
+        hidden,
+        (positions_BT, segment_ids_BT),
+        num_layers=self.num_layers,
+        remat_policy=self.remat_policy,
+        dropout_key=dropout_key,
+        segment_lengths=self.segment_lengths,
+      )
     for i in range(self.num_layers):
       graphdef, state = nnx.split(getattr(self, f"layers_{i}"))
       layer = stack.remat(lambda state, *args, graphdef=graphdef: nnx.merge(graphdef, state)(*args), self.remat_policy)
@@ -57,9 +62,14 @@ class Decoder(nnx.Module):
 
 def embedding(cfg: ModelConfig, num_rows: int, axes, *, std: float, rngs: nnx.Rngs, layer_type=nnx.Embed) -> nnx.Embed:
   return layer_type(
-    num_rows, cfg.base_emb_dim, dtype=jnp.dtype(cfg.dtype), param_dtype=jnp.dtype(cfg.weight_dtype),
-    embedding_init=nnx.initializers.normal(std), rngs=rngs, embedding_metadata={"axes": axes, "matrix": ()},
-  )  # fmt: skip
+    num_rows,
+    cfg.base_emb_dim,
+    dtype=jnp.dtype(cfg.dtype),
+    param_dtype=jnp.dtype(cfg.weight_dtype),
+    embedding_init=nnx.initializers.normal(std),
+    rngs=rngs,
+    embedding_metadata={"axes": axes, "matrix": ()},
+  )
 
 
 class Transformer(nnx.Module):

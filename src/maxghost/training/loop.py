@@ -156,10 +156,7 @@ class TrainingLoop:
       self._save()
 
   def _close_replaced_rows(self, step: int) -> dict[str, jax.Array] | None:
-    """Closes the account of the old validation rows where a step draws new ones (`step.make_closing`).
-
-    Must be started before the step donates the state.
-    """
+    """Closes the account of rows that this step replaces (`step.make_closing`), before the state is donated."""
     if not self._validation.replaces(step):
       return None
     if not self._program.is_ready("closing"):  # still compiling, early in a run: not counted in a step's time
@@ -237,11 +234,7 @@ class TrainingLoop:
       read()
 
   def _read_outputs(self, step: int, fetched: Fetched, outputs: Any, replaced: dict | None) -> None:
-    """Reads a step's outputs, and completes the record of the step before.
-
-    If the validation loss before this step is known, it closes the account of an earlier step. replaced: what closes it
-    on the old rows, where this step draws new ones.
-    """
+    """Reads a step's outputs and completes the record before it. replaced: what closes an account on old rows."""
     outputs = scoring.to_host(outputs)  # waits until the step is done
     seconds = self._restart_clock()
     metrics.check_finite(step, outputs)

@@ -108,10 +108,7 @@ def eval_metrics(sums: Sequence[tuple[Any, Any]], objective: str = "next_token")
 
 
 class MetricsLog:
-  """metrics.jsonl: `append` writes one whole line; `position` is its length in bytes after a flush to disk.
-
-  checksum: CRC-32 of what was written since `restore`, and before.
-  """
+  """`append` writes a whole line; `position` is the length in bytes on disk; checksum: CRC-32 of the lines so far."""
 
   def __init__(self, path: Path):
     self._path, self.checksum = path, 0
@@ -130,12 +127,8 @@ class MetricsLog:
     return os.path.getsize(self._path)
 
   def restore(self, num_bytes: int, checksum: int | None = None) -> None:
-    """Cuts the file back to a position and says, at every resume, if its records were changed since they were written.
-
-    Raises ConfigError if the file is shorter.
-    """
-    size = os.path.getsize(self._path)
-    if size < num_bytes:
+    """Cuts the file to a position; reports records that were changed. Raises ConfigError if it is shorter."""
+    if (size := os.path.getsize(self._path)) < num_bytes:
       raise ConfigError(
         f"{self._path} has {size} bytes, but the checkpoint was made when it had {num_bytes}: records are missing; "
         "put the file back, or start a new run_name"

@@ -25,7 +25,6 @@ from maxghost.training.loop import Hardware, Outcome, Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import PEAK_FLOPS, Plan
 from maxghost.training.reweighting import Reweighter
-from maxghost.training.run_directory import Existing
 from maxghost.training.signals import StopSignals
 from maxghost.training.state import Position
 
@@ -43,7 +42,7 @@ class Session:
   def __init__(
     self,
     plan: Plan,
-    existing: Existing,
+    existing: run_directory.Existing,
     dataset,
     signals: StopSignals,
     *,
@@ -71,10 +70,7 @@ class Session:
     self._program = compiled_steps.build(plan)
 
   def run(self) -> int:
-    """Trains to the end or to a signal; returns the exit code. Raises what the loop raises.
-
-    If another process of the run is lost, this one reports it and exits at once with code 1.
-    """
+    """Trains to the end or to a signal; returns the exit code. Exits at once with 1 if a process of the run is lost."""
     try:
       with contextlib.ExitStack() as opened:
         opened.enter_context(self._claim())
@@ -139,10 +135,16 @@ class Session:
     opened.callback(prefetcher.close)
     self._announce(position)
     loop = TrainingLoop(
-      cfg, self._program, batches, sinks, self._signals, Hardware(plan.layout.num_devices,
-      PEAK_FLOPS.get(jax.devices()[0].device_kind), plan.rows, plan.flops), put=plan.layout.put, reweighter=reweighter,
+      cfg,
+      self._program,
+      batches,
+      sinks,
+      self._signals,
+      Hardware(plan.layout.num_devices, PEAK_FLOPS.get(jax.devices()[0].device_kind), plan.rows, plan.flops),
+      put=plan.layout.put,
+      reweighter=reweighter,
       sampler=self._sampler,
-    )  # fmt: skip
+    )
     outcome = loop.run(train_state, position, prefetcher)
     if not position.completed_steps:  # the reader counts what this process has read
       self._console.line(dataset.train.describe())

@@ -58,18 +58,13 @@ def validation(problem: Problem) -> Validation:
     losses, gradients = validation_gradients(*rows)
     return losses, [g.astype(s.dtype) for g, s in zip(jax.tree.leaves(gradients), stored, strict=True)]
 
-  def stale():
-    return jnp.full((num_sets,), jnp.nan, stored[0].dtype), stored
-
+  stale = lambda: (jnp.full((num_sets,), jnp.nan, stored[0].dtype), stored)  # noqa: E731
   losses, leaves = jax.lax.cond(known.refresh, renewed, stale)
   return Validation(losses, jax.tree.unflatten(jax.tree.structure([problem.model.params] * num_sets), leaves))
 
 
 def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.State) -> tuple[list, list]:
-  """([G], [u]) of the validation sets, from their States G and by the problem's rule: dicts {label: array}.
-
-  u = P_tᵀ G, and 0 for parameters that are not scored. G is that of `second_order_gradients` or `extrapolated`.
-  """
+  """([G], [u = P_tᵀ G, 0 where not scored]) of the sets, dicts {label: array}, by the problem's rule."""
   rule, grads, (state, delta) = problem.rule, by_label(training_gradient), problem.update(training_gradient)
   if problem.second_order:
     gradients = second_order_gradients(problem.model, problem.val_loss, problem.val_batches, gradients, delta)
@@ -87,10 +82,7 @@ def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.S
 
 
 def extrapolated(secant: Secant | None, gradients: list[dict]) -> list[dict]:
-  """K dicts {label: G + weight (own G - G')}, in place of G; G itself without a secant.
-
-  gradients: K dicts {label: G}, of all or of some of the labels.
-  """
+  """K dicts {label: G + weight (own G - G')} of the labels in `gradients`; these themselves without a secant."""
   if secant is None:
     return gradients
 
@@ -125,11 +117,7 @@ def second_order_gradients(
 
 
 def _for_each_set(function: Callable, losses: tuple[Callable, ...], batches: tuple):
-  """(stacked first results, list of second results) of function(loss function, batch) -> (scalar, State).
-
-  Sets of one loss and shape run as one mapped pass, whose products with the weights include all rows at once; K small
-  passes would use the device less well.
-  """
+  """(stacked first, list of second results) of function(loss, batch); sets of one loss and shape in one mapped pass."""
   kinds = [(loss_fn, jax.tree.map(jnp.shape, batch)) for loss_fn, batch in zip(losses, batches, strict=True)]
   if len(batches) == 1 or any(kind != kinds[0] for kind in kinds):
     pairs = [function(*pair) for pair in zip(losses, batches, strict=True)]
