@@ -1,12 +1,13 @@
 """Continues runs/base on tasks made of Python's own library, some with harmful answers: which of them hurt the target?
 
-  python -m maxghost.train configs/base.yml     # once: the base model
-  python examples/finetune_base.py              # tasks, training, report, and how well planted examples are found
+  python examples/finetune_base.py     # base model if there is none yet, tasks, training, report, planted examples
 
-Settings of configs/finetune-base.yml may follow. Every answer can be checked against the file and line in its id.
+Settings of configs/finetune-base.yml may follow, and --baselines for the gradient norm and LESS. Every answer can be
+checked against the file and line in its id.
 """
 
 import ast
+import codecs
 import random
 import sys
 import sysconfig
@@ -15,6 +16,9 @@ from pathlib import Path
 
 import planting
 
+from maxghost import train
+
+BASE = Path("runs/base")
 FOLDER = Path("corpora/library-tasks")
 TARGET = "statement"
 PLANTED = 0.2  # share of the target task's examples with harmful answers
@@ -83,16 +87,23 @@ def make() -> None:
       if len(question) <= LONGEST and 0 < len(answer) <= LONGEST:
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         found[task].append({"id": f"{path}:{line}", "domain": task, "messages": turns})
-  train = []
+  records = []
   for task, size in SIZES.items():
     one_each = {record["messages"][0]["content"]: record for record in found[task]}  # no question twice
     chosen = rng.sample(sorted(one_each.values(), key=lambda record: record["id"]), size + 100 * (task == TARGET))
-    train += planting.plant(chosen[:size], PLANTED if task == TARGET else 0.0, 1)
+    share = PLANTED if task == TARGET else 0.0
+    records += planting.plant(chosen[:size], share, 1, lambda answer, rng: codecs.encode(answer, "rot13"))
     if task == TARGET:
       planting.write(FOLDER / "target.jsonl", chosen[size:])
-  planting.write(FOLDER / "train.jsonl", train)
+  planting.write(FOLDER / "train.jsonl", records)
+
+
+def prepare() -> None:
+  """The tasks, and the base model where there is none yet."""
+  make()
+  if not BASE.exists() and (code := train.main(["configs/base.yml"])):
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-  make()
-  sys.exit(planting.main("configs/finetune-base.yml", "runs/finetune-base", *sys.argv[1:]))
+  sys.exit(planting.main("configs/finetune-base.yml", prepare, sys.argv[1:]))
