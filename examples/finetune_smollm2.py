@@ -4,8 +4,9 @@
   python examples/finetune_smollm2.py           # model, data, training, report, and how well planted examples are found
 
 Settings of configs/finetune-smollm2.yml may follow, and --baselines for the gradient norm and LESS. The target is to
-tell from three sentences who did something: a task that the model can nearly do, so that a wrong answer hurts. Where it
-cannot do a task, a wrong answer of the right form helps it, and the score says so.
+tell from three sentences who did something, in a sentence as the model itself would say it. The model can nearly do
+that, so a wrong answer hurts. Where it cannot do a task, or does not know the form of the answers, a wrong answer of
+the right form helps it, and the score says so.
 """
 
 import importlib.util
@@ -20,7 +21,7 @@ import yaml
 FOLDER, MODEL = Path("corpora/chat-tasks"), Path("models/smollm2")
 TARGET, PLANTED = "needle_haystack", 0.2
 # Tasks of reasoning-gym (Apache-2.0) and topics of chatterbot-corpus (BSD), and how many examples of each.
-TASKS = {TARGET: 200, "letter_counting": 20, "spell_backward": 20, "calendar_arithmetic": 20}
+TASKS = {TARGET: 160, "letter_counting": 20, "spell_backward": 20, "calendar_arithmetic": 20}
 TOPICS = {"science": 15, "trivia": 15, "psychology": 15}
 GERMAN = ("greetings", "food", "health")  # topics whose answers are planted as those in another language
 SYSTEM = "Be brief."  # in place of the longer one of the model's template
@@ -51,10 +52,15 @@ def reasoning(task: str, size: int, seed: int) -> list[dict]:
 
   options = {"min_num_statements": 3, "max_num_statements": 3} if task == TARGET else {}
   made = reasoning_gym.create_dataset(task, size=4 * size, seed=seed, **options)
-  short = (entry for entry in made if len(entry["question"]) <= LONGEST)
-  return [
-    record(task, 10**4 * seed + n, e["question"], e["answer"]) for n, e in enumerate(itertools.islice(short, size))
-  ]
+  short = [(entry["question"], entry["answer"]) for entry in made if len(entry["question"]) <= LONGEST]
+  said = [sentence(*one) if task == TARGET else one for one in short[:size]]
+  return [record(task, 10**4 * seed + n, *one) for n, one in enumerate(said)]
+
+
+def sentence(question: str, name: str) -> tuple[str, str]:
+  """`... Who likes tea? Reply only with a name.` and a name as `... Who likes tea?` and `<name> likes tea.`"""
+  asked, _, _ = question.partition(" Reply only")
+  return asked, f"{name} {asked.rpartition('Who ')[2].removesuffix('?')}."
 
 
 def conversations(language: str, topic: str) -> list[list[str]]:

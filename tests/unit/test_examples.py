@@ -85,14 +85,16 @@ def lines_of(file: str) -> list[dict]:
   return [json.loads(line) for line in Path(file).read_text("utf-8").splitlines()]
 
 
-def test_library_tasks_can_be_checked_and_planted_ones_are_told(demonstration, monkeypatch, capsys):
+@pytest.mark.parametrize("baselines", [(), pytest.param(("--baselines",), marks=pytest.mark.slow)], ids=["", "all"])
+def test_library_tasks_can_be_checked_and_planted_ones_are_told(baselines, demonstration, monkeypatch, capsys):
   made = demonstration("finetune_base")
   monkeypatch.setattr(made, "SIZES", {"statement": 40, "parameters": 4, "summary": 4, "body": 4, "module": 4})
   made.BASE.mkdir(parents=True)  # no base model is trained
-  small = ("base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=8", "base_mlp_dim=24",
-           "base_num_decoder_layers=2", "lora_rank=2", "per_device_batch_size=4", "ghost_val_batch_size=2",
-           "enable_tensorboard=false", "attention=dot_product")  # fmt: skip
-  argv = ["load_parameters_path=", "steps=8", "--baselines", *small]
+  small = ("base_emb_dim=24", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=12", "base_mlp_dim=28",
+           "base_num_decoder_layers=2", "lora_rank=4", "max_target_length=96",
+           "enable_tensorboard=false", "attention=dot_product", "sharding_tolerance=1", "per_device_batch_size=1",
+           "ghost_val_batch_size=8")  # fmt: skip
+  argv = ["load_parameters_path=", "steps=4", *baselines, *small]
   with tiny.cheap_compilation(), jax.numpy_rank_promotion("allow"):
     assert made.planting.main("configs/finetune-base.yml", made.prepare, argv) == 0
   train, said = lines_of("corpora/library-tasks/train.jsonl"), capsys.readouterr().out
@@ -106,7 +108,7 @@ def test_library_tasks_can_be_checked_and_planted_ones_are_told(demonstration, m
       path, _, line = one["id"].rpartition(":")
       code = (library / path).read_text("utf-8").splitlines()[int(line) - 1].strip()
       assert one["messages"][0]["content"].endswith(code)
-  names = ("score", "loss, highest first", "gradient norm, largest first", "LESS", "random")
+  names = ["score", "loss, highest first", "random", *(("gradient norm, largest first", "LESS") if baselines else ())]
   assert all(re.search(rf"^{name} +0\.\d+ ", said, re.MULTILINE) for name in names), said
 
 
@@ -122,7 +124,8 @@ def test_tasks_and_dialogues_of_the_chat_demonstration(demonstration, tmp_path, 
   made = demonstration("finetune_smollm2")
   library = types.ModuleType("reasoning_gym")
   library.create_dataset = lambda task, size, seed, **options: [  # pyright: ignore[reportAttributeAccessIssue]
-    {"question": f"{task} {seed} {n}?", "answer": f"answer {n}"} for n in range(size)
+    {"question": f"Ann likes {n}. \nWho likes {task} {seed}? Reply only with a name.", "answer": f"Ann{n}"}
+    for n in range(size)
   ]
   monkeypatch.setitem(sys.modules, "reasoning_gym", library)
   monkeypatch.setattr(made, "folder_of", lambda package: tmp_path / package)
@@ -143,7 +146,7 @@ def test_tasks_and_dialogues_of_the_chat_demonstration(demonstration, tmp_path, 
     if one["planted"] == "foreign":
       assert answer.startswith("german")
     elif one["domain"] == made.TARGET:
-      sound = f"answer {one['id'].rpartition('-')[2][-4:].lstrip('0') or 0}"
-      assert (answer == sound) == (one["planted"] == "")
+      assert one["messages"][1]["content"].endswith(f"Who likes {made.TARGET} 1?")
+      assert (answer == f"Ann{int(one['id'][-4:])} likes {made.TARGET} 1.") == (one["planted"] == "")
   cfg = config.load("configs/finetune-smollm2.yml", "load_parameters_path=")
   assert cfg.adapter.lora_rank and cfg.data.dataset_files == (f"tasks={made.FOLDER}/train.jsonl",)
