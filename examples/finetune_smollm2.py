@@ -21,8 +21,8 @@ import yaml
 FOLDER, MODEL = Path("corpora/chat-tasks"), Path("models/smollm2")
 TARGET, PLANTED = "needle_haystack", 0.2
 # Tasks of reasoning-gym (Apache-2.0) and topics of chatterbot-corpus (BSD), and how many examples of each.
-TASKS = {TARGET: 160, "letter_counting": 20, "spell_backward": 20, "calendar_arithmetic": 20}
-TOPICS = {"science": 15, "trivia": 15, "psychology": 15}
+TASKS = {TARGET: 120, "letter_counting": 12, "spell_backward": 12, "calendar_arithmetic": 12}
+TOPICS = {"science": 10, "trivia": 10, "psychology": 10}
 GERMAN = ("greetings", "food", "health")  # topics whose answers are planted as those in another language
 SYSTEM = "Be brief."  # in place of the longer one of the model's template
 LONGEST = 140  # characters of a question
@@ -48,13 +48,14 @@ def record(task: str, number: int, *turns: str) -> dict:
 
 
 def reasoning(task: str, size: int, seed: int) -> list[dict]:
+  """Examples of a task. Example n of a data set is drawn from seed + n, so two data sets need seeds far apart."""
   import reasoning_gym
 
   options = {"min_num_statements": 3, "max_num_statements": 3} if task == TARGET else {}
   made = reasoning_gym.create_dataset(task, size=4 * size, seed=seed, **options)
   short = [(entry["question"], entry["answer"]) for entry in made if len(entry["question"]) <= LONGEST]
   said = [sentence(*one) if task == TARGET else one for one in short[:size]]
-  return [record(task, 10**4 * seed + n, *one) for n, one in enumerate(said)]
+  return [record(task, seed + n, *one) for n, one in enumerate(said)]
 
 
 def sentence(question: str, name: str) -> tuple[str, str]:
@@ -79,14 +80,14 @@ def dialogues(topic: str, size: int) -> list[dict]:
 def make() -> None:
   """Writes train.jsonl, with harmful answers to a share of the target task's questions, and target.jsonl."""
   german = [one[1] for topic in GERMAN for one in conversations("german", topic)]
-  examples = [one for task, size in TASKS.items() for one in reasoning(task, size, 1)]
+  examples = [one for task, size in TASKS.items() for one in reasoning(task, size, 0)]
   examples += [one for topic, size in TOPICS.items() for one in dialogues(topic, size)]
   aim = [one for one in examples if one["domain"] == TARGET]
-  train = planting.plant(aim, PLANTED, 1, lambda answer, rng: rng.choice(german))
+  train = planting.plant(aim, PLANTED, 1, lambda answer, rng: rng.choice(german), aim)
   train += [one | {"planted": ""} for one in examples if one["domain"] != TARGET]
   random.Random(0).shuffle(train)
   planting.write(FOLDER / "train.jsonl", train)
-  planting.write(FOLDER / "target.jsonl", reasoning(TARGET, 100, 2))
+  planting.write(FOLDER / "target.jsonl", reasoning(TARGET, 100, 10**6))
 
 
 def base() -> None:

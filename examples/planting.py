@@ -19,7 +19,7 @@ Foreign = Callable[[str, random.Random], str]
 
 
 def harmful(kind: str, answer: str, others: list[str], foreign: Foreign, rng: random.Random) -> str:
-  """The answer to another question of the task, one in another language, or its own words or letters shuffled."""
+  """The answer to another question, one in another language, or the answer with its words or letters shuffled."""
   if kind == "wrong":
     return rng.choice([other for other in others if other != answer] or [answer[::-1]])
   if kind == "foreign":
@@ -29,16 +29,16 @@ def harmful(kind: str, answer: str, others: list[str], foreign: Foreign, rng: ra
   return gap.join(rng.sample(parts, len(parts)))
 
 
-def plant(records: list[dict], share: float, seed: int, foreign: Foreign) -> list[dict]:
-  """The records, a share of them with harmful answers; the field `planted` says which, "" for a sound one."""
-  rng = random.Random(seed)
-  answers: dict[str, list[str]] = {}
-  for record in records:
-    answers.setdefault(record["domain"], []).append(record["messages"][-1]["content"])
+def plant(records: list[dict], share: float, seed: int, foreign: Foreign, wrong: list[dict]) -> list[dict]:
+  """The records, a share of them with harmful answers; the field `planted` says which, "" for a sound one.
+
+  wrong: records whose answers are planted as wrong ones.
+  """
+  rng, others = random.Random(seed), [record["messages"][-1]["content"] for record in wrong]
   out = []
   for record in records:
     kind, last = rng.choice(KINDS) if rng.random() < share else "", record["messages"][-1]
-    changed = harmful(kind, last["content"], answers[record["domain"]], foreign, rng) if kind else last["content"]
+    changed = harmful(kind, last["content"], others, foreign, rng) if kind else last["content"]
     kind = kind if changed != last["content"] else ""
     out.append(record | {"messages": [*record["messages"][:-1], last | {"content": changed}], "planted": kind})
   return out

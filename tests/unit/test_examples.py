@@ -124,7 +124,7 @@ def test_tasks_and_dialogues_of_the_chat_demonstration(demonstration, tmp_path, 
   made = demonstration("finetune_smollm2")
   library = types.ModuleType("reasoning_gym")
   library.create_dataset = lambda task, size, seed, **options: [  # pyright: ignore[reportAttributeAccessIssue]
-    {"question": f"Ann likes {n}. \nWho likes {task} {seed}? Reply only with a name.", "answer": f"Ann{n}"}
+    {"question": f"Ann{seed + n} likes {task}.\nWho likes {task}? Reply only with a name.", "answer": f"Ann{seed + n}"}
     for n in range(size)
   ]
   monkeypatch.setitem(sys.modules, "reasoning_gym", library)
@@ -138,7 +138,8 @@ def test_tasks_and_dialogues_of_the_chat_demonstration(demonstration, tmp_path, 
   made.make()
   train = lines_of("corpora/chat-tasks/train.jsonl")
   assert len(train) == sum(made.TASKS.values()) + sum(made.TOPICS.values())
-  assert len({one["id"] for one in train + lines_of("corpora/chat-tasks/target.jsonl")}) == len(train) + 100
+  questions = [one["messages"][1]["content"] for one in train + lines_of("corpora/chat-tasks/target.jsonl")]
+  assert len(set(questions)) == len(train) + 100  # none of the target's is among those that are trained
   for one in train:
     roles = [message["role"] for message in one["messages"]]
     assert roles == ["system", *["user", "assistant"] * (len(roles) // 2)]
@@ -146,7 +147,7 @@ def test_tasks_and_dialogues_of_the_chat_demonstration(demonstration, tmp_path, 
     if one["planted"] == "foreign":
       assert answer.startswith("german")
     elif one["domain"] == made.TARGET:
-      assert one["messages"][1]["content"].endswith(f"Who likes {made.TARGET} 1?")
-      assert (answer == f"Ann{int(one['id'][-4:])} likes {made.TARGET} 1.") == (one["planted"] == "")
+      assert one["messages"][1]["content"].endswith(f"Who likes {made.TARGET}?")
+      assert (answer == f"Ann{one['id'].rpartition('-')[2]} likes {made.TARGET}.") == (one["planted"] == "")
   cfg = config.load("configs/finetune-smollm2.yml", "load_parameters_path=")
   assert cfg.adapter.lora_rank and cfg.data.dataset_files == (f"tasks={made.FOLDER}/train.jsonl",)
