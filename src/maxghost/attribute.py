@@ -104,11 +104,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def scoring_config(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]) -> Config:
-  """The run's configuration for single scored steps, with the name of the optimizer's direction in place of auto.
-
-  A step of fewer rows is not accumulated. Checkpoints without optimizer state have no own direction, and the learning
-  rate of a warmed-up run.
-  """
+  """The configuration of single scored steps, its own direction by name; of constant rate without optimizer state."""
   direction = args.direction or cfg.ghost.ghost_direction
   changes: dict[str, Any] = {} if args.index or not args.rows else {"gradient_accumulation_steps": 1}
   if cfg.ghost.ghost_schedule == "concat":  # one validation set, and a stale preconditioner
@@ -243,10 +239,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
 
 
 def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
-  """(run, {step: checkpoint}, ascending); an imported model is step 0 of itself.
-
-  Raises ConfigError for other paths, and for checkpoints of two runs.
-  """
+  """(run, {step: checkpoint}, ascending); an imported model is step 0 of itself. Raises ConfigError."""
   paths: dict[int, Path] = {}
   runs = set()
   for path in given:

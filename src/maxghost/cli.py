@@ -7,7 +7,6 @@ starts.
 
 import importlib
 import importlib.util
-import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +14,9 @@ from pathlib import Path
 from maxghost import __version__
 from maxghost.config import ConfigError, did_you_mean, fields, load_with_origins
 from maxghost.config.help import list_values, print_help
-from maxghost.config.values import print_problem
+from maxghost.config.values import guard
 
-USER_ERROR = 2
+USER_ERROR = ConfigError.exit_code
 
 # verb -> (module, description). Verbs whose module is missing in this installation are not offered.
 VERBS = {
@@ -39,36 +38,6 @@ USAGE = """\
 usage: maxghost {verb} [config.yml] [key=value ...]
        maxghost {verb} --help [key]      all keys, or one in full
        maxghost {verb} [...] --print_config   every value and where it comes from; nothing runs"""
-
-
-def guard(work: Callable[[], int | None]) -> int:
-  """Runs a command and returns its exit code. What is no defect of the program is a line on stderr, not a traceback.
-
-  0 if the output was closed early (`| head`); 1 for a file or disk that fails; 2 for wrong input, where nothing was
-  written; 130 for Ctrl-C.
-  """
-  if isinstance(sys.stdout, io.TextIOWrapper):
-    sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks
-  code = 0
-  try:
-    code = work() or 0
-    sys.stdout.flush()
-  except ConfigError as error:
-    for problem in error.problems or (str(error),):
-      print_problem(problem)
-    return USER_ERROR
-  except KeyboardInterrupt:
-    print_problem("interrupted")
-    return 130
-  except OSError as error:
-    print_problem(error)
-    return code if isinstance(error, BrokenPipeError) else 1
-  except ValueError as error:
-    if "embedded null" not in str(error):
-      raise
-    print_problem("a path holds a NUL character")
-    return USER_ERROR
-  return code
 
 
 def run_command(
@@ -157,7 +126,14 @@ def main(argv: list[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
   verbs = available_verbs()
   if not arguments or arguments[0] in ("-h", "--help", "help"):
-    print(overview(verbs))
+    width = max(map(len, verbs), default=0)
+    print(
+      "usage: maxghost COMMAND [...]",
+      "",
+      *(f"  {verb:<{width}}  {about}" for verb, (_, about) in verbs.items()),
+      sep="\n",
+    )
+    print("\nmaxghost COMMAND --help explains a command; maxghost train --help lists every key; maxghost --version.")
     return 0 if arguments else USER_ERROR
   if arguments[0] in ("-V", "--version"):
     print(f"maxghost {__version__}")
@@ -168,14 +144,6 @@ def _main(arguments: list[str]) -> int:
     hint = (within or [did_you_mean(verb, verbs) or f"; there are {', '.join(verbs)}"])[0]
     raise ConfigError(f"unknown command '{verb}'{hint}")
   return importlib.import_module(verbs[verb][0]).main(rest)
-
-
-def overview(verbs: dict[str, tuple[str, str]]) -> str:
-  """The commands and their descriptions."""
-  width = max(map(len, verbs), default=0)
-  lines = ["usage: maxghost COMMAND [...]", "", *(f"  {verb:<{width}}  {about}" for verb, (_, about) in verbs.items())]
-  more = "maxghost COMMAND --help explains a command; maxghost train --help lists every key; maxghost --version."
-  return "\n".join([*lines, "", more])
 
 
 if __name__ == "__main__":

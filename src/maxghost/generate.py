@@ -27,10 +27,7 @@ KEYS["lora_restore_path"] = "--adapter"
 
 
 def from_keys(arguments: list[str]) -> list[str]:
-  """Turns `[config.yml] load_parameters_path=MODEL prompt=TEXT [key=value ...]` into flags.
-
-  The configuration is for a model that has none of its own. Other arguments are unchanged. Raises ConfigError.
-  """
+  """`[config.yml] load_parameters_path=MODEL prompt=TEXT [key=value ...]` as flags; others as they are."""
   typed = arguments[:1] if arguments[:1] and Path(arguments[0]).suffix in (".yml", ".yaml") else []
   pairs = [text.partition("=") for text in arguments[len(typed) :]]
   if not typed and not any(name == "load_parameters_path" and equals for name, equals, _ in pairs):
@@ -147,8 +144,7 @@ class Row:
     self.num_tokens = len(ids)
     ids = ids[:-1] if len(ids) and int(ids[-1]) in self._stop_ids else ids
     text = self._tokenizer.decode(ids).decode("utf-8", errors="replace")
-    found = [place for stop in self._stop_texts if (place := text.find(stop)) >= 0]
-    if found:
+    if found := [place for stop in self._stop_texts if (place := text.find(stop)) >= 0]:
       text, self.ended = text[: min(found)], True
     elif not last:
       text = text.rstrip("\ufffd")

@@ -8,13 +8,11 @@ from typing import Any
 from maxghost import config
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError
-from maxghost.config import Config, ConfigError
+from maxghost.config import Config, ConfigError, ModelConfig
 from maxghost.config.families import FAMILIES
-from maxghost.config.schema import ModelConfig
 from maxghost.config.values import shown
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface, merge, model_path
-from maxghost.interop.huggingface import open_tree
 from maxghost.interop.huggingface_config import differing
 from maxghost.interop.load_tree import open_load
 from maxghost.interop.model_path import ModelPlace
@@ -40,18 +38,13 @@ def find(
   cfg = config.load(config_file) if config_file else place.config
   if cfg is None:
     raise ConfigError(f"{path}: no config.yml beside it says what model it is; name one with --config")
-  if config_file and place.config:
-    unlike = differing(place.config.model, cfg.model)
-    if unlike:
-      raise ConfigError(f"--config {config_file} is another model than {path}: they differ in {', '.join(unlike)}")
+  if config_file and place.config and (unlike := differing(place.config.model, cfg.model)):
+    raise ConfigError(f"--config {config_file} is another model than {path}: they differ in {', '.join(unlike)}")
   return place, config.replace(cfg, **changes)
 
 
 def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, adapter: str = ""):
-  """(graphdef, state) of the model. JAX is imported here. Raises ConfigError for parameters that do not fit.
-
-  adapter: as in `open_parameters`. That of a run with adapters is merged into its base.
-  """
+  """(graphdef, state) of the model, an adapter of its run or `adapter` merged in. Imports JAX. Raises ConfigError."""
   from flax import nnx
 
   from maxghost import adapters
@@ -72,17 +65,13 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, ada
 
 
 def check_config(cfg: Config) -> ModelPlace:
-  """Finds the model of `load_parameters_path` or `load_full_state_path`; reads only configurations.
-
-  Raises ConfigError if there is none, and with every differing key if it is not the model of `cfg`.
-  """
+  """Finds the model that a run is given, by configurations alone. Raises ConfigError with every key that differs."""
   given = cfg.checkpoint
   key, path = "load_full_state_path" if given.load_full_state_path else "load_parameters_path", given.given
   place = model_path.find(path)
   if place.config is None:
     return place
-  unlike = differing(place.config.model, cfg.model)
-  if unlike:
+  if unlike := differing(place.config.model, cfg.model):
     listed = "; ".join(f"{key}={shown(found)} there, {shown(here)} here" for key, (found, here) in unlike.items())
     own = f"begin with its own: maxghost train {place.config_file} {key}={path} run_name=NAME"
     if huggingface.is_huggingface(place.tree):
@@ -93,10 +82,7 @@ def check_config(cfg: Config) -> ModelPlace:
 
 
 def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
-  """(the model of `distill_teacher`, what opens its parameters); None for a run without one.
-
-  Raises ConfigError if there is no such model, or if it has another vocabulary.
-  """
+  """(the model of `distill_teacher`, what opens its parameters), or None. Raises ConfigError for another vocabulary."""
   if cfg.reference != "teacher":
     return None
   path = cfg.optimizer.distill_teacher
@@ -113,13 +99,11 @@ def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
 def check_steps(place: ModelPlace, cfg: Config) -> None:
   """Raises ConfigError if a run cannot go on after the steps of `load_full_state_path`."""
   given, every = cfg.checkpoint.load_full_state_path, cfg.ghost.ghost_val_every
-  step = read_checkpoint(open_tree(place.tree), ReadOptions(keep_unknown=True)).step
-  if step is None:
+  if (step := read_checkpoint(huggingface.open_tree(place.tree), ReadOptions(keep_unknown=True)).step) is None:
     raise LayoutError(
       f"load_full_state_path={given} does not say how many steps it has taken; use load_parameters_path"
     )
-  first = int(step.read(None))
-  if first >= cfg.run.steps:
+  if (first := int(step.read(None))) >= cfg.run.steps:
     raise ConfigError(
       f"load_full_state_path={given} has taken {first} steps; use steps={2 * first}, or another above it"
     )
@@ -133,14 +117,10 @@ def check_steps(place: ModelPlace, cfg: Config) -> None:
 def open_parameters(
   place: ModelPlace, cfg: Config, wanted: Mapping[str, Any], say: Callable[[str], None] = print, adapter: str = ""
 ) -> Callable[[], dict]:
-  """Pairs what is at `place` with the tree `wanted`, {"model": ..., ...}, and returns a function that reads it.
-
-  adapter: a folder of PEFT, or a run with adapters, to merge into the parameters. Raises ConfigError with every
-  missing, unknown or differing parameter or moment.
-  """
-  raw = open_tree(place.tree)
+  """Pairs a model, with `adapter` merged in, and the tree `wanted`; returns what reads it. Raises ConfigError."""
+  raw = huggingface.open_tree(place.tree)
   if adapter:
-    raw = merge.merged(raw, cfg.model, *merge.open_adapter(adapter, cfg.model))
+    raw = merge.open_merged(raw, cfg.model, adapter, say)
   values_from = read_checkpoint(raw, ReadOptions(keep_unknown=True)).values_from
   scales = FAMILIES[cfg.model.decoder_block].maxtext_scales_queries
   if values_from == "maxtext" and scales is None:
@@ -165,10 +145,7 @@ def plain(cfg: Config) -> Config:
 def open_adapted(
   place: ModelPlace | None, cfg: Config, wanted: Mapping[str, Any], resumed: bool = False
 ) -> Callable[[], dict]:
-  """As `open_parameters`, for a model with adapters: reads its base from `place`, and those of lora_restore_path.
-
-  resumed: the adapters come from a checkpoint. Matrices that lora_weight_qtype narrows are read one by one on the host.
-  """
+  """As `open_parameters`, with adapters: those of lora_restore_path unless `resumed`; narrowed matrices one by one."""
   import jax
   from flax import nnx
   from flax.traverse_util import flatten_dict, unflatten_dict
@@ -205,7 +182,8 @@ def open_adapted(
       in_axes, out_axes = kernels[path].get_metadata()["matrix"]
       narrow = cfg.adapter.lora_weight_qtype, x.ndim - in_axes - out_axes, in_axes
       parts = jax.jit(quantize, static_argnums=(1, 2, 3))(x, *narrow)
-      found |= {(*path[:-1], name): part for name, part in parts.items()}
+      prefix = "" if path[-1] == "kernel" else f"{path[-1]}_"  # a matrix of experts
+      found |= {(*path[:-1], prefix + name): part for name, part in parts.items()}
     put = {p: jax.device_put(x.astype(flat[p].dtype), flat[p].sharding) for p, x in found.items()}
     return {"model": unflatten_dict(put)}
 

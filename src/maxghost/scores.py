@@ -122,6 +122,12 @@ def _run(args: argparse.Namespace) -> int:
   return 0
 
 
+def _ids(answer: attribution.Answer, names: tuple[str, ...], chosen) -> str:
+  """Those of the chosen groups, one JSON object a line."""
+  keys = zip(*(np.asarray(answer.columns[name])[chosen].tolist() for name in names), strict=True)
+  return "".join(json.dumps(dict(zip(names, key, strict=True))) + "\n" for key in keys)
+
+
 def _drop(args: argparse.Namespace, answer: attribution.Answer) -> int:
   """Writes the ids of the documents below the bound for `dataset_exclude_file`."""
   from maxghost.attribution.output import write_output
@@ -129,8 +135,7 @@ def _drop(args: argparse.Namespace, answer: attribution.Answer) -> int:
   if not isinstance(values := answer.columns[args.sort], np.ndarray):
     raise ConfigError(f"--drop-below: --sort {args.sort} is no number; use contribution or per_million_tokens")
   dropped = values < args.drop_below
-  keys = zip(*(np.asarray(answer.columns[name])[dropped].tolist() for name in DOCUMENT), strict=True)
-  write_output(args.output, "".join(json.dumps(dict(zip(DOCUMENT, key, strict=True))) + "\n" for key in keys))
+  write_output(args.output, _ids(answer, DOCUMENT, dropped))
   tokens, nats = np.asarray(answer.columns["tokens"]), np.asarray(answer.columns["contribution"])[dropped].sum()
   share = tokens[dropped].sum() / max(tokens.sum(), 1)
   print(
@@ -148,8 +153,7 @@ def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attributi
   if not len(answer) or not isinstance(values := answer.columns[args.sort], np.ndarray):
     raise ConfigError(f"--keep {args.keep}: no document was scored, or --sort {args.sort} is no number")
   count, names = math.ceil(len(answer) * args.percent / 100), ("id",) if by == "id" else DOCUMENT
-  columns = [np.asarray(answer.columns[name])[:count].tolist() for name in names]
-  lines = "".join(json.dumps(dict(zip(names, key, strict=True))) + "\n" for key in zip(*columns, strict=True))
+  lines = _ids(answer, names, slice(count))
   source, bound = Source(log.run_dir), values[count - 1]
   notes, more = source.open(log.said_of("fingerprint")), int((values[count:] == bound).sum())
   if by != "id" and (unscored := (total := source.num_trained()) - len(answer)) > 0:

@@ -100,15 +100,9 @@ def _train(
       seconds = 0.3 * cfg.parallel.jax_distributed_timeouts[1]
       threading.Thread(target=_watch_peers, args=(seconds,), daemon=True).start()
     own, seed = plan.own, cfg.run.data_shuffle_seed
+    source, tokenizer = corpus
     dataset = data.make_dataset(
-      corpus[0],
-      cfg.data,
-      seed,
-      own.num_shards,
-      own.shard,
-      tokenizer=corpus[1],
-      batch_size=plan.rows,
-      records=cfg.records,
+      source, cfg.data, seed, own.num_shards, own.shard, tokenizer=tokenizer, batch_size=plan.rows, records=cfg.records
     )
     session = Session(
       plan, existing, dataset, signals, open_checkpoints=CheckpointManager, open_parameters=open_parameters,

@@ -89,8 +89,19 @@ def test_the_walk_back_leaves_out_what_the_mask_freezes(segments, reference):
     pytest.param({"ghost_rank": 1, "ghost_direction": "sgd"}, marks=pytest.mark.slow),
     pytest.param({**routed.MIXTRAL, "lora_module_path": ".*/(wi_0|wo|out)"}, marks=pytest.mark.slow),
     pytest.param({**routed.GPT_OSS, "lora_module_path": ".*/(wi_1|wo|out)"}, marks=pytest.mark.slow),
+    pytest.param(
+      {
+        **routed.MIXTRAL,
+        "lora_module_path": ".*/(wi_0|wo|out)",
+        "lora_weight_qtype": "nf4",
+        "segment_lengths": (1,),
+        "remat_policy": "full",
+        "offload_to_host": ("weights",),
+      },
+      marks=pytest.mark.slow,
+    ),
   ],
-  ids=["secant", "rank", "experts", "cycles"],
+  ids=["secant", "rank", "experts", "cycles", "experts-nf4-streamed"],
 )
 def test_the_walk_back_in_other_forms(changes, reference):
   ours = two_steps(ghost_schedule="reverse_scan", **changes)
@@ -134,18 +145,26 @@ def test_a_mesh_changes_no_score(mesh, changes):
   meshes.assert_same(meshes.run(meshes.MESHES[mesh], **changes), expected, 2e-5)
 
 
+ROUTED = {
+  "lora_rank": 3, "adam_weight_decay": 0.0, "ghost_detail": "module", "decoder_block": "mixtral", "num_experts": 4,
+  "num_experts_per_tok": 3, "base_moe_mlp_dim": 12, "norm_topk_prob": False, "lora_module_path": ".*/(wi_[01]|wo)",
+}  # fmt: skip
+WIDTH = {"ici_expert_parallelism": 2, "ici_tensor_parallelism": 2, "ici_fsdp_parallelism": 2}
+
+
 @pytest.mark.parametrize(
-  "mesh",
-  [{"ici_expert_parallelism": 2, "ici_tensor_parallelism": 2, "ici_fsdp_parallelism": 2}],
+  ("mesh", "qtype"), [(WIDTH, ""), ({"ici_expert_parallelism": 4, "ici_fsdp_parallelism": 2}, "nf4")]
 )
 @pytest.mark.slow
-def test_a_mesh_of_experts_and_their_width_changes_no_score(mesh):
-  changes = {
-    "lora_rank": 3, "adam_weight_decay": 0.0, "ghost_detail": "module", "decoder_block": "mixtral", "num_experts": 4,
-    "num_experts_per_tok": 3, "base_moe_mlp_dim": 12, "norm_topk_prob": False, "lora_module_path": ".*/(wi_[01]|wo)",
-  }  # fmt: skip
+def test_a_mesh_of_experts_and_their_width_changes_no_score(mesh, qtype):
+  changes = ROUTED | {"lora_weight_qtype": qtype}
   expected = meshes.run({}, **changes)
   meshes.assert_same(meshes.run(mesh, **changes), expected, 2e-5)
+
+
+def test_experts_in_few_bits_keep_their_width():
+  with pytest.raises(ConfigError, match=r"lora_weight_qtype=int8 keeps .* divides their width over tensor; use"):
+    meshes.run(WIDTH, **ROUTED, lora_weight_qtype="int8")
 
 
 def test_what_does_not_go_together_is_refused():

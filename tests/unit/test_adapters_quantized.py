@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import routed
 import tiny
 from flax import nnx
 from test_adapters import FLOAT64, LORA, MergedGradients
@@ -29,7 +30,7 @@ NF4 = np.array(
 def restored(w_dp: np.ndarray, qtype: str, block: int | None = None) -> np.ndarray:
   """What a matrix becomes, by loops over blocks, in float64. block: outputs that share a scale of the sizes."""
   d, p = w_dp.shape
-  tile = {12: 4, 20: 4, 36: 4, 48: 16}[d]
+  tile = {12: 4, 14: 2, 20: 4, 36: 4, 48: 16}[d]
   sizes = np.array([[np.abs(w_dp[i : i + tile, j]).max() for j in range(p)] for i in range(0, d, tile)])
   kept = sizes.copy()
   if qtype == "nf4":
@@ -96,7 +97,13 @@ class Quantised(MergedGradients):
         d = {"out": 48, "wo": 36}.get(label.split("/")[-2], 20)
         layers = np.asarray(w, np.float32).astype(np.float64).reshape(len(w), d, -1)
         out[label] = np.stack([restored(layer, self.qtype) for layer in layers]).reshape(w.shape)
+      elif re.search("MoeBlock_0/(wi_0|wi_1|wo)$", label):
+        experts = np.asarray(w, np.float32).astype(np.float64).reshape(-1, *w.shape[2:])
+        out[label] = np.stack([restored(expert, self.qtype) for expert in experts]).reshape(w.shape)
     return out
+
+
+EXPERTS = {**routed.MIXTRAL, "lora_module_path": ".*/(out|wi_1|wo)", "gradient_clipping_threshold": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +114,9 @@ class Quantised(MergedGradients):
       "int8", {"ghost_schedule": "reverse_scan", "gradient_clipping_threshold": 0.0}, marks=pytest.mark.slow
     ),
     pytest.param("nf4", {"lora_module_path": ".*/(query|wo)", "scan_layers": False}, marks=pytest.mark.slow),
+    ("nf4", EXPERTS),
+    pytest.param("int8", EXPERTS | {"ghost_schedule": "reverse_scan"}, marks=pytest.mark.slow),
+    pytest.param("nf4", EXPERTS | {"ghost_schedule": "forward_mode"}, marks=pytest.mark.slow),
   ],
 )
 def test_scores_are_those_of_the_matrices_that_the_codes_stand_for(qtype, changes):
@@ -169,7 +179,11 @@ def test_the_base_in_bfloat16_and_without_adapters():
   [
     ({"base_emb_dim": 21}, "decoder/layers/mlp/wi_0 has 21 inputs, of which no two make a pair"),
     ({"lora_rank": 0}, "lora_weight_qtype=nf4 is read beside adapters"),
-    ({"num_experts": 4, "decoder_block": "mixtral"}, "lora_weight_qtype=nf4 keeps dense matrices"),
+    (
+      EXPERTS | {"sparse_matmul": False, "lora_module_path": ".*/out"},
+      "MoeBlock_0/wi_0 goes with sparse_matmul=true",
+    ),
+    (EXPERTS | {"base_moe_mlp_dim": 15}, "MoeBlock_0/wo has 15 inputs, of which no two make a pair"),
   ],
 )
 def test_what_cannot_be_held_in_few_bits_is_refused(changes, text):

@@ -1,5 +1,6 @@
 """Runs with adapters, by their commands: what a checkpoint holds, resuming bit for bit, bases, beginnings."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -16,7 +17,8 @@ from maxghost import adapters, config, load_model, train
 from maxghost.adapters import quantized
 from maxghost.checkpoint import compare
 from maxghost.config import ConfigError
-from maxghost.interop import peft
+from maxghost.interop import model_path, peft
+from maxghost.interop.load_tree import open_load
 from maxghost.scorelog import load
 from maxghost.training import state
 
@@ -118,6 +120,34 @@ def test_a_run_begins_with_the_adapters_of_another_on_a_base_in_few_bits(runs, t
   ours = nnx.merge(graphdef, state.from_tree(_nested(again), abstract))(tokens)
   graphdef, merged = load_model.load(place, run_cfg)
   np.testing.assert_allclose(nnx.merge(graphdef, merged)(tokens), ours, atol=2e-6)
+
+
+def test_adapters_are_merged_into_the_base_that_they_were_trained_on(runs, tmp_path, capsys):
+  """In few bits: what its codes stand for, also of matrices without an adapter."""
+  folder, _ = runs
+  keys = keys_of(
+    tmp_path, folder / "base" / "run", "lora_weight_qtype=nf4", "lora_module_path=.*/(query|wo)", "steps=2"
+  )
+  with tiny.cheap_compilation():
+    assert train.main(keys) == 0
+  place, cfg = load_model.find(tmp_path / "run")
+  _, begun = opened(*keys)
+  settings, arrays = load_model.merge.open_adapter(tmp_path / "run", cfg.model)
+  assert settings.base_qtype == "nf4" and any(x.any() for label, x in arrays.items() if label.endswith("b"))
+  graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
+  tokens = np.arange(9, dtype=np.int32)[None]
+  ours = nnx.merge(graphdef, state.from_tree(_nested(begun | arrays), abstract))(tokens)
+  graphdef, merged = load_model.load(place, cfg)
+  np.testing.assert_allclose(nnx.merge(graphdef, merged)(tokens), ours, atol=2e-6)
+  assert "into the matrices that nf4 makes of " in capsys.readouterr().out
+  plain = load_model.merge.merged(
+    load_model.open_tree(model_path.find(folder / "base" / "run").tree), cfg.model,
+    dataclasses.replace(settings, base_qtype=""), arrays,
+  )  # fmt: skip
+  graphdef, abstract = nnx.split(adapters.create_abstract(load_model.plain(cfg)))
+  wanted = {"model": state.to_tree(state.abstract_arrays(abstract))}
+  stored = state.from_tree(open_load(plain, wanted)()["model"], abstract)
+  assert np.abs(nnx.merge(graphdef, stored)(tokens) - ours).max() > 1e-3
 
 
 def _nested(flat: dict) -> dict:

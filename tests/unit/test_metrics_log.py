@@ -49,6 +49,7 @@ OUTPUTS = {
 
 def test_names_are_maxtexts():
   record = metrics.learning_metrics(OUTPUTS)
+  assert "learning/perplexity" not in metrics.learning_metrics(OUTPUTS, "dpo")
   assert record["learning/loss"] == 2.5 and record["learning/perplexity"] == pytest.approx(math.exp(2.5))
   assert record["learning/total_weights"] == 96 and record["learning/current_learning_rate"] == pytest.approx(1e-3)
   assert record["learning/grad_norm"] == 3 and record["learning/param_norm"] == 7
@@ -191,6 +192,8 @@ def test_a_step_line_has_at_most_120_characters():
 
 
 def test_the_eval_line_is_maxtexts():
+  plain = metrics.eval_metrics([(np.float32(9), np.float32(4))], "distill")
+  assert eval_line(79, plain) == "Completed eval after train step 79, loss=2.2500, total_weights=4"
   record = {"eval/avg_loss": 2.25, "eval/avg_perplexity": 9.488, "eval/total_weights": 640}
   assert eval_line(79, record) == "Completed eval after train step 79, loss=2.2500, perplexity=9.488, total_weights=640"
 

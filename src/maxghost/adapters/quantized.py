@@ -6,19 +6,21 @@ nearest of 16 quantiles of the normal distribution, times m; two codes in a byte
 matrix plus a multiple of s / 127 in 8 bits, s the largest difference in a block of 256 outputs (or of the largest power
 of two that divides p).
 
-*stack layer axes; d inputs over all input axes; *O output axes; p outputs in all.
+*stack layer axes; d inputs over all input axes; *O output axes; p outputs in all. E experts, R rows of tokens.
 """
 
 import itertools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.adapters.lora import adapted
 from maxghost.config.values import ConfigError
 from maxghost.models import autodiff, dense
+from maxghost.models.moe import RoutedMoe, find_split
 
 # Source: bitsandbytes, function create_normal_map; QLoRA, appendix E.
 LEVELS = (
@@ -116,6 +118,31 @@ class QuantizedLinearGeneral(nnx.LinearGeneral):
     return y + jnp.expand_dims(self.bias[...].astype(dtype), tuple(range(y.ndim - len(self.out_features))))
 
 
+class QuantizedMoe(RoutedMoe):
+  """`RoutedMoe` whose matrices are in few bits: Variables such as `wi_0_codes` [E, d, p] in place of Params."""
+
+  qtype: str
+
+  def matrix(self, params, name):
+    if name in params:  # of an adapter
+      return super().matrix(params, name)
+    parts = {part: params[f"{name}_{part}"] for part in NAMES[self.qtype]}
+    return dequantize(parts, self.qtype, self.dtype, 1)
+
+  def experts(self, x_BTD, index_BTk, weight_BTk):
+    split = find_split(self, x_BTD.shape)
+    if split is not None and split.width:
+      raise ConfigError(
+        f"lora_weight_qtype={self.qtype} keeps the blocks of experts whole, but the mesh divides their width over "
+        f"{', '.join(split.width)}; use lora_weight_qtype=bfloat16, or ici_expert_parallelism"
+      )
+    return super().experts(x_BTD, index_BTk, weight_BTk)
+
+  def _product(self, params, name, x_RI, rows):
+    plain = super()._product  # the backward pass keeps the parts, not the matrix
+    return jax.checkpoint(lambda params, x_RI: plain(params, name, x_RI, rows))(params, x_RI)
+
+
 def quantize_layer(layer: Any, label: str, qtype: str) -> None:
   """Puts the parts in place of the kernel of a dense layer, with or without an adapter.
 
@@ -124,16 +151,29 @@ def quantize_layer(layer: Any, label: str, qtype: str) -> None:
   plain, has_adapter = nnx.LinearGeneral, hasattr(layer, "lora")
   if type(layer) is not (adapted(plain) if has_adapter else plain):
     raise ConfigError(f"lora_weight_qtype={qtype} holds nnx.LinearGeneral layers, not {label}")
-  kernel, in_axes = layer.kernel, len(layer.in_features)
-  if (inputs := math.prod(layer.in_features)) % 2:
-    raise ConfigError(f"lora_weight_qtype={qtype}: {label} has {inputs} inputs, of which no two make a pair")
-  depth, axes = kernel.ndim - in_axes - len(layer.out_features), kernel.get_metadata().get("axes")
-  for name, x in quantize(kernel[...], qtype, depth, in_axes).items():
-    whole = axes and (*axes[: depth + 1], *axes[depth + in_axes :])
-    part = Frozen(x)
-    if axes is not None:
-      part.set_metadata(axes=whole if name == "codes" else (*axes[:depth], None, None))
-    setattr(layer, name, part)
-  del layer.kernel
-  layer.qtype = qtype
+  _replace(layer, "kernel", label, qtype, len(layer.in_features), len(layer.out_features))
   object.__setattr__(layer, "__class__", adapted(QuantizedLinearGeneral) if has_adapter else QuantizedLinearGeneral)
+
+
+def quantize_experts(module: RoutedMoe, name: str, label: str, qtype: str) -> None:
+  """Puts the parts in place of one of the experts' matrices. Raises ConfigError as `quantize_layer`."""
+  if not module.sparse:
+    raise ConfigError(f"lora_weight_qtype={qtype} of {label} goes with sparse_matmul=true, not false")
+  _replace(module, name, label, qtype, 1, 1, f"{name}_")
+  object.__setattr__(module, "__class__", QuantizedMoe)
+
+
+def _replace(layer: Any, name: str, label: str, qtype: str, in_axes: int, out_axes: int, prefix: str = "") -> None:
+  """Puts the parts of a Param in its place, each under `prefix` and its own name."""
+  kernel = getattr(layer, name)
+  depth, axes = kernel.ndim - in_axes - out_axes, kernel.get_metadata().get("axes")
+  if (inputs := math.prod(kernel.shape[depth : depth + in_axes])) % 2:
+    raise ConfigError(f"lora_weight_qtype={qtype}: {label} has {inputs} inputs, of which no two make a pair")
+  for part, x in quantize(kernel[...], qtype, depth, in_axes).items():
+    variable = Frozen(x)
+    if axes is not None:
+      whole = (*axes[: depth + 1], *axes[depth + in_axes :])
+      variable.set_metadata(axes=whole if part == "codes" else (*axes[:depth], None, None))
+    setattr(layer, prefix + part, variable)
+  delattr(layer, name)
+  layer.qtype = qtype

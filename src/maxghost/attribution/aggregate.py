@@ -13,11 +13,8 @@ from maxghost.scorelog.format import Modules
 from maxghost.scorelog.reader import ScoreLog
 
 GROUPINGS = {
-  "domain": ("domain",),
-  "source": ("domain", "path"),
-  "document": ("domain", "path", "offset"),
-  "step": ("step",),
-}
+  "domain": ("domain",), "source": ("domain", "path"), "document": ("domain", "path", "offset"), "step": ("step",),
+}  # fmt: skip
 COLUMNS = ("exposures", "tokens", "share", "loss_tokens", "contribution")  # the last one per validation set
 NUM_PASSES = 6
 MERGE_ROWS = 1 << 20  # partial sums are merged beyond this many
@@ -177,10 +174,7 @@ class TimeSums:
 
 
 def layer_rows(modules: Modules, value_XML: np.ndarray) -> tuple[list[str], np.ndarray]:
-  """(names, values [X, R]): one entry per layer of the stack, then one per module outside of it.
-
-  A module is outside the stack if it has values in layer 0 only.
-  """
+  """(names, values [X, R]): an entry per layer of the stack, then one per module with values in layer 0 only."""
   logged_SML = np.any(np.isfinite(modules.contribution_SMLDK), axis=(3, 4))
   inside = np.any(logged_SML[:, :, 1:], axis=(0, 2))
   names, values = [], []

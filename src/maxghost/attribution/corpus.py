@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.config import ConfigError
-from maxghost.config.schema import DataConfig
+from maxghost.config import ConfigError, DataConfig
 from maxghost.data import packing
 from maxghost.data.build import kept, max_segments, units_of
 from maxghost.data.packing import Layout, Rows
@@ -24,11 +23,7 @@ BLOCK_DOCUMENTS = 4096  # packed at a time
 
 
 class Corpus:
-  """The documents of `domain=glob` patterns (text, JSON lines, Parquet), tokenized and packed as a run packs them.
-
-  data: the run's settings. records: what its documents are; they may name their own domains, but not those of queries.
-  Raises ConfigError for patterns and files that cannot be read.
-  """
+  """The documents of `domain=glob` patterns, tokenized and packed by a run's settings `data`. Raises ConfigError."""
 
   def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str, records: str = "text"):
     own = records != "text" and key != "--queries"
@@ -52,10 +47,7 @@ class Corpus:
     return (*self.document_id(index), *self.source.document_fields(int(index)))
 
   def batches(self, num_rows: int) -> Iterator[Batch]:
-    """All documents, `num_rows` rows at a time.
-
-    The last batch of a block is completed with rows from the block's start, whose documents are not named again.
-    """
+    """All documents, `num_rows` rows at a time, completed with earlier rows whose documents are not named again."""
     for first in range(0, len(self.source), BLOCK_DOCUMENTS):
       rows = self._rows(np.arange(first, min(first + BLOCK_DOCUMENTS, len(self.source))))
       for start in range(0, len(rows), num_rows):
@@ -79,8 +71,7 @@ class Corpus:
 
   def _filled(self, rows: Rows, numbers: np.ndarray, num_rows: int) -> Batch:
     batch = packing.fill([(rows, int(number), 0) for number in numbers], self.layout, self.tokenizer.pad_id)
-    missing = num_rows - len(numbers)
-    if not missing:
+    if not (missing := num_rows - len(numbers)):
       return batch
     below = ((0, missing), (0, 0))
     arrays = {name: np.pad(v, below) for name, v in batch.arrays.items()}

@@ -18,10 +18,7 @@ REQUEST_SECONDS = 10  # for one to arrive
 
 
 class LiveServer(http.server.ThreadingHTTPServer):
-  """Serves the page of a run on the loopback address; port 0 takes a free one.
-
-  Raises ConfigError for a missing folder or a port that is taken.
-  """
+  """Serves a run's page on the loopback address; port 0 takes a free one. Raises ConfigError."""
 
   def __init__(self, run_dir: Path, port: int, num_documents: int, with_texts: bool, accept_lost_rows: bool = False):
     if not run_dir.is_dir():
@@ -64,16 +61,13 @@ class LiveServer(http.server.ThreadingHTTPServer):
     with self._rendering:
       version = self.version()
       if self._page[0] != version:
-        self._page = (version, self._render(version))
+        try:
+          log = load(self._run_dir, accept_lost_rows=self._accept)
+          page = html.render(summarize(log, self._num_documents, self._source), version)
+        except (ConfigError, OSError) as error:
+          page = html.notice("Waiting for scores", str(error), version)
+        self._page = (version, page)
       return self._page[1]
-
-  def _render(self, version: str) -> str:
-    try:
-      log = load(self._run_dir, accept_lost_rows=self._accept)
-      summary = summarize(log, self._num_documents, self._source)
-    except (ConfigError, OSError) as error:
-      return html.notice("Waiting for scores", str(error), version)
-    return html.render(summary, version)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -33,10 +33,7 @@ def _records(path: Path) -> Iterator[tuple[int, dict] | None]:
 
 
 def read_metrics(path: Path) -> tuple[dict[str, Series], list[str]]:
-  """({name: numeric metric} of metrics.jsonl, messages about a missing file or unreadable lines).
-
-  The later record of a step replaces the earlier one.
-  """
+  """({name: numeric metric} of metrics.jsonl, the later record of a step; what is missing or unreadable)."""
   if not path.is_file():
     return {}, [f"{path.name} is missing: the loss curve and the speed are left out"]
   columns: dict[str, dict[int, float]] = {}
@@ -50,12 +47,8 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], list[str]]:
       if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
         columns.setdefault(name, {})[step] = float(value)
   messages = [f"{path.name}: {unreadable} lines could not be read and were left out"] if unreadable else []
-  return {name: _series(points) for name, points in columns.items()}, messages
-
-
-def _series(points: dict[int, float]) -> Series:
-  steps = np.array(sorted(points), np.int64)
-  return Series(steps, np.array([points[step] for step in steps.tolist()]))
+  ordered = {name: zip(*sorted(points.items()), strict=True) for name, points in columns.items()}
+  return {name: Series(*map(np.array, pairs)) for name, pairs in ordered.items()}, messages
 
 
 def read_samples(path: Path) -> list[tuple[int, str]]:
@@ -73,10 +66,7 @@ def thin(series: Series, num_points: int) -> Series:
 
 
 def read_mapping(path: Path) -> dict[str, str]:
-  """The entries of a YAML or JSON file as text, uninterpreted, so that runs of other versions can be reported too.
-
-  Empty without the file.
-  """
+  """The entries of a YAML or JSON file of any version as text; empty without the file."""
   if not path.is_file():
     return {}
   import yaml

@@ -31,7 +31,6 @@ from maxghost.ghost.low_rank import rank_one_root
 from maxghost.ghost.schedules import Model, passes
 from maxghost.ghost.sketch import sketch_gradient, sketch_pass
 from maxghost.objectives import create
-from maxghost.optimizers import by_label
 from maxghost.scorelog import Writer
 from maxghost.training import state
 from maxghost.training.score_recorder import scored_rows
@@ -229,14 +228,14 @@ class Sketcher:
       parts = Model(*nnx.split(held.model, held.optimizer.wrt, ...))
       passed = passes.accumulated(parts, objective, step_batch, cfg.optimizer.gradient_accumulation_steps)
       _, clip_factor, _ = optimizers.clip(passed.grads, cfg.optimizer.gradient_clipping_threshold)
-      before, grads = rule.read(held.optimizer, clip_factor=clip_factor), by_label(passed.grads)
+      before, grads = rule.read(held.optimizer, clip_factor=clip_factor), optimizers.by_label(passed.grads)
       scalars = rule.scalars(before.count, clip_factor)
       response = {p.label: rule.response(p.parameter, grads[p.label], before.of(p.label), scalars) for p in twin.scored}
       scale = {p.label: _root(p, response[p.label].weighting(), grads[p.label]) for p in twin.scored}
       sketches = []
       for rows in val:
         _, (gradient,) = passes.validation_gradients(parts, objective.validation(), (rows,))
-        labelled = by_label(gradient)
+        labelled = optimizers.by_label(gradient)
         moved = {label: one.transpose(labelled[label]) / scale[label] for label, one in response.items()}
         sketches.append(sketch_gradient(twin, moved, key, num_directions))
       factor = rate(before.count) * clip_factor / passed.weights.sum()

@@ -12,28 +12,13 @@ from maxghost.attribution import aggregate, statistics
 from maxghost.attribution.texts import Source
 from maxghost.attribution.where import Where, refuse_unknown
 from maxghost.config import ConfigError
-from maxghost.scorelog.format import frame
+from maxghost.scorelog.format import TABLE, frame
 from maxghost.scorelog.reader import ScoreLog
 
 BY = ("domain", "document", "source", "step", "layer", "module")
 REPR_GROUPS = 20
-SCALES = {
-  "nats": "nats",
-  "per_lr": "nats per unit of learning rate",
-  "share": "share of the sum of absolute contributions of the step",
-}
-MEASURES = {  # column: its unit, {unit} being that of the scale
-  "chunks": "scored chunks (rows of the log)",
-  "tokens": "target tokens",
-  "share": "sum of the shares of the batch loss; 1 is a whole step",
-  "loss": "nats per token, at training time",
-  "contribution": "{unit}",
-  "in_all": "{unit}, with what momentum does with the gradient in later steps while direction and preconditioner stay",
-  "half_width": "{unit}; 95 % interval = contribution ± half_width",
-  "per_million_tokens": "{unit}, per million tokens",
-  "per_million_half_width": "{unit}, per million tokens",
-  "per_chunk": "{unit}, per chunk",
-}
+SCALES: dict[str, str] = TABLE["scales"]
+MEASURES: dict[str, str] = TABLE["measures"]  # column: its unit, {unit} being that of the scale
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,17 +5,9 @@ import math
 
 from maxghost.attribution.numbers import integer, number, percent
 from maxghost.attribution.summary import MIN_CHUNKS, Ledger, SetSummary, Value
+from maxghost.scorelog.format import TABLE
 
-LEDGER_LABELS = {
-  "predicted_examples": ("This step's examples", "the contributions that this page divides among documents"),
-  "momentum": ("Momentum", "the part of the step that comes from the gradients of earlier batches"),
-  "weight_decay": ("Weight decay", "pulling the weights towards zero"),
-  "qk_clip": ("QK-Clip", "scaling queries and keys whose attention logits were too large"),
-  "unscored": ("Unscored parameters", "parameters left out with ghost_exclude"),
-  "direction_residual": ("Direction residual", "exact minus used direction (stale or low-rank)"),
-  "curvature": ("Curvature", "the validation gradient turns during a step: half of the difference between its ends"),
-}
-
+LEDGER_LABELS = {name: (label, words) for name, (label, words) in TABLE["ledger"].items()}
 
 IN_ALL = (
   "In all: the total with what momentum still does with the document's gradients in later steps, if the validation "
@@ -49,13 +41,11 @@ def lead(part: SetSummary) -> str:
     if ledger.curvature is None and ledger.ahead is not None:
       how = "First order and the expected curvature predicted"
     sentences.append(f"{how} {moved}{share}.")
-  known = [value for value in part.domains if math.isfinite(value.per_million)]
-  if known:
+  if known := [value for value in part.domains if math.isfinite(value.per_million)]:
     worth = ", ".join(f"{value.domain} {number(value.per_million, 2, plus=True)}" for value in known[:4])
     more = f" and {len(known) - 4} more below" if len(known) > 4 else ""
     sentences.append(f"Nats per million tokens: {worth}{more}.")
-  harmful = [value.domain for value in known if value.contribution + value.half_width < 0]
-  if harmful:
+  if harmful := [value.domain for value in known if value.contribution + value.half_width < 0]:
     *shown, last = harmful[:3] + ([f"{len(harmful) - 3} more"] if len(harmful) > 3 else [])
     names = f"{', '.join(shown)} and {last}" if shown else last
     sentences.append(f"By more than the noise, the loss was raised by {names}.")
@@ -146,10 +136,7 @@ class LedgerLine:
 
 
 def ledger_lines(ledger: Ledger) -> list[LedgerLine]:
-  """The parts of the prediction, their sum, the measured drop and the rest.
-
-  Parts that are zero are left out, except for examples, momentum and weight decay. Empty for a log without any.
-  """
+  """The parts of the prediction, zero only where every run has them, their sum, the measured drop, the rest."""
   if ledger.actual is None and all(value is None for value in ledger.columns.values()):
     return []
   lines, total = [], 0.0

@@ -19,10 +19,7 @@ def student_t95(df):
 
 
 def exposure_half_width(count, total, square):
-  """95 % half-width of a sum of `count` independent contributions from their sum and sum of squares; NaN for one.
-
-  It estimates how much the sum would vary if the same examples had been in other batches.
-  """
+  """95 % half-width of a sum of `count` contributions, had they been in other batches, from its square; NaN for one."""
   count = np.asarray(count, np.float64)
   variance = np.maximum(square - total**2 / np.maximum(count, 1), 0) / np.maximum(count - 1, 1)
   return np.where(count > 1, student_t95(count - 1) * np.sqrt(count * variance), np.nan)
@@ -34,8 +31,7 @@ def block_half_width(sums: np.ndarray) -> np.ndarray:
   The variance comes from the differences of consecutive blocks (von Neumann, 1941), so that a trend over the run does
   not count as noise. Blocks replace steps because consecutive steps share validation rows.
   """
-  num = sums.shape[-1]
-  if num < 3:
+  if (num := sums.shape[-1]) < 3:
     return np.full(sums.shape[:-1], np.nan)
   variance = (np.diff(sums, axis=-1) ** 2).sum(-1) / (2 * (num - 1))
   return student_t95(num - 1) * np.sqrt(num * variance)

@@ -14,7 +14,6 @@ from maxghost.attribution.aggregate import Groups, TimeSums
 from maxghost.attribution.metrics import Series, read_mapping, read_metrics, read_samples
 from maxghost.attribution.numbers import integer, number
 from maxghost.attribution.texts import SHOWN_CHARS, DocumentKey, Source
-from maxghost.attribution.token_values import Marked
 from maxghost.config import ConfigError
 from maxghost.scorelog.reader import ScoreLog
 
@@ -43,7 +42,7 @@ class Value:
   path: str = ""
   offset: int = 0
   text: str | None = None
-  marked: Marked | None = None
+  marked: token_values.Marked | None = None
   in_all: float = NAN
 
   @property
@@ -320,8 +319,7 @@ def actual_drops(steps: np.ndarray, k: int) -> np.ndarray:
   number, opened, closed = steps["step"], steps["val_loss"][:, k], steps["prev_val_loss"][:, k]
   closing = np.flatnonzero(np.isfinite(closed))
   for start in np.flatnonzero(np.isfinite(opened)):
-    place = np.searchsorted(closing, start, side="right")
-    if place == len(closing):
+    if (place := np.searchsorted(closing, start, side="right")) == len(closing):
       continue
     end = closing[place]
     if number[end] - number[start] == end - start and not np.isfinite(opened[start + 1 : end]).any():
@@ -367,8 +365,7 @@ def _heat_map(log: ScoreLog, time: TimeSums, k: int) -> HeatMap | None:
     rows, value_DR = aggregate.layer_rows(modules, value_DML)
     domains, total_RD = modules.domains, total_RD + value_DR.T
   tokens = dict(zip(time.domains, time.sums_DB("tokens").sum(1), strict=True))
-  shown = [d for d, name in enumerate(domains) if tokens.get(name)]
-  if not shown:
+  if not (shown := [d for d, name in enumerate(domains) if tokens.get(name)]):
     return None
   scale = np.array([MILLION / tokens[domains[d]] for d in shown])
   return HeatMap(tuple(rows), tuple(domains[d] for d in shown), total_RD[:, shown] * scale)
@@ -419,17 +416,13 @@ def _passes(time: TimeSums) -> PassTable:
 
 
 def _duplicates(documents, groups: Groups) -> Duplicates | None:
-  """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many.
-
-  documents: the data source, or None. groups: by document.
-  """
+  """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many."""
   if documents is None or len(groups) > MAX_HASHED_DOCUMENTS or len(documents) > MAX_HASHED_DOCUMENTS:
     return None
   place = {key: i for i, key in enumerate(groups.document_ids())}
   by_text: dict[bytes, list[DocumentKey]] = {}
   for index in range(len(documents)):
-    key = tuple(documents.document_id(index))
-    if key in place:
+    if (key := tuple(documents.document_id(index))) in place:
       digest = hashlib.blake2b(bytes(documents[index].text).strip(), digest_size=16).digest()
       by_text.setdefault(digest, []).append(key)
   copies = [(groups.tokens[[place[key] for key in keys]], keys) for keys in by_text.values() if len(keys) > 1]

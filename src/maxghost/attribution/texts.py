@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import config
-from maxghost.config import ConfigError
 
 DocumentKey = tuple[str, str, int]
 SHOWN_CHARS = 1200
@@ -34,7 +33,7 @@ class Source:
       try:
         cfg = config.load(self._path)
         dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
-      except ConfigError as error:
+      except config.ConfigError as error:
         return [f"the texts of the documents cannot be shown: {error}"]
       self.documents, self._fingerprint = dataset.source, dataset.fingerprint
       self._shown = data.readable if cfg.records == "conversations" else bytes

@@ -39,8 +39,7 @@ def find(
   wanted: document ids per validation set. checksums: {step: CRC-32 of its file}, from the score log. Empty for a run
   without token files. Raises ConfigError for a damaged file, unless accept_lost_rows.
   """
-  files = tokens.files(Path(run_dir) / "ghost" / tokens.FOLDER)
-  if not files:
+  if not (files := tokens.files(Path(run_dir) / "ghost" / tokens.FOLDER)):
     return {}, []
   from maxghost.data.tokenizers import load_tokenizer  # only where token files exist
 

@@ -17,13 +17,8 @@ from maxghost.scorelog.format import ROW_COLUMNS, TEXTS, row_dtype
 from maxghost.scorelog.reader import ScoreLog
 
 _OPERATORS = {
-  "=": operator.eq,
-  "!=": operator.ne,
-  "<": operator.lt,
-  "<=": operator.le,
-  ">": operator.gt,
-  ">=": operator.ge,
-}
+  "=": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
 _TEXT_OPERATORS = ("=", "!=", "~", "!~")
 _CONDITION = re.compile(r"""\s*(\w+)\s*(!=|<=|>=|!~|==|=|<|>|~)\s*("[^"]*"|'[^']*'|[^,]*)\s*(?:,|$)""")
 
@@ -51,11 +46,7 @@ class Condition:
 
 
 class Where:
-  """Parsed conditions; an empty text selects every row.
-
-  set_index: validation set of `dot` and `contribution`. fields: of the log's documents. Raises ConfigError for an
-  unknown column, an operator that the column does not have, or a value that is not a number.
-  """
+  """Parsed conditions on rows, with `dot` and `contribution` of set `set_index`. Raises ConfigError."""
 
   def __init__(self, text: str = "", set_index: int = 0, fields: tuple[str, ...] = ()):
     self.conditions = tuple(_parse(text, fields))
@@ -92,8 +83,7 @@ class Where:
 def _parse(text: str, fields: tuple[str, ...]) -> Iterator[Condition]:
   at = 0
   while text[at:].strip():
-    found = _CONDITION.match(text, at)
-    if not found:
+    if not (found := _CONDITION.match(text, at)):
       raise ConfigError(
         f"--where: cannot read {text[at:].strip()!r}; write column=value with commas between, for example "
         "domain=code,step>=100 (quotes around a value with a comma)"

@@ -10,14 +10,8 @@ if TYPE_CHECKING:
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager, Restored
 
 __all__ = [
-  "CheckpointError",
-  "CheckpointManager",
-  "Comparison",
-  "Restored",
-  "compare_checkpoints",
-  "inspect",
-  "open_tree",
-]
+  "CheckpointError", "CheckpointManager", "Comparison", "Restored", "compare_checkpoints", "inspect", "open_tree",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -29,10 +29,7 @@ def _checksums(leaves: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-  """uint32 []: sum over the elements of (bits + 1) * odd weight of the position, modulo 2^32.
-
-  What lives on the host comes to the device one entry of its leading axis at a time.
-  """
+  """uint32 []: sum of (bits + 1) * odd weight of the position, modulo 2^32; entry by entry of what is on the host."""
   if not streaming.on_host(x):
     return _weighted_sum(_words(x), 0)
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from maxghost.checkpoint.layouts import Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, Ref, blocks_of, chunk_of
-from maxghost.checkpoint.layouts_store import Opener, StoredArray, open_tree, tool
+from maxghost.checkpoint.layouts_store import Opener, StoredArray, open_tree
 from maxghost.config import ConfigError
-from maxghost.config.values import slash_path
+from maxghost.config.values import guarded, slash_path
 
 ONLY_LEFT, ONLY_RIGHT, STRUCTURE = "only-left", "only-right", "structure"
 SHAPE, DTYPE, VALUE = "shape", "dtype", "value"
@@ -115,8 +115,7 @@ def compare(
         text = _describe(mine[missing[0]])
         layers = [layer for layer in missing if layer is not None]
         result.rows.append(Row(path, kind, *((text, "") if mine is a else ("", text)), layers))
-    both = [layer for layer in a if layer in b]
-    if both:
+    if both := [layer for layer in a if layer in b]:
       result.num_arrays += 1
       arrays.compare(path, [(layer, a[layer], b[layer]) for layer in both], is_step=path == "step")
   if params_only:
@@ -269,7 +268,7 @@ def compare_checkpoints(
   return compare(left, right, **options)
 
 
-@tool("compare_checkpoints")
+@guarded("compare_checkpoints")
 def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
   about = (__doc__ or "").split("\n")[0]
   parser = argparse.ArgumentParser(prog="maxghost checkpoint compare", description=about)

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_store import Empty, LayoutError, Opener, StoredArray, open_tree, tool
-from maxghost.config.values import slash_path
+from maxghost.checkpoint.layouts_store import Empty, LayoutError, Opener, StoredArray, open_tree
+from maxghost.config.values import guarded, slash_path
 
 
 def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, Any]:
@@ -34,16 +34,14 @@ def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, An
     checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
     containers = checkpoint.params.containers.values()
     content |= {
-      "layout": checkpoint.layout,
-      "wrapped": checkpoint.wrapped,
-      "scan_axis": checkpoint.scan_axis,
+      "layout": checkpoint.layout, "wrapped": checkpoint.wrapped, "scan_axis": checkpoint.scan_axis,
       "containers": {slash_path(c.path): {"form": c.form, "layers": c.num_layers} for c in containers},
       "parameters": checkpoint.num_params(),
       "moments": ["opt_state/" + slash_path(place) for place in checkpoint.moments],
       "step": None if checkpoint.step is None else int(checkpoint.step.read(None)),
       "loop_state": sorted({path[0] for path in checkpoint.loop_state}),
       "unknown_keys": sorted({path[0] for path in checkpoint.kept}),
-    }
+    }  # fmt: skip
   except LayoutError as error:
     content |= {"layout": "", "problem": str(error)}
   return content | {"custom_metadata": raw.custom_metadata, "other_items": raw.location.siblings()}
@@ -79,7 +77,7 @@ def _listing(content: dict[str, Any]) -> Iterator[str]:
       yield f"{what}: {', '.join(content[key])}"
 
 
-@tool("inspect")
+@guarded("inspect")
 def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
   parser = argparse.ArgumentParser(prog="maxghost checkpoint inspect", description="Lists what a checkpoint holds.")
   parser.add_argument("path", metavar="CHECKPOINT")

@@ -9,16 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from maxghost.checkpoint.layouts_layers import (
-  LeafId,
-  ParamTree,
-  Path,
-  find_containers,
-  leaf_text,
-  position,
-  split_layers,
-  without_layer,
-)
+from maxghost.checkpoint import layouts_layers
+from maxghost.checkpoint.layouts_layers import LeafId, ParamTree, Path, leaf_text, split_layers
 from maxghost.checkpoint.layouts_store import Empty, LayoutError, RawTree, StoredArray, Text
 from maxghost.config import did_you_mean
 from maxghost.config.values import slash_path
@@ -121,14 +113,19 @@ def record_of(raw: RawTree) -> dict[str, Any]:
 def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpoint:
   """Reads any layout. Only headers are touched. Raises LayoutError naming the leaf or key."""
   options = options or ReadOptions()
-  nodes, prefix = _below_prefix({tuple(map(str, path)): node for path, node in raw.nodes.items()})
+  nodes: dict = {tuple(map(str, path)): node for path, node in raw.nodes.items()}
+  tops = _tops(nodes)
+  # A level `base/` (RL) or `model_params/` (Tunix) that holds everything but a step is taken away.
+  prefix = "" if {"params", "model"}.intersection(tops) else next((p for p in _PREFIXES if p in tops), "")
+  if prefix:
+    nodes = {path[1:] if path[0] == prefix else path: node for path, node in nodes.items() if path != (prefix,)}
   layout = options.layout or _detect(nodes, raw, prefix)
   sections, extra = _sections(nodes, layout, raw.origin)
   wrapped = _unwrap_sections(sections, layout, options)
   aux, aux_plain = _take_aux(sections, record_of(raw))
   names = (*options.containers, *record_of(raw).get("containers", ()))
   stacked = raw.custom_metadata.get("scan_layers") is not False
-  found = find_containers(sections["params"], names, stacked)
+  found = layouts_layers.find_containers(sections["params"], names, stacked)
   scan_axis = _scan_axis(sections["params"], found, layout, raw, options)
   params = split_layers(sections["params"], found, scan_axis)
   if not params.leaves:
@@ -138,7 +135,7 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpo
     checkpoint.loop_state = extra
   else:
     _read_unknown(checkpoint, extra, options)
-  forms = find_containers(aux, (*names, *map(slash_path, found)), stacked)
+  forms = layouts_layers.find_containers(aux, (*names, *map(slash_path, found)), stacked)
   try:
     checkpoint.aux = split_layers(aux, forms, 0, like=params.containers)
   except LayoutError:  # a leaf that is not one per layer: moved as it is
@@ -147,24 +144,13 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpo
   return checkpoint
 
 
-def _below_prefix(nodes: dict) -> tuple[dict, str]:
-  """Takes away a `base/` (RL) or `model_params/` (Tunix) level that holds everything but a step."""
-  tops = _tops(nodes)
-  prefix = next((p for p in _PREFIXES if p in tops), "")
-  if not prefix or "params" in tops or "model" in tops:
-    return nodes, ""
-  below = {path[1:] if path[0] == prefix else path: node for path, node in nodes.items() if path != (prefix,)}
-  return below, prefix
-
-
 def _tops(nodes: Iterable[Path]) -> list[str]:
   return list(dict.fromkeys(path[0] for path in nodes if path))
 
 
 def _detect(nodes: dict, raw: RawTree, prefix: str) -> str:
   tops = _tops(nodes)
-  recorded = record_of(raw).get("layout")
-  if recorded in LAYOUTS:
+  if (recorded := record_of(raw).get("layout")) in LAYOUTS:
     return recorded
   if prefix:
     return PARAMS
@@ -237,10 +223,7 @@ def _unwrap_sections(sections: dict[str, dict], layout: str, options: ReadOption
 
 
 def _is_wrapped(nodes: Mapping[Path, Any], is_name: Callable[[Path], bool], options: ReadOptions) -> bool:
-  """Whether all leaves lie under `value`. A parameter may itself be called `value`, so some are not enough.
-
-  is_name: whether a path that ends in `value` is known to be a parameter's own.
-  """
+  """Whether all leaves lie under `value`. is_name: whether a path that ends so is known to be a parameter's own."""
   leaves = [path for path, node in nodes.items() if isinstance(node, StoredArray) and path]
   under = [path for path in leaves if path[-1] == "value" and len(path) > 1]
   if options.wrapped is not None or not under:
@@ -289,10 +272,8 @@ def _random_leaves(nodes: Mapping[Path, Any]) -> set[Path]:
 
 
 def _scan_axis(nodes: dict, found: dict[Path, str], layout: str, raw: RawTree, options: ReadOptions) -> int:
-  """--scan_axis, else the recorded one, else the layout's: 0 for maxghost, 1 for MaxText.
-
-  A bare NNX tree without record may come from either; it is 0 where 1 cannot be and 0 can.
-  """
+  """--scan_axis, else the recorded one, else the layout's: 0 for maxghost, 1 for MaxText; of a bare NNX tree without
+  record, which may come from either, 0 where 1 cannot be."""
   recorded = (about.get("param_scan_axis") for about in (record_of(raw), raw.custom_metadata))
   for value in (options.scan_axis, *recorded):
     if value is not None:
@@ -322,7 +303,7 @@ def _read_opt_state(checkpoint: Checkpoint, nodes: dict) -> None:
   for place, group in groups.items():
     # A count beside mu, where a parameter is called `count`, only looks like a tree of moments.
     inner = any(other != place and other[: len(place)] == place for other in groups)
-    if inner and {without_layer(path, params.containers) for path in group} != known:
+    if inner and {layouts_layers.without_layer(path, params.containers) for path in group} != known:
       rest |= {(*place, *path): node for path, node in group.items()}
     else:
       _read_moments(checkpoint, place, group)
@@ -336,14 +317,14 @@ def _moment_split(path: Path, known: set[Path], params: ParamTree) -> tuple[Path
   """(place of the moment, path of the parameter) in a path below opt_state; the longest parameter wins."""
   for k in range(len(path)):
     for start in (k + 1, k) if path[k] == "params" else (k,):
-      if start < len(path) and without_layer(path[start:], params.containers) in known:
+      if start < len(path) and layouts_layers.without_layer(path[start:], params.containers) in known:
         return path[:k], path[start:]
   return None
 
 
 def _read_moments(checkpoint: Checkpoint, place: Path, group: dict) -> None:
   params = checkpoint.params
-  positions = (position(path, dict.fromkeys(params.containers, "")) for path in group)
+  positions = (layouts_layers.position(path, dict.fromkeys(params.containers, "")) for path in group)
   found = {container: form for container, form, *_ in positions if container is not None}
   try:
     tree = split_layers(group, found, checkpoint.scan_axis, like=params.containers)

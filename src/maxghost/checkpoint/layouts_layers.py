@@ -42,9 +42,7 @@ class Container:
     """Where the arrays of a layer are."""
     if self.form == SCANNED:
       return (*self.path, f"{self.block_name}_{layer % self.period}") if self.block_name else self.path
-    if self.form == UNSCANNED:
-      return (*self.path[:-1], f"{self.path[-1]}_{layer}")
-    return (*self.path, str(layer))
+    return (*self.path[:-1], f"{self.path[-1]}_{layer}") if self.form == UNSCANNED else (*self.path, str(layer))
 
 
 @dataclass(frozen=True)
@@ -69,10 +67,7 @@ class Ref:
 
 
 class LayerReader:
-  """Reads layers of stored arrays. The last array stays in memory, because its layers and blocks are read in turn.
-
-  hold_bytes: larger arrays are read block by block instead, unless one chunk of them is larger still.
-  """
+  """Reads layers of stored arrays, holding the last array up to `hold_bytes`; larger ones are read block by block."""
 
   def __init__(self, hold_bytes: int):
     self._hold_bytes = hold_bytes
@@ -247,10 +242,7 @@ def split_layers(
 
 
 def position(path: Path, forms: Mapping[Path, str]) -> tuple[Path | None, str, int | None, Path]:
-  """(container, form, layer, path below the layer) of a leaf; the layer is None where layers are stacked.
-
-  forms: of the containers; '' for one in any form.
-  """
+  """(container, form, layer or None where stacked, path below it) of a leaf. forms: of the containers, '' for any."""
   for container, known in forms.items():
     depth = len(container)
     if len(path) <= depth or path[: depth - 1] != container[:-1]:
@@ -285,8 +277,7 @@ def _num_stacked(container: Path, arrays: Mapping[Path, StoredArray], scan_axis:
   if not sizes:
     return 0
   expected = Counter(sizes.values()).most_common(1)[0][0]
-  wrong = [(rest, size) for rest, size in sizes.items() if size != expected]
-  if wrong:
+  if wrong := [(rest, size) for rest, size in sizes.items() if size != expected]:
     rest, size = wrong[0]
     raise LayoutError(
       f"leaf {where}/{slash_path(rest)} has size {size} on scan axis {scan_axis}, expected L={expected}"

@@ -5,7 +5,6 @@ converter holds one array at a time, so this module reads arrays with TensorStor
 tuple: text for a dict key or a field name, int for a position in a list. JAX is imported only for trees in memory.
 """
 
-import functools
 import json
 import math
 import os
@@ -19,7 +18,7 @@ import tensorstore as ts
 
 from maxghost.config import ConfigError
 from maxghost.config.files import write_text
-from maxghost.config.values import print_problem, slash_path
+from maxghost.config.values import slash_path
 
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 ITEM_NAMES = ("items", "default", "state", "model_params")
@@ -39,23 +38,7 @@ class LayoutError(ConfigError):
 class VerificationError(LayoutError):
   """What was written differs from its source, and was removed."""
 
-
-def tool(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-  """Decorates a tool's `main`: an error prints one line per problem; exit code 2, or 1 for a failed verification."""
-
-  def decorate(main: Callable[..., int]) -> Callable[..., int]:
-    @functools.wraps(main)
-    def guarded(*args: Any, **options: Any) -> int:
-      try:
-        return main(*args, **options)
-      except (ConfigError, OSError) as error:
-        for problem in error.problems if isinstance(error, ConfigError) else (error,):
-          print_problem(problem, name)
-        return 1 if isinstance(error, (VerificationError, OSError)) else 2
-
-    return guarded
-
-  return decorate
+  exit_code = 1
 
 
 def full_path(path: str | os.PathLike) -> Path:
@@ -168,10 +151,7 @@ class Location:
 
 
 def locate(path: str | os.PathLike) -> Location:
-  """Finds the tree in a checkpoint folder: `<run>/checkpoints/<step>` or `<...>/<step>/items`.
-
-  Raises LayoutError where there is none, where it is unfinished or half copied, or where the choice is not clear.
-  """
+  """Finds the tree in `<run>/checkpoints/<step>` or `<...>/<step>/items`. Raises LayoutError where it is not clear."""
   folder = full_path(path)
   if TEMPORARY_MARK in folder.name or TEMPORARY_MARK in folder.parent.name:
     raise LayoutError(f"{path} was never finished ('{TEMPORARY_MARK}' in its name); use a finished checkpoint")
@@ -182,8 +162,7 @@ def locate(path: str | os.PathLike) -> Location:
     has_level = not (folder / STEP_METADATA).is_file() and (outer / STEP_METADATA).is_file()
     return Location(item=folder, step=outer if has_level else folder)
   items = sorted(p.name for p in folder.iterdir() if (p / TREE_METADATA).is_file())
-  chosen = next((name for name in (*ITEM_NAMES, *items) if name in items), "")
-  if not chosen:
+  if not (chosen := next((name for name in (*ITEM_NAMES, *items) if name in items), "")):
     raise LayoutError(_no_tree(path, folder))
   if chosen not in ITEM_NAMES and len(items) > 1:
     raise LayoutError(f"{path} holds several trees: {', '.join(items)}; name one, as in {folder / chosen}")
@@ -305,11 +284,9 @@ def tree_from_memory(tree: Any, origin: str = "the given tree") -> RawTree:
   """A RawTree over arrays in memory: nested dicts, lists, tuples, NamedTuples (optax states), nnx.State, Nones."""
   from jax.tree_util import SequenceKey, keystr, tree_flatten_with_path
 
-  def is_leaf(node):
-    return node is None or (isinstance(node, (dict, list, tuple)) and not node)
-
   nodes: dict[TreePath, Node] = {}
-  for keys, leaf in tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+  leaves, _ = tree_flatten_with_path(tree, lambda x: x is None or (isinstance(x, (dict, list, tuple)) and not x))
+  for keys, leaf in leaves:
     path = tuple(k.idx if isinstance(k, SequenceKey) else keystr((k,), simple=True) for k in keys)
     nodes[path] = _memory_node(path, leaf)
   return RawTree(nodes, origin)
@@ -337,10 +314,7 @@ def key_words(key: Any) -> Any:
 
 
 def misfit(origin: Any, missing: Sequence[str], extra: Sequence[str], unlike: Sequence[str]) -> str:
-  """The error for a checkpoint whose leaves are not those of the model; '' where they are.
-
-  unlike: a text for each leaf of another shape or dtype.
-  """
+  """The error for a checkpoint with other leaves than the model, '' for none. unlike: a text for each such leaf."""
   problems = [f"misses {listed(missing)}"] if missing else []
   problems += [f"has {listed(extra)}, unknown to the model"] if extra else []
   problems += [*unlike[:_MOST_UNLIKE], *([f"and {len(unlike) - _MOST_UNLIKE} more"] if unlike[_MOST_UNLIKE:] else [])]

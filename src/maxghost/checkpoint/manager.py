@@ -81,7 +81,9 @@ class CheckpointManager:
     self._has_failed = False
     self._frozen: dict[str, int] = {}  # checksums of what no step changes
     if distributed.is_first():
-      self._remove_half_written()
+      for path in sorted(self._directory.glob("*.orbax-checkpoint-tmp*")):
+        self._say(f"maxghost: checkpoint {path} was only half written and is removed")
+        shutil.rmtree(path, ignore_errors=True)
     self._check_shared()  # the others look at the folder afterwards
     options = ocp.CheckpointManagerOptions(
       max_to_keep=max_to_keep or None,
@@ -118,14 +120,8 @@ class CheckpointManager:
     tree = _with_raw_keys(tree)
     if frozen and not self._frozen:
       self._frozen = _checksums(frozen)
-    content = {
-      **positions,
-      **({"frozen": self._frozen} if frozen else {}),
-      "format": FORMAT_VERSION,
-      "checksums": _checksums(tree),
-      "made_with": made_with(),
-    }
-    record = sealed(content)
+    content = {**positions, **({"frozen": self._frozen} if frozen else {}), "format": FORMAT_VERSION}
+    record = sealed(content | {"checksums": _checksums(tree), "made_with": made_with()})
     items = ocp.args.Composite(items=ocp.args.StandardSave(tree), positions=ocp.args.JsonSave(record))
     self._guard(self._try_to_write)
     self._guard(lambda: self._manager.save(step, args=items, force=True))
@@ -210,10 +206,7 @@ class CheckpointManager:
       )
 
   def _guard(self, work: Callable[[], Any], alone: bool = False) -> None:
-    """Runs a part of the save in every process. Raises CheckpointError in all of them if it fails in one.
-
-    alone: the others do not run it.
-    """
+    """Runs a part of the save, in every process unless `alone`. Raises CheckpointError in all if it fails in one."""
     reason = ""
     try:
       work()
@@ -256,11 +249,6 @@ class CheckpointManager:
         f"base_output_directory: process {sees.index(False)} does not see what process 0 writes to {self._directory}; "
         "name a folder of a file system that all processes share"
       )
-
-  def _remove_half_written(self) -> None:
-    for path in sorted(self._directory.glob("*.orbax-checkpoint-tmp*")):
-      self._say(f"maxghost: checkpoint {path} was only half written and is removed")
-      shutil.rmtree(path, ignore_errors=True)
 
   def _set_aside(self, steps: list[int]) -> None:
     """Renames unusable checkpoints, so that the run can save at their steps again and someone can look at them."""
@@ -325,10 +313,7 @@ def made_with() -> dict[str, str]:
 
 
 def _check_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-  """Raises CheckpointError that names leaves which are missing, extra, or of another shape or dtype.
-
-  stored, wanted: leaf path -> anything with `shape` and `dtype`.
-  """
+  """Raises CheckpointError that names leaves which are missing, extra, or of another shape or dtype."""
   unlike = []
   for name in sorted(wanted.keys() & stored.keys()):
     have, want = stored[name], wanted[name]

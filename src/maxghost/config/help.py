@@ -10,7 +10,6 @@ from maxghost.config import renamed, values
 from maxghost.config.files import config_dir
 from maxghost.config.load import Loaded, fields
 from maxghost.config.schema import SECTIONS
-from maxghost.config.values import ConfigError
 
 
 def limits(field: dataclasses.Field) -> str:
@@ -50,10 +49,7 @@ def sections() -> Iterator[tuple[str, type, tuple[dataclasses.Field, ...]]]:
 
 
 def print_help(key: str | None = None, file: TextIO | None = None, usage: str = "") -> None:
-  """Prints all keys by section, or explains one `key`; with colours and columns when `file` is a terminal.
-
-  usage: lines printed above the list. Raises ConfigError for a key that does not exist.
-  """
+  """Prints all keys below `usage`, or explains one, with colours on a terminal. Raises ConfigError."""
   out: TextIO = file or sys.stdout
   if key is not None:
     print(explain(key), file=out)
@@ -76,7 +72,7 @@ def explain(key: str) -> str:
   """One key in full: help, type, default, limits, section. Raises ConfigError with the nearest valid name."""
   known = fields()
   if key not in known:
-    raise ConfigError(renamed.unknown(key, known))
+    raise values.ConfigError(renamed.unknown(key, known))
   field = known[key]
   section, cls = next((name, cls) for name, cls, items in sections() if field in items)
   rows = [

@@ -16,7 +16,6 @@ import yaml
 from maxghost.config import files, renamed, values
 from maxghost.config.schema import SECTIONS, Config
 from maxghost.config.validate import cross_problems, value_problems
-from maxghost.config.values import ConfigError, did_you_mean, nearest
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -37,10 +36,7 @@ class Given:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-  """A configuration, the origin of each value ("configs/base.yml:12", "command line", "default") and notes.
-
-  `notes` are lines on values that were given but are overridden; commands print them.
-  """
+  """A configuration, each value's origin ("configs/base.yml:12", "command line"), notes on what was overridden."""
 
   config: Config
   origins: dict[str, str]
@@ -139,7 +135,7 @@ def _pairs(root: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node]]:
 def _nearest_file(path: Path) -> str:
   """`; nearest is X` for a missing YAML file, looking in its folder and among the shipped configurations."""
   for folder in (path.parent, files.config_dir()):
-    if near := nearest(path.name, sorted(found.name for found in folder.glob("*.y*ml")), 1):
+    if near := values.nearest(path.name, sorted(found.name for found in folder.glob("*.y*ml")), 1):
       return f"; nearest is {folder / near[0]}"
   return ""
 
@@ -180,8 +176,7 @@ def _read_override(text: str, kind: Any) -> Given:
 
 def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> dict[str, Given]:
   assert isinstance(name.node, yaml.ScalarNode)
-  model_name = name.node.value
-  if model_name == "default":
+  if (model_name := name.node.value) == "default":
     return {}
   available: dict[str, Path] = {}
   for folder in folders:
@@ -189,7 +184,7 @@ def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> d
       available.setdefault(path.stem, path)
   if model_name not in available:
     names = ", ".join(["default", *sorted(available)])
-    hint = did_you_mean(model_name.removesuffix(".yml"), available) or f"; there are {names}"
+    hint = values.did_you_mean(model_name.removesuffix(".yml"), available) or f"; there are {names}"
     problems.append(f"model_name={values.shown(model_name)} ({name.origin}) has no file models/{model_name}.yml{hint}")
     return {}
   given = _read_yaml(available[model_name], problems)
@@ -200,10 +195,7 @@ def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> d
 
 
 def _resolve(layers: tuple[dict[str, Given], ...], resolved: bool, problems: list[str], notes: list[str]) -> Loaded:
-  """Lays the layers over the defaults, each value as the type of its key, and validates. Raises ConfigError.
-
-  resolved: the first layer is a run's saved configuration, which may hold former names of keys.
-  """
+  """Lays the layers over the defaults, with former keys if the first is `resolved`, a run's own. Raises ConfigError."""
   known = fields()
   flat = {name: field.default for name, field in known.items()}
   origins = dict.fromkeys(known, DEFAULT)
@@ -247,14 +239,13 @@ def _resolve(layers: tuple[dict[str, Given], ...], resolved: bool, problems: lis
   sound = {key: value for key, value in flat.items() if key not in broken}
   problems.extend(cross_problems(sound))
   if problems:
-    raise ConfigError(*renamed.shortened(problems))
+    raise values.ConfigError(*renamed.shortened(problems))
   return Loaded(_build(flat), origins, tuple(notes))
 
 
 def _convert(name: str, kind: Any, given: Given, field: dataclasses.Field | None = None) -> tuple[str, Any]:
   """("", value) or (problem, None) for one given value, within the limits of the `field` if there is one."""
-  node = given.node
-  if node is None:
+  if (node := given.node) is None:
     return f"{name} ({given.origin}): {given.problem}", None
   text = _node_text(node)
   if (
@@ -306,7 +297,7 @@ def replace(cfg: Config, **changes: Any) -> Config:
         value = values.from_python(value, known[key].type)
       flat[key] = value
   if problems:
-    raise ConfigError(*problems, *value_problems(flat, known))
+    raise values.ConfigError(*problems, *value_problems(flat, known))
   return _build(flat)
 
 
@@ -317,10 +308,7 @@ def differing_keys(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def save(cfg: Config, path: str | os.PathLike) -> None:
-  """Writes the configuration as a flat YAML of every key; `load` of it gives an equal Config.
-
-  A reader sees the old file or the whole new one. Raises OSError.
-  """
+  """Writes every key as a flat YAML, whole or not at all; `load` of it gives an equal Config. Raises OSError."""
   head = "# Every value of a run, as it was used: the model file and the command line are already in it.\n"
   lines = (values.to_yaml(key, value) for key, value in cfg.flat().items())
   files.write_text(path, "".join((head, f"{RESOLVED}: true\n", *lines)))

@@ -11,31 +11,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-_ONE_WALK = "which takes validation and training rows back together, once"
-_ONE_BATCH = "which appends the validation rows to the training batch"
-_NEVER_WHOLE = "which never holds the validation gradient that its ledger column needs"
-_WHOLE = "which forms whole directions"
+from maxghost.config.files import read_table
 
 # {schedule: {what it cannot take: why}}; the names of `schedules.SCHEDULES`.
-SCHEDULE_LACKS: dict[str, dict[str, str]] = {
-  "two_pass": {"offload": _WHOLE},
-  "reverse_scan": dict.fromkeys(("hessian", "val_every", "accumulation", "selection"), _ONE_WALK)
-  | {"unstacked": "which walks back over stacked layers", "qk_clip": _NEVER_WHOLE},
-  "concat": dict.fromkeys(("hessian", "val_every", "accumulation", "mask", "adapters", "selection"), _ONE_BATCH)
-  | {
-    "sets": "which scores against one validation set",
-    "own_losses": "which has one loss for all rows",
-    "qk_clip": _NEVER_WHOLE,
-    "early_rank": "which forms the direction inside each layer",
-    "secant": "which never holds a whole validation gradient",
-    "offload": _WHOLE,
-    "balance": "which would count the validation rows in the experts' load",
-    "tiles": "which cannot score the head inside its tiles",
-  },
-  "forward_mode": dict.fromkeys(("schedule", "rank", "selection", "offload"), _WHOLE),
-  "per_example": dict.fromkeys(("schedule", "rank", "selection", "offload"), _WHOLE)
-  | {"positions": "which scores whole examples"},
-}
+SCHEDULE_LACKS: dict[str, dict[str, str]] = read_table("schedules.yml")
 SCHEDULES = ("two_pass", "reverse_scan", "concat")  # by rules; what an optimizer works with
 RUN_SCHEDULES = (*SCHEDULES, "forward_mode")  # the values of ghost_schedule
 ENGINES = {"graddotprod": "two_pass", "jvp": "forward_mode", "perexample": "per_example"}  # of `GhostEngine`
@@ -44,11 +23,7 @@ ENGINES = {"graddotprod": "two_pass", "jvp": "forward_mode", "perexample": "per_
 def scoring_problems(
   schedule: str, names: Mapping[str, str], asked: Mapping[str, tuple[bool, str, str]]
 ) -> Iterator[str]:
-  """One line for everything asked that the schedule cannot take.
-
-  names: {schedule: "key=value" that chooses it} of those that the user may choose. asked: {what, as in SCHEDULE_LACKS:
-  (whether it is asked for, its "key=value", what to use instead)}.
-  """
+  """A line for each of `asked`, {what: (whether, "key=value", instead)}, that the schedule, by `names`, cannot take."""
   for want, (asks, given, instead) in asked.items():
     if asks and want in SCHEDULE_LACKS[schedule]:
       able = " or ".join(name for other, name in names.items() if want not in SCHEDULE_LACKS[other])
@@ -114,6 +89,7 @@ OBJECTIVES: dict[str, Objective] = {
   "margin": _pairs("maxghost.objectives.dpo:Margin"),
 }
 OF_VALIDATION = ("margin",)  # objectives of validation sets alone: nothing bounds them from below
+WITHOUT_PERPLEXITY = ("dpo", "distill", "margin")  # objectives whose loss is not nats per token
 # Losses on pairs (dpo_algo), and those of them that compare with no reference.
 PREFERENCE_LOSSES = ("sigmoid", "ipo", "hinge", "robust", "simpo", "orpo")
 WITHOUT_REFERENCE = ("simpo", "orpo")
@@ -178,19 +154,18 @@ def register(key: str, name: str, plugin: Any) -> None:
   table[name] = plugin
 
 
-def path_problem(opt_type: str) -> str:
-  """The error for ghost_direction=path with an optimizer that gives no path."""
-  offering = [name for name, optimizer in OPTIMIZERS.items() if optimizer.path]
-  return (
-    f"ghost_direction=path credits the optimizer's whole step, which opt_type={opt_type} does not offer; use "
-    f"ghost_direction=auto, or opt_type={' or '.join(offering)}"
-  )
-
-
-def auto_problem(opt_type: str) -> str:
-  """The error for ghost_direction=auto with an optimizer that has no direction of its own."""
-  offering = [name for name, optimizer in OPTIMIZERS.items() if optimizer.direction]
+def direction_problem(direction: str, opt_type: str) -> str:
+  """The error for ghost_direction=auto or path with an optimizer that offers none; '' where it does, or for others."""
+  able = {"auto": lambda one: one.direction is not None, "path": lambda one: one.path}.get(direction)
+  if able is None or able(OPTIMIZERS[opt_type]):
+    return ""
+  offering = " or ".join(name for name, optimizer in OPTIMIZERS.items() if able(optimizer))
+  if direction == "path":
+    return (
+      f"ghost_direction=path credits the optimizer's whole step, which opt_type={opt_type} does not offer; use "
+      f"ghost_direction=auto, or opt_type={offering}"
+    )
   return (
     f"ghost_direction=auto means the optimizer's own direction, but opt_type={opt_type} offers none; use "
-    f"ghost_direction=sgd (the plain validation gradient), ghost_enabled=false, or opt_type={' or '.join(offering)}"
+    f"ghost_direction=sgd (the plain validation gradient), ghost_enabled=false, or opt_type={offering}"
   )

@@ -33,30 +33,12 @@ def offload(value: Any, values: Values, what: str, asked: Any) -> dict[str, Any]
   return {"offload_to_host": tuple(name for name in ("weights", "optimizer", "carries") if name in held)}
 
 
-def switched(value: bool, values: Values, key: str, usual: Any) -> dict[str, Any]:
-  """A switch beside a number: off is 0; on without a number is the usual one."""
-  return {key: values[key] or usual} if value else {key: 0}
-
-
-def stabilized(value: bool, values: Values) -> dict[str, Any]:
-  """rsLoRA's scale, alpha over the root of the rank."""
-  return {"lora_alpha": values["lora_alpha"] * values["lora_rank"] ** 0.5} if value and values["lora_rank"] else {}
-
-
 def item(value: Any, values: Values, key: str, place: int, unset: Any = None) -> dict[str, Any]:
   """One item of a list that is set."""
   held = values[key]
   if not held or value == unset:
     return {}
   return {key: (*held[:place], type(held[0])(value), *held[place + 1 :])}
-
-
-def segment(value: int, values: Values) -> dict[str, Any]:
-  return {"segment_lengths": (value,)} if value else {}
-
-
-def validation_domain(value: str, values: Values) -> dict[str, Any]:
-  return {"ghost_val_sets": (value,)} if value != "manual" and not values["ghost_val_sets"] else {}
 
 
 def validation_files(value: tuple[str, ...], values: Values) -> dict[str, Any]:
@@ -69,26 +51,21 @@ def mixture(value: tuple[str, ...], values: Values) -> dict[str, Any]:
   return {"dataset_mixture": tuple(text + end for text in value)}
 
 
-def slices(value: int, values: Values) -> dict[str, Any]:
-  one = values["compile_topology"]
-  return {"compile_topology": f"{value}x{one}"} if value > 1 and one else {}
-
-
 _FOLDS: dict[str, Callable[..., dict[str, Any]]] = {
-  fold.__name__: fold
-  for fold in (
-    when,
-    named,
-    offload,
-    switched,
-    stabilized,
-    item,
-    segment,
-    validation_domain,
-    validation_files,
-    mixture,
-    slices,
-  )
+  **{fold.__name__: fold for fold in (when, named, offload, item, validation_files, mixture)},
+  # A switch beside a number: off is 0; on without a number is the usual one.
+  "switched": lambda value, values, key, usual: {key: values[key] or usual} if value else {key: 0},
+  # rsLoRA's scale, alpha over the root of the rank.
+  "stabilized": lambda value, values: (
+    {"lora_alpha": values["lora_alpha"] * values["lora_rank"] ** 0.5} if value and values["lora_rank"] else {}
+  ),
+  "segment": lambda value, values: {"segment_lengths": (value,)} if value else {},
+  "validation_domain": lambda value, values: (
+    {"ghost_val_sets": (value,)} if value != "manual" and not values["ghost_val_sets"] else {}
+  ),
+  "slices": lambda value, values: (
+    {"compile_topology": f"{value}x{values['compile_topology']}"} if value > 1 and values["compile_topology"] else {}
+  ),
 }
 
 

@@ -165,10 +165,7 @@ class DataConfig:
     return plugins.REFERENCE_COLUMNS[0] in self.train_data_columns
 
   def validation_files(self, records: str) -> dict[str, tuple[str, ...]]:
-    """The `name=glob` of the validation sets that are files of their own, by what their records are.
-
-    records: those of the run's objective.
-    """
+    """{records: the `name=glob` of validation sets in files of their own}. records: those of the run's objective."""
     found: dict[str, tuple[str, ...]] = {}
     for text, own in map(plugins.without_objective, self.ghost_val_sets):
       if plugins.is_files(text.partition("=")[2]):
@@ -358,8 +355,7 @@ class Config:
 
   def __post_init__(self):
     known = {f.name: f for part in self.sections() for f in dataclasses.fields(part)}
-    problems = value_problems(self.flat(), known)
-    if problems:
+    if problems := value_problems(self.flat(), known):
       raise ConfigError(*problems)
 
   @property

@@ -88,8 +88,7 @@ def family(v: Values) -> Iterator[str]:
   record = FAMILIES[v.decoder_block]
   block, example = v["decoder_block"], f"model_name={record.example}"
   for key, needed in record.needs.items():
-    value = getattr(v, key)
-    if value != needed:
+    if (value := getattr(v, key)) != needed:
       own = next(other.name for other in FAMILIES.values() if not other.needs)
       yield (
         f"{block} has {key}={shown(needed)}, not {shown(value)}; set it ({example} sets all of the family), or "
@@ -144,8 +143,7 @@ def experts(v: Values) -> Iterator[str]:
 
 
 def segments(v: Values) -> Iterator[str]:
-  levels = v.segment_lengths
-  if not levels:
+  if not (levels := v.segment_lengths):
     return
   given = v["segment_lengths"] if len(levels) > 1 else f"segment_lengths={levels[0]}"
   if not v.scan_layers:
@@ -230,10 +228,8 @@ def plugins_together(v: Values) -> Iterator[str]:
   rule = plugins.OPTIMIZERS[v.opt_type]
   direction, _ = plugins.directed(v.ghost_direction, v.ghost_curvature)
   if v.ghost_enabled:
-    if direction == "auto" and rule.direction is None:
-      yield plugins.auto_problem(v.opt_type)
-    if direction == "path" and not rule.path:
-      yield plugins.path_problem(v.opt_type)
+    if problem := plugins.direction_problem(direction, v.opt_type):
+      yield problem
     if direction not in ("auto", "sgd", "path", rule.direction):
       offering = [name for name, other in plugins.OPTIMIZERS.items() if other.direction == direction]
       own = "auto or sgd" if rule.direction else "sgd"
@@ -255,15 +251,12 @@ def plugins_together(v: Values) -> Iterator[str]:
 
 
 def objective_units(v: Values) -> Iterator[str]:
-  rows = plugins.OBJECTIVES[v.objective].rows_per_unit
-  if rows == 1:
+  if (rows := plugins.OBJECTIVES[v.objective].rows_per_unit) == 1:
     return
-  what, micro_batches = f"{v['objective']} makes a unit of {rows} adjacent rows", v.gradient_accumulation_steps
+  what = f"{v['objective']} makes a unit of {rows} adjacent rows"
   for name in ("per_device_batch_size", *(("ghost_val_batch_size",) if v.ghost_enabled else ())):
     if (size := getattr(v, name)) % rows:
       yield f"{what}, which {name}={size} would part; use {name}={size - size % rows + rows}"
-  if micro_batches > 1:
-    yield f"{what}, which micro-batches would part; use gradient_accumulation_steps=1, not {micro_batches}"
   if v.ghost_select != "none":
     yield f"{what}, and {v['ghost_select']} chooses single rows; use ghost_select=none"
 
@@ -362,12 +355,9 @@ def scoring(v: Values) -> Iterator[str]:
     yield f"{v[key]} needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
   own_losses = any(plugins.without_objective(text)[1] not in ("", v.objective) for text in v.ghost_val_sets)
   asked = {
-    "rank": (v.ghost_rank > 0, "ghost_rank", "0"),
-    "early_rank": (v.ghost_rank > 0 and early, "ghost_rank", "0"),
-    "sets": (len(v.ghost_val_sets) > 1, "ghost_val_sets", ""),
-    "own_losses": (own_losses, "ghost_val_sets", "one set"),
-    "hessian": (curvature == "hessian", key, none),
-    "secant": (curvature == "secant", key, none),
+    "rank": (v.ghost_rank > 0, "ghost_rank", "0"), "early_rank": (v.ghost_rank > 0 and early, "ghost_rank", "0"),
+    "sets": (len(v.ghost_val_sets) > 1, "ghost_val_sets", ""), "own_losses": (own_losses, "ghost_val_sets", "one set"),
+    "hessian": (curvature == "hessian", key, none), "secant": (curvature == "secant", key, none),
     "val_every": (v.ghost_val_every > 1, "ghost_val_every", "1"),
     "accumulation": (steps > 1, "gradient_accumulation_steps", "1"),
     "mask": (bool(v.trainable_parameters_mask), "trainable_parameters_mask", "[]"),
@@ -377,7 +367,7 @@ def scoring(v: Values) -> Iterator[str]:
     "qk_clip": (v.ghost_enabled and v.use_qk_clip, "use_qk_clip", "false"),
     "balance": (v.ghost_enabled and v.load_balance_loss_weight > 0, "load_balance_loss_weight", "0.0"),
     "tiles": (v.ghost_enabled and v.num_vocab_tiling > 1, "num_vocab_tiling", "1"),
-  }
+  }  # fmt: skip
   names = {name: f"ghost_schedule={name}" for name in plugins.RUN_SCHEDULES}
   named = {want: (asks, v[key], f"{key}={value}" if value else "one set") for want, (asks, key, value) in asked.items()}
   yield from plugins.scoring_problems(v.ghost_schedule, names, named)
@@ -429,17 +419,12 @@ def low_rank_adapters(v: Values) -> Iterator[str]:
       if getattr(v, name):
         yield f"{v[name]} is read beside adapters; set lora_rank, such as 8, or leave {name} empty"
     return
-  if v.lora_weight_qtype in ("int8", "nf4") and v.num_experts > 1:
-    yield f"{v['lora_weight_qtype']} keeps dense matrices, not those of experts; use bfloat16 with {v['num_experts']}"
   if v.load_full_state_path:
     yield f"{given} has a state of its own; use load_parameters_path for the base, and lora_restore_path for adapters"
   try:
     re.compile(v.lora_module_path)
   except re.error as error:
     yield f"lora_module_path='{v.lora_module_path}' is not a regular expression ({error})"
-  for name in ("adam_weight_decay", "muon_weight_decay"):
-    if getattr(v, name) and (name.startswith("adam") or v.opt_type == "muon"):
-      yield f"{given} trains adapters, which decay would pull back to the base model; use {name}=0.0, not {v[name]}"
   if v.trainable_parameters_mask:
     yield f"{given} trains adapters alone; use trainable_parameters_mask=[], and lora_module_path for their layers"
   if v.use_qk_clip:
@@ -483,8 +468,7 @@ def value_problems(flat: dict[str, Any], fields: dict[str, Field]) -> list[str]:
     except WrongTypeError as error:
       problems.append(f"{key}={value!r} is not of type {error}")
       continue
-    wrong = limit_problems(field, sound[key])
-    if wrong:
+    if wrong := limit_problems(field, sound[key]):
       problems.extend(f"{key}={shown(value)}{text}" for text in wrong)
       del sound[key]
   return problems + cross_problems(sound)

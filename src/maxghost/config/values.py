@@ -5,6 +5,8 @@ The key's type decides, not YAML's guess: `learning_rate: 1e-3` is a float altho
 """
 
 import difflib
+import functools
+import io
 import math
 import numbers
 import os
@@ -29,10 +31,9 @@ LINE_ENDS = frozenset("\n\r\x85\u2028\u2029")
 
 
 class ConfigError(ValueError):
-  """A mistake of the user: one clear line per problem (what is wrong, the value, the fix).
+  """A mistake of the user: `problems` are clear lines, which commands print before they exit with `exit_code`."""
 
-  `problems` holds the lines; the message is the lines joined. Commands print them and exit with code 2.
-  """
+  exit_code = 2
 
   def __init__(self, *problems: str):
     self.problems = tuple(problems)
@@ -52,15 +53,45 @@ def print_problem(problem: str | BaseException, name: str = "maxghost") -> None:
   print(f"{name}: {shown}", file=sys.stderr)
 
 
-def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
-  """The valid names most like `name`, best first: those spelt alike, then those that contain it as a whole word.
+def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str = "interrupted") -> int:
+  """Runs a command and returns its exit code. What is no defect of the program is a line on stderr, not a traceback.
 
-  Of the names spelt alike, the best is kept, and those exactly as good. Capitals and `-` against `_` do not count.
-  When there are none at all, names that contain `name` anywhere are taken.
+  0 if the output was closed early (`| head`); 1 for a file or disk that fails; 2 for wrong input, where nothing was
+  written; 130 for Ctrl-C. name: what lines begin with. stopped: the line for Ctrl-C.
   """
+  if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks
+  code = 0
+  try:
+    code = work() or 0
+    sys.stdout.flush()
+  except ConfigError as error:
+    for problem in error.problems or (str(error),):
+      print_problem(problem, name)
+    return error.exit_code
+  except KeyboardInterrupt:
+    print_problem(stopped, name)
+    return 130
+  except OSError as error:
+    print_problem(error, name)
+    return code if isinstance(error, BrokenPipeError) else 1
+  except ValueError as error:
+    if "embedded null" not in str(error):
+      raise
+    print_problem("a path holds a NUL character", name)
+    return ConfigError.exit_code
+  return code
+
+
+def guarded(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+  """Decorates a tool's `main` with `guard`."""
+  return lambda main: functools.wraps(main)(lambda *args, **options: guard(lambda: main(*args, **options), name))
+
+
+def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
+  """The valid names most like `name`, best first: spelt alike, then with it as a word, else with it anywhere."""
   plain = {candidate.lower().replace("-", "_"): candidate for candidate in valid}
-  wanted = name.lower().replace("-", "_")
-  if wanted in plain:
+  if (wanted := name.lower().replace("-", "_")) in plain:
     return [plain[wanted]]
   alike = difflib.get_close_matches(wanted, plain, n=len(plain) or 1)
   likeness = [difflib.SequenceMatcher(a=candidate, b=wanted).ratio() for candidate in alike]
@@ -73,8 +104,7 @@ def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
   """`; did you mean 'steps'?`, or nothing when no valid name is near."""
-  names = [f"'{found}'" for found in nearest(name, valid)]
-  if not names:
+  if not (names := [f"'{found}'" for found in nearest(name, valid)]):
     return ""
   return "; did you mean " + " or ".join(filter(None, [", ".join(names[:-1]), names[-1]])) + "?"
 
@@ -198,10 +228,7 @@ def divisors(number: int) -> list[int]:
 
 
 def limit_problems(field: Field, value: Any) -> list[str]:
-  """The problems of a value of the right type: an unknown choice, a number out of bounds.
-
-  Bounds and choices of a list hold for each of its items. Each text follows `key=value (origin)`.
-  """
+  """An unknown choice or a number out of bounds, in a list too; each text follows `key=value (origin)`."""
   choices, minimum, maximum = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
   problems = []
   for item in value if isinstance(value, tuple) else (value,):

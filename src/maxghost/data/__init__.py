@@ -9,17 +9,6 @@ from maxghost.data.split import find_documents
 from maxghost.data.types import Batch, Document, DocumentId
 
 __all__ = [
-  "Batch",
-  "Dataset",
-  "Document",
-  "DocumentId",
-  "DocumentList",
-  "DomainSummary",
-  "Source",
-  "TrainIterator",
-  "find_documents",
-  "load_dataset",
-  "make_dataset",
-  "merge_states",
-  "readable",
-]
+  "Batch", "Dataset", "Document", "DocumentId", "DocumentList", "DomainSummary", "Source", "TrainIterator",
+  "find_documents", "load_dataset", "make_dataset", "merge_states", "readable",
+]  # fmt: skip

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from maxghost import config
-from maxghost.config import ConfigError
-from maxghost.config.values import print_problem
+from maxghost.config.values import guard
 from maxghost.data import duplicates
 from maxghost.data import prepare as preparing
 from maxghost.data.build import load_dataset
@@ -41,16 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
   if any(item.startswith("-") for item in more) or (more and parsed.config is None):
     parser.error(f"unrecognized arguments: {' '.join(more)}")
   parsed.config = [*(parsed.config or ()), *more]
-  try:
-    return {"prepare": _prepare, "verify": _verify, "show": _show, "duplicates": _duplicates}[parsed.command](parsed)
-  except (ConfigError, OSError) as error:
-    for problem in error.problems if isinstance(error, ConfigError) else (error,):
-      print_problem(problem)
-    return 2 if isinstance(error, ConfigError) else 1
-  except KeyboardInterrupt:
-    again = "; the same command continues where this one stopped" if parsed.command == "prepare" else ""
-    print(f"maxghost: interrupted{again}", file=sys.stderr)
-    return 130
+  again = "; the same command continues where this one stopped" if parsed.command == "prepare" else ""
+  run = {"prepare": _prepare, "verify": _verify, "show": _show, "duplicates": _duplicates}[parsed.command]
+  return guard(lambda: run(parsed), stopped=f"interrupted{again}")
 
 
 def _command(commands, name: str, help: str) -> argparse.ArgumentParser:
@@ -63,9 +55,9 @@ def _prepare(parsed: argparse.Namespace) -> int:
   cfg = config.load(*parsed.config)
   for option in ("workers", "part_bytes"):
     if getattr(parsed, option) < 1:
-      raise ConfigError(f"--{option} {getattr(parsed, option)} is below 1")
+      raise config.ConfigError(f"--{option} {getattr(parsed, option)} is below 1")
   if cfg.records != "text":
-    raise ConfigError(
+    raise config.ConfigError(
       f"objective={cfg.optimizer.objective} reads {cfg.records}, which a run renders itself; nothing to prepare"
     )
   source = open_source(cfg.data, cfg.run.data_shuffle_seed, whole=False)
@@ -117,7 +109,7 @@ def _progress(total_bytes: int) -> Iterator[Callable[[dict], None]]:
 
 def _verify(parsed: argparse.Namespace) -> int:
   if not (Path(parsed.folder) / INDEX_FILE).is_file():
-    raise ConfigError(f"{parsed.folder} holds no {INDEX_FILE}; give a folder that `prepare` has written")
+    raise config.ConfigError(f"{parsed.folder} holds no {INDEX_FILE}; give a folder that `prepare` has written")
   problems = preparing.verify(parsed.folder)
   for problem in problems:
     print(problem)
@@ -144,7 +136,7 @@ def _show(parsed: argparse.Namespace) -> int:
 def _duplicates(parsed: argparse.Namespace) -> int:
   cfg = config.load(*parsed.config)
   if parsed.near is not None and not 0 < parsed.near <= 1:
-    raise ConfigError(f"--near {parsed.near} is not a share; use for example 0.8")
+    raise config.ConfigError(f"--near {parsed.near} is not a share; use for example 0.8")
   dataset = load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
   pairs = duplicates.exact(duplicates.documents_of(dataset))
   if parsed.near is not None:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from maxghost.config import ConfigError
-from maxghost.config.schema import DataConfig
+from maxghost.config import ConfigError, DataConfig
 from maxghost.data import sources
 from maxghost.data.conversations import ConversationUnits, Rendering
 from maxghost.data.dataset import POOL_DOCUMENTS, Dataset
@@ -148,8 +147,7 @@ def _parts(
     files = expand("ghost_val_sets", given)
     read = text.load(files, dataclasses.replace(kept(plain, kind), document_fields=()))
     kinds.append(kind)
-    both = [domain for domain in read.domains if domain in source.domains]
-    if both:
+    if both := [domain for domain in read.domains if domain in source.domains]:
       raise ConfigError(
         f"ghost_val_sets has the name '{both[0]}', which is a domain of the training data; name it otherwise"
       )
@@ -254,8 +252,7 @@ def parse_weights(cfg: DataConfig, domains: tuple[str, ...]) -> dict[str, float]
       raise ConfigError(f"dataset_mixture has '{item}'; shares and times are numbers from 0 up")
   if cfg.mixture == "proportional":
     return weights
-  missing = [domain for domain in domains if domain not in weights]
-  if missing:
+  if missing := [domain for domain in domains if domain not in weights]:
     raise ConfigError(
       f"dataset_mixture needs a number for each domain, but has none for {', '.join(missing)}; add "
       f"{missing[0]}=..., or leave the domain out with dataset_domains"

@@ -10,7 +10,6 @@ import numpy as np
 from maxghost.config import ConfigError
 from maxghost.data import packing
 from maxghost.data.hashing import permutation, text_hash
-from maxghost.data.packing import Rows
 from maxghost.data.prepared import PreparedSource
 from maxghost.data.reader import TrainIterator
 from maxghost.data.sources.base import Source, check_known, read_or_skip
@@ -104,8 +103,7 @@ class Dataset:
       return None
     candidates = []
     for indices in scan(len(self.source)):
-      lengths = self.source.sizes(indices)
-      if lengths is not None:
+      if (lengths := self.source.sizes(indices)) is not None:
         indices = indices[np.isin(lengths, sizes)]
       elif self.source.num_bytes > _COPY_BYTES:
         return None
@@ -118,8 +116,7 @@ class Dataset:
   def notes(self) -> list[str]:
     """Lines to show the user at the start, besides the summary."""
     lines = [note for part in self.parts for note in (*part.source.notes, *_cut(part))]
-    found = self.copies
-    if found is None:
+    if (found := self.copies) is None:
       return [*lines, "copies of held-out text in the training data are looked for as it is read"]
     if not found:
       return lines
@@ -142,7 +139,7 @@ class Dataset:
     return packing.fill(pieces, self.layout, self.tokenizer.pad_id)
 
   @functools.cache  # noqa: B019 - one dataset per run
-  def validation_rows(self, domain: str | None = None) -> Rows:
+  def validation_rows(self, domain: str | None = None) -> packing.Rows:
     """The packed rows of a validation domain; `validation_batch` repeats after them."""
     domain = self.val_domain if domain is None else domain
     domains = [name for part in self.parts for name in part.source.domains]

@@ -46,10 +46,7 @@ def exact(documents: Iterable[tuple[DocumentId, bytes, bool]]) -> list[Pair]:
 
 
 def near(documents: Iterable[tuple[DocumentId, bytes, bool]], threshold: float) -> list[Pair]:
-  """Training documents with a similarity of at least `threshold` to a held-out one, exact copies included.
-
-  MinHash (Broder 1997) with the locality-sensitive hashing of `datasketch`. Raises ConfigError without that package.
-  """
+  """Training documents with a similarity of `threshold` to a held-out one, by MinHash (Broder 1997) and its hashing."""
   datasketch = import_package("datasketch", "--near")
 
   def sketch(text: bytes):
@@ -95,11 +92,7 @@ def write_ids(path: str, documents: Iterable[DocumentId]) -> int:
 
 
 def read_ids(path: str, source: Source, key: str = "dataset_exclude_file") -> tuple[np.ndarray, int]:
-  """(hashes of the ids in a file of `write_ids` (uint64, sorted), or of the documents whose records have its `id`s; the
-  number of `id`s that no record has).
-
-  Raises ConfigError naming the file and the line, which for dataset_exclude_file may be that of an `id` without record.
-  """
+  """(hashes of the documents whose ids a file of `write_ids` has, number of `id`s of no record). Raises ConfigError."""
   try:
     lines = Path(path).read_text(encoding="utf-8").splitlines()
   except OSError as error:

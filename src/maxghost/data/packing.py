@@ -127,14 +127,16 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[n
   order = np.argsort(-length, kind="stable")
   num_full = int(np.count_nonzero(length == row_length))
   row[order[:num_full]] = np.arange(num_full)
-  order = _spread(order[num_full:], length, row_length)
+  order = order[num_full:]
+  rows = max(1, int(length[order].sum()) // row_length)
+  groups = max(1, len(order) // max(8, 2 * (len(order) // rows)))  # of about two rows' pairs, longest first in each
+  order = np.concatenate([order[first::groups] for first in range(groups)])
   open_rows: list[list[int]] = [[] for _ in range(row_length + 1)]  # by room left
   segments: list[int] = []  # of the rows that are not of one full chunk
   rooms = 0  # bit r is set when some open row has room r
   placed = []
   for size in length[order].tolist():
-    fitting = rooms >> size
-    if fitting:
+    if fitting := rooms >> size:
       room = size + (fitting & -fitting).bit_length() - 1
       here = open_rows[room].pop()
       if not open_rows[room]:
@@ -150,13 +152,6 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[n
       rooms |= 1 << room
   row[order] = np.array(placed, np.int64) + num_full
   return row, num_full + len(segments)
-
-
-def _spread(longest_first: np.ndarray, length: np.ndarray, row_length: int) -> np.ndarray:
-  """The chunks in groups of about two rows' pairs, longest first in each."""
-  rows = max(1, int(length[longest_first].sum()) // row_length)
-  num_groups = max(1, len(longest_first) // max(8, 2 * (len(longest_first) // rows)))
-  return np.concatenate([longest_first[first::num_groups] for first in range(num_groups)])
 
 
 def concat(ends: np.ndarray, order: np.ndarray, row_length: int, max_segments: int) -> tuple[np.ndarray, ...]:
@@ -181,10 +176,7 @@ def concat(ends: np.ndarray, order: np.ndarray, row_length: int, max_segments: i
 
 
 def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarray]) -> Rows:
-  """Packs the documents into rows. order(n, name): a pseudo-random permutation int64[n]; name selects which.
-
-  A pair needs the room of its longer response, and none is longer than a row.
-  """
+  """Packs documents into rows, a pair by its longer response. order(n, name): a permutation int64[n] for each name."""
   ends, segments, partner = encoded.ends, layout.max_segments, encoded.partner
   if layout.strategy == CONCAT:
     document, start, length, row = concat(ends, order(len(ends), "documents"), layout.row_length, segments)
@@ -274,14 +266,9 @@ def _fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) 
   document_BS, offset_BS, inputs, targets, positions, segmentation, *more = columns
   names = (*(["targets_weights"] if weighted else []), REFERENCE)
   arrays = {
-    "inputs": inputs,
-    "inputs_position": positions,
-    "inputs_segmentation": segmentation,
-    "targets": targets,
-    "targets_position": positions,
-    "targets_segmentation": segmentation,
-    **dict(zip(names, more, strict=False)),
-  }
+    "inputs": inputs, "inputs_position": positions, "inputs_segmentation": segmentation, "targets": targets,
+    "targets_position": positions, "targets_segmentation": segmentation, **dict(zip(names, more, strict=False)),
+  }  # fmt: skip
   return Batch(arrays, document_BS, offset_BS, np.array([epoch for _, _, epoch in pieces], np.int64))
 
 

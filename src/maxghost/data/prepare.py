@@ -20,21 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.config import ConfigError
+from maxghost.config import ConfigError, DataConfig
 from maxghost.config.files import check_seal, sealed, write_text, write_whole
-from maxghost.config.schema import DataConfig
+from maxghost.data import prepared
 from maxghost.data.hashing import changed_files, content_hashes, sha256, text_hash
 from maxghost.data.packing import token_dtype
-from maxghost.data.prepared import (
-  BLOCK_COLUMNS,
-  COLUMNS,
-  DOCUMENT_COLUMNS,
-  FIELD_END,
-  FIELD_TEXTS,
-  INDEX_FILE,
-  INDEX_VERSION,
-  read_index,
-)  # fmt: skip
 from maxghost.data.sources.base import Source, import_package, read_or_skip
 from maxghost.data.split import scan
 from maxghost.data.tokenizers import Tokenizer, load_tokenizer
@@ -126,12 +116,9 @@ def _manifest(job: Job, part: int) -> dict | None:
 
 
 def verify(folder: str) -> list[str]:
-  """Compares the checksums of the shards and of the index; returns a line for each damaged file.
-
-  The manifests of damaged shards are deleted, so that `prepare` writes these again.
-  """
+  """A line for each file whose checksum differs; `prepare` writes these shards again."""
   try:
-    meta = read_index(Path(folder))
+    meta = prepared.read_index(Path(folder))
   except ConfigError as error:
     return list(error.problems)
   problems = [sentence for _, sentence in changed_files(Path(folder) / "index", meta.get("index", {}))]
@@ -146,21 +133,16 @@ def _claim(job: Job) -> None:
   """Claims the folder for this job. Raises ConfigError when it holds another one."""
   folder, source = job.folder, job.source
   mine = {
-    "source": source.fingerprint,
-    "tokenizer": job.tokenizer.fingerprint,
-    "part_documents": job.part_documents,
-    "num_documents": len(source),
-    "on_corrupt": job.cfg.on_corrupt,
-    "version": INDEX_VERSION,
+    "source": source.fingerprint, "tokenizer": job.tokenizer.fingerprint, "part_documents": job.part_documents,
+    "num_documents": len(source), "on_corrupt": job.cfg.on_corrupt, "version": prepared.INDEX_VERSION,
     "files": source.files,
-  }
+  }  # fmt: skip
   if source.fields:
     mine["fields"] = list(source.fields)
   file = folder / "job.json"
   ours = ("tokenizer.json", ".tokenizer.json.", ".job.json.")  # left by a command that was killed before it had a job
   if file.is_file():
-    other = json.loads(file.read_text(encoding="utf-8"))
-    if other != mine:
+    if (other := json.loads(file.read_text(encoding="utf-8"))) != mine:
       then, now = other["files"], mine["files"]
       changed = [name for name in {*then, *now} if then.get(name) != now.get(name)]
       what = ", ".join(sorted(changed)[:5]) or ", ".join(key for key in mine if mine[key] != other.get(key))
@@ -200,7 +182,7 @@ def _write_part(job: Job, part: int) -> dict:
   base = job.folder / "parts" / f"{part:05d}"
   shard = job.folder / "shards" / f"part-{part:05d}-of-{job.num_parts:05d}.array_record"
   scratch = shard.with_suffix(".tmp")
-  names = (*DOCUMENT_COLUMNS, *BLOCK_COLUMNS, *(_FIELDS if job.source.fields else ()))
+  names = (*prepared.DOCUMENT_COLUMNS, *prepared.BLOCK_COLUMNS, *(_FIELDS if job.source.fields else ()))
   columns: dict[str, list] = {name: [] for name in names if name != "token_end"}
   paths: dict[tuple[str, str], int] = {}
   counts: dict[str, int] = dict.fromkeys(("empty", "corrupt"), 0)
@@ -222,15 +204,9 @@ def _write_part(job: Job, part: int) -> dict:
     np.savez(file, **arrays, paths=np.array(json.dumps(list(paths))))
   os.replace(scratch, shard)
   manifest = {
-    "name": shard.name,
-    "sha256": sha256(shard),
-    "size": shard.stat().st_size,
-    "blocks": len(arrays["block_first"]),
-    "documents": len(lengths),
-    "tokens": sum(lengths),
-    "bytes": int(arrays["num_bytes"].sum()),
-    **counts,
-  }
+    "name": shard.name, "sha256": sha256(shard), "size": shard.stat().st_size, "blocks": len(arrays["block_first"]),
+    "documents": len(lengths), "tokens": sum(lengths), "bytes": int(arrays["num_bytes"].sum()), **counts,
+  }  # fmt: skip
   write_text(base.with_suffix(".json"), json.dumps(sealed(manifest)))
   return manifest
 
@@ -285,9 +261,9 @@ def _join(job: Job, manifests: list[dict]) -> dict:
   num_documents, num_blocks = (sum(manifest[key] for manifest in manifests) for key in ("documents", "blocks"))
   if not num_documents:
     raise ConfigError("there is nothing to prepare: every document is empty or corrupt")
-  lengths = dict.fromkeys(DOCUMENT_COLUMNS, num_documents) | dict.fromkeys(BLOCK_COLUMNS, num_blocks)
+  lengths = dict.fromkeys(prepared.DOCUMENT_COLUMNS, num_documents) | dict.fromkeys(prepared.BLOCK_COLUMNS, num_blocks)
   columns = {
-    name: np.lib.format.open_memmap(folder / "index" / f"{name}.npy", "w+", COLUMNS[name], (length,))
+    name: np.lib.format.open_memmap(folder / "index" / f"{name}.npy", "w+", prepared.COLUMNS[name], (length,))
     for name, length in lengths.items()
   }
   documents = blocks = tokens = 0
@@ -309,7 +285,7 @@ def _join(job: Job, manifests: list[dict]) -> dict:
     new["token_end"] = tokens + np.cumsum(new.pop("length"))
     new["block_first"] = new["block_first"] + documents
     for name, values in new.items():
-      start = blocks if name in BLOCK_COLUMNS else documents
+      start = blocks if name in prepared.BLOCK_COLUMNS else documents
       columns[name][start : start + len(values)] = values
     documents, blocks = documents + len(new["path"]), blocks + len(new["block_first"])
     tokens = int(new["token_end"][-1])
@@ -319,22 +295,17 @@ def _join(job: Job, manifests: list[dict]) -> dict:
     _join_fields(job, num_documents)
   (folder / "index" / "paths.bin").write_bytes(paths)
   for name, values in (("path_end", path_end), ("path_domain", path_domain)):
-    np.save(folder / "index" / f"{name}.npy", np.array(values, COLUMNS[name]))
+    np.save(folder / "index" / f"{name}.npy", np.array(values, prepared.COLUMNS[name]))
   meta = {
-    "version": INDEX_VERSION,
-    "fingerprint": f"{text_hash(*(m['sha256'] for m in manifests)):016x}",
-    "tokenizer": _copy_tokenizer(job),
-    "domains": list(names),
-    "fields": list(job.source.fields),
+    "version": prepared.INDEX_VERSION, "fingerprint": f"{text_hash(*(m['sha256'] for m in manifests)):016x}",
+    "tokenizer": _copy_tokenizer(job), "domains": list(names), "fields": list(job.source.fields),
     "domain_documents": dict(zip(names, totals[0].tolist(), strict=True)),
-    "domain_bytes": dict(zip(names, totals[1].tolist(), strict=True)),
-    "tokens": tokens,
-    "empty": sum(m["empty"] for m in manifests),
-    "corrupt": sum(m["corrupt"] for m in manifests),
+    "domain_bytes": dict(zip(names, totals[1].tolist(), strict=True)), "tokens": tokens,
+    "empty": sum(m["empty"] for m in manifests), "corrupt": sum(m["corrupt"] for m in manifests),
     "shards": [{key: m[key] for key in ("name", "sha256", "size", "blocks")} for m in manifests],
     "index": {path.name: sha256(path) for path in sorted((folder / "index").iterdir())},
-  }
-  write_text(folder / INDEX_FILE, json.dumps(sealed(meta), indent=1))
+  }  # fmt: skip
+  write_text(folder / prepared.INDEX_FILE, json.dumps(sealed(meta), indent=1))
   return meta
 
 
@@ -342,8 +313,8 @@ def _join_fields(job: Job, num_documents: int) -> None:
   """Joins the fields of the parts' documents: one text, and where each of them ends in it."""
   folder, place, size = job.folder / "index", 0, 0
   shape = (num_documents * len(job.source.fields),)
-  ends = np.lib.format.open_memmap(folder / f"{FIELD_END}.npy", "w+", np.int64, shape)
-  with open(folder / FIELD_TEXTS, "wb") as file:
+  ends = np.lib.format.open_memmap(folder / f"{prepared.FIELD_END}.npy", "w+", np.int64, shape)
+  with open(folder / prepared.FIELD_TEXTS, "wb") as file:
     for part in range(job.num_parts):
       with np.load(job.folder / "parts" / f"{part:05d}.npz") as loaded:
         texts, lengths = (loaded[name] for name in _FIELDS)
@@ -372,11 +343,7 @@ def _copy_tokenizer(job: Job) -> dict:
 
 
 def train_bpe(source: Source, vocab_size: int, path: str) -> None:
-  """Trains a byte-level BPE of `vocab_size` ids on documents spread over the source and writes its tokenizer.json.
-
-  The tokens <|bos|>, <|eos|> and <|pad|> have the first ids. Raises ConfigError when the package `tokenizers` is
-  missing or vocab_size is below the 259 ids of bytes and specials.
-  """
+  """Trains a byte-level BPE of `vocab_size` ids, specials first, and writes its tokenizer.json. Raises ConfigError."""
   tokenizers = import_package("tokenizers", "--train_bpe")
   if vocab_size < 259:
     raise ConfigError(f"--train_bpe {vocab_size} is below the 259 ids of bytes and specials; use 259 or more")

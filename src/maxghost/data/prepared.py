@@ -25,13 +25,9 @@ INDEX_VERSION = 1
 # Per document: hash of the id, hash of the text, number of the path, offset in it, bytes of text, and the cumulative
 # number of tokens. Per block: the number of documents before it, and its domain. Per path: its end in paths.bin.
 DOCUMENT_COLUMNS = {
-  "id_hash": np.uint64,
-  "content_hash": np.uint64,
-  "path": np.uint32,
-  "offset": np.int64,
-  "num_bytes": np.int64,
+  "id_hash": np.uint64, "content_hash": np.uint64, "path": np.uint32, "offset": np.int64, "num_bytes": np.int64,
   "token_end": np.int64,
-}
+}  # fmt: skip
 BLOCK_COLUMNS = {"block_first": np.int64, "block_domain": np.uint16}
 PATH_COLUMNS = {"path_end": np.int64, "path_domain": np.uint16}
 COLUMNS = {**DOCUMENT_COLUMNS, **BLOCK_COLUMNS, **PATH_COLUMNS}
@@ -54,10 +50,7 @@ def read_index(folder: Path) -> dict:
 
 
 class PreparedSource(Source):
-  """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless.
-
-  Is pickled by its folder. meta: the JSON part of the index. numbers: of each domain of the folder in `domains`.
-  """
+  """The documents of a prepared folder, by which it is pickled; texts are decoded from tokens."""
 
   def __init__(
     self,
@@ -67,11 +60,7 @@ class PreparedSource(Source):
     fields: tuple[str, ...] = (),
     is_checked: bool = False,
   ):
-    """domains: the wanted ones; empty = all. fields: as in `document_fields`; empty = those that it was prepared with.
-
-    is_checked: the index was compared with its checksums before. Raises ConfigError when the folder was made with
-    another tokenizer, lacks a field, or its index was changed.
-    """
+    """domains, fields: the wanted ones; empty = all. is_checked: the index is known to be whole. Raises ConfigError."""
     self._folder = Path(folder)
     self.meta = meta = read_index(self._folder)
     for _, sentence in () if is_checked else changed_files(self._folder / "index", meta.get("index", {})):

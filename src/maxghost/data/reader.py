@@ -14,10 +14,7 @@ _EMPTY_WINDOWS = 1000  # consecutive ones that can still happen by chance
 
 
 class Cursor:
-  """A place in one lane of one stream; it goes on through windows and epochs without end.
-
-  The window after the current one is made ahead: in `workers`, a thread pool or a number of Grain's processes.
-  """
+  """A place in a lane of a stream, without end; `workers`, a pool or Grain's processes, make its next window ahead."""
 
   def __init__(self, stream: Windows, lane: int, workers: ThreadPoolExecutor | int, counts: Counter[str]):
     """counts: to which those of each window that is begun are added."""
@@ -186,8 +183,7 @@ class TrainIterator(Iterator[Batch]):
         "the data or its settings changed since the position was saved "
         f"({f'changed: {named}' if changed else prints}); restore them, or start a new run with another run_name"
       )
-    missing = [lane for lane in self._lanes if str(lane) not in state["lanes"]]
-    if missing:
+    if missing := [lane for lane in self._lanes if str(lane) not in state["lanes"]]:
       raise ConfigError(
         f"the saved data position has no lanes {missing}; join the positions of all processes with data.merge_states"
       )

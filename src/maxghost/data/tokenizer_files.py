@@ -18,10 +18,7 @@ HUGGINGFACE_FILES = (
 
 
 def save(tokenizer: Tokenizer, kind: str, folder: Path, template: str = "") -> None:
-  """Writes the tokenizer into `folder`, which is created; a tokenizer that is there already is kept.
-
-  template: a file of a chat template to keep with it, in place of its own.
-  """
+  """Writes the tokenizer into `folder`, unless one is there. template: a file of a chat template to keep with it."""
   if tokenizer.path is None or _files(kind, folder):
     return
   folder.mkdir(exist_ok=True)
@@ -38,8 +35,7 @@ def save(tokenizer: Tokenizer, kind: str, folder: Path, template: str = "") -> N
 
 def copy(source: Path, target: Path) -> list[str]:
   """Copies the files of a Hugging Face tokenizer; returns their names. Creates `target` if there are any."""
-  names = [name for name in HUGGINGFACE_FILES if (source / name).is_file()]
-  if names:
+  if names := [name for name in HUGGINGFACE_FILES if (source / name).is_file()]:
     target.mkdir(exist_ok=True)
   for name in names:
     shutil.copyfile(source / name, target / name)

@@ -362,10 +362,7 @@ def _gaps(starts: Sequence[int] | np.ndarray, stop: int) -> np.ndarray:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-  """{letter: byte} of a byte-level vocabulary: printable bytes are their own letter, the others come from 256 on.
-
-  Source: the GPT-2 byte-pair encoder (Radford et al. 2019).
-  """
+  """{letter: byte} of GPT-2's byte-level vocabulary: printable bytes are their own letter, others start at 256."""
   plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
   other = [byte for byte in range(256) if byte not in plain]
   return {chr(byte): byte for byte in plain} | {chr(256 + number): byte for number, byte in enumerate(other)}

@@ -138,9 +138,7 @@ class Generator:
     }
 
   def _add_tokens(self, state, loop: dict[str, Any], until) -> dict[str, Any]:
-    def go_on(loop):
-      return (loop["num_B"] < until) & ~loop["done_B"].all()
-
+    go_on = lambda loop: (loop["num_B"] < until) & ~loop["done_B"].all()  # noqa: E731
     return jax.lax.while_loop(go_on, functools.partial(self._add_token, state), loop)
 
   def _add_token(self, state, loop: dict[str, Any]) -> dict[str, Any]:
@@ -170,11 +168,9 @@ def read_prompts(model, tokens_BT, lengths_B, cache_size: int) -> tuple[jax.Arra
   positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
   real_BT = (positions_BT < lengths_B[:, None]).astype(jnp.int32)
 
-  def open_cache(_):
-    return kv_cache.Prompt(lengths_B, cache_size)
-
   x = model.embed(tokens_BT, positions_BT)
-  hidden, kept = kv_cache.run_decoder(model.decoder, x, (positions_BT, real_BT), open_cache)
+  inputs = (positions_BT, real_BT)
+  hidden, kept = kv_cache.run_decoder(model.decoder, x, inputs, lambda _: kv_cache.Prompt(lengths_B, cache_size))
   last_B1D = jnp.take_along_axis(hidden.x_BTD, (lengths_B - 1)[:, None, None], axis=1)
   return model.logits(Hidden(last_B1D))[:, 0], kept
 
@@ -183,12 +179,9 @@ def add_token(model, token_B, counts_B, kept) -> tuple[jax.Array, Any]:
   """(logits behind the new token [B, V], `kept` with it). counts_B: tokens of each row before it."""
   positions_B1 = counts_B[:, None]
 
-  def open_cache(kept):
-    return kv_cache.Continuation(kept, counts_B)
-
   x = model.embed(token_B[:, None], positions_B1)
   inputs = (positions_B1, jnp.ones_like(positions_B1))
-  hidden, new = kv_cache.run_decoder(model.decoder, x, inputs, open_cache, kept)
+  hidden, new = kv_cache.run_decoder(model.decoder, x, inputs, lambda kept: kv_cache.Continuation(kept, counts_B), kept)
   return model.logits(hidden)[:, 0], kv_cache.append(kept, new, counts_B)
 
 

@@ -47,10 +47,7 @@ class Continuation:
     self, q_B1Hh, k_B1Kh, v_B1Kh, segment_ids_BT=None, *, kernel=None, window=None, sinks_H=None, soft_cap=None,
     scale=None,
   ):  # fmt: skip
-    """Attention of the new token over its row's earlier tokens and itself.
-
-    Segment ids and `kernel` are not read: a row is one document, and one query needs no choice of kernel.
-    """
+    """Attention of the new token over its row, which is one document, so that segment ids are not read."""
     k_BKSh, v_BKSh = self._kept[len(self.entries)]
     self.entries.append((k_B1Kh[:, 0], v_B1Kh[:, 0]))
     held_BS = held_positions(self._counts_B, k_BKSh.shape[2])

@@ -15,10 +15,7 @@ TEMPERATURE = 0.7
 
 
 def encode(texts: Sequence[str], tokenizer: Tokenizer, cfg: Config, name: str = "the prompt") -> list[list[int]]:
-  """Ids of each text, with the begin token if the model was trained with one.
-
-  Raises ConfigError for a text without tokens, and for a tokenizer with more ids than the model.
-  """
+  """Ids of each text, with the begin token if the model was trained with one. Raises ConfigError."""
   if tokenizer.vocab_size > cfg.model.vocab_size:
     raise ConfigError(
       f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model's vocabulary {cfg.model.vocab_size}: "
@@ -33,10 +30,7 @@ def encode(texts: Sequence[str], tokenizer: Tokenizer, cfg: Config, name: str = 
 
 
 class Sampler:
-  """Continues sample_prompt by up to NUM_TOKENS tokens, always with the same random draws.
-
-  Raises ConfigError for a prompt without tokens, or one that does not fit the model's positions.
-  """
+  """Continues sample_prompt by up to NUM_TOKENS tokens, always with the same random draws. Raises ConfigError."""
 
   def __init__(self, cfg: Config, tokenizer: Tokenizer):
     self._text, self._tokenizer = cfg.run.sample_prompt, tokenizer

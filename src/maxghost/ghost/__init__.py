@@ -9,20 +9,6 @@ from maxghost.objectives import LanguageModelLoss, StagedLoss
 from maxghost.optimizers import AdamState, RuleState
 
 __all__ = [
-  "AdamState",
-  "Call",
-  "DirectionSpec",
-  "GhostDirection",
-  "GhostEngine",
-  "GhostEngineManager",
-  "GhostProbe",
-  "GhostResult",
-  "LanguageModelLoss",
-  "Rule",
-  "RuleState",
-  "StagedLoss",
-  "Twin",
-  "attach",
-  "rule",
-  "split",
-]
+  "AdamState", "Call", "DirectionSpec", "GhostDirection", "GhostEngine", "GhostEngineManager", "GhostProbe",
+  "GhostResult", "LanguageModelLoss", "Rule", "RuleState", "StagedLoss", "Twin", "attach", "rule", "split",
+]  # fmt: skip

@@ -10,14 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.ghost import (
-  probed,
-  rules,
-  rules_flax,  # noqa: F401  registers the rules of flax's layers
-  rules_models,  # noqa: F401  and of this project's layers
-)
+from maxghost.ghost import probed, rules, rules_flax, rules_models  # noqa: F401  the last two register their rules
 from maxghost.ghost.directions import DirectionSpec, GhostDirection, GhostProbe, ScoredParam, direction_state, part_name
-from maxghost.ghost.probed import TwinInfo, Use, probed_call
 from maxghost.optimizers import Matrix, Parameter
 from maxghost.parallel.shardings import setting, slash_path
 
@@ -77,7 +71,7 @@ def attach(
   spec: DirectionSpec | None = None,
   exclude: tuple[str, ...] = (),
   num_val: int = 0,
-  linked: dict[str, Use] | None = None,
+  linked: dict[str, probed.Use] | None = None,
 ) -> Twin:
   """Replaces each supported layer by its probed twin, in a copy of the model's graph.
 
@@ -115,7 +109,7 @@ def attach(
     stock, _ = nnx.split(found.stock(module))
     label, paths = slash_path(path), [(*path, name) for name in names]
     own = tuple(_probe(module, path, found, views[slash_path(path)], spec, num_sets, reduced) for path in paths)
-    module.ghost_info = TwinInfo(label, stock, own, reduced, num_val, linked.get(label))
+    module.ghost_info = probed.TwinInfo(label, stock, own, reduced, num_val, linked.get(label))
     module.__class__ = _twin_class(type(module), found)
     scored += own
   if uncovered:
@@ -150,8 +144,7 @@ def excluded_labels(labels: list[str], patterns: tuple[str, ...]) -> set[str]:
   """The parameter paths that match fnmatch patterns; raises ValueError for a pattern without a match."""
   left_out = set()
   for pattern in patterns:
-    hits = fnmatch.filter(labels, pattern)
-    if not hits:
+    if not (hits := fnmatch.filter(labels, pattern)):
       raise ValueError(f"ghost_exclude pattern '{pattern}' matches no parameter; paths: {', '.join(labels)}")
     left_out.update(hits)
   return left_out
@@ -178,7 +171,7 @@ def _probe(
 @functools.cache
 def _twin_class(layer_type: type, found: rules.Rule) -> type:
   """A subclass of the layer whose methods that use parameters are probed."""
-  methods = {method: functools.partialmethod(probed_call, found, method) for method in found.methods}
+  methods = {method: functools.partialmethod(probed.probed_call, found, method) for method in found.methods}
   return type(f"Probed{layer_type.__name__}", (layer_type,), methods)
 
 
@@ -234,7 +227,7 @@ def prepare_twin(
       )
   if not spec.in_backward and schedule == "two_pass":
     return twin
-  by_layer: dict[int, list[Use]] = {}
+  by_layer: dict[int, list[probed.Use]] = {}
   for use in used:
     by_layer.setdefault(id(use.layer), []).append(use)
   # A table may have one lookup and one other use.
@@ -254,10 +247,10 @@ def prepare_twin(
   return attached(linked=linked) if linked else twin
 
 
-def _calls(twin: Twin, model: nnx.Module, loss_fn: Callable, batch, rows: int) -> list[Use]:
+def _calls(twin: Twin, model: nnx.Module, loss_fn: Callable, batch, rows: int) -> list[probed.Use]:
   """The probed calls in one abstract evaluation of the loss, for a batch of so many rows."""
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
-  used: list[Use] = []
+  used: list[probed.Use] = []
   with setting(probed.recorder, used):
     jax.eval_shape(lambda params, rest, batch: loss_fn(twin.blank(params, rest), batch), *split(model), shapes)
   return used

@@ -14,13 +14,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.config import plugins
-from maxghost.config.schema import Config
+from maxghost.config import Config, plugins
 from maxghost.config.values import did_you_mean
 from maxghost.ghost import schedules
 from maxghost.ghost.attach import excluded_labels, parameters, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
-from maxghost.ghost.schedules import Model, Problem, Scored, Settings
 from maxghost.ghost.schedules.passes import total
 from maxghost.objectives import as_objective, create
 from maxghost.optimizers import AdamState, Parameter, RuleState, direction_rule
@@ -202,9 +200,9 @@ class GhostEngine:
       )
 
     def run(params, rest, train_batch, val_batches, state, delta) -> GhostResult:
-      problem = Problem(
+      problem = schedules.Problem(
         schedule=self._schedule,
-        model=Model(graphdef, params, rest),
+        model=schedules.Model(graphdef, params, rest),
         loss=loss_fn,
         val_loss=loss_fn,
         batch=train_batch,
@@ -216,13 +214,13 @@ class GhostEngine:
         state=state,
         second_order=self.second_order,
         update=lambda grads: (state, delta),
-        settings=Settings(segment_lengths=self.segment_lengths, remat_policy=self.remat_policy),
+        settings=schedules.Settings(segment_lengths=self.segment_lengths, remat_policy=self.remat_policy),
       )
       return self._result(problem, schedules.score(problem), many)
 
     return jax.jit(run)
 
-  def _result(self, problem: Problem, scored: Scored, many: bool) -> GhostResult:
+  def _result(self, problem: schedules.Problem, scored: schedules.Scored, many: bool) -> GhostResult:
     twin, out = problem.twin, scored.passed
     with_positions = scored.additive.ndim > 2
     per_param, additive = out.scores, scored.additive
@@ -253,10 +251,7 @@ class GhostEngine:
 
 
 def direction_spec(cfg: Config, direction: str, rank: int = 0, curvature: str = "none") -> DirectionSpec:
-  """The DirectionSpec of a `ghost_direction`, with the optimizer's constants; 'auto' is the optimizer's own.
-
-  With curvature 'hessian' the whole step is known when directions are formed, so none is left to the backward pass.
-  """
+  """The DirectionSpec of a `ghost_direction`; with curvature 'hessian' none is formed in the backward pass."""
   rule = direction_rule(cfg.optimizer, "sgd" if curvature == "hessian" else direction)
   return DirectionSpec(rule, rank)
 

@@ -92,10 +92,7 @@ def _in_one_pass(arrays: list) -> list:
 
 
 def with_clipped(out: dict, before: dict, after: dict, gradients: list[dict]) -> dict:
-  """Adds the column qk_clip [K] to a step's outputs: <G, before - after> of the parameters that QK-Clip scaled.
-
-  gradients: as for `sums`.
-  """
+  """Adds the column qk_clip [K]: <G, before - after> of the parameters that QK-Clip scaled; gradients as in `sums`."""
   moved = {label: value - after[label] for label, value in before.items()}
   products = [partial_products([x], [g[label] for g in gradients])[0] for label, x in moved.items()]
   whole: Any = sum(jnp.stack([sums_P.sum() for sums_P in found]) for found in products)

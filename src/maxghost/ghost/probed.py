@@ -121,10 +121,7 @@ class LayerPasses:
     return jax.vjp(self.apply, values, arrays)
 
   def backward(self, values: dict, arrays, residuals, cotangent, form: Any = None, gradients=True) -> tuple:
-    """((gradients of values, of arrays), {name: cotangents of its probes}); None for those not requested.
-
-    form: ScoredParam -> (direction, facts), as `directions.form`; None: no scores.
-    """
+    """((gradients of values, of arrays), {name: cotangents of its probes}), None if not asked. form: see `form`."""
     scores: dict | None = None
     if form is not None:
       call, scores = self._call(values, arrays, cotangent), {}
@@ -206,11 +203,7 @@ def _scored_call(passes: LayerPasses, values, arrays, parts, probes):
 
 
 def _split_rows(passes: LayerPasses, values, arrays, cotangent, parts):
-  """Separates training and validation rows for schedule 'concat'.
-
-  Returns the training rows' (arrays, cotangent), (d_values of the training rows, d_arrays of all rows), and the parts
-  with the validation rows' weight gradient.
-  """
+  """((arrays, cotangent) of training rows, (their d_values, d_arrays of all rows), parts with G of validation rows)."""
   info, n = passes.info, passes.info.reduced[0]
   if any(x.ndim == 0 or x.shape[0] != n + info.num_val for x in arrays):
     raise ValueError(f"{info.path}: schedule 'concat' needs the batch axis first in every input of the layer")

@@ -58,10 +58,7 @@ class Rule:
     return out
 
   def passes(self, twin: Any, method: str, static: tuple) -> Any:
-    """A `probed.LayerPasses` of `method` that computes gradients and scores together; None: its VJP, then `score`.
-
-    static: the call's arguments that are not arrays.
-    """
+    """A `LayerPasses` of `method` that scores while it computes gradients; None: its VJP, then `score`."""
     return None
 
   def score(self, call: "Call", name: str, direction: Direction):
@@ -76,10 +73,7 @@ class Rule:
 
 
 class Call:
-  """One use of a layer in the backward pass: its arguments, its output's cotangent, and how scores are reduced.
-
-  memo: values that a rule computes once for all parameters of the layer.
-  """
+  """One use of a layer in the backward pass. memo: values that a rule computes once for all parameters of the layer."""
 
   def __init__(self, module, method, values, args, cotangent, apply, resolution):
     self.module, self.method, self.values, self.args = module, method, values, args

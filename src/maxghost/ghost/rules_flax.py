@@ -14,10 +14,7 @@ from maxghost.models import dense
 
 
 def matrix_scores(call, x, b, direction, count: int):
-  """<b, x u> for every set: x [..., *I] and b [..., *O], with `count` axes in I.
-
-  Factors left [K, I, r] and right [K, r, O] of all sets share one product with x and one with b.
-  """
+  """<b, x u> for every set: x [..., *I], b [..., *O]; factors of all sets share one product with x and one with b."""
   wide, precision = jnp.promote_types(x.dtype, jnp.float32), getattr(call.module, "precision", None)
 
   def along(u):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxghost.adapters import Lora
+from maxghost.adapters.quantized import QuantizedMoe
 from maxghost.ghost.directions import Direction
 from maxghost.ghost.probed import LayerPasses, filled, zero_cotangent
 from maxghost.ghost.rules import Call, Rule, rule
@@ -47,7 +48,7 @@ class LoraRule(Rule):
     return matrix_scores(call, x, g, direction, 1)
 
 
-@rule(moe.RoutedMoe)
+@rule(moe.RoutedMoe, QuantizedMoe)
 class RoutedMoeRule(Rule):
   """Expert matrices and biases.
 
@@ -86,11 +87,8 @@ class RoutedMoeRule(Rule):
 
 
 def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert=None):
-  """(rows, {matrix: (its input x_RI, the cotangent of its output g_RO)}).
-
-  Repeats the layer's own pass up to the last product, and its backward pass.
-  """
-  rows = moe.Rows.sort(index_nTk, params["wo"].shape[0], first_expert)
+  """(rows, {matrix: (its input x_RI, the cotangent of its output g_RO)}), by the layer's own pass and its backward."""
+  rows = moe.Rows.sort(index_nTk, moe.num_held(params), first_expert)
   x_RD = rows.take(x_nTD.reshape(-1, x_nTD.shape[-1])).astype(module.dtype)
   branches = module.branch_rows(params, x_RD, rows)
   h_RF, pull = jax.vjp(lambda branches: gated(branches, module.activations, module.limit), branches)
@@ -98,7 +96,7 @@ def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert
   g_RD = rows.own(rows.take(b_nTD.reshape(-1, b_nTD.shape[-1]).astype(h_RF.dtype)) * weight_R[:, None])
 
   def back(name: str, g_RO):
-    return product(g_RO, params[name].astype(module.dtype), rows.sizes_E, module.precision, contract=2)
+    return product(g_RO, module.matrix(params, name), rows.sizes_E, module.precision, contract=2)
 
   def narrow(name: str, g_RO):  # the cotangent of an adapter's x a
     return back(f"{name}_lora_b", g_RO) * jnp.asarray(module.lora_scale, g_RO.dtype)
@@ -116,10 +114,7 @@ def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert
 
 
 def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, direction: Direction) -> jax.Array:
-  """Scores of one Param by token: [K, n, length].
-
-  Factors left Q [K, E, I, r] and right R [K, E, r, O] of all sets share one product with x and one with g.
-  """
+  """Scores of one Param by token, [K, n, length]; the factors of all sets share one product with x and one with g."""
   wide = jnp.promote_types(g_RO.dtype, jnp.float32)
 
   def along(u):
@@ -197,8 +192,7 @@ class AttentionSinkRule(Rule):
     sinks_H = call.values["sinks"]
     sinks_nTH = jnp.broadcast_to(sinks_H.astype(jnp.promote_types(sinks_H.dtype, jnp.float32)), q_nTHh.shape[:3])
     _, pull = jax.vjp(
-      lambda sinks: attention.attend(q_nTHh, k_nTKh, v_nTKh, segments, sinks_H=sinks, **call.module.options),
-      sinks_nTH,
+      lambda sinks: attention.attend(q_nTHh, k_nTKh, v_nTKh, segments, sinks_H=sinks, **call.module.options), sinks_nTH
     )
     (gradient_nTH,) = pull(call.cotangent)
     return jnp.stack([call.reduce(gradient_nTH, jnp.broadcast_to(u_H, sinks_nTH.shape)) for u_H in direction.full])

@@ -63,10 +63,7 @@ def sketch_pass(twin: Twin, params, rest, loss_fn, batch, key, num_directions: i
 
 
 def sketch_gradient(twin: Twin, gradient: dict, key, num_directions: int, scale: dict | None = None):
-  """Sketch f32[M, R] of one gradient {label: [*stack, *parameter]}, in the blocks and directions of `sketch_pass`.
-
-  This replaces a scored pass where a whole batch is one query: one product per direction and parameter.
-  """
+  """Sketch f32[M, R] of one gradient {label: array}, of a batch that is one query, in the blocks of `sketch_pass`."""
 
   def one(key):
     parts = random_directions(twin, key, scale)

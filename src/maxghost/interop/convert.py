@@ -18,25 +18,12 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from maxghost.checkpoint import compare
+from maxghost.checkpoint import compare, layouts_store
 from maxghost.checkpoint.layouts import LAYOUTS, LINEN, NNX, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import INTEGER, SCANNED, UNSCANNED, LayerReader, blocks_of, chunk_of
-from maxghost.checkpoint.layouts_store import (
-  STEP_METADATA,
-  TEMPORARY_MARK,
-  TREE_METADATA,
-  LayoutError,
-  Location,
-  RawTree,
-  TreePath,
-  VerificationError,
-  full_path,
-  open_at,
-  tool,
-  write_json,
-)
+from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, TreePath, VerificationError, full_path
 from maxghost.config.files import write_text
-from maxghost.config.values import slash_path
+from maxghost.config.values import guarded, slash_path
 from maxghost.interop.convert_plan import KEEP, TARGETS, Plan, Target, TargetLeaf, make_plan
 from maxghost.interop.huggingface import open_tree
 
@@ -46,6 +33,8 @@ _COMMIT_BYTES = 64_000_000
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _KVSTORE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
 DIRECTIONS = ("auto", "linen_to_nnx", "nnx_to_linen")
+
+Change = Callable[[TreePath, np.ndarray], np.ndarray]
 
 
 def convert(
@@ -143,8 +132,7 @@ def check_space(raw: RawTree, plan: Plan, out: Path) -> None:
   stored = sum(f.stat().st_size for f in raw.location.item.rglob("*") if f.is_file()) or everything
   needed = int(stored * sum(leaf.nbytes for leaf in plan.leaves) / max(everything, 1))
   existing = next(p for p in (out, *out.parents) if p.exists())
-  free = shutil.disk_usage(existing).free
-  if free < needed:
+  if (free := shutil.disk_usage(existing).free) < needed:
     raise LayoutError(f"{existing} has {free / 1e9:.2f} GB free, the checkpoint needs about {needed / 1e9:.2f} GB")
 
 
@@ -155,29 +143,23 @@ def write_checkpoint(
   *,
   verify: bool = True,
   ram_bytes: int = DEFAULT_RAM_BYTES,
-  change: Callable[[TreePath, np.ndarray], np.ndarray] | None = None,
+  change: Change | None = None,
   **options: Any,
 ) -> None:
-  """Writes the new folder `out`, with an item level where the source was given with one.
-
-  change(path, block): applied elementwise. options: of `check_written`.
-  """
+  """Writes `out`, with an item level as the source. change(path, block): elementwise. options: of `check_written`."""
   check_space(checkpoint.raw, plan, out)
   has_level = checkpoint.raw.location.item != full_path(checkpoint.raw.origin)
   with new_folder(out) as temporary:
     place = Location(item=temporary / "items" if has_level else temporary, step=temporary)
     write_plan(checkpoint.raw, plan, place, ram_bytes, change)
     if verify:
-      check_written(checkpoint, open_at(place, str(out)), ram_bytes=ram_bytes, **options)
+      check_written(checkpoint, layouts_store.open_at(place, str(out)), ram_bytes=ram_bytes, **options)
 
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-  """Yields a temporary sibling of `target`; renames it to `target` at the end, or removes it where anything is raised.
-
-  Orbax takes a folder of the temporary name for unfinished. Raises LayoutError where the disk is full.
-  """
-  temporary = target.with_name(f"{target.name}{TEMPORARY_MARK}-{time.time_ns()}")
+  """Yields a sibling of `target`, named as Orbax names unfinished ones; renames it, or removes it on an error."""
+  temporary = target.with_name(f"{target.name}{layouts_store.TEMPORARY_MARK}-{time.time_ns()}")
   made = [folder for folder in target.parents if not folder.exists()]
   try:
     temporary.mkdir(parents=True)
@@ -196,23 +178,14 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def write_plan(
-  raw: RawTree,
-  plan: Plan,
-  place: Location,
-  ram_bytes: int = DEFAULT_RAM_BYTES,
-  change: Callable[[TreePath, np.ndarray], np.ndarray] | None = None,
+  raw: RawTree, plan: Plan, place: Location, ram_bytes: int = DEFAULT_RAM_BYTES, change: Change | None = None
 ) -> None:
-  """Writes the planned arrays into a folder made by `new_folder`, in the form of Orbax.
-
-  At most one block and _COMMIT_BYTES of blocks not yet committed are held in memory.
-  """
+  """Writes the arrays into a folder of `new_folder` as Orbax does; holds one block, and _COMMIT_BYTES of others."""
   place.item.mkdir(exist_ok=True)
   entries = [(leaf.path, "np.ndarray", {"write_shape": list(leaf.shape)}) for leaf in plan.leaves]
-  entries += [(path, empty.kind, {}) for path, empty in plan.empties]
   tree, names = {}, {}
-  for path, kind, about in entries:
-    name = ".".join(map(str, path))
-    if name in names:
+  for path, kind, about in [*entries, *((path, empty.kind, {}) for path, empty in plan.empties)]:
+    if (name := ".".join(map(str, path))) in names:
       raise LayoutError(f"two leaves would be stored as '{name}': {slash_path(names[name])} and {slash_path(path)}")
     names[name] = path
     keys = [{"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in path]
@@ -225,39 +198,23 @@ def write_plan(
   except ValueError as error:  # TensorStore's one error type
     cause = " ".join(str(error).split())[:300]
     raise LayoutError(f"writing failed ({cause}); nothing is left at the target") from error
-  now = time.time_ns()
-  like = raw.step_metadata
-  files = {
-    place.item / "array_metadatas" / "process_0": {"array_metadatas": arrays},
-    place.item / TREE_METADATA: {
-      "tree_metadata": tree,
-      "use_ocdbt": True,
-      "use_zarr3": True,
-      "store_array_data_equal_to_fill_value": True,
-      "custom_metadata": raw.tree_metadata,
-    },
-    place.step / STEP_METADATA: {
-      "item_handlers": _HANDLER if place.item == place.step else {place.item.name: _HANDLER},
-      "metrics": like.get("metrics") or {},
-      "performance_metrics": {},
-      "init_timestamp_nsecs": like.get("init_timestamp_nsecs") or now,
-      "commit_timestamp_nsecs": now,
-      "custom_metadata": plan.custom_metadata,
-    },
-  }
+  now, like = time.time_ns(), raw.step_metadata
   (place.item / "array_metadatas").mkdir()
-  for file, content in files.items():
-    write_json(file, content)
+  layouts_store.write_json(place.item / "array_metadatas" / "process_0", {"array_metadatas": arrays})
+  about = {"use_ocdbt": True, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
+  layouts_store.write_json(
+    place.item / layouts_store.TREE_METADATA, {"tree_metadata": tree, **about, "custom_metadata": raw.tree_metadata}
+  )
+  handlers = _HANDLER if place.item == place.step else {place.item.name: _HANDLER}
+  times = {"init_timestamp_nsecs": like.get("init_timestamp_nsecs") or now, "commit_timestamp_nsecs": now}
+  metrics = {"metrics": like.get("metrics") or {}, "performance_metrics": {}}
+  content = {"item_handlers": handlers, **metrics, **times, "custom_metadata": plan.custom_metadata}
+  layouts_store.write_json(place.step / layouts_store.STEP_METADATA, content)
   for folder in {place.item, place.step}:  # Orbax looks for this file where a file system has no atomic rename
     write_text(folder / "commit_success.txt", "Checkpoint commit was successful")
 
 
-def _write_arrays(
-  folder: Path,
-  leaves: list[TargetLeaf],
-  ram_bytes: int,
-  change: Callable[[TreePath, np.ndarray], np.ndarray] | None,
-) -> list[dict]:
+def _write_arrays(folder: Path, leaves: list[TargetLeaf], ram_bytes: int, change: Change | None) -> list[dict]:
   """Writes arrays with OCDBT and zarr3; returns what Orbax notes about each."""
   reader, context = LayerReader(ram_bytes // 3), ts.Context({"cache_pool": {"total_bytes_limit": 0}})
   # Small chunks are compressed side by side; large ones one after the other.
@@ -316,10 +273,7 @@ def check_written(
   is_expected: Callable[[compare.Row], bool] = lambda row: False,
   **options: Any,
 ) -> None:
-  """Reads a written tree without hints and compares every leaf with the source; options as in `compare.compare`.
-
-  Raises VerificationError for a difference that is not expected.
-  """
+  """Compares a written tree, read without hints, with the source; options of `compare`. Raises VerificationError."""
   target = read_checkpoint(written, ReadOptions(keep_unknown=True))
   rows = compare.compare(checkpoint, target, **options).rows
   # Moments in another form than the parameters are repaired on the way: a difference, but not from what was planned.
@@ -344,20 +298,14 @@ def _summary(source: Checkpoint, target: Target, plan: Plan, out: Path) -> list[
   return lines + plan.notes
 
 
-@tool("convert_checkpoint")
+@guarded("convert_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
   options = vars(_parser().parse_args(argv))
-  yes_no = {"": None, "yes": True, "no": False}
-  read = ReadOptions(
-    layout=options.pop("source_layout"),
-    scan_axis=options.pop("source_scan_axis"),
-    containers=tuple(filter(None, options.pop("layer_containers").split(","))),
-    wrapped=yes_no[options.pop("source_wrapped")],
-    keep=tuple(options.pop("keep")),
-    drop=tuple(options.pop("drop")),
-  )
-  ram_bytes, wrapped = int(options.pop("ram_mb") * 1e6), yes_no[options.pop("wrapped")]
-  convert(options.pop("source_path"), read=read, ram_bytes=ram_bytes, wrapped=wrapped, **options)
+  for name in ("source_wrapped", "wrapped"):
+    options[name] = {"yes": True, "no": False}.get(options[name])
+  source = {name.removeprefix("source_"): options.pop(name) for name in [*options] if name.startswith("source_")}
+  ram_bytes = int(options.pop("ram_mb") * 1e6)
+  convert(source.pop("path"), read=ReadOptions(**source), ram_bytes=ram_bytes, **options)
   return 0
 
 
@@ -385,11 +333,14 @@ def _parser() -> argparse.ArgumentParser:
   about = "the same of the target; default: the source's (maxghost 0, from maxghost 1)"
   add("target_scan_axis", about, dest="scan_axis", type=int)
   add("layer_period", "stack unlike layers in blocks of this many (layers/layers_0, ...)", type=int, default=0)
-  add("layer_containers", "more names of layer containers: tower for tower_0, tower_1", default="", metavar="NAME,...")
+  about = "more names of layer containers: tower for tower_0, tower_1"
+  names: dict[str, Any] = {"type": lambda text: tuple(filter(None, text.split(","))), "default": ()}
+  add("layer_containers", about, dest="source_containers", metavar="NAME,...", **names)
+  unknown: dict[str, Any] = {"action": "append", "default": [], "metavar": "KEY"}
   add("params_only", "parameters alone, for decoding or fine-tuning", action="store_true")
   add("drop_rngs", "leave random keys and counts out", action="store_true")
-  add("keep", "copy an unknown top-level key as it is", action="append", default=[], metavar="KEY")
-  add("drop", "leave an unknown top-level key out", action="append", default=[], metavar="KEY")
+  add("keep", "copy an unknown top-level key as it is", dest="source_keep", **unknown)
+  add("drop", "leave an unknown top-level key out", dest="source_drop", **unknown)
   wrapped: dict[str, Any] = {"choices": ("yes", "no"), "default": ""}
   add("wrapped", "whether the source's leaves are under `value`; default: told", dest="source_wrapped", **wrapped)
   add("target_wrapped", "the same of the target; default: params yes, others no", dest="wrapped", **wrapped)

@@ -11,19 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from maxghost.checkpoint import layouts_layers
 from maxghost.checkpoint.layouts import LINEN, MAXGHOST, NNX, PARAMS, RECORD, Checkpoint, record_of, without_value
-from maxghost.checkpoint.layouts_layers import (
-  INTEGER,
-  SCANNED,
-  UNSCANNED,
-  Container,
-  LeafId,
-  ParamTree,
-  Path,
-  Ref,
-  container_of,
-  is_standard_name,
-)
+from maxghost.checkpoint.layouts_layers import Container, LeafId, ParamTree, Path, Ref, container_of
 from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, TreePath
 from maxghost.config.values import slash_path
 
@@ -142,13 +132,14 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
 
 
 def _target_axis(checkpoint: Checkpoint, target: Target) -> int:
-  if target.layout == MAXGHOST and target.scan_axis not in (None, 0):
-    raise LayoutError(f"target_scan_axis={target.scan_axis}: maxghost stacks layers on dimension 0")
-  if target.scan_axis is None:
-    return 0 if target.layout == MAXGHOST else 1 if checkpoint.layout == MAXGHOST else checkpoint.scan_axis
-  if target.scan_axis < 0:
-    raise LayoutError(f"target_scan_axis={target.scan_axis}: must be 0 or more")
-  return target.scan_axis
+  given, ours = target.scan_axis, target.layout == MAXGHOST
+  if ours and given not in (None, 0):
+    raise LayoutError(f"target_scan_axis={given}: maxghost stacks layers on dimension 0")
+  if given is None:
+    return 0 if ours else 1 if checkpoint.layout == MAXGHOST else checkpoint.scan_axis
+  if given < 0:
+    raise LayoutError(f"target_scan_axis={given}: must be 0 or more")
+  return given
 
 
 def _forms(tree: ParamTree, checkpoint: Checkpoint, target: Target, axis: int) -> dict[Path, Container]:
@@ -157,16 +148,16 @@ def _forms(tree: ParamTree, checkpoint: Checkpoint, target: Target, axis: int) -
   forms = {}
   for path, about in tree.containers.items():
     form = about.form if target.layers == KEEP else target.layers
-    if form == INTEGER and target.is_linen:
-      if target.layers == INTEGER:
+    if form == layouts_layers.INTEGER and target.is_linen:
+      if target.layers == layouts_layers.INTEGER:
         raise LayoutError("the linen layout has no integer-keyed layers; use --layers unscanned")
-      form = UNSCANNED
+      form = layouts_layers.UNSCANNED
     period, block_name = about.period, about.block_name
-    if form == SCANNED and about.form != SCANNED:
+    if form == layouts_layers.SCANNED and about.form != layouts_layers.SCANNED:
       recorded, block_name = blocks.get(slash_path(path), (1, ""))
       period = target.layer_period or recorded
       block_name = block_name or (path[-1] if period > 1 else "")
-    if form == SCANNED and about.num_layers % period:
+    if form == layouts_layers.SCANNED and about.num_layers % period:
       raise LayoutError(f"{slash_path(path)}: {about.num_layers} layers are no multiple of layer_period={period}")
     forms[path] = replace(about, form=form, period=period, block_name=block_name, scan_axis=axis)
   return forms
@@ -179,7 +170,7 @@ def _place(leaf: LeafId, forms: Mapping[Path, Container]) -> tuple[TreePath, Con
   if container is None or layer is None:
     return path, None
   about = forms[container]
-  return (*about.layer_path(layer), *path[len(container) :]), about if about.form == SCANNED else None
+  return (*about.layer_path(layer), *path[len(container) :]), about if about.form == layouts_layers.SCANNED else None
 
 
 def _restacked(tree: ParamTree, forms: Mapping[Path, Container]) -> Iterator[_Placed]:
@@ -314,23 +305,21 @@ def _plan_aux(checkpoint: Checkpoint, target: Target, plan: Plan, end: TreePath)
     leaves = list(_restacked(tree, tree.containers))
   plan.leaves += [TargetLeaf((*root, *path, *end), parts, axis) for path, parts, axis in leaves]
 
-  def is_plain(path: Path) -> bool:
-    return any(path[k:] in checkpoint.aux_plain for k in range(len(path)))
-
-  return [path for path, parts, _ in leaves if is_plain(without_value(parts[0].array.path))]
+  stored = {path: without_value(parts[0].array.path) for path, parts, _ in leaves}
+  return [path for path, own in stored.items() if any(own[k:] in checkpoint.aux_plain for k in range(len(own)))]
 
 
 def _metadata(checkpoint: Checkpoint, target: Target, axis: int, containers: list[Container], aux: list) -> dict:
   """Custom metadata: the source's, MaxText's scan_layers, and what the target layout cannot say itself."""
   metadata = {key: value for key, value in checkpoint.raw.custom_metadata.items() if key != RECORD}
   if containers:
-    metadata["scan_layers"] = any(c.form == SCANNED for c in containers)
+    metadata["scan_layers"] = any(c.form == layouts_layers.SCANNED for c in containers)
   if "param_scan_axis" in metadata:
     metadata["param_scan_axis"] = axis
   empties = {} if target.is_linen or target.bare else checkpoint.opt_empties
   record = {
     "values_from": checkpoint.values_from,
-    "containers": [slash_path(c.path) for c in containers if not is_standard_name(c.path[-1])],
+    "containers": [slash_path(c.path) for c in containers if not layouts_layers.is_standard_name(c.path[-1])],
     "blocks": {slash_path(c.path): [c.period, c.block_name] for c in containers if c.block_name},
     "opt_empties": [[list(path), kind] for path, kind in empties.items()],
     "aux": [list(path) for path in aux],

@@ -5,7 +5,7 @@ key rows of some families are stored for a rotation of neighbouring pairs; here,
 head are rotated against each other, so the rows of each head are put in that order.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,7 @@ class GgufFile:
   tensors: dict[str, StoredArray]
 
   def number(self, name: str, kind: type = int, default: float | None = None) -> Any:
-    """A positive number that the file says of the architecture. Raises LayoutError where it says none.
-
-    A float is stored as float32; it comes as the shortest decimal of that, which is what was meant.
-    """
+    """A positive number of the architecture; a float as the shortest decimal of its float32. Raises LayoutError."""
     value = self.metadata.get(f"{self.family.gguf}.{name}", default)
     if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < np.inf:
       what = "size" if kind is int else "positive number"
@@ -92,18 +89,14 @@ def open_file(path: Path) -> GgufFile:
   if not isinstance(architecture, str) or architecture not in known:
     raise LayoutError(f"{path} is of architecture {architecture!s:.60}; only {', '.join(known)} is read")
   file = GgufFile(path, known[architecture], metadata, {})
-  file.tensors.update(_tensors(file, reader.tensors))
-  return file
-
-
-def _tensors(file: GgufFile, stored: list) -> Iterator[tuple[str, StoredArray]]:
   heads = {"attn_q": file.number("attention.head_count")}
   heads["attn_k"] = file.number("attention.head_count_kv", default=heads["attn_q"])
-  names = _huggingface_names(file, len(stored))
-  for tensor in stored:
-    part = tensor.name.split(".")[-2] if "." in tensor.name else ""
-    theirs = str(names.get(tensor.name, tensor.name))
-    yield theirs, _tensor(file.path, theirs, tensor, heads.get(part, 0) if file.family.gguf_pairs else 0)
+  names = _huggingface_names(file, len(reader.tensors))
+  for tensor in reader.tensors:
+    part, theirs = tensor.name.rpartition(".")[0].rpartition(".")[2], str(names.get(tensor.name, tensor.name))
+    paired = heads.get(part, 0) if file.family.gguf_pairs else 0
+    file.tensors[theirs] = _tensor(path, theirs, tensor, paired)
+  return file
 
 
 def _huggingface_names(file: GgufFile, most: int) -> dict[str, str]:
@@ -123,10 +116,7 @@ def _huggingface_names(file: GgufFile, most: int) -> dict[str, str]:
 
 
 def _tensor(path: Path, name: str, stored: Any, heads: int) -> StoredArray:
-  """heads: those whose rows are to be put in order; 0 for none.
-
-  Raises LayoutError for a tensor of integers, and for blocks that the package cannot decode.
-  """
+  """heads: those whose rows are to be put in order; 0 for none. Raises LayoutError for a type that is not decoded."""
   import gguf
 
   kind, shape = stored.tensor_type, tuple(int(size) for size in stored.shape[::-1])
@@ -154,8 +144,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
   scaling = file.metadata.get(f"{file.family.gguf}.rope.scaling.type", "none")
   if scaling != "none" or "rope_freqs.weight" in file.tensors:
     raise LayoutError(f"{file.path} has scaled rotary frequencies, which are not read from GGUF")
-  embedding = file.tensors.get("model.embed_tokens.weight")
-  if embedding is None:
+  if (embedding := file.tensors.get("model.embed_tokens.weight")) is None:
     raise LayoutError(f"{file.path} lacks token_embd.weight")
   content = {theirs: file.number(ours) for theirs, ours in _SIZES.items()}
   return content | {

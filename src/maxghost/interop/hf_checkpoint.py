@@ -13,17 +13,9 @@ from pathlib import Path
 from maxghost import config
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
-from maxghost.checkpoint.layouts_store import (
-  LayoutError,
-  Location,
-  full_path,
-  open_at,
-  read_json,
-  tool,
-  write_json,
-)
-from maxghost.config import Config
+from maxghost.checkpoint.layouts_store import LayoutError, Location, full_path, open_at, read_json, write_json
 from maxghost.config.families import FAMILIES
+from maxghost.config.values import guarded
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import gguf, huggingface, huggingface_config, merge, model_path, peft
@@ -42,7 +34,7 @@ def import_model(
   scan_layers: bool = True,
   ram_bytes: int = DEFAULT_RAM_BYTES,
   say: Callable[[str], None] = print,
-) -> Config:
+) -> config.Config:
   """Writes the Hugging Face folder or GGUF file `source` as the new folder `target`; returns its configuration.
 
   Raises ConfigError for tensors that are missing, unknown or misshapen, and for a tokenizer of another vocabulary.
@@ -74,10 +66,9 @@ def import_model(
     check_written(checkpoint, open_at(place, str(target)), params_only=True, ram_bytes=ram_bytes)
     tokenizer = temporary / tokenizer_files.FOLDER
     write_tokenizer(tokenizer)
-    keys = model_path.tokenizer_keys(tokenizer, cfg.model.vocab_size)
-    if keys:
+    if keys := model_path.tokenizer_keys(tokenizer, cfg.model.vocab_size):
       keys["tokenizer_path"] = str(target / Path(keys["tokenizer_path"]).relative_to(temporary))
-    cfg = config.replace(cfg, tokenizer_path="", load_parameters_path=str(target), run_name=target.name)
+    keys = {"tokenizer_path": "", "load_parameters_path": str(target), "run_name": target.name, **keys}
     cfg = config.replace(cfg, **keys)
     write_json(temporary / model_path.HUGGINGFACE_FILE, content, indent=2, sort_keys=True)
     config.save(cfg, temporary / model_path.CONFIG_FILE)
@@ -89,7 +80,7 @@ def export_model(
   source: str | Path,
   target: str | Path,
   *,
-  cfg: Config | None = None,
+  cfg: config.Config | None = None,
   adapter: str | Path = "",
   shard_bytes: int = _SHARD_BYTES,
   ram_bytes: int = DEFAULT_RAM_BYTES,
@@ -106,7 +97,7 @@ def export_model(
     raise LayoutError(f"{source}: no {model_path.CONFIG_FILE} beside it says what model it is; name one with --config")
   raw = open_tree(place.tree)
   if adapter:
-    raw = merge.merged(raw, cfg.model, *merge.open_adapter(adapter, cfg.model))
+    raw = merge.open_merged(raw, cfg.model, adapter, say)
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
   family = FAMILIES[cfg.model.decoder_block]
   if checkpoint.values_from == "maxtext" and family.maxtext_scales_queries is not False:
@@ -133,7 +124,7 @@ def export_model(
   say(f"written {target}: {len(tensors)} tensors, {size / 1e6:.1f} MB, verified byte by byte")
 
 
-def special_ids(cfg: Config) -> dict[str, int]:
+def special_ids(cfg: config.Config) -> dict[str, int]:
   """bos_token_id, eos_token_id and pad_token_id of the configuration's tokenizer."""
   if cfg.data.tokenizer_type != "byte" and not cfg.data.tokenizer_path:
     return {}
@@ -142,18 +133,15 @@ def special_ids(cfg: Config) -> dict[str, int]:
   return {name: number for name, number in ids.items() if number is not None}
 
 
-def export_adapter(source: str | Path, target: str | Path, say: Callable[[str], None] = print) -> None:
-  """Writes the adapter of a run with lora_rank, or of a checkpoint of it, as the new PEFT folder `target`.
-
-  Raises ConfigError.
-  """
-  cfg = model_path.find(source).config
-  settings, arrays = merge.open_adapter(source, (cfg or Config()).model)
-  peft.save_adapter(target, (cfg or Config()).model, settings, arrays, base=(cfg or Config()).checkpoint.given)
-  say(f"written {target}: {len(arrays)} arrays of rank {settings.rank}")
+def export_adapter(source: str | Path, target: str | Path) -> None:
+  """Writes the adapter of a run with lora_rank, or of its checkpoint, as the new PEFT folder `target`."""
+  cfg = model_path.find(source).config or config.Config()
+  settings, arrays = merge.open_adapter(source, cfg.model)
+  peft.save_adapter(target, cfg.model, settings, arrays, base=cfg.checkpoint.given)
+  print(f"written {target}: {len(arrays)} arrays of rank {settings.rank}")
 
 
-@tool("hf_checkpoint")
+@guarded("hf_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
   args = _parser().parse_args(argv)
   ram_bytes = int(args.ram_mb * 1e6)

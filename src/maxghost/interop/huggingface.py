@@ -19,21 +19,11 @@ import numpy as np
 from maxghost.checkpoint import layouts_store
 from maxghost.checkpoint.layouts import PARAMS, RECORD, Checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, Ref, leaf_text
-from maxghost.checkpoint.layouts_store import (
-  LayoutError,
-  Location,
-  RawTree,
-  StoredArray,
-  TreePath,
-  full_path,
-  listed,
-  read_json,
-)
+from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, StoredArray, TreePath
 from maxghost.config import Config, ModelConfig, replace
 from maxghost.config import load as load_config
 from maxghost.config.families import FAMILIES, TensorRule
 from maxghost.interop import huggingface_config
-from maxghost.interop.huggingface_config import expert_width
 from maxghost.interop.safetensors_files import open_tensors
 
 CONFIG_JSON = "config.json"
@@ -95,7 +85,7 @@ def table(model: ModelConfig) -> Iterator[tuple[Rule, int | None, int | None, st
   sizes = {
     "V": model.vocab_size, "P": model.trainable_position_size, "D": model.base_emb_dim,
     "H": model.base_num_query_heads, "K": model.base_num_kv_heads, "h": model.head_dim, "F": model.base_mlp_dim,
-    "E": model.num_experts, "M": expert_width(model),
+    "E": model.num_experts, "M": huggingface_config.expert_width(model),
   }  # fmt: skip
   for shared in FAMILIES[model.decoder_block].tensors():
     when, negated = shared.when.removeprefix("!"), shared.when.startswith("!")
@@ -107,16 +97,8 @@ def table(model: ModelConfig) -> Iterator[tuple[Rule, int | None, int | None, st
         yield rule, layer, expert, rule.name.format(layer=layer, expert=expert)
 
 
-def model_config(folder: Path, tensors: Mapping[str, StoredArray] | None = None) -> Config:
-  """The configuration of the folder's model, with the dtype of its tensors; other keys have their defaults.
-
-  Raises ConfigError for an unknown architecture and for a config.json that contradicts itself.
-  """
-  return configuration(read_json(folder / CONFIG_JSON), str(folder / CONFIG_JSON), tensors)
-
-
 def configuration(content: Mapping[str, Any], origin: str, tensors: Mapping[str, StoredArray] | None = None) -> Config:
-  """As `model_config`, from the content of a config.json; `origin` names it in errors."""
+  """The configuration of a config.json named `origin`, with the dtype of its tensors. Raises ConfigError."""
   keys = huggingface_config.keys_of(content, origin)
   if tensors:
     keys["weight_dtype"] = huggingface_config.weight_dtype({x.dtype.name for x in tensors.values()}, origin)
@@ -130,20 +112,22 @@ def is_huggingface(folder: Path) -> bool:
 
 def open_tree(path: str | os.PathLike) -> RawTree:
   """Opens a checkpoint folder, or a Hugging Face model folder; reads metadata and headers only. Raises LayoutError."""
-  folder = full_path(path)
+  folder = layouts_store.full_path(path)
   return open_folder(folder) if is_huggingface(folder) else layouts_store.open_tree(path)
 
 
-def open_folder(path: Path) -> RawTree:
-  """The parameters of a Hugging Face folder; only headers are read.
+def model_config(folder: Path, tensors: Mapping[str, StoredArray] | None = None) -> Config:
+  """`configuration` of a folder's config.json."""
+  return configuration(layouts_store.read_json(folder / CONFIG_JSON), str(folder / CONFIG_JSON), tensors)
 
-  Raises LayoutError, naming tensors, where some are missing, unknown or of another shape than config.json says.
-  """
+
+def open_folder(path: Path) -> RawTree:
+  """The parameters of a Hugging Face folder, see `tree_of`; only headers are read."""
   return tree_of(open_tensors(path), model_config(path).model, path)
 
 
 def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -> RawTree:
-  """As `open_folder`, from tensors by name; `origin` is the file or folder they are in."""
+  """The parameters of tensors by name, from the file or folder `origin`. Raises LayoutError with those that misfit."""
   theirs = FAMILIES[model.decoder_block].huggingface
   known = tensors
   if not any(name.startswith(theirs.prefix) for name in tensors):  # a file of the bare model leaves the first level out
@@ -153,8 +137,7 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
   missing, wrong, used, embedding = [], [], set(), None
   for rule, layer, _, name in table(model):
     used.add(name)
-    tensor = known.get(name)
-    if tensor is None:
+    if (tensor := known.get(name)) is None:
       missing.append(name)
       continue
     if tensor.shape != rule.tensor_shape:
@@ -170,7 +153,7 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
   if _HEAD in unknown and model.logits_via_embedding and _same(known[_HEAD], embedding):
     unknown.remove(_HEAD)
   problems = [
-    f"{origin} {what} {listed(names, _MOST_NAMES)}"
+    f"{origin} {what} {layouts_store.listed(names, _MOST_NAMES)}"
     for what, names in (("lacks", missing), ("has unknown", [known[name].name for name in unknown]))
     if names
   ]

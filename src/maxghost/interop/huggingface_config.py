@@ -58,8 +58,7 @@ class _Reader:
       return None
 
   def entry(self, entry: Entry) -> Any:
-    value = self.get(*entry.names)
-    if value is None:
+    if (value := self.get(*entry.names)) is None:
       if callable(entry.default):
         return None if self.problems else entry.default(self.content)  # what it is made from may be at fault
       return entry.default
@@ -72,10 +71,6 @@ class _Reader:
   def problem(self, text: str) -> None:
     self.problems.append(f"{self.origin}: {text}")
 
-  def check(self) -> None:
-    if self.problems:
-      raise LayoutError(*self.problems)
-
 
 def keys_of(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
   """The model keys that make the function of a config.json. Raises LayoutError for what no key can express."""
@@ -86,18 +81,19 @@ def keys_of(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
     raise LayoutError(f"{origin} has no {', '.join(missing)}")
   keys = {**family.needs, "decoder_block": family.name} | {entry.key: read.entry(entry) for entry in entries}
   for name, allowed in family.huggingface.demands.items():
-    value = read.get(name, default=allowed[0])
-    if value not in allowed:
+    if (value := read.get(name, default=allowed[0])) not in allowed:
       read.problem(f"{name}={shown(value)} is not known here; known is {' or '.join(map(shown, allowed))}")
   if family.learned_positions:
     keys["max_target_length"] = min(256, keys["trainable_position_size"] or 1)
   if keys.get("rope_type") != "none":
     keys |= _rotary(read)
-  read.check()
+  if read.problems:
+    raise LayoutError(*read.problems)
   if keys["base_num_decoder_layers"] * keys.get("num_experts", 1) > _MOST_PARTS:
     raise LayoutError(f"{origin} asks for more than {_MOST_PARTS:,} layers and experts, which no model has")
   keys |= _attention_types(read, family, keys["base_num_decoder_layers"])
-  read.check()
+  if read.problems:
+    raise LayoutError(*read.problems)
   return keys
 
 
@@ -111,10 +107,7 @@ def _family(content: Mapping[str, Any], origin: str) -> Family:
 
 
 def other_entries(content: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-  """The entries of a config.json that no key of the model stands for, such as token ids and the dropout of pretraining.
-
-  Empty where it is of another family than `model`, which then comes from elsewhere.
-  """
+  """The entries of a config.json that no model key stands for, such as token ids; none of another family's."""
   theirs = FAMILIES[model.decoder_block].huggingface
   if content.get("model_type") != theirs.model_type:
     return {}
@@ -185,8 +178,7 @@ def _scales_attention(read: _Reader, parameters: Mapping[str, Any]) -> bool:
 
 def weight_dtype(dtypes: set[str], origin: str) -> str:
   """The key weight_dtype for tensors of these dtypes: the narrowest that holds all of them exactly."""
-  unknown = dtypes - set(_DTYPES)
-  if unknown:
+  if unknown := dtypes - set(_DTYPES):
     raise LayoutError(f"{origin}: parameters of dtype {', '.join(sorted(unknown))} are not known")
   kept = {_DTYPES[name] for name in dtypes}
   return kept.pop() if len(kept) == 1 else "float64" if "float64" in kept else "float32"
@@ -231,8 +223,7 @@ def config_json(
       content[name] = number
   again = keys_of(content, "config.json")
   again.pop("max_target_length", None)
-  lost = differing(ModelConfig(**again), model)
-  if lost:
+  if lost := differing(ModelConfig(**again), model):
     raise LayoutError(*(
       f"{key}={shown(value)}: {theirs.model_class} of transformers has {shown(other)}"
       for key, (other, value) in lost.items()

@@ -16,8 +16,8 @@ import numpy as np
 
 from maxghost.checkpoint import compare
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint, without_value
-from maxghost.checkpoint.layouts_store import LayoutError, TreePath, full_path, tool
-from maxghost.config.values import slash_path
+from maxghost.checkpoint.layouts_store import LayoutError, TreePath, full_path
+from maxghost.config.values import guarded, slash_path
 from maxghost.interop.convert import check_target, write_checkpoint
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
@@ -67,8 +67,7 @@ def rescale_checkpoint(
   check_target(raw, out)
   layout = NNX if checkpoint.layout == NNX_OLD else checkpoint.layout
   plan = make_plan(checkpoint, Target(layout, wrapped=checkpoint.wrapped or None))
-  queries = [leaf for leaf in plan.leaves if is_query(leaf.path)]
-  if not queries:
+  if not (queries := [leaf for leaf in plan.leaves if is_query(leaf.path)]):
     raise LayoutError(f"{source} holds no query projection (.../query/kernel)")
   for (path, _), ref in checkpoint.params.leaves.items():
     if is_query(path) and ref.shape[-1:] != (head_dim,):
@@ -78,14 +77,12 @@ def rescale_checkpoint(
   def change(path: TreePath, block: np.ndarray) -> np.ndarray:
     return rescale_leaf(path, block, head_dim, to) if is_query(path) else block
 
-  def is_rescaled(row: compare.Row) -> bool:
-    return row.kind == compare.VALUE and is_query(tuple(row.path.split("/")))
-
-  write_checkpoint(checkpoint, plan, out, change=change, rngs=True, is_expected=is_rescaled)
+  rescaled = lambda row: row.kind == compare.VALUE and is_query(tuple(row.path.split("/")))  # noqa: E731
+  write_checkpoint(checkpoint, plan, out, change=change, rngs=True, is_expected=rescaled)
   say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}) to {to}'s convention, the rest copied")
 
 
-@tool("rescale")
+@guarded("rescale")
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
     prog="maxghost checkpoint rescale",
@@ -95,6 +92,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--target_path", required=True)
   parser.add_argument("--head_dim", type=int, required=True)
   parser.add_argument("--to", choices=(MAXGHOST, MAXTEXT), required=True)
-  args = parser.parse_args(argv)
-  rescale_checkpoint(args.source_path, args.target_path, args.head_dim, args.to)
+  options = vars(parser.parse_args(argv))
+  rescale_checkpoint(options.pop("source_path"), **options)
   return 0

@@ -11,18 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from maxghost.checkpoint import layouts_store
 from maxghost.checkpoint.layouts import MAXGHOST, NNX, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, ParamTree, Path, Ref, leaf_text
-from maxghost.checkpoint.layouts_store import (
-  LayoutError,
-  RawTree,
-  StoredArray,
-  TreePath,
-  is_typed_key,
-  misfit,
-  nested,
-  tree_from_memory,
-)
+from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, TreePath
 from maxghost.config.values import slash_path
 from maxghost.interop.convert import read_block, with_key_type
 from maxghost.interop.convert_plan import TargetLeaf
@@ -34,7 +26,7 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def load_tree(path: str | os.PathLike, wanted: Mapping[str, Any], **options: Any) -> dict:
-  """Arrays of the checkpoint `path` in the nested dict `wanted`; all of `open_load` in one call."""
+  """Arrays of the checkpoint `path` in the layouts_store.nested dict `wanted`; all of `open_load` in one call."""
   return open_load(path, wanted, **options)()
 
 
@@ -60,14 +52,16 @@ def open_load(
     say: Receives each message for the user.
 
   Returns:
-    A function that reads the arrays and returns them nested as in `wanted`.
+    A function that reads the arrays and returns them layouts_store.nested as in `wanted`.
 
   Raises:
     LayoutError: It names every parameter and moment that is missing or has another shape or dtype.
   """
   raw = path if isinstance(path, RawTree) else open_tree(path)
   path, source = raw.origin, read_checkpoint(raw, ReadOptions(keep_unknown=True))
-  target = read_checkpoint(tree_from_memory(wanted, "the model"), ReadOptions(layout=MAXGHOST, scan_axis=0))
+  target = read_checkpoint(
+    layouts_store.tree_from_memory(wanted, "the model"), ReadOptions(layout=MAXGHOST, scan_axis=0)
+  )
   found = _Matcher(widen)
   found.match(target.params, source.params)
   unused = [leaf_text(leaf) for leaf, ref in source.params.leaves.items() if ref not in found.used]
@@ -78,7 +72,7 @@ def open_load(
       found.match(tree, _moment(source, place), f"opt_state/{slash_path(place)}/")
     found.match(_tree(target.opt_leaves.items()), _counts(target, source), "opt_state/")
     found.match(_tree([((), target.step)]), _tree([((), source.step)]), "step", cast=True)
-  if text := misfit(path, found.missing, unused, found.unlike):
+  if text := layouts_store.misfit(path, found.missing, unused, found.unlike):
     raise LayoutError(text)
   rescale = head_dim is not None and source.values_from == "maxtext"
   if head_dim is not None and not source.values_from and source.layout == NNX:
@@ -106,7 +100,7 @@ def open_load(
     for what, leaves in (("kept at its initial value", kept), ("left out", left_out)):
       if leaves:
         say(f"not in {path}, {what}: {', '.join(map(slash_path, leaves))}")
-    return nested({tuple(map(str, leaf)): value for leaf, value in (arrays | kept).items()})
+    return layouts_store.nested({tuple(map(str, leaf)): value for leaf, value in (arrays | kept).items()})
 
   return read_all
 
@@ -131,14 +125,13 @@ class _Matcher:
       arrays.setdefault(ref.array, []).append((ref.index or 0, leaf, ref))
     for array, layers in arrays.items():
       layers.sort(key=lambda layer: layer[0])
-      absent = [leaf for _, leaf, _ in layers if leaf not in source.leaves]
-      if absent:
+      if absent := [leaf for _, leaf, _ in layers if leaf not in source.leaves]:
         self.fresh += [array.path] if optional else []
         self.missing += [] if optional else [f"{prefix}{leaf_text(leaf)}" for leaf in absent]
         continue
       for _, leaf, ref in layers:
         part = source.leaves[leaf]
-        if part.shape != ref.shape or not (cast or part.dtype == ref.dtype or self._widens(part, ref)):
+        if part.shape != ref.shape or not (cast or self._holds(ref, part)):
           there, here = (f"{side.dtype}{list(side.shape)}" for side in (part, ref))
           self.unlike.append(f"{prefix}{leaf_text(leaf)} is {there} there and {here} in the model")
       parts = tuple(source.leaves[leaf] for _, leaf, _ in layers)
@@ -147,10 +140,10 @@ class _Matcher:
       dtype = array.dtype.name if (cast or self._widen) and not array.key_impl else ""
       self.leaves.append(TargetLeaf(array.path, parts, None if first.index is None else first.axis, dtype))
 
-  def _widens(self, part: Ref, ref: Ref) -> bool:
-    """Whether the wanted dtype holds every value of the stored one."""
-    names = part.dtype.name, ref.dtype.name
-    return self._widen and all(name in _FLOATS for name in names) and part.dtype.itemsize < ref.dtype.itemsize
+  def _holds(self, ref: Ref, part: Ref) -> bool:
+    """Whether the wanted dtype is the stored one, or may be wider."""
+    floats = part.dtype.name in _FLOATS and ref.dtype.name in _FLOATS
+    return part.dtype == ref.dtype or (self._widen and floats and part.dtype.itemsize < ref.dtype.itemsize)
 
 
 def _tree(arrays: Iterable[tuple[Path, Any]]) -> ParamTree:
@@ -180,9 +173,8 @@ def _look_up(tree: Any, path: TreePath) -> Any:
 
 
 def _put(block: np.ndarray, key_impl: str | None, wanted: Any) -> Any:
-  value = with_key_type(block, key_impl) if is_typed_key(wanted) else block
-  sharding = getattr(wanted, "sharding", None)
-  if sharding is None:
+  value = with_key_type(block, key_impl) if layouts_store.is_typed_key(wanted) else block
+  if (sharding := getattr(wanted, "sharding", None)) is None:
     return value
   import jax
 

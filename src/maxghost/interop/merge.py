@@ -1,9 +1,15 @@
-"""Merges LoRA adapters into the matrices of a model of any layout, as they are read; the base stays as it is."""
+"""Merges LoRA adapters into the matrices of a model of any layout, as they are read; the base stays as it is.
+
+Adapters of a run on a base in few bits are merged into what its codes stand for, which is the model that was trained.
+"""
 
 import dataclasses
+import functools
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +18,7 @@ from maxghost.checkpoint.layouts_layers import LayerReader
 from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, full_path
 from maxghost.config import ModelConfig
 from maxghost.config.families import FAMILIES
+from maxghost.config.schema import AdapterConfig
 from maxghost.interop import model_path, peft
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.peft import Arrays, Settings
@@ -29,15 +36,30 @@ def open_adapter(path: str | Path, model: ModelConfig) -> tuple[Settings, dict[s
   for (leaf, layer), ref in held.items():
     if re.search(r"(/lora/|_lora_)[ab]$", name := "/".join(leaf)):
       found[name, layer] = {None: reader.part(ref, tuple(slice(0, size) for size in ref.shape))}
-  settings = Settings(given.lora_rank, given.lora_alpha, given.lora_dropout)
+  few_bits = given.lora_weight_qtype if given.lora_weight_qtype in ("int8", "nf4") else ""
+  settings = Settings(given.lora_rank, given.lora_alpha, given.lora_dropout, base_qtype=few_bits)
   return settings, peft.stack(found, model, place.tree)
 
 
-def merged_array(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-  """w [*lead, *I, *O] + scale a b, with a [*lead, I, r], b [*lead, r, *O]: in float32 or wider, rounded once."""
+def _as_stored(w: np.ndarray) -> np.ndarray:
+  return w
+
+
+def merged_array(
+  w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, held: Callable[[np.ndarray], np.ndarray] = _as_stored
+) -> np.ndarray:
+  """held(w) [*lead, *I, *O] + scale a b, with a [*lead, I, r], b [*lead, r, *O]; in float32 or wider, rounded once."""
   wide = np.promote_types(np.promote_types(w.dtype, a.dtype), np.float32)
   product = a.astype(wide) @ b.astype(wide).reshape(*b.shape[: a.ndim - 1], -1)
-  return (w.astype(wide) + wide.type(scale) * product.reshape(w.shape)).astype(w.dtype)
+  return (held(w.astype(wide)) + wide.type(scale) * product.reshape(w.shape)).astype(w.dtype)
+
+
+def open_merged(base: RawTree, model: ModelConfig, adapter: str | Path, say: Callable[[str], None]) -> RawTree:
+  """`merged` with the adapter at this path; says what it is merged into. Raises ConfigError."""
+  settings, arrays = open_adapter(adapter, model)
+  held = f"the matrices that {settings.base_qtype} makes of " if settings.base_qtype else ""
+  say(f"merging the adapters of {adapter} into {held}{base.origin}")
+  return merged(base, model, settings, arrays)
 
 
 def merged(base: RawTree, model: ModelConfig, settings: Settings, arrays: Arrays) -> RawTree:
@@ -50,31 +72,58 @@ def merged(base: RawTree, model: ModelConfig, settings: Settings, arrays: Arrays
     raise LayoutError(
       f"{base.origin} holds query weights as MaxText wants them; rescale first: maxghost checkpoint rescale"
     )
-  adapted: dict[StoredArray, tuple[int, dict]] = {}  # the layer axis, and (a, b) of each layer
+  held = _held_in_few_bits(model, settings.base_qtype) if settings.base_qtype else {}
+  changed: dict[StoredArray, tuple[int, dict]] = {}  # the layer axis, and what each layer becomes
   for (path, layer), ref in checkpoint.params.leaves.items():
-    a, b = (found.pop((peft.adapter_path("/".join(path), part), layer), None) for part in "ab")
-    if a is None or b is None:
-      continue
-    lead, outputs = a.shape[:-2], b.shape[a.ndim - 1 :]
-    shape = (*lead, math.prod(ref.shape[len(lead) : -len(outputs)]), *ref.shape[-len(outputs) :])
-    if shape != (*lead, a.shape[-2], *outputs):
-      problems.append(f"{ref.where()} is {[*ref.shape]}, its adapter {[*a.shape]} times {[*b.shape]}")
-    adapted.setdefault(ref.array, (ref.axis, {}))[1][ref.index] = a, b
+    label = "/".join(path)
+    a, b = (found.pop((peft.adapter_path(label, part), layer), None) for part in "ab")
+    change = held.get(label, _as_stored)
+    if a is not None and b is not None:
+      lead, outputs = a.shape[:-2], b.shape[a.ndim - 1 :]
+      shape = (*lead, math.prod(ref.shape[len(lead) : -len(outputs)]), *ref.shape[-len(outputs) :])
+      if shape != (*lead, a.shape[-2], *outputs):
+        problems.append(f"{ref.where()} is {[*ref.shape]}, its adapter {[*a.shape]} times {[*b.shape]}")
+      change = functools.partial(merged_array, a=a, b=b, scale=settings.scale, held=change)
+    if change is not _as_stored:
+      changed.setdefault(ref.array, (ref.axis, {}))[1][ref.index] = change
   problems += [f"{base.origin} has no matrix for {path}, layer {layer}" for path, layer in found]
   if problems:
     raise LayoutError(*problems[:8])
   return dataclasses.replace(base, nodes={
-    path: _merged_node(x, *adapted[x], settings.scale) if x in adapted else x for path, x in base.nodes.items()
+    path: _changed_node(x, *changed[x]) if x in changed else x for path, x in base.nodes.items()
   })  # fmt: skip
 
 
-def _merged_node(array: StoredArray, axis: int, parts: dict, scale: float) -> StoredArray:
+def _held_in_few_bits(model: ModelConfig, qtype: str) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+  """{path without layer: what lora_weight_qtype makes of such a matrix}. Imports JAX."""
+  from flax import nnx
+
+  from maxghost import adapters, models
+  from maxghost.adapters.quantized import dequantize, quantize
+
+  def labelled(change: Callable) -> dict[str, Any]:
+    made = nnx.eval_shape(lambda: change(models.create(model, rngs=nnx.Rngs(0))))
+    flat = {"/".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(made))}
+    return {re.sub(r"^decoder/layers(/layers)?_\d+/", "decoder/layers/", label): v for label, v in flat.items()}
+
+  def restored(in_axes: int, out_axes: int, w: np.ndarray) -> np.ndarray:
+    depth, wide = w.ndim - in_axes - out_axes, w.astype(np.promote_types(w.dtype, np.float32))
+    whole = dequantize(quantize(wide, qtype, depth, in_axes), qtype, wide.dtype, depth)
+    return np.asarray(whole).reshape(w.shape).astype(w.dtype)
+
+  keys = AdapterConfig(lora_rank=1, lora_weight_qtype=qtype)
+  plain, narrow = labelled(_as_stored), labelled(lambda made: adapters.attach(made, keys))
+  matrices = {label: v.get_metadata()["matrix"] for label, v in plain.items() if label not in narrow}
+  return {label: functools.partial(restored, *matrix) for label, matrix in matrices.items()}
+
+
+def _changed_node(array: StoredArray, axis: int, changes: dict[int | None, Callable]) -> StoredArray:
   def one(w: np.ndarray, layer: int | None) -> np.ndarray:
-    return merged_array(w, parts[layer][0], parts[layer][1], scale) if layer in parts else w
+    return changes[layer](w) if layer in changes else w
 
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
     index = tuple(slice(0, size) for size in array.shape) if index is None else index
-    if None in parts:
+    if None in changes:
       return one(array.read(None), None)[index]
     whole, out = [slice(0, size) for size in array.shape], []
     for layer in range(*index[axis].indices(array.shape[axis])):  # one in memory at a time

@@ -88,10 +88,7 @@ def keep_huggingface(place: ModelPlace, cfg: Config, folder: Path) -> None:
 
 
 def tokenizer_keys(folder: Path, vocab_size: int) -> dict[str, Any]:
-  """The tokenizer keys for the tokenizer files in a folder; empty where it has none.
-
-  Raises ConfigError for a tokenizer whose ids the vocabulary does not hold.
-  """
+  """The keys for the tokenizer in a folder, {} without one. Raises ConfigError if it has more ids than vocab_size."""
   if (folder / "tokenizer.json").is_file():
     keys = {"tokenizer_type": "huggingface", "tokenizer_path": str(folder)}
   elif (folder / "tokenizer.model").is_file():

@@ -45,12 +45,16 @@ Leaf = tuple[str, int | None]  # path without layer, and the layer
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What an adapter is besides its arrays. config: the adapter_config.json it came from; {} for a new one."""
+  """What an adapter is besides its arrays. config: the adapter_config.json it came from; {} for a new one.
+
+  base_qtype: lora_weight_qtype of the base that it was trained on, where that is known.
+  """
 
   rank: int
   alpha: float
   dropout: float = 0.0
   use_rslora: bool = False
+  base_qtype: str = ""
   config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property

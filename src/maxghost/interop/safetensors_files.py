@@ -32,10 +32,7 @@ _DTYPES = {
 
 
 def open_tensors(folder: Path) -> dict[str, StoredArray]:
-  """All tensors of the folder by name, packed ones as the matrices they stand for; only headers are read.
-
-  Raises LayoutError for a missing, cut or damaged file, and for an index that does not fit its files.
-  """
+  """The folder's tensors by name, packed ones as their matrices, unread. Raises LayoutError for damaged files."""
   index_file, weight_map, files = folder / INDEX, {}, [SINGLE]
   if index_file.is_file():
     try:
@@ -45,14 +42,12 @@ def open_tensors(folder: Path) -> dict[str, StoredArray]:
       raise LayoutError(f"{index_file} is damaged: {error!r}") from error
   elif not (folder / SINGLE).is_file():
     raise LayoutError(f"{folder} is damaged or half copied: it has neither {SINGLE} nor {INDEX}")
-  missing = [name for name in files if not (folder / name).is_file()]
-  if missing:
+  if missing := [name for name in files if not (folder / name).is_file()]:
     raise LayoutError(f"{folder} is half copied: {INDEX} lists {', '.join(missing)}, which is not there")
   tensors: dict[str, StoredArray] = {}
   for name in files:
     tensors |= open_file(folder / name)
-  lost = sorted(set(weight_map) - set(tensors))
-  if lost:
+  if lost := sorted(set(weight_map) - set(tensors)):
     raise LayoutError(f"{folder}: {INDEX} lists {lost[0]}, which is in none of its files ({len(lost)} such tensors)")
   return _unpacked(tensors)
 
@@ -72,8 +67,7 @@ def open_file(file: Path) -> dict[str, StoredArray]:
 
 def _tensor(file: Path, opened: Any, name: str) -> StoredArray:
   view = opened.get_slice(name)
-  stored = view.get_dtype()
-  if stored not in _DTYPES:
+  if (stored := view.get_dtype()) not in _DTYPES:
     raise LayoutError(f"{file}: {name} has dtype {stored}; only {', '.join(_DTYPES)} are read")
 
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
@@ -83,10 +77,7 @@ def _tensor(file: Path, opened: Any, name: str) -> StoredArray:
 
 
 def _unpacked(tensors: dict[str, StoredArray]) -> dict[str, StoredArray]:
-  """The tensors, each pair of blocks and scales replaced by the matrix it stands for; decoded when it is read.
-
-  Raises LayoutError for a pair that lacks a half, or whose halves do not fit each other.
-  """
+  """The tensors, each pair of blocks and scales replaced by the matrix it stands for; decoded when it is read."""
   out = dict(tensors)
   for name in [name for name in tensors if name.endswith(_BLOCKS)]:
     base = name.removesuffix(_BLOCKS)
@@ -122,12 +113,7 @@ def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def write_tensors(folder: Path, tensors: list[StoredArray], shard_bytes: int, single: str = SINGLE) -> None:
-  """Writes the tensors into `folder`, in files of at most shard_bytes (or one tensor), with an index where several.
-
-  single: the name of an only file.
-
-  Each is read when it is written, and is in memory only then.
-  """
+  """Writes tensors, one in memory at a time, to files of shard_bytes with an index, or to the only file `single`."""
   shards = list(_shards(tensors, shard_bytes))
   if len(shards) == 1:
     _write_file(folder / single, shards[0])

@@ -10,13 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxghost.config.schema import ModelConfig
-from maxghost.config.values import ConfigError
+from maxghost.config import ConfigError, ModelConfig
 from maxghost.models import attention_blockwise, attention_flash, autodiff
 from maxghost.models.layers import HIDDEN, KEYS, QUERIES, linear, norm
 from maxghost.models.rotary import Rotary
 from maxghost.parallel import shardings
-from maxghost.parallel.shardings import constrain
 
 KERNELS = ("autoselected", "dot_product", "blockwise", "flash")
 SHORT = 1024  # up to this many positions all scores fit in memory, and computing them at once is fastest
@@ -212,16 +210,13 @@ class SelfAttention(nnx.Module):
     self.kernel, self.window, self.soft_cap = cfg.attention, window, cfg.attn_logits_soft_cap or None
 
   def __call__(self, x_BTD, positions_BT, segment_ids_BT, peaks_BLH=None, cache=None):
-    """Returns the output and, as `Hidden` says, peaks_BLH with this layer's.
-
-    cache: the keys and values of the positions before x, from `generation.kv_cache`, during generation.
-    """
+    """(output, peaks_BLH with this layer's, see `Hidden`). cache: of earlier positions, from `generation.kv_cache`."""
     q_BTHh, k_BTKh, v_BTKh = self.project(x_BTD, positions_BT)
     more = {} if cache is None else {"cache": cache}
     if peaks_BLH is not None and cache is None:
       peaks_BH = largest_logits(q_BTHh, k_BTKh, segment_ids_BT, self.window)
       peaks_BLH = jnp.concatenate([peaks_BLH[:, 1:], peaks_BH[:, None]], axis=1)
-    return constrain(self.out(self.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, **more)), HIDDEN), peaks_BLH
+    return shardings.constrain(self.out(self.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, **more)), HIDDEN), peaks_BLH
 
   def project(self, x_BTD, positions_BT):
     """(q_BTHh, k_BTKh, v_BTKh), normalized and rotated."""
@@ -229,8 +224,8 @@ class SelfAttention(nnx.Module):
     if self.has_qk_norm:
       q_BTHh, k_BTKh = self.query_norm(q_BTHh), self.key_norm(k_BTKh)
     q_BTHh, k_BTKh = self.rotary(q_BTHh, positions_BT), self.rotary(k_BTKh, positions_BT)
-    v_BTKh = constrain(self.value(x_BTD), KEYS, "values")
-    return constrain(q_BTHh, QUERIES, "queries"), constrain(k_BTKh, KEYS, "keys"), v_BTKh
+    v_BTKh = shardings.constrain(self.value(x_BTD), KEYS, "values")
+    return shardings.constrain(q_BTHh, QUERIES, "queries"), shardings.constrain(k_BTKh, KEYS, "keys"), v_BTKh
 
   @property
   def options(self) -> dict:
@@ -242,4 +237,4 @@ class SelfAttention(nnx.Module):
     sinks_H = self.sinks[...] if self.has_sinks else None
     run = attend if cache is None else cache.attend
     o_BTHh = run(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks_H=sinks_H, **self.options)
-    return constrain(o_BTHh, QUERIES, "attention output")
+    return shardings.constrain(o_BTHh, QUERIES, "attention output")

@@ -15,10 +15,7 @@ _in_order = contextvars.ContextVar("maxghost_gradients_in_order", default=False)
 
 
 def forward_mode() -> contextlib.AbstractContextManager[None]:
-  """Traces this project's hand-written backward passes as plain JAX, with the same values.
-
-  `jax.jvp` needs this, because custom_vjp has no forward mode.
-  """
+  """Traces hand-written backward passes as plain JAX of equal values: custom_vjp has no forward mode for `jax.jvp`."""
   return setting(_forward_mode, True)
 
 

@@ -42,14 +42,10 @@ _grouped = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0,))
 
 
 def product(x_R, w_GIO, sizes_G, precision=None, dtype=None, *, contract: int = 1):
-  """As `grouped_matmul`, without a backward pass of its own; contract=2: each row times its group's transposed matrix.
+  """As `grouped_matmul`, without its backward pass; contract=2: times the transposed matrices. dtype: of the result."""
 
-  dtype: of the result, default that of x.
-  """
-
-  def ragged(x, w, sizes):
-    return lax.ragged_dot(x, w if contract == 1 else w.swapaxes(1, 2), sizes, precision, dtype)
-
+  turned = lambda w: w if contract == 1 else w.swapaxes(1, 2)  # noqa: E731
+  ragged = lambda x, w, sizes: lax.ragged_dot(x, turned(w), sizes, precision, dtype)  # noqa: E731
   blocks = functools.partial(_blocks, contract=contract, precision=precision, dtype=dtype)
   return _choose(blocks, ragged, (x_R, w_GIO, sizes_G))
 
@@ -58,10 +54,9 @@ def outer_sums(x_RI, g_RO, sizes_G, precision=None):
   """w_GIO: for each group the sum over its rows of the outer products of x and g, in float32 or wider."""
   wide = jnp.promote_types(x_RI.dtype, jnp.float32)
   rows = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
-
-  def ragged(x, g, sizes):
-    return lax.ragged_dot_general(x, g, sizes, rows, precision, preferred_element_type=wide)
-
+  ragged = functools.partial(
+    lax.ragged_dot_general, ragged_dot_dimension_numbers=rows, precision=precision, preferred_element_type=wide
+  )
   return _choose(functools.partial(_outer_blocks, precision=precision), ragged, (x_RI, g_RO, sizes_G))
 
 
@@ -95,10 +90,7 @@ def _in_blocks(most: int, *arrays):
 
 
 def _blocks(x_R, w_G, sizes_G, *, contract: int, precision, dtype):
-  """Multiplies group by group and block by block. contract: the axis of w (1 or 2) that is contracted with x.
-
-  A group's last block runs over into the rows of the next group, which overwrites them, or into padding.
-  """
+  """By blocks of a group's rows; the last one's surplus is overwritten, or padding. contract: the axis of w, 1 or 2."""
   num_rows, num_groups = x_R.shape[0], w_G.shape[0]
   (block, padded), starts_G = _in_blocks(_BLOCK, x_R), jnp.cumsum(sizes_G) - sizes_G
 

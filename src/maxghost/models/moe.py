@@ -176,7 +176,7 @@ class Split:
 
   def first_expert(self, params: dict):
     """Index of the first expert of this device."""
-    return self._index(self.experts) * params["wo"].shape[0]
+    return self._index(self.experts) * num_held(params)
 
   @property
   def is_first(self):
@@ -191,13 +191,18 @@ class Split:
     return functools.reduce(lambda index, axis: index * self.mesh.shape[axis] + jax.lax.axis_index(axis), axes, 0)
 
 
+def num_held(params: dict) -> int:
+  """Number of experts whose parameters these are; it is the first axis of each."""
+  return next(iter(params.values())).shape[0]
+
+
 def find_split(layer, x_shape: tuple[int, ...]) -> Split | None:
   """How the layer's tokens [B, T, D] and Params lie on the mesh of the layout in use; None on one device."""
   layout = shardings.current()
   if layout is None or layout.num_devices == 1:
     return None
   rows, length, _ = layout.rules.assign(HIDDEN, x_shape, "an activation")
-  experts, width, _ = layout.rules.assign(("exp", "mlp", None), layer.wo.shape[-3:], "experts")
+  experts, width, _ = layout.rules.assign(("exp", "mlp", None), layer.wo_shape, "experts")
   return Split(layout.mesh, rows, length, experts, width)
 
 
@@ -216,7 +221,7 @@ class RoutedMoe(nnx.Module):
     self.num_experts, self.num_chosen, self.num_layers = experts, cfg.num_experts_per_tok, cfg.base_num_decoder_layers
     self.activations, self.limit = cfg.mlp_activations, cfg.mlp_activations_limit
     self.sums_to_one, self.sparse, self.has_bias = cfg.norm_topk_prob, cfg.sparse_matmul, cfg.mlp_bias
-    self.dtype, self.precision = jnp.dtype(cfg.dtype), precision(cfg)
+    self.dtype, self.precision, self.wo_shape = jnp.dtype(cfg.dtype), precision(cfg), (experts, width, embed)
     self.gate = linear(cfg, embed, experts, ("embed", None), rngs=rngs, std=embed**-0.5, use_bias=cfg.mlp_bias)
 
     def weights(shape, axes, std):
@@ -267,10 +272,7 @@ class RoutedMoe(nnx.Module):
 
   def experts(self, x_BTD, index_BTk, weight_BTk):
     """The weighted sum of the chosen experts' outputs, [B, T, D]; the only method that uses the experts' Params."""
-    matrices = [*self.branches, "wo"]
-    names = [*matrices, *(f"{name}_bias" for name in matrices if self.has_bias)]
-    names += [f"{name}_lora_{part}" for name in matrices for part in "ab" if hasattr(self, f"{name}_lora_a")]
-    params = {name: getattr(self, name)[...] for name in names}
+    params = {name: v[...] for name, v in vars(self).items() if isinstance(v, nnx.Variable)}
     if not self.sparse:
       return self._experts_dense(params, x_BTD, index_BTk, weight_BTk)
     split = find_split(self, x_BTD.shape)
@@ -279,11 +281,8 @@ class RoutedMoe(nnx.Module):
     return split.run(self.experts_sorted, params, x_BTD, index_BTk, weight_BTk)
 
   def experts_sorted(self, params: dict, x_BTD, index_BTk, weight_BTk, first_expert=None):
-    """`experts` by sorted rows.
-
-    first_expert: index of the first expert in params that hold only some of them; choices of others then add nothing.
-    """
-    rows = Rows.sort(index_BTk, params["wo"].shape[0], first_expert)
+    """`experts` by sorted rows. first_expert: of params that hold only some; choices of others then add nothing."""
+    rows = Rows.sort(index_BTk, num_held(params), first_expert)
     branches = self.branch_rows(params, rows.take(x_BTD.reshape(-1, x_BTD.shape[-1])), rows)
     y_RD = rows.own(self.multiply(params, "wo", gated(branches, self.activations, self.limit), rows))
     y_NkD = _permute(y_RD, rows.place_R, rows.order_R).reshape(-1, self.num_chosen, y_RD.shape[-1])
@@ -308,8 +307,12 @@ class RoutedMoe(nnx.Module):
     x_Rr = self._product(params, f"{name}_lora_a", x_RI, rows)
     return x_Rr * jnp.asarray(self.lora_scale, x_Rr.dtype)
 
+  def matrix(self, params: dict, name: str):
+    """A matrix of all experts, in the dtype of the products."""
+    return params[name].astype(self.dtype)
+
   def _product(self, params: dict, name: str, x_RI, rows: Rows):
-    return grouped_matmul(x_RI.astype(self.dtype), params[name].astype(self.dtype), rows.sizes_E, self.precision)
+    return grouped_matmul(x_RI.astype(self.dtype), self.matrix(params, name), rows.sizes_E, self.precision)
 
   def _experts_dense(self, params: dict, x_BTD, index_BTk, weight_BTk):
     """Applies every expert to every token, for comparison: E / k times the work, and no sorting."""

@@ -47,18 +47,11 @@ class OutputHead(nnx.Module):
     return logits_BTV if self.soft_cap is None else self.soft_cap * jnp.tanh(logits_BTV / self.soft_cap)
 
   def losses(self, hidden: Hidden, targets_BT, weights_BT, tiling):
-    """The loss of each position, [B, T], equal to that of whole `logits`, by tiles (`objectives.tiled.Head`).
-
-    weights_BT: the loss weights, if known.
-    """
+    """The loss of each position, [B, T], as of whole `logits`, by tiles (`objectives.tiled.Head`)."""
     projection = self.projection
     tied = isinstance(projection, TiedTable)
-    tiles = tiling.of(
-      tied=tied,
-      dtype=jnp.dtype(projection.dtype),
-      precision=None if tied else projection.precision,
-      soft_cap=self.soft_cap,
-    )
+    dtype, precision = jnp.dtype(projection.dtype), None if tied else projection.precision
+    tiles = tiling.of(tied=tied, dtype=dtype, precision=precision, soft_cap=self.soft_cap)
     return projection.losses(tiles, self._normed(hidden), targets_BT, weights_BT)
 
   def _normed(self, hidden: Hidden):

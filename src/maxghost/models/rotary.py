@@ -19,10 +19,7 @@ class Rotary:
   cfg: ModelConfig
 
   def __call__(self, x_BTHh, positions_BT):
-    """Rotates each head by its position. x_BTHh: any float dtype, kept; angles are formed in float32 or wider.
-
-    h must be even. Position p turns pair i by p * `frequencies`[i] radians.
-    """
+    """Turns pair i of each head by p * `frequencies`[i] radians at position p, in float32 or wider."""
     if self.cfg.rope_type == "none":
       return x_BTHh
     half = x_BTHh.shape[-1] // 2

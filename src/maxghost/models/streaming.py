@@ -48,10 +48,7 @@ def fetch(stacked, index):
 
 
 def after(index, tree):
-  """`index`, available only after the smallest leaf of `tree`.
-
-  Otherwise XLA would fetch the first segment once for all loops over the same weights, and keep it on the device.
-  """
+  """`index`, available after the smallest leaf of `tree`: else XLA would keep the first segment for all loops."""
   leaves = [x for x in jax.tree.leaves(tree) if not on_host(x)]
   index = jnp.asarray(index)
   return jax.lax.optimization_barrier((index, min(leaves, key=jnp.size)))[0] if leaves else index
@@ -102,9 +99,7 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
     return segments.scan(lambda c, x: (body(c, x, shared), None), carry, xs, segment_lengths[1:])[0]
 
   def through(carry, floats, shared_floats, others, shared_others):
-    def step(carry, _, here):
-      return segment(carry, here[0], shared_floats, here[1], shared_others), carry
-
+    step = lambda x, _, here: (segment(x, here[0], shared_floats, here[1], shared_others), x)  # noqa: E731
     return loop(step, carry, None, (floats, others))
 
   def forward(*arguments):

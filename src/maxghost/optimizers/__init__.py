@@ -5,46 +5,18 @@ import numpy as np
 import optax
 from flax import nnx
 
-from maxghost.config import plugins
-from maxghost.config.schema import OptimizerConfig
+from maxghost.config import OptimizerConfig, plugins
 from maxghost.optimizers.adamw import AdamState, AdamW
-from maxghost.optimizers.base import (
-  Elementwise,
-  Identity,
-  Matrix,
-  Parameter,
-  Response,
-  RuleState,
-  UpdateRule,
-  by_label,
-)
+from maxghost.optimizers.base import Elementwise, Identity, Matrix, Parameter, Response, RuleState, UpdateRule, by_label
 from maxghost.optimizers.muon import Muon
 from maxghost.optimizers.sgd import Sgd
 from maxghost.optimizers.step_size import clip, factor_of, learning_rate_schedule, scaled
 
 __all__ = [
-  "AdamState",
-  "AdamW",
-  "Elementwise",
-  "Identity",
-  "Matrix",
-  "Muon",
-  "Parameter",
-  "Response",
-  "RuleState",
-  "Sgd",
-  "UpdateRule",
-  "by_label",
-  "clip",
-  "create",
-  "direction_rule",
-  "factor_of",
-  "learning_rate_schedule",
-  "make_optimizer",
-  "reach",
-  "register",
-  "scaled",
-]
+  "AdamState", "AdamW", "Elementwise", "Identity", "Matrix", "Muon", "Parameter", "Response", "RuleState", "Sgd",
+  "UpdateRule", "by_label", "clip", "create", "direction_rule", "factor_of", "learning_rate_schedule", "make_optimizer",
+  "reach", "register", "scaled",
+]  # fmt: skip
 
 
 def register(rule: type[UpdateRule]) -> type[UpdateRule]:
@@ -83,15 +55,15 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
   Raises ValueError for an unknown direction, and for 'auto' with an optimizer without a direction.
   """
   own = create(cfg)
-  if direction == "auto" and own.direction is None:
-    raise ValueError(plugins.auto_problem(own.name))
+  if problem := plugins.direction_problem(direction, own.name):
+    raise ValueError(problem)
   if direction in ("auto", own.direction):
     return own
   if direction == "sgd":
     return Sgd()
   if direction == "path":
-    if (along := own.path()) is None:
-      raise ValueError(plugins.path_problem(own.name))
+    along = own.path()
+    assert along is not None, "otherwise there was a problem"
     return along
   for optimizer in plugins.OPTIMIZERS.values():
     if optimizer.direction == direction:

@@ -15,8 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from maxghost.config import plugins
-from maxghost.config.schema import OptimizerConfig
+from maxghost.config import OptimizerConfig, plugins
 from maxghost.parallel.shardings import slash_path
 
 
@@ -261,8 +260,7 @@ class UpdateRule(abc.ABC):
         raise ValueError(f"the optimizer's state has no '{key}', which opt_type={self.name} keeps: give its own state")
       arrays[name] = {label: x for tree in trees for label, x in by_label(tree).items()}
     if count is None:
-      counts = optax.tree_utils.tree_get_all_with_path(optimizer, "count")
-      if not counts:
+      if not (counts := optax.tree_utils.tree_get_all_with_path(optimizer, "count")):
         raise ValueError("the optimizer's state has no step count: give count=")
       count = counts[0][1]
     return RuleState(arrays, count, clip_factor)

@@ -18,8 +18,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from maxghost.config import ConfigError
-from maxghost.config.schema import OptimizerConfig
+from maxghost.config import ConfigError, OptimizerConfig
 from maxghost.optimizers import orthogonal
 from maxghost.optimizers.adamw import AdamW
 from maxghost.optimizers.base import Matrix, Parameter, Response, UpdateRule, by_label
@@ -221,10 +220,7 @@ class PathResponse(Response):
   @functools.cached_property
   def steps(self) -> tuple[Any, Any]:
     """(D(g), D(0)); two calls more of Newton-Schulz."""
-
-    def both(g, momentum):
-      return self._moved(momentum, g), self._moved(momentum, jnp.zeros_like(g))
-
+    both = lambda g, momentum: (self._moved(momentum, g), self._moved(momentum, jnp.zeros_like(g)))  # noqa: E731
     return _each_layer(both, self.depth, self.g, self.momentum)
 
   def whole(self, gradient):

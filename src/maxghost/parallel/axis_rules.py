@@ -37,10 +37,7 @@ class AxisRules:
         raise ConfigError(f"logical_axis_rules: the row of '{name}' names a mesh axis twice: {', '.join(axes)}")
 
   def check(self, names: Collection[str | None] | None = None, label: str = "") -> None:
-    """Raises ConfigError if a rule of these logical axes (default: any rule) names an unknown mesh axis.
-
-    label: the tensor's path, for the message.
-    """
+    """Raises ConfigError if a rule of these logical axes (default: any) names an unknown mesh axis."""
     for name, axes in self.rows:
       for axis in axes if names is None or name in names else ():
         if axis not in self.sizes:

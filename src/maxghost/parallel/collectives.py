@@ -37,10 +37,7 @@ _MESH = re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-  """One collective instruction. axes: mesh axes along which its groups run. count: how often it runs in a step.
-
-  shape: of the exchanged array; of several, the first.
-  """
+  """A collective along mesh `axes`, run `count` times a step. shape: of the exchanged array, the first of several."""
 
   kind: str
   axes: tuple[str, ...]

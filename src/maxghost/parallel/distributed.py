@@ -16,8 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxghost.config import Config, ConfigError
-from maxghost.config.schema import ParallelConfig
+from maxghost.config import Config, ConfigError, ParallelConfig
 from maxghost.parallel import rendezvous
 
 # Environment variables by which JAX finds the other processes of a job.
@@ -166,11 +165,7 @@ class Exchange:
 
 
 class StopFlag:
-  """Whether any process wants to stop, the same answer on all, without waiting for a running step.
-
-  Each call starts an exchange of the wishes and reads the result of the previous call's, which was queued before a step
-  that is running by now.
-  """
+  """Whether any process wants to stop, the same on all; a call reads the exchange that the call before started."""
 
   def __init__(self):
     self._exchange = Exchange()

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxghost.config import ConfigError
-from maxghost.config.schema import ParallelConfig
+from maxghost.config import ConfigError, ParallelConfig
 from maxghost.config.validate import MESH_AXES
 from maxghost.config.values import divisors
 
@@ -21,10 +20,7 @@ def group_sizes(cfg: ParallelConfig, group: str) -> dict[str, int]:
 
 
 def fill(group: str, sizes: dict[str, int], total: int, what: str) -> dict[str, int]:
-  """The sizes with -1 replaced so that their product is `total`.
-
-  what: the unit of `total`, for the message. Raises ConfigError with the nearest settings that work.
-  """
+  """The sizes with -1 replaced so that their product is the `total` of `what`. Raises ConfigError with what works."""
   open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
   given = {axis: size for axis, size in sizes.items() if size != -1}
   product = math.prod(given.values())
@@ -36,10 +32,7 @@ def fill(group: str, sizes: dict[str, int], total: int, what: str) -> dict[str, 
 
 
 def _misfit(group: str, given: dict[str, int], total: int, what: str, filled: bool) -> ConfigError:
-  """The error for sizes whose product is not the total, or, with one more to be filled in, does not divide it.
-
-  It names up to three changes of a single key that correct the product.
-  """
+  """The error for sizes with another product than the total, with up to three changes of one key that correct it."""
   product = math.prod(given.values())
   shown = " x ".join(f"{group}_{axis}_parallelism={size}" for axis, size in given.items() if size > 1) or "1"
   relation = "does not divide" if filled else "is not"

@@ -63,7 +63,13 @@ def _lead(address: str, expected: int, timeout: float) -> str:
       try:
         connection = stack.enter_context(server.accept()[0])
       except TimeoutError:
-        problem = problem or _absent(address, expected, sorted({0, *came}), timeout)
+        missing = [str(number) for number in range(1, expected) if number not in came]
+        listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        problem = problem or (
+          f"jax_distributed: the processes of the run did not all meet at {address} within {timeout:g} s: of "
+          f"{expected} {'these are' if len(missing) > 1 else 'this one is'} missing: {listed}; start all of them, with "
+          "the same address and number of processes, or raise jax_distributed_timeouts"
+        )
         break
       said = _receive(connection, 10)
       number, theirs = said.get("process"), said.get("of")
@@ -83,16 +89,6 @@ def _lead(address: str, expected: int, timeout: float) -> str:
       with contextlib.suppress(OSError):
         connection.sendall(json.dumps({"problem": problem}).encode() + b"\n")
   return problem
-
-
-def _absent(address: str, expected: int, came: list[int], timeout: float) -> str:
-  missing = [str(number) for number in range(expected) if number not in came]
-  listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-  return (
-    f"jax_distributed: the processes of the run did not all meet at {address} within {timeout:g} s: of {expected} "
-    f"{'these are' if len(missing) > 1 else 'this one is'} missing: {listed}; start all of them, with the same address "
-    "and number of processes, or raise jax_distributed_timeouts"
-  )
 
 
 def _follow(address: str, expected: int, number: int, timeout: float) -> str:

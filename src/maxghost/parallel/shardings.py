@@ -17,8 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from maxghost.config import ConfigError, did_you_mean
-from maxghost.config.schema import ParallelConfig
+from maxghost.config import ConfigError, ParallelConfig, did_you_mean
 from maxghost.config.values import slash_path
 from maxghost.parallel import mesh as meshes
 from maxghost.parallel.axis_rules import DEFAULT_RULES, FACTOR, AxisRules, make_rules
@@ -88,10 +87,7 @@ class Layout:
     return self.rules.parts(self.rules.batch_axes)
 
   def variable_spec(self, path: tuple, variable: nnx.Variable, moments: bool = False) -> PartitionSpec:
-    """The PartitionSpec of a train state's Variable by its logical axes; without axes it is replicated.
-
-    moments: treat it as part of the optimizer's state.
-    """
+    """A Variable's PartitionSpec by its logical axes, replicated without. moments: as part of the optimizer's state."""
     axes = variable.get_metadata().get(AXES)
     shape, label = variable.get_value().shape, slash_path(path)
     if axes is None:
@@ -173,8 +169,7 @@ def platform() -> str:
 
 def num_parts(axis: str) -> int:
   """Number of parts of a logical axis by the current layout's first rule for it; 1 without a layout."""
-  layout = current()
-  if layout is None:
+  if (layout := current()) is None:
     return 1
   wanted = next((axes for name, axes in layout.rules.rows if name == axis), ())
   return layout.rules.parts(wanted)
@@ -220,10 +215,7 @@ def constrain_factor(
 
 
 def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
-  """A State (of parameters, gradients, ...) with each leaf split by its logical axes, if it has any.
-
-  moments: split like the optimizer's moments, which shard_optimizer_over_data splits further.
-  """
+  """A State with each leaf split by its logical axes, if any. moments: like the optimizer's, over data too."""
   layout = current()
   if layout is None or layout.num_devices == 1 or layout.record is not None:
     return state
@@ -242,10 +234,7 @@ def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnRows:
-  """The rows of this process: part `shard` of `num_shards` equal parts of the batch.
-
-  writes: whether this process records the results of these rows; other processes may hold the same rows.
-  """
+  """Part `shard` of `num_shards` equal parts of the batch. writes: whether this process records it, alone or not."""
 
   num_shards: int = 1
   shard: int = 0
@@ -296,11 +285,7 @@ def check_rules(abstract: nnx.State, layout: Layout) -> None:
 
 
 def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:
-  """Returns a line that compares a device's share of the parameters with an even split over the weights' mesh axes.
-
-  abstract: a train state with shardings. Raises ConfigError, naming the largest parameter that is not split, if the
-  excess is above `tolerance`.
-  """
+  """A line on a device's share of the parameters against an even split. Raises ConfigError above `tolerance`."""
   total = held = 0
   whole: list[tuple[int, str]] = []
   axes: set[str] = set()
@@ -314,8 +299,7 @@ def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:
       if name in (variable.get_metadata().get(AXES) or ()):
         axes.update(layout.rules.active(row))
   parts = math.prod(layout.rules.sizes[axis] for axis in axes)
-  excess = held * parts / total - 1
-  if excess > tolerance:
+  if (excess := held * parts / total - 1) > tolerance:
     size, label = max(whole, default=(0, "none"))
     raise ConfigError(
       f"sharding_tolerance={tolerance:g}: a device holds {held / total:.2%} of the parameters, {excess:.1%} more than "

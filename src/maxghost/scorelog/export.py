@@ -27,10 +27,7 @@ def import_pyarrow(what: str) -> tuple[Any, Any]:
 
 
 def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
-  """Writes the whole log; returns the files. Rows stream past in bounded memory, texts are dictionary-encoded.
-
-  Raises ConfigError without pyarrow, and where the folder cannot be written.
-  """
+  """Writes the log, rows in bounded memory, texts dictionary-encoded; returns the files. Raises ConfigError."""
   pa, parquet = import_pyarrow("--export parquet")
   about = {"val_sets": log.val_sets, "objective": log.objective, "ledger": log.ledger, "units": log.units}
   metadata = {"maxghost": json.dumps(about | {name: log.said_of(name) for name in ("direction", "fingerprint")})}
@@ -40,8 +37,7 @@ def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
   try:
     folder.mkdir(parents=True, exist_ok=True)
     for name, tables in sources.items():
-      first = next(tables, None)
-      if first is None:
+      if (first := next(tables, None)) is None:
         continue
       path = folder / f"{name}.parquet"
       schema = pa.table(first).schema.with_metadata(metadata)

@@ -12,44 +12,15 @@ from typing import Any
 import numpy as np
 
 from maxghost.config import ConfigError
+from maxghost.config.files import read_table
 
 # 2: share of each row, objective, ledger and direction in the header, a checksum at the file's end. 3: the same with
 # contributions of the parts of a row; written where an objective has parts.
 SCHEMA_VERSION = 3
 BLOCK_ROWS = 1 << 18
 
-UNITS = {
-  "step": "training step, as in metrics.jsonl",
-  "domain": "name of the document's domain",
-  "path": "path of the document inside its source",
-  "offset": "bytes from the start of the path to the document",
-  "chunk": "bytes from the start of the document to the scored chunk",
-  "epoch": "full passes over the chunk's stream before this one",
-  "tokens": "target tokens of the chunk that count in the loss",
-  "share": "share of the batch loss; adds up to 1 over the rows of a step",
-  "loss": "nats per token, mean over the chunk",
-  "dot": "<gradient of the chunk's mean loss, direction>, nats per unit of learning rate",
-  "contribution": "nats by which the chunk's share of this step's update is predicted to lower the validation loss",
-  "in_all": "nats: the contribution with what momentum does with the gradient in later steps, while direction and "
-  "preconditioner stay as they are",
-  "learning_rate": "learning rate of the step",
-  "learning_rate_in_all": "learning rate that a gradient of the step amounts to with its part in later steps",
-  "clip_factor": "scale that gradient clipping applied to the gradient",
-  "val_loss": "nats per token before the step, on the step's validation rows",
-  "prev_val_loss": "nats per token before the step, on the validation rows of the step before",
-  "prev_predicted": "nats: drop that the step before makes by the gradient after it, on its own validation rows",
-  "predicted_curvature": "nats: part of the predicted drop that is curvature, inside the columns (ghost_curvature)",
-  "predicted_examples": "nats: sum of the contributions over the batch",
-  "momentum": "nats: part of the step due to earlier batches, through the optimizer's first moment",
-  "weight_decay": "nats: part of the step due to weight decay",
-  "qk_clip": "nats: part of the step due to QK-Clip's scaling of queries and keys",
-  "unscored": "nats: part of the step due to parameters excluded from scoring",
-  "direction_residual": "nats: difference between the exact and the used direction",
-  "check_rel_err": "relative error of the sum of the scores against the batch gradient",
-  "tokens_crc": "CRC-32 of the step's file of contributions by token",
-  "selection_crc": "CRC-32 of the step's line in selection.jsonl",
-}
-OTHER_LEDGER_UNIT = "nats: a part of the step's predicted drop that this run's optimizer names"
+TABLE = read_table("score_log.yml")  # what columns mean
+UNITS: dict[str, str] = TABLE["units"]
 STEP_SCALARS = ("learning_rate", "clip_factor", "tokens", "loss")
 STEP_OTHERS = ("tokens_crc", "selection_crc", "learning_rate_in_all")
 LEDGER = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
@@ -61,26 +32,15 @@ _ROW_TYPES = ("<i8", "<i4", "<i4", "<i8", "<i8", "<i4", "<i4", "<f4", "<f4", "<f
 
 
 # Names that a field of documents cannot have: columns of the log and of answers, and what answers are grouped by.
-TAKEN = frozenset(ROW_COLUMNS) | set(
-  [
-    "document",
-    "source",
-    "layer",
-    "module",
-    "text",
-    "in_all",
-    "chunks",
-    "half_width",
-    "per_million_tokens",
-    "per_million_half_width",
-    "per_chunk",
-  ]
-)
+TAKEN = frozenset(ROW_COLUMNS) | {
+  "document", "source", "layer", "module", "text", "in_all", "chunks", "half_width", "per_million_tokens",
+  "per_million_half_width", "per_chunk",
+}  # fmt: skip
 
 
 def units(ledger: Sequence[str]) -> dict[str, str]:
   """Unit of every column, including those that only this run's optimizer names."""
-  return UNITS | {name: OTHER_LEDGER_UNIT for name in ledger if name not in UNITS}
+  return UNITS | {name: TABLE["other_ledger"] for name in ledger if name not in UNITS}
 
 
 def version_of(parts: Sequence[str]) -> int:
@@ -153,10 +113,7 @@ def frame(library: str, columns: Mapping[str, Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Modules:
-  """Contribution in nats by module, layer and domain: contribution_SMLDK f32 over the S steps of `steps`.
-
-  A module outside the layer stack has its value in layer 0 and NaN in the others.
-  """
+  """contribution_SMLDK f32, nats, of the S `steps`; a module outside the stack has layer 0, and NaN in the others."""
 
   names: tuple[str, ...]
   domains: tuple[str, ...]

@@ -11,7 +11,6 @@ The zip's comment, the last bytes of the file, holds the CRC-32 of all bytes bef
 """
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -28,7 +27,6 @@ import numpy as np
 from maxghost.config import ConfigError
 from maxghost.config.files import write_whole
 from maxghost.scorelog import format as fmt
-from maxghost.scorelog.format import Modules
 
 _SEAL = re.compile(rb"maxghost crc32 ([0-9a-f]{8})")
 _SEAL_BYTES = len(b"maxghost crc32 00000000")
@@ -48,7 +46,7 @@ def write_shard(
   meta: dict,
   tables: Mapping[str, Iterable[str]],
   steps: np.ndarray,
-  modules: Modules | None,
+  modules: fmt.Modules | None,
   rows: np.ndarray | Iterable[np.ndarray],
   num_rows: int | None = None,
 ) -> None:
@@ -95,8 +93,7 @@ def _checksum(file: BinaryIO, size: int) -> int:
   file.seek(0)
   checksum = 0
   while size > 0:
-    block = file.read(min(size, 1 << 20))
-    if not block:
+    if not (block := file.read(min(size, 1 << 20))):
       raise EOFError("the file became shorter while it was read")
     checksum = zlib.crc32(block, checksum)
     size -= len(block)
@@ -106,8 +103,7 @@ def _checksum(file: BinaryIO, size: int) -> int:
 def _is_sealed(path: Path) -> bool:
   """Whether the file ends with a checksum, which is then compared. Raises ValueError where it does not match."""
   with open(path, "rb") as file:
-    size = file.seek(0, os.SEEK_END) - _SEAL_BYTES
-    if size < 0:
+    if (size := file.seek(0, os.SEEK_END) - _SEAL_BYTES) < 0:
       raise ValueError("not a score file" if size > -_SEAL_BYTES else "empty file")
     file.seek(size)
     seal = _SEAL.fullmatch(file.read())
@@ -174,11 +170,11 @@ class Shard:
     return fmt.with_ledger(self._table("steps"), len(self.val_sets), self.ledger)
 
   @property
-  def modules(self) -> Modules | None:
+  def modules(self) -> fmt.Modules | None:
     if "module_contribution" not in self._names:
       return None
     names, domains = self._table("module_names"), self._table("module_domains")
-    return Modules(
+    return fmt.Modules(
       tuple(map(str, names)), tuple(map(str, domains)), self._table("module_steps"), self._table("module_contribution")
     )
 
@@ -201,22 +197,15 @@ class Shard:
     )
 
   def _with_share(self, old: np.ndarray) -> np.ndarray:
+    """Rows of schema 1 with their part of the step's tokens, as recorded, else summed over this file's rows."""
     rows = np.zeros(len(old), fmt.row_dtype(len(self.val_sets)))
     for name in old.dtype.names or ():
       rows[name] = old[name]
-    steps, tokens = self._step_tokens
-    rows["share"] = old["tokens"] / np.maximum(tokens[np.searchsorted(steps, old["step"])], 1)
+    table, every = self.steps, self._table("rows")
+    summed = np.bincount(np.searchsorted(table["step"], every["step"]), every["tokens"], len(table))
+    tokens = np.where(np.isfinite(table["tokens"]), table["tokens"], summed)
+    rows["share"] = old["tokens"] / np.maximum(tokens[np.searchsorted(table["step"], old["step"])], 1)
     return rows
-
-  @functools.cached_property
-  def _step_tokens(self) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, tokens of each): as the step was recorded, else summed over this file's rows."""
-    table = self.steps
-    with zipfile.ZipFile(self.path) as archive:
-      rows = np.lib.format.read_array(io.BytesIO(archive.read("rows.npy")))
-    place = np.searchsorted(table["step"], rows["step"])
-    summed = np.bincount(place, rows["tokens"], len(table))
-    return table["step"], np.where(np.isfinite(table["tokens"]), table["tokens"], summed)
 
 
 def _row_header(member) -> tuple[tuple[int, ...], np.dtype]:

@@ -30,10 +30,7 @@ OF_STEP_OR_DOCUMENT = ("step", "domain", "path", "offset")
 
 
 class Interval:
-  """Steps whose final file is not written yet.
-
-  before: steps and rows of the log before them, None where unknown. `replaced`: the file of an early flush, if any.
-  """
+  """Steps without a final file. before: steps and rows before them, None unknown. replaced: an early flush's file."""
 
   def __init__(
     self,
@@ -204,17 +201,11 @@ class Writer:
     self.fields, self.parts = tuple(fields), tuple(parts)
     written = (*fmt.ROW_COLUMNS, *(fmt.step_dtype(len(self.val_sets), ledger).names or ()))
     self._about = {
-      "schema_version": fmt.version_of(parts),
-      "val_sets": self.val_sets,
-      "objective": objective,
-      "ledger": self.ledger,
-      "direction": direction,
-      "fields": self.fields,
-      **({"parts": self.parts} if parts else {}),
-      "process_index": self._process_index,
-      "fingerprint": fingerprint,
+      "schema_version": fmt.version_of(parts), "val_sets": self.val_sets, "objective": objective, "ledger": self.ledger,
+      "direction": direction, "fields": self.fields, **({"parts": self.parts} if parts else {}),
+      "process_index": self._process_index, "fingerprint": fingerprint,
       "units": {name: text for name, text in fmt.units(ledger).items() if name in written},
-    }
+    }  # fmt: skip
     self._last_step, self._num_steps, self._num_rows = -1, 0, 0
     self._restored = False
     self._error: BaseException | None = None
@@ -394,12 +385,8 @@ class Writer:
   def _write(self, interval: Interval, replaced: Path | None, closed: bool = False) -> None:
     """Writes the interval's file and removes the one it replaces. closed: it will not be written again."""
     self.folder.mkdir(parents=True, exist_ok=True)
-    meta = self._about | {
-      "first_step": interval.first_step,
-      "last_step": interval.last_step,
-      "before": interval.before,
-      "closed": closed,
-    }
+    steps = {"first_step": interval.first_step, "last_step": interval.last_step}
+    meta = self._about | steps | {"before": interval.before, "closed": closed}
     path = self._path(interval.last_step)
     write_shard(path, meta, *interval.contents())
     if interval.before is not None:

@@ -23,10 +23,7 @@ from maxghost.training.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """The step compiled for devices that need not be present, and its HLO text.
-
-  executable: None if it did not fit; problem: the compiler's message then.
-  """
+  """The step compiled for absent devices, and its HLO text; or, if it did not fit, the compiler's message `problem`."""
 
   plan: Plan
   executable: Any
@@ -54,11 +51,7 @@ class Compiled:
 
 
 def compile_step(plan: Plan, options: dict | None = None, folder: Path | None = None) -> Compiled:
-  """Compiles the step; a step that is too large for the memory is not an error.
-
-  options: further compiler options. folder: for the texts of the TPU compiler, if they are to be kept. Raises as
-  `train_step`.
-  """
+  """Compiles the step, which may be too large. folder: keeps the TPU compiler's texts. Raises as `train_step`."""
   lowered = lower("train_step", train_step(plan)[0], plan.layout, *plan.arguments)
   platform = plan.layout.platform
   begin = time.perf_counter()

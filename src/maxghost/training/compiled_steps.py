@@ -14,7 +14,6 @@ from maxghost.config import ConfigError, replace
 from maxghost.data.build import max_segments
 from maxghost.ghost.attach import Twin
 from maxghost.parallel import distributed, shardings
-from maxghost.parallel.shardings import Layout, use
 from maxghost.training import step as step_lib
 from maxghost.training.devices import batch_shapes, compiler_options
 from maxghost.training.memory_report import compiled_sizes
@@ -35,8 +34,7 @@ class Executable:
     parts = [f"Compiled {self.name} in {self.compile_seconds:.1f} s (traced in {self.trace_seconds:.1f} s)"]
     if (memory := self.call.memory_analysis()) is not None:
       parts.append(f"Total estimated memory size: {sum(compiled_sizes(memory).values()) / 1e9:.3f} GB per device")
-    flops = (self.call.cost_analysis() or {}).get("flops", 0.0)
-    if flops > 0:
+    if (flops := (self.call.cost_analysis() or {}).get("flops", 0.0)) > 0:
       parts.append(f"XLA counts {flops / 1e12:.4f} TFLOP, the body of each loop once")
     return "; ".join(parts)
 
@@ -116,13 +114,13 @@ def build(plan: Plan) -> Program:
   return Program(futures, {p.label: math.prod((*p.stack_shape, *p.shape)) for p in twin.scored} if twin else {})
 
 
-def lower(name: str, function: Callable, layout: Layout, *arguments) -> jax.stages.Lowered:
+def lower(name: str, function: Callable, layout: shardings.Layout, *arguments) -> jax.stages.Lowered:
   """Lowers a function. A step donates its state, and returns it with the same shardings."""
   function.__name__ = name  # what profiles and JAX's own compile log call it
   options: dict[str, Any] = {}
   if name in ("train_step", "plain_step"):
     options = {"donate_argnums": (0,), "out_shardings": (layout.shardings(arguments[0]), None)}
-  with use(layout):
+  with shardings.use(layout):
     return jax.jit(function, **options).lower(*arguments)
 
 

@@ -36,10 +36,9 @@ def step_line(record: Mapping[str, Any], val_sets: tuple[str, ...] = ()) -> str:
 
 
 def eval_line(step: int, record: Mapping[str, Any]) -> str:
-  return (
-    f"Completed eval after train step {step}, loss={record['eval/avg_loss']:.4f}, "
-    f"perplexity={record['eval/avg_perplexity']:.3f}, total_weights={record['eval/total_weights']}"
-  )
+  likely = f"perplexity={record['eval/avg_perplexity']:.3f}, " if "eval/avg_perplexity" in record else ""
+  loss, weights = f"loss={record['eval/avg_loss']:.4f}", f"total_weights={record['eval/total_weights']}"
+  return f"Completed eval after train step {step}, {loss}, {likely}{weights}"
 
 
 class Console:
@@ -135,7 +134,8 @@ def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
     middle = median(steady)
     lines.append(f"Median step {middle:.3f} s, {plan.rows * plan.cfg.data.max_target_length / middle:,.0f} tokens/s")
   if "eval/avg_loss" in last:
-    lines.append(f"Held-out loss: {last['eval/avg_loss']:.4f} (perplexity {last['eval/avg_perplexity']:.3f})")
+    likely = f" (perplexity {last['eval/avg_perplexity']:.3f})" if "eval/avg_perplexity" in last else ""
+    lines.append(f"Held-out loss: {last['eval/avg_loss']:.4f}{likely}")
   lines += [ghost_line(records, name) for name in plan.cfg.val_sets]
   return [*lines, f"Report: python -m maxghost.report {path}"]
 

@@ -69,11 +69,10 @@ class HostMemory:
       return state
     streamed: dict[Any, bool] = {"model": self.weights, "optimizer": self.optimizer}
     streamed["stored_gradients"] = self.weights and not self.frozen
-
-    def moved(path: tuple, v: nnx.Variable) -> bool:
-      return bool(streamed.get(path[0])) and is_stacked(v) and not isinstance(v, nnx.LoRAParam)
-
-    flat = [(path, v.replace(move(v.get_value())) if moved(path, v) else v) for path, v in nnx.to_flat_state(state)]
+    flat = []
+    for path, v in nnx.to_flat_state(state):
+      moved = streamed.get(path[0]) and is_stacked(v) and not isinstance(v, nnx.LoRAParam)
+      flat.append((path, v.replace(move(v.get_value())) if moved else v))
     return nnx.from_flat_state(flat)
 
 
@@ -83,18 +82,12 @@ def is_stacked(variable: nnx.Variable) -> bool:
 
 
 def norm(state: nnx.State, segment_length: int):
-  """Global norm in float32 or wider, a scalar.
-
-  Squares of stacked leaves are always summed segment by segment, so that the bits do not depend on the leaves' memory.
-  """
+  """Global norm in float32 or wider; stacked squares are summed by segments wherever they lie, for the same bits."""
   values = [(v.get_value(), is_stacked(v)) for _, v in nnx.to_flat_state(state)]
   stacked = [x for x, flag in values if flag]
   total = sum((_squares(x) for x, flag in values if not flag), jnp.zeros((), float))
+  step = lambda total, _, segment: (total + sum(map(_squares, segment)), None)  # noqa: E731
   for size in sorted({x.shape[0] for x in stacked}):
-
-    def step(total, _, segment):
-      return total + sum(map(_squares, segment)), None
-
     group = [x for x in stacked if x.shape[0] == size]
     total, _ = streaming.loop(step, total, None, segments.split(group, segment_length))
   return jnp.sqrt(total)
@@ -136,10 +129,7 @@ def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: C
 
 
 def _update_segments(update: Callable, params, grads, opt_state, first, num_layers: int, segment_length: int):
-  """Runs `update` on stacked trees in place, one segment at a time. Scalars of opt_state (counts) are shared.
-
-  first: 0, available when the first segment may be fetched.
-  """
+  """`update` of stacked trees in place by segments; counts are shared. first: 0, once fetching may begin."""
   held, tree = jax.tree.flatten((params, opt_state))
   layered = [x.ndim > 0 and x.shape[0] == num_layers for x in held]
   # Split beforehand: a TPU cannot cut an odd number of rows out of a packed matrix in host memory.
@@ -169,8 +159,5 @@ def _update_segments(update: Callable, params, grads, opt_state, first, num_laye
 
 def _map_states(function: Callable, *trees) -> Any:
   """function(State, ...) of each State in the trees; other leaves are those of the first tree."""
-
-  def apply(x, *others):
-    return function(x, *others) if isinstance(x, nnx.State) else x
-
-  return jax.tree.map(apply, *trees, is_leaf=lambda x: isinstance(x, nnx.State))
+  is_state = lambda x: isinstance(x, nnx.State)  # noqa: E731
+  return jax.tree.map(lambda x, *others: function(x, *others) if is_state(x) else x, *trees, is_leaf=is_state)

@@ -156,10 +156,7 @@ class TrainingLoop:
       self._save()
 
   def _close_replaced_rows(self, step: int) -> dict[str, jax.Array] | None:
-    """Closes the account of the old validation rows where a step draws new ones (`step.make_closing`).
-
-    Must be started before the step donates the state.
-    """
+    """Closes the account of rows that this step replaces (`step.make_closing`), before the state is donated."""
     if not self._validation.replaces(step):
       return None
     if not self._program.is_ready("closing"):  # still compiling, early in a run: not counted in a step's time
@@ -182,7 +179,7 @@ class TrainingLoop:
       self._eval_batches = [self._put(batch.arrays) for batch in batches]
     sums = [self._program.evaluate(self._state, batch) for batch in self._eval_batches]
     assert self._pending is not None
-    self._pending |= metrics.eval_metrics(jax.device_get(sums))
+    self._pending |= metrics.eval_metrics(jax.device_get(sums), self._cfg.evaluated)
     self._sinks.console.line(eval_line(self._pending["step"], self._pending))
     self._restart_clock()
 
@@ -237,11 +234,7 @@ class TrainingLoop:
       read()
 
   def _read_outputs(self, step: int, fetched: Fetched, outputs: Any, replaced: dict | None) -> None:
-    """Reads a step's outputs, and completes the record of the step before.
-
-    If the validation loss before this step is known, it closes the account of an earlier step. replaced: what closes it
-    on the old rows, where this step draws new ones.
-    """
+    """Reads a step's outputs and completes the record before it. replaced: what closes an account on old rows."""
     outputs = scoring.to_host(outputs)  # waits until the step is done
     seconds = self._restart_clock()
     metrics.check_finite(step, outputs)
@@ -253,7 +246,7 @@ class TrainingLoop:
     if self._validation.is_fresh(step):
       open_loss = [float(loss) for loss in outputs["val_loss"]]
     self._write_pending()
-    record = {"step": step} | metrics.learning_metrics(outputs) | self._rates(seconds)
+    record = {"step": step} | metrics.learning_metrics(outputs, self._cfg.optimizer.objective) | self._rates(seconds)
     scores = self._sinks.scores
     if "val_loss" in outputs:
       record |= metrics.ghost_metrics(outputs, self._val_sets)

@@ -17,8 +17,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost import config
-from maxghost.config import Config, ConfigError
-from maxghost.config.schema import ParallelConfig
 from maxghost.ghost.attach import ScoredParam, Twin, attach
 from maxghost.ghost.engine import direction_spec
 from maxghost.parallel.shardings import AXES, HOST, Layout, num_parts, slash_path, use
@@ -45,27 +43,23 @@ PARAMETERS, OTHER = "parameters", "other state"
 
 
 def estimate(
-  cfg: Config,
+  cfg: config.Config,
   layout: Layout | None = None,
   split: tuple[nnx.GraphDef, nnx.State] | None = None,
   build: Callable = state.abstract_split,
 ) -> MemoryEstimate:
-  """Bytes per device of one train step.
-
-  layout: of the run's devices; None: one device. build(cfg) -> (graphdef, abstract state) of the `TrainStateNNX`.
-  split: its result, if known. Raises ConfigError for a model that cannot be scored.
-  """
-  layout = layout or Layout.of(ParallelConfig(), jax.devices()[:1])
+  """Bytes per device of a train step of layout's devices (None: one). split: result of `build`. Raises ConfigError."""
+  layout = layout or Layout.of(config.ParallelConfig(), jax.devices()[:1])
   states: dict[str, PlacedState] = {}
 
-  def of(cfg: Config, split: tuple[nnx.GraphDef, nnx.State] | None = None) -> MemoryEstimate:
+  def of(cfg: config.Config, split: tuple[nnx.GraphDef, nnx.State] | None = None) -> MemoryEstimate:
     keys = repr([item for item in cfg.flat().items() if item[0] not in _OF_THE_STEP])
     try:
       if keys not in states:
         states[keys] = PlacedState(layout, split or build(cfg))
       device = Device(cfg, states[keys])
     except ValueError as error:  # a parameter without a rule, a pattern that matches nothing, a rank that saves nothing
-      raise ConfigError(str(error)) from error
+      raise config.ConfigError(str(error)) from error
     step, resident = Step(device), device.resident()
     moments = {name: resident | rows for name, rows in step.moments().items()}
     name, rows = max(moments.items(), key=lambda item: sum(t.bytes for tensors in item[1].values() for t in tensors))
@@ -73,7 +67,7 @@ def estimate(
     def change(**keys) -> MemoryEstimate | None:
       try:
         return of(config.replace(cfg, **keys))
-      except ConfigError:
+      except config.ConfigError:
         return None
 
     found, held = (tuple(Row(name, tuple(tensors)) for name, tensors in each.items()) for each in (rows, resident))
@@ -135,7 +129,7 @@ class PlacedState:
     row = {"model": PARAMETERS, "optimizer": "optimizer"}.get(path[0], OTHER) if shape else OTHER
     return Held(row, slash_path(path[1:]), axes, leaf.shape, shape, str(leaf.dtype), host, gathered)
 
-  def twin(self, cfg: Config) -> Twin:
+  def twin(self, cfg: config.Config) -> Twin:
     """The probed twin for one example. Raises ValueError as `attach`."""
     model = nnx.merge(self._graphdef, self._abstract).model
     spec = direction_spec(cfg, cfg.ghost.direction, cfg.ghost.ghost_rank, cfg.ghost.curvature)
@@ -148,7 +142,7 @@ class PlacedState:
 class Device:
   """Sizes on one device of a run with this train state."""
 
-  def __init__(self, cfg: Config, placed: PlacedState):
+  def __init__(self, cfg: config.Config, placed: PlacedState):
     self.cfg, self.layout, self.variables = cfg, placed.layout, placed.variables
     self.params = {v.label: v for v in self.variables if v.row == PARAMETERS}
     layered = any(v.stacked for v in self.params.values()) or not cfg.model.scan_layers
@@ -216,11 +210,7 @@ class Device:
 
 
 class Step:
-  """The arrays of a step beside those that live between steps.
-
-  rows, tokens: that pass through the model at once. in_turn: whether schedule reverse_scan finishes the validation rows
-  of a segment before its training rows.
-  """
+  """A step's arrays beside those between steps. in_turn: whether a segment's validation rows are finished first."""
 
   def __init__(self, device: Device):
     self.device, self.ghost, self.model = device, device.cfg.ghost, device.cfg.model

@@ -169,13 +169,11 @@ def verdict(estimate: MemoryEstimate, capacity_bytes: int) -> str:
 def advice(estimate: MemoryEstimate, capacity_bytes: int) -> list[str]:
   """The largest tensors, and the settings that bring the estimate to the capacity, or as near as possible."""
   lines = ["  largest:", *(f"    {tensor.describe()}" for tensor in largest(estimate, 5))]
-  steps = remedies(estimate, capacity_bytes)
-  if not steps:
+  if not (steps := remedies(estimate, capacity_bytes)):
     return [*lines, "  no setting helps; use more devices (ici_fsdp_parallelism), or a smaller model"]
   lines.append("  cheapest settings first, with the estimate after each:")
   lines += [f"    {text} -> {shown(after.total)} ({cost})" for text, cost, after in steps]
-  left = steps[-1][2].total - capacity_bytes
-  if left <= 0:
+  if (left := steps[-1][2].total - capacity_bytes) <= 0:
     return [*lines, f"  with all of these it fits, {shown(-left)} to spare"]
   return [*lines, f"  even then {shown(left)} too much: use more devices, or a smaller model"]
 

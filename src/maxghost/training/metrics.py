@@ -45,7 +45,7 @@ def _perplexity(loss: float) -> float:
   return math.exp(loss) if loss < 709.0 else math.inf
 
 
-def learning_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
+def learning_metrics(outputs: Mapping[str, Any], objective: str = "next_token") -> dict[str, float]:
   """The learning/* part of a record from the host copies of a step's scalar outputs; with experts moe/* too.
 
   moe/expert_load: each expert's share of the tokens' choices, mean over layers; moe/max_expert_load: the largest, as a
@@ -53,7 +53,8 @@ def learning_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
   """
   record: dict[str, Any] = {metric: float(outputs[name]) for metric, name in SCALARS.items() if name in outputs}
   record |= {name: float(value) for name, value in outputs.items() if "/" in name}
-  record["learning/perplexity"] = _perplexity(record["learning/loss"])
+  if objective not in plugins.WITHOUT_PERPLEXITY:
+    record["learning/perplexity"] = _perplexity(record["learning/loss"])
   weights = float(outputs["tokens"])
   record["learning/total_weights"] = int(weights) if weights.is_integer() else weights
   if "max_logits_LH" in outputs:
@@ -98,18 +99,16 @@ def unscored_line(step: int, outputs: Mapping[str, Any]) -> str | None:
   return f"maxghost: step {step} is not scored: its scores are not finite{named}"
 
 
-def eval_metrics(sums: Sequence[tuple[Any, Any]]) -> dict[str, float]:
+def eval_metrics(sums: Sequence[tuple[Any, Any]], objective: str = "next_token") -> dict[str, float]:
   """The eval/* part from (summed loss, weight) of each batch: the weighted mean over all batches."""
   total, weights = (float(sum(column)) for column in zip(*sums, strict=True))
   loss, whole = total / (weights or 1.0), int(weights) if weights.is_integer() else weights
-  return {"eval/avg_loss": loss, "eval/avg_perplexity": _perplexity(loss), "eval/total_weights": whole}
+  likely = {} if objective in plugins.WITHOUT_PERPLEXITY else {"eval/avg_perplexity": _perplexity(loss)}
+  return {"eval/avg_loss": loss, **likely, "eval/total_weights": whole}
 
 
 class MetricsLog:
-  """metrics.jsonl: `append` writes one whole line; `position` is its length in bytes after a flush to disk.
-
-  checksum: CRC-32 of what was written since `restore`, and before.
-  """
+  """`append` writes a whole line; `position` is the length in bytes on disk; checksum: CRC-32 of the lines so far."""
 
   def __init__(self, path: Path):
     self._path, self.checksum = path, 0
@@ -128,12 +127,8 @@ class MetricsLog:
     return os.path.getsize(self._path)
 
   def restore(self, num_bytes: int, checksum: int | None = None) -> None:
-    """Cuts the file back to a position and says, at every resume, if its records were changed since they were written.
-
-    Raises ConfigError if the file is shorter.
-    """
-    size = os.path.getsize(self._path)
-    if size < num_bytes:
+    """Cuts the file to a position; reports records that were changed. Raises ConfigError if it is shorter."""
+    if (size := os.path.getsize(self._path)) < num_bytes:
       raise ConfigError(
         f"{self._path} has {size} bytes, but the checkpoint was made when it had {num_bytes}: records are missing; "
         "put the file back, or start a new run_name"

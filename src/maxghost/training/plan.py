@@ -10,8 +10,7 @@ import functools
 import jax
 from flax import nnx
 
-from maxghost.config import Config
-from maxghost.config.schema import ModelConfig
+from maxghost.config import Config, ModelConfig
 from maxghost.parallel import distributed
 from maxghost.parallel.mesh import describe
 from maxghost.parallel.shardings import Layout, OwnRows, check_rules, check_spread, own_rows
@@ -21,14 +20,9 @@ from maxghost.training.memory_report import MemoryEstimate
 
 # Dense bf16 FLOP/s of one device by JAX's device_kind, from the vendors' data sheets.
 PEAK_FLOPS = {
-  "TPU v4": 275e12,
-  "TPU v5 lite": 197e12,
-  "TPU v5": 459e12,
-  "TPU v6 lite": 918e12,
-  "NVIDIA A100-SXM4-80GB": 312e12,
-  "NVIDIA H100 80GB HBM3": 989e12,
-  "NVIDIA H200": 989e12,
-}
+  "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12, "NVIDIA A100-SXM4-80GB": 312e12,
+  "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,10 +38,7 @@ class StepFlops:
 
 
 def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
-  """FLOPs of forward and backward over `num_rows` rows of `row_length` tokens, padding included.
-
-  Experts count where a token is sent to them; a sliding window counts its area.
-  """
+  """FLOPs of forward and backward, padding included; experts where tokens are sent, a sliding window by its area."""
   d, heads, kv_heads, h = model.base_emb_dim, model.base_num_query_heads, model.base_num_kv_heads, model.head_dim
   attention_weights = d * (heads + 2 * kv_heads) * h + heads * h * d
   width = model.base_mlp_dim
@@ -151,6 +142,9 @@ class Plan:
       lines.append(f"validation: {val_rows} rows{placed}")
     billions = f"{self.num_params / 1e9:.3f} billion ({self.num_params:,})"
     lines.append(f"number parameters: {billions if self.num_params >= 1e8 else f'{self.num_params:,}'}")
+    decay = {"adamw": "adam_weight_decay", "muon": "muon_weight_decay"}.get(cfg.optimizer.opt_type, "")
+    if cfg.adapter.lora_rank and decay and (value := getattr(cfg.optimizer, decay)):
+      lines.append(f"adapters: {decay}={value:g} draws them to 0, the base model; 0 is usual (Hugging Face's default)")
     if cfg.model.num_experts > 1:
       weight = cfg.model.load_balance_loss_weight
       added = f"is added, times {weight:g}" if weight else "is left out"

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.config import ConfigError
-from maxghost.config.schema import GhostConfig
+from maxghost.config import ConfigError, GhostConfig
 from maxghost.parallel import distributed
 from maxghost.training.batches import NUM_AHEAD
+from maxghost.training.score_recorder import domain_numbers, scored_units
 
 LAG = NUM_AHEAD + 4  # batches drawn when step s is read: s + 1 runs, NUM_AHEAD + 1 are ahead
 
@@ -42,7 +42,7 @@ class Reweighter:
         f"ghost_reweight: a floor of {self._floor:g} for {len(self._names)} domains is more than all rows; "
         f"use {1 / len(self._names):.3g} or less"
       )
-    self._domain = functools.cache(lambda index: self._names.index(document_id(index)[0]))
+    self._document = functools.cache(document_id)
     self._shares_D = np.array([shares[name] for name in self._names], np.float64)
     self._sums_2D = np.zeros((2, len(self._names)))  # nats and tokens of the interval
     self._changes: list[tuple[int, dict[str, float]]] = []
@@ -53,10 +53,7 @@ class Reweighter:
     return dict(zip(self._names, self._shares_D.tolist(), strict=True))
 
   def observe(self, step: int, outputs: Mapping[str, np.ndarray], batch) -> dict[str, float]:
-    """Adds the scores of a step, steps in order; returns ghost/share/<domain> that apply to its batch.
-
-    Steps without scores, and rows that online selection left out, are not counted.
-    """
+    """Adds a step's scores; returns ghost/share/<domain> of its batch. Rows without scores or left out do not count."""
     if "contribution_BSK" in outputs and outputs["scored_ok"]:
       self._add(outputs, batch)
     due = [shares for batch, shares in self._changes if batch <= step] or [{}]
@@ -79,10 +76,10 @@ class Reweighter:
     self._reader.schedule_mixture(self._changes)
 
   def _add(self, outputs, batch) -> None:
-    counted_BS = (batch.document_BS >= 0) & (outputs["tokens_BS"] > 0)
+    counted_BS = scored_units(outputs, batch)[0]
     if "chosen_B" in outputs:
       counted_BS = counted_BS & outputs["chosen_B"][:, None]
-    domain_N = np.array([self._domain(int(index)) for index in batch.document_BS[counted_BS]], np.int64)
+    domain_N = domain_numbers(batch, counted_BS, self._document, self._names)
     nats_N = outputs["contribution_BSK"][counted_BS].mean(-1, dtype=np.float64)
     values = nats_N, outputs["tokens_BS"][counted_BS]
     self._sums_2D += [np.bincount(domain_N, value_N, len(self._names)) for value_N in values]

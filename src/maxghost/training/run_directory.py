@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from maxghost import config
-from maxghost.config import Config, ConfigError
-from maxghost.config.schema import ParallelConfig
+from maxghost.config import Config, ConfigError, ParallelConfig
 
 CONFIG_FILE = "config.yml"
 METRICS_FILE = "metrics.jsonl"
@@ -46,11 +45,7 @@ class Existing:
 
 
 def inspect(cfg: Config) -> Existing:
-  """Reads the run's directory and checks that this command may use it. Writes nothing.
-
-  Raises ConfigError if the place is not writable, holds something that is not a run, or a run whose config differs in
-  keys that may not change (all are named).
-  """
+  """Checks that this command may use the run's directory; writes nothing. Raises ConfigError that names all reasons."""
   folder = cfg.run.base_output_directory
   if "://" in folder:
     raise ConfigError(f"base_output_directory={folder}: runs are written to local folders; mount the bucket as one")
@@ -82,10 +77,7 @@ def has_checkpoint(existing: Existing) -> bool:
 
 
 def claim(existing: Existing, cfg: Config) -> TextIO:
-  """Creates the directory if it is new, locks it and writes config.yml. Raises ConfigError on failure.
-
-  Returns the lock; closing it, or the end of the process, releases the directory.
-  """
+  """Creates, locks and configures the directory; returns the lock, held until it is closed. Raises ConfigError."""
   path = existing.path
   try:
     path.mkdir(parents=True, exist_ok=True)

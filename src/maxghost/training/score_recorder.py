@@ -32,26 +32,17 @@ class ScoreLogError(RuntimeError):
 def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
   """A recorder of this process's rows, in the run directory at `path`."""
   writer = Writer(
-    path,
-    tuple(cfg.data.validation_sets),
-    process=(distributed.index(), distributed.count()),
-    period=cfg.ghost.ghost_log_period,
-    fingerprint=dataset.fingerprint,
-    objective=cfg.optimizer.objective,
-    ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip),
-    direction=cfg.direction_name,
-    fields=dataset.source.fields,
-    parts=plugins.OBJECTIVES[cfg.optimizer.objective].load().parts,
-  )
+    path, tuple(cfg.data.validation_sets), process=(distributed.index(), distributed.count()),
+    period=cfg.ghost.ghost_log_period, fingerprint=dataset.fingerprint, objective=cfg.optimizer.objective,
+    ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip), direction=cfg.direction_name,
+    fields=dataset.source.fields, parts=plugins.OBJECTIVES[cfg.optimizer.objective].load().parts,
+  )  # fmt: skip
   reach_S = optimizers.reach(cfg.optimizer, cfg.ghost.direction, cfg.run.steps)
   return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER, reach_S)
 
 
 def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """(scored slots bool[B, S], index of the first slot of each unit int[U] in order, unit of each slot int[N]).
-
-  A slot is scored if it has a document and at least one token that counts.
-  """
+  """(slots with a document and a token that counts bool[B, S], first slot of each unit int[U], unit of each int[N])."""
   scored_BS = (batch.document_BS >= 0) & (outputs["tokens_BS"] > 0)
   ids_N = np.arange(scored_BS.sum()) if batch.unit_BS is None else batch.unit_BS[scored_BS]
   _, first_U, unit_N = np.unique(ids_N, return_index=True, return_inverse=True)
@@ -119,10 +110,7 @@ def domain_numbers(batch, scored_BS: np.ndarray, name: Callable[[int], Sequence]
 
 
 class DomainSums:
-  """The contributions of each step by domain, over the rows of all processes.
-
-  document: (domain, ...) of a document by its index. writes: whether another process has the same rows, and adds them.
-  """
+  """Contributions by domain over all processes. document: (domain, ...) by index. writes: adds this process's rows."""
 
   def __init__(self, val_sets: Sequence[str], domains: Sequence[str], document: Callable, writes: bool = True):
     self._domains, self._name, self._writes = tuple(domains), functools.cache(document), writes
@@ -130,10 +118,7 @@ class DomainSums:
     self._exchange = distributed.Exchange()
 
   def __call__(self, outputs: Mapping[str, np.ndarray], batch) -> Callable[[], dict[str, float]]:
-    """Starts to add up a step; what is returned waits for the other processes and gives {metric: nats}.
-
-    Empty for a step without scores. Every process must call it in every step that has scores.
-    """
+    """Starts to add up a step, in every process; what is returned waits and gives {metric: nats}, {} without scores."""
     if not outputs["scored_ok"]:
       return dict
     scored_BS = scored_units(outputs, batch)[0] & self._writes
@@ -169,11 +154,7 @@ class ScoreRecorder:
     self._waiting: deque[Future] = deque(maxlen=QUEUE_LENGTH)
 
   def record(self, step: int, outputs: Mapping | None, closing: Mapping | None, batch) -> None:
-    """Records one step.
-
-    outputs: host copies; None: no scores. closing: prev_val_loss and, if known, prev_predicted, f32[K], of the
-    step before; None for the first step. batch: the one trained on.
-    """
+    """Records a step. outputs: None without scores. closing: of the step before, prev_val_loss[, prev_predicted]."""
     self._raise_error()
     if len(self._waiting) == QUEUE_LENGTH:
       self._waiting[0].result()

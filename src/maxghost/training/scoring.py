@@ -20,7 +20,6 @@ from maxghost.ghost.attach import Twin, prepare_twin
 from maxghost.ghost.engine import direction_spec
 from maxghost.ghost.schedules import Model, Problem, Scored, Secant, Settings, Stored
 from maxghost.objectives import Objective, create, of_validation
-from maxghost.optimizers import RuleState, UpdateRule, clip
 from maxghost.parallel.axis_rules import BATCH
 from maxghost.parallel.shardings import constrain, slash_path
 from maxghost.training.batches import validation_index
@@ -39,14 +38,11 @@ def excluded(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
-  """The scored pass of the configured schedule and direction, for batches of one shape. See `make_scorer`.
-
-  loss: the objective of the units. train_graphdef: of the whole train state. num_slots: S.
-  """
+  """The scored pass for batches of one shape (`make_scorer`). loss: of the units. num_slots: S."""
 
   cfg: Config
   loss: Objective
-  rule: UpdateRule
+  rule: optimizers.UpdateRule
   twin: Twin
   train_graphdef: nnx.GraphDef
   num_slots: int
@@ -104,9 +100,9 @@ class Scorer:
     """Scores the batch, and stores in the train state the validation gradients for later steps."""
     return run(self.problem(train_state, split, step_loss, batch, val_batches), train_state)
 
-  def _update(self, train_state: TrainStateNNX, grads: nnx.State, state: RuleState) -> tuple:
+  def _update(self, train_state: TrainStateNNX, grads: nnx.State, state: optimizers.RuleState) -> tuple:
     """`Problem.update` of this gradient. The train state does not change."""
-    _, factor, clipped = clip(grads, self.cfg.optimizer.gradient_clipping_threshold)
+    _, factor, clipped = optimizers.clip(grads, self.cfg.optimizer.gradient_clipping_threshold)
     delta = None
     if self.cfg.ghost.curvature == "hessian":
       copy = nnx.merge(self.train_graphdef, nnx.state(train_state), copy=True)
@@ -198,7 +194,7 @@ class Scorer:
     return used_BTS, target_BTS, per_share_BS, out
 
 
-def rule_state(cfg: Config, rule: UpdateRule, train_state: TrainStateNNX) -> RuleState:
+def rule_state(cfg: Config, rule: optimizers.UpdateRule, train_state: TrainStateNNX) -> optimizers.RuleState:
   """The optimizer's state with the previous step's clipping factor; this step's needs the whole gradient."""
   clips = cfg.optimizer.gradient_clipping_threshold
   factor = train_state.clip_factor[...] if clips else jnp.ones((), float)

@@ -25,7 +25,6 @@ from maxghost.training.loop import Hardware, Outcome, Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import PEAK_FLOPS, Plan
 from maxghost.training.reweighting import Reweighter
-from maxghost.training.run_directory import Existing
 from maxghost.training.signals import StopSignals
 from maxghost.training.state import Position
 
@@ -43,7 +42,7 @@ class Session:
   def __init__(
     self,
     plan: Plan,
-    existing: Existing,
+    existing: run_directory.Existing,
     dataset,
     signals: StopSignals,
     *,
@@ -71,10 +70,7 @@ class Session:
     self._program = compiled_steps.build(plan)
 
   def run(self) -> int:
-    """Trains to the end or to a signal; returns the exit code. Raises what the loop raises.
-
-    If another process of the run is lost, this one reports it and exits at once with code 1.
-    """
+    """Trains to the end or to a signal; returns the exit code. Exits at once with 1 if a process of the run is lost."""
     try:
       with contextlib.ExitStack() as opened:
         opened.enter_context(self._claim())
@@ -193,6 +189,8 @@ class Session:
     train_state = self._begun()
     if cfg.checkpoint.load_parameters_path:
       say(f"Starting from the parameters of {cfg.checkpoint.load_parameters_path}")
+    if cfg.adapter.lora_restore_path:
+      say(f"Starting from the adapters of {cfg.adapter.lora_restore_path}")
     first = 0
     if given := cfg.checkpoint.load_full_state_path:
       first = int(state.to_tree(train_state)["optimizer"]["step"])

@@ -76,10 +76,7 @@ class TrainStateNNX(nnx.Module):
 
 
 def create(cfg: Config, teacher: ModelConfig | None = None) -> TrainStateNNX:
-  """A fresh state: weights from init_weights_seed, zero moments, step 0; so has the reference, if there is one.
-
-  teacher: of a reference that is another model than the run's.
-  """
+  """A fresh state: weights from init_weights_seed, zero moments, step 0. teacher: of a reference of another model."""
   model = adapters.create(cfg)
   num_stored = len(cfg.val_sets) * cfg.ghost.num_stored
   trained = trainable(cfg, model)
@@ -92,10 +89,7 @@ def create(cfg: Config, teacher: ModelConfig | None = None) -> TrainStateNNX:
 
 
 def referenced(objective: Objective | tuple[Objective, ...], train_state: TrainStateNNX, *batches) -> tuple:
-  """The batches with what the objective (or that of each) reads of the second model.
-
-  That is `reference_model`; without one, the model without its adapters, if it has any.
-  """
+  """The batches with what each objective reads of `reference_model`, else of the model without its adapters."""
   reference = train_state.reference_model or adapters.disabled(train_state.model)
   pairs = zip(of_each_set(objective, batches), batches, strict=True)
   return tuple(one.from_reference(reference, batch) for one, batch in pairs)
@@ -120,10 +114,7 @@ def carry(state: nnx.State, turned: list[jax.Array]) -> nnx.State:
 
 
 def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
-  """The filter of what is trained: the adapters, else those of `trainable_parameters_mask`.
-
-  Raises ValueError for a pattern without a match.
-  """
+  """The filter of what is trained: adapters, else `trainable_parameters_mask`. Raises ValueError without a match."""
   if cfg.adapter.lora_rank:
     return nnx.LoRAParam
   if not cfg.optimizer.trainable_parameters_mask:
@@ -131,8 +122,7 @@ def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
   paths = {slash_path(path): path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
   found = set()
   for pattern in cfg.optimizer.trainable_parameters_mask:
-    matching = fnmatch.filter(paths, pattern)
-    if not matching:
+    if not (matching := fnmatch.filter(paths, pattern)):
       raise ValueError(f"trainable_parameters_mask={pattern} matches no parameter; paths: {', '.join(paths)}")
     found.update(matching)
   return nnx.filterlib.PathIn(*(paths[label] for label in found))
@@ -201,10 +191,7 @@ class Position:
 
 
 def saved_parts(state: nnx.State) -> tuple[dict, dict]:
-  """(what a checkpoint holds of `to_tree`, the frozen arrays).
-
-  A reference, and the weights below adapters, are frozen: they are where the run read them from.
-  """
+  """(arrays of `to_tree` in a checkpoint, frozen ones: a reference, weights below adapters, read from their origin)."""
   flat = {tuple(map(str, path)): v for path, v in nnx.to_flat_state(state)}
   adapted = any(isinstance(v, nnx.LoRAParam) for v in flat.values())
   saved, frozen = {}, {}
@@ -226,10 +213,7 @@ def merged(tree: Mapping, other: Mapping) -> dict:
 
 
 def to_tree(state: nnx.State) -> dict:
-  """A train state as a plain nested dict of arrays with text keys: {"model": {...}, "optimizer": {...}, ...}.
-
-  Empty branches (optax's stateless transformations) are left out.
-  """
+  """A train state as a nested dict of arrays with text keys, {"model": {...}, "optimizer": {...}, ...}."""
   return unflatten_dict({tuple(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(state)})
 
 

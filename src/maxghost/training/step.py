@@ -20,7 +20,6 @@ from maxghost.objectives import create, of_validation
 from maxghost.optimizers import by_label, clip, factor_of, learning_rate_schedule, scaled
 from maxghost.parallel.shardings import constrain, constrain_state
 from maxghost.training import host_memory, scoring, selection
-from maxghost.training.host_memory import HostMemory
 from maxghost.training.state import referenced
 
 
@@ -120,7 +119,7 @@ def _clipped_update(cfg: Config, grads):
     return scaled(g, clip_factor, threshold)
 
   def update(train_state, read) -> None:
-    if HostMemory.of(cfg).updates:
+    if host_memory.HostMemory.of(cfg).updates:
       host_memory.apply_gradients(train_state.optimizer, train_state.model, grads, scale, segments[0])
       return
     gradient: Any = clipped

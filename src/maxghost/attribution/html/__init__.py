@@ -38,7 +38,9 @@ def notice(title: str, text: str, live_version: str) -> str:
 
 def _panel(summary: Summary, part: SetSummary) -> dict:
   shown, lines = part.domains[:SHOWN_DOMAINS], report_text.ledger_lines(part.ledger)
-  colors = _palette(part)
+  order = sorted(part.domains, key=lambda value: -abs(value.contribution))
+  colors = dict.fromkeys(part.time.domains, NUM_COLORS - 1)  # of all that are not among the first
+  colors |= {value.domain: i for i, value in enumerate(order[: NUM_COLORS - 1])}
   return {
     "part": part,
     "colors": colors,
@@ -46,14 +48,6 @@ def _panel(summary: Summary, part: SetSummary) -> dict:
     "charts": _charts(summary, part, colors),
     "heat_scale": float(np.nanmax(np.abs(part.heat_map.value_RD))) or 1.0 if part.heat_map else 1.0,
     "ledger": bars(lines, [line.value for line in lines], starts=[line.start for line in lines]),
-  }
-
-
-def _palette(part: SetSummary) -> dict[str, int]:
-  """Colours of the domains with the largest absolute contributions; the others share the last colour."""
-  order = sorted(part.domains, key=lambda value: -abs(value.contribution))
-  return dict.fromkeys(part.time.domains, NUM_COLORS - 1) | {
-    value.domain: i for i, value in enumerate(order[: NUM_COLORS - 1])
   }
 
 

@@ -29,10 +29,7 @@ class Line:
 
 
 def line_chart(heading: str, lines: list[Line], steps: tuple[int, int], y_label: str, zero: bool = False) -> dict:
-  """Curves with their names at the ends; no curves where nothing was logged.
-
-  steps: first and last of the x axis; both ends have a tick. zero: the y axis includes and marks 0.
-  """
+  """Curves with their names at the ends. steps: first and last, which have ticks. zero: the y axis marks 0."""
   lines = [line for line in lines if np.isfinite(line.y).any()]
   chart = {"heading": heading, "y_label": y_label, "lines": []}
   if not lines:
@@ -54,17 +51,11 @@ def line_chart(heading: str, lines: list[Line], steps: tuple[int, int], y_label:
     end_x, end_y = curve["points"][-1]
     curve |= {"label_y": round(float(label_y), 1), "leader": abs(label_y - end_y) > 4 or end_x < right - 2}
   return chart | {
-    "width": WIDTH,
-    "height": HEIGHT,
-    "left": LEFT,
-    "right": round(right, 1),
-    "top": TOP,
-    "bottom": HEIGHT - BOTTOM,
+    "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": round(right, 1), "top": TOP, "bottom": HEIGHT - BOTTOM,
     "y_ticks": [(py(v), tick_text(v, y_ticks[1] - y_ticks[0]), "zero" if zero and v == 0 else "grid") for v in y_ticks],
-    "x_ticks": [(px(value), integer(round(value))) for value in x_ticks],
-    "lines": drawn,
+    "x_ticks": [(px(value), integer(round(value))) for value in x_ticks], "lines": drawn,
     "readout": _readout(lines, px),
-  }
+  }  # fmt: skip
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[Any], Any]:
@@ -77,10 +68,7 @@ def _curve(line: Line, px, py) -> dict:
   points, y = list(zip(px(line.x[finite]), py(line.y[finite]), strict=True)), line.y[finite]
   words = number(float(y[-1]))
   return {
-    "name": line.name,
-    "color": line.color,
-    "dots": line.dots,
-    "faint": line.faint,
+    **{name: getattr(line, name) for name in ("name", "color", "dots", "faint")},
     "points": points,
     "path": "M" + "L".join(f"{x} {y}" for x, y in points),
     "words": words if len(y) == 1 else f"from {number(float(y[0]))} to {words}",

@@ -1,7 +1,6 @@
 """Where documents come from: text and ArrayRecord files, tables of other libraries, and built-in text."""
 
-from maxghost.config import ConfigError
-from maxghost.config.schema import DataConfig
+from maxghost.config import ConfigError, DataConfig
 from maxghost.data.sources import arrayrecord, stdlib, synthetic, tables, text
 from maxghost.data.sources.base import Kept, Source
 from maxghost.data.sources.files import expand

@@ -9,8 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from maxghost.config import ConfigError
-from maxghost.config.schema import DataConfig
+from maxghost.config import ConfigError, DataConfig
 from maxghost.data.sources.base import CorruptError, columns_of, join_columns, left_out, read_all, utf8
 from maxghost.data.sources.files import CorpusFile
 from maxghost.data.sources.records import Opened, RecordSource, Shard

@@ -228,18 +228,14 @@ def columns_of(columns: Sequence[str], known: Iterable[str], owner: str) -> tupl
 
 
 def join_columns(where: str, record: Any, columns: Sequence[str]) -> bytes:
-  """The text columns of a record, joined by line ends; null counts as an empty text. Raises CorruptError.
-
-  For `Kept` columns, the JSON object of them.
-  """
+  """A record's text columns joined by line ends, null as empty; of `Kept` columns their JSON. Raises CorruptError."""
   values = []
   record = record if isinstance(record, dict) else {}
   if isinstance(columns, Kept):
     kept = {column: record[column] for column in columns if record.get(column) is not None}
     values, columns = [json.dumps(kept, ensure_ascii=False, default=as_text)], ()
   for column in columns:
-    value = record.get(column, 0)
-    if value is None:
+    if (value := record.get(column, 0)) is None:
       value = ""
     if isinstance(value, bytes):
       value = utf8(f"{where}, column {column}", 0, value).decode("utf-8")

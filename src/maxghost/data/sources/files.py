@@ -62,11 +62,7 @@ def _of_folder(folder: str, kind: str) -> str:
 def labelled(
   key: str, items: Sequence[str], domains: tuple[str, ...], default_domain: Callable[[str], str], kind: str
 ) -> list[tuple[str, str]]:
-  """(domain, rest) of `domain=rest` items, ordered as `domains` (empty = all).
-
-  The domain of an item without `domain=` is `default_domain(item)`. Raises ConfigError for a malformed item or an
-  unknown domain.
-  """
+  """(domain, rest) of `domain=rest` items, or of rest and `default_domain`, as `domains` (empty = all). ConfigError."""
   if not items:
     raise ConfigError(f"{key} is empty, but dataset_type={kind} asks for it; give {key}=[domain={_EXAMPLES[kind]}]")
   pairs = []

@@ -19,10 +19,7 @@ _SAMPLES = 32  # records read to estimate the total size
 
 
 class Opened:
-  """Keeps the last `limit` results of `open_one`, by its arguments. Is pickled without them.
-
-  lock: for files that two threads must not read at once.
-  """
+  """The last `limit` results of `open_one`; pickled without them. lock: for what threads must not read at once."""
 
   def __init__(self, open_one: Callable, limit: int | None):
     self._open_one, self._limit = open_one, limit

@@ -33,10 +33,7 @@ _SHORTEST_DOCSTRING = 24  # bytes; below, there is nothing to learn from
 
 
 def load(domains: tuple[str, ...] = (), domain_bytes: int = 0, root: str | os.PathLike | None = None) -> DocumentList:
-  """Documents of the standard library in `root` (default: the running Python's); as `synthetic.load`.
-
-  Raises ConfigError also for a domain that this Python has no text for.
-  """
+  """Documents of the library in `root` (default: the running Python's); as `synthetic.load`. Raises ConfigError."""
   chosen = tuple(domains) or DOMAINS
   check_known("dataset_domains", chosen, DOMAINS, "dataset_type=stdlib")
   library = Path(root if root is not None else sysconfig.get_path("stdlib"))
@@ -50,8 +47,7 @@ def load(domains: tuple[str, ...] = (), domain_bytes: int = 0, root: str | os.Pa
   }
   documents: list[Document] = []
   for domain in chosen:
-    taken = take(readers[domain](), domain_bytes, domain)
-    if not taken:
+    if not (taken := take(readers[domain](), domain_bytes, domain)):
       others = [name for name in chosen if name != domain]
       fix = f"use dataset_domains=[{','.join(others)}]" if others else "name another domain"
       what = "pydoc_data.topics" if domain == "manual" else "source files (*.py)"

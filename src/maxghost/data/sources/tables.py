@@ -9,8 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from maxghost.config import ConfigError
-from maxghost.config.schema import DataConfig
+from maxghost.config import ConfigError, DataConfig
 from maxghost.data.hashing import text_hash
 from maxghost.data.sources.base import columns_of, import_package, join_columns, read_all, too_low_cap, wanted_fields
 from maxghost.data.sources.files import fingerprint, labelled

@@ -17,11 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.config import ConfigError
-from maxghost.config.schema import DataConfig
+from maxghost.config import ConfigError, DataConfig
 from maxghost.data.hashing import text_hash
 from maxghost.data.sources import base
-from maxghost.data.sources.base import CorruptError
 from maxghost.data.sources.files import CorpusFile
 from maxghost.data.sources.records import Opened, RecordSource, Shard
 
@@ -68,7 +66,7 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
     arguments: tuple[Any, ...] = (opened, file.path, None if kind == TXT else cfg.train_data_columns)
     try:
       offset, size = index(*arguments)
-    except CorruptError as error:
+    except base.CorruptError as error:
       notes.append(base.left_out(error, cfg.on_corrupt))
       offset = size = np.zeros(0, np.int64)
     unpacked += int(size.sum()) if is_packed else 0
@@ -108,7 +106,7 @@ def _by_domain(
   found: dict[str, list[int]] = {}
   for number, place in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True) if record else ()):
     own = None
-    with contextlib.suppress(CorruptError):  # reported when it is read
+    with contextlib.suppress(base.CorruptError):  # reported when it is read
       own = record(*place).get("domain") if record else None
     found.setdefault(own if own and isinstance(own, str) else label, []).append(number)
   return {domain: np.array(numbers) for domain, numbers in found.items()} or {label: np.arange(len(offsets))}
@@ -145,14 +143,11 @@ def _open(path: str) -> io.FileIO | bytes:
     with pyarrow.OSFile(path, "rb") as raw, pyarrow.CompressedInputStream(raw, "zstd") as stream:
       return stream.read()
   except (OSError, EOFError, ValueError, zlib.error) as error:
-    raise CorruptError(f"{path} cannot be read: {error}") from error
+    raise base.CorruptError(f"{path} cannot be read: {error}") from error
 
 
 def _index_text(opened: Opened, path: str, columns: tuple[str, ...] | None) -> tuple[np.ndarray, np.ndarray]:
-  """Offset and size of the file or, with columns, of each line of JSON (int64 each), without blank lines.
-
-  Raises ConfigError when the first line lacks a column.
-  """
+  """Offset and size of the file or, with columns, of each line of JSON that is not blank. Raises ConfigError."""
   if path.endswith(_PACKED):
     view = np.frombuffer(opened.get(path), np.uint8)
   else:
@@ -195,7 +190,7 @@ def _record(opened: Opened, path: str, offset: int, size: int) -> dict[str, Any]
   try:
     record = json.loads(raw)
   except ValueError as error:
-    raise CorruptError(f"{_place(opened, path, JSONL, offset)}: not a line of JSON ({error})") from error
+    raise base.CorruptError(f"{_place(opened, path, JSONL, offset)}: not a line of JSON ({error})") from error
   return record if isinstance(record, dict) else {}
 
 
@@ -203,7 +198,7 @@ def _bytes(opened: Opened, path: str, offset: int, size: int) -> bytes:
   file = opened.get(path)  # this reference keeps it open
   raw = file[offset : offset + size] if isinstance(file, bytes) else os.pread(file.fileno(), size, offset)
   if len(raw) < size:
-    raise CorruptError(f"{path} ends at byte {offset + len(raw)}, inside the document at byte {offset}")
+    raise base.CorruptError(f"{path} ends at byte {offset + len(raw)}, inside the document at byte {offset}")
   return raw
 
 
@@ -215,7 +210,7 @@ class _Parquet:
     try:
       self.file = parquet.ParquetFile(path)
     except Exception as error:  # pyarrow raises OSError, ArrowInvalid and more
-      raise CorruptError(f"{path} is no readable Parquet file: {error}") from error
+      raise base.CorruptError(f"{path} is no readable Parquet file: {error}") from error
     metadata = self.file.metadata
     self.groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     self._path, self._ends = path, np.cumsum([group.num_rows for group in self.groups], dtype=np.int64)
@@ -248,7 +243,7 @@ class _Parquet:
       return self.file.read_row_group(group, columns=list(columns))
     except Exception as error:  # as above
       first = int(self._ends[group - 1]) if group else 0
-      raise CorruptError(f"{self._path}, row group {group} (rows from {first}): {error}") from error
+      raise base.CorruptError(f"{self._path}, row group {group} (rows from {first}): {error}") from error
 
 
 def _row_fields(opened: Opened, path: str, names: tuple[str, ...], row: int, _: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Schedules: how validation and training passes share a step. `score` runs them.
 
 To add one, write a module with `run(problem) -> Scored`, and add lines to `SCHEDULES` and
-`config.plugins.SCHEDULE_LACKS`.
+configs/schedules.yml.
 """
 
 import dataclasses
@@ -13,12 +13,9 @@ from maxghost.ghost.schedules.base import Model, Problem, Scored, Secant, Settin
 __all__ = ["Model", "Problem", "Scored", "Secant", "Settings", "Stored", "TrainPass", "Validation", "score"]
 
 SCHEDULES: dict[str, Callable[[Problem], Scored]] = {
-  "two_pass": two_pass.run,
-  "reverse_scan": reverse_scan.run,
-  "concat": concat.run,
-  "forward_mode": forward_mode.run,
+  "two_pass": two_pass.run, "reverse_scan": reverse_scan.run, "concat": concat.run, "forward_mode": forward_mode.run,
   "per_example": per_example.run,
-}
+}  # fmt: skip
 
 
 def score(problem: Problem) -> Scored:

@@ -12,15 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.schedules.base import (
-  Model,
-  Problem,
-  Scored,
-  Secant,
-  TrainPass,
-  Validation,
-  of_each_set,
-)
+from maxghost.ghost.schedules.base import Model, Problem, Scored, Secant, TrainPass, Validation, of_each_set
 from maxghost.objectives import as_objective
 from maxghost.optimizers import by_label
 from maxghost.parallel.shardings import constrain_state, slash_path
@@ -66,18 +58,13 @@ def validation(problem: Problem) -> Validation:
     losses, gradients = validation_gradients(*rows)
     return losses, [g.astype(s.dtype) for g, s in zip(jax.tree.leaves(gradients), stored, strict=True)]
 
-  def stale():
-    return jnp.full((num_sets,), jnp.nan, stored[0].dtype), stored
-
+  stale = lambda: (jnp.full((num_sets,), jnp.nan, stored[0].dtype), stored)  # noqa: E731
   losses, leaves = jax.lax.cond(known.refresh, renewed, stale)
   return Validation(losses, jax.tree.unflatten(jax.tree.structure([problem.model.params] * num_sets), leaves))
 
 
 def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.State) -> tuple[list, list]:
-  """([G], [u]) of the validation sets, from their States G and by the problem's rule: dicts {label: array}.
-
-  u = P_tᵀ G, and 0 for parameters that are not scored. G is that of `second_order_gradients` or `extrapolated`.
-  """
+  """([G], [u = P_tᵀ G, 0 where not scored]) of the sets, dicts {label: array}, by the problem's rule."""
   rule, grads, (state, delta) = problem.rule, by_label(training_gradient), problem.update(training_gradient)
   if problem.second_order:
     gradients = second_order_gradients(problem.model, problem.val_loss, problem.val_batches, gradients, delta)
@@ -95,10 +82,7 @@ def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.S
 
 
 def extrapolated(secant: Secant | None, gradients: list[dict]) -> list[dict]:
-  """K dicts {label: G + weight (own G - G')}, in place of G; G itself without a secant.
-
-  gradients: K dicts {label: G}, of all or of some of the labels.
-  """
+  """K dicts {label: G + weight (own G - G')} of the labels in `gradients`; these themselves without a secant."""
   if secant is None:
     return gradients
 
@@ -133,11 +117,7 @@ def second_order_gradients(
 
 
 def _for_each_set(function: Callable, losses: tuple[Callable, ...], batches: tuple):
-  """(stacked first results, list of second results) of function(loss function, batch) -> (scalar, State).
-
-  Sets of one loss and shape run as one mapped pass, whose products with the weights include all rows at once; K small
-  passes would use the device less well.
-  """
+  """(stacked first, list of second results) of function(loss, batch); sets of one loss and shape in one mapped pass."""
   kinds = [(loss_fn, jax.tree.map(jnp.shape, batch)) for loss_fn, batch in zip(losses, batches, strict=True)]
   if len(batches) == 1 or any(kind != kinds[0] for kind in kinds):
     pairs = [function(*pair) for pair in zip(losses, batches, strict=True)]
@@ -179,7 +159,7 @@ def train_pass(
 def accumulated(
   model: Model, loss_fn: Callable, batch, num_micro: int, twin: Twin | None = None, directions: nnx.State | None = None
 ) -> TrainPass:
-  """`train_pass` in micro-batches, weighted exactly. num_micro: M; micro-batch m holds rows m, m + M, m + 2 M, ...
+  """`train_pass` in micro-batches, weighted exactly. num_micro: M; micro-batch m holds units m, m + M, m + 2 M, ...
 
   Each micro-batch's mean is weighted by its share of the batch's weight, so that uneven and empty ones count exactly.
   Gradients are summed in float32 or wider; scores are in the batch's row order. Directions formed in the backward pass
@@ -189,16 +169,22 @@ def accumulated(
   def run(rows) -> TrainPass:
     return train_pass(model, loss_fn, rows, twin, directions)
 
-  maxima = as_objective(loss_fn).maxima
+  maxima, together = as_objective(loss_fn).maxima, as_objective(loss_fn).rows_per_unit
+
+  def micro_of(x):
+    """[rows, ...] -> [M, rows per micro-batch, ...], with the rows of a unit together."""
+    x = x.reshape(-1, num_micro, together, *x.shape[1:]).swapaxes(0, 1)
+    return x.reshape(num_micro, -1, *x.shape[3:])
 
   def rows_of(x, axis: int = 0):
     """[M, ..., rows per micro-batch, ...] with the rows at `axis` of the rest -> the batch's row order."""
-    x = jnp.moveaxis(x, 0, axis + 1)
-    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    before, rest = x.shape[1 : axis + 1], x.shape[axis + 2 :]
+    x = jnp.moveaxis(x.reshape(num_micro, *before, -1, together, *rest), 0, axis + 1)
+    return x.reshape(*before, -1, *rest)
 
   if num_micro == 1:
     return run(batch)
-  micro = jax.tree.map(lambda x: x.reshape(x.shape[0] // num_micro, num_micro, *x.shape[1:]).swapaxes(0, 1), batch)
+  micro = jax.tree.map(micro_of, batch)
 
   def parted(metrics: dict) -> tuple[dict, dict]:
     """(maxima, means)"""

@@ -150,10 +150,7 @@ def pull_in_order(function: Callable, arguments: tuple, cotangent):
 
 
 class Rows:
-  """One batch on its way through the plain model or, for training, through the probed one.
-
-  vjp: of a layer, whose forward half saves arrays by the remat policy; None with segments, which recompute layers.
-  """
+  """One batch on its way through the plain or the probed model. vjp: of a layer, None with segments."""
 
   def __init__(self, layers: Layers, loss: StagedLoss, batch: Any, probed: bool = False):
     self.layers, self.loss, self.batch, self.probed = layers, loss, batch, probed
@@ -196,11 +193,7 @@ def validation_back(batches: Pair, cotangents: tuple, kept_K: tuple, layer):
 
 
 def training_back(rows: Rows, cotangent, kept: Kept, gradients: tuple, made, layer):
-  """(cotangent of the layer's input, {grads, probes, sums, captured} of the layer).
-
-  With a secant also {validation}: its validation gradients, for the next step. made: result of `Layers.directions`;
-  None: computes it from the gradients.
-  """
+  """(cotangent of the layer's input, {grads, probes, sums, captured[, validation]}). made: of `Layers.directions`."""
   layers, (params, _, index) = rows.layers, layer
   state = layer_state(layers, index)
   against = layers.against(gradients, index)
@@ -249,10 +242,7 @@ def _late_state(layers: Layers, state: RuleState | None, index, probes: nnx.Stat
 
 
 def ledger_sums(layers: Layers, scored, params: dict, grads: dict, gradients, state: RuleState | None, parts) -> dict:
-  """`ledger.sums` of one layer, or of what is outside the layers; empty without a ledger.
-
-  Also `used`, <g, u> [K] over the scored parameters, unless facts contain it.
-  """
+  """`ledger.sums` of a layer or of the outside, and `used` [K] unless facts have it; empty without a ledger."""
   rule = layers.problem.account
   if rule is None or state is None:
     return {}

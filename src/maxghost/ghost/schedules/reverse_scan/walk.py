@@ -30,10 +30,7 @@ from maxghost.parallel.shardings import constrain_state
 
 
 def run(problem: Problem) -> Scored:
-  """Runs the walk; scores equal those of 'two_pass', also for tied tables.
-
-  Raises ValueError for a loss without stages or a model without stacked layers.
-  """
+  """The walk; scores equal those of 'two_pass', also for tied tables. Raises ValueError without stages or a stack."""
   loss, val_losses, batch, state = problem.loss, problem.val_losses, problem.batch, problem.state
   if not isinstance(loss, StagedLoss) or not all(isinstance(one, StagedLoss) for one in val_losses):
     raise ValueError(
@@ -139,19 +136,14 @@ def _links(model) -> dict:
 
 
 def inputs(rows: Rows, x, scanned, segment_lengths: tuple, keep=lambda x: x):
-  """(inputs of these layers, or of their segments, with a leading axis; output of the last layer).
-
-  scanned: `Layers.stacked` of these layers. keep: moves a segment's input to its memory.
-  """
+  """(inputs of these layers, or of their segments; output of the last). keep: moves a segment's input to memory."""
 
   def body(x, layer):
     value = layer_lib.apply(rows.layers.graphdef, *rows.arguments(x, layer))
     return value, None if segment_lengths else Kept(x)
 
-  def through(x, _, segment):
-    return jax.lax.scan(body, x, segment)[0], keep(x)
-
   if segment_lengths:
+    through = lambda x, _, segment: (jax.lax.scan(body, x, segment)[0], keep(x))  # noqa: E731
     x, kept = streaming.loop(through, x, None, segments.split(scanned, segment_lengths[0]))
   else:
     x, kept = jax.lax.scan(body, x, scanned)
@@ -159,10 +151,7 @@ def inputs(rows: Rows, x, scanned, segment_lengths: tuple, keep=lambda x: x):
 
 
 def back(batches: Pair, boundaries: Pair, cotangents: Pair, scanned, segment_lengths: tuple) -> tuple[Any, Pair]:
-  """({grads, probes, ...} of `training_back` with a leading layer axis, cotangents of the first layer's inputs).
-
-  batches: `Rows`. boundaries: kept by `_forward` or `inputs`. scanned: `Layers.stacked` of these layers.
-  """
+  """({grads, probes, ...} of all layers, cotangents of their inputs), from what `_forward` or `inputs` kept."""
   if not segment_lengths:
     return _layers_back(batches, boundaries, cotangents, scanned)
   layers, inner = batches.train.layers, segment_lengths[1:]
@@ -216,11 +205,7 @@ def _layers_back(batches: Pair, boundaries: Pair, cotangents: Pair, scanned):
 
 
 def _segment_back(batches: Pair, x_val, train_boundaries, number, cotangents: Pair, scanned):
-  """`back` for the layers of one segment: first all validation VJPs, then all training VJPs.
-
-  Layer inputs then exist for one batch at a time, and validation gradients (or only their factors, if these suffice)
-  for all layers of the segment.
-  """
+  """`back` for a segment: all validation VJPs, then all training VJPs, so that inputs exist for one batch at a time."""
   layers = batches.train.layers
   factored = not layers.twin.spec.in_backward and layers.twin.spec.rank
 
