@@ -118,11 +118,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_process(folder):
   """The run of one process, which is this one, and its eight devices."""
+  before = jax.config.read("jax_disable_most_optimizations")
   jax.config.update("jax_disable_most_optimizations", True)
   try:
     assert train.main([*KEYS, f"base_output_directory={folder}", "run_name=one"]) == 0
   finally:
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", before)
   return folder / "one"
 
 

@@ -89,7 +89,7 @@ def softmax_losses(logits_TV, targets_T, z_loss: float = 0.0):
 class ExampleGradients:
   """Gradient of each row's summed loss over its counting tokens, one row at a time through the whole model.
 
-  ExampleGradients(model)(rows) -> {label: [n, *parameter]} in the model's dtype, as numpy. Compiled once per number of
+  ExampleGradients(model)(rows) -> {label: [n, *parameter]} in the model's dtype, as numpy. Compiled once for up to 16
   rows; the loss is log_softmax and one-hot, not the project's.
   """
 
@@ -114,9 +114,16 @@ class ExampleGradients:
     if values is not None:
       flat = [("/".join(map(str, path)), path, v) for path, v in nnx.to_flat_state(params)]
       params = nnx.from_flat_state([(path, v.replace(jnp.asarray(values[k], v.dtype))) for k, path, v in flat])
-    losses, gradients = self._gradients(params, rows)
-    flat = {"/".join(map(str, path)): np.asarray(v[...]) for path, v in nnx.to_flat_state(gradients)}
-    return np.asarray(losses), flat
+    number = len(rows["inputs"])
+    losses, gradients = self._gradients(params, with_padding(rows))
+    flat = {"/".join(map(str, path)): np.asarray(v[...])[:number] for path, v in nnx.to_flat_state(gradients)}
+    return np.asarray(losses)[:number], flat
+
+
+def with_padding(rows: dict) -> dict:
+  """The rows with rows of padding behind them, up to a multiple of 16, so that one program serves several batches."""
+  missing = -len(rows["inputs"]) % 16
+  return {name: np.pad(v, [(0, missing)] + [(0, 0)] * (v.ndim - 1)) for name, v in rows.items()}
 
 
 def token_counts(rows: dict) -> np.ndarray:

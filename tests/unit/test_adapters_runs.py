@@ -25,7 +25,7 @@ from maxghost.training import state
 KEYS = (
   "steps=4", "checkpoint_period=2", "max_num_checkpoints_to_keep=0", "async_checkpointing=false",
   "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=6", "base_mlp_dim=24",
-  "base_num_decoder_layers=2", "max_target_length=32", "per_device_batch_size=1", "sharding_tolerance=1",
+  "base_num_decoder_layers=2", "max_target_length=32", "per_device_batch_size=4",
   "dataset_type=synthetic", "ghost_val_sets=words", "eval_interval=-1", "run_name=run", "enable_tensorboard=false",
 )  # fmt: skip
 LORA = ("lora_rank=3", "lora_alpha=5", "adam_weight_decay=0", "lora_dropout=0.2", "ghost_direction=path")
@@ -39,7 +39,7 @@ def keys_of(folder, base, *more) -> list[str]:
 def runs(tmp_path_factory):
   """(folder of a base, folder of a finished run with adapters on it, of which a copy was interrupted)."""
   folder = tmp_path_factory.mktemp("runs")
-  with tiny.cheap_compilation():
+  with tiny.cheap_compilation(), tiny.one_device():
     for name in ("base", "other"):
       seed = f"init_weights_seed={len(name)}"
       keys = [*KEYS, "ghost_enabled=false", "steps=1", f"base_output_directory={folder / name}", seed]
@@ -57,7 +57,7 @@ def test_a_run_resumes_bit_for_bit_from_adapters_alone(runs, capsys):
   assert len(held) == 14 and all("/lora/" in name for name in held)
   assert "model/decoder/layers/mlp/wo/kernel" in positions["frozen"]
   assert sum(file.stat().st_size for file in (checkpoint / "items").rglob("*") if file.is_file()) < 400_000
-  with tiny.cheap_compilation():
+  with tiny.cheap_compilation(), tiny.one_device():
     assert train.main(keys_of(folder / "broken", folder / "base" / "run")) == 0
   assert "Continuing after 2 completed steps" in capsys.readouterr().out
   logs = [load(folder / name / "run") for name in ("whole", "broken")]
@@ -75,7 +75,7 @@ def test_a_base_that_changed_is_one_line(runs, what, capsys):
   try:
     if what == "changed":
       shutil.copytree(folder / "other", base)
-    with tiny.cheap_compilation():
+    with tiny.cheap_compilation(), tiny.one_device():
       code = train.main(keys_of(folder / what, base / "run", "steps=6"))
   finally:
     shutil.rmtree(base, ignore_errors=True)
@@ -128,7 +128,7 @@ def test_adapters_are_merged_into_the_base_that_they_were_trained_on(runs, tmp_p
   keys = keys_of(
     tmp_path, folder / "base" / "run", "lora_weight_qtype=nf4", "lora_module_path=.*/(query|wo)", "steps=2"
   )
-  with tiny.cheap_compilation():
+  with tiny.cheap_compilation(), tiny.one_device():
     assert train.main(keys) == 0
   place, cfg = load_model.find(tmp_path / "run")
   _, begun = opened(*keys)

@@ -171,7 +171,7 @@ def test_every_document_is_scored_as_the_next_step_would(cfg, corpora, queries, 
 RUN = (
   "steps=7", "checkpoint_period=5", "max_num_checkpoints_to_keep=0", "async_checkpointing=false", "run_name=run",
   "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=8", "base_mlp_dim=24",
-  "base_num_decoder_layers=2", "max_target_length=32", "per_device_batch_size=2", "sharding_tolerance=1",
+  "base_num_decoder_layers=2", "max_target_length=32", "per_device_batch_size=8",
   "dataset_type=synthetic", "ghost_val_sets=words", "eval_interval=-1", "enable_tensorboard=false",
   "gradient_clipping_threshold=0.4", "dropout_rate=0.1", "z_loss_multiplier=0.01", "warmup_steps_fraction=0.3",
   "remat_policy=none",
@@ -192,7 +192,7 @@ def trained(tmp_path_factory):
   @functools.cache
   def one(kind):
     folder = tmp_path_factory.mktemp(kind)
-    with tiny.cheap_compilation():
+    with tiny.cheap_compilation(), tiny.one_device():
       assert train.main([*RUN, *KINDS[kind], f"base_output_directory={folder}"]) == 0
     return folder / "run"
 
@@ -379,6 +379,23 @@ def test_wrong_input_is_one_line(arguments, message, tmp_path, monkeypatch, caps
   error = capsys.readouterr().err
   assert message in error and error.count("\n") == 1
   assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+  ("keys", "named"),
+  [
+    ("objective: dpo", "objective=dpo"),
+    ("{objective: distill, distill_teacher: t}", "objective=distill"),
+    ("{objective: distill, offline_data_dir: d}", "objective=distill and offline_data_dir=d"),
+    ("ghost_val_sets: ['a=b/*.jsonl@sft']", "ghost_val_sets=['a=b/*.jsonl@sft']"),
+  ],
+)
+def test_runs_of_pairs_or_with_a_second_model_are_refused_by_key(keys, named, tmp_path, capsys):
+  (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+  (tmp_path / "config.yml").write_text(keys)
+  asked = ["--data", "a=b", "--queries", "c=d", "--output", str(tmp_path / "out")]
+  assert attribute.main([str(tmp_path), *asked]) == 2
+  assert f"{tmp_path} has {named}; attribute scores" in capsys.readouterr().err
 
 
 def test_checkpoints_of_a_run_are_found_in_order(tmp_path):

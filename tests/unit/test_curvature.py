@@ -224,7 +224,7 @@ KEYS = (*command.KEYS[1:], "ghost_curvature=secant", "ghost_direction=path", "gh
 def test_the_command_logs_its_direction_and_resumes_bit_for_bit(tmp_path, capsys):
   """The second run loses all behind its third step; its fourth step needs the gradient of the third."""
   whole, broken = tmp_path / "whole", tmp_path / "broken"
-  with tiny.cheap_compilation():
+  with tiny.cheap_compilation(), tiny.one_device():
     assert train.main([*KEYS, f"base_output_directory={whole}"]) == 0
     said = capsys.readouterr()
     assert "ghost_curvature=secant: step 0 is scored to first order\n" in said.out

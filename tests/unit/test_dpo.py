@@ -3,6 +3,8 @@
 P pairs, B = 2 U rows, T positions, S segments of a row, K validation sets.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,14 +68,10 @@ def alone(batch: dict, pairs) -> dict:
   return tiny.stack_rows([tiny.stack_rows([tiny.alone(batch, r + i, s) for i in (0, 1)]) for r, s in pairs])
 
 
-class Oracle:
-  """Losses [P], log-probabilities [P, 2], and the gradients of a pair's loss through each of its rows, [P, 2, ...].
+class Rows:
+  """The rows of each pair, [P, 2]: log-probabilities of a model and of its reference, tokens, the model's gradients."""
 
-  loss: of (policy, reference, counts), as `pair_loss`.
-  """
-
-  def __init__(self, cfg, loss, model, reference, batch: dict, pairs):
-    trained = nnx.LoRAParam if cfg.adapter.lora_rank else nnx.Param
+  def __init__(self, model, reference, pairs: dict, trained):
     graphdef, params, rest = nnx.split(model, trained, ...)
 
     def logp(model, row):
@@ -82,17 +80,44 @@ class Oracle:
       own = jnp.take_along_axis(jax.nn.log_softmax(logits[0]), row["targets"][0][:, None], -1)[:, 0]
       return jnp.sum(own * row["targets_weights"][0])
 
-    def of_pair(params_2, pair):
-      rows = [{name: v[i] for name, v in pair.items()} for i in (0, 1)]
-      policy = [logp(nnx.merge(graphdef, p, rest), row) for p, row in zip(params_2, rows, strict=True)]
-      known = [logp(reference, row) for row in rows]
-      return loss(cfg, policy, known, [row["targets_weights"].sum() for row in rows]), (policy, known)
+    def of_row(params, row):
+      value, grads = jax.value_and_grad(lambda p: logp(nnx.merge(graphdef, p, rest), row))(params)
+      return value, logp(reference, row), jax.tree.leaves(grads)
 
     with tiny.cheap_compilation():
-      made = jax.jit(jax.vmap(jax.value_and_grad(of_pair, has_aux=True), (None, 0)))
-      (losses, (policy, known)), grads = made((params, params), alone(batch, pairs))
-    self.losses, self.logps, self.known = np.asarray(losses), np.stack(policy, 1), np.stack(known, 1)
-    self.grads = [[np.asarray(g, np.float64) for g in jax.tree.leaves(side)] for side in grads]
+      found = jax.jit(jax.vmap(jax.vmap(of_row, (None, 0)), (None, 0)))(params, pairs)
+    self.logps, self.known, self.grads = jax.tree.map(np.asarray, found)
+    self.tokens = pairs["targets_weights"].sum(-1)
+
+  def part(self, which: slice) -> tuple:
+    return self.logps[which], self.known[which], self.tokens[which], [g[which] for g in self.grads]
+
+
+@functools.cache
+def rows_of(with_adapters: bool) -> tuple:
+  """`Rows.part` of the training pairs and of the validation pairs, in float64. A loss reads nothing else of a model."""
+  with jax.enable_x64(True):
+    cfg = tiny.make_config(dtype="float64", weight_dtype="float64", **SIZES, **(LORA if with_adapters else {}))
+    model = tiny.make_model(cfg)
+    reference = adapters.disabled(model) if with_adapters else tiny.make_model(cfg, seed=REFERENCE_SEED)
+    both = [alone(TRAIN, PAIRS), alone(VALIDATION, VAL_PAIRS)]
+    rows = {name: np.concatenate([part[name] for part in both]) for name in both[0]}
+    found = Rows(model, reference, rows, nnx.LoRAParam if with_adapters else nnx.Param)
+  return found.part(slice(len(PAIRS))), found.part(slice(len(PAIRS), None))
+
+
+class Oracle:
+  """Losses [P], log-probabilities [P, 2], and the gradients of a pair's loss through each of its rows, [P, 2, ...].
+
+  loss: of (policy, reference, counts), as `pair_loss`; the chain rule leads from it to each row's log-probability.
+  """
+
+  def __init__(self, cfg, loss, logps, known, tokens, grads):
+    with tiny.cheap_compilation():
+      slope = jax.jit(jax.vmap(jax.value_and_grad(lambda policy, *given: loss(cfg, policy, *given))))
+      self.losses, slopes = map(np.asarray, slope(logps, known, tokens))
+    self.logps, self.known = logps, known
+    self.grads = [[np.einsum("p,p...->p...", slopes[:, i], g[:, i]) for g in grads] for i in (0, 1)]
 
   def along(self, direction: list) -> np.ndarray:
     """[P, 2]: <gradient through each row, direction>."""
@@ -129,14 +154,12 @@ def test_scores_of_pairs_and_of_their_parts(algo, schedule, dtype, more):
   sets = ("a=words", "b=words@margin", "c=x/*.jsonl@next_token")
   run = run_of(dtype, dpo_algo=algo, ghost_schedule=schedule, ghost_val_sets=sets, num_sets=3, **more)
   cfg, tolerance = run.cfg, {"float32": 1e-5, "float64": 1e-12}[dtype]
+  assert (cfg.reference == "base") == bool(cfg.adapter.lora_rank)
   with jax.enable_x64(True):
-    wide = config.replace(cfg, dtype="float64", weight_dtype="float64")
-    model, reference = tiny.make_model(wide), tiny.make_model(wide, seed=REFERENCE_SEED)
-    if cfg.reference == "base":
-      reference = adapters.disabled(model)
-    train = Oracle(cfg, pair_loss, model, reference, TRAIN, PAIRS)
+    rows, val_rows = rows_of(bool(cfg.adapter.lora_rank))
+    train = Oracle(cfg, pair_loss, *rows)
     own, margin, mean = (
-      Oracle(cfg, loss, model, reference, VALIDATION, VAL_PAIRS)
+      Oracle(cfg, loss, *val_rows)
       for loss in (
         pair_loss,
         lambda _, policy, *__: policy[1] - policy[0],

@@ -192,7 +192,7 @@ def test_adapters_of_another_run_are_part_of_the_reference(tmp_path):
   source = write(tmp_path / "pairs.jsonl", pairs(60))
   write(tmp_path / "said.jsonl", [{"prompt": f"{r['prompt']}:", "completion": r["chosen"]} for r in pairs(6, seed=9)])
   keys = ("lora_rank=3", "adam_weight_decay=0.0", "learning_rate=0.03", "ghost_val_sets=[pairs]", "eval_interval=-1")
-  assert trained(tmp_path / "first", source, *keys) == 0
+  assert trained(tmp_path / "first", source, *keys, "ghost_enabled=false") == 0
   warm = (*keys, f"lora_restore_path={tmp_path / 'first' / 'run'}")
   assert trained(tmp_path / "whole", source, *warm) == 0
   run_copies.interrupted(tmp_path / "whole", tmp_path / "parts")

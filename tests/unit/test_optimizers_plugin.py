@@ -252,8 +252,8 @@ def test_the_library_engine_takes_its_state():
 KEYS = (
   "opt_type=mixer", "adam_b1=0.8", "steps=6", "checkpoint_period=3", "max_num_checkpoints_to_keep=0",
   "async_checkpointing=false", "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=8",
-  "base_mlp_dim=24", "base_num_decoder_layers=1", "max_target_length=32", "per_device_batch_size=1",
-  "sharding_tolerance=1", "dataset_type=synthetic", "ghost_val_sets=words", "eval_interval=-1", "run_name=run",
+  "base_mlp_dim=24", "base_num_decoder_layers=1", "max_target_length=32", "per_device_batch_size=4",
+  "dataset_type=synthetic", "ghost_val_sets=words", "eval_interval=-1", "run_name=run",
   "enable_tensorboard=false",
 )  # fmt: skip
 
@@ -261,7 +261,7 @@ KEYS = (
 def test_the_command_trains_logs_and_resumes_bit_for_bit(tmp_path):
   """The second run loses all behind its third step, as an interruption there would."""
   whole, broken = tmp_path / "whole", tmp_path / "broken"
-  with tiny.cheap_compilation():
+  with tiny.cheap_compilation(), tiny.one_device():
     assert train.main([*KEYS, f"base_output_directory={whole}"]) == 0
   last = run_copies.interrupted(whole, broken)
   assert len(list((broken / "run" / "checkpoints").iterdir())) == 1
@@ -270,7 +270,7 @@ def test_the_command_trains_logs_and_resumes_bit_for_bit(tmp_path):
     columns[name] = np.array(log.steps[name])[:6]  # behind them stands the validation loss after the last step
     assert np.isfinite(columns[name]).all(), name
   assert (columns["inertia"][1:] != 0).all() and (columns["shrinkage"][1:] != 0).all()
-  with tiny.cheap_compilation():
+  with tiny.cheap_compilation(), tiny.one_device():
     assert train.main([*KEYS, f"base_output_directory={broken}"]) == 0
   again = load(broken / "run")
   for name in COLUMNS:

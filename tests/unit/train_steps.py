@@ -1,7 +1,7 @@
 """A compiled train step of a tiny model, and everything around one step as numpy arrays."""
 
-import contextlib
 import dataclasses
+import functools
 import os
 import platform
 
@@ -70,10 +70,11 @@ class Run:
       self.function, self.twin = step.make_train_step(
         self.cfg, self.graphdef, self.state, batch, num_segments=tiny.SEGMENTS, num_sets=num_sets
       )
-    options = {} if cheap else compiler_options()
+    self.compilation = functools.partial(tiny.cheap_compilation, cheap)
+    with self.compilation():
+      options = compiler_options()
     if exact and jax.default_backend() == "cpu":
       options |= NO_FMA if cheap else FUSED
-    self.compilation = tiny.cheap_compilation if cheap else contextlib.nullcontext
     self._run = jax.jit(self.function, compiler_options=options)
 
   def step(self, batch, val_batches=(VALIDATION,)) -> dict:
