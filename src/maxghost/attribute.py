@@ -16,6 +16,7 @@ from maxghost import cli, config
 from maxghost.arguments import Parser
 from maxghost.attribution.where import refuse_unknown
 from maxghost.config import Config, ConfigError, plugins
+from maxghost.config.values import shown
 from maxghost.interop import model_path
 from maxghost.scores import PIPE_WIDTH
 
@@ -79,9 +80,12 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
   run_dir, paths = resolve(args.checkpoints)
   cfg = model_path.with_own_tokenizer(config.load(str(run_dir / "config.yml")), run_dir)
-  if cfg.records == "pairs" or cfg.reference or {*cfg.val_objectives} - {cfg.optimizer.objective}:
-    said = "pairs, a second model, or validation sets with objectives of their own"
-    raise ConfigError(f"{run_dir}: the run has {said}; attribute scores texts and conversations by the run's objective")
+  own = plugins.OBJECTIVES[cfg.optimizer.objective]
+  refused = {"objective": own.rows_per_unit > 1 or own.reference, "offline_data_dir": cfg.data.offline_data_dir}
+  refused["ghost_val_sets"] = {*cfg.val_objectives} - {cfg.optimizer.objective}
+  if named := [f"{key}={shown(cfg.flat()[key])}" for key, asks in refused.items() if asks]:
+    said = "attribute scores texts and conversations by the run's objective, without pairs or a second model"
+    raise ConfigError(f"{run_dir} has {' and '.join(named)}; {said}")
   step_rows = rows_per_step(cfg, run_dir)
   if args.method == "less":
     check_less(cfg, args, paths)

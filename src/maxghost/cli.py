@@ -26,6 +26,7 @@ VERBS = {
   "generate": ("maxghost.generate", "continue a prompt with a trained model"),
   "attribute": ("maxghost.attribute", "score a corpus against queries at fixed checkpoints"),
   "data": ("maxghost.data.__main__", "prepare a corpus for training"),
+  "distill-logits": ("maxghost.distill_logits", "write a teacher's logits once, for distillation without the teacher"),
   "checkpoint": ("maxghost.interop.__main__", "convert, compare, list checkpoints: MaxText Linen, NNX, maxghost"),
   "train_compile": ("maxghost.train_compile", "compile the step for a topology: memory and shardings, without devices"),
 }

@@ -40,9 +40,10 @@ def _run(cfg: Config, force: bool, signals: StopSignals) -> int:
       "choose another run_name"
     )
   from maxghost import load_model, trackers
-  from maxghost.data import build
+  from maxghost.data import build, teacher_logits
 
   trackers.check(cfg)
+  teacher_logits.check(cfg)
   open_parameters, teacher = _parameters(cfg, existing), load_model.teacher(cfg)
   corpus = build.open_all(cfg.data, cfg.run.data_shuffle_seed, cfg.model.vocab_size, cfg.records)
   return _train(cfg, existing, corpus, signals, open_parameters, force, teacher or (None, None))
@@ -85,6 +86,7 @@ def _train(
   """Trains and returns the exit code. corpus: (source, tokenizer). teacher: as of `load_model`. Imports JAX."""
   from maxghost import data, trackers
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
+  from maxghost.data import teacher_logits
   from maxghost.parallel import distributed
   from maxghost.training import devices
   from maxghost.training.metrics import NonFiniteMetricError
@@ -104,6 +106,8 @@ def _train(
     dataset = data.make_dataset(
       source, cfg.data, seed, own.num_shards, own.shard, tokenizer=tokenizer, batch_size=plan.rows, records=cfg.records
     )
+    if cfg.data.offline_data_dir:
+      teacher_logits.bind(cfg.data.offline_data_dir, plan.rows, dataset.train)
     session = Session(
       plan, existing, dataset, signals, open_checkpoints=CheckpointManager, open_parameters=open_parameters,
       open_trackers=trackers.open_all, force=force, open_teacher=teacher[1],

@@ -381,6 +381,23 @@ def test_wrong_input_is_one_line(arguments, message, tmp_path, monkeypatch, caps
   assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+  ("keys", "named"),
+  [
+    ("objective: dpo", "objective=dpo"),
+    ("{objective: distill, distill_teacher: t}", "objective=distill"),
+    ("{objective: distill, offline_data_dir: d}", "objective=distill and offline_data_dir=d"),
+    ("ghost_val_sets: ['a=b/*.jsonl@sft']", "ghost_val_sets=['a=b/*.jsonl@sft']"),
+  ],
+)
+def test_runs_of_pairs_or_with_a_second_model_are_refused_by_key(keys, named, tmp_path, capsys):
+  (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+  (tmp_path / "config.yml").write_text(keys)
+  asked = ["--data", "a=b", "--queries", "c=d", "--output", str(tmp_path / "out")]
+  assert attribute.main([str(tmp_path), *asked]) == 2
+  assert f"{tmp_path} has {named}; attribute scores" in capsys.readouterr().err
+
+
 def test_checkpoints_of_a_run_are_found_in_order(tmp_path):
   for step in (10, 9, 200):
     (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)

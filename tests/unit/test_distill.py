@@ -15,8 +15,10 @@ import tiny
 from flax import nnx
 from train_steps import REFERENCE_SEED, TEACHER, TRAIN, VALIDATION, Run
 
-from maxghost import config, objectives, train
+from maxghost import config, distill_logits, objectives, train
 from maxghost.config import ConfigError
+from maxghost.data.teacher_logits import IDS, LOG_SUM, LOGITS, TeacherLogits, Writer
+from maxghost.data.types import Batch
 from maxghost.objectives.distill import Distillation
 
 KEYS = {"objective": "distill", "distill_teacher": "t", "distill_alpha": 0.7, "distill_temperature": 1.6}
@@ -72,20 +74,51 @@ def test_a_student_that_is_its_teacher_has_no_gradient(k):
     assert abs(float(value)) < 1e-5 and np.abs(slope).max() < 1e-6
 
 
+def batch_of(arrays: dict) -> Batch:
+  """A host's batch; every segment is a document of its own."""
+  documents = np.arange(arrays["inputs"].shape[0] * tiny.SEGMENTS).reshape(-1, tiny.SEGMENTS)
+  return Batch(arrays, documents, 0 * documents, documents[:, 0])
+
+
+def write_logits(folder, cfg, batches) -> None:
+  """What the teacher of `Run` says of these batches, as `maxghost distill-logits` writes it."""
+  keys, dtype = cfg.optimizer, cfg.model.dtype
+  loss = Distillation(temperature=keys.distill_temperature, top_k=keys.distill_top_k or tiny.VOCAB)
+  writer = Writer(folder, loss.top_k, tiny.VOCAB, dtype)
+  with jax.enable_x64(dtype == "float64"), tiny.cheap_compilation():
+    teacher = tiny.make_model(config.replace(cfg, **TEACHER), seed=REFERENCE_SEED)
+    for batch in batches:
+      writer.add(batch, loss.from_reference(teacher, batch))
+  writer.close({})
+
+
+OFFLINE = {"distill_teacher": "", "offline_data_dir": "logits"}
+
+
 @pytest.mark.parametrize(
   ("schedule", "dtype", "more"),
   [
     ("two_pass", "float64", {"distill_top_k": 9}),
+    ("two_pass", "float64", OFFLINE),
+    ("two_pass", "float32", OFFLINE | {"distill_top_k": 9}),
+    pytest.param("reverse_scan", "float32", OFFLINE | {"distill_kl": "reverse"}, marks=pytest.mark.slow),
     pytest.param("reverse_scan", "float32", {"distill_kl": "reverse"}, marks=pytest.mark.slow),
     pytest.param("forward_mode", "float64", {}, marks=pytest.mark.slow),
   ],
 )
-def test_scores_are_exact(schedule, dtype, more):
-  """Of a smaller student, against held-out text by its cross-entropy, and the teacher stays as it is."""
-  sets = ("words@next_token",)
-  run = Run(
-    opt_type="sgd", dtype=dtype, weight_dtype=dtype, ghost_schedule=schedule, ghost_val_sets=sets, **KEYS, **more
-  )
+def test_scores_are_exact(schedule, dtype, more, tmp_path):
+  """Of a smaller student, against held-out text by its cross-entropy, and the teacher stays as it is.
+
+  The teacher's logits on disk stand for it, all of them or the largest ones of a position.
+  """
+  made = {"dtype": dtype, "weight_dtype": dtype, "ghost_schedule": schedule, "ghost_val_sets": ("words@next_token",)}
+  made |= {"opt_type": "sgd", **KEYS, **more}
+  cfg, train = tiny.make_config(**made), TRAIN[0]
+  if cfg.data.offline_data_dir:
+    write_logits(tmp_path, cfg, (TRAIN[1], train))
+    made["offline_data_dir"] = str(tmp_path)
+    train = objectives.create(tiny.make_config(**made)).prepare(batch_of(train)).arrays
+  run = Run(batch=train, **made)
   tolerance, cfg = {"float32": 1e-5, "float64": 1e-12}[dtype], run.cfg
   wide = config.replace(cfg, dtype="float64", weight_dtype="float64")
   with jax.enable_x64(True), tiny.cheap_compilation():
@@ -115,7 +148,7 @@ def test_scores_are_exact(schedule, dtype, more):
   count, val_count = ((batch["targets_segmentation"] != 0).sum() for batch in (TRAIN[0], VALIDATION))
   pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(val_grads), strict=True)
   dots = sum(np.reshape(g, (tiny.ROWS, -1)) @ np.ravel(np.sum(v, 0)) for g, v in pairs) / count / val_count
-  out = run.step(TRAIN[0])
+  out = run.step(train)
   assert out["loss"] == pytest.approx(np.sum(losses) / count, rel=tolerance)
   assert out["val_loss"][0] == pytest.approx(np.sum(val_losses) / val_count, rel=tolerance)
   scale = out["learning_rate"] * out["clip_factor"]
@@ -123,6 +156,8 @@ def test_scores_are_exact(schedule, dtype, more):
   parts = cfg.optimizer.distill_alpha, cfg.optimizer.distill_temperature**2
   whole = parts[0] * parts[1] * out["distill/kl"] + (1 - parts[0]) * out["distill/cross_entropy"]
   assert out["loss"] == pytest.approx(whole, rel=1e-5)
+  if not cfg.reference:
+    return
   with jax.enable_x64(run.wide):
     before = tiny.by_label(tiny.make_model(config.replace(cfg, **TEACHER), seed=REFERENCE_SEED))
   for label, value in tiny.by_label(nnx.merge(run.graphdef, run.state).reference_model).items():
@@ -134,6 +169,8 @@ def test_scores_are_exact(schedule, dtype, more):
   [
     ({"distill_teacher": ""}, "objective=distill needs distill_teacher"),
     ({"objective": "next_token"}, "distill_teacher=t is for objective=distill"),
+    (OFFLINE | {"objective": "next_token"}, "offline_data_dir=logits is for objective=distill"),
+    (OFFLINE | {"dataset_mixture": ("a=1.0",), "ghost_reweight": (2,)}, "in a known order, which ghost_reweight="),
     ({"num_vocab_tiling": 2}, "num_vocab_tiling=1, not 2"),
     ({"distill_top_k": 300}, "distill_top_k=300 is more than vocab_size=263"),
     ({"ghost_val_sets": ("p=p/*.jsonl@dpo",), "ghost_val_batch_size": 2}, "several frozen models"),
@@ -152,26 +189,96 @@ SMALL = (
 )  # fmt: skip
 
 
-def test_a_run_learns_from_another_run_and_continues_bit_for_bit(tmp_path, capsys):
-  """A wider teacher; one with another vocabulary is refused before anything is written."""
+def test_logits_on_disk_are_found_by_their_tokens(tmp_path):
+  """Wherever a segment is in a row; what is not there, and what was damaged, is refused by name."""
+  cfg = tiny.make_config(**KEYS, distill_top_k=5)
+  write_logits(tmp_path, cfg, TRAIN[:2])
+  held, shape = TeacherLogits(str(tmp_path)), TRAIN[1]["inputs"].shape
+  whole = held.arrays(batch_of(TRAIN[1]), 5, np.float32)
+  for row, segment in ((3, 4), (0, 2), (6, 1)):
+    alone = {name: v[None] for name, v in tiny.alone(TRAIN[1], row, segment).items()}
+    found, where = held.arrays(batch_of(alone), 3, np.float64), TRAIN[1]["inputs_segmentation"][row] == segment
+    assert found[LOGITS].dtype == np.float64 and found[IDS].shape == (1, shape[1], 3)
+    for name, values in found.items():
+      own = whole[name][row, where]
+      np.testing.assert_array_equal(values[0, : len(own)], own if name == LOG_SUM else own[:, :3])
+  other = dict(TRAIN[1], inputs=np.where(np.arange(shape[1]) == 2, 1, TRAIN[1]["inputs"]))
+  with pytest.raises(ConfigError, match="holds no logits of document 0 from byte 0"):
+    held.arrays(batch_of(other), 5, np.float32)
+  file = tmp_path / "tokens-00000.npy"
+  damaged = bytearray(file.read_bytes())
+  damaged[-7] ^= 1
+  file.write_bytes(damaged)
+  with pytest.raises(ConfigError, match=r"is damaged: .*tokens-00000.npy: checksum"):
+    TeacherLogits(str(tmp_path))
+  with pytest.raises(ConfigError, match="holds no logits of a teacher"):
+    TeacherLogits(str(tmp_path / "nowhere"))
 
-  def run(name: str, *more, folder=tmp_path) -> int:
-    with tiny.cheap_compilation():
-      return train.main([*SMALL, f"base_output_directory={folder}", f"run_name={name}", "steps=2", *more])
 
-  assert run("teacher", "base_emb_dim=28", "ghost_enabled=false") == 0
-  asked = ("objective=distill", f"distill_teacher={tmp_path}/teacher", "base_emb_dim=20", "distill_top_k=5")
-  assert run("run", *asked, folder=tmp_path / "whole") == 0
-  run_copies.interrupted(tmp_path / "whole", tmp_path / "parts")
+STUDENT = ("objective=distill", "base_emb_dim=20", "distill_top_k=5", "eval_interval=2")
+
+
+def run(name: str, *more, folder, command=train) -> int:
+  with tiny.cheap_compilation():
+    return command.main([*SMALL, f"base_output_directory={folder}", f"run_name={name}", "steps=2", *more])
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+  """A folder with the run of a wider teacher, and in `whole` that of its student."""
+  folder = tmp_path_factory.mktemp("taught")
+  assert run("teacher", "base_emb_dim=28", "ghost_enabled=false", folder=folder) == 0
+  assert run("run", *STUDENT, f"distill_teacher={folder}/teacher", folder=folder / "whole") == 0
+  return folder
+
+
+def records(folder) -> list[dict]:
+  return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+MEASURED = ("learning/loss", "distill/kl", "distill/cross_entropy", "ghost/val_loss/words")
+
+
+def test_a_run_learns_from_another_run_and_continues_bit_for_bit(taught, tmp_path, capsys):
+  """One with another vocabulary is refused before anything is written."""
+  asked = (*STUDENT, f"distill_teacher={taught}/teacher")
+  run_copies.interrupted(taught / "whole", tmp_path / "parts")
   assert run("run", *asked, folder=tmp_path / "parts") == 0
-  whole, parts = (
-    [json.loads(line) for line in (tmp_path / name / "run" / "metrics.jsonl").read_text().splitlines()]
-    for name in ("whole", "parts")
-  )
-  for name in ("learning/loss", "distill/kl", "distill/cross_entropy"):
+  whole, parts = records(taught / "whole"), records(tmp_path / "parts")
+  for name in MEASURED:
     assert [record[name] for record in whole] == [record[name] for record in parts]
   assert whole[0]["distill/kl"] > 0
-  assert run("other", *asked, "vocab_size=300") == 2
+  assert run("other", *asked, "vocab_size=300", folder=tmp_path) == 2
   assert "has another vocabulary (259 entries" in capsys.readouterr().err
   assert not (tmp_path / "other").exists()
   assert objectives.create(config.load(None, *asked)).top_k == 5
+
+
+def test_a_run_learns_from_logits_on_disk(taught, tmp_path, capsys):
+  """As from the teacher itself, bit for bit where it continues; rows that others were written for are refused."""
+  teacher, given = f"distill_teacher={taught}/teacher", f"offline_data_dir={tmp_path}/logits"
+  assert run("run", *STUDENT, teacher, given, folder=tmp_path, command=distill_logits) == 0
+  assert "wrote the 5 largest logits of the tokens of" in capsys.readouterr().out and not (tmp_path / "run").exists()
+  asked = (*STUDENT, given)
+  assert run("run", *asked, teacher, folder=tmp_path / "whole") == 0
+  online, whole = records(taught / "whole"), records(tmp_path / "whole")
+  for name in (*MEASURED, "eval/avg_loss"):
+    found, expected = ([record[name] for record in each if name in record] for each in (whole, online))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+  run_copies.interrupted(tmp_path / "whole", tmp_path / "parts")
+  assert run("run", *asked, teacher, folder=tmp_path / "parts") == 0
+  for name in MEASURED:
+    assert [record[name] for record in whole] == [record[name] for record in records(tmp_path / "parts")]
+  refused = {
+    "steps=3": "holds the rows of 2 steps; use steps=2", "distill_top_k=6": "holds 5 entries of the teacher",
+    "distill_temperature=2.0": "was written for other rows: distill_temperature=1.0 there, 2.0 here",
+    "distill_teacher=elsewhere": "teacher, not of distill_teacher=elsewhere",
+    "max_target_length=40": "was written for other rows: max_target_length=48 there, 40 here",
+    "data_shuffle_seed=3": "data_shuffle_seed=0 there, 3 here", "per_device_batch_size=2": "8 a step there, 16 here",
+  }  # fmt: skip
+  capsys.readouterr()
+  for changed, text in refused.items():
+    assert run("other", *asked, changed, folder=tmp_path) == 2
+    assert text in capsys.readouterr().err
+  assert run("run", *STUDENT, teacher, given, folder=tmp_path, command=distill_logits) == 2
+  assert "is there already" in capsys.readouterr().err and not (tmp_path / "other").exists()

@@ -143,6 +143,7 @@ class DataConfig:
   add_bos: bool = key(True)
   add_eos: bool = key(True)
   grain_worker_count: int = key(0, minimum=0, maximum=4096)
+  offline_data_dir: str = key("")
   ghost_val_sets: tuple[str, ...] = key(())
   ghost_val_fraction: float = key(0.25, minimum=0.0, maximum=1.0)
   ghost_val_copies: str = key("drop", choices=("drop", "keep", "error"))
@@ -388,6 +389,8 @@ class Config:
       found -= {"start"}
     elif "start" in found and self.adapter.lora_rank and not self.adapter.lora_restore_path:
       found = {"base"}
+    if self.data.offline_data_dir:
+      found -= {"teacher"}
     return max(found, default="")
 
   @property

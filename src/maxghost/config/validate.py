@@ -296,19 +296,23 @@ def preferences(v: Values) -> Iterator[str]:
 def distillation(v: Values) -> Iterator[str]:
   named = {v.objective, *(plugins.without_objective(text)[1] for text in v.ghost_val_sets)} & {*plugins.OBJECTIVES}
   kinds = {plugins.OBJECTIVES[name].reference for name in named} - {""}
-  if len(kinds) > 1:
+  if len(kinds) > 1 and not v.offline_data_dir:
     yield f"{v['objective']} and {v['ghost_val_sets']} want several frozen models; use objectives with one"
   if "teacher" not in kinds:
-    if v.distill_teacher:
-      yield f"{v['distill_teacher']} is for objective=distill, not {v['objective']}; leave it out"
+    for name in ("distill_teacher", "offline_data_dir"):
+      if getattr(v, name):
+        yield f"{v[name]} is for objective=distill, not {v['objective']}; leave it out"
     return
-  if not v.distill_teacher:
-    yield "objective=distill needs distill_teacher, a run, a checkpoint or a Hugging Face folder"
+  if not v.distill_teacher and not v.offline_data_dir:
+    way = "or offline_data_dir, a folder of maxghost distill-logits"
+    yield f"objective=distill needs distill_teacher, a run, a checkpoint or a Hugging Face folder, {way}"
+  if v.offline_data_dir and v.ghost_reweight:
+    yield f"{v['offline_data_dir']} holds rows in a known order, which {v['ghost_reweight']} changes; use one of them"
   if v.num_vocab_tiling > 1:
     yield f"objective=distill compares whole distributions; use num_vocab_tiling=1, not {v.num_vocab_tiling}"
   if v.distill_top_k > v.vocab_size:
     yield f"{v['distill_top_k']} is more than {v['vocab_size']}; use 0 for the whole vocabulary"
-  if "weights" in v.offload_to_host:
+  if "weights" in v.offload_to_host and not v.offline_data_dir:
     yield f"{v['offload_to_host']} does not go with objective=distill, whose teacher is on the device"
 
 

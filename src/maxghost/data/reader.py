@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from maxghost.config import ConfigError
 from maxghost.data import packing
+from maxghost.data.hashing import text_hash
 from maxghost.data.types import Batch
 from maxghost.data.windows import Windows, row_domains
 
@@ -141,6 +142,12 @@ class TrainIterator(Iterator[Batch]):
       pieces.extend(taken[max(first, 0) : stop])
     self._batches += 1
     return packing.fill(pieces, units.layout, units.tokenizer.pad_id)
+
+  def depend_on(self, name: str, digest: str) -> None:
+    """Makes saved positions depend on another file of the run too, with this checksum."""
+    identity, files = self._identity, self._identity["files"]
+    fingerprint = f"{text_hash(identity['fingerprint'], digest):016x}"
+    self._identity = identity | {"fingerprint": fingerprint, "files": files and {**files, name: digest}}
 
   @property
   def packing_efficiency(self) -> float:

@@ -8,22 +8,26 @@ B batch, T positions, V vocabulary, k entries of the teacher.
 """
 
 import dataclasses
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxghost.config import Config
+from maxghost.data.teacher_logits import IDS, LOG_SUM, LOGITS, open_logits
+from maxghost.data.types import Batch
 from maxghost.models.layers import Hidden
 from maxghost.objectives.cross_entropy import token_losses
 from maxghost.objectives.next_token import LanguageModelLoss
 
-LOGITS, IDS, LOG_SUM = "teacher_logits", "teacher_ids", "teacher_log_sum"  # [B, T, k], int32[B, T, k], [B, T]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Distillation(LanguageModelLoss):
-  """kl: "forward", KL(teacher || student), or "reverse". top_k: 0 = the whole vocabulary."""
+  """kl: "forward", KL(teacher || student), or "reverse". top_k: 0 = the whole vocabulary.
+
+  folder: of `TeacherLogits`, which then stand for the teacher; top_k is a number, and dtype that of the logits.
+  """
 
   name = "distill"
   schedules = ("two_pass", "reverse_scan")
@@ -32,15 +36,36 @@ class Distillation(LanguageModelLoss):
   temperature: float = 1.0
   kl: str = "forward"
   top_k: int = 0
+  folder: str = ""
+  dtype: Any = np.float32
 
   @classmethod
   def of(cls, cfg: Config) -> Self:
     keys = cfg.optimizer
     made = super().of(cfg)
     found = {"alpha": keys.distill_alpha, "temperature": keys.distill_temperature, "kl": keys.distill_kl}
-    return dataclasses.replace(made, **found, top_k=keys.distill_top_k)
+    if folder := cfg.data.offline_data_dir:
+      found |= {"folder": folder, "dtype": jnp.promote_types(cfg.model.dtype, jnp.float32)}
+    whole = cfg.model.vocab_size if folder else 0
+    return dataclasses.replace(made, **found, top_k=keys.distill_top_k or whole)
+
+  def batch_spec(self, num_rows, length):
+    spec = super().batch_spec(num_rows, length)
+    if not self.folder:
+      return spec
+    tokens = num_rows, length
+    shapes = {LOGITS: ((*tokens, self.top_k), self.dtype), IDS: ((*tokens, self.top_k), np.int32)}
+    shapes[LOG_SUM] = tokens, self.dtype
+    return spec | {name: jax.ShapeDtypeStruct(*facts) for name, facts in shapes.items()}
+
+  def prepare(self, batch: Batch) -> Batch:
+    """Adds the teacher's logits of `folder`, if there is one. Raises ConfigError where they are not there."""
+    known = open_logits(self.folder).arrays(batch, self.top_k, self.dtype) if self.folder else {}
+    return dataclasses.replace(batch, arrays=batch.arrays | known)
 
   def from_reference(self, reference, batch):
+    if LOGITS in batch:
+      return batch
     hidden = reference.hidden(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"])
     logits_BTV = reference.logits(hidden) / self.temperature
     if not self.top_k:
