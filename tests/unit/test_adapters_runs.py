@@ -117,9 +117,9 @@ def test_a_run_begins_with_the_adapters_of_another_on_a_base_in_few_bits(runs, t
     np.testing.assert_array_equal(again[label], found[label])
   graphdef, abstract = nnx.split(adapters.create_abstract(run_cfg))
   tokens = np.arange(9, dtype=np.int32)[None]
-  ours = tiny.logits(nnx.merge(graphdef, state.from_tree(_nested(again), abstract)), tokens)
+  ours = nnx.merge(graphdef, state.from_tree(_nested(again), abstract))(tokens)
   graphdef, merged = load_model.load(place, run_cfg)
-  np.testing.assert_allclose(tiny.logits(nnx.merge(graphdef, merged), tokens), ours, atol=2e-6)
+  np.testing.assert_allclose(nnx.merge(graphdef, merged)(tokens), ours, atol=2e-6)
 
 
 def test_adapters_are_merged_into_the_base_that_they_were_trained_on(runs, tmp_path, capsys):
@@ -136,9 +136,9 @@ def test_adapters_are_merged_into_the_base_that_they_were_trained_on(runs, tmp_p
   assert settings.base_qtype == "nf4" and any(x.any() for label, x in arrays.items() if label.endswith("b"))
   graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
   tokens = np.arange(9, dtype=np.int32)[None]
-  ours = tiny.logits(nnx.merge(graphdef, state.from_tree(_nested(begun | arrays), abstract)), tokens)
+  ours = nnx.merge(graphdef, state.from_tree(_nested(begun | arrays), abstract))(tokens)
   graphdef, merged = load_model.load(place, cfg)
-  np.testing.assert_allclose(tiny.logits(nnx.merge(graphdef, merged), tokens), ours, atol=2e-6)
+  np.testing.assert_allclose(nnx.merge(graphdef, merged)(tokens), ours, atol=2e-6)
   assert "into the matrices that nf4 makes of " in capsys.readouterr().out
   plain = load_model.merge.merged(
     load_model.open_tree(model_path.find(folder / "base" / "run").tree), cfg.model,
@@ -147,7 +147,7 @@ def test_adapters_are_merged_into_the_base_that_they_were_trained_on(runs, tmp_p
   graphdef, abstract = nnx.split(adapters.create_abstract(load_model.plain(cfg)))
   wanted = {"model": state.to_tree(state.abstract_arrays(abstract))}
   stored = state.from_tree(open_load(plain, wanted)()["model"], abstract)
-  assert np.abs(tiny.logits(nnx.merge(graphdef, stored), tokens) - ours).max() > 1e-3
+  assert np.abs(nnx.merge(graphdef, stored)(tokens) - ours).max() > 1e-3
 
 
 def _nested(flat: dict) -> dict:
