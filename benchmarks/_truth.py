@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import _byte_lm
 import _digits
+import _muon_forms
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,13 +29,14 @@ from maxghost.ghost.attach import prepare_twin
 from maxghost.ghost.schedules import Model, Problem, Validation, passes, per_example
 from maxghost.ghost.schedules.base import Secant
 from maxghost.objectives import LanguageModelLoss
-from maxghost.optimizers import Parameter, by_label
+from maxghost.optimizers import Muon, Parameter, by_label
 
 HORIZONS = (0, 1, 3, 10, 30, 100)  # further steps after which the validation losses are compared
 STEPS = 240
 PLAYERS = 8  # documents of a batch whose Shapley values are computed
 BENDS = ("", " + secant", " + hessian")  # what the validation gradient is before the optimizer's response
 BASELINES = ("gradient product", "TracIn, last checkpoint", "gradient norm", "loss", "random")
+ADAM = "gradient product by Adam's factor"  # of a Muon run
 OPTIMIZERS = {
   "AdamW": {"opt_type": "adamw", "learning_rate": 3e-3},
   "Muon": {"opt_type": "muon", "learning_rate": 0.02},
@@ -111,7 +113,8 @@ def wide(tree):
 class Steps:
   """The steps of a world's runs and the scores of their documents, each compiled once for all seeds.
 
-  A state is (params, optimizer state, steps taken).
+  A state is (params, (optimizer state, that of Adam on the same gradients), steps taken). rules: {score: (rule, what
+  is done to the validation gradient)}.
   """
 
   @jax.enable_x64(True)
@@ -125,33 +128,36 @@ class Steps:
     self.schedule = optimizers.learning_rate_schedule(optimizer, STEPS)
     self.rates_S = np.broadcast_to(np.asarray(self.schedule(jnp.arange(STEPS)), np.float64), STEPS)
     self.tx = self.rule.transformation(self.schedule)
-    along = self.rule.path()
-    assert along is not None
-    self.rules = {"path": along} if along is self.rule else {"frozen state": self.rule, "path": along}
-    self.credits = tuple(name + bend for name in self.rules for bend in BENDS)
+    self.adam = optax.scale_by_adam(optimizer.adam_b1, optimizer.adam_b2, optimizer.adam_eps)
+    self.rules = forms(self.rule)
+    self.credits = tuple(name + bend for name, (_, bends) in self.rules.items() for bend in bends)
+    self.baselines = BASELINES[:1] + (ADAM,) * isinstance(self.rule, Muon) + BASELINES[1:]
     row = jax.tree.map(lambda x: x[0], world.data(0)[0])
     twin = functools.partial(
-      prepare_twin, nnx.merge(self.graphdef, wide(params), self.rest), wide(row), world.loss, num_sets=len(BENDS),
-      num_positions=None,
-    )  # fmt: skip
-    self.twins = {name: twin(spec=DirectionSpec(rule)) for name, rule in self.rules.items()}
+      prepare_twin, nnx.merge(self.graphdef, wide(params), self.rest), wide(row), world.loss, num_positions=None
+    )
+    self.twins = {
+      name: twin(spec=DirectionSpec(rule), num_sets=len(bends)) for name, (rule, bends) in self.rules.items()
+    }
     self.advance, self.follow = jax.jit(self._advance), jax.jit(self._follow)
     self.scores, self.shapley = jax.jit(self._scores), jax.jit(self._shapley)
 
   def start(self, seed: int):
     params = wide(nnx.split(self.world.model(seed), nnx.Param, ...)[1])
-    return params, self.tx.init(nnx.as_pure(params)), jnp.zeros((), jnp.int32)
+    pure = nnx.as_pure(params)
+    return params, (self.tx.init(pure), self.adam.init(pure)), jnp.zeros((), jnp.int32)
 
   def model(self, params) -> Model:
     return Model(self.graphdef, params, self.rest)
 
   def apply(self, state, grads):
     """(new state, update of the parameters, clipping factor)."""
-    params, opt_state, count = state
+    params, (opt_state, moments), count = state
     _, factor, clipped = optimizers.clip(grads, self.clipping)
     moved, opt_state = self.tx.update(nnx.as_pure(clipped), opt_state, nnx.as_pure(params))
+    _, moments = self.adam.update(nnx.as_pure(clipped), moments)
     delta = passes.like(params, by_label(moved))
-    return (optax.apply_updates(params, delta), opt_state, count + 1), delta, factor
+    return (optax.apply_updates(params, delta), (opt_state, moments), count + 1), delta, factor
 
   def gradient(self, params, batch) -> nnx.State:
     return passes.train_pass(self.model(params), self.world.loss, batch).grads
@@ -191,30 +197,31 @@ class Steps:
 
   def _scores(self, before, state, last, batch, val):
     """({score: [n]}, {score: [n] in all}). before, last: parameters one step earlier, and at the run's end."""
-    params, opt_state, count = state
+    params, (opt_state, _), count = state
     model, loss = self.model(params), self.world.loss
     passed = passes.train_pass(model, loss, batch)
-    _, delta, factor = self.apply(state, passed.grads)
+    (_, (_, moments), _), delta, factor = self.apply(state, passed.grads)
     rate = self.schedule(count)
     val_loss, (G,) = passes.validation_gradients(model, loss, (val,))
     _, (G_before,) = passes.validation_gradients(self.model(before), loss, (val,))
     earlier = Secant([by_label(G_before)], weight=jnp.asarray(rate / self.schedule(count - 1) / 2))
     secant = passes.like(G, passes.extrapolated(earlier, [by_label(G)])[0])
     (hessian,) = passes.second_order_gradients(model, loss, (val,), [G], delta)
-    known = Validation(jnp.tile(val_loss, len(BENDS)), [G, secant, hessian])
+    directions = dict(zip(BENDS, (G, secant, hessian), strict=True))
     scores, in_all = {}, {}
-    for name, rule in self.rules.items():
+    for name, (rule, bends) in self.rules.items():
       twin = self.twins[name]
+      known = Validation(jnp.tile(val_loss, len(bends)), [directions[bend] for bend in bends])
       found = schedules.score(
         Problem(
-          schedule="two_pass", model=model, loss=loss, val_loss=loss, batch=batch, val_batches=(val,) * len(BENDS),
+          schedule="two_pass", model=model, loss=loss, val_loss=loss, batch=batch, val_batches=(val,) * len(bends),
           twin=twin, parameters=twin.parameters, scored=tuple(p.label for p in twin.scored), rule=rule,
           state=rule.read(opt_state, count=count, clip_factor=factor), validation=known,
         )
       )  # fmt: skip
       later = {p.label: self.reach(p.parameter)[count] for p in twin.scored}
       lasting = passes.total(twin, {label: reach * found.passed.scores[label] for label, reach in later.items()})
-      for k, bend in enumerate(BENDS):
+      for k, bend in enumerate(bends):
         scores[name + bend] = rate * factor * found.additive[k]
         in_all[name + bend] = factor * lasting[k]
     shares, ended = self.shares(params, batch), self.shares(last, batch)
@@ -222,10 +229,18 @@ class Steps:
     losses, weights = passed.losses, passed.weights
     per_row = lambda x: x.reshape(x.shape[0], -1).sum(-1)  # noqa: E731
     scores["gradient product"] = rate * factor * products(shares, by_label(G))
+    if ADAM in self.baselines:
+      scores[ADAM] = rate * factor * products(shares, self.by_adam(G, moments))
     scores["TracIn, last checkpoint"] = products(ended, by_label(G_last))
     scores["gradient norm"] = jnp.sqrt(sum(per_row(jnp.square(share)) for share in shares.values()))
     scores["loss"] = per_row(losses * weights) / jnp.maximum(per_row(weights), 1)
     return scores, in_all
+
+  def by_adam(self, G, moments: optax.ScaleByAdamState) -> dict:
+    """The validation gradient times the factor that Adam, with this step's second moment, has for a gradient."""
+    cfg, nu = self.world.cfg.optimizer, by_label(moments.nu)
+    correction = 1 - cfg.adam_b2**moments.count
+    return {label: x / (jnp.sqrt(nu[label] / correction) + cfg.adam_eps) for label, x in by_label(G).items()}
 
   def reach(self, parameter: Parameter):
     """`UpdateRule.reach` of one parameter."""
@@ -241,6 +256,18 @@ class Steps:
       return -self.val_loss(self.apply(state, passes.like(state[0], grads))[0][0], val)
 
     return jax.lax.map(worth, subsets_MB, batch_size=32)
+
+
+def forms(rule: optimizers.UpdateRule) -> dict[str, tuple[optimizers.UpdateRule, tuple[str, ...]]]:
+  """{score: (rule, its BENDS)}: the path, and what an optimizer could be held fixed to instead."""
+  if not isinstance(rule, Muon):
+    along = rule.path()
+    assert along is not None
+    return {"frozen state": (rule, BENDS), "path": (along, BENDS)}
+  fields = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+  frozen = {f"frozen, {form}": _muon_forms.FrozenMuon(**fields, form=form) for form in _muon_forms.FORMS}
+  finer = {"path, 4 nodes": dataclasses.replace(rule, nodes=4)}
+  return {"path": (rule, BENDS)} | {name: (form, BENDS[:1]) for name, form in (finer | frozen).items()}
 
 
 def batch_of(batches, i):
@@ -287,7 +314,7 @@ def measure(steps: Steps, seeds: tuple[int, ...], horizons: tuple[int, ...] = HO
       ends = last, batches, val, np.array(horizons)
       cells += [_cell(steps, moment, ends, rng) for moment in moments]
   stacked = (np.stack(parts, axis) for axis, parts in zip((1, 1, 0, 1, 0), zip(*cells, strict=True), strict=True))
-  return Found((*steps.credits, *BASELINES), len(steps.credits), *stacked)
+  return Found((*steps.credits, *steps.baselines), len(steps.credits), *stacked)
 
 
 def _cell(steps: Steps, moment, ends, rng):
@@ -303,7 +330,7 @@ def _cell(steps: Steps, moment, ends, rng):
   for rows_of in (batch, small):
     scores, in_all = (jax.device_get(x) for x in steps.scores(before, state, last, rows_of, val))
     scores["random"], nothing = rng.random(rows), np.full(rows, np.nan)
-    names = (*steps.credits, *BASELINES)
+    names = (*steps.credits, *steps.baselines)
     out.append((np.stack([scores[name] for name in names]), np.stack([in_all.get(name, nothing) for name in names])))
   return *out[0], real_nH, out[1][0][:, :PLAYERS], _digits.shapley_values(worth_M, subsets_MB)
 

@@ -39,12 +39,20 @@ def test_a_sum_over_what_is_updated_in_place_costs_no_copy():
   assert compiled.memory_analysis().temp_size_in_bytes < x.size * x.dtype.itemsize / 2
 
 
-def test_a_walk_back_copies_nothing_of_its_state():
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"ghost_schedule": "reverse_scan"},
+    {"ghost_direction": "path", "ghost_curvature": "secant"},
+    {"ghost_enabled": False},
+  ],
+)
+def test_a_step_copies_nothing_of_its_state(changes):
   """The norm of the parameters and the ledger's sums read what the optimizer then updates in place."""
-  run = Run(ghost_schedule="reverse_scan")
+  run = Run(**changes)
   step = jax.jit(run.function, donate_argnums=0)
   with tiny.cheap_compilation():
-    text = step.lower(run.state, TRAIN[0], (VALIDATION,)).compile().as_text()
+    text = step.lower(run.state, TRAIN[0], (VALIDATION,) if run.twin else ()).compile().as_text()
   copied = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(%(state\w+)", text)
   assert "state__optimizer" in text
   assert not [name for shape, name in copied if shape.count(",")], copied

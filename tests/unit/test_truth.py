@@ -11,9 +11,11 @@ import pytest
 from test_path_credit import secant
 
 from maxghost.optimizers import by_label
+from maxghost.optimizers.base import Matrix
 
 pytest.importorskip("sklearn")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import _muon_forms
 import _truth
 
 AT, HORIZONS, ROWS = (3, 40), (0, 2), 12
@@ -46,7 +48,7 @@ def test_the_scores_are_products_with_single_gradients_and_following_is_training
     state = steps.advance(before, batches, AT[0])
     batch = _truth.batch_of(batches, AT[0])
     scores, in_all = steps.scores(before[0], state, state[0], batch, val)
-    params, opt_state, count = state
+    params, (opt_state, _), count = state
     shares, whole = jax.jit(lambda params: (steps.shares(params, batch), steps.gradient(params, batch)))(params)
     gradient = jax.jit(jax.value_and_grad(steps.val_loss))
     g, G, G_before = (by_label(x) for x in (whole, gradient(params, val)[1], gradient(before[0], val)[1]))
@@ -69,3 +71,24 @@ def test_the_scores_are_products_with_single_gradients_and_following_is_training
       run = apply(_truth.passes.like(params, {k: x - shares[k][2] * left_out for k, x in g.items()}))
       ends.append(float(gradient(steps.advance(run, batches, AT[0] + 1 + HORIZONS[-1])[0], val)[0]))
     assert float(real_nH[2, 1]) == pytest.approx(ends[0] - ends[1], abs=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 7, 4)])
+def test_each_frozen_form_of_muon_gives_back_its_step(shape):
+  """Held fixed, an operator applied to what it was made of is the step itself; the derivative is JAX's."""
+  rng = np.random.default_rng(1)
+  with jax.enable_x64(True):
+    g, momentum, y = (jnp.asarray(rng.normal(size=shape)) for _ in range(3))
+
+    def response(form):
+      rule = _muon_forms.FrozenMuon(form=form)
+      return _muon_forms.FrozenResponse(rule, Matrix(1, 1), 0, g, momentum, jnp.int32(4), jnp.ones(()), form)
+
+    moved = response("left")._step(g)
+    n, share = response("left")._momentum()
+    for form in _muon_forms.FORMS[:-1]:
+      found = response(form)
+      assert oracles.relative_error(found.apply(n) / share, moved) < 1e-10
+      assert float(jnp.vdot(y, found.apply(g))) == pytest.approx(float(jnp.vdot(found.transpose(y), g)), rel=1e-10)
+    (pulled,) = jax.vjp(lambda g: response("left")._moved(momentum, g), g)[1](y)
+    assert oracles.relative_error(response("derivative").transpose(y), pulled) < 1e-12

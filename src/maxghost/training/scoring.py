@@ -19,6 +19,7 @@ from maxghost.ghost import ledger, schedules
 from maxghost.ghost.attach import Twin, prepare_twin
 from maxghost.ghost.engine import direction_spec
 from maxghost.ghost.schedules import Model, Problem, Scored, Secant, Settings, Stored
+from maxghost.models import autodiff
 from maxghost.objectives import Objective, create, of_validation
 from maxghost.parallel.axis_rules import BATCH
 from maxghost.parallel.shardings import constrain, slash_path
@@ -250,7 +251,8 @@ def run(problem: Problem, train_state: TrainStateNNX) -> Scored:
     leaves = jax.tree.leaves(scored.validation.gradients)
     if isinstance(problem.validation, Stored) and problem.secant:
       leaves += [gradient for of_set in problem.secant.earlier for gradient in of_set.values()]
-    for variable, leaf in zip(train_state.stored_gradients, leaves, strict=True):
+    # The stored ones are read before: otherwise XLA would copy them, because these take their place.
+    for variable, leaf in zip(train_state.stored_gradients, autodiff.after(leaves, scored.additive), strict=True):
       variable[...] = leaf
     if train_state.carried is not None:
       train_state.carried[...] = jnp.zeros_like(train_state.carried[...])

@@ -78,13 +78,13 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
       "clip_factor": clip_factor,
     }
     out |= step_loss.reported(passed.loss, passed.metrics)
-    read = []
+    columns = {}
     if scorer is not None:
       columns = scorer.columns(train_state, split.params, scored, learning_rate, clip_factor)
       out |= scorer.outputs(scored, batch, learning_rate * clip_factor) | columns
-      if cfg.ghost.ghost_schedule == "reverse_scan":  # other schedules have the bits of a step without scores anyway
-        read = [out["param_norm"], *columns.values()]
-    apply(train_state, read)
+    # Without clipping there is no factor that could wait, and a factor of 1 would change how the update rounds.
+    waits = cfg.optimizer.gradient_clipping_threshold or (columns and cfg.ghost.ghost_schedule == "reverse_scan")
+    apply(train_state, [out["param_norm"], *columns.values()] if waits else [])
     if cfg.model.use_qk_clip:
       before = qk_clip.clip(train_state.model, passed.metrics["max_logits_LH"], cfg.model.qk_clip_threshold)
       if scorer is not None:
@@ -105,27 +105,24 @@ def _norm(cfg: Config, state: nnx.State):
 def _clipped_update(cfg: Config, grads):
   """(global norm, clipping factor, update(train state, read)), which updates the state by the clipped gradient.
 
-  read: sums over the old state, for which an update without segments waits. Otherwise XLA would copy arrays that are
-  read elsewhere before it updates them in place, and keep the copies: on CPU 5 % of the memory of a scored step.
+  read: sums over the old state, for which the update waits; may be empty without clipping. Otherwise XLA would copy
+  arrays that are read elsewhere before it updates them in place: on CPU, all parameters and moments in a scored step.
   """
   threshold, segments = cfg.optimizer.gradient_clipping_threshold, cfg.model.stacked_segments
   if segments:
     norm = _norm(cfg, grads)
-    clip_factor, clipped = factor_of(norm, threshold), None
+    clip_factor = factor_of(norm, threshold)
   else:
-    norm, clip_factor, clipped = clip(grads, threshold)
-
-  def scale(g):
-    return scaled(g, clip_factor, threshold)
+    grads = jax.lax.optimization_barrier(grads)  # as `clip` does
+    norm, clip_factor, _ = clip(grads, threshold)
 
   def update(train_state, read) -> None:
     if host_memory.HostMemory.of(cfg).updates:
+      scale = lambda g: scaled(g, clip_factor, threshold)  # noqa: E731
       host_memory.apply_gradients(train_state.optimizer, train_state.model, grads, scale, segments[0])
       return
-    gradient: Any = clipped
-    if segments:
-      gradient = jax.tree.map(scale, grads)
-    elif read:
+    gradient: Any = grads
+    if read:
       late = autodiff.after(clip_factor, read)
       gradient = jax.tree.map(lambda g: g * late.astype(g.dtype), grads)
     train_state.apply_gradients(constrain_state(gradient, moments=True))
