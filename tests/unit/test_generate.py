@@ -53,6 +53,19 @@ def test_the_command_prints_the_greedy_continuation(folder, capsysbinary):
   assert b"5 tokens for 1 prompts" in err and b"tokens/s" in err
 
 
+def test_no_text_steers_the_terminal(folder, capsysbinary, monkeypatch):
+  """Texts of a model are anything; a file or another program gets them as they are."""
+  prompts = ("--prompt", "a\x1b[2Jb", "c\u202ed")
+  for prompt in (prompts, prompts[:2]):
+    assert run(folder, *prompt, "--max_new_tokens", 3) == 0
+    assert b"\x1b[2J" in capsysbinary.readouterr().out
+    with monkeypatch.context() as patched:
+      patched.setattr(sys.stdout, "isatty", lambda: True)
+      assert run(folder, *prompt, "--max_new_tokens", 3) == 0
+    out = capsysbinary.readouterr().out.decode()
+    assert "a\ufffd[2Jb" in out and not {"\x1b", "\u202e"} & {*out}
+
+
 def test_several_prompts_come_one_below_the_other(folder, tmp_path, capsysbinary):
   (tmp_path / "prompts.txt").write_text("xyz\n\n")
   arguments = ["--prompt", "ab", "--prompts", tmp_path / "prompts.txt", "--max_new_tokens", 4]

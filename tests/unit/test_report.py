@@ -28,9 +28,10 @@ from maxghost.attribution import summary as summary_module
 from maxghost.attribution.html import render
 from maxghost.attribution.html.charts import spread, tick_text, ticks
 from maxghost.attribution.metrics import Series, read_metrics, thin
-from maxghost.attribution.numbers import compact, integer, number, percent, printable
+from maxghost.attribution.numbers import compact, integer, number, percent
 from maxghost.attribution.texts import Source
 from maxghost.config import ConfigError
+from maxghost.config.values import printable
 from maxghost.scorelog import Writer
 
 SYNTHETIC = ("dataset_type=synthetic", "ghost_val_sets=words")

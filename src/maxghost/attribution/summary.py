@@ -419,11 +419,14 @@ def _duplicates(documents, groups: Groups) -> Duplicates | None:
   """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many."""
   if documents is None or len(groups) > MAX_HASHED_DOCUMENTS or len(documents) > MAX_HASHED_DOCUMENTS:
     return None
+  from maxghost.data.sources.base import read_or_skip
+
   place = {key: i for i, key in enumerate(groups.document_ids())}
   by_text: dict[bytes, list[DocumentKey]] = {}
   for index in range(len(documents)):
-    if (key := tuple(documents.document_id(index))) in place:
-      digest = hashlib.blake2b(bytes(documents[index].text).strip(), digest_size=16).digest()
+    key = tuple(documents.document_id(index))
+    if key in place and (text := read_or_skip(documents.texts, np.array([index]))[0]) is not None:
+      digest = hashlib.blake2b(bytes(text).strip(), digest_size=16).digest()
       by_text.setdefault(digest, []).append(key)
   copies = [(groups.tokens[[place[key] for key in keys]], keys) for keys in by_text.values() if len(keys) > 1]
   copies.sort(key=lambda copy: -copy[0].sum())
