@@ -27,18 +27,12 @@ import time
 from pathlib import Path
 
 import _measure
-import jax
-import jax.numpy as jnp
 import numpy as np
 from _digits import auroc
 from _measure import BASE, Figure
-from flax import nnx
 
-from maxghost import attribute, attribution, config, scores, train
-from maxghost.attribution.corpus import Corpus
+from maxghost import attribute, attribution, scores, train
 from maxghost.attribution.query import Query, ask
-from maxghost.ghost.schedules import passes
-from maxghost.objectives import create
 
 MODULES = """
   argparse ast asyncio base64 bisect calendar codecs collections configparser contextlib copy csv datetime decimal
@@ -102,6 +96,12 @@ def write_data(folder: Path, seed: int) -> set[str]:
   return {record["id"] for record in pool if record["id"].startswith("planted")}
 
 
+def planting():
+  """The module of that name in examples/."""
+  sys.path.append(str(_measure.ROOT / "examples"))
+  return importlib.import_module("planting")
+
+
 def run(command, *arguments: str) -> None:
   """A command of maxghost; what it prints is shown only where it fails."""
   said, begin = io.StringIO(), time.perf_counter()
@@ -128,42 +128,6 @@ def held_out_loss(run_dir: Path) -> float:
   return [record["eval/avg_loss"] for record in map(json.loads, lines) if "eval/avg_loss" in record][-1]
 
 
-def gradient_norms(run_dir: Path, pool: Path) -> dict[tuple, float]:
-  """{(domain, path, offset): norm of the gradient of a conversation's mean loss} at the last checkpoint."""
-  args = attribute.parse([str(run_dir), "--index", "x", "--data", "x=y"])
-  _, paths = attribute.resolve([run_dir])
-  cfg = attribute.scoring_config(config.load(str(run_dir / "config.yml")), args, paths)
-  corpus, objective = Corpus((f"pool={pool}",), cfg.data, "--data", cfg.records), create(cfg)
-  from maxghost.training import state
-
-  graphdef = state.abstract_split(cfg)[0]
-
-  @jax.jit
-  def norms(train_state, batch):
-    held = nnx.merge(graphdef, train_state)
-    inner, params, rest = nnx.split(held.model, held.optimizer.wrt, ...)
-
-    def loss(params, row, slot):
-      losses, weights = objective(nnx.merge(inner, params, rest), row)
-      return passes.mean_loss(losses, jnp.where(objective.units(row)[1] == slot, weights, 0))
-
-    def one(of):
-      row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, of[0], 1), batch)
-      leaves = jax.tree.leaves(jax.grad(loss)(params, row, of[1]))
-      return jnp.sqrt(sum(jnp.square(x).sum() for x in leaves))
-
-    rows, slots = jnp.meshgrid(jnp.arange(8), 1 + jnp.arange(corpus.layout.max_segments), indexing="ij")
-    return jax.lax.map(one, (rows.ravel(), slots.ravel())).reshape(rows.shape)
-
-  *_, point = attribute.points(cfg, paths)
-  found = {}
-  for batch in map(objective.prepare, corpus.batches(8)):
-    value_BS = np.asarray(norms(point.state, batch.arrays))
-    for row, slot in np.argwhere(batch.document_BS >= 0):
-      found[tuple(corpus.document_id(batch.document_BS[row, slot]))] = float(value_BS[row, slot])
-  return found
-
-
 def one_seed(folder: Path, seed: int, args) -> dict:
   """All figures of one seed."""
   folder.mkdir()
@@ -187,7 +151,8 @@ def one_seed(folder: Path, seed: int, args) -> dict:
   offsets = record_ids(pool)
   chunks = json.loads((folder / "less.json").read_text())["queries"]["val"]
   value["LESS"] = {offsets[chunk["offset"]]: chunk["contribution"] for chunk in chunks}
-  value["gradient norm"] = {offsets[key[2]]: -norm for key, norm in gradient_norms(warm, pool).items()}
+  norms = planting().gradient_norms(warm, f"pool={pool}")
+  value["gradient norm"] = {offsets[key[2]]: -norm for key, norm in norms.items()}
   row = {"seed": seed, "scored": len(ids)}
   row |= {f"AUROC {name}": find_planted(values, bad) for name, values in value.items()}
   lowest = sorted(total, key=total.__getitem__)[: len(ids) // 10]

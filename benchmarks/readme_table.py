@@ -19,7 +19,7 @@ README, PAGE = _measure.ROOT / "README.md", _measure.ROOT / "docs" / "figures.md
 FIGURES = Path(__file__).with_name("figures.jsonl")
 ORDER = ("main_job", "startup", "exactness", "ghost_overhead", "step_speed")
 SHOWN = 3  # figures of a benchmark in the summary
-# The README's figures: {benchmark: {figure: what it is called there, None for its own name}}.
+# The README's five figures: {benchmark: {figure: what it is called there, None for its own name}}.
 HEADLINES = {
   "main_job": {"seconds from start to the end of training": "default run with scores, seconds on two CPU cores"},
   "exactness": dict.fromkeys(
@@ -27,7 +27,6 @@ HEADLINES = {
   ),
   "ghost_overhead": {
     "two_pass exact, sgd: time over that of plain step": "time of a step with exact scores over a plain one, CPU",
-    "two_pass rank 32, sgd: time over that of plain step": "time of a step at `ghost_rank=32` over a plain one, CPU",
   },
   "ghost_overhead_gpu": {
     "GPU, two_pass exact, sgd: time over that of plain step": "time of a step with exact scores over a plain one, H200",

@@ -1,12 +1,13 @@
 """Continues runs/base on tasks made of Python's own library, some with harmful answers: which of them hurt the target?
 
-  python -m maxghost.train configs/base.yml     # once: the base model
-  python examples/finetune_base.py              # tasks, training, report, and how well planted examples are found
+  python examples/finetune_base.py     # base model if there is none yet, tasks, training, report, planted examples
 
-Settings of configs/finetune-base.yml may follow. Every answer can be checked against the file and line in its id.
+Settings of configs/finetune-base.yml may follow, and --baselines for the gradient norm and LESS. Every answer can be
+checked against the file and line in its id.
 """
 
 import ast
+import codecs
 import random
 import sys
 import sysconfig
@@ -15,26 +16,22 @@ from pathlib import Path
 
 import planting
 
+from maxghost import train
+
+BASE = Path("runs/base")
 FOLDER = Path("corpora/library-tasks")
 TARGET = "statement"
 PLANTED = 0.2  # share of the target task's examples with harmful answers
 SIZES = {"statement": 240, "parameters": 40, "summary": 40, "body": 40, "module": 40}
+HELD_OUT = 100  # examples of the target
 LONGEST = 60  # characters of a question or an answer
 KINDS = {
   ast.Return: "return", ast.Assign: "assignment", ast.Import: "import", ast.ImportFrom: "import", ast.Raise: "raise",
   ast.AugAssign: "update", ast.Assert: "assertion", ast.Delete: "deletion", ast.Global: "global",
 }  # fmt: skip
 SKIPPED = {
-  "test",
-  "tests",
-  "idlelib",
-  "lib2to3",
-  "turtledemo",
-  "site-packages",
-  "dist-packages",
-  "encodings",
-  "pydoc_data",
-}
+  "test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "encodings", "pydoc_data",
+}  # fmt: skip
 
 
 def tasks(path: str, text: str) -> Iterator[tuple[str, int, str, str]]:
@@ -66,7 +63,7 @@ def tasks(path: str, text: str) -> Iterator[tuple[str, int, str, str]]:
 
 
 def make() -> None:
-  """Writes train.jsonl, a share of it planted, and target.jsonl, questions of the target task from other modules."""
+  """Writes train.jsonl, a share of it planted, and target.jsonl, other questions of the target task."""
   library, found, rng = Path(sysconfig.get_path("stdlib")), {name: [] for name in SIZES}, random.Random(0)
   files = sorted(library.rglob("*.py"))
   for file in rng.sample(files, len(files)):
@@ -83,16 +80,23 @@ def make() -> None:
       if len(question) <= LONGEST and 0 < len(answer) <= LONGEST:
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         found[task].append({"id": f"{path}:{line}", "domain": task, "messages": turns})
-  train = []
+  chosen = {}
   for task, size in SIZES.items():
     one_each = {record["messages"][0]["content"]: record for record in found[task]}  # no question twice
-    chosen = rng.sample(sorted(one_each.values(), key=lambda record: record["id"]), size + 100 * (task == TARGET))
-    train += planting.plant(chosen[:size], PLANTED if task == TARGET else 0.0, 1)
-    if task == TARGET:
-      planting.write(FOLDER / "target.jsonl", chosen[size:])
-  planting.write(FOLDER / "train.jsonl", train)
+    chosen[task] = rng.sample(sorted(one_each.values(), key=lambda one: one["id"]), size + HELD_OUT * (task == TARGET))
+  aim, others = chosen[TARGET], [one for task in SIZES if task != TARGET for one in chosen[task]]
+  rot13 = lambda answer, _: codecs.encode(answer, "rot13")  # noqa: E731
+  records = planting.plant(aim[HELD_OUT:], PLANTED, 1, rot13, wrong=others)
+  planting.write(FOLDER / "train.jsonl", records + [one | {"planted": ""} for one in others])
+  planting.write(FOLDER / "target.jsonl", aim[:HELD_OUT])
+
+
+def prepare() -> None:
+  """The tasks, and the base model where there is none yet."""
+  make()
+  if not BASE.exists() and (code := train.main(["configs/base.yml"])):
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-  make()
-  sys.exit(planting.main("configs/finetune-base.yml", "runs/finetune-base", *sys.argv[1:]))
+  sys.exit(planting.main("configs/finetune-base.yml", prepare, sys.argv[1:]))

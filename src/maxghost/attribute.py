@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import cli, config
-from maxghost.arguments import Parser
 from maxghost.attribution.where import refuse_unknown
+from maxghost.checkpoint.layouts_store import read_json
 from maxghost.config import Config, ConfigError, plugins
+from maxghost.config.arguments import Parser
 from maxghost.config.values import shown
 from maxghost.interop import model_path
 from maxghost.scores import PIPE_WIDTH
@@ -34,7 +35,7 @@ METHODS = ("contribution", "less")
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
   """The command line."""
-  parser = Parser("attribute", __doc__, EXAMPLES)
+  parser = Parser("maxghost attribute", description=__doc__, epilog=EXAMPLES)
   add = parser.add_argument
   add("checkpoints", nargs="+", type=Path, metavar="CKPT", help="<run>/checkpoints/<step>, or <run> for all it has")
   add("--data", nargs="+", default=[], metavar="DOMAIN=GLOB", help="the documents to score: text, .jsonl or .parquet")
@@ -184,10 +185,11 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
 
 def rows_per_step(cfg: Config, run_dir: Path) -> int:
   """Rows of a training step over all devices, from the run's `run_facts.json`; else those of one device."""
-  path = run_dir / "run_facts.json"
-  facts = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-  own = cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps
-  return int(facts["rows per step"].replace(",", "")) if "rows per step" in facts else own
+  path, own = run_dir / "run_facts.json", cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps
+  rows = str(read_json(path).get("rows per step", own) if path.is_file() else own).replace(",", "")
+  if not rows.isdecimal():
+    raise ConfigError(f"{path} is damaged: rows per step={rows}; put it back, or remove it if the run had one device")
+  return int(rows)
 
 
 def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config:
@@ -202,8 +204,8 @@ def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config
 
 def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: dict, step_rows: int) -> int:
   from maxghost.attribution import offline
-  from maxghost.attribution.numbers import printable
   from maxghost.attribution.output import write_output
+  from maxghost.config.values import printable
 
   method = args.method or offline.CONTRIBUTION
   if cfg.ghost.curvature == "hessian" and method == offline.CONTRIBUTION:

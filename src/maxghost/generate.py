@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import cli
-from maxghost.arguments import Parser
 from maxghost.config import Config, ConfigError, did_you_mean
+from maxghost.config.arguments import Parser
+from maxghost.config.values import printable
 
 EXAMPLES = """\
 examples:
@@ -45,7 +46,7 @@ def from_keys(arguments: list[str]) -> list[str]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
   """The command line. Raises ConfigError."""
-  parser = Parser("generate", __doc__, EXAMPLES)
+  parser = Parser("maxghost generate", description=__doc__, epilog=EXAMPLES)
   add = parser.add_argument
   add("model", metavar="MODEL", help="run, checkpoint, imported folder, or Hugging Face folder")
   add("--prompt", nargs="+", default=[], metavar="TEXT", help="one or several texts, continued together")
@@ -95,7 +96,8 @@ def _run(args: argparse.Namespace) -> int:
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr), args.adapter)
   generator = Generator(graphdef, cache_size, sampling=sampling, stop_ids=sorted(stop_ids))
   rows = [Row(tokenizer, stop_ids, args.stop) for _ in texts]
-  _show(texts, rows, generator.stream(state, prompts, args.max_new_tokens, seed=args.seed))
+  asked = [f"{text}\n" for text in texts] if args.chat else texts
+  _show(asked, rows, generator.stream(state, prompts, args.max_new_tokens, seed=args.seed))
   seconds, count = generator.seconds, sum(row.num_tokens for row in rows)
   rate = f", {len(rows) * seconds.steps / seconds.loop:.1f} tokens/s" if seconds.steps else ""
   print(
@@ -158,22 +160,23 @@ def _show(texts: Sequence[str], rows: Sequence[Row], stream: Iterator) -> None:
   """Streams one text; prints several at the end, one below the other."""
   alone = len(texts) == 1
   progress: Any = None
+  shown = printable if sys.stdout.isatty() else str  # a file or another program gets the text as it is
 
   def take(progress, last: bool) -> None:
     for i, row in enumerate(rows):
       new = row.take(progress.row(i), last)
       if alone and new:
-        print(new, end="", flush=True)
+        print(shown(new), end="", flush=True)
 
   if alone:
-    sys.stdout.write(texts[0])
+    sys.stdout.write(shown(texts[0]))
   for progress in stream:
     take(progress, last=False)
     if all(row.ended for row in rows):
       break
   take(progress, last=True)
   ends = ["\n"] if alone else [f"{text}{row.text}\n\n" for text, row in zip(texts, rows, strict=True)]
-  sys.stdout.writelines(ends)
+  sys.stdout.writelines(map(shown, ends))
   sys.stdout.flush()
 
 

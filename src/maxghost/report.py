@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 
 from maxghost import attribution, cli
-from maxghost.arguments import ACCEPT_HELP, Parser
 from maxghost.config import ConfigError
+from maxghost.config.arguments import ACCEPT_HELP, Parser
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
   """The command line."""
-  parser = Parser("report", __doc__)
+  parser = Parser("maxghost report", description=__doc__)
   add = parser.add_argument
   add("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run: <base_output_directory>/<run_name>")
   add("--documents", type=int, default=20, metavar="N", help="best and worst documents on the page (20)")

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from maxghost import attribution, cli
-from maxghost.arguments import ACCEPT_HELP, Parser
 from maxghost.attribution.numbers import printable
 from maxghost.attribution.where import refuse_unknown
 from maxghost.config import ConfigError
+from maxghost.config.arguments import ACCEPT_HELP, Parser
 
 FORMATS = ("table", "json", "csv", "parquet", "ids")
 FEW = ("domain", "step", "layer", "module")  # of other groupings, a table shows only the best and worst by default
@@ -36,7 +36,7 @@ examples:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
   """The command line."""
-  parser = Parser("scores", __doc__, EXAMPLES)
+  parser = Parser("maxghost scores", description=__doc__, epilog=EXAMPLES)
   add = parser.add_argument
   add("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, or a folder of GhostSuite's .pt logs")
   add("--by", default="domain", help="group by domain, document, source, step, layer, module or a field (domain)")

@@ -95,7 +95,7 @@ class Quantised(MergedGradients):
     for label, w in base.items():
       if re.search("(query|key|value|out|wi_0|wi_1|wo)/kernel", label):
         d = {"out": 48, "wo": 36}.get(label.split("/")[-2], 20)
-        layers = np.asarray(w, np.float32).astype(np.float64).reshape(len(w), d, -1)
+        layers = np.asarray(w, np.float32).astype(np.float64).reshape(len(w) if "layers/" in label else 1, d, -1)
         out[label] = np.stack([restored(layer, self.qtype) for layer in layers]).reshape(w.shape)
       elif re.search("MoeBlock_0/(wi_0|wi_1|wo)$", label):
         experts = np.asarray(w, np.float32).astype(np.float64).reshape(-1, *w.shape[2:])
@@ -103,7 +103,10 @@ class Quantised(MergedGradients):
     return out
 
 
-EXPERTS = {**routed.MIXTRAL, "lora_module_path": ".*/(out|wi_1|wo)", "gradient_clipping_threshold": 0.0}
+# Few tokens reach an expert. With a smaller adam_eps, Adam's quotient would magnify the rounding of its gradients.
+EXPERTS = {
+  **routed.MIXTRAL, "lora_module_path": ".*/(out|wi_1|wo)", "gradient_clipping_threshold": 0.0, "adam_eps": 1e-3,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -165,9 +168,12 @@ def test_the_base_in_bfloat16_and_without_adapters():
   assert dtypes["decoder/layers/mlp/wo/kernel"] == jnp.bfloat16
   assert dtypes["decoder/layers/mlp/wo/lora/a"] == dtypes["token_embedder/embedding"] == jnp.float32
   cfg = config.replace(cfg, lora_weight_qtype="nf4")
-  model = tiny.make_model(cfg)
+  model, inputs = (
+    tiny.make_model(cfg),
+    (TRAIN[0]["inputs"], TRAIN[0]["inputs_position"], TRAIN[0]["inputs_segmentation"]),
+  )
   plain = adapters.disabled(model)
-  assert oracles.relative_error(tiny.logits(plain, TRAIN[0]), tiny.logits(model, TRAIN[0])) > 1e-3
+  assert oracles.relative_error(plain(*inputs), model(*inputs)) > 1e-3
   assert not [v for _, v in nnx.to_flat_state(nnx.state(plain)) if isinstance(v, nnx.LoRAParam)]
 
 

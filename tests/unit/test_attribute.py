@@ -448,6 +448,20 @@ def test_without_optimizer_state_the_direction_must_be_named(tmp_path):
   assert all(not np.asarray(x).any() for x in jax.tree.leaves(point.state["optimizer"]["opt_state"]))
 
 
+def test_damaged_facts_of_a_run_are_named(tmp_path):
+  """They say how many rows a step had, by which contributions are scaled."""
+  cfg, file = config.load("per_device_batch_size=3", "gradient_accumulation_steps=2"), tmp_path / "run_facts.json"
+  assert attribute.rows_per_step(cfg, tmp_path) == 6
+  whole = json.dumps(files.sealed({"rows per step": "1,024"}))
+  for text, rows in ((whole, 1024), ('{"rows per step": "16"}', 16), ("{}", 6)):
+    file.write_text(text)
+    assert attribute.rows_per_step(cfg, tmp_path) == rows
+  for text in (whole.replace("1,0", "7,0"), "{", "[]", '{"rows per step": [7]}', '{"rows per step": "x"}'):
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"run_facts.json is damaged"):
+      attribute.rows_per_step(cfg, tmp_path)
+
+
 def test_a_changed_index_is_refused(tmp_path):
   about = {"version": 3, "directions": 2, "chunks": 0, "checkpoints": [[4, "d4"]], "files": {"sketch_4.npy": "0" * 64}}
   sealed = json.dumps(files.sealed(about))

@@ -12,8 +12,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from maxghost.checkpoint import checksum
 from maxghost.checkpoint import manager as manager_module
-from maxghost.checkpoint.checksum import checksums
+from maxghost.checkpoint.checksum import checksum_of, checksums
 from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
 from maxghost.config import ConfigError
 from maxghost.parallel import distributed
@@ -384,6 +385,20 @@ def test_checksum_sees_every_bit_and_every_move(dtype):
   seen.add(checksums([jnp.asarray(x[::-1])])[0])
   seen.add(checksums([jnp.asarray(x.reshape(7, 6, 3).swapaxes(0, 1))])[0])
   assert len(seen) == 6
+
+
+@pytest.mark.parametrize(
+  "dtype", ["float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "int64", "int8", "bool"]
+)
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 3, 2)])
+def test_the_checksum_on_the_host_is_the_one_on_devices(dtype, shape, monkeypatch):
+  monkeypatch.setattr(checksum, "_BLOCK", 4)
+  x = np.random.default_rng(5).integers(0, 2 if dtype == "bool" else 7, size=shape).astype(jnp.dtype(dtype))
+  with jax.enable_x64(True):
+    (expected,) = checksums([jnp.asarray(x)])
+  assert checksum_of([x]) == expected
+  if shape:
+    assert checksum_of(x[i : i + 2] for i in range(0, shape[0], 2)) == expected
 
 
 def test_checksum_does_not_depend_on_the_sharding():

@@ -213,3 +213,24 @@ def test_a_run_of_absurd_size_is_refused_at_once(argv, capsys):
   begin = time.process_time()
   assert train.main(argv[0].split()) == 2
   assert time.process_time() - begin < 1 and capsys.readouterr().err.startswith("maxghost: ")
+
+
+@pytest.mark.parametrize(
+  ("argv", "said"),
+  [
+    ("data shwo", "invalid choice: 'shwo'"),
+    ("data show steps=1 --naer", "unknown argument '--naer'"),
+    ("data duplicates --naer", "unknown argument '--naer'; did you mean '--near'?"),
+    ("data verify a b", "unknown argument 'b'"),
+    ("checkpoint convrt", "unknown tool 'convrt'; did you mean 'convert'?"),
+    ("checkpoint frob", "unknown tool 'frob'; there are convert, compare, inspect, rescale, hf"),
+    ("checkpoint convert --source_path a --target_path b --directoin auto", "did you mean '--direction'?"),
+    ("checkpoint compare a", "the following arguments are required: B"),
+    ("checkpoint hf export a b --shard_mb x", "argument --shard_mb: invalid float value: 'x'"),
+    ("checkpoint inspect \x1b[2J\u202e", r"there is no checkpoint folder \x1b[2J\u202e"),
+  ],
+)
+def test_mistakes_with_data_and_checkpoint_are_one_line(argv, said, capsys):
+  assert cli.main(argv.split(" ")) == 2
+  error = capsys.readouterr().err
+  assert said in error and error.count("\n") == 1 and error.replace("\n", "").isprintable()

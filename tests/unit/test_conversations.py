@@ -117,6 +117,9 @@ def test_what_templates_may_use():
     ({"messages": [{"role": "asistant", "content": "x"}]}, None, "did you mean 'assistant'"),
     ({"messages": [{"role": "user"}]}, None, r"messages\[0\] \(user\) has no text"),
     ({"messages": ["x"]}, None, r"messages\[0\] is no object"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, None, r"messages\[0\] has the role \['user'\]; roles are"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, None, r"messages\[0\] \(user\) has no text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]}, None, r"\[0\] \(user\) has no text"),
     ({"prompt": "x", "completion": ""}, None, "the completion is empty"),
     ({"prompt": "x", "completion": TURNS}, None, "prompt is no list of messages"),
     ({"text": "x"}, None, "it has no prompt"),
@@ -275,6 +278,9 @@ def test_bad_files_are_named_with_their_line(corpus, tmp_path):
   assert f"x.jsonl at byte {len(good)}, line 2: not a line of JSON" in said(good + "{bad\n")
   assert "line 2: it has no turn of the assistant" in said(good + json.dumps({"messages": TURNS[:2]}) + "\n")
   assert "line 2: it has no prompt" in said(good + '{"text": "x"}\n')
+  assert "line 2: not a line of JSON (maximum recursion depth" in said(good + "[" * 100_000 + "\n")
+  steering = json.dumps(sums(1)[0] | {"domain": "a\x1b[2J"})
+  assert "line 2: the domain 'a\\x1b[2J' holds control characters" in said(good + steering + "\n")
   assert "x.jsonl has text" in said('{"text": "x"}\n')
   assert "did you mean 'messages'" in said(good, train_data_columns=("message",))
   (tmp_path / "y.txt").write_text("x")

@@ -226,6 +226,20 @@ def test_several_validation_sets_are_held_out():
     make(source, ghost_val_sets=("one=d",))
 
 
+def test_what_was_read_is_counted_window_by_window():
+  """The line at the end of a run: documents and tokens of the windows that were begun, once more in every epoch."""
+  dataset = make(some_documents([30] * 90), shuffle_window_bytes=10**9)
+  seen, tokens = 0, 0
+  while not seen:
+    seen += int(next(dataset.train).epoch_B.max())
+    counts = dataset.train.counts
+    tokens = max(tokens, counts["tokens"])
+  assert dataset.train.describe().startswith(
+    f"Data read, in whole windows: {counts['documents']:,} documents, {tokens:,} tokens; rows filled to "
+  )
+  assert counts["documents"] == 2 * dataset.num_train_documents
+
+
 def test_the_split_is_by_id_and_not_by_place():
   source = some_documents([30] * 90)
   out = {source[i].id for i in make(source).parts[0].split.pool("b", 99)}

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from maxghost import config, data
 from maxghost.config import ConfigError
-from maxghost.data import tokenizer_files
+from maxghost.data import chat, tokenizer_files
 from maxghost.data.prepare import train_bpe
 from maxghost.data.sources import synthetic
 from maxghost.data.tokenizers import check_specials, load_tokenizer
@@ -52,6 +53,26 @@ def ranks(folder) -> str:
 
 def load(made, kind):
   return load_tokenizer(kind, made.get(kind, ""))
+
+
+@pytest.mark.parametrize(
+  "text",
+  ["{", "[]", "\udcff", '{"bos_token": 7}', '{"eos_token": ["</s>"]}', '{"pad_token": {"special": true}}', "[" * 99999],
+)
+def test_damaged_settings_of_a_tokenizer_are_named(text, made, tmp_path):
+  shutil.copytree(made["huggingface"], tmp_path / "t")
+  (tmp_path / "t" / "tokenizer_config.json").write_text(text, errors="surrogateescape")
+  with pytest.raises(ConfigError, match=r"tokenizer_config.json is damaged: ") as caught:
+    load_tokenizer("huggingface", str(tmp_path / "t"))
+  assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("template", [7, {"x": 1}, [{"name": "default", "template": 7}], [{"name": "default"}]])
+def test_a_chat_template_of_another_type_is_named(template, made, tmp_path):
+  shutil.copytree(made["huggingface"], tmp_path / "t")
+  (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+  with pytest.raises(ConfigError, match="its chat_template is no text"):
+    chat.load("", load_tokenizer("huggingface", str(tmp_path / "t")))
 
 
 @pytest.mark.parametrize("kind", ["byte", "huggingface", "tiktoken"])

@@ -333,8 +333,11 @@ def test_ids_to_include_that_match_nothing_are_counted_or_refused(corpus, tmp_pa
   for text, said in {
     '{"domain": "a", "path": "no", "offset": 0}': "none of its 1 ids is that of a document of the data",
     '{"path": 3}': "dataset_include_file=.*, line 1: not an object with domain, path and offset, or id",
+    '{"domain": "a", "path": "no", "offset": 1e30}': r"line 1: not an object with domain, path and offset",
+    "[" * 100_000: "line 1: not an object with domain",
+    "\udcff": "dataset_include_file=.* cannot be read: 'utf-8' codec",
   }.items():
-    file.write_text(text)
+    file.write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError, match=said):
       data.load_dataset(cfg)
   held_out = json.dumps(next(source_of(corpus).document_id(n)._asdict() for n in range(12, 21)))

@@ -1,17 +1,21 @@
 """The scripts of `examples/` run as they are, and what they print is true. `foreign_model.py`: test_ghost_manager."""
 
+import importlib
 import json
 import re
 import runpy
 import sys
+import sysconfig
+import types
 from pathlib import Path
 
 import attribution_runs
 import jax
+import numpy as np
 import pytest
 import tiny
 
-from maxghost import scores
+from maxghost import config, scores
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -66,3 +70,84 @@ def test_query_scores_makes_tables_of_the_log(folder, monkeypatch):
   assert made["domains"]["tokens"].sum() == log["tokens"].sum()
   assert made["table"]["contribution"].sum().sum() == pytest.approx(float(log["contribution"][:, 0].sum()), rel=1e-5)
   assert set(made["domains"].index) == set(made["table"]["tokens"].columns)
+
+
+@pytest.fixture
+def demonstration(tmp_path, monkeypatch):
+  """A function that imports a demonstration; its files are written to a folder of the test."""
+  monkeypatch.chdir(tmp_path)
+  Path("configs").symlink_to(EXAMPLES.parent / "configs")
+  monkeypatch.syspath_prepend(EXAMPLES)
+  return importlib.import_module
+
+
+def lines_of(file: str) -> list[dict]:
+  return [json.loads(line) for line in Path(file).read_text("utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("baselines", [(), pytest.param(("--baselines",), marks=pytest.mark.slow)], ids=["", "all"])
+def test_library_tasks_can_be_checked_and_planted_ones_are_told(baselines, demonstration, monkeypatch, capsys):
+  made = demonstration("finetune_base")
+  monkeypatch.setattr(made, "SIZES", {"statement": 40, "parameters": 4, "summary": 4, "body": 4, "module": 4})
+  made.BASE.mkdir(parents=True)  # no base model is trained
+  small = ("base_emb_dim=24", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=12", "base_mlp_dim=28",
+           "base_num_decoder_layers=2", "lora_rank=4", "max_target_length=96",
+           "enable_tensorboard=false", "attention=dot_product", "sharding_tolerance=1", "per_device_batch_size=1",
+           "ghost_val_batch_size=8")  # fmt: skip
+  argv = ["load_parameters_path=", "steps=4", *baselines, *small]
+  with tiny.cheap_compilation(), jax.numpy_rank_promotion("allow"):
+    assert made.planting.main("configs/finetune-base.yml", made.prepare, argv) == 0
+  train, said = lines_of("corpora/library-tasks/train.jsonl"), capsys.readouterr().out
+  assert len(train) == 56 and len(lines_of("corpora/library-tasks/target.jsonl")) == 100
+  kinds = {one["planted"] for one in train if one["domain"] == made.TARGET}
+  assert kinds == {"", *made.planting.KINDS}
+  assert not any(one["planted"] for one in train if one["domain"] != made.TARGET)
+  library = Path(sysconfig.get_path("stdlib"))
+  for one in train:
+    if one["domain"] == made.TARGET:
+      path, _, line = one["id"].rpartition(":")
+      code = (library / path).read_text("utf-8").splitlines()[int(line) - 1].strip()
+      assert one["messages"][0]["content"].endswith(code)
+  names = ["score", "loss, highest first", "random", *(("gradient norm, largest first", "LESS") if baselines else ())]
+  assert all(re.search(rf"^{name} +0\.\d+ ", said, re.MULTILINE) for name in names), said
+
+
+def test_a_low_value_for_all_planted_examples_is_an_auroc_of_one(demonstration):
+  planting = demonstration("planting")
+  is_planted = np.array([True, False, True, False])
+  assert planting.auroc(is_planted, np.array([1, 3, 2, 4])) == 1.0
+  assert planting.auroc(is_planted, np.array([1, 1, 4, 2])) == 0.375
+
+
+def test_tasks_and_dialogues_of_the_chat_demonstration(demonstration, tmp_path, monkeypatch):
+  pytest.importorskip("yaml")
+  made = demonstration("finetune_smollm2")
+  library = types.ModuleType("reasoning_gym")
+  library.create_dataset = lambda task, size, seed, **options: [  # pyright: ignore[reportAttributeAccessIssue]
+    {"question": f"Ann{seed + n} likes {task}.\nWho likes {task}? Reply only with a name.", "answer": f"Ann{seed + n}"}
+    for n in range(size)
+  ]
+  monkeypatch.setitem(sys.modules, "reasoning_gym", library)
+  monkeypatch.setattr(made, "folder_of", lambda package: tmp_path / package)
+  for language, topics in (("english", made.TOPICS), ("german", made.GERMAN)):
+    for topic in topics:
+      talks = [[f"{topic} {n}", f"{language} {n}", "and?", "yes", "more"] for n in range(30)]
+      file = tmp_path / "chatterbot_corpus" / "data" / language / f"{topic}.yml"
+      file.parent.mkdir(parents=True, exist_ok=True)
+      file.write_text(json.dumps({"conversations": talks}))
+  made.make()
+  train = lines_of("corpora/chat-tasks/train.jsonl")
+  assert len(train) == sum(made.TASKS.values()) + sum(made.TOPICS.values())
+  questions = [one["messages"][1]["content"] for one in train + lines_of("corpora/chat-tasks/target.jsonl")]
+  assert len(set(questions)) == len(train) + 100  # none of the target's is among those that are trained
+  for one in train:
+    roles = [message["role"] for message in one["messages"]]
+    assert roles == ["system", *["user", "assistant"] * (len(roles) // 2)]
+    answer = one["messages"][-1]["content"]
+    if one["planted"] == "foreign":
+      assert answer.startswith("german")
+    elif one["domain"] == made.TARGET:
+      assert one["messages"][1]["content"].endswith(f"Who likes {made.TARGET}?")
+      assert (answer == f"Ann{one['id'].rpartition('-')[2]} likes {made.TARGET}.") == (one["planted"] == "")
+  cfg = config.load("configs/finetune-smollm2.yml", "load_parameters_path=")
+  assert cfg.adapter.lora_rank and cfg.data.dataset_files == (f"tasks={made.FOLDER}/train.jsonl",)

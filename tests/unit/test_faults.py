@@ -21,6 +21,8 @@ from attribution_runs import make_run
 from test_training_loop import make_config, records, run_toy, score_arrays
 
 from maxghost import cli, config, data
+from maxghost.checkpoint import layouts_store
+from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.checkpoint.manager import CheckpointError
 from maxghost.config import ConfigError
 from maxghost.data import prepare, prepared
@@ -166,6 +168,31 @@ def test_a_damaged_checkpoint_is_inspected_without_a_traceback(tmp_path, stopped
     shutil.rmtree(tmp_path / "9")
 
 
+def read_by_layout(path):
+  """What attribute, generate, convert, export and a run that begins with it read: arrays in parts or whole."""
+  found = {}
+  for name, array in layouts_store.open_tree(path).arrays().items():
+    if array.shape:
+      array.read((slice(0, 1),))
+    found[name] = array.read(None).tobytes()
+  return found
+
+
+def test_no_changed_bit_of_a_checkpoint_gives_a_wrong_tensor(tmp_path, stopped):
+  whole, rng, refused = stopped / "checkpoints" / "9", np.random.default_rng(4), 0
+  expected = read_by_layout(whole)
+  shutil.copytree(whole, tmp_path / "9")
+  for name in [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file() and path.stat().st_size]:
+    for _ in range(4):
+      flip(tmp_path / "9" / name, rng, digits=False)
+      try:
+        assert read_by_layout(tmp_path / "9") == expected, name
+      except LayoutError:
+        refused += 1
+      shutil.copy(whole / name, tmp_path / "9" / name)
+  assert refused > 8
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
   folder = tmp_path_factory.mktemp("corpus") / "prepared"
@@ -255,9 +282,8 @@ def check_command(run_dir, command, words, capsys):
   err = capsys.readouterr().err
   assert code in (0, 1, 2), arguments
   assert "Traceback" not in err and os.times().elapsed - begin < 20
-  if command[:1] not in (("data",), ("checkpoint",)):  # argparse prints what was typed
-    assert all(len(line) < 2100 for line in err.splitlines()), arguments
-    assert all(char.isprintable() or char == "\n" for char in err), arguments
+  assert all(len(line) < 2100 for line in err.splitlines()), arguments
+  assert all(char.isprintable() or char == "\n" for char in err), arguments
 
 
 def fuzzed(test, max_examples):
@@ -275,7 +301,8 @@ def fuzzed(test, max_examples):
 def test_no_argument_ends_in_a_traceback(run_dir, capsys, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   for command, words in itertools.product(
-    (("scores",), ("train", "--print_config")), (("RUN", "--where=--"), ("a\0b",))
+    (("scores",), ("train", "--print_config"), ("data",), ("data", "show"), ("checkpoint",), ("checkpoint", "hf")),
+    (("RUN", "--where=--"), ("a\0b",), ("\x1b[2J", "--\x1b")),
   ):
     check_command(run_dir, command, words, capsys)
   fuzzed(lambda command, words: check_command(run_dir, command, words, capsys), 12)()

@@ -53,6 +53,28 @@ def test_the_command_prints_the_greedy_continuation(folder, capsysbinary):
   assert b"5 tokens for 1 prompts" in err and b"tokens/s" in err
 
 
+def test_a_question_is_asked_in_the_template_and_answered_on_a_line_of_its_own(folder, capsysbinary):
+  assert run(folder, "--prompt", "1+1?", "--chat", "--max_new_tokens", 3) == 0
+  out, _ = capsysbinary.readouterr()
+  graphdef, state = load_model.load(*load_model.find(folder, folder / "byte.yml"))
+  asked = [256, *b"user: 1+1?\nassistant:"]
+  ids = Generator(graphdef, 64, stop_ids=[257]).generate(state, [asked], 3).row(0)
+  assert out == b"1+1?\n" + bytes(ids[ids < 256].tolist()).decode("utf-8", "replace").encode() + b"\n"
+
+
+def test_no_text_steers_the_terminal(folder, capsysbinary, monkeypatch):
+  """Texts of a model are anything; a file or another program gets them as they are."""
+  prompts = ("--prompt", "a\x1b[2Jb", "c\u202ed")
+  for prompt in (prompts, prompts[:2]):
+    assert run(folder, *prompt, "--max_new_tokens", 3) == 0
+    assert b"\x1b[2J" in capsysbinary.readouterr().out
+    with monkeypatch.context() as patched:
+      patched.setattr(sys.stdout, "isatty", lambda: True)
+      assert run(folder, *prompt, "--max_new_tokens", 3) == 0
+    out = capsysbinary.readouterr().out.decode()
+    assert "a\ufffd[2Jb" in out and not {"\x1b", "\u202e"} & {*out}
+
+
 def test_several_prompts_come_one_below_the_other(folder, tmp_path, capsysbinary):
   (tmp_path / "prompts.txt").write_text("xyz\n\n")
   arguments = ["--prompt", "ab", "--prompts", tmp_path / "prompts.txt", "--max_new_tokens", 4]

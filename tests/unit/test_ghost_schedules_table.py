@@ -12,7 +12,7 @@ import pytest
 import test_ghost_schedules as by_schedule
 import tiny
 from flax import nnx
-from train_steps import FUSED, TRAIN, VALIDATION, Run
+from train_steps import NO_FMA, TRAIN, VALIDATION, Run
 
 from maxghost import config, ghost
 from maxghost.config import plugins
@@ -130,7 +130,7 @@ def test_engine_and_trainer_give_the_same_bits(schedule, traced, monkeypatch):
     function = engine._compile(train_state.model, graphdef, engine.default_loss, TRAIN[0], (VALIDATION,))
     jax.eval_shape(function, params, rest, TRAIN[0], (VALIDATION,), None, None)
   else:
-    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=FUSED))
+    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=NO_FMA))
     with tiny.cheap_compilation():
       theirs = jax.jit(by_trainer)(run.state)
       ours = engine.score(train_state.model, TRAIN[0], VALIDATION)

@@ -29,7 +29,7 @@ def examples(model, loss):
 def computed(place, dtype):
   """The place's arrays, jitted over the parameters, as numpy by path."""
   cfg = tiny.make_config(base_num_decoder_layers=1, max_target_length=8, dtype=dtype, weight_dtype=dtype)
-  with jax.enable_x64(dtype == "float64"):
+  with jax.enable_x64(dtype == "float64"), tiny.cheap_compilation(False):
     loss, (graphdef, params, rest) = objectives.create(cfg), nnx.split(tiny.make_model(cfg), nnx.Param, ...)
     out = jax.jit(lambda params: place(base.Model(graphdef, params, rest), loss))(params)
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(out)}

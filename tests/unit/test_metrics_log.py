@@ -370,6 +370,15 @@ def test_a_loss_that_rose_is_not_said_to_have_fallen():
   assert line(0.5, 0.25, None).startswith("Validation loss 'manual' fell by 0.7500 nats")
 
 
+def test_nothing_from_the_data_steers_the_terminal():
+  """Domains may come from records, and samples from a model."""
+  stream = io.StringIO()
+  lines = console.Console(stream)
+  lines.line("domain a\x1b[2J\u202e: 3 documents")
+  lines.line("漢字\u3000x\n\ty")
+  assert stream.getvalue() == "domain a\ufffd[2J\ufffd: 3 documents\n漢字\u3000x\n\ty\n"
+
+
 def test_records_that_were_changed_are_named_at_every_resume(tmp_path, capsys):
   path = tmp_path / "metrics.jsonl"
   log = MetricsLog(path)

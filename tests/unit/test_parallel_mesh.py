@@ -175,6 +175,8 @@ def test_a_run_says_whether_experts_are_balanced():
     cfg = make_config({"ici_fsdp_parallelism": 8}, load_balance_loss_weight=weight, **experts)
     lines = Plan.of(cfg, devices.open_layout(cfg)).lines()
     assert lines[-1].startswith("Per train step")
+    (count,) = (line.removeprefix("number parameters: ") for line in lines if line.startswith("number parameters"))
+    assert count.replace(",", "").isdecimal(), "a small model is not of 0.000 billion"
     assert f"training loss: the load-balancing loss of the experts {said} (load_balance_loss_weight)" in lines
 
 

@@ -67,6 +67,7 @@ def test_an_adapter_survives_the_way_to_peft_and_back(name, tmp_path):
   peft.save_adapter(tmp_path / "a", model, settings, arrays, base="base/model")
   found, again = peft.load_adapter(tmp_path / "a", model)
   assert (found.rank, found.alpha, found.dropout, found.use_rslora) == (RANK, 5.0, 0.25, name == "gpt2")
+  assert found.base_qtype == "" and found.config["r"] == RANK
   equal(again, arrays)
   peft.save_adapter(tmp_path / "b", model, found, again)
   assert files(tmp_path / "a") == files(tmp_path / "b")
@@ -135,6 +136,7 @@ REFUSED = {
   "init_lora_weights=pissa changes the base weights": change(init_lora_weights="pissa"),
   r"layer_replication=\[\[0, 2\]\] is not known here": change(layer_replication=[[0, 2]]),
   "r=0, lora_alpha=5.0: no rank and number": change(r=0),
+  "r=3, lora_alpha=nan: no rank and number": change(lora_alpha=float("nan")),
   r"q_proj rank 7 and alpha 5.0; one rank \(3\)": change(rank_pattern={"q_proj": 7}),
   r"q_proj rank 3 and alpha 9; one rank \(3\) and scale": change(alpha_pattern={"q_proj": 9}),
   r"q_proj.lora_A.weight is \[3, 12\], rank 4 and the model make it \[4, 12\]": change(r=4),
@@ -162,6 +164,30 @@ def test_what_is_not_supported_is_refused_by_name(text, tmp_path):
   safetensors.numpy.save_file(tensors, tmp_path / "a" / TENSORS)
   with pytest.raises(ConfigError, match=text):
     peft.load_adapter(tmp_path / "a", model)
+
+
+def test_no_damage_of_an_adapter_folder_ends_in_a_traceback(tmp_path):
+  """Entries of any type, and flipped bits in either file; what is read has the names and shapes of the model."""
+  model = MODELS["llama2"]
+  peft.save_adapter(tmp_path / "a", model, Settings(RANK, 5.0), arrays := make_arrays(model))
+  whole = {name: (tmp_path / "a" / name).read_bytes() for name in (CONFIG, TENSORS)}
+  content, rng, refused, kinds = json.loads(whole[CONFIG]), np.random.default_rng(3), 0, 0
+  values = (None, True, -1, 10**30, 0.5, "x", "(", [], [[]], [{}], {}, {"x": {}}, {"(": 1}, {"q_proj": None})
+  damaged = [(CONFIG, json.dumps(content | {name: value}).encode()) for name in content for value in values]
+  for name, raw in whole.items():
+    for place in rng.integers(0, min(len(raw), 4000), 150):
+      damaged.append((name, raw[:place] + bytes([raw[place] ^ 1 << int(rng.integers(8))]) + raw[place + 1 :]))
+  for name, raw in damaged:
+    (tmp_path / "a" / name).write_bytes(raw)
+    try:
+      found = merge.open_adapter(tmp_path / "a", model)[1]
+      assert {label: x.shape for label, x in found.items()} == {label: x.shape for label, x in arrays.items()}
+    except ConfigError as error:
+      assert error.problems and "\n" not in error.problems[0]
+      kinds += "of another type than PEFT writes" in error.problems[0]
+      refused += 1
+    (tmp_path / "a" / name).write_bytes(whole[name])
+  assert refused > 150 and kinds > 5
 
 
 def test_folders_and_arrays_that_do_not_fit(tmp_path):

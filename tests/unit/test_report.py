@@ -28,9 +28,10 @@ from maxghost.attribution import summary as summary_module
 from maxghost.attribution.html import render
 from maxghost.attribution.html.charts import spread, tick_text, ticks
 from maxghost.attribution.metrics import Series, read_metrics, thin
-from maxghost.attribution.numbers import compact, integer, number, percent, printable
+from maxghost.attribution.numbers import compact, integer, number, percent
 from maxghost.attribution.texts import Source
 from maxghost.config import ConfigError
+from maxghost.config.values import printable
 from maxghost.scorelog import Writer
 
 SYNTHETIC = ("dataset_type=synthetic", "ghost_val_sets=words")
@@ -221,13 +222,14 @@ def test_documents_are_ranked_by_what_is_sure_per_token(tmp_path):
   part = summarize(attribution.load(write_log(tmp_path, steps))).sets[0]
   assert [v.path for v in part.helped] == ["short", "long"] and [v.path for v in part.hurt] == ["bad"]
   assert [v.path for v in part.top] == ["long", "noisy", "twice"] and part.num_judged == 5
+  assert [v.path for v in part.bottom] == ["doubtful", "bad", "short"]
   assert "at the lower end of the 95 % interval, among the 5 documents" in report_text.helped_sentence(part)
   assert "Of 5 documents without any effect, less than one" in report_text.hurt_sentence(part)
   page, only = render(summarize(attribution.load(tmp_path))), [({}, [("a", "x", 0, 0, 10, -1.0)])] * 4
   assert page.index("Documents that helped most") < page.index("a · short") < page.index("Documents that hurt")
   part = summarize(attribution.load(write_log(tmp_path / "b", only))).sets[0]
   assert not part.helped and "None of the 1 document with 3 or more" in report_text.helped_sentence(part)
-  assert [v.path for v in part.hurt] == ["x"]
+  assert [v.path for v in part.hurt] == ["x"] and not part.bottom
 
 
 NATS = r"−?[\d.\u202f]+(?:e−?\d+)?"

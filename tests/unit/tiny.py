@@ -61,14 +61,16 @@ def one_device():
 
 
 @nnx.jit
-def _logits(model, inputs, more):
-  return model(*inputs, *more)
+def _logits(model, *inputs):
+  return model(*inputs)
 
 
-def logits(model: nnx.Module, batch: dict, *more) -> jax.Array:
-  """The model's logits of a batch, by one compiled program for each kind of model."""
+def logits(model: nnx.Module, batch, *more) -> jax.Array:
+  """The model's logits of a batch, or of tokens, by one compiled program for each kind of model."""
+  names = ("inputs", "inputs_position", "inputs_segmentation")
+  inputs = [batch[name] for name in names] if isinstance(batch, dict) else [batch]
   with cheap_compilation():
-    return _logits(model, tuple(batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation")), more)
+    return _logits(model, *inputs, *more)
 
 
 def by_label(tree) -> dict:
@@ -97,12 +99,31 @@ def make_model(cfg, seed: int = 0) -> nnx.Module:
 
 
 def adapted(model: nnx.Module, cfg, seed: int = 0) -> nnx.Module:
-  """The model with adapters, in place, whose `b` is not zero: zeros would hide a dropped term."""
-  adapters.attach(model, cfg.adapter, seed)
+  """The model with adapters whose `b` is not zero: zeros would hide a dropped term."""
+  if cfg.adapter.lora_weight_qtype:
+    model = attached(model, cfg.adapter, seed)
+  else:
+    adapters.attach(model, cfg.adapter, seed)
   rng = np.random.default_rng(seed + 7)
   for _, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
     variable[...] = jnp.asarray(0.15 * rng.normal(size=variable.shape), variable.dtype)
   return model
+
+
+def attached(model: nnx.Module, cfg, seed: int) -> nnx.Module:
+  """`adapters.attach` by one program: matrices in few bits take many operations."""
+  graphdef, state = nnx.split(model)
+  made = []
+
+  @jax.jit
+  def attach(state):
+    graphdef_after, state = nnx.split(adapters.attach(nnx.merge(graphdef, state), cfg, seed))
+    made.append(graphdef_after)
+    return state
+
+  with cheap_compilation():
+    state = attach(state)
+  return nnx.merge(made[0], state)
 
 
 def abstract_split(cfg):

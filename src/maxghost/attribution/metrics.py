@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from maxghost.attribution.statistics import block_edges
+from maxghost.config.files import check_seal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def read_mapping(path: Path) -> dict[str, str]:
   import yaml
 
   try:
-    loaded = yaml.safe_load(path.read_text("utf-8"))
-  except (yaml.YAMLError, OSError, UnicodeDecodeError):
+    loaded = check_seal(yaml.safe_load(path.read_text("utf-8")) or {})
+  except (yaml.YAMLError, OSError, ValueError, TypeError):
     return {path.name: "unreadable"}
-  return {str(k): "" if v is None else str(v) for k, v in loaded.items()} if isinstance(loaded, dict) else {}
+  return {str(k): "" if v is None else str(v) for k, v in loaded.items()}

@@ -1,11 +1,11 @@
-"""Numbers and foreign text for people: significant digits, a real minus sign, nothing that steers a terminal."""
+"""Numbers for people: significant digits, a real minus sign."""
 
 import math
-import re
+
+from maxghost.config.values import printable as printable  # what the pages and tables of the data need too
 
 MINUS = "\u2212"
 THIN = "\u202f"
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def number(value: float | None, digits: int = 3, plus: bool = False) -> str:
@@ -47,8 +47,3 @@ def percent(share: float | None) -> str:
 def plus_minus(half_width: float) -> str:
   """The 95 % interval behind a number; empty if it is unknown."""
   return f" ± {number(half_width, 2)}" if math.isfinite(half_width) else ""
-
-
-def printable(text: str) -> str:
-  """Text whose control characters, marks of writing direction and lone surrogates are replacement signs."""
-  return _UNPRINTABLE.sub("\ufffd", text)

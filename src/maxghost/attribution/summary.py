@@ -147,9 +147,10 @@ class Duplicates:
 class SetSummary:
   """Validation set number `index`.
 
-  num_renewals: how often other validation rows were taken. domains: best per token first. top: documents with the
-  largest totals. helped, hurt: documents whose interval lies above or below zero, those that are surest to have helped
-  or hurt most per token first; num_judged documents have enough chunks for that. time: sums over the run, of all sets.
+  num_renewals: how often other validation rows were taken. domains: best per token first. top, bottom: documents with
+  the largest and the smallest totals. helped, hurt: documents whose interval lies above or below zero, those that are
+  surest to have helped or hurt most per token first; num_judged documents have enough chunks for that. time: sums over
+  the run, of all sets.
   """
 
   name: str
@@ -161,6 +162,7 @@ class SetSummary:
   helped: list[Value]
   hurt: list[Value]
   top: list[Value]
+  bottom: list[Value]
   num_judged: int
   time: TimeSums
   heat_map: HeatMap | None
@@ -250,7 +252,10 @@ def _pick(groups: Groups, k: int, num_documents: int) -> dict[str, np.ndarray]:
   """{list of SetSummary: indices of its documents}."""
   total = groups.contribution_GK[:, k]
   half_width = statistics.exposure_half_width(groups.exposures, total, groups.square_GK[:, k])
-  picked = {"top": np.argsort(-total, kind="stable")[: min(num_documents, (len(groups) + 1) // 2)]}
+  picked = {
+    "top": np.argsort(-total, kind="stable")[: min(num_documents, (len(groups) + 1) // 2)],
+    "bottom": np.argsort(total, kind="stable")[: min(num_documents, len(groups) // 2)],
+  }
   for name, sign in (("helped", 1), ("hurt", -1)):
     sure = np.where(_is_judged(groups), (sign * total - half_width) / np.maximum(groups.tokens, 1), 0.0)
     order = np.argsort(-sure, kind="stable")[:num_documents]
@@ -414,11 +419,14 @@ def _duplicates(documents, groups: Groups) -> Duplicates | None:
   """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many."""
   if documents is None or len(groups) > MAX_HASHED_DOCUMENTS or len(documents) > MAX_HASHED_DOCUMENTS:
     return None
+  from maxghost.data.sources.base import read_or_skip
+
   place = {key: i for i, key in enumerate(groups.document_ids())}
   by_text: dict[bytes, list[DocumentKey]] = {}
   for index in range(len(documents)):
-    if (key := tuple(documents.document_id(index))) in place:
-      digest = hashlib.blake2b(bytes(documents[index].text).strip(), digest_size=16).digest()
+    key = tuple(documents.document_id(index))
+    if key in place and (text := read_or_skip(documents.texts, np.array([index]))[0]) is not None:
+      digest = hashlib.blake2b(bytes(text).strip(), digest_size=16).digest()
       by_text.setdefault(digest, []).append(key)
   copies = [(groups.tokens[[place[key] for key in keys]], keys) for keys in by_text.values() if len(keys) > 1]
   copies.sort(key=lambda copy: -copy[0].sum())

@@ -29,6 +29,7 @@ def show(summary: Summary, console: Console):
       ("Documents that helped most", report_text.helped_sentence(part), part.helped),
       ("Documents that hurt", report_text.hurt_sentence(part), part.hurt),
       ("Documents with the largest totals", "", part.top),
+      ("Documents with the smallest totals", "", part.bottom),
     )
     for title, sentence, values in lists:
       console.print(Text(f"\n{title}", style="bold"))

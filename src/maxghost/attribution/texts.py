@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from maxghost import config
 
 DocumentKey = tuple[str, str, int]
@@ -16,7 +18,8 @@ class Source:
   """The documents of a run, opened on first use; `documents` is None where they cannot be read."""
 
   def __init__(self, run_dir: Path):
-    self._path, self.documents, self._fingerprint = Path(run_dir) / "config.yml", None, ""
+    self._path, self._fingerprint = Path(run_dir) / "config.yml", ""
+    self.documents: Any = None
     self._shown: Callable[[bytes], bytes] = bytes
     self._dataset: Any = None
 
@@ -60,10 +63,12 @@ class Source:
     if self.documents is None:
       return {}
     from maxghost.data import DocumentId, find_documents
+    from maxghost.data.sources.base import read_or_skip
 
     found = find_documents(self.documents, [DocumentId(*key) for key in wanted])
-    texts = {key: self._shown(self.documents[index].text).decode("utf-8", "replace") for key, index in found.items()}
-    return {(key.domain, key.path, key.offset): text for key, text in texts.items()}
+    texts = zip(found, read_or_skip(self.documents.texts, np.array([*found.values()], np.int64)), strict=True)
+    shown = {key: self._shown(text).decode("utf-8", "replace") for key, text in texts if text is not None}
+    return {(key.domain, key.path, key.offset): text for key, text in shown.items()}
 
 
 def snippet(text: str, num_chars: int) -> str:

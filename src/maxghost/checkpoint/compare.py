@@ -5,7 +5,6 @@ step of int32 one of uint32. Values are equal where their bytes are equal or bot
 block. Exit code 0: equal; 1: different; 2: one of them cannot be read.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -21,6 +20,7 @@ from maxghost.checkpoint.layouts import Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, Ref, blocks_of, chunk_of
 from maxghost.checkpoint.layouts_store import Opener, StoredArray, open_tree
 from maxghost.config import ConfigError
+from maxghost.config.arguments import Parser
 from maxghost.config.values import guarded, slash_path
 
 ONLY_LEFT, ONLY_RIGHT, STRUCTURE = "only-left", "only-right", "structure"
@@ -271,7 +271,7 @@ def compare_checkpoints(
 @guarded("compare_checkpoints")
 def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
   about = (__doc__ or "").split("\n")[0]
-  parser = argparse.ArgumentParser(prog="maxghost checkpoint compare", description=about)
+  parser = Parser(prog="maxghost checkpoint compare", description=about)
   parser.add_argument("a", metavar="A")
   parser.add_argument("b", metavar="B")
   add = parser.add_argument
@@ -281,7 +281,7 @@ def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
   add("--rtol", type=float, default=0.0, help="allowed difference, as a share of each element of B")
   add("--json", action="store_true", help="print one JSON object")
   add("--max_rows", "--max-rows", type=int, default=20, help="differences printed; 0 = all")
-  options = vars(parser.parse_args(argv))
+  options = vars(parser.parse(argv))
   if min(options["atol"], options["rtol"]) < 0:
     raise ConfigError(f"atol={options['atol']} rtol={options['rtol']}: must be 0 or more")
   as_json, max_rows = options.pop("json"), options.pop("max_rows")

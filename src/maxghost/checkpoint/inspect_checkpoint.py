@@ -3,7 +3,6 @@
 maxghost checkpoint inspect RUN/checkpoints/2 [--json]
 """
 
-import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import Empty, LayoutError, Opener, StoredArray, open_tree
+from maxghost.config.arguments import Parser
 from maxghost.config.values import guarded, slash_path
 
 
@@ -79,10 +79,10 @@ def _listing(content: dict[str, Any]) -> Iterator[str]:
 
 @guarded("inspect")
 def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
-  parser = argparse.ArgumentParser(prog="maxghost checkpoint inspect", description="Lists what a checkpoint holds.")
+  parser = Parser(prog="maxghost checkpoint inspect", description="Lists what a checkpoint holds.")
   parser.add_argument("path", metavar="CHECKPOINT")
   parser.add_argument("--json", action="store_true", help="print one JSON object")
-  args = parser.parse_args(argv)
+  args = parser.parse(argv)
   content = inspect(args.path, opener)
   for line in [json.dumps(content)] if args.json else _listing(content):
     print(line)

@@ -17,7 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from maxghost.config import ConfigError
-from maxghost.config.files import write_text
+from maxghost.config.files import check_seal, write_text
 from maxghost.config.values import slash_path
 
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
@@ -214,6 +214,8 @@ def _open_arrays(item: Path, tree: dict, wanted: list[TreePath]) -> dict[TreePat
   if not ocdbt and tree.get("use_ocdbt", True) and wanted:
     raise LayoutError(f"{item} is damaged or half copied: it has no manifest.ocdbt")
   impls, driver = _key_impls(item), "zarr3" if tree.get("use_zarr3") else "zarr"
+  beside = item.parent / "positions" / "metadata"  # in a run
+  known = read_json(beside).get("checksums", {}) if item.name == "items" and beside.is_file() else {}
   context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}})
 
   def start(name: str) -> ts.Future:
@@ -229,13 +231,31 @@ def _open_arrays(item: Path, tree: dict, wanted: list[TreePath]) -> dict[TreePat
   for first in range(0, len(wanted), _OPEN_AT_ONCE):
     names = {path: ".".join(map(str, path)) for path in wanted[first : first + _OPEN_AT_ONCE]}
     for path, future in {path: start(name) for path, name in names.items()}.items():
-      arrays[path] = _stored(item, path, _result(item, path, future), impls.get(names[path]))
+      checksum = known.get(slash_path(path))
+      arrays[path] = _stored(item, path, _result(item, path, future), impls.get(names[path]), checksum)
   return arrays
 
 
-def _stored(item: Path, path: TreePath, store: ts.TensorStore, key_impl: str | None) -> StoredArray:
-  def read(index=None):
+def _stored(
+  item: Path, path: TreePath, store: ts.TensorStore, key_impl: str | None, checksum: int | None
+) -> StoredArray:
+  def block(index: tuple[slice, ...] | None) -> np.ndarray:
     return np.asarray(_result(item, path, (store if index is None else store[index]).read()))
+
+  def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
+    nonlocal checksum
+    values = block(index)
+    if checksum is not None:  # at the first read; an uncompressed chunk has none of its own
+      from maxghost.checkpoint.checksum import checksum_of
+
+      parts = [values]
+      if values.shape != tuple(store.shape):
+        step = chunk[0] or store.shape[0]
+        parts = (block((slice(i, i + step),)) for i in range(0, store.shape[0], step))
+      if checksum_of(parts) != checksum:
+        raise LayoutError(f"{item} is damaged: the bytes of {slash_path(path)} changed since they were saved")
+      checksum = None
+    return values
 
   dtype = np.dtype(store.dtype.numpy_dtype)
   chunk = store.chunk_layout.read_chunk.shape or store.shape
@@ -265,14 +285,11 @@ def _key_impls(item: Path) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-  """A JSON object. Raises LayoutError where the file is missing or holds something else."""
+  """A JSON object. Raises LayoutError where the file is missing, holds something else, or is not what was sealed."""
   try:
-    content = json.loads(file.read_text(encoding="utf-8"))
+    return check_seal(json.loads(file.read_text(encoding="utf-8")))
   except (ValueError, OSError) as error:
     raise LayoutError(f"{file} is damaged or half copied: {error}") from error
-  if not isinstance(content, dict):
-    raise LayoutError(f"{file} is no JSON object")
-  return content
 
 
 def write_json(file: Path, content: Mapping[str, Any], **style: Any) -> None:

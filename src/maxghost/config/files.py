@@ -72,7 +72,7 @@ def check_seal(record: Any) -> dict[str, Any]:
   if not isinstance(record, dict):
     raise ValueError("not a JSON object")
   content = {name: value for name, value in record.items() if name != "crc32"}
-  if record.get("crc32", _content_crc(content)) != _content_crc(content):
+  if "crc32" in record and record["crc32"] != _content_crc(content):
     raise ValueError("its content does not match its checksum")
   return content
 

@@ -27,6 +27,7 @@ INT_EXPONENT = re.compile(r"[-+]?[0-9]+[eE]\+?[0-9]{1,2}")
 
 MOST = 10**9  # of a whole number, where its key names no smaller bound
 _LONGEST = 2000  # characters of a line that is printed
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 LINE_ENDS = frozenset("\n\r\x85\u2028\u2029")
 
 
@@ -51,6 +52,11 @@ def print_problem(problem: str | BaseException, name: str = "maxghost") -> None:
   text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
   shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
   print(f"{name}: {shown}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+  """Text whose control characters, marks of writing direction and lone surrogates are replacement signs."""
+  return _UNPRINTABLE.sub("\ufffd", text)
 
 
 def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str = "interrupted") -> int:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from maxghost import config
-from maxghost.config.values import guard
+from maxghost.config.arguments import Parser
+from maxghost.config.values import guard, printable
 from maxghost.data import duplicates
 from maxghost.data import prepare as preparing
 from maxghost.data.build import load_dataset
@@ -17,7 +18,13 @@ from maxghost.data.sources import open_source
 
 def main(arguments: list[str] | None = None) -> int:
   """Runs one command; returns the exit code (0 done, 1 damage found, 2 wrong input, 130 Ctrl-C)."""
-  parser = argparse.ArgumentParser(prog="maxghost data", description=__doc__)
+  again = "; the same command continues where this one stopped"
+  arguments = sys.argv[1:] if arguments is None else arguments
+  return guard(lambda: _run(arguments), stopped=f"interrupted{again if arguments[:1] == ['prepare'] else ''}")
+
+
+def _run(arguments: list[str]) -> int:
+  parser = Parser(prog="maxghost data", description=__doc__)
   commands = parser.add_subparsers(dest="command", required=True)
   prepare = _command(commands, "prepare", "tokenize a configuration's data once, into ArrayRecord shards and an index")
   prepare.add_argument("--output", required=True, help="folder to write; the same command resumes an interrupted one")
@@ -37,15 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
   )
   repeats.add_argument("--output", help="write the ids of the copies to this file, for dataset_exclude_file")
   parsed, more = parser.parse_known_args(arguments)  # settings may come after the options too
-  if any(item.startswith("-") for item in more) or (more and parsed.config is None):
-    parser.error(f"unrecognized arguments: {' '.join(more)}")
+  if wrong := [item for item in more if item.startswith("-") or parsed.config is None]:
+    commands.choices[parsed.command].refuse(wrong[0])
   parsed.config = [*(parsed.config or ()), *more]
-  again = "; the same command continues where this one stopped" if parsed.command == "prepare" else ""
-  run = {"prepare": _prepare, "verify": _verify, "show": _show, "duplicates": _duplicates}[parsed.command]
-  return guard(lambda: run(parsed), stopped=f"interrupted{again}")
+  return {"prepare": _prepare, "verify": _verify, "show": _show, "duplicates": _duplicates}[parsed.command](parsed)
 
 
-def _command(commands, name: str, help: str) -> argparse.ArgumentParser:
+def _command(commands, name: str, help: str) -> Parser:
   command = commands.add_parser(name, help=help)
   command.add_argument("config", nargs="*", help="a YAML file and key=value settings, as for training")
   return command
@@ -62,7 +67,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
     )
   source = open_source(cfg.data, cfg.run.data_shuffle_seed, whole=False)
   for note in source.notes:
-    print(note)
+    print(printable(note))
   data = cfg.data
   if parsed.train_bpe is not None:
     path = Path(parsed.output) / "tokenizer.json"
@@ -122,7 +127,7 @@ def _show(parsed: argparse.Namespace) -> int:
   cfg = config.load(*parsed.config)
   dataset = load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
   for line in [*(entry.line for entry in dataset.summary()), *dataset.notes()]:
-    print(line)
+    print(printable(line))
   next(dataset.train)
   counts = dataset.train.counts
   print(
@@ -145,7 +150,7 @@ def _duplicates(parsed: argparse.Namespace) -> int:
     pairs += [pair for pair in near if (pair.copy, pair.original) not in found]
   for pair in pairs:
     kind = "held-out" if pair.held_out else "training"
-    print(f"{pair.similarity:.2f}  {pair.copy.shown}  repeats {kind} {pair.original.shown}")
+    print(printable(f"{pair.similarity:.2f}  {pair.copy.shown}  repeats {kind} {pair.original.shown}"))
   of_held_out = [pair.copy for pair in pairs if pair.held_out]
   exact = sum(pair.similarity == 1.0 for pair in pairs if pair.held_out)
   print(

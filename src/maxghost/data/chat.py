@@ -16,11 +16,10 @@ from typing import Any
 
 from maxghost.config import ConfigError
 from maxghost.data.tokenizer_files import TEMPLATE
-from maxghost.data.tokenizers import Tokenizer
+from maxghost.data.tokenizers import SPECIAL_WORDS, Tokenizer, read_settings
 
 SETTINGS = "tokenizer_config.json"
 MARKS = "\U000f0000", "\U000f0001"  # around what a `{% generation %}` block gives; private characters
-_WORDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which messages hold it
 _MARK_IT = "; give one with {% generation %} around what the assistant says, by chat_template_path"
 Spans = list[tuple[int, int]]  # begin and end of parts of a text
@@ -101,16 +100,18 @@ def load(path: str, tokenizer: Tokenizer) -> Template | None:
   """The template in the file `path`, else the tokenizer's; None where there is none. Raises ConfigError."""
   folder = tokenizer.path.parent if tokenizer.path else Path()
   settings = folder / SETTINGS
-  said = json.loads(_read(settings)) if tokenizer.path and settings.is_file() else {}
-  words = {name: value["content"] if isinstance(value, dict) else value for name in _WORDS if (value := said.get(name))}
+  said = read_settings(settings) if tokenizer.path else {}
+  words = tuple((name, said[name]) for name in SPECIAL_WORDS if said.get(name))
   own = said.get("chat_template") or ""
   if isinstance(own, list):  # several, by name
-    own = next((one["template"] for one in own if one.get("name") == "default"), "")
+    own = next((one.get("template") for one in own if isinstance(one, dict) and one.get("name") == "default"), "")
+  if not isinstance(own, str):
+    raise ConfigError(f"{settings} is damaged: its chat_template is no text")
   if not path and tokenizer.path and (folder / TEMPLATE).is_file():
     path = str(folder / TEMPLATE)
   if not path and not own:
     return None
-  template = Template(path or str(settings), _read(Path(path)) if path else own, tuple(words.items()))
+  template = Template(path or str(settings), _read(Path(path)) if path else own, words)
   _compiled(template.name, template.source)
   return template
 

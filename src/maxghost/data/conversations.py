@@ -70,10 +70,12 @@ def _message(given: Any, name: str) -> dict:
   message = {key: value for key, value in given.items() if value is not None}
   role, content = message.get("role"), message.get("content")
   if role not in ROLES:
-    hint = f"; use {_SYNONYMS[role]}" if role in _SYNONYMS else did_you_mean(str(role), ROLES)
+    hint = f"; use {_SYNONYMS[str(role)]}" if str(role) in _SYNONYMS else did_you_mean(str(role), ROLES)
     raise ValueError(f"{name} has the role {role!r}; roles are {', '.join(ROLES)}{hint}")
-  if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-    message["content"] = content = "".join(part["text"] for part in content)
+  if isinstance(content, list):
+    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+      message["content"] = content = "".join(map(str, texts))
   if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
     raise ValueError(f"{name} ({role}) has no text as its content")
   return message

@@ -1,6 +1,7 @@
 """Training documents that repeat held-out ones, exactly or nearly, and training documents that repeat each other."""
 
 import json
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from maxghost.config import ConfigError
+from maxghost.config.files import write_text
 from maxghost.data.hashing import content_hashes
 from maxghost.data.sources.base import CorruptError, Source, id_hash, import_package
 from maxghost.data.types import DocumentId
@@ -87,16 +89,16 @@ def documents_of(dataset) -> Iterator[tuple[DocumentId, bytes, bool]]:
 def write_ids(path: str, documents: Iterable[DocumentId]) -> int:
   """Writes the distinct ids as JSON lines for `dataset_exclude_file`; returns their number."""
   unique = dict.fromkeys(documents)
-  Path(path).write_text("".join(json.dumps(document._asdict()) + "\n" for document in unique), encoding="utf-8")
+  write_text(path, "".join(json.dumps(document._asdict()) + "\n" for document in unique))
   return len(unique)
 
 
 def read_ids(path: str, source: Source, key: str = "dataset_exclude_file") -> tuple[np.ndarray, int]:
   """(hashes of the documents whose ids a file of `write_ids` has, number of `id`s of no record). Raises ConfigError."""
   try:
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-  except OSError as error:
-    raise ConfigError(f"{key}={path} cannot be read: {error.strerror}") from error
+    lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+  except (OSError, UnicodeDecodeError) as error:
+    raise ConfigError(f"{key}={path} cannot be read: {getattr(error, 'strerror', '') or error}") from error
   hashes: list[int] = []
   records: dict[str, int] = {}  # line of each record's id
   for number, line in enumerate(lines, 1):
@@ -105,10 +107,10 @@ def read_ids(path: str, source: Source, key: str = "dataset_exclude_file") -> tu
     try:
       entry = json.loads(line)
       if entry.keys() & {"domain", "path", "offset"}:
-        hashes.append(int(id_hash(entry["domain"], entry["path"], entry["offset"])))
+        hashes.append(int(id_hash(entry["domain"], entry["path"], operator.index(entry["offset"]))))
       else:
         records[entry["id"] if isinstance(entry["id"], str) else json.dumps(entry["id"])] = number
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
       said = f"{key}={path}, line {number}: not an object with domain, path and offset, or id ({error})"
       raise ConfigError(said) from error
   of_records, unknown = _hashes_of(records, source, f"{key}={path}") if records else ([], [])

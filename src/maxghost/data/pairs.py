@@ -6,6 +6,7 @@ Without one, the prompt is what the tokens of both begin with.
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 
@@ -42,6 +43,9 @@ class PairUnits(ConversationUnits):
       differ = np.flatnonzero(chosen[:size] != rejected[:size])
       shared = int(differ[0]) if len(differ) else size
       found = [(ids, np.where(np.arange(len(ids)) < shared, 0, weight)) for ids, weight in found]
+    for name in REFERENCE_COLUMNS if self.has_reference else ():
+      if not isinstance(value := record.get(name), int | float) or not math.isfinite(value):
+        raise ValueError(f"its {name} is {value!r}, no finite number")
     for name, (_, weight) in zip(SIDES, found, strict=True):
       if not weight[1:].any():
         raise ValueError(f"its {name} response is only how the other one begins; end responses with add_eos=true")

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from maxghost.data.sources.base import import_package
 BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
 _MOST_WORDS = 1 << 20  # in the table of an AsciiWords
 _PROBE = '  Two\tgrüne x_1 = 0x7F;\r\n\n"don\'t" 漢字 🙂 \u00a0end. '
+SPECIAL_WORDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPECIALS = {
   "bos_token": ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "<|endoftext|>"),
   "eos_token": ("<|eos|>", "</s>", "<eos>", "<|end_of_text|>", "[EOS]", "<|endoftext|>"),
@@ -75,11 +77,10 @@ class Tokenizer:
 
   def _set_specials(self, vocab: dict[str, int], settings: Path | None = None) -> None:
     """Finds the special ids by the names in `settings`, a tokenizer_config.json, else by the usual names."""
-    named = json.loads(settings.read_text(encoding="utf-8")) if settings and settings.is_file() else {}
+    named = read_settings(settings) if settings else {}
     found = {}
     for key, usual in _SPECIALS.items():
-      entry = named.get(key)
-      names = (entry["content"] if isinstance(entry, dict) else entry,) if entry else usual
+      names = (named[key],) if named.get(key) else usual
       found[key] = next((vocab[name] for name in names if name in vocab), None)
     self.bos_id, self.eos_id, pad = found.values()
     self.pad_id = pad if pad is not None else self.eos_id or 0
@@ -91,6 +92,16 @@ class Tokenizer:
     table = table.astype(np.uint8) if table.max() < 256 else table
     (ids,) = self.encode([_PROBE.encode()])
     self.byte_table = table if Tokenizer.decode(self, ids) == _PROBE.encode() else None
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+  """The object in a tokenizer_config.json, special tokens as texts; empty without the file. Raises ConfigError."""
+  try:
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    words = {name: found.get(name) or "" for name in SPECIAL_WORDS}
+    return found | {name: "" + (word["content"] if isinstance(word, dict) else word) for name, word in words.items()}
+  except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+    raise ConfigError(f"{file} is damaged: {type(error).__name__} {error}") from error
 
 
 def load_tokenizer(kind: str, path: str = "") -> Tokenizer:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from maxghost.checkpoint import compare, inspect_checkpoint
+from maxghost.config.values import did_you_mean, print_problem
 from maxghost.interop import convert, hf_checkpoint, huggingface, linen_scaling
 
 _TOOLS = {
@@ -21,6 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   if arguments and arguments[0] in _TOOLS:
     return _TOOLS[arguments[0]][0](arguments[1:])
   asked = bool(arguments) and arguments[0] in ("-h", "--help")
+  if arguments and not asked:
+    hint = did_you_mean(arguments[0], _TOOLS) or f"; there are {', '.join(_TOOLS)}"
+    print_problem(f"unknown tool {arguments[0]!r}{hint}")
+    return 2
   tools = "\n".join(f"  {name:<8} {about}" for name, (_, about) in _TOOLS.items())
   print(f"usage: maxghost checkpoint TOOL [...]\n\n{tools}", file=sys.stdout if asked else sys.stderr)
   return 0 if asked else 2

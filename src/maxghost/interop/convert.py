@@ -22,6 +22,7 @@ from maxghost.checkpoint import compare, layouts_store
 from maxghost.checkpoint.layouts import LAYOUTS, LINEN, NNX, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import INTEGER, SCANNED, UNSCANNED, LayerReader, blocks_of, chunk_of
 from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, TreePath, VerificationError, full_path
+from maxghost.config.arguments import Parser
 from maxghost.config.files import write_text
 from maxghost.config.values import guarded, slash_path
 from maxghost.interop.convert_plan import KEEP, TARGETS, Plan, Target, TargetLeaf, make_plan
@@ -300,7 +301,7 @@ def _summary(source: Checkpoint, target: Target, plan: Plan, out: Path) -> list[
 
 @guarded("convert_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
-  options = vars(_parser().parse_args(argv))
+  options = vars(_parser().parse(argv))
   for name in ("source_wrapped", "wrapped"):
     options[name] = {"yes": True, "no": False}.get(options[name])
   source = {name.removeprefix("source_"): options.pop(name) for name in [*options] if name.startswith("source_")}
@@ -309,9 +310,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
   """Its values have the names of the parameters of `convert` and the fields of `Target`."""
-  parser = argparse.ArgumentParser(
+  parser = Parser(
     prog="maxghost checkpoint convert",
     description="Converts checkpoints between the Linen, NNX and maxghost layouts, bit by bit (docs/checkpoints.md).",
   )

@@ -14,6 +14,7 @@ from maxghost import config
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
 from maxghost.checkpoint.layouts_store import LayoutError, Location, full_path, open_at, read_json, write_json
+from maxghost.config.arguments import Parser
 from maxghost.config.families import FAMILIES
 from maxghost.config.values import guarded
 from maxghost.data import tokenizer_files
@@ -143,7 +144,7 @@ def export_adapter(source: str | Path, target: str | Path) -> None:
 
 @guarded("hf_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
-  args = _parser().parse_args(argv)
+  args = _parser().parse(argv)
   ram_bytes = int(args.ram_mb * 1e6)
   if args.verb == "import":
     import_model(args.source, args.target, scan_layers=args.scan_layers, ram_bytes=ram_bytes)
@@ -155,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+  parser = Parser(
     prog="maxghost checkpoint hf",
     description="Hugging Face models to maxghost checkpoints and back (docs/huggingface.md).",
   )

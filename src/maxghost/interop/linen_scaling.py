@@ -7,7 +7,6 @@ second moments by h. This changes values, so the converter does not do it. It is
 is a power of two; otherwise each direction rounds once. docs/checkpoints.md says how training differs.
 """
 
-import argparse
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 from maxghost.checkpoint import compare
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint, without_value
 from maxghost.checkpoint.layouts_store import LayoutError, TreePath, full_path
+from maxghost.config.arguments import Parser
 from maxghost.config.values import guarded, slash_path
 from maxghost.interop.convert import check_target, write_checkpoint
 from maxghost.interop.convert_plan import Target, make_plan
@@ -84,7 +84,7 @@ def rescale_checkpoint(
 
 @guarded("rescale")
 def main(argv: Sequence[str] | None = None) -> int:
-  parser = argparse.ArgumentParser(
+  parser = Parser(
     prog="maxghost checkpoint rescale",
     description="Moves the attention factor 1/sqrt(head_dim) into or out of the query weights.",
   )
@@ -92,6 +92,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--target_path", required=True)
   parser.add_argument("--head_dim", type=int, required=True)
   parser.add_argument("--to", choices=(MAXGHOST, MAXTEXT), required=True)
-  options = vars(parser.parse_args(argv))
+  options = vars(parser.parse(argv))
   rescale_checkpoint(options.pop("source_path"), **options)
   return 0

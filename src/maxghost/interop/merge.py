@@ -16,7 +16,7 @@ import numpy as np
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader
 from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, full_path
-from maxghost.config import ModelConfig
+from maxghost.config import ConfigError, ModelConfig
 from maxghost.config.families import FAMILIES
 from maxghost.config.schema import AdapterConfig
 from maxghost.interop import model_path, peft
@@ -26,8 +26,13 @@ from maxghost.interop.peft import Arrays, Settings
 
 def open_adapter(path: str | Path, model: ModelConfig) -> tuple[Settings, dict[str, np.ndarray]]:
   """As `peft.load_adapter`, from a folder of PEFT or from a run or checkpoint with adapters. Raises ConfigError."""
-  if (full_path(path) / peft.CONFIG).is_file():
-    return peft.load_adapter(path, model)
+  if (file := full_path(path) / peft.CONFIG).is_file():
+    try:
+      return peft.load_adapter(path, model)
+    except ConfigError:
+      raise
+    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, re.error) as error:
+      raise LayoutError(f"{file}: an entry is of another type than PEFT writes ({error})") from error
   place = model_path.find(path)
   if place.config is None or not place.config.adapter.lora_rank:
     raise LayoutError(f"{path} holds no adapter: it is neither a folder of PEFT nor a run with lora_rank above 0")

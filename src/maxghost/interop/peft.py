@@ -208,12 +208,13 @@ def _settings(config: Mapping[str, Any], origin: Path) -> Settings:
   problems += [f"peft_type={kind} is not read; only LORA is"] * (kind != "LORA")
   problems += [f"bias={bias}: trained biases are not read; only bias=none is"] * (bias != "none")
   problems += [f"init_lora_weights={init} changes the base weights, which are not here"] * (init not in _PLAIN_INITS)
-  if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+  if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
     problems.append(f"r={rank}, lora_alpha={alpha}: no rank and number")
   if problems:
     raise LayoutError(*(f"{origin}: {text}" for text in problems))
   assert rank is not None and alpha is not None
-  return Settings(rank, float(alpha), float(config.get("lora_dropout") or 0), bool(config.get("use_rslora")), config)
+  dropout, use_rslora = float(config.get("lora_dropout") or 0), bool(config.get("use_rslora"))
+  return Settings(rank, float(alpha), dropout, use_rslora, config=config)
 
 
 def _rank(place: Place, settings: Settings, origin: Path) -> int:

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, TextIO
 
 from maxghost.config import Config
+from maxghost.config.values import printable
 from maxghost.training.plan import Plan
 from maxghost.training.run_directory import CHECKPOINTS, CONFIG_FILE, METRICS_FILE
 
@@ -49,6 +50,7 @@ class Console:
     self._progress = None
 
   def line(self, text: str) -> None:
+    text = printable(text)  # domains and samples come from data and models
     if self._progress is not None:
       self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
     else:

@@ -13,7 +13,7 @@ import jax
 
 import maxghost
 from maxghost.config import ConfigError
-from maxghost.config.files import write_text
+from maxghost.config.files import sealed, write_text
 from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
 from maxghost.generation.samples import Sampler
@@ -251,7 +251,7 @@ class Session:
       "versions": f"maxghost {maxghost.__version__}, jax {jax.__version__}, "
       f"flax {importlib.metadata.version('flax')}, Python {platform.python_version()}",
     }
-    write_text(self._path / "run_facts.json", json.dumps(facts, indent=2) + "\n")
+    write_text(self._path / "run_facts.json", json.dumps(sealed(facts), indent=2) + "\n")
 
   def _conclude(self, outcome: Outcome) -> int:
     if outcome.interrupted:

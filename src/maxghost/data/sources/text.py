@@ -86,6 +86,8 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
       record = functools.partial(_row_fields, fields, file.path, names)
     read, place = functools.partial(read, *arguments), functools.partial(_place, opened, file.path, kind)
     for domain, here in _by_domain(file.domain, record if own else None, offset, size).items():
+      if not domain.isprintable():
+        raise ConfigError(f"{place(int(offset[here[0]]))}: the domain {domain!r} holds control characters")
       known.append(domain)
       if not own or not cfg.dataset_domains or domain in cfg.dataset_domains:
         shards.append(Shard(domain, file.name, file.fingerprint, len(here), read, record, place))
@@ -166,7 +168,7 @@ def _index_text(opened: Opened, path: str, columns: tuple[str, ...] | None) -> t
     kept[line] = bool(view[starts[line] : stops[line]].tobytes().strip())
   starts, sizes = starts[kept], sizes[kept]
   if len(starts):
-    with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):  # reported with its place when it is read
+    with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):  # named when it is read
       record = json.loads(view[starts[0] : starts[0] + sizes[0]].tobytes())
       base.columns_of(columns, tuple(record) if isinstance(record, dict) else (), path)
   return starts, sizes
@@ -189,7 +191,7 @@ def _record(opened: Opened, path: str, offset: int, size: int) -> dict[str, Any]
   raw = _bytes(opened, path, offset, size)
   try:
     record = json.loads(raw)
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise base.CorruptError(f"{_place(opened, path, JSONL, offset)}: not a line of JSON ({error})") from error
   return record if isinstance(record, dict) else {}
 
