@@ -154,7 +154,6 @@ def test_weights_of_a_document_reach_the_batch_and_the_loss():
     ({"ghost_schedule": "concat"}, r"objective=pair_mean.*ghost_schedule=concat.*two_pass"),
     ({"per_device_batch_size": 7}, r"objective=pair_mean .*per_device_batch_size=7 .*use per_device_batch_size=8"),
     ({"ghost_val_batch_size": 3}, r"objective=pair_mean .*ghost_val_batch_size=3 .*use ghost_val_batch_size=4"),
-    ({"gradient_accumulation_steps": 2}, r"objective=pair_mean .*use gradient_accumulation_steps=1, not 2"),
     ({"ghost_select": "topk"}, r"objective=pair_mean .*ghost_select=topk chooses single rows; use ghost_select=none"),
   ],
 )
