@@ -28,10 +28,10 @@ from maxghost.optimizers import by_label
 USED = "ratio of the learning rates"
 CHOICES = {
   "none: first order": lambda seen: 0.0 * seen["rate"],
-  USED: lambda seen: seen["rate"] / before(seen["rate"]),
-  "length of momentum's own step over the last step's": lambda seen: seen["resting"] / before(seen["step"]),
-  "momentum's own step along the last step": lambda seen: seen["resting along"] / before(seen["step"]) ** 2,
-  "length of this step over the last step's (not known in time)": lambda seen: seen["step"] / before(seen["step"]),
+  USED: lambda seen: over(seen["rate"], before(seen["rate"])),
+  "length of momentum's own step over the last step's": lambda seen: over(seen["resting"], before(seen["step"])),
+  "momentum's own step along the last step": lambda seen: over(seen["resting along"], before(seen["step"]) ** 2),
+  "length of this step over the last step's (not known in time)": lambda seen: over(seen["step"], before(seen["step"])),
 }
 
 
@@ -54,6 +54,11 @@ def main() -> int:
     Figure(f"r = {USED}: mean error over that of the best choice known in time", used["mean error"] / best, 1.0),
   ]
   return _measure.publish("secant", rows, figures, path=args.json)
+
+
+def over(values, others):
+  """The ratio, 0 where the last step had no length."""
+  return np.where(others > 0, values / np.where(others > 0, others, 1), 0)
 
 
 def before(values, by: int = 1):
