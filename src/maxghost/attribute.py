@@ -109,7 +109,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def scoring_config(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]) -> Config:
-  """The configuration of single scored steps, its own direction by name; of constant rate without optimizer state."""
+  """The run's configuration for single scored steps, with the name of the optimizer's direction in place of auto.
+
+  A step of fewer rows is not accumulated. Checkpoints without optimizer state have no own direction, and the learning
+  rate of a warmed-up run.
+  """
   direction = args.direction or cfg.ghost.ghost_direction
   changes: dict[str, Any] = {} if args.index or not args.rows else {"gradient_accumulation_steps": 1}
   if cfg.ghost.ghost_schedule == "concat":  # one validation set, and a stale preconditioner

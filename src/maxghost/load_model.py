@@ -44,7 +44,10 @@ def find(
 
 
 def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, adapter: str = ""):
-  """(graphdef, state) of the model, an adapter of its run or `adapter` merged in. Imports JAX. Raises ConfigError."""
+  """(graphdef, state) of the model. JAX is imported here. Raises ConfigError for parameters that do not fit.
+
+  adapter: as in `open_parameters`. That of a run with adapters is merged into its base.
+  """
   from flax import nnx
 
   from maxghost import adapters
@@ -65,7 +68,10 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, ada
 
 
 def check_config(cfg: Config) -> ModelPlace:
-  """Finds the model that a run is given, by configurations alone. Raises ConfigError with every key that differs."""
+  """Finds the model of `load_parameters_path` or `load_full_state_path`; reads only configurations.
+
+  Raises ConfigError if there is none, and with every differing key if it is not the model of `cfg`.
+  """
   given = cfg.checkpoint
   key, path = "load_full_state_path" if given.load_full_state_path else "load_parameters_path", given.given
   place = model_path.find(path)

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from maxghost import attribution, cli
-from maxghost.attribution.numbers import printable
 from maxghost.attribution.where import refuse_unknown
 from maxghost.config import ConfigError
 from maxghost.config.arguments import ACCEPT_HELP, Parser
+from maxghost.config.values import printable
 
 FORMATS = ("table", "json", "csv", "parquet", "ids")
 FEW = ("domain", "step", "layer", "module")  # of other groupings, a table shows only the best and worst by default

@@ -12,9 +12,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from maxghost.checkpoint import checksum
+from maxghost.checkpoint import host_checksum
 from maxghost.checkpoint import manager as manager_module
-from maxghost.checkpoint.checksum import checksum_of, checksums
+from maxghost.checkpoint.checksum import checksums
+from maxghost.checkpoint.host_checksum import checksum_of
 from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
 from maxghost.config import ConfigError
 from maxghost.parallel import distributed
@@ -392,7 +393,7 @@ def test_checksum_sees_every_bit_and_every_move(dtype):
 )
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 3, 2)])
 def test_the_checksum_on_the_host_is_the_one_on_devices(dtype, shape, monkeypatch):
-  monkeypatch.setattr(checksum, "_BLOCK", 4)
+  monkeypatch.setattr(host_checksum, "_BLOCK", 4)
   x = np.random.default_rng(5).integers(0, 2 if dtype == "bool" else 7, size=shape).astype(jnp.dtype(dtype))
   with jax.enable_x64(True):
     (expected,) = checksums([jnp.asarray(x)])

@@ -23,7 +23,11 @@ BLOCK_DOCUMENTS = 4096  # packed at a time
 
 
 class Corpus:
-  """The documents of `domain=glob` patterns, tokenized and packed by a run's settings `data`. Raises ConfigError."""
+  """The documents of `domain=glob` patterns (text, JSON lines, Parquet), tokenized and packed as a run packs them.
+
+  data: the run's settings. records: what its documents are; they may name their own domains, but not those of queries.
+  Raises ConfigError for patterns and files that cannot be read.
+  """
 
   def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str, records: str = "text"):
     own = records != "text" and key != "--queries"

@@ -2,8 +2,6 @@
 
 import math
 
-from maxghost.config.values import printable as printable  # what the pages and tables of the data need too
-
 MINUS = "\u2212"
 THIN = "\u202f"
 

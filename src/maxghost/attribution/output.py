@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from maxghost.attribution.numbers import integer, number, plus_minus, printable
+from maxghost.attribution.numbers import integer, number, plus_minus
 from maxghost.attribution.query import Answer
 from maxghost.attribution.texts import snippet
 from maxghost.config import ConfigError
 from maxghost.config.files import write_text
+from maxghost.config.values import printable
 from maxghost.scorelog.export import import_pyarrow
 
 WIDE = 120  # characters; a narrower table leaves out what it can

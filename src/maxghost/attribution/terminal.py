@@ -5,9 +5,10 @@ from rich.table import Table
 from rich.text import Text
 
 from maxghost.attribution import report_text
-from maxghost.attribution.numbers import compact, integer, number, percent, plus_minus, printable
+from maxghost.attribution.numbers import compact, integer, number, percent, plus_minus
 from maxghost.attribution.summary import Ledger, SetSummary, Summary, Value
 from maxghost.attribution.texts import snippet
+from maxghost.config.values import printable
 
 SNIPPET_CHARS = 160  # the terminal cuts lines at its width
 SHOWN_DOCUMENTS = 5

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from maxghost.attribution.numbers import printable
 from maxghost.config import ConfigError, did_you_mean
+from maxghost.config.values import printable
 from maxghost.scorelog.format import ROW_COLUMNS, TEXTS, row_dtype
 from maxghost.scorelog.reader import ScoreLog
 
@@ -46,7 +46,11 @@ class Condition:
 
 
 class Where:
-  """Parsed conditions on rows, with `dot` and `contribution` of set `set_index`. Raises ConfigError."""
+  """Parsed conditions; an empty text selects every row.
+
+  set_index: validation set of `dot` and `contribution`. fields: of the log's documents. Raises ConfigError for an
+  unknown column, an operator that the column does not have, or a value that is not a number.
+  """
 
   def __init__(self, text: str = "", set_index: int = 0, fields: tuple[str, ...] = ()):
     self.conditions = tuple(_parse(text, fields))

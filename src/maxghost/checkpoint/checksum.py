@@ -5,37 +5,20 @@ integers modulo 2^32 are exact in any order, so one device or many give the same
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from maxghost.checkpoint.host_checksum import SPREAD
 from maxghost.models import streaming
-
-# Odd, so that multiplying by it loses nothing modulo 2^32; the bits are well spread (2^32 / golden ratio).
-_SPREAD = 2654435761
-_BLOCK = 1 << 22  # words that the host works on at a time
 
 
 def checksums(leaves: Sequence[jax.Array | np.ndarray]) -> list[int]:
   """One number in [0, 2^32) for each array; waits for the result. Equal bytes and shape give equal numbers."""
   return [int(np.asarray(value)) for value in _checksums(leaves)]
-
-
-def checksum_of(parts: Iterable[np.ndarray]) -> int:
-  """The checksum of an array on the host whose consecutive `parts` along the leading axis these are."""
-  total = start = 0
-  for x in parts:
-    bits = np.ascontiguousarray(x).view({1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)).reshape(-1)
-    for words in np.array_split(bits, 1 + len(bits) // _BLOCK):
-      position = np.arange(start, start + len(words), dtype=np.uint64).astype(np.uint32)
-      weight = (position * np.uint32(2) + np.uint32(1)) * np.uint32(_SPREAD)
-      weight ^= (weight >> np.uint32(15)) & np.uint32(2**32 - 2)
-      total += int(((words.astype(np.uint32) + np.uint32(1)) * weight).sum(dtype=np.uint64))
-      start += len(words)
-  return total % 2**32
 
 
 @jax.jit
@@ -63,7 +46,7 @@ def _weighted_sum(words: jax.Array, start) -> jax.Array:
   for axis in reversed(range(words.ndim)):
     position += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
     stride *= words.shape[axis]
-  weight = (position * jnp.uint32(2) + jnp.uint32(1)) * jnp.uint32(_SPREAD)
+  weight = (position * jnp.uint32(2) + jnp.uint32(1)) * jnp.uint32(SPREAD)
   weight ^= (weight >> 15) & ~jnp.uint32(1)
   return jnp.sum((words + jnp.uint32(1)) * weight, dtype=jnp.uint32)
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from maxghost.checkpoint.host_checksum import checksum_of
 from maxghost.config import ConfigError
 from maxghost.config.files import check_seal, write_text
 from maxghost.config.values import slash_path
@@ -246,8 +247,6 @@ def _stored(
     nonlocal checksum
     values = block(index)
     if checksum is not None:  # at the first read; an uncompressed chunk has none of its own
-      from maxghost.checkpoint.checksum import checksum_of
-
       parts = [values]
       if values.shape != tuple(store.shape):
         step = chunk[0] or store.shape[0]

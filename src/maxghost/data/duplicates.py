@@ -94,7 +94,11 @@ def write_ids(path: str, documents: Iterable[DocumentId]) -> int:
 
 
 def read_ids(path: str, source: Source, key: str = "dataset_exclude_file") -> tuple[np.ndarray, int]:
-  """(hashes of the documents whose ids a file of `write_ids` has, number of `id`s of no record). Raises ConfigError."""
+  """(hashes of the ids in a file of `write_ids` (uint64, sorted), or of the documents whose records have its `id`s; the
+  number of `id`s that no record has).
+
+  Raises ConfigError naming the file and the line, which for dataset_exclude_file may be that of an `id` without record.
+  """
   try:
     lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
   except (OSError, UnicodeDecodeError) as error:

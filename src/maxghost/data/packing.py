@@ -176,7 +176,10 @@ def concat(ends: np.ndarray, order: np.ndarray, row_length: int, max_segments: i
 
 
 def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarray]) -> Rows:
-  """Packs documents into rows, a pair by its longer response. order(n, name): a permutation int64[n] for each name."""
+  """Packs the documents into rows. order(n, name): a pseudo-random permutation int64[n]; name selects which.
+
+  A pair needs the room of its longer response, and none is longer than a row.
+  """
   ends, segments, partner = encoded.ends, layout.max_segments, encoded.partner
   if layout.strategy == CONCAT:
     document, start, length, row = concat(ends, order(len(ends), "documents"), layout.row_length, segments)

@@ -50,7 +50,10 @@ def read_index(folder: Path) -> dict:
 
 
 class PreparedSource(Source):
-  """The documents of a prepared folder, by which it is pickled; texts are decoded from tokens."""
+  """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless.
+
+  Is pickled by its folder. meta: the JSON part of the index. numbers: of each domain of the folder in `domains`.
+  """
 
   def __init__(
     self,
@@ -60,7 +63,11 @@ class PreparedSource(Source):
     fields: tuple[str, ...] = (),
     is_checked: bool = False,
   ):
-    """domains, fields: the wanted ones; empty = all. is_checked: the index is known to be whole. Raises ConfigError."""
+    """domains: the wanted ones; empty = all. fields: as in `document_fields`; empty = those that it was prepared with.
+
+    is_checked: the index was compared with its checksums before. Raises ConfigError when the folder was made with
+    another tokenizer, lacks a field, or its index was changed.
+    """
     self._folder = Path(folder)
     self.meta = meta = read_index(self._folder)
     for _, sentence in () if is_checked else changed_files(self._folder / "index", meta.get("index", {})):

@@ -121,7 +121,10 @@ class ScoredParam:
     return constrain(direction, (*self.axes[:depth], None, *self.axes[depth:]), f"direction of {self.label}")
 
   def placed_factor(self, part: str, factor):
-    """Shards a factor, 'left' [..., I, r] or 'right' [..., r, O], along its groups and I or O; other parts stay."""
+    """Shards a factor along its groups, and along I or O; other parts stay.
+
+    factor: the part 'left' [*stack, K, *groups, I, r] or 'right' [*stack, K, *groups, r, O] of a direction.
+    """
     if self.axes is None or part not in ("left", "right"):
       return factor
     depth, parameter = len(self.stack_shape), self.parameter
@@ -148,7 +151,11 @@ class ScoredParam:
 
 
 def direction_parts(scored: Sequence[ScoredParam], gradients: list[dict], state: RuleState | None = None, scalars=None):
-  """({label: parts}, {label: captured}) from K dicts {label: G}, factored unless the backward pass forms them."""
+  """({label: parts}, {label: captured [*stack, K]}) from K dicts {label: G}.
+
+  Directions with a rank are factored here, unless they are formed in the backward pass, which needs the optimizer's
+  state. scalars: of the rule and this state, if they are known already.
+  """
   parts, captured = {}, {}
   for param in scored:
     rule, axis = param.spec.rule, len(param.stack_shape)

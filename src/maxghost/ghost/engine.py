@@ -251,7 +251,10 @@ class GhostEngine:
 
 
 def direction_spec(cfg: Config, direction: str, rank: int = 0, curvature: str = "none") -> DirectionSpec:
-  """The DirectionSpec of a `ghost_direction`; with curvature 'hessian' none is formed in the backward pass."""
+  """The DirectionSpec of a `ghost_direction`, with the optimizer's constants; 'auto' is the optimizer's own.
+
+  With curvature 'hessian' the whole step is known when directions are formed, so none is left to the backward pass.
+  """
   rule = direction_rule(cfg.optimizer, "sgd" if curvature == "hessian" else direction)
   return DirectionSpec(rule, rank)
 

@@ -26,7 +26,7 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def load_tree(path: str | os.PathLike, wanted: Mapping[str, Any], **options: Any) -> dict:
-  """Arrays of the checkpoint `path` in the layouts_store.nested dict `wanted`; all of `open_load` in one call."""
+  """Arrays of the checkpoint `path` in the nested dict `wanted`; all of `open_load` in one call."""
   return open_load(path, wanted, **options)()
 
 

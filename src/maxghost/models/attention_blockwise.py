@@ -14,7 +14,10 @@ BLOCK = 512
 
 
 def attend(q_BKGTh, k_BKTh, v_BKTh, segment_ids_BT, sinks_BKGT, shape, block: int | None = None):
-  """As `attention.attend`, on grouped heads: [B, K, G, T, width of v]. shape: `attention.Shape`. block: positions."""
+  """As `attention.attend`, on grouped heads; returns [B, K, G, T, width of v] in q's dtype.
+
+  shape: `attention.Shape`. block: positions in a block of queries or keys, 512 by default.
+  """
   length = q_BKGTh.shape[3]
   block = min(block or BLOCK, length)
   if segment_ids_BT is None:

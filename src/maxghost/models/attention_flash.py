@@ -27,7 +27,10 @@ def attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, platform: str):
 
 
 def splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, interpret: bool = False):
-  """JAX's splash kernel, padded to 128 positions; sinks [B, T, H] take a second pass. interpret: on any backend."""
+  """JAX's splash kernel, padded to a multiple of 128 positions. interpret: run as plain operations, on any backend.
+
+  With sinks [B, T, H] the backward pass runs the forward kernel again for the log-sum-exp of each position.
+  """
   if q_BTHh.dtype == jnp.float64:
     raise ConfigError("attention=flash has no float64 on tpu; use attention=blockwise, or dtype=float32 or bfloat16")
   if sinks is not None:
@@ -111,7 +114,10 @@ _splash_with_sinks = autodiff.with_backward(_forward, _backward, nondiff_argnums
 
 
 def cudnn(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, implementation: Literal["cudnn", "xla"] = "cudnn"):
-  """cuDNN's fused kernel, or the same by 'xla'; the mask of packed rows has B T^2 elements."""
+  """cuDNN's fused kernel through `jax.nn.dot_product_attention`; implementation 'xla' computes the same without it.
+
+  Segment ids become a mask of B T^2 elements, so memory for packed rows is quadratic in T.
+  """
   if q_BTHh.dtype not in (jnp.bfloat16, jnp.float16):
     raise ConfigError(
       f"attention=flash computes in bfloat16 on gpu, not {q_BTHh.dtype}; use dtype=bfloat16, or attention=blockwise"

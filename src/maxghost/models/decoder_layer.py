@@ -18,7 +18,10 @@ from maxghost.parallel.shardings import constrain
 
 
 class GatedMlp(nnx.Module):
-  """wo(act_0(wi_0 x) * act_1(wi_1 x) ...), a single branch called wi. Source: Shazeer, arXiv:2002.05202."""
+  """wo(act_0(wi_0 x) * act_1(wi_1 x) ...). x_BTD -> [B, T, D]. Source: Shazeer, arXiv:2002.05202.
+
+  A single branch is called wi.
+  """
 
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
     embed, width, bias = cfg.base_emb_dim, cfg.base_mlp_dim, cfg.mlp_bias

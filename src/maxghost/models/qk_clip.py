@@ -25,7 +25,10 @@ def factors(peaks_LH, num_kv_heads: int, threshold: float) -> tuple[Any, Any]:
 
 
 def clip(model: Any, peaks_LH, threshold: float) -> dict[str, Any]:
-  """Scales queries and keys in place by their largest logits peaks_LH; returns {label: kernel or bias before it}."""
+  """Scales queries and keys of a `Transformer` in place; returns {label: kernel or bias as it was before}.
+
+  peaks_LH: the largest logit of each layer and query head, in the order in which layers run.
+  """
   params, before = {path: v for path, v in nnx.iter_graph(model.decoder) if isinstance(v, nnx.Param)}, {}
   for path, variable in params.items():
     if path[-2] not in ("query", "key"):

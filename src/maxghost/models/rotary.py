@@ -19,7 +19,10 @@ class Rotary:
   cfg: ModelConfig
 
   def __call__(self, x_BTHh, positions_BT):
-    """Turns pair i of each head by p * `frequencies`[i] radians at position p, in float32 or wider."""
+    """Rotates each head by its position. x_BTHh: any float dtype, kept; angles are formed in float32 or wider.
+
+    h must be even. Position p turns pair i by p * `frequencies`[i] radians.
+    """
     if self.cfg.rope_type == "none":
       return x_BTHh
     half = x_BTHh.shape[-1] // 2

@@ -165,7 +165,11 @@ class Exchange:
 
 
 class StopFlag:
-  """Whether any process wants to stop, the same on all; a call reads the exchange that the call before started."""
+  """Whether any process wants to stop, the same answer on all, without waiting for a running step.
+
+  Each call starts an exchange of the wishes and reads the result of the previous call's, which was queued before a step
+  that is running by now.
+  """
 
   def __init__(self):
     self._exchange = Exchange()

@@ -234,7 +234,10 @@ def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnRows:
-  """Part `shard` of `num_shards` equal parts of the batch. writes: whether this process records it, alone or not."""
+  """The rows of this process: part `shard` of `num_shards` equal parts of the batch.
+
+  writes: whether this process records the results of these rows; other processes may hold the same rows.
+  """
 
   num_shards: int = 1
   shard: int = 0
@@ -285,7 +288,11 @@ def check_rules(abstract: nnx.State, layout: Layout) -> None:
 
 
 def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:
-  """A line on a device's share of the parameters against an even split. Raises ConfigError above `tolerance`."""
+  """Returns a line that compares a device's share of the parameters with an even split over the weights' mesh axes.
+
+  abstract: a train state with shardings. Raises ConfigError, naming the largest parameter that is not split, if the
+  excess is above `tolerance`.
+  """
   total = held = 0
   whole: list[tuple[int, str]] = []
   axes: set[str] = set()

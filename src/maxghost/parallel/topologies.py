@@ -16,7 +16,10 @@ from maxghost.config.files import read_table
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-  """One generation of TPUs, as configs/topologies.yml describes it; name and config are libtpu's."""
+  """One generation of TPUs. name and config are libtpu's; smallest: the cloud's name of a single host.
+
+  per_chip: what a chip adds to N. shapes, hbm_gib: see configs/topologies.yml.
+  """
 
   name: str
   smallest: str

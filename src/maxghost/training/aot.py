@@ -51,7 +51,11 @@ class Compiled:
 
 
 def compile_step(plan: Plan, options: dict | None = None, folder: Path | None = None) -> Compiled:
-  """Compiles the step, which may be too large. folder: keeps the TPU compiler's texts. Raises as `train_step`."""
+  """Compiles the step; a step that is too large for the memory is not an error.
+
+  options: further compiler options. folder: for the texts of the TPU compiler, if they are to be kept. Raises as
+  `train_step`.
+  """
   lowered = lower("train_step", train_step(plan)[0], plan.layout, *plan.arguments)
   platform = plan.layout.platform
   begin = time.perf_counter()

@@ -108,7 +108,10 @@ def eval_metrics(sums: Sequence[tuple[Any, Any]], objective: str = "next_token")
 
 
 class MetricsLog:
-  """`append` writes a whole line; `position` is the length in bytes on disk; checksum: CRC-32 of the lines so far."""
+  """metrics.jsonl: `append` writes one whole line; `position` is its length in bytes after a flush to disk.
+
+  checksum: CRC-32 of what was written since `restore`, and before.
+  """
 
   def __init__(self, path: Path):
     self._path, self.checksum = path, 0

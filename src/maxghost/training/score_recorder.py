@@ -110,7 +110,10 @@ def domain_numbers(batch, scored_BS: np.ndarray, name: Callable[[int], Sequence]
 
 
 class DomainSums:
-  """Contributions by domain over all processes. document: (domain, ...) by index. writes: adds this process's rows."""
+  """The contributions of each step by domain, over the rows of all processes.
+
+  document: (domain, ...) of a document by its index. writes: whether this process adds these rows; another may have them too.
+  """
 
   def __init__(self, val_sets: Sequence[str], domains: Sequence[str], document: Callable, writes: bool = True):
     self._domains, self._name, self._writes = tuple(domains), functools.cache(document), writes
@@ -118,7 +121,10 @@ class DomainSums:
     self._exchange = distributed.Exchange()
 
   def __call__(self, outputs: Mapping[str, np.ndarray], batch) -> Callable[[], dict[str, float]]:
-    """Starts to add up a step, in every process; what is returned waits and gives {metric: nats}, {} without scores."""
+    """Starts to add up a step; what is returned waits for the other processes and gives {metric: nats}.
+
+    Empty for a step without scores. Every process must call it in every step that has scores.
+    """
     if not outputs["scored_ok"]:
       return dict
     scored_BS = scored_units(outputs, batch)[0] & self._writes
@@ -154,7 +160,11 @@ class ScoreRecorder:
     self._waiting: deque[Future] = deque(maxlen=QUEUE_LENGTH)
 
   def record(self, step: int, outputs: Mapping | None, closing: Mapping | None, batch) -> None:
-    """Records a step. outputs: None without scores. closing: of the step before, prev_val_loss[, prev_predicted]."""
+    """Records one step.
+
+    outputs: host copies; None: no scores. closing: prev_val_loss and, if known, prev_predicted, f32[K], of the
+    step before; None for the first step. batch: the one trained on.
+    """
     self._raise_error()
     if len(self._waiting) == QUEUE_LENGTH:
       self._waiting[0].result()

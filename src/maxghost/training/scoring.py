@@ -39,7 +39,10 @@ def excluded(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
-  """The scored pass for batches of one shape (`make_scorer`). loss: of the units. num_slots: S."""
+  """The scored pass of the configured schedule and direction, for batches of one shape. See `make_scorer`.
+
+  loss: the objective of the units. train_graphdef: of the whole train state. num_slots: S.
+  """
 
   cfg: Config
   loss: Objective

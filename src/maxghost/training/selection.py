@@ -118,7 +118,10 @@ class Selector(Scorer):
     return Selected(**scored, batch=picked, index_k=index_k, chosen_B=chosen_B, candidates=first)
 
   def outputs(self, scored: Selected, batch, scale) -> dict:
-    """As `Scorer.outputs`, for all candidates, with chosen_B; others have contribution 0 and what their pass gave."""
+    """As `Scorer.outputs`, for all candidates, with chosen_B bool.
+
+    Rows that were not chosen have contribution 0, and the dot product, loss and tokens of the candidate pass.
+    """
     out, first = super().outputs(scored, scored.batch, scale), scored.candidates
     used_BTS, _, per_share_BS, seen = self.slots(dict(batch), first.passed.losses, first.passed.weights)
     seen_dot = jnp.einsum("kbt,bts->bsk", first.additive, used_BTS) * per_share_BS[..., None]
@@ -193,7 +196,10 @@ def make_selector(
 
 
 def take(batch: dict, chosen_B, k: int):
-  """(the chosen rows, their indices ascending); if k is the whole batch, others lose their targets; indices None."""
+  """(the chosen rows [k, ...], their indices [k] ascending).
+
+  If k is the whole batch, all rows stay, rows that are not chosen lose their targets, and the indices are None.
+  """
   if k == chosen_B.shape[0]:
     kept = jnp.where(chosen_B[:, None], batch["targets_segmentation"], 0)
     return batch | {"targets_segmentation": kept}, None

@@ -17,7 +17,7 @@ from maxghost.ghost.schedules import Model, passes
 from maxghost.ghost.schedules.base import of_each_set
 from maxghost.models import autodiff, qk_clip
 from maxghost.objectives import create, of_validation
-from maxghost.optimizers import by_label, clip, factor_of, learning_rate_schedule, scaled
+from maxghost.optimizers import by_label, factor_of, learning_rate_schedule, scaled
 from maxghost.parallel.shardings import constrain, constrain_state
 from maxghost.training import host_memory, scoring, selection
 from maxghost.training.state import referenced
@@ -109,12 +109,10 @@ def _clipped_update(cfg: Config, grads):
   arrays that are read elsewhere before it updates them in place: on CPU, all parameters and moments in a scored step.
   """
   threshold, segments = cfg.optimizer.gradient_clipping_threshold, cfg.model.stacked_segments
-  if segments:
-    norm = _norm(cfg, grads)
-    clip_factor = factor_of(norm, threshold)
-  else:
-    grads = jax.lax.optimization_barrier(grads)  # as `clip` does
-    norm, clip_factor, _ = clip(grads, threshold)
+  if not segments:
+    grads = jax.lax.optimization_barrier(grads)  # for the bits, as in `clip`; sums by segments have their own
+  norm = _norm(cfg, grads)
+  clip_factor = factor_of(norm, threshold)
 
   def update(train_state, read) -> None:
     if host_memory.HostMemory.of(cfg).updates:

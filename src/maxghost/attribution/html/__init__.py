@@ -15,6 +15,7 @@ from maxghost.attribution.numbers import number
 from maxghost.attribution.summary import SetSummary, Summary
 from maxghost.attribution.texts import snippet
 from maxghost.attribution.token_values import Marked
+from maxghost.config.values import printable
 
 CURVE_POINTS = 240
 SHOWN_DOMAINS = 40
@@ -113,7 +114,7 @@ def _spans(marked: Marked) -> list[tuple[str, str, str]]:
 _templates = jinja2.Environment(
   loader=jinja2.PackageLoader("maxghost.attribution", "html"),
   autoescape=True,
-  finalize=lambda value: value if hasattr(value, "__html__") else numbers.printable(str(value)),
+  finalize=lambda value: value if hasattr(value, "__html__") else printable(str(value)),
   undefined=jinja2.StrictUndefined,
   trim_blocks=True,
   lstrip_blocks=True,

@@ -64,7 +64,10 @@ def validation(problem: Problem) -> Validation:
 
 
 def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.State) -> tuple[list, list]:
-  """([G], [u = P_tᵀ G, 0 where not scored]) of the sets, dicts {label: array}, by the problem's rule."""
+  """([G], [u]) of the validation sets, from their States G and by the problem's rule: dicts {label: array}.
+
+  u = P_tᵀ G, and 0 for parameters that are not scored. G is that of `second_order_gradients` or `extrapolated`.
+  """
   rule, grads, (state, delta) = problem.rule, by_label(training_gradient), problem.update(training_gradient)
   if problem.second_order:
     gradients = second_order_gradients(problem.model, problem.val_loss, problem.val_batches, gradients, delta)
@@ -82,7 +85,10 @@ def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.S
 
 
 def extrapolated(secant: Secant | None, gradients: list[dict]) -> list[dict]:
-  """K dicts {label: G + weight (own G - G')} of the labels in `gradients`; these themselves without a secant."""
+  """K dicts {label: G + weight (own G - G')}, in place of G; G itself without a secant.
+
+  gradients: K dicts {label: G}, of all or of some of the labels.
+  """
   if secant is None:
     return gradients
 
