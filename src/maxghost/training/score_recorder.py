@@ -112,7 +112,8 @@ def domain_numbers(batch, scored_BS: np.ndarray, name: Callable[[int], Sequence]
 class DomainSums:
   """The contributions of each step by domain, over the rows of all processes.
 
-  document: (domain, ...) of a document by its index. writes: whether this process adds these rows; another may have them too.
+  document: (domain, ...) of a document by its index. writes: whether this process adds
+  these rows; another may have them too.
   """
 
   def __init__(self, val_sets: Sequence[str], domains: Sequence[str], document: Callable, writes: bool = True):
