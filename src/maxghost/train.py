@@ -23,8 +23,15 @@ SWITCHES = {"force": "starts a step that is estimated to need far more memory th
 
 def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns the exit code."""
+  sys.unraisablehook = _report_unraisable  # to the end of the process, since such callbacks may come late
   with StopSignals() as signals:  # before JAX is imported, whose own code loses an early Ctrl-C
     return cli.run_command(functools.partial(_run, signals=signals), argv, "train", SWITCHES)
+
+
+def _report_unraisable(unraisable, before=sys.unraisablehook) -> None:
+  """Leaves out callbacks of TensorStore that find the event loop of a failed save closed; the command says why."""
+  if not isinstance(unraisable.exc_value, RuntimeError) or str(unraisable.exc_value) != "Event loop is closed":
+    before(unraisable)
 
 
 def _run(cfg: Config, force: bool, signals: StopSignals) -> int:

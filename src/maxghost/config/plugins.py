@@ -71,25 +71,25 @@ class Objective(Plugin):
 
   reference: the frozen second model that its loss may read: "start", the model that the run begins with (with adapters
     that is "base", the model without them); "teacher", another model; "" none.
+  perplexity: whether its loss is nats per token.
   """
 
   rows_per_unit: int = 1
   records: str = "text"
   reference: str = ""
+  perplexity: bool = True
 
 
-_pairs = functools.partial(Objective, schedules=("two_pass", "reverse_scan"), rows_per_unit=2, records="pairs")
+_losses = functools.partial(Objective, schedules=("two_pass", "reverse_scan"), perplexity=False)
+_pairs = functools.partial(_losses, rows_per_unit=2, records="pairs")
 OBJECTIVES: dict[str, Objective] = {
   "next_token": Objective("maxghost.objectives.next_token:LanguageModelLoss"),
   "sft": Objective("maxghost.objectives.sft:FineTuning", records="conversations"),
   "dpo": _pairs("maxghost.objectives.dpo:PreferenceLoss", reference="start"),
-  "distill": Objective(
-    "maxghost.objectives.distill:Distillation", schedules=("two_pass", "reverse_scan"), reference="teacher"
-  ),
+  "distill": _losses("maxghost.objectives.distill:Distillation", reference="teacher"),
   "margin": _pairs("maxghost.objectives.dpo:Margin"),
 }
 OF_VALIDATION = ("margin",)  # objectives of validation sets alone: nothing bounds them from below
-WITHOUT_PERPLEXITY = ("dpo", "distill", "margin")  # objectives whose loss is not nats per token
 # Losses on pairs (dpo_algo), and those of them that compare with no reference.
 PREFERENCE_LOSSES = ("sigmoid", "ipo", "hinge", "robust", "simpo", "orpo")
 WITHOUT_REFERENCE = ("simpo", "orpo")

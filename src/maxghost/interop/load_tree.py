@@ -52,7 +52,7 @@ def open_load(
     say: Receives each message for the user.
 
   Returns:
-    A function that reads the arrays and returns them layouts_store.nested as in `wanted`.
+    A function that reads the arrays and returns them nested as in `wanted`.
 
   Raises:
     LayoutError: It names every parameter and moment that is missing or has another shape or dtype.

@@ -28,7 +28,12 @@ def register(objective: type[Objective]) -> type[Objective]:
   Raises ValueError for a name that is already taken.
   """
   facts = plugins.Objective(
-    objective, objective.schedules, objective.rows_per_unit, objective.records, objective.reference
+    objective,
+    objective.schedules,
+    objective.rows_per_unit,
+    objective.records,
+    objective.reference,
+    objective.perplexity,
   )
   plugins.register("objective", objective.name, facts)
   return objective

@@ -33,6 +33,7 @@ class Objective(abc.ABC):
   records: what a document of its runs is: "text", or "conversations" or "pairs" of them.
   parts: names of these rows, where the score log has the contribution of each apart; () where it has not.
   reference: what the frozen second model is, as in `plugins.Objective`; "" where there is none.
+  perplexity: whether the loss is nats per token, so that its exponential is a perplexity.
   maxima: names of metrics that are maxima over the batch, not means.
   """
 
@@ -42,6 +43,7 @@ class Objective(abc.ABC):
   records: ClassVar[str] = "text"
   parts: ClassVar[tuple[str, ...]] = ()
   reference: ClassVar[str] = ""
+  perplexity: ClassVar[bool] = True
   maxima: ClassVar[tuple[str, ...]] = ()
 
   @classmethod

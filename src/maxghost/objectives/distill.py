@@ -32,6 +32,7 @@ class Distillation(LanguageModelLoss):
   name = "distill"
   schedules = ("two_pass", "reverse_scan")
   reference = "teacher"
+  perplexity = False
   alpha: float = 0.5
   temperature: float = 1.0
   kl: str = "forward"

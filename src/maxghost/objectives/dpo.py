@@ -44,6 +44,7 @@ class PreferenceLoss(LanguageModelLoss):
   records = "pairs"
   parts = ("chosen", "rejected")
   reference = "start"
+  perplexity = False
   algo: str = "sigmoid"
   beta: float = 0.1
   label_smoothing: float = 0.0

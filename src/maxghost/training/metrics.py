@@ -53,7 +53,7 @@ def learning_metrics(outputs: Mapping[str, Any], objective: str = "next_token") 
   """
   record: dict[str, Any] = {metric: float(outputs[name]) for metric, name in SCALARS.items() if name in outputs}
   record |= {name: float(value) for name, value in outputs.items() if "/" in name}
-  if objective not in plugins.WITHOUT_PERPLEXITY:
+  if plugins.OBJECTIVES[objective].perplexity:
     record["learning/perplexity"] = _perplexity(record["learning/loss"])
   weights = float(outputs["tokens"])
   record["learning/total_weights"] = int(weights) if weights.is_integer() else weights
@@ -103,7 +103,7 @@ def eval_metrics(sums: Sequence[tuple[Any, Any]], objective: str = "next_token")
   """The eval/* part from (summed loss, weight) of each batch: the weighted mean over all batches."""
   total, weights = (float(sum(column)) for column in zip(*sums, strict=True))
   loss, whole = total / (weights or 1.0), int(weights) if weights.is_integer() else weights
-  likely = {} if objective in plugins.WITHOUT_PERPLEXITY else {"eval/avg_perplexity": _perplexity(loss)}
+  likely = {"eval/avg_perplexity": _perplexity(loss)} if plugins.OBJECTIVES[objective].perplexity else {}
   return {"eval/avg_loss": loss, **likely, "eval/total_weights": whole}
 
 
