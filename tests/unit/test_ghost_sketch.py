@@ -31,8 +31,8 @@ def loss(model, batch):
 def test_entries_are_products_with_the_drawn_directions(hidden, outputs, low_rank):
   """A matrix large enough for rank-one directions (12 x 9) and a narrow one (9 x 2), or narrow ones alone."""
   rng = np.random.default_rng(0)
-  sizes = {"x": (EXAMPLES, 12), "y": (EXAMPLES, outputs), "weight": (EXAMPLES,)}
-  batch = {name: jnp.asarray(rng.normal(size=size), jnp.float32) for name, size in sizes.items()}
+  x, y, weight = rng.normal(size=(EXAMPLES, 12)), rng.normal(size=(EXAMPLES, outputs)), rng.random(EXAMPLES)
+  batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), {"x": x, "y": y, "weight": weight})
   model, key = Model(hidden, outputs), jax.random.key(3)
   graphdef, params, rest = nnx.split(model, nnx.Param, ...)
   twin = prepare_twin(model, batch, loss, num_sets=1, num_positions=None, spec=SPEC)

@@ -143,7 +143,7 @@ def test_projections_come_near_the_cosine(lora_rank, corpora, tmp_path):
 
   No matrix of adapters of rank 2 is wide enough for projections of rank one.
   """
-  cfg = config.replace(CFG, adam_eps=1e6, lora_rank=lora_rank)
+  cfg = config.replace(CFG, adam_eps=1e6, lora_rank=lora_rank, lora_module_path=".*/(query|wo)" * bool(lora_rank))
   with tiny.cheap_compilation():
     points = make_points(cfg, 0.0)
     expected = brute_force(cfg, points, corpora[0], corpora[2]["ask"])
