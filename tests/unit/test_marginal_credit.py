@@ -80,7 +80,7 @@ def test_muon_is_the_derivative_of_its_step_with_and_without_momentum(label, ste
       exact = np.asarray(expected)
       assert abs(adjoint) < 1e-12 * np.abs(exact * made.g).sum()
       assert (np.asarray(still) == 0).all()
-    assert oracles.relative_error(found, exact) < tolerance
+    assert oracles.relative_error(np.asarray(found), exact) < tolerance
 
 
 @pytest.mark.parametrize("schedule", ["two_pass", "reverse_scan"])
