@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import _byte_lm
 import _digits
