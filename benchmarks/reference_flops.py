@@ -49,9 +49,8 @@ def main() -> None:
     changes = MODEL | PAIRS | keys | {"base_num_decoder_layers": given.layers, "ghost_val_batch_size": rows}
     cfg = config.replace(config.load(), **changes)
     whole, known = (flops(cfg, is_known) for is_known in (False, True))
-    print(
-      f"{name}, {rows} validation rows of {TRAINING_ROWS}: {whole / 1e12:.3f} TFLOP, {1 - known / whole:.1%} for their reference"
-    )
+    share = f"{1 - known / whole:.1%} for the reference on validation rows"
+    print(f"{name}, {rows} validation rows for {TRAINING_ROWS}: {whole / 1e12:.3f} TFLOP, {share}")
 
 
 if __name__ == "__main__":
