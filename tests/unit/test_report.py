@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
 
 import hypothesis
@@ -292,6 +293,13 @@ def check_sentences(text: str, ledger) -> None:
     text = text[match.end() :]
 
 
+def test_the_set_of_a_loop_of_ones_own_is_not_called_twice():
+  names = {"validation": "The validation loss", "manual": "The manual validation loss"}
+  ledger = summary_module.Ledger({"predicted_examples": 1.0}, np.array([3]), np.zeros(1), None, None)
+  for name, words in names.items():
+    assert report_text.headline(SimpleNamespace(name=name, ledger=ledger)).startswith(f"{words} was predicted")
+
+
 small = st.one_of(st.just(0.0), st.floats(0.001, 1000), st.floats(-1000, -0.001))
 
 
@@ -444,6 +452,7 @@ def test_command(run_dir, capsys):
   ("argv", "line"),
   [
     (["nowhere"], "run_dir=nowhere: no such folder"),
+    ([str(Path(__file__).parents[1] / "unti")], f"no such folder; nearest is {Path(__file__).parent}"),
     ([".", "--dokuments", "3"], "unknown argument '--dokuments'; did you mean '--documents'?"),
     ([".", "--documents", "-1"], "--documents=-1: at least 0"),
     ([], "the following arguments are required: RUN_DIR"),
