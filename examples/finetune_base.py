@@ -16,7 +16,7 @@ from pathlib import Path
 
 import planting
 
-from maxghost import train
+from maxghost.training import run_directory
 
 BASE = Path("runs/base")
 FOLDER = Path("corpora/library-tasks")
@@ -92,10 +92,12 @@ def make() -> None:
 
 
 def prepare() -> None:
-  """The tasks, and the base model where there is none yet."""
+  """The tasks, and the base model where there is none yet, or an unfinished run of it."""
   make()
-  if not BASE.exists() and (code := train.main(["configs/base.yml"])):
-    sys.exit(code)
+  if not BASE.exists() or (BASE / run_directory.LOCK_FILE).exists():
+    own = BASE / run_directory.CONFIG_FILE
+    place = f"base_output_directory={BASE.parent}", f"run_name={BASE.name}"
+    planting.finish([str(own) if own.exists() else "configs/base.yml", *place])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from maxghost import attribute, config, report, scorelog, train
+from maxghost.training import run_directory
 
 KINDS = ("wrong", "foreign", "shuffled")
 Foreign = Callable[[str, random.Random], str]
@@ -159,6 +160,21 @@ def tell(run: str, pool: str = "", target: str = "") -> dict[str, float]:
   return {"all": auroc(is_planted, score), "task": auroc(is_planted[task], score[task])}
 
 
+def finish(arguments: list[str]) -> config.Config:
+  """Trains with these arguments, or goes on, and returns the configuration.
+
+  Ends the program with the run's exit code where the run failed, or was stopped before its last step.
+  """
+  if code := train.main(arguments):
+    sys.exit(code)
+  cfg = config.load(*arguments)
+  existing = run_directory.inspect(cfg)
+  if existing.completed_steps != cfg.run.steps:
+    print(f"{existing.path} is unfinished; the same command continues it", file=sys.stderr)
+    sys.exit(0)
+  return cfg
+
+
 def main(config_file: str, prepare: Callable[[], None], argv: list[str]) -> int:
   """Makes the data, trains, writes the report, and tells how well the planted examples are found.
 
@@ -169,9 +185,7 @@ def main(config_file: str, prepare: Callable[[], None], argv: list[str]) -> int:
   options, changes = parser.parse_known_args(argv)
   begin = time.perf_counter()
   prepare()
-  if code := train.main([config_file, *changes]):
-    return code
-  cfg = config.load(config_file, *changes)
+  cfg = finish([config_file, *changes])
   run = str(Path(cfg.run.base_output_directory) / cfg.run.run_name)
   if code := report.main([run]):
     return code

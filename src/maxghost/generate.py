@@ -65,7 +65,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--config", metavar="FILE", help="config.yml of a model that has none beside it")
   add("--dtype", choices=("float32", "bfloat16"), help="compute dtype (the configuration's)")
   add("--otherwise", metavar="FILE", help=argparse.SUPPRESS)  # as --config, for a model that has none
-  return parser.parse(from_keys(list(sys.argv[1:] if argv is None else argv)))
+  typed = list(sys.argv[1:] if argv is None else argv)
+  args = parser.parse(flags := from_keys(typed))
+  args.key = "" if flags is typed else "load_parameters_path"
+  return args
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,7 +84,8 @@ def _run(args: argparse.Namespace) -> int:
   from maxghost.generation.samples import encode
 
   sampling = Sampling(args.temperature, args.top_k, args.top_p)
-  place, cfg = load_model.find(args.model, args.config, args.otherwise, **({"dtype": args.dtype} if args.dtype else {}))
+  changes = {"dtype": args.dtype} if args.dtype else {}
+  place, cfg = load_model.find(args.model, args.config, args.otherwise, args.key, **changes)
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   texts = _prompts(args)
   prompts = encode(texts, tokenizer, cfg)

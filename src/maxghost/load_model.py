@@ -10,7 +10,7 @@ from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import Config, ConfigError, ModelConfig
 from maxghost.config.families import FAMILIES
-from maxghost.config.values import shown
+from maxghost.config.values import naming, shown
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface, merge, model_path
 from maxghost.interop.huggingface_config import differing
@@ -19,7 +19,7 @@ from maxghost.interop.model_path import ModelPlace
 
 
 def find(
-  path: str | Path, config_file: str | None = None, otherwise: str | None = None, **changes
+  path: str | Path, config_file: str | None = None, otherwise: str | None = None, key: str = "", **changes
 ) -> tuple[ModelPlace, Config]:
   """(where the model is, its configuration); reads no parameters.
 
@@ -27,12 +27,13 @@ def find(
     path: of the model.
     config_file: for a checkpoint without a configuration, or one that must agree with it.
     otherwise: a configuration for a model that has none.
+    key: that gave the path, for errors.
     **changes: keys of the configuration to replace.
 
   Raises:
     ConfigError: if there is no model or no configuration, or the configurations differ.
   """
-  place = model_path.find(path)
+  place = model_path.find(path, key)
   if config_file is None and place.config is None:
     config_file = otherwise
   cfg = config.load(config_file) if config_file else place.config
@@ -60,7 +61,8 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, ada
       raise ConfigError(
         f"{place.tree} holds adapters of a model that was made from init_weights_seed; there is no base"
       )
-    place, adapter, cfg = model_path.find(cfg.checkpoint.load_parameters_path), adapter or str(place.tree), plain(cfg)
+    base = model_path.find(cfg.checkpoint.load_parameters_path, "load_parameters_path")
+    place, adapter, cfg = base, adapter or str(place.tree), plain(cfg)
   graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
   wanted = state.to_tree(state.abstract_arrays(abstract))
   tree = open_parameters(place, cfg, {"model": wanted}, say, adapter)()["model"]
@@ -72,9 +74,8 @@ def check_config(cfg: Config) -> ModelPlace:
 
   Raises ConfigError if there is none, and with every differing key if it is not the model of `cfg`.
   """
-  given = cfg.checkpoint
-  key, path = "load_full_state_path" if given.load_full_state_path else "load_parameters_path", given.given
-  place = model_path.find(path)
+  key, path = cfg.checkpoint.given_by, cfg.checkpoint.given
+  place = model_path.find(path, key)
   if place.config is None:
     return place
   if unlike := differing(place.config.model, cfg.model):
@@ -92,20 +93,22 @@ def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
   if cfg.reference != "teacher":
     return None
   path = cfg.optimizer.distill_teacher
-  place, found = find(path)
+  place, found = find(path, key="distill_teacher")
   own, its = (load_tokenizer(c.data.tokenizer_type, c.data.tokenizer_path) for c in (cfg, found))
   if found.model.vocab_size != cfg.model.vocab_size or own.fingerprint != its.fingerprint:
     raise ConfigError(
       f"distill_teacher={path} has another vocabulary ({found.model.vocab_size} entries, tokenizer {its.name}) than "
       f"the run ({cfg.model.vocab_size}, {own.name}); use a teacher with the same tokenizer and vocab_size"
     )
-  return found.model, lambda wanted: open_parameters(place, found, {"model": wanted})
+  return found.model, lambda wanted: _open_given("distill_teacher", path, place, found, {"model": wanted})
 
 
 def check_steps(place: ModelPlace, cfg: Config) -> None:
   """Raises ConfigError if a run cannot go on after the steps of `load_full_state_path`."""
   given, every = cfg.checkpoint.load_full_state_path, cfg.ghost.ghost_val_every
-  if (step := read_checkpoint(huggingface.open_tree(place.tree), ReadOptions(keep_unknown=True)).step) is None:
+  with naming("load_full_state_path", given):
+    step = read_checkpoint(huggingface.open_tree(place.tree), ReadOptions(keep_unknown=True)).step
+  if step is None:
     raise LayoutError(
       f"load_full_state_path={given} does not say how many steps it has taken; use load_parameters_path"
     )
@@ -143,6 +146,17 @@ def open_parameters(
   return open_load(raw, wanted, head_dim=head_dim, widen=True, say=say)
 
 
+def open_given(place: ModelPlace, cfg: Config, wanted: Mapping[str, Any]) -> Callable[[], dict]:
+  """`open_parameters` of what a run begins with."""
+  return _open_given(cfg.checkpoint.given_by, cfg.checkpoint.given, place, cfg, wanted)
+
+
+def _open_given(key: str, path: str, place: ModelPlace, cfg: Config, wanted: Mapping[str, Any]) -> Callable[[], dict]:
+  """`open_parameters`, with errors that name the key, also while arrays are read."""
+  with naming(key, path):
+    return naming(key, path)(open_parameters(place, cfg, wanted))
+
+
 def plain(cfg: Config) -> Config:
   """The configuration of the base of a model with adapters."""
   return config.replace(cfg, lora_rank=0, lora_weight_qtype="", lora_restore_path="", lora_module_path="")
@@ -165,7 +179,8 @@ def open_adapted(
   fresh = {slash_path(path): path for path in flat if "lora" in path or "_lora_" in path[-1]}
   given, restored = cfg.adapter.lora_restore_path, {}
   if given and not resumed:
-    settings, restored = merge.open_adapter(given, cfg.model)
+    with naming("lora_restore_path", given):
+      settings, restored = merge.open_adapter(given, cfg.model)
     there = {label: tuple(x.shape) for label, x in restored.items()}
     here = {label: tuple(flat[path].shape) for label, path in fresh.items()}
     unlike = sorted(label for label in there.keys() | here.keys() if there.get(label) != here.get(label))
@@ -176,7 +191,7 @@ def open_adapted(
   kernels = {tuple(map(str, p)): v for p, v in nnx.to_flat_state(nnx.state(models.create_abstract(plain(cfg))))}
   same = {p: p in flat and flat[p].dtype == v.dtype for p, v in kernels.items()}
   asked = {p: flat[p] if same[p] else jax.ShapeDtypeStruct(v.shape, v.dtype) for p, v in kernels.items()}
-  read = open_parameters(place, plain(cfg), {"model": unflatten_dict(asked)}) if place else lambda: {"model": {}}
+  read = open_given(place, plain(cfg), {"model": unflatten_dict(asked)}) if place else lambda: {"model": {}}
 
   def read_all() -> dict:
     found: dict[Any, Any] = {fresh[label]: x for label, x in restored.items()}
@@ -203,6 +218,6 @@ def frozen(cfg: Config, wanted: Mapping[str, Any]) -> dict:
   from maxghost.training import state
 
   given = cfg.checkpoint.load_parameters_path
-  read = open_adapted(model_path.find(given), cfg, wanted, True) if given else None
+  read = open_adapted(model_path.find(given, "load_parameters_path"), cfg, wanted, True) if given else None
   found: dict[Any, Any] = flatten_dict(read() if read else state.to_tree(state.create_split(cfg)[1]))
   return unflatten_dict({path: found[path] for path in flatten_dict(wanted)})

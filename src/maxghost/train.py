@@ -75,7 +75,7 @@ def _parameters(cfg: Config, existing: Existing) -> Callable | None:
       read = load_model.open_adapted(place, cfg, wanted, resumed and cfg.reference != "start")
     else:
       assert place is not None
-      read = load_model.open_parameters(place, cfg, wanted)
+      read = load_model.open_given(place, cfg, wanted)
 
     def read_all() -> dict:
       if place:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from maxghost import cli
 from maxghost.config import Config
+from maxghost.config.values import naming
 from maxghost.parallel import topologies
 
 
@@ -40,7 +41,8 @@ def _run(cfg: Config) -> int:
     print(line, flush=True)
   if cfg.parallel.compiled_trainstep_file and compiled.executable is not None:
     path = Path(cfg.parallel.compiled_trainstep_file)
-    print(f"saved {path}: {compiled.save(path) / 1e6:.1f} MB")
+    with naming("compiled_trainstep_file", path):
+      print(f"saved {path}: {compiled.save(path) / 1e6:.1f} MB")
   print(f"done in {time.perf_counter() - begin:.1f} s")
   return 0 if fits else 1
 

@@ -56,13 +56,14 @@ def make_layout(cfg: config.Config, count: int) -> Layout:
 @dataclasses.dataclass
 class Result:
   """outs: host copies of the outputs of each step. moments: Adam's first moments after the first step, that is the
-  clipped gradient times 1 - b1. params: after the last. compiled: the executable."""
+  clipped gradient times 1 - b1. params: after the last. compiled: the executable. state: after the last, on devices."""
 
   outs: list
   moments: dict
   params: dict
   compiled: object
   layout: Layout
+  state: nnx.State
 
 
 def run(mesh: dict, batches=None, val_batch=VAL_BATCH, cheap: bool = True, **changes) -> Result:
@@ -94,7 +95,9 @@ def run(mesh: dict, batches=None, val_batch=VAL_BATCH, cheap: bool = True, **cha
     outs.append(scoring.to_host(out))
     if i == 0:
       moments = labelled(nnx.filter_state(train_state, nnx.OptState), "mu")
-  return Result(outs, moments, labelled(nnx.filter_state(train_state, nnx.Param), "model"), compiled, layout)
+  return Result(
+    outs, moments, labelled(nnx.filter_state(train_state, nnx.Param), "model"), compiled, layout, train_state
+  )
 
 
 def place(cfg, graphdef, abstract, layout):

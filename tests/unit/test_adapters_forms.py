@@ -13,6 +13,7 @@ from test_adapters import FLOAT64, LORA
 from train_steps import TRAIN, VALIDATION, Run
 
 from maxghost import config
+from maxghost.adapters.quantized import NAMES
 from maxghost.config import ConfigError
 from maxghost.training.host_memory import HostMemory
 
@@ -156,6 +157,30 @@ WIDTH = {"ici_expert_parallelism": 2, "ici_tensor_parallelism": 2, "ici_fsdp_par
 def test_a_mesh_of_experts_and_their_width_changes_no_score():
   expected = meshes.run({}, **ROUTED)
   meshes.assert_same(meshes.run(WIDTH, **ROUTED), expected, 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("qtype", "mesh"),
+  [
+    ("nf4", {"ici_expert_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_data_parallelism": 2}),
+    ("int8", {"ici_expert_parallelism": 2, "ici_data_parallelism": 4}),
+    ("nf4", {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 2}),
+  ],
+)
+def test_experts_in_few_bits_on_a_mesh_change_no_score_and_stay_on_their_devices(qtype, mesh):
+  changes = ROUTED | {"num_experts": 6, "base_moe_mlp_dim": 20, "lora_weight_qtype": qtype}
+  expected, actual = meshes.run({}, **changes), meshes.run(mesh, **changes)
+  meshes.assert_same(actual, expected, 2e-5)
+  assert {label.split("/")[-1] for label in expected.moments} >= {"wi_0_lora_b", "wo_lora_a"}
+  held = {str(path[-1]): v.get_value() for path, v in nnx.to_flat_state(actual.state)}
+  experts, fsdp = (mesh.get(f"ici_{name}_parallelism", 1) for name in ("expert", "fsdp"))
+  for name in ("wi_0", "wi_1", "wo"):
+    for part in NAMES[qtype]:
+      x = held[f"{name}_{part}"]
+      shard = x.sharding.shard_shape(x.shape)
+      assert x.shape[:2] == (2, 6) and shard[1] == 6 // experts, (name, part)
+      assert part != "codes" or np.prod(shard) == x.size // experts // fsdp, name
 
 
 def test_experts_in_few_bits_keep_their_width():

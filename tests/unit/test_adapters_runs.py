@@ -162,7 +162,7 @@ def _nested(flat: dict) -> dict:
     ("lora_rank=4", "a is (2, 16, 3) there; it has lora_rank=3 lora_alpha=5"),
     ("lora_alpha=6", "its scale is another; it has lora_rank=3"),
     ("lora_module_path=.*/query", "is (2, 16, 3) there; it has lora_rank=3"),
-    ("lora_restore_path=/nowhere", "there is no model folder /nowhere"),
+    ("lora_restore_path=/nowhere", "lora_restore_path=/nowhere: there is no model folder /nowhere"),
   ],
 )
 def test_adapters_that_do_not_fit_are_refused(runs, keys, text, tmp_path):

@@ -79,8 +79,10 @@ def test_load_parameters_path_takes_a_maxtext_checkpoint(tmp_path):
     cfg = given(source, use_qk_norm=True)
     wanted = {"model": to_tree(train_state(use_qk_norm=True)[1])["model"]}
     load_model.open_parameters(load_model.check_config(cfg), cfg, wanted, silent)
-  with pytest.raises(LayoutError, match="there is no model folder"):
+  with pytest.raises(LayoutError, match=rf"^load_parameters_path={tmp_path}/nowhere: there is no model folder"):
     load_model.check_config(given(tmp_path / "nowhere"))
+  with pytest.raises(LayoutError, match=rf"^load_parameters_path={source}: .* misses decoder/layers/self_attention"):
+    load_model.open_given(load_model.check_config(cfg), cfg, wanted)
 
 
 def test_a_maxtext_checkpoint_of_a_family_without_scaling_is_taken_as_it_is(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 import maxghost
 from maxghost import cli, config, train
+from maxghost.config import values
 
 
 def command(*argv):
@@ -60,6 +61,32 @@ def test_problems_found_later_by_the_command_exit_2_too(capsys):
 def test_wrong_arguments(argv, told, capsys):
   assert command(*argv) == (2, [])
   assert capsys.readouterr().err.splitlines()[0] == f"maxghost: {told}"
+
+
+@pytest.mark.parametrize(
+  "typed",
+  [
+    "load_parameters_path=gs://bucket/run", "load_parameters_path=nowhere", "load_full_state_path=nowhere",
+    "distill_teacher=nowhere objective=distill", "offline_data_dir=nowhere objective=distill",
+    "tokenizer_path=nowhere tokenizer_type=huggingface", "dataset_exclude_file=nowhere", "dataset_include_file=nowhere",
+    "dataset_files=a=nowhere dataset_type=text ghost_val_sets=a", "base_output_directory=gs://bucket",
+  ],
+)  # fmt: skip
+def test_a_path_is_named_with_the_key_that_gave_it(typed, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  keys = typed.split()
+  assert train.main(["dataset_type=synthetic", "ghost_val_sets=words", *reversed(keys)]) == 2
+  said = [line for line in capsys.readouterr().err.splitlines() if ": note: " not in line]
+  key, _, value = keys[0].partition("=")
+  assert len(said) == 1 and said[0].startswith(f"maxghost: {key}") and value.rpartition("=")[2] in said[0], said
+  assert key == "dataset_files" or said[0].startswith(f"maxghost: {keys[0]}"), said
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_read_is_named_with_its_key():
+  with pytest.raises(OSError, match="gone") as caught, values.naming("tokenizer_path", "t"):
+    raise FileNotFoundError(2, "it is gone", "t/x.json")
+  assert caught.value.filename == "tokenizer_path=t: t/x.json"
 
 
 def test_help_and_print_config_run_nothing(capsys):

@@ -1,10 +1,12 @@
 """Files of every kind behind one reader: ids that lead to the bytes, exact resume, damage that is named."""
 
 import dataclasses
+import gc
 import gzip
 import json
 import pickle
 import sys
+import warnings
 
 import numpy as np
 import pyarrow as pa
@@ -176,6 +178,19 @@ def test_documents_and_ids(kind, written):
   again = pickle.loads(pickle.dumps(source))
   assert again.texts(indices[:5]) == source.texts(indices[:5]) and again.fingerprint == source.fingerprint
   assert [entry.documents for entry in dataset.summary()] == [len(A), len(B)]
+
+
+@pytest.mark.parametrize("kind", ["text", "grain"])
+def test_files_are_closed_with_their_source(kind, written, monkeypatch):
+  """Also those that the source let go before, since it keeps few of them open."""
+  monkeypatch.setattr("maxghost.data.sources.text._OPEN_FILES", 2)
+  with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always", ResourceWarning)
+    source = open_source(written(kind), 0)
+    source.texts(np.arange(len(source)))
+    del source
+    gc.collect()
+  assert not [one for one in said if one.category is ResourceWarning], [str(one.message) for one in said]
 
 
 @pytest.mark.parametrize("kind", WRITERS)

@@ -62,7 +62,7 @@ def load(made, kind):
 def test_damaged_settings_of_a_tokenizer_are_named(text, made, tmp_path):
   shutil.copytree(made["huggingface"], tmp_path / "t")
   (tmp_path / "t" / "tokenizer_config.json").write_text(text, errors="surrogateescape")
-  with pytest.raises(ConfigError, match=r"tokenizer_config.json is damaged: ") as caught:
+  with pytest.raises(ConfigError, match=rf"^tokenizer_path={tmp_path}/t: .*config.json is damaged: ") as caught:
     load_tokenizer("huggingface", str(tmp_path / "t"))
   assert "\n" not in str(caught.value)
 
@@ -73,6 +73,9 @@ def test_a_chat_template_of_another_type_is_named(template, made, tmp_path):
   (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
   with pytest.raises(ConfigError, match="its chat_template is no text"):
     chat.load("", load_tokenizer("huggingface", str(tmp_path / "t")))
+  (tmp_path / "t" / "tokenizer_config.json").unlink()
+  with pytest.raises(ConfigError, match=r"^chat_template_path=gone.jinja: .* cannot be read"):
+    chat.load("gone.jinja", load_tokenizer("huggingface", str(tmp_path / "t")))
 
 
 @pytest.mark.parametrize("kind", ["byte", "huggingface", "tiktoken"])

@@ -16,6 +16,7 @@ import pytest
 import tiny
 
 from maxghost import config, scores
+from maxghost.training import run_directory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -110,6 +111,34 @@ def test_library_tasks_can_be_checked_and_planted_ones_are_told(baselines, demon
       assert one["messages"][0]["content"].endswith(code)
   names = ["score", "loss, highest first", "random", *(("gradient norm, largest first", "LESS") if baselines else ())]
   assert all(re.search(rf"^{name} +0\.\d+ ", said, re.MULTILINE) for name in names), said
+
+
+def test_a_base_run_that_was_stopped_ends_the_demonstration_and_is_continued(demonstration, monkeypatch, capsys):
+  made, asked = demonstration("finetune_base"), []
+  monkeypatch.setattr(made, "make", lambda: None)
+
+  def train_to(step: int, code: int) -> None:
+    def main(arguments: list[str]) -> int:
+      cfg = config.load(*arguments)
+      asked.append((arguments[0], cfg.run.run_name))
+      folder = Path(cfg.run.base_output_directory) / cfg.run.run_name
+      folder.mkdir(parents=True, exist_ok=True)
+      (folder / run_directory.LOCK_FILE).touch()
+      config.save(cfg, folder / run_directory.CONFIG_FILE)
+      (folder / run_directory.METRICS_FILE).write_text(json.dumps({"step": step % cfg.run.steps}) + "\n")
+      return code
+
+    monkeypatch.setattr(made.planting.train, "main", main)
+
+  for code in (0, 130):  # of SIGTERM and of Ctrl-C
+    train_to(7, code)
+    with pytest.raises(SystemExit) as ended:
+      made.planting.main("configs/finetune-base.yml", made.prepare, [])
+    assert ended.value.code == code
+  assert capsys.readouterr().err == f"{made.BASE} is unfinished; the same command continues it\n"
+  train_to(-1, 0)
+  made.prepare()
+  assert asked == [("configs/base.yml", "base"), *[(f"{made.BASE}/config.yml", "base")] * 2]
 
 
 def test_a_low_value_for_all_planted_examples_is_an_auroc_of_one(demonstration):

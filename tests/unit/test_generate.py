@@ -196,6 +196,7 @@ def test_generate_is_typed_as_training_too():
     (["base.yml", "prompt=a"], "load_parameters_path is missing"),
     (["base.yml", "load_parameters_path=x", "promt=a"], "'promt' is not a key of generate; did you mean 'prompt'"),
     (["load_parameters_path=x", "steps=3"], "'steps' is not a key of generate"),
+    (["load_parameters_path=gs://b/x", "prompt=a"], "maxghost: load_parameters_path=gs://b/x: only local folders"),
   ],
 )
 def test_wrong_keys_of_generate(arguments, told, capsys):

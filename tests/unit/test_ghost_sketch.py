@@ -3,22 +3,21 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tiny
 from flax import nnx
 
-from maxghost.ghost import DirectionSpec
 from maxghost.ghost.attach import prepare_twin, split
 from maxghost.ghost.schedules import base, per_example
-from maxghost.ghost.sketch import factored, random_directions, sketch_gradient, sketch_pass
+from maxghost.ghost.sketch import SPEC, factored, random_directions, sketch_gradient, sketch_pass
 
 EXAMPLES, DIRECTIONS = 5, 3
 
 
 class Model(nnx.Module):
-  """One matrix large enough for rank-one directions (12 x 9), one that is scored along whole ones (9 x 2)."""
-
-  def __init__(self):
-    self.first, self.second = nnx.Linear(12, 9, rngs=nnx.Rngs(0)), nnx.Linear(9, 2, rngs=nnx.Rngs(1))
+  def __init__(self, hidden: int, outputs: int):
+    self.first = nnx.Linear(12, hidden, rngs=nnx.Rngs(0))
+    self.second = nnx.Linear(hidden, outputs, rngs=nnx.Rngs(1))
 
   def __call__(self, x):
     return self.second(jnp.tanh(self.first(x)))
@@ -28,14 +27,16 @@ def loss(model, batch):
   return jnp.square(model(batch["x"]) - batch["y"]).sum(-1), batch["weight"]
 
 
-def test_entries_are_products_with_the_drawn_directions():
+@pytest.mark.parametrize(("hidden", "outputs", "low_rank"), [(9, 2, {True, False}), (2, 7, {False})])
+def test_entries_are_products_with_the_drawn_directions(hidden, outputs, low_rank):
+  """A matrix large enough for rank-one directions (12 x 9) and a narrow one (9 x 2), or narrow ones alone."""
   rng = np.random.default_rng(0)
-  batch = {"x": rng.normal(size=(EXAMPLES, 12)), "y": rng.normal(size=(EXAMPLES, 2)), "weight": rng.random(EXAMPLES)}
-  batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), batch)
-  model, key = Model(), jax.random.key(3)
+  x, y, weight = rng.normal(size=(EXAMPLES, 12)), rng.normal(size=(EXAMPLES, outputs)), rng.random(EXAMPLES)
+  batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), {"x": x, "y": y, "weight": weight})
+  model, key = Model(hidden, outputs), jax.random.key(3)
   graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-  twin = prepare_twin(model, batch, loss, num_sets=1, num_positions=None, spec=DirectionSpec(rank=1))
-  assert {p.low_rank for p in twin.scored} == {True, False}
+  twin = prepare_twin(model, batch, loss, num_sets=1, num_positions=None, spec=SPEC)
+  assert {p.low_rank for p in twin.scored} == low_rank
   with tiny.cheap_compilation():
     run = jax.jit(lambda key, *states: sketch_pass(twin, *states, loss, batch, key, DIRECTIONS))
     blocks_MRn = run(key, *split(model))

@@ -9,6 +9,8 @@ import pytest
 import tiny
 from flax import nnx
 
+from maxghost import adapters
+from maxghost.config.schema import AdapterConfig
 from maxghost.ghost.attach import attach, split
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.models import moe
@@ -27,22 +29,26 @@ MESHES = {
 }  # fmt: skip
 
 
-def layer_results(mesh: dict, rank: int = 0):
+def layer_results(mesh: dict, rank: int = 0, qtype: str = ""):
   """(y, gradients, scores of every Param by token, compiled text) of one routed layer with random Params, along random
-  directions or, with a rank, factors."""
+  directions or, with a rank, factors. qtype: the matrices are in few bits, below adapters."""
   cfg = meshes.make_config(mesh, **EXPERTS)
   layout = meshes.make_layout(cfg, 8 if mesh else 1)
   rng = np.random.default_rng(3)
   layer = foreign.randomized(lambda rngs: moe.RoutedMoe(cfg.model, rngs=rngs), scale=1.0)
+  if qtype:
+    adapters.attach(layer, AdapterConfig(lora_rank=2, lora_module_path=".*/w.*", lora_weight_qtype=qtype))
+    for _, variable in nnx.to_flat_state(nnx.state(layer, nnx.LoRAParam)):
+      variable[...] = jnp.asarray(rng.normal(size=variable.shape), variable.dtype)
   x, weight = (rng.normal(size=(8, meshes.POSITIONS, 24)).astype(np.float32) for _ in range(2))
   twin = attach(layer, num_examples=8, num_positions=meshes.POSITIONS, spec=DirectionSpec(rank=rank))
   params, rest = split(layer)
-  params = jax.tree.map(jax.device_put, params, layout.shardings(params))
+  params, rest = (jax.tree.map(jax.device_put, state, layout.shardings(state)) for state in (params, rest))
   sizes = {p.label: p.part_shapes(1).values() for p in twin.scored}
   u = {label: tuple(rng.normal(size=size).astype(np.float32) for size in parts) for label, parts in sizes.items()}
-  assert [len(u[name]) for name in ("wi_0", "wi_1", "wo")] == [2 if rank else 1] * 3
+  assert qtype or [len(u[name]) for name in ("wi_0", "wi_1", "wo")] == [2 if rank else 1] * 3
 
-  def run(params, probes, directions, x):
+  def run(params, probes, directions, x, rest):
     blank = moe.no_routing(12, (8, meshes.POSITIONS), np.dtype("float32"))
     y, _ = twin.merge(params, probes, directions, rest)(x, None, blank)
     return (y * weight).sum(), y
@@ -57,7 +63,7 @@ def layer_results(mesh: dict, rank: int = 0):
     specs = {name: [tuple(part.sharding.spec) for part in u[name]] for name in ("wi_0", "wo")}
     assert specs["wi_0"] == [(None, "expert", "fsdp"), (None, "expert", None, "tensor")]
     assert specs["wo"] == [(None, "expert", "tensor"), (None, "expert", None, "fsdp")]
-  arguments = params, twin.zero_probes(), twin.direction_state(u), x
+  arguments = params, twin.zero_probes(), twin.direction_state(u), x, rest
   with tiny.cheap_compilation():
     compiled = jax.jit(graded).lower(*arguments).compile()
   (grads, probes, dx), y = compiled(*arguments)
@@ -82,6 +88,25 @@ def test_a_layer_on_a_mesh_gives_the_numbers_of_one_device(name, one_device_laye
     assert meshes.relative_error(results[label], value) < 2e-6, label
   # Experts stay where they are: no device holds the matrices of all.
   assert "f32[12,24,10]" not in compiled.as_text()
+
+
+@pytest.mark.parametrize(
+  ("qtype", "mesh"),
+  [
+    ("nf4", {"ici_expert_parallelism": 2, "ici_fsdp_parallelism": 4}),
+    pytest.param("int8", {"ici_expert_parallelism": 4, "ici_data_parallelism": 2}, marks=pytest.mark.slow),
+  ],
+)
+def test_experts_in_few_bits_on_a_mesh_give_the_numbers_of_one_device(qtype, mesh):
+  expected, (results, compiled) = layer_results({}, 0, qtype)[0], layer_results(mesh, 0, qtype)
+  assert results.keys() == expected.keys() and len(results) == 2 + 2 * 11
+  for label, value in expected.items():
+    assert np.abs(value).max() > 0 or label == "gate/kernel", label  # below adapters, dense layers form no gradient
+    assert meshes.relative_error(results[label], value) < 2e-6, label
+  text, num_experts = compiled.as_text(), 12 // mesh["ici_expert_parallelism"]
+  codes = ("u8[{},12,10]", "u8[{},5,24]") if qtype == "nf4" else ("s8[{},24,10]", "s8[{},10,24]")
+  for shape in (*codes, "f32[{},24,10]"):
+    assert shape.format(num_experts) in text and shape.format(12) not in text
 
 
 @pytest.mark.parametrize("name", SLOW)

@@ -6,13 +6,14 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from flax import nnx
 from train_steps import TRAIN, Run
 
 from maxghost import attribution, config
 from maxghost.config import ConfigError
 from maxghost.scorelog import Writer
 from maxghost.scorelog import selection as selection_log
-from maxghost.training import selection
+from maxghost.training import selection, state
 
 VALUES = np.array([0.3, -0.2, 5.0, 0.1, 0.0, 2.0, -1.0], np.float32)
 FULL = np.array([True, True, True, True, False, True, True])
@@ -61,6 +62,14 @@ def test_greats_takes_one_of_two_copies_and_equals_exhaustive_greedy():
   assert got == sorted(taken)
   assert not {2, 5} <= set(got)
   assert {2, 5} <= set(np.flatnonzero(selection.choose("topk", values, FULL, 3, jax.random.key(0))))
+
+
+def test_greats_sketches_adapters_too_narrow_for_directions_of_rank_one():
+  cfg = tiny.make_config(lora_rank=2, ghost_select="greats", ghost_select_fraction=0.43)
+  graphdef, abstract = state.abstract_split(cfg)
+  model = nnx.merge(graphdef, abstract).model
+  made = selection.make_selector(cfg, graphdef, model, TRAIN[0], num_sets=1, num_segments=tiny.SEGMENTS)
+  assert made.sketch is not None and {p.low_rank for p in made.sketch.scored} == {False}
 
 
 def rows_with_tokens(batch, where):

@@ -18,10 +18,9 @@ from flax import nnx
 from maxghost import optimizers
 from maxghost.attribution.corpus import Corpus
 from maxghost.config import Config
-from maxghost.ghost import DirectionSpec
 from maxghost.ghost.attach import prepare_twin
 from maxghost.ghost.schedules import Model, passes
-from maxghost.ghost.sketch import sketch_gradient
+from maxghost.ghost.sketch import SPEC, sketch_gradient
 from maxghost.objectives import create
 from maxghost.optimizers import by_label
 from maxghost.training import state
@@ -42,7 +41,7 @@ class Less:
     rule, num_slots = optimizers.AdamW.from_config(cfg.optimizer), corpus.layout.max_segments
     twin = prepare_twin(
       model, objective.batch_spec(num_rows, length), objective, num_sets=1, num_positions=length,
-      spec=DirectionSpec(rank=1), exclude=excluded(cfg, model),
+      spec=SPEC, exclude=excluded(cfg, model),
     )  # fmt: skip
     labels = [param.label for param in twin.scored]
 

@@ -25,11 +25,10 @@ from maxghost.config import Config, ConfigError
 from maxghost.config.files import check_seal, sealed, write_text
 from maxghost.data.hashing import changed_files, sha256
 from maxghost.data.types import Batch
-from maxghost.ghost import DirectionSpec
 from maxghost.ghost.attach import prepare_twin
 from maxghost.ghost.low_rank import rank_one_root
 from maxghost.ghost.schedules import Model, passes
-from maxghost.ghost.sketch import sketch_gradient, sketch_pass
+from maxghost.ghost.sketch import SPEC, sketch_gradient, sketch_pass
 from maxghost.objectives import create
 from maxghost.scorelog import Writer
 from maxghost.training import state
@@ -219,7 +218,7 @@ class Sketcher:
     rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
     twin = prepare_twin(
       model, objective.batch_spec(num_rows, length), objective, num_sets=1, num_positions=length,
-      spec=DirectionSpec(rank=1), exclude=excluded(cfg, model),
+      spec=SPEC, exclude=excluded(cfg, model),
     )  # fmt: skip
 
     def respond(key, train_state, step_batch, val: tuple):

@@ -302,6 +302,11 @@ class CheckpointConfig:
     """The path of the model that a new run begins with; empty = none."""
     return self.load_full_state_path or self.load_parameters_path
 
+  @property
+  def given_by(self) -> str:
+    """The key of `given`."""
+    return "load_full_state_path" if self.load_full_state_path else "load_parameters_path"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:

@@ -4,6 +4,7 @@ The key's type decides, not YAML's guess: `learning_rate: 1e-3` is a float altho
 `run_name: 7` is the text "7". A quoted value is always text.
 """
 
+import contextlib
 import difflib
 import functools
 import io
@@ -13,7 +14,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import Field
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,21 @@ def print_problem(problem: str | BaseException, name: str = "maxghost") -> None:
 def printable(text: str) -> str:
   """Text whose control characters, marks of writing direction and lone surrogates are replacement signs."""
   return _UNPRINTABLE.sub("\ufffd", text)
+
+
+@contextlib.contextmanager
+def naming(key: str, path: object) -> Iterator[None]:
+  """Puts `key=path` before what is wrong with a path that a key gave; nothing for an empty key."""
+  setting = f"{key}={path}" if key else ""
+  try:
+    yield
+  except ConfigError as error:
+    problems = (one if setting in one else f"{setting}: {one.removeprefix(f'{path}: ')}" for one in error.problems)
+    raise type(error)(*problems) from error
+  except OSError as error:
+    if key and error.filename:
+      error.filename = f"{setting}: {error.filename}"
+    raise
 
 
 def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str = "interrupted") -> int:

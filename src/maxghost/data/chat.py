@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from maxghost.config import ConfigError
+from maxghost.config.values import naming
 from maxghost.data.tokenizer_files import TEMPLATE
 from maxghost.data.tokenizers import SPECIAL_WORDS, Tokenizer, read_settings
 
@@ -98,7 +99,7 @@ def _with_reasoning(message: dict) -> dict:
 
 def load(path: str, tokenizer: Tokenizer) -> Template | None:
   """The template in the file `path`, else the tokenizer's; None where there is none. Raises ConfigError."""
-  folder = tokenizer.path.parent if tokenizer.path else Path()
+  folder, key = tokenizer.path.parent if tokenizer.path else Path(), "chat_template_path" if path else ""
   settings = folder / SETTINGS
   said = read_settings(settings) if tokenizer.path else {}
   words = tuple((name, said[name]) for name in SPECIAL_WORDS if said.get(name))
@@ -111,8 +112,9 @@ def load(path: str, tokenizer: Tokenizer) -> Template | None:
     path = str(folder / TEMPLATE)
   if not path and not own:
     return None
-  template = Template(path or str(settings), _read(Path(path)) if path else own, words)
-  _compiled(template.name, template.source)
+  with naming(key, path):
+    template = Template(path or str(settings), _read(Path(path)) if path else own, words)
+    _compiled(template.name, template.source)
   return template
 
 

@@ -101,7 +101,7 @@ def read_settings(file: Path) -> dict[str, Any]:
     words = {name: found.get(name) or "" for name in SPECIAL_WORDS}
     return found | {name: "" + (word["content"] if isinstance(word, dict) else word) for name, word in words.items()}
   except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-    raise ConfigError(f"{file} is damaged: {type(error).__name__} {error}") from error
+    raise ConfigError(f"tokenizer_path={file.parent}: {file} is damaged: {type(error).__name__} {error}") from error
 
 
 def load_tokenizer(kind: str, path: str = "") -> Tokenizer:

@@ -81,7 +81,8 @@ def attach(
     num_val: validation rows at the end of each batch (schedule 'concat'), not counted by num_examples.
     linked: {module path: second use} of tables whose direction needs both uses; see `probed`.
 
-  Raises: ValueError for a Param without a rule, a Param shared under two names, or an exclude pattern without a match.
+  Raises: ValueError for a Param without a rule, a Param shared under two names, an exclude pattern without a match, or
+    a rank that saves nothing on any parameter.
   """
   spec, linked, views = spec or DirectionSpec(), linked or {}, parameters(model)
   graphdef, state = nnx.split(model)
@@ -118,7 +119,7 @@ def attach(
       "paths in ghost_exclude, or use ghost_schedule=forward_mode, which needs no rules. Layers with rules: "
       f"{', '.join(sorted(layer.__name__ for layer in rules.RULES))}"
     )
-  if spec.rank and not any(p.low_rank for p in scored):
+  if spec.rank and spec.must_gain and not any(p.low_rank for p in scored):
     matrices = [p.parameter.matrix_shape(p.shape) for p in scored if p.parameter.rows]
     useful = max((i * o // (2 * (i + o)) for i, o in matrices), default=0)
     problem = f"ghost_rank={spec.rank} saves nothing on any parameter of this model"

@@ -42,10 +42,12 @@ class DirectionSpec:
   P_t is formed inside the backward pass of each op, without the learning rate and the outer clipping factor. For `Sgd`
   P_t = 1, so u = G is known before.
   rank > 0: matrices large enough to gain are scored along rank-r factors of u (`low_rank`), the others exactly.
+  must_gain: whether a model without such a matrix is refused.
   """
 
   rule: UpdateRule = dataclasses.field(default_factory=Sgd)
   rank: int = 0
+  must_gain: bool = True
 
   def __post_init__(self):
     if self.rank < 0:

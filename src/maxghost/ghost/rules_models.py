@@ -154,7 +154,7 @@ def _use_on_mesh(module, split: moe.Split, values: dict, *arrays):
     return rows, used
 
   whole, wide = PartitionSpec(split.sorted_rows), PartitionSpec(split.sorted_rows, split.width or None)
-  names = [name for name in values if not name.endswith("_bias")]
+  names = [*module.branches, "wo", *(name for name in values if "_lora_" in name)]
   used = {name: tuple(wide if flag else whole for flag in _is_wide(name)) for name in names}
   params = {name: split.param(name) for name in values}
   return split.map(local, (params, *[split.tokens] * 4), (whole, used))(values, *arrays)

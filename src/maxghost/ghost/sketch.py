@@ -2,8 +2,9 @@
 
 <g_i, g_j> = E[<g_i, z> <g_j, z>] for any z with E[z zᵀ] = 1. A direction of rank one (z = a bᵀ, entries ±1) has that
 property and costs I + O per token instead of I O, so R of them cost about as much as one exact score (Choe et al.,
-arXiv:2405.13954, also sketch gradients along factors). The products of different parameters are kept separate: if they
-were summed first, their cross terms would only add noise.
+arXiv:2405.13954, also sketch gradients along factors). A matrix so narrow that it saves nothing gets a z of independent
+entries. The products of different parameters are kept separate: if they were summed first, their cross terms would only
+add noise.
 
 R directions, n examples, T positions; a parameter's matrix view is [I, O].
 """
@@ -12,8 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from maxghost.ghost.attach import Twin
+from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.schedules.base import Model
 from maxghost.ghost.schedules.passes import train_pass
+
+# Of a sketch's twin. Adapters of rank 2 have no matrix wide enough for directions of rank one.
+SPEC = DirectionSpec(rank=1, must_gain=False)
 
 
 def random_directions(twin: Twin, key, scale: dict | None = None) -> dict:
@@ -48,7 +53,7 @@ def _fold_in(key, count: int):
 def sketch_pass(twin: Twin, params, rest, loss_fn, batch, key, num_directions: int, scale: dict | None = None):
   """Additive sketches f32[M, R, n(, T)] of the batch, one block for each scored parameter and layer.
 
-  twin: of rank 1 and one validation set, with the directions of `Sgd`. `jax.vmap` over the R directions keeps the
+  twin: of `SPEC` and one validation set. `jax.vmap` over the R directions keeps the
   program small, and runs passes that do not depend on a direction once.
   """
 

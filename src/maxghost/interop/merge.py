@@ -19,6 +19,7 @@ from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray,
 from maxghost.config import ConfigError, ModelConfig
 from maxghost.config.families import FAMILIES
 from maxghost.config.schema import AdapterConfig
+from maxghost.config.values import naming
 from maxghost.interop import model_path, peft
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.peft import Arrays, Settings
@@ -61,7 +62,8 @@ def merged_array(
 
 def open_merged(base: RawTree, model: ModelConfig, adapter: str | Path, say: Callable[[str], None]) -> RawTree:
   """`merged` with the adapter at this path; says what it is merged into. Raises ConfigError."""
-  settings, arrays = open_adapter(adapter, model)
+  with naming("adapter", adapter):
+    settings, arrays = open_adapter(adapter, model)
   held = f"the matrices that {settings.base_qtype} makes of " if settings.base_qtype else ""
   say(f"merging the adapters of {adapter} into {held}{base.origin}")
   return merged(base, model, settings, arrays)

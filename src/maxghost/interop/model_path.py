@@ -12,6 +12,7 @@ from maxghost import config
 from maxghost.checkpoint.layouts_store import LayoutError, full_path, locate, read_json
 from maxghost.config import Config
 from maxghost.config.files import write_text
+from maxghost.config.values import naming
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface
@@ -46,8 +47,13 @@ class ModelPlace:
     return found
 
 
-def find(path: str | Path) -> ModelPlace:
-  """The model at `path`. Raises ConfigError where there is none, or where its configuration cannot be read."""
+def find(path: str | Path, key: str = "") -> ModelPlace:
+  """The model at `path`, which `key` gave. Raises ConfigError if there is none, or its config.yml cannot be read."""
+  with naming(key, path):
+    return _find(path)
+
+
+def _find(path: str | Path) -> ModelPlace:
   folder = full_path(path)
   if not folder.is_dir():
     raise LayoutError(f"there is no model folder {path}")

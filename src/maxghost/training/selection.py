@@ -19,7 +19,6 @@ from flax import nnx
 from maxghost.config.schema import Config
 from maxghost.ghost import schedules, sketch
 from maxghost.ghost.attach import Twin, prepare_twin
-from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.schedules import Model, Problem, Scored, passes
 from maxghost.optimizers import by_label, learning_rate_schedule
 from maxghost.training import scoring
@@ -190,8 +189,8 @@ def make_selector(
   twin = None
   if cfg.ghost.ghost_select == "greats":
     exclude = scoring.excluded(cfg, model)
-    spec = DirectionSpec(rank=1)
-    twin = prepare_twin(model, shapes, scorer.loss, num_sets=1, num_positions=None, spec=spec, exclude=exclude)
+    options = {"num_sets": 1, "num_positions": None, "spec": sketch.SPEC, "exclude": exclude}
+    twin = prepare_twin(model, shapes, scorer.loss, **options)
   return Selector(**vars(scorer), candidates=candidates, sketch=twin, num_candidates=rows, num_chosen=k)
 
 

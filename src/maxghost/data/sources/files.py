@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from maxghost.config import ConfigError
+from maxghost.config.values import naming
 from maxghost.data.hashing import text_hash
 from maxghost.data.sources.base import check_known
 
@@ -46,7 +47,9 @@ def expand(key: str, patterns: Sequence[str], domains: tuple[str, ...] = (), kin
       paths |= files
     base = os.path.commonpath([_fixed_part(pattern) for pattern in globs])
     named = sorted((os.path.relpath(path, base).replace(os.sep, "/"), path) for path in paths)
-    found.extend(CorpusFile(domain, path, name, fingerprint(path)) for name, path in named)
+    for name, path in named:
+      with naming(key, f"{domain}={path}"):
+        found.append(CorpusFile(domain, path, name, fingerprint(path)))
   return found
 
 

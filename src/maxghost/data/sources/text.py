@@ -133,12 +133,19 @@ def _kind(path: str, columns: Sequence[str]) -> str:
   return kind
 
 
-def _open(path: str) -> io.FileIO | bytes:
+class _File(io.FileIO):
+  """A file that is closed with its last reference: `Opened` may forget one that a thread still reads."""
+
+  def __del__(self):
+    self.close()
+
+
+def _open(path: str) -> _File | bytes:
   """A file, or the text in a compressed one."""
   pyarrow = base.import_package("pyarrow", path) if path.endswith(".zst") else None
   try:
     if not path.endswith(_PACKED):
-      return open(path, "rb", buffering=0)
+      return _File(path)
     if pyarrow is None:
       with gzip.open(path, "rb") as file:
         return file.read()
