@@ -5,7 +5,6 @@ a polynomial of X Xᵀ, L X, which is X R with the same polynomial of Xᵀ X. Ea
 
     left, right     L or R of this step: c L Y / |N|, c Y R / |N|
     both halves     sqrt(L) Y sqrt(R), as Shampoo has it
-    derivative      D'(g)ᵀ at the whole gradient: the first-order response at the end of the path
 
 All other parameters are scored along AdamW's path, as `Muon` does.
 """
@@ -21,7 +20,7 @@ from maxghost.optimizers import Parameter, orthogonal
 from maxghost.optimizers.base import Response
 from maxghost.optimizers.muon import Muon, PathResponse
 
-FORMS = ("left", "right", "both halves", "derivative")
+FORMS = ("left", "right", "both halves")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,30 +39,19 @@ class FrozenMuon(Muon):
 
 @dataclasses.dataclass(frozen=True)
 class FrozenResponse(PathResponse):
-  """One matrix's operator; every form but the derivative is symmetric."""
+  """One matrix's operator, which is symmetric."""
 
   form: str = "left"
 
   def transpose(self, x):
-    if self.form == "derivative":
-      (pulled,) = jax.vmap(jax.vjp(self._step, self.g)[1])(self._sets(x))
-      return pulled.reshape(x.shape)
     return self.apply(x)
 
   def apply(self, x):
-    y = self._sets(x)
-    if self.form == "derivative":
-      return jax.vmap(lambda y: jax.jvp(self._step, (self.g,), (y,))[1])(y).reshape(x.shape)
+    y = x.astype(self.g.dtype).reshape(-1, *self.g.shape)
     view, n, share = self.matrix.view, *self._momentum()
     size = jnp.sqrt(jnp.sum(jnp.square(view(n)), (-2, -1), keepdims=True)) + self.rule.adam.eps
     scale = self.rule.scale(*view(n).shape[-2:]) * share / size
     return (scale[None] * operator(self.form, view(n) / size, view(y))).reshape(x.shape)
-
-  def _sets(self, x):
-    return x.astype(self.g.dtype).reshape(-1, *self.g.shape)
-
-  def _step(self, g):
-    return self._moved(self.momentum, g)
 
   def _momentum(self):
     """(N, the weight of g in it)."""

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import _byte_lm
 import _digits
@@ -261,13 +262,14 @@ class Steps:
 def forms(rule: optimizers.UpdateRule) -> dict[str, tuple[optimizers.UpdateRule, tuple[str, ...]]]:
   """{score: (rule, its BENDS)}: the path, and what an optimizer could be held fixed to instead."""
   if not isinstance(rule, Muon):
-    along = rule.path()
-    assert along is not None
-    return {"frozen state": (rule, BENDS), "path": (along, BENDS)}
+    along, at_end = rule.path(), rule.marginal()
+    assert along and at_end
+    return {"frozen state": (rule, BENDS), "path": (along, BENDS), "marginal": (at_end, BENDS)}
   fields = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
   frozen = {f"frozen, {form}": _muon_forms.FrozenMuon(**fields, form=form) for form in _muon_forms.FORMS}
   finer = {"path, 4 nodes": dataclasses.replace(rule, nodes=4)}
-  return {"path": (rule, BENDS)} | {name: (form, BENDS[:1]) for name, form in (finer | frozen).items()}
+  of_step: dict[str, tuple[Any, tuple[str, ...]]] = {"path": (rule, BENDS), "marginal": (rule.marginal(), BENDS)}
+  return of_step | {name: (form, BENDS[:1]) for name, form in (finer | frozen).items()}
 
 
 def batch_of(batches, i):
@@ -422,7 +424,7 @@ def figures(world: World, found: Found, num_seeds: int) -> list[Figure]:
   """The slopes and correlations that should be reached, and where path + secant falls behind the frozen state."""
   pearson, _, slope = statistics(found.scores_MCn, found.real_CnH)
   out = []
-  for name in ("path", "path + secant", "path + hessian"):
+  for name in (kind + bend for kind in ("path", "marginal") for bend in BENDS):
     m = found.names.index(name)
     out.append(
       Figure(f"{world.name}, {name}: |slope of real on predicted - 1|, the step itself", abs(slope[m, 0] - 1), 0.1)

@@ -202,7 +202,7 @@ class Credit:
       columns = rule.column_arrays(parameter, g, g, {"first_moment": m}, response)
       return direction, moved, without, columns, response.transpose(G), more(response, g, G)
 
-    self.g, self.G = arrays[:2]
+    self.g, self.G, self.m = arrays
     with tiny.cheap_compilation():
       self.direction, self.step, self.without, self.columns, self.found, self.more = account(*arrays)
 

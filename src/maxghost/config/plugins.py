@@ -48,16 +48,19 @@ class Plugin:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer(Plugin):
-  """An update rule; the fields are those of `optimizers.UpdateRule`."""
+  """An update rule; the fields are those of `optimizers.UpdateRule`. offers: those of OF_STEP that it offers."""
 
   direction: str | None = None
   columns: tuple[str, ...] = ()
   by_segment: bool = False
   elementwise: bool = False
-  path: bool = False
+  offers: tuple[str, ...] = ()
 
 
-_own = functools.partial(Optimizer, columns=("momentum", "weight_decay"), by_segment=True, elementwise=True, path=True)
+OF_STEP = ("path", "marginal")  # directions through the whole step as a function of the batch gradient
+_own = functools.partial(
+  Optimizer, columns=("momentum", "weight_decay"), by_segment=True, elementwise=True, offers=OF_STEP
+)
 OPTIMIZERS: dict[str, Optimizer] = {
   "adamw": _own("maxghost.optimizers.adamw:AdamW", direction="adam"),
   "sgd": _own("maxghost.optimizers.sgd:Sgd", direction="sgd"),
@@ -114,8 +117,9 @@ class Names(Sequence[str]):
 
 def directions() -> tuple[str, ...]:
   """Values of ghost_direction."""
-  own = [optimizer.direction for optimizer in OPTIMIZERS.values() if optimizer.direction not in (None, "sgd", "path")]
-  return ("auto", "sgd", *map(str, own), "path", "second_order")
+  known = (None, "sgd", *OF_STEP)
+  own = [str(optimizer.direction) for optimizer in OPTIMIZERS.values() if optimizer.direction not in known]
+  return ("auto", "sgd", *own, *OF_STEP, "second_order")
 
 
 def directed(direction: str, curvature: str) -> tuple[str, str]:
@@ -155,14 +159,14 @@ def register(key: str, name: str, plugin: Any) -> None:
 
 
 def direction_problem(direction: str, opt_type: str) -> str:
-  """The error for ghost_direction=auto or path with an optimizer that offers none; '' where it does, or for others."""
-  able = {"auto": lambda one: one.direction is not None, "path": lambda one: one.path}.get(direction)
-  if able is None or able(OPTIMIZERS[opt_type]):
+  """The error for a ghost_direction, auto or one of OF_STEP, that the optimizer does not offer; '' for all others."""
+  able = lambda one: one.direction is not None if direction == "auto" else direction in one.offers  # noqa: E731
+  if direction not in ("auto", *OF_STEP) or able(OPTIMIZERS[opt_type]):
     return ""
   offering = " or ".join(name for name, optimizer in OPTIMIZERS.items() if able(optimizer))
-  if direction == "path":
+  if direction in OF_STEP:
     return (
-      f"ghost_direction=path credits the optimizer's whole step, which opt_type={opt_type} does not offer; use "
+      f"ghost_direction={direction} credits the optimizer's whole step, which opt_type={opt_type} does not offer; use "
       f"ghost_direction=auto, or opt_type={offering}"
     )
   return (

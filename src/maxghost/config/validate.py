@@ -230,7 +230,7 @@ def plugins_together(v: Values) -> Iterator[str]:
   if v.ghost_enabled:
     if problem := plugins.direction_problem(direction, v.opt_type):
       yield problem
-    if direction not in ("auto", "sgd", "path", rule.direction):
+    if direction not in ("auto", "sgd", *plugins.OF_STEP, rule.direction):
       offering = [name for name, other in plugins.OPTIMIZERS.items() if other.direction == direction]
       own = "auto or sgd" if rule.direction else "sgd"
       yield (
@@ -346,7 +346,8 @@ def scoring(v: Values) -> Iterator[str]:
   """What the run's schedule lacks (`plugins.SCHEDULE_LACKS`), and scores that several steps share."""
   direction, curvature = plugins.directed(v.ghost_direction, v.ghost_curvature)
   rule, steps = plugins.OPTIMIZERS[v.opt_type], v.gradient_accumulation_steps
-  early = curvature == "hessian" or direction == "sgd" or (direction in ("auto", "path") and rule.direction == "sgd")
+  plain = rule.direction == "sgd" and direction in ("auto", *plugins.OF_STEP)
+  early = curvature == "hessian" or direction == "sgd" or plain
   key, none = ("ghost_direction", "auto") if v.ghost_direction == "second_order" else ("ghost_curvature", "none")
   if v.ghost_every > 1 and v.ghost_val_every > 1:
     given = f"{v['ghost_every']} already computes the validation gradient every {v.ghost_every} steps"

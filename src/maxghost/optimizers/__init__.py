@@ -40,7 +40,7 @@ def facts(rule: type[UpdateRule], target: str | type) -> plugins.Optimizer:
     rule.columns,
     by_segment=rule.by_segment,
     elementwise=rule.elementwise,
-    path=rule.path is not UpdateRule.path,
+    offers=tuple(name for name in plugins.OF_STEP if getattr(rule, name) is not getattr(UpdateRule, name)),
   )
 
 
@@ -61,10 +61,10 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
     return own
   if direction == "sgd":
     return Sgd()
-  if direction == "path":
-    along = own.path()
-    assert along is not None, "otherwise there was a problem"
-    return along
+  if direction in plugins.OF_STEP:
+    of_step = own.path() if direction == "path" else own.marginal()
+    assert of_step is not None, "otherwise there was a problem"
+    return of_step
   for optimizer in plugins.OPTIMIZERS.values():
     if optimizer.direction == direction:
       return optimizer.load().from_config(cfg)

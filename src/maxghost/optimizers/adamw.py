@@ -45,6 +45,9 @@ class AdamW(UpdateRule):
   def path(self) -> "AdamWPath":
     return AdamWPath(*dataclasses.astuple(self))
 
+  def marginal(self) -> "AdamWMarginal":
+    return AdamWMarginal(*dataclasses.astuple(self))
+
   def reach(self, rates_S: np.ndarray, parameter: Parameter | None = None) -> np.ndarray:
     """(1 - b1^t) sum over k >= 0 of b1^k rate_{t+k} / (1 - b1^(t+k)), t = 1 for the first step: from the last one back.
 
@@ -120,23 +123,43 @@ class AdamWPath(AdamW):
     g, share = clip_factor * g, (1 - self.b2) / correction2
     root0 = jnp.sqrt(self.b2 * v / correction2)
     root = jnp.sqrt(jnp.square(root0) + share * jnp.square(g))
-    growth = share * g / jnp.maximum(root + root0, jnp.finfo(g.dtype).tiny)  # (root - root0) / g
-    resting = self.b1 * m / (correction1 * (root0 + self.eps))
     size = (1 - self.b1) / (correction1 * (root + self.eps))
-    return Secant(size - resting * growth / (root + self.eps), size, resting)
+    resting = self.b1 * m / (correction1 * (root0 + self.eps))
+    return Secant(self._factor(g, resting, share, root0, root, size), size, resting)
+
+  def _factor(self, g, resting, share, root0, root, size):
+    """P_t at the clipped gradient g. size: AdamW's own response. share: (1 - b2) / (1 - b2^t). root, root0: R, R0."""
+    growth = share * g / jnp.maximum(root + root0, jnp.finfo(g.dtype).tiny)  # (root - root0) / g
+    return size - resting * growth / (root + self.eps)
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
     assert isinstance(response, Secant)
     return {"momentum": response.resting, "weight_decay": value}
 
 
+@dataclasses.dataclass(frozen=True)
+class AdamWMarginal(AdamWPath):
+  """AdamW with the derivative of the whole step: P_t = D'(clip_factor g), entry by entry.
+
+  With R as in `AdamWPath`, dR/dg = (1 - b2) / (1 - b2^t) clip_factor g / R, so
+  P_t = [(1 - b1) / (1 - b1^t) - D(clip_factor g) dR/dg] / (R + eps).
+  """
+
+  direction = "marginal"
+
+  def _factor(self, g, resting, share, root0, root, size):
+    moved = resting * (root0 + self.eps) / (root + self.eps) + size * g
+    growth = share * g / jnp.maximum(root, jnp.finfo(g.dtype).tiny)
+    return size - moved * growth / (root + self.eps)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdamState:
-  """The optimizer state that directions 'adam' and 'path' need, before a step.
+  """The optimizer state that directions 'adam', 'path' and 'marginal' need, before a step.
 
-  second_moments, first_moments (for 'path'): {path: array}. count: steps taken. clip_factor: the one assumed for this
-  step.
+  second_moments, first_moments (for the last two): {path: array}. count: steps taken. clip_factor: the one assumed
+  for this step.
   """
 
   second_moments: dict[str, Any]

@@ -210,6 +210,13 @@ class UpdateRule(abc.ABC):
     """
     return None
 
+  def marginal(self) -> "UpdateRule | None":
+    """The rule whose P_t is the derivative D'(g) at the batch gradient: what the step loses with a small example.
+
+    Credits do not add up to the step. None: the rule does not offer it.
+    """
+    return None
+
   def reach(self, rates_S: np.ndarray, parameter: Parameter | None = None) -> np.ndarray | None:
     """The learning rate that a gradient of each step amounts to in all, with what momentum does with it later, [S].
 

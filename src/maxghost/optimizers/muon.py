@@ -66,6 +66,18 @@ class Muon(UpdateRule):
   def path(self) -> "Muon":
     return self
 
+  def marginal(self) -> "MuonMarginal":
+    return MuonMarginal(*(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+  @property
+  def others(self) -> UpdateRule:
+    """The rule that scores all parameters that are no matrix."""
+    return self.adam.path()
+
+  def of_matrix(self, *fields) -> "PathResponse":
+    """The response of a matrix; fields: those of `PathResponse` after the rule."""
+    return PathResponse(self, *fields)
+
   def of_params(self, params: nnx.State) -> "Muon":
     found = {slash_path(path): (variable, Matrix.of(variable)) for path, variable in nnx.to_flat_state(params)}
     for label, (variable, matrix) in found.items():
@@ -182,17 +194,17 @@ class Muon(UpdateRule):
     """Raises ConfigError for a parameter of several axes that does not say whether it is a matrix."""
     _check_label(parameter.label, parameter.matrix, gradient.shape)
     if not parameter.matrix:
-      return self.adam.path().response(parameter, gradient, arrays, scalars)
+      return self.others.response(parameter, gradient, arrays, scalars)
     wide = jnp.promote_types(gradient.dtype, jnp.float32)
     depth = gradient.ndim - parameter.groups - parameter.matrix.rows - parameter.matrix.columns
     clip_factor, count = scalars[0].astype(wide), scalars[-1].astype(jnp.int32)
     g = clip_factor * gradient.astype(wide)
-    return PathResponse(self, parameter.matrix, depth, g, arrays["first_moment"], count, clip_factor)
+    return self.of_matrix(parameter.matrix, depth, g, arrays["first_moment"], count, clip_factor)
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
     if isinstance(response, PathResponse):
       return {"momentum": response.steps[1], "weight_decay": self.weight_decay * value}
-    found = self.adam.path().column_arrays(parameter, value, gradient, arrays, response)
+    found = self.others.column_arrays(parameter, value, gradient, arrays, response)
     return found | {"weight_decay": self.adam.weight_decay * value}
 
   def column_scales(self, learning_rate, clip_factor) -> dict:
@@ -269,6 +281,34 @@ class PathResponse(Response):
 
   def _moved(self, momentum, g):
     return self.rule.moved(self.matrix, self.count, g, momentum)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class MarginalResponse(PathResponse):
+  """The derivative D'(g) at the whole gradient, which D has without momentum too."""
+
+  def whole(self, gradient):
+    return self.apply(gradient)
+
+  def _layer(self, linear: Callable, g, momentum, x_K):
+    own = (*range(-self.matrix.rows - self.matrix.columns, 0),)
+    nothing = jnp.all((momentum == 0) & (g == 0), own, keepdims=True)
+    pull = linear(functools.partial(self._moved, jnp.where(nothing, jnp.ones_like(momentum), momentum)), g)
+    return jnp.where(nothing[None], 0, jax.vmap(lambda x: pull(x)[0])(x_K))
+
+
+@dataclasses.dataclass(frozen=True)
+class MuonMarginal(Muon):
+  """Muon scored by the derivative of its step."""
+
+  direction = "marginal"
+
+  @property
+  def others(self) -> UpdateRule:
+    return self.adam.marginal()
+
+  def of_matrix(self, *fields) -> PathResponse:
+    return MarginalResponse(self, *fields)
 
 
 def _check_label(label: str, matrix: Matrix | None, shape: tuple[int, ...]) -> None:

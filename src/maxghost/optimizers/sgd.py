@@ -33,6 +33,9 @@ class Sgd(UpdateRule):
   def path(self) -> "Sgd":
     return self
 
+  def marginal(self) -> "Sgd":
+    return self
+
   def reach(self, rates_S: np.ndarray, parameter: Parameter | None = None) -> np.ndarray:
     return rates_S
 

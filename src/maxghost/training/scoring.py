@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from maxghost import optimizers
+from maxghost.config import plugins
 from maxghost.config.schema import Config
 from maxghost.ghost import ledger, schedules
 from maxghost.ghost.attach import Twin, prepare_twin
@@ -241,8 +242,9 @@ def make_scorer(
     spec=direction_spec(cfg, ghost.direction, ghost.ghost_rank, ghost.curvature), exclude=excluded(cfg, model),
     schedule=ghost.passes, num_val=ghost.ghost_val_batch_size,
   )  # fmt: skip
-  # The account divides a step as its scores do: along the path, or into parts with the state held fixed.
-  along = ghost.direction == "path"
+  # The account divides the step along the path or into parts with the state held fixed, as its scores do; what marginal
+  # scores leave of the path is in the direction residual.
+  along = ghost.direction in plugins.OF_STEP
   rule = optimizers.direction_rule(cfg.optimizer, "path") if along else optimizers.create(cfg.optimizer)
   return Scorer(cfg, loss, rule, twin, graphdef, num_segments)
 
