@@ -293,13 +293,6 @@ def check_sentences(text: str, ledger) -> None:
     text = text[match.end() :]
 
 
-def test_the_set_of_a_loop_of_ones_own_is_not_called_twice():
-  names = {"validation": "The validation loss", "manual": "The manual validation loss"}
-  ledger = summary_module.Ledger({"predicted_examples": 1.0}, np.array([3]), np.zeros(1), None, None)
-  for name, words in names.items():
-    assert report_text.headline(SimpleNamespace(name=name, ledger=ledger)).startswith(f"{words} was predicted")
-
-
 small = st.one_of(st.just(0.0), st.floats(0.001, 1000), st.floats(-1000, -0.001))
 
 
