@@ -98,7 +98,7 @@ def memory(overrides: list[str]) -> tuple[list[dict], list[Figure]]:
 def main() -> int:
   options = _measure.arguments(__doc__, seconds=False, tpu=False)
   rows, figures = memory(options.overrides) if options.tpu else cost(options.overrides, options.seconds)
-  return _measure.publish("LoRA with scores", rows, figures, path=options.json)
+  return _measure.publish("lora", rows, figures, path=options.json)
 
 
 if __name__ == "__main__":
