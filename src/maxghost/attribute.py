@@ -185,7 +185,7 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
   for name in queries:
     print(f"\nmost helpful for '{name}': {offline.UNIT}")
     output.show(ask(log, Query(by="document", top=args.top, val_set=name)), console)
-  print(f"\nmore: maxghost scores {args.output} --by document --set {next(iter(queries))}")
+  print(f"\nmore: maxghost scores {args.output} --by document --set {next(iter(queries))} --text")
   return 0
 
 
